@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the two extension modules through cffi's API mode (one stable-ABI file each).
+
+``cpu_attn._native``: the core. Every ``native/isa/*.c`` is compiled with the flags its first lines
+state; what this compiler or architecture cannot build is left out with the reason, which ``cpu-attn
+info`` shows. ``cpu_attn._onednn``: the engine on oneDNN, where its headers are found.
+
+Environment, read at build time:
+    ONEDNN_ROOT            prefix of a oneDNN v3 to build against (include/, lib/)
+    CPU_ATTN_NO_ONEDNN=1   leave the oneDNN engine out
+    CPU_ATTN_SANITIZE=1    address and undefined-behaviour sanitizers
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cffi
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+ROOT = Path(__file__).resolve().parent
+NATIVE = ROOT / "native"
+# No contraction: a row's bits must not depend on which expressions the compiler chose to fuse.
+BASE_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-fno-omit-frame-pointer"]
+
+
+@dataclass(frozen=True)
+class IsaFile:
+    """A file of native/isa and what its first lines say."""
+
+    path: Path
+    arch: str
+    unit: str
+    rank: int
+    flags: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> IsaFile:
+        said = dict(re.findall(r"^ \* (\w+):[ \t]*(.*)$", path.read_text().split("*/")[0], re.MULTILINE))
+        return cls(path, said["arch"], said["unit"], int(said["rank"]), tuple(said["flags"].split()))
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+
+def isa_files() -> list[IsaFile]:
+    """Best first: the order in which ``auto`` looks."""
+    return sorted(map(IsaFile.read, (NATIVE / "isa").glob("*.c")), key=lambda f: -f.rank)
+
+
+def cdef(header: Path) -> str:
+    """The part of a header that cffi reads."""
+    return header.read_text().split("/* cffi: begin */")[1].split("/* cffi: end */")[0]
+
+
+class BuildExt(build_ext):
+    """Compiles each source with its own flags and links them with cffi's glue."""
+
+    def build_extension(self, ext: Extension) -> None:
+        if ext.name == "cpu_attn._native":
+            self.build_native(ext)
+        else:
+            self.build_onednn(ext)
+
+    def accepts(self, *flags: str) -> bool:
+        probe = self.temp / "probe.c"
+        probe.write_text("int probe(void) { return 0; }\n")
+        try:
+            self.compiler.compile([str(probe)], output_dir=self.build_temp, extra_postargs=["-Werror", *flags])
+        except CompileError:
+            return False
+        return True
+
+    @property
+    def temp(self) -> Path:
+        path = Path(self.build_temp)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def common_flags(self) -> list[str]:
+        flags = [*BASE_FLAGS]
+        if os.environ.get("CPU_ATTN_SANITIZE") == "1":
+            flags += SANITIZE
+        if self.accepts("-fopenmp"):
+            flags.append("-fopenmp")
+        return flags
+
+    def build_native(self, ext: Extension) -> None:
+        compiled, absent = [], []
+        for isa in isa_files():
+            if isa.arch not in ("any", platform.machine()):
+                absent.append((isa, f"its kernels are for {isa.arch}, this build is for {platform.machine()}"))
+            elif isa.flags and not self.accepts(*isa.flags):
+                absent.append((isa, f"the compiler that built this lacks one of {' '.join(isa.flags)}"))
+            else:
+                compiled.append(isa)
+        config = ["#define CA_ISA_LIST " + " ".join(f'ISA({i.name}, "{i.unit}")' for i in compiled)]
+        config += [
+            "#define CA_ISA_ABSENT "
+            + " ".join(f'ABSENT({i.name}, "{i.unit}", "{why}")' for i, why in absent)
+        ]
+        (self.temp / "isa_list.h").write_text("\n".join(config) + "\n")
+        common = self.common_flags()
+        sources = {path: common for path in sorted(NATIVE.glob("*.c"))}
+        sources |= {isa.path: [*common, *isa.flags] for isa in compiled}
+        self.assemble(ext, NATIVE / "cpu_attn.h", sources, common)
+
+    def build_onednn(self, ext: Extension) -> None:
+        """Left out without a word of error: the engine is optional, and ``cpu-attn info`` says so."""
+        found = find_onednn()
+        if isinstance(found, str):
+            self.announce(f"oneDNN engine left out: {found}", level=3)
+            self.extensions.remove(ext)
+            return
+        include, library = found
+        common = self.common_flags()
+        sources = {path: common for path in sorted((NATIVE / "onednn").glob("*.c"))}
+        self.assemble(ext, NATIVE / "onednn" / "onednn.h", sources, common, [str(include)], [str(library)])
+
+    def assemble(
+        self,
+        ext: Extension,
+        header: Path,
+        sources: dict[Path, list[str]],
+        link_flags: list[str],
+        include_dirs: list[str] | None = None,
+        link_objects: list[str] | None = None,
+    ) -> None:
+        ffi = cffi.FFI()
+        ffi.cdef(cdef(header))
+        ffi.set_source(ext.name, f'#include "{header.relative_to(NATIVE)}"')
+        glue = self.temp / f"{ext.name}.c"
+        ffi.emit_c_code(str(glue))
+        include = [str(NATIVE), str(self.temp), *(include_dirs or []), *self.compiler.include_dirs]
+        macros = [("Py_LIMITED_API", "0x030a0000")]
+        objects: list[str] = []
+        for source, flags in {**sources, glue: [f for f in link_flags if f not in ("-Wall", "-Wextra")]}.items():
+            name = source if source.is_absolute() and not source.is_relative_to(ROOT) else source.relative_to(ROOT)
+            objects += self.compiler.compile(
+                [str(name)], output_dir=self.build_temp, macros=macros, include_dirs=include, extra_postargs=flags
+            )
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shared = [f for f in link_flags if f == "-fopenmp" or f.startswith("-fsanitize=")]
+        self.compiler.link_shared_object(
+            [*objects, *(link_objects or [])], str(target), libraries=["m"], extra_postargs=shared, target_lang="c"
+        )
+
+
+def find_onednn() -> tuple[Path, Path] | str:
+    """Include folder and library file of a oneDNN v3 to build against, or why there is none."""
+    if os.environ.get("CPU_ATTN_NO_ONEDNN") == "1":
+        return "CPU_ATTN_NO_ONEDNN is set"
+    if root := os.environ.get("ONEDNN_ROOT"):
+        return pick_onednn([Path(root, "include", "oneapi", "dnnl", "dnnl.h"), Path(root, "include", "dnnl.h")],
+                           [*Path(root, "lib").glob("libdnnl.so*"), *Path(root, "lib").glob("*/libdnnl.so*"),
+                            *Path(root, "lib64").glob("libdnnl.so*")], f"ONEDNN_ROOT={root}")
+    files: list[Any] = []
+    for name in ("onednn-devel-cpu-gomp", "onednn-cpu-gomp"):
+        try:
+            files += importlib.metadata.files(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            return f"neither ONEDNN_ROOT nor the package {name} is there"
+    paths = [Path(str(f.locate())).resolve() for f in files]
+    return pick_onednn([p for p in paths if p.name == "dnnl.h"], [p for p in paths if "libdnnl.so" in p.name],
+                       "the onednn-devel-cpu-gomp package")
+
+
+def pick_onednn(headers: list[Path], libraries: list[Path], where: str) -> tuple[Path, Path] | str:
+    headers = [h for h in headers if h.exists()]
+    libraries = [lib for lib in libraries if lib.name == "libdnnl.so.3" and lib.exists()]
+    if not headers or not libraries:
+        return f"{where} has no dnnl.h or no libdnnl.so.3"
+    # `#include <oneapi/dnnl/dnnl.h>` where the folder is so named, else plain dnnl.h.
+    header = max(headers, key=lambda h: "oneapi" in h.parts)
+    return header.parents[2] if "oneapi" in header.parts else header.parent, libraries[0]

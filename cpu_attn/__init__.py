@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention of language models on CPUs: vLLM's three calls, fused kernels per isa, a oneDNN engine."""
+
+from cpu_attn._dispatch import engines, get_num_threads, isas, set_num_threads
+from cpu_attn._errors import UnavailableError
+from cpu_attn.cache import PagedKVCache
+from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
+from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PagedKVCache",
+    "SchedulerMetadata",
+    "UnavailableError",
+    "attention_with_kv_cache",
+    "engines",
+    "get_kv_cache_shape",
+    "get_num_threads",
+    "get_scheduler_metadata",
+    "isas",
+    "reshape_and_cache",
+    "set_num_threads",
+]

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Foreign arrays in, zero-copy: NumPy, anything with ``data_ptr`` (torch), DLPack or ``__array_interface__``.
+
+torch is never imported: its tensors are known by their methods, bfloat16 by the dtype's name. NumPy's own
+bridges (``np.from_dlpack``, ``tensor.numpy()``) refuse bfloat16, so the DLPack capsule is read directly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from math import prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(kind)
+    for name, kind in {
+        "float32": np.float32,
+        "float16": np.float16,
+        "bfloat16": ml_dtypes.bfloat16,
+        "int32": np.int32,
+        "int64": np.int64,
+    }.items()
+}
+_NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+_DLPACK = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64"}
+
+
+class Array:
+    """Address, shape and strides (in elements) of somebody's memory, and what keeps it alive."""
+
+    __slots__ = ("address", "dtype", "owner", "shape", "strides", "writable")
+
+    def __init__(
+        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, writable: bool, owner: Any
+    ) -> None:
+        self.address = address
+        self.shape = shape
+        self.strides = strides
+        self.dtype = dtype
+        self.writable = writable
+        self.owner = owner
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    def extent(self) -> tuple[int, int]:
+        """First byte and the byte after the last."""
+        if not self.size:
+            return self.address, self.address
+        steps = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
+        low, high = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
+        return self.address + low * self.itemsize, self.address + (high + 1) * self.itemsize
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """A NumPy view of the same memory."""
+
+        class Memory:
+            __array_interface__ = {
+                "version": 3,
+                "data": (self.address, not self.writable),
+                "shape": self.shape,
+                "strides": tuple(s * self.itemsize for s in self.strides),
+                "typestr": f"|V{self.itemsize}",
+            }
+            owner = self.owner
+
+        return np.asarray(Memory()).view(DTYPES[self.dtype]) if self.size else np.empty(self.shape, DTYPES[self.dtype])
+
+
+def dtype_name(dtype: Any) -> str:
+    """float32, float16 or bfloat16, of a NumPy dtype, a torch dtype or a string; TypeError for others."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        try:
+            name = _NAME_OF.get(np.dtype(dtype), name)
+        except TypeError:
+            pass
+    if name not in ("float32", "float16", "bfloat16"):
+        raise TypeError(f"dtype: {dtype!r} is none of float32, float16, bfloat16")
+    return name
+
+
+def view(name: str, x: Any) -> Array:
+    """The memory of ``x``, which is called ``name`` in errors."""
+    if isinstance(x, np.ndarray):
+        return _of_numpy(name, x)
+    if hasattr(x, "data_ptr"):
+        return _of_tensor(name, x)
+    if hasattr(x, "__dlpack__"):
+        return _of_dlpack(name, x)
+    if hasattr(x, "__array_interface__"):
+        if x.__array_interface__["typestr"][1] == "V":
+            raise TypeError(f"{name}: its __array_interface__ says only {x.__array_interface__['typestr']!r}")
+        return _of_numpy(name, np.asarray(x))
+    raise TypeError(f"{name}: expected an array on the CPU, got {type(x).__name__}")
+
+
+def _of_numpy(name: str, x: np.ndarray[Any, Any]) -> Array:
+    dtype = _NAME_OF.get(x.dtype)
+    if dtype is None:
+        raise TypeError(f"{name}: dtype {x.dtype} is none of {', '.join(DTYPES)}")
+    size = x.dtype.itemsize
+    if any(s % size for s in x.strides):
+        raise ValueError(f"{name}: strides {x.strides} are not whole elements of {size} bytes")
+    strides = tuple(s // size for s in x.strides)
+    return _aligned(name, Array(x.__array_interface__["data"][0], x.shape, strides, dtype, x.flags.writeable, x))
+
+
+def _of_tensor(name: str, x: Any) -> Array:
+    dtype = str(x.dtype).removeprefix("torch.")
+    if x.device.type != "cpu":
+        raise ValueError(f"{name}: lies on {x.device}, expected cpu")
+    if dtype not in DTYPES:
+        raise TypeError(f"{name}: dtype {x.dtype} is none of {', '.join(DTYPES)}")
+    if getattr(x, "requires_grad", False):
+        raise ValueError(f"{name}: requires grad; pass it detached")
+    return _aligned(name, Array(x.data_ptr(), tuple(x.shape), tuple(x.stride()), dtype, True, x))
+
+
+class _DLTensor(ctypes.Structure):
+    """DLTensor of dlpack.h 1.0."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _DLVersioned(ctypes.Structure):
+    """DLManagedTensorVersioned of dlpack.h 1.0; flag 1: read-only."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    )
+
+
+def _capsule_pointer(capsule: Any, name: bytes) -> int | None:
+    valid, pointer = ctypes.pythonapi.PyCapsule_IsValid, ctypes.pythonapi.PyCapsule_GetPointer
+    valid.argtypes = pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+    pointer.restype = ctypes.c_void_p
+    return pointer(capsule, name) if valid(capsule, name) else None
+
+
+def _of_dlpack(name: str, x: Any) -> Array:
+    if x.__dlpack_device__()[0] != 1:
+        raise ValueError(f"{name}: lies on DLPack device {x.__dlpack_device__()}, expected the CPU (1, 0)")
+    try:
+        capsule = x.__dlpack__(max_version=(1, 0))
+    except TypeError:
+        capsule = x.__dlpack__()
+    writable = True
+    if pointer := _capsule_pointer(capsule, b"dltensor_versioned"):
+        versioned = _DLVersioned.from_address(pointer)
+        if versioned.major != 1:
+            raise TypeError(f"{name}: DLPack version {versioned.major}, expected 1")
+        tensor, writable = versioned.tensor, not versioned.flags & 1
+    elif pointer := _capsule_pointer(capsule, b"dltensor"):
+        tensor = _DLTensor.from_address(pointer)
+    else:
+        raise TypeError(f"{name}: its __dlpack__ gave no DLPack capsule")
+    dtype = _DLPACK.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if dtype is None:
+        raise TypeError(f"{name}: DLPack dtype {tensor.code}/{tensor.bits} is none of {', '.join(DTYPES)}")
+    shape = tuple(tensor.shape[: tensor.ndim])
+    if tensor.strides:
+        strides = tuple(tensor.strides[: tensor.ndim])
+    else:
+        strides = tuple(prod(shape[i + 1 :]) for i in range(tensor.ndim))
+    address = (tensor.data or 0) + tensor.byte_offset
+    return _aligned(name, Array(address, shape, strides, dtype, writable, (x, capsule)))
+
+
+def _aligned(name: str, a: Array) -> Array:
+    if a.address % a.itemsize:
+        raise ValueError(f"{name}: address {a.address:#x} is not a multiple of its {a.itemsize}-byte elements")
+    return a

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every check of foreign input: shapes, dtypes, strides, aliases here; what indices hold in native/check.c,
+whose findings :func:`raise_fault` turns into exceptions. All of it runs before a byte is written."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cpu_attn._arrays import Array, view
+from cpu_attn._native import ffi, lib
+
+INT32_MAX = 2**31 - 1
+MAX_SIZE = 2**16  # of heads and head sizes: keeps every product of sizes within int64
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+def integer(name: str, x: Any, low: int, high: int = INT32_MAX) -> int:
+    """``x`` as an int in [low, high]."""
+    if isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected an integer, got {x!r}")
+    try:
+        value = operator.index(x)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {type(x).__name__}") from None
+    if not low <= value <= high:
+        raise ValueError(f"{name}: {value} is outside {low}..{high}")
+    return value
+
+
+def number(name: str, x: Any, low: float = -math.inf) -> float:
+    """``x`` as a float that is finite in float32 and at least ``low``."""
+    if isinstance(x, (str, bytes, bool)):
+        raise TypeError(f"{name}: expected a number, got {x!r}")
+    try:
+        value = float(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected a number, got {type(x).__name__}") from None
+    if not abs(value) <= 3.4e38 or value < low:
+        raise ValueError(f"{name}: {value} is not a finite float32" + (f" >= {low}" if low > -math.inf else ""))
+    return value
+
+
+def plan(name: str, x: Any) -> Any:
+    if type(x).__name__ != "SchedulerMetadata":
+        raise TypeError(f"{name}: expected get_scheduler_metadata's result, got {type(x).__name__}")
+    return x
+
+
+def boolean(name: str, x: Any) -> bool:
+    if isinstance(x, (bool, np.bool_)) or (isinstance(x, (int, np.integer)) and x in (0, 1)):
+        return bool(x)
+    raise TypeError(f"{name}: expected True or False, got {x!r}")
+
+
+def window(x: Any) -> tuple[int, int]:
+    """(left, right) keys visible beside the query, -1 for all; from vLLM's int (own key counted) or a pair."""
+    if isinstance(x, (tuple, list)):
+        if len(x) != 2:
+            raise ValueError(f"sliding_window: expected (left, right), got {len(x)} values")
+        return integer("sliding_window[0]", x[0], -1), integer("sliding_window[1]", x[1], -1)
+    size = integer("sliding_window", x, -1)
+    if size == 0:
+        raise ValueError("sliding_window: 0 would see nothing; -1 turns it off, w counts the query's own key")
+    return (-1, -1) if size == -1 else (size - 1, size - 1)
+
+
+def kv_dtype(kv_cache_dtype: Any, dtype: str) -> None:
+    if kv_cache_dtype not in ("auto", dtype):
+        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} is neither 'auto' nor the dtype {dtype!r}")
+
+
+def scales(k_scale: Any, v_scale: Any) -> None:
+    for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if number(name, x) != 1.0:
+            raise ValueError(f"{name}: {x} applies to quantised caches, this one holds plain numbers; expected 1.0")
+
+
+def array(name: str, x: Any, dtypes: Sequence[str], axes: Sequence[tuple[str, int | None]]) -> Array:
+    """``x`` as memory of one of the dtypes and of the shape ``axes`` = (what, size or None: any), last axis dense."""
+    a = view(name, x)
+    if a.dtype not in dtypes:
+        raise TypeError(f"{name}: dtype {a.dtype}, expected {' or '.join(dtypes)}")
+    if len(a.shape) != len(axes):
+        raise ValueError(f"{name}: {len(a.shape)} axes, expected {len(axes)}: [{', '.join(w for w, _ in axes)}]")
+    for i, (size, (what, expected)) in enumerate(zip(a.shape, axes, strict=True)):
+        if expected is not None and size != expected:
+            raise ValueError(f"{name}: axis {i} is {size}, expected {what} = {expected}")
+        if size > INT32_MAX:
+            raise ValueError(f"{name}: axis {i} is {size}, more than {INT32_MAX}")
+    if a.shape[-1] > 1 and a.strides[-1] != 1 and a.size:
+        raise ValueError(f"{name}: the last axis has stride {a.strides[-1]}, expected 1 (dense)")
+    return a
+
+
+def small_floats(name: str, x: Any, dtypes: Sequence[str], num_heads: int) -> np.ndarray[Any, Any] | None:
+    """A float32 copy of one number for each query head."""
+    if x is None:
+        return None
+    a = array(name, x, dtypes, [("num_heads", num_heads)])
+    return np.ascontiguousarray(a.numpy().astype(np.float32))
+
+
+def lengths(
+    num_reqs: int, seq_lens: Any, query_start_loc: Any, dynamic_causal: Any
+) -> tuple[Array, Array, Array | None]:
+    """The three int32 arrays that say which requests a step has."""
+    return (
+        array("seq_lens", seq_lens, ["int32"], [("num_reqs", num_reqs)]),
+        array("query_start_loc", query_start_loc, ["int32"], [("num_reqs + 1", num_reqs + 1)]),
+        None if dynamic_causal is None else array("dynamic_causal", dynamic_causal, ["int32"], [("num_reqs", num_reqs)]),
+    )
+
+
+def same_step(plan: Any, starts: Array, lens: Array, flags: Array | None, causal: Any, sliding_window: Any) -> None:
+    """Lengths and mask must be those that the plan was made for. A causal request never looks right."""
+    shape, fault = plan._shape, new_fault()
+    lib.ca_check_step(plan._pointer, *int32_pointers(lens, starts, flags), fault)
+    raise_fault(fault)
+    if boolean("causal", causal) != bool(shape.causal):
+        raise ValueError(f"causal: {causal}, scheduler_metadata was made for {bool(shape.causal)}")
+    left, right = window(sliding_window)
+    planned = (shape.window_left, shape.window_right)
+    if (left, right) != planned and not (shape.all_causal and left == planned[0]):
+        raise ValueError(f"sliding_window: {sliding_window}, scheduler_metadata was made for (left, right) = {planned}")
+
+
+def pointer(kind: str, a: Array | np.ndarray[Any, Any] | None) -> Any:
+    """``a`` as a C pointer; the caller keeps ``a`` alive."""
+    if a is None:
+        return ffi.NULL
+    return ffi.cast(kind, a.address if isinstance(a, Array) else a.ctypes.data)
+
+
+def int32_pointers(*arrays: Array | None) -> list[Any]:
+    return [pointer("int32_t *", a) for a in arrays]
+
+
+def cache(
+    name: str, x: Any, dtype: str, num_kv_heads: int | None, num_blocks: int | None, block_size: int | None
+) -> Array:
+    """A cache [N, Hkv, B, width]: a block of one head is dense, the strides of N and Hkv are free."""
+    axes = [("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads), ("block_size", block_size), ("width", None)]
+    a = array(name, x, [dtype], axes)
+    if a.shape[2] < 1:
+        raise ValueError(f"{name}: block_size is 0, expected at least 1")
+    if a.size and a.shape[2] > 1 and a.strides[2] != a.shape[3]:
+        raise ValueError(f"{name}: axis 2 has stride {a.strides[2]}, expected {a.shape[3]}: a block must be dense")
+    return a
+
+
+def width(isa: int, dtype: int, block_size: int, head_size: int) -> int:
+    """Last axis of a cache so that a block of block_size * width elements holds K or V in the isa's layout."""
+    most = max(int(lib.ca_block_elements(isa, dtype, block_size, head_size, v)) for v in (0, 1))
+    return -(-most // block_size)
+
+
+def cache_width(name: str, a: Array, isa: int, dtype: int, head_size: int) -> None:
+    expected = width(isa, dtype, a.shape[2], head_size)
+    if a.shape[3] != expected:
+        raise ValueError(
+            f"{name}: axis 3 is {a.shape[3]}, expected {expected} for head_size {head_size} and block_size "
+            f"{a.shape[2]} on this isa (get_kv_cache_shape says what to allocate)"
+        )
+
+
+def writable(name: str, a: Array) -> Array:
+    """Memory that may be written and in which no two elements coincide."""
+    if not a.writable:
+        raise ValueError(f"{name}: is read-only")
+    extent = 1
+    for stride, size in sorted((abs(s), n) for s, n in zip(a.strides, a.shape, strict=True) if n > 1):
+        if stride < extent and a.size:
+            raise ValueError(f"{name}: strides {a.strides} over shape {a.shape} make elements overlap")
+        extent += stride * (size - 1)
+    return a
+
+
+def disjoint(name: str, a: Array, others: dict[str, Array | None]) -> None:
+    """No byte of ``a`` may be one of another array's."""
+    first, end = a.extent()
+    for other, b in others.items():
+        if b is None or not a.size or not b.size:
+            continue
+        b_first, b_end = b.extent()
+        if first < b_end and b_first < end and _shared(a, b):
+            raise ValueError(f"{name}: shares memory with {other}")
+
+
+def _shared(a: Array, b: Array) -> bool:
+    try:
+        return bool(np.shares_memory(a.numpy(), b.numpy(), max_work=100_000))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def raise_fault(fault: Any) -> None:
+    """The exception for what native/check.c found, if it found anything."""
+    if fault.status == lib.CA_OK:
+        return
+    if fault.status == lib.CA_NO_MEMORY:
+        raise MemoryError("no memory for the plan")
+    if fault.status == lib.CA_ENGINE_FAILED:
+        raise RuntimeError(f"the engine failed with status {fault.value}")
+    request, position, value, bound = fault.request, fault.position, fault.value, fault.bound
+    where = f"request {request}: " if request >= 0 else ""
+    raise ValueError(
+        {
+            lib.CA_BAD_QUERY_START_LOC: f"query_start_loc[{position}]: {where}{value}, expected at least {bound}"
+            if position
+            else f"query_start_loc[0]: {value}, expected 0",
+            lib.CA_BAD_SEQ_LEN: f"seq_lens[{position}]: {value}, expected at least 0",
+            lib.CA_BAD_BLOCK: f"block_table: {where}position {position} holds block {value}, outside 0..{bound - 1} "
+            f"(num_blocks {bound})",
+            lib.CA_BLOCK_TABLE_SHORT: f"block_table: {where}needs {value} blocks, the table has {bound} columns",
+            lib.CA_BAD_SLOT: f"slot_mapping[{position}]: {value}, expected less than num_blocks * block_size = {bound}",
+            lib.CA_OTHER_LENGTHS: f"query_start_loc[{position}]: {value}, scheduler_metadata was made for {bound}",
+            lib.CA_OTHER_SEQ_LENS: f"seq_lens[{position}]: {value}, scheduler_metadata was made for {bound}",
+            lib.CA_OTHER_CAUSAL: f"dynamic_causal[{position}]: causal is {bool(value)}, scheduler_metadata was made "
+            f"for {bool(bound)}",
+        }[fault.status]
+    )
+
+
+def new_fault() -> Any:
+    return ffi.new("ca_fault *")

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which isas and engines are there, and which one a name means here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from cpu_attn._errors import UnavailableError
+from cpu_attn._native import ffi, lib
+
+DTYPE_CODES = {"float32": lib.CA_F32, "float16": lib.CA_F16, "bfloat16": lib.CA_BF16}
+ISA_NAMES = ("amx", "avx512", "avx2", "neon", "scalar")
+ENGINE_NAMES = ("native", "onednn", "reference")
+
+
+@dataclass(frozen=True)
+class Isa:
+    """One isa of the table. ``reason``: why it cannot run here, empty when it can."""
+
+    name: str
+    unit: str
+    compiled: bool
+    supported: bool
+    reason: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine. ``reason``: why it is not there, empty when it is."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+@cache
+def isas() -> tuple[Isa, ...]:
+    """Every isa that the library knows by name, best first."""
+    info = ffi.new("ca_isa_info *")
+    found: dict[str, Isa] = {}
+    while lib.ca_isa(len(found), info):
+        name, unit, reason = (ffi.string(s).decode() for s in (info.name, info.unit, info.reason))
+        if reason and info.compiled:
+            reason = f"this CPU or its operating system lacks {reason}"
+        found[name] = Isa(name, unit, bool(info.compiled), bool(info.supported), reason, len(found))
+    for name in ISA_NAMES:
+        if name not in found:
+            found[name] = Isa(name, "matrix" if name == "amx" else "vector", False, False, f"no {name} kernel yet", -1)
+    return tuple(sorted(found.values(), key=lambda i: (not i.supported, i.index if i.compiled else 99)))
+
+
+def engines() -> tuple[Engine, ...]:
+    """Every engine; ``onednn`` says why when its library or its module is missing."""
+    from cpu_attn import _onednn_loader
+
+    try:
+        _onednn_loader.load()
+        reason = ""
+    except UnavailableError as e:
+        reason = str(e)
+    return (Engine("native", True, ""), Engine("onednn", not reason, reason), Engine("reference", True, ""))
+
+
+def _asked(argument: str, name: Any, variable: str) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"{argument}: expected a name, got {type(name).__name__}")
+    return os.environ.get(variable) or "auto" if name == "auto" else name
+
+
+def resolve_isa(name: str, dtype: str, head_size: int) -> Isa:
+    """The isa that ``name`` means here; ``auto`` follows CPU_ATTN_ISA, then takes the best."""
+    name = _asked("isa", name, "CPU_ATTN_ISA")
+    return _resolve_isa(name, dtype, name == "vec16" and head_size % 16 != 0)
+
+
+@cache
+def _resolve_isa(name: str, dtype: str, odd_vec16: bool) -> Isa:
+    kernel = ffi.new("ca_kernel_info *")
+    able = [i for i in isas() if i.supported and lib.ca_isa_kernel(i.index, DTYPE_CODES[dtype], kernel)]
+    if odd_vec16:
+        raise ValueError("isa: 'vec16' is for head sizes that are multiples of 16; 'vec' takes any")
+    if name == "auto":
+        return able[0]
+    if name in ("vec", "vec16"):
+        return next(i for i in able if i.unit != "matrix")
+    for isa in able:
+        if isa.name == name:
+            return isa
+    there = ", ".join(i.name for i in able)
+    for isa in isas():
+        if isa.name == name:
+            reason = isa.reason or f"it has no {dtype} kernel"
+            raise UnavailableError(f"isa: {name!r} is not available here: {reason}. Available for {dtype}: {there}")
+    raise ValueError(f"isa: {name!r} is none of auto, vec, vec16, {', '.join(ISA_NAMES)}. Available here: {there}")
+
+
+def resolve_engine(name: str) -> tuple[str, Any]:
+    """Name and ``ca_engine *`` of an engine; ``auto`` follows CPU_ATTN_ENGINE, then means native."""
+    name = _asked("engine", name, "CPU_ATTN_ENGINE")
+    if name in ("auto", "native"):
+        return "native", lib.ca_native_engine()
+    if name == "reference":
+        return name, lib.ca_reference_engine()
+    if name == "onednn":
+        from cpu_attn import _onednn_loader
+
+        return name, _onednn_loader.engine()
+    raise ValueError(f"engine: {name!r} is none of auto, {', '.join(ENGINE_NAMES)}")
+
+
+def get_num_threads() -> int:
+    """Threads a call may use: what :func:`set_num_threads` said, else OpenMP's count for this thread."""
+    return int(lib.ca_get_num_threads())
+
+
+def set_num_threads(n: int) -> None:
+    """Sets the thread count for the whole process; 0 goes back to OpenMP's. ValueError outside 0..4096."""
+    from cpu_attn._check import integer
+
+    lib.ca_set_num_threads(integer("n", n, 0, 4096))

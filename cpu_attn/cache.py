@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The friendly layer: a paged KV cache that knows its own layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from cpu_attn import _check, _dispatch, ops
+from cpu_attn._arrays import DTYPES, dtype_name
+from cpu_attn._native import ffi, lib
+from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
+
+LAYOUT_NAMES = {lib.CA_LAYOUT_LANES: "lanes-v1", lib.CA_LAYOUT_PAIRS: "pairs-v1"}
+
+
+class PagedKVCache:
+    """K and V of one layer in pages, packed as the kernels of one isa read them.
+
+    num_blocks N, block_size B, num_kv_heads Hkv, head_size D (of K), head_size_v Dv (of V, D unless said);
+    dtype float32, float16 or bfloat16. ``key_cache`` and ``value_cache`` are the raw arrays for
+    :func:`reshape_and_cache` and :func:`attention_with_kv_cache`; ``isa`` is resolved and ``layout`` names
+    what lies inside, so that a plan for another isa is refused.
+
+    >>> cache = PagedKVCache(64, 16, num_kv_heads=8, head_size=128, dtype="bfloat16")
+    >>> cache.update(key, value, slot_mapping)
+    >>> plan = cache.plan(query_start_loc, seq_lens, num_heads=32)
+    >>> output = cache.attend(query, block_table, plan)
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: Any = "float32",
+        isa: str = "auto",
+        *,
+        head_size_v: int | None = None,
+        kv_cache_dtype: str = "auto",
+    ) -> None:
+        name = dtype_name(dtype)
+        self.head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
+        self.head_size_v = _check.integer(
+            "head_size_v", head_size if head_size_v is None else head_size_v, 1, _check.MAX_SIZE
+        )
+        resolved = _dispatch.resolve_isa(isa, name, head_size)
+        self.isa, self.dtype = resolved.name, DTYPES[name]
+        self._isa, self._dtype = resolved.index, _dispatch.DTYPE_CODES[name]
+        kernel = ffi.new("ca_kernel_info *")
+        lib.ca_isa_kernel(self._isa, self._dtype, kernel)
+        self.layout = LAYOUT_NAMES[kernel.layout]
+        shapes = [
+            get_kv_cache_shape(num_blocks, block_size, num_kv_heads, size, name, self.isa, kv_cache_dtype)
+            for size in (self.head_size, self.head_size_v)
+        ]
+        self.num_blocks, self.num_kv_heads, self.block_size = shapes[0][:3]
+        self.key_cache, self.value_cache = (np.zeros(shape, self.dtype) for shape in shapes)
+
+    def __repr__(self) -> str:
+        return (
+            f"PagedKVCache({self.num_blocks} blocks of {self.block_size}, {self.num_kv_heads} kv heads of "
+            f"{self.head_size}/{self.head_size_v}, {self.dtype}, {self.isa}, {self.layout})"
+        )
+
+    def update(self, key: Any, value: Any, slot_mapping: Any) -> None:
+        """Writes key [T, Hkv, D] and value [T, Hkv, Dv] to slot_mapping int64 [T]; see :func:`reshape_and_cache`."""
+        self._same_sizes("key", key, self.head_size)
+        self._same_sizes("value", value, self.head_size_v)
+        ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, slot_mapping, self.isa)
+
+    def _same_sizes(self, name: str, x: Any, head_size: int) -> None:
+        _check.array(
+            name,
+            x,
+            [str(self.dtype)],
+            [("T", None), ("num_kv_heads", self.num_kv_heads), ("head size", head_size)],
+        )
+
+    def gather(self, block_table: Any, seq_len: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Plain K [seq_len, Hkv, D] and V [seq_len, Hkv, Dv] of one request; block_table: int32 [M], its blocks."""
+        return (
+            gather(self.key_cache, block_table, seq_len, self.head_size, self.isa, value=False),
+            gather(self.value_cache, block_table, seq_len, self.head_size_v, self.isa, value=True),
+        )
+
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copies whole blocks, K and V: (source, destination) pairs, all read before any is written.
+
+        Raises ValueError for a block out of range or a destination named twice.
+        """
+        numbers = [
+            tuple(_check.integer(f"pairs[{i}][{j}]", x, 0, self.num_blocks - 1) for j, x in enumerate(pair))
+            for i, pair in enumerate(pairs)
+        ]
+        if any(len(n) != 2 for n in numbers):
+            raise ValueError("pairs: expected (source, destination) each")
+        sources, destinations = [n[0] for n in numbers], [n[1] for n in numbers]
+        if len(set(destinations)) != len(destinations):
+            raise ValueError("pairs: a destination is named twice")
+        for cache in (self.key_cache, self.value_cache):
+            cache[destinations] = cache[sources]
+
+    def plan(self, query_start_loc: Any, seq_lens: Any, num_heads: int, **options: Any) -> SchedulerMetadata:
+        """A plan for this cache; options are those of :func:`get_scheduler_metadata` (causal, sliding_window, ...)."""
+        num_reqs = _check.array("seq_lens", seq_lens, ["int32"], [("num_reqs", None)]).shape[0]
+        return get_scheduler_metadata(
+            num_reqs,
+            num_heads,
+            self.num_kv_heads,
+            self.head_size,
+            seq_lens,
+            self.dtype,
+            query_start_loc,
+            isa=self.isa,
+            head_size_v=self.head_size_v,
+            **options,
+        )
+
+    def attend(
+        self,
+        query: Any,
+        block_table: Any,
+        plan: SchedulerMetadata,
+        *,
+        scale: float | None = None,
+        alibi_slopes: Any = None,
+        softcap: float = 0.0,
+        s_aux: Any = None,
+        output: Any = None,
+        lse: Any = None,
+    ) -> Any:
+        """Output [T, Hq, Dv] (a new array unless given) of query [T, Hq, D] over the pages in block_table [R, M].
+
+        scale is 1 / sqrt(D) unless said; the rest as in :func:`attention_with_kv_cache`.
+        """
+        if _check.plan("plan", plan).isa != self.isa:
+            raise ValueError(f"plan: made for isa {plan.isa}, this cache was written for {self.isa}")
+        if output is None:
+            output = np.empty((plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype)
+        return ops.attend(
+            plan,
+            query,
+            self.key_cache,
+            self.value_cache,
+            output,
+            block_table,
+            scale=self.head_size**-0.5 if scale is None else scale,
+            alibi_slopes=alibi_slopes,
+            softcap=softcap,
+            s_aux=s_aux,
+            lse=lse,
+        )
+
+
+def gather(
+    cache: Any, block_table: Any, seq_len: int, head_size: int, isa: str = "auto", *, value: bool, out: Any = None
+) -> np.ndarray[Any, Any]:
+    """The first seq_len tokens of one request out of its pages, plain: [seq_len, Hkv, head_size].
+
+    cache [N, Hkv, B, width] as written with ``isa``; block_table int32 [M]; value: a value cache, else a key cache.
+    """
+    first = _check.array("cache", cache, _check.FLOATS, [(w, None) for w in ("N", "Hkv", "B", "width")])
+    head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
+    resolved, code = _dispatch.resolve_isa(isa, first.dtype, head_size), _dispatch.DTYPE_CODES[first.dtype]
+    pages = _check.cache("cache", cache, first.dtype, None, None, None)
+    _check.cache_width("cache", pages, resolved.index, code, head_size)
+    table = _check.array("block_table", block_table, ["int32"], [("blocks", None)])
+    seq_len = _check.integer("seq_len", seq_len, 0)
+    if out is None:
+        if -(-seq_len // pages.shape[2]) > table.shape[0]:
+            raise ValueError(f"block_table: needs {-(-seq_len // pages.shape[2])} blocks, has {table.shape[0]}")
+        out = np.empty((seq_len, pages.shape[1], head_size), DTYPES[first.dtype])
+    rows = _check.array(
+        "out", out, [first.dtype], [("seq_len", seq_len), ("num_kv_heads", pages.shape[1]), ("head_size", head_size)]
+    )
+    _check.disjoint("out", _check.writable("out", rows), {"cache": pages, "block_table": table})
+    fault = _check.new_fault()
+    lib.ca_gather(
+        ops._cache_struct(pages, resolved.index, code, head_size),
+        value,
+        _check.pointer("int32_t *", table),
+        table.shape[0],
+        seq_len,
+        ops._rows_struct(rows),
+        fault,
+    )
+    _check.raise_fault(fault)
+    return out  # type: ignore[no-any-return]

@@ -1,0 +1,146 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Runs a plan: threads take (task, kv head) items from a counter; segments of keys merge in order. */
+#include "cpu_attn.h"
+#include <pthread.h>
+#include <stdatomic.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+static atomic_int num_threads; /* 0: as OpenMP says */
+static atomic_int forked;
+
+static void after_fork(void) { atomic_store(&forked, 1); }
+
+__attribute__((constructor)) static void watch_fork(void) { pthread_atfork(NULL, NULL, after_fork); }
+
+#ifdef _OPENMP
+#define STRING(x) #x
+#define TEXT(x) STRING(x)
+const char *ca_threading(void) { return "OpenMP " TEXT(_OPENMP); }
+static int default_threads(void) { return omp_get_max_threads(); }
+#else
+const char *ca_threading(void) { return "none: the compiler had no OpenMP"; }
+static int default_threads(void) { return 1; }
+#endif
+
+int ca_get_num_threads(void) {
+    int n = atomic_load(&num_threads);
+    return ca_team(n > 0 ? n : default_threads());
+}
+
+void ca_set_num_threads(int n) { atomic_store(&num_threads, n); }
+
+int ca_team(int wanted) {
+    if (!atomic_load(&forked))
+        return wanted;
+#ifdef _OPENMP
+    omp_set_num_threads(1); /* for oneDNN, which would start a team of its own */
+#endif
+    return 1;
+}
+
+typedef struct run {
+    const ca_plan *plan;
+    const ca_call *call;
+    char *workspace;
+    atomic_llong next_item, next_merge;
+    atomic_int failed;
+} run;
+
+static int64_t rows_of(const ca_plan *p, const ca_task *t) {
+    return (int64_t)t->num_tokens * (p->shape.num_heads / p->shape.num_kv_heads);
+}
+
+static ca_state state_at(void *memory, int64_t rows, int64_t head_size_v) {
+    float *o = memory;
+    return (ca_state){o, o + rows * head_size_v, o + rows * head_size_v + rows};
+}
+
+static ca_state partial_at(const run *w, const ca_task *t, int64_t segment, int kv_head) {
+    const ca_plan *p = w->plan;
+    int64_t rows = rows_of(p, t), slot = rows * ((int64_t)p->shape.head_size_v + 2);
+    float *base = (float *)(w->workspace + p->shape.num_threads * p->thread_bytes) + t->partial;
+    return state_at(base + (segment * p->shape.num_kv_heads + kv_head) * slot, rows, p->shape.head_size_v);
+}
+
+static int run_item(run *w, const ca_task *t, int kv_head, char *memory) {
+    const ca_plan *p = w->plan;
+    int64_t rows = rows_of(p, t), dv = p->shape.head_size_v, size = ca_segment_keys(p->seq_lens[t->request]), k0, k1;
+    ca_state total = state_at(memory, rows, dv), part = state_at(memory + p->state_bytes, rows, dv);
+    void *scratch = memory + 2 * p->state_bytes;
+    ca_task_keys(p, t, &k0, &k1);
+    if (t->partial < 0)
+        ca_clear(&total, rows, dv);
+    for (int64_t s = t->segment; s < t->segment + t->num_segments; s++) {
+        if (t->partial >= 0)
+            part = partial_at(w, t, 0, kv_head);
+        int status = p->engine->segment(p, w->call, t, kv_head, ca_max64(k0, s * size), ca_min64(k1, (s + 1) * size),
+                                        &part, scratch);
+        if (status)
+            return status;
+        if (t->partial < 0)
+            p->kernel->merge(&total, &part, rows, dv);
+    }
+    if (t->partial < 0)
+        p->kernel->finish(p, w->call, t, kv_head, &total);
+    return 0;
+}
+
+static void merge_item(run *w, const ca_task *t, int kv_head, char *memory) {
+    const ca_plan *p = w->plan;
+    int64_t rows = rows_of(p, t), dv = p->shape.head_size_v;
+    ca_state total = state_at(memory, rows, dv);
+    ca_clear(&total, rows, dv);
+    for (int64_t s = 0; s < t->num_segments; s++) {
+        ca_state part = partial_at(w, t, s, kv_head);
+        p->kernel->merge(&total, &part, rows, dv);
+    }
+    p->kernel->finish(p, w->call, t, kv_head, &total);
+}
+
+static int64_t take(atomic_llong *counter) { return atomic_fetch_add_explicit(counter, 1, memory_order_relaxed); }
+
+static void run_items(run *w, int thread) {
+    const ca_plan *p = w->plan;
+    char *memory = w->workspace + thread * p->thread_bytes;
+    int64_t heads = p->shape.num_kv_heads, items = p->num_tasks * heads;
+    for (int64_t i; (i = take(&w->next_item)) < items && !atomic_load_explicit(&w->failed, memory_order_relaxed);) {
+        int status = run_item(w, &p->tasks[i / heads], (int)(i % heads), memory);
+        if (status)
+            atomic_store(&w->failed, status);
+    }
+}
+
+static void run_merges(run *w, int thread) {
+    const ca_plan *p = w->plan;
+    char *memory = w->workspace + thread * p->thread_bytes;
+    int64_t heads = p->shape.num_kv_heads, items = p->num_merges * heads;
+    for (int64_t i; (i = take(&w->next_merge)) < items && !atomic_load_explicit(&w->failed, memory_order_relaxed);)
+        merge_item(w, &p->merges[i / heads], (int)(i % heads), memory);
+}
+
+int ca_attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_fault *fault) {
+    if (ca_check_call(plan, call, fault))
+        return fault->status;
+    run w = {.plan = plan, .call = call, .workspace = workspace};
+    int64_t items = plan->num_tasks * plan->shape.num_kv_heads;
+    int team = ca_team((int)ca_min64(ca_min64(plan->shape.num_threads, ca_get_num_threads()), items));
+    if (team <= 1) {
+        run_items(&w, 0);
+        run_merges(&w, 0);
+    } else {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(team)
+        {
+            run_items(&w, omp_get_thread_num());
+#pragma omp barrier
+            run_merges(&w, omp_get_thread_num());
+        }
+#endif
+    }
+    if (!w.failed)
+        return CA_OK;
+    *fault = (ca_fault){CA_ENGINE_FAILED, -1, -1, w.failed, -1};
+    return CA_ENGINE_FAILED;
+}

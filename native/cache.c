@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Slots and blocks: writes tokens into the cache and gathers them back. */
+#include "cpu_attn.h"
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+static const ca_kernel *kernel_of(const ca_cache *c) { return ca_isa_get(c->isa)->kernels[c->dtype]; }
+
+/* One part of a write: some tokens of some kv heads, chosen so that a slot belongs to one part:
+ * of tokens that share a slot the last one stays, whole. */
+static void write_part(const ca_cache *kc, const ca_cache *vc, const ca_rows *key, const ca_rows *value,
+                       const int64_t *slots, int64_t num_tokens, int64_t item, int64_t parts) {
+    int head = (int)(item / parts);
+    kernel_of(kc)->write(kc, 0, key, head, slots, num_tokens, item % parts, parts);
+    kernel_of(vc)->write(vc, 1, value, head, slots, num_tokens, item % parts, parts);
+}
+
+int ca_write(const ca_cache *kc, const ca_cache *vc, const ca_rows *key, const ca_rows *value,
+             const int64_t *slots, int64_t num_tokens, ca_fault *fault) {
+    if (ca_check_slots(slots, num_tokens, kc->num_blocks * kc->block_size, fault))
+        return fault->status;
+    int64_t work = num_tokens * kc->num_kv_heads * (kc->head_size + vc->head_size);
+    int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_max64(1, work / 16384)));
+    int64_t parts = ca_div_up(team, kc->num_kv_heads), items = parts * kc->num_kv_heads;
+    if (team <= 1) {
+        for (int64_t i = 0; i < items; i++)
+            write_part(kc, vc, key, value, slots, num_tokens, i, parts);
+        return CA_OK;
+    }
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(team) schedule(dynamic)
+    for (int64_t i = 0; i < items; i++)
+        write_part(kc, vc, key, value, slots, num_tokens, i, parts);
+#endif
+    return CA_OK;
+}
+
+static void gather_token(const ca_cache *c, int value, const char *block, int64_t token, char *dst) {
+    int layout = kernel_of(c)->info.layout, size = ca_dtype_size(c->dtype);
+    for (int64_t d = 0; d < c->head_size; d++) {
+        int64_t at = value ? ca_v_offset(layout, token, d, c->head_size) : ca_k_offset(layout, token, d, c->head_size);
+        memcpy(dst + d * size, block + at * size, (size_t)size);
+    }
+}
+
+int ca_gather(const ca_cache *c, int value, const int32_t *block_table, int64_t num_entries, int64_t num_tokens,
+              const ca_rows *dst, ca_fault *fault) {
+    *fault = (ca_fault){CA_OK, -1, -1, -1, -1};
+    if (ca_check_blocks(block_table, -1, 0, ca_div_up(num_tokens, c->block_size), num_entries, c->num_blocks, fault))
+        return fault->status;
+    for (int64_t t = 0; t < num_tokens; t++)
+        for (int h = 0; h < c->num_kv_heads; h++)
+            gather_token(c, value,
+                         ca_block(c->data, c->stride_n, c->stride_h, block_table[t / c->block_size], h, c->dtype),
+                         t % c->block_size,
+                         (char *)dst->data + (t * dst->stride_t + h * dst->stride_h) * ca_dtype_size(c->dtype));
+    return CA_OK;
+}

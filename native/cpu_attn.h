@@ -1,0 +1,289 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The whole C ABI. cffi reads what stands between the two markers; nothing else is public.
+ * Shapes: R num_reqs, T num_tokens, Hq num_heads, Hkv num_kv_heads, D head_size, Dv head_size_v,
+ * N num_blocks, B block_size, M blocks per request. Strides count elements, not bytes. */
+#ifndef CPU_ATTN_H
+#define CPU_ATTN_H
+#include <stddef.h>
+#include <stdint.h>
+/* cffi: begin */
+enum ca_dtype { CA_F32, CA_F16, CA_BF16, CA_DTYPES };
+
+/* How one block of one kv head lies in memory (element offsets from the start of the block).
+ * LANES: K [B/16][D][16], V [B][Dv].
+ * PAIRS: K [B/16][D/2][16][2], V [B/2][Dv][2]: two neighbours of the summed axis side by side,
+ *        as VDPBF16PS and TDPBF16PS read them. */
+enum ca_layout { CA_LAYOUT_LANES, CA_LAYOUT_PAIRS };
+
+enum ca_status {
+    CA_OK,
+    CA_NO_MEMORY,
+    CA_BAD_QUERY_START_LOC, /* position, value, bound (the least it may be, or T for the last) */
+    CA_BAD_SEQ_LEN,         /* request, value, bound */
+    CA_BAD_BLOCK,           /* request, position, value, bound: 0 <= value < bound */
+    CA_BLOCK_TABLE_SHORT,   /* request, value = blocks needed, bound = M */
+    CA_BAD_SLOT,            /* position, value, bound: value < bound */
+    CA_OTHER_LENGTHS,       /* position, value, bound = the plan's: query_start_loc */
+    CA_OTHER_SEQ_LENS,      /* request, value, bound = the plan's */
+    CA_OTHER_CAUSAL,        /* request, value, bound = the plan's */
+    CA_ENGINE_FAILED        /* value: the engine's own status */
+};
+
+/* Where a check failed. Fields that a status does not use are -1. */
+typedef struct ca_fault {
+    int32_t status;
+    int64_t request, position, value, bound;
+} ca_fault;
+
+/* What a plan was made for; a call is checked against it. */
+typedef struct ca_shape {
+    int32_t num_reqs, num_heads, num_kv_heads, head_size, head_size_v;
+    int32_t dtype;                     /* enum ca_dtype */
+    int32_t isa;                       /* index into the isa table */
+    int32_t causal;
+    int32_t all_causal;                /* no request is bidirectional: window_right has no meaning */
+    int32_t window_left, window_right; /* keys visible to each side of the query, -1: all */
+    int32_t enable_kv_split;
+    int32_t num_threads;
+} ca_shape;
+
+typedef struct ca_plan ca_plan;
+typedef struct ca_engine ca_engine;
+
+typedef struct ca_plan_info {
+    int64_t num_tokens, num_tasks, num_splits, workspace_bytes;
+    int32_t rows;
+} ca_plan_info;
+
+/* One call of attention_with_kv_cache. Pointers are borrowed for the call. */
+typedef struct ca_call {
+    const void *query;
+    int64_t q_stride_t, q_stride_h;
+    const void *key_cache, *value_cache;
+    int64_t k_stride_n, k_stride_h, v_stride_n, v_stride_h;
+    int64_t num_blocks, block_size;
+    void *output;
+    int64_t o_stride_t, o_stride_h;
+    float *lse; /* [Hq, T] or NULL */
+    int64_t lse_stride_h;
+    const int32_t *block_table;
+    int64_t table_stride, table_cols;
+    const float *alibi_slopes, *s_aux; /* [Hq] or NULL */
+    float scale, softcap;
+} ca_call;
+
+/* Tokens to write or read: [T, Hkv, D], the last dimension dense. */
+typedef struct ca_rows {
+    void *data;
+    int64_t stride_t, stride_h;
+} ca_rows;
+
+typedef struct ca_cache {
+    void *data;
+    int64_t stride_n, stride_h;
+    int64_t num_blocks, block_size;
+    int32_t num_kv_heads, head_size;
+    int32_t dtype, isa;
+} ca_cache;
+
+/* One line of the isa table, and what this machine says to it. */
+typedef struct ca_isa_info {
+    const char *name, *unit; /* unit: "matrix", "vector" or "scalar" */
+    int32_t compiled, supported;
+    const char *reason; /* why it cannot run here; "" when it can */
+} ca_isa_info;
+
+typedef struct ca_kernel_info {
+    int32_t layout, rows, keys; /* query rows of a work item, keys of a score block */
+    const char *method;         /* how the products are formed, in words */
+} ca_kernel_info;
+
+typedef struct ca_cpu_info {
+    char vendor[16], brand[64];
+    int32_t family, model, stepping;
+    int64_t l1d, l2, l3; /* bytes, 0: unknown */
+    int32_t cpus;        /* this process may run on */
+    int32_t amx_permission; /* 1 granted, 0 refused, -1 no AMX here */
+    const char *amx_reason;
+} ca_cpu_info;
+
+void ca_cpu(ca_cpu_info *out);
+int ca_cpu_feature(int i, const char **name); /* 1 here, 0 not, -1: no such i */
+
+int ca_isa(int i, ca_isa_info *out);                               /* 0: no such i */
+int ca_isa_kernel(int isa, int dtype, ca_kernel_info *out);        /* 0: no kernel */
+int64_t ca_block_elements(int isa, int dtype, int64_t block_size, int64_t head_size, int value);
+
+const char *ca_threading(void); /* "OpenMP 201511" or why there is none */
+int ca_get_num_threads(void);
+void ca_set_num_threads(int n); /* 0: as OpenMP says */
+
+const ca_engine *ca_native_engine(void);
+const ca_engine *ca_reference_engine(void);
+
+/* seq_lens [R], query_start_loc [R+1], dynamic_causal [R] or NULL. NULL and *fault on failure. */
+ca_plan *ca_plan_new(const ca_shape *shape, const ca_engine *engine, const int32_t *seq_lens,
+                     const int32_t *query_start_loc, const int32_t *dynamic_causal, ca_fault *fault);
+void ca_plan_free(ca_plan *plan);
+void ca_plan_describe(const ca_plan *plan, ca_plan_info *out);
+int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs over all query heads */
+
+/* Are these the lengths and masks that the plan was made for? */
+int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc,
+                  const int32_t *dynamic_causal, ca_fault *fault);
+
+/* Checks every index that the call will follow, then runs. workspace: workspace_bytes, 64-aligned. */
+int ca_attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_fault *fault);
+
+/* A slot < 0 is skipped. Everything is checked before the first byte is written. */
+int ca_write(const ca_cache *key_cache, const ca_cache *value_cache, const ca_rows *key, const ca_rows *value,
+             const int64_t *slot_mapping, int64_t num_tokens, ca_fault *fault);
+
+/* Tokens 0..num_tokens-1 of one request back to [T, Hkv, D]; value: 0 for K, 1 for V. */
+int ca_gather(const ca_cache *cache, int value, const int32_t *block_table, int64_t num_entries, int64_t num_tokens,
+              const ca_rows *dst, ca_fault *fault);
+/* cffi: end */
+
+/* ---- inside the library: engines and isa files ---- */
+#include <math.h>
+#include <string.h>
+
+#define CA_LANES 16 /* tokens of a K group in every layout */
+#define CA_LOG2E_D 1.44269504088896340736
+#define CA_LOG2E 1.44269504088896340736f
+#define CA_LN2 0.69314718055994530942f
+
+static inline int64_t ca_min64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t ca_max64(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t ca_div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t ca_round_up(int64_t a, int64_t b) { return ca_div_up(a, b) * b; }
+
+static inline int ca_dtype_size(int dtype) { return dtype == CA_F32 ? 4 : 2; }
+
+/* The one truth about the layouts: where element (token, d) of a block lies. */
+static inline int64_t ca_k_offset(int layout, int64_t token, int64_t d, int64_t head_size) {
+    int64_t group = token / CA_LANES, lane = token % CA_LANES;
+    if (layout == CA_LAYOUT_LANES)
+        return (group * head_size + d) * CA_LANES + lane;
+    return (group * ((head_size + 1) / 2) + d / 2) * 2 * CA_LANES + lane * 2 + d % 2;
+}
+static inline int64_t ca_v_offset(int layout, int64_t token, int64_t d, int64_t head_size) {
+    return layout == CA_LAYOUT_LANES ? token * head_size + d : (token / 2 * head_size + d) * 2 + token % 2;
+}
+
+/* A piece of work: query tokens [token, token + num_tokens) of a request, keys of segments
+ * [segment, segment + num_segments), for one kv head at a time. Row r of it is query token
+ * token + r / group, query head kv_head * group + r % group. */
+typedef struct ca_task {
+    int32_t request, token, num_tokens;
+    int32_t segment, num_segments;
+    int64_t partial; /* floats into the partial results, -1: finish at once */
+} ca_task;
+
+/* Softmax state of `rows` query rows over some keys: sum of p*v, the reference max and sum of p.
+ * m is in units of log2: p = exp2(s*log2(e) - m). Nothing seen: m = -inf, l = 0, o = 0. */
+typedef struct ca_state {
+    float *o; /* [rows][Dv] */
+    float *m, *l;
+} ca_state;
+
+static inline void ca_clear(const ca_state *s, int64_t rows, int64_t head_size_v) {
+    memset(s->o, 0, (size_t)(rows * head_size_v) * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) {
+        s->m[r] = -INFINITY;
+        s->l[r] = 0;
+    }
+}
+
+typedef struct ca_kernel ca_kernel;
+
+struct ca_plan {
+    ca_shape shape;
+    const ca_engine *engine;
+    const ca_kernel *kernel;
+    int64_t num_tokens;
+    int32_t *query_start_loc, *seq_lens, *causal; /* causal[r]: resolved for each request */
+    ca_task *tasks;                               /* longest first */
+    int64_t num_tasks;
+    ca_task *merges; /* tasks whose segments were handed out one by one, whole */
+    int64_t num_merges;
+    int32_t rows; /* most query rows of a task */
+    int64_t state_bytes, scratch_bytes, thread_bytes, partial_bytes;
+};
+
+/* Computes the state of a task's rows over the keys [k0, k1) for one kv head. scratch is
+ * 64-aligned and holds engine->scratch_bytes(plan). Returns 0, or the engine's own status. */
+typedef int ca_segment_fn(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int64_t k0,
+                          int64_t k1, const ca_state *state, void *scratch);
+
+struct ca_engine {
+    const char *name;
+    int (*rows)(const ca_kernel *kernel); /* query rows it wants in a task */
+    int64_t (*scratch_bytes)(const ca_plan *plan);
+    ca_segment_fn *segment;
+};
+
+/* Rows of the isa table: what an isa file offers for one dtype. */
+struct ca_kernel {
+    ca_kernel_info info;
+    int64_t (*scratch_bytes)(const ca_plan *plan);
+    ca_segment_fn *segment;
+    /* into = merge(into, from), in this order: float results depend on it */
+    void (*merge)(const ca_state *into, const ca_state *from, int64_t rows, int64_t head_size_v);
+    /* state -> output and lse: sinks join here, o/l is rounded to the output's dtype */
+    void (*finish)(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, const ca_state *state);
+    /* one kv head of the tokens into the cache; slots with (slot / B) % parts == part */
+    void (*write)(const ca_cache *cache, int value, const ca_rows *src, int kv_head, const int64_t *slots,
+                  int64_t num_tokens, int64_t part, int64_t parts);
+    /* tokens [t0, t1) of one block of one kv head, widened to float32:
+     * K to dst[d * ld + (t - t0)] (transposed), V to dst[(t - t0) * ld + d] */
+    void (*widen_k)(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
+    void (*widen_v)(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
+    /* one query row times factor, as float32 */
+    void (*widen_row)(const void *src, int64_t n, float factor, float *dst);
+};
+
+/* What a file of native/isa offers, as `const ca_isa_row ca_isa_NAME`. */
+typedef struct ca_isa_row {
+    const char *(*missing)(void); /* what this machine lacks, NULL: nothing */
+    const ca_kernel *kernels[CA_DTYPES];
+} ca_isa_row;
+
+const ca_isa_row *ca_isa_get(int isa);
+int ca_check_call(const ca_plan *plan, const ca_call *call, ca_fault *fault);
+int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
+                    ca_fault *fault);
+int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault);
+/* A child of fork() must not enter a parallel region of libgomp: it would wait for threads that are gone. */
+int ca_team(int wanted);
+
+/* First and last+1 key that query token i of request r may see, before the sequence's own end. */
+static inline void ca_visible(const ca_plan *plan, int r, int64_t i, int64_t *lo, int64_t *hi) {
+    int64_t len = plan->seq_lens[r], q_len = (int64_t)plan->query_start_loc[r + 1] - plan->query_start_loc[r];
+    int64_t pos = len - q_len + i, left = plan->shape.window_left, right = plan->shape.window_right;
+    *lo = left < 0 ? 0 : ca_max64(0, pos - left);
+    *hi = right < 0 ? len : ca_min64(len, pos + right + 1);
+    if (plan->causal[r])
+        *hi = ca_min64(*hi, pos + 1);
+    if (*hi < *lo)
+        *hi = *lo;
+}
+
+/* The keys [*k0, *k1) that some row of the task may see. */
+static inline void ca_task_keys(const ca_plan *plan, const ca_task *task, int64_t *k0, int64_t *k1) {
+    int64_t unused;
+    ca_visible(plan, task->request, task->token, k0, &unused);
+    ca_visible(plan, task->request, task->token + task->num_tokens - 1, &unused, k1);
+    if (*k1 < *k0)
+        *k1 = *k0;
+}
+
+/* Keys of a segment: fixed by the request's length alone, so that results do not depend on who
+ * shares the batch. At most 64 segments, so that the partial results stay small. */
+static inline int64_t ca_segment_keys(int64_t seq_len) { return 1024 * ca_max64(1, ca_div_up(seq_len, 64 * 1024)); }
+
+static inline const char *ca_block(const void *base, int64_t stride_n, int64_t stride_h, int64_t block, int kv_head,
+                                   int dtype) {
+    return (const char *)base + (block * stride_n + kv_head * stride_h) * ca_dtype_size(dtype);
+}
+#endif

@@ -1,0 +1,45 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * float32 from and to IEEE binary16 and bfloat16, by integers: nearest even, subnormals kept. */
+#ifndef CPU_ATTN_HALF_H
+#define CPU_ATTN_HALF_H
+#include <stdint.h>
+#include <string.h>
+
+static inline float ca_as_float(uint32_t u) {
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+static inline uint32_t ca_as_bits(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    return u;
+}
+
+static inline float ca_from_bf16(uint16_t h) { return ca_as_float((uint32_t)h << 16); }
+static inline uint16_t ca_to_bf16(float f) {
+    uint32_t u = ca_as_bits(f);
+    if (f != f)
+        return 0x7fc0;
+    return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+/* Exponent and fraction moved up by 13 bits read as 2^-112 times the value, subnormals included. */
+static inline float ca_from_f16(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
+    if (rest >= 0x7c00)
+        return ca_as_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+    return ca_as_float(sign | ca_as_bits(ca_as_float(rest << 13) * 0x1p112f));
+}
+/* Below 2^-14 the unit is 2^-24: adding 0.5, whose own unit that is, rounds there. */
+static inline uint16_t ca_to_f16(float f) {
+    uint32_t u = ca_as_bits(f), sign = u >> 16 & 0x8000, rest = u & 0x7fffffff;
+    if (rest > 0x7f800000)
+        return (uint16_t)(sign | 0x7e00);
+    if (rest >= 0x477ff000)
+        return (uint16_t)(sign | 0x7c00);
+    if (rest < 0x38800000)
+        return (uint16_t)(sign | (ca_as_bits(ca_as_float(rest) + 0.5f) - 0x3f000000));
+    return (uint16_t)(sign | (((rest + 0xfff + (rest >> 13 & 1)) >> 13) - (112 << 10)));
+}
+#endif

@@ -1,0 +1,67 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The one table of isas. build_ffi.py writes isa_list.h: in CA_ISA_LIST the files of native/isa that this
+ * compiler and architecture could build, in CA_ISA_ABSENT the others with the reason. */
+#include "cpu.h"
+#include "isa_list.h"
+#include <string.h>
+
+#define ISA(name, unit) extern const ca_isa_row ca_isa_##name;
+CA_ISA_LIST
+#undef ISA
+
+static const struct {
+    const char *name, *unit;
+    const ca_isa_row *row;
+} rows[] = {
+#define ISA(name, unit) {#name, unit, &ca_isa_##name},
+    CA_ISA_LIST
+#undef ISA
+};
+static const struct {
+    const char *name, *unit, *reason;
+} absent[] = {
+#define ABSENT(name, unit, reason) {#name, unit, reason},
+    CA_ISA_ABSENT
+#undef ABSENT
+    {NULL, NULL, NULL}};
+
+#define NUM_ROWS ((int)(sizeof rows / sizeof rows[0]))
+#define NUM_ABSENT ((int)(sizeof absent / sizeof absent[0]) - 1)
+
+const ca_isa_row *ca_isa_get(int isa) { return isa >= 0 && isa < NUM_ROWS ? rows[isa].row : NULL; }
+
+/* Built isas first, so that the index is also the table's; best first is build_ffi.py's order. */
+int ca_isa(int i, ca_isa_info *out) {
+    if (i < 0 || i >= NUM_ROWS + NUM_ABSENT)
+        return 0;
+    if (i >= NUM_ROWS) {
+        *out = (ca_isa_info){absent[i - NUM_ROWS].name, absent[i - NUM_ROWS].unit, 0, 0, absent[i - NUM_ROWS].reason};
+        return 1;
+    }
+    const char *missing = rows[i].row->missing();
+    *out = (ca_isa_info){rows[i].name, rows[i].unit, 1, missing == NULL, missing ? missing : ""};
+    return 1;
+}
+
+static const ca_kernel *kernel(int isa, int dtype) {
+    const ca_isa_row *row = ca_isa_get(isa);
+    return row && dtype >= 0 && dtype < CA_DTYPES ? row->kernels[dtype] : NULL;
+}
+
+int ca_isa_kernel(int isa, int dtype, ca_kernel_info *out) {
+    const ca_kernel *k = kernel(isa, dtype);
+    if (!k)
+        return 0;
+    *out = k->info;
+    return 1;
+}
+
+int64_t ca_block_elements(int isa, int dtype, int64_t block_size, int64_t head_size, int value) {
+    const ca_kernel *k = kernel(isa, dtype);
+    if (!k)
+        return -1;
+    int64_t pair = k->info.layout == CA_LAYOUT_PAIRS ? 2 : 1;
+    if (value)
+        return ca_round_up(block_size, pair) * head_size;
+    return ca_round_up(block_size, CA_LANES) * ca_round_up(head_size, pair);
+}

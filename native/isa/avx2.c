@@ -1,0 +1,103 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * arch:  x86_64
+ * unit:  vector
+ * rank:  20
+ * flags: -mavx2 -mfma -mf16c
+ *
+ * AVX2 with FMA and F16C (Haswell, Zen and newer). Register tile: 6 x 2 accumulators of the 16
+ * registers, 2 for K or V, 1 to broadcast. */
+#include "../cpu.h"
+#include <immintrin.h>
+
+#define ISA avx2
+#define METHOD "FP32 FMA, 8 lanes; 16-bit elements widened in registers"
+#define VL 8
+#define MR 6
+#define NG 1
+#define NDV 2
+#define ROWS 96
+#define KEYS 256
+#include "../kernel/inline.h"
+
+static const char *missing(void) { return CA_CPU_MISSING(CA_HAS_avx2, CA_HAS_fma, CA_HAS_f16c); }
+
+typedef __m256 vf;
+
+INLINE vf v_set1(float x) { return _mm256_set1_ps(x); }
+INLINE float v_first(vf x) { return _mm256_cvtss_f32(x); }
+INLINE vf v_iota(void) { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
+INLINE vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+INLINE vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+INLINE vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+INLINE vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+INLINE vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+INLINE vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
+INLINE vf v_abs(vf x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+INLINE vf v_copysign(vf x, vf sign) { return _mm256_or_ps(x, _mm256_and_ps(sign, _mm256_set1_ps(-0.0f))); }
+INLINE vf v_round(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE vf v_scale(vf x, vf n) {
+    __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(x, _mm256_castsi256_ps(e));
+}
+INLINE vf v_less(vf a, vf b, vf yes, vf no) { return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+INLINE __m256i before(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+INLINE vf v_keep(vf x, int first, int end) {
+    __m256i kept = _mm256_andnot_si256(before(first), before(end));
+    return _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), x, _mm256_castsi256_ps(kept));
+}
+INLINE float v_hmax(vf x) {
+    __m128 h = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    h = _mm_max_ps(h, _mm_movehl_ps(h, h));
+    return _mm_cvtss_f32(_mm_max_ss(h, _mm_movehdup_ps(h)));
+}
+INLINE float v_hsum(vf x) {
+    __m128 h = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    h = _mm_add_ps(h, _mm_movehl_ps(h, h));
+    return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h)));
+}
+
+INLINE vf v_load_f32(const float *p) { return _mm256_loadu_ps(p); }
+INLINE vf v_loadn_f32(const float *p, int n) { return _mm256_maskload_ps(p, before(n)); }
+INLINE void v_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
+INLINE void v_storen_f32(float *p, vf x, int n) { _mm256_maskstore_ps(p, before(n), x); }
+
+/* AVX2 has no masked access to 16-bit elements: the ends of rows go through 16 bytes of stack. */
+INLINE __m128i load_words(const uint16_t *p, int n) {
+    uint16_t w[8] = {0};
+    memcpy(w, p, (size_t)n * 2);
+    return _mm_loadu_si128((const void *)w);
+}
+INLINE void store_words(uint16_t *p, __m128i x, int n) {
+    uint16_t w[8];
+    _mm_storeu_si128((void *)w, x);
+    memcpy(p, w, (size_t)n * 2);
+}
+INLINE vf v_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
+INLINE vf v_loadn_f16(const uint16_t *p, int n) { return _mm256_cvtph_ps(load_words(p, n)); }
+INLINE void v_storen_f16(uint16_t *p, vf x, int n) {
+    store_words(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), n);
+}
+
+INLINE vf widen_bf16(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+INLINE vf v_load_bf16(const uint16_t *p) { return widen_bf16(_mm_loadu_si128((const void *)p)); }
+INLINE vf v_loadn_bf16(const uint16_t *p, int n) { return widen_bf16(load_words(p, n)); }
+INLINE vf even_half(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+INLINE vf odd_half(__m256i x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000))); }
+INLINE vf v_even_bf16(const uint16_t *p) { return even_half(_mm256_loadu_si256((const void *)p)); }
+INLINE vf v_odd_bf16(const uint16_t *p) { return odd_half(_mm256_loadu_si256((const void *)p)); }
+INLINE vf v_evenn_bf16(const uint16_t *p, int n) { return even_half(_mm256_maskload_epi32((const void *)p, before(n))); }
+INLINE vf v_oddn_bf16(const uint16_t *p, int n) { return odd_half(_mm256_maskload_epi32((const void *)p, before(n))); }
+/* Nearest even; NaN becomes the quiet NaN. */
+INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
+    __m256i u = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    __m256i r = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc0), nan);
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
+    store_words(p, _mm256_castsi256_si128(packed), n);
+}
+
+#include "../kernel/kernels.inc"

@@ -1,0 +1,12 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Register tiles exist only where the compiler inlines and unrolls: both are asked for by name. */
+#ifndef CPU_ATTN_INLINE_H
+#define CPU_ATTN_INLINE_H
+#define INLINE static inline __attribute__((always_inline, unused))
+#define PRAGMA(x) _Pragma(#x)
+#if defined(__clang__)
+#define UNROLL PRAGMA(clang loop unroll(full))
+#else
+#define UNROLL PRAGMA(GCC unroll 16)
+#endif
+#endif
