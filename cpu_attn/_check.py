@@ -119,10 +119,9 @@ def lengths(
 def same_step(plan: Any, starts: Array, lens: Array, flags: Array | None, causal: Any, sliding_window: Any) -> None:
     """Lengths and mask must be those that the plan was made for. A causal request never looks right."""
     shape, fault = plan._shape, new_fault()
-    lib.ca_check_step(plan._pointer, *int32_pointers(lens, starts, flags), fault)
+    pointers = int32_pointers(lens, starts, flags)
+    lib.ca_check_step(plan._pointer, *pointers[:2], boolean("causal", causal), pointers[2], fault)
     raise_fault(fault)
-    if boolean("causal", causal) != bool(shape.causal):
-        raise ValueError(f"causal: {causal}, scheduler_metadata was made for {bool(shape.causal)}")
     left, right = window(sliding_window)
     planned = (shape.window_left, shape.window_right)
     if (left, right) != planned and not (shape.all_causal and left == planned[0]):
@@ -205,7 +204,9 @@ def raise_fault(fault: Any) -> None:
     if fault.status == lib.CA_NO_MEMORY:
         raise MemoryError("no memory for the plan")
     if fault.status == lib.CA_ENGINE_FAILED:
-        raise RuntimeError(f"the engine failed with status {fault.value}")
+        from cpu_attn import _onednn_loader  # the only engine that can fail
+
+        raise RuntimeError(f"engine onednn: {_onednn_loader.status_text(fault.value)}")
     request, position, value, bound = fault.request, fault.position, fault.value, fault.bound
     where = f"request {request}: " if request >= 0 else ""
     raise ValueError(
@@ -220,7 +221,7 @@ def raise_fault(fault: Any) -> None:
             lib.CA_BAD_SLOT: f"slot_mapping[{position}]: {value}, expected less than num_blocks * block_size = {bound}",
             lib.CA_OTHER_LENGTHS: f"query_start_loc[{position}]: {value}, scheduler_metadata was made for {bound}",
             lib.CA_OTHER_SEQ_LENS: f"seq_lens[{position}]: {value}, scheduler_metadata was made for {bound}",
-            lib.CA_OTHER_CAUSAL: f"dynamic_causal[{position}]: causal is {bool(value)}, scheduler_metadata was made "
+            lib.CA_OTHER_CAUSAL: f"causal: {where}is {bool(value)}, scheduler_metadata was made "
             f"for {bool(bound)}",
         }[fault.status]
     )

@@ -85,7 +85,7 @@ def get_scheduler_metadata(
     sliding_window: -1 off; w: the last w keys (and w - 1 ahead where not causal); or (left, right), -1 a side off.
     isa, engine: which kernels; ``auto`` follows CPU_ATTN_ISA and CPU_ATTN_ENGINE, then takes the best here.
     enable_kv_split: long requests may be split over their keys where threads would idle. Same bits either way.
-    dynamic_causal: int32 [num_reqs] or None; 0 makes one request bidirectional.
+    dynamic_causal: int32 [num_reqs] or None; says causal for each request by itself, 0 is bidirectional.
     head_size_v: head size of V and of the output, head_size unless said.
 
     Raises ValueError or TypeError for lengths and sizes out of range, UnavailableError for an isa or engine
@@ -113,7 +113,7 @@ def get_scheduler_metadata(
     shape.enable_kv_split = _check.boolean("enable_kv_split", enable_kv_split)
     shape.num_threads = _dispatch.get_num_threads()
     lens, starts, flags = _check.lengths(num_reqs, seq_lens, query_start_loc, dynamic_causal)
-    shape.all_causal = shape.causal and (flags is None or bool(flags.numpy().all()))
+    shape.all_causal = shape.causal if flags is None else bool(flags.numpy().all())
     if shape.all_causal:
         shape.window_right = -1
     fault = _check.new_fault()

@@ -18,18 +18,18 @@ int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_
     return CA_OK;
 }
 
-int ca_check_step(const ca_plan *p, const int32_t *seq_lens, const int32_t *query_start_loc,
+int ca_check_step(const ca_plan *p, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
                   const int32_t *dynamic_causal, ca_fault *fault) {
     fail(fault, CA_OK, -1, -1, -1, -1);
     for (int r = 0; r <= p->shape.num_reqs; r++)
         if (query_start_loc[r] != p->query_start_loc[r])
             return fail(fault, CA_OTHER_LENGTHS, r, r, query_start_loc[r], p->query_start_loc[r]);
     for (int r = 0; r < p->shape.num_reqs; r++) {
-        int causal = p->shape.causal && (!dynamic_causal || dynamic_causal[r] != 0);
+        int here = dynamic_causal ? dynamic_causal[r] != 0 : causal;
         if (seq_lens[r] != p->seq_lens[r])
             return fail(fault, CA_OTHER_SEQ_LENS, r, r, seq_lens[r], p->seq_lens[r]);
-        if (causal != p->causal[r])
-            return fail(fault, CA_OTHER_CAUSAL, r, r, causal, p->causal[r]);
+        if (here != p->causal[r])
+            return fail(fault, CA_OTHER_CAUSAL, r, r, here, p->causal[r]);
     }
     return CA_OK;
 }

@@ -40,7 +40,7 @@ typedef struct ca_shape {
     int32_t num_reqs, num_heads, num_kv_heads, head_size, head_size_v;
     int32_t dtype;                     /* enum ca_dtype */
     int32_t isa;                       /* index into the isa table */
-    int32_t causal;
+    int32_t causal;                    /* of every request, where dynamic_causal does not say it */
     int32_t all_causal;                /* no request is bidirectional: window_right has no meaning */
     int32_t window_left, window_right; /* keys visible to each side of the query, -1: all */
     int32_t enable_kv_split;
@@ -129,7 +129,7 @@ void ca_plan_describe(const ca_plan *plan, ca_plan_info *out);
 int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs over all query heads */
 
 /* Are these the lengths and masks that the plan was made for? */
-int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc,
+int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
                   const int32_t *dynamic_causal, ca_fault *fault);
 
 /* Checks every index that the call will follow, then runs. workspace: workspace_bytes, 64-aligned. */

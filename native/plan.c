@@ -158,7 +158,7 @@ static int fill(ca_plan *p, const int32_t *seq_lens, const int32_t *query_start_
     memcpy(p->query_start_loc, query_start_loc, (n + 1) * sizeof(int32_t));
     memcpy(p->seq_lens, seq_lens, n * sizeof(int32_t));
     for (size_t r = 0; r < n; r++)
-        p->causal[r] = p->shape.causal && (!dynamic_causal || dynamic_causal[r] != 0);
+        p->causal[r] = dynamic_causal ? dynamic_causal[r] != 0 : p->shape.causal;
     p->num_tokens = query_start_loc[n];
     p->rows = 1;
     p->tasks = malloc(sizeof *p->tasks * (size_t)ca_max64(1, count_tasks(p)));
