@@ -214,6 +214,7 @@ def raise_fault(fault: Any) -> None:
             lib.CA_BAD_QUERY_START_LOC: f"query_start_loc[{position}]: {where}{value}, expected at least {bound}"
             if position
             else f"query_start_loc[0]: {value}, expected 0",
+            lib.CA_TOO_MANY_TASKS: f"query_start_loc: {value} blocks of query tokens, a plan holds {bound}",
             lib.CA_BAD_SEQ_LEN: f"seq_lens[{position}]: {value}, expected at least 0",
             lib.CA_BAD_BLOCK: f"block_table: {where}position {position} holds block {value}, outside 0..{bound - 1} "
             f"(num_blocks {bound})",

@@ -19,6 +19,7 @@ enum ca_status {
     CA_OK,
     CA_NO_MEMORY,
     CA_BAD_QUERY_START_LOC, /* position, value, bound (the least it may be, or T for the last) */
+    CA_TOO_MANY_TASKS,      /* value: query blocks, bound: how many a plan holds */
     CA_BAD_SEQ_LEN,         /* request, value, bound */
     CA_BAD_BLOCK,           /* request, position, value, bound: 0 <= value < bound */
     CA_BLOCK_TABLE_SHORT,   /* request, value = blocks needed, bound = M */

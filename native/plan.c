@@ -11,6 +11,8 @@ static int fail(ca_fault *fault, int status, int64_t request, int64_t position, 
     return status;
 }
 
+#define MAX_TASKS (1 << 24) /* half a gigabyte of them: 10^9 query rows */
+
 static int check_lengths(const ca_shape *s, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault) {
     for (int32_t r = 0; r < s->num_reqs; r++) {
         if (seq_lens[r] < 0)
@@ -36,7 +38,7 @@ static int64_t block_tokens(const ca_plan *p) {
 
 static int64_t count_tasks(const ca_plan *p) {
     int64_t n = 0;
-    for (int32_t r = 0; r < p->shape.num_reqs; r++)
+    for (int32_t r = 0; p->query_start_loc && r < p->shape.num_reqs; r++)
         n += ca_div_up((int64_t)p->query_start_loc[r + 1] - p->query_start_loc[r], block_tokens(p));
     return n;
 }
@@ -60,7 +62,8 @@ static void list_tasks(ca_plan *p) {
     ca_task *t = p->tasks;
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {
         int64_t q_len = (int64_t)p->query_start_loc[r + 1] - p->query_start_loc[r];
-        for (int64_t i = 0; i < q_len; i += step, t++) {
+        /* the last block of a causal request is its longest */
+        for (int64_t i = (q_len - 1) / step * step; q_len > 0 && i >= 0; i -= step, t++) {
             t->request = r;
             t->token = (int32_t)i;
             t->num_tokens = (int32_t)ca_min64(step, q_len - i);
@@ -161,6 +164,8 @@ static int fill(ca_plan *p, const int32_t *seq_lens, const int32_t *query_start_
         p->causal[r] = dynamic_causal ? dynamic_causal[r] != 0 : p->shape.causal;
     p->num_tokens = query_start_loc[n];
     p->rows = 1;
+    if (count_tasks(p) > MAX_TASKS)
+        return CA_TOO_MANY_TASKS;
     p->tasks = malloc(sizeof *p->tasks * (size_t)ca_max64(1, count_tasks(p)));
     if (!p->tasks)
         return CA_NO_MEMORY;
@@ -183,10 +188,13 @@ ca_plan *ca_plan_new(const ca_shape *shape, const ca_engine *engine, const int32
         p->shape = *shape;
         p->engine = engine;
         p->kernel = ca_isa_get(shape->isa)->kernels[shape->dtype];
-        if (fill(p, seq_lens, query_start_loc, dynamic_causal) == CA_OK)
+        int status = fill(p, seq_lens, query_start_loc, dynamic_causal);
+        if (status == CA_OK)
             return p;
+        fail(fault, status, -1, -1, count_tasks(p), MAX_TASKS);
+    } else {
+        fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
     }
-    fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
     ca_plan_free(p);
     return NULL;
 }

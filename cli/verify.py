@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cpu-attn verify: every engine and isa that this machine can run, against the float64 oracle."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import click
+import numpy as np
+from cpu_attn.tests import cases
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import cpu_attn
+from cpu_attn.reference import BUDGET
+
+ENGINES = ("native", "onednn", "onednn-python", "reference")
+ISA_HINTS = ("auto", "vec", "vec16")
+THREADS = (1, 2, 3, 5)
+NO_TERMINAL = 120  # columns of the table in a file or a pipe
+# What must not change a bit, by engine. onednn picks its kernels by the shapes of a whole step.
+SAME_BITS = {
+    "native": ("batch", "threads", "split"),
+    "reference": ("batch", "threads", "split"),
+    "onednn": ("threads", "split"),
+}
+
+
+@dataclass(frozen=True)
+class Combo:
+    engine: str
+    isa: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    engine: str
+    isa: str
+    dtype: str
+    case: str
+    message: str
+    rerun: str
+
+
+@dataclass
+class Tally:
+    """What became of one combination. worst: the largest error in units of the budget."""
+
+    combo: Combo
+    cases: int = 0
+    worst: float = -1.0
+    worst_case: str = ""
+    failures: list[Failure] = field(default_factory=list)
+
+    def add(self, case: cases.Case, worst: float, messages: Sequence[str]) -> None:
+        self.cases += 1
+        if worst > self.worst:
+            self.worst, self.worst_case = worst, case.name
+        combo = self.combo
+        options = f"--engine {combo.engine} --isa {combo.isa} --dtype {combo.dtype} --seed {case.seed}"
+        rerun = f"cpu-attn verify --case {case.name} {options}"
+        self.failures += [Failure(**asdict(combo), case=case.name, message=m, rerun=rerun) for m in messages]
+
+    def summary(self) -> dict[str, Any]:
+        error = self.worst * BUDGET[self.combo.dtype]
+        return {
+            **asdict(self.combo),
+            "cases": self.cases,
+            "worst_error": error if math.isfinite(error) else None,
+            "budget": BUDGET[self.combo.dtype],
+            "worst_case": self.worst_case,
+            "ok": not self.failures,
+        }
+
+
+# ---- what there is to run ----
+
+
+def _missing(combo: Combo) -> str:
+    """Why a combination cannot run here, "" if it can."""
+    engine = combo.engine
+    try:
+        if engine == "onednn-python":
+            importlib.import_module("cpu_attn.compose")
+            engine = "onednn"
+        none = np.zeros(0, np.int32)
+        cpu_attn.get_scheduler_metadata(
+            0, 1, 1, 16, none, combo.dtype, np.zeros(1, np.int32), isa=combo.isa, engine=engine
+        )
+    except (cpu_attn.UnavailableError, ImportError) as error:
+        return str(error)
+    return ""
+
+
+def _combos(engines: Sequence[str], isas: Sequence[str], dtypes: Sequence[str]) -> tuple[list[Combo], dict[Combo, str]]:
+    """What runs, and what does not with its reason. Unless told otherwise the engines that are not made of isa
+    kernels run over one cache layout only."""
+    runs, missing = [], {}
+    for engine in engines or ENGINES:
+        for isa in isas or ([row.name for row in cpu_attn.isas()] if engine == "native" else ["auto"]):
+            for dtype in dtypes or cases.DTYPES:
+                combo = Combo(engine, isa, dtype)
+                reason = _missing(combo)
+                if reason:
+                    missing[combo] = reason
+                else:
+                    runs.append(combo)
+    return runs, missing
+
+
+def _refuse_missing(asked: dict[str, Sequence[str]], runs: Sequence[Combo], missing: dict[Combo, str]) -> None:
+    """An engine, isa or dtype that was asked for by name and runs in no combination is an error."""
+    for option, names in asked.items():
+        for name in names:
+            if not any(getattr(combo, option) == name for combo in runs):
+                reasons = dict.fromkeys(why for combo, why in missing.items() if getattr(combo, option) == name)
+                raise click.UsageError(f"--{option} {name} cannot run here: {'; '.join(reasons)}")
+
+
+def _select(level: str, names: Sequence[str], dtype: str, seed: int) -> tuple[list[cases.Case], set[str]]:
+    """The cases to run, and the names of those on which bits are compared too."""
+    if not names:
+        return cases.cases(level, dtype, seed), {case.name for case in cases.invariant(level, dtype, seed)}
+    known = {case.name: case for case in cases.cases("full", dtype, seed)}
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 3)
+            raise click.UsageError(f"no case {name!r}" + (f"; near it: {', '.join(near)}" if near else ""))
+    return [known[name] for name in names], set(names)
+
+
+# ---- running it ----
+
+
+def _differences(problem: cases.Problem, combo: Combo) -> Iterator[str]:
+    """What changes the bits of a result and must not."""
+    promised = SAME_BITS.get(combo.engine, ())
+    if not promised:
+        return
+
+    def same(p: cases.Problem, wanted: Any, **options: Any) -> bool:
+        return all(map(cases.same_bits, cases.run(p, combo.isa, combo.engine, **options), wanted))
+
+    output, lse = cases.run(problem, combo.isa, combo.engine)
+    if "threads" in promised:
+        for n in THREADS:
+            if not same(problem, (output, lse), num_threads=n):
+                yield f"{n} threads give other bits"
+    if "split" in promised:
+        for n in THREADS:
+            if not same(problem, (output, lse), num_threads=n, enable_kv_split=False):
+                yield f"enable_kv_split=False on {n} threads gives other bits"
+    if "batch" in promised:
+        for r, first in enumerate(problem.query_start_loc[:-1]):
+            rows = slice(int(first), int(problem.query_start_loc[r + 1]))
+            if not same(cases.alone(problem, r), (output[rows], lse[:, rows]), num_threads=THREADS[r % len(THREADS)]):
+                yield f"request {r} alone gives other bits than in its batch"
+
+
+def _verify_one(problem: cases.Problem, combo: Combo, compare_bits: bool) -> tuple[float, list[str]]:
+    """The worst error in units of the budget, and what is wrong."""
+    try:
+        result = cases.check(problem, *cases.run(problem, combo.isa, combo.engine))
+        messages = [] if result.ok else [result.message]
+        if compare_bits:
+            messages += _differences(problem, combo)
+    except Exception as error:
+        return math.inf, [f"{type(error).__name__}: {error}"]
+    return result.worst, messages
+
+
+def _verify(runs: Sequence[Combo], level: str, names: Sequence[str], seed: int, console: Console) -> list[Tally]:
+    """All cases of all combinations, the oracle once for each case and dtype."""
+    tallies = {combo: Tally(combo) for combo in runs}
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=0)
+        for dtype in dict.fromkeys(combo.dtype for combo in runs):
+            selected, compared = _select(level, names, dtype, seed)
+            here = [combo for combo in runs if combo.dtype == dtype]
+            progress.update(task, total=(progress.tasks[0].total or 0) + len(selected) * len(here))
+            for case in selected:
+                problem = cases.build(case)
+                for combo in here:
+                    progress.update(task, description=f"{combo.engine} {combo.isa} {dtype} {case.name}")
+                    tallies[combo].add(case, *_verify_one(problem, combo, case.name in compared))
+                    progress.advance(task)
+    return list(tallies.values())
+
+
+# ---- telling it ----
+
+
+def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequence[Failure]) -> None:
+    table = Table("engine", "isa", "dtype", "cases", "worst error", "budget", "in case", "")
+    for tally in tallies:
+        row = tally.summary()
+        error = "infinite" if row["worst_error"] is None else f"{row['worst_error']:.2g}"
+        verdict = "[green]ok" if row["ok"] else f"[red]{len(tally.failures)} failed"
+        numbers = (str(row["cases"]), error, f"{row['budget']:.0e}")
+        table.add_row(row["engine"], row["isa"], row["dtype"], *numbers, row["worst_case"], verdict)
+    console = Console()
+    (console if console.is_terminal else Console(width=NO_TERMINAL)).print(table)
+    absent: dict[tuple[str, str, str], list[str]] = {}
+    for combo, reason in missing.items():
+        absent.setdefault((combo.engine, combo.isa, reason), []).append(combo.dtype)
+    for (engine, isa, reason), dtypes in absent.items():
+        click.echo(f"not here: {engine} {isa} ({', '.join(dtypes)}): {reason}")
+    for failure in failures:
+        click.echo(f"{failure.case}: {failure.message}\n    {failure.rerun}")
+    ran = sum(tally.cases for tally in tallies)
+    if failures:
+        bad = len({(f.engine, f.isa, f.dtype, f.case) for f in failures})
+        click.echo(f"FAILED: {bad} of {ran} checks; each has a line above that runs it again.")
+    else:
+        click.echo(f"All {ran} checks passed on {len(tallies)} combinations of engine, isa and dtype.")
+
+
+@click.command()
+@click.option("--engine", multiple=True, type=click.Choice(ENGINES), help="Only this engine. Repeatable.")
+@click.option("--isa", multiple=True, help="Only this isa. Repeatable.")
+@click.option("--dtype", multiple=True, type=click.Choice(cases.DTYPES), help="Only this dtype. Repeatable.")
+@click.option("--quick", is_flag=True, help="Fewer cases: seconds.")
+@click.option("--full", is_flag=True, help="More cases: minutes.")
+@click.option("--case", "names", multiple=True, metavar="NAME", help="Only this case. Repeatable.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of all random numbers.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table.")
+def verify(
+    engine: tuple[str, ...],
+    isa: tuple[str, ...],
+    dtype: tuple[str, ...],
+    quick: bool,
+    full: bool,
+    names: tuple[str, ...],
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Check every engine and isa of this machine against a float64 oracle.
+
+    Also, bit for bit: a request alone against the same in a batch, any number of threads, keys split or not.
+    Exits with 1 if a check fails, with 2 if something asked for by name is not there.
+    """
+    if quick and full:
+        raise click.UsageError("--quick and --full exclude each other")
+    known = [*ISA_HINTS, *(row.name for row in cpu_attn.isas())]
+    for name in isa:
+        if name not in known:
+            raise click.UsageError(f"--isa {name}: there is {', '.join(known)}")
+    level = "quick" if quick else "full" if full else "default"
+    runs, missing = _combos(engine, isa, dtype)
+    _refuse_missing({"engine": engine, "isa": isa, "dtype": dtype}, runs, missing)
+    tallies = _verify(runs, level, names, seed, Console(stderr=True))
+    failures = [failure for tally in tallies for failure in tally.failures]
+    if as_json:
+        report = {
+            "ok": not failures,
+            "level": level,
+            "seed": seed,
+            "combinations": [tally.summary() for tally in tallies],
+            "unavailable": [{**asdict(combo), "reason": reason} for combo, reason in missing.items()],
+            "failures": [asdict(failure) for failure in failures],
+        }
+        click.echo(json.dumps(report, indent=2))
+    else:
+        _tell(tallies, missing, failures)
+    if failures:
+        raise SystemExit(1)

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention in plain Python, made of three calls: gather_pages, matmul, softmax. To read and to experiment.
+
+This is native/onednn/segment.c without threads, buckets and packing. A request's query tokens are taken ROWS query
+rows at a time (a decode step is a single token), its keys KEYS at a time:
+
+    s = q k^T                   matmul      [rows, D] x [keys, D]^T
+    softcap, ALiBi, mask        NumPy
+    p = softmax(s)              softmax     over these keys alone
+    o = p v                     matmul      [rows, keys] x [keys, Dv]
+
+Results over different keys merge by their log-sum-exps: with l = log(exp(l1) + exp(l2)),
+
+    o = exp(l1 - l) o1 + exp(l2 - l) o2
+
+(arXiv:2205.14135; the sink, arXiv:2309.17453, is one more l2 without an o2.) softmax keeps no log-sum-exp, but the
+largest score s* tells it: p* = exp(s* - lse). No array grows with rows times context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cpu_attn import _check
+from cpu_attn.plan import get_scheduler_metadata
+from cpu_attn.primitives import gather_pages, matmul, softmax
+
+Array = np.ndarray[Any, Any]
+ROWS, KEYS = 256, 512
+INT64_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call's arguments, checked, as NumPy views. sees [T, 2]: first key of a token and the one after its last;
+    position [T]: where a token itself stands among its request's keys."""
+
+    query: Array
+    key_cache: Array
+    value_cache: Array
+    head_size_v: int
+    query_start_loc: Array
+    block_table: Array
+    isa: str
+    scale: float
+    softcap: float
+    alibi_slopes: Array
+    s_aux: Array
+    position: Array
+    sees: Array
+
+    @property
+    def group(self) -> int:
+        """Query heads that read the same kv head."""
+        return int(self.query.shape[1] // self.key_cache.shape[1])
+
+
+def attention(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    output: Any,
+    query_start_loc: Any,
+    seq_lens: Any,
+    scale: float,
+    causal: bool,
+    alibi_slopes: Any,
+    sliding_window: int | tuple[int, int],
+    block_table: Any,
+    softcap: float,
+    s_aux: Any = None,
+    dynamic_causal: Any = None,
+    *,
+    lse: Any = None,
+    isa: str = "auto",
+) -> Any:
+    """:func:`cpu_attn.attention_with_kv_cache` without a plan: same arguments, shapes, dtypes, meaning and errors.
+
+    isa: the one that the caches were written with. Runs on the calling thread, in float32 whatever the dtype; output
+    and lse are written when all of it is done. UnavailableError where oneDNN is not there.
+    """
+    q = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
+    kc = _check.cache("key_cache", key_cache, q.dtype, None, None, None)
+    vc = _check.cache("value_cache", value_cache, q.dtype, kc.shape[1], kc.shape[0], kc.shape[2])
+    table = _check.array("block_table", block_table, ["int32"], [("num_reqs", None), ("blocks", None)])
+    (tokens, num_heads, head_size), num_reqs = q.shape, table.shape[0]
+    out = _check.array("output", output, [q.dtype], [("T", tokens), ("num_heads", num_heads), ("head_size_v", None)])
+    plan = get_scheduler_metadata(
+        *(num_reqs, num_heads, kc.shape[1], head_size, seq_lens, q.dtype, query_start_loc, causal, sliding_window),
+        isa=isa,
+        dynamic_causal=dynamic_causal,
+        head_size_v=out.shape[2],
+        engine="reference",
+    )
+    if plan.num_tokens != tokens:
+        raise ValueError(f"query: axis 0 is {tokens}, expected query_start_loc[-1] = {plan.num_tokens}")
+    lens, starts, flags = _check.lengths(num_reqs, seq_lens, query_start_loc, dynamic_causal)
+    inputs = {"query": q, "key_cache": kc, "value_cache": vc, "block_table": table}
+    inputs |= {"query_start_loc": starts, "seq_lens": lens, "dynamic_causal": flags}
+    _check.disjoint("output", _check.writable("output", out), inputs)
+    log = None if lse is None else _check.array("lse", lse, ["float32"], [("num_heads", num_heads), ("T", tokens)])
+    if log is not None:
+        _check.disjoint("lse", _check.writable("lse", log), {**inputs, "output": out})
+    for name, cache, size in (("key_cache", kc, head_size), ("value_cache", vc, out.shape[2])):
+        _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, size)
+    position, sees = _visible(starts.numpy(), lens.numpy(), causal, flags, sliding_window)
+    slopes = _check.small_floats("alibi_slopes", alibi_slopes, ["float32"], num_heads)
+    sinks = _check.small_floats("s_aux", s_aux, _check.FLOATS, num_heads)
+    step = Step(
+        query=q.numpy(),
+        key_cache=kc.numpy(),
+        value_cache=vc.numpy(),
+        head_size_v=out.shape[2],
+        query_start_loc=starts.numpy(),
+        block_table=table.numpy(),
+        isa=plan.isa,
+        scale=_check.number("scale", scale),
+        softcap=_check.number("softcap", softcap, 0.0),
+        alibi_slopes=np.zeros(num_heads, np.float32) if slopes is None else slopes,
+        s_aux=np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64),
+        position=position,
+        sees=sees,
+    )
+    for r, (start, stop) in enumerate(pairwise(step.query_start_loc.tolist())):
+        _check_blocks(step, r, sees[start:stop])
+    result, result_lse = _every_request(step)
+    out.numpy()[...] = result
+    if log is not None:
+        log.numpy()[...] = result_lse
+    return output
+
+
+def _visible(
+    starts: Array, lens: Array, causal: bool, flags: Any, sliding_window: int | tuple[int, int]
+) -> tuple[Array, Array]:
+    """Positions and visible keys of all tokens: pos - left <= key <= pos + right, key <= pos where causal."""
+    left, right = _check.window(sliding_window)
+    q_lens = np.diff(starts.astype(np.int64))
+    ends = np.repeat(lens.astype(np.int64), q_lens)
+    position = ends - np.repeat(starts[1:], q_lens) + np.arange(len(ends))
+    past_only = np.repeat(np.full(len(lens), bool(causal)) if flags is None else flags.numpy() != 0, q_lens)
+    low = np.maximum(0, position - left) if left >= 0 else np.zeros_like(position)
+    high = np.minimum(ends, position + right + 1) if right >= 0 else ends
+    high = np.where(past_only, np.minimum(high, position + 1), high)
+    return position, np.stack([low, np.maximum(low, high)], axis=1)
+
+
+def _check_blocks(step: Step, r: int, sees: Array) -> None:
+    """What native/check.c asks of a request's row of block_table, in its words."""
+    num_blocks, _, block_size, _ = step.key_cache.shape
+    low, high = sees[:, 0].min(initial=INT64_MAX), sees[:, 1].max(initial=0)
+    if high <= low:
+        return
+    needed = -(-int(high) // block_size)
+    if needed > step.block_table.shape[1]:
+        raise ValueError(
+            f"block_table: request {r}: needs {needed} blocks, the table has {step.block_table.shape[1]} columns"
+        )
+    for position in range(int(low) // block_size, needed):
+        block = int(step.block_table[r, position])
+        if not 0 <= block < num_blocks:
+            raise ValueError(
+                f"block_table: request {r}: position {position} holds block {block}, outside 0..{num_blocks - 1} "
+                f"(num_blocks {num_blocks})"
+            )
+
+
+def _every_request(step: Step) -> tuple[Array, Array]:
+    tokens, num_heads, _ = step.query.shape
+    output = np.zeros((tokens, num_heads, step.head_size_v))
+    lse = np.full((tokens, num_heads), -np.inf)
+    at_once = max(1, ROWS // step.group)
+    with np.errstate(all="ignore"):
+        for r, (start, stop) in enumerate(pairwise(step.query_start_loc.tolist())):
+            for first in range(start, stop, at_once):
+                rows = slice(first, min(first + at_once, stop))
+                output[rows], lse[rows] = _some_tokens(step, r, rows)
+    return output, lse.T
+
+
+def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
+    """Output [n, Hq, Dv] and lse [n, Hq] of some of request r's tokens."""
+    query = step.query[rows].astype(np.float32)
+    n, num_heads, _ = query.shape
+    output, lse = np.zeros((n, num_heads, step.head_size_v)), np.full((n, num_heads), -np.inf)
+    for keys, key, value in _chunks(step, r, step.sees[rows]):
+        mask = (step.sees[rows, :1] <= keys) & (keys < step.sees[rows, 1:])
+        distance = keys - step.position[rows, None]
+        for h in range(key.shape[1]):
+            heads = slice(h * step.group, (h + 1) * step.group)
+            part = _one_head(step, query[:, heads], key[:, h], value[:, h], mask, distance, step.alibi_slopes[heads])
+            output[:, heads], lse[:, heads] = _merge(output[:, heads], lse[:, heads], *part)
+    return _merge(output, lse, np.zeros_like(output), np.broadcast_to(step.s_aux, lse.shape))
+
+
+def _chunks(step: Step, r: int, sees: Array) -> Iterator[tuple[Array, Array, Array]]:
+    """Key numbers [n] with K [n, Hkv, D] and V [n, Hkv, Dv], float32, of what any of the tokens sees, KEYS at a time."""
+    block_size, end = step.key_cache.shape[2], int(sees[:, 1].max())
+    for k0 in range(int(sees[:, 0].min()), end, KEYS):
+        k1 = min(k0 + KEYS, end)
+        first = k0 // block_size
+        blocks, skipped = step.block_table[r, first : -(-k1 // block_size)], k0 - first * block_size
+        size = skipped + k1 - k0
+        key = gather_pages(step.key_cache, blocks, size, head_size=step.query.shape[2], isa=step.isa)
+        value = gather_pages(step.value_cache, blocks, size, head_size=step.head_size_v, isa=step.isa, value=True)
+        yield np.arange(k0, k1), key[skipped:].astype(np.float32), value[skipped:].astype(np.float32)
+
+
+def _one_head(
+    step: Step, query: Array, key: Array, value: Array, mask: Array, distance: Array, slopes: Array
+) -> tuple[Array, Array]:
+    """Output [n, group, Dv] and lse [n, group] over these keys alone. query [n, group, D], key [keys, D],
+    value [keys, Dv], mask and distance [n, keys], slopes [group]."""
+    n, group, head_size = query.shape
+    product, _ = matmul(query.reshape(n * group, head_size) * np.float32(step.scale), key, transpose_b=True)
+    s = product.reshape(n, group, -1)
+    if step.softcap > 0:
+        s = np.float32(step.softcap) * np.tanh(s / np.float32(step.softcap))
+    s = s + slopes[:, None] * distance[:, None].astype(np.float32)
+    s = np.where(mask[:, None], s, np.float32(-np.inf))
+    p, _ = softmax(s)
+    largest = s.argmax(axis=2)[:, :, None]
+    top, p_top = (np.take_along_axis(x, largest, axis=2)[:, :, 0].astype(np.float64) for x in (s, p))
+    lse = np.where(top == -np.inf, -np.inf, top - np.log(p_top))
+    return _weighted_sum(p, value, mask), lse
+
+
+def _weighted_sum(p: Array, value: Array, mask: Array) -> Array:
+    """p [n, group, keys] times value [keys, Dv]. A weight of 0 does not hide NaN or inf: a key that holds one and
+    that not all rows see is left out of the product and added to the rows that see it."""
+    n, group, num_keys = p.shape
+    odd = ~mask.all(axis=0) & ~np.isfinite(value).all(axis=1)
+    product, _ = matmul(p.reshape(n * group, num_keys), np.where(odd[:, None], np.float32(0), value))
+    output = product.reshape(n, group, -1)
+    for j in np.flatnonzero(odd):
+        output[mask[:, j]] += p[mask[:, j], :, j, None] * value[j]
+    return output
+
+
+def _merge(output: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array, Array]:
+    total = np.logaddexp(lse, other_lse)
+    weights = (np.where(total == -np.inf, 0.0, np.exp(x - total))[..., None] for x in (lse, other_lse))
+    return sum(w * x for w, x in zip(weights, (output, other), strict=True)), total

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over a paged cache, defined in float64 NumPy. Slow, short, and what every engine is measured against.
+
+Query token i of a request with q_len query tokens and seq_len keys stands at position
+``pos = seq_len - q_len + i``. Its logit for key j is
+
+    s = scale * q.k                    query head h reads kv head h // (num_heads // num_kv_heads)
+    s = softcap * tanh(s / softcap)    if softcap > 0
+    s = s + slope_h * (j - pos)        if alibi_slopes are given (Press et al., arXiv:2108.12409)
+
+It sees key j where ``pos - left <= j <= pos + right``, a side of -1 being open, and, if causal, ``j <= pos``.
+With m the largest visible logit, the sink s_aux[h] (arXiv:2309.17453) among them,
+
+    l = sum_j exp(s_j - m) + exp(s_aux_h - m)    output = sum_j exp(s_j - m) / l * v_j    lse = m + log(l)
+
+A row that sees nothing has output 0 and lse = -inf, or the sink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Float64 = NDArray[np.float64]
+Window = int | tuple[int, int]
+
+# Relative RMS error that a request may have, by dtype of query and cache.
+BUDGET = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 4e-3}
+
+# |lse - expected| / max(1, |expected|). Whoever merges partial results by lse multiplies them by exp(lse), so an
+# error e in lse is a relative error e in the output: it gets the output's budget. Past 1 it grows with the
+# float32 that holds it.
+LSE_BUDGET = BUDGET
+
+
+def window_sides(sliding_window: Window, causal: bool) -> tuple[int, int]:
+    """Keys visible to the left and to the right of a query token, -1: all. An int w counts the token itself."""
+    if not isinstance(sliding_window, int | np.integer):
+        left, right = (int(side) for side in sliding_window)
+        if min(left, right) < -1:
+            raise ValueError(f"sliding_window {sliding_window}: a side is -1 (open) or at least 0")
+        return left, right
+    if sliding_window == -1:
+        return -1, -1
+    if sliding_window < 1:
+        raise ValueError(f"sliding_window {sliding_window}: -1 (off) or at least 1")
+    return int(sliding_window) - 1, -1 if causal else int(sliding_window) - 1
+
+
+def visible(q_len: int, seq_len: int, causal: bool, sliding_window: Window = -1) -> NDArray[np.bool_]:
+    """[q_len, seq_len]: may query token i see key j?"""
+    left, right = window_sides(sliding_window, causal)
+    distance = np.arange(seq_len) - (seq_len - q_len + np.arange(q_len))[:, None]
+    mask = np.ones((q_len, seq_len), np.bool_)
+    if left >= 0:
+        mask &= distance >= -left
+    if right >= 0:
+        mask &= distance <= right
+    if causal:
+        mask &= distance <= 0
+    return mask
+
+
+def _weighted_sum(p: Float64, value: Float64, mask: NDArray[np.bool_]) -> Float64:
+    """p [q_len, group, seq_len] times value [seq_len, Dv]; a NaN or inf in value reaches only the rows that see it."""
+    finite = np.isfinite(value)
+    out = p @ np.where(finite, value, 0.0)
+    for j in np.flatnonzero(~finite.all(axis=1) & mask.any(axis=0)):
+        out[mask[:, j]] += p[mask[:, j], :, j, None] * np.where(finite[j], 0.0, value[j])
+    return out
+
+
+def _one_head(
+    query: Float64,
+    key: Float64,
+    value: Float64,
+    mask: NDArray[np.bool_],
+    scale: float,
+    slopes: Float64 | None,
+    softcap: float,
+    sinks: Float64,
+) -> tuple[Float64, Float64]:
+    """One kv head of one request: query [q_len, group, D] -> output [q_len, group, Dv], lse [q_len, group]."""
+    q_len, seq_len = mask.shape
+    s = scale * (query @ key.T)
+    if softcap > 0:
+        s = softcap * np.tanh(s / softcap)
+    if slopes is not None:
+        distance = np.arange(seq_len) - (seq_len - q_len + np.arange(q_len))[:, None]
+        s = s + slopes[:, None] * distance[:, None]
+    s = np.where(mask[:, None], s, -np.inf)
+    m = np.maximum(s.max(axis=2, initial=-np.inf), sinks)
+    shift = np.where(m == -np.inf, 0.0, m)[:, :, None]
+    p = np.exp(s - shift)
+    total = p.sum(axis=2) + np.exp(sinks - shift[:, :, 0])
+    lse = shift[:, :, 0] + np.log(total)
+    return _weighted_sum(p / np.where(total == 0, 1.0, total)[:, :, None], value, mask), lse
+
+
+def attention(
+    query: NDArray[Any],
+    key: Sequence[NDArray[Any]],
+    value: Sequence[NDArray[Any]],
+    query_start_loc: NDArray[np.int32],
+    seq_lens: NDArray[np.int32],
+    scale: float,
+    causal: bool = True,
+    alibi_slopes: NDArray[Any] | None = None,
+    sliding_window: Window = -1,
+    softcap: float = 0.0,
+    s_aux: NDArray[Any] | None = None,
+    dynamic_causal: NDArray[Any] | None = None,
+) -> tuple[Float64, Float64]:
+    """The definition above, request by request.
+
+    query [T, Hq, D]; key and value: for each request [seq_len, Hkv, D] and [seq_len, Hkv, Dv] as the cache holds
+    them, already rounded to its dtype. query_start_loc [R+1], seq_lens [R], alibi_slopes and s_aux [Hq].
+    dynamic_causal [R] takes the place of causal, request by request. sliding_window: keys that a token sees, itself
+    among them (-1: all; to both sides where not causal), or (left, right).
+
+    Returns output [T, Hq, Dv] and lse [Hq, T] (natural log), float64. NaN and inf reach the rows that see them only.
+    Raises ValueError for a sliding_window that means nothing.
+    """
+    num_tokens, num_heads, _ = query.shape
+    head_size_v = value[0].shape[2] if len(value) else query.shape[2]
+    output = np.zeros((num_tokens, num_heads, head_size_v))
+    lse = np.full((num_heads, num_tokens), -np.inf)
+    q64 = query.astype(np.float64)
+    slopes = None if alibi_slopes is None else np.asarray(alibi_slopes).astype(np.float64)
+    sinks = np.full(num_heads, -np.inf) if s_aux is None else np.asarray(s_aux).astype(np.float64)
+    with np.errstate(all="ignore"):
+        for r, seq_len in enumerate(seq_lens):
+            rows = slice(int(query_start_loc[r]), int(query_start_loc[r + 1]))
+            see_past_only = causal if dynamic_causal is None else bool(dynamic_causal[r])
+            mask = visible(rows.stop - rows.start, int(seq_len), see_past_only, sliding_window)
+            num_kv_heads = key[r].shape[1]
+            group = num_heads // num_kv_heads
+            for h in range(num_kv_heads):
+                heads = slice(h * group, (h + 1) * group)
+                output[rows, heads], row_lse = _one_head(
+                    q64[rows, heads],
+                    key[r][:, h].astype(np.float64),
+                    value[r][:, h].astype(np.float64),
+                    mask,
+                    scale,
+                    None if slopes is None else slopes[heads],
+                    softcap,
+                    sinks[heads],
+                )
+                lse[heads, rows] = row_lse.T
+    return output, lse
+
+
+def relative_rms(actual: NDArray[Any], expected: Float64, query_start_loc: NDArray[np.int32]) -> Float64:
+    """[R]: RMS of actual - expected over RMS of expected, for each request; 0 for a request without query tokens.
+
+    The divisor is never less than the smallest normal number of actual's dtype: below it a float has no relative
+    precision to give. So where all of expected is 0, anything but (nearly) 0 is a huge error.
+    """
+    floor = float(ml_dtypes.finfo(actual.dtype).smallest_normal)
+    errors = np.zeros(len(query_start_loc) - 1)
+    for r in range(len(errors)):
+        rows = slice(int(query_start_loc[r]), int(query_start_loc[r + 1]))
+        want = expected[rows]
+        if want.size:
+            got = actual[rows].astype(np.float64)
+            errors[r] = rms(got - want) / max(rms(want), floor)
+    return errors
+
+
+def rms(x: Float64) -> float:
+    """Root mean square. Scaled by the largest magnitude first: squares of subnormals would vanish."""
+    largest = float(np.abs(x).max())
+    return largest * float(np.sqrt(np.mean(np.square(x / largest)))) if largest > 0 else largest

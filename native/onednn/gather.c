@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "gather.h"
+#include <string.h>
+
+#define PANEL 64 /* columns of a panel in both packed forms */
+
+/* dnnl_BA16a64b2a of a [rows, cols] matrix: element (row, col), rows padded to 32. */
+static int64_t packed_at(int64_t row, int64_t col, int64_t rows) {
+    int64_t tile = col / PANEL * ca_div_up(rows, 32) + row / 32;
+    return (tile * 16 + row % 32 / 2) * 2 * PANEL + col % PANEL * 2 + row % 2;
+}
+
+/* PAIRS lie in the cache as BA16a64b2a wants them: whole rows of pairs are copied. */
+int ca_form_fits(ca_form form, const ca_pages *g) {
+    if (form != CA_FORM_BF16)
+        return 1;
+    return g->plan->shape.dtype == CA_BF16 && g->plan->kernel->info.layout == CA_LAYOUT_PAIRS &&
+           g->plan->shape.head_size % 2 == 0 && g->call->block_size % 2 == 0;
+}
+
+/* oneDNN 3.7 to at least 3.13.1 leaks NaN across rows where K % 32 != 0 on AMX. */
+int64_t ca_form_head_size(ca_form form, int64_t head_size) {
+    return form == CA_FORM_BF16 ? ca_round_up(head_size, 32) : head_size;
+}
+
+int64_t ca_form_k_bytes(int64_t head_size, int64_t keys) { return ca_round_up(head_size, 16) * keys * 4; }
+
+int64_t ca_form_v_bytes(int64_t head_size_v, int64_t keys) {
+    return ca_max64(head_size_v * 4, ca_round_up(head_size_v, PANEL) * 2) * keys;
+}
+
+static const char *block_of(const ca_pages *g, int value, int64_t key) {
+    const ca_call *c = g->call;
+    int64_t block = g->block_table[key / c->block_size];
+    if (value)
+        return ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, g->kv_head, g->plan->shape.dtype);
+    return ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, g->kv_head, g->plan->shape.dtype);
+}
+
+/* How many keys from here, up to end, lie in one block, one group of lanes and one panel. */
+static int64_t piece(const ca_pages *g, int64_t key, int64_t k0, int64_t end, int64_t lanes, int64_t panel) {
+    int64_t token = key % g->call->block_size, column = key - k0;
+    int64_t n = ca_min64(end - key, g->call->block_size - token);
+    return ca_min64(n, ca_min64(lanes - token % lanes, panel - column % panel));
+}
+
+static void copy_k_pairs(const ca_pages *g, int64_t first, int64_t k0, int64_t end, uint16_t *dst) {
+    int64_t head_size = g->plan->shape.head_size, n;
+    for (int64_t key = first; key < end; key += n) {
+        const uint16_t *block = (const uint16_t *)block_of(g, 0, key);
+        int64_t token = key % g->call->block_size;
+        n = piece(g, key, k0, end, CA_LANES, PANEL);
+        for (int64_t d = 0; d < head_size; d += 2)
+            memcpy(dst + packed_at(d, key - k0, head_size),
+                   block + ca_k_offset(CA_LAYOUT_PAIRS, token, d, head_size), (size_t)n * 4);
+    }
+}
+
+void ca_gather_k(ca_form form, const ca_pages *g, int64_t first, int64_t k0, int64_t n, int64_t keys, void *dst) {
+    int64_t head_size = g->plan->shape.head_size, end = k0 + n, step;
+    int64_t width = form == CA_FORM_PLAIN ? keys : PANEL;
+    if (n < keys || first > k0 || head_size % 32 != 0)
+        memset(dst, 0, (size_t)ca_form_k_bytes(head_size, keys));
+    if (form == CA_FORM_BF16) {
+        copy_k_pairs(g, ca_max64(k0, first), k0, end, dst);
+        return;
+    }
+    int64_t panel = width * (form == CA_FORM_PLAIN ? head_size : ca_round_up(head_size, 16));
+    for (int64_t key = ca_max64(k0, first); key < end; key += step) {
+        int64_t token = key % g->call->block_size, column = key - k0;
+        step = piece(g, key, k0, end, g->call->block_size, width);
+        g->plan->kernel->widen_k(block_of(g, 0, key), head_size, token, token + step,
+                                 (float *)dst + column / width * panel + column % width, width);
+    }
+}
+
+/* A pair of keys holds both rows of its dst line; a half that does not count is zeroed after. */
+static void copy_v_pairs(const ca_pages *g, int64_t first, int64_t k0, int64_t end, int64_t keys, uint16_t *dst) {
+    int64_t dv = g->plan->shape.head_size_v;
+    for (int64_t key = k0; key < end; key += 2) {
+        const uint16_t *block = (const uint16_t *)block_of(g, 1, key);
+        int64_t token = key % g->call->block_size;
+        for (int64_t d = 0; d < dv; d += PANEL) {
+            uint16_t *line = dst + packed_at(key - k0, d, keys);
+            int64_t n = ca_min64(PANEL, dv - d);
+            memcpy(line, block + ca_v_offset(CA_LAYOUT_PAIRS, token, d, dv), (size_t)n * 4);
+            for (int64_t i = 0; i < n && (key < first || key + 1 >= end); i++)
+                line[2 * i + (key + 1 >= end)] = 0;
+        }
+    }
+}
+
+void ca_gather_v(ca_form form, const ca_pages *g, int64_t first, int64_t k0, int64_t n, int64_t keys, void *dst) {
+    int64_t dv = g->plan->shape.head_size_v, end = k0 + n, step;
+    if (form == CA_FORM_BF16) {
+        if (n < keys || dv % PANEL != 0)
+            memset(dst, 0, (size_t)(ca_round_up(dv, PANEL) * keys * 2));
+        copy_v_pairs(g, first, k0, end, keys, dst);
+        return;
+    }
+    float *rows = dst;
+    for (int64_t key = ca_max64(k0, first); key < end; key += step) {
+        int64_t token = key % g->call->block_size;
+        step = piece(g, key, k0, end, g->call->block_size, keys);
+        g->plan->kernel->widen_v(block_of(g, 1, key), dv, token, token + step, rows + (key - k0) * dv, dv);
+    }
+    memset(rows, 0, (size_t)(ca_max64(0, first - k0) * dv) * sizeof(float));
+    memset(rows + n * dv, 0, (size_t)((keys - n) * dv) * sizeof(float));
+}
+
+float ca_form_v(ca_form form, const void *v, int64_t keys, int64_t dv, int64_t key, int64_t d) {
+    if (form != CA_FORM_BF16)
+        return ((const float *)v)[key * dv + d];
+    uint32_t bits = (uint32_t)((const uint16_t *)v)[packed_at(key, d, keys)] << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}

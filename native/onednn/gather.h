@@ -1,0 +1,30 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Pages of the cache as operands of a matmul. K becomes [D][N], V [N][Dv], in one of three forms. */
+#ifndef CPU_ATTN_ONEDNN_GATHER_H
+#define CPU_ATTN_ONEDNN_GATHER_H
+#include "../cpu_attn.h"
+
+/* PLAIN: float32, rows dense. PANELS: float32, K as dnnl_BA16a64b, V as in PLAIN.
+ * BF16: both as dnnl_BA16a64b2a, Q and P bfloat16, for AMX. */
+typedef enum ca_form { CA_FORM_BF16, CA_FORM_PANELS, CA_FORM_PLAIN, CA_FORMS } ca_form;
+
+/* Where the keys of a chunk come from: one kv head of one request. */
+typedef struct ca_pages {
+    const ca_plan *plan;
+    const ca_call *call;
+    const int32_t *block_table; /* the request's row */
+    int kv_head;
+} ca_pages;
+
+int ca_form_fits(ca_form form, const ca_pages *pages);   /* before oneDNN is asked */
+int64_t ca_form_head_size(ca_form form, int64_t head_size); /* the K dimension of QK: zeros behind head_size */
+int64_t ca_form_k_bytes(int64_t head_size, int64_t keys); /* enough for every form */
+int64_t ca_form_v_bytes(int64_t head_size_v, int64_t keys);
+
+/* Keys [k0, k0 + n), of which those before `first` count as padding; columns of K and rows of V in
+ * the padding, up to `keys`, are zero. keys % 64 == 0; BF16: k0 even. */
+void ca_gather_k(ca_form form, const ca_pages *pages, int64_t first, int64_t k0, int64_t n, int64_t keys, void *dst);
+void ca_gather_v(ca_form form, const ca_pages *pages, int64_t first, int64_t k0, int64_t n, int64_t keys, void *dst);
+/* V's element (key, d) of a gathered chunk. */
+float ca_form_v(ca_form form, const void *v, int64_t keys, int64_t head_size_v, int64_t key, int64_t d);
+#endif

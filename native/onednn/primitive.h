@@ -1,0 +1,36 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * oneDNN primitives by key. One primitive serves all threads; what a run binds it to (stream,
+ * memory objects) is lent to one thread at a time. */
+#ifndef CPU_ATTN_ONEDNN_PRIMITIVE_H
+#define CPU_ATTN_ONEDNN_PRIMITIVE_H
+#include "onednn.h"
+#include <oneapi/dnnl/dnnl.h>
+
+typedef enum ca_prim_op { CA_PRIM_MATMUL, CA_PRIM_SOFTMAX } ca_prim_op;
+
+/* dst [m, n] = f(alpha * src [m, k] x weights [k, n]), f = tanh or nothing; softmax: over n, in float32. */
+typedef struct ca_prim_key {
+    int32_t op;
+    int32_t dtype, dst;   /* dnnl_data_type_t of src and weights, of dst */
+    int32_t weights;      /* dnnl_format_tag_t */
+    int32_t tanh;
+    float alpha;
+    int64_t m, n, k;
+} ca_prim_key;
+
+typedef struct ca_prim ca_prim;
+
+/* Alone on this thread from here on: oneDNN takes a team of one. Returns what to give back. */
+int ca_prim_enter(void);
+void ca_prim_leave(int threads);
+
+/* Lends the primitive; NULL: oneDNN has none, only its reference, or (with need != NULL) none
+ * whose name contains need. Lookup takes no lock. */
+ca_prim *ca_prim_get(const ca_prim_key *key, const char *need);
+ca_prim *ca_prim_new(const ca_prim_key *key, const char *need); /* for one use, not kept */
+void ca_prim_put(ca_prim *p);
+
+const char *ca_prim_impl(const ca_prim *p);
+size_t ca_prim_pad(const ca_prim *p); /* bytes of scratchpad */
+int ca_prim_run(ca_prim *p, const void *src, const void *weights, void *dst, void *pad, size_t pad_bytes);
+#endif

@@ -1,0 +1,380 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The engine: K and V gathered, QK by matmul, softmax, PV by matmul, chunks of keys merged.
+ *
+ * oneDNN's softmax divides by the sum and keeps neither sum nor max (no version offers a
+ * log-sum-exp). Both come back from one element: with s* the largest score of a row,
+ * softmax(s*) = exp(s* - s*) / L = 1 / L. The state refers to m = fl(s* log2 e), so
+ * l = L 2^(s* log2 e - m), where the exponent is what m lost in rounding. */
+#include "gather.h"
+#include "primitive.h"
+#include <math.h>
+#include <string.h>
+
+#define ROWS 256 /* query rows of a matmul; with 512 keys the best tile measured (v3.2, AMX and AVX-512) */
+#define KEYS 512
+#define PAD (256 << 10) /* bytes of oneDNN's scratchpad; v3.2 asks for 132 KB at most */
+
+/* Without AMX bf16 loses to float32 (442 against 274 us for 256 x 512 x 128, avx512_core_bf16). A build with
+ * -DCA_BF16_NEEDS='"bf16"' takes it all the same, to test that form on a machine without AMX. */
+#ifndef CA_BF16_NEEDS
+#define CA_BF16_NEEDS "amx"
+#endif
+
+typedef struct work {
+    ca_pages pages;
+    const ca_task *task;
+    ca_form form;
+    int64_t rows, group, head_size, head_size_v;
+    int64_t k0, k1; /* the segment */
+    /* scratch */
+    void *q, *k, *v, *p, *pad;
+    float *s, *slope, *top;
+    int64_t *lo, *hi, *pos, *at; /* at: column of a row's largest score, -1: the row is not a number */
+    ca_state part;
+} work;
+
+/* 1, 2, 4, ... 32, then multiples of 32: at most 13 sizes, little padding. */
+static int64_t row_bucket(int64_t rows) {
+    int64_t m = 1;
+    while (m < rows && m < 32)
+        m *= 2;
+    return rows <= m ? m : ca_round_up(rows, 32);
+}
+
+static int64_t key_bucket(int64_t keys) {
+    return keys <= 256 ? ca_round_up(ca_max64(keys, 1), 64) : ca_round_up(keys, 128);
+}
+
+static int64_t carve(work *w, char *base, int64_t rows) {
+    int64_t at = 0, padded = row_bucket(ca_min64(rows, ROWS));
+    int64_t q_rows = ca_round_up(rows, padded);
+#define TAKE(field, bytes) \
+    w->field = (void *)(base + at); \
+    at = ca_round_up(at + (int64_t)(bytes), 64);
+    TAKE(q, q_rows * ca_max64(w->head_size * 4, ca_round_up(w->head_size, 32) * 2))
+    TAKE(k, ca_form_k_bytes(w->head_size, KEYS))
+    TAKE(v, ca_form_v_bytes(w->head_size_v, KEYS))
+    TAKE(s, padded * KEYS * 4)
+    TAKE(p, padded * KEYS * 2)
+    TAKE(part.o, padded * w->head_size_v * 4)
+    TAKE(part.m, padded * 4)
+    TAKE(part.l, padded * 4)
+    TAKE(top, padded * 4)
+    TAKE(at, padded * sizeof(int64_t))
+    TAKE(slope, rows * 4)
+    TAKE(lo, rows * sizeof(int64_t))
+    TAKE(hi, rows * sizeof(int64_t))
+    TAKE(pos, rows * sizeof(int64_t))
+    TAKE(pad, PAD)
+#undef TAKE
+    return at;
+}
+
+static int64_t scratch_bytes(const ca_plan *plan) {
+    work w = {.head_size = plan->shape.head_size, .head_size_v = plan->shape.head_size_v};
+    return carve(&w, (char *)0, plan->rows);
+}
+
+static int engine_rows(const ca_kernel *kernel) {
+    (void)kernel;
+    return ROWS;
+}
+
+/* ---- the primitives ---- */
+
+static ca_prim *matmul(ca_form form, int64_t m, int64_t n, int64_t k, int packed, int tanh, float alpha) {
+    int32_t type = form == CA_FORM_BF16 ? dnnl_bf16 : dnnl_f32;
+    int32_t layout = !packed ? dnnl_ab : form == CA_FORM_BF16 ? dnnl_BA16a64b2a : dnnl_BA16a64b;
+    ca_prim_key key = {CA_PRIM_MATMUL, type, dnnl_f32, layout, tanh, alpha, m, n, k};
+    return ca_prim_get(&key, form == CA_FORM_BF16 ? CA_BF16_NEEDS : NULL);
+}
+
+/* In float32 the scale (over softcap) is part of Q; bfloat16 Q stays as it is. */
+static float q_factor(const work *w) {
+    const ca_call *c = w->pages.call;
+    return c->softcap > 0 ? c->scale / c->softcap : c->scale;
+}
+
+static ca_prim *qk(const work *w, int64_t m, int64_t n) {
+    return matmul(w->form, m, n, ca_form_head_size(w->form, w->head_size), w->form != CA_FORM_PLAIN,
+                  w->pages.call->softcap > 0, w->form == CA_FORM_BF16 ? q_factor(w) : 1);
+}
+
+static ca_prim *pv(const work *w, int64_t m, int64_t n) {
+    return matmul(w->form, m, w->head_size_v, n, w->form == CA_FORM_BF16, 0, 1);
+}
+
+static ca_prim *softmax(int64_t m, int64_t n) {
+    ca_prim_key key = {CA_PRIM_SOFTMAX, dnnl_f32, dnnl_f32, dnnl_ab, 0, 1, m, n, 0};
+    return ca_prim_get(&key, NULL);
+}
+
+static int run(const work *w, ca_prim *p, const void *src, const void *weights, void *dst) {
+    if (!p)
+        return CA_ONEDNN_NO_PRIMITIVE;
+    int status = ca_prim_run(p, src, weights, dst, w->pad, PAD);
+    ca_prim_put(p);
+    return status;
+}
+
+static int there(ca_prim *p) {
+    ca_prim_put(p);
+    return p != NULL;
+}
+
+static int64_t chunk_keys(const work *w, int64_t k0) { return ca_min64(KEYS, w->k1 - k0); }
+
+static int64_t first_chunk(const work *w) { return w->form == CA_FORM_BF16 ? w->k0 & ~(int64_t)1 : w->k0; }
+
+/* All that a segment will ask for, so that no form is given up half way. */
+static int form_is_there(const work *w) {
+    if (!ca_form_fits(w->form, &w->pages))
+        return 0;
+    for (int64_t k0 = first_chunk(w); k0 < w->k1; k0 += KEYS)
+        for (int64_t r = 0; r < w->rows; r += ROWS) {
+            int64_t n = key_bucket(chunk_keys(w, k0)), m = row_bucket(ca_min64(ROWS, w->rows - r));
+            if (!there(qk(w, m, n)) || !there(pv(w, m, n)) || !there(softmax(m, n)))
+                return 0;
+        }
+    return 1;
+}
+
+static int choose_form(work *w) {
+    for (w->form = 0; w->form < CA_FORMS; w->form++)
+        if (form_is_there(w))
+            return CA_ONEDNN_OK;
+    return CA_ONEDNN_NO_PRIMITIVE;
+}
+
+/* ---- queries ---- */
+
+static void take_rows(work *w) {
+    const ca_call *c = w->pages.call;
+    const ca_plan *plan = w->pages.plan;
+    int request = w->task->request, size = ca_dtype_size(plan->shape.dtype);
+    int64_t start = plan->query_start_loc[request], q_len = plan->query_start_loc[request + 1] - start;
+    int64_t columns = ca_form_head_size(w->form, w->head_size);
+    if (w->form == CA_FORM_BF16)
+        memset(w->q, 0, (size_t)(w->rows * columns * 2));
+    for (int64_t r = 0; r < w->rows; r++) {
+        int64_t i = w->task->token + r / w->group, head = w->pages.kv_head * w->group + r % w->group;
+        const char *src = (const char *)c->query + ((start + i) * c->q_stride_t + head * c->q_stride_h) * size;
+        if (w->form == CA_FORM_BF16)
+            memcpy((uint16_t *)w->q + r * columns, src, (size_t)w->head_size * 2);
+        else
+            plan->kernel->widen_row(src, w->head_size, q_factor(w), (float *)w->q + r * columns);
+        ca_visible(plan, request, i, &w->lo[r], &w->hi[r]);
+        w->pos[r] = plan->seq_lens[request] - q_len + i;
+        w->slope[r] = c->alibi_slopes ? c->alibi_slopes[head] : 0;
+    }
+}
+
+/* Rows behind the last one up to the matmul's size: zero, so that they cost no more than others. */
+static void pad_rows(work *w, int64_t r0, int64_t rows) {
+    int64_t row = ca_form_head_size(w->form, w->head_size) * (w->form == CA_FORM_BF16 ? 2 : 4);
+    if (rows > 0)
+        memset((char *)w->q + (r0 + rows) * row, 0, (size_t)((row_bucket(rows) - rows) * row));
+}
+
+/* ---- scores ---- */
+
+/* The largest of s[0..n) and where it is; -1 where a score is NaN or +inf. 16 lanes: the
+ * compiler's vectors, without leave to reorder NaN. */
+static int64_t largest(const float *s, int64_t n, float *top) {
+    float lane[16], best = -INFINITY;
+    int bad[16] = {0}, any = 0;
+    int64_t j = 0, at = 0;
+    for (int l = 0; l < 16; l++)
+        lane[l] = -INFINITY;
+    for (; j + 16 <= n; j += 16)
+        for (int l = 0; l < 16; l++) {
+            lane[l] = s[j + l] > lane[l] ? s[j + l] : lane[l];
+            bad[l] |= !(s[j + l] < INFINITY);
+        }
+    for (; j < n; j++) {
+        lane[0] = s[j] > lane[0] ? s[j] : lane[0];
+        bad[0] |= !(s[j] < INFINITY);
+    }
+    for (int l = 0; l < 16; l++) {
+        best = lane[l] > best ? lane[l] : best;
+        any |= bad[l];
+    }
+    *top = best;
+    if (any)
+        return -1;
+    for (int hit = 0; at + 16 <= n; at += 16) {
+        for (int l = 0; l < 16; l++)
+            hit |= s[at + l] == best;
+        if (hit)
+            break;
+    }
+    while (at + 1 < n && s[at] != best)
+        at++;
+    return at;
+}
+
+static void seen(const work *w, int64_t row, int64_t k0, int64_t n, int64_t *a, int64_t *b) {
+    *a = ca_min64(n, ca_max64(0, w->lo[row] - k0));
+    *b = ca_max64(*a, ca_min64(n, w->hi[row] - k0));
+}
+
+/* Softcap's factor, ALiBi and the mask; a row with nothing or nonsense to show becomes zeros. */
+static void finish_scores(work *w, int64_t r0, int64_t r, int64_t k0, int64_t n, int64_t keys) {
+    float *s = w->s + r * keys, cap = w->pages.call->softcap, slope = w->slope[r0 + r];
+    int64_t a, b, from = k0 - w->pos[r0 + r];
+    seen(w, r0 + r, k0, n, &a, &b);
+    if (cap > 0)
+        for (int64_t j = a; j < b; j++)
+            s[j] *= cap;
+    if (slope != 0)
+        for (int64_t j = a; j < b; j++)
+            s[j] += slope * (float)(int32_t)(from + j);
+    w->at[r] = a + largest(s + a, b - a, &w->top[r]);
+    if (w->at[r] < a || w->top[r] == -INFINITY) {
+        w->at[r] = w->at[r] < a ? -1 : 0;
+        memset(s, 0, (size_t)keys * sizeof *s);
+        return;
+    }
+    for (int64_t j = 0; j < a; j++)
+        s[j] = -INFINITY;
+    for (int64_t j = b; j < keys; j++)
+        s[j] = -INFINITY;
+}
+
+static uint16_t to_bf16(float x) { /* finite, nearest even */
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* After softmax: 1 / L to l, weights that count nowhere to 0, and to bfloat16 where PV wants it. */
+static void finish_weights(work *w, int64_t r, int64_t keys) {
+    float *p = w->s + r * keys;
+    int counts = w->at[r] >= 0 && w->top[r] > -INFINITY;
+    w->part.l[r] = counts ? p[w->at[r]] : 0;
+    if (!counts)
+        memset(p, 0, (size_t)keys * sizeof *p);
+    if (w->form == CA_FORM_BF16)
+        for (int64_t j = 0; j < keys; j++)
+            ((uint16_t *)w->p)[r * keys + j] = to_bf16(p[j]);
+}
+
+/* ---- results ---- */
+
+static int all_finite(const float *x, int64_t n) {
+    int bad = 0;
+    for (int64_t i = 0; i < n; i++)
+        bad |= !(fabsf(x[i]) < INFINITY);
+    return !bad;
+}
+
+/* 0 * NaN: a key that this row may not see holds NaN or inf in V and others may see it. */
+static void weigh_seen(work *w, int64_t r, int64_t a, int64_t b, int64_t keys) {
+    const float *p = w->s + r * keys;
+    float *o = w->part.o + r * w->head_size_v;
+    for (int64_t d = 0; d < w->head_size_v; d++) {
+        double sum = 0;
+        for (int64_t j = a; j < b; j++)
+            sum += (double)p[j] * ca_form_v(w->form, w->v, keys, w->head_size_v, j, d);
+        o[d] = (float)sum;
+    }
+}
+
+static void finish_row(work *w, int64_t r0, int64_t r, int64_t k0, int64_t n, int64_t keys) {
+    float *o = w->part.o + r * w->head_size_v, *m = &w->part.m[r], *l = &w->part.l[r];
+    int64_t a, b;
+    if (w->at[r] < 0 || w->top[r] == -INFINITY) {
+        *m = w->at[r] < 0 ? 0 : -INFINITY;
+        *l = w->at[r] < 0 ? NAN : 0;
+        for (int64_t d = 0; d < w->head_size_v; d++)
+            o[d] = *l;
+        return;
+    }
+    seen(w, r0 + r, k0, n, &a, &b);
+    if (b - a < n && !all_finite(o, w->head_size_v))
+        weigh_seen(w, r, a, b, keys);
+    double top = w->top[r] * 1.44269504088896340736;
+    *m = (float)top;
+    *l = exp2f((float)(top - *m)) / *l;
+    for (int64_t d = 0; d < w->head_size_v; d++)
+        o[d] *= *l;
+}
+
+static int sees_any(const work *w, int64_t r0, int64_t rows, int64_t k0, int64_t n) {
+    for (int64_t r = r0; r < r0 + rows; r += w->group) {
+        int64_t a, b;
+        seen(w, r, k0, n, &a, &b);
+        if (a < b)
+            return 1;
+    }
+    return 0;
+}
+
+/* Rows [r0, r0 + rows) against the chunk, merged into the state. */
+static int run_rows(work *w, int64_t r0, int64_t rows, int64_t k0, int64_t n, const ca_state *state) {
+    int64_t m = row_bucket(rows), keys = key_bucket(n);
+    const ca_state into = {state->o + r0 * w->head_size_v, state->m + r0, state->l + r0};
+    const int64_t q_row = ca_form_head_size(w->form, w->head_size) * (w->form == CA_FORM_BF16 ? 2 : 4);
+    if (!sees_any(w, r0, rows, k0, n))
+        return CA_ONEDNN_OK;
+    int status = run(w, qk(w, m, keys), (char *)w->q + r0 * q_row, w->k, w->s);
+    for (int64_t r = 0; r < rows && !status; r++)
+        finish_scores(w, r0, r, k0, n, keys);
+    if (!status)
+        status = run(w, softmax(m, keys), w->s, NULL, w->s);
+    for (int64_t r = 0; r < rows && !status; r++)
+        finish_weights(w, r, keys);
+    if (!status)
+        status = run(w, pv(w, m, keys), w->form == CA_FORM_BF16 ? w->p : w->s, w->v, w->part.o);
+    for (int64_t r = 0; r < rows && !status; r++)
+        finish_row(w, r0, r, k0, n, keys);
+    if (!status)
+        w->pages.plan->kernel->merge(&into, &w->part, rows, w->head_size_v);
+    return status;
+}
+
+static int run_chunks(work *w, const ca_state *state) {
+    int status = choose_form(w);
+    if (status)
+        return status;
+    take_rows(w);
+    pad_rows(w, w->rows / ROWS * ROWS, w->rows % ROWS);
+    for (int64_t k0 = first_chunk(w); k0 < w->k1; k0 += KEYS) {
+        int64_t n = chunk_keys(w, k0), keys = key_bucket(n);
+        ca_gather_k(w->form, &w->pages, w->k0, k0, n, keys, w->k);
+        ca_gather_v(w->form, &w->pages, w->k0, k0, n, keys, w->v);
+        for (int64_t r = 0; r < w->rows && !status; r += ROWS)
+            status = run_rows(w, r, ca_min64(ROWS, w->rows - r), k0, n, state);
+        if (status)
+            return status;
+    }
+    return CA_ONEDNN_OK;
+}
+
+static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int64_t k0, int64_t k1,
+                   const ca_state *state, void *scratch) {
+    int64_t group = plan->shape.num_heads / plan->shape.num_kv_heads, rows = task->num_tokens * group;
+    memset(state->o, 0, (size_t)(rows * plan->shape.head_size_v) * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) {
+        state->m[r] = -INFINITY;
+        state->l[r] = 0;
+    }
+    if (k1 <= k0)
+        return CA_ONEDNN_OK;
+    work w = {.pages = {plan, call, call->block_table + task->request * call->table_stride, kv_head},
+              .task = task,
+              .rows = rows,
+              .group = group,
+              .head_size = plan->shape.head_size,
+              .head_size_v = plan->shape.head_size_v,
+              .k0 = k0,
+              .k1 = k1};
+    carve(&w, scratch, plan->rows);
+    int threads = ca_prim_enter(), status = run_chunks(&w, state);
+    ca_prim_leave(threads);
+    return status;
+}
+
+static const ca_engine engine = {"onednn", engine_rows, scratch_bytes, segment};
+
+const ca_engine *ca_onednn_engine(void) { return &engine; }

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cases there are. What a case's fields mean and how it is made, run and judged: cases.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpu_attn.reference import Window, visible
+
+DTYPES = ("float32", "float16", "bfloat16")
+LEVELS = ("quick", "default", "full")
+RANDOM_CASES = {"quick": 6, "default": 40, "full": 400}
+# Multiply-adds of a random case, so that the plain C engine takes milliseconds.
+RANDOM_WORK = 2e6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of attention_with_kv_cache in numbers. alibi: the largest slope, 0 for none; sinks: "moderate", "huge"
+    (nothing else counts), "absent" (-inf), "mixed" or None; fill: a name from cases.FILLS; strided: K and V of a
+    block interleaved in one array, tokens, output and lse as parts of wider rows; pieces: calls that write the
+    cache."""
+
+    name: str
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 32
+    head_size_v: int | None = None
+    block_size: int = 16
+    causal: bool = True
+    dynamic_causal: tuple[int, ...] | None = None
+    sliding_window: Window = -1
+    alibi: float = 0.0
+    softcap: float = 0.0
+    sinks: str | None = None
+    fill: str = "normal"
+    strided: bool = False
+    pieces: int = 1
+    dtype: str = "float32"
+    seed: int = 0
+
+    @property
+    def value_size(self) -> int:
+        return self.head_size if self.head_size_v is None else self.head_size_v
+
+    def mask(self, r: int) -> NDArray[np.bool_]:
+        """[q_len, seq_len]: what request r sees."""
+        causal = self.causal if self.dynamic_causal is None else bool(self.dynamic_causal[r])
+        return visible(self.query_lens[r], self.seq_lens[r], causal, self.sliding_window)
+
+
+# A token at a time, a whole prompt, a chunk of one, and all of them in one step.
+DECODE = {"query_lens": (1, 1, 1), "seq_lens": (1, 37, 130)}
+PREFILL = {"query_lens": (37, 70), "seq_lens": (37, 70)}
+CHUNK = {"query_lens": (19,), "seq_lens": (83,)}
+MIXED = {"query_lens": (1, 20, 0, 7, 33), "seq_lens": (50, 20, 9, 100, 47)}
+STEPS: dict[str, dict[str, Any]] = {"decode": DECODE, "prefill": PREFILL, "chunk": CHUNK, "mixed": MIXED}
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bidirectional": {"causal": False},
+    "dynamic-causal": {"dynamic": True},
+    "dynamic-causal-window": {"dynamic": True, "sliding_window": 9},
+    "dynamic-over-bidirectional": {"dynamic": True, "causal": False},
+    "window-1": {"sliding_window": 1},
+    "window-20": {"sliding_window": 20},
+    "window-20-bidirectional": {"sliding_window": 20, "causal": False},
+    "window-left": {"sliding_window": (11, -1)},
+    "window-left-bidirectional": {"sliding_window": (11, -1), "causal": False},
+    "window-right": {"sliding_window": (-1, 4), "causal": False},
+    "window-right-causal": {"sliding_window": (-1, 4)},
+    "window-both": {"sliding_window": (7, 3), "causal": False},
+    "window-self": {"sliding_window": (0, 0), "causal": False},
+    "alibi": {"alibi": 0.5},
+    "alibi-steep": {"alibi": 100.0},
+    "alibi-bidirectional": {"alibi": 0.125, "causal": False},
+    "softcap": {"softcap": 5.0},
+    "softcap-low": {"softcap": 0.5},
+    "sinks": {"sinks": "moderate"},
+    "sinks-huge": {"sinks": "huge"},
+    "sinks-absent": {"sinks": "absent"},
+    "sinks-mixed": {"sinks": "mixed"},
+    "strided": {"strided": True},
+    "pieces": {"pieces": 3},
+    "everything": {
+        "sliding_window": 29,
+        "alibi": 0.25,
+        "softcap": 20.0,
+        "sinks": "mixed",
+        "strided": True,
+        "pieces": 4,
+        "dynamic": True,
+    },
+}
+
+EDGES: dict[str, dict[str, Any]] = {
+    "no-requests": {"query_lens": (), "seq_lens": ()},
+    "no-tokens": {"query_lens": (0, 0), "seq_lens": (0, 5)},
+    "no-keys": {"query_lens": (3, 1), "seq_lens": (0, 8)},
+    "no-keys-sinks": {"query_lens": (3, 1), "seq_lens": (0, 8), "sinks": "mixed"},
+    "one-key": {"query_lens": (1,), "seq_lens": (1,), "num_heads": 1, "num_kv_heads": 1},
+    "more-queries-than-keys": {"query_lens": (40, 5), "seq_lens": (9, 1)},
+    "more-queries-than-keys-sinks": {"query_lens": (40, 5), "seq_lens": (9, 1), "sinks": "mixed"},
+    "window-past-the-keys": {"query_lens": (40,), "seq_lens": (9,), "causal": False, "sliding_window": (5, 2)},
+    "cross": {"query_lens": (3, 50, 1), "seq_lens": (60, 7, 20), "causal": False},
+    "cross-sinks": {"query_lens": (3, 50, 1), "seq_lens": (60, 7, 20), "causal": False, "sinks": "moderate"},
+    "many-requests": {"query_lens": (1, 2) * 20, "seq_lens": tuple(range(2, 42)), "block_size": 8},
+}
+
+LONG: dict[str, dict[str, Any]] = {
+    "1023-1024-1025": {"query_lens": (1, 1, 1), "seq_lens": (1023, 1024, 1025)},
+    "3000": {"query_lens": (1, 4, 1), "seq_lens": (3000, 2049, 1)},
+    "3000-chunk": {"query_lens": (33, 1), "seq_lens": (3000, 70), "num_heads": 2, "num_kv_heads": 1},
+    "3000-window": {"query_lens": (1, 9), "seq_lens": (3000, 1030), "sliding_window": 1100},
+    "3000-sinks": {"query_lens": (1, 2), "seq_lens": (3000, 1025), "sinks": "moderate", "softcap": 10.0},
+    "3000-equal": {"query_lens": (1, 3), "seq_lens": (3000, 1025), "fill": "equal"},
+    "3000-dominant": {"query_lens": (1, 3), "seq_lens": (3000, 1100), "fill": "dominant"},
+    "3000-leaping": {"query_lens": (1, 3), "seq_lens": (3000, 1100), "fill": "leaping"},
+    "1500-prefill": {"query_lens": (1500,), "seq_lens": (1500,), "num_heads": 1, "num_kv_heads": 1},
+}
+
+HEAD_SIZES = (1, 2, 3, 8, 16, 20, 64, 80, 96, 100, 112, 128, 192, 256, 512, 576)
+QUICK_HEAD_SIZES = (1, 3, 20, 64, 128)
+UNEQUAL_HEAD_SIZES = ((64, 32), (24, 40), (192, 128), (576, 512), (7, 5), (1, 16), (33, 1))
+BLOCK_SIZES = (1, 5, 8, 16, 24, 32, 48, 64, 128)
+QUICK_BLOCK_SIZES = (1, 5, 24, 128)
+HEADS = ((1, 1), (3, 3), (3, 1), (5, 1), (14, 2), (6, 3), (8, 1), (32, 2), (20, 4), (71, 1))
+QUICK_HEADS = ((3, 3), (6, 2), (5, 1), (14, 2))
+LARGE_SCORES = ("negative", "rising", "leaping", "falling", "dominant")
+FILLS = ("equal", "tiny", "large", "odd-query", *LARGE_SCORES)
+
+
+def _case(name: str, step: dict[str, Any], **fields: Any) -> Case:
+    fields = {**step, **fields}
+    if fields.pop("dynamic", False):
+        fields["dynamic_causal"] = tuple((r + 1) % 2 for r in range(len(fields["query_lens"])))
+    return Case(name, **fields)
+
+
+def _boundary(block_size: int) -> dict[str, Any]:
+    """Requests that end one before, at and one after the ends of their first and second block."""
+    ends = sorted({max(1, n * block_size + d) for n in (1, 2) for d in (-1, 0, 1)})
+    return {"query_lens": tuple(min(n, 1 + n % 3) for n in ends), "seq_lens": tuple(ends)}
+
+
+def _quick() -> Iterator[Case]:
+    for name, feature in FEATURES.items():
+        yield _case(f"mixed-{name}", MIXED, **feature)
+    for step in ("decode", "prefill", "chunk"):
+        yield _case(f"{step}-plain", STEPS[step])
+    yield from (_case(name, edge) for name, edge in EDGES.items())
+    for size in QUICK_HEAD_SIZES:
+        yield _case(f"chunk-head-{size}", CHUNK, head_size=size)
+    yield _case("decode-head-192-128", DECODE, head_size=192, head_size_v=128)
+    yield _case("chunk-head-24-40", CHUNK, head_size=24, head_size_v=40)
+    for size in QUICK_BLOCK_SIZES:
+        yield _case(f"block-{size}", _boundary(size), block_size=size, head_size=16)
+    for heads, kv_heads in QUICK_HEADS:
+        yield _case(f"mixed-heads-{heads}-{kv_heads}", MIXED, num_heads=heads, num_kv_heads=kv_heads, head_size=24)
+    for fill in FILLS:
+        yield _case(f"mixed-fill-{fill}", MIXED, fill=fill)
+    yield _case("mixed-fill-masked", MIXED, fill="masked", sliding_window=9)
+    for name in ("1023-1024-1025", "3000"):
+        yield _case(f"long-{name}", LONG[name], head_size=16, num_heads=2, num_kv_heads=1)
+
+
+def _default() -> Iterator[Case]:
+    for step in ("decode", "prefill", "chunk"):
+        for name, feature in FEATURES.items():
+            yield _case(f"{step}-{name}", STEPS[step], **feature)
+        for fill in FILLS:
+            yield _case(f"{step}-fill-{fill}", STEPS[step], fill=fill, head_size=24)
+        yield _case(f"{step}-fill-masked", STEPS[step], fill="masked", sliding_window=(6, -1), head_size=24)
+    for size in HEAD_SIZES:
+        for step in ("decode", "chunk"):
+            yield _case(f"{step}-head-{size}", STEPS[step], head_size=size, num_heads=2, num_kv_heads=1)
+    for size, size_v in UNEQUAL_HEAD_SIZES:
+        for step in ("decode", "chunk"):
+            yield _case(f"{step}-head-{size}-{size_v}", STEPS[step], head_size=size, head_size_v=size_v)
+    for size in BLOCK_SIZES:
+        yield _case(f"block-{size}", _boundary(size), block_size=size, head_size=16)
+        yield _case(f"block-{size}-odd-head", _boundary(size), block_size=size, head_size=5, pieces=3, strided=True)
+        yield _case(f"block-{size}-mixed", MIXED, block_size=size, head_size=16, sliding_window=21)
+    for heads, kv_heads in HEADS:
+        for step in ("decode", "mixed"):
+            shape = {"num_heads": heads, "num_kv_heads": kv_heads}
+            yield _case(f"{step}-heads-{heads}-{kv_heads}", STEPS[step], **shape, head_size=24)
+    for name, fields in LONG.items():
+        yield _case(f"long-{name}", {"head_size": 16, "num_heads": 2, "num_kv_heads": 1, **fields})
+
+
+def _full() -> Iterator[Case]:
+    for name, feature in FEATURES.items():
+        for size in (5, 64, 80, 128):
+            for heads, kv_heads in ((3, 3), (7, 1), (8, 2)):
+                shape = {"head_size": size, "num_heads": heads, "num_kv_heads": kv_heads}
+                yield _case(f"full-{name}-head-{size}-heads-{heads}-{kv_heads}", MIXED, **shape, **feature)
+    for size in HEAD_SIZES:
+        for block_size in (8, 16, 24, 128):
+            shape = {"head_size": size, "block_size": block_size, "num_heads": 3, "num_kv_heads": 1}
+            yield _case(f"full-head-{size}-block-{block_size}", _boundary(block_size), **shape)
+    for fill in FILLS:
+        for size in (1, 64, 192):
+            yield _case(f"full-fill-{fill}-head-{size}", MIXED, fill=fill, head_size=size, block_size=32)
+    one_head = {"num_heads": 1, "num_kv_heads": 1, "head_size": 16}
+    yield _case("full-70000", {"query_lens": (1, 1), "seq_lens": (70000, 65537)}, **one_head)
+    yield _case("full-70000-mqa", {"query_lens": (3,), "seq_lens": (70000,)}, num_kv_heads=1, sinks="moderate")
+    yield _case("full-70000-window", {"query_lens": (2,), "seq_lens": (70000,)}, **one_head, sliding_window=5000)
+
+
+def _random_step(rng: np.random.Generator) -> dict[str, Any]:
+    requests = int(rng.integers(1, 6))
+    longest = int(rng.choice([8, 40, 120, 300]))
+    seq_lens = [int(n) for n in rng.integers(0, longest + 1, requests)]
+    query_lens = [int(rng.choice([1, 1, n, rng.integers(0, n + 1), rng.integers(0, 9)])) for n in seq_lens]
+    return {"query_lens": tuple(query_lens), "seq_lens": tuple(seq_lens)}
+
+
+def _random_mask(rng: np.random.Generator, requests: int) -> dict[str, Any]:
+    causal = bool(rng.random() < 0.7)
+    left, right = (int(n) for n in rng.integers(-1, 40, 2))
+    windows: list[Window] = [-1, -1, int(rng.integers(1, 60)), (left, right), (left, -1), (-1, right)]
+    dynamic = tuple(int(n) for n in rng.integers(0, 2, requests)) if rng.random() < 0.2 else None
+    window = windows[int(rng.integers(len(windows)))]
+    return {"causal": causal, "sliding_window": window, "dynamic_causal": dynamic}
+
+
+def _random(index: int, seed: int) -> Case:
+    """Anything with anything, but no ALiBi on scores so large that float32 cannot hold their sum."""
+    rng = np.random.default_rng([seed, index])
+    step = _random_step(rng)
+    mask = _random_mask(rng, len(step["seq_lens"]))
+    kv_heads, group = int(rng.choice([1, 1, 2, 3])), int(rng.choice([1, 2, 3, 4, 5, 7, 8, 16]))
+    pairs = sum(q * s for q, s in zip(step["query_lens"], step["seq_lens"], strict=True))
+    most = RANDOM_WORK / (max(pairs, 1) * kv_heads * group)
+    least = 1 if kv_heads * group >= 8 else 8  # a lone bfloat16 may be 2**-8 off, which is all of the budget
+    sizes = [size for size in HEAD_SIZES if least <= size <= most] or [least]
+    fill = str(rng.choice(["normal"] * 6 + ["masked", *FILLS]))
+    slope = 0.0 if fill in LARGE_SCORES else float(rng.choice([0.0, 0.0, 0.0625]))
+    return Case(
+        f"random-{index}",
+        **step,
+        **mask,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_size=int(rng.choice(sizes)),
+        head_size_v=int(rng.choice(sizes)) if rng.random() < 0.2 else None,
+        block_size=int(rng.choice(BLOCK_SIZES)),
+        alibi=slope,
+        softcap=float(rng.choice([0.0, 0.0, 3.0, 30.0])),
+        sinks=[None, None, "moderate", "mixed", "absent", "huge"][int(rng.integers(6))],
+        fill=fill,
+        strided=bool(rng.random() < 0.3),
+        pieces=int(rng.integers(1, 4)),
+    )
+
+
+def cases(level: str = "default", dtype: str = "float32", seed: int = 0) -> list[Case]:
+    """The cases of a level ("quick", "default" or "full": each holds the one before), in a fixed order, names
+    unique. seed: of their arrays, and of what the random ones are."""
+    depth = LEVELS.index(level)
+    found: dict[str, Case] = {}
+    for more in (_quick, _default, _full)[: depth + 1]:
+        for case in more():
+            found.setdefault(case.name, case)
+    for index in range(RANDOM_CASES[level]):
+        found[f"random-{index}"] = _random(index, seed)
+    return [dataclasses.replace(case, dtype=dtype, seed=seed) for case in found.values()]
+
+
+def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
+    """The cases on which thread counts, splits and batches are varied, bit for bit."""
+    wanted = {"mixed-plain", "mixed-everything", "long-3000"}
+    if level != "quick":
+        wanted |= {"many-requests", "mixed-fill-leaping", "long-3000-chunk", "long-3000-sinks", "mixed-heads-14-2"}
+    if level == "full":
+        wanted |= {f"random-{index}" for index in range(100)} | {"full-70000", "full-70000-mqa"}
+    return [case for case in cases(level, dtype, seed) if case.name in wanted]

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cases that tests, verify and bench share: what they are, how their arrays are made, run and judged.
+
+    for case in cases("quick", "bfloat16"):
+        problem = build(case)
+        result = check(problem, *run(problem, isa="avx512", engine="native"))
+        assert result.ok, result.message
+
+Every cache starts as bytes 0xff, NaN in every dtype, so a slot that nobody wrote, a lane that pads and a block that
+nobody owns poison whoever reads them. A case depends on its name, dtype and seed alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+import cpu_attn
+from cpu_attn import reference
+
+from .case_list import DTYPES, LEVELS, Case, cases, invariant
+from .judge import Result, check, same_bits
+
+__all__ = [
+    "DTYPES",
+    "LEVELS",
+    "Case",
+    "Problem",
+    "Result",
+    "alone",
+    "build",
+    "cases",
+    "check",
+    "invariant",
+    "numpy_dtype",
+    "run",
+    "same_bits",
+]
+
+
+@dataclass
+class Problem:
+    """A case's arrays: query [T, Hq, D], key and value a list of [seq_len, Hkv, D or Dv] in the case's dtype.
+    unspecified [T, Hq]: rows that may come out as anything (their query is infinite)."""
+
+    case: Case
+    query: NDArray[Any]
+    key: list[NDArray[Any]]
+    value: list[NDArray[Any]]
+    query_start_loc: NDArray[np.int32]
+    seq_lens: NDArray[np.int32]
+    block_table: NDArray[np.int32]
+    num_blocks: int
+    scale: float
+    alibi_slopes: NDArray[np.float32] | None
+    s_aux: NDArray[np.float32] | None
+    dynamic_causal: NDArray[np.int32] | None
+    unspecified: NDArray[np.bool_]
+
+    @cached_property
+    def expected(self) -> tuple[reference.Float64, reference.Float64]:
+        """The float64 oracle's output [T, Hq, Dv] and lse [Hq, T]."""
+        return reference.attention(
+            self.query,
+            self.key,
+            self.value,
+            self.query_start_loc,
+            self.seq_lens,
+            self.scale,
+            self.case.causal,
+            self.alibi_slopes,
+            self.case.sliding_window,
+            self.case.softcap,
+            self.s_aux,
+            self.dynamic_causal,
+        )
+
+
+# ---- arrays of a case ----
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+def _fill_normal(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], list[Any], float]:
+    query = rng.standard_normal((sum(case.query_lens), case.num_heads, case.head_size), np.float32)
+    key = [rng.standard_normal((s, case.num_kv_heads, case.head_size), np.float32) for s in case.seq_lens]
+    value = [rng.standard_normal((s, case.num_kv_heads, case.value_size), np.float32) for s in case.seq_lens]
+    if case.value_size < 8:  # so few may cancel by chance, and no float sum is good relative to that
+        value = [v + 1 for v in value]
+    return query, key, value, float(np.float32(case.head_size**-0.5))
+
+
+def _scores(logits: Any) -> Any:
+    """Fills in which q.k is logits(j, seq_len), exactly in every dtype: q = (64, 0, ...), k = (logits / 64, ...)."""
+
+    def fill(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], list[Any], float]:
+        query, key, value, _ = _fill_normal(rng, case)
+        query[:] = 0
+        query[:, :, 0] = 64
+        for k in key:
+            k[:, :, 0] = (np.asarray(logits(np.arange(len(k)), len(k)), np.float32) / 64)[:, None]
+        return query, key, value, 1.0
+
+    return fill
+
+
+def _fill_dominant(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], list[Any], float]:
+    """One key in the middle of each request beats all others by 2**30, about the most that float16 can write."""
+    query, key, value, _ = _fill_normal(rng, case)
+    query /= 64
+    query[:, :, 0] = 2.0**15
+    for k in key:
+        k[:, :, 0] = 0
+        k[len(k) // 2 : len(k) // 2 + 1, :, 0] = 2.0**15
+    return query, key, value, 1.0
+
+
+def _fill_tiny(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], list[Any], float]:
+    """Subnormal keys in every dtype, values subnormal in float16 and float32. Not in bfloat16: VDPBF16PS and
+    TDPBF16PS take subnormals as 0 (Intel SDM), so its values are tiny but normal."""
+    query, key, value, scale = _fill_normal(rng, case)
+    info = ml_dtypes.finfo(numpy_dtype(case.dtype))
+    value_scale = np.float32(1e-30) if case.dtype == "bfloat16" else np.float32(info.smallest_normal) / 8
+    for k, v in zip(key, value, strict=True):
+        k *= np.float32(info.smallest_normal) / 4
+        v *= value_scale
+    return query, key, value, scale
+
+
+def _fill_large(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], list[Any], float]:
+    """Values near float16's largest, far up for the others: sums must be formed in float32."""
+    query, key, value, scale = _fill_normal(rng, case)
+    for v in value:
+        np.clip(v, -1, 1, out=v)
+        v *= np.float32(6e4 if case.dtype == "float16" else 1e32)
+    return query, key, value, scale
+
+
+def _fill_odd_query(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], list[Any], float]:
+    """NaN in one element of one query row of each request, inf in the next row."""
+    query, key, value, scale = _fill_normal(rng, case)
+    for first, last in _spans(case.query_lens):
+        query[first : last : max(1, (last - first) // 2), 0, -1] = np.nan
+        query[first + 1 : min(first + 2, last), -1, 0] = np.inf
+    return query, key, value, scale
+
+
+def _fill_masked(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], list[Any], float]:
+    """NaN and inf in every key and value that no query token of its request may see."""
+    query, key, value, scale = _fill_normal(rng, case)
+    for r, (k, v) in enumerate(zip(key, value, strict=True)):
+        hidden = ~case.mask(r).any(axis=0)
+        k[hidden], v[hidden] = np.nan, np.nan
+        k[hidden, ..., ::2], v[hidden, ..., ::2] = np.inf, -np.inf
+    return query, key, value, scale
+
+
+FILLS = {
+    "normal": _fill_normal,
+    "equal": _scores(lambda j, n: np.full(n, 3)),
+    "negative": _scores(lambda j, n: np.where(j % 3, -4096, -4160)),
+    "rising": _scores(lambda j, n: 2 * (j // 16)),  # less than exp can hold between two blocks, so p survives
+    "leaping": _scores(lambda j, n: 32 * (j // 16)),
+    "falling": _scores(lambda j, n: 8 * ((n - 1 - j) // 16)),
+    "dominant": _fill_dominant,
+    "tiny": _fill_tiny,
+    "large": _fill_large,
+    "odd-query": _fill_odd_query,
+    "masked": _fill_masked,
+}
+
+
+def _spans(lens: Sequence[int]) -> Iterator[tuple[int, int]]:
+    ends = np.cumsum(lens, dtype=np.int64).tolist()
+    return zip([0, *ends], ends, strict=False)
+
+
+def _sinks(rng: np.random.Generator, case: Case) -> NDArray[np.float32] | None:
+    if case.sinks is None:
+        return None
+    sinks = rng.standard_normal(case.num_heads).astype(np.float32) * 2
+    if case.sinks == "huge":
+        sinks[:] = 1e6
+    elif case.sinks == "absent":
+        sinks[:] = -np.inf
+    elif case.sinks == "mixed":
+        sinks[::3], sinks[1::3] = -np.inf, 1e6
+    return sinks
+
+
+def _block_table(rng: np.random.Generator, case: Case) -> tuple[NDArray[np.int32], int]:
+    """Blocks in random order, some owned by nobody; entries past the needed ones are out of every range."""
+    needed = [-(-s // case.block_size) for s in case.seq_lens]
+    num_blocks = sum(needed) + 3
+    table = rng.choice(np.array([-1, -(2**31), 2**31 - 1, num_blocks]), (len(needed), max(needed, default=0) + 2))
+    table = table.astype(np.int32)
+    order = rng.permutation(num_blocks)
+    for r, (first, last) in enumerate(_spans(needed)):
+        table[r, : last - first] = order[first:last]
+    return table, num_blocks
+
+
+def build(case: Case) -> Problem:
+    """A case's arrays."""
+    rng = np.random.default_rng([case.seed, zlib.crc32(case.name.encode())])
+    query, key, value, scale = FILLS[case.fill](rng, case)
+    table, num_blocks = _block_table(rng, case)
+    dtype = numpy_dtype(case.dtype)
+    slopes = case.alibi * 2.0 ** (-8 * np.arange(case.num_heads) / case.num_heads)
+    start = np.concatenate([[0], np.cumsum(case.query_lens)]).astype(np.int32)
+    return Problem(
+        case=case,
+        query=query.astype(dtype),
+        key=[k.astype(dtype) for k in key],
+        value=[v.astype(dtype) for v in value],
+        query_start_loc=start,
+        seq_lens=np.array(case.seq_lens, np.int32),
+        block_table=table,
+        num_blocks=num_blocks,
+        scale=scale,
+        alibi_slopes=slopes.astype(np.float32) if case.alibi else None,
+        s_aux=_sinks(rng, case),
+        dynamic_causal=None if case.dynamic_causal is None else np.array(case.dynamic_causal, np.int32),
+        unspecified=np.isinf(query).any(axis=2),
+    )
+
+
+def alone(problem: Problem, r: int) -> Problem:
+    """Request r of a problem, in the same cache and blocks, with nobody beside it."""
+    case, loc = problem.case, problem.query_start_loc
+    pick, rows = slice(r, r + 1), slice(int(loc[r]), int(loc[r + 1]))
+    flags = None if case.dynamic_causal is None else case.dynamic_causal[pick]
+    lens = {"query_lens": case.query_lens[pick], "seq_lens": case.seq_lens[pick], "dynamic_causal": flags}
+    return dataclasses.replace(
+        problem,
+        case=dataclasses.replace(case, **lens),
+        query=problem.query[rows],
+        key=problem.key[pick],
+        value=problem.value[pick],
+        query_start_loc=loc[r : r + 2] - loc[r],
+        seq_lens=problem.seq_lens[pick],
+        block_table=problem.block_table[pick],
+        dynamic_causal=None if problem.dynamic_causal is None else problem.dynamic_causal[pick],
+        unspecified=problem.unspecified[rows],
+    )
+
+
+# ---- running one ----
+
+
+def _wider(shape: tuple[int, ...], dtype: np.dtype[Any], strided: bool) -> NDArray[Any]:
+    """NaN of this shape, the last two axes inside wider rows if strided."""
+    if not strided:
+        return np.full(shape, np.nan, dtype)
+    *outer, rows, columns = shape
+    return np.full((*outer, rows + 1, columns + 3), np.nan, dtype)[..., 1:, :columns]
+
+
+def _copy(array: NDArray[Any], strided: bool) -> NDArray[Any]:
+    copy = _wider(array.shape, array.dtype, strided)
+    copy[...] = array
+    return copy
+
+
+def _forbid_outside(name: str, array: NDArray[Any], strided: bool) -> None:
+    """What `_wider` put around an array must still be NaN."""
+    if strided and isinstance(array.base, np.ndarray):
+        wide, columns = array.base, array.shape[-1]
+        if not (np.isnan(wide[..., :1, :]).all() and np.isnan(wide[..., columns:]).all()):
+            raise AssertionError(f"{name}: elements outside of the array were written")
+
+
+def _caches(problem: Problem, isa: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    case = problem.case
+    shapes = [
+        cpu_attn.get_kv_cache_shape(problem.num_blocks, case.block_size, case.num_kv_heads, size, case.dtype, isa)
+        for size in (case.head_size, case.value_size)
+    ]
+    dtype = numpy_dtype(case.dtype)
+    if case.strided and shapes[0] == shapes[1]:
+        both = _nan_bytes((shapes[0][0], 2, *shapes[0][1:]), dtype)
+        return both[:, 0], both[:, 1]
+    return _nan_bytes(shapes[0], dtype), _nan_bytes(shapes[1], dtype)
+
+
+def _nan_bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    cache = np.empty(shape, dtype)
+    cache.reshape(-1).view(np.uint8)[:] = 0xFF
+    return cache
+
+
+def _write(problem: Problem, isa: str, key_cache: NDArray[Any], value_cache: NDArray[Any]) -> None:
+    """All tokens of all requests, in `pieces` calls: with one, in order; with more, shuffled, each slot first
+    written with another token's key and value, and padding (slot -1, NaN) in between."""
+    case = problem.case
+    slots = _slots(problem)
+    if not len(slots):
+        return
+    key, value = np.concatenate(problem.key), np.concatenate(problem.value)
+    if case.pieces == 1:
+        key, value = _copy(key, case.strided), _copy(value, case.strided)
+        cpu_attn.reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
+        return
+    rng = np.random.default_rng(case.seed)
+    cpu_attn.reshape_and_cache(key, value, key_cache, value_cache, rng.permutation(slots), isa)
+    for part in np.array_split(rng.permutation(len(slots)), case.pieces):
+        part = np.append(part, -1)
+        k, v, to = key[part], value[part], slots[part]
+        k[-1], v[-1], to[-1] = np.nan, np.nan, -1
+        cpu_attn.reshape_and_cache(_copy(k, case.strided), _copy(v, case.strided), key_cache, value_cache, to, isa)
+
+
+def _slots(problem: Problem) -> NDArray[np.int64]:
+    size = problem.case.block_size
+    slots = [np.zeros(0, np.int64)]
+    for row, seq_len in zip(problem.block_table.astype(np.int64), problem.seq_lens, strict=True):
+        j = np.arange(seq_len)
+        slots.append(row[j // size] * size + j % size)
+    return np.concatenate(slots)
+
+
+def run(
+    problem: Problem,
+    isa: str = "auto",
+    engine: str = "auto",
+    enable_kv_split: bool = True,
+    num_threads: int | None = None,
+) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Output [T, Hq, Dv] and lse [Hq, T] by the public calls alone. engine "onednn-python" is
+    cpu_attn.compose.attention."""
+    before = cpu_attn.get_num_threads()
+    if num_threads is not None:
+        cpu_attn.set_num_threads(num_threads)
+    try:
+        key_cache, value_cache = _caches(problem, isa)
+        _write(problem, isa, key_cache, value_cache)
+        return _attend(problem, isa, engine, enable_kv_split, key_cache, value_cache)
+    finally:
+        if num_threads is not None:
+            cpu_attn.set_num_threads(before)
+
+
+def _attend(
+    problem: Problem,
+    isa: str,
+    engine: str,
+    enable_kv_split: bool,
+    key_cache: NDArray[Any],
+    value_cache: NDArray[Any],
+) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    case, dtype = problem.case, numpy_dtype(problem.case.dtype)
+    query = _copy(problem.query, case.strided)
+    output = _wider((len(query), case.num_heads, case.value_size), dtype, case.strided)
+    lse = _wider((case.num_heads, len(query)), np.dtype(np.float32), case.strided)
+    common: dict[str, Any] = {
+        "query": query,
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "output": output,
+        "query_start_loc": problem.query_start_loc,
+        "seq_lens": problem.seq_lens,
+        "scale": problem.scale,
+        "causal": case.causal,
+        "alibi_slopes": problem.alibi_slopes,
+        "sliding_window": case.sliding_window,
+        "block_table": problem.block_table,
+        "softcap": case.softcap,
+        "s_aux": problem.s_aux,
+        "dynamic_causal": problem.dynamic_causal,
+        "lse": lse,
+    }
+    if engine == "onednn-python":
+        from cpu_attn import compose
+
+        compose.attention(**common, isa=isa)
+    else:
+        cpu_attn.attention_with_kv_cache(**common, scheduler_metadata=_plan(problem, isa, engine, enable_kv_split))
+    _forbid_outside("output", output, case.strided)
+    _forbid_outside("lse", lse, case.strided)
+    return output, lse
+
+
+def _plan(problem: Problem, isa: str, engine: str, enable_kv_split: bool) -> cpu_attn.SchedulerMetadata:
+    case = problem.case
+    return cpu_attn.get_scheduler_metadata(
+        len(problem.seq_lens),
+        case.num_heads,
+        case.num_kv_heads,
+        case.head_size,
+        problem.seq_lens,
+        numpy_dtype(case.dtype),
+        problem.query_start_loc,
+        case.causal,
+        case.sliding_window,
+        isa,
+        enable_kv_split,
+        problem.dynamic_causal,
+        head_size_v=case.value_size,
+        engine=engine,
+    )

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every engine, isa and dtype that runs here, over the shared cases, against the float64 oracle; and each once more
+with every buffer between a known pattern and a forbidden page."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import cpu_attn
+from cpu_attn import reference
+
+from .cases import DTYPES, build, cases, check, numpy_dtype, run
+from .guard import Guarded
+
+ISAS = [i.name for i in cpu_attn.isas() if i.supported]
+ENGINES = [e.name for e in cpu_attn.engines() if e.available]
+COMBINATIONS = [("native", isa) for isa in ISAS] + [(e, "auto") for e in ENGINES if e != "native"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("engine", "isa"), COMBINATIONS)
+def test_cases(engine: str, isa: str, dtype: str) -> None:
+    failed = []
+    for case in cases("default" if engine == "native" else "quick", dtype):
+        problem = build(case)
+        result = check(problem, *run(problem, isa, engine))
+        if not result.ok:
+            failed.append(f"{case.name}: {result.message}")
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("engine", "isa"), COMBINATIONS)
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 5), (16, 16), (31, 17), (66, 100)])
+@pytest.mark.parametrize("block_size", [1, 7, 16])
+def test_guarded_memory(engine: str, isa: str, dtype: str, sizes: tuple[int, int], block_size: int) -> None:
+    kind, rng, seq_len, heads = numpy_dtype(dtype), np.random.default_rng(7), 19, 2
+    head_size, head_size_v = sizes
+    num_blocks = -(-seq_len // block_size)
+    shapes = [cpu_attn.get_kv_cache_shape(num_blocks, block_size, heads, s, dtype, isa) for s in sizes]
+    key, value, query = (
+        Guarded(rng.standard_normal((seq_len, h, s), np.float32).astype(kind))
+        for h, s in ((heads, head_size), (heads, head_size_v), (2 * heads, head_size))
+    )
+    key_cache, value_cache = (Guarded(np.full(shape, np.nan, kind)) for shape in shapes)
+    output = Guarded(np.zeros((seq_len, 2 * heads, head_size_v), kind))
+    lse = Guarded(np.zeros((2 * heads, seq_len), np.float32))
+    table = Guarded(np.arange(num_blocks, dtype=np.int32)[None, ::-1])
+    start, lens = Guarded(np.array([0, seq_len], np.int32)), Guarded(np.array([seq_len], np.int32))
+    j = np.arange(seq_len)
+    slots = Guarded((table.array[0, j // block_size] * block_size + j % block_size).astype(np.int64))
+    slopes = Guarded(np.full(2 * heads, 0.1, np.float32))
+    cpu_attn.reshape_and_cache(key.array, value.array, key_cache.array, value_cache.array, slots.array, isa)
+    plan = cpu_attn.get_scheduler_metadata(
+        1, 2 * heads, heads, head_size, lens.array, dtype, start.array,
+        isa=isa, engine=engine, head_size_v=head_size_v,
+    )  # fmt: skip
+    cpu_attn.attention_with_kv_cache(
+        query.array, key_cache.array, value_cache.array, output.array, start.array, lens.array, 0.3, True,
+        slopes.array, -1, table.array, 2.0, plan, lse=lse.array,
+    )  # fmt: skip
+    everything = (key, value, query, key_cache, value_cache, output, lse, table, start, lens, slots, slopes)
+    assert all(x.intact() for x in everything)
+    want, want_lse = reference.attention(
+        query.array, [key.array], [value.array], start.array, lens.array, 0.3, True, slopes.array, -1, 2.0, None, None
+    )
+    assert (reference.relative_rms(output.array, want, start.array) <= reference.BUDGET[dtype]).all()
+    assert np.allclose(lse.array, want_lse, atol=1e-5 if dtype == "float32" else 1e-2)

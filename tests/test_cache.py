@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PagedKVCache and the cache's memory: bytes come back as written, shapes are as promised."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cpu_attn
+from cpu_attn import reference
+
+from .cases import DTYPES, numpy_dtype
+
+ISAS = [i.name for i in cpu_attn.isas() if i.supported]
+
+
+def tokens(n: int, heads: int, size: int, dtype: str, seed: int = 0) -> Any:
+    bits = np.random.default_rng(seed).integers(0, 256, (n, heads, size * numpy_dtype(dtype).itemsize), np.uint8)
+    return bits.view(numpy_dtype(dtype))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_even_heads_and_blocks_of_16_need_exactly_their_elements(isa: str, dtype: str) -> None:
+    for head_size, block_size in itertools.product((2, 20, 64, 80, 576), (16, 48, 128)):
+        shape = cpu_attn.get_kv_cache_shape(7, block_size, 3, head_size, dtype, isa)
+        assert shape == (7, 3, block_size, head_size)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [1, 3, 16, 20, 33])
+@pytest.mark.parametrize("sizes", [(1, 1), (7, 4), (64, 31), (33, 33)])
+def test_every_bit_comes_back(isa: str, dtype: str, block_size: int, sizes: tuple[int, int]) -> None:
+    """Random bytes, NaN payloads included, written out of order over an old content, gathered in order."""
+    count, blocks = 45, 50
+    cache = cpu_attn.PagedKVCache(blocks, block_size, 3, sizes[0], dtype, isa, head_size_v=sizes[1])
+    key, value = (tokens(count, 3, size, dtype, seed) for seed, size in enumerate(sizes))
+    rng = np.random.default_rng(5)
+    table = rng.permutation(blocks).astype(np.int32)
+    j = np.arange(count)
+    slots = table[j // block_size].astype(np.int64) * block_size + j % block_size
+    for order in (rng.permutation(count), rng.permutation(count)):
+        cache.update(key[order], value[order], slots[order])
+    got = cache.gather(table, count)
+    assert got[0].tobytes() == key.tobytes()
+    assert got[1].tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_padding_slots_write_nothing(isa: str) -> None:
+    cache = cpu_attn.PagedKVCache(3, 16, 2, 8, "float16", isa)
+    cache.update(tokens(4, 2, 8, "float16"), tokens(4, 2, 8, "float16", 1), np.array([-1, -(2**63), -7, -48]))
+    assert not cache.key_cache.view(np.uint16).any()
+    assert not cache.value_cache.view(np.uint16).any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("num_threads", [1, 8])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_of_tokens_that_share_a_slot_one_stays_whole(isa: str, num_threads: int, heads: int) -> None:
+    count = 4096
+    cache = cpu_attn.PagedKVCache(3, 16, heads, 32, "float32", isa)
+    key = np.arange(count, dtype=np.float32)[:, None, None] + np.zeros((1, heads, 32), np.float32)
+    slots = np.arange(count) % 40
+    cpu_attn.set_num_threads(num_threads)
+    try:
+        cache.update(key, key, slots)
+    finally:
+        cpu_attn.set_num_threads(0)
+    for got in cache.gather(np.arange(3, dtype=np.int32), 40):
+        winner = got[:, 0, 0]
+        assert (got == winner[:, None, None]).all()
+        assert (winner % 40 == np.arange(40)).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_that_an_engine_allocated_itself(isa: str, dtype: str) -> None:
+    """vLLM's cache: [blocks, heads, block_size, 2 * head_size], K and V of a (block, head) side by side."""
+    blocks, heads, size, head_size = 5, 2, 16, 24
+    memory = np.zeros((blocks, heads, 2, size, head_size), numpy_dtype(dtype))
+    rng = np.random.default_rng(3)
+    key, value, query = (rng.standard_normal((33, heads, head_size)).astype(numpy_dtype(dtype)) for _ in range(3))
+    table = np.array([[4, 0, 2]], np.int32)
+    j = np.arange(33)
+    cpu_attn.reshape_and_cache(
+        key, value, memory[:, :, 0], memory[:, :, 1], table[0].astype(np.int64)[j // 16] * 16 + j % 16, isa
+    )
+    start, lens, output = np.array([0, 33], np.int32), np.array([33], np.int32), np.empty_like(query)
+    plan = cpu_attn.get_scheduler_metadata(1, heads, heads, head_size, lens, dtype, start, isa=isa)
+    cpu_attn.attention_with_kv_cache(
+        query, memory[:, :, 0], memory[:, :, 1], output, start, lens, 0.2, True, None, -1, table, 0.0, plan
+    )
+    want, _ = reference.attention(query, [key], [value], start, lens, 0.2, True, None, -1, 0.0, None, None)
+    assert (reference.relative_rms(output, want, start) <= reference.BUDGET[dtype]).all()
+
+
+def test_copy_blocks_reads_before_it_writes() -> None:
+    cache = cpu_attn.PagedKVCache(4, 16, 2, 8)
+    cache.key_cache[:] = np.arange(4)[:, None, None, None]
+    cache.value_cache[:] = 10 + cache.key_cache
+    cache.copy_blocks([(0, 1), (1, 2), (2, 0)])
+    assert cache.key_cache[:, 0, 0, 0].tolist() == [2, 0, 1, 3]
+    assert cache.value_cache[:, 1, 3, 5].tolist() == [12, 10, 11, 13]
+    cache.copy_blocks([])
+
+
+@pytest.mark.parametrize("pairs", [[(0, 4)], [(-1, 0)], [(0, 1), (2, 1)], [(0, 1, 2)], [(0.5, 1)]])
+def test_copy_blocks_refuses(pairs: Any) -> None:
+    cache = cpu_attn.PagedKVCache(4, 16, 2, 8)
+    with pytest.raises((ValueError, TypeError), match="pairs"):
+        cache.copy_blocks(pairs)
+
+
+def test_five_lines() -> None:
+    rng = np.random.default_rng(0)
+    key, value = (rng.standard_normal((20, 2, 16), np.float32) for _ in range(2))
+    query = rng.standard_normal((20, 6, 16), np.float32)
+    start, lens, table = np.array([0, 20], np.int32), np.array([20], np.int32), np.array([[3, 1]], np.int32)
+    slots = np.concatenate([48 + np.arange(16), 16 + np.arange(4)])
+
+    cache = cpu_attn.PagedKVCache(4, 16, num_kv_heads=2, head_size=16)
+    cache.update(key, value, slots)
+    plan = cache.plan(start, lens, num_heads=6)
+    output = cache.attend(query, table, plan)
+
+    want, _ = reference.attention(query, [key], [value], start, lens, 0.25, True, None, -1, 0.0, None, None)
+    assert (reference.relative_rms(output, want, start) <= reference.BUDGET["float32"]).all()
+
+
+def test_a_plan_for_another_isa_is_refused() -> None:
+    cache = cpu_attn.PagedKVCache(4, 16, 2, 8, isa="scalar")
+    start, lens = np.array([0, 1], np.int32), np.array([1], np.int32)
+    other = next(i for i in ISAS if i != "scalar")
+    plan = cpu_attn.get_scheduler_metadata(1, 2, 2, 8, lens, "float32", start, isa=other)
+    with pytest.raises(ValueError, match=f"{other}.*scalar"):
+        cache.attend(np.zeros((1, 2, 8), np.float32), np.zeros((1, 1), np.int32), plan)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda c: c.gather(np.array([0, 4], np.int32), 20), "position 1 holds block 4"),
+        (lambda c: c.gather(np.array([0], np.int32), 17), "needs 2 blocks, has 1"),
+        (lambda c: c.gather(np.array([0], np.int32), -1), "seq_len: -1"),
+        (lambda c: c.update(np.zeros((1, 2, 9), np.float32), np.zeros((1, 2, 8), np.float32), np.zeros(1, np.int64)), "key"),
+    ],
+)
+def test_refused(call: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call(cpu_attn.PagedKVCache(4, 16, 2, 8))

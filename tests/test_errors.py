@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input: a clear exception that names argument, position, value and bound, and not a byte written."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cpu_attn
+
+from .steps import attention_args, plan_args, write_args
+
+F32, F16, BF16 = np.float32, np.float16, ml_dtypes.bfloat16
+
+
+def wide(*shape: int) -> Any:
+    """Zeros whose last axis has stride 2."""
+    return np.zeros((*shape, 2), F32)[..., 0]
+
+
+def readonly(x: Any) -> Any:
+    x.flags.writeable = False
+    return x
+
+
+def misaligned(shape: tuple[int, ...]) -> Any:
+    size = int(np.prod(shape)) * 4
+    return np.zeros(size + 8, np.uint8)[1 : size + 1].view(F32).reshape(shape)
+
+
+def refuses(call: Any, args: dict[str, Any], error: type[Exception], *words: str) -> None:
+    before = {k: v.tobytes() for k, v in args.items() if isinstance(v, np.ndarray)}
+    with pytest.raises(error) as caught:
+        call(**args)
+    for word in words:
+        assert word in str(caught.value), (word, str(caught.value))
+    assert before == {k: v.tobytes() for k, v in args.items() if isinstance(v, np.ndarray)}
+
+
+WRITE = [
+    ({"slot_mapping": np.array([0, 1, 2, 64, 3])}, ValueError, ["slot_mapping[3]", "64", "num_blocks * block_size"]),
+    ({"slot_mapping": np.array([2**62, 1, 2, 3, 4])}, ValueError, ["slot_mapping[0]", str(2**62)]),
+    ({"slot_mapping": np.arange(5, dtype=np.int32)}, TypeError, ["slot_mapping", "int32", "int64"]),
+    ({"slot_mapping": np.arange(4)}, ValueError, ["slot_mapping", "axis 0 is 4", "T = 5"]),
+    ({"slot_mapping": np.arange(10)[::2]}, ValueError, ["slot_mapping", "stride 2"]),
+    ({"key": np.zeros((5, 2, 7), F32)}, ValueError, ["key_cache", "axis 3 is 8", "head_size 7"]),
+    ({"key": np.zeros((5, 3, 8), F32)}, ValueError, ["value", "axis 1 is 2", "num_kv_heads = 3"]),
+    ({"key": np.zeros((5, 16), F32)}, ValueError, ["key", "2 axes, expected 3"]),
+    ({"key": np.zeros((5, 2, 8), F16)}, TypeError, ["value", "float32", "float16"]),
+    ({"key": np.zeros((5, 2, 8), np.float64)}, TypeError, ["key", "float64"]),
+    ({"key": np.zeros((5, 2, 8), ">f4")}, TypeError, ["key", ">f4"]),
+    ({"key": wide(5, 2, 8)}, ValueError, ["key", "last axis has stride 2"]),
+    ({"key": misaligned((5, 2, 8))}, ValueError, ["key", "multiple of its 4-byte"]),
+    ({"key": [[1.0]]}, TypeError, ["key", "expected an array", "list"]),
+    ({"key": np.zeros((5, 2, 0), F32)}, ValueError, ["key", "head size", "0"]),
+    ({"value": np.zeros((4, 2, 8), F32)}, ValueError, ["value", "axis 0 is 4", "T = 5"]),
+    ({"key_cache": readonly(np.zeros((4, 2, 16, 8), F32))}, ValueError, ["key_cache", "read-only"]),
+    ({"key_cache": np.zeros((3, 2, 16, 8), F32)}, ValueError, ["value_cache", "axis 0 is 4", "num_blocks = 3"]),
+    ({"key_cache": np.zeros((4, 2, 0, 8), F32)}, ValueError, ["key_cache", "block_size is 0"]),
+    ({"key_cache": np.zeros((4, 2, 32, 8), F32)[:, :, ::2]}, ValueError, ["key_cache", "axis 2 has stride 16"]),
+    ({"key_cache": np.zeros((4, 2, 16, 8), BF16)}, TypeError, ["key_cache", "bfloat16", "float32"]),
+    (
+        {"value_cache": np.broadcast_to(np.zeros((1, 2, 16, 8), F32), (4, 2, 16, 8))},
+        ValueError,
+        ["value_cache", "read-only"],
+    ),
+    (
+        {"value_cache": np.lib.stride_tricks.as_strided(np.zeros((4, 2, 16, 8), F32), strides=(0, 512, 32, 4))},
+        ValueError,
+        ["value_cache", "overlap"],
+    ),
+    ({"k_scale": 2.0}, ValueError, ["k_scale", "2.0", "quantised"]),
+    ({"v_scale": float("nan")}, ValueError, ["v_scale", "nan"]),
+    ({"kv_cache_dtype": "fp8"}, ValueError, ["kv_cache_dtype", "fp8", "float32"]),
+    ({"isa": "sse9"}, ValueError, ["isa", "sse9", "scalar"]),
+    ({"isa": 3}, TypeError, ["isa", "int"]),
+]
+
+PLAN = [
+    ({"seq_lens": np.array([20, -1], np.int32)}, ValueError, ["seq_lens[1]", "-1", "at least 0"]),
+    ({"seq_lens": np.array([20], np.int32)}, ValueError, ["seq_lens", "axis 0 is 1", "num_reqs = 2"]),
+    ({"seq_lens": np.array([20, 7])}, TypeError, ["seq_lens", "int64", "int32"]),
+    ({"query_start_loc": np.array([0, 4, 3], np.int32)}, ValueError, ["query_start_loc[2]", "3", "at least 4"]),
+    ({"query_start_loc": np.array([1, 2, 3], np.int32)}, ValueError, ["query_start_loc[0]", "1", "expected 0"]),
+    ({"query_start_loc": np.array([0, -5, 3], np.int32)}, ValueError, ["query_start_loc[1]", "-5"]),
+    ({"query_start_loc": np.array([0, 3], np.int32)}, ValueError, ["query_start_loc", "axis 0 is 2", "= 3"]),
+    ({"num_reqs": -1}, ValueError, ["num_reqs", "-1"]),
+    ({"num_reqs": 2.0}, TypeError, ["num_reqs", "float"]),
+    ({"num_heads": 0}, ValueError, ["num_heads", "0"]),
+    ({"num_heads": 2**31}, ValueError, ["num_heads", str(2**31)]),
+    ({"num_heads": True}, TypeError, ["num_heads", "True"]),
+    ({"num_kv_heads": 3}, ValueError, ["num_kv_heads", "3", "num_heads = 4"]),
+    ({"num_kv_heads": 8}, ValueError, ["num_kv_heads", "8"]),
+    ({"head_size": 0}, ValueError, ["head_size", "0"]),
+    ({"head_size": 2**20}, ValueError, ["head_size", str(2**20)]),
+    ({"head_size_v": -3}, ValueError, ["head_size_v", "-3"]),
+    ({"dtype": "float64"}, TypeError, ["dtype", "float64"]),
+    ({"dtype": "int32"}, TypeError, ["dtype", "int32"]),
+    ({"causal": "yes"}, TypeError, ["causal", "yes"]),
+    ({"sliding_window": 0}, ValueError, ["sliding_window", "0"]),
+    ({"sliding_window": -2}, ValueError, ["sliding_window", "-2"]),
+    ({"sliding_window": (1, 2, 3)}, ValueError, ["sliding_window", "3 values"]),
+    ({"sliding_window": (-2, 0)}, ValueError, ["sliding_window[0]", "-2"]),
+    ({"dynamic_causal": np.array([1], np.int32)}, ValueError, ["dynamic_causal", "num_reqs = 2"]),
+    ({"isa": "vec16", "head_size": 20}, ValueError, ["vec16", "16"]),
+    ({"engine": "magic"}, ValueError, ["engine", "magic", "native"]),
+    ({"kv_cache_dtype": "int4"}, ValueError, ["kv_cache_dtype", "int4"]),
+]
+
+ATTENTION = [
+    (
+        {"block_table": np.array([[1, 4], [2, 0]], np.int32)},
+        ValueError,
+        ["block_table", "request 0", "position 1", "block 4", "0..3"],
+    ),
+    ({"block_table": np.array([[1, 3], [-1, 0]], np.int32)}, ValueError, ["request 1", "position 0", "block -1"]),
+    ({"block_table": np.array([[1], [2]], np.int32)}, ValueError, ["block_table", "request 0", "needs 2", "has 1"]),
+    ({"block_table": np.array([[1, 3]], np.int32)}, ValueError, ["block_table", "axis 0 is 1", "num_reqs = 2"]),
+    ({"block_table": np.array([[1, 3], [2, 0]])}, TypeError, ["block_table", "int64"]),
+    ({"seq_lens": np.array([20, 8], np.int32)}, ValueError, ["seq_lens[1]", "8", "made for 7"]),
+    ({"query_start_loc": np.array([0, 2, 4], np.int32)}, ValueError, ["query_start_loc[1]", "2", "made for 3"]),
+    ({"causal": False}, ValueError, ["causal", "request 0", "False", "True"]),
+    ({"dynamic_causal": np.array([1, 0], np.int32)}, ValueError, ["causal", "request 1", "False", "True"]),
+    ({"sliding_window": 5}, ValueError, ["sliding_window", "5", "(-1, -1)"]),
+    ({"scheduler_metadata": None}, TypeError, ["scheduler_metadata", "NoneType"]),
+    ({"query": np.zeros((4, 4, 9), F32)}, ValueError, ["query", "axis 2 is 9", "head_size = 8"]),
+    ({"query": np.zeros((3, 4, 8), F32)}, ValueError, ["query", "axis 0 is 3", "T = 4"]),
+    ({"query": np.zeros((4, 4, 8), BF16)}, TypeError, ["query", "bfloat16", "float32"]),
+    ({"query": wide(4, 4, 8)}, ValueError, ["query", "stride 2"]),
+    ({"output": np.zeros((4, 4, 7), F32)}, ValueError, ["output", "axis 2 is 7", "head_size_v = 8"]),
+    ({"output": readonly(np.zeros((4, 4, 8), F32))}, ValueError, ["output", "read-only"]),
+    ({"lse": np.zeros((4, 3), F32)}, ValueError, ["lse", "axis 1 is 3", "T = 4"]),
+    ({"lse": np.zeros((4, 4), np.float64)}, TypeError, ["lse", "float64"]),
+    ({"scale": float("nan")}, ValueError, ["scale", "nan"]),
+    ({"scale": 1e39}, ValueError, ["scale", "1e+39"]),
+    ({"scale": None}, TypeError, ["scale", "NoneType"]),
+    ({"softcap": -1.0}, ValueError, ["softcap", "-1.0"]),
+    ({"softcap": float("inf")}, ValueError, ["softcap", "inf"]),
+    ({"alibi_slopes": np.zeros(3, F32)}, ValueError, ["alibi_slopes", "axis 0 is 3", "num_heads = 4"]),
+    ({"alibi_slopes": np.zeros(4, F16)}, TypeError, ["alibi_slopes", "float16"]),
+    ({"s_aux": np.zeros(5, F32)}, ValueError, ["s_aux", "axis 0 is 5"]),
+    ({"key_cache": np.zeros((4, 2, 16, 9), F32)}, ValueError, ["key_cache", "axis 3 is 9", "expected 8"]),
+    ({"value_cache": np.zeros((4, 2, 8, 8), F32)}, ValueError, ["value_cache", "axis 2 is 8", "block_size = 16"]),
+    ({"kv_cache_dtype": "fp8_e4m3"}, ValueError, ["kv_cache_dtype", "fp8_e4m3"]),
+    ({"k_scale": 0.5}, ValueError, ["k_scale", "0.5"]),
+]
+
+
+def _name(spoiled: dict[str, Any]) -> str:
+    return "-".join(spoiled)
+
+
+@pytest.mark.parametrize(("spoiled", "error", "words"), WRITE, ids=[_name(c[0]) for c in WRITE])
+def test_write(spoiled: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+    refuses(cpu_attn.reshape_and_cache, write_args() | spoiled, error, *words)
+
+
+@pytest.mark.parametrize(("spoiled", "error", "words"), PLAN, ids=[_name(c[0]) for c in PLAN])
+def test_plan(spoiled: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+    refuses(cpu_attn.get_scheduler_metadata, plan_args() | spoiled, error, *words)
+
+
+@pytest.mark.parametrize(("spoiled", "error", "words"), ATTENTION, ids=[_name(c[0]) for c in ATTENTION])
+def test_attention(spoiled: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+    refuses(cpu_attn.attention_with_kv_cache, attention_args() | spoiled, error, *words)
+
+
+def test_the_step_itself_is_valid() -> None:
+    cpu_attn.reshape_and_cache(**write_args())
+    args = attention_args()
+    cpu_attn.attention_with_kv_cache(**args)
+    assert args["output"].any()
+    assert args["lse"].any()
+
+
+@pytest.mark.parametrize("other", ["query", "key_cache", "value_cache"])
+def test_output_may_not_be_an_input(other: str) -> None:
+    args = attention_args()
+    args["output"] = args[other].reshape(-1)[:128].reshape(4, 4, 8)
+    refuses(cpu_attn.attention_with_kv_cache, args, ValueError, "output", "shares memory", other)
+
+
+def test_lse_may_not_be_the_output() -> None:
+    args = attention_args()
+    args["lse"] = args["output"].reshape(-1)[3:19].reshape(4, 4)
+    refuses(cpu_attn.attention_with_kv_cache, args, ValueError, "lse", "shares memory", "output")
+
+
+def test_key_and_value_cache_may_interleave_but_not_overlap() -> None:
+    args = write_args()
+    both = np.zeros((4, 2, 16, 16), F32).reshape(4, 2, 256)
+    args["key_cache"], args["value_cache"] = (x.reshape(4, 2, 16, 8) for x in (both[..., :128], both[..., 128:]))
+    cpu_attn.reshape_and_cache(**args)
+    assert both[..., :128].any()
+    assert both[..., 128:].any()
+    args["value_cache"] = np.lib.stride_tricks.as_strided(both[..., 127:], (4, 2, 16, 8), (2048, 1024, 32, 4))
+    refuses(cpu_attn.reshape_and_cache, args, ValueError, "key_cache", "shares memory", "value_cache")
+
+
+def test_query_and_output_may_interleave() -> None:
+    args, plain = attention_args(), attention_args()
+    both = np.zeros((4, 2, 4, 8), F32)
+    both[:, 0] = args["query"]
+    args["query"], args["output"] = both[:, 0], both[:, 1]
+    cpu_attn.attention_with_kv_cache(**args)
+    cpu_attn.attention_with_kv_cache(**plain)
+    assert np.array_equal(args["output"], plain["output"])
+
+
+def test_blocks_outside_the_window_are_not_needed() -> None:
+    """A window that sees block 1 alone: block 0 may be freed, its entry may hold anything."""
+    args = attention_args(sliding_window=2)
+    args["block_table"] = np.array([[-9, 3], [2, 99]], np.int32)
+    cpu_attn.attention_with_kv_cache(**args)
+
+
+def test_isa_that_is_not_there_says_what_is() -> None:
+    absent = [i for i in cpu_attn.isas() if not i.supported]
+    assert absent, "every known isa runs here: nothing to refuse"
+    for isa in absent:
+        with pytest.raises(cpu_attn.UnavailableError) as caught:
+            cpu_attn.get_scheduler_metadata(**plan_args(), isa=isa.name)
+        assert isa.name in str(caught.value)
+        assert isa.reason in str(caught.value)
+        assert "scalar" in str(caught.value)
+
+
+def test_environment_chooses_where_the_argument_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPU_ATTN_ISA", "scalar")
+    monkeypatch.setenv("CPU_ATTN_ENGINE", "reference")
+    plan = cpu_attn.get_scheduler_metadata(**plan_args())
+    assert (plan.isa, plan.engine) == ("scalar", "reference")
+    monkeypatch.setenv("CPU_ATTN_ISA", "nonsense")
+    with pytest.raises(ValueError, match="nonsense"):
+        cpu_attn.get_scheduler_metadata(**plan_args())
+    assert cpu_attn.get_scheduler_metadata(**plan_args(), isa="scalar", engine="native").engine == "native"
+
+
+def test_plan_is_immutable_and_keeps_its_own_lengths() -> None:
+    args = plan_args()
+    plan = cpu_attn.get_scheduler_metadata(**args)
+    with pytest.raises(AttributeError, match="immutable"):
+        plan.isa = "amx"
+    call = attention_args()
+    call["scheduler_metadata"] = plan
+    args["seq_lens"][:] = 2**30
+    cpu_attn.attention_with_kv_cache(**call)
+
+
+@pytest.mark.parametrize("x", [-1, 4097, 1.5, True])
+def test_thread_counts(x: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="n: "):
+        cpu_attn.set_num_threads(x)
+
+
+def test_copy_is_a_copy() -> None:
+    """Plans cannot be copied by accident into two owners of one C object."""
+    plan = cpu_attn.get_scheduler_metadata(**plan_args())
+    with pytest.raises((TypeError, AttributeError)):
+        copy.deepcopy(plan)

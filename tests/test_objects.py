@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiler made of native/: built here with build_ffi.py's own flags, read with nm and objdump.
+
+A weak symbol, or an instruction wider than the machine offers, would end the process on older CPUs: the linker may
+keep the copy of a function that was compiled for the widest isa."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# How objdump shows what x86-64 did not have from birth, by the macro of the compiler that allows it. VEX names begin with
+# v; EVEX shows by registers 16..31, masks and zmm. Left out: tzcnt, which is bsf on CPUs that lack it.
+WIDER = {
+    "__SSE3__": r"\t(addsubp[sd]|h(add|sub)p[sd]|lddqu|movddup|movs[hl]dup)\b",
+    "__SSSE3__": r"\t(pshufb|palignr|pabs[bwd]|psign[bwd]|ph(add|sub)\w+|pmaddubsw|pmulhrsw)\b",
+    "__SSE4_1__": r"\t(blendv?p[sd]|dpp[sd]|(extract|insert)ps|mpsadbw|packusdw|pblend\w+|pcmpeqq|p(extr|insr)[bdq]|"
+    r"phminposuw|p(max|min)(s[bd]|u[dw])|pmov[sz]x\w+|pmul(dq|ld)|ptest|round[ps][sd]|movntdqa)\b",
+    "__SSE4_2__": r"\t(pcmpgtq|pcmp[ei]str[im]|crc32[bwlq]?|popcnt[wlq]?)\b",
+    "__AVX__": r"\tv(?!er[rw]\b)|%ymm",
+    "__AVX2__": r"\tv(p(?!erm[i2]).*%ymm|(broadcast|insert|extract)i)",
+    "__FMA__": r"\tvfn?m(add|sub)",
+    "__F16C__": r"\tvcvt(ph2ps|ps2ph)\b",
+    "__BMI__": r"\t(andn|bextr|bls(i|r|msk))[lq]?\b",
+    "__BMI2__": r"\t(bzhi|mulx|pdep|pext|rorx|s[ah][rl]x)[lq]?\b",
+    "__LZCNT__": r"\tlzcnt",
+    "__MOVBE__": r"\tmovbe",
+    "__AVX512F__": r"%zmm|%[xy]mm(1[6-9]|2\d|3[01])|%k[0-7]|\{1to",
+    "__AVX512BF16__": r"\tv(cvtne2?ps2bf16|dpbf16ps)",
+    "__AVX512VNNI__": r"\tvpdp(bu|ws)",
+    "__AVX512VBMI__": r"\tv(perm([it]2)?b\b|pmultishift)",
+    "__AVX512FP16__": r"\tv(add|sub|mul|div|max|min|sqrt|fn?m\w+|reduce|rndscale|scalef|cmp)[ps]h\b",
+    "__AMX_TILE__": r"%tmm|\t((ld|st)tilecfg|tilerelease)",
+}
+x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the table of instructions is for x86-64")
+
+
+@pytest.fixture(scope="session")
+def build_ffi() -> Any:
+    pytest.importorskip("setuptools", reason="build_ffi.py needs setuptools")
+    spec = importlib.util.spec_from_file_location("build_ffi", ROOT / "build_ffi.py")
+    if spec is None or spec.loader is None or not (ROOT / "build_ffi.py").exists():
+        pytest.skip("these tests belong to a source tree")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["build_ffi"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def built(build_ffi: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with temp/native/**/*.o and lib/cpu_attn/*.so."""
+    from setuptools import Distribution, Extension
+
+    folder = tmp_path_factory.mktemp("objects")
+    names = ("_native", "_onednn")
+    extensions = [Extension(f"cpu_attn.{name}", ["native/isa.c"], py_limited_api=True) for name in names]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.delenv("CPU_ATTN_SANITIZE", raising=False)
+        command = build_ffi.BuildExt(Distribution({"name": "cpu-attn", "ext_modules": extensions}))
+        command.build_temp, command.build_lib = str(folder / "temp"), str(folder / "lib")
+        command.ensure_finalized()
+        command.run()
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def objects(built: Path) -> dict[str, Path]:
+    """Object files by the path of their source: native/attend.c, ..."""
+    root = built / "temp"
+    found = {str(o.relative_to(root).with_suffix(".c")): o for o in (root / "native").rglob("*.o")}
+    assert "native/isa/scalar.c" in found
+    return found
+
+
+def tool(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def code(path: Path, *options: str) -> list[str]:
+    """Instructions, as objdump writes them: a tab, the name, the operands."""
+    listing = tool("objdump", "-d", "--no-show-raw-insn", *options, path)
+    return ["\t" + line.split("\t", 1)[1] for line in listing.splitlines() if "\t" in line]
+
+
+@functools.cache
+def allowed(*flags: str) -> frozenset[str]:
+    """The macros of WIDER that the compiler defines under these flags."""
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+    macros = re.findall(r"^#define (\w+)", tool(*compiler, *flags, "-dM", "-E", "-xc", "/dev/null"), re.MULTILINE)
+    return frozenset(macros) & WIDER.keys()
+
+
+def beyond(instructions: list[str], macros: Iterable[str]) -> list[str]:
+    """The instructions that these macros do not allow."""
+    forbidden = [re.compile(text) for macro, text in WIDER.items() if macro not in macros]
+    return [line for line in instructions if any(f.search(line) for f in forbidden)]
+
+
+def test_every_source_is_looked_at(objects: dict[str, Path], build_ffi: Any) -> None:
+    absent = {f"native/isa/{i.name}.c" for i in build_ffi.isa_files() if i.arch not in ("any", platform.machine())}
+    sources = {str(p.relative_to(ROOT)) for p in (ROOT / "native").glob("*.c")}
+    sources |= {f"native/isa/{i.name}.c" for i in build_ffi.isa_files()} - absent
+    assert sources <= objects.keys()
+
+
+def test_no_weak_symbols(objects: dict[str, Path]) -> None:
+    for source, path in objects.items():
+        names = [line for line in tool("nm", path).splitlines() if re.search(r" [VvWwu] ", line)]
+        assert not names, f"{source}: weak symbols {names}"
+
+
+@x86_64
+def test_no_wider_instruction(objects: dict[str, Path], build_ffi: Any) -> None:
+    flags = {f"native/isa/{i.name}.c": i.flags for i in build_ffi.isa_files()}
+    for source, path in objects.items():
+        instructions = code(path)
+        assert len(instructions) > 5, f"{source}: objdump shows no code"
+        wider = beyond(instructions, allowed(*flags.get(source, ())))
+        assert not wider, f"{source}: {len(wider)} instructions beyond its flags: {wider[:5]}"
+
+
+@x86_64
+def test_table_sees_every_flag(objects: dict[str, Path], build_ffi: Any) -> None:
+    for isa in build_ffi.isa_files():
+        for flag in isa.flags if f"native/isa/{isa.name}.c" in objects else ():
+            macro = f"__{flag[2:].upper().replace('-', '_')}__"
+            if macro in WIDER:
+                found = beyond(code(objects[f"native/isa/{isa.name}.c"]), allowed(*isa.flags) - {macro})
+                assert found, f"{isa.name} uses nothing of {flag}, or the table does not know it"
+
+
+@x86_64
+def test_asking_an_isa_needs_no_isa(objects: dict[str, Path], build_ffi: Any) -> None:
+    """`missing` runs on every machine, whatever its file was compiled for."""
+    for isa in build_ffi.isa_files():
+        if path := objects.get(f"native/isa/{isa.name}.c"):
+            wider = beyond(code(path, "--disassemble=missing"), allowed())
+            assert not wider, f"native/isa/{isa.name}.c: missing(): {wider}"
+
+
+def test_exported_symbols(built: Path) -> None:
+    modules = list((built / "lib" / "cpu_attn").glob("*.so"))
+    assert modules
+    for path in modules:
+        names = {line.split()[-1] for line in tool("nm", "-D", "--defined-only", path).splitlines()}
+        names -= {"__bss_start", "_edata", "_end", "_init", "_fini"}  # the linker's own
+        assert names == {"PyInit_" + path.name.split(".")[0]}

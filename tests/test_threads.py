@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many Python threads at once, other thread counts, a child after fork(): the same bits, and no hanging."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import threadpoolctl
+
+import cpu_attn
+
+from .cases import Case, Problem, alone, build, invariant, run, same_bits
+
+ENGINES = [e.name for e in cpu_attn.engines() if e.available]
+ISAS = [i.name for i in cpu_attn.isas() if i.supported]
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    """More than one thread even on a machine with one core."""
+    cpu_attn.set_num_threads(max(2, os.cpu_count() or 1))
+    yield
+    cpu_attn.set_num_threads(0)
+
+
+def problem(dtype: str = "float32") -> Problem:
+    return build(
+        Case(
+            name="threads",
+            dtype=dtype,
+            query_lens=(1, 5, 1, 40),
+            seq_lens=(2600, 70, 1030, 40),
+            num_heads=6,
+            num_kv_heads=2,
+            head_size=40,
+        )
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_64_python_threads_give_the_bits_of_one(engine: str) -> None:
+    p = problem()
+    want = run(p, engine=engine)
+    got: list[Any] = [None] * 64
+    start = threading.Barrier(64)
+
+    def work(i: int) -> None:
+        start.wait()
+        got[i] = run(p, engine=engine)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(64)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout=300)
+    for output, lse in got:
+        assert same_bits(output, want[0])
+        assert same_bits(lse, want[1])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_thread_count_and_split_do_not_change_a_bit(isa: str, engine: str) -> None:
+    p = problem()
+    want = run(p, isa, engine, enable_kv_split=False, num_threads=1)
+    for n in (1, 2, 3, 8, 64):
+        for split in (False, True):
+            got = run(p, isa, engine, enable_kv_split=split, num_threads=n)
+            assert same_bits(got[0], want[0]), (n, split)
+            assert same_bits(got[1], want[1]), (n, split)
+
+
+def test_split_happens() -> None:
+    """Else the test above would compare nothing."""
+    lens, start = np.array([8000], np.int32), np.array([0, 1], np.int32)
+    cpu_attn.set_num_threads(8)
+    assert cpu_attn.get_scheduler_metadata(1, 4, 1, 64, lens, "float32", start).num_splits == 1
+    off = cpu_attn.get_scheduler_metadata(1, 4, 1, 64, lens, "float32", start, enable_kv_split=False)
+    assert off.num_splits == 0
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_request_alone_gives_the_bits_of_its_rows_in_a_batch(isa: str, engine: str) -> None:
+    for case in invariant("quick", "float32"):
+        p = build(case)
+        output, lse = run(p, isa, engine)
+        loc = p.query_start_loc
+        for r in range(len(p.seq_lens)):
+            own, own_lse = run(alone(p, r), isa, engine)
+            assert same_bits(own, output[loc[r] : loc[r + 1]]), (case.name, r)
+            assert same_bits(own_lse, lse[:, loc[r] : loc[r + 1]]), (case.name, r)
+
+
+def test_a_plan_is_shared_by_threads_and_outlives_a_change_of_their_number() -> None:
+    from .steps import attention_args
+
+    args = attention_args()
+    cpu_attn.attention_with_kv_cache(**args)
+    want = args["output"].copy()
+    for n in (1, 2, 7):
+        cpu_attn.set_num_threads(n)
+        args["output"][:] = 0
+        cpu_attn.attention_with_kv_cache(**args)
+        assert np.array_equal(args["output"], want)
+
+
+def _child(engine: str, want: Any, pipe: Any) -> None:
+    output, lse = run(problem(), engine=engine)
+    pipe.send((same_bits(output, want[0]), same_bits(lse, want[1]), cpu_attn.get_num_threads()))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_forked_child_computes_and_does_not_hang(engine: str) -> None:
+    want = run(problem(), engine=engine)  # the parent's OpenMP threads exist from here on
+    fork = multiprocessing.get_context("fork")
+    for _ in range(3):
+        here, there = fork.Pipe()
+        child = fork.Process(target=_child, args=(engine, want, there))
+        child.start()
+        try:
+            assert here.poll(60), "the child hangs"
+            assert here.recv() == (True, True, 1)
+        finally:
+            child.kill()
+            child.join()
+
+
+def test_openmp_is_controlled_from_outside() -> None:
+    cpu_attn.set_num_threads(0)
+    with threadpoolctl.threadpool_limits(1, user_api="openmp"):
+        assert cpu_attn.get_num_threads() == 1
+    done = subprocess.run(
+        [sys.executable, "-c", "import cpu_attn; print(cpu_attn.get_num_threads())"],
+        env={**os.environ, "OMP_NUM_THREADS": "3"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "3"
