@@ -17,6 +17,7 @@ import importlib.metadata
 import os
 import platform
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def cdef(header: Path) -> str:
     return header.read_text().split("/* cffi: begin */")[1].split("/* cffi: end */")[0]
 
 
-class BuildExt(build_ext):
+class BuildExt(build_ext):  # type: ignore[misc]
     """Compiles each source with its own flags and links them with cffi's glue."""
 
     def build_extension(self, ext: Extension) -> None:
@@ -105,10 +106,7 @@ class BuildExt(build_ext):
             else:
                 compiled.append(isa)
         config = ["#define CA_ISA_LIST " + " ".join(f'ISA({i.name}, "{i.unit}")' for i in compiled)]
-        config += [
-            "#define CA_ISA_ABSENT "
-            + " ".join(f'ABSENT({i.name}, "{i.unit}", "{why}")' for i, why in absent)
-        ]
+        config += ["#define CA_ISA_ABSENT " + " ".join(f'ABSENT({i.name}, "{i.unit}", "{why}")' for i, why in absent)]
         (self.temp / "isa_list.h").write_text("\n".join(config) + "\n")
         common = self.common_flags()
         sources = {path: common for path in sorted(NATIVE.glob("*.c"))}
@@ -121,6 +119,7 @@ class BuildExt(build_ext):
         if isinstance(found, str):
             self.announce(f"oneDNN engine left out: {found}", level=3)
             self.extensions.remove(ext)
+            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # what an earlier build left would be packed
             return
         include, library = found
         common = self.common_flags()
@@ -143,12 +142,16 @@ class BuildExt(build_ext):
         ffi.emit_c_code(str(glue))
         include = [str(NATIVE), str(self.temp), *(include_dirs or []), *self.compiler.include_dirs]
         macros = [("Py_LIMITED_API", "0x030a0000")]
-        objects: list[str] = []
-        for source, flags in {**sources, glue: [f for f in link_flags if f not in ("-Wall", "-Wextra")]}.items():
-            name = source if source.is_absolute() and not source.is_relative_to(ROOT) else source.relative_to(ROOT)
-            objects += self.compiler.compile(
+
+        def compile_one(source: Path, flags: list[str]) -> list[str]:
+            name = source.relative_to(ROOT) if source.is_relative_to(ROOT) else source
+            return self.compiler.compile(
                 [str(name)], output_dir=self.build_temp, macros=macros, include_dirs=include, extra_postargs=flags
             )
+
+        sources = {**sources, glue: [f for f in link_flags if f not in ("-Wall", "-Wextra")]}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = [o for made in pool.map(compile_one, sources, sources.values()) for o in made]
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shared = [f for f in link_flags if f == "-fopenmp" or f.startswith("-fsanitize=")]
@@ -162,9 +165,15 @@ def find_onednn() -> tuple[Path, Path] | str:
     if os.environ.get("CPU_ATTN_NO_ONEDNN") == "1":
         return "CPU_ATTN_NO_ONEDNN is set"
     if root := os.environ.get("ONEDNN_ROOT"):
-        return pick_onednn([Path(root, "include", "oneapi", "dnnl", "dnnl.h"), Path(root, "include", "dnnl.h")],
-                           [*Path(root, "lib").glob("libdnnl.so*"), *Path(root, "lib").glob("*/libdnnl.so*"),
-                            *Path(root, "lib64").glob("libdnnl.so*")], f"ONEDNN_ROOT={root}")
+        return pick_onednn(
+            [Path(root, "include", "oneapi", "dnnl", "dnnl.h"), Path(root, "include", "dnnl.h")],
+            [
+                *Path(root, "lib").glob("libdnnl.so*"),
+                *Path(root, "lib").glob("*/libdnnl.so*"),
+                *Path(root, "lib64").glob("libdnnl.so*"),
+            ],
+            f"ONEDNN_ROOT={root}",
+        )
     files: list[Any] = []
     for name in ("onednn-devel-cpu-gomp", "onednn-cpu-gomp"):
         try:
@@ -172,8 +181,11 @@ def find_onednn() -> tuple[Path, Path] | str:
         except importlib.metadata.PackageNotFoundError:
             return f"neither ONEDNN_ROOT nor the package {name} is there"
     paths = [Path(str(f.locate())).resolve() for f in files]
-    return pick_onednn([p for p in paths if p.name == "dnnl.h"], [p for p in paths if "libdnnl.so" in p.name],
-                       "the onednn-devel-cpu-gomp package")
+    return pick_onednn(
+        [p for p in paths if p.name == "dnnl.h"],
+        [p for p in paths if "libdnnl.so" in p.name],
+        "the onednn-devel-cpu-gomp package",
+    )
 
 
 def pick_onednn(headers: list[Path], libraries: list[Path], where: str) -> tuple[Path, Path] | str:

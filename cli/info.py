@@ -9,12 +9,12 @@ import os
 from typing import Any
 
 import click
+from cpu_attn._native import ffi, lib
 from rich.console import Console
 from rich.table import Table
 
 import cpu_attn
 from cpu_attn import _dispatch, _onednn_loader
-from cpu_attn._native import ffi, lib
 
 DTYPES = tuple(_dispatch.DTYPE_CODES)
 
@@ -22,7 +22,8 @@ DTYPES = tuple(_dispatch.DTYPE_CODES)
 def cpu() -> dict[str, Any]:
     c = ffi.new("ca_cpu_info *")
     lib.ca_cpu(c)
-    features, name = {}, ffi.new("char **")
+    features: dict[str, bool] = {}
+    name = ffi.new("char **")
     while (here := lib.ca_cpu_feature(len(features), name)) >= 0:
         features[ffi.string(name[0]).decode()] = bool(here)
     return {
@@ -88,9 +89,7 @@ def collect() -> dict[str, Any]:
         "threads": {"count": cpu_attn.get_num_threads(), "runtime": ffi.string(lib.ca_threading()).decode()},
         "isas": isas(machine["amx_permission"]),
         "auto": kernels(),
-        "engines": [
-            {"name": e.name, "available": e.available, "reason": e.reason} for e in cpu_attn.engines()
-        ],
+        "engines": [{"name": e.name, "available": e.available, "reason": e.reason} for e in cpu_attn.engines()],
         "onednn": onednn(),
     }
 
@@ -107,10 +106,15 @@ def _size(n: int) -> str:
 
 def show(data: dict[str, Any], console: Console) -> None:
     c = data["cpu"]
-    console.print(f"[bold]cpu-attn {data['version']}[/] on {c['brand']} ({c['vendor']} family {c['family']} "
-                  f"model {c['model']}), {c['cpus']} cpus")
-    console.print("caches: " + ", ".join(f"{k} {_size(v)}" for k, v in c["caches_bytes"].items())
-                  + f"; threads: {data['threads']['count']} ({data['threads']['runtime']})")
+    console.print(
+        f"[bold]cpu-attn {data['version']}[/] on {c['brand']} ({c['vendor']} family {c['family']} "
+        f"model {c['model']}), {c['cpus']} cpus"
+    )
+    console.print(
+        "caches: "
+        + ", ".join(f"{k} {_size(v)}" for k, v in c["caches_bytes"].items())
+        + f"; threads: {data['threads']['count']} ({data['threads']['runtime']})"
+    )
     console.print("features: " + " ".join(k for k, v in c["features"].items() if v))
     console.print(f"AMX permission: {c['amx_permission']}" + (f" ({c['amx_reason']})" if c["amx_reason"] else ""))
 
@@ -132,8 +136,12 @@ def show(data: dict[str, Any], console: Console) -> None:
 
     one = data["onednn"]
     if one["available"]:
-        console.print(f"oneDNN {one['version']}, run time {one['runtime']}, effective isa {one['isa']}; probe matmuls got")
-        console.print(f"  bfloat16: {one['bfloat16']}\n  float32:  {one['float32']}\n  from {one['library']}", soft_wrap=True)
+        console.print(
+            f"oneDNN {one['version']}, run time {one['runtime']}, effective isa {one['isa']}; probe matmuls got"
+        )
+        console.print(
+            f"  bfloat16: {one['bfloat16']}\n  float32:  {one['float32']}\n  from {one['library']}", soft_wrap=True
+        )
     else:
         console.print(f"oneDNN: not available: {one['reason']}", soft_wrap=True)
     native = any(k["isa"] == "amx" for k in data["auto"])

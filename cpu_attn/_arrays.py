@@ -7,9 +7,10 @@ bridges (``np.from_dlpack``, ``tensor.numpy()``) refuse bfloat16, so the DLPack 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -63,7 +64,7 @@ class Array:
         """A NumPy view of the same memory."""
 
         class Memory:
-            __array_interface__ = {
+            __array_interface__: ClassVar = {
                 "version": 3,
                 "data": (self.address, not self.writable),
                 "shape": self.shape,
@@ -79,10 +80,8 @@ def dtype_name(dtype: Any) -> str:
     """float32, float16 or bfloat16, of a NumPy dtype, a torch dtype or a string; TypeError for others."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        try:
+        with contextlib.suppress(TypeError):
             name = _NAME_OF.get(np.dtype(dtype), name)
-        except TypeError:
-            pass
     if name not in ("float32", "float16", "bfloat16"):
         raise TypeError(f"dtype: {dtype!r} is none of float32, float16, bfloat16")
     return name

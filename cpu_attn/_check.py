@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,10 +109,11 @@ def lengths(
     num_reqs: int, seq_lens: Any, query_start_loc: Any, dynamic_causal: Any
 ) -> tuple[Array, Array, Array | None]:
     """The three int32 arrays that say which requests a step has."""
+    reqs = [("num_reqs", num_reqs)]
     return (
-        array("seq_lens", seq_lens, ["int32"], [("num_reqs", num_reqs)]),
+        array("seq_lens", seq_lens, ["int32"], reqs),
         array("query_start_loc", query_start_loc, ["int32"], [("num_reqs + 1", num_reqs + 1)]),
-        None if dynamic_causal is None else array("dynamic_causal", dynamic_causal, ["int32"], [("num_reqs", num_reqs)]),
+        None if dynamic_causal is None else array("dynamic_causal", dynamic_causal, ["int32"], reqs),
     )
 
 
@@ -179,7 +180,7 @@ def writable(name: str, a: Array) -> Array:
     return a
 
 
-def disjoint(name: str, a: Array, others: dict[str, Array | None]) -> None:
+def disjoint(name: str, a: Array, others: Mapping[str, Array | None]) -> None:
     """No byte of ``a`` may be one of another array's."""
     first, end = a.extent()
     for other, b in others.items():
@@ -192,7 +193,7 @@ def disjoint(name: str, a: Array, others: dict[str, Array | None]) -> None:
 
 def _shared(a: Array, b: Array) -> bool:
     try:
-        return bool(np.shares_memory(a.numpy(), b.numpy(), max_work=100_000))
+        return bool(np.shares_memory(a.numpy(), b.numpy(), max_work=100_000))  # type: ignore[arg-type]  # the stub knows only 0 and -1
     except np.exceptions.TooHardError:
         return True
 
@@ -222,8 +223,7 @@ def raise_fault(fault: Any) -> None:
             lib.CA_BAD_SLOT: f"slot_mapping[{position}]: {value}, expected less than num_blocks * block_size = {bound}",
             lib.CA_OTHER_LENGTHS: f"query_start_loc[{position}]: {value}, scheduler_metadata was made for {bound}",
             lib.CA_OTHER_SEQ_LENS: f"seq_lens[{position}]: {value}, scheduler_metadata was made for {bound}",
-            lib.CA_OTHER_CAUSAL: f"causal: {where}is {bool(value)}, scheduler_metadata was made "
-            f"for {bool(bound)}",
+            lib.CA_OTHER_CAUSAL: f"causal: {where}is {bool(value)}, scheduler_metadata was made for {bool(bound)}",
         }[fault.status]
     )
 

@@ -74,7 +74,9 @@ def reshape_and_cache(
     _check.scales(k_scale, v_scale)
     resolved, code = _dispatch.resolve_isa(isa, k.dtype, head_size), _dispatch.DTYPE_CODES[k.dtype]
     kc = _check.writable("key_cache", _check.cache("key_cache", key_cache, k.dtype, heads, None, None))
-    vc = _check.writable("value_cache", _check.cache("value_cache", value_cache, k.dtype, heads, kc.shape[0], kc.shape[2]))
+    vc = _check.writable(
+        "value_cache", _check.cache("value_cache", value_cache, k.dtype, heads, kc.shape[0], kc.shape[2])
+    )
     _check.cache_width("key_cache", kc, resolved.index, code, head_size)
     _check.cache_width("value_cache", vc, resolved.index, code, v.shape[2])
     slots = _check.array("slot_mapping", slot_mapping, ["int64"], [("T", tokens)])

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cpu_attn import _check, _dispatch
 from cpu_attn._arrays import DTYPES, dtype_name
 from cpu_attn._native import ffi, lib
@@ -17,6 +19,12 @@ class SchedulerMetadata:
     """
 
     __slots__ = ("_info", "_pointer", "_shape", "dtype", "engine", "isa")
+    _info: Any
+    _pointer: Any
+    _shape: Any
+    dtype: np.dtype[Any]
+    engine: str
+    isa: str
 
     def __init__(self, pointer: Any, shape: Any, dtype: str, isa: str, engine: str) -> None:
         info = ffi.new("ca_plan_info *")

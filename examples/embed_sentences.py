@@ -119,13 +119,11 @@ class MiniLM:
         for layer, cache in enumerate(caches):
             name = f"encoder.layer.{layer}"
             query, key, value = (
-                self._dense(f"{name}.attention.self.{part}", x)
-                .reshape(-1, num_heads, head_size)
-                .astype(cache.key_cache.dtype)
+                self._dense(f"{name}.attention.self.{part}", x).reshape(-1, num_heads, head_size).astype(cache.dtype)
                 for part in ("query", "key", "value")
             )
             cache.update(key, value, slot_mapping)
-            attended = cache.attend(query, block_table, plan, scale=head_size**-0.5)
+            attended = cache.attend(query, block_table, plan)
             attended = self._dense(f"{name}.attention.output.dense", attended.reshape(x.shape).astype(np.float32))
             x = self._norm(f"{name}.attention.output.LayerNorm", x + attended)
             inner = gelu(self._dense(f"{name}.intermediate.dense", x))
@@ -143,7 +141,8 @@ class MiniLM:
         return self._norm("embeddings.LayerNorm", word[np.concatenate(tokens)] + position[positions] + kind[0])
 
     def _dense(self, name: str, x: Array) -> Array:
-        return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
+        product: Array = x @ self.weights[f"{name}.weight"].T
+        return product + self.weights[f"{name}.bias"]
 
     def _norm(self, name: str, x: Array) -> Array:
         x = x - x.mean(-1, keepdims=True)

@@ -147,7 +147,10 @@ def test_a_plan_for_another_isa_is_refused() -> None:
         (lambda c: c.gather(np.array([0, 4], np.int32), 20), "position 1 holds block 4"),
         (lambda c: c.gather(np.array([0], np.int32), 17), "needs 2 blocks, has 1"),
         (lambda c: c.gather(np.array([0], np.int32), -1), "seq_len: -1"),
-        (lambda c: c.update(np.zeros((1, 2, 9), np.float32), np.zeros((1, 2, 8), np.float32), np.zeros(1, np.int64)), "key"),
+        (
+            lambda c: c.update(np.zeros((1, 2, 9), np.float32), np.zeros((1, 2, 8), np.float32), np.zeros(1, np.int64)),
+            "key",
+        ),
     ],
 )
 def test_refused(call: Any, words: str) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn import compose, primitives
 
-from .cases import DTYPES, Case, build, cases, check, numpy_dtype, run
+from .cases import DTYPES, build, cases, check, numpy_dtype, run
 
 AVAILABLE = next(e for e in cpu_attn.engines() if e.name == "onednn")
 pytestmark = pytest.mark.skipif(not AVAILABLE.available, reason=AVAILABLE.reason)
@@ -48,7 +48,11 @@ def test_matmul(dtype: str, out_dtype: str | None, transpose_b: bool, sizes: tup
 def test_matmul_takes_strided_and_unaligned_arrays() -> None:
     rng = np.random.default_rng(1)
     wide, tall = _random(rng, (21, 40), "float32"), _random(rng, (50, 13), "float32")
-    for a, b in ((wide[1:, 3:16], tall.T[:, ::2]), (wide.T[::-1][:13].T, tall[:13]), (wide[::2, :25:2], tall[:13, ::-1])):
+    for a, b in (
+        (wide[1:, 3:16], tall.T[:, ::2]),
+        (wide.T[::-1][:13].T, tall[:13]),
+        (wide[::2, :25:2], tall[:13, ::-1]),
+    ):
         c, _ = primitives.matmul(a, b)
         assert np.allclose(c, a.astype(np.float64) @ b, atol=1e-5)
 
@@ -132,7 +136,9 @@ def test_gather_pages(isa: str, dtype: str, value: bool) -> None:
     ]
     tokens = [_random(rng, (seq_len, 2, s), dtype) for s in (head_size, head_size_v)]
     row, j = np.array([6, 1, 7, 0, 3, -1], np.int32), np.arange(seq_len)
-    cpu_attn.reshape_and_cache(*tokens, *caches, (row[j // block_size] * block_size + j % block_size).astype(np.int64), isa)
+    cpu_attn.reshape_and_cache(
+        *tokens, *caches, (row[j // block_size] * block_size + j % block_size).astype(np.int64), isa
+    )
     out = np.empty((seq_len, 2, size), numpy_dtype(dtype))
     got = primitives.gather_pages(caches[value], row, seq_len, head_size=size, isa=isa, value=value, out=out)
     assert got is out and np.array_equal(got, tokens[value])
@@ -185,8 +191,16 @@ def test_arguments_are_good() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"block_table": np.array([[1, 2, 0], [3, 4, 8]], np.int32)}, ValueError, "request 1: position 2 holds block 8"),
-        ({"block_table": np.array([[1, -1, 0], [3, 4, 5]], np.int32)}, ValueError, "request 0: position 1 holds block -1"),
+        (
+            {"block_table": np.array([[1, 2, 0], [3, 4, 8]], np.int32)},
+            ValueError,
+            "request 1: position 2 holds block 8",
+        ),
+        (
+            {"block_table": np.array([[1, -1, 0], [3, 4, 5]], np.int32)},
+            ValueError,
+            "request 0: position 1 holds block -1",
+        ),
         ({"block_table": np.array([[1, 2], [3, 4]], np.int32)}, ValueError, "request 1: needs 3 blocks"),
         ({"block_table": np.array([[1, 2, 0]], np.int32)}, ValueError, "seq_lens"),
         ({"query_start_loc": np.array([0, 2, 7], np.int32)}, ValueError, "expected query_start_loc"),

@@ -65,9 +65,7 @@ def steps(draw: st.DrawFn) -> Step:
     count = draw(st.integers(0, 6))
     mask = {"causal": one(True, False), "sliding_window": one(-1, 3, (5, 2), (-1, 0))}
     lens, start = make(np.array(seq_lens, np.int32)), make(np.cumsum([0, *query_lens]).astype(np.int32))
-    caches = [
-        normal(*cpu_attn.get_kv_cache_shape(blocks, block_size, kv_heads, s, dtype, isa)) for s in sizes
-    ]
+    caches = [normal(*cpu_attn.get_kv_cache_shape(blocks, block_size, kv_heads, s, dtype, isa)) for s in sizes]
     plan = {
         "num_reqs": num_reqs,
         "num_heads": heads,
@@ -118,7 +116,9 @@ def spoil(draw: st.DrawFn, args: dict[str, Any]) -> None:
         args[name] = draw(st.sampled_from(JUNK))
         return
     arrays = [a for a in args.values() if isinstance(a, np.ndarray)]
-    how = draw(st.sampled_from(["junk", "dtype", "axis", "less", "step", "stride", "value", "alias", "shift", "readonly"]))
+    how = draw(
+        st.sampled_from(["junk", "dtype", "axis", "less", "step", "stride", "value", "alias", "shift", "readonly"])
+    )
     axis = draw(st.integers(0, max(0, x.ndim - 1)))
     if how == "junk":
         args[name] = draw(st.sampled_from(JUNK))
