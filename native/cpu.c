@@ -47,7 +47,7 @@ static void read_features(int8_t *has) {
         has[CA_HAS_avx512dq] = avx512 && b >> 17 & 1;
         has[CA_HAS_avx512bw] = avx512 && b >> 30 & 1;
         has[CA_HAS_avx512vl] = avx512 && b >> 31 & 1;
-        has[CA_HAS_avx512_vbmi] = avx512 && c >> 1 & 1;
+        has[CA_HAS_avx512vbmi] = avx512 && c >> 1 & 1;
         has[CA_HAS_avx512_vnni] = avx512 && c >> 11 & 1;
         has[CA_HAS_avx512_fp16] = avx512 && d >> 23 & 1;
         has[CA_HAS_amx_bf16] = amx && d >> 22 & 1;

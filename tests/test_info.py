@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `cpu-attn info` says, against what the kernel says of this CPU."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import cpu_attn
+from cpu_attn.cli import main
+
+
+def info(**env: str) -> dict[str, Any]:
+    result = CliRunner().invoke(main, ["info", "--json"], env=env)
+    assert result.exit_code == 0, result.output
+    data: dict[str, Any] = json.loads(result.output)
+    return data
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
+def test_features_are_those_in_cpuinfo() -> None:
+    flags = set()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            flags = set(line.split(":")[1].split())
+    features = info()["cpu"]["features"]
+    x86 = {k: v for k, v in features.items() if k not in ("neon", "bf16_arm", "i8mm", "sve")}
+    assert len(x86) >= 12
+    assert {k for k, v in x86.items() if v} == set(x86) & flags
+
+
+def test_every_isa_has_a_state_and_a_reason() -> None:
+    isas = info()["isas"]
+    assert {"amx", "avx512", "avx2", "neon", "scalar"} <= {i["name"] for i in isas}
+    for i in isas:
+        assert i["supported"] or i["reason"], i
+        assert i["compiled"] or not i["supported"], i
+        assert i["supported"] or not i["permitted"], i
+    scalar = next(i for i in isas if i["name"] == "scalar")
+    assert scalar["compiled"] and scalar["supported"] and scalar["permitted"]
+
+
+def test_auto_is_the_best_isa_or_the_one_asked_for() -> None:
+    best = next(i.name for i in cpu_attn.isas() if i.supported)
+    assert {k["dtype"]: k["isa"] for k in info(CPU_ATTN_ISA="")["auto"]} == dict.fromkeys(
+        ("float32", "float16", "bfloat16"), best
+    )
+    asked = info(CPU_ATTN_ISA="scalar")["auto"]
+    assert all(k["isa"] == "scalar" and "CPU_ATTN_ISA=scalar" in k["why"] for k in asked)
+    assert all(k["isa"] is None and "nonsense" in k["why"] for k in info(CPU_ATTN_ISA="nonsense")["auto"])
+
+
+def test_onednn_names_its_library_and_what_a_matmul_got() -> None:
+    one = info()["onednn"]
+    if not one["available"]:
+        assert one["reason"]
+        return
+    assert Path(one["library"]).exists()
+    assert one["version"].startswith("3.")
+    for dtype in ("bfloat16", "float32"):
+        assert one[dtype], one
+    assert one["amx_used"] == ("amx" in one["bfloat16"] + one["float32"])
+
+
+def test_the_table_answers_the_question() -> None:
+    result = CliRunner().invoke(main, ["info"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "Is AMX used?" in result.output
+    for isa in cpu_attn.isas():
+        assert isa.name in result.output
+
+
+def test_as_a_module() -> None:
+    for arguments in (["--version"], ["info", "--json"]):
+        done = subprocess.run([sys.executable, "-m", "cpu_attn", *arguments], capture_output=True, text=True, check=True)
+        assert cpu_attn.__version__ in done.stdout
