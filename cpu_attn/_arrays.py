@@ -119,6 +119,8 @@ def _of_tensor(name: str, x: Any) -> Array:
         raise ValueError(f"{name}: lies on {x.device}, expected cpu")
     if dtype not in DTYPES:
         raise TypeError(f"{name}: dtype {x.dtype} is none of {', '.join(DTYPES)}")
+    if str(getattr(x, "layout", "strided")).removeprefix("torch.") != "strided":
+        raise TypeError(f"{name}: layout {x.layout}, expected a dense tensor, not a sparse one")
     if getattr(x, "requires_grad", False):
         raise ValueError(f"{name}: requires grad; pass it detached")
     return _aligned(name, Array(x.data_ptr(), tuple(x.shape), tuple(x.stride()), dtype, True, x))

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real tensors of torch, where it is installed: read and written in place, and never imported by us.
+
+Optional, hence the skip: nothing here depends on torch. CI installs it and runs this file.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cpu_attn
+
+from .steps import attention_args, write_args
+
+torch = pytest.importorskip("torch")
+
+
+def tensor(x: np.ndarray[Any, Any]) -> Any:
+    """The same memory as a tensor; bfloat16 passes as bits."""
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_three_calls(dtype: str) -> None:
+    plain, plain_write = attention_args(dtype), write_args(dtype)
+    cpu_attn.attention_with_kv_cache(**plain)
+    cpu_attn.reshape_and_cache(**plain_write)
+
+    write = write_args(dtype)
+    arrays = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in write.items()}
+    cpu_attn.reshape_and_cache(**arrays)
+    assert write["key_cache"].tobytes() == plain_write["key_cache"].tobytes()
+    assert write["value_cache"].tobytes() == plain_write["value_cache"].tobytes()
+
+    args = attention_args(dtype)
+    given = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
+    given["scheduler_metadata"] = cpu_attn.get_scheduler_metadata(
+        2, 4, 2, 8, given["seq_lens"], getattr(torch, dtype), given["query_start_loc"]
+    )
+    assert cpu_attn.attention_with_kv_cache(**given) is given["output"]
+    assert args["output"].tobytes() == plain["output"].tobytes()
+    assert args["lse"].tobytes() == plain["lse"].tobytes()
+
+
+def test_strided_tensors() -> None:
+    """Q as a slice of a packed projection, output transposed, as models have them."""
+    args, plain = attention_args(), attention_args()
+    cpu_attn.attention_with_kv_cache(**plain)
+    packed = torch.zeros(4, 3 * 4 * 8)
+    args["query"] = packed[:, 32:64].view(4, 4, 8).copy_(tensor(args["query"]))
+    args["output"] = torch.zeros(4, 4, 8).transpose(0, 1).contiguous().transpose(0, 1)
+    cpu_attn.attention_with_kv_cache(**args)
+    assert np.array_equal(args["output"].numpy(), plain["output"])
+
+
+def test_what_a_tensor_can_be_that_we_refuse() -> None:
+    for query, error, words in (
+        (torch.zeros(4, 4, 8, requires_grad=True), ValueError, "requires grad"),
+        (torch.zeros(4, 4, 8, device="meta"), ValueError, "meta"),
+        (torch.zeros(4, 4, 8, dtype=torch.float64), TypeError, "float64"),
+        (torch.zeros(4, 4, 16)[..., ::2], ValueError, "stride 2"),
+        (torch.zeros(4, 4, 8).to_sparse(), TypeError, "sparse"),
+    ):
+        args = attention_args()
+        args["query"] = query
+        with pytest.raises(error, match=words):
+            cpu_attn.attention_with_kv_cache(**args)
+
+
+def test_torch_is_not_imported() -> None:
+    code = "import sys, cpu_attn, cpu_attn.compose; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("first", ["torch", "cpu_attn"])
+def test_both_orders_of_import_share_the_threads(first: str) -> None:
+    second = "cpu_attn" if first == "torch" else "torch"
+    code = f"""
+import {first}, {second}
+torch.set_num_threads(1)
+assert cpu_attn.get_num_threads() == 1
+torch.set_num_threads(2)
+assert cpu_attn.get_num_threads() == 2
+assert torch.ones(300, 300).matmul(torch.ones(300, 300))[0, 0] == 300
+assert all(e.available for e in cpu_attn.engines() if e.name != "onednn")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
