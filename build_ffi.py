@@ -145,13 +145,14 @@ class BuildExt(build_ext):  # type: ignore[misc]
 
         def compile_one(source: Path, flags: list[str]) -> list[str]:
             name = source.relative_to(ROOT) if source.is_relative_to(ROOT) else source
-            return self.compiler.compile(
+            made: list[str] = self.compiler.compile(
                 [str(name)], output_dir=self.build_temp, macros=macros, include_dirs=include, extra_postargs=flags
             )
+            return made
 
         sources = {**sources, glue: [f for f in link_flags if f not in ("-Wall", "-Wextra")]}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = [o for made in pool.map(compile_one, sources, sources.values()) for o in made]
+            objects = [o for some in pool.map(compile_one, sources, sources.values()) for o in some]
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shared = [f for f in link_flags if f == "-fopenmp" or f.startswith("-fsanitize=")]

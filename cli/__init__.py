@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import click
-from cpu_attn.cli.info import info
-from cpu_attn.cli.verify import verify
 
 from cpu_attn import __version__
+from cpu_attn.cli.info import info
+from cpu_attn.cli.verify import verify
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

@@ -9,12 +9,12 @@ import os
 from typing import Any
 
 import click
-from cpu_attn._native import ffi, lib
 from rich.console import Console
 from rich.table import Table
 
 import cpu_attn
 from cpu_attn import _dispatch, _onednn_loader
+from cpu_attn._native import ffi, lib
 
 DTYPES = tuple(_dispatch.DTYPE_CODES)
 

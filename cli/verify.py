@@ -13,13 +13,13 @@ from typing import Any
 
 import click
 import numpy as np
-from cpu_attn.tests import cases
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import cpu_attn
 from cpu_attn.reference import BUDGET
+from cpu_attn.tests import cases
 
 ENGINES = ("native", "onednn", "onednn-python", "reference")
 ISA_HINTS = ("auto", "vec", "vec16")
@@ -55,13 +55,13 @@ class Tally:
     """What became of one combination. worst: the largest error in units of the budget."""
 
     combo: Combo
-    cases: int = 0
+    ran: int = 0
     worst: float = -1.0
     worst_case: str = ""
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, case: cases.Case, worst: float, messages: Sequence[str]) -> None:
-        self.cases += 1
+        self.ran += 1
         if worst > self.worst:
             self.worst, self.worst_case = worst, case.name
         combo = self.combo
@@ -73,7 +73,7 @@ class Tally:
         error = self.worst * BUDGET[self.combo.dtype]
         return {
             **asdict(self.combo),
-            "cases": self.cases,
+            "cases": self.ran,
             "worst_error": error if math.isfinite(error) else None,
             "budget": BUDGET[self.combo.dtype],
             "worst_case": self.worst_case,
@@ -87,6 +87,9 @@ class Tally:
 def _missing(combo: Combo) -> str:
     """Why a combination cannot run here, "" if it can."""
     engine = combo.engine
+    for row in cpu_attn.isas():
+        if row.name == combo.isa and not row.supported:
+            return row.reason
     try:
         if engine == "onednn-python":
             importlib.import_module("cpu_attn.compose")
@@ -181,7 +184,7 @@ def _verify(runs: Sequence[Combo], level: str, names: Sequence[str], seed: int, 
     """All cases of all combinations, the oracle once for each case and dtype."""
     tallies = {combo: Tally(combo) for combo in runs}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=0)
         for dtype in dict.fromkeys(combo.dtype for combo in runs):
             selected, compared = _select(level, names, dtype, seed)
@@ -209,14 +212,14 @@ def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequenc
         table.add_row(row["engine"], row["isa"], row["dtype"], *numbers, row["worst_case"], verdict)
     console = Console()
     (console if console.is_terminal else Console(width=NO_TERMINAL)).print(table)
-    absent: dict[tuple[str, str, str], list[str]] = {}
+    absent: dict[str, list[str]] = {}
     for combo, reason in missing.items():
-        absent.setdefault((combo.engine, combo.isa, reason), []).append(combo.dtype)
-    for (engine, isa, reason), dtypes in absent.items():
-        click.echo(f"not here: {engine} {isa} ({', '.join(dtypes)}): {reason}")
+        absent.setdefault(f"{combo.engine} {combo.isa}: {reason}", []).append(combo.dtype)
+    for what, dtypes in absent.items():
+        click.echo(f"not here ({', '.join(dtypes)}): {what}")
     for failure in failures:
         click.echo(f"{failure.case}: {failure.message}\n    {failure.rerun}")
-    ran = sum(tally.cases for tally in tallies)
+    ran = sum(tally.ran for tally in tallies)
     if failures:
         bad = len({(f.engine, f.isa, f.dtype, f.case) for f in failures})
         click.echo(f"FAILED: {bad} of {ran} checks; each has a line above that runs it again.")

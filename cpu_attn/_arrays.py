@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -27,6 +27,20 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _DLPACK = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64"}
+
+
+class _Memory:
+    """An Array as NumPy reads it; dtypes that the protocol cannot name pass as bytes."""
+
+    def __init__(self, a: Array) -> None:
+        self.owner = a.owner
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (a.address, not a.writable),
+            "shape": a.shape,
+            "strides": tuple(s * a.itemsize for s in a.strides),
+            "typestr": f"|V{a.itemsize}",
+        }
 
 
 class Array:
@@ -62,18 +76,8 @@ class Array:
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """A NumPy view of the same memory."""
-
-        class Memory:
-            __array_interface__: ClassVar = {
-                "version": 3,
-                "data": (self.address, not self.writable),
-                "shape": self.shape,
-                "strides": tuple(s * self.itemsize for s in self.strides),
-                "typestr": f"|V{self.itemsize}",
-            }
-            owner = self.owner
-
-        return np.asarray(Memory()).view(DTYPES[self.dtype]) if self.size else np.empty(self.shape, DTYPES[self.dtype])
+        dtype = DTYPES[self.dtype]
+        return np.asarray(_Memory(self)).view(dtype) if self.size else np.empty(self.shape, dtype)
 
 
 def dtype_name(dtype: Any) -> str:

@@ -8,6 +8,7 @@ ONEDNN_ROOT (a prefix), the system's libraries. The first that is set or install
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.metadata
 import os
 from dataclasses import dataclass
@@ -119,17 +120,16 @@ def _load() -> ModuleType:
     path, library = _library()
     _judge(path, library)
     try:
-        from cpu_attn import _onednn
+        module = importlib.import_module("cpu_attn._onednn")
     except ImportError as e:
         raise UnavailableError(f"this build has no oneDNN engine, or {path} does not fit it: {e}") from None
-    ffi = _onednn.ffi
-    if int(ffi.cast("uintptr_t", _onednn.lib.ca_onednn_bound())) != _address(library.dnnl_version):
+    ffi = module.ffi
+    if int(ffi.cast("uintptr_t", module.lib.ca_onednn_bound())) != _address(library.dnnl_version):
         raise UnavailableError(f"another {NAMES[0]} than {path} was loaded before it; import cpu_attn first")
     get, set_ = _thread_functions(path, library)
-    status = _onednn.lib.ca_onednn_open(ffi.cast("int (*)(void)", get), ffi.cast("void (*)(int)", set_))
-    if status != _onednn.lib.CA_ONEDNN_OK:
-        raise UnavailableError(f"{path}: {ffi.string(_onednn.lib.ca_onednn_text(status)).decode()}")
-    module: ModuleType = _onednn
+    status = module.lib.ca_onednn_open(ffi.cast("int (*)(void)", get), ffi.cast("void (*)(int)", set_))
+    if status != module.lib.CA_ONEDNN_OK:
+        raise UnavailableError(f"{path}: {ffi.string(module.lib.ca_onednn_text(status)).decode()}")
     return module
 
 

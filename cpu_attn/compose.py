@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check
+from cpu_attn._arrays import Array as Memory
 from cpu_attn.plan import get_scheduler_metadata
 from cpu_attn.primitives import gather_pages, matmul, softmax
 
@@ -84,50 +85,10 @@ def attention(
     isa: the one that the caches were written with. Runs on the calling thread, in float32 whatever the dtype; output
     and lse are written when all of it is done. UnavailableError where oneDNN is not there.
     """
-    q = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
-    kc = _check.cache("key_cache", key_cache, q.dtype, None, None, None)
-    vc = _check.cache("value_cache", value_cache, q.dtype, kc.shape[1], kc.shape[0], kc.shape[2])
-    table = _check.array("block_table", block_table, ["int32"], [("num_reqs", None), ("blocks", None)])
-    (tokens, num_heads, head_size), num_reqs = q.shape, table.shape[0]
-    out = _check.array("output", output, [q.dtype], [("T", tokens), ("num_heads", num_heads), ("head_size_v", None)])
-    plan = get_scheduler_metadata(
-        *(num_reqs, num_heads, kc.shape[1], head_size, seq_lens, q.dtype, query_start_loc, causal, sliding_window),
-        isa=isa,
-        dynamic_causal=dynamic_causal,
-        head_size_v=out.shape[2],
-        engine="reference",
+    step, out, log = _checked(
+        *(query, key_cache, value_cache, output, query_start_loc, seq_lens, scale, causal, alibi_slopes),
+        *(sliding_window, block_table, softcap, s_aux, dynamic_causal, lse, isa),
     )
-    if plan.num_tokens != tokens:
-        raise ValueError(f"query: axis 0 is {tokens}, expected query_start_loc[-1] = {plan.num_tokens}")
-    lens, starts, flags = _check.lengths(num_reqs, seq_lens, query_start_loc, dynamic_causal)
-    inputs = {"query": q, "key_cache": kc, "value_cache": vc, "block_table": table}
-    inputs |= {"query_start_loc": starts, "seq_lens": lens, "dynamic_causal": flags}
-    _check.disjoint("output", _check.writable("output", out), inputs)
-    log = None if lse is None else _check.array("lse", lse, ["float32"], [("num_heads", num_heads), ("T", tokens)])
-    if log is not None:
-        _check.disjoint("lse", _check.writable("lse", log), {**inputs, "output": out})
-    for name, cache, size in (("key_cache", kc, head_size), ("value_cache", vc, out.shape[2])):
-        _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, size)
-    position, sees = _visible(starts.numpy(), lens.numpy(), causal, flags, sliding_window)
-    slopes = _check.small_floats("alibi_slopes", alibi_slopes, ["float32"], num_heads)
-    sinks = _check.small_floats("s_aux", s_aux, _check.FLOATS, num_heads)
-    step = Step(
-        query=q.numpy(),
-        key_cache=kc.numpy(),
-        value_cache=vc.numpy(),
-        head_size_v=out.shape[2],
-        query_start_loc=starts.numpy(),
-        block_table=table.numpy(),
-        isa=plan.isa,
-        scale=_check.number("scale", scale),
-        softcap=_check.number("softcap", softcap, 0.0),
-        alibi_slopes=np.zeros(num_heads, np.float32) if slopes is None else slopes,
-        s_aux=np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64),
-        position=position,
-        sees=sees,
-    )
-    for r, (start, stop) in enumerate(pairwise(step.query_start_loc.tolist())):
-        _check_blocks(step, r, sees[start:stop])
     result, result_lse = _every_request(step)
     out.numpy()[...] = result
     if log is not None:
@@ -140,7 +101,7 @@ def _visible(
 ) -> tuple[Array, Array]:
     """Positions and visible keys of all tokens: pos - left <= key <= pos + right, key <= pos where causal."""
     left, right = _check.window(sliding_window)
-    q_lens = np.diff(starts.astype(np.int64))
+    q_lens: Array = starts[1:].astype(np.int64) - starts[:-1]
     ends = np.repeat(lens.astype(np.int64), q_lens)
     position = ends - np.repeat(starts[1:], q_lens) + np.arange(len(ends))
     past_only = np.repeat(np.full(len(lens), bool(causal)) if flags is None else flags.numpy() != 0, q_lens)
@@ -148,26 +109,6 @@ def _visible(
     high = np.minimum(ends, position + right + 1) if right >= 0 else ends
     high = np.where(past_only, np.minimum(high, position + 1), high)
     return position, np.stack([low, np.maximum(low, high)], axis=1)
-
-
-def _check_blocks(step: Step, r: int, sees: Array) -> None:
-    """What native/check.c asks of a request's row of block_table, in its words."""
-    num_blocks, _, block_size, _ = step.key_cache.shape
-    low, high = sees[:, 0].min(initial=INT64_MAX), sees[:, 1].max(initial=0)
-    if high <= low:
-        return
-    needed = -(-int(high) // block_size)
-    if needed > step.block_table.shape[1]:
-        raise ValueError(
-            f"block_table: request {r}: needs {needed} blocks, the table has {step.block_table.shape[1]} columns"
-        )
-    for position in range(int(low) // block_size, needed):
-        block = int(step.block_table[r, position])
-        if not 0 <= block < num_blocks:
-            raise ValueError(
-                f"block_table: request {r}: position {position} holds block {block}, outside 0..{num_blocks - 1} "
-                f"(num_blocks {num_blocks})"
-            )
 
 
 def _every_request(step: Step) -> tuple[Array, Array]:
@@ -199,7 +140,7 @@ def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
 
 
 def _chunks(step: Step, r: int, sees: Array) -> Iterator[tuple[Array, Array, Array]]:
-    """Key numbers [n] with K [n, Hkv, D] and V [n, Hkv, Dv], float32, of what any of the tokens sees, KEYS at a time."""
+    """Key numbers [n], K [n, Hkv, D] and V [n, Hkv, Dv] in float32, of all that some token sees, KEYS at a time."""
     block_size, end = step.key_cache.shape[2], int(sees[:, 1].max())
     for k0 in range(int(sees[:, 0].min()), end, KEYS):
         k1 = min(k0 + KEYS, end)
@@ -234,7 +175,7 @@ def _weighted_sum(p: Array, value: Array, mask: Array) -> Array:
     """p [n, group, keys] times value [keys, Dv]. A weight of 0 does not hide NaN or inf: a key that holds one and
     that not all rows see is left out of the product and added to the rows that see it."""
     n, group, num_keys = p.shape
-    odd = ~mask.all(axis=0) & ~np.isfinite(value).all(axis=1)
+    odd = np.logical_not(mask.all(axis=0) | np.isfinite(value).all(axis=1))
     product, _ = matmul(p.reshape(n * group, num_keys), np.where(odd[:, None], np.float32(0), value))
     output = product.reshape(n, group, -1)
     for j in np.flatnonzero(odd):
@@ -244,5 +185,93 @@ def _weighted_sum(p: Array, value: Array, mask: Array) -> Array:
 
 def _merge(output: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array, Array]:
     total = np.logaddexp(lse, other_lse)
-    weights = (np.where(total == -np.inf, 0.0, np.exp(x - total))[..., None] for x in (lse, other_lse))
-    return sum(w * x for w, x in zip(weights, (output, other), strict=True)), total
+    weight, other_weight = (np.where(total == -np.inf, 0.0, np.exp(x - total))[..., None] for x in (lse, other_lse))
+    return weight * output + other_weight * other, total
+
+
+# ---- checks: those of attention_with_kv_cache, which has a plan to check against ----
+
+
+def _checked(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    output: Any,
+    query_start_loc: Any,
+    seq_lens: Any,
+    scale: float,
+    causal: bool,
+    alibi_slopes: Any,
+    sliding_window: int | tuple[int, int],
+    block_table: Any,
+    softcap: float,
+    s_aux: Any,
+    dynamic_causal: Any,
+    lse: Any,
+    isa: str,
+) -> tuple[Step, Memory, Memory | None]:
+    q = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
+    kc = _check.cache("key_cache", key_cache, q.dtype, None, None, None)
+    vc = _check.cache("value_cache", value_cache, q.dtype, kc.shape[1], kc.shape[0], kc.shape[2])
+    table = _check.array("block_table", block_table, ["int32"], [("num_reqs", None), ("blocks", None)])
+    (tokens, num_heads, head_size), num_reqs = q.shape, table.shape[0]
+    out = _check.array("output", output, [q.dtype], [("T", tokens), ("num_heads", num_heads), ("head_size_v", None)])
+    log = None if lse is None else _check.array("lse", lse, ["float32"], [("num_heads", num_heads), ("T", tokens)])
+    plan = get_scheduler_metadata(
+        *(num_reqs, num_heads, kc.shape[1], head_size, seq_lens, q.dtype, query_start_loc, causal, sliding_window),
+        isa=isa,
+        dynamic_causal=dynamic_causal,
+        head_size_v=out.shape[2],
+        engine="reference",
+    )
+    if plan.num_tokens != tokens:
+        raise ValueError(f"query: axis 0 is {tokens}, expected query_start_loc[-1] = {plan.num_tokens}")
+    for name, cache, size in (("key_cache", kc, head_size), ("value_cache", vc, out.shape[2])):
+        _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, size)
+    lens, starts, flags = _check.lengths(num_reqs, seq_lens, query_start_loc, dynamic_causal)
+    inputs: dict[str, Memory | None] = {"query": q, "key_cache": kc, "value_cache": vc, "block_table": table}
+    inputs |= {"query_start_loc": starts, "seq_lens": lens, "dynamic_causal": flags}
+    _check.disjoint("output", _check.writable("output", out), inputs)
+    if log is not None:
+        _check.disjoint("lse", _check.writable("lse", log), {**inputs, "output": out})
+    position, sees = _visible(starts.numpy(), lens.numpy(), causal, flags, sliding_window)
+    slopes = _check.small_floats("alibi_slopes", alibi_slopes, ["float32"], num_heads)
+    sinks = _check.small_floats("s_aux", s_aux, _check.FLOATS, num_heads)
+    step = Step(
+        query=q.numpy(),
+        key_cache=kc.numpy(),
+        value_cache=vc.numpy(),
+        head_size_v=out.shape[2],
+        query_start_loc=starts.numpy(),
+        block_table=table.numpy(),
+        isa=plan.isa,
+        scale=_check.number("scale", scale),
+        softcap=_check.number("softcap", softcap, 0.0),
+        alibi_slopes=np.zeros(num_heads, np.float32) if slopes is None else slopes,
+        s_aux=np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64),
+        position=position,
+        sees=sees,
+    )
+    for r, (start, stop) in enumerate(pairwise(step.query_start_loc.tolist())):
+        _check_blocks(step, r, sees[start:stop])
+    return step, out, log
+
+
+def _check_blocks(step: Step, r: int, sees: Array) -> None:
+    """What native/check.c asks of a request's row of block_table, in its words."""
+    num_blocks, _, block_size, _ = step.key_cache.shape
+    low, high = sees[:, 0].min(initial=INT64_MAX), sees[:, 1].max(initial=0)
+    if high <= low:
+        return
+    needed = -(-int(high) // block_size)
+    if needed > step.block_table.shape[1]:
+        raise ValueError(
+            f"block_table: request {r}: needs {needed} blocks, the table has {step.block_table.shape[1]} columns"
+        )
+    for position in range(int(low) // block_size, needed):
+        block = int(step.block_table[r, position])
+        if not 0 <= block < num_blocks:
+            raise ValueError(
+                f"block_table: request {r}: position {position} holds block {block}, outside 0..{num_blocks - 1} "
+                f"(num_blocks {num_blocks})"
+            )

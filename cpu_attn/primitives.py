@@ -103,7 +103,7 @@ def _floats(name: str, x: Any) -> tuple[Array, str]:
     a = view(name, x)
     if a.dtype not in _check.FLOATS:
         raise TypeError(f"{name}: dtype {a.dtype}, expected {' or '.join(_check.FLOATS)}")
-    return a.numpy(), a.dtype
+    return x if isinstance(x, np.ndarray) else a.numpy(), a.dtype
 
 
 def _matrix(name: str, x: Any) -> tuple[Array, str]:

@@ -165,6 +165,14 @@ def _fill_masked(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], 
     return query, key, value, scale
 
 
+def _fill_late(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], list[Any], float]:
+    """NaN in one key and in another token's value near the end: rows that do not see that far must not know."""
+    query, key, value, scale = _fill_normal(rng, case)
+    for k, v in zip(key, value, strict=True):
+        k[-5:-4, 0], v[-3:-2, 0] = np.nan, np.nan
+    return query, key, value, scale
+
+
 FILLS = {
     "normal": _fill_normal,
     "equal": _scores(lambda j, n: np.full(n, 3)),
@@ -177,6 +185,7 @@ FILLS = {
     "large": _fill_large,
     "odd-query": _fill_odd_query,
     "masked": _fill_masked,
+    "late-nan": _fill_late,
 }
 
 
@@ -240,10 +249,11 @@ def alone(problem: Problem, r: int) -> Problem:
     case, loc = problem.case, problem.query_start_loc
     pick, rows = slice(r, r + 1), slice(int(loc[r]), int(loc[r + 1]))
     flags = None if case.dynamic_causal is None else case.dynamic_causal[pick]
-    lens = {"query_lens": case.query_lens[pick], "seq_lens": case.seq_lens[pick], "dynamic_causal": flags}
     return dataclasses.replace(
         problem,
-        case=dataclasses.replace(case, **lens),
+        case=dataclasses.replace(
+            case, query_lens=case.query_lens[pick], seq_lens=case.seq_lens[pick], dynamic_causal=flags
+        ),
         query=problem.query[rows],
         key=problem.key[pick],
         value=problem.value[pick],

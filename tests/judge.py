@@ -106,11 +106,11 @@ def _row_errors(got: NDArray[Any], want: reference.Float64, loc: NDArray[np.int3
 def _row_rms(x: reference.Float64) -> reference.Float64:
     largest = np.abs(x).max(axis=-1, initial=0.0)
     safe = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
-    return safe * np.sqrt(np.mean(np.square(x / safe[..., None]), axis=-1))
+    return np.asarray(safe * np.sqrt(np.mean(np.square(x / safe[..., None]), axis=-1)))
 
 
 def _lse_errors(got: reference.Float64, want: reference.Float64) -> reference.Float64:
     """[Hq, T]: |got - want| / max(1, |want|); infinities and NaN must be the same."""
     error = np.abs(got - want) / np.maximum(1.0, np.abs(want))
     same = (got == want) | (np.isnan(got) & np.isnan(want))
-    return np.where(same, 0.0, np.where(np.isfinite(want), error, np.inf))
+    return np.asarray(np.where(same, 0.0, np.where(np.isfinite(want), error, np.inf)))

@@ -79,5 +79,7 @@ def test_the_table_answers_the_question() -> None:
 
 def test_as_a_module() -> None:
     for arguments in (["--version"], ["info", "--json"]):
-        done = subprocess.run([sys.executable, "-m", "cpu_attn", *arguments], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "cpu_attn", *arguments], capture_output=True, text=True, check=True
+        )
         assert cpu_attn.__version__ in done.stdout

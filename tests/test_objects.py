@@ -22,8 +22,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# How objdump shows what x86-64 did not have from birth, by the macro of the compiler that allows it. VEX names begin with
-# v; EVEX shows by registers 16..31, masks and zmm. Left out: tzcnt, which is bsf on CPUs that lack it.
+# How objdump shows what x86-64 did not have from birth, by the macro of the compiler that allows it. VEX names begin
+# with v; EVEX shows by registers 16..31, masks and zmm. Left out: tzcnt, which is bsf on CPUs that lack it.
 WIDER = {
     "__SSE3__": r"\t(addsubp[sd]|h(add|sub)p[sd]|lddqu|movddup|movs[hl]dup)\b",
     "__SSSE3__": r"\t(pshufb|palignr|pabs[bwd]|psign[bwd]|ph(add|sub)\w+|pmaddubsw|pmulhrsw)\b",

@@ -59,7 +59,8 @@ static void copy_k_pairs(const ca_pages *g, int64_t first, int64_t k0, int64_t e
 void ca_gather_k(ca_form form, const ca_pages *g, int64_t first, int64_t k0, int64_t n, int64_t keys, void *dst) {
     int64_t head_size = g->plan->shape.head_size, end = k0 + n, step;
     int64_t width = form == CA_FORM_PLAIN ? keys : PANEL;
-    if (n < keys || first > k0 || head_size % 32 != 0)
+    int64_t unit = form == CA_FORM_PLAIN ? 1 : form == CA_FORM_PANELS ? 16 : 32;
+    if (n < keys || first > k0 || head_size % unit != 0)
         memset(dst, 0, (size_t)ca_form_k_bytes(head_size, keys));
     if (form == CA_FORM_BF16) {
         copy_k_pairs(g, ca_max64(k0, first), k0, end, dst);

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+# The habits of the house, one target each. PYTHON says which interpreter, VENV where it is made at home.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+SANITIZED = build/sanitized
+SOURCES := build_ffi.py pyproject.toml $(shell find native cpu_attn cli tests -name '*.py' -o -name '*.[ch]' -o -name '*.inc')
+# Away from the sources, so that every process the tests start imports what is installed.
+PYTEST = cd $(VENV) && bin/pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests
+SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
+
+.PHONY: help verify test packaging sanitize sanitized-tests lint format wheel clean
+
+help:
+	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
+	@echo "make test       the whole test suite"
+	@echo "make packaging  install in every way there is, with and without oneDNN (minutes)"
+	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
+	@echo "make lint       ruff, mypy, clang-format;  make format: let ruff and clang-format rewrite"
+	@echo "make wheel      dist/*.whl and dist/*.tar.gz"
+	@echo "make clean      remove what the others made"
+
+verify: $(VENV)/installed
+	@$(BIN)/cpu-attn verify || { echo "make verify: FAILED, see above"; exit 1; }
+	@echo "make verify: passed"
+
+test: $(VENV)/test
+	@$(PYTEST) || { echo "make test: FAILED, see above"; exit 1; }
+	@echo "make test: passed"
+
+packaging: $(VENV)/test
+	@$(PYTEST) -m packaging || { echo "make packaging: FAILED, see above"; exit 1; }
+	@echo "make packaging: passed"
+
+# libasan must be the first library of the process. Python keeps memory until it ends: no leak check.
+sanitize: export DIST_EXTRA_CONFIG = $(CURDIR)/$(SANITIZED)/setup.cfg
+sanitize: export CPU_ATTN_SANITIZE = 1
+sanitize:
+	@mkdir -p $(SANITIZED) && printf '[build]\nbuild_base = $(SANITIZED)\n' > $(DIST_EXTRA_CONFIG)
+	@$(MAKE) --no-print-directory VENV=$(SANITIZED)/venv $(SANITIZED)/venv/test
+	@$(MAKE) --no-print-directory VENV=$(SANITIZED)/venv sanitized-tests || { echo "make sanitize: FAILED, see above"; exit 1; }
+	@echo "make sanitize: passed"
+
+sanitized-tests:
+	@export LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+		UBSAN_OPTIONS=print_stacktrace=1 && $(PYTEST) --ignore=$(CURDIR)/tests/test_objects.py
+
+# mypy looks at the installed package: only there are cli and tests at their place in it.
+lint: $(VENV)/dev
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/mypy && cd $(VENV) && bin/mypy --config-file $(CURDIR)/pyproject.toml -p cpu_attn
+	@find native -name '*.[ch]' -o -name '*.inc' | xargs $(BIN)/clang-format --dry-run -Werror
+	@echo "make lint: passed"
+
+format: $(VENV)/dev
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+	@find native -name '*.[ch]' -o -name '*.inc' | xargs $(BIN)/clang-format -i
+
+wheel: $(VENV)/dev
+	@rm -rf dist && $(BIN)/python -m build && echo "make wheel: $$(echo dist/*)"
+
+clean:
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis cpu_attn/*.so
+	@find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) is not there: install Python 3.10 or newer, or say PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "$$($(PYTHON) -V) is too old: cpu-attn needs 3.10 or newer, say PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv, sysconfig; open(sysconfig.get_path("include") + "/Python.h")' 2> /dev/null \
+		|| { echo "$(PYTHON) lacks venv or Python.h: on Debian and Ubuntu, apt-get install python3-venv python3-dev"; exit 1; }
+	@command -v $(CC) > /dev/null || { echo "no C compiler: on Debian and Ubuntu, apt-get install gcc"; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+# build/lib may hold modules that are no more.
+$(VENV)/installed: $(BIN)/python $(SOURCES)
+	@rm -rf build/lib* && echo "building and installing into $(VENV)"
+	@$(BIN)/pip install --quiet . && touch $@
+
+# By name: what an extra adds to the package that is installed.
+$(VENV)/test $(VENV)/dev: $(VENV)/installed
+	@$(BIN)/pip install --quiet 'cpu-attn[$(@F)]' && touch $@

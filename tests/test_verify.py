@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cpu-attn verify: what it prints and exits with when kernels are right, and when they are broken."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import cpu_attn
+from cpu_attn.cli.verify import verify
+from cpu_attn.reference import BUDGET
+from cpu_attn.tests import cases
+
+SCALAR = ("--engine", "native", "--isa", "scalar", "--dtype", "bfloat16")
+verify_module = sys.modules[verify.callback.__module__]
+right_run = cases.run
+
+
+def call(*args: str) -> Result:
+    return CliRunner().invoke(verify, args)
+
+
+def report(*args: str) -> dict[str, Any]:
+    return json.loads(call("--json", *args).stdout)
+
+
+def rerun_lines(result: Result) -> list[str]:
+    return [line.strip() for line in result.stdout.splitlines() if line.strip().startswith("cpu-attn verify")]
+
+
+def break_kernel(monkeypatch: pytest.MonkeyPatch, broken: Any) -> None:
+    """broken(problem, output, lse, **options) changes a result in place. It sees options as verify gave them."""
+
+    def run(problem: cases.Problem, isa: str, engine: str, **options: Any) -> Any:
+        output, lse = right_run(problem, isa, engine, **options)
+        broken(problem, output, lse, **options)
+        return output, lse
+
+    monkeypatch.setattr(verify_module.cases, "run", run)
+
+
+def test_quick_passes() -> None:
+    result = call("--quick", *SCALAR)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1].startswith("All ")
+    assert "scalar" in result.stdout
+    assert not rerun_lines(result)
+
+
+def test_json() -> None:
+    found = report("--quick", *SCALAR, "--seed", "3")
+    assert found["ok"]
+    assert (found["level"], found["seed"], found["failures"]) == ("quick", 3, [])
+    (combo,) = found["combinations"]
+    names = {case.name for case in cases.cases("quick", "bfloat16", 3)}
+    assert (combo["engine"], combo["isa"], combo["dtype"]) == ("native", "scalar", "bfloat16")
+    assert combo["cases"] == len(names)
+    assert 0 < combo["worst_error"] <= combo["budget"] == BUDGET["bfloat16"]
+    assert combo["worst_case"] in names
+
+
+def test_everything_here_is_run_and_the_rest_has_a_reason() -> None:
+    found = report("--case", "mixed-plain")
+    ran = {(c["engine"], c["isa"], c["dtype"]) for c in found["combinations"]}
+    absent = {(c["engine"], c["isa"], c["dtype"]): c["reason"] for c in found["unavailable"]}
+    for isa in cpu_attn.isas():
+        for dtype in cases.DTYPES:
+            assert (("native", isa.name, dtype) in ran) == isa.supported
+    assert {("reference", "auto", dtype) for dtype in cases.DTYPES} <= ran
+    onednn = next(engine for engine in cpu_attn.engines() if engine.name == "onednn")
+    for name in ("onednn", "onednn-python"):
+        assert ((name, "auto", "float32") in ran) == onednn.available
+    assert not ran & absent.keys()
+    assert all(absent.values())
+
+
+def test_a_broken_kernel_is_found_and_its_line_runs_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(problem: cases.Problem, output: Any, lse: Any, **_: Any) -> None:
+        if problem.case.head_size == 20:
+            output[-1, -1] = 0
+
+    break_kernel(monkeypatch, broken)
+    result = call("--quick", *SCALAR, "--seed", "2")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1].startswith("FAILED: ")
+    (line,) = {line for line in rerun_lines(result) if "chunk-head-20" in line}
+    assert line == "cpu-attn verify --case chunk-head-20 --engine native --isa scalar --dtype bfloat16 --seed 2"
+    again = shlex.split(line)[2:]
+    assert call(*again).exit_code == 1
+    found = report(*again)
+    assert not found["ok"]
+    assert {f["case"] for f in found["failures"]} == {"chunk-head-20"}
+    assert found["failures"][0]["rerun"] == line
+    assert "relative RMS" in found["failures"][0]["message"]
+    monkeypatch.undo()
+    assert call(*again).exit_code == 0
+
+
+def test_nan_and_exceptions_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def poison(problem: cases.Problem, output: Any, lse: Any, **_: Any) -> None:
+        output[0, 0, 0] = np.nan
+
+    break_kernel(monkeypatch, poison)
+    found = report("--case", "mixed-plain", *SCALAR)
+    assert found["combinations"][0]["worst_error"] is None
+    assert not found["combinations"][0]["ok"]
+
+    def die(*_: Any, **__: Any) -> None:
+        raise MemoryError("no room")
+
+    break_kernel(monkeypatch, die)
+    result = call("--case", "mixed-plain", *SCALAR)
+    assert result.exit_code == 1
+    assert "MemoryError: no room" in result.stdout
+    assert rerun_lines(result)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("threads", "3 threads give"), ("split", "enable_kv_split=False"), ("batch", "request 1 alone")],
+)
+def test_a_change_of_one_bit_is_found(what: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(problem: cases.Problem, output: Any, lse: Any, **options: Any) -> None:
+        here = {
+            "threads": options.get("num_threads") == 3 and options.get("enable_kv_split", True),
+            "split": not options.get("enable_kv_split", True),
+            "batch": len(problem.seq_lens) == 1,
+        }
+        if here[what] and lse.size:
+            lse[-1, -1] = np.nextafter(lse[-1, -1], np.float32(np.inf))
+
+    break_kernel(monkeypatch, broken)
+    found = report("--case", "mixed-plain", *SCALAR)
+    assert any(message in failure["message"] for failure in found["failures"])
+    assert all("bits" in failure["message"] for failure in found["failures"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--case", "mixed-plian"), "mixed-plain"),
+        (("--isa", "avx1024"), "avx512"),
+        (("--quick", "--full"), "exclude"),
+        (("--dtype", "float64"), "bfloat16"),
+    ],
+)
+def test_what_makes_no_sense_exits_with_2(args: tuple[str, ...], message: str) -> None:
+    result = call(*args)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_an_isa_asked_for_that_is_not_here_exits_with_2() -> None:
+    absent = [isa for isa in cpu_attn.isas() if not isa.supported]
+    if not absent:
+        pytest.skip("every isa runs here")
+    result = call("--isa", absent[0].name, "--case", "mixed-plain")
+    assert result.exit_code == 2
+    assert " ".join(absent[0].reason.split()[:3]) in " ".join(result.output.split())
+
+
+def test_an_engine_asked_for_that_is_not_here_exits_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = cpu_attn.get_scheduler_metadata
+
+    def without_onednn(*args: Any, engine: str = "auto", **options: Any) -> Any:
+        if engine == "onednn":
+            raise cpu_attn.UnavailableError("no oneDNN on this planet")
+        return plan(*args, engine=engine, **options)
+
+    monkeypatch.setattr(cpu_attn, "get_scheduler_metadata", without_onednn)
+    for engine in ("onednn", "onednn-python"):
+        result = call("--engine", engine, "--case", "mixed-plain")
+        assert result.exit_code == 2
+        assert "no oneDNN on this planet" in result.output
+    found = report("--case", "mixed-plain", "--dtype", "float32")
+    assert found["ok"]
+    reasons = {c["engine"]: c["reason"] for c in found["unavailable"] if c["engine"].startswith("onednn")}
+    assert reasons == dict.fromkeys(("onednn", "onednn-python"), "no oneDNN on this planet")
