@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the two extension modules through cffi's API mode (one stable-ABI file each).
 
-``cpu_attn._native``: the core. Every ``native/isa/*.c`` is compiled with the flags its first lines
-state; what this compiler or architecture cannot build is left out with the reason, which ``cpu-attn
+``cpu_attn._native``: the core. Every file of ``native/isa`` and ``native/probe`` is compiled with the flags its
+first lines state; what this compiler or architecture cannot build is left out with the reason, which ``cpu-attn
 info`` shows. ``cpu_attn._onednn``: the engine on oneDNN, where its headers are found.
 
 Environment, read at build time:
@@ -29,14 +29,15 @@ from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 NATIVE = ROOT / "native"
+FLAGGED = ("isa", "probe")  # folders of native whose files state their own flags
 # No contraction: a row's bits must not depend on which expressions the compiler chose to fuse.
 BASE_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-fno-omit-frame-pointer"]
 
 
 @dataclass(frozen=True)
-class IsaFile:
-    """A file of native/isa and what its first lines say."""
+class FlaggedFile:
+    """A file of FLAGGED and what its first lines say."""
 
     path: Path
     arch: str
@@ -45,7 +46,7 @@ class IsaFile:
     flags: tuple[str, ...]
 
     @classmethod
-    def read(cls, path: Path) -> IsaFile:
+    def read(cls, path: Path) -> FlaggedFile:
         said = dict(re.findall(r"^ \* (\w+):[ \t]*(.*)$", path.read_text().split("*/")[0], re.MULTILINE))
         return cls(path, said["arch"], said["unit"], int(said["rank"]), tuple(said["flags"].split()))
 
@@ -53,10 +54,14 @@ class IsaFile:
     def name(self) -> str:
         return self.path.stem
 
+    @property
+    def source(self) -> str:
+        return str(self.path.relative_to(ROOT))
 
-def isa_files() -> list[IsaFile]:
+
+def flagged_files(folder: str) -> list[FlaggedFile]:
     """Best first: the order in which ``auto`` looks."""
-    return sorted(map(IsaFile.read, (NATIVE / "isa").glob("*.c")), key=lambda f: -f.rank)
+    return sorted(map(FlaggedFile.read, (NATIVE / folder).glob("*.c")), key=lambda f: -f.rank)
 
 
 def cdef(header: Path) -> str:
@@ -97,21 +102,27 @@ class BuildExt(build_ext):  # type: ignore[misc]
         return flags
 
     def build_native(self, ext: Extension) -> None:
-        compiled, absent = [], []
-        for isa in isa_files():
-            if isa.arch not in ("any", platform.machine()):
-                absent.append((isa, f"its kernels are for {isa.arch}, this build is for {platform.machine()}"))
-            elif isa.flags and not self.accepts(*isa.flags):
-                absent.append((isa, f"the compiler that built this lacks one of {' '.join(isa.flags)}"))
-            else:
-                compiled.append(isa)
-        config = ["#define CA_ISA_LIST " + " ".join(f'ISA({i.name}, "{i.unit}")' for i in compiled)]
-        config += ["#define CA_ISA_ABSENT " + " ".join(f'ABSENT({i.name}, "{i.unit}", "{why}")' for i, why in absent)]
-        (self.temp / "isa_list.h").write_text("\n".join(config) + "\n")
         common = self.common_flags()
         sources = {path: common for path in sorted(NATIVE.glob("*.c"))}
-        sources |= {isa.path: [*common, *isa.flags] for isa in compiled}
+        for folder in FLAGGED:
+            sources |= {file.path: [*common, *file.flags] for file in self.choose(folder)}
         self.assemble(ext, NATIVE / "cpu_attn.h", sources, common)
+
+    def choose(self, folder: str) -> list[FlaggedFile]:
+        """The files that can be built here; they and, with the reason, the others into a header for C."""
+        built, absent = [], []
+        for file in flagged_files(folder):
+            if file.arch not in ("any", platform.machine()):
+                absent.append((file, f"its kernels are for {file.arch}, this build is for {platform.machine()}"))
+            elif file.flags and not self.accepts(*file.flags):
+                absent.append((file, f"the compiler that built this lacks one of {' '.join(file.flags)}"))
+            else:
+                built.append(file)
+        kind = folder.upper()
+        rows = [f"#define CA_{kind}_LIST", *(f'{kind}({f.name}, "{f.unit}")' for f in built)]
+        reasons = [f"#define CA_{kind}_ABSENT", *(f'ABSENT({f.name}, "{f.unit}", "{why}")' for f, why in absent)]
+        (self.temp / f"{folder}_list.h").write_text(" ".join(rows) + "\n" + " ".join(reasons) + "\n")
+        return built
 
     def build_onednn(self, ext: Extension) -> None:
         """Left out without a word of error: the engine is optional, and ``cpu-attn info`` says so."""

@@ -129,6 +129,16 @@ def same_step(plan: Any, starts: Array, lens: Array, flags: Array | None, causal
         raise ValueError(f"sliding_window: {sliding_window}, scheduler_metadata was made for (left, right) = {planned}")
 
 
+def block_table(plan: Any, table: Array, num_blocks: int, block_size: int) -> None:
+    """Every block that the plan will look for is there."""
+    fault = new_fault()
+    columns = table.shape[1]
+    lib.ca_check_table(
+        plan._pointer, pointer("int32_t *", table), table.strides[0], columns, num_blocks, block_size, fault
+    )
+    raise_fault(fault)
+
+
 def pointer(kind: str, a: Array | np.ndarray[Any, Any] | None) -> Any:
     """``a`` as a C pointer; the caller keeps ``a`` alive."""
     if a is None:

@@ -33,7 +33,6 @@ from cpu_attn.primitives import gather_pages, matmul, softmax
 
 Array = np.ndarray[Any, Any]
 ROWS, KEYS = 256, 512
-INT64_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -229,6 +228,7 @@ def _checked(
     for name, cache, size in (("key_cache", kc, head_size), ("value_cache", vc, out.shape[2])):
         _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, size)
     lens, starts, flags = _check.lengths(num_reqs, seq_lens, query_start_loc, dynamic_causal)
+    _check.block_table(plan, table, kc.shape[0], kc.shape[2])
     inputs: dict[str, Memory | None] = {"query": q, "key_cache": kc, "value_cache": vc, "block_table": table}
     inputs |= {"query_start_loc": starts, "seq_lens": lens, "dynamic_causal": flags}
     _check.disjoint("output", _check.writable("output", out), inputs)
@@ -252,26 +252,5 @@ def _checked(
         position=position,
         sees=sees,
     )
-    for r, (start, stop) in enumerate(pairwise(step.query_start_loc.tolist())):
-        _check_blocks(step, r, sees[start:stop])
     return step, out, log
 
-
-def _check_blocks(step: Step, r: int, sees: Array) -> None:
-    """What native/check.c asks of a request's row of block_table, in its words."""
-    num_blocks, _, block_size, _ = step.key_cache.shape
-    low, high = sees[:, 0].min(initial=INT64_MAX), sees[:, 1].max(initial=0)
-    if high <= low:
-        return
-    needed = -(-int(high) // block_size)
-    if needed > step.block_table.shape[1]:
-        raise ValueError(
-            f"block_table: request {r}: needs {needed} blocks, the table has {step.block_table.shape[1]} columns"
-        )
-    for position in range(int(low) // block_size, needed):
-        block = int(step.block_table[r, position])
-        if not 0 <= block < num_blocks:
-            raise ValueError(
-                f"block_table: request {r}: position {position} holds block {block}, outside 0..{num_blocks - 1} "
-                f"(num_blocks {num_blocks})"
-            )

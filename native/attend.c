@@ -121,7 +121,8 @@ static void run_merges(run *w, int thread) {
 }
 
 int ca_attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_fault *fault) {
-    if (ca_check_call(plan, call, fault))
+    if (ca_check_table(plan, call->block_table, call->table_stride, call->table_cols, call->num_blocks,
+                       call->block_size, fault))
         return fault->status;
     run w = {.plan = plan, .call = call, .workspace = workspace};
     int64_t items = plan->num_tasks * plan->shape.num_kv_heads;

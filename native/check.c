@@ -35,16 +35,16 @@ int ca_check_step(const ca_plan *p, const int32_t *seq_lens, const int32_t *quer
 }
 
 /* The blocks that hold a key some row may see. */
-int ca_check_call(const ca_plan *p, const ca_call *c, ca_fault *fault) {
+int ca_check_table(const ca_plan *p, const int32_t *table, int64_t stride, int64_t cols, int64_t num_blocks,
+                   int64_t block_size, ca_fault *fault) {
     fail(fault, CA_OK, -1, -1, -1, -1);
     for (int r = 0; r < p->shape.num_reqs; r++) {
         ca_task whole = {.request = r, .num_tokens = p->query_start_loc[r + 1] - p->query_start_loc[r]};
         int64_t k0 = 0, k1 = 0;
         if (whole.num_tokens > 0)
             ca_task_keys(p, &whole, &k0, &k1);
-        if (k1 > k0 &&
-            ca_check_blocks(c->block_table + r * c->table_stride, r, k0 / c->block_size,
-                            ca_div_up(k1, c->block_size), c->table_cols, c->num_blocks, fault))
+        if (k1 > k0 && ca_check_blocks(table + r * stride, r, k0 / block_size, ca_div_up(k1, block_size), cols,
+                                       num_blocks, fault))
             return fault->status;
     }
     return CA_OK;

@@ -133,7 +133,11 @@ int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs over a
 int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
                   const int32_t *dynamic_causal, ca_fault *fault);
 
-/* Checks every index that the call will follow, then runs. workspace: workspace_bytes, 64-aligned. */
+/* Does a block table [R, cols] name blocks below num_blocks wherever the plan will look? */
+int ca_check_table(const ca_plan *plan, const int32_t *table, int64_t stride, int64_t cols, int64_t num_blocks,
+                   int64_t block_size, ca_fault *fault);
+
+/* Checks the block table, then runs. workspace: workspace_bytes, 64-aligned. */
 int ca_attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_fault *fault);
 
 /* A slot < 0 is skipped. Everything is checked before the first byte is written. */
@@ -143,6 +147,23 @@ int ca_write(const ca_cache *key_cache, const ca_cache *value_cache, const ca_ro
 /* Tokens 0..num_tokens-1 of one request back to [T, Hkv, D]; value: 0 for K, 1 for V. */
 int ca_gather(const ca_cache *cache, int value, const int32_t *block_table, int64_t num_entries, int64_t num_tokens,
               const ca_rows *dst, ca_fault *fault);
+
+/* A way to multiply that `cpu-attn bench` measures, best first: a row of native/probe. */
+typedef struct ca_probe_info {
+    const char *name, *unit; /* unit: "matrix", "vector" or "scalar" */
+    const char *isa, *what;  /* the isa whose products it limits, the instruction; "" where not compiled */
+    int32_t dtypes;          /* 1 << ca_dtype for inputs that it can multiply */
+    int32_t supported;
+    const char *reason; /* why it cannot run here; "" when it can */
+} ca_probe_info;
+
+int ca_probe(int i, ca_probe_info *out); /* 0: no such i */
+
+/* Limits on this many threads, 0 where they cannot be measured. Products from registers for this long; one pass
+ * of reads or of memcpy (bytes copied, counted once) over memory of this size. */
+double ca_probe_gflops(int probe, int threads, double seconds);
+double ca_probe_read_gbps(const void *data, int64_t bytes, int threads);
+double ca_probe_copy_gbps(void *dst, const void *src, int64_t bytes, int threads);
 /* cffi: end */
 
 /* ---- inside the library: engines and isa files ---- */
@@ -251,7 +272,6 @@ typedef struct ca_isa_row {
 } ca_isa_row;
 
 const ca_isa_row *ca_isa_get(int isa);
-int ca_check_call(const ca_plan *plan, const ca_call *call, ca_fault *fault);
 int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
                     ca_fault *fault);
 int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault);

@@ -111,10 +111,16 @@ def beyond(instructions: list[str], macros: Iterable[str]) -> list[str]:
     return [line for line in instructions if any(f.search(line) for f in forbidden)]
 
 
-def test_every_source_is_looked_at(objects: dict[str, Path], build_ffi: Any) -> None:
-    absent = {f"native/isa/{i.name}.c" for i in build_ffi.isa_files() if i.arch not in ("any", platform.machine())}
+@pytest.fixture(scope="session")
+def flagged(build_ffi: Any) -> list[Any]:
+    """The files of native/isa and native/probe that are for this architecture."""
+    files = [file for folder in build_ffi.FLAGGED for file in build_ffi.flagged_files(folder)]
+    return [file for file in files if file.arch in ("any", platform.machine())]
+
+
+def test_every_source_is_looked_at(objects: dict[str, Path], flagged: list[Any]) -> None:
     sources = {str(p.relative_to(ROOT)) for p in (ROOT / "native").glob("*.c")}
-    sources |= {f"native/isa/{i.name}.c" for i in build_ffi.isa_files()} - absent
+    sources |= {file.source for file in flagged}
     assert sources <= objects.keys()
 
 
@@ -125,8 +131,8 @@ def test_no_weak_symbols(objects: dict[str, Path]) -> None:
 
 
 @x86_64
-def test_no_wider_instruction(objects: dict[str, Path], build_ffi: Any) -> None:
-    flags = {f"native/isa/{i.name}.c": i.flags for i in build_ffi.isa_files()}
+def test_no_wider_instruction(objects: dict[str, Path], flagged: list[Any]) -> None:
+    flags = {file.source: file.flags for file in flagged}
     for source, path in objects.items():
         instructions = code(path)
         assert len(instructions) > 5, f"{source}: objdump shows no code"
@@ -135,22 +141,22 @@ def test_no_wider_instruction(objects: dict[str, Path], build_ffi: Any) -> None:
 
 
 @x86_64
-def test_table_sees_every_flag(objects: dict[str, Path], build_ffi: Any) -> None:
-    for isa in build_ffi.isa_files():
-        for flag in isa.flags if f"native/isa/{isa.name}.c" in objects else ():
+def test_table_sees_every_flag(objects: dict[str, Path], flagged: list[Any]) -> None:
+    for file in flagged:
+        for flag in file.flags if file.source in objects else ():
             macro = f"__{flag[2:].upper().replace('-', '_')}__"
             if macro in WIDER:
-                found = beyond(code(objects[f"native/isa/{isa.name}.c"]), allowed(*isa.flags) - {macro})
-                assert found, f"{isa.name} uses nothing of {flag}, or the table does not know it"
+                found = beyond(code(objects[file.source]), allowed(*file.flags) - {macro})
+                assert found, f"{file.source} uses nothing of {flag}, or the table does not know it"
 
 
 @x86_64
-def test_asking_an_isa_needs_no_isa(objects: dict[str, Path], build_ffi: Any) -> None:
+def test_asking_needs_no_isa(objects: dict[str, Path], flagged: list[Any]) -> None:
     """`missing` runs on every machine, whatever its file was compiled for."""
-    for isa in build_ffi.isa_files():
-        if path := objects.get(f"native/isa/{isa.name}.c"):
+    for file in flagged:
+        if path := objects.get(file.source):
             wider = beyond(code(path, "--disassemble=missing"), allowed())
-            assert not wider, f"native/isa/{isa.name}.c: missing(): {wider}"
+            assert not wider, f"{file.source}: missing(): {wider}"
 
 
 def test_exported_symbols(built: Path) -> None:
