@@ -67,3 +67,19 @@ def test_guarded_memory(engine: str, isa: str, dtype: str, sizes: tuple[int, int
     )
     assert (reference.relative_rms(output.array, want, start.array) <= reference.BUDGET[dtype]).all()
     assert np.allclose(lse.array, want_lse, atol=1e-5 if dtype == "float32" else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("engine", "isa"), COMBINATIONS)
+def test_outputs_are_rounded_to_nearest_even(engine: str, isa: str, dtype: str) -> None:
+    """Two keys of equal weight: every output lies just between a number and its neighbour, subnormals included."""
+    finite = {"float16": 0x7C00, "bfloat16": 0x7F00}[dtype]  # bfloat16: below half of the largest, so that sums fit
+    bits = np.arange(finite - 1, dtype=np.uint16)
+    value = np.stack([bits, bits + 1]).view(numpy_dtype(dtype))[:, None]
+    start, lens, table = np.array([0, 1], np.int32), np.array([2], np.int32), np.zeros((1, 1), np.int32)
+    cache = cpu_attn.PagedKVCache(1, 16, 1, 2, dtype, isa, head_size_v=len(bits))
+    cache.update(np.zeros((2, 1, 2), value.dtype), value, np.arange(2))
+    plan = cache.plan(start, lens, 1, engine=engine)
+    output = cache.attend(np.zeros((1, 1, 2), value.dtype), table, plan)[0, 0]
+    middle = value[:, 0].astype(np.float64).mean(axis=0)
+    assert output.tobytes() == middle.astype(value.dtype).tobytes()
