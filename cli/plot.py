@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The roofline of ``cpu-attn bench --plot``: speed over intensity, under ceilings that were measured."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+# Okabe and Ito's colours, told apart by everyone; an engine has one colour and one marker.
+STYLES = {
+    "native": ("#0072B2", "o"),
+    "onednn": ("#D55E00", "s"),
+    "onednn-python": ("#E69F00", "v"),
+    "reference": ("#999999", "x"),
+    "torch": ("#009E73", "^"),
+}
+WIDTH, HEIGHT = 11.0, 6.5  # inches
+LABEL = 8.0  # points; labels are 1.5 of it apart
+PERCENT = 0.055  # of the axes' width: a column of percents
+Result = dict[str, Any]
+Rows = dict[str, dict[str, Result]]
+
+
+def check(path: Path) -> None:
+    """Refuses before anything is measured."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("--plot needs matplotlib: pip install 'cpu-attn[plot]'")
+    known = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise click.UsageError(f"--plot {path}: the name must end in one of {', '.join(sorted(known))}")
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Points under ceilings; beside them, in a column each for what memory and what products bound, the labels."""
+    rows = _rows(report["results"])
+    if not rows:
+        raise click.UsageError("--plot: none of these workloads has a place in a roofline")
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(WIDTH, HEIGHT))
+    axes = figure.add_axes((0.07, 0.09, 0.64, 0.82))
+    _frame(axes, report, [r for row in rows.values() for r in row.values()])
+    engines = list(dict.fromkeys(engine for row in rows.values() for engine in row))
+    for engine in engines:
+        colour, marker = STYLES[engine]
+        x, y = zip(*(_place(row[engine]) for row in rows.values() if engine in row), strict=True)
+        axes.plot(x, y, marker, color=colour, label=engine, markersize=7, zorder=3)
+    for bound in ("read_gbps", "gflops"):
+        some = {name: row for name, row in rows.items() if next(iter(row.values()))["limit_of"].endswith(bound)}
+        if some:
+            _labels(axes, some, engines, 1.03 if bound == "gflops" else _right_of(axes, some))
+    axes.legend(loc="lower right", frameon=False, title="percent of its limit")
+    figure.savefig(path, dpi=150)
+
+
+def _rows(results: list[dict[str, Any]]) -> Rows:
+    """Results with flops, bytes and a limit: by workload (with isa and dtype, where there are several), by engine."""
+    isas = list(dict.fromkeys(r["isa"] for r in results if r["isa"]))
+    several_dtypes = len({r["dtype"] for r in results}) > 1
+    rows: Rows = {}
+    for r in results:
+        if r["gflops"] and r["limit"]:
+            name = r["workload"]
+            name += f" {r['isa'] or isas[0]}" if len(isas) > 1 else ""
+            name += f" {r['dtype']}" if several_dtypes else ""
+            rows.setdefault(name, {})[r["engine"]] = r
+    return rows
+
+
+def _place(r: Result) -> tuple[float, float]:
+    """Flops for each byte of K and V that is read once, and GFLOP/s."""
+    return r["gflops"] / r["kv_gbps"], r["gflops"]
+
+
+def _frame(axes: Any, report: Result, points: list[Result]) -> None:
+    """Axes and ceilings: what is read as slopes, products as level lines from where they begin to bind."""
+    slopes = {p["limit"] for p in points if p["limit_of"] == "read_gbps"} or {report["limits"]["read_gbps"]}
+    used = {p["limit"] for p in points} | set(report["limits"].values())
+    levels = {
+        p["value"]: p["what"] for p in report["probes"] if p["unit"] == "GFLOP/s" and p["value"] and p["value"] in used
+    }
+    x, y = zip(*map(_place, points), strict=True)
+    low, high = min(x) / 4, max(*x, max(levels) / min(slopes)) * 2
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(min(y) / 2, max(levels) * 2))
+    over = {p["value"]: p["what"] for p in report["probes"] if p["limit"] == "read_gbps"}
+    for slope in {min(slopes), max(slopes)} if max(slopes) > 1.1 * min(slopes) else {max(slopes)}:
+        ends = [(low, low * slope), (max(levels) / slope, max(levels))]
+        axes.plot(*zip(*ends, strict=True), color="black", linewidth=1.2)
+        (x0, y0), (x1, y1) = axes.transData.transform(ends)
+        turned = {"rotation": math.degrees(math.atan2(y1 - y0, x1 - x0)), "rotation_mode": "anchor"}
+        axes.annotate(
+            f"read {slope:.3g} GB/s {over[slope]}", ends[1], xytext=(-17, -4), textcoords="offset points",
+            ha="right", va="top", fontsize=LABEL, **turned,
+        )  # fmt: skip
+    for level, what in levels.items():
+        axes.plot([level / max(slopes), high], [level, level], color="black", linewidth=1.2)
+        axes.annotate(
+            f"{what}: {level:.4g} GFLOP/s", (high, level), xytext=(-4, 4), textcoords="offset points",
+            ha="right", fontsize=LABEL,
+        )  # fmt: skip
+    machine, some = report["machine"], report["results"][0]
+    axes.set_title(
+        f"{machine['brand']}, {some['threads']} threads, {', '.join({p['dtype'] for p in points})}", loc="left"
+    )
+    axes.set_xlabel("useful flops for each byte of K and V")
+    axes.set_ylabel("GFLOP/s")
+    axes.grid(which="major", color="0.92")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _right_of(axes: Any, rows: Rows) -> float:
+    """A little to the right of all the points, in axes fractions."""
+    x = max(_place(r)[0] for row in rows.values() for r in row.values())
+    place: float = axes.transAxes.inverted().transform(axes.transData.transform((x, 1)))[0]
+    return place + 0.05
+
+
+def _labels(axes: Any, rows: Rows, engines: list[str], left: float) -> None:
+    """Name and, in the engines' colours, percent of the limit; at the height of the best point, if there is room."""
+    gap = 1.5 * LABEL / 72 / (HEIGHT * axes.get_position().height)
+    to_axes = axes.transData + axes.transAxes.inverted()
+    ends = {name: to_axes.transform(max(map(_place, row.values()), key=lambda p: p[1])) for name, row in rows.items()}
+    names = sorted(rows, key=lambda name: float(ends[name][1]))
+    heights = spread([float(ends[name][1]) for name in names], gap, 0.02, 0.98)
+    width = (max(map(len, names)) * 0.55 + 1) * LABEL / 72 / (WIDTH * axes.get_position().width)
+    style = {"xycoords": "axes fraction", "va": "center", "fontsize": LABEL, "annotation_clip": False}
+    for name, height in zip(names, heights, strict=True):
+        axes.plot(
+            [ends[name][0], left - 0.005], [ends[name][1], height], transform=axes.transAxes, color="0.75",
+            linewidth=0.7, clip_on=False, zorder=1,
+        )  # fmt: skip
+        axes.annotate(name, (left, height), bbox={"color": "white", "pad": 1}, **style)
+        for column, engine in enumerate(engines):
+            if engine in rows[name]:
+                text = f"{rows[name][engine]['fraction_of_limit']:.0%}"
+                place = (left + width + (column + 1) * PERCENT, height)
+                axes.annotate(text, place, ha="right", color=STYLES[engine][0], fontweight="bold", **style)
+
+
+def spread(wanted: list[float], gap: float, low: float, high: float) -> list[float]:
+    """Ascending places near the ascending ``wanted``, ``gap`` apart, from ``low`` up to ``high`` if they fit."""
+    places: list[float] = []
+    for w in wanted:
+        places.append(max(w, places[-1] + gap if places else low))
+    for i, place in enumerate(places):
+        places[i] = min(place, high - (len(places) - 1 - i) * gap)
+    return places

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ``cpu-attn bench`` tells what it measured: a table, CSV, and one report against another."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+NO_TERMINAL = 120  # columns of a table in a file or a pipe
+RESULT_FIELDS = (
+    "workload",
+    "engine",
+    "isa",
+    "dtype",
+    "kv_cache_dtype",
+    "threads",
+    "seconds_min",
+    "seconds_median",
+    "gflops",
+    "kv_gbps",
+    "limit",
+    "limit_of",
+    "fraction_of_limit",
+    "workspace_bytes",
+)
+SAME = ("workload", "engine", "isa", "dtype", "kv_cache_dtype")  # what makes two results comparable
+MACHINE = ("brand", "vendor", "family", "model", "stepping", "cpus", "amx_permission")
+
+
+def seconds(x: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if x >= size:
+            return f"{x / size:.4g} {unit}"
+    return f"{x * 1e6:.3g} us"
+
+
+def speed(result: dict[str, Any]) -> str:
+    """The figure that its limit bounds."""
+    if result["limit_of"] in ("read_gbps", "memcpy_gbps"):
+        return f"{result['kv_gbps']:.3g} GB/s"
+    return "" if result["limit_of"] is None else f"{result['gflops']:.4g} GF"
+
+
+def show_limits(report: dict[str, Any]) -> None:
+    for row in report["probes"]:
+        value = "not here: lacks " + row["reason"] if row["value"] is None else f"{row['value']:.4g} {row['unit']}"
+        click.echo(f"limit {row['limit']:14} {row['what']:22} {value}")
+
+
+def show(report: dict[str, Any]) -> None:
+    """The table, a workload's engines under each other; ``x native``: how many times as fast as our own kernels."""
+    machine = report["machine"]
+    click.echo(f"cpu-attn {machine['version']} on {machine['brand']}, {report['results'][0]['threads']} threads")
+    show_limits(report)
+    table = Table("workload", "engine", "isa", "dtype", "min", "median", "speed", "of limit", "x native")
+    before = None
+    for r in report["results"]:
+        if r["workload"] != before:
+            table.add_section()
+        rival = next((x for x in report["results"] if x["engine"] == "native" and _together(x, r)), r)
+        table.add_row(
+            r["workload"] if r["workload"] != before else "",
+            r["engine"],
+            r["isa"] or "",
+            r["dtype"],
+            seconds(r["seconds_min"]),
+            seconds(r["seconds_median"]),
+            speed(r),
+            "" if r["limit"] is None else f"{r['fraction_of_limit']:.1%}",
+            "" if rival is r else f"{rival['seconds_min'] / r['seconds_min']:.2f}",
+        )
+        before = r["workload"]
+    _print(table)
+
+
+def _together(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Did they run on the same arrays? A rival has no isa of ours."""
+    return a["workload"] == b["workload"] and a["dtype"] == b["dtype"] and b["isa"] in (None, a["isa"])
+
+
+def _print(table: Table) -> None:
+    console = Console()
+    (console if console.is_terminal else Console(width=NO_TERMINAL)).print(table)
+
+
+def as_csv(report: dict[str, Any]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, RESULT_FIELDS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(report["results"])
+    return text.getvalue()
+
+
+# ---- one report against another ----
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A report that --save or --json wrote."""
+    try:
+        report: dict[str, Any] = json.loads(path.read_text())
+        compare(report, report)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise click.UsageError(f"{path} is no report of cpu-attn bench: {error!r}") from None
+    return report
+
+
+def compare(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Ratios of what both reports hold, and what else differs between them.
+
+    speedup: seconds then / seconds now. of_limit: fraction of the limit now / then, which a slower or busier machine
+    changes less. machine: what is not the same, then and now; limits: now / then.
+    """
+    old = {tuple(r[k] for k in SAME): r for r in then["results"]}
+    results = []
+    for r in now["results"]:
+        before = old.get(tuple(r[k] for k in SAME))
+        if before:
+            row = {k: r[k] for k in SAME}
+            row |= {"seconds_then": before["seconds_min"], "seconds_now": r["seconds_min"]}
+            row["speedup"] = _ratio(before["seconds_min"], r["seconds_min"])
+            row["of_limit"] = _ratio(r["fraction_of_limit"], before["fraction_of_limit"])
+            results.append(row)
+    machine = {
+        k: [then["machine"].get(k), now["machine"].get(k)]
+        for k in MACHINE
+        if then["machine"].get(k) != now["machine"].get(k)
+    }
+    threads = [sorted({r["threads"] for r in report["results"]}) for report in (then, now)]
+    if threads[0] != threads[1]:
+        machine["threads"] = threads
+    limits = {k: _ratio(now["limits"][k], then["limits"].get(k)) for k in now["limits"]}
+    return {"machine": machine, "limits": limits, "results": results}
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a and b else None
+
+
+def _times(x: float | None) -> str:
+    if x is None:
+        return ""
+    colour = "green" if x > 1.03 else "red" if x < 0.97 else ""
+    return f"[{colour}]{x:.2f}x[/]" if colour else f"{x:.2f}x"
+
+
+def show_comparison(comparison: dict[str, Any]) -> None:
+    for name, (then, now) in comparison["machine"].items():
+        click.echo(f"ANOTHER MACHINE: {name} was {then}, is {now}")
+    ratios = [f"{k} {v:.2f}x" for k, v in comparison["limits"].items() if v]
+    click.echo("limits, now to then: " + ", ".join(ratios))
+    if not comparison["results"]:
+        click.echo("nothing to compare: the two reports share no workload, engine, isa and dtype")
+        return
+    table = Table("workload", "engine", "isa", "dtype", "then", "now", "speed", "of limit")
+    for r in comparison["results"]:
+        names = [r[k] or "" for k in ("workload", "engine", "isa", "dtype")]
+        times = (seconds(r["seconds_then"]), seconds(r["seconds_now"]))
+        table.add_row(*names, *times, _times(r["speedup"]), _times(r["of_limit"]))
+    _print(table)

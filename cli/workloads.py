@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``cpu-attn bench`` runs: shapes by name, what they cost, and the arrays of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import cpu_attn
+from cpu_attn.tests.cases import numpy_dtype
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of causal attention, or what serves it.
+
+    kind: prefill, decode, write (reshape_and_cache of all tokens), plan (get_scheduler_metadata) or call (attention
+    too small to be limited by anything but the call). lens: (q_len, kv_len) of each request.
+    """
+
+    name: str
+    kind: str
+    lens: tuple[tuple[int, int], ...]
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_size: int = 128
+    sliding_window: int = -1
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi: bool = False
+
+    @property
+    def attends(self) -> bool:
+        return self.kind in ("prefill", "decode", "call")
+
+    @cached_property
+    def _lens(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        q_lens, kv_lens = np.array(self.lens, np.int64).reshape(-1, 2).T
+        return q_lens, kv_lens
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._lens[0].sum())
+
+    @property
+    def flops(self) -> int:
+        """2 * D for q.k and 2 * D for p*v, for each (query head, query, key) that the mask leaves."""
+        pairs = 0
+        for q_len, kv_len in self.lens:
+            seen = np.arange(kv_len - q_len + 1, kv_len + 1)  # keys up to each query's own
+            pairs += int(seen.sum() if self.sliding_window < 0 else np.minimum(seen, self.sliding_window).sum())
+        return 4 * self.head_size * self.num_heads * pairs
+
+    def kv_bytes(self, itemsize: int) -> int:
+        """Bytes of K and V that some query sees (write: that are written), each counted once."""
+        q_lens, kv_lens = self._lens
+        keys = kv_lens
+        if self.sliding_window >= 0:
+            keys = np.minimum(kv_lens, q_lens - 1 + self.sliding_window)
+        return int(keys.sum()) * 2 * self.num_kv_heads * self.head_size * itemsize
+
+
+def _same(kind: str, num_reqs: int, q_len: int, kv_len: int, **shape: Any) -> dict[str, Any]:
+    return {"kind": kind, "lens": ((q_len, kv_len),) * num_reqs, **shape}
+
+
+def _various(num_reqs: int, low: int, high: int) -> tuple[tuple[int, int], ...]:
+    """Decode requests over contexts of all lengths."""
+    return tuple((1, int(s)) for s in np.random.default_rng(SEED).integers(low, high + 1, num_reqs))
+
+
+MIXED = ((992, 2456), (1, 1234), (98, 1145), (1, 4162), (2345, 2345))
+WORKLOADS = {
+    name: Workload(name, **shape)
+    for name, shape in {
+        "prefill-2k": _same("prefill", 1, 2048, 2048),
+        "prefill-8k": _same("prefill", 1, 8192, 8192, num_heads=8, num_kv_heads=2),
+        "prefill-64x512": _same("prefill", 64, 512, 512),
+        "prefill-4k-d64": _same("prefill", 1, 4096, 4096, num_heads=16, num_kv_heads=16, head_size=64),
+        "prefill-2k-d256": _same("prefill", 1, 2048, 2048, num_heads=8, num_kv_heads=4, head_size=256),
+        "chunk-512-of-8k": _same("prefill", 1, 512, 8192),
+        "mixed": {"kind": "prefill", "lens": MIXED},
+        "decode-1x16k": _same("decode", 1, 1, 16384),
+        "decode-8x8k": _same("decode", 8, 1, 8192),
+        "decode-32x2k": _same("decode", 32, 1, 2048),
+        "decode-64x512": _same("decode", 64, 1, 512),
+        "decode-16x4k-mha": _same("decode", 16, 1, 4096, num_heads=16, num_kv_heads=16),
+        "decode-8x8k-d64": _same("decode", 8, 1, 8192, num_heads=64, head_size=64),
+        "write-8k": _same("write", 1, 8192, 8192),
+        "plan-256": {"kind": "plan", "lens": _various(256, 512, 4096)},
+        "call-tiny": _same("call", 1, 1, 16),
+    }.items()
+}
+GROUPS = {
+    "prefill": [w for w in WORKLOADS.values() if w.kind == "prefill"],
+    "decode": [w for w in WORKLOADS.values() if w.kind == "decode"],
+    "all": list(WORKLOADS.values()),
+}
+
+
+@dataclass
+class Step:
+    """A workload's arrays in one dtype, in the cache of one isa. Blocks lie in random order, all of them owned."""
+
+    workload: Workload
+    isa: str
+    dtype: str
+    block_size: int
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(SEED))
+
+    def __post_init__(self) -> None:
+        w = self.workload
+        q_lens, kv_lens = np.array(w.lens, np.int64).T
+        self.query_start_loc = np.concatenate([[0], q_lens.cumsum()]).astype(np.int32)
+        self.seq_lens = kv_lens.astype(np.int32)
+        self.alibi_slopes = np.exp2(-8 * np.arange(1, w.num_heads + 1) / w.num_heads).astype(np.float32)
+        self.s_aux = self.rng.standard_normal(w.num_heads).astype(np.float32)
+        needed = -(-kv_lens // self.block_size)
+        blocks = self.rng.permutation(int(needed.sum())).astype(np.int32)
+        self.block_table = np.zeros((len(needed), needed.max()), np.int32)
+        for row, own in zip(self.block_table, np.split(blocks, needed.cumsum()[:-1]), strict=True):
+            row[: len(own)] = own
+
+    @property
+    def itemsize(self) -> int:
+        return numpy_dtype(self.dtype).itemsize
+
+    @cached_property
+    def query(self) -> NDArray[Any]:
+        return self.random(self.workload.num_tokens, self.workload.num_heads, self.workload.head_size)
+
+    @cached_property
+    def output(self) -> NDArray[Any]:
+        return np.empty_like(self.query)
+
+    @cached_property
+    def cache(self) -> cpu_attn.PagedKVCache:
+        """The cache, every token of every request in it; of a write, empty."""
+        w, num_blocks = self.workload, int((-(-self.seq_lens // self.block_size)).sum())
+        cache = cpu_attn.PagedKVCache(
+            num_blocks, self.block_size, w.num_kv_heads, w.head_size, numpy_dtype(self.dtype), self.isa
+        )
+        for r in range(len(self.seq_lens)) if w.kind != "write" else ():
+            cache.update(*self.key_value(r), self.slots(r))
+        return cache
+
+    def key_value(self, r: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Random K and V [seq_len, Hkv, D] of request r."""
+        shape = (int(self.seq_lens[r]), self.workload.num_kv_heads, self.workload.head_size)
+        return self.random(*shape), self.random(*shape)
+
+    def slots(self, r: int) -> NDArray[np.int64]:
+        block, offset = np.divmod(np.arange(self.seq_lens[r], dtype=np.int64), self.block_size)
+        slots: NDArray[np.int64] = self.block_table[r, block].astype(np.int64) * self.block_size + offset
+        return slots
+
+    def plan(self, engine: str) -> cpu_attn.SchedulerMetadata:
+        w = self.workload
+        return cpu_attn.get_scheduler_metadata(
+            len(self.seq_lens),
+            w.num_heads,
+            w.num_kv_heads,
+            w.head_size,
+            self.seq_lens,
+            numpy_dtype(self.dtype),
+            self.query_start_loc,
+            True,
+            w.sliding_window,
+            self.isa,
+            engine=engine,
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Of attention_with_kv_cache, but for the plan."""
+        w = self.workload
+        return {
+            "query": self.query,
+            "key_cache": self.cache.key_cache,
+            "value_cache": self.cache.value_cache,
+            "output": self.output,
+            "query_start_loc": self.query_start_loc,
+            "seq_lens": self.seq_lens,
+            "scale": w.head_size**-0.5,
+            "causal": True,
+            "alibi_slopes": self.alibi_slopes if w.alibi else None,
+            "sliding_window": w.sliding_window,
+            "block_table": self.block_table,
+            "softcap": w.softcap,
+            "s_aux": self.s_aux if w.sinks else None,
+        }
+
+    def random(self, *shape: int) -> NDArray[Any]:
+        """+-[0.5, 2), every mantissa as likely: toggles as many bits as real data, and costs a tenth of a normal."""
+        dtype = numpy_dtype(self.dtype)
+        keep, exponent = {
+            "float32": (0x80FFFFFF, 0x3F000000),
+            "float16": (0x87FF, 0x3800),
+            "bfloat16": (0x80FF, 0x3F00),
+        }[self.dtype]
+        word = np.dtype(f"u{dtype.itemsize}")
+        bits: NDArray[Any] = np.frombuffer(self.rng.bytes(int(np.prod(shape)) * dtype.itemsize), word) & word.type(keep)
+        bits |= word.type(exponent)
+        return bits.reshape(shape).view(dtype)
