@@ -84,6 +84,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi-bidirectional": {"alibi": 0.125, "causal": False},
     "softcap": {"softcap": 5.0},
     "softcap-low": {"softcap": 0.5},
+    "softcap-high": {"softcap": 1000.0},
     "sinks": {"sinks": "moderate"},
     "sinks-huge": {"sinks": "huge"},
     "sinks-absent": {"sinks": "absent"},
@@ -124,6 +125,8 @@ LONG: dict[str, dict[str, Any]] = {
     "3000-equal": {"query_lens": (1, 3), "seq_lens": (3000, 1025), "fill": "equal"},
     "3000-dominant": {"query_lens": (1, 3), "seq_lens": (3000, 1100), "fill": "dominant"},
     "3000-leaping": {"query_lens": (1, 3), "seq_lens": (3000, 1100), "fill": "leaping"},
+    "1100-block-5": {"query_lens": (1, 3), "seq_lens": (1100, 2070), "block_size": 5},
+    "2100-block-24": {"query_lens": (2, 1), "seq_lens": (2100, 1031), "block_size": 24},
     "1500-prefill": {"query_lens": (1500,), "seq_lens": (1500,), "num_heads": 1, "num_kv_heads": 1},
 }
 
