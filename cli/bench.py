@@ -28,6 +28,7 @@ from cpu_attn.tests import cases
 BUDGET, LONG, MIN_RUNS, MAX_RUNS = 0.8, 4.0, 3, 20_000
 TURN = 0.05
 Options = dict[str, Any]
+Engines = dict[tuple[str, str], list[str]]  # who takes part, for each (isa, dtype)
 Measured = tuple[dict[str, Any], tuple[Limit, ...]]
 
 
@@ -36,7 +37,7 @@ Measured = tuple[dict[str, Any], tuple[Limit, ...]]
 
 def chosen(names: Sequence[str], shape: Options) -> list[Workload]:
     """Workloads by name or group with heads and features changed as asked, or one of a free shape."""
-    shape = {k: v for k, v in shape.items() if v is not None}
+    shape = {k: v for k, v in shape.items() if v}
     lens = {k: shape.pop(k) for k in ("q_len", "kv_len", "batch") if k in shape}
     if names and lens:
         raise click.UsageError(f"--{next(iter(lens)).replace('_', '-')} is for a free shape, not for {names[0]}")
@@ -87,6 +88,15 @@ def engines_here(asked: Sequence[str], rivals: Sequence[str], isa: str, dtype: s
         else:
             click.echo(f"without {engine}: {reason}", err=True)
     return found
+
+
+def refuse_idle(workloads: Sequence[Workload], engines: Engines) -> None:
+    """A workload that nobody runs, or a rival that cannot run it, is an error."""
+    for w, some in product(workloads, engines.values()):
+        if not contest.takes_part(some, w.kind):
+            raise click.UsageError(f"{w.name}: {', '.join(some)} has no part in it")
+        for reason in filter(None, (contest.unable(engine, w) for engine in some)):
+            raise click.UsageError(reason)
 
 
 # ---- measuring ----
@@ -180,7 +190,7 @@ def _result(step: Step, row: contest.Contestant, runs: list[float], threads: int
         "engine": row.engine,
         "isa": row.isa,
         "dtype": step.dtype,
-        "kv_cache_dtype": "auto",
+        "kv_cache_dtype": step.kv_cache_dtype,
         "threads": threads,
         "seconds_min": best,
         "seconds_median": statistics.median(runs),
@@ -204,13 +214,9 @@ def _bound(result: dict[str, Any], limits: Limits, of: Iterable[Limit]) -> dict[
 
 
 def run(
-    workloads: Sequence[Workload],
-    engines: dict[tuple[str, str], list[str]],
-    block_size: int,
-    threads: int,
-    repeat: int | None,
+    workloads: Sequence[Workload], engines: Engines, threads: int, repeat: int | None, **cache: Any
 ) -> dict[str, Any]:
-    """The report. engines: for each (isa, dtype) who takes part."""
+    """The report. cache: what a Step takes besides workload, isa and dtype."""
     limits = Limits(threads)
     measured: list[Measured] = []
     always = _always(workloads, [dtype for _, dtype in engines])
@@ -218,7 +224,7 @@ def run(
         limits.measure(always)
         for number, (w, (isa, dtype)) in enumerate(product(workloads, engines), 1):
             click.echo(f"{number}/{len(workloads) * len(engines)} {w.name} {isa} {dtype}:", err=True, nl=False)
-            measured += _one_workload(Step(w, isa, dtype, block_size), engines[isa, dtype], limits, repeat)
+            measured += _one_workload(Step(w, isa, dtype, **cache), engines[isa, dtype], limits, repeat)
         limits.measure(always)
     return {
         "machine": machine(),
@@ -270,7 +276,9 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.argument("names", nargs=-1, metavar="[WORKLOAD]...")
 @click.option("--engine", multiple=True, type=click.Choice(contest.ENGINES), help="Only this engine. Repeatable.")
 @click.option("--rival", multiple=True, type=click.Choice(contest.RIVALS), help="And somebody else's attention.")
-@click.option("--isa", multiple=True, default=["auto"], show_default=True, help="Repeatable.")
+@click.option(
+    "--isa", multiple=True, default=["auto"], show_default=True, help="Kernels, and layout of the cache. Repeatable."
+)
 @click.option(
     "--dtype",
     multiple=True,
@@ -318,17 +326,13 @@ def bench(
     for path in (plot_to, save):
         if path and not path.parent.is_dir():
             raise click.UsageError(f"{path}: no such folder")
-    if plot_to:
-        plot.check(plot_to)
-    flags = {k: shape.pop(k) or None for k in ("sinks", "alibi")}
-    workloads = chosen(names, {**shape, **flags})
+    workloads = chosen(names, shape)
     engines = {(i, d): engines_here(engine, rival, i, d) for i in dict.fromkeys(isa) for d in dict.fromkeys(dtype)}
-    for w in workloads:
-        if not any(contest.takes_part(some, w.kind) for some in engines.values()):
-            raise click.UsageError(f"{w.name}: {', '.join(engine)} has no part in it")
-        for reason in filter(None, (contest.unable(r, w) for r in rival)):
-            raise click.UsageError(f"--rival {reason}")
-    found = run(workloads, engines, block_size, threads or cpu_attn.get_num_threads(), repeat)
+    refuse_idle(workloads, engines)
+    if plot_to:
+        plot.check(plot_to, {w.kind for w in workloads})
+    cache = {"block_size": block_size, "kv_cache_dtype": kv_cache_dtype}
+    found = run(workloads, engines, threads or cpu_attn.get_num_threads(), repeat, **cache)
     if then:
         found["comparison"] = report.compare(then, found)
     if save:

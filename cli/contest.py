@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ def missing(engine: str, isa: str, dtype: str) -> str:
         planned = {"onednn-python": "onednn", **dict.fromkeys(RIVALS, "native")}.get(engine, engine)
         none = np.zeros(0, np.int32)
         cpu_attn.get_scheduler_metadata(0, 1, 1, 16, none, dtype, np.zeros(1, np.int32), isa=isa, engine=planned)
-    except (cpu_attn.UnavailableError, ImportError) as error:
+    except (cpu_attn.UnavailableError, ImportError, ValueError) as error:
         return str(error)
     return ""
 
@@ -94,18 +95,23 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
         return _torch(step), None, None
     plan = step.plan("native" if engine == "onednn-python" else engine)
     if step.workload.kind == "plan":
-        return lambda: step.plan(engine), plan.workspace_bytes, plan.isa
+        return partial(step.plan, engine), plan.workspace_bytes, plan.isa
     if step.workload.kind == "write":
-        cache, slots, (key, value) = step.cache, step.slots(0), step.key_value(0)
-        into = (cache.key_cache, cache.value_cache)
-        return lambda: cpu_attn.reshape_and_cache(key, value, *into, slots, plan.isa), None, plan.isa
+        (key, value), cache = step.key_value(0), step.cache
+        call = partial(
+            cpu_attn.reshape_and_cache,
+            *(key, value, cache.key_cache, cache.value_cache, step.slots(0), plan.isa),
+            kv_cache_dtype=step.kv_cache_dtype,
+        )
+        return call, None, plan.isa
     arguments = step.arguments()
     if engine == "onednn-python":
         from cpu_attn import compose
 
-        return lambda: compose.attention(**arguments, isa=plan.isa), None, plan.isa
-    run = cpu_attn.attention_with_kv_cache
-    return lambda: run(**arguments, scheduler_metadata=plan), plan.workspace_bytes, plan.isa
+        del arguments["kv_cache_dtype"]
+        return partial(compose.attention, **arguments, isa=plan.isa), None, plan.isa
+    call = partial(cpu_attn.attention_with_kv_cache, **arguments, scheduler_metadata=plan)
+    return call, plan.workspace_bytes, plan.isa
 
 
 # ---- torch: scaled_dot_product_attention over contiguous K and V ----

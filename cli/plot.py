@@ -26,8 +26,10 @@ Result = dict[str, Any]
 Rows = dict[str, dict[str, Result]]
 
 
-def check(path: Path) -> None:
+def check(path: Path, kinds: set[str]) -> None:
     """Refuses before anything is measured."""
+    if not kinds & {"prefill", "decode"}:
+        raise click.UsageError("--plot: only prefill and decode have a place in a roofline")
     if importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install 'cpu-attn[plot]'")
     known = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg.get_supported_filetypes()
@@ -38,8 +40,6 @@ def check(path: Path) -> None:
 def draw(report: dict[str, Any], path: Path) -> None:
     """Points under ceilings; beside them, in a column each for what memory and what products bound, the labels."""
     rows = _rows(report["results"])
-    if not rows:
-        raise click.UsageError("--plot: none of these workloads has a place in a roofline")
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(WIDTH, HEIGHT))
     axes = figure.add_axes((0.07, 0.09, 0.64, 0.82))
     _frame(axes, report, [r for row in rows.values() for r in row.values()])

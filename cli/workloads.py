@@ -111,7 +111,8 @@ class Step:
     workload: Workload
     isa: str
     dtype: str
-    block_size: int
+    block_size: int = 16
+    kv_cache_dtype: str = "auto"
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(SEED))
 
     def __post_init__(self) -> None:
@@ -144,7 +145,13 @@ class Step:
         """The cache, every token of every request in it; of a write, empty."""
         w, num_blocks = self.workload, int((-(-self.seq_lens // self.block_size)).sum())
         cache = cpu_attn.PagedKVCache(
-            num_blocks, self.block_size, w.num_kv_heads, w.head_size, numpy_dtype(self.dtype), self.isa
+            num_blocks,
+            self.block_size,
+            w.num_kv_heads,
+            w.head_size,
+            self.dtype,
+            self.isa,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
         for r in range(len(self.seq_lens)) if w.kind != "write" else ():
             cache.update(*self.key_value(r), self.slots(r))
@@ -168,11 +175,11 @@ class Step:
             w.num_kv_heads,
             w.head_size,
             self.seq_lens,
-            numpy_dtype(self.dtype),
+            self.dtype,
             self.query_start_loc,
-            True,
-            w.sliding_window,
-            self.isa,
+            sliding_window=w.sliding_window,
+            isa=self.isa,
+            kv_cache_dtype=self.kv_cache_dtype,
             engine=engine,
         )
 
@@ -193,6 +200,7 @@ class Step:
             "block_table": self.block_table,
             "softcap": w.softcap,
             "s_aux": self.s_aux if w.sinks else None,
+            "kv_cache_dtype": self.kv_cache_dtype,
         }
 
     def random(self, *shape: int) -> NDArray[Any]:

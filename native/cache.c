@@ -17,8 +17,8 @@ static void write_part(const ca_cache *kc, const ca_cache *vc, const ca_rows *ke
     kernel_of(vc)->write(vc, 1, value, head, slots, num_tokens, item % parts, parts);
 }
 
-int ca_write(const ca_cache *kc, const ca_cache *vc, const ca_rows *key, const ca_rows *value,
-             const int64_t *slots, int64_t num_tokens, ca_fault *fault) {
+int ca_write(const ca_cache *kc, const ca_cache *vc, const ca_rows *key, const ca_rows *value, const int64_t *slots,
+             int64_t num_tokens, ca_fault *fault) {
     if (ca_check_slots(slots, num_tokens, kc->num_blocks * kc->block_size, fault))
         return fault->status;
     int64_t work = num_tokens * kc->num_kv_heads * (kc->head_size + vc->head_size);

@@ -43,8 +43,8 @@ int ca_check_table(const ca_plan *p, const int32_t *table, int64_t stride, int64
         int64_t k0 = 0, k1 = 0;
         if (whole.num_tokens > 0)
             ca_task_keys(p, &whole, &k0, &k1);
-        if (k1 > k0 && ca_check_blocks(table + r * stride, r, k0 / block_size, ca_div_up(k1, block_size), cols,
-                                       num_blocks, fault))
+        if (k1 > k0 &&
+            ca_check_blocks(table + r * stride, r, k0 / block_size, ca_div_up(k1, block_size), cols, num_blocks, fault))
             return fault->status;
     }
     return CA_OK;

@@ -138,12 +138,12 @@ static void read_caches(ca_cpu_info *out) {
         int level = 0;
         long kib = 0;
         FILE *f;
-#define READ(leaf, ...) \
-    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu0/cache/index%d/" leaf, i); \
-    if (!(f = fopen(path, "r"))) \
-        continue; \
-    if (fscanf(f, __VA_ARGS__) != 1) \
-        level = -1; \
+#define READ(leaf, ...)                                                                                                \
+    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu0/cache/index%d/" leaf, i);                                \
+    if (!(f = fopen(path, "r")))                                                                                       \
+        continue;                                                                                                      \
+    if (fscanf(f, __VA_ARGS__) != 1)                                                                                   \
+        level = -1;                                                                                                    \
     fclose(f);
         READ("level", "%d", &level)
         READ("type", "%15s", type)

@@ -4,26 +4,28 @@
 #define CPU_ATTN_CPU_H
 #include "cpu_attn.h"
 
+// clang-format off
 #define CA_FEATURES(X) \
     X(avx) X(avx2) X(fma) X(f16c) \
     X(avx512f) X(avx512bw) X(avx512dq) X(avx512vl) X(avx512_bf16) X(avx512_fp16) X(avx512_vnni) X(avx512vbmi) \
     X(amx_tile) X(amx_bf16) X(amx_int8) X(amx_fp16) \
     X(neon) X(bf16_arm) X(i8mm) X(sve)
+// clang-format on
 
 enum ca_feature {
 #define X(name) CA_HAS_##name,
     CA_FEATURES(X)
 #undef X
-    CA_NUM_FEATURES
+        CA_NUM_FEATURES
 };
 
 /* The first of the features (ended by -1) that this machine does not offer, by name; NULL: all there. */
 const char *ca_cpu_missing(const int *features);
 /* static: filling an array on the stack took AVX instructions, in files whose flags allow them. */
-#define CA_CPU_MISSING(...) \
-    __extension__({ \
-        static const int features[] = {__VA_ARGS__, -1}; \
-        ca_cpu_missing(features); \
+#define CA_CPU_MISSING(...)                                                                                            \
+    __extension__({                                                                                                    \
+        static const int features[] = {__VA_ARGS__, -1};                                                               \
+        ca_cpu_missing(features);                                                                                      \
     })
 
 /* Asks the kernel once for AMX tile state, for the whole process. 1 granted, 0 refused, -1 no AMX. */

@@ -102,8 +102,8 @@ typedef struct ca_kernel_info {
 typedef struct ca_cpu_info {
     char vendor[16], brand[64];
     int32_t family, model, stepping;
-    int64_t l1d, l2, l3; /* bytes, 0: unknown */
-    int32_t cpus;        /* this process may run on */
+    int64_t l1d, l2, l3;    /* bytes, 0: unknown */
+    int32_t cpus;           /* this process may run on */
     int32_t amx_permission; /* 1 granted, 0 refused, -1 no AMX here */
     const char *amx_reason;
 } ca_cpu_info;
@@ -111,8 +111,8 @@ typedef struct ca_cpu_info {
 void ca_cpu(ca_cpu_info *out);
 int ca_cpu_feature(int i, const char **name); /* 1 here, 0 not, -1: no such i */
 
-int ca_isa(int i, ca_isa_info *out);                               /* 0: no such i */
-int ca_isa_kernel(int isa, int dtype, ca_kernel_info *out);        /* 0: no kernel */
+int ca_isa(int i, ca_isa_info *out);                        /* 0: no such i */
+int ca_isa_kernel(int isa, int dtype, ca_kernel_info *out); /* 0: no kernel */
 int64_t ca_block_elements(int isa, int dtype, int64_t block_size, int64_t head_size, int value);
 
 const char *ca_threading(void); /* "OpenMP 201511" or why there is none */

@@ -32,9 +32,7 @@ static int64_t state_floats(const ca_plan *p, int64_t rows) { return rows * ((in
 static int64_t group(const ca_plan *p) { return p->shape.num_heads / p->shape.num_kv_heads; }
 
 /* Query tokens of a task: as many as fill the engine's rows. */
-static int64_t block_tokens(const ca_plan *p) {
-    return ca_max64(1, p->engine->rows(p->kernel) / group(p));
-}
+static int64_t block_tokens(const ca_plan *p) { return ca_max64(1, p->engine->rows(p->kernel) / group(p)); }
 
 static int64_t count_tasks(const ca_plan *p) {
     int64_t n = 0;

@@ -35,15 +35,22 @@ static const struct {
 int ca_probe(int i, ca_probe_info *out) {
     if (i < 0 || i >= NUM_ROWS + NUM_ABSENT)
         return 0;
+    *out = (ca_probe_info){.isa = "", .what = ""};
     if (i >= NUM_ROWS) {
-        *out = (ca_probe_info){absent[i - NUM_ROWS].name, absent[i - NUM_ROWS].unit, "", "", 0, 0,
-                               absent[i - NUM_ROWS].reason};
+        out->name = absent[i - NUM_ROWS].name;
+        out->unit = absent[i - NUM_ROWS].unit;
+        out->reason = absent[i - NUM_ROWS].reason;
         return 1;
     }
     const ca_probe_row *row = rows[i].row;
     const char *missing = row->missing();
-    *out = (ca_probe_info){rows[i].name, rows[i].unit, row->isa, row->what, row->dtypes, missing == NULL,
-                           missing ? missing : ""};
+    out->name = rows[i].name;
+    out->unit = rows[i].unit;
+    out->isa = row->isa;
+    out->what = row->what;
+    out->dtypes = row->dtypes;
+    out->supported = missing == NULL;
+    out->reason = missing ? missing : "";
     return 1;
 }
 

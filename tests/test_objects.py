@@ -101,8 +101,8 @@ def code(path: Path, *options: str) -> list[str]:
 def allowed(*flags: str) -> frozenset[str]:
     """The macros of WIDER that the compiler defines under these flags."""
     compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
-    macros = re.findall(r"^#define (\w+)", tool(*compiler, *flags, "-dM", "-E", "-xc", "/dev/null"), re.MULTILINE)
-    return frozenset(macros) & WIDER.keys()
+    text = tool(*compiler, *flags, "-dM", "-E", "-xc", "/dev/null").replace("__AMXTILE__", "__AMX_TILE__")  # clang < 15
+    return frozenset(re.findall(r"^#define (\w+)", text, re.MULTILINE)) & WIDER.keys()
 
 
 def beyond(instructions: list[str], macros: Iterable[str]) -> list[str]:

@@ -122,8 +122,10 @@ def test_wheel(flavour: Flavour, dist: Path, tmp_path: Path) -> None:
 
 def test_sdist(flavour: Flavour, dist: Path, tmp_path: Path) -> None:
     (sdist,) = dist.glob("*.tar.gz")
-    names = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
-    sources = {str(p.relative_to(flavour.source)) for d in ("native", "cli", "tests") for p in (flavour.source / d).rglob("*.*")}
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    folders = (flavour.source / folder for folder in ("native", "cli", "tests"))
+    sources = {str(p.relative_to(flavour.source)) for folder in folders for p in folder.rglob("*.*")}
     assert sources | {"LICENSE", "Makefile", "CHANGELOG.md", ".ci/run"} <= names
     bin_ = venv(tmp_path / "venv", flavour)
     run(bin_ / "pip", "install", "-q", sdist, cwd=tmp_path, env=flavour.env)

@@ -77,9 +77,7 @@ INLINE void store_words(uint16_t *p, __m128i x, int n) {
 }
 INLINE vf v_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
 INLINE vf v_loadn_f16(const uint16_t *p, int n) { return _mm256_cvtph_ps(load_words(p, n)); }
-INLINE void v_storen_f16(uint16_t *p, vf x, int n) {
-    store_words(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), n);
-}
+INLINE void v_storen_f16(uint16_t *p, vf x, int n) { store_words(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), n); }
 
 INLINE vf widen_bf16(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
 INLINE vf v_load_bf16(const uint16_t *p) { return widen_bf16(_mm_loadu_si128((const void *)p)); }
@@ -88,7 +86,9 @@ INLINE vf even_half(__m256i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x,
 INLINE vf odd_half(__m256i x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000))); }
 INLINE vf v_even_bf16(const uint16_t *p) { return even_half(_mm256_loadu_si256((const void *)p)); }
 INLINE vf v_odd_bf16(const uint16_t *p) { return odd_half(_mm256_loadu_si256((const void *)p)); }
-INLINE vf v_evenn_bf16(const uint16_t *p, int n) { return even_half(_mm256_maskload_epi32((const void *)p, before(n))); }
+INLINE vf v_evenn_bf16(const uint16_t *p, int n) {
+    return even_half(_mm256_maskload_epi32((const void *)p, before(n)));
+}
 INLINE vf v_oddn_bf16(const uint16_t *p, int n) { return odd_half(_mm256_maskload_epi32((const void *)p, before(n))); }
 /* Nearest even; NaN becomes the quiet NaN. */
 INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {

@@ -36,9 +36,7 @@ INLINE vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 INLINE vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 INLINE vf v_abs(vf x) { return _mm512_abs_ps(x); }
-INLINE vf v_copysign(vf x, vf sign) {
-    return _mm512_or_ps(x, _mm512_and_ps(sign, _mm512_set1_ps(-0.0f)));
-}
+INLINE vf v_copysign(vf x, vf sign) { return _mm512_or_ps(x, _mm512_and_ps(sign, _mm512_set1_ps(-0.0f))); }
 INLINE vf v_round(vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 /* vscalefps would give 2^-127, a subnormal, where the others give 0. */
 INLINE vf v_scale(vf x, vf n) {
@@ -61,9 +59,7 @@ INLINE void v_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
 INLINE void v_storen_f32(float *p, vf x, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), x); }
 
 INLINE vf v_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
-INLINE vf v_loadn_f16(const uint16_t *p, int n) {
-    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p));
-}
+INLINE vf v_loadn_f16(const uint16_t *p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
 INLINE void v_storen_f16(uint16_t *p, vf x, int n) {
     _mm256_mask_storeu_epi16(p, first_lanes(n), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }

@@ -5,8 +5,8 @@
 #define INLINE static inline __attribute__((always_inline, unused))
 #define PRAGMA(x) _Pragma(#x)
 #if defined(__clang__)
-#define UNROLL PRAGMA(clang loop unroll(full))
+#define EACH(i, n) PRAGMA(clang loop unroll(full)) for (int i = 0; i < (n); i++)
 #else
-#define UNROLL PRAGMA(GCC unroll 16)
+#define EACH(i, n) PRAGMA(GCC unroll 16) for (int i = 0; i < (n); i++)
 #endif
 #endif

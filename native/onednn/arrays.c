@@ -24,10 +24,10 @@ static int run_once(const ca_prim_key *key, const void *src, const void *weights
     return p ? status : CA_ONEDNN_NO_PRIMITIVE;
 }
 
-int ca_onednn_matmul(int dtype, int out, int transpose_b, int64_t m, int64_t n, int64_t k, const void *a,
-                     const void *b, void *c, char *impl, size_t impl_size) {
-    ca_prim_key key = {CA_PRIM_MATMUL, dnnl_type(dtype), dnnl_type(out), transpose_b ? dnnl_ba : dnnl_ab, 0, 1, m,
-                       n, k};
+int ca_onednn_matmul(int dtype, int out, int transpose_b, int64_t m, int64_t n, int64_t k, const void *a, const void *b,
+                     void *c, char *impl, size_t impl_size) {
+    ca_prim_key key = {
+        CA_PRIM_MATMUL, dnnl_type(dtype), dnnl_type(out), transpose_b ? dnnl_ba : dnnl_ab, 0, 1, m, n, k};
     return run_once(&key, a, b, c, impl, impl_size);
 }
 

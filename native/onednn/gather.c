@@ -51,8 +51,8 @@ static void copy_k_pairs(const ca_pages *g, int64_t first, int64_t k0, int64_t e
         int64_t token = key % g->call->block_size;
         n = piece(g, key, k0, end, CA_LANES, PANEL);
         for (int64_t d = 0; d < head_size; d += 2)
-            memcpy(dst + packed_at(d, key - k0, head_size),
-                   block + ca_k_offset(CA_LAYOUT_PAIRS, token, d, head_size), (size_t)n * 4);
+            memcpy(dst + packed_at(d, key - k0, head_size), block + ca_k_offset(CA_LAYOUT_PAIRS, token, d, head_size),
+                   (size_t)n * 4);
     }
 }
 

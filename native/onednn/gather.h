@@ -16,9 +16,9 @@ typedef struct ca_pages {
     int kv_head;
 } ca_pages;
 
-int ca_form_fits(ca_form form, const ca_pages *pages);   /* before oneDNN is asked */
+int ca_form_fits(ca_form form, const ca_pages *pages);      /* before oneDNN is asked */
 int64_t ca_form_head_size(ca_form form, int64_t head_size); /* the K dimension of QK: zeros behind head_size */
-int64_t ca_form_k_bytes(int64_t head_size, int64_t keys); /* enough for every form */
+int64_t ca_form_k_bytes(int64_t head_size, int64_t keys);   /* enough for every form */
 int64_t ca_form_v_bytes(int64_t head_size_v, int64_t keys);
 
 /* Keys [k0, k0 + n), of which those before `first` count as padding; columns of K and rows of V in

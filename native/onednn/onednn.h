@@ -26,8 +26,8 @@ const void *ca_onednn_bound(void); /* dnnl_version of the libdnnl that this modu
 
 /* c [m, n] = a [m, k] times b, which is [k, n], or [n, k] with transpose_b; dense, 64-aligned.
  * a and b have dtype, c has out. With a, b, c NULL it only names what would run. */
-int ca_onednn_matmul(int dtype, int out, int transpose_b, int64_t m, int64_t n, int64_t k, const void *a,
-                     const void *b, void *c, char *impl, size_t impl_size);
+int ca_onednn_matmul(int dtype, int out, int transpose_b, int64_t m, int64_t n, int64_t k, const void *a, const void *b,
+                     void *c, char *impl, size_t impl_size);
 /* Row by row over x [rows, cols], float32, dense, 64-aligned, into y (may be x). */
 int ca_onednn_softmax(int64_t rows, int64_t cols, const float *x, float *y, char *impl, size_t impl_size);
 /* cffi: end */

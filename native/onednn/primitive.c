@@ -41,11 +41,16 @@ const void *ca_onednn_bound(void) { return (const void *)(uintptr_t)dnnl_version
 
 const char *ca_onednn_text(int status) {
     switch (status) {
-    case CA_ONEDNN_OK: return "done";
-    case CA_ONEDNN_NOT_OPEN: return "oneDNN has no CPU engine here";
-    case CA_ONEDNN_NO_PRIMITIVE: return "oneDNN has no optimised primitive for these sizes and types on this CPU";
-    case CA_ONEDNN_NO_MEMORY: return "out of memory in oneDNN";
-    default: return "an oneDNN primitive failed while running";
+    case CA_ONEDNN_OK:
+        return "done";
+    case CA_ONEDNN_NOT_OPEN:
+        return "oneDNN has no CPU engine here";
+    case CA_ONEDNN_NO_PRIMITIVE:
+        return "oneDNN has no optimised primitive for these sizes and types on this CPU";
+    case CA_ONEDNN_NO_MEMORY:
+        return "out of memory in oneDNN";
+    default:
+        return "an oneDNN primitive failed while running";
     }
 }
 
@@ -201,7 +206,9 @@ static binding *bind(const ca_prim *p) {
     const struct {
         dnnl_memory_t *memory;
         dnnl_query_t what;
-    } all[] = {{&b->src, dnnl_query_src_md}, {&b->weights, dnnl_query_weights_md}, {&b->dst, dnnl_query_dst_md},
+    } all[] = {{&b->src, dnnl_query_src_md},
+               {&b->weights, dnnl_query_weights_md},
+               {&b->dst, dnnl_query_dst_md},
                {&b->pad, dnnl_query_scratchpad_md}};
     int bad = dnnl_stream_create(&b->stream, cpu, dnnl_stream_default_flags) != dnnl_success;
     for (int i = 0; i < 4 && !bad; i++)
@@ -225,8 +232,8 @@ static binding *borrow(ca_prim *p, unsigned *slot) {
 static void give_back(ca_prim *p, unsigned slot, binding *b) { release(atomic_exchange(&p->lent[slot], b)); }
 
 static int execute(ca_prim *p, const binding *b) {
-    dnnl_exec_arg_t args[4] = {{DNNL_ARG_SRC, b->src}, {DNNL_ARG_DST, b->dst}, {DNNL_ARG_SCRATCHPAD, b->pad},
-                               {DNNL_ARG_WEIGHTS, b->weights}};
+    dnnl_exec_arg_t args[4] = {
+        {DNNL_ARG_SRC, b->src}, {DNNL_ARG_DST, b->dst}, {DNNL_ARG_SCRATCHPAD, b->pad}, {DNNL_ARG_WEIGHTS, b->weights}};
     int status = dnnl_primitive_execute(p->primitive, b->stream, p->key.op == CA_PRIM_MATMUL ? 4 : 3, args);
     return status || dnnl_stream_wait(b->stream) ? CA_ONEDNN_FAILED : CA_ONEDNN_OK;
 }

@@ -11,8 +11,8 @@ typedef enum ca_prim_op { CA_PRIM_MATMUL, CA_PRIM_SOFTMAX } ca_prim_op;
 /* dst [m, n] = f(alpha * src [m, k] x weights [k, n]), f = tanh or nothing; softmax: over n, in float32. */
 typedef struct ca_prim_key {
     int32_t op;
-    int32_t dtype, dst;   /* dnnl_data_type_t of src and weights, of dst */
-    int32_t weights;      /* dnnl_format_tag_t */
+    int32_t dtype, dst; /* dnnl_data_type_t of src and weights, of dst */
+    int32_t weights;    /* dnnl_format_tag_t */
     int32_t tanh;
     float alpha;
     int64_t m, n, k;

@@ -48,8 +48,8 @@ static int64_t key_bucket(int64_t keys) {
 static int64_t carve(work *w, char *base, int64_t rows) {
     int64_t at = 0, padded = row_bucket(ca_min64(rows, ROWS));
     int64_t q_rows = ca_round_up(rows, padded);
-#define TAKE(field, bytes) \
-    w->field = (void *)(base + at); \
+#define TAKE(field, bytes)                                                                                             \
+    w->field = (void *)(base + at);                                                                                    \
     at = ca_round_up(at + (int64_t)(bytes), 64);
     TAKE(q, q_rows * ca_max64(w->head_size * 4, ca_round_up(w->head_size, 32) * 2))
     TAKE(k, ca_form_k_bytes(w->head_size, KEYS))

@@ -58,4 +58,10 @@ static float compute(const ca_probe_data *data, int64_t rounds) {
 }
 
 const ca_probe_row ca_probe_amx = {
-    "amx", "TDPBF16PS, 16x16x32", 1 << CA_BF16, missing, 4 * 2 * 16 * 16 * 32.0, compute, NULL};
+    .isa = "amx",
+    .what = "TDPBF16PS, 16x16x32",
+    .dtypes = 1 << CA_BF16,
+    .missing = missing,
+    .flops = 4 * 2 * 16 * 16 * 32,
+    .compute = compute,
+};

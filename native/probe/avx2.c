@@ -12,6 +12,7 @@ static const char *missing(void) { return CA_CPU_MISSING(CA_HAS_avx2, CA_HAS_fma
 
 #define M 3
 #define N 3
+#define SUMS (M * N)
 
 static float compute(const ca_probe_data *data, int64_t rounds) {
     __m256 x[M], y[N], sum[M][N];
@@ -47,4 +48,12 @@ static uint64_t read(const void *data, int64_t bytes) {
            (uint64_t)_mm256_extract_epi64(sum[0], 2) + (uint64_t)_mm256_extract_epi64(sum[0], 3);
 }
 
-const ca_probe_row ca_probe_avx2 = {"avx2", "FP32 FMA, 8 lanes", CA_ANY_DTYPE, missing, 2 * 8 * M * N, compute, read};
+const ca_probe_row ca_probe_avx2 = {
+    .isa = "avx2",
+    .what = "FP32 FMA, 8 lanes",
+    .dtypes = CA_ANY_DTYPE,
+    .missing = missing,
+    .flops = 2 * 8 * SUMS,
+    .compute = compute,
+    .read = read,
+};

@@ -2,16 +2,17 @@
  * arch:  x86_64
  * unit:  vector
  * rank:  30
- * flags: -mavx512f
+ * flags: -mavx512f -mfma
  *
  * FP32 FMA on 16 lanes. 20 sums: two ports times a latency of 4 need 8. */
 #include "../probe.h"
 #include <immintrin.h>
 
-static const char *missing(void) { return CA_CPU_MISSING(CA_HAS_avx512f); }
+static const char *missing(void) { return CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_fma); }
 
 #define M 4
 #define N 5
+#define SUMS (M * N)
 
 static float compute(const ca_probe_data *data, int64_t rounds) {
     __m512 x[M], y[N], sum[M][N];
@@ -47,4 +48,11 @@ static uint64_t read(const void *data, int64_t bytes) {
 }
 
 const ca_probe_row ca_probe_avx512 = {
-    "avx512", "FP32 FMA, 16 lanes", CA_ANY_DTYPE, missing, 2 * 16 * M * N, compute, read};
+    .isa = "avx512",
+    .what = "FP32 FMA, 16 lanes",
+    .dtypes = CA_ANY_DTYPE,
+    .missing = missing,
+    .flops = 2 * 16 * SUMS,
+    .compute = compute,
+    .read = read,
+};

@@ -12,6 +12,7 @@ static const char *missing(void) { return CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_
 
 #define M 4
 #define N 5
+#define SUMS (M * N)
 
 static __m512bh load(const uint16_t *p) { return (__m512bh)_mm512_load_si512(p); }
 
@@ -37,4 +38,10 @@ static float compute(const ca_probe_data *data, int64_t rounds) {
 }
 
 const ca_probe_row ca_probe_avx512_bf16 = {
-    "avx512", "VDPBF16PS, 16 lanes", 1 << CA_BF16, missing, 2 * 32 * M * N, compute, NULL};
+    .isa = "avx512",
+    .what = "VDPBF16PS, 16 lanes",
+    .dtypes = 1 << CA_BF16,
+    .missing = missing,
+    .flops = 2 * 32 * SUMS,
+    .compute = compute,
+};

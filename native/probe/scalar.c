@@ -35,4 +35,12 @@ static uint64_t read(const void *data, int64_t bytes) {
     return sum[0];
 }
 
-const ca_probe_row ca_probe_scalar = {"scalar", "plain C", CA_ANY_DTYPE, missing, 2 * SUMS, compute, read};
+const ca_probe_row ca_probe_scalar = {
+    .isa = "scalar",
+    .what = "plain C",
+    .dtypes = CA_ANY_DTYPE,
+    .missing = missing,
+    .flops = 2 * SUMS,
+    .compute = compute,
+    .read = read,
+};

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cpu-attn bench: what it does with its options, times and tells. How fast anything is, no test asks."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import cpu_attn
+from cpu_attn.cli import contest, limits, main, plot, report
+from cpu_attn.cli.bench import bench
+from cpu_attn.cli.workloads import GROUPS, WORKLOADS, Workload
+
+bench_module: Any = sys.modules[bench.callback.__module__]
+DECODE = ("--kv-len", "40", "--num-heads", "4", "--num-kv-heads", "2", "--head-size", "16", "--repeat", "2")
+FREE = ("--q-len", "5", *DECODE)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes that look for a moment only."""
+    monkeypatch.setattr(bench_module, "DEFAULT_BYTES", 2**16)
+    monkeypatch.setattr(limits, "SECONDS", 1e-4)
+    monkeypatch.setattr(limits, "LOOKS", 1)
+
+
+def call(*args: str) -> Result:
+    return CliRunner().invoke(main, ["bench", *args])
+
+
+def run(*args: str) -> dict[str, Any]:
+    result = call(*args, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+# ---- timing, on a clock of our own ----
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """now: seconds. work(name, *durations) makes a call that takes that long (the last one ever after)."""
+    state = SimpleNamespace(now=0.0, order=[])
+
+    def work(name: str, *durations: float) -> Any:
+        left = list(durations)
+
+        def one() -> None:
+            state.order.append(name)
+            state.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return one
+
+    state.work = work
+    monkeypatch.setattr(bench_module, "perf_counter", lambda: state.now)
+    return state
+
+
+def test_repeat_and_the_first_run(clock: SimpleNamespace) -> None:
+    (seconds,) = bench_module.times([clock.work("a", 100.0, 3.0, 2.0, 4.0, 1.0)], 3)
+    assert seconds == pytest.approx([3.0, 2.0, 4.0])
+
+
+def test_as_many_runs_as_fit(clock: SimpleNamespace) -> None:
+    budget, least, long = bench_module.BUDGET, bench_module.MIN_RUNS, bench_module.LONG
+    short, slow, very_slow = bench_module.times(
+        [clock.work("a", budget / 8), clock.work("b", budget), clock.work("c", long * 1.5)], None
+    )
+    assert 8 <= len(short) <= 9
+    assert len(slow) == least
+    assert very_slow == pytest.approx([long * 1.5])
+
+
+def test_contestants_take_turns(clock: SimpleNamespace) -> None:
+    turn = bench_module.TURN
+    bench_module.times([clock.work("a", turn / 2), clock.work("b", turn)], 4)
+    assert "".join(clock.order) == "ab" + "aab" + "aab" + "b" + "b"
+
+
+# ---- the report ----
+
+
+def test_json() -> None:
+    found = run(*FREE, "--threads", "1")
+    assert set(found) == {"machine", "limits", "probes", "results"}
+    assert list(found["limits"]) == ["matrix_gflops", "vector_gflops", "read_gbps", "memcpy_gbps"]
+    matrix = any(p.unit == "matrix" and not p.reason for p in limits.probes())
+    assert (found["limits"]["matrix_gflops"] is None) == (not matrix)
+    assert all(found["limits"][k] > 0 for k in ("vector_gflops", "read_gbps", "memcpy_gbps"))
+    assert found["machine"]["version"] == cpu_attn.__version__ and found["machine"]["brand"]
+    here = [e.name for e in cpu_attn.engines() if e.available]
+    assert [r["engine"] for r in found["results"]] == [e for e in ("native", "onednn") if e in here]
+    w = Workload("", "prefill", ((5, 40),), 4, 2, 16)
+    for r in found["results"]:
+        assert tuple(r) == report.RESULT_FIELDS
+        assert r["workload"] == "1x(5,40) num_heads=4 num_kv_heads=2 head_size=16"
+        assert (r["dtype"], r["kv_cache_dtype"], r["threads"]) == ("bfloat16", "auto", 1)
+        assert 0 < r["seconds_min"] <= r["seconds_median"]
+        assert r["gflops"] == pytest.approx(w.flops / r["seconds_min"] / 1e9)
+        assert r["kv_gbps"] == pytest.approx(w.kv_bytes(2) / r["seconds_min"] / 1e9)
+        assert r["limit"] == found["limits"][r["limit_of"]]
+        assert r["fraction_of_limit"] == pytest.approx(r["gflops"] / r["limit"])
+        assert r["workspace_bytes"] > 0
+
+
+def test_decode_is_bound_by_reading() -> None:
+    found = run(*DECODE, "--engine", "native", "--dtype", "float32", "--dtype", "float16")
+    assert [r["dtype"] for r in found["results"]] == ["float32", "float16"]
+    for r in found["results"]:
+        assert (r["limit_of"], r["limit"]) == ("read_gbps", found["limits"]["read_gbps"])
+        assert r["fraction_of_limit"] == pytest.approx(r["kv_gbps"] / r["limit"])
+
+
+def test_every_isa_has_its_own_limit() -> None:
+    names = [i.name for i in cpu_attn.isas() if i.supported and i.unit != "matrix"]
+    found = run(*FREE, "--engine", "native", "--dtype", "float32", *(x for n in names for x in ("--isa", n)))
+    assert [r["isa"] for r in found["results"]] == names
+    of = {p["what"]: p["value"] for p in found["probes"]}
+    for r in found["results"]:
+        assert r["limit"] == max(of[x.what] for x in limits.products(r["isa"], "float32"))
+
+
+def test_plan_write_and_call_by_name() -> None:
+    found = run("plan-256", "write-8k", "call-tiny", "--engine", "native", "--repeat", "1")
+    by_name = {r["workload"]: r for r in found["results"]}
+    assert list(by_name) == ["plan-256", "write-8k", "call-tiny"]
+    plan, write, tiny = by_name.values()
+    assert plan["gflops"] is plan["kv_gbps"] is plan["limit"] is tiny["limit"] is tiny["fraction_of_limit"] is None
+    assert (write["limit_of"], write["gflops"]) == ("memcpy_gbps", None)
+    assert write["kv_gbps"] == pytest.approx(8192 * 8 * 128 * 2 * 2 / write["seconds_min"] / 1e9)
+
+
+def test_progress_on_stderr_table_on_stdout() -> None:
+    result = call(*FREE, "--engine", "native")
+    assert result.exit_code == 0
+    assert "1/1 1x(5,40)" in result.stderr and "1/1" not in result.stdout
+    for text in ("1x(5,40)", "native", "vector_gflops", "memcpy_gbps", "of limit"):
+        assert text in result.stdout
+
+
+def test_csv() -> None:
+    result = call(*FREE, "--csv", "--engine", "native")
+    rows = list(csv.DictReader(io.StringIO(result.stdout)))
+    assert len(rows) == 1 and tuple(rows[0]) == report.RESULT_FIELDS
+    assert rows[0]["engine"] == "native" and float(rows[0]["seconds_min"]) > 0
+
+
+def test_threads_are_used_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, during = cpu_attn.get_num_threads(), []
+    right = contest.contestants
+    monkeypatch.setattr(contest, "contestants", lambda *a: during.append(cpu_attn.get_num_threads()) or right(*a))
+    found = run(*FREE, "--threads", "3")
+    assert during == [3] and {r["threads"] for r in found["results"]} == {3}
+    assert cpu_attn.get_num_threads() == before
+
+
+def test_shape_options_change_named_workloads() -> None:
+    found = bench_module.chosen(["prefill-2k"], {"num_heads": 16, "sliding_window": 64, "sinks": True, "softcap": None})
+    (w,) = found
+    assert w.name == "prefill-2k num_heads=16 sliding_window=64 sinks"
+    assert (w.lens, w.num_heads, w.sliding_window, w.sinks, w.softcap) == (((2048, 2048),), 16, 64, True, 0.0)
+    assert [w.name for w in bench_module.chosen(["decode", "decode-8x8k"], {})] == [w.name for w in GROUPS["decode"]]
+    assert len(bench_module.chosen([], {})) == len(WORKLOADS)
+    (w,) = bench_module.chosen([], {"q_len": 7, "batch": 3})
+    assert (w.lens, w.kind) == (((7, 7),) * 3, "prefill")
+    (w,) = bench_module.chosen([], {"kv_len": 7})
+    assert (w.lens, w.kind) == (((1, 7),), "decode")
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["prefill-3k"], "no workload 'prefill-3k'"),
+        (["prefill-2k", "--q-len", "5"], "--q-len is for a free shape"),
+        (["--q-len", "9", "--kv-len", "5"], "more than --kv-len 5"),
+        (["--kv-len", "9", "--num-heads", "3"], "does not divide 3 heads"),
+        (["--kv-len", "9", "--json", "--csv"], "exclude each other"),
+        (["--kv-len", "9", "--isa", "neon64"], "neon64"),
+        (["--kv-len", "9", "--compare", "/nowhere.json"], "is no report"),
+        (["--kv-len", "9", "--save", "/nowhere/x.json"], "no such folder"),
+        (["--kv-len", "9", "--rival", "torch", "--softcap", "3"], "torch"),
+        (["plan-256", "--engine", "onednn-python"], "has no part in it"),
+        (["--kv-len", "9", "--kv-cache-dtype", "fp8"], "auto"),
+        (["--repeat", "0"], "repeat"),
+        (["--threads", "0"], "threads"),
+    ],
+)
+def test_errors(args: list[str], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_module, "run", lambda *a, **k: pytest.fail("it ran"))
+    if "onednn-python" in args and contest.missing("onednn-python", "auto", "bfloat16"):
+        pytest.skip("no oneDNN")
+    result = call(*args)
+    assert result.exit_code == 2, result.output
+    assert text in " ".join(result.output.split())
+
+
+def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = call(*FREE, "--rival", "torch")
+    assert result.exit_code == 2
+    assert "--rival torch cannot run here" in result.output
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    result = call(*FREE, "--plot", str(tmp_path / "x.png"))
+    assert result.exit_code == 2
+    assert "pip install 'cpu-attn[plot]'" in result.output
+
+
+def test_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = contest.missing
+    monkeypatch.setattr(contest, "missing", lambda e, *a: "it is not here" if e == "onednn" else right(e, *a))
+    result = call(*FREE, "--json")
+    assert [r["engine"] for r in json.loads(result.stdout)["results"]] == ["native"]
+    assert "without onednn: it is not here" in result.stderr
+    assert call(*FREE, "--engine", "onednn").exit_code == 2
+
+
+# ---- one report against another ----
+
+
+def sample(
+    seconds: float, fraction: float | None, brand: str = "A", threads: int = 2, **changed: Any
+) -> dict[str, Any]:
+    result = {"workload": "w", "engine": "native", "isa": "avx2", "dtype": "float32", "kv_cache_dtype": "auto"}
+    result |= {"threads": threads, "seconds_min": seconds, "fraction_of_limit": fraction} | changed
+    return {"machine": {"brand": brand}, "limits": {"read_gbps": 10.0 * seconds}, "results": [result]}
+
+
+def test_compare() -> None:
+    found = report.compare(sample(3.0, 0.25), sample(2.0, 0.5))
+    assert found["machine"] == {}
+    assert found["limits"]["read_gbps"] == pytest.approx(2 / 3)
+    (row,) = found["results"]
+    assert (row["seconds_then"], row["seconds_now"]) == (3.0, 2.0)
+    assert (row["speedup"], row["of_limit"]) == (pytest.approx(1.5), pytest.approx(2.0))
+    assert report.compare(sample(3.0, None), sample(2.0, None))["results"][0]["of_limit"] is None
+    assert report.compare(sample(3.0, 0.25), sample(2.0, 0.5, engine="onednn"))["results"] == []
+
+
+def test_another_machine_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report.compare(sample(3.0, 0.25), sample(2.0, 0.5, brand="B", threads=4))
+    assert found["machine"] == {"brand": ["A", "B"], "threads": [[2], [4]]}
+    report.show_comparison(found)
+    out = capsys.readouterr().out
+    assert "ANOTHER MACHINE: brand was A, is B" in out
+    assert "1.50x" in out and "2.00x" in out
+
+
+def test_save_and_compare(tmp_path: Path) -> None:
+    path = tmp_path / "then.json"
+    assert call(*FREE, "--engine", "native", "--save", str(path)).exit_code == 0
+    saved = json.loads(path.read_text())
+    saved["results"][0]["seconds_min"] *= 1e6
+    path.write_text(json.dumps(saved))
+    found = run(*FREE, "--engine", "native", "--compare", str(path))
+    (row,) = found["comparison"]["results"]
+    assert row["speedup"] == pytest.approx(saved["results"][0]["seconds_min"] / found["results"][0]["seconds_min"])
+    assert "limits, now to then" in call(*FREE, "--engine", "native", "--compare", str(path)).stdout
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"results": [{}], "limits": {}, "machine": {}}'])
+def test_no_report_to_compare_with(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    result = call(*FREE, "--compare", str(path))
+    assert result.exit_code == 2
+    assert "is no report of cpu-attn bench" in " ".join(result.output.split())
+
+
+# ---- the roofline ----
+
+
+@pytest.mark.parametrize("wanted", [[0.5], [0.1, 0.1, 0.1], [0.0, 0.9, 0.95, 1.0], [0.3, 0.31, 0.7]])
+def test_labels_are_spread(wanted: list[float]) -> None:
+    places = plot.spread(wanted, 0.1, 0.0, 1.0)
+    assert all(b - a >= 0.1 - 1e-9 for a, b in pairwise(places))
+    assert places[0] >= 0 and places[-1] <= 1
+    assert plot.spread([0.2, 0.5], 0.1, 0.0, 1.0) == [0.2, 0.5]
+
+
+def test_plot_names_every_workload_engine_and_ceiling(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    path, features = tmp_path / "roofline.svg", [*DECODE[2:], "--engine", "native", "--engine", "reference"]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        found = run("--q-len", "5", "--kv-len", "40", *features, "--plot", str(path))
+        text = path.read_text()
+        for r in found["results"]:
+            assert r["workload"] in text and r["engine"] in text
+            assert f">{r['fraction_of_limit']:.0%}<" in text
+        for p in found["probes"]:
+            if p["value"] in found["limits"].values() and p["unit"] == "GFLOP/s" and p["value"]:
+                assert p["what"] in text
+        assert f"read {found['limits']['read_gbps']:.3g} GB/s" in text
+        run("--kv-len", "40", *features, "--plot", str(path))
+        assert "1x(1,40)" in path.read_text()
+
+
+def test_plot_refuses_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(bench_module, "run", lambda *a, **k: pytest.fail("it ran"))
+    for args, text in ((FREE, "must end in"), (("plan-256",), "only prefill and decode")):
+        result = call(*args, "--plot", str(tmp_path / "x.nothing"))
+        assert result.exit_code == 2
+        assert text in " ".join(result.output.split())

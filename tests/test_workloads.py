@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `cpu-attn bench` runs and counts: shapes, flops and bytes, that it is attention, and which limit binds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cpu_attn
+from cpu_attn import _dispatch, reference
+from cpu_attn._native import ffi, lib
+from cpu_attn.cli import contest, limits
+from cpu_attn.cli.limits import Limit, Limits
+from cpu_attn.cli.workloads import GROUPS, WORKLOADS, Step, Workload
+from cpu_attn.tests import cases
+
+# The oracle's input: all features, requests of all kinds, blocks that are not full.
+ODD = Workload("odd", "prefill", ((5, 40), (1, 33), (17, 17)), 6, 2, 24, 11, 7.0, True, True)
+PLAIN = Workload("plain", "prefill", ((3, 30), (3, 30)), 4, 2, 16)
+
+
+# ---- workloads ----
+
+
+def test_every_workload_by_name() -> None:
+    """Name, requests, tokens, keys, heads and head size, as the figures to compare with were measured."""
+    found = {
+        w.name: (len(w.lens), w.num_tokens, sum(k for _, k in w.lens), w.num_heads, w.num_kv_heads, w.head_size)
+        for w in WORKLOADS.values()
+    }
+    keys = found.pop("plan-256")
+    assert keys[:2] + keys[3:] == (256, 256, 32, 8, 128)
+    assert found == {
+        "prefill-2k": (1, 2048, 2048, 32, 8, 128),
+        "prefill-8k": (1, 8192, 8192, 8, 2, 128),
+        "prefill-64x512": (64, 64 * 512, 64 * 512, 32, 8, 128),
+        "prefill-4k-d64": (1, 4096, 4096, 16, 16, 64),
+        "prefill-2k-d256": (1, 2048, 2048, 8, 4, 256),
+        "chunk-512-of-8k": (1, 512, 8192, 32, 8, 128),
+        "mixed": (5, 3437, 2456 + 1234 + 1145 + 4162 + 2345, 32, 8, 128),
+        "decode-1x16k": (1, 1, 16384, 32, 8, 128),
+        "decode-8x8k": (8, 8, 8 * 8192, 32, 8, 128),
+        "decode-32x2k": (32, 32, 32 * 2048, 32, 8, 128),
+        "decode-64x512": (64, 64, 64 * 512, 32, 8, 128),
+        "decode-16x4k-mha": (16, 16, 16 * 4096, 16, 16, 128),
+        "decode-8x8k-d64": (8, 8, 8 * 8192, 64, 8, 64),
+        "write-8k": (1, 8192, 8192, 32, 8, 128),
+        "call-tiny": (1, 1, 16, 32, 8, 128),
+    }
+
+
+def test_groups() -> None:
+    assert [w.name for w in GROUPS["all"]] == list(WORKLOADS)
+    assert {w.name for w in GROUPS["decode"]} == {name for name in WORKLOADS if name.startswith("decode-")}
+    prefill = {name for name in WORKLOADS if name.startswith("prefill-")} | {"chunk-512-of-8k", "mixed"}
+    assert {w.name for w in GROUPS["prefill"]} == prefill
+    assert all(w.kind == group for group in ("prefill", "decode") for w in GROUPS[group])
+
+
+@pytest.mark.parametrize("window", [-1, 1, 4, 11, 1000])
+@pytest.mark.parametrize("lens", [((1, 1),), ((5, 40), (1, 33), (17, 17))])
+def test_flops_and_bytes_counted_one_by_one(lens: tuple[tuple[int, int], ...], window: int) -> None:
+    w = Workload("w", "prefill", lens, 6, 2, 24, window)
+    flops = elements = 0
+    for q_len, kv_len in lens:
+        touched = set()
+        for i in range(q_len):
+            position = kv_len - q_len + i
+            seen = [j for j in range(kv_len) if j <= position and (window < 0 or position - j < window)]
+            touched |= set(seen)
+            for _ in seen:
+                flops += 6 * (24 + 24) * 2  # each query head: D products and sums for q.k, D for p*v
+        elements += len(touched) * 2 * (24 + 24)  # each kv head: a row of K, a row of V
+    assert w.flops == flops
+    assert w.kv_bytes(2) == 2 * elements
+    assert w.flops == 4 * 24 * Step(w, "auto", "float32").plan("native").visible_pairs
+
+
+# ---- what is timed is attention ----
+
+
+def expected(step: Step) -> tuple[Any, Any]:
+    w = step.workload
+    pages = [step.cache.gather(step.block_table[r], int(n)) for r, n in enumerate(step.seq_lens)]
+    return reference.attention(
+        step.query,
+        [k for k, _ in pages],
+        [v for _, v in pages],
+        step.query_start_loc,
+        step.seq_lens,
+        w.head_size**-0.5,
+        True,
+        step.alibi_slopes if w.alibi else None,
+        w.sliding_window,
+        w.softcap,
+        step.s_aux if w.sinks else None,
+    )
+
+
+def assert_right(step: Step, output: Any) -> None:
+    wanted = expected(step)[0]
+    for first, last in pairwise(step.query_start_loc):
+        error = np.asarray(output[first:last], np.float64) - wanted[first:last]
+        relative = np.sqrt((error**2).mean() / (wanted[first:last] ** 2).mean())
+        assert relative <= reference.BUDGET[step.dtype]
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("engine", contest.ENGINES)
+def test_contestants_compute_attention(engine: str, dtype: str) -> None:
+    if reason := contest.missing(engine, "auto", dtype):
+        pytest.skip(reason)
+    step = Step(ODD, "auto", dtype, block_size=16)
+    (row,) = contest.contestants(step, [engine])
+    step.output[...] = 9
+    row.call()
+    assert (row.engine, row.isa) == (engine, step.plan("native").isa)
+    assert_right(step, step.output)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "workload",
+    [PLAIN, ODD, Workload("full", "prefill", ((9, 9),)), Workload("decode", "decode", ((1, 40), (1, 40)))],
+    ids=lambda w: w.name,
+)
+def test_torch_computes_the_same_attention(workload: Workload, dtype: str) -> None:
+    pytest.importorskip("torch")
+    step = Step(replace(workload, softcap=0.0, sinks=False), "auto", dtype)
+    (row,) = contest.contestants(step, ["torch"])
+    tokens = [one for group in row.call() for one in group]  # [Hq, q_len, D] of each request
+    assert (row.isa, len(tokens)) == (None, len(workload.lens))
+    assert_right(step, np.concatenate([t.float().numpy().transpose(1, 0, 2) for t in tokens]))
+
+
+def test_write_and_plan() -> None:
+    step = Step(Workload("w", "write", ((40, 40),), 4, 2, 16), "auto", "bfloat16")
+    (row,) = contest.contestants(step, ["native", "onednn-python"])
+    row.call()
+    assert row.engine == "native"
+    for found in step.cache.gather(step.block_table[0], 40):
+        values = np.abs(found.astype(np.float32))
+        assert values.min() >= 0.5 and values.max() < 2  # as random() makes them: none was left out
+    (row,) = contest.contestants(Step(WORKLOADS["plan-256"], "auto", "bfloat16"), ["native", "onednn-python"])
+    plan = row.call()
+    assert (plan.num_reqs, plan.workspace_bytes) == (256, row.workspace_bytes)
+
+
+def test_random_numbers_are_all_of_their_range() -> None:
+    for dtype in cases.DTYPES:
+        x = Step(PLAIN, "auto", dtype).random(64, 64)
+        values = np.abs(x.astype(np.float64))
+        assert x.dtype == cases.numpy_dtype(dtype)
+        assert 0.5 <= values.min() < 0.6 and 1.9 < values.max() < 2
+        assert 0.4 < (x.astype(np.float64) < 0).mean() < 0.6
+
+
+def test_blocks_are_owned_once_and_keys_differ() -> None:
+    step = Step(ODD, "auto", "float32", block_size=16)
+    needed = [-(-n // 16) for n in step.seq_lens]
+    used = np.concatenate([row[:n] for row, n in zip(step.block_table, needed, strict=True)])
+    assert sorted(used) == list(range(sum(needed)))
+    pages = [step.cache.gather(step.block_table[r], 17)[0] for r in range(3)]
+    assert not any(np.array_equal(a, b) for a, b in pairwise(pages))
+
+
+# ---- limits ----
+
+
+def test_every_kernel_has_a_limit() -> None:
+    kernel = ffi.new("ca_kernel_info *")
+    for isa in cpu_attn.isas():
+        for dtype, code in _dispatch.DTYPE_CODES.items():
+            if isa.supported and lib.ca_isa_kernel(isa.index, code, kernel):
+                found = limits.products(isa.name, dtype)
+                assert found, f"no probe for {isa.name} in {dtype}"
+                assert {x.kind for x in found} == {"matrix_gflops" if isa.unit == "matrix" else "vector_gflops"}
+                assert limits.best_isa(dtype, matrix=True) in {i.name for i in cpu_attn.isas() if i.supported}
+
+
+def test_probes() -> None:
+    found = limits.probes()
+    assert {"scalar", "avx2", "avx512", "avx512_bf16", "amx"} <= {p.name for p in found}
+    for p in found:
+        for threads in (1, 2, 5):
+            assert (lib.ca_probe_gflops(p.index, threads, 1e-4) > 0) == (not p.reason), p
+    assert lib.ca_probe_gflops(len(found), 1, 1e-4) == lib.ca_probe_gflops(-1, 1, 1e-4) == 0
+
+
+@pytest.mark.parametrize("size", [0, 511, 512, 70_000, 9 * 2**20])
+def test_probes_stay_inside_their_memory(size: int) -> None:
+    source = np.random.default_rng(0).integers(1, 256, size + 64, np.uint8)
+    target = np.zeros_like(source)
+    for threads in (1, 3):
+        assert (lib.ca_probe_read_gbps(ffi.from_buffer(source), size, threads) > 0) == (size >= 512)
+        target[:] = 0
+        speed = lib.ca_probe_copy_gbps(ffi.from_buffer(target), ffi.from_buffer(source), size, threads)
+        assert (speed > 0) == (size >= 512)
+        copied = int(np.count_nonzero(target))
+        assert copied <= size and copied >= size * 0.9 - 512
+        assert np.array_equal(target[:copied], source[:copied])
+
+
+def test_the_higher_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([3.0, 5.0, 4.0, 7.0])
+    monkeypatch.setattr(Limits, "_look", lambda self, limit: next(looks))
+    measured, small, large = Limits(1), Limit("read_gbps", num_bytes=1), Limit("read_gbps", num_bytes=2)
+    measured.measure([small, large])
+    measured.measure([large, small])
+    assert measured.kept == {small: 7.0, large: 5.0}
+    assert measured.fastest([large, small]) == small
+    assert measured.fastest([]) is None
+    assert measured.summary() == {
+        "matrix_gflops": None,
+        "vector_gflops": None,
+        "read_gbps": 5.0,  # of the larger memory
+        "memcpy_gbps": None,
+    }
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode", "write", "plan", "call"])
+def test_which_limit_binds(kind: str) -> None:
+    w = Workload("w", kind, ((1, 4000),) if kind == "decode" else ((9, 9),))
+    (row,) = contest.contestants(Step(w, "auto", "bfloat16"), ["native"])
+    memory = {"decode": "read_gbps", "write": "memcpy_gbps"}
+    if kind == "prefill":
+        assert list(row.limits) == limits.products(row.isa, "bfloat16")
+    elif kind in memory:
+        size = max(w.kv_bytes(2), contest.LEAST_BYTES)
+        assert row.limits == (Limit(memory[kind], num_bytes=size),)
+    else:
+        assert row.limits == ()
