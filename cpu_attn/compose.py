@@ -253,4 +253,3 @@ def _checked(
         sees=sees,
     )
     return step, out, log
-
