@@ -25,6 +25,7 @@ from typing import Any
 import cffi
 from setuptools import Extension
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
@@ -171,6 +172,14 @@ class BuildExt(build_ext):  # type: ignore[misc]
         self.compiler.link_shared_object(
             [*objects, *(link_objects or [])], str(target), libraries=["m"], extra_postargs=shared, target_lang="c"
         )
+
+
+class BuildPy(build_py):  # type: ignore[misc]
+    """Of tests/, a wheel holds what ``verify`` and ``bench`` share with the tests, not the tests."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        modules: list[tuple[str, str, str]] = super().find_package_modules(package, package_dir)
+        return [m for m in modules if not m[1].startswith("test_")]
 
 
 def find_onednn() -> tuple[Path, Path] | str:
