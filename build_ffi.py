@@ -127,9 +127,12 @@ class BuildExt(build_ext):  # type: ignore[misc]
         return built
 
     def build_onednn(self, ext: Extension) -> None:
-        """Left out without a word of error: the engine is optional, and ``cpu-attn info`` says so."""
+        """Left out where no oneDNN is found: the engine is optional, and ``cpu-attn info`` says so. One that was
+        asked for by ONEDNN_ROOT must be there."""
         found = find_onednn()
         if isinstance(found, str):
+            if os.environ.get("ONEDNN_ROOT") and os.environ.get("CPU_ATTN_NO_ONEDNN") != "1":
+                raise FileNotFoundError(found)
             self.announce(f"oneDNN engine left out: {found}", level=3)
             self.extensions.remove(ext)
             Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)  # what an earlier build left would be packed
