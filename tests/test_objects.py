@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def build_ffi() -> Any:
 
 
 @pytest.fixture(scope="session")
-def built(build_ffi: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def built(build_ffi: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with temp/native/**/*.o and lib/cpu_attn/*.so."""
     from setuptools import Distribution, Extension
 
@@ -75,7 +75,7 @@ def built(build_ffi: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         command.build_temp, command.build_lib = str(folder / "temp"), str(folder / "lib")
         command.ensure_finalized()
         command.run()
-        yield folder
+    return folder
 
 
 @pytest.fixture(scope="session")
