@@ -83,8 +83,8 @@ class PagedKVCache:
     def gather(self, block_table: Any, seq_len: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Plain K [seq_len, Hkv, D] and V [seq_len, Hkv, Dv] of one request; block_table: int32 [M], its blocks."""
         return (
-            gather(self.key_cache, block_table, seq_len, self.head_size, self.isa, value=False),
-            gather(self.value_cache, block_table, seq_len, self.head_size_v, self.isa, value=True),
+            ops.gather(self.key_cache, block_table, seq_len, self.head_size, self.isa, value=False),
+            ops.gather(self.value_cache, block_table, seq_len, self.head_size_v, self.isa, value=True),
         )
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -154,39 +154,3 @@ class PagedKVCache:
             s_aux=s_aux,
             lse=lse,
         )
-
-
-def gather(
-    cache: Any, block_table: Any, seq_len: int, head_size: int, isa: str = "auto", *, value: bool, out: Any = None
-) -> np.ndarray[Any, Any]:
-    """The first seq_len tokens of one request out of its pages, plain: [seq_len, Hkv, head_size].
-
-    cache [N, Hkv, B, width] as written with ``isa``; block_table int32 [M]; value: a value cache, else a key cache.
-    """
-    first = _check.array("cache", cache, _check.FLOATS, [(w, None) for w in ("N", "Hkv", "B", "width")])
-    head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
-    resolved, code = _dispatch.resolve_isa(isa, first.dtype, head_size), _dispatch.DTYPE_CODES[first.dtype]
-    pages = _check.cache("cache", cache, first.dtype, None, None, None)
-    _check.cache_width("cache", pages, resolved.index, code, head_size)
-    table = _check.array("block_table", block_table, ["int32"], [("blocks", None)])
-    seq_len = _check.integer("seq_len", seq_len, 0)
-    if out is None:
-        if -(-seq_len // pages.shape[2]) > table.shape[0]:
-            raise ValueError(f"block_table: needs {-(-seq_len // pages.shape[2])} blocks, has {table.shape[0]}")
-        out = np.empty((seq_len, pages.shape[1], head_size), DTYPES[first.dtype])
-    rows = _check.array(
-        "out", out, [first.dtype], [("seq_len", seq_len), ("num_kv_heads", pages.shape[1]), ("head_size", head_size)]
-    )
-    _check.disjoint("out", _check.writable("out", rows), {"cache": pages, "block_table": table})
-    fault = _check.new_fault()
-    lib.ca_gather(
-        ops._cache_struct(pages, resolved.index, code, head_size),
-        value,
-        _check.pointer("int32_t *", table),
-        table.shape[0],
-        seq_len,
-        ops._rows_struct(rows),
-        fault,
-    )
-    _check.raise_fault(fault)
-    return out  # type: ignore[no-any-return]

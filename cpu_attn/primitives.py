@@ -15,7 +15,7 @@ import numpy as np
 
 from cpu_attn import _check, _onednn_loader
 from cpu_attn._arrays import DTYPES, dtype_name, view
-from cpu_attn.cache import gather
+from cpu_attn.ops import gather
 
 Array = np.ndarray[Any, Any]
 

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 import cpu_attn
-from cpu_attn import cache as cache_module
-from cpu_attn import reference
+from cpu_attn import ops, reference
 
 from .cases import DTYPES, numpy_dtype
 from .guard import Guarded
@@ -177,7 +176,7 @@ def judge(plan: Any, args: dict[str, Any], plan_args: dict[str, Any]) -> None:
         row[: len(table)] = table[: len(row)]
         for i, name in enumerate(("key_cache", "value_cache")):
             head_size = (plan.head_size, plan.head_size_v)[i]
-            plain[i].append(cache_module.gather(args[name], row, int(n), head_size, plan.isa, value=bool(i)))
+            plain[i].append(ops.gather(args[name], row, int(n), head_size, plan.isa, value=bool(i)))
     slopes, sinks = (None if args[k] is None else np.asarray(args[k], np.float64) for k in ("alibi_slopes", "s_aux"))
     want, want_lse = reference.attention(
         np.asarray(args["query"]), *plain, start, lens, args["scale"], args["causal"], slopes, args["sliding_window"],
