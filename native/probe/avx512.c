@@ -44,7 +44,7 @@ static uint64_t read(const void *data, int64_t bytes) {
             sum[j] = _mm512_add_epi64(sum[j], _mm512_loadu_si512(p + 64 * j));
     for (int j = 1; j < 8; j++)
         sum[0] = _mm512_add_epi64(sum[0], sum[j]);
-    return (uint64_t)_mm512_reduce_add_epi64(sum[0]);
+    return (uint64_t)_mm512_reduce_or_epi64(sum[0]); /* any use of every lane; the signed sum may overflow */
 }
 
 const ca_probe_row ca_probe_avx512 = {
