@@ -7,78 +7,18 @@
  * AVX-512 without any matrix unit: fp32 FMA over widened 16-bit elements (Skylake-X and newer, Zen 4
  * and newer). Register tile: 6 x 4 accumulators of the 32 registers, 4 for K or V, 1 to broadcast. */
 #include "../cpu.h"
-#include <immintrin.h>
+#include "avx512.h"
 
 #define ISA avx512
 #define METHOD "FP32 FMA, 16 lanes; 16-bit elements widened in registers"
-#define VL 16
 #define MR 6
 #define NG 4
 #define NDV 4
 #define ROWS 96
 #define KEYS 256
-#include "../kernel/inline.h"
 
 static const char *missing(void) {
     return CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_avx512bw, CA_HAS_avx512dq, CA_HAS_avx512vl, CA_HAS_fma, CA_HAS_f16c);
-}
-
-typedef __m512 vf;
-
-INLINE vf v_set1(float x) { return _mm512_set1_ps(x); }
-INLINE float v_first(vf x) { return _mm512_cvtss_f32(x); }
-INLINE vf v_iota(void) { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
-INLINE vf v_add(vf a, vf b) { return _mm512_add_ps(a, b); }
-INLINE vf v_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
-INLINE vf v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
-INLINE vf v_div(vf a, vf b) { return _mm512_div_ps(a, b); }
-INLINE vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-INLINE vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); }
-INLINE vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
-INLINE vf v_abs(vf x) { return _mm512_abs_ps(x); }
-INLINE vf v_copysign(vf x, vf sign) { return _mm512_or_ps(x, _mm512_and_ps(sign, _mm512_set1_ps(-0.0f))); }
-INLINE vf v_round(vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-/* vscalefps would give 2^-127, a subnormal, where the others give 0. */
-INLINE vf v_scale(vf x, vf n) {
-    __m512i e = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23);
-    return _mm512_mul_ps(x, _mm512_castsi512_ps(e));
-}
-INLINE vf v_less(vf a, vf b, vf yes, vf no) {
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
-}
-INLINE __mmask16 first_lanes(int n) { return (__mmask16)((1u << n) - 1); }
-INLINE vf v_keep(vf x, int first, int end) {
-    return _mm512_mask_blend_ps(first_lanes(end) & ~first_lanes(first), _mm512_set1_ps(-INFINITY), x);
-}
-INLINE float v_hmax(vf x) { return _mm512_reduce_max_ps(x); }
-INLINE float v_hsum(vf x) { return _mm512_reduce_add_ps(x); }
-
-INLINE vf v_load_f32(const float *p) { return _mm512_loadu_ps(p); }
-INLINE vf v_loadn_f32(const float *p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
-INLINE void v_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
-INLINE void v_storen_f32(float *p, vf x, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), x); }
-
-INLINE vf v_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
-INLINE vf v_loadn_f16(const uint16_t *p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
-INLINE void v_storen_f16(uint16_t *p, vf x, int n) {
-    _mm256_mask_storeu_epi16(p, first_lanes(n), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-}
-
-INLINE vf widen_bf16(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
-INLINE vf v_load_bf16(const uint16_t *p) { return widen_bf16(_mm256_loadu_si256((const void *)p)); }
-INLINE vf v_loadn_bf16(const uint16_t *p, int n) { return widen_bf16(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
-INLINE vf even_half(__m512i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
-INLINE vf odd_half(__m512i x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000))); }
-INLINE vf v_even_bf16(const uint16_t *p) { return even_half(_mm512_loadu_si512(p)); }
-INLINE vf v_odd_bf16(const uint16_t *p) { return odd_half(_mm512_loadu_si512(p)); }
-INLINE vf v_evenn_bf16(const uint16_t *p, int n) { return even_half(_mm512_maskz_loadu_epi32(first_lanes(n), p)); }
-INLINE vf v_oddn_bf16(const uint16_t *p, int n) { return odd_half(_mm512_maskz_loadu_epi32(first_lanes(n), p)); }
-/* Nearest even by integers: VCVTNEPS2BF16 would flush subnormals. NaN becomes the quiet NaN. */
-INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
-    __m512i u = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-    __m512i r = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
-    r = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), r, _mm512_set1_epi32(0x7fc0));
-    _mm256_mask_storeu_epi16(p, first_lanes(n), _mm512_cvtepi32_epi16(r));
 }
 
 #include "../kernel/kernels.inc"
