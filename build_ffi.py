@@ -48,11 +48,12 @@ class FlaggedFile:
     unit: str
     rank: int
     flags: tuple[str, ...]
+    of: str  # the isa whose kernels it replaces where it can run, "" for none
 
     @classmethod
     def read(cls, path: Path) -> FlaggedFile:
         said = dict(re.findall(r"^ \* (\w+):[ \t]*(.*)$", path.read_text().split("*/")[0], re.MULTILINE))
-        return cls(path, said["arch"], said["unit"], int(said["rank"]), tuple(said["flags"].split()))
+        return cls(path, said["arch"], said["unit"], int(said["rank"]), tuple(said["flags"].split()), said.get("of", ""))
 
     @property
     def name(self) -> str:
@@ -123,9 +124,13 @@ class BuildExt(build_ext):  # type: ignore[misc]
             else:
                 built.append(file)
         kind = folder.upper()
-        rows = [f"#define CA_{kind}_LIST", *(f'{kind}({f.name}, "{f.unit}")' for f in built)]
-        reasons = [f"#define CA_{kind}_ABSENT", *(f'ABSENT({f.name}, "{f.unit}", "{why}")' for f, why in absent)]
-        (self.temp / f"{folder}_list.h").write_text(" ".join(rows) + "\n" + " ".join(reasons) + "\n")
+        lists = {
+            "LIST": [f'{kind}({f.name}, "{f.unit}")' for f in built if not f.of],
+            "VARIANTS": [f"VARIANT({f.name}, {f.of})" for f in built if f.of],
+            "ABSENT": [f'ABSENT({f.name}, "{f.unit}", "{why}")' for f, why in absent if not f.of],
+        }
+        lines = (f"#define CA_{kind}_{name} {' '.join(rows)}\n" for name, rows in lists.items())
+        (self.temp / f"{folder}_list.h").write_text("".join(lines))
         return built
 
     def build_onednn(self, ext: Extension) -> None:

@@ -113,6 +113,12 @@ const char *ca_cpu_missing(const int *features) {
     return NULL;
 }
 
+int ca_cpu_is(const char *vendor) {
+    ca_cpu_info id = {0};
+    read_identity(&id);
+    return strcmp(id.vendor, vendor) == 0;
+}
+
 int ca_cpu_amx_permission(const char **reason) {
     *reason = "this CPU or its operating system has no AMX";
     if (CA_CPU_MISSING(CA_HAS_amx_tile))

@@ -1,13 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The one table of isas. build_ffi.py writes isa_list.h: in CA_ISA_LIST the files of native/isa that this
- * compiler and architecture could build, in CA_ISA_ABSENT the others with the reason. */
+ * compiler and architecture could build, in CA_ISA_ABSENT the others with the reason. A file that is `of:` another
+ * isa stands in CA_ISA_VARIANTS: where it misses nothing its kernels replace that isa's. */
 #include "cpu.h"
 #include "isa_list.h"
 #include <string.h>
 
 #define ISA(name, unit) extern const ca_isa_row ca_isa_##name;
-CA_ISA_LIST
+#define VARIANT(name, of) extern const ca_isa_row ca_isa_##name;
+CA_ISA_LIST CA_ISA_VARIANTS
 #undef ISA
+#undef VARIANT
 
 static const struct {
     const char *name, *unit;
@@ -17,6 +20,14 @@ static const struct {
     CA_ISA_LIST
 #undef ISA
 };
+static const struct {
+    const char *of;
+    const ca_isa_row *row;
+} variants[] = {
+#define VARIANT(name, of) {#of, &ca_isa_##name},
+    CA_ISA_VARIANTS
+#undef VARIANT
+    {NULL, NULL}};
 static const struct {
     const char *name, *unit, *reason;
 } absent[] = {
@@ -28,7 +39,19 @@ static const struct {
 #define NUM_ROWS ((int)(sizeof rows / sizeof rows[0]))
 #define NUM_ABSENT ((int)(sizeof absent / sizeof absent[0]) - 1)
 
-const ca_isa_row *ca_isa_get(int isa) { return isa >= 0 && isa < NUM_ROWS ? rows[isa].row : NULL; }
+static ca_isa_row chosen[NUM_ROWS]; /* what each isa offers on this machine: written once, when the library loads */
+
+__attribute__((constructor)) static void choose(void) {
+    for (int i = 0; i < NUM_ROWS; i++)
+        chosen[i] = *rows[i].row;
+    for (int v = 0; variants[v].row; v++)
+        for (int i = 0; i < NUM_ROWS; i++)
+            for (int d = 0; d < CA_DTYPES && !strcmp(rows[i].name, variants[v].of) && !variants[v].row->missing(); d++)
+                if (variants[v].row->kernels[d])
+                    chosen[i].kernels[d] = variants[v].row->kernels[d];
+}
+
+const ca_isa_row *ca_isa_get(int isa) { return isa >= 0 && isa < NUM_ROWS ? &chosen[isa] : NULL; }
 
 /* Built isas first, so that the index is also the table's; best first is build_ffi.py's order. */
 int ca_isa(int i, ca_isa_info *out) {
