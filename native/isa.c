@@ -12,7 +12,7 @@ CA_ISA_LIST CA_ISA_VARIANTS
 #undef ISA
 #undef VARIANT
 
-static const struct {
+    static const struct {
     const char *name, *unit;
     const ca_isa_row *row;
 } rows[] = {

@@ -14,8 +14,8 @@
 #define MR 6
 #define NG 4
 #define NDV 4
-#define ROWS 96
-#define KEYS 256
+#define ROWS 192
+#define KEYS 128
 
 static const char *missing(void) {
     const char *said = getenv("CPU_ATTN_VDPBF16PS");
@@ -44,7 +44,7 @@ INLINE void v_store_pairs(uint16_t *p, vf x) { _mm256_storeu_si256((void *)p, (_
 #include "../kernel/state.inc"
 
 #define METHOD "VDPBF16PS, 16 lanes of two bf16 products"
-#define PRODUCTS "dot.inc"
+#define STEPS "dot.inc"
 #define DTYPE bf16
 #define ELEM uint16_t
 #define PAIRS 1
