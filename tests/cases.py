@@ -169,7 +169,7 @@ def _fill_late(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], li
     """NaN in one key and in another token's value near the end: rows that do not see that far must not know."""
     query, key, value, scale = _fill_normal(rng, case)
     for k, v in zip(key, value, strict=True):
-        k[-5:-4, 0], v[-3:-2, 0] = np.nan, np.nan
+        v[-5:-4, 0], k[-3:-2, 0] = np.nan, np.nan
     return query, key, value, scale
 
 
