@@ -13,10 +13,12 @@
 #define METHOD "FP32 FMA, 8 lanes; 16-bit elements widened in registers"
 #define VL 8
 #define MR 6
+#define TALL 6
 #define NG 1
 #define NDV 2
 #define ROWS 96
 #define KEYS 256
+#define FEW_KEYS 128
 #include "../kernel/inline.h"
 
 static const char *missing(void) { return CA_CPU_MISSING(CA_HAS_avx2, CA_HAS_fma, CA_HAS_f16c); }

@@ -12,10 +12,12 @@
 #include <stdlib.h>
 
 #define MR 6
+#define TALL 8
 #define NG 4
 #define NDV 4
 #define ROWS 192
-#define KEYS 128
+#define KEYS 256
+#define FEW_KEYS 128
 
 static const char *missing(void) {
     const char *said = getenv("CPU_ATTN_VDPBF16PS");
@@ -39,7 +41,8 @@ INLINE vp v_keep_half(vp x, int odd) {
     return (vp)_mm512_and_si512((__m512i)x, _mm512_set1_epi32(odd ? (int)0xffff0000 : 0xffff));
 }
 INLINE vf v_dot(vf sum, vp a, vp b) { return _mm512_dpbf16_ps(sum, a, b); }
-INLINE void v_store_pairs(uint16_t *p, vf x) { _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh(x)); }
+INLINE vp v_round_pairs(vf a, vf b) { return _mm512_cvtne2ps_pbh(b, a); }
+INLINE void v_store_pairs(uint16_t *p, vp x) { _mm512_storeu_si512(p, (__m512i)x); }
 
 #include "../kernel/state.inc"
 

@@ -12,10 +12,12 @@
 #define METHOD "plain C"
 #define VL 1
 #define MR 2
+#define TALL 2
 #define NG 1
 #define NDV 4
 #define ROWS 32
 #define KEYS 256
+#define FEW_KEYS 128
 #include "../kernel/inline.h"
 
 static const char *missing(void) { return NULL; }
