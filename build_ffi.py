@@ -53,7 +53,8 @@ class FlaggedFile:
     @classmethod
     def read(cls, path: Path) -> FlaggedFile:
         said = dict(re.findall(r"^ \* (\w+):[ \t]*(.*)$", path.read_text().split("*/")[0], re.MULTILINE))
-        return cls(path, said["arch"], said["unit"], int(said["rank"]), tuple(said["flags"].split()), said.get("of", ""))
+        flags = tuple(said["flags"].split())
+        return cls(path, said["arch"], said["unit"], int(said["rank"]), flags, said.get("of", ""))
 
     @property
     def name(self) -> str:
