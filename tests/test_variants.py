@@ -12,7 +12,6 @@ import pytest
 
 import cpu_attn
 
-
 MAIN = "from cpu_attn.cli import main; main()"
 
 
