@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from cpu_attn._dispatch import DTYPE_CODES
+from cpu_attn._native import ffi, lib
 
 DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(kind)
@@ -74,6 +79,11 @@ class Array:
         low, high = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
         return self.address + low * self.itemsize, self.address + (high + 1) * self.itemsize
 
+    def described(self) -> tuple[Any, ...]:
+        """A ``ca_array``'s fields. One of more axes than four is like no array that is ever accepted."""
+        code = DTYPE_CODES[self.dtype]
+        return (self.address, self.shape[:4], self.strides[:4], len(self.shape), code, self.itemsize, self.writable)
+
     def numpy(self) -> np.ndarray[Any, Any]:
         """A NumPy view of the same memory."""
         dtype = DTYPES[self.dtype]
@@ -104,6 +114,23 @@ def view(name: str, x: Any) -> Array:
             raise TypeError(f"{name}: its __array_interface__ says only {x.__array_interface__['typestr']!r}")
         return _of_numpy(name, np.asarray(x))
     raise TypeError(f"{name}: expected an array on the CPU, got {type(x).__name__}")
+
+
+def objects(names: Sequence[str], arrays: Sequence[Any]) -> tuple[list[int], Any, list[Any]]:
+    """``arrays`` as C takes them: addresses of what it reads itself (NumPy arrays and None), ``ca_array`` of others,
+    and what keeps those alive."""
+    given, owners = ffi.new("ca_array[]", len(arrays)), []
+    addresses = [id(x) for x in arrays]
+    for i, x in enumerate(arrays):
+        if x is not None and type(x) is not np.ndarray:
+            owners.append(view(names[i], x))
+            given[i], addresses[i] = owners[-1].described(), 0
+    return addresses, given, owners
+
+
+def described(arrays: Sequence[Array | None]) -> Any:
+    """``ca_array`` of each."""
+    return ffi.new("ca_array[]", [() if a is None else a.described() for a in arrays])
 
 
 def _of_numpy(name: str, x: np.ndarray[Any, Any]) -> Array:
@@ -200,3 +227,20 @@ def _aligned(name: str, a: Array) -> Array:
     if a.address % a.itemsize:
         raise ValueError(f"{name}: address {a.address:#x} is not a multiple of its {a.itemsize}-byte elements")
     return a
+
+
+def _let_c_read_numpy() -> None:
+    """Elsewhere than in CPython, and if the layout of NumPy's arrays should ever change, Python goes on reading them."""
+    if sys.implementation.name != "cpython":
+        return
+    lib.ca_know_numpy(id(np.ndarray), id(None), object.__basicsize__)
+    for name, dtype in DTYPES.items():
+        lib.ca_know_dtype(id(dtype), DTYPE_CODES[name], dtype.itemsize)
+    probe, read = np.zeros((2, 3, 5), np.int32)[::-1, :, 1:4], ffi.new("ca_array *")
+    for probe.flags.writeable in (True, False):
+        lib.ca_read_array(id(probe), read)
+        if bytes(ffi.buffer(read)) != bytes(ffi.buffer(described([_of_numpy("probe", probe)]))):
+            lib.ca_know_numpy(0, 0, 0)
+
+
+_let_c_read_numpy()

@@ -11,7 +11,13 @@ from typing import Any
 from cpu_attn._errors import UnavailableError
 from cpu_attn._native import ffi, lib
 
-DTYPE_CODES = {"float32": lib.CA_F32, "float16": lib.CA_F16, "bfloat16": lib.CA_BF16}
+DTYPE_CODES = {
+    "float32": lib.CA_F32,
+    "float16": lib.CA_F16,
+    "bfloat16": lib.CA_BF16,
+    "int32": lib.CA_I32,
+    "int64": lib.CA_I64,
+}
 ISA_NAMES = ("amx", "avx512", "avx2", "neon", "scalar")
 ENGINE_NAMES = ("native", "onednn", "reference")
 
@@ -65,7 +71,8 @@ def engines() -> tuple[Engine, ...]:
     return (Engine("native", True, ""), Engine("onednn", not reason, reason), Engine("reference", True, ""))
 
 
-def _asked(argument: str, name: Any, variable: str) -> str:
+def asked(argument: str, name: Any, variable: str) -> str:
+    """What ``auto`` means in this environment."""
     if not isinstance(name, str):
         raise TypeError(f"{argument}: expected a name, got {type(name).__name__}")
     return os.environ.get(variable) or "auto" if name == "auto" else name
@@ -73,7 +80,7 @@ def _asked(argument: str, name: Any, variable: str) -> str:
 
 def resolve_isa(name: str, dtype: str, head_size: int) -> Isa:
     """The isa that ``name`` means here; ``auto`` follows CPU_ATTN_ISA, then takes the best."""
-    name = _asked("isa", name, "CPU_ATTN_ISA")
+    name = asked("isa", name, "CPU_ATTN_ISA")
     return _resolve_isa(name, dtype, name == "vec16" and head_size % 16 != 0)
 
 
@@ -100,7 +107,7 @@ def _resolve_isa(name: str, dtype: str, odd_vec16: bool) -> Isa:
 
 def resolve_engine(name: str) -> tuple[str, Any]:
     """Name and ``ca_engine *`` of an engine; ``auto`` follows CPU_ATTN_ENGINE, then means native."""
-    name = _asked("engine", name, "CPU_ATTN_ENGINE")
+    name = asked("engine", name, "CPU_ATTN_ENGINE")
     if name in ("auto", "native"):
         return "native", lib.ca_native_engine()
     if name == "reference":

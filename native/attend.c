@@ -121,10 +121,37 @@ static void run_merges(run *w, int thread) {
         merge_item(w, &p->merges[i / heads], (int)(i % heads), memory);
 }
 
-int ca_attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_fault *fault) {
-    if (ca_check_table(plan, call->block_table, call->table_stride, call->table_cols, call->num_blocks,
-                       call->block_size, fault))
-        return fault->status;
+static ca_call call_of(const ca_array *a, float scale, float softcap) {
+    const ca_array *q = &a[CA_QUERY], *out = &a[CA_OUTPUT], *kc = &a[CA_KEY_CACHE], *vc = &a[CA_VALUE_CACHE];
+    const ca_array *table = &a[CA_BLOCK_TABLE];
+    return (ca_call){
+        .query = (const void *)q->address,
+        .q_stride_t = q->strides[0],
+        .q_stride_h = q->strides[1],
+        .key_cache = (const void *)kc->address,
+        .value_cache = (const void *)vc->address,
+        .k_stride_n = kc->strides[0],
+        .k_stride_h = kc->strides[1],
+        .v_stride_n = vc->strides[0],
+        .v_stride_h = vc->strides[1],
+        .num_blocks = kc->shape[0],
+        .block_size = kc->shape[2],
+        .output = (void *)out->address,
+        .o_stride_t = out->strides[0],
+        .o_stride_h = out->strides[1],
+        .lse = (float *)a[CA_LSE].address,
+        .lse_stride_h = a[CA_LSE].strides[0],
+        .block_table = (const int32_t *)table->address,
+        .table_stride = table->strides[0],
+        .table_cols = table->shape[1],
+        .alibi_slopes = (const float *)a[CA_ALIBI_SLOPES].address,
+        .s_aux = (const float *)a[CA_S_AUX].address,
+        .scale = scale,
+        .softcap = softcap,
+    };
+}
+
+static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_fault *fault) {
     run w = {.plan = plan, .call = call, .workspace = workspace};
     int64_t items = plan->num_tasks * plan->shape.num_kv_heads;
     int team = ca_team((int)ca_min64(ca_min64(plan->shape.num_threads, ca_get_num_threads()), items));
@@ -145,4 +172,26 @@ int ca_attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_faul
         return CA_OK;
     *fault = (ca_fault){CA_ENGINE_FAILED, -1, -1, w.failed, -1};
     return CA_ENGINE_FAILED;
+}
+
+int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, const ca_array *given, int causal,
+              float scale, float softcap, void *workspace, int64_t workspace_bytes, ca_fault *fault) {
+    const ca_shape *s = &plan->shape;
+    const int64_t sizes[] = {s->num_reqs,  plan->num_tokens, s->num_heads, s->num_kv_heads, s->head_size,
+                             s->head_size_v, s->dtype,       s->isa,       causal < 0};
+    ca_array a[CA_ATTENTION_ARRAYS];
+    ca_plan_info info;
+    ca_plan_describe(plan, &info);
+    if (workspace_bytes < info.workspace_bytes ||
+        !ca_accept(known, sizes, s->isa, objects, given, a, CA_ATTENTION_ARRAYS, CA_LSE + 1))
+        return CA_UNKNOWN;
+    ca_call call = call_of(a, scale, softcap);
+    if (causal >= 0 && ca_check_step(plan, (const int32_t *)a[CA_SEQ_LENS].address,
+                                     (const int32_t *)a[CA_QUERY_START_LOC].address, causal,
+                                     (const int32_t *)a[CA_DYNAMIC_CAUSAL].address, fault))
+        return fault->status;
+    if (ca_check_table(plan, call.block_table, call.table_stride, call.table_cols, call.num_blocks, call.block_size,
+                       fault))
+        return fault->status;
+    return attend(plan, &call, workspace, fault);
 }
