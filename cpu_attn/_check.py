@@ -22,6 +22,8 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 def integer(name: str, x: Any, low: int, high: int = INT32_MAX) -> int:
     """``x`` as an int in [low, high]."""
+    if type(x) is int and low <= x <= high:
+        return x
     if isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{name}: expected an integer, got {x!r}")
     try:
@@ -35,7 +37,7 @@ def integer(name: str, x: Any, low: int, high: int = INT32_MAX) -> int:
 
 def number(name: str, x: Any, low: float = -math.inf) -> float:
     """``x`` as a float that is finite in float32 and at least ``low``."""
-    if type(x) is float and low <= x <= 3.4e38 and x >= -3.4e38:
+    if type(x) is float and low <= x and -3.4e38 <= x <= 3.4e38:
         return x
     if isinstance(x, (str, bytes, bool)):
         raise TypeError(f"{name}: expected a number, got {x!r}")
@@ -74,9 +76,9 @@ def window(x: Any) -> tuple[int, int]:
     return (-1, -1) if size == -1 else (size - 1, size - 1)
 
 
-def kv_dtype(kv_cache_dtype: Any, dtype: str) -> None:
-    if kv_cache_dtype not in ("auto", dtype):
-        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} is neither 'auto' nor the dtype {dtype!r}")
+def kv_dtype(kv_cache_dtype: Any, dtype: Any) -> None:
+    if kv_cache_dtype != "auto" and kv_cache_dtype != str(dtype):
+        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} is neither 'auto' nor the dtype {str(dtype)!r}")
 
 
 def scales(k_scale: Any, v_scale: Any) -> None:
@@ -111,15 +113,13 @@ def small_floats(name: str, x: Any, dtypes: Sequence[str], num_heads: int) -> np
 
 
 def lengths(
-    num_reqs: int, seq_lens: Any, query_start_loc: Any, dynamic_causal: Any
+    num_reqs: int, query_start_loc: Any, seq_lens: Any, dynamic_causal: Any
 ) -> tuple[Array, Array, Array | None]:
     """The three int32 arrays that say which requests a step has."""
     reqs = [("num_reqs", num_reqs)]
-    return (
-        array("seq_lens", seq_lens, ["int32"], reqs),
-        array("query_start_loc", query_start_loc, ["int32"], [("num_reqs + 1", num_reqs + 1)]),
-        None if dynamic_causal is None else array("dynamic_causal", dynamic_causal, ["int32"], reqs),
-    )
+    lens = array("seq_lens", seq_lens, ["int32"], reqs)
+    starts = array("query_start_loc", query_start_loc, ["int32"], [("num_reqs + 1", num_reqs + 1)])
+    return starts, lens, None if dynamic_causal is None else array("dynamic_causal", dynamic_causal, ["int32"], reqs)
 
 
 def same_window(plan: Any, sliding_window: Any) -> None:
@@ -145,10 +145,6 @@ def pointer(kind: str, a: Array | np.ndarray[Any, Any] | None) -> Any:
     if a is None:
         return ffi.NULL
     return ffi.cast(kind, a.address if isinstance(a, Array) else a.ctypes.data)
-
-
-def int32_pointers(*arrays: Array | None) -> list[Any]:
-    return [pointer("int32_t *", a) for a in arrays]
 
 
 def cache(
@@ -210,8 +206,8 @@ def _shared(a: Array, b: Array) -> bool:
 
 
 # The arrays of a call, in the order that native/cpu_attn.h has them in too: those that it writes first.
-ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table")
-ATTENTION += ("query_start_loc", "seq_lens", "dynamic_causal", "alibi_slopes", "s_aux")
+STEP = ("query_start_loc", "seq_lens", "dynamic_causal")
+ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *STEP, "alibi_slopes", "s_aux")
 WRITE = ("key_cache", "value_cache", "key", "value", "slot_mapping")
 
 
@@ -222,7 +218,7 @@ def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array |
     shape, dtype, tokens = plan._shape, str(plan.dtype), ("T", plan.num_tokens)
     heads = ("num_heads", shape.num_heads)
     if same_step:
-        lens, starts, flags = lengths(plan.num_reqs, lens, starts, flags)
+        starts, lens, flags = lengths(plan.num_reqs, starts, lens, flags)
     q = array("query", query, [dtype], [tokens, heads, ("head_size", shape.head_size)])
     out = writable("output", array("output", output, [dtype], [tokens, heads, ("head_size_v", shape.head_size_v)]))
     kc = cache("key_cache", key_cache, dtype, shape.num_kv_heads, None, None)

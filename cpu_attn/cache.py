@@ -142,7 +142,5 @@ class PagedKVCache:
         if output is None:
             output = np.empty((plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype)
         arrays = (output, lse, query, self.key_cache, self.value_cache, block_table, None, None, None)
-        ops.attend(
-            plan, (*arrays, alibi_slopes, s_aux), self.head_size**-0.5 if scale is None else scale, softcap
-        )
+        ops.attend(plan, (*arrays, alibi_slopes, s_aux), self.head_size**-0.5 if scale is None else scale, softcap)
         return output

@@ -15,6 +15,7 @@ from cpu_attn._arrays import DTYPES, Array, described, objects
 from cpu_attn._native import ffi, lib
 from cpu_attn.plan import SchedulerMetadata
 
+
 class _Thread(threading.local):
     """What a Python thread keeps from call to call: the calls that were accepted, and scratch that grows."""
 
@@ -32,9 +33,8 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 # A number for each isa and kv_cache_dtype by name, which stands for them in what a thread has had accepted.
-_NAMED = {
-    names: i for i, names in enumerate(product((*_dispatch.ISA_NAMES, "auto", "vec", "vec16"), ("auto", *_check.FLOATS)))
-}
+_NAMES = product((*_dispatch.ISA_NAMES, "auto", "vec", "vec16"), ("auto", *_check.FLOATS))
+_NAMED = {names: i for i, names in enumerate(_NAMES)}
 
 
 def _cache_struct(a: Array, isa: int, dtype: int, head_size: int) -> Any:
@@ -80,8 +80,8 @@ def reshape_and_cache(
     _check.scales(k_scale, v_scale)
     names = (_dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kv_cache_dtype)
     named = _NAMED[names] if isinstance(kv_cache_dtype, str) and names in _NAMED else -1
-    addresses, given, owners = objects(_check.WRITE, arrays)
-    if lib.ca_write(_thread.write, addresses, given, named, -1, fault) == lib.CA_UNKNOWN:
+    addresses, given, _alive = objects(_check.WRITE, arrays)
+    if named < 0 or lib.ca_write(_thread.write, addresses, given, named, -1, fault) == lib.CA_UNKNOWN:
         found, index = _check.write(arrays, *names)
         lib.ca_write(_thread.write, ffi.NULL, described(found), named, index, fault)
     _check.raise_fault(fault)
@@ -128,8 +128,8 @@ def attention_with_kv_cache(
     _check.same_window(plan, sliding_window)
     _check.kv_dtype(kv_cache_dtype, plan.dtype)
     _check.scales(k_scale, v_scale)
-    arrays = (output, lse, query, key_cache, value_cache, block_table)
-    arrays += (query_start_loc, seq_lens, dynamic_causal, alibi_slopes, s_aux)
+    step = (query_start_loc, seq_lens, dynamic_causal)
+    arrays = (output, lse, query, key_cache, value_cache, block_table, *step, alibi_slopes, s_aux)
     attend(plan, arrays, scale, softcap, _check.boolean("causal", causal))
     return output
 
@@ -137,10 +137,11 @@ def attention_with_kv_cache(
 def attend(plan: SchedulerMetadata, arrays: tuple[Any, ...], scale: float, softcap: float, causal: int = -1) -> None:
     """The arrays are those of _check.ATTENTION. causal -1: no lengths among them, the plan's are right."""
     thread, fault = _thread, ffi.new("ca_fault *")
-    if arrays[-1] is not None:
-        arrays = (*arrays[:-1], _check.small_floats("s_aux", arrays[-1], _check.FLOATS, plan.num_heads))
+    sinks = arrays[-1]
+    if sinks is not None and not (type(sinks) is np.ndarray and sinks.dtype == np.float32):
+        arrays = (*arrays[:-1], _check.small_floats("s_aux", sinks, _check.FLOATS, plan.num_heads))
     numbers = (causal, _check.number("scale", scale), _check.number("softcap", softcap, 0.0))
-    addresses, given, owners = objects(_check.ATTENTION, arrays)
+    addresses, given, _alive = objects(_check.ATTENTION, arrays)
     memory = (thread.workspace, thread.workspace_bytes)
     if lib.ca_attend(plan._pointer, thread.attention, addresses, given, *numbers, *memory, fault) == lib.CA_UNKNOWN:
         found = _check.attention(plan, arrays, causal >= 0)

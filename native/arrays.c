@@ -28,6 +28,7 @@ void ca_know_numpy(uintptr_t ndarray, uintptr_t none, int64_t head) {
     numpy.ndarray = ndarray;
     numpy.none = none;
     numpy.head = head;
+    numpy.num_dtypes = 0;
 }
 
 void ca_know_dtype(uintptr_t object, int32_t dtype, int32_t itemsize) {

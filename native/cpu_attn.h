@@ -43,7 +43,7 @@ typedef struct ca_shape {
     int32_t dtype;                     /* enum ca_dtype */
     int32_t isa;                       /* index into the isa table */
     int32_t causal;                    /* of every request, where dynamic_causal does not say it */
-    int32_t all_causal;                /* no request is bidirectional: window_right has no meaning */
+    int32_t all_causal;                /* no request is bidirectional: window_right has no meaning; the plan says it */
     int32_t window_left, window_right; /* keys visible to each side of the query, -1: all */
     int32_t enable_kv_split;
     int32_t num_threads;
@@ -54,7 +54,7 @@ typedef struct ca_engine ca_engine;
 
 typedef struct ca_plan_info {
     int64_t num_tokens, num_tasks, num_splits, workspace_bytes;
-    int32_t rows;
+    int32_t rows, num_threads;
 } ca_plan_info;
 
 /* Tokens to write or read: [T, Hkv, D], the last dimension dense. */
@@ -93,10 +93,12 @@ enum ca_attention_arrays {
     CA_S_AUX,
     CA_ATTENTION_ARRAYS
 };
+enum ca_step_arrays { CA_STEP_QUERY_START_LOC, CA_STEP_SEQ_LENS, CA_STEP_DYNAMIC_CAUSAL, CA_STEP_ARRAYS };
 enum ca_write_arrays { CA_TO_KEY_CACHE, CA_TO_VALUE_CACHE, CA_KEY, CA_VALUE, CA_SLOT_MAPPING, CA_WRITE_ARRAYS };
 
-/* Calls that _check.py has accepted: all that its answer depends on, which is everything about the arrays but
- * their addresses, and the sizes that they have to fit. For one Python thread and one kind of call. */
+/* Calls that _check.py has accepted: all that its answer depends on, which is everything about the arrays but where
+ * they lie (but where they lie to one another), and the sizes that they have to fit. For one Python thread and one kind
+ * of call. */
 typedef struct ca_known {
     int64_t count; /* remembered so far; the oldest makes room */
     struct ca_accepted {
@@ -136,14 +138,15 @@ int64_t ca_block_elements(int isa, int dtype, int64_t block_size, int64_t head_s
 
 const char *ca_threading(void); /* "OpenMP 201511" or why there is none */
 int ca_get_num_threads(void);
-void ca_set_num_threads(int n); /* 0: as OpenMP says */
+void ca_set_num_threads(int n); /* 0: as OpenMP says; -n: n, however little there is to do */
 
 const ca_engine *ca_native_engine(void);
 const ca_engine *ca_reference_engine(void);
 
-/* seq_lens [R], query_start_loc [R+1], dynamic_causal [R] or NULL. NULL and *fault on failure. */
-ca_plan *ca_plan_new(const ca_shape *shape, const ca_engine *engine, const int32_t *seq_lens,
-                     const int32_t *query_start_loc, const int32_t *dynamic_causal, ca_fault *fault);
+/* NULL and *fault on failure; CA_UNKNOWN: unless objects are NumPy arrays fit for a step, _check.py has to look at
+ * them first, and to say with objects NULL what is given. */
+ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, const uintptr_t *objects, const ca_array *given,
+                     ca_fault *fault);
 void ca_plan_free(ca_plan *plan);
 void ca_plan_describe(const ca_plan *plan, ca_plan_info *out);
 int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs over all query heads */
@@ -269,7 +272,8 @@ struct ca_plan {
     int64_t num_tasks;
     ca_task *merges; /* tasks whose segments were handed out one by one, whole */
     int64_t num_merges;
-    int32_t rows; /* most query rows of a task */
+    int32_t rows;        /* most query rows of a task */
+    int32_t num_threads; /* no more than shape.num_threads, and worth waking */
     int64_t state_bytes, scratch_bytes, thread_bytes, partial_bytes;
 };
 
@@ -320,6 +324,9 @@ int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_f
 /* Reads the call's arrays into `a`. NULL unless nothing is wrong with them but what indices may hold. */
 const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, const uintptr_t *objects,
                                     const ca_array *given, ca_array *a, int num_arrays, int num_outputs);
+int ca_accept_step(const uintptr_t *objects, const ca_array *given, int64_t num_reqs, ca_array *a);
+/* Threads that are worth waking for what takes one thread so long. */
+int64_t ca_threads_for(double nanoseconds);
 /* A child of fork() must not enter a parallel region of libgomp: it would wait for threads that are gone. */
 int ca_team(int wanted);
 
