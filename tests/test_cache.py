@@ -11,6 +11,7 @@ import pytest
 
 import cpu_attn
 from cpu_attn import reference
+from cpu_attn._dispatch import force_num_threads
 
 from .cases import DTYPES, numpy_dtype
 
@@ -66,7 +67,7 @@ def test_of_tokens_that_share_a_slot_one_stays_whole(isa: str, num_threads: int,
     cache = cpu_attn.PagedKVCache(3, 16, heads, 32, "float32", isa)
     key = np.arange(count, dtype=np.float32)[:, None, None] + np.zeros((1, heads, 32), np.float32)
     slots = np.arange(count) % 40
-    cpu_attn.set_num_threads(num_threads)
+    force_num_threads(num_threads)
     try:
         cache.update(key, key, slots)
     finally:
