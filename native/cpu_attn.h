@@ -299,9 +299,10 @@ struct ca_kernel {
     void (*merge)(const ca_state *into, const ca_state *from, int64_t rows, int64_t head_size_v);
     /* state -> output and lse: sinks join here, o/l is rounded to the output's dtype */
     void (*finish)(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, const ca_state *state);
-    /* one kv head of the tokens into the cache; slots with (slot / B) % parts == part */
-    void (*write)(const ca_cache *cache, int value, const ca_rows *src, int kv_head, const int64_t *slots,
-                  int64_t num_tokens, int64_t part, int64_t parts);
+    /* tokens [token, token + n) of one group of 16 of one block of one kv head, from rows ld elements apart;
+     * stream: past the caches */
+    void (*write_k)(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld, int stream);
+    void (*write_v)(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld, int stream);
     /* tokens [t0, t1) of one block of one kv head, widened to float32:
      * K to dst[d * ld + (t - t0)] (transposed), V to dst[(t - t0) * ld + d] */
     void (*widen_k)(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
