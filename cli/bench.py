@@ -90,12 +90,12 @@ def engines_here(asked: Sequence[str], rivals: Sequence[str], isa: str, dtype: s
     return found
 
 
-def refuse_idle(workloads: Sequence[Workload], engines: Engines) -> None:
+def refuse_idle(workloads: Sequence[Workload], engines: Engines, kv_cache_dtype: str = "auto") -> None:
     """A workload that nobody runs, or a rival that cannot run it, is an error."""
     for w, some in product(workloads, engines.values()):
         if not contest.takes_part(some, w.kind):
             raise click.UsageError(f"{w.name}: {', '.join(some)} has no part in it")
-        for reason in filter(None, (contest.unable(engine, w) for engine in some)):
+        for reason in filter(None, (contest.unable(engine, w, kv_cache_dtype) for engine in some)):
             raise click.UsageError(reason)
 
 
@@ -287,7 +287,9 @@ FILE = click.Path(dir_okay=False, path_type=Path)
     show_default=True,
     help="Repeatable.",
 )
-@click.option("--kv-cache-dtype", type=click.Choice(["auto"]), default="auto", show_default=True)
+@click.option(
+    "--kv-cache-dtype", type=click.Choice(["auto", "fp8_e4m3", "fp8_e5m2"]), default="auto", show_default=True
+)
 @click.option(
     "--block-size",
     type=click.IntRange(1),
@@ -334,7 +336,7 @@ def bench(
             raise click.UsageError(f"{path}: no such folder")
     workloads = chosen(names, shape)
     engines = {(i, d): engines_here(engine, rival, i, d) for i in dict.fromkeys(isa) for d in dict.fromkeys(dtype)}
-    refuse_idle(workloads, engines)
+    refuse_idle(workloads, engines, kv_cache_dtype)
     if plot_to:
         plot.check(plot_to, {w.kind for w in workloads})
     cache = {"block_size": block_size, "kv_cache_dtype": kv_cache_dtype}

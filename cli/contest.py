@@ -46,10 +46,12 @@ def missing(engine: str, isa: str, dtype: str) -> str:
     return ""
 
 
-def unable(engine: str, workload: Workload) -> str:
+def unable(engine: str, workload: Workload, kv_cache_dtype: str = "auto") -> str:
     """What of a workload an engine has no notion of, "" if nothing."""
     if engine == "torch":
         odd = [name for name in ("softcap", "sinks") if getattr(workload, name)]
+        if kv_cache_dtype != "auto":
+            odd.append(kv_cache_dtype)
         return f"torch's scaled_dot_product_attention has no {' and no '.join(odd)}" if odd else ""
     return ""
 
@@ -108,7 +110,6 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
     if engine == "onednn-python":
         from cpu_attn import compose
 
-        del arguments["kv_cache_dtype"]
         return partial(compose.attention, **arguments, isa=plan.isa), None, plan.isa
     call = partial(cpu_attn.attention_with_kv_cache, **arguments, scheduler_metadata=plan)
     return call, plan.workspace_bytes, plan.isa

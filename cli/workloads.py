@@ -130,7 +130,9 @@ class Step:
 
     @property
     def itemsize(self) -> int:
-        return numpy_dtype(self.dtype).itemsize
+        """Of what moves: keys and values on their way into a cache, else the cache."""
+        narrow = self.kv_cache_dtype.startswith("fp8") and self.workload.kind != "write"
+        return 1 if narrow else numpy_dtype(self.dtype).itemsize
 
     @cached_property
     def query(self) -> NDArray[Any]:

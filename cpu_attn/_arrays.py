@@ -27,18 +27,30 @@ DTYPES: dict[str, np.dtype[Any]] = {
         "float32": np.float32,
         "float16": np.float16,
         "bfloat16": ml_dtypes.bfloat16,
+        "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+        "float8_e5m2": ml_dtypes.float8_e5m2,
+        "uint8": np.uint8,
         "int32": np.int32,
         "int64": np.int64,
     }.items()
 }
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+# DLDataTypeCode and bits, of dlpack.h 1.1
 _DLPACK = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64"}
+_DLPACK |= {(10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2", (1, 8): "uint8"}
 
 
-# enum ca_dtype and itemsize
+# enum ca_dtype and itemsize; the last ones hold what a narrow cache does, or indices.
 CODES = {
     name: (code, DTYPES[name].itemsize)
-    for name, code in {**DTYPE_CODES, "int32": lib.CA_I32, "int64": lib.CA_I64}.items()
+    for name, code in {
+        **DTYPE_CODES,
+        "float8_e4m3fn": lib.CA_E4M3,
+        "float8_e5m2": lib.CA_E5M2,
+        "uint8": lib.CA_U8,
+        "int32": lib.CA_I32,
+        "int64": lib.CA_I64,
+    }.items()
 }
 # Of ca_array in native/cpu_attn.h, by the number of axes.
 FIELDS = [struct.Struct(f"=Q {n}q {32 - 8 * n}x {n}q {32 - 8 * n}x 4i") for n in range(5)]

@@ -18,6 +18,7 @@ from cpu_attn._native import ffi, lib
 INT32_MAX = 2**31 - 1
 MAX_SIZE = 2**16  # of heads and head sizes: keeps every product of sizes within int64
 FLOATS = ("float32", "float16", "bfloat16")
+FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}  # vLLM's names
 
 
 def integer(name: str, x: Any, low: int, high: int = INT32_MAX) -> int:
@@ -76,15 +77,41 @@ def window(x: Any) -> tuple[int, int]:
     return (-1, -1) if size == -1 else (size - 1, size - 1)
 
 
-def kv_dtype(kv_cache_dtype: Any, dtype: Any) -> None:
-    if kv_cache_dtype != "auto" and kv_cache_dtype != str(dtype):
-        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} is neither 'auto' nor the dtype {str(dtype)!r}")
+def kv_dtype(kv_cache_dtype: Any, dtype: Any) -> str:
+    """The dtype of the cache's memory."""
+    name = str(dtype)
+    if isinstance(kv_cache_dtype, str):
+        if kv_cache_dtype in ("auto", name):
+            return name
+        if kv_cache_dtype in FP8:
+            return FP8[kv_cache_dtype]
+    raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} is none of 'auto', the dtype {name!r}, {', '.join(FP8)}")
 
 
-def scales(k_scale: Any, v_scale: Any) -> None:
-    for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if number(name, x) != 1.0:
+def same_kv_dtype(plan: Any, kv_cache_dtype: Any) -> None:
+    if kv_cache_dtype == "auto" and not plan.narrow:
+        return
+    asked = kv_dtype(kv_cache_dtype, plan.dtype)
+    if asked != plan.kv_dtype:
+        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r}, scheduler_metadata was made for {plan.kv_dtype}")
+
+
+def cache_dtypes(kv: str) -> list[str]:
+    """What an array may call a cache that holds ``kv``: fp8 passes as bytes, too."""
+    return [kv] if kv in FLOATS else [kv, "uint8"]
+
+
+def scales(k_scale: Any, v_scale: Any, narrow: bool) -> tuple[float, float]:
+    """Both as floats: positive, and 1 unless the cache is quantised."""
+    if type(k_scale) is float and type(v_scale) is float and k_scale == v_scale == 1.0:
+        return k_scale, v_scale
+    found = number("k_scale", k_scale), number("v_scale", v_scale)
+    for name, x in zip(("k_scale", "v_scale"), found, strict=True):
+        if not narrow and x != 1.0:
             raise ValueError(f"{name}: {x} applies to quantised caches, this one holds plain numbers; expected 1.0")
+        if x < 1.2e-38:
+            raise ValueError(f"{name}: {x} is not a positive, normal float32")
+    return found
 
 
 def array(name: str, x: Any, dtypes: Sequence[str], axes: Sequence[tuple[str, int | None]]) -> Array:
@@ -148,11 +175,11 @@ def pointer(kind: str, a: Array | np.ndarray[Any, Any] | None) -> Any:
 
 
 def cache(
-    name: str, x: Any, dtype: str, num_kv_heads: int | None, num_blocks: int | None, block_size: int | None
+    name: str, x: Any, kv: str, num_kv_heads: int | None, num_blocks: int | None, block_size: int | None
 ) -> Array:
     """A cache [N, Hkv, B, width]: a block of one head is dense, the strides of N and Hkv are free."""
     axes = [("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads), ("block_size", block_size), ("width", None)]
-    a = array(name, x, [dtype], axes)
+    a = array(name, x, cache_dtypes(kv), axes)
     if a.shape[2] < 1:
         raise ValueError(f"{name}: block_size is 0, expected at least 1")
     if a.size and a.shape[2] > 1 and a.strides[2] != a.shape[3]:
@@ -221,8 +248,8 @@ def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array |
         starts, lens, flags = lengths(plan.num_reqs, starts, lens, flags)
     q = array("query", query, [dtype], [tokens, heads, ("head_size", shape.head_size)])
     out = writable("output", array("output", output, [dtype], [tokens, heads, ("head_size_v", shape.head_size_v)]))
-    kc = cache("key_cache", key_cache, dtype, shape.num_kv_heads, None, None)
-    vc = cache("value_cache", value_cache, dtype, shape.num_kv_heads, kc.shape[0], kc.shape[2])
+    kc = cache("key_cache", key_cache, plan.kv_dtype, shape.num_kv_heads, None, None)
+    vc = cache("value_cache", value_cache, plan.kv_dtype, shape.num_kv_heads, kc.shape[0], kc.shape[2])
     cache_width("key_cache", kc, shape.isa, shape.dtype, shape.head_size)
     cache_width("value_cache", vc, shape.isa, shape.dtype, shape.head_size_v)
     found: list[Array | None] = [
@@ -242,8 +269,9 @@ def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array |
     return found
 
 
-def write(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[Array | None], int]:
-    """``arrays`` as WRITE names them, of shapes and dtypes that fit one another, and the index of the isa."""
+def write(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[Array | None], int, str]:
+    """``arrays`` as WRITE names them, of shapes and dtypes that fit one another, the index of the isa, and the dtype
+    of the cache."""
     key_cache, value_cache, key, value, slot_mapping = arrays
     k = array("key", key, FLOATS, [("T", None), ("num_kv_heads", None), ("head_size", None)])
     tokens, heads, head_size = k.shape
@@ -251,15 +279,15 @@ def write(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[Ar
     for name, a in (("key", k), ("value", v)):
         integer(f"{name}: head size", a.shape[2], 1, MAX_SIZE)
     integer("key: num_kv_heads", heads, 1, MAX_SIZE)
-    kv_dtype(kv_cache_dtype, k.dtype)
+    kv = kv_dtype(kv_cache_dtype, k.dtype)
     resolved, code = _dispatch.resolve_isa(isa, k.dtype, head_size), _dispatch.DTYPE_CODES[k.dtype]
-    kc = writable("key_cache", cache("key_cache", key_cache, k.dtype, heads, None, None))
-    vc = writable("value_cache", cache("value_cache", value_cache, k.dtype, heads, kc.shape[0], kc.shape[2]))
+    kc = writable("key_cache", cache("key_cache", key_cache, kv, heads, None, None))
+    vc = writable("value_cache", cache("value_cache", value_cache, kv, heads, kc.shape[0], kc.shape[2]))
     cache_width("key_cache", kc, resolved.index, code, head_size)
     cache_width("value_cache", vc, resolved.index, code, v.shape[2])
     found: list[Array | None] = [kc, vc, k, v, array("slot_mapping", slot_mapping, ["int64"], [("T", tokens)])]
     apart(WRITE, found, 2)
-    return found, resolved.index
+    return found, resolved.index, kv
 
 
 def apart(names: Sequence[str], arrays: Sequence[Array | None], num_outputs: int) -> None:

@@ -20,9 +20,10 @@ class PagedKVCache:
     """K and V of one layer in pages, packed as the kernels of one isa read them.
 
     num_blocks N, block_size B, num_kv_heads Hkv, head_size D (of K), head_size_v Dv (of V, D unless said);
-    dtype float32, float16 or bfloat16. ``key_cache`` and ``value_cache`` are the raw arrays for
-    :func:`reshape_and_cache` and :func:`attention_with_kv_cache`; ``isa`` is resolved and ``layout`` names
-    what lies inside, so that a plan for another isa is refused.
+    dtype float32, float16 or bfloat16, of keys, values and queries; kv_cache_dtype ``auto``: the memory is of it too,
+    ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: it holds key / k_scale and value / v_scale. ``key_cache`` and
+    ``value_cache`` are the raw arrays for :func:`reshape_and_cache` and :func:`attention_with_kv_cache`; ``isa`` is
+    resolved and ``layout`` names what lies inside, so that a plan for another isa or dtype is refused.
 
     >>> cache = PagedKVCache(64, 16, num_kv_heads=8, head_size=128, dtype="bfloat16")
     >>> cache.update(key, value, slot_mapping)
@@ -41,6 +42,8 @@ class PagedKVCache:
         *,
         head_size_v: int | None = None,
         kv_cache_dtype: str = "auto",
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         name = dtype_name(dtype)
         self.head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
@@ -58,19 +61,23 @@ class PagedKVCache:
             for size in (self.head_size, self.head_size_v)
         ]
         self.num_blocks, self.num_kv_heads, self.block_size = shapes[0][:3]
-        self.key_cache, self.value_cache = (np.zeros(shape, self.dtype) for shape in shapes)
+        self.kv_cache_dtype = kv_cache_dtype
+        kv = _check.kv_dtype(kv_cache_dtype, name)
+        self.k_scale, self.v_scale = _check.scales(k_scale, v_scale, kv != name)
+        self.key_cache, self.value_cache = (np.zeros(shape, DTYPES[kv]) for shape in shapes)
 
     def __repr__(self) -> str:
         return (
             f"PagedKVCache({self.num_blocks} blocks of {self.block_size}, {self.num_kv_heads} kv heads of "
-            f"{self.head_size}/{self.head_size_v}, {self.dtype}, {self.isa}, {self.layout})"
+            f"{self.head_size}/{self.head_size_v}, {self.dtype} as {self.key_cache.dtype}, {self.isa}, {self.layout})"
         )
 
     def update(self, key: Any, value: Any, slot_mapping: Any) -> None:
         """Writes key [T, Hkv, D] and value [T, Hkv, Dv] to slot_mapping int64 [T]; see :func:`reshape_and_cache`."""
         self._same_sizes("key", key, self.head_size)
         self._same_sizes("value", value, self.head_size_v)
-        ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, slot_mapping, self.isa)
+        scales = self.k_scale, self.v_scale, self.kv_cache_dtype
+        ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, slot_mapping, self.isa, *scales)
 
     def _same_sizes(self, name: str, x: Any, head_size: int) -> None:
         _check.array(
@@ -82,9 +89,10 @@ class PagedKVCache:
 
     def gather(self, block_table: Any, seq_len: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Plain K [seq_len, Hkv, D] and V [seq_len, Hkv, Dv] of one request; block_table: int32 [M], its blocks."""
+        common: Any = {"isa": self.isa, "dtype": self.dtype}
         return (
-            ops.gather(self.key_cache, block_table, seq_len, self.head_size, self.isa, value=False),
-            ops.gather(self.value_cache, block_table, seq_len, self.head_size_v, self.isa, value=True),
+            ops.gather(self.key_cache, block_table, seq_len, self.head_size, value=False, **common),
+            ops.gather(self.value_cache, block_table, seq_len, self.head_size_v, value=True, **common),
         )
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -116,6 +124,7 @@ class PagedKVCache:
             self.dtype,
             query_start_loc,
             isa=self.isa,
+            kv_cache_dtype=self.kv_cache_dtype,
             head_size_v=self.head_size_v,
             **options,
         )
@@ -139,8 +148,18 @@ class PagedKVCache:
         """
         if _check.plan("plan", plan).isa != self.isa:
             raise ValueError(f"plan: made for isa {plan.isa}, this cache was written for {self.isa}")
+        if str(plan.dtype) != str(self.dtype):
+            raise ValueError(f"plan: made for {plan.dtype}, this cache takes {self.dtype}")
+        _check.same_kv_dtype(plan, self.kv_cache_dtype)
         if output is None:
             output = np.empty((plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype)
         arrays = (output, lse, query, self.key_cache, self.value_cache, block_table, None, None, None)
-        ops.attend(plan, (*arrays, alibi_slopes, s_aux), self.head_size**-0.5 if scale is None else scale, softcap)
+        ops.attend(
+            plan,
+            (*arrays, alibi_slopes, s_aux),
+            self.head_size**-0.5 if scale is None else scale,
+            softcap,
+            -1,
+            (self.k_scale, self.v_scale),
+        )
         return output

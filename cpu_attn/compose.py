@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check
+from cpu_attn._arrays import DTYPES
 from cpu_attn._arrays import Array as Memory
 from cpu_attn.plan import get_scheduler_metadata
 from cpu_attn.primitives import gather_pages, matmul, softmax
@@ -48,6 +49,7 @@ class Step:
     block_table: Array
     isa: str
     scale: float
+    kv_scales: tuple[float, float]
     softcap: float
     alibi_slopes: Array
     s_aux: Array
@@ -75,6 +77,9 @@ def attention(
     softcap: float,
     s_aux: Any = None,
     dynamic_causal: Any = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    kv_cache_dtype: str = "auto",
     *,
     lse: Any = None,
     isa: str = "auto",
@@ -86,7 +91,7 @@ def attention(
     """
     step, out, log = _checked(
         *(query, key_cache, value_cache, output, query_start_loc, seq_lens, scale, causal, alibi_slopes),
-        *(sliding_window, block_table, softcap, s_aux, dynamic_causal, lse, isa),
+        *(sliding_window, block_table, softcap, s_aux, dynamic_causal, k_scale, v_scale, kv_cache_dtype, lse, isa),
     )
     result, result_lse = _every_request(step)
     out.numpy()[...] = result
@@ -146,9 +151,13 @@ def _chunks(step: Step, r: int, sees: Array) -> Iterator[tuple[Array, Array, Arr
         first = k0 // block_size
         blocks, skipped = step.block_table[r, first : -(-k1 // block_size)], k0 - first * block_size
         size = skipped + k1 - k0
-        key = gather_pages(step.key_cache, blocks, size, head_size=step.query.shape[2], isa=step.isa)
-        value = gather_pages(step.value_cache, blocks, size, head_size=step.head_size_v, isa=step.isa, value=True)
-        yield np.arange(k0, k1), key[skipped:].astype(np.float32), value[skipped:].astype(np.float32)
+        common: Any = {"isa": step.isa, "dtype": step.query.dtype}
+        key = gather_pages(step.key_cache, blocks, size, head_size=step.query.shape[2], **common)
+        value = gather_pages(step.value_cache, blocks, size, head_size=step.head_size_v, value=True, **common)
+        key, value = (
+            x[skipped:].astype(np.float32) * np.float32(s) for x, s in zip((key, value), step.kv_scales, strict=True)
+        )
+        yield np.arange(k0, k1), key, value
 
 
 def _one_head(
@@ -206,12 +215,16 @@ def _checked(
     softcap: float,
     s_aux: Any,
     dynamic_causal: Any,
+    k_scale: float,
+    v_scale: float,
+    kv_cache_dtype: str,
     lse: Any,
     isa: str,
 ) -> tuple[Step, Memory, Memory | None]:
     q = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
-    kc = _check.cache("key_cache", key_cache, q.dtype, None, None, None)
-    vc = _check.cache("value_cache", value_cache, q.dtype, kc.shape[1], kc.shape[0], kc.shape[2])
+    kv = _check.kv_dtype(kv_cache_dtype, q.dtype)
+    kc = _check.cache("key_cache", key_cache, kv, None, None, None)
+    vc = _check.cache("value_cache", value_cache, kv, kc.shape[1], kc.shape[0], kc.shape[2])
     table = _check.array("block_table", block_table, ["int32"], [("num_reqs", None), ("blocks", None)])
     (tokens, num_heads, head_size), num_reqs = q.shape, table.shape[0]
     out = _check.array("output", output, [q.dtype], [("T", tokens), ("num_heads", num_heads), ("head_size_v", None)])
@@ -219,6 +232,7 @@ def _checked(
     plan = get_scheduler_metadata(
         *(num_reqs, num_heads, kc.shape[1], head_size, seq_lens, q.dtype, query_start_loc, causal, sliding_window),
         isa=isa,
+        kv_cache_dtype=kv_cache_dtype,
         dynamic_causal=dynamic_causal,
         head_size_v=out.shape[2],
         engine="reference",
@@ -239,13 +253,14 @@ def _checked(
     sinks = _check.small_floats("s_aux", s_aux, _check.FLOATS, num_heads)
     step = Step(
         query=q.numpy(),
-        key_cache=kc.numpy(),
-        value_cache=vc.numpy(),
+        key_cache=kc.numpy().view(DTYPES[kv]),
+        value_cache=vc.numpy().view(DTYPES[kv]),
         head_size_v=out.shape[2],
         query_start_loc=starts.numpy(),
         block_table=table.numpy(),
         isa=plan.isa,
         scale=_check.number("scale", scale),
+        kv_scales=_check.scales(k_scale, v_scale, kv != q.dtype),
         softcap=_check.number("softcap", softcap, 0.0),
         alibi_slopes=np.zeros(num_heads, np.float32) if slopes is None else slopes,
         s_aux=np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64),

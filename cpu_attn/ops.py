@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch
-from cpu_attn._arrays import DTYPES, Array, described, objects
+from cpu_attn._arrays import CODES, DTYPES, Array, described, dtype_name, objects
 from cpu_attn._native import ffi, lib
 from cpu_attn.plan import SchedulerMetadata
 
@@ -33,16 +33,16 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 # A number for each isa and kv_cache_dtype by name, which stands for them in what a thread has had accepted.
-_NAMES = product((*_dispatch.ISA_NAMES, "auto", "vec", "vec16"), ("auto", *_check.FLOATS))
+_NAMES = product((*_dispatch.ISA_NAMES, "auto", "vec", "vec16"), ("auto", *_check.FLOATS, *_check.FP8))
 _NAMED = {names: i for i, names in enumerate(_NAMES)}
 
 
-def _cache_struct(a: Array, isa: int, dtype: int, head_size: int) -> Any:
+def _cache_struct(a: Array, isa: int, dtype: int, kv_dtype: int, head_size: int) -> Any:
     cache = ffi.new("ca_cache *")
     cache.data = ffi.cast("void *", a.address)
     cache.stride_n, cache.stride_h = a.strides[:2]
     cache.num_blocks, cache.num_kv_heads, cache.block_size = a.shape[:3]
-    cache.head_size, cache.dtype, cache.isa = head_size, dtype, isa
+    cache.head_size, cache.dtype, cache.kv_dtype, cache.isa = head_size, dtype, kv_dtype, isa
     return cache
 
 
@@ -69,6 +69,8 @@ def reshape_and_cache(
     key [T, Hkv, D], value [T, Hkv, Dv]: float32, float16 or bfloat16, last axis dense.
     key_cache, value_cache [N, Hkv, B, width]: as :func:`get_kv_cache_shape` says, same dtype; strides of N and
     Hkv are free (K and V of a block may interleave).
+    kv_cache_dtype: ``auto``, or ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: caches of that float8 dtype or of uint8 hold
+    key / k_scale and value / v_scale, rounded to nearest even, saturating, subnormals kept.
     slot_mapping: int64 [T], block * B + offset; a negative slot is skipped. Of tokens that share a slot one stays,
     whole. Whoever writes with one isa must read with the same.
 
@@ -77,13 +79,14 @@ def reshape_and_cache(
     """
     fault = ffi.new("ca_fault *")
     arrays = (key_cache, value_cache, key, value, slot_mapping)
-    _check.scales(k_scale, v_scale)
-    names = (_dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kv_cache_dtype)
-    named = _NAMED[names] if isinstance(kv_cache_dtype, str) and names in _NAMED else -1
+    kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
+    scales = _check.scales(k_scale, v_scale, kind in _check.FP8)
+    names = (_dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kind)
+    named = _NAMED.get(names, -1)
     addresses, given, _alive = objects(_check.WRITE, arrays)
-    if named < 0 or lib.ca_write(_thread.write, addresses, given, named, -1, fault) == lib.CA_UNKNOWN:
-        found, index = _check.write(arrays, *names)
-        lib.ca_write(_thread.write, ffi.NULL, described(found), named, index, fault)
+    if named < 0 or lib.ca_write(_thread.write, addresses, given, named, -1, -1, *scales, fault) == lib.CA_UNKNOWN:
+        found, index, kv = _check.write(arrays, names[0], kv_cache_dtype)
+        lib.ca_write(_thread.write, ffi.NULL, described(found), named, index, CODES[kv][0], *scales, fault)
     _check.raise_fault(fault)
 
 
@@ -112,7 +115,8 @@ def attention_with_kv_cache(
     """Attention of every query token over its request's pages, into ``output``, which is returned.
 
     query [T, Hq, D], output [T, Hq, Dv]: the plan's dtype, last axis dense, other strides free.
-    key_cache, value_cache [N, Hkv, B, width]: written by :func:`reshape_and_cache` with the plan's isa.
+    key_cache, value_cache [N, Hkv, B, width]: written by :func:`reshape_and_cache` with the plan's isa, and with the
+    same k_scale, v_scale and kv_cache_dtype, which is the plan's.
     query_start_loc int32 [R+1], seq_lens int32 [R], causal, sliding_window, dynamic_causal: as the plan was made for.
     scale: factor of q.k. softcap > 0: logits become softcap * tanh(logit / softcap); 0 is off.
     alibi_slopes: float32 [Hq] or None, adds slope * (key position - query position).
@@ -126,21 +130,28 @@ def attention_with_kv_cache(
     """
     plan = _check.plan("scheduler_metadata", scheduler_metadata)
     _check.same_window(plan, sliding_window)
-    _check.kv_dtype(kv_cache_dtype, plan.dtype)
-    _check.scales(k_scale, v_scale)
+    _check.same_kv_dtype(plan, kv_cache_dtype)
+    scales = _check.scales(k_scale, v_scale, plan.narrow)
     step = (query_start_loc, seq_lens, dynamic_causal)
     arrays = (output, lse, query, key_cache, value_cache, block_table, *step, alibi_slopes, s_aux)
-    attend(plan, arrays, scale, softcap, _check.boolean("causal", causal))
+    attend(plan, arrays, scale, softcap, _check.boolean("causal", causal), scales)
     return output
 
 
-def attend(plan: SchedulerMetadata, arrays: tuple[Any, ...], scale: float, softcap: float, causal: int = -1) -> None:
+def attend(
+    plan: SchedulerMetadata,
+    arrays: tuple[Any, ...],
+    scale: float,
+    softcap: float,
+    causal: int = -1,
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> None:
     """The arrays are those of _check.ATTENTION. causal -1: no lengths among them, the plan's are right."""
     thread, fault = _thread, ffi.new("ca_fault *")
     sinks = arrays[-1]
     if sinks is not None and not (type(sinks) is np.ndarray and sinks.dtype == np.float32):
         arrays = (*arrays[:-1], _check.small_floats("s_aux", sinks, _check.FLOATS, plan.num_heads))
-    numbers = (causal, _check.number("scale", scale), _check.number("softcap", softcap, 0.0))
+    numbers = (causal, _check.number("scale", scale), _check.number("softcap", softcap, 0.0), *scales)
     addresses, given, _alive = objects(_check.ATTENTION, arrays)
     memory = (thread.workspace, thread.workspace_bytes)
     if lib.ca_attend(plan._pointer, thread.attention, addresses, given, *numbers, *memory, fault) == lib.CA_UNKNOWN:
@@ -152,15 +163,29 @@ def attend(plan: SchedulerMetadata, arrays: tuple[Any, ...], scale: float, softc
 
 
 def gather(
-    cache: Any, block_table: Any, seq_len: int, head_size: int, isa: str = "auto", *, value: bool, out: Any = None
+    cache: Any,
+    block_table: Any,
+    seq_len: int,
+    head_size: int,
+    isa: str = "auto",
+    *,
+    value: bool,
+    out: Any = None,
+    dtype: Any = None,
 ) -> np.ndarray[Any, Any]:
-    """The first seq_len tokens of one request out of its pages, plain: [seq_len, Hkv, head_size].
+    """The first seq_len tokens of one request out of its pages, plain: [seq_len, Hkv, head_size], as they are stored.
 
     cache [N, Hkv, B, width] as written with ``isa``; block_table int32 [M]; value: a value cache, else a key cache.
+    dtype: of the keys and values that were written, for a quantised cache; else the cache's own.
     """
-    first = _check.array("cache", cache, _check.FLOATS, [(w, None) for w in ("N", "Hkv", "B", "width")])
+    kinds = [*_check.FLOATS, *dict.fromkeys(_check.FP8.values()), "uint8"]
+    first = _check.array("cache", cache, kinds, [(w, None) for w in ("N", "Hkv", "B", "width")])
+    written = dtype_name(first.dtype if dtype is None else dtype)
     head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
-    resolved, code = _dispatch.resolve_isa(isa, first.dtype, head_size), _dispatch.DTYPE_CODES[first.dtype]
+    if first.dtype in _check.FLOATS and first.dtype != written:
+        raise ValueError(f"dtype: {written}, this cache holds {first.dtype}")
+    resolved, code = _dispatch.resolve_isa(isa, written, head_size), _dispatch.DTYPE_CODES[written]
+    kv = CODES["float8_e4m3fn" if first.dtype == "uint8" else first.dtype][0]
     pages = _check.cache("cache", cache, first.dtype, None, None, None)
     _check.cache_width("cache", pages, resolved.index, code, head_size)
     table = _check.array("block_table", block_table, ["int32"], [("blocks", None)])
@@ -175,7 +200,7 @@ def gather(
     _check.disjoint("out", _check.writable("out", rows), {"cache": pages, "block_table": table})
     fault = _check.new_fault()
     lib.ca_gather(
-        _cache_struct(pages, resolved.index, code, head_size),
+        _cache_struct(pages, resolved.index, code, kv, head_size),
         value,
         _check.pointer("int32_t *", table),
         table.shape[0],

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch
-from cpu_attn._arrays import DTYPES, described, dtype_name
+from cpu_attn._arrays import CODES, DTYPES, described, dtype_name
 from cpu_attn._native import ffi, lib
 
 
@@ -18,21 +18,25 @@ class SchedulerMetadata:
     Opaque to callers but for what describes it. Any number of threads may use one plan at once.
     """
 
-    __slots__ = ("_info", "_pointer", "_shape", "dtype", "engine", "isa")
+    __slots__ = ("_info", "_pointer", "_shape", "dtype", "engine", "isa", "kv_dtype", "narrow")
     _info: Any
     _pointer: Any
     _shape: Any
     dtype: np.dtype[Any]
     engine: str
     isa: str
+    kv_dtype: str
+    narrow: bool
 
-    def __init__(self, pointer: Any, shape: Any, dtype: str, isa: str, engine: str) -> None:
+    def __init__(self, pointer: Any, shape: Any, dtype: str, kv_dtype: str, isa: str, engine: str) -> None:
         info, keep = ffi.new("ca_plan_info *"), object.__setattr__
         lib.ca_plan_describe(pointer, info)
         keep(self, "_pointer", pointer)
         keep(self, "_shape", shape)
         keep(self, "_info", info)
         keep(self, "dtype", DTYPES[dtype])
+        keep(self, "kv_dtype", kv_dtype)
+        keep(self, "narrow", kv_dtype != dtype)
         keep(self, "isa", isa)
         keep(self, "engine", engine)
 
@@ -84,7 +88,8 @@ def get_scheduler_metadata(
     """Plans the attention of one step over ``num_reqs`` requests, once for all its layers.
 
     seq_lens: int32 [num_reqs], keys of each request, the new tokens counted.
-    dtype: float32, float16 or bfloat16 (NumPy dtype, torch dtype or name) of queries and caches.
+    dtype: float32, float16 or bfloat16 (NumPy dtype, torch dtype or name) of queries, keys and values.
+    kv_cache_dtype: of the cache: ``auto`` as dtype; ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``.
     query_start_loc: int32 [num_reqs + 1], where each request's query tokens start; the last is T.
     causal: query i of a request sees keys up to ``seq_len - q_len + i``.
     sliding_window: -1 off; w: the last w keys (and w - 1 ahead where not causal); or (left, right), -1 a side off.
@@ -108,8 +113,8 @@ def get_scheduler_metadata(
         "head_size_v", head_size if head_size_v is None else head_size_v, 1, _check.MAX_SIZE
     )
     name = dtype_name(dtype)
-    _check.kv_dtype(kv_cache_dtype, name)
-    shape.dtype = _dispatch.DTYPE_CODES[name]
+    kv = _check.kv_dtype(kv_cache_dtype, name)
+    shape.dtype, shape.kv_dtype = _dispatch.DTYPE_CODES[name], CODES[kv][0]
     resolved = _dispatch.resolve_isa(isa, name, shape.head_size)
     shape.isa = resolved.index
     engine, engine_pointer = _dispatch.resolve_engine(engine)
@@ -124,7 +129,7 @@ def get_scheduler_metadata(
         step = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
         pointer = lib.ca_plan_new(shape, engine_pointer, ffi.NULL, described(step), fault)
     _check.raise_fault(fault)
-    return SchedulerMetadata(ffi.gc(pointer, lib.ca_plan_free), shape, name, resolved.name, engine)
+    return SchedulerMetadata(ffi.gc(pointer, lib.ca_plan_free), shape, name, kv, resolved.name, engine)
 
 
 def get_kv_cache_shape(
@@ -139,7 +144,8 @@ def get_kv_cache_shape(
     """Shape to allocate for K or for V: (num_blocks, num_kv_heads, block_size, width).
 
     width is head_size where head_size is even and block_size a multiple of 16; otherwise it may be
-    larger. What lies inside a (block, head) is the isa's own affair.
+    larger. What lies inside a (block, head) is the affair of the isa and of dtype, which is that of keys and values;
+    the cache itself is of the dtype that kv_cache_dtype says: an fp8 one of ``ml_dtypes``' or of uint8.
     """
     name = dtype_name(dtype)
     _check.kv_dtype(kv_cache_dtype, name)

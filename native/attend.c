@@ -137,7 +137,7 @@ static void run_merges(run *w) {
         merge_item(w, &p->merges[i / heads], (int)(i % heads));
 }
 
-static ca_call call_of(const ca_array *a, float scale, float softcap) {
+static ca_call call_of(const ca_array *a) {
     const ca_array *q = &a[CA_QUERY], *out = &a[CA_OUTPUT], *kc = &a[CA_KEY_CACHE], *vc = &a[CA_VALUE_CACHE];
     const ca_array *table = &a[CA_BLOCK_TABLE];
     return (ca_call){
@@ -162,8 +162,6 @@ static ca_call call_of(const ca_array *a, float scale, float softcap) {
         .table_cols = table->shape[1],
         .alibi_slopes = (const float *)a[CA_ALIBI_SLOPES].address,
         .s_aux = (const float *)a[CA_S_AUX].address,
-        .scale = scale,
-        .softcap = softcap,
     };
 }
 
@@ -191,17 +189,22 @@ static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_
 }
 
 int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, const ca_array *given, int causal,
-              float scale, float softcap, void *workspace, int64_t workspace_bytes, ca_fault *fault) {
+              float scale, float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes,
+              ca_fault *fault) {
     const ca_shape *s = &plan->shape;
     const int64_t sizes[] = {s->num_reqs,    plan->num_tokens, s->num_heads, s->num_kv_heads, s->head_size,
-                             s->head_size_v, s->dtype,         s->isa,       causal < 0};
+                             s->head_size_v, s->dtype,         s->kv_dtype,  s->isa,          causal < 0};
     ca_array a[CA_ATTENTION_ARRAYS];
     ca_plan_info info;
     ca_plan_describe(plan, &info);
     if (workspace_bytes < info.workspace_bytes ||
-        !ca_accept(known, sizes, s->isa, objects, given, a, CA_ATTENTION_ARRAYS, CA_LSE + 1))
+        !ca_accept(known, sizes, s->isa, s->kv_dtype, objects, given, a, CA_ATTENTION_ARRAYS, CA_LSE + 1))
         return CA_UNKNOWN;
-    ca_call call = call_of(a, scale, softcap);
+    ca_call call = call_of(a);
+    call.scale = scale;
+    call.softcap = softcap;
+    call.k_scale = k_scale;
+    call.v_scale = v_scale;
     if (causal >= 0 &&
         ca_check_step(plan, (const int32_t *)a[CA_SEQ_LENS].address, (const int32_t *)a[CA_QUERY_START_LOC].address,
                       causal, (const int32_t *)a[CA_DYNAMIC_CAUSAL].address, fault))

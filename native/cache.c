@@ -26,9 +26,33 @@ static char *row_of(const ca_rows *rows, int64_t t, int head, int dtype) {
     return (char *)rows->data + (t * rows->stride_t + head * rows->stride_h) * ca_dtype_size(dtype);
 }
 
+/* One token as bytes. An odd last d of K is paired with zero, for kernels that read pairs. */
+static void write_narrow(const ca_cache *c, int value, char *block, int64_t token, const char *row) {
+    const ca_kernel *kernel = kernel_of(c);
+    int layout = kernel->info.layout;
+    int64_t head_size = c->head_size, step = value ? 1 + layout : layout == CA_LAYOUT_LANES ? CA_LANES : 0;
+    uint8_t bytes[512];
+    for (int64_t d = 0, n; d < head_size; d += n) {
+        n = ca_min64(head_size - d, (int64_t)sizeof bytes);
+        kernel->pack(row + d * ca_dtype_size(c->dtype), n, c->scale, c->kv_dtype, bytes);
+        char *dst =
+            block + (value ? ca_v_offset(layout, token, d, head_size) : ca_k_offset(layout, token, d, head_size));
+        for (int64_t i = 0; i < n; i++)
+            dst[step ? i * step : i / 2 * 2 * CA_LANES + i % 2] = (char)bytes[i];
+    }
+    if (!step && head_size % 2)
+        block[ca_k_offset(layout, token, head_size, head_size + 1)] = 0;
+}
+
 static void write_run(const ca_cache *c, int value, const ca_rows *rows, int head, int64_t slot, int64_t t, int n,
                       int stream) {
     const ca_kernel *kernel = kernel_of(c);
+    if (ca_is_narrow(c->kv_dtype)) {
+        char *block = (char *)ca_block(c->data, c->stride_n, c->stride_h, slot / c->block_size, head, c->kv_dtype);
+        for (int i = 0; i < n; i++)
+            write_narrow(c, value, block, slot % c->block_size + i, row_of(rows, t + i, head, c->dtype));
+        return;
+    }
     (value ? kernel->write_v : kernel->write_k)(
         (char *)ca_block(c->data, c->stride_n, c->stride_h, slot / c->block_size, head, c->dtype), c->head_size,
         slot % c->block_size, n, row_of(rows, t, head, c->dtype), rows->stride_t, stream);
@@ -72,7 +96,7 @@ static int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 static void write_all(const ca_cache *kc, const ca_cache *vc, const ca_rows *key, const ca_rows *value,
                       const int64_t *slots, int64_t num_tokens) {
     int64_t work = num_tokens * kc->num_kv_heads * (kc->head_size + vc->head_size);
-    write_call w = {kc, vc, key, value, slots, num_tokens, work * ca_dtype_size(kc->dtype) >= STREAM_BYTES};
+    write_call w = {kc, vc, key, value, slots, num_tokens, work * ca_dtype_size(kc->kv_dtype) >= STREAM_BYTES};
     /* 8 elements a nanosecond: bfloat16 in runs, on a Zen 4 core; token by token it is a tenth of that */
     int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for((double)work / 8)));
     int heads = kc->num_kv_heads, groups = gcd(heads, team), parts = team / groups, each = heads / groups;
@@ -87,7 +111,7 @@ static void write_all(const ca_cache *kc, const ca_cache *vc, const ca_rows *key
 #endif
 }
 
-static ca_cache cache_of(const ca_array *a, const ca_array *rows, int isa) {
+static ca_cache cache_of(const ca_array *a, const ca_array *rows, int isa, int kv_dtype, float scale) {
     return (ca_cache){
         .data = (void *)a->address,
         .stride_n = a->strides[0],
@@ -96,22 +120,25 @@ static ca_cache cache_of(const ca_array *a, const ca_array *rows, int isa) {
         .num_kv_heads = (int32_t)a->shape[1],
         .block_size = a->shape[2],
         .head_size = (int32_t)rows->shape[2],
-        .dtype = a->dtype,
+        .dtype = rows->dtype,
+        .kv_dtype = kv_dtype,
         .isa = isa,
+        .scale = scale,
     };
 }
 
 static ca_rows rows_of(const ca_array *a) { return (ca_rows){(void *)a->address, a->strides[0], a->strides[1]}; }
 
-int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, ca_fault *fault) {
-    const int64_t sizes[9] = {named};
+int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int kv_dtype,
+             float k_scale, float v_scale, ca_fault *fault) {
+    const int64_t sizes[10] = {named};
     ca_array a[CA_WRITE_ARRAYS];
     const struct ca_accepted *call =
-        ca_accept(known, sizes, isa, objects, given, a, CA_WRITE_ARRAYS, CA_TO_VALUE_CACHE + 1);
+        ca_accept(known, sizes, isa, kv_dtype, objects, given, a, CA_WRITE_ARRAYS, CA_TO_VALUE_CACHE + 1);
     if (!call)
         return CA_UNKNOWN;
-    ca_cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], (int32_t)call->isa);
-    ca_cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], (int32_t)call->isa);
+    ca_cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], (int32_t)call->isa, (int32_t)call->kv_dtype, k_scale);
+    ca_cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], (int32_t)call->isa, (int32_t)call->kv_dtype, v_scale);
     ca_rows key = rows_of(&a[CA_KEY]), value = rows_of(&a[CA_VALUE]);
     const int64_t *slots = (const int64_t *)a[CA_SLOT_MAPPING].address, num_tokens = a[CA_KEY].shape[0];
     if (ca_check_slots(slots, num_tokens, kc.num_blocks * kc.block_size, fault))
@@ -120,9 +147,12 @@ int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, i
     return CA_OK;
 }
 
-/* n elements of 2 or 4 bytes, step bytes apart. */
+/* n elements of 1, 2 or 4 bytes, step bytes apart. */
 static void copy_apart(char *dst, const char *src, int64_t n, int64_t step, int size) {
-    if (size == 2)
+    if (size == 1)
+        for (int64_t i = 0; i < n; i++)
+            dst[i] = src[i * step];
+    else if (size == 2)
         for (int64_t i = 0; i < n; i++)
             memcpy(dst + i * 2, src + i * step, 2);
     else
@@ -131,7 +161,7 @@ static void copy_apart(char *dst, const char *src, int64_t n, int64_t step, int 
 }
 
 static void gather_token(const ca_cache *c, int value, const char *block, int64_t token, char *dst) {
-    int layout = kernel_of(c)->info.layout, size = ca_dtype_size(c->dtype);
+    int layout = kernel_of(c)->info.layout, size = ca_dtype_size(c->kv_dtype);
     int64_t n = c->head_size;
     const char *src = block + (value ? ca_v_offset(layout, token, 0, n) : ca_k_offset(layout, token, 0, n)) * size;
     if (value && layout == CA_LAYOUT_LANES)
@@ -157,8 +187,8 @@ int ca_gather(const ca_cache *c, int value, const int32_t *block_table, int64_t 
         n = ca_min64(num_tokens - t, ca_min64(c->block_size - token, CA_LANES - token % CA_LANES));
         for (int h = 0; h < c->num_kv_heads; h++)
             for (int64_t i = 0; i < n; i++)
-                gather_token(c, value, ca_block(c->data, c->stride_n, c->stride_h, block, h, c->dtype), token + i,
-                             row_of(dst, t + i, h, c->dtype));
+                gather_token(c, value, ca_block(c->data, c->stride_n, c->stride_h, block, h, c->kv_dtype), token + i,
+                             row_of(dst, t + i, h, c->kv_dtype));
     }
     return CA_OK;
 }

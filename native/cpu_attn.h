@@ -7,7 +7,19 @@
 #include <stddef.h>
 #include <stdint.h>
 /* cffi: begin */
-enum ca_dtype { CA_F32, CA_F16, CA_BF16, CA_DTYPES, CA_I32 = 64, CA_I64 }; /* of caches; of indices */
+/* Of queries and caches; of caches only (e4m3 without infinities, e5m2: arXiv:2209.05433); of indices. */
+enum ca_dtype {
+    CA_F32,
+    CA_F16,
+    CA_BF16,
+    CA_DTYPES,
+    CA_E4M3 = CA_DTYPES,
+    CA_E5M2,
+    CA_CACHE_DTYPES,
+    CA_I32 = 64,
+    CA_I64,
+    CA_U8
+};
 
 /* How one block of one kv head lies in memory (element offsets from the start of the block).
  * LANES: K [B/16][D][16], V [B][Dv].
@@ -40,7 +52,7 @@ typedef struct ca_fault {
 /* What a plan was made for; a call is checked against it. */
 typedef struct ca_shape {
     int32_t num_reqs, num_heads, num_kv_heads, head_size, head_size_v;
-    int32_t dtype;                     /* enum ca_dtype */
+    int32_t dtype, kv_dtype;           /* enum ca_dtype, of queries and of the cache */
     int32_t isa;                       /* index into the isa table */
     int32_t causal;                    /* of every request, where dynamic_causal does not say it */
     int32_t all_causal;                /* no request is bidirectional: window_right has no meaning; the plan says it */
@@ -68,7 +80,8 @@ typedef struct ca_cache {
     int64_t stride_n, stride_h;
     int64_t num_blocks, block_size;
     int32_t num_kv_heads, head_size;
-    int32_t dtype, isa;
+    int32_t dtype, kv_dtype, isa; /* dtype: of the tokens that come and of the queries; kv_dtype: of the memory */
+    float scale;                  /* a narrow cache holds x / scale */
 } ca_cache;
 
 /* Somebody's memory: _arrays.Array in C. Absent: all zero. */
@@ -102,8 +115,9 @@ enum ca_write_arrays { CA_TO_KEY_CACHE, CA_TO_VALUE_CACHE, CA_KEY, CA_VALUE, CA_
 typedef struct ca_known {
     int64_t count; /* remembered so far; the oldest makes room */
     struct ca_accepted {
-        int64_t sizes[9];
-        int64_t isa; /* of a write: what the isa that the caller named means for these arrays */
+        int64_t sizes[10];
+        int64_t isa,
+            kv_dtype; /* of a write: what the isa and kv_cache_dtype that the caller named mean for these arrays */
         ca_array arrays[11];
     } calls[8];
 } ca_known;
@@ -167,9 +181,11 @@ int ca_read_array(uintptr_t object, ca_array *out); /* 0: not a NumPy array, or 
  * What indices hold and whether outputs overlap inputs is checked every time, before a byte is written.
  * causal: -1 where there are no lengths and masks to compare with the plan's. */
 int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, const ca_array *given, int causal,
-              float scale, float softcap, void *workspace, int64_t workspace_bytes, ca_fault *fault);
+              float scale, float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes,
+              ca_fault *fault);
 /* named: a number for the isa's name. isa: its index, which goes with `given`. A slot < 0 is skipped. */
-int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, ca_fault *fault);
+int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int kv_dtype,
+             float k_scale, float v_scale, ca_fault *fault);
 
 /* Tokens 0..num_tokens-1 of one request back to [T, Hkv, D]; value: 0 for K, 1 for V. */
 int ca_gather(const ca_cache *cache, int value, const int32_t *block_table, int64_t num_entries, int64_t num_tokens,
@@ -211,7 +227,7 @@ typedef struct ca_call {
     const int32_t *block_table;
     int64_t table_stride, table_cols;
     const float *alibi_slopes, *s_aux; /* [Hq] or NULL */
-    float scale, softcap;
+    float scale, softcap, k_scale, v_scale;
 } ca_call;
 
 #define CA_LANES 16 /* tokens of a K group in every layout */
@@ -224,7 +240,8 @@ static inline int64_t ca_max64(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t ca_div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t ca_round_up(int64_t a, int64_t b) { return ca_div_up(a, b) * b; }
 
-static inline int ca_dtype_size(int dtype) { return dtype == CA_F32 ? 4 : 2; }
+static inline int ca_dtype_size(int dtype) { return dtype == CA_F32 ? 4 : dtype < CA_DTYPES ? 2 : 1; }
+static inline int ca_is_narrow(int dtype) { return dtype >= CA_DTYPES; }
 
 /* The one truth about the layouts: where element (token, d) of a block lies. */
 static inline int64_t ca_k_offset(int layout, int64_t token, int64_t d, int64_t head_size) {
@@ -309,6 +326,11 @@ struct ca_kernel {
     void (*widen_v)(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
     /* one query row times factor, as float32 */
     void (*widen_row)(const void *src, int64_t n, float factor, float *dst);
+    /* a narrow cache (CA_E4M3, CA_E5M2) holds bytes in the layout of the dtype: n of them, exactly, in that dtype;
+     * meanwhile as many bytes are fetched from `ahead`, whatever lies there */
+    void (*unpack)(const uint8_t *src, int64_t n, int kv_dtype, void *dst, const void *ahead);
+    /* n numbers over scale as such bytes: nearest even, saturating */
+    void (*pack)(const void *src, int64_t n, float scale, int kv_dtype, uint8_t *dst);
 };
 
 /* What a file of native/isa offers, as `const ca_isa_row ca_isa_NAME`. */
@@ -318,14 +340,16 @@ typedef struct ca_isa_row {
 } ca_isa_row;
 
 const ca_isa_row *ca_isa_get(int isa);
+const uint16_t *ca_fp8_words(int kv_dtype, int bf16); /* [128], of e4m3 or e5m2 as binary16 or bfloat16 */
 int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
                     ca_fault *fault);
 int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
                   const int32_t *dynamic_causal, ca_fault *fault);
 int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault);
 /* Reads the call's arrays into `a`. NULL unless nothing is wrong with them but what indices may hold. */
-const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, const uintptr_t *objects,
-                                    const ca_array *given, ca_array *a, int num_arrays, int num_outputs);
+const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, int64_t kv_dtype,
+                                    const uintptr_t *objects, const ca_array *given, ca_array *a, int num_arrays,
+                                    int num_outputs);
 int ca_accept_step(const uintptr_t *objects, const ca_array *given, int64_t num_reqs, ca_array *a);
 /* Threads that are worth waking for what takes one thread so long. */
 int64_t ca_threads_for(double nanoseconds);

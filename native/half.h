@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * float32 from and to IEEE binary16 and bfloat16, by integers: nearest even, subnormals kept. */
+ * float32 from and to IEEE binary16, bfloat16 and fp8 (e4m3 without infinities, e5m2: arXiv:2209.05433), by integers:
+ * nearest even, subnormals kept; to fp8 saturating, infinities too. */
 #ifndef CPU_ATTN_HALF_H
 #define CPU_ATTN_HALF_H
 #include <stdint.h>
@@ -41,5 +42,33 @@ static inline uint16_t ca_to_f16(float f) {
     if (rest < 0x38800000)
         return (uint16_t)(sign | (ca_as_bits(ca_as_float(rest) + 0.5f) - 0x3f000000));
     return (uint16_t)(sign | (((rest + 0xfff + (rest >> 13 & 1)) >> 13) - (112 << 10)));
+}
+
+/* fp8 to the bits of a float. e4m3's unit below 2^-6, where its exponent bits are 0, is 2^-9. */
+static inline uint32_t ca_from_e4m3(uint8_t b) {
+    uint32_t sign = (uint32_t)(b & 0x80) << 24, rest = b & 0x7f;
+    uint32_t bits = rest < 8 ? ca_as_bits((float)(int32_t)rest * 0x1p-9f) : (rest << 20) + (120u << 23);
+    return sign | (rest == 0x7f ? 0x7fc00000 : bits);
+}
+/* The upper half of a binary16: its unit below 2^-14 is 2^-16. */
+static inline uint32_t ca_from_e5m2(uint8_t b) {
+    uint32_t sign = (uint32_t)(b & 0x80) << 24, rest = b & 0x7f;
+    uint32_t bits = rest < 4 ? ca_as_bits((float)(int32_t)rest * 0x1p-16f) : (rest << 21) + (112u << 23);
+    return sign | (rest > 0x7c ? 0x7fc00000 : rest == 0x7c ? 0x7f800000 : bits);
+}
+/* Adding 2^23 units rounds to a unit where numbers are subnormal. */
+static inline uint8_t ca_to_e4m3(float f) {
+    uint32_t u = ca_as_bits(f), rest = u & 0x7fffffff;
+    uint32_t small = ca_as_bits(ca_as_float(rest) + 0x1p14f) - ca_as_bits(0x1p14f);
+    uint32_t normal = ((rest + 0x7ffff + (rest >> 20 & 1)) >> 20) - (120u << 3);
+    uint32_t b = rest < 0x3c800000 ? small : rest >= 0x43e00000 ? 0x7e : normal;
+    return (uint8_t)((u >> 24 & 0x80) | (rest > 0x7f800000 ? 0x7f : b));
+}
+static inline uint8_t ca_to_e5m2(float f) {
+    uint32_t u = ca_as_bits(f), rest = u & 0x7fffffff;
+    uint32_t small = ca_as_bits(ca_as_float(rest) + 0x1p7f) - ca_as_bits(0x1p7f);
+    uint32_t normal = ((rest + 0xfffff + (rest >> 21 & 1)) >> 21) - (112u << 2);
+    uint32_t b = rest < 0x38800000 ? small : rest >= 0x47600000 ? 0x7b : normal;
+    return (uint8_t)((u >> 24 & 0x80) | (rest > 0x7f800000 ? 0x7f : b));
 }
 #endif

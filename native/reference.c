@@ -5,6 +5,10 @@
 #include "half.h"
 
 static double element(const void *base, int64_t i, int dtype) {
+    if (ca_is_narrow(dtype)) {
+        uint8_t b = ((const uint8_t *)base)[i];
+        return ca_as_float(dtype == CA_E4M3 ? ca_from_e4m3(b) : ca_from_e5m2(b));
+    }
     if (dtype == CA_F32)
         return ((const float *)base)[i];
     uint16_t h = ((const uint16_t *)base)[i];
@@ -16,8 +20,8 @@ static double score(const ca_plan *p, const ca_call *c, const char *query, const
     double dot = 0;
     for (int64_t d = 0; d < d_end; d++)
         dot += element(query, d, p->shape.dtype) *
-               element(k, ca_k_offset(p->kernel->info.layout, token, d, d_end), p->shape.dtype);
-    dot *= c->scale;
+               element(k, ca_k_offset(p->kernel->info.layout, token, d, d_end), p->shape.kv_dtype);
+    dot *= (double)c->scale * c->k_scale;
     return c->softcap > 0 ? c->softcap * tanh(dot / c->softcap) : dot;
 }
 
@@ -34,8 +38,8 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
     ca_visible(p, t->request, i, &lo, &hi);
     for (int64_t j = ca_max64(lo, k0); j < ca_min64(hi, k1); j++) {
         int64_t block = table[j / c->block_size], token = j % c->block_size;
-        const char *k = ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, kv_head, p->shape.dtype);
-        const char *v = ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, kv_head, p->shape.dtype);
+        const char *k = ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, kv_head, p->shape.kv_dtype);
+        const char *v = ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, kv_head, p->shape.kv_dtype);
         double s = score(p, c, query, k, token), old = m;
         if (c->alibi_slopes)
             s += (double)c->alibi_slopes[head] * (double)(j - pos);
@@ -43,7 +47,8 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
         double rescale = old == m ? 1 : exp(old - m), w = m == -INFINITY ? exp(s) : exp(s - m);
         l = l * rescale + w;
         for (int64_t d = 0; d < dv; d++)
-            o[d] = o[d] * rescale + w * element(v, ca_v_offset(p->kernel->info.layout, token, d, dv), p->shape.dtype);
+            o[d] =
+                o[d] * rescale + w * element(v, ca_v_offset(p->kernel->info.layout, token, d, dv), p->shape.kv_dtype);
     }
     state->m[r] = (float)(m * CA_LOG2E_D);
     /* m was rounded: l and o take the difference, so that (o, l, m) stay one consistent triple */

@@ -25,7 +25,7 @@ class Case:
     """A call of attention_with_kv_cache in numbers. alibi: the largest slope, 0 for none; sinks: "moderate", "huge"
     (nothing else counts), "absent" (-inf), "mixed" or None; fill: a name from cases.FILLS; strided: K and V of a
     block interleaved in one array, tokens, output and lse as parts of wider rows; pieces: calls that write the
-    cache."""
+    cache; kv_cache_dtype: other than "auto", with scales (cases.SCALES)."""
 
     name: str
     query_lens: tuple[int, ...]
@@ -44,6 +44,7 @@ class Case:
     fill: str = "normal"
     strided: bool = False
     pieces: int = 1
+    kv_cache_dtype: str = "auto"
     dtype: str = "float32"
     seed: int = 0
 
@@ -130,6 +131,17 @@ LONG: dict[str, dict[str, Any]] = {
     "1500-prefill": {"query_lens": (1500,), "seq_lens": (1500,), "num_heads": 1, "num_kv_heads": 1},
 }
 
+QUANTISED: dict[str, dict[str, Any]] = {
+    "plain": MIXED,
+    "decode": DECODE,
+    "everything": {**MIXED, **FEATURES["everything"]},
+    "late-nan": {**MIXED, "fill": "late-nan"},
+    "tiny": {**MIXED, "fill": "tiny"},
+    "saturated": {**MIXED, "fill": "large"},
+    "block-5": {**PREFILL, "block_size": 5, "head_size": 33, "head_size_v": 7},
+    "3000": {"query_lens": (1, 4), "seq_lens": (3000, 2049), "head_size": 16, "num_heads": 2, "num_kv_heads": 1},
+}
+
 HEAD_SIZES = (1, 2, 3, 8, 16, 20, 64, 80, 96, 100, 112, 128, 192, 256, 512, 576)
 QUICK_HEAD_SIZES = (1, 3, 20, 64, 128)
 UNEQUAL_HEAD_SIZES = ((64, 32), (24, 40), (192, 128), (576, 512), (7, 5), (1, 16), (33, 1))
@@ -171,6 +183,9 @@ def _quick() -> Iterator[Case]:
     for fill in FILLS:
         yield _case(f"mixed-fill-{fill}", MIXED, fill=fill)
     yield _case("mixed-fill-masked", MIXED, fill="masked", sliding_window=9)
+    for name, fields in QUANTISED.items():
+        yield _case(f"fp8_e4m3-{name}", fields, kv_cache_dtype="fp8_e4m3")
+    yield _case("fp8_e5m2-everything", QUANTISED["everything"], kv_cache_dtype="fp8_e5m2")
     for name in ("1023-1024-1025", "3000"):
         yield _case(f"long-{name}", LONG[name], head_size=16, num_heads=2, num_kv_heads=1)
 
@@ -196,6 +211,14 @@ def _default() -> Iterator[Case]:
         for step in ("decode", "mixed"):
             shape = {"num_heads": heads, "num_kv_heads": kv_heads}
             yield _case(f"{step}-heads-{heads}-{kv_heads}", STEPS[step], **shape, head_size=24)
+    for name, fields in QUANTISED.items():
+        yield _case(f"fp8_e5m2-{name}", fields, kv_cache_dtype="fp8_e5m2")
+    for name, feature in FEATURES.items():
+        yield _case(f"fp8-{name}", MIXED, **feature, kv_cache_dtype="fp8", num_heads=6, head_size=24)
+    for size in HEAD_SIZES:
+        yield _case(f"fp8-head-{size}", CHUNK, head_size=size, kv_cache_dtype="fp8")
+    for size in BLOCK_SIZES:
+        yield _case(f"fp8-block-{size}", _boundary(size), block_size=size, head_size=20, kv_cache_dtype="fp8")
     for name, fields in LONG.items():
         yield _case(f"long-{name}", {"head_size": 16, "num_heads": 2, "num_kv_heads": 1, **fields})
 
@@ -263,6 +286,7 @@ def _random(index: int, seed: int) -> Case:
         fill=fill,
         strided=bool(rng.random() < 0.3),
         pieces=int(rng.integers(1, 4)),
+        kv_cache_dtype=str(rng.choice(["auto", "auto", "auto", "fp8_e4m3", "fp8_e5m2"])),
     )
 
 
@@ -281,7 +305,7 @@ def cases(level: str = "default", dtype: str = "float32", seed: int = 0) -> list
 
 def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     """The cases on which thread counts, splits and batches are varied, bit for bit."""
-    wanted = {"mixed-plain", "mixed-everything", "long-3000"}
+    wanted = {"mixed-plain", "mixed-everything", "long-3000", "fp8_e4m3-everything"}
     if level != "quick":
         wanted |= {"many-requests", "mixed-fill-leaping", "long-3000-chunk", "long-3000-sinks", "mixed-heads-14-2"}
     if level == "full":

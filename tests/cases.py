@@ -49,7 +49,8 @@ __all__ = [
 
 @dataclass
 class Problem:
-    """A case's arrays: query [T, Hq, D], key and value a list of [seq_len, Hkv, D or Dv] in the case's dtype.
+    """A case's arrays: query [T, Hq, D], key and value a list of [seq_len, Hkv, D or Dv] in the case's dtype, as they
+    are written to the cache.
     unspecified [T, Hq]: rows that may come out as anything (their query is infinite)."""
 
     case: Case
@@ -66,13 +67,24 @@ class Problem:
     dynamic_causal: NDArray[np.int32] | None
     unspecified: NDArray[np.bool_]
 
+    @property
+    def scales(self) -> tuple[float, float]:
+        """k_scale and v_scale."""
+        return (1.0, 1.0) if self.case.kv_cache_dtype == "auto" else SCALES
+
+    def _stored(self, rows: list[NDArray[Any]], scale: float) -> list[NDArray[Any]]:
+        """What the cache holds, times its scale."""
+        if self.case.kv_cache_dtype == "auto":
+            return rows
+        return [quantised(x, self.case.kv_cache_dtype, scale).astype(np.float64) * scale for x in rows]
+
     @cached_property
     def expected(self) -> tuple[reference.Float64, reference.Float64]:
         """The float64 oracle's output [T, Hq, Dv] and lse [Hq, T]."""
         return reference.attention(
             self.query,
-            self.key,
-            self.value,
+            self._stored(self.key, self.scales[0]),
+            self._stored(self.value, self.scales[1]),
             self.query_start_loc,
             self.seq_lens,
             self.scale,
@@ -86,6 +98,18 @@ class Problem:
 
 
 # ---- arrays of a case ----
+
+# Of quantised caches, exact in float32. K's saturates a few of a thousand normal numbers in e4m3.
+SCALES = (0.00634765625, 0.37109375)
+_FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+def quantised(x: NDArray[Any], kv_cache_dtype: str, scale: float) -> NDArray[Any]:
+    """x / scale in float32, saturating, rounded to nearest even."""
+    dtype = np.dtype(getattr(ml_dtypes, _FP8[kv_cache_dtype]))
+    most = np.float32(ml_dtypes.finfo(dtype).max)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.clip(x.astype(np.float32) / np.float32(scale), -most, most).astype(dtype)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -293,11 +317,13 @@ def _forbid_outside(name: str, array: NDArray[Any], strided: bool) -> None:
 
 def _caches(problem: Problem, isa: str) -> tuple[NDArray[Any], NDArray[Any]]:
     case = problem.case
+    common = (problem.num_blocks, case.block_size, case.num_kv_heads)
     shapes = [
-        cpu_attn.get_kv_cache_shape(problem.num_blocks, case.block_size, case.num_kv_heads, size, case.dtype, isa)
+        cpu_attn.get_kv_cache_shape(*common, size, case.dtype, isa, case.kv_cache_dtype)
         for size in (case.head_size, case.value_size)
     ]
-    dtype = numpy_dtype(case.dtype)
+    kept = _FP8.get(case.kv_cache_dtype)
+    dtype = np.dtype(getattr(ml_dtypes, kept)) if kept else numpy_dtype(case.dtype)
     if case.strided and shapes[0] == shapes[1]:
         both = _nan_bytes((shapes[0][0], 2, *shapes[0][1:]), dtype)
         return both[:, 0], both[:, 1]
@@ -318,17 +344,20 @@ def _write(problem: Problem, isa: str, key_cache: NDArray[Any], value_cache: NDA
     if not len(slots):
         return
     key, value = np.concatenate(problem.key), np.concatenate(problem.value)
+    how = (*problem.scales, case.kv_cache_dtype)
     if case.pieces == 1:
         key, value = _copy(key, case.strided), _copy(value, case.strided)
-        cpu_attn.reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
+        cpu_attn.reshape_and_cache(key, value, key_cache, value_cache, slots, isa, *how)
         return
     rng = np.random.default_rng(case.seed)
-    cpu_attn.reshape_and_cache(key, value, key_cache, value_cache, rng.permutation(slots), isa)
+    cpu_attn.reshape_and_cache(key, value, key_cache, value_cache, rng.permutation(slots), isa, *how)
     for part in np.array_split(rng.permutation(len(slots)), case.pieces):
         part = np.append(part, -1)
         k, v, to = key[part], value[part], slots[part]
         k[-1], v[-1], to[-1] = np.nan, np.nan, -1
-        cpu_attn.reshape_and_cache(_copy(k, case.strided), _copy(v, case.strided), key_cache, value_cache, to, isa)
+        cpu_attn.reshape_and_cache(
+            _copy(k, case.strided), _copy(v, case.strided), key_cache, value_cache, to, isa, *how
+        )
 
 
 def _slots(problem: Problem) -> NDArray[np.int64]:
@@ -388,6 +417,9 @@ def _attend(
         "softcap": case.softcap,
         "s_aux": problem.s_aux,
         "dynamic_causal": problem.dynamic_causal,
+        "k_scale": problem.scales[0],
+        "v_scale": problem.scales[1],
+        "kv_cache_dtype": case.kv_cache_dtype,
         "lse": lse,
     }
     if engine == "onednn-python":
@@ -416,6 +448,7 @@ def _plan(problem: Problem, isa: str, engine: str, enable_kv_split: bool) -> cpu
         isa,
         enable_kv_split,
         problem.dynamic_causal,
+        case.kv_cache_dtype,
         head_size_v=case.value_size,
         engine=engine,
     )

@@ -75,7 +75,8 @@ WRITE = [
     ),
     ({"k_scale": 2.0}, ValueError, ["k_scale", "2.0", "quantised"]),
     ({"v_scale": float("nan")}, ValueError, ["v_scale", "nan"]),
-    ({"kv_cache_dtype": "fp8"}, ValueError, ["kv_cache_dtype", "fp8", "float32"]),
+    ({"kv_cache_dtype": "fp8"}, TypeError, ["key_cache", "float32", "float8_e4m3fn"]),
+    ({"kv_cache_dtype": "int3"}, ValueError, ["kv_cache_dtype", "int3", "fp8_e4m3"]),
     ({"isa": "sse9"}, ValueError, ["isa", "sse9", "scalar"]),
     ({"isa": 3}, TypeError, ["isa", "int"]),
 ]

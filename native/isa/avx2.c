@@ -102,6 +102,20 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
     store_words(p, _mm256_castsi256_si128(packed), n);
 }
 
+/* ---- words of the narrow caches ---- */
+
+INLINE vf v_loadn_fp8(const uint8_t *p, int n, int e5m2) {
+    uint64_t bytes = 0;
+    memcpy(&bytes, p, (size_t)n);
+    __m128i x = _mm_cvtepu8_epi16(_mm_cvtsi64_si128((int64_t)bytes));
+    if (e5m2)
+        return _mm256_cvtph_ps(_mm_slli_epi16(x, 8));
+    __m128i rest = _mm_and_si128(x, _mm_set1_epi16(0x7f)), sign = _mm_slli_epi16(_mm_xor_si128(x, rest), 8);
+    __m128i half = _mm_or_si128(sign, _mm_slli_epi16(rest, 7));
+    half = _mm_blendv_epi8(half, _mm_set1_epi16(0x7e00), _mm_cmpeq_epi16(rest, _mm_set1_epi16(0x7f)));
+    return v_mul(_mm256_cvtph_ps(half), v_set1(256));
+}
+
 /* ---- words of the cache write ---- */
 
 #define LINES 4

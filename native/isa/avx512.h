@@ -64,6 +64,62 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
     _mm256_mask_storeu_epi16(p, first_lanes(n), _mm512_cvtepi32_epi16(r));
 }
 
+/* ---- words of the narrow caches ---- */
+
+INLINE vf v_loadn_fp8(const uint8_t *p, int n, int e5m2) {
+    __m256i x = _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(first_lanes(n), p));
+    if (e5m2)
+        return _mm512_cvtph_ps(_mm256_slli_epi16(x, 8));
+    __m256i rest = _mm256_and_si256(x, _mm256_set1_epi16(0x7f)), sign = _mm256_slli_epi16(_mm256_xor_si256(x, rest), 8);
+    __m256i half = _mm256_or_si256(sign, _mm256_slli_epi16(rest, 7));
+    half = _mm256_mask_blend_epi16(_mm256_cmpeq_epi16_mask(rest, _mm256_set1_epi16(0x7f)), half,
+                                   _mm256_set1_epi16(0x7e00));
+    return v_mul(_mm512_cvtph_ps(half), v_set1(256));
+}
+#ifdef __AVX512VBMI__
+/* Of 64 low bytes and 64 high ones, as words. */
+static const uint8_t low_then_high[128] = {
+    0,  64,  1,  65,  2,  66,  3,  67,  4,  68,  5,  69,  6,  70,  7,  71,  8,  72,  9,  73,  10, 74,  11, 75,  12, 76,
+    13, 77,  14, 78,  15, 79,  16, 80,  17, 81,  18, 82,  19, 83,  20, 84,  21, 85,  22, 86,  23, 87,  24, 88,  25, 89,
+    26, 90,  27, 91,  28, 92,  29, 93,  30, 94,  31, 95,  32, 96,  33, 97,  34, 98,  35, 99,  36, 100, 37, 101, 38, 102,
+    39, 103, 40, 104, 41, 105, 42, 106, 43, 107, 44, 108, 45, 109, 46, 110, 47, 111, 48, 112, 49, 113, 50, 114, 51, 115,
+    52, 116, 53, 117, 54, 118, 55, 119, 56, 120, 57, 121, 58, 122, 59, 123, 60, 124, 61, 125, 62, 126, 63, 127};
+#endif
+/* n bytes through a table of 128 words, the sign apart. */
+#define UNPACK_WORDS
+INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *ahead) {
+    __m512i t[4];
+    EACH(i, 4) t[i] = _mm512_loadu_si512(table + 32 * i);
+    int64_t i = 0;
+#ifdef __AVX512VBMI__
+    __m512i low[2], high[2], order[2];
+    EACH(j, 2) {
+        __m256i a = _mm512_cvtepi16_epi8(t[2 * j]), b = _mm512_cvtepi16_epi8(t[2 * j + 1]);
+        low[j] = _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+        a = _mm512_cvtepi16_epi8(_mm512_srli_epi16(t[2 * j], 8));
+        b = _mm512_cvtepi16_epi8(_mm512_srli_epi16(t[2 * j + 1], 8));
+        high[j] = _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+        order[j] = _mm512_loadu_si512(low_then_high + 64 * j);
+    }
+    for (; i + 64 <= n; i += 64) {
+        __builtin_prefetch(ahead + i, 0, 2);
+        __m512i x = _mm512_loadu_si512(src + i), l = _mm512_permutex2var_epi8(low[0], x, low[1]);
+        __m512i h = _mm512_permutex2var_epi8(high[0], x, high[1]);
+        h = _mm512_ternarylogic_epi32(h, x, _mm512_set1_epi8((char)0x80), 0xf8); /* h | x & 0x80 */
+        EACH(j, 2) _mm512_storeu_si512(dst + i + 32 * j, _mm512_permutex2var_epi8(l, order[j], h));
+    }
+#endif
+    for (; i < n; i += 32) {
+        __builtin_prefetch(ahead + i, 0, 2);
+        __mmask32 there = n - i < 32 ? (1u << (n - i)) - 1 : ~0u;
+        __m512i x = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(there, src + i));
+        __m512i l = _mm512_permutex2var_epi16(t[0], x, t[1]), h = _mm512_permutex2var_epi16(t[2], x, t[3]);
+        h = _mm512_mask_mov_epi16(l, _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x40)), h);
+        x = _mm512_slli_epi16(_mm512_and_si512(x, _mm512_set1_epi16(0x80)), 8);
+        _mm512_mask_storeu_epi16(dst + i, there, _mm512_or_si512(h, x));
+    }
+}
+
 /* ---- words of the cache write ---- */
 
 #define LINES 16

@@ -73,6 +73,10 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
         *p = ca_to_bf16(x);
 }
 
+INLINE vf v_loadn_fp8(const uint8_t *p, int n, int e5m2) {
+    return !n ? 0 : ca_as_float(e5m2 ? ca_from_e5m2(*p) : ca_from_e4m3(*p));
+}
+
 /* ---- words of the cache write ---- */
 
 #define LINES 1

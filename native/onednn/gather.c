@@ -14,7 +14,7 @@ static int64_t packed_at(int64_t row, int64_t col, int64_t rows) {
 int ca_form_fits(ca_form form, const ca_pages *g) {
     if (form != CA_FORM_BF16)
         return 1;
-    return g->plan->shape.dtype == CA_BF16 && g->plan->kernel->info.layout == CA_LAYOUT_PAIRS &&
+    return g->plan->shape.kv_dtype == CA_BF16 && g->plan->kernel->info.layout == CA_LAYOUT_PAIRS &&
            g->plan->shape.head_size % 2 == 0 && g->call->block_size % 2 == 0;
 }
 
@@ -33,8 +33,29 @@ static const char *block_of(const ca_pages *g, int value, int64_t key) {
     const ca_call *c = g->call;
     int64_t block = g->block_table[key / c->block_size];
     if (value)
-        return ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, g->kv_head, g->plan->shape.dtype);
-    return ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, g->kv_head, g->plan->shape.dtype);
+        return ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, g->kv_head, g->plan->shape.kv_dtype);
+    return ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, g->kv_head, g->plan->shape.kv_dtype);
+}
+
+int64_t ca_wide_bytes(const ca_plan *plan) {
+    int64_t columns = ca_max64(ca_round_up(plan->shape.head_size, 2), plan->shape.head_size_v);
+    return ca_is_narrow(plan->shape.kv_dtype) ? columns * CA_LANES * 4 : 0;
+}
+
+/* The key's block; of a narrow cache only its group, unpacked, and *token counts from there. */
+static const void *plain_block(const ca_pages *g, int value, int64_t key, int64_t *token) {
+    const ca_shape *s = &g->plan->shape;
+    const char *block = block_of(g, value, key);
+    *token = key % g->call->block_size;
+    if (!ca_is_narrow(s->kv_dtype))
+        return block;
+    int layout = g->plan->kernel->info.layout, pair = layout == CA_LAYOUT_PAIRS ? 2 : 1;
+    int64_t first = *token / CA_LANES * CA_LANES, rows = ca_min64(CA_LANES, g->call->block_size - first);
+    int64_t at = value ? ca_v_offset(layout, first, 0, s->head_size_v) : ca_k_offset(layout, first, 0, s->head_size);
+    int64_t n = value ? ca_round_up(rows, pair) * s->head_size_v : ca_round_up(s->head_size, pair) * CA_LANES;
+    g->plan->kernel->unpack((const uint8_t *)block + at, n, s->kv_dtype, g->wide, block + at);
+    *token -= first;
+    return g->wide;
 }
 
 /* How many keys from here, up to end, lie in one block, one group of lanes and one panel. */
@@ -42,6 +63,10 @@ static int64_t piece(const ca_pages *g, int64_t key, int64_t k0, int64_t end, in
     int64_t token = key % g->call->block_size, column = key - k0;
     int64_t n = ca_min64(end - key, g->call->block_size - token);
     return ca_min64(n, ca_min64(lanes - token % lanes, panel - column % panel));
+}
+
+static int64_t lanes(const ca_pages *g) {
+    return ca_is_narrow(g->plan->shape.kv_dtype) ? CA_LANES : g->call->block_size;
 }
 
 static void copy_k_pairs(const ca_pages *g, int64_t first, int64_t k0, int64_t end, uint16_t *dst) {
@@ -68,9 +93,10 @@ void ca_gather_k(ca_form form, const ca_pages *g, int64_t first, int64_t k0, int
     }
     int64_t panel = width * (form == CA_FORM_PLAIN ? head_size : ca_round_up(head_size, 16));
     for (int64_t key = ca_max64(k0, first); key < end; key += step) {
-        int64_t token = key % g->call->block_size, column = key - k0;
-        step = piece(g, key, k0, end, g->call->block_size, width);
-        g->plan->kernel->widen_k(block_of(g, 0, key), head_size, token, token + step,
+        int64_t token, column = key - k0;
+        const void *block = plain_block(g, 0, key, &token);
+        step = piece(g, key, k0, end, lanes(g), width);
+        g->plan->kernel->widen_k(block, head_size, token, token + step,
                                  (float *)dst + column / width * panel + column % width, width);
     }
 }
@@ -101,9 +127,10 @@ void ca_gather_v(ca_form form, const ca_pages *g, int64_t first, int64_t k0, int
     }
     float *rows = dst;
     for (int64_t key = ca_max64(k0, first); key < end; key += step) {
-        int64_t token = key % g->call->block_size;
-        step = piece(g, key, k0, end, g->call->block_size, keys);
-        g->plan->kernel->widen_v(block_of(g, 1, key), dv, token, token + step, rows + (key - k0) * dv, dv);
+        int64_t token;
+        const void *block = plain_block(g, 1, key, &token);
+        step = piece(g, key, k0, end, lanes(g), keys);
+        g->plan->kernel->widen_v(block, dv, token, token + step, rows + (key - k0) * dv, dv);
     }
     memset(rows, 0, (size_t)(ca_max64(0, first - k0) * dv) * sizeof(float));
     memset(rows + n * dv, 0, (size_t)((keys - n) * dv) * sizeof(float));

@@ -14,7 +14,10 @@ typedef struct ca_pages {
     const ca_call *call;
     const int32_t *block_table; /* the request's row */
     int kv_head;
+    void *wide; /* ca_wide_bytes: a group of a narrow cache, unpacked */
 } ca_pages;
+
+int64_t ca_wide_bytes(const ca_plan *plan);
 
 int ca_form_fits(ca_form form, const ca_pages *pages);      /* before oneDNN is asked */
 int64_t ca_form_head_size(ca_form form, int64_t head_size); /* the K dimension of QK: zeros behind head_size */

@@ -45,8 +45,8 @@ static int64_t key_bucket(int64_t keys) {
     return keys <= 256 ? ca_round_up(ca_max64(keys, 1), 64) : ca_round_up(keys, 128);
 }
 
-static int64_t carve(work *w, char *base, int64_t rows) {
-    int64_t at = 0, padded = row_bucket(ca_min64(rows, ROWS));
+static int64_t carve(work *w, char *base, const ca_plan *plan) {
+    int64_t at = 0, rows = plan->rows, padded = row_bucket(ca_min64(rows, ROWS));
     int64_t q_rows = ca_round_up(rows, padded);
 #define TAKE(field, bytes)                                                                                             \
     w->field = (void *)(base + at);                                                                                    \
@@ -65,13 +65,14 @@ static int64_t carve(work *w, char *base, int64_t rows) {
     TAKE(hi, rows * sizeof(int64_t))
     TAKE(pos, rows * sizeof(int64_t))
     TAKE(pad, PAD)
+    TAKE(pages.wide, ca_wide_bytes(plan))
 #undef TAKE
     return at;
 }
 
 static int64_t scratch_bytes(const ca_plan *plan) {
     work w = {.head_size = plan->shape.head_size, .head_size_v = plan->shape.head_size_v};
-    return carve(&w, (char *)0, plan->rows);
+    return carve(&w, (char *)0, plan);
 }
 
 static int engine_rows(const ca_kernel *kernel) {
@@ -92,7 +93,7 @@ static ca_prim *matmul(const work *w, int64_t m, int64_t n, int64_t k, int packe
 /* In float32 the scale (over softcap) is part of Q; bfloat16 Q stays as it is. */
 static float q_factor(const work *w) {
     const ca_call *c = w->pages.call;
-    return c->softcap > 0 ? c->scale / c->softcap : c->scale;
+    return c->k_scale * (c->softcap > 0 ? c->scale / c->softcap : c->scale);
 }
 
 static ca_prim *qk(const work *w, int64_t m, int64_t n) {
@@ -373,7 +374,7 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     ca_clear(state, rows, plan->shape.head_size_v);
     if (k1 <= k0)
         return CA_ONEDNN_OK;
-    work w = {.pages = {plan, call, call->block_table + task->request * call->table_stride, kv_head},
+    work w = {.pages = {plan, call, call->block_table + task->request * call->table_stride, kv_head, NULL},
               .task = task,
               .rows = rows,
               .group = group,
@@ -381,7 +382,7 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
               .head_size_v = plan->shape.head_size_v,
               .k0 = k0,
               .k1 = k1};
-    carve(&w, scratch, plan->rows);
+    carve(&w, scratch, plan);
     int threads = ca_prim_enter(), status = run_chunks(&w, state);
     ca_prim_leave(threads);
     return status;
