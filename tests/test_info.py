@@ -16,6 +16,8 @@ from click.testing import CliRunner
 import cpu_attn
 from cpu_attn.cli import main
 
+from .cases import KERNELS
+
 
 def info(**env: str) -> dict[str, Any]:
     result = CliRunner().invoke(main, ["info", "--json"], env=env)
@@ -48,10 +50,8 @@ def test_every_isa_has_a_state_and_a_reason() -> None:
 
 
 def test_auto_is_the_best_isa_or_the_one_asked_for() -> None:
-    best = next(i.name for i in cpu_attn.isas() if i.supported)
-    assert {k["dtype"]: k["isa"] for k in info(CPU_ATTN_ISA="")["auto"]} == dict.fromkeys(
-        ("float32", "float16", "bfloat16"), best
-    )
+    best = {dtype: isa for isa, dtype in reversed(KERNELS)}
+    assert {k["dtype"]: k["isa"] for k in info(CPU_ATTN_ISA="")["auto"]} == best
     asked = info(CPU_ATTN_ISA="scalar")["auto"]
     assert all(k["isa"] == "scalar" and "CPU_ATTN_ISA=scalar" in k["why"] for k in asked)
     assert all(k["isa"] is None and "nonsense" in k["why"] for k in info(CPU_ATTN_ISA="nonsense")["auto"])

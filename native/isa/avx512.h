@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The vocabulary (kernel/vocabulary.md) in AVX-512 registers, for every isa file that has them. Nothing beyond
- * F, BW, DQ, VL, FMA and F16C. */
+ * F, BW, DQ, VL, FMA and F16C, and BF16 where the file has that too. */
 #include "../kernel/inline.h"
 #include <immintrin.h>
 
@@ -63,3 +63,20 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
     r = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), r, _mm512_set1_epi32(0x7fc0));
     _mm256_mask_storeu_epi16(p, first_lanes(n), _mm512_cvtepi32_epi16(r));
 }
+
+#ifdef __AVX512BF16__
+typedef __m512bh vp;
+
+INLINE vp v_load_pairs(const uint16_t *p) { return (vp)_mm512_loadu_si512(p); }
+INLINE vp v_loadn_pairs(const uint16_t *p, int n) { return (vp)_mm512_maskz_loadu_epi32(first_lanes(n), p); }
+INLINE vp v_set1_pair(const uint16_t *p) {
+    int32_t pair;
+    memcpy(&pair, p, 4);
+    return (vp)_mm512_set1_epi32(pair);
+}
+INLINE vp v_keep_half(vp x, int odd) {
+    return (vp)_mm512_and_si512((__m512i)x, _mm512_set1_epi32(odd ? (int)0xffff0000 : 0xffff));
+}
+INLINE vf v_dot(vf sum, vp a, vp b) { return _mm512_dpbf16_ps(sum, a, b); }
+INLINE void v_store_pairs(uint16_t *p, vf x) { _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh(x)); }
+#endif
