@@ -55,8 +55,9 @@ class FlaggedFile:
     @classmethod
     def read(cls, path: Path) -> FlaggedFile:
         said = dict(re.findall(r"^ \* (\w+):[ \t]*(.*)$", path.read_text().split("*/")[0], re.MULTILINE))
-        flags = said["emulated" if "emulated" in said and os.environ.get("CPU_ATTN_EMULATE") == "1" else "flags"]
-        return cls(path, said["arch"], said["unit"], int(said["rank"]), tuple(flags.split()), said.get("of", ""))
+        emulate = "emulated" in said and os.environ.get("CPU_ATTN_EMULATE") == "1"
+        flags = tuple(said["emulated" if emulate else "flags"].split())
+        return cls(path, said["arch"], said["unit"], int(said["rank"]), flags, said.get("of", ""))
 
     @property
     def name(self) -> str:

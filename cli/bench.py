@@ -288,7 +288,13 @@ FILE = click.Path(dir_okay=False, path_type=Path)
     help="Repeatable.",
 )
 @click.option("--kv-cache-dtype", type=click.Choice(["auto"]), default="auto", show_default=True)
-@click.option("--block-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens of a block.")
+@click.option(
+    "--block-size",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Tokens of a block (vLLM's on CPUs).",
+)
 @click.option("--threads", type=click.IntRange(1, 4096), help="Of limits and engines alike.  [default: OpenMP's]")
 @click.option("--repeat", type=click.IntRange(1), help="Runs of each.  [default: as many as fit a second]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table.")

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import struct
+import sys
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from cpu_attn._dispatch import DTYPE_CODES
+from cpu_attn._native import ffi, lib
 
 DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(kind)
@@ -27,6 +33,16 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _DLPACK = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64"}
+
+
+# enum ca_dtype and itemsize
+CODES = {
+    name: (code, DTYPES[name].itemsize)
+    for name, code in {**DTYPE_CODES, "int32": lib.CA_I32, "int64": lib.CA_I64}.items()
+}
+# Of ca_array in native/cpu_attn.h, by the number of axes.
+FIELDS = [struct.Struct(f"=Q {n}q {32 - 8 * n}x {n}q {32 - 8 * n}x 4i") for n in range(5)]
+ABSENT = bytes(FIELDS[0].size)
 
 
 class _Memory:
@@ -74,6 +90,13 @@ class Array:
         low, high = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
         return self.address + low * self.itemsize, self.address + (high + 1) * self.itemsize
 
+    def described(self) -> bytes:
+        """A ``ca_array``. One of more axes than four is like none that is ever accepted."""
+        n = min(len(self.shape), 4)
+        code, size = CODES[self.dtype]
+        axes = (*self.shape[:n], *self.strides[:n]) if n < len(self.shape) else (*self.shape, *self.strides)
+        return FIELDS[n].pack(self.address, *axes, len(self.shape), code, size, self.writable)
+
     def numpy(self) -> np.ndarray[Any, Any]:
         """A NumPy view of the same memory."""
         dtype = DTYPES[self.dtype]
@@ -106,6 +129,25 @@ def view(name: str, x: Any) -> Array:
     raise TypeError(f"{name}: expected an array on the CPU, got {type(x).__name__}")
 
 
+def objects(names: Sequence[str], arrays: Sequence[Any]) -> tuple[list[int], Any, Any]:
+    """``arrays`` as C takes them: addresses of NumPy arrays and None, which it reads itself, ``ca_array`` of others,
+    and what keeps those alive. The third array is what a model has just computed: where that one is NumPy's they all
+    are, or it takes longer."""
+    addresses = [*map(id, arrays)]
+    if type(arrays[2]) is np.ndarray:
+        return addresses, ffi.NULL, None
+    others: list[Array | None] = [None] * len(arrays)
+    for i, x in enumerate(arrays):
+        if x is not None and type(x) is not np.ndarray:
+            others[i], addresses[i] = view(names[i], x), 0
+    return addresses, described(others), others
+
+
+def described(arrays: Sequence[Array | None]) -> Any:
+    """``ca_array`` of each."""
+    return ffi.from_buffer("ca_array[]", b"".join([ABSENT if a is None else a.described() for a in arrays]))
+
+
 def _of_numpy(name: str, x: np.ndarray[Any, Any]) -> Array:
     dtype = _NAME_OF.get(x.dtype)
     if dtype is None:
@@ -118,9 +160,9 @@ def _of_numpy(name: str, x: np.ndarray[Any, Any]) -> Array:
 
 
 def _of_tensor(name: str, x: Any) -> Array:
-    dtype = str(x.dtype).removeprefix("torch.")
-    if x.device.type != "cpu":
+    if not getattr(x, "is_cpu", False) and x.device.type != "cpu":
         raise ValueError(f"{name}: lies on {x.device}, expected cpu")
+    dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise TypeError(f"{name}: dtype {x.dtype} is none of {', '.join(DTYPES)}")
     if str(getattr(x, "layout", "strided")).removeprefix("torch.") != "strided":
@@ -197,6 +239,23 @@ def _of_dlpack(name: str, x: Any) -> Array:
 
 
 def _aligned(name: str, a: Array) -> Array:
-    if a.address % a.itemsize:
+    if a.address % CODES[a.dtype][1]:
         raise ValueError(f"{name}: address {a.address:#x} is not a multiple of its {a.itemsize}-byte elements")
     return a
+
+
+def _let_c_read_numpy() -> None:
+    """Elsewhere than in CPython, or should NumPy's arrays ever lie differently, Python goes on reading them."""
+    if sys.implementation.name != "cpython":
+        return
+    lib.ca_know_numpy(id(np.ndarray), id(None), object.__basicsize__)
+    for name, dtype in DTYPES.items():
+        lib.ca_know_dtype(id(dtype), *CODES[name])
+    probe, read = np.zeros((2, 3, 5), np.int32)[::-1, :, 1:4], ffi.new("ca_array *")
+    for probe.flags.writeable in (True, False):
+        lib.ca_read_array(id(probe), read)
+        if bytes(ffi.buffer(read)) != bytes(ffi.buffer(described([_of_numpy("probe", probe)]))):
+            lib.ca_know_numpy(0, 0, 0)
+
+
+_let_c_read_numpy()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cpu_attn import _dispatch
 from cpu_attn._arrays import Array, view
 from cpu_attn._native import ffi, lib
 
@@ -21,6 +22,8 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 def integer(name: str, x: Any, low: int, high: int = INT32_MAX) -> int:
     """``x`` as an int in [low, high]."""
+    if type(x) is int and low <= x <= high:
+        return x
     if isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{name}: expected an integer, got {x!r}")
     try:
@@ -34,6 +37,8 @@ def integer(name: str, x: Any, low: int, high: int = INT32_MAX) -> int:
 
 def number(name: str, x: Any, low: float = -math.inf) -> float:
     """``x`` as a float that is finite in float32 and at least ``low``."""
+    if type(x) is float and low <= x and -3.4e38 <= x <= 3.4e38:
+        return x
     if isinstance(x, (str, bytes, bool)):
         raise TypeError(f"{name}: expected a number, got {x!r}")
     try:
@@ -52,7 +57,9 @@ def plan(name: str, x: Any) -> Any:
 
 
 def boolean(name: str, x: Any) -> bool:
-    if isinstance(x, (bool, np.bool_)) or (isinstance(x, (int, np.integer)) and x in (0, 1)):
+    if x is True or x is False:
+        return x
+    if isinstance(x, np.bool_) or (isinstance(x, (int, np.integer)) and x in (0, 1)):
         return bool(x)
     raise TypeError(f"{name}: expected True or False, got {x!r}")
 
@@ -69,9 +76,9 @@ def window(x: Any) -> tuple[int, int]:
     return (-1, -1) if size == -1 else (size - 1, size - 1)
 
 
-def kv_dtype(kv_cache_dtype: Any, dtype: str) -> None:
-    if kv_cache_dtype not in ("auto", dtype):
-        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} is neither 'auto' nor the dtype {dtype!r}")
+def kv_dtype(kv_cache_dtype: Any, dtype: Any) -> None:
+    if kv_cache_dtype != "auto" and kv_cache_dtype != str(dtype):
+        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} is neither 'auto' nor the dtype {str(dtype)!r}")
 
 
 def scales(k_scale: Any, v_scale: Any) -> None:
@@ -106,26 +113,20 @@ def small_floats(name: str, x: Any, dtypes: Sequence[str], num_heads: int) -> np
 
 
 def lengths(
-    num_reqs: int, seq_lens: Any, query_start_loc: Any, dynamic_causal: Any
+    num_reqs: int, query_start_loc: Any, seq_lens: Any, dynamic_causal: Any
 ) -> tuple[Array, Array, Array | None]:
     """The three int32 arrays that say which requests a step has."""
     reqs = [("num_reqs", num_reqs)]
-    return (
-        array("seq_lens", seq_lens, ["int32"], reqs),
-        array("query_start_loc", query_start_loc, ["int32"], [("num_reqs + 1", num_reqs + 1)]),
-        None if dynamic_causal is None else array("dynamic_causal", dynamic_causal, ["int32"], reqs),
-    )
+    lens = array("seq_lens", seq_lens, ["int32"], reqs)
+    starts = array("query_start_loc", query_start_loc, ["int32"], [("num_reqs + 1", num_reqs + 1)])
+    return starts, lens, None if dynamic_causal is None else array("dynamic_causal", dynamic_causal, ["int32"], reqs)
 
 
-def same_step(plan: Any, starts: Array, lens: Array, flags: Array | None, causal: Any, sliding_window: Any) -> None:
-    """Lengths and mask must be those that the plan was made for. A causal request never looks right."""
-    shape, fault = plan._shape, new_fault()
-    pointers = int32_pointers(lens, starts, flags)
-    lib.ca_check_step(plan._pointer, *pointers[:2], boolean("causal", causal), pointers[2], fault)
-    raise_fault(fault)
-    left, right = window(sliding_window)
-    planned = (shape.window_left, shape.window_right)
-    if (left, right) != planned and not (shape.all_causal and left == planned[0]):
+def same_window(plan: Any, sliding_window: Any) -> None:
+    """A causal request never looks right."""
+    shape = plan._shape
+    asked, planned = window(sliding_window), (shape.window_left, shape.window_right)
+    if asked != planned and not (shape.all_causal and asked[0] == planned[0]):
         raise ValueError(f"sliding_window: {sliding_window}, scheduler_metadata was made for (left, right) = {planned}")
 
 
@@ -144,10 +145,6 @@ def pointer(kind: str, a: Array | np.ndarray[Any, Any] | None) -> Any:
     if a is None:
         return ffi.NULL
     return ffi.cast(kind, a.address if isinstance(a, Array) else a.ctypes.data)
-
-
-def int32_pointers(*arrays: Array | None) -> list[Any]:
-    return [pointer("int32_t *", a) for a in arrays]
 
 
 def cache(
@@ -206,6 +203,71 @@ def _shared(a: Array, b: Array) -> bool:
         return bool(np.shares_memory(a.numpy(), b.numpy(), max_work=100_000))  # type: ignore[arg-type]  # the stub knows only 0 and -1
     except np.exceptions.TooHardError:
         return True
+
+
+# The arrays of a call, in the order that native/cpu_attn.h has them in too: those that it writes first.
+STEP = ("query_start_loc", "seq_lens", "dynamic_causal")
+ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *STEP, "alibi_slopes", "s_aux")
+WRITE = ("key_cache", "value_cache", "key", "value", "slot_mapping")
+
+
+def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array | None]:
+    """``arrays`` as ATTENTION names them, of shapes and dtypes that fit the plan, apart from one another.
+    same_step: lengths are among them."""
+    output, lse, query, key_cache, value_cache, table, starts, lens, flags, slopes, sinks = arrays
+    shape, dtype, tokens = plan._shape, str(plan.dtype), ("T", plan.num_tokens)
+    heads = ("num_heads", shape.num_heads)
+    if same_step:
+        starts, lens, flags = lengths(plan.num_reqs, starts, lens, flags)
+    q = array("query", query, [dtype], [tokens, heads, ("head_size", shape.head_size)])
+    out = writable("output", array("output", output, [dtype], [tokens, heads, ("head_size_v", shape.head_size_v)]))
+    kc = cache("key_cache", key_cache, dtype, shape.num_kv_heads, None, None)
+    vc = cache("value_cache", value_cache, dtype, shape.num_kv_heads, kc.shape[0], kc.shape[2])
+    cache_width("key_cache", kc, shape.isa, shape.dtype, shape.head_size)
+    cache_width("value_cache", vc, shape.isa, shape.dtype, shape.head_size_v)
+    found: list[Array | None] = [
+        out,
+        None if lse is None else writable("lse", array("lse", lse, ["float32"], [heads, tokens])),
+        q,
+        kc,
+        vc,
+        array("block_table", table, ["int32"], [("num_reqs", shape.num_reqs), ("blocks", None)]),
+        starts,
+        lens,
+        flags,
+        None if slopes is None else array("alibi_slopes", slopes, ["float32"], [heads]),
+        None if sinks is None else array("s_aux", sinks, ["float32"], [heads]),
+    ]
+    apart(ATTENTION, found, 2)
+    return found
+
+
+def write(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[Array | None], int]:
+    """``arrays`` as WRITE names them, of shapes and dtypes that fit one another, and the index of the isa."""
+    key_cache, value_cache, key, value, slot_mapping = arrays
+    k = array("key", key, FLOATS, [("T", None), ("num_kv_heads", None), ("head_size", None)])
+    tokens, heads, head_size = k.shape
+    v = array("value", value, [k.dtype], [("T", tokens), ("num_kv_heads", heads), ("head_size_v", None)])
+    for name, a in (("key", k), ("value", v)):
+        integer(f"{name}: head size", a.shape[2], 1, MAX_SIZE)
+    integer("key: num_kv_heads", heads, 1, MAX_SIZE)
+    kv_dtype(kv_cache_dtype, k.dtype)
+    resolved, code = _dispatch.resolve_isa(isa, k.dtype, head_size), _dispatch.DTYPE_CODES[k.dtype]
+    kc = writable("key_cache", cache("key_cache", key_cache, k.dtype, heads, None, None))
+    vc = writable("value_cache", cache("value_cache", value_cache, k.dtype, heads, kc.shape[0], kc.shape[2]))
+    cache_width("key_cache", kc, resolved.index, code, head_size)
+    cache_width("value_cache", vc, resolved.index, code, v.shape[2])
+    found: list[Array | None] = [kc, vc, k, v, array("slot_mapping", slot_mapping, ["int64"], [("T", tokens)])]
+    apart(WRITE, found, 2)
+    return found, resolved.index
+
+
+def apart(names: Sequence[str], arrays: Sequence[Array | None], num_outputs: int) -> None:
+    """The first num_outputs arrays share no byte with one another or with the rest."""
+    for i in range(num_outputs):
+        a = arrays[i]
+        if a is not None:
+            disjoint(names[i], a, dict(zip(names[i + 1 :], arrays[i + 1 :], strict=True)))
 
 
 def raise_fault(fault: Any) -> None:

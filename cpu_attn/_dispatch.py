@@ -65,7 +65,8 @@ def engines() -> tuple[Engine, ...]:
     return (Engine("native", True, ""), Engine("onednn", not reason, reason), Engine("reference", True, ""))
 
 
-def _asked(argument: str, name: Any, variable: str) -> str:
+def asked(argument: str, name: Any, variable: str) -> str:
+    """What ``auto`` means in this environment."""
     if not isinstance(name, str):
         raise TypeError(f"{argument}: expected a name, got {type(name).__name__}")
     return os.environ.get(variable) or "auto" if name == "auto" else name
@@ -73,7 +74,7 @@ def _asked(argument: str, name: Any, variable: str) -> str:
 
 def resolve_isa(name: str, dtype: str, head_size: int) -> Isa:
     """The isa that ``name`` means here; ``auto`` follows CPU_ATTN_ISA, then takes the best."""
-    name = _asked("isa", name, "CPU_ATTN_ISA")
+    name = asked("isa", name, "CPU_ATTN_ISA")
     return _resolve_isa(name, dtype, name == "vec16" and head_size % 16 != 0)
 
 
@@ -100,7 +101,7 @@ def _resolve_isa(name: str, dtype: str, odd_vec16: bool) -> Isa:
 
 def resolve_engine(name: str) -> tuple[str, Any]:
     """Name and ``ca_engine *`` of an engine; ``auto`` follows CPU_ATTN_ENGINE, then means native."""
-    name = _asked("engine", name, "CPU_ATTN_ENGINE")
+    name = asked("engine", name, "CPU_ATTN_ENGINE")
     if name in ("auto", "native"):
         return "native", lib.ca_native_engine()
     if name == "reference":
@@ -118,7 +119,15 @@ def get_num_threads() -> int:
 
 
 def set_num_threads(n: int) -> None:
-    """Sets the thread count for the whole process; 0 goes back to OpenMP's. ValueError outside 0..4096."""
+    """Most threads of a call, for the whole process; 0 goes back to OpenMP's count. ValueError outside 0..4096.
+
+    A call with little to do uses fewer.
+    """
     from cpu_attn._check import integer
 
     lib.ca_set_num_threads(integer("n", n, 0, 4096))
+
+
+def force_num_threads(n: int) -> None:
+    """Sets the thread count of calls with little to do as well, for tests."""
+    lib.ca_set_num_threads(-n)

@@ -141,16 +141,6 @@ class PagedKVCache:
             raise ValueError(f"plan: made for isa {plan.isa}, this cache was written for {self.isa}")
         if output is None:
             output = np.empty((plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype)
-        return ops.attend(
-            plan,
-            query,
-            self.key_cache,
-            self.value_cache,
-            output,
-            block_table,
-            scale=self.head_size**-0.5 if scale is None else scale,
-            alibi_slopes=alibi_slopes,
-            softcap=softcap,
-            s_aux=s_aux,
-            lse=lse,
-        )
+        arrays = (output, lse, query, self.key_cache, self.value_cache, block_table, None, None, None)
+        ops.attend(plan, (*arrays, alibi_slopes, s_aux), self.head_size**-0.5 if scale is None else scale, softcap)
+        return output

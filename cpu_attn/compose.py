@@ -227,7 +227,7 @@ def _checked(
         raise ValueError(f"query: axis 0 is {tokens}, expected query_start_loc[-1] = {plan.num_tokens}")
     for name, cache, size in (("key_cache", kc, head_size), ("value_cache", vc, out.shape[2])):
         _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, size)
-    lens, starts, flags = _check.lengths(num_reqs, seq_lens, query_start_loc, dynamic_causal)
+    starts, lens, flags = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
     _check.block_table(plan, table, kc.shape[0], kc.shape[2])
     inputs: dict[str, Memory | None] = {"query": q, "key_cache": kc, "value_cache": vc, "block_table": table}
     inputs |= {"query_start_loc": starts, "seq_lens": lens, "dynamic_causal": flags}

@@ -5,25 +5,36 @@
 from __future__ import annotations
 
 import threading
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from cpu_attn import _check, _dispatch
-from cpu_attn._arrays import DTYPES, Array
+from cpu_attn._arrays import DTYPES, Array, described, objects
 from cpu_attn._native import ffi, lib
 from cpu_attn.plan import SchedulerMetadata
 
-_local = threading.local()
+
+class _Thread(threading.local):
+    """What a Python thread keeps from call to call: the calls that were accepted, and scratch that grows."""
+
+    def __init__(self) -> None:
+        self.attention, self.write = ffi.new("ca_known *"), ffi.new("ca_known *")
+        self.workspace, self.workspace_bytes = ffi.NULL, 0
+
+    def grow(self, size: int) -> None:
+        """A 64-byte aligned workspace of at least this size."""
+        if self.workspace_bytes < size:
+            self.memory = np.empty(size + 64, np.uint8)
+            self.workspace = ffi.cast("void *", -(-self.memory.ctypes.data // 64) * 64)
+            self.workspace_bytes = size
 
 
-def _workspace(size: int) -> Any:
-    """64-byte aligned scratch of this Python thread; it grows, and goes with the thread."""
-    memory = getattr(_local, "memory", None)
-    if memory is None or memory.size < size + 64:
-        memory = _local.memory = np.empty(size + 64, np.uint8)
-        _local.address = ffi.cast("void *", -(-memory.ctypes.data // 64) * 64)
-    return _local.address
+_thread = _Thread()
+# A number for each isa and kv_cache_dtype by name, which stands for them in what a thread has had accepted.
+_NAMES = product((*_dispatch.ISA_NAMES, "auto", "vec", "vec16"), ("auto", *_check.FLOATS))
+_NAMED = {names: i for i, names in enumerate(_NAMES)}
 
 
 def _cache_struct(a: Array, isa: int, dtype: int, head_size: int) -> Any:
@@ -64,35 +75,15 @@ def reshape_and_cache(
     Raises ValueError or TypeError, before anything is written, for shapes, dtypes, strides, slots out of range and
     memory that overlaps.
     """
-    k = _check.array("key", key, _check.FLOATS, [("T", None), ("num_kv_heads", None), ("head_size", None)])
-    tokens, heads, head_size = k.shape
-    v = _check.array("value", value, [k.dtype], [("T", tokens), ("num_kv_heads", heads), ("head_size_v", None)])
-    for name, a in (("key", k), ("value", v)):
-        _check.integer(f"{name}: head size", a.shape[2], 1, _check.MAX_SIZE)
-    _check.integer("key: num_kv_heads", heads, 1, _check.MAX_SIZE)
-    _check.kv_dtype(kv_cache_dtype, k.dtype)
+    fault = ffi.new("ca_fault *")
+    arrays = (key_cache, value_cache, key, value, slot_mapping)
     _check.scales(k_scale, v_scale)
-    resolved, code = _dispatch.resolve_isa(isa, k.dtype, head_size), _dispatch.DTYPE_CODES[k.dtype]
-    kc = _check.writable("key_cache", _check.cache("key_cache", key_cache, k.dtype, heads, None, None))
-    vc = _check.writable(
-        "value_cache", _check.cache("value_cache", value_cache, k.dtype, heads, kc.shape[0], kc.shape[2])
-    )
-    _check.cache_width("key_cache", kc, resolved.index, code, head_size)
-    _check.cache_width("value_cache", vc, resolved.index, code, v.shape[2])
-    slots = _check.array("slot_mapping", slot_mapping, ["int64"], [("T", tokens)])
-    sources = {"key": k, "value": v, "slot_mapping": slots}
-    _check.disjoint("key_cache", kc, {**sources, "value_cache": vc})
-    _check.disjoint("value_cache", vc, sources)
-    fault = _check.new_fault()
-    lib.ca_write(
-        _cache_struct(kc, resolved.index, code, head_size),
-        _cache_struct(vc, resolved.index, code, v.shape[2]),
-        _rows_struct(k),
-        _rows_struct(v),
-        _check.pointer("int64_t *", slots),
-        tokens,
-        fault,
-    )
+    names = (_dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kv_cache_dtype)
+    named = _NAMED[names] if isinstance(kv_cache_dtype, str) and names in _NAMED else -1
+    addresses, given, _alive = objects(_check.WRITE, arrays)
+    if named < 0 or lib.ca_write(_thread.write, addresses, given, named, -1, fault) == lib.CA_UNKNOWN:
+        found, index = _check.write(arrays, *names)
+        lib.ca_write(_thread.write, ffi.NULL, described(found), named, index, fault)
     _check.raise_fault(fault)
 
 
@@ -134,74 +125,30 @@ def attention_with_kv_cache(
     Maths: softmax(scale * q k^T + bias) v, online in float32 (arXiv:2205.14135); sinks as in GPT-OSS.
     """
     plan = _check.plan("scheduler_metadata", scheduler_metadata)
-    lens, starts, flags = _check.lengths(plan.num_reqs, seq_lens, query_start_loc, dynamic_causal)
-    _check.same_step(plan, starts, lens, flags, causal, sliding_window)
-    _check.kv_dtype(kv_cache_dtype, str(plan.dtype))
+    _check.same_window(plan, sliding_window)
+    _check.kv_dtype(kv_cache_dtype, plan.dtype)
     _check.scales(k_scale, v_scale)
-    return attend(
-        plan,
-        query,
-        key_cache,
-        value_cache,
-        output,
-        block_table,
-        scale=scale,
-        alibi_slopes=alibi_slopes,
-        softcap=softcap,
-        s_aux=s_aux,
-        lse=lse,
-        untouchable={"query_start_loc": starts, "seq_lens": lens, "dynamic_causal": flags},
-    )
-
-
-def attend(
-    plan: SchedulerMetadata,
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    output: Any,
-    block_table: Any,
-    *,
-    scale: float,
-    alibi_slopes: Any,
-    softcap: float,
-    s_aux: Any,
-    lse: Any,
-    untouchable: dict[str, Array | None] | None = None,
-) -> Any:
-    """:func:`attention_with_kv_cache` after the plan has been found to fit; ``untouchable`` must not be written."""
-    shape, dtype, tokens = plan._shape, str(plan.dtype), plan.num_tokens
-    heads, head_size, head_size_v = shape.num_heads, shape.head_size, shape.head_size_v
-    q = _check.array("query", query, [dtype], [("T", tokens), ("num_heads", heads), ("head_size", head_size)])
-    out = _check.array("output", output, [dtype], [("T", tokens), ("num_heads", heads), ("head_size_v", head_size_v)])
-    kc = _check.cache("key_cache", key_cache, dtype, shape.num_kv_heads, None, None)
-    vc = _check.cache("value_cache", value_cache, dtype, shape.num_kv_heads, kc.shape[0], kc.shape[2])
-    _check.cache_width("key_cache", kc, shape.isa, shape.dtype, head_size)
-    _check.cache_width("value_cache", vc, shape.isa, shape.dtype, head_size_v)
-    table = _check.array("block_table", block_table, ["int32"], [("num_reqs", shape.num_reqs), ("blocks", None)])
-    slopes = _check.small_floats("alibi_slopes", alibi_slopes, ["float32"], heads)
-    sinks = _check.small_floats("s_aux", s_aux, _check.FLOATS, heads)
-    inputs = {"query": q, "key_cache": kc, "value_cache": vc, "block_table": table, **(untouchable or {})}
-    _check.disjoint("output", _check.writable("output", out), inputs)
-
-    call = ffi.new("ca_call *")
-    if lse is not None:
-        log = _check.array("lse", lse, ["float32"], [("num_heads", heads), ("T", tokens)])
-        _check.disjoint("lse", _check.writable("lse", log), {**inputs, "output": out})
-        call.lse, call.lse_stride_h = _check.pointer("float *", log), log.strides[0]
-    call.query, (call.q_stride_t, call.q_stride_h) = _check.pointer("void *", q), q.strides[:2]
-    call.output, (call.o_stride_t, call.o_stride_h) = _check.pointer("void *", out), out.strides[:2]
-    call.key_cache, (call.k_stride_n, call.k_stride_h) = _check.pointer("void *", kc), kc.strides[:2]
-    call.value_cache, (call.v_stride_n, call.v_stride_h) = _check.pointer("void *", vc), vc.strides[:2]
-    call.num_blocks, _, call.block_size, _ = kc.shape
-    call.block_table = _check.pointer("int32_t *", table)
-    call.table_stride, call.table_cols = table.strides[0], table.shape[1]
-    call.alibi_slopes, call.s_aux = _check.pointer("float *", slopes), _check.pointer("float *", sinks)
-    call.scale, call.softcap = _check.number("scale", scale), _check.number("softcap", softcap, 0.0)
-    fault = _check.new_fault()
-    lib.ca_attend(plan._pointer, call, _workspace(plan.workspace_bytes), fault)
-    _check.raise_fault(fault)
+    step = (query_start_loc, seq_lens, dynamic_causal)
+    arrays = (output, lse, query, key_cache, value_cache, block_table, *step, alibi_slopes, s_aux)
+    attend(plan, arrays, scale, softcap, _check.boolean("causal", causal))
     return output
+
+
+def attend(plan: SchedulerMetadata, arrays: tuple[Any, ...], scale: float, softcap: float, causal: int = -1) -> None:
+    """The arrays are those of _check.ATTENTION. causal -1: no lengths among them, the plan's are right."""
+    thread, fault = _thread, ffi.new("ca_fault *")
+    sinks = arrays[-1]
+    if sinks is not None and not (type(sinks) is np.ndarray and sinks.dtype == np.float32):
+        arrays = (*arrays[:-1], _check.small_floats("s_aux", sinks, _check.FLOATS, plan.num_heads))
+    numbers = (causal, _check.number("scale", scale), _check.number("softcap", softcap, 0.0))
+    addresses, given, _alive = objects(_check.ATTENTION, arrays)
+    memory = (thread.workspace, thread.workspace_bytes)
+    if lib.ca_attend(plan._pointer, thread.attention, addresses, given, *numbers, *memory, fault) == lib.CA_UNKNOWN:
+        found = _check.attention(plan, arrays, causal >= 0)
+        thread.grow(plan.workspace_bytes)
+        memory = (thread.workspace, thread.workspace_bytes)
+        lib.ca_attend(plan._pointer, thread.attention, ffi.NULL, described(found), *numbers, *memory, fault)
+    _check.raise_fault(fault)
 
 
 def gather(

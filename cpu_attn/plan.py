@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch
-from cpu_attn._arrays import DTYPES, dtype_name
+from cpu_attn._arrays import DTYPES, described, dtype_name
 from cpu_attn._native import ffi, lib
 
 
@@ -27,17 +27,14 @@ class SchedulerMetadata:
     isa: str
 
     def __init__(self, pointer: Any, shape: Any, dtype: str, isa: str, engine: str) -> None:
-        info = ffi.new("ca_plan_info *")
+        info, keep = ffi.new("ca_plan_info *"), object.__setattr__
         lib.ca_plan_describe(pointer, info)
-        for name, value in (
-            ("_pointer", pointer),
-            ("_shape", shape),
-            ("_info", info),
-            ("dtype", DTYPES[dtype]),
-            ("isa", isa),
-            ("engine", engine),
-        ):
-            object.__setattr__(self, name, value)
+        keep(self, "_pointer", pointer)
+        keep(self, "_shape", shape)
+        keep(self, "_info", info)
+        keep(self, "dtype", DTYPES[dtype])
+        keep(self, "isa", isa)
+        keep(self, "engine", engine)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"SchedulerMetadata is immutable: cannot set {name}")
@@ -48,7 +45,7 @@ class SchedulerMetadata:
     head_size = property(lambda self: int(self._shape.head_size), doc="D")
     head_size_v = property(lambda self: int(self._shape.head_size_v), doc="Dv")
     num_tokens = property(lambda self: int(self._info.num_tokens), doc="T, query tokens of the step")
-    num_threads = property(lambda self: int(self._shape.num_threads), doc="most threads a call will use")
+    num_threads = property(lambda self: int(self._info.num_threads), doc="most threads a call will use")
     num_tasks = property(lambda self: int(self._info.num_tasks), doc="pieces of work for each kv head")
     num_splits = property(lambda self: int(self._info.num_splits), doc="query blocks whose keys are split")
     workspace_bytes = property(lambda self: int(self._info.workspace_bytes), doc="all the memory a call needs")
@@ -120,12 +117,12 @@ def get_scheduler_metadata(
     shape.window_left, shape.window_right = _check.window(sliding_window)
     shape.enable_kv_split = _check.boolean("enable_kv_split", enable_kv_split)
     shape.num_threads = _dispatch.get_num_threads()
-    lens, starts, flags = _check.lengths(num_reqs, seq_lens, query_start_loc, dynamic_causal)
-    shape.all_causal = shape.causal if flags is None else bool(flags.numpy().all())
-    if shape.all_causal:
-        shape.window_right = -1
     fault = _check.new_fault()
-    pointer = lib.ca_plan_new(shape, engine_pointer, *_check.int32_pointers(lens, starts, flags), fault)
+    addresses = (id(query_start_loc), id(seq_lens), id(dynamic_causal))
+    pointer = lib.ca_plan_new(shape, engine_pointer, addresses, ffi.NULL, fault)
+    if fault.status == lib.CA_UNKNOWN:
+        step = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
+        pointer = lib.ca_plan_new(shape, engine_pointer, ffi.NULL, described(step), fault)
     _check.raise_fault(fault)
     return SchedulerMetadata(ffi.gc(pointer, lib.ca_plan_free), shape, name, resolved.name, engine)
 

@@ -3,11 +3,12 @@
 #include "cpu_attn.h"
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
-static atomic_int num_threads; /* 0: as OpenMP says */
+static atomic_int num_threads; /* as ca_set_num_threads had it */
 static atomic_int forked;
 
 static void after_fork(void) { atomic_store(&forked, 1); }
@@ -26,7 +27,17 @@ static int default_threads(void) { return 1; }
 
 int ca_get_num_threads(void) {
     int n = atomic_load(&num_threads);
-    return ca_team(n > 0 ? n : default_threads());
+    return ca_team(n ? abs(n) : default_threads());
+}
+
+/* What a thread has to do to be woken. One that still spins costs 4 us (Zen 4, decode, 32/8 heads of 128: 64 keys take
+ * 15.8 us alone and 11.5 with a second thread, 256 keys 47 and 33), one that sleeps more. */
+#define NANOSECONDS_OF_A_THREAD 25e3
+
+int64_t ca_threads_for(double nanoseconds) {
+    if (atomic_load(&num_threads) < 0)
+        return INT32_MAX;
+    return (int64_t)fmax(1, fmin(nanoseconds / NANOSECONDS_OF_A_THREAD, INT32_MAX));
 }
 
 void ca_set_num_threads(int n) { atomic_store(&num_threads, n); }
@@ -61,41 +72,47 @@ static ca_state state_at(void *memory, int64_t rows, int64_t head_size_v) {
 static ca_state partial_at(const run *w, const ca_task *t, int64_t segment, int kv_head) {
     const ca_plan *p = w->plan;
     int64_t rows = rows_of(p, t), slot = rows * ((int64_t)p->shape.head_size_v + 2);
-    float *base = (float *)(w->workspace + p->shape.num_threads * p->thread_bytes) + t->partial;
+    float *base = (float *)(w->workspace + p->num_threads * p->thread_bytes) + t->partial;
     return state_at(base + (segment * p->shape.num_kv_heads + kv_head) * slot, rows, p->shape.head_size_v);
+}
+
+/* The keys of one segment that the task may see. */
+static int run_segment(run *w, const ca_task *t, int kv_head, int64_t segment, const ca_state *state, void *scratch) {
+    int64_t size = ca_segment_keys(w->plan->seq_lens[t->request]), k0, k1;
+    ca_task_keys(w->plan, t, &k0, &k1);
+    return w->plan->engine->segment(w->plan, w->call, t, kv_head, ca_max64(k0, segment * size),
+                                    ca_min64(k1, (segment + 1) * size), state, scratch);
 }
 
 static int run_item(run *w, const ca_task *t, int kv_head, char *memory) {
     const ca_plan *p = w->plan;
-    int64_t rows = rows_of(p, t), dv = p->shape.head_size_v, size = ca_segment_keys(p->seq_lens[t->request]), k0, k1;
+    int64_t rows = rows_of(p, t), dv = p->shape.head_size_v;
     ca_state total = state_at(memory, rows, dv), part = state_at(memory + p->state_bytes, rows, dv);
     void *scratch = memory + 2 * p->state_bytes;
-    ca_task_keys(p, t, &k0, &k1);
-    if (t->partial < 0)
+    if (t->partial >= 0) {
+        part = partial_at(w, t, 0, kv_head);
+        return run_segment(w, t, kv_head, t->segment, &part, scratch);
+    }
+    if (!t->num_segments)
         ca_clear(&total, rows, dv);
-    for (int64_t s = t->segment; s < t->segment + t->num_segments; s++) {
-        if (t->partial >= 0)
-            part = partial_at(w, t, 0, kv_head);
-        int status = p->engine->segment(p, w->call, t, kv_head, ca_max64(k0, s * size), ca_min64(k1, (s + 1) * size),
-                                        &part, scratch);
+    for (int32_t s = 0; s < t->num_segments; s++) {
+        int status = run_segment(w, t, kv_head, t->segment + s, s ? &part : &total, scratch);
         if (status)
             return status;
-        if (t->partial < 0)
+        if (s)
             p->kernel->merge(&total, &part, rows, dv);
     }
-    if (t->partial < 0)
-        p->kernel->finish(p, w->call, t, kv_head, &total);
+    p->kernel->finish(p, w->call, t, kv_head, &total);
     return 0;
 }
 
-static void merge_item(run *w, const ca_task *t, int kv_head, char *memory) {
+/* In the order of the segments, as one thread would have merged them. */
+static void merge_item(run *w, const ca_task *t, int kv_head) {
     const ca_plan *p = w->plan;
-    int64_t rows = rows_of(p, t), dv = p->shape.head_size_v;
-    ca_state total = state_at(memory, rows, dv);
-    ca_clear(&total, rows, dv);
-    for (int64_t s = 0; s < t->num_segments; s++) {
+    ca_state total = partial_at(w, t, 0, kv_head);
+    for (int64_t s = 1; s < t->num_segments; s++) {
         ca_state part = partial_at(w, t, s, kv_head);
-        p->kernel->merge(&total, &part, rows, dv);
+        p->kernel->merge(&total, &part, rows_of(p, t), p->shape.head_size_v);
     }
     p->kernel->finish(p, w->call, t, kv_head, &total);
 }
@@ -113,31 +130,57 @@ static void run_items(run *w, int thread) {
     }
 }
 
-static void run_merges(run *w, int thread) {
+static void run_merges(run *w) {
     const ca_plan *p = w->plan;
-    char *memory = w->workspace + thread * p->thread_bytes;
     int64_t heads = p->shape.num_kv_heads, items = p->num_merges * heads;
     for (int64_t i; (i = take(&w->next_merge)) < items && !atomic_load_explicit(&w->failed, memory_order_relaxed);)
-        merge_item(w, &p->merges[i / heads], (int)(i % heads), memory);
+        merge_item(w, &p->merges[i / heads], (int)(i % heads));
 }
 
-int ca_attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_fault *fault) {
-    if (ca_check_table(plan, call->block_table, call->table_stride, call->table_cols, call->num_blocks,
-                       call->block_size, fault))
-        return fault->status;
+static ca_call call_of(const ca_array *a, float scale, float softcap) {
+    const ca_array *q = &a[CA_QUERY], *out = &a[CA_OUTPUT], *kc = &a[CA_KEY_CACHE], *vc = &a[CA_VALUE_CACHE];
+    const ca_array *table = &a[CA_BLOCK_TABLE];
+    return (ca_call){
+        .query = (const void *)q->address,
+        .q_stride_t = q->strides[0],
+        .q_stride_h = q->strides[1],
+        .key_cache = (const void *)kc->address,
+        .value_cache = (const void *)vc->address,
+        .k_stride_n = kc->strides[0],
+        .k_stride_h = kc->strides[1],
+        .v_stride_n = vc->strides[0],
+        .v_stride_h = vc->strides[1],
+        .num_blocks = kc->shape[0],
+        .block_size = kc->shape[2],
+        .output = (void *)out->address,
+        .o_stride_t = out->strides[0],
+        .o_stride_h = out->strides[1],
+        .lse = (float *)a[CA_LSE].address,
+        .lse_stride_h = a[CA_LSE].strides[0],
+        .block_table = (const int32_t *)table->address,
+        .table_stride = table->strides[0],
+        .table_cols = table->shape[1],
+        .alibi_slopes = (const float *)a[CA_ALIBI_SLOPES].address,
+        .s_aux = (const float *)a[CA_S_AUX].address,
+        .scale = scale,
+        .softcap = softcap,
+    };
+}
+
+static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_fault *fault) {
     run w = {.plan = plan, .call = call, .workspace = workspace};
     int64_t items = plan->num_tasks * plan->shape.num_kv_heads;
-    int team = ca_team((int)ca_min64(ca_min64(plan->shape.num_threads, ca_get_num_threads()), items));
+    int team = ca_team((int)ca_min64(ca_min64(plan->num_threads, ca_get_num_threads()), items));
     if (team <= 1) {
         run_items(&w, 0);
-        run_merges(&w, 0);
+        run_merges(&w);
     } else {
 #ifdef _OPENMP
 #pragma omp parallel num_threads(team)
         {
             run_items(&w, omp_get_thread_num());
 #pragma omp barrier
-            run_merges(&w, omp_get_thread_num());
+            run_merges(&w);
         }
 #endif
     }
@@ -145,4 +188,26 @@ int ca_attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_faul
         return CA_OK;
     *fault = (ca_fault){CA_ENGINE_FAILED, -1, -1, w.failed, -1};
     return CA_ENGINE_FAILED;
+}
+
+int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, const ca_array *given, int causal,
+              float scale, float softcap, void *workspace, int64_t workspace_bytes, ca_fault *fault) {
+    const ca_shape *s = &plan->shape;
+    const int64_t sizes[] = {s->num_reqs,    plan->num_tokens, s->num_heads, s->num_kv_heads, s->head_size,
+                             s->head_size_v, s->dtype,         s->isa,       causal < 0};
+    ca_array a[CA_ATTENTION_ARRAYS];
+    ca_plan_info info;
+    ca_plan_describe(plan, &info);
+    if (workspace_bytes < info.workspace_bytes ||
+        !ca_accept(known, sizes, s->isa, objects, given, a, CA_ATTENTION_ARRAYS, CA_LSE + 1))
+        return CA_UNKNOWN;
+    ca_call call = call_of(a, scale, softcap);
+    if (causal >= 0 &&
+        ca_check_step(plan, (const int32_t *)a[CA_SEQ_LENS].address, (const int32_t *)a[CA_QUERY_START_LOC].address,
+                      causal, (const int32_t *)a[CA_DYNAMIC_CAUSAL].address, fault))
+        return fault->status;
+    if (ca_check_table(plan, call.block_table, call.table_stride, call.table_cols, call.num_blocks, call.block_size,
+                       fault))
+        return fault->status;
+    return attend(plan, &call, workspace, fault);
 }

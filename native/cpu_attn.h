@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 /* cffi: begin */
-enum ca_dtype { CA_F32, CA_F16, CA_BF16, CA_DTYPES };
+enum ca_dtype { CA_F32, CA_F16, CA_BF16, CA_DTYPES, CA_I32 = 64, CA_I64 }; /* of caches; of indices */
 
 /* How one block of one kv head lies in memory (element offsets from the start of the block).
  * LANES: K [B/16][D][16], V [B][Dv].
@@ -27,7 +27,8 @@ enum ca_status {
     CA_OTHER_LENGTHS,       /* position, value, bound = the plan's: query_start_loc */
     CA_OTHER_SEQ_LENS,      /* request, value, bound = the plan's */
     CA_OTHER_CAUSAL,        /* request, value, bound = the plan's */
-    CA_ENGINE_FAILED        /* value: the engine's own status */
+    CA_ENGINE_FAILED,       /* value: the engine's own status */
+    CA_UNKNOWN              /* not a fault: _check.py has to look at the arrays first */
 };
 
 /* Where a check failed. Fields that a status does not use are -1. */
@@ -42,7 +43,7 @@ typedef struct ca_shape {
     int32_t dtype;                     /* enum ca_dtype */
     int32_t isa;                       /* index into the isa table */
     int32_t causal;                    /* of every request, where dynamic_causal does not say it */
-    int32_t all_causal;                /* no request is bidirectional: window_right has no meaning */
+    int32_t all_causal;                /* no request is bidirectional: window_right has no meaning; the plan says it */
     int32_t window_left, window_right; /* keys visible to each side of the query, -1: all */
     int32_t enable_kv_split;
     int32_t num_threads;
@@ -53,25 +54,8 @@ typedef struct ca_engine ca_engine;
 
 typedef struct ca_plan_info {
     int64_t num_tokens, num_tasks, num_splits, workspace_bytes;
-    int32_t rows;
+    int32_t rows, num_threads;
 } ca_plan_info;
-
-/* One call of attention_with_kv_cache. Pointers are borrowed for the call. */
-typedef struct ca_call {
-    const void *query;
-    int64_t q_stride_t, q_stride_h;
-    const void *key_cache, *value_cache;
-    int64_t k_stride_n, k_stride_h, v_stride_n, v_stride_h;
-    int64_t num_blocks, block_size;
-    void *output;
-    int64_t o_stride_t, o_stride_h;
-    float *lse; /* [Hq, T] or NULL */
-    int64_t lse_stride_h;
-    const int32_t *block_table;
-    int64_t table_stride, table_cols;
-    const float *alibi_slopes, *s_aux; /* [Hq] or NULL */
-    float scale, softcap;
-} ca_call;
 
 /* Tokens to write or read: [T, Hkv, D], the last dimension dense. */
 typedef struct ca_rows {
@@ -87,6 +71,43 @@ typedef struct ca_cache {
     int32_t dtype, isa;
 } ca_cache;
 
+/* Somebody's memory: _arrays.Array in C. Absent: all zero. */
+typedef struct ca_array {
+    uintptr_t address; /* of the first element */
+    int64_t shape[4], strides[4];
+    int32_t ndim, dtype, itemsize, writable;
+} ca_array;
+
+/* The arrays of a call, in the order of _check.ATTENTION and _check.WRITE: those that it writes first. */
+enum ca_attention_arrays {
+    CA_OUTPUT,
+    CA_LSE,
+    CA_QUERY,
+    CA_KEY_CACHE,
+    CA_VALUE_CACHE,
+    CA_BLOCK_TABLE,
+    CA_QUERY_START_LOC,
+    CA_SEQ_LENS,
+    CA_DYNAMIC_CAUSAL,
+    CA_ALIBI_SLOPES,
+    CA_S_AUX,
+    CA_ATTENTION_ARRAYS
+};
+enum ca_step_arrays { CA_STEP_QUERY_START_LOC, CA_STEP_SEQ_LENS, CA_STEP_DYNAMIC_CAUSAL, CA_STEP_ARRAYS };
+enum ca_write_arrays { CA_TO_KEY_CACHE, CA_TO_VALUE_CACHE, CA_KEY, CA_VALUE, CA_SLOT_MAPPING, CA_WRITE_ARRAYS };
+
+/* Calls that _check.py has accepted: all that its answer depends on, which is everything about the arrays but where
+ * they lie (but where they lie to one another), and the sizes that they have to fit. For one Python thread and one kind
+ * of call. */
+typedef struct ca_known {
+    int64_t count; /* remembered so far; the oldest makes room */
+    struct ca_accepted {
+        int64_t sizes[9];
+        int64_t isa; /* of a write: what the isa that the caller named means for these arrays */
+        ca_array arrays[11];
+    } calls[8];
+} ca_known;
+
 /* One line of the isa table, and what this machine says to it. */
 typedef struct ca_isa_info {
     const char *name, *unit; /* unit: "matrix", "vector" or "scalar" */
@@ -96,6 +117,7 @@ typedef struct ca_isa_info {
 
 typedef struct ca_kernel_info {
     int32_t layout, rows, keys; /* query rows of a work item, keys of a score block */
+    int32_t bf16_products;      /* multiplies bf16 as it is, because here that is faster than FP32 FMA */
     const char *method;         /* how the products are formed, in words */
 } ca_kernel_info;
 
@@ -117,32 +139,37 @@ int64_t ca_block_elements(int isa, int dtype, int64_t block_size, int64_t head_s
 
 const char *ca_threading(void); /* "OpenMP 201511" or why there is none */
 int ca_get_num_threads(void);
-void ca_set_num_threads(int n); /* 0: as OpenMP says */
+void ca_set_num_threads(int n); /* 0: as OpenMP says; -n: n, however little there is to do */
 
 const ca_engine *ca_native_engine(void);
 const ca_engine *ca_reference_engine(void);
 
-/* seq_lens [R], query_start_loc [R+1], dynamic_causal [R] or NULL. NULL and *fault on failure. */
-ca_plan *ca_plan_new(const ca_shape *shape, const ca_engine *engine, const int32_t *seq_lens,
-                     const int32_t *query_start_loc, const int32_t *dynamic_causal, ca_fault *fault);
+/* NULL and *fault on failure; CA_UNKNOWN: unless objects are NumPy arrays fit for a step, _check.py has to look at
+ * them first, and to say with objects NULL what is given. */
+ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, const uintptr_t *objects, const ca_array *given,
+                     ca_fault *fault);
 void ca_plan_free(ca_plan *plan);
 void ca_plan_describe(const ca_plan *plan, ca_plan_info *out);
 int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs over all query heads */
-
-/* Are these the lengths and masks that the plan was made for? */
-int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
-                  const int32_t *dynamic_causal, ca_fault *fault);
 
 /* Does a block table [R, cols] name blocks below num_blocks wherever the plan will look? */
 int ca_check_table(const ca_plan *plan, const int32_t *table, int64_t stride, int64_t cols, int64_t num_blocks,
                    int64_t block_size, ca_fault *fault);
 
-/* Checks the block table, then runs. workspace: workspace_bytes, 64-aligned. */
-int ca_attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_fault *fault);
+/* NumPy arrays as C reads them: type(array), the None that stands for no array, sizeof(PyObject), and what dtype
+ * objects mean. Once, on import; without it every call is CA_UNKNOWN. */
+void ca_know_numpy(uintptr_t ndarray, uintptr_t none, int64_t head);
+void ca_know_dtype(uintptr_t object, int32_t dtype, int32_t itemsize);
+int ca_read_array(uintptr_t object, ca_array *out); /* 0: not a NumPy array, or one unlike all that we take */
 
-/* A slot < 0 is skipped. Everything is checked before the first byte is written. */
-int ca_write(const ca_cache *key_cache, const ca_cache *value_cache, const ca_rows *key, const ca_rows *value,
-             const int64_t *slot_mapping, int64_t num_tokens, ca_fault *fault);
+/* attention_with_kv_cache and reshape_and_cache. Their arrays are Python objects, where objects[i] is 0 given[i].
+ * CA_UNKNOWN unless such a call has been accepted before; without objects, _check.py has accepted what is given.
+ * What indices hold and whether outputs overlap inputs is checked every time, before a byte is written.
+ * causal: -1 where there are no lengths and masks to compare with the plan's. */
+int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, const ca_array *given, int causal,
+              float scale, float softcap, void *workspace, int64_t workspace_bytes, ca_fault *fault);
+/* named: a number for the isa's name. isa: its index, which goes with `given`. A slot < 0 is skipped. */
+int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, ca_fault *fault);
 
 /* Tokens 0..num_tokens-1 of one request back to [T, Hkv, D]; value: 0 for K, 1 for V. */
 int ca_gather(const ca_cache *cache, int value, const int32_t *block_table, int64_t num_entries, int64_t num_tokens,
@@ -169,6 +196,23 @@ double ca_probe_copy_gbps(void *dst, const void *src, int64_t bytes, int threads
 /* ---- inside the library: engines and isa files ---- */
 #include <math.h>
 #include <string.h>
+
+/* One call of attention_with_kv_cache. */
+typedef struct ca_call {
+    const void *query;
+    int64_t q_stride_t, q_stride_h;
+    const void *key_cache, *value_cache;
+    int64_t k_stride_n, k_stride_h, v_stride_n, v_stride_h;
+    int64_t num_blocks, block_size;
+    void *output;
+    int64_t o_stride_t, o_stride_h;
+    float *lse; /* [Hq, T] or NULL */
+    int64_t lse_stride_h;
+    const int32_t *block_table;
+    int64_t table_stride, table_cols;
+    const float *alibi_slopes, *s_aux; /* [Hq] or NULL */
+    float scale, softcap;
+} ca_call;
 
 #define CA_LANES 16 /* tokens of a K group in every layout */
 #define CA_LOG2E_D 1.44269504088896340736
@@ -229,7 +273,8 @@ struct ca_plan {
     int64_t num_tasks;
     ca_task *merges; /* tasks whose segments were handed out one by one, whole */
     int64_t num_merges;
-    int32_t rows; /* most query rows of a task */
+    int32_t rows;        /* most query rows of a task */
+    int32_t num_threads; /* no more than shape.num_threads, and worth waking */
     int64_t state_bytes, scratch_bytes, thread_bytes, partial_bytes;
 };
 
@@ -254,9 +299,10 @@ struct ca_kernel {
     void (*merge)(const ca_state *into, const ca_state *from, int64_t rows, int64_t head_size_v);
     /* state -> output and lse: sinks join here, o/l is rounded to the output's dtype */
     void (*finish)(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, const ca_state *state);
-    /* one kv head of the tokens into the cache; slots with (slot / B) % parts == part */
-    void (*write)(const ca_cache *cache, int value, const ca_rows *src, int kv_head, const int64_t *slots,
-                  int64_t num_tokens, int64_t part, int64_t parts);
+    /* tokens [token, token + n) of one group of 16 of one block of one kv head, from rows ld elements apart;
+     * stream: past the caches */
+    void (*write_k)(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld, int stream);
+    void (*write_v)(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld, int stream);
     /* tokens [t0, t1) of one block of one kv head, widened to float32:
      * K to dst[d * ld + (t - t0)] (transposed), V to dst[(t - t0) * ld + d] */
     void (*widen_k)(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
@@ -274,7 +320,15 @@ typedef struct ca_isa_row {
 const ca_isa_row *ca_isa_get(int isa);
 int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
                     ca_fault *fault);
+int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
+                  const int32_t *dynamic_causal, ca_fault *fault);
 int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault);
+/* Reads the call's arrays into `a`. NULL unless nothing is wrong with them but what indices may hold. */
+const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, const uintptr_t *objects,
+                                    const ca_array *given, ca_array *a, int num_arrays, int num_outputs);
+int ca_accept_step(const uintptr_t *objects, const ca_array *given, int64_t num_reqs, ca_array *a);
+/* Threads that are worth waking for what takes one thread so long. */
+int64_t ca_threads_for(double nanoseconds);
 /* A child of fork() must not enter a parallel region of libgomp: it would wait for threads that are gone. */
 int ca_team(int wanted);
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 import cpu_attn
 from cpu_attn import _dispatch, reference
+from cpu_attn._dispatch import force_num_threads
 from cpu_attn._native import ffi, lib
 
 from .case_list import DTYPES, LEVELS, Case, cases, invariant
@@ -358,11 +359,11 @@ def run(
     enable_kv_split: bool = True,
     num_threads: int | None = None,
 ) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """Output [T, Hq, Dv] and lse [Hq, T] by the public calls alone. engine "onednn-python" is
-    cpu_attn.compose.attention."""
+    """Output [T, Hq, Dv] and lse [Hq, T] by the public calls. engine "onednn-python" is cpu_attn.compose.attention.
+    num_threads: so many, however little there is to do."""
     before = cpu_attn.get_num_threads()
     if num_threads is not None:
-        cpu_attn.set_num_threads(num_threads)
+        force_num_threads(num_threads)
     try:
         key_cache, value_cache = _caches(problem, isa)
         _write(problem, isa, key_cache, value_cache)

@@ -11,6 +11,7 @@ import pytest
 
 import cpu_attn
 from cpu_attn import reference
+from cpu_attn._dispatch import force_num_threads
 
 from .cases import KERNELS, ONE_DTYPE, numpy_dtype
 
@@ -63,7 +64,7 @@ def test_of_tokens_that_share_a_slot_one_stays_whole(isa: str, dtype: str, num_t
     bits = np.arange(count, dtype=f"u{numpy_dtype(dtype).itemsize}")  # 0..4095: no NaN in any dtype
     key = np.tile(bits[:, None, None], (1, heads, 32)).view(cache.key_cache.dtype)
     slots = np.arange(count) % 40
-    cpu_attn.set_num_threads(num_threads)
+    force_num_threads(num_threads)
     try:
         cache.update(key, key, slots)
     finally:

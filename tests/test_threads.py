@@ -16,16 +16,17 @@ import pytest
 import threadpoolctl
 
 import cpu_attn
+from cpu_attn._dispatch import force_num_threads
 
-from .cases import ONE_DTYPE, Case, Problem, alone, build, invariant, run, same_bits
+from .cases import ONE_DTYPE, Case, Problem, alone, build, check, invariant, run, same_bits
 
 ENGINES = [e.name for e in cpu_attn.engines() if e.available]
 
 
 @pytest.fixture(autouse=True)
 def _two_threads() -> Iterator[None]:
-    """More than one thread even on a machine with one core."""
-    cpu_attn.set_num_threads(max(2, os.cpu_count() or 1))
+    """More than one thread even on a machine with one core, and however little there is to do."""
+    force_num_threads(max(2, os.cpu_count() or 1))
     yield
     cpu_attn.set_num_threads(0)
 
@@ -81,10 +82,51 @@ def test_thread_count_and_split_do_not_change_a_bit(isa: str, dtype: str, engine
 def test_split_happens() -> None:
     """Else the test above would compare nothing."""
     lens, start = np.array([8000], np.int32), np.array([0, 1], np.int32)
-    cpu_attn.set_num_threads(8)
+    force_num_threads(8)
     assert cpu_attn.get_scheduler_metadata(1, 4, 1, 64, lens, "float32", start).num_splits == 1
     off = cpu_attn.get_scheduler_metadata(1, 4, 1, 64, lens, "float32", start, enable_kv_split=False)
     assert off.num_splits == 0
+
+
+def plan_of(seq_lens: list[int], **options: Any) -> cpu_attn.SchedulerMetadata:
+    """Decode, 32/8 heads of 128."""
+    lens, start = np.array(seq_lens, np.int32), np.arange(len(seq_lens) + 1, dtype=np.int32)
+    return cpu_attn.get_scheduler_metadata(len(lens), 32, 8, 128, lens, "bfloat16", start, **options)
+
+
+def test_one_long_request_among_short_ones_is_split() -> None:
+    """Its items are few and long, however many the short ones are."""
+    force_num_threads(16)
+    plan = plan_of([32768] + [64] * 31)
+    assert plan.num_splits == 1
+    assert plan.num_tasks == 32 + 31
+    assert plan_of([2048] * 32).num_splits == 0
+
+
+def test_the_longest_task_comes_first_and_nothing_is_lost() -> None:
+    """Every length once, in the worst order, split and not."""
+    force_num_threads(8)
+    lens = [int(s) for s in np.random.default_rng(0).permutation(np.arange(0, 6000, 100))]
+    case = Case(name="lengths", dtype="float32", query_lens=(1,) * 60, seq_lens=tuple(lens), head_size=8)
+    p = build(case)
+    want = run(p, enable_kv_split=False, num_threads=1)
+    got = run(p, num_threads=8)
+    assert same_bits(got[0], want[0])
+    assert check(p, *got).ok
+
+
+def test_little_work_takes_few_threads() -> None:
+    cpu_attn.set_num_threads(64)
+    assert plan_of([16]).num_threads == 1
+    assert 1 < plan_of([2048]).num_threads < 64
+    assert plan_of([32768] * 64).num_threads == 64
+    force_num_threads(64)
+    assert plan_of([16]).num_threads == 64
+
+
+def test_the_workspace_is_for_the_threads_that_a_call_uses() -> None:
+    cpu_attn.set_num_threads(64)
+    assert plan_of([16]).workspace_bytes < plan_of([2048] * 64).workspace_bytes / 32
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
@@ -107,7 +149,7 @@ def test_a_plan_is_shared_by_threads_and_outlives_a_change_of_their_number() -> 
     cpu_attn.attention_with_kv_cache(**args)
     want = args["output"].copy()
     for n in (1, 2, 7):
-        cpu_attn.set_num_threads(n)
+        force_num_threads(n)
         args["output"][:] = 0
         cpu_attn.attention_with_kv_cache(**args)
         assert np.array_equal(args["output"], want)

@@ -29,13 +29,15 @@ static const char *missing(void) {
 
 /* Of the vector kernel, for the segments that are not for tiles. */
 #define MR 6
+#define TALL 8
 #define NG 4
 #define NDV 4
 
 /* Guesses, after the prototypes that amx.inc speaks of. */
 #define ROWS 256
 #define KEYS 512
-#define SUB 128 /* keys of a sub-block of scores */
+#define FEW_KEYS 128 /* of the vector kernel */
+#define SUB 128      /* keys of a sub-block of scores */
 
 #include "../kernel/state.inc"
 

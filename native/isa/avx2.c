@@ -13,10 +13,12 @@
 #define METHOD "FP32 FMA, 8 lanes; 16-bit elements widened in registers"
 #define VL 8
 #define MR 6
+#define TALL 6
 #define NG 1
 #define NDV 2
 #define ROWS 96
 #define KEYS 256
+#define FEW_KEYS 128
 #include "../kernel/inline.h"
 
 static const char *missing(void) { return CA_CPU_MISSING(CA_HAS_avx2, CA_HAS_fma, CA_HAS_f16c); }
@@ -98,6 +100,74 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
     r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc0), nan);
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
     store_words(p, _mm256_castsi256_si128(packed), n);
+}
+
+/* ---- words of the cache write ---- */
+
+#define LINES 4
+/* 16 bytes of rows i and j, the first n words of them. */
+INLINE __m256i two_rows(const char *src, int64_t ld, int i, int j, int n) {
+    const char *a = src + i * ld, *b = src + j * ld;
+    if (n == 4)
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const void *)a)),
+                                       _mm_loadu_si128((const void *)b), 1);
+    __m128i first = _mm256_castsi256_si128(before(n));
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_maskload_epi32((const void *)a, first)),
+                                   _mm_maskload_epi32((const void *)b, first), 1);
+}
+/* Lanes of 128 bits hold words c of rows first..first+3 and second..second+3. */
+INLINE void transpose(__m256i *r, const char *src, int64_t ld, int first, int second, int n) {
+    __m256i q[4];
+    EACH(i, 4) q[i] = two_rows(src, ld, first + i, second + i, n);
+    __m256i a = _mm256_unpacklo_epi32(q[0], q[1]), b = _mm256_unpacklo_epi32(q[2], q[3]);
+    __m256i c = _mm256_unpackhi_epi32(q[0], q[1]), d = _mm256_unpackhi_epi32(q[2], q[3]);
+    r[0] = _mm256_unpacklo_epi64(a, b), r[1] = _mm256_unpackhi_epi64(a, b);
+    r[2] = _mm256_unpacklo_epi64(c, d), r[3] = _mm256_unpackhi_epi64(c, d);
+}
+INLINE void put_line(char *dst, __m256i a, __m256i b) {
+    _mm256_storeu_si256((void *)dst, a);
+    _mm256_storeu_si256((void *)(dst + 32), b);
+}
+INLINE void v_lines_f32(void *dst, const void *src, int64_t ld, int n) {
+    __m256i a[4], b[4];
+    transpose(a, src, ld, 0, 4, n);
+    transpose(b, src, ld, 8, 12, n);
+    EACH(i, 4) if (i < n) put_line((char *)dst + i * 64, a[i], b[i]);
+}
+INLINE void v_lines_bf16(void *dst, const void *src, int64_t ld, int n) { v_lines_f32(dst, src, ld, n); }
+/* Even words of four rows to the low half of a 128-bit lane; the rows lie so that two such halves are 8 rows. */
+INLINE void v_lines_f16(void *dst, const void *src, int64_t ld, int n) {
+    const __m256i halves =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    __m256i a[4], b[4];
+    transpose(a, src, ld, 0, 8, n);
+    transpose(b, src, ld, 4, 12, n);
+    EACH(i, 4) {
+        __m256i x = _mm256_shuffle_epi8(a[i], halves), y = _mm256_shuffle_epi8(b[i], halves);
+        if (i < n)
+            put_line((char *)dst + i * 64, _mm256_unpacklo_epi64(x, y), _mm256_unpackhi_epi64(x, y));
+    }
+}
+INLINE void v_zip_bf16(uint16_t *dst, const uint16_t *a, const uint16_t *b, int n) {
+    __m256i even = _mm256_cvtepu16_epi32(n == VL ? _mm_loadu_si128((const void *)a) : load_words(a, n));
+    __m256i odd = _mm256_cvtepu16_epi32(n == VL ? _mm_loadu_si128((const void *)b) : load_words(b, n));
+    vf pairs = _mm256_castsi256_ps(_mm256_or_si256(even, _mm256_slli_epi32(odd, 16)));
+    if (n == VL)
+        v_store((void *)dst, pairs);
+    else
+        v_storen_f32((void *)dst, pairs, n);
+}
+#define STREAMS 1
+INLINE void v_stream(void *to, const void *from, int64_t bytes) {
+    char *dst = to;
+    const char *src = from;
+    int64_t i = ca_min64(bytes, -(uintptr_t)dst % 64);
+    memcpy(dst, src, (size_t)i);
+    for (; i + 64 <= bytes; i += 64) {
+        _mm256_stream_si256((void *)(dst + i), _mm256_loadu_si256((const void *)(src + i)));
+        _mm256_stream_si256((void *)(dst + i + 32), _mm256_loadu_si256((const void *)(src + i + 32)));
+    }
+    memcpy(dst + i, src + i, (size_t)(bytes - i));
 }
 
 #include "../kernel/kernels.inc"

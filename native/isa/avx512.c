@@ -12,10 +12,12 @@
 #define ISA avx512
 #define METHOD "FP32 FMA, 16 lanes; 16-bit elements widened in registers"
 #define MR 6
+#define TALL 8
 #define NG 4
 #define NDV 4
 #define ROWS 96
 #define KEYS 256
+#define FEW_KEYS 128
 
 static const char *missing(void) {
     return CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_avx512bw, CA_HAS_avx512dq, CA_HAS_avx512vl, CA_HAS_fma, CA_HAS_f16c);

@@ -65,6 +65,8 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
 }
 
 #ifdef __AVX512BF16__
+/* ---- words of dot.inc ---- */
+
 typedef __m512bh vp;
 
 INLINE vp v_load_pairs(const uint16_t *p) { return (vp)_mm512_loadu_si512(p); }
@@ -78,5 +80,60 @@ INLINE vp v_keep_half(vp x, int odd) {
     return (vp)_mm512_and_si512((__m512i)x, _mm512_set1_epi32(odd ? (int)0xffff0000 : 0xffff));
 }
 INLINE vf v_dot(vf sum, vp a, vp b) { return _mm512_dpbf16_ps(sum, a, b); }
-INLINE void v_store_pairs(uint16_t *p, vf x) { _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh(x)); }
+INLINE vf v_rcp(vf x) { /* one step of Newton's */
+    vf y = _mm512_rcp14_ps(x);
+    return v_mul(y, _mm512_fnmadd_ps(x, y, v_set1(2.0f)));
+}
+INLINE vp v_round_pairs(vf a, vf b) { return _mm512_cvtne2ps_pbh(b, a); }
+INLINE void v_store_pairs(uint16_t *p, vp x) { _mm512_storeu_si512(p, (__m512i)x); }
 #endif
+
+/* ---- words of the cache write ---- */
+
+#define LINES 16
+/* A 16x16 transpose: 4x4 in each 128-bit lane, then the 4x4 lanes. */
+INLINE void transpose(__m512i *r) {
+    __m512i t[16];
+    EACH(i, 4) {
+        __m512i a = _mm512_unpacklo_epi32(r[4 * i], r[4 * i + 1]),
+                b = _mm512_unpacklo_epi32(r[4 * i + 2], r[4 * i + 3]);
+        __m512i c = _mm512_unpackhi_epi32(r[4 * i], r[4 * i + 1]),
+                d = _mm512_unpackhi_epi32(r[4 * i + 2], r[4 * i + 3]);
+        t[i] = _mm512_unpacklo_epi64(a, b), t[4 + i] = _mm512_unpackhi_epi64(a, b);
+        t[8 + i] = _mm512_unpacklo_epi64(c, d), t[12 + i] = _mm512_unpackhi_epi64(c, d);
+    }
+    EACH(i, 4) {
+        __m512i a = _mm512_shuffle_i32x4(t[4 * i], t[4 * i + 1], 0x44),
+                b = _mm512_shuffle_i32x4(t[4 * i + 2], t[4 * i + 3], 0x44);
+        __m512i c = _mm512_shuffle_i32x4(t[4 * i], t[4 * i + 1], 0xee),
+                d = _mm512_shuffle_i32x4(t[4 * i + 2], t[4 * i + 3], 0xee);
+        r[i] = _mm512_shuffle_i32x4(a, b, 0x88), r[4 + i] = _mm512_shuffle_i32x4(a, b, 0xdd);
+        r[8 + i] = _mm512_shuffle_i32x4(c, d, 0x88), r[12 + i] = _mm512_shuffle_i32x4(c, d, 0xdd);
+    }
+}
+static const uint16_t even_then_odd[32] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                           1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+INLINE void lines(char *dst, const char *src, int64_t ld, int n, int halves) {
+    __m512i r[16], order = _mm512_loadu_si512(even_then_odd);
+    EACH(i, 16) r[i] = _mm512_maskz_loadu_epi32(first_lanes(n), src + i * ld);
+    transpose(r);
+    EACH(i, 16) if (i < n) _mm512_storeu_si512(dst + i * 64, halves ? _mm512_permutexvar_epi16(order, r[i]) : r[i]);
+}
+INLINE void v_lines_f32(void *dst, const void *src, int64_t ld, int n) { lines(dst, src, ld, n, 0); }
+INLINE void v_lines_f16(void *dst, const void *src, int64_t ld, int n) { lines(dst, src, ld, n, 1); }
+INLINE void v_lines_bf16(void *dst, const void *src, int64_t ld, int n) { lines(dst, src, ld, n, 0); }
+INLINE void v_zip_bf16(uint16_t *dst, const uint16_t *a, const uint16_t *b, int n) {
+    __m512i even = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(n), a));
+    __m512i odd = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(n), b));
+    v_storen_f32((void *)dst, _mm512_castsi512_ps(_mm512_or_si512(even, _mm512_slli_epi32(odd, 16))), n);
+}
+#define STREAMS 1
+INLINE void v_stream(void *to, const void *from, int64_t bytes) {
+    char *dst = to;
+    const char *src = from;
+    int64_t i = ca_min64(bytes, -(uintptr_t)dst % 64);
+    memcpy(dst, src, (size_t)i);
+    for (; i + 64 <= bytes; i += 64)
+        _mm512_stream_si512((void *)(dst + i), _mm512_loadu_si512(src + i));
+    memcpy(dst + i, src + i, (size_t)(bytes - i));
+}

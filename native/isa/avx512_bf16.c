@@ -12,10 +12,12 @@
 #include <stdlib.h>
 
 #define MR 6
+#define TALL 8
 #define NG 4
 #define NDV 4
 #define ROWS 192
-#define KEYS 128
+#define KEYS 256
+#define FEW_KEYS 128
 
 static const char *missing(void) {
     const char *said = getenv("CPU_ATTN_VDPBF16PS");

@@ -12,10 +12,12 @@
 #define METHOD "plain C"
 #define VL 1
 #define MR 2
+#define TALL 2
 #define NG 1
 #define NDV 4
 #define ROWS 32
 #define KEYS 256
+#define FEW_KEYS 128
 #include "../kernel/inline.h"
 
 static const char *missing(void) { return NULL; }
@@ -70,5 +72,28 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
     if (n)
         *p = ca_to_bf16(x);
 }
+
+/* ---- words of the cache write ---- */
+
+#define LINES 1
+INLINE void v_lines_f32(void *dst, const void *src, int64_t ld, int n) {
+    (void)n;
+    EACH(i, CA_LANES) memcpy((char *)dst + i * 4, (const char *)src + i * ld, 4);
+}
+INLINE void v_lines_bf16(void *dst, const void *src, int64_t ld, int n) { v_lines_f32(dst, src, ld, n); }
+INLINE void v_lines_f16(void *dst, const void *src, int64_t ld, int n) {
+    (void)n;
+    EACH(i, CA_LANES) {
+        memcpy((char *)dst + i * 2, (const char *)src + i * ld, 2);
+        memcpy((char *)dst + 32 + i * 2, (const char *)src + i * ld + 2, 2);
+    }
+}
+INLINE void v_zip_bf16(uint16_t *dst, const uint16_t *a, const uint16_t *b, int n) {
+    (void)n;
+    dst[0] = *a;
+    dst[1] = *b;
+}
+INLINE void v_stream(void *dst, const void *src, int64_t bytes) { memcpy(dst, src, (size_t)bytes); }
+#define STREAMS 0
 
 #include "../kernel/kernels.inc"

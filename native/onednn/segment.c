@@ -3,7 +3,7 @@
  *
  * oneDNN's softmax divides by the sum and keeps neither sum nor max (no version offers a
  * log-sum-exp). Both come back from one element: with s* the largest score of a row,
- * softmax(s*) = exp(s* - s*) / L = 1 / L. The state refers to m = fl(s* log2 e), so
+ * softmax(s*) = exp(s* - s*) / L = 1 / L, the largest weight. The state refers to m = fl(s* log2 e), so
  * l = L 2^(s* log2 e - m), where the exponent is what m lost in rounding. */
 #include "gather.h"
 #include "primitive.h"
@@ -14,11 +14,10 @@
 #define KEYS 512
 #define PAD (256 << 10) /* bytes of oneDNN's scratchpad; v3.2 asks for 132 KB at most */
 
-/* Without AMX bf16 loses to float32 (442 against 274 us for 256 x 512 x 128, avx512_core_bf16). A build with
- * -DCA_BF16_NEEDS='"bf16"' takes it all the same, to test that form on a machine without AMX. */
-#ifndef CA_BF16_NEEDS
-#define CA_BF16_NEEDS "amx"
-#endif
+/* bf16 where the CPU multiplies it faster than float32: by AMX, or where the isa's own kernel found it so. Elsewhere it
+ * loses: 442 against 274 us for 256 x 512 x 128 on an Intel core without AMX (avx512_core_bf16); on Zen 4 the engine
+ * gains 1.27 by it in prefill-2k. */
+static const char *bf16_needs(const ca_plan *plan) { return plan->kernel->info.bf16_products ? "bf16" : "amx"; }
 
 typedef struct work {
     ca_pages pages;
@@ -28,8 +27,9 @@ typedef struct work {
     int64_t k0, k1; /* the segment */
     /* scratch */
     void *q, *k, *v, *p, *pad;
-    float *s, *slope, *top;
-    int64_t *lo, *hi, *pos, *at; /* at: column of a row's largest score, -1: the row is not a number */
+    float *s, *slope;
+    float *top; /* a row's largest score; NaN: one is NaN or +inf */
+    int64_t *lo, *hi, *pos;
     ca_state part;
 } work;
 
@@ -60,7 +60,6 @@ static int64_t carve(work *w, char *base, int64_t rows) {
     TAKE(part.m, padded * 4)
     TAKE(part.l, padded * 4)
     TAKE(top, padded * 4)
-    TAKE(at, padded * sizeof(int64_t))
     TAKE(slope, rows * 4)
     TAKE(lo, rows * sizeof(int64_t))
     TAKE(hi, rows * sizeof(int64_t))
@@ -82,11 +81,12 @@ static int engine_rows(const ca_kernel *kernel) {
 
 /* ---- the primitives ---- */
 
-static ca_prim *matmul(ca_form form, int64_t m, int64_t n, int64_t k, int packed, int tanh, float alpha) {
-    int32_t type = form == CA_FORM_BF16 ? dnnl_bf16 : dnnl_f32;
-    int32_t layout = !packed ? dnnl_ab : form == CA_FORM_BF16 ? dnnl_BA16a64b2a : dnnl_BA16a64b;
+static ca_prim *matmul(const work *w, int64_t m, int64_t n, int64_t k, int packed, int tanh, float alpha) {
+    int bf16 = w->form == CA_FORM_BF16;
+    int32_t type = bf16 ? dnnl_bf16 : dnnl_f32;
+    int32_t layout = !packed ? dnnl_ab : bf16 ? dnnl_BA16a64b2a : dnnl_BA16a64b;
     ca_prim_key key = {CA_PRIM_MATMUL, type, dnnl_f32, layout, tanh, alpha, m, n, k};
-    return ca_prim_get(&key, form == CA_FORM_BF16 ? CA_BF16_NEEDS : NULL);
+    return ca_prim_get(&key, bf16 ? bf16_needs(w->pages.plan) : NULL);
 }
 
 /* In float32 the scale (over softcap) is part of Q; bfloat16 Q stays as it is. */
@@ -96,12 +96,12 @@ static float q_factor(const work *w) {
 }
 
 static ca_prim *qk(const work *w, int64_t m, int64_t n) {
-    return matmul(w->form, m, n, ca_form_head_size(w->form, w->head_size), w->form != CA_FORM_PLAIN,
+    return matmul(w, m, n, ca_form_head_size(w->form, w->head_size), w->form != CA_FORM_PLAIN,
                   w->pages.call->softcap > 0, w->form == CA_FORM_BF16 ? q_factor(w) : 1);
 }
 
 static ca_prim *pv(const work *w, int64_t m, int64_t n) {
-    return matmul(w->form, m, w->head_size_v, n, w->form == CA_FORM_BF16, 0, 1);
+    return matmul(w, m, w->head_size_v, n, w->form == CA_FORM_BF16, 0, 1);
 }
 
 static ca_prim *softmax(int64_t m, int64_t n) {
@@ -178,39 +178,47 @@ static void pad_rows(work *w, int64_t r0, int64_t rows) {
 
 /* ---- scores ---- */
 
-/* The largest of s[0..n) and where it is; -1 where a score is NaN or +inf. 16 lanes: the
- * compiler's vectors, without leave to reorder NaN. */
-static int64_t largest(const float *s, int64_t n, float *top) {
-    float lane[16], best = -INFINITY;
-    int bad[16] = {0}, any = 0;
-    int64_t j = 0, at = 0;
-    for (int l = 0; l < 16; l++)
-        lane[l] = -INFINITY;
-    for (; j + 16 <= n; j += 16)
-        for (int l = 0; l < 16; l++) {
-            lane[l] = s[j + l] > lane[l] ? s[j + l] : lane[l];
-            bad[l] |= !(s[j + l] < INFINITY);
-        }
+/* Four floats: what every machine this module is built for has. */
+typedef float vec __attribute__((vector_size(16)));
+typedef int32_t mask __attribute__((vector_size(16)));
+typedef int16_t words __attribute__((vector_size(8)));
+
+static vec load(const float *x) {
+    vec y;
+    memcpy(&y, x, sizeof y);
+    return y;
+}
+
+static vec larger(vec a, vec b) {
+    mask more = a > b;
+    return (vec)((more & (mask)a) | (~more & (mask)b));
+}
+
+/* The largest of x[0..n), -inf for none; NaN where one of them is NaN or +inf. */
+static float largest(const float *x, int64_t n) {
+    const vec inf = (vec){0} + INFINITY;
+    vec a = -inf, b = -inf;
+    mask fine = a < inf;
+    int64_t j = 0;
+    for (; j + 8 <= n; j += 8) {
+        vec y = load(x + j), z = load(x + j + 4);
+        a = larger(y, a);
+        b = larger(z, b);
+        fine &= (y < inf) & (z < inf);
+    }
+    a = larger(a, b);
+    float top = -INFINITY;
+    for (int i = 0; i < 4; i++) {
+        top = a[i] > top ? a[i] : top;
+        if (!fine[i])
+            return NAN;
+    }
     for (; j < n; j++) {
-        lane[0] = s[j] > lane[0] ? s[j] : lane[0];
-        bad[0] |= !(s[j] < INFINITY);
+        if (!(x[j] < INFINITY))
+            return NAN;
+        top = x[j] > top ? x[j] : top;
     }
-    for (int l = 0; l < 16; l++) {
-        best = lane[l] > best ? lane[l] : best;
-        any |= bad[l];
-    }
-    *top = best;
-    if (any)
-        return -1;
-    for (int hit = 0; at + 16 <= n; at += 16) {
-        for (int l = 0; l < 16; l++)
-            hit |= s[at + l] == best;
-        if (hit)
-            break;
-    }
-    while (at + 1 < n && s[at] != best)
-        at++;
-    return at;
+    return top;
 }
 
 static void seen(const work *w, int64_t row, int64_t k0, int64_t n, int64_t *a, int64_t *b) {
@@ -229,9 +237,8 @@ static void finish_scores(work *w, int64_t r0, int64_t r, int64_t k0, int64_t n,
     if (slope != 0)
         for (int64_t j = a; j < b; j++)
             s[j] += slope * (float)(int32_t)(from + j);
-    w->at[r] = a + largest(s + a, b - a, &w->top[r]);
-    if (w->at[r] < a || w->top[r] == -INFINITY) {
-        w->at[r] = w->at[r] < a ? -1 : 0;
+    w->top[r] = largest(s + a, b - a);
+    if (!(w->top[r] > -INFINITY)) {
         memset(s, 0, (size_t)keys * sizeof *s);
         return;
     }
@@ -241,22 +248,30 @@ static void finish_scores(work *w, int64_t r0, int64_t r, int64_t k0, int64_t n,
         s[j] = -INFINITY;
 }
 
-static uint16_t to_bf16(float x) { /* finite, nearest even */
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+/* x[0..n), n a multiple of 4, finite, to bfloat16, nearest even. Returns the sum of what they became. */
+static float round_weights(const float *x, int64_t n, uint16_t *to) {
+    vec sum = {0};
+    for (int64_t j = 0; j < n; j += 4) {
+        mask bits = (mask)load(x + j);
+        bits = (bits + 0x7fff + (bits >> 16 & 1)) & (mask)((mask){0} - 0x10000);
+        sum += (vec)bits;
+        words half = __builtin_convertvector(bits >> 16, words);
+        memcpy(to + j, &half, sizeof half);
+    }
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-/* After softmax: 1 / L to l, weights that count nowhere to 0, and to bfloat16 where PV wants it. */
+/* After softmax: L to m, until finish_row knows better; to l the sum of what PV takes, times L; weights that count
+ * nowhere to 0. */
 static void finish_weights(work *w, int64_t r, int64_t keys) {
-    float *p = w->s + r * keys;
-    int counts = w->at[r] >= 0 && w->top[r] > -INFINITY;
-    w->part.l[r] = counts ? p[w->at[r]] : 0;
+    float *p = w->s + r * keys, sum = 1;
+    int counts = w->top[r] > -INFINITY;
     if (!counts)
         memset(p, 0, (size_t)keys * sizeof *p);
+    w->part.m[r] = counts ? 1 / largest(p, keys) : 0;
     if (w->form == CA_FORM_BF16)
-        for (int64_t j = 0; j < keys; j++)
-            ((uint16_t *)w->p)[r * keys + j] = to_bf16(p[j]);
+        sum = round_weights(p, keys, (uint16_t *)w->p + r * keys);
+    w->part.l[r] = w->part.m[r] * sum;
 }
 
 /* ---- results ---- */
@@ -283,9 +298,9 @@ static void weigh_seen(work *w, int64_t r, int64_t a, int64_t b, int64_t keys) {
 static void finish_row(work *w, int64_t r0, int64_t r, int64_t k0, int64_t n, int64_t keys) {
     float *o = w->part.o + r * w->head_size_v, *m = &w->part.m[r], *l = &w->part.l[r];
     int64_t a, b;
-    if (w->at[r] < 0 || w->top[r] == -INFINITY) {
-        *m = w->at[r] < 0 ? 0 : -INFINITY;
-        *l = w->at[r] < 0 ? NAN : 0;
+    if (!(w->top[r] > -INFINITY)) {
+        *m = isnan(w->top[r]) ? 0 : -INFINITY;
+        *l = isnan(w->top[r]) ? NAN : 0;
         for (int64_t d = 0; d < w->head_size_v; d++)
             o[d] = *l;
         return;
@@ -293,11 +308,12 @@ static void finish_row(work *w, int64_t r0, int64_t r, int64_t k0, int64_t n, in
     seen(w, r0 + r, k0, n, &a, &b);
     if (b - a < n && !all_finite(o, w->head_size_v))
         weigh_seen(w, r, a, b, keys);
-    double top = w->top[r] * 1.44269504088896340736;
+    double top = w->top[r] * CA_LOG2E_D;
+    float lost = exp2f((float)(top - (float)top)), share = *m * lost;
     *m = (float)top;
-    *l = exp2f((float)(top - *m)) / *l;
+    *l *= lost;
     for (int64_t d = 0; d < w->head_size_v; d++)
-        o[d] *= *l;
+        o[d] *= share;
 }
 
 static int sees_any(const work *w, int64_t r0, int64_t rows, int64_t k0, int64_t n) {
