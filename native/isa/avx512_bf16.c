@@ -3,7 +3,7 @@
  * unit:  vector
  * rank:  31
  * of:    avx512
- * flags: -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mavx512bf16
+ * flags: -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16
  *
  * AVX-512's bf16 kernel where VDPBF16PS is the faster product: twice FP32 FMA on Zen 4, half of it on Intel's cores
  * (468 and 234, 171 and 347 GFLOP/s of two threads, by native/probe). */
@@ -22,7 +22,7 @@
 static const char *missing(void) {
     const char *said = getenv("CPU_ATTN_VDPBF16PS");
     const char *reason = CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_avx512bw, CA_HAS_avx512dq, CA_HAS_avx512vl, CA_HAS_fma,
-                                        CA_HAS_f16c, CA_HAS_avx512_bf16);
+                                        CA_HAS_avx512_bf16);
     if (!reason && !(said ? *said == '1' : ca_cpu_is("AuthenticAMD")))
         reason = "a VDPBF16PS faster than FMA";
     return reason;
