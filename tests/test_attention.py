@@ -81,3 +81,20 @@ def test_outputs_are_rounded_to_nearest_even(engine: str, isa: str, dtype: str) 
     output = cache.attend(np.zeros((1, 1, 2), value.dtype), table, plan)[0, 0]
     middle = value[:, 0].astype(np.float64).mean(axis=0)
     assert output.tobytes() == middle.astype(value.dtype).tobytes()
+
+
+@pytest.mark.parametrize(("engine", "isa", "dtype"), COMBINATIONS)
+@pytest.mark.parametrize("seq_len", [1, 16, 32, 48])
+def test_a_scale_of_0_gives_the_mean(engine: str, isa: str, dtype: str, seq_len: int) -> None:
+    """Also where all rows see all keys, and where groups of 16 keys are an odd number."""
+    rng, start, lens = np.random.default_rng(8), np.array([0, 1], np.int32), np.array([seq_len], np.int32)
+    value = rng.standard_normal((seq_len, 1, 8), np.float32).astype(numpy_dtype(dtype))
+    cache = cpu_attn.PagedKVCache(3, 16, 1, 8, dtype, isa)
+    cache.update(value, value, np.arange(seq_len))
+    output, table = np.empty_like(value[:1]), np.arange(3, dtype=np.int32)[None]
+    plan = cache.plan(start, lens, 1, engine=engine)
+    cpu_attn.attention_with_kv_cache(
+        value[:1], cache.key_cache, cache.value_cache, output, start, lens, 0.0, True, None, -1, table, 0.0, plan
+    )
+    want = value[:, 0].astype(np.float64).mean(axis=0)
+    assert np.allclose(output[0, 0].astype(np.float64), want, rtol=0, atol=3 * reference.BUDGET[dtype])
