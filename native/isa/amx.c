@@ -2,8 +2,8 @@
  * arch:     x86_64
  * unit:     matrix
  * rank:     40
- * flags:    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mavx512bf16 -mamx-tile -mamx-bf16
- * emulated: -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mavx512bf16 -DEMULATED
+ * flags:    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -mamx-tile -mamx-bf16
+ * emulated: -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -DEMULATED
  *
  * bf16 by TDPBF16PS (Sapphire Rapids and newer) over AVX-512's softmax, in the layout of avx512's bf16 caches. Until
  * somebody has run it on tiles it has to be asked for. */
@@ -14,7 +14,7 @@
 
 static const char *missing(void) {
     const char *reason = CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_avx512bw, CA_HAS_avx512dq, CA_HAS_avx512vl, CA_HAS_fma,
-                                        CA_HAS_f16c, CA_HAS_avx512_bf16);
+                                        CA_HAS_avx512_bf16);
 #ifndef EMULATED
     const char *asked = getenv("CPU_ATTN_AMX");
     if (!reason)
