@@ -4,18 +4,21 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 SANITIZED = build/sanitized
+EMULATED = build/emulated
 SOURCES := build_ffi.py pyproject.toml $(shell find native cpu_attn cli tests -name '*.py' -o -name '*.[ch]' -o -name '*.inc')
 # Away from the sources, so that every process the tests start imports what is installed.
-PYTEST = cd $(VENV) && bin/pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests
+TESTS = tests
+PYTEST = cd $(VENV) && bin/pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(addprefix $(CURDIR)/,$(TESTS))
 SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
-.PHONY: help verify test packaging sanitize sanitized-tests lint format wheel clean
+.PHONY: help verify test packaging sanitize sanitized-tests emulate emulated-tests lint format wheel clean
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
 	@echo "make test       the whole test suite"
 	@echo "make packaging  install in every way there is, with and without oneDNN (minutes)"
 	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
+	@echo "make emulate    amx over an emulation of its tiles (needs AVX-512 with BF16)"
 	@echo "make lint       ruff, mypy, clang-format;  make format: let ruff and clang-format rewrite"
 	@echo "make wheel      dist/*.whl and dist/*.tar.gz"
 	@echo "make clean      remove what the others made"
@@ -46,6 +49,20 @@ sanitized-tests:
 	@export LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 		UBSAN_OPTIONS=print_stacktrace=1 && $(PYTEST) --capture=sys \
 		--ignore=$(CURDIR)/tests/test_objects.py --ignore=$(CURDIR)/tests/test_minilm.py
+
+# auto is amx in bfloat16 there, as it would be on tiles.
+emulate: export DIST_EXTRA_CONFIG = $(CURDIR)/$(EMULATED)/setup.cfg
+emulate: export CPU_ATTN_EMULATE = 1
+emulate:
+	@mkdir -p $(EMULATED) && printf '[build]\nbuild_base = $(EMULATED)\n' > $(DIST_EXTRA_CONFIG)
+	@$(MAKE) --no-print-directory VENV=$(EMULATED)/venv $(EMULATED)/venv/test
+	@$(MAKE) --no-print-directory VENV=$(EMULATED)/venv emulated-tests || { echo "make emulate: FAILED, see above"; exit 1; }
+	@echo "make emulate: passed"
+
+emulated-tests: TESTS = $(patsubst %,tests/test_%.py,arrays attention cache compose errors info property repeated threads verify write)
+emulated-tests:
+	@$(BIN)/cpu-attn verify --full --isa amx --engine native
+	@$(PYTEST)
 
 # mypy looks at the installed package: only there are cli and tests at their place in it.
 lint: $(VENV)/dev

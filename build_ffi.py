@@ -9,6 +9,8 @@ Environment, read at build time:
     ONEDNN_ROOT            prefix of a oneDNN v3 to build against (include/, lib/)
     CPU_ATTN_NO_ONEDNN=1   leave the oneDNN engine out
     CPU_ATTN_SANITIZE=1    address and undefined-behaviour sanitizers
+    CPU_ATTN_EMULATE=1     files that state `emulated` flags are compiled with these: amx runs where there are no tiles,
+                           slowly. For tests
 """
 
 from __future__ import annotations
@@ -47,13 +49,14 @@ class FlaggedFile:
     arch: str
     unit: str
     rank: int
-    flags: tuple[str, ...]
+    flags: tuple[str, ...]  # or the emulated ones, where the environment asks for them
     of: str  # the isa whose kernels it replaces where it can run, "" for none
 
     @classmethod
     def read(cls, path: Path) -> FlaggedFile:
         said = dict(re.findall(r"^ \* (\w+):[ \t]*(.*)$", path.read_text().split("*/")[0], re.MULTILINE))
-        flags = tuple(said["flags"].split())
+        emulate = "emulated" in said and os.environ.get("CPU_ATTN_EMULATE") == "1"
+        flags = tuple(said["emulated" if emulate else "flags"].split())
         return cls(path, said["arch"], said["unit"], int(said["rank"]), flags, said.get("of", ""))
 
     @property

@@ -40,16 +40,23 @@ def cpu() -> dict[str, Any]:
     }
 
 
+def emulated(isa: _dispatch.Isa) -> bool:
+    k = ffi.new("ca_kernel_info *")
+    found = isa.compiled and lib.ca_isa_kernel(isa.index, lib.CA_BF16, k)
+    return bool(found) and "emulated" in ffi.string(k.method).decode()
+
+
 def isas(amx_permission: str) -> list[dict[str, Any]]:
     """compiled: the file is in this build; supported: CPU and system have the instructions; permitted: the
-    kernel lets this process use them (only AMX needs asking)."""
+    kernel lets this process use them (only AMX needs asking); emulated: this build has them in software, for tests."""
     return [
         {
             "name": i.name,
             "unit": i.unit,
             "compiled": i.compiled,
             "supported": i.supported,
-            "permitted": i.supported and (i.name != "amx" or amx_permission == "granted"),
+            "permitted": i.supported and (i.name != "amx" or emulated(i) or amx_permission == "granted"),
+            "emulated": emulated(i),
             "reason": i.reason,
         }
         for i in cpu_attn.isas()
@@ -121,7 +128,7 @@ def show(data: dict[str, Any], console: Console) -> None:
     table = Table("isa", "unit", "compiled", "supported", "permitted", "why not")
     for i in data["isas"]:
         flags = (_yes(i[k]) for k in ("compiled", "supported", "permitted"))
-        table.add_row(i["name"], i["unit"], *flags, i["reason"])
+        table.add_row(i["name"], i["unit"] + " (emulated)" * i["emulated"], *flags, i["reason"])
     console.print(table)
 
     table = Table("dtype", "auto picks", "how", "why")

@@ -44,7 +44,7 @@ def isas() -> tuple[Isa, ...]:
     found: dict[str, Isa] = {}
     while lib.ca_isa(len(found), info):
         name, unit, reason = (ffi.string(s).decode() for s in (info.name, info.unit, info.reason))
-        if reason and info.compiled:
+        if info.compiled and reason and " " not in reason:  # a feature's name; else a sentence of its own
             reason = f"this CPU or its operating system lacks {reason}"
         found[name] = Isa(name, unit, bool(info.compiled), bool(info.supported), reason, len(found))
     for name in ISA_NAMES:

@@ -335,7 +335,7 @@ struct ca_kernel {
 
 /* What a file of native/isa offers, as `const ca_isa_row ca_isa_NAME`. */
 typedef struct ca_isa_row {
-    const char *(*missing)(void); /* what this machine lacks, NULL: nothing */
+    const char *(*missing)(void); /* a feature that this machine lacks, or why not, in words; NULL: nothing */
     const ca_kernel *kernels[CA_DTYPES];
 } ca_isa_row;
 

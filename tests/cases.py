@@ -24,15 +24,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn import reference
+from cpu_attn import _dispatch, reference
 from cpu_attn._dispatch import force_num_threads
+from cpu_attn._native import ffi, lib
 
 from .case_list import DTYPES, LEVELS, Case, cases, invariant
 from .judge import Result, check, same_bits
 
 __all__ = [
     "DTYPES",
+    "KERNELS",
     "LEVELS",
+    "ONE_DTYPE",
     "Case",
     "Problem",
     "Result",
@@ -45,6 +48,15 @@ __all__ = [
     "run",
     "same_bits",
 ]
+
+# (isa, dtype) of every kernel that runs here; of these one for each isa.
+KERNELS = [
+    (isa.name, dtype)
+    for isa in cpu_attn.isas()
+    for dtype in DTYPES
+    if isa.supported and lib.ca_isa_kernel(isa.index, _dispatch.DTYPE_CODES[dtype], ffi.new("ca_kernel_info *"))
+]
+ONE_DTYPE = list({isa: (isa, dtype) for isa, dtype in reversed(KERNELS)}.values())
 
 
 @dataclass

@@ -10,16 +10,15 @@ import pytest
 import cpu_attn
 from cpu_attn import reference
 
-from .cases import DTYPES, build, cases, check, numpy_dtype, run
+from .cases import DTYPES, KERNELS, build, cases, check, numpy_dtype, run
 from .guard import Guarded
 
-ISAS = [i.name for i in cpu_attn.isas() if i.supported]
 ENGINES = [e.name for e in cpu_attn.engines() if e.available]
-COMBINATIONS = [("native", isa) for isa in ISAS] + [(e, "auto") for e in ENGINES if e != "native"]
+COMBINATIONS = [("native", isa, dtype) for isa, dtype in KERNELS]
+COMBINATIONS += [(engine, "auto", dtype) for engine in ENGINES if engine != "native" for dtype in DTYPES]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("engine", "isa"), COMBINATIONS)
+@pytest.mark.parametrize(("engine", "isa", "dtype"), COMBINATIONS)
 def test_cases(engine: str, isa: str, dtype: str) -> None:
     failed = []
     for case in cases("default" if engine == "native" else "quick", dtype):
@@ -30,8 +29,7 @@ def test_cases(engine: str, isa: str, dtype: str) -> None:
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("engine", "isa"), COMBINATIONS)
+@pytest.mark.parametrize(("engine", "isa", "dtype"), COMBINATIONS)
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 5), (16, 16), (31, 17), (66, 100)])
 @pytest.mark.parametrize("block_size", [1, 7, 16])
 def test_guarded_memory(engine: str, isa: str, dtype: str, sizes: tuple[int, int], block_size: int) -> None:
@@ -69,8 +67,7 @@ def test_guarded_memory(engine: str, isa: str, dtype: str, sizes: tuple[int, int
     assert np.allclose(lse.array, want_lse, atol=1e-5 if dtype == "float32" else 1e-2)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(("engine", "isa"), COMBINATIONS)
+@pytest.mark.parametrize(("engine", "isa", "dtype"), [c for c in COMBINATIONS if c[2] != "float32"])
 def test_outputs_are_rounded_to_nearest_even(engine: str, isa: str, dtype: str) -> None:
     """Two keys of equal weight: every output lies just between a number and its neighbour. Subnormals included, but for
     bfloat16: VDPBF16PS takes them and their likes as 0; and it ends below half of the largest, so that sums fit."""
@@ -84,3 +81,20 @@ def test_outputs_are_rounded_to_nearest_even(engine: str, isa: str, dtype: str) 
     output = cache.attend(np.zeros((1, 1, 2), value.dtype), table, plan)[0, 0]
     middle = value[:, 0].astype(np.float64).mean(axis=0)
     assert output.tobytes() == middle.astype(value.dtype).tobytes()
+
+
+@pytest.mark.parametrize(("engine", "isa", "dtype"), COMBINATIONS)
+@pytest.mark.parametrize("seq_len", [1, 16, 32, 48])
+def test_a_scale_of_0_gives_the_mean(engine: str, isa: str, dtype: str, seq_len: int) -> None:
+    """Also where all rows see all keys, and where groups of 16 keys are an odd number."""
+    rng, start, lens = np.random.default_rng(8), np.array([0, 1], np.int32), np.array([seq_len], np.int32)
+    value = rng.standard_normal((seq_len, 1, 8), np.float32).astype(numpy_dtype(dtype))
+    cache = cpu_attn.PagedKVCache(3, 16, 1, 8, dtype, isa)
+    cache.update(value, value, np.arange(seq_len))
+    output, table = np.empty_like(value[:1]), np.arange(3, dtype=np.int32)[None]
+    plan = cache.plan(start, lens, 1, engine=engine)
+    cpu_attn.attention_with_kv_cache(
+        value[:1], cache.key_cache, cache.value_cache, output, start, lens, 0.0, True, None, -1, table, 0.0, plan
+    )
+    want = value[:, 0].astype(np.float64).mean(axis=0)
+    assert np.allclose(output[0, 0].astype(np.float64), want, rtol=0, atol=3 * reference.BUDGET[dtype])

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn import compose, primitives
 
-from .cases import DTYPES, build, cases, check, numpy_dtype, run
+from .cases import DTYPES, KERNELS, build, cases, check, numpy_dtype, run
 
 AVAILABLE = next(e for e in cpu_attn.engines() if e.name == "onednn")
 pytestmark = pytest.mark.skipif(not AVAILABLE.available, reason=AVAILABLE.reason)
-ISAS = [i.name for i in cpu_attn.isas() if i.supported]
 UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
@@ -124,8 +123,7 @@ def test_softmax_of_nothing_and_of_nonsense() -> None:
 # ---- gather_pages ----
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
 @pytest.mark.parametrize("value", [False, True])
 def test_gather_pages(isa: str, dtype: str, value: bool) -> None:
     rng, (head_size, head_size_v), block_size, seq_len = np.random.default_rng(3), (24, 7), 5, 23
@@ -149,8 +147,7 @@ def test_gather_pages(isa: str, dtype: str, value: bool) -> None:
 # ---- attention ----
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
 def test_cases(isa: str, dtype: str) -> None:
     failed = []
     for case in cases("quick", dtype):

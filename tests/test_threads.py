@@ -18,10 +18,9 @@ import threadpoolctl
 import cpu_attn
 from cpu_attn._dispatch import force_num_threads
 
-from .cases import Case, Problem, alone, build, check, invariant, run, same_bits
+from .cases import ONE_DTYPE, Case, Problem, alone, build, check, invariant, run, same_bits
 
 ENGINES = [e.name for e in cpu_attn.engines() if e.available]
-ISAS = [i.name for i in cpu_attn.isas() if i.supported]
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +45,10 @@ def problem(dtype: str = "float32") -> Problem:
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_64_python_threads_give_the_bits_of_one(engine: str) -> None:
-    p = problem()
+def test_64_python_threads_give_the_bits_of_one(engine: str, dtype: str) -> None:
+    p = problem(dtype)
     want = run(p, engine=engine)
     got: list[Any] = [None] * 64
     start = threading.Barrier(64)
@@ -68,9 +68,9 @@ def test_64_python_threads_give_the_bits_of_one(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("isa", ISAS)
-def test_thread_count_and_split_do_not_change_a_bit(isa: str, engine: str) -> None:
-    p = problem()
+@pytest.mark.parametrize(("isa", "dtype"), ONE_DTYPE)
+def test_thread_count_and_split_do_not_change_a_bit(isa: str, dtype: str, engine: str) -> None:
+    p = problem(dtype)
     want = run(p, isa, engine, enable_kv_split=False, num_threads=1)
     for n in (1, 2, 3, 8, 64):
         for split in (False, True):
@@ -130,9 +130,9 @@ def test_the_workspace_is_for_the_threads_that_a_call_uses() -> None:
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
-@pytest.mark.parametrize("isa", ISAS)
-def test_a_request_alone_gives_the_bits_of_its_rows_in_a_batch(isa: str, engine: str) -> None:
-    for case in invariant("quick", "float32"):
+@pytest.mark.parametrize(("isa", "dtype"), ONE_DTYPE)
+def test_a_request_alone_gives_the_bits_of_its_rows_in_a_batch(isa: str, dtype: str, engine: str) -> None:
+    for case in invariant("quick", dtype):
         p = build(case)
         output, lse = run(p, isa, engine)
         loc = p.query_start_loc
@@ -155,19 +155,20 @@ def test_a_plan_is_shared_by_threads_and_outlives_a_change_of_their_number() -> 
         assert np.array_equal(args["output"], want)
 
 
-def _child(engine: str, want: Any, pipe: Any) -> None:
-    output, lse = run(problem(), engine=engine)
+def _child(engine: str, dtype: str, want: Any, pipe: Any) -> None:
+    output, lse = run(problem(dtype), engine=engine)
     pipe.send((same_bits(output, want[0]), same_bits(lse, want[1]), cpu_attn.get_num_threads()))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_forked_child_computes_and_does_not_hang(engine: str) -> None:
-    want = run(problem(), engine=engine)  # the parent's OpenMP threads exist from here on
+def test_a_forked_child_computes_and_does_not_hang(engine: str, dtype: str) -> None:
+    want = run(problem(dtype), engine=engine)  # the parent's OpenMP threads exist from here on
     fork = multiprocessing.get_context("fork")
     for _ in range(3):
         here, there = fork.Pipe()
-        child = fork.Process(target=_child, args=(engine, want, there))
+        child = fork.Process(target=_child, args=(engine, dtype, want, there))
         child.start()
         try:
             assert here.poll(60), "the child hangs"

@@ -19,10 +19,9 @@ import cpu_attn
 from cpu_attn import _dispatch
 from cpu_attn._native import ffi, lib
 
-from .cases import DTYPES, numpy_dtype
+from .cases import KERNELS, numpy_dtype
 from .guard import Guarded
 
-ISAS = [i.name for i in cpu_attn.isas() if i.supported]
 Index = NDArray[np.int64]
 
 
@@ -164,8 +163,7 @@ MAPPINGS = {
 SIZES = [(1, 1), (2, 3), (3, 8), (8, 7), (20, 16), (31, 33), (33, 64), (64, 65), (80, 31), (128, 96)]
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
 @pytest.mark.parametrize("block_size", [1, 8, 16, 17, 32, 128])
 def test_every_byte(isa: str, dtype: str, block_size: int) -> None:
     """Twice each, so that the second write finds the first one's bytes around its own."""
@@ -182,8 +180,7 @@ def test_every_byte(isa: str, dtype: str, block_size: int) -> None:
                 target.write_and_check((sources[0], sources[1]), slots, isa, (sizes, name, apart, num_threads))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
 @pytest.mark.parametrize(
     ("sizes", "block_size", "apart"),
     [((128, 128), 16, 0), ((64, 128), 32, 8), ((65, 63), 16, 1), ((1031, 2100), 20, 3)],
@@ -203,8 +200,7 @@ def test_every_byte_of_a_large_write(isa: str, dtype: str, sizes: tuple[int, int
         target.write_and_check(sources, _runs(5)(rng, count, blocks, block_size), isa, "")
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_shared_slots_hold_one_token_whole(isa: str, dtype: str, num_threads: int) -> None:
     """Runs that overlap, so that groups of 16 and single tokens meet in a slot: all heads, K and V are one token's."""
@@ -227,8 +223,7 @@ def test_shared_slots_hold_one_token_whole(isa: str, dtype: str, num_threads: in
     assert (target.words == target.expected(before, sources, kept)).all()
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
 def test_sources_may_lie_any_way(isa: str, dtype: str) -> None:
     """Tokens backwards, one row for all of them, heads before tokens."""
     rng = np.random.default_rng(3)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The vocabulary (kernel/vocabulary.md) in AVX-512 registers, for every isa file that has them. Nothing beyond
- * F, BW, DQ, VL, FMA and F16C. */
+ * F, BW, DQ, VL, FMA and F16C, and BF16 where the file has that too. */
 #include "../kernel/inline.h"
 #include <immintrin.h>
 
@@ -119,6 +119,30 @@ INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, u
         _mm512_mask_storeu_epi16(dst + i, there, _mm512_or_si512(h, x));
     }
 }
+
+#ifdef __AVX512BF16__
+/* ---- words of dot.inc ---- */
+
+typedef __m512bh vp;
+
+INLINE vp v_load_pairs(const uint16_t *p) { return (vp)_mm512_loadu_si512(p); }
+INLINE vp v_loadn_pairs(const uint16_t *p, int n) { return (vp)_mm512_maskz_loadu_epi32(first_lanes(n), p); }
+INLINE vp v_set1_pair(const uint16_t *p) {
+    int32_t pair;
+    memcpy(&pair, p, 4);
+    return (vp)_mm512_set1_epi32(pair);
+}
+INLINE vp v_keep_half(vp x, int odd) {
+    return (vp)_mm512_and_si512((__m512i)x, _mm512_set1_epi32(odd ? (int)0xffff0000 : 0xffff));
+}
+INLINE vf v_dot(vf sum, vp a, vp b) { return _mm512_dpbf16_ps(sum, a, b); }
+INLINE vf v_rcp(vf x) { /* one step of Newton's */
+    vf y = _mm512_rcp14_ps(x);
+    return v_mul(y, _mm512_fnmadd_ps(x, y, v_set1(2.0f)));
+}
+INLINE vp v_round_pairs(vf a, vf b) { return _mm512_cvtne2ps_pbh(b, a); }
+INLINE void v_store_pairs(uint16_t *p, vp x) { _mm512_storeu_si512(p, (__m512i)x); }
+#endif
 
 /* ---- words of the cache write ---- */
 

@@ -28,26 +28,6 @@ static const char *missing(void) {
     return reason;
 }
 
-typedef __m512bh vp;
-
-INLINE vp v_load_pairs(const uint16_t *p) { return (vp)_mm512_loadu_si512(p); }
-INLINE vp v_loadn_pairs(const uint16_t *p, int n) { return (vp)_mm512_maskz_loadu_epi32(first_lanes(n), p); }
-INLINE vp v_set1_pair(const uint16_t *p) {
-    int32_t pair;
-    memcpy(&pair, p, 4);
-    return (vp)_mm512_set1_epi32(pair);
-}
-INLINE vp v_keep_half(vp x, int odd) {
-    return (vp)_mm512_and_si512((__m512i)x, _mm512_set1_epi32(odd ? (int)0xffff0000 : 0xffff));
-}
-INLINE vf v_dot(vf sum, vp a, vp b) { return _mm512_dpbf16_ps(sum, a, b); }
-INLINE vf v_rcp(vf x) { /* one step of Newton's */
-    vf y = _mm512_rcp14_ps(x);
-    return v_mul(y, _mm512_fnmadd_ps(x, y, v_set1(2.0f)));
-}
-INLINE vp v_round_pairs(vf a, vf b) { return _mm512_cvtne2ps_pbh(b, a); }
-INLINE void v_store_pairs(uint16_t *p, vp x) { _mm512_storeu_si512(p, (__m512i)x); }
-
 #include "../kernel/state.inc"
 
 #define METHOD "VDPBF16PS, 16 lanes of two bf16 products"

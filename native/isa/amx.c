@@ -1,0 +1,53 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * arch:     x86_64
+ * unit:     matrix
+ * rank:     40
+ * flags:    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -mamx-tile -mamx-bf16
+ * emulated: -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -DEMULATED
+ *
+ * bf16 by TDPBF16PS (Sapphire Rapids and newer) over AVX-512's softmax, in the layout of avx512's bf16 caches. Until
+ * somebody has run it on tiles it has to be asked for. */
+#include "../cpu.h"
+#include "avx512.h"
+#include "../kernel/tiles.h"
+#include <stdlib.h>
+
+static const char *missing(void) {
+    const char *reason = CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_avx512bw, CA_HAS_avx512dq, CA_HAS_avx512vl, CA_HAS_fma,
+                                        CA_HAS_avx512_bf16);
+#ifndef EMULATED
+    const char *asked = getenv("CPU_ATTN_AMX");
+    if (!reason)
+        reason = CA_CPU_MISSING(CA_HAS_amx_tile, CA_HAS_amx_bf16);
+    if (!reason && !(asked && *asked == '1'))
+        reason = "tested under emulation only: CPU_ATTN_AMX=1 uses it";
+    if (!reason && ca_cpu_amx_permission(&reason) == 1)
+        reason = NULL;
+#endif
+    return reason;
+}
+
+/* Of the vector kernel, for the segments that are not for tiles. */
+#define MR 6
+#define TALL 8
+#define NG 4
+#define NDV 4
+
+/* Guesses, after the prototypes that amx.inc speaks of. */
+#define ROWS 256
+#define KEYS 512
+#define FEW_KEYS 128 /* of the vector kernel */
+#define SUB 128      /* keys of a sub-block of scores */
+
+#include "../kernel/state.inc"
+
+#define METHOD "VDPBF16PS, 16 lanes of two bf16 products"
+#define STEPS "dot.inc"
+#define DTYPE bf16
+#define ELEM uint16_t
+#define PAIRS 1
+#include "../kernel/kernel.inc"
+
+#include "../kernel/amx.inc"
+
+const ca_isa_row ca_isa_amx = {.missing = missing, .kernels = {[CA_BF16] = &kernel_amx}};

@@ -1,0 +1,100 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * AMX's tiles in memory, as the operations' pseudocode in Intel's SDM (vol. 2) has them, for machines that have
+ * AVX-512 and no AMX. What would fault there ends the process here. Slow: for tests. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#define TILE_METHOD "TDPBF16PS emulated, for tests only"
+
+typedef struct tile {
+    _Alignas(64) char row[16][64];
+} tile;
+
+static _Thread_local struct {
+    tile_config shape; /* palette 0: released */
+    tile t[8];
+} tiles;
+
+static void tile_fault(const char *what) {
+    fprintf(stderr, "cpu-attn: emulated tiles: %s\n", what);
+    abort();
+}
+#define TILE_NEEDS(condition)                                                                                          \
+    if (!(condition))                                                                                                  \
+    tile_fault(#condition)
+
+/* #GP where a reserved byte is set, or only one of a tile's two sizes is 0. */
+static void tile_configure(const tile_config *c) {
+    TILE_NEEDS(c->palette == 1 && c->start_row == 0);
+    for (int i = 0; i < 14; i++)
+        TILE_NEEDS(c->reserved[i] == 0);
+    for (int t = 0; t < 16; t++) {
+        TILE_NEEDS(c->rows[t] <= (t < 8 ? 16 : 0) && c->row_bytes[t] <= (t < 8 ? 64 : 0));
+        TILE_NEEDS((c->rows[t] == 0) == (c->row_bytes[t] == 0));
+    }
+    memset(&tiles, 0, sizeof tiles);
+    tiles.shape = *c;
+}
+
+static void tile_release(void) { memset(&tiles, 0, sizeof tiles); }
+
+/* #UD where no configuration is loaded or it leaves the tile out. */
+static tile *tile_at(int t) {
+    TILE_NEEDS(tiles.shape.palette == 1);
+    TILE_NEEDS(t >= 0 && t < 8 && tiles.shape.rows[t] > 0);
+    return &tiles.t[t];
+}
+
+static void tile_zero(int t) { memset(tile_at(t), 0, sizeof(tile)); }
+
+static void tile_load(int t, const void *p, int64_t stride) {
+    tile *to = tile_at(t);
+    memset(to, 0, sizeof *to);
+    for (int r = 0; r < tiles.shape.rows[t]; r++)
+        memcpy(to->row[r], (const char *)p + r * stride, tiles.shape.row_bytes[t]);
+}
+
+static void tile_store(int t, void *p, int64_t stride) {
+    const tile *from = tile_at(t);
+    for (int r = 0; r < tiles.shape.rows[t]; r++)
+        memcpy((char *)p + r * stride, from->row[r], tiles.shape.row_bytes[t]);
+}
+
+/* Of each pair of A and each of B the low halves, or the high ones, as floats. */
+static __m512 tile_halves(__m512i pairs, int high) {
+    return _mm512_castsi512_ps(high ? _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000))
+                                    : _mm512_slli_epi32(pairs, 16));
+}
+
+/* For each row of C: over all pairs of the summed axis a fused sum of the even products and one of the odd ones, from
+ * 0; both added; their sum added to C. */
+static __attribute__((noinline)) void tile_dot_rows(tile *c, const tile *a, const tile *b, int rows, int depth) {
+    for (int m = 0; m < rows; m++) {
+        __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+        for (int k = 0; k < depth; k++) {
+            int32_t pair;
+            memcpy(&pair, a->row[m] + 4 * k, 4);
+            for (int half = 0; half < 2; half++)
+                sum[half] = _mm512_fmadd_ps(tile_halves(_mm512_set1_epi32(pair), half),
+                                            tile_halves(_mm512_load_si512(b->row[k]), half), sum[half]);
+        }
+        __m512 old = _mm512_load_ps(c->row[m]);
+        _mm512_store_ps(c->row[m], _mm512_add_ps(old, _mm512_add_ps(sum[0], sum[1])));
+    }
+}
+
+/* Shapes that do not fit are #UD. Arithmetic does not look at MXCSR: nearest even, subnormals are 0 on the way in and
+ * out, nothing is raised. Columns past those of C stay 0: B's are. */
+static void tile_dot(int t, int a, int b) {
+    const tile_config *s = &tiles.shape;
+    tile *to = tile_at(t);
+    const tile *left = tile_at(a), *right = tile_at(b);
+    TILE_NEEDS(t != a && t != b && a != b);
+    TILE_NEEDS(s->row_bytes[t] % 4 == 0 && s->row_bytes[a] % 4 == 0 && s->row_bytes[b] % 4 == 0);
+    TILE_NEEDS(s->rows[t] == s->rows[a] && s->row_bytes[t] == s->row_bytes[b] && s->row_bytes[a] / 4 == s->rows[b]);
+    unsigned before = _mm_getcsr();
+    _mm_setcsr(0x9fc0); /* FTZ, DAZ, nearest even, every exception masked */
+    tile_dot_rows(to, left, right, s->rows[t], s->rows[b]);
+    _mm_setcsr(before);
+}
