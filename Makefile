@@ -59,7 +59,7 @@ emulate:
 	@$(MAKE) --no-print-directory VENV=$(EMULATED)/venv emulated-tests || { echo "make emulate: FAILED, see above"; exit 1; }
 	@echo "make emulate: passed"
 
-emulated-tests: TESTS = $(patsubst %,tests/test_%.py,arrays attention cache compose errors info property repeated threads verify write)
+emulated-tests: TESTS = $(patsubst %,tests/test_%.py,arrays attention cache compose errors fp8 info property repeated threads verify write)
 emulated-tests:
 	@$(BIN)/cpu-attn verify --full --isa amx --engine native
 	@$(PYTEST)

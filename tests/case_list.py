@@ -186,8 +186,8 @@ def _quick() -> Iterator[Case]:
     for name, fields in QUANTISED.items():
         yield _case(f"fp8_e4m3-{name}", fields, kv_cache_dtype="fp8_e4m3")
     yield _case("fp8_e5m2-everything", QUANTISED["everything"], kv_cache_dtype="fp8_e5m2")
-    yield _case("decode-fill-masked-block-64", DECODE, fill="masked", sliding_window=9, block_size=64)
-    yield _case("mixed-fill-late-nan-window-left", MIXED, fill="late-nan", sliding_window=(2, -1), causal=False)
+    yield _case("decode-fill-masked-block-64", DECODE, fill="masked", sliding_window=25, block_size=64)
+    yield _case("mixed-fill-nan-value", MIXED, fill="nan-value", sliding_window=(2, -1), causal=False)
     for name in ("1023-1024-1025", "3000"):
         yield _case(f"long-{name}", LONG[name], head_size=16, num_heads=2, num_kv_heads=1)
 

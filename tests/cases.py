@@ -210,6 +210,14 @@ def _fill_late(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], li
     return query, key, value, scale
 
 
+def _fill_nan_value(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], list[Any], float]:
+    """NaN in one token's value near the end: with a window, rows that no longer see it must not know."""
+    query, key, value, scale = _fill_normal(rng, case)
+    for v in value:
+        v[-5:-4, 0] = np.nan
+    return query, key, value, scale
+
+
 FILLS = {
     "normal": _fill_normal,
     "equal": _scores(lambda j, n: np.full(n, 3)),
@@ -223,6 +231,7 @@ FILLS = {
     "odd-query": _fill_odd_query,
     "masked": _fill_masked,
     "late-nan": _fill_late,
+    "nan-value": _fill_nan_value,
 }
 
 

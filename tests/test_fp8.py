@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 import cpu_attn
 
-from .cases import numpy_dtype, quantised
+from .cases import KERNELS, numpy_dtype, quantised
 
-ISAS = [i.name for i in cpu_attn.isas() if i.supported and i.name != "amx"]
 KINDS = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 
 
@@ -35,8 +34,7 @@ def numbers(dtype: str) -> NDArray[Any]:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", KINDS)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
 @pytest.mark.parametrize("scale", [1.0, 0.37109375])
 def test_every_rounding(isa: str, dtype: str, kv_cache_dtype: str, scale: float) -> None:
     x = numbers(dtype)
@@ -55,9 +53,8 @@ def test_every_rounding(isa: str, dtype: str, kv_cache_dtype: str, scale: float)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", KINDS)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("engine", ["native", "reference"])
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
 def test_every_byte_is_read_exactly(isa: str, engine: str, dtype: str, kv_cache_dtype: str) -> None:
     """One key: the output is its value."""
     every = np.arange(256, dtype=np.uint8).view(KINDS[kv_cache_dtype])
