@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ from cpu_attn import (
     OneDNNPagedAttention,
     PagedAttention,
     attention_metadata,
+    backend,
+    paged_attention,
     reference,
 )
 
@@ -201,6 +204,7 @@ METADATA: dict[str, tuple[Any, dict[str, Any]]] = {
     "whole prompts without blocks": (([5, 90], [5, 90], 2), {"prefill_block_tables": None, "kv_start_loc": None}),
     "whole prompts without blocks, decodes": (([5, 9, 1, 1], [5, 9, 20, 3], 2), {"prefill_block_tables": None}),
     "an empty table": (([5, 9, 1], [5, 9, 20], 2), {"prefill_block_tables": np.zeros(0, np.int32)}),
+    "prefills alone": (([5, 9], [5, 20], 2), {"block_tables": np.full((3, 1), 99, np.int32), "seq_lens_tensor": [7]}),
     "lists": (MIXED, {"query_start_loc": [0, 5, 8, 48, 49, 50], "seq_lens_tensor": [33, 1]}),
     "requests of no tokens": (([0, 3, 1], [4, 3, 9], 2), {}),
     "nothing": (([], [], 0), {}),
@@ -249,7 +253,7 @@ def test_padding() -> None:
     step, impl = Step(*MIXED), layer()
     padded = [np.concatenate([x, np.full_like(x[:6], np.nan)]) for x in (step.query, step.key, step.value)]
     output = np.full((step.tokens + 6, 4, 16), 7, np.float32)
-    metadata = step.metadata(slot_mapping=np.append(step.slot_mapping, [-1] * 6))
+    metadata = step.metadata(slot_mapping=np.append(step.slot_mapping, step.slot_mapping[:6]))
     arrays = dict(zip(("query", "key", "value"), padded, strict=True))
     assert step.forward(impl, metadata, **arrays, output=output) is output
     step.check(output[:-6])
@@ -341,6 +345,28 @@ def test_encoder(paged: type[PagedAttention], attn_type: str, feature: str) -> N
     before = step.kv_cache.tobytes()
     step.check(step.forward(layer(paged, attn_type=attn_type, **options), metadata), **oracle)
     assert step.kv_cache.tobytes() == before
+
+
+def test_what_an_encoder_needs() -> None:
+    step = Step([5, 3], [5, 3], 2, causal=False)
+    fields: dict[str, Any] = {
+        "encoder_seq_lens": [5, 3],
+        "encoder_seq_lens_tensor": np.array([5, 3], np.int32),
+        "max_encoder_seq_len": 5,
+        "num_encoder_tokens": 8,
+    }
+    impl = layer(attn_type="encoder")
+    step.check(step.forward(impl, step.metadata(**fields)))
+    for changes, says in (
+        ({"encoder_seq_lens_tensor": None}, "encoder attention needs encoder_seq_lens_tensor"),
+        ({"max_encoder_seq_len": None}, "encoder attention needs max_encoder_seq_len"),
+        ({"num_encoder_tokens": 7}, "num_encoder_tokens: 7, encoder_seq_lens_tensor says 8"),
+        ({"encoder_seq_lens_tensor": [5, 4], "num_encoder_tokens": None}, "query: 8 tokens, attn_metadata says 9"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            step.forward(impl, step.metadata(**(fields | changes)))
+    with pytest.raises(ValueError, match="key: is None"):
+        step.forward(impl, step.metadata(**fields), key=None, value=None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -582,6 +608,41 @@ def test_kv_cache_dtype_reaches_the_calls() -> None:
     step.check(step.forward(layer(attn_type="encoder_only", kv_cache_dtype="int3")))
 
 
+def test_each_call_gets_scales_and_cache_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a quantised cache will need, recorded and replaced by what a plain one takes."""
+    seen = []
+
+    def spy(call: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = inspect.signature(call)
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            bound = parameters.bind(*args, **kwargs)
+            given = bound.arguments
+            seen.append((call.__name__, given.get("kv_cache_dtype"), given.get("k_scale"), given.get("v_scale")))
+            plain = {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
+            given.update({name: x for name, x in plain.items() if name in given})
+            return call(*bound.args, **bound.kwargs)
+
+        return replaced
+
+    for module, name in (
+        (paged_attention, "reshape_and_cache"),
+        (attention_metadata, "get_scheduler_metadata"),
+        (backend, "attention_with_kv_cache"),
+    ):
+        monkeypatch.setattr(module, name, spy(getattr(module, name)))
+    step = Step(*MIXED, layout="pair")
+    seen.clear()
+    quantised = SimpleNamespace(_k_scale=0.5, _v_scale=np.array(0.25))
+    arrays = (step.query, step.key, step.value, step.kv_cache, step.metadata())
+    step.check(layer(kv_cache_dtype="fp8_e4m3").forward(quantised, *arrays))
+    assert seen == [
+        ("get_scheduler_metadata", "fp8_e4m3", None, None),
+        ("reshape_and_cache", "fp8_e4m3", 0.5, 0.25),
+        ("attention_with_kv_cache", "fp8_e4m3", 0.5, 0.25),
+    ]
+
+
 @pytest.mark.parametrize(
     ("error", "says", "options"),
     [
@@ -673,6 +734,17 @@ def test_engines_are_the_ones_named(monkeypatch: pytest.MonkeyPatch) -> None:
         metadata = step.metadata()
         step.forward(layer(paged), metadata)
         assert {plan.engine for _, plan in metadata._plans.values()} == {engine}
+        made: list[Any] = []
+        call = cpu_attn.attention_with_kv_cache
+        monkeypatch.setattr(
+            paged_attention,
+            "attention_with_kv_cache",
+            lambda *a, call=call, made=made, **k: made.append(a[12]) or call(*a, **k),
+        )
+        step = Step([1, 1], [7, 20], 0, layout="pair")
+        arrays = (np.zeros_like(step.query), step.query, *step.kv_cache, step.table, step.seq_lens)
+        paged.forward_decode(*arrays, 20, "auto", 2, 0.25, None)
+        assert [plan.engine for plan in made] == [engine]
 
 
 # ---- whole blocks ----
