@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cpu_attn
-from cpu_attn import CPUAttentionBackend, CPUAttentionMetadata, OneDNNPagedAttention, PagedAttention
+from cpu_attn import CPUAttentionBackend, CPUAttentionMetadata, PagedAttention
+
+from .test_backend import PAGED
 
 Array = np.ndarray[Any, Any]
-REASON = next(e.reason for e in cpu_attn.engines() if e.name == "onednn")
-ONEDNN = pytest.mark.skipif(bool(REASON), reason=REASON)
 STEPS, VOCABULARY, LONGEST = 64, 61, 120
 HIDDEN, HEADS, KV_HEADS, SIZE, BLOCK = 32, 4, 2, 8, 16
 SLOPES = [0.5, 0.25, 0.125, 0.0625]
@@ -438,9 +437,7 @@ EVENTS = ("joined", "finished", "preempted", "came back", "shared a prefix", "co
 
 
 @pytest.mark.parametrize("encoder", [False, True], ids=["decoder-only", "encoder-decoder"])
-@pytest.mark.parametrize(
-    "paged", [pytest.param(PagedAttention, id="native"), pytest.param(OneDNNPagedAttention, id="onednn", marks=ONEDNN)]
-)
+@pytest.mark.parametrize("paged", PAGED)
 def test_continuous_batching(paged: type[PagedAttention], encoder: bool) -> None:
     engine, dense = Engine(5, paged, encoder), Dense(5)
     for _ in range(STEPS):
