@@ -24,7 +24,7 @@ from cpu_attn.attention_metadata import (
     attention_type,
 )
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
-from cpu_attn.paged_attention import Array, PagedAttention, integers
+from cpu_attn.paged_attention import Array, PagedAttention, integers, numpy_view
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape
 
 SCRATCH_BLOCK_SIZE = 64
@@ -216,7 +216,7 @@ class CPUAttentionBackendImpl:
 
     def _rows(self, name: str, x: Any, num_heads: int, head_size: int | None) -> Array:
         """[T, num_heads, head_size] of that or of [T, num_heads * head_size], in the same memory."""
-        a = view(name, x).numpy()
+        a = numpy_view(name, x)
         if a.ndim == 2 and a.shape[1] % num_heads == 0:
             a = a.reshape(len(a), num_heads, a.shape[1] // num_heads)  # to split an axis never copies
         if a.ndim != 3 or a.shape[1] != num_heads or head_size not in (None, a.shape[2]):
@@ -272,15 +272,16 @@ class CPUAttentionBackendImpl:
                 raise ValueError(f"{name}: {len(rows)} tokens, attn_metadata says {tokens}")
         if key is not None and value is not None and len(key) != len(value):
             raise ValueError(f"value: {len(value)} tokens, key has {len(key)}")
-        out = _check.writable("output", view("output", output))
-        if out.dtype != str(query.dtype):
-            raise TypeError(f"output: dtype {out.dtype}, query has {query.dtype}")
+        axes = [("T", None), ("num_heads", self.num_heads), ("head_size", None)]
+        q = _check.array("query", query, _check.FLOATS, axes)
+        out = _check.writable("output", _check.array("output", output, [q.dtype], axes))
         if key is not None and key.dtype != query.dtype:
             raise TypeError(f"key: dtype {key.dtype}, query has {query.dtype}")
-        arrays = {"query": query, "key": key, "value": value}
+        arrays = {"key": key, "value": value}
         if caches is not None:
             arrays |= {"key_cache": caches[0], "value_cache": caches[1]}
-        _check.disjoint("output", out, {name: None if x is None else view(name, x) for name, x in arrays.items()})
+        others = {name: None if x is None else view(name, x) for name, x in arrays.items()}
+        _check.disjoint("output", out, {"query": q, **others})
         for part, plan in zip(parts, plans, strict=True):
             if part.block_table is None:
                 self._check_given(part, key, caches is not None)
@@ -346,13 +347,13 @@ def _is_empty(kv_cache: Any) -> bool:
     if kv_cache is None:
         return True
     halves = kv_cache if isinstance(kv_cache, (tuple, list)) else [kv_cache]
-    return all(view("kv_cache", half).size == 0 for half in halves)
+    return all(numpy_view("kv_cache", half).size == 0 for half in halves)
 
 
 def _scale(layer: Any, name: str) -> float:
     x = getattr(layer, name, 1.0)
     if hasattr(x, "__dlpack__") and not hasattr(x, "__float__"):
-        x = view(name, x).numpy()
+        x = numpy_view(name, x)
     return _check.number(name, x)
 
 
@@ -371,7 +372,7 @@ def make_alibi_bias(alibi_slopes: Any, dtype: Any, seq_lens: Sequence[int]) -> l
 
     alibi_slopes [Hq], dtype float32, float16 or bfloat16. Press et al., arXiv:2108.12409.
     """
-    slopes = view("alibi_slopes", _array(alibi_slopes)).numpy()
+    slopes = numpy_view("alibi_slopes", _array(alibi_slopes))
     slopes = slopes.astype(np.float64)[:, None, None]
     biases = []
     for length in seq_lens:

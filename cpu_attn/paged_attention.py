@@ -26,12 +26,17 @@ Array = np.ndarray[Any, Any]
 GROUP = 16  # tokens: what a flat cache's block size is a multiple of
 
 
+def numpy_view(name: str, x: Any) -> Array:
+    """``x`` as a NumPy array of the same memory; what is one already is checked by the calls that it goes to."""
+    return x if isinstance(x, np.ndarray) else view(name, x).numpy()
+
+
 def integers(name: str, x: Any, dtype: Any = np.int32) -> Array:
     """``x``, a sequence or an array of int32 or int64, as ``dtype``. What does not fit stays out of every range."""
     if isinstance(x, (list, tuple, range)):
         a = np.asarray(x) if len(x) else np.zeros(0, np.int64)
     else:
-        a = view(name, x).numpy()
+        a = numpy_view(name, x)
     if a.dtype.kind != "i":
         raise TypeError(f"{name}: dtype {a.dtype}, expected int32 or int64")
     if a.dtype == dtype:
@@ -44,9 +49,9 @@ def integers(name: str, x: Any, dtype: Any = np.int32) -> Array:
 def _blocks(name: str, kv_cache: Any) -> tuple[Array, Array]:
     """K and V with their blocks along axis 0, as views."""
     if isinstance(kv_cache, (tuple, list)):
-        both = [view(name, x).numpy() for x in kv_cache]
+        both = [numpy_view(name, x) for x in kv_cache]
     else:
-        array = view(name, kv_cache).numpy()
+        array = numpy_view(name, kv_cache)
         both = [array[0], array[1]] if array.ndim > 1 and array.shape[0] == 2 else []
     if len(both) != 2 or min(x.ndim for x in both) < 1:
         raise ValueError(f"{name}: expected [2, num_blocks, ...] or a pair (key_cache, value_cache)")

@@ -385,6 +385,18 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[Step], tuple[dict[str, Any]
         "key: dtype float32, query has float16",
         lambda s: ({}, {"query": s.query.astype("f2")}),
     ),
+    "query stride": (
+        ValueError,
+        "query: the last axis",
+        lambda s: ({}, {"query": s.query.repeat(2, axis=2)[:, :, ::2]}),
+    ),
+    "output stride": (
+        ValueError,
+        "output: the last axis",
+        lambda s: ({}, {"output": np.zeros((50, 128), "f4")[:, ::2]}),
+    ),
+    "query kind": (TypeError, "float64", lambda s: ({}, {"query": s.query.astype("f8")})),
+    "value dtype": (TypeError, "value: dtype float16", lambda s: ({}, {"value": s.value.astype("f2")})),
     "key": (ValueError, "slots and 49 keys", lambda s: ({}, {"key": s.key[1:], "value": s.value[1:]})),
     "key alone": (ValueError, "one of them is None", lambda s: ({}, {"value": None})),
     "value": (ValueError, "value: 49 tokens, key has 50", lambda s: ({}, {"value": s.value[1:]})),
