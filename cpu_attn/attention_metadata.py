@@ -320,7 +320,7 @@ class CPUAttentionMetadataBuilder:
         swaps as can be.
         """
         scheduled = scheduler_output.num_scheduled_tokens
-        is_decode = [scheduled[req_id] == 1 for req_id in input_batch.req_ids if req_id is not None]
+        is_decode = [scheduled[req_id] == 1 for req_id in input_batch.req_ids]
         num_prefills = is_decode.count(False)
         early = [i for i in range(num_prefills) if is_decode[i]]
         late = [i for i in range(num_prefills, len(is_decode)) if not is_decode[i]]
