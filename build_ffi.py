@@ -53,9 +53,7 @@ class FlaggedFile:
     @classmethod
     def read(cls, path: Path) -> FlaggedFile:
         said = dict(re.findall(r"^ \* (\w+):[ \t]*(.*)$", path.read_text().split("*/")[0], re.MULTILINE))
-        return cls(
-            path, said["arch"], said["unit"], int(said["rank"]), tuple(said["flags"].split()), said.get("of", "")
-        )
+        return cls(path, said["arch"], said["unit"], int(said["rank"]), tuple(said["flags"].split()), said.get("of", ""))
 
     @property
     def name(self) -> str:
