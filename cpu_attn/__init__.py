@@ -3,13 +3,28 @@
 
 from cpu_attn._dispatch import engines, get_num_threads, isas, set_num_threads
 from cpu_attn._errors import UnavailableError
+from cpu_attn.attention_metadata import AttentionType, CPUAttentionMetadata, CPUAttentionMetadataBuilder
+from cpu_attn.backend import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    make_alibi_bias,
+    make_sliding_window_bias,
+)
 from cpu_attn.cache import PagedKVCache
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
+from cpu_attn.paged_attention import OneDNNPagedAttention, PagedAttention
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionType",
+    "CPUAttentionBackend",
+    "CPUAttentionBackendImpl",
+    "CPUAttentionMetadata",
+    "CPUAttentionMetadataBuilder",
+    "OneDNNPagedAttention",
+    "PagedAttention",
     "PagedKVCache",
     "SchedulerMetadata",
     "UnavailableError",
@@ -19,6 +34,8 @@ __all__ = [
     "get_num_threads",
     "get_scheduler_metadata",
     "isas",
+    "make_alibi_bias",
+    "make_sliding_window_bias",
     "reshape_and_cache",
     "set_num_threads",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +17,7 @@ import pytest
 
 import cpu_attn
 
+from .backend_steps import MIXED, Step, layer
 from .steps import attention_args, write_args
 
 torch = pytest.importorskip("torch")
@@ -48,6 +50,23 @@ def test_the_three_calls(dtype: str) -> None:
     assert cpu_attn.attention_with_kv_cache(**given) is given["output"]
     assert args["output"].tobytes() == plain["output"].tobytes()
     assert args["lse"].tobytes() == plain["lse"].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_backend_layer(dtype: str) -> None:
+    """Tensors all the way: metadata, flat cache, scales of 0 axes; an output of ours is a tensor too."""
+    step = Step(*MIXED, dtype=dtype)
+    metadata, kv_cache = step.metadata(), tensor(step.kv_cache)
+    for name, x in vars(metadata).items():
+        if isinstance(x, np.ndarray):
+            setattr(metadata, name, tensor(x))
+    query, key, value = (tensor(x).flatten(1) for x in (step.query, step.key, step.value))
+    scales = SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
+    output = layer(sinks=torch.zeros(4)).forward(scales, query, key, value, kv_cache, metadata)
+    assert isinstance(output, torch.Tensor) and output.dtype == query.dtype and output.shape == query.shape
+    step.check(output.float().numpy().astype(step.query.dtype), s_aux=np.zeros(4))
+    cpu_attn.CPUAttentionBackend.copy_blocks([kv_cache], torch.tensor([[0, 1]]))
+    assert step.kv_cache[:, 0].tobytes() == step.kv_cache[:, 1].tobytes()
 
 
 def test_strided_tensors() -> None:

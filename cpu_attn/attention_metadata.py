@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step looks like, for :mod:`cpu_attn.backend`: metadata in vLLM's fields, and the builder that fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from cpu_attn import _check
+from cpu_attn.paged_attention import Array, integers
+from cpu_attn.plan import SchedulerMetadata, get_scheduler_metadata
+
+NONE = np.zeros(0, np.int32)
+
+
+class AttentionType(str, Enum):
+    """vLLM's names; plain strings of the same value do as well."""
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+
+def attention_type(attn_type: Any) -> AttentionType:
+    try:
+        return AttentionType(attn_type)
+    except ValueError:
+        names = ", ".join(t.value for t in AttentionType)
+        raise ValueError(f"attn_type: {attn_type!r} is none of {names}") from None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Requests that one call serves. Row ``first`` is their first query row, and their first key row where
+    block_table is None: then their K and V are in no cache but those that forward was given."""
+
+    first: int
+    query_start_loc: Array
+    seq_lens: Array
+    block_table: Array | None
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + int(self.query_start_loc[-1]))
+
+
+@dataclass(eq=False)
+class CPUAttentionMetadata:
+    """One step: P prefills of num_prefill_tokens query tokens, then the decodes, R requests and T tokens in all.
+
+    Lengths, tables and slots are lists or arrays of int32 or int64. A prefill's query tokens are its last ones; that
+    it has more keys than queries is chunked prefill or a cached prefix, and ``chunked_prefill`` only repeats it.
+
+    =========================  ==========================================================================
+    slot_mapping [T]           slot of each token's K and V, block * block_size + offset; negative: skipped
+    seq_lens [R]               keys of each request, new ones counted
+    seq_lens_tensor            the same, of the decodes
+    max_decode_seq_len         the largest of those
+    block_tables               [decodes, M]
+    max_query_len, max_kv_len  largest number of query tokens of a request, of keys of a prefill
+    prefill_query_start_loc    [P+1], where each prefill's query tokens start; without: seq_lens, whole prompts
+    kv_start_loc               [P+1], running sum of the prefills' keys; without: seq_lens
+    prefill_block_tables       [P, M]; without: whole prompts, attended as forward gets them
+    query_start_loc            [R+1], where each request's query tokens start, counts where given; without: prefills
+                               as above, one token for each decode
+    encoder_seq_lens           [R], keys of each request in cross attention; tokens of each text in an encoder
+    encoder_seq_lens_tensor    the same as an array
+    max_encoder_seq_len        the largest of those
+    num_encoder_tokens         their sum, in an encoder
+    cross_slot_mapping         slots for the K and V that cross attention is given, those of the new requests
+    cross_block_tables         [R, M]
+    causal                     False: decoder attention sees the whole request
+    =========================  ==========================================================================
+    """
+
+    num_prefills: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    slot_mapping: Any = None
+    seq_lens: Sequence[int] | None = None
+    seq_lens_tensor: Any = None
+    max_decode_seq_len: int = 0
+    block_tables: Any = None
+    chunked_prefill: bool = False
+    max_query_len: int | None = None
+    max_kv_len: int | None = None
+    prefill_query_start_loc: Any = None
+    kv_start_loc: Any = None
+    prefill_block_tables: Any = None
+    query_start_loc: Any = None
+    encoder_seq_lens: Sequence[int] | None = None
+    encoder_seq_lens_tensor: Any = None
+    max_encoder_seq_len: int | None = None
+    num_encoder_tokens: int | None = None
+    cross_slot_mapping: Any = None
+    cross_block_tables: Any = None
+    causal: bool = True
+    attn_bias: list[Any] | None = field(default=None, init=False, repr=False)
+    encoder_attn_bias: list[Any] | None = field(default=None, init=False, repr=False)
+    cross_attn_bias: list[Any] | None = field(default=None, init=False, repr=False)
+    _plans: dict[Any, tuple[bytes, SchedulerMetadata]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def is_all_encoder_attn_metadata_set(self) -> bool:
+        """Whether encoder attention has what it needs: encoder_seq_lens, its array and its maximum."""
+        fields = (self.encoder_seq_lens, self.encoder_seq_lens_tensor, self.max_encoder_seq_len)
+        return all(x is not None for x in fields)
+
+    @property
+    def is_all_cross_attn_metadata_set(self) -> bool:
+        """Whether cross attention has what it needs: the same, its slots and its block tables."""
+        return (
+            self.is_all_encoder_attn_metadata_set
+            and self.cross_slot_mapping is not None
+            and self.cross_block_tables is not None
+        )
+
+    @property
+    def prefill_metadata(self) -> CPUAttentionMetadata | None:
+        """This, where there are prefills."""
+        return self if self.num_prefill_tokens else None
+
+    @property
+    def decode_metadata(self) -> CPUAttentionMetadata | None:
+        """This, where there are decodes."""
+        return self if self.num_decode_tokens else None
+
+    def get_seq_lens(self, attn_type: str) -> tuple[Any, Any]:
+        """(lengths of queries, of keys): lists, seq_lens or encoder_seq_lens."""
+        kind = attention_type(attn_type)
+        queries = self.encoder_seq_lens if kind is AttentionType.ENCODER else self.seq_lens
+        of_encoder = kind in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER)
+        return queries, self.encoder_seq_lens if of_encoder else self.seq_lens
+
+    def get_seq_len_block_table_args(self, attn_type: str) -> tuple[Any, int | None, Any]:
+        """(lengths of keys, the largest, block tables) of the decodes, or of the encoder (which has no tables) or of
+        cross attention."""
+        kind = attention_type(attn_type)
+        if kind is AttentionType.ENCODER:
+            return self.encoder_seq_lens_tensor, self.max_encoder_seq_len, None
+        if kind is AttentionType.ENCODER_DECODER:
+            return self.encoder_seq_lens_tensor, self.max_encoder_seq_len, self.cross_block_tables
+        return self.seq_lens_tensor, self.max_decode_seq_len, self.block_tables
+
+    def get_attn_bias(self, attn_type: str) -> list[Any] | None:
+        """The dense biases that an engine keeps here for itself; a layer refuses to run while there are any."""
+        bias: list[Any] | None = getattr(self, self._bias_name(attn_type))
+        return bias
+
+    def set_attn_bias(self, attn_bias: list[Any] | None, attn_type: str) -> None:
+        """Keeps dense biases for :meth:`get_attn_bias`."""
+        setattr(self, self._bias_name(attn_type), attn_bias)
+
+    @staticmethod
+    def _bias_name(attn_type: str) -> str:
+        kind = attention_type(attn_type)
+        names = {AttentionType.ENCODER: "encoder_attn_bias", AttentionType.ENCODER_DECODER: "cross_attn_bias"}
+        return names.get(kind, "attn_bias")
+
+    # ---- what the calls need, derived anew for every layer: arrays updated in place are never stale ----
+
+    @property
+    def _num_tokens(self) -> int:
+        return self.num_prefill_tokens + self.num_decode_tokens
+
+    def _query_starts(self) -> Array:
+        """query_start_loc [R+1] of prefills and decodes."""
+        prefills = self.num_prefills
+        if self.query_start_loc is not None:
+            name, starts = "query_start_loc", integers("query_start_loc", self.query_start_loc)
+        else:
+            if self.prefill_query_start_loc is not None:
+                name = "prefill_query_start_loc"
+                starts = integers(name, self.prefill_query_start_loc)
+            else:
+                name = "seq_lens"
+                whole = integers(name, _needed(name, self.seq_lens))[:prefills] if prefills else NONE
+                starts = integers(name, _running_sum(whole))
+            ones = np.arange(1, self.num_decode_tokens + 1, dtype=np.int32)
+            starts = np.concatenate([starts, self.num_prefill_tokens + ones])
+        if len(starts) <= prefills:
+            raise ValueError(f"{name}: says of {len(starts) - 1} requests, num_prefills is {prefills}")
+        for what, at, expected in (
+            ("num_prefill_tokens", prefills, self.num_prefill_tokens),
+            ("num_prefill_tokens + num_decode_tokens", -1, self._num_tokens),
+        ):
+            if starts[at] != expected:
+                raise ValueError(f"{what}: {expected}, {name} says {starts[at]}")
+        return starts
+
+    def _decoder_parts(self) -> list[Part]:
+        """One part, or, where the prefills have no block tables, one for them and one for the decodes."""
+        starts, prefills = self._query_starts(), self.num_prefills
+        decodes = len(starts) - 1 - prefills
+        if not prefills:
+            prefill_lens = NONE
+        elif self.kv_start_loc is not None:
+            ends = integers("kv_start_loc", self.kv_start_loc, np.int64)
+            prefill_lens = integers("kv_start_loc", np.diff(ends))
+        else:
+            prefill_lens = integers("seq_lens", _needed("seq_lens", self.seq_lens))[:prefills]
+        if not decodes:
+            decode_lens = NONE
+        elif self.seq_lens_tensor is not None:
+            decode_lens = integers("seq_lens_tensor", self.seq_lens_tensor)
+        else:
+            decode_lens = integers("seq_lens", _needed("seq_lens", self.seq_lens))[prefills:]
+        _same_number("prefills' lengths", len(prefill_lens), prefills)
+        _same_number("decodes' lengths", len(decode_lens), decodes)
+
+        first = _table("prefill_block_tables", self.prefill_block_tables, prefill_lens)
+        second = _table("block_tables", self.block_tables, decode_lens)
+        lens = np.concatenate([prefill_lens, decode_lens])
+        if first is not None and second is not None:
+            return [Part(0, starts, lens, _stacked(first, second))]
+        parts = [
+            Part(0, starts[: prefills + 1], prefill_lens, first),
+            Part(self.num_prefill_tokens, starts[prefills:] - starts[prefills], decode_lens, second),
+        ]
+        return [part for part, number in zip(parts, (prefills, decodes), strict=True) if number]
+
+    def _encoder_part(self) -> Part:
+        self._require_encoder("encoder")
+        lens = integers("encoder_seq_lens_tensor", self.encoder_seq_lens_tensor)
+        starts = integers("encoder_seq_lens_tensor", _running_sum(lens))
+        if self.num_encoder_tokens is not None and self.num_encoder_tokens != starts[-1]:
+            raise ValueError(
+                f"num_encoder_tokens: {self.num_encoder_tokens}, encoder_seq_lens_tensor says {starts[-1]}"
+            )
+        return Part(0, starts, lens, None)
+
+    def _cross_part(self) -> Part:
+        self._require_encoder("cross")
+        starts = self._query_starts()
+        lens = integers("encoder_seq_lens_tensor", self.encoder_seq_lens_tensor)
+        _same_number("encoder_seq_lens_tensor", len(lens), len(starts) - 1)
+        return Part(0, starts, lens, _table("cross_block_tables", self.cross_block_tables, lens))
+
+    def _require_encoder(self, kind: str) -> None:
+        if not getattr(self, f"is_all_{kind}_attn_metadata_set"):
+            names = ["encoder_seq_lens", "encoder_seq_lens_tensor", "max_encoder_seq_len"]
+            names += ["cross_slot_mapping", "cross_block_tables"] if kind == "cross" else []
+            missing = [name for name in names if getattr(self, name) is None]
+            raise ValueError(f"attn_metadata: {kind} attention needs {', '.join(missing)}")
+
+    def _plan(self, part: Part, kind: AttentionType, **shape: Any) -> SchedulerMetadata:
+        """The plan for some requests of this step, made by the first layer of a shape and kept for the others."""
+        key = (part.first, kind, *shape.values())
+        lengths = part.query_start_loc.tobytes() + part.seq_lens.tobytes()
+        known = self._plans.get(key)
+        if known is None or known[0] != lengths:
+            plan = get_scheduler_metadata(
+                len(part.seq_lens), seq_lens=part.seq_lens, query_start_loc=part.query_start_loc, **shape
+            )
+            known = self._plans[key] = (lengths, plan)
+        return known[1]
+
+
+def _needed(name: str, x: Any) -> Any:
+    if x is None:
+        raise ValueError(f"{name}: is None, this step needs it")
+    return x
+
+
+def _same_number(name: str, number: int, expected: int) -> None:
+    if number != expected:
+        raise ValueError(f"{name}: {number} requests, expected {expected}")
+
+
+def _running_sum(lens: Array) -> Array:
+    return np.concatenate([[0], np.cumsum(lens, dtype=np.int64)])
+
+
+def _table(name: str, x: Any, lens: Array) -> Array | None:
+    """Block table of requests with so many keys; None where there is none and they have keys."""
+    if x is None or (table := integers(name, x)).size == 0:
+        return None if lens.any() else np.zeros((len(lens), 0), np.int32)
+    if len(lens) and (table.ndim != 2 or len(table) != len(lens)):
+        raise ValueError(f"{name}: shape {table.shape}, expected [{len(lens)}, blocks]")
+    return table[: len(lens)]
+
+
+def _stacked(first: Array, second: Array) -> Array:
+    """One table after the other; the narrower one's missing entries name no block."""
+    if not len(first) or not len(second):
+        return first if len(first) else second
+    table = np.full((len(first) + len(second), max(first.shape[1], second.shape[1])), -1, np.int32)
+    table[: len(first), : first.shape[1]] = first
+    table[len(first) :, : second.shape[1]] = second
+    return table
+
+
+class CPUAttentionMetadataBuilder:
+    """Metadata from vLLM's CommonAttentionMetadata, once a step for the layers of one cache group.
+
+    kv_cache_spec and layer_names are kept as they are; of config only ``scheduler_config`` is looked at, for whether
+    prefill is chunked. device: the CPU ("cpu", torch.device("cpu") or None), else ValueError.
+    """
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], config: Any, device: Any = "cpu") -> None:
+        if device is not None and str(device).split(":")[0] != "cpu":
+            raise ValueError(f"device: {device}, expected cpu")
+        self.kv_cache_spec = kv_cache_spec
+        self.layer_names = layer_names
+        self.config = config
+        self.device = device
+        scheduler = getattr(config, "scheduler_config", None)
+        names = ("chunked_prefill_enabled", "enable_chunked_prefill")
+        self.chunked_prefill = any(getattr(scheduler, name, False) for name in names)
+
+    def reorder_batch(self, input_batch: Any, scheduler_output: Any) -> bool:
+        """Moves requests with one scheduled token (decodes) behind all others; says whether anything moved.
+
+        input_batch: req_ids, swap_states(i, j). scheduler_output: num_scheduled_tokens {req_id: number}. As few
+        swaps as can be.
+        """
+        scheduled = scheduler_output.num_scheduled_tokens
+        is_decode = [scheduled[req_id] == 1 for req_id in input_batch.req_ids]
+        num_prefills = is_decode.count(False)
+        early = [i for i in range(num_prefills) if is_decode[i]]
+        late = [i for i in range(num_prefills, len(is_decode)) if not is_decode[i]]
+        for i, j in zip(early, late, strict=True):
+            input_batch.swap_states(i, j)
+        return bool(early)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> CPUAttentionMetadata:
+        """Metadata of a step. Trailing requests of one query token are its decodes, whatever the order.
+
+        Read by name: num_reqs, query_start_loc [R+1] and seq_lens [R] (or ..._cpu, which are preferred),
+        block_table_tensor [R, M], slot_mapping [T], causal (True unless said); where there is cross attention
+        encoder_seq_lens [R], cross_slot_mapping and cross_block_tables [R, M]. Rows past R, slots past T: padding.
+        A common prefix is no case of its own here (its blocks are read like others), nor is fast_build.
+        """
+        _check.integer("common_prefix_len", common_prefix_len, 0)
+        common = common_attn_metadata
+        num_reqs = _check.integer("num_reqs", common.num_reqs, 0)
+        starts = _leading("query_start_loc", _cpu(common, "query_start_loc"), num_reqs + 1)
+        lens = _leading("seq_lens", _cpu(common, "seq_lens"), num_reqs)
+        table = _leading("block_table_tensor", common.block_table_tensor, num_reqs)
+        slots = _leading("slot_mapping", common.slot_mapping, int(starts[-1]), np.int64)
+        query_lens = np.diff(starts)
+        longer = np.flatnonzero(query_lens != 1)
+        p = int(longer[-1]) + 1 if longer.size else 0
+        metadata = CPUAttentionMetadata(
+            num_prefills=p,
+            num_prefill_tokens=int(starts[p]),
+            num_decode_tokens=int(starts[-1] - starts[p]),
+            slot_mapping=slots,
+            seq_lens=lens.tolist(),
+            seq_lens_tensor=lens[p:],
+            max_decode_seq_len=int(lens[p:].max(initial=0)),
+            block_tables=table[p:],
+            chunked_prefill=self.chunked_prefill,
+            max_query_len=int(query_lens.max(initial=0)),
+            max_kv_len=int(lens[:p].max(initial=0)),
+            prefill_query_start_loc=starts[: p + 1],
+            kv_start_loc=_running_sum(lens[:p]),
+            prefill_block_tables=table[:p],
+            query_start_loc=starts,
+            causal=_check.boolean("causal", getattr(common, "causal", True)),
+        )
+        if (encoder_lens := getattr(common, "encoder_seq_lens", None)) is not None:
+            encoder = _leading("encoder_seq_lens", encoder_lens, num_reqs)
+            metadata.encoder_seq_lens, metadata.encoder_seq_lens_tensor = encoder.tolist(), encoder
+            metadata.max_encoder_seq_len = int(encoder.max(initial=0))
+            metadata.num_encoder_tokens = int(encoder.sum(dtype=np.int64))
+        metadata.cross_slot_mapping = getattr(common, "cross_slot_mapping", None)
+        metadata.cross_block_tables = getattr(common, "cross_block_tables", None)
+        return metadata
+
+
+def _cpu(common: Any, name: str) -> Any:
+    on_cpu = getattr(common, f"{name}_cpu", None)
+    return getattr(common, name) if on_cpu is None else on_cpu
+
+
+def _leading(name: str, x: Any, number: int, dtype: Any = np.int32) -> Array:
+    a = integers(name, x, dtype)
+    if a.ndim == 0 or len(a) < number:
+        raise ValueError(f"{name}: shape {a.shape}, expected at least {number} along axis 0")
+    return a[:number]

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classes that an inference engine programs against, under the names of vLLM's older CPU backend, without torch.
+
+A step's tokens stand prefills first, then decodes. :class:`CPUAttentionMetadata` says how long everything is and where
+it lies, :class:`CPUAttentionBackendImpl` is one layer's attention. Prefills and decodes go through one
+``attention_with_kv_cache``; chunked prefill and prefix caching are nothing but lengths and block tables there.
+Keys and values that no cache of the engine holds (encoders, profiling) pass through pages of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cpu_attn import _check, reference
+from cpu_attn._arrays import DTYPES, dtype_name, view
+from cpu_attn.attention_metadata import (
+    AttentionType,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+    Part,
+    attention_type,
+)
+from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
+from cpu_attn.paged_attention import Array, PagedAttention, integers, numpy_view
+from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape
+
+SCRATCH_BLOCK_SIZE = 64
+
+
+class CPUAttentionBackend:
+    """Which classes and caches belong together. Every head size from 1 on, every group, any block size."""
+
+    accept_output_buffer: ClassVar[bool] = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+    @staticmethod
+    def get_supported_dtypes() -> list[np.dtype[Any]]:
+        """float16, bfloat16 (ml_dtypes) and float32, as NumPy dtypes."""
+        return [DTYPES[name] for name in ("float16", "bfloat16", "float32")]
+
+    @staticmethod
+    def get_supported_head_sizes() -> list[int]:
+        """Empty, which in vLLM means: every size."""
+        return PagedAttention.get_supported_head_sizes()
+
+    @staticmethod
+    def validate_head_size(head_size: int) -> None:
+        """ValueError or TypeError unless head_size is an integer from 1 to 65536."""
+        _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+        *,
+        layout: str = "flat",
+    ) -> tuple[int, ...]:
+        """``(2, N, B * Hkv * width)``, or for layout="pair" ``(N, Hkv, B, width)`` for each of K and V; see
+        :meth:`PagedAttention.get_kv_cache_shape`."""
+        return PagedAttention.get_kv_cache_shape(
+            num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str, layout=layout
+        )
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return CPUAttentionBackendImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[CPUAttentionMetadata]:
+        return CPUAttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        return CPUAttentionMetadataBuilder
+
+    @staticmethod
+    def copy_blocks(kv_caches: Sequence[Any], src_to_dists: Any) -> None:
+        """See :meth:`PagedAttention.copy_blocks`."""
+        PagedAttention.copy_blocks(kv_caches, src_to_dists)
+
+    @staticmethod
+    def swap_blocks(src_kv_cache: Any, dst_kv_cache: Any, src_to_dst: Any) -> None:
+        """See :meth:`PagedAttention.swap_blocks`."""
+        PagedAttention.swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
+
+
+class CPUAttentionBackendImpl:
+    """Attention of one layer. num_kv_heads divides num_heads; scale is the factor of q.k; alibi_slopes and sinks [Hq].
+
+    sliding_window: w or None, the last w keys, its own among them; without causality w - 1 to both sides.
+    logits_soft_cap: None or 0 is off. attn_type: decoder (causal unless the metadata says otherwise), encoder and
+    encoder_only (bidirectional, no cache), encoder_decoder (cross attention, bidirectional; positions of queries, for
+    windows and slopes, end where the keys end). kv_sharing_target_layer_name: this layer's K and V are not written,
+    forward is given the cache of that layer. ``paged_attn_impl``, of the class or of an object, says over which engine.
+    Maths: docs/contract.md. ValueError or TypeError for what is out of range.
+    """
+
+    paged_attn_impl: type[PagedAttention] = PagedAttention
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: Any = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Any = None,
+    ) -> None:
+        CPUAttentionBackend.validate_head_size(head_size)
+        self.num_heads = _check.integer("num_heads", num_heads, 1, _check.MAX_SIZE)
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.num_kv_heads = _check.integer("num_kv_heads", kv_heads, 1, self.num_heads)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads: {num_kv_heads} does not divide num_heads = {num_heads}")
+        self.num_queries_per_kv = self.num_heads // self.num_kv_heads
+        self.head_size = head_size
+        self.scale = _check.number("scale", scale)
+        self.logits_soft_cap = _check.number("logits_soft_cap", logits_soft_cap or 0.0, 0.0)
+        self.sliding_window = _check.window(-1 if sliding_window is None else sliding_window)
+        self.alibi_slopes = _check.small_floats("alibi_slopes", _array(alibi_slopes), ["float32"], self.num_heads)
+        self.sinks = _check.small_floats("sinks", _array(sinks), _check.FLOATS, self.num_heads)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.attn_type = attention_type(attn_type)
+        self._cached = self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        if kv_sharing_target_layer_name is not None and not self._cached:
+            raise ValueError(f"kv_sharing_target_layer_name: {self.attn_type.value} attention has no cache to share")
+
+    def forward(
+        self,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: Any = None,
+        output_scale: Any = None,
+        output_block_scale: Any = None,
+    ) -> Any:
+        """Writes this step's K and V into the cache and attends.
+
+        layer: ``_k_scale`` and ``_v_scale``, numbers or 0-d arrays, 1.0 where it has none.
+        query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv], or with heads and sizes in one axis; rows past T are
+        padding. In cross attention key and value are those of the new requests' encoder tokens. Both None: they are in
+        the cache already.
+        kv_cache: as in :mod:`cpu_attn.paged_attention`; empty (or None) in a profiling run: nothing is written, the
+        keys are those given, and a request that has others is refused. Encoders do not look at it.
+        attn_metadata None is a warm-up: output is zeros.
+
+        Returns output, where given, [T, Hq, Dv] or [T, Hq * Dv]; else a new [T, Hq * Dv], a tensor for torch queries,
+        NumPy for others, 0 in padding. Raises NotImplementedError for output scales, ValueError or TypeError for what
+        does not fit, before the cache is written.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("output_scale, output_block_scale: the output is not quantised here; pass None")
+        q = self._rows("query", query, self.num_heads, self.head_size)
+        if (key is None) != (value is None):
+            raise ValueError("key, value: one of them is None")
+        k = None if key is None else self._rows("key", key, self.num_kv_heads, self.head_size)
+        v = None if value is None else self._rows("value", value, self.num_kv_heads, None)
+        if output is None:
+            output = _zeros_like(query, len(q), self.num_heads * (self.head_size if v is None else v.shape[2]))
+        out = self._rows("output", output, self.num_heads, None if v is None else v.shape[2])
+        if attn_metadata is None:
+            out[...] = 0
+            return output
+        if attn_metadata.get_attn_bias(self.attn_type) is not None:
+            raise NotImplementedError("attn_bias: a layer takes alibi_slopes and sliding_window, no dense bias")
+        caches = None
+        if self._cached and not _is_empty(kv_cache):
+            caches = self.paged_attn_impl.split_kv_cache(
+                kv_cache, self.num_kv_heads, self.head_size, self.kv_cache_dtype
+            )
+        parts = self._parts(attn_metadata, caches is not None)
+        plans = [self._plan(attn_metadata, part, str(q.dtype), out.shape[2]) for part in parts]
+        self._validate(parts, plans, q, k, v, out, caches)
+        scales = _scale(layer, "_k_scale"), _scale(layer, "_v_scale")
+        if caches is not None and k is not None and v is not None and self.kv_sharing_target_layer_name is None:
+            slots = self._slots(attn_metadata, len(k))
+            self.paged_attn_impl.write_to_paged_cache(
+                k[: len(slots)], v[: len(slots)], *caches, slots, self.kv_cache_dtype, *scales
+            )
+        for part, plan in zip(parts, plans, strict=True):
+            if caches is None or part.block_table is None:
+                pages, stored = self._scratch(part, k, v), (1.0, 1.0, "auto")
+            else:
+                pages, stored = (*caches, part.block_table), (*scales, self.kv_cache_dtype)
+            key_cache, value_cache, table = pages
+            k_scale, v_scale, kv_cache_dtype = stored
+            attention_with_kv_cache(
+                *(q[part.rows], key_cache, value_cache, out[part.rows], part.query_start_loc, part.seq_lens),
+                *(self.scale, self._causal(attn_metadata), self.alibi_slopes, self.sliding_window, table),
+                softcap=self.logits_soft_cap,
+                scheduler_metadata=plan,
+                s_aux=self.sinks,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                kv_cache_dtype=kv_cache_dtype,
+            )
+        return output
+
+    def _rows(self, name: str, x: Any, num_heads: int, head_size: int | None) -> Array:
+        """[T, num_heads, head_size] of that or of [T, num_heads * head_size], in the same memory."""
+        a = numpy_view(name, x)
+        if a.ndim == 2 and a.shape[1] % num_heads == 0:
+            a = a.reshape(len(a), num_heads, a.shape[1] // num_heads)  # to split an axis never copies
+        if a.ndim != 3 or a.shape[1] != num_heads or head_size not in (None, a.shape[2]):
+            size = "head_size_v" if head_size is None else head_size
+            raise ValueError(f"{name}: shape {a.shape}, expected [T, {num_heads}, {size}] or [T, {num_heads} * {size}]")
+        return a
+
+    @property
+    def _is_cross(self) -> bool:
+        return self.attn_type is AttentionType.ENCODER_DECODER
+
+    def _parts(self, metadata: CPUAttentionMetadata, has_cache: bool) -> list[Part]:
+        if self.attn_type is AttentionType.ENCODER:
+            return [metadata._encoder_part()]
+        parts = [metadata._cross_part()] if self._is_cross else metadata._decoder_parts()
+        if has_cache:
+            return parts
+        return [Part(part.first, part.query_start_loc, part.seq_lens, None) for part in parts]
+
+    def _plan(self, metadata: CPUAttentionMetadata, part: Part, dtype: str, head_size_v: int) -> SchedulerMetadata:
+        return metadata._plan(
+            part,
+            self.attn_type,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=dtype,
+            causal=self._causal(metadata),
+            sliding_window=self.sliding_window,
+            isa=self.paged_attn_impl.isa,
+            kv_cache_dtype="auto" if part.block_table is None else self.kv_cache_dtype,
+            head_size_v=head_size_v,
+            engine=self.paged_attn_impl.engine,
+        )
+
+    def _causal(self, metadata: CPUAttentionMetadata) -> bool:
+        return self.attn_type is AttentionType.DECODER and metadata.causal
+
+    def _validate(
+        self,
+        parts: Sequence[Part],
+        plans: Sequence[SchedulerMetadata],
+        query: Array,
+        key: Array | None,
+        value: Array | None,
+        output: Array,
+        caches: tuple[Array, Array] | None,
+    ) -> None:
+        """What the two calls would find only after the cache was written."""
+        tokens = max((part.rows.stop for part in parts), default=0)
+        for name, rows in (("query", query), ("output", output)):
+            if len(rows) < tokens:
+                raise ValueError(f"{name}: {len(rows)} tokens, attn_metadata says {tokens}")
+        if key is not None and value is not None and len(key) != len(value):
+            raise ValueError(f"value: {len(value)} tokens, key has {len(key)}")
+        axes = [("T", None), ("num_heads", self.num_heads), ("head_size", None)]
+        q = _check.array("query", query, _check.FLOATS, axes)
+        out = _check.writable("output", _check.array("output", output, [q.dtype], axes))
+        if key is not None and key.dtype != query.dtype:
+            raise TypeError(f"key: dtype {key.dtype}, query has {query.dtype}")
+        arrays = {"key": key, "value": value}
+        if caches is not None:
+            arrays |= {"key_cache": caches[0], "value_cache": caches[1]}
+        others = {name: None if x is None else view(name, x) for name, x in arrays.items()}
+        _check.disjoint("output", out, {"query": q, **others})
+        for part, plan in zip(parts, plans, strict=True):
+            if part.block_table is None:
+                self._check_given(part, key, caches is not None)
+            elif caches is not None:
+                _check.block_table(plan, view("block_table", part.block_table), len(caches[0]), caches[0].shape[2])
+
+    def _check_given(self, part: Part, key: Array | None, has_cache: bool) -> None:
+        """Do the keys that forward was given hold all keys of requests that have no blocks?"""
+        if has_cache and (self._is_cross or self.kv_sharing_target_layer_name is not None):
+            name = "cross_block_tables" if self._is_cross else "block_tables"
+            raise ValueError(f"{name}: needed, this layer's keys are in the cache")
+        if key is None:
+            raise ValueError("key: is None, and no cache holds the keys")
+        if not self._is_cross and (differ := np.flatnonzero(np.diff(part.query_start_loc) != part.seq_lens)).size:
+            r = int(differ[0])
+            queries = part.query_start_loc[r + 1] - part.query_start_loc[r]
+            raise ValueError(
+                f"seq_lens: request {r} has {part.seq_lens[r]} keys and {queries} query tokens; where no cache holds "
+                "keys they must be the same"
+            )
+        needed = part.first + int(part.seq_lens.sum(dtype=np.int64))
+        if len(key) < needed:
+            raise ValueError(f"key: {len(key)} tokens, attn_metadata says {needed}")
+
+    def _slots(self, metadata: CPUAttentionMetadata, num_keys: int) -> Array:
+        """Where the given keys go. Cross attention's are all meant; a decoder's may be followed by padding."""
+        if self._is_cross:
+            slots = integers("cross_slot_mapping", metadata.cross_slot_mapping, np.int64).reshape(-1)
+            if len(slots) != num_keys:
+                raise ValueError(f"cross_slot_mapping: {len(slots)} slots, key has {num_keys} tokens")
+            return slots
+        slots, tokens = integers("slot_mapping", metadata.slot_mapping, np.int64).reshape(-1), metadata._num_tokens
+        if min(len(slots), num_keys) < tokens:
+            raise ValueError(f"slot_mapping: {len(slots)} slots and {num_keys} keys for {tokens} tokens")
+        return slots[:tokens]
+
+    def _scratch(self, part: Part, key: Any, value: Any) -> tuple[Array, Array, Array]:
+        """Pages of our own with the keys of some requests, one after the other, and their block table."""
+        lens = part.seq_lens.astype(np.int64)
+        blocks = -(-lens // SCRATCH_BLOCK_SIZE)
+        starts = np.concatenate([[0], np.cumsum(blocks)])
+        total = int(lens.sum())
+        offsets = np.arange(total) - np.repeat(np.cumsum(lens) - lens, lens)
+        slots = np.repeat(starts[:-1], lens) * SCRATCH_BLOCK_SIZE + offsets
+        key_cache, value_cache = (
+            np.empty(self._scratch_shape(int(starts[-1]), x.shape[2], str(x.dtype)), x.dtype) for x in (key, value)
+        )
+        rows = slice(part.first, part.first + total)
+        reshape_and_cache(key[rows], value[rows], key_cache, value_cache, slots, self.paged_attn_impl.isa)
+        table = starts[:-1, None] + np.arange(blocks.max(initial=0))
+        return key_cache, value_cache, table.astype(np.int32)
+
+    def _scratch_shape(self, num_blocks: int, head_size: int, dtype: str) -> tuple[int, ...]:
+        isa = self.paged_attn_impl.isa
+        return get_kv_cache_shape(num_blocks, SCRATCH_BLOCK_SIZE, self.num_kv_heads, head_size, dtype, isa)
+
+
+def _array(x: Any) -> Any:
+    return np.asarray(x, np.float32) if isinstance(x, (list, tuple)) else x
+
+
+def _is_empty(kv_cache: Any) -> bool:
+    if kv_cache is None:
+        return True
+    halves = kv_cache if isinstance(kv_cache, (tuple, list)) else [kv_cache]
+    return all(numpy_view("kv_cache", half).size == 0 for half in halves)
+
+
+def _scale(layer: Any, name: str) -> float:
+    x = getattr(layer, name, 1.0)
+    if hasattr(x, "__dlpack__") and not hasattr(x, "__float__"):
+        x = numpy_view(name, x)
+    return _check.number(name, x)
+
+
+def _zeros_like(query: Any, rows: int, columns: int) -> Any:
+    """A tensor where query is one (it makes its own kind), else a NumPy array."""
+    if hasattr(query, "new_zeros"):
+        return query.new_zeros((rows, columns))
+    return np.zeros((rows, columns), DTYPES[view("query", query).dtype])
+
+
+# ---- dense biases, for tests and for engines that need them; no layer here builds one ----
+
+
+def make_alibi_bias(alibi_slopes: Any, dtype: Any, seq_lens: Sequence[int]) -> list[Array]:
+    """For each length L the causal ALiBi bias [1, Hq, L, L]: slope * (key - query), -inf where the key is later.
+
+    alibi_slopes [Hq], dtype float32, float16 or bfloat16. Press et al., arXiv:2108.12409.
+    """
+    slopes = numpy_view("alibi_slopes", _array(alibi_slopes))
+    slopes = slopes.astype(np.float64)[:, None, None]
+    biases = []
+    for length in seq_lens:
+        distance = np.arange(length) - np.arange(length)[:, None]
+        bias = np.where(distance > 0, -np.inf, slopes * distance)
+        biases.append(bias[None].astype(DTYPES[dtype_name(dtype)]))
+    return biases
+
+
+def make_sliding_window_bias(
+    seq_lens: Sequence[int], window_size: int | None, dtype: Any, causal: bool = True
+) -> list[Array]:
+    """For each length L the mask [1, L, L]: 0 where a query sees the key, else -inf.
+
+    window_size: w, the last w keys, the query's own among them, and w - 1 ahead where not causal; None: no window.
+    dtype float32, float16 or bfloat16.
+    """
+    window = -1 if window_size is None else window_size
+    masks = [reference.visible(length, length, causal, window) for length in seq_lens]
+    return [np.where(mask, 0.0, -np.inf)[None].astype(DTYPES[dtype_name(dtype)]) for mask in masks]
