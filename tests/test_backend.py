@@ -25,7 +25,7 @@ from cpu_attn import (
 )
 
 from .backend_steps import FEATURES, LAYER, MIXED, Cross, Step, empty_cache, layer
-from .cases import DTYPES, same_bits
+from .cases import DTYPES, quantised, same_bits
 from .test_arrays import Capsule, Tensor
 
 REASON = next(e.reason for e in cpu_attn.engines() if e.name == "onednn")
@@ -506,3 +506,29 @@ def test_refused_layers(error: type[Exception], says: str, options: dict[str, An
     arguments: dict[str, Any] = {"num_heads": 4, "head_size": 16, "scale": 0.25, "num_kv_heads": 2}
     with pytest.raises(error, match=says):
         CPUAttentionBackendImpl(**(arguments | options))
+
+
+@pytest.mark.parametrize("paged", PAGED)
+@pytest.mark.parametrize("layout", ["flat", "pair", "stacked"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
+def test_fp8_cache(paged: type[PagedAttention], layout: str, dtype: str, kv_cache_dtype: str) -> None:
+    """A step over a cache of bytes, as vLLM allocates it; the oracle sees what the bytes say."""
+    step, scales = Step(*MIXED, dtype=dtype, layout=layout), (0.0625, 0.25)
+    step.kv_cache = (
+        tuple(np.full(c.shape, 0xFF, np.uint8) for c in step.kv_cache)
+        if layout == "pair"
+        else np.full(step.kv_cache.shape, 0xFF, np.uint8)
+    )
+    caches = paged.split_kv_cache(step.kv_cache, 2, 16, kv_cache_dtype)
+    rows = [np.concatenate(x) for x in (step.keys, step.values, step.slots)]
+    rows[2][np.isin(rows[2], step.slot_mapping)] = -1  # the step's own tokens are the layer's to write
+    paged.write_to_paged_cache(rows[0], rows[1], *caches, rows[2], kv_cache_dtype, *scales)
+    scaled = SimpleNamespace(_k_scale=np.array(scales[0], np.float32), _v_scale=scales[1])
+    impl = layer(paged, kv_cache_dtype=kv_cache_dtype)
+    output = impl.forward(scaled, step.query, step.key, step.value, step.kv_cache, step.metadata())
+    step.keys, step.values = (
+        [quantised(x, kv_cache_dtype, scale).astype(np.float64) * scale for x in xs]
+        for xs, scale in ((step.keys, scales[0]), (step.values, scales[1]))
+    )
+    step.check(output)
