@@ -44,11 +44,39 @@ static void write_narrow(const ca_cache *c, int value, char *block, int64_t toke
         block[ca_k_offset(layout, token, head_size, head_size + 1)] = 0;
 }
 
+/* A whole group in pairs. Two bytes side by side are moved as one 16-bit element: so K in pairs of bytes lies as K of
+ * half as many halves does in lanes. */
+static int write_narrow_group(const ca_cache *c, int value, char *block, int64_t token, const char *rows, int64_t ld,
+                              int stream) {
+    const ca_kernel *kernel = kernel_of(c), *halves = ca_isa_get(c->isa)->kernels[CA_F16];
+    int64_t head_size = c->head_size;
+    uint8_t bytes[CA_LANES][512];
+    if (kernel->info.layout != CA_LAYOUT_PAIRS || !halves || head_size % 2 || head_size > (int64_t)sizeof bytes[0])
+        return 0;
+    for (int t = 0; t < CA_LANES; t++)
+        kernel->pack(rows + t * ld, head_size, c->scale, c->kv_dtype, bytes[t]);
+    if (!value) {
+        halves->write_k(block, head_size / 2, token, CA_LANES, bytes, sizeof bytes[0] / 2, stream);
+        return 1;
+    }
+    for (int t = 0; t < CA_LANES; t += 2) {
+        uint8_t *dst = (uint8_t *)block + ca_v_offset(CA_LAYOUT_PAIRS, token + t, 0, head_size);
+        for (int64_t d = 0; d < head_size; d++) {
+            dst[2 * d] = bytes[t][d];
+            dst[2 * d + 1] = bytes[t + 1][d];
+        }
+    }
+    return 1;
+}
+
 static void write_run(const ca_cache *c, int value, const ca_rows *rows, int head, int64_t slot, int64_t t, int n,
                       int stream) {
     const ca_kernel *kernel = kernel_of(c);
     if (ca_is_narrow(c->kv_dtype)) {
         char *block = (char *)ca_block(c->data, c->stride_n, c->stride_h, slot / c->block_size, head, c->kv_dtype);
+        if (n == CA_LANES && write_narrow_group(c, value, block, slot % c->block_size, row_of(rows, t, head, c->dtype),
+                                                rows->stride_t * ca_dtype_size(c->dtype), stream))
+            return;
         for (int i = 0; i < n; i++)
             write_narrow(c, value, block, slot % c->block_size + i, row_of(rows, t + i, head, c->dtype));
         return;
