@@ -29,6 +29,18 @@ INLINE vf v_exp2_short(vf x) {
     return v_scale(p, n);
 }
 
+/* The same to 3e-06, for softcap before such weights. */
+INLINE vf v_exp2_middle(vf x) {
+    x = v_max(v_set1(-127.0f), x);
+    vf n = v_round(x), f = v_sub(x, n);
+    vf p = v_set1(0.00958277192f);
+    p = v_fma(p, f, v_set1(0.0559062101f));
+    p = v_fma(p, f, v_set1(0.240240991f));
+    p = v_fma(p, f, v_set1(0.693124235f));
+    p = v_fma(p, f, v_set1(1.0f));
+    return v_scale(p, n);
+}
+
 /* Small |x| by the odd polynomial, where 1 - 2/(e^2x + 1) would cancel; above by that formula. */
 INLINE vf v_tanh(vf x) {
     vf a = v_min(v_set1(9.1f), v_abs(x)), u = v_mul(a, a);
