@@ -91,7 +91,13 @@ def attention(
     """
     step, out, log = _checked(
         *(query, key_cache, value_cache, output, query_start_loc, seq_lens, scale, causal, alibi_slopes),
-        *(sliding_window, block_table, softcap, s_aux, dynamic_causal, k_scale, v_scale, kv_cache_dtype, lse, isa),
+        sliding_window,
+        *(block_table, softcap, s_aux, dynamic_causal),
+        k_scale,
+        v_scale,
+        kv_cache_dtype,
+        lse,
+        isa,
     )
     result, result_lse = _every_request(step)
     out.numpy()[...] = result

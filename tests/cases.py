@@ -121,7 +121,8 @@ def quantised(x: NDArray[Any], kv_cache_dtype: str, scale: float) -> NDArray[Any
     dtype = np.dtype(getattr(ml_dtypes, _FP8[kv_cache_dtype]))
     most = np.float32(ml_dtypes.finfo(dtype).max)
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.clip(x.astype(np.float32) / np.float32(scale), -most, most).astype(dtype)
+        rounded: NDArray[Any] = np.clip(x.astype(np.float32) / np.float32(scale), -most, most).astype(dtype)
+    return rounded
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
