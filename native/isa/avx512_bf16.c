@@ -6,7 +6,13 @@
  * flags: -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -mavx512vbmi
  *
  * AVX-512's bf16 kernel where VDPBF16PS is the faster product: twice FP32 FMA on Zen 4, half of it on Intel's cores
- * (468 and 234, 171 and 347 GFLOP/s of two threads, by native/probe). */
+ * (468 and 234, 171 and 347 GFLOP/s of two threads, by native/probe).
+ *
+ * Block sizes, on one Zen 4 core (GFLOP/s of prefill-2k / prefill-64x512; the peak is 234):
+ *   MR 6 NG 4, KEYS 256, ROWS 192   190 / 160      KEYS 128, ROWS 192   184 / 159
+ *   the same, ROWS 96               189 / 156      KEYS 128, ROWS 96    185 / 154
+ *   MR 8 NG 3 NDV 3, KEYS 128, ROWS 96, before ragged edges were multiplied whole: 168 / 141, where MR 6 gave 179 / 139
+ * FEW_KEYS, decode-8x8k on two threads, of the read bandwidth: 64 0.86, 128 0.88, 192 0.84, 256 0.82. */
 #include "../cpu.h"
 #include "avx512.h"
 #include <stdlib.h>
