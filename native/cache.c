@@ -127,16 +127,16 @@ static void write_all(const ca_cache *kc, const ca_cache *vc, const ca_rows *key
     write_call w = {kc, vc, key, value, slots, num_tokens, work * ca_dtype_size(kc->kv_dtype) >= STREAM_BYTES};
     /* 8 elements a nanosecond: bfloat16 in runs, on a Zen 4 core; token by token it is a tenth of that */
     int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for((double)work / 8)));
-    int heads = kc->num_kv_heads, groups = gcd(heads, team), parts = team / groups, each = heads / groups;
     if (team <= 1) {
-        write_part(&w, 0, heads, 0, 1);
+        write_part(&w, 0, kc->num_kv_heads, 0, 1);
         return;
     }
+    int heads = kc->num_kv_heads, groups = gcd(heads, team), parts = team / groups, each = heads / groups;
 #ifdef _OPENMP
 #pragma omp parallel for num_threads(team)
+#endif
     for (int i = 0; i < team; i++)
         write_part(&w, i / parts * each, (i / parts + 1) * each, i % parts, parts);
-#endif
 }
 
 static ca_cache cache_of(const ca_array *a, const ca_array *rows, int isa, int kv_dtype, float scale) {

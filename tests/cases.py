@@ -47,6 +47,7 @@ __all__ = [
     "numpy_dtype",
     "run",
     "same_bits",
+    "slots_of",
 ]
 
 # (isa, dtype) of every kernel that runs here; of these one for each isa.
@@ -362,7 +363,7 @@ def _write(problem: Problem, isa: str, key_cache: NDArray[Any], value_cache: NDA
     """All tokens of all requests, in `pieces` calls: with one, in order; with more, shuffled, each slot first
     written with another token's key and value, and padding (slot -1, NaN) in between."""
     case = problem.case
-    slots = _slots(problem)
+    slots = slots_of(problem)
     if not len(slots):
         return
     key, value = np.concatenate(problem.key), np.concatenate(problem.value)
@@ -382,7 +383,8 @@ def _write(problem: Problem, isa: str, key_cache: NDArray[Any], value_cache: NDA
         )
 
 
-def _slots(problem: Problem) -> NDArray[np.int64]:
+def slots_of(problem: Problem) -> NDArray[np.int64]:
+    """[tokens of all requests]: where each key and value lies."""
     size = problem.case.block_size
     slots = [np.zeros(0, np.int64)]
     for row, seq_len in zip(problem.block_table.astype(np.int64), problem.seq_lens, strict=True):

@@ -1,0 +1,138 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * One call of reshape_and_cache and of attention_with_kv_cache without Python, for machines that are emulated:
+ * test_cross.py writes the arrays to standard input and reads output and lse from standard output. */
+#include "cpu_attn.h"
+#include <stdio.h>
+#include <stdlib.h>
+
+enum {
+    DTYPE,
+    KV_DTYPE,
+    REQS,
+    HEADS,
+    KV_HEADS,
+    SIZE,
+    SIZE_V,
+    BLOCKS,
+    BLOCK_SIZE,
+    COLUMNS,
+    TOKENS,
+    WRITTEN,
+    CAUSAL,
+    LEFT,
+    RIGHT,
+    SLOPES,
+    SINKS,
+    FLAGS,
+    REFERENCE,
+    FIELDS
+};
+
+static int64_t f[FIELDS];
+
+static void die(const char *why) {
+    fprintf(stderr, "%s\n", why);
+    exit(1);
+}
+
+static void *memory(int64_t bytes, int fill) {
+    void *p = aligned_alloc(64, (size_t)ca_round_up(ca_max64(bytes, 1), 64));
+    if (!p)
+        die("no memory");
+    return memset(p, fill, (size_t)bytes);
+}
+
+static ca_array array(int dtype, int itemsize, int ndim, const int64_t *shape, int fill) {
+    ca_array a = {.ndim = ndim, .dtype = dtype, .itemsize = itemsize, .writable = 1};
+    int64_t size = 1;
+    for (int i = ndim - 1; i >= 0; size *= shape[i--]) {
+        a.shape[i] = shape[i];
+        a.strides[i] = size;
+    }
+    a.address = (uintptr_t)memory(size * itemsize, fill);
+    return a;
+}
+
+static int64_t bytes_of(const ca_array *a) {
+    int64_t size = a->itemsize;
+    for (int i = 0; i < a->ndim; i++)
+        size *= a->shape[i];
+    return size;
+}
+
+static ca_array given(int dtype, int itemsize, int ndim, const int64_t *shape) {
+    ca_array a = array(dtype, itemsize, ndim, shape, 0);
+    size_t bytes = (size_t)bytes_of(&a);
+    if (fread((void *)a.address, 1, bytes, stdin) != bytes)
+        die("standard input is short");
+    return a;
+}
+
+static ca_array floats(int there) { return there ? given(CA_F32, 4, 1, &f[HEADS]) : (ca_array){0}; }
+
+static int isa_by_name(const char *name) {
+    ca_isa_info info;
+    for (int i = 0; ca_isa(i, &info); i++)
+        if (!strcmp(info.name, name) && info.supported)
+            return i;
+    die("no such isa");
+    return -1;
+}
+
+static ca_array cache(int isa, int value) {
+    int64_t size = f[value ? SIZE_V : SIZE];
+    int64_t width = ca_max64(ca_block_elements(isa, (int)f[DTYPE], f[BLOCK_SIZE], size, 0),
+                             ca_block_elements(isa, (int)f[DTYPE], f[BLOCK_SIZE], size, 1));
+    int64_t shape[] = {f[BLOCKS], f[KV_HEADS], f[BLOCK_SIZE], ca_div_up(width, f[BLOCK_SIZE])};
+    return array((int)f[KV_DTYPE], ca_dtype_size((int)f[KV_DTYPE]), 4, shape, 0xff);
+}
+
+int main(int argc, char **argv) {
+    float x[4]; /* scale, softcap, k_scale, v_scale */
+    if (argc != 2 || fread(f, sizeof *f, FIELDS, stdin) != FIELDS || fread(x, sizeof *x, 4, stdin) != 4)
+        die("usage: run_case ISA < arrays");
+    int isa = isa_by_name(argv[1]), item = ca_dtype_size((int)f[DTYPE]), dtype = (int)f[DTYPE];
+    ca_array kc = cache(isa, 0), vc = cache(isa, 1);
+    ca_array q = given(dtype, item, 3, (int64_t[]){f[TOKENS], f[HEADS], f[SIZE]});
+    ca_array k = given(dtype, item, 3, (int64_t[]){f[WRITTEN], f[KV_HEADS], f[SIZE]});
+    ca_array v = given(dtype, item, 3, (int64_t[]){f[WRITTEN], f[KV_HEADS], f[SIZE_V]});
+    ca_array slots = given(CA_I64, 8, 1, &f[WRITTEN]);
+    ca_array table = given(CA_I32, 4, 2, (int64_t[]){f[REQS], f[COLUMNS]});
+    ca_array starts = given(CA_I32, 4, 1, (int64_t[]){f[REQS] + 1}), lens = given(CA_I32, 4, 1, &f[REQS]);
+    ca_array flags = f[FLAGS] ? given(CA_I32, 4, 1, &f[REQS]) : (ca_array){0};
+    ca_array slopes = floats(f[SLOPES] != 0), sinks = floats(f[SINKS] != 0);
+    ca_array output = array(dtype, item, 3, (int64_t[]){f[TOKENS], f[HEADS], f[SIZE_V]}, 0xff);
+    ca_array lse = array(CA_F32, 4, 2, (int64_t[]){f[HEADS], f[TOKENS]}, 0xff);
+    ca_known *known = memory(sizeof *known, 0);
+    ca_fault fault = {0};
+    ca_shape shape = {.num_reqs = (int32_t)f[REQS],
+                      .num_heads = (int32_t)f[HEADS],
+                      .num_kv_heads = (int32_t)f[KV_HEADS],
+                      .head_size = (int32_t)f[SIZE],
+                      .head_size_v = (int32_t)f[SIZE_V],
+                      .dtype = dtype,
+                      .kv_dtype = (int32_t)f[KV_DTYPE],
+                      .isa = isa,
+                      .causal = (int32_t)f[CAUSAL],
+                      .window_left = (int32_t)f[LEFT],
+                      .window_right = (int32_t)f[RIGHT],
+                      .enable_kv_split = 1,
+                      .num_threads = 1};
+    const ca_array written[] = {kc, vc, k, v, slots}, step[] = {starts, lens, flags};
+    const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks};
+    ca_plan_info info;
+    ca_write(known, NULL, written, 0, isa, (int)f[KV_DTYPE], x[2], x[3], &fault);
+    const ca_engine *engine = f[REFERENCE] ? ca_reference_engine() : ca_native_engine();
+    ca_plan *plan = fault.status ? NULL : ca_plan_new(&shape, engine, NULL, step, &fault);
+    if (!plan)
+        die("no plan");
+    ca_plan_describe(plan, &info);
+    memset(known, 0, sizeof *known);
+    ca_attend(plan, known, NULL, call, (int)f[CAUSAL], x[0], x[1], x[2], x[3], memory(info.workspace_bytes, 0xff),
+              info.workspace_bytes, &fault);
+    if (fault.status)
+        die("the call failed");
+    fwrite((void *)output.address, 1, (size_t)bytes_of(&output), stdout);
+    fwrite((void *)lse.address, 1, (size_t)bytes_of(&lse), stdout);
+    return 0;
+}

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels for another architecture, compiled by a cross compiler and run by qemu, against the float64 oracle."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cpu_attn import _check
+from cpu_attn._arrays import CODES
+
+from .cases import DTYPES, Problem, build, cases, check, numpy_dtype, slots_of
+
+ROOT = Path(__file__).resolve().parents[1]
+COMPILER = "aarch64-linux-gnu-gcc"
+EMULATOR = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-static"]
+LISTS = {
+    "isa_list.h": 'CA_ISA_LIST ISA(neon, "vector") ISA(scalar, "scalar")\n#define CA_ISA_VARIANTS\n'
+    "#define CA_ISA_ABSENT",
+    "probe_list.h": 'CA_PROBE_LIST PROBE(neon, "vector") PROBE(scalar, "scalar")\n#define CA_PROBE_VARIANTS\n'
+    "#define CA_PROBE_ABSENT",
+}
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which(COMPILER) and EMULATOR and (ROOT / "native").is_dir()),
+    reason=f"needs {COMPILER}, qemu-user and a source tree",
+)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("aarch64")
+    for name, text in LISTS.items():
+        (folder / name).write_text(f"#define {text}\n")
+    sources = [*(ROOT / "native").glob("*.c"), ROOT / "tests/cross/run_case.c"]
+    sources += [ROOT / "native" / kind / f"{name}.c" for kind in ("isa", "probe") for name in ("neon", "scalar")]
+    common = [COMPILER, *FLAGS, f"-I{ROOT / 'native'}", f"-I{folder}"]
+
+    def compile_one(source: Path) -> str:
+        target = folder / f"{source.parent.name}-{source.stem}.o"
+        subprocess.run([*common, "-c", str(source), "-o", str(target)], check=True)
+        return str(target)
+
+    with ThreadPoolExecutor() as pool:
+        objects = list(pool.map(compile_one, sources))
+    subprocess.run([*common, *objects, "-lm", "-lpthread", "-o", str(folder / "run_case")], check=True)
+    return folder / "run_case"
+
+
+def arrays(problem: Problem, reference: bool) -> bytes:
+    """What run_case.c reads."""
+    case = problem.case
+    kv = _check.kv_dtype(case.kv_cache_dtype, case.dtype)
+    causal = case.causal if problem.dynamic_causal is None else bool(problem.dynamic_causal.all())
+    left, right = _check.window(case.sliding_window)
+    slots = slots_of(problem)
+    tokens: list[NDArray[Any]] = [
+        np.concatenate([*rows, np.zeros((0, case.num_kv_heads, size), numpy_dtype(case.dtype))])
+        for rows, size in ((problem.key, case.head_size), (problem.value, case.value_size))
+    ]
+    table = problem.block_table
+    fields = [CODES[case.dtype][0], CODES[kv][0], len(problem.seq_lens), case.num_heads, case.num_kv_heads]
+    fields += [case.head_size, case.value_size, problem.num_blocks, case.block_size, table.shape[1]]
+    fields += [len(problem.query), len(slots), case.causal, left, -1 if causal else right]
+    optional = (problem.alibi_slopes, problem.s_aux, problem.dynamic_causal)
+    fields += [*(x is not None for x in optional), reference]
+    numbers = [problem.scale, case.softcap, *problem.scales]
+    slopes, sinks, flags = ([] if x is None else [x] for x in optional)
+    body = [problem.query, *tokens, slots, table, problem.query_start_loc, problem.seq_lens, *flags, *slopes, *sinks]
+    head = [np.array(fields, np.int64), np.array(numbers, np.float32)]
+    return b"".join(np.ascontiguousarray(x).tobytes() for x in (*head, *body))
+
+
+def run(program: Path, problem: Problem, isa: str, reference: bool = False) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    case = problem.case
+    command = [str(EMULATOR), str(program), isa]
+    done = subprocess.run(command, input=arrays(problem, reference), capture_output=True, check=False)
+    assert done.returncode == 0, (case.name, done.stderr)
+    shape = (len(problem.query), case.num_heads, case.value_size)
+    size = int(np.prod(shape)) * numpy_dtype(case.dtype).itemsize
+    output = np.frombuffer(done.stdout[:size], numpy_dtype(case.dtype)).reshape(shape)
+    return output, np.frombuffer(done.stdout[size:], np.float32).reshape(shape[1::-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ["neon", "scalar"])
+def test_aarch64(program: Path, isa: str, dtype: str) -> None:
+    problems = [build(case) for case in cases("quick", dtype)]
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(lambda p: run(program, p, isa), problems))
+    for problem, result in zip(problems, results, strict=True):
+        judged = check(problem, *result)
+        assert judged.ok, (problem.case.name, judged.message)
