@@ -83,7 +83,7 @@ def _frame(axes: Any, report: Result, points: list[Result]) -> None:
         p["value"]: p["what"] for p in report["probes"] if p["unit"] == "GFLOP/s" and p["value"] and p["value"] in used
     }
     x, y = zip(*map(_place, points), strict=True)
-    low, high = min(x) / 4, max(*x, max(levels) / min(slopes)) * 2
+    low, high = min(*x, max(levels) / max(slopes)) / 4, max(*x, max(levels) / min(slopes)) * 2
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(min(y) / 2, max(levels) * 2))
     over = {p["value"]: p["what"] for p in report["probes"] if p["limit"] == "read_gbps"}
     for slope in {min(slopes), max(slopes)} if max(slopes) > 1.1 * min(slopes) else {max(slopes)}:
