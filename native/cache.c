@@ -72,18 +72,14 @@ static int write_narrow_group(const ca_cache *c, int value, char *block, int64_t
 static void write_run(const ca_cache *c, int value, const ca_rows *rows, int head, int64_t slot, int64_t t, int n,
                       int stream) {
     const ca_kernel *kernel = kernel_of(c);
-    if (ca_is_narrow(c->kv_dtype)) {
-        char *block = (char *)ca_block(c->data, c->stride_n, c->stride_h, slot / c->block_size, head, c->kv_dtype);
-        if (n == CA_LANES && write_narrow_group(c, value, block, slot % c->block_size, row_of(rows, t, head, c->dtype),
-                                                rows->stride_t * ca_dtype_size(c->dtype), stream))
-            return;
+    char *block = (char *)ca_block(c->data, c->stride_n, c->stride_h, slot / c->block_size, head, c->kv_dtype);
+    const char *row = row_of(rows, t, head, c->dtype);
+    int64_t token = slot % c->block_size, ld = rows->stride_t * ca_dtype_size(c->dtype);
+    if (!ca_is_narrow(c->kv_dtype))
+        (value ? kernel->write_v : kernel->write_k)(block, c->head_size, token, n, row, rows->stride_t, stream);
+    else if (n < CA_LANES || !write_narrow_group(c, value, block, token, row, ld, stream))
         for (int i = 0; i < n; i++)
-            write_narrow(c, value, block, slot % c->block_size + i, row_of(rows, t + i, head, c->dtype));
-        return;
-    }
-    (value ? kernel->write_v : kernel->write_k)(
-        (char *)ca_block(c->data, c->stride_n, c->stride_h, slot / c->block_size, head, c->dtype), c->head_size,
-        slot % c->block_size, n, row_of(rows, t, head, c->dtype), rows->stride_t, stream);
+            write_narrow(c, value, block, token + i, row + i * ld);
 }
 
 /* Tokens from t on, at most one K group of them, that lie one after another in one block. */

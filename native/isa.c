@@ -46,9 +46,10 @@ __attribute__((constructor)) static void choose(void) {
         chosen[i] = *rows[i].row;
     for (int v = 0; variants[v].row; v++)
         for (int i = 0; i < NUM_ROWS; i++)
-            for (int d = 0; d < CA_DTYPES && !strcmp(rows[i].name, variants[v].of) && !variants[v].row->missing(); d++)
-                if (variants[v].row->kernels[d])
-                    chosen[i].kernels[d] = variants[v].row->kernels[d];
+            if (!strcmp(rows[i].name, variants[v].of) && !variants[v].row->missing())
+                for (int d = 0; d < CA_DTYPES; d++)
+                    if (variants[v].row->kernels[d])
+                        chosen[i].kernels[d] = variants[v].row->kernels[d];
 }
 
 const ca_isa_row *ca_isa_get(int isa) { return isa >= 0 && isa < NUM_ROWS ? &chosen[isa] : NULL; }

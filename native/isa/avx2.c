@@ -172,16 +172,9 @@ INLINE void v_zip_bf16(uint16_t *dst, const uint16_t *a, const uint16_t *b, int 
         v_storen_f32((void *)dst, pairs, n);
 }
 #define STREAMS 1
-INLINE void v_stream(void *to, const void *from, int64_t bytes) {
-    char *dst = to;
-    const char *src = from;
-    int64_t i = ca_min64(bytes, -(uintptr_t)dst % 64);
-    memcpy(dst, src, (size_t)i);
-    for (; i + 64 <= bytes; i += 64) {
-        _mm256_stream_si256((void *)(dst + i), _mm256_loadu_si256((const void *)(src + i)));
-        _mm256_stream_si256((void *)(dst + i + 32), _mm256_loadu_si256((const void *)(src + i + 32)));
-    }
-    memcpy(dst + i, src + i, (size_t)(bytes - i));
+INLINE void v_stream_line(void *to, const void *from) {
+    _mm256_stream_si256((__m256i *)to, _mm256_loadu_si256((const __m256i *)from));
+    _mm256_stream_si256((__m256i *)to + 1, _mm256_loadu_si256((const __m256i *)from + 1));
 }
 
 #include "../kernel/kernels.inc"

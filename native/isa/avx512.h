@@ -184,12 +184,4 @@ INLINE void v_zip_bf16(uint16_t *dst, const uint16_t *a, const uint16_t *b, int 
     v_storen_f32((void *)dst, _mm512_castsi512_ps(_mm512_or_si512(even, _mm512_slli_epi32(odd, 16))), n);
 }
 #define STREAMS 1
-INLINE void v_stream(void *to, const void *from, int64_t bytes) {
-    char *dst = to;
-    const char *src = from;
-    int64_t i = ca_min64(bytes, -(uintptr_t)dst % 64);
-    memcpy(dst, src, (size_t)i);
-    for (; i + 64 <= bytes; i += 64)
-        _mm512_stream_si512((void *)(dst + i), _mm512_loadu_si512(src + i));
-    memcpy(dst + i, src + i, (size_t)(bytes - i));
-}
+INLINE void v_stream_line(void *to, const void *from) { _mm512_stream_si512(to, _mm512_loadu_si512(from)); }

@@ -154,6 +154,6 @@ INLINE void v_zip_bf16(uint16_t *dst, const uint16_t *a, const uint16_t *b, int 
     memcpy(dst, w, (size_t)n * 4);
 }
 #define STREAMS 0
-INLINE void v_stream(void *dst, const void *src, int64_t bytes) { memcpy(dst, src, (size_t)bytes); }
+INLINE void v_stream_line(void *to, const void *from) { memcpy(to, from, 64); }
 
 #include "../kernel/kernels.inc"

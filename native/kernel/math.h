@@ -3,43 +3,25 @@
  * Coefficients: Chebyshev fits of (2^f - 1)/f on [-1/2, 1/2] and (tanh(x) - x)/x^3 in x^2 on
  * [0, 5/8]; largest relative errors after rounding, over 200,001 points: 1.2 and 1.4 units of 2^-24. */
 
-/* 2^x for x <= 127; exactly 1 at 0, exactly 0 from -127 down (so that masked keys weigh nothing);
- * NaN stays. x = n + f, n = round(x): 2^f by the polynomial, 2^n in the exponent. */
-INLINE vf v_exp2(vf x) {
+/* 2^x for x <= 127 by a polynomial of n coefficients, the highest first, the last 1: exactly 1 at 0, exactly 0 from
+ * -127 down (so that masked keys weigh nothing); NaN stays. x = n + f, n = round(x): 2^f by the polynomial, 2^n in the
+ * exponent. */
+INLINE vf v_exp2_by(const float *c, int n, vf x) {
     x = v_max(v_set1(-127.0f), x);
-    vf n = v_round(x), f = v_sub(x, n);
-    vf p = v_set1(0.000154614478f);
-    p = v_fma(p, f, v_set1(0.00133908668f));
-    p = v_fma(p, f, v_set1(0.00961805694f));
-    p = v_fma(p, f, v_set1(0.0555035695f));
-    p = v_fma(p, f, v_set1(0.240226507f));
-    p = v_fma(p, f, v_set1(0.693147182f));
-    p = v_fma(p, f, v_set1(1.0f));
-    return v_scale(p, n);
+    vf whole = v_round(x), f = v_sub(x, whole), p = v_set1(c[0]);
+    EACH(i, n - 1) p = v_fma(p, f, v_set1(c[i + 1]));
+    return v_scale(p, whole);
 }
 
-/* The same to 1e-4, for weights that are then rounded to bf16. */
-INLINE vf v_exp2_short(vf x) {
-    x = v_max(v_set1(-127.0f), x);
-    vf n = v_round(x), f = v_sub(x, n);
-    vf p = v_set1(0.0550078f);
-    p = v_fma(p, f, v_set1(0.2422085f));
-    p = v_fma(p, f, v_set1(0.6932828f));
-    p = v_fma(p, f, v_set1(1.0f));
-    return v_scale(p, n);
-}
+static const float exp2_full[] = {
+    0.000154614478f, 0.00133908668f, 0.00961805694f, 0.0555035695f, 0.240226507f, 0.693147182f, 1.0f};
+/* To 3e-6, for softcap before weights that are then rounded to bf16; to 1e-4, for such weights. */
+static const float exp2_middle[] = {0.00958277192f, 0.0559062101f, 0.240240991f, 0.693124235f, 1.0f};
+static const float exp2_short[] = {0.0550078f, 0.2422085f, 0.6932828f, 1.0f};
 
-/* The same to 3e-06, for softcap before such weights. */
-INLINE vf v_exp2_middle(vf x) {
-    x = v_max(v_set1(-127.0f), x);
-    vf n = v_round(x), f = v_sub(x, n);
-    vf p = v_set1(0.00958277192f);
-    p = v_fma(p, f, v_set1(0.0559062101f));
-    p = v_fma(p, f, v_set1(0.240240991f));
-    p = v_fma(p, f, v_set1(0.693124235f));
-    p = v_fma(p, f, v_set1(1.0f));
-    return v_scale(p, n);
-}
+INLINE vf v_exp2(vf x) { return v_exp2_by(exp2_full, 7, x); }
+INLINE vf v_exp2_middle(vf x) { return v_exp2_by(exp2_middle, 5, x); }
+INLINE vf v_exp2_short(vf x) { return v_exp2_by(exp2_short, 4, x); }
 
 /* Small |x| by the odd polynomial, where 1 - 2/(e^2x + 1) would cancel; above by that formula. */
 INLINE vf v_tanh(vf x) {
