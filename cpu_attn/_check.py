@@ -4,6 +4,7 @@ whose findings :func:`raise_fault` turns into exceptions. All of it runs before 
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,20 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _dispatch
-from cpu_attn._arrays import Array, view
+from cpu_attn._arrays import CODES, Array, view
 from cpu_attn._native import ffi, lib
 
 INT32_MAX = 2**31 - 1
 MAX_SIZE = 2**16  # of heads and head sizes: keeps every product of sizes within int64
 FLOATS = ("float32", "float16", "bfloat16")
-FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}  # vLLM's names
+# What a narrow cache holds: vLLM's names and ours, what they mean, and the dtypes that its memory may have.
+NARROW = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "int8": "int8", "int4": "int4"}
+MEMORY = {
+    "fp8_e4m3": ("float8_e4m3fn", "uint8"),
+    "fp8_e5m2": ("float8_e5m2", "uint8"),
+    "int8": ("uint8",),
+    "int4": ("uint8",),
+}
 
 
 def integer(name: str, x: Any, low: int, high: int = INT32_MAX) -> int:
@@ -77,38 +85,46 @@ def window(x: Any) -> tuple[int, int]:
     return (-1, -1) if size == -1 else (size - 1, size - 1)
 
 
-def kv_dtype(kv_cache_dtype: Any, dtype: Any) -> str:
-    """The dtype of the cache's memory."""
-    name = str(dtype)
-    if isinstance(kv_cache_dtype, str):
-        if kv_cache_dtype in ("auto", name):
-            return name
-        if kv_cache_dtype in FP8:
-            return FP8[kv_cache_dtype]
-    raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} is none of 'auto', the dtype {name!r}, {', '.join(FP8)}")
+@functools.cache
+def _kv_dtypes(kv_cache_dtype: str, dtype: str) -> tuple[str, ...]:
+    names = kv_cache_dtype.split("/")
+    found = tuple(dtype if name in ("auto", dtype) else NARROW.get(name, "") for name in names)
+    return found * (3 - len(names)) if all(found) and len(names) < 3 else ()
 
 
-def same_kv_dtype(plan: Any, kv_cache_dtype: Any) -> None:
+def kv_dtypes(kv_cache_dtype: Any, dtype: Any) -> tuple[str, ...]:
+    """What the caches of K and of V hold: ``dtype``, or a name of MEMORY."""
+    found = _kv_dtypes(kv_cache_dtype, str(dtype)) if isinstance(kv_cache_dtype, str) else ()
+    if not found:
+        raise ValueError(
+            f"kv_cache_dtype: {kv_cache_dtype!r} is none of 'auto', the dtype {str(dtype)!r}, {', '.join(NARROW)}, nor "
+            "two of them as 'K/V'"
+        )
+    return found
+
+
+def same_kv_dtypes(plan: Any, kv_cache_dtype: Any) -> None:
     if kv_cache_dtype == "auto" and not plan.narrow:
         return
-    asked = kv_dtype(kv_cache_dtype, plan.dtype)
-    if asked != plan.kv_dtype:
-        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r}, scheduler_metadata was made for {plan.kv_dtype}")
+    if kv_dtypes(kv_cache_dtype, plan.dtype) != plan.kv_dtypes:
+        made_for = "/".join(dict.fromkeys(plan.kv_dtypes))
+        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r}, scheduler_metadata was made for {made_for}")
 
 
-def cache_dtypes(kv: str) -> list[str]:
-    """What an array may call a cache that holds ``kv``: fp8 passes as bytes, too."""
-    return [kv] if kv in FLOATS else [kv, "uint8"]
+def memory(kv: str) -> tuple[str, ...]:
+    """The dtypes that an array may have whose memory holds ``kv``."""
+    return MEMORY.get(kv, (kv,))
 
 
-def scales(k_scale: Any, v_scale: Any, narrow: bool) -> tuple[float, float]:
-    """Both as floats: positive, and 1 unless the cache is quantised."""
+def scales(k_scale: Any, v_scale: Any, kvs: Sequence[str]) -> tuple[float, float]:
+    """Both as floats: positive, and 1 unless the cache is fp8. kvs: what kv_dtypes says."""
     if type(k_scale) is float and type(v_scale) is float and k_scale == v_scale == 1.0:
         return k_scale, v_scale
     found = number("k_scale", k_scale), number("v_scale", v_scale)
-    for name, x in zip(("k_scale", "v_scale"), found, strict=True):
-        if not narrow and x != 1.0:
-            raise ValueError(f"{name}: {x} applies to quantised caches, this one holds plain numbers; expected 1.0")
+    for name, x, kv in zip(("k_scale", "v_scale"), found, kvs, strict=True):
+        if not kv.startswith("fp8") and x != 1.0:
+            holds = "integers with scales of their own" if kv in MEMORY else "plain numbers"
+            raise ValueError(f"{name}: {x} applies to fp8 caches, this one holds {holds}; expected 1.0")
         if x < 1.2e-38:
             raise ValueError(f"{name}: {x} is not a positive, normal float32")
     return found
@@ -179,7 +195,7 @@ def cache(
 ) -> Array:
     """A cache [N, Hkv, B, width]: a block of one head is dense, the strides of N and Hkv are free."""
     axes = [("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads), ("block_size", block_size), ("width", None)]
-    a = array(name, x, cache_dtypes(kv), axes)
+    a = array(name, x, memory(kv), axes)
     if a.shape[2] < 1:
         raise ValueError(f"{name}: block_size is 0, expected at least 1")
     if a.size and a.shape[2] > 1 and a.strides[2] != a.shape[3]:
@@ -187,14 +203,14 @@ def cache(
     return a
 
 
-def width(isa: int, dtype: int, block_size: int, head_size: int) -> int:
+def width(isa: int, dtype: int, kv: str, block_size: int, head_size: int) -> int:
     """Last axis of a cache so that a block of block_size * width elements holds K or V in the isa's layout."""
-    most = max(int(lib.ca_block_elements(isa, dtype, block_size, head_size, v)) for v in (0, 1))
-    return -(-most // block_size)
+    sizes = (lib.ca_block_elements(isa, dtype, CODES[kv][0], block_size, head_size, v) for v in (0, 1))
+    return -(-max(map(int, sizes)) // block_size)
 
 
-def cache_width(name: str, a: Array, isa: int, dtype: int, head_size: int) -> None:
-    expected = width(isa, dtype, a.shape[2], head_size)
+def cache_width(name: str, a: Array, isa: int, dtype: int, kv: str, head_size: int) -> None:
+    expected = width(isa, dtype, kv, a.shape[2], head_size)
     if a.shape[3] != expected:
         raise ValueError(
             f"{name}: axis 3 is {a.shape[3]}, expected {expected} for head_size {head_size} and block_size "
@@ -248,10 +264,11 @@ def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array |
         starts, lens, flags = lengths(plan.num_reqs, starts, lens, flags)
     q = array("query", query, [dtype], [tokens, heads, ("head_size", shape.head_size)])
     out = writable("output", array("output", output, [dtype], [tokens, heads, ("head_size_v", shape.head_size_v)]))
-    kc = cache("key_cache", key_cache, plan.kv_dtype, shape.num_kv_heads, None, None)
-    vc = cache("value_cache", value_cache, plan.kv_dtype, shape.num_kv_heads, kc.shape[0], kc.shape[2])
-    cache_width("key_cache", kc, shape.isa, shape.dtype, shape.head_size)
-    cache_width("value_cache", vc, shape.isa, shape.dtype, shape.head_size_v)
+    k_dtype, v_dtype = plan.kv_dtypes
+    kc = cache("key_cache", key_cache, k_dtype, shape.num_kv_heads, None, None)
+    vc = cache("value_cache", value_cache, v_dtype, shape.num_kv_heads, kc.shape[0], kc.shape[2])
+    cache_width("key_cache", kc, shape.isa, shape.dtype, k_dtype, shape.head_size)
+    cache_width("value_cache", vc, shape.isa, shape.dtype, v_dtype, shape.head_size_v)
     found: list[Array | None] = [
         out,
         None if lse is None else writable("lse", array("lse", lse, ["float32"], [heads, tokens])),
@@ -269,9 +286,9 @@ def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array |
     return found
 
 
-def write(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[Array | None], int, str]:
-    """``arrays`` as WRITE names them, of shapes and dtypes that fit one another, the index of the isa, and the dtype
-    of the cache."""
+def write(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[Array | None], int, tuple[str, ...]]:
+    """``arrays`` as WRITE names them, of shapes and dtypes that fit one another, the index of the isa, and what the
+    caches hold."""
     key_cache, value_cache, key, value, slot_mapping = arrays
     k = array("key", key, FLOATS, [("T", None), ("num_kv_heads", None), ("head_size", None)])
     tokens, heads, head_size = k.shape
@@ -279,15 +296,15 @@ def write(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[Ar
     for name, a in (("key", k), ("value", v)):
         integer(f"{name}: head size", a.shape[2], 1, MAX_SIZE)
     integer("key: num_kv_heads", heads, 1, MAX_SIZE)
-    kv = kv_dtype(kv_cache_dtype, k.dtype)
+    k_dtype, v_dtype = kvs = kv_dtypes(kv_cache_dtype, k.dtype)
     resolved, code = _dispatch.resolve_isa(isa, k.dtype, head_size), _dispatch.DTYPE_CODES[k.dtype]
-    kc = writable("key_cache", cache("key_cache", key_cache, kv, heads, None, None))
-    vc = writable("value_cache", cache("value_cache", value_cache, kv, heads, kc.shape[0], kc.shape[2]))
-    cache_width("key_cache", kc, resolved.index, code, head_size)
-    cache_width("value_cache", vc, resolved.index, code, v.shape[2])
+    kc = writable("key_cache", cache("key_cache", key_cache, k_dtype, heads, None, None))
+    vc = writable("value_cache", cache("value_cache", value_cache, v_dtype, heads, kc.shape[0], kc.shape[2]))
+    cache_width("key_cache", kc, resolved.index, code, k_dtype, head_size)
+    cache_width("value_cache", vc, resolved.index, code, v_dtype, v.shape[2])
     found: list[Array | None] = [kc, vc, k, v, array("slot_mapping", slot_mapping, ["int64"], [("T", tokens)])]
     apart(WRITE, found, 2)
-    return found, resolved.index, kv
+    return found, resolved.index, kvs
 
 
 def apart(names: Sequence[str], arrays: Sequence[Array | None], num_outputs: int) -> None:

@@ -21,7 +21,8 @@ class PagedKVCache:
 
     num_blocks N, block_size B, num_kv_heads Hkv, head_size D (of K), head_size_v Dv (of V, D unless said);
     dtype float32, float16 or bfloat16, of keys, values and queries; kv_cache_dtype ``auto``: the memory is of it too,
-    ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: it holds key / k_scale and value / v_scale. ``key_cache`` and
+    ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: it holds key / k_scale and value / v_scale, ``int8`` or ``int4``: integers with
+    scales of their own, or two of these as ``K/V``. ``key_cache`` and
     ``value_cache`` are the raw arrays for :func:`reshape_and_cache` and :func:`attention_with_kv_cache`; ``isa`` is
     resolved and ``layout`` names what lies inside, so that a plan for another isa or dtype is refused.
 
@@ -56,15 +57,17 @@ class PagedKVCache:
         kernel = ffi.new("ca_kernel_info *")
         lib.ca_isa_kernel(self._isa, self._dtype, kernel)
         self.layout = LAYOUT_NAMES[kernel.layout]
+        kvs = _check.kv_dtypes(kv_cache_dtype, name)
         shapes = [
-            get_kv_cache_shape(num_blocks, block_size, num_kv_heads, size, name, self.isa, kv_cache_dtype)
-            for size in (self.head_size, self.head_size_v)
+            get_kv_cache_shape(num_blocks, block_size, num_kv_heads, size, name, self.isa, kv)
+            for size, kv in zip((self.head_size, self.head_size_v), kvs, strict=True)
         ]
         self.num_blocks, self.num_kv_heads, self.block_size = shapes[0][:3]
         self.kv_cache_dtype = kv_cache_dtype
-        kv = _check.kv_dtype(kv_cache_dtype, name)
-        self.k_scale, self.v_scale = _check.scales(k_scale, v_scale, kv != name)
-        self.key_cache, self.value_cache = (np.zeros(shape, DTYPES[kv]) for shape in shapes)
+        self.k_scale, self.v_scale = _check.scales(k_scale, v_scale, kvs)
+        self.key_cache, self.value_cache = (
+            np.zeros(shape, DTYPES[_check.memory(kv)[0]]) for shape, kv in zip(shapes, kvs, strict=True)
+        )
 
     def __repr__(self) -> str:
         return (
@@ -88,8 +91,9 @@ class PagedKVCache:
         )
 
     def gather(self, block_table: Any, seq_len: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Plain K [seq_len, Hkv, D] and V [seq_len, Hkv, Dv] of one request; block_table: int32 [M], its blocks."""
-        common: Any = {"isa": self.isa, "dtype": self.dtype}
+        """Plain K [seq_len, Hkv, D] and V [seq_len, Hkv, Dv] of one request; block_table: int32 [M], its blocks.
+        As they are stored; ``int8`` and ``int4`` in float32, times their scales."""
+        common: Any = {"isa": self.isa, "dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype}
         return (
             ops.gather(self.key_cache, block_table, seq_len, self.head_size, value=False, **common),
             ops.gather(self.value_cache, block_table, seq_len, self.head_size_v, value=True, **common),
@@ -150,7 +154,7 @@ class PagedKVCache:
             raise ValueError(f"plan: made for isa {plan.isa}, this cache was written for {self.isa}")
         if str(plan.dtype) != str(self.dtype):
             raise ValueError(f"plan: made for {plan.dtype}, this cache takes {self.dtype}")
-        _check.same_kv_dtype(plan, self.kv_cache_dtype)
+        _check.same_kv_dtypes(plan, self.kv_cache_dtype)
         if output is None:
             output = np.empty((plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype)
         arrays = (output, lse, query, self.key_cache, self.value_cache, block_table, None, None, None)

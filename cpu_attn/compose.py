@@ -44,6 +44,7 @@ class Step:
     query: Array
     key_cache: Array
     value_cache: Array
+    kv_dtypes: tuple[str, ...]
     head_size_v: int
     query_start_loc: Array
     block_table: Array
@@ -158,8 +159,9 @@ def _chunks(step: Step, r: int, sees: Array) -> Iterator[tuple[Array, Array, Arr
         blocks, skipped = step.block_table[r, first : -(-k1 // block_size)], k0 - first * block_size
         size = skipped + k1 - k0
         common: Any = {"isa": step.isa, "dtype": step.query.dtype}
-        key = gather_pages(step.key_cache, blocks, size, head_size=step.query.shape[2], **common)
-        value = gather_pages(step.value_cache, blocks, size, head_size=step.head_size_v, value=True, **common)
+        k_dtype, v_dtype = ({**common, "kv_cache_dtype": kv} for kv in step.kv_dtypes)
+        key = gather_pages(step.key_cache, blocks, size, head_size=step.query.shape[2], **k_dtype)
+        value = gather_pages(step.value_cache, blocks, size, head_size=step.head_size_v, value=True, **v_dtype)
         key, value = (
             x[skipped:].astype(np.float32) * np.float32(s) for x, s in zip((key, value), step.kv_scales, strict=True)
         )
@@ -228,9 +230,9 @@ def _checked(
     isa: str,
 ) -> tuple[Step, Memory, Memory | None]:
     q = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
-    kv = _check.kv_dtype(kv_cache_dtype, q.dtype)
-    kc = _check.cache("key_cache", key_cache, kv, None, None, None)
-    vc = _check.cache("value_cache", value_cache, kv, kc.shape[1], kc.shape[0], kc.shape[2])
+    kvs = _check.kv_dtypes(kv_cache_dtype, q.dtype)
+    kc = _check.cache("key_cache", key_cache, kvs[0], None, None, None)
+    vc = _check.cache("value_cache", value_cache, kvs[1], kc.shape[1], kc.shape[0], kc.shape[2])
     table = _check.array("block_table", block_table, ["int32"], [("num_reqs", None), ("blocks", None)])
     (tokens, num_heads, head_size), num_reqs = q.shape, table.shape[0]
     out = _check.array("output", output, [q.dtype], [("T", tokens), ("num_heads", num_heads), ("head_size_v", None)])
@@ -245,8 +247,8 @@ def _checked(
     )
     if plan.num_tokens != tokens:
         raise ValueError(f"query: axis 0 is {tokens}, expected query_start_loc[-1] = {plan.num_tokens}")
-    for name, cache, size in (("key_cache", kc, head_size), ("value_cache", vc, out.shape[2])):
-        _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, size)
+    for name, cache, kv, size in (("key_cache", kc, kvs[0], head_size), ("value_cache", vc, kvs[1], out.shape[2])):
+        _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, kv, size)
     starts, lens, flags = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
     _check.block_table(plan, table, kc.shape[0], kc.shape[2])
     inputs: dict[str, Memory | None] = {"query": q, "key_cache": kc, "value_cache": vc, "block_table": table}
@@ -259,14 +261,15 @@ def _checked(
     sinks = _check.small_floats("s_aux", s_aux, _check.FLOATS, num_heads)
     step = Step(
         query=q.numpy(),
-        key_cache=kc.numpy().view(DTYPES[kv]),
-        value_cache=vc.numpy().view(DTYPES[kv]),
+        key_cache=kc.numpy().view(DTYPES[_check.memory(kvs[0])[0]]),
+        value_cache=vc.numpy().view(DTYPES[_check.memory(kvs[1])[0]]),
+        kv_dtypes=kvs,
         head_size_v=out.shape[2],
         query_start_loc=starts.numpy(),
         block_table=table.numpy(),
         isa=plan.isa,
         scale=_check.number("scale", scale),
-        kv_scales=_check.scales(k_scale, v_scale, kv != q.dtype),
+        kv_scales=_check.scales(k_scale, v_scale, kvs),
         softcap=_check.number("softcap", softcap, 0.0),
         alibi_slopes=np.zeros(num_heads, np.float32) if slopes is None else slopes,
         s_aux=np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64),

@@ -33,7 +33,8 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 # A number for each isa and kv_cache_dtype by name, which stands for them in what a thread has had accepted.
-_NAMES = product((*_dispatch.ISA_NAMES, "auto", "vec", "vec16"), ("auto", *_check.FLOATS, *_check.FP8))
+_KINDS = ("auto", *_check.FLOATS, *_check.NARROW)
+_NAMES = product((*_dispatch.ISA_NAMES, "auto", "vec", "vec16"), (*_KINDS, *map("/".join, product(_KINDS, repeat=2))))
 _NAMED = {names: i for i, names in enumerate(_NAMES)}
 
 
@@ -69,8 +70,10 @@ def reshape_and_cache(
     key [T, Hkv, D], value [T, Hkv, Dv]: float32, float16 or bfloat16, last axis dense.
     key_cache, value_cache [N, Hkv, B, width]: as :func:`get_kv_cache_shape` says, same dtype; strides of N and
     Hkv are free (K and V of a block may interleave).
-    kv_cache_dtype: ``auto``, or ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: caches of that float8 dtype or of uint8 hold
-    key / k_scale and value / v_scale, rounded to nearest even, saturating, subnormals kept.
+    kv_cache_dtype: ``auto``: as key; ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: caches of that float8 dtype or of uint8 hold
+    key / k_scale and value / v_scale, rounded to nearest even, saturating, subnormals kept; ``int8`` or ``int4``: uint8
+    caches hold integers to nearest even and bfloat16 scales, one for each token and kv head, or for 32 elements of them;
+    two of these as ``K/V``.
     slot_mapping: int64 [T], block * B + offset; a negative slot is skipped. Of tokens that share a slot one stays,
     whole. Whoever writes with one isa must read with the same.
 
@@ -80,13 +83,15 @@ def reshape_and_cache(
     fault = ffi.new("ca_fault *")
     arrays = (key_cache, value_cache, key, value, slot_mapping)
     kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
-    scales = _check.scales(k_scale, v_scale, kind in _check.FP8)
+    scales = _check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2])
     names = (_dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kind)
     named = _NAMED.get(names, -1)
     addresses, given, _alive = objects(_check.WRITE, arrays)
-    if named < 0 or lib.ca_write(_thread.write, addresses, given, named, -1, -1, *scales, fault) == lib.CA_UNKNOWN:
-        found, index, kv = _check.write(arrays, names[0], kv_cache_dtype)
-        lib.ca_write(_thread.write, ffi.NULL, described(found), named, index, CODES[kv][0], *scales, fault)
+    known = (_thread.write, addresses, given, named, -1, -1, -1)
+    if named < 0 or lib.ca_write(*known, *scales, fault) == lib.CA_UNKNOWN:
+        found, index, kvs = _check.write(arrays, names[0], kv_cache_dtype)
+        codes = (CODES[kv][0] for kv in kvs)
+        lib.ca_write(_thread.write, ffi.NULL, described(found), named, index, *codes, *scales, fault)
     _check.raise_fault(fault)
 
 
@@ -130,8 +135,8 @@ def attention_with_kv_cache(
     """
     plan = _check.plan("scheduler_metadata", scheduler_metadata)
     _check.same_window(plan, sliding_window)
-    _check.same_kv_dtype(plan, kv_cache_dtype)
-    scales = _check.scales(k_scale, v_scale, plan.narrow)
+    _check.same_kv_dtypes(plan, kv_cache_dtype)
+    scales = _check.scales(k_scale, v_scale, plan.kv_dtypes)
     step = (query_start_loc, seq_lens, dynamic_causal)
     arrays = (output, lse, query, key_cache, value_cache, block_table, *step, alibi_slopes, s_aux)
     attend(plan, arrays, scale, softcap, _check.boolean("causal", causal), scales)
@@ -172,35 +177,41 @@ def gather(
     value: bool,
     out: Any = None,
     dtype: Any = None,
+    kv_cache_dtype: str = "auto",
 ) -> np.ndarray[Any, Any]:
-    """The first seq_len tokens of one request out of its pages, plain: [seq_len, Hkv, head_size], as they are stored.
+    """The first seq_len tokens of one request out of its pages, plain: [seq_len, Hkv, head_size], as they are stored;
+    ``int8`` and ``int4`` in float32, times their scales, exactly.
 
     cache [N, Hkv, B, width] as written with ``isa``; block_table int32 [M]; value: a value cache, else a key cache.
     dtype: of the keys and values that were written, for a quantised cache; else the cache's own.
+    kv_cache_dtype: what the cache holds, in case its dtype does not say it (uint8).
     """
-    kinds = [*_check.FLOATS, *dict.fromkeys(_check.FP8.values()), "uint8"]
+    kinds = [*_check.FLOATS, *dict.fromkeys(sum(_check.MEMORY.values(), ()))]
     first = _check.array("cache", cache, kinds, [(w, None) for w in ("N", "Hkv", "B", "width")])
     written = dtype_name(first.dtype if dtype is None else dtype)
     head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
-    if first.dtype in _check.FLOATS and first.dtype != written:
-        raise ValueError(f"dtype: {written}, this cache holds {first.dtype}")
     resolved, code = _dispatch.resolve_isa(isa, written, head_size), _dispatch.DTYPE_CODES[written]
-    kv = CODES["float8_e4m3fn" if first.dtype == "uint8" else first.dtype][0]
-    pages = _check.cache("cache", cache, first.dtype, None, None, None)
-    _check.cache_width("cache", pages, resolved.index, code, head_size)
+    if kv_cache_dtype == "auto":  # a float8 array says itself what it holds
+        kv_cache_dtype = next((kv for kv, names in _check.MEMORY.items() if first.dtype in names), "auto")
+    kv = _check.kv_dtypes(kv_cache_dtype, written)[value]
+    if first.dtype not in _check.memory(kv):
+        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} of {written}, this cache holds {first.dtype}")
+    stored = "float32" if kv in ("int8", "int4") else first.dtype
+    pages = _check.cache("cache", cache, kv, None, None, None)
+    _check.cache_width("cache", pages, resolved.index, code, kv, head_size)
     table = _check.array("block_table", block_table, ["int32"], [("blocks", None)])
     seq_len = _check.integer("seq_len", seq_len, 0)
     if out is None:
         if -(-seq_len // pages.shape[2]) > table.shape[0]:
             raise ValueError(f"block_table: needs {-(-seq_len // pages.shape[2])} blocks, has {table.shape[0]}")
-        out = np.empty((seq_len, pages.shape[1], head_size), DTYPES[first.dtype])
+        out = np.empty((seq_len, pages.shape[1], head_size), DTYPES[stored])
     rows = _check.array(
-        "out", out, [first.dtype], [("seq_len", seq_len), ("num_kv_heads", pages.shape[1]), ("head_size", head_size)]
+        "out", out, [stored], [("seq_len", seq_len), ("num_kv_heads", pages.shape[1]), ("head_size", head_size)]
     )
     _check.disjoint("out", _check.writable("out", rows), {"cache": pages, "block_table": table})
     fault = _check.new_fault()
     lib.ca_gather(
-        _cache_struct(pages, resolved.index, code, kv, head_size),
+        _cache_struct(pages, resolved.index, code, CODES[kv][0], head_size),
         value,
         _check.pointer("int32_t *", table),
         table.shape[0],

@@ -18,25 +18,25 @@ class SchedulerMetadata:
     Opaque to callers but for what describes it. Any number of threads may use one plan at once.
     """
 
-    __slots__ = ("_info", "_pointer", "_shape", "dtype", "engine", "isa", "kv_dtype", "narrow")
+    __slots__ = ("_info", "_pointer", "_shape", "dtype", "engine", "isa", "kv_dtypes", "narrow")
     _info: Any
     _pointer: Any
     _shape: Any
     dtype: np.dtype[Any]
     engine: str
     isa: str
-    kv_dtype: str
+    kv_dtypes: tuple[str, ...]
     narrow: bool
 
-    def __init__(self, pointer: Any, shape: Any, dtype: str, kv_dtype: str, isa: str, engine: str) -> None:
+    def __init__(self, pointer: Any, shape: Any, dtype: str, kvs: tuple[str, ...], isa: str, engine: str) -> None:
         info, keep = ffi.new("ca_plan_info *"), object.__setattr__
         lib.ca_plan_describe(pointer, info)
         keep(self, "_pointer", pointer)
         keep(self, "_shape", shape)
         keep(self, "_info", info)
         keep(self, "dtype", DTYPES[dtype])
-        keep(self, "kv_dtype", kv_dtype)
-        keep(self, "narrow", kv_dtype != dtype)
+        keep(self, "kv_dtypes", kvs)
+        keep(self, "narrow", kvs != (dtype, dtype))
         keep(self, "isa", isa)
         keep(self, "engine", engine)
 
@@ -89,7 +89,8 @@ def get_scheduler_metadata(
 
     seq_lens: int32 [num_reqs], keys of each request, the new tokens counted.
     dtype: float32, float16 or bfloat16 (NumPy dtype, torch dtype or name) of queries, keys and values.
-    kv_cache_dtype: of the cache: ``auto`` as dtype; ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``.
+    kv_cache_dtype: of the cache: ``auto`` as dtype; ``fp8_e4m3`` (``fp8``), ``fp8_e5m2``, ``int8``, ``int4``, or two of
+    these as ``K/V``.
     query_start_loc: int32 [num_reqs + 1], where each request's query tokens start; the last is T.
     causal: query i of a request sees keys up to ``seq_len - q_len + i``.
     sliding_window: -1 off; w: the last w keys (and w - 1 ahead where not causal); or (left, right), -1 a side off.
@@ -113,8 +114,8 @@ def get_scheduler_metadata(
         "head_size_v", head_size if head_size_v is None else head_size_v, 1, _check.MAX_SIZE
     )
     name = dtype_name(dtype)
-    kv = _check.kv_dtype(kv_cache_dtype, name)
-    shape.dtype, shape.kv_dtype = _dispatch.DTYPE_CODES[name], CODES[kv][0]
+    kvs = _check.kv_dtypes(kv_cache_dtype, name)
+    shape.dtype, shape.k_dtype, shape.v_dtype = (CODES[x][0] for x in (name, *kvs))
     resolved = _dispatch.resolve_isa(isa, name, shape.head_size)
     shape.isa = resolved.index
     engine, engine_pointer = _dispatch.resolve_engine(engine)
@@ -129,7 +130,7 @@ def get_scheduler_metadata(
         step = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
         pointer = lib.ca_plan_new(shape, engine_pointer, ffi.NULL, described(step), fault)
     _check.raise_fault(fault)
-    return SchedulerMetadata(ffi.gc(pointer, lib.ca_plan_free), shape, name, kv, resolved.name, engine)
+    return SchedulerMetadata(ffi.gc(pointer, lib.ca_plan_free), shape, name, kvs, resolved.name, engine)
 
 
 def get_kv_cache_shape(
@@ -144,11 +145,15 @@ def get_kv_cache_shape(
     """Shape to allocate for K or for V: (num_blocks, num_kv_heads, block_size, width).
 
     width is head_size where head_size is even and block_size a multiple of 16; otherwise it may be
-    larger. What lies inside a (block, head) is the affair of the isa and of dtype, which is that of keys and values;
-    the cache itself is of the dtype that kv_cache_dtype says: an fp8 one of ``ml_dtypes``' or of uint8.
+    larger, and for ``int8`` and ``int4`` it counts bytes, scales among them. What lies inside a (block, head) is the
+    affair of the isa and of dtype, which is that of keys and values; the cache itself is of the dtype that
+    kv_cache_dtype says: fp8 of ``ml_dtypes``' or of uint8, int8 and int4 of uint8. Where K's differs from V's: one of
+    the two.
     """
     name = dtype_name(dtype)
-    _check.kv_dtype(kv_cache_dtype, name)
+    kv, v_dtype = _check.kv_dtypes(kv_cache_dtype, name)
+    if kv != v_dtype:
+        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} names two, K and V have a shape each")
     block_size = _check.integer("block_size", block_size, 1)
     head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
     resolved = _dispatch.resolve_isa(isa, name, head_size)
@@ -156,5 +161,5 @@ def get_kv_cache_shape(
         _check.integer("num_blocks", num_blocks, 0),
         _check.integer("num_kv_heads", num_kv_heads, 1, _check.MAX_SIZE),
         block_size,
-        _check.width(resolved.index, _dispatch.DTYPE_CODES[name], block_size, head_size),
+        _check.width(resolved.index, _dispatch.DTYPE_CODES[name], kv, block_size, head_size),
     )

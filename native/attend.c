@@ -193,12 +193,12 @@ int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, co
               ca_fault *fault) {
     const ca_shape *s = &plan->shape;
     const int64_t sizes[] = {s->num_reqs,    plan->num_tokens, s->num_heads, s->num_kv_heads, s->head_size,
-                             s->head_size_v, s->dtype,         s->kv_dtype,  s->isa,          causal < 0};
+                             s->head_size_v, s->dtype, s->k_dtype | s->v_dtype << 8, s->isa, causal < 0};
     ca_array a[CA_ATTENTION_ARRAYS];
     ca_plan_info info;
     ca_plan_describe(plan, &info);
     if (workspace_bytes < info.workspace_bytes ||
-        !ca_accept(known, sizes, s->isa, s->kv_dtype, objects, given, a, CA_ATTENTION_ARRAYS, CA_LSE + 1))
+        !ca_accept(known, sizes, s->isa, s->k_dtype, s->v_dtype, objects, given, a, CA_ATTENTION_ARRAYS, CA_LSE + 1))
         return CA_UNKNOWN;
     ca_call call = call_of(a);
     call.scale = scale;

@@ -26,46 +26,99 @@ static char *row_of(const ca_rows *rows, int64_t t, int head, int dtype) {
     return (char *)rows->data + (t * rows->stride_t + head * rows->stride_h) * ca_dtype_size(dtype);
 }
 
-/* One token as bytes. An odd last d of K is paired with zero, for kernels that read pairs. */
-static void write_narrow(const ca_cache *c, int value, char *block, int64_t token, const char *row) {
-    const ca_kernel *kernel = kernel_of(c);
-    int layout = kernel->info.layout;
-    int64_t head_size = c->head_size, step = value ? 1 + layout : layout == CA_LAYOUT_LANES ? CA_LANES : 0;
-    uint8_t bytes[512];
-    for (int64_t d = 0, n; d < head_size; d += n) {
-        n = ca_min64(head_size - d, (int64_t)sizeof bytes);
-        kernel->pack(row + d * ca_dtype_size(c->dtype), n, c->scale, c->kv_dtype, bytes);
-        char *dst =
-            block + (value ? ca_v_offset(layout, token, d, head_size) : ca_k_offset(layout, token, d, head_size));
-        for (int64_t i = 0; i < n; i++)
-            dst[step ? i * step : i / 2 * 2 * CA_LANES + i % 2] = (char)bytes[i];
-    }
-    if (!step && head_size % 2)
-        block[ca_k_offset(layout, token, head_size, head_size + 1)] = 0;
+static ca_group_form form_of(const ca_cache *c, int value) {
+    return ca_group_form_of(kernel_of(c)->info.layout, c->kv_dtype, c->head_size, value);
 }
 
-/* A whole group in pairs. Two bytes side by side are moved as one 16-bit element: so K in pairs of bytes lies as K of
- * half as many halves does in lanes. */
+static int64_t offset_of(const ca_cache *c, int value, int64_t token, int64_t d) {
+    int layout = kernel_of(c)->info.layout;
+    return value ? ca_v_offset(layout, token, d, c->head_size) : ca_k_offset(layout, token, d, c->head_size);
+}
+
+static void put_scale(const ca_cache *c, int value, char *block, int64_t token, int64_t s, uint16_t scale) {
+    ca_group_form f = form_of(c, value);
+    memcpy(block + ca_scales_at(&f, c->block_size, token / CA_LANES) + (s * CA_LANES + token % CA_LANES) * 2, &scale, 2);
+}
+
+/* A token's elements, a byte each, and its scales. */
+static void narrow_row(const ca_cache *c, const char *row, uint8_t *bytes, uint16_t *scales) {
+    if (ca_is_scaled(c->kv_dtype))
+        kernel_of(c)->quantise(row, c->head_size, c->kv_dtype, bytes, scales);
+    else
+        kernel_of(c)->pack(row, c->head_size, c->scale, c->kv_dtype, bytes);
+}
+
+#define MOST_ELEMENTS (1 << 16) /* _check.MAX_SIZE */
+
+/* One token. An odd last d of K is paired with zero, for kernels that read pairs. */
+static void write_narrow(const ca_cache *c, int value, char *block, int64_t token, const char *row) {
+    uint8_t bytes[MOST_ELEMENTS];
+    uint16_t scales[MOST_ELEMENTS / 32];
+    const ca_group_form f = form_of(c, value);
+    uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
+    narrow_row(c, row, bytes, scales);
+    for (int64_t d = 0; d < c->head_size; d++) {
+        int64_t at = offset_of(c, value, token % CA_LANES, d);
+        if (c->kv_dtype == CA_I4) {
+            uint8_t *both = &group[ca_i4_byte(at)];
+            *both = (uint8_t)((*both & 0xf0 >> ca_i4_shift(at)) | bytes[d] << ca_i4_shift(at));
+        } else
+            group[at] = bytes[d];
+    }
+    for (int64_t s = 0; s < f.scales; s++)
+        put_scale(c, value, block, token, s, scales[s]);
+    if (!value && kernel_of(c)->info.layout == CA_LAYOUT_PAIRS && c->head_size % 2 && !f.scales)
+        group[ca_k_offset(CA_LAYOUT_PAIRS, token % CA_LANES, c->head_size, c->head_size + 1)] = 0;
+}
+
+#define WIDE 512 /* elements of a token that are written 16 tokens at a time */
+
+/* Bytes of 16 tokens in the order of their group. Two bytes side by side are moved as one 16-bit element: so K in pairs
+ * of bytes lies as K of half as many halves does in lanes. */
+static void arrange(const ca_cache *c, int value, uint8_t bytes[CA_LANES][WIDE], uint8_t *to, int stream) {
+    const int64_t n = c->head_size;
+    if (kernel_of(c)->info.layout == CA_LAYOUT_PAIRS && !value) {
+        ca_isa_get(c->isa)->kernels[CA_F16]->write_k(to, n / 2, 0, CA_LANES, bytes, WIDE / 2, stream);
+    } else if (kernel_of(c)->info.layout == CA_LAYOUT_PAIRS) {
+        for (int t = 0; t < CA_LANES; t += 2)
+            for (int64_t d = 0; d < n; d++) {
+                to[t * n + 2 * d] = bytes[t][d];
+                to[t * n + 2 * d + 1] = bytes[t + 1][d];
+            }
+    } else if (value) {
+        for (int t = 0; t < CA_LANES; t++)
+            memcpy(to + t * n, bytes[t], (size_t)n);
+    } else {
+        for (int64_t d = 0; d < n; d++)
+            for (int t = 0; t < CA_LANES; t++)
+                to[d * CA_LANES + t] = bytes[t][d];
+    }
+}
+
+/* A whole group; 0: it has to go token by token. */
 static int write_narrow_group(const ca_cache *c, int value, char *block, int64_t token, const char *rows, int64_t ld,
                               int stream) {
-    const ca_kernel *kernel = kernel_of(c), *halves = ca_isa_get(c->isa)->kernels[CA_F16];
-    int64_t head_size = c->head_size;
-    uint8_t bytes[CA_LANES][512];
-    if (kernel->info.layout != CA_LAYOUT_PAIRS || !halves || head_size % 2 || head_size > (int64_t)sizeof bytes[0])
+    uint8_t bytes[CA_LANES][WIDE], stage[CA_LANES * WIDE + CA_I4_ELEMENTS];
+    uint16_t scales[CA_LANES][WIDE / 32];
+    const ca_group_form f = form_of(c, value);
+    uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
+    if (c->head_size > WIDE || (kernel_of(c)->info.layout == CA_LAYOUT_PAIRS &&
+                                (c->head_size % 2 || !ca_isa_get(c->isa)->kernels[CA_F16])))
         return 0;
     for (int t = 0; t < CA_LANES; t++)
-        kernel->pack(rows + t * ld, head_size, c->scale, c->kv_dtype, bytes[t]);
-    if (!value) {
-        halves->write_k(block, head_size / 2, token, CA_LANES, bytes, sizeof bytes[0] / 2, stream);
-        return 1;
+        narrow_row(c, rows + t * ld, bytes[t], scales[t]);
+    if (c->kv_dtype == CA_I4) {
+        memset(stage + ca_max64(0, f.elements - CA_I4_ELEMENTS), 0, CA_I4_ELEMENTS);
+        arrange(c, value, bytes, stage, 0);
+        for (int64_t i = 0; i < f.elements; i += CA_I4_ELEMENTS)
+            for (int64_t b = 0; b < 64; b++)
+                group[i / 2 + b] = (uint8_t)(stage[i + b] | stage[i + 64 + b] << 4);
+    } else {
+        arrange(c, value, bytes, group, stream);
     }
-    for (int t = 0; t < CA_LANES; t += 2) {
-        uint8_t *dst = (uint8_t *)block + ca_v_offset(CA_LAYOUT_PAIRS, token + t, 0, head_size);
-        for (int64_t d = 0; d < head_size; d++) {
-            dst[2 * d] = bytes[t][d];
-            dst[2 * d + 1] = bytes[t + 1][d];
-        }
-    }
+    for (int64_t s = 0; s < f.scales; s++)
+        for (int t = 0; t < CA_LANES; t++)
+            put_scale(c, value, block, token + t, s, scales[t][s]);
     return 1;
 }
 
@@ -153,16 +206,16 @@ static ca_cache cache_of(const ca_array *a, const ca_array *rows, int isa, int k
 
 static ca_rows rows_of(const ca_array *a) { return (ca_rows){(void *)a->address, a->strides[0], a->strides[1]}; }
 
-int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int kv_dtype,
-             float k_scale, float v_scale, ca_fault *fault) {
+int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int k_dtype,
+             int v_dtype, float k_scale, float v_scale, ca_fault *fault) {
     const int64_t sizes[10] = {named};
     ca_array a[CA_WRITE_ARRAYS];
     const struct ca_accepted *call =
-        ca_accept(known, sizes, isa, kv_dtype, objects, given, a, CA_WRITE_ARRAYS, CA_TO_VALUE_CACHE + 1);
+        ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_WRITE_ARRAYS, CA_TO_VALUE_CACHE + 1);
     if (!call)
         return CA_UNKNOWN;
-    ca_cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], (int32_t)call->isa, (int32_t)call->kv_dtype, k_scale);
-    ca_cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], (int32_t)call->isa, (int32_t)call->kv_dtype, v_scale);
+    ca_cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], (int32_t)call->isa, (int32_t)call->k_dtype, k_scale);
+    ca_cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], (int32_t)call->isa, (int32_t)call->v_dtype, v_scale);
     ca_rows key = rows_of(&a[CA_KEY]), value = rows_of(&a[CA_VALUE]);
     const int64_t *slots = (const int64_t *)a[CA_SLOT_MAPPING].address, num_tokens = a[CA_KEY].shape[0];
     if (ca_check_slots(slots, num_tokens, kc.num_blocks * kc.block_size, fault))
@@ -182,6 +235,13 @@ static void copy_apart(char *dst, const char *src, int64_t n, int64_t step, int 
     else
         for (int64_t i = 0; i < n; i++)
             memcpy(dst + i * 4, src + i * step, 4);
+}
+
+/* int8 and int4 times their scales: exact in float32. */
+static void gather_scaled(const ca_cache *c, int value, const char *block, int64_t token, float *dst) {
+    for (int64_t d = 0; d < c->head_size; d++)
+        dst[d] = ca_scaled_element(kernel_of(c)->info.layout, c->kv_dtype, c->head_size, value, block, c->block_size,
+                                   token, d);
 }
 
 static void gather_token(const ca_cache *c, int value, const char *block, int64_t token, char *dst) {
@@ -210,9 +270,13 @@ int ca_gather(const ca_cache *c, int value, const int32_t *block_table, int64_t 
         int64_t token = t % c->block_size, block = block_table[t / c->block_size];
         n = ca_min64(num_tokens - t, ca_min64(c->block_size - token, CA_LANES - token % CA_LANES));
         for (int h = 0; h < c->num_kv_heads; h++)
-            for (int64_t i = 0; i < n; i++)
-                gather_token(c, value, ca_block(c->data, c->stride_n, c->stride_h, block, h, c->kv_dtype), token + i,
-                             row_of(dst, t + i, h, c->kv_dtype));
+            for (int64_t i = 0; i < n; i++) {
+                const char *from = ca_block(c->data, c->stride_n, c->stride_h, block, h, c->kv_dtype);
+                if (ca_is_scaled(c->kv_dtype))
+                    gather_scaled(c, value, from, token + i, (float *)row_of(dst, t + i, h, CA_F32));
+                else
+                    gather_token(c, value, from, token + i, row_of(dst, t + i, h, c->kv_dtype));
+            }
     }
     return CA_OK;
 }

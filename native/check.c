@@ -77,15 +77,16 @@ static struct ca_accepted *find(ca_known *known, const int64_t *sizes, const ca_
     return NULL;
 }
 
-static const struct ca_accepted *remember(ca_known *known, const int64_t *sizes, int64_t isa, int64_t kv_dtype,
-                                          const ca_array *a, int num_arrays) {
+static const struct ca_accepted *remember(ca_known *known, const int64_t *sizes, int64_t isa, int64_t k_dtype,
+                                          int64_t v_dtype, const ca_array *a, int num_arrays) {
     struct ca_accepted *call = find(known, sizes, a, num_arrays);
     if (!call)
         call = &known->calls[known->count++ % CALLS];
     memcpy(call->sizes, sizes, sizeof call->sizes);
     memcpy(call->arrays, a, (size_t)num_arrays * sizeof *a);
     call->isa = isa;
-    call->kv_dtype = kv_dtype;
+    call->k_dtype = k_dtype;
+    call->v_dtype = v_dtype;
     return call;
 }
 
@@ -124,12 +125,12 @@ static int well_placed(const struct ca_accepted *call, const ca_array *a, int nu
     return 1;
 }
 
-const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, int64_t kv_dtype,
-                                    const uintptr_t *objects, const ca_array *given, ca_array *a, int num_arrays,
-                                    int num_outputs) {
+const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, int64_t k_dtype,
+                                    int64_t v_dtype, const uintptr_t *objects, const ca_array *given, ca_array *a,
+                                    int num_arrays, int num_outputs) {
     if (!objects) {
         memcpy(a, given, (size_t)num_arrays * sizeof *a);
-        return remember(known, sizes, isa, kv_dtype, a, num_arrays);
+        return remember(known, sizes, isa, k_dtype, v_dtype, a, num_arrays);
     }
     for (int i = 0; i < num_arrays; i++) {
         if (!objects[i])

@@ -7,7 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 /* cffi: begin */
-/* Of queries and caches; of caches only (e4m3 without infinities, e5m2: arXiv:2209.05433); of indices. */
+/* Of queries and caches; of caches only: fp8 (e4m3 without infinities, e5m2: arXiv:2209.05433) and integers with scales,
+ * bfloat16, int8 for a token of a kv head, int4 for each 32 of its elements; of indices. */
 enum ca_dtype {
     CA_F32,
     CA_F16,
@@ -15,6 +16,8 @@ enum ca_dtype {
     CA_DTYPES,
     CA_E4M3 = CA_DTYPES,
     CA_E5M2,
+    CA_I8,
+    CA_I4,
     CA_CACHE_DTYPES,
     CA_I32 = 64,
     CA_I64,
@@ -52,7 +55,7 @@ typedef struct ca_fault {
 /* What a plan was made for; a call is checked against it. */
 typedef struct ca_shape {
     int32_t num_reqs, num_heads, num_kv_heads, head_size, head_size_v;
-    int32_t dtype, kv_dtype;           /* enum ca_dtype, of queries and of the cache */
+    int32_t dtype, k_dtype, v_dtype;   /* enum ca_dtype, of queries and of the caches */
     int32_t isa;                       /* index into the isa table */
     int32_t causal;                    /* of every request, where dynamic_causal does not say it */
     int32_t all_causal;                /* no request is bidirectional: window_right has no meaning; the plan says it */
@@ -116,8 +119,8 @@ typedef struct ca_known {
     int64_t count; /* remembered so far; the oldest makes room */
     struct ca_accepted {
         int64_t sizes[10];
-        int64_t isa,
-            kv_dtype; /* of a write: what the isa and kv_cache_dtype that the caller named mean for these arrays */
+        /* of a write: what the isa and kv_cache_dtype that the caller named mean for these arrays */
+        int64_t isa, k_dtype, v_dtype;
         ca_array arrays[11];
     } calls[8];
 } ca_known;
@@ -149,7 +152,8 @@ int ca_cpu_feature(int i, const char **name); /* 1 here, 0 not, -1: no such i */
 
 int ca_isa(int i, ca_isa_info *out);                        /* 0: no such i */
 int ca_isa_kernel(int isa, int dtype, ca_kernel_info *out); /* 0: no kernel */
-int64_t ca_block_elements(int isa, int dtype, int64_t block_size, int64_t head_size, int value);
+/* Elements of kv_dtype (int8, int4: bytes) that a block of one kv head takes. */
+int64_t ca_block_elements(int isa, int dtype, int kv_dtype, int64_t block_size, int64_t head_size, int value);
 
 const char *ca_threading(void); /* "OpenMP 201511" or why there is none */
 int ca_get_num_threads(void);
@@ -184,10 +188,11 @@ int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, co
               float scale, float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes,
               ca_fault *fault);
 /* named: a number for the isa's name. isa: its index, which goes with `given`. A slot < 0 is skipped. */
-int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int kv_dtype,
-             float k_scale, float v_scale, ca_fault *fault);
+int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int k_dtype,
+             int v_dtype, float k_scale, float v_scale, ca_fault *fault);
 
-/* Tokens 0..num_tokens-1 of one request back to [T, Hkv, D]; value: 0 for K, 1 for V. */
+/* Tokens 0..num_tokens-1 of one request back to [T, Hkv, D], as they are stored, int8 and int4 as float32 times their
+ * scales; value: 0 for K, 1 for V. */
 int ca_gather(const ca_cache *cache, int value, const int32_t *block_table, int64_t num_entries, int64_t num_tokens,
               const ca_rows *dst, ca_fault *fault);
 
@@ -242,6 +247,9 @@ static inline int64_t ca_round_up(int64_t a, int64_t b) { return ca_div_up(a, b)
 
 static inline int ca_dtype_size(int dtype) { return dtype == CA_F32 ? 4 : dtype < CA_DTYPES ? 2 : 1; }
 static inline int ca_is_narrow(int dtype) { return dtype >= CA_DTYPES; }
+static inline int ca_is_scaled(int dtype) { return dtype == CA_I8 || dtype == CA_I4; }
+/* Elements of a token that share a scale. */
+static inline int64_t ca_scale_elements(int dtype, int64_t head_size) { return dtype == CA_I4 ? 32 : head_size; }
 
 /* The one truth about the layouts: where element (token, d) of a block lies. */
 static inline int64_t ca_k_offset(int layout, int64_t token, int64_t d, int64_t head_size) {
@@ -252,6 +260,31 @@ static inline int64_t ca_k_offset(int layout, int64_t token, int64_t d, int64_t 
 }
 static inline int64_t ca_v_offset(int layout, int64_t token, int64_t d, int64_t head_size) {
     return layout == CA_LAYOUT_LANES ? token * head_size + d : (token / 2 * head_size + d) * 2 + token % 2;
+}
+
+/* int4: byte b of 64 holds elements b, in its low half, and 64 + b of 128 that would otherwise lie in these places; as
+ * an element plus 8. int8: sign and magnitude. */
+#define CA_I4_ELEMENTS 128
+static inline int64_t ca_i4_byte(int64_t element) { return element / 128 * 64 + element % 64; }
+static inline int ca_i4_shift(int64_t element) { return element % 128 < 64 ? 0 : 4; }
+
+/* What a group of 16 tokens of one kv head takes, K or V: elements in the order of its layout, their bytes, and, of a
+ * cache that keeps scales, as many for each token. Its block then holds whole groups, and behind all of them
+ * [groups][scales][16] bfloat16. */
+typedef struct ca_group_form {
+    int64_t elements, bytes, scales;
+} ca_group_form;
+
+static inline ca_group_form ca_group_form_of(int layout, int kv_dtype, int64_t head_size, int value) {
+    int64_t pair = layout == CA_LAYOUT_PAIRS ? 2 : 1, n = CA_LANES * (value ? head_size : ca_round_up(head_size, pair));
+    if (kv_dtype == CA_I4)
+        n = ca_round_up(n, CA_I4_ELEMENTS);
+    return (ca_group_form){n, kv_dtype == CA_I4 ? n / 2 : n * ca_dtype_size(kv_dtype),
+                           ca_is_scaled(kv_dtype) ? ca_div_up(head_size, ca_scale_elements(kv_dtype, head_size)) : 0};
+}
+/* Where the scales of a group lie in its block. */
+static inline int64_t ca_scales_at(const ca_group_form *f, int64_t block_size, int64_t group) {
+    return ca_div_up(block_size, CA_LANES) * f->bytes + group * f->scales * CA_LANES * 2;
 }
 
 /* A piece of work: query tokens [token, token + num_tokens) of a request, keys of segments
@@ -326,11 +359,13 @@ struct ca_kernel {
     void (*widen_v)(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
     /* one query row times factor, as float32 */
     void (*widen_row)(const void *src, int64_t n, float factor, float *dst);
-    /* a narrow cache (CA_E4M3, CA_E5M2) holds bytes in the layout of the dtype: n of them, exactly, in that dtype;
-     * meanwhile as many bytes are fetched from `ahead`, whatever lies there */
+    /* a narrow cache holds its elements in the layout of the dtype: n of them, exactly, in that dtype, without their
+     * scales; meanwhile as many bytes are fetched from `ahead`, whatever lies there. int4: n % 128 == 0 */
     void (*unpack)(const uint8_t *src, int64_t n, int kv_dtype, void *dst, const void *ahead);
-    /* n numbers over scale as such bytes: nearest even, saturating */
+    /* n numbers over scale as such elements, a byte each (fp8): nearest even, saturating */
     void (*pack)(const void *src, int64_t n, float scale, int kv_dtype, uint8_t *dst);
+    /* one token of int8 or int4 likewise, over its own scales */
+    void (*quantise)(const void *src, int64_t n, int kv_dtype, uint8_t *dst, uint16_t *scales);
 };
 
 /* What a file of native/isa offers, as `const ca_isa_row ca_isa_NAME`. */
@@ -340,16 +375,20 @@ typedef struct ca_isa_row {
 } ca_isa_row;
 
 const ca_isa_row *ca_isa_get(int isa);
-const uint16_t *ca_fp8_words(int kv_dtype, int bf16); /* [128], of e4m3 or e5m2 as binary16 or bfloat16 */
+/* Element d of a token of int8 or int4, its scale applied. */
+float ca_scaled_element(int layout, int kv_dtype, int64_t head_size, int value, const char *block, int64_t block_size,
+                        int64_t token, int64_t d);
+/* [128] bytes of e4m3, e5m2 or int8 without their sign, as binary16 or bfloat16; of int4 [16], twice */
+const uint16_t *ca_narrow_words(int kv_dtype, int bf16);
 int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
                     ca_fault *fault);
 int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
                   const int32_t *dynamic_causal, ca_fault *fault);
 int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault);
 /* Reads the call's arrays into `a`. NULL unless nothing is wrong with them but what indices may hold. */
-const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, int64_t kv_dtype,
-                                    const uintptr_t *objects, const ca_array *given, ca_array *a, int num_arrays,
-                                    int num_outputs);
+const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, int64_t k_dtype,
+                                    int64_t v_dtype, const uintptr_t *objects, const ca_array *given, ca_array *a,
+                                    int num_arrays, int num_outputs);
 int ca_accept_step(const uintptr_t *objects, const ca_array *given, int64_t num_reqs, ca_array *a);
 /* Threads that are worth waking for what takes one thread so long. */
 int64_t ca_threads_for(double nanoseconds);

@@ -15,12 +15,20 @@ static double element(const void *base, int64_t i, int dtype) {
     return dtype == CA_F16 ? ca_from_f16(h) : ca_from_bf16(h);
 }
 
+/* Element d of a token of K or V. */
+static double cached(const ca_plan *p, const ca_call *c, int value, const char *block, int64_t token, int64_t d) {
+    const int layout = p->kernel->info.layout, dtype = value ? p->shape.v_dtype : p->shape.k_dtype;
+    const int64_t n = value ? p->shape.head_size_v : p->shape.head_size;
+    if (ca_is_scaled(dtype))
+        return ca_scaled_element(layout, dtype, n, value, block, c->block_size, token, d);
+    return element(block, value ? ca_v_offset(layout, token, d, n) : ca_k_offset(layout, token, d, n), dtype);
+}
+
 static double score(const ca_plan *p, const ca_call *c, const char *query, const char *k, int64_t token) {
     int64_t d_end = p->shape.head_size;
     double dot = 0;
     for (int64_t d = 0; d < d_end; d++)
-        dot += element(query, d, p->shape.dtype) *
-               element(k, ca_k_offset(p->kernel->info.layout, token, d, d_end), p->shape.kv_dtype);
+        dot += element(query, d, p->shape.dtype) * cached(p, c, 0, k, token, d);
     dot *= (double)c->scale * c->k_scale;
     return c->softcap > 0 ? c->softcap * tanh(dot / c->softcap) : dot;
 }
@@ -38,8 +46,8 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
     ca_visible(p, t->request, i, &lo, &hi);
     for (int64_t j = ca_max64(lo, k0); j < ca_min64(hi, k1); j++) {
         int64_t block = table[j / c->block_size], token = j % c->block_size;
-        const char *k = ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, kv_head, p->shape.kv_dtype);
-        const char *v = ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, kv_head, p->shape.kv_dtype);
+        const char *k = ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, kv_head, p->shape.k_dtype);
+        const char *v = ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, kv_head, p->shape.v_dtype);
         double s = score(p, c, query, k, token), old = m;
         if (c->alibi_slopes)
             s += (double)c->alibi_slopes[head] * (double)(j - pos);
@@ -47,8 +55,7 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
         double rescale = old == m ? 1 : exp(old - m), w = m == -INFINITY ? exp(s) : exp(s - m);
         l = l * rescale + w;
         for (int64_t d = 0; d < dv; d++)
-            o[d] =
-                o[d] * rescale + w * element(v, ca_v_offset(p->kernel->info.layout, token, d, dv), p->shape.kv_dtype);
+            o[d] = o[d] * rescale + w * cached(p, c, 1, v, token, d);
     }
     state->m[r] = (float)(m * CA_LOG2E_D);
     /* m was rounded: l and o take the difference, so that (o, l, m) stay one consistent triple */

@@ -186,6 +186,11 @@ def _quick() -> Iterator[Case]:
     for name, fields in QUANTISED.items():
         yield _case(f"fp8_e4m3-{name}", fields, kv_cache_dtype="fp8_e4m3")
     yield _case("fp8_e5m2-everything", QUANTISED["everything"], kv_cache_dtype="fp8_e5m2")
+    for kind in ("int8", "int4"):
+        for name, fields in QUANTISED.items():
+            yield _case(f"{kind}-{name}", fields, kv_cache_dtype=kind)
+    for kind in ("int8/int4", "int4/auto", "auto/int8", "fp8/int8"):
+        yield _case(f"{kind.replace('/', '-')}-mixed", MIXED, kv_cache_dtype=kind, head_size=64)
     yield _case("decode-fill-masked-block-64", DECODE, fill="masked", sliding_window=25, block_size=64)
     yield _case("mixed-fill-nan-value", MIXED, fill="nan-value", sliding_window=(2, -1), causal=False)
     for name in ("1023-1024-1025", "3000"):
@@ -221,6 +226,17 @@ def _default() -> Iterator[Case]:
         yield _case(f"fp8-head-{size}", CHUNK, head_size=size, kv_cache_dtype="fp8")
     for size in BLOCK_SIZES:
         yield _case(f"fp8-block-{size}", _boundary(size), block_size=size, head_size=20, kv_cache_dtype="fp8")
+    for kind in ("int8", "int4", "int4/int8", "auto/fp8_e5m2"):
+        short = kind.replace("/", "-")
+        for name, feature in FEATURES.items():
+            yield _case(f"{short}-{name}", MIXED, **feature, kv_cache_dtype=kind, num_heads=6, head_size=40)
+        for size in HEAD_SIZES:
+            yield _case(f"{short}-head-{size}", CHUNK, head_size=size, kv_cache_dtype=kind)
+        for size in BLOCK_SIZES:
+            yield _case(f"{short}-block-{size}", _boundary(size), block_size=size, head_size=20, kv_cache_dtype=kind)
+        for fill in ("late-nan", "nan-value", "masked"):
+            window = (6, -1)
+            yield _case(f"{short}-fill-{fill}", MIXED, fill=fill, head_size=64, kv_cache_dtype=kind, sliding_window=window)
     for name, fields in LONG.items():
         yield _case(f"long-{name}", {"head_size": 16, "num_heads": 2, "num_kv_heads": 1, **fields})
 
@@ -288,7 +304,7 @@ def _random(index: int, seed: int) -> Case:
         fill=fill,
         strided=bool(rng.random() < 0.3),
         pieces=int(rng.integers(1, 4)),
-        kv_cache_dtype=str(rng.choice(["auto", "auto", "auto", "fp8_e4m3", "fp8_e5m2"])),
+        kv_cache_dtype=str(rng.choice(["auto"] * 5 + ["fp8_e4m3", "fp8_e5m2", "int8", "int4", "int8/int4", "int4/auto"])),
     )
 
 
@@ -307,7 +323,7 @@ def cases(level: str = "default", dtype: str = "float32", seed: int = 0) -> list
 
 def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     """The cases on which thread counts, splits and batches are varied, bit for bit."""
-    wanted = {"mixed-plain", "mixed-everything", "long-3000", "fp8_e4m3-everything"}
+    wanted = {"mixed-plain", "mixed-everything", "long-3000", "fp8_e4m3-everything", "int4-everything", "int8-3000"}
     if level != "quick":
         wanted |= {"many-requests", "mixed-fill-leaping", "long-3000-chunk", "long-3000-sinks", "mixed-heads-14-2"}
     if level == "full":

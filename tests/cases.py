@@ -83,21 +83,26 @@ class Problem:
     @property
     def scales(self) -> tuple[float, float]:
         """k_scale and v_scale."""
-        return (1.0, 1.0) if self.case.kv_cache_dtype == "auto" else SCALES
+        k_scale, v_scale = (
+            s if kind.startswith("fp8") else 1.0 for s, kind in zip(SCALES, kinds(self.case), strict=True)
+        )
+        return k_scale, v_scale
 
-    def _stored(self, rows: list[NDArray[Any]], scale: float) -> list[NDArray[Any]]:
+    def _stored(self, rows: list[NDArray[Any]], kind: str, scale: float) -> list[NDArray[Any]]:
         """What the cache holds, times its scale."""
-        if self.case.kv_cache_dtype == "auto":
+        if kind.startswith("int"):
+            return [integers(x, kind) for x in rows]
+        if not kind.startswith("fp8"):
             return rows
-        return [quantised(x, self.case.kv_cache_dtype, scale).astype(np.float64) * scale for x in rows]
+        return [quantised(x, kind, scale).astype(np.float64) * scale for x in rows]
 
     @cached_property
     def expected(self) -> tuple[reference.Float64, reference.Float64]:
         """The float64 oracle's output [T, Hq, Dv] and lse [Hq, T]."""
         return reference.attention(
             self.query,
-            self._stored(self.key, self.scales[0]),
-            self._stored(self.value, self.scales[1]),
+            self._stored(self.key, kinds(self.case)[0], self.scales[0]),
+            self._stored(self.value, kinds(self.case)[1], self.scales[1]),
             self.query_start_loc,
             self.seq_lens,
             self.scale,
@@ -124,6 +129,27 @@ def quantised(x: NDArray[Any], kv_cache_dtype: str, scale: float) -> NDArray[Any
     with np.errstate(over="ignore", invalid="ignore"):
         rounded: NDArray[Any] = np.clip(x.astype(np.float32) / np.float32(scale), -most, most).astype(dtype)
     return rounded
+
+
+def integers(x: NDArray[Any], kind: str) -> NDArray[np.float64]:
+    """x as int8 (a scale for each row) or int4 (for each 32 of it) hold it: the largest magnitude over 127 or 7 in
+    float32, rounded up to bfloat16, is the scale; over it, to the nearest even integer. NaN where a row is not finite."""
+    most, step = (127, x.shape[-1]) if kind == "int8" else (7, 32)
+    out = np.zeros(x.shape)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        for first in range(0, x.shape[-1], step):
+            part = x[..., first : first + step].astype(np.float32)
+            bits = (np.abs(part).max(axis=-1, keepdims=True) / np.float32(most)).view(np.uint32)
+            scale = ((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+            scale[~np.isfinite(part).all(axis=-1)] = np.nan
+            whole = np.rint(part / np.where(scale == 0, np.float32(1), scale))
+            out[..., first : first + step] = whole.astype(np.float64) * scale
+    return out
+
+
+def kinds(case: Case) -> list[str]:
+    """What the caches of K and of V hold."""
+    return (case.kv_cache_dtype.split("/") * 2)[:2]
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -338,19 +364,24 @@ def _forbid_outside(name: str, array: NDArray[Any], strided: bool) -> None:
             raise AssertionError(f"{name}: elements outside of the array were written")
 
 
+def memory_dtype(kind: str, dtype: str) -> np.dtype[Any]:
+    """Of a cache that holds ``kind``."""
+    if kind.startswith("int"):
+        return np.dtype(np.uint8)
+    return np.dtype(getattr(ml_dtypes, _FP8[kind])) if kind in _FP8 else numpy_dtype(dtype)
+
+
 def _caches(problem: Problem, isa: str) -> tuple[NDArray[Any], NDArray[Any]]:
     case = problem.case
     common = (problem.num_blocks, case.block_size, case.num_kv_heads)
-    shapes = [
-        cpu_attn.get_kv_cache_shape(*common, size, case.dtype, isa, case.kv_cache_dtype)
-        for size in (case.head_size, case.value_size)
-    ]
-    kept = _FP8.get(case.kv_cache_dtype)
-    dtype = np.dtype(getattr(ml_dtypes, kept)) if kept else numpy_dtype(case.dtype)
-    if case.strided and shapes[0] == shapes[1]:
-        both = _nan_bytes((shapes[0][0], 2, *shapes[0][1:]), dtype)
+    (k_shape, k_dtype), (v_shape, v_dtype) = (
+        (cpu_attn.get_kv_cache_shape(*common, size, case.dtype, isa, kind), memory_dtype(kind, case.dtype))
+        for size, kind in zip((case.head_size, case.value_size), kinds(case), strict=True)
+    )
+    if case.strided and k_shape == v_shape and k_dtype == v_dtype:
+        both = _nan_bytes((k_shape[0], 2, *k_shape[1:]), k_dtype)
         return both[:, 0], both[:, 1]
-    return _nan_bytes(shapes[0], dtype), _nan_bytes(shapes[1], dtype)
+    return _nan_bytes(k_shape, k_dtype), _nan_bytes(v_shape, v_dtype)
 
 
 def _nan_bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

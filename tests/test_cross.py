@@ -58,7 +58,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arrays(problem: Problem, reference: bool) -> bytes:
     """What run_case.c reads."""
     case = problem.case
-    kv = _check.kv_dtype(case.kv_cache_dtype, case.dtype)
+    kvs = _check.kv_dtypes(case.kv_cache_dtype, case.dtype)
     causal = case.causal if problem.dynamic_causal is None else bool(problem.dynamic_causal.all())
     left, right = _check.window(case.sliding_window)
     slots = slots_of(problem)
@@ -67,7 +67,7 @@ def arrays(problem: Problem, reference: bool) -> bytes:
         for rows, size in ((problem.key, case.head_size), (problem.value, case.value_size))
     ]
     table = problem.block_table
-    fields = [CODES[case.dtype][0], CODES[kv][0], len(problem.seq_lens), case.num_heads, case.num_kv_heads]
+    fields = [CODES[case.dtype][0], *(CODES[kv][0] for kv in kvs), len(problem.seq_lens), case.num_heads, case.num_kv_heads]
     fields += [case.head_size, case.value_size, problem.num_blocks, case.block_size, table.shape[1]]
     fields += [len(problem.query), len(slots), case.causal, left, -1 if causal else right]
     optional = (problem.alibi_slopes, problem.s_aux, problem.dynamic_causal)

@@ -116,6 +116,12 @@ INLINE vf v_loadn_fp8(const uint8_t *p, int n, int e5m2) {
     return v_mul(_mm256_cvtph_ps(half), v_set1(256));
 }
 
+INLINE vf v_loadn_u8(const uint8_t *p, int n) {
+    uint64_t bytes = 0;
+    memcpy(&bytes, p, (size_t)n);
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes)));
+}
+
 /* ---- words of the cache write ---- */
 
 #define LINES 4

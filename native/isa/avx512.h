@@ -76,6 +76,9 @@ INLINE vf v_loadn_fp8(const uint8_t *p, int n, int e5m2) {
                                    _mm256_set1_epi16(0x7e00));
     return v_mul(_mm512_cvtph_ps(half), v_set1(256));
 }
+INLINE vf v_loadn_u8(const uint8_t *p, int n) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(first_lanes(n), p)));
+}
 #ifdef __AVX512VBMI__
 /* Of 64 low bytes and 64 high ones, as words. */
 static const uint8_t low_then_high[128] = {
@@ -117,6 +120,19 @@ INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, u
         h = _mm512_mask_mov_epi16(l, _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x40)), h);
         x = _mm512_slli_epi16(_mm512_and_si512(x, _mm512_set1_epi16(0x80)), 8);
         _mm512_mask_storeu_epi16(dst + i, there, _mm512_or_si512(h, x));
+    }
+}
+
+/* n / 2 bytes of int4 through a table of 16 words, twice in 32: an index's upper bits do not matter. */
+INLINE void unpack_nibbles(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *ahead) {
+    const __m512i t = _mm512_loadu_si512(table);
+    for (int64_t i = 0; i < n; i += 128, src += 64, ahead += 64) {
+        __builtin_prefetch(ahead, 0, 2);
+        EACH(j, 2) {
+            __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(src + 32 * j)));
+            _mm512_storeu_si512(dst + i + 32 * j, _mm512_permutexvar_epi16(x, t));
+            _mm512_storeu_si512(dst + i + 64 + 32 * j, _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 4), t));
+        }
     }
 }
 

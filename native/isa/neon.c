@@ -115,6 +115,12 @@ INLINE vf v_loadn_fp8(const uint8_t *p, int n, int e5m2) {
     return v_mul(widen_f16(half), v_set1(256));
 }
 
+INLINE vf v_loadn_u8(const uint8_t *p, int n) {
+    uint8_t bytes[8] = {0};
+    memcpy(bytes, p, (size_t)n);
+    return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vld1_u8(bytes)))));
+}
+
 /* ---- words of the cache write ---- */
 
 #define LINES 4

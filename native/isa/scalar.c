@@ -77,6 +77,8 @@ INLINE vf v_loadn_fp8(const uint8_t *p, int n, int e5m2) {
     return !n ? 0 : ca_as_float(e5m2 ? ca_from_e5m2(*p) : ca_from_e4m3(*p));
 }
 
+INLINE vf v_loadn_u8(const uint8_t *p, int n) { return n ? *p : 0; }
+
 /* ---- words of the cache write ---- */
 
 #define LINES 1

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "gather.h"
+#include "../half.h"
 #include <string.h>
 
 #define PANEL 64 /* columns of a panel in both packed forms */
@@ -14,7 +15,8 @@ static int64_t packed_at(int64_t row, int64_t col, int64_t rows) {
 int ca_form_fits(ca_form form, const ca_pages *g) {
     if (form != CA_FORM_BF16)
         return 1;
-    return g->plan->shape.kv_dtype == CA_BF16 && g->plan->kernel->info.layout == CA_LAYOUT_PAIRS &&
+    return g->plan->shape.k_dtype == CA_BF16 && g->plan->shape.v_dtype == CA_BF16 &&
+           g->plan->kernel->info.layout == CA_LAYOUT_PAIRS &&
            g->plan->shape.head_size % 2 == 0 && g->call->block_size % 2 == 0;
 }
 
@@ -33,29 +35,61 @@ static const char *block_of(const ca_pages *g, int value, int64_t key) {
     const ca_call *c = g->call;
     int64_t block = g->block_table[key / c->block_size];
     if (value)
-        return ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, g->kv_head, g->plan->shape.kv_dtype);
-    return ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, g->kv_head, g->plan->shape.kv_dtype);
+        return ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, g->kv_head, g->plan->shape.v_dtype);
+    return ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, g->kv_head, g->plan->shape.k_dtype);
+}
+
+static int narrow_dtype(const ca_plan *plan, int value) {
+    int dtype = value ? plan->shape.v_dtype : plan->shape.k_dtype;
+    return ca_is_narrow(dtype) ? dtype : 0;
+}
+
+static ca_group_form group_form(const ca_plan *plan, int value) {
+    const ca_shape *s = &plan->shape;
+    return ca_group_form_of(plan->kernel->info.layout, value ? s->v_dtype : s->k_dtype,
+                            value ? s->head_size_v : s->head_size, value);
 }
 
 int64_t ca_wide_bytes(const ca_plan *plan) {
-    int64_t columns = ca_max64(ca_round_up(plan->shape.head_size, 2), plan->shape.head_size_v);
-    return ca_is_narrow(plan->shape.kv_dtype) ? columns * CA_LANES * 4 : 0;
+    int64_t most = 0;
+    for (int value = 0; value < 2; value++)
+        if (narrow_dtype(plan, value))
+            most = ca_max64(most, group_form(plan, value).elements * ca_dtype_size(plan->shape.dtype));
+    return most;
 }
 
 /* The key's block; of a narrow cache only its group, unpacked, and *token counts from there. */
 static const void *plain_block(const ca_pages *g, int value, int64_t key, int64_t *token) {
-    const ca_shape *s = &g->plan->shape;
+    const int dtype = narrow_dtype(g->plan, value);
     const char *block = block_of(g, value, key);
     *token = key % g->call->block_size;
-    if (!ca_is_narrow(s->kv_dtype))
+    if (!dtype)
         return block;
-    int layout = g->plan->kernel->info.layout, pair = layout == CA_LAYOUT_PAIRS ? 2 : 1;
+    const ca_group_form f = group_form(g->plan, value);
+    const int pair = g->plan->kernel->info.layout == CA_LAYOUT_PAIRS ? 2 : 1;
     int64_t first = *token / CA_LANES * CA_LANES, rows = ca_min64(CA_LANES, g->call->block_size - first);
-    int64_t at = value ? ca_v_offset(layout, first, 0, s->head_size_v) : ca_k_offset(layout, first, 0, s->head_size);
-    int64_t n = value ? ca_round_up(rows, pair) * s->head_size_v : ca_round_up(s->head_size, pair) * CA_LANES;
-    g->plan->kernel->unpack((const uint8_t *)block + at, n, s->kv_dtype, g->wide, block + at);
+    const char *group = block + first / CA_LANES * f.bytes;
+    int64_t n = value && !f.scales ? ca_round_up(rows, pair) * g->plan->shape.head_size_v : f.elements;
+    g->plan->kernel->unpack((const uint8_t *)group, n, dtype, g->wide, group);
     *token -= first;
     return g->wide;
+}
+
+/* n keys from here, in one group, that were gathered to dst: element (d, key) at d * ld_d + key * ld. */
+static void apply_scales(const ca_pages *g, int value, int64_t key, int64_t n, float *dst, int64_t ld_d, int64_t ld) {
+    const ca_group_form f = group_form(g->plan, value);
+    if (!f.scales)
+        return;
+    const int64_t head_size = value ? g->plan->shape.head_size_v : g->plan->shape.head_size;
+    const int64_t shared = ca_scale_elements(narrow_dtype(g->plan, value), head_size);
+    const int64_t token = key % g->call->block_size;
+    const char *scales = block_of(g, value, key) + ca_scales_at(&f, g->call->block_size, token / CA_LANES);
+    for (int64_t d = 0; d < head_size; d++)
+        for (int64_t i = 0; i < n; i++) {
+            uint16_t scale;
+            memcpy(&scale, scales + (d / shared * CA_LANES + token % CA_LANES + i) * 2, 2);
+            dst[d * ld_d + i * ld] *= ca_from_bf16(scale);
+        }
 }
 
 /* How many keys from here, up to end, lie in one block, one group of lanes and one panel. */
@@ -65,8 +99,8 @@ static int64_t piece(const ca_pages *g, int64_t key, int64_t k0, int64_t end, in
     return ca_min64(n, ca_min64(lanes - token % lanes, panel - column % panel));
 }
 
-static int64_t lanes(const ca_pages *g) {
-    return ca_is_narrow(g->plan->shape.kv_dtype) ? CA_LANES : g->call->block_size;
+static int64_t lanes(const ca_pages *g, int value) {
+    return narrow_dtype(g->plan, value) ? CA_LANES : g->call->block_size;
 }
 
 static void copy_k_pairs(const ca_pages *g, int64_t first, int64_t k0, int64_t end, uint16_t *dst) {
@@ -95,9 +129,10 @@ void ca_gather_k(ca_form form, const ca_pages *g, int64_t first, int64_t k0, int
     for (int64_t key = ca_max64(k0, first); key < end; key += step) {
         int64_t token, column = key - k0;
         const void *block = plain_block(g, 0, key, &token);
-        step = piece(g, key, k0, end, lanes(g), width);
-        g->plan->kernel->widen_k(block, head_size, token, token + step,
-                                 (float *)dst + column / width * panel + column % width, width);
+        float *to = (float *)dst + column / width * panel + column % width;
+        step = piece(g, key, k0, end, lanes(g, 0), width);
+        g->plan->kernel->widen_k(block, head_size, token, token + step, to, width);
+        apply_scales(g, 0, key, step, to, width, 1);
     }
 }
 
@@ -129,8 +164,9 @@ void ca_gather_v(ca_form form, const ca_pages *g, int64_t first, int64_t k0, int
     for (int64_t key = ca_max64(k0, first); key < end; key += step) {
         int64_t token;
         const void *block = plain_block(g, 1, key, &token);
-        step = piece(g, key, k0, end, lanes(g), keys);
+        step = piece(g, key, k0, end, lanes(g, 1), keys);
         g->plan->kernel->widen_v(block, dv, token, token + step, rows + (key - k0) * dv, dv);
+        apply_scales(g, 1, key, step, rows + (key - k0) * dv, 1, dv);
     }
     memset(rows, 0, (size_t)(ca_max64(0, first - k0) * dv) * sizeof(float));
     memset(rows + n * dv, 0, (size_t)((keys - n) * dv) * sizeof(float));

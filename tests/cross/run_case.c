@@ -7,7 +7,8 @@
 
 enum {
     DTYPE,
-    KV_DTYPE,
+    K_DTYPE,
+    V_DTYPE,
     REQS,
     HEADS,
     KV_HEADS,
@@ -81,10 +82,11 @@ static int isa_by_name(const char *name) {
 
 static ca_array cache(int isa, int value) {
     int64_t size = f[value ? SIZE_V : SIZE];
-    int64_t width = ca_max64(ca_block_elements(isa, (int)f[DTYPE], f[BLOCK_SIZE], size, 0),
-                             ca_block_elements(isa, (int)f[DTYPE], f[BLOCK_SIZE], size, 1));
+    int dtype = (int)f[DTYPE], kv_dtype = (int)f[value ? V_DTYPE : K_DTYPE];
+    int64_t width = ca_max64(ca_block_elements(isa, dtype, kv_dtype, f[BLOCK_SIZE], size, 0),
+                             ca_block_elements(isa, dtype, kv_dtype, f[BLOCK_SIZE], size, 1));
     int64_t shape[] = {f[BLOCKS], f[KV_HEADS], f[BLOCK_SIZE], ca_div_up(width, f[BLOCK_SIZE])};
-    return array((int)f[KV_DTYPE], ca_dtype_size((int)f[KV_DTYPE]), 4, shape, 0xff);
+    return array(kv_dtype, ca_dtype_size(kv_dtype), 4, shape, 0xff);
 }
 
 int main(int argc, char **argv) {
@@ -111,7 +113,8 @@ int main(int argc, char **argv) {
                       .head_size = (int32_t)f[SIZE],
                       .head_size_v = (int32_t)f[SIZE_V],
                       .dtype = dtype,
-                      .kv_dtype = (int32_t)f[KV_DTYPE],
+                      .k_dtype = (int32_t)f[K_DTYPE],
+                      .v_dtype = (int32_t)f[V_DTYPE],
                       .isa = isa,
                       .causal = (int32_t)f[CAUSAL],
                       .window_left = (int32_t)f[LEFT],
@@ -121,7 +124,7 @@ int main(int argc, char **argv) {
     const ca_array written[] = {kc, vc, k, v, slots}, step[] = {starts, lens, flags};
     const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks};
     ca_plan_info info;
-    ca_write(known, NULL, written, 0, isa, (int)f[KV_DTYPE], x[2], x[3], &fault);
+    ca_write(known, NULL, written, 0, isa, (int)f[K_DTYPE], (int)f[V_DTYPE], x[2], x[3], &fault);
     const ca_engine *engine = f[REFERENCE] ? ca_reference_engine() : ca_native_engine();
     ca_plan *plan = fault.status ? NULL : ca_plan_new(&shape, engine, NULL, step, &fault);
     if (!plan)
