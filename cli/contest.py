@@ -26,6 +26,7 @@ LEAST_BYTES = 2**16  # read or copied to measure a limit
 class Contestant:
     """engine: of ENGINES or RIVALS; isa: of ours, None for others; call: one run, all that can be made before made."""
 
+    step: Step
     engine: str
     isa: str | None
     limits: tuple[Limit, ...]
@@ -68,7 +69,7 @@ def takes_part(engines: Sequence[str], kind: str) -> list[str]:
 def contestants(step: Step, engines: Sequence[str]) -> Iterator[Contestant]:
     for engine in takes_part(engines, step.workload.kind):
         call, workspace_bytes, isa = _prepare(step, engine)
-        yield Contestant(engine, isa, tuple(_limits(step, engine, isa)), workspace_bytes, call)
+        yield Contestant(step, engine, isa, tuple(_limits(step, engine, isa)), workspace_bytes, call)
 
 
 def _limits(step: Step, engine: str, isa: str | None) -> list[Limit]:

@@ -57,13 +57,13 @@ class Workload:
             pairs += int(seen.sum() if self.sliding_window < 0 else np.minimum(seen, self.sliding_window).sum())
         return 4 * self.head_size * self.num_heads * pairs
 
-    def kv_bytes(self, itemsize: int) -> int:
+    def kv_bytes(self, itemsize: float) -> int:
         """Bytes of K and V that some query sees (write: that are written), each counted once."""
         q_lens, kv_lens = self._lens
         keys = kv_lens
         if self.sliding_window >= 0:
             keys = np.minimum(kv_lens, q_lens - 1 + self.sliding_window)
-        return int(keys.sum()) * 2 * self.num_kv_heads * self.head_size * itemsize
+        return int(int(keys.sum()) * 2 * self.num_kv_heads * self.head_size * itemsize)
 
 
 def _same(kind: str, num_reqs: int, q_len: int, kv_len: int, **shape: Any) -> dict[str, Any]:
@@ -129,10 +129,17 @@ class Step:
             row[: len(own)] = own
 
     @property
-    def itemsize(self) -> int:
-        """Of what moves: keys and values on their way into a cache, else the cache."""
-        narrow = self.kv_cache_dtype.startswith("fp8") and self.workload.kind != "write"
-        return 1 if narrow else numpy_dtype(self.dtype).itemsize
+    def itemsize(self) -> float:
+        """Bytes of an element of what moves: keys and values on their way into a cache, else K and V in it, scales
+        counted."""
+        if self.workload.kind == "write":
+            return numpy_dtype(self.dtype).itemsize
+        size = self.workload.head_size
+        cache = cpu_attn.PagedKVCache(
+            0, self.block_size, 1, size, self.dtype, self.isa, kv_cache_dtype=self.kv_cache_dtype
+        )
+        width = sum(x.shape[3] * x.itemsize for x in (cache.key_cache, cache.value_cache))
+        return width / (2 * size)
 
     @cached_property
     def query(self) -> NDArray[Any]:

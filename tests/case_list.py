@@ -278,7 +278,8 @@ def _random_mask(rng: np.random.Generator, requests: int) -> dict[str, Any]:
 
 
 def _random(index: int, seed: int) -> Case:
-    """Anything with anything, but no ALiBi on scores so large that float32 cannot hold their sum."""
+    """Anything with anything, but neither ALiBi nor scales of their own on scores so large that float32 cannot hold
+    them any more."""
     rng = np.random.default_rng([seed, index])
     step = _random_step(rng)
     mask = _random_mask(rng, len(step["seq_lens"]))
@@ -289,6 +290,8 @@ def _random(index: int, seed: int) -> Case:
     sizes = [size for size in HEAD_SIZES if least <= size <= most] or [least]
     fill = str(rng.choice(["normal"] * 6 + ["masked", *FILLS]))
     slope = 0.0 if fill in LARGE_SCORES else float(rng.choice([0.0, 0.0, 0.0625]))
+    kinds = ["auto"] * 5 + ["fp8_e4m3", "fp8_e5m2"]
+    kinds += ["auto/int4"] if fill in LARGE_SCORES else ["int8", "int4", "int8/int4", "int4/auto"]
     return Case(
         f"random-{index}",
         **step,
@@ -304,7 +307,7 @@ def _random(index: int, seed: int) -> Case:
         fill=fill,
         strided=bool(rng.random() < 0.3),
         pieces=int(rng.integers(1, 4)),
-        kv_cache_dtype=str(rng.choice(["auto"] * 5 + ["fp8_e4m3", "fp8_e5m2", "int8", "int4", "int8/int4", "int4/auto"])),
+        kv_cache_dtype=str(rng.choice(kinds)),
     )
 
 
