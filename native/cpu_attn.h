@@ -380,6 +380,7 @@ float ca_scaled_element(int layout, int kv_dtype, int64_t head_size, int value, 
                         int64_t token, int64_t d);
 /* [128] bytes of e4m3, e5m2 or int8 without their sign, as binary16 or bfloat16; of int4 [16], twice */
 const uint16_t *ca_narrow_words(int kv_dtype, int bf16);
+const uint8_t *ca_narrow_bytes(int kv_dtype); /* of bfloat16: [128] low ones, [128] high ones */
 int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
                     ca_fault *fault);
 int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,

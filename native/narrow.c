@@ -4,7 +4,9 @@
 #include "half.h"
 
 #define KINDS (CA_CACHE_DTYPES - CA_DTYPES)
-static uint16_t words[KINDS][2][128]; /* binary16, bfloat16: written once, when the library loads */
+/* binary16, bfloat16; the bytes of bfloat16, low ones first: written once, when the library loads */
+static uint16_t words[KINDS][2][128];
+static uint8_t bytes[KINDS][2][128];
 
 static float value(int kv_dtype, int i) {
     switch (kv_dtype) {
@@ -24,6 +26,8 @@ __attribute__((constructor)) static void fill(void) {
         for (int i = 0; i < 128; i++) {
             words[kind][0][i] = ca_to_f16(value(CA_DTYPES + kind, i));
             words[kind][1][i] = ca_to_bf16(value(CA_DTYPES + kind, i));
+            bytes[kind][0][i] = words[kind][1][i] & 0xff;
+            bytes[kind][1][i] = (uint8_t)(words[kind][1][i] >> 8);
         }
 }
 
@@ -40,3 +44,5 @@ float ca_scaled_element(int layout, int kv_dtype, int64_t head_size, int value, 
 }
 
 const uint16_t *ca_narrow_words(int kv_dtype, int bf16) { return words[kv_dtype - CA_DTYPES][bf16]; }
+
+const uint8_t *ca_narrow_bytes(int kv_dtype) { return bytes[kv_dtype - CA_DTYPES][0]; }

@@ -158,6 +158,36 @@ INLINE vf v_rcp(vf x) { /* one step of Newton's */
 }
 INLINE vp v_round_pairs(vf a, vf b) { return _mm512_cvtne2ps_pbh(b, a); }
 INLINE void v_store_pairs(uint16_t *p, vp x) { _mm512_storeu_si512(p, (__m512i)x); }
+
+#ifdef __AVX512VBMI__
+#define V_NARROW
+typedef struct v_table {
+    __m512i t[4];
+} v_table;
+
+INLINE v_table v_load_table(int kind, const void *table) {
+    v_table t = {{_mm512_loadu_si512(table)}};
+    for (int i = 1; i < 4 && kind == BYTES; i++)
+        t.t[i] = _mm512_loadu_si512((const char *)table + 64 * i);
+    return t;
+}
+
+/* Two vectors of pairs out of 64 bytes, or out of half of their halves. */
+INLINE void v_narrow_pairs(int kind, const uint8_t *p, int half, const v_table *t, vp *out) {
+    if (kind == BYTES) {
+        __m512i x = _mm512_loadu_si512(p + 64 * half), low = _mm512_permutex2var_epi8(t->t[0], x, t->t[1]);
+        __m512i high = _mm512_permutex2var_epi8(t->t[2], x, t->t[3]);
+        high = _mm512_ternarylogic_epi32(high, x, _mm512_set1_epi8((char)0x80), 0xf8); /* high | x & 0x80 */
+        EACH(j, 2)
+        out[j] = (vp)_mm512_permutex2var_epi8(low, _mm512_loadu_si512(low_then_high + 64 * j), high);
+    } else {
+        EACH(j, 2) {
+            __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(p + 32 * j)));
+            out[j] = (vp)_mm512_permutexvar_epi16(half ? _mm512_srli_epi16(x, 4) : x, t->t[0]);
+        }
+    }
+}
+#endif
 #endif
 
 /* ---- words of the cache write ---- */

@@ -62,7 +62,11 @@ INLINE void v_storen_f16(uint16_t *p, vf x, int n) {
     if (n)
         *p = ca_to_f16(x);
 }
-INLINE vf v_load_bf16(const uint16_t *p) { return ca_from_bf16(*p); }
+INLINE vf v_load_bf16(const void *p) { /* scales lie at any address */
+    uint16_t h;
+    memcpy(&h, p, 2);
+    return ca_from_bf16(h);
+}
 INLINE vf v_loadn_bf16(const uint16_t *p, int n) { return n ? ca_from_bf16(*p) : 0; }
 INLINE vf v_even_bf16(const uint16_t *p) { return ca_from_bf16(p[0]); }
 INLINE vf v_odd_bf16(const uint16_t *p) { return ca_from_bf16(p[1]); }
