@@ -142,6 +142,16 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "3000": {"query_lens": (1, 4), "seq_lens": (3000, 2049), "head_size": 16, "num_heads": 2, "num_kv_heads": 1},
 }
 
+# Whole blocks, one register tile of rows: where narrow caches may be unpacked on the way into the products.
+FEW_ROWS: dict[str, dict[str, Any]] = {
+    "mha": {"query_lens": (1, 1), "seq_lens": (300, 64), "num_heads": 2, "num_kv_heads": 2, "head_size": 64},
+    "group-5": {"query_lens": (1,), "seq_lens": (290,), "num_heads": 5, "num_kv_heads": 1, "head_size": 128},
+    "group-8": {"query_lens": (1,), "seq_lens": (290,), "num_heads": 8, "num_kv_heads": 1, "head_size": 64},
+    "two-tokens": {"query_lens": (2,), "seq_lens": (290,), "num_heads": 3, "num_kv_heads": 1, "head_size": 64},
+    "unequal": {"query_lens": (1,), "seq_lens": (290,), "head_size": 72, "head_size_v": 192, "softcap": 5.0},
+    "bounded": {"query_lens": (1,), "seq_lens": (290,), "head_size": 64, "sliding_window": 200, "fill": "masked"},
+}
+
 HEAD_SIZES = (1, 2, 3, 8, 16, 20, 64, 80, 96, 100, 112, 128, 192, 256, 512, 576)
 QUICK_HEAD_SIZES = (1, 3, 20, 64, 128)
 UNEQUAL_HEAD_SIZES = ((64, 32), (24, 40), (192, 128), (576, 512), (7, 5), (1, 16), (33, 1))
@@ -189,6 +199,9 @@ def _quick() -> Iterator[Case]:
     for kind in ("int8", "int4"):
         for name, fields in QUANTISED.items():
             yield _case(f"{kind}-{name}", fields, kv_cache_dtype=kind)
+    for kind in ("fp8_e5m2", "int8", "int4", "int4/auto"):
+        for name, fields in FEW_ROWS.items():
+            yield _case(f"{kind.replace('/', '-')}-few-{name}", fields, kv_cache_dtype=kind, block_size=32)
     for kind in ("int8/int4", "int4/auto", "auto/int8", "fp8/int8"):
         yield _case(f"{kind.replace('/', '-')}-mixed", MIXED, kv_cache_dtype=kind, head_size=64)
     yield _case("decode-fill-masked-block-64", DECODE, fill="masked", sliding_window=25, block_size=64)

@@ -73,7 +73,7 @@ WRITE = [
         ValueError,
         ["value_cache", "overlap"],
     ),
-    ({"k_scale": 2.0}, ValueError, ["k_scale", "2.0", "quantised"]),
+    ({"k_scale": 2.0}, ValueError, ["k_scale", "2.0", "fp8"]),
     ({"v_scale": float("nan")}, ValueError, ["v_scale", "nan"]),
     ({"kv_cache_dtype": "fp8"}, TypeError, ["key_cache", "float32", "float8_e4m3fn"]),
     ({"kv_cache_dtype": "int3"}, ValueError, ["kv_cache_dtype", "int3", "fp8_e4m3"]),
