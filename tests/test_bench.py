@@ -193,7 +193,7 @@ def test_shape_options_change_named_workloads() -> None:
         (["--kv-len", "9", "--save", "/nowhere/x.json"], "no such folder"),
         (["--kv-len", "9", "--rival", "torch", "--softcap", "3"], "torch"),
         (["plan-256", "--engine", "onednn-python"], "has no part in it"),
-        (["--kv-len", "9", "--kv-cache-dtype", "fp8"], "auto"),
+        (["--kv-len", "9", "--kv-cache-dtype", "fp9"], "--kv-cache-dtype fp9"),
         (["--repeat", "0"], "repeat"),
         (["--threads", "0"], "threads"),
     ],

@@ -109,7 +109,7 @@ PLAN = [
     ({"dynamic_causal": np.array([1], np.int32)}, ValueError, ["dynamic_causal", "num_reqs = 2"]),
     ({"isa": "vec16", "head_size": 20}, ValueError, ["vec16", "16"]),
     ({"engine": "magic"}, ValueError, ["engine", "magic", "native"]),
-    ({"kv_cache_dtype": "int4"}, ValueError, ["kv_cache_dtype", "int4"]),
+    ({"kv_cache_dtype": "int3"}, ValueError, ["kv_cache_dtype", "int3"]),
 ]
 
 ATTENTION = [
