@@ -35,9 +35,13 @@ static int64_t offset_of(const ca_cache *c, int value, int64_t token, int64_t d)
     return value ? ca_v_offset(layout, token, d, c->head_size) : ca_k_offset(layout, token, d, c->head_size);
 }
 
-static void put_scale(const ca_cache *c, int value, char *block, int64_t token, int64_t s, uint16_t scale) {
-    ca_group_form f = form_of(c, value);
-    memcpy(block + ca_scales_at(&f, c->block_size, token / CA_LANES) + (s * CA_LANES + token % CA_LANES) * 2, &scale, 2);
+/* The scales of n tokens of one group. */
+static void put_scales(const ca_cache *c, const ca_group_form *f, char *block, int64_t token, int n,
+                       const uint16_t *scales, int64_t ld) {
+    char *to = block + ca_scales_at(f, c->block_size, token / CA_LANES) + token % CA_LANES * 2;
+    for (int64_t s = 0; s < f->scales; s++)
+        for (int t = 0; t < n; t++)
+            memcpy(to + (s * CA_LANES + t) * 2, &scales[t * ld + s], 2);
 }
 
 /* A token's elements, a byte each, and its scales. */
@@ -65,8 +69,7 @@ static void write_narrow(const ca_cache *c, int value, char *block, int64_t toke
         } else
             group[at] = bytes[d];
     }
-    for (int64_t s = 0; s < f.scales; s++)
-        put_scale(c, value, block, token, s, scales[s]);
+    put_scales(c, &f, block, token, 1, scales, 0);
     if (!value && kernel_of(c)->info.layout == CA_LAYOUT_PAIRS && c->head_size % 2 && !f.scales)
         group[ca_k_offset(CA_LAYOUT_PAIRS, token % CA_LANES, c->head_size, c->head_size + 1)] = 0;
 }
@@ -105,8 +108,11 @@ static int write_narrow_group(const ca_cache *c, int value, char *block, int64_t
     if (c->head_size > WIDE || (kernel_of(c)->info.layout == CA_LAYOUT_PAIRS &&
                                 (c->head_size % 2 || !ca_isa_get(c->isa)->kernels[CA_F16])))
         return 0;
-    for (int t = 0; t < CA_LANES; t++)
+    for (int t = 0; t < CA_LANES; t++) {
+        for (int64_t i = 0; i < c->head_size * ca_dtype_size(c->dtype); i += 64) /* of the next group, as in write.inc */
+            __builtin_prefetch(rows + (t + CA_LANES) * ld + i, 0, 2);
         narrow_row(c, rows + t * ld, bytes[t], scales[t]);
+    }
     if (c->kv_dtype == CA_I4) {
         memset(stage + ca_max64(0, f.elements - CA_I4_ELEMENTS), 0, CA_I4_ELEMENTS);
         arrange(c, value, bytes, stage, 0);
@@ -116,9 +122,7 @@ static int write_narrow_group(const ca_cache *c, int value, char *block, int64_t
     } else {
         arrange(c, value, bytes, group, stream);
     }
-    for (int64_t s = 0; s < f.scales; s++)
-        for (int t = 0; t < CA_LANES; t++)
-            put_scale(c, value, block, token + t, s, scales[t][s]);
+    put_scales(c, &f, block, token, CA_LANES, scales[0], WIDE / 32);
     return 1;
 }
 

@@ -133,7 +133,8 @@ def quantised(x: NDArray[Any], kv_cache_dtype: str, scale: float) -> NDArray[Any
 
 def integers(x: NDArray[Any], kind: str) -> NDArray[np.float64]:
     """x as int8 (a scale for each row) or int4 (for each 32 of it) hold it: the largest magnitude over 127 or 7 in
-    float32, rounded up to bfloat16, is the scale; over it, to the nearest even integer. NaN where a row is not finite."""
+    float32, rounded up to bfloat16, is the scale; times its reciprocal, in float32, to the nearest even integer. NaN where
+    a row is not finite."""
     most, step = (127, x.shape[-1]) if kind == "int8" else (7, 32)
     out = np.zeros(x.shape)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
@@ -142,7 +143,8 @@ def integers(x: NDArray[Any], kind: str) -> NDArray[np.float64]:
             bits = (np.abs(part).max(axis=-1, keepdims=True) / np.float32(most)).view(np.uint32)
             scale = ((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
             scale[~np.isfinite(part).all(axis=-1)] = np.nan
-            whole = np.rint(part / np.where(scale == 0, np.float32(1), scale))
+            safe = np.where(scale == 0, np.float32(1), scale)
+            whole = np.rint(np.where(safe >= 2.0**-126, part * (np.float32(1) / safe), part / safe))
             out[..., first : first + step] = whole.astype(np.float64) * scale
     return out
 
