@@ -138,7 +138,7 @@ class Step:
         cache = cpu_attn.PagedKVCache(
             0, self.block_size, 1, size, self.dtype, self.isa, kv_cache_dtype=self.kv_cache_dtype
         )
-        width = sum(x.shape[3] * x.itemsize for x in (cache.key_cache, cache.value_cache))
+        width: int = sum(x.shape[3] * x.itemsize for x in (cache.key_cache, cache.value_cache))
         return width / (2 * size)
 
     @cached_property

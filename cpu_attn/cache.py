@@ -21,8 +21,8 @@ class PagedKVCache:
 
     num_blocks N, block_size B, num_kv_heads Hkv, head_size D (of K), head_size_v Dv (of V, D unless said);
     dtype float32, float16 or bfloat16, of keys, values and queries; kv_cache_dtype ``auto``: the memory is of it too,
-    ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: it holds key / k_scale and value / v_scale, ``int8`` or ``int4``: integers with
-    scales of their own, or two of these as ``K/V``. ``key_cache`` and
+    ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: it holds key / k_scale and value / v_scale, ``int8`` or ``int4``: integers
+    with scales of their own, or two of these as ``K/V``. ``key_cache`` and
     ``value_cache`` are the raw arrays for :func:`reshape_and_cache` and :func:`attention_with_kv_cache`; ``isa`` is
     resolved and ``layout`` names what lies inside, so that a plan for another isa or dtype is refused.
 

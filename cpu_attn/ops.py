@@ -70,10 +70,10 @@ def reshape_and_cache(
     key [T, Hkv, D], value [T, Hkv, Dv]: float32, float16 or bfloat16, last axis dense.
     key_cache, value_cache [N, Hkv, B, width]: as :func:`get_kv_cache_shape` says, same dtype; strides of N and
     Hkv are free (K and V of a block may interleave).
-    kv_cache_dtype: ``auto``: as key; ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: caches of that float8 dtype or of uint8 hold
-    key / k_scale and value / v_scale, rounded to nearest even, saturating, subnormals kept; ``int8`` or ``int4``: uint8
-    caches hold integers to nearest even and bfloat16 scales, one for each token and kv head, or for 32 elements of them;
-    two of these as ``K/V``.
+    kv_cache_dtype: ``auto``: as key; ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: caches of that float8 dtype or of uint8
+    hold key / k_scale and value / v_scale, rounded to nearest even, saturating, subnormals kept; ``int8`` or ``int4``:
+    uint8 caches hold integers to nearest even and bfloat16 scales, one for each token and kv head, or for 32 elements
+    of them; two of these as ``K/V``.
     slot_mapping: int64 [T], block * B + offset; a negative slot is skipped. Of tokens that share a slot one stays,
     whole. Whoever writes with one isa must read with the same.
 

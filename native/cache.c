@@ -105,11 +105,12 @@ static int write_narrow_group(const ca_cache *c, int value, char *block, int64_t
     uint16_t scales[CA_LANES][WIDE / 32];
     const ca_group_form f = form_of(c, value);
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
-    if (c->head_size > WIDE || (kernel_of(c)->info.layout == CA_LAYOUT_PAIRS &&
-                                (c->head_size % 2 || !ca_isa_get(c->isa)->kernels[CA_F16])))
+    if (c->head_size > WIDE ||
+        (kernel_of(c)->info.layout == CA_LAYOUT_PAIRS && (c->head_size % 2 || !ca_isa_get(c->isa)->kernels[CA_F16])))
         return 0;
     for (int t = 0; t < CA_LANES; t++) {
-        for (int64_t i = 0; i < c->head_size * ca_dtype_size(c->dtype); i += 64) /* of the next group, as in write.inc */
+        for (int64_t i = 0; i < c->head_size * ca_dtype_size(c->dtype);
+             i += 64) /* of the next group, as in write.inc */
             __builtin_prefetch(rows + (t + CA_LANES) * ld + i, 0, 2);
         narrow_row(c, rows + t * ld, bytes[t], scales[t]);
     }

@@ -7,8 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 /* cffi: begin */
-/* Of queries and caches; of caches only: fp8 (e4m3 without infinities, e5m2: arXiv:2209.05433) and integers with scales,
- * bfloat16, int8 for a token of a kv head, int4 for each 32 of its elements; of indices. */
+/* Of queries and caches; of caches only: fp8 (e4m3 without infinities, e5m2: arXiv:2209.05433) and integers with
+ * scales, bfloat16, int8 for a token of a kv head, int4 for each 32 of its elements; of indices. */
 enum ca_dtype {
     CA_F32,
     CA_F16,

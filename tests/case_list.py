@@ -249,7 +249,9 @@ def _default() -> Iterator[Case]:
             yield _case(f"{short}-block-{size}", _boundary(size), block_size=size, head_size=20, kv_cache_dtype=kind)
         for fill in ("late-nan", "nan-value", "masked"):
             window = (6, -1)
-            yield _case(f"{short}-fill-{fill}", MIXED, fill=fill, head_size=64, kv_cache_dtype=kind, sliding_window=window)
+            yield _case(
+                f"{short}-fill-{fill}", MIXED, fill=fill, head_size=64, kv_cache_dtype=kind, sliding_window=window
+            )
     for name, fields in LONG.items():
         yield _case(f"long-{name}", {"head_size": 16, "num_heads": 2, "num_kv_heads": 1, **fields})
 

@@ -132,9 +132,9 @@ def quantised(x: NDArray[Any], kv_cache_dtype: str, scale: float) -> NDArray[Any
 
 
 def integers(x: NDArray[Any], kind: str) -> NDArray[np.float64]:
-    """x as int8 (a scale for each row) or int4 (for each 32 of it) hold it: the largest magnitude over 127 or 7 in
-    float32, rounded up to bfloat16, is the scale; times its reciprocal, in float32, to the nearest even integer. NaN where
-    a row is not finite."""
+    """x as int8 (a scale for each row) or int4 (for each 32 of it) hold it. The scale is the largest magnitude over 127
+    or 7 in float32, rounded up to bfloat16; x times its reciprocal, in float32, goes to the nearest even integer. NaN
+    where a row is not finite."""
     most, step = (127, x.shape[-1]) if kind == "int8" else (7, 32)
     out = np.zeros(x.shape)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):

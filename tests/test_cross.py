@@ -67,7 +67,13 @@ def arrays(problem: Problem, reference: bool) -> bytes:
         for rows, size in ((problem.key, case.head_size), (problem.value, case.value_size))
     ]
     table = problem.block_table
-    fields = [CODES[case.dtype][0], *(CODES[kv][0] for kv in kvs), len(problem.seq_lens), case.num_heads, case.num_kv_heads]
+    fields = [
+        CODES[case.dtype][0],
+        *(CODES[kv][0] for kv in kvs),
+        len(problem.seq_lens),
+        case.num_heads,
+        case.num_kv_heads,
+    ]
     fields += [case.head_size, case.value_size, problem.num_blocks, case.block_size, table.shape[1]]
     fields += [len(problem.query), len(slots), case.causal, left, -1 if causal else right]
     optional = (problem.alibi_slopes, problem.s_aux, problem.dynamic_causal)

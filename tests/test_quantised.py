@@ -19,7 +19,7 @@ KINDS = ("int8", "int4")
 
 
 def rows(dtype: str, head_size: int) -> NDArray[Any]:
-    """Every number of a 16-bit dtype, NaN and infinities in rows of their own; ties; zeros; the least and the largest."""
+    """Every number of a 16-bit dtype, NaN and infinities in rows of their own; ties; zeros; the least."""
     rng = np.random.default_rng(7)
     bits = np.arange(2**16, dtype=np.uint16)
     every = (bits.astype(np.uint32) << 16).view(np.float32) if dtype == "float32" else bits.view(numpy_dtype(dtype))
