@@ -64,7 +64,12 @@ INLINE float v_hsum(vf x) {
 INLINE vf v_load_f32(const float *p) { return _mm256_loadu_ps(p); }
 INLINE vf v_loadn_f32(const float *p, int n) { return _mm256_maskload_ps(p, before(n)); }
 INLINE void v_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
-INLINE void v_storen_f32(float *p, vf x, int n) { _mm256_maskstore_ps(p, before(n), x); }
+INLINE void v_storen_f32(float *p, vf x, int n) {
+    if (n == VL) /* a masked store takes 12 cycles or more on AMD */
+        v_store(p, x);
+    else
+        _mm256_maskstore_ps(p, before(n), x);
+}
 
 /* AVX2 has no masked access to 16-bit elements: the ends of rows go through 16 bytes of stack. */
 INLINE __m128i load_words(const uint16_t *p, int n) {
