@@ -9,7 +9,4 @@
 #else
 #define EACH(i, n) PRAGMA(GCC unroll 16) for (int i = 0; i < (n); i++)
 #endif
-
-/* How the elements of a group lie: as the products take them, or in bytes or halves of them. */
-enum { WORDS, BYTES, NIBBLES };
 #endif
