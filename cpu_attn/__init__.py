@@ -14,6 +14,7 @@ from cpu_attn.cache import PagedKVCache
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
 from cpu_attn.paged_attention import OneDNNPagedAttention, PagedAttention
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
+from cpu_attn.rotary import rotary_reshape_and_cache
 
 __version__ = "0.1.0"
 
@@ -37,5 +38,6 @@ __all__ = [
     "make_alibi_bias",
     "make_sliding_window_bias",
     "reshape_and_cache",
+    "rotary_reshape_and_cache",
     "set_num_threads",
 ]
