@@ -11,6 +11,7 @@ from cpu_attn.backend import (
     make_sliding_window_bias,
 )
 from cpu_attn.cache import PagedKVCache
+from cpu_attn.layout import CacheDescriptor, StoredCache, convert
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
 from cpu_attn.paged_attention import OneDNNPagedAttention, PagedAttention
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
@@ -24,12 +25,15 @@ __all__ = [
     "CPUAttentionBackendImpl",
     "CPUAttentionMetadata",
     "CPUAttentionMetadataBuilder",
+    "CacheDescriptor",
     "OneDNNPagedAttention",
     "PagedAttention",
     "PagedKVCache",
     "SchedulerMetadata",
+    "StoredCache",
     "UnavailableError",
     "attention_with_kv_cache",
+    "convert",
     "engines",
     "get_kv_cache_shape",
     "get_num_threads",

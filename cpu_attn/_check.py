@@ -187,6 +187,21 @@ def cache(
     return a
 
 
+def pages(arrays: Sequence[Any], shapes: Sequence[tuple[int, ...]], kv: str) -> list[np.ndarray[Any, Any]]:
+    """The memory of K and of V, which has these shapes, as NumPy arrays."""
+    found = {}
+    for name, x, (num_blocks, num_kv_heads, block_size, expected) in zip(
+        ("key_cache", "value_cache"), arrays, shapes, strict=True
+    ):
+        a = found[name] = cache(name, x, kv, num_kv_heads, num_blocks, block_size)
+        if a.shape[3] != expected:
+            raise ValueError(f"{name}: axis 3 is {a.shape[3]}, expected {expected}")
+    disjoint("key_cache", found["key_cache"], {"value_cache": found["value_cache"]})
+    return [
+        np.asarray(x) if isinstance(x, np.ndarray) else a.numpy() for x, a in zip(arrays, found.values(), strict=True)
+    ]
+
+
 def width(isa: int, dtype: int, block_size: int, head_size: int) -> int:
     """Last axis of a cache so that a block of block_size * width elements holds K or V in the isa's layout."""
     most = max(int(lib.ca_block_elements(isa, dtype, block_size, head_size, v)) for v in (0, 1))
