@@ -100,13 +100,12 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
     if step.workload.kind == "plan":
         return partial(step.plan, engine), plan.workspace_bytes, plan.isa
     if step.workload.kind == "write":
-        (key, value), cache = step.key_value(0), step.cache
-        call = partial(
-            cpu_attn.reshape_and_cache,
-            *(key, value, cache.key_cache, cache.value_cache, step.slots(0), plan.isa),
-            kv_cache_dtype=step.kv_cache_dtype,
-        )
-        return call, None, plan.isa
+        tokens = (*step.key_value(0), step.cache.key_cache, step.cache.value_cache, step.slots(0))
+        how: Any = {"isa": plan.isa, "kv_cache_dtype": step.kv_cache_dtype}
+        if not step.workload.rotary:
+            return partial(cpu_attn.reshape_and_cache, *tokens, **how), None, plan.isa
+        turns = (np.arange(len(step.query)), step.cos_sin_cache)
+        return partial(cpu_attn.rotary_reshape_and_cache, step.query, *tokens, *turns, **how), None, plan.isa
     arguments = step.arguments()
     if engine == "onednn-python":
         from cpu_attn import compose

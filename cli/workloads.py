@@ -20,8 +20,9 @@ SEED = 0
 class Workload:
     """One step of causal attention, or what serves it.
 
-    kind: prefill, decode, write (reshape_and_cache of all tokens), plan (get_scheduler_metadata) or call (attention
-    too small to be limited by anything but the call). lens: (q_len, kv_len) of each request.
+    kind: prefill, decode, write (reshape_and_cache of all tokens, with rotary rotary_reshape_and_cache, queries in
+    place), plan (get_scheduler_metadata) or call (attention too small to be limited by anything but the call).
+    lens: (q_len, kv_len) of each request.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Workload:
     softcap: float = 0.0
     sinks: bool = False
     alibi: bool = False
+    rotary: bool = False
 
     @property
     def attends(self) -> bool:
@@ -58,12 +60,13 @@ class Workload:
         return 4 * self.head_size * self.num_heads * pairs
 
     def kv_bytes(self, itemsize: float) -> int:
-        """Bytes of K and V that some query sees (write: that are written), each counted once."""
+        """Bytes of K and V that some query sees (write: that are written, rotated queries too), each counted once."""
         q_lens, kv_lens = self._lens
         keys = kv_lens
         if self.sliding_window >= 0:
             keys = np.minimum(kv_lens, q_lens - 1 + self.sliding_window)
-        return int(int(keys.sum()) * 2 * self.num_kv_heads * self.head_size * itemsize)
+        heads = 2 * self.num_kv_heads + (self.num_heads if self.rotary else 0)
+        return int(int(keys.sum()) * heads * self.head_size * itemsize)
 
 
 def _same(kind: str, num_reqs: int, q_len: int, kv_len: int, **shape: Any) -> dict[str, Any]:
@@ -93,6 +96,7 @@ WORKLOADS = {
         "decode-16x4k-mha": _same("decode", 16, 1, 4096, num_heads=16, num_kv_heads=16),
         "decode-8x8k-d64": _same("decode", 8, 1, 8192, num_heads=64, head_size=64),
         "write-8k": _same("write", 1, 8192, 8192),
+        "rope-write-8k": _same("write", 1, 8192, 8192, rotary=True),
         "plan-256": {"kind": "plan", "lens": _various(256, 512, 4096)},
         "call-tiny": _same("call", 1, 1, 16),
     }.items()
@@ -165,6 +169,13 @@ class Step:
         for r in range(len(self.seq_lens)) if w.kind != "write" else ():
             cache.update(*self.key_value(r), self.slots(r))
         return cache
+
+    @property
+    def cos_sin_cache(self) -> NDArray[np.float32]:
+        """Of all positions, the whole head rotated; theta is 10,000."""
+        size = self.workload.head_size
+        angles = np.arange(self.seq_lens.max())[:, None] / 1e4 ** (np.arange(0, size, 2) / size)
+        return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
     def key_value(self, r: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Random K and V [seq_len, Hkv, D] of request r."""

@@ -11,9 +11,11 @@ from cpu_attn.backend import (
     make_sliding_window_bias,
 )
 from cpu_attn.cache import PagedKVCache
+from cpu_attn.layout import CacheDescriptor, StoredCache, convert
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
 from cpu_attn.paged_attention import OneDNNPagedAttention, PagedAttention
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
+from cpu_attn.rotary import rotary_reshape_and_cache
 
 __version__ = "0.1.0"
 
@@ -23,12 +25,15 @@ __all__ = [
     "CPUAttentionBackendImpl",
     "CPUAttentionMetadata",
     "CPUAttentionMetadataBuilder",
+    "CacheDescriptor",
     "OneDNNPagedAttention",
     "PagedAttention",
     "PagedKVCache",
     "SchedulerMetadata",
+    "StoredCache",
     "UnavailableError",
     "attention_with_kv_cache",
+    "convert",
     "engines",
     "get_kv_cache_shape",
     "get_num_threads",
@@ -37,5 +42,6 @@ __all__ = [
     "make_alibi_bias",
     "make_sliding_window_bias",
     "reshape_and_cache",
+    "rotary_reshape_and_cache",
     "set_num_threads",
 ]

@@ -203,6 +203,21 @@ def cache(
     return a
 
 
+def pages(arrays: Sequence[Any], shapes: Sequence[tuple[int, ...]], kvs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+    """The memory of K and of V, which has these shapes, as NumPy arrays."""
+    found = {}
+    for name, x, kv, (num_blocks, num_kv_heads, block_size, expected) in zip(
+        ("key_cache", "value_cache"), arrays, kvs, shapes, strict=True
+    ):
+        a = found[name] = cache(name, x, kv, num_kv_heads, num_blocks, block_size)
+        if a.shape[3] != expected:
+            raise ValueError(f"{name}: axis 3 is {a.shape[3]}, expected {expected}")
+    disjoint("key_cache", found["key_cache"], {"value_cache": found["value_cache"]})
+    return [
+        np.asarray(x) if isinstance(x, np.ndarray) else a.numpy() for x, a in zip(arrays, found.values(), strict=True)
+    ]
+
+
 def width(isa: int, dtype: int, kv: str, block_size: int, head_size: int) -> int:
     """Last axis of a cache so that a block of block_size * width elements holds K or V in the isa's layout."""
     sizes = (lib.ca_block_elements(isa, dtype, CODES[kv][0], block_size, head_size, v) for v in (0, 1))
@@ -252,6 +267,8 @@ def _shared(a: Array, b: Array) -> bool:
 STEP = ("query_start_loc", "seq_lens", "dynamic_causal")
 ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *STEP, "alibi_slopes", "s_aux")
 WRITE = ("key_cache", "value_cache", "key", "value", "slot_mapping")
+_TURNS = ("positions", "cos_sin_cache", "q_weight", "k_weight")
+ROTARY = ("key_cache", "value_cache", "query_out", "query", "key", "value", "slot_mapping", *_TURNS)
 
 
 def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array | None]:
@@ -307,6 +324,27 @@ def write(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[Ar
     return found, resolved.index, kvs
 
 
+def rotary(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[Array | None], int, tuple[str, ...]]:
+    """The same of ``arrays`` as ROTARY names them."""
+    key_cache, value_cache, query_out, query, key, value, slot_mapping, positions, cos_sin_cache, *weights = arrays
+    (kc, vc, k, v, slots), index, kvs = write((key_cache, value_cache, key, value, slot_mapping), isa, kv_cache_dtype)
+    assert k is not None
+    tokens, head_size, dtypes = ("T", k.shape[0]), ("head_size", k.shape[2]), list(dict.fromkeys(("float32", k.dtype)))
+    q = array("query", query, [k.dtype], [tokens, ("num_heads", None), head_size])
+    heads = ("num_heads", integer("query: num_heads", q.shape[1], 1, MAX_SIZE))
+    name = "query" if query_out is query else "query_out"
+    out = writable(name, array(name, query_out, [k.dtype], [tokens, heads, head_size]))
+    table = array("cos_sin_cache", cos_sin_cache, dtypes, [("max_position", None), ("rot_dim", None)])
+    if integer("cos_sin_cache: rot_dim", table.shape[1], 2, head_size[1]) % 2:
+        raise ValueError(f"cos_sin_cache: rot_dim is {table.shape[1]}, expected an even number")
+    found: list[Array | None] = [kc, vc, out, q, k, v, slots, array("positions", positions, ["int64"], [tokens]), table]
+    for what, weight in zip(_TURNS[2:], weights, strict=True):
+        found.append(None if weight is None else array(what, weight, dtypes, [head_size]))
+    in_place = (out.address, out.strides) == (q.address, q.strides)
+    apart(ROTARY, [None if in_place and a is q else a for a in found], 3)
+    return found, index, kvs
+
+
 def apart(names: Sequence[str], arrays: Sequence[Array | None], num_outputs: int) -> None:
     """The first num_outputs arrays share no byte with one another or with the rest."""
     for i in range(num_outputs):
@@ -320,7 +358,7 @@ def raise_fault(fault: Any) -> None:
     if fault.status == lib.CA_OK:
         return
     if fault.status == lib.CA_NO_MEMORY:
-        raise MemoryError("no memory for the plan")
+        raise MemoryError("no memory for the call")
     if fault.status == lib.CA_ENGINE_FAILED:
         from cpu_attn import _onednn_loader  # the only engine that can fail
 
@@ -338,6 +376,7 @@ def raise_fault(fault: Any) -> None:
             f"(num_blocks {bound})",
             lib.CA_BLOCK_TABLE_SHORT: f"block_table: {where}needs {value} blocks, the table has {bound} columns",
             lib.CA_BAD_SLOT: f"slot_mapping[{position}]: {value}, expected less than num_blocks * block_size = {bound}",
+            lib.CA_BAD_POSITION: f"positions[{position}]: {value}, outside 0..{bound - 1} (rows of cos_sin_cache)",
             lib.CA_OTHER_LENGTHS: f"query_start_loc[{position}]: {value}, scheduler_metadata was made for {bound}",
             lib.CA_OTHER_SEQ_LENS: f"seq_lens[{position}]: {value}, scheduler_metadata was made for {bound}",
             lib.CA_OTHER_CAUSAL: f"causal: {where}is {bool(value)}, scheduler_metadata was made for {bool(bound)}",

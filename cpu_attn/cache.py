@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import numpy as np
 
 from cpu_attn import _check, _dispatch, ops
 from cpu_attn._arrays import DTYPES, dtype_name
-from cpu_attn._native import ffi, lib
+from cpu_attn.layout import CacheDescriptor, StoredCache, aligned_zeros, layout_of
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
-
-LAYOUT_NAMES = {lib.CA_LAYOUT_LANES: "lanes-v1", lib.CA_LAYOUT_PAIRS: "pairs-v1"}
 
 
 class PagedKVCache:
@@ -24,7 +24,8 @@ class PagedKVCache:
     ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: it holds key / k_scale and value / v_scale, ``int8`` or ``int4``: integers
     with scales of their own, or two of these as ``K/V``. ``key_cache`` and
     ``value_cache`` are the raw arrays for :func:`reshape_and_cache` and :func:`attention_with_kv_cache`; ``isa`` is
-    resolved and ``layout`` names what lies inside, so that a plan for another isa or dtype is refused.
+    resolved and ``layout`` names what lies inside, so that a plan for another layout or dtype is refused; all of that
+    is ``descriptor``, which goes with the memory into files and to other machines.
 
     >>> cache = PagedKVCache(64, 16, num_kv_heads=8, head_size=128, dtype="bfloat16")
     >>> cache.update(key, value, slot_mapping)
@@ -47,27 +48,68 @@ class PagedKVCache:
         v_scale: float = 1.0,
     ) -> None:
         name = dtype_name(dtype)
-        self.head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
-        self.head_size_v = _check.integer(
+        head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
+        head_size_v = _check.integer(
             "head_size_v", head_size if head_size_v is None else head_size_v, 1, _check.MAX_SIZE
         )
         resolved = _dispatch.resolve_isa(isa, name, head_size)
-        self.isa, self.dtype = resolved.name, DTYPES[name]
-        self._isa, self._dtype = resolved.index, _dispatch.DTYPE_CODES[name]
-        kernel = ffi.new("ca_kernel_info *")
-        lib.ca_isa_kernel(self._isa, self._dtype, kernel)
-        self.layout = LAYOUT_NAMES[kernel.layout]
         kvs = _check.kv_dtypes(kv_cache_dtype, name)
         shapes = [
-            get_kv_cache_shape(num_blocks, block_size, num_kv_heads, size, name, self.isa, kv)
-            for size, kv in zip((self.head_size, self.head_size_v), kvs, strict=True)
+            get_kv_cache_shape(num_blocks, block_size, num_kv_heads, size, name, resolved.name, kv)
+            for size, kv in zip((head_size, head_size_v), kvs, strict=True)
         ]
-        self.num_blocks, self.num_kv_heads, self.block_size = shapes[0][:3]
-        self.kv_cache_dtype = kv_cache_dtype
-        self.k_scale, self.v_scale = _check.scales(k_scale, v_scale, kvs)
-        self.key_cache, self.value_cache = (
-            np.zeros(shape, DTYPES[_check.memory(kv)[0]]) for shape, kv in zip(shapes, kvs, strict=True)
+        scales = _check.scales(k_scale, v_scale, kvs)
+        layout = layout_of(resolved.index, name)
+        assert layout is not None
+        descriptor = CacheDescriptor(
+            layout=layout,
+            dtype=name,
+            kv_cache_dtype=kv_cache_dtype,
+            num_blocks=shapes[0][0],
+            block_size=shapes[0][2],
+            num_kv_heads=shapes[0][1],
+            head_size=head_size,
+            head_size_v=head_size_v,
+            k_scale=scales[0],
+            v_scale=scales[1],
+            isa=resolved.name,
         )
+        memory = (DTYPES[_check.memory(kv)[0]] for kv in kvs)
+        self._hold(descriptor, *(aligned_zeros(*x) for x in zip(shapes, memory, strict=True)))
+
+    def _hold(self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any) -> None:
+        d = self.descriptor = descriptor
+        self.layout, self.isa, self.dtype, self.kv_cache_dtype = d.layout, d.isa, DTYPES[d.dtype], d.kv_cache_dtype
+        self.num_blocks, self.block_size, self.num_kv_heads = d.num_blocks, d.block_size, d.num_kv_heads
+        self.head_size, self.head_size_v, self.k_scale, self.v_scale = d.head_size, d.head_size_v, d.k_scale, d.v_scale
+        self.key_cache, self.value_cache = key_cache, value_cache
+
+    @classmethod
+    def open(cls, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any, isa: str = "auto") -> PagedKVCache:
+        """A cache over memory that is there (somebody's arrays, a memory map), without a copy.
+
+        key_cache, value_cache: as another cache with this descriptor held them; strides of blocks and heads are free,
+        read-only memory may be attended over. isa: whose kernels read it, the best that know the layout unless said.
+        Raises ValueError or TypeError for arrays that do not fit, and for a layout that no such isa reads here, which
+        :func:`cpu_attn.convert` turns into one of this machine.
+        """
+        stored = StoredCache(descriptor, key_cache, value_cache)
+        cache = cls.__new__(cls)
+        reader = descriptor.reader(isa)
+        cache._hold(replace(descriptor, isa=reader.name), stored.key_cache, stored.value_cache)
+        return cache
+
+    def save(self, file: str | PathLike[str]) -> None:
+        """Writes a safetensors file (extra ``safetensors``): ``key_cache``, ``value_cache``, the descriptor in its
+        metadata."""
+        StoredCache(self.descriptor, self.key_cache, self.value_cache).save(file)
+
+    @classmethod
+    def load(cls, file: str | PathLike[str], isa: str = "auto") -> PagedKVCache:
+        """What :meth:`save` wrote, on this machine or another; errors and isa as in :meth:`open`. A layout that is
+        foreign here: ``convert(StoredCache.load(file))``."""
+        stored = StoredCache.load(file)
+        return cls.open(stored.descriptor, stored.key_cache, stored.value_cache, isa)
 
     def __repr__(self) -> str:
         return (
@@ -150,10 +192,10 @@ class PagedKVCache:
 
         scale is 1 / sqrt(D) unless said; the rest as in :func:`attention_with_kv_cache`.
         """
-        if _check.plan("plan", plan).isa != self.isa:
-            raise ValueError(f"plan: made for isa {plan.isa}, this cache was written for {self.isa}")
-        if str(plan.dtype) != str(self.dtype):
+        if str(_check.plan("plan", plan).dtype) != str(self.dtype):
             raise ValueError(f"plan: made for {plan.dtype}, this cache takes {self.dtype}")
+        if plan.isa != self.isa and layout_of(plan._shape.isa, str(self.dtype)) != self.layout:
+            raise ValueError(f"plan: made for isa {plan.isa}, which does not read {self.layout}")
         _check.same_kv_dtypes(plan, self.kv_cache_dtype)
         if output is None:
             output = np.empty((plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype)

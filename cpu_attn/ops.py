@@ -20,7 +20,7 @@ class _Thread(threading.local):
     """What a Python thread keeps from call to call: the calls that were accepted, and scratch that grows."""
 
     def __init__(self) -> None:
-        self.attention, self.write = ffi.new("ca_known *"), ffi.new("ca_known *")
+        self.attention, self.write, self.rotary = (ffi.new("ca_known *") for _ in range(3))
         self.workspace, self.workspace_bytes = ffi.NULL, 0
 
     def grow(self, size: int) -> None:

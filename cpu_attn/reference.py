@@ -155,6 +155,27 @@ def attention(
     return output, lse
 
 
+def rotary(
+    x: NDArray[Any],
+    positions: NDArray[np.int64],
+    cos_sin_cache: NDArray[Any],
+    is_neox: bool = True,
+    weight: NDArray[Any] | None = None,
+    eps: float = 1e-6,
+) -> Float64:
+    """x [T, H, D], each head over its RMS and times weight [D] if there is one (arXiv:1910.07467), then its pairs of
+    dimensions turned by the angles of its token's row (arXiv:2104.09864), as complex numbers."""
+    turned = x.astype(np.float64)
+    if weight is not None:
+        turned = turned / np.sqrt(np.mean(turned**2, axis=2, keepdims=True) + eps) * weight.astype(np.float64)
+    rows = cos_sin_cache.astype(np.float64)[positions][:, None]
+    half = rows.shape[2] // 2
+    first, second = (slice(half), slice(half, 2 * half)) if is_neox else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    pairs = (turned[..., first] + 1j * turned[..., second]) * (rows[..., :half] + 1j * rows[..., half:])
+    turned[..., first], turned[..., second] = pairs.real, pairs.imag
+    return turned
+
+
 def relative_rms(actual: NDArray[Any], expected: Float64, query_start_loc: NDArray[np.int32]) -> Float64:
     """[R]: RMS of actual - expected over RMS of expected, for each request; 0 for a request without query tokens.
 

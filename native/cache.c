@@ -20,6 +20,7 @@ typedef struct write_call {
     const int64_t *slots;
     int64_t num_tokens;
     int stream;
+    const ca_rotary *rotary; /* keys and queries are rotated first; or NULL */
 } write_call;
 
 static char *row_of(const ca_rows *rows, int64_t t, int head, int dtype) {
@@ -153,7 +154,7 @@ static int run_length(const write_call *w, int64_t t, int64_t block_size) {
 /* The share of one thread: some heads, and every so many-th K group. All heads of a run before the next run, so that
  * the source is read in the order of memory. A slot of a head has one thread, which goes in order of tokens: of those
  * that share a slot the last one stays, whole. */
-static void write_part(const write_call *w, int head0, int head1, int64_t part, int64_t parts) {
+static void write_part(const write_call *w, int thread, int head0, int head1, int64_t part, int64_t parts) {
     int64_t block_size = w->key_cache->block_size;
     for (int64_t t = 0, n; t < w->num_tokens; t += n) {
         int64_t slot = w->slots[t];
@@ -163,8 +164,11 @@ static void write_part(const write_call *w, int head0, int head1, int64_t part, 
         n = run_length(w, t, block_size);
         if (parts > 1 && (slot / block_size + slot % block_size / CA_LANES) % parts != part)
             continue;
+        ca_rows rotated = {0};
+        if (w->rotary)
+            rotated = ca_rotate_keys(w->rotary, thread, head0, head1, t, (int)n);
         for (int h = head0; h < head1; h++)
-            write_run(w->key_cache, 0, w->key, h, slot, t, (int)n, w->stream);
+            write_run(w->key_cache, 0, w->rotary ? &rotated : w->key, h, slot, w->rotary ? 0 : t, (int)n, w->stream);
         for (int h = head0; h < head1; h++)
             write_run(w->value_cache, 1, w->value, h, slot, t, (int)n, w->stream);
     }
@@ -175,22 +179,36 @@ static void write_part(const write_call *w, int head0, int head1, int64_t part, 
 
 static int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 
-static void write_all(const ca_cache *kc, const ca_cache *vc, const ca_rows *key, const ca_rows *value,
-                      const int64_t *slots, int64_t num_tokens) {
+/* The queries of a rotary_reshape_and_cache, then the share of the cache. */
+static void write_share(const write_call *w, int thread, int team) {
+    int heads = w->key_cache->num_kv_heads, groups = gcd(heads, team), parts = team / groups, each = heads / groups;
+    if (w->rotary)
+        ca_rotate_queries(w->rotary, thread, team);
+    write_part(w, thread, thread / parts * each, (thread / parts + 1) * each, thread % parts, parts);
+}
+
+static int write_all(const ca_cache *kc, const ca_cache *vc, const ca_rows *key, const ca_rows *value,
+                     const int64_t *slots, int64_t num_tokens, ca_rotary *rotary) {
     int64_t work = num_tokens * kc->num_kv_heads * (kc->head_size + vc->head_size);
-    write_call w = {kc, vc, key, value, slots, num_tokens, work * ca_dtype_size(kc->kv_dtype) >= STREAM_BYTES};
+    int64_t rotations = rotary ? num_tokens * kc->head_size * (rotary->num_heads + kc->num_kv_heads) : 0;
+    int stream = work * ca_dtype_size(kc->kv_dtype) >= STREAM_BYTES;
+    write_call w = {kc, vc, key, value, slots, num_tokens, stream, rotary};
     /* 8 elements a nanosecond: bfloat16 in runs, on a Zen 4 core; token by token it is a tenth of that */
-    int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for((double)work / 8)));
-    if (team <= 1) {
-        write_part(&w, 0, kc->num_kv_heads, 0, 1);
-        return;
-    }
-    int heads = kc->num_kv_heads, groups = gcd(heads, team), parts = team / groups, each = heads / groups;
+    int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for((double)(work + 2 * rotations) / 8)));
+    if (rotary && ca_rotary_begin(rotary, (int)ca_max64(1, team)))
+        return CA_NO_MEMORY;
+    if (team <= 1)
+        write_share(&w, 0, 1);
+    else {
 #ifdef _OPENMP
 #pragma omp parallel for num_threads(team)
 #endif
-    for (int i = 0; i < team; i++)
-        write_part(&w, i / parts * each, (i / parts + 1) * each, i % parts, parts);
+        for (int i = 0; i < team; i++)
+            write_share(&w, i, team);
+    }
+    if (rotary)
+        ca_rotary_end(rotary);
+    return CA_OK;
 }
 
 static ca_cache cache_of(const ca_array *a, const ca_array *rows, int isa, int kv_dtype, float scale) {
@@ -225,8 +243,47 @@ int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, i
     const int64_t *slots = (const int64_t *)a[CA_SLOT_MAPPING].address, num_tokens = a[CA_KEY].shape[0];
     if (ca_check_slots(slots, num_tokens, kc.num_blocks * kc.block_size, fault))
         return fault->status;
-    write_all(&kc, &vc, &key, &value, slots, num_tokens);
-    return CA_OK;
+    return write_all(&kc, &vc, &key, &value, slots, num_tokens, NULL);
+}
+
+int ca_rotary_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int k_dtype,
+                    int v_dtype, int is_neox, float eps, float k_scale, float v_scale, ca_fault *fault) {
+    const int64_t sizes[10] = {named};
+    ca_array a[CA_ROTARY_ARRAYS];
+    const struct ca_accepted *call =
+        ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_ROTARY_ARRAYS, CA_ROTARY_QUERY_OUT + 1);
+    if (!call)
+        return CA_UNKNOWN;
+    int here = (int)call->isa;
+    const ca_array *keys = &a[CA_ROTARY_KEY], *queries = &a[CA_ROTARY_QUERY], *table = &a[CA_COS_SIN_CACHE];
+    ca_cache kc = cache_of(&a[CA_ROTARY_KEY_CACHE], keys, here, (int)call->k_dtype, k_scale);
+    ca_cache vc = cache_of(&a[CA_ROTARY_VALUE_CACHE], &a[CA_ROTARY_VALUE], here, (int)call->v_dtype, v_scale);
+    ca_rows value = rows_of(&a[CA_ROTARY_VALUE]);
+    const int64_t *slots = (const int64_t *)a[CA_ROTARY_SLOT_MAPPING].address, num_tokens = keys->shape[0];
+    ca_rotary rotary = {
+        .kernel = kernel_of(&kc),
+        .query = rows_of(queries),
+        .query_out = rows_of(&a[CA_ROTARY_QUERY_OUT]),
+        .key = rows_of(keys),
+        .cos_sin = rows_of(table),
+        .positions = (const int64_t *)a[CA_POSITIONS].address,
+        .num_tokens = num_tokens,
+        .head_size = kc.head_size,
+        .rot_dim = table->shape[1],
+        .num_heads = (int32_t)queries->shape[1],
+        .num_kv_heads = kc.num_kv_heads,
+        .dtype = kc.dtype,
+        .cos_sin_dtype = table->dtype,
+        .is_neox = is_neox,
+        .eps = eps,
+        .weights = &a[CA_Q_WEIGHT],
+    };
+    if (ca_check_slots(slots, num_tokens, kc.num_blocks * kc.block_size, fault) ||
+        ca_check_positions(rotary.positions, num_tokens, table->shape[0], fault))
+        return fault->status;
+    if (write_all(&kc, &vc, &rotary.key, &value, slots, num_tokens, &rotary))
+        *fault = (ca_fault){CA_NO_MEMORY, -1, -1, -1, -1};
+    return fault->status;
 }
 
 /* n elements of 1, 2 or 4 bytes, step bytes apart. */

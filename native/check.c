@@ -59,6 +59,14 @@ int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_f
     return CA_OK;
 }
 
+int ca_check_positions(const int64_t *positions, int64_t num_tokens, int64_t bound, ca_fault *fault) {
+    fail(fault, CA_OK, -1, -1, -1, -1);
+    for (int64_t i = 0; i < num_tokens; i++)
+        if (positions[i] < 0 || positions[i] >= bound)
+            return fail(fault, CA_BAD_POSITION, -1, i, positions[i], bound);
+    return CA_OK;
+}
+
 #define CALLS ((int64_t)(sizeof((ca_known *)0)->calls / sizeof((ca_known *)0)->calls[0]))
 
 static int same_layout(const ca_array *a, const ca_array *b) {

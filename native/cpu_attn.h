@@ -43,7 +43,8 @@ enum ca_status {
     CA_OTHER_SEQ_LENS,      /* request, value, bound = the plan's */
     CA_OTHER_CAUSAL,        /* request, value, bound = the plan's */
     CA_ENGINE_FAILED,       /* value: the engine's own status */
-    CA_UNKNOWN              /* not a fault: _check.py has to look at the arrays first */
+    CA_UNKNOWN,             /* not a fault: _check.py has to look at the arrays first */
+    CA_BAD_POSITION         /* position, value, bound: 0 <= value < bound */
 };
 
 /* Where a check failed. Fields that a status does not use are -1. */
@@ -94,7 +95,7 @@ typedef struct ca_array {
     int32_t ndim, dtype, itemsize, writable;
 } ca_array;
 
-/* The arrays of a call, in the order of _check.ATTENTION and _check.WRITE: those that it writes first. */
+/* The arrays of a call, in the order of _check.ATTENTION, WRITE and ROTARY: those that it writes first. */
 enum ca_attention_arrays {
     CA_OUTPUT,
     CA_LSE,
@@ -111,6 +112,20 @@ enum ca_attention_arrays {
 };
 enum ca_step_arrays { CA_STEP_QUERY_START_LOC, CA_STEP_SEQ_LENS, CA_STEP_DYNAMIC_CAUSAL, CA_STEP_ARRAYS };
 enum ca_write_arrays { CA_TO_KEY_CACHE, CA_TO_VALUE_CACHE, CA_KEY, CA_VALUE, CA_SLOT_MAPPING, CA_WRITE_ARRAYS };
+enum ca_rotary_arrays {
+    CA_ROTARY_KEY_CACHE,
+    CA_ROTARY_VALUE_CACHE,
+    CA_ROTARY_QUERY_OUT,
+    CA_ROTARY_QUERY,
+    CA_ROTARY_KEY,
+    CA_ROTARY_VALUE,
+    CA_ROTARY_SLOT_MAPPING,
+    CA_POSITIONS,
+    CA_COS_SIN_CACHE,
+    CA_Q_WEIGHT,
+    CA_K_WEIGHT,
+    CA_ROTARY_ARRAYS
+};
 
 /* Calls that _check.py has accepted: all that its answer depends on, which is everything about the arrays but where
  * they lie (but where they lie to one another), and the sizes that they have to fit. For one Python thread and one kind
@@ -190,6 +205,10 @@ int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, co
 /* named: a number for the isa's name. isa: its index, which goes with `given`. A slot < 0 is skipped. */
 int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int k_dtype,
              int v_dtype, float k_scale, float v_scale, ca_fault *fault);
+
+/* rotary_reshape_and_cache, in the same way. */
+int ca_rotary_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int k_dtype,
+                    int v_dtype, int is_neox, float eps, float k_scale, float v_scale, ca_fault *fault);
 
 /* Tokens 0..num_tokens-1 of one request back to [T, Hkv, D], as they are stored, int8 and int4 as float32 times their
  * scales; value: 0 for K, 1 for V. */
@@ -340,6 +359,26 @@ struct ca_engine {
     ca_segment_fn *segment;
 };
 
+/* One call of rotary_reshape_and_cache, as far as it rotates. */
+typedef struct ca_rotary {
+    const ca_kernel *kernel;
+    ca_rows query, query_out, key, cos_sin;
+    const int64_t *positions;
+    int64_t num_tokens, head_size, rot_dim;
+    int32_t num_heads, num_kv_heads, dtype, cos_sin_dtype, is_neox;
+    float eps;
+    const ca_array *weights;          /* of the norms of Q and K; absent: no norm */
+    const float *q_weight, *k_weight; /* the same as float32, or NULL */
+    char *memory;                     /* thread_bytes for each thread */
+    int64_t thread_bytes;
+} ca_rotary;
+
+int ca_rotary_begin(ca_rotary *rotary, int team); /* what else a team needs, or CA_NO_MEMORY */
+void ca_rotary_end(ca_rotary *rotary);
+void ca_rotate_queries(const ca_rotary *rotary, int thread, int team); /* this thread's share */
+/* Keys of n <= 16 tokens from t on: row i of the result is token t + i. */
+ca_rows ca_rotate_keys(const ca_rotary *rotary, int thread, int head0, int head1, int64_t t, int n);
+
 /* Rows of the isa table: what an isa file offers for one dtype. */
 struct ca_kernel {
     ca_kernel_info info;
@@ -366,6 +405,10 @@ struct ca_kernel {
     void (*pack)(const void *src, int64_t n, float scale, int kv_dtype, uint8_t *dst);
     /* one token of int8 or int4 likewise, over its own scales */
     void (*quantise)(const void *src, int64_t n, int kv_dtype, uint8_t *dst, uint16_t *scales);
+    /* one head, normed unless weight is NULL, rotated by cos_sin (cos, then sin), to dst, which may be src; x: room for
+     * it as float32 */
+    void (*rotate)(const ca_rotary *rotary, const float *weight, const float *cos_sin, const void *src, float *x,
+                   void *dst);
 };
 
 /* What a file of native/isa offers, as `const ca_isa_row ca_isa_NAME`. */
@@ -386,6 +429,7 @@ int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_
 int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
                   const int32_t *dynamic_causal, ca_fault *fault);
 int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault);
+int ca_check_positions(const int64_t *positions, int64_t num_tokens, int64_t bound, ca_fault *fault);
 /* Reads the call's arrays into `a`. NULL unless nothing is wrong with them but what indices may hold. */
 const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, int64_t k_dtype,
                                     int64_t v_dtype, const uintptr_t *objects, const ca_array *given, ca_array *a,

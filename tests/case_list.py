@@ -25,7 +25,8 @@ class Case:
     """A call of attention_with_kv_cache in numbers. alibi: the largest slope, 0 for none; sinks: "moderate", "huge"
     (nothing else counts), "absent" (-inf), "mixed" or None; fill: a name from cases.FILLS; strided: K and V of a
     block interleaved in one array, tokens, output and lse as parts of wider rows; pieces: calls that write the
-    cache; kv_cache_dtype: other than "auto", with scales (cases.SCALES)."""
+    cache; kv_cache_dtype: other than "auto", with scales (cases.SCALES); rotary: what is done to queries and keys on
+    their way (rotation.py), or None."""
 
     name: str
     query_lens: tuple[int, ...]
@@ -47,6 +48,7 @@ class Case:
     kv_cache_dtype: str = "auto"
     dtype: str = "float32"
     seed: int = 0
+    rotary: str | None = None
 
     @property
     def value_size(self) -> int:
@@ -152,6 +154,16 @@ FEW_ROWS: dict[str, dict[str, Any]] = {
     "bounded": {"query_lens": (1,), "seq_lens": (290,), "head_size": 64, "sliding_window": 200, "fill": "masked"},
 }
 
+ROTARY: dict[str, dict[str, Any]] = {
+    "neox": {**MIXED, "rotary": "neox"},
+    "gptj": {**MIXED, "rotary": "gptj"},
+    "neox-partial": {**MIXED, "rotary": "neox-partial", "head_size": 40},
+    "neox-norm": {**MIXED, "rotary": "neox-norm", "head_size": 128},
+    "everything": {**MIXED, **FEATURES["everything"], "rotary": "gptj-partial-norm", "head_size": 37},
+    "alone": {**EDGES["more-queries-than-keys"], "rotary": "gptj-norm", "block_size": 5, "num_heads": 6},
+    "fp8": {**MIXED, "rotary": "neox", "kv_cache_dtype": "fp8_e4m3", "pieces": 2},
+}
+
 HEAD_SIZES = (1, 2, 3, 8, 16, 20, 64, 80, 96, 100, 112, 128, 192, 256, 512, 576)
 QUICK_HEAD_SIZES = (1, 3, 20, 64, 128)
 UNEQUAL_HEAD_SIZES = ((64, 32), (24, 40), (192, 128), (576, 512), (7, 5), (1, 16), (33, 1))
@@ -204,6 +216,8 @@ def _quick() -> Iterator[Case]:
             yield _case(f"{kind.replace('/', '-')}-few-{name}", fields, kv_cache_dtype=kind, block_size=32)
     for kind in ("int8/int4", "int4/auto", "auto/int8", "fp8/int8"):
         yield _case(f"{kind.replace('/', '-')}-mixed", MIXED, kv_cache_dtype=kind, head_size=64)
+    for name, fields in ROTARY.items():
+        yield _case(f"rotary-{name}", fields)
     yield _case("decode-fill-masked-block-64", DECODE, fill="masked", sliding_window=25, block_size=64)
     yield _case("mixed-fill-nan-value", MIXED, fill="nan-value", sliding_window=(2, -1), causal=False)
     for name in ("1023-1024-1025", "3000"):
@@ -252,6 +266,10 @@ def _default() -> Iterator[Case]:
             yield _case(
                 f"{short}-fill-{fill}", MIXED, fill=fill, head_size=64, kv_cache_dtype=kind, sliding_window=window
             )
+    for size in HEAD_SIZES[1:]:
+        for rotary in ("neox-norm", "gptj-partial"):
+            yield _case(f"rotary-{rotary}-head-{size}", CHUNK, rotary=rotary, head_size=size)
+    yield _case("rotary-fp8_e5m2", PREFILL, rotary="gptj", kv_cache_dtype="fp8_e5m2", head_size=33, strided=True)
     for name, fields in LONG.items():
         yield _case(f"long-{name}", {"head_size": 16, "num_heads": 2, "num_kv_heads": 1, **fields})
 
@@ -307,7 +325,7 @@ def _random(index: int, seed: int) -> Case:
     slope = 0.0 if fill in LARGE_SCORES else float(rng.choice([0.0, 0.0, 0.0625]))
     kinds = ["auto"] * 5 + ["fp8_e4m3", "fp8_e5m2"]
     kinds += ["auto/int4"] if fill in LARGE_SCORES else ["int8", "int4", "int8/int4", "int4/auto"]
-    return Case(
+    case = Case(
         f"random-{index}",
         **step,
         **mask,
@@ -324,6 +342,10 @@ def _random(index: int, seed: int) -> Case:
         pieces=int(rng.integers(1, 4)),
         kv_cache_dtype=str(rng.choice(kinds)),
     )
+    rotary = str(rng.choice(["", "", "", "neox", "gptj", "neox-partial", "gptj-partial", "neox-norm", "gptj-norm"]))
+    odd = fill != "normal" or case.head_size < 2 or "int" in case.kv_cache_dtype
+    odd = odd or (case.kv_cache_dtype != "auto" and "norm" in rotary)
+    return dataclasses.replace(case, rotary=None if odd else rotary or None)
 
 
 def cases(level: str = "default", dtype: str = "float32", seed: int = 0) -> list[Case]:
@@ -342,6 +364,7 @@ def cases(level: str = "default", dtype: str = "float32", seed: int = 0) -> list
 def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     """The cases on which thread counts, splits and batches are varied, bit for bit."""
     wanted = {"mixed-plain", "mixed-everything", "long-3000", "fp8_e4m3-everything", "int4-everything", "int8-3000"}
+    wanted |= {"rotary-everything"}
     if level != "quick":
         wanted |= {"many-requests", "mixed-fill-leaping", "long-3000-chunk", "long-3000-sinks", "mixed-heads-14-2"}
     if level == "full":

@@ -30,6 +30,7 @@ from cpu_attn._native import ffi, lib
 
 from .case_list import DTYPES, LEVELS, Case, cases, invariant
 from .judge import Result, check, same_bits
+from .rotation import Rotation, by_oracle, few_digits, tokens_of, write_rotated
 
 __all__ = [
     "DTYPES",
@@ -97,11 +98,21 @@ class Problem:
         return [quantised(x, kind, scale).astype(np.float64) * scale for x in rows]
 
     @cached_property
+    def rotation(self) -> Rotation | None:
+        return None if self.case.rotary is None else Rotation.of(self.case, self.query.dtype)
+
+    @cached_property
+    def rotated(self) -> tuple[NDArray[Any], list[NDArray[Any]]]:
+        """Queries and keys as they meet, and keys as the cache is to hold them."""
+        return (self.query, self.key) if self.rotation is None else by_oracle(self, self.rotation)
+
+    @cached_property
     def expected(self) -> tuple[reference.Float64, reference.Float64]:
         """The float64 oracle's output [T, Hq, Dv] and lse [Hq, T]."""
+        query, key = self.rotated
         return reference.attention(
-            self.query,
-            self._stored(self.key, kinds(self.case)[0], self.scales[0]),
+            query,
+            self._stored(key, kinds(self.case)[0], self.scales[0]),
             self._stored(self.value, kinds(self.case)[1], self.scales[1]),
             self.query_start_loc,
             self.seq_lens,
@@ -299,6 +310,8 @@ def build(case: Case) -> Problem:
     """A case's arrays."""
     rng = np.random.default_rng([case.seed, zlib.crc32(case.name.encode())])
     query, key, value, scale = FILLS[case.fill](rng, case)
+    if case.rotary and case.kv_cache_dtype != "auto":
+        key = few_digits(key)
     table, num_blocks = _block_table(rng, case)
     dtype = numpy_dtype(case.dtype)
     slopes = case.alibi * 2.0 ** (-8 * np.arange(case.num_heads) / case.num_heads)
@@ -392,28 +405,41 @@ def _nan_bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     return cache
 
 
-def _write(problem: Problem, isa: str, key_cache: NDArray[Any], value_cache: NDArray[Any]) -> None:
+def _write(problem: Problem, isa: str, key_cache: NDArray[Any], value_cache: NDArray[Any]) -> NDArray[Any]:
     """All tokens of all requests, in `pieces` calls: with one, in order; with more, shuffled, each slot first
-    written with another token's key and value, and padding (slot -1, NaN) in between."""
+    written with another token's key and value, and padding (slot -1, NaN) in between. Returns the queries, which a
+    case may have rotated meanwhile."""
     case = problem.case
+    query: NDArray[Any] = problem.query.copy()
     slots = slots_of(problem)
     if not len(slots):
-        return
+        return query
     key, value = np.concatenate(problem.key), np.concatenate(problem.value)
-    how = (*problem.scales, case.kv_cache_dtype)
+    if problem.rotation:  # queries without a key of their own come with padding
+        more = len(tokens_of(problem)[0]) - len(slots)
+        slots = np.append(slots, np.full(more, -1))
+        key, value = (np.append(x, np.full_like(x, np.nan, shape=(more, *x.shape[1:])), axis=0) for x in (key, value))
+    k_scale, v_scale = problem.scales
+    how: dict[str, Any] = {"isa": isa, "k_scale": k_scale, "v_scale": v_scale, "kv_cache_dtype": case.kv_cache_dtype}
+
+    def put(which: NDArray[np.int64], k: NDArray[Any], v: NDArray[Any], to: NDArray[np.int64]) -> None:
+        tokens = (_copy(k, case.strided), _copy(v, case.strided), key_cache, value_cache, to)
+        if problem.rotation:
+            write_rotated(problem, problem.rotation, which, tokens, query, how)
+        else:
+            cpu_attn.reshape_and_cache(*tokens, **how)
+
     if case.pieces == 1:
-        key, value = _copy(key, case.strided), _copy(value, case.strided)
-        cpu_attn.reshape_and_cache(key, value, key_cache, value_cache, slots, isa, *how)
-        return
+        put(np.arange(len(slots)), key, value, slots)
+        return query
     rng = np.random.default_rng(case.seed)
-    cpu_attn.reshape_and_cache(key, value, key_cache, value_cache, rng.permutation(slots), isa, *how)
+    put(np.arange(len(slots)), key, value, rng.permutation(slots))
     for part in np.array_split(rng.permutation(len(slots)), case.pieces):
         part = np.append(part, -1)
         k, v, to = key[part], value[part], slots[part]
         k[-1], v[-1], to[-1] = np.nan, np.nan, -1
-        cpu_attn.reshape_and_cache(
-            _copy(k, case.strided), _copy(v, case.strided), key_cache, value_cache, to, isa, *how
-        )
+        put(part, k, v, to)
+    return query
 
 
 def slots_of(problem: Problem) -> NDArray[np.int64]:
@@ -440,8 +466,8 @@ def run(
         force_num_threads(num_threads)
     try:
         key_cache, value_cache = _caches(problem, isa)
-        _write(problem, isa, key_cache, value_cache)
-        return _attend(problem, isa, engine, enable_kv_split, key_cache, value_cache)
+        query = _write(problem, isa, key_cache, value_cache)
+        return _attend(problem, query, isa, engine, enable_kv_split, key_cache, value_cache)
     finally:
         if num_threads is not None:
             cpu_attn.set_num_threads(before)
@@ -449,6 +475,7 @@ def run(
 
 def _attend(
     problem: Problem,
+    query: NDArray[Any],
     isa: str,
     engine: str,
     enable_kv_split: bool,
@@ -456,7 +483,7 @@ def _attend(
     value_cache: NDArray[Any],
 ) -> tuple[NDArray[Any], NDArray[np.float32]]:
     case, dtype = problem.case, numpy_dtype(problem.case.dtype)
-    query = _copy(problem.query, case.strided)
+    query = _copy(query, case.strided)
     output = _wider((len(query), case.num_heads, case.value_size), dtype, case.strided)
     lse = _wider((case.num_heads, len(query)), np.dtype(np.float32), case.strided)
     common: dict[str, Any] = {

@@ -62,9 +62,10 @@ def arrays(problem: Problem, reference: bool) -> bytes:
     causal = case.causal if problem.dynamic_causal is None else bool(problem.dynamic_causal.all())
     left, right = _check.window(case.sliding_window)
     slots = slots_of(problem)
+    query, key = problem.rotated
     tokens: list[NDArray[Any]] = [
         np.concatenate([*rows, np.zeros((0, case.num_kv_heads, size), numpy_dtype(case.dtype))])
-        for rows, size in ((problem.key, case.head_size), (problem.value, case.value_size))
+        for rows, size in ((key, case.head_size), (problem.value, case.value_size))
     ]
     table = problem.block_table
     fields = [
@@ -80,7 +81,7 @@ def arrays(problem: Problem, reference: bool) -> bytes:
     fields += [*(x is not None for x in optional), reference]
     numbers = [problem.scale, case.softcap, *problem.scales]
     slopes, sinks, flags = ([] if x is None else [x] for x in optional)
-    body = [problem.query, *tokens, slots, table, problem.query_start_loc, problem.seq_lens, *flags, *slopes, *sinks]
+    body = [query, *tokens, slots, table, problem.query_start_loc, problem.seq_lens, *flags, *slopes, *sinks]
     head = [np.array(fields, np.int64), np.array(numbers, np.float32)]
     return b"".join(np.ascontiguousarray(x).tobytes() for x in (*head, *body))
 

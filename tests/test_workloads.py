@@ -49,6 +49,7 @@ def test_every_workload_by_name() -> None:
         "decode-16x4k-mha": (16, 16, 16 * 4096, 16, 16, 128),
         "decode-8x8k-d64": (8, 8, 8 * 8192, 64, 8, 64),
         "write-8k": (1, 8192, 8192, 32, 8, 128),
+        "rope-write-8k": (1, 8192, 8192, 32, 8, 128),
         "call-tiny": (1, 1, 16, 32, 8, 128),
     }
 
