@@ -14,7 +14,7 @@ import numpy as np
 import cpu_attn
 from cpu_attn import _onednn_loader
 from cpu_attn.cli.limits import Limit, best_isa, products
-from cpu_attn.cli.workloads import Step, Workload
+from cpu_attn.cli.workloads import BINARY, Step, Workload
 
 PLANNED = ("native", "onednn", "reference")  # by get_scheduler_metadata
 ENGINES = ("native", "onednn", "onednn-python", "reference")
@@ -49,6 +49,8 @@ def missing(engine: str, isa: str, dtype: str) -> str:
 
 def unable(engine: str, workload: Workload, kv_cache_dtype: str = "auto") -> str:
     """What of a workload an engine has no notion of, "" if nothing."""
+    if workload.tree and (workload.alibi or workload.sliding_window >= 0):
+        return f"{workload.name}: drafts are measured without ALiBi and windows"
     if engine == "torch":
         odd = [name for name in ("softcap", "sinks") if getattr(workload, name)]
         if kv_cache_dtype != "auto":
@@ -110,7 +112,7 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
     if engine == "onednn-python":
         from cpu_attn import compose
 
-        return partial(compose.attention, **arguments, isa=plan.isa), None, plan.isa
+        return partial(compose.attention, **arguments, isa=plan.isa, **step.masks), None, plan.isa
     call = partial(cpu_attn.attention_with_kv_cache, **arguments, scheduler_metadata=plan)
     return call, plan.workspace_bytes, plan.isa
 
@@ -153,6 +155,9 @@ def _torch_arguments(torch: Any, step: Step, requests: list[int]) -> tuple[tuple
 def _torch_mask(torch: Any, step: Step, q_len: int, kv_len: int, dtype: Any) -> dict[str, Any]:
     w = step.workload
     windowed = 0 <= w.sliding_window < kv_len
+    if w.tree:
+        seen = np.concatenate([np.ones((q_len, kv_len - q_len), np.bool_), BINARY(q_len)], axis=1)
+        return {"attn_mask": torch.from_numpy(seen)}
     if not (w.alibi or windowed) and q_len in (1, kv_len):
         return {"is_causal": q_len > 1}
     distance = np.arange(kv_len) - np.arange(kv_len - q_len, kv_len)[:, None]

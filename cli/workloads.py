@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cpu_attn
+from cpu_attn.tests.case_list import TREES, pack_tree
 from cpu_attn.tests.cases import numpy_dtype
 
-SEED = 0
+SEED, BINARY = 0, TREES["binary"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Workload:
 
     kind: prefill, decode, write (reshape_and_cache of all tokens, with rotary rotary_reshape_and_cache, queries in
     place), plan (get_scheduler_metadata) or call (attention too small to be limited by anything but the call).
-    lens: (q_len, kv_len) of each request.
+    lens: (q_len, kv_len) of each request. tree: its query tokens are drafts, each behind the one of half its number.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Workload:
     sinks: bool = False
     alibi: bool = False
     rotary: bool = False
+    tree: bool = False
 
     @property
     def attends(self) -> bool:
@@ -56,6 +58,8 @@ class Workload:
         pairs = 0
         for q_len, kv_len in self.lens:
             seen = np.arange(kv_len - q_len + 1, kv_len + 1)  # keys up to each query's own
+            if self.tree:
+                seen = kv_len - q_len + BINARY(q_len).sum(axis=1)
             pairs += int(seen.sum() if self.sliding_window < 0 else np.minimum(seen, self.sliding_window).sum())
         return 4 * self.head_size * self.num_heads * pairs
 
@@ -95,6 +99,8 @@ WORKLOADS = {
         "decode-64x512": _same("decode", 64, 1, 512),
         "decode-16x4k-mha": _same("decode", 16, 1, 4096, num_heads=16, num_kv_heads=16),
         "decode-8x8k-d64": _same("decode", 8, 1, 8192, num_heads=64, head_size=64),
+        "tree-8x8k": _same("decode", 8, 8, 8192, tree=True),
+        "tree-16x4k-mha": _same("decode", 16, 8, 4096, num_heads=16, num_kv_heads=16, tree=True),
         "write-8k": _same("write", 1, 8192, 8192),
         "rope-write-8k": _same("write", 1, 8192, 8192, rotary=True),
         "plan-256": {"kind": "plan", "lens": _various(256, 512, 4096)},
@@ -187,6 +193,14 @@ class Step:
         slots: NDArray[np.int64] = self.block_table[r, block].astype(np.int64) * self.block_size + offset
         return slots
 
+    @property
+    def masks(self) -> dict[str, Any]:
+        """Of get_scheduler_metadata, and of compose.attention."""
+        if not self.workload.tree:
+            return {}
+        q_lens = np.diff(self.query_start_loc)
+        return {"tree_mask": np.concatenate([pack_tree(BINARY(n), max(q_lens)) for n in q_lens])}
+
     def plan(self, engine: str) -> cpu_attn.SchedulerMetadata:
         w = self.workload
         return cpu_attn.get_scheduler_metadata(
@@ -201,6 +215,7 @@ class Step:
             isa=self.isa,
             kv_cache_dtype=self.kv_cache_dtype,
             engine=engine,
+            **self.masks,
         )
 
     def arguments(self) -> dict[str, Any]:

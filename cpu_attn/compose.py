@@ -19,8 +19,9 @@ largest score s* tells it: p* = exp(s* - lse). No array grows with rows times co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +35,50 @@ from cpu_attn.primitives import gather_pages, matmul, softmax
 
 Array = np.ndarray[Any, Any]
 ROWS, KEYS = 256, 512
+
+
+@dataclass(frozen=True)
+class Tree:
+    """mask [T, W]: tree_mask; left: keys that the window leaves before a token's own, -1: all."""
+
+    mask: Array
+    query_start_loc: Array
+    seq_lens: Array
+    left: int
+
+    def tokens(self, r: int) -> slice:
+        return slice(*self.query_start_loc[r : r + 2].tolist())
+
+    def context(self, r: int) -> int:
+        """Keys before those of request r's query tokens."""
+        return int(self.seq_lens[r] - len(self.mask[self.tokens(r)]))
+
+    @cached_property
+    def depth(self) -> Array:
+        """[T]: query tokens that each one sees besides itself."""
+        depth = np.zeros(len(self.mask), np.int64)
+        for r in range(len(self.seq_lens)):
+            rows = self.mask[self.tokens(r)]
+            bits = np.unpackbits(rows, axis=1, count=len(rows), bitorder="little")
+            depth[self.tokens(r)] = bits.sum(axis=1, dtype=np.int64) - bits.diagonal()
+        return depth
+
+    def ranges(self) -> Array:
+        """[T, 2]: first key and the one after its last, of which `shows` says more."""
+        q_lens: Array = np.diff(self.query_start_loc)
+        end = np.repeat(self.seq_lens, q_lens).astype(np.int64)
+        context = end - np.repeat(q_lens, q_lens)
+        low = np.clip(context + self.depth - self.left, 0, context) if self.left >= 0 else np.zeros_like(end)
+        return np.stack([low, end], axis=1)
+
+    def shows(self, r: int, rows: slice, keys: Array) -> Array:
+        """[n, keys]: which keys some tokens of request r see, of those in their range."""
+        is_new, new = keys >= self.context(r), np.maximum(keys - self.context(r), 0)
+        seen = self.mask[rows][:, new // 8] >> (new % 8).astype(np.uint8) & 1 == 1
+        if self.left >= 0 and is_new.any():
+            seen &= self.depth[rows, None] - self.depth[self.tokens(r)][new] <= self.left
+        shown: Array = seen | np.logical_not(is_new)
+        return shown
 
 
 @dataclass(frozen=True)
@@ -56,6 +101,7 @@ class Step:
     s_aux: Array
     position: Array
     sees: Array
+    tree: Tree | None
 
     @property
     def group(self) -> int:
@@ -84,10 +130,14 @@ def attention(
     *,
     lse: Any = None,
     isa: str = "auto",
+    mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    document_start_loc: Mapping[int, Sequence[int]] | None = None,
+    tree_mask: Any = None,
 ) -> Any:
     """:func:`cpu_attn.attention_with_kv_cache` without a plan: same arguments, shapes, dtypes, meaning and errors.
 
-    isa: the one that the caches were written with. Runs on the calling thread, in float32 whatever the dtype; output
+    isa: the one that the caches were written with. mm_prefix_range, document_start_loc, tree_mask: those of
+    :func:`cpu_attn.get_scheduler_metadata`. Runs on the calling thread, in float32 whatever the dtype; output
     and lse are written when all of it is done. UnavailableError where oneDNN is not there.
     """
     step, out, log = _checked(
@@ -99,6 +149,7 @@ def attention(
         kv_cache_dtype,
         lse,
         isa,
+        {"mm_prefix_range": mm_prefix_range, "document_start_loc": document_start_loc, "tree_mask": tree_mask},
     )
     result, result_lse = _every_request(step)
     out.numpy()[...] = result
@@ -122,6 +173,23 @@ def _visible(
     return position, np.stack([low, np.maximum(low, high)], axis=1)
 
 
+def _with_masks(masks: _check.Masks, starts: Array, lens: Array, position: Array, sees: Array) -> Array:
+    """sees [T, 2] with the spans that tokens lie in, and without others' documents."""
+    low, high = sees.T.copy()
+    for r, first, last in masks.spans.tolist():
+        rows = slice(starts[r], starts[r + 1])
+        inside = (first <= position[rows]) & (position[rows] <= last)
+        low[rows] = np.where(inside, np.minimum(low[rows], first), low[rows])
+        high[rows] = np.where(inside, np.maximum(high[rows], min(lens[r], last + 1)), high[rows])
+    for r in np.unique(masks.documents[:, 0]):
+        rows = slice(starts[r], starts[r + 1])
+        borders = np.append(masks.documents[masks.documents[:, 0] == r, 1], _check.INT32_MAX)
+        own = np.searchsorted(borders, position[rows], "right")
+        low[rows] = np.maximum(low[rows], borders[own - 1])
+        high[rows] = np.minimum(high[rows], borders[own])
+    return np.stack([low, high], axis=1)
+
+
 def _every_request(step: Step) -> tuple[Array, Array]:
     tokens, num_heads, _ = step.query.shape
     output = np.zeros((tokens, num_heads, step.head_size_v))
@@ -142,6 +210,8 @@ def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
     output, lse = np.zeros((n, num_heads, step.head_size_v)), np.full((n, num_heads), -np.inf)
     for keys, key, value in _chunks(step, r, step.sees[rows]):
         mask = (step.sees[rows, :1] <= keys) & (keys < step.sees[rows, 1:])
+        if step.tree:
+            mask &= step.tree.shows(r, rows, keys)
         distance = keys - step.position[rows, None]
         for h in range(key.shape[1]):
             heads = slice(h * step.group, (h + 1) * step.group)
@@ -228,6 +298,7 @@ def _checked(
     kv_cache_dtype: str,
     lse: Any,
     isa: str,
+    masks: dict[str, Any],
 ) -> tuple[Step, Memory, Memory | None]:
     q = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
     kvs = _check.kv_dtypes(kv_cache_dtype, q.dtype)
@@ -244,6 +315,7 @@ def _checked(
         dynamic_causal=dynamic_causal,
         head_size_v=out.shape[2],
         engine="reference",
+        **masks,
     )
     if plan.num_tokens != tokens:
         raise ValueError(f"query: axis 0 is {tokens}, expected query_start_loc[-1] = {plan.num_tokens}")
@@ -257,6 +329,14 @@ def _checked(
     if log is not None:
         _check.disjoint("lse", _check.writable("lse", log), {**inputs, "output": out})
     position, sees = _visible(starts.numpy(), lens.numpy(), causal, flags, sliding_window)
+    found, tree = _check.masks(num_reqs, **masks), None
+    if found and found.tree is not None:
+        if alibi_slopes is not None:
+            raise ValueError("alibi_slopes: do not go with tree_mask, where a token's place is not its position")
+        tree = Tree(found.tree.numpy(), starts.numpy(), lens.numpy(), _check.window(sliding_window)[0])
+        sees = tree.ranges()
+    elif found:
+        sees = _with_masks(found, starts.numpy(), lens.numpy(), position, sees)
     slopes = _check.small_floats("alibi_slopes", alibi_slopes, ["float32"], num_heads)
     sinks = _check.small_floats("s_aux", s_aux, _check.FLOATS, num_heads)
     step = Step(
@@ -275,5 +355,6 @@ def _checked(
         s_aux=np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64),
         position=position,
         sees=sees,
+        tree=tree,
     )
     return step, out, log

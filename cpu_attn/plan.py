@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,9 @@ def get_scheduler_metadata(
     *,
     head_size_v: int | None = None,
     engine: str = "auto",
+    mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    document_start_loc: Mapping[int, Sequence[int]] | None = None,
+    tree_mask: Any = None,
 ) -> SchedulerMetadata:
     """Plans the attention of one step over ``num_reqs`` requests, once for all its layers.
 
@@ -98,6 +102,14 @@ def get_scheduler_metadata(
     enable_kv_split: long requests may be split over their keys where threads would idle. Same bits either way.
     dynamic_causal: int32 [num_reqs] or None; says causal for each request by itself, 0 is bidirectional.
     head_size_v: head size of V and of the output, head_size unless said.
+    mm_prefix_range: for each request named, ascending (start, end) of keys that see one another whatever causal and
+    sliding_window say; end is inclusive, as vLLM has it. A prefix-LM is one span from 0.
+    document_start_loc: for each request named, the ascending first keys of the documents packed in it, the first one 0:
+    a query sees its own document only. No span may cross a border.
+    tree_mask: uint8 [T, W], for causal requests whose query tokens are a tree of drafts. Bit j of row t
+    (``numpy.packbits(..., bitorder="little")``) says whether query token t sees the key of its request's query token j;
+    it takes the place of causal among these. For sliding_window a token stands as many places behind the
+    ``seq_len - q_len`` keys before them as it sees query tokens besides itself. Not with ALiBi, nor with the two above.
 
     Raises ValueError or TypeError for lengths and sizes out of range, UnavailableError for an isa or engine
     that is not there. Names and order follow vLLM's ``cpu_attn_get_scheduler_metadata``.
@@ -123,14 +135,25 @@ def get_scheduler_metadata(
     shape.window_left, shape.window_right = _check.window(sliding_window)
     shape.enable_kv_split = _check.boolean("enable_kv_split", enable_kv_split)
     shape.num_threads = _dispatch.get_num_threads()
-    fault = _check.new_fault()
+    found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask)
+    masks, fault = _masks_struct(found) if found else ffi.NULL, _check.new_fault()
     addresses = (id(query_start_loc), id(seq_lens), id(dynamic_causal))
-    pointer = lib.ca_plan_new(shape, engine_pointer, addresses, ffi.NULL, fault)
+    pointer = lib.ca_plan_new(shape, engine_pointer, addresses, ffi.NULL, masks, fault)
     if fault.status == lib.CA_UNKNOWN:
         step = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
-        pointer = lib.ca_plan_new(shape, engine_pointer, ffi.NULL, described(step), fault)
+        pointer = lib.ca_plan_new(shape, engine_pointer, ffi.NULL, described(step), masks, fault)
     _check.raise_fault(fault)
     return SchedulerMetadata(ffi.gc(pointer, lib.ca_plan_free), shape, name, kvs, resolved.name, engine)
+
+
+def _masks_struct(found: _check.Masks) -> Any:
+    masks = ffi.new("ca_masks *", {"tree_rows": -1})
+    masks.spans, masks.num_spans = _check.pointer("int32_t *", found.spans), len(found.spans)
+    masks.documents, masks.num_documents = _check.pointer("int32_t *", found.documents), len(found.documents)
+    if found.tree is not None:
+        masks.tree, masks.tree_stride = _check.pointer("uint8_t *", found.tree), found.tree.strides[0]
+        masks.tree_rows, masks.tree_bytes = found.tree.shape
+    return masks
 
 
 def get_kv_cache_shape(

@@ -206,6 +206,10 @@ int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, co
     call.softcap = softcap;
     call.k_scale = k_scale;
     call.v_scale = v_scale;
+    if (plan->tree && call.alibi_slopes) {
+        *fault = (ca_fault){CA_TREE_ALIBI, -1, -1, -1, -1};
+        return CA_TREE_ALIBI;
+    }
     if (causal >= 0 &&
         ca_check_step(plan, (const int32_t *)a[CA_SEQ_LENS].address, (const int32_t *)a[CA_QUERY_START_LOC].address,
                       causal, (const int32_t *)a[CA_DYNAMIC_CAUSAL].address, fault))

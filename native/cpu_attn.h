@@ -44,7 +44,12 @@ enum ca_status {
     CA_OTHER_CAUSAL,        /* request, value, bound = the plan's */
     CA_ENGINE_FAILED,       /* value: the engine's own status */
     CA_UNKNOWN,             /* not a fault: _check.py has to look at the arrays first */
-    CA_BAD_POSITION         /* position, value, bound: 0 <= value < bound */
+    CA_BAD_POSITION,        /* position, value, bound: 0 <= value < bound */
+    CA_TREE_TOKENS,         /* value = rows of tree_mask, bound = T */
+    CA_TREE_NARROW,         /* request, value = query tokens, bound = bits of a row of tree_mask */
+    CA_TREE_NOT_CAUSAL,     /* request */
+    CA_TREE_ALIBI,
+    CA_TOKENS_WITHOUT_KEYS /* request, value = seq_len, bound = q_len: a mask goes by the keys of the query tokens */
 };
 
 /* Where a check failed. Fields that a status does not use are -1. */
@@ -64,6 +69,14 @@ typedef struct ca_shape {
     int32_t enable_kv_split;
     int32_t num_threads;
 } ca_shape;
+
+/* Masks besides causal and window, as _check.masks had them: both lists by request, then by key. */
+typedef struct ca_masks {
+    const int32_t *spans;     /* [num_spans][3] request, first key, last key */
+    const int32_t *documents; /* [num_documents][2] request, first key */
+    const uint8_t *tree;      /* [tree_rows][tree_bytes], tree_rows -1: there is none */
+    int64_t num_spans, num_documents, tree_rows, tree_bytes, tree_stride;
+} ca_masks;
 
 typedef struct ca_plan ca_plan;
 typedef struct ca_engine ca_engine;
@@ -178,9 +191,9 @@ const ca_engine *ca_native_engine(void);
 const ca_engine *ca_reference_engine(void);
 
 /* NULL and *fault on failure; CA_UNKNOWN: unless objects are NumPy arrays fit for a step, _check.py has to look at
- * them first, and to say with objects NULL what is given. */
+ * them first, and to say with objects NULL what is given. masks: NULL where there are none. */
 ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, const uintptr_t *objects, const ca_array *given,
-                     ca_fault *fault);
+                     const ca_masks *masks, ca_fault *fault);
 void ca_plan_free(ca_plan *plan);
 void ca_plan_describe(const ca_plan *plan, ca_plan_info *out);
 int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs over all query heads */
@@ -345,6 +358,9 @@ struct ca_plan {
     int32_t rows;        /* most query rows of a task */
     int32_t num_threads; /* no more than shape.num_threads, and worth waking */
     int64_t state_bytes, scratch_bytes, thread_bytes, partial_bytes;
+    int32_t *lo, *hi; /* [num_tokens] where there are masks besides causal and window, else NULL: ca_visible */
+    uint8_t *tree;    /* [num_tokens][tree_bytes] or NULL: ca_tree_row */
+    int64_t tree_bytes;
 };
 
 /* Computes the state of a task's rows over the keys [k0, k1) for one kv head. scratch is
@@ -435,13 +451,21 @@ const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64
                                     int64_t v_dtype, const uintptr_t *objects, const ca_array *given, ca_array *a,
                                     int num_arrays, int num_outputs);
 int ca_accept_step(const uintptr_t *objects, const ca_array *given, int64_t num_reqs, ca_array *a);
+/* Fills lo, hi and tree of a plan that has none yet, for its lengths and window. */
+int ca_take_masks(ca_plan *plan, const ca_masks *masks, ca_fault *fault);
 /* Threads that are worth waking for what takes one thread so long. */
 int64_t ca_threads_for(double nanoseconds);
 /* A child of fork() must not enter a parallel region of libgomp: it would wait for threads that are gone. */
 int ca_team(int wanted);
 
-/* First and last+1 key that query token i of request r may see, before the sequence's own end. */
+/* First and last+1 key that query token i of request r may see, before the sequence's own end. Neither falls from token
+ * to token, but lo in a tree mask, which may hide some of them besides: ca_run. */
 static inline void ca_visible(const ca_plan *plan, int r, int64_t i, int64_t *lo, int64_t *hi) {
+    if (plan->lo) {
+        *lo = plan->lo[plan->query_start_loc[r] + i];
+        *hi = plan->hi[plan->query_start_loc[r] + i];
+        return;
+    }
     int64_t len = plan->seq_lens[r], q_len = (int64_t)plan->query_start_loc[r + 1] - plan->query_start_loc[r];
     int64_t pos = len - q_len + i, left = plan->shape.window_left, right = plan->shape.window_right;
     *lo = left < 0 ? 0 : ca_max64(0, pos - left);
@@ -457,8 +481,43 @@ static inline void ca_task_keys(const ca_plan *plan, const ca_task *task, int64_
     int64_t unused;
     ca_visible(plan, task->request, task->token, k0, &unused);
     ca_visible(plan, task->request, task->token + task->num_tokens - 1, &unused, k1);
+    for (int32_t i = 1; plan->tree && i < task->num_tokens; i++)
+        *k0 = ca_min64(*k0, plan->lo[plan->query_start_loc[task->request] + task->token + i]);
     if (*k1 < *k0)
         *k1 = *k0;
+}
+
+/* A row of a tree mask: bit j says whether query token i of request r sees the key of the request's query token j.
+ * NULL: it sees all of its range. */
+static inline const uint8_t *ca_tree_row(const ca_plan *plan, int r, int64_t i) {
+    return plan->tree ? plan->tree + (plan->query_start_loc[r] + i) * plan->tree_bytes : NULL;
+}
+
+/* Keys before those of the request's query tokens. */
+static inline int64_t ca_context(const ca_plan *plan, int r) {
+    return plan->seq_lens[r] - ((int64_t)plan->query_start_loc[r + 1] - plan->query_start_loc[r]);
+}
+
+/* Keys from `context` on are seen where their bit is set. */
+static inline int ca_sees(const uint8_t *bits, int64_t context, int64_t key) {
+    return key < context || (bits[(key - context) / 8] >> (key - context) % 8 & 1);
+}
+
+/* Of the keys [*a, hi) the next [*a, *b) that are seen without a gap; 0: none is left. */
+static inline int ca_run(const uint8_t *bits, int64_t context, int64_t hi, int64_t *a, int64_t *b) {
+    while (bits && *a < hi && !ca_sees(bits, context, *a))
+        ++*a;
+    *b = bits ? ca_max64(*a, ca_min64(context, hi)) : hi;
+    while (bits && *b < hi && ca_sees(bits, context, *b))
+        ++*b;
+    return *a < *b;
+}
+
+/* -inf to the scores of those of n keys from `key` on that are not seen. */
+static inline void ca_hide(const uint8_t *bits, int64_t context, int64_t key, int64_t n, float *s) {
+    for (int64_t i = ca_max64(0, context - key); i < n; i++)
+        if (!ca_sees(bits, context, key + i))
+            s[i] = -INFINITY;
 }
 
 /* Keys of a segment: fixed by the request's length alone, so that results do not depend on who

@@ -164,7 +164,7 @@ static int fill(ca_plan *p, int64_t num_tasks) {
 }
 
 ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, const uintptr_t *objects, const ca_array *given,
-                     ca_fault *fault) {
+                     const ca_masks *masks, ca_fault *fault) {
     ca_array a[CA_STEP_ARRAYS];
     size_t n = (size_t)shape->num_reqs;
     fail(fault, CA_OK, -1, -1, -1, -1);
@@ -195,7 +195,7 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, const uintptr_t *
         shape->window_right = -1;
     p->shape = *shape;
     p->num_tokens = p->query_start_loc[n];
-    if (!check_lengths(shape, p->seq_lens, p->query_start_loc, fault)) {
+    if (!check_lengths(shape, p->seq_lens, p->query_start_loc, fault) && !(masks && ca_take_masks(p, masks, fault))) {
         int64_t num_tasks = count_tasks(p);
         int status = num_tasks > MAX_TASKS ? CA_TOO_MANY_TASKS : fill(p, num_tasks);
         if (status == CA_OK)
@@ -207,8 +207,10 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, const uintptr_t *
 }
 
 void ca_plan_free(ca_plan *p) {
-    if (p)
+    if (p) {
         free(p->tasks); /* and merges */
+        free(p->lo);    /* and hi and tree */
+    }
     free(p);
 }
 
@@ -224,11 +226,12 @@ void ca_plan_describe(const ca_plan *p, ca_plan_info *out) {
 }
 
 int64_t ca_plan_visible_pairs(const ca_plan *p) {
-    int64_t pairs = 0, lo, hi;
+    int64_t pairs = 0, lo, hi, end;
     for (int32_t r = 0; r < p->shape.num_reqs; r++)
         for (int64_t i = 0; i < p->query_start_loc[r + 1] - p->query_start_loc[r]; i++) {
             ca_visible(p, r, i, &lo, &hi);
-            pairs += hi - lo;
+            for (; ca_run(ca_tree_row(p, r, i), ca_context(p, r), hi, &lo, &end); lo = end)
+                pairs += end - lo;
         }
     return pairs * p->shape.num_heads;
 }

@@ -41,10 +41,13 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
     int64_t pos = (int64_t)p->seq_lens[t->request] - (p->query_start_loc[t->request + 1] - start) + i;
     const char *query = ca_block(c->query, c->q_stride_t, c->q_stride_h, start + i, (int)head, p->shape.dtype);
     const int32_t *table = c->block_table + t->request * c->table_stride;
+    const uint8_t *bits = ca_tree_row(p, t->request, i);
     double m = -INFINITY, l = 0;
     memset(o, 0, (size_t)dv * sizeof *o);
     ca_visible(p, t->request, i, &lo, &hi);
     for (int64_t j = ca_max64(lo, k0); j < ca_min64(hi, k1); j++) {
+        if (bits && !ca_sees(bits, ca_context(p, t->request), j))
+            continue;
         int64_t block = table[j / c->block_size], token = j % c->block_size;
         const char *k = ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, kv_head, p->shape.k_dtype);
         const char *v = ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, kv_head, p->shape.v_dtype);

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ class Case:
     (nothing else counts), "absent" (-inf), "mixed" or None; fill: a name from cases.FILLS; strided: K and V of a
     block interleaved in one array, tokens, output and lse as parts of wider rows; pieces: calls that write the
     cache; kv_cache_dtype: other than "auto", with scales (cases.SCALES); rotary: what is done to queries and keys on
-    their way (rotation.py), or None."""
+    their way (rotation.py), or None; mm_prefix_range, document_start_loc: of each request, () for none; tree: of each
+    request's query tokens, a name from TREES."""
 
     name: str
     query_lens: tuple[int, ...]
@@ -49,6 +51,9 @@ class Case:
     dtype: str = "float32"
     seed: int = 0
     rotary: str | None = None
+    mm_prefix_range: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    document_start_loc: tuple[tuple[int, ...], ...] | None = None
+    tree: str | None = None
 
     @property
     def value_size(self) -> int:
@@ -57,7 +62,61 @@ class Case:
     def mask(self, r: int) -> NDArray[np.bool_]:
         """[q_len, seq_len]: what request r sees."""
         causal = self.causal if self.dynamic_causal is None else bool(self.dynamic_causal[r])
-        return visible(self.query_lens[r], self.seq_lens[r], causal, self.sliding_window)
+        spans = self.mm_prefix_range[r] if self.mm_prefix_range else ()
+        documents = self.document_start_loc[r] if self.document_start_loc else ()
+        tree = TREES[self.tree](self.query_lens[r]) if self.tree else None
+        return visible(self.query_lens[r], self.seq_lens[r], causal, self.sliding_window, spans, documents, tree)
+
+    @property
+    def masks(self) -> dict[str, Any]:
+        """What get_scheduler_metadata takes of them."""
+        found: dict[str, Any] = {
+            name: {r: x for r, x in enumerate(kind) if x}
+            for name, kind in (
+                ("mm_prefix_range", self.mm_prefix_range),
+                ("document_start_loc", self.document_start_loc),
+            )
+            if kind is not None
+        }
+        if self.tree:
+            rows = [pack_tree(TREES[self.tree](n), max(self.query_lens)) for n in self.query_lens]
+            found["tree_mask"] = np.concatenate(rows)
+        return found
+
+
+# ---- trees of query tokens: [n, n], does token i see token j? ----
+
+
+def ancestors(parents: Sequence[int]) -> NDArray[np.bool_]:
+    """Each token sees itself and its ancestors. parents[i] < i, -1: none."""
+    tree = np.eye(len(parents), dtype=np.bool_)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            tree[i] |= tree[parent]
+    return tree
+
+
+def pack_tree(tree: NDArray[np.bool_], width: int, garbage: bool = True) -> NDArray[np.uint8]:
+    """Rows of a tree_mask for up to `width` query tokens; bits that mean nothing are set."""
+    wide = np.full((len(tree), -(-width // 8) * 8), garbage)
+    wide[:, : len(tree)] = tree
+    return np.packbits(wide, axis=1, bitorder="little")
+
+
+def _random_bits(n: int) -> NDArray[np.bool_]:
+    """Anything sees anything, or nothing; most do not see themselves."""
+    tree = np.random.default_rng(n).random((n, n)) < 0.3
+    tree[::4] = False
+    return tree
+
+
+TREES: dict[str, Callable[[int], NDArray[np.bool_]]] = {
+    "chain": lambda n: ancestors(range(-1, n - 1)),
+    "binary": lambda n: ancestors([(i - 1) // 2 for i in range(n)]),
+    "star": lambda n: ancestors([-1] + [0] * (n - 1) if n else []),
+    "forest": lambda n: ancestors([i - 3 if i >= 3 else -1 for i in range(n)]),
+    "bits": _random_bits,
+}
 
 
 # A token at a time, a whole prompt, a chunk of one, and all of them in one step.
@@ -164,6 +223,62 @@ ROTARY: dict[str, dict[str, Any]] = {
     "fp8": {**MIXED, "rotary": "neox", "kv_cache_dtype": "fp8_e4m3", "pieces": 2},
 }
 
+# Tokens in spans and documents that reach past either end of the queries or of the keys.
+SPANS = {
+    **MIXED,
+    "mm_prefix_range": (((0, 60),), ((0, 4), (5, 5), (6, 12), (18, 30)), (), ((80, 95),), ((0, 13), (20, 46))),
+}
+DOCUMENTS = {
+    "query_lens": (1, 20, 0, 7, 33),
+    "seq_lens": (50, 20, 9, 100, 47),
+    "document_start_loc": ((0, 49), (0, 1, 2, 9, 25), (0,), (), (0, 16, 31, 32, 40)),
+}
+LONG_SPANS = {
+    "query_lens": (1100, 9),
+    "seq_lens": (1500, 2100),
+    "mm_prefix_range": (((100, 900), (1000, 1300)), ((0, 2095),)),
+    "document_start_loc": ((0, 950, 1400), (0,)),
+    **{"num_heads": 1, "num_kv_heads": 1, "head_size": 16},
+}
+# Drafts that end in the middle of a group of 16 keys, at the end of one, in several score blocks.
+TREE = {"query_lens": (8, 1, 0, 13, 5), "seq_lens": (50, 20, 9, 100, 5)}
+LONG_TREE = {"query_lens": (40, 8), "seq_lens": (3000, 1030), "num_heads": 2, "num_kv_heads": 1, "head_size": 16}
+EVERYTHING = {"softcap": 20.0, "sinks": "mixed", "strided": True, "pieces": 3}
+
+MASKS: dict[str, dict[str, Any]] = {
+    "spans": SPANS,
+    "spans-window": {**SPANS, "sliding_window": 5},
+    "spans-window-bidirectional": {**SPANS, "sliding_window": 5, "causal": False},
+    "spans-dynamic-causal": {**SPANS, "sliding_window": (6, 2), "dynamic_causal": (0, 1, 1, 0, 1)},
+    "spans-alibi": {**SPANS, "alibi": 0.25, **EVERYTHING},
+    "spans-late-nan": {**SPANS, "fill": "late-nan"},
+    "spans-masked": {**SPANS, "sliding_window": 3, "fill": "masked"},
+    "spans-more-queries-than-keys": {
+        "query_lens": (40, 5),
+        "seq_lens": (9, 1),
+        "mm_prefix_range": (((2, 7),), ((0, 3),)),
+    },
+    "prefix-lm": {**PREFILL, "mm_prefix_range": (((0, 20),), ((0, 69),))},
+    "documents": DOCUMENTS,
+    "documents-window": {**DOCUMENTS, "sliding_window": 4},
+    "documents-bidirectional": {**DOCUMENTS, "causal": False},
+    "documents-nan-value": {**DOCUMENTS, "fill": "nan-value"},
+    "documents-masked": {**DOCUMENTS, "fill": "masked", "causal": False, "block_size": 5},
+    "documents-spans": {**DOCUMENTS, "mm_prefix_range": ((), ((2, 8), (9, 24)), (), ((0, 99),), ((16, 30), (33, 39)))},
+    "documents-everything": {**DOCUMENTS, "sliding_window": 7, "alibi": 0.25, **EVERYTHING},
+    **{f"tree-{name}": {**TREE, "tree": name} for name in ("chain", "binary", "star", "forest", "bits")},
+    **{f"tree-{name}-window": {**TREE, "tree": name, "sliding_window": 4} for name in ("chain", "binary", "bits")},
+    "tree-window-wide": {**TREE, "tree": "forest", "sliding_window": (30, -1)},
+    "tree-window-1": {**TREE, "tree": "forest", "sliding_window": 1},
+    "tree-late-nan": {**TREE, "tree": "forest", "fill": "late-nan"},
+    "tree-nan-value": {**TREE, "tree": "bits", "fill": "nan-value", "block_size": 5},
+    "tree-masked": {**TREE, "tree": "bits", "fill": "masked", "sliding_window": 3},
+    "tree-odd-query": {**TREE, "tree": "binary", "fill": "odd-query"},
+    "tree-everything": {**TREE, "tree": "binary", "sliding_window": 29, **EVERYTHING},
+    "tree-mha": {**TREE, "tree": "binary", "num_heads": 2, "head_size": 40, "sliding_window": 30},
+    "tree-prompt": {"query_lens": (150,), "seq_lens": (150,), "tree": "binary", "sliding_window": 5},
+}
+
 HEAD_SIZES = (1, 2, 3, 8, 16, 20, 64, 80, 96, 100, 112, 128, 192, 256, 512, 576)
 QUICK_HEAD_SIZES = (1, 3, 20, 64, 128)
 UNEQUAL_HEAD_SIZES = ((64, 32), (24, 40), (192, 128), (576, 512), (7, 5), (1, 16), (33, 1))
@@ -220,6 +335,11 @@ def _quick() -> Iterator[Case]:
         yield _case(f"rotary-{name}", fields)
     yield _case("decode-fill-masked-block-64", DECODE, fill="masked", sliding_window=25, block_size=64)
     yield _case("mixed-fill-nan-value", MIXED, fill="nan-value", sliding_window=(2, -1), causal=False)
+    for name, fields in MASKS.items():
+        yield _case(f"masks-{name}", fields)
+    for name in ("spans", "documents-masked", "tree-everything", "tree-late-nan"):
+        yield _case(f"fp8_e4m3-masks-{name}", MASKS[name], kv_cache_dtype="fp8_e4m3")
+        yield _case(f"int4-masks-{name}", MASKS[name], kv_cache_dtype="int4", head_size=64)
     for name in ("1023-1024-1025", "3000"):
         yield _case(f"long-{name}", LONG[name], head_size=16, num_heads=2, num_kv_heads=1)
 
@@ -270,6 +390,13 @@ def _default() -> Iterator[Case]:
         for rotary in ("neox-norm", "gptj-partial"):
             yield _case(f"rotary-{rotary}-head-{size}", CHUNK, rotary=rotary, head_size=size)
     yield _case("rotary-fp8_e5m2", PREFILL, rotary="gptj", kv_cache_dtype="fp8_e5m2", head_size=33, strided=True)
+    for name, fields in MASKS.items():
+        yield _case(f"fp8-masks-{name}", fields, kv_cache_dtype="fp8", num_heads=6, head_size=24)
+        yield _case(f"masks-{name}-head-33-7", fields, head_size=33, head_size_v=7, block_size=24)
+    for window in (-1, 20, 1100):
+        yield _case(f"long-spans-window-{window}", LONG_SPANS, sliding_window=window)
+        for tree in ("binary", "bits"):
+            yield _case(f"long-tree-{tree}-window-{window}", LONG_TREE, tree=tree, sliding_window=window)
     for name, fields in LONG.items():
         yield _case(f"long-{name}", {"head_size": 16, "num_heads": 2, "num_kv_heads": 1, **fields})
 
@@ -310,6 +437,24 @@ def _random_mask(rng: np.random.Generator, requests: int) -> dict[str, Any]:
     return {"causal": causal, "sliding_window": window, "dynamic_causal": dynamic}
 
 
+def _random_cuts(rng: np.random.Generator, seq_len: int) -> list[int]:
+    return sorted({int(n) for n in rng.integers(0, seq_len + 20, int(rng.integers(0, 7)))})
+
+
+def _random_masks(rng: np.random.Generator, case: Case) -> dict[str, Any]:
+    """Spans, documents with spans in them, or a tree, where the case can have it."""
+    kind = str(rng.choice(["", "", "", "spans", "documents", "tree"]))
+    cuts = [[0, *_random_cuts(rng, n)] for n in case.seq_lens]
+    spans = [[(a, b - 1) for a, b in pairwise(c) if b > a and rng.random() < 0.7] for c in cuts]
+    fits = all(q <= s for q, s in zip(case.query_lens, case.seq_lens, strict=True))
+    if kind == "tree" and fits and case.causal and case.dynamic_causal is None and not case.alibi:
+        return {"tree": str(rng.choice(list(TREES)))}
+    if kind == "documents" and fits:
+        keep = [sorted({0, *(c for c in some if rng.random() < 0.5)}) for some in cuts]
+        return {"document_start_loc": tuple(map(tuple, keep)), "mm_prefix_range": tuple(map(tuple, spans))}
+    return {"mm_prefix_range": tuple(map(tuple, spans))} if kind == "spans" else {}
+
+
 def _random(index: int, seed: int) -> Case:
     """Anything with anything, but neither ALiBi nor scales of their own on scores so large that float32 cannot hold
     them any more."""
@@ -342,6 +487,7 @@ def _random(index: int, seed: int) -> Case:
         pieces=int(rng.integers(1, 4)),
         kv_cache_dtype=str(rng.choice(kinds)),
     )
+    case = dataclasses.replace(case, **_random_masks(rng, case))
     rotary = str(rng.choice(["", "", "", "neox", "gptj", "neox-partial", "gptj-partial", "neox-norm", "gptj-norm"]))
     odd = fill != "normal" or case.head_size < 2 or "int" in case.kv_cache_dtype
     odd = odd or (case.kv_cache_dtype != "auto" and "norm" in rotary)
@@ -365,6 +511,7 @@ def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     """The cases on which thread counts, splits and batches are varied, bit for bit."""
     wanted = {"mixed-plain", "mixed-everything", "long-3000", "fp8_e4m3-everything", "int4-everything", "int8-3000"}
     wanted |= {"rotary-everything"}
+    wanted |= {"masks-documents-everything", "masks-spans-alibi", "masks-tree-everything", "masks-tree-bits-window"}
     if level != "quick":
         wanted |= {"many-requests", "mixed-fill-leaping", "long-3000-chunk", "long-3000-sinks", "mixed-heads-14-2"}
     if level == "full":

@@ -123,6 +123,7 @@ class Problem:
             self.case.softcap,
             self.s_aux,
             self.dynamic_causal,
+            **self.case.masks,
         )
 
 
@@ -341,7 +342,12 @@ def alone(problem: Problem, r: int) -> Problem:
     return dataclasses.replace(
         problem,
         case=dataclasses.replace(
-            case, query_lens=case.query_lens[pick], seq_lens=case.seq_lens[pick], dynamic_causal=flags
+            case,
+            query_lens=case.query_lens[pick],
+            seq_lens=case.seq_lens[pick],
+            dynamic_causal=flags,
+            mm_prefix_range=case.mm_prefix_range and case.mm_prefix_range[pick],
+            document_start_loc=case.document_start_loc and case.document_start_loc[pick],
         ),
         query=problem.query[rows],
         key=problem.key[pick],
@@ -509,7 +515,7 @@ def _attend(
     if engine == "onednn-python":
         from cpu_attn import compose
 
-        compose.attention(**common, isa=isa)
+        compose.attention(**common, isa=isa, **case.masks)
     else:
         cpu_attn.attention_with_kv_cache(**common, scheduler_metadata=_plan(problem, isa, engine, enable_kv_split))
     _forbid_outside("output", output, case.strided)
@@ -535,4 +541,5 @@ def _plan(problem: Problem, isa: str, engine: str, enable_kv_split: bool) -> cpu
         case.kv_cache_dtype,
         head_size_v=case.value_size,
         engine=engine,
+        **case.masks,
     )

@@ -20,6 +20,7 @@ from cpu_attn.tests import cases
 
 # The oracle's input: all features, requests of all kinds, blocks that are not full.
 ODD = Workload("odd", "prefill", ((5, 40), (1, 33), (17, 17)), 6, 2, 24, 11, 7.0, True, True)
+DRAFTS = Workload("drafts", "decode", ((5, 40), (1, 33), (17, 17)), 6, 2, 24, softcap=7.0, sinks=True, tree=True)
 PLAIN = Workload("plain", "prefill", ((3, 30), (3, 30)), 4, 2, 16)
 
 
@@ -48,6 +49,8 @@ def test_every_workload_by_name() -> None:
         "decode-64x512": (64, 64, 64 * 512, 32, 8, 128),
         "decode-16x4k-mha": (16, 16, 16 * 4096, 16, 16, 128),
         "decode-8x8k-d64": (8, 8, 8 * 8192, 64, 8, 64),
+        "tree-8x8k": (8, 64, 8 * 8192, 32, 8, 128),
+        "tree-16x4k-mha": (16, 128, 16 * 4096, 16, 16, 128),
         "write-8k": (1, 8192, 8192, 32, 8, 128),
         "rope-write-8k": (1, 8192, 8192, 32, 8, 128),
         "call-tiny": (1, 1, 16, 32, 8, 128),
@@ -56,7 +59,7 @@ def test_every_workload_by_name() -> None:
 
 def test_groups() -> None:
     assert [w.name for w in GROUPS["all"]] == list(WORKLOADS)
-    assert {w.name for w in GROUPS["decode"]} == {name for name in WORKLOADS if name.startswith("decode-")}
+    assert {w.name for w in GROUPS["decode"]} == {name for name in WORKLOADS if name.startswith(("decode-", "tree-"))}
     prefill = {name for name in WORKLOADS if name.startswith("prefill-")} | {"chunk-512-of-8k", "mixed"}
     assert {w.name for w in GROUPS["prefill"]} == prefill
     assert all(w.kind == group for group in ("prefill", "decode") for w in GROUPS[group])
@@ -81,6 +84,11 @@ def test_flops_and_bytes_counted_one_by_one(lens: tuple[tuple[int, int], ...], w
     assert w.flops == 4 * 24 * Step(w, "auto", "float32").plan("native").visible_pairs
 
 
+def test_flops_of_drafts() -> None:
+    assert DRAFTS.flops == 4 * 24 * Step(DRAFTS, "auto", "float32").plan("native").visible_pairs
+    assert DRAFTS.flops == 4 * 24 * 6 * (5 * 35 + 11 + 1 * 33 + 17 * 0 + sum(i.bit_length() for i in range(1, 18)))
+
+
 # ---- what is timed is attention ----
 
 
@@ -99,6 +107,7 @@ def expected(step: Step) -> tuple[Any, Any]:
         w.sliding_window,
         w.softcap,
         step.s_aux if w.sinks else None,
+        **step.masks,
     )
 
 
@@ -112,10 +121,11 @@ def assert_right(step: Step, output: Any) -> None:
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("engine", contest.ENGINES)
-def test_contestants_compute_attention(engine: str, dtype: str) -> None:
+@pytest.mark.parametrize("workload", [ODD, DRAFTS], ids=lambda w: w.name)
+def test_contestants_compute_attention(engine: str, dtype: str, workload: Workload) -> None:
     if reason := contest.missing(engine, "auto", dtype):
         pytest.skip(reason)
-    step = Step(ODD, "auto", dtype, block_size=16)
+    step = Step(workload, "auto", dtype, block_size=16)
     (row,) = contest.contestants(step, [engine])
     step.output[...] = 9
     row.call()
@@ -126,7 +136,7 @@ def test_contestants_compute_attention(engine: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "workload",
-    [PLAIN, ODD, Workload("full", "prefill", ((9, 9),)), Workload("decode", "decode", ((1, 40), (1, 40)))],
+    [PLAIN, ODD, DRAFTS, Workload("full", "prefill", ((9, 9),)), Workload("decode", "decode", ((1, 40), (1, 40)))],
     ids=lambda w: w.name,
 )
 def test_torch_computes_the_same_attention(workload: Workload, dtype: str) -> None:

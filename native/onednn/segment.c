@@ -31,6 +31,8 @@ typedef struct work {
     float *top; /* a row's largest score; NaN: one is NaN or +inf */
     int64_t *lo, *hi, *pos;
     ca_state part;
+    const uint8_t **tree; /* of each row: ca_tree_row */
+    int64_t context;
 } work;
 
 /* 1, 2, 4, ... 32, then multiples of 32: at most 13 sizes, little padding. */
@@ -64,6 +66,7 @@ static int64_t carve(work *w, char *base, const ca_plan *plan) {
     TAKE(lo, rows * sizeof(int64_t))
     TAKE(hi, rows * sizeof(int64_t))
     TAKE(pos, rows * sizeof(int64_t))
+    TAKE(tree, rows * sizeof *w->tree)
     TAKE(pad, PAD)
     TAKE(pages.wide, ca_wide_bytes(plan))
 #undef TAKE
@@ -153,8 +156,9 @@ static void take_rows(work *w) {
     const ca_call *c = w->pages.call;
     const ca_plan *plan = w->pages.plan;
     int request = w->task->request, size = ca_dtype_size(plan->shape.dtype);
-    int64_t start = plan->query_start_loc[request], q_len = plan->query_start_loc[request + 1] - start;
+    int64_t start = plan->query_start_loc[request];
     int64_t columns = ca_form_head_size(w->form, w->head_size);
+    w->context = ca_context(plan, request);
     if (w->form == CA_FORM_BF16)
         memset(w->q, 0, (size_t)(w->rows * columns * 2));
     for (int64_t r = 0; r < w->rows; r++) {
@@ -165,7 +169,8 @@ static void take_rows(work *w) {
         else
             plan->kernel->widen_row(src, w->head_size, q_factor(w), (float *)w->q + r * columns);
         ca_visible(plan, request, i, &w->lo[r], &w->hi[r]);
-        w->pos[r] = plan->seq_lens[request] - q_len + i;
+        w->tree[r] = ca_tree_row(plan, request, i);
+        w->pos[r] = w->context + i;
         w->slope[r] = c->alibi_slopes ? c->alibi_slopes[head] : 0;
     }
 }
@@ -238,6 +243,8 @@ static void finish_scores(work *w, int64_t r0, int64_t r, int64_t k0, int64_t n,
     if (slope != 0)
         for (int64_t j = a; j < b; j++)
             s[j] += slope * (float)(int32_t)(from + j);
+    if (w->tree[r0 + r])
+        ca_hide(w->tree[r0 + r], w->context, k0, b, s);
     w->top[r] = largest(s + a, b - a);
     if (!(w->top[r] > -INFINITY)) {
         memset(s, 0, (size_t)keys * sizeof *s);
@@ -285,13 +292,15 @@ static int all_finite(const float *x, int64_t n) {
 }
 
 /* 0 * NaN: a key that this row may not see holds NaN or inf in V and others may see it. */
-static void weigh_seen(work *w, int64_t r, int64_t a, int64_t b, int64_t keys) {
+static void weigh_seen(work *w, int64_t r0, int64_t r, int64_t k0, int64_t a, int64_t b, int64_t keys) {
     const float *p = w->s + r * keys;
+    const uint8_t *bits = w->tree[r0 + r];
     float *o = w->part.o + r * w->head_size_v;
     for (int64_t d = 0; d < w->head_size_v; d++) {
         double sum = 0;
         for (int64_t j = a; j < b; j++)
-            sum += (double)p[j] * ca_form_v(w->form, w->v, keys, w->head_size_v, j, d);
+            if (!bits || ca_sees(bits, w->context, k0 + j))
+                sum += (double)p[j] * ca_form_v(w->form, w->v, keys, w->head_size_v, j, d);
         o[d] = (float)sum;
     }
 }
@@ -307,8 +316,8 @@ static void finish_row(work *w, int64_t r0, int64_t r, int64_t k0, int64_t n, in
         return;
     }
     seen(w, r0 + r, k0, n, &a, &b);
-    if (b - a < n && !all_finite(o, w->head_size_v))
-        weigh_seen(w, r, a, b, keys);
+    if ((b - a < n || w->tree[r0 + r]) && !all_finite(o, w->head_size_v))
+        weigh_seen(w, r0, r, k0, a, b, keys);
     double top = w->top[r] * CA_LOG2E_D;
     float lost = exp2f((float)(top - (float)top)), share = *m * lost;
     *m = (float)top;
