@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _dispatch
-from cpu_attn._arrays import Array, view
+from cpu_attn._arrays import Array, described, view
 from cpu_attn._native import ffi, lib
 
 INT32_MAX = 2**31 - 1
@@ -157,13 +157,17 @@ def same_window(plan: Any, sliding_window: Any) -> None:
         raise ValueError(f"sliding_window: {sliding_window}, scheduler_metadata was made for (left, right) = {planned}")
 
 
-def block_table(plan: Any, table: Array, num_blocks: int, block_size: int) -> None:
-    """Every block that the plan will look for is there."""
-    fault = new_fault()
-    columns = table.shape[1]
-    lib.ca_check_table(
-        plan._pointer, pointer("int32_t *", table), table.strides[0], columns, num_blocks, block_size, fault
-    )
+def selected_blocks(x: Any, num_reqs: int, num_kv_heads: int) -> Array | None:
+    axes = [("num_reqs", num_reqs), ("num_kv_heads", num_kv_heads), ("blocks", None)]
+    return None if x is None else array("selected_blocks", x, ["int32"], axes)
+
+
+def block_table(plan: Any, table: Array, num_blocks: int, block_size: int, selected: Array | None = None) -> None:
+    """Every block that the plan will look for is there; those selected are blocks of their requests."""
+    fault, columns = new_fault(), table.shape[1]
+    address, stride = pointer("int32_t *", table), table.strides[0]
+    chosen = described([selected])
+    lib.ca_check_table(plan._pointer, address, stride, columns, num_blocks, block_size, chosen, fault)
     raise_fault(fault)
 
 
@@ -234,14 +238,16 @@ def _shared(a: Array, b: Array) -> bool:
 
 # The arrays of a call, in the order that native/cpu_attn.h has them in too: those that it writes first.
 STEP = ("query_start_loc", "seq_lens", "dynamic_causal")
-ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *STEP, "alibi_slopes", "s_aux")
+ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *STEP, "alibi_slopes", "s_aux") + (
+    "selected_blocks",
+)
 WRITE = ("key_cache", "value_cache", "key", "value", "slot_mapping")
 
 
 def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array | None]:
     """``arrays`` as ATTENTION names them, of shapes and dtypes that fit the plan, apart from one another.
     same_step: lengths are among them."""
-    output, lse, query, key_cache, value_cache, table, starts, lens, flags, slopes, sinks = arrays
+    output, lse, query, key_cache, value_cache, table, starts, lens, flags, slopes, sinks, selected = arrays
     shape, dtype, tokens = plan._shape, str(plan.dtype), ("T", plan.num_tokens)
     heads = ("num_heads", shape.num_heads)
     if same_step:
@@ -264,6 +270,7 @@ def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array |
         flags,
         None if slopes is None else array("alibi_slopes", slopes, ["float32"], [heads]),
         None if sinks is None else array("s_aux", sinks, ["float32"], [heads]),
+        selected_blocks(selected, shape.num_reqs, shape.num_kv_heads),
     ]
     apart(ATTENTION, found, 2)
     return found
@@ -324,6 +331,10 @@ def raise_fault(fault: Any) -> None:
             lib.CA_OTHER_LENGTHS: f"query_start_loc[{position}]: {value}, scheduler_metadata was made for {bound}",
             lib.CA_OTHER_SEQ_LENS: f"seq_lens[{position}]: {value}, scheduler_metadata was made for {bound}",
             lib.CA_OTHER_CAUSAL: f"causal: {where}is {bool(value)}, scheduler_metadata was made for {bool(bound)}",
+            lib.CA_BAD_SELECTED: f"selected_blocks: {where}kv head {fault.kv_head}: position {position} holds block "
+            f"{value}, outside 0..{bound - 1} (the request has {bound} blocks); -1 pads the end",
+            lib.CA_SELECTED_ORDER: f"selected_blocks: {where}kv head {fault.kv_head}: position {position} holds block "
+            f"{value} after {bound}, expected ascending blocks, then -1",
         }[fault.status]
     )
 

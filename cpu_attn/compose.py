@@ -39,7 +39,7 @@ ROWS, KEYS = 256, 512
 @dataclass(frozen=True)
 class Step:
     """One call's arguments, checked, as NumPy views. sees [T, 2]: first key of a token and the one after its last;
-    position [T]: where a token itself stands among its request's keys."""
+    position [T]: where a token itself stands among its request's keys; chosen [R, Hkv, M]: blocks that count."""
 
     query: Array
     key_cache: Array
@@ -55,6 +55,7 @@ class Step:
     s_aux: Array
     position: Array
     sees: Array
+    chosen: Array
 
     @property
     def group(self) -> int:
@@ -83,6 +84,7 @@ def attention(
     *,
     lse: Any = None,
     isa: str = "auto",
+    selected_blocks: Any = None,
 ) -> Any:
     """:func:`cpu_attn.attention_with_kv_cache` without a plan: same arguments, shapes, dtypes, meaning and errors.
 
@@ -98,6 +100,7 @@ def attention(
         kv_cache_dtype,
         lse,
         isa,
+        selected_blocks,
     )
     result, result_lse = _every_request(step)
     out.numpy()[...] = result
@@ -121,6 +124,15 @@ def _visible(
     return position, np.stack([low, np.maximum(low, high)], axis=1)
 
 
+def _chosen(selected: Memory | None, num_reqs: int, num_kv_heads: int, blocks: int) -> Array:
+    """[R, Hkv, blocks]: does a block count?"""
+    chosen = np.full((num_reqs, num_kv_heads, blocks + 1), selected is None)
+    if selected is not None:
+        named = selected.numpy().astype(np.int64)
+        np.put_along_axis(chosen, np.where((named >= 0) & (named < blocks), named, blocks), True, axis=2)
+    return chosen[:, :, :-1]
+
+
 def _every_request(step: Step) -> tuple[Array, Array]:
     tokens, num_heads, _ = step.query.shape
     output = np.zeros((tokens, num_heads, step.head_size_v))
@@ -140,30 +152,32 @@ def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
     n, num_heads, _ = query.shape
     output, lse = np.zeros((n, num_heads, step.head_size_v)), np.full((n, num_heads), -np.inf)
     for keys, key, value in _chunks(step, r, step.sees[rows]):
-        mask = (step.sees[rows, :1] <= keys) & (keys < step.sees[rows, 1:])
+        seen = (step.sees[rows, :1] <= keys) & (keys < step.sees[rows, 1:])
+        chosen = step.chosen[r][:, keys // step.key_cache.shape[2]]
         distance = keys - step.position[rows, None]
         for h in range(key.shape[1]):
             heads = slice(h * step.group, (h + 1) * step.group)
-            part = _one_head(step, query[:, heads], key[:, h], value[:, h], mask, distance, step.alibi_slopes[heads])
+            mask, slopes = seen & chosen[h], step.alibi_slopes[heads]
+            part = _one_head(step, query[:, heads], key[:, h], value[:, h], mask, distance, slopes)
             output[:, heads], lse[:, heads] = _merge(output[:, heads], lse[:, heads], *part)
     return _merge(output, lse, np.zeros_like(output), np.broadcast_to(step.s_aux, lse.shape))
 
 
 def _chunks(step: Step, r: int, sees: Array) -> Iterator[tuple[Array, Array, Array]]:
-    """Key numbers [n], K [n, Hkv, D] and V [n, Hkv, Dv] in float32, of all that some token sees, KEYS at a time."""
-    block_size, end = step.key_cache.shape[2], int(sees[:, 1].max())
-    for k0 in range(int(sees[:, 0].min()), end, KEYS):
-        k1 = min(k0 + KEYS, end)
-        first = k0 // block_size
-        blocks, skipped = step.block_table[r, first : -(-k1 // block_size)], k0 - first * block_size
-        size = skipped + k1 - k0
-        common: Any = {"isa": step.isa, "dtype": step.query.dtype}
-        key = gather_pages(step.key_cache, blocks, size, head_size=step.query.shape[2], **common)
-        value = gather_pages(step.value_cache, blocks, size, head_size=step.head_size_v, value=True, **common)
-        key, value = (
-            x[skipped:].astype(np.float32) * np.float32(s) for x, s in zip((key, value), step.kv_scales, strict=True)
-        )
-        yield np.arange(k0, k1), key, value
+    """Key numbers [n], K [n, Hkv, D] and V [n, Hkv, Dv] in float32, of all that some token sees and some head has
+    chosen, KEYS at a time."""
+    block_size, start, end = step.key_cache.shape[2], int(sees[:, 0].min()), int(sees[:, 1].max())
+    seen = np.arange(start // block_size, -(-end // block_size))
+    blocks, at_once = seen[step.chosen[r][:, seen].any(axis=0)], max(1, KEYS // block_size)
+    common: Any = {"isa": step.isa, "dtype": step.query.dtype}
+    for some in (blocks[i : i + at_once] for i in range(0, len(blocks), at_once)):
+        keys = (some[:, None] * block_size + np.arange(block_size)).reshape(-1)
+        keys, pages = keys[keys < end], step.block_table[r, some]
+        key = gather_pages(step.key_cache, pages, len(keys), head_size=step.query.shape[2], **common)
+        value = gather_pages(step.value_cache, pages, len(keys), head_size=step.head_size_v, value=True, **common)
+        key, value = (x.astype(np.float32) * np.float32(s) for x, s in zip((key, value), step.kv_scales, strict=True))
+        for part in (slice(i, i + KEYS) for i in range(int(np.searchsorted(keys, start)), len(keys), KEYS)):
+            yield keys[part], key[part], value[part]
 
 
 def _one_head(
@@ -226,6 +240,7 @@ def _checked(
     kv_cache_dtype: str,
     lse: Any,
     isa: str,
+    selected_blocks: Any,
 ) -> tuple[Step, Memory, Memory | None]:
     q = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
     kv = _check.kv_dtype(kv_cache_dtype, q.dtype)
@@ -248,9 +263,10 @@ def _checked(
     for name, cache, size in (("key_cache", kc, head_size), ("value_cache", vc, out.shape[2])):
         _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, size)
     starts, lens, flags = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
-    _check.block_table(plan, table, kc.shape[0], kc.shape[2])
+    selected = _check.selected_blocks(selected_blocks, num_reqs, kc.shape[1])
+    _check.block_table(plan, table, kc.shape[0], kc.shape[2], selected)
     inputs: dict[str, Memory | None] = {"query": q, "key_cache": kc, "value_cache": vc, "block_table": table}
-    inputs |= {"query_start_loc": starts, "seq_lens": lens, "dynamic_causal": flags}
+    inputs |= {"query_start_loc": starts, "seq_lens": lens, "dynamic_causal": flags, "selected_blocks": selected}
     _check.disjoint("output", _check.writable("output", out), inputs)
     if log is not None:
         _check.disjoint("lse", _check.writable("lse", log), {**inputs, "output": out})
@@ -272,5 +288,6 @@ def _checked(
         s_aux=np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64),
         position=position,
         sees=sees,
+        chosen=_chosen(selected, num_reqs, kc.shape[1], table.shape[1]),
     )
     return step, out, log

@@ -8,7 +8,8 @@ Query token i of a request with q_len query tokens and seq_len keys stands at po
     s = softcap * tanh(s / softcap)    if softcap > 0
     s = s + slope_h * (j - pos)        if alibi_slopes are given (Press et al., arXiv:2108.12409)
 
-It sees key j where ``pos - left <= j <= pos + right``, a side of -1 being open, and, if causal, ``j <= pos``.
+It sees key j where ``pos - left <= j <= pos + right``, a side of -1 being open, and, if causal, ``j <= pos``; of
+these, where blocks are selected, the ones with ``j // block_size`` among the blocks of its request and kv head.
 With m the largest visible logit, the sink s_aux[h] (arXiv:2309.17453) among them,
 
     l = sum_j exp(s_j - m) + exp(s_aux_h - m)    output = sum_j exp(s_j - m) / l * v_j    lse = m + log(l)
@@ -114,6 +115,8 @@ def attention(
     softcap: float = 0.0,
     s_aux: NDArray[Any] | None = None,
     dynamic_causal: NDArray[Any] | None = None,
+    selected_blocks: NDArray[np.int32] | None = None,
+    block_size: int = 16,
 ) -> tuple[Float64, Float64]:
     """The definition above, request by request.
 
@@ -121,6 +124,7 @@ def attention(
     them, already rounded to its dtype. query_start_loc [R+1], seq_lens [R], alibi_slopes and s_aux [Hq].
     dynamic_causal [R] takes the place of causal, request by request. sliding_window: keys that a token sees, itself
     among them (-1: all; to both sides where not causal), or (left, right).
+    selected_blocks [R, Hkv, S]: of block_size keys each, -1 is none; None: all.
 
     Returns output [T, Hq, Dv] and lse [Hq, T] (natural log), float64. NaN and inf reach the rows that see them only.
     Raises ValueError for a sliding_window that means nothing.
@@ -141,11 +145,14 @@ def attention(
             group = num_heads // num_kv_heads
             for h in range(num_kv_heads):
                 heads = slice(h * group, (h + 1) * group)
+                chosen = np.ones(int(seq_len), np.bool_)
+                if selected_blocks is not None:
+                    chosen = np.isin(np.arange(int(seq_len)) // block_size, selected_blocks[r, h])
                 output[rows, heads], row_lse = _one_head(
                     q64[rows, heads],
                     key[r][:, h].astype(np.float64),
                     value[r][:, h].astype(np.float64),
-                    mask,
+                    mask & chosen,
                     scale,
                     None if slopes is None else slopes[heads],
                     softcap,

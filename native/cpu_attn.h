@@ -40,13 +40,16 @@ enum ca_status {
     CA_OTHER_SEQ_LENS,      /* request, value, bound = the plan's */
     CA_OTHER_CAUSAL,        /* request, value, bound = the plan's */
     CA_ENGINE_FAILED,       /* value: the engine's own status */
-    CA_UNKNOWN              /* not a fault: _check.py has to look at the arrays first */
+    CA_UNKNOWN,             /* not a fault: _check.py has to look at the arrays first */
+    CA_BAD_SELECTED,        /* request, kv_head, position, value, bound: -1 <= value < bound */
+    CA_SELECTED_ORDER       /* request, kv_head, position, value, bound = the value before */
 };
 
 /* Where a check failed. Fields that a status does not use are -1. */
 typedef struct ca_fault {
     int32_t status;
     int64_t request, position, value, bound;
+    int64_t kv_head;
 } ca_fault;
 
 /* What a plan was made for; a call is checked against it. */
@@ -104,6 +107,7 @@ enum ca_attention_arrays {
     CA_DYNAMIC_CAUSAL,
     CA_ALIBI_SLOPES,
     CA_S_AUX,
+    CA_SELECTED_BLOCKS,
     CA_ATTENTION_ARRAYS
 };
 enum ca_step_arrays { CA_STEP_QUERY_START_LOC, CA_STEP_SEQ_LENS, CA_STEP_DYNAMIC_CAUSAL, CA_STEP_ARRAYS };
@@ -118,7 +122,7 @@ typedef struct ca_known {
         int64_t sizes[10];
         int64_t isa,
             kv_dtype; /* of a write: what the isa and kv_cache_dtype that the caller named mean for these arrays */
-        ca_array arrays[11];
+        ca_array arrays[12];
     } calls[8];
 } ca_known;
 
@@ -166,9 +170,10 @@ void ca_plan_free(ca_plan *plan);
 void ca_plan_describe(const ca_plan *plan, ca_plan_info *out);
 int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs over all query heads */
 
-/* Does a block table [R, cols] name blocks below num_blocks wherever the plan will look? */
+/* Does a block table [R, cols] name blocks below num_blocks wherever the plan will look? selected: CA_SELECTED_BLOCKS of
+ * a call, checked too. */
 int ca_check_table(const ca_plan *plan, const int32_t *table, int64_t stride, int64_t cols, int64_t num_blocks,
-                   int64_t block_size, ca_fault *fault);
+                   int64_t block_size, const ca_array *selected, ca_fault *fault);
 
 /* NumPy arrays as C reads them: type(array), the None that stands for no array, sizeof(PyObject), and what dtype
  * objects mean. Once, on import; without it every call is CA_UNKNOWN. */
@@ -228,6 +233,8 @@ typedef struct ca_call {
     int64_t table_stride, table_cols;
     const float *alibi_slopes, *s_aux; /* [Hq] or NULL */
     float scale, softcap, k_scale, v_scale;
+    const int32_t *selected; /* [R, Hkv, num_selected], block numbers within a request, ascending, then -1 */
+    int64_t selected_stride_r, selected_stride_h, num_selected; /* -1: none is given, all blocks count */
 } ca_call;
 
 #define CA_LANES 16 /* tokens of a K group in every layout */
@@ -380,6 +387,41 @@ static inline void ca_task_keys(const ca_plan *plan, const ca_task *task, int64_
 /* Keys of a segment: fixed by the request's length alone, so that results do not depend on who
  * shares the batch. At most 64 segments, so that the partial results stay small. */
 static inline int64_t ca_segment_keys(int64_t seq_len) { return 1024 * ca_max64(1, ca_div_up(seq_len, 64 * 1024)); }
+
+/* The blocks that a request and kv head attend, ascending: all of them, or those selected. */
+typedef struct ca_blocks {
+    const int32_t *selected;
+    int64_t count; /* -1: all */
+} ca_blocks;
+
+static inline ca_blocks ca_blocks_of(const ca_call *call, int request, int kv_head) {
+    int64_t at = request * call->selected_stride_r + kv_head * call->selected_stride_h;
+    return (ca_blocks){call->num_selected > 0 ? call->selected + at : NULL, call->num_selected};
+}
+
+/* Number i of them; past the last, one that is past every key: -1 as unsigned, which pads the selected ones, too. */
+static inline int64_t ca_nth_block(ca_blocks b, int64_t i) {
+    return b.count < 0 ? i : i < b.count ? (int64_t)(uint32_t)b.selected[i] : UINT32_MAX;
+}
+
+/* Which of them is the first that is no less than `block`? Without branches: what is selected cannot be foreseen. */
+static inline int64_t ca_find_block(ca_blocks b, int64_t block) {
+    int64_t first = 0;
+    if (b.count < 0)
+        return block;
+    for (int64_t n = b.count, half; n > 0; n -= half) {
+        half = (n + 1) / 2;
+        first += (int64_t)(uint32_t)b.selected[first + half - 1] < block ? half : 0;
+    }
+    return first;
+}
+
+/* The first key from `key` on that the request and kv head attend, or `end` where none is before it. */
+static inline int64_t ca_next_key(const ca_call *call, int request, int kv_head, int64_t key, int64_t end) {
+    ca_blocks b = ca_blocks_of(call, request, kv_head);
+    int64_t block = ca_nth_block(b, ca_find_block(b, key / call->block_size));
+    return ca_min64(end, ca_max64(key, block * call->block_size));
+}
 
 static inline const char *ca_block(const void *base, int64_t stride_n, int64_t stride_h, int64_t block, int kv_head,
                                    int dtype) {

@@ -36,7 +36,9 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
     double m = -INFINITY, l = 0;
     memset(o, 0, (size_t)dv * sizeof *o);
     ca_visible(p, t->request, i, &lo, &hi);
-    for (int64_t j = ca_max64(lo, k0); j < ca_min64(hi, k1); j++) {
+    lo = ca_max64(lo, k0);
+    hi = ca_min64(hi, k1);
+    for (int64_t j; (j = ca_next_key(c, t->request, kv_head, lo, hi)) < hi; lo = j + 1) {
         int64_t block = table[j / c->block_size], token = j % c->block_size;
         const char *k = ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, kv_head, p->shape.kv_dtype);
         const char *v = ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, kv_head, p->shape.kv_dtype);
