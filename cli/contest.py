@@ -49,7 +49,7 @@ def missing(engine: str, isa: str, dtype: str) -> str:
 def unable(engine: str, workload: Workload, kv_cache_dtype: str = "auto") -> str:
     """What of a workload an engine has no notion of, "" if nothing."""
     if engine == "torch":
-        odd = [name for name in ("softcap", "sinks") if getattr(workload, name)]
+        odd = [name for name in ("softcap", "sinks", "selected") if getattr(workload, name)]
         if kv_cache_dtype != "auto":
             odd.append(kv_cache_dtype)
         return f"torch's scaled_dot_product_attention has no {' and no '.join(odd)}" if odd else ""

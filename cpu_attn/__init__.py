@@ -13,6 +13,7 @@ from cpu_attn.backend import (
 from cpu_attn.cache import PagedKVCache
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
 from cpu_attn.paged_attention import OneDNNPagedAttention, PagedAttention
+from cpu_attn.pages import score_pages, select_pages, update_page_bounds
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
 
 __version__ = "0.1.0"
@@ -37,5 +38,8 @@ __all__ = [
     "make_alibi_bias",
     "make_sliding_window_bias",
     "reshape_and_cache",
+    "score_pages",
+    "select_pages",
     "set_num_threads",
+    "update_page_bounds",
 ]

@@ -238,9 +238,8 @@ def _shared(a: Array, b: Array) -> bool:
 
 # The arrays of a call, in the order that native/cpu_attn.h has them in too: those that it writes first.
 STEP = ("query_start_loc", "seq_lens", "dynamic_causal")
-ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *STEP, "alibi_slopes", "s_aux") + (
-    "selected_blocks",
-)
+_FEATURES = ("alibi_slopes", "s_aux", "selected_blocks")
+ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *STEP, *_FEATURES)
 WRITE = ("key_cache", "value_cache", "key", "value", "slot_mapping")
 
 
@@ -295,6 +294,48 @@ def write(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[Ar
     found: list[Array | None] = [kc, vc, k, v, array("slot_mapping", slot_mapping, ["int64"], [("T", tokens)])]
     apart(WRITE, found, 2)
     return found, resolved.index, kv
+
+
+BOUNDS = ("page_min", "page_max", "key", "slot_mapping")
+SCORES = ("scores", "query", "page_min", "page_max", "block_table", "query_start_loc", "seq_lens")
+
+
+def bounds(page_min: Any, page_max: Any, dtypes: Sequence[str]) -> tuple[Array, Array]:
+    """Both [N, Hkv, D]."""
+    low = array("page_min", page_min, dtypes, [("num_blocks", None), ("num_kv_heads", None), ("head_size", None)])
+    blocks, heads, head_size = low.shape
+    sizes = [("num_blocks", blocks), ("num_kv_heads", heads), ("head_size", head_size)]
+    integer("page_min: num_kv_heads", heads, 1, MAX_SIZE)
+    integer("page_min: head_size", head_size, 1, MAX_SIZE)
+    return low, array("page_max", page_max, [low.dtype], sizes)
+
+
+def update_page_bounds(key: Any, slot_mapping: Any, page_min: Any, page_max: Any) -> list[Array | None]:
+    """The arrays as BOUNDS names them."""
+    low, high = bounds(page_min, page_max, FLOATS)
+    k = array("key", key, [low.dtype], [("T", None), ("num_kv_heads", low.shape[1]), ("head_size", low.shape[2])])
+    slots = array("slot_mapping", slot_mapping, ["int64"], [("T", k.shape[0])])
+    found: list[Array | None] = [writable("page_min", low), writable("page_max", high), k, slots]
+    apart(BOUNDS, found, 2)
+    return found
+
+
+def score_pages(
+    query: Any, page_min: Any, page_max: Any, block_table: Any, seq_lens: Any, query_start_loc: Any
+) -> list[Array | None]:
+    """The arrays as SCORES names them, but for the first, which is new."""
+    q = array("query", query, FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
+    low, high = bounds(page_min, page_max, [q.dtype])
+    if q.shape[2] != low.shape[2]:
+        raise ValueError(f"page_min: axis 2 is {low.shape[2]}, expected head_size = {q.shape[2]}")
+    integer("query: num_heads", q.shape[1], 1, MAX_SIZE)
+    if q.shape[1] % low.shape[1]:
+        raise ValueError(f"page_min: {low.shape[1]} kv heads do not divide num_heads = {q.shape[1]}")
+    table = array("block_table", block_table, ["int32"], [("num_reqs", None), ("blocks", None)])
+    starts, lens, _ = lengths(table.shape[0], query_start_loc, seq_lens, None)
+    if starts.numpy()[-1] != q.shape[0]:
+        raise ValueError(f"query: axis 0 is {q.shape[0]}, expected query_start_loc[-1] = {starts.numpy()[-1]}")
+    return [None, q, low, high, table, starts, lens]
 
 
 def apart(names: Sequence[str], arrays: Sequence[Array | None], num_outputs: int) -> None:

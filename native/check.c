@@ -19,6 +19,19 @@ int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_
     return CA_OK;
 }
 
+int ca_check_lengths(int64_t num_reqs, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault) {
+    fail(fault, CA_OK, -1, -1, -1, -1);
+    for (int64_t r = 0; r < num_reqs; r++) {
+        if (seq_lens[r] < 0)
+            return fail(fault, CA_BAD_SEQ_LEN, r, r, seq_lens[r], 0);
+        if (query_start_loc[r + 1] < query_start_loc[r])
+            return fail(fault, CA_BAD_QUERY_START_LOC, r, r + 1, query_start_loc[r + 1], query_start_loc[r]);
+    }
+    if (query_start_loc[0] != 0)
+        return fail(fault, CA_BAD_QUERY_START_LOC, -1, 0, query_start_loc[0], 0);
+    return CA_OK;
+}
+
 int ca_check_step(const ca_plan *p, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
                   const int32_t *dynamic_causal, ca_fault *fault) {
     fail(fault, CA_OK, -1, -1, -1, -1);
@@ -61,7 +74,8 @@ int ca_check_table(const ca_plan *p, const int32_t *table, int64_t stride, int64
         if (!selected->itemsize && ca_check_blocks(table, r, first, end, cols, num_blocks, fault))
             return fault->status;
         for (int64_t h = 0, n = selected->shape[2]; h < selected->shape[1]; h++) {
-            const int32_t *list = (const int32_t *)selected->address + r * selected->strides[0] + h * selected->strides[1];
+            const int32_t *list =
+                (const int32_t *)selected->address + r * selected->strides[0] + h * selected->strides[1];
             if (check_selected(list, n, r, h, ca_div_up(p->seq_lens[r], block_size), fault))
                 return fault->status;
             for (int64_t i = 0; i < n; i++)

@@ -170,8 +170,8 @@ void ca_plan_free(ca_plan *plan);
 void ca_plan_describe(const ca_plan *plan, ca_plan_info *out);
 int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs over all query heads */
 
-/* Does a block table [R, cols] name blocks below num_blocks wherever the plan will look? selected: CA_SELECTED_BLOCKS of
- * a call, checked too. */
+/* Does a block table [R, cols] name blocks below num_blocks wherever the plan will look? selected: CA_SELECTED_BLOCKS
+ * of a call, checked too. */
 int ca_check_table(const ca_plan *plan, const int32_t *table, int64_t stride, int64_t cols, int64_t num_blocks,
                    int64_t block_size, const ca_array *selected, ca_fault *fault);
 
@@ -195,6 +195,25 @@ int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, i
 /* Tokens 0..num_tokens-1 of one request back to [T, Hkv, D]; value: 0 for K, 1 for V. */
 int ca_gather(const ca_cache *cache, int value, const int32_t *block_table, int64_t num_entries, int64_t num_tokens,
               const ca_rows *dst, ca_fault *fault);
+
+/* Pages (cpu_attn/pages.py). Arrays in the order of _check.BOUNDS and _check.SCORES, accepted there; what indices hold
+ * is checked before a byte is written. */
+enum ca_bounds_arrays { CA_BOUNDS_MIN, CA_BOUNDS_MAX, CA_BOUNDS_KEY, CA_BOUNDS_SLOT_MAPPING, CA_BOUNDS_ARRAYS };
+enum ca_scores_arrays {
+    CA_SCORES,
+    CA_SCORES_QUERY,
+    CA_SCORES_MIN,
+    CA_SCORES_MAX,
+    CA_SCORES_BLOCK_TABLE,
+    CA_SCORES_QUERY_START_LOC,
+    CA_SCORES_SEQ_LENS,
+    CA_SCORES_ARRAYS
+};
+int ca_update_page_bounds(const ca_array *arrays, int64_t block_size, ca_fault *fault);
+/* scratch: ca_score_floats for each of num_threads */
+int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *scratch, int num_threads,
+                   ca_fault *fault);
+int64_t ca_score_floats(int64_t head_size);
 
 /* A way to multiply that `cpu-attn bench` measures, best first: a row of native/probe. */
 typedef struct ca_probe_info {
@@ -237,7 +256,8 @@ typedef struct ca_call {
     int64_t selected_stride_r, selected_stride_h, num_selected; /* -1: none is given, all blocks count */
 } ca_call;
 
-#define CA_LANES 16 /* tokens of a K group in every layout */
+#define CA_LANES 16    /* tokens of a K group in every layout */
+#define CA_PAGE_ROWS 4 /* query rows that share a page's way through the registers */
 #define CA_LOG2E_D 1.44269504088896340736
 #define CA_LOG2E 1.44269504088896340736f
 #define CA_LN2 0.69314718055994530942f
@@ -338,6 +358,8 @@ struct ca_kernel {
     void (*unpack)(const uint8_t *src, int64_t n, int kv_dtype, void *dst, const void *ahead);
     /* n numbers over scale as such bytes: nearest even, saturating */
     void (*pack)(const void *src, int64_t n, float scale, int kv_dtype, uint8_t *dst);
+    /* scores [M] of one request's pages for one kv head, of the arrays of ca_score_pages; scratch: ca_score_floats */
+    void (*score_pages)(const ca_array *arrays, int64_t block_size, int64_t request, int64_t kv_head, float *scratch);
 };
 
 /* What a file of native/isa offers, as `const ca_isa_row ca_isa_NAME`. */
@@ -350,6 +372,7 @@ const ca_isa_row *ca_isa_get(int isa);
 const uint16_t *ca_fp8_words(int kv_dtype, int bf16); /* [128], of e4m3 or e5m2 as binary16 or bfloat16 */
 int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
                     ca_fault *fault);
+int ca_check_lengths(int64_t num_reqs, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault);
 int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
                   const int32_t *dynamic_causal, ca_fault *fault);
 int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault);

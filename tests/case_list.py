@@ -288,7 +288,9 @@ def _full() -> Iterator[Case]:
     for size in (1, 5, 64, 128, 192):
         for block_size in (8, 16, 24, 128):
             shape = {"head_size": size, "block_size": block_size, "num_heads": 3, "num_kv_heads": 1, "selected": 0.5}
-            yield _case(f"full-selected-head-{size}-block-{block_size}", LONG["3000-chunk"], **{**shape, "num_heads": 7})
+            yield _case(
+                f"full-selected-head-{size}-block-{block_size}", LONG["3000-chunk"], **{**shape, "num_heads": 7}
+            )
     one_head = {"num_heads": 1, "num_kv_heads": 1, "head_size": 16}
     yield _case("full-70000", {"query_lens": (1, 1), "seq_lens": (70000, 65537)}, **one_head)
     yield _case("full-70000-mqa", {"query_lens": (3,), "seq_lens": (70000,)}, num_kv_heads=1, sinks="moderate")
