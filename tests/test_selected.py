@@ -5,6 +5,8 @@ scores that select them."""
 from __future__ import annotations
 
 import dataclasses
+import re
+from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
@@ -193,7 +195,7 @@ def oracle(
     heads, group = least.shape[1], query.shape[1] // least.shape[1]
     scores = np.full((len(lens), heads, table.shape[1]), -np.inf)
     q, low, high = (x.astype(np.float64) for x in (query, least, most))
-    for r, (first, last) in enumerate(zip(starts, starts[1:], strict=False)):
+    for r, (first, last) in enumerate(pairwise(starts)):
         for m in range(-(-int(lens[r]) // block_size)):
             for t in range(first, last):
                 for h in range(heads * group):
@@ -334,9 +336,8 @@ def test_what_is_selected_does_not_depend_on_the_batch() -> None:
 )
 def test_select_refuses(spoiled: dict[str, Any], words: list[str]) -> None:
     args = {"scores": np.zeros((2, 1, 12), F32), "seq_lens": np.array([4, 5], np.int32), "block_size": 4}
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=".*".join(re.escape(word) for word in words)):
         cpu_attn.select_pages(**{**args, "num_pages": 4} | spoiled)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 # ---- all together ----
@@ -354,7 +355,7 @@ def test_from_keys_to_attention(name: str, num_pages: int) -> None:
     step = problem.block_table, problem.seq_lens, problem.query_start_loc
     scores = cpu_attn.score_pages(problem.query, least, most, *step, size)
     group = case.num_heads // case.num_kv_heads
-    for r, (first, last) in enumerate(zip(problem.query_start_loc, problem.query_start_loc[1:], strict=False)):
+    for r, (first, last) in enumerate(pairwise(problem.query_start_loc)):
         for h in range(case.num_kv_heads):
             rows = problem.query[first:last, h * group : (h + 1) * group].reshape(-1, case.head_size)
             products = rows.astype(np.float64) @ problem.key[r][:, h].astype(np.float64).T
