@@ -73,7 +73,7 @@ int ca_check_table(const ca_plan *p, const int32_t *table, int64_t stride, int64
         int64_t first = k0 < k1 ? k0 / block_size : 0, end = k0 < k1 ? ca_div_up(k1, block_size) : 0;
         if (!selected->itemsize && ca_check_blocks(table, r, first, end, cols, num_blocks, fault))
             return fault->status;
-        for (int64_t h = 0, n = selected->shape[2]; h < selected->shape[1]; h++) {
+        for (int64_t h = 0, n = selected->shape[2]; n > 0 && h < selected->shape[1]; h++) {
             const int32_t *list =
                 (const int32_t *)selected->address + r * selected->strides[0] + h * selected->strides[1];
             if (check_selected(list, n, r, h, ca_div_up(p->seq_lens[r], block_size), fault))
