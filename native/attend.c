@@ -205,7 +205,7 @@ static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_
     }
     if (!w.failed)
         return CA_OK;
-    *fault = (ca_fault){CA_ENGINE_FAILED, -1, -1, w.failed, -1};
+    *fault = (ca_fault){CA_ENGINE_FAILED, -1, -1, w.failed, -1, -1};
     return CA_ENGINE_FAILED;
 }
 

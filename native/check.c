@@ -5,7 +5,7 @@
 #include "cpu_attn.h"
 
 static int fail(ca_fault *fault, int status, int64_t request, int64_t position, int64_t value, int64_t bound) {
-    *fault = (ca_fault){status, request, position, value, bound};
+    *fault = (ca_fault){status, request, position, value, bound, -1};
     return status;
 }
 
@@ -56,8 +56,8 @@ static int check_selected(const int32_t *list, int64_t n, int64_t r, int64_t hea
             fail(fault, CA_BAD_SELECTED, r, i, list[i], seq_blocks);
         else if (i && list[i] != -1 && (uint32_t)list[i] <= (uint32_t)list[i - 1])
             fail(fault, CA_SELECTED_ORDER, r, i, list[i], list[i - 1]);
-        fault->kv_head = head;
     }
+    fault->kv_head = head;
     return fault->status;
 }
 

@@ -7,7 +7,7 @@
 #include <string.h>
 
 static int fail(ca_fault *fault, int status, int64_t request, int64_t position, int64_t value, int64_t bound) {
-    *fault = (ca_fault){status, request, position, value, bound};
+    *fault = (ca_fault){status, request, position, value, bound, -1};
     return status;
 }
 
