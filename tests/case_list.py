@@ -287,10 +287,9 @@ def _full() -> Iterator[Case]:
             yield _case(f"full-fill-{fill}-head-{size}", MIXED, fill=fill, head_size=size, block_size=32)
     for size in (1, 5, 64, 128, 192):
         for block_size in (8, 16, 24, 128):
-            shape = {"head_size": size, "block_size": block_size, "num_heads": 3, "num_kv_heads": 1, "selected": 0.5}
-            yield _case(
-                f"full-selected-head-{size}-block-{block_size}", LONG["3000-chunk"], **{**shape, "num_heads": 7}
-            )
+            shape = {"head_size": size, "block_size": block_size, "num_heads": 7}
+            name = f"full-selected-head-{size}-block-{block_size}"
+            yield _case(name, LONG["3000-chunk"] | shape, selected=0.5)
     one_head = {"num_heads": 1, "num_kv_heads": 1, "head_size": 16}
     yield _case("full-70000", {"query_lens": (1, 1), "seq_lens": (70000, 65537)}, **one_head)
     yield _case("full-70000-mqa", {"query_lens": (3,), "seq_lens": (70000,)}, num_kv_heads=1, sinks="moderate")

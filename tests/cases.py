@@ -285,7 +285,7 @@ def _selected_blocks(case: Case) -> NDArray[np.int32] | None:
 
 def _attended(problem: Problem) -> NDArray[np.int32]:
     """The block table, -1 for blocks of a request that no head selects."""
-    table = problem.block_table.copy()
+    table: NDArray[np.int32] = problem.block_table.copy()
     if problem.selected_blocks is not None:
         for row, own in zip(table, problem.selected_blocks, strict=True):
             row[~np.isin(np.arange(len(row)), own)] = -1
