@@ -269,6 +269,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--softcap", type=click.FloatRange(0, min_open=True), help="Softcap of the logits; likewise."),
             click.option("--sinks", is_flag=True, help="A sink for each head; likewise."),
             click.option("--alibi", is_flag=True, help="ALiBi slopes; likewise."),
+            click.option("--selected", type=click.FloatRange(0, 1, min_open=True), help="Share of blocks; likewise."),
         ]
     ):
         command = option(command)

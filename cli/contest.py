@@ -52,7 +52,7 @@ def unable(engine: str, workload: Workload, kv_cache_dtype: str = "auto") -> str
     if workload.tree and (workload.alibi or workload.sliding_window >= 0):
         return f"{workload.name}: drafts are measured without ALiBi and windows"
     if engine == "torch":
-        odd = [name for name in ("softcap", "sinks") if getattr(workload, name)]
+        odd = [name for name in ("softcap", "sinks", "selected") if getattr(workload, name)]
         if kv_cache_dtype != "auto":
             odd.append(kv_cache_dtype)
         return f"torch's scaled_dot_product_attention has no {' and no '.join(odd)}" if odd else ""

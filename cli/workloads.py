@@ -24,6 +24,7 @@ class Workload:
     kind: prefill, decode, write (reshape_and_cache of all tokens, with rotary rotary_reshape_and_cache, queries in
     place), plan (get_scheduler_metadata) or call (attention too small to be limited by anything but the call).
     lens: (q_len, kv_len) of each request. tree: its query tokens are drafts, each behind the one of half its number.
+    selected: the share of the blocks that each kv head attends, at random; None: all without a selection.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Workload:
     alibi: bool = False
     rotary: bool = False
     tree: bool = False
+    selected: float | None = None
 
     @property
     def attends(self) -> bool:
@@ -61,7 +63,11 @@ class Workload:
             if self.tree:
                 seen = kv_len - q_len + BINARY(q_len).sum(axis=1)
             pairs += int(seen.sum() if self.sliding_window < 0 else np.minimum(seen, self.sliding_window).sum())
-        return 4 * self.head_size * self.num_heads * pairs
+        return int(4 * self.head_size * self.num_heads * pairs * self._share)
+
+    @property
+    def _share(self) -> float:
+        return 1.0 if self.selected is None else self.selected
 
     def kv_bytes(self, itemsize: float) -> int:
         """Bytes of K and V that some query sees (write: that are written, rotated queries too), each counted once."""
@@ -70,7 +76,7 @@ class Workload:
         if self.sliding_window >= 0:
             keys = np.minimum(kv_lens, q_lens - 1 + self.sliding_window)
         heads = 2 * self.num_kv_heads + (self.num_heads if self.rotary else 0)
-        return int(int(keys.sum()) * heads * self.head_size * itemsize)
+        return int(int(keys.sum()) * heads * self.head_size * itemsize * self._share)
 
 
 def _same(kind: str, num_reqs: int, q_len: int, kv_len: int, **shape: Any) -> dict[str, Any]:
@@ -101,6 +107,7 @@ WORKLOADS = {
         "decode-8x8k-d64": _same("decode", 8, 1, 8192, num_heads=64, head_size=64),
         "tree-8x8k": _same("decode", 8, 8, 8192, tree=True),
         "tree-16x4k-mha": _same("decode", 16, 8, 4096, num_heads=16, num_kv_heads=16, tree=True),
+        "select-1x64k": _same("decode", 1, 1, 65536, selected=1 / 16),
         "write-8k": _same("write", 1, 8192, 8192),
         "rope-write-8k": _same("write", 1, 8192, 8192, rotary=True),
         "plan-256": {"kind": "plan", "lens": _various(256, 512, 4096)},
@@ -137,6 +144,20 @@ class Step:
         self.block_table = np.zeros((len(needed), needed.max()), np.int32)
         for row, own in zip(self.block_table, np.split(blocks, needed.cumsum()[:-1]), strict=True):
             row[: len(own)] = own
+
+    @cached_property
+    def selected_blocks(self) -> NDArray[np.int32] | None:
+        """[R, Hkv, S]: of each request's blocks the share that the workload says, at random."""
+        w = self.workload
+        if w.selected is None:
+            return None
+        blocks = -(-self.seq_lens // self.block_size)
+        counts = np.maximum(1, np.rint(blocks * w.selected)).astype(int)
+        selected = np.full((len(blocks), w.num_kv_heads, counts.max()), -1, np.int32)
+        for own, n, count in zip(selected, blocks, counts, strict=True):
+            for head in own:
+                head[:count] = np.sort(self.rng.permutation(n)[:count])
+        return selected
 
     @property
     def itemsize(self) -> float:
@@ -236,6 +257,7 @@ class Step:
             "softcap": w.softcap,
             "s_aux": self.s_aux if w.sinks else None,
             "kv_cache_dtype": self.kv_cache_dtype,
+            "selected_blocks": self.selected_blocks,
         }
 
     def random(self, *shape: int) -> NDArray[Any]:

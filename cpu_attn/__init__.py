@@ -14,6 +14,7 @@ from cpu_attn.cache import PagedKVCache
 from cpu_attn.layout import CacheDescriptor, StoredCache, convert
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
 from cpu_attn.paged_attention import OneDNNPagedAttention, PagedAttention
+from cpu_attn.pages import score_pages, select_pages, update_page_bounds
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
 from cpu_attn.rotary import rotary_reshape_and_cache
 
@@ -43,5 +44,8 @@ __all__ = [
     "make_sliding_window_bias",
     "reshape_and_cache",
     "rotary_reshape_and_cache",
+    "score_pages",
+    "select_pages",
     "set_num_threads",
+    "update_page_bounds",
 ]

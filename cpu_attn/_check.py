@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cpu_attn import _dispatch
-from cpu_attn._arrays import CODES, Array, view
+from cpu_attn._arrays import CODES, Array, described, view
 from cpu_attn._native import ffi, lib
 
 INT32_MAX = 2**31 - 1
@@ -252,13 +252,17 @@ def same_window(plan: Any, sliding_window: Any) -> None:
         raise ValueError(f"sliding_window: {sliding_window}, scheduler_metadata was made for (left, right) = {planned}")
 
 
-def block_table(plan: Any, table: Array, num_blocks: int, block_size: int) -> None:
-    """Every block that the plan will look for is there."""
-    fault = new_fault()
-    columns = table.shape[1]
-    lib.ca_check_table(
-        plan._pointer, pointer("int32_t *", table), table.strides[0], columns, num_blocks, block_size, fault
-    )
+def selected_blocks(x: Any, num_reqs: int, num_kv_heads: int) -> Array | None:
+    axes = [("num_reqs", num_reqs), ("num_kv_heads", num_kv_heads), ("blocks", None)]
+    return None if x is None else array("selected_blocks", x, ["int32"], axes)
+
+
+def block_table(plan: Any, table: Array, num_blocks: int, block_size: int, selected: Array | None = None) -> None:
+    """Every block that the plan will look for is there; those selected are blocks of their requests."""
+    fault, columns = new_fault(), table.shape[1]
+    address, stride = pointer("int32_t *", table), table.strides[0]
+    chosen = described([selected])
+    lib.ca_check_table(plan._pointer, address, stride, columns, num_blocks, block_size, chosen, fault)
     raise_fault(fault)
 
 
@@ -344,7 +348,8 @@ def _shared(a: Array, b: Array) -> bool:
 
 # The arrays of a call, in the order that native/cpu_attn.h has them in too: those that it writes first.
 STEP = ("query_start_loc", "seq_lens", "dynamic_causal")
-ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *STEP, "alibi_slopes", "s_aux")
+_FEATURES = ("alibi_slopes", "s_aux", "selected_blocks")
+ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *STEP, *_FEATURES)
 WRITE = ("key_cache", "value_cache", "key", "value", "slot_mapping")
 _TURNS = ("positions", "cos_sin_cache", "q_weight", "k_weight")
 ROTARY = ("key_cache", "value_cache", "query_out", "query", "key", "value", "slot_mapping", *_TURNS)
@@ -353,7 +358,7 @@ ROTARY = ("key_cache", "value_cache", "query_out", "query", "key", "value", "slo
 def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array | None]:
     """``arrays`` as ATTENTION names them, of shapes and dtypes that fit the plan, apart from one another.
     same_step: lengths are among them."""
-    output, lse, query, key_cache, value_cache, table, starts, lens, flags, slopes, sinks = arrays
+    output, lse, query, key_cache, value_cache, table, starts, lens, flags, slopes, sinks, selected = arrays
     shape, dtype, tokens = plan._shape, str(plan.dtype), ("T", plan.num_tokens)
     heads = ("num_heads", shape.num_heads)
     if same_step:
@@ -377,6 +382,7 @@ def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array |
         flags,
         None if slopes is None else array("alibi_slopes", slopes, ["float32"], [heads]),
         None if sinks is None else array("s_aux", sinks, ["float32"], [heads]),
+        selected_blocks(selected, shape.num_reqs, shape.num_kv_heads),
     ]
     apart(ATTENTION, found, 2)
     return found
@@ -424,6 +430,48 @@ def rotary(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[A
     return found, index, kvs
 
 
+BOUNDS = ("page_min", "page_max", "key", "slot_mapping")
+SCORES = ("scores", "query", "page_min", "page_max", "block_table", "query_start_loc", "seq_lens")
+
+
+def bounds(page_min: Any, page_max: Any, dtypes: Sequence[str]) -> tuple[Array, Array]:
+    """Both [N, Hkv, D]."""
+    low = array("page_min", page_min, dtypes, [("num_blocks", None), ("num_kv_heads", None), ("head_size", None)])
+    blocks, heads, head_size = low.shape
+    sizes = [("num_blocks", blocks), ("num_kv_heads", heads), ("head_size", head_size)]
+    integer("page_min: num_kv_heads", heads, 1, MAX_SIZE)
+    integer("page_min: head_size", head_size, 1, MAX_SIZE)
+    return low, array("page_max", page_max, [low.dtype], sizes)
+
+
+def update_page_bounds(key: Any, slot_mapping: Any, page_min: Any, page_max: Any) -> list[Array | None]:
+    """The arrays as BOUNDS names them."""
+    low, high = bounds(page_min, page_max, FLOATS)
+    k = array("key", key, [low.dtype], [("T", None), ("num_kv_heads", low.shape[1]), ("head_size", low.shape[2])])
+    slots = array("slot_mapping", slot_mapping, ["int64"], [("T", k.shape[0])])
+    found: list[Array | None] = [writable("page_min", low), writable("page_max", high), k, slots]
+    apart(BOUNDS, found, 2)
+    return found
+
+
+def score_pages(
+    query: Any, page_min: Any, page_max: Any, block_table: Any, seq_lens: Any, query_start_loc: Any
+) -> list[Array | None]:
+    """The arrays as SCORES names them, but for the first, which is new."""
+    q = array("query", query, FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
+    low, high = bounds(page_min, page_max, [q.dtype])
+    if q.shape[2] != low.shape[2]:
+        raise ValueError(f"page_min: axis 2 is {low.shape[2]}, expected head_size = {q.shape[2]}")
+    integer("query: num_heads", q.shape[1], 1, MAX_SIZE)
+    if q.shape[1] % low.shape[1]:
+        raise ValueError(f"page_min: {low.shape[1]} kv heads do not divide num_heads = {q.shape[1]}")
+    table = array("block_table", block_table, ["int32"], [("num_reqs", None), ("blocks", None)])
+    starts, lens, _ = lengths(table.shape[0], query_start_loc, seq_lens, None)
+    if starts.numpy()[-1] != q.shape[0]:
+        raise ValueError(f"query: axis 0 is {q.shape[0]}, expected query_start_loc[-1] = {starts.numpy()[-1]}")
+    return [None, q, low, high, table, starts, lens]
+
+
 def apart(names: Sequence[str], arrays: Sequence[Array | None], num_outputs: int) -> None:
     """The first num_outputs arrays share no byte with one another or with the rest."""
     for i in range(num_outputs):
@@ -466,6 +514,10 @@ def raise_fault(fault: Any) -> None:
             "the keys is not its position",
             lib.CA_TOKENS_WITHOUT_KEYS: f"seq_lens[{position}]: {value}, expected at least the request's {bound} query "
             "tokens, whose own keys its mask goes by",
+            lib.CA_BAD_SELECTED: f"selected_blocks: {where}kv head {fault.kv_head}: position {position} holds block "
+            f"{value}, outside 0..{bound - 1} (the request has {bound} blocks); -1 pads the end",
+            lib.CA_SELECTED_ORDER: f"selected_blocks: {where}kv head {fault.kv_head}: position {position} holds block "
+            f"{value} after {bound}, expected ascending blocks, then -1",
         }[fault.status]
     )
 

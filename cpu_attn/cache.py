@@ -187,6 +187,7 @@ class PagedKVCache:
         s_aux: Any = None,
         output: Any = None,
         lse: Any = None,
+        selected_blocks: Any = None,
     ) -> Any:
         """Output [T, Hq, Dv] (a new array unless given) of query [T, Hq, D] over the pages in block_table [R, M].
 
@@ -202,7 +203,7 @@ class PagedKVCache:
         arrays = (output, lse, query, self.key_cache, self.value_cache, block_table, None, None, None)
         ops.attend(
             plan,
-            (*arrays, alibi_slopes, s_aux),
+            (*arrays, alibi_slopes, s_aux, selected_blocks),
             self.head_size**-0.5 if scale is None else scale,
             softcap,
             -1,

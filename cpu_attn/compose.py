@@ -84,7 +84,7 @@ class Tree:
 @dataclass(frozen=True)
 class Step:
     """One call's arguments, checked, as NumPy views. sees [T, 2]: first key of a token and the one after its last;
-    position [T]: where a token itself stands among its request's keys."""
+    position [T]: where a token itself stands among its request's keys; chosen [R, Hkv, M]: blocks that count."""
 
     query: Array
     key_cache: Array
@@ -102,6 +102,7 @@ class Step:
     position: Array
     sees: Array
     tree: Tree | None
+    chosen: Array
 
     @property
     def group(self) -> int:
@@ -133,6 +134,7 @@ def attention(
     mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     document_start_loc: Mapping[int, Sequence[int]] | None = None,
     tree_mask: Any = None,
+    selected_blocks: Any = None,
 ) -> Any:
     """:func:`cpu_attn.attention_with_kv_cache` without a plan: same arguments, shapes, dtypes, meaning and errors.
 
@@ -149,6 +151,7 @@ def attention(
         kv_cache_dtype,
         lse,
         isa,
+        selected_blocks,
         {"mm_prefix_range": mm_prefix_range, "document_start_loc": document_start_loc, "tree_mask": tree_mask},
     )
     result, result_lse = _every_request(step)
@@ -188,6 +191,13 @@ def _with_masks(masks: _check.Masks, starts: Array, lens: Array, position: Array
         low[rows] = np.maximum(low[rows], borders[own - 1])
         high[rows] = np.minimum(high[rows], borders[own])
     return np.stack([low, high], axis=1)
+def _chosen(selected: Memory | None, num_reqs: int, num_kv_heads: int, blocks: int) -> Array:
+    """[R, Hkv, blocks]: does a block count?"""
+    chosen = np.full((num_reqs, num_kv_heads, blocks + 1), selected is None)
+    if selected is not None:
+        named = selected.numpy().astype(np.int64)
+        np.put_along_axis(chosen, np.where((named >= 0) & (named < blocks), named, blocks), True, axis=2)
+    return chosen[:, :, :-1]
 
 
 def _every_request(step: Step) -> tuple[Array, Array]:
@@ -209,33 +219,35 @@ def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
     n, num_heads, _ = query.shape
     output, lse = np.zeros((n, num_heads, step.head_size_v)), np.full((n, num_heads), -np.inf)
     for keys, key, value in _chunks(step, r, step.sees[rows]):
-        mask = (step.sees[rows, :1] <= keys) & (keys < step.sees[rows, 1:])
+        seen = (step.sees[rows, :1] <= keys) & (keys < step.sees[rows, 1:])
         if step.tree:
-            mask &= step.tree.shows(r, rows, keys)
+            seen &= step.tree.shows(r, rows, keys)
+        chosen = step.chosen[r][:, keys // step.key_cache.shape[2]]
         distance = keys - step.position[rows, None]
         for h in range(key.shape[1]):
             heads = slice(h * step.group, (h + 1) * step.group)
-            part = _one_head(step, query[:, heads], key[:, h], value[:, h], mask, distance, step.alibi_slopes[heads])
+            mask, slopes = seen & chosen[h], step.alibi_slopes[heads]
+            part = _one_head(step, query[:, heads], key[:, h], value[:, h], mask, distance, slopes)
             output[:, heads], lse[:, heads] = _merge(output[:, heads], lse[:, heads], *part)
     return _merge(output, lse, np.zeros_like(output), np.broadcast_to(step.s_aux, lse.shape))
 
 
 def _chunks(step: Step, r: int, sees: Array) -> Iterator[tuple[Array, Array, Array]]:
-    """Key numbers [n], K [n, Hkv, D] and V [n, Hkv, Dv] in float32, of all that some token sees, KEYS at a time."""
-    block_size, end = step.key_cache.shape[2], int(sees[:, 1].max())
-    for k0 in range(int(sees[:, 0].min()), end, KEYS):
-        k1 = min(k0 + KEYS, end)
-        first = k0 // block_size
-        blocks, skipped = step.block_table[r, first : -(-k1 // block_size)], k0 - first * block_size
-        size = skipped + k1 - k0
-        common: Any = {"isa": step.isa, "dtype": step.query.dtype}
+    """Key numbers [n], K [n, Hkv, D] and V [n, Hkv, Dv] in float32, of all that some token sees and some head has
+    chosen, KEYS at a time."""
+    block_size, start, end = step.key_cache.shape[2], int(sees[:, 0].min()), int(sees[:, 1].max())
+    seen = np.arange(start // block_size, -(-end // block_size))
+    blocks, at_once = seen[step.chosen[r][:, seen].any(axis=0)], max(1, KEYS // block_size)
+    common: Any = {"isa": step.isa, "dtype": step.query.dtype}
+    for some in (blocks[i : i + at_once] for i in range(0, len(blocks), at_once)):
+        keys = (some[:, None] * block_size + np.arange(block_size)).reshape(-1)
+        keys, pages = keys[keys < end], step.block_table[r, some]
         k_dtype, v_dtype = ({**common, "kv_cache_dtype": kv} for kv in step.kv_dtypes)
-        key = gather_pages(step.key_cache, blocks, size, head_size=step.query.shape[2], **k_dtype)
-        value = gather_pages(step.value_cache, blocks, size, head_size=step.head_size_v, value=True, **v_dtype)
-        key, value = (
-            x[skipped:].astype(np.float32) * np.float32(s) for x, s in zip((key, value), step.kv_scales, strict=True)
-        )
-        yield np.arange(k0, k1), key, value
+        key = gather_pages(step.key_cache, pages, len(keys), head_size=step.query.shape[2], **k_dtype)
+        value = gather_pages(step.value_cache, pages, len(keys), head_size=step.head_size_v, value=True, **v_dtype)
+        key, value = (x.astype(np.float32) * np.float32(s) for x, s in zip((key, value), step.kv_scales, strict=True))
+        for part in (slice(i, i + KEYS) for i in range(int(np.searchsorted(keys, start)), len(keys), KEYS)):
+            yield keys[part], key[part], value[part]
 
 
 def _one_head(
@@ -298,6 +310,7 @@ def _checked(
     kv_cache_dtype: str,
     lse: Any,
     isa: str,
+    selected_blocks: Any,
     masks: dict[str, Any],
 ) -> tuple[Step, Memory, Memory | None]:
     q = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
@@ -322,9 +335,10 @@ def _checked(
     for name, cache, kv, size in (("key_cache", kc, kvs[0], head_size), ("value_cache", vc, kvs[1], out.shape[2])):
         _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, kv, size)
     starts, lens, flags = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
-    _check.block_table(plan, table, kc.shape[0], kc.shape[2])
+    selected = _check.selected_blocks(selected_blocks, num_reqs, kc.shape[1])
+    _check.block_table(plan, table, kc.shape[0], kc.shape[2], selected)
     inputs: dict[str, Memory | None] = {"query": q, "key_cache": kc, "value_cache": vc, "block_table": table}
-    inputs |= {"query_start_loc": starts, "seq_lens": lens, "dynamic_causal": flags}
+    inputs |= {"query_start_loc": starts, "seq_lens": lens, "dynamic_causal": flags, "selected_blocks": selected}
     _check.disjoint("output", _check.writable("output", out), inputs)
     if log is not None:
         _check.disjoint("lse", _check.writable("lse", log), {**inputs, "output": out})
@@ -356,5 +370,6 @@ def _checked(
         position=position,
         sees=sees,
         tree=tree,
+        chosen=_chosen(selected, num_reqs, kc.shape[1], table.shape[1]),
     )
     return step, out, log

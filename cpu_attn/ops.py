@@ -35,6 +35,7 @@ _thread = _Thread()
 # A number for each isa and kv_cache_dtype by name, which stands for them in what a thread has had accepted.
 _KINDS = ("auto", *_check.FLOATS, *_check.NARROW)
 _NAMES = product((*_dispatch.ISA_NAMES, "auto", "vec", "vec16"), (*_KINDS, *map("/".join, product(_KINDS, repeat=2))))
+_S_AUX = _check.ATTENTION.index("s_aux")
 _NAMED = {names: i for i, names in enumerate(_NAMES)}
 
 
@@ -116,6 +117,7 @@ def attention_with_kv_cache(
     kv_cache_dtype: str = "auto",
     *,
     lse: Any = None,
+    selected_blocks: Any = None,
 ) -> Any:
     """Attention of every query token over its request's pages, into ``output``, which is returned.
 
@@ -128,6 +130,9 @@ def attention_with_kv_cache(
     block_table: int32 [R, M]; entries past the blocks that a request needs are ignored.
     s_aux: [Hq] or None, attention sinks: one logit more a head in the softmax, without a value.
     lse: float32 [Hq, T] or None: receives the natural log of the softmax's denominator, sink included.
+    selected_blocks: int32 [R, Hkv, S] or None (all): which blocks of its request, columns of its row of block_table,
+    a kv head attends; strictly ascending, then -1. Keys of other blocks do not count, and cost nothing; entries of
+    block_table that no head selects are ignored. See :func:`cpu_attn.select_pages`.
 
     A row that sees no key gives output 0 and lse -inf (the sink, where there is one). Raises ValueError or
     TypeError, before anything is written, for whatever is out of range or differs from the plan.
@@ -138,7 +143,7 @@ def attention_with_kv_cache(
     _check.same_kv_dtypes(plan, kv_cache_dtype)
     scales = _check.scales(k_scale, v_scale, plan.kv_dtypes)
     step = (query_start_loc, seq_lens, dynamic_causal)
-    arrays = (output, lse, query, key_cache, value_cache, block_table, *step, alibi_slopes, s_aux)
+    arrays = (output, lse, query, key_cache, value_cache, block_table, *step, alibi_slopes, s_aux, selected_blocks)
     attend(plan, arrays, scale, softcap, _check.boolean("causal", causal), scales)
     return output
 
@@ -153,9 +158,10 @@ def attend(
 ) -> None:
     """The arrays are those of _check.ATTENTION. causal -1: no lengths among them, the plan's are right."""
     thread, fault = _thread, ffi.new("ca_fault *")
-    sinks = arrays[-1]
+    sinks = arrays[_S_AUX]
     if sinks is not None and not (type(sinks) is np.ndarray and sinks.dtype == np.float32):
-        arrays = (*arrays[:-1], _check.small_floats("s_aux", sinks, _check.FLOATS, plan.num_heads))
+        sinks = _check.small_floats("s_aux", sinks, _check.FLOATS, plan.num_heads)
+        arrays = (*arrays[:_S_AUX], sinks, *arrays[_S_AUX + 1 :])
     numbers = (causal, _check.number("scale", scale), _check.number("softcap", softcap, 0.0), *scales)
     addresses, given, _alive = objects(_check.ATTENTION, arrays)
     memory = (thread.workspace, thread.workspace_bytes)

@@ -13,7 +13,8 @@ Besides, where given: it sees the keys of the span of ``mm_prefix_range`` that p
 the document of ``document_start_loc`` that pos lies in. With a ``tree_mask`` the q_len newest keys are the query
 tokens', of which it sees what the mask says; d of them besides itself: for the window it then stands at
 ``pos = seq_len - q_len + d``, and the key of another token at that token's.
-
+Where blocks are selected it sees of these keys the ones with ``j // block_size`` among the blocks of its request and kv
+head.
 With m the largest visible logit, the sink s_aux[h] (arXiv:2309.17453) among them,
 
     l = sum_j exp(s_j - m) + exp(s_aux_h - m)    output = sum_j exp(s_j - m) / l * v_j    lse = m + log(l)
@@ -160,6 +161,8 @@ def attention(
     mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     document_start_loc: Mapping[int, Sequence[int]] | None = None,
     tree_mask: NDArray[np.uint8] | None = None,
+    selected_blocks: NDArray[np.int32] | None = None,
+    block_size: int = 16,
 ) -> tuple[Float64, Float64]:
     """The definition above, request by request.
 
@@ -168,6 +171,7 @@ def attention(
     dynamic_causal [R] takes the place of causal, request by request. sliding_window: keys that a token sees, itself
     among them (-1: all; to both sides where not causal), or (left, right).
     mm_prefix_range, document_start_loc, tree_mask: as :func:`cpu_attn.get_scheduler_metadata` has them.
+    selected_blocks [R, Hkv, S]: of block_size keys each, -1 is none; None: all.
 
     Returns output [T, Hq, Dv] and lse [Hq, T] (natural log), float64. NaN and inf reach the rows that see them only.
     Raises ValueError for a sliding_window that means nothing.
@@ -196,11 +200,14 @@ def attention(
             group = num_heads // num_kv_heads
             for h in range(num_kv_heads):
                 heads = slice(h * group, (h + 1) * group)
+                chosen = np.ones(int(seq_len), np.bool_)
+                if selected_blocks is not None:
+                    chosen = np.isin(np.arange(int(seq_len)) // block_size, selected_blocks[r, h])
                 output[rows, heads], row_lse = _one_head(
                     q64[rows, heads],
                     key[r][:, h].astype(np.float64),
                     value[r][:, h].astype(np.float64),
-                    mask,
+                    mask & chosen,
                     scale,
                     None if slopes is None else slopes[heads],
                     softcap,

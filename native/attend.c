@@ -76,12 +76,13 @@ static ca_state partial_at(const run *w, const ca_task *t, int64_t segment, int 
     return state_at(base + (segment * p->shape.num_kv_heads + kv_head) * slot, rows, p->shape.head_size_v);
 }
 
-/* The keys of one segment that the task may see. */
-static int run_segment(run *w, const ca_task *t, int kv_head, int64_t segment, const ca_state *state, void *scratch) {
-    int64_t size = ca_segment_keys(w->plan->seq_lens[t->request]), k0, k1;
-    ca_task_keys(w->plan, t, &k0, &k1);
-    return w->plan->engine->segment(w->plan, w->call, t, kv_head, ca_max64(k0, segment * size),
-                                    ca_min64(k1, (segment + 1) * size), state, scratch);
+/* The keys of one segment that the task may see, from the first one on that counts. 0: it holds none that counts. */
+static int segment_keys(const run *w, const ca_task *t, int kv_head, int64_t segment, int64_t *k0, int64_t *k1) {
+    int64_t size = ca_segment_keys(w->plan->seq_lens[t->request]);
+    ca_task_keys(w->plan, t, k0, k1);
+    *k1 = ca_min64(*k1, (segment + 1) * size);
+    *k0 = ca_next_key(w->call, t->request, kv_head, ca_max64(*k0, segment * size), *k1);
+    return *k0 < *k1;
 }
 
 static int run_item(run *w, const ca_task *t, int kv_head, char *memory) {
@@ -89,19 +90,25 @@ static int run_item(run *w, const ca_task *t, int kv_head, char *memory) {
     int64_t rows = rows_of(p, t), dv = p->shape.head_size_v;
     ca_state total = state_at(memory, rows, dv), part = state_at(memory + p->state_bytes, rows, dv);
     void *scratch = memory + 2 * p->state_bytes;
-    if (t->partial >= 0) {
+    int64_t k0, k1;
+    int begun = 0;
+    if (t->partial >= 0)
         part = partial_at(w, t, 0, kv_head);
-        return run_segment(w, t, kv_head, t->segment, &part, scratch);
-    }
-    if (!t->num_segments)
-        ca_clear(&total, rows, dv);
     for (int32_t s = 0; s < t->num_segments; s++) {
-        int status = run_segment(w, t, kv_head, t->segment + s, s ? &part : &total, scratch);
+        if (!segment_keys(w, t, kv_head, t->segment + s, &k0, &k1))
+            continue;
+        ca_state *state = begun || t->partial >= 0 ? &part : &total;
+        int status = p->engine->segment(p, w->call, t, kv_head, k0, k1, state, scratch);
         if (status)
             return status;
-        if (s)
+        if (begun)
             p->kernel->merge(&total, &part, rows, dv);
+        begun = 1;
     }
+    if (t->partial >= 0)
+        return 0;
+    if (!begun)
+        ca_clear(&total, rows, dv);
     p->kernel->finish(p, w->call, t, kv_head, &total);
     return 0;
 }
@@ -110,10 +117,20 @@ static int run_item(run *w, const ca_task *t, int kv_head, char *memory) {
 static void merge_item(run *w, const ca_task *t, int kv_head) {
     const ca_plan *p = w->plan;
     ca_state total = partial_at(w, t, 0, kv_head);
-    for (int64_t s = 1; s < t->num_segments; s++) {
+    int64_t rows = rows_of(p, t), dv = p->shape.head_size_v, k0, k1;
+    int begun = 0;
+    for (int64_t s = 0; s < t->num_segments; s++) {
+        if (!segment_keys(w, t, kv_head, t->segment + s, &k0, &k1))
+            continue;
         ca_state part = partial_at(w, t, s, kv_head);
-        p->kernel->merge(&total, &part, rows_of(p, t), p->shape.head_size_v);
+        if (begun)
+            p->kernel->merge(&total, &part, rows, dv);
+        else
+            total = part;
+        begun = 1;
     }
+    if (!begun)
+        ca_clear(&total, rows, dv);
     p->kernel->finish(p, w->call, t, kv_head, &total);
 }
 
@@ -139,7 +156,7 @@ static void run_merges(run *w) {
 
 static ca_call call_of(const ca_array *a) {
     const ca_array *q = &a[CA_QUERY], *out = &a[CA_OUTPUT], *kc = &a[CA_KEY_CACHE], *vc = &a[CA_VALUE_CACHE];
-    const ca_array *table = &a[CA_BLOCK_TABLE];
+    const ca_array *table = &a[CA_BLOCK_TABLE], *selected = &a[CA_SELECTED_BLOCKS];
     return (ca_call){
         .query = (const void *)q->address,
         .q_stride_t = q->strides[0],
@@ -162,6 +179,10 @@ static ca_call call_of(const ca_array *a) {
         .table_cols = table->shape[1],
         .alibi_slopes = (const float *)a[CA_ALIBI_SLOPES].address,
         .s_aux = (const float *)a[CA_S_AUX].address,
+        .selected = (const int32_t *)selected->address,
+        .selected_stride_r = selected->strides[0],
+        .selected_stride_h = selected->strides[1],
+        .num_selected = selected->itemsize ? selected->shape[2] : -1,
     };
 }
 
@@ -184,7 +205,7 @@ static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_
     }
     if (!w.failed)
         return CA_OK;
-    *fault = (ca_fault){CA_ENGINE_FAILED, -1, -1, w.failed, -1};
+    *fault = (ca_fault){CA_ENGINE_FAILED, -1, -1, w.failed, -1, -1};
     return CA_ENGINE_FAILED;
 }
 
@@ -207,7 +228,7 @@ int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, co
     call.k_scale = k_scale;
     call.v_scale = v_scale;
     if (plan->tree && call.alibi_slopes) {
-        *fault = (ca_fault){CA_TREE_ALIBI, -1, -1, -1, -1};
+        *fault = (ca_fault){CA_TREE_ALIBI, -1, -1, -1, -1, -1};
         return CA_TREE_ALIBI;
     }
     if (causal >= 0 &&
@@ -215,7 +236,7 @@ int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, co
                       causal, (const int32_t *)a[CA_DYNAMIC_CAUSAL].address, fault))
         return fault->status;
     if (ca_check_table(plan, call.block_table, call.table_stride, call.table_cols, call.num_blocks, call.block_size,
-                       fault))
+                       &a[CA_SELECTED_BLOCKS], fault))
         return fault->status;
     return attend(plan, &call, workspace, fault);
 }

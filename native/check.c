@@ -5,7 +5,7 @@
 #include "cpu_attn.h"
 
 static int fail(ca_fault *fault, int status, int64_t request, int64_t position, int64_t value, int64_t bound) {
-    *fault = (ca_fault){status, request, position, value, bound};
+    *fault = (ca_fault){status, request, position, value, bound, -1};
     return status;
 }
 
@@ -16,6 +16,19 @@ int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_
     for (int64_t i = first; i < end; i++)
         if (table[i] < 0 || table[i] >= num_blocks)
             return fail(fault, CA_BAD_BLOCK, request, i, table[i], num_blocks);
+    return CA_OK;
+}
+
+int ca_check_lengths(int64_t num_reqs, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault) {
+    fail(fault, CA_OK, -1, -1, -1, -1);
+    for (int64_t r = 0; r < num_reqs; r++) {
+        if (seq_lens[r] < 0)
+            return fail(fault, CA_BAD_SEQ_LEN, r, r, seq_lens[r], 0);
+        if (query_start_loc[r + 1] < query_start_loc[r])
+            return fail(fault, CA_BAD_QUERY_START_LOC, r, r + 1, query_start_loc[r + 1], query_start_loc[r]);
+    }
+    if (query_start_loc[0] != 0)
+        return fail(fault, CA_BAD_QUERY_START_LOC, -1, 0, query_start_loc[0], 0);
     return CA_OK;
 }
 
@@ -35,18 +48,41 @@ int ca_check_step(const ca_plan *p, const int32_t *seq_lens, const int32_t *quer
     return CA_OK;
 }
 
+/* One kv head's selected blocks: ascending, then -1. */
+static int check_selected(const int32_t *list, int64_t n, int64_t r, int64_t head, int64_t seq_blocks,
+                          ca_fault *fault) {
+    for (int64_t i = 0; i < n && !fault->status; i++) {
+        if (list[i] < -1 || list[i] >= seq_blocks)
+            fail(fault, CA_BAD_SELECTED, r, i, list[i], seq_blocks);
+        else if (i && list[i] != -1 && (uint32_t)list[i] <= (uint32_t)list[i - 1])
+            fail(fault, CA_SELECTED_ORDER, r, i, list[i], list[i - 1]);
+    }
+    fault->kv_head = head;
+    return fault->status;
+}
+
 /* The blocks that hold a key some row may see. */
 int ca_check_table(const ca_plan *p, const int32_t *table, int64_t stride, int64_t cols, int64_t num_blocks,
-                   int64_t block_size, ca_fault *fault) {
+                   int64_t block_size, const ca_array *selected, ca_fault *fault) {
     fail(fault, CA_OK, -1, -1, -1, -1);
-    for (int r = 0; r < p->shape.num_reqs; r++) {
+    for (int r = 0; r < p->shape.num_reqs; r++, table += stride) {
         ca_task whole = {.request = r, .num_tokens = p->query_start_loc[r + 1] - p->query_start_loc[r]};
         int64_t k0 = 0, k1 = 0;
         if (whole.num_tokens > 0)
             ca_task_keys(p, &whole, &k0, &k1);
-        if (k1 > k0 &&
-            ca_check_blocks(table + r * stride, r, k0 / block_size, ca_div_up(k1, block_size), cols, num_blocks, fault))
+        int64_t first = k0 < k1 ? k0 / block_size : 0, end = k0 < k1 ? ca_div_up(k1, block_size) : 0;
+        if (!selected->itemsize && ca_check_blocks(table, r, first, end, cols, num_blocks, fault))
             return fault->status;
+        for (int64_t h = 0, n = selected->shape[2]; n > 0 && h < selected->shape[1]; h++) {
+            const int32_t *list =
+                (const int32_t *)selected->address + r * selected->strides[0] + h * selected->strides[1];
+            if (check_selected(list, n, r, h, ca_div_up(p->seq_lens[r], block_size), fault))
+                return fault->status;
+            for (int64_t i = 0; i < n; i++)
+                if (list[i] >= first && list[i] < end &&
+                    ca_check_blocks(table, r, list[i], list[i] + 1, cols, num_blocks, fault))
+                    return fault->status;
+        }
     }
     return CA_OK;
 }

@@ -49,13 +49,16 @@ enum ca_status {
     CA_TREE_NARROW,         /* request, value = query tokens, bound = bits of a row of tree_mask */
     CA_TREE_NOT_CAUSAL,     /* request */
     CA_TREE_ALIBI,
-    CA_TOKENS_WITHOUT_KEYS /* request, value = seq_len, bound = q_len: a mask goes by the keys of the query tokens */
+    CA_TOKENS_WITHOUT_KEYS, /* request, value = seq_len, bound = q_len: a mask goes by the keys of the query tokens */
+    CA_BAD_SELECTED,        /* request, kv_head, position, value, bound: -1 <= value < bound */
+    CA_SELECTED_ORDER       /* request, kv_head, position, value, bound = the value before */
 };
 
 /* Where a check failed. Fields that a status does not use are -1. */
 typedef struct ca_fault {
     int32_t status;
     int64_t request, position, value, bound;
+    int64_t kv_head;
 } ca_fault;
 
 /* What a plan was made for; a call is checked against it. */
@@ -121,6 +124,7 @@ enum ca_attention_arrays {
     CA_DYNAMIC_CAUSAL,
     CA_ALIBI_SLOPES,
     CA_S_AUX,
+    CA_SELECTED_BLOCKS,
     CA_ATTENTION_ARRAYS
 };
 enum ca_step_arrays { CA_STEP_QUERY_START_LOC, CA_STEP_SEQ_LENS, CA_STEP_DYNAMIC_CAUSAL, CA_STEP_ARRAYS };
@@ -149,7 +153,7 @@ typedef struct ca_known {
         int64_t sizes[10];
         /* of a write: what the isa and kv_cache_dtype that the caller named mean for these arrays */
         int64_t isa, k_dtype, v_dtype;
-        ca_array arrays[11];
+        ca_array arrays[12];
     } calls[8];
 } ca_known;
 
@@ -198,9 +202,10 @@ void ca_plan_free(ca_plan *plan);
 void ca_plan_describe(const ca_plan *plan, ca_plan_info *out);
 int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs over all query heads */
 
-/* Does a block table [R, cols] name blocks below num_blocks wherever the plan will look? */
+/* Does a block table [R, cols] name blocks below num_blocks wherever the plan will look? selected: CA_SELECTED_BLOCKS
+ * of a call, checked too. */
 int ca_check_table(const ca_plan *plan, const int32_t *table, int64_t stride, int64_t cols, int64_t num_blocks,
-                   int64_t block_size, ca_fault *fault);
+                   int64_t block_size, const ca_array *selected, ca_fault *fault);
 
 /* NumPy arrays as C reads them: type(array), the None that stands for no array, sizeof(PyObject), and what dtype
  * objects mean. Once, on import; without it every call is CA_UNKNOWN. */
@@ -227,6 +232,25 @@ int ca_rotary_write(ca_known *known, const uintptr_t *objects, const ca_array *g
  * scales; value: 0 for K, 1 for V. */
 int ca_gather(const ca_cache *cache, int value, const int32_t *block_table, int64_t num_entries, int64_t num_tokens,
               const ca_rows *dst, ca_fault *fault);
+
+/* Pages (cpu_attn/pages.py). Arrays in the order of _check.BOUNDS and _check.SCORES, accepted there; what indices hold
+ * is checked before a byte is written. */
+enum ca_bounds_arrays { CA_BOUNDS_MIN, CA_BOUNDS_MAX, CA_BOUNDS_KEY, CA_BOUNDS_SLOT_MAPPING, CA_BOUNDS_ARRAYS };
+enum ca_scores_arrays {
+    CA_SCORES,
+    CA_SCORES_QUERY,
+    CA_SCORES_MIN,
+    CA_SCORES_MAX,
+    CA_SCORES_BLOCK_TABLE,
+    CA_SCORES_QUERY_START_LOC,
+    CA_SCORES_SEQ_LENS,
+    CA_SCORES_ARRAYS
+};
+int ca_update_page_bounds(const ca_array *arrays, int64_t block_size, ca_fault *fault);
+/* scratch: ca_score_floats for each of num_threads */
+int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *scratch, int num_threads,
+                   ca_fault *fault);
+int64_t ca_score_floats(int64_t head_size);
 
 /* A way to multiply that `cpu-attn bench` measures, best first: a row of native/probe. */
 typedef struct ca_probe_info {
@@ -265,9 +289,12 @@ typedef struct ca_call {
     int64_t table_stride, table_cols;
     const float *alibi_slopes, *s_aux; /* [Hq] or NULL */
     float scale, softcap, k_scale, v_scale;
+    const int32_t *selected; /* [R, Hkv, num_selected], block numbers within a request, ascending, then -1 */
+    int64_t selected_stride_r, selected_stride_h, num_selected; /* -1: none is given, all blocks count */
 } ca_call;
 
-#define CA_LANES 16 /* tokens of a K group in every layout */
+#define CA_LANES 16    /* tokens of a K group in every layout */
+#define CA_PAGE_ROWS 4 /* query rows that share a page's way through the registers */
 #define CA_LOG2E_D 1.44269504088896340736
 #define CA_LOG2E 1.44269504088896340736f
 #define CA_LN2 0.69314718055994530942f
@@ -425,6 +452,8 @@ struct ca_kernel {
      * it as float32 */
     void (*rotate)(const ca_rotary *rotary, const float *weight, const float *cos_sin, const void *src, float *x,
                    void *dst);
+    /* scores [M] of one request's pages for one kv head, of the arrays of ca_score_pages; scratch: ca_score_floats */
+    void (*score_pages)(const ca_array *arrays, int64_t block_size, int64_t request, int64_t kv_head, float *scratch);
 };
 
 /* What a file of native/isa offers, as `const ca_isa_row ca_isa_NAME`. */
@@ -442,6 +471,7 @@ const uint16_t *ca_narrow_words(int kv_dtype, int bf16);
 const uint8_t *ca_narrow_bytes(int kv_dtype); /* of bfloat16: [128] low ones, [128] high ones */
 int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
                     ca_fault *fault);
+int ca_check_lengths(int64_t num_reqs, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault);
 int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
                   const int32_t *dynamic_causal, ca_fault *fault);
 int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault);
@@ -523,6 +553,41 @@ static inline void ca_hide(const uint8_t *bits, int64_t context, int64_t key, in
 /* Keys of a segment: fixed by the request's length alone, so that results do not depend on who
  * shares the batch. At most 64 segments, so that the partial results stay small. */
 static inline int64_t ca_segment_keys(int64_t seq_len) { return 1024 * ca_max64(1, ca_div_up(seq_len, 64 * 1024)); }
+
+/* The blocks that a request and kv head attend, ascending: all of them, or those selected. */
+typedef struct ca_blocks {
+    const int32_t *selected;
+    int64_t count; /* -1: all */
+} ca_blocks;
+
+static inline ca_blocks ca_blocks_of(const ca_call *call, int request, int kv_head) {
+    int64_t at = request * call->selected_stride_r + kv_head * call->selected_stride_h;
+    return (ca_blocks){call->num_selected > 0 ? call->selected + at : NULL, call->num_selected};
+}
+
+/* Number i of them; past the last, one that is past every key: -1 as unsigned, which pads the selected ones, too. */
+static inline int64_t ca_nth_block(ca_blocks b, int64_t i) {
+    return b.count < 0 ? i : i < b.count ? (int64_t)(uint32_t)b.selected[i] : UINT32_MAX;
+}
+
+/* Which of them is the first that is no less than `block`? Without branches: what is selected cannot be foreseen. */
+static inline int64_t ca_find_block(ca_blocks b, int64_t block) {
+    int64_t first = 0;
+    if (b.count < 0)
+        return block;
+    for (int64_t n = b.count, half; n > 0; n -= half) {
+        half = (n + 1) / 2;
+        first += (int64_t)(uint32_t)b.selected[first + half - 1] < block ? half : 0;
+    }
+    return first;
+}
+
+/* The first key from `key` on that the request and kv head attend, or `end` where none is before it. */
+static inline int64_t ca_next_key(const ca_call *call, int request, int kv_head, int64_t key, int64_t end) {
+    ca_blocks b = ca_blocks_of(call, request, kv_head);
+    int64_t block = ca_nth_block(b, ca_find_block(b, key / call->block_size));
+    return ca_min64(end, ca_max64(key, block * call->block_size));
+}
 
 static inline const char *ca_block(const void *base, int64_t stride_n, int64_t stride_h, int64_t block, int kv_head,
                                    int dtype) {

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 
 static int fail(ca_fault *fault, int status, int64_t request, int64_t value, int64_t bound) {
-    *fault = (ca_fault){status, request, request, value, bound};
+    *fault = (ca_fault){status, request, request, value, bound, -1};
     return status;
 }
 

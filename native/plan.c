@@ -7,23 +7,11 @@
 #include <string.h>
 
 static int fail(ca_fault *fault, int status, int64_t request, int64_t position, int64_t value, int64_t bound) {
-    *fault = (ca_fault){status, request, position, value, bound};
+    *fault = (ca_fault){status, request, position, value, bound, -1};
     return status;
 }
 
 #define MAX_TASKS (1 << 24) /* half a gigabyte of them: 10^9 query rows */
-
-static int check_lengths(const ca_shape *s, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault) {
-    for (int32_t r = 0; r < s->num_reqs; r++) {
-        if (seq_lens[r] < 0)
-            return fail(fault, CA_BAD_SEQ_LEN, r, r, seq_lens[r], 0);
-        if (query_start_loc[r + 1] < query_start_loc[r])
-            return fail(fault, CA_BAD_QUERY_START_LOC, r, r + 1, query_start_loc[r + 1], query_start_loc[r]);
-    }
-    if (query_start_loc[0] != 0)
-        return fail(fault, CA_BAD_QUERY_START_LOC, -1, 0, query_start_loc[0], 0);
-    return CA_OK;
-}
 
 static int64_t align(int64_t bytes) { return ca_round_up(bytes, 64); }
 
@@ -195,7 +183,8 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, const uintptr_t *
         shape->window_right = -1;
     p->shape = *shape;
     p->num_tokens = p->query_start_loc[n];
-    if (!check_lengths(shape, p->seq_lens, p->query_start_loc, fault) && !(masks && ca_take_masks(p, masks, fault))) {
+    if (!ca_check_lengths(shape->num_reqs, p->seq_lens, p->query_start_loc, fault) &&
+        !(masks && ca_take_masks(p, masks, fault))) {
         int64_t num_tasks = count_tasks(p);
         int status = num_tasks > MAX_TASKS ? CA_TOO_MANY_TASKS : fill(p, num_tasks);
         if (status == CA_OK)

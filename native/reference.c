@@ -45,7 +45,9 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
     double m = -INFINITY, l = 0;
     memset(o, 0, (size_t)dv * sizeof *o);
     ca_visible(p, t->request, i, &lo, &hi);
-    for (int64_t j = ca_max64(lo, k0); j < ca_min64(hi, k1); j++) {
+    lo = ca_max64(lo, k0);
+    hi = ca_min64(hi, k1);
+    for (int64_t j; (j = ca_next_key(c, t->request, kv_head, lo, hi)) < hi; lo = j + 1) {
         if (bits && !ca_sees(bits, ca_context(p, t->request), j))
             continue;
         int64_t block = table[j / c->block_size], token = j % c->block_size;

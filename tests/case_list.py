@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,7 +29,8 @@ class Case:
     block interleaved in one array, tokens, output and lse as parts of wider rows; pieces: calls that write the
     cache; kv_cache_dtype: other than "auto", with scales (cases.SCALES); rotary: what is done to queries and keys on
     their way (rotation.py), or None; mm_prefix_range, document_start_loc: of each request, () for none; tree: of each
-    request's query tokens, a name from TREES."""
+    request's query tokens, a name from TREES; selected: the share of its request's blocks that
+    a kv head attends, at random, None for all without a selection."""
 
     name: str
     query_lens: tuple[int, ...]
@@ -54,6 +56,7 @@ class Case:
     mm_prefix_range: tuple[tuple[tuple[int, int], ...], ...] | None = None
     document_start_loc: tuple[tuple[int, ...], ...] | None = None
     tree: str | None = None
+    selected: float | None = None
 
     @property
     def value_size(self) -> int:
@@ -82,6 +85,17 @@ class Case:
             rows = [pack_tree(TREES[self.tree](n), max(self.query_lens)) for n in self.query_lens]
             found["tree_mask"] = np.concatenate(rows)
         return found
+
+    def chosen(self, r: int) -> NDArray[np.bool_]:
+        """[Hkv, blocks]: what request r has selected."""
+        shape = self.num_kv_heads, -(-self.seq_lens[r] // self.block_size)
+        share = 1.0 if self.selected is None else self.selected
+        return np.random.default_rng([self.seed, zlib.crc32(self.name.encode()), r]).random(shape) < share
+
+    def sees(self, r: int) -> NDArray[np.bool_]:
+        """[q_len, Hkv, seq_len]: what each head of request r attends."""
+        keys = self.chosen(r)[:, np.arange(self.seq_lens[r]) // self.block_size]
+        return self.mask(r)[:, None] & keys
 
 
 # ---- trees of query tokens: [n, n], does token i see token j? ----
@@ -279,6 +293,33 @@ MASKS: dict[str, dict[str, Any]] = {
     "tree-prompt": {"query_lens": (150,), "seq_lens": (150,), "tree": "binary", "sliding_window": 5},
 }
 
+# The unselected blocks of "masked" hold NaN, the ones that no head selects are not even in the block table.
+SELECTED: dict[str, dict[str, Any]] = {
+    "half": {**MIXED, "selected": 0.5, "fill": "masked"},
+    "half-block-5": {**MIXED, "selected": 0.5, "fill": "masked", "block_size": 5},
+    "half-late-nan": {**MIXED, "selected": 0.5, "fill": "late-nan"},
+    "half-window": {**MIXED, "selected": 0.5, "fill": "masked", "sliding_window": 25, "block_size": 8},
+    "half-bidirectional": {**MIXED, "selected": 0.5, "fill": "masked", "causal": False, "sliding_window": (9, 7)},
+    "half-everything": {**MIXED, **FEATURES["everything"], "selected": 0.5, "fill": "masked", "block_size": 8},
+    "half-fp8": {**MIXED, "selected": 0.5, "fill": "masked", "kv_cache_dtype": "fp8_e4m3", "alibi": 0.5},
+    "none": {**MIXED, "selected": 0.0, "sinks": "mixed"},
+    "all": {**MIXED, "selected": 1.0},
+    "few-of-3000": {"query_lens": (1, 4, 1), "seq_lens": (3000, 2049, 1), "selected": 0.05, "fill": "masked"},
+    "few-of-3000-sinks": {"query_lens": (40, 1), "seq_lens": (3000, 5), "selected": 0.1, "sinks": "moderate"},
+}
+LONG_SELECTED: dict[str, dict[str, Any]] = {
+    "chunk": {"query_lens": (300, 1), "seq_lens": (2500, 1025), "selected": 0.2, "fill": "masked"},
+    "prefill": {"query_lens": (1500,), "seq_lens": (1500,), "selected": 0.3, "fill": "masked", "alibi": 0.125},
+    "window": {"query_lens": (1, 30), "seq_lens": (3001, 2047), "selected": 0.3, "sliding_window": 1101},
+    "odd-window": {"query_lens": (2, 3), "seq_lens": (3000, 1100), "selected": 0.5, "sliding_window": 778},
+    "block-128": {"query_lens": (1, 3), "seq_lens": (5000, 3000), "selected": 0.1, "fill": "masked", "block_size": 128},
+    "block-24": {"query_lens": (2, 33), "seq_lens": (2100, 1031), "selected": 0.4, "fill": "masked", "block_size": 24},
+    "block-1": {"query_lens": (2, 9), "seq_lens": (1100, 77), "selected": 0.5, "fill": "masked", "block_size": 1},
+    "fp8": {"query_lens": (1, 20), "seq_lens": (2100, 1500), "selected": 0.3, "kv_cache_dtype": "fp8_e5m2"},
+    "leaping": {"query_lens": (1, 3), "seq_lens": (3000, 1100), "selected": 0.3, "fill": "leaping"},
+    "sparse": {"query_lens": (1, 1), "seq_lens": (9000, 4000), "selected": 0.01, "fill": "masked"},
+}
+
 HEAD_SIZES = (1, 2, 3, 8, 16, 20, 64, 80, 96, 100, 112, 128, 192, 256, 512, 576)
 QUICK_HEAD_SIZES = (1, 3, 20, 64, 128)
 UNEQUAL_HEAD_SIZES = ((64, 32), (24, 40), (192, 128), (576, 512), (7, 5), (1, 16), (33, 1))
@@ -342,6 +383,8 @@ def _quick() -> Iterator[Case]:
         yield _case(f"int4-masks-{name}", MASKS[name], kv_cache_dtype="int4", head_size=64)
     for name in ("1023-1024-1025", "3000"):
         yield _case(f"long-{name}", LONG[name], head_size=16, num_heads=2, num_kv_heads=1)
+    for name, fields in SELECTED.items():
+        yield _case(f"selected-{name}", fields)
 
 
 def _default() -> Iterator[Case]:
@@ -399,6 +442,10 @@ def _default() -> Iterator[Case]:
             yield _case(f"long-tree-{tree}-window-{window}", LONG_TREE, tree=tree, sliding_window=window)
     for name, fields in LONG.items():
         yield _case(f"long-{name}", {"head_size": 16, "num_heads": 2, "num_kv_heads": 1, **fields})
+    for name, fields in LONG_SELECTED.items():
+        yield _case(f"selected-{name}", {"head_size": 16, **fields})
+    for name, feature in FEATURES.items():
+        yield _case(f"selected-{name}", MIXED, **feature, selected=0.4, num_heads=6, head_size=24, block_size=8)
 
 
 def _full() -> Iterator[Case]:
@@ -414,6 +461,11 @@ def _full() -> Iterator[Case]:
     for fill in FILLS:
         for size in (1, 64, 192):
             yield _case(f"full-fill-{fill}-head-{size}", MIXED, fill=fill, head_size=size, block_size=32)
+    for size in (1, 5, 64, 128, 192):
+        for block_size in (8, 16, 24, 128):
+            shape = {"head_size": size, "block_size": block_size, "num_heads": 7}
+            name = f"full-selected-head-{size}-block-{block_size}"
+            yield _case(name, LONG["3000-chunk"] | shape, selected=0.5)
     one_head = {"num_heads": 1, "num_kv_heads": 1, "head_size": 16}
     yield _case("full-70000", {"query_lens": (1, 1), "seq_lens": (70000, 65537)}, **one_head)
     yield _case("full-70000-mqa", {"query_lens": (3,), "seq_lens": (70000,)}, num_kv_heads=1, sinks="moderate")
@@ -486,6 +538,7 @@ def _random(index: int, seed: int) -> Case:
         strided=bool(rng.random() < 0.3),
         pieces=int(rng.integers(1, 4)),
         kv_cache_dtype=str(rng.choice(kinds)),
+        selected=[None, None, None, 0.2, 0.7][int(rng.integers(5))],
     )
     case = dataclasses.replace(case, **_random_masks(rng, case))
     rotary = str(rng.choice(["", "", "", "neox", "gptj", "neox-partial", "gptj-partial", "neox-norm", "gptj-norm"]))
@@ -512,8 +565,10 @@ def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     wanted = {"mixed-plain", "mixed-everything", "long-3000", "fp8_e4m3-everything", "int4-everything", "int8-3000"}
     wanted |= {"rotary-everything"}
     wanted |= {"masks-documents-everything", "masks-spans-alibi", "masks-tree-everything", "masks-tree-bits-window"}
+    wanted |= {"selected-few-of-3000"}
     if level != "quick":
         wanted |= {"many-requests", "mixed-fill-leaping", "long-3000-chunk", "long-3000-sinks", "mixed-heads-14-2"}
+        wanted |= {"selected-chunk", "selected-block-24", "selected-sparse"}
     if level == "full":
         wanted |= {f"random-{index}" for index in range(100)} | {"full-70000", "full-70000-mqa"}
     return [case for case in cases(level, dtype, seed) if case.name in wanted]

@@ -80,6 +80,7 @@ class Problem:
     s_aux: NDArray[np.float32] | None
     dynamic_causal: NDArray[np.int32] | None
     unspecified: NDArray[np.bool_]
+    selected_blocks: NDArray[np.int32] | None = None
 
     @property
     def scales(self) -> tuple[float, float]:
@@ -124,6 +125,8 @@ class Problem:
             self.s_aux,
             self.dynamic_causal,
             **self.case.masks,
+            selected_blocks=self.selected_blocks,
+            block_size=self.case.block_size,
         )
 
 
@@ -235,10 +238,10 @@ def _fill_odd_query(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any
 
 
 def _fill_masked(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], list[Any], float]:
-    """NaN and inf in every key and value that no query token of its request may see."""
+    """NaN and inf in every key and value that no query token of its request may see, head by head."""
     query, key, value, scale = _fill_normal(rng, case)
     for r, (k, v) in enumerate(zip(key, value, strict=True)):
-        hidden = ~case.mask(r).any(axis=0)
+        hidden = ~case.sees(r).any(axis=0).T
         k[hidden], v[hidden] = np.nan, np.nan
         k[hidden, ..., ::2], v[hidden, ..., ::2] = np.inf, -np.inf
     return query, key, value, scale
@@ -307,6 +310,28 @@ def _block_table(rng: np.random.Generator, case: Case) -> tuple[NDArray[np.int32
     return table, num_blocks
 
 
+def _selected_blocks(case: Case) -> NDArray[np.int32] | None:
+    """[R, Hkv, S], S what the longest list needs, or by the name one more."""
+    if case.selected is None:
+        return None
+    lists = [[np.flatnonzero(head) for head in case.chosen(r)] for r in range(len(case.seq_lens))]
+    longest = max((len(blocks) for heads in lists for blocks in heads), default=0)
+    selected = np.full((len(lists), case.num_kv_heads, longest + zlib.crc32(case.name.encode()) % 2), -1, np.int32)
+    for r, heads in enumerate(lists):
+        for h, blocks in enumerate(heads):
+            selected[r, h, : len(blocks)] = blocks
+    return selected
+
+
+def _attended(problem: Problem) -> NDArray[np.int32]:
+    """The block table, -1 for blocks of a request that no head selects."""
+    table: NDArray[np.int32] = problem.block_table.copy()
+    if problem.selected_blocks is not None:
+        for row, own in zip(table, problem.selected_blocks, strict=True):
+            row[~np.isin(np.arange(len(row)), own)] = -1
+    return table
+
+
 def build(case: Case) -> Problem:
     """A case's arrays."""
     rng = np.random.default_rng([case.seed, zlib.crc32(case.name.encode())])
@@ -331,6 +356,7 @@ def build(case: Case) -> Problem:
         s_aux=_sinks(rng, case),
         dynamic_causal=None if case.dynamic_causal is None else np.array(case.dynamic_causal, np.int32),
         unspecified=np.isinf(query).any(axis=2),
+        selected_blocks=_selected_blocks(case),
     )
 
 
@@ -357,6 +383,7 @@ def alone(problem: Problem, r: int) -> Problem:
         block_table=problem.block_table[pick],
         dynamic_causal=None if problem.dynamic_causal is None else problem.dynamic_causal[pick],
         unspecified=problem.unspecified[rows],
+        selected_blocks=None if problem.selected_blocks is None else problem.selected_blocks[pick],
     )
 
 
@@ -503,7 +530,7 @@ def _attend(
         "causal": case.causal,
         "alibi_slopes": problem.alibi_slopes,
         "sliding_window": case.sliding_window,
-        "block_table": problem.block_table,
+        "block_table": _attended(problem),
         "softcap": case.softcap,
         "s_aux": problem.s_aux,
         "dynamic_causal": problem.dynamic_causal,
@@ -511,6 +538,7 @@ def _attend(
         "v_scale": problem.scales[1],
         "kv_cache_dtype": case.kv_cache_dtype,
         "lse": lse,
+        "selected_blocks": problem.selected_blocks,
     }
     if engine == "onednn-python":
         from cpu_attn import compose

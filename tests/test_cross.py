@@ -78,10 +78,12 @@ def arrays(problem: Problem, reference: bool) -> bytes:
     fields += [case.head_size, case.value_size, problem.num_blocks, case.block_size, table.shape[1]]
     fields += [len(problem.query), len(slots), case.causal, left, -1 if causal else right]
     optional = (problem.alibi_slopes, problem.s_aux, problem.dynamic_causal)
-    fields += [*(x is not None for x in optional), reference]
+    selected = problem.selected_blocks
+    fields += [*(x is not None for x in optional), reference, -1 if selected is None else selected.shape[2]]
     numbers = [problem.scale, case.softcap, *problem.scales]
     slopes, sinks, flags = ([] if x is None else [x] for x in optional)
     body = [query, *tokens, slots, table, problem.query_start_loc, problem.seq_lens, *flags, *slopes, *sinks]
+    body += [] if selected is None else [selected]
     head = [np.array(fields, np.int64), np.array(numbers, np.float32)]
     return b"".join(np.ascontiguousarray(x).tobytes() for x in (*head, *body))
 

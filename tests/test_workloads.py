@@ -51,6 +51,7 @@ def test_every_workload_by_name() -> None:
         "decode-8x8k-d64": (8, 8, 8 * 8192, 64, 8, 64),
         "tree-8x8k": (8, 64, 8 * 8192, 32, 8, 128),
         "tree-16x4k-mha": (16, 128, 16 * 4096, 16, 16, 128),
+        "select-1x64k": (1, 1, 65536, 32, 8, 128),
         "write-8k": (1, 8192, 8192, 32, 8, 128),
         "rope-write-8k": (1, 8192, 8192, 32, 8, 128),
         "call-tiny": (1, 1, 16, 32, 8, 128),
@@ -59,7 +60,8 @@ def test_every_workload_by_name() -> None:
 
 def test_groups() -> None:
     assert [w.name for w in GROUPS["all"]] == list(WORKLOADS)
-    assert {w.name for w in GROUPS["decode"]} == {name for name in WORKLOADS if name.startswith(("decode-", "tree-"))}
+    names = ("decode-", "tree-", "select-")
+    assert {w.name for w in GROUPS["decode"]} == {n for n in WORKLOADS if n.startswith(names)}
     prefill = {name for name in WORKLOADS if name.startswith("prefill-")} | {"chunk-512-of-8k", "mixed"}
     assert {w.name for w in GROUPS["prefill"]} == prefill
     assert all(w.kind == group for group in ("prefill", "decode") for w in GROUPS[group])

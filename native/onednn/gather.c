@@ -92,10 +92,10 @@ static void apply_scales(const ca_pages *g, int value, int64_t key, int64_t n, f
         }
 }
 
-/* How many keys from here, up to end, lie in one block, one group of lanes and one panel. */
-static int64_t piece(const ca_pages *g, int64_t key, int64_t k0, int64_t end, int64_t lanes, int64_t panel) {
-    int64_t token = key % g->call->block_size, column = key - k0;
-    int64_t n = ca_min64(end - key, g->call->block_size - token);
+/* How many columns from here, up to end, lie in one block, one group of lanes and one panel. */
+static int64_t piece(const ca_pages *g, int64_t column, int64_t end, int64_t lanes, int64_t panel) {
+    int64_t token = g->key[column] % g->call->block_size;
+    int64_t n = ca_min64(end - column, g->call->block_size - token);
     return ca_min64(n, ca_min64(lanes - token % lanes, panel - column % panel));
 }
 
@@ -103,72 +103,72 @@ static int64_t lanes(const ca_pages *g, int value) {
     return narrow_dtype(g->plan, value) ? CA_LANES : g->call->block_size;
 }
 
-static void copy_k_pairs(const ca_pages *g, int64_t first, int64_t k0, int64_t end, uint16_t *dst) {
+static void copy_k_pairs(const ca_pages *g, int64_t skip, int64_t end, uint16_t *dst) {
     int64_t head_size = g->plan->shape.head_size, n;
-    for (int64_t key = first; key < end; key += n) {
-        const uint16_t *block = (const uint16_t *)block_of(g, 0, key);
-        int64_t token = key % g->call->block_size;
-        n = piece(g, key, k0, end, CA_LANES, PANEL);
+    for (int64_t column = skip; column < end; column += n) {
+        const uint16_t *block = (const uint16_t *)block_of(g, 0, g->key[column]);
+        int64_t token = g->key[column] % g->call->block_size;
+        n = piece(g, column, end, CA_LANES, PANEL);
         for (int64_t d = 0; d < head_size; d += 2)
-            memcpy(dst + packed_at(d, key - k0, head_size), block + ca_k_offset(CA_LAYOUT_PAIRS, token, d, head_size),
+            memcpy(dst + packed_at(d, column, head_size), block + ca_k_offset(CA_LAYOUT_PAIRS, token, d, head_size),
                    (size_t)n * 4);
     }
 }
 
-void ca_gather_k(ca_form form, const ca_pages *g, int64_t first, int64_t k0, int64_t n, int64_t keys, void *dst) {
-    int64_t head_size = g->plan->shape.head_size, end = k0 + n, step;
+void ca_gather_k(ca_form form, const ca_pages *g, int64_t skip, int64_t n, int64_t keys, void *dst) {
+    int64_t head_size = g->plan->shape.head_size, step;
     int64_t width = form == CA_FORM_PLAIN ? keys : PANEL;
     int64_t unit = form == CA_FORM_PLAIN ? 1 : form == CA_FORM_PANELS ? 16 : 32;
-    if (n < keys || first > k0 || head_size % unit != 0)
+    if (n < keys || skip > 0 || head_size % unit != 0)
         memset(dst, 0, (size_t)ca_form_k_bytes(head_size, keys));
     if (form == CA_FORM_BF16) {
-        copy_k_pairs(g, ca_max64(k0, first), k0, end, dst);
+        copy_k_pairs(g, skip, n, dst);
         return;
     }
     int64_t panel = width * (form == CA_FORM_PLAIN ? head_size : ca_round_up(head_size, 16));
-    for (int64_t key = ca_max64(k0, first); key < end; key += step) {
-        int64_t token, column = key - k0;
-        const void *block = plain_block(g, 0, key, &token);
+    for (int64_t column = skip; column < n; column += step) {
+        int64_t token;
+        const void *block = plain_block(g, 0, g->key[column], &token);
         float *to = (float *)dst + column / width * panel + column % width;
-        step = piece(g, key, k0, end, lanes(g, 0), width);
+        step = piece(g, column, n, lanes(g, 0), width);
         g->plan->kernel->widen_k(block, head_size, token, token + step, to, width);
-        apply_scales(g, 0, key, step, to, width, 1);
+        apply_scales(g, 0, g->key[column], step, to, width, 1);
     }
 }
 
 /* A pair of keys holds both rows of its dst line; a half that does not count is zeroed after. */
-static void copy_v_pairs(const ca_pages *g, int64_t first, int64_t k0, int64_t end, int64_t keys, uint16_t *dst) {
+static void copy_v_pairs(const ca_pages *g, int64_t skip, int64_t end, int64_t keys, uint16_t *dst) {
     int64_t dv = g->plan->shape.head_size_v;
-    for (int64_t key = k0; key < end; key += 2) {
-        const uint16_t *block = (const uint16_t *)block_of(g, 1, key);
-        int64_t token = key % g->call->block_size;
+    for (int64_t column = 0; column < end; column += 2) {
+        const uint16_t *block = (const uint16_t *)block_of(g, 1, g->key[column]);
+        int64_t token = g->key[column] % g->call->block_size;
         for (int64_t d = 0; d < dv; d += PANEL) {
-            uint16_t *line = dst + packed_at(key - k0, d, keys);
+            uint16_t *line = dst + packed_at(column, d, keys);
             int64_t n = ca_min64(PANEL, dv - d);
             memcpy(line, block + ca_v_offset(CA_LAYOUT_PAIRS, token, d, dv), (size_t)n * 4);
-            for (int64_t i = 0; i < n && (key < first || key + 1 >= end); i++)
-                line[2 * i + (key + 1 >= end)] = 0;
+            for (int64_t i = 0; i < n && (column < skip || column + 1 >= end); i++)
+                line[2 * i + (column + 1 >= end)] = 0;
         }
     }
 }
 
-void ca_gather_v(ca_form form, const ca_pages *g, int64_t first, int64_t k0, int64_t n, int64_t keys, void *dst) {
-    int64_t dv = g->plan->shape.head_size_v, end = k0 + n, step;
+void ca_gather_v(ca_form form, const ca_pages *g, int64_t skip, int64_t n, int64_t keys, void *dst) {
+    int64_t dv = g->plan->shape.head_size_v, step;
     if (form == CA_FORM_BF16) {
         if (n < keys || dv % PANEL != 0)
             memset(dst, 0, (size_t)(ca_round_up(dv, PANEL) * keys * 2));
-        copy_v_pairs(g, first, k0, end, keys, dst);
+        copy_v_pairs(g, skip, n, keys, dst);
         return;
     }
     float *rows = dst;
-    for (int64_t key = ca_max64(k0, first); key < end; key += step) {
+    for (int64_t column = skip; column < n; column += step) {
         int64_t token;
-        const void *block = plain_block(g, 1, key, &token);
-        step = piece(g, key, k0, end, lanes(g, 1), keys);
-        g->plan->kernel->widen_v(block, dv, token, token + step, rows + (key - k0) * dv, dv);
-        apply_scales(g, 1, key, step, rows + (key - k0) * dv, 1, dv);
+        const void *block = plain_block(g, 1, g->key[column], &token);
+        step = piece(g, column, n, lanes(g, 1), keys);
+        g->plan->kernel->widen_v(block, dv, token, token + step, rows + column * dv, dv);
+        apply_scales(g, 1, g->key[column], step, rows + column * dv, 1, dv);
     }
-    memset(rows, 0, (size_t)(ca_max64(0, first - k0) * dv) * sizeof(float));
+    memset(rows, 0, (size_t)(skip * dv) * sizeof(float));
     memset(rows + n * dv, 0, (size_t)((keys - n) * dv) * sizeof(float));
 }
 

@@ -26,6 +26,7 @@ enum {
     SINKS,
     FLAGS,
     REFERENCE,
+    SELECTED, /* blocks for each request and kv head, -1: all */
     FIELDS
 };
 
@@ -103,6 +104,9 @@ int main(int argc, char **argv) {
     ca_array starts = given(CA_I32, 4, 1, (int64_t[]){f[REQS] + 1}), lens = given(CA_I32, 4, 1, &f[REQS]);
     ca_array flags = f[FLAGS] ? given(CA_I32, 4, 1, &f[REQS]) : (ca_array){0};
     ca_array slopes = floats(f[SLOPES] != 0), sinks = floats(f[SINKS] != 0);
+    ca_array selected = {0};
+    if (f[SELECTED] >= 0)
+        selected = given(CA_I32, 4, 3, (int64_t[]){f[REQS], f[KV_HEADS], f[SELECTED]});
     ca_array output = array(dtype, item, 3, (int64_t[]){f[TOKENS], f[HEADS], f[SIZE_V]}, 0xff);
     ca_array lse = array(CA_F32, 4, 2, (int64_t[]){f[HEADS], f[TOKENS]}, 0xff);
     ca_known *known = memory(sizeof *known, 0);
@@ -122,7 +126,7 @@ int main(int argc, char **argv) {
                       .enable_kv_split = 1,
                       .num_threads = 1};
     const ca_array written[] = {kc, vc, k, v, slots}, step[] = {starts, lens, flags};
-    const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks};
+    const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks, selected};
     ca_plan_info info;
     ca_write(known, NULL, written, 0, isa, (int)f[K_DTYPE], (int)f[V_DTYPE], x[2], x[3], &fault);
     const ca_engine *engine = f[REFERENCE] ? ca_reference_engine() : ca_native_engine();
