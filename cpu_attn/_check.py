@@ -149,6 +149,20 @@ def lengths(
     return starts, lens, None if dynamic_causal is None else array("dynamic_causal", dynamic_causal, ["int32"], reqs)
 
 
+def step(num_reqs: int, *arrays: Any) -> tuple[Array | None, ...]:
+    """The arrays that a plan is made of: lengths, and a block table or None."""
+    *three, table = arrays
+    axes = [("num_reqs", num_reqs), ("blocks", None)]
+    return *lengths(num_reqs, *three), None if table is None else array("block_table", table, ["int32"], axes)
+
+
+def table_block_size(block_table: Any, block_size: Any) -> int:
+    if block_table is None or block_size is None:
+        given, missing = ("block_size", "block_table") if block_table is None else ("block_table", "block_size")
+        raise ValueError(f"{missing}: is None, {given} is given; a plan takes both or neither")
+    return integer("block_size", block_size, 1)
+
+
 def same_window(plan: Any, sliding_window: Any) -> None:
     """A causal request never looks right."""
     shape = plan._shape
@@ -323,6 +337,9 @@ def raise_fault(fault: Any) -> None:
             lib.CA_BAD_SLOT: f"slot_mapping[{position}]: {value}, expected less than num_blocks * block_size = {bound}",
             lib.CA_OTHER_LENGTHS: f"query_start_loc[{position}]: {value}, scheduler_metadata was made for {bound}",
             lib.CA_OTHER_SEQ_LENS: f"seq_lens[{position}]: {value}, scheduler_metadata was made for {bound}",
+            lib.CA_OTHER_BLOCK_SIZE: f"key_cache: block_size is {value}, scheduler_metadata was made for {bound}",
+            lib.CA_OTHER_BLOCKS: f"block_table: {where}position {position} holds block {value}, not {bound} as a request "
+            f"that shares it; scheduler_metadata was made for other block tables",
             lib.CA_OTHER_CAUSAL: f"causal: {where}is {bool(value)}, scheduler_metadata was made for {bool(bound)}",
         }[fault.status]
     )

@@ -40,7 +40,9 @@ enum ca_status {
     CA_OTHER_SEQ_LENS,      /* request, value, bound = the plan's */
     CA_OTHER_CAUSAL,        /* request, value, bound = the plan's */
     CA_ENGINE_FAILED,       /* value: the engine's own status */
-    CA_UNKNOWN              /* not a fault: _check.py has to look at the arrays first */
+    CA_UNKNOWN,             /* not a fault: _check.py has to look at the arrays first */
+    CA_OTHER_BLOCK_SIZE,    /* value, bound = the plan's */
+    CA_OTHER_BLOCKS         /* request, position, value, bound = that of a request that shared it */
 };
 
 /* Where a check failed. Fields that a status does not use are -1. */
@@ -59,6 +61,7 @@ typedef struct ca_shape {
     int32_t window_left, window_right; /* keys visible to each side of the query, -1: all */
     int32_t enable_kv_split;
     int32_t num_threads;
+    int32_t block_size; /* of the block table that the plan was given, 0: none */
 } ca_shape;
 
 typedef struct ca_plan ca_plan;
@@ -67,6 +70,7 @@ typedef struct ca_engine ca_engine;
 typedef struct ca_plan_info {
     int64_t num_tokens, num_tasks, num_splits, workspace_bytes;
     int32_t rows, num_threads;
+    int64_t num_shared; /* tasks for several requests */
 } ca_plan_info;
 
 /* Tokens to write or read: [T, Hkv, D], the last dimension dense. */
@@ -106,7 +110,13 @@ enum ca_attention_arrays {
     CA_S_AUX,
     CA_ATTENTION_ARRAYS
 };
-enum ca_step_arrays { CA_STEP_QUERY_START_LOC, CA_STEP_SEQ_LENS, CA_STEP_DYNAMIC_CAUSAL, CA_STEP_ARRAYS };
+enum ca_step_arrays {
+    CA_STEP_QUERY_START_LOC,
+    CA_STEP_SEQ_LENS,
+    CA_STEP_DYNAMIC_CAUSAL,
+    CA_STEP_BLOCK_TABLE,
+    CA_STEP_ARRAYS
+};
 enum ca_write_arrays { CA_TO_KEY_CACHE, CA_TO_VALUE_CACHE, CA_KEY, CA_VALUE, CA_SLOT_MAPPING, CA_WRITE_ARRAYS };
 
 /* Calls that _check.py has accepted: all that its answer depends on, which is everything about the arrays but where
@@ -166,7 +176,8 @@ void ca_plan_free(ca_plan *plan);
 void ca_plan_describe(const ca_plan *plan, ca_plan_info *out);
 int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs over all query heads */
 
-/* Does a block table [R, cols] name blocks below num_blocks wherever the plan will look? */
+/* Does a block table [R, cols] name blocks below num_blocks wherever the plan will look, and the same for requests that
+ * share them in the plan? */
 int ca_check_table(const ca_plan *plan, const int32_t *table, int64_t stride, int64_t cols, int64_t num_blocks,
                    int64_t block_size, ca_fault *fault);
 
@@ -254,14 +265,42 @@ static inline int64_t ca_v_offset(int layout, int64_t token, int64_t d, int64_t 
     return layout == CA_LAYOUT_LANES ? token * head_size + d : (token / 2 * head_size + d) * 2 + token % 2;
 }
 
+/* Query token `token` of a request. */
+typedef struct ca_token {
+    int32_t request, token;
+} ca_token;
+
 /* A piece of work: query tokens [token, token + num_tokens) of a request, keys of segments
  * [segment, segment + num_segments), for one kv head at a time. Row r of it is query token
  * token + r / group, query head kv_head * group + r % group. */
 typedef struct ca_task {
     int32_t request, token, num_tokens;
     int32_t segment, num_segments;
-    int64_t partial; /* floats into the partial results, -1: finish at once */
+    int64_t partial;        /* floats into the partial results, -1: finish at once */
+    const ca_token *tokens; /* NULL, or its query tokens: of several requests, which see the same blocks here, whole */
 } ca_task;
+
+/* Rows from `row` on of partial results for `rows` rows, of kv head 0. */
+typedef struct ca_part {
+    int64_t partial;
+    int32_t rows, row;
+} ca_part;
+
+/* A query block whose keys, or some, were handed out: their results merge in the order of the parts, which is that of
+ * the keys. Then come the segments of the task, which are left to whoever merges. */
+typedef struct ca_merge {
+    ca_task task;
+    const ca_part *parts;
+    int64_t num_parts;
+} ca_merge;
+
+/* Requests whose first blocks a task reads for both. */
+typedef struct ca_same {
+    int32_t request, other, num_blocks;
+} ca_same;
+
+/* A task of up to so many rows reads more than it computes: FEW_KEYS of state.inc. Such tasks may share. */
+#define CA_FEW_ROWS 16
 
 /* Softmax state of `rows` query rows over some keys: sum of p*v, the reference max and sum of p.
  * m is in units of log2: p = exp2(s*log2(e) - m). Nothing seen: m = -inf, l = 0, o = 0. */
@@ -288,11 +327,15 @@ struct ca_plan {
     int32_t *query_start_loc, *seq_lens, *causal; /* causal[r]: resolved for each request */
     ca_task *tasks;                               /* longest first */
     int64_t num_tasks;
-    ca_task *merges; /* tasks whose segments were handed out one by one, whole */
+    ca_merge *merges;
     int64_t num_merges;
     int32_t rows;        /* most query rows of a task */
     int32_t num_threads; /* no more than shape.num_threads, and worth waking */
     int64_t state_bytes, scratch_bytes, thread_bytes, partial_bytes;
+    int64_t num_shared;
+    ca_token *tokens; /* of the shared tasks */
+    ca_same *same;
+    int64_t num_same;
 };
 
 /* Computes the state of a task's rows over the keys [k0, k1) for one kv head. scratch is
@@ -356,10 +399,19 @@ int64_t ca_threads_for(double nanoseconds);
 /* A child of fork() must not enter a parallel region of libgomp: it would wait for threads that are gone. */
 int ca_team(int wanted);
 
+static inline ca_token ca_token_at(const ca_task *task, int64_t i) {
+    return task->tokens ? task->tokens[i] : (ca_token){task->request, (int32_t)(task->token + i)};
+}
+
+/* Of query token i of request r among its keys. */
+static inline int64_t ca_position(const ca_plan *plan, int r, int64_t i) {
+    return plan->seq_lens[r] - ((int64_t)plan->query_start_loc[r + 1] - plan->query_start_loc[r]) + i;
+}
+
 /* First and last+1 key that query token i of request r may see, before the sequence's own end. */
 static inline void ca_visible(const ca_plan *plan, int r, int64_t i, int64_t *lo, int64_t *hi) {
-    int64_t len = plan->seq_lens[r], q_len = (int64_t)plan->query_start_loc[r + 1] - plan->query_start_loc[r];
-    int64_t pos = len - q_len + i, left = plan->shape.window_left, right = plan->shape.window_right;
+    int64_t len = plan->seq_lens[r], pos = ca_position(plan, r, i);
+    int64_t left = plan->shape.window_left, right = plan->shape.window_right;
     *lo = left < 0 ? 0 : ca_max64(0, pos - left);
     *hi = right < 0 ? len : ca_min64(len, pos + right + 1);
     if (plan->causal[r])
@@ -368,11 +420,12 @@ static inline void ca_visible(const ca_plan *plan, int r, int64_t i, int64_t *lo
         *hi = *lo;
 }
 
-/* The keys [*k0, *k1) that some row of the task may see. */
+/* The keys [*k0, *k1) that some row of the task may see; of a shared one, no fewer than those of its segments. */
 static inline void ca_task_keys(const ca_plan *plan, const ca_task *task, int64_t *k0, int64_t *k1) {
     int64_t unused;
-    ca_visible(plan, task->request, task->token, k0, &unused);
-    ca_visible(plan, task->request, task->token + task->num_tokens - 1, &unused, k1);
+    ca_token first = ca_token_at(task, 0), last = ca_token_at(task, task->num_tokens - 1);
+    ca_visible(plan, first.request, first.token, k0, &unused);
+    ca_visible(plan, last.request, last.token, &unused, k1);
     if (*k1 < *k0)
         *k1 = *k0;
 }

@@ -264,7 +264,15 @@ def _block_table(rng: np.random.Generator, case: Case) -> tuple[NDArray[np.int32
     order = rng.permutation(num_blocks)
     for r, (first, last) in enumerate(_spans(needed)):
         table[r, : last - first] = order[first:last]
+    for r, (source, blocks) in enumerate(case.shared):
+        table[r, :blocks] = table[source, :blocks]
     return table, num_blocks
+
+
+def _share(case: Case, rows: list[NDArray[Any]]) -> None:
+    """Keys or values of blocks that a request shares are those of the request that has them first."""
+    for r, (source, blocks) in enumerate(case.shared):
+        rows[r][: blocks * case.block_size] = rows[source][: blocks * case.block_size]
 
 
 def build(case: Case) -> Problem:
@@ -272,6 +280,8 @@ def build(case: Case) -> Problem:
     rng = np.random.default_rng([case.seed, zlib.crc32(case.name.encode())])
     query, key, value, scale = FILLS[case.fill](rng, case)
     table, num_blocks = _block_table(rng, case)
+    _share(case, key)
+    _share(case, value)
     dtype = numpy_dtype(case.dtype)
     slopes = case.alibi * 2.0 ** (-8 * np.arange(case.num_heads) / case.num_heads)
     start = np.concatenate([[0], np.cumsum(case.query_lens)]).astype(np.int32)
@@ -300,7 +310,7 @@ def alone(problem: Problem, r: int) -> Problem:
     return dataclasses.replace(
         problem,
         case=dataclasses.replace(
-            case, query_lens=case.query_lens[pick], seq_lens=case.seq_lens[pick], dynamic_causal=flags
+            case, query_lens=case.query_lens[pick], seq_lens=case.seq_lens[pick], dynamic_causal=flags, shared=()
         ),
         query=problem.query[rows],
         key=problem.key[pick],
@@ -475,4 +485,6 @@ def _plan(problem: Problem, isa: str, engine: str, enable_kv_split: bool) -> cpu
         case.kv_cache_dtype,
         head_size_v=case.value_size,
         engine=engine,
+        block_table=problem.block_table if case.shared else None,
+        block_size=case.block_size if case.shared else None,
     )
