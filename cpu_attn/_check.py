@@ -304,6 +304,40 @@ def write(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[Ar
     return found, resolved.index, kv
 
 
+def _parts(name: str, x: Any) -> list[Any]:
+    """A sequence of arrays, or the arrays along the first axis of one."""
+    found = list(x if isinstance(x, (list, tuple)) else view(name, x).numpy())
+    if not found:
+        raise ValueError(f"{name}: no parts, expected at least one")
+    return found
+
+
+def states(outs: Any, lses: Any) -> tuple[list[Array], list[Array]]:
+    """Outputs [T, Hq, Dv] of one dtype and lses [Hq, T] of several sets of keys."""
+    parts, logs = _parts("outs", outs), _parts("lses", lses)
+    if len(parts) != len(logs):
+        raise ValueError(f"lses: {len(logs)} parts, outs has {len(parts)}")
+    axes: list[tuple[str, int | None]] = [("T", None), ("num_heads", None), ("head_size_v", None)]
+    first = array("outs[0]", parts[0], FLOATS, axes)
+    axes = [(what, size) for (what, _), size in zip(axes, first.shape, strict=True)]
+    return (
+        [array(f"outs[{i}]", x, [first.dtype], axes) for i, x in enumerate(parts)],
+        [array(f"lses[{i}]", x, ["float32"], [axes[1], axes[0]]) for i, x in enumerate(logs)],
+    )
+
+
+def merged(parts: Sequence[Array], logs: Sequence[Array], out: Any, lse: Any) -> tuple[Array, Array]:
+    """Where states go to: of their shapes, apart from them."""
+    tokens, heads, size = zip(("T", "num_heads", "head_size_v"), parts[0].shape, strict=True)
+    to = writable("out", array("out", out, [parts[0].dtype], [tokens, heads, size]))
+    log = writable("lse", array("lse", lse, ["float32"], [heads, tokens]))
+    inputs: dict[str, Array | None] = {f"outs[{i}]": a for i, a in enumerate(parts)}
+    inputs |= {f"lses[{i}]": a for i, a in enumerate(logs)}
+    disjoint("out", to, {"lse": log, **inputs})
+    disjoint("lse", log, inputs)
+    return to, log
+
+
 def apart(names: Sequence[str], arrays: Sequence[Array | None], num_outputs: int) -> None:
     """The first num_outputs arrays share no byte with one another or with the rest."""
     for i in range(num_outputs):

@@ -213,6 +213,10 @@ typedef struct ca_probe_info {
 
 int ca_probe(int i, ca_probe_info *out); /* 0: no such i */
 
+/* Attention over num_parts sets of keys to that over all of them. outs: [T, Hq, Dv] of each, then where the result
+ * goes, of one dtype, the last axis dense; lses: float32 [Hq, T], likewise. _check.py has accepted them. */
+void ca_merge_states(int64_t num_parts, const ca_array *outs, const ca_array *lses);
+
 /* Limits on this many threads, 0 where they cannot be measured. Products from registers for this long; one pass
  * of reads or of memcpy (bytes copied, counted once) over memory of this size. */
 double ca_probe_gflops(int probe, int threads, double seconds);

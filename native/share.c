@@ -3,8 +3,8 @@
  * FlashInfer's, flashinfer.ai/2024/02/02/cascade-inference.html; RadixAttention's tree, arXiv:2312.07104).
  *
  * What is shared are whole segments from the first key on, the unit in which results are defined: a row's state over a
- * segment has the same bits whoever computes it, and merges in the same place. Block tables in lexicographic order have
- * the requests of every shared prefix side by side. So one pass over neighbours says how much they have in common, and
+ * segment has the same bits whoever computes it, and merges in the same place. Sorted block tables have the requests of
+ * every shared prefix side by side. So one pass over neighbours says how much they have in common, and
  * the tree of prefixes falls out of these numbers: all that a run of requests has in common is shared by the run, the
  * rest by the runs within. */
 #include "plan.h"
@@ -28,13 +28,14 @@ static int64_t first_difference(const sharer *x, const sharer *y) {
     return i;
 }
 
+/* Some order of tables, by their bytes: it need only keep common beginnings together. */
 static int in_order(const void *a, const void *b) {
     const sharer *x = a, *y = b;
     if (x->size != y->size)
         return x->size < y->size ? -1 : 1;
-    int64_t i = first_difference(x, y);
-    if (i < x->num_blocks && i < y->num_blocks)
-        return x->blocks[i] < y->blocks[i] ? -1 : 1;
+    int order = memcmp(x->blocks, y->blocks, (size_t)ca_min64(x->num_blocks, y->num_blocks) * sizeof *x->blocks);
+    if (order)
+        return order;
     if (x->num_blocks != y->num_blocks)
         return x->num_blocks < y->num_blocks ? -1 : 1;
     return x->listed < y->listed ? -1 : 1;
