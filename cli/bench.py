@@ -263,7 +263,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--softcap", type=click.FloatRange(0, min_open=True), help="Softcap of the logits; likewise."),
             click.option("--sinks", is_flag=True, help="A sink for each head; likewise."),
             click.option("--alibi", is_flag=True, help="ALiBi slopes; likewise."),
-            click.option("--no-cascade", is_flag=True, help="Shared keys are read for each request by itself; likewise."),
+            click.option("--no-cascade", is_flag=True, help="Shared keys read for each request by itself; likewise."),
         ]
     ):
         command = option(command)

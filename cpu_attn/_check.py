@@ -372,8 +372,8 @@ def raise_fault(fault: Any) -> None:
             lib.CA_OTHER_LENGTHS: f"query_start_loc[{position}]: {value}, scheduler_metadata was made for {bound}",
             lib.CA_OTHER_SEQ_LENS: f"seq_lens[{position}]: {value}, scheduler_metadata was made for {bound}",
             lib.CA_OTHER_BLOCK_SIZE: f"key_cache: block_size is {value}, scheduler_metadata was made for {bound}",
-            lib.CA_OTHER_BLOCKS: f"block_table: {where}position {position} holds block {value}, not {bound} as a request "
-            f"that shares it; scheduler_metadata was made for other block tables",
+            lib.CA_OTHER_BLOCKS: f"block_table: {where}position {position} holds block {value}, not {bound} as a "
+            f"request that shares it; scheduler_metadata was made for other block tables",
             lib.CA_OTHER_CAUSAL: f"causal: {where}is {bool(value)}, scheduler_metadata was made for {bool(bound)}",
         }[fault.status]
     )

@@ -103,7 +103,9 @@ class CPUAttentionMetadata:
     attn_bias: list[Any] | None = field(default=None, init=False, repr=False)
     encoder_attn_bias: list[Any] | None = field(default=None, init=False, repr=False)
     cross_attn_bias: list[Any] | None = field(default=None, init=False, repr=False)
-    _plans: dict[Any, tuple[bytes, Array | None, SchedulerMetadata]] = field(default_factory=dict, init=False, repr=False)
+    _plans: dict[Any, tuple[bytes, Array | None, SchedulerMetadata]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def is_all_encoder_attn_metadata_set(self) -> bool:
@@ -248,9 +250,7 @@ class CPUAttentionMetadata:
             missing = [name for name in names if getattr(self, name) is None]
             raise ValueError(f"attn_metadata: {kind} attention needs {', '.join(missing)}")
 
-    def _plan(
-        self, part: Part, kind: AttentionType, block_size: int | None = None, **shape: Any
-    ) -> SchedulerMetadata:
+    def _plan(self, part: Part, kind: AttentionType, block_size: int | None = None, **shape: Any) -> SchedulerMetadata:
         """The plan for some requests of this step, made by the first layer of a shape and kept for the others, as long
         as lengths and, where requests share blocks, tables are the same."""
         key = (part.first, kind, block_size, *shape.values())

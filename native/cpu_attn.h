@@ -280,8 +280,9 @@ typedef struct ca_token {
 typedef struct ca_task {
     int32_t request, token, num_tokens;
     int32_t segment, num_segments;
-    int64_t partial;        /* floats into the partial results, -1: finish at once */
-    const ca_token *tokens; /* NULL, or its query tokens: of several requests, which see the same blocks here, whole */
+    int32_t shared;  /* 0, or 1 + where in plan->tokens its query tokens are: of several requests, whose blocks are the
+                        same in these segments, which all of them see whole */
+    int64_t partial; /* floats into the partial results, -1: finish at once */
 } ca_task;
 
 /* Rows from `row` on of partial results for `rows` rows, of kv head 0. */
@@ -403,8 +404,8 @@ int64_t ca_threads_for(double nanoseconds);
 /* A child of fork() must not enter a parallel region of libgomp: it would wait for threads that are gone. */
 int ca_team(int wanted);
 
-static inline ca_token ca_token_at(const ca_task *task, int64_t i) {
-    return task->tokens ? task->tokens[i] : (ca_token){task->request, (int32_t)(task->token + i)};
+static inline ca_token ca_token_at(const ca_plan *plan, const ca_task *task, int64_t i) {
+    return task->shared ? plan->tokens[task->shared - 1 + i] : (ca_token){task->request, (int32_t)(task->token + i)};
 }
 
 /* Of query token i of request r among its keys. */
@@ -427,7 +428,7 @@ static inline void ca_visible(const ca_plan *plan, int r, int64_t i, int64_t *lo
 /* The keys [*k0, *k1) that some row of the task may see; of a shared one, no fewer than those of its segments. */
 static inline void ca_task_keys(const ca_plan *plan, const ca_task *task, int64_t *k0, int64_t *k1) {
     int64_t unused;
-    ca_token first = ca_token_at(task, 0), last = ca_token_at(task, task->num_tokens - 1);
+    ca_token first = ca_token_at(plan, task, 0), last = ca_token_at(plan, task, task->num_tokens - 1);
     ca_visible(plan, first.request, first.token, k0, &unused);
     ca_visible(plan, last.request, last.token, &unused, k1);
     if (*k1 < *k0)

@@ -10,9 +10,8 @@ typedef struct ca_costed {
     int64_t cost;    /* of one kv head: of the task, then of a piece */
     int32_t pieces;  /* num_segments, if it hands them out one by one, or 1, or 0: they are left to the merge */
     int32_t shared;  /* of a query block: parts of it that come from shared tasks */
-    int32_t filled;  /* of these, how many are known */
-    int32_t members; /* of a shared task: how many query blocks, */
-    int64_t first;   /* from where on in ca_list.members; of a query block: its first part */
+    int32_t members; /* of a shared task: how many query blocks */
+    int32_t first;   /* where they start in ca_list.members; of a query block: where its next part goes */
 } ca_costed;
 
 typedef struct ca_list {

@@ -29,7 +29,7 @@ static double score(const ca_plan *p, const ca_call *c, const char *query, const
 static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int64_t r, int kv_head, int64_t k0,
                        int64_t k1, const ca_state *state, double *o) {
     int64_t group = p->shape.num_heads / p->shape.num_kv_heads, lo, hi;
-    ca_token at = ca_token_at(t, r / group);
+    ca_token at = ca_token_at(p, t, r / group);
     int64_t head = kv_head * group + r % group, dv = p->shape.head_size_v;
     int64_t start = p->query_start_loc[at.request], pos = ca_position(p, at.request, at.token);
     const char *query = ca_block(c->query, c->q_stride_t, c->q_stride_h, start + at.token, (int)head, p->shape.dtype);

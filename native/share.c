@@ -95,7 +95,7 @@ static int keep(ca_plan *p, ca_list *list, sharer *x, int64_t n, int64_t neighbo
         list->members[i] = x[i].listed;
         x[i].token = tokens;
         for (int32_t j = 0; j < t->num_tokens; j++)
-            p->tokens[tokens++] = ca_token_at(t, j);
+            p->tokens[tokens++] = ca_token_at(p, t, j);
         if (x[i].common > 0)
             p->same[p->num_same++] =
                 (ca_same){t->request, list->at[x[i + 1].listed].task.request,
@@ -116,10 +116,10 @@ static int add_task(ca_plan *p, ca_list *list, const sharer *x, int64_t a, int64
     *c = (ca_costed){.task = {.request = p->tokens[x[a].token].request,
                               .segment = s,
                               .num_segments = end - s,
-                              .partial = -1,
-                              .tokens = p->tokens + x[a].token},
+                              .shared = (int32_t)x[a].token + 1,
+                              .partial = -1},
                      .pieces = s > 0 ? end - s : 1, /* the first ones may merge at once */
-                     .first = a,
+                     .first = (int32_t)a,
                      .members = (int32_t)(b - a)};
     for (int64_t i = a; i < b; i++) {
         ca_costed *block = &list->at[x[i].listed];

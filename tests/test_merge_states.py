@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ def test_a_request_in_parts(engine: str, dtype: str) -> None:
     case = Case("parts", (1,), (cuts[-1],), head_size=24, causal=False, sinks="moderate", dtype=dtype)
     whole = build(case)
     outs, lses = [], []
-    for i, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for i, (first, last) in enumerate(pairwise(cuts)):
         part = build(Case("part", (1,), (last - first,), head_size=24, causal=False, dtype=dtype))
         part.query, part.scale = whole.query, whole.scale
         part.key, part.value = [whole.key[0][first:last]], [whole.value[0][first:last]]

@@ -157,7 +157,7 @@ static void take_rows(work *w) {
     if (w->form == CA_FORM_BF16)
         memset(w->q, 0, (size_t)(w->rows * columns * 2));
     for (int64_t r = 0; r < w->rows; r++) {
-        ca_token at = ca_token_at(w->task, r / w->group);
+        ca_token at = ca_token_at(plan, w->task, r / w->group);
         int64_t t = (int64_t)plan->query_start_loc[at.request] + at.token;
         int64_t head = w->pages.kv_head * w->group + r % w->group;
         const char *src = (const char *)c->query + (t * c->q_stride_t + head * c->q_stride_h) * size;
