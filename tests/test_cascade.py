@@ -13,6 +13,7 @@ import pytest
 import cpu_attn
 from cpu_attn._dispatch import force_num_threads
 
+from .backend_steps import Step, layer
 from .cases import KERNELS, ONE_DTYPE, Case, Problem, build, cases, check, run, same_bits
 
 CASCADES = [case.name for case in cases("default") if case.name.startswith("cascade-")]
@@ -259,3 +260,24 @@ def test_tables_of_any_strides_and_contents() -> None:
         assert plan_of(t, [1100, 1200]).num_shared == 1
     assert plan_of(np.zeros((0, 0), np.int32), []).num_shared == 0
     assert plan_of(np.zeros((2, 0), np.int32), [0, 0]).num_shared == 0
+
+
+# ---- the backend layer ----
+
+
+def test_a_layer_shares_by_itself() -> None:
+    """Whatever it is told of a common prefix; blocks that move between layers make a new plan."""
+    step = Step([1, 1, 1], [1100, 1090, 1080], 0)
+    own, keys, values = step.table.copy(), list(step.keys), list(step.values)
+    for r in (1, 2):
+        step.table[r, :WHOLE] = step.table[0, :WHOLE]
+        step.keys[r], step.values[r] = (np.concatenate([x[0][:1024], x[r][1024:]]) for x in (keys, values))
+    metadata = step.metadata()
+    for _ in range(2):
+        step.check(step.forward(layer(), metadata))
+    ((*_, plan),) = metadata._plans.values()
+    assert plan.num_shared > 0
+    step.table[...], step.keys, step.values = own, keys, values
+    step.check(step.forward(layer(), metadata))
+    ((*_, plan),) = metadata._plans.values()
+    assert plan.num_shared == 0
