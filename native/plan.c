@@ -53,6 +53,7 @@ static double list_blocks(ca_plan *p, ca_costed *c) {
                                       .token = (int32_t)i,
                                       .num_tokens = (int32_t)ca_min64(step, q_len - i),
                                       .partial = -1},
+                             .whole = 1,
                              .pieces = 1};
             ca_task *t = &c->task;
             p->rows = (int32_t)ca_max64(p->rows, t->num_tokens * ca_group(p));
@@ -83,13 +84,11 @@ static void split_tasks(const ca_plan *p, ca_list *list, double total) {
         return;
     for (ca_costed *c = list->at; c < list->at + list->count; c++)
         if ((double)c->cost > limit && c->task.num_segments > c->pieces) {
+            c->whole = 0;
             c->pieces = c->task.num_segments;
             c->cost = ca_min64(c->cost, ca_cost_of(p, &c->task, ca_segment_keys(p->seq_lens[c->task.request])));
         }
 }
-
-/* Is it a query block whose keys are not all in one task? */
-static int is_merged(const ca_costed *c) { return !c->members && (c->pieces != 1 || c->shared > 0); }
 
 static void count_shared(ca_plan *p, const ca_list *list) {
     for (const ca_costed *c = list->at + list->num_blocks; c < list->at + list->count; c++) {
@@ -127,7 +126,7 @@ static int order_tasks(ca_plan *p, ca_list *list) {
     double scale = BUCKETS / (longest + 1.0);
     for (ca_costed *c = list->at; c < list->at + list->count; c++) {
         next[(int)((double)(longest - c->cost) * scale) + 1] += c->pieces;
-        if (is_merged(c)) {
+        if (!c->whole && !c->members) {
             c->first = (int32_t)num_parts;
             num_parts += c->shared + c->pieces;
             p->num_merges++;
@@ -143,22 +142,24 @@ static int order_tasks(ca_plan *p, ca_list *list) {
     ca_merge *merge = p->merges = (ca_merge *)(p->tasks + p->num_tasks);
     ca_part *parts = (ca_part *)(p->merges + p->num_merges);
     /* first the shared ones: their segments come before those that a query block has for itself */
-    for (int64_t i = 0, shared = list->count - list->num_blocks; i < list->count; i++) {
-        ca_costed *c = &list->at[i < shared ? list->num_blocks + i : i - shared];
+    ca_costed *c = list->at + list->num_blocks, *end = list->at + list->count;
+    for (int64_t i = 0; i < list->count; i++, c++) {
+        if (c == end)
+            c = list->at;
         int64_t *at = &next[(int)((double)(longest - c->cost) * scale)];
         ca_task *to = p->tasks + *at;
         *at += c->pieces;
-        if (c->pieces == 1)
+        if (c->whole) {
             *to = c->task;
-        if (!c->members && !is_merged(c))
             continue;
-        for (int32_t j = 0; c->pieces > 1 && j < c->pieces; j++) {
+        }
+        for (int32_t j = 0; j < c->pieces; j++) {
             to[j] = c->task;
             to[j].segment += j;
-            to[j].num_segments = 1;
+            to[j].num_segments = c->pieces > 1 ? 1 : c->task.num_segments;
         }
         floats += put_parts(p, list, c, floats, to, parts);
-        if (is_merged(c)) {
+        if (!c->members) {
             int32_t num = c->shared + c->pieces;
             *merge = (ca_merge){c->task, parts + c->first - num, num};
             merge++->task.num_segments *= c->pieces == 0; /* what nobody took is left to the merge */

@@ -127,7 +127,7 @@ static int add_task(ca_plan *p, ca_list *list, const sharer *x, int64_t a, int64
         ca_task_keys(p, &block->task, &k0, &k1);
         block->task.num_segments -= end - block->task.segment;
         block->task.segment = end;
-        block->pieces = 0;
+        block->whole = block->pieces = 0;
         block->cost = ca_cost_of(p, &block->task, k1 - (int64_t)end * x[i].size);
         c->task.num_tokens += block->task.num_tokens;
     }
