@@ -270,6 +270,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--sinks", is_flag=True, help="A sink for each head; likewise."),
             click.option("--alibi", is_flag=True, help="ALiBi slopes; likewise."),
             click.option("--selected", type=click.FloatRange(0, 1, min_open=True), help="Share of blocks; likewise."),
+            click.option("--no-cascade", is_flag=True, help="Shared keys read for each request by itself; likewise."),
         ]
     ):
         command = option(command)
@@ -335,9 +336,9 @@ def bench(
 ) -> None:
     """Time attention, cache writes and plans beside the limits of this machine, measured in the same run.
 
-    WORKLOAD is a name (prefill-2k, decode-8x8k, write-8k, ...), or prefill, decode or all; all unless told. Own
-    kernels and oneDNN take turns. The limit of a prefill is the peak of its isa's products, of a decode the read
-    bandwidth, of a cache write memcpy.
+    WORKLOAD is a name (prefill-2k, decode-8x8k, write-8k, ...), or prefill, decode, cascade or all; all unless told.
+    Own kernels and oneDNN take turns. The limit of a prefill, and of decodes that share most of their keys (cascade),
+    is the peak of its isa's products, of a decode the read bandwidth, of a cache write memcpy.
     """
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other")

@@ -80,7 +80,7 @@ def _limits(step: Step, engine: str, isa: str | None) -> list[Limit]:
         return [Limit("read_gbps", num_bytes=num_bytes)]
     if step.workload.kind == "write":
         return [Limit("memcpy_gbps", num_bytes=num_bytes)]
-    if step.workload.kind == "prefill":
+    if step.workload.kind in ("prefill", "cascade"):
         if engine != "native":
             isa = best_isa(step.dtype, _uses_matrix(engine, step.dtype))
         return products(isa, step.dtype)

@@ -21,10 +21,12 @@ SEED, BINARY = 0, TREES["binary"]
 class Workload:
     """One step of causal attention, or what serves it.
 
-    kind: prefill, decode, write (reshape_and_cache of all tokens, with rotary rotary_reshape_and_cache, queries in
-    place), plan (get_scheduler_metadata) or call (attention too small to be limited by anything but the call).
-    lens: (q_len, kv_len) of each request. tree: its query tokens are drafts, each behind the one of half its number.
-    selected: the share of the blocks that each kv head attends, at random; None: all without a selection.
+    kind: prefill, decode, cascade (decode of requests that share a prefix), write (reshape_and_cache of all tokens,
+    with rotary rotary_reshape_and_cache, queries in place), plan (get_scheduler_metadata) or call (attention too small to be
+    limited by anything but the call). lens: (q_len, kv_len) of each request. tree: its query tokens are drafts, each
+    behind the one of half its number. selected: the share of the blocks that each kv head attends, at random; None: all
+    without a selection. shared: keys that all requests have in common, in the same blocks; no_cascade: the plan is not
+    told so.
     """
 
     name: str
@@ -40,10 +42,12 @@ class Workload:
     rotary: bool = False
     tree: bool = False
     selected: float | None = None
+    shared: int = 0
+    no_cascade: bool = False
 
     @property
     def attends(self) -> bool:
-        return self.kind in ("prefill", "decode", "call")
+        return self.kind in ("prefill", "decode", "cascade", "call")
 
     @cached_property
     def _lens(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -76,7 +80,8 @@ class Workload:
         if self.sliding_window >= 0:
             keys = np.minimum(kv_lens, q_lens - 1 + self.sliding_window)
         heads = 2 * self.num_kv_heads + (self.num_heads if self.rotary else 0)
-        return int(int(keys.sum()) * heads * self.head_size * itemsize * self._share)
+        own = np.minimum(keys, kv_lens - self.shared)
+        return int(int(own.sum() + (keys - own).max()) * heads * self.head_size * itemsize * self._share)
 
 
 def _same(kind: str, num_reqs: int, q_len: int, kv_len: int, **shape: Any) -> dict[str, Any]:
@@ -108,6 +113,8 @@ WORKLOADS = {
         "tree-8x8k": _same("decode", 8, 8, 8192, tree=True),
         "tree-16x4k-mha": _same("decode", 16, 8, 4096, num_heads=16, num_kv_heads=16, tree=True),
         "select-1x64k": _same("decode", 1, 1, 65536, selected=1 / 16),
+        "cascade-32x4k": _same("cascade", 32, 1, 4096 + 64, shared=4096),
+        "cascade-32x4k-mha": _same("cascade", 32, 1, 4096 + 64, shared=4096, num_heads=16, num_kv_heads=16),
         "write-8k": _same("write", 1, 8192, 8192),
         "rope-write-8k": _same("write", 1, 8192, 8192, rotary=True),
         "plan-256": {"kind": "plan", "lens": _various(256, 512, 4096)},
@@ -117,6 +124,7 @@ WORKLOADS = {
 GROUPS = {
     "prefill": [w for w in WORKLOADS.values() if w.kind == "prefill"],
     "decode": [w for w in WORKLOADS.values() if w.kind == "decode"],
+    "cascade": [w for w in WORKLOADS.values() if w.kind == "cascade"],
     "all": list(WORKLOADS.values()),
 }
 
@@ -139,11 +147,14 @@ class Step:
         self.seq_lens = kv_lens.astype(np.int32)
         self.alibi_slopes = np.exp2(-8 * np.arange(1, w.num_heads + 1) / w.num_heads).astype(np.float32)
         self.s_aux = self.rng.standard_normal(w.num_heads).astype(np.float32)
-        needed = -(-kv_lens // self.block_size)
-        blocks = self.rng.permutation(int(needed.sum())).astype(np.int32)
-        self.block_table = np.zeros((len(needed), needed.max()), np.int32)
-        for row, own in zip(self.block_table, np.split(blocks, needed.cumsum()[:-1]), strict=True):
-            row[: len(own)] = own
+        shared = w.shared // self.block_size
+        needed = -(-kv_lens // self.block_size) - shared
+        self.num_blocks = int(needed.sum()) + shared
+        blocks = self.rng.permutation(self.num_blocks).astype(np.int32)
+        self.block_table = np.zeros((len(needed), shared + needed.max()), np.int32)
+        self.block_table[:, :shared] = blocks[:shared]
+        for row, own in zip(self.block_table, np.split(blocks[shared:], needed.cumsum()[:-1]), strict=True):
+            row[shared : shared + len(own)] = own
 
     @cached_property
     def selected_blocks(self) -> NDArray[np.int32] | None:
@@ -183,9 +194,9 @@ class Step:
     @cached_property
     def cache(self) -> cpu_attn.PagedKVCache:
         """The cache, every token of every request in it; of a write, empty."""
-        w, num_blocks = self.workload, int((-(-self.seq_lens // self.block_size)).sum())
+        w = self.workload
         cache = cpu_attn.PagedKVCache(
-            num_blocks,
+            self.num_blocks,
             self.block_size,
             w.num_kv_heads,
             w.head_size,
@@ -224,6 +235,7 @@ class Step:
 
     def plan(self, engine: str) -> cpu_attn.SchedulerMetadata:
         w = self.workload
+        told = w.shared > 0 and not w.no_cascade
         return cpu_attn.get_scheduler_metadata(
             len(self.seq_lens),
             w.num_heads,
@@ -237,6 +249,8 @@ class Step:
             kv_cache_dtype=self.kv_cache_dtype,
             engine=engine,
             **self.masks,
+            block_table=self.block_table if told else None,
+            block_size=self.block_size if told else None,
         )
 
     def arguments(self) -> dict[str, Any]:

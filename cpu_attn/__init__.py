@@ -12,7 +12,7 @@ from cpu_attn.backend import (
 )
 from cpu_attn.cache import PagedKVCache
 from cpu_attn.layout import CacheDescriptor, StoredCache, convert
-from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
+from cpu_attn.ops import attention_with_kv_cache, merge_states, reshape_and_cache
 from cpu_attn.paged_attention import OneDNNPagedAttention, PagedAttention
 from cpu_attn.pages import score_pages, select_pages, update_page_bounds
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
@@ -42,6 +42,7 @@ __all__ = [
     "isas",
     "make_alibi_bias",
     "make_sliding_window_bias",
+    "merge_states",
     "reshape_and_cache",
     "rotary_reshape_and_cache",
     "score_pages",

@@ -244,6 +244,20 @@ def _documents(name: str, x: list[Any]) -> Ranges:
     return found
 
 
+def step(num_reqs: int, *arrays: Any) -> tuple[Array | None, ...]:
+    """The arrays that a plan is made of: lengths, and a block table or None."""
+    *three, table = arrays
+    axes = [("num_reqs", num_reqs), ("blocks", None)]
+    return *lengths(num_reqs, *three), None if table is None else array("block_table", table, ["int32"], axes)
+
+
+def table_block_size(block_table: Any, block_size: Any) -> int:
+    if block_table is None or block_size is None:
+        given, missing = ("block_size", "block_table") if block_table is None else ("block_table", "block_size")
+        raise ValueError(f"{missing}: is None, {given} is given; a plan takes both or neither")
+    return integer("block_size", block_size, 1)
+
+
 def same_window(plan: Any, sliding_window: Any) -> None:
     """A causal request never looks right."""
     shape = plan._shape
@@ -472,6 +486,40 @@ def score_pages(
     return [None, q, low, high, table, starts, lens]
 
 
+def _parts(name: str, x: Any) -> list[Any]:
+    """A sequence of arrays, or the arrays along the first axis of one."""
+    found = list(x if isinstance(x, (list, tuple)) else view(name, x).numpy())
+    if not found:
+        raise ValueError(f"{name}: no parts, expected at least one")
+    return found
+
+
+def states(outs: Any, lses: Any) -> tuple[list[Array], list[Array]]:
+    """Outputs [T, Hq, Dv] of one dtype and lses [Hq, T] of several sets of keys."""
+    parts, logs = _parts("outs", outs), _parts("lses", lses)
+    if len(parts) != len(logs):
+        raise ValueError(f"lses: {len(logs)} parts, outs has {len(parts)}")
+    axes: list[tuple[str, int | None]] = [("T", None), ("num_heads", None), ("head_size_v", None)]
+    first = array("outs[0]", parts[0], FLOATS, axes)
+    axes = [(what, size) for (what, _), size in zip(axes, first.shape, strict=True)]
+    return (
+        [array(f"outs[{i}]", x, [first.dtype], axes) for i, x in enumerate(parts)],
+        [array(f"lses[{i}]", x, ["float32"], [axes[1], axes[0]]) for i, x in enumerate(logs)],
+    )
+
+
+def merged(parts: Sequence[Array], logs: Sequence[Array], out: Any, lse: Any) -> tuple[Array, Array]:
+    """Where states go to: of their shapes, apart from them."""
+    tokens, heads, size = zip(("T", "num_heads", "head_size_v"), parts[0].shape, strict=True)
+    to = writable("out", array("out", out, [parts[0].dtype], [tokens, heads, size]))
+    log = writable("lse", array("lse", lse, ["float32"], [heads, tokens]))
+    inputs: dict[str, Array | None] = {f"outs[{i}]": a for i, a in enumerate(parts)}
+    inputs |= {f"lses[{i}]": a for i, a in enumerate(logs)}
+    disjoint("out", to, {"lse": log, **inputs})
+    disjoint("lse", log, inputs)
+    return to, log
+
+
 def apart(names: Sequence[str], arrays: Sequence[Array | None], num_outputs: int) -> None:
     """The first num_outputs arrays share no byte with one another or with the rest."""
     for i in range(num_outputs):
@@ -506,6 +554,9 @@ def raise_fault(fault: Any) -> None:
             lib.CA_BAD_POSITION: f"positions[{position}]: {value}, outside 0..{bound - 1} (rows of cos_sin_cache)",
             lib.CA_OTHER_LENGTHS: f"query_start_loc[{position}]: {value}, scheduler_metadata was made for {bound}",
             lib.CA_OTHER_SEQ_LENS: f"seq_lens[{position}]: {value}, scheduler_metadata was made for {bound}",
+            lib.CA_OTHER_BLOCK_SIZE: f"key_cache: block_size is {value}, scheduler_metadata was made for {bound}",
+            lib.CA_OTHER_BLOCKS: f"block_table: {where}position {position} holds block {value}, not {bound} as a "
+            f"request that shares it; scheduler_metadata was made for other block tables",
             lib.CA_OTHER_CAUSAL: f"causal: {where}is {bool(value)}, scheduler_metadata was made for {bool(bound)}",
             lib.CA_TREE_TOKENS: f"tree_mask: axis 0 is {value}, expected T = {bound}",
             lib.CA_TREE_NARROW: f"tree_mask: {where}{value} query tokens, a row has {bound} bits",
@@ -514,6 +565,8 @@ def raise_fault(fault: Any) -> None:
             "the keys is not its position",
             lib.CA_TOKENS_WITHOUT_KEYS: f"seq_lens[{position}]: {value}, expected at least the request's {bound} query "
             "tokens, whose own keys its mask goes by",
+            lib.CA_SELECTED_SHARED: "selected_blocks: scheduler_metadata shares prefixes between requests, which may "
+            "select other blocks of them; make it without block_table",
             lib.CA_BAD_SELECTED: f"selected_blocks: {where}kv head {fault.kv_head}: position {position} holds block "
             f"{value}, outside 0..{bound - 1} (the request has {bound} blocks); -1 pads the end",
             lib.CA_SELECTED_ORDER: f"selected_blocks: {where}kv head {fault.kv_head}: position {position} holds block "

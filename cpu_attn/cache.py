@@ -158,8 +158,13 @@ class PagedKVCache:
         for cache in (self.key_cache, self.value_cache):
             cache[destinations] = cache[sources]
 
-    def plan(self, query_start_loc: Any, seq_lens: Any, num_heads: int, **options: Any) -> SchedulerMetadata:
-        """A plan for this cache; options are those of :func:`get_scheduler_metadata` (causal, sliding_window, ...)."""
+    def plan(
+        self, query_start_loc: Any, seq_lens: Any, num_heads: int, *, block_table: Any = None, **options: Any
+    ) -> SchedulerMetadata:
+        """A plan for this cache; options are those of :func:`get_scheduler_metadata` (causal, sliding_window, ...).
+
+        block_table: int32 [R, M] or None; given, requests that share a prefix of blocks read it once.
+        """
         num_reqs = _check.array("seq_lens", seq_lens, ["int32"], [("num_reqs", None)]).shape[0]
         return get_scheduler_metadata(
             num_reqs,
@@ -172,6 +177,8 @@ class PagedKVCache:
             isa=self.isa,
             kv_cache_dtype=self.kv_cache_dtype,
             head_size_v=self.head_size_v,
+            block_table=block_table,
+            block_size=None if block_table is None else self.block_size,
             **options,
         )
 

@@ -191,6 +191,8 @@ def _with_masks(masks: _check.Masks, starts: Array, lens: Array, position: Array
         low[rows] = np.maximum(low[rows], borders[own - 1])
         high[rows] = np.minimum(high[rows], borders[own])
     return np.stack([low, high], axis=1)
+
+
 def _chosen(selected: Memory | None, num_reqs: int, num_kv_heads: int, blocks: int) -> Array:
     """[R, Hkv, blocks]: does a block count?"""
     chosen = np.full((num_reqs, num_kv_heads, blocks + 1), selected is None)

@@ -173,6 +173,28 @@ def attend(
     _check.raise_fault(fault)
 
 
+def merge_states(outs: Any, lses: Any, *, out: Any = None, lse: Any = None) -> tuple[Any, Any]:
+    """Attention over several sets of keys, from that over each: returns (output [T, Hq, Dv], lse [Hq, T]).
+
+    outs: a sequence of [T, Hq, Dv], or one array [S, T, Hq, Dv], of float32, float16 or bfloat16; lses: as many float32
+    [Hq, T], as :func:`attention_with_kv_cache` writes them. The sets must not have a key in common; a sink may be in
+    one part only. out, lse: written and returned where given, apart from all inputs; last axes are dense.
+
+    lse is the log of the sum of exp(lses), output the sum of exp(lses - lse) * outs, in float32 (arXiv:2501.01005). A
+    part with lse -inf saw nothing and counts for nothing, NaN in its output neither; where all are -inf the output is 0
+    and lse -inf. NaN or +inf in a lse makes NaN of that row's output, and stays in its lse. Raises ValueError or
+    TypeError, before anything is written.
+    """
+    parts, logs = _check.states(outs, lses)
+    if out is None:
+        out = np.empty(parts[0].shape, DTYPES[parts[0].dtype])
+    if lse is None:
+        lse = np.empty(logs[0].shape, np.float32)
+    to, log = _check.merged(parts, logs, out, lse)
+    lib.ca_merge_states(len(parts), described([*parts, to]), described([*logs, log]))
+    return out, lse
+
+
 def gather(
     cache: Any,
     block_table: Any,

@@ -52,6 +52,7 @@ class SchedulerMetadata:
     num_tokens = property(lambda self: int(self._info.num_tokens), doc="T, query tokens of the step")
     num_threads = property(lambda self: int(self._info.num_threads), doc="most threads a call will use")
     num_tasks = property(lambda self: int(self._info.num_tasks), doc="pieces of work for each kv head")
+    num_shared = property(lambda self: int(self._info.num_shared), doc="tasks that serve several requests")
     num_splits = property(lambda self: int(self._info.num_splits), doc="query blocks whose keys are split")
     workspace_bytes = property(lambda self: int(self._info.workspace_bytes), doc="all the memory a call needs")
 
@@ -64,7 +65,7 @@ class SchedulerMetadata:
         return (
             f"SchedulerMetadata({self.num_reqs} requests, {self.num_tokens} tokens, {self.num_heads}/"
             f"{self.num_kv_heads} heads of {self.head_size}, {self.dtype}, {self.engine} on {self.isa}, "
-            f"{self.num_tasks} tasks, {self.num_splits} split)"
+            f"{self.num_tasks} tasks, {self.num_splits} split, {self.num_shared} shared)"
         )
 
 
@@ -88,6 +89,8 @@ def get_scheduler_metadata(
     mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     document_start_loc: Mapping[int, Sequence[int]] | None = None,
     tree_mask: Any = None,
+    block_table: Any = None,
+    block_size: int | None = None,
 ) -> SchedulerMetadata:
     """Plans the attention of one step over ``num_reqs`` requests, once for all its layers.
 
@@ -110,6 +113,9 @@ def get_scheduler_metadata(
     (``numpy.packbits(..., bitorder="little")``) says whether query token t sees the key of its request's query token j;
     it takes the place of causal among these. For sliding_window a token stands as many places behind the
     ``seq_len - q_len`` keys before them as it sees query tokens besides itself. Not with ALiBi, nor with the two above.
+    block_table, block_size: int32 [num_reqs, M] and the tokens of a block, or neither. Given, requests whose tables
+    start with the same blocks read these once, where few query rows meet them (decode) and in whole segments of 1024
+    keys; bits stay the same. A call must then come with a table in which they are the same, too.
 
     Raises ValueError or TypeError for lengths and sizes out of range, UnavailableError for an isa or engine
     that is not there. Names and order follow vLLM's ``cpu_attn_get_scheduler_metadata``.
@@ -135,12 +141,14 @@ def get_scheduler_metadata(
     shape.window_left, shape.window_right = _check.window(sliding_window)
     shape.enable_kv_split = _check.boolean("enable_kv_split", enable_kv_split)
     shape.num_threads = _dispatch.get_num_threads()
+    if block_table is not None or block_size is not None:
+        shape.block_size = _check.table_block_size(block_table, block_size)
     found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask)
     masks, fault = _masks_struct(found) if found else ffi.NULL, _check.new_fault()
-    addresses = (id(query_start_loc), id(seq_lens), id(dynamic_causal))
+    addresses = (id(query_start_loc), id(seq_lens), id(dynamic_causal), id(block_table))
     pointer = lib.ca_plan_new(shape, engine_pointer, addresses, ffi.NULL, masks, fault)
     if fault.status == lib.CA_UNKNOWN:
-        step = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
+        step = _check.step(num_reqs, query_start_loc, seq_lens, dynamic_causal, block_table)
         pointer = lib.ca_plan_new(shape, engine_pointer, ffi.NULL, described(step), masks, fault)
     _check.raise_fault(fault)
     return SchedulerMetadata(ffi.gc(pointer, lib.ca_plan_free), shape, name, kvs, resolved.name, engine)

@@ -61,17 +61,33 @@ static int check_selected(const int32_t *list, int64_t n, int64_t r, int64_t hea
     return fault->status;
 }
 
+/* What the plan found in its block table, the call's has to have too; the table is wide enough. */
+static int check_shared(const ca_plan *p, const int32_t *table, int64_t stride, ca_fault *fault) {
+    for (const ca_same *s = p->same; s < p->same + p->num_same; s++) {
+        const int32_t *here = table + s->request * stride, *there = table + s->other * stride;
+        if (memcmp(here, there, (size_t)s->num_blocks * sizeof *here) == 0)
+            continue;
+        int64_t i = 0;
+        while (here[i] == there[i])
+            i++;
+        return fail(fault, CA_OTHER_BLOCKS, s->request, i, here[i], there[i]);
+    }
+    return CA_OK;
+}
+
 /* The blocks that hold a key some row may see. */
 int ca_check_table(const ca_plan *p, const int32_t *table, int64_t stride, int64_t cols, int64_t num_blocks,
                    int64_t block_size, const ca_array *selected, ca_fault *fault) {
     fail(fault, CA_OK, -1, -1, -1, -1);
-    for (int r = 0; r < p->shape.num_reqs; r++, table += stride) {
+    if (p->shape.block_size && block_size != p->shape.block_size)
+        return fail(fault, CA_OTHER_BLOCK_SIZE, -1, -1, block_size, p->shape.block_size);
+    for (int r = 0; r < p->shape.num_reqs; r++) {
         ca_task whole = {.request = r, .num_tokens = p->query_start_loc[r + 1] - p->query_start_loc[r]};
         int64_t k0 = 0, k1 = 0;
         if (whole.num_tokens > 0)
             ca_task_keys(p, &whole, &k0, &k1);
         int64_t first = k0 < k1 ? k0 / block_size : 0, end = k0 < k1 ? ca_div_up(k1, block_size) : 0;
-        if (!selected->itemsize && ca_check_blocks(table, r, first, end, cols, num_blocks, fault))
+        if (!selected->itemsize && ca_check_blocks(table + r * stride, r, first, end, cols, num_blocks, fault))
             return fault->status;
         for (int64_t h = 0, n = selected->shape[2]; n > 0 && h < selected->shape[1]; h++) {
             const int32_t *list =
@@ -80,11 +96,11 @@ int ca_check_table(const ca_plan *p, const int32_t *table, int64_t stride, int64
                 return fault->status;
             for (int64_t i = 0; i < n; i++)
                 if (list[i] >= first && list[i] < end &&
-                    ca_check_blocks(table, r, list[i], list[i] + 1, cols, num_blocks, fault))
+                    ca_check_blocks(table + r * stride, r, list[i], list[i] + 1, cols, num_blocks, fault))
                     return fault->status;
         }
     }
-    return CA_OK;
+    return check_shared(p, table, stride, fault);
 }
 
 int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault) {
@@ -186,7 +202,8 @@ const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64
     return call && well_placed(call, a, num_arrays, num_outputs) ? call : NULL;
 }
 
-/* int32 [num_reqs + 1], [num_reqs] and, or not, [num_reqs], dense. */
+/* int32, dense: [num_reqs + 1], [num_reqs] and, or not, [num_reqs] and [num_reqs, any], of which rows may lie anywhere.
+ */
 int ca_accept_step(const uintptr_t *objects, const ca_array *given, int64_t num_reqs, ca_array *a) {
     for (int i = 0; i < CA_STEP_ARRAYS; i++) {
         if (!objects) {
@@ -195,11 +212,12 @@ int ca_accept_step(const uintptr_t *objects, const ca_array *given, int64_t num_
         }
         if (!ca_read_array(objects[i], &a[i]))
             return 0;
-        if (i == CA_STEP_DYNAMIC_CAUSAL && !a[i].itemsize)
+        if (i >= CA_STEP_DYNAMIC_CAUSAL && !a[i].itemsize)
             continue;
-        int64_t size = num_reqs + (i == CA_STEP_QUERY_START_LOC);
-        if (a[i].dtype != CA_I32 || a[i].ndim != 1 || a[i].shape[0] != size || (size > 1 && a[i].strides[0] != 1) ||
-            a[i].address % sizeof(int32_t))
+        int last = i == CA_STEP_BLOCK_TABLE;
+        if (a[i].dtype != CA_I32 || a[i].ndim != 1 + last ||
+            a[i].shape[0] != num_reqs + (i == CA_STEP_QUERY_START_LOC) ||
+            (a[i].shape[last] > 1 && a[i].strides[last] != 1) || a[i].address % sizeof(int32_t))
             return 0;
     }
     return 1;

@@ -51,7 +51,10 @@ enum ca_status {
     CA_TREE_ALIBI,
     CA_TOKENS_WITHOUT_KEYS, /* request, value = seq_len, bound = q_len: a mask goes by the keys of the query tokens */
     CA_BAD_SELECTED,        /* request, kv_head, position, value, bound: -1 <= value < bound */
-    CA_SELECTED_ORDER       /* request, kv_head, position, value, bound = the value before */
+    CA_SELECTED_ORDER,      /* request, kv_head, position, value, bound = the value before */
+    CA_OTHER_BLOCK_SIZE,    /* value, bound = the plan's */
+    CA_OTHER_BLOCKS,        /* request, position, value, bound = that of a request that shared it */
+    CA_SELECTED_SHARED      /* of a plan that shares prefixes */
 };
 
 /* Where a check failed. Fields that a status does not use are -1. */
@@ -71,6 +74,7 @@ typedef struct ca_shape {
     int32_t window_left, window_right; /* keys visible to each side of the query, -1: all */
     int32_t enable_kv_split;
     int32_t num_threads;
+    int32_t block_size; /* of the block table that the plan was given, 0: none */
 } ca_shape;
 
 /* Masks besides causal and window, as _check.masks had them: both lists by request, then by key. */
@@ -87,6 +91,7 @@ typedef struct ca_engine ca_engine;
 typedef struct ca_plan_info {
     int64_t num_tokens, num_tasks, num_splits, workspace_bytes;
     int32_t rows, num_threads;
+    int64_t num_shared; /* tasks for several requests */
 } ca_plan_info;
 
 /* Tokens to write or read: [T, Hkv, D], the last dimension dense. */
@@ -127,7 +132,13 @@ enum ca_attention_arrays {
     CA_SELECTED_BLOCKS,
     CA_ATTENTION_ARRAYS
 };
-enum ca_step_arrays { CA_STEP_QUERY_START_LOC, CA_STEP_SEQ_LENS, CA_STEP_DYNAMIC_CAUSAL, CA_STEP_ARRAYS };
+enum ca_step_arrays {
+    CA_STEP_QUERY_START_LOC,
+    CA_STEP_SEQ_LENS,
+    CA_STEP_DYNAMIC_CAUSAL,
+    CA_STEP_BLOCK_TABLE,
+    CA_STEP_ARRAYS
+};
 enum ca_write_arrays { CA_TO_KEY_CACHE, CA_TO_VALUE_CACHE, CA_KEY, CA_VALUE, CA_SLOT_MAPPING, CA_WRITE_ARRAYS };
 enum ca_rotary_arrays {
     CA_ROTARY_KEY_CACHE,
@@ -202,8 +213,8 @@ void ca_plan_free(ca_plan *plan);
 void ca_plan_describe(const ca_plan *plan, ca_plan_info *out);
 int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs over all query heads */
 
-/* Does a block table [R, cols] name blocks below num_blocks wherever the plan will look? selected: CA_SELECTED_BLOCKS
- * of a call, checked too. */
+/* Does a block table [R, cols] name blocks below num_blocks wherever the plan will look, and the same for requests that
+ * share them in the plan? selected: CA_SELECTED_BLOCKS of a call, checked too. */
 int ca_check_table(const ca_plan *plan, const int32_t *table, int64_t stride, int64_t cols, int64_t num_blocks,
                    int64_t block_size, const ca_array *selected, ca_fault *fault);
 
@@ -262,6 +273,10 @@ typedef struct ca_probe_info {
 } ca_probe_info;
 
 int ca_probe(int i, ca_probe_info *out); /* 0: no such i */
+
+/* Attention over num_parts sets of keys to that over all of them. outs: [T, Hq, Dv] of each, then where the result
+ * goes, of one dtype, the last axis dense; lses: float32 [Hq, T], likewise. _check.py has accepted them. */
+void ca_merge_states(int64_t num_parts, const ca_array *outs, const ca_array *lses);
 
 /* Limits on this many threads, 0 where they cannot be measured. Products from registers for this long; one pass
  * of reads or of memcpy (bytes copied, counted once) over memory of this size. */
@@ -346,14 +361,43 @@ static inline int64_t ca_scales_at(const ca_group_form *f, int64_t block_size, i
     return ca_div_up(block_size, CA_LANES) * f->bytes + group * f->scales * CA_LANES * 2;
 }
 
+/* Query token `token` of a request. */
+typedef struct ca_token {
+    int32_t request, token;
+} ca_token;
+
 /* A piece of work: query tokens [token, token + num_tokens) of a request, keys of segments
  * [segment, segment + num_segments), for one kv head at a time. Row r of it is query token
  * token + r / group, query head kv_head * group + r % group. */
 typedef struct ca_task {
     int32_t request, token, num_tokens;
     int32_t segment, num_segments;
+    int32_t shared;  /* 0, or 1 + where in plan->tokens its query tokens are: of several requests, whose blocks are the
+                        same in these segments, which all of them see whole */
     int64_t partial; /* floats into the partial results, -1: finish at once */
 } ca_task;
+
+/* Rows from `row` on of partial results for `rows` rows, of kv head 0. */
+typedef struct ca_part {
+    int64_t partial;
+    int32_t rows, row;
+} ca_part;
+
+/* A query block whose keys, or some, were handed out: their results merge in the order of the parts, which is that of
+ * the keys. Then come the segments of the task, which are left to whoever merges. */
+typedef struct ca_merge {
+    ca_task task;
+    const ca_part *parts;
+    int64_t num_parts;
+} ca_merge;
+
+/* Requests whose first blocks a task reads for both. */
+typedef struct ca_same {
+    int32_t request, other, num_blocks;
+} ca_same;
+
+/* A task of up to so many rows reads more than it computes: FEW_KEYS of state.inc. Such tasks may share. */
+#define CA_FEW_ROWS 16
 
 /* Softmax state of `rows` query rows over some keys: sum of p*v, the reference max and sum of p.
  * m is in units of log2: p = exp2(s*log2(e) - m). Nothing seen: m = -inf, l = 0, o = 0. */
@@ -380,7 +424,7 @@ struct ca_plan {
     int32_t *query_start_loc, *seq_lens, *causal; /* causal[r]: resolved for each request */
     ca_task *tasks;                               /* longest first */
     int64_t num_tasks;
-    ca_task *merges; /* tasks whose segments were handed out one by one, whole */
+    ca_merge *merges;
     int64_t num_merges;
     int32_t rows;        /* most query rows of a task */
     int32_t num_threads; /* no more than shape.num_threads, and worth waking */
@@ -388,6 +432,10 @@ struct ca_plan {
     int32_t *lo, *hi; /* [num_tokens] where there are masks besides causal and window, else NULL: ca_visible */
     uint8_t *tree;    /* [num_tokens][tree_bytes] or NULL: ca_tree_row */
     int64_t tree_bytes;
+    int64_t num_shared;
+    ca_token *tokens; /* of the shared tasks */
+    ca_same *same;
+    int64_t num_same;
 };
 
 /* Computes the state of a task's rows over the keys [k0, k1) for one kv head. scratch is
@@ -488,6 +536,15 @@ int64_t ca_threads_for(double nanoseconds);
 /* A child of fork() must not enter a parallel region of libgomp: it would wait for threads that are gone. */
 int ca_team(int wanted);
 
+static inline ca_token ca_token_at(const ca_plan *plan, const ca_task *task, int64_t i) {
+    return task->shared ? plan->tokens[task->shared - 1 + i] : (ca_token){task->request, (int32_t)(task->token + i)};
+}
+
+/* Of query token i of request r among its keys. */
+static inline int64_t ca_position(const ca_plan *plan, int r, int64_t i) {
+    return plan->seq_lens[r] - ((int64_t)plan->query_start_loc[r + 1] - plan->query_start_loc[r]) + i;
+}
+
 /* First and last+1 key that query token i of request r may see, before the sequence's own end. Neither falls from token
  * to token, but lo in a tree mask, which may hide some of them besides: ca_run. */
 static inline void ca_visible(const ca_plan *plan, int r, int64_t i, int64_t *lo, int64_t *hi) {
@@ -496,8 +553,8 @@ static inline void ca_visible(const ca_plan *plan, int r, int64_t i, int64_t *lo
         *hi = plan->hi[plan->query_start_loc[r] + i];
         return;
     }
-    int64_t len = plan->seq_lens[r], q_len = (int64_t)plan->query_start_loc[r + 1] - plan->query_start_loc[r];
-    int64_t pos = len - q_len + i, left = plan->shape.window_left, right = plan->shape.window_right;
+    int64_t len = plan->seq_lens[r], pos = ca_position(plan, r, i);
+    int64_t left = plan->shape.window_left, right = plan->shape.window_right;
     *lo = left < 0 ? 0 : ca_max64(0, pos - left);
     *hi = right < 0 ? len : ca_min64(len, pos + right + 1);
     if (plan->causal[r])
@@ -506,11 +563,12 @@ static inline void ca_visible(const ca_plan *plan, int r, int64_t i, int64_t *lo
         *hi = *lo;
 }
 
-/* The keys [*k0, *k1) that some row of the task may see. */
+/* The keys [*k0, *k1) that some row of the task may see; of a shared one, no fewer than those of its segments. */
 static inline void ca_task_keys(const ca_plan *plan, const ca_task *task, int64_t *k0, int64_t *k1) {
     int64_t unused;
-    ca_visible(plan, task->request, task->token, k0, &unused);
-    ca_visible(plan, task->request, task->token + task->num_tokens - 1, &unused, k1);
+    ca_token first = ca_token_at(plan, task, 0), last = ca_token_at(plan, task, task->num_tokens - 1);
+    ca_visible(plan, first.request, first.token, k0, &unused);
+    ca_visible(plan, last.request, last.token, &unused, k1);
     for (int32_t i = 1; plan->tree && i < task->num_tokens; i++)
         *k0 = ca_min64(*k0, plan->lo[plan->query_start_loc[task->request] + task->token + i]);
     if (*k1 < *k0)

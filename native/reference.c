@@ -36,15 +36,16 @@ static double score(const ca_plan *p, const ca_call *c, const char *query, const
 /* One row over the keys it sees among [k0, k1); o is a row of doubles. */
 static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int64_t r, int kv_head, int64_t k0,
                        int64_t k1, const ca_state *state, double *o) {
-    int64_t group = p->shape.num_heads / p->shape.num_kv_heads, i = t->token + r / group, lo, hi;
-    int64_t head = kv_head * group + r % group, dv = p->shape.head_size_v, start = p->query_start_loc[t->request];
-    int64_t pos = (int64_t)p->seq_lens[t->request] - (p->query_start_loc[t->request + 1] - start) + i;
-    const char *query = ca_block(c->query, c->q_stride_t, c->q_stride_h, start + i, (int)head, p->shape.dtype);
+    int64_t group = p->shape.num_heads / p->shape.num_kv_heads, lo, hi;
+    ca_token at = ca_token_at(p, t, r / group);
+    int64_t head = kv_head * group + r % group, dv = p->shape.head_size_v;
+    int64_t start = p->query_start_loc[at.request], pos = ca_position(p, at.request, at.token);
+    const char *query = ca_block(c->query, c->q_stride_t, c->q_stride_h, start + at.token, (int)head, p->shape.dtype);
     const int32_t *table = c->block_table + t->request * c->table_stride;
-    const uint8_t *bits = ca_tree_row(p, t->request, i);
+    const uint8_t *bits = ca_tree_row(p, at.request, at.token);
     double m = -INFINITY, l = 0;
     memset(o, 0, (size_t)dv * sizeof *o);
-    ca_visible(p, t->request, i, &lo, &hi);
+    ca_visible(p, at.request, at.token, &lo, &hi);
     lo = ca_max64(lo, k0);
     hi = ca_min64(hi, k1);
     for (int64_t j; (j = ca_next_key(c, t->request, kv_head, lo, hi)) < hi; lo = j + 1) {

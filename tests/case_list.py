@@ -30,7 +30,8 @@ class Case:
     cache; kv_cache_dtype: other than "auto", with scales (cases.SCALES); rotary: what is done to queries and keys on
     their way (rotation.py), or None; mm_prefix_range, document_start_loc: of each request, () for none; tree: of each
     request's query tokens, a name from TREES; selected: the share of its request's blocks that
-    a kv head attends, at random, None for all without a selection."""
+    a kv head attends, at random, None for all without a selection; shared: for each request the number of an
+    earlier one and how many of its blocks it starts with, which the plan is told."""
 
     name: str
     query_lens: tuple[int, ...]
@@ -57,6 +58,7 @@ class Case:
     document_start_loc: tuple[tuple[int, ...], ...] | None = None
     tree: str | None = None
     selected: float | None = None
+    shared: tuple[tuple[int, int], ...] = ()
 
     @property
     def value_size(self) -> int:
@@ -320,6 +322,36 @@ LONG_SELECTED: dict[str, dict[str, Any]] = {
     "sparse": {"query_lens": (1, 1), "seq_lens": (9000, 4000), "selected": 0.01, "fill": "masked"},
 }
 
+# All have 1024 keys in common, three of them 2048; one that stops within a segment, one for itself; a chunk, and one
+# that has no keys besides.
+PREFIXES: dict[str, Any] = {
+    "query_lens": (1, 1, 2, 1, 3, 1, 0, 1),
+    "seq_lens": (2100, 3100, 2052, 1500, 1027, 1100, 1200, 2048),
+    "shared": ((0, 0), (0, 130), (1, 128), (0, 80), (1, 64), (5, 0), (0, 64), (2, 128)),
+    "head_size": 16,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+}
+CASCADE: dict[str, dict[str, Any]] = {
+    "tree": {},
+    "everything": {**FEATURES["everything"], "sliding_window": -1},
+    "window": {"sliding_window": 1800},
+    "window-right": {"sliding_window": (-1, 4), "causal": False},
+    "dynamic-causal": {"dynamic": True},
+    "heads": {"num_heads": 10, "num_kv_heads": 2, "head_size": 20, "head_size_v": 24},
+    "wide-group": {"num_heads": 16, "num_kv_heads": 1},
+    "leaping": {"fill": "leaping"},
+    "dominant": {"fill": "dominant"},
+    "late-nan": {"fill": "late-nan"},
+    "odd-query": {"fill": "odd-query"},
+    "masked": {"fill": "masked", "sliding_window": 1800},
+    "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3", "alibi": 0.25},
+    # 1024 is no multiple of these
+    "block-24": {"block_size": 24, "shared": ((0, 0), (0, 86), (1, 85), (0, 50), (1, 42), (5, 0), (0, 43), (2, 85))},
+    "block-5": {"block_size": 5, "shared": ((0, 0), (0, 413), (1, 410), (0, 204), (1, 205), (5, 0), (0, 205), (2, 9))},
+    "many": {"query_lens": (1,) * 40, "seq_lens": tuple(range(1030, 1070)), "shared": ((0, 0), *[(0, 64)] * 39)},
+}
+
 HEAD_SIZES = (1, 2, 3, 8, 16, 20, 64, 80, 96, 100, 112, 128, 192, 256, 512, 576)
 QUICK_HEAD_SIZES = (1, 3, 20, 64, 128)
 UNEQUAL_HEAD_SIZES = ((64, 32), (24, 40), (192, 128), (576, 512), (7, 5), (1, 16), (33, 1))
@@ -385,6 +417,8 @@ def _quick() -> Iterator[Case]:
         yield _case(f"long-{name}", LONG[name], head_size=16, num_heads=2, num_kv_heads=1)
     for name, fields in SELECTED.items():
         yield _case(f"selected-{name}", fields)
+    for name in ("tree", "everything", "block-24"):
+        yield _case(f"cascade-{name}", PREFIXES, **CASCADE[name])
 
 
 def _default() -> Iterator[Case]:
@@ -446,6 +480,8 @@ def _default() -> Iterator[Case]:
         yield _case(f"selected-{name}", {"head_size": 16, **fields})
     for name, feature in FEATURES.items():
         yield _case(f"selected-{name}", MIXED, **feature, selected=0.4, num_heads=6, head_size=24, block_size=8)
+    for name, fields in CASCADE.items():
+        yield _case(f"cascade-{name}", PREFIXES, **fields)
 
 
 def _full() -> Iterator[Case]:
@@ -469,6 +505,8 @@ def _full() -> Iterator[Case]:
     one_head = {"num_heads": 1, "num_kv_heads": 1, "head_size": 16}
     yield _case("full-70000", {"query_lens": (1, 1), "seq_lens": (70000, 65537)}, **one_head)
     yield _case("full-70000-mqa", {"query_lens": (3,), "seq_lens": (70000,)}, num_kv_heads=1, sinks="moderate")
+    shared = {"query_lens": (1, 2, 1), "seq_lens": (70000, 69000, 65537), "shared": ((0, 0), (0, 4200), (1, 4097))}
+    yield _case("full-70000-cascade", shared, **one_head)
     yield _case("full-70000-window", {"query_lens": (2,), "seq_lens": (70000,)}, **one_head, sliding_window=5000)
 
 
@@ -566,9 +604,11 @@ def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     wanted |= {"rotary-everything"}
     wanted |= {"masks-documents-everything", "masks-spans-alibi", "masks-tree-everything", "masks-tree-bits-window"}
     wanted |= {"selected-few-of-3000"}
+    wanted |= {"cascade-tree"}
     if level != "quick":
         wanted |= {"many-requests", "mixed-fill-leaping", "long-3000-chunk", "long-3000-sinks", "mixed-heads-14-2"}
         wanted |= {"selected-chunk", "selected-block-24", "selected-sparse"}
+        wanted |= {f"cascade-{name}" for name in CASCADE}
     if level == "full":
         wanted |= {f"random-{index}" for index in range(100)} | {"full-70000", "full-70000-mqa"}
     return [case for case in cases(level, dtype, seed) if case.name in wanted]

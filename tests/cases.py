@@ -307,6 +307,8 @@ def _block_table(rng: np.random.Generator, case: Case) -> tuple[NDArray[np.int32
     order = rng.permutation(num_blocks)
     for r, (first, last) in enumerate(_spans(needed)):
         table[r, : last - first] = order[first:last]
+    for r, (source, blocks) in enumerate(case.shared):
+        table[r, :blocks] = table[source, :blocks]
     return table, num_blocks
 
 
@@ -332,6 +334,12 @@ def _attended(problem: Problem) -> NDArray[np.int32]:
     return table
 
 
+def _share(case: Case, rows: list[NDArray[Any]]) -> None:
+    """Keys or values of blocks that a request shares are those of the request that has them first."""
+    for r, (source, blocks) in enumerate(case.shared):
+        rows[r][: blocks * case.block_size] = rows[source][: blocks * case.block_size]
+
+
 def build(case: Case) -> Problem:
     """A case's arrays."""
     rng = np.random.default_rng([case.seed, zlib.crc32(case.name.encode())])
@@ -339,6 +347,8 @@ def build(case: Case) -> Problem:
     if case.rotary and case.kv_cache_dtype != "auto":
         key = few_digits(key)
     table, num_blocks = _block_table(rng, case)
+    _share(case, key)
+    _share(case, value)
     dtype = numpy_dtype(case.dtype)
     slopes = case.alibi * 2.0 ** (-8 * np.arange(case.num_heads) / case.num_heads)
     start = np.concatenate([[0], np.cumsum(case.query_lens)]).astype(np.int32)
@@ -374,6 +384,7 @@ def alone(problem: Problem, r: int) -> Problem:
             dynamic_causal=flags,
             mm_prefix_range=case.mm_prefix_range and case.mm_prefix_range[pick],
             document_start_loc=case.document_start_loc and case.document_start_loc[pick],
+            shared=(),
         ),
         query=problem.query[rows],
         key=problem.key[pick],
@@ -570,4 +581,6 @@ def _plan(problem: Problem, isa: str, engine: str, enable_kv_split: bool) -> cpu
         head_size_v=case.value_size,
         engine=engine,
         **case.masks,
+        block_table=problem.block_table if case.shared else None,
+        block_size=case.block_size if case.shared else None,
     )

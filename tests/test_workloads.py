@@ -52,6 +52,8 @@ def test_every_workload_by_name() -> None:
         "tree-8x8k": (8, 64, 8 * 8192, 32, 8, 128),
         "tree-16x4k-mha": (16, 128, 16 * 4096, 16, 16, 128),
         "select-1x64k": (1, 1, 65536, 32, 8, 128),
+        "cascade-32x4k": (32, 32, 32 * 4160, 32, 8, 128),
+        "cascade-32x4k-mha": (32, 32, 32 * 4160, 16, 16, 128),
         "write-8k": (1, 8192, 8192, 32, 8, 128),
         "rope-write-8k": (1, 8192, 8192, 32, 8, 128),
         "call-tiny": (1, 1, 16, 32, 8, 128),
@@ -64,7 +66,8 @@ def test_groups() -> None:
     assert {w.name for w in GROUPS["decode"]} == {n for n in WORKLOADS if n.startswith(names)}
     prefill = {name for name in WORKLOADS if name.startswith("prefill-")} | {"chunk-512-of-8k", "mixed"}
     assert {w.name for w in GROUPS["prefill"]} == prefill
-    assert all(w.kind == group for group in ("prefill", "decode") for w in GROUPS[group])
+    assert all(w.kind == group for group in ("prefill", "decode", "cascade") for w in GROUPS[group])
+    assert {w.name for w in GROUPS["cascade"]} == {name for name in WORKLOADS if name.startswith("cascade-")}
 
 
 @pytest.mark.parametrize("window", [-1, 1, 4, 11, 1000])
@@ -235,12 +238,12 @@ def test_the_higher_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-@pytest.mark.parametrize("kind", ["prefill", "decode", "write", "plan", "call"])
+@pytest.mark.parametrize("kind", ["prefill", "cascade", "decode", "write", "plan", "call"])
 def test_which_limit_binds(kind: str) -> None:
     w = Workload("w", kind, ((1, 4000),) if kind == "decode" else ((9, 9),))
     (row,) = contest.contestants(Step(w, "auto", "bfloat16"), ["native"])
     memory = {"decode": "read_gbps", "write": "memcpy_gbps"}
-    if kind == "prefill":
+    if kind in ("prefill", "cascade"):
         assert list(row.limits) == limits.products(row.isa, "bfloat16")
     elif kind in memory:
         size = max(w.kv_bytes(2), contest.LEAST_BYTES)

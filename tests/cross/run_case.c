@@ -125,7 +125,7 @@ int main(int argc, char **argv) {
                       .window_right = (int32_t)f[RIGHT],
                       .enable_kv_split = 1,
                       .num_threads = 1};
-    const ca_array written[] = {kc, vc, k, v, slots}, step[] = {starts, lens, flags};
+    const ca_array written[] = {kc, vc, k, v, slots}, step[] = {starts, lens, flags, {0}};
     const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks, selected};
     ca_plan_info info;
     ca_write(known, NULL, written, 0, isa, (int)f[K_DTYPE], (int)f[V_DTYPE], x[2], x[3], &fault);
