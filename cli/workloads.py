@@ -22,7 +22,7 @@ class Workload:
     """One step of causal attention, or what serves it.
 
     kind: prefill, decode, cascade (decode of requests that share a prefix), write (reshape_and_cache of all tokens,
-    with rotary rotary_reshape_and_cache, queries in place), plan (get_scheduler_metadata) or call (attention too small to be
+    with rotary rotary_reshape_and_cache, queries in place), plan (get_scheduler_metadata) or call (too little to be
     limited by anything but the call). lens: (q_len, kv_len) of each request. tree: its query tokens are drafts, each
     behind the one of half its number. selected: the share of the blocks that each kv head attends, at random; None: all
     without a selection. shared: keys that all requests have in common, in the same blocks; no_cascade: the plan is not
