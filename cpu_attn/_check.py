@@ -19,6 +19,7 @@ INT32_MAX = 2**31 - 1
 MAX_SIZE = 2**16  # of heads and head sizes: keeps every product of sizes within int64
 FLOATS = ("float32", "float16", "bfloat16")
 FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}  # vLLM's names
+LAYOUTS = {"packed": lib.CA_PACKED, "HND": lib.CA_HND, "NHD": lib.CA_NHD}  # the last two: vLLM's names
 
 
 def integer(name: str, x: Any, low: int, high: int = INT32_MAX) -> int:
@@ -94,6 +95,18 @@ def same_kv_dtype(plan: Any, kv_cache_dtype: Any) -> None:
     asked = kv_dtype(kv_cache_dtype, plan.dtype)
     if asked != plan.kv_dtype:
         raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r}, scheduler_metadata was made for {plan.kv_dtype}")
+
+
+def kv_cache_layout(x: Any) -> str:
+    if isinstance(x, str) and x in LAYOUTS:
+        return x
+    raise ValueError(f"kv_cache_layout: {x!r} is none of {', '.join(LAYOUTS)}")
+
+
+def same_kv_cache_layout(plan: Any, layout: Any) -> None:
+    if layout != plan.kv_cache_layout:
+        kv_cache_layout(layout)
+        raise ValueError(f"kv_cache_layout: {layout!r}, scheduler_metadata was made for {plan.kv_cache_layout!r}")
 
 
 def cache_dtypes(kv: str) -> list[str]:
@@ -175,16 +188,39 @@ def pointer(kind: str, a: Array | np.ndarray[Any, Any] | None) -> Any:
 
 
 def cache(
-    name: str, x: Any, kv: str, num_kv_heads: int | None, num_blocks: int | None, block_size: int | None
+    name: str,
+    x: Any,
+    kv: str,
+    num_kv_heads: int | None,
+    num_blocks: int | None,
+    block_size: int | None,
+    layout: str = "packed",
 ) -> Array:
-    """A cache [N, Hkv, B, width]: a block of one head is dense, the strides of N and Hkv are free."""
+    """A cache [N, Hkv, B, width], or [N, B, Hkv, D] if NHD: strides are free, but a packed block of one head is dense."""
     axes = [("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads), ("block_size", block_size), ("width", None)]
+    if layout == "NHD":
+        axes[1], axes[2] = axes[2], axes[1]
     a = array(name, x, cache_dtypes(kv), axes)
-    if a.shape[2] < 1:
+    if cache_sizes(a.shape, layout)[2] < 1:
         raise ValueError(f"{name}: block_size is 0, expected at least 1")
-    if a.size and a.shape[2] > 1 and a.strides[2] != a.shape[3]:
+    if layout == "packed" and a.size and a.shape[2] > 1 and a.strides[2] != a.shape[3]:
         raise ValueError(f"{name}: axis 2 has stride {a.strides[2]}, expected {a.shape[3]}: a block must be dense")
     return a
+
+
+def caches(
+    key_cache: Any, value_cache: Any, kv: str, num_kv_heads: int | None, layout: str
+) -> tuple[Array, Array]:
+    """Both, of the same sizes but for the last axis."""
+    k = cache("key_cache", key_cache, kv, num_kv_heads, None, None, layout)
+    num_blocks, num_kv_heads, block_size = cache_sizes(k.shape, layout)
+    return k, cache("value_cache", value_cache, kv, num_kv_heads, num_blocks, block_size, layout)
+
+
+def cache_sizes(axes: Sequence[int], layout: str) -> tuple[int, int, int]:
+    """Of a cache's shape num_blocks, num_kv_heads and block_size; of its strides theirs."""
+    n, h, b = axes[:3]
+    return (n, b, h) if layout == "NHD" else (n, h, b)
 
 
 def width(isa: int, dtype: int, block_size: int, head_size: int) -> int:
@@ -193,7 +229,11 @@ def width(isa: int, dtype: int, block_size: int, head_size: int) -> int:
     return -(-most // block_size)
 
 
-def cache_width(name: str, a: Array, isa: int, dtype: int, head_size: int) -> None:
+def cache_width(name: str, a: Array, isa: int, dtype: int, head_size: int, layout: str = "packed") -> None:
+    if layout != "packed":
+        if a.shape[3] != head_size:
+            raise ValueError(f"{name}: axis 3 is {a.shape[3]}, expected head_size = {head_size} in layout {layout}")
+        return
     expected = width(isa, dtype, a.shape[2], head_size)
     if a.shape[3] != expected:
         raise ValueError(
@@ -248,10 +288,9 @@ def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array |
         starts, lens, flags = lengths(plan.num_reqs, starts, lens, flags)
     q = array("query", query, [dtype], [tokens, heads, ("head_size", shape.head_size)])
     out = writable("output", array("output", output, [dtype], [tokens, heads, ("head_size_v", shape.head_size_v)]))
-    kc = cache("key_cache", key_cache, plan.kv_dtype, shape.num_kv_heads, None, None)
-    vc = cache("value_cache", value_cache, plan.kv_dtype, shape.num_kv_heads, kc.shape[0], kc.shape[2])
-    cache_width("key_cache", kc, shape.isa, shape.dtype, shape.head_size)
-    cache_width("value_cache", vc, shape.isa, shape.dtype, shape.head_size_v)
+    kc, vc = caches(key_cache, value_cache, plan.kv_dtype, shape.num_kv_heads, plan.kv_cache_layout)
+    cache_width("key_cache", kc, shape.isa, shape.dtype, shape.head_size, plan.kv_cache_layout)
+    cache_width("value_cache", vc, shape.isa, shape.dtype, shape.head_size_v, plan.kv_cache_layout)
     found: list[Array | None] = [
         out,
         None if lse is None else writable("lse", array("lse", lse, ["float32"], [heads, tokens])),
@@ -269,7 +308,9 @@ def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array |
     return found
 
 
-def write(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[Array | None], int, str]:
+def write(
+    arrays: Sequence[Any], isa: str, kv_cache_dtype: Any, layout: str
+) -> tuple[list[Array | None], int, str]:
     """``arrays`` as WRITE names them, of shapes and dtypes that fit one another, the index of the isa, and the dtype
     of the cache."""
     key_cache, value_cache, key, value, slot_mapping = arrays
@@ -281,10 +322,9 @@ def write(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[Ar
     integer("key: num_kv_heads", heads, 1, MAX_SIZE)
     kv = kv_dtype(kv_cache_dtype, k.dtype)
     resolved, code = _dispatch.resolve_isa(isa, k.dtype, head_size), _dispatch.DTYPE_CODES[k.dtype]
-    kc = writable("key_cache", cache("key_cache", key_cache, kv, heads, None, None))
-    vc = writable("value_cache", cache("value_cache", value_cache, kv, heads, kc.shape[0], kc.shape[2]))
-    cache_width("key_cache", kc, resolved.index, code, head_size)
-    cache_width("value_cache", vc, resolved.index, code, v.shape[2])
+    kc, vc = caches(key_cache, value_cache, kv, heads, layout)
+    cache_width("key_cache", writable("key_cache", kc), resolved.index, code, head_size, layout)
+    cache_width("value_cache", writable("value_cache", vc), resolved.index, code, v.shape[2], layout)
     found: list[Array | None] = [kc, vc, k, v, array("slot_mapping", slot_mapping, ["int64"], [("T", tokens)])]
     apart(WRITE, found, 2)
     return found, resolved.index, kv

@@ -24,6 +24,7 @@ class PagedKVCache:
     ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: it holds key / k_scale and value / v_scale. ``key_cache`` and
     ``value_cache`` are the raw arrays for :func:`reshape_and_cache` and :func:`attention_with_kv_cache`; ``isa`` is
     resolved and ``layout`` names what lies inside, so that a plan for another isa or dtype is refused.
+    kv_cache_layout: ``packed``, or ``HND`` or ``NHD``: plain rows, slower to read, for whoever shares the memory.
 
     >>> cache = PagedKVCache(64, 16, num_kv_heads=8, head_size=128, dtype="bfloat16")
     >>> cache.update(key, value, slot_mapping)
@@ -44,6 +45,7 @@ class PagedKVCache:
         kv_cache_dtype: str = "auto",
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        kv_cache_layout: str = "packed",
     ) -> None:
         name = dtype_name(dtype)
         self.head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
@@ -55,12 +57,14 @@ class PagedKVCache:
         self._isa, self._dtype = resolved.index, _dispatch.DTYPE_CODES[name]
         kernel = ffi.new("ca_kernel_info *")
         lib.ca_isa_kernel(self._isa, self._dtype, kernel)
-        self.layout = LAYOUT_NAMES[kernel.layout]
+        self.kv_cache_layout = _check.kv_cache_layout(kv_cache_layout)
+        self.layout = LAYOUT_NAMES[kernel.layout] if kv_cache_layout == "packed" else kv_cache_layout
+        common: Any = {"isa": self.isa, "kv_cache_dtype": kv_cache_dtype, "kv_cache_layout": kv_cache_layout}
         shapes = [
-            get_kv_cache_shape(num_blocks, block_size, num_kv_heads, size, name, self.isa, kv_cache_dtype)
+            get_kv_cache_shape(num_blocks, block_size, num_kv_heads, size, name, **common)
             for size in (self.head_size, self.head_size_v)
         ]
-        self.num_blocks, self.num_kv_heads, self.block_size = shapes[0][:3]
+        self.num_blocks, self.num_kv_heads, self.block_size = _check.cache_sizes(shapes[0], kv_cache_layout)
         self.kv_cache_dtype = kv_cache_dtype
         kv = _check.kv_dtype(kv_cache_dtype, name)
         self.k_scale, self.v_scale = _check.scales(k_scale, v_scale, kv != name)
@@ -77,7 +81,10 @@ class PagedKVCache:
         self._same_sizes("key", key, self.head_size)
         self._same_sizes("value", value, self.head_size_v)
         scales = self.k_scale, self.v_scale, self.kv_cache_dtype
-        ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, slot_mapping, self.isa, *scales)
+        ops.reshape_and_cache(
+            *(key, value, self.key_cache, self.value_cache, slot_mapping, self.isa, *scales),
+            kv_cache_layout=self.kv_cache_layout,
+        )
 
     def _same_sizes(self, name: str, x: Any, head_size: int) -> None:
         _check.array(
@@ -89,7 +96,7 @@ class PagedKVCache:
 
     def gather(self, block_table: Any, seq_len: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Plain K [seq_len, Hkv, D] and V [seq_len, Hkv, Dv] of one request; block_table: int32 [M], its blocks."""
-        common: Any = {"isa": self.isa, "dtype": self.dtype}
+        common: Any = {"isa": self.isa, "dtype": self.dtype, "kv_cache_layout": self.kv_cache_layout}
         return (
             ops.gather(self.key_cache, block_table, seq_len, self.head_size, value=False, **common),
             ops.gather(self.value_cache, block_table, seq_len, self.head_size_v, value=True, **common),
@@ -126,6 +133,7 @@ class PagedKVCache:
             isa=self.isa,
             kv_cache_dtype=self.kv_cache_dtype,
             head_size_v=self.head_size_v,
+            kv_cache_layout=self.kv_cache_layout,
             **options,
         )
 
@@ -151,6 +159,7 @@ class PagedKVCache:
         if str(plan.dtype) != str(self.dtype):
             raise ValueError(f"plan: made for {plan.dtype}, this cache takes {self.dtype}")
         _check.same_kv_dtype(plan, self.kv_cache_dtype)
+        _check.same_kv_cache_layout(plan, self.kv_cache_layout)
         if output is None:
             output = np.empty((plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype)
         arrays = (output, lse, query, self.key_cache, self.value_cache, block_table, None, None, None)

@@ -38,7 +38,7 @@ ROWS, KEYS = 256, 512
 
 @dataclass(frozen=True)
 class Step:
-    """One call's arguments, checked, as NumPy views. sees [T, 2]: first key of a token and the one after its last;
+    """One call's arguments, checked, as NumPy views; caches [N, Hkv, B, width]. sees [T, 2]: first key of a token and the one after its last;
     position [T]: where a token itself stands among its request's keys."""
 
     query: Array
@@ -55,6 +55,7 @@ class Step:
     s_aux: Array
     position: Array
     sees: Array
+    kv_cache_layout: str
 
     @property
     def group(self) -> int:
@@ -83,6 +84,7 @@ def attention(
     *,
     lse: Any = None,
     isa: str = "auto",
+    kv_cache_layout: str = "packed",
 ) -> Any:
     """:func:`cpu_attn.attention_with_kv_cache` without a plan: same arguments, shapes, dtypes, meaning and errors.
 
@@ -98,6 +100,7 @@ def attention(
         kv_cache_dtype,
         lse,
         isa,
+        kv_cache_layout,
     )
     result, result_lse = _every_request(step)
     out.numpy()[...] = result
@@ -157,7 +160,7 @@ def _chunks(step: Step, r: int, sees: Array) -> Iterator[tuple[Array, Array, Arr
         first = k0 // block_size
         blocks, skipped = step.block_table[r, first : -(-k1 // block_size)], k0 - first * block_size
         size = skipped + k1 - k0
-        common: Any = {"isa": step.isa, "dtype": step.query.dtype}
+        common: Any = {"isa": step.isa, "dtype": step.query.dtype, "kv_cache_layout": step.kv_cache_layout}
         key = gather_pages(step.key_cache, blocks, size, head_size=step.query.shape[2], **common)
         value = gather_pages(step.value_cache, blocks, size, head_size=step.head_size_v, value=True, **common)
         key, value = (
@@ -226,29 +229,32 @@ def _checked(
     kv_cache_dtype: str,
     lse: Any,
     isa: str,
+    kv_cache_layout: str,
 ) -> tuple[Step, Memory, Memory | None]:
     q = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
     kv = _check.kv_dtype(kv_cache_dtype, q.dtype)
-    kc = _check.cache("key_cache", key_cache, kv, None, None, None)
-    vc = _check.cache("value_cache", value_cache, kv, kc.shape[1], kc.shape[0], kc.shape[2])
+    layout = _check.kv_cache_layout(kv_cache_layout)
+    kc, vc = _check.caches(key_cache, value_cache, kv, None, layout)
+    num_blocks, num_kv_heads, block_size = _check.cache_sizes(kc.shape, layout)
     table = _check.array("block_table", block_table, ["int32"], [("num_reqs", None), ("blocks", None)])
     (tokens, num_heads, head_size), num_reqs = q.shape, table.shape[0]
     out = _check.array("output", output, [q.dtype], [("T", tokens), ("num_heads", num_heads), ("head_size_v", None)])
     log = None if lse is None else _check.array("lse", lse, ["float32"], [("num_heads", num_heads), ("T", tokens)])
     plan = get_scheduler_metadata(
-        *(num_reqs, num_heads, kc.shape[1], head_size, seq_lens, q.dtype, query_start_loc, causal, sliding_window),
+        *(num_reqs, num_heads, num_kv_heads, head_size, seq_lens, q.dtype, query_start_loc, causal, sliding_window),
         isa=isa,
         kv_cache_dtype=kv_cache_dtype,
         dynamic_causal=dynamic_causal,
         head_size_v=out.shape[2],
         engine="reference",
+        kv_cache_layout=layout,
     )
     if plan.num_tokens != tokens:
         raise ValueError(f"query: axis 0 is {tokens}, expected query_start_loc[-1] = {plan.num_tokens}")
     for name, cache, size in (("key_cache", kc, head_size), ("value_cache", vc, out.shape[2])):
-        _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, size)
+        _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, size, layout)
     starts, lens, flags = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
-    _check.block_table(plan, table, kc.shape[0], kc.shape[2])
+    _check.block_table(plan, table, num_blocks, block_size)
     inputs: dict[str, Memory | None] = {"query": q, "key_cache": kc, "value_cache": vc, "block_table": table}
     inputs |= {"query_start_loc": starts, "seq_lens": lens, "dynamic_causal": flags}
     _check.disjoint("output", _check.writable("output", out), inputs)
@@ -259,8 +265,8 @@ def _checked(
     sinks = _check.small_floats("s_aux", s_aux, _check.FLOATS, num_heads)
     step = Step(
         query=q.numpy(),
-        key_cache=kc.numpy().view(DTYPES[kv]),
-        value_cache=vc.numpy().view(DTYPES[kv]),
+        key_cache=_heads_first(kc, kv, layout),
+        value_cache=_heads_first(vc, kv, layout),
         head_size_v=out.shape[2],
         query_start_loc=starts.numpy(),
         block_table=table.numpy(),
@@ -272,5 +278,11 @@ def _checked(
         s_aux=np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64),
         position=position,
         sees=sees,
+        kv_cache_layout="HND" if layout == "NHD" else layout,
     )
     return step, out, log
+
+
+def _heads_first(cache: Memory, kv: str, layout: str) -> Array:
+    pages = cache.numpy().view(DTYPES[kv])
+    return pages.swapaxes(1, 2) if layout == "NHD" else pages

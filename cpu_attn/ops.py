@@ -37,12 +37,14 @@ _NAMES = product((*_dispatch.ISA_NAMES, "auto", "vec", "vec16"), ("auto", *_chec
 _NAMED = {names: i for i, names in enumerate(_NAMES)}
 
 
-def _cache_struct(a: Array, isa: int, dtype: int, kv_dtype: int, head_size: int) -> Any:
+def _cache_struct(a: Array, layout: str, isa: int, dtype: int, kv_dtype: int, head_size: int) -> Any:
     cache = ffi.new("ca_cache *")
     cache.data = ffi.cast("void *", a.address)
-    cache.stride_n, cache.stride_h = a.strides[:2]
-    cache.num_blocks, cache.num_kv_heads, cache.block_size = a.shape[:3]
+    cache.num_blocks, cache.num_kv_heads, cache.block_size = _check.cache_sizes(a.shape, layout)
+    cache.stride_n, cache.stride_h, token = _check.cache_sizes(a.strides, layout)
+    cache.ld = head_size if layout == "packed" else token
     cache.head_size, cache.dtype, cache.kv_dtype, cache.isa = head_size, dtype, kv_dtype, isa
+    cache.kv_cache_layout = _check.LAYOUTS[layout]
     return cache
 
 
@@ -63,6 +65,8 @@ def reshape_and_cache(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     kv_cache_dtype: str = "auto",
+    *,
+    kv_cache_layout: str = "packed",
 ) -> None:
     """Writes the keys and values of T tokens into their slots, in the layout of ``isa``.
 
@@ -71,6 +75,8 @@ def reshape_and_cache(
     Hkv are free (K and V of a block may interleave).
     kv_cache_dtype: ``auto``, or ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: caches of that float8 dtype or of uint8 hold
     key / k_scale and value / v_scale, rounded to nearest even, saturating, subnormals kept.
+    kv_cache_layout: ``packed``, or rows as they are: ``HND`` [N, Hkv, B, D], ``NHD`` [N, B, Hkv, D], all strides but
+    the last axis's free, and the same for every isa.
     slot_mapping: int64 [T], block * B + offset; a negative slot is skipped. Of tokens that share a slot one stays,
     whole. Whoever writes with one isa must read with the same.
 
@@ -80,13 +86,15 @@ def reshape_and_cache(
     fault = ffi.new("ca_fault *")
     arrays = (key_cache, value_cache, key, value, slot_mapping)
     kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
+    layout = _check.LAYOUTS[_check.kv_cache_layout(kv_cache_layout)]
     scales = _check.scales(k_scale, v_scale, kind in _check.FP8)
     names = (_dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kind)
     named = _NAMED.get(names, -1)
     addresses, given, _alive = objects(_check.WRITE, arrays)
-    if named < 0 or lib.ca_write(_thread.write, addresses, given, named, -1, -1, *scales, fault) == lib.CA_UNKNOWN:
-        found, index, kv = _check.write(arrays, names[0], kv_cache_dtype)
-        lib.ca_write(_thread.write, ffi.NULL, described(found), named, index, CODES[kv][0], *scales, fault)
+    rest = (layout, *scales, fault)
+    if named < 0 or lib.ca_write(_thread.write, addresses, given, named, -1, -1, *rest) == lib.CA_UNKNOWN:
+        found, index, kv = _check.write(arrays, names[0], kv_cache_dtype, kv_cache_layout)
+        lib.ca_write(_thread.write, ffi.NULL, described(found), named, index, CODES[kv][0], *rest)
     _check.raise_fault(fault)
 
 
@@ -111,12 +119,15 @@ def attention_with_kv_cache(
     kv_cache_dtype: str = "auto",
     *,
     lse: Any = None,
+    kv_cache_layout: str = "packed",
 ) -> Any:
     """Attention of every query token over its request's pages, into ``output``, which is returned.
 
     query [T, Hq, D], output [T, Hq, Dv]: the plan's dtype, last axis dense, other strides free.
     key_cache, value_cache [N, Hkv, B, width]: written by :func:`reshape_and_cache` with the plan's isa, and with the
     same k_scale, v_scale and kv_cache_dtype, which is the plan's.
+    kv_cache_layout: the plan's. ``HND`` and ``NHD`` are read where they lie, whoever wrote them: [N, Hkv, B, D] and
+    [N, B, Hkv, D], all strides but the last axis's free; value_cache may be a view of key_cache.
     query_start_loc int32 [R+1], seq_lens int32 [R], causal, sliding_window, dynamic_causal: as the plan was made for.
     scale: factor of q.k. softcap > 0: logits become softcap * tanh(logit / softcap); 0 is off.
     alibi_slopes: float32 [Hq] or None, adds slope * (key position - query position).
@@ -131,6 +142,7 @@ def attention_with_kv_cache(
     plan = _check.plan("scheduler_metadata", scheduler_metadata)
     _check.same_window(plan, sliding_window)
     _check.same_kv_dtype(plan, kv_cache_dtype)
+    _check.same_kv_cache_layout(plan, kv_cache_layout)
     scales = _check.scales(k_scale, v_scale, plan.narrow)
     step = (query_start_loc, seq_lens, dynamic_causal)
     arrays = (output, lse, query, key_cache, value_cache, block_table, *step, alibi_slopes, s_aux)
@@ -172,10 +184,11 @@ def gather(
     value: bool,
     out: Any = None,
     dtype: Any = None,
+    kv_cache_layout: str = "packed",
 ) -> np.ndarray[Any, Any]:
     """The first seq_len tokens of one request out of its pages, plain: [seq_len, Hkv, head_size], as they are stored.
 
-    cache [N, Hkv, B, width] as written with ``isa``; block_table int32 [M]; value: a value cache, else a key cache.
+    cache [N, Hkv, B, width] as written with ``isa``, or what kv_cache_layout says; block_table int32 [M]; value: a value cache, else a key cache.
     dtype: of the keys and values that were written, for a quantised cache; else the cache's own.
     """
     kinds = [*_check.FLOATS, *dict.fromkeys(_check.FP8.values()), "uint8"]
@@ -186,21 +199,23 @@ def gather(
         raise ValueError(f"dtype: {written}, this cache holds {first.dtype}")
     resolved, code = _dispatch.resolve_isa(isa, written, head_size), _dispatch.DTYPE_CODES[written]
     kv = CODES["float8_e4m3fn" if first.dtype == "uint8" else first.dtype][0]
-    pages = _check.cache("cache", cache, first.dtype, None, None, None)
-    _check.cache_width("cache", pages, resolved.index, code, head_size)
+    layout = _check.kv_cache_layout(kv_cache_layout)
+    pages = _check.cache("cache", cache, first.dtype, None, None, None, layout)
+    _check.cache_width("cache", pages, resolved.index, code, head_size, layout)
+    _, num_kv_heads, block_size = _check.cache_sizes(pages.shape, layout)
     table = _check.array("block_table", block_table, ["int32"], [("blocks", None)])
     seq_len = _check.integer("seq_len", seq_len, 0)
     if out is None:
-        if -(-seq_len // pages.shape[2]) > table.shape[0]:
-            raise ValueError(f"block_table: needs {-(-seq_len // pages.shape[2])} blocks, has {table.shape[0]}")
-        out = np.empty((seq_len, pages.shape[1], head_size), DTYPES[first.dtype])
+        if -(-seq_len // block_size) > table.shape[0]:
+            raise ValueError(f"block_table: needs {-(-seq_len // block_size)} blocks, has {table.shape[0]}")
+        out = np.empty((seq_len, num_kv_heads, head_size), DTYPES[first.dtype])
     rows = _check.array(
-        "out", out, [first.dtype], [("seq_len", seq_len), ("num_kv_heads", pages.shape[1]), ("head_size", head_size)]
+        "out", out, [first.dtype], [("seq_len", seq_len), ("num_kv_heads", num_kv_heads), ("head_size", head_size)]
     )
     _check.disjoint("out", _check.writable("out", rows), {"cache": pages, "block_table": table})
     fault = _check.new_fault()
     lib.ca_gather(
-        _cache_struct(pages, resolved.index, code, kv, head_size),
+        _cache_struct(pages, layout, resolved.index, code, kv, head_size),
         value,
         _check.pointer("int32_t *", table),
         table.shape[0],

@@ -18,17 +18,20 @@ class SchedulerMetadata:
     Opaque to callers but for what describes it. Any number of threads may use one plan at once.
     """
 
-    __slots__ = ("_info", "_pointer", "_shape", "dtype", "engine", "isa", "kv_dtype", "narrow")
+    __slots__ = ("_info", "_pointer", "_shape", "dtype", "engine", "isa", "kv_cache_layout", "kv_dtype", "narrow")
     _info: Any
     _pointer: Any
     _shape: Any
     dtype: np.dtype[Any]
     engine: str
     isa: str
+    kv_cache_layout: str
     kv_dtype: str
     narrow: bool
 
-    def __init__(self, pointer: Any, shape: Any, dtype: str, kv_dtype: str, isa: str, engine: str) -> None:
+    def __init__(
+        self, pointer: Any, shape: Any, dtype: str, kv_dtype: str, isa: str, engine: str, kv_cache_layout: str
+    ) -> None:
         info, keep = ffi.new("ca_plan_info *"), object.__setattr__
         lib.ca_plan_describe(pointer, info)
         keep(self, "_pointer", pointer)
@@ -39,6 +42,7 @@ class SchedulerMetadata:
         keep(self, "narrow", kv_dtype != dtype)
         keep(self, "isa", isa)
         keep(self, "engine", engine)
+        keep(self, "kv_cache_layout", kv_cache_layout)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"SchedulerMetadata is immutable: cannot set {name}")
@@ -84,6 +88,7 @@ def get_scheduler_metadata(
     *,
     head_size_v: int | None = None,
     engine: str = "auto",
+    kv_cache_layout: str = "packed",
 ) -> SchedulerMetadata:
     """Plans the attention of one step over ``num_reqs`` requests, once for all its layers.
 
@@ -97,6 +102,8 @@ def get_scheduler_metadata(
     enable_kv_split: long requests may be split over their keys where threads would idle. Same bits either way.
     dynamic_causal: int32 [num_reqs] or None; says causal for each request by itself, 0 is bidirectional.
     head_size_v: head size of V and of the output, head_size unless said.
+    kv_cache_layout: of the caches: ``packed`` by :func:`reshape_and_cache` as the isa likes it, or rows that somebody
+    else may own, ``HND`` [N, Hkv, B, D] or ``NHD`` [N, B, Hkv, D] (vLLM's names).
 
     Raises ValueError or TypeError for lengths and sizes out of range, UnavailableError for an isa or engine
     that is not there. Names and order follow vLLM's ``cpu_attn_get_scheduler_metadata``.
@@ -122,6 +129,7 @@ def get_scheduler_metadata(
     shape.window_left, shape.window_right = _check.window(sliding_window)
     shape.enable_kv_split = _check.boolean("enable_kv_split", enable_kv_split)
     shape.num_threads = _dispatch.get_num_threads()
+    shape.kv_cache_layout = _check.LAYOUTS[_check.kv_cache_layout(kv_cache_layout)]
     fault = _check.new_fault()
     addresses = (id(query_start_loc), id(seq_lens), id(dynamic_causal))
     pointer = lib.ca_plan_new(shape, engine_pointer, addresses, ffi.NULL, fault)
@@ -129,7 +137,7 @@ def get_scheduler_metadata(
         step = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
         pointer = lib.ca_plan_new(shape, engine_pointer, ffi.NULL, described(step), fault)
     _check.raise_fault(fault)
-    return SchedulerMetadata(ffi.gc(pointer, lib.ca_plan_free), shape, name, kv, resolved.name, engine)
+    return SchedulerMetadata(ffi.gc(pointer, lib.ca_plan_free), shape, name, kv, resolved.name, engine, kv_cache_layout)
 
 
 def get_kv_cache_shape(
@@ -140,21 +148,27 @@ def get_kv_cache_shape(
     dtype: Any,
     isa: str = "auto",
     kv_cache_dtype: str = "auto",
+    *,
+    kv_cache_layout: str = "packed",
 ) -> tuple[int, int, int, int]:
     """Shape to allocate for K or for V: (num_blocks, num_kv_heads, block_size, width).
 
     width is head_size where head_size is even and block_size a multiple of 16; otherwise it may be
     larger. What lies inside a (block, head) is the affair of the isa and of dtype, which is that of keys and values;
     the cache itself is of the dtype that kv_cache_dtype says: an fp8 one of ``ml_dtypes``' or of uint8.
+    kv_cache_layout: of ``HND`` and ``NHD`` the width is head_size; ``NHD`` has block_size before num_kv_heads.
     """
     name = dtype_name(dtype)
     _check.kv_dtype(kv_cache_dtype, name)
     block_size = _check.integer("block_size", block_size, 1)
     head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
     resolved = _dispatch.resolve_isa(isa, name, head_size)
-    return (
-        _check.integer("num_blocks", num_blocks, 0),
-        _check.integer("num_kv_heads", num_kv_heads, 1, _check.MAX_SIZE),
-        block_size,
-        _check.width(resolved.index, _dispatch.DTYPE_CODES[name], block_size, head_size),
-    )
+    num_blocks = _check.integer("num_blocks", num_blocks, 0)
+    num_kv_heads = _check.integer("num_kv_heads", num_kv_heads, 1, _check.MAX_SIZE)
+    layout = _check.kv_cache_layout(kv_cache_layout)
+    if layout == "NHD":
+        return num_blocks, block_size, num_kv_heads, head_size
+    if layout == "HND":
+        return num_blocks, num_kv_heads, block_size, head_size
+    width = _check.width(resolved.index, _dispatch.DTYPE_CODES[name], block_size, head_size)
+    return num_blocks, num_kv_heads, block_size, width

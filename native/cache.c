@@ -14,6 +14,17 @@
 
 static const ca_kernel *kernel_of(const ca_cache *c) { return ca_isa_get(c->isa)->kernels[c->dtype]; }
 
+static int layout_of(const ca_cache *c) {
+    return c->kv_cache_layout == CA_PACKED ? kernel_of(c)->info.layout : CA_LAYOUT_ROWS;
+}
+
+/* Of one (block, head), the element (token, d). */
+static char *element_of(const ca_cache *c, int value, char *block, int64_t token, int64_t d) {
+    int layout = layout_of(c);
+    int64_t i = value ? ca_v_offset(layout, token, d, c->ld) : ca_k_offset(layout, token, d, c->ld);
+    return block + i * ca_dtype_size(c->kv_dtype);
+}
+
 typedef struct write_call {
     const ca_cache *key_cache, *value_cache;
     const ca_rows *key, *value;
@@ -29,14 +40,15 @@ static char *row_of(const ca_rows *rows, int64_t t, int head, int dtype) {
 /* One token as bytes. An odd last d of K is paired with zero, for kernels that read pairs. */
 static void write_narrow(const ca_cache *c, int value, char *block, int64_t token, const char *row) {
     const ca_kernel *kernel = kernel_of(c);
-    int layout = kernel->info.layout;
-    int64_t head_size = c->head_size, step = value ? 1 + layout : layout == CA_LAYOUT_LANES ? CA_LANES : 0;
+    int layout = layout_of(c), rows = layout == CA_LAYOUT_ROWS;
+    int64_t head_size = c->head_size, step = layout == CA_LAYOUT_LANES ? CA_LANES : 0;
+    if (rows || value)
+        step = layout == CA_LAYOUT_PAIRS ? 2 : 1;
     uint8_t bytes[512];
     for (int64_t d = 0, n; d < head_size; d += n) {
         n = ca_min64(head_size - d, (int64_t)sizeof bytes);
         kernel->pack(row + d * ca_dtype_size(c->dtype), n, c->scale, c->kv_dtype, bytes);
-        char *dst =
-            block + (value ? ca_v_offset(layout, token, d, head_size) : ca_k_offset(layout, token, d, head_size));
+        char *dst = element_of(c, value, block, token, d);
         for (int64_t i = 0; i < n; i++)
             dst[step ? i * step : i / 2 * 2 * CA_LANES + i % 2] = (char)bytes[i];
     }
@@ -51,12 +63,12 @@ static int write_narrow_group(const ca_cache *c, int value, char *block, int64_t
     const ca_kernel *kernel = kernel_of(c), *halves = ca_isa_get(c->isa)->kernels[CA_F16];
     int64_t head_size = c->head_size;
     uint8_t bytes[CA_LANES][512];
-    if (kernel->info.layout != CA_LAYOUT_PAIRS || !halves || head_size % 2 || head_size > (int64_t)sizeof bytes[0])
+    if (layout_of(c) != CA_LAYOUT_PAIRS || !halves || head_size % 2 || head_size > (int64_t)sizeof bytes[0])
         return 0;
     for (int t = 0; t < CA_LANES; t++)
         kernel->pack(rows + t * ld, head_size, c->scale, c->kv_dtype, bytes[t]);
     if (!value) {
-        halves->write_k(block, head_size / 2, token, CA_LANES, bytes, sizeof bytes[0] / 2, stream);
+        halves->write_k(block, head_size / 2, token, CA_LANES, bytes, sizeof bytes[0] / 2, bytes, stream);
         return 1;
     }
     for (int t = 0; t < CA_LANES; t += 2) {
@@ -75,8 +87,12 @@ static void write_run(const ca_cache *c, int value, const ca_rows *rows, int hea
     char *block = (char *)ca_block(c->data, c->stride_n, c->stride_h, slot / c->block_size, head, c->kv_dtype);
     const char *row = row_of(rows, t, head, c->dtype);
     int64_t token = slot % c->block_size, ld = rows->stride_t * ca_dtype_size(c->dtype);
-    if (!ca_is_narrow(c->kv_dtype))
-        (value ? kernel->write_v : kernel->write_k)(block, c->head_size, token, n, row, rows->stride_t, stream);
+    if (!ca_is_narrow(c->kv_dtype) && c->kv_cache_layout != CA_PACKED)
+        for (int i = 0; i < n; i++)
+            memcpy(element_of(c, value, block, token + i, 0), row + i * ld, (size_t)c->head_size * ca_dtype_size(c->dtype));
+    else if (!ca_is_narrow(c->kv_dtype))
+        (value ? kernel->write_v : kernel->write_k)(block, c->head_size, token, n, row, rows->stride_t,
+                                                    row + CA_LANES * ld, stream);
     else if (n < CA_LANES || !write_narrow_group(c, value, block, token, row, ld, stream))
         for (int i = 0; i < n; i++)
             write_narrow(c, value, block, token + i, row + i * ld);
@@ -135,18 +151,22 @@ static void write_all(const ca_cache *kc, const ca_cache *vc, const ca_rows *key
         write_part(&w, i / parts * each, (i / parts + 1) * each, i % parts, parts);
 }
 
-static ca_cache cache_of(const ca_array *a, const ca_array *rows, int isa, int kv_dtype, float scale) {
+static ca_cache cache_of(const ca_array *a, const ca_array *rows, const struct ca_accepted *call, int kv_cache_layout,
+                         float scale) {
+    const ca_axes axes = ca_cache_axes(a, kv_cache_layout, rows->shape[2]);
     return (ca_cache){
         .data = (void *)a->address,
-        .stride_n = a->strides[0],
-        .stride_h = a->strides[1],
-        .num_blocks = a->shape[0],
-        .num_kv_heads = (int32_t)a->shape[1],
-        .block_size = a->shape[2],
+        .stride_n = axes.stride_n,
+        .stride_h = axes.stride_h,
+        .ld = axes.ld,
+        .num_blocks = axes.num_blocks,
+        .num_kv_heads = (int32_t)axes.num_kv_heads,
+        .block_size = axes.block_size,
         .head_size = (int32_t)rows->shape[2],
         .dtype = rows->dtype,
-        .kv_dtype = kv_dtype,
-        .isa = isa,
+        .kv_dtype = (int32_t)call->kv_dtype,
+        .isa = (int32_t)call->isa,
+        .kv_cache_layout = kv_cache_layout,
         .scale = scale,
     };
 }
@@ -154,15 +174,15 @@ static ca_cache cache_of(const ca_array *a, const ca_array *rows, int isa, int k
 static ca_rows rows_of(const ca_array *a) { return (ca_rows){(void *)a->address, a->strides[0], a->strides[1]}; }
 
 int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int kv_dtype,
-             float k_scale, float v_scale, ca_fault *fault) {
-    const int64_t sizes[10] = {named};
+             int kv_cache_layout, float k_scale, float v_scale, ca_fault *fault) {
+    const int64_t sizes[11] = {named, kv_cache_layout};
     ca_array a[CA_WRITE_ARRAYS];
     const struct ca_accepted *call =
         ca_accept(known, sizes, isa, kv_dtype, objects, given, a, CA_WRITE_ARRAYS, CA_TO_VALUE_CACHE + 1);
     if (!call)
         return CA_UNKNOWN;
-    ca_cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], (int32_t)call->isa, (int32_t)call->kv_dtype, k_scale);
-    ca_cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], (int32_t)call->isa, (int32_t)call->kv_dtype, v_scale);
+    ca_cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], call, kv_cache_layout, k_scale);
+    ca_cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], call, kv_cache_layout, v_scale);
     ca_rows key = rows_of(&a[CA_KEY]), value = rows_of(&a[CA_VALUE]);
     const int64_t *slots = (const int64_t *)a[CA_SLOT_MAPPING].address, num_tokens = a[CA_KEY].shape[0];
     if (ca_check_slots(slots, num_tokens, kc.num_blocks * kc.block_size, fault))
@@ -185,10 +205,10 @@ static void copy_apart(char *dst, const char *src, int64_t n, int64_t step, int 
 }
 
 static void gather_token(const ca_cache *c, int value, const char *block, int64_t token, char *dst) {
-    int layout = kernel_of(c)->info.layout, size = ca_dtype_size(c->kv_dtype);
+    int layout = layout_of(c), size = ca_dtype_size(c->kv_dtype);
     int64_t n = c->head_size;
-    const char *src = block + (value ? ca_v_offset(layout, token, 0, n) : ca_k_offset(layout, token, 0, n)) * size;
-    if (value && layout == CA_LAYOUT_LANES)
+    const char *src = element_of(c, value, (char *)block, token, 0);
+    if (layout == CA_LAYOUT_ROWS || (value && layout == CA_LAYOUT_LANES))
         memcpy(dst, src, (size_t)(n * size));
     else if (value)
         copy_apart(dst, src, n, 2 * size, size);

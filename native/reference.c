@@ -20,7 +20,7 @@ static double score(const ca_plan *p, const ca_call *c, const char *query, const
     double dot = 0;
     for (int64_t d = 0; d < d_end; d++)
         dot += element(query, d, p->shape.dtype) *
-               element(k, ca_k_offset(p->kernel->info.layout, token, d, d_end), p->shape.kv_dtype);
+               element(k, ca_k_offset(ca_layout_of(p), token, d, c->k_ld), p->shape.kv_dtype);
     dot *= (double)c->scale * c->k_scale;
     return c->softcap > 0 ? c->softcap * tanh(dot / c->softcap) : dot;
 }
@@ -48,7 +48,7 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
         l = l * rescale + w;
         for (int64_t d = 0; d < dv; d++)
             o[d] =
-                o[d] * rescale + w * element(v, ca_v_offset(p->kernel->info.layout, token, d, dv), p->shape.kv_dtype);
+                o[d] * rescale + w * element(v, ca_v_offset(ca_layout_of(p), token, d, c->v_ld), p->shape.kv_dtype);
     }
     state->m[r] = (float)(m * CA_LOG2E_D);
     /* m was rounded: l and o take the difference, so that (o, l, m) stay one consistent triple */

@@ -39,21 +39,23 @@ static const char *block_of(const ca_pages *g, int value, int64_t key) {
 
 int64_t ca_wide_bytes(const ca_plan *plan) {
     int64_t columns = ca_max64(ca_round_up(plan->shape.head_size, 2), plan->shape.head_size_v);
-    return ca_is_narrow(plan->shape.kv_dtype) ? columns * CA_LANES * 4 : 0;
+    return ca_ready(plan) ? 0 : columns * CA_LANES * 4 + ca_rows_bytes(plan);
 }
 
-/* The key's block; of a narrow cache only its group, unpacked, and *token counts from there. */
-static const void *plain_block(const ca_pages *g, int value, int64_t key, int64_t *token) {
+/* The key's block; of a cache that is not ready only its group, unpacked, and *token counts from there. */
+static const void *packed_block(const ca_pages *g, int value, int64_t key, int64_t *token) {
     const ca_shape *s = &g->plan->shape;
     const char *block = block_of(g, value, key);
     *token = key % g->call->block_size;
-    if (!ca_is_narrow(s->kv_dtype))
+    if (ca_ready(g->plan))
         return block;
-    int layout = g->plan->kernel->info.layout, pair = layout == CA_LAYOUT_PAIRS ? 2 : 1;
-    int64_t first = *token / CA_LANES * CA_LANES, rows = ca_min64(CA_LANES, g->call->block_size - first);
-    int64_t at = value ? ca_v_offset(layout, first, 0, s->head_size_v) : ca_k_offset(layout, first, 0, s->head_size);
-    int64_t n = value ? ca_round_up(rows, pair) * s->head_size_v : ca_round_up(s->head_size, pair) * CA_LANES;
-    g->plan->kernel->unpack((const uint8_t *)block + at, n, s->kv_dtype, g->wide, block + at);
+    int layout = ca_layout_of(g->plan);
+    int64_t first = *token / CA_LANES * CA_LANES, n = ca_min64(CA_LANES, g->call->block_size - first);
+    int64_t ld = value ? g->call->v_ld : g->call->k_ld;
+    int64_t at = value ? ca_v_offset(layout, first, 0, ld) : ca_k_offset(layout, first, 0, ld);
+    const char *src = block + at * ca_dtype_size(s->kv_dtype);
+    char *rows = (char *)g->wide + ca_wide_bytes(g->plan) - ca_rows_bytes(g->plan);
+    g->plan->kernel->unpack(g->plan, value, src, ld, (int)n, g->wide, rows, src);
     *token -= first;
     return g->wide;
 }
@@ -65,15 +67,13 @@ static int64_t piece(const ca_pages *g, int64_t key, int64_t k0, int64_t end, in
     return ca_min64(n, ca_min64(lanes - token % lanes, panel - column % panel));
 }
 
-static int64_t lanes(const ca_pages *g) {
-    return ca_is_narrow(g->plan->shape.kv_dtype) ? CA_LANES : g->call->block_size;
-}
+static int64_t lanes(const ca_pages *g) { return ca_ready(g->plan) ? g->call->block_size : CA_LANES; }
 
 static void copy_k_pairs(const ca_pages *g, int64_t first, int64_t k0, int64_t end, uint16_t *dst) {
     int64_t head_size = g->plan->shape.head_size, n;
     for (int64_t key = first; key < end; key += n) {
-        const uint16_t *block = (const uint16_t *)block_of(g, 0, key);
-        int64_t token = key % g->call->block_size;
+        int64_t token;
+        const uint16_t *block = packed_block(g, 0, key, &token);
         n = piece(g, key, k0, end, CA_LANES, PANEL);
         for (int64_t d = 0; d < head_size; d += 2)
             memcpy(dst + packed_at(d, key - k0, head_size), block + ca_k_offset(CA_LAYOUT_PAIRS, token, d, head_size),
@@ -94,7 +94,7 @@ void ca_gather_k(ca_form form, const ca_pages *g, int64_t first, int64_t k0, int
     int64_t panel = width * (form == CA_FORM_PLAIN ? head_size : ca_round_up(head_size, 16));
     for (int64_t key = ca_max64(k0, first); key < end; key += step) {
         int64_t token, column = key - k0;
-        const void *block = plain_block(g, 0, key, &token);
+        const void *block = packed_block(g, 0, key, &token);
         step = piece(g, key, k0, end, lanes(g), width);
         g->plan->kernel->widen_k(block, head_size, token, token + step,
                                  (float *)dst + column / width * panel + column % width, width);
@@ -102,18 +102,25 @@ void ca_gather_k(ca_form form, const ca_pages *g, int64_t first, int64_t k0, int
 }
 
 /* A pair of keys holds both rows of its dst line; a half that does not count is zeroed after. */
+static void copy_pair(const uint16_t *src, int64_t dv, int64_t row, int64_t keys, int even, int odd, uint16_t *dst) {
+    for (int64_t d = 0; d < dv; d += PANEL) {
+        uint16_t *line = dst + packed_at(row, d, keys);
+        int64_t n = ca_min64(PANEL, dv - d);
+        memcpy(line, src + 2 * d, (size_t)n * 4);
+        for (int64_t i = 0; i < n && !(even && odd); i++)
+            line[2 * i + even] = 0;
+    }
+}
+
 static void copy_v_pairs(const ca_pages *g, int64_t first, int64_t k0, int64_t end, int64_t keys, uint16_t *dst) {
-    int64_t dv = g->plan->shape.head_size_v;
-    for (int64_t key = k0; key < end; key += 2) {
-        const uint16_t *block = (const uint16_t *)block_of(g, 1, key);
-        int64_t token = key % g->call->block_size;
-        for (int64_t d = 0; d < dv; d += PANEL) {
-            uint16_t *line = dst + packed_at(key - k0, d, keys);
-            int64_t n = ca_min64(PANEL, dv - d);
-            memcpy(line, block + ca_v_offset(CA_LAYOUT_PAIRS, token, d, dv), (size_t)n * 4);
-            for (int64_t i = 0; i < n && (key < first || key + 1 >= end); i++)
-                line[2 * i + (key + 1 >= end)] = 0;
-        }
+    int64_t dv = g->plan->shape.head_size_v, n;
+    for (int64_t key = k0; key < end; key += n) {
+        int64_t token;
+        const uint16_t *block = packed_block(g, 1, key, &token);
+        n = piece(g, key, k0, end, lanes(g), keys);
+        for (int64_t i = 0; i < n; i += 2)
+            copy_pair(block + ca_v_offset(CA_LAYOUT_PAIRS, token + i, 0, dv), dv, key + i - k0, keys, key + i >= first,
+                      key + i + 1 < end, dst);
     }
 }
 
@@ -128,7 +135,7 @@ void ca_gather_v(ca_form form, const ca_pages *g, int64_t first, int64_t k0, int
     float *rows = dst;
     for (int64_t key = ca_max64(k0, first); key < end; key += step) {
         int64_t token;
-        const void *block = plain_block(g, 1, key, &token);
+        const void *block = packed_block(g, 1, key, &token);
         step = piece(g, key, k0, end, lanes(g), keys);
         g->plan->kernel->widen_v(block, dv, token, token + step, rows + (key - k0) * dv, dv);
     }
