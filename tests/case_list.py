@@ -25,7 +25,8 @@ class Case:
     """A call of attention_with_kv_cache in numbers. alibi: the largest slope, 0 for none; sinks: "moderate", "huge"
     (nothing else counts), "absent" (-inf), "mixed" or None; fill: a name from cases.FILLS; strided: K and V of a
     block interleaved in one array, tokens, output and lse as parts of wider rows; pieces: calls that write the
-    cache; kv_cache_dtype: other than "auto", with scales (cases.SCALES)."""
+    cache; kv_cache_dtype: other than "auto", with scales (cases.SCALES); kv_cache_layout: of the caches (strided: in
+    plain ones rows are apart, too, and blocks run backwards); latent: V is the first head_size_v columns of K."""
 
     name: str
     query_lens: tuple[int, ...]
@@ -45,6 +46,8 @@ class Case:
     strided: bool = False
     pieces: int = 1
     kv_cache_dtype: str = "auto"
+    kv_cache_layout: str = "packed"
+    latent: bool = False
     dtype: str = "float32"
     seed: int = 0
 
@@ -142,6 +145,38 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "3000": {"query_lens": (1, 4), "seq_lens": (3000, 2049), "head_size": 16, "num_heads": 2, "num_kv_heads": 1},
 }
 
+PLAIN: dict[str, dict[str, Any]] = {
+    "mixed": MIXED,
+    "decode": DECODE,
+    "everything": {**MIXED, **FEATURES["everything"]},
+    "window": {**MIXED, "sliding_window": 20},
+    "late-nan": {**MIXED, "fill": "late-nan"},
+    "nan-value": {**MIXED, "fill": "nan-value", "sliding_window": (2, -1), "causal": False},
+    "masked": {**MIXED, "fill": "masked", "sliding_window": 9},
+    "block-5": {**PREFILL, "block_size": 5, "head_size": 33, "head_size_v": 7},
+    "block-1": {**CHUNK, "block_size": 1, "head_size": 3},
+    "block-24": {**CHUNK, "block_size": 24, "head_size": 20, "strided": True},
+    "block-128": {**MIXED, "block_size": 128, "head_size": 80, "pieces": 2},
+    "equal-axes": {**PREFILL, "block_size": 2, "num_kv_heads": 2},
+    "fp8": {**MIXED, "kv_cache_dtype": "fp8_e4m3"},
+    "fp8-everything": {**MIXED, **FEATURES["everything"], "kv_cache_dtype": "fp8_e5m2"},
+    "fp8-block-5": {**PREFILL, "block_size": 5, "head_size": 33, "head_size_v": 7, "kv_cache_dtype": "fp8_e4m3"},
+    "3000": {"query_lens": (1, 4), "seq_lens": (3000, 2049), "head_size": 16, "num_heads": 2, "num_kv_heads": 1},
+}
+
+# DeepSeek's latent attention in small, and as it is.
+_MLA: dict[str, Any] = {"kv_cache_layout": "NHD", "latent": True, "num_kv_heads": 1}
+LATENT: dict[str, dict[str, Any]] = {
+    "decode": {**DECODE, **_MLA, "num_heads": 16, "head_size": 72, "head_size_v": 64},
+    "mixed": {**MIXED, **_MLA, "num_heads": 16, "head_size": 72, "head_size_v": 64, "strided": True},
+    "hnd": {**CHUNK, **_MLA, "num_kv_heads": 2, "head_size": 40, "head_size_v": 31, "kv_cache_layout": "HND"},
+    "masked": {**MIXED, **_MLA, "head_size": 24, "head_size_v": 16, "fill": "masked", "sliding_window": 9},
+    "late-nan": {**MIXED, **_MLA, "head_size": 24, "head_size_v": 16, "fill": "late-nan"},
+    "fp8": {**MIXED, **_MLA, "head_size": 24, "head_size_v": 16, "kv_cache_dtype": "fp8_e4m3"},
+    "more-rows": {**DECODE, **_MLA, "num_heads": 300, "head_size": 24, "head_size_v": 16},
+    "576-512": {"query_lens": (1,), "seq_lens": (70,), **_MLA, "num_heads": 16, "head_size": 576, "head_size_v": 512},
+}
+
 HEAD_SIZES = (1, 2, 3, 8, 16, 20, 64, 80, 96, 100, 112, 128, 192, 256, 512, 576)
 QUICK_HEAD_SIZES = (1, 3, 20, 64, 128)
 UNEQUAL_HEAD_SIZES = ((64, 32), (24, 40), (192, 128), (576, 512), (7, 5), (1, 16), (33, 1))
@@ -186,6 +221,11 @@ def _quick() -> Iterator[Case]:
     for name, fields in QUANTISED.items():
         yield _case(f"fp8_e4m3-{name}", fields, kv_cache_dtype="fp8_e4m3")
     yield _case("fp8_e5m2-everything", QUANTISED["everything"], kv_cache_dtype="fp8_e5m2")
+    for name, fields in PLAIN.items():
+        yield _case(f"NHD-{name}", fields, kv_cache_layout="NHD")
+    yield _case("HND-mixed", MIXED, kv_cache_layout="HND")
+    yield _case("HND-everything", PLAIN["everything"], kv_cache_layout="HND")
+    yield from (_case(f"latent-{name}", fields) for name, fields in LATENT.items())
     yield _case("decode-fill-masked-block-64", DECODE, fill="masked", sliding_window=25, block_size=64)
     yield _case("mixed-fill-nan-value", MIXED, fill="nan-value", sliding_window=(2, -1), causal=False)
     for name in ("1023-1024-1025", "3000"):
@@ -221,6 +261,17 @@ def _default() -> Iterator[Case]:
         yield _case(f"fp8-head-{size}", CHUNK, head_size=size, kv_cache_dtype="fp8")
     for size in BLOCK_SIZES:
         yield _case(f"fp8-block-{size}", _boundary(size), block_size=size, head_size=20, kv_cache_dtype="fp8")
+    for name, fields in PLAIN.items():
+        yield _case(f"HND-{name}", fields, kv_cache_layout="HND")
+    for size in HEAD_SIZES:
+        yield _case(f"NHD-head-{size}", CHUNK, head_size=size, kv_cache_layout="NHD")
+        yield _case(f"HND-head-{size}-decode", DECODE, head_size=size, kv_cache_layout="HND", strided=True)
+    for size in BLOCK_SIZES:
+        yield _case(f"NHD-block-{size}", _boundary(size), block_size=size, head_size=20, kv_cache_layout="NHD")
+    for heads in (16, 128):
+        sizes = {**_MLA, "num_heads": heads, "head_size": 576, "head_size_v": 512}
+        yield _case(f"latent-decode-576-512-heads-{heads}", DECODE, **sizes)
+        yield _case(f"latent-chunk-576-512-heads-{heads}", {"query_lens": (7,), "seq_lens": (45,)}, **sizes)
     for name, fields in LONG.items():
         yield _case(f"long-{name}", {"head_size": 16, "num_heads": 2, "num_kv_heads": 1, **fields})
 
@@ -238,6 +289,8 @@ def _full() -> Iterator[Case]:
     for fill in FILLS:
         for size in (1, 64, 192):
             yield _case(f"full-fill-{fill}-head-{size}", MIXED, fill=fill, head_size=size, block_size=32)
+        yield _case(f"full-fill-{fill}-NHD", MIXED, fill=fill, head_size=64, kv_cache_layout="NHD", strided=True)
+        yield _case(f"full-fill-{fill}-HND", DECODE, fill=fill, head_size=24, kv_cache_layout="HND", block_size=24)
     one_head = {"num_heads": 1, "num_kv_heads": 1, "head_size": 16}
     yield _case("full-70000", {"query_lens": (1, 1), "seq_lens": (70000, 65537)}, **one_head)
     yield _case("full-70000-mqa", {"query_lens": (3,), "seq_lens": (70000,)}, num_kv_heads=1, sinks="moderate")
@@ -272,6 +325,7 @@ def _random(index: int, seed: int) -> Case:
     least = 1 if kv_heads * group >= 8 else 8  # a lone bfloat16 may be 2**-8 off, which is all of the budget
     sizes = [size for size in HEAD_SIZES if least <= size <= most] or [least]
     fill = str(rng.choice(["normal"] * 6 + ["masked", *FILLS]))
+    layout = str(np.random.default_rng([seed, index, 1]).choice(["packed", "packed", "packed", "HND", "NHD"]))
     slope = 0.0 if fill in LARGE_SCORES else float(rng.choice([0.0, 0.0, 0.0625]))
     return Case(
         f"random-{index}",
@@ -289,6 +343,7 @@ def _random(index: int, seed: int) -> Case:
         strided=bool(rng.random() < 0.3),
         pieces=int(rng.integers(1, 4)),
         kv_cache_dtype=str(rng.choice(["auto", "auto", "auto", "fp8_e4m3", "fp8_e5m2"])),
+        kv_cache_layout=layout,
     )
 
 
@@ -307,7 +362,7 @@ def cases(level: str = "default", dtype: str = "float32", seed: int = 0) -> list
 
 def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     """The cases on which thread counts, splits and batches are varied, bit for bit."""
-    wanted = {"mixed-plain", "mixed-everything", "long-3000", "fp8_e4m3-everything"}
+    wanted = {"mixed-plain", "mixed-everything", "long-3000", "fp8_e4m3-everything", "NHD-everything", "NHD-3000"}
     if level != "quick":
         wanted |= {"many-requests", "mixed-fill-leaping", "long-3000-chunk", "long-3000-sinks", "mixed-heads-14-2"}
     if level == "full":

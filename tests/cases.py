@@ -83,7 +83,9 @@ class Problem:
     @property
     def scales(self) -> tuple[float, float]:
         """k_scale and v_scale."""
-        return (1.0, 1.0) if self.case.kv_cache_dtype == "auto" else SCALES
+        if self.case.kv_cache_dtype == "auto":
+            return 1.0, 1.0
+        return (SCALES[0], SCALES[0] if self.case.latent else SCALES[1])
 
     def _stored(self, rows: list[NDArray[Any]], scale: float) -> list[NDArray[Any]]:
         """What the cache holds, times its scale."""
@@ -271,6 +273,8 @@ def build(case: Case) -> Problem:
     """A case's arrays."""
     rng = np.random.default_rng([case.seed, zlib.crc32(case.name.encode())])
     query, key, value, scale = FILLS[case.fill](rng, case)
+    if case.latent:
+        value = [k[..., : case.value_size] for k in key]
     table, num_blocks = _block_table(rng, case)
     dtype = numpy_dtype(case.dtype)
     slopes = case.alibi * 2.0 ** (-8 * np.arange(case.num_heads) / case.num_heads)
@@ -342,15 +346,33 @@ def _caches(problem: Problem, isa: str) -> tuple[NDArray[Any], NDArray[Any]]:
     case = problem.case
     common = (problem.num_blocks, case.block_size, case.num_kv_heads)
     shapes = [
-        cpu_attn.get_kv_cache_shape(*common, size, case.dtype, isa, case.kv_cache_dtype)
+        cpu_attn.get_kv_cache_shape(
+            *common, size, case.dtype, isa, case.kv_cache_dtype, kv_cache_layout=case.kv_cache_layout
+        )
         for size in (case.head_size, case.value_size)
     ]
     kept = _FP8.get(case.kv_cache_dtype)
     dtype = np.dtype(getattr(ml_dtypes, kept)) if kept else numpy_dtype(case.dtype)
+    if case.latent:
+        latent = _plain_cache(shapes[0], dtype, case.strided)
+        return latent, latent[..., : case.value_size]
+    if case.kv_cache_layout != "packed":
+        if case.strided:
+            both = _plain_cache((*shapes[0][:3], case.head_size + case.value_size), dtype, True)
+            return both[..., : case.head_size], both[..., case.head_size :]
+        return _plain_cache(shapes[0], dtype, False), _plain_cache(shapes[1], dtype, False)
     if case.strided and shapes[0] == shapes[1]:
         both = _nan_bytes((shapes[0][0], 2, *shapes[0][1:]), dtype)
         return both[:, 0], both[:, 1]
     return _nan_bytes(shapes[0], dtype), _nan_bytes(shapes[1], dtype)
+
+
+def _plain_cache(shape: tuple[int, ...], dtype: np.dtype[Any], strided: bool) -> NDArray[Any]:
+    """strided: every axis has gaps, blocks run backwards."""
+    if not strided:
+        return _nan_bytes(shape, dtype)
+    n, a, b, d = shape
+    return _nan_bytes((n, a + 1, b, 2, d + 3), dtype)[::-1, 1:, :, 1, 2 : d + 2]
 
 
 def _nan_bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -367,20 +389,27 @@ def _write(problem: Problem, isa: str, key_cache: NDArray[Any], value_cache: NDA
     if not len(slots):
         return
     key, value = np.concatenate(problem.key), np.concatenate(problem.value)
-    how = (*problem.scales, case.kv_cache_dtype)
+    if case.latent:  # each column once
+        value, value_cache, key_cache = key[..., case.value_size :], key_cache[..., case.value_size :], value_cache
+        key = key[..., : case.value_size]
+
+    def put(key: NDArray[Any], value: NDArray[Any], slots: NDArray[np.int64]) -> None:
+        how = (slots, isa, *problem.scales, case.kv_cache_dtype)
+        cpu_attn.reshape_and_cache(
+            *(_copy(key, case.strided), _copy(value, case.strided), key_cache, value_cache, *how),
+            kv_cache_layout=case.kv_cache_layout,
+        )
+
     if case.pieces == 1:
-        key, value = _copy(key, case.strided), _copy(value, case.strided)
-        cpu_attn.reshape_and_cache(key, value, key_cache, value_cache, slots, isa, *how)
+        put(key, value, slots)
         return
     rng = np.random.default_rng(case.seed)
-    cpu_attn.reshape_and_cache(key, value, key_cache, value_cache, rng.permutation(slots), isa, *how)
+    put(key, value, rng.permutation(slots))
     for part in np.array_split(rng.permutation(len(slots)), case.pieces):
         part = np.append(part, -1)
         k, v, to = key[part], value[part], slots[part]
         k[-1], v[-1], to[-1] = np.nan, np.nan, -1
-        cpu_attn.reshape_and_cache(
-            _copy(k, case.strided), _copy(v, case.strided), key_cache, value_cache, to, isa, *how
-        )
+        put(k, v, to)
 
 
 def slots_of(problem: Problem) -> NDArray[np.int64]:
@@ -445,6 +474,7 @@ def _attend(
         "v_scale": problem.scales[1],
         "kv_cache_dtype": case.kv_cache_dtype,
         "lse": lse,
+        "kv_cache_layout": case.kv_cache_layout,
     }
     if engine == "onednn-python":
         from cpu_attn import compose
@@ -475,4 +505,5 @@ def _plan(problem: Problem, isa: str, engine: str, enable_kv_split: bool) -> cpu
         case.kv_cache_dtype,
         head_size_v=case.value_size,
         engine=engine,
+        kv_cache_layout=case.kv_cache_layout,
     )
