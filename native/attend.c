@@ -196,9 +196,9 @@ int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, co
               float scale, float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes,
               ca_fault *fault) {
     const ca_shape *s = &plan->shape;
-    const int64_t sizes[] = {s->num_reqs,    plan->num_tokens, s->num_heads, s->num_kv_heads, s->head_size,
-                             s->head_size_v, s->dtype,         s->kv_dtype,  s->isa,          causal < 0,
-                             s->kv_cache_layout};
+    const int64_t sizes[] = {s->num_reqs,  plan->num_tokens, s->num_heads,      s->num_kv_heads,
+                             s->head_size, s->head_size_v,   s->dtype,          s->kv_dtype,
+                             s->isa,       causal < 0,       s->kv_cache_layout};
     ca_array a[CA_ATTENTION_ARRAYS];
     ca_plan_info info;
     ca_plan_describe(plan, &info);

@@ -89,7 +89,8 @@ static void write_run(const ca_cache *c, int value, const ca_rows *rows, int hea
     int64_t token = slot % c->block_size, ld = rows->stride_t * ca_dtype_size(c->dtype);
     if (!ca_is_narrow(c->kv_dtype) && c->kv_cache_layout != CA_PACKED)
         for (int i = 0; i < n; i++)
-            memcpy(element_of(c, value, block, token + i, 0), row + i * ld, (size_t)c->head_size * ca_dtype_size(c->dtype));
+            memcpy(element_of(c, value, block, token + i, 0), row + i * ld,
+                   (size_t)c->head_size * ca_dtype_size(c->dtype));
     else if (!ca_is_narrow(c->kv_dtype))
         (value ? kernel->write_v : kernel->write_k)(block, c->head_size, token, n, row, rows->stride_t,
                                                     row + CA_LANES * ld, stream);

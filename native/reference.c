@@ -47,8 +47,7 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
         double rescale = old == m ? 1 : exp(old - m), w = m == -INFINITY ? exp(s) : exp(s - m);
         l = l * rescale + w;
         for (int64_t d = 0; d < dv; d++)
-            o[d] =
-                o[d] * rescale + w * element(v, ca_v_offset(ca_layout_of(p), token, d, c->v_ld), p->shape.kv_dtype);
+            o[d] = o[d] * rescale + w * element(v, ca_v_offset(ca_layout_of(p), token, d, c->v_ld), p->shape.kv_dtype);
     }
     state->m[r] = (float)(m * CA_LOG2E_D);
     /* m was rounded: l and o take the difference, so that (o, l, m) stay one consistent triple */
