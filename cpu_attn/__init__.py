@@ -11,6 +11,7 @@ from cpu_attn.backend import (
     make_sliding_window_bias,
 )
 from cpu_attn.cache import PagedKVCache
+from cpu_attn.mla import attention_mla, concat_and_cache_mla
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
 from cpu_attn.paged_attention import OneDNNPagedAttention, PagedAttention
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
@@ -28,7 +29,9 @@ __all__ = [
     "PagedKVCache",
     "SchedulerMetadata",
     "UnavailableError",
+    "attention_mla",
     "attention_with_kv_cache",
+    "concat_and_cache_mla",
     "engines",
     "get_kv_cache_shape",
     "get_num_threads",
