@@ -162,7 +162,7 @@ def _undisturbed(threads: int) -> Iterator[None]:
 
 def _always(workloads: Sequence[Workload], dtypes: Sequence[str]) -> list[Limit]:
     """The best of this machine, whoever reaches for it; memory where no workload says how much."""
-    kinds = {w.kind for w in workloads}
+    kinds = {w.kind for w in workloads if not w.latent_rank}
     found = [limit for d in dtypes for matrix in (True, False) for limit in products(best_isa(d, matrix), d)]
     found += [Limit("read_gbps", num_bytes=DEFAULT_BYTES)] if "decode" not in kinds else []
     found += [Limit("memcpy_gbps", num_bytes=DEFAULT_BYTES)] if "write" not in kinds else []
@@ -191,6 +191,7 @@ def _result(step: Step, row: contest.Contestant, runs: list[float], threads: int
         "isa": row.isa,
         "dtype": step.dtype,
         "kv_cache_dtype": step.kv_cache_dtype,
+        "kv_cache_layout": step.kv_cache_layout,
         "threads": threads,
         "seconds_min": best,
         "seconds_median": statistics.median(runs),
@@ -291,6 +292,13 @@ FILE = click.Path(dir_okay=False, path_type=Path)
     "--kv-cache-dtype", type=click.Choice(["auto", "fp8_e4m3", "fp8_e5m2"]), default="auto", show_default=True
 )
 @click.option(
+    "--kv-cache-layout",
+    type=click.Choice(["packed", "HND", "NHD"]),
+    default="packed",
+    show_default=True,
+    help="Packed by the isa, or rows as others own them; mla has NHD instead of packed.",
+)
+@click.option(
     "--block-size",
     type=click.IntRange(1),
     default=128,
@@ -312,6 +320,7 @@ def bench(
     isa: tuple[str, ...],
     dtype: tuple[str, ...],
     kv_cache_dtype: str,
+    kv_cache_layout: str,
     block_size: int,
     threads: int | None,
     repeat: int | None,
@@ -339,7 +348,7 @@ def bench(
     refuse_idle(workloads, engines, kv_cache_dtype)
     if plot_to:
         plot.check(plot_to, {w.kind for w in workloads})
-    cache = {"block_size": block_size, "kv_cache_dtype": kv_cache_dtype}
+    cache = {"block_size": block_size, "kv_cache_dtype": kv_cache_dtype, "kv_cache_layout": kv_cache_layout}
     found = run(workloads, engines, threads or cpu_attn.get_num_threads(), repeat, **cache)
     if then:
         found["comparison"] = report.compare(then, found)

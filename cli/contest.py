@@ -73,11 +73,11 @@ def contestants(step: Step, engines: Sequence[str]) -> Iterator[Contestant]:
 
 def _limits(step: Step, engine: str, isa: str | None) -> list[Limit]:
     num_bytes = max(step.workload.kv_bytes(step.itemsize), LEAST_BYTES)
-    if step.workload.kind == "decode":
+    if step.workload.kind == "decode" and not step.workload.latent_rank:
         return [Limit("read_gbps", num_bytes=num_bytes)]
     if step.workload.kind == "write":
         return [Limit("memcpy_gbps", num_bytes=num_bytes)]
-    if step.workload.kind == "prefill":
+    if step.workload.kind in ("prefill", "decode"):  # latent rows serve so many heads that products limit them
         if engine != "native":
             isa = best_isa(step.dtype, _uses_matrix(engine, step.dtype))
         return products(isa, step.dtype)
@@ -104,6 +104,7 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
             cpu_attn.reshape_and_cache,
             *(key, value, cache.key_cache, cache.value_cache, step.slots(0), plan.isa),
             kv_cache_dtype=step.kv_cache_dtype,
+            kv_cache_layout=step.kv_cache_layout,
         )
         return call, None, plan.isa
     arguments = step.arguments()

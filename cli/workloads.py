@@ -34,6 +34,11 @@ class Workload:
     softcap: float = 0.0
     sinks: bool = False
     alibi: bool = False
+    latent_rank: int = 0  # not 0: V is the first so many columns of K (MLA)
+
+    @property
+    def head_size_v(self) -> int:
+        return self.latent_rank or self.head_size
 
     @property
     def attends(self) -> bool:
@@ -50,12 +55,12 @@ class Workload:
 
     @property
     def flops(self) -> int:
-        """2 * D for q.k and 2 * D for p*v, for each (query head, query, key) that the mask leaves."""
+        """2 * D for q.k and 2 * Dv for p*v, for each (query head, query, key) that the mask leaves."""
         pairs = 0
         for q_len, kv_len in self.lens:
             seen = np.arange(kv_len - q_len + 1, kv_len + 1)  # keys up to each query's own
             pairs += int(seen.sum() if self.sliding_window < 0 else np.minimum(seen, self.sliding_window).sum())
-        return 4 * self.head_size * self.num_heads * pairs
+        return 2 * (self.head_size + self.head_size_v) * self.num_heads * pairs
 
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of K and V that some query sees (write: that are written), each counted once."""
@@ -63,7 +68,8 @@ class Workload:
         keys = kv_lens
         if self.sliding_window >= 0:
             keys = np.minimum(kv_lens, q_lens - 1 + self.sliding_window)
-        return int(keys.sum()) * 2 * self.num_kv_heads * self.head_size * itemsize
+        columns = self.head_size if self.latent_rank else 2 * self.head_size
+        return int(keys.sum()) * self.num_kv_heads * columns * itemsize
 
 
 def _same(kind: str, num_reqs: int, q_len: int, kv_len: int, **shape: Any) -> dict[str, Any]:
@@ -75,6 +81,7 @@ def _various(num_reqs: int, low: int, high: int) -> tuple[tuple[int, int], ...]:
     return tuple((1, int(s)) for s in np.random.default_rng(SEED).integers(low, high + 1, num_reqs))
 
 
+MLA: dict[str, Any] = {"num_kv_heads": 1, "head_size": 576, "latent_rank": 512}  # DeepSeek's
 MIXED = ((992, 2456), (1, 1234), (98, 1145), (1, 4162), (2345, 2345))
 WORKLOADS = {
     name: Workload(name, **shape)
@@ -92,6 +99,8 @@ WORKLOADS = {
         "decode-64x512": _same("decode", 64, 1, 512),
         "decode-16x4k-mha": _same("decode", 16, 1, 4096, num_heads=16, num_kv_heads=16),
         "decode-8x8k-d64": _same("decode", 8, 1, 8192, num_heads=64, head_size=64),
+        "mla-8x4k-h16": _same("decode", 8, 1, 4096, num_heads=16, **MLA),
+        "mla-8x4k-h128": _same("decode", 8, 1, 4096, num_heads=128, **MLA),
         "write-8k": _same("write", 1, 8192, 8192),
         "plan-256": {"kind": "plan", "lens": _various(256, 512, 4096)},
         "call-tiny": _same("call", 1, 1, 16),
@@ -113,10 +122,13 @@ class Step:
     dtype: str
     block_size: int = 16
     kv_cache_dtype: str = "auto"
+    kv_cache_layout: str = "packed"
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(SEED))
 
     def __post_init__(self) -> None:
         w = self.workload
+        if w.latent_rank and self.kv_cache_layout == "packed":
+            self.kv_cache_layout = "NHD"
         q_lens, kv_lens = np.array(w.lens, np.int64).T
         self.query_start_loc = np.concatenate([[0], q_lens.cumsum()]).astype(np.int32)
         self.seq_lens = kv_lens.astype(np.int32)
@@ -140,7 +152,7 @@ class Step:
 
     @cached_property
     def output(self) -> NDArray[Any]:
-        return np.empty_like(self.query)
+        return np.empty((*self.query.shape[:2], self.workload.head_size_v), self.query.dtype)
 
     @cached_property
     def cache(self) -> cpu_attn.PagedKVCache:
@@ -153,11 +165,24 @@ class Step:
             w.head_size,
             self.dtype,
             self.isa,
+            head_size_v=w.head_size_v,
             kv_cache_dtype=self.kv_cache_dtype,
+            kv_cache_layout=self.kv_cache_layout,
         )
+        if w.latent_rank:
+            cache.value_cache = cache.key_cache[..., : w.latent_rank]
         for r in range(len(self.seq_lens)) if w.kind != "write" else ():
-            cache.update(*self.key_value(r), self.slots(r))
+            self._fill(cache, r)
         return cache
+
+    def _fill(self, cache: cpu_attn.PagedKVCache, r: int) -> None:
+        (key, value), rank = self.key_value(r), self.workload.latent_rank
+        if not rank:
+            cache.update(key, value, self.slots(r))
+            return
+        halves = (key[..., :rank], key[..., rank:], cache.value_cache, cache.key_cache[..., rank:], self.slots(r))
+        how = {"kv_cache_dtype": self.kv_cache_dtype, "kv_cache_layout": self.kv_cache_layout}
+        cpu_attn.reshape_and_cache(*halves, **how)
 
     def key_value(self, r: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Random K and V [seq_len, Hkv, D] of request r."""
@@ -182,6 +207,8 @@ class Step:
             sliding_window=w.sliding_window,
             isa=self.isa,
             kv_cache_dtype=self.kv_cache_dtype,
+            head_size_v=w.head_size_v,
+            kv_cache_layout=self.kv_cache_layout,
             engine=engine,
         )
 
@@ -203,6 +230,7 @@ class Step:
             "softcap": w.softcap,
             "s_aux": self.s_aux if w.sinks else None,
             "kv_cache_dtype": self.kv_cache_dtype,
+            "kv_cache_layout": self.kv_cache_layout,
         }
 
     def random(self, *shape: int) -> NDArray[Any]:

@@ -196,7 +196,7 @@ def cache(
     block_size: int | None,
     layout: str = "packed",
 ) -> Array:
-    """A cache [N, Hkv, B, width], or [N, B, Hkv, D] if NHD: strides are free, but a packed block of one head is dense."""
+    """A cache [N, Hkv, B, width], or [N, B, Hkv, D] (NHD). Strides are free; a packed block of a head is dense."""
     axes = [("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads), ("block_size", block_size), ("width", None)]
     if layout == "NHD":
         axes[1], axes[2] = axes[2], axes[1]
@@ -208,9 +208,7 @@ def cache(
     return a
 
 
-def caches(
-    key_cache: Any, value_cache: Any, kv: str, num_kv_heads: int | None, layout: str
-) -> tuple[Array, Array]:
+def caches(key_cache: Any, value_cache: Any, kv: str, num_kv_heads: int | None, layout: str) -> tuple[Array, Array]:
     """Both, of the same sizes but for the last axis."""
     k = cache("key_cache", key_cache, kv, num_kv_heads, None, None, layout)
     num_blocks, num_kv_heads, block_size = cache_sizes(k.shape, layout)
@@ -308,9 +306,7 @@ def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array |
     return found
 
 
-def write(
-    arrays: Sequence[Any], isa: str, kv_cache_dtype: Any, layout: str
-) -> tuple[list[Array | None], int, str]:
+def write(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any, layout: str) -> tuple[list[Array | None], int, str]:
     """``arrays`` as WRITE names them, of shapes and dtypes that fit one another, the index of the isa, and the dtype
     of the cache."""
     key_cache, value_cache, key, value, slot_mapping = arrays

@@ -38,8 +38,9 @@ ROWS, KEYS = 256, 512
 
 @dataclass(frozen=True)
 class Step:
-    """One call's arguments, checked, as NumPy views; caches [N, Hkv, B, width]. sees [T, 2]: first key of a token and the one after its last;
-    position [T]: where a token itself stands among its request's keys."""
+    """One call's arguments, checked, as NumPy views; caches [N, Hkv, B, width], so that kv_cache_layout is never NHD.
+    sees [T, 2]: first key of a token and the one after its last; position [T]: where a token itself stands among its
+    request's keys."""
 
     query: Array
     key_cache: Array

@@ -3,8 +3,8 @@
 
 A token's row is its latent kv_c beside its rotated key k_pe, shared by all heads: [kv_c | k_pe], 512 + 64 columns in
 DeepSeek's models. With W_UK absorbed into the query and W_UV into what follows, every head is attention over the same
-rows: K is the whole row, V the part of it that is kv_c. To :func:`cpu_attn.attention_with_kv_cache` this is one plain kv
-head, ``NHD``, whose V is a view of its K:
+rows: K is the whole row, V the part of it that is kv_c. To :func:`cpu_attn.attention_with_kv_cache` this is one plain
+kv head, ``NHD``, whose V is a view of its K:
 
     plan = get_scheduler_metadata(num_reqs, num_heads, 1, 576, seq_lens, dtype, query_start_loc,
                                   head_size_v=512, kv_cache_layout="NHD")
@@ -39,8 +39,8 @@ def concat_and_cache_mla(
     """Writes the latent rows [kv_c | k_pe] of T tokens into their slots. vLLM's name and order.
 
     kv_c [T, L], k_pe [T, P]: float32, float16 or bfloat16, last axis dense. kv_cache [N, B, L + P]: the same dtype, or
-    what kv_cache_dtype says, holding x / scale; strides of N and B are free. slot_mapping: int64 [T], block * B + offset;
-    a negative slot is skipped.
+    what kv_cache_dtype says, holding x / scale; strides of N and B are free. slot_mapping: int64 [T], block * B +
+    offset; a negative slot is skipped.
 
     Raises ValueError or TypeError, before anything is written, for shapes, dtypes, strides, slots out of range and
     memory that overlaps.
@@ -87,8 +87,8 @@ def attention_mla(
     plan = _check.plan("scheduler_metadata", scheduler_metadata)
     if plan.head_size_v > plan.head_size or plan.num_kv_heads != 1:
         raise ValueError(
-            f"scheduler_metadata: made for {plan.num_kv_heads} kv heads of {plan.head_size}/{plan.head_size_v}, expected "
-            "1 whose head_size_v is a part of head_size"
+            f"scheduler_metadata: made for {plan.num_kv_heads} kv heads of {plan.head_size}/{plan.head_size_v}, "
+            "expected 1 whose head_size_v is a part of head_size"
         )
     pages = _cache(kv_cache, kv_cache_dtype, str(plan.dtype), plan.head_size)
     return ops.attention_with_kv_cache(

@@ -188,7 +188,8 @@ def gather(
 ) -> np.ndarray[Any, Any]:
     """The first seq_len tokens of one request out of its pages, plain: [seq_len, Hkv, head_size], as they are stored.
 
-    cache [N, Hkv, B, width] as written with ``isa``, or what kv_cache_layout says; block_table int32 [M]; value: a value cache, else a key cache.
+    cache [N, Hkv, B, width] as written with ``isa``, or what kv_cache_layout says; block_table int32 [M]; value: a
+    value cache, else a key cache.
     dtype: of the keys and values that were written, for a quantised cache; else the cache's own.
     """
     kinds = [*_check.FLOATS, *dict.fromkeys(_check.FP8.values()), "uint8"]
