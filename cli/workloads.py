@@ -181,7 +181,7 @@ class Step:
             cache.update(key, value, self.slots(r))
             return
         halves = (key[..., :rank], key[..., rank:], cache.value_cache, cache.key_cache[..., rank:], self.slots(r))
-        how = {"kv_cache_dtype": self.kv_cache_dtype, "kv_cache_layout": self.kv_cache_layout}
+        how: Any = {"kv_cache_dtype": self.kv_cache_dtype, "kv_cache_layout": self.kv_cache_layout}
         cpu_attn.reshape_and_cache(*halves, **how)
 
     def key_value(self, r: int) -> tuple[NDArray[Any], NDArray[Any]]:
