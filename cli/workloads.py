@@ -108,7 +108,8 @@ WORKLOADS = {
 }
 GROUPS = {
     "prefill": [w for w in WORKLOADS.values() if w.kind == "prefill"],
-    "decode": [w for w in WORKLOADS.values() if w.kind == "decode"],
+    "decode": [w for w in WORKLOADS.values() if w.kind == "decode" and not w.latent_rank],
+    "mla": [w for w in WORKLOADS.values() if w.latent_rank],
     "all": list(WORKLOADS.values()),
 }
 
