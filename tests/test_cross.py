@@ -71,7 +71,7 @@ def arrays(problem: Problem, reference: bool) -> bytes:
     fields += [case.head_size, case.value_size, problem.num_blocks, case.block_size, table.shape[1]]
     fields += [len(problem.query), len(slots), case.causal, left, -1 if causal else right]
     optional = (problem.alibi_slopes, problem.s_aux, problem.dynamic_causal)
-    fields += [*(x is not None for x in optional), reference]
+    fields += [*(x is not None for x in optional), reference, _check.LAYOUTS[case.kv_cache_layout]]
     numbers = [problem.scale, case.softcap, *problem.scales]
     slopes, sinks, flags = ([] if x is None else [x] for x in optional)
     body = [problem.query, *tokens, slots, table, problem.query_start_loc, problem.seq_lens, *flags, *slopes, *sinks]
