@@ -18,6 +18,8 @@ from typing import Any
 import click
 
 import cpu_attn
+from cpu_attn._check import kv_cache_layout as layout_of
+from cpu_attn._check import kv_dtypes
 from cpu_attn.cli import contest, plot, report
 from cpu_attn.cli.info import cpu, onednn
 from cpu_attn.cli.limits import DEFAULT_BYTES, Limit, Limits, best_isa, products
@@ -169,21 +171,25 @@ def _always(workloads: Sequence[Workload], dtypes: Sequence[str]) -> list[Limit]
     return list(dict.fromkeys(found))
 
 
-def _one_workload(step: Step, engines: Sequence[str], limits: Limits, repeat: int | None) -> Iterator[Measured]:
-    rows = list(contest.contestants(step, engines))
+def _one_workload(
+    steps: Sequence[Step], engines: Sequence[str], limits: Limits, repeat: int | None
+) -> Iterator[Measured]:
+    """The same workload over some caches: all of them by turns."""
+    rows = [row for step in steps for row in contest.contestants(step, engines)]
     needed = dict.fromkeys(limit for row in rows for limit in row.limits)
     limits.measure(needed)
     seconds = times([row.call for row in rows], repeat)
     limits.measure(needed)
     for row, runs in zip(rows, seconds, strict=True):
         click.echo(f"  {row.engine} {report.seconds(min(runs))}", err=True, nl=False)
-        yield _result(step, row, runs, limits.threads), row.limits
+        yield _result(row, runs, limits.threads), row.limits
     click.echo(err=True)
 
 
-def _result(step: Step, row: contest.Contestant, runs: list[float], threads: int) -> dict[str, Any]:
+def _result(row: contest.Contestant, runs: list[float], threads: int) -> dict[str, Any]:
     """All but the limit, which may still rise."""
-    w, best = step.workload, min(runs)
+    step, best = row.step, min(runs)
+    w = step.workload
     moves = w.attends or w.kind == "write"
     return {
         "workload": w.name,
@@ -215,9 +221,9 @@ def _bound(result: dict[str, Any], limits: Limits, of: Iterable[Limit]) -> dict[
 
 
 def run(
-    workloads: Sequence[Workload], engines: Engines, threads: int, repeat: int | None, **cache: Any
+    workloads: Sequence[Workload], engines: Engines, threads: int, repeat: int | None, caches: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The report. cache: what a Step takes besides workload, isa and dtype."""
+    """The report. caches: what a Step takes besides workload, isa and dtype."""
     limits = Limits(threads)
     measured: list[Measured] = []
     always = _always(workloads, [dtype for _, dtype in engines])
@@ -225,7 +231,8 @@ def run(
         limits.measure(always)
         for number, (w, (isa, dtype)) in enumerate(product(workloads, engines), 1):
             click.echo(f"{number}/{len(workloads) * len(engines)} {w.name} {isa} {dtype}:", err=True, nl=False)
-            measured += _one_workload(Step(w, isa, dtype, **cache), engines[isa, dtype], limits, repeat)
+            steps = [Step(w, isa, dtype, **cache) for cache in caches]
+            measured += _one_workload(steps, engines[isa, dtype], limits, repeat)
         limits.measure(always)
     return {
         "machine": machine(),
@@ -264,6 +271,8 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--softcap", type=click.FloatRange(0, min_open=True), help="Softcap of the logits; likewise."),
             click.option("--sinks", is_flag=True, help="A sink for each head; likewise."),
             click.option("--alibi", is_flag=True, help="ALiBi slopes; likewise."),
+            click.option("--selected", type=click.FloatRange(0, 1, min_open=True), help="Share of blocks; likewise."),
+            click.option("--no-cascade", is_flag=True, help="Shared keys read for each request by itself; likewise."),
         ]
     ):
         command = option(command)
@@ -289,7 +298,11 @@ FILE = click.Path(dir_okay=False, path_type=Path)
     help="Repeatable.",
 )
 @click.option(
-    "--kv-cache-dtype", type=click.Choice(["auto", "fp8_e4m3", "fp8_e5m2"]), default="auto", show_default=True
+    "--kv-cache-dtype",
+    multiple=True,
+    default=["auto"],
+    show_default=True,
+    help="fp8_e4m3, fp8_e5m2, int8, int4, or two of them as K/V. Repeatable.",
 )
 @click.option(
     "--kv-cache-layout",
@@ -319,7 +332,7 @@ def bench(
     rival: tuple[str, ...],
     isa: tuple[str, ...],
     dtype: tuple[str, ...],
-    kv_cache_dtype: str,
+    kv_cache_dtype: tuple[str, ...],
     kv_cache_layout: str,
     block_size: int,
     threads: int | None,
@@ -333,9 +346,9 @@ def bench(
 ) -> None:
     """Time attention, cache writes and plans beside the limits of this machine, measured in the same run.
 
-    WORKLOAD is a name (prefill-2k, decode-8x8k, write-8k, ...), or prefill, decode or all; all unless told. Own
-    kernels and oneDNN take turns. The limit of a prefill is the peak of its isa's products, of a decode the read
-    bandwidth, of a cache write memcpy.
+    WORKLOAD is a name (prefill-2k, decode-8x8k, write-8k, ...), or prefill, decode, cascade or all; all unless told.
+    Own kernels and oneDNN take turns. The limit of a prefill, and of decodes that share most of their keys (cascade),
+    is the peak of its isa's products, of a decode the read bandwidth, of a cache write memcpy.
     """
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other")
@@ -345,11 +358,20 @@ def bench(
             raise click.UsageError(f"{path}: no such folder")
     workloads = chosen(names, shape)
     engines = {(i, d): engines_here(engine, rival, i, d) for i in dict.fromkeys(isa) for d in dict.fromkeys(dtype)}
-    refuse_idle(workloads, engines, kv_cache_dtype)
+    for kind, d in product(kv_cache_dtype, dict.fromkeys(dtype)):
+        try:
+            for layout in {kv_cache_layout, *("NHD" for w in workloads if w.latent_rank)}:
+                layout_of(layout, kv_dtypes(kind, d))
+        except ValueError as error:
+            raise click.UsageError(f"--kv-cache-dtype {kind}: {error}") from None
+        refuse_idle(workloads, engines, kind)
+    if kv_cache_layout != "packed" and any(w.rotary for w in workloads):
+        raise click.UsageError(f"--kv-cache-layout {kv_cache_layout}: rotary_reshape_and_cache writes packed caches")
     if plot_to:
         plot.check(plot_to, {w.kind for w in workloads})
-    cache = {"block_size": block_size, "kv_cache_dtype": kv_cache_dtype, "kv_cache_layout": kv_cache_layout}
-    found = run(workloads, engines, threads or cpu_attn.get_num_threads(), repeat, **cache)
+    cache = {"block_size": block_size, "kv_cache_layout": kv_cache_layout}
+    caches = [{**cache, "kv_cache_dtype": kind} for kind in dict.fromkeys(kv_cache_dtype)]
+    found = run(workloads, engines, threads or cpu_attn.get_num_threads(), repeat, caches)
     if then:
         found["comparison"] = report.compare(then, found)
     if save:

@@ -14,7 +14,7 @@ import numpy as np
 import cpu_attn
 from cpu_attn import _onednn_loader
 from cpu_attn.cli.limits import Limit, best_isa, products
-from cpu_attn.cli.workloads import Step, Workload
+from cpu_attn.cli.workloads import BINARY, Step, Workload
 
 PLANNED = ("native", "onednn", "reference")  # by get_scheduler_metadata
 ENGINES = ("native", "onednn", "onednn-python", "reference")
@@ -26,6 +26,7 @@ LEAST_BYTES = 2**16  # read or copied to measure a limit
 class Contestant:
     """engine: of ENGINES or RIVALS; isa: of ours, None for others; call: one run, all that can be made before made."""
 
+    step: Step
     engine: str
     isa: str | None
     limits: tuple[Limit, ...]
@@ -48,8 +49,10 @@ def missing(engine: str, isa: str, dtype: str) -> str:
 
 def unable(engine: str, workload: Workload, kv_cache_dtype: str = "auto") -> str:
     """What of a workload an engine has no notion of, "" if nothing."""
+    if workload.tree and (workload.alibi or workload.sliding_window >= 0):
+        return f"{workload.name}: drafts are measured without ALiBi and windows"
     if engine == "torch":
-        odd = [name for name in ("softcap", "sinks") if getattr(workload, name)]
+        odd = [name for name in ("softcap", "sinks", "selected") if getattr(workload, name)]
         if kv_cache_dtype != "auto":
             odd.append(kv_cache_dtype)
         return f"torch's scaled_dot_product_attention has no {' and no '.join(odd)}" if odd else ""
@@ -68,7 +71,7 @@ def takes_part(engines: Sequence[str], kind: str) -> list[str]:
 def contestants(step: Step, engines: Sequence[str]) -> Iterator[Contestant]:
     for engine in takes_part(engines, step.workload.kind):
         call, workspace_bytes, isa = _prepare(step, engine)
-        yield Contestant(engine, isa, tuple(_limits(step, engine, isa)), workspace_bytes, call)
+        yield Contestant(step, engine, isa, tuple(_limits(step, engine, isa)), workspace_bytes, call)
 
 
 def _limits(step: Step, engine: str, isa: str | None) -> list[Limit]:
@@ -77,7 +80,11 @@ def _limits(step: Step, engine: str, isa: str | None) -> list[Limit]:
         return [Limit("read_gbps", num_bytes=num_bytes)]
     if step.workload.kind == "write":
         return [Limit("memcpy_gbps", num_bytes=num_bytes)]
-    if step.workload.kind in ("prefill", "decode"):  # latent rows serve so many heads that products limit them
+    if step.workload.kind in (
+        "prefill",
+        "decode",
+        "cascade",
+    ):  # latent rows serve so many heads that products limit them
         if engine != "native":
             isa = best_isa(step.dtype, _uses_matrix(engine, step.dtype))
         return products(isa, step.dtype)
@@ -99,19 +106,18 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
     if step.workload.kind == "plan":
         return partial(step.plan, engine), plan.workspace_bytes, plan.isa
     if step.workload.kind == "write":
-        (key, value), cache = step.key_value(0), step.cache
-        call = partial(
-            cpu_attn.reshape_and_cache,
-            *(key, value, cache.key_cache, cache.value_cache, step.slots(0), plan.isa),
-            kv_cache_dtype=step.kv_cache_dtype,
-            kv_cache_layout=step.kv_cache_layout,
-        )
-        return call, None, plan.isa
+        tokens = (*step.key_value(0), step.cache.key_cache, step.cache.value_cache, step.slots(0))
+        how: Any = {"isa": plan.isa, "kv_cache_dtype": step.kv_cache_dtype}
+        if not step.workload.rotary:
+            how["kv_cache_layout"] = step.kv_cache_layout
+            return partial(cpu_attn.reshape_and_cache, *tokens, **how), None, plan.isa
+        turns = (np.arange(len(step.query)), step.cos_sin_cache)
+        return partial(cpu_attn.rotary_reshape_and_cache, step.query, *tokens, *turns, **how), None, plan.isa
     arguments = step.arguments()
     if engine == "onednn-python":
         from cpu_attn import compose
 
-        return partial(compose.attention, **arguments, isa=plan.isa), None, plan.isa
+        return partial(compose.attention, **arguments, isa=plan.isa, **step.masks), None, plan.isa
     call = partial(cpu_attn.attention_with_kv_cache, **arguments, scheduler_metadata=plan)
     return call, plan.workspace_bytes, plan.isa
 
@@ -154,6 +160,9 @@ def _torch_arguments(torch: Any, step: Step, requests: list[int]) -> tuple[tuple
 def _torch_mask(torch: Any, step: Step, q_len: int, kv_len: int, dtype: Any) -> dict[str, Any]:
     w = step.workload
     windowed = 0 <= w.sliding_window < kv_len
+    if w.tree:
+        seen = np.concatenate([np.ones((q_len, kv_len - q_len), np.bool_), BINARY(q_len)], axis=1)
+        return {"attn_mask": torch.from_numpy(seen)}
     if not (w.alibi or windowed) and q_len in (1, kv_len):
         return {"is_causal": q_len > 1}
     distance = np.arange(kv_len) - np.arange(kv_len - q_len, kv_len)[:, None]

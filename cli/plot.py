@@ -28,8 +28,8 @@ Rows = dict[str, dict[str, Result]]
 
 def check(path: Path, kinds: set[str]) -> None:
     """Refuses before anything is measured."""
-    if not kinds & {"prefill", "decode"}:
-        raise click.UsageError("--plot: only prefill and decode have a place in a roofline")
+    if not kinds & {"prefill", "decode", "cascade"}:
+        raise click.UsageError("--plot: only prefill, decode and cascade have a place in a roofline")
     if importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install 'cpu-attn[plot]'")
     known = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg.get_supported_filetypes()

@@ -11,17 +11,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cpu_attn
+from cpu_attn.tests.case_list import TREES, pack_tree
 from cpu_attn.tests.cases import numpy_dtype
 
-SEED = 0
+SEED, BINARY = 0, TREES["binary"]
 
 
 @dataclass(frozen=True)
 class Workload:
     """One step of causal attention, or what serves it.
 
-    kind: prefill, decode, write (reshape_and_cache of all tokens), plan (get_scheduler_metadata) or call (attention
-    too small to be limited by anything but the call). lens: (q_len, kv_len) of each request.
+    kind: prefill, decode, cascade (decode of requests that share a prefix), write (reshape_and_cache of all tokens,
+    with rotary rotary_reshape_and_cache, queries in place), plan (get_scheduler_metadata) or call (too little to be
+    limited by anything but the call). lens: (q_len, kv_len) of each request. tree: its query tokens are drafts, each
+    behind the one of half its number. selected: the share of the blocks that each kv head attends, at random; None: all
+    without a selection. shared: keys that all requests have in common, in the same blocks; no_cascade: the plan is not
+    told so.
     """
 
     name: str
@@ -34,6 +39,11 @@ class Workload:
     softcap: float = 0.0
     sinks: bool = False
     alibi: bool = False
+    rotary: bool = False
+    tree: bool = False
+    selected: float | None = None
+    shared: int = 0
+    no_cascade: bool = False
     latent_rank: int = 0  # not 0: V is the first so many columns of K (MLA)
 
     @property
@@ -42,7 +52,7 @@ class Workload:
 
     @property
     def attends(self) -> bool:
-        return self.kind in ("prefill", "decode", "call")
+        return self.kind in ("prefill", "decode", "cascade", "call")
 
     @cached_property
     def _lens(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -59,17 +69,24 @@ class Workload:
         pairs = 0
         for q_len, kv_len in self.lens:
             seen = np.arange(kv_len - q_len + 1, kv_len + 1)  # keys up to each query's own
+            if self.tree:
+                seen = kv_len - q_len + BINARY(q_len).sum(axis=1)
             pairs += int(seen.sum() if self.sliding_window < 0 else np.minimum(seen, self.sliding_window).sum())
-        return 2 * (self.head_size + self.head_size_v) * self.num_heads * pairs
+        return int(2 * (self.head_size + self.head_size_v) * self.num_heads * pairs * self._share)
 
-    def kv_bytes(self, itemsize: int) -> int:
-        """Bytes of K and V that some query sees (write: that are written), each counted once."""
+    @property
+    def _share(self) -> float:
+        return 1.0 if self.selected is None else self.selected
+
+    def kv_bytes(self, itemsize: float) -> int:
+        """Bytes of K and V that some query sees (write: that are written, rotated queries too), each counted once."""
         q_lens, kv_lens = self._lens
         keys = kv_lens
         if self.sliding_window >= 0:
             keys = np.minimum(kv_lens, q_lens - 1 + self.sliding_window)
-        columns = self.head_size if self.latent_rank else 2 * self.head_size
-        return int(keys.sum()) * self.num_kv_heads * columns * itemsize
+        heads = self.num_kv_heads * (1 if self.latent_rank else 2) + (self.num_heads if self.rotary else 0)
+        own = np.minimum(keys, kv_lens - self.shared)
+        return int(int(own.sum() + (keys - own).max()) * heads * self.head_size * itemsize * self._share)
 
 
 def _same(kind: str, num_reqs: int, q_len: int, kv_len: int, **shape: Any) -> dict[str, Any]:
@@ -101,7 +118,13 @@ WORKLOADS = {
         "decode-8x8k-d64": _same("decode", 8, 1, 8192, num_heads=64, head_size=64),
         "mla-8x4k-h16": _same("decode", 8, 1, 4096, num_heads=16, **MLA),
         "mla-8x4k-h128": _same("decode", 8, 1, 4096, num_heads=128, **MLA),
+        "tree-8x8k": _same("decode", 8, 8, 8192, tree=True),
+        "tree-16x4k-mha": _same("decode", 16, 8, 4096, num_heads=16, num_kv_heads=16, tree=True),
+        "select-1x64k": _same("decode", 1, 1, 65536, selected=1 / 16),
+        "cascade-32x4k": _same("cascade", 32, 1, 4096 + 64, shared=4096),
+        "cascade-32x4k-mha": _same("cascade", 32, 1, 4096 + 64, shared=4096, num_heads=16, num_kv_heads=16),
         "write-8k": _same("write", 1, 8192, 8192),
+        "rope-write-8k": _same("write", 1, 8192, 8192, rotary=True),
         "plan-256": {"kind": "plan", "lens": _various(256, 512, 4096)},
         "call-tiny": _same("call", 1, 1, 16),
     }.items()
@@ -110,6 +133,7 @@ GROUPS = {
     "prefill": [w for w in WORKLOADS.values() if w.kind == "prefill"],
     "decode": [w for w in WORKLOADS.values() if w.kind == "decode" and not w.latent_rank],
     "mla": [w for w in WORKLOADS.values() if w.latent_rank],
+    "cascade": [w for w in WORKLOADS.values() if w.kind == "cascade"],
     "all": list(WORKLOADS.values()),
 }
 
@@ -135,17 +159,41 @@ class Step:
         self.seq_lens = kv_lens.astype(np.int32)
         self.alibi_slopes = np.exp2(-8 * np.arange(1, w.num_heads + 1) / w.num_heads).astype(np.float32)
         self.s_aux = self.rng.standard_normal(w.num_heads).astype(np.float32)
-        needed = -(-kv_lens // self.block_size)
-        blocks = self.rng.permutation(int(needed.sum())).astype(np.int32)
-        self.block_table = np.zeros((len(needed), needed.max()), np.int32)
-        for row, own in zip(self.block_table, np.split(blocks, needed.cumsum()[:-1]), strict=True):
-            row[: len(own)] = own
+        shared = w.shared // self.block_size
+        needed = -(-kv_lens // self.block_size) - shared
+        self.num_blocks = int(needed.sum()) + shared
+        blocks = self.rng.permutation(self.num_blocks).astype(np.int32)
+        self.block_table = np.zeros((len(needed), shared + needed.max()), np.int32)
+        self.block_table[:, :shared] = blocks[:shared]
+        for row, own in zip(self.block_table, np.split(blocks[shared:], needed.cumsum()[:-1]), strict=True):
+            row[shared : shared + len(own)] = own
+
+    @cached_property
+    def selected_blocks(self) -> NDArray[np.int32] | None:
+        """[R, Hkv, S]: of each request's blocks the share that the workload says, at random."""
+        w = self.workload
+        if w.selected is None:
+            return None
+        blocks = -(-self.seq_lens // self.block_size)
+        counts = np.maximum(1, np.rint(blocks * w.selected)).astype(int)
+        selected = np.full((len(blocks), w.num_kv_heads, counts.max()), -1, np.int32)
+        for own, n, count in zip(selected, blocks, counts, strict=True):
+            for head in own:
+                head[:count] = np.sort(self.rng.permutation(n)[:count])
+        return selected
 
     @property
-    def itemsize(self) -> int:
-        """Of what moves: keys and values on their way into a cache, else the cache."""
-        narrow = self.kv_cache_dtype.startswith("fp8") and self.workload.kind != "write"
-        return 1 if narrow else numpy_dtype(self.dtype).itemsize
+    def itemsize(self) -> float:
+        """Bytes of an element of what moves: keys and values on their way into a cache, else K and V in it, scales
+        counted."""
+        if self.workload.kind == "write":
+            return numpy_dtype(self.dtype).itemsize
+        size = self.workload.head_size
+        cache = cpu_attn.PagedKVCache(
+            0, self.block_size, 1, size, self.dtype, self.isa, kv_cache_dtype=self.kv_cache_dtype
+        )
+        width: int = sum(x.shape[3] * x.itemsize for x in (cache.key_cache, cache.value_cache))
+        return width / (2 * size)
 
     @cached_property
     def query(self) -> NDArray[Any]:
@@ -158,9 +206,9 @@ class Step:
     @cached_property
     def cache(self) -> cpu_attn.PagedKVCache:
         """The cache, every token of every request in it; of a write, empty."""
-        w, num_blocks = self.workload, int((-(-self.seq_lens // self.block_size)).sum())
+        w = self.workload
         cache = cpu_attn.PagedKVCache(
-            num_blocks,
+            self.num_blocks,
             self.block_size,
             w.num_kv_heads,
             w.head_size,
@@ -185,6 +233,13 @@ class Step:
         how: Any = {"kv_cache_dtype": self.kv_cache_dtype, "kv_cache_layout": self.kv_cache_layout}
         cpu_attn.reshape_and_cache(*halves, **how)
 
+    @property
+    def cos_sin_cache(self) -> NDArray[np.float32]:
+        """Of all positions, the whole head rotated; theta is 10,000."""
+        size = self.workload.head_size
+        angles = np.arange(self.seq_lens.max())[:, None] / 1e4 ** (np.arange(0, size, 2) / size)
+        return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+
     def key_value(self, r: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Random K and V [seq_len, Hkv, D] of request r."""
         shape = (int(self.seq_lens[r]), self.workload.num_kv_heads, self.workload.head_size)
@@ -195,8 +250,17 @@ class Step:
         slots: NDArray[np.int64] = self.block_table[r, block].astype(np.int64) * self.block_size + offset
         return slots
 
+    @property
+    def masks(self) -> dict[str, Any]:
+        """Of get_scheduler_metadata, and of compose.attention."""
+        if not self.workload.tree:
+            return {}
+        q_lens = np.diff(self.query_start_loc)
+        return {"tree_mask": np.concatenate([pack_tree(BINARY(n), max(q_lens)) for n in q_lens])}
+
     def plan(self, engine: str) -> cpu_attn.SchedulerMetadata:
         w = self.workload
+        told = w.shared > 0 and not w.no_cascade
         return cpu_attn.get_scheduler_metadata(
             len(self.seq_lens),
             w.num_heads,
@@ -211,6 +275,9 @@ class Step:
             head_size_v=w.head_size_v,
             kv_cache_layout=self.kv_cache_layout,
             engine=engine,
+            **self.masks,
+            block_table=self.block_table if told else None,
+            block_size=self.block_size if told else None,
         )
 
     def arguments(self) -> dict[str, Any]:
@@ -232,6 +299,7 @@ class Step:
             "s_aux": self.s_aux if w.sinks else None,
             "kv_cache_dtype": self.kv_cache_dtype,
             "kv_cache_layout": self.kv_cache_layout,
+            "selected_blocks": self.selected_blocks,
         }
 
     def random(self, *shape: int) -> NDArray[Any]:

@@ -11,10 +11,13 @@ from cpu_attn.backend import (
     make_sliding_window_bias,
 )
 from cpu_attn.cache import PagedKVCache
+from cpu_attn.layout import CacheDescriptor, StoredCache, convert
 from cpu_attn.mla import attention_mla, concat_and_cache_mla
-from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
+from cpu_attn.ops import attention_with_kv_cache, merge_states, reshape_and_cache
 from cpu_attn.paged_attention import OneDNNPagedAttention, PagedAttention
+from cpu_attn.pages import score_pages, select_pages, update_page_bounds
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
+from cpu_attn.rotary import rotary_reshape_and_cache
 
 __version__ = "0.1.0"
 
@@ -24,14 +27,17 @@ __all__ = [
     "CPUAttentionBackendImpl",
     "CPUAttentionMetadata",
     "CPUAttentionMetadataBuilder",
+    "CacheDescriptor",
     "OneDNNPagedAttention",
     "PagedAttention",
     "PagedKVCache",
     "SchedulerMetadata",
+    "StoredCache",
     "UnavailableError",
     "attention_mla",
     "attention_with_kv_cache",
     "concat_and_cache_mla",
+    "convert",
     "engines",
     "get_kv_cache_shape",
     "get_num_threads",
@@ -39,6 +45,11 @@ __all__ = [
     "isas",
     "make_alibi_bias",
     "make_sliding_window_bias",
+    "merge_states",
     "reshape_and_cache",
+    "rotary_reshape_and_cache",
+    "score_pages",
+    "select_pages",
     "set_num_threads",
+    "update_page_bounds",
 ]

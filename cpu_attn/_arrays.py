@@ -52,6 +52,8 @@ CODES = {
         "int64": lib.CA_I64,
     }.items()
 }
+# What a narrow cache holds, whatever its memory is called.
+CODES |= {"fp8_e4m3": (lib.CA_E4M3, 1), "fp8_e5m2": (lib.CA_E5M2, 1), "int8": (lib.CA_I8, 1), "int4": (lib.CA_I4, 1)}
 # Of ca_array in native/cpu_attn.h, by the number of axes.
 FIELDS = [struct.Struct(f"=Q {n}q {32 - 8 * n}x {n}q {32 - 8 * n}x 4i") for n in range(5)]
 ABSENT = bytes(FIELDS[0].size)

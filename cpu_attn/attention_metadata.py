@@ -103,7 +103,9 @@ class CPUAttentionMetadata:
     attn_bias: list[Any] | None = field(default=None, init=False, repr=False)
     encoder_attn_bias: list[Any] | None = field(default=None, init=False, repr=False)
     cross_attn_bias: list[Any] | None = field(default=None, init=False, repr=False)
-    _plans: dict[Any, tuple[bytes, SchedulerMetadata]] = field(default_factory=dict, init=False, repr=False)
+    _plans: dict[Any, tuple[bytes, Array | None, SchedulerMetadata]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def is_all_encoder_attn_metadata_set(self) -> bool:
@@ -248,17 +250,25 @@ class CPUAttentionMetadata:
             missing = [name for name in names if getattr(self, name) is None]
             raise ValueError(f"attn_metadata: {kind} attention needs {', '.join(missing)}")
 
-    def _plan(self, part: Part, kind: AttentionType, **shape: Any) -> SchedulerMetadata:
-        """The plan for some requests of this step, made by the first layer of a shape and kept for the others."""
-        key = (part.first, kind, *shape.values())
+    def _plan(self, part: Part, kind: AttentionType, block_size: int | None = None, **shape: Any) -> SchedulerMetadata:
+        """The plan for some requests of this step, made by the first layer of a shape and kept for the others, as long
+        as lengths and, where requests share blocks, tables are the same."""
+        key = (part.first, kind, block_size, *shape.values())
         lengths = part.query_start_loc.tobytes() + part.seq_lens.tobytes()
         known = self._plans.get(key)
-        if known is None or known[0] != lengths:
+        table = None if block_size is None else part.block_table
+        if known is None or known[0] != lengths or (known[1] is not None and not np.array_equal(known[1], table)):
             plan = get_scheduler_metadata(
-                len(part.seq_lens), seq_lens=part.seq_lens, query_start_loc=part.query_start_loc, **shape
+                len(part.seq_lens),
+                seq_lens=part.seq_lens,
+                query_start_loc=part.query_start_loc,
+                block_table=table,
+                block_size=block_size,
+                **shape,
             )
-            known = self._plans[key] = (lengths, plan)
-        return known[1]
+            kept = table.copy() if table is not None and plan.num_shared else None
+            known = self._plans[key] = (lengths, kept, plan)
+        return known[2]
 
 
 def _needed(name: str, x: Any) -> Any:
@@ -336,7 +346,7 @@ class CPUAttentionMetadataBuilder:
         Read by name: num_reqs, query_start_loc [R+1] and seq_lens [R] (or ..._cpu, which are preferred),
         block_table_tensor [R, M], slot_mapping [T], causal (True unless said); where there is cross attention
         encoder_seq_lens [R], cross_slot_mapping and cross_block_tables [R, M]. Rows past R, slots past T: padding.
-        A common prefix is no case of its own here (its blocks are read like others), nor is fast_build.
+        common_prefix_len and fast_build change nothing: a layer's plan finds for itself which requests share blocks.
         """
         _check.integer("common_prefix_len", common_prefix_len, 0)
         common = common_attn_metadata

@@ -187,7 +187,8 @@ class CPUAttentionBackendImpl:
                 kv_cache, self.num_kv_heads, self.head_size, self.kv_cache_dtype
             )
         parts = self._parts(attn_metadata, caches is not None)
-        plans = [self._plan(attn_metadata, part, str(q.dtype), out.shape[2]) for part in parts]
+        block_size = None if caches is None else caches[0].shape[2]
+        plans = [self._plan(attn_metadata, part, block_size, str(q.dtype), out.shape[2]) for part in parts]
         self._validate(parts, plans, q, k, v, out, caches)
         scales = _scale(layer, "_k_scale"), _scale(layer, "_v_scale")
         if caches is not None and k is not None and v is not None and self.kv_sharing_target_layer_name is None:
@@ -236,10 +237,13 @@ class CPUAttentionBackendImpl:
             return parts
         return [Part(part.first, part.query_start_loc, part.seq_lens, None) for part in parts]
 
-    def _plan(self, metadata: CPUAttentionMetadata, part: Part, dtype: str, head_size_v: int) -> SchedulerMetadata:
+    def _plan(
+        self, metadata: CPUAttentionMetadata, part: Part, block_size: int | None, dtype: str, head_size_v: int
+    ) -> SchedulerMetadata:
         return metadata._plan(
             part,
             self.attn_type,
+            None if part.block_table is None else block_size,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,

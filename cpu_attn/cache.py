@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from os import PathLike
 from typing import Any
 
 import numpy as np
 
 from cpu_attn import _check, _dispatch, ops
 from cpu_attn._arrays import DTYPES, dtype_name
-from cpu_attn._native import ffi, lib
+from cpu_attn.layout import CacheDescriptor, StoredCache, aligned_zeros, layout_of
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
-
-LAYOUT_NAMES = {lib.CA_LAYOUT_LANES: "lanes-v1", lib.CA_LAYOUT_PAIRS: "pairs-v1"}
 
 
 class PagedKVCache:
@@ -21,9 +21,11 @@ class PagedKVCache:
 
     num_blocks N, block_size B, num_kv_heads Hkv, head_size D (of K), head_size_v Dv (of V, D unless said);
     dtype float32, float16 or bfloat16, of keys, values and queries; kv_cache_dtype ``auto``: the memory is of it too,
-    ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: it holds key / k_scale and value / v_scale. ``key_cache`` and
+    ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: it holds key / k_scale and value / v_scale, ``int8`` or ``int4``: integers
+    with scales of their own, or two of these as ``K/V``. ``key_cache`` and
     ``value_cache`` are the raw arrays for :func:`reshape_and_cache` and :func:`attention_with_kv_cache`; ``isa`` is
-    resolved and ``layout`` names what lies inside, so that a plan for another isa or dtype is refused.
+    resolved and ``layout`` names what lies inside, so that a plan for another layout or dtype is refused; all of that
+    is ``descriptor``, which goes with the memory into files and to other machines.
     kv_cache_layout: ``packed``, or ``HND`` or ``NHD``: plain rows, slower to read, for whoever shares the memory.
 
     >>> cache = PagedKVCache(64, 16, num_kv_heads=8, head_size=128, dtype="bfloat16")
@@ -48,27 +50,82 @@ class PagedKVCache:
         kv_cache_layout: str = "packed",
     ) -> None:
         name = dtype_name(dtype)
-        self.head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
-        self.head_size_v = _check.integer(
+        head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
+        head_size_v = _check.integer(
             "head_size_v", head_size if head_size_v is None else head_size_v, 1, _check.MAX_SIZE
         )
         resolved = _dispatch.resolve_isa(isa, name, head_size)
-        self.isa, self.dtype = resolved.name, DTYPES[name]
-        self._isa, self._dtype = resolved.index, _dispatch.DTYPE_CODES[name]
-        kernel = ffi.new("ca_kernel_info *")
-        lib.ca_isa_kernel(self._isa, self._dtype, kernel)
-        self.kv_cache_layout = _check.kv_cache_layout(kv_cache_layout)
-        self.layout = LAYOUT_NAMES[kernel.layout] if kv_cache_layout == "packed" else kv_cache_layout
-        common: Any = {"isa": self.isa, "kv_cache_dtype": kv_cache_dtype, "kv_cache_layout": kv_cache_layout}
+        kvs = _check.kv_dtypes(kv_cache_dtype, name)
         shapes = [
-            get_kv_cache_shape(num_blocks, block_size, num_kv_heads, size, name, **common)
-            for size in (self.head_size, self.head_size_v)
+            get_kv_cache_shape(
+                *(num_blocks, block_size, num_kv_heads, size, name, resolved.name, kv), kv_cache_layout=kv_cache_layout
+            )
+            for size, kv in zip((head_size, head_size_v), kvs, strict=True)
         ]
-        self.num_blocks, self.num_kv_heads, self.block_size = _check.cache_sizes(shapes[0], kv_cache_layout)
-        self.kv_cache_dtype = kv_cache_dtype
-        kv = _check.kv_dtype(kv_cache_dtype, name)
-        self.k_scale, self.v_scale = _check.scales(k_scale, v_scale, kv != name)
-        self.key_cache, self.value_cache = (np.zeros(shape, DTYPES[kv]) for shape in shapes)
+        num_blocks, num_kv_heads, block_size = _check.cache_sizes(shapes[0], kv_cache_layout)
+        scales = _check.scales(k_scale, v_scale, kvs)
+        layout = layout_of(resolved.index, name)
+        assert layout is not None
+        descriptor = CacheDescriptor(
+            layout=layout,
+            dtype=name,
+            kv_cache_dtype=kv_cache_dtype,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            head_size_v=head_size_v,
+            k_scale=scales[0],
+            v_scale=scales[1],
+            isa=resolved.name,
+        )
+        memory = (DTYPES[_check.memory(kv)[0]] for kv in kvs)
+        self._hold(descriptor, *(aligned_zeros(*x) for x in zip(shapes, memory, strict=True)))
+        if kv_cache_layout != "packed":
+            self.layout = self.kv_cache_layout = kv_cache_layout
+
+    def _hold(self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any) -> None:
+        d = self._descriptor = descriptor
+        self.kv_cache_layout = "packed"
+        self.layout, self.isa, self.dtype, self.kv_cache_dtype = d.layout, d.isa, DTYPES[d.dtype], d.kv_cache_dtype
+        self.num_blocks, self.block_size, self.num_kv_heads = d.num_blocks, d.block_size, d.num_kv_heads
+        self.head_size, self.head_size_v, self.k_scale, self.v_scale = d.head_size, d.head_size_v, d.k_scale, d.v_scale
+        self.key_cache, self.value_cache = key_cache, value_cache
+
+    @property
+    def descriptor(self) -> CacheDescriptor:
+        """What goes with the memory; ValueError for a plain layout, which has none, so that it is neither saved nor
+        converted."""
+        if self.kv_cache_layout != "packed":
+            raise ValueError(f"kv_cache_layout: {self.kv_cache_layout!r} has no descriptor, only packed caches have")
+        return self._descriptor
+
+    @classmethod
+    def open(cls, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any, isa: str = "auto") -> PagedKVCache:
+        """A cache over memory that is there (somebody's arrays, a memory map), without a copy.
+
+        key_cache, value_cache: as another cache with this descriptor held them; strides of blocks and heads are free,
+        read-only memory may be attended over. isa: whose kernels read it, the best that know the layout unless said.
+        Raises ValueError or TypeError for arrays that do not fit, and for a layout that no such isa reads here, which
+        :func:`cpu_attn.convert` turns into one of this machine.
+        """
+        stored = StoredCache(descriptor, key_cache, value_cache)
+        cache = cls.__new__(cls)
+        reader = descriptor.reader(isa)
+        cache._hold(replace(descriptor, isa=reader.name), stored.key_cache, stored.value_cache)
+        return cache
+
+    def save(self, file: str | PathLike[str]) -> None:
+        """Writes a safetensors file (extra ``safetensors``): ``key_cache``, ``value_cache``, the descriptor in its
+        metadata."""
+        StoredCache(self.descriptor, self.key_cache, self.value_cache).save(file)
+
+    @classmethod
+    def load(cls, file: str | PathLike[str], isa: str = "auto") -> PagedKVCache:
+        """What :meth:`save` wrote, on this machine or another; errors and isa as in :meth:`open`. A layout that is
+        foreign here: ``convert(StoredCache.load(file))``."""
+        stored = StoredCache.load(file)
+        return cls.open(stored.descriptor, stored.key_cache, stored.value_cache, isa)
 
     def __repr__(self) -> str:
         return (
@@ -95,8 +152,10 @@ class PagedKVCache:
         )
 
     def gather(self, block_table: Any, seq_len: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Plain K [seq_len, Hkv, D] and V [seq_len, Hkv, Dv] of one request; block_table: int32 [M], its blocks."""
-        common: Any = {"isa": self.isa, "dtype": self.dtype, "kv_cache_layout": self.kv_cache_layout}
+        """Plain K [seq_len, Hkv, D] and V [seq_len, Hkv, Dv] of one request; block_table: int32 [M], its blocks.
+        As they are stored; ``int8`` and ``int4`` in float32, times their scales."""
+        common: Any = {"isa": self.isa, "dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype}
+        common["kv_cache_layout"] = self.kv_cache_layout
         return (
             ops.gather(self.key_cache, block_table, seq_len, self.head_size, value=False, **common),
             ops.gather(self.value_cache, block_table, seq_len, self.head_size_v, value=True, **common),
@@ -119,8 +178,13 @@ class PagedKVCache:
         for cache in (self.key_cache, self.value_cache):
             cache[destinations] = cache[sources]
 
-    def plan(self, query_start_loc: Any, seq_lens: Any, num_heads: int, **options: Any) -> SchedulerMetadata:
-        """A plan for this cache; options are those of :func:`get_scheduler_metadata` (causal, sliding_window, ...)."""
+    def plan(
+        self, query_start_loc: Any, seq_lens: Any, num_heads: int, *, block_table: Any = None, **options: Any
+    ) -> SchedulerMetadata:
+        """A plan for this cache; options are those of :func:`get_scheduler_metadata` (causal, sliding_window, ...).
+
+        block_table: int32 [R, M] or None; given, requests that share a prefix of blocks read it once.
+        """
         num_reqs = _check.array("seq_lens", seq_lens, ["int32"], [("num_reqs", None)]).shape[0]
         return get_scheduler_metadata(
             num_reqs,
@@ -133,6 +197,8 @@ class PagedKVCache:
             isa=self.isa,
             kv_cache_dtype=self.kv_cache_dtype,
             head_size_v=self.head_size_v,
+            block_table=block_table,
+            block_size=None if block_table is None else self.block_size,
             kv_cache_layout=self.kv_cache_layout,
             **options,
         )
@@ -149,23 +215,25 @@ class PagedKVCache:
         s_aux: Any = None,
         output: Any = None,
         lse: Any = None,
+        selected_blocks: Any = None,
     ) -> Any:
         """Output [T, Hq, Dv] (a new array unless given) of query [T, Hq, D] over the pages in block_table [R, M].
 
         scale is 1 / sqrt(D) unless said; the rest as in :func:`attention_with_kv_cache`.
         """
-        if _check.plan("plan", plan).isa != self.isa:
-            raise ValueError(f"plan: made for isa {plan.isa}, this cache was written for {self.isa}")
-        if str(plan.dtype) != str(self.dtype):
+        if str(_check.plan("plan", plan).dtype) != str(self.dtype):
             raise ValueError(f"plan: made for {plan.dtype}, this cache takes {self.dtype}")
-        _check.same_kv_dtype(plan, self.kv_cache_dtype)
         _check.same_kv_cache_layout(plan, self.kv_cache_layout)
+        packed = self.kv_cache_layout == "packed"
+        if packed and plan.isa != self.isa and layout_of(plan._shape.isa, str(self.dtype)) != self.layout:
+            raise ValueError(f"plan: made for isa {plan.isa}, which does not read {self.layout}")
+        _check.same_kv_dtypes(plan, self.kv_cache_dtype)
         if output is None:
             output = np.empty((plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype)
         arrays = (output, lse, query, self.key_cache, self.value_cache, block_table, None, None, None)
         ops.attend(
             plan,
-            (*arrays, alibi_slopes, s_aux),
+            (*arrays, alibi_slopes, s_aux, selected_blocks),
             self.head_size**-0.5 if scale is None else scale,
             softcap,
             -1,

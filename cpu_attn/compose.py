@@ -19,8 +19,9 @@ largest score s* tells it: p* = exp(s* - lse). No array grows with rows times co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -37,14 +38,59 @@ ROWS, KEYS = 256, 512
 
 
 @dataclass(frozen=True)
+class Tree:
+    """mask [T, W]: tree_mask; left: keys that the window leaves before a token's own, -1: all."""
+
+    mask: Array
+    query_start_loc: Array
+    seq_lens: Array
+    left: int
+
+    def tokens(self, r: int) -> slice:
+        return slice(*self.query_start_loc[r : r + 2].tolist())
+
+    def context(self, r: int) -> int:
+        """Keys before those of request r's query tokens."""
+        return int(self.seq_lens[r] - len(self.mask[self.tokens(r)]))
+
+    @cached_property
+    def depth(self) -> Array:
+        """[T]: query tokens that each one sees besides itself."""
+        depth = np.zeros(len(self.mask), np.int64)
+        for r in range(len(self.seq_lens)):
+            rows = self.mask[self.tokens(r)]
+            bits = np.unpackbits(rows, axis=1, count=len(rows), bitorder="little")
+            depth[self.tokens(r)] = bits.sum(axis=1, dtype=np.int64) - bits.diagonal()
+        return depth
+
+    def ranges(self) -> Array:
+        """[T, 2]: first key and the one after its last, of which `shows` says more."""
+        q_lens: Array = np.diff(self.query_start_loc)
+        end = np.repeat(self.seq_lens, q_lens).astype(np.int64)
+        context = end - np.repeat(q_lens, q_lens)
+        low = np.clip(context + self.depth - self.left, 0, context) if self.left >= 0 else np.zeros_like(end)
+        return np.stack([low, end], axis=1)
+
+    def shows(self, r: int, rows: slice, keys: Array) -> Array:
+        """[n, keys]: which keys some tokens of request r see, of those in their range."""
+        is_new, new = keys >= self.context(r), np.maximum(keys - self.context(r), 0)
+        seen = self.mask[rows][:, new // 8] >> (new % 8).astype(np.uint8) & 1 == 1
+        if self.left >= 0 and is_new.any():
+            seen &= self.depth[rows, None] - self.depth[self.tokens(r)][new] <= self.left
+        shown: Array = seen | np.logical_not(is_new)
+        return shown
+
+
+@dataclass(frozen=True)
 class Step:
     """One call's arguments, checked, as NumPy views; caches [N, Hkv, B, width], so that kv_cache_layout is never NHD.
     sees [T, 2]: first key of a token and the one after its last; position [T]: where a token itself stands among its
-    request's keys."""
+    request's keys; chosen [R, Hkv, M]: blocks that count."""
 
     query: Array
     key_cache: Array
     value_cache: Array
+    kv_dtypes: tuple[str, ...]
     head_size_v: int
     query_start_loc: Array
     block_table: Array
@@ -56,6 +102,8 @@ class Step:
     s_aux: Array
     position: Array
     sees: Array
+    tree: Tree | None
+    chosen: Array
     kv_cache_layout: str
 
     @property
@@ -85,11 +133,16 @@ def attention(
     *,
     lse: Any = None,
     isa: str = "auto",
+    mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    document_start_loc: Mapping[int, Sequence[int]] | None = None,
+    tree_mask: Any = None,
+    selected_blocks: Any = None,
     kv_cache_layout: str = "packed",
 ) -> Any:
     """:func:`cpu_attn.attention_with_kv_cache` without a plan: same arguments, shapes, dtypes, meaning and errors.
 
-    isa: the one that the caches were written with. Runs on the calling thread, in float32 whatever the dtype; output
+    isa: the one that the caches were written with. mm_prefix_range, document_start_loc, tree_mask: those of
+    :func:`cpu_attn.get_scheduler_metadata`. Runs on the calling thread, in float32 whatever the dtype; output
     and lse are written when all of it is done. UnavailableError where oneDNN is not there.
     """
     step, out, log = _checked(
@@ -101,6 +154,8 @@ def attention(
         kv_cache_dtype,
         lse,
         isa,
+        selected_blocks,
+        {"mm_prefix_range": mm_prefix_range, "document_start_loc": document_start_loc, "tree_mask": tree_mask},
         kv_cache_layout,
     )
     result, result_lse = _every_request(step)
@@ -125,6 +180,32 @@ def _visible(
     return position, np.stack([low, np.maximum(low, high)], axis=1)
 
 
+def _with_masks(masks: _check.Masks, starts: Array, lens: Array, position: Array, sees: Array) -> Array:
+    """sees [T, 2] with the spans that tokens lie in, and without others' documents."""
+    low, high = sees.T.copy()
+    for r, first, last in masks.spans.tolist():
+        rows = slice(starts[r], starts[r + 1])
+        inside = (first <= position[rows]) & (position[rows] <= last)
+        low[rows] = np.where(inside, np.minimum(low[rows], first), low[rows])
+        high[rows] = np.where(inside, np.maximum(high[rows], min(lens[r], last + 1)), high[rows])
+    for r in np.unique(masks.documents[:, 0]):
+        rows = slice(starts[r], starts[r + 1])
+        borders = np.append(masks.documents[masks.documents[:, 0] == r, 1], _check.INT32_MAX)
+        own = np.searchsorted(borders, position[rows], "right")
+        low[rows] = np.maximum(low[rows], borders[own - 1])
+        high[rows] = np.minimum(high[rows], borders[own])
+    return np.stack([low, high], axis=1)
+
+
+def _chosen(selected: Memory | None, num_reqs: int, num_kv_heads: int, blocks: int) -> Array:
+    """[R, Hkv, blocks]: does a block count?"""
+    chosen = np.full((num_reqs, num_kv_heads, blocks + 1), selected is None)
+    if selected is not None:
+        named = selected.numpy().astype(np.int64)
+        np.put_along_axis(chosen, np.where((named >= 0) & (named < blocks), named, blocks), True, axis=2)
+    return chosen[:, :, :-1]
+
+
 def _every_request(step: Step) -> tuple[Array, Array]:
     tokens, num_heads, _ = step.query.shape
     output = np.zeros((tokens, num_heads, step.head_size_v))
@@ -144,30 +225,35 @@ def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
     n, num_heads, _ = query.shape
     output, lse = np.zeros((n, num_heads, step.head_size_v)), np.full((n, num_heads), -np.inf)
     for keys, key, value in _chunks(step, r, step.sees[rows]):
-        mask = (step.sees[rows, :1] <= keys) & (keys < step.sees[rows, 1:])
+        seen = (step.sees[rows, :1] <= keys) & (keys < step.sees[rows, 1:])
+        if step.tree:
+            seen &= step.tree.shows(r, rows, keys)
+        chosen = step.chosen[r][:, keys // step.key_cache.shape[2]]
         distance = keys - step.position[rows, None]
         for h in range(key.shape[1]):
             heads = slice(h * step.group, (h + 1) * step.group)
-            part = _one_head(step, query[:, heads], key[:, h], value[:, h], mask, distance, step.alibi_slopes[heads])
+            mask, slopes = seen & chosen[h], step.alibi_slopes[heads]
+            part = _one_head(step, query[:, heads], key[:, h], value[:, h], mask, distance, slopes)
             output[:, heads], lse[:, heads] = _merge(output[:, heads], lse[:, heads], *part)
     return _merge(output, lse, np.zeros_like(output), np.broadcast_to(step.s_aux, lse.shape))
 
 
 def _chunks(step: Step, r: int, sees: Array) -> Iterator[tuple[Array, Array, Array]]:
-    """Key numbers [n], K [n, Hkv, D] and V [n, Hkv, Dv] in float32, of all that some token sees, KEYS at a time."""
-    block_size, end = step.key_cache.shape[2], int(sees[:, 1].max())
-    for k0 in range(int(sees[:, 0].min()), end, KEYS):
-        k1 = min(k0 + KEYS, end)
-        first = k0 // block_size
-        blocks, skipped = step.block_table[r, first : -(-k1 // block_size)], k0 - first * block_size
-        size = skipped + k1 - k0
-        common: Any = {"isa": step.isa, "dtype": step.query.dtype, "kv_cache_layout": step.kv_cache_layout}
-        key = gather_pages(step.key_cache, blocks, size, head_size=step.query.shape[2], **common)
-        value = gather_pages(step.value_cache, blocks, size, head_size=step.head_size_v, value=True, **common)
-        key, value = (
-            x[skipped:].astype(np.float32) * np.float32(s) for x, s in zip((key, value), step.kv_scales, strict=True)
-        )
-        yield np.arange(k0, k1), key, value
+    """Key numbers [n], K [n, Hkv, D] and V [n, Hkv, Dv] in float32, of all that some token sees and some head has
+    chosen, KEYS at a time."""
+    block_size, start, end = step.key_cache.shape[2], int(sees[:, 0].min()), int(sees[:, 1].max())
+    seen = np.arange(start // block_size, -(-end // block_size))
+    blocks, at_once = seen[step.chosen[r][:, seen].any(axis=0)], max(1, KEYS // block_size)
+    common: Any = {"isa": step.isa, "dtype": step.query.dtype, "kv_cache_layout": step.kv_cache_layout}
+    for some in (blocks[i : i + at_once] for i in range(0, len(blocks), at_once)):
+        keys = (some[:, None] * block_size + np.arange(block_size)).reshape(-1)
+        keys, pages = keys[keys < end], step.block_table[r, some]
+        k_dtype, v_dtype = ({**common, "kv_cache_dtype": kv} for kv in step.kv_dtypes)
+        key = gather_pages(step.key_cache, pages, len(keys), head_size=step.query.shape[2], **k_dtype)
+        value = gather_pages(step.value_cache, pages, len(keys), head_size=step.head_size_v, value=True, **v_dtype)
+        key, value = (x.astype(np.float32) * np.float32(s) for x, s in zip((key, value), step.kv_scales, strict=True))
+        for part in (slice(i, i + KEYS) for i in range(int(np.searchsorted(keys, start)), len(keys), KEYS)):
+            yield keys[part], key[part], value[part]
 
 
 def _one_head(
@@ -230,12 +316,14 @@ def _checked(
     kv_cache_dtype: str,
     lse: Any,
     isa: str,
+    selected_blocks: Any,
+    masks: dict[str, Any],
     kv_cache_layout: str,
 ) -> tuple[Step, Memory, Memory | None]:
     q = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
-    kv = _check.kv_dtype(kv_cache_dtype, q.dtype)
-    layout = _check.kv_cache_layout(kv_cache_layout)
-    kc, vc = _check.caches(key_cache, value_cache, kv, None, layout)
+    kvs = _check.kv_dtypes(kv_cache_dtype, q.dtype)
+    layout = _check.kv_cache_layout(kv_cache_layout, kvs)
+    kc, vc = _check.caches(key_cache, value_cache, kvs, None, layout)
     num_blocks, num_kv_heads, block_size = _check.cache_sizes(kc.shape, layout)
     table = _check.array("block_table", block_table, ["int32"], [("num_reqs", None), ("blocks", None)])
     (tokens, num_heads, head_size), num_reqs = q.shape, table.shape[0]
@@ -248,42 +336,55 @@ def _checked(
         dynamic_causal=dynamic_causal,
         head_size_v=out.shape[2],
         engine="reference",
+        **masks,
         kv_cache_layout=layout,
     )
     if plan.num_tokens != tokens:
         raise ValueError(f"query: axis 0 is {tokens}, expected query_start_loc[-1] = {plan.num_tokens}")
-    for name, cache, size in (("key_cache", kc, head_size), ("value_cache", vc, out.shape[2])):
-        _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, size, layout)
+    for name, cache, kv, size in (("key_cache", kc, kvs[0], head_size), ("value_cache", vc, kvs[1], out.shape[2])):
+        _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, kv, size, layout)
     starts, lens, flags = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
-    _check.block_table(plan, table, num_blocks, block_size)
+    selected = _check.selected_blocks(selected_blocks, num_reqs, num_kv_heads)
+    _check.block_table(plan, table, num_blocks, block_size, selected)
     inputs: dict[str, Memory | None] = {"query": q, "key_cache": kc, "value_cache": vc, "block_table": table}
-    inputs |= {"query_start_loc": starts, "seq_lens": lens, "dynamic_causal": flags}
+    inputs |= {"query_start_loc": starts, "seq_lens": lens, "dynamic_causal": flags, "selected_blocks": selected}
     _check.disjoint("output", _check.writable("output", out), inputs)
     if log is not None:
         _check.disjoint("lse", _check.writable("lse", log), {**inputs, "output": out})
     position, sees = _visible(starts.numpy(), lens.numpy(), causal, flags, sliding_window)
+    found, tree = _check.masks(num_reqs, **masks), None
+    if found and found.tree is not None:
+        if alibi_slopes is not None:
+            raise ValueError("alibi_slopes: do not go with tree_mask, where a token's place is not its position")
+        tree = Tree(found.tree.numpy(), starts.numpy(), lens.numpy(), _check.window(sliding_window)[0])
+        sees = tree.ranges()
+    elif found:
+        sees = _with_masks(found, starts.numpy(), lens.numpy(), position, sees)
     slopes = _check.small_floats("alibi_slopes", alibi_slopes, ["float32"], num_heads)
     sinks = _check.small_floats("s_aux", s_aux, _check.FLOATS, num_heads)
     step = Step(
         query=q.numpy(),
-        key_cache=_heads_first(kc, kv, layout),
-        value_cache=_heads_first(vc, kv, layout),
+        key_cache=_heads_first(kc, kvs[0], layout),
+        value_cache=_heads_first(vc, kvs[1], layout),
+        kv_dtypes=kvs,
         head_size_v=out.shape[2],
         query_start_loc=starts.numpy(),
         block_table=table.numpy(),
         isa=plan.isa,
         scale=_check.number("scale", scale),
-        kv_scales=_check.scales(k_scale, v_scale, kv != q.dtype),
+        kv_scales=_check.scales(k_scale, v_scale, kvs),
         softcap=_check.number("softcap", softcap, 0.0),
         alibi_slopes=np.zeros(num_heads, np.float32) if slopes is None else slopes,
         s_aux=np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64),
         position=position,
         sees=sees,
+        tree=tree,
+        chosen=_chosen(selected, num_reqs, num_kv_heads, table.shape[1]),
         kv_cache_layout="HND" if layout == "NHD" else layout,
     )
     return step, out, log
 
 
 def _heads_first(cache: Memory, kv: str, layout: str) -> Array:
-    pages = cache.numpy().view(DTYPES[kv])
+    pages = cache.numpy().view(DTYPES[_check.memory(kv)[0]])
     return pages.swapaxes(1, 2) if layout == "NHD" else pages

@@ -101,6 +101,10 @@ def attention_mla(
 
 def _cache(kv_cache: Any, kv_cache_dtype: str, dtype: str, head_size: int) -> np.ndarray[Any, Any]:
     """kv_cache as pages of one kv head, [N, B, 1, L + P]."""
-    dtypes = _check.cache_dtypes(_check.kv_dtype(kv_cache_dtype, dtype))
+    kvs = _check.kv_dtypes(kv_cache_dtype, dtype)
+    _check.kv_cache_layout("NHD", kvs)
+    if kvs[0] != kvs[1]:
+        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} names two, K and V are the same rows")
+    dtypes = list(_check.memory(kvs[0]))
     axes: list[tuple[str, int | None]] = [("num_blocks", None), ("block_size", None), ("L + P", head_size)]
     return _one_head("kv_cache", kv_cache, dtypes, axes)

@@ -20,7 +20,7 @@ class _Thread(threading.local):
     """What a Python thread keeps from call to call: the calls that were accepted, and scratch that grows."""
 
     def __init__(self) -> None:
-        self.attention, self.write = ffi.new("ca_known *"), ffi.new("ca_known *")
+        self.attention, self.write, self.rotary = (ffi.new("ca_known *") for _ in range(3))
         self.workspace, self.workspace_bytes = ffi.NULL, 0
 
     def grow(self, size: int) -> None:
@@ -33,7 +33,9 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 # A number for each isa and kv_cache_dtype by name, which stands for them in what a thread has had accepted.
-_NAMES = product((*_dispatch.ISA_NAMES, "auto", "vec", "vec16"), ("auto", *_check.FLOATS, *_check.FP8))
+_KINDS = ("auto", *_check.FLOATS, *_check.NARROW)
+_NAMES = product((*_dispatch.ISA_NAMES, "auto", "vec", "vec16"), (*_KINDS, *map("/".join, product(_KINDS, repeat=2))))
+_S_AUX = _check.ATTENTION.index("s_aux")
 _NAMED = {names: i for i, names in enumerate(_NAMES)}
 
 
@@ -73,10 +75,12 @@ def reshape_and_cache(
     key [T, Hkv, D], value [T, Hkv, Dv]: float32, float16 or bfloat16, last axis dense.
     key_cache, value_cache [N, Hkv, B, width]: as :func:`get_kv_cache_shape` says, same dtype; strides of N and
     Hkv are free (K and V of a block may interleave).
-    kv_cache_dtype: ``auto``, or ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: caches of that float8 dtype or of uint8 hold
-    key / k_scale and value / v_scale, rounded to nearest even, saturating, subnormals kept.
-    kv_cache_layout: ``packed``, or rows as they are: ``HND`` [N, Hkv, B, D], ``NHD`` [N, B, Hkv, D], all strides but
-    the last axis's free, and the same for every isa.
+    kv_cache_dtype: ``auto``: as key; ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: caches of that float8 dtype or of uint8
+    hold key / k_scale and value / v_scale, rounded to nearest even, saturating, subnormals kept; ``int8`` or ``int4``:
+    uint8 caches hold integers to nearest even and bfloat16 scales, one for each token and kv head, or for 32 elements
+    of them; two of these as ``K/V``.
+    kv_cache_layout: ``packed``, or rows as they are, but for int8 and int4: ``HND`` [N, Hkv, B, D], ``NHD``
+    [N, B, Hkv, D], all strides but the last axis's free, and the same for every isa.
     slot_mapping: int64 [T], block * B + offset; a negative slot is skipped. Of tokens that share a slot one stays,
     whole. Whoever writes with one isa must read with the same.
 
@@ -87,14 +91,15 @@ def reshape_and_cache(
     arrays = (key_cache, value_cache, key, value, slot_mapping)
     kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
     layout = _check.LAYOUTS[_check.kv_cache_layout(kv_cache_layout)]
-    scales = _check.scales(k_scale, v_scale, kind in _check.FP8)
+    scales = _check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2])
     names = (_dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kind)
     named = _NAMED.get(names, -1)
     addresses, given, _alive = objects(_check.WRITE, arrays)
-    rest = (layout, *scales, fault)
-    if named < 0 or lib.ca_write(_thread.write, addresses, given, named, -1, -1, *rest) == lib.CA_UNKNOWN:
-        found, index, kv = _check.write(arrays, names[0], kv_cache_dtype, kv_cache_layout)
-        lib.ca_write(_thread.write, ffi.NULL, described(found), named, index, CODES[kv][0], *rest)
+    known, rest = (_thread.write, addresses, given, named, -1, -1, -1), (layout, *scales, fault)
+    if named < 0 or lib.ca_write(*known, *rest) == lib.CA_UNKNOWN:
+        found, index, kvs = _check.write(arrays, names[0], kv_cache_dtype, kv_cache_layout)
+        codes = (CODES[kv][0] for kv in kvs)
+        lib.ca_write(_thread.write, ffi.NULL, described(found), named, index, *codes, *rest)
     _check.raise_fault(fault)
 
 
@@ -119,6 +124,7 @@ def attention_with_kv_cache(
     kv_cache_dtype: str = "auto",
     *,
     lse: Any = None,
+    selected_blocks: Any = None,
     kv_cache_layout: str = "packed",
 ) -> Any:
     """Attention of every query token over its request's pages, into ``output``, which is returned.
@@ -134,6 +140,9 @@ def attention_with_kv_cache(
     block_table: int32 [R, M]; entries past the blocks that a request needs are ignored.
     s_aux: [Hq] or None, attention sinks: one logit more a head in the softmax, without a value.
     lse: float32 [Hq, T] or None: receives the natural log of the softmax's denominator, sink included.
+    selected_blocks: int32 [R, Hkv, S] or None (all): which blocks of its request, columns of its row of block_table,
+    a kv head attends; strictly ascending, then -1. Keys of other blocks do not count, and cost nothing; entries of
+    block_table that no head selects are ignored. See :func:`cpu_attn.select_pages`.
 
     A row that sees no key gives output 0 and lse -inf (the sink, where there is one). Raises ValueError or
     TypeError, before anything is written, for whatever is out of range or differs from the plan.
@@ -141,11 +150,11 @@ def attention_with_kv_cache(
     """
     plan = _check.plan("scheduler_metadata", scheduler_metadata)
     _check.same_window(plan, sliding_window)
-    _check.same_kv_dtype(plan, kv_cache_dtype)
+    _check.same_kv_dtypes(plan, kv_cache_dtype)
     _check.same_kv_cache_layout(plan, kv_cache_layout)
-    scales = _check.scales(k_scale, v_scale, plan.narrow)
+    scales = _check.scales(k_scale, v_scale, plan.kv_dtypes)
     step = (query_start_loc, seq_lens, dynamic_causal)
-    arrays = (output, lse, query, key_cache, value_cache, block_table, *step, alibi_slopes, s_aux)
+    arrays = (output, lse, query, key_cache, value_cache, block_table, *step, alibi_slopes, s_aux, selected_blocks)
     attend(plan, arrays, scale, softcap, _check.boolean("causal", causal), scales)
     return output
 
@@ -160,9 +169,10 @@ def attend(
 ) -> None:
     """The arrays are those of _check.ATTENTION. causal -1: no lengths among them, the plan's are right."""
     thread, fault = _thread, ffi.new("ca_fault *")
-    sinks = arrays[-1]
+    sinks = arrays[_S_AUX]
     if sinks is not None and not (type(sinks) is np.ndarray and sinks.dtype == np.float32):
-        arrays = (*arrays[:-1], _check.small_floats("s_aux", sinks, _check.FLOATS, plan.num_heads))
+        sinks = _check.small_floats("s_aux", sinks, _check.FLOATS, plan.num_heads)
+        arrays = (*arrays[:_S_AUX], sinks, *arrays[_S_AUX + 1 :])
     numbers = (causal, _check.number("scale", scale), _check.number("softcap", softcap, 0.0), *scales)
     addresses, given, _alive = objects(_check.ATTENTION, arrays)
     memory = (thread.workspace, thread.workspace_bytes)
@@ -172,6 +182,28 @@ def attend(
         memory = (thread.workspace, thread.workspace_bytes)
         lib.ca_attend(plan._pointer, thread.attention, ffi.NULL, described(found), *numbers, *memory, fault)
     _check.raise_fault(fault)
+
+
+def merge_states(outs: Any, lses: Any, *, out: Any = None, lse: Any = None) -> tuple[Any, Any]:
+    """Attention over several sets of keys, from that over each: returns (output [T, Hq, Dv], lse [Hq, T]).
+
+    outs: a sequence of [T, Hq, Dv], or one array [S, T, Hq, Dv], of float32, float16 or bfloat16; lses: as many float32
+    [Hq, T], as :func:`attention_with_kv_cache` writes them. The sets must not have a key in common; a sink may be in
+    one part only. out, lse: written and returned where given, apart from all inputs; last axes are dense.
+
+    lse is the log of the sum of exp(lses), output the sum of exp(lses - lse) * outs, in float32 (arXiv:2501.01005). A
+    part with lse -inf saw nothing and counts for nothing, NaN in its output neither; where all are -inf the output is 0
+    and lse -inf. NaN or +inf in a lse makes NaN of that row's output, and stays in its lse. Raises ValueError or
+    TypeError, before anything is written.
+    """
+    parts, logs = _check.states(outs, lses)
+    if out is None:
+        out = np.empty(parts[0].shape, DTYPES[parts[0].dtype])
+    if lse is None:
+        lse = np.empty(logs[0].shape, np.float32)
+    to, log = _check.merged(parts, logs, out, lse)
+    lib.ca_merge_states(len(parts), described([*parts, to]), described([*logs, log]))
+    return out, lse
 
 
 def gather(
@@ -184,39 +216,45 @@ def gather(
     value: bool,
     out: Any = None,
     dtype: Any = None,
+    kv_cache_dtype: str = "auto",
     kv_cache_layout: str = "packed",
 ) -> np.ndarray[Any, Any]:
-    """The first seq_len tokens of one request out of its pages, plain: [seq_len, Hkv, head_size], as they are stored.
+    """The first seq_len tokens of one request out of its pages, plain: [seq_len, Hkv, head_size], as they are stored;
+    ``int8`` and ``int4`` in float32, times their scales, exactly.
 
     cache [N, Hkv, B, width] as written with ``isa``, or what kv_cache_layout says; block_table int32 [M]; value: a
     value cache, else a key cache.
     dtype: of the keys and values that were written, for a quantised cache; else the cache's own.
+    kv_cache_dtype: what the cache holds, in case its dtype does not say it (uint8).
     """
-    kinds = [*_check.FLOATS, *dict.fromkeys(_check.FP8.values()), "uint8"]
+    kinds = [*_check.FLOATS, *dict.fromkeys(sum(_check.MEMORY.values(), ()))]
     first = _check.array("cache", cache, kinds, [(w, None) for w in ("N", "Hkv", "B", "width")])
     written = dtype_name(first.dtype if dtype is None else dtype)
     head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
-    if first.dtype in _check.FLOATS and first.dtype != written:
-        raise ValueError(f"dtype: {written}, this cache holds {first.dtype}")
     resolved, code = _dispatch.resolve_isa(isa, written, head_size), _dispatch.DTYPE_CODES[written]
-    kv = CODES["float8_e4m3fn" if first.dtype == "uint8" else first.dtype][0]
-    layout = _check.kv_cache_layout(kv_cache_layout)
-    pages = _check.cache("cache", cache, first.dtype, None, None, None, layout)
-    _check.cache_width("cache", pages, resolved.index, code, head_size, layout)
+    if kv_cache_dtype == "auto":  # a float8 array says itself what it holds
+        kv_cache_dtype = next((kv for kv, names in _check.MEMORY.items() if first.dtype in names), "auto")
+    kv = _check.kv_dtypes(kv_cache_dtype, written)[value]
+    if first.dtype not in _check.memory(kv):
+        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} of {written}, this cache holds {first.dtype}")
+    stored = "float32" if kv in ("int8", "int4") else first.dtype
+    layout = _check.kv_cache_layout(kv_cache_layout, [kv])
+    pages = _check.cache("cache", cache, kv, None, None, None, layout)
+    _check.cache_width("cache", pages, resolved.index, code, kv, head_size, layout)
     _, num_kv_heads, block_size = _check.cache_sizes(pages.shape, layout)
     table = _check.array("block_table", block_table, ["int32"], [("blocks", None)])
     seq_len = _check.integer("seq_len", seq_len, 0)
     if out is None:
         if -(-seq_len // block_size) > table.shape[0]:
             raise ValueError(f"block_table: needs {-(-seq_len // block_size)} blocks, has {table.shape[0]}")
-        out = np.empty((seq_len, num_kv_heads, head_size), DTYPES[first.dtype])
+        out = np.empty((seq_len, num_kv_heads, head_size), DTYPES[stored])
     rows = _check.array(
-        "out", out, [first.dtype], [("seq_len", seq_len), ("num_kv_heads", num_kv_heads), ("head_size", head_size)]
+        "out", out, [stored], [("seq_len", seq_len), ("num_kv_heads", num_kv_heads), ("head_size", head_size)]
     )
     _check.disjoint("out", _check.writable("out", rows), {"cache": pages, "block_table": table})
     fault = _check.new_fault()
     lib.ca_gather(
-        _cache_struct(pages, layout, resolved.index, code, kv, head_size),
+        _cache_struct(pages, layout, resolved.index, code, CODES[kv][0], head_size),
         value,
         _check.pointer("int32_t *", table),
         table.shape[0],

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ class SchedulerMetadata:
     Opaque to callers but for what describes it. Any number of threads may use one plan at once.
     """
 
-    __slots__ = ("_info", "_pointer", "_shape", "dtype", "engine", "isa", "kv_cache_layout", "kv_dtype", "narrow")
+    __slots__ = ("_info", "_pointer", "_shape", "dtype", "engine", "isa", "kv_cache_layout", "kv_dtypes", "narrow")
     _info: Any
     _pointer: Any
     _shape: Any
@@ -26,11 +27,11 @@ class SchedulerMetadata:
     engine: str
     isa: str
     kv_cache_layout: str
-    kv_dtype: str
+    kv_dtypes: tuple[str, ...]
     narrow: bool
 
     def __init__(
-        self, pointer: Any, shape: Any, dtype: str, kv_dtype: str, isa: str, engine: str, kv_cache_layout: str
+        self, pointer: Any, shape: Any, dtype: str, kvs: tuple[str, ...], isa: str, engine: str, kv_cache_layout: str
     ) -> None:
         info, keep = ffi.new("ca_plan_info *"), object.__setattr__
         lib.ca_plan_describe(pointer, info)
@@ -38,8 +39,8 @@ class SchedulerMetadata:
         keep(self, "_shape", shape)
         keep(self, "_info", info)
         keep(self, "dtype", DTYPES[dtype])
-        keep(self, "kv_dtype", kv_dtype)
-        keep(self, "narrow", kv_dtype != dtype)
+        keep(self, "kv_dtypes", kvs)
+        keep(self, "narrow", kvs != (dtype, dtype))
         keep(self, "isa", isa)
         keep(self, "engine", engine)
         keep(self, "kv_cache_layout", kv_cache_layout)
@@ -55,6 +56,7 @@ class SchedulerMetadata:
     num_tokens = property(lambda self: int(self._info.num_tokens), doc="T, query tokens of the step")
     num_threads = property(lambda self: int(self._info.num_threads), doc="most threads a call will use")
     num_tasks = property(lambda self: int(self._info.num_tasks), doc="pieces of work for each kv head")
+    num_shared = property(lambda self: int(self._info.num_shared), doc="tasks that serve several requests")
     num_splits = property(lambda self: int(self._info.num_splits), doc="query blocks whose keys are split")
     workspace_bytes = property(lambda self: int(self._info.workspace_bytes), doc="all the memory a call needs")
 
@@ -67,7 +69,7 @@ class SchedulerMetadata:
         return (
             f"SchedulerMetadata({self.num_reqs} requests, {self.num_tokens} tokens, {self.num_heads}/"
             f"{self.num_kv_heads} heads of {self.head_size}, {self.dtype}, {self.engine} on {self.isa}, "
-            f"{self.num_tasks} tasks, {self.num_splits} split)"
+            f"{self.num_tasks} tasks, {self.num_splits} split, {self.num_shared} shared)"
         )
 
 
@@ -88,13 +90,19 @@ def get_scheduler_metadata(
     *,
     head_size_v: int | None = None,
     engine: str = "auto",
+    mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    document_start_loc: Mapping[int, Sequence[int]] | None = None,
+    tree_mask: Any = None,
+    block_table: Any = None,
+    block_size: int | None = None,
     kv_cache_layout: str = "packed",
 ) -> SchedulerMetadata:
     """Plans the attention of one step over ``num_reqs`` requests, once for all its layers.
 
     seq_lens: int32 [num_reqs], keys of each request, the new tokens counted.
     dtype: float32, float16 or bfloat16 (NumPy dtype, torch dtype or name) of queries, keys and values.
-    kv_cache_dtype: of the cache: ``auto`` as dtype; ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``.
+    kv_cache_dtype: of the cache: ``auto`` as dtype; ``fp8_e4m3`` (``fp8``), ``fp8_e5m2``, ``int8``, ``int4``, or two of
+    these as ``K/V``.
     query_start_loc: int32 [num_reqs + 1], where each request's query tokens start; the last is T.
     causal: query i of a request sees keys up to ``seq_len - q_len + i``.
     sliding_window: -1 off; w: the last w keys (and w - 1 ahead where not causal); or (left, right), -1 a side off.
@@ -102,8 +110,19 @@ def get_scheduler_metadata(
     enable_kv_split: long requests may be split over their keys where threads would idle. Same bits either way.
     dynamic_causal: int32 [num_reqs] or None; says causal for each request by itself, 0 is bidirectional.
     head_size_v: head size of V and of the output, head_size unless said.
+    mm_prefix_range: for each request named, ascending (start, end) of keys that see one another whatever causal and
+    sliding_window say; end is inclusive, as vLLM has it. A prefix-LM is one span from 0.
+    document_start_loc: for each request named, the ascending first keys of the documents packed in it, the first one 0:
+    a query sees its own document only. No span may cross a border.
+    tree_mask: uint8 [T, W], for causal requests whose query tokens are a tree of drafts. Bit j of row t
+    (``numpy.packbits(..., bitorder="little")``) says whether query token t sees the key of its request's query token j;
+    it takes the place of causal among these. For sliding_window a token stands as many places behind the
+    ``seq_len - q_len`` keys before them as it sees query tokens besides itself. Not with ALiBi, nor with the two above.
+    block_table, block_size: int32 [num_reqs, M] and the tokens of a block, or neither. Given, requests whose tables
+    start with the same blocks read these once, where few query rows meet them (decode) and in whole segments of 1024
+    keys; bits stay the same. A call must then come with a table in which they are the same, too.
     kv_cache_layout: of the caches: ``packed`` by :func:`reshape_and_cache` as the isa likes it, or rows that somebody
-    else may own, ``HND`` [N, Hkv, B, D] or ``NHD`` [N, B, Hkv, D] (vLLM's names).
+    else may own, ``HND`` [N, Hkv, B, D] or ``NHD`` [N, B, Hkv, D] (vLLM's names), which hold no int8 or int4.
 
     Raises ValueError or TypeError for lengths and sizes out of range, UnavailableError for an isa or engine
     that is not there. Names and order follow vLLM's ``cpu_attn_get_scheduler_metadata``.
@@ -120,8 +139,8 @@ def get_scheduler_metadata(
         "head_size_v", head_size if head_size_v is None else head_size_v, 1, _check.MAX_SIZE
     )
     name = dtype_name(dtype)
-    kv = _check.kv_dtype(kv_cache_dtype, name)
-    shape.dtype, shape.kv_dtype = _dispatch.DTYPE_CODES[name], CODES[kv][0]
+    kvs = _check.kv_dtypes(kv_cache_dtype, name)
+    shape.dtype, shape.k_dtype, shape.v_dtype = (CODES[x][0] for x in (name, *kvs))
     resolved = _dispatch.resolve_isa(isa, name, shape.head_size)
     shape.isa = resolved.index
     engine, engine_pointer = _dispatch.resolve_engine(engine)
@@ -129,15 +148,29 @@ def get_scheduler_metadata(
     shape.window_left, shape.window_right = _check.window(sliding_window)
     shape.enable_kv_split = _check.boolean("enable_kv_split", enable_kv_split)
     shape.num_threads = _dispatch.get_num_threads()
-    shape.kv_cache_layout = _check.LAYOUTS[_check.kv_cache_layout(kv_cache_layout)]
-    fault = _check.new_fault()
-    addresses = (id(query_start_loc), id(seq_lens), id(dynamic_causal))
-    pointer = lib.ca_plan_new(shape, engine_pointer, addresses, ffi.NULL, fault)
+    layout = _check.kv_cache_layout(kv_cache_layout, kvs)
+    shape.kv_cache_layout = _check.LAYOUTS[layout]
+    if block_table is not None or block_size is not None:
+        shape.block_size = _check.table_block_size(block_table, block_size)
+    found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask)
+    masks, fault = _masks_struct(found) if found else ffi.NULL, _check.new_fault()
+    addresses = (id(query_start_loc), id(seq_lens), id(dynamic_causal), id(block_table))
+    pointer = lib.ca_plan_new(shape, engine_pointer, addresses, ffi.NULL, masks, fault)
     if fault.status == lib.CA_UNKNOWN:
-        step = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
-        pointer = lib.ca_plan_new(shape, engine_pointer, ffi.NULL, described(step), fault)
+        step = _check.step(num_reqs, query_start_loc, seq_lens, dynamic_causal, block_table)
+        pointer = lib.ca_plan_new(shape, engine_pointer, ffi.NULL, described(step), masks, fault)
     _check.raise_fault(fault)
-    return SchedulerMetadata(ffi.gc(pointer, lib.ca_plan_free), shape, name, kv, resolved.name, engine, kv_cache_layout)
+    return SchedulerMetadata(ffi.gc(pointer, lib.ca_plan_free), shape, name, kvs, resolved.name, engine, layout)
+
+
+def _masks_struct(found: _check.Masks) -> Any:
+    masks = ffi.new("ca_masks *", {"tree_rows": -1})
+    masks.spans, masks.num_spans = _check.pointer("int32_t *", found.spans), len(found.spans)
+    masks.documents, masks.num_documents = _check.pointer("int32_t *", found.documents), len(found.documents)
+    if found.tree is not None:
+        masks.tree, masks.tree_stride = _check.pointer("uint8_t *", found.tree), found.tree.strides[0]
+        masks.tree_rows, masks.tree_bytes = found.tree.shape
+    return masks
 
 
 def get_kv_cache_shape(
@@ -154,21 +187,25 @@ def get_kv_cache_shape(
     """Shape to allocate for K or for V: (num_blocks, num_kv_heads, block_size, width).
 
     width is head_size where head_size is even and block_size a multiple of 16; otherwise it may be
-    larger. What lies inside a (block, head) is the affair of the isa and of dtype, which is that of keys and values;
-    the cache itself is of the dtype that kv_cache_dtype says: an fp8 one of ``ml_dtypes``' or of uint8.
+    larger, and for ``int8`` and ``int4`` it counts bytes, scales among them. What lies inside a (block, head) is the
+    affair of the isa and of dtype, which is that of keys and values; the cache itself is of the dtype that
+    kv_cache_dtype says: fp8 of ``ml_dtypes``' or of uint8, int8 and int4 of uint8. Where K's differs from V's: one of
+    the two.
     kv_cache_layout: of ``HND`` and ``NHD`` the width is head_size; ``NHD`` has block_size before num_kv_heads.
     """
     name = dtype_name(dtype)
-    _check.kv_dtype(kv_cache_dtype, name)
+    kv, v_dtype = _check.kv_dtypes(kv_cache_dtype, name)
+    if kv != v_dtype:
+        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} names two, K and V have a shape each")
     block_size = _check.integer("block_size", block_size, 1)
     head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
     resolved = _dispatch.resolve_isa(isa, name, head_size)
     num_blocks = _check.integer("num_blocks", num_blocks, 0)
     num_kv_heads = _check.integer("num_kv_heads", num_kv_heads, 1, _check.MAX_SIZE)
-    layout = _check.kv_cache_layout(kv_cache_layout)
+    layout = _check.kv_cache_layout(kv_cache_layout, [kv])
     if layout == "NHD":
         return num_blocks, block_size, num_kv_heads, head_size
     if layout == "HND":
         return num_blocks, num_kv_heads, block_size, head_size
-    width = _check.width(resolved.index, _dispatch.DTYPE_CODES[name], block_size, head_size)
+    width = _check.width(resolved.index, _dispatch.DTYPE_CODES[name], kv, block_size, head_size)
     return num_blocks, num_kv_heads, block_size, width

@@ -9,6 +9,12 @@ Query token i of a request with q_len query tokens and seq_len keys stands at po
     s = s + slope_h * (j - pos)        if alibi_slopes are given (Press et al., arXiv:2108.12409)
 
 It sees key j where ``pos - left <= j <= pos + right``, a side of -1 being open, and, if causal, ``j <= pos``.
+Besides, where given: it sees the keys of the span of ``mm_prefix_range`` that pos lies in; of all these only those of
+the document of ``document_start_loc`` that pos lies in. With a ``tree_mask`` the q_len newest keys are the query
+tokens', of which it sees what the mask says; d of them besides itself: for the window it then stands at
+``pos = seq_len - q_len + d``, and the key of another token at that token's.
+Where blocks are selected it sees of these keys the ones with ``j // block_size`` among the blocks of its request and kv
+head.
 With m the largest visible logit, the sink s_aux[h] (arXiv:2309.17453) among them,
 
     l = sum_j exp(s_j - m) + exp(s_aux_h - m)    output = sum_j exp(s_j - m) / l * v_j    lse = m + log(l)
@@ -18,7 +24,7 @@ A row that sees nothing has output 0 and lse = -inf, or the sink.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -51,8 +57,40 @@ def window_sides(sliding_window: Window, causal: bool) -> tuple[int, int]:
     return int(sliding_window) - 1, -1 if causal else int(sliding_window) - 1
 
 
-def visible(q_len: int, seq_len: int, causal: bool, sliding_window: Window = -1) -> NDArray[np.bool_]:
-    """[q_len, seq_len]: may query token i see key j?"""
+def visible(
+    q_len: int,
+    seq_len: int,
+    causal: bool,
+    sliding_window: Window = -1,
+    spans: Sequence[tuple[int, int]] = (),
+    documents: Sequence[int] = (),
+    tree: NDArray[np.bool_] | None = None,
+) -> NDArray[np.bool_]:
+    """[q_len, seq_len]: may query token i see key j? spans: (first, last) key of each; documents: where they start;
+    tree [q_len, q_len]: may query token i see that of query token j?"""
+    if tree is not None:
+        return _visible_tree(seq_len, window_sides(sliding_window, True)[0], tree)
+    position, key = seq_len - q_len + np.arange(q_len)[:, None], np.arange(seq_len)
+    mask = _visible_range(q_len, seq_len, causal, sliding_window)
+    for start, end in spans:
+        mask |= (start <= position) & (position <= end) & (start <= key) & (key <= end)
+    if len(documents):
+        mask &= np.searchsorted(documents, position, "right") == np.searchsorted(documents, key, "right")
+    return mask
+
+
+def _visible_tree(seq_len: int, left: int, tree: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    q_len = len(tree)
+    context = seq_len - q_len
+    depth = (tree & ~np.eye(q_len, dtype=np.bool_)).sum(axis=1)
+    position = np.concatenate([np.arange(context), context + depth])
+    mask = np.concatenate([np.ones((q_len, context), np.bool_), tree], axis=1)
+    if left >= 0:
+        mask &= position >= position[context:, None] - left
+    return mask
+
+
+def _visible_range(q_len: int, seq_len: int, causal: bool, sliding_window: Window) -> NDArray[np.bool_]:
     left, right = window_sides(sliding_window, causal)
     distance = np.arange(seq_len) - (seq_len - q_len + np.arange(q_len))[:, None]
     mask = np.ones((q_len, seq_len), np.bool_)
@@ -63,6 +101,11 @@ def visible(q_len: int, seq_len: int, causal: bool, sliding_window: Window = -1)
     if causal:
         mask &= distance <= 0
     return mask
+
+
+def unpack_tree(rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """One request's rows of a tree_mask as [q_len, q_len]."""
+    return np.unpackbits(rows, axis=1, count=len(rows), bitorder="little").astype(np.bool_)
 
 
 def _weighted_sum(p: Float64, value: Float64, mask: NDArray[np.bool_]) -> Float64:
@@ -114,6 +157,12 @@ def attention(
     softcap: float = 0.0,
     s_aux: NDArray[Any] | None = None,
     dynamic_causal: NDArray[Any] | None = None,
+    *,
+    mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    document_start_loc: Mapping[int, Sequence[int]] | None = None,
+    tree_mask: NDArray[np.uint8] | None = None,
+    selected_blocks: NDArray[np.int32] | None = None,
+    block_size: int = 16,
 ) -> tuple[Float64, Float64]:
     """The definition above, request by request.
 
@@ -121,6 +170,8 @@ def attention(
     them, already rounded to its dtype. query_start_loc [R+1], seq_lens [R], alibi_slopes and s_aux [Hq].
     dynamic_causal [R] takes the place of causal, request by request. sliding_window: keys that a token sees, itself
     among them (-1: all; to both sides where not causal), or (left, right).
+    mm_prefix_range, document_start_loc, tree_mask: as :func:`cpu_attn.get_scheduler_metadata` has them.
+    selected_blocks [R, Hkv, S]: of block_size keys each, -1 is none; None: all.
 
     Returns output [T, Hq, Dv] and lse [Hq, T] (natural log), float64. NaN and inf reach the rows that see them only.
     Raises ValueError for a sliding_window that means nothing.
@@ -136,16 +187,27 @@ def attention(
         for r, seq_len in enumerate(seq_lens):
             rows = slice(int(query_start_loc[r]), int(query_start_loc[r + 1]))
             see_past_only = causal if dynamic_causal is None else bool(dynamic_causal[r])
-            mask = visible(rows.stop - rows.start, int(seq_len), see_past_only, sliding_window)
+            mask = visible(
+                rows.stop - rows.start,
+                int(seq_len),
+                see_past_only,
+                sliding_window,
+                (mm_prefix_range or {}).get(r, ()),
+                (document_start_loc or {}).get(r, ()),
+                None if tree_mask is None else unpack_tree(tree_mask[rows]),
+            )
             num_kv_heads = key[r].shape[1]
             group = num_heads // num_kv_heads
             for h in range(num_kv_heads):
                 heads = slice(h * group, (h + 1) * group)
+                chosen = np.ones(int(seq_len), np.bool_)
+                if selected_blocks is not None:
+                    chosen = np.isin(np.arange(int(seq_len)) // block_size, selected_blocks[r, h])
                 output[rows, heads], row_lse = _one_head(
                     q64[rows, heads],
                     key[r][:, h].astype(np.float64),
                     value[r][:, h].astype(np.float64),
-                    mask,
+                    mask & chosen,
                     scale,
                     None if slopes is None else slopes[heads],
                     softcap,
@@ -153,6 +215,27 @@ def attention(
                 )
                 lse[heads, rows] = row_lse.T
     return output, lse
+
+
+def rotary(
+    x: NDArray[Any],
+    positions: NDArray[np.int64],
+    cos_sin_cache: NDArray[Any],
+    is_neox: bool = True,
+    weight: NDArray[Any] | None = None,
+    eps: float = 1e-6,
+) -> Float64:
+    """x [T, H, D], each head over its RMS and times weight [D] if there is one (arXiv:1910.07467), then its pairs of
+    dimensions turned by the angles of its token's row (arXiv:2104.09864), as complex numbers."""
+    turned = x.astype(np.float64)
+    if weight is not None:
+        turned = turned / np.sqrt(np.mean(turned**2, axis=2, keepdims=True) + eps) * weight.astype(np.float64)
+    rows = cos_sin_cache.astype(np.float64)[positions][:, None]
+    half = rows.shape[2] // 2
+    first, second = (slice(half), slice(half, 2 * half)) if is_neox else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    pairs = (turned[..., first] + 1j * turned[..., second]) * (rows[..., :half] + 1j * rows[..., half:])
+    turned[..., first], turned[..., second] = pairs.real, pairs.imag
+    return turned
 
 
 def relative_rms(actual: NDArray[Any], expected: Float64, query_start_loc: NDArray[np.int32]) -> Float64:

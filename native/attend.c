@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Runs a plan: threads take (task, kv head) items from a counter; segments of keys merge in order. */
+ * Runs a plan: threads take (task, kv head) items from a counter, then those that merge; segments merge in order. */
 #include "cpu_attn.h"
 #include <pthread.h>
 #include <stdatomic.h>
@@ -69,77 +69,89 @@ static ca_state state_at(void *memory, int64_t rows, int64_t head_size_v) {
     return (ca_state){o, o + rows * head_size_v, o + rows * head_size_v + rows};
 }
 
-static ca_state partial_at(const run *w, const ca_task *t, int64_t segment, int kv_head) {
+static ca_state part_at(const run *w, ca_part part, int kv_head) {
     const ca_plan *p = w->plan;
-    int64_t rows = rows_of(p, t), slot = rows * ((int64_t)p->shape.head_size_v + 2);
-    float *base = (float *)(w->workspace + p->num_threads * p->thread_bytes) + t->partial;
-    return state_at(base + (segment * p->shape.num_kv_heads + kv_head) * slot, rows, p->shape.head_size_v);
+    int64_t dv = p->shape.head_size_v;
+    float *base = (float *)(w->workspace + p->num_threads * p->thread_bytes) + part.partial;
+    ca_state s = state_at(base + kv_head * part.rows * (dv + 2), part.rows, dv);
+    return (ca_state){s.o + part.row * dv, s.m + part.row, s.l + part.row};
 }
 
-/* The keys of one segment that the task may see. */
-static int run_segment(run *w, const ca_task *t, int kv_head, int64_t segment, const ca_state *state, void *scratch) {
-    int64_t size = ca_segment_keys(w->plan->seq_lens[t->request]), k0, k1;
-    ca_task_keys(w->plan, t, &k0, &k1);
-    return w->plan->engine->segment(w->plan, w->call, t, kv_head, ca_max64(k0, segment * size),
-                                    ca_min64(k1, (segment + 1) * size), state, scratch);
+/* The keys of one segment that the task may see, from the first one on that counts. 0: it holds none that counts. */
+static int segment_keys(const run *w, const ca_task *t, int kv_head, int64_t segment, int64_t *k0, int64_t *k1) {
+    int64_t size = ca_segment_keys(w->plan->seq_lens[t->request]);
+    ca_task_keys(w->plan, t, k0, k1);
+    *k1 = ca_min64(*k1, (segment + 1) * size);
+    *k0 = ca_next_key(w->call, t->request, kv_head, ca_max64(*k0, segment * size), *k1);
+    return *k0 < *k1;
+}
+
+/* The task's segments in order, those that hold a key that counts, onto what the state holds, if it holds anything. */
+static int run_segments(run *w, const ca_task *t, int kv_head, const ca_state *total, int holds, char *memory) {
+    const ca_plan *p = w->plan;
+    int64_t rows = rows_of(p, t), dv = p->shape.head_size_v, k0, k1;
+    ca_state part = state_at(memory + p->state_bytes, rows, dv);
+    for (int32_t s = 0; s < t->num_segments; s++) {
+        if (!segment_keys(w, t, kv_head, t->segment + s, &k0, &k1))
+            continue;
+        int status =
+            p->engine->segment(p, w->call, t, kv_head, k0, k1, holds ? &part : total, memory + 2 * p->state_bytes);
+        if (status)
+            return status;
+        if (holds)
+            p->kernel->merge(total, &part, rows, dv);
+        holds = 1;
+    }
+    if (!holds)
+        ca_clear(total, rows, dv);
+    return 0;
 }
 
 static int run_item(run *w, const ca_task *t, int kv_head, char *memory) {
     const ca_plan *p = w->plan;
     int64_t rows = rows_of(p, t), dv = p->shape.head_size_v;
-    ca_state total = state_at(memory, rows, dv), part = state_at(memory + p->state_bytes, rows, dv);
-    void *scratch = memory + 2 * p->state_bytes;
-    if (t->partial >= 0) {
-        part = partial_at(w, t, 0, kv_head);
-        return run_segment(w, t, kv_head, t->segment, &part, scratch);
-    }
-    if (!t->num_segments)
-        ca_clear(&total, rows, dv);
-    for (int32_t s = 0; s < t->num_segments; s++) {
-        int status = run_segment(w, t, kv_head, t->segment + s, s ? &part : &total, scratch);
-        if (status)
-            return status;
-        if (s)
-            p->kernel->merge(&total, &part, rows, dv);
-    }
-    p->kernel->finish(p, w->call, t, kv_head, &total);
-    return 0;
+    ca_state total = state_at(memory, rows, dv);
+    if (t->partial >= 0)
+        total = part_at(w, (ca_part){t->partial, (int32_t)rows, 0}, kv_head);
+    int status = run_segments(w, t, kv_head, &total, 0, memory);
+    if (!status && t->partial < 0)
+        p->kernel->finish(p, w->call, t, kv_head, &total);
+    return status;
 }
 
 /* In the order of the segments, as one thread would have merged them. */
-static void merge_item(run *w, const ca_task *t, int kv_head) {
+static int merge_item(run *w, const ca_merge *m, int kv_head, char *memory) {
     const ca_plan *p = w->plan;
-    ca_state total = partial_at(w, t, 0, kv_head);
-    for (int64_t s = 1; s < t->num_segments; s++) {
-        ca_state part = partial_at(w, t, s, kv_head);
-        p->kernel->merge(&total, &part, rows_of(p, t), p->shape.head_size_v);
+    ca_state total = part_at(w, m->parts[0], kv_head);
+    for (int64_t i = 1; i < m->num_parts; i++) {
+        ca_state part = part_at(w, m->parts[i], kv_head);
+        p->kernel->merge(&total, &part, rows_of(p, &m->task), p->shape.head_size_v);
     }
-    p->kernel->finish(p, w->call, t, kv_head, &total);
+    int status = run_segments(w, &m->task, kv_head, &total, 1, memory);
+    if (!status)
+        p->kernel->finish(p, w->call, &m->task, kv_head, &total);
+    return status;
 }
 
 static int64_t take(atomic_llong *counter) { return atomic_fetch_add_explicit(counter, 1, memory_order_relaxed); }
 
-static void run_items(run *w, int thread) {
+/* Tasks of all kv heads, or merges, until there are no more. */
+static void run_items(run *w, atomic_llong *next, int merges, int thread) {
     const ca_plan *p = w->plan;
     char *memory = w->workspace + thread * p->thread_bytes;
-    int64_t heads = p->shape.num_kv_heads, items = p->num_tasks * heads;
-    for (int64_t i; (i = take(&w->next_item)) < items && !atomic_load_explicit(&w->failed, memory_order_relaxed);) {
-        int status = run_item(w, &p->tasks[i / heads], (int)(i % heads), memory);
+    int64_t heads = p->shape.num_kv_heads, items = (merges ? p->num_merges : p->num_tasks) * heads;
+    for (int64_t i; (i = take(next)) < items && !atomic_load_explicit(&w->failed, memory_order_relaxed);) {
+        int kv_head = (int)(i % heads);
+        int status = merges ? merge_item(w, &p->merges[i / heads], kv_head, memory)
+                            : run_item(w, &p->tasks[i / heads], kv_head, memory);
         if (status)
             atomic_store(&w->failed, status);
     }
 }
 
-static void run_merges(run *w) {
-    const ca_plan *p = w->plan;
-    int64_t heads = p->shape.num_kv_heads, items = p->num_merges * heads;
-    for (int64_t i; (i = take(&w->next_merge)) < items && !atomic_load_explicit(&w->failed, memory_order_relaxed);)
-        merge_item(w, &p->merges[i / heads], (int)(i % heads));
-}
-
 static ca_call call_of(const ca_array *a, const ca_shape *s) {
     const ca_array *q = &a[CA_QUERY], *out = &a[CA_OUTPUT], *kc = &a[CA_KEY_CACHE], *vc = &a[CA_VALUE_CACHE];
-    const ca_array *table = &a[CA_BLOCK_TABLE];
+    const ca_array *table = &a[CA_BLOCK_TABLE], *selected = &a[CA_SELECTED_BLOCKS];
     const ca_axes k = ca_cache_axes(kc, s->kv_cache_layout, s->head_size);
     const ca_axes v = ca_cache_axes(vc, s->kv_cache_layout, s->head_size_v);
     return (ca_call){
@@ -166,29 +178,33 @@ static ca_call call_of(const ca_array *a, const ca_shape *s) {
         .table_cols = table->shape[1],
         .alibi_slopes = (const float *)a[CA_ALIBI_SLOPES].address,
         .s_aux = (const float *)a[CA_S_AUX].address,
+        .selected = (const int32_t *)selected->address,
+        .selected_stride_r = selected->strides[0],
+        .selected_stride_h = selected->strides[1],
+        .num_selected = selected->itemsize ? selected->shape[2] : -1,
     };
 }
 
 static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_fault *fault) {
     run w = {.plan = plan, .call = call, .workspace = workspace};
-    int64_t items = plan->num_tasks * plan->shape.num_kv_heads;
+    int64_t items = ca_max64(plan->num_tasks, plan->num_merges) * plan->shape.num_kv_heads;
     int team = ca_team((int)ca_min64(ca_min64(plan->num_threads, ca_get_num_threads()), items));
     if (team <= 1) {
-        run_items(&w, 0);
-        run_merges(&w);
+        run_items(&w, &w.next_item, 0, 0);
+        run_items(&w, &w.next_merge, 1, 0);
     } else {
 #ifdef _OPENMP
 #pragma omp parallel num_threads(team)
         {
-            run_items(&w, omp_get_thread_num());
+            run_items(&w, &w.next_item, 0, omp_get_thread_num());
 #pragma omp barrier
-            run_merges(&w);
+            run_items(&w, &w.next_merge, 1, omp_get_thread_num());
         }
 #endif
     }
     if (!w.failed)
         return CA_OK;
-    *fault = (ca_fault){CA_ENGINE_FAILED, -1, -1, w.failed, -1};
+    *fault = (ca_fault){CA_ENGINE_FAILED, -1, -1, w.failed, -1, -1};
     return CA_ENGINE_FAILED;
 }
 
@@ -197,25 +213,33 @@ int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, co
               ca_fault *fault) {
     const ca_shape *s = &plan->shape;
     const int64_t sizes[] = {s->num_reqs,  plan->num_tokens, s->num_heads,      s->num_kv_heads,
-                             s->head_size, s->head_size_v,   s->dtype,          s->kv_dtype,
+                             s->head_size, s->head_size_v,   s->dtype,          s->k_dtype | s->v_dtype << 8,
                              s->isa,       causal < 0,       s->kv_cache_layout};
     ca_array a[CA_ATTENTION_ARRAYS];
     ca_plan_info info;
     ca_plan_describe(plan, &info);
     if (workspace_bytes < info.workspace_bytes ||
-        !ca_accept(known, sizes, s->isa, s->kv_dtype, objects, given, a, CA_ATTENTION_ARRAYS, CA_LSE + 1))
+        !ca_accept(known, sizes, s->isa, s->k_dtype, s->v_dtype, objects, given, a, CA_ATTENTION_ARRAYS, CA_LSE + 1))
         return CA_UNKNOWN;
     ca_call call = call_of(a, s);
     call.scale = scale;
     call.softcap = softcap;
     call.k_scale = k_scale;
     call.v_scale = v_scale;
+    if (plan->num_shared && call.num_selected >= 0) {
+        *fault = (ca_fault){CA_SELECTED_SHARED, -1, -1, -1, -1, -1};
+        return CA_SELECTED_SHARED;
+    }
+    if (plan->tree && call.alibi_slopes) {
+        *fault = (ca_fault){CA_TREE_ALIBI, -1, -1, -1, -1, -1};
+        return CA_TREE_ALIBI;
+    }
     if (causal >= 0 &&
         ca_check_step(plan, (const int32_t *)a[CA_SEQ_LENS].address, (const int32_t *)a[CA_QUERY_START_LOC].address,
                       causal, (const int32_t *)a[CA_DYNAMIC_CAUSAL].address, fault))
         return fault->status;
     if (ca_check_table(plan, call.block_table, call.table_stride, call.table_cols, call.num_blocks, call.block_size,
-                       fault))
+                       &a[CA_SELECTED_BLOCKS], fault))
         return fault->status;
     return attend(plan, &call, workspace, fault);
 }

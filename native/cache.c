@@ -18,66 +18,126 @@ static int layout_of(const ca_cache *c) {
     return c->kv_cache_layout == CA_PACKED ? kernel_of(c)->info.layout : CA_LAYOUT_ROWS;
 }
 
-/* Of one (block, head), the element (token, d). */
-static char *element_of(const ca_cache *c, int value, char *block, int64_t token, int64_t d) {
-    int layout = layout_of(c);
-    int64_t i = value ? ca_v_offset(layout, token, d, c->ld) : ca_k_offset(layout, token, d, c->ld);
-    return block + i * ca_dtype_size(c->kv_dtype);
-}
-
 typedef struct write_call {
     const ca_cache *key_cache, *value_cache;
     const ca_rows *key, *value;
     const int64_t *slots;
     int64_t num_tokens;
     int stream;
+    const ca_rotary *rotary; /* keys and queries are rotated first; or NULL */
 } write_call;
 
 static char *row_of(const ca_rows *rows, int64_t t, int head, int dtype) {
     return (char *)rows->data + (t * rows->stride_t + head * rows->stride_h) * ca_dtype_size(dtype);
 }
 
-/* One token as bytes. An odd last d of K is paired with zero, for kernels that read pairs. */
-static void write_narrow(const ca_cache *c, int value, char *block, int64_t token, const char *row) {
-    const ca_kernel *kernel = kernel_of(c);
-    int layout = layout_of(c), rows = layout == CA_LAYOUT_ROWS;
-    int64_t head_size = c->head_size, step = layout == CA_LAYOUT_LANES ? CA_LANES : 0;
-    if (rows || value)
-        step = layout == CA_LAYOUT_PAIRS ? 2 : 1;
-    uint8_t bytes[512];
-    for (int64_t d = 0, n; d < head_size; d += n) {
-        n = ca_min64(head_size - d, (int64_t)sizeof bytes);
-        kernel->pack(row + d * ca_dtype_size(c->dtype), n, c->scale, c->kv_dtype, bytes);
-        char *dst = element_of(c, value, block, token, d);
-        for (int64_t i = 0; i < n; i++)
-            dst[step ? i * step : i / 2 * 2 * CA_LANES + i % 2] = (char)bytes[i];
-    }
-    if (!step && head_size % 2)
-        block[ca_k_offset(layout, token, head_size, head_size + 1)] = 0;
+static ca_group_form form_of(const ca_cache *c, int value) {
+    return ca_group_form_of(kernel_of(c)->info.layout, c->kv_dtype, c->head_size, value);
 }
 
-/* A whole group in pairs. Two bytes side by side are moved as one 16-bit element: so K in pairs of bytes lies as K of
- * half as many halves does in lanes. */
+static int64_t offset_of(const ca_cache *c, int value, int64_t token, int64_t d) {
+    int layout = layout_of(c);
+    return value ? ca_v_offset(layout, token, d, c->ld) : ca_k_offset(layout, token, d, c->ld);
+}
+
+/* The scales of n tokens of one group. */
+static void put_scales(const ca_cache *c, const ca_group_form *f, char *block, int64_t token, int n,
+                       const uint16_t *scales, int64_t ld) {
+    char *to = block + ca_scales_at(f, c->block_size, token / CA_LANES) + token % CA_LANES * 2;
+    for (int64_t s = 0; s < f->scales; s++)
+        for (int t = 0; t < n; t++)
+            memcpy(to + (s * CA_LANES + t) * 2, &scales[t * ld + s], 2);
+}
+
+/* A token's elements, a byte each, and its scales. */
+static void narrow_row(const ca_cache *c, const char *row, uint8_t *bytes, uint16_t *scales) {
+    if (ca_is_scaled(c->kv_dtype))
+        kernel_of(c)->quantise(row, c->head_size, c->kv_dtype, bytes, scales);
+    else
+        kernel_of(c)->pack(row, c->head_size, c->scale, c->kv_dtype, bytes);
+}
+
+#define MOST_ELEMENTS (1 << 16) /* _check.MAX_SIZE */
+
+/* One token of a plain cache. */
+static void write_plain(const ca_cache *c, int value, char *block, int64_t token, const char *row) {
+    char *to = block + offset_of(c, value, token, 0) * ca_dtype_size(c->kv_dtype);
+    if (ca_is_narrow(c->kv_dtype))
+        kernel_of(c)->pack(row, c->head_size, c->scale, c->kv_dtype, (uint8_t *)to);
+    else
+        memcpy(to, row, (size_t)c->head_size * ca_dtype_size(c->dtype));
+}
+
+/* One token of a packed one. An odd last d of K is paired with zero, for kernels that read pairs. */
+static void write_narrow(const ca_cache *c, int value, char *block, int64_t token, const char *row) {
+    uint8_t bytes[MOST_ELEMENTS];
+    uint16_t scales[MOST_ELEMENTS / 32];
+    const ca_group_form f = form_of(c, value);
+    uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
+    narrow_row(c, row, bytes, scales);
+    for (int64_t d = 0; d < c->head_size; d++) {
+        int64_t at = offset_of(c, value, token % CA_LANES, d);
+        if (c->kv_dtype == CA_I4) {
+            uint8_t *both = &group[ca_i4_byte(at)];
+            *both = (uint8_t)((*both & 0xf0 >> ca_i4_shift(at)) | bytes[d] << ca_i4_shift(at));
+        } else
+            group[at] = bytes[d];
+    }
+    put_scales(c, &f, block, token, 1, scales, 0);
+    if (!value && kernel_of(c)->info.layout == CA_LAYOUT_PAIRS && c->head_size % 2 && !f.scales)
+        group[ca_k_offset(CA_LAYOUT_PAIRS, token % CA_LANES, c->head_size, c->head_size + 1)] = 0;
+}
+
+#define WIDE 512 /* elements of a token that are written 16 tokens at a time */
+
+/* Bytes of 16 tokens in the order of their group. Two bytes side by side are moved as one 16-bit element: so K in pairs
+ * of bytes lies as K of half as many halves does in lanes. */
+static void arrange(const ca_cache *c, int value, uint8_t bytes[CA_LANES][WIDE], uint8_t *to, int stream) {
+    const int64_t n = c->head_size;
+    if (kernel_of(c)->info.layout == CA_LAYOUT_PAIRS && !value) {
+        ca_isa_get(c->isa)->kernels[CA_F16]->write_k(to, n / 2, 0, CA_LANES, bytes, WIDE / 2, bytes, stream);
+    } else if (kernel_of(c)->info.layout == CA_LAYOUT_PAIRS) {
+        for (int t = 0; t < CA_LANES; t += 2)
+            for (int64_t d = 0; d < n; d++) {
+                to[t * n + 2 * d] = bytes[t][d];
+                to[t * n + 2 * d + 1] = bytes[t + 1][d];
+            }
+    } else if (value) {
+        for (int t = 0; t < CA_LANES; t++)
+            memcpy(to + t * n, bytes[t], (size_t)n);
+    } else {
+        for (int64_t d = 0; d < n; d++)
+            for (int t = 0; t < CA_LANES; t++)
+                to[d * CA_LANES + t] = bytes[t][d];
+    }
+}
+
+/* A whole group; 0: it has to go token by token. */
 static int write_narrow_group(const ca_cache *c, int value, char *block, int64_t token, const char *rows, int64_t ld,
                               int stream) {
-    const ca_kernel *kernel = kernel_of(c), *halves = ca_isa_get(c->isa)->kernels[CA_F16];
-    int64_t head_size = c->head_size;
-    uint8_t bytes[CA_LANES][512];
-    if (layout_of(c) != CA_LAYOUT_PAIRS || !halves || head_size % 2 || head_size > (int64_t)sizeof bytes[0])
+    uint8_t bytes[CA_LANES][WIDE], stage[CA_LANES * WIDE + CA_I4_ELEMENTS];
+    uint16_t scales[CA_LANES][WIDE / 32];
+    const ca_group_form f = form_of(c, value);
+    uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
+    if (c->head_size > WIDE ||
+        (kernel_of(c)->info.layout == CA_LAYOUT_PAIRS && (c->head_size % 2 || !ca_isa_get(c->isa)->kernels[CA_F16])))
         return 0;
-    for (int t = 0; t < CA_LANES; t++)
-        kernel->pack(rows + t * ld, head_size, c->scale, c->kv_dtype, bytes[t]);
-    if (!value) {
-        halves->write_k(block, head_size / 2, token, CA_LANES, bytes, sizeof bytes[0] / 2, bytes, stream);
-        return 1;
+    for (int t = 0; t < CA_LANES; t++) {
+        for (int64_t i = 0; i < c->head_size * ca_dtype_size(c->dtype);
+             i += 64) /* of the next group, as in write.inc */
+            __builtin_prefetch(rows + (t + CA_LANES) * ld + i, 0, 2);
+        narrow_row(c, rows + t * ld, bytes[t], scales[t]);
     }
-    for (int t = 0; t < CA_LANES; t += 2) {
-        uint8_t *dst = (uint8_t *)block + ca_v_offset(CA_LAYOUT_PAIRS, token + t, 0, head_size);
-        for (int64_t d = 0; d < head_size; d++) {
-            dst[2 * d] = bytes[t][d];
-            dst[2 * d + 1] = bytes[t + 1][d];
-        }
+    if (c->kv_dtype == CA_I4) {
+        memset(stage + ca_max64(0, f.elements - CA_I4_ELEMENTS), 0, CA_I4_ELEMENTS);
+        arrange(c, value, bytes, stage, 0);
+        for (int64_t i = 0; i < f.elements; i += CA_I4_ELEMENTS)
+            for (int64_t b = 0; b < 64; b++)
+                group[i / 2 + b] = (uint8_t)(stage[i + b] | stage[i + 64 + b] << 4);
+    } else {
+        arrange(c, value, bytes, group, stream);
     }
+    put_scales(c, &f, block, token, CA_LANES, scales[0], WIDE / 32);
     return 1;
 }
 
@@ -87,10 +147,9 @@ static void write_run(const ca_cache *c, int value, const ca_rows *rows, int hea
     char *block = (char *)ca_block(c->data, c->stride_n, c->stride_h, slot / c->block_size, head, c->kv_dtype);
     const char *row = row_of(rows, t, head, c->dtype);
     int64_t token = slot % c->block_size, ld = rows->stride_t * ca_dtype_size(c->dtype);
-    if (!ca_is_narrow(c->kv_dtype) && c->kv_cache_layout != CA_PACKED)
+    if (c->kv_cache_layout != CA_PACKED)
         for (int i = 0; i < n; i++)
-            memcpy(element_of(c, value, block, token + i, 0), row + i * ld,
-                   (size_t)c->head_size * ca_dtype_size(c->dtype));
+            write_plain(c, value, block, token + i, row + i * ld);
     else if (!ca_is_narrow(c->kv_dtype))
         (value ? kernel->write_v : kernel->write_k)(block, c->head_size, token, n, row, rows->stride_t,
                                                     row + CA_LANES * ld, stream);
@@ -112,7 +171,7 @@ static int run_length(const write_call *w, int64_t t, int64_t block_size) {
 /* The share of one thread: some heads, and every so many-th K group. All heads of a run before the next run, so that
  * the source is read in the order of memory. A slot of a head has one thread, which goes in order of tokens: of those
  * that share a slot the last one stays, whole. */
-static void write_part(const write_call *w, int head0, int head1, int64_t part, int64_t parts) {
+static void write_part(const write_call *w, int thread, int head0, int head1, int64_t part, int64_t parts) {
     int64_t block_size = w->key_cache->block_size;
     for (int64_t t = 0, n; t < w->num_tokens; t += n) {
         int64_t slot = w->slots[t];
@@ -122,8 +181,11 @@ static void write_part(const write_call *w, int head0, int head1, int64_t part, 
         n = run_length(w, t, block_size);
         if (parts > 1 && (slot / block_size + slot % block_size / CA_LANES) % parts != part)
             continue;
+        ca_rows rotated = {0};
+        if (w->rotary)
+            rotated = ca_rotate_keys(w->rotary, thread, head0, head1, t, (int)n);
         for (int h = head0; h < head1; h++)
-            write_run(w->key_cache, 0, w->key, h, slot, t, (int)n, w->stream);
+            write_run(w->key_cache, 0, w->rotary ? &rotated : w->key, h, slot, w->rotary ? 0 : t, (int)n, w->stream);
         for (int h = head0; h < head1; h++)
             write_run(w->value_cache, 1, w->value, h, slot, t, (int)n, w->stream);
     }
@@ -134,25 +196,39 @@ static void write_part(const write_call *w, int head0, int head1, int64_t part, 
 
 static int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 
-static void write_all(const ca_cache *kc, const ca_cache *vc, const ca_rows *key, const ca_rows *value,
-                      const int64_t *slots, int64_t num_tokens) {
+/* The queries of a rotary_reshape_and_cache, then the share of the cache. */
+static void write_share(const write_call *w, int thread, int team) {
+    int heads = w->key_cache->num_kv_heads, groups = gcd(heads, team), parts = team / groups, each = heads / groups;
+    if (w->rotary)
+        ca_rotate_queries(w->rotary, thread, team);
+    write_part(w, thread, thread / parts * each, (thread / parts + 1) * each, thread % parts, parts);
+}
+
+static int write_all(const ca_cache *kc, const ca_cache *vc, const ca_rows *key, const ca_rows *value,
+                     const int64_t *slots, int64_t num_tokens, ca_rotary *rotary) {
     int64_t work = num_tokens * kc->num_kv_heads * (kc->head_size + vc->head_size);
-    write_call w = {kc, vc, key, value, slots, num_tokens, work * ca_dtype_size(kc->kv_dtype) >= STREAM_BYTES};
+    int64_t rotations = rotary ? num_tokens * kc->head_size * (rotary->num_heads + kc->num_kv_heads) : 0;
+    int stream = work * ca_dtype_size(kc->kv_dtype) >= STREAM_BYTES;
+    write_call w = {kc, vc, key, value, slots, num_tokens, stream, rotary};
     /* 8 elements a nanosecond: bfloat16 in runs, on a Zen 4 core; token by token it is a tenth of that */
-    int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for((double)work / 8)));
-    if (team <= 1) {
-        write_part(&w, 0, kc->num_kv_heads, 0, 1);
-        return;
-    }
-    int heads = kc->num_kv_heads, groups = gcd(heads, team), parts = team / groups, each = heads / groups;
+    int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for((double)(work + 2 * rotations) / 8)));
+    if (rotary && ca_rotary_begin(rotary, (int)ca_max64(1, team)))
+        return CA_NO_MEMORY;
+    if (team <= 1)
+        write_share(&w, 0, 1);
+    else {
 #ifdef _OPENMP
 #pragma omp parallel for num_threads(team)
 #endif
-    for (int i = 0; i < team; i++)
-        write_part(&w, i / parts * each, (i / parts + 1) * each, i % parts, parts);
+        for (int i = 0; i < team; i++)
+            write_share(&w, i, team);
+    }
+    if (rotary)
+        ca_rotary_end(rotary);
+    return CA_OK;
 }
 
-static ca_cache cache_of(const ca_array *a, const ca_array *rows, const struct ca_accepted *call, int kv_cache_layout,
+static ca_cache cache_of(const ca_array *a, const ca_array *rows, int isa, int kv_dtype, int kv_cache_layout,
                          float scale) {
     const ca_axes axes = ca_cache_axes(a, kv_cache_layout, rows->shape[2]);
     return (ca_cache){
@@ -165,8 +241,8 @@ static ca_cache cache_of(const ca_array *a, const ca_array *rows, const struct c
         .block_size = axes.block_size,
         .head_size = (int32_t)rows->shape[2],
         .dtype = rows->dtype,
-        .kv_dtype = (int32_t)call->kv_dtype,
-        .isa = (int32_t)call->isa,
+        .kv_dtype = kv_dtype,
+        .isa = isa,
         .kv_cache_layout = kv_cache_layout,
         .scale = scale,
     };
@@ -174,22 +250,63 @@ static ca_cache cache_of(const ca_array *a, const ca_array *rows, const struct c
 
 static ca_rows rows_of(const ca_array *a) { return (ca_rows){(void *)a->address, a->strides[0], a->strides[1]}; }
 
-int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int kv_dtype,
-             int kv_cache_layout, float k_scale, float v_scale, ca_fault *fault) {
+int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int k_dtype,
+             int v_dtype, int kv_cache_layout, float k_scale, float v_scale, ca_fault *fault) {
     const int64_t sizes[11] = {named, kv_cache_layout};
     ca_array a[CA_WRITE_ARRAYS];
     const struct ca_accepted *call =
-        ca_accept(known, sizes, isa, kv_dtype, objects, given, a, CA_WRITE_ARRAYS, CA_TO_VALUE_CACHE + 1);
+        ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_WRITE_ARRAYS, CA_TO_VALUE_CACHE + 1);
     if (!call)
         return CA_UNKNOWN;
-    ca_cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], call, kv_cache_layout, k_scale);
-    ca_cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], call, kv_cache_layout, v_scale);
+    const int here = (int)call->isa, layout = kv_cache_layout;
+    ca_cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], here, (int)call->k_dtype, layout, k_scale);
+    ca_cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], here, (int)call->v_dtype, layout, v_scale);
     ca_rows key = rows_of(&a[CA_KEY]), value = rows_of(&a[CA_VALUE]);
     const int64_t *slots = (const int64_t *)a[CA_SLOT_MAPPING].address, num_tokens = a[CA_KEY].shape[0];
     if (ca_check_slots(slots, num_tokens, kc.num_blocks * kc.block_size, fault))
         return fault->status;
-    write_all(&kc, &vc, &key, &value, slots, num_tokens);
-    return CA_OK;
+    return write_all(&kc, &vc, &key, &value, slots, num_tokens, NULL);
+}
+
+int ca_rotary_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int k_dtype,
+                    int v_dtype, int is_neox, float eps, float k_scale, float v_scale, ca_fault *fault) {
+    const int64_t sizes[11] = {named};
+    ca_array a[CA_ROTARY_ARRAYS];
+    const struct ca_accepted *call =
+        ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_ROTARY_ARRAYS, CA_ROTARY_QUERY_OUT + 1);
+    if (!call)
+        return CA_UNKNOWN;
+    int here = (int)call->isa;
+    const ca_array *keys = &a[CA_ROTARY_KEY], *queries = &a[CA_ROTARY_QUERY], *table = &a[CA_COS_SIN_CACHE];
+    ca_cache kc = cache_of(&a[CA_ROTARY_KEY_CACHE], keys, here, (int)call->k_dtype, CA_PACKED, k_scale);
+    ca_cache vc =
+        cache_of(&a[CA_ROTARY_VALUE_CACHE], &a[CA_ROTARY_VALUE], here, (int)call->v_dtype, CA_PACKED, v_scale);
+    ca_rows value = rows_of(&a[CA_ROTARY_VALUE]);
+    const int64_t *slots = (const int64_t *)a[CA_ROTARY_SLOT_MAPPING].address, num_tokens = keys->shape[0];
+    ca_rotary rotary = {
+        .kernel = kernel_of(&kc),
+        .query = rows_of(queries),
+        .query_out = rows_of(&a[CA_ROTARY_QUERY_OUT]),
+        .key = rows_of(keys),
+        .cos_sin = rows_of(table),
+        .positions = (const int64_t *)a[CA_POSITIONS].address,
+        .num_tokens = num_tokens,
+        .head_size = kc.head_size,
+        .rot_dim = table->shape[1],
+        .num_heads = (int32_t)queries->shape[1],
+        .num_kv_heads = kc.num_kv_heads,
+        .dtype = kc.dtype,
+        .cos_sin_dtype = table->dtype,
+        .is_neox = is_neox,
+        .eps = eps,
+        .weights = &a[CA_Q_WEIGHT],
+    };
+    if (ca_check_slots(slots, num_tokens, kc.num_blocks * kc.block_size, fault) ||
+        ca_check_positions(rotary.positions, num_tokens, table->shape[0], fault))
+        return fault->status;
+    if (write_all(&kc, &vc, &rotary.key, &value, slots, num_tokens, &rotary))
+        *fault = (ca_fault){CA_NO_MEMORY, -1, -1, -1, -1, -1};
+    return fault->status;
 }
 
 /* n elements of 1, 2 or 4 bytes, step bytes apart. */
@@ -205,10 +322,17 @@ static void copy_apart(char *dst, const char *src, int64_t n, int64_t step, int 
             memcpy(dst + i * 4, src + i * step, 4);
 }
 
+/* int8 and int4 times their scales: exact in float32. */
+static void gather_scaled(const ca_cache *c, int value, const char *block, int64_t token, float *dst) {
+    for (int64_t d = 0; d < c->head_size; d++)
+        dst[d] = ca_scaled_element(kernel_of(c)->info.layout, c->kv_dtype, c->head_size, value, block, c->block_size,
+                                   token, d);
+}
+
 static void gather_token(const ca_cache *c, int value, const char *block, int64_t token, char *dst) {
     int layout = layout_of(c), size = ca_dtype_size(c->kv_dtype);
     int64_t n = c->head_size;
-    const char *src = element_of(c, value, (char *)block, token, 0);
+    const char *src = block + offset_of(c, value, token, 0) * size;
     if (layout == CA_LAYOUT_ROWS || (value && layout == CA_LAYOUT_LANES))
         memcpy(dst, src, (size_t)(n * size));
     else if (value)
@@ -224,16 +348,20 @@ static void gather_token(const ca_cache *c, int value, const char *block, int64_
 /* Head by head over the tokens of a K group, whose lines stay in L1 so. */
 int ca_gather(const ca_cache *c, int value, const int32_t *block_table, int64_t num_entries, int64_t num_tokens,
               const ca_rows *dst, ca_fault *fault) {
-    *fault = (ca_fault){CA_OK, -1, -1, -1, -1};
+    *fault = (ca_fault){CA_OK, -1, -1, -1, -1, -1};
     if (ca_check_blocks(block_table, -1, 0, ca_div_up(num_tokens, c->block_size), num_entries, c->num_blocks, fault))
         return fault->status;
     for (int64_t t = 0, n; t < num_tokens; t += n) {
         int64_t token = t % c->block_size, block = block_table[t / c->block_size];
         n = ca_min64(num_tokens - t, ca_min64(c->block_size - token, CA_LANES - token % CA_LANES));
         for (int h = 0; h < c->num_kv_heads; h++)
-            for (int64_t i = 0; i < n; i++)
-                gather_token(c, value, ca_block(c->data, c->stride_n, c->stride_h, block, h, c->kv_dtype), token + i,
-                             row_of(dst, t + i, h, c->kv_dtype));
+            for (int64_t i = 0; i < n; i++) {
+                const char *from = ca_block(c->data, c->stride_n, c->stride_h, block, h, c->kv_dtype);
+                if (ca_is_scaled(c->kv_dtype))
+                    gather_scaled(c, value, from, token + i, (float *)row_of(dst, t + i, h, CA_F32));
+                else
+                    gather_token(c, value, from, token + i, row_of(dst, t + i, h, c->kv_dtype));
+            }
     }
     return CA_OK;
 }

@@ -5,7 +5,7 @@
 #include "cpu_attn.h"
 
 static int fail(ca_fault *fault, int status, int64_t request, int64_t position, int64_t value, int64_t bound) {
-    *fault = (ca_fault){status, request, position, value, bound};
+    *fault = (ca_fault){status, request, position, value, bound, -1};
     return status;
 }
 
@@ -16,6 +16,19 @@ int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_
     for (int64_t i = first; i < end; i++)
         if (table[i] < 0 || table[i] >= num_blocks)
             return fail(fault, CA_BAD_BLOCK, request, i, table[i], num_blocks);
+    return CA_OK;
+}
+
+int ca_check_lengths(int64_t num_reqs, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault) {
+    fail(fault, CA_OK, -1, -1, -1, -1);
+    for (int64_t r = 0; r < num_reqs; r++) {
+        if (seq_lens[r] < 0)
+            return fail(fault, CA_BAD_SEQ_LEN, r, r, seq_lens[r], 0);
+        if (query_start_loc[r + 1] < query_start_loc[r])
+            return fail(fault, CA_BAD_QUERY_START_LOC, r, r + 1, query_start_loc[r + 1], query_start_loc[r]);
+    }
+    if (query_start_loc[0] != 0)
+        return fail(fault, CA_BAD_QUERY_START_LOC, -1, 0, query_start_loc[0], 0);
     return CA_OK;
 }
 
@@ -35,20 +48,59 @@ int ca_check_step(const ca_plan *p, const int32_t *seq_lens, const int32_t *quer
     return CA_OK;
 }
 
+/* One kv head's selected blocks: ascending, then -1. */
+static int check_selected(const int32_t *list, int64_t n, int64_t r, int64_t head, int64_t seq_blocks,
+                          ca_fault *fault) {
+    for (int64_t i = 0; i < n && !fault->status; i++) {
+        if (list[i] < -1 || list[i] >= seq_blocks)
+            fail(fault, CA_BAD_SELECTED, r, i, list[i], seq_blocks);
+        else if (i && list[i] != -1 && (uint32_t)list[i] <= (uint32_t)list[i - 1])
+            fail(fault, CA_SELECTED_ORDER, r, i, list[i], list[i - 1]);
+    }
+    fault->kv_head = head;
+    return fault->status;
+}
+
+/* What the plan found in its block table, the call's has to have too; the table is wide enough. */
+static int check_shared(const ca_plan *p, const int32_t *table, int64_t stride, ca_fault *fault) {
+    for (const ca_same *s = p->same; s < p->same + p->num_same; s++) {
+        const int32_t *here = table + s->request * stride, *there = table + s->other * stride;
+        if (memcmp(here, there, (size_t)s->num_blocks * sizeof *here) == 0)
+            continue;
+        int64_t i = 0;
+        while (here[i] == there[i])
+            i++;
+        return fail(fault, CA_OTHER_BLOCKS, s->request, i, here[i], there[i]);
+    }
+    return CA_OK;
+}
+
 /* The blocks that hold a key some row may see. */
 int ca_check_table(const ca_plan *p, const int32_t *table, int64_t stride, int64_t cols, int64_t num_blocks,
-                   int64_t block_size, ca_fault *fault) {
+                   int64_t block_size, const ca_array *selected, ca_fault *fault) {
     fail(fault, CA_OK, -1, -1, -1, -1);
+    if (p->shape.block_size && block_size != p->shape.block_size)
+        return fail(fault, CA_OTHER_BLOCK_SIZE, -1, -1, block_size, p->shape.block_size);
     for (int r = 0; r < p->shape.num_reqs; r++) {
         ca_task whole = {.request = r, .num_tokens = p->query_start_loc[r + 1] - p->query_start_loc[r]};
         int64_t k0 = 0, k1 = 0;
         if (whole.num_tokens > 0)
             ca_task_keys(p, &whole, &k0, &k1);
-        if (k1 > k0 &&
-            ca_check_blocks(table + r * stride, r, k0 / block_size, ca_div_up(k1, block_size), cols, num_blocks, fault))
+        int64_t first = k0 < k1 ? k0 / block_size : 0, end = k0 < k1 ? ca_div_up(k1, block_size) : 0;
+        if (!selected->itemsize && ca_check_blocks(table + r * stride, r, first, end, cols, num_blocks, fault))
             return fault->status;
+        for (int64_t h = 0, n = selected->shape[2]; n > 0 && h < selected->shape[1]; h++) {
+            const int32_t *list =
+                (const int32_t *)selected->address + r * selected->strides[0] + h * selected->strides[1];
+            if (check_selected(list, n, r, h, ca_div_up(p->seq_lens[r], block_size), fault))
+                return fault->status;
+            for (int64_t i = 0; i < n; i++)
+                if (list[i] >= first && list[i] < end &&
+                    ca_check_blocks(table + r * stride, r, list[i], list[i] + 1, cols, num_blocks, fault))
+                    return fault->status;
+        }
     }
-    return CA_OK;
+    return check_shared(p, table, stride, fault);
 }
 
 int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault) {
@@ -56,6 +108,14 @@ int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_f
     for (int64_t i = 0; i < num_tokens; i++)
         if (slots[i] >= bound)
             return fail(fault, CA_BAD_SLOT, -1, i, slots[i], bound);
+    return CA_OK;
+}
+
+int ca_check_positions(const int64_t *positions, int64_t num_tokens, int64_t bound, ca_fault *fault) {
+    fail(fault, CA_OK, -1, -1, -1, -1);
+    for (int64_t i = 0; i < num_tokens; i++)
+        if (positions[i] < 0 || positions[i] >= bound)
+            return fail(fault, CA_BAD_POSITION, -1, i, positions[i], bound);
     return CA_OK;
 }
 
@@ -77,15 +137,16 @@ static struct ca_accepted *find(ca_known *known, const int64_t *sizes, const ca_
     return NULL;
 }
 
-static const struct ca_accepted *remember(ca_known *known, const int64_t *sizes, int64_t isa, int64_t kv_dtype,
-                                          const ca_array *a, int num_arrays) {
+static const struct ca_accepted *remember(ca_known *known, const int64_t *sizes, int64_t isa, int64_t k_dtype,
+                                          int64_t v_dtype, const ca_array *a, int num_arrays) {
     struct ca_accepted *call = find(known, sizes, a, num_arrays);
     if (!call)
         call = &known->calls[known->count++ % CALLS];
     memcpy(call->sizes, sizes, sizeof call->sizes);
     memcpy(call->arrays, a, (size_t)num_arrays * sizeof *a);
     call->isa = isa;
-    call->kv_dtype = kv_dtype;
+    call->k_dtype = k_dtype;
+    call->v_dtype = v_dtype;
     return call;
 }
 
@@ -124,12 +185,12 @@ static int well_placed(const struct ca_accepted *call, const ca_array *a, int nu
     return 1;
 }
 
-const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, int64_t kv_dtype,
-                                    const uintptr_t *objects, const ca_array *given, ca_array *a, int num_arrays,
-                                    int num_outputs) {
+const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, int64_t k_dtype,
+                                    int64_t v_dtype, const uintptr_t *objects, const ca_array *given, ca_array *a,
+                                    int num_arrays, int num_outputs) {
     if (!objects) {
         memcpy(a, given, (size_t)num_arrays * sizeof *a);
-        return remember(known, sizes, isa, kv_dtype, a, num_arrays);
+        return remember(known, sizes, isa, k_dtype, v_dtype, a, num_arrays);
     }
     for (int i = 0; i < num_arrays; i++) {
         if (!objects[i])
@@ -141,7 +202,8 @@ const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64
     return call && well_placed(call, a, num_arrays, num_outputs) ? call : NULL;
 }
 
-/* int32 [num_reqs + 1], [num_reqs] and, or not, [num_reqs], dense. */
+/* int32, dense: [num_reqs + 1], [num_reqs] and, or not, [num_reqs] and [num_reqs, any], of which rows may lie anywhere.
+ */
 int ca_accept_step(const uintptr_t *objects, const ca_array *given, int64_t num_reqs, ca_array *a) {
     for (int i = 0; i < CA_STEP_ARRAYS; i++) {
         if (!objects) {
@@ -150,11 +212,12 @@ int ca_accept_step(const uintptr_t *objects, const ca_array *given, int64_t num_
         }
         if (!ca_read_array(objects[i], &a[i]))
             return 0;
-        if (i == CA_STEP_DYNAMIC_CAUSAL && !a[i].itemsize)
+        if (i >= CA_STEP_DYNAMIC_CAUSAL && !a[i].itemsize)
             continue;
-        int64_t size = num_reqs + (i == CA_STEP_QUERY_START_LOC);
-        if (a[i].dtype != CA_I32 || a[i].ndim != 1 || a[i].shape[0] != size || (size > 1 && a[i].strides[0] != 1) ||
-            a[i].address % sizeof(int32_t))
+        int last = i == CA_STEP_BLOCK_TABLE;
+        if (a[i].dtype != CA_I32 || a[i].ndim != 1 + last ||
+            a[i].shape[0] != num_reqs + (i == CA_STEP_QUERY_START_LOC) ||
+            (a[i].shape[last] > 1 && a[i].strides[last] != 1) || a[i].address % sizeof(int32_t))
             return 0;
     }
     return 1;

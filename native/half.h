@@ -56,19 +56,17 @@ static inline uint32_t ca_from_e5m2(uint8_t b) {
     uint32_t bits = rest < 4 ? ca_as_bits((float)(int32_t)rest * 0x1p-16f) : (rest << 21) + (112u << 23);
     return sign | (rest > 0x7c ? 0x7fc00000 : rest == 0x7c ? 0x7f800000 : bits);
 }
-/* Adding 2^23 units rounds to a unit where numbers are subnormal. */
-static inline uint8_t ca_to_e4m3(float f) {
+/* To `bits` of fraction, exponents from `least` on (of a float, as their bits): adding 2^23 units rounds, a unit being
+ * that of the exponent or, where numbers are subnormal, of the least. */
+static inline uint8_t ca_to_fp8(float f, int bits, uint32_t least, float most) {
     uint32_t u = ca_as_bits(f), rest = u & 0x7fffffff;
-    uint32_t small = ca_as_bits(ca_as_float(rest) + 0x1p14f) - ca_as_bits(0x1p14f);
-    uint32_t normal = ((rest + 0x7ffff + (rest >> 20 & 1)) >> 20) - (120u << 3);
-    uint32_t b = rest < 0x3c800000 ? small : rest >= 0x43e00000 ? 0x7e : normal;
-    return (uint8_t)((u >> 24 & 0x80) | (rest > 0x7f800000 ? 0x7f : b));
+    float x = ca_as_float(rest);
+    x = x < most ? x : most;
+    uint32_t e = ca_as_bits(x) & 0x7f800000;
+    e = e > least ? e : least;
+    uint32_t unit = e + ((23u - (uint32_t)bits) << 23), n = ca_as_bits(x + ca_as_float(unit)) - unit;
+    return (uint8_t)((u >> 24 & 0x80) | (rest > 0x7f800000 ? 0x7f : ((e - least) >> (23 - bits)) + n));
 }
-static inline uint8_t ca_to_e5m2(float f) {
-    uint32_t u = ca_as_bits(f), rest = u & 0x7fffffff;
-    uint32_t small = ca_as_bits(ca_as_float(rest) + 0x1p7f) - ca_as_bits(0x1p7f);
-    uint32_t normal = ((rest + 0xfffff + (rest >> 21 & 1)) >> 21) - (112u << 2);
-    uint32_t b = rest < 0x38800000 ? small : rest >= 0x47600000 ? 0x7b : normal;
-    return (uint8_t)((u >> 24 & 0x80) | (rest > 0x7f800000 ? 0x7f : b));
-}
+static inline uint8_t ca_to_e4m3(float f) { return ca_to_fp8(f, 3, 121u << 23, 448); }
+static inline uint8_t ca_to_e5m2(float f) { return ca_to_fp8(f, 2, 113u << 23, 57344); }
 #endif

@@ -80,11 +80,15 @@ int ca_isa_kernel(int isa, int dtype, ca_kernel_info *out) {
     return 1;
 }
 
-int64_t ca_block_elements(int isa, int dtype, int64_t block_size, int64_t head_size, int value) {
+int64_t ca_block_elements(int isa, int dtype, int kv_dtype, int64_t block_size, int64_t head_size, int value) {
     const ca_kernel *k = kernel(isa, dtype);
     if (!k)
         return -1;
     int64_t pair = k->info.layout == CA_LAYOUT_PAIRS ? 2 : 1;
+    if (ca_is_scaled(kv_dtype)) {
+        ca_group_form f = ca_group_form_of(k->info.layout, kv_dtype, head_size, value);
+        return ca_scales_at(&f, block_size, ca_div_up(block_size, CA_LANES));
+    }
     if (value)
         return ca_round_up(block_size, pair) * head_size;
     return ca_round_up(block_size, CA_LANES) * ca_round_up(head_size, pair);

@@ -2,40 +2,23 @@
  * Metadata of a step: which query rows meet which keys, cut into tasks that threads take.
  * What a task computes never depends on how many tasks or threads there are: query blocks start
  * at a request's first token, segments of keys at its first key. */
-#include "cpu_attn.h"
+#include "plan.h"
 #include <stdlib.h>
 #include <string.h>
 
 static int fail(ca_fault *fault, int status, int64_t request, int64_t position, int64_t value, int64_t bound) {
-    *fault = (ca_fault){status, request, position, value, bound};
+    *fault = (ca_fault){status, request, position, value, bound, -1};
     return status;
 }
 
 #define MAX_TASKS (1 << 24) /* half a gigabyte of them: 10^9 query rows */
 
-static int check_lengths(const ca_shape *s, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault) {
-    for (int32_t r = 0; r < s->num_reqs; r++) {
-        if (seq_lens[r] < 0)
-            return fail(fault, CA_BAD_SEQ_LEN, r, r, seq_lens[r], 0);
-        if (query_start_loc[r + 1] < query_start_loc[r])
-            return fail(fault, CA_BAD_QUERY_START_LOC, r, r + 1, query_start_loc[r + 1], query_start_loc[r]);
-    }
-    if (query_start_loc[0] != 0)
-        return fail(fault, CA_BAD_QUERY_START_LOC, -1, 0, query_start_loc[0], 0);
-    return CA_OK;
-}
-
 static int64_t align(int64_t bytes) { return ca_round_up(bytes, 64); }
 
 static int64_t state_floats(const ca_plan *p, int64_t rows) { return rows * ((int64_t)p->shape.head_size_v + 2); }
 
-static int64_t group(const ca_plan *p) { return p->shape.num_heads / p->shape.num_kv_heads; }
-
-/* Query tokens of a task: as many as fill the engine's rows. */
-static int64_t block_tokens(const ca_plan *p) { return ca_max64(1, p->engine->rows(p->kernel) / group(p)); }
-
-static int64_t count_tasks(const ca_plan *p) {
-    int64_t n = 0, step = block_tokens(p);
+static int64_t count_blocks(const ca_plan *p) {
+    int64_t n = 0, step = ca_block_tokens(p);
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {
         int64_t q_len = (int64_t)p->query_start_loc[r + 1] - p->query_start_loc[r];
         n += q_len <= step ? q_len > 0 : ca_div_up(q_len, step);
@@ -43,69 +26,78 @@ static int64_t count_tasks(const ca_plan *p) {
     return n;
 }
 
-typedef struct costed {
-    ca_task task;
-    int64_t cost;   /* of one kv head: of the task, then of a piece */
-    int32_t pieces; /* num_segments, if it hands them out one by one, or 1 */
-} costed;
+/* Dividing by what is nearly always 1024 took a tenth of a plan's time. */
+static int32_t segment_of(int32_t key, int32_t size) { return size == 1024 ? key / 1024 : key / size; }
 
-/* What a task costs: query rows times keys, and LOAD rows' worth for reading a key (33 GB/s and 230 GFLOP/s of a Zen 4
- * core, bfloat16: 6 rows). */
-#define LOAD 8
-
-static int64_t cost_of(const ca_plan *p, const ca_task *t, int64_t keys) {
-    return ca_max64(1, keys) * (t->num_tokens * group(p) + LOAD);
-}
-
-/* Whole tasks in the order of the requests; returns what they cost together. */
-static double list_tasks(ca_plan *p, costed *list) {
-    int64_t step = block_tokens(p);
+/* Whole query blocks in the order of the requests; returns what they cost together. */
+static double list_blocks(ca_plan *p, ca_costed *c) {
+    int64_t step = ca_block_tokens(p);
     double total = 0;
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {
         int64_t q_len = (int64_t)p->query_start_loc[r + 1] - p->query_start_loc[r];
         /* the last block of a causal request is its longest */
-        for (int64_t i = q_len <= step ? 0 : (q_len - 1) / step * step; q_len > 0 && i >= 0; i -= step, list++) {
-            ca_task *t = &list->task;
-            *t = (ca_task){.request = r, .token = (int32_t)i, .num_tokens = (int32_t)ca_min64(step, q_len - i)};
-            p->rows = (int32_t)ca_max64(p->rows, t->num_tokens * group(p));
+        for (int64_t i = q_len <= step ? 0 : (q_len - 1) / step * step; q_len > 0 && i >= 0; i -= step, c++) {
+            *c = (ca_costed){.task = {.request = r,
+                                      .token = (int32_t)i,
+                                      .num_tokens = (int32_t)ca_min64(step, q_len - i),
+                                      .partial = -1},
+                             .whole = 1,
+                             .pieces = 1};
+            ca_task *t = &c->task;
+            p->rows = (int32_t)ca_max64(p->rows, t->num_tokens * ca_group(p));
             int64_t k0, k1, size = ca_segment_keys(p->seq_lens[r]);
             ca_task_keys(p, t, &k0, &k1);
-            t->segment = (int32_t)k0 / (int32_t)size;
-            t->num_segments = k1 > k0 ? (int32_t)(k1 - 1) / (int32_t)size + 1 - t->segment : 0;
-            t->partial = -1;
-            list->pieces = 1;
-            list->cost = cost_of(p, t, k1 - k0);
-            total += (double)list->cost;
+            t->segment = segment_of((int32_t)k0, (int32_t)size);
+            t->num_segments = k1 > k0 ? segment_of((int32_t)k1 - 1, (int32_t)size) + 1 - t->segment : 0;
+            c->cost = ca_cost_of(p, t, k1 - k0);
+            total += (double)c->cost;
         }
     }
+    return total;
+}
+
+static double total_cost(const ca_list *list) {
+    double total = 0;
+    for (const ca_costed *c = list->at; c < list->at + list->count; c++)
+        total += (double)c->cost * (c->members ? c->pieces : 1);
     return total;
 }
 
 /* Threads take tasks longest first, so that the last to finish waits for less than one task: one of more than a quarter
  * of a thread's share hands out its segments one by one. Fewer than 4 * num_threads items are so long, which bounds the
  * partial results. */
-static void split_tasks(const ca_plan *p, costed *list, int64_t num_listed, double total) {
+static void split_tasks(const ca_plan *p, ca_list *list, double total) {
     double limit = total * p->shape.num_kv_heads / (4 * p->num_threads);
     if (!p->shape.enable_kv_split || p->num_threads < 2)
         return;
-    for (costed *c = list; c < list + num_listed; c++)
-        if ((double)c->cost > limit && c->task.num_segments > 1) {
+    for (ca_costed *c = list->at; c < list->at + list->count; c++)
+        if ((double)c->cost > limit && c->task.num_segments > c->pieces) {
+            c->whole = 0;
             c->pieces = c->task.num_segments;
-            c->cost = ca_min64(c->cost, cost_of(p, &c->task, ca_segment_keys(p->seq_lens[c->task.request])));
+            c->cost = ca_min64(c->cost, ca_cost_of(p, &c->task, ca_segment_keys(p->seq_lens[c->task.request])));
         }
 }
 
-/* Segment by segment, with room for the partial results, which merge in this order as one thread would have merged
- * them. Returns the floats of that room. */
-static int64_t put_pieces(const ca_plan *p, const costed *c, int64_t floats, ca_task *to, ca_task *merge) {
-    int64_t slot = state_floats(p, c->task.num_tokens * group(p)) * p->shape.num_kv_heads;
-    *merge = c->task;
-    merge->partial = floats;
-    for (int32_t i = 0; i < c->pieces; i++) {
-        to[i] = *merge;
-        to[i].segment += i;
-        to[i].num_segments = 1;
-        to[i].partial += i * slot;
+static void count_shared(ca_plan *p, const ca_list *list) {
+    for (const ca_costed *c = list->at + list->num_blocks; c < list->at + list->count; c++) {
+        p->num_shared += c->pieces;
+        for (int32_t i = 0; i < c->members; i++)
+            list->at[list->members[c->first + i]].shared += c->pieces;
+    }
+}
+
+/* Gives tasks room for partial results and tells the query blocks whose rows these are. Returns the floats of it. */
+static int64_t put_parts(const ca_plan *p, const ca_list *list, ca_costed *c, int64_t floats, ca_task *to,
+                         ca_part *parts) {
+    int32_t rows = (int32_t)(c->task.num_tokens * ca_group(p)), row = 0;
+    int64_t slot = state_floats(p, rows) * p->shape.num_kv_heads;
+    for (int32_t i = 0; i < c->pieces; i++)
+        to[i].partial = floats + i * slot;
+    for (int32_t m = 0; m < ca_max64(1, c->members); m++) {
+        ca_costed *block = c->members ? &list->at[list->members[c->first + m]] : c;
+        for (int32_t i = 0; i < c->pieces; i++)
+            parts[block->first++] = (ca_part){to[i].partial, rows, row};
+        row += block->task.num_tokens * (int32_t)ca_group(p);
     }
     return c->pieces * slot;
 }
@@ -114,29 +106,52 @@ static int64_t put_pieces(const ca_plan *p, const costed *c, int64_t floats, ca_
  * order. */
 #define BUCKETS 64
 
-static int order_tasks(ca_plan *p, const costed *list, int64_t num_listed) {
-    int64_t longest = 0, next[BUCKETS + 1] = {0}, floats = 0;
-    for (const costed *c = list; c < list + num_listed; c++)
+static int order_tasks(ca_plan *p, ca_list *list) {
+    int64_t longest = 0, next[BUCKETS + 1] = {0}, floats = 0, num_parts = 0;
+    count_shared(p, list);
+    for (const ca_costed *c = list->at; c < list->at + list->count; c++)
         longest = ca_max64(longest, c->cost);
     double scale = BUCKETS / (longest + 1.0);
-    for (const costed *c = list; c < list + num_listed; c++) {
+    for (ca_costed *c = list->at; c < list->at + list->count; c++) {
         next[(int)((double)(longest - c->cost) * scale) + 1] += c->pieces;
-        p->num_merges += c->pieces > 1;
+        if (!c->whole && !c->members) {
+            c->first = (int32_t)num_parts;
+            num_parts += c->shared + c->pieces;
+            p->num_merges++;
+        }
     }
     for (int b = 0; b < BUCKETS; b++)
         next[b + 1] += next[b];
     p->num_tasks = next[BUCKETS];
-    p->tasks = malloc(sizeof *p->tasks * (size_t)ca_max64(1, p->num_tasks + p->num_merges));
+    p->tasks = malloc(1 + sizeof *p->tasks * (size_t)p->num_tasks + sizeof *p->merges * (size_t)p->num_merges +
+                      sizeof(ca_part) * (size_t)num_parts);
     if (!p->tasks)
         return CA_NO_MEMORY;
-    ca_task *merge = p->merges = p->tasks + p->num_tasks;
-    for (const costed *c = list; c < list + num_listed; c++) {
+    ca_merge *merge = p->merges = (ca_merge *)(p->tasks + p->num_tasks);
+    ca_part *parts = (ca_part *)(p->merges + p->num_merges);
+    /* first the shared ones: their segments come before those that a query block has for itself */
+    ca_costed *c = list->at + list->num_blocks, *end = list->at + list->count;
+    for (int64_t i = 0; i < list->count; i++, c++) {
+        if (c == end)
+            c = list->at;
         int64_t *at = &next[(int)((double)(longest - c->cost) * scale)];
-        if (c->pieces > 1)
-            floats += put_pieces(p, c, floats, p->tasks + *at, merge++);
-        else
-            p->tasks[*at] = c->task;
+        ca_task *to = p->tasks + *at;
         *at += c->pieces;
+        if (c->whole) {
+            *to = c->task;
+            continue;
+        }
+        for (int32_t j = 0; j < c->pieces; j++) {
+            to[j] = c->task;
+            to[j].segment += j;
+            to[j].num_segments = c->pieces > 1 ? 1 : c->task.num_segments;
+        }
+        floats += put_parts(p, list, c, floats, to, parts);
+        if (!c->members) {
+            int32_t num = c->shared + c->pieces;
+            *merge = (ca_merge){c->task, parts + c->first - num, num};
+            merge++->task.num_segments *= c->pieces == 0; /* what nobody took is left to the merge */
+        }
     }
     p->partial_bytes = align(floats * (int64_t)sizeof(float));
     return CA_OK;
@@ -148,15 +163,23 @@ static int threads_for(const ca_plan *p, double total) {
     return (int)ca_max64(1, ca_min64(p->shape.num_threads, ca_threads_for(macs / 120)));
 }
 
-static int fill(ca_plan *p, int64_t num_tasks) {
-    costed *list = malloc(sizeof *list * (size_t)ca_max64(1, num_tasks));
-    if (!list)
+static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault *fault) {
+    ca_list list = {.num_blocks = num_blocks, .count = num_blocks, .room = ca_max64(1, num_blocks)};
+    list.at = malloc(sizeof *list.at * (size_t)list.room);
+    if (!list.at)
         return CA_NO_MEMORY;
-    double total = list_tasks(p, list);
+    double total = list_blocks(p, list.at);
+    int status = CA_OK;
+    if (p->shape.block_size) {
+        status = ca_share(p, table, &list, fault);
+        total = total_cost(&list);
+    }
     p->num_threads = threads_for(p, total);
-    split_tasks(p, list, num_tasks, total);
-    int status = order_tasks(p, list, num_tasks);
-    free(list);
+    split_tasks(p, &list, total);
+    if (!status)
+        status = order_tasks(p, &list);
+    free(list.at);
+    free(list.members);
     p->state_bytes = align(state_floats(p, p->rows) * (int64_t)sizeof(float));
     p->scratch_bytes = align(p->engine->scratch_bytes(p));
     p->thread_bytes = 2 * p->state_bytes + p->scratch_bytes;
@@ -164,7 +187,7 @@ static int fill(ca_plan *p, int64_t num_tasks) {
 }
 
 ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, const uintptr_t *objects, const ca_array *given,
-                     ca_fault *fault) {
+                     const ca_masks *masks, ca_fault *fault) {
     ca_array a[CA_STEP_ARRAYS];
     size_t n = (size_t)shape->num_reqs;
     fail(fault, CA_OK, -1, -1, -1, -1);
@@ -195,20 +218,26 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, const uintptr_t *
         shape->window_right = -1;
     p->shape = *shape;
     p->num_tokens = p->query_start_loc[n];
-    if (!check_lengths(shape, p->seq_lens, p->query_start_loc, fault)) {
-        int64_t num_tasks = count_tasks(p);
-        int status = num_tasks > MAX_TASKS ? CA_TOO_MANY_TASKS : fill(p, num_tasks);
+    if (!ca_check_lengths(shape->num_reqs, p->seq_lens, p->query_start_loc, fault) &&
+        !(masks && ca_take_masks(p, masks, fault))) {
+        int64_t num_blocks = count_blocks(p);
+        int status = num_blocks > MAX_TASKS ? CA_TOO_MANY_TASKS : fill(p, &a[CA_STEP_BLOCK_TABLE], num_blocks, fault);
         if (status == CA_OK)
             return p;
-        fail(fault, status, -1, -1, num_tasks, MAX_TASKS);
+        if (status != CA_BLOCK_TABLE_SHORT)
+            fail(fault, status, -1, -1, num_blocks, MAX_TASKS);
     }
     ca_plan_free(p);
     return NULL;
 }
 
 void ca_plan_free(ca_plan *p) {
-    if (p)
-        free(p->tasks); /* and merges */
+    if (p) {
+        free(p->tasks); /* and merges, and their parts */
+        free(p->tokens);
+        free(p->same);
+        free(p->lo); /* and hi and tree */
+    }
     free(p);
 }
 
@@ -220,15 +249,17 @@ void ca_plan_describe(const ca_plan *p, ca_plan_info *out) {
         .workspace_bytes = p->num_threads * p->thread_bytes + p->partial_bytes,
         .rows = p->rows,
         .num_threads = p->num_threads,
+        .num_shared = p->num_shared,
     };
 }
 
 int64_t ca_plan_visible_pairs(const ca_plan *p) {
-    int64_t pairs = 0, lo, hi;
+    int64_t pairs = 0, lo, hi, end;
     for (int32_t r = 0; r < p->shape.num_reqs; r++)
         for (int64_t i = 0; i < p->query_start_loc[r + 1] - p->query_start_loc[r]; i++) {
             ca_visible(p, r, i, &lo, &hi);
-            pairs += hi - lo;
+            for (; ca_run(ca_tree_row(p, r, i), ca_context(p, r), hi, &lo, &end); lo = end)
+                pairs += end - lo;
         }
     return pairs * p->shape.num_heads;
 }

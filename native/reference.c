@@ -15,12 +15,20 @@ static double element(const void *base, int64_t i, int dtype) {
     return dtype == CA_F16 ? ca_from_f16(h) : ca_from_bf16(h);
 }
 
+/* Element d of a token of K or V. */
+static double cached(const ca_plan *p, const ca_call *c, int value, const char *block, int64_t token, int64_t d) {
+    const int layout = ca_layout_of(p), dtype = value ? p->shape.v_dtype : p->shape.k_dtype;
+    const int64_t n = value ? p->shape.head_size_v : p->shape.head_size, ld = value ? c->v_ld : c->k_ld;
+    if (ca_is_scaled(dtype))
+        return ca_scaled_element(layout, dtype, n, value, block, c->block_size, token, d);
+    return element(block, value ? ca_v_offset(layout, token, d, ld) : ca_k_offset(layout, token, d, ld), dtype);
+}
+
 static double score(const ca_plan *p, const ca_call *c, const char *query, const char *k, int64_t token) {
     int64_t d_end = p->shape.head_size;
     double dot = 0;
     for (int64_t d = 0; d < d_end; d++)
-        dot += element(query, d, p->shape.dtype) *
-               element(k, ca_k_offset(ca_layout_of(p), token, d, c->k_ld), p->shape.kv_dtype);
+        dot += element(query, d, p->shape.dtype) * cached(p, c, 0, k, token, d);
     dot *= (double)c->scale * c->k_scale;
     return c->softcap > 0 ? c->softcap * tanh(dot / c->softcap) : dot;
 }
@@ -28,18 +36,24 @@ static double score(const ca_plan *p, const ca_call *c, const char *query, const
 /* One row over the keys it sees among [k0, k1); o is a row of doubles. */
 static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int64_t r, int kv_head, int64_t k0,
                        int64_t k1, const ca_state *state, double *o) {
-    int64_t group = p->shape.num_heads / p->shape.num_kv_heads, i = t->token + r / group, lo, hi;
-    int64_t head = kv_head * group + r % group, dv = p->shape.head_size_v, start = p->query_start_loc[t->request];
-    int64_t pos = (int64_t)p->seq_lens[t->request] - (p->query_start_loc[t->request + 1] - start) + i;
-    const char *query = ca_block(c->query, c->q_stride_t, c->q_stride_h, start + i, (int)head, p->shape.dtype);
+    int64_t group = p->shape.num_heads / p->shape.num_kv_heads, lo, hi;
+    ca_token at = ca_token_at(p, t, r / group);
+    int64_t head = kv_head * group + r % group, dv = p->shape.head_size_v;
+    int64_t start = p->query_start_loc[at.request], pos = ca_position(p, at.request, at.token);
+    const char *query = ca_block(c->query, c->q_stride_t, c->q_stride_h, start + at.token, (int)head, p->shape.dtype);
     const int32_t *table = c->block_table + t->request * c->table_stride;
+    const uint8_t *bits = ca_tree_row(p, at.request, at.token);
     double m = -INFINITY, l = 0;
     memset(o, 0, (size_t)dv * sizeof *o);
-    ca_visible(p, t->request, i, &lo, &hi);
-    for (int64_t j = ca_max64(lo, k0); j < ca_min64(hi, k1); j++) {
+    ca_visible(p, at.request, at.token, &lo, &hi);
+    lo = ca_max64(lo, k0);
+    hi = ca_min64(hi, k1);
+    for (int64_t j; (j = ca_next_key(c, t->request, kv_head, lo, hi)) < hi; lo = j + 1) {
+        if (bits && !ca_sees(bits, ca_context(p, t->request), j))
+            continue;
         int64_t block = table[j / c->block_size], token = j % c->block_size;
-        const char *k = ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, kv_head, p->shape.kv_dtype);
-        const char *v = ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, kv_head, p->shape.kv_dtype);
+        const char *k = ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, kv_head, p->shape.k_dtype);
+        const char *v = ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, kv_head, p->shape.v_dtype);
         double s = score(p, c, query, k, token), old = m;
         if (c->alibi_slopes)
             s += (double)c->alibi_slopes[head] * (double)(j - pos);
@@ -47,7 +61,7 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
         double rescale = old == m ? 1 : exp(old - m), w = m == -INFINITY ? exp(s) : exp(s - m);
         l = l * rescale + w;
         for (int64_t d = 0; d < dv; d++)
-            o[d] = o[d] * rescale + w * element(v, ca_v_offset(ca_layout_of(p), token, d, c->v_ld), p->shape.kv_dtype);
+            o[d] = o[d] * rescale + w * cached(p, c, 1, v, token, d);
     }
     state->m[r] = (float)(m * CA_LOG2E_D);
     /* m was rounded: l and o take the difference, so that (o, l, m) stay one consistent triple */

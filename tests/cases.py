@@ -30,6 +30,7 @@ from cpu_attn._native import ffi, lib
 
 from .case_list import DTYPES, LEVELS, Case, cases, invariant
 from .judge import Result, check, same_bits
+from .rotation import Rotation, by_oracle, few_digits, tokens_of, write_rotated
 
 __all__ = [
     "DTYPES",
@@ -79,27 +80,41 @@ class Problem:
     s_aux: NDArray[np.float32] | None
     dynamic_causal: NDArray[np.int32] | None
     unspecified: NDArray[np.bool_]
+    selected_blocks: NDArray[np.int32] | None = None
 
     @property
     def scales(self) -> tuple[float, float]:
         """k_scale and v_scale."""
-        if self.case.kv_cache_dtype == "auto":
-            return 1.0, 1.0
-        return (SCALES[0], SCALES[0] if self.case.latent else SCALES[1])
+        k_scale, v_scale = (
+            s if kind.startswith("fp8") else 1.0 for s, kind in zip(SCALES, kinds(self.case), strict=True)
+        )
+        return k_scale, k_scale if self.case.latent else v_scale
 
-    def _stored(self, rows: list[NDArray[Any]], scale: float) -> list[NDArray[Any]]:
+    def _stored(self, rows: list[NDArray[Any]], kind: str, scale: float) -> list[NDArray[Any]]:
         """What the cache holds, times its scale."""
-        if self.case.kv_cache_dtype == "auto":
+        if kind.startswith("int"):
+            return [integers(x, kind) for x in rows]
+        if not kind.startswith("fp8"):
             return rows
-        return [quantised(x, self.case.kv_cache_dtype, scale).astype(np.float64) * scale for x in rows]
+        return [quantised(x, kind, scale).astype(np.float64) * scale for x in rows]
+
+    @cached_property
+    def rotation(self) -> Rotation | None:
+        return None if self.case.rotary is None else Rotation.of(self.case, self.query.dtype)
+
+    @cached_property
+    def rotated(self) -> tuple[NDArray[Any], list[NDArray[Any]]]:
+        """Queries and keys as they meet, and keys as the cache is to hold them."""
+        return (self.query, self.key) if self.rotation is None else by_oracle(self, self.rotation)
 
     @cached_property
     def expected(self) -> tuple[reference.Float64, reference.Float64]:
         """The float64 oracle's output [T, Hq, Dv] and lse [Hq, T]."""
+        query, key = self.rotated
         return reference.attention(
-            self.query,
-            self._stored(self.key, self.scales[0]),
-            self._stored(self.value, self.scales[1]),
+            query,
+            self._stored(key, kinds(self.case)[0], self.scales[0]),
+            self._stored(self.value, kinds(self.case)[1], self.scales[1]),
             self.query_start_loc,
             self.seq_lens,
             self.scale,
@@ -109,6 +124,9 @@ class Problem:
             self.case.softcap,
             self.s_aux,
             self.dynamic_causal,
+            **self.case.masks,
+            selected_blocks=self.selected_blocks,
+            block_size=self.case.block_size,
         )
 
 
@@ -126,6 +144,29 @@ def quantised(x: NDArray[Any], kv_cache_dtype: str, scale: float) -> NDArray[Any
     with np.errstate(over="ignore", invalid="ignore"):
         rounded: NDArray[Any] = np.clip(x.astype(np.float32) / np.float32(scale), -most, most).astype(dtype)
     return rounded
+
+
+def integers(x: NDArray[Any], kind: str) -> NDArray[np.float64]:
+    """x as int8 (a scale for each row) or int4 (for each 32 of it) hold it. The scale is the largest magnitude over 127
+    or 7 in float32, rounded up to bfloat16; x times its reciprocal, in float32, goes to the nearest even integer. NaN
+    where a row is not finite."""
+    most, step = (127, x.shape[-1]) if kind == "int8" else (7, 32)
+    out = np.zeros(x.shape)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        for first in range(0, x.shape[-1], step):
+            part = x[..., first : first + step].astype(np.float32)
+            bits = (np.abs(part).max(axis=-1, keepdims=True) / np.float32(most)).view(np.uint32)
+            scale = ((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+            scale[~np.isfinite(part).all(axis=-1)] = np.nan
+            safe = np.where(scale == 0, np.float32(1), scale)
+            whole = np.rint(np.where(safe >= 2.0**-126, part * (np.float32(1) / safe), part / safe))
+            out[..., first : first + step] = whole.astype(np.float64) * scale
+    return out
+
+
+def kinds(case: Case) -> list[str]:
+    """What the caches of K and of V hold."""
+    return (case.kv_cache_dtype.split("/") * 2)[:2]
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -197,10 +238,10 @@ def _fill_odd_query(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any
 
 
 def _fill_masked(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], list[Any], float]:
-    """NaN and inf in every key and value that no query token of its request may see."""
+    """NaN and inf in every key and value that no query token of its request may see, head by head."""
     query, key, value, scale = _fill_normal(rng, case)
     for r, (k, v) in enumerate(zip(key, value, strict=True)):
-        hidden = ~case.mask(r).any(axis=0)
+        hidden = ~case.sees(r).any(axis=0).T
         k[hidden], v[hidden] = np.nan, np.nan
         k[hidden, ..., ::2], v[hidden, ..., ::2] = np.inf, -np.inf
     return query, key, value, scale
@@ -266,7 +307,37 @@ def _block_table(rng: np.random.Generator, case: Case) -> tuple[NDArray[np.int32
     order = rng.permutation(num_blocks)
     for r, (first, last) in enumerate(_spans(needed)):
         table[r, : last - first] = order[first:last]
+    for r, (source, blocks) in enumerate(case.shared):
+        table[r, :blocks] = table[source, :blocks]
     return table, num_blocks
+
+
+def _selected_blocks(case: Case) -> NDArray[np.int32] | None:
+    """[R, Hkv, S], S what the longest list needs, or by the name one more."""
+    if case.selected is None:
+        return None
+    lists = [[np.flatnonzero(head) for head in case.chosen(r)] for r in range(len(case.seq_lens))]
+    longest = max((len(blocks) for heads in lists for blocks in heads), default=0)
+    selected = np.full((len(lists), case.num_kv_heads, longest + zlib.crc32(case.name.encode()) % 2), -1, np.int32)
+    for r, heads in enumerate(lists):
+        for h, blocks in enumerate(heads):
+            selected[r, h, : len(blocks)] = blocks
+    return selected
+
+
+def _attended(problem: Problem) -> NDArray[np.int32]:
+    """The block table, -1 for blocks of a request that no head selects."""
+    table: NDArray[np.int32] = problem.block_table.copy()
+    if problem.selected_blocks is not None:
+        for row, own in zip(table, problem.selected_blocks, strict=True):
+            row[~np.isin(np.arange(len(row)), own)] = -1
+    return table
+
+
+def _share(case: Case, rows: list[NDArray[Any]]) -> None:
+    """Keys or values of blocks that a request shares are those of the request that has them first."""
+    for r, (source, blocks) in enumerate(case.shared):
+        rows[r][: blocks * case.block_size] = rows[source][: blocks * case.block_size]
 
 
 def build(case: Case) -> Problem:
@@ -275,7 +346,11 @@ def build(case: Case) -> Problem:
     query, key, value, scale = FILLS[case.fill](rng, case)
     if case.latent:
         value = [k[..., : case.value_size] for k in key]
+    if case.rotary and case.kv_cache_dtype != "auto":
+        key = few_digits(key)
     table, num_blocks = _block_table(rng, case)
+    _share(case, key)
+    _share(case, value)
     dtype = numpy_dtype(case.dtype)
     slopes = case.alibi * 2.0 ** (-8 * np.arange(case.num_heads) / case.num_heads)
     start = np.concatenate([[0], np.cumsum(case.query_lens)]).astype(np.int32)
@@ -293,6 +368,7 @@ def build(case: Case) -> Problem:
         s_aux=_sinks(rng, case),
         dynamic_causal=None if case.dynamic_causal is None else np.array(case.dynamic_causal, np.int32),
         unspecified=np.isinf(query).any(axis=2),
+        selected_blocks=_selected_blocks(case),
     )
 
 
@@ -304,7 +380,13 @@ def alone(problem: Problem, r: int) -> Problem:
     return dataclasses.replace(
         problem,
         case=dataclasses.replace(
-            case, query_lens=case.query_lens[pick], seq_lens=case.seq_lens[pick], dynamic_causal=flags
+            case,
+            query_lens=case.query_lens[pick],
+            seq_lens=case.seq_lens[pick],
+            dynamic_causal=flags,
+            mm_prefix_range=case.mm_prefix_range and case.mm_prefix_range[pick],
+            document_start_loc=case.document_start_loc and case.document_start_loc[pick],
+            shared=(),
         ),
         query=problem.query[rows],
         key=problem.key[pick],
@@ -314,6 +396,7 @@ def alone(problem: Problem, r: int) -> Problem:
         block_table=problem.block_table[pick],
         dynamic_causal=None if problem.dynamic_causal is None else problem.dynamic_causal[pick],
         unspecified=problem.unspecified[rows],
+        selected_blocks=None if problem.selected_blocks is None else problem.selected_blocks[pick],
     )
 
 
@@ -342,29 +425,36 @@ def _forbid_outside(name: str, array: NDArray[Any], strided: bool) -> None:
             raise AssertionError(f"{name}: elements outside of the array were written")
 
 
+def memory_dtype(kind: str, dtype: str) -> np.dtype[Any]:
+    """Of a cache that holds ``kind``."""
+    if kind.startswith("int"):
+        return np.dtype(np.uint8)
+    return np.dtype(getattr(ml_dtypes, _FP8[kind])) if kind in _FP8 else numpy_dtype(dtype)
+
+
 def _caches(problem: Problem, isa: str) -> tuple[NDArray[Any], NDArray[Any]]:
     case = problem.case
     common = (problem.num_blocks, case.block_size, case.num_kv_heads)
-    shapes = [
-        cpu_attn.get_kv_cache_shape(
-            *common, size, case.dtype, isa, case.kv_cache_dtype, kv_cache_layout=case.kv_cache_layout
+    layout: dict[str, Any] = {"kv_cache_layout": case.kv_cache_layout}
+    (k_shape, k_dtype), (v_shape, v_dtype) = (
+        (
+            cpu_attn.get_kv_cache_shape(*common, size, case.dtype, isa, kind, **layout),
+            memory_dtype(kind, case.dtype),
         )
-        for size in (case.head_size, case.value_size)
-    ]
-    kept = _FP8.get(case.kv_cache_dtype)
-    dtype = np.dtype(getattr(ml_dtypes, kept)) if kept else numpy_dtype(case.dtype)
+        for size, kind in zip((case.head_size, case.value_size), kinds(case), strict=True)
+    )
     if case.latent:
-        latent = _plain_cache(shapes[0], dtype, case.strided)
+        latent = _plain_cache(k_shape, k_dtype, case.strided)
         return latent, latent[..., : case.value_size]
     if case.kv_cache_layout != "packed":
-        if case.strided:
-            both = _plain_cache((*shapes[0][:3], case.head_size + case.value_size), dtype, True)
+        if case.strided and k_dtype == v_dtype:
+            both = _plain_cache((*k_shape[:3], case.head_size + case.value_size), k_dtype, True)
             return both[..., : case.head_size], both[..., case.head_size :]
-        return _plain_cache(shapes[0], dtype, False), _plain_cache(shapes[1], dtype, False)
-    if case.strided and shapes[0] == shapes[1]:
-        both = _nan_bytes((shapes[0][0], 2, *shapes[0][1:]), dtype)
+        return _plain_cache(k_shape, k_dtype, case.strided), _plain_cache(v_shape, v_dtype, case.strided)
+    if case.strided and k_shape == v_shape and k_dtype == v_dtype:
+        both = _nan_bytes((k_shape[0], 2, *k_shape[1:]), k_dtype)
         return both[:, 0], both[:, 1]
-    return _nan_bytes(shapes[0], dtype), _nan_bytes(shapes[1], dtype)
+    return _nan_bytes(k_shape, k_dtype), _nan_bytes(v_shape, v_dtype)
 
 
 def _plain_cache(shape: tuple[int, ...], dtype: np.dtype[Any], strided: bool) -> NDArray[Any]:
@@ -381,35 +471,44 @@ def _nan_bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     return cache
 
 
-def _write(problem: Problem, isa: str, key_cache: NDArray[Any], value_cache: NDArray[Any]) -> None:
+def _write(problem: Problem, isa: str, key_cache: NDArray[Any], value_cache: NDArray[Any]) -> NDArray[Any]:
     """All tokens of all requests, in `pieces` calls: with one, in order; with more, shuffled, each slot first
-    written with another token's key and value, and padding (slot -1, NaN) in between."""
+    written with another token's key and value, and padding (slot -1, NaN) in between. Returns the queries, which a
+    case may have rotated meanwhile."""
     case = problem.case
+    query: NDArray[Any] = problem.query.copy()
     slots = slots_of(problem)
     if not len(slots):
-        return
+        return query
     key, value = np.concatenate(problem.key), np.concatenate(problem.value)
     if case.latent:  # each column once
         value, value_cache, key_cache = key[..., case.value_size :], key_cache[..., case.value_size :], value_cache
         key = key[..., : case.value_size]
+    if problem.rotation:  # queries without a key of their own come with padding
+        more = len(tokens_of(problem)[0]) - len(slots)
+        slots = np.append(slots, np.full(more, -1))
+        key, value = (np.append(x, np.full_like(x, np.nan, shape=(more, *x.shape[1:])), axis=0) for x in (key, value))
+    k_scale, v_scale = problem.scales
+    how: dict[str, Any] = {"isa": isa, "k_scale": k_scale, "v_scale": v_scale, "kv_cache_dtype": case.kv_cache_dtype}
 
-    def put(key: NDArray[Any], value: NDArray[Any], slots: NDArray[np.int64]) -> None:
-        how = (slots, isa, *problem.scales, case.kv_cache_dtype)
-        cpu_attn.reshape_and_cache(
-            *(_copy(key, case.strided), _copy(value, case.strided), key_cache, value_cache, *how),
-            kv_cache_layout=case.kv_cache_layout,
-        )
+    def put(which: NDArray[np.int64], k: NDArray[Any], v: NDArray[Any], to: NDArray[np.int64]) -> None:
+        tokens = (_copy(k, case.strided), _copy(v, case.strided), key_cache, value_cache, to)
+        if problem.rotation:
+            write_rotated(problem, problem.rotation, which, tokens, query, how)
+        else:
+            cpu_attn.reshape_and_cache(*tokens, **how, kv_cache_layout=case.kv_cache_layout)
 
     if case.pieces == 1:
-        put(key, value, slots)
-        return
+        put(np.arange(len(slots)), key, value, slots)
+        return query
     rng = np.random.default_rng(case.seed)
-    put(key, value, rng.permutation(slots))
+    put(np.arange(len(slots)), key, value, rng.permutation(slots))
     for part in np.array_split(rng.permutation(len(slots)), case.pieces):
         part = np.append(part, -1)
         k, v, to = key[part], value[part], slots[part]
         k[-1], v[-1], to[-1] = np.nan, np.nan, -1
-        put(k, v, to)
+        put(part, k, v, to)
+    return query
 
 
 def slots_of(problem: Problem) -> NDArray[np.int64]:
@@ -436,8 +535,8 @@ def run(
         force_num_threads(num_threads)
     try:
         key_cache, value_cache = _caches(problem, isa)
-        _write(problem, isa, key_cache, value_cache)
-        return _attend(problem, isa, engine, enable_kv_split, key_cache, value_cache)
+        query = _write(problem, isa, key_cache, value_cache)
+        return _attend(problem, query, isa, engine, enable_kv_split, key_cache, value_cache)
     finally:
         if num_threads is not None:
             cpu_attn.set_num_threads(before)
@@ -445,6 +544,7 @@ def run(
 
 def _attend(
     problem: Problem,
+    query: NDArray[Any],
     isa: str,
     engine: str,
     enable_kv_split: bool,
@@ -452,7 +552,7 @@ def _attend(
     value_cache: NDArray[Any],
 ) -> tuple[NDArray[Any], NDArray[np.float32]]:
     case, dtype = problem.case, numpy_dtype(problem.case.dtype)
-    query = _copy(problem.query, case.strided)
+    query = _copy(query, case.strided)
     output = _wider((len(query), case.num_heads, case.value_size), dtype, case.strided)
     lse = _wider((case.num_heads, len(query)), np.dtype(np.float32), case.strided)
     common: dict[str, Any] = {
@@ -466,7 +566,7 @@ def _attend(
         "causal": case.causal,
         "alibi_slopes": problem.alibi_slopes,
         "sliding_window": case.sliding_window,
-        "block_table": problem.block_table,
+        "block_table": _attended(problem),
         "softcap": case.softcap,
         "s_aux": problem.s_aux,
         "dynamic_causal": problem.dynamic_causal,
@@ -474,12 +574,13 @@ def _attend(
         "v_scale": problem.scales[1],
         "kv_cache_dtype": case.kv_cache_dtype,
         "lse": lse,
+        "selected_blocks": problem.selected_blocks,
         "kv_cache_layout": case.kv_cache_layout,
     }
     if engine == "onednn-python":
         from cpu_attn import compose
 
-        compose.attention(**common, isa=isa)
+        compose.attention(**common, isa=isa, **case.masks)
     else:
         cpu_attn.attention_with_kv_cache(**common, scheduler_metadata=_plan(problem, isa, engine, enable_kv_split))
     _forbid_outside("output", output, case.strided)
@@ -505,5 +606,8 @@ def _plan(problem: Problem, isa: str, engine: str, enable_kv_split: bool) -> cpu
         case.kv_cache_dtype,
         head_size_v=case.value_size,
         engine=engine,
+        **case.masks,
+        block_table=problem.block_table if case.shared else None,
+        block_size=case.block_size if case.shared else None,
         kv_cache_layout=case.kv_cache_layout,
     )

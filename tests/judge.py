@@ -66,7 +66,8 @@ def _check(
         complaints.append(f"NaN is {'there' if np.isnan(got[token, head]).any() else 'missing'} at {token=} {head=}")
     empty = _empty_rows(problem)
     if (got[empty] != 0).any():
-        complaints.append(f"token {np.flatnonzero(empty)[0]} sees nothing, its output is not 0")
+        token, head = np.argwhere(empty)[0]
+        complaints.append(f"{token=} {head=} sees nothing, its output is not 0")
 
     nan = np.isnan(want)
     got[nan], want = 0, np.where(nan, 0.0, want)
@@ -89,8 +90,11 @@ def _over(errors: NDArray[Any], text: str) -> list[str]:
 
 
 def _empty_rows(problem: Problem) -> NDArray[np.bool_]:
-    masks = [~problem.case.mask(r).any(axis=1) for r in range(len(problem.seq_lens))]
-    return np.concatenate([np.zeros(0, np.bool_), *masks])
+    """[T, Hq]"""
+    case = problem.case
+    empty = [~case.sees(r).any(axis=2) for r in range(len(problem.seq_lens))]
+    none = np.zeros((0, case.num_kv_heads), np.bool_)
+    return np.concatenate([none, *empty]).repeat(case.num_heads // case.num_kv_heads, axis=1)
 
 
 def _row_errors(got: NDArray[Any], want: reference.Float64, loc: NDArray[np.int32]) -> reference.Float64:

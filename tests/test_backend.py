@@ -439,7 +439,7 @@ def test_scales_reach_the_calls(name: str, kind: Any) -> None:
     arrays = (step.query, step.key, step.value, step.kv_cache, step.metadata())
     step.check(layer().forward(SimpleNamespace(**{name: kind(1.0)}), *arrays))
     step.check(layer().forward(None, *arrays))
-    with pytest.raises(ValueError, match=f"{name[1:]}: 2.0 applies to quantised caches"):
+    with pytest.raises(ValueError, match=f"{name[1:]}: 2.0 applies to fp8 caches"):
         layer().forward(SimpleNamespace(**{name: kind(2.0)}), *arrays)
 
 

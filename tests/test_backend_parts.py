@@ -105,7 +105,7 @@ def test_engines_are_the_ones_named(monkeypatch: pytest.MonkeyPatch) -> None:
         step = Step(*MIXED)
         metadata = step.metadata()
         step.forward(layer(paged), metadata)
-        assert {plan.engine for _, plan in metadata._plans.values()} == {engine}
+        assert {plan.engine for *_, plan in metadata._plans.values()} == {engine}
         made: list[Any] = []
         call = cpu_attn.attention_with_kv_cache
         monkeypatch.setattr(

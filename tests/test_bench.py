@@ -193,7 +193,7 @@ def test_shape_options_change_named_workloads() -> None:
         (["--kv-len", "9", "--save", "/nowhere/x.json"], "no such folder"),
         (["--kv-len", "9", "--rival", "torch", "--softcap", "3"], "torch"),
         (["plan-256", "--engine", "onednn-python"], "has no part in it"),
-        (["--kv-len", "9", "--kv-cache-dtype", "fp8"], "auto"),
+        (["--kv-len", "9", "--kv-cache-dtype", "fp9"], "--kv-cache-dtype fp9"),
         (["--repeat", "0"], "repeat"),
         (["--threads", "0"], "threads"),
     ],
@@ -314,7 +314,7 @@ def test_plot_names_every_workload_engine_and_ceiling(tmp_path: Path) -> None:
 def test_plot_refuses_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(bench_module, "run", lambda *a, **k: pytest.fail("it ran"))
-    for args, text in ((FREE, "must end in"), (("plan-256",), "only prefill and decode")):
+    for args, text in ((FREE, "must end in"), (("plan-256",), "only prefill, decode and cascade")):
         result = call(*args, "--plot", str(tmp_path / "x.nothing"))
         assert result.exit_code == 2
         assert text in " ".join(result.output.split())

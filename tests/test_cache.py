@@ -129,13 +129,18 @@ def test_five_lines() -> None:
     assert (reference.relative_rms(output, want, start) <= reference.BUDGET["float32"]).all()
 
 
-def test_a_plan_for_another_isa_is_refused() -> None:
+def test_a_plan_for_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The isa may be another one, if it reads what lies there."""
     cache = cpu_attn.PagedKVCache(4, 16, 2, 8, isa="scalar")
     start, lens = np.array([0, 1], np.int32), np.array([1], np.int32)
     other = next(isa for isa, dtype in KERNELS if isa != "scalar" and dtype == "float32")
     plan = cpu_attn.get_scheduler_metadata(1, 2, 2, 8, lens, "float32", start, isa=other)
-    with pytest.raises(ValueError, match=f"{other}.*scalar"):
-        cache.attend(np.zeros((1, 2, 8), np.float32), np.zeros((1, 1), np.int32), plan)
+    key, value = np.ones((1, 2, 8), np.float32), np.full((1, 2, 8), 3, np.float32)
+    cache.update(key, value, np.zeros(1, np.int64))
+    assert (cache.attend(key, np.zeros((1, 1), np.int32), plan) == value).all()
+    monkeypatch.setattr("cpu_attn.cache.layout_of", lambda isa, dtype: "pairs-v1")
+    with pytest.raises(ValueError, match=f"{other}.*lanes-v1"):
+        cache.attend(key, np.zeros((1, 1), np.int32), plan)
 
 
 @pytest.mark.parametrize(

@@ -58,23 +58,33 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arrays(problem: Problem, reference: bool) -> bytes:
     """What run_case.c reads."""
     case = problem.case
-    kv = _check.kv_dtype(case.kv_cache_dtype, case.dtype)
+    kvs = _check.kv_dtypes(case.kv_cache_dtype, case.dtype)
     causal = case.causal if problem.dynamic_causal is None else bool(problem.dynamic_causal.all())
     left, right = _check.window(case.sliding_window)
     slots = slots_of(problem)
+    query, key = problem.rotated
     tokens: list[NDArray[Any]] = [
         np.concatenate([*rows, np.zeros((0, case.num_kv_heads, size), numpy_dtype(case.dtype))])
-        for rows, size in ((problem.key, case.head_size), (problem.value, case.value_size))
+        for rows, size in ((key, case.head_size), (problem.value, case.value_size))
     ]
     table = problem.block_table
-    fields = [CODES[case.dtype][0], CODES[kv][0], len(problem.seq_lens), case.num_heads, case.num_kv_heads]
+    fields = [
+        CODES[case.dtype][0],
+        *(CODES[kv][0] for kv in kvs),
+        len(problem.seq_lens),
+        case.num_heads,
+        case.num_kv_heads,
+    ]
     fields += [case.head_size, case.value_size, problem.num_blocks, case.block_size, table.shape[1]]
     fields += [len(problem.query), len(slots), case.causal, left, -1 if causal else right]
     optional = (problem.alibi_slopes, problem.s_aux, problem.dynamic_causal)
-    fields += [*(x is not None for x in optional), reference, _check.LAYOUTS[case.kv_cache_layout]]
+    selected = problem.selected_blocks
+    fields += [*(x is not None for x in optional), reference, -1 if selected is None else selected.shape[2]]
+    fields += [_check.LAYOUTS[case.kv_cache_layout]]
     numbers = [problem.scale, case.softcap, *problem.scales]
     slopes, sinks, flags = ([] if x is None else [x] for x in optional)
-    body = [problem.query, *tokens, slots, table, problem.query_start_loc, problem.seq_lens, *flags, *slopes, *sinks]
+    body = [query, *tokens, slots, table, problem.query_start_loc, problem.seq_lens, *flags, *slopes, *sinks]
+    body += [] if selected is None else [selected]
     head = [np.array(fields, np.int64), np.array(numbers, np.float32)]
     return b"".join(np.ascontiguousarray(x).tobytes() for x in (*head, *body))
 

@@ -32,6 +32,13 @@ def misaligned(shape: tuple[int, ...]) -> Any:
     return np.zeros(size + 8, np.uint8)[1 : size + 1].view(F32).reshape(shape)
 
 
+def selected(blocks: list[int]) -> Any:
+    """For attention_args, of request 0 and kv head 1; the others have their first block."""
+    array = np.array([[[0, -1], [0, -1]], [[0, -1], [0, -1]]], np.int32)
+    array[0, 1] = blocks
+    return array
+
+
 def refuses(call: Any, args: dict[str, Any], error: type[Exception], *words: str) -> None:
     before = {k: v.tobytes() for k, v in args.items() if isinstance(v, np.ndarray)}
     with pytest.raises(error) as caught:
@@ -73,7 +80,7 @@ WRITE = [
         ValueError,
         ["value_cache", "overlap"],
     ),
-    ({"k_scale": 2.0}, ValueError, ["k_scale", "2.0", "quantised"]),
+    ({"k_scale": 2.0}, ValueError, ["k_scale", "2.0", "fp8"]),
     ({"v_scale": float("nan")}, ValueError, ["v_scale", "nan"]),
     ({"kv_cache_dtype": "fp8"}, TypeError, ["key_cache", "float32", "float8_e4m3fn"]),
     ({"kv_cache_dtype": "int3"}, ValueError, ["kv_cache_dtype", "int3", "fp8_e4m3"]),
@@ -109,7 +116,7 @@ PLAN = [
     ({"dynamic_causal": np.array([1], np.int32)}, ValueError, ["dynamic_causal", "num_reqs = 2"]),
     ({"isa": "vec16", "head_size": 20}, ValueError, ["vec16", "16"]),
     ({"engine": "magic"}, ValueError, ["engine", "magic", "native"]),
-    ({"kv_cache_dtype": "int4"}, ValueError, ["kv_cache_dtype", "int4"]),
+    ({"kv_cache_dtype": "int3"}, ValueError, ["kv_cache_dtype", "int3"]),
 ]
 
 ATTENTION = [
@@ -146,6 +153,27 @@ ATTENTION = [
     ({"s_aux": np.zeros(5, F32)}, ValueError, ["s_aux", "axis 0 is 5"]),
     ({"key_cache": np.zeros((4, 2, 16, 9), F32)}, ValueError, ["key_cache", "axis 3 is 9", "expected 8"]),
     ({"value_cache": np.zeros((4, 2, 8, 8), F32)}, ValueError, ["value_cache", "axis 2 is 8", "block_size = 16"]),
+    ({"selected_blocks": selected([0, 2])}, ValueError, ["request 0", "kv head 1", "position 1", "block 2", "0..1"]),
+    ({"selected_blocks": selected([-2, -1])}, ValueError, ["selected_blocks", "position 0", "block -2"]),
+    ({"selected_blocks": selected([2**31 - 1, -1])}, ValueError, ["selected_blocks", str(2**31 - 1)]),
+    ({"selected_blocks": selected([1, 0])}, ValueError, ["kv head 1", "position 1", "block 0 after 1", "ascending"]),
+    ({"selected_blocks": selected([1, 1])}, ValueError, ["selected_blocks", "block 1 after 1"]),
+    ({"selected_blocks": selected([-1, 1])}, ValueError, ["selected_blocks", "block 1 after -1"]),
+    ({"selected_blocks": selected([0, 1])[:1]}, ValueError, ["selected_blocks", "axis 0 is 1", "num_reqs = 2"]),
+    ({"selected_blocks": selected([0, 1])[:, :1]}, ValueError, ["selected_blocks", "axis 1 is 1", "num_kv_heads = 2"]),
+    ({"selected_blocks": selected([0, 1])[0]}, ValueError, ["selected_blocks", "2 axes, expected 3"]),
+    ({"selected_blocks": selected([0, 1]).astype(np.int64)}, TypeError, ["selected_blocks", "int64", "int32"]),
+    ({"selected_blocks": selected([0, 1])[..., ::-1]}, ValueError, ["selected_blocks", "stride -1"]),
+    (
+        {"selected_blocks": selected([0, 1]), "block_table": np.array([[1, 9], [2, 0]], np.int32)},
+        ValueError,
+        ["block_table", "request 0", "position 1", "block 9"],
+    ),
+    (
+        {"selected_blocks": selected([0, 1]), "block_table": np.array([[1], [2]], np.int32)},
+        ValueError,
+        ["block_table", "request 0", "needs 2", "has 1"],
+    ),
     ({"kv_cache_dtype": "fp8_e4m3"}, ValueError, ["kv_cache_dtype", "fp8_e4m3"]),
     ({"k_scale": 0.5}, ValueError, ["k_scale", "0.5"]),
 ]

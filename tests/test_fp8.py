@@ -105,9 +105,9 @@ def test_scales_take_part(cache: cpu_attn.PagedKVCache) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"kv_cache_dtype": "auto"}, ["kv_cache_dtype", "auto", "float8_e4m3fn"]),
-        ({"kv_cache_dtype": "fp8_e5m2"}, ["kv_cache_dtype", "fp8_e5m2", "float8_e4m3fn"]),
-        ({"kv_cache_dtype": "int4"}, ["kv_cache_dtype", "int4", "fp8_e5m2"]),
+        ({"kv_cache_dtype": "auto"}, ["kv_cache_dtype", "auto", "fp8_e4m3"]),
+        ({"kv_cache_dtype": "fp8_e5m2"}, ["kv_cache_dtype", "fp8_e5m2", "fp8_e4m3"]),
+        ({"kv_cache_dtype": "int4"}, ["kv_cache_dtype", "int4", "fp8_e4m3"]),
         ({"k_scale": 0.0}, ["k_scale", "0.0", "positive"]),
         ({"v_scale": -1.0}, ["v_scale", "-1.0", "positive"]),
         ({"k_scale": float("nan")}, ["k_scale", "nan"]),

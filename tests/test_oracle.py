@@ -11,6 +11,7 @@ import pytest
 
 from cpu_attn import reference
 from cpu_attn.tests import cases
+from cpu_attn.tests.case_list import TREES
 
 SMALL = [
     cases.Case("plain", (3, 1), (5, 4), 4, 2, 3),
@@ -26,13 +27,45 @@ SMALL = [
     cases.Case("softcap", (4, 2), (6, 5), 2, 1, 3, softcap=0.8),
     cases.Case("sinks", (4, 5), (6, 3), 6, 2, 3, sinks="mixed"),
     cases.Case("sizes", (4, 0, 1), (6, 4, 0), 3, 1, 5, head_size_v=2, sinks="moderate"),
+    cases.Case("spans", (6, 3), (9, 3), 2, 1, 3, mm_prefix_range=(((2, 4), (6, 20)), ((0, 1),))),
+    cases.Case("spans-window", (6,), (9,), 2, 1, 3, sliding_window=2, mm_prefix_range=(((2, 4), (5, 8)),)),
+    cases.Case("spans-both", (6,), (9,), 2, 1, 3, sliding_window=(1, 1), causal=False, mm_prefix_range=(((1, 6),),)),
+    cases.Case("documents", (6, 2), (9, 4), 2, 1, 3, document_start_loc=((0, 4, 5, 8, 30), ())),
+    cases.Case("documents-both", (6,), (9,), 2, 1, 3, causal=False, document_start_loc=((0, 4, 5),)),
+    cases.Case(
+        "documents-spans", (6,), (9,), 2, 1, 3, document_start_loc=((0, 5),), mm_prefix_range=(((2, 4), (5, 7)),)
+    ),
+    cases.Case("tree", (7, 1, 0), (10, 4, 3), 2, 1, 3, tree="binary"),
+    cases.Case("tree-window", (7, 2), (10, 2), 2, 1, 3, tree="binary", sliding_window=2),
+    cases.Case("tree-bits", (6, 9), (9, 11), 2, 1, 3, tree="bits", sliding_window=(2, -1)),
     cases.Case("all", (4, 2), (8, 7), 6, 3, 4, alibi=0.3, softcap=2.0, sinks="mixed", sliding_window=(3, 1)),
 ]
 
 
 def sees(case: cases.Case, r: int, i: int, j: int) -> bool:
     causal = case.causal if case.dynamic_causal is None else case.dynamic_causal[r] != 0
-    ahead = j - (case.seq_lens[r] - case.query_lens[r] + i)
+    own = case.seq_lens[r] - case.query_lens[r] + i
+    if case.tree:
+        return sees_in_tree(case, r, i, j)
+    if case.document_start_loc and any(min(own, j) < start <= max(own, j) for start in case.document_start_loc[r]):
+        return False
+    if case.mm_prefix_range and any(a <= own <= b and a <= j <= b for a, b in case.mm_prefix_range[r]):
+        return True
+    return sees_by_distance(case, causal, j - own)
+
+
+def sees_in_tree(case: cases.Case, r: int, i: int, j: int) -> bool:
+    assert case.tree
+    tree, context = TREES[case.tree](case.query_lens[r]), case.seq_lens[r] - case.query_lens[r]
+    places = list(range(context)) + [
+        context + sum(row[k] for k in range(len(row)) if k != n) for n, row in enumerate(tree)
+    ]
+    return (j < context or bool(tree[i, j - context])) and sees_by_distance(
+        case, False, min(0, places[j] - places[context + i])
+    )
+
+
+def sees_by_distance(case: cases.Case, causal: bool, ahead: int) -> bool:
     if causal and ahead > 0:
         return False
     if isinstance(case.sliding_window, tuple):

@@ -4,6 +4,7 @@ is in the cases (case_list.PLAIN and LATENT)."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -232,3 +233,45 @@ def test_mla_errors() -> None:
         cpu_attn.attention_mla(query, cache, out, *step, _plan(40, 16, kv_cache_layout="packed"))
     with pytest.raises(ValueError, match="scheduler_metadata: made for 1 kv heads of 40/41"):
         cpu_attn.attention_mla(query, cache, out, *step, _plan(40, 16, head_size_v=41))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "auto/int8", "int4/fp8"])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_no_integers(kind: str, layout: str) -> None:
+    refused = rf"kv_cache_layout: '{layout}' holds no int"
+    rows, slots = _random((2, 2, 20), "float32"), np.arange(2)
+    pages = np.zeros((3, 24, 2, 20) if layout == "NHD" else (3, 2, 24, 20), np.uint8)
+    with pytest.raises(ValueError, match=refused):
+        cpu_attn.PagedKVCache(3, 24, 2, 20, kv_cache_dtype=kind, kv_cache_layout=layout)
+    with pytest.raises(ValueError, match=refused):
+        cpu_attn.reshape_and_cache(rows, rows, pages, pages.copy(), slots, kv_cache_dtype=kind, kv_cache_layout=layout)
+    step = (np.array([1], np.int32), "float32", np.array([0, 1], np.int32))
+    with pytest.raises(ValueError, match=refused):
+        cpu_attn.get_scheduler_metadata(1, 2, 2, 20, *step, kv_cache_dtype=kind, kv_cache_layout=layout)
+    if "/" not in kind:
+        with pytest.raises(ValueError, match=refused):
+            cpu_attn.get_kv_cache_shape(3, 24, 2, 20, "float32", kv_cache_dtype=kind, kv_cache_layout=layout)
+        with pytest.raises(ValueError, match=refused):
+            ops.gather(
+                *(pages, TABLE[0], 8, 20),
+                value=False,
+                dtype="float32",
+                kv_cache_dtype=kind,
+                kv_cache_layout=layout,
+            )
+
+
+def test_no_descriptor(tmp_path: Path) -> None:
+    cache = cpu_attn.PagedKVCache(3, 24, 2, 20, kv_cache_layout="NHD")
+    for refused in (lambda: cache.descriptor, lambda: cache.save(tmp_path / "x"), lambda: cpu_attn.convert(cache)):
+        with pytest.raises(ValueError, match="kv_cache_layout: 'NHD' has no descriptor"):
+            refused()
+
+
+def test_mla_of_integers() -> None:
+    latent, rotated = _random((2, 32), "float32"), _random((2, 8), "float32")
+    for kind, refused in (("int8", "'NHD' holds no int8"), ("fp8/auto", "K and V are the same rows")):
+        with pytest.raises(ValueError, match=refused):
+            cpu_attn.concat_and_cache_mla(
+                latent, rotated, np.zeros((3, 16, 40), np.uint8), np.arange(2), kv_cache_dtype=kind
+            )

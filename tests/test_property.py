@@ -9,6 +9,7 @@ arrays that were passed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
@@ -26,6 +27,7 @@ from .guard import Guarded
 REFUSALS = (ValueError, TypeError, cpu_attn.UnavailableError)
 ENGINES = [e.name for e in cpu_attn.engines() if e.available]
 EXTREMES = [-(2**63), -(2**31), -2, -1, 0, 1, 2, 3, 17, 2**16, 2**31 - 1, 2**31, 2**63 - 1]
+MASKS = ("mm_prefix_range", "document_start_loc", "tree_mask")
 JUNK = [*EXTREMES, 0.5, float("nan"), float("inf"), 1e39, None, "x", b"x", True, [], (1, 2), (0, -1), object]
 OTHER_DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64, np.int32, np.int64, np.uint8, ">f4", object]
 
@@ -57,6 +59,16 @@ def steps(draw: st.DrawFn) -> Step:
     def normal(*shape: int) -> Any:
         return make(rng.standard_normal(shape, np.float32).astype(kind))
 
+    def draw_masks() -> dict[str, Any]:
+        kind = one("", "", "ranges", "tree")
+        if kind == "tree":
+            width = max(1, -(-max(query_lens, default=0) // 8))
+            return {"tree_mask": make(rng.integers(0, 256, (tokens, width)).astype(np.uint8))}
+        cuts = [sorted({0, *rng.integers(0, 45, 4).tolist()}) for _ in range(num_reqs)] if kind else []
+        spans = {r: [(a, b - 1) for a, b in pairwise(c)] for r, c in enumerate(cuts)}
+        documents = {r: c[::2] for r, c in enumerate(cuts)}
+        return {"mm_prefix_range": one(None, spans), "document_start_loc": one(None, documents)}
+
     columns = max([-(-s // block_size) for s in seq_lens], default=0) + 1
     blocks = columns * num_reqs + 1
     table = rng.permutation(blocks)[: num_reqs * columns].reshape(num_reqs, columns).astype(np.int32)
@@ -78,6 +90,7 @@ def steps(draw: st.DrawFn) -> Step:
         "dynamic_causal": one(None, make(np.array([r % 2 for r in range(num_reqs)], np.int32))),
         "head_size_v": sizes[1],
         "engine": one(*ENGINES),
+        **draw_masks(),
     }
     write = {
         "key": normal(count, kv_heads, sizes[0]),
@@ -179,7 +192,7 @@ def judge(plan: Any, args: dict[str, Any], plan_args: dict[str, Any]) -> None:
     slopes, sinks = (None if args[k] is None else np.asarray(args[k], np.float64) for k in ("alibi_slopes", "s_aux"))
     want, want_lse = reference.attention(
         np.asarray(args["query"]), *plain, start, lens, args["scale"], args["causal"], slopes, args["sliding_window"],
-        args["softcap"], sinks, args["dynamic_causal"],
+        args["softcap"], sinks, args["dynamic_causal"], **{k: x for k, x in plan_args.items() if k in MASKS},
     )  # fmt: skip
     name = str(plan.dtype)
     # Few values may cancel to almost nothing: errors count against the request's largest, too.

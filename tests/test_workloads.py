@@ -20,6 +20,7 @@ from cpu_attn.tests import cases
 
 # The oracle's input: all features, requests of all kinds, blocks that are not full.
 ODD = Workload("odd", "prefill", ((5, 40), (1, 33), (17, 17)), 6, 2, 24, 11, 7.0, True, True)
+DRAFTS = Workload("drafts", "decode", ((5, 40), (1, 33), (17, 17)), 6, 2, 24, softcap=7.0, sinks=True, tree=True)
 PLAIN = Workload("plain", "prefill", ((3, 30), (3, 30)), 4, 2, 16)
 
 
@@ -50,18 +51,26 @@ def test_every_workload_by_name() -> None:
         "decode-8x8k-d64": (8, 8, 8 * 8192, 64, 8, 64),
         "mla-8x4k-h16": (8, 8, 8 * 4096, 16, 1, 576),
         "mla-8x4k-h128": (8, 8, 8 * 4096, 128, 1, 576),
+        "tree-8x8k": (8, 64, 8 * 8192, 32, 8, 128),
+        "tree-16x4k-mha": (16, 128, 16 * 4096, 16, 16, 128),
+        "select-1x64k": (1, 1, 65536, 32, 8, 128),
+        "cascade-32x4k": (32, 32, 32 * 4160, 32, 8, 128),
+        "cascade-32x4k-mha": (32, 32, 32 * 4160, 16, 16, 128),
         "write-8k": (1, 8192, 8192, 32, 8, 128),
+        "rope-write-8k": (1, 8192, 8192, 32, 8, 128),
         "call-tiny": (1, 1, 16, 32, 8, 128),
     }
 
 
 def test_groups() -> None:
     assert [w.name for w in GROUPS["all"]] == list(WORKLOADS)
-    assert {w.name for w in GROUPS["decode"]} == {name for name in WORKLOADS if name.startswith("decode-")}
+    names = ("decode-", "tree-", "select-")
+    assert {w.name for w in GROUPS["decode"]} == {n for n in WORKLOADS if n.startswith(names)}
     assert {w.name for w in GROUPS["mla"]} == {name for name in WORKLOADS if name.startswith("mla-")}
     prefill = {name for name in WORKLOADS if name.startswith("prefill-")} | {"chunk-512-of-8k", "mixed"}
     assert {w.name for w in GROUPS["prefill"]} == prefill
-    assert all(w.kind == group for group in ("prefill", "decode") for w in GROUPS[group])
+    assert all(w.kind == group for group in ("prefill", "decode", "cascade") for w in GROUPS[group])
+    assert {w.name for w in GROUPS["cascade"]} == {name for name in WORKLOADS if name.startswith("cascade-")}
 
 
 def test_latent() -> None:
@@ -97,6 +106,11 @@ def test_flops_and_bytes_counted_one_by_one(lens: tuple[tuple[int, int], ...], w
     assert w.flops == 4 * 24 * Step(w, "auto", "float32").plan("native").visible_pairs
 
 
+def test_flops_of_drafts() -> None:
+    assert DRAFTS.flops == 4 * 24 * Step(DRAFTS, "auto", "float32").plan("native").visible_pairs
+    assert DRAFTS.flops == 4 * 24 * 6 * (5 * 35 + 11 + 1 * 33 + 17 * 0 + sum(i.bit_length() for i in range(1, 18)))
+
+
 # ---- what is timed is attention ----
 
 
@@ -115,6 +129,7 @@ def expected(step: Step) -> tuple[Any, Any]:
         w.sliding_window,
         w.softcap,
         step.s_aux if w.sinks else None,
+        **step.masks,
     )
 
 
@@ -128,10 +143,11 @@ def assert_right(step: Step, output: Any) -> None:
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("engine", contest.ENGINES)
-def test_contestants_compute_attention(engine: str, dtype: str) -> None:
+@pytest.mark.parametrize("workload", [ODD, DRAFTS], ids=lambda w: w.name)
+def test_contestants_compute_attention(engine: str, dtype: str, workload: Workload) -> None:
     if reason := contest.missing(engine, "auto", dtype):
         pytest.skip(reason)
-    step = Step(ODD, "auto", dtype, block_size=16)
+    step = Step(workload, "auto", dtype, block_size=16)
     (row,) = contest.contestants(step, [engine])
     step.output[...] = 9
     row.call()
@@ -142,7 +158,7 @@ def test_contestants_compute_attention(engine: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "workload",
-    [PLAIN, ODD, Workload("full", "prefill", ((9, 9),)), Workload("decode", "decode", ((1, 40), (1, 40)))],
+    [PLAIN, ODD, DRAFTS, Workload("full", "prefill", ((9, 9),)), Workload("decode", "decode", ((1, 40), (1, 40)))],
     ids=lambda w: w.name,
 )
 def test_torch_computes_the_same_attention(workload: Workload, dtype: str) -> None:
@@ -239,12 +255,12 @@ def test_the_higher_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-@pytest.mark.parametrize("kind", ["prefill", "decode", "write", "plan", "call"])
+@pytest.mark.parametrize("kind", ["prefill", "cascade", "decode", "write", "plan", "call"])
 def test_which_limit_binds(kind: str) -> None:
     w = Workload("w", kind, ((1, 4000),) if kind == "decode" else ((9, 9),))
     (row,) = contest.contestants(Step(w, "auto", "bfloat16"), ["native"])
     memory = {"decode": "read_gbps", "write": "memcpy_gbps"}
-    if kind == "prefill":
+    if kind in ("prefill", "cascade"):
         assert list(row.limits) == limits.products(row.isa, "bfloat16")
     elif kind in memory:
         size = max(w.kv_bytes(2), contest.LEAST_BYTES)

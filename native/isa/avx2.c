@@ -64,7 +64,12 @@ INLINE float v_hsum(vf x) {
 INLINE vf v_load_f32(const float *p) { return _mm256_loadu_ps(p); }
 INLINE vf v_loadn_f32(const float *p, int n) { return _mm256_maskload_ps(p, before(n)); }
 INLINE void v_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
-INLINE void v_storen_f32(float *p, vf x, int n) { _mm256_maskstore_ps(p, before(n), x); }
+INLINE void v_storen_f32(float *p, vf x, int n) {
+    if (n == VL) /* a masked store takes 12 cycles or more on AMD */
+        v_store(p, x);
+    else
+        _mm256_maskstore_ps(p, before(n), x);
+}
 
 /* AVX2 has no masked access to 16-bit elements: the ends of rows go through 16 bytes of stack. */
 INLINE __m128i load_words(const uint16_t *p, int n) {
@@ -104,16 +109,39 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
 
 /* ---- words of the narrow caches ---- */
 
-INLINE vf v_loadn_fp8(const uint8_t *p, int n, int e5m2) {
+#define V_NARROW
+typedef __m128i vw;
+
+INLINE vw v_loadn_bytes(const uint8_t *p, int n) {
     uint64_t bytes = 0;
     memcpy(&bytes, p, (size_t)n);
-    __m128i x = _mm_cvtepu8_epi16(_mm_cvtsi64_si128((int64_t)bytes));
-    if (e5m2)
+    return _mm_cvtepu8_epi16(_mm_cvtsi64_si128((int64_t)bytes));
+}
+INLINE vw v_even_bytes(const uint8_t *p) {
+    return _mm_and_si128(_mm_loadu_si128((const void *)p), _mm_set1_epi16(0xff));
+}
+INLINE vw v_odd_bytes(const uint8_t *p) { return _mm_srli_epi16(_mm_loadu_si128((const void *)p), 8); }
+INLINE vw v_half_byte(vw x, int shift) {
+    return _mm_and_si128(_mm_srl_epi16(x, _mm_cvtsi32_si128(shift)), _mm_set1_epi16(15));
+}
+INLINE vf v_number(int kv_dtype, vw x) {
+    vw rest = _mm_and_si128(x, _mm_set1_epi16(0x7f)), sign = _mm_slli_epi16(_mm_xor_si128(x, rest), 8);
+    switch (kv_dtype) {
+    case CA_E4M3: {
+        vw half = _mm_or_si128(sign, _mm_slli_epi16(rest, 7));
+        half = _mm_blendv_epi8(half, _mm_set1_epi16(0x7e00), _mm_cmpeq_epi16(rest, _mm_set1_epi16(0x7f)));
+        return v_mul(_mm256_cvtph_ps(half), v_set1(256));
+    }
+    case CA_E5M2:
         return _mm256_cvtph_ps(_mm_slli_epi16(x, 8));
-    __m128i rest = _mm_and_si128(x, _mm_set1_epi16(0x7f)), sign = _mm_slli_epi16(_mm_xor_si128(x, rest), 8);
-    __m128i half = _mm_or_si128(sign, _mm_slli_epi16(rest, 7));
-    half = _mm_blendv_epi8(half, _mm_set1_epi16(0x7e00), _mm_cmpeq_epi16(rest, _mm_set1_epi16(0x7f)));
-    return v_mul(_mm256_cvtph_ps(half), v_set1(256));
+    case CA_I8: /* rest or, by two's complement, -rest */
+        sign = _mm_srai_epi16(sign, 15);
+        x = _mm_sub_epi16(_mm_xor_si128(rest, sign), sign);
+        break;
+    default:
+        x = _mm_sub_epi16(x, _mm_set1_epi16(8));
+    }
+    return _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(x));
 }
 
 /* ---- words of the cache write ---- */

@@ -66,16 +66,40 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
 
 /* ---- words of the narrow caches ---- */
 
-INLINE vf v_loadn_fp8(const uint8_t *p, int n, int e5m2) {
-    __m256i x = _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(first_lanes(n), p));
-    if (e5m2)
-        return _mm512_cvtph_ps(_mm256_slli_epi16(x, 8));
-    __m256i rest = _mm256_and_si256(x, _mm256_set1_epi16(0x7f)), sign = _mm256_slli_epi16(_mm256_xor_si256(x, rest), 8);
-    __m256i half = _mm256_or_si256(sign, _mm256_slli_epi16(rest, 7));
-    half = _mm256_mask_blend_epi16(_mm256_cmpeq_epi16_mask(rest, _mm256_set1_epi16(0x7f)), half,
-                                   _mm256_set1_epi16(0x7e00));
-    return v_mul(_mm512_cvtph_ps(half), v_set1(256));
+#define V_NARROW
+typedef __m256i vw;
+
+INLINE vw v_loadn_bytes(const uint8_t *p, int n) {
+    return _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(first_lanes(n), p));
 }
+INLINE vw v_even_bytes(const uint8_t *p) {
+    return _mm256_and_si256(_mm256_loadu_si256((const void *)p), _mm256_set1_epi16(0xff));
+}
+INLINE vw v_odd_bytes(const uint8_t *p) { return _mm256_srli_epi16(_mm256_loadu_si256((const void *)p), 8); }
+INLINE vw v_half_byte(vw x, int shift) {
+    return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(shift)), _mm256_set1_epi16(15));
+}
+INLINE vf v_number(int kv_dtype, vw x) {
+    vw rest = _mm256_and_si256(x, _mm256_set1_epi16(0x7f)), sign = _mm256_slli_epi16(_mm256_xor_si256(x, rest), 8);
+    switch (kv_dtype) {
+    case CA_E4M3: {
+        vw half = _mm256_or_si256(sign, _mm256_slli_epi16(rest, 7));
+        half = _mm256_mask_blend_epi16(_mm256_cmpeq_epi16_mask(rest, _mm256_set1_epi16(0x7f)), half,
+                                       _mm256_set1_epi16(0x7e00));
+        return v_mul(_mm512_cvtph_ps(half), v_set1(256));
+    }
+    case CA_E5M2:
+        return _mm512_cvtph_ps(_mm256_slli_epi16(x, 8));
+    case CA_I8: /* rest or, by two's complement, -rest */
+        sign = _mm256_srai_epi16(sign, 15);
+        x = _mm256_sub_epi16(_mm256_xor_si256(rest, sign), sign);
+        break;
+    default:
+        x = _mm256_sub_epi16(x, _mm256_set1_epi16(8));
+    }
+    return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(x));
+}
+
 #ifdef __AVX512VBMI__
 /* Of 64 low bytes and 64 high ones, as words. */
 static const uint8_t low_then_high[128] = {
@@ -120,6 +144,19 @@ INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, u
     }
 }
 
+/* n / 2 bytes of int4 through a table of 16 words, twice in 32: an index's upper bits do not matter. */
+INLINE void unpack_nibbles(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *ahead) {
+    const __m512i t = _mm512_loadu_si512(table);
+    for (int64_t i = 0; i < n; i += 128, src += 64, ahead += 64) {
+        __builtin_prefetch(ahead, 0, 2);
+        EACH(j, 2) {
+            __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(src + 32 * j)));
+            _mm512_storeu_si512(dst + i + 32 * j, _mm512_permutexvar_epi16(x, t));
+            _mm512_storeu_si512(dst + i + 64 + 32 * j, _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 4), t));
+        }
+    }
+}
+
 #ifdef __AVX512BF16__
 /* ---- words of dot.inc ---- */
 
@@ -142,6 +179,36 @@ INLINE vf v_rcp(vf x) { /* one step of Newton's */
 }
 INLINE vp v_round_pairs(vf a, vf b) { return _mm512_cvtne2ps_pbh(b, a); }
 INLINE void v_store_pairs(uint16_t *p, vp x) { _mm512_storeu_si512(p, (__m512i)x); }
+
+#ifdef __AVX512VBMI__
+#define V_NARROW_PAIRS
+typedef struct v_table {
+    __m512i t[4];
+} v_table;
+
+INLINE v_table v_load_table(int n, const void *table) {
+    v_table t = {{_mm512_loadu_si512(table)}};
+    for (int i = 1; i < n; i++)
+        t.t[i] = _mm512_loadu_si512((const char *)table + 64 * i);
+    return t;
+}
+
+/* Two vectors of pairs out of 64 bytes, or out of half of their halves. */
+INLINE void v_narrow_pairs(int halves, const uint8_t *p, int half, const v_table *t, vp *out) {
+    if (!halves) {
+        __m512i x = _mm512_loadu_si512(p + 64 * half), low = _mm512_permutex2var_epi8(t->t[0], x, t->t[1]);
+        __m512i high = _mm512_permutex2var_epi8(t->t[2], x, t->t[3]);
+        high = _mm512_ternarylogic_epi32(high, x, _mm512_set1_epi8((char)0x80), 0xf8); /* high | x & 0x80 */
+        EACH(j, 2)
+        out[j] = (vp)_mm512_permutex2var_epi8(low, _mm512_loadu_si512(low_then_high + 64 * j), high);
+    } else {
+        EACH(j, 2) {
+            __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(p + 32 * j)));
+            out[j] = (vp)_mm512_permutexvar_epi16(half ? _mm512_srli_epi16(x, 4) : x, t->t[0]);
+        }
+    }
+}
+#endif
 #endif
 
 /* ---- words of the cache write ---- */

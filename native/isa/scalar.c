@@ -62,7 +62,11 @@ INLINE void v_storen_f16(uint16_t *p, vf x, int n) {
     if (n)
         *p = ca_to_f16(x);
 }
-INLINE vf v_load_bf16(const uint16_t *p) { return ca_from_bf16(*p); }
+INLINE vf v_load_bf16(const void *p) { /* scales lie at any address */
+    uint16_t h;
+    memcpy(&h, p, 2);
+    return ca_from_bf16(h);
+}
 INLINE vf v_loadn_bf16(const uint16_t *p, int n) { return n ? ca_from_bf16(*p) : 0; }
 INLINE vf v_even_bf16(const uint16_t *p) { return ca_from_bf16(p[0]); }
 INLINE vf v_odd_bf16(const uint16_t *p) { return ca_from_bf16(p[1]); }
@@ -73,8 +77,23 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
         *p = ca_to_bf16(x);
 }
 
-INLINE vf v_loadn_fp8(const uint8_t *p, int n, int e5m2) {
-    return !n ? 0 : ca_as_float(e5m2 ? ca_from_e5m2(*p) : ca_from_e4m3(*p));
+/* ---- words of the narrow caches ---- */
+
+typedef int vw;
+
+INLINE vw v_loadn_bytes(const uint8_t *p, int n) { return n ? *p : 0; }
+INLINE vw v_half_byte(vw x, int shift) { return x >> shift & 15; }
+INLINE vf v_number(int kv_dtype, vw x) {
+    switch (kv_dtype) {
+    case CA_E4M3:
+        return ca_as_float(ca_from_e4m3((uint8_t)x));
+    case CA_E5M2:
+        return ca_as_float(ca_from_e5m2((uint8_t)x));
+    case CA_I8:
+        return (float)(x < 128 ? x : 128 - x);
+    default:
+        return (float)(x - 8);
+    }
 }
 
 /* ---- words of the cache write ---- */

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "gather.h"
+#include "../half.h"
 #include <string.h>
 
 #define PANEL 64 /* columns of a panel in both packed forms */
@@ -14,8 +15,9 @@ static int64_t packed_at(int64_t row, int64_t col, int64_t rows) {
 int ca_form_fits(ca_form form, const ca_pages *g) {
     if (form != CA_FORM_BF16)
         return 1;
-    return g->plan->shape.kv_dtype == CA_BF16 && g->plan->kernel->info.layout == CA_LAYOUT_PAIRS &&
-           g->plan->shape.head_size % 2 == 0 && g->call->block_size % 2 == 0;
+    return g->plan->shape.k_dtype == CA_BF16 && g->plan->shape.v_dtype == CA_BF16 &&
+           g->plan->kernel->info.layout == CA_LAYOUT_PAIRS && g->plan->shape.head_size % 2 == 0 &&
+           g->call->block_size % 2 == 0;
 }
 
 /* oneDNN 3.7 to at least 3.13.1 leaks NaN across rows where K % 32 != 0 on AMX. */
@@ -33,71 +35,101 @@ static const char *block_of(const ca_pages *g, int value, int64_t key) {
     const ca_call *c = g->call;
     int64_t block = g->block_table[key / c->block_size];
     if (value)
-        return ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, g->kv_head, g->plan->shape.kv_dtype);
-    return ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, g->kv_head, g->plan->shape.kv_dtype);
+        return ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, g->kv_head, g->plan->shape.v_dtype);
+    return ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, g->kv_head, g->plan->shape.k_dtype);
+}
+
+static int dtype_of(const ca_plan *plan, int value) { return value ? plan->shape.v_dtype : plan->shape.k_dtype; }
+
+static ca_group_form group_form(const ca_plan *plan, int value) {
+    const ca_shape *s = &plan->shape;
+    return ca_group_form_of(plan->kernel->info.layout, value ? s->v_dtype : s->k_dtype,
+                            value ? s->head_size_v : s->head_size, value);
 }
 
 int64_t ca_wide_bytes(const ca_plan *plan) {
-    int64_t columns = ca_max64(ca_round_up(plan->shape.head_size, 2), plan->shape.head_size_v);
-    return ca_ready(plan) ? 0 : columns * CA_LANES * 4 + ca_rows_bytes(plan);
+    int64_t most = 0;
+    for (int value = 0; value < 2; value++)
+        if (!ca_half_ready(plan, value))
+            most = ca_max64(most, group_form(plan, value).elements * ca_dtype_size(plan->shape.dtype));
+    return most + ca_rows_bytes(plan);
 }
 
-/* The key's block; of a cache that is not ready only its group, unpacked, and *token counts from there. */
+/* The key's block; where that is not ready only its group, unpacked, and *token counts from there. */
 static const void *packed_block(const ca_pages *g, int value, int64_t key, int64_t *token) {
-    const ca_shape *s = &g->plan->shape;
     const char *block = block_of(g, value, key);
     *token = key % g->call->block_size;
-    if (ca_ready(g->plan))
+    if (ca_half_ready(g->plan, value))
         return block;
-    int layout = ca_layout_of(g->plan);
+    const ca_group_form f = group_form(g->plan, value);
     int64_t first = *token / CA_LANES * CA_LANES, n = ca_min64(CA_LANES, g->call->block_size - first);
-    int64_t ld = value ? g->call->v_ld : g->call->k_ld;
-    int64_t at = value ? ca_v_offset(layout, first, 0, ld) : ca_k_offset(layout, first, 0, ld);
-    const char *src = block + at * ca_dtype_size(s->kv_dtype);
+    int64_t ld = value ? g->call->v_ld : g->call->k_ld, bytes = first / CA_LANES * f.bytes;
+    if (g->plan->shape.kv_cache_layout != CA_PACKED)
+        bytes = first * ld * ca_dtype_size(dtype_of(g->plan, value));
     char *rows = (char *)g->wide + ca_wide_bytes(g->plan) - ca_rows_bytes(g->plan);
-    g->plan->kernel->unpack(g->plan, value, src, ld, (int)n, g->wide, rows, src);
+    g->plan->kernel->unpack(g->plan, value, block + bytes, ld, (int)n, g->wide, rows, block + bytes);
     *token -= first;
     return g->wide;
 }
 
-/* How many keys from here, up to end, lie in one block, one group of lanes and one panel. */
-static int64_t piece(const ca_pages *g, int64_t key, int64_t k0, int64_t end, int64_t lanes, int64_t panel) {
-    int64_t token = key % g->call->block_size, column = key - k0;
-    int64_t n = ca_min64(end - key, g->call->block_size - token);
+/* n keys from here, in one group, that were gathered to dst: element (d, key) at d * ld_d + key * ld. */
+static void apply_scales(const ca_pages *g, int value, int64_t key, int64_t n, float *dst, int64_t ld_d, int64_t ld) {
+    const ca_group_form f = group_form(g->plan, value);
+    if (!f.scales)
+        return;
+    const int64_t head_size = value ? g->plan->shape.head_size_v : g->plan->shape.head_size;
+    const int64_t shared = ca_scale_elements(dtype_of(g->plan, value), head_size);
+    const int64_t token = key % g->call->block_size;
+    const char *scales = block_of(g, value, key) + ca_scales_at(&f, g->call->block_size, token / CA_LANES);
+    for (int64_t d = 0; d < head_size; d++)
+        for (int64_t i = 0; i < n; i++) {
+            uint16_t scale;
+            memcpy(&scale, scales + (d / shared * CA_LANES + token % CA_LANES + i) * 2, 2);
+            dst[d * ld_d + i * ld] *= ca_from_bf16(scale);
+        }
+}
+
+/* How many columns from here, up to end, lie in one block, one group of lanes and one panel. */
+static int64_t piece(const ca_pages *g, int64_t column, int64_t end, int64_t lanes, int64_t panel) {
+    int64_t token = g->key[column] % g->call->block_size;
+    int64_t n = ca_min64(end - column, g->call->block_size - token);
     return ca_min64(n, ca_min64(lanes - token % lanes, panel - column % panel));
 }
 
-static int64_t lanes(const ca_pages *g) { return ca_ready(g->plan) ? g->call->block_size : CA_LANES; }
+static int64_t lanes(const ca_pages *g, int value) {
+    return ca_half_ready(g->plan, value) ? g->call->block_size : CA_LANES;
+}
 
-static void copy_k_pairs(const ca_pages *g, int64_t first, int64_t k0, int64_t end, uint16_t *dst) {
+static void copy_k_pairs(const ca_pages *g, int64_t skip, int64_t end, uint16_t *dst) {
     int64_t head_size = g->plan->shape.head_size, n;
-    for (int64_t key = first; key < end; key += n) {
+    for (int64_t column = skip; column < end; column += n) {
         int64_t token;
-        const uint16_t *block = packed_block(g, 0, key, &token);
-        n = piece(g, key, k0, end, CA_LANES, PANEL);
+        const uint16_t *block = packed_block(g, 0, g->key[column], &token);
+        n = piece(g, column, end, CA_LANES, PANEL);
         for (int64_t d = 0; d < head_size; d += 2)
-            memcpy(dst + packed_at(d, key - k0, head_size), block + ca_k_offset(CA_LAYOUT_PAIRS, token, d, head_size),
+            memcpy(dst + packed_at(d, column, head_size), block + ca_k_offset(CA_LAYOUT_PAIRS, token, d, head_size),
                    (size_t)n * 4);
     }
 }
 
-void ca_gather_k(ca_form form, const ca_pages *g, int64_t first, int64_t k0, int64_t n, int64_t keys, void *dst) {
-    int64_t head_size = g->plan->shape.head_size, end = k0 + n, step;
+void ca_gather_k(ca_form form, const ca_pages *g, int64_t skip, int64_t n, int64_t keys, void *dst) {
+    int64_t head_size = g->plan->shape.head_size, step;
     int64_t width = form == CA_FORM_PLAIN ? keys : PANEL;
     int64_t unit = form == CA_FORM_PLAIN ? 1 : form == CA_FORM_PANELS ? 16 : 32;
-    if (n < keys || first > k0 || head_size % unit != 0)
+    if (n < keys || skip > 0 || head_size % unit != 0)
         memset(dst, 0, (size_t)ca_form_k_bytes(head_size, keys));
     if (form == CA_FORM_BF16) {
-        copy_k_pairs(g, ca_max64(k0, first), k0, end, dst);
+        copy_k_pairs(g, skip, n, dst);
         return;
     }
     int64_t panel = width * (form == CA_FORM_PLAIN ? head_size : ca_round_up(head_size, 16));
-    for (int64_t key = ca_max64(k0, first); key < end; key += step) {
-        int64_t token, column = key - k0;
-        const void *block = packed_block(g, 0, key, &token);
-        step = piece(g, key, k0, end, lanes(g), width);
-        g->plan->kernel->widen_k(block, head_size, token, token + step,
-                                 (float *)dst + column / width * panel + column % width, width);
+    for (int64_t column = skip; column < n; column += step) {
+        int64_t token;
+        const void *block = packed_block(g, 0, g->key[column], &token);
+        float *to = (float *)dst + column / width * panel + column % width;
+        step = piece(g, column, n, lanes(g, 0), width);
+        g->plan->kernel->widen_k(block, head_size, token, token + step, to, width);
+        apply_scales(g, 0, g->key[column], step, to, width, 1);
     }
 }
 
@@ -112,34 +144,35 @@ static void copy_pair(const uint16_t *src, int64_t dv, int64_t row, int64_t keys
     }
 }
 
-static void copy_v_pairs(const ca_pages *g, int64_t first, int64_t k0, int64_t end, int64_t keys, uint16_t *dst) {
+static void copy_v_pairs(const ca_pages *g, int64_t skip, int64_t end, int64_t keys, uint16_t *dst) {
     int64_t dv = g->plan->shape.head_size_v, n;
-    for (int64_t key = k0; key < end; key += n) {
+    for (int64_t column = 0; column < end; column += n) {
         int64_t token;
-        const uint16_t *block = packed_block(g, 1, key, &token);
-        n = piece(g, key, k0, end, lanes(g), keys);
+        const uint16_t *block = packed_block(g, 1, g->key[column], &token);
+        n = piece(g, column, end, lanes(g, 1), keys);
         for (int64_t i = 0; i < n; i += 2)
-            copy_pair(block + ca_v_offset(CA_LAYOUT_PAIRS, token + i, 0, dv), dv, key + i - k0, keys, key + i >= first,
-                      key + i + 1 < end, dst);
+            copy_pair(block + ca_v_offset(CA_LAYOUT_PAIRS, token + i, 0, dv), dv, column + i, keys, column + i >= skip,
+                      column + i + 1 < end, dst);
     }
 }
 
-void ca_gather_v(ca_form form, const ca_pages *g, int64_t first, int64_t k0, int64_t n, int64_t keys, void *dst) {
-    int64_t dv = g->plan->shape.head_size_v, end = k0 + n, step;
+void ca_gather_v(ca_form form, const ca_pages *g, int64_t skip, int64_t n, int64_t keys, void *dst) {
+    int64_t dv = g->plan->shape.head_size_v, step;
     if (form == CA_FORM_BF16) {
         if (n < keys || dv % PANEL != 0)
             memset(dst, 0, (size_t)(ca_round_up(dv, PANEL) * keys * 2));
-        copy_v_pairs(g, first, k0, end, keys, dst);
+        copy_v_pairs(g, skip, n, keys, dst);
         return;
     }
     float *rows = dst;
-    for (int64_t key = ca_max64(k0, first); key < end; key += step) {
+    for (int64_t column = skip; column < n; column += step) {
         int64_t token;
-        const void *block = packed_block(g, 1, key, &token);
-        step = piece(g, key, k0, end, lanes(g), keys);
-        g->plan->kernel->widen_v(block, dv, token, token + step, rows + (key - k0) * dv, dv);
+        const void *block = packed_block(g, 1, g->key[column], &token);
+        step = piece(g, column, n, lanes(g, 1), keys);
+        g->plan->kernel->widen_v(block, dv, token, token + step, rows + column * dv, dv);
+        apply_scales(g, 1, g->key[column], step, rows + column * dv, 1, dv);
     }
-    memset(rows, 0, (size_t)(ca_max64(0, first - k0) * dv) * sizeof(float));
+    memset(rows, 0, (size_t)(skip * dv) * sizeof(float));
     memset(rows + n * dv, 0, (size_t)((keys - n) * dv) * sizeof(float));
 }
 

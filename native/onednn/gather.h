@@ -14,7 +14,8 @@ typedef struct ca_pages {
     const ca_call *call;
     const int32_t *block_table; /* the request's row */
     int kv_head;
-    void *wide; /* ca_wide_bytes: a group of a cache that is not ready, unpacked */
+    void *wide;   /* ca_wide_bytes: a group of a cache that is not ready, unpacked */
+    int32_t *key; /* of each column of the chunk, ascending; neighbours in a block lie side by side */
 } ca_pages;
 
 int64_t ca_wide_bytes(const ca_plan *plan);
@@ -24,10 +25,10 @@ int64_t ca_form_head_size(ca_form form, int64_t head_size); /* the K dimension o
 int64_t ca_form_k_bytes(int64_t head_size, int64_t keys);   /* enough for every form */
 int64_t ca_form_v_bytes(int64_t head_size_v, int64_t keys);
 
-/* Keys [k0, k0 + n), of which those before `first` count as padding; columns of K and rows of V in
- * the padding, up to `keys`, are zero. keys % 64 == 0; BF16: k0 even. */
-void ca_gather_k(ca_form form, const ca_pages *pages, int64_t first, int64_t k0, int64_t n, int64_t keys, void *dst);
-void ca_gather_v(ca_form form, const ca_pages *pages, int64_t first, int64_t k0, int64_t n, int64_t keys, void *dst);
+/* n columns, of which the first `skip` count as padding; columns of K and rows of V in the padding, up to `keys`, are
+ * zero. keys % 64 == 0; BF16: even columns are even keys. */
+void ca_gather_k(ca_form form, const ca_pages *pages, int64_t skip, int64_t n, int64_t keys, void *dst);
+void ca_gather_v(ca_form form, const ca_pages *pages, int64_t skip, int64_t n, int64_t keys, void *dst);
 /* V's element (key, d) of a gathered chunk. */
 float ca_form_v(ca_form form, const void *v, int64_t keys, int64_t head_size_v, int64_t key, int64_t d);
 #endif

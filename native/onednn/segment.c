@@ -31,6 +31,8 @@ typedef struct work {
     float *top; /* a row's largest score; NaN: one is NaN or +inf */
     int64_t *lo, *hi, *pos;
     ca_state part;
+    const uint8_t **tree; /* of each row: ca_tree_row */
+    int64_t context;
 } work;
 
 /* 1, 2, 4, ... 32, then multiples of 32: at most 13 sizes, little padding. */
@@ -64,8 +66,10 @@ static int64_t carve(work *w, char *base, const ca_plan *plan) {
     TAKE(lo, rows * sizeof(int64_t))
     TAKE(hi, rows * sizeof(int64_t))
     TAKE(pos, rows * sizeof(int64_t))
+    TAKE(tree, rows * sizeof *w->tree)
     TAKE(pad, PAD)
     TAKE(pages.wide, ca_wide_bytes(plan))
+    TAKE(pages.key, KEYS * sizeof(int32_t))
 #undef TAKE
     return at;
 }
@@ -123,7 +127,15 @@ static int there(ca_prim *p) {
     return p != NULL;
 }
 
-static int64_t chunk_keys(const work *w, int64_t k0) { return ca_min64(KEYS, w->k1 - k0); }
+/* The next columns: keys from `key` on, of the blocks that count. Returns how many. */
+static int64_t take_keys(const work *w, int64_t key) {
+    const ca_pages *g = &w->pages;
+    int64_t n = 0, size = g->call->block_size;
+    while (n < KEYS && (key = ca_next_key(g->call, w->task->request, g->kv_head, key, w->k1)) < w->k1)
+        for (int64_t end = ca_min64(w->k1, (key / size + 1) * size); key < end && n < KEYS; key++)
+            g->key[n++] = (int32_t)key;
+    return n;
+}
 
 static int64_t first_chunk(const work *w) { return w->form == CA_FORM_BF16 ? w->k0 & ~(int64_t)1 : w->k0; }
 
@@ -131,9 +143,9 @@ static int64_t first_chunk(const work *w) { return w->form == CA_FORM_BF16 ? w->
 static int form_is_there(const work *w) {
     if (!ca_form_fits(w->form, &w->pages))
         return 0;
-    for (int64_t k0 = first_chunk(w); k0 < w->k1; k0 += KEYS)
+    for (int64_t keys, key = first_chunk(w); (keys = take_keys(w, key)) > 0; key = w->pages.key[keys - 1] + 1)
         for (int64_t r = 0; r < w->rows; r += ROWS) {
-            int64_t n = key_bucket(chunk_keys(w, k0)), m = row_bucket(ca_min64(ROWS, w->rows - r));
+            int64_t n = key_bucket(keys), m = row_bucket(ca_min64(ROWS, w->rows - r));
             if (!there(qk(w, m, n)) || !there(pv(w, m, n)) || !there(softmax(m, n)))
                 return 0;
         }
@@ -152,20 +164,23 @@ static int choose_form(work *w) {
 static void take_rows(work *w) {
     const ca_call *c = w->pages.call;
     const ca_plan *plan = w->pages.plan;
-    int request = w->task->request, size = ca_dtype_size(plan->shape.dtype);
-    int64_t start = plan->query_start_loc[request], q_len = plan->query_start_loc[request + 1] - start;
+    int size = ca_dtype_size(plan->shape.dtype);
     int64_t columns = ca_form_head_size(w->form, w->head_size);
+    w->context = ca_context(plan, w->task->request);
     if (w->form == CA_FORM_BF16)
         memset(w->q, 0, (size_t)(w->rows * columns * 2));
     for (int64_t r = 0; r < w->rows; r++) {
-        int64_t i = w->task->token + r / w->group, head = w->pages.kv_head * w->group + r % w->group;
-        const char *src = (const char *)c->query + ((start + i) * c->q_stride_t + head * c->q_stride_h) * size;
+        ca_token at = ca_token_at(plan, w->task, r / w->group);
+        int64_t t = (int64_t)plan->query_start_loc[at.request] + at.token;
+        int64_t head = w->pages.kv_head * w->group + r % w->group;
+        const char *src = (const char *)c->query + (t * c->q_stride_t + head * c->q_stride_h) * size;
         if (w->form == CA_FORM_BF16)
             memcpy((uint16_t *)w->q + r * columns, src, (size_t)w->head_size * 2);
         else
             plan->kernel->widen_row(src, w->head_size, q_factor(w), (float *)w->q + r * columns);
-        ca_visible(plan, request, i, &w->lo[r], &w->hi[r]);
-        w->pos[r] = plan->seq_lens[request] - q_len + i;
+        ca_visible(plan, at.request, at.token, &w->lo[r], &w->hi[r]);
+        w->tree[r] = ca_tree_row(plan, at.request, at.token);
+        w->pos[r] = ca_position(plan, at.request, at.token);
         w->slope[r] = c->alibi_slopes ? c->alibi_slopes[head] : 0;
     }
 }
@@ -222,22 +237,40 @@ static float largest(const float *x, int64_t n) {
     return top;
 }
 
-static void seen(const work *w, int64_t row, int64_t k0, int64_t n, int64_t *a, int64_t *b) {
-    *a = ca_min64(n, ca_max64(0, w->lo[row] - k0));
-    *b = ca_max64(*a, ca_min64(n, w->hi[row] - k0));
+/* Columns of the chunk, out of n, whose keys come before this one. */
+static int64_t columns_before(const work *w, int64_t n, int64_t key) {
+    const int32_t *keys = w->pages.key;
+    int64_t low = keys[n - 1] < key ? n : 0, high = n; /* most rows see all of them */
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (keys[middle] < key)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* Columns [a, b) are what the row sees. */
+static void seen(const work *w, int64_t row, int64_t n, int64_t *a, int64_t *b) {
+    *a = columns_before(w, n, w->lo[row]);
+    *b = ca_max64(*a, columns_before(w, n, w->hi[row]));
 }
 
 /* Softcap's factor, ALiBi and the mask; a row with nothing or nonsense to show becomes zeros. */
-static void finish_scores(work *w, int64_t r0, int64_t r, int64_t k0, int64_t n, int64_t keys) {
+static void finish_scores(work *w, int64_t r0, int64_t r, int64_t n, int64_t keys) {
     float *s = w->s + r * keys, cap = w->pages.call->softcap, slope = w->slope[r0 + r];
-    int64_t a, b, from = k0 - w->pos[r0 + r];
-    seen(w, r0 + r, k0, n, &a, &b);
+    int64_t a, b, pos = w->pos[r0 + r];
+    seen(w, r0 + r, n, &a, &b);
     if (cap > 0)
         for (int64_t j = a; j < b; j++)
             s[j] *= cap;
     if (slope != 0)
         for (int64_t j = a; j < b; j++)
-            s[j] += slope * (float)(int32_t)(from + j);
+            s[j] += slope * (float)(int32_t)(w->pages.key[j] - pos);
+    for (int64_t j = a; w->tree[r0 + r] && j < b; j++)
+        if (!ca_sees(w->tree[r0 + r], w->context, w->pages.key[j]))
+            s[j] = -INFINITY;
     w->top[r] = largest(s + a, b - a);
     if (!(w->top[r] > -INFINITY)) {
         memset(s, 0, (size_t)keys * sizeof *s);
@@ -285,18 +318,20 @@ static int all_finite(const float *x, int64_t n) {
 }
 
 /* 0 * NaN: a key that this row may not see holds NaN or inf in V and others may see it. */
-static void weigh_seen(work *w, int64_t r, int64_t a, int64_t b, int64_t keys) {
+static void weigh_seen(work *w, int64_t r0, int64_t r, int64_t a, int64_t b, int64_t keys) {
     const float *p = w->s + r * keys;
+    const uint8_t *bits = w->tree[r0 + r];
     float *o = w->part.o + r * w->head_size_v;
     for (int64_t d = 0; d < w->head_size_v; d++) {
         double sum = 0;
         for (int64_t j = a; j < b; j++)
-            sum += (double)p[j] * ca_form_v(w->form, w->v, keys, w->head_size_v, j, d);
+            if (!bits || ca_sees(bits, w->context, w->pages.key[j]))
+                sum += (double)p[j] * ca_form_v(w->form, w->v, keys, w->head_size_v, j, d);
         o[d] = (float)sum;
     }
 }
 
-static void finish_row(work *w, int64_t r0, int64_t r, int64_t k0, int64_t n, int64_t keys) {
+static void finish_row(work *w, int64_t r0, int64_t r, int64_t n, int64_t keys) {
     float *o = w->part.o + r * w->head_size_v, *m = &w->part.m[r], *l = &w->part.l[r];
     int64_t a, b;
     if (!(w->top[r] > -INFINITY)) {
@@ -306,9 +341,9 @@ static void finish_row(work *w, int64_t r0, int64_t r, int64_t k0, int64_t n, in
             o[d] = *l;
         return;
     }
-    seen(w, r0 + r, k0, n, &a, &b);
-    if (b - a < n && !all_finite(o, w->head_size_v))
-        weigh_seen(w, r, a, b, keys);
+    seen(w, r0 + r, n, &a, &b);
+    if ((b - a < n || w->tree[r0 + r]) && !all_finite(o, w->head_size_v))
+        weigh_seen(w, r0, r, a, b, keys);
     double top = w->top[r] * CA_LOG2E_D;
     float lost = exp2f((float)(top - (float)top)), share = *m * lost;
     *m = (float)top;
@@ -317,10 +352,10 @@ static void finish_row(work *w, int64_t r0, int64_t r, int64_t k0, int64_t n, in
         o[d] *= share;
 }
 
-static int sees_any(const work *w, int64_t r0, int64_t rows, int64_t k0, int64_t n) {
+static int sees_any(const work *w, int64_t r0, int64_t rows, int64_t n) {
     for (int64_t r = r0; r < r0 + rows; r += w->group) {
         int64_t a, b;
-        seen(w, r, k0, n, &a, &b);
+        seen(w, r, n, &a, &b);
         if (a < b)
             return 1;
     }
@@ -328,15 +363,15 @@ static int sees_any(const work *w, int64_t r0, int64_t rows, int64_t k0, int64_t
 }
 
 /* Rows [r0, r0 + rows) against the chunk, merged into the state. */
-static int run_rows(work *w, int64_t r0, int64_t rows, int64_t k0, int64_t n, const ca_state *state) {
+static int run_rows(work *w, int64_t r0, int64_t rows, int64_t n, const ca_state *state) {
     int64_t m = row_bucket(rows), keys = key_bucket(n);
     const ca_state into = {state->o + r0 * w->head_size_v, state->m + r0, state->l + r0};
     const int64_t q_row = ca_form_head_size(w->form, w->head_size) * (w->form == CA_FORM_BF16 ? 2 : 4);
-    if (!sees_any(w, r0, rows, k0, n))
+    if (!sees_any(w, r0, rows, n))
         return CA_ONEDNN_OK;
     int status = run(w, qk(w, m, keys), (char *)w->q + r0 * q_row, w->k, w->s);
     for (int64_t r = 0; r < rows && !status; r++)
-        finish_scores(w, r0, r, k0, n, keys);
+        finish_scores(w, r0, r, n, keys);
     if (!status)
         status = run(w, softmax(m, keys), w->s, NULL, w->s);
     for (int64_t r = 0; r < rows && !status; r++)
@@ -344,7 +379,7 @@ static int run_rows(work *w, int64_t r0, int64_t rows, int64_t k0, int64_t n, co
     if (!status)
         status = run(w, pv(w, m, keys), w->form == CA_FORM_BF16 ? w->p : w->s, w->v, w->part.o);
     for (int64_t r = 0; r < rows && !status; r++)
-        finish_row(w, r0, r, k0, n, keys);
+        finish_row(w, r0, r, n, keys);
     if (!status)
         w->pages.plan->kernel->merge(&into, &w->part, rows, w->head_size_v);
     return status;
@@ -356,12 +391,12 @@ static int run_chunks(work *w, const ca_state *state) {
         return status;
     take_rows(w);
     pad_rows(w, w->rows / ROWS * ROWS, w->rows % ROWS);
-    for (int64_t k0 = first_chunk(w); k0 < w->k1; k0 += KEYS) {
-        int64_t n = chunk_keys(w, k0), keys = key_bucket(n);
-        ca_gather_k(w->form, &w->pages, w->k0, k0, n, keys, w->k);
-        ca_gather_v(w->form, &w->pages, w->k0, k0, n, keys, w->v);
+    for (int64_t n, key = first_chunk(w); (n = take_keys(w, key)) > 0; key = w->pages.key[n - 1] + 1) {
+        int64_t keys = key_bucket(n), skip = w->pages.key[0] < w->k0;
+        ca_gather_k(w->form, &w->pages, skip, n, keys, w->k);
+        ca_gather_v(w->form, &w->pages, skip, n, keys, w->v);
         for (int64_t r = 0; r < w->rows && !status; r += ROWS)
-            status = run_rows(w, r, ca_min64(ROWS, w->rows - r), k0, n, state);
+            status = run_rows(w, r, ca_min64(ROWS, w->rows - r), n, state);
         if (status)
             return status;
     }
@@ -374,7 +409,7 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     ca_clear(state, rows, plan->shape.head_size_v);
     if (k1 <= k0)
         return CA_ONEDNN_OK;
-    work w = {.pages = {plan, call, call->block_table + task->request * call->table_stride, kv_head, NULL},
+    work w = {.pages = {plan, call, call->block_table + task->request * call->table_stride, kv_head, NULL, NULL},
               .task = task,
               .rows = rows,
               .group = group,

@@ -7,7 +7,8 @@
 
 enum {
     DTYPE,
-    KV_DTYPE,
+    K_DTYPE,
+    V_DTYPE,
     REQS,
     HEADS,
     KV_HEADS,
@@ -25,6 +26,7 @@ enum {
     SINKS,
     FLAGS,
     REFERENCE,
+    SELECTED, /* blocks for each request and kv head, -1: all */
     KV_CACHE_LAYOUT,
     FIELDS
 };
@@ -82,8 +84,9 @@ static int isa_by_name(const char *name) {
 
 static ca_array cache(int isa, int value) {
     int64_t size = f[value ? SIZE_V : SIZE];
-    int64_t width = ca_max64(ca_block_elements(isa, (int)f[DTYPE], f[BLOCK_SIZE], size, 0),
-                             ca_block_elements(isa, (int)f[DTYPE], f[BLOCK_SIZE], size, 1));
+    int dtype = (int)f[DTYPE], kv_dtype = (int)f[value ? V_DTYPE : K_DTYPE];
+    int64_t width = ca_max64(ca_block_elements(isa, dtype, kv_dtype, f[BLOCK_SIZE], size, 0),
+                             ca_block_elements(isa, dtype, kv_dtype, f[BLOCK_SIZE], size, 1));
     int64_t shape[] = {f[BLOCKS], f[KV_HEADS], f[BLOCK_SIZE], ca_div_up(width, f[BLOCK_SIZE])};
     if (f[KV_CACHE_LAYOUT] != CA_PACKED)
         shape[3] = size;
@@ -91,7 +94,7 @@ static ca_array cache(int isa, int value) {
         shape[1] = f[BLOCK_SIZE];
         shape[2] = f[KV_HEADS];
     }
-    return array((int)f[KV_DTYPE], ca_dtype_size((int)f[KV_DTYPE]), 4, shape, 0xff);
+    return array(kv_dtype, ca_dtype_size(kv_dtype), 4, shape, 0xff);
 }
 
 int main(int argc, char **argv) {
@@ -108,6 +111,9 @@ int main(int argc, char **argv) {
     ca_array starts = given(CA_I32, 4, 1, (int64_t[]){f[REQS] + 1}), lens = given(CA_I32, 4, 1, &f[REQS]);
     ca_array flags = f[FLAGS] ? given(CA_I32, 4, 1, &f[REQS]) : (ca_array){0};
     ca_array slopes = floats(f[SLOPES] != 0), sinks = floats(f[SINKS] != 0);
+    ca_array selected = {0};
+    if (f[SELECTED] >= 0)
+        selected = given(CA_I32, 4, 3, (int64_t[]){f[REQS], f[KV_HEADS], f[SELECTED]});
     ca_array output = array(dtype, item, 3, (int64_t[]){f[TOKENS], f[HEADS], f[SIZE_V]}, 0xff);
     ca_array lse = array(CA_F32, 4, 2, (int64_t[]){f[HEADS], f[TOKENS]}, 0xff);
     ca_known *known = memory(sizeof *known, 0);
@@ -118,7 +124,8 @@ int main(int argc, char **argv) {
                       .head_size = (int32_t)f[SIZE],
                       .head_size_v = (int32_t)f[SIZE_V],
                       .dtype = dtype,
-                      .kv_dtype = (int32_t)f[KV_DTYPE],
+                      .k_dtype = (int32_t)f[K_DTYPE],
+                      .v_dtype = (int32_t)f[V_DTYPE],
                       .isa = isa,
                       .causal = (int32_t)f[CAUSAL],
                       .window_left = (int32_t)f[LEFT],
@@ -126,10 +133,11 @@ int main(int argc, char **argv) {
                       .enable_kv_split = 1,
                       .num_threads = 1,
                       .kv_cache_layout = (int32_t)f[KV_CACHE_LAYOUT]};
-    const ca_array written[] = {kc, vc, k, v, slots}, step[] = {starts, lens, flags};
-    const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks};
+    const ca_array written[] = {kc, vc, k, v, slots}, step[] = {starts, lens, flags, {0}};
+    const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks, selected};
     ca_plan_info info;
-    ca_write(known, NULL, written, 0, isa, (int)f[KV_DTYPE], (int)f[KV_CACHE_LAYOUT], x[2], x[3], &fault);
+    ca_write(known, NULL, written, 0, isa, (int)f[K_DTYPE], (int)f[V_DTYPE], (int)f[KV_CACHE_LAYOUT], x[2], x[3],
+             &fault);
     const ca_engine *engine = f[REFERENCE] ? ca_reference_engine() : ca_native_engine();
     ca_plan *plan = fault.status ? NULL : ca_plan_new(&shape, engine, NULL, step, &fault);
     if (!plan)

@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * RMS norm (Zhang and Sennrich, arXiv:1910.07467) and rotary embedding (Su et al., arXiv:2104.09864) of one head, in
+ * float32, where it lies. */
+
+static void norm_head(float *restrict x, int64_t n, const float *restrict weight, float eps) {
+    vf sum = v_set1(0);
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL)
+        sum = v_fma(v_load_f32(x + i), v_load_f32(x + i), sum);
+    if (i < n) {
+        vf rest = v_loadn_f32(x + i, (int)(n - i));
+        sum = v_fma(rest, rest, sum);
+    }
+    float factor = 1 / sqrtf(v_hsum(sum) / (float)n + eps);
+    for (i = 0; i < n; i++)
+        x[i] = x[i] * factor * weight[i];
+}
+
+/* The pairs (a[i * step], b[i * step]) by the angles of which cos and sin are. */
+INLINE void rotate_pairs(float *restrict a, float *restrict b, const float *restrict cos, const float *restrict sin,
+                         int64_t n, int step) {
+    for (int64_t i = 0; i < n; i++) {
+        float x = a[i * step], y = b[i * step];
+        a[i * step] = x * cos[i] - y * sin[i];
+        b[i * step] = y * cos[i] + x * sin[i];
+    }
+}
+
+static void rotate_head(float *x, const float *cos_sin, int64_t rot_dim, int is_neox) {
+    int64_t half = rot_dim / 2;
+    if (is_neox)
+        rotate_pairs(x, x + half, cos_sin, cos_sin + half, half, 1);
+    else
+        rotate_pairs(x, x + 1, cos_sin, cos_sin + half, half, 2);
+}

@@ -1,0 +1,48 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Elements of the narrow caches as tables of 16-bit words, for kernels that unpack by permutation. */
+#include "cpu_attn.h"
+#include "half.h"
+
+#define KINDS (CA_CACHE_DTYPES - CA_DTYPES)
+/* binary16, bfloat16; the bytes of bfloat16, low ones first: written once, when the library loads */
+static uint16_t words[KINDS][2][128];
+static uint8_t bytes[KINDS][2][128];
+
+static float value(int kv_dtype, int i) {
+    switch (kv_dtype) {
+    case CA_E4M3:
+        return ca_as_float(ca_from_e4m3((uint8_t)i));
+    case CA_E5M2:
+        return ca_as_float(ca_from_e5m2((uint8_t)i));
+    case CA_I8:
+        return (float)i;
+    default:
+        return (float)(i % 16 - 8);
+    }
+}
+
+__attribute__((constructor)) static void fill(void) {
+    for (int kind = 0; kind < KINDS; kind++)
+        for (int i = 0; i < 128; i++) {
+            words[kind][0][i] = ca_to_f16(value(CA_DTYPES + kind, i));
+            words[kind][1][i] = ca_to_bf16(value(CA_DTYPES + kind, i));
+            bytes[kind][0][i] = words[kind][1][i] & 0xff;
+            bytes[kind][1][i] = (uint8_t)(words[kind][1][i] >> 8);
+        }
+}
+
+float ca_scaled_element(int layout, int kv_dtype, int64_t head_size, int value, const char *block, int64_t block_size,
+                        int64_t token, int64_t d) {
+    const ca_group_form f = ca_group_form_of(layout, kv_dtype, head_size, value);
+    const int64_t group = token / CA_LANES, lane = token % CA_LANES, s = d / ca_scale_elements(kv_dtype, head_size);
+    const int64_t at = value ? ca_v_offset(layout, lane, d, head_size) : ca_k_offset(layout, lane, d, head_size);
+    const uint8_t *data = (const uint8_t *)block + group * f.bytes;
+    int x = kv_dtype == CA_I8 ? data[at] : (data[ca_i4_byte(at)] >> ca_i4_shift(at) & 15) - 8;
+    uint16_t scale;
+    memcpy(&scale, block + ca_scales_at(&f, block_size, group) + (s * CA_LANES + lane) * 2, 2);
+    return (float)(x < 128 ? x : 128 - x) * ca_from_bf16(scale);
+}
+
+const uint16_t *ca_narrow_words(int kv_dtype, int bf16) { return words[kv_dtype - CA_DTYPES][bf16]; }
+
+const uint8_t *ca_narrow_bytes(int kv_dtype) { return bytes[kv_dtype - CA_DTYPES][0]; }

@@ -1,0 +1,85 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Queries and keys rotated on their way: queries to where the caller wants them, keys into the cache. A run of keys is
+ * rotated into a stage, whose rows the cache write takes for the caller's (native/cache.c): layouts and quantised
+ * caches are its affair alone. */
+#include "cpu_attn.h"
+#include <stdlib.h>
+
+static char *row_of(const ca_rows *rows, int64_t t, int64_t head, int dtype) {
+    return (char *)rows->data + (t * rows->stride_t + head * rows->stride_h) * ca_dtype_size(dtype);
+}
+
+/* cos, then sin, of token t as float32. */
+static const float *cos_sin_of(const ca_rotary *r, int64_t t, float *wide) {
+    const char *row =
+        (const char *)r->cos_sin.data + r->positions[t] * r->cos_sin.stride_t * ca_dtype_size(r->cos_sin_dtype);
+    if (r->cos_sin_dtype == CA_F32)
+        return (const float *)row;
+    r->kernel->widen_row(row, r->rot_dim, 1.0f, wide);
+    return wide;
+}
+
+/* What a thread works in: a head, a row of cos_sin_cache, 16 tokens of all kv heads. */
+typedef struct room {
+    float *head, *cos_sin;
+    char *stage;
+} room;
+
+static int64_t divide(const ca_rotary *r, char *base, room *out) {
+    int64_t head = ca_round_up(r->head_size * 4, 64), cos_sin = ca_round_up(r->rot_dim * 4, 64);
+    int64_t stage = r->num_kv_heads * CA_LANES * r->head_size * ca_dtype_size(r->dtype);
+    *out = (room){(float *)base, (float *)(base + head), base + head + cos_sin};
+    return head + cos_sin + ca_round_up(stage, 64);
+}
+
+static room room_of(const ca_rotary *r, int thread) {
+    room found;
+    divide(r, r->memory + thread * r->thread_bytes, &found);
+    return found;
+}
+
+/* A weight as float32: itself, or widened to `wide`. */
+static const float *widened(const ca_rotary *r, const ca_array *weight, float *wide) {
+    if (!weight->itemsize || weight->dtype == CA_F32)
+        return (const float *)weight->address;
+    r->kernel->widen_row((const void *)weight->address, r->head_size, 1.0f, wide);
+    return wide;
+}
+
+int ca_rotary_begin(ca_rotary *r, int team) {
+    room unused;
+    int64_t weight = ca_round_up(r->head_size * 4, 64);
+    r->thread_bytes = divide(r, NULL, &unused);
+    r->memory = aligned_alloc(64, (size_t)(team * r->thread_bytes + 2 * weight));
+    if (!r->memory)
+        return CA_NO_MEMORY;
+    char *weights = r->memory + team * r->thread_bytes;
+    r->q_weight = widened(r, r->weights, (float *)weights);
+    r->k_weight = widened(r, r->weights + 1, (float *)(weights + weight));
+    return CA_OK;
+}
+
+void ca_rotary_end(ca_rotary *r) { free(r->memory); }
+
+void ca_rotate_queries(const ca_rotary *r, int thread, int team) {
+    room at = room_of(r, thread);
+    int64_t end = r->num_tokens * (thread + 1) / team;
+    for (int64_t t = r->num_tokens * thread / team; t < end; t++) {
+        const float *cos_sin = cos_sin_of(r, t, at.cos_sin);
+        for (int h = 0; h < r->num_heads; h++)
+            r->kernel->rotate(r, r->q_weight, cos_sin, row_of(&r->query, t, h, r->dtype), at.head,
+                              row_of(&r->query_out, t, h, r->dtype));
+    }
+}
+
+ca_rows ca_rotate_keys(const ca_rotary *r, int thread, int head0, int head1, int64_t t, int n) {
+    room at = room_of(r, thread);
+    ca_rows staged = {at.stage, r->head_size, CA_LANES * r->head_size};
+    for (int i = 0; i < n; i++) {
+        const float *cos_sin = cos_sin_of(r, t + i, at.cos_sin);
+        for (int h = head0; h < head1; h++)
+            r->kernel->rotate(r, r->k_weight, cos_sin, row_of(&r->key, t + i, h, r->dtype), at.head,
+                              row_of(&staged, i, h, r->dtype));
+    }
+    return staged;
+}
