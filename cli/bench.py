@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 import cpu_attn
+from cpu_attn._check import kv_cache_layout as layout_of
 from cpu_attn._check import kv_dtypes
 from cpu_attn.cli import contest, plot, report
 from cpu_attn.cli.info import cpu, onednn
@@ -163,7 +164,7 @@ def _undisturbed(threads: int) -> Iterator[None]:
 
 def _always(workloads: Sequence[Workload], dtypes: Sequence[str]) -> list[Limit]:
     """The best of this machine, whoever reaches for it; memory where no workload says how much."""
-    kinds = {w.kind for w in workloads}
+    kinds = {w.kind for w in workloads if not w.latent_rank}
     found = [limit for d in dtypes for matrix in (True, False) for limit in products(best_isa(d, matrix), d)]
     found += [Limit("read_gbps", num_bytes=DEFAULT_BYTES)] if "decode" not in kinds else []
     found += [Limit("memcpy_gbps", num_bytes=DEFAULT_BYTES)] if "write" not in kinds else []
@@ -196,6 +197,7 @@ def _result(row: contest.Contestant, runs: list[float], threads: int) -> dict[st
         "isa": row.isa,
         "dtype": step.dtype,
         "kv_cache_dtype": step.kv_cache_dtype,
+        "kv_cache_layout": step.kv_cache_layout,
         "threads": threads,
         "seconds_min": best,
         "seconds_median": statistics.median(runs),
@@ -303,6 +305,13 @@ FILE = click.Path(dir_okay=False, path_type=Path)
     help="fp8_e4m3, fp8_e5m2, int8, int4, or two of them as K/V. Repeatable.",
 )
 @click.option(
+    "--kv-cache-layout",
+    type=click.Choice(["packed", "HND", "NHD"]),
+    default="packed",
+    show_default=True,
+    help="Packed by the isa, or rows as others own them; mla has NHD instead of packed.",
+)
+@click.option(
     "--block-size",
     type=click.IntRange(1),
     default=128,
@@ -324,6 +333,7 @@ def bench(
     isa: tuple[str, ...],
     dtype: tuple[str, ...],
     kv_cache_dtype: tuple[str, ...],
+    kv_cache_layout: str,
     block_size: int,
     threads: int | None,
     repeat: int | None,
@@ -350,13 +360,17 @@ def bench(
     engines = {(i, d): engines_here(engine, rival, i, d) for i in dict.fromkeys(isa) for d in dict.fromkeys(dtype)}
     for kind, d in product(kv_cache_dtype, dict.fromkeys(dtype)):
         try:
-            kv_dtypes(kind, d)
+            for layout in {kv_cache_layout, *("NHD" for w in workloads if w.latent_rank)}:
+                layout_of(layout, kv_dtypes(kind, d))
         except ValueError as error:
             raise click.UsageError(f"--kv-cache-dtype {kind}: {error}") from None
         refuse_idle(workloads, engines, kind)
+    if kv_cache_layout != "packed" and any(w.rotary for w in workloads):
+        raise click.UsageError(f"--kv-cache-layout {kv_cache_layout}: rotary_reshape_and_cache writes packed caches")
     if plot_to:
         plot.check(plot_to, {w.kind for w in workloads})
-    caches = [{"block_size": block_size, "kv_cache_dtype": kind} for kind in dict.fromkeys(kv_cache_dtype)]
+    cache = {"block_size": block_size, "kv_cache_layout": kv_cache_layout}
+    caches = [{**cache, "kv_cache_dtype": kind} for kind in dict.fromkeys(kv_cache_dtype)]
     found = run(workloads, engines, threads or cpu_attn.get_num_threads(), repeat, caches)
     if then:
         found["comparison"] = report.compare(then, found)

@@ -76,11 +76,15 @@ def contestants(step: Step, engines: Sequence[str]) -> Iterator[Contestant]:
 
 def _limits(step: Step, engine: str, isa: str | None) -> list[Limit]:
     num_bytes = max(step.workload.kv_bytes(step.itemsize), LEAST_BYTES)
-    if step.workload.kind == "decode":
+    if step.workload.kind == "decode" and not step.workload.latent_rank:
         return [Limit("read_gbps", num_bytes=num_bytes)]
     if step.workload.kind == "write":
         return [Limit("memcpy_gbps", num_bytes=num_bytes)]
-    if step.workload.kind in ("prefill", "cascade"):
+    if step.workload.kind in (
+        "prefill",
+        "decode",
+        "cascade",
+    ):  # latent rows serve so many heads that products limit them
         if engine != "native":
             isa = best_isa(step.dtype, _uses_matrix(engine, step.dtype))
         return products(isa, step.dtype)
@@ -105,6 +109,7 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
         tokens = (*step.key_value(0), step.cache.key_cache, step.cache.value_cache, step.slots(0))
         how: Any = {"isa": plan.isa, "kv_cache_dtype": step.kv_cache_dtype}
         if not step.workload.rotary:
+            how["kv_cache_layout"] = step.kv_cache_layout
             return partial(cpu_attn.reshape_and_cache, *tokens, **how), None, plan.isa
         turns = (np.arange(len(step.query)), step.cos_sin_cache)
         return partial(cpu_attn.rotary_reshape_and_cache, step.query, *tokens, *turns, **how), None, plan.isa

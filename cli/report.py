@@ -20,6 +20,7 @@ RESULT_FIELDS = (
     "isa",
     "dtype",
     "kv_cache_dtype",
+    "kv_cache_layout",
     "threads",
     "seconds_min",
     "seconds_median",
@@ -30,7 +31,7 @@ RESULT_FIELDS = (
     "fraction_of_limit",
     "workspace_bytes",
 )
-SAME = ("workload", "engine", "isa", "dtype", "kv_cache_dtype")  # what makes two results comparable
+SAME = ("workload", "engine", "isa", "dtype", "kv_cache_dtype", "kv_cache_layout")  # what makes two results comparable
 MACHINE = ("brand", "vendor", "family", "model", "stepping", "cpus", "amx_permission")
 
 

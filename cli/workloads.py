@@ -44,6 +44,11 @@ class Workload:
     selected: float | None = None
     shared: int = 0
     no_cascade: bool = False
+    latent_rank: int = 0  # not 0: V is the first so many columns of K (MLA)
+
+    @property
+    def head_size_v(self) -> int:
+        return self.latent_rank or self.head_size
 
     @property
     def attends(self) -> bool:
@@ -60,14 +65,14 @@ class Workload:
 
     @property
     def flops(self) -> int:
-        """2 * D for q.k and 2 * D for p*v, for each (query head, query, key) that the mask leaves."""
+        """2 * D for q.k and 2 * Dv for p*v, for each (query head, query, key) that the mask leaves."""
         pairs = 0
         for q_len, kv_len in self.lens:
             seen = np.arange(kv_len - q_len + 1, kv_len + 1)  # keys up to each query's own
             if self.tree:
                 seen = kv_len - q_len + BINARY(q_len).sum(axis=1)
             pairs += int(seen.sum() if self.sliding_window < 0 else np.minimum(seen, self.sliding_window).sum())
-        return int(4 * self.head_size * self.num_heads * pairs * self._share)
+        return int(2 * (self.head_size + self.head_size_v) * self.num_heads * pairs * self._share)
 
     @property
     def _share(self) -> float:
@@ -79,7 +84,7 @@ class Workload:
         keys = kv_lens
         if self.sliding_window >= 0:
             keys = np.minimum(kv_lens, q_lens - 1 + self.sliding_window)
-        heads = 2 * self.num_kv_heads + (self.num_heads if self.rotary else 0)
+        heads = self.num_kv_heads * (1 if self.latent_rank else 2) + (self.num_heads if self.rotary else 0)
         own = np.minimum(keys, kv_lens - self.shared)
         return int(int(own.sum() + (keys - own).max()) * heads * self.head_size * itemsize * self._share)
 
@@ -93,6 +98,7 @@ def _various(num_reqs: int, low: int, high: int) -> tuple[tuple[int, int], ...]:
     return tuple((1, int(s)) for s in np.random.default_rng(SEED).integers(low, high + 1, num_reqs))
 
 
+MLA: dict[str, Any] = {"num_kv_heads": 1, "head_size": 576, "latent_rank": 512}  # DeepSeek's
 MIXED = ((992, 2456), (1, 1234), (98, 1145), (1, 4162), (2345, 2345))
 WORKLOADS = {
     name: Workload(name, **shape)
@@ -110,6 +116,8 @@ WORKLOADS = {
         "decode-64x512": _same("decode", 64, 1, 512),
         "decode-16x4k-mha": _same("decode", 16, 1, 4096, num_heads=16, num_kv_heads=16),
         "decode-8x8k-d64": _same("decode", 8, 1, 8192, num_heads=64, head_size=64),
+        "mla-8x4k-h16": _same("decode", 8, 1, 4096, num_heads=16, **MLA),
+        "mla-8x4k-h128": _same("decode", 8, 1, 4096, num_heads=128, **MLA),
         "tree-8x8k": _same("decode", 8, 8, 8192, tree=True),
         "tree-16x4k-mha": _same("decode", 16, 8, 4096, num_heads=16, num_kv_heads=16, tree=True),
         "select-1x64k": _same("decode", 1, 1, 65536, selected=1 / 16),
@@ -123,7 +131,8 @@ WORKLOADS = {
 }
 GROUPS = {
     "prefill": [w for w in WORKLOADS.values() if w.kind == "prefill"],
-    "decode": [w for w in WORKLOADS.values() if w.kind == "decode"],
+    "decode": [w for w in WORKLOADS.values() if w.kind == "decode" and not w.latent_rank],
+    "mla": [w for w in WORKLOADS.values() if w.latent_rank],
     "cascade": [w for w in WORKLOADS.values() if w.kind == "cascade"],
     "all": list(WORKLOADS.values()),
 }
@@ -138,10 +147,13 @@ class Step:
     dtype: str
     block_size: int = 16
     kv_cache_dtype: str = "auto"
+    kv_cache_layout: str = "packed"
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(SEED))
 
     def __post_init__(self) -> None:
         w = self.workload
+        if w.latent_rank and self.kv_cache_layout == "packed":
+            self.kv_cache_layout = "NHD"
         q_lens, kv_lens = np.array(w.lens, np.int64).T
         self.query_start_loc = np.concatenate([[0], q_lens.cumsum()]).astype(np.int32)
         self.seq_lens = kv_lens.astype(np.int32)
@@ -189,7 +201,7 @@ class Step:
 
     @cached_property
     def output(self) -> NDArray[Any]:
-        return np.empty_like(self.query)
+        return np.empty((*self.query.shape[:2], self.workload.head_size_v), self.query.dtype)
 
     @cached_property
     def cache(self) -> cpu_attn.PagedKVCache:
@@ -202,11 +214,24 @@ class Step:
             w.head_size,
             self.dtype,
             self.isa,
+            head_size_v=w.head_size_v,
             kv_cache_dtype=self.kv_cache_dtype,
+            kv_cache_layout=self.kv_cache_layout,
         )
+        if w.latent_rank:
+            cache.value_cache = cache.key_cache[..., : w.latent_rank]
         for r in range(len(self.seq_lens)) if w.kind != "write" else ():
-            cache.update(*self.key_value(r), self.slots(r))
+            self._fill(cache, r)
         return cache
+
+    def _fill(self, cache: cpu_attn.PagedKVCache, r: int) -> None:
+        (key, value), rank = self.key_value(r), self.workload.latent_rank
+        if not rank:
+            cache.update(key, value, self.slots(r))
+            return
+        halves = (key[..., :rank], key[..., rank:], cache.value_cache, cache.key_cache[..., rank:], self.slots(r))
+        how: Any = {"kv_cache_dtype": self.kv_cache_dtype, "kv_cache_layout": self.kv_cache_layout}
+        cpu_attn.reshape_and_cache(*halves, **how)
 
     @property
     def cos_sin_cache(self) -> NDArray[np.float32]:
@@ -247,6 +272,8 @@ class Step:
             sliding_window=w.sliding_window,
             isa=self.isa,
             kv_cache_dtype=self.kv_cache_dtype,
+            head_size_v=w.head_size_v,
+            kv_cache_layout=self.kv_cache_layout,
             engine=engine,
             **self.masks,
             block_table=self.block_table if told else None,
@@ -271,6 +298,7 @@ class Step:
             "softcap": w.softcap,
             "s_aux": self.s_aux if w.sinks else None,
             "kv_cache_dtype": self.kv_cache_dtype,
+            "kv_cache_layout": self.kv_cache_layout,
             "selected_blocks": self.selected_blocks,
         }
 

@@ -12,6 +12,7 @@ from cpu_attn.backend import (
 )
 from cpu_attn.cache import PagedKVCache
 from cpu_attn.layout import CacheDescriptor, StoredCache, convert
+from cpu_attn.mla import attention_mla, concat_and_cache_mla
 from cpu_attn.ops import attention_with_kv_cache, merge_states, reshape_and_cache
 from cpu_attn.paged_attention import OneDNNPagedAttention, PagedAttention
 from cpu_attn.pages import score_pages, select_pages, update_page_bounds
@@ -33,7 +34,9 @@ __all__ = [
     "SchedulerMetadata",
     "StoredCache",
     "UnavailableError",
+    "attention_mla",
     "attention_with_kv_cache",
+    "concat_and_cache_mla",
     "convert",
     "engines",
     "get_kv_cache_shape",

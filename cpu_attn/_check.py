@@ -20,6 +20,7 @@ from cpu_attn._native import ffi, lib
 INT32_MAX = 2**31 - 1
 MAX_SIZE = 2**16  # of heads and head sizes: keeps every product of sizes within int64
 FLOATS = ("float32", "float16", "bfloat16")
+LAYOUTS = {"packed": lib.CA_PACKED, "HND": lib.CA_HND, "NHD": lib.CA_NHD}  # the last two: vLLM's names
 # What a narrow cache holds: vLLM's names and ours, what they mean, and the dtypes that its memory may have.
 NARROW = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "int8": "int8", "int4": "int4"}
 MEMORY = {
@@ -110,6 +111,22 @@ def same_kv_dtypes(plan: Any, kv_cache_dtype: Any) -> None:
     if kv_dtypes(kv_cache_dtype, plan.dtype) != plan.kv_dtypes:
         made_for = "/".join(dict.fromkeys(plan.kv_dtypes))
         raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r}, scheduler_metadata was made for {made_for}")
+
+
+def kv_cache_layout(x: Any, kvs: Sequence[str] = ()) -> str:
+    """kvs: what the caches are to hold, as kv_dtypes says it."""
+    if not isinstance(x, str) or x not in LAYOUTS:
+        raise ValueError(f"kv_cache_layout: {x!r} is none of {', '.join(LAYOUTS)}")
+    for kv in kvs:
+        if x != "packed" and kv in ("int8", "int4"):
+            raise ValueError(f"kv_cache_layout: {x!r} holds no {kv}")
+    return x
+
+
+def same_kv_cache_layout(plan: Any, layout: Any) -> None:
+    if layout != plan.kv_cache_layout:
+        kv_cache_layout(layout)
+        raise ValueError(f"kv_cache_layout: {layout!r}, scheduler_metadata was made for {plan.kv_cache_layout!r}")
 
 
 def memory(kv: str) -> tuple[str, ...]:
@@ -288,16 +305,39 @@ def pointer(kind: str, a: Array | np.ndarray[Any, Any] | None) -> Any:
 
 
 def cache(
-    name: str, x: Any, kv: str, num_kv_heads: int | None, num_blocks: int | None, block_size: int | None
+    name: str,
+    x: Any,
+    kv: str,
+    num_kv_heads: int | None,
+    num_blocks: int | None,
+    block_size: int | None,
+    layout: str = "packed",
 ) -> Array:
-    """A cache [N, Hkv, B, width]: a block of one head is dense, the strides of N and Hkv are free."""
+    """A cache [N, Hkv, B, width], or [N, B, Hkv, D] (NHD). Strides are free; a packed block of a head is dense."""
     axes = [("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads), ("block_size", block_size), ("width", None)]
+    if layout == "NHD":
+        axes[1], axes[2] = axes[2], axes[1]
     a = array(name, x, memory(kv), axes)
-    if a.shape[2] < 1:
+    if cache_sizes(a.shape, layout)[2] < 1:
         raise ValueError(f"{name}: block_size is 0, expected at least 1")
-    if a.size and a.shape[2] > 1 and a.strides[2] != a.shape[3]:
+    if layout == "packed" and a.size and a.shape[2] > 1 and a.strides[2] != a.shape[3]:
         raise ValueError(f"{name}: axis 2 has stride {a.strides[2]}, expected {a.shape[3]}: a block must be dense")
     return a
+
+
+def caches(
+    key_cache: Any, value_cache: Any, kvs: Sequence[str], num_kv_heads: int | None, layout: str
+) -> tuple[Array, Array]:
+    """Both, of the same sizes but for the last axis."""
+    k = cache("key_cache", key_cache, kvs[0], num_kv_heads, None, None, layout)
+    num_blocks, num_kv_heads, block_size = cache_sizes(k.shape, layout)
+    return k, cache("value_cache", value_cache, kvs[1], num_kv_heads, num_blocks, block_size, layout)
+
+
+def cache_sizes(axes: Sequence[int], layout: str) -> tuple[int, int, int]:
+    """Of a cache's shape num_blocks, num_kv_heads and block_size; of its strides theirs."""
+    n, h, b = axes[:3]
+    return (n, b, h) if layout == "NHD" else (n, h, b)
 
 
 def pages(arrays: Sequence[Any], shapes: Sequence[tuple[int, ...]], kvs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
@@ -321,7 +361,11 @@ def width(isa: int, dtype: int, kv: str, block_size: int, head_size: int) -> int
     return -(-max(map(int, sizes)) // block_size)
 
 
-def cache_width(name: str, a: Array, isa: int, dtype: int, kv: str, head_size: int) -> None:
+def cache_width(name: str, a: Array, isa: int, dtype: int, kv: str, head_size: int, layout: str = "packed") -> None:
+    if layout != "packed":
+        if a.shape[3] != head_size:
+            raise ValueError(f"{name}: axis 3 is {a.shape[3]}, expected head_size = {head_size} in layout {layout}")
+        return
     expected = width(isa, dtype, kv, a.shape[2], head_size)
     if a.shape[3] != expected:
         raise ValueError(
@@ -379,11 +423,10 @@ def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array |
         starts, lens, flags = lengths(plan.num_reqs, starts, lens, flags)
     q = array("query", query, [dtype], [tokens, heads, ("head_size", shape.head_size)])
     out = writable("output", array("output", output, [dtype], [tokens, heads, ("head_size_v", shape.head_size_v)]))
-    k_dtype, v_dtype = plan.kv_dtypes
-    kc = cache("key_cache", key_cache, k_dtype, shape.num_kv_heads, None, None)
-    vc = cache("value_cache", value_cache, v_dtype, shape.num_kv_heads, kc.shape[0], kc.shape[2])
-    cache_width("key_cache", kc, shape.isa, shape.dtype, k_dtype, shape.head_size)
-    cache_width("value_cache", vc, shape.isa, shape.dtype, v_dtype, shape.head_size_v)
+    (k_dtype, v_dtype), layout = plan.kv_dtypes, plan.kv_cache_layout
+    kc, vc = caches(key_cache, value_cache, plan.kv_dtypes, shape.num_kv_heads, layout)
+    cache_width("key_cache", kc, shape.isa, shape.dtype, k_dtype, shape.head_size, layout)
+    cache_width("value_cache", vc, shape.isa, shape.dtype, v_dtype, shape.head_size_v, layout)
     found: list[Array | None] = [
         out,
         None if lse is None else writable("lse", array("lse", lse, ["float32"], [heads, tokens])),
@@ -402,7 +445,9 @@ def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array |
     return found
 
 
-def write(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[Array | None], int, tuple[str, ...]]:
+def write(
+    arrays: Sequence[Any], isa: str, kv_cache_dtype: Any, layout: str = "packed"
+) -> tuple[list[Array | None], int, tuple[str, ...]]:
     """``arrays`` as WRITE names them, of shapes and dtypes that fit one another, the index of the isa, and what the
     caches hold."""
     key_cache, value_cache, key, value, slot_mapping = arrays
@@ -414,10 +459,10 @@ def write(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[Ar
     integer("key: num_kv_heads", heads, 1, MAX_SIZE)
     k_dtype, v_dtype = kvs = kv_dtypes(kv_cache_dtype, k.dtype)
     resolved, code = _dispatch.resolve_isa(isa, k.dtype, head_size), _dispatch.DTYPE_CODES[k.dtype]
-    kc = writable("key_cache", cache("key_cache", key_cache, k_dtype, heads, None, None))
-    vc = writable("value_cache", cache("value_cache", value_cache, v_dtype, heads, kc.shape[0], kc.shape[2]))
-    cache_width("key_cache", kc, resolved.index, code, k_dtype, head_size)
-    cache_width("value_cache", vc, resolved.index, code, v_dtype, v.shape[2])
+    kv_cache_layout(layout, kvs)
+    kc, vc = caches(key_cache, value_cache, kvs, heads, layout)
+    cache_width("key_cache", writable("key_cache", kc), resolved.index, code, k_dtype, head_size, layout)
+    cache_width("value_cache", writable("value_cache", vc), resolved.index, code, v_dtype, v.shape[2], layout)
     found: list[Array | None] = [kc, vc, k, v, array("slot_mapping", slot_mapping, ["int64"], [("T", tokens)])]
     apart(WRITE, found, 2)
     return found, resolved.index, kvs

@@ -26,6 +26,7 @@ class PagedKVCache:
     ``value_cache`` are the raw arrays for :func:`reshape_and_cache` and :func:`attention_with_kv_cache`; ``isa`` is
     resolved and ``layout`` names what lies inside, so that a plan for another layout or dtype is refused; all of that
     is ``descriptor``, which goes with the memory into files and to other machines.
+    kv_cache_layout: ``packed``, or ``HND`` or ``NHD``: plain rows, slower to read, for whoever shares the memory.
 
     >>> cache = PagedKVCache(64, 16, num_kv_heads=8, head_size=128, dtype="bfloat16")
     >>> cache.update(key, value, slot_mapping)
@@ -46,6 +47,7 @@ class PagedKVCache:
         kv_cache_dtype: str = "auto",
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        kv_cache_layout: str = "packed",
     ) -> None:
         name = dtype_name(dtype)
         head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
@@ -55,9 +57,12 @@ class PagedKVCache:
         resolved = _dispatch.resolve_isa(isa, name, head_size)
         kvs = _check.kv_dtypes(kv_cache_dtype, name)
         shapes = [
-            get_kv_cache_shape(num_blocks, block_size, num_kv_heads, size, name, resolved.name, kv)
+            get_kv_cache_shape(
+                *(num_blocks, block_size, num_kv_heads, size, name, resolved.name, kv), kv_cache_layout=kv_cache_layout
+            )
             for size, kv in zip((head_size, head_size_v), kvs, strict=True)
         ]
+        num_blocks, num_kv_heads, block_size = _check.cache_sizes(shapes[0], kv_cache_layout)
         scales = _check.scales(k_scale, v_scale, kvs)
         layout = layout_of(resolved.index, name)
         assert layout is not None
@@ -65,9 +70,9 @@ class PagedKVCache:
             layout=layout,
             dtype=name,
             kv_cache_dtype=kv_cache_dtype,
-            num_blocks=shapes[0][0],
-            block_size=shapes[0][2],
-            num_kv_heads=shapes[0][1],
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
             head_size=head_size,
             head_size_v=head_size_v,
             k_scale=scales[0],
@@ -75,13 +80,24 @@ class PagedKVCache:
             isa=resolved.name,
         )
         self._hold(descriptor, *(aligned_zeros(x, memory_dtype(kv)) for x, kv in zip(shapes, kvs, strict=True)))
+        if kv_cache_layout != "packed":
+            self.layout = self.kv_cache_layout = kv_cache_layout
 
     def _hold(self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any) -> None:
-        d = self.descriptor = descriptor
+        d = self._descriptor = descriptor
+        self.kv_cache_layout = "packed"
         self.layout, self.isa, self.dtype, self.kv_cache_dtype = d.layout, d.isa, DTYPES[d.dtype], d.kv_cache_dtype
         self.num_blocks, self.block_size, self.num_kv_heads = d.num_blocks, d.block_size, d.num_kv_heads
         self.head_size, self.head_size_v, self.k_scale, self.v_scale = d.head_size, d.head_size_v, d.k_scale, d.v_scale
         self.key_cache, self.value_cache = key_cache, value_cache
+
+    @property
+    def descriptor(self) -> CacheDescriptor:
+        """What goes with the memory; ValueError for a plain layout, which has none, so that it is neither saved nor
+        converted."""
+        if self.kv_cache_layout != "packed":
+            raise ValueError(f"kv_cache_layout: {self.kv_cache_layout!r} has no descriptor, only packed caches have")
+        return self._descriptor
 
     @classmethod
     def open(cls, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any, isa: str = "auto") -> PagedKVCache:
@@ -121,7 +137,10 @@ class PagedKVCache:
         self._same_sizes("key", key, self.head_size)
         self._same_sizes("value", value, self.head_size_v)
         scales = self.k_scale, self.v_scale, self.kv_cache_dtype
-        ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, slot_mapping, self.isa, *scales)
+        ops.reshape_and_cache(
+            *(key, value, self.key_cache, self.value_cache, slot_mapping, self.isa, *scales),
+            kv_cache_layout=self.kv_cache_layout,
+        )
 
     def _same_sizes(self, name: str, x: Any, head_size: int) -> None:
         _check.array(
@@ -135,6 +154,7 @@ class PagedKVCache:
         """Plain K [seq_len, Hkv, D] and V [seq_len, Hkv, Dv] of one request; block_table: int32 [M], its blocks.
         As they are stored; ``int8`` and ``int4`` in float32, times their scales."""
         common: Any = {"isa": self.isa, "dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype}
+        common["kv_cache_layout"] = self.kv_cache_layout
         return (
             ops.gather(self.key_cache, block_table, seq_len, self.head_size, value=False, **common),
             ops.gather(self.value_cache, block_table, seq_len, self.head_size_v, value=True, **common),
@@ -178,6 +198,7 @@ class PagedKVCache:
             head_size_v=self.head_size_v,
             block_table=block_table,
             block_size=None if block_table is None else self.block_size,
+            kv_cache_layout=self.kv_cache_layout,
             **options,
         )
 
@@ -201,7 +222,9 @@ class PagedKVCache:
         """
         if str(_check.plan("plan", plan).dtype) != str(self.dtype):
             raise ValueError(f"plan: made for {plan.dtype}, this cache takes {self.dtype}")
-        if plan.isa != self.isa and layout_of(plan._shape.isa, str(self.dtype)) != self.layout:
+        _check.same_kv_cache_layout(plan, self.kv_cache_layout)
+        packed = self.kv_cache_layout == "packed"
+        if packed and plan.isa != self.isa and layout_of(plan._shape.isa, str(self.dtype)) != self.layout:
             raise ValueError(f"plan: made for isa {plan.isa}, which does not read {self.layout}")
         _check.same_kv_dtypes(plan, self.kv_cache_dtype)
         if output is None:

@@ -83,8 +83,9 @@ class Tree:
 
 @dataclass(frozen=True)
 class Step:
-    """One call's arguments, checked, as NumPy views. sees [T, 2]: first key of a token and the one after its last;
-    position [T]: where a token itself stands among its request's keys; chosen [R, Hkv, M]: blocks that count."""
+    """One call's arguments, checked, as NumPy views; caches [N, Hkv, B, width], so that kv_cache_layout is never NHD.
+    sees [T, 2]: first key of a token and the one after its last; position [T]: where a token itself stands among its
+    request's keys; chosen [R, Hkv, M]: blocks that count."""
 
     query: Array
     key_cache: Array
@@ -103,6 +104,7 @@ class Step:
     sees: Array
     tree: Tree | None
     chosen: Array
+    kv_cache_layout: str
 
     @property
     def group(self) -> int:
@@ -135,6 +137,7 @@ def attention(
     document_start_loc: Mapping[int, Sequence[int]] | None = None,
     tree_mask: Any = None,
     selected_blocks: Any = None,
+    kv_cache_layout: str = "packed",
 ) -> Any:
     """:func:`cpu_attn.attention_with_kv_cache` without a plan: same arguments, shapes, dtypes, meaning and errors.
 
@@ -153,6 +156,7 @@ def attention(
         isa,
         selected_blocks,
         {"mm_prefix_range": mm_prefix_range, "document_start_loc": document_start_loc, "tree_mask": tree_mask},
+        kv_cache_layout,
     )
     result, result_lse = _every_request(step)
     out.numpy()[...] = result
@@ -240,7 +244,7 @@ def _chunks(step: Step, r: int, sees: Array) -> Iterator[tuple[Array, Array, Arr
     block_size, start, end = step.key_cache.shape[2], int(sees[:, 0].min()), int(sees[:, 1].max())
     seen = np.arange(start // block_size, -(-end // block_size))
     blocks, at_once = seen[step.chosen[r][:, seen].any(axis=0)], max(1, KEYS // block_size)
-    common: Any = {"isa": step.isa, "dtype": step.query.dtype}
+    common: Any = {"isa": step.isa, "dtype": step.query.dtype, "kv_cache_layout": step.kv_cache_layout}
     for some in (blocks[i : i + at_once] for i in range(0, len(blocks), at_once)):
         keys = (some[:, None] * block_size + np.arange(block_size)).reshape(-1)
         keys, pages = keys[keys < end], step.block_table[r, some]
@@ -314,31 +318,34 @@ def _checked(
     isa: str,
     selected_blocks: Any,
     masks: dict[str, Any],
+    kv_cache_layout: str,
 ) -> tuple[Step, Memory, Memory | None]:
     q = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
     kvs = _check.kv_dtypes(kv_cache_dtype, q.dtype)
-    kc = _check.cache("key_cache", key_cache, kvs[0], None, None, None)
-    vc = _check.cache("value_cache", value_cache, kvs[1], kc.shape[1], kc.shape[0], kc.shape[2])
+    layout = _check.kv_cache_layout(kv_cache_layout, kvs)
+    kc, vc = _check.caches(key_cache, value_cache, kvs, None, layout)
+    num_blocks, num_kv_heads, block_size = _check.cache_sizes(kc.shape, layout)
     table = _check.array("block_table", block_table, ["int32"], [("num_reqs", None), ("blocks", None)])
     (tokens, num_heads, head_size), num_reqs = q.shape, table.shape[0]
     out = _check.array("output", output, [q.dtype], [("T", tokens), ("num_heads", num_heads), ("head_size_v", None)])
     log = None if lse is None else _check.array("lse", lse, ["float32"], [("num_heads", num_heads), ("T", tokens)])
     plan = get_scheduler_metadata(
-        *(num_reqs, num_heads, kc.shape[1], head_size, seq_lens, q.dtype, query_start_loc, causal, sliding_window),
+        *(num_reqs, num_heads, num_kv_heads, head_size, seq_lens, q.dtype, query_start_loc, causal, sliding_window),
         isa=isa,
         kv_cache_dtype=kv_cache_dtype,
         dynamic_causal=dynamic_causal,
         head_size_v=out.shape[2],
         engine="reference",
         **masks,
+        kv_cache_layout=layout,
     )
     if plan.num_tokens != tokens:
         raise ValueError(f"query: axis 0 is {tokens}, expected query_start_loc[-1] = {plan.num_tokens}")
     for name, cache, kv, size in (("key_cache", kc, kvs[0], head_size), ("value_cache", vc, kvs[1], out.shape[2])):
-        _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, kv, size)
+        _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, kv, size, layout)
     starts, lens, flags = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
-    selected = _check.selected_blocks(selected_blocks, num_reqs, kc.shape[1])
-    _check.block_table(plan, table, kc.shape[0], kc.shape[2], selected)
+    selected = _check.selected_blocks(selected_blocks, num_reqs, num_kv_heads)
+    _check.block_table(plan, table, num_blocks, block_size, selected)
     inputs: dict[str, Memory | None] = {"query": q, "key_cache": kc, "value_cache": vc, "block_table": table}
     inputs |= {"query_start_loc": starts, "seq_lens": lens, "dynamic_causal": flags, "selected_blocks": selected}
     _check.disjoint("output", _check.writable("output", out), inputs)
@@ -357,8 +364,8 @@ def _checked(
     sinks = _check.small_floats("s_aux", s_aux, _check.FLOATS, num_heads)
     step = Step(
         query=q.numpy(),
-        key_cache=kc.numpy().view(DTYPES[_check.memory(kvs[0])[0]]),
-        value_cache=vc.numpy().view(DTYPES[_check.memory(kvs[1])[0]]),
+        key_cache=_heads_first(kc, kvs[0], layout),
+        value_cache=_heads_first(vc, kvs[1], layout),
         kv_dtypes=kvs,
         head_size_v=out.shape[2],
         query_start_loc=starts.numpy(),
@@ -372,6 +379,12 @@ def _checked(
         position=position,
         sees=sees,
         tree=tree,
-        chosen=_chosen(selected, num_reqs, kc.shape[1], table.shape[1]),
+        chosen=_chosen(selected, num_reqs, num_kv_heads, table.shape[1]),
+        kv_cache_layout="HND" if layout == "NHD" else layout,
     )
     return step, out, log
+
+
+def _heads_first(cache: Memory, kv: str, layout: str) -> Array:
+    pages = cache.numpy().view(DTYPES[_check.memory(kv)[0]])
+    return pages.swapaxes(1, 2) if layout == "NHD" else pages

@@ -39,12 +39,14 @@ _S_AUX = _check.ATTENTION.index("s_aux")
 _NAMED = {names: i for i, names in enumerate(_NAMES)}
 
 
-def _cache_struct(a: Array, isa: int, dtype: int, kv_dtype: int, head_size: int) -> Any:
+def _cache_struct(a: Array, layout: str, isa: int, dtype: int, kv_dtype: int, head_size: int) -> Any:
     cache = ffi.new("ca_cache *")
     cache.data = ffi.cast("void *", a.address)
-    cache.stride_n, cache.stride_h = a.strides[:2]
-    cache.num_blocks, cache.num_kv_heads, cache.block_size = a.shape[:3]
+    cache.num_blocks, cache.num_kv_heads, cache.block_size = _check.cache_sizes(a.shape, layout)
+    cache.stride_n, cache.stride_h, token = _check.cache_sizes(a.strides, layout)
+    cache.ld = head_size if layout == "packed" else token
     cache.head_size, cache.dtype, cache.kv_dtype, cache.isa = head_size, dtype, kv_dtype, isa
+    cache.kv_cache_layout = _check.LAYOUTS[layout]
     return cache
 
 
@@ -65,6 +67,8 @@ def reshape_and_cache(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     kv_cache_dtype: str = "auto",
+    *,
+    kv_cache_layout: str = "packed",
 ) -> None:
     """Writes the keys and values of T tokens into their slots, in the layout of ``isa``.
 
@@ -75,6 +79,8 @@ def reshape_and_cache(
     hold key / k_scale and value / v_scale, rounded to nearest even, saturating, subnormals kept; ``int8`` or ``int4``:
     uint8 caches hold integers to nearest even and bfloat16 scales, one for each token and kv head, or for 32 elements
     of them; two of these as ``K/V``.
+    kv_cache_layout: ``packed``, or rows as they are, but for int8 and int4: ``HND`` [N, Hkv, B, D], ``NHD``
+    [N, B, Hkv, D], all strides but the last axis's free, and the same for every isa.
     slot_mapping: int64 [T], block * B + offset; a negative slot is skipped. Of tokens that share a slot one stays,
     whole. Whoever writes with one isa must read with the same.
 
@@ -84,15 +90,16 @@ def reshape_and_cache(
     fault = ffi.new("ca_fault *")
     arrays = (key_cache, value_cache, key, value, slot_mapping)
     kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
+    layout = _check.LAYOUTS[_check.kv_cache_layout(kv_cache_layout)]
     scales = _check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2])
     names = (_dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kind)
     named = _NAMED.get(names, -1)
     addresses, given, _alive = objects(_check.WRITE, arrays)
-    known = (_thread.write, addresses, given, named, -1, -1, -1)
-    if named < 0 or lib.ca_write(*known, *scales, fault) == lib.CA_UNKNOWN:
-        found, index, kvs = _check.write(arrays, names[0], kv_cache_dtype)
+    known, rest = (_thread.write, addresses, given, named, -1, -1, -1), (layout, *scales, fault)
+    if named < 0 or lib.ca_write(*known, *rest) == lib.CA_UNKNOWN:
+        found, index, kvs = _check.write(arrays, names[0], kv_cache_dtype, kv_cache_layout)
         codes = (CODES[kv][0] for kv in kvs)
-        lib.ca_write(_thread.write, ffi.NULL, described(found), named, index, *codes, *scales, fault)
+        lib.ca_write(_thread.write, ffi.NULL, described(found), named, index, *codes, *rest)
     _check.raise_fault(fault)
 
 
@@ -118,12 +125,15 @@ def attention_with_kv_cache(
     *,
     lse: Any = None,
     selected_blocks: Any = None,
+    kv_cache_layout: str = "packed",
 ) -> Any:
     """Attention of every query token over its request's pages, into ``output``, which is returned.
 
     query [T, Hq, D], output [T, Hq, Dv]: the plan's dtype, last axis dense, other strides free.
     key_cache, value_cache [N, Hkv, B, width]: written by :func:`reshape_and_cache` with the plan's isa, and with the
     same k_scale, v_scale and kv_cache_dtype, which is the plan's.
+    kv_cache_layout: the plan's. ``HND`` and ``NHD`` are read where they lie, whoever wrote them: [N, Hkv, B, D] and
+    [N, B, Hkv, D], all strides but the last axis's free; value_cache may be a view of key_cache.
     query_start_loc int32 [R+1], seq_lens int32 [R], causal, sliding_window, dynamic_causal: as the plan was made for.
     scale: factor of q.k. softcap > 0: logits become softcap * tanh(logit / softcap); 0 is off.
     alibi_slopes: float32 [Hq] or None, adds slope * (key position - query position).
@@ -141,6 +151,7 @@ def attention_with_kv_cache(
     plan = _check.plan("scheduler_metadata", scheduler_metadata)
     _check.same_window(plan, sliding_window)
     _check.same_kv_dtypes(plan, kv_cache_dtype)
+    _check.same_kv_cache_layout(plan, kv_cache_layout)
     scales = _check.scales(k_scale, v_scale, plan.kv_dtypes)
     step = (query_start_loc, seq_lens, dynamic_causal)
     arrays = (output, lse, query, key_cache, value_cache, block_table, *step, alibi_slopes, s_aux, selected_blocks)
@@ -206,11 +217,13 @@ def gather(
     out: Any = None,
     dtype: Any = None,
     kv_cache_dtype: str = "auto",
+    kv_cache_layout: str = "packed",
 ) -> np.ndarray[Any, Any]:
     """The first seq_len tokens of one request out of its pages, plain: [seq_len, Hkv, head_size], as they are stored;
     ``int8`` and ``int4`` in float32, times their scales, exactly.
 
-    cache [N, Hkv, B, width] as written with ``isa``; block_table int32 [M]; value: a value cache, else a key cache.
+    cache [N, Hkv, B, width] as written with ``isa``, or what kv_cache_layout says; block_table int32 [M]; value: a
+    value cache, else a key cache.
     dtype: of the keys and values that were written, for a quantised cache; else the cache's own.
     kv_cache_dtype: what the cache holds, in case its dtype does not say it (uint8).
     """
@@ -225,21 +238,23 @@ def gather(
     if first.dtype not in _check.memory(kv):
         raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} of {written}, this cache holds {first.dtype}")
     stored = "float32" if kv in ("int8", "int4") else first.dtype
-    pages = _check.cache("cache", cache, kv, None, None, None)
-    _check.cache_width("cache", pages, resolved.index, code, kv, head_size)
+    layout = _check.kv_cache_layout(kv_cache_layout, [kv])
+    pages = _check.cache("cache", cache, kv, None, None, None, layout)
+    _check.cache_width("cache", pages, resolved.index, code, kv, head_size, layout)
+    _, num_kv_heads, block_size = _check.cache_sizes(pages.shape, layout)
     table = _check.array("block_table", block_table, ["int32"], [("blocks", None)])
     seq_len = _check.integer("seq_len", seq_len, 0)
     if out is None:
-        if -(-seq_len // pages.shape[2]) > table.shape[0]:
-            raise ValueError(f"block_table: needs {-(-seq_len // pages.shape[2])} blocks, has {table.shape[0]}")
-        out = np.empty((seq_len, pages.shape[1], head_size), DTYPES[stored])
+        if -(-seq_len // block_size) > table.shape[0]:
+            raise ValueError(f"block_table: needs {-(-seq_len // block_size)} blocks, has {table.shape[0]}")
+        out = np.empty((seq_len, num_kv_heads, head_size), DTYPES[stored])
     rows = _check.array(
-        "out", out, [stored], [("seq_len", seq_len), ("num_kv_heads", pages.shape[1]), ("head_size", head_size)]
+        "out", out, [stored], [("seq_len", seq_len), ("num_kv_heads", num_kv_heads), ("head_size", head_size)]
     )
     _check.disjoint("out", _check.writable("out", rows), {"cache": pages, "block_table": table})
     fault = _check.new_fault()
     lib.ca_gather(
-        _cache_struct(pages, resolved.index, code, CODES[kv][0], head_size),
+        _cache_struct(pages, layout, resolved.index, code, CODES[kv][0], head_size),
         value,
         _check.pointer("int32_t *", table),
         table.shape[0],

@@ -19,17 +19,20 @@ class SchedulerMetadata:
     Opaque to callers but for what describes it. Any number of threads may use one plan at once.
     """
 
-    __slots__ = ("_info", "_pointer", "_shape", "dtype", "engine", "isa", "kv_dtypes", "narrow")
+    __slots__ = ("_info", "_pointer", "_shape", "dtype", "engine", "isa", "kv_cache_layout", "kv_dtypes", "narrow")
     _info: Any
     _pointer: Any
     _shape: Any
     dtype: np.dtype[Any]
     engine: str
     isa: str
+    kv_cache_layout: str
     kv_dtypes: tuple[str, ...]
     narrow: bool
 
-    def __init__(self, pointer: Any, shape: Any, dtype: str, kvs: tuple[str, ...], isa: str, engine: str) -> None:
+    def __init__(
+        self, pointer: Any, shape: Any, dtype: str, kvs: tuple[str, ...], isa: str, engine: str, kv_cache_layout: str
+    ) -> None:
         info, keep = ffi.new("ca_plan_info *"), object.__setattr__
         lib.ca_plan_describe(pointer, info)
         keep(self, "_pointer", pointer)
@@ -40,6 +43,7 @@ class SchedulerMetadata:
         keep(self, "narrow", kvs != (dtype, dtype))
         keep(self, "isa", isa)
         keep(self, "engine", engine)
+        keep(self, "kv_cache_layout", kv_cache_layout)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"SchedulerMetadata is immutable: cannot set {name}")
@@ -91,6 +95,7 @@ def get_scheduler_metadata(
     tree_mask: Any = None,
     block_table: Any = None,
     block_size: int | None = None,
+    kv_cache_layout: str = "packed",
 ) -> SchedulerMetadata:
     """Plans the attention of one step over ``num_reqs`` requests, once for all its layers.
 
@@ -116,6 +121,8 @@ def get_scheduler_metadata(
     block_table, block_size: int32 [num_reqs, M] and the tokens of a block, or neither. Given, requests whose tables
     start with the same blocks read these once, where few query rows meet them (decode) and in whole segments of 1024
     keys; bits stay the same. A call must then come with a table in which they are the same, too.
+    kv_cache_layout: of the caches: ``packed`` by :func:`reshape_and_cache` as the isa likes it, or rows that somebody
+    else may own, ``HND`` [N, Hkv, B, D] or ``NHD`` [N, B, Hkv, D] (vLLM's names), which hold no int8 or int4.
 
     Raises ValueError or TypeError for lengths and sizes out of range, UnavailableError for an isa or engine
     that is not there. Names and order follow vLLM's ``cpu_attn_get_scheduler_metadata``.
@@ -141,6 +148,8 @@ def get_scheduler_metadata(
     shape.window_left, shape.window_right = _check.window(sliding_window)
     shape.enable_kv_split = _check.boolean("enable_kv_split", enable_kv_split)
     shape.num_threads = _dispatch.get_num_threads()
+    layout = _check.kv_cache_layout(kv_cache_layout, kvs)
+    shape.kv_cache_layout = _check.LAYOUTS[layout]
     if block_table is not None or block_size is not None:
         shape.block_size = _check.table_block_size(block_table, block_size)
     found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask)
@@ -151,7 +160,7 @@ def get_scheduler_metadata(
         step = _check.step(num_reqs, query_start_loc, seq_lens, dynamic_causal, block_table)
         pointer = lib.ca_plan_new(shape, engine_pointer, ffi.NULL, described(step), masks, fault)
     _check.raise_fault(fault)
-    return SchedulerMetadata(ffi.gc(pointer, lib.ca_plan_free), shape, name, kvs, resolved.name, engine)
+    return SchedulerMetadata(ffi.gc(pointer, lib.ca_plan_free), shape, name, kvs, resolved.name, engine, layout)
 
 
 def _masks_struct(found: _check.Masks) -> Any:
@@ -172,6 +181,8 @@ def get_kv_cache_shape(
     dtype: Any,
     isa: str = "auto",
     kv_cache_dtype: str = "auto",
+    *,
+    kv_cache_layout: str = "packed",
 ) -> tuple[int, int, int, int]:
     """Shape to allocate for K or for V: (num_blocks, num_kv_heads, block_size, width).
 
@@ -180,6 +191,7 @@ def get_kv_cache_shape(
     affair of the isa and of dtype, which is that of keys and values; the cache itself is of the dtype that
     kv_cache_dtype says: fp8 of ``ml_dtypes``' or of uint8, int8 and int4 of uint8. Where K's differs from V's: one of
     the two.
+    kv_cache_layout: of ``HND`` and ``NHD`` the width is head_size; ``NHD`` has block_size before num_kv_heads.
     """
     name = dtype_name(dtype)
     kv, v_dtype = _check.kv_dtypes(kv_cache_dtype, name)
@@ -188,9 +200,12 @@ def get_kv_cache_shape(
     block_size = _check.integer("block_size", block_size, 1)
     head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
     resolved = _dispatch.resolve_isa(isa, name, head_size)
-    return (
-        _check.integer("num_blocks", num_blocks, 0),
-        _check.integer("num_kv_heads", num_kv_heads, 1, _check.MAX_SIZE),
-        block_size,
-        _check.width(resolved.index, _dispatch.DTYPE_CODES[name], kv, block_size, head_size),
-    )
+    num_blocks = _check.integer("num_blocks", num_blocks, 0)
+    num_kv_heads = _check.integer("num_kv_heads", num_kv_heads, 1, _check.MAX_SIZE)
+    layout = _check.kv_cache_layout(kv_cache_layout, [kv])
+    if layout == "NHD":
+        return num_blocks, block_size, num_kv_heads, head_size
+    if layout == "HND":
+        return num_blocks, num_kv_heads, block_size, head_size
+    width = _check.width(resolved.index, _dispatch.DTYPE_CODES[name], kv, block_size, head_size)
+    return num_blocks, num_kv_heads, block_size, width

@@ -31,17 +31,18 @@ def gather_pages(
     out: Any = None,
     dtype: Any = None,
     kv_cache_dtype: str = "auto",
+    kv_cache_layout: str = "packed",
 ) -> Array:
     """Keys (or values) of one request's first seq_len tokens, plain: [seq_len, Hkv, head_size] in the cache's dtype;
     of ``int8`` and ``int4`` in float32, times their scales.
 
     cache: a key cache [N, Hkv, B, width] as written with ``isa``, or a value cache with ``value=True``.
     block_table_row: int32 [M], the request's blocks. out: written and returned where given. dtype: of the tokens that
-    were written to a quantised cache, which holds kv_cache_dtype.
+    were written to a quantised cache, which holds kv_cache_dtype. kv_cache_layout: of the cache.
     Raises ValueError or TypeError for shapes, dtypes and blocks out of range, before anything is written.
     """
     value = _check.boolean("value", value)
-    more: Any = {"out": out, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
+    more: Any = {"out": out, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "kv_cache_layout": kv_cache_layout}
     return gather(cache, block_table_row, seq_len, head_size, isa, value=value, **more)
 
 

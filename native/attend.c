@@ -94,8 +94,8 @@ static int run_segments(run *w, const ca_task *t, int kv_head, const ca_state *t
     for (int32_t s = 0; s < t->num_segments; s++) {
         if (!segment_keys(w, t, kv_head, t->segment + s, &k0, &k1))
             continue;
-        int status = p->engine->segment(p, w->call, t, kv_head, k0, k1, holds ? &part : total,
-                                        memory + 2 * p->state_bytes);
+        int status =
+            p->engine->segment(p, w->call, t, kv_head, k0, k1, holds ? &part : total, memory + 2 * p->state_bytes);
         if (status)
             return status;
         if (holds)
@@ -149,21 +149,25 @@ static void run_items(run *w, atomic_llong *next, int merges, int thread) {
     }
 }
 
-static ca_call call_of(const ca_array *a) {
+static ca_call call_of(const ca_array *a, const ca_shape *s) {
     const ca_array *q = &a[CA_QUERY], *out = &a[CA_OUTPUT], *kc = &a[CA_KEY_CACHE], *vc = &a[CA_VALUE_CACHE];
     const ca_array *table = &a[CA_BLOCK_TABLE], *selected = &a[CA_SELECTED_BLOCKS];
+    const ca_axes k = ca_cache_axes(kc, s->kv_cache_layout, s->head_size);
+    const ca_axes v = ca_cache_axes(vc, s->kv_cache_layout, s->head_size_v);
     return (ca_call){
         .query = (const void *)q->address,
         .q_stride_t = q->strides[0],
         .q_stride_h = q->strides[1],
         .key_cache = (const void *)kc->address,
         .value_cache = (const void *)vc->address,
-        .k_stride_n = kc->strides[0],
-        .k_stride_h = kc->strides[1],
-        .v_stride_n = vc->strides[0],
-        .v_stride_h = vc->strides[1],
-        .num_blocks = kc->shape[0],
-        .block_size = kc->shape[2],
+        .k_stride_n = k.stride_n,
+        .k_stride_h = k.stride_h,
+        .k_ld = k.ld,
+        .v_stride_n = v.stride_n,
+        .v_stride_h = v.stride_h,
+        .v_ld = v.ld,
+        .num_blocks = k.num_blocks,
+        .block_size = k.block_size,
         .output = (void *)out->address,
         .o_stride_t = out->strides[0],
         .o_stride_h = out->strides[1],
@@ -208,16 +212,16 @@ int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, co
               float scale, float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes,
               ca_fault *fault) {
     const ca_shape *s = &plan->shape;
-    const int64_t sizes[] = {s->num_reqs,  plan->num_tokens, s->num_heads, s->num_kv_heads,
-                             s->head_size, s->head_size_v,   s->dtype,     s->k_dtype | s->v_dtype << 8,
-                             s->isa,       causal < 0};
+    const int64_t sizes[] = {s->num_reqs,  plan->num_tokens, s->num_heads,      s->num_kv_heads,
+                             s->head_size, s->head_size_v,   s->dtype,          s->k_dtype | s->v_dtype << 8,
+                             s->isa,       causal < 0,       s->kv_cache_layout};
     ca_array a[CA_ATTENTION_ARRAYS];
     ca_plan_info info;
     ca_plan_describe(plan, &info);
     if (workspace_bytes < info.workspace_bytes ||
         !ca_accept(known, sizes, s->isa, s->k_dtype, s->v_dtype, objects, given, a, CA_ATTENTION_ARRAYS, CA_LSE + 1))
         return CA_UNKNOWN;
-    ca_call call = call_of(a);
+    ca_call call = call_of(a, s);
     call.scale = scale;
     call.softcap = softcap;
     call.k_scale = k_scale;

@@ -14,6 +14,10 @@
 
 static const ca_kernel *kernel_of(const ca_cache *c) { return ca_isa_get(c->isa)->kernels[c->dtype]; }
 
+static int layout_of(const ca_cache *c) {
+    return c->kv_cache_layout == CA_PACKED ? kernel_of(c)->info.layout : CA_LAYOUT_ROWS;
+}
+
 typedef struct write_call {
     const ca_cache *key_cache, *value_cache;
     const ca_rows *key, *value;
@@ -32,8 +36,8 @@ static ca_group_form form_of(const ca_cache *c, int value) {
 }
 
 static int64_t offset_of(const ca_cache *c, int value, int64_t token, int64_t d) {
-    int layout = kernel_of(c)->info.layout;
-    return value ? ca_v_offset(layout, token, d, c->head_size) : ca_k_offset(layout, token, d, c->head_size);
+    int layout = layout_of(c);
+    return value ? ca_v_offset(layout, token, d, c->ld) : ca_k_offset(layout, token, d, c->ld);
 }
 
 /* The scales of n tokens of one group. */
@@ -55,7 +59,16 @@ static void narrow_row(const ca_cache *c, const char *row, uint8_t *bytes, uint1
 
 #define MOST_ELEMENTS (1 << 16) /* _check.MAX_SIZE */
 
-/* One token. An odd last d of K is paired with zero, for kernels that read pairs. */
+/* One token of a plain cache. */
+static void write_plain(const ca_cache *c, int value, char *block, int64_t token, const char *row) {
+    char *to = block + offset_of(c, value, token, 0) * ca_dtype_size(c->kv_dtype);
+    if (ca_is_narrow(c->kv_dtype))
+        kernel_of(c)->pack(row, c->head_size, c->scale, c->kv_dtype, (uint8_t *)to);
+    else
+        memcpy(to, row, (size_t)c->head_size * ca_dtype_size(c->dtype));
+}
+
+/* One token of a packed one. An odd last d of K is paired with zero, for kernels that read pairs. */
 static void write_narrow(const ca_cache *c, int value, char *block, int64_t token, const char *row) {
     uint8_t bytes[MOST_ELEMENTS];
     uint16_t scales[MOST_ELEMENTS / 32];
@@ -82,7 +95,7 @@ static void write_narrow(const ca_cache *c, int value, char *block, int64_t toke
 static void arrange(const ca_cache *c, int value, uint8_t bytes[CA_LANES][WIDE], uint8_t *to, int stream) {
     const int64_t n = c->head_size;
     if (kernel_of(c)->info.layout == CA_LAYOUT_PAIRS && !value) {
-        ca_isa_get(c->isa)->kernels[CA_F16]->write_k(to, n / 2, 0, CA_LANES, bytes, WIDE / 2, stream);
+        ca_isa_get(c->isa)->kernels[CA_F16]->write_k(to, n / 2, 0, CA_LANES, bytes, WIDE / 2, bytes, stream);
     } else if (kernel_of(c)->info.layout == CA_LAYOUT_PAIRS) {
         for (int t = 0; t < CA_LANES; t += 2)
             for (int64_t d = 0; d < n; d++) {
@@ -134,8 +147,12 @@ static void write_run(const ca_cache *c, int value, const ca_rows *rows, int hea
     char *block = (char *)ca_block(c->data, c->stride_n, c->stride_h, slot / c->block_size, head, c->kv_dtype);
     const char *row = row_of(rows, t, head, c->dtype);
     int64_t token = slot % c->block_size, ld = rows->stride_t * ca_dtype_size(c->dtype);
-    if (!ca_is_narrow(c->kv_dtype))
-        (value ? kernel->write_v : kernel->write_k)(block, c->head_size, token, n, row, rows->stride_t, stream);
+    if (c->kv_cache_layout != CA_PACKED)
+        for (int i = 0; i < n; i++)
+            write_plain(c, value, block, token + i, row + i * ld);
+    else if (!ca_is_narrow(c->kv_dtype))
+        (value ? kernel->write_v : kernel->write_k)(block, c->head_size, token, n, row, rows->stride_t,
+                                                    row + CA_LANES * ld, stream);
     else if (n < CA_LANES || !write_narrow_group(c, value, block, token, row, ld, stream))
         for (int i = 0; i < n; i++)
             write_narrow(c, value, block, token + i, row + i * ld);
@@ -211,18 +228,22 @@ static int write_all(const ca_cache *kc, const ca_cache *vc, const ca_rows *key,
     return CA_OK;
 }
 
-static ca_cache cache_of(const ca_array *a, const ca_array *rows, int isa, int kv_dtype, float scale) {
+static ca_cache cache_of(const ca_array *a, const ca_array *rows, int isa, int kv_dtype, int kv_cache_layout,
+                         float scale) {
+    const ca_axes axes = ca_cache_axes(a, kv_cache_layout, rows->shape[2]);
     return (ca_cache){
         .data = (void *)a->address,
-        .stride_n = a->strides[0],
-        .stride_h = a->strides[1],
-        .num_blocks = a->shape[0],
-        .num_kv_heads = (int32_t)a->shape[1],
-        .block_size = a->shape[2],
+        .stride_n = axes.stride_n,
+        .stride_h = axes.stride_h,
+        .ld = axes.ld,
+        .num_blocks = axes.num_blocks,
+        .num_kv_heads = (int32_t)axes.num_kv_heads,
+        .block_size = axes.block_size,
         .head_size = (int32_t)rows->shape[2],
         .dtype = rows->dtype,
         .kv_dtype = kv_dtype,
         .isa = isa,
+        .kv_cache_layout = kv_cache_layout,
         .scale = scale,
     };
 }
@@ -230,15 +251,16 @@ static ca_cache cache_of(const ca_array *a, const ca_array *rows, int isa, int k
 static ca_rows rows_of(const ca_array *a) { return (ca_rows){(void *)a->address, a->strides[0], a->strides[1]}; }
 
 int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int k_dtype,
-             int v_dtype, float k_scale, float v_scale, ca_fault *fault) {
-    const int64_t sizes[10] = {named};
+             int v_dtype, int kv_cache_layout, float k_scale, float v_scale, ca_fault *fault) {
+    const int64_t sizes[11] = {named, kv_cache_layout};
     ca_array a[CA_WRITE_ARRAYS];
     const struct ca_accepted *call =
         ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_WRITE_ARRAYS, CA_TO_VALUE_CACHE + 1);
     if (!call)
         return CA_UNKNOWN;
-    ca_cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], (int32_t)call->isa, (int32_t)call->k_dtype, k_scale);
-    ca_cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], (int32_t)call->isa, (int32_t)call->v_dtype, v_scale);
+    const int here = (int)call->isa, layout = kv_cache_layout;
+    ca_cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], here, (int)call->k_dtype, layout, k_scale);
+    ca_cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], here, (int)call->v_dtype, layout, v_scale);
     ca_rows key = rows_of(&a[CA_KEY]), value = rows_of(&a[CA_VALUE]);
     const int64_t *slots = (const int64_t *)a[CA_SLOT_MAPPING].address, num_tokens = a[CA_KEY].shape[0];
     if (ca_check_slots(slots, num_tokens, kc.num_blocks * kc.block_size, fault))
@@ -248,7 +270,7 @@ int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, i
 
 int ca_rotary_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int k_dtype,
                     int v_dtype, int is_neox, float eps, float k_scale, float v_scale, ca_fault *fault) {
-    const int64_t sizes[10] = {named};
+    const int64_t sizes[11] = {named};
     ca_array a[CA_ROTARY_ARRAYS];
     const struct ca_accepted *call =
         ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_ROTARY_ARRAYS, CA_ROTARY_QUERY_OUT + 1);
@@ -256,8 +278,9 @@ int ca_rotary_write(ca_known *known, const uintptr_t *objects, const ca_array *g
         return CA_UNKNOWN;
     int here = (int)call->isa;
     const ca_array *keys = &a[CA_ROTARY_KEY], *queries = &a[CA_ROTARY_QUERY], *table = &a[CA_COS_SIN_CACHE];
-    ca_cache kc = cache_of(&a[CA_ROTARY_KEY_CACHE], keys, here, (int)call->k_dtype, k_scale);
-    ca_cache vc = cache_of(&a[CA_ROTARY_VALUE_CACHE], &a[CA_ROTARY_VALUE], here, (int)call->v_dtype, v_scale);
+    ca_cache kc = cache_of(&a[CA_ROTARY_KEY_CACHE], keys, here, (int)call->k_dtype, CA_PACKED, k_scale);
+    ca_cache vc =
+        cache_of(&a[CA_ROTARY_VALUE_CACHE], &a[CA_ROTARY_VALUE], here, (int)call->v_dtype, CA_PACKED, v_scale);
     ca_rows value = rows_of(&a[CA_ROTARY_VALUE]);
     const int64_t *slots = (const int64_t *)a[CA_ROTARY_SLOT_MAPPING].address, num_tokens = keys->shape[0];
     ca_rotary rotary = {
@@ -307,10 +330,10 @@ static void gather_scaled(const ca_cache *c, int value, const char *block, int64
 }
 
 static void gather_token(const ca_cache *c, int value, const char *block, int64_t token, char *dst) {
-    int layout = kernel_of(c)->info.layout, size = ca_dtype_size(c->kv_dtype);
+    int layout = layout_of(c), size = ca_dtype_size(c->kv_dtype);
     int64_t n = c->head_size;
-    const char *src = block + (value ? ca_v_offset(layout, token, 0, n) : ca_k_offset(layout, token, 0, n)) * size;
-    if (value && layout == CA_LAYOUT_LANES)
+    const char *src = block + offset_of(c, value, token, 0) * size;
+    if (layout == CA_LAYOUT_ROWS || (value && layout == CA_LAYOUT_LANES))
         memcpy(dst, src, (size_t)(n * size));
     else if (value)
         copy_apart(dst, src, n, 2 * size, size);

@@ -27,8 +27,12 @@ enum ca_dtype {
 /* How one block of one kv head lies in memory (element offsets from the start of the block).
  * LANES: K [B/16][D][16], V [B][Dv].
  * PAIRS: K [B/16][D/2][16][2], V [B/2][Dv][2]: two neighbours of the summed axis side by side,
- *        as VDPBF16PS and TDPBF16PS read them. */
-enum ca_layout { CA_LAYOUT_LANES, CA_LAYOUT_PAIRS };
+ *        as VDPBF16PS and TDPBF16PS read them.
+ * ROWS:  K and V token by token, as whoever owns a plain cache strides them. */
+enum ca_layout { CA_LAYOUT_LANES, CA_LAYOUT_PAIRS, CA_LAYOUT_ROWS };
+
+/* A cache as an array: packed by the isa, [N, Hkv, B, width]; or rows, [N, Hkv, B, D] or [N, B, Hkv, D]. */
+enum ca_kv_cache_layout { CA_PACKED, CA_HND, CA_NHD };
 
 enum ca_status {
     CA_OK,
@@ -74,7 +78,8 @@ typedef struct ca_shape {
     int32_t window_left, window_right; /* keys visible to each side of the query, -1: all */
     int32_t enable_kv_split;
     int32_t num_threads;
-    int32_t block_size; /* of the block table that the plan was given, 0: none */
+    int32_t kv_cache_layout; /* enum ca_kv_cache_layout */
+    int32_t block_size;      /* of the block table that the plan was given, 0: none */
 } ca_shape;
 
 /* Masks besides causal and window, as _check.masks had them: both lists by request, then by key. */
@@ -107,6 +112,8 @@ typedef struct ca_cache {
     int32_t num_kv_heads, head_size;
     int32_t dtype, kv_dtype, isa; /* dtype: of the tokens that come and of the queries; kv_dtype: of the memory */
     float scale;                  /* a narrow cache holds x / scale */
+    int32_t kv_cache_layout;
+    int64_t ld; /* from token to token of a plain cache; packed: head_size */
 } ca_cache;
 
 /* Somebody's memory: _arrays.Array in C. Absent: all zero. */
@@ -161,7 +168,7 @@ enum ca_rotary_arrays {
 typedef struct ca_known {
     int64_t count; /* remembered so far; the oldest makes room */
     struct ca_accepted {
-        int64_t sizes[10];
+        int64_t sizes[11];
         /* of a write: what the isa and kv_cache_dtype that the caller named mean for these arrays */
         int64_t isa, k_dtype, v_dtype;
         ca_array arrays[12];
@@ -233,7 +240,7 @@ int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, co
               ca_fault *fault);
 /* named: a number for the isa's name. isa: its index, which goes with `given`. A slot < 0 is skipped. */
 int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int k_dtype,
-             int v_dtype, float k_scale, float v_scale, ca_fault *fault);
+             int v_dtype, int kv_cache_layout, float k_scale, float v_scale, ca_fault *fault);
 
 /* rotary_reshape_and_cache, in the same way. */
 int ca_rotary_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int k_dtype,
@@ -306,6 +313,7 @@ typedef struct ca_call {
     float scale, softcap, k_scale, v_scale;
     const int32_t *selected; /* [R, Hkv, num_selected], block numbers within a request, ascending, then -1 */
     int64_t selected_stride_r, selected_stride_h, num_selected; /* -1: none is given, all blocks count */
+    int64_t k_ld, v_ld; /* from token to token of a plain cache; packed: head_size, head_size_v */
 } ca_call;
 
 #define CA_LANES 16    /* tokens of a K group in every layout */
@@ -325,15 +333,29 @@ static inline int ca_is_scaled(int dtype) { return dtype == CA_I8 || dtype == CA
 /* Elements of a token that share a scale. */
 static inline int64_t ca_scale_elements(int dtype, int64_t head_size) { return dtype == CA_I4 ? 32 : head_size; }
 
-/* The one truth about the layouts: where element (token, d) of a block lies. */
+/* The one truth about the layouts: where element (token, d) of a block lies. In ROWS head_size is ld. */
 static inline int64_t ca_k_offset(int layout, int64_t token, int64_t d, int64_t head_size) {
     int64_t group = token / CA_LANES, lane = token % CA_LANES;
+    if (layout == CA_LAYOUT_ROWS)
+        return token * head_size + d;
     if (layout == CA_LAYOUT_LANES)
         return (group * head_size + d) * CA_LANES + lane;
     return (group * ((head_size + 1) / 2) + d / 2) * 2 * CA_LANES + lane * 2 + d % 2;
 }
 static inline int64_t ca_v_offset(int layout, int64_t token, int64_t d, int64_t head_size) {
-    return layout == CA_LAYOUT_LANES ? token * head_size + d : (token / 2 * head_size + d) * 2 + token % 2;
+    return layout != CA_LAYOUT_PAIRS ? token * head_size + d : (token / 2 * head_size + d) * 2 + token % 2;
+}
+
+/* The axes of a cache, whatever their order. */
+typedef struct ca_axes {
+    int64_t num_blocks, num_kv_heads, block_size;
+    int64_t stride_n, stride_h, ld;
+} ca_axes;
+
+static inline ca_axes ca_cache_axes(const ca_array *a, int kv_cache_layout, int64_t head_size) {
+    int h = kv_cache_layout == CA_NHD ? 2 : 1, b = 3 - h;
+    return (ca_axes){a->shape[0],   a->shape[h],   a->shape[b],
+                     a->strides[0], a->strides[h], kv_cache_layout == CA_PACKED ? head_size : a->strides[b]};
 }
 
 /* int4: byte b of 64 holds elements b, in its low half, and 64 + b of 128 that would otherwise lie in these places; as
@@ -480,18 +502,22 @@ struct ca_kernel {
     /* state -> output and lse: sinks join here, o/l is rounded to the output's dtype */
     void (*finish)(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, const ca_state *state);
     /* tokens [token, token + n) of one group of 16 of one block of one kv head, from rows ld elements apart;
-     * stream: past the caches */
-    void (*write_k)(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld, int stream);
-    void (*write_v)(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld, int stream);
+     * meanwhile as many rows are fetched from `ahead`, whatever lies there; stream: past the caches */
+    void (*write_k)(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld,
+                    const void *ahead, int stream);
+    void (*write_v)(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld,
+                    const void *ahead, int stream);
     /* tokens [t0, t1) of one block of one kv head, widened to float32:
      * K to dst[d * ld + (t - t0)] (transposed), V to dst[(t - t0) * ld + d] */
     void (*widen_k)(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
     void (*widen_v)(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
     /* one query row times factor, as float32 */
     void (*widen_row)(const void *src, int64_t n, float factor, float *dst);
-    /* a narrow cache holds its elements in the layout of the dtype: n of them, exactly, in that dtype, without their
-     * scales; meanwhile as many bytes are fetched from `ahead`, whatever lies there. int4: n % 128 == 0 */
-    void (*unpack)(const uint8_t *src, int64_t n, int kv_dtype, void *dst, const void *ahead);
+    /* the first n tokens of a group, K or V, that is not ca_half_ready, as a group of the kernel's own layout and
+     * dtype, exactly, without its scales; rows: ca_rows_bytes; meanwhile as much is fetched from `ahead`, whatever lies
+     * there */
+    void (*unpack)(const ca_plan *plan, int value, const void *src, int64_t ld, int n, void *dst, void *rows,
+                   const void *ahead);
     /* n numbers over scale as such elements, a byte each (fp8): nearest even, saturating */
     void (*pack)(const void *src, int64_t n, float scale, int kv_dtype, uint8_t *dst);
     /* one token of int8 or int4 likewise, over its own scales */
@@ -611,6 +637,23 @@ static inline void ca_hide(const uint8_t *bits, int64_t context, int64_t key, in
 /* Keys of a segment: fixed by the request's length alone, so that results do not depend on who
  * shares the batch. At most 64 segments, so that the partial results stay small. */
 static inline int64_t ca_segment_keys(int64_t seq_len) { return 1024 * ca_max64(1, ca_div_up(seq_len, 64 * 1024)); }
+
+/* Do the kernels read K, or V, as it lies? Both? */
+static inline int ca_half_ready(const ca_plan *plan, int value) {
+    int dtype = value ? plan->shape.v_dtype : plan->shape.k_dtype;
+    return !ca_is_narrow(dtype) && plan->shape.kv_cache_layout == CA_PACKED;
+}
+static inline int ca_ready(const ca_plan *plan) { return ca_half_ready(plan, 0) && ca_half_ready(plan, 1); }
+static inline int ca_layout_of(const ca_plan *plan) {
+    return plan->shape.kv_cache_layout == CA_PACKED ? plan->kernel->info.layout : CA_LAYOUT_ROWS;
+}
+/* A group of a plain, narrow cache on its way: widened, not yet packed. */
+static inline int64_t ca_rows_bytes(const ca_plan *plan) {
+    int narrow = ca_is_narrow(plan->shape.k_dtype) || ca_is_narrow(plan->shape.v_dtype);
+    int needed = narrow && plan->shape.kv_cache_layout != CA_PACKED;
+    return needed * CA_LANES * ca_max64(plan->shape.head_size, plan->shape.head_size_v) *
+           ca_dtype_size(plan->shape.dtype);
+}
 
 /* The blocks that a request and kv head attend, ascending: all of them, or those selected. */
 typedef struct ca_blocks {

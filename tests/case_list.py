@@ -31,7 +31,9 @@ class Case:
     their way (rotation.py), or None; mm_prefix_range, document_start_loc: of each request, () for none; tree: of each
     request's query tokens, a name from TREES; selected: the share of its request's blocks that
     a kv head attends, at random, None for all without a selection; shared: for each request the number of an
-    earlier one and how many of its blocks it starts with, which the plan is told."""
+    earlier one and how many of its blocks it starts with, which the plan is told; kv_cache_layout: of the caches
+    (strided: in plain ones rows are apart, too, and blocks run backwards); latent: V is the first head_size_v columns
+    of K."""
 
     name: str
     query_lens: tuple[int, ...]
@@ -51,6 +53,8 @@ class Case:
     strided: bool = False
     pieces: int = 1
     kv_cache_dtype: str = "auto"
+    kv_cache_layout: str = "packed"
+    latent: bool = False
     dtype: str = "float32"
     seed: int = 0
     rotary: str | None = None
@@ -352,6 +356,47 @@ CASCADE: dict[str, dict[str, Any]] = {
     "many": {"query_lens": (1,) * 40, "seq_lens": tuple(range(1030, 1070)), "shared": ((0, 0), *[(0, 64)] * 39)},
 }
 
+PLAIN: dict[str, dict[str, Any]] = {
+    "mixed": MIXED,
+    "decode": DECODE,
+    "everything": {**MIXED, **FEATURES["everything"]},
+    "window": {**MIXED, "sliding_window": 20},
+    "late-nan": {**MIXED, "fill": "late-nan"},
+    "nan-value": {**MIXED, "fill": "nan-value", "sliding_window": (2, -1), "causal": False},
+    "masked": {**MIXED, "fill": "masked", "sliding_window": 9},
+    "block-5": {**PREFILL, "block_size": 5, "head_size": 33, "head_size_v": 7},
+    "block-1": {**CHUNK, "block_size": 1, "head_size": 3},
+    "block-24": {**CHUNK, "block_size": 24, "head_size": 20, "strided": True},
+    "block-128": {**MIXED, "block_size": 128, "head_size": 80, "pieces": 2},
+    "equal-axes": {**PREFILL, "block_size": 2, "num_kv_heads": 2},
+    "fp8": {**MIXED, "kv_cache_dtype": "fp8_e4m3"},
+    "fp8-everything": {**MIXED, **FEATURES["everything"], "kv_cache_dtype": "fp8_e5m2"},
+    "fp8-block-5": {**PREFILL, "block_size": 5, "head_size": 33, "head_size_v": 7, "kv_cache_dtype": "fp8_e4m3"},
+    "fp8-auto": {**MIXED, "kv_cache_dtype": "fp8_e4m3/auto"},
+    "auto-fp8": {**MIXED, "kv_cache_dtype": "auto/fp8_e5m2", "head_size": 64},
+    "tree": MASKS["tree-everything"],
+    "documents": MASKS["documents-masked"],
+    "selected": SELECTED["half"],
+    "selected-block-5": SELECTED["half-block-5"],
+    "selected-of-3000": SELECTED["few-of-3000"],
+    "cascade": {**PREFIXES, **CASCADE["everything"]},
+    "cascade-block-24": {**PREFIXES, **CASCADE["block-24"]},
+    "3000": {"query_lens": (1, 4), "seq_lens": (3000, 2049), "head_size": 16, "num_heads": 2, "num_kv_heads": 1},
+}
+
+# DeepSeek's latent attention in small, and as it is.
+_MLA: dict[str, Any] = {"kv_cache_layout": "NHD", "latent": True, "num_kv_heads": 1}
+LATENT: dict[str, dict[str, Any]] = {
+    "decode": {**DECODE, **_MLA, "num_heads": 16, "head_size": 72, "head_size_v": 64},
+    "mixed": {**MIXED, **_MLA, "num_heads": 16, "head_size": 72, "head_size_v": 64, "strided": True},
+    "hnd": {**CHUNK, **_MLA, "num_kv_heads": 2, "head_size": 40, "head_size_v": 31, "kv_cache_layout": "HND"},
+    "masked": {**MIXED, **_MLA, "head_size": 24, "head_size_v": 16, "fill": "masked", "sliding_window": 9},
+    "late-nan": {**MIXED, **_MLA, "head_size": 24, "head_size_v": 16, "fill": "late-nan"},
+    "fp8": {**MIXED, **_MLA, "head_size": 24, "head_size_v": 16, "kv_cache_dtype": "fp8_e4m3"},
+    "more-rows": {**DECODE, **_MLA, "num_heads": 300, "head_size": 24, "head_size_v": 16},
+    "576-512": {"query_lens": (1,), "seq_lens": (70,), **_MLA, "num_heads": 16, "head_size": 576, "head_size_v": 512},
+}
+
 HEAD_SIZES = (1, 2, 3, 8, 16, 20, 64, 80, 96, 100, 112, 128, 192, 256, 512, 576)
 QUICK_HEAD_SIZES = (1, 3, 20, 64, 128)
 UNEQUAL_HEAD_SIZES = ((64, 32), (24, 40), (192, 128), (576, 512), (7, 5), (1, 16), (33, 1))
@@ -406,6 +451,11 @@ def _quick() -> Iterator[Case]:
         yield _case(f"{kind.replace('/', '-')}-mixed", MIXED, kv_cache_dtype=kind, head_size=64)
     for name, fields in ROTARY.items():
         yield _case(f"rotary-{name}", fields)
+    for name, fields in PLAIN.items():
+        yield _case(f"NHD-{name}", fields, kv_cache_layout="NHD")
+    yield _case("HND-mixed", MIXED, kv_cache_layout="HND")
+    yield _case("HND-everything", PLAIN["everything"], kv_cache_layout="HND")
+    yield from (_case(f"latent-{name}", fields) for name, fields in LATENT.items())
     yield _case("decode-fill-masked-block-64", DECODE, fill="masked", sliding_window=25, block_size=64)
     yield _case("mixed-fill-nan-value", MIXED, fill="nan-value", sliding_window=(2, -1), causal=False)
     for name, fields in MASKS.items():
@@ -474,6 +524,17 @@ def _default() -> Iterator[Case]:
         yield _case(f"long-spans-window-{window}", LONG_SPANS, sliding_window=window)
         for tree in ("binary", "bits"):
             yield _case(f"long-tree-{tree}-window-{window}", LONG_TREE, tree=tree, sliding_window=window)
+    for name, fields in PLAIN.items():
+        yield _case(f"HND-{name}", fields, kv_cache_layout="HND")
+    for size in HEAD_SIZES:
+        yield _case(f"NHD-head-{size}", CHUNK, head_size=size, kv_cache_layout="NHD")
+        yield _case(f"HND-head-{size}-decode", DECODE, head_size=size, kv_cache_layout="HND", strided=True)
+    for size in BLOCK_SIZES:
+        yield _case(f"NHD-block-{size}", _boundary(size), block_size=size, head_size=20, kv_cache_layout="NHD")
+    for heads in (16, 128):
+        sizes = {**_MLA, "num_heads": heads, "head_size": 576, "head_size_v": 512}
+        yield _case(f"latent-decode-576-512-heads-{heads}", DECODE, **sizes)
+        yield _case(f"latent-chunk-576-512-heads-{heads}", {"query_lens": (7,), "seq_lens": (45,)}, **sizes)
     for name, fields in LONG.items():
         yield _case(f"long-{name}", {"head_size": 16, "num_heads": 2, "num_kv_heads": 1, **fields})
     for name, fields in LONG_SELECTED.items():
@@ -497,6 +558,8 @@ def _full() -> Iterator[Case]:
     for fill in FILLS:
         for size in (1, 64, 192):
             yield _case(f"full-fill-{fill}-head-{size}", MIXED, fill=fill, head_size=size, block_size=32)
+        yield _case(f"full-fill-{fill}-NHD", MIXED, fill=fill, head_size=64, kv_cache_layout="NHD", strided=True)
+        yield _case(f"full-fill-{fill}-HND", DECODE, fill=fill, head_size=24, kv_cache_layout="HND", block_size=24)
     for size in (1, 5, 64, 128, 192):
         for block_size in (8, 16, 24, 128):
             shape = {"head_size": size, "block_size": block_size, "num_heads": 7}
@@ -557,6 +620,7 @@ def _random(index: int, seed: int) -> Case:
     least = 1 if kv_heads * group >= 8 else 8  # a lone bfloat16 may be 2**-8 off, which is all of the budget
     sizes = [size for size in HEAD_SIZES if least <= size <= most] or [least]
     fill = str(rng.choice(["normal"] * 6 + ["masked", *FILLS]))
+    layout = str(np.random.default_rng([seed, index, 1]).choice(["packed", "packed", "packed", "HND", "NHD"]))
     slope = 0.0 if fill in LARGE_SCORES else float(rng.choice([0.0, 0.0, 0.0625]))
     kinds = ["auto"] * 5 + ["fp8_e4m3", "fp8_e5m2"]
     kinds += ["auto/int4"] if fill in LARGE_SCORES else ["int8", "int4", "int8/int4", "int4/auto"]
@@ -582,7 +646,9 @@ def _random(index: int, seed: int) -> Case:
     rotary = str(rng.choice(["", "", "", "neox", "gptj", "neox-partial", "gptj-partial", "neox-norm", "gptj-norm"]))
     odd = fill != "normal" or case.head_size < 2 or "int" in case.kv_cache_dtype
     odd = odd or (case.kv_cache_dtype != "auto" and "norm" in rotary)
-    return dataclasses.replace(case, rotary=None if odd else rotary or None)
+    case = dataclasses.replace(case, rotary=None if odd else rotary or None)
+    refused = case.rotary or "int" in case.kv_cache_dtype
+    return case if refused else dataclasses.replace(case, kv_cache_layout=layout)
 
 
 def cases(level: str = "default", dtype: str = "float32", seed: int = 0) -> list[Case]:
@@ -605,6 +671,7 @@ def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     wanted |= {"masks-documents-everything", "masks-spans-alibi", "masks-tree-everything", "masks-tree-bits-window"}
     wanted |= {"selected-few-of-3000"}
     wanted |= {"cascade-tree"}
+    wanted |= {"NHD-everything", "NHD-3000", "NHD-selected", "NHD-cascade"}
     if level != "quick":
         wanted |= {"many-requests", "mixed-fill-leaping", "long-3000-chunk", "long-3000-sinks", "mixed-heads-14-2"}
         wanted |= {"selected-chunk", "selected-block-24", "selected-sparse"}

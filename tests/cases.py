@@ -88,7 +88,7 @@ class Problem:
         k_scale, v_scale = (
             s if kind.startswith("fp8") else 1.0 for s, kind in zip(SCALES, kinds(self.case), strict=True)
         )
-        return k_scale, v_scale
+        return k_scale, k_scale if self.case.latent else v_scale
 
     def _stored(self, rows: list[NDArray[Any]], kind: str, scale: float) -> list[NDArray[Any]]:
         """What the cache holds, times its scale."""
@@ -345,6 +345,8 @@ def build(case: Case) -> Problem:
     """A case's arrays."""
     rng = np.random.default_rng([case.seed, zlib.crc32(case.name.encode())])
     query, key, value, scale = FILLS[case.fill](rng, case)
+    if case.latent:
+        value = [k[..., : case.value_size] for k in key]
     if case.rotary and case.kv_cache_dtype != "auto":
         key = few_digits(key)
     table, num_blocks = _block_table(rng, case)
@@ -434,14 +436,34 @@ def memory_dtype(kind: str, dtype: str) -> np.dtype[Any]:
 def _caches(problem: Problem, isa: str) -> tuple[NDArray[Any], NDArray[Any]]:
     case = problem.case
     common = (problem.num_blocks, case.block_size, case.num_kv_heads)
+    layout: dict[str, Any] = {"kv_cache_layout": case.kv_cache_layout}
     (k_shape, k_dtype), (v_shape, v_dtype) = (
-        (cpu_attn.get_kv_cache_shape(*common, size, case.dtype, isa, kind), memory_dtype(kind, case.dtype))
+        (
+            cpu_attn.get_kv_cache_shape(*common, size, case.dtype, isa, kind, **layout),
+            memory_dtype(kind, case.dtype),
+        )
         for size, kind in zip((case.head_size, case.value_size), kinds(case), strict=True)
     )
+    if case.latent:
+        latent = _plain_cache(k_shape, k_dtype, case.strided)
+        return latent, latent[..., : case.value_size]
+    if case.kv_cache_layout != "packed":
+        if case.strided and k_dtype == v_dtype:
+            both = _plain_cache((*k_shape[:3], case.head_size + case.value_size), k_dtype, True)
+            return both[..., : case.head_size], both[..., case.head_size :]
+        return _plain_cache(k_shape, k_dtype, case.strided), _plain_cache(v_shape, v_dtype, case.strided)
     if case.strided and k_shape == v_shape and k_dtype == v_dtype:
         both = _nan_bytes((k_shape[0], 2, *k_shape[1:]), k_dtype)
         return both[:, 0], both[:, 1]
     return _nan_bytes(k_shape, k_dtype), _nan_bytes(v_shape, v_dtype)
+
+
+def _plain_cache(shape: tuple[int, ...], dtype: np.dtype[Any], strided: bool) -> NDArray[Any]:
+    """strided: every axis has gaps, blocks run backwards."""
+    if not strided:
+        return _nan_bytes(shape, dtype)
+    n, a, b, d = shape
+    return _nan_bytes((n, a + 1, b, 2, d + 3), dtype)[::-1, 1:, :, 1, 2 : d + 2]
 
 
 def _nan_bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -460,6 +482,9 @@ def _write(problem: Problem, isa: str, key_cache: NDArray[Any], value_cache: NDA
     if not len(slots):
         return query
     key, value = np.concatenate(problem.key), np.concatenate(problem.value)
+    if case.latent:  # each column once
+        value, value_cache, key_cache = key[..., case.value_size :], key_cache[..., case.value_size :], value_cache
+        key = key[..., : case.value_size]
     if problem.rotation:  # queries without a key of their own come with padding
         more = len(tokens_of(problem)[0]) - len(slots)
         slots = np.append(slots, np.full(more, -1))
@@ -472,7 +497,7 @@ def _write(problem: Problem, isa: str, key_cache: NDArray[Any], value_cache: NDA
         if problem.rotation:
             write_rotated(problem, problem.rotation, which, tokens, query, how)
         else:
-            cpu_attn.reshape_and_cache(*tokens, **how)
+            cpu_attn.reshape_and_cache(*tokens, **how, kv_cache_layout=case.kv_cache_layout)
 
     if case.pieces == 1:
         put(np.arange(len(slots)), key, value, slots)
@@ -551,6 +576,7 @@ def _attend(
         "kv_cache_dtype": case.kv_cache_dtype,
         "lse": lse,
         "selected_blocks": problem.selected_blocks,
+        "kv_cache_layout": case.kv_cache_layout,
     }
     if engine == "onednn-python":
         from cpu_attn import compose
@@ -584,4 +610,5 @@ def _plan(problem: Problem, isa: str, engine: str, enable_kv_split: bool) -> cpu
         **case.masks,
         block_table=problem.block_table if case.shared else None,
         block_size=case.block_size if case.shared else None,
+        kv_cache_layout=case.kv_cache_layout,
     )

@@ -237,6 +237,7 @@ def sample(
     seconds: float, fraction: float | None, brand: str = "A", threads: int = 2, **changed: Any
 ) -> dict[str, Any]:
     result = {"workload": "w", "engine": "native", "isa": "avx2", "dtype": "float32", "kv_cache_dtype": "auto"}
+    result["kv_cache_layout"] = "packed"
     result |= {"threads": threads, "seconds_min": seconds, "fraction_of_limit": fraction} | changed
     return {"machine": {"brand": brand}, "limits": {"read_gbps": 10.0 * seconds}, "results": [result]}
 

@@ -80,6 +80,7 @@ def arrays(problem: Problem, reference: bool) -> bytes:
     optional = (problem.alibi_slopes, problem.s_aux, problem.dynamic_causal)
     selected = problem.selected_blocks
     fields += [*(x is not None for x in optional), reference, -1 if selected is None else selected.shape[2]]
+    fields += [_check.LAYOUTS[case.kv_cache_layout]]
     numbers = [problem.scale, case.softcap, *problem.scales]
     slopes, sinks, flags = ([] if x is None else [x] for x in optional)
     body = [query, *tokens, slots, table, problem.query_start_loc, problem.seq_lens, *flags, *slopes, *sinks]

@@ -49,6 +49,8 @@ def test_every_workload_by_name() -> None:
         "decode-64x512": (64, 64, 64 * 512, 32, 8, 128),
         "decode-16x4k-mha": (16, 16, 16 * 4096, 16, 16, 128),
         "decode-8x8k-d64": (8, 8, 8 * 8192, 64, 8, 64),
+        "mla-8x4k-h16": (8, 8, 8 * 4096, 16, 1, 576),
+        "mla-8x4k-h128": (8, 8, 8 * 4096, 128, 1, 576),
         "tree-8x8k": (8, 64, 8 * 8192, 32, 8, 128),
         "tree-16x4k-mha": (16, 128, 16 * 4096, 16, 16, 128),
         "select-1x64k": (1, 1, 65536, 32, 8, 128),
@@ -64,10 +66,25 @@ def test_groups() -> None:
     assert [w.name for w in GROUPS["all"]] == list(WORKLOADS)
     names = ("decode-", "tree-", "select-")
     assert {w.name for w in GROUPS["decode"]} == {n for n in WORKLOADS if n.startswith(names)}
+    assert {w.name for w in GROUPS["mla"]} == {name for name in WORKLOADS if name.startswith("mla-")}
     prefill = {name for name in WORKLOADS if name.startswith("prefill-")} | {"chunk-512-of-8k", "mixed"}
     assert {w.name for w in GROUPS["prefill"]} == prefill
     assert all(w.kind == group for group in ("prefill", "decode", "cascade") for w in GROUPS[group])
     assert {w.name for w in GROUPS["cascade"]} == {name for name in WORKLOADS if name.startswith("cascade-")}
+
+
+def test_latent() -> None:
+    """A row of K is read once, and V is a part of it."""
+    w = Workload("w", "decode", ((1, 40), (1, 7)), 6, 1, 24, latent_rank=16)
+    assert w.flops == 47 * 6 * 2 * (24 + 16)
+    assert w.kv_bytes(2) == 47 * 24 * 2
+    step = Step(w, "auto", "float32", 16)
+    output = cpu_attn.attention_with_kv_cache(**step.arguments(), scheduler_metadata=step.plan("native"))
+    pages = [step.cache.gather(step.block_table[r], int(n)) for r, n in enumerate(step.seq_lens)]
+    key, value = [k for k, _ in pages], [v for _, v in pages]
+    assert all((k[..., :16] == v).all() for k, v in pages)
+    want, _ = reference.attention(step.query, key, value, step.query_start_loc, step.seq_lens, 24**-0.5)
+    assert (reference.relative_rms(output, want, step.query_start_loc) <= reference.BUDGET["float32"]).all()
 
 
 @pytest.mark.parametrize("window", [-1, 1, 4, 11, 1000])

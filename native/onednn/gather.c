@@ -39,10 +39,7 @@ static const char *block_of(const ca_pages *g, int value, int64_t key) {
     return ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, g->kv_head, g->plan->shape.k_dtype);
 }
 
-static int narrow_dtype(const ca_plan *plan, int value) {
-    int dtype = value ? plan->shape.v_dtype : plan->shape.k_dtype;
-    return ca_is_narrow(dtype) ? dtype : 0;
-}
+static int dtype_of(const ca_plan *plan, int value) { return value ? plan->shape.v_dtype : plan->shape.k_dtype; }
 
 static ca_group_form group_form(const ca_plan *plan, int value) {
     const ca_shape *s = &plan->shape;
@@ -53,24 +50,24 @@ static ca_group_form group_form(const ca_plan *plan, int value) {
 int64_t ca_wide_bytes(const ca_plan *plan) {
     int64_t most = 0;
     for (int value = 0; value < 2; value++)
-        if (narrow_dtype(plan, value))
+        if (!ca_half_ready(plan, value))
             most = ca_max64(most, group_form(plan, value).elements * ca_dtype_size(plan->shape.dtype));
-    return most;
+    return most + ca_rows_bytes(plan);
 }
 
-/* The key's block; of a narrow cache only its group, unpacked, and *token counts from there. */
-static const void *plain_block(const ca_pages *g, int value, int64_t key, int64_t *token) {
-    const int dtype = narrow_dtype(g->plan, value);
+/* The key's block; where that is not ready only its group, unpacked, and *token counts from there. */
+static const void *packed_block(const ca_pages *g, int value, int64_t key, int64_t *token) {
     const char *block = block_of(g, value, key);
     *token = key % g->call->block_size;
-    if (!dtype)
+    if (ca_half_ready(g->plan, value))
         return block;
     const ca_group_form f = group_form(g->plan, value);
-    const int pair = g->plan->kernel->info.layout == CA_LAYOUT_PAIRS ? 2 : 1;
-    int64_t first = *token / CA_LANES * CA_LANES, rows = ca_min64(CA_LANES, g->call->block_size - first);
-    const char *group = block + first / CA_LANES * f.bytes;
-    int64_t n = value && !f.scales ? ca_round_up(rows, pair) * g->plan->shape.head_size_v : f.elements;
-    g->plan->kernel->unpack((const uint8_t *)group, n, dtype, g->wide, group);
+    int64_t first = *token / CA_LANES * CA_LANES, n = ca_min64(CA_LANES, g->call->block_size - first);
+    int64_t ld = value ? g->call->v_ld : g->call->k_ld, bytes = first / CA_LANES * f.bytes;
+    if (g->plan->shape.kv_cache_layout != CA_PACKED)
+        bytes = first * ld * ca_dtype_size(dtype_of(g->plan, value));
+    char *rows = (char *)g->wide + ca_wide_bytes(g->plan) - ca_rows_bytes(g->plan);
+    g->plan->kernel->unpack(g->plan, value, block + bytes, ld, (int)n, g->wide, rows, block + bytes);
     *token -= first;
     return g->wide;
 }
@@ -81,7 +78,7 @@ static void apply_scales(const ca_pages *g, int value, int64_t key, int64_t n, f
     if (!f.scales)
         return;
     const int64_t head_size = value ? g->plan->shape.head_size_v : g->plan->shape.head_size;
-    const int64_t shared = ca_scale_elements(narrow_dtype(g->plan, value), head_size);
+    const int64_t shared = ca_scale_elements(dtype_of(g->plan, value), head_size);
     const int64_t token = key % g->call->block_size;
     const char *scales = block_of(g, value, key) + ca_scales_at(&f, g->call->block_size, token / CA_LANES);
     for (int64_t d = 0; d < head_size; d++)
@@ -100,14 +97,14 @@ static int64_t piece(const ca_pages *g, int64_t column, int64_t end, int64_t lan
 }
 
 static int64_t lanes(const ca_pages *g, int value) {
-    return narrow_dtype(g->plan, value) ? CA_LANES : g->call->block_size;
+    return ca_half_ready(g->plan, value) ? g->call->block_size : CA_LANES;
 }
 
 static void copy_k_pairs(const ca_pages *g, int64_t skip, int64_t end, uint16_t *dst) {
     int64_t head_size = g->plan->shape.head_size, n;
     for (int64_t column = skip; column < end; column += n) {
-        const uint16_t *block = (const uint16_t *)block_of(g, 0, g->key[column]);
-        int64_t token = g->key[column] % g->call->block_size;
+        int64_t token;
+        const uint16_t *block = packed_block(g, 0, g->key[column], &token);
         n = piece(g, column, end, CA_LANES, PANEL);
         for (int64_t d = 0; d < head_size; d += 2)
             memcpy(dst + packed_at(d, column, head_size), block + ca_k_offset(CA_LAYOUT_PAIRS, token, d, head_size),
@@ -128,7 +125,7 @@ void ca_gather_k(ca_form form, const ca_pages *g, int64_t skip, int64_t n, int64
     int64_t panel = width * (form == CA_FORM_PLAIN ? head_size : ca_round_up(head_size, 16));
     for (int64_t column = skip; column < n; column += step) {
         int64_t token;
-        const void *block = plain_block(g, 0, g->key[column], &token);
+        const void *block = packed_block(g, 0, g->key[column], &token);
         float *to = (float *)dst + column / width * panel + column % width;
         step = piece(g, column, n, lanes(g, 0), width);
         g->plan->kernel->widen_k(block, head_size, token, token + step, to, width);
@@ -137,18 +134,25 @@ void ca_gather_k(ca_form form, const ca_pages *g, int64_t skip, int64_t n, int64
 }
 
 /* A pair of keys holds both rows of its dst line; a half that does not count is zeroed after. */
+static void copy_pair(const uint16_t *src, int64_t dv, int64_t row, int64_t keys, int even, int odd, uint16_t *dst) {
+    for (int64_t d = 0; d < dv; d += PANEL) {
+        uint16_t *line = dst + packed_at(row, d, keys);
+        int64_t n = ca_min64(PANEL, dv - d);
+        memcpy(line, src + 2 * d, (size_t)n * 4);
+        for (int64_t i = 0; i < n && !(even && odd); i++)
+            line[2 * i + even] = 0;
+    }
+}
+
 static void copy_v_pairs(const ca_pages *g, int64_t skip, int64_t end, int64_t keys, uint16_t *dst) {
-    int64_t dv = g->plan->shape.head_size_v;
-    for (int64_t column = 0; column < end; column += 2) {
-        const uint16_t *block = (const uint16_t *)block_of(g, 1, g->key[column]);
-        int64_t token = g->key[column] % g->call->block_size;
-        for (int64_t d = 0; d < dv; d += PANEL) {
-            uint16_t *line = dst + packed_at(column, d, keys);
-            int64_t n = ca_min64(PANEL, dv - d);
-            memcpy(line, block + ca_v_offset(CA_LAYOUT_PAIRS, token, d, dv), (size_t)n * 4);
-            for (int64_t i = 0; i < n && (column < skip || column + 1 >= end); i++)
-                line[2 * i + (column + 1 >= end)] = 0;
-        }
+    int64_t dv = g->plan->shape.head_size_v, n;
+    for (int64_t column = 0; column < end; column += n) {
+        int64_t token;
+        const uint16_t *block = packed_block(g, 1, g->key[column], &token);
+        n = piece(g, column, end, lanes(g, 1), keys);
+        for (int64_t i = 0; i < n; i += 2)
+            copy_pair(block + ca_v_offset(CA_LAYOUT_PAIRS, token + i, 0, dv), dv, column + i, keys, column + i >= skip,
+                      column + i + 1 < end, dst);
     }
 }
 
@@ -163,7 +167,7 @@ void ca_gather_v(ca_form form, const ca_pages *g, int64_t skip, int64_t n, int64
     float *rows = dst;
     for (int64_t column = skip; column < n; column += step) {
         int64_t token;
-        const void *block = plain_block(g, 1, g->key[column], &token);
+        const void *block = packed_block(g, 1, g->key[column], &token);
         step = piece(g, column, n, lanes(g, 1), keys);
         g->plan->kernel->widen_v(block, dv, token, token + step, rows + column * dv, dv);
         apply_scales(g, 1, g->key[column], step, rows + column * dv, 1, dv);

@@ -14,7 +14,7 @@ typedef struct ca_pages {
     const ca_call *call;
     const int32_t *block_table; /* the request's row */
     int kv_head;
-    void *wide;   /* ca_wide_bytes: a group of a narrow cache, unpacked */
+    void *wide;   /* ca_wide_bytes: a group of a cache that is not ready, unpacked */
     int32_t *key; /* of each column of the chunk, ascending; neighbours in a block lie side by side */
 } ca_pages;
 

@@ -27,6 +27,7 @@ enum {
     FLAGS,
     REFERENCE,
     SELECTED, /* blocks for each request and kv head, -1: all */
+    KV_CACHE_LAYOUT,
     FIELDS
 };
 
@@ -87,6 +88,12 @@ static ca_array cache(int isa, int value) {
     int64_t width = ca_max64(ca_block_elements(isa, dtype, kv_dtype, f[BLOCK_SIZE], size, 0),
                              ca_block_elements(isa, dtype, kv_dtype, f[BLOCK_SIZE], size, 1));
     int64_t shape[] = {f[BLOCKS], f[KV_HEADS], f[BLOCK_SIZE], ca_div_up(width, f[BLOCK_SIZE])};
+    if (f[KV_CACHE_LAYOUT] != CA_PACKED)
+        shape[3] = size;
+    if (f[KV_CACHE_LAYOUT] == CA_NHD) {
+        shape[1] = f[BLOCK_SIZE];
+        shape[2] = f[KV_HEADS];
+    }
     return array(kv_dtype, ca_dtype_size(kv_dtype), 4, shape, 0xff);
 }
 
@@ -124,11 +131,13 @@ int main(int argc, char **argv) {
                       .window_left = (int32_t)f[LEFT],
                       .window_right = (int32_t)f[RIGHT],
                       .enable_kv_split = 1,
-                      .num_threads = 1};
+                      .num_threads = 1,
+                      .kv_cache_layout = (int32_t)f[KV_CACHE_LAYOUT]};
     const ca_array written[] = {kc, vc, k, v, slots}, step[] = {starts, lens, flags, {0}};
     const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks, selected};
     ca_plan_info info;
-    ca_write(known, NULL, written, 0, isa, (int)f[K_DTYPE], (int)f[V_DTYPE], x[2], x[3], &fault);
+    ca_write(known, NULL, written, 0, isa, (int)f[K_DTYPE], (int)f[V_DTYPE], (int)f[KV_CACHE_LAYOUT], x[2], x[3],
+             &fault);
     const ca_engine *engine = f[REFERENCE] ? ca_reference_engine() : ca_native_engine();
     ca_plan *plan = fault.status ? NULL : ca_plan_new(&shape, engine, NULL, step, &fault);
     if (!plan)
