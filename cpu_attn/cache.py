@@ -12,7 +12,7 @@ import numpy as np
 
 from cpu_attn import _check, _dispatch, ops
 from cpu_attn._arrays import DTYPES, dtype_name
-from cpu_attn.layout import CacheDescriptor, StoredCache, aligned_zeros, layout_of
+from cpu_attn.layout import CacheDescriptor, StoredCache, aligned_zeros, layout_of, memory_dtype
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
 
 
@@ -79,8 +79,7 @@ class PagedKVCache:
             v_scale=scales[1],
             isa=resolved.name,
         )
-        memory = (DTYPES[_check.memory(kv)[0]] for kv in kvs)
-        self._hold(descriptor, *(aligned_zeros(*x) for x in zip(shapes, memory, strict=True)))
+        self._hold(descriptor, *(aligned_zeros(x, memory_dtype(kv)) for x, kv in zip(shapes, kvs, strict=True)))
         if kv_cache_layout != "packed":
             self.layout = self.kv_cache_layout = kv_cache_layout
 

@@ -28,6 +28,9 @@ LAYOUT_NAMES = {lib.CA_LAYOUT_LANES: "lanes-v1", lib.CA_LAYOUT_PAIRS: "pairs-v1"
 # As native/cpu_attn.h describes them: so many neighbours (of d in K, of tokens in V) lie side by side.
 PAIRS = {"lanes-v1": 1, "pairs-v1": 2}
 LANES = 16
+HALVES = 128  # elements of int4 that share 64 bytes
+# What integers mean before their scale, by how they are stored: sign and magnitude, and plus 8.
+WHOLE = {"int8": np.append(np.arange(128.0), 0 - np.arange(128.0)), "int4": np.arange(16.0) - 8}
 CHUNK = 1 << 20  # elements converted at a time
 SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
 SAFETENSORS |= {"float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8"}
@@ -84,14 +87,13 @@ class CacheDescriptor:
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Of K's and of V's memory: [N, Hkv, B, width]."""
-        pairs, heads, size = PAIRS[self.layout], (self.num_blocks, self.num_kv_heads), self.block_size
+        """Of K's and of V's memory: [N, Hkv, B, width]. Room for K is room for V of that size, too."""
+        size = self.block_size
         widths = []
-        for head_size in (self.head_size, self.head_size_v):
-            k = -(-size // LANES) * LANES * -(-head_size // pairs) * pairs
-            v = -(-size // pairs) * pairs * head_size
-            widths.append(-(-max(k, v) // size))
-        return tuple((*heads, size, width) for width in widths)
+        for head_size, kind in zip((self.head_size, self.head_size_v), self.stored, strict=True):
+            form = Form(PAIRS[self.layout], kind, head_size, False)
+            widths.append(-(-_groups(size) * (form.places + form.scales * LANES * 2) // size))
+        return tuple((self.num_blocks, self.num_kv_heads, size, width) for width in widths)
 
     def reader(self, isa: str = "auto") -> _dispatch.Isa:
         """The isa of that name, or the best one here, whose kernels read this layout. ValueError if none does."""
@@ -140,7 +142,7 @@ class StoredCache:
         kinds = self.descriptor.stored
         caches = _check.pages((self.key_cache, self.value_cache), self.descriptor.shapes, kinds)
         for name, memory, kind in zip(("key_cache", "value_cache"), caches, kinds, strict=True):
-            object.__setattr__(self, name, memory.view(_memory(kind)))
+            object.__setattr__(self, name, memory.view(memory_dtype(kind)))
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """As safetensors: ``key_cache``, ``value_cache``, and the descriptor as metadata ``cpu_attn``."""
@@ -160,13 +162,14 @@ class StoredCache:
             raise ValueError(f"{file}: not written by PagedKVCache.save")
         descriptor = CacheDescriptor.from_json(said)
         key_cache, value_cache = (
-            _tensor(file, name, _memory(kind))
+            _tensor(file, name, memory_dtype(kind))
             for name, kind in zip(("key_cache", "value_cache"), descriptor.stored, strict=True)
         )
         return cls(descriptor, key_cache, value_cache)
 
 
-def _memory(kind: str) -> np.dtype[Any]:
+def memory_dtype(kind: str) -> np.dtype[Any]:
+    """Of memory that holds ``kind``."""
     return DTYPES[_check.memory(kind)[0]]
 
 
@@ -203,42 +206,90 @@ def _safetensors() -> Any:
     return safetensors
 
 
-# ---- elements in and out of a layout ----
+# ---- elements and their scales in and out of a layout ----
 
 
-def unpack(memory: Memory, layout: str, head_size: int, value: bool) -> Memory:
-    """[N, Hkv, B, head_size] of memory [N, Hkv, B, width], as it is stored."""
+@dataclass(frozen=True)
+class Form:
+    """How 16 tokens of one kv head lie, K or V: ca_group_form of native/cpu_attn.h. Groups follow one another; behind
+    them, of integers, their scales [groups][scales][16] in bfloat16."""
+
+    pairs: int
+    kind: str
+    head_size: int
+    value: bool
+
+    @property
+    def axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of a group, and their order that makes tokens of it, and a group of tokens."""
+        if self.value:
+            return (LANES // self.pairs, self.head_size, self.pairs), (0, 2, 1)
+        return (-(-self.head_size // self.pairs), LANES, self.pairs), (1, 0, 2)
+
+    @property
+    def elements(self) -> int:
+        n = prod(self.axes[0])
+        return -(-n // HALVES) * HALVES if self.kind == "int4" else n
+
+    @property
+    def places(self) -> int:
+        """Of the memory's dtype."""
+        return self.elements // 2 if self.kind == "int4" else self.elements
+
+    @property
+    def scale_elements(self) -> int:
+        """Of a token, that share a scale."""
+        return 32 if self.kind == "int4" else self.head_size
+
+    @property
+    def scales(self) -> int:
+        """Of a token."""
+        return -(-self.head_size // self.scale_elements) if self.kind in WHOLE else 0
+
+
+def _groups(block_size: int) -> int:
+    return -(-block_size // LANES)
+
+
+def unpack(memory: Memory, form: Form) -> tuple[Memory, Memory]:
+    """Elements [N, Hkv, B, head_size] and scales [N, Hkv, B, form.scales] of memory [N, Hkv, B, width], as they are
+    stored: integers as bytes of their own, their scales as the bits of bfloat16."""
     n, heads, size, _ = memory.shape
-    pairs, flat = PAIRS[layout], memory.reshape(n, heads, -1)
-    if value:
-        rows = -(-size // pairs)
-        v = flat[..., : rows * pairs * head_size].reshape(n, heads, rows, head_size, pairs)
-        elements: Memory = v.transpose(0, 1, 2, 4, 3).reshape(n, heads, -1, head_size)[:, :, :size]
-        return elements
-    groups, words = -(-size // LANES), -(-head_size // pairs)
-    k = flat[..., : groups * words * LANES * pairs].reshape(n, heads, groups, words, LANES, pairs)
-    elements = k.transpose(0, 1, 2, 4, 3, 5).reshape(n, heads, groups * LANES, -1)[:, :, :size, :head_size]
-    return elements
+    groups, (axes, order) = _groups(size), form.axes
+    flat, end = memory.reshape(n, heads, -1), groups * form.places
+    x = flat[..., :end]
+    if form.kind == "int4":
+        x = x.reshape(n, heads, -1, 1, HALVES // 2) >> np.array([[0], [4]], np.uint8) & 15
+    x = x.reshape(n, heads, groups, -1)[..., : prod(axes)].reshape(n, heads, groups, *axes)
+    elements = x.transpose(0, 1, 2, *(i + 3 for i in order)).reshape(n, heads, groups * LANES, -1)
+    s = flat[..., end : end + groups * form.scales * LANES * 2].view(np.uint8).view(np.uint16)
+    scales = s.reshape(n, heads, groups, form.scales, LANES).swapaxes(3, 4)
+    scales = scales.reshape(n, heads, groups * LANES, form.scales)
+    return elements[:, :, :size, : form.head_size], scales[:, :, :size]
 
 
-def pack(elements: Memory, layout: str, value: bool, memory: Memory) -> None:
+def pack(elements: Memory, scales: Memory, form: Form, memory: Memory) -> None:
     """The way back, into memory that is zero: lanes and an odd last d that belong to nobody stay so."""
-    n, heads, size, head_size = elements.shape
-    pairs, flat = PAIRS[layout], memory.reshape(n, heads, -1)
-    if value:
-        v = _padded(elements, -(-size // pairs) * pairs, head_size).reshape(n, heads, -1, pairs, head_size)
-        packed = v.transpose(0, 1, 2, 4, 3).reshape(n, heads, -1)
-    else:
-        groups, words = -(-size // LANES), -(-head_size // pairs)
-        k = _padded(elements, groups * LANES, words * pairs).reshape(n, heads, groups, LANES, words, pairs)
-        packed = k.transpose(0, 1, 2, 4, 3, 5).reshape(n, heads, -1)
-    flat[..., : packed.shape[2]] = packed
+    n, heads, size, _ = memory.shape
+    groups, (axes, order) = _groups(size), form.axes
+    flat, end = memory.reshape(n, heads, -1), groups * form.places
+    x = _padded(elements, groups * LANES, prod(axes) // LANES)
+    x = x.reshape(n, heads, groups, *(axes[i] for i in order)).transpose(0, 1, 2, *(i + 3 for i in order))
+    if form.kind == "int4":
+        x = _padded(x.reshape(n, heads, groups, -1), groups, form.elements)
+        x = x.reshape(n, heads, -1, 2, HALVES // 2)
+        x = x[..., 0, :] | x[..., 1, :] << 4
+    flat[..., :end] = x.reshape(n, heads, -1)
+    if form.scales:
+        s = _padded(scales, groups * LANES, form.scales).reshape(n, heads, groups, LANES, form.scales)
+        s = np.ascontiguousarray(s.swapaxes(3, 4)).reshape(n, heads, -1).view(np.uint8)
+        flat[..., end : end + s.shape[2]] = s
 
 
-def _padded(elements: Memory, tokens: int, size: int) -> Memory:
-    n, heads, *rest = elements.shape
-    wide = np.zeros((n, heads, tokens, size), elements.dtype)
-    wide[:, :, : rest[0], : rest[1]] = elements
+def _padded(x: Memory, tokens: int, size: int) -> Memory:
+    n, heads, *rest = x.shape
+    wide = np.zeros((n, heads, tokens, size), x.dtype)
+    wide[:, :, : rest[0], : rest[1]] = x
     return wide
 
 
@@ -257,17 +308,18 @@ def convert(
     """A new cache of the same tokens in the same slots, for another isa, dtype or quantisation.
 
     cache: one of this machine, or a StoredCache of any. dtype, kv_cache_dtype, k_scale, v_scale: as in
-    :class:`PagedKVCache`; what is not said stays as it is (the scales are 1 where the new cache is not quantised).
-    Numbers that the new cache can hold are exact; others are rounded once, to nearest even. Into a quantised cache they
-    go as :func:`reshape_and_cache` would write their float32: divided by the scale, saturating. Needs memory for the
-    new cache and a few megabytes. Raises ValueError or TypeError for what PagedKVCache refuses.
+    :class:`PagedKVCache`; what is not said stays as it is (k_scale and v_scale are 1 where the new cache is not fp8).
+    What is of the same kind and scale keeps its bits, scales of integers included. Else numbers that the new cache can
+    hold are exact, others are rounded once, to nearest even; into a quantised cache they go as
+    :func:`reshape_and_cache` would write their float32. Needs memory for the new cache and a few megabytes. Raises
+    ValueError or TypeError for what PagedKVCache refuses.
     """
     from cpu_attn.cache import PagedKVCache
 
     old = cache.descriptor
     name = old.dtype if dtype is None else dtype_name(dtype)
     if kv_cache_dtype is None:
-        kv_cache_dtype = "auto" if old.stored == (old.dtype, old.dtype) else old.kv_cache_dtype
+        kv_cache_dtype = "/".join("auto" if kv == old.dtype else kv for kv in old.kv_cache_dtype.split("/"))
     fp8 = [kind.startswith("fp8") for kind in _check.kv_dtypes(kv_cache_dtype, name)]
     new = PagedKVCache(
         old.num_blocks,
@@ -281,32 +333,27 @@ def convert(
         k_scale=k_scale if k_scale is not None else old.k_scale if fp8[0] else 1.0,
         v_scale=v_scale if v_scale is not None else old.v_scale if fp8[1] else 1.0,
     )
-    to = new.descriptor
-    _convert_pages(cache.key_cache, new.key_cache, (old, to), old.head_size, False, (old.k_scale, to.k_scale))
-    _convert_pages(cache.value_cache, new.value_cache, (old, to), old.head_size_v, True, (old.v_scale, to.v_scale))
+    for value, (source, target) in enumerate(
+        ((cache.key_cache, new.key_cache), (cache.value_cache, new.value_cache)),
+    ):
+        _convert_pages(source, target, old, new.descriptor, bool(value))
     return new
 
 
-def _convert_pages(
-    source: Memory,
-    target: Memory,
-    descriptors: tuple[CacheDescriptor, CacheDescriptor],
-    head_size: int,
-    value: bool,
-    scales: tuple[float, float],
-) -> None:
-    old, new = descriptors
-    kinds = old.stored[value], new.stored[value]
-    source, target = source.view(_memory(kinds[0])), target.view(_memory(kinds[1]))
-    as_it_is = (kinds[0], scales[0]) == (kinds[1], scales[1])
-    step = max(1, CHUNK // max(1, old.num_kv_heads * old.block_size * head_size))
+def _convert_pages(source: Memory, target: Memory, old: CacheDescriptor, new: CacheDescriptor, value: bool) -> None:
+    head_size = old.head_size_v if value else old.head_size
+    forms = [Form(PAIRS[d.layout], d.stored[value], head_size, value) for d in (old, new)]
+    scales = [_scale(d.v_scale if value else d.k_scale) for d in (old, new)]
+    source, target = (x.view(memory_dtype(form.kind)) for x, form in zip((source, target), forms, strict=True))
+    as_it_is = (forms[0].kind, scales[0]) == (forms[1].kind, scales[1])
+    step = max(1, CHUNK // max(1, old.num_kv_heads * _groups(old.block_size) * forms[0].elements))
     with np.errstate(all="ignore"):
         for first in range(0, old.num_blocks, step):
             blocks = slice(first, first + step)
-            elements = unpack(source[blocks], old.layout, head_size, value)
+            stored = unpack(source[blocks], forms[0])
             if not as_it_is:
-                elements = _quantised(elements.astype(np.float64) * _scale(scales[0]), new, kinds[1], _scale(scales[1]))
-            pack(elements, new.layout, value, target[blocks])
+                stored = _stored(_numbers(*stored, forms[0], scales[0]), new, forms[1], scales[1])
+            pack(*stored, forms[1], target[blocks])
 
 
 def _scale(x: float) -> float:
@@ -314,14 +361,44 @@ def _scale(x: float) -> float:
     return float(np.float32(x))
 
 
-def _quantised(numbers: NDArray[np.float64], to: CacheDescriptor, kind: str, scale: float) -> Memory:
-    dtype = _memory(kind)
-    if kind == to.dtype:
-        return _round_once(numbers, dtype)
+def _numbers(elements: Memory, scales: Memory, form: Form, scale: float) -> NDArray[np.float64]:
+    """What elements mean, exactly; a NaN scale makes all of them NaN."""
+    if not form.scales:
+        return elements.astype(np.float64) * scale
+    each = np.repeat(_widened(scales), form.scale_elements, axis=-1)[..., : form.head_size]
+    numbers: NDArray[np.float64] = WHOLE[form.kind][elements] * each
+    return numbers
+
+
+def _widened(bits: Memory) -> NDArray[np.float32]:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _stored(numbers: NDArray[np.float64], to: CacheDescriptor, form: Form, scale: float) -> tuple[Memory, Memory]:
+    """Elements and scales, as pack wants them."""
+    dtype, none = memory_dtype(form.kind), np.zeros((*numbers.shape[:3], 0), np.uint16)
+    if form.scales:
+        return _integers(numbers.astype(np.float32), form)
+    if form.kind == to.dtype:
+        return _round_once(numbers, dtype), none
     most = float(ml_dtypes.finfo(dtype).max)
     divided = numbers.astype(np.float32) / np.float32(scale)
-    clipped: Memory = np.clip(divided, -most, most)
-    return clipped.astype(dtype)
+    return np.clip(divided, -most, most).astype(dtype), none
+
+
+def _integers(x: NDArray[np.float32], form: Form) -> tuple[Memory, Memory]:
+    """As native/kernel/narrow.inc quantises: the largest magnitude over the largest integer, rounded up to bfloat16, is
+    the scale; x times its reciprocal, where that is a float, goes to the nearest even integer."""
+    n, heads, size, _ = x.shape
+    x = _padded(x, size, form.scales * form.scale_elements).reshape(n, heads, size, form.scales, -1)
+    top = np.abs(x).max(axis=-1)
+    up = (top / np.float32(WHOLE[form.kind].max())).view(np.uint32) + np.uint32(0xFFFF) >> 16
+    scales = np.where(np.isfinite(top), up, 0x7FC0).astype(np.uint16)
+    over = _widened(np.where(scales == 0, 0x3F80, scales))[..., None]
+    whole = np.rint(np.where(over >= 2.0**-126, x * (1 / over), x / over))
+    whole = np.where(np.isnan(over), 0, whole).reshape(n, heads, size, -1)[..., : form.head_size]
+    stored = whole + 8 if form.kind == "int4" else np.where(whole < 0, 128 - whole, whole)
+    return stored.astype(np.uint8), scales
 
 
 def _round_once(numbers: NDArray[np.float64], dtype: np.dtype[Any]) -> Memory:

@@ -337,7 +337,8 @@ def _attended(problem: Problem) -> NDArray[np.int32]:
 def _share(case: Case, rows: list[NDArray[Any]]) -> None:
     """Keys or values of blocks that a request shares are those of the request that has them first."""
     for r, (source, blocks) in enumerate(case.shared):
-        rows[r][: blocks * case.block_size] = rows[source][: blocks * case.block_size]
+        n = min(blocks * case.block_size, len(rows[r]), len(rows[source]))
+        rows[r][:n] = rows[source][:n]
 
 
 def build(case: Case) -> Problem:

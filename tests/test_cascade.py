@@ -230,6 +230,24 @@ def test_the_call_has_to_share_too() -> None:
         attend(p, plan, short)
 
 
+def test_selected_blocks_and_trees_do_not_share() -> None:
+    """A selection is each request's own, and would say which of the shared keys count; a tree's bits hide keys."""
+    table = prefixes((0, 0), (0, 128))
+    cache = cpu_attn.PagedKVCache(600, 16, 1, 16, "float32")
+    lens, query = np.array([2100, 2100], np.int32), np.ones((2, 4, 16), np.float32)
+    plan = cache.plan(np.arange(3, dtype=np.int32), lens, 4, block_table=table)
+    assert plan.num_shared == 1
+    with pytest.raises(ValueError, match=r"selected_blocks: scheduler_metadata shares prefixes.*without block_table"):
+        cache.attend(query, table, plan, selected_blocks=np.zeros((2, 1, 1), np.int32))
+    with pytest.raises(ValueError, match="selected_blocks"):  # whose table may be narrower than what is shared
+        cache.attend(query, table[:, :1], plan, selected_blocks=np.zeros((2, 1, 1), np.int32))
+    cache.attend(query, table, plan)
+    tree = np.ones((2, 1), np.uint8)
+    assert cache.plan(np.arange(3, dtype=np.int32), lens, 4, block_table=table, tree_mask=tree).num_shared == 0
+    spans = {0: [(5, 2000)], 1: [(5, 2000)]}
+    assert cache.plan(np.arange(3, dtype=np.int32), lens, 4, block_table=table, mm_prefix_range=spans).num_shared == 1
+
+
 @pytest.mark.parametrize(
     ("table", "block_size", "error", "match"),
     [

@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from cpu_attn import CacheDescriptor, PagedKVCache, StoredCache, convert, layout, reference
 
-from .cases import KERNELS, numpy_dtype, quantised
+from .cases import KERNELS, integers, memory_dtype, numpy_dtype, quantised
+from .test_quantised import rows as roundings
 
 LAYOUTS = ("lanes-v1", "pairs-v1")
+NARROW = ["fp8_e4m3", "fp8_e5m2", "int8", "int4", "int8/int4", "fp8/auto", "auto/int4"]
 GOOD: dict[str, Any] = {
     "layout": "pairs-v1",
     "dtype": "bfloat16",
@@ -45,25 +47,72 @@ def filled(dtype: str, isa: str = "auto", sizes: tuple[int, int] = (24, 7), bloc
     return cache, key, value
 
 
+def scales_for(kv_cache_dtype: str, k_scale: float, v_scale: float) -> dict[str, float]:
+    """Those that apply."""
+    named = zip(("k_scale", "v_scale"), (k_scale, v_scale), pair(kv_cache_dtype), strict=True)
+    return {name: scale for name, scale, kind in named if kind.startswith("fp8")}
+
+
+def pair(kv_cache_dtype: str) -> list[str]:
+    return (kv_cache_dtype.split("/") * 2)[:2]
+
+
+def held(x: NDArray[Any], kind: str, scale: float) -> NDArray[np.float64]:
+    """The numbers that a cache holds of x."""
+    if kind.startswith("int"):
+        return integers(x, kind) + 0.0  # an integer has no negative zero
+    if kind.startswith("fp8"):
+        return quantised(x, kind, scale).astype(np.float64) * np.float64(np.float32(scale))
+    return x.astype(np.float64)
+
+
 def contents(cache: PagedKVCache) -> tuple[NDArray[Any], NDArray[Any]]:
     return cache.gather(np.arange(cache.num_blocks, dtype=np.int32), cache.num_blocks * cache.block_size)
 
 
+def place(name: str, value: bool, token: int, d: int, size: int) -> int:
+    """Of an element among those of its block, as native/cpu_attn.h says."""
+    group, lane = divmod(token, 16)
+    if name == "lanes-v1":
+        return token * size + d if value else (group * size + d) * 16 + lane
+    if value:
+        return (token // 2 * size + d) * 2 + token % 2
+    return (group * ((size + 1) // 2) + d // 2) * 32 + lane * 2 + d % 2
+
+
 def foreign(rows: NDArray[Any], name: str, value: bool, block_size: int, width: int) -> NDArray[Any]:
-    """[slots, Hkv, D] in the memory of a layout, one element after another, as native/cpu_attn.h says; all else NaN."""
+    """[slots, Hkv, D] in the memory of a layout, one element after another; all else NaN."""
     slots, heads, size = rows.shape
     memory = np.full((slots // block_size, heads, block_size * width), np.nan, rows.dtype)
     for slot, d in itertools.product(range(slots), range(size)):
         block, token = divmod(slot, block_size)
-        group, lane = divmod(token, 16)
-        if name == "lanes-v1":
-            at = token * size + d if value else (group * size + d) * 16 + lane
-        elif value:
-            at = (token // 2 * size + d) * 2 + token % 2
-        else:
-            at = (group * ((size + 1) // 2) + d // 2) * 32 + lane * 2 + d % 2
-        memory[block, :, at] = rows[slot, :, d]
+        memory[block, :, place(name, value, token, d, size)] = rows[slot, :, d]
     return memory.reshape(-1, heads, block_size, width)
+
+
+def foreign_integers(
+    tokens: tuple[Any, Any], kind: str, name: str, value: bool, shape: tuple[int, ...], unused: int
+) -> NDArray[np.uint8]:
+    """The same of integers as they are stored, uint8, and the bits of their scales, uint16 [slots, Hkv, scales]."""
+    codes, scales = tokens
+    (slots, heads, size), (*_, block_size, _), each = codes.shape, shape, scales.shape[2]
+    memory = np.full((shape[0], heads, block_size * shape[3]), unused, np.uint8)
+    group_elements = 16 * (size + size % 2 * (name == "pairs-v1" and not value))
+    group_bytes = -(-group_elements // 128) * 64 if kind == "int4" else group_elements
+    for slot in range(slots):
+        block, token = divmod(slot, block_size)
+        group, lane = divmod(token, 16)
+        for d in range(size):
+            at, first, x = place(name, value, lane, d, size), group * group_bytes, codes[slot, :, d]
+            if kind == "int4":
+                byte = memory[block, :, first + at // 128 * 64 + at % 64]
+                byte[:] = (byte & 0x0F) | x << 4 if at % 128 >= 64 else (byte & 0xF0) | x
+            else:
+                memory[block, :, first + at] = x
+        for s in range(each):
+            to = -(-block_size // 16) * group_bytes + ((group * each + s) * 16 + lane) * 2
+            memory[block, :, to : to + 2] = scales[slot, :, s, None].view(np.uint8)
+    return memory.reshape(shape)
 
 
 def described(**fields: Any) -> CacheDescriptor:
@@ -74,15 +123,15 @@ def described(**fields: Any) -> CacheDescriptor:
 
 
 @pytest.mark.parametrize(("isa", "dtype"), KERNELS)
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", *NARROW])
 @pytest.mark.parametrize("block_size", [1, 5, 16, 24])
 def test_descriptor_says_it_all(isa: str, dtype: str, kv_cache_dtype: str, block_size: int) -> None:
-    scales = {} if kv_cache_dtype == "auto" else {"k_scale": 0.1, "v_scale": 3.0}
+    scales = scales_for(kv_cache_dtype, 0.1, 3.0)
     cache = PagedKVCache(3, block_size, 2, 33, dtype, isa, head_size_v=7, kv_cache_dtype=kv_cache_dtype, **scales)
     d = cache.descriptor
     assert d.layout == cache.layout == ("pairs-v1" if dtype == "bfloat16" else "lanes-v1")
     assert d.shapes == (cache.key_cache.shape, cache.value_cache.shape)
-    assert d.stored == (str(cache.key_cache.dtype),) * 2 or "fp8" in d.stored[0]
+    assert [memory_dtype(kind, dtype) for kind in d.stored] == [cache.key_cache.dtype, cache.value_cache.dtype]
     assert CacheDescriptor.from_json(d.to_json()) == d
     with pytest.raises(dataclasses.FrozenInstanceError):
         d.isa = "scalar"  # type: ignore[misc]
@@ -106,7 +155,7 @@ def test_descriptor_says_it_all(isa: str, dtype: str, kv_cache_dtype: str, block
         ({"head_size_v": True}, "head_size_v: expected an integer"),
         ({"k_scale": 0.0}, "k_scale: 0.0"),
         ({"v_scale": "1"}, "v_scale: expected a number"),
-        ({"kv_cache_dtype": "auto"}, "k_scale: 0.37 applies to quantised"),
+        ({"kv_cache_dtype": "auto"}, "k_scale: 0.37 applies to fp8 caches"),
         ({"isa": 3}, "isa: expected a name"),
         ({"color": "red"}, "color: no field"),
     ],
@@ -193,7 +242,7 @@ def test_open_refuses() -> None:
 
 
 def pages(d: CacheDescriptor, name: str) -> list[NDArray[Any]]:
-    return [np.zeros(shape, _memory(d.stored[0])) for shape in dataclasses.replace(d, layout=name).shapes]
+    return [np.zeros(shape, memory_dtype(d.stored[0], d.dtype)) for shape in dataclasses.replace(d, layout=name).shapes]
 
 
 def test_memory_begins_with_a_cache_line() -> None:
@@ -207,9 +256,9 @@ def test_memory_begins_with_a_cache_line() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", *NARROW])
 def test_files(tmp_path: Path, dtype: str, kv_cache_dtype: str) -> None:
-    scales = {} if kv_cache_dtype == "auto" else {"k_scale": 0.37, "v_scale": 2.5}
+    scales = scales_for(kv_cache_dtype, 0.37, 2.5)
     cache, _, _ = filled(dtype, kv_cache_dtype=kv_cache_dtype, **scales)
     file = tmp_path / "cache.safetensors"
     cache.save(file)
@@ -283,31 +332,118 @@ def test_any_layout_of_elsewhere(
 
 
 @pytest.mark.parametrize(("isa", "dtype"), KERNELS)
-@pytest.mark.parametrize("to", ["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.parametrize("origin", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    "to",
+    ["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "fp8_e5m2/int4", "int8/auto"],
+)
+@pytest.mark.parametrize("origin", ["auto", "fp8_e4m3", "int8", "int4", "int4/int8", "auto/int4"])
 def test_conversions(isa: str, dtype: str, to: str, origin: str) -> None:
     """As if the numbers, or those that a quantised cache held, had been written there at once. And it attends."""
-    how: Any = {} if origin == "auto" else {"kv_cache_dtype": origin, "k_scale": 0.37, "v_scale": 1.5}
-    cache, key, value = filled(dtype, isa, (24, 24), **how)
-    rows: Any = (key, value)
-    if origin != "auto":
-        rows = [
-            quantised(x, origin, s).astype(np.float64) * np.float64(np.float32(s))
-            for x, s in zip(rows, (0.37, 1.5), strict=True)
-        ]
-    if to.startswith("fp8"):
-        got = convert(cache, isa=isa, kv_cache_dtype=to, k_scale=0.01, v_scale=0.5)
-        want = [quantised(x, to, s) for x, s in zip(rows, (0.01, 0.5), strict=True)]
-        assert (got.k_scale, got.v_scale) == (0.01, 0.5)
-    else:
+    cache, *rows = filled(dtype, isa, (40, 33), kv_cache_dtype=origin, **scales_for(origin, 0.37, 1.5))
+    numbers = [held(x, kind, s) for x, kind, s in zip(rows, pair(origin), (0.37, 1.5), strict=True)]
+    if "float" in to:
         got = convert(cache, dtype=to, kv_cache_dtype="auto")
-        want = [nearest(x.astype(np.float64), numpy_dtype(to)) for x in rows]
         assert (got.k_scale, got.v_scale) == (1.0, 1.0)
-    for a, b in zip(contents(got), want, strict=True):
-        assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
-    query = np.ones((1, 2, 24), got.dtype)
+    else:
+        got = convert(cache, isa=isa, kv_cache_dtype=to, **scales_for(to, 0.01, 0.5))
+    found = zip(contents(got), numbers, pair(origin), pair("auto" if "float" in to else to), (0.01, 0.5), strict=True)
+    for x, number, before, now, scale in found:
+        if now.startswith("int"):
+            assert np.array_equal(x, number if now == before else integers(number, now))
+            continue
+        want = quantised(number, now, scale) if now.startswith("fp8") else nearest(number, got.dtype)
+        assert x.dtype == want.dtype and x.tobytes() == want.tobytes()
+    query = np.ones((1, 2, 40), got.dtype)
     plan = got.plan(np.array([0, 1], np.int32), np.array([80], np.int32), 2)
     assert np.isfinite(got.attend(query, np.arange(5, dtype=np.int32)[None], plan).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "int8/int4"])
+@pytest.mark.parametrize(("sizes", "block_size"), [((40, 7), 16), ((33, 65), 5), ((9, 96), 24)])
+def test_integers_of_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    dtype: str,
+    kv_cache_dtype: str,
+    sizes: tuple[int, int],
+    block_size: int,
+) -> None:
+    """Bit for bit in any layout, NaN scales too, whatever lies in places of nobody; also in chunks of a block."""
+    rng, kinds = np.random.default_rng(5), pair(kv_cache_dtype)
+    how: Any = {"num_blocks": 3, "block_size": block_size, "head_size": sizes[0], "head_size_v": sizes[1]}
+    d = described(layout=name, dtype=dtype, kv_cache_dtype=kv_cache_dtype, k_scale=1.0, v_scale=1.0, **how)
+    tokens: list[Any] = []
+    for size, kind in zip(sizes, kinds, strict=True):
+        each = 1 if kind == "int8" else -(-size // 32)
+        scales = rng.standard_normal((3 * block_size, 2, each)).astype(np.float32).view(np.uint32) >> 16
+        scales[rng.random(scales.shape) < 0.1] = 0xFFC1
+        codes = rng.integers(0, 256 if kind == "int8" else 16, (3 * block_size, 2, size), np.uint8)
+        tokens.append((codes, scales.astype(np.uint16)))
+    memory = [foreign_integers(x, kinds[i], name, bool(i), d.shapes[i], 0xFF) for i, x in enumerate(tokens)]
+    for chunk in (layout.CHUNK, 1):
+        monkeypatch.setattr(layout, "CHUNK", chunk)
+        got = convert(StoredCache(d, *memory))
+        assert got.kv_cache_dtype == kv_cache_dtype and got.descriptor.shapes[0] == got.key_cache.shape
+        for i, x in enumerate(tokens):
+            want = foreign_integers(x, kinds[i], got.layout, bool(i), got.descriptor.shapes[i], 0)
+            assert (got.key_cache, got.value_cache)[i].tobytes() == want.tobytes()
+    wide = convert(StoredCache(d, *memory), dtype="float32", kv_cache_dtype="auto")
+    for x, (codes, bits), kind in zip(contents(wide), tokens, kinds, strict=True):
+        signed = codes.astype(int) - 8 if kind == "int4" else np.where(codes < 128, codes, 128 - codes.astype(int))
+        scales = (bits.astype(np.uint32) << 16).view(np.float32)
+        which = np.arange(codes.shape[2]) // (32 if kind == "int4" else codes.shape[2])
+        assert np.array_equal(x, signed * scales[..., which], equal_nan=True)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "int4/int8"])
+@pytest.mark.parametrize(("sizes", "block_size"), [((64, 24), 16), ((33, 7), 5), ((9, 70), 24)])
+def test_integers_as_they_are_written_here(kv_cache_dtype: str, sizes: tuple[int, int], block_size: int) -> None:
+    """The memory of caches that reshape_and_cache filled, of every layout here, from one another."""
+    rng, slots = np.random.default_rng(6), np.arange(3 * block_size)
+    rows = [rng.standard_normal((len(slots), 2, n)).astype(ml_dtypes.bfloat16) for n in sizes]
+    written = {}
+    for dtype in ("float32", "bfloat16"):
+        for kind in ("auto", kv_cache_dtype):
+            cache = PagedKVCache(3, block_size, 2, sizes[0], dtype, head_size_v=sizes[1], kv_cache_dtype=kind)
+            cache.update(*(x.astype(numpy_dtype(dtype)) for x in rows), slots)
+            written[dtype, kind] = cache
+    for (origin, kind), (dtype, want) in itertools.product(written, [x for x in written.items() if x[0][1] != "auto"]):
+        got = convert(written[origin, kind], dtype=dtype[0], kv_cache_dtype=kv_cache_dtype)
+        assert got.key_cache.tobytes() == want.key_cache.tobytes()
+        assert got.value_cache.tobytes() == want.value_cache.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("head_size", [64, 33])
+def test_every_integer_that_a_write_rounds_to(kind: str, head_size: int) -> None:
+    """Ties, subnormals, zeros, NaN and infinities; back as NaN in any kind."""
+    x = roundings("float32", head_size)
+    cache = PagedKVCache(-(-len(x) // 48), 48, 1, head_size, "float32")
+    cache.update(x, x, np.arange(len(x)))
+    quantised_here, want = convert(cache, kv_cache_dtype=kind), integers(x, kind)
+    for got in contents(quantised_here):
+        assert np.array_equal(got[: len(x)], want, equal_nan=True)
+    other = "int4" if kind == "int8" else "int8"
+    with np.errstate(over="ignore"):  # largest floats, rounded up twice: gather says infinity
+        twice = integers(want, other).astype(np.float32)
+    for to, expected in ((other, twice), ("auto", want)):
+        for got in contents(convert(quantised_here, kv_cache_dtype=to)):
+            assert np.array_equal(got[: len(x)], expected, equal_nan=True)
+    for got in contents(convert(quantised_here, kv_cache_dtype="fp8")):
+        assert np.array_equal(np.isnan(got[: len(x)].astype(np.float32)), np.isnan(want))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "fp8/int4"])
+def test_open_reads_integers(kv_cache_dtype: str) -> None:
+    cache, *rows = filled("bfloat16", kv_cache_dtype=kv_cache_dtype)
+    opened = PagedKVCache.open(cache.descriptor, cache.key_cache, cache.value_cache)
+    assert np.shares_memory(opened.key_cache, cache.key_cache)
+    for got, x, kind in zip(contents(opened), rows, pair(kv_cache_dtype), strict=True):
+        assert np.array_equal(got.astype(np.float64), held(x, kind, 1.0))
+    with pytest.raises(TypeError, match="value_cache: dtype float16, expected uint8"):
+        StoredCache(cache.descriptor, cache.key_cache, cache.value_cache.view(np.float16))
 
 
 def nearest(x: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -357,6 +493,8 @@ def test_what_is_not_said_stays() -> None:
     wide = convert(cache, dtype="float32")
     assert (wide.kv_cache_dtype, wide.k_scale, wide.v_scale) == ("fp8_e5m2", 0.3, 0.7)
     assert contents(wide)[0].tobytes() == contents(cache)[0].tobytes()
+    pairs = convert(convert(cache, kv_cache_dtype="int8/bfloat16"), dtype="float32")
+    assert (pairs.kv_cache_dtype, pairs.v_scale, pairs.value_cache.dtype) == ("int8/auto", 1.0, np.float32)
     with pytest.raises(ValueError, match="v_scale"):
         convert(cache, kv_cache_dtype="auto", v_scale=2.0)
     with pytest.raises(TypeError, match="dtype"):

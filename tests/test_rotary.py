@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn import _dispatch, ops, reference
 
-from .cases import KERNELS, ONE_DTYPE, numpy_dtype, quantised
+from .cases import KERNELS, ONE_DTYPE, integers, numpy_dtype, quantised
 from .guard import Guarded
 from .rotation import Rotation
 from .test_errors import refuses
@@ -69,8 +69,9 @@ def stored(args: dict[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """K and V of the tokens that have a slot."""
     n, isa = 80, args["isa"]
     table, slots = np.arange(5, dtype=np.int32), args["slot_mapping"]
-    key = ops.gather(args["key_cache"], table, n, args["key"].shape[2], isa, value=False, dtype=args["key"].dtype)
-    value = ops.gather(args["value_cache"], table, n, 24, isa, value=True, dtype=args["key"].dtype)
+    how: Any = {"dtype": args["key"].dtype, "kv_cache_dtype": args.get("kv_cache_dtype", "auto")}
+    key = ops.gather(args["key_cache"], table, n, args["key"].shape[2], isa, value=False, **how)
+    value = ops.gather(args["value_cache"], table, n, 24, isa, value=True, **how)
     return key[slots[slots >= 0]], value[slots[slots >= 0]]
 
 
@@ -176,6 +177,20 @@ def test_quantised(isa: str, dtype: str, kv_cache_dtype: str) -> None:
     kept = args["slot_mapping"] >= 0
     assert got_key.tobytes() == quantised(key[kept], kv_cache_dtype, 0.37).tobytes()
     assert got_value.tobytes() == quantised(args["value"][kept], kv_cache_dtype, 0.25).tobytes()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
+def test_integers(isa: str, dtype: str, kv_cache_dtype: str) -> None:
+    """Of the keys that the same call writes into a cache of the dtype, every one is known."""
+    args = arguments(dtype, isa=isa, k_weight=np.linspace(0.5, 2, 40, dtype=np.float32))
+    cache = cpu_attn.PagedKVCache(5, 16, 2, 40, dtype, isa, head_size_v=24, kv_cache_dtype=kv_cache_dtype)
+    narrow = {**args, "kv_cache_dtype": kv_cache_dtype, "query": args["query"].copy()}
+    narrow |= {"key_cache": cache.key_cache, "value_cache": cache.value_cache}
+    cpu_attn.rotary_reshape_and_cache(**args)
+    cpu_attn.rotary_reshape_and_cache(**narrow)
+    for got, plain in zip(stored(narrow), stored(args), strict=True):
+        assert np.array_equal(got, integers(plain, kv_cache_dtype))
 
 
 @pytest.mark.parametrize(("isa", "dtype"), KERNELS)
