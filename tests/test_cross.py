@@ -103,7 +103,9 @@ def run(program: Path, problem: Problem, isa: str, reference: bool = False) -> t
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", ["neon", "scalar"])
 def test_aarch64(program: Path, isa: str, dtype: str) -> None:
-    problems = [build(case) for case in cases("quick", dtype)]
+    everything = cases("quick", dtype)  # but masks besides causal and window, which run_case.c does not read
+    unread = ("mm_prefix_range", "document_start_loc", "tree")
+    problems = [build(case) for case in everything if all(getattr(case, name) is None for name in unread)]
     with ThreadPoolExecutor() as pool:
         results = list(pool.map(lambda p: run(program, p, isa), problems))
     for problem, result in zip(problems, results, strict=True):

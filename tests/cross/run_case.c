@@ -139,7 +139,7 @@ int main(int argc, char **argv) {
     ca_write(known, NULL, written, 0, isa, (int)f[K_DTYPE], (int)f[V_DTYPE], (int)f[KV_CACHE_LAYOUT], x[2], x[3],
              &fault);
     const ca_engine *engine = f[REFERENCE] ? ca_reference_engine() : ca_native_engine();
-    ca_plan *plan = fault.status ? NULL : ca_plan_new(&shape, engine, NULL, step, &fault);
+    ca_plan *plan = fault.status ? NULL : ca_plan_new(&shape, engine, NULL, step, NULL, &fault);
     if (!plan)
         die("no plan");
     ca_plan_describe(plan, &info);
