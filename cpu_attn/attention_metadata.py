@@ -257,7 +257,7 @@ class CPUAttentionMetadata:
         lengths = part.query_start_loc.tobytes() + part.seq_lens.tobytes()
         known = self._plans.get(key)
         table = None if block_size is None else part.block_table
-        if known is None or known[0] != lengths or (known[1] is not None and not np.array_equal(known[1], table)):
+        if known is None or known[0] != lengths or _other_table(known[1], table):
             plan = get_scheduler_metadata(
                 len(part.seq_lens),
                 seq_lens=part.seq_lens,
@@ -303,6 +303,11 @@ def _stacked(first: Array, second: Array) -> Array:
     table[: len(first), : first.shape[1]] = first
     table[len(first) :, : second.shape[1]] = second
     return table
+
+
+def _other_table(then: Any, now: Any) -> bool:
+    """Is this not the table whose shared blocks a plan was made for? None: it looked at no table."""
+    return then is not None and (now is None or not np.array_equal(then, now))
 
 
 class CPUAttentionMetadataBuilder:

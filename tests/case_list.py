@@ -520,10 +520,10 @@ def _default() -> Iterator[Case]:
     for name, fields in MASKS.items():
         yield _case(f"fp8-masks-{name}", fields, kv_cache_dtype="fp8", num_heads=6, head_size=24)
         yield _case(f"masks-{name}-head-33-7", fields, head_size=33, head_size_v=7, block_size=24)
-    for window in (-1, 20, 1100):
-        yield _case(f"long-spans-window-{window}", LONG_SPANS, sliding_window=window)
+    for left in (-1, 20, 1100):
+        yield _case(f"long-spans-window-{left}", LONG_SPANS, sliding_window=left)
         for tree in ("binary", "bits"):
-            yield _case(f"long-tree-{tree}-window-{window}", LONG_TREE, tree=tree, sliding_window=window)
+            yield _case(f"long-tree-{tree}-window-{left}", LONG_TREE, tree=tree, sliding_window=left)
     for name, fields in PLAIN.items():
         yield _case(f"HND-{name}", fields, kv_cache_layout="HND")
     for size in HEAD_SIZES:
