@@ -404,6 +404,16 @@ BLOCK_SIZES = (1, 5, 8, 16, 24, 32, 48, 64, 128)
 QUICK_BLOCK_SIZES = (1, 5, 24, 128)
 HEADS = ((1, 1), (3, 3), (3, 1), (5, 1), (14, 2), (6, 3), (8, 1), (32, 2), (20, 4), (71, 1))
 QUICK_HEADS = ((3, 3), (6, 2), (5, 1), (14, 2))
+QUICK_PLAIN = ("mixed", "everything", "nan-value", "block-5", "fp8-everything", "selected", "cascade", "3000")
+QUICK_MASKS = (
+    "spans-window",
+    "spans-alibi",
+    "documents-masked",
+    "documents-everything",
+    "tree-late-nan",
+    "tree-everything",
+)
+QUICK_MASKS += ("tree-bits-window", "tree-nan-value")
 LARGE_SCORES = ("negative", "rising", "leaping", "falling", "dominant")
 FILLS = ("equal", "tiny", "large", "odd-query", "late-nan", *LARGE_SCORES)
 
@@ -441,28 +451,25 @@ def _quick() -> Iterator[Case]:
     for name, fields in QUANTISED.items():
         yield _case(f"fp8_e4m3-{name}", fields, kv_cache_dtype="fp8_e4m3")
     yield _case("fp8_e5m2-everything", QUANTISED["everything"], kv_cache_dtype="fp8_e5m2")
-    for kind in ("int8", "int4"):
-        for name, fields in QUANTISED.items():
-            yield _case(f"{kind}-{name}", fields, kv_cache_dtype=kind)
-    for kind in ("fp8_e5m2", "int8", "int4", "int4/auto"):
-        for name, fields in FEW_ROWS.items():
-            yield _case(f"{kind.replace('/', '-')}-few-{name}", fields, kv_cache_dtype=kind, block_size=32)
+    for name, fields in QUANTISED.items():
+        yield _case(f"int4-{name}", fields, kv_cache_dtype="int4")
+    yield _case("int8-3000", QUANTISED["3000"], kv_cache_dtype="int8")
+    for name, fields in FEW_ROWS.items():
+        yield _case(f"int4-few-{name}", fields, kv_cache_dtype="int4", block_size=32)
     for kind in ("int8/int4", "int4/auto", "auto/int8", "fp8/int8"):
         yield _case(f"{kind.replace('/', '-')}-mixed", MIXED, kv_cache_dtype=kind, head_size=64)
     for name, fields in ROTARY.items():
         yield _case(f"rotary-{name}", fields)
-    for name, fields in PLAIN.items():
-        yield _case(f"NHD-{name}", fields, kv_cache_layout="NHD")
+    for name in QUICK_PLAIN:
+        yield _case(f"NHD-{name}", PLAIN[name], kv_cache_layout="NHD")
     yield _case("HND-mixed", MIXED, kv_cache_layout="HND")
     yield _case("HND-everything", PLAIN["everything"], kv_cache_layout="HND")
     yield from (_case(f"latent-{name}", fields) for name, fields in LATENT.items())
     yield _case("decode-fill-masked-block-64", DECODE, fill="masked", sliding_window=25, block_size=64)
     yield _case("mixed-fill-nan-value", MIXED, fill="nan-value", sliding_window=(2, -1), causal=False)
-    for name, fields in MASKS.items():
-        yield _case(f"masks-{name}", fields)
-    for name in ("spans", "documents-masked", "tree-everything", "tree-late-nan"):
-        yield _case(f"fp8_e4m3-masks-{name}", MASKS[name], kv_cache_dtype="fp8_e4m3")
-        yield _case(f"int4-masks-{name}", MASKS[name], kv_cache_dtype="int4", head_size=64)
+    for name in QUICK_MASKS:
+        yield _case(f"masks-{name}", MASKS[name])
+    yield _case("int4-masks-tree-late-nan", MASKS["tree-late-nan"], kv_cache_dtype="int4", head_size=64)
     for name in ("1023-1024-1025", "3000"):
         yield _case(f"long-{name}", LONG[name], head_size=16, num_heads=2, num_kv_heads=1)
     for name, fields in SELECTED.items():
@@ -472,6 +479,22 @@ def _quick() -> Iterator[Case]:
 
 
 def _default() -> Iterator[Case]:
+    for name, fields in QUANTISED.items():
+        if name != "3000":
+            yield _case(f"int8-{name}", fields, kv_cache_dtype="int8")
+    for kind in ("fp8_e5m2", "int8", "int4/auto"):
+        for name, fields in FEW_ROWS.items():
+            yield _case(f"{kind.replace('/', '-')}-few-{name}", fields, kv_cache_dtype=kind, block_size=32)
+    for name, fields in PLAIN.items():
+        if name not in QUICK_PLAIN:
+            yield _case(f"NHD-{name}", fields, kv_cache_layout="NHD")
+    for name, fields in MASKS.items():
+        if name not in QUICK_MASKS:
+            yield _case(f"masks-{name}", fields)
+    for name in ("spans", "documents-masked", "tree-everything", "tree-late-nan"):
+        yield _case(f"fp8_e4m3-masks-{name}", MASKS[name], kv_cache_dtype="fp8_e4m3")
+        if name != "tree-late-nan":
+            yield _case(f"int4-masks-{name}", MASKS[name], kv_cache_dtype="int4", head_size=64)
     for step in ("decode", "prefill", "chunk"):
         for name, feature in FEATURES.items():
             yield _case(f"{step}-{name}", STEPS[step], **feature)
