@@ -412,8 +412,9 @@ QUICK_MASKS = (
     "documents-everything",
     "tree-late-nan",
     "tree-everything",
+    "tree-bits-window",
+    "tree-nan-value",
 )
-QUICK_MASKS += ("tree-bits-window", "tree-nan-value")
 LARGE_SCORES = ("negative", "rising", "leaping", "falling", "dominant")
 FILLS = ("equal", "tiny", "large", "odd-query", "late-nan", *LARGE_SCORES)
 
