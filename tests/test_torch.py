@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real tensors of torch, where it is installed: read and written in place, and never imported by us.
 
-Optional, hence the skip: nothing here depends on torch. CI installs it and runs this file.
+Nothing here depends on torch: make test-integrations installs it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .backend_steps import MIXED, Step, layer
 from .steps import attention_args, write_args
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.integrations
 
 
 def tensor(x: np.ndarray[Any, Any]) -> Any:
