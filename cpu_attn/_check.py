@@ -275,12 +275,17 @@ def table_block_size(block_table: Any, block_size: Any) -> int:
     return integer("block_size", block_size, 1)
 
 
-def same_window(plan: Any, sliding_window: Any) -> None:
-    """A causal request never looks right."""
+def same_call(plan: Any, sliding_window: Any, kv_cache_dtype: Any, kv_cache_layout: Any) -> None:
+    """What the plan was made for. Said in the same words it is not looked at any further: 0.2 us instead of 0.9."""
+    words = (sliding_window, kv_cache_dtype, kv_cache_layout)
+    if type(sliding_window) in (int, tuple) and words == plan._words:
+        return
     shape = plan._shape
     asked, planned = window(sliding_window), (shape.window_left, shape.window_right)
-    if asked != planned and not (shape.all_causal and asked[0] == planned[0]):
+    if asked != planned and not (shape.all_causal and asked[0] == planned[0]):  # a causal request never looks right
         raise ValueError(f"sliding_window: {sliding_window}, scheduler_metadata was made for (left, right) = {planned}")
+    same_kv_dtypes(plan, kv_cache_dtype)
+    same_kv_cache_layout(plan, kv_cache_layout)
 
 
 def selected_blocks(x: Any, num_reqs: int, num_kv_heads: int) -> Array | None:

@@ -149,9 +149,7 @@ def attention_with_kv_cache(
     Maths: softmax(scale * q k^T + bias) v, online in float32 (arXiv:2205.14135); sinks as in GPT-OSS.
     """
     plan = _check.plan("scheduler_metadata", scheduler_metadata)
-    _check.same_window(plan, sliding_window)
-    _check.same_kv_dtypes(plan, kv_cache_dtype)
-    _check.same_kv_cache_layout(plan, kv_cache_layout)
+    _check.same_call(plan, sliding_window, kv_cache_dtype, kv_cache_layout)
     scales = _check.scales(k_scale, v_scale, plan.kv_dtypes)
     step = (query_start_loc, seq_lens, dynamic_causal)
     arrays = (output, lse, query, key_cache, value_cache, block_table, *step, alibi_slopes, s_aux, selected_blocks)

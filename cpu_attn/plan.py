@@ -19,10 +19,11 @@ class SchedulerMetadata:
     Opaque to callers but for what describes it. Any number of threads may use one plan at once.
     """
 
-    __slots__ = ("_info", "_pointer", "_shape", "dtype", "engine", "isa", "kv_cache_layout", "kv_dtypes", "narrow")
+    __slots__ = ("_info", "_pointer", "_shape", "_words", "dtype", "engine", "isa", "kv_cache_layout", "kv_dtypes", "narrow")
     _info: Any
     _pointer: Any
     _shape: Any
+    _words: tuple[Any, ...]
     dtype: np.dtype[Any]
     engine: str
     isa: str
@@ -31,13 +32,22 @@ class SchedulerMetadata:
     narrow: bool
 
     def __init__(
-        self, pointer: Any, shape: Any, dtype: str, kvs: tuple[str, ...], isa: str, engine: str, kv_cache_layout: str
+        self,
+        pointer: Any,
+        shape: Any,
+        dtype: str,
+        kvs: tuple[str, ...],
+        isa: str,
+        engine: str,
+        kv_cache_layout: str,
+        words: tuple[Any, ...],
     ) -> None:
         info, keep = ffi.new("ca_plan_info *"), object.__setattr__
         lib.ca_plan_describe(pointer, info)
         keep(self, "_pointer", pointer)
         keep(self, "_shape", shape)
         keep(self, "_info", info)
+        keep(self, "_words", words)
         keep(self, "dtype", DTYPES[dtype])
         keep(self, "kv_dtypes", kvs)
         keep(self, "narrow", kvs != (dtype, dtype))
@@ -160,7 +170,8 @@ def get_scheduler_metadata(
         step = _check.step(num_reqs, query_start_loc, seq_lens, dynamic_causal, block_table)
         pointer = lib.ca_plan_new(shape, engine_pointer, ffi.NULL, described(step), masks, fault)
     _check.raise_fault(fault)
-    return SchedulerMetadata(ffi.gc(pointer, lib.ca_plan_free), shape, name, kvs, resolved.name, engine, layout)
+    words, pointer = (sliding_window, kv_cache_dtype, kv_cache_layout), ffi.gc(pointer, lib.ca_plan_free)
+    return SchedulerMetadata(pointer, shape, name, kvs, resolved.name, engine, layout, words)
 
 
 def _masks_struct(found: _check.Masks) -> Any:
