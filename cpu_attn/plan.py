@@ -19,7 +19,18 @@ class SchedulerMetadata:
     Opaque to callers but for what describes it. Any number of threads may use one plan at once.
     """
 
-    __slots__ = ("_info", "_pointer", "_shape", "_words", "dtype", "engine", "isa", "kv_cache_layout", "kv_dtypes", "narrow")
+    __slots__ = (
+        "_info",
+        "_pointer",
+        "_shape",
+        "_words",
+        "dtype",
+        "engine",
+        "isa",
+        "kv_cache_layout",
+        "kv_dtypes",
+        "narrow",
+    )
     _info: Any
     _pointer: Any
     _shape: Any

@@ -223,7 +223,7 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "3000": {"query_lens": (1, 4), "seq_lens": (3000, 2049), "head_size": 16, "num_heads": 2, "num_kv_heads": 1},
 }
 
-# Whole blocks, one register tile of rows: where narrow caches may be unpacked on the way into the products.
+# Whole blocks, one register tile of rows: where narrow and plain caches may be unpacked on the way into the products.
 FEW_ROWS: dict[str, dict[str, Any]] = {
     "mha": {"query_lens": (1, 1), "seq_lens": (300, 64), "num_heads": 2, "num_kv_heads": 2, "head_size": 64},
     "group-5": {"query_lens": (1,), "seq_lens": (290,), "num_heads": 5, "num_kv_heads": 1, "head_size": 128},
@@ -463,6 +463,9 @@ def _quick() -> Iterator[Case]:
         yield _case(f"rotary-{name}", fields)
     for name in QUICK_PLAIN:
         yield _case(f"NHD-{name}", PLAIN[name], kv_cache_layout="NHD")
+    for name in ("group-5", "two-tokens"):
+        yield _case(f"NHD-few-{name}", FEW_ROWS[name], kv_cache_layout="NHD", block_size=32)
+    yield _case("NHD-few-cascade", {**PLAIN["cascade"], "head_size": 64}, kv_cache_layout="NHD")
     yield _case("HND-mixed", MIXED, kv_cache_layout="HND")
     yield _case("HND-everything", PLAIN["everything"], kv_cache_layout="HND")
     yield from (_case(f"latent-{name}", fields) for name, fields in LATENT.items())
@@ -486,6 +489,8 @@ def _default() -> Iterator[Case]:
     for kind in ("fp8_e5m2", "int8", "int4/auto"):
         for name, fields in FEW_ROWS.items():
             yield _case(f"{kind.replace('/', '-')}-few-{name}", fields, kv_cache_dtype=kind, block_size=32)
+    for name, fields in FEW_ROWS.items():
+        yield _case(f"HND-few-{name}", fields, kv_cache_layout="HND", block_size=32, strided=True)
     for name, fields in PLAIN.items():
         if name not in QUICK_PLAIN:
             yield _case(f"NHD-{name}", fields, kv_cache_layout="NHD")
