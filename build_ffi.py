@@ -167,7 +167,8 @@ class BuildExt(build_ext):  # type: ignore[misc]
         ffi.set_source(ext.name, f'#include "{header.relative_to(NATIVE)}"')
         glue = self.temp / f"{ext.name}.c"
         ffi.emit_c_code(str(glue))
-        include = [str(NATIVE), str(self.temp), *(include_dirs or []), *self.compiler.include_dirs]
+        # Relative, so that a compiler cache knows the same sources in another folder.
+        include = [os.path.relpath(NATIVE), str(self.temp), *(include_dirs or []), *self.compiler.include_dirs]
         macros = [("Py_LIMITED_API", "0x030a0000")]
 
         def compile_one(source: Path, flags: list[str]) -> list[str]:
