@@ -80,11 +80,17 @@ def arrays(problem: Problem, reference: bool) -> bytes:
     optional = (problem.alibi_slopes, problem.s_aux, problem.dynamic_causal)
     selected = problem.selected_blocks
     fields += [*(x is not None for x in optional), reference, -1 if selected is None else selected.shape[2]]
-    fields += [_check.LAYOUTS[case.kv_cache_layout]]
+    three = dict.fromkeys(("mm_prefix_range", "document_start_loc", "tree_mask"))
+    masks = _check.masks(len(problem.seq_lens), **{**three, **case.masks}) or _check.Masks(
+        *np.zeros((2, 0), np.int32), None
+    )
+    tree = None if masks.tree is None else masks.tree.numpy()
+    fields += [_check.LAYOUTS[case.kv_cache_layout], bool(case.shared), len(masks.spans), len(masks.documents)]
+    fields += [-1 if tree is None else tree.shape[1]]
     numbers = [problem.scale, case.softcap, *problem.scales]
     slopes, sinks, flags = ([] if x is None else [x] for x in optional)
     body = [query, *tokens, slots, table, problem.query_start_loc, problem.seq_lens, *flags, *slopes, *sinks]
-    body += [] if selected is None else [selected]
+    body += [x for x in (selected, masks.spans, masks.documents, tree) if x is not None]
     head = [np.array(fields, np.int64), np.array(numbers, np.float32)]
     return b"".join(np.ascontiguousarray(x).tobytes() for x in (*head, *body))
 
@@ -103,9 +109,7 @@ def run(program: Path, problem: Problem, isa: str, reference: bool = False) -> t
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", ["neon", "scalar"])
 def test_aarch64(program: Path, isa: str, dtype: str) -> None:
-    everything = cases("quick", dtype)  # but masks besides causal and window, which run_case.c does not read
-    unread = ("mm_prefix_range", "document_start_loc", "tree")
-    problems = [build(case) for case in everything if all(getattr(case, name) is None for name in unread)]
+    problems = [build(case) for case in cases("quick", dtype)]
     with ThreadPoolExecutor() as pool:
         results = list(pool.map(lambda p: run(program, p, isa), problems))
     for problem, result in zip(problems, results, strict=True):

@@ -28,6 +28,10 @@ enum {
     REFERENCE,
     SELECTED, /* blocks for each request and kv head, -1: all */
     KV_CACHE_LAYOUT,
+    SHARED, /* the plan is given the block table */
+    SPANS,
+    DOCUMENTS,
+    TREE_BYTES, /* of a row of the tree mask, -1: there is none */
     FIELDS
 };
 
@@ -114,6 +118,19 @@ int main(int argc, char **argv) {
     ca_array selected = {0};
     if (f[SELECTED] >= 0)
         selected = given(CA_I32, 4, 3, (int64_t[]){f[REQS], f[KV_HEADS], f[SELECTED]});
+    const ca_array spans = given(CA_I32, 4, 2, (int64_t[]){f[SPANS], 3});
+    const ca_array documents = given(CA_I32, 4, 2, (int64_t[]){f[DOCUMENTS], 2});
+    const int64_t tree_rows = f[TREE_BYTES] < 0 ? -1 : f[TOKENS];
+    const ca_array tree = given(CA_U8, 1, 2, (int64_t[]){ca_max64(tree_rows, 0), ca_max64(f[TREE_BYTES], 0)});
+    const ca_masks masks = {.spans = (const int32_t *)spans.address,
+                            .documents = (const int32_t *)documents.address,
+                            .tree = (const uint8_t *)tree.address,
+                            .num_spans = f[SPANS],
+                            .num_documents = f[DOCUMENTS],
+                            .tree_rows = tree_rows,
+                            .tree_bytes = f[TREE_BYTES],
+                            .tree_stride = f[TREE_BYTES]};
+    const int masked = f[SPANS] + f[DOCUMENTS] > 0 || tree_rows >= 0;
     ca_array output = array(dtype, item, 3, (int64_t[]){f[TOKENS], f[HEADS], f[SIZE_V]}, 0xff);
     ca_array lse = array(CA_F32, 4, 2, (int64_t[]){f[HEADS], f[TOKENS]}, 0xff);
     ca_known *known = memory(sizeof *known, 0);
@@ -132,14 +149,15 @@ int main(int argc, char **argv) {
                       .window_right = (int32_t)f[RIGHT],
                       .enable_kv_split = 1,
                       .num_threads = 1,
-                      .kv_cache_layout = (int32_t)f[KV_CACHE_LAYOUT]};
-    const ca_array written[] = {kc, vc, k, v, slots}, step[] = {starts, lens, flags, {0}};
+                      .kv_cache_layout = (int32_t)f[KV_CACHE_LAYOUT],
+                      .block_size = f[SHARED] ? (int32_t)f[BLOCK_SIZE] : 0};
+    const ca_array written[] = {kc, vc, k, v, slots}, step[] = {starts, lens, flags, f[SHARED] ? table : (ca_array){0}};
     const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks, selected};
     ca_plan_info info;
     ca_write(known, NULL, written, 0, isa, (int)f[K_DTYPE], (int)f[V_DTYPE], (int)f[KV_CACHE_LAYOUT], x[2], x[3],
              &fault);
     const ca_engine *engine = f[REFERENCE] ? ca_reference_engine() : ca_native_engine();
-    ca_plan *plan = fault.status ? NULL : ca_plan_new(&shape, engine, NULL, step, NULL, &fault);
+    ca_plan *plan = fault.status ? NULL : ca_plan_new(&shape, engine, NULL, step, masked ? &masks : NULL, &fault);
     if (!plan)
         die("no plan");
     ca_plan_describe(plan, &info);
