@@ -107,6 +107,8 @@ class Mask(LazyTensor):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def mask_function(**arguments: Any) -> Mask:
     """What AttentionMaskInterface calls, with the arguments of ``sdpa_mask``."""
+    for name in ("q_offset", "kv_offset"):  # of a StaticCache: tensors that its next update changes
+        arguments[name] = int(arguments.get(name, 0))
     return Mask(arguments)
 
 
@@ -114,8 +116,8 @@ def _requests(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: Any = 0,
+    q_offset: int,
+    kv_offset: int,
     mask_function: Callable[..., Any] = stock.causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     **_: Any,
@@ -123,11 +125,11 @@ def _requests(
     pattern = Pattern()
     pattern.read(mask_function)
     # Where the first query stands among the keys, and where they end for the last one if it is causal.
-    origin = int(q_offset) - int(kv_offset)
+    origin = q_offset - kv_offset
     seen = origin + q_length if pattern.causal else kv_length
     if not 0 <= seen <= kv_length:
         raise Unplannable(f"queries that end at key {seen} of {kv_length}")
-    first, end = _valid(attention_mask, batch_size, int(kv_offset), kv_length, seen)
+    first, end = _valid(attention_mask, batch_size, kv_offset, kv_length, seen)
     if not pattern.causal:
         plain = pattern == Pattern() and not first.any()
         if plain:  # positions mean nothing: padded rows attend, too
@@ -145,7 +147,7 @@ def _requests(
     starts = np.concatenate([[0], counts.ravel()[which].cumsum()]).astype(np.int32)
     documents = {}
     for r, (row, part) in enumerate(zip(rows, which % 3, strict=True)):
-        borders = _borders(pattern, row, first[row], end[row], int(kv_offset)) if part == 1 else []
+        borders = _borders(pattern, row, first[row], end[row], kv_offset) if part == 1 else []
         if borders:
             documents[r] = [0, *borders]
     window = (pattern.left, pattern.right)
