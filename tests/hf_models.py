@@ -133,6 +133,7 @@ def model(name: str) -> Any:
             parameter.data.normal_(0, 0.3, generator=generator)
         elif "sinks" in parameter_name:
             parameter.data.normal_(0, 2.0, generator=generator)
+    made.set_attn_implementation("eager")
     return made.eval()
 
 

@@ -53,7 +53,8 @@ def test_same_tokens_and_no_gather(name: str, gathers: list[Any]) -> None:
     cache = paged(name, block_size=16)
     assert generate(name, "cpu_attn", cache, inputs, **options).tolist() == want.tolist()
     assert cache.get_seq_length() == 19 + 15
-    assert not gathers
+    # What DeepSeek caches is latent: the model expands all of it in every step.
+    assert len(gathers) == (16 * 2 * 2 if name == "deepseek_v3" else 0)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
