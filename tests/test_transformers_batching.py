@@ -81,9 +81,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def ring_prompts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     real = continuous.Prompt.attend
-    monkeypatch.setattr(
-        continuous.Prompt, "attend", lambda self, *rest: (found.append(self), real(self, *rest))[1]
-    )
+    monkeypatch.setattr(continuous.Prompt, "attend", lambda self, *rest: (found.append(self), real(self, *rest))[1])
     return found
 
 

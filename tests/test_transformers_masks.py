@@ -93,9 +93,7 @@ def test_bidirectional(padding: str, window: int | None) -> None:
     if window:
         function = stock.sliding_window_bidirectional_mask_function(window)
     attention_mask = padded(4, 13, padding)
-    mask = mask_function(
-        batch_size=4, q_length=13, kv_length=13, mask_function=function, attention_mask=attention_mask
-    )
+    mask = mask_function(batch_size=4, q_length=13, kv_length=13, mask_function=function, attention_mask=attention_mask)
     q, k, v = inputs(4, 13, 13)
     got, want = attention(MODULE, q, k, v, mask)[0], dense(q, k, v, mask.dense())
     real = torch.ones(4, 13, dtype=torch.bool) if attention_mask is None else attention_mask

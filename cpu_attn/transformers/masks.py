@@ -14,6 +14,7 @@ from transformers import masking_utils as stock
 from cpu_attn.transformers.lazy import LazyTensor
 from cpu_attn.transformers.plans import Ints, Requests
 
+
 class Unplannable(Exception):
     """Why a mask is no plan."""
 
