@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer's attention in a decode step of transformers' continuous batching: its own way, and over its pages in place.
+"""A layer's attention in a decode step of transformers' continuous batching: its own way, and over its pages in place.
 
     pip install 'cpu-attn[transformers]' psutil
     python examples/transformers_batching.py
 
-Both are called as a model's layer calls them, with the PagedAttentionCache, indices and lengths of a real step. Stock is
-``sdpa``, which gathers the keys and values of all requests and masks those of others; its mask is made beforehand and not
-counted, while our plan, which is made once a step for all layers, is.
+Both are called as a layer calls them, with the PagedAttentionCache, indices and lengths of a real step. Stock is
+``sdpa``, which gathers the keys and values of all requests and masks those of others; its mask is made beforehand and
+not counted, while our plan, which is made once a step for all layers, is.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ def test_training_is_refused() -> None:
 
 def test_attention_weights_are_refused() -> None:
     x = torch.zeros(1, 1, 2, 8)
-    with pytest.raises(ValueError, match="^output_attentions"):
+    with pytest.raises(ValueError, match=r"^output_attentions"):
         module.attention(None, x, x, x, None, output_attentions=True)
 
 

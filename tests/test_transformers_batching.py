@@ -111,7 +111,7 @@ def test_requests_that_wait_for_room(calls: list[Any]) -> None:
 
 def test_block_table_is_refused() -> None:
     x = torch.zeros(1, 1, 1, 8)
-    with pytest.raises(ValueError, match="^block_table"):
+    with pytest.raises(ValueError, match=r"^block_table"):
         continuous.attend(
             *(0, x, x, x, None, 1.0, 0.0, None),
             cu_seq_lens_q=x,

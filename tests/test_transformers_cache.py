@@ -17,7 +17,7 @@ from cpu_attn.tests.hf_models import DECODERS, tokens  # noqa: E402
 from cpu_attn.transformers import PagedCache  # noqa: E402
 from cpu_attn.transformers.attention import attention  # noqa: E402
 from cpu_attn.transformers.masks import mask_function  # noqa: E402
-from cpu_attn.transformers.paged_cache import Pages, PagedLayer  # noqa: E402
+from cpu_attn.transformers.paged_cache import PagedLayer, Pages  # noqa: E402
 
 pytestmark = pytest.mark.integrations
 adapter.enable()

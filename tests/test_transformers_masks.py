@@ -14,7 +14,7 @@ hf = pytest.importorskip("transformers")
 from transformers import masking_utils as stock  # noqa: E402
 
 from cpu_attn.transformers.attention import attention  # noqa: E402
-from cpu_attn.transformers.masks import Mask, Unplannable, mask_function  # noqa: E402
+from cpu_attn.transformers.masks import Mask, UnplannableError, mask_function  # noqa: E402
 
 pytestmark = pytest.mark.integrations
 MODULE = SimpleNamespace(training=False)
@@ -157,7 +157,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_unknown_functions_are_not_guessed_at(kind: str) -> None:
     mask = mask_function(batch_size=1, q_length=6, kv_length=6, mask_function=UNKNOWN[kind]())
-    with pytest.raises(Unplannable, match="the mask function"):
+    with pytest.raises(UnplannableError, match="the mask function"):
         mask.requests()
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from cpu_attn.transformers import continuous
-from cpu_attn.transformers.masks import Mask, Unplannable, mask_function
+from cpu_attn.transformers.masks import Mask, UnplannableError, mask_function
 from cpu_attn.transformers.paged_cache import Pages
 from cpu_attn.transformers.plans import run, unmasked
 
@@ -119,16 +119,16 @@ def _attend(
         key, value = key[:, :, :q_length], value[:, :, :q_length]
     try:
         if position_bias is not None:
-            raise Unplannable("position_bias")
+            raise UnplannableError("position_bias")
         if mask is None:
             requests = unmasked(batch_size, q_length, key.shape[2], causal)
         elif not isinstance(mask, Mask):
-            raise Unplannable("an attention_mask of the caller's own")
+            raise UnplannableError("an attention_mask of the caller's own")
         elif mask.shape != (batch_size, 1, q_length, kv_length):
-            raise Unplannable(f"an attention_mask {tuple(mask.shape)} that was made for other keys or queries")
+            raise UnplannableError(f"an attention_mask {tuple(mask.shape)} that was made for other keys or queries")
         else:
             requests = mask.requests()
-    except Unplannable as reason:
+    except UnplannableError as reason:
         return _dense(str(reason), query, key, value, mask, causal, position_bias, scale, softcap, s_aux)
     if isinstance(key, Pages):
         return key.layer.attend(query, requests, scale, softcap, s_aux)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over the pages of transformers' continuous batching, where they lie.
 
-Its PagedAttentionCache keeps K and V of a layer as rows [Hkv, D] of one tensor, pages of them for each request, and says
-in ``read_index`` and ``write_index`` in which rows a step's tokens are. Every ``block`` rows are a block of an NHD cache
-to us. A sliding layer keeps its last ``sliding_window`` tokens in a ring: position p in slot ``p % sliding_window``.
+Its PagedAttentionCache keeps K and V of a layer as rows [Hkv, D] of one tensor, pages of them for each request, and
+says in ``read_index`` and ``write_index`` in which rows a step's tokens are. Every ``block`` rows are a block of an NHD
+cache to us. A sliding layer keeps its last ``sliding_window`` tokens in a ring: position p in slot
+``p % sliding_window``.
 """
 
 from __future__ import annotations
@@ -106,8 +107,11 @@ class Step:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *numbers: Any,
+        scale: float,
+        softcap: float,
+        s_aux: torch.Tensor | None,
     ) -> torch.Tensor:
+        numbers = scale, softcap, s_aux
         rows = allocator._kv_token_views[layer_idx]
         count = min(map(len, rows)) // self.block
         caches = [x[: count * self.block].unflatten(0, (count, self.block)) for x in rows]
@@ -117,7 +121,7 @@ class Step:
             to.index_copy_(0, self.write, states[0].transpose(0, 1))
         kind = query.dtype, "NHD", "auto"
         plan = self.requests.plan(query.shape[1], key.shape[1], key.shape[3], value.shape[3], *kind)
-        output = run(plan, query, *caches, self.table, *numbers)
+        output = run(plan, query, caches[0], caches[1], self.table, *numbers)
         for tokens, found in early:
             output[:, tokens] = found
         return output
@@ -156,19 +160,13 @@ class Prompt:
         sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3], query.dtype
         reach = int(self.old.query_start_loc[-1])
         own_lse = query.new_empty(query.shape[1], query.shape[2], dtype=torch.float32)
-        own = run(
-            self.own.plan(*sizes, "HND", "auto"),
-            *(query, key, value, self.own.block_table, scale, softcap, s_aux),
-            lse=own_lse,
-        )
+        plan = self.own.plan(*sizes, "HND", "auto")
+        own = run(plan, query, key, value, self.own.block_table, scale, softcap, s_aux, lse=own_lse)
         if not self.old.seq_lens[0] or not reach:
             return own
         old_lse = torch.empty_like(own_lse[:, :reach])
-        first = run(
-            self.old.plan(*sizes, "NHD", "auto"),
-            *(query[:, :, :reach], *caches, self.table, scale, softcap, None),
-            lse=old_lse,
-        )
+        plan = self.old.plan(*sizes, "NHD", "auto")
+        first = run(plan, query[:, :, :reach], caches[0], caches[1], self.table, scale, softcap, None, lse=old_lse)
         own[0, :reach] = merge_states(
             [first[0], own[0, :reach]], [old_lse, own_lse[:, :reach]], out=torch.empty_like(first[0])
         )[0]

@@ -18,8 +18,8 @@ class LazyTensor(torch.Tensor):  # type: ignore[misc]
     __torch_function__ = torch._C._disabled_torch_function_impl  # its results would be of this class
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, *args: Any) -> LazyTensor:
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)  # type: ignore[no-any-return]
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, *args: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
 
     def dense(self) -> torch.Tensor:
         raise NotImplementedError

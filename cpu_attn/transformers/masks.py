@@ -15,7 +15,7 @@ from cpu_attn.transformers.lazy import LazyTensor
 from cpu_attn.transformers.plans import Ints, Requests
 
 
-class Unplannable(Exception):
+class UnplannableError(Exception):
     """Why a mask is no plan."""
 
 
@@ -68,9 +68,9 @@ class Pattern:
         elif code is _REMAPPED:  # positions run on within a sequence, so distances are what they were
             self.read(cells["mask_function"])
             if self.chunks:
-                raise Unplannable("chunks that start anew in each packed sequence")
+                raise UnplannableError("chunks that start anew in each packed sequence")
         elif code is not _BIDIRECTIONAL:
-            raise Unplannable(f"the mask function {getattr(function, '__qualname__', function)!r}")
+            raise UnplannableError(f"the mask function {getattr(function, '__qualname__', function)!r}")
 
 
 # ---- the mask ----
@@ -82,25 +82,25 @@ class Mask(LazyTensor):
     @staticmethod
     def __new__(cls, arguments: dict[str, Any]) -> Mask:
         shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
-        mask: Mask = super().__new__(cls, shape, torch.bool)  # type: ignore[assignment]
+        mask: Mask = super().__new__(cls, shape, torch.bool)
         mask._arguments, mask._found = arguments, None
         return mask
 
     _arguments: dict[str, Any]
-    _found: Requests | Unplannable | None
+    _found: Requests | UnplannableError | None
 
     def dense(self) -> torch.Tensor:
         arguments = self._arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return stock.sdpa_mask(**arguments)
 
     def requests(self) -> Requests:
-        """Unplannable, where a plan cannot say it."""
+        """UnplannableError, where a plan cannot say it."""
         if self._found is None:
             try:
                 self._found = _requests(**self._arguments)
-            except Unplannable as reason:
+            except UnplannableError as reason:
                 self._found = reason
-        if isinstance(self._found, Unplannable):
+        if isinstance(self._found, UnplannableError):
             raise self._found
         return self._found
 
@@ -129,7 +129,7 @@ def _requests(
     origin = q_offset - kv_offset
     seen = origin + q_length if pattern.causal else kv_length
     if not 0 <= seen <= kv_length:
-        raise Unplannable(f"queries that end at key {seen} of {kv_length}")
+        raise UnplannableError(f"queries that end at key {seen} of {kv_length}")
     first, end = _valid(attention_mask, batch_size, kv_offset, kv_length, seen)
     if not pattern.causal:
         plain = pattern == Pattern() and not first.any()
@@ -137,7 +137,7 @@ def _requests(
             starts = np.arange(batch_size + 1, dtype=np.int32) * np.int32(q_length)
             return Requests(np.arange(batch_size), starts, end.astype(np.int32), False)
         if origin or q_length != kv_length:
-            raise Unplannable("a bidirectional mask of more than lengths, where keys are not those of the queries")
+            raise UnplannableError("a bidirectional mask of more than lengths, where keys are not those of the queries")
     # A row of the batch is up to three requests: padding, which sees nothing, before and behind the tokens.
     before = np.clip(first - origin, 0, q_length)
     tokens = np.clip(end - origin, before, q_length) - before
@@ -148,7 +148,7 @@ def _requests(
     starts = np.concatenate([[0], counts.ravel()[which].cumsum()]).astype(np.int32)
     documents = {}
     for r, (row, part) in enumerate(zip(rows, which % 3, strict=True)):
-        borders = _borders(pattern, row, first[row], end[row], kv_offset) if part == 1 else []
+        borders = _borders(pattern, int(row), int(first[row]), int(end[row]), kv_offset) if part == 1 else []
         if borders:
             documents[r] = [0, *borders]
     window = (pattern.left, pattern.right)
@@ -164,20 +164,20 @@ def _valid(
     # transformers fills up a mask that is too short with padding
     valid = attention_mask[:, kv_offset : kv_offset + min(kv_length, seen)].numpy()
     if valid.shape[0] != batch_size:
-        raise Unplannable(f"an attention_mask of {valid.shape[0]} rows for a batch of {batch_size}")
+        raise UnplannableError(f"an attention_mask of {valid.shape[0]} rows for a batch of {batch_size}")
     count = valid.sum(1)
     if not valid.shape[1]:
         return count, count
     first = np.where(count, valid.argmax(1), 0)
     end = np.where(count, valid.shape[1] - valid[:, ::-1].argmax(1), 0)
     if (end - first != count).any():
-        raise Unplannable("an attention_mask with holes between its ones")
+        raise UnplannableError("an attention_mask with holes between its ones")
     return first, end
 
 
 def _borders(pattern: Pattern, row: int, first: int, end: int, kv_offset: int) -> list[int]:
     """The keys in [first, end) where documents start, but for 0."""
-    borders = {int(first)}
+    borders = {first}
     if pattern.chunks:
         size, padding = pattern.chunks
         start = int(padding[row]) - kv_offset
@@ -185,4 +185,4 @@ def _borders(pattern: Pattern, row: int, first: int, end: int, kv_offset: int) -
     if pattern.packed is not None:
         ids = pattern.packed[row].numpy()
         borders.update((np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist())
-    return sorted(int(b) for b in borders if max(first, 1) <= b < end)
+    return sorted(b for b in borders if max(first, 1) <= b < end)

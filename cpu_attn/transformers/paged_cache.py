@@ -41,7 +41,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         for layer_type in layer_types:
             if layer_type not in LAYERS:
                 raise ValueError(f"config: a layer of {layer_type!r}, PagedCache has {', '.join(LAYERS)}")
-        options = {"kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
+        options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
         PagedKVCache(0, block_size, 1, 32, **options)  # so that a wrong option fails here, not in the first step
         super().__init__(layers=[PagedLayer(block_size, **options) for _ in layer_types])
 
@@ -65,7 +65,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         self.length, self.table = 0, np.zeros((0, 0), np.int32)
-        self.keys = self.values = None
+        self.keys: Pages | None = None
+        self.values: Pages | None = None
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -210,7 +211,7 @@ class Pages(LazyTensor):
     def __new__(cls, layer: PagedLayer, *, value: bool) -> Pages:
         head_size = layer.sizes["head_size_v" if value else "head_size"]
         shape = (len(layer.table), layer.sizes["num_kv_heads"], layer.length, head_size)
-        pages: Pages = super().__new__(cls, shape, layer.dtype)  # type: ignore[assignment]
+        pages: Pages = super().__new__(cls, shape, layer.dtype)
         pages.layer, pages.value = layer, value
         return pages
 
