@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +64,36 @@ def test_other_implementations_get_dense_keys(attention: str, gathers: list[Any]
     want = generate("llama", "eager", None, inputs, max_new_tokens=6)
     assert generate("llama", attention, paged("llama"), inputs, max_new_tokens=6).tolist() == want.tolist()
     assert len(gathers) == 6 * 2 * 2
+
+
+@pytest.mark.parametrize("name", ["bart", "whisper"])
+def test_decoder_of_an_encoder_decoder(name: str, gathers: list[Any]) -> None:
+    inputs = tokens(15, 6, side="right")
+    if name == "whisper":
+        inputs = {"input_features": torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(5))}
+    options = {"max_new_tokens": 20, "min_new_tokens": 20}
+    want = generate(name, "eager", None, inputs, **options)
+    cache = hf.EncoderDecoderCache(paged(name, block_size=8), paged(name, block_size=8))
+    assert generate(name, "cpu_attn", cache, inputs, **options).tolist() == want.tolist()
+    assert not gathers
+
+
+def test_torch_computes_over_gathered_keys(gathers: list[Any]) -> None:
+    """Where the mask is no plan."""
+    inputs = tokens(12, 12)
+    inputs["attention_mask"][1, 3:5] = 0
+    want = generate("llama", "eager", None, inputs, max_new_tokens=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert generate("llama", "cpu_attn", paged("llama"), inputs, max_new_tokens=4).tolist() == want.tolist()
+    assert len(gathers) == 4 * 2 * 2
+
+
+def test_inference_mode() -> None:
+    inputs = tokens(12, 7)
+    want = generate("gemma3", "eager", None, inputs, max_new_tokens=4)
+    with torch.inference_mode():
+        assert generate("gemma3", "cpu_attn", paged("gemma3"), inputs, max_new_tokens=4).tolist() == want.tolist()
 
 
 @pytest.mark.parametrize("length", [14, 16, 17])

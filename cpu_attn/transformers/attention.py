@@ -13,6 +13,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from cpu_attn.transformers import continuous
+from cpu_attn.transformers.lazy import LazyTensor
 from cpu_attn.transformers.masks import Mask, UnplannableError, mask_function
 from cpu_attn.transformers.paged_cache import Pages
 from cpu_attn.transformers.plans import run, unmasked
@@ -38,13 +39,16 @@ def continuous_batching(model: Any) -> Iterator[Any]:
     ...     outputs = model.generate_batch(inputs, generation_config)
     """
     enable()
-    before = model.config._attn_implementation
+    config = model.config.get_text_config()  # of a composite model, the one that generates
+    before = {id(c): (c, c._attn_implementation) for c in (model.config, config)}
     # set_attn_implementation would look for a flash_attn package by the name.
-    model.config._attn_implementation = CONTINUOUS
+    for c, _ in before.values():
+        c._attn_implementation_internal = CONTINUOUS
     try:
         yield model
     finally:
-        model.config._attn_implementation = before
+        for c, name in before.values():
+            c._attn_implementation_internal = name
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -159,8 +163,7 @@ def _dense(
         if x is not None:
             raise ValueError(f"{name}: no plan for {reason}, and torch's attention has no {name}; use 'eager'")
     _warn(reason)
-    if isinstance(mask, Mask):
-        mask = mask.dense()
+    key, value, mask = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value, mask))
     if position_bias is not None:
         if causal:
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()

@@ -180,8 +180,7 @@ def _borders(pattern: Pattern, row: int, first: int, end: int, kv_offset: int) -
     borders = {first}
     if pattern.chunks:
         size, padding = pattern.chunks
-        start = int(padding[row]) - kv_offset
-        borders.update(range(start + -(-(first - start) // size) * size, end, size))
+        borders.update(range(int(padding[row]) - kv_offset, end, size))
     if pattern.packed is not None:
         ids = pattern.packed[row].numpy()
         borders.update((np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist())
