@@ -109,6 +109,13 @@ def test_requests_that_wait_for_room(calls: list[Any]) -> None:
     assert batched("gemma3", page_size=4, num_blocks=16, max_batch_tokens=32) == alone("gemma3")
 
 
+def test_no_other_forward_pass_within() -> None:
+    """It would run without a mask."""
+    model = hf_models.model("llama")
+    with continuous_batching(model), pytest.raises(ValueError, match=r"^cache: None, cpu_flash_attn is for"):
+        model.generate(**tokens(5, 3), max_new_tokens=1)
+
+
 def test_block_table_is_refused() -> None:
     x = torch.zeros(1, 1, 1, 8)
     with pytest.raises(ValueError, match=r"^block_table"):

@@ -228,5 +228,18 @@ def test_what_is_refused() -> None:
     old = layer.keys
     layer.update(key, value)
     assert isinstance(old, Pages)
-    with pytest.raises(RuntimeError, match="after the cache had changed"):
+    with pytest.raises(RuntimeError, match="of an earlier step"):
         old + 1
+    stale = layer.keys, layer.values
+    layer.reorder_cache(torch.tensor([2, 1, 0]))  # of the same shape
+    with pytest.raises(RuntimeError, match="of an earlier step"):
+        attention(SimpleNamespace(training=False), torch.zeros(3, 2, 1, 32), *stale, None)
+
+
+def test_keys_that_a_model_changes_are_no_longer_pages() -> None:
+    layer = PagedLayer(8, kv_cache_dtype="auto")
+    key, value = filled(layer)
+    query = torch.randn(3, 2, 1, 32, generator=torch.Generator().manual_seed(8))
+    module = SimpleNamespace(training=False)
+    want = attention(module, query, key, -value, None)[0]
+    assert torch.allclose(attention(module, query, layer.keys, -layer.values, None)[0], want, atol=1e-6)

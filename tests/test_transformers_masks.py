@@ -147,6 +147,15 @@ def test_strides_are_free() -> None:
     assert attention(MODULE, *scattered, mask)[0].equal(want)
 
 
+def test_windows_within_windows() -> None:
+    """As and_mask_function makes them."""
+    parts = (stock.sliding_window_causal_mask_function(n) for n in (7, 3, 5))
+    mask = mask_function(batch_size=1, q_length=12, kv_length=12, mask_function=stock.and_masks(*parts))
+    q, k, v = inputs(1, 12, 12)
+    assert mask.requests().window == (2, -1)
+    assert torch.allclose(attention(MODULE, q, k, v, mask)[0].double(), dense(q, k, v, mask.dense()), atol=2e-6)
+
+
 UNKNOWN = {
     "or": lambda: stock.or_masks(stock.causal_mask_function, stock.sliding_window_overlay(2)),
     "own": lambda: lambda batch, head, query, key: key <= query,

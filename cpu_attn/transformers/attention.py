@@ -28,7 +28,7 @@ def enable() -> None:
     :func:`continuous_batching` uses. Changes nothing else; may be called again."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask_function)
-    AttentionInterface.register(CONTINUOUS, attention)
+    AttentionInterface.register(CONTINUOUS, continuous_attention)
 
 
 @contextmanager
@@ -93,6 +93,14 @@ def attention(
     return (_Inference.apply(output, *inputs) if tracked else output), None
 
 
+def continuous_attention(*args: Any, cache: Any = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """:func:`attention` for generate_batch, which gives a cache and no mask. ValueError without one."""
+    if cache is None:
+        raise ValueError(f"cache: None, {CONTINUOUS} is for generate_batch; other calls take {NAME}")
+    attended: tuple[torch.Tensor, None] = attention(*args, cache=cache, **kwargs)
+    return attended
+
+
 class _Inference(torch.autograd.Function):  # type: ignore[misc]
     """Lets a model run without no_grad, but no gradient pass unnoticed through where it ends."""
 
@@ -129,13 +137,14 @@ def _attend(
         elif not isinstance(mask, Mask):
             raise UnplannableError("an attention_mask of the caller's own")
         elif mask.shape != (batch_size, 1, q_length, kv_length):
-            raise UnplannableError(f"an attention_mask {tuple(mask.shape)} that was made for other keys or queries")
+            raise UnplannableError("an attention_mask that was made for other keys or queries")
         else:
             requests = mask.requests()
     except UnplannableError as reason:
         return _dense(str(reason), query, key, value, mask, causal, position_bias, scale, softcap, s_aux)
-    if isinstance(key, Pages):
+    if isinstance(key, Pages) and isinstance(value, Pages) and key is key.layer.keys and value is key.layer.values:
         return key.layer.attend(query, requests, scale, softcap, s_aux)
+    key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     head_sizes = key.shape[3], value.shape[3]
     plan = requests.plan(query.shape[1], key.shape[1], *head_sizes, query.dtype, "HND", "auto")

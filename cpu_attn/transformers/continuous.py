@@ -45,7 +45,7 @@ def attend(
     steps = cu_seq_lens_q.__dict__.setdefault("_cpu_attn_steps", {})
     if allocator.index not in steps:
         lengths = cu_seq_lens_q.numpy(), cu_seq_lens_k[allocator.layer_type].numpy()
-        indices = read_index[allocator.index].numpy(), write_index[allocator.index].numpy()
+        indices = read_index[allocator.index].numpy(), write_index[allocator.index]
         steps[allocator.index] = Step.of(allocator, *lengths, *indices)
     return steps[allocator.index].attend(allocator, layer_idx, query, key, value, scale, softcap, s_aux)
 
@@ -75,7 +75,7 @@ class Step:
     prompts: list[Prompt]
 
     @classmethod
-    def of(cls, allocator: Any, cu_q: Ints, cu_k: Ints, read: Ints, write: Ints) -> Step:
+    def of(cls, allocator: Any, cu_q: Ints, cu_k: Ints, read: Ints, write: torch.Tensor) -> Step:
         window = getattr(allocator, "sliding_window", 0)
         # Blocks that neither a page nor the ring's end cuts.
         block = math.gcd(window, allocator.tokens_per_page)
@@ -88,7 +88,7 @@ class Step:
                 prompts.append(Prompt.of(tokens, *_blocks(rows, block), window))
                 rows = rows[:0]
             else:
-                rows = np.concatenate([rows, write[tokens]])
+                rows = np.concatenate([rows, write.numpy()[tokens]])
             blocks, length = _blocks(rows, block)
             tables.append(blocks)
             lengths.append(length)
@@ -96,9 +96,10 @@ class Step:
         for row, blocks in zip(table, tables, strict=True):
             row[: len(blocks)] = blocks
         sides = (window - 1, -1) if window else (-1, -1)
-        requests = Requests(np.arange(len(tables)), cu_q.astype(np.int32), _lengths(*lengths), True, sides)
-        requests.shared = {"block_table": table, "block_size": block}
-        return cls(block, torch.from_numpy(write.copy()), table, requests, prompts)
+        each, starts = np.arange(len(tables)), cu_q.astype(np.int32)
+        shared = {"block_table": table, "block_size": block}
+        requests = Requests(each, starts, _lengths(*lengths), True, sides, shared=shared)
+        return cls(block, write, table, requests, prompts)
 
     def attend(
         self,

@@ -58,10 +58,12 @@ class Pattern:
         elif code is _CAUSAL:
             self.causal = True
         elif code is _WINDOW:
-            self.left = cells["sliding_window"] - 1
+            self.left = _narrower(self.left, cells["sliding_window"] - 1)
         elif code is _WINDOW_BOTH:
-            self.left = self.right = cells["sliding_window"]
+            self.left, self.right = (_narrower(x, cells["sliding_window"]) for x in (self.left, self.right))
         elif code is _CHUNKS:
+            if self.chunks:
+                raise UnplannableError("chunks of two sizes")
             self.chunks = cells["chunk_size"], cells["left_padding"]
         elif code is _PACKED:
             self.packed = cells["packed_sequence_mask"]
@@ -71,6 +73,10 @@ class Pattern:
                 raise UnplannableError("chunks that start anew in each packed sequence")
         elif code is not _BIDIRECTIONAL:
             raise UnplannableError(f"the mask function {getattr(function, '__qualname__', function)!r}")
+
+
+def _narrower(*sides: int) -> int:
+    return min((x for x in sides if x >= 0), default=-1)
 
 
 # ---- the mask ----
@@ -87,7 +93,7 @@ class Mask(LazyTensor):
         return mask
 
     _arguments: dict[str, Any]
-    _found: Requests | UnplannableError | None
+    _found: Requests | str | None
 
     def dense(self) -> torch.Tensor:
         arguments = self._arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -99,9 +105,9 @@ class Mask(LazyTensor):
             try:
                 self._found = _requests(**self._arguments)
             except UnplannableError as reason:
-                self._found = reason
-        if isinstance(self._found, UnplannableError):
-            raise self._found
+                self._found = str(reason)
+        if isinstance(self._found, str):
+            raise UnplannableError(self._found)
         return self._found
 
 
@@ -129,7 +135,7 @@ def _requests(
     origin = q_offset - kv_offset
     seen = origin + q_length if pattern.causal else kv_length
     if not 0 <= seen <= kv_length:
-        raise UnplannableError(f"queries that end at key {seen} of {kv_length}")
+        raise UnplannableError("a causal mask whose queries end past the keys")
     first, end = _valid(attention_mask, batch_size, kv_offset, kv_length, seen)
     if not pattern.causal:
         plain = pattern == Pattern() and not first.any()
@@ -164,7 +170,7 @@ def _valid(
     # transformers fills up a mask that is too short with padding
     valid = attention_mask[:, kv_offset : kv_offset + min(kv_length, seen)].numpy()
     if valid.shape[0] != batch_size:
-        raise UnplannableError(f"an attention_mask of {valid.shape[0]} rows for a batch of {batch_size}")
+        raise UnplannableError("an attention_mask of another batch size")
     count = valid.sum(1)
     if not valid.shape[1]:
         return count, count

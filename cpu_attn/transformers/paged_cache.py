@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 from cpu_attn import PagedKVCache, ops
 from cpu_attn._arrays import dtype_name
 from cpu_attn.transformers.lazy import LazyTensor
-from cpu_attn.transformers.plans import Requests, run
+from cpu_attn.transformers.plans import Requests, by_token, run
 
 LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -100,12 +100,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         positions = np.arange(self.length, self.length + tokens)
         blocks = self.table[:, positions // self.block_size].astype(np.int64)
         slots = blocks * self.block_size + positions % self.block_size
-        # One token after another, as slots are.
-        key, value = (x.detach().transpose(1, 2).flatten(0, 1) for x in (key_states, value_states))
-        self.pages.update(key, value, slots.ravel())
+        self.pages.update(by_token(key_states.detach()), by_token(value_states.detach()), slots.ravel())
         self.length += tokens
-        self.keys, self.values = Pages(self, value=False), Pages(self, value=True)
+        self._changed()
         return self.keys, self.values
+
+    def _changed(self) -> None:
+        self.keys, self.values = Pages(self, value=False), Pages(self, value=True)
 
     def _make_room(self, tokens: int) -> None:
         """Blocks of each row's own for the next tokens; the one that it shares and would write into is copied."""
@@ -185,7 +186,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Those rows of the batch, with the blocks that their tokens are in."""
         self.table = self.table[rows, : -(-self.length // self.block_size)]
         if self.is_initialized:
-            self.keys, self.values = Pages(self, value=False), Pages(self, value=True)
+            self._changed()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._select(beam_idx.numpy())
@@ -195,12 +196,6 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._select(indices.numpy())
-
-    def offload(self) -> None:
-        """The pages are where the CPU is."""
-
-    def prefetch(self) -> None:
-        """As :meth:`offload`."""
 
 
 class Pages(LazyTensor):
@@ -222,6 +217,6 @@ class Pages(LazyTensor):
     value: bool
 
     def dense(self) -> torch.Tensor:
-        if self.shape[2] != self.layer.length or self.shape[0] != len(self.layer.table):
-            raise RuntimeError("PagedCache: these keys were read after the cache had changed")
+        if self is not (self.layer.values if self.value else self.layer.keys):
+            raise RuntimeError("PagedCache: keys or values of an earlier step, which the cache has since changed")
         return self.layer.gather(self.value)

@@ -59,6 +59,12 @@ def unmasked(batch_size: int, q_length: int, kv_length: int, causal: bool) -> Re
     return Requests(np.arange(batch_size), starts, lengths, causal)
 
 
+def by_token(states: torch.Tensor) -> torch.Tensor:
+    """[B * T, H, D] of [B, H, T, D], the last axis dense: a view, but of batches that lie by heads."""
+    rows = states.transpose(1, 2).flatten(0, 1)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
 def run(
     plan: Any,
     query: torch.Tensor,
@@ -72,12 +78,21 @@ def run(
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Output [B, T, H, Dv] of query [B, H, T, D]: the tokens of a plan, row after row of the batch."""
-    batch_size, num_heads, q_length, head_size = query.shape
+    batch_size, num_heads, q_length, _ = query.shape
     output = query.new_empty(batch_size, q_length, num_heads, plan.head_size_v)
-    rows = query.transpose(1, 2).reshape(-1, num_heads, head_size)  # a view but for batches that lie by heads
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
-    flat = output.view(-1, num_heads, plan.head_size_v)
-    arrays = (flat, lse, rows, key_cache, value_cache, block_table, None, None, None, None, s_aux, None)
+    arrays = (
+        output.flatten(0, 1),
+        lse,
+        by_token(query),
+        key_cache,
+        value_cache,
+        block_table,
+        None,
+        None,
+        None,
+        None,
+        s_aux,
+        None,
+    )
     ops.attend(plan, arrays, scale, softcap, -1, scales)
     return output
