@@ -132,7 +132,7 @@ def model(name: str) -> Any:
         if parameter.ndim > 1 and "norm" not in parameter_name:
             parameter.data.normal_(0, 0.3, generator=generator)
         elif "sinks" in parameter_name:
-            parameter.data.normal_(0, 2.0, generator=generator)
+            parameter.data.normal_(6.0, 2.0, generator=generator)
     made.set_attn_implementation("eager")
     return made.eval()
 

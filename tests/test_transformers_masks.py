@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,10 +30,13 @@ def inputs(batch: int, queries: int, keys: int) -> Any:
 
 def dense(query: Any, key: Any, value: Any, mask: Any) -> Any:
     """[B, T, H, D] in float64; a row that sees nothing is 0."""
-    key, value = (x.double().repeat_interleave(HEADS // KV_HEADS, 1) for x in (key, value))
-    scores = (query.double() @ key.mT * HEAD_SIZE**-0.5).masked_fill(~mask, -torch.inf)
-    weights = scores.softmax(-1).nan_to_num(0.0)
-    return (weights @ value).transpose(1, 2)
+    key = key.double().repeat_interleave(HEADS // KV_HEADS, 1)
+    return dense_scores(query.double() @ key.mT * HEAD_SIZE**-0.5, value, mask)
+
+
+def dense_scores(scores: Any, value: Any, mask: Any) -> Any:
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return (weights @ value.double().repeat_interleave(HEADS // KV_HEADS, 1)).transpose(1, 2)
 
 
 def padded(batch: int, keys: int, padding: str) -> Any:
@@ -135,6 +139,21 @@ def test_no_mask_means_what_sdpa_makes_of_it(causal: bool) -> None:
     assert torch.allclose(attention(MODULE, q, k, v, None, is_causal=causal)[0].double(), want, atol=2e-6)
     one = attention(MODULE, q[:, :, :1], k, v, None, is_causal=causal)[0]
     assert torch.allclose(one.double(), dense(q[:, :, :1], k, v, torch.ones(1, 9, dtype=torch.bool)), atol=2e-6)
+
+
+@pytest.mark.parametrize("keys", [6, 9])
+@pytest.mark.parametrize("masked", [True, False])
+def test_position_bias(masked: bool, keys: int) -> None:
+    q, k, v = inputs(2, 6, keys)
+    bias = torch.randn(1, HEADS, 6, keys, generator=torch.Generator().manual_seed(2))
+    mask = mask_function(batch_size=2, q_length=6, kv_length=keys, q_offset=keys - 6) if masked else None
+    seen = mask.dense() if masked else torch.ones(6, keys, dtype=torch.bool).tril()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = attention(MODULE, q, k, v, mask, position_bias=bias, is_causal=True)[0]
+    scale = HEAD_SIZE**0.5
+    want = dense_scores(q.double() @ k.double().repeat_interleave(2, 1).mT / scale + bias, v, seen)
+    assert torch.allclose(got.double(), want, atol=2e-6)
 
 
 def test_strides_are_free() -> None:
