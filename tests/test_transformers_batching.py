@@ -50,13 +50,13 @@ def alone(name: str) -> list[list[int]]:
     return found
 
 
-def batched(name: str, **options: Any) -> list[list[int]]:
+def batched(name: str, asked: list[list[int]] | None = None, **options: Any) -> list[list[int]]:
     model = hf_models.model(name)
     config = hf.ContinuousBatchingConfig(**{"page_size": 16, "num_blocks": 64, "max_batch_tokens": 128, **options})
     generation = hf.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
     with continuous_batching(model):
         found = model.generate_batch(
-            prompts(), generation, continuous_batching_config=config, progress_bar=False, warmup=False
+            asked or prompts(), generation, continuous_batching_config=config, progress_bar=False, warmup=False
         )
     assert all(x.error is None for x in found.values()), [x.error for x in found.values()]
     return [found[key].generated_tokens for key in sorted(found, key=lambda x: int(x.rsplit("_", 1)[1]))]
@@ -103,6 +103,16 @@ def test_prompts_in_chunks(name: str, page_size: int, calls: list[Any], ring_pro
     assert bool(reaching) == (name != "llama")
     if reaching:
         assert {int(p.old.query_start_loc[-1]) for p in reaching} >= {WINDOW - 1, 2}
+
+
+def test_a_prefix_in_common_is_read_once(calls: list[Any]) -> None:
+    """From 1024 keys on, where transformers has found that it is there already."""
+    start = tokens(1040, seed=1)["input_ids"][0].tolist()
+    asked = [start + tokens(n, seed=n)["input_ids"][0].tolist() for n in (3, 9)]
+    model = hf_models.model("llama")
+    want = [model.generate(torch.tensor([x]), max_new_tokens=NEW, do_sample=False)[0, len(x) :].tolist() for x in asked]
+    assert batched("llama", asked, num_blocks=200, max_batch_tokens=1050) == want
+    assert any(plan.num_shared for plan in calls)
 
 
 def test_requests_that_wait_for_room(calls: list[Any]) -> None:
