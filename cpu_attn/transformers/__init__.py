@@ -1,2 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cpu-attn for Hugging Face transformers: attention, masks, paged caches, continuous batching."""
+"""transformers over cpu-attn: ``attn_implementation="cpu_attn"``, a paged cache for ``generate``, continuous batching
+in place. See docs/transformers.md."""
+
+from __future__ import annotations
+
+from cpu_attn import _adapters
+
+_adapters.require("transformers")
+
+from cpu_attn.transformers.attention import continuous_batching, enable  # noqa: E402
+from cpu_attn.transformers.paged_cache import PagedCache  # noqa: E402
+
+__all__ = ["PagedCache", "continuous_batching", "enable"]

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention function, and where transformers is told of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache as once
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from cpu_attn.transformers import continuous
+from cpu_attn.transformers.lazy import LazyTensor
+from cpu_attn.transformers.masks import Mask, UnplannableError, mask_function
+from cpu_attn.transformers.paged_cache import Pages
+from cpu_attn.transformers.plans import run, unmasked
+
+NAME = "cpu_attn"
+# generate_batch takes an implementation of one's own only by a name that contains "flash". It needs no masks.
+CONTINUOUS = "cpu_flash_attn"
+
+
+def enable() -> None:
+    """Makes ``attn_implementation="cpu_attn"`` known to transformers, and ``cpu_flash_attn``, which
+    :func:`continuous_batching` uses. Changes nothing else; may be called again."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask_function)
+    AttentionInterface.register(CONTINUOUS, continuous_attention)
+
+
+@contextmanager
+def continuous_batching(model: Any) -> Iterator[Any]:
+    """Inside it ``model.generate_batch`` attends over transformers' own pages where they lie.
+
+    >>> with continuous_batching(model):
+    ...     outputs = model.generate_batch(inputs, generation_config)
+    """
+    enable()
+    config = model.config.get_text_config()  # of a composite model, the one that generates
+    before = {id(c): (c, c._attn_implementation) for c in (model.config, config)}
+    # set_attn_implementation would look for a flash_attn package by the name.
+    for c, _ in before.values():
+        c._attn_implementation_internal = CONTINUOUS
+    try:
+        yield model
+    finally:
+        for c, name in before.values():
+            c._attn_implementation_internal = name
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Output [B, T, H, Dv] of query [B, H, T, D] over key [B, Hkv, S, D] and value [B, Hkv, S, Dv], any strides.
+
+    What transformers' models call, for inference. attention_mask: ours, which is a plan; None; or any other, which goes
+    to torch's scaled_dot_product_attention with a warning, as does position_bias. RuntimeError for training, ValueError
+    for dropout, for attention weights, and for softcap or s_aux where torch would have to compute.
+    """
+    if dropout:
+        raise ValueError(f"dropout: {dropout}, cpu_attn is for inference; expected 0.0 (model.eval())")
+    if kwargs.get("output_attentions"):
+        raise ValueError("output_attentions: cpu_attn keeps no attention weights; attn_implementation='eager' does")
+    tracked = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if tracked and module.training:
+        raise RuntimeError("cpu_attn has no backward pass: model.eval(), or another attn_implementation to train")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    sinks = None if s_aux is None else s_aux.detach()
+    numbers = (scale, float(softcap or 0.0), sinks)
+    inputs = (query, key, value)
+    query, key, value = (x.detach() if tracked and not isinstance(x, Pages) else x for x in inputs)
+    if cache is not None:
+        output = continuous.attend(module.layer_idx, query, key, value, cache, *numbers, **kwargs)
+    else:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        output = _attend(query, key, value, attention_mask, bool(causal), position_bias, *numbers)
+    return (_Inference.apply(output, *inputs) if tracked else output), None
+
+
+def continuous_attention(*args: Any, cache: Any = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """:func:`attention` for generate_batch, which gives a cache and no mask. ValueError without one."""
+    if cache is None:
+        raise ValueError(f"cache: None, {CONTINUOUS} is for generate_batch; other calls take {NAME}")
+    attended: tuple[torch.Tensor, None] = attention(*args, cache=cache, **kwargs)
+    return attended
+
+
+class _Inference(torch.autograd.Function):  # type: ignore[misc]
+    """Lets a model run without no_grad, but no gradient pass unnoticed through where it ends."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("cpu_attn has no backward pass; train with another attn_implementation")
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    position_bias: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    batch_size, _, q_length, _ = query.shape
+    kv_length = key.shape[2]
+    causal = causal and q_length > 1 and mask is None  # sdpa's rule: a model without a mask means its own is_causal
+    if causal and kv_length > q_length and position_bias is None:  # and its keys from the first one on
+        key, value = key[:, :, :q_length], value[:, :, :q_length]
+    try:
+        if position_bias is not None:
+            raise UnplannableError("position_bias")
+        if mask is None:
+            requests = unmasked(batch_size, q_length, key.shape[2], causal)
+        elif not isinstance(mask, Mask):
+            raise UnplannableError("an attention_mask of the caller's own")
+        elif mask.shape != (batch_size, 1, q_length, kv_length):
+            raise UnplannableError("an attention_mask that was made for other keys or queries")
+        else:
+            requests = mask.requests()
+    except UnplannableError as reason:
+        return _dense(str(reason), query, key, value, mask, causal, position_bias, scale, softcap, s_aux)
+    if isinstance(key, Pages) and isinstance(value, Pages) and key is key.layer.keys and value is key.layer.values:
+        return key.layer.attend(query, requests, scale, softcap, s_aux)
+    key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    head_sizes = key.shape[3], value.shape[3]
+    plan = requests.plan(query.shape[1], key.shape[1], *head_sizes, query.dtype, "HND", "auto")
+    return run(plan, query, key, value, requests.block_table, scale, softcap, s_aux)
+
+
+@once
+def _warn(reason: str) -> None:
+    warnings.warn(f"cpu_attn: torch's scaled_dot_product_attention computes, because of {reason}", stacklevel=2)
+
+
+def _dense(
+    reason: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    position_bias: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    for name, x in (("softcap", softcap or None), ("s_aux", s_aux)):
+        if x is not None:
+            raise ValueError(f"{name}: no plan for {reason}, and torch's attention has no {name}; use 'eager'")
+    _warn(reason)
+    key, value, mask = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value, mask))
+    if position_bias is not None:
+        if causal:
+            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+        if mask is None:
+            mask = position_bias
+        elif mask.dtype == torch.bool:
+            mask = torch.where(mask, position_bias, -torch.inf)
+        else:
+            mask = mask + position_bias
+        causal = False
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(query.dtype)
+    grouped = key.shape[1] != query.shape[1]
+    output = torch.nn.functional.scaled_dot_product_attention(
+        *(query, key, value, mask), is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+    return output.transpose(1, 2).contiguous()

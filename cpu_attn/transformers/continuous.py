@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over the pages of transformers' continuous batching, where they lie.
+
+Its PagedAttentionCache keeps K and V of a layer as rows [Hkv, D] of one tensor, pages of them for each request, and
+says in ``read_index`` and ``write_index`` in which rows a step's tokens are. Every ``block`` rows are a block of an NHD
+cache to us. A sliding layer keeps its last ``sliding_window`` tokens in a ring: position p in slot
+``p % sliding_window``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cpu_attn import merge_states
+from cpu_attn.transformers.plans import Ints, Requests, run
+
+
+def attend(
+    layer_idx: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: Any,
+    scale: float,
+    softcap: float,
+    s_aux: torch.Tensor | None,
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_k: dict[str, torch.Tensor],
+    read_index: list[torch.Tensor],
+    write_index: list[torch.Tensor],
+    block_table: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Writes key and value [1, Hkv, T, D] into the layer's pages; output [1, T, H, D] of query [1, H, T, D]."""
+    if block_table is not None:
+        raise ValueError("block_table: cpu_attn takes read_index and write_index (max_blocks_per_request=0)")
+    allocator = cache.layer_to_allocator[layer_idx]
+    # All layers of a step are called with the one tensor that was made for it, so what they share hangs on it.
+    steps = cu_seq_lens_q.__dict__.setdefault("_cpu_attn_steps", {})
+    if allocator.index not in steps:
+        lengths = cu_seq_lens_q.numpy(), cu_seq_lens_k[allocator.layer_type].numpy()
+        indices = read_index[allocator.index].numpy(), write_index[allocator.index]
+        steps[allocator.index] = Step.of(allocator, *lengths, *indices)
+    return steps[allocator.index].attend(allocator, layer_idx, query, key, value, scale, softcap, s_aux)
+
+
+def _blocks(rows: Ints, block: int) -> tuple[Ints, int]:
+    """Blocks that hold these rows, a request's tokens in order, and how many keys that makes: those before the first
+    token in its block count, and are out of every query's window."""
+    if not len(rows):
+        return rows, 0
+    before = int(rows[0] % block)
+    return rows[np.maximum(np.arange(-before, len(rows), block), 0)] // block, before + len(rows)
+
+
+def _lengths(*counts: int) -> np.ndarray[Any, Any]:
+    return np.array(counts, np.int32)
+
+
+@dataclass
+class Step:
+    """What the layers of an allocator share in a step: which blocks each request reads once its tokens are written.
+    ``prompts``: those whose tokens drive keys out of the ring that their first ones see."""
+
+    block: int
+    write: torch.Tensor
+    table: np.ndarray[Any, Any]
+    requests: Requests
+    prompts: list[Prompt]
+
+    @classmethod
+    def of(cls, allocator: Any, cu_q: Ints, cu_k: Ints, read: Ints, write: torch.Tensor) -> Step:
+        window = getattr(allocator, "sliding_window", 0)
+        # Blocks that neither a page nor the ring's end cuts.
+        block = math.gcd(window, allocator.tokens_per_page)
+        tables, lengths, prompts = [], [], []
+        for r in range(len(cu_q) - 1):
+            tokens = slice(int(cu_q[r]), int(cu_q[r + 1]))
+            new, keys = tokens.stop - tokens.start, int(cu_k[r + 1] - cu_k[r])
+            rows = read[cu_k[r] : cu_k[r] + keys - new]  # nothing, where no request of the step has a past
+            if window and keys > window:
+                prompts.append(Prompt.of(tokens, *_blocks(rows, block), window))
+                rows = rows[:0]
+            else:
+                rows = np.concatenate([rows, write.numpy()[tokens]])
+            blocks, length = _blocks(rows, block)
+            tables.append(blocks)
+            lengths.append(length)
+        table = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
+        for row, blocks in zip(table, tables, strict=True):
+            row[: len(blocks)] = blocks
+        sides = (window - 1, -1) if window else (-1, -1)
+        each, starts = np.arange(len(tables)), cu_q.astype(np.int32)
+        shared = {"block_table": table, "block_size": block}
+        requests = Requests(each, starts, _lengths(*lengths), True, sides, shared=shared)
+        return cls(block, write, table, requests, prompts)
+
+    def attend(
+        self,
+        allocator: Any,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float,
+        s_aux: torch.Tensor | None,
+    ) -> torch.Tensor:
+        numbers = scale, softcap, s_aux
+        rows = allocator._kv_token_views[layer_idx]
+        count = min(map(len, rows)) // self.block
+        caches = [x[: count * self.block].unflatten(0, (count, self.block)) for x in rows]
+        # Before the keys that they still see are written over.
+        early = [(p.tokens, p.attend(query, key, value, caches, *numbers)) for p in self.prompts]
+        for to, states in zip(rows, (key, value), strict=True):
+            to.index_copy_(0, self.write, states[0].transpose(0, 1))
+        kind = query.dtype, "NHD", "auto"
+        plan = self.requests.plan(query.shape[1], key.shape[1], key.shape[3], value.shape[3], *kind)
+        output = run(plan, query, caches[0], caches[1], self.table, *numbers)
+        for tokens, found in early:
+            output[:, tokens] = found
+        return output
+
+
+@dataclass
+class Prompt:
+    """New tokens that are more than the ring has place for: they attend their own keys as they came, then, up to the
+    window, the old ones in the ring; both merge."""
+
+    tokens: slice
+    own: Requests
+    old: Requests
+    table: np.ndarray[Any, Any]
+
+    @classmethod
+    def of(cls, tokens: slice, blocks: Ints, length: int, window: int) -> Prompt:
+        one, new = np.zeros(1, np.int64), tokens.stop - tokens.start
+        own = Requests(one, _lengths(0, new), _lengths(new), True, (window - 1, -1))
+        # Query i stands at key length + i, but to a bidirectional plan of so many at length - reach + i.
+        reach = min(new, window - 1)
+        old = Requests(one, _lengths(0, reach), _lengths(length), False, (window - 1 - reach, -1))
+        return cls(tokens, own, old, blocks.astype(np.int32)[None])
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        caches: list[torch.Tensor],
+        scale: float,
+        softcap: float,
+        s_aux: torch.Tensor | None,
+    ) -> torch.Tensor:
+        query, key, value = (x[:, :, self.tokens] for x in (query, key, value))
+        sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3], query.dtype
+        reach = int(self.old.query_start_loc[-1])
+        own_lse = query.new_empty(query.shape[1], query.shape[2], dtype=torch.float32)
+        plan = self.own.plan(*sizes, "HND", "auto")
+        own = run(plan, query, key, value, self.own.block_table, scale, softcap, s_aux, lse=own_lse)
+        if not self.old.seq_lens[0] or not reach:
+            return own
+        old_lse = torch.empty_like(own_lse[:, :reach])
+        plan = self.old.plan(*sizes, "NHD", "auto")
+        first = run(plan, query[:, :, :reach], caches[0], caches[1], self.table, scale, softcap, None, lse=old_lse)
+        own[0, :reach] = merge_states(
+            [first[0], own[0, :reach]], [old_lse, own_lse[:, :reach]], out=torch.empty_like(first[0])
+        )[0]
+        return own

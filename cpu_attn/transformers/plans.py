@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of a step, made once for its layers, and the call that runs them over a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from cpu_attn import get_num_threads, ops
+from cpu_attn.plan import SchedulerMetadata, get_scheduler_metadata
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass
+class Requests:
+    """What a plan is made of. rows: of which row of the batch each request is; documents: where a request's documents
+    start; shared: block_table and block_size, for prefixes that requests have in common."""
+
+    rows: Ints
+    query_start_loc: np.ndarray[Any, Any]
+    seq_lens: np.ndarray[Any, Any]
+    causal: bool
+    window: tuple[int, int] = (-1, -1)
+    documents: dict[int, list[int]] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+    plans: dict[tuple[Any, ...], SchedulerMetadata] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.block_table = self.rows.astype(np.int32)[:, None]
+
+    def plan(self, num_heads: int, num_kv_heads: int, head_size: int, head_size_v: int, *kind: Any) -> Any:
+        """Made once for all layers of a kind: dtype, kv_cache_layout, kv_cache_dtype."""
+        key = (num_heads, num_kv_heads, head_size, head_size_v, *kind, get_num_threads())
+        if key not in self.plans:
+            dtype, kv_cache_layout, kv_cache_dtype = kind
+            self.plans[key] = get_scheduler_metadata(
+                *(len(self.rows), num_heads, num_kv_heads, head_size, self.seq_lens, dtype, self.query_start_loc),
+                causal=self.causal,
+                sliding_window=self.window,
+                head_size_v=head_size_v,
+                document_start_loc=self.documents or None,
+                kv_cache_layout=kv_cache_layout,
+                kv_cache_dtype=kv_cache_dtype,
+                **self.shared,
+            )
+        return self.plans[key]
+
+
+@lru_cache(maxsize=64)
+def unmasked(batch_size: int, q_length: int, kv_length: int, causal: bool) -> Requests:
+    """Every row sees all keys, or those up to its own."""
+    starts = np.arange(batch_size + 1, dtype=np.int32) * np.int32(q_length)
+    lengths = np.full(batch_size, kv_length, np.int32)
+    return Requests(np.arange(batch_size), starts, lengths, causal)
+
+
+def by_token(states: torch.Tensor) -> torch.Tensor:
+    """[B * T, H, D] of [B, H, T, D], the last axis dense: a view, but of batches that lie by heads."""
+    rows = states.transpose(1, 2).flatten(0, 1)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def run(
+    plan: Any,
+    query: torch.Tensor,
+    key_cache: Any,
+    value_cache: Any,
+    block_table: Any,
+    scale: float,
+    softcap: float,
+    s_aux: torch.Tensor | None,
+    scales: tuple[float, float] = (1.0, 1.0),
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Output [B, T, H, Dv] of query [B, H, T, D]: the tokens of a plan, row after row of the batch."""
+    batch_size, num_heads, q_length, _ = query.shape
+    output = query.new_empty(batch_size, q_length, num_heads, plan.head_size_v)
+    arrays = (
+        output.flatten(0, 1),
+        lse,
+        by_token(query),
+        key_cache,
+        value_cache,
+        block_table,
+        None,
+        None,
+        None,
+        None,
+        s_aux,
+        None,
+    )
+    ops.attend(plan, arrays, scale, softcap, -1, scales)
+    return output

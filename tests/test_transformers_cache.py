@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PagedCache under plain generate(), and its quantised kinds against float64 attention over what they hold."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+hf = pytest.importorskip("transformers")
+
+import cpu_attn.transformers as adapter  # noqa: E402
+from cpu_attn.tests import hf_models  # noqa: E402
+from cpu_attn.tests.hf_models import DECODERS, tokens  # noqa: E402
+from cpu_attn.transformers import PagedCache  # noqa: E402
+from cpu_attn.transformers.attention import attention  # noqa: E402
+from cpu_attn.transformers.masks import mask_function  # noqa: E402
+from cpu_attn.transformers.paged_cache import PagedLayer, Pages  # noqa: E402
+
+pytestmark = pytest.mark.integrations
+adapter.enable()
+GREEDY = {"do_sample": False, "use_cache": True}
+
+
+def generate(name: str, attention: str, cache: Any, inputs: Any, **options: Any) -> Any:
+    model = hf_models.model(name)
+    model.set_attn_implementation(attention)
+    try:
+        return model.generate(**inputs, past_key_values=cache, **GREEDY, **options)
+    finally:
+        model.set_attn_implementation("eager")
+
+
+def paged(name: str, **options: Any) -> PagedCache:
+    return PagedCache(hf_models.model(name).config, **options)
+
+
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """How often keys or values were made dense."""
+    found: list[Any] = []
+    real = PagedLayer.gather
+    monkeypatch.setattr(PagedLayer, "gather", lambda self, value: (found.append(value), real(self, value))[1])
+    return found
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_same_tokens_and_no_gather(name: str, gathers: list[Any]) -> None:
+    inputs, options = tokens(19, 5, 13), {"max_new_tokens": 16}
+    want = generate(name, "eager", None, inputs, **options)
+    cache = paged(name, block_size=16)
+    assert generate(name, "cpu_attn", cache, inputs, **options).tolist() == want.tolist()
+    assert cache.get_seq_length() == 19 + 15
+    # What DeepSeek caches is latent: the model expands all of it in every step.
+    assert len(gathers) == (16 * 2 * 2 if name == "deepseek_v3" else 0)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_other_implementations_get_dense_keys(attention: str, gathers: list[Any]) -> None:
+    inputs = tokens(9, 4)
+    want = generate("llama", "eager", None, inputs, max_new_tokens=6)
+    assert generate("llama", attention, paged("llama"), inputs, max_new_tokens=6).tolist() == want.tolist()
+    assert len(gathers) == 6 * 2 * 2
+
+
+@pytest.mark.parametrize("name", ["bart", "whisper"])
+def test_decoder_of_an_encoder_decoder(name: str, gathers: list[Any]) -> None:
+    inputs = tokens(15, 6, side="right")
+    if name == "whisper":
+        inputs = {"input_features": torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(5))}
+    options = {"max_new_tokens": 20, "min_new_tokens": 20}
+    want = generate(name, "eager", None, inputs, **options)
+    cache = hf.EncoderDecoderCache(paged(name, block_size=8), paged(name, block_size=8))
+    assert generate(name, "cpu_attn", cache, inputs, **options).tolist() == want.tolist()
+    assert not gathers
+
+
+def test_torch_computes_over_gathered_keys(gathers: list[Any]) -> None:
+    """Where the mask is no plan."""
+    inputs = tokens(12, 12)
+    inputs["attention_mask"][1, 3:5] = 0
+    want = generate("llama", "eager", None, inputs, max_new_tokens=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert generate("llama", "cpu_attn", paged("llama"), inputs, max_new_tokens=4).tolist() == want.tolist()
+    assert len(gathers) == 4 * 2 * 2
+
+
+def test_inference_mode() -> None:
+    inputs = tokens(12, 7)
+    want = generate("gemma3", "eager", None, inputs, max_new_tokens=4)
+    with torch.inference_mode():
+        assert generate("gemma3", "cpu_attn", paged("gemma3"), inputs, max_new_tokens=4).tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("length", [14, 16, 17])
+def test_beams_share_blocks_until_they_write(length: int, gathers: list[Any]) -> None:
+    inputs, options = tokens(length, 9), {"max_new_tokens": 20, "num_beams": 3, "num_return_sequences": 2}
+    want = generate("llama", "eager", None, inputs, **options)
+    assert generate("llama", "cpu_attn", paged("llama", block_size=16), inputs, **options).tolist() == want.tolist()
+    assert not gathers
+
+
+def test_assisted_generation_crops() -> None:
+    inputs = {"input_ids": torch.tensor([[5, 9, 11, 5, 9, 11, 5, 9]]), "attention_mask": torch.ones(1, 8).long()}
+    want = generate("llama", "eager", None, inputs, max_new_tokens=20)
+    cache = paged("llama", block_size=4)
+    crops = []
+    real, cache.crop = cache.crop, lambda n: (crops.append(n), real(n))
+    got = generate("llama", "cpu_attn", cache, inputs, max_new_tokens=20, prompt_lookup_num_tokens=3)
+    assert got.tolist() == want.tolist()
+    assert any(n < 0 for n in crops)
+
+
+def test_a_conversation_goes_on_in_the_same_cache() -> None:
+    first, cache = tokens(11), paged("mistral", block_size=8)
+    said = generate("mistral", "cpu_attn", cache, first, max_new_tokens=5)
+    more = torch.cat([said, tokens(7, seed=9)["input_ids"]], 1)
+    second = {"input_ids": more, "attention_mask": torch.ones_like(more)}
+    want = generate("mistral", "eager", None, second, max_new_tokens=8)
+    assert generate("mistral", "cpu_attn", cache, second, max_new_tokens=8).tolist() == want.tolist()
+    cache.reset()
+    assert cache.get_seq_length() == cache.nbytes == 0
+    assert generate("mistral", "cpu_attn", cache, first, max_new_tokens=5).tolist() == said.tolist()
+
+
+def filled(layer: PagedLayer, batch: int = 3, length: int = 21) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(4)
+    states = [torch.randn(batch, 2, length, size, generator=generator) for size in (32, 64)]
+    for start, end in ((0, 13), (13, 14), (14, length)):
+        layer.update(*(x[:, :, start:end] for x in states))
+    return states[0], states[1]
+
+
+def test_rows_of_the_batch_and_their_blocks() -> None:
+    """Against the same operations on dense tensors."""
+    layer = PagedLayer(8, kv_cache_dtype="auto")
+    key, value = filled(layer)
+    dense = hf.cache_utils.DynamicLayer()
+    dense.update(key, value)
+    for step in (
+        lambda x: x.batch_repeat_interleave(2),
+        lambda x: x.reorder_cache(torch.tensor([5, 0, 0, 3, 2, 0])),
+        lambda x: x.crop(-3),
+        lambda x: x.update(*(y[:1].repeat(6, 1, 1, 1) * torch.arange(6)[:, None, None, None] for y in (key, value))),
+        lambda x: x.batch_select_indices(torch.tensor([4, 1])),
+        lambda x: x.crop(-30),
+        lambda x: x.update(*(y[1:3] for y in (key, value))),
+    ):
+        step(layer), step(dense)
+        assert layer.get_seq_length() == dense.get_seq_length()
+        assert layer.gather(False).equal(dense.keys) and layer.gather(True).equal(dense.values)
+        assert layer.keys.shape == dense.keys.shape and layer.values.shape == dense.values.shape
+    repeated = PagedLayer(8, kv_cache_dtype="auto")
+    filled(repeated)
+    before = repeated.nbytes
+    repeated.batch_repeat_interleave(5)
+    assert repeated.nbytes == before
+
+
+# Half a step of the largest magnitude that shares a scale, which is rounded up to bfloat16; e4m3 has 3 bits.
+LARGEST = {"int8": 1.01 / 254, "int4": 1.01 / 14, "fp8_e4m3": 2**-4}
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("kind", [*LARGEST, "int8/int4"])
+def test_quantised_pages(kind: str, scale: float) -> None:
+    """They hold what was written, as near as they can, and attention is that over what they hold."""
+    options = {"k_scale": scale, "v_scale": 2 * scale} if kind.startswith("fp8") else {}
+    layer = PagedLayer(8, kv_cache_dtype=kind, **options)
+    key, value = filled(layer)
+    stored = layer.gather(False), layer.gather(True)
+    kinds = kind.split("/") * 2
+    for held, given, one in zip(stored, (key, value), kinds[:2], strict=True):
+        bound = LARGEST[one] * given.abs().amax(-1, keepdim=True) + 2**-8 * scale
+        assert ((held - given).abs() <= bound).all()
+        assert not held.equal(given)
+    assert layer.nbytes < 0.6 * 3 * 24 * 2 * (32 + 64) * 4
+
+    query = torch.randn(3, 4, 5, 32, generator=torch.Generator().manual_seed(6))
+    attention_mask = torch.arange(21) >= torch.tensor([[0], [3], [18]])
+    mask = mask_function(batch_size=3, q_length=5, kv_length=21, q_offset=16, attention_mask=attention_mask)
+    got = attention(SimpleNamespace(training=False), query, layer.keys, layer.values, mask)[0]
+    k, v = (x.double().repeat_interleave(2, 1) for x in stored)
+    scores = (query.double() @ k.mT * 32**-0.5).masked_fill(~mask.dense(), -torch.inf)
+    want = (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2)
+    want *= attention_mask[:, 16:, None, None]
+    assert torch.allclose(got.double(), want, atol=5e-6)
+
+
+@pytest.mark.parametrize("kind", LARGEST)
+def test_quantised_generation_stays_near(kind: str) -> None:
+    """Logits of a prompt in two parts, so that the second reads what the cache holds of the first."""
+    model, inputs = hf_models.model("llama"), tokens(24, 15)
+    model.set_attn_implementation("cpu_attn")
+    mask, ids = inputs["attention_mask"], inputs["input_ids"]
+    logits = []
+    try:
+        with torch.no_grad():
+            for cache in (paged("llama"), paged("llama", kv_cache_dtype=kind)):
+                model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+                logits.append(model(ids[:, 20:], attention_mask=mask, past_key_values=cache).logits)
+    finally:
+        model.set_attn_implementation("eager")
+    error = (logits[0] - logits[1]).square().mean().sqrt() / logits[0].square().mean().sqrt()
+    assert 0 < error < {"int8": 0.03, "int4": 0.5, "fp8_e4m3": 0.15}[kind]
+
+
+def test_what_is_refused() -> None:
+    config = hf_models.model("llama").config
+    with pytest.raises(ValueError, match="kv_cache_dtype"):
+        PagedCache(config, kv_cache_dtype="int3")
+    with pytest.raises(ValueError, match="block_size"):
+        PagedCache(config, block_size=0)
+    with pytest.raises(ValueError, match="k_scale"):
+        PagedCache(config, kv_cache_dtype="int8", k_scale=0.5)
+    with pytest.raises(ValueError, match="linear_attention"):
+        PagedCache(hf.Qwen3NextConfig(num_hidden_layers=4))
+    layer = PagedLayer(8, kv_cache_dtype="auto")
+    key, value = filled(layer)
+    with pytest.raises(ValueError, match=r"key_states: a batch of 1, the cache holds 3"):
+        layer.update(key[:1], value[:1])
+    with pytest.raises(ValueError, match=r"tokens_to_remove: 1 is outside -21..0"):
+        layer.crop(1)
+    old = layer.keys
+    layer.update(key, value)
+    assert isinstance(old, Pages)
+    with pytest.raises(RuntimeError, match="of an earlier step"):
+        old + 1
+    stale = layer.keys, layer.values
+    layer.reorder_cache(torch.tensor([2, 1, 0]))  # of the same shape
+    with pytest.raises(RuntimeError, match="of an earlier step"):
+        attention(SimpleNamespace(training=False), torch.zeros(3, 2, 1, 32), *stale, None)
+
+
+def test_keys_that_a_model_changes_are_no_longer_pages() -> None:
+    layer = PagedLayer(8, kv_cache_dtype="auto")
+    key, value = filled(layer)
+    query = torch.randn(3, 2, 1, 32, generator=torch.Generator().manual_seed(8))
+    module = SimpleNamespace(training=False)
+    want = attention(module, query, key, -value, None)[0]
+    assert torch.allclose(attention(module, query, layer.keys, -layer.values, None)[0], want, atol=1e-6)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks as plans, against a float64 softmax under the dense mask that transformers makes of the same arguments."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+hf = pytest.importorskip("transformers")
+
+from transformers import masking_utils as stock  # noqa: E402
+
+from cpu_attn.transformers.attention import attention  # noqa: E402
+from cpu_attn.transformers.masks import Mask, UnplannableError, mask_function  # noqa: E402
+
+pytestmark = pytest.mark.integrations
+MODULE = SimpleNamespace(training=False)
+HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 16
+
+
+def inputs(batch: int, queries: int, keys: int) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(batch, HEADS, queries, HEAD_SIZE), *[(batch, KV_HEADS, keys, HEAD_SIZE)] * 2]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def dense(query: Any, key: Any, value: Any, mask: Any) -> Any:
+    """[B, T, H, D] in float64; a row that sees nothing is 0."""
+    key = key.double().repeat_interleave(HEADS // KV_HEADS, 1)
+    return dense_scores(query.double() @ key.mT * HEAD_SIZE**-0.5, value, mask)
+
+
+def dense_scores(scores: Any, value: Any, mask: Any) -> Any:
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return (weights @ value.double().repeat_interleave(HEADS // KV_HEADS, 1)).transpose(1, 2)
+
+
+def padded(batch: int, keys: int, padding: str) -> Any:
+    at, amount = torch.arange(keys), torch.arange(batch)[:, None] * (keys // batch)
+    return {"none": None, "left": at >= amount, "right": at < keys - amount, "both": (at >= amount) & (at < keys - 2)}[
+        padding
+    ]
+
+
+def chunked(attention_mask: Any, batch: int) -> Any:
+    padding = torch.zeros(batch, dtype=torch.long)
+    if attention_mask is not None:
+        padding = (attention_mask.cumsum(-1) == 0).sum(-1)
+    return stock.chunked_causal_mask_function(4, padding)
+
+
+FUNCTIONS: dict[str, Any] = {
+    "causal": lambda mask, batch: stock.causal_mask_function,
+    "sliding": lambda mask, batch: stock.sliding_window_causal_mask_function(5),
+    "chunked": chunked,
+}
+# queries, keys, position of the first query, position of the first key: a prompt, a chunk of one, a token; a sliding
+# cache that has forgotten keys; a static one that has room left
+STEPS = [(13, 13, 0, 0), (4, 13, 9, 0), (1, 13, 12, 0), (1, 5, 12, 8), (3, 7, 12, 8), (4, 13, 5, 0)]
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right", "both"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("queries", "keys", "q_offset", "kv_offset"), STEPS)
+def test_causal(name: str, padding: str, queries: int, keys: int, q_offset: int, kv_offset: int) -> None:
+    batch = 4
+    attention_mask = padded(batch, q_offset + queries, padding)
+    function = FUNCTIONS[name](attention_mask, batch)
+    mask = mask_function(
+        batch_size=batch,
+        q_length=queries,
+        kv_length=keys,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=function,
+        attention_mask=attention_mask,
+    )
+    q, k, v = inputs(batch, queries, keys)
+    assert mask.requests()
+    want = dense(q, k, v, mask.dense())
+    if attention_mask is not None:  # tokens that are padding see nothing
+        want *= attention_mask[:, q_offset:, None, None]
+    got = attention(MODULE, q, k, v, mask)[0]
+    assert torch.allclose(got.double(), want, atol=2e-6)
+    if attention_mask is not None:
+        assert (got[~attention_mask[:, q_offset:]] == 0).all()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("padding", ["none", "left", "right", "both"])
+def test_bidirectional(padding: str, window: int | None) -> None:
+    function = stock.bidirectional_mask_function
+    if window:
+        function = stock.sliding_window_bidirectional_mask_function(window)
+    attention_mask = padded(4, 13, padding)
+    mask = mask_function(batch_size=4, q_length=13, kv_length=13, mask_function=function, attention_mask=attention_mask)
+    q, k, v = inputs(4, 13, 13)
+    got, want = attention(MODULE, q, k, v, mask)[0], dense(q, k, v, mask.dense())
+    real = torch.ones(4, 13, dtype=torch.bool) if attention_mask is None else attention_mask
+    assert mask.requests()
+    assert torch.allclose(got[real].double(), want[real], atol=2e-6)
+
+
+@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("queries", [1, 20])
+def test_cross(queries: int, padding: str) -> None:
+    attention_mask = padded(4, 13, padding)
+    mask = mask_function(
+        batch_size=4,
+        q_length=queries,
+        kv_length=13,
+        mask_function=stock.bidirectional_mask_function,
+        attention_mask=attention_mask,
+    )
+    q, k, v = inputs(4, queries, 13)
+    assert torch.allclose(attention(MODULE, q, k, v, mask)[0].double(), dense(q, k, v, mask.dense()), atol=2e-6)
+
+
+def test_keys_past_the_mask_do_not_reach_the_output() -> None:
+    """NaN in what a static cache has not written, and in padding."""
+    q, k, v = inputs(2, 3, 12)
+    attention_mask = torch.arange(8) >= torch.tensor([[0], [4]])
+    mask = mask_function(batch_size=2, q_length=3, kv_length=12, q_offset=5, attention_mask=attention_mask)
+    want = attention(MODULE, q, k, v, mask)[0]
+    for x in (k, v):
+        x[:, :, 8:] = torch.nan
+        x[1, :, :4] = torch.nan
+    assert attention(MODULE, q, k, v, mask)[0].equal(want)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_mask_means_what_sdpa_makes_of_it(causal: bool) -> None:
+    q, k, v = inputs(2, 4, 9)
+    want = dense(q, k, v, torch.ones(4, 9, dtype=torch.bool).tril() if causal else torch.ones(4, 9, dtype=torch.bool))
+    assert torch.allclose(attention(MODULE, q, k, v, None, is_causal=causal)[0].double(), want, atol=2e-6)
+    one = attention(MODULE, q[:, :, :1], k, v, None, is_causal=causal)[0]
+    assert torch.allclose(one.double(), dense(q[:, :, :1], k, v, torch.ones(1, 9, dtype=torch.bool)), atol=2e-6)
+
+
+@pytest.mark.parametrize("keys", [6, 9])
+@pytest.mark.parametrize("masked", [True, False])
+def test_position_bias(masked: bool, keys: int) -> None:
+    q, k, v = inputs(2, 6, keys)
+    bias = torch.randn(1, HEADS, 6, keys, generator=torch.Generator().manual_seed(2))
+    mask = mask_function(batch_size=2, q_length=6, kv_length=keys, q_offset=keys - 6) if masked else None
+    seen = mask.dense() if masked else torch.ones(6, keys, dtype=torch.bool).tril()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = attention(MODULE, q, k, v, mask, position_bias=bias, is_causal=True)[0]
+    scale = HEAD_SIZE**0.5
+    want = dense_scores(q.double() @ k.double().repeat_interleave(2, 1).mT / scale + bias, v, seen)
+    assert torch.allclose(got.double(), want, atol=2e-6)
+
+
+def test_strides_are_free() -> None:
+    q, k, v = inputs(2, 6, 6)
+    mask = mask_function(batch_size=2, q_length=6, kv_length=6)
+    want = attention(MODULE, q, k, v, mask)[0]
+    by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert attention(MODULE, *by_token, mask)[0].equal(want)
+    scattered = [x.mT.contiguous().mT for x in (q, k, v)]
+    assert attention(MODULE, *scattered, mask)[0].equal(want)
+
+
+def test_windows_within_windows() -> None:
+    """As and_mask_function makes them."""
+    parts = (stock.sliding_window_causal_mask_function(n) for n in (7, 3, 5))
+    mask = mask_function(batch_size=1, q_length=12, kv_length=12, mask_function=stock.and_masks(*parts))
+    q, k, v = inputs(1, 12, 12)
+    assert mask.requests().window == (2, -1)
+    assert torch.allclose(attention(MODULE, q, k, v, mask)[0].double(), dense(q, k, v, mask.dense()), atol=2e-6)
+
+
+UNKNOWN = {
+    "or": lambda: stock.or_masks(stock.causal_mask_function, stock.sliding_window_overlay(2)),
+    "own": lambda: lambda batch, head, query, key: key <= query,
+    "blocks": lambda: stock.and_masks(stock.causal_mask_function, stock.blockwise_overlay(torch.zeros(1, 6))),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_unknown_functions_are_not_guessed_at(kind: str) -> None:
+    mask = mask_function(batch_size=1, q_length=6, kv_length=6, mask_function=UNKNOWN[kind]())
+    with pytest.raises(UnplannableError, match="the mask function"):
+        mask.requests()
+
+
+def test_a_mask_is_dense_to_whoever_looks() -> None:
+    arguments = {"batch_size": 2, "q_length": 5, "kv_length": 5, "q_offset": 0, "kv_offset": 0}
+    mask = mask_function(**arguments)
+    want = stock.sdpa_mask(**arguments, allow_is_causal_skip=False)
+    assert isinstance(mask, Mask) and mask.shape == want.shape and mask.dtype == torch.bool
+    for look in (lambda x: x[:, :, 1:3], lambda x: x.float(), lambda x: ~x, lambda x: torch.cat([x, x], -1)):
+        got = look(mask)
+        assert type(got) is torch.Tensor and got.equal(look(want))
