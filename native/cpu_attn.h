@@ -451,8 +451,9 @@ struct ca_plan {
     int32_t rows;        /* most query rows of a task */
     int32_t num_threads; /* no more than shape.num_threads, and worth waking */
     int64_t state_bytes, scratch_bytes, thread_bytes, partial_bytes;
-    int32_t *lo, *hi; /* [num_tokens] where there are masks besides causal and window, else NULL: ca_visible */
-    uint8_t *tree;    /* [num_tokens][tree_bytes] or NULL: ca_tree_row */
+    int64_t head_bytes; /* of a state for CA_FEW_ROWS, where kv heads may go together through the keys; else 0 */
+    int32_t *lo, *hi;   /* [num_tokens] where there are masks besides causal and window, else NULL: ca_visible */
+    uint8_t *tree;      /* [num_tokens][tree_bytes] or NULL: ca_tree_row */
     int64_t tree_bytes;
     int64_t num_shared;
     ca_token *tokens; /* of the shared tasks */
@@ -460,7 +461,7 @@ struct ca_plan {
     int64_t num_same;
 };
 
-/* Computes the state of a task's rows over the keys [k0, k1) for one kv head. scratch is
+/* Computes the state of a task's rows, which is clear, over the keys [k0, k1) for one kv head. scratch is
  * 64-aligned and holds engine->scratch_bytes(plan). Returns 0, or the engine's own status. */
 typedef int ca_segment_fn(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int64_t k0,
                           int64_t k1, const ca_state *state, void *scratch);
@@ -497,6 +498,9 @@ struct ca_kernel {
     ca_kernel_info info;
     int64_t (*scratch_bytes)(const ca_plan *plan);
     ca_segment_fn *segment;
+    /* keys after which a segment of up to CA_FEW_ROWS may be left and, with the state as it then is, gone on with, the
+     * bits being the same, where blocks hold whole groups; 0: never */
+    int few_keys;
     /* into = merge(into, from), in this order: float results depend on it */
     void (*merge)(const ca_state *into, const ca_state *from, int64_t rows, int64_t head_size_v);
     /* state -> output and lse: sinks join here, o/l is rounded to the output's dtype */

@@ -231,6 +231,7 @@ FEW_ROWS: dict[str, dict[str, Any]] = {
     "two-tokens": {"query_lens": (2,), "seq_lens": (290,), "num_heads": 3, "num_kv_heads": 1, "head_size": 64},
     "unequal": {"query_lens": (1,), "seq_lens": (290,), "head_size": 72, "head_size_v": 192, "softcap": 5.0},
     "bounded": {"query_lens": (1,), "seq_lens": (290,), "head_size": 64, "sliding_window": 200, "fill": "masked"},
+    "heads": {"query_lens": (1, 2), "seq_lens": (2100, 300), "num_heads": 6, "num_kv_heads": 3, "sliding_window": 1500},
 }
 
 ROTARY: dict[str, dict[str, Any]] = {
@@ -463,7 +464,7 @@ def _quick() -> Iterator[Case]:
         yield _case(f"rotary-{name}", fields)
     for name in QUICK_PLAIN:
         yield _case(f"NHD-{name}", PLAIN[name], kv_cache_layout="NHD")
-    for name in ("group-5", "two-tokens"):
+    for name in ("group-5", "two-tokens", "heads"):
         yield _case(f"NHD-few-{name}", FEW_ROWS[name], kv_cache_layout="NHD", block_size=32)
     yield _case("NHD-few-cascade", {**PLAIN["cascade"], "head_size": 64}, kv_cache_layout="NHD")
     yield _case("HND-mixed", MIXED, kv_cache_layout="HND")
