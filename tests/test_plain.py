@@ -134,8 +134,8 @@ def test_what_the_strides_may_be(engine: str) -> None:
 def test_one_block_of_any_length_has_the_bits_of_many(isa: str, dtype: str) -> None:
     """As an adapter sees dense K and V: 2100 tokens are one block whose last group has 4, or blocks of 16."""
     k, v = _random((2112, 2, 64), dtype), _random((2112, 2, 64), dtype, 1)
-    query, lens, n = _random((4, 8, 64), dtype, 2), np.array([2100], np.int32), 2100
-    loc, results = np.array([0, 4], np.int32), []
+    query, lens, n = _random((40, 8, 64), dtype, 2), np.array([2100], np.int32), 2100
+    loc, results = np.array([0, 40], np.int32), []
     plan = cpu_attn.get_scheduler_metadata(1, 8, 2, 64, lens, dtype, loc, isa=isa, kv_cache_layout="NHD")
     for block_size in (n, 16):
         pages = [x[: -(-n // block_size) * block_size].reshape(-1, block_size, 2, 64) for x in (k, v)]
