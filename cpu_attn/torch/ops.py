@@ -43,27 +43,21 @@ _SCHEMAS = (
 # ---- plans as tensors ----
 
 
-class _Memory(np.ndarray[Any, Any]):
-    """What a plan's tensor lies in: a number that nobody guesses. The plan lives as long, with views of the tensor."""
-
-    plan: SchedulerMetadata
-
-
-_plans: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
+# By numbers that nobody guesses, which are what the tensors hold. A plan lives as long as the memory of its tensor.
+_plans: dict[int, tuple[SchedulerMetadata, weakref.ref[Any]]] = {}
 
 
 def _tensor_of(plan: SchedulerMetadata) -> torch.Tensor:
     number = int.from_bytes(os.urandom(8), "big", signed=True)
-    memory = _Memory(1, np.int64)
-    memory[0], memory.plan = number, plan
-    _plans[number] = memory
+    memory = np.array([number], np.int64)
+    _plans[number] = plan, weakref.ref(memory, lambda _, forget=_plans.pop: forget(number))
     return torch.from_numpy(memory)
 
 
 def plan_of(scheduler_metadata: torch.Tensor) -> SchedulerMetadata:
     """The plan that a tensor of ``get_scheduler_metadata`` stands for; ValueError where it stands for none."""
     try:
-        return _plans[scheduler_metadata.item()].plan  # type: ignore[index]
+        return _plans[scheduler_metadata.item()][0]  # type: ignore[index]
     except (KeyError, RuntimeError):
         raise ValueError(
             "scheduler_metadata: no plan of this process that is still there; expected the tensor that "
