@@ -132,7 +132,7 @@ def test_both_orders_of_import_share_the_threads(first: str) -> None:
         table = torch.arange(32, dtype=torch.int32)[None]
         step = (starts, lens, 1.0, True, None, -1, table, 0.0, plan())
         out = cpu_attn.attention_with_kv_cache(query, pages, pages.clone(), torch.empty_like(query), *step)
-        assert (out == 1).all()
+        assert (out - 1).abs().max() < 1e-5
         assert len(os.listdir("/proc/self/task")) == threads, threads
         assert all(e.available for e in cpu_attn.engines() if e.name != "onednn")
     """
