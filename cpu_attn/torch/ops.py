@@ -48,16 +48,16 @@ _plans: dict[int, tuple[SchedulerMetadata, weakref.ref[Any]]] = {}
 
 
 def _tensor_of(plan: SchedulerMetadata) -> torch.Tensor:
-    number = int.from_bytes(os.urandom(8), "big", signed=True)
+    number, forget = int.from_bytes(os.urandom(8), "big", signed=True), _plans.pop
     memory = np.array([number], np.int64)
-    _plans[number] = plan, weakref.ref(memory, lambda _, forget=_plans.pop: forget(number))
+    _plans[number] = plan, weakref.ref(memory, lambda _: forget(number))
     return torch.from_numpy(memory)
 
 
 def plan_of(scheduler_metadata: torch.Tensor) -> SchedulerMetadata:
     """The plan that a tensor of ``get_scheduler_metadata`` stands for; ValueError where it stands for none."""
     try:
-        return _plans[scheduler_metadata.item()][0]  # type: ignore[index]
+        return _plans[scheduler_metadata.item()][0]
     except (KeyError, RuntimeError):
         raise ValueError(
             "scheduler_metadata: no plan of this process that is still there; expected the tensor that "
