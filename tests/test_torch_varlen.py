@@ -92,7 +92,9 @@ class Step:
         arguments = (self.query, *pools, self.cu_q, None, max(self.q_lens), max(self.k_lens))
         return arguments, {"seqused_k": used, "block_table": table}
 
-    def expected(self, window: tuple[int, int] = (-1, -1), used: Any = None, slopes: Any = None) -> tuple[Any, Any]:
+    def expected(
+        self, window: tuple[int, int] = (-1, -1), used: Any = None, slopes: Any = None, scale: float | None = None
+    ) -> tuple[Any, Any]:
         """float64 output [T, H, D] and lse [H, T]; without a key 0 and -inf."""
         outs, lses = [], []
         for r, (nq, nk) in enumerate(zip(self.q_lens, self.k_lens if used is None else used, strict=True)):
@@ -102,7 +104,7 @@ class Step:
             here = slice(first, first + nk)
             k, v = (x[here].double().repeat_interleave(group, 1).transpose(0, 1) for x in (self.key, self.value))
             distance = torch.arange(nk)[None] - (torch.arange(nq) + nk - nq)[:, None]
-            scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+            scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
             if slopes is not None:
                 scores = scores + slopes.double()[:, None, None] * distance
             for side, ahead in zip(window, (-distance, distance), strict=True):
@@ -155,9 +157,9 @@ def test_some_of_the_keys_are_used(calls: list[Any]) -> None:
     """seqused_k without pages: the keys after them are another request's, or nobody's."""
     used = [20, 5, 0, 100, 2, 0, 9, 0, 1]
     step = Step(*MIXED)
-    options = {"window_size": (-1, 0), "enable_gqa": True, "return_aux": LSE}
+    options = {"window_size": (-1, 0), "enable_gqa": True, "return_aux": LSE, "scale": 0.5}
     out, lse = varlen_attn(*step.packed, seqused_k=torch.tensor(used, dtype=torch.int32), **options)
-    step.check(out, lse, window=(-1, 0), used=used)
+    step.check(out, lse, window=(-1, 0), used=used, scale=0.5)
 
 
 def test_keys_are_read_where_they_lie(calls: list[Any]) -> None:
@@ -222,10 +224,16 @@ def test_out_is_given(calls: list[Any]) -> None:
     same, lse = varlen_attn_out(out, *step.packed, enable_gqa=True, return_aux=LSE)
     assert same is out
     step.check(out, lse)
-    before, out = step.key.clone(), step.key[2:].view(-1, 4, 32)[: len(step.query)]
+
+
+def test_nothing_is_written_before_an_error(calls: list[Any]) -> None:
+    """The last token of out is the first of key, which only the last part of the call would meet."""
+    step = Step([3, 2], [40, 5], heads=2)
+    memory = torch.full((5 + 45 - 1, 2, 32), 7.0)
+    out, step.key = memory[:5], memory[4:]
     with pytest.raises(ValueError, match="out: shares memory with key"):
-        varlen_attn_out(out, *step.packed, enable_gqa=True)
-    assert torch.equal(step.key, before)
+        varlen_attn_out(out, *step.packed)
+    assert (memory == 7).all()
 
 
 def test_alibi(calls: list[Any]) -> None:
