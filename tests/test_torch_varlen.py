@@ -24,7 +24,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out  
 DTYPES = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 4e-3}
 LSE = AuxRequest(lse=True)
 # Query tokens and keys of requests: rows without a key (causal, more queries than keys), no queries, no keys, and
-# several requests within the last 16 tokens, whose blocks of 16 would end past the tensor.
+# several requests within the last 64 tokens, whose blocks of 64 would end past the tensor.
 MIXED = ([3, 1, 0, 70, 4, 2, 5, 1, 2], [40, 5, 3, 133, 2, 0, 9, 1, 3])
 
 
@@ -139,7 +139,7 @@ def test_packed_and_paged(calls: list[Any], dtype: str, window: tuple[int, int])
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize("lens", [([5], [5]), ([1], [1000]), ([33, 7], [33, 7]), ([1] * 8, [16] * 8), ([2, 3], [0, 0])])
+@pytest.mark.parametrize("lens", [([5], [5]), ([1], [1000]), ([33, 7], [33, 7]), ([1] * 8, [64] * 8), ([2, 3], [0, 0])])
 def test_shapes_without_gqa(calls: list[Any], lens: Any) -> None:
     step = Step(*lens, heads=3, kv_heads=3, d=20)
     step.check(*varlen_attn(*step.packed, window_size=(-1, 0), return_aux=LSE), window=(-1, 0))
