@@ -10,10 +10,11 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import cpu_attn
-from cpu_attn import _dispatch, _onednn_loader
+from cpu_attn import _adapters, _dispatch, _onednn_loader
 from cpu_attn._native import ffi, lib
 
 DTYPES = tuple(_dispatch.DTYPE_CODES)
@@ -98,6 +99,7 @@ def collect() -> dict[str, Any]:
         "auto": kernels(),
         "engines": [{"name": e.name, "available": e.available, "reason": e.reason} for e in cpu_attn.engines()],
         "onednn": onednn(),
+        "adapters": [_adapters.describe(name) for name in _adapters.NEEDS],
     }
 
 
@@ -139,6 +141,12 @@ def show(data: dict[str, Any], console: Console) -> None:
     table = Table("engine", "available", "why not")
     for e in data["engines"]:
         table.add_row(e["name"], _yes(e["available"]), e["reason"])
+    console.print(table)
+
+    table = Table("adapter", "found", "tested", "usable", "how, or why not")
+    for a in data["adapters"]:
+        found = a["version"] or "not installed"
+        table.add_row(f"cpu_attn.{a['name']}", found, a["tested"], _yes(a["usable"]), a["state"] or escape(a["reason"]))
     console.print(table)
 
     one = data["onednn"]

@@ -53,6 +53,39 @@ def vllm_enabled() -> bool:
     return os.environ.get("CPU_ATTN_VLLM") != "0"
 
 
+def _vllm_state() -> str:
+    """What vLLM does when it looks for plugins (``vllm.plugins``: VLLM_PLUGINS names those that it loads)."""
+    plugins = {p.name for p in metadata.entry_points(group="vllm.general_plugins") if p.value.startswith("cpu_attn.")}
+    wanted = os.environ.get("VLLM_PLUGINS")
+    if not plugins:
+        return "off: this installation of cpu-attn registers no vllm.general_plugins entry point"
+    if not vllm_enabled():
+        return "off: CPU_ATTN_VLLM=0"
+    if wanted is not None and not plugins & set(wanted.split(",")):
+        return f"off: VLLM_PLUGINS={wanted} leaves out {', '.join(sorted(plugins))}"
+    return "on: vLLM loads it by itself; CPU_ATTN_VLLM=0 turns it off"
+
+
+_ON_REQUEST = {
+    "torch": 'on request: import cpu_attn.torch; torch.nn.attention.activate_flash_attention_impl("cpu_attn")',
+    "transformers": 'on request: cpu_attn.transformers.enable(); attn_implementation="cpu_attn"',
+}
+
+
+def describe(name: str) -> dict[str, object]:
+    """Of ``cpu_attn.NAME``: what is here, and what would make it work."""
+    reason = missing(name)
+    state = _ON_REQUEST.get(name) or _vllm_state()
+    return {
+        "name": name,
+        "version": version(NEEDS[name][0]),
+        "tested": ", ".join(d * (i > 0) + tested(d) for i, d in enumerate(NEEDS[name])),
+        "usable": not reason,
+        "reason": reason,
+        "state": "" if reason else state,
+    }
+
+
 def _release(text: str) -> tuple[int, ...]:
     """2.13.0rc1+cpu: (2, 13, 0)."""
     found = re.match(r"\d+(\.\d+)*", text)

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 import cpu_attn
+from cpu_attn import _adapters
 from cpu_attn.cli import main
 
 from .cases import KERNELS
@@ -86,3 +89,53 @@ def test_as_a_module() -> None:
             [sys.executable, "-m", "cpu_attn", *arguments], capture_output=True, text=True, check=True
         )
         assert cpu_attn.__version__ in done.stdout
+
+
+def test_adapters_are_those_of_the_extras() -> None:
+    """The table that the adapters check against says what the installed metadata promises."""
+    extras: dict[str, dict[str, str]] = {}
+    for line in metadata.requires("cpu-attn") or []:
+        if found := re.fullmatch(r"""([\w-]+)([<>=,.\d]+); extra == ["'](\w+)["']""", line.replace(" ;", ";")):
+            extras.setdefault(found[3], {})[found[1]] = ",".join(sorted(found[2].split(","), reverse=True))
+    for name, needs in _adapters.NEEDS.items():
+        assert extras[name] == {d: _adapters.tested(d) for d in needs}
+
+
+def test_what_is_said_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"torch": "2.13.4+cpu", "transformers": "5.24.0"}
+    monkeypatch.setattr(_adapters, "version", here.get)
+    torch, transformers, vllm = info()["adapters"]
+    assert torch["usable"] and torch["version"] == "2.13.4+cpu" and "activate_flash_attention_impl" in torch["state"]
+    assert not transformers["usable"] and transformers["reason"] == "transformers is 5.24.0, tested with >=5.23,<5.24"
+    assert not vllm["usable"] and vllm["version"] is None and "vllm is not installed" in vllm["reason"]
+    with pytest.raises(ImportError, match=r"cpu_attn.transformers: transformers is 5.24.0, tested with >=5.23,<5.24"):
+        _adapters.require("transformers")
+    _adapters.require("torch")
+    for version, fits in (("2.13", True), ("2.12.9", False), ("2.14.0a0+git1", False), ("unknown", False)):
+        here["torch"] = version
+        assert (_adapters.missing("torch") == "") == fits
+    shown = CliRunner().invoke(main, ["info"], env={"COLUMNS": "240"}).output
+    assert "cpu-attn[vllm]" in shown and "not installed" in shown
+
+
+def test_whether_vllm_loads_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"torch": "2.13.0", "vllm": "0.33.0"}
+    monkeypatch.setattr(_adapters, "version", here.get)
+    point = metadata.EntryPoint("cpu_attn", "cpu_attn.vllm:register", "vllm.general_plugins")
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
+
+    def state(**env: str) -> str:
+        return str(info(**env)["adapters"][2]["state"])
+
+    assert state().startswith("on")
+    assert state(CPU_ATTN_VLLM="0").startswith("off: CPU_ATTN_VLLM=0")
+    assert state(VLLM_PLUGINS="other").startswith("off: VLLM_PLUGINS=other")
+    assert state(VLLM_PLUGINS="other,cpu_attn").startswith("on")
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
+    assert "no vllm.general_plugins entry point" in state()
+
+
+def test_adapters_are_not_imported() -> None:
+    code = "import sys; from cpu_attn.cli.info import collect; collect(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "vllm"} & set(done.stdout.split())

@@ -130,6 +130,21 @@ def test_what_the_strides_may_be(engine: str) -> None:
         _attend(_random((3, 24, 2, 40), "float32")[..., ::2], base, query, 50, "auto", engine, kv_cache_layout="NHD")
 
 
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
+def test_one_block_of_any_length_has_the_bits_of_many(isa: str, dtype: str) -> None:
+    """As an adapter sees dense K and V: 2100 tokens are one block whose last group has 4, or blocks of 16."""
+    k, v = _random((2112, 2, 64), dtype), _random((2112, 2, 64), dtype, 1)
+    query, lens, n = _random((40, 8, 64), dtype, 2), np.array([2100], np.int32), 2100
+    loc, results = np.array([0, 40], np.int32), []
+    plan = cpu_attn.get_scheduler_metadata(1, 8, 2, 64, lens, dtype, loc, isa=isa, kv_cache_layout="NHD")
+    for block_size in (n, 16):
+        pages = [x[: -(-n // block_size) * block_size].reshape(-1, block_size, 2, 64) for x in (k, v)]
+        table, out = np.arange(len(pages[0]), dtype=np.int32)[None], np.empty_like(query)
+        step = (loc, lens, 0.125, True, None, -1, table, 0.0, plan)
+        results.append(cpu_attn.attention_with_kv_cache(query, *pages, out, *step, kv_cache_layout="NHD"))
+    assert results[0].tobytes() == results[1].tobytes()
+
+
 def test_errors() -> None:
     k = np.zeros(SHAPES["NHD"], np.float32)
     rows, slots = np.zeros((1, 2, 20), np.float32), np.zeros(1, np.int64)

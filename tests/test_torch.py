@@ -102,14 +102,38 @@ def test_torch_is_not_imported() -> None:
 
 @pytest.mark.parametrize("first", ["torch", "cpu_attn"])
 def test_both_orders_of_import_share_the_threads(first: str) -> None:
+    """One OpenMP run time, whose count torch and threadpoolctl set, for plans too; and one pool of threads: after both
+    have computed on two there are no more of them than before."""
     second = "cpu_attn" if first == "torch" else "torch"
-    code = f"""
-import {first}, {second}
-torch.set_num_threads(1)
-assert cpu_attn.get_num_threads() == 1
-torch.set_num_threads(2)
-assert cpu_attn.get_num_threads() == 2
-assert torch.ones(300, 300).matmul(torch.ones(300, 300))[0, 0] == 300
-assert all(e.available for e in cpu_attn.engines() if e.name != "onednn")
-"""
+    code = f"""if True:
+        import {first}, {second}
+        import os
+        import numpy as np
+        from threadpoolctl import ThreadpoolController
+
+        lens, starts = np.array([4096], np.int32), np.array([0, 512], np.int32)
+
+        def plan():
+            return cpu_attn.get_scheduler_metadata(1, 8, 8, 64, lens, "float32", starts)
+
+        for n in (1, 2):
+            torch.set_num_threads(n)
+            assert cpu_attn.get_num_threads() == n == plan().num_threads
+        with ThreadpoolController().limit(limits=1, user_api="openmp"):
+            assert cpu_attn.get_num_threads() == 1 == plan().num_threads
+        assert cpu_attn.get_num_threads() == 2
+        with open("/proc/self/maps") as maps:
+            assert len({{line.split()[-1] for line in maps if "libgomp" in line}}) == 1
+
+        assert torch.ones(3000, 300).matmul(torch.ones(300, 3000))[0, 0] == 300
+        torch.ones(10_000_000).add_(1)
+        threads = len(os.listdir("/proc/self/task"))
+        query, pages = torch.ones(512, 8, 64), torch.ones(32, 8, 128, 64)
+        table = torch.arange(32, dtype=torch.int32)[None]
+        step = (starts, lens, 1.0, True, None, -1, table, 0.0, plan())
+        out = cpu_attn.attention_with_kv_cache(query, pages, pages.clone(), torch.empty_like(query), *step)
+        assert (out - 1).abs().max() < 1e-5
+        assert len(os.listdir("/proc/self/task")) == threads, threads
+        assert all(e.available for e in cpu_attn.engines() if e.name != "onednn")
+    """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's flash attention on the CPU: what ``torch.nn.attention.varlen`` and ``aten::_flash_attention_forward`` call.
+
+Keys and values are read where they lie. Pages [N, B, Hkv, D] are an NHD cache. Packed ones [T_k, Hkv, D] are seen as
+the NHD cache whose block n is tokens n to n + 63, blocks that overlap, so that a request's blocks may start at any
+token. The last block of a request then reads up to 15 tokens past its end: memory of another request, which does not
+reach the result. Requests whose last block would end past the tensor (the last one, and those of the last 63 tokens)
+are attended each by itself, as one block of just their length; bits are the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.library import Library
+from torch.nn.attention import register_flash_attention_impl
+
+from cpu_attn import _arrays, _check, ops
+from cpu_attn.plan import get_scheduler_metadata
+
+NAME = "cpu_attn"
+BLOCK = 64  # decode over 8 x 2048 keys: 13.9 ms, with 16 20 ms, with 128 13.9 ms (Zen 4, bfloat16, two threads)
+# torch's names of what the core calls otherwise.
+_NAMES = {
+    "query_start_loc": "cu_seq_q",
+    "seq_lens": "seqused_k",
+    "key_cache": "key",
+    "value_cache": "value",
+    "output": "out",
+    "sliding_window": "window_size",
+}
+Int32 = NDArray[np.int32]
+
+
+def _int32(name: str, x: Any, size: int | None = None) -> Int32:
+    """A tensor [size] as an array."""
+    if x is None:
+        raise ValueError(f"{name}: is None")
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name}: dtype {x.dtype}, expected torch.int32")
+    if x.dim() != 1 or size not in (None, len(x)):
+        raise ValueError(f"{name}: shape {tuple(x.shape)}, expected [{'N + 1' if size is None else size}]")
+    found: Int32 = x.numpy()
+    return found
+
+
+def _starts(name: str, x: Any, num_tokens: int, size: int | None = None) -> Int32:
+    """Where requests start, ascending from 0 to at most num_tokens."""
+    starts = _int32(name, x, size)
+    if not len(starts) or starts[0] != 0:
+        raise ValueError(f"{name}[0]: {starts[:1].tolist()}, expected 0")
+    falls = np.flatnonzero(starts[1:] < starts[:-1])
+    if len(falls):
+        i = int(falls[0]) + 1
+        raise ValueError(f"{name}[{i}]: {starts[i]}, expected at least {starts[i - 1]}")
+    if starts[-1] > num_tokens:
+        raise ValueError(f"{name}[{len(starts) - 1}]: {starts[-1]}, the tensor has {num_tokens} tokens")
+    return starts
+
+
+# A part of a call: requests [first, end) over two NHD caches and their block table.
+_Part = tuple[int, int, torch.Tensor, torch.Tensor, Any]
+
+
+def _overlapping(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[T, Hkv, D] as blocks of ``size`` tokens, one from each token on."""
+    token, head, element = x.stride()
+    shape = (max(0, x.shape[0] - size + 1), size, *x.shape[1:])
+    return x.as_strided(shape, (token, token, head, element))
+
+
+def _packed(key: torch.Tensor, value: torch.Tensor, starts: Int32, lens: Int32) -> Iterator[_Part]:
+    blocks = -(-lens // BLOCK)
+    past = np.flatnonzero(starts[:-1] + blocks * BLOCK > key.shape[0])
+    fit = int(past[0]) if len(past) else len(lens)
+    if fit:
+        columns = np.arange(0, int(blocks[:fit].max()) * BLOCK, BLOCK, dtype=np.int32)
+        table = starts[:fit, None] + columns
+        yield 0, fit, _overlapping(key, BLOCK), _overlapping(value, BLOCK), torch.from_numpy(table)
+    for r in range(fit, len(lens)):
+        tokens = slice(int(starts[r]), int(starts[r] + lens[r]))
+        size = max(1, int(lens[r]))
+        yield r, r + 1, _overlapping(key[tokens], size), _overlapping(value[tokens], size), torch.zeros(1, 1).int()
+
+
+def _parts(
+    key: torch.Tensor, value: torch.Tensor, cum_seq_k: Any, seqused_k: Any, block_table: Any, num_reqs: int
+) -> tuple[Int32, Iterator[_Part]]:
+    """How many keys the requests have, and where."""
+    axes = 3 if block_table is None else 4
+    for name, x in (("key", key), ("value", value)):
+        if x.dim() != axes:
+            pages = "without block_table: [T_k, Hkv, D]" if axes == 3 else "with block_table: [N, page_size, Hkv, D]"
+            raise ValueError(f"{name}: {x.dim()} axes, expected {axes} {pages}")
+    if block_table is not None:
+        return _int32("seqused_k", seqused_k, num_reqs), iter([(0, num_reqs, key, value, block_table)])
+    if len(key) != len(value):
+        raise ValueError(f"value: {len(value)} tokens, key has {len(key)}")
+    starts = _starts("cu_seq_k", cum_seq_k, len(key), num_reqs + 1)
+    lens: Int32 = np.diff(starts)
+    if seqused_k is not None:
+        used = _int32("seqused_k", seqused_k, num_reqs)
+        for r in np.flatnonzero((used < 0) | (used > lens)):
+            raise ValueError(f"seqused_k[{r}]: {used[r]}, outside 0..{lens[r]}, the keys that cu_seq_k leaves it")
+        lens = used
+    return lens, _packed(key, value, starts, lens)
+
+
+def _attend(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Any = None,
+    alibi_slopes: Any = None,
+    block_table: Any = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Writes out, returns lse float32 [Hq, T_q]. max_q and max_k are not needed: the lengths are there."""
+    left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
+    causal = is_causal or right == 0
+    if dropout_p:
+        raise ValueError(f"dropout_p: {dropout_p}, expected 0: {NAME} is for inference")
+    if return_debug_mask:
+        raise ValueError("return_debug_mask: True, expected False: the attention matrix never exists")
+    if alibi_slopes is not None and not causal:
+        raise ValueError("alibi_slopes: only for causal attention (window_size_right 0)")
+    if query.dim() != 3:
+        raise ValueError(f"query: {query.dim()} axes, expected 3: [T_q, Hq, D] and cu_seq_q")
+    if num_splits is not None and num_splits < 0:
+        raise ValueError(f"num_splits: {num_splits}, expected at least 0")
+    starts = _starts("cu_seq_q", cum_seq_q, len(query))
+    if starts[-1] != len(query):
+        raise ValueError(f"query: {len(query)} tokens, expected cu_seq_q[-1] = {starts[-1]}")
+    lens, parts = _parts(key, value, cum_seq_k, seqused_k, block_table, len(starts) - 1)
+    lse = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
+    scale = query.shape[2] ** -0.5 if scale is None else scale
+    for first, end, k, v, table in parts:
+        tokens = slice(int(starts[first]), int(starts[end]))
+        plan = get_scheduler_metadata(
+            *(end - first, query.shape[1], k.shape[2], query.shape[2], lens[first:end], query.dtype),
+            *(starts[first : end + 1] - starts[first], causal, (left, -1 if causal else right), "auto"),
+            enable_kv_split=num_splits != 1,
+            kv_cache_layout="NHD",
+        )
+        arrays = (out[tokens], lse[:, tokens], query[tokens], k, v, table, None, None, None, alibi_slopes, None, None)
+        ops.attend(plan, arrays, scale, 0.0)
+    return lse
+
+
+def _in_torchs_words(error: Exception) -> str:
+    return re.sub(r"^\w+", lambda name: _NAMES.get(name[0], name[0]), str(error))
+
+
+def flash_attention_forward_out(out: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """``aten::_flash_attention_forward_no_dropout_inplace``: out [T_q, Hq, D] is written, lse [Hq, T_q] returned."""
+    try:
+        tensors = [x.detach() if x.requires_grad else x for x in args[:3]]
+        memory = [_arrays.view(*x) for x in zip(("out", "query", "key", "value"), (out, *tensors), strict=True)]
+        _check.apart(("out", "query", "key", "value"), memory, 1)  # all of them, before the first part is written
+        return _attend(out, *tensors, *args[3:], **options)
+    except (TypeError, ValueError) as e:
+        raise type(e)(_in_torchs_words(e)) from None
+
+
+def flash_attention_forward(query: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+    """``aten::_flash_attention_forward``: out, lse [Hq, T_q], and what only dropout would need."""
+    out = torch.empty_like(query, requires_grad=False)
+    lse = flash_attention_forward_out(out, query, *args, **options)
+    none = torch.zeros((), dtype=torch.uint64)
+    return out, lse, torch.zeros(2, dtype=torch.uint64), none, query.new_empty(0)
+
+
+def flash_attention_backward(*args: Any, **options: Any) -> None:
+    raise NotImplementedError(f"{NAME} has no backward: it is for inference, under torch.no_grad()")
+
+
+class _Handle:
+    """Keeps the kernels registered until torch removes them (``restore_flash_attention_impl``)."""
+
+    def __init__(self) -> None:
+        self.library = Library("aten", "IMPL", "CPU")
+        self.library.impl("_flash_attention_forward", flash_attention_forward)
+        self.library.impl("_flash_attention_forward_no_dropout_inplace", flash_attention_forward_out)
+        self.library.impl("_flash_attention_backward", flash_attention_backward)
+
+    def remove(self) -> None:
+        self.library._destroy()
+
+
+def register() -> None:
+    """Tells torch the name; ``torch.nn.attention.activate_flash_attention_impl("cpu_attn")`` is for users to call."""
+    register_flash_attention_impl(NAME, register_fn=_Handle)
