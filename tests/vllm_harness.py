@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real vLLM engine over tiny random models, in a process of its own: what ``test_vllm.py`` asks it to run.
+
+vLLM as Makefile installs it has no compiled operators. Those few that the engine itself calls on CPUs are here, in
+plain PyTorch; its own attention has none here, and so cannot run.
+As a script: reads jobs as JSON from stdin, runs them one after the other, writes their results to the file it is given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+LENGTHS = (37, 5, 61, 18, 44, 70, 9, 26)
+VOCAB = 160
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
+LLAMA = {**SMALL, "intermediate_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16}
+# Wide weights, or all logits are nearly equal.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **LLAMA},
+    "qwen3": {"model_type": "qwen3", **LLAMA, "head_dim": 32},
+    "mistral": {"model_type": "mistral", **LLAMA, "sliding_window": 24},
+    "gemma2": {
+        **{"model_type": "gemma2", **LLAMA, "sliding_window": 24, "query_pre_attn_scalar": 16},
+        **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0},
+    },
+    "bloom": {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
+    "gpt_oss": {
+        **{"model_type": "gpt_oss", **LLAMA, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    },
+    "bert": {"model_type": "bert", **SMALL, "intermediate_size": 128, "max_position_embeddings": 128},
+}
+
+
+def register() -> None:
+    """Operators that the engine calls on CPUs, and counters; a plugin, so that every process of vLLM's has them."""
+    import torch
+
+    if hasattr(torch.ops._C, "greedy_argmax"):
+        return
+    library = torch.library.Library("_C", "FRAGMENT")
+    register.library = library  # type: ignore[attr-defined]  # operators live as long as it does
+
+    def slots(query_start_loc: Any, positions: Any, block_table: Any, slot_mapping: Any, block_size: int) -> None:
+        tokens = len(positions)
+        lens = query_start_loc.diff().long()
+        rows = torch.repeat_interleave(torch.arange(len(lens)), lens)
+        at = positions[: len(rows)].long()
+        slot_mapping[: len(rows)] = block_table[rows, at // block_size].long() * block_size + at % block_size
+        slot_mapping[max(tokens, len(rows)) :] = -1
+
+    def init_cpu_memory_env(nodes: list[int]) -> None:
+        pass
+
+    for schema, function in (
+        ("init_cpu_memory_env(SymInt[] nodes) -> ()", init_cpu_memory_env),
+        ("greedy_argmax(Tensor logits) -> Tensor", lambda logits: logits.argmax(dim=-1)),
+        (
+            "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, Tensor block_table, "
+            "Tensor(a!) slot_mapping, SymInt block_size) -> ()",
+            slots,
+        ),
+    ):
+        library.define(schema)
+        library.impl(schema.split("(")[0], function, "CompositeExplicitAutograd")
+
+
+class Worker:
+    """vLLM mixes it into its workers: what happened in each process."""
+
+    calls: Any = None
+
+    def count(self) -> None:
+        from cpu_attn.vllm import Impl
+
+        inner, Worker.calls = Impl.forward, {}
+
+        def forward(self: Any, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, metadata: Any, **rest: Any) -> Any:
+            if metadata is not None:
+                name = f"{self.attn_type} {self.kv_cache_dtype} {self.sliding_window}"
+                Worker.calls[name] = Worker.calls.get(name, 0) + 1
+            return inner(self, layer, q, k, v, kv_cache, metadata, **rest)
+
+        Impl.forward = forward
+
+    def counted(self) -> Any:
+        return Worker.calls
+
+
+def save_model(name: str, folder: Path) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(3)
+    config = dict(MODELS[name])
+    config = transformers.AutoConfig.for_model(
+        config.pop("model_type"), **config, initializer_range=0.3, bos_token_id=1, eos_token_id=None, pad_token_id=0
+    )
+    auto = transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+
+
+def prompts() -> list[list[int]]:
+    """Some begin alike, for the prefix cache."""
+    import numpy as np
+
+    rng = np.random.default_rng(5)
+    shared = rng.integers(2, VOCAB, 32).tolist()
+    texts = [rng.integers(2, VOCAB, n).tolist() for n in LENGTHS]
+    return [shared[: min(32, len(t))] + t[32:] if i % 2 == 0 else t for i, t in enumerate(texts)]
+
+
+def reference(folder: Path, new_tokens: int) -> list[list[int]]:
+    """transformers' greedy tokens, one request at a time, by its own eager attention."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        return [
+            model.generate(torch.tensor([p]), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None)[0][
+                len(p) :
+            ].tolist()
+            for p in prompts()
+        ]
+
+
+def embedded(folder: Path) -> Any:
+    import torch
+    import transformers
+
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return [model(torch.tensor([p])).last_hidden_state[0, 0].tolist() for p in prompts()]
+
+
+def run(model: str, new_tokens: int = 24, logprobs: int | None = None, **options: Any) -> dict[str, Any]:
+    """One engine from start to end."""
+    import gc
+
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    folder = Path(os.environ["CPU_ATTN_TEST_MODELS"]) / model
+    if not folder.exists():
+        save_model(model, folder)
+    preempted, preempt = [], Scheduler._preempt_request
+
+    def noted(self: Any, request: Any, *a: Any, **kw: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(self, request, *a, **kw)
+
+    Scheduler._preempt_request = noted  # type: ignore[method-assign]
+    settings: dict[str, Any] = {
+        **{"dtype": "float32", "block_size": 16, "max_model_len": 128, "max_num_seqs": 8, "enforce_eager": True},
+        **{"max_num_batched_tokens": 128, "kv_cache_memory_bytes": 1 << 24, "skip_tokenizer_init": True, "seed": 0},
+        **{"compilation_config": {"custom_ops": ["none"]}, "worker_extension_cls": "vllm_harness.Worker"},
+        **{"enable_prefix_caching": True, "disable_log_stats": True, **options},
+    }
+    llm = LLM(model=str(folder), **settings)
+    try:
+        llm.collective_rpc("count")
+        given = [{"prompt_token_ids": p} for p in prompts()]
+        if settings.get("runner") == "pooling":
+            outs = llm.embed(given, use_tqdm=False)
+            return {"embeddings": [o.outputs.embedding for o in outs], "calls": llm.collective_rpc("counted")}
+        params = SamplingParams(
+            temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+        )
+        first = llm.generate(given, params, use_tqdm=False)
+        again = llm.generate(given, params, use_tqdm=False)
+        return {
+            "tokens": [list(o.outputs[0].token_ids) for o in first],
+            "again": [list(o.outputs[0].token_ids) for o in again],
+            "logprobs": logprobs
+            and [[{t: x.logprob for t, x in row.items()} for row in o.outputs[0].logprobs] for o in first],
+            "cached": sum(o.num_cached_tokens or 0 for o in again),
+            "preempted": len(preempted),
+            "calls": llm.collective_rpc("counted"),
+        }
+    finally:
+        Scheduler._preempt_request = preempt  # type: ignore[method-assign]
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """For the process: this module is a plugin of vLLM's in it and in all that it starts."""
+    info = folder / "vllm_harness-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-harness\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nvllm_harness = vllm_harness:register\n")
+    (folder / "vllm_harness.py").write_text(Path(__file__).read_text())
+    return {
+        **os.environ,
+        **{"PYTHONPATH": str(folder), "CPU_ATTN_TEST_MODELS": str(folder / "models"), "VLLM_TARGET_DEVICE": "cpu"},
+        **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+        **{"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"},
+        **{"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    }
+
+
+def main(results: str) -> None:
+    found: dict[str, Any] = {}
+    for name, job in json.load(sys.stdin).items():
+        kind = job.pop("kind", "run")
+        try:
+            if kind == "run":
+                found[name] = run(**job)
+            else:
+                folder = Path(os.environ["CPU_ATTN_TEST_MODELS"]) / job["model"]
+                found[name] = embedded(folder) if kind == "embedded" else reference(folder, 24)
+        except Exception:
+            found[name] = {"error": traceback.format_exc()}
+        Path(results).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
