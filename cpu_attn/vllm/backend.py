@@ -326,7 +326,5 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
             metadata.scratch = Scratch.of(metadata.seq_lens, key, value)
         scratch = metadata.scratch
         tokens = len(scratch.slot_mapping)
-        reshape_and_cache(
-            key[:tokens], value[:tokens], scratch.key_cache, scratch.value_cache, scratch.slot_mapping
-        )
+        reshape_and_cache(key[:tokens], value[:tokens], scratch.key_cache, scratch.value_cache, scratch.slot_mapping)
         return scratch
