@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,6 @@ JOBS: dict[str, Job] = {
         "pooler_config": {"pooling_type": "CLS", "use_activation": False},
     },
     "bert reference": {"kind": "embedded", "model": "bert"},
-    "float16 cache": {"model": "llama", "kv_cache_dtype": "float16"},
 }
 
 
@@ -119,8 +117,3 @@ def test_encoder_only(results: Callable[[str], Any]) -> None:
     assert "error" not in result, result["error"]
     assert list(result["calls"][0]) == ["encoder_only auto -1"]
     np.testing.assert_allclose(result["embeddings"], results("bert reference"), atol=1e-4)
-
-
-def test_a_cache_of_another_dtype_is_refused(results: Callable[[str], Any]) -> None:
-    """Before a token is computed."""
-    assert "kv_cache_dtype: 'float16' is none of 'auto', the dtype 'float32'" in results("float16 cache")["error"]

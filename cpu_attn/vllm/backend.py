@@ -143,8 +143,8 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and "Nixl" in str(transfer.kv_connector):
             raise NotImplementedError(
-                f"kv_connector: {transfer.kv_connector} may pack received blocks as vLLM's own CPU attention reads them; "
-                "CPU_ATTN_VLLM=0 runs that"
+                f"kv_connector: {transfer.kv_connector} may pack blocks that it receives as vLLM's own CPU attention "
+                "reads them; CPU_ATTN_VLLM=0 runs that one"
             )
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
