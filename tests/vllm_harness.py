@@ -87,7 +87,7 @@ class Worker:
             return inner(self, layer, q, k, v, kv_cache, metadata, **rest)
 
         forward.inner = inner  # type: ignore[attr-defined]
-        Impl.forward = forward  # type: ignore[method-assign]
+        Impl.forward = forward  # type: ignore[method-assign, assignment]
 
     def counted(self) -> Any:
         return Worker.calls  # type: ignore[attr-defined]
@@ -191,7 +191,7 @@ def run(model: str, **options: Any) -> dict[str, Any]:
         preempted.append(request.request_id)
         return preempt(self, request, *args, **kwargs)
 
-    Scheduler._preempt_request = noted  # type: ignore[method-assign]
+    Scheduler._preempt_request = noted
     settings: dict[str, Any] = {
         **{"dtype": "float32", "block_size": 16, "max_model_len": 128, "max_num_seqs": 8, "enforce_eager": True},
         **{"kv_cache_memory_bytes": 1 << 24, "seed": 0},
@@ -214,7 +214,7 @@ def run(model: str, **options: Any) -> dict[str, Any]:
             "calls": llm.collective_rpc("counted"),
         }
     finally:
-        Scheduler._preempt_request = preempt  # type: ignore[method-assign]
+        Scheduler._preempt_request = preempt
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()

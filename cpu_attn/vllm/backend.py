@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's interface over the three calls: ``Backend`` says what there is and how wide a page is, ``MetadataBuilder`` makes
-the ``Metadata`` of a step, ``Impl`` is the attention of one layer.
+"""vLLM's interface over the three calls: ``Backend`` says what there is and how large a page is, ``MetadataBuilder``
+makes the ``Metadata`` of a step, ``Impl`` is the attention of one layer.
 
 A page of vLLM's is [Hkv, B, C]. Of each kv head it holds B tokens' keys, then their values, packed as
 :func:`cpu_attn.reshape_and_cache` does it.
