@@ -5,7 +5,7 @@
     python examples/vllm_generate.py --model Qwen/Qwen3-0.6B
     python examples/vllm_generate.py --prompt-tokens 2048 --requests 8    # without --model: random weights
 
-Each runs in a process of its own; nothing differs but CPU_ATTN_VLLM. Random weights make a model of Llama's shape without
+Each runs in a process of its own; nothing differs but CPU_ATTN_VLLM. Random weights make a small Llama without
 a tokenizer, so that what is printed are token ids.
 """
 
