@@ -129,7 +129,7 @@ $(VENV)/torch $(VENV)/transformers: $(VENV)/installed
 VLLM = 0.33.0
 $(VENV)/vllm: $(VENV)/transformers
 	@$(BIN)/pip install --quiet 'setuptools>=77,<81' 'setuptools-scm>=8' 'setuptools-rust>=1.9' wheel jinja2
-	@VLLM_TARGET_DEVICE=empty SETUPTOOLS_SCM_PRETEND_VERSION=$(VLLM) \
+	@VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM) \
 		$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-binary vllm vllm==$(VLLM)
 	@$(BIN)/python -c "import importlib.metadata as m, re; \
 		print(*(r for r in m.requires('vllm') if not re.match('transformers|certifi|.*extra ==', r)), sep='\n')" > $@.txt
