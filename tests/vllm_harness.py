@@ -2,7 +2,7 @@
 """The real vLLM engine over tiny random models, in a process of its own: what ``test_vllm.py`` asks it to run.
 
 vLLM as Makefile installs it has no compiled operators. Those few that the engine itself calls on CPUs are here, in
-plain PyTorch; its own attention has none here, and so cannot run.
+plain PyTorch (tests are greedy, and so is the one that samples); its own attention has none here, and so cannot run.
 As a script: reads jobs as JSON from stdin, runs them one after the other, writes their results to the file it is given.
 """
 
@@ -61,6 +61,7 @@ def register() -> None:
     for schema, function in (
         ("init_cpu_memory_env(SymInt[] nodes) -> ()", init_cpu_memory_env),
         ("greedy_argmax(Tensor logits) -> Tensor", lambda logits: logits.argmax(dim=-1)),
+        ("fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor", lambda logits, seeds: logits.argmax(dim=-1)),
         (
             "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, Tensor block_table, "
             "Tensor(a!) slot_mapping, SymInt block_size) -> ()",
@@ -233,7 +234,7 @@ def environment(folder: Path) -> dict[str, str]:
         **{"PYTHONPATH": str(folder), "CPU_ATTN_TEST_MODELS": str(folder / "models"), "VLLM_TARGET_DEVICE": "cpu"},
         **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
         **{"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"},
-        **{"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        **{"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
     }
 
 
