@@ -31,10 +31,8 @@ GENERATE = {
     "bloom": ["decoder auto -1"],
     "odd": ["decoder auto -1"],
 }
-TIGHT = {
-    "num_gpu_blocks_override": 20,
-    "max_num_batched_tokens": 48,
-}  # 8 requests want 33 blocks; prompts have up to 70 tokens
+# The eight requests want 32 blocks, and prompts have up to 70 tokens.
+TIGHT = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 48}
 
 Job = dict[str, Any]
 JOBS: dict[str, Job] = {

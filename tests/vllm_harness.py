@@ -2,7 +2,7 @@
 """The real vLLM engine over tiny random models, in a process of its own: what ``test_vllm.py`` asks it to run.
 
 vLLM as Makefile installs it has no compiled operators. Those few that the engine itself calls on CPUs are here, in
-plain PyTorch (tests are greedy, and so is the one that samples); its own attention has none here, and so cannot run.
+plain PyTorch (sampling is greedy, too: only the warm-up samples); its own attention has none here, and so cannot run.
 As a script: reads jobs as JSON from stdin, runs them one after the other, writes their results to the file it is given.
 """
 
@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def register() -> None:
-    """Operators that the engine calls on CPUs, and counters; a plugin, so that every process of vLLM's has them."""
+    """Operators that the engine calls on CPUs; a plugin, so that every process of vLLM's has them."""
     import torch
 
     if hasattr(torch.ops._C, "greedy_argmax"):
@@ -96,7 +96,7 @@ class Worker:
 
 def save_model(name: str) -> Path:
     """Its folder; made once."""
-    import tokenizers
+    import tokenizers  # type: ignore[import-not-found, unused-ignore]
     import torch
     import transformers
 
