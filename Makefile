@@ -122,3 +122,15 @@ $(VENV)/test: $(VENV)/installed
 
 $(VENV)/torch $(VENV)/transformers: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' && touch $@
+
+# Of vLLM for CPUs its Python alone, out of its sources: tests/vllm_harness.py has the few operators that it then lacks.
+# What it needs at run time comes after it, without what cpu-attn asks for in other versions, and without certifi, of
+# which it wants one so new that an index may not have it.
+VLLM = 0.33.0
+$(VENV)/vllm: $(VENV)/transformers
+	@$(BIN)/pip install --quiet 'setuptools>=77,<81' 'setuptools-scm>=8' 'setuptools-rust>=1.9' wheel jinja2
+	@VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM) \
+		$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-binary vllm vllm==$(VLLM)
+	@$(BIN)/python -c "import importlib.metadata as m, re; \
+		print(*(r for r in m.requires('vllm') if not re.match('transformers|certifi|.*extra ==', r)), sep='\n')" > $@.txt
+	@$(BIN)/pip install --quiet -r $@.txt 'cpu-attn[transformers]' && touch $@

@@ -1,2 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cpu-attn for vLLM: the plugin that puts this library in the place of its CPU attention."""
+"""vLLM's attention on CPUs by cpu_attn. Installed beside a CPU vLLM it is active by itself: see docs/vllm.md."""
+
+from cpu_attn import _adapters
+
+_adapters.require("vllm")
+
+from cpu_attn.vllm.backend import Backend, Impl, Metadata, MetadataBuilder  # noqa: E402
+
+__all__ = ["Backend", "Impl", "Metadata", "MetadataBuilder"]

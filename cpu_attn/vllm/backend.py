@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's interface over the three calls: ``Backend`` says what there is and how large a page is, ``MetadataBuilder``
+makes the ``Metadata`` of a step, ``Impl`` is the attention of one layer.
+
+A page of vLLM's is [Hkv, B, C]. Of each kv head it holds B tokens' keys, then their values, packed as
+:func:`cpu_attn.reshape_and_cache` does it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType, MultipleOf
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import KVQuantMode
+
+from cpu_attn import (
+    SchedulerMetadata,
+    attention_with_kv_cache,
+    get_kv_cache_shape,
+    get_scheduler_metadata,
+    reshape_and_cache,
+)
+
+LANES = 16  # tokens that lie together: where these divide a block, its width does not depend on its size
+SCRATCH_BLOCK_SIZE = 128  # of an encoder's keys, which no cache holds
+# vLLM's kv_cache_dtype: ours.
+KV_CACHE_DTYPES = {
+    "auto": "auto",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "fp8": "fp8_e4m3",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+    "int8_per_token_head": "int8",
+    "int4_per_token_head": "int4",
+}
+QUANTISED = {
+    KVQuantMode.FP8_PER_TENSOR: "fp8_e4m3",
+    KVQuantMode.INT8_PER_TOKEN_HEAD: "int8",
+    KVQuantMode.INT4_PER_TOKEN_HEAD: "int4",
+}
+
+
+class Backend(CPUAttentionBackend):  # type: ignore[misc]
+    """In the place of vLLM's own, whose name, layout (LBHNC), dtypes and kinds of attention it has."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        return kv_cache_dtype is None or kv_cache_dtype in KV_CACHE_DTYPES
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(LANES)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []  # all
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The bytes that a token and kv head take: more than K and V for odd head sizes, fewer as int4."""
+        if spec.kv_quant_mode == KVQuantMode.NONE:
+            kv, dtypes = "auto", [spec.dtype]
+        else:  # the spec does not say of which dtype keys are
+            kv, dtypes = QUANTISED[spec.kv_quant_mode], [torch.float32, torch.float16, torch.bfloat16]
+        width = max(_width(spec.head_size, dtype, kv) + _width(spec.head_size_v, dtype, kv) for dtype in dtypes)
+        return replace(spec, state_content_bytes=width * spec.dtype.itemsize)
+
+    @staticmethod
+    def get_impl_cls() -> type[Impl]:
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        return MetadataBuilder
+
+
+@functools.cache
+def _width(head_size: int, dtype: torch.dtype, kv: str) -> int:
+    """Elements of the cache's dtype for a token of K or V."""
+    return get_kv_cache_shape(1, LANES, 1, head_size, dtype, kv_cache_dtype=kv)[3]
+
+
+@dataclass
+class Metadata:
+    """A step of the layers that share a block table. A plan is made by the first layer that needs it: layers of a group
+    may differ in their windows."""
+
+    num_reqs: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool
+    dynamic_causal: torch.Tensor | None
+    mm_prefix_range: dict[int, list[tuple[int, int]]] | None
+    plans: dict[Any, SchedulerMetadata] = field(default_factory=dict)
+    scratch: Scratch | None = None
+
+    def plan(self, impl: Impl, dtype: torch.dtype, head_size_v: int, pages: Pages) -> SchedulerMetadata:
+        block_size = pages.key_cache.shape[2]
+        key = (*impl.shape, dtype, head_size_v, block_size, pages.kv_cache_dtype)
+        if key not in self.plans:
+            num_heads, num_kv_heads, head_size, sliding_window = impl.shape
+            self.plans[key] = get_scheduler_metadata(
+                self.num_reqs,
+                num_heads,
+                num_kv_heads,
+                head_size,
+                self.seq_lens,
+                dtype,
+                self.query_start_loc,
+                self.causal,
+                sliding_window,
+                dynamic_causal=self.dynamic_causal,
+                kv_cache_dtype=pages.kv_cache_dtype,
+                head_size_v=head_size_v,
+                mm_prefix_range=self.mm_prefix_range,
+                block_table=pages.block_table,
+                block_size=block_size,
+            )
+        return self.plans[key]
+
+
+class MetadataBuilder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and "Nixl" in str(transfer.kv_connector):
+            raise NotImplementedError(
+                f"kv_connector: {transfer.kv_connector} may pack blocks that it receives as vLLM's own CPU attention "
+                "reads them; CPU_ATTN_VLLM=0 runs that one"
+            )
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        """What :class:`Impl` needs of a CommonAttentionMetadata, without a copy."""
+        common = common_attn_metadata
+        if common.rswa_prefix_lens is not None:
+            raise NotImplementedError("rswa_prefix_lens: there is no reference sliding window attention here")
+        dynamic = isinstance(common.causal, torch.Tensor)
+        ranges = common.mm_req_doc_ranges or {}
+        return Metadata(
+            common.num_reqs,
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table_tensor,
+            common.slot_mapping,
+            causal=not dynamic and common.causal,
+            dynamic_causal=common.causal.to(torch.int32) if dynamic else None,
+            mm_prefix_range={r: sorted(found) for r, found in ranges.items()} or None,
+        )
+
+
+@dataclass
+class Pages:
+    """Keys and values as the calls take them, and where those of each request lie."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: Any
+    kv_cache_dtype: str
+
+
+@dataclass
+class Scratch(Pages):
+    """Pages of a step for keys that no cache holds; layers write into the same ones, one after the other."""
+
+    slot_mapping: Any
+
+    @classmethod
+    def of(cls, seq_lens: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Scratch:
+        lens = seq_lens.numpy().astype(np.int64)
+        blocks = -(-lens // SCRATCH_BLOCK_SIZE)
+        first = np.cumsum(blocks) - blocks
+        offsets = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+        table = (first[:, None] + np.arange(blocks.max(initial=0))).astype(np.int32)
+        shapes = (
+            get_kv_cache_shape(int(blocks.sum()), SCRATCH_BLOCK_SIZE, x.shape[1], x.shape[2], x.dtype)
+            for x in (key, value)
+        )
+        key_cache, value_cache = (torch.empty(shape, dtype=key.dtype) for shape in shapes)
+        return cls(key_cache, value_cache, table, "auto", np.repeat(first, lens) * SCRATCH_BLOCK_SIZE + offsets)
+
+
+class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
+    """One layer. Arguments as vLLM has them; sinks [Hq] are read in every call, since weights are loaded later."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} is none of {', '.join(KV_CACHE_DTYPES)}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.alibi_slopes = None if alibi_slopes is None else np.array(alibi_slopes, np.float32)
+        self.sliding_window = -1 if sliding_window is None else sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.logits_soft_cap = logits_soft_cap or 0.0
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self.shape = (self.num_heads, self.num_kv_heads, head_size, self.sliding_window)
+        self._is_encoder = attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Writes key [T, Hkv, D] and value [T, Hkv, Dv] into kv_cache [N, Hkv, B, C] at slot_mapping int64 [T];
+        rows past it are padding, and so are slots < 0."""
+        if self._is_encoder:
+            return
+        tokens = len(slot_mapping)
+        pages = self._pages(kv_cache, key.dtype, value.shape[2], None)
+        reshape_and_cache(
+            key[:tokens],
+            value[:tokens],
+            pages.key_cache,
+            pages.value_cache,
+            slot_mapping,
+            "auto",
+            *self._scales(layer, pages),
+            pages.kv_cache_dtype,
+        )
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Metadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of query [T, Hq, D] into output [T, Hq, Dv], which is returned; rows past the plan's are padding.
+
+        key and value are an encoder's; others' are in kv_cache already. attn_metadata None is a warm-up: zeros. Raises
+        NotImplementedError for output scales.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("output_scale, output_block_scale: the output is not quantised here")
+        if attn_metadata is None:
+            return output.zero_()
+        head_size_v = output.shape[2]
+        if self._is_encoder:
+            pages: Pages = self._encoded(attn_metadata, key, value)
+        else:
+            pages = self._pages(kv_cache, query.dtype, head_size_v, attn_metadata.block_table)
+        plan = attn_metadata.plan(self, query.dtype, head_size_v, pages)
+        k_scale, v_scale = self._scales(layer, pages)
+        attention_with_kv_cache(
+            query[: plan.num_tokens],
+            pages.key_cache,
+            pages.value_cache,
+            output[: plan.num_tokens],
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            self.scale,
+            attn_metadata.causal,
+            self.alibi_slopes,
+            self.sliding_window,
+            pages.block_table,
+            self.logits_soft_cap,
+            plan,
+            None if self.sinks is None else self.sinks.detach(),
+            attn_metadata.dynamic_causal,
+            k_scale,
+            v_scale,
+            pages.kv_cache_dtype,
+        )
+        return output
+
+    def _scales(self, layer: Any, pages: Pages) -> tuple[float, float]:
+        """Of fp8; a checkpoint may have some that its cache does not use."""
+        return (layer._k_scale_float, layer._v_scale_float) if pages.kv_cache_dtype.startswith("fp8") else (1.0, 1.0)
+
+    def _pages(self, kv_cache: torch.Tensor, dtype: torch.dtype, head_size_v: int, block_table: Any) -> Pages:
+        """kv_cache [N, Hkv, B, C] in two; a block of a head is dense."""
+        kv = KV_CACHE_DTYPES[self.kv_cache_dtype]
+        (blocks, heads, size, width), strides = kv_cache.shape, kv_cache.stride()
+        k_width, v_width = (_width(d, dtype, kv) for d in (self.head_size, head_size_v))
+        if size % LANES or k_width + v_width > width or strides[2:] != (width, 1):
+            raise ValueError(
+                f"kv_cache: blocks of {size} tokens times {width} elements, strides {strides}; head sizes "
+                f"{self.head_size} and {head_size_v} need dense blocks of a multiple of {LANES} tokens times "
+                f"{k_width + v_width}"
+            )
+        if kv in ("int8", "int4"):
+            kv_cache = kv_cache.view(torch.uint8)
+        first = kv_cache.storage_offset()
+        key_cache = kv_cache.as_strided((blocks, heads, size, k_width), (*strides[:2], k_width, 1), first)
+        first += size * k_width
+        value_cache = kv_cache.as_strided((blocks, heads, size, v_width), (*strides[:2], v_width, 1), first)
+        return Pages(key_cache, value_cache, block_table, kv)
+
+    def _encoded(self, metadata: Metadata, key: torch.Tensor, value: torch.Tensor) -> Scratch:
+        if metadata.scratch is None:
+            metadata.scratch = Scratch.of(metadata.seq_lens, key, value)
+        scratch = metadata.scratch
+        tokens = len(scratch.slot_mapping)
+        reshape_and_cache(key[:tokens], value[:tokens], scratch.key_cache, scratch.value_cache, scratch.slot_mapping)
+        return scratch

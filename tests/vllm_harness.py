@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real vLLM engine over tiny random models, in a process of its own: what ``test_vllm.py`` asks it to run.
+
+vLLM as Makefile installs it has no compiled operators. Those few that the engine itself calls on CPUs are here, in
+plain PyTorch (sampling is greedy, too: only the warm-up samples); its own attention has none here, and so cannot run.
+As a script: reads jobs as JSON from stdin, runs them one after the other, writes their results to the file it is given.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+NEW_TOKENS = 24
+LENGTHS = (37, 5, 61, 18, 44, 70, 9, 26)
+VOCAB = 160
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
+LLAMA = {**SMALL, "intermediate_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16}
+# Wide weights, or all logits are nearly equal.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **LLAMA},
+    "qwen3": {"model_type": "qwen3", **LLAMA, "head_dim": 32},
+    "mistral": {"model_type": "mistral", **LLAMA, "sliding_window": 24},
+    "gemma2": {
+        **{"model_type": "gemma2", **LLAMA, "sliding_window": 24, "query_pre_attn_scalar": 16},
+        **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0},
+    },
+    "bloom": {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
+    # An odd head size, for which a page of vLLM's is too small as it is.
+    "odd": {"model_type": "bloom", "hidden_size": 60, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
+    "bert": {"model_type": "bert", **SMALL, "intermediate_size": 128, "max_position_embeddings": 128},
+}
+
+
+def register() -> None:
+    """Operators that the engine calls on CPUs; a plugin, so that every process of vLLM's has them."""
+    import torch
+
+    if hasattr(torch.ops._C, "greedy_argmax"):
+        return
+    library = torch.library.Library("_C", "FRAGMENT")
+    register.library = library  # type: ignore[attr-defined]  # operators live as long as it does
+
+    def slots(query_start_loc: Any, positions: Any, block_table: Any, slot_mapping: Any, block_size: int) -> None:
+        tokens = len(positions)
+        lens = query_start_loc.diff().long()
+        rows = torch.repeat_interleave(torch.arange(len(lens)), lens)
+        at = positions[: len(rows)].long()
+        slot_mapping[: len(rows)] = block_table[rows, at // block_size].long() * block_size + at % block_size
+        slot_mapping[max(tokens, len(rows)) :] = -1
+
+    def init_cpu_memory_env(nodes: list[int]) -> None:
+        pass
+
+    for schema, function in (
+        ("init_cpu_memory_env(SymInt[] nodes) -> ()", init_cpu_memory_env),
+        ("greedy_argmax(Tensor logits) -> Tensor", lambda logits: logits.argmax(dim=-1)),
+        ("fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor", lambda logits, seeds: logits.argmax(dim=-1)),
+        (
+            "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, Tensor block_table, "
+            "Tensor(a!) slot_mapping, SymInt block_size) -> ()",
+            slots,
+        ),
+    ):
+        library.define(schema)
+        library.impl(schema.split("(")[0], function, "CompositeExplicitAutograd")
+
+
+class Worker:
+    """vLLM mixes it into its workers: which layers of ours ran in each process, and how often."""
+
+    def count(self) -> None:
+        from cpu_attn.vllm import Impl
+
+        calls = Worker.calls = {}  # type: ignore[attr-defined]
+        inner = getattr(Impl.forward, "inner", Impl.forward)
+
+        def forward(self: Any, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, metadata: Any, **rest: Any) -> Any:
+            if metadata is not None:
+                name = f"{self.attn_type.value} {self.kv_cache_dtype} {self.sliding_window}"
+                calls[name] = calls.get(name, 0) + 1
+            return inner(self, layer, q, k, v, kv_cache, metadata, **rest)
+
+        forward.inner = inner  # type: ignore[attr-defined]
+        Impl.forward = forward  # type: ignore[method-assign, assignment]
+
+    def counted(self) -> Any:
+        return Worker.calls  # type: ignore[attr-defined]
+
+
+def save_model(name: str) -> Path:
+    """Its folder; made once."""
+    import tokenizers  # type: ignore[import-not-found, unused-ignore]
+    import torch
+    import transformers
+
+    folder = Path(os.environ["CPU_ATTN_TEST_MODELS"]) / name
+    if not folder.exists():
+        torch.manual_seed(3)
+        fields = {**MODELS[name], "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+        config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+        auto = transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
+        auto.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        # vLLM's pooling asks for one, though prompts are tokens here.
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="0").save_pretrained(folder)
+    return folder
+
+
+def prompts() -> list[list[int]]:
+    """Some begin alike, for the prefix cache."""
+    import numpy as np
+
+    rng = np.random.default_rng(5)
+    shared = rng.integers(2, VOCAB, 32).tolist()
+    texts = [rng.integers(2, VOCAB, n).tolist() for n in LENGTHS]
+    return [shared[: min(32, len(t))] + t[32:] if i % 2 == 0 else t for i, t in enumerate(texts)]
+
+
+def stored(x: Any, kv_cache_dtype: str) -> Any:
+    """Keys or values [..., D] as a cache gives them back: docs/contract.md, "Cache memory"."""
+    import torch
+
+    if kv_cache_dtype.startswith("fp8"):
+        kind = torch.float8_e5m2 if kv_cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn
+        most = torch.finfo(kind).max
+        return x.clamp(-most, most).to(kind).float()
+    most, group = (127, x.shape[-1]) if kv_cache_dtype.startswith("int8") else (7, 32)
+    parts = []
+    for part in x.split(group, dim=-1):
+        scale = part.abs().amax(-1, keepdim=True) / most
+        scale = ((scale.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)  # up to bfloat16
+        parts.append((part * (1 / scale)).round() * scale)
+    return torch.cat(parts, -1)
+
+
+def reference(model: str, kv_cache_dtype: str = "auto") -> list[list[int]]:
+    """transformers' greedy tokens, one request at a time, by its own eager attention; of keys and values as a
+    quantised cache holds them."""
+    import torch
+    import transformers
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    def quantised(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        key, value = (stored(x, kv_cache_dtype) for x in (key, value))
+        return eager_attention_forward(module, query, key, value, *args, **kwargs)
+
+    how = "eager"
+    if kv_cache_dtype != "auto":
+        how = "quantised"
+        transformers.AttentionInterface.register(how, quantised)
+        transformers.AttentionMaskInterface.register(how, transformers.masking_utils.eager_mask)
+    auto = transformers.AutoModelForCausalLM
+    loaded = auto.from_pretrained(save_model(model), dtype=torch.float32, attn_implementation=how)
+    for module in loaded.modules():
+        if type(module).__name__ == "BloomGelu":
+            module.forward = torch.nn.functional.gelu  # vLLM's Bloom has the exact GELU, not the one by tanh
+    with torch.no_grad():
+        return [
+            loaded.generate(torch.tensor([p]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[
+                0
+            ].tolist()[len(p) :]
+            for p in prompts()
+        ]
+
+
+def embedded(model: str) -> Any:
+    import torch
+    import transformers
+
+    auto = transformers.AutoModel
+    loaded = auto.from_pretrained(save_model(model), dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        return [loaded(torch.tensor([p])).last_hidden_state[0, 0].tolist() for p in prompts()]
+
+
+def run(model: str, **options: Any) -> dict[str, Any]:
+    """One engine from start to end: all prompts at once, twice."""
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted, preempt = [], Scheduler._preempt_request
+
+    def noted(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(self, request, *args, **kwargs)
+
+    Scheduler._preempt_request = noted
+    settings: dict[str, Any] = {
+        **{"dtype": "float32", "block_size": 16, "max_model_len": 128, "max_num_seqs": 8, "enforce_eager": True},
+        **{"kv_cache_memory_bytes": 1 << 24, "seed": 0},
+        **{"compilation_config": {"custom_ops": ["none"]}, "worker_extension_cls": "vllm_harness.Worker"},
+        **options,
+    }
+    llm = LLM(model=str(save_model(model)), **settings)
+    try:
+        llm.collective_rpc("count")
+        given: list[Any] = [{"prompt_token_ids": p} for p in prompts()]
+        if settings.get("runner") == "pooling":
+            outs = llm.embed(given, use_tqdm=False)
+            return {"embeddings": [o.outputs.embedding for o in outs], "calls": llm.collective_rpc("counted")}
+        params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+        both = [llm.generate(given, params, use_tqdm=False) for _ in range(2)]
+        return {
+            "tokens": [[list(o.outputs[0].token_ids) for o in outs] for outs in both],
+            "cached": sum(o.num_cached_tokens or 0 for o in both[1]),
+            "preempted": len(preempted),
+            "calls": llm.collective_rpc("counted"),
+        }
+    finally:
+        Scheduler._preempt_request = preempt
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """For the process: this module is a plugin of vLLM's in it and in all that it starts."""
+    info = folder / "vllm_harness-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-harness\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nvllm_harness = vllm_harness:register\n")
+    (folder / "vllm_harness.py").write_text(Path(__file__).read_text())
+    return {
+        **os.environ,
+        **{"PYTHONPATH": str(folder), "CPU_ATTN_TEST_MODELS": str(folder / "models"), "VLLM_TARGET_DEVICE": "cpu"},
+        **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+        **{"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"},
+        **{"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    }
+
+
+def main(results: str) -> None:
+    found: dict[str, Any] = {}
+    kinds = {"run": run, "reference": reference, "embedded": embedded}
+    for name, job in json.load(sys.stdin).items():
+        start = time.perf_counter()
+        try:
+            found[name] = kinds[job.pop("kind", "run")](**job)
+        except Exception:
+            found[name] = {"error": traceback.format_exc()}
+        print(f"harness: {name} took {time.perf_counter() - start:.1f} s", flush=True)
+        Path(results).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
