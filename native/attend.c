@@ -125,8 +125,7 @@ static int run_item(run *w, const ca_task *t, int kv_head, char *memory) {
 
 /* Can several kv heads go together through the keys of a task? */
 static int together(const run *w, const ca_task *t) {
-    return w->plan->head_bytes && rows_of(w->plan, t) <= CA_FEW_ROWS && !t->shared && w->call->num_selected < 0 &&
-           w->call->block_size % CA_LANES == 0;
+    return w->plan->head_bytes && !t->shared && w->call->num_selected < 0 && w->call->block_size % CA_LANES == 0;
 }
 
 /* kv heads [first, end) of a task, few_keys at a time: where they lie side by side (NHD) the memory that one of them

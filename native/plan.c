@@ -170,6 +170,9 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
         return CA_NO_MEMORY;
     double total = list_blocks(p, list.at);
     int status = CA_OK;
+    if (p->shape.kv_cache_layout == CA_NHD && p->engine == ca_native_engine() && p->kernel->few_keys &&
+        p->rows <= CA_FEW_ROWS)
+        p->head_bytes = align(state_floats(p, p->rows) * (int64_t)sizeof(float));
     if (p->shape.block_size) {
         status = ca_share(p, table, &list, fault);
         total = total_cost(&list);
@@ -182,8 +185,6 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
     free(list.members);
     p->state_bytes = align(state_floats(p, p->rows) * (int64_t)sizeof(float));
     p->scratch_bytes = align(p->engine->scratch_bytes(p));
-    if (p->shape.kv_cache_layout == CA_NHD && p->engine == ca_native_engine() && p->kernel->few_keys)
-        p->head_bytes = align(state_floats(p, CA_FEW_ROWS) * (int64_t)sizeof(float));
     p->thread_bytes = 2 * p->state_bytes + p->scratch_bytes + 2 * p->shape.num_kv_heads * p->head_bytes;
     return status;
 }
