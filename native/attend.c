@@ -52,7 +52,8 @@ int ca_team(int wanted) {
     return 1;
 }
 
-#define HEADS 32 /* most kv heads that go together */
+#define HEADS 32             /* most kv heads that go together */
+#define TOGETHER (512 << 10) /* bytes of their keys and values */
 
 typedef struct run {
     const ca_plan *plan;
@@ -163,10 +164,14 @@ static int run_heads(run *w, const ca_task *t, int first, int end, char *memory)
     return status;
 }
 
-/* How many items to make of a task's kv heads: one each, or, where some can go together, two for each thread. */
+/* How many items to make of a task's kv heads: one each, or, where some can go together, two for each thread, of heads
+ * whose keys, with those that come next, stay in L2. */
 static int64_t head_groups(const ca_plan *p, int team) {
-    int64_t heads = p->shape.num_kv_heads, wanted = team > 1 ? ca_div_up(2 * team, ca_max64(1, p->num_tasks)) : 1;
-    return p->head_bytes ? ca_min64(heads, ca_max64(wanted, ca_div_up(heads, HEADS))) : heads;
+    const ca_shape *s = &p->shape;
+    int64_t heads = s->num_kv_heads, wanted = team > 1 ? ca_div_up(2 * team, ca_max64(1, p->num_tasks)) : 1;
+    int64_t bytes = p->kernel->few_keys * (s->head_size + s->head_size_v) * ca_dtype_size(s->k_dtype);
+    int64_t most = ca_max64(1, ca_min64(HEADS, TOGETHER / ca_max64(1, bytes)));
+    return p->head_bytes ? ca_min64(heads, ca_max64(wanted, ca_div_up(heads, most))) : heads;
 }
 
 /* In the order of the segments, as one thread would have merged them. */
