@@ -150,16 +150,22 @@ def objects(names: Sequence[str], arrays: Sequence[Any]) -> tuple[list[int], Any
     addresses = [*map(id, arrays)]
     if type(arrays[2]) is np.ndarray:
         return addresses, ffi.NULL, None
-    try:
-        bridged = [x if x is None or type(x) is np.ndarray else _bridged(x) for x in arrays]
-        return [*map(id, bridged)], ffi.NULL, bridged
-    except Exception:  # torch has as many kinds of error as reasons; what is wrong is said below
-        pass
+    found = bridged(arrays)
+    if found is not arrays:
+        return [*map(id, found)], ffi.NULL, found
     others: list[Array | None] = [None] * len(arrays)
     for i, x in enumerate(arrays):
         if x is not None and type(x) is not np.ndarray:
             others[i], addresses[i] = view(names[i], x), 0
     return addresses, described(others), others
+
+
+def bridged(arrays: Sequence[Any]) -> Sequence[Any]:
+    """The same as NumPy arrays, through torch's own bridge; ``arrays`` itself where one of them has none."""
+    try:
+        return [x if x is None or type(x) is np.ndarray else _bridged(x) for x in arrays]
+    except Exception:  # torch has as many kinds of error as reasons; what is wrong is said by those who look again
+        return arrays
 
 
 # torch's dtypes that have been met: the torch dtype of the same bits, where NumPy has to be told what they are.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch
-from cpu_attn._arrays import CODES, DTYPES, described, dtype_name
+from cpu_attn._arrays import CODES, DTYPES, bridged, described, dtype_name
 from cpu_attn._native import ffi, lib
 
 
@@ -175,11 +175,13 @@ def get_scheduler_metadata(
         shape.block_size = _check.table_block_size(block_table, block_size)
     found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask)
     masks, fault = _masks_struct(found) if found else ffi.NULL, _check.new_fault()
-    addresses = (id(query_start_loc), id(seq_lens), id(dynamic_causal), id(block_table))
-    pointer = lib.ca_plan_new(shape, engine_pointer, addresses, ffi.NULL, masks, fault)
+    step: Any = (query_start_loc, seq_lens, dynamic_causal, block_table)
+    if type(seq_lens) is not np.ndarray:
+        step = bridged(step)
+    pointer = lib.ca_plan_new(shape, engine_pointer, [*map(id, step)], ffi.NULL, masks, fault)
     if fault.status == lib.CA_UNKNOWN:
-        step = _check.step(num_reqs, query_start_loc, seq_lens, dynamic_causal, block_table)
-        pointer = lib.ca_plan_new(shape, engine_pointer, ffi.NULL, described(step), masks, fault)
+        found_step = _check.step(num_reqs, *step)
+        pointer = lib.ca_plan_new(shape, engine_pointer, ffi.NULL, described(found_step), masks, fault)
     _check.raise_fault(fault)
     words, pointer = (sliding_window, kv_cache_dtype, kv_cache_layout), ffi.gc(pointer, lib.ca_plan_free)
     return SchedulerMetadata(pointer, shape, name, kvs, resolved.name, engine, layout, words)
