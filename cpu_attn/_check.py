@@ -276,7 +276,7 @@ def table_block_size(block_table: Any, block_size: Any) -> int:
 
 
 def same_call(plan: Any, sliding_window: Any, kv_cache_dtype: Any, kv_cache_layout: Any) -> None:
-    """What the plan was made for. Said in the same words it is not looked at any further: 0.2 us instead of 0.9."""
+    """What the plan was made for. Said in the same words it is not looked at any further: 0.1 us instead of 0.6."""
     words = (sliding_window, kv_cache_dtype, kv_cache_layout)
     if type(sliding_window) in (int, tuple) and words == plan._words:
         return
