@@ -411,7 +411,7 @@ def _shared(a: Array, b: Array) -> bool:
 
 # The arrays of a call, in the order that native/cpu_attn.h has them in too: those that it writes first.
 STEP = ("query_start_loc", "seq_lens", "dynamic_causal")
-_FEATURES = ("alibi_slopes", "s_aux", "selected_blocks")
+_FEATURES = ("alibi_slopes", "s_aux", "selected_blocks", "attn_bias")
 ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *STEP, *_FEATURES)
 WRITE = ("key_cache", "value_cache", "key", "value", "slot_mapping")
 _TURNS = ("positions", "cos_sin_cache", "q_weight", "k_weight")
@@ -421,7 +421,7 @@ ROTARY = ("key_cache", "value_cache", "query_out", "query", "key", "value", "slo
 def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array | None]:
     """``arrays`` as ATTENTION names them, of shapes and dtypes that fit the plan, apart from one another.
     same_step: lengths are among them."""
-    output, lse, query, key_cache, value_cache, table, starts, lens, flags, slopes, sinks, selected = arrays
+    output, lse, query, key_cache, value_cache, table, starts, lens, flags, slopes, sinks, selected, bias = arrays
     shape, dtype, tokens = plan._shape, str(plan.dtype), ("T", plan.num_tokens)
     heads = ("num_heads", shape.num_heads)
     if same_step:
@@ -445,9 +445,24 @@ def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array |
         None if slopes is None else array("alibi_slopes", slopes, ["float32"], [heads]),
         None if sinks is None else array("s_aux", sinks, ["float32"], [heads]),
         selected_blocks(selected, shape.num_reqs, shape.num_kv_heads),
+        attn_bias(plan, bias),
     ]
     apart(ATTENTION, found, 2)
     return found
+
+
+def attn_bias(plan: Any, x: Any) -> Array | None:
+    """[R or 1, Hq or 1, Q, K], Q and K no less than what any request of the plan needs."""
+    if x is None:
+        return None
+    a = array("attn_bias", x, ["float32"], [("num_reqs", None), ("num_heads", None), ("Q", None), ("K", None)])
+    for axis, (what, size) in enumerate((("num_reqs", plan.num_reqs), ("num_heads", plan.num_heads))):
+        if a.shape[axis] not in (1, size):
+            raise ValueError(f"attn_bias: axis {axis} is {a.shape[axis]}, expected {what} = {size}, or 1")
+    fault = new_fault()
+    lib.ca_check_bias(plan._pointer, described([a]), fault)
+    raise_fault(fault)
+    return a
 
 
 def write(
@@ -619,6 +634,8 @@ def raise_fault(fault: Any) -> None:
             "select other blocks of them; make it without block_table",
             lib.CA_BAD_SELECTED: f"selected_blocks: {where}kv head {fault.kv_head}: position {position} holds block "
             f"{value}, outside 0..{bound - 1} (the request has {bound} blocks); -1 pads the end",
+            lib.CA_BIAS_SMALL: f"attn_bias: {where}axis {position} is {value}, expected at least the request's {bound} "
+            f"{'keys' if position == 3 else 'query tokens'}",
             lib.CA_SELECTED_ORDER: f"selected_blocks: {where}kv head {fault.kv_head}: position {position} holds block "
             f"{value} after {bound}, expected ascending blocks, then -1",
         }[fault.status]

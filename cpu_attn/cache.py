@@ -215,6 +215,7 @@ class PagedKVCache:
         output: Any = None,
         lse: Any = None,
         selected_blocks: Any = None,
+        attn_bias: Any = None,
     ) -> Any:
         """Output [T, Hq, Dv] (a new array unless given) of query [T, Hq, D] over the pages in block_table [R, M].
 
@@ -229,13 +230,15 @@ class PagedKVCache:
         _check.same_kv_dtypes(plan, self.kv_cache_dtype)
         if output is None:
             output = np.empty((plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype)
-        arrays = (output, lse, query, self.key_cache, self.value_cache, block_table, None, None, None)
         ops.attend(
-            plan,
-            (*arrays, alibi_slopes, s_aux, selected_blocks),
+            *(plan, query, self.key_cache, self.value_cache, output, block_table),
             self.head_size**-0.5 if scale is None else scale,
             softcap,
-            -1,
             (self.k_scale, self.v_scale),
+            lse=lse,
+            alibi_slopes=alibi_slopes,
+            s_aux=s_aux,
+            selected_blocks=selected_blocks,
+            attn_bias=attn_bias,
         )
         return output

@@ -5,7 +5,7 @@ This is native/onednn/segment.c without threads, buckets and packing. A request'
 rows at a time (a decode step is a single token), its keys KEYS at a time:
 
     s = q k^T                   matmul      [rows, D] x [keys, D]^T
-    softcap, ALiBi, mask        NumPy
+    softcap, ALiBi, bias, mask  NumPy
     p = softmax(s)              softmax     over these keys alone
     o = p v                     matmul      [rows, keys] x [keys, Dv]
 
@@ -85,7 +85,7 @@ class Tree:
 class Step:
     """One call's arguments, checked, as NumPy views; caches [N, Hkv, B, width], so that kv_cache_layout is never NHD.
     sees [T, 2]: first key of a token and the one after its last; position [T]: where a token itself stands among its
-    request's keys; chosen [R, Hkv, M]: blocks that count."""
+    request's keys; chosen [R, Hkv, M]: blocks that count; attn_bias [R, Hq, Q, K]."""
 
     query: Array
     key_cache: Array
@@ -99,6 +99,7 @@ class Step:
     kv_scales: tuple[float, float]
     softcap: float
     alibi_slopes: Array
+    attn_bias: Array | None
     s_aux: Array
     position: Array
     sees: Array
@@ -137,6 +138,7 @@ def attention(
     document_start_loc: Mapping[int, Sequence[int]] | None = None,
     tree_mask: Any = None,
     selected_blocks: Any = None,
+    attn_bias: Any = None,
     kv_cache_layout: str = "packed",
 ) -> Any:
     """:func:`cpu_attn.attention_with_kv_cache` without a plan: same arguments, shapes, dtypes, meaning and errors.
@@ -155,6 +157,7 @@ def attention(
         lse,
         isa,
         selected_blocks,
+        attn_bias,
         {"mm_prefix_range": mm_prefix_range, "document_start_loc": document_start_loc, "tree_mask": tree_mask},
         kv_cache_layout,
     )
@@ -229,11 +232,10 @@ def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
         if step.tree:
             seen &= step.tree.shows(r, rows, keys)
         chosen = step.chosen[r][:, keys // step.key_cache.shape[2]]
-        distance = keys - step.position[rows, None]
+        bias = _bias(step, r, rows, keys)
         for h in range(key.shape[1]):
             heads = slice(h * step.group, (h + 1) * step.group)
-            mask, slopes = seen & chosen[h], step.alibi_slopes[heads]
-            part = _one_head(step, query[:, heads], key[:, h], value[:, h], mask, distance, slopes)
+            part = _one_head(step, query[:, heads], key[:, h], value[:, h], seen & chosen[h], bias[:, heads])
             output[:, heads], lse[:, heads] = _merge(output[:, heads], lse[:, heads], *part)
     return _merge(output, lse, np.zeros_like(output), np.broadcast_to(step.s_aux, lse.shape))
 
@@ -256,18 +258,25 @@ def _chunks(step: Step, r: int, sees: Array) -> Iterator[tuple[Array, Array, Arr
             yield keys[part], key[part], value[part]
 
 
-def _one_head(
-    step: Step, query: Array, key: Array, value: Array, mask: Array, distance: Array, slopes: Array
-) -> tuple[Array, Array]:
+def _bias(step: Step, r: int, rows: slice, keys: Array) -> Array:
+    """[n, Hq, keys]: what ALiBi and attn_bias add to logits."""
+    distance = (keys - step.position[rows, None]).astype(np.float32)
+    bias: Array = step.alibi_slopes[:, None] * distance[:, None]
+    if step.attn_bias is not None:
+        first = rows.start - step.query_start_loc[r]
+        bias = bias + step.attn_bias[r][:, first : first + len(distance), keys].swapaxes(0, 1)
+    return bias
+
+
+def _one_head(step: Step, query: Array, key: Array, value: Array, mask: Array, bias: Array) -> tuple[Array, Array]:
     """Output [n, group, Dv] and lse [n, group] over these keys alone. query [n, group, D], key [keys, D],
-    value [keys, Dv], mask and distance [n, keys], slopes [group]."""
+    value [keys, Dv], mask [n, keys], bias [n, group, keys]."""
     n, group, head_size = query.shape
     product, _ = matmul(query.reshape(n * group, head_size) * np.float32(step.scale), key, transpose_b=True)
     s = product.reshape(n, group, -1)
     if step.softcap > 0:
         s = np.float32(step.softcap) * np.tanh(s / np.float32(step.softcap))
-    s = s + slopes[:, None] * distance[:, None].astype(np.float32)
-    s = np.where(mask[:, None], s, np.float32(-np.inf))
+    s = np.where(mask[:, None], s + bias, np.float32(-np.inf))
     p, _ = softmax(s)
     largest = s.argmax(axis=2)[:, :, None]
     top, p_top = (np.take_along_axis(x, largest, axis=2)[:, :, 0].astype(np.float64) for x in (s, p))
@@ -317,6 +326,7 @@ def _checked(
     lse: Any,
     isa: str,
     selected_blocks: Any,
+    attn_bias: Any,
     masks: dict[str, Any],
     kv_cache_layout: str,
 ) -> tuple[Step, Memory, Memory | None]:
@@ -348,6 +358,7 @@ def _checked(
     _check.block_table(plan, table, num_blocks, block_size, selected)
     inputs: dict[str, Memory | None] = {"query": q, "key_cache": kc, "value_cache": vc, "block_table": table}
     inputs |= {"query_start_loc": starts, "seq_lens": lens, "dynamic_causal": flags, "selected_blocks": selected}
+    bias = inputs["attn_bias"] = _check.attn_bias(plan, attn_bias)
     _check.disjoint("output", _check.writable("output", out), inputs)
     if log is not None:
         _check.disjoint("lse", _check.writable("lse", log), {**inputs, "output": out})
@@ -375,6 +386,7 @@ def _checked(
         kv_scales=_check.scales(k_scale, v_scale, kvs),
         softcap=_check.number("softcap", softcap, 0.0),
         alibi_slopes=np.zeros(num_heads, np.float32) if slopes is None else slopes,
+        attn_bias=None if bias is None else np.broadcast_to(bias.numpy(), (num_reqs, num_heads, *bias.shape[2:])),
         s_aux=np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64),
         position=position,
         sees=sees,

@@ -125,6 +125,7 @@ def attention_with_kv_cache(
     *,
     lse: Any = None,
     selected_blocks: Any = None,
+    attn_bias: Any = None,
     kv_cache_layout: str = "packed",
 ) -> Any:
     """Attention of every query token over its request's pages, into ``output``, which is returned.
@@ -144,6 +145,11 @@ def attention_with_kv_cache(
     a kv head attends; strictly ascending, then -1. Keys of other blocks do not count, and cost nothing; entries of
     block_table that no head selects are ignored. See :func:`cpu_attn.select_pages`.
 
+    attn_bias: float32 [R or 1, Hq or 1, Q, K] or None: attn_bias[r, h, i, j] is added to the logit of query token i of
+    request r for its key j, after softcap. Q and K are no less than what any request needs; the last axis is dense,
+    the other strides are free, 0 among them. -inf hides a key from a token, though not NaN or inf in the key or its
+    value; what stands for keys that a token does not see anyway is ignored.
+
     A row that sees no key gives output 0 and lse -inf (the sink, where there is one). Raises ValueError or
     TypeError, before anything is written, for whatever is out of range or differs from the plan.
     Maths: softmax(scale * q k^T + bias) v, online in float32 (arXiv:2205.14135); sinks as in GPT-OSS.
@@ -152,18 +158,42 @@ def attention_with_kv_cache(
     _check.same_call(plan, sliding_window, kv_cache_dtype, kv_cache_layout)
     scales = _check.scales(k_scale, v_scale, plan.kv_dtypes)
     step = (query_start_loc, seq_lens, dynamic_causal)
-    arrays = (output, lse, query, key_cache, value_cache, block_table, *step, alibi_slopes, s_aux, selected_blocks)
-    attend(plan, arrays, scale, softcap, _check.boolean("causal", causal), scales)
+    features = (alibi_slopes, s_aux, selected_blocks, attn_bias)
+    arrays = (output, lse, query, key_cache, value_cache, block_table, *step, *features)
+    _attend(plan, arrays, scale, softcap, scales, _check.boolean("causal", causal))
     return output
 
 
 def attend(
     plan: SchedulerMetadata,
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    output: Any,
+    block_table: Any,
+    scale: float,
+    softcap: float = 0.0,
+    scales: tuple[float, float] = (1.0, 1.0),
+    *,
+    lse: Any = None,
+    alibi_slopes: Any = None,
+    s_aux: Any = None,
+    selected_blocks: Any = None,
+    attn_bias: Any = None,
+) -> None:
+    """:func:`attention_with_kv_cache` for who made the plan and knows its lengths to be right. scales: of K and V."""
+    features = (alibi_slopes, s_aux, selected_blocks, attn_bias)
+    arrays = (output, lse, query, key_cache, value_cache, block_table, None, None, None, *features)
+    _attend(plan, arrays, scale, softcap, scales)
+
+
+def _attend(
+    plan: SchedulerMetadata,
     arrays: tuple[Any, ...],
     scale: float,
     softcap: float,
+    scales: tuple[float, float],
     causal: int = -1,
-    scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """The arrays are those of _check.ATTENTION. causal -1: no lengths among them, the plan's are right."""
     thread, fault = _thread, ffi.new("ca_fault *")

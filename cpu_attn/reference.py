@@ -7,6 +7,7 @@ Query token i of a request with q_len query tokens and seq_len keys stands at po
     s = scale * q.k                    query head h reads kv head h // (num_heads // num_kv_heads)
     s = softcap * tanh(s / softcap)    if softcap > 0
     s = s + slope_h * (j - pos)        if alibi_slopes are given (Press et al., arXiv:2108.12409)
+    s = s + attn_bias[r, h, i, j]      if it is given
 
 It sees key j where ``pos - left <= j <= pos + right``, a side of -1 being open, and, if causal, ``j <= pos``.
 Besides, where given: it sees the keys of the span of ``mm_prefix_range`` that pos lies in; of all these only those of
@@ -124,10 +125,12 @@ def _one_head(
     mask: NDArray[np.bool_],
     scale: float,
     slopes: Float64 | None,
+    bias: Float64 | None,
     softcap: float,
     sinks: Float64,
 ) -> tuple[Float64, Float64]:
-    """One kv head of one request: query [q_len, group, D] -> output [q_len, group, Dv], lse [q_len, group]."""
+    """One kv head of one request: query [q_len, group, D] -> output [q_len, group, Dv], lse [q_len, group].
+    bias [q_len, group, seq_len]"""
     q_len, seq_len = mask.shape
     s = scale * (query @ key.T)
     if softcap > 0:
@@ -135,6 +138,8 @@ def _one_head(
     if slopes is not None:
         distance = np.arange(seq_len) - (seq_len - q_len + np.arange(q_len))[:, None]
         s = s + slopes[:, None] * distance[:, None]
+    if bias is not None:
+        s = s + bias
     s = np.where(mask[:, None], s, -np.inf)
     m = np.maximum(s.max(axis=2, initial=-np.inf), sinks)
     shift = np.where(m == -np.inf, 0.0, m)[:, :, None]
@@ -163,6 +168,7 @@ def attention(
     tree_mask: NDArray[np.uint8] | None = None,
     selected_blocks: NDArray[np.int32] | None = None,
     block_size: int = 16,
+    attn_bias: NDArray[np.float32] | None = None,
 ) -> tuple[Float64, Float64]:
     """The definition above, request by request.
 
@@ -171,7 +177,7 @@ def attention(
     dynamic_causal [R] takes the place of causal, request by request. sliding_window: keys that a token sees, itself
     among them (-1: all; to both sides where not causal), or (left, right).
     mm_prefix_range, document_start_loc, tree_mask: as :func:`cpu_attn.get_scheduler_metadata` has them.
-    selected_blocks [R, Hkv, S]: of block_size keys each, -1 is none; None: all.
+    selected_blocks [R, Hkv, S]: of block_size keys each, -1 is none; None: all. attn_bias [R or 1, Hq or 1, Q, K].
 
     Returns output [T, Hq, Dv] and lse [Hq, T] (natural log), float64. NaN and inf reach the rows that see them only.
     Raises ValueError for a sliding_window that means nothing.
@@ -183,12 +189,16 @@ def attention(
     q64 = query.astype(np.float64)
     slopes = None if alibi_slopes is None else np.asarray(alibi_slopes).astype(np.float64)
     sinks = np.full(num_heads, -np.inf) if s_aux is None else np.asarray(s_aux).astype(np.float64)
+    bias = None
+    if attn_bias is not None:
+        bias = np.broadcast_to(attn_bias.astype(np.float64), (len(seq_lens), num_heads, *attn_bias.shape[2:]))
     with np.errstate(all="ignore"):
         for r, seq_len in enumerate(seq_lens):
             rows = slice(int(query_start_loc[r]), int(query_start_loc[r + 1]))
             see_past_only = causal if dynamic_causal is None else bool(dynamic_causal[r])
+            q_len = rows.stop - rows.start
             mask = visible(
-                rows.stop - rows.start,
+                q_len,
                 int(seq_len),
                 see_past_only,
                 sliding_window,
@@ -210,6 +220,7 @@ def attention(
                     mask & chosen,
                     scale,
                     None if slopes is None else slopes[heads],
+                    None if bias is None else bias[r, heads, :q_len, : int(seq_len)].swapaxes(0, 1),
                     softcap,
                     sinks[heads],
                 )

@@ -216,7 +216,7 @@ static void run_items(run *w, atomic_llong *next, int merges, int thread) {
 
 static ca_call call_of(const ca_array *a, const ca_shape *s) {
     const ca_array *q = &a[CA_QUERY], *out = &a[CA_OUTPUT], *kc = &a[CA_KEY_CACHE], *vc = &a[CA_VALUE_CACHE];
-    const ca_array *table = &a[CA_BLOCK_TABLE], *selected = &a[CA_SELECTED_BLOCKS];
+    const ca_array *table = &a[CA_BLOCK_TABLE], *selected = &a[CA_SELECTED_BLOCKS], *bias = &a[CA_ATTN_BIAS];
     const ca_axes k = ca_cache_axes(kc, s->kv_cache_layout, s->head_size);
     const ca_axes v = ca_cache_axes(vc, s->kv_cache_layout, s->head_size_v);
     return (ca_call){
@@ -247,6 +247,10 @@ static ca_call call_of(const ca_array *a, const ca_shape *s) {
         .selected_stride_r = selected->strides[0],
         .selected_stride_h = selected->strides[1],
         .num_selected = selected->itemsize ? selected->shape[2] : -1,
+        .attn_bias = (const float *)bias->address,
+        .bias_stride_r = bias->shape[0] > 1 ? bias->strides[0] : 0,
+        .bias_stride_h = bias->shape[1] > 1 ? bias->strides[1] : 0,
+        .bias_stride_q = bias->strides[2],
     };
 }
 
@@ -305,7 +309,8 @@ int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, co
                       causal, (const int32_t *)a[CA_DYNAMIC_CAUSAL].address, fault))
         return fault->status;
     if (ca_check_table(plan, call.block_table, call.table_stride, call.table_cols, call.num_blocks, call.block_size,
-                       &a[CA_SELECTED_BLOCKS], fault))
+                       &a[CA_SELECTED_BLOCKS], fault) ||
+        ca_check_bias(plan, &a[CA_ATTN_BIAS], fault))
         return fault->status;
     return attend(plan, &call, workspace, fault);
 }

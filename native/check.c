@@ -103,6 +103,18 @@ int ca_check_table(const ca_plan *p, const int32_t *table, int64_t stride, int64
     return check_shared(p, table, stride, fault);
 }
 
+int ca_check_bias(const ca_plan *p, const ca_array *bias, ca_fault *fault) {
+    fail(fault, CA_OK, -1, -1, -1, -1);
+    for (int r = 0; bias->itemsize && r < p->shape.num_reqs; r++) {
+        const int64_t q_len = (int64_t)p->query_start_loc[r + 1] - p->query_start_loc[r];
+        if (bias->shape[2] < q_len)
+            return fail(fault, CA_BIAS_SMALL, r, 2, bias->shape[2], q_len);
+        if (q_len && bias->shape[3] < p->seq_lens[r])
+            return fail(fault, CA_BIAS_SMALL, r, 3, bias->shape[3], p->seq_lens[r]);
+    }
+    return CA_OK;
+}
+
 int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault) {
     fail(fault, CA_OK, -1, -1, -1, -1);
     for (int64_t i = 0; i < num_tokens; i++)

@@ -58,7 +58,8 @@ enum ca_status {
     CA_SELECTED_ORDER,      /* request, kv_head, position, value, bound = the value before */
     CA_OTHER_BLOCK_SIZE,    /* value, bound = the plan's */
     CA_OTHER_BLOCKS,        /* request, position, value, bound = that of a request that shared it */
-    CA_SELECTED_SHARED      /* of a plan that shares prefixes */
+    CA_SELECTED_SHARED,     /* of a plan that shares prefixes */
+    CA_BIAS_SMALL           /* request, position = axis, value, bound = what the request needs */
 };
 
 /* Where a check failed. Fields that a status does not use are -1. */
@@ -137,6 +138,7 @@ enum ca_attention_arrays {
     CA_ALIBI_SLOPES,
     CA_S_AUX,
     CA_SELECTED_BLOCKS,
+    CA_ATTN_BIAS,
     CA_ATTENTION_ARRAYS
 };
 enum ca_step_arrays {
@@ -171,7 +173,7 @@ typedef struct ca_known {
         int64_t sizes[11];
         /* of a write: what the isa and kv_cache_dtype that the caller named mean for these arrays */
         int64_t isa, k_dtype, v_dtype;
-        ca_array arrays[12];
+        ca_array arrays[13];
     } calls[8];
 } ca_known;
 
@@ -224,6 +226,8 @@ int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs over a
  * share them in the plan? selected: CA_SELECTED_BLOCKS of a call, checked too. */
 int ca_check_table(const ca_plan *plan, const int32_t *table, int64_t stride, int64_t cols, int64_t num_blocks,
                    int64_t block_size, const ca_array *selected, ca_fault *fault);
+/* Is CA_ATTN_BIAS of a call large enough? */
+int ca_check_bias(const ca_plan *plan, const ca_array *bias, ca_fault *fault);
 
 /* NumPy arrays as C reads them: type(array), the None that stands for no array, sizeof(PyObject), and what dtype
  * objects mean. Once, on import; without it every call is CA_UNKNOWN. */
@@ -314,6 +318,8 @@ typedef struct ca_call {
     const int32_t *selected; /* [R, Hkv, num_selected], block numbers within a request, ascending, then -1 */
     int64_t selected_stride_r, selected_stride_h, num_selected; /* -1: none is given, all blocks count */
     int64_t k_ld, v_ld; /* from token to token of a plain cache; packed: head_size, head_size_v */
+    const float *attn_bias; /* ca_bias_row, or NULL */
+    int64_t bias_stride_r, bias_stride_h, bias_stride_q; /* 0 along an axis of size 1 */
 } ca_call;
 
 #define CA_LANES 16    /* tokens of a K group in every layout */
@@ -692,6 +698,13 @@ static inline int64_t ca_next_key(const ca_call *call, int request, int kv_head,
     ca_blocks b = ca_blocks_of(call, request, kv_head);
     int64_t block = ca_nth_block(b, ca_find_block(b, key / call->block_size));
     return ca_min64(end, ca_max64(key, block * call->block_size));
+}
+
+/* What is added to the logits of a query token's head, by key. NULL: nothing. */
+static inline const float *ca_bias_row(const ca_call *c, ca_token at, int64_t head) {
+    return c->attn_bias ? c->attn_bias + at.request * c->bias_stride_r + head * c->bias_stride_h +
+                              at.token * c->bias_stride_q
+                        : NULL;
 }
 
 static inline const char *ca_block(const void *base, int64_t stride_n, int64_t stride_h, int64_t block, int kv_head,

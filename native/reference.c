@@ -43,6 +43,7 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
     const char *query = ca_block(c->query, c->q_stride_t, c->q_stride_h, start + at.token, (int)head, p->shape.dtype);
     const int32_t *table = c->block_table + t->request * c->table_stride;
     const uint8_t *bits = ca_tree_row(p, at.request, at.token);
+    const float *bias = ca_bias_row(c, at, head);
     double m = -INFINITY, l = 0;
     memset(o, 0, (size_t)dv * sizeof *o);
     ca_visible(p, at.request, at.token, &lo, &hi);
@@ -57,6 +58,8 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
         double s = score(p, c, query, k, token), old = m;
         if (c->alibi_slopes)
             s += (double)c->alibi_slopes[head] * (double)(j - pos);
+        if (bias)
+            s += bias[j];
         m = s > m ? s : m;
         double rescale = old == m ? 1 : exp(old - m), w = m == -INFINITY ? exp(s) : exp(s - m);
         l = l * rescale + w;

@@ -20,6 +20,8 @@ LEVELS = ("quick", "default", "full")
 RANDOM_CASES = {"quick": 6, "default": 40, "full": 400}
 # Multiply-adds of a random case, so that the plain C engine takes milliseconds.
 RANDOM_WORK = 2e6
+# Of an attn_bias: of each request and head, of each head, of each request with -inf among them, of all.
+BIASES = ("heads", "batch", "holes", "one")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Case:
     a kv head attends, at random, None for all without a selection; shared: for each request the number of an
     earlier one and how many of its blocks it starts with, which the plan is told; kv_cache_layout: of the caches
     (strided: in plain ones rows are apart, too, and blocks run backwards); latent: V is the first head_size_v columns
-    of K."""
+    of K; bias: an attn_bias, a name from BIASES, or None."""
 
     name: str
     query_lens: tuple[int, ...]
@@ -63,6 +65,7 @@ class Case:
     tree: str | None = None
     selected: float | None = None
     shared: tuple[tuple[int, int], ...] = ()
+    bias: str | None = None
 
     @property
     def value_size(self) -> int:
@@ -300,6 +303,24 @@ MASKS: dict[str, dict[str, Any]] = {
     "tree-prompt": {"query_lens": (150,), "seq_lens": (150,), "tree": "binary", "sliding_window": 5},
 }
 
+BIAS: dict[str, dict[str, Any]] = {
+    "heads": {**MIXED, "bias": "heads"},
+    "batch": {**MIXED, "bias": "batch", "causal": False},
+    "holes": {**MIXED, "bias": "holes", "block_size": 5},
+    "one": {**PREFILL, "bias": "one", "sinks": "mixed", "strided": True},
+    "holes-everything": {**MIXED, **FEATURES["everything"], "bias": "holes"},
+    "spans": {**SPANS, "bias": "heads", "sliding_window": 5},
+    "tree": {**TREE, "bias": "holes", "tree": "binary", "sliding_window": 30},
+    "late-nan": {**MIXED, "bias": "heads", "fill": "late-nan"},
+    "selected": {**MIXED, "bias": "heads", "selected": 0.5, "fill": "masked"},
+    "int4": {**MIXED, "bias": "heads", "kv_cache_dtype": "int4", "head_size": 64},
+    "few": {**FEW_ROWS["group-5"], "bias": "holes", "block_size": 32},
+    "few-int8": {**FEW_ROWS["group-8"], "bias": "heads", "block_size": 32, "kv_cache_dtype": "int8"},
+    "few-NHD": {**FEW_ROWS["heads"], "bias": "heads", "block_size": 32, "kv_cache_layout": "NHD"},
+    "3000": {**LONG["3000-chunk"], "bias": "heads", "head_size": 16},
+}
+QUICK_BIAS = ("heads", "holes", "one", "holes-everything", "few-NHD", "3000")
+
 # The unselected blocks of "masked" hold NaN, the ones that no head selects are not even in the block table.
 SELECTED: dict[str, dict[str, Any]] = {
     "half": {**MIXED, "selected": 0.5, "fill": "masked"},
@@ -481,6 +502,8 @@ def _quick() -> Iterator[Case]:
         yield _case(f"selected-{name}", fields)
     for name in ("tree", "everything", "block-24"):
         yield _case(f"cascade-{name}", PREFIXES, **CASCADE[name])
+    for name in QUICK_BIAS:
+        yield _case(f"bias-{name}", BIAS[name])
 
 
 def _default() -> Iterator[Case]:
@@ -573,6 +596,12 @@ def _default() -> Iterator[Case]:
         yield _case(f"selected-{name}", MIXED, **feature, selected=0.4, num_heads=6, head_size=24, block_size=8)
     for name, fields in CASCADE.items():
         yield _case(f"cascade-{name}", PREFIXES, **fields)
+    for name, fields in BIAS.items():
+        if name not in QUICK_BIAS:
+            yield _case(f"bias-{name}", fields)
+    yield _case("bias-cascade", PREFIXES, **CASCADE["everything"], bias="holes")
+    for name, feature in FEATURES.items():
+        yield _case(f"bias-mixed-{name}", MIXED, **feature, bias="holes", num_heads=6, head_size=24)
 
 
 def _full() -> Iterator[Case]:
@@ -651,6 +680,7 @@ def _random(index: int, seed: int) -> Case:
     sizes = [size for size in HEAD_SIZES if least <= size <= most] or [least]
     fill = str(rng.choice(["normal"] * 6 + ["masked", *FILLS]))
     layout = str(np.random.default_rng([seed, index, 1]).choice(["packed", "packed", "packed", "HND", "NHD"]))
+    bias = [None, None, None, None, *BIASES][int(np.random.default_rng([seed, index, 2]).integers(8))]
     slope = 0.0 if fill in LARGE_SCORES else float(rng.choice([0.0, 0.0, 0.0625]))
     kinds = ["auto"] * 5 + ["fp8_e4m3", "fp8_e5m2"]
     kinds += ["auto/int4"] if fill in LARGE_SCORES else ["int8", "int4", "int8/int4", "int4/auto"]
@@ -671,6 +701,7 @@ def _random(index: int, seed: int) -> Case:
         pieces=int(rng.integers(1, 4)),
         kv_cache_dtype=str(rng.choice(kinds)),
         selected=[None, None, None, 0.2, 0.7][int(rng.integers(5))],
+        bias=None if fill in LARGE_SCORES else bias,
     )
     case = dataclasses.replace(case, **_random_masks(rng, case))
     rotary = str(rng.choice(["", "", "", "neox", "gptj", "neox-partial", "gptj-partial", "neox-norm", "gptj-norm"]))
@@ -700,7 +731,7 @@ def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     wanted |= {"rotary-everything"}
     wanted |= {"masks-documents-everything", "masks-spans-alibi", "masks-tree-everything", "masks-tree-bits-window"}
     wanted |= {"selected-few-of-3000"}
-    wanted |= {"cascade-tree"}
+    wanted |= {"cascade-tree", "bias-holes-everything", "bias-few-NHD", "bias-3000"}
     wanted |= {"NHD-everything", "NHD-3000", "NHD-selected", "NHD-cascade"}
     if level != "quick":
         wanted |= {"many-requests", "mixed-fill-leaping", "long-3000-chunk", "long-3000-sinks", "mixed-heads-14-2"}

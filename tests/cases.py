@@ -81,6 +81,7 @@ class Problem:
     dynamic_causal: NDArray[np.int32] | None
     unspecified: NDArray[np.bool_]
     selected_blocks: NDArray[np.int32] | None = None
+    attn_bias: NDArray[np.float32] | None = None
 
     @property
     def scales(self) -> tuple[float, float]:
@@ -127,6 +128,7 @@ class Problem:
             **self.case.masks,
             selected_blocks=self.selected_blocks,
             block_size=self.case.block_size,
+            attn_bias=self.attn_bias,
         )
 
 
@@ -341,6 +343,25 @@ def _share(case: Case, rows: list[NDArray[Any]]) -> None:
         rows[r][:n] = rows[source][:n]
 
 
+def _attn_bias(case: Case) -> NDArray[np.float32] | None:
+    """NaN wherever nobody may look: past the queries and the keys of a request, and at what a token does not see."""
+    if case.bias is None:
+        return None
+    rng = np.random.default_rng([case.seed, zlib.crc32(case.name.encode()), 1])
+    each = case.bias in ("heads", "holes")
+    heads = case.num_heads if case.bias in ("heads", "batch") else 1
+    queries, keys = max(case.query_lens, default=0) + 1, max(case.seq_lens, default=0) + 2
+    bias: NDArray[np.float32]
+    bias = rng.standard_normal((len(case.seq_lens) if each else 1, heads, queries, keys), np.float32) * 2
+    seen = np.zeros((len(case.seq_lens), queries, keys), np.bool_)
+    for r, (q_len, seq_len) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+        seen[r, :q_len, :seq_len] = case.mask(r)
+    if case.bias == "holes":
+        bias[rng.random(bias.shape) < 0.3] = -np.inf
+        bias[:, :, queries // 2] = -np.inf
+    return np.where((seen if each else seen.any(axis=0, keepdims=True))[:, None], bias, np.float32(np.nan))
+
+
 def build(case: Case) -> Problem:
     """A case's arrays."""
     rng = np.random.default_rng([case.seed, zlib.crc32(case.name.encode())])
@@ -370,6 +391,7 @@ def build(case: Case) -> Problem:
         dynamic_causal=None if case.dynamic_causal is None else np.array(case.dynamic_causal, np.int32),
         unspecified=np.isinf(query).any(axis=2),
         selected_blocks=_selected_blocks(case),
+        attn_bias=_attn_bias(case),
     )
 
 
@@ -398,6 +420,7 @@ def alone(problem: Problem, r: int) -> Problem:
         dynamic_causal=None if problem.dynamic_causal is None else problem.dynamic_causal[pick],
         unspecified=problem.unspecified[rows],
         selected_blocks=None if problem.selected_blocks is None else problem.selected_blocks[pick],
+        attn_bias=problem.attn_bias if problem.attn_bias is None or len(problem.attn_bias) == 1 else problem.attn_bias[pick],
     )
 
 
@@ -577,6 +600,7 @@ def _attend(
         "lse": lse,
         "selected_blocks": problem.selected_blocks,
         "kv_cache_layout": case.kv_cache_layout,
+        "attn_bias": None if problem.attn_bias is None else _copy(problem.attn_bias, case.strided),
     }
     if engine == "onednn-python":
         from cpu_attn import compose

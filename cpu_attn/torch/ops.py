@@ -37,7 +37,8 @@ _SCHEMAS = (
     "Tensor query_start_loc, Tensor seq_lens, float scale, bool causal, Tensor? alibi_slopes, "
     "int[1] sliding_window_size, Tensor block_table, float softcap, Tensor scheduler_metadata, Tensor? s_aux, "
     'Tensor? dynamic_causal, float k_scale=1.0, float v_scale=1.0, str kv_cache_dtype="auto", *, '
-    'Tensor(b!)? lse=None, Tensor? selected_blocks=None, str kv_cache_layout="packed") -> ()',
+    "Tensor(b!)? lse=None, Tensor? selected_blocks=None, Tensor? attn_bias=None, "
+    'str kv_cache_layout="packed") -> ()',
 )
 
 # ---- plans as tensors ----
@@ -134,6 +135,7 @@ def _attention(
     *,
     lse: Any = None,
     selected_blocks: Any = None,
+    attn_bias: Any = None,
     kv_cache_layout: str = "packed",
 ) -> None:
     ops.attention_with_kv_cache(
@@ -157,6 +159,7 @@ def _attention(
         kv_cache_dtype,
         lse=lse,
         selected_blocks=selected_blocks,
+        attn_bias=attn_bias,
         kv_cache_layout=kv_cache_layout,
     )
 

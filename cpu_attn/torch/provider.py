@@ -158,8 +158,8 @@ def _attend(
             enable_kv_split=num_splits != 1,
             kv_cache_layout="NHD",
         )
-        arrays = (out[tokens], lse[:, tokens], query[tokens], k, v, table, None, None, None, alibi_slopes, None, None)
-        ops.attend(plan, arrays, scale, 0.0)
+        arrays = (query[tokens], k, v, out[tokens], table)
+        ops.attend(plan, *arrays, scale, lse=lse[:, tokens], alibi_slopes=alibi_slopes)
     return lse
 
 

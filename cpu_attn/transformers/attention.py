@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache as once
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from cpu_attn.transformers import continuous
 from cpu_attn.transformers.lazy import LazyTensor
-from cpu_attn.transformers.masks import Mask, UnplannableError, mask_function
+from cpu_attn.transformers.masks import Mask, UnplannableError, as_bias, mask_function
 from cpu_attn.transformers.paged_cache import Pages
-from cpu_attn.transformers.plans import run, unmasked
+from cpu_attn.transformers.plans import Logits, Requests, run, unmasked
 
 NAME = "cpu_attn"
 # generate_batch takes an implementation of one's own only by a name that contains "flash". It needs no masks.
@@ -69,9 +69,9 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Output [B, T, H, Dv] of query [B, H, T, D] over key [B, Hkv, S, D] and value [B, Hkv, S, Dv], any strides.
 
-    What transformers' models call, for inference. attention_mask: ours, which is a plan; None; or any other, which goes
-    to torch's scaled_dot_product_attention with a warning, as does position_bias. RuntimeError for training, ValueError
-    for dropout, for attention weights, and for softcap or s_aux where torch would have to compute.
+    What transformers' models call, for inference. attention_mask [B or 1, H or 1, T, S]: ours, which mostly is a plan;
+    None; or any other, boolean or to be added. position_bias [B or 1, H or 1, T, S]. RuntimeError for training,
+    ValueError for dropout and for attention weights.
     """
     if dropout:
         raise ValueError(f"dropout: {dropout}, cpu_attn is for inference; expected 0.0 (model.eval())")
@@ -82,14 +82,15 @@ def attention(
         raise RuntimeError("cpu_attn has no backward pass: model.eval(), or another attn_implementation to train")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else s_aux.detach()
-    numbers = (scale, float(softcap or 0.0), sinks)
+    logits = Logits(scale, float(softcap or 0.0), sinks)
     inputs = (query, key, value)
     query, key, value = (x.detach() if tracked and not isinstance(x, Pages) else x for x in inputs)
     if cache is not None:
-        output = continuous.attend(module.layer_idx, query, key, value, cache, *numbers, **kwargs)
+        output = continuous.attend(module.layer_idx, query, key, value, cache, logits, **kwargs)
     else:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        output = _attend(query, key, value, attention_mask, bool(causal), position_bias, *numbers)
+        bias = None if position_bias is None else position_bias.detach().float()
+        output = _attend(query, key, value, attention_mask, bool(causal), replace(logits, attn_bias=bias))
     return (_Inference.apply(output, *inputs) if tracked else output), None
 
 
@@ -114,79 +115,39 @@ class _Inference(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    position_bias: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    s_aux: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, causal: bool, logits: Logits
 ) -> torch.Tensor:
     batch_size, _, q_length, _ = query.shape
-    kv_length = key.shape[2]
     causal = causal and q_length > 1 and mask is None  # sdpa's rule: a model without a mask means its own is_causal
-    if causal and kv_length > q_length and position_bias is None:  # and its keys from the first one on
+    if causal and key.shape[2] > q_length:  # and its keys from the first one on
         key, value = key[:, :, :q_length], value[:, :, :q_length]
-    try:
-        if position_bias is not None:
-            raise UnplannableError("position_bias")
-        if mask is None:
-            requests = unmasked(batch_size, q_length, key.shape[2], causal)
-        elif not isinstance(mask, Mask):
-            raise UnplannableError("an attention_mask of the caller's own")
-        elif mask.shape != (batch_size, 1, q_length, kv_length):
-            raise UnplannableError("an attention_mask that was made for other keys or queries")
-        else:
-            requests = mask.requests()
-    except UnplannableError as reason:
-        return _dense(str(reason), query, key, value, mask, causal, position_bias, scale, softcap, s_aux)
+    kv_length = key.shape[2]
+    requests = unmasked(batch_size, q_length, kv_length, causal)
+    if mask is not None:
+        if mask.shape[-2:] != (q_length, kv_length):
+            raise ValueError(f"attention_mask: {tuple(mask.shape)}, expected [..., {q_length}, {kv_length}]")
+        requests, logits = _masked(requests, mask, logits)
     if isinstance(key, Pages) and isinstance(value, Pages) and key is key.layer.keys and value is key.layer.values:
-        return key.layer.attend(query, requests, scale, softcap, s_aux)
+        return key.layer.attend(query, requests, logits)
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     head_sizes = key.shape[3], value.shape[3]
     plan = requests.plan(query.shape[1], key.shape[1], *head_sizes, query.dtype, "HND", "auto")
-    return run(plan, query, key, value, requests.block_table, scale, softcap, s_aux)
+    return run(plan, query, key, value, requests.block_table, logits)
 
 
-@once
-def _warn(reason: str) -> None:
-    warnings.warn(f"cpu_attn: torch's scaled_dot_product_attention computes, because of {reason}", stacklevel=2)
-
-
-def _dense(
-    reason: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    position_bias: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    s_aux: torch.Tensor | None,
-) -> torch.Tensor:
-    for name, x in (("softcap", softcap or None), ("s_aux", s_aux)):
-        if x is not None:
-            raise ValueError(f"{name}: no plan for {reason}, and torch's attention has no {name}; use 'eager'")
-    _warn(reason)
-    key, value, mask = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value, mask))
-    if position_bias is not None:
-        if causal:
-            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
-        if mask is None:
-            mask = position_bias
-        elif mask.dtype == torch.bool:
-            mask = torch.where(mask, position_bias, -torch.inf)
-        else:
-            mask = mask + position_bias
-        causal = False
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(query.dtype)
-    grouped = key.shape[1] != query.shape[1]
-    output = torch.nn.functional.scaled_dot_product_attention(
-        *(query, key, value, mask), is_causal=causal, scale=scale, enable_gqa=grouped
-    )
-    return output.transpose(1, 2).contiguous()
+def _masked(requests: Requests, mask: torch.Tensor, logits: Logits) -> tuple[Requests, Logits]:
+    """The mask as a plan, which hides keys for nothing, or, where there is none, as a bias over all of the requests'
+    keys."""
+    if isinstance(mask, Mask):
+        try:
+            planned = mask.requests()
+        except UnplannableError:
+            pass
+        else:  # a bias goes by query tokens of a request: those of a row without the padding are others
+            if logits.attn_bias is None or np.array_equal(planned.query_start_loc, requests.query_start_loc):
+                return planned, logits
+    bias = mask.bias() if isinstance(mask, Mask) else as_bias(mask)
+    if logits.attn_bias is not None:
+        bias = bias + logits.attn_bias
+    return requests, replace(logits, attn_bias=bias)

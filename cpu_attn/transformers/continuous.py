@@ -10,14 +10,14 @@ cache to us. A sliding layer keeps its last ``sliding_window`` tokens in a ring:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from cpu_attn import merge_states
-from cpu_attn.transformers.plans import Ints, Requests, run
+from cpu_attn.transformers.plans import Ints, Logits, Requests, run
 
 
 def attend(
@@ -26,9 +26,7 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     cache: Any,
-    scale: float,
-    softcap: float,
-    s_aux: torch.Tensor | None,
+    logits: Logits,
     *,
     cu_seq_lens_q: torch.Tensor,
     cu_seq_lens_k: dict[str, torch.Tensor],
@@ -47,7 +45,7 @@ def attend(
         lengths = cu_seq_lens_q.numpy(), cu_seq_lens_k[allocator.layer_type].numpy()
         indices = read_index[allocator.index].numpy(), write_index[allocator.index]
         steps[allocator.index] = Step.of(allocator, *lengths, *indices)
-    return steps[allocator.index].attend(allocator, layer_idx, query, key, value, scale, softcap, s_aux)
+    return steps[allocator.index].attend(allocator, layer_idx, query, key, value, logits)
 
 
 def _blocks(rows: Ints, block: int) -> tuple[Ints, int]:
@@ -108,21 +106,18 @@ class Step:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scale: float,
-        softcap: float,
-        s_aux: torch.Tensor | None,
+        logits: Logits,
     ) -> torch.Tensor:
-        numbers = scale, softcap, s_aux
         rows = allocator._kv_token_views[layer_idx]
         count = min(map(len, rows)) // self.block
         caches = [x[: count * self.block].unflatten(0, (count, self.block)) for x in rows]
         # Before the keys that they still see are written over.
-        early = [(p.tokens, p.attend(query, key, value, caches, *numbers)) for p in self.prompts]
+        early = [(p.tokens, p.attend(query, key, value, caches, logits)) for p in self.prompts]
         for to, states in zip(rows, (key, value), strict=True):
             to.index_copy_(0, self.write, states[0].transpose(0, 1))
         kind = query.dtype, "NHD", "auto"
         plan = self.requests.plan(query.shape[1], key.shape[1], key.shape[3], value.shape[3], *kind)
-        output = run(plan, query, caches[0], caches[1], self.table, *numbers)
+        output = run(plan, query, caches[0], caches[1], self.table, logits)
         for tokens, found in early:
             output[:, tokens] = found
         return output
@@ -153,21 +148,20 @@ class Prompt:
         key: torch.Tensor,
         value: torch.Tensor,
         caches: list[torch.Tensor],
-        scale: float,
-        softcap: float,
-        s_aux: torch.Tensor | None,
+        logits: Logits,
     ) -> torch.Tensor:
         query, key, value = (x[:, :, self.tokens] for x in (query, key, value))
         sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3], query.dtype
         reach = int(self.old.query_start_loc[-1])
         own_lse = query.new_empty(query.shape[1], query.shape[2], dtype=torch.float32)
         plan = self.own.plan(*sizes, "HND", "auto")
-        own = run(plan, query, key, value, self.own.block_table, scale, softcap, s_aux, lse=own_lse)
+        own = run(plan, query, key, value, self.own.block_table, logits, lse=own_lse)
         if not self.old.seq_lens[0] or not reach:
             return own
         old_lse = torch.empty_like(own_lse[:, :reach])
         plan = self.old.plan(*sizes, "NHD", "auto")
-        first = run(plan, query[:, :, :reach], caches[0], caches[1], self.table, scale, softcap, None, lse=old_lse)
+        without = replace(logits, s_aux=None)  # which is in own
+        first = run(plan, query[:, :, :reach], caches[0], caches[1], self.table, without, lse=old_lse)
         own[0, :reach] = merge_states(
             [first[0], own[0, :reach]], [old_lse, own_lse[:, :reach]], out=torch.empty_like(first[0])
         )[0]

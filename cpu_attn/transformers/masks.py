@@ -89,15 +89,22 @@ class Mask(LazyTensor):
     def __new__(cls, arguments: dict[str, Any]) -> Mask:
         shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
         mask: Mask = super().__new__(cls, shape, torch.bool)
-        mask._arguments, mask._found = arguments, None
+        mask._arguments, mask._found, mask._bias = arguments, None, None
         return mask
 
     _arguments: dict[str, Any]
     _found: Requests | str | None
+    _bias: torch.Tensor | None
 
     def dense(self) -> torch.Tensor:
         arguments = self._arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return stock.sdpa_mask(**arguments)
+
+    def bias(self) -> torch.Tensor:
+        """:meth:`dense` as :func:`as_bias` has it, made once for all layers."""
+        if self._bias is None:
+            self._bias = as_bias(self.dense())
+        return self._bias
 
     def requests(self) -> Requests:
         """UnplannableError, where a plan cannot say it."""
@@ -109,6 +116,13 @@ class Mask(LazyTensor):
         if isinstance(self._found, str):
             raise UnplannableError(self._found)
         return self._found
+
+
+def as_bias(mask: torch.Tensor) -> torch.Tensor:
+    """What a dense mask adds to logits, float32; True is seen."""
+    if mask.dtype != torch.bool:
+        return mask.detach().float()
+    return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 from cpu_attn import PagedKVCache, ops
 from cpu_attn._arrays import dtype_name
 from cpu_attn.transformers.lazy import LazyTensor
-from cpu_attn.transformers.plans import Requests, by_token, run
+from cpu_attn.transformers.plans import Logits, Requests, by_token, run
 
 LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -132,9 +132,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             free = np.append(free, np.arange(had.num_blocks, self.pages.num_blocks, dtype=np.int32))
         return free[:count]
 
-    def attend(
-        self, query: torch.Tensor, requests: Requests, scale: float, softcap: float, s_aux: torch.Tensor | None
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, requests: Requests, logits: Logits) -> torch.Tensor:
         """Output [B, T, H, Dv] of query [B, H, T, D] over the pages."""
         pages = self.pages
         head_sizes = pages.head_size, pages.head_size_v
@@ -142,7 +140,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             query.shape[1], pages.num_kv_heads, *head_sizes, self.dtype, "packed", pages.kv_cache_dtype
         )
         table, scales = self.table[requests.rows], (pages.k_scale, pages.v_scale)
-        return run(plan, query, pages.key_cache, pages.value_cache, table, scale, softcap, s_aux, scales)
+        return run(plan, query, pages.key_cache, pages.value_cache, table, logits, scales)
 
     def gather(self, value: bool) -> torch.Tensor:
         """Keys [B, Hkv, S, D] or values [B, Hkv, S, Dv], times their scales."""

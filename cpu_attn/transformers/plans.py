@@ -65,34 +65,34 @@ def by_token(states: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
+@dataclass(frozen=True)
+class Logits:
+    """What a model makes of q.k: as in :func:`cpu_attn.attention_with_kv_cache`."""
+
+    scale: float
+    softcap: float = 0.0
+    s_aux: torch.Tensor | None = None
+    attn_bias: torch.Tensor | None = None
+
+
 def run(
     plan: Any,
     query: torch.Tensor,
     key_cache: Any,
     value_cache: Any,
     block_table: Any,
-    scale: float,
-    softcap: float,
-    s_aux: torch.Tensor | None,
+    logits: Logits,
     scales: tuple[float, float] = (1.0, 1.0),
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Output [B, T, H, Dv] of query [B, H, T, D]: the tokens of a plan, row after row of the batch."""
     batch_size, num_heads, q_length, _ = query.shape
     output = query.new_empty(batch_size, q_length, num_heads, plan.head_size_v)
-    arrays = (
-        output.flatten(0, 1),
-        lse,
-        by_token(query),
-        key_cache,
-        value_cache,
-        block_table,
-        None,
-        None,
-        None,
-        None,
-        s_aux,
-        None,
+    ops.attend(
+        *(plan, by_token(query), key_cache, value_cache, output.flatten(0, 1), block_table),
+        *(logits.scale, logits.softcap, scales),
+        lse=lse,
+        s_aux=logits.s_aux,
+        attn_bias=logits.attn_bias,
     )
-    ops.attend(plan, arrays, scale, softcap, -1, scales)
     return output

@@ -32,6 +32,7 @@ typedef struct work {
     int64_t *lo, *hi, *pos;
     ca_state part;
     const uint8_t **tree; /* of each row: ca_tree_row */
+    const float **bias;   /* and ca_bias_row */
     int64_t context;
 } work;
 
@@ -67,6 +68,7 @@ static int64_t carve(work *w, char *base, const ca_plan *plan) {
     TAKE(hi, rows * sizeof(int64_t))
     TAKE(pos, rows * sizeof(int64_t))
     TAKE(tree, rows * sizeof *w->tree)
+    TAKE(bias, rows * sizeof *w->bias)
     TAKE(pad, PAD)
     TAKE(pages.wide, ca_wide_bytes(plan))
     TAKE(pages.key, KEYS * sizeof(int32_t))
@@ -180,6 +182,7 @@ static void take_rows(work *w) {
             plan->kernel->widen_row(src, w->head_size, q_factor(w), (float *)w->q + r * columns);
         ca_visible(plan, at.request, at.token, &w->lo[r], &w->hi[r]);
         w->tree[r] = ca_tree_row(plan, at.request, at.token);
+        w->bias[r] = ca_bias_row(c, at, head);
         w->pos[r] = ca_position(plan, at.request, at.token);
         w->slope[r] = c->alibi_slopes ? c->alibi_slopes[head] : 0;
     }
@@ -257,7 +260,7 @@ static void seen(const work *w, int64_t row, int64_t n, int64_t *a, int64_t *b) 
     *b = ca_max64(*a, columns_before(w, n, w->hi[row]));
 }
 
-/* Softcap's factor, ALiBi and the mask; a row with nothing or nonsense to show becomes zeros. */
+/* Softcap's factor, ALiBi, bias and the mask; a row with nothing or nonsense to show becomes zeros. */
 static void finish_scores(work *w, int64_t r0, int64_t r, int64_t n, int64_t keys) {
     float *s = w->s + r * keys, cap = w->pages.call->softcap, slope = w->slope[r0 + r];
     int64_t a, b, pos = w->pos[r0 + r];
@@ -268,6 +271,8 @@ static void finish_scores(work *w, int64_t r0, int64_t r, int64_t n, int64_t key
     if (slope != 0)
         for (int64_t j = a; j < b; j++)
             s[j] += slope * (float)(int32_t)(w->pages.key[j] - pos);
+    for (int64_t j = a; w->bias[r0 + r] && j < b; j++)
+        s[j] += w->bias[r0 + r][w->pages.key[j]];
     for (int64_t j = a; w->tree[r0 + r] && j < b; j++)
         if (!ca_sees(w->tree[r0 + r], w->context, w->pages.key[j]))
             s[j] = -INFINITY;
