@@ -317,7 +317,7 @@ typedef struct ca_call {
     float scale, softcap, k_scale, v_scale;
     const int32_t *selected; /* [R, Hkv, num_selected], block numbers within a request, ascending, then -1 */
     int64_t selected_stride_r, selected_stride_h, num_selected; /* -1: none is given, all blocks count */
-    int64_t k_ld, v_ld; /* from token to token of a plain cache; packed: head_size, head_size_v */
+    int64_t k_ld, v_ld;     /* from token to token of a plain cache; packed: head_size, head_size_v */
     const float *attn_bias; /* ca_bias_row, or NULL */
     int64_t bias_stride_r, bias_stride_h, bias_stride_q; /* 0 along an axis of size 1 */
 } ca_call;
@@ -702,9 +702,9 @@ static inline int64_t ca_next_key(const ca_call *call, int request, int kv_head,
 
 /* What is added to the logits of a query token's head, by key. NULL: nothing. */
 static inline const float *ca_bias_row(const ca_call *c, ca_token at, int64_t head) {
-    return c->attn_bias ? c->attn_bias + at.request * c->bias_stride_r + head * c->bias_stride_h +
-                              at.token * c->bias_stride_q
-                        : NULL;
+    return c->attn_bias
+               ? c->attn_bias + at.request * c->bias_stride_r + head * c->bias_stride_h + at.token * c->bias_stride_q
+               : NULL;
 }
 
 static inline const char *ca_block(const void *base, int64_t stride_n, int64_t stride_h, int64_t block, int kv_head,

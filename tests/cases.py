@@ -395,6 +395,10 @@ def build(case: Case) -> Problem:
     )
 
 
+def _of_request(bias: NDArray[np.float32] | None, r: int) -> NDArray[np.float32] | None:
+    return bias if bias is None or len(bias) == 1 else bias[r : r + 1]
+
+
 def alone(problem: Problem, r: int) -> Problem:
     """Request r of a problem, in the same cache and blocks, with nobody beside it."""
     case, loc = problem.case, problem.query_start_loc
@@ -420,7 +424,7 @@ def alone(problem: Problem, r: int) -> Problem:
         dynamic_causal=None if problem.dynamic_causal is None else problem.dynamic_causal[pick],
         unspecified=problem.unspecified[rows],
         selected_blocks=None if problem.selected_blocks is None else problem.selected_blocks[pick],
-        attn_bias=problem.attn_bias if problem.attn_bias is None or len(problem.attn_bias) == 1 else problem.attn_bias[pick],
+        attn_bias=_of_request(problem.attn_bias, r),
     )
 
 

@@ -39,6 +39,10 @@ def selected(blocks: list[int]) -> Any:
     return array
 
 
+def bias(*shape: int) -> Any:
+    return np.zeros(shape, F32)
+
+
 def refuses(call: Any, args: dict[str, Any], error: type[Exception], *words: str) -> None:
     before = {k: v.tobytes() for k, v in args.items() if isinstance(v, np.ndarray)}
     with pytest.raises(error) as caught:
@@ -174,6 +178,13 @@ ATTENTION = [
         ValueError,
         ["block_table", "request 0", "needs 2", "has 1"],
     ),
+    ({"attn_bias": bias(2, 4, 2, 20)}, ValueError, ["attn_bias", "request 0", "axis 2 is 2", "3 query tokens"]),
+    ({"attn_bias": bias(1, 1, 3, 19)}, ValueError, ["attn_bias", "request 0", "axis 3 is 19", "20 keys"]),
+    ({"attn_bias": bias(3, 4, 3, 20)}, ValueError, ["attn_bias", "axis 0 is 3", "num_reqs = 2, or 1"]),
+    ({"attn_bias": bias(2, 2, 3, 20)}, ValueError, ["attn_bias", "axis 1 is 2", "num_heads = 4, or 1"]),
+    ({"attn_bias": bias(4, 3, 20)}, ValueError, ["attn_bias", "3 axes, expected 4"]),
+    ({"attn_bias": bias(2, 4, 3, 20).astype(F16)}, TypeError, ["attn_bias", "float16", "float32"]),
+    ({"attn_bias": bias(2, 4, 3, 40)[..., ::2]}, ValueError, ["attn_bias", "stride 2"]),
     ({"kv_cache_dtype": "fp8_e4m3"}, ValueError, ["kv_cache_dtype", "fp8_e4m3"]),
     ({"k_scale": 0.5}, ValueError, ["k_scale", "0.5"]),
 ]
@@ -238,6 +249,22 @@ def test_query_and_output_may_interleave() -> None:
     cpu_attn.attention_with_kv_cache(**args)
     cpu_attn.attention_with_kv_cache(**plain)
     assert np.array_equal(args["output"], plain["output"])
+
+
+def test_output_may_not_be_the_bias() -> None:
+    memory = np.zeros(480, F32)
+    args = attention_args() | {"attn_bias": memory.reshape(2, 4, 3, 20)}
+    args["output"] = memory[100:228].reshape(4, 4, 8)
+    refuses(cpu_attn.attention_with_kv_cache, args, ValueError, "output", "shares memory", "attn_bias")
+
+
+def test_bias_is_checked_in_every_call() -> None:
+    """The same shapes for a plan of more keys."""
+    args = attention_args() | {"attn_bias": bias(1, 1, 3, 20)}
+    cpu_attn.attention_with_kv_cache(**args)
+    args["seq_lens"] = np.array([21, 7], np.int32)
+    args["scheduler_metadata"] = cpu_attn.get_scheduler_metadata(**plan_args() | {"seq_lens": args["seq_lens"]})
+    refuses(cpu_attn.attention_with_kv_cache, args, ValueError, "attn_bias", "request 0", "axis 3 is 20", "21 keys")
 
 
 def test_blocks_outside_the_window_are_not_needed() -> None:

@@ -19,6 +19,7 @@ from cpu_attn import ops  # noqa: E402
 from cpu_attn.tests import hf_models  # noqa: E402
 from cpu_attn.tests.hf_models import WINDOW, tokens  # noqa: E402
 from cpu_attn.transformers import continuous, continuous_batching  # noqa: E402
+from cpu_attn.transformers.plans import Logits  # noqa: E402
 
 pytestmark = pytest.mark.integrations
 LENGTHS = (3, 7, 8, 9, 30, 17)
@@ -66,7 +67,7 @@ def batched(name: str, asked: list[list[int]] | None = None, **options: Any) -> 
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     plans: list[Any] = []
     real = ops.attend
-    monkeypatch.setattr(ops, "attend", lambda plan, *rest: (plans.append(plan), real(plan, *rest))[1])
+    monkeypatch.setattr(ops, "attend", lambda plan, *rest, **more: (plans.append(plan), real(plan, *rest, **more))[1])
 
     def gather(*_: Any) -> None:
         raise AssertionError("transformers gathered keys")
@@ -130,7 +131,7 @@ def test_block_table_is_refused() -> None:
     x = torch.zeros(1, 1, 1, 8)
     with pytest.raises(ValueError, match=r"^block_table"):
         continuous.attend(
-            *(0, x, x, x, None, 1.0, 0.0, None),
+            *(0, x, x, x, None, Logits(1.0)),
             cu_seq_lens_q=x,
             cu_seq_lens_k={},
             read_index=[],

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,9 +147,7 @@ def test_position_bias(masked: bool, keys: int) -> None:
     bias = torch.randn(1, HEADS, 6, keys, generator=torch.Generator().manual_seed(2))
     mask = mask_function(batch_size=2, q_length=6, kv_length=keys, q_offset=keys - 6) if masked else None
     seen = mask.dense() if masked else torch.ones(6, keys, dtype=torch.bool).tril()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        got = attention(MODULE, q, k, v, mask, position_bias=bias, is_causal=True)[0]
+    got = attention(MODULE, q, k, v, mask, position_bias=bias, is_causal=True)[0]
     scale = HEAD_SIZE**0.5
     want = dense_scores(q.double() @ k.double().repeat_interleave(2, 1).mT / scale + bias, v, seen)
     assert torch.allclose(got.double(), want, atol=2e-6)
@@ -187,6 +184,43 @@ def test_unknown_functions_are_not_guessed_at(kind: str) -> None:
     mask = mask_function(batch_size=1, q_length=6, kv_length=6, mask_function=UNKNOWN[kind]())
     with pytest.raises(UnplannableError, match="the mask function"):
         mask.requests()
+    q, k, v = inputs(1, 6, 6)
+    assert torch.allclose(attention(MODULE, q, k, v, mask)[0].double(), dense(q, k, v, mask.dense()), atol=2e-6)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("queries", [1, 9])
+def test_position_bias_beside_padding(queries: int, padding: str) -> None:
+    """Where rows of the batch are cut into tokens and padding the bias is not the plan's."""
+    attention_mask = padded(4, 13, padding)
+    mask = mask_function(
+        batch_size=4, q_length=queries, kv_length=13, q_offset=13 - queries, attention_mask=attention_mask
+    )
+    q, k, v = inputs(4, queries, 13)
+    bias = torch.randn(queries, 13, HEADS, generator=torch.Generator().manual_seed(2)).permute(2, 0, 1)[None]
+    got = attention(MODULE, q, k, v, mask, position_bias=bias)[0].double()
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT * HEAD_SIZE**-0.5 + bias
+    want, real = dense_scores(scores, v, mask.dense()), attention_mask[:, 13 - queries :]
+    assert torch.allclose(got[real], want[real], atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 6, 9), (1, HEADS, 1, 9), (2, HEADS, 6, 9)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float64])
+def test_masks_of_the_callers_own(shape: tuple[int, ...], dtype: Any) -> None:
+    q, k, v = inputs(2, 6, 9)
+    generator = torch.Generator().manual_seed(3)
+    seen = torch.rand(shape, generator=generator) < 0.6
+    bias = torch.zeros(shape) if dtype == torch.bool else torch.randn(shape, generator=generator)
+    mask = seen if dtype == torch.bool else bias.masked_fill(~seen, -torch.inf).to(dtype)
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT * HEAD_SIZE**-0.5 + bias
+    want = dense_scores(scores, v, seen)
+    assert torch.allclose(attention(MODULE, q, k, v, mask)[0].double(), want, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 6, 8), (2, 1, 5, 9), (6, 9), (3, 1, 6, 9), (2, 3, 6, 9)])
+def test_masks_that_do_not_fit(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"^(attention_mask|attn_bias): "):
+        attention(MODULE, *inputs(2, 6, 9), torch.ones(shape, dtype=torch.bool))
 
 
 def test_a_mask_is_dense_to_whoever_looks() -> None:

@@ -89,7 +89,7 @@ def attention(
         output = continuous.attend(module.layer_idx, query, key, value, cache, logits, **kwargs)
     else:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        bias = None if position_bias is None else position_bias.detach().float()
+        bias = None if position_bias is None else as_bias(position_bias)
         output = _attend(query, key, value, attention_mask, bool(causal), replace(logits, attn_bias=bias))
     return (_Inference.apply(output, *inputs) if tracked else output), None
 
@@ -124,8 +124,10 @@ def _attend(
     kv_length = key.shape[2]
     requests = unmasked(batch_size, q_length, kv_length, causal)
     if mask is not None:
-        if mask.shape[-2:] != (q_length, kv_length):
-            raise ValueError(f"attention_mask: {tuple(mask.shape)}, expected [..., {q_length}, {kv_length}]")
+        if mask.dim() != 4 or mask.shape[2] not in (1, q_length) or mask.shape[3] != kv_length:
+            raise ValueError(
+                f"attention_mask: {tuple(mask.shape)}, expected [B, H, {q_length}, {kv_length}], B, H or 1"
+            )
         requests, logits = _masked(requests, mask, logits)
     if isinstance(key, Pages) and isinstance(value, Pages) and key is key.layer.keys and value is key.layer.values:
         return key.layer.attend(query, requests, logits)
@@ -150,4 +152,5 @@ def _masked(requests: Requests, mask: torch.Tensor, logits: Logits) -> tuple[Req
     bias = mask.bias() if isinstance(mask, Mask) else as_bias(mask)
     if logits.attn_bias is not None:
         bias = bias + logits.attn_bias
-    return requests, replace(logits, attn_bias=bias)
+    q_length = int(requests.query_start_loc[1])
+    return requests, replace(logits, attn_bias=bias.expand(-1, -1, q_length, -1))

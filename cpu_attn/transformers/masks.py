@@ -119,9 +119,9 @@ class Mask(LazyTensor):
 
 
 def as_bias(mask: torch.Tensor) -> torch.Tensor:
-    """What a dense mask adds to logits, float32; True is seen."""
+    """What a dense mask adds to logits, float32, its last axis dense; True is seen."""
     if mask.dtype != torch.bool:
-        return mask.detach().float()
+        return mask.detach().float().contiguous()
     return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
 
 
