@@ -271,6 +271,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--softcap", type=click.FloatRange(0, min_open=True), help="Softcap of the logits; likewise."),
             click.option("--sinks", is_flag=True, help="A sink for each head; likewise."),
             click.option("--alibi", is_flag=True, help="ALiBi slopes; likewise."),
+            click.option("--attn-bias", is_flag=True, help="A bias for each head, query and key; likewise."),
             click.option("--selected", type=click.FloatRange(0, 1, min_open=True), help="Share of blocks; likewise."),
             click.option("--no-cascade", is_flag=True, help="Shared keys read for each request by itself; likewise."),
         ]

@@ -163,11 +163,13 @@ def _torch_mask(torch: Any, step: Step, q_len: int, kv_len: int, dtype: Any) -> 
     if w.tree:
         seen = np.concatenate([np.ones((q_len, kv_len - q_len), np.bool_), BINARY(q_len)], axis=1)
         return {"attn_mask": torch.from_numpy(seen)}
-    if not (w.alibi or windowed) and q_len in (1, kv_len):
+    if not (w.alibi or w.attn_bias or windowed) and q_len in (1, kv_len):
         return {"is_causal": q_len > 1}
     distance = np.arange(kv_len) - np.arange(kv_len - q_len, kv_len)[:, None]
     seen = (distance <= 0) & (distance > -w.sliding_window) if windowed else distance <= 0
-    if not w.alibi:
+    if not (w.alibi or w.attn_bias):
         return {"attn_mask": torch.from_numpy(seen)}
-    bias = step.alibi_slopes[:, None, None] * distance
+    bias = step.alibi_slopes[:, None, None] * distance if w.alibi else np.zeros((1, *seen.shape))
+    if step.attn_bias is not None:
+        bias = bias + step.attn_bias[0, :, :q_len, :kv_len]
     return {"attn_mask": torch.from_numpy(np.where(seen, bias, -np.inf).astype(np.float32)).to(dtype)}

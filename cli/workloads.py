@@ -39,6 +39,7 @@ class Workload:
     softcap: float = 0.0
     sinks: bool = False
     alibi: bool = False
+    attn_bias: bool = False
     rotary: bool = False
     tree: bool = False
     selected: float | None = None
@@ -182,6 +183,13 @@ class Step:
                 head[:count] = np.sort(self.rng.permutation(n)[:count])
         return selected
 
+    @cached_property
+    def attn_bias(self) -> NDArray[np.float32] | None:
+        """[1, Hq, Q, K], as T5 has one for the whole batch."""
+        w = self.workload
+        longest = (max(lens) for lens in zip(*w.lens, strict=True))
+        return self.rng.standard_normal((1, w.num_heads, *longest), np.float32) if w.attn_bias else None
+
     @property
     def itemsize(self) -> float:
         """Bytes of an element of what moves: keys and values on their way into a cache, else K and V in it, scales
@@ -300,6 +308,7 @@ class Step:
             "kv_cache_dtype": self.kv_cache_dtype,
             "kv_cache_layout": self.kv_cache_layout,
             "selected_blocks": self.selected_blocks,
+            "attn_bias": self.attn_bias,
         }
 
     def random(self, *shape: int) -> NDArray[Any]:

@@ -87,10 +87,11 @@ def arrays(problem: Problem, reference: bool) -> bytes:
     tree = None if masks.tree is None else masks.tree.numpy()
     fields += [_check.LAYOUTS[case.kv_cache_layout], bool(case.shared), len(masks.spans), len(masks.documents)]
     fields += [-1 if tree is None else tree.shape[1]]
+    fields += [0] * 4 if problem.attn_bias is None else problem.attn_bias.shape
     numbers = [problem.scale, case.softcap, *problem.scales]
     slopes, sinks, flags = ([] if x is None else [x] for x in optional)
     body = [query, *tokens, slots, table, problem.query_start_loc, problem.seq_lens, *flags, *slopes, *sinks]
-    body += [x for x in (selected, masks.spans, masks.documents, tree) if x is not None]
+    body += [x for x in (selected, masks.spans, masks.documents, tree, problem.attn_bias) if x is not None]
     head = [np.array(fields, np.int64), np.array(numbers, np.float32)]
     return b"".join(np.ascontiguousarray(x).tobytes() for x in (*head, *body))
 

@@ -32,6 +32,7 @@ def full_attention_args(dtype: str = "float32") -> Args:
     args["dynamic_causal"] = np.array([1, 1], np.int32)
     args["alibi_slopes"], args["s_aux"] = np.full(4, 0.5, F32), np.array([-1, 0, 1, 2], F32)
     args["selected_blocks"] = np.array([[[0, 1], [1, -1]], [[0, -1], [0, -1]]], np.int32)
+    args["attn_bias"] = np.ones((2, 4, 3, 20), F32)
     return args
 
 

@@ -19,7 +19,7 @@ from cpu_attn.cli.workloads import GROUPS, WORKLOADS, Step, Workload
 from cpu_attn.tests import cases
 
 # The oracle's input: all features, requests of all kinds, blocks that are not full.
-ODD = Workload("odd", "prefill", ((5, 40), (1, 33), (17, 17)), 6, 2, 24, 11, 7.0, True, True)
+ODD = Workload("odd", "prefill", ((5, 40), (1, 33), (17, 17)), 6, 2, 24, 11, 7.0, True, True, True)
 DRAFTS = Workload("drafts", "decode", ((5, 40), (1, 33), (17, 17)), 6, 2, 24, softcap=7.0, sinks=True, tree=True)
 PLAIN = Workload("plain", "prefill", ((3, 30), (3, 30)), 4, 2, 16)
 
@@ -130,6 +130,7 @@ def expected(step: Step) -> tuple[Any, Any]:
         w.softcap,
         step.s_aux if w.sinks else None,
         **step.masks,
+        attn_bias=step.attn_bias,
     )
 
 

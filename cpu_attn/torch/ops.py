@@ -12,6 +12,7 @@ mm_prefix_range is int32 [n, 3], rows of (request, start, end); document_start_l
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from typing import Any
@@ -46,10 +47,11 @@ _SCHEMAS = (
 
 # By numbers that nobody guesses, which are what the tensors hold. A plan lives as long as the memory of its tensor.
 _plans: dict[int, tuple[SchedulerMetadata, weakref.ref[Any]]] = {}
+_numbers = itertools.count(int.from_bytes(os.urandom(8), "big") >> 2)
 
 
 def _tensor_of(plan: SchedulerMetadata) -> torch.Tensor:
-    number, forget = int.from_bytes(os.urandom(8), "big", signed=True), _plans.pop
+    number, forget = next(_numbers), _plans.pop
     memory = np.array([number], np.int64)
     _plans[number] = plan, weakref.ref(memory, lambda _: forget(number))
     return torch.from_numpy(memory)

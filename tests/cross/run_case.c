@@ -32,7 +32,8 @@ enum {
     SPANS,
     DOCUMENTS,
     TREE_BYTES, /* of a row of the tree mask, -1: there is none */
-    FIELDS
+    BIAS,       /* four sizes, 0: there is none */
+    FIELDS = BIAS + 4
 };
 
 static int64_t f[FIELDS];
@@ -122,6 +123,7 @@ int main(int argc, char **argv) {
     const ca_array documents = given(CA_I32, 4, 2, (int64_t[]){f[DOCUMENTS], 2});
     const int64_t tree_rows = f[TREE_BYTES] < 0 ? -1 : f[TOKENS];
     const ca_array tree = given(CA_U8, 1, 2, (int64_t[]){ca_max64(tree_rows, 0), ca_max64(f[TREE_BYTES], 0)});
+    const ca_array bias = f[BIAS] ? given(CA_F32, 4, 4, &f[BIAS]) : (ca_array){0};
     const ca_masks masks = {.spans = (const int32_t *)spans.address,
                             .documents = (const int32_t *)documents.address,
                             .tree = (const uint8_t *)tree.address,
@@ -152,7 +154,7 @@ int main(int argc, char **argv) {
                       .kv_cache_layout = (int32_t)f[KV_CACHE_LAYOUT],
                       .block_size = f[SHARED] ? (int32_t)f[BLOCK_SIZE] : 0};
     const ca_array written[] = {kc, vc, k, v, slots}, step[] = {starts, lens, flags, f[SHARED] ? table : (ca_array){0}};
-    const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks, selected};
+    const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks, selected, bias};
     ca_plan_info info;
     ca_write(known, NULL, written, 0, isa, (int)f[K_DTYPE], (int)f[V_DTYPE], (int)f[KV_CACHE_LAYOUT], x[2], x[3],
              &fault);
