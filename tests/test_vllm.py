@@ -30,6 +30,8 @@ GENERATE = {
     "gemma2": ["decoder auto -1", "decoder auto 24"],
     "bloom": ["decoder auto -1"],
     "odd": ["decoder auto -1"],
+    "gpt_oss": ["decoder auto -1", "decoder auto 24"],
+    "llama4": ["decoder auto -1"],
 }
 # The eight requests want 32 blocks, and prompts have up to 70 tokens.
 TIGHT = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 48}

@@ -22,6 +22,9 @@ LENGTHS = (37, 5, 61, 18, 44, 70, 9, 26)
 VOCAB = 160
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
 LLAMA = {**SMALL, "intermediate_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# Every second layer sees all keys, the others those of their chunk.
+CHUNKED = {"attention_chunk_size": 32, "no_rope_layers": [1, 0], "intermediate_size_mlp": 128, "num_experts_per_tok": 1}
 # Wide weights, or all logits are nearly equal.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **LLAMA},
@@ -34,6 +37,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "bloom": {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
     # An odd head size, for which a page of vLLM's is too small as it is.
     "odd": {"model_type": "bloom", "hidden_size": 60, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
+    "gpt_oss": {"model_type": "gpt_oss", **LLAMA, **EXPERTS, "sliding_window": 24},
+    "llama4": {"model_type": "llama4_text", **LLAMA, **EXPERTS, **CHUNKED},
     "bert": {"model_type": "bert", **SMALL, "intermediate_size": 128, "max_position_embeddings": 128},
 }
 
@@ -55,6 +60,25 @@ def register() -> None:
         slot_mapping[: len(rows)] = block_table[rows, at // block_size].long() * block_size + at % block_size
         slot_mapping[max(tokens, len(rows)) :] = -1
 
+    def experts(
+        output: Any, x: Any, w13: Any, w2: Any, b13: Any, b2: Any, weights: Any, ids: Any, weighed: bool, act: str, _: str
+    ) -> None:
+        output.zero_()
+        for expert in range(len(w13)):
+            rows, nth = torch.where(ids == expert)
+            inner = torch.nn.functional.linear(x[rows], w13[expert], None if b13 is None else b13[expert])
+            if act == "swigluoai":
+                gate, up = inner[:, ::2].clamp(max=7), inner[:, 1::2].clamp(-7, 7) + 1
+                inner = gate * torch.sigmoid(1.702 * gate) * up
+            else:
+                gate, up = inner.chunk(2, dim=-1)
+                inner = torch.nn.functional.silu(gate) * up
+            found = torch.nn.functional.linear(inner, w2[expert], None if b2 is None else b2[expert])
+            output.index_add_(0, rows, found if weighed else found * weights[rows, nth, None])
+
+    def prepack(weight: Any, output: Any, isa: str) -> None:
+        output.copy_(weight)
+
     def init_cpu_memory_env(nodes: list[int]) -> None:
         pass
 
@@ -66,6 +90,12 @@ def register() -> None:
             "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, Tensor block_table, "
             "Tensor(a!) slot_mapping, SymInt block_size) -> ()",
             slots,
+        ),
+        ("prepack_moe_weight(Tensor weight, Tensor(a!) output, str isa) -> ()", prepack),
+        (
+            "cpu_fused_moe(Tensor(a!) output, Tensor input, Tensor w13, Tensor w2, Tensor? w13_bias, Tensor? w2_bias, "
+            "Tensor topk_weights, Tensor topk_id, bool skip_weighted, str act, str isa) -> ()",
+            experts,
         ),
     ):
         library.define(schema)
