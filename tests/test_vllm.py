@@ -49,6 +49,8 @@ JOBS: dict[str, Job] = {
         **{"model": "bert", "runner": "pooling", "convert": "embed", "enable_prefix_caching": False},
         "pooler_config": {"pooling_type": "CLS", "use_activation": False},
     },
+    "whisper": {"model": "whisper", "num_gpu_blocks_override": 40, "max_num_batched_tokens": 128},
+    "whisper reference": {"kind": "reference", "model": "whisper"},
     "bert reference": {"kind": "embedded", "model": "bert"},
 }
 

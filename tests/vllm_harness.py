@@ -19,12 +19,14 @@ from typing import Any
 
 NEW_TOKENS = 24
 LENGTHS = (37, 5, 61, 18, 44, 70, 9, 26)
-VOCAB = 160
+VOCAB, START = 160, 1
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
 LLAMA = {**SMALL, "intermediate_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Every second layer sees all keys, the others those of their chunk.
 CHUNKED = {"attention_chunk_size": 32, "no_rope_layers": [1, 0], "intermediate_size_mlp": 128, "num_experts_per_tok": 1}
+AUTO = {"bert": "AutoModel", "whisper": "AutoModelForSpeechSeq2Seq"}  # others: AutoModelForCausalLM
+RATE, MELS = 16000, 16  # a second of sound; Whisper hears 50 tokens in it
 # Wide weights, or all logits are nearly equal.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **LLAMA},
@@ -39,6 +41,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "odd": {"model_type": "bloom", "hidden_size": 60, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
     "gpt_oss": {"model_type": "gpt_oss", **LLAMA, **EXPERTS, "sliding_window": 24},
     "llama4": {"model_type": "llama4_text", **LLAMA, **EXPERTS, **CHUNKED},
+    "whisper": {
+        **{"model_type": "whisper", "d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "vocab_size": VOCAB},
+        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64},
+        **{"num_mel_bins": MELS, "max_source_positions": 50, "max_target_positions": 128, "init_std": 0.3},
+        **{"decoder_start_token_id": START},
+    },
     "bert": {"model_type": "bert", **SMALL, "intermediate_size": 128, "max_position_embeddings": 128},
 }
 
@@ -111,11 +119,11 @@ class Worker:
         calls = Worker.calls = {}  # type: ignore[attr-defined]
         inner = getattr(Impl.forward, "inner", Impl.forward)
 
-        def forward(self: Any, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, metadata: Any, **rest: Any) -> Any:
+        def forward(self: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, metadata: Any, *args: Any, **kw: Any) -> Any:
             if metadata is not None:
                 name = f"{self.attn_type.value} {self.kv_cache_dtype} {self.sliding_window}"
                 calls[name] = calls.get(name, 0) + 1
-            return inner(self, layer, q, k, v, kv_cache, metadata, **rest)
+            return inner(self, layer, q, k, v, cache, metadata, *args, **kw)
 
         forward.inner = inner  # type: ignore[attr-defined]
         Impl.forward = forward  # type: ignore[method-assign, assignment]
@@ -133,14 +141,25 @@ def save_model(name: str) -> Path:
     folder = Path(os.environ["CPU_ATTN_TEST_MODELS"]) / name
     if not folder.exists():
         torch.manual_seed(3)
-        fields = {**MODELS[name], "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+        fields = {**MODELS[name], "initializer_range": 0.3, "bos_token_id": START, "eos_token_id": None, "pad_token_id": 0}
         config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-        auto = transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
-        auto.from_config(config, dtype=torch.float32).save_pretrained(folder)
-        # vLLM's pooling asks for one, though prompts are tokens here.
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
-        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="0").save_pretrained(folder)
+        auto(name).from_config(config, dtype=torch.float32).save_pretrained(folder)
+        # vLLM's pooling and multi-modal models ask for one, though prompts are tokens here.
+        words = {str(i): i for i in range(VOCAB)}
+        if name == "whisper":
+            features = transformers.WhisperFeatureExtractor(feature_size=MELS, sampling_rate=RATE, chunk_length=1)
+            tokenizer = transformers.WhisperTokenizer(words, [], unk_token="0", bos_token="1", eos_token="1")
+            transformers.WhisperProcessor(features, tokenizer).save_pretrained(folder)
+        else:
+            tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+            transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="0").save_pretrained(folder)
     return folder
+
+
+def auto(model: str) -> Any:
+    import transformers
+
+    return getattr(transformers, AUTO.get(model, "AutoModelForCausalLM"))
 
 
 def prompts() -> list[list[int]]:
@@ -148,9 +167,39 @@ def prompts() -> list[list[int]]:
     import numpy as np
 
     rng = np.random.default_rng(5)
-    shared = rng.integers(2, VOCAB, 32).tolist()
-    texts = [rng.integers(2, VOCAB, n).tolist() for n in LENGTHS]
+    shared = [START, *rng.integers(2, VOCAB, 31).tolist()]
+    texts = [[START, *rng.integers(2, VOCAB, n - 1).tolist()] for n in LENGTHS]
     return [shared[: min(32, len(t))] + t[32:] if i % 2 == 0 else t for i, t in enumerate(texts)]
+
+
+def sounds() -> Any:
+    """[requests, samples]: of one pitch each."""
+    import numpy as np
+
+    pitches = np.random.default_rng(6).uniform(50, 5000, len(LENGTHS))
+    return np.sin(2 * np.pi / RATE * np.outer(pitches, np.arange(RATE))).astype(np.float32)
+
+
+def vllm_inputs(model: str) -> list[Any]:
+    texts: list[Any] = [{"prompt_token_ids": p} for p in prompts()]
+    if model == "whisper":
+        return [
+            {"encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": (x, RATE)}}, "decoder_prompt": text}
+            for text, x in zip(texts, sounds(), strict=True)
+        ]
+    return texts
+
+
+def transformers_inputs(model: str) -> list[Any]:
+    import torch
+    import transformers
+
+    texts = [torch.tensor([p]) for p in prompts()]
+    if model == "whisper":
+        features = transformers.WhisperFeatureExtractor.from_pretrained(save_model(model))
+        heard = (features(x, sampling_rate=RATE, return_tensors="pt").input_features for x in sounds())
+        return [{"input_features": x, "decoder_input_ids": text} for text, x in zip(texts, heard, strict=True)]
+    return [{"input_ids": text} for text in texts]
 
 
 def stored(x: Any, kv_cache_dtype: str) -> Any:
@@ -186,26 +235,21 @@ def reference(model: str, kv_cache_dtype: str = "auto") -> list[list[int]]:
         how = "quantised"
         transformers.AttentionInterface.register(how, quantised)
         transformers.AttentionMaskInterface.register(how, transformers.masking_utils.eager_mask)
-    auto = transformers.AutoModelForCausalLM
-    loaded = auto.from_pretrained(save_model(model), dtype=torch.float32, attn_implementation=how)
+    loaded = auto(model).from_pretrained(save_model(model), dtype=torch.float32, attn_implementation=how)
     for module in loaded.modules():
         if type(module).__name__ == "BloomGelu":
             module.forward = torch.nn.functional.gelu  # vLLM's Bloom has the exact GELU, not the one by tanh
+    generate = transformers.GenerationMixin.generate  # Whisper's own is about timestamps
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
     with torch.no_grad():
-        return [
-            loaded.generate(torch.tensor([p]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[
-                0
-            ].tolist()[len(p) :]
-            for p in prompts()
-        ]
+        found = [generate(loaded, **given, **options) for given in transformers_inputs(model)]
+        return [tokens[0, -NEW_TOKENS:].tolist() for tokens in found]
 
 
 def embedded(model: str) -> Any:
     import torch
-    import transformers
 
-    auto = transformers.AutoModel
-    loaded = auto.from_pretrained(save_model(model), dtype=torch.float32, attn_implementation="eager")
+    loaded = auto(model).from_pretrained(save_model(model), dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         return [loaded(torch.tensor([p])).last_hidden_state[0, 0].tolist() for p in prompts()]
 
@@ -232,7 +276,7 @@ def run(model: str, **options: Any) -> dict[str, Any]:
     llm = LLM(model=str(save_model(model)), **settings)
     try:
         llm.collective_rpc("count")
-        given: list[Any] = [{"prompt_token_ids": p} for p in prompts()]
+        given = vllm_inputs(model)
         if settings.get("runner") == "pooling":
             outs = llm.embed(given, use_tqdm=False)
             return {"embeddings": [o.outputs.embedding for o in outs], "calls": llm.collective_rpc("counted")}
