@@ -230,7 +230,7 @@ def sounds() -> Any:
 
 def images() -> list[Any]:
     import numpy as np
-    from PIL import Image
+    from PIL import Image  # type: ignore[import-not-found, unused-ignore]
 
     rng = np.random.default_rng(8)
     return [Image.fromarray(rng.integers(0, 256, (PIXELS, PIXELS, 3), np.uint8)) for _ in LENGTHS]
