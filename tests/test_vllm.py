@@ -30,6 +30,9 @@ GENERATE = {
     "gemma2": ["decoder auto -1", "decoder auto 24"],
     "bloom": ["decoder auto -1"],
     "odd": ["decoder auto -1"],
+    "gpt_oss": ["decoder auto -1", "decoder auto 24"],
+    "llama4": ["decoder auto -1"],
+    "gemma3": ["decoder auto -1", "decoder auto 24"],
 }
 # The eight requests want 32 blocks, and prompts have up to 70 tokens.
 TIGHT = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 48}
@@ -47,6 +50,9 @@ JOBS: dict[str, Job] = {
         **{"model": "bert", "runner": "pooling", "convert": "embed", "enable_prefix_caching": False},
         "pooler_config": {"pooling_type": "CLS", "use_activation": False},
     },
+    # With an encoder vLLM takes prompts whole, and finds none in the cache.
+    "whisper": {"model": "whisper", "num_gpu_blocks_override": 40, "max_num_batched_tokens": 128},
+    "whisper reference": {"kind": "reference", "model": "whisper"},
     "bert reference": {"kind": "embedded", "model": "bert"},
 }
 
@@ -80,6 +86,7 @@ def generated(result: Any, calls: list[str], processes: int = 1) -> list[list[in
         assert sorted(counted) == calls and min(counted.values()) > 2 * vllm_harness.NEW_TOKENS
     first, again = result["tokens"]
     assert first == again
+    assert sum(len(set(tokens)) for tokens in first) > 3 * len(first)  # or attention has no say in them
     return first
 
 
@@ -114,6 +121,13 @@ def test_compiled(results: Callable[[str], Any]) -> None:
 
 def test_tensor_parallel(results: Callable[[str], Any]) -> None:
     assert generated(results("two processes"), ["decoder auto -1"], processes=2) == results("llama reference")
+
+
+def test_cross_attention(results: Callable[[str], Any]) -> None:
+    """Sounds differ by request, and requests are thrown out of the cache and resumed."""
+    result = results("whisper")
+    assert generated(result, ["decoder auto -1", "encoder_decoder auto -1"]) == results("whisper reference")
+    assert result["preempted"] > 0
 
 
 def test_encoder_only(results: Callable[[str], Any]) -> None:

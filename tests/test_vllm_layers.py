@@ -17,6 +17,9 @@ os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from vllm.model_executor.layers.attention.chunked_local_attention import (  # noqa: E402
+    create_chunked_local_attention_backend,
+)
 from vllm.model_executor.layers.attention.cross_attention import create_cross_attention_backend  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata  # noqa: E402
@@ -116,11 +119,11 @@ class Step:
         given = {"kv_cache_dtype": self.kv_cache_dtype, **options}
         return backend.get_impl_cls()(HEADS, self.head_size, scale, KV_HEADS, **{**DEFAULTS, **given})
 
-    def attend(self, impl: Any, padding: int = 0, **changes: Any) -> Any:
+    def attend(self, impl: Any, padding: int = 0, backend: Any = Backend, **changes: Any) -> Any:
         """All keys written first, in two calls, as if the earlier ones came in another step."""
         spec = self.spec()
         cache = self.cache(spec)
-        metadata = Backend.get_builder_cls()(spec, ["layer"], CONFIG, torch.device("cpu")).build(
+        metadata = backend.get_builder_cls()(spec, ["layer"], CONFIG, torch.device("cpu")).build(
             0, self.common(**changes)
         )
         for r, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
@@ -216,6 +219,15 @@ def test_image_tokens_see_one_another() -> None:
     output = step.attend(step.layer(sliding_window=4), mm_req_doc_ranges=ranges)
     ascending = {r: sorted(x) for r, x in ranges.items()}
     assert step.error(output, step.expected(sliding_window=4, mm_prefix_range=ascending)) < 1
+
+
+def test_chunked_local_attention() -> None:
+    """vLLM's own wrapper around our backend: the chunks of a request become requests."""
+    step = Step()
+    backend = create_chunked_local_attention_backend(Backend, 16)
+    output = step.attend(step.layer(backend), backend=backend)
+    chunks = {r: list(range(0, int(n), 16)) for r, n in enumerate(step.seq_lens)}
+    assert step.error(output, step.expected(document_start_loc=chunks)) < 1
 
 
 def test_cross_attention() -> None:

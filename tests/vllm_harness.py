@@ -19,9 +19,18 @@ from typing import Any
 
 NEW_TOKENS = 24
 LENGTHS = (37, 5, 61, 18, 44, 70, 9, 26)
-VOCAB = 160
+VOCAB, START = 160, 1
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
 LLAMA = {**SMALL, "intermediate_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# Every second layer sees all keys, the others those of their chunk.
+CHUNKED = {"attention_chunk_size": 32, "no_rope_layers": [1, 0], "intermediate_size_mlp": 128, "num_experts_per_tok": 1}
+# Others: AutoModelForCausalLM.
+AUTO = {"bert": "AutoModel", "whisper": "AutoModelForSpeechSeq2Seq", "gemma3": "AutoModelForImageTextToText"}
+RATE, MELS = 16000, 16  # a second of sound; Whisper hears 50 tokens in it
+# An image has PIXELS x PIXELS, and SEEN tokens; around them Gemma3 has these, behind the vocabulary of texts.
+PIXELS, SEEN, BEFORE_IMAGE = 32, 16, 33
+NEWLINES, BEGIN_IMAGE, END_IMAGE, IMAGE = range(VOCAB, VOCAB + 4), VOCAB + 4, VOCAB + 5, VOCAB + 6
 # Wide weights, or all logits are nearly equal.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **LLAMA},
@@ -34,6 +43,26 @@ MODELS: dict[str, dict[str, Any]] = {
     "bloom": {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
     # An odd head size, for which a page of vLLM's is too small as it is.
     "odd": {"model_type": "bloom", "hidden_size": 60, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
+    "gpt_oss": {"model_type": "gpt_oss", **LLAMA, **EXPERTS, "sliding_window": 24},
+    "llama4": {"model_type": "llama4_text", **LLAMA, **EXPERTS, **CHUNKED},
+    "whisper": {
+        **{"model_type": "whisper", "d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "vocab_size": VOCAB},
+        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64},
+        **{"num_mel_bins": MELS, "max_source_positions": 50, "max_target_positions": 128, "init_std": 0.3},
+        **{"decoder_start_token_id": START},
+    },
+    "gemma3": {
+        **{"model_type": "gemma3", "mm_tokens_per_image": SEEN, "image_token_index": IMAGE},
+        **{"boi_token_index": BEGIN_IMAGE, "eoi_token_index": END_IMAGE},
+        "text_config": {
+            **{**LLAMA, "vocab_size": IMAGE + 1, "sliding_window": 24, "query_pre_attn_scalar": 16},
+            **{"layer_types": ["sliding_attention", "full_attention"], "initializer_range": 0.3},
+        },
+        "vision_config": {
+            **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"image_size": PIXELS, "patch_size": 8, "vision_use_head": False},
+        },
+    },
     "bert": {"model_type": "bert", **SMALL, "intermediate_size": 128, "max_position_embeddings": 128},
 }
 
@@ -41,7 +70,9 @@ MODELS: dict[str, dict[str, Any]] = {
 def register() -> None:
     """Operators that the engine calls on CPUs; a plugin, so that every process of vLLM's has them."""
     import torch
+    from torch.nn.functional import linear
 
+    without_torchvision()
     if hasattr(torch.ops._C, "greedy_argmax"):
         return
     library = torch.library.Library("_C", "FRAGMENT")
@@ -55,6 +86,25 @@ def register() -> None:
         slot_mapping[: len(rows)] = block_table[rows, at // block_size].long() * block_size + at % block_size
         slot_mapping[max(tokens, len(rows)) :] = -1
 
+    def experts(
+        out: Any, x: Any, w13: Any, w2: Any, b13: Any, b2: Any, weights: Any, ids: Any, skip: bool, act: str, isa: str
+    ) -> None:
+        out.zero_()
+        for expert in range(len(w13)):
+            rows, nth = torch.where(ids == expert)
+            inner = linear(x[rows], w13[expert], None if b13 is None else b13[expert])
+            if act == "swigluoai":
+                gate, up = inner[:, ::2].clamp(max=7), inner[:, 1::2].clamp(-7, 7) + 1
+                inner = gate * torch.sigmoid(1.702 * gate) * up
+            else:
+                gate, up = inner.chunk(2, dim=-1)
+                inner = torch.nn.functional.silu(gate) * up
+            found = linear(inner, w2[expert], None if b2 is None else b2[expert])
+            out.index_add_(0, rows, found if skip else found * weights[rows, nth, None])
+
+    def prepack(weight: Any, output: Any, isa: str) -> None:
+        output.copy_(weight)
+
     def init_cpu_memory_env(nodes: list[int]) -> None:
         pass
 
@@ -66,6 +116,12 @@ def register() -> None:
             "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, Tensor block_table, "
             "Tensor(a!) slot_mapping, SymInt block_size) -> ()",
             slots,
+        ),
+        ("prepack_moe_weight(Tensor weight, Tensor(a!) output, str isa) -> ()", prepack),
+        (
+            "cpu_fused_moe(Tensor(a!) output, Tensor input, Tensor w13, Tensor w2, Tensor? w13_bias, Tensor? w2_bias, "
+            "Tensor topk_weights, Tensor topk_id, bool skip_weighted, str act, str isa) -> ()",
+            experts,
         ),
     ):
         library.define(schema)
@@ -81,11 +137,11 @@ class Worker:
         calls = Worker.calls = {}  # type: ignore[attr-defined]
         inner = getattr(Impl.forward, "inner", Impl.forward)
 
-        def forward(self: Any, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, metadata: Any, **rest: Any) -> Any:
+        def forward(self: Any, layer: Any, q: Any, k: Any, v: Any, kv: Any, metadata: Any, *out: Any, **kw: Any) -> Any:
             if metadata is not None:
                 name = f"{self.attn_type.value} {self.kv_cache_dtype} {self.sliding_window}"
                 calls[name] = calls.get(name, 0) + 1
-            return inner(self, layer, q, k, v, kv_cache, metadata, **rest)
+            return inner(self, layer, q, k, v, kv, metadata, *out, **kw)
 
         forward.inner = inner  # type: ignore[attr-defined]
         Impl.forward = forward  # type: ignore[method-assign, assignment]
@@ -94,23 +150,64 @@ class Worker:
         return Worker.calls  # type: ignore[attr-defined]
 
 
+def without_torchvision() -> None:
+    """vLLM's Gemma3 takes the name of an image processor, for its annotations, from a module that imports torchvision;
+    without that transformers has another one."""
+    from transformers.models.gemma3 import image_processing_pil_gemma3 as there
+
+    there.Gemma3ImageProcessor = there.Gemma3ImageProcessorPil
+    sys.modules.setdefault("transformers.models.gemma3.image_processing_gemma3", there)
+
+
 def save_model(name: str) -> Path:
     """Its folder; made once."""
-    import tokenizers  # type: ignore[import-not-found, unused-ignore]
     import torch
     import transformers
 
     folder = Path(os.environ["CPU_ATTN_TEST_MODELS"]) / name
     if not folder.exists():
         torch.manual_seed(3)
-        fields = {**MODELS[name], "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+        tokens = {"bos_token_id": START, "eos_token_id": None, "pad_token_id": 0}
+        fields = {**MODELS[name], **tokens, "initializer_range": 0.3}
         config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-        auto = transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
-        auto.from_config(config, dtype=torch.float32).save_pretrained(folder)
-        # vLLM's pooling asks for one, though prompts are tokens here.
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
-        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="0").save_pretrained(folder)
+        model = auto(name).from_config(config, dtype=torch.float32)
+        if name in ("gemma2", "gemma3", "whisper"):  # tied: else tokens repeat themselves, whatever attention says
+            model.get_input_embeddings().weight.data *= 0.01
+        if name == "gemma3":  # else zeros, and all images are alike
+            model.model.multi_modal_projector.mm_input_projection_weight.data.normal_()
+        # As published checkpoints have it; transformers reads both, vLLM this one.
+        weights = {k.replace("vision_tower", "vision_tower.vision_model"): x for k, x in model.state_dict().items()}
+        model.save_pretrained(folder, state_dict=weights)
+        processor(name).save_pretrained(folder)
     return folder
+
+
+def processor(name: str) -> Any:
+    """vLLM's pooling and multi-modal models ask for a tokenizer, though prompts are tokens here."""
+    import tokenizers  # type: ignore[import-not-found, unused-ignore]
+    import transformers
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    words, special = {str(i): i for i in range(VOCAB)}, {}
+    if name == "whisper":
+        features = transformers.WhisperFeatureExtractor(feature_size=MELS, sampling_rate=RATE, chunk_length=1)
+        return transformers.WhisperProcessor(features, transformers.WhisperTokenizer(words, [], unk_token="0"))
+    if name == "gemma3":
+        special = {"boi_token": "<begin>", "eoi_token": "<end>", "image_token": "<image>"}
+        words |= {"\n" * (i + 1): token for i, token in enumerate(NEWLINES)}
+        words |= dict(zip(special.values(), (BEGIN_IMAGE, END_IMAGE, IMAGE), strict=True))
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    texts = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="0", extra_special_tokens=special)
+    if name == "gemma3":
+        pixels = Gemma3ImageProcessorPil(size={"height": PIXELS, "width": PIXELS})
+        return transformers.Gemma3Processor(pixels, texts, image_seq_length=SEEN)
+    return texts
+
+
+def auto(model: str) -> Any:
+    import transformers
+
+    return getattr(transformers, AUTO.get(model, "AutoModelForCausalLM"))
 
 
 def prompts() -> list[list[int]]:
@@ -118,9 +215,60 @@ def prompts() -> list[list[int]]:
     import numpy as np
 
     rng = np.random.default_rng(5)
-    shared = rng.integers(2, VOCAB, 32).tolist()
-    texts = [rng.integers(2, VOCAB, n).tolist() for n in LENGTHS]
+    shared = [START, *rng.integers(2, VOCAB, 31).tolist()]
+    texts = [[START, *rng.integers(2, VOCAB, n - 1).tolist()] for n in LENGTHS]
     return [shared[: min(32, len(t))] + t[32:] if i % 2 == 0 else t for i, t in enumerate(texts)]
+
+
+def sounds() -> Any:
+    """[requests, samples]: of one pitch each."""
+    import numpy as np
+
+    pitches = np.random.default_rng(6).uniform(50, 5000, len(LENGTHS))
+    return np.sin(2 * np.pi / RATE * np.outer(pitches, np.arange(RATE))).astype(np.float32)
+
+
+def images() -> list[Any]:
+    import numpy as np
+    from PIL import Image  # type: ignore[import-not-found, unused-ignore]
+
+    rng = np.random.default_rng(8)
+    return [Image.fromarray(rng.integers(0, 256, (PIXELS, PIXELS, 3), np.uint8)) for _ in LENGTHS]
+
+
+def with_image(text: list[int], *tokens: int) -> list[int]:
+    return [*text[:BEFORE_IMAGE], *tokens, *text[BEFORE_IMAGE:]]
+
+
+def vllm_inputs(model: str) -> list[Any]:
+    if model == "whisper":
+        heard: list[Any] = [{"prompt": "", "multi_modal_data": {"audio": (x, RATE)}} for x in sounds()]
+        spoken = [{"prompt_token_ids": p} for p in prompts()]
+        return [{"encoder_prompt": x, "decoder_prompt": p} for x, p in zip(heard, spoken, strict=True)]
+    if model == "gemma3":
+        texts = [with_image(p, BEGIN_IMAGE) for p in prompts()]
+        shown = [{"image": x} for x in images()]
+        return [{"prompt_token_ids": p, "multi_modal_data": x} for p, x in zip(texts, shown, strict=True)]
+    return [{"prompt_token_ids": p} for p in prompts()]
+
+
+def transformers_inputs(model: str) -> list[dict[str, Any]]:
+    import torch
+
+    if model == "whisper":
+        hear = processor(model).feature_extractor
+        heard = [hear(x, sampling_rate=RATE, return_tensors="pt").input_features for x in sounds()]
+        spoken = [torch.tensor([p]) for p in prompts()]
+        return [{"input_features": x, "decoder_input_ids": p} for x, p in zip(heard, spoken, strict=True)]
+    if model == "gemma3":
+        image = (NEWLINES[1], BEGIN_IMAGE, *[IMAGE] * SEEN, END_IMAGE, NEWLINES[1])
+        texts = [torch.tensor([with_image(p, *image)]) for p in prompts()]
+        shown = [processor(model).image_processor(x, return_tensors="pt").pixel_values for x in images()]
+        return [
+            {"input_ids": p, "token_type_ids": (p == IMAGE).long(), "pixel_values": x}
+            for p, x in zip(texts, shown, strict=True)
+        ]
+    return [{"input_ids": torch.tensor([p])} for p in prompts()]
 
 
 def stored(x: Any, kv_cache_dtype: str) -> Any:
@@ -156,26 +304,21 @@ def reference(model: str, kv_cache_dtype: str = "auto") -> list[list[int]]:
         how = "quantised"
         transformers.AttentionInterface.register(how, quantised)
         transformers.AttentionMaskInterface.register(how, transformers.masking_utils.eager_mask)
-    auto = transformers.AutoModelForCausalLM
-    loaded = auto.from_pretrained(save_model(model), dtype=torch.float32, attn_implementation=how)
+    loaded = auto(model).from_pretrained(save_model(model), dtype=torch.float32, attn_implementation=how)
     for module in loaded.modules():
         if type(module).__name__ == "BloomGelu":
             module.forward = torch.nn.functional.gelu  # vLLM's Bloom has the exact GELU, not the one by tanh
+    generate = transformers.GenerationMixin.generate  # Whisper's own is about timestamps
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
     with torch.no_grad():
-        return [
-            loaded.generate(torch.tensor([p]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)[
-                0
-            ].tolist()[len(p) :]
-            for p in prompts()
-        ]
+        found = [generate(loaded, **given, **options) for given in transformers_inputs(model)]
+        return [tokens[0, -NEW_TOKENS:].tolist() for tokens in found]
 
 
 def embedded(model: str) -> Any:
     import torch
-    import transformers
 
-    auto = transformers.AutoModel
-    loaded = auto.from_pretrained(save_model(model), dtype=torch.float32, attn_implementation="eager")
+    loaded = auto(model).from_pretrained(save_model(model), dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         return [loaded(torch.tensor([p])).last_hidden_state[0, 0].tolist() for p in prompts()]
 
@@ -202,7 +345,7 @@ def run(model: str, **options: Any) -> dict[str, Any]:
     llm = LLM(model=str(save_model(model)), **settings)
     try:
         llm.collective_rpc("count")
-        given: list[Any] = [{"prompt_token_ids": p} for p in prompts()]
+        given = vllm_inputs(model)
         if settings.get("runner") == "pooling":
             outs = llm.embed(given, use_tqdm=False)
             return {"embeddings": [o.outputs.embedding for o in outs], "calls": llm.collective_rpc("counted")}
