@@ -128,7 +128,7 @@ def _attend(
             raise ValueError(
                 f"attention_mask: {tuple(mask.shape)}, expected [B, H, {q_length}, {kv_length}], B, H or 1"
             )
-        requests, logits = _masked(requests, mask, logits)
+        requests, logits = _masked(requests, mask, q_length, logits)
     if isinstance(key, Pages) and isinstance(value, Pages) and key is key.layer.keys and value is key.layer.values:
         return key.layer.attend(query, requests, logits)
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
@@ -138,7 +138,7 @@ def _attend(
     return run(plan, query, key, value, requests.block_table, logits)
 
 
-def _masked(requests: Requests, mask: torch.Tensor, logits: Logits) -> tuple[Requests, Logits]:
+def _masked(requests: Requests, mask: torch.Tensor, q_length: int, logits: Logits) -> tuple[Requests, Logits]:
     """The mask as a plan, which hides keys for nothing, or, where there is none, as a bias over all of the requests'
     keys."""
     if isinstance(mask, Mask):
@@ -152,5 +152,4 @@ def _masked(requests: Requests, mask: torch.Tensor, logits: Logits) -> tuple[Req
     bias = mask.bias() if isinstance(mask, Mask) else as_bias(mask)
     if logits.attn_bias is not None:
         bias = bias + logits.attn_bias
-    q_length = int(requests.query_start_loc[1])
     return requests, replace(logits, attn_bias=bias.expand(-1, -1, q_length, -1))
