@@ -70,6 +70,25 @@ def test_every_byte_is_read_exactly(isa: str, engine: str, dtype: str, kv_cache_
     assert (got[finite].astype(np.float32) == every[finite].astype(np.float32)).all()
 
 
+@pytest.mark.parametrize("kv_cache_dtype", KINDS)
+@pytest.mark.parametrize("num_tokens", [1, 9, 80])
+@pytest.mark.parametrize("of_value", [False, True], ids=["key", "value"])
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
+def test_nan_is_seen_by_who_sees_its_key(
+    isa: str, dtype: str, of_value: bool, num_tokens: int, kv_cache_dtype: str
+) -> None:
+    size, n, at = 72, 160, 100
+    numbers = np.random.default_rng(7).standard_normal((3, n, 2, size)).astype(numpy_dtype(dtype))
+    numbers[int(of_value), at, 0, -1] = np.nan
+    cache = cpu_attn.PagedKVCache(10, 16, 1, size, dtype, isa, kv_cache_dtype=kv_cache_dtype)
+    cache.update(numbers[0, :, :1], numbers[1, :, :1], np.arange(n))
+    plan = cache.plan(np.array([0, num_tokens], np.int32), np.array([n], np.int32), 2)
+    got = np.isnan(cache.attend(numbers[2, :num_tokens], np.arange(10, dtype=np.int32)[None], plan).astype(np.float32))
+    want = np.zeros_like(got)
+    want[np.arange(n - num_tokens, n) >= at, :, -1 if of_value else 0 :] = True
+    assert (got == want).all()
+
+
 def attended(cache: cpu_attn.PagedKVCache, key_cache: Any, value_cache: Any, **arguments: Any) -> Any:
     query = np.ones((1, 2, 32), np.float32)
     start, lens, table = np.array([0, 1], np.int32), np.array([5], np.int32), np.zeros((1, 1), np.int32)

@@ -109,7 +109,6 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
 
 /* ---- words of the narrow caches ---- */
 
-#define V_NARROW
 typedef __m128i vw;
 
 INLINE vw v_loadn_bytes(const uint8_t *p, int n) {
@@ -117,10 +116,6 @@ INLINE vw v_loadn_bytes(const uint8_t *p, int n) {
     memcpy(&bytes, p, (size_t)n);
     return _mm_cvtepu8_epi16(_mm_cvtsi64_si128((int64_t)bytes));
 }
-INLINE vw v_even_bytes(const uint8_t *p) {
-    return _mm_and_si128(_mm_loadu_si128((const void *)p), _mm_set1_epi16(0xff));
-}
-INLINE vw v_odd_bytes(const uint8_t *p) { return _mm_srli_epi16(_mm_loadu_si128((const void *)p), 8); }
 INLINE vw v_half_byte(vw x, int shift) {
     return _mm_and_si128(_mm_srl_epi16(x, _mm_cvtsi32_si128(shift)), _mm_set1_epi16(15));
 }
@@ -142,6 +137,11 @@ INLINE vf v_number(int kv_dtype, vw x) {
         x = _mm_sub_epi16(x, _mm_set1_epi16(8));
     }
     return _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(x));
+}
+
+typedef __m256i vi;
+INLINE vi v_look_up(const uint8_t *table, vi x) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table)), x);
 }
 
 /* ---- words of the cache write ---- */

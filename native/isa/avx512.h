@@ -66,16 +66,11 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
 
 /* ---- words of the narrow caches ---- */
 
-#define V_NARROW
 typedef __m256i vw;
 
 INLINE vw v_loadn_bytes(const uint8_t *p, int n) {
     return _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(first_lanes(n), p));
 }
-INLINE vw v_even_bytes(const uint8_t *p) {
-    return _mm256_and_si256(_mm256_loadu_si256((const void *)p), _mm256_set1_epi16(0xff));
-}
-INLINE vw v_odd_bytes(const uint8_t *p) { return _mm256_srli_epi16(_mm256_loadu_si256((const void *)p), 8); }
 INLINE vw v_half_byte(vw x, int shift) {
     return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(shift)), _mm256_set1_epi16(15));
 }
@@ -98,6 +93,11 @@ INLINE vf v_number(int kv_dtype, vw x) {
         x = _mm256_sub_epi16(x, _mm256_set1_epi16(8));
     }
     return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(x));
+}
+
+typedef __m512i vi;
+INLINE vi v_look_up(const uint8_t *table, vi x) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table)), x);
 }
 
 #ifdef __AVX512VBMI__

@@ -103,7 +103,6 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
 
 /* ---- words of the narrow caches ---- */
 
-#define V_NARROW
 typedef uint16x4_t vw;
 
 INLINE vw v_loadn_bytes(const uint8_t *p, int n) {
@@ -111,8 +110,6 @@ INLINE vw v_loadn_bytes(const uint8_t *p, int n) {
     memcpy(bytes, p, (size_t)n);
     return vget_low_u16(vmovl_u8(vld1_u8(bytes)));
 }
-INLINE vw v_even_bytes(const uint8_t *p) { return vand_u16(vreinterpret_u16_u8(vld1_u8(p)), vdup_n_u16(0xff)); }
-INLINE vw v_odd_bytes(const uint8_t *p) { return vshr_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 8); }
 INLINE vw v_half_byte(vw x, int shift) { return vand_u16(vshl_u16(x, vdup_n_s16((int16_t)-shift)), vdup_n_u16(15)); }
 INLINE vf v_number(int kv_dtype, vw x) {
     vw rest = vand_u16(x, vdup_n_u16(0x7f)), sign = vshl_n_u16(veor_u16(x, rest), 8);
@@ -133,6 +130,9 @@ INLINE vf v_number(int kv_dtype, vw x) {
     }
     return vcvtq_f32_s32(vmovl_s16(vreinterpret_s16_u16(x)));
 }
+
+typedef uint8x16_t vi;
+INLINE vi v_look_up(const uint8_t *table, vi x) { return vqtbl1q_u8(vld1q_u8(table), x); }
 
 /* ---- words of the cache write ---- */
 

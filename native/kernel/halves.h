@@ -1,0 +1,190 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Elements of a narrow cache as binary16, for the FMA kernels: whatever their dtype, float16's kernel reads K and V
+ * from there, which is one instruction for a vector, as it is from bfloat16.
+ *
+ * A byte needs no table for that. Moved to its place its bits are a half, subnormals too, but for a power of two:
+ *   e5m2  seeeeemm00000000                         e4m3  s0eeeemmm0000000  2^-8 of the number, 480 instead of NaN
+ *   int8  s00000mmmmmmm000  2^-21 of the number    int4  by a table of 16 bytes to e5m2, which has all of -8..7
+ * half_unit says by what. It goes into the query and into the weights of V; no product or sum of them is rounded
+ * otherwise for that.
+ *
+ * Cascade Lake, one thread, CPU time (the machine was shared); 64 elements from L2 through a whole decode, in cycles of
+ * 2.7 GHz, with 1 / 4 / 8 query rows for a kv head; bfloat16: 12 / 18 / 31
+ *             in registers, element by element      so
+ *   e4m3      30 / 40 / 77                          17 / 26 / 42
+ *   e5m2      15 / 25 / 47                          15 / 24 / 41
+ *   int8      24 / 34 / 65                          17 / 27 / 43
+ *   int4      26 / 39 / 74                          21 / 32 / 51 (29 / 38 / 53 with V by 32 columns at a time)
+ * avx512.c compiled in 32 s then, in 16 to 20 so. VCVTPH2PS from memory takes one of two ports, as FMA does, and no
+ * longer for subnormals; from a register it also takes the shuffle port, 16-bit permutations that twice, so that tables
+ * as on Zen 4 cost more than they save. The products asking for half of what comes next, so that memory has no pause:
+ * nothing, and bfloat16 lost 20 % by the test in its loop. Groups 64 bytes more apart than 4 KiB: nothing. */
+
+typedef uint16_t vh __attribute__((vector_size(4 * VL)));
+typedef int16_t vh_signed __attribute__((vector_size(4 * VL)));
+typedef uint8_t bytes_of_halves __attribute__((vector_size(2 * VL)));
+
+static float half_unit(int kv_dtype) { return kv_dtype == CA_E4M3 ? 0x1p8f : kv_dtype == CA_I8 ? 0x1p21f : 1; }
+
+/* Of bytes that are the upper ones of words, whatever the lower ones hold. */
+INLINE vh as_halves(int kind, vh x) {
+    if (kind == CA_E4M3)
+        return (vh)((vh_signed)x >> 1) & 0xbf80;
+    if (kind == CA_I8)
+        return (vh)((vh_signed)x >> 5) & 0x83f8;
+    return x & 0xff00;
+}
+INLINE uint16_t as_half(int kind, uint8_t byte) {
+    vh x = {0};
+    x[0] = (uint16_t)(byte << 8);
+    return as_halves(kind, x)[0];
+}
+
+/* 2 * VL words to rows of 16, `gap` words from each other. */
+INLINE void put_halves(uint16_t *dst, int64_t gap, vh x) {
+#if 2 * VL > CA_LANES
+    if (gap != CA_LANES) { /* by name, or gcc 12 goes through the stack */
+        typedef uint16_t row __attribute__((vector_size(2 * CA_LANES)));
+        row low = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        row high = __builtin_shufflevector(x, x, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
+        memcpy(dst, &low, sizeof low);
+        memcpy(dst + gap, &high, sizeof high);
+        return;
+    }
+#endif
+    (void)gap;
+    memcpy(dst, &x, sizeof x);
+}
+
+/* Only a NaN of e4m3, 0x7f and a sign, reaches that by adding 1 to the rest. */
+INLINE void look_for_nan(int kind, vh x, vh *found) {
+    if (kind == CA_E4M3)
+        *found |= (x & 0x7f7f) + 0x0101;
+}
+static int any_nan(vh found) {
+    uint64_t part[sizeof found / 8], all = 0;
+    memcpy(part, &found, sizeof part);
+    EACH(i, (int)(sizeof part / 8)) all |= part[i];
+    return (all & 0x8080808080808080) != 0;
+}
+
+/* The first and the second bytes of n pairs, each to rows of 16 halves, `gap` halves from each other. */
+INLINE void unzip_halves(int kind, const uint8_t *src, int64_t n, uint16_t *first, uint16_t *second, int64_t gap,
+                         const char *ahead, vh *found) {
+    int64_t i = 0;
+    for (; i + 2 * VL <= n; i += 2 * VL) {
+        int64_t at = i / CA_LANES * gap + i % CA_LANES;
+        vh x;
+        memcpy(&x, src + 2 * i, sizeof x);
+        __builtin_prefetch(ahead + 2 * i, 0, 2);
+        look_for_nan(kind, x, found);
+        put_halves(first + at, gap, as_halves(kind, x << 8));
+        put_halves(second + at, gap, as_halves(kind, x));
+    }
+    for (; i < n; i++) {
+        int64_t at = i / CA_LANES * gap + i % CA_LANES;
+        first[at] = as_half(kind, src[2 * i]);
+        second[at] = as_half(kind, src[2 * i + 1]);
+        look_for_nan(kind, (vh){src[2 * i], src[2 * i + 1]}, found);
+    }
+}
+
+INLINE void widen_to_halves(int kind, const uint8_t *src, int64_t n, uint16_t *dst, const char *ahead, vh *found) {
+    int64_t i = 0;
+    for (; i + 2 * VL <= n; i += 2 * VL) {
+        bytes_of_halves x;
+        memcpy(&x, src + i, sizeof x);
+        __builtin_prefetch(ahead + i, 0, 2);
+        vh words = __builtin_convertvector(x, vh);
+        look_for_nan(kind, words, found);
+        put_halves(dst + i, CA_LANES, as_halves(kind, words << 8));
+    }
+    for (; i < n; i++) {
+        dst[i] = as_half(kind, src[i]);
+        look_for_nan(kind, (vh){src[i]}, found);
+    }
+}
+
+/* n elements of int4 to e5m2. */
+static void nibbles_to_bytes(const uint8_t *src, int64_t n, uint8_t *dst, const char *ahead) {
+    static const uint8_t number[16] = {0xc8, 0xc7, 0xc6, 0xc5, 0xc4, 0xc2, 0xc0, 0xbc,
+                                       0,    0x3c, 0x40, 0x42, 0x44, 0x45, 0x46, 0x47};
+    for (int64_t i = 0; i < n; i += CA_I4_ELEMENTS, src += 64, dst += CA_I4_ELEMENTS, ahead += 64) {
+        __builtin_prefetch(ahead, 0, 2);
+        EACH(j, 16 / VL) {
+            vh x, low, high;
+            memcpy(&x, src + 4 * VL * j, sizeof x);
+            low = (vh)v_look_up(number, (vi)(x & 0x0f0f));
+            high = (vh)v_look_up(number, (vi)(x >> 4 & 0x0f0f));
+            memcpy(dst + 4 * VL * j, &low, sizeof low);
+            memcpy(dst + 64 + 4 * VL * j, &high, sizeof high);
+        }
+    }
+}
+
+INLINE void unzip_group(int kind, int value, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
+                        const char *ahead, vh *found) {
+    if (!value) {
+        const int64_t words = ca_div_up(head_size, 2) * CA_LANES;
+        unzip_halves(kind, src, words, dst, dst + CA_LANES, 2 * CA_LANES, ahead, found);
+        return;
+    }
+    for (int64_t t = 0; t < n; t += 2)
+        unzip_halves(kind, src + t * head_size, head_size, dst + t * head_size, dst + (t + 1) * head_size, CA_LANES,
+                     ahead + t * head_size, found);
+}
+
+/* K or V of n tokens of a group, NaN apart. Could one be NaN? */
+INLINE int halves_of_kind(int kind, int pairs, int value, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
+                          const char *ahead) {
+    vh found = {0};
+    if (pairs)
+        unzip_group(kind, value, src, n, head_size, dst, ahead, &found);
+    else
+        widen_to_halves(kind, src, head_size * (value ? n : CA_LANES), dst, ahead, &found);
+    return any_nan(found);
+}
+
+static void put_nan(int layout, int value, const uint8_t *src, int n, int64_t head_size, uint16_t *dst) {
+    for (int64_t t = 0; t < n; t++)
+        for (int64_t d = 0; d < head_size; d++) {
+            int64_t from = value ? ca_v_offset(layout, t, d, head_size) : ca_k_offset(layout, t, d, head_size);
+            int64_t to = value ? t * head_size + d : d * CA_LANES + t;
+            if ((src[from] & 0x7f) == 0x7f)
+                dst[to] = 0x7e00;
+        }
+}
+
+/* A group of n tokens as a group of float16's layout. stage: its bytes, of int4. */
+static void halves_of_group(int kv_dtype, int pairs, int value, const uint8_t *src, int n, int64_t head_size,
+                            uint16_t *dst, uint8_t *stage, const char *ahead) {
+    const int layout = pairs ? CA_LAYOUT_PAIRS : CA_LAYOUT_LANES;
+    switch (kv_dtype) { /* loops of their own */
+    case CA_E4M3:
+        if (halves_of_kind(CA_E4M3, pairs, value, src, n, head_size, dst, ahead))
+            put_nan(layout, value, src, n, head_size, dst);
+        break;
+    case CA_I8:
+        halves_of_kind(CA_I8, pairs, value, src, n, head_size, dst, ahead);
+        break;
+    case CA_I4:
+        nibbles_to_bytes(src, ca_group_form_of(layout, CA_I4, head_size, value).elements, stage, ahead);
+        src = stage;
+        ahead = (const char *)stage;
+        /* fallthrough */
+    default:
+        halves_of_kind(CA_E5M2, pairs, value, src, n, head_size, dst, ahead);
+    }
+}
+
+/* A row of n bytes of fp8. */
+static void halves_of_row(int kv_dtype, const uint8_t *src, int64_t n, uint16_t *dst, const char *ahead) {
+    vh found = {0};
+    if (kv_dtype == CA_E4M3)
+        widen_to_halves(CA_E4M3, src, n, dst, ahead, &found);
+    else
+        widen_to_halves(CA_E5M2, src, n, dst, ahead, &found);
+    for (int64_t i = any_nan(found) ? 0 : n; i < n; i++)
+        if ((src[i] & 0x7f) == 0x7f)
+            dst[i] = 0x7e00;
+}
