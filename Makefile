@@ -22,7 +22,7 @@ help:
 	@echo "make test-integrations  real torch, transformers, vLLM; WITH='torch transformers' for some of them"
 	@echo "make packaging  install in every way there is, with and without oneDNN (minutes)"
 	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
-	@echo "make emulate    amx over an emulation of its tiles (needs AVX-512 with BF16)"
+	@echo "make emulate    amx, and avx512 by VDPBF16PS, over emulations of what the machine lacks (needs AVX-512)"
 	@echo "make lint       ruff, mypy, clang-format;  make format: let ruff and clang-format rewrite"
 	@echo "make wheel      dist/*.whl and dist/*.tar.gz"
 	@echo "make clean      remove what the others made"
@@ -78,6 +78,7 @@ emulate:
 emulated-tests: TESTS = $(patsubst %,tests/test_%.py,arrays attention cache compose errors fp8 info property repeated threads verify write)
 emulated-tests:
 	@$(BIN)/cpu-attn verify --full --isa amx --engine native
+	@CPU_ATTN_VDPBF16PS=1 $(BIN)/cpu-attn verify --isa avx512 --engine native --dtype bfloat16
 	@$(PYTEST) -k "not native-scalar and not native-avx"
 
 # mypy looks at the installed package: only there are cli and tests at their place in it.

@@ -1,8 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The vocabulary (kernel/vocabulary.md) in AVX-512 registers, for every isa file that has them. Nothing beyond
- * F, BW, DQ, VL, FMA and F16C, and BF16 where the file has that too. */
+ * F, BW, DQ, VL, FMA and F16C, and BF16 and VBMI where the file has them too, or EMULATED and EMULATED_VBMI. */
 #include "../kernel/inline.h"
 #include <immintrin.h>
+#ifdef EMULATED
+#include "../kernel/bf16_emulation.h"
+#endif
+#if defined __AVX512BF16__ || defined EMULATED
+#define HAS_BF16
+#endif
+#if defined __AVX512VBMI__ || defined EMULATED_VBMI
+#define HAS_VBMI
+#endif
 
 #define VL 16
 
@@ -100,7 +109,7 @@ INLINE vi v_look_up(const uint8_t *table, vi x) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table)), x);
 }
 
-#ifdef __AVX512VBMI__
+#ifdef HAS_VBMI
 /* Of 64 low bytes and 64 high ones, as words. */
 static const uint8_t low_then_high[128] = {
     0,  64,  1,  65,  2,  66,  3,  67,  4,  68,  5,  69,  6,  70,  7,  71,  8,  72,  9,  73,  10, 74,  11, 75,  12, 76,
@@ -115,7 +124,7 @@ INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, u
     __m512i t[4];
     EACH(i, 4) t[i] = _mm512_loadu_si512(table + 32 * i);
     int64_t i = 0;
-#ifdef __AVX512VBMI__
+#ifdef HAS_VBMI
     __m512i low[2], high[2], order[2];
     EACH(j, 2) {
         __m256i a = _mm512_cvtepi16_epi8(t[2 * j]), b = _mm512_cvtepi16_epi8(t[2 * j + 1]);
@@ -157,7 +166,7 @@ INLINE void unpack_nibbles(const uint8_t *src, int64_t n, const uint16_t *table,
     }
 }
 
-#ifdef __AVX512BF16__
+#ifdef HAS_BF16
 /* ---- words of dot.inc ---- */
 
 typedef __m512bh vp;
@@ -180,7 +189,7 @@ INLINE vf v_rcp(vf x) { /* one step of Newton's */
 INLINE vp v_round_pairs(vf a, vf b) { return _mm512_cvtne2ps_pbh(b, a); }
 INLINE void v_store_pairs(uint16_t *p, vp x) { _mm512_storeu_si512(p, (__m512i)x); }
 
-#ifdef __AVX512VBMI__
+#ifdef HAS_VBMI
 #define V_NARROW_PAIRS
 typedef struct v_table {
     __m512i t[4];

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
- * arch:  x86_64
- * unit:  vector
- * rank:  31
- * of:    avx512
- * flags: -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -mavx512vbmi
+ * arch:     x86_64
+ * unit:     vector
+ * rank:     31
+ * of:       avx512
+ * flags:    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -mavx512vbmi
+ * emulated: -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -DEMULATED -DEMULATED_VBMI
  *
  * AVX-512's bf16 kernel where VDPBF16PS is the faster product: twice FP32 FMA on Zen 4, half of it on Intel's cores
  * (468 and 234, 171 and 347 GFLOP/s of two threads, by native/probe).
@@ -27,16 +28,25 @@
 
 static const char *missing(void) {
     const char *said = getenv("CPU_ATTN_VDPBF16PS");
-    const char *reason = CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_avx512bw, CA_HAS_avx512dq, CA_HAS_avx512vl, CA_HAS_fma,
-                                        CA_HAS_avx512_bf16, CA_HAS_avx512vbmi);
-    if (!reason && !(said ? *said == '1' : ca_cpu_is("AuthenticAMD")))
+    const char *reason = CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_avx512bw, CA_HAS_avx512dq, CA_HAS_avx512vl, CA_HAS_fma);
+    int faster = 0;
+#ifndef EMULATED
+    faster = ca_cpu_is("AuthenticAMD");
+    if (!reason)
+        reason = CA_CPU_MISSING(CA_HAS_avx512_bf16, CA_HAS_avx512vbmi);
+#endif
+    if (!reason && !(said ? *said == '1' : faster))
         reason = "a VDPBF16PS faster than FMA";
     return reason;
 }
 
 #include "../kernel/state.inc"
 
+#ifdef EMULATED
+#define METHOD "VDPBF16PS emulated, for tests only"
+#else
 #define METHOD "VDPBF16PS, 16 lanes of two bf16 products"
+#endif
 #define STEPS "dot.inc"
 #define DTYPE bf16
 #define ELEM uint16_t
