@@ -13,6 +13,11 @@
  *   decode                 8x8k 0.81 to 0.83, 32x2k 0.82 to 0.84, 16x4k-mha 0.87 to 0.93
  *   plain caches           HND 0.69 / 0.73, NHD 0.46 / 0.41 of packed's speed (8x8k / 16x4k-mha)
  *   tree-16x4k-mha         1.28 times decode-16x4k-mha; write-8k bfloat16 0.89, fp8_e4m3 0.64
+ * Two threads in calm minutes: README.md. Tried there, each against what is below, in turns with it:
+ *   register tiles, scores alone, of FMA's peak in the same millisecond (median): 6 x 4 0.72, 8 x 3 0.69, 9 x 3 0.67,
+ *   12 x 2 and 14 x 2 0.65, with {1to16} operands 0.43 to 0.68; whether K lay in L1 or in L2 made no difference
+ *   prefetch in decode-8x8k: none 0.69, into L1 0.89, every second line 0.88, one or four steps ahead 0.90; huge pages
+ *   1.01 to 1.04
  * Rows of plain caches spend their time in write_k and write_v, waiting for memory, not in the products. ROWS 192, and
  * accumulators that gcc 12 must not move (a few of 24 spill), by VFMADD231PS in asm: nothing that the noise of the
  * machine would not cover. Narrow caches: kernel/halves.h. */
