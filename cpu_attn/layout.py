@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import mmap
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -32,6 +34,7 @@ HALVES = 128  # elements of int4 that share 64 bytes
 # What integers mean before their scale, by how they are stored: sign and magnitude, and plus 8.
 WHOLE = {"int8": np.append(np.arange(128.0), 0 - np.arange(128.0)), "int4": np.arange(16.0) - 8}
 CHUNK = 1 << 20  # elements converted at a time
+HUGE_PAGE = 2 << 20
 SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
 SAFETENSORS |= {"float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8"}
 Memory = np.ndarray[Any, Any]
@@ -191,10 +194,18 @@ def _tensor(file: str | os.PathLike[str], name: str, dtype: np.dtype[Any]) -> Me
 
 def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Memory:
     """Zeros from the beginning of a cache line on: NumPy's own begin 16 bytes into one, which costs a cache write 8 %
-    of its speed in bfloat16, 20 % in float32 (native/kernel/write.inc)."""
-    size = prod(shape) * dtype.itemsize
-    memory = np.zeros(size + 64, np.uint8)
-    return memory[-memory.ctypes.data % 64 :][:size].view(dtype).reshape(shape)
+    of its speed in bfloat16, 20 % in float32 (native/kernel/write.inc). In huge pages where the system has them: 1 to 4
+    % of decode's speed (Cascade Lake)."""
+    size, align = prod(shape) * dtype.itemsize, 64
+    if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        align = HUGE_PAGE
+        pages = mmap.mmap(-1, size + align, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # of a kernel that was built without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        memory = np.frombuffer(pages, np.uint8)
+    else:
+        memory = np.zeros(size + align, np.uint8)
+    return memory[-memory.ctypes.data % align :][:size].view(dtype).reshape(shape)
 
 
 def _safetensors() -> Any:

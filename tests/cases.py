@@ -359,7 +359,8 @@ def _attn_bias(case: Case) -> NDArray[np.float32] | None:
     if case.bias == "holes":
         bias[rng.random(bias.shape) < 0.3] = -np.inf
         bias[:, :, queries // 2] = -np.inf
-    return np.where((seen if each else seen.any(axis=0, keepdims=True))[:, None], bias, np.float32(np.nan))
+    shown: NDArray[np.bool_] = seen if each else np.asarray(seen.any(axis=0, keepdims=True))
+    return np.where(shown[:, None], bias, np.float32(np.nan))
 
 
 def build(case: Case) -> Problem:

@@ -246,10 +246,12 @@ def pages(d: CacheDescriptor, name: str) -> list[NDArray[Any]]:
 
 
 def test_memory_begins_with_a_cache_line() -> None:
-    for size in (1, 7, 64):
-        cache = PagedKVCache(3, 16, 1, size)
+    for blocks, size in ((3, 1), (3, 7), (3, 64), (700, 64), (700, 65)):  # the last ones are huge pages
+        cache = PagedKVCache(blocks, 16, 1, size)
         assert cache.key_cache.ctypes.data % 64 == cache.value_cache.ctypes.data % 64 == 0
         assert not cache.key_cache.any()
+        cache.key_cache[...], cache.value_cache[...] = 1, 2
+        assert (cache.key_cache == 1).all() and (cache.value_cache == 2).all()
 
 
 # ---- files ----
