@@ -157,6 +157,13 @@ def test_a_plan_lives_as_long_as_its_tensor() -> None:
         OPS.cpu_attention_with_kv_cache(*arguments, clone, None, None)
 
 
+def test_a_plan_of_the_core_as_a_tensor() -> None:
+    arguments, _ = _step()
+    plan = cpu_attn_torch.ops.tensor_of(cpu_attn.get_scheduler_metadata(**plan_args()))
+    OPS.cpu_attention_with_kv_cache(*arguments, plan, None, None)
+    assert torch.equal(arguments[3], _expected())
+
+
 @pytest.mark.parametrize(
     "foreign",
     [

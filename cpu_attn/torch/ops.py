@@ -50,7 +50,9 @@ _plans: dict[int, tuple[SchedulerMetadata, weakref.ref[Any]]] = {}
 _numbers = itertools.count(int.from_bytes(os.urandom(8), "big") >> 2)
 
 
-def _tensor_of(plan: SchedulerMetadata) -> torch.Tensor:
+def tensor_of(plan: SchedulerMetadata) -> torch.Tensor:
+    """A plan of :func:`cpu_attn.get_scheduler_metadata` as the ops take it. What the op of that name does, without the
+    time that torch takes to hand it 20 arguments."""
     number, forget = next(_numbers), _plans.pop
     memory = np.array([number], np.int64)
     _plans[number] = plan, weakref.ref(memory, lambda _: forget(number))
@@ -112,7 +114,7 @@ def _get_scheduler_metadata(
         document_start_loc=_rows("document_start_loc", document_start_loc, 2),
         **options,
     )
-    return _tensor_of(plan)
+    return tensor_of(plan)
 
 
 def _attention(
