@@ -17,7 +17,7 @@ static const char *missing(void) {
 #ifndef EMULATED
     const char *asked = getenv("CPU_ATTN_AMX");
     if (!reason)
-        reason = CA_CPU_MISSING(CA_HAS_avx512_bf16, CA_HAS_amx_tile, CA_HAS_amx_bf16);
+        reason = CA_CPU_MISSING(CA_HAS_amx_tile, CA_HAS_amx_bf16, CA_HAS_avx512_bf16);
     if (!reason && !(asked && *asked == '1'))
         reason = "tested under emulation only: CPU_ATTN_AMX=1 uses it";
     if (!reason && ca_cpu_amx_permission(&reason) == 1)
