@@ -187,8 +187,9 @@ class Step:
     def attn_bias(self) -> NDArray[np.float32] | None:
         """[1, Hq, Q, K], as T5 has one for the whole batch."""
         w = self.workload
-        longest = (max(lens) for lens in zip(*w.lens, strict=True))
-        return self.rng.standard_normal((1, w.num_heads, *longest), np.float32) if w.attn_bias else None
+        if not w.attn_bias:
+            return None
+        return self.rng.standard_normal((1, w.num_heads, *np.max(w.lens, axis=0)), np.float32)
 
     @property
     def itemsize(self) -> float:

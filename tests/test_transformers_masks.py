@@ -217,6 +217,12 @@ def test_masks_of_the_callers_own(shape: tuple[int, ...], dtype: Any) -> None:
     assert torch.allclose(attention(MODULE, q, k, v, mask)[0].double(), want, atol=2e-6)
 
 
+def test_one_mask_for_all_rows() -> None:
+    mask = mask_function(batch_size=1, q_length=6, kv_length=9, q_offset=3)
+    q, k, v = inputs(2, 6, 9)
+    assert torch.allclose(attention(MODULE, q, k, v, mask)[0].double(), dense(q, k, v, mask.dense()), atol=2e-6)
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 6, 8), (2, 1, 5, 9), (6, 9), (3, 1, 6, 9), (2, 3, 6, 9)])
 def test_masks_that_do_not_fit(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"^(attention_mask|attn_bias): "):

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -122,13 +121,14 @@ def _attend(
     if causal and key.shape[2] > q_length:  # and its keys from the first one on
         key, value = key[:, :, :q_length], value[:, :, :q_length]
     kv_length = key.shape[2]
-    requests = unmasked(batch_size, q_length, kv_length, causal)
-    if mask is not None:
+    if mask is None:
+        requests = unmasked(batch_size, q_length, kv_length, causal)
+    else:
         if mask.dim() != 4 or mask.shape[2] not in (1, q_length) or mask.shape[3] != kv_length:
             raise ValueError(
                 f"attention_mask: {tuple(mask.shape)}, expected [B, H, {q_length}, {kv_length}], B, H or 1"
             )
-        requests, logits = _masked(requests, mask, q_length, logits)
+        requests, logits = _masked(mask, batch_size, q_length, logits)
     if isinstance(key, Pages) and isinstance(value, Pages) and key is key.layer.keys and value is key.layer.values:
         return key.layer.attend(query, requests, logits)
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
@@ -138,18 +138,16 @@ def _attend(
     return run(plan, query, key, value, requests.block_table, logits)
 
 
-def _masked(requests: Requests, mask: torch.Tensor, q_length: int, logits: Logits) -> tuple[Requests, Logits]:
-    """The mask as a plan, which hides keys for nothing, or, where there is none, as a bias over all of the requests'
-    keys."""
-    if isinstance(mask, Mask):
-        try:
-            planned = mask.requests()
-        except UnplannableError:
-            pass
-        else:  # a bias goes by query tokens of a request: those of a row without the padding are others
-            if logits.attn_bias is None or np.array_equal(planned.query_start_loc, requests.query_start_loc):
-                return planned, logits
+def _masked(mask: torch.Tensor, batch_size: int, q_length: int, logits: Logits) -> tuple[Requests, Logits]:
+    """The mask as a plan, which hides keys for nothing, or, where there is none, as a bias over all of a row's keys."""
+    if isinstance(mask, Mask) and (mask.shape[0], mask.shape[2]) == (batch_size, q_length):
+        with suppress(UnplannableError):
+            requests = mask.requests()
+            # A bias goes by query tokens of a request: those of a row without its padding are others.
+            if logits.attn_bias is None or len(requests.rows) == batch_size:
+                return requests, logits
     bias = mask.bias() if isinstance(mask, Mask) else as_bias(mask)
     if logits.attn_bias is not None:
         bias = bias + logits.attn_bias
-    return requests, replace(logits, attn_bias=bias.expand(-1, -1, q_length, -1))
+    bias = bias.expand(-1, -1, q_length, -1)
+    return unmasked(batch_size, q_length, mask.shape[3], False), replace(logits, attn_bias=bias)
