@@ -64,10 +64,6 @@ typedef struct run {
     int64_t groups; /* of kv heads: each is an item of a task */
 } run;
 
-static int64_t rows_of(const ca_plan *p, const ca_task *t) {
-    return (int64_t)t->num_tokens * (p->shape.num_heads / p->shape.num_kv_heads);
-}
-
 static ca_state state_at(void *memory, int64_t rows, int64_t head_size_v) {
     float *o = memory;
     return (ca_state){o, o + rows * head_size_v, o + rows * head_size_v + rows};
@@ -93,7 +89,7 @@ static int segment_keys(const run *w, const ca_task *t, int kv_head, int64_t seg
 /* The task's segments in order, those that hold a key that counts, onto what the state holds, if it holds anything. */
 static int run_segments(run *w, const ca_task *t, int kv_head, const ca_state *total, int holds, char *memory) {
     const ca_plan *p = w->plan;
-    int64_t rows = rows_of(p, t), dv = p->shape.head_size_v, k0, k1;
+    int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v, k0, k1;
     ca_state part = state_at(memory + p->state_bytes, rows, dv);
     for (int32_t s = 0; s < t->num_segments; s++) {
         if (!segment_keys(w, t, kv_head, t->segment + s, &k0, &k1))
@@ -114,7 +110,7 @@ static int run_segments(run *w, const ca_task *t, int kv_head, const ca_state *t
 
 static int run_item(run *w, const ca_task *t, int kv_head, char *memory) {
     const ca_plan *p = w->plan;
-    int64_t rows = rows_of(p, t), dv = p->shape.head_size_v;
+    int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v;
     ca_state total = state_at(memory, rows, dv);
     if (t->partial >= 0)
         total = part_at(w, (ca_part){t->partial, (int32_t)rows, 0}, kv_head);
@@ -135,7 +131,7 @@ static int together(const run *w, const ca_task *t) {
 static int run_heads(run *w, const ca_task *t, int first, int end, char *memory) {
     const ca_plan *p = w->plan;
     char *scratch = memory + 2 * p->state_bytes, *states = scratch + p->scratch_bytes;
-    const int64_t rows = rows_of(p, t), dv = p->shape.head_size_v, few = p->kernel->few_keys;
+    const int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v, few = p->kernel->few_keys;
     ca_state total[HEADS], part[HEADS];
     int holds = 0, status = 0;
     for (int h = first; h < end; h++, states += 2 * p->head_bytes) {
@@ -180,7 +176,7 @@ static int merge_item(run *w, const ca_merge *m, int kv_head, char *memory) {
     ca_state total = part_at(w, m->parts[0], kv_head);
     for (int64_t i = 1; i < m->num_parts; i++) {
         ca_state part = part_at(w, m->parts[i], kv_head);
-        p->kernel->merge(&total, &part, rows_of(p, &m->task), p->shape.head_size_v);
+        p->kernel->merge(&total, &part, ca_rows_of(p, &m->task), p->shape.head_size_v);
     }
     int status = run_segments(w, &m->task, kv_head, &total, 1, memory);
     if (!status)

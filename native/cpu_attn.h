@@ -448,7 +448,7 @@ struct ca_plan {
     ca_shape shape;
     const ca_engine *engine;
     const ca_kernel *kernel;
-    int64_t num_tokens;
+    int64_t num_tokens, group_size;               /* query heads of a kv head */
     int32_t *query_start_loc, *seq_lens, *causal; /* causal[r]: resolved for each request */
     ca_task *tasks;                               /* longest first */
     int64_t num_tasks;
@@ -571,6 +571,10 @@ int ca_take_masks(ca_plan *plan, const ca_masks *masks, ca_fault *fault);
 int64_t ca_threads_for(double nanoseconds);
 /* A child of fork() must not enter a parallel region of libgomp: it would wait for threads that are gone. */
 int ca_team(int wanted);
+
+static inline int64_t ca_rows_of(const ca_plan *plan, const ca_task *task) {
+    return task->num_tokens * plan->group_size;
+}
 
 static inline ca_token ca_token_at(const ca_plan *plan, const ca_task *task, int64_t i) {
     return task->shared ? plan->tokens[task->shared - 1 + i] : (ca_token){task->request, (int32_t)(task->token + i)};
@@ -696,6 +700,8 @@ static inline int64_t ca_find_block(ca_blocks b, int64_t block) {
 /* The first key from `key` on that the request and kv head attend, or `end` where none is before it. */
 static inline int64_t ca_next_key(const ca_call *call, int request, int kv_head, int64_t key, int64_t end) {
     ca_blocks b = ca_blocks_of(call, request, kv_head);
+    if (b.count < 0)
+        return ca_min64(end, key);
     int64_t block = ca_nth_block(b, ca_find_block(b, key / call->block_size));
     return ca_min64(end, ca_max64(key, block * call->block_size));
 }

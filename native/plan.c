@@ -44,7 +44,7 @@ static double list_blocks(ca_plan *p, ca_costed *c) {
                              .whole = 1,
                              .pieces = 1};
             ca_task *t = &c->task;
-            p->rows = (int32_t)ca_max64(p->rows, t->num_tokens * ca_group(p));
+            p->rows = (int32_t)ca_max64(p->rows, ca_rows_of(p, t));
             int64_t k0, k1, size = ca_segment_keys(p->seq_lens[r]);
             ca_task_keys(p, t, &k0, &k1);
             t->segment = segment_of((int32_t)k0, (int32_t)size);
@@ -89,7 +89,7 @@ static void count_shared(ca_plan *p, const ca_list *list) {
 /* Gives tasks room for partial results and tells the query blocks whose rows these are. Returns the floats of it. */
 static int64_t put_parts(const ca_plan *p, const ca_list *list, ca_costed *c, int64_t floats, ca_task *to,
                          ca_part *parts) {
-    int32_t rows = (int32_t)(c->task.num_tokens * ca_group(p)), row = 0;
+    int32_t rows = (int32_t)ca_rows_of(p, &c->task), row = 0;
     int64_t slot = state_floats(p, rows) * p->shape.num_kv_heads;
     for (int32_t i = 0; i < c->pieces; i++)
         to[i].partial = floats + i * slot;
@@ -97,7 +97,7 @@ static int64_t put_parts(const ca_plan *p, const ca_list *list, ca_costed *c, in
         ca_costed *block = c->members ? &list->at[list->members[c->first + m]] : c;
         for (int32_t i = 0; i < c->pieces; i++)
             parts[block->first++] = (ca_part){to[i].partial, rows, row};
-        row += block->task.num_tokens * (int32_t)ca_group(p);
+        row += (int32_t)ca_rows_of(p, &block->task);
     }
     return c->pieces * slot;
 }
@@ -220,6 +220,7 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, const uintptr_t *
     if (shape->all_causal)
         shape->window_right = -1;
     p->shape = *shape;
+    p->group_size = shape->num_heads / shape->num_kv_heads;
     p->num_tokens = p->query_start_loc[n];
     if (!ca_check_lengths(shape->num_reqs, p->seq_lens, p->query_start_loc, fault) &&
         !(masks && ca_take_masks(p, masks, fault))) {

@@ -21,11 +21,9 @@ typedef struct ca_list {
     int32_t *members; /* query blocks that share, as numbers in this list */
 } ca_list;
 
-static inline int64_t ca_group(const ca_plan *p) { return p->shape.num_heads / p->shape.num_kv_heads; }
-
 /* Query tokens of a task: as many as fill the engine's rows. */
 static inline int64_t ca_block_tokens(const ca_plan *p) {
-    return ca_max64(1, p->engine->rows(p->kernel) / ca_group(p));
+    return ca_max64(1, p->engine->rows(p->kernel) / p->group_size);
 }
 
 /* What a task costs: query rows times keys, and LOAD rows' worth for reading a key (33 GB/s and 230 GFLOP/s of a Zen 4
@@ -33,7 +31,7 @@ static inline int64_t ca_block_tokens(const ca_plan *p) {
 #define LOAD 8
 
 static inline int64_t ca_cost_of(const ca_plan *p, const ca_task *t, int64_t keys) {
-    return ca_max64(1, keys) * (t->num_tokens * ca_group(p) + LOAD);
+    return ca_max64(1, keys) * (ca_rows_of(p, t) + LOAD);
 }
 
 /* Adds a task for each group of query blocks that meet the same physical blocks from their first key on, and takes

@@ -36,7 +36,7 @@ static double score(const ca_plan *p, const ca_call *c, const char *query, const
 /* One row over the keys it sees among [k0, k1); o is a row of doubles. */
 static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int64_t r, int kv_head, int64_t k0,
                        int64_t k1, const ca_state *state, double *o) {
-    int64_t group = p->shape.num_heads / p->shape.num_kv_heads, lo, hi;
+    int64_t group = p->group_size, lo, hi;
     ca_token at = ca_token_at(p, t, r / group);
     int64_t head = kv_head * group + r % group, dv = p->shape.head_size_v;
     int64_t start = p->query_start_loc[at.request], pos = ca_position(p, at.request, at.token);
@@ -76,7 +76,7 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
 
 static int segment(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int64_t k0, int64_t k1,
                    const ca_state *state, void *scratch) {
-    int64_t rows = (int64_t)t->num_tokens * (p->shape.num_heads / p->shape.num_kv_heads);
+    int64_t rows = ca_rows_of(p, t);
     for (int64_t r = 0; r < rows; r++)
         attend_row(p, c, t, r, kv_head, k0, k1, state, scratch);
     return 0;

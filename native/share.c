@@ -50,7 +50,7 @@ static int64_t find_sharers(const ca_plan *p, const ca_array *table, const ca_li
         int64_t lo, hi, unused, size = ca_segment_keys(p->seq_lens[t->request]);
         ca_visible(p, t->request, t->token, &unused, &hi);
         ca_visible(p, t->request, t->token + t->num_tokens - 1, &lo, &unused);
-        if (lo > 0 || hi < size || t->num_tokens * ca_group(p) > CA_FEW_ROWS || 2 * t->num_tokens > ca_block_tokens(p))
+        if (lo > 0 || hi < size || ca_rows_of(p, t) > CA_FEW_ROWS || 2 * t->num_tokens > ca_block_tokens(p))
             continue;
         int64_t num_blocks = ca_div_up(hi / size * size, block_size);
         if (num_blocks > table->shape[1]) {
@@ -132,7 +132,7 @@ static int add_task(ca_plan *p, ca_list *list, const sharer *x, int64_t a, int64
         c->task.num_tokens += block->task.num_tokens;
     }
     c->cost = ca_cost_of(p, &c->task, (int64_t)x[a].size * (end - s) / c->pieces);
-    p->rows = (int32_t)ca_max64(p->rows, c->task.num_tokens * ca_group(p));
+    p->rows = (int32_t)ca_max64(p->rows, ca_rows_of(p, &c->task));
     return CA_OK;
 }
 

@@ -17,8 +17,12 @@
  *   int4      26 / 39 / 74                          21 / 32 / 51 (29 / 38 / 53 with V by 32 columns at a time)
  * avx512.c compiled in 32 s then, in 16 to 20 so. VCVTPH2PS from memory takes one of two ports, as FMA does, and no
  * longer for subnormals; from a register it also takes the shuffle port, 16-bit permutations that twice, so that tables
- * as on Zen 4 cost more than they save. The products asking for half of what comes next, so that memory has no pause:
- * nothing, and bfloat16 lost 20 % by the test in its loop. Groups 64 bytes more apart than 4 KiB: nothing. */
+ * as on Zen 4 cost more than they save. Groups 64 bytes more apart than 4 KiB: nothing.
+ *
+ * While bytes become halves memory cannot answer as fast as it is asked, and while halves were multiplied nobody asked.
+ * Since the products ask (ASKS in products.inc) decode-8x8k is 1.15 to 1.19 times as fast (int4 1.09), 16x4k-mha 1.05
+ * to 1.10, one thread. Asking for one line or two in every step, not for NG lines in one step of 2 or 4, took up to
+ * half of that away; fetching scales, too, 10 %. */
 
 typedef uint16_t vh __attribute__((vector_size(4 * VL)));
 typedef int16_t vh_signed __attribute__((vector_size(4 * VL)));

@@ -410,7 +410,7 @@ static int run_chunks(work *w, const ca_state *state) {
 
 static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int64_t k0, int64_t k1,
                    const ca_state *state, void *scratch) {
-    int64_t group = plan->shape.num_heads / plan->shape.num_kv_heads, rows = task->num_tokens * group;
+    int64_t group = plan->group_size, rows = ca_rows_of(plan, task);
     if (k1 <= k0)
         return CA_ONEDNN_OK;
     work w = {.pages = {plan, call, call->block_table + task->request * call->table_stride, kv_head, NULL, NULL},
