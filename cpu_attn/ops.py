@@ -99,7 +99,7 @@ def reshape_and_cache(
     if named < 0 or lib.ca_write(*known, *rest) == lib.CA_UNKNOWN:
         found, index, kvs = _check.write(arrays, names[0], kv_cache_dtype, kv_cache_layout)
         codes = (CODES[kv][0] for kv in kvs)
-        lib.ca_write(_thread.write, ffi.NULL, described(found), named, index, *codes, *rest)
+        lib.ca_write(_thread.write, 0, described(found), named, index, *codes, *rest)
     _check.raise_fault(fault)
 
 
@@ -208,7 +208,7 @@ def _attend(
         found = _check.attention(plan, arrays, causal >= 0)
         thread.grow(plan.workspace_bytes)
         memory = (thread.workspace, thread.workspace_bytes)
-        lib.ca_attend(plan._pointer, thread.attention, ffi.NULL, described(found), *numbers, *memory, fault)
+        lib.ca_attend(plan._pointer, thread.attention, 0, described(found), *numbers, *memory, fault)
     _check.raise_fault(fault)
 
 

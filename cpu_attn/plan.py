@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch
-from cpu_attn._arrays import CODES, DTYPES, bridged, described, dtype_name
+from cpu_attn._arrays import CODES, DTYPES, addresses, bridged, described, dtype_name
 from cpu_attn._native import ffi, lib
 
 
@@ -178,10 +178,10 @@ def get_scheduler_metadata(
     step: Any = (query_start_loc, seq_lens, dynamic_causal, block_table)
     if type(seq_lens) is not np.ndarray:
         step = bridged(step)
-    pointer = lib.ca_plan_new(shape, engine_pointer, [*map(id, step)], ffi.NULL, masks, fault)
+    pointer = lib.ca_plan_new(shape, engine_pointer, addresses(step), ffi.NULL, masks, fault)
     if fault.status == lib.CA_UNKNOWN:
         found_step = _check.step(num_reqs, *step)
-        pointer = lib.ca_plan_new(shape, engine_pointer, ffi.NULL, described(found_step), masks, fault)
+        pointer = lib.ca_plan_new(shape, engine_pointer, 0, described(found_step), masks, fault)
     _check.raise_fault(fault)
     words, pointer = (sliding_window, kv_cache_dtype, kv_cache_layout), ffi.gc(pointer, lib.ca_plan_free)
     return SchedulerMetadata(pointer, shape, name, kvs, resolved.name, engine, layout, words)

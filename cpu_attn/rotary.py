@@ -64,6 +64,6 @@ def rotary_reshape_and_cache(
     if named < 0 or lib.ca_rotary_write(*known, *how, fault) == lib.CA_UNKNOWN:
         found, index, kvs = _check.rotary(arrays, names[0], kv_cache_dtype)
         codes = (CODES[kv][0] for kv in kvs)
-        lib.ca_rotary_write(_thread.rotary, ffi.NULL, described(found), named, index, *codes, *how, fault)
+        lib.ca_rotary_write(_thread.rotary, 0, described(found), named, index, *codes, *how, fault)
     _check.raise_fault(fault)
     return out

@@ -20,7 +20,7 @@ static struct {
     int num_dtypes;
     struct {
         uintptr_t object;
-        int32_t dtype, itemsize;
+        int32_t dtype, itemsize; /* a power of two */
     } dtypes[16];
 } numpy;
 
@@ -63,11 +63,25 @@ int ca_read_array(uintptr_t object, ca_array *out) {
     out->address = (uintptr_t)x->data;
     out->ndim = x->ndim;
     out->writable = (x->flags & WRITEABLE) != 0;
+    const int shift = __builtin_ctz((unsigned)out->itemsize);
     for (int i = 0; i < x->ndim; i++) {
-        if (x->strides[i] % out->itemsize)
+        if (x->strides[i] & (out->itemsize - 1))
             return 0;
         out->shape[i] = x->shape[i];
-        out->strides[i] = x->strides[i] / out->itemsize;
+        out->strides[i] = x->strides[i] >> shift;
+    }
+    return 1;
+}
+
+int ca_read_arrays(uintptr_t objects, const ca_array *given, ca_array *out, int n) {
+    if (!numpy.ndarray)
+        return 0;
+    for (int i = 0; i < n; i++) {
+        const uintptr_t object = ((const uintptr_t *)objects)[i];
+        if (!object)
+            out[i] = given[i];
+        else if (!ca_read_array(object, &out[i]))
+            return 0;
     }
     return 1;
 }

@@ -250,8 +250,8 @@ static ca_cache cache_of(const ca_array *a, const ca_array *rows, int isa, int k
 
 static ca_rows rows_of(const ca_array *a) { return (ca_rows){(void *)a->address, a->strides[0], a->strides[1]}; }
 
-int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int k_dtype,
-             int v_dtype, int kv_cache_layout, float k_scale, float v_scale, ca_fault *fault) {
+int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype, int v_dtype,
+             int kv_cache_layout, float k_scale, float v_scale, ca_fault *fault) {
     const int64_t sizes[11] = {named, kv_cache_layout};
     ca_array a[CA_WRITE_ARRAYS];
     const struct ca_accepted *call =
@@ -268,7 +268,7 @@ int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, i
     return write_all(&kc, &vc, &key, &value, slots, num_tokens, NULL);
 }
 
-int ca_rotary_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int k_dtype,
+int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype,
                     int v_dtype, int is_neox, float eps, float k_scale, float v_scale, ca_fault *fault) {
     const int64_t sizes[11] = {named};
     ca_array a[CA_ROTARY_ARRAYS];

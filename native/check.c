@@ -186,7 +186,7 @@ static int well_placed(const struct ca_accepted *call, const ca_array *a, int nu
         first[i] = end[i] = 0;
         if (!a[i].itemsize)
             continue;
-        if (a[i].address % (uintptr_t)a[i].itemsize)
+        if (a[i].address & (uintptr_t)(a[i].itemsize - 1))
             return 0;
         extent(&a[i], &first[i], &end[i]);
         for (int o = 0; o < num_outputs && o < i; o++)
@@ -198,32 +198,28 @@ static int well_placed(const struct ca_accepted *call, const ca_array *a, int nu
 }
 
 const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, int64_t k_dtype,
-                                    int64_t v_dtype, const uintptr_t *objects, const ca_array *given, ca_array *a,
+                                    int64_t v_dtype, uintptr_t objects, const ca_array *given, ca_array *a,
                                     int num_arrays, int num_outputs) {
     if (!objects) {
         memcpy(a, given, (size_t)num_arrays * sizeof *a);
         return remember(known, sizes, isa, k_dtype, v_dtype, a, num_arrays);
     }
-    for (int i = 0; i < num_arrays; i++) {
-        if (!objects[i])
-            a[i] = given[i];
-        else if (!ca_read_array(objects[i], &a[i]))
-            return NULL;
-    }
+    if (!ca_read_arrays(objects, given, a, num_arrays))
+        return NULL;
     const struct ca_accepted *call = find(known, sizes, a, num_arrays);
     return call && well_placed(call, a, num_arrays, num_outputs) ? call : NULL;
 }
 
 /* int32, dense: [num_reqs + 1], [num_reqs] and, or not, [num_reqs] and [num_reqs, any], of which rows may lie anywhere.
  */
-int ca_accept_step(const uintptr_t *objects, const ca_array *given, int64_t num_reqs, ca_array *a) {
+int ca_accept_step(uintptr_t objects, const ca_array *given, int64_t num_reqs, ca_array *a) {
+    if (!objects) {
+        memcpy(a, given, CA_STEP_ARRAYS * sizeof *a);
+        return 1;
+    }
+    if (!ca_read_arrays(objects, given, a, CA_STEP_ARRAYS))
+        return 0;
     for (int i = 0; i < CA_STEP_ARRAYS; i++) {
-        if (!objects) {
-            a[i] = given[i];
-            continue;
-        }
-        if (!ca_read_array(objects[i], &a[i]))
-            return 0;
         if (i >= CA_STEP_DYNAMIC_CAUSAL && !a[i].itemsize)
             continue;
         int last = i == CA_STEP_BLOCK_TABLE;

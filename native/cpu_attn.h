@@ -215,8 +215,8 @@ const ca_engine *ca_native_engine(void);
 const ca_engine *ca_reference_engine(void);
 
 /* NULL and *fault on failure; CA_UNKNOWN: unless objects are NumPy arrays fit for a step, _check.py has to look at
- * them first, and to say with objects NULL what is given. masks: NULL where there are none. */
-ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, const uintptr_t *objects, const ca_array *given,
+ * them first, and to say with objects 0 what is given. masks: NULL where there are none. */
+ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects, const ca_array *given,
                      const ca_masks *masks, ca_fault *fault);
 void ca_plan_free(ca_plan *plan);
 void ca_plan_describe(const ca_plan *plan, ca_plan_info *out);
@@ -230,24 +230,24 @@ int ca_check_table(const ca_plan *plan, const int32_t *table, int64_t stride, in
 int ca_check_bias(const ca_plan *plan, const ca_array *bias, ca_fault *fault);
 
 /* NumPy arrays as C reads them: type(array), the None that stands for no array, sizeof(PyObject), and what dtype
- * objects mean. Once, on import; without it every call is CA_UNKNOWN. */
+ * objects mean. Once, on import; without it (ndarray 0) every call is CA_UNKNOWN. */
 void ca_know_numpy(uintptr_t ndarray, uintptr_t none, int64_t head);
 void ca_know_dtype(uintptr_t object, int32_t dtype, int32_t itemsize);
 int ca_read_array(uintptr_t object, ca_array *out); /* 0: not a NumPy array, or one unlike all that we take */
 
-/* attention_with_kv_cache and reshape_and_cache. Their arrays are Python objects, where objects[i] is 0 given[i].
+/* attention_with_kv_cache and reshape_and_cache. Their arrays are Python objects, whose addresses lie at `objects`;
+ * where one is 0, given[i].
  * CA_UNKNOWN unless such a call has been accepted before; without objects, _check.py has accepted what is given.
  * What indices hold and whether outputs overlap inputs is checked every time, before a byte is written.
  * causal: -1 where there are no lengths and masks to compare with the plan's. */
-int ca_attend(const ca_plan *plan, ca_known *known, const uintptr_t *objects, const ca_array *given, int causal,
-              float scale, float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes,
-              ca_fault *fault);
+int ca_attend(const ca_plan *plan, ca_known *known, uintptr_t objects, const ca_array *given, int causal, float scale,
+              float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault);
 /* named: a number for the isa's name. isa: its index, which goes with `given`. A slot < 0 is skipped. */
-int ca_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int k_dtype,
-             int v_dtype, int kv_cache_layout, float k_scale, float v_scale, ca_fault *fault);
+int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype, int v_dtype,
+             int kv_cache_layout, float k_scale, float v_scale, ca_fault *fault);
 
 /* rotary_reshape_and_cache, in the same way. */
-int ca_rotary_write(ca_known *known, const uintptr_t *objects, const ca_array *given, int named, int isa, int k_dtype,
+int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype,
                     int v_dtype, int is_neox, float eps, float k_scale, float v_scale, ca_fault *fault);
 
 /* Tokens 0..num_tokens-1 of one request back to [T, Hkv, D], as they are stored, int8 and int4 as float32 times their
@@ -562,9 +562,11 @@ int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_f
 int ca_check_positions(const int64_t *positions, int64_t num_tokens, int64_t bound, ca_fault *fault);
 /* Reads the call's arrays into `a`. NULL unless nothing is wrong with them but what indices may hold. */
 const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, int64_t k_dtype,
-                                    int64_t v_dtype, const uintptr_t *objects, const ca_array *given, ca_array *a,
+                                    int64_t v_dtype, uintptr_t objects, const ca_array *given, ca_array *a,
                                     int num_arrays, int num_outputs);
-int ca_accept_step(const uintptr_t *objects, const ca_array *given, int64_t num_reqs, ca_array *a);
+/* Those at `objects`, or given; 0: they are not all like what we take. */
+int ca_read_arrays(uintptr_t objects, const ca_array *given, ca_array *out, int n);
+int ca_accept_step(uintptr_t objects, const ca_array *given, int64_t num_reqs, ca_array *a);
 /* Fills lo, hi and tree of a plan that has none yet, for its lengths and window. */
 int ca_take_masks(ca_plan *plan, const ca_masks *masks, ca_fault *fault);
 /* Threads that are worth waking for what takes one thread so long. */

@@ -189,7 +189,7 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
     return status;
 }
 
-ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, const uintptr_t *objects, const ca_array *given,
+ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects, const ca_array *given,
                      const ca_masks *masks, ca_fault *fault) {
     ca_array a[CA_STEP_ARRAYS];
     size_t n = (size_t)shape->num_reqs;
