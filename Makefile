@@ -42,7 +42,9 @@ test-integrations:
 		|| { echo "make test-integrations: FAILED, see above"; exit 1; }
 	@echo "make test-integrations: passed ($(WITH))"
 
-integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/test_$(name)*.py)))
+# With torch also what other files test with it.
+integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/test_$(name)*.py)) \
+	$(if $(filter torch,$(WITH)),$(patsubst %,tests/test_%.py,layout plain workloads)))
 integration-tests:
 	@$(PYTEST) -m integrations
 

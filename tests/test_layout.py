@@ -269,10 +269,20 @@ def test_files(tmp_path: Path, dtype: str, kv_cache_dtype: str) -> None:
     for a, b in ((cache.key_cache, loaded.key_cache), (cache.value_cache, loaded.value_cache)):
         assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
     loaded.update(*(np.zeros((1, 2, n), numpy_dtype(dtype)) for n in (24, 7)), np.zeros(1, np.int64))
-    torch = pytest.importorskip("safetensors.torch")
-    theirs = torch.load_file(file)["key_cache"]
+
+
+@pytest.mark.integrations
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", *NARROW])
+def test_torch_reads_files(tmp_path: Path, dtype: str, kv_cache_dtype: str) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    cache, _, _ = filled(dtype, kv_cache_dtype=kv_cache_dtype, **scales_for(kv_cache_dtype, 0.37, 2.5))
+    cache.save(tmp_path / "cache.safetensors")
+    theirs = load_file(tmp_path / "cache.safetensors")["key_cache"]
     assert str(theirs.dtype).removeprefix("torch.") == cache.key_cache.dtype.name
-    assert theirs.view(pytest.importorskip("torch").uint8).numpy().tobytes() == cache.key_cache.tobytes()
+    assert theirs.view(torch.uint8).numpy().tobytes() == cache.key_cache.tobytes()
 
 
 def test_files_of_somebody_else(tmp_path: Path) -> None:

@@ -208,8 +208,10 @@ def test_mla(dtype: str) -> None:
     assert np.abs(lse - want).max() < 1e-2
 
 
+@pytest.mark.integrations
 def test_mla_of_torch() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     kv_c, k_pe = torch.randn(40, 32).bfloat16(), torch.randn(40, 8).bfloat16()
     cache = torch.zeros(3, 16, 40).bfloat16()
     cpu_attn.concat_and_cache_mla(kv_c, k_pe, cache, torch.arange(40))

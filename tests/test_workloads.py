@@ -156,6 +156,7 @@ def test_contestants_compute_attention(engine: str, dtype: str, workload: Worklo
     assert_right(step, step.output)
 
 
+@pytest.mark.integrations
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "workload",
@@ -163,7 +164,6 @@ def test_contestants_compute_attention(engine: str, dtype: str, workload: Worklo
     ids=lambda w: w.name,
 )
 def test_torch_computes_the_same_attention(workload: Workload, dtype: str) -> None:
-    pytest.importorskip("torch")
     step = Step(replace(workload, softcap=0.0, sinks=False), "auto", dtype)
     (row,) = contest.contestants(step, ["torch"])
     tokens = [one for group in row.call() for one in group]  # [Hq, q_len, D] of each request
