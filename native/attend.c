@@ -131,9 +131,11 @@ static int together(const run *w, const ca_task *t) {
 static int run_heads(run *w, const ca_task *t, int first, int end, char *memory) {
     const ca_plan *p = w->plan;
     char *scratch = memory + 2 * p->state_bytes, *states = scratch + p->scratch_bytes;
-    const int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v, few = p->kernel->few_keys;
+    const int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v, few = ca_few_keys(p);
+    ca_task task = *t;
     ca_state total[HEADS], part[HEADS];
     int holds = 0, status = 0;
+    task.together = end - first == p->shape.num_kv_heads;
     for (int h = first; h < end; h++, states += 2 * p->head_bytes) {
         total[h - first] =
             t->partial < 0 ? state_at(states, rows, dv) : part_at(w, (ca_part){t->partial, (int32_t)rows, 0}, h);
@@ -149,7 +151,7 @@ static int run_heads(run *w, const ca_task *t, int first, int end, char *memory)
         for (int64_t k = k0, next; k < k1 && !status; k = next) {
             next = ca_min64(k1, k - k % CA_LANES + few);
             for (int h = first; h < end && !status; h++)
-                status = p->engine->segment(p, w->call, t, h, k, next, (holds ? part : total) + h - first, scratch);
+                status = p->engine->segment(p, w->call, &task, h, k, next, (holds ? part : total) + h - first, scratch);
         }
         for (int h = first; h < end && holds; h++)
             p->kernel->merge(&total[h - first], &part[h - first], rows, dv);
@@ -165,7 +167,7 @@ static int run_heads(run *w, const ca_task *t, int first, int end, char *memory)
 static int64_t head_groups(const ca_plan *p, int team) {
     const ca_shape *s = &p->shape;
     int64_t heads = s->num_kv_heads, wanted = team > 1 ? ca_div_up(2 * team, ca_max64(1, p->num_tasks)) : 1;
-    int64_t bytes = p->kernel->few_keys * (s->head_size + s->head_size_v) * ca_dtype_size(s->k_dtype);
+    int64_t bytes = ca_few_keys(p) * (s->head_size + s->head_size_v) * ca_dtype_size(s->k_dtype);
     int64_t most = ca_max64(1, ca_min64(HEADS, TOGETHER / ca_max64(1, bytes)));
     return p->head_bytes ? ca_min64(heads, ca_max64(wanted, ca_div_up(heads, most))) : heads;
 }

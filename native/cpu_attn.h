@@ -400,9 +400,10 @@ typedef struct ca_token {
 typedef struct ca_task {
     int32_t request, token, num_tokens;
     int32_t segment, num_segments;
-    int32_t shared;  /* 0, or 1 + where in plan->tokens its query tokens are: of several requests, whose blocks are the
-                        same in these segments, which all of them see whole */
-    int64_t partial; /* floats into the partial results, -1: finish at once */
+    int32_t together; /* do all kv heads go together through the keys? */
+    int32_t shared;   /* 0, or 1 + where in plan->tokens its query tokens are: of several requests, whose blocks are the
+                         same in these segments, which all of them see whole */
+    int64_t partial;  /* floats into the partial results, -1: finish at once */
 } ca_task;
 
 /* Rows from `row` on of partial results for `rows` rows, of kv head 0. */
@@ -506,7 +507,7 @@ struct ca_kernel {
     ca_segment_fn *segment;
     /* keys after which a segment of up to CA_FEW_ROWS may be left and, with the state as it then is, gone on with, the
      * bits being the same, where blocks hold whole groups; 0: never */
-    int few_keys;
+    int few_keys, nhd_keys; /* the second of NHD caches */
     /* into = merge(into, from), in this order: float results depend on it */
     void (*merge)(const ca_state *into, const ca_state *from, int64_t rows, int64_t head_size_v);
     /* state -> output and lse: sinks join here, o/l is rounded to the output's dtype */
@@ -669,6 +670,11 @@ static inline int64_t ca_rows_bytes(const ca_plan *plan) {
     int needed = narrow && plan->shape.kv_cache_layout != CA_PACKED;
     return needed * CA_LANES * ca_max64(plan->shape.head_size, plan->shape.head_size_v) *
            ca_dtype_size(plan->shape.dtype);
+}
+
+/* Where may a segment of up to CA_FEW_ROWS be left? */
+static inline int64_t ca_few_keys(const ca_plan *p) {
+    return p->shape.kv_cache_layout == CA_NHD ? p->kernel->nhd_keys : p->kernel->few_keys;
 }
 
 /* The blocks that a request and kv head attend, ascending: all of them, or those selected. */

@@ -19,6 +19,7 @@
 #define ROWS 96
 #define KEYS 256
 #define FEW_KEYS 128
+#define NHD_KEYS 64
 #include "../kernel/inline.h"
 
 static const char *missing(void) { return CA_CPU_MISSING(CA_HAS_avx2, CA_HAS_fma, CA_HAS_f16c); }

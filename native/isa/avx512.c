@@ -34,6 +34,7 @@
 #define ROWS 96
 #define KEYS 256
 #define FEW_KEYS 256
+#define NHD_KEYS 64
 
 static const char *missing(void) {
     return CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_avx512bw, CA_HAS_avx512dq, CA_HAS_avx512vl, CA_HAS_fma, CA_HAS_f16c);
