@@ -93,12 +93,17 @@ def engines_here(asked: Sequence[str], rivals: Sequence[str], isa: str, dtype: s
 
 
 def refuse_idle(workloads: Sequence[Workload], engines: Engines, kv_cache_dtype: str = "auto") -> None:
-    """A workload that nobody runs, or a rival that cannot run it, is an error."""
-    for w, some in product(workloads, engines.values()):
-        if not contest.takes_part(some, w.kind):
-            raise click.UsageError(f"{w.name}: {', '.join(some)} has no part in it")
-        for reason in filter(None, (contest.unable(engine, w, kv_cache_dtype) for engine in some)):
-            raise click.UsageError(reason)
+    """A workload that nobody runs is an error, and so is an engine or a rival that can run none of them."""
+    for some in engines.values():
+        unable = {e: [contest.unable(e, w, kv_cache_dtype) for w in workloads] for e in some}
+        for reasons in unable.values():
+            if all(reasons):
+                raise click.UsageError(reasons[0])
+        for i, w in enumerate(workloads):
+            able = [e for e in some if not unable[e][i]]
+            if not contest.takes_part(able, w.kind):
+                reason = next((reasons[i] for reasons in unable.values() if reasons[i]), "")
+                raise click.UsageError(reason or f"{w.name}: {', '.join(some)} has no part in it")
 
 
 # ---- measuring ----
@@ -174,8 +179,13 @@ def _always(workloads: Sequence[Workload], dtypes: Sequence[str]) -> list[Limit]
 def _one_workload(
     steps: Sequence[Step], engines: Sequence[str], limits: Limits, repeat: int | None
 ) -> Iterator[Measured]:
-    """The same workload over some caches: all of them by turns."""
-    rows = [row for step in steps for row in contest.contestants(step, engines)]
+    """The same workload over some caches: all of them by turns, but for engines that cannot."""
+    rows = []
+    for step in steps:
+        reasons = {e: contest.unable(e, step.workload, step.kv_cache_dtype) for e in engines}
+        for engine in filter(reasons.get, engines):
+            click.echo(f"  without {engine}: {reasons[engine]}", err=True, nl=False)
+        rows += contest.contestants(step, [e for e in engines if not reasons[e]])
     needed = dict.fromkeys(limit for row in rows for limit in row.limits)
     limits.measure(needed)
     seconds = times([row.call for row in rows], repeat)

@@ -207,6 +207,17 @@ def test_errors(args: list[str], text: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert text in " ".join(result.output.split())
 
 
+def test_left_out_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "unable", lambda e, w, kv="auto": "no plans" * (e == "reference" and w.kind == "plan"))
+    engines = ("--engine", "native", "--engine", "reference", "--repeat", "1", "--json")
+    result = call("plan-256", "call-tiny", *engines)
+    took = [(r["workload"], r["engine"]) for r in json.loads(result.stdout)["results"]]
+    assert took == [("plan-256", "native"), ("call-tiny", "native"), ("call-tiny", "reference")]
+    assert "without reference: no plans" in result.stderr
+    result = call("plan-256", *engines)
+    assert result.exit_code == 2 and "no plans" in result.output
+
+
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     result = call(*FREE, "--rival", "torch")

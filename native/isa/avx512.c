@@ -11,17 +11,19 @@
  *   prefill-2k / 8k        bfloat16 0.58 / 0.61, float32 0.55 / 0.56; over fp8_e4m3 / int8 / int4 0.93 / 0.90 / 0.79
  *                          of bfloat16's speed
  *   decode                 8x8k 0.81 to 0.83, 32x2k 0.82 to 0.84, 16x4k-mha 0.87 to 0.93
- *   plain caches           HND 0.69 / 0.73, NHD 0.46 / 0.41 of packed's speed (8x8k / 16x4k-mha)
+ *   plain caches           HND 0.69, NHD 0.61 / 0.54 of packed's speed (8x8k / 16x4k-mha)
  *   tree-16x4k-mha         1.28 times decode-16x4k-mha; write-8k bfloat16 0.89, fp8_e4m3 0.64
  * Two threads in calm minutes: README.md. Tried there, each against what is below, in turns with it:
  *   register tiles, scores alone, of FMA's peak in the same millisecond (median): 6 x 4 0.72, 8 x 3 0.69, 9 x 3 0.67,
  *   12 x 2 and 14 x 2 0.65, with {1to16} operands 0.43 to 0.68; whether K lay in L1 or in L2 made no difference
  *   prefetch in decode-8x8k: none 0.69, into L1 0.89, every second line 0.88, one or four steps ahead 0.90; huge pages
  *   1.01 to 1.04
- * Rows of plain caches spend their time in write_k and write_v, waiting for memory, not in the products. ROWS 192, and
- * accumulators that gcc 12 must not move (a few of 24 spill), by VFMADD231PS in asm: nothing that the noise of the
- * machine would not cover. FEW_KEYS 256 took 1 to 3 % off every decode but NHD's (+- 3). Narrow caches:
- * kernel/halves.h. */
+ *   ROWS 192, and accumulators that gcc 12 must not move (a few of 24 spill), by VFMADD231PS in asm: nothing that the
+ *   noise of the machine would not cover
+ *   FEW_KEYS 256, not 128: 1 to 3 % off every decode but NHD's
+ *   NHD decode-8x8k, all heads together, each fetching its share of all rows: by 128 keys 52 ms, by 64 45 ms, and 58 ms
+ *   where the share is fetched as rows are packed, not by the products (each head its own rows: 64 ms)
+ * Narrow caches: kernel/halves.h. */
 #include "../cpu.h"
 #include "avx512.h"
 
