@@ -180,7 +180,7 @@ def _one_workload(
     steps: Sequence[Step], engines: Sequence[str], limits: Limits, repeat: int | None
 ) -> Iterator[Measured]:
     """The same workload over some caches: all of them by turns, but for engines that cannot."""
-    rows = []
+    rows: list[contest.Contestant] = []
     for step in steps:
         reasons = {e: contest.unable(e, step.workload, step.kv_cache_dtype) for e in engines}
         for engine in filter(reasons.get, engines):

@@ -65,9 +65,9 @@ static double total_cost(const ca_list *list) {
 
 /* Threads take tasks longest first, so that the last to finish waits for less than one task: one of more than a quarter
  * of a thread's share hands out its segments one by one. Fewer than 4 * num_threads items are so long, which bounds the
- * partial results. */
+ * partial results. Heads that may go together are one item: they are not parted while there are keys to part. */
 static void split_tasks(const ca_plan *p, ca_list *list, double total) {
-    double limit = total * p->shape.num_kv_heads / (4 * p->num_threads);
+    double limit = total * (p->head_bytes ? 1 : p->shape.num_kv_heads) / (4 * p->num_threads);
     if (!p->shape.enable_kv_split || p->num_threads < 2)
         return;
     for (ca_costed *c = list->at; c < list->at + list->count; c++)
