@@ -156,15 +156,15 @@ int main(int argc, char **argv) {
     const ca_array written[] = {kc, vc, k, v, slots}, step[] = {starts, lens, flags, f[SHARED] ? table : (ca_array){0}};
     const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks, selected, bias};
     ca_plan_info info;
-    ca_write(known, NULL, written, 0, isa, (int)f[K_DTYPE], (int)f[V_DTYPE], (int)f[KV_CACHE_LAYOUT], x[2], x[3],
+    ca_write(known, 0, written, 0, isa, (int)f[K_DTYPE], (int)f[V_DTYPE], (int)f[KV_CACHE_LAYOUT], x[2], x[3],
              &fault);
     const ca_engine *engine = f[REFERENCE] ? ca_reference_engine() : ca_native_engine();
-    ca_plan *plan = fault.status ? NULL : ca_plan_new(&shape, engine, NULL, step, masked ? &masks : NULL, &fault);
+    ca_plan *plan = fault.status ? NULL : ca_plan_new(&shape, engine, 0, step, masked ? &masks : NULL, &fault);
     if (!plan)
         die("no plan");
     ca_plan_describe(plan, &info);
     memset(known, 0, sizeof *known);
-    ca_attend(plan, known, NULL, call, (int)f[CAUSAL], x[0], x[1], x[2], x[3], memory(info.workspace_bytes, 0xff),
+    ca_attend(plan, known, 0, call, (int)f[CAUSAL], x[0], x[1], x[2], x[3], memory(info.workspace_bytes, 0xff),
               info.workspace_bytes, &fault);
     if (fault.status)
         die("the call failed");
