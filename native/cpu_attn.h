@@ -236,8 +236,8 @@ void ca_know_dtype(uintptr_t object, int32_t dtype, int32_t itemsize);
 int ca_read_array(uintptr_t object, ca_array *out); /* 0: not a NumPy array, or one unlike all that we take */
 
 /* attention_with_kv_cache and reshape_and_cache. Their arrays are Python objects, whose addresses lie at `objects`;
- * where one is 0, given[i].
- * CA_UNKNOWN unless such a call has been accepted before; without objects, _check.py has accepted what is given.
+ * where one is 0, given[i]. CA_UNKNOWN unless such a call has been accepted before; without objects, _check.py has
+ * accepted what is given.
  * What indices hold and whether outputs overlap inputs is checked every time, before a byte is written.
  * causal: -1 where there are no lengths and masks to compare with the plan's. */
 int ca_attend(const ca_plan *plan, ca_known *known, uintptr_t objects, const ca_array *given, int causal, float scale,
