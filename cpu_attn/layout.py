@@ -222,7 +222,7 @@ def _safetensors() -> Any:
 
 @dataclass(frozen=True)
 class Form:
-    """How 16 tokens of one kv head lie, K or V: ca_group_form of native/cpu_attn.h. Groups follow one another; behind
+    """How 16 tokens of one kv head lie, K or V: ca_group_form of native/layout.h. Groups follow one another; behind
     them, of integers, their scales [groups][scales][16] in bfloat16."""
 
     pairs: int

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * NumPy arrays, read where they lie: 10 ns each, where ndarray.__array_interface__ takes 970. */
-#include "cpu_attn.h"
+#include "check.h"
 
 #define WRITEABLE 0x400
 

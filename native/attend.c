@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Runs a plan: threads take (task, kv head) items from a counter, then those that merge; segments merge in order. */
-#include "cpu_attn.h"
+#include "check.h"
+#include "kernel.h"
+#include "keys.h"
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>

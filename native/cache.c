@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Slots and blocks: writes tokens into the cache and gathers them back. */
-#include "cpu_attn.h"
+#include "check.h"
+#include "kernel.h"
 #include <stdatomic.h>
 #include <string.h>
 #ifdef _OPENMP

@@ -2,7 +2,9 @@
  * The C half of cpu_attn/_check.py: what may differ between calls that look alike (addresses, and what lengths and
  * indices hold), and which calls look alike. Of one token over 16 keys (Zen 4, 8 us of it in the kernel): 65 us where
  * Python looked at every array of every call, 12 us so. */
-#include "cpu_attn.h"
+#include "check.h"
+#include "keys.h"
+#include "layout.h"
 
 static int fail(ca_fault *fault, int status, int64_t request, int64_t position, int64_t value, int64_t bound) {
     *fault = (ca_fault){status, request, position, value, bound, -1};

@@ -4,6 +4,7 @@
  * isa stands in CA_ISA_VARIANTS: where it misses nothing its kernels replace that isa's. */
 #include "cpu.h"
 #include "isa_list.h"
+#include "kernel.h"
 #include <string.h>
 
 #define ISA(name, unit) extern const ca_isa_row ca_isa_##name;

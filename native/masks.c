@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Masks besides causal and window, as a plan keeps them: the range of keys of every query token and, of a tree, which
  * of the new tokens in it. */
-#include "cpu_attn.h"
+#include "plan.h"
 #include <stdlib.h>
 
 static int fail(ca_fault *fault, int status, int64_t request, int64_t value, int64_t bound) {

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Attention over several sets of keys from that over each (arXiv:2501.01005): weights are
  * exp(lse_s - lse), where lse is the log of the sum of all exp(lse_s). */
-#include "cpu_attn.h"
+#include "engine.h"
 #include "half.h"
+#include "layout.h"
 
 #define COLUMNS 512 /* at a time, summed in float32 */
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Elements of the narrow caches as tables of 16-bit words, for kernels that unpack by permutation. */
-#include "cpu_attn.h"
 #include "half.h"
+#include "layout.h"
 
 #define KINDS (CA_CACHE_DTYPES - CA_DTYPES)
 /* binary16, bfloat16; the bytes of bfloat16, low ones first: written once, when the library loads */

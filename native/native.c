@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The engine of fused kernels: what the plan's row of the isa table says. */
-#include "cpu_attn.h"
+#include "kernel.h"
 
 static int rows(const ca_kernel *kernel) { return kernel->info.rows; }
 

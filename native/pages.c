@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Bounds of the keys of each block, kept as tokens are written, and the scores that they give to queries. */
-#include "cpu_attn.h"
+#include "check.h"
+#include "kernel.h"
 #ifdef _OPENMP
 #include <omp.h>
 #endif

@@ -2,6 +2,7 @@
  * Metadata of a step: which query rows meet which keys, cut into tasks that threads take.
  * What a task computes never depends on how many tasks or threads there are: query blocks start
  * at a request's first token, segments of keys at its first key. */
+#include "check.h"
 #include "plan.h"
 #include <stdlib.h>
 #include <string.h>

@@ -2,7 +2,8 @@
  * A plan in the making. */
 #ifndef CPU_ATTN_PLAN_H
 #define CPU_ATTN_PLAN_H
-#include "cpu_attn.h"
+#include "keys.h"
+#include "kernel.h"
 
 /* A query block, or a task that segments of several of them share. */
 typedef struct ca_costed {
@@ -33,6 +34,9 @@ static inline int64_t ca_block_tokens(const ca_plan *p) {
 static inline int64_t ca_cost_of(const ca_plan *p, const ca_task *t, int64_t keys) {
     return ca_max64(1, keys) * (ca_rows_of(p, t) + LOAD);
 }
+
+/* Fills lo, hi and tree of a plan that has none yet, for its lengths and window. */
+int ca_take_masks(ca_plan *plan, const ca_masks *masks, ca_fault *fault);
 
 /* Adds a task for each group of query blocks that meet the same physical blocks from their first key on, and takes
  * these segments from them. Returns CA_OK, CA_NO_MEMORY or CA_BLOCK_TABLE_SHORT. */

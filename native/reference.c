@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The engine that says what attention is: one score, one weight, one value at a time, in double.
- * It reads the same caches as the kernels, by the layouts' definition in cpu_attn.h. */
-#include "cpu_attn.h"
+ * It reads the same caches as the kernels, by the layouts' definition in layout.h. */
 #include "half.h"
+#include "kernel.h"
+#include "keys.h"
 
 static double element(const void *base, int64_t i, int dtype) {
     if (ca_is_narrow(dtype)) {

@@ -2,7 +2,7 @@
  * Queries and keys rotated on their way: queries to where the caller wants them, keys into the cache. A run of keys is
  * rotated into a stage, whose rows the cache write takes for the caller's (native/cache.c): layouts and quantised
  * caches are its affair alone. */
-#include "cpu_attn.h"
+#include "kernel.h"
 #include <stdlib.h>
 
 static char *row_of(const ca_rows *rows, int64_t t, int64_t head, int dtype) {

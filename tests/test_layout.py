@@ -71,7 +71,7 @@ def contents(cache: PagedKVCache) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def place(name: str, value: bool, token: int, d: int, size: int) -> int:
-    """Of an element among those of its block, as native/cpu_attn.h says."""
+    """Of an element among those of its block, as native/layout.h says."""
     group, lane = divmod(token, 16)
     if name == "lanes-v1":
         return token * size + d if value else (group * size + d) * 16 + lane

@@ -33,7 +33,7 @@ def layout(isa: str, dtype: str) -> int:
 
 
 def places(pairs: bool, value: bool, token: Index, size: int) -> Index:
-    """[T, size]: where a token's elements lie in its block, as cpu_attn.h says. An odd K of pairs has one more, its
+    """[T, size]: where a token's elements lie in its block, as layout.h says. An odd K of pairs has one more, its
     zero."""
     token, d = token[:, None], np.arange(size + (size % 2 if pairs and not value else 0))
     if value:

@@ -8,6 +8,8 @@
  * registers, 2 for K or V, 1 to broadcast. */
 #include "../cpu.h"
 #include <immintrin.h>
+#include <math.h>
+#include <string.h>
 
 #define ISA avx2
 #define METHOD "FP32 FMA, 8 lanes; 16-bit elements widened in registers"

@@ -3,6 +3,8 @@
  * F, BW, DQ, VL, FMA and F16C, and BF16 and VBMI where the file has them too, or EMULATED and EMULATED_VBMI. */
 #include "../kernel/inline.h"
 #include <immintrin.h>
+#include <math.h>
+#include <string.h>
 #ifdef EMULATED
 #include "../kernel/bf16_emulation.h"
 #endif

@@ -8,7 +8,10 @@
  * accumulators of the 32 registers, 4 for K or V, 1 to broadcast. Run under qemu only: nothing is known of its speed.
  */
 #include "../cpu.h"
+#include "../layout.h"
 #include <arm_neon.h>
+#include <math.h>
+#include <string.h>
 
 #define ISA neon
 #define METHOD "FP32 FMA, 4 lanes; 16-bit elements widened in registers"

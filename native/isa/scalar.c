@@ -7,6 +7,7 @@
  * Plain C: one lane, any machine. What the compiler makes of it is its own affair. */
 #include "../cpu.h"
 #include "../half.h"
+#include "../layout.h"
 
 #define ISA scalar
 #define METHOD "plain C"
@@ -19,6 +20,7 @@
 #define KEYS 256
 #define FEW_KEYS 128
 #include "../kernel/inline.h"
+#include <math.h>
 
 static const char *missing(void) { return NULL; }
 

@@ -2,7 +2,7 @@
  * Pages of the cache as operands of a matmul. K becomes [D][N], V [N][Dv], in one of three forms. */
 #ifndef CPU_ATTN_ONEDNN_GATHER_H
 #define CPU_ATTN_ONEDNN_GATHER_H
-#include "../cpu_attn.h"
+#include "../kernel.h"
 
 /* PLAIN: float32, rows dense. PANELS: float32, K as dnnl_BA16a64b, V as in PLAIN.
  * BF16: both as dnnl_BA16a64b2a, Q and P bfloat16, for AMX. */

@@ -3,7 +3,7 @@
  * reached by its pointer, the core's kernels by those in the plan. */
 #ifndef CPU_ATTN_ONEDNN_H
 #define CPU_ATTN_ONEDNN_H
-#include "../cpu_attn.h"
+#include "../engine.h"
 /* cffi: begin */
 typedef struct ca_engine ca_engine;
 

@@ -5,6 +5,7 @@
  * log-sum-exp). Both come back from one element: with s* the largest score of a row,
  * softmax(s*) = exp(s* - s*) / L = 1 / L, the largest weight. The state refers to m = fl(s* log2 e), so
  * l = L 2^(s* log2 e - m), where the exponent is what m lost in rounding. */
+#include "../keys.h"
 #include "gather.h"
 #include "primitive.h"
 #include <math.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * One call of reshape_and_cache and of attention_with_kv_cache without Python, for machines that are emulated:
  * test_cross.py writes the arrays to standard input and reads output and lse from standard output. */
-#include "cpu_attn.h"
+#include "layout.h"
 #include <stdio.h>
 #include <stdlib.h>
 

@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What indices hold, and calls that have been accepted before. */
+#ifndef CPU_ATTN_CHECK_H
+#define CPU_ATTN_CHECK_H
+#include "engine.h"
+
+int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
+                    ca_fault *fault);
+int ca_check_lengths(int64_t num_reqs, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault);
+int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
+                  const int32_t *dynamic_causal, ca_fault *fault);
+int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault);
+int ca_check_positions(const int64_t *positions, int64_t num_tokens, int64_t bound, ca_fault *fault);
+/* Reads the call's arrays into `a`. NULL unless nothing is wrong with them but what indices may hold. */
+const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, int64_t k_dtype,
+                                    int64_t v_dtype, uintptr_t objects, const ca_array *given, ca_array *a,
+                                    int num_arrays, int num_outputs);
+/* Those at `objects`, or given; 0: they are not all like what we take. */
+int ca_read_arrays(uintptr_t objects, const ca_array *given, ca_array *out, int n);
+int ca_accept_step(uintptr_t objects, const ca_array *given, int64_t num_reqs, ca_array *a);
+#endif

@@ -1,0 +1,100 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What an isa offers, dtype by dtype. */
+#ifndef CPU_ATTN_KERNEL_H
+#define CPU_ATTN_KERNEL_H
+#include "engine.h"
+#include "layout.h"
+
+#define CA_PAGE_ROWS 4 /* query rows that share a page's way through the registers */
+
+/* One call of rotary_reshape_and_cache, as far as it rotates. */
+typedef struct ca_rotary {
+    const ca_kernel *kernel;
+    ca_rows query, query_out, key, cos_sin;
+    const int64_t *positions;
+    int64_t num_tokens, head_size, rot_dim;
+    int32_t num_heads, num_kv_heads, dtype, cos_sin_dtype, is_neox;
+    float eps;
+    const ca_array *weights;          /* of the norms of Q and K; absent: no norm */
+    const float *q_weight, *k_weight; /* the same as float32, or NULL */
+    char *memory;                     /* thread_bytes for each thread */
+    int64_t thread_bytes;
+} ca_rotary;
+
+int ca_rotary_begin(ca_rotary *rotary, int team); /* what else a team needs, or CA_NO_MEMORY */
+void ca_rotary_end(ca_rotary *rotary);
+void ca_rotate_queries(const ca_rotary *rotary, int thread, int team); /* this thread's share */
+/* Keys of n <= 16 tokens from t on: row i of the result is token t + i. */
+ca_rows ca_rotate_keys(const ca_rotary *rotary, int thread, int head0, int head1, int64_t t, int n);
+
+/* Rows of the isa table: what an isa file offers for one dtype. */
+struct ca_kernel {
+    ca_kernel_info info;
+    int64_t (*scratch_bytes)(const ca_plan *plan);
+    ca_segment_fn *segment;
+    /* keys after which a segment of up to CA_FEW_ROWS may be left and, with the state as it then is, gone on with, the
+     * bits being the same, where blocks hold whole groups; 0: never */
+    int few_keys, nhd_keys; /* the second of NHD caches */
+    /* into = merge(into, from), in this order: float results depend on it */
+    void (*merge)(const ca_state *into, const ca_state *from, int64_t rows, int64_t head_size_v);
+    /* state -> output and lse: sinks join here, o/l is rounded to the output's dtype */
+    void (*finish)(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, const ca_state *state);
+    /* tokens [token, token + n) of one group of 16 of one block of one kv head, from rows ld elements apart;
+     * meanwhile as many rows are fetched from `ahead`, whatever lies there; stream: past the caches */
+    void (*write_k)(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld,
+                    const void *ahead, int stream);
+    void (*write_v)(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld,
+                    const void *ahead, int stream);
+    /* tokens [t0, t1) of one block of one kv head, widened to float32:
+     * K to dst[d * ld + (t - t0)] (transposed), V to dst[(t - t0) * ld + d] */
+    void (*widen_k)(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
+    void (*widen_v)(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
+    /* one query row times factor, as float32 */
+    void (*widen_row)(const void *src, int64_t n, float factor, float *dst);
+    /* the first n tokens of a group, K or V, that is not ca_half_ready, as a group of the kernel's own layout and
+     * dtype, exactly, without its scales; rows: ca_rows_bytes; meanwhile as much is fetched from `ahead`, whatever lies
+     * there */
+    void (*unpack)(const ca_plan *plan, int value, const void *src, int64_t ld, int n, void *dst, void *rows,
+                   const void *ahead);
+    /* n numbers over scale as such elements, a byte each (fp8): nearest even, saturating */
+    void (*pack)(const void *src, int64_t n, float scale, int kv_dtype, uint8_t *dst);
+    /* one token of int8 or int4 likewise, over its own scales */
+    void (*quantise)(const void *src, int64_t n, int kv_dtype, uint8_t *dst, uint16_t *scales);
+    /* one head, normed unless weight is NULL, rotated by cos_sin (cos, then sin), to dst, which may be src; x: room for
+     * it as float32 */
+    void (*rotate)(const ca_rotary *rotary, const float *weight, const float *cos_sin, const void *src, float *x,
+                   void *dst);
+    /* scores [M] of one request's pages for one kv head, of the arrays of ca_score_pages; scratch: ca_score_floats */
+    void (*score_pages)(const ca_array *arrays, int64_t block_size, int64_t request, int64_t kv_head, float *scratch);
+};
+
+/* What a file of native/isa offers, as `const ca_isa_row ca_isa_NAME`. */
+typedef struct ca_isa_row {
+    const char *(*missing)(void); /* a feature that this machine lacks, or why not, in words; NULL: nothing */
+    const ca_kernel *kernels[CA_DTYPES];
+} ca_isa_row;
+
+const ca_isa_row *ca_isa_get(int isa);
+
+/* Do the kernels read K, or V, as it lies? Both? */
+static inline int ca_half_ready(const ca_plan *plan, int value) {
+    int dtype = value ? plan->shape.v_dtype : plan->shape.k_dtype;
+    return !ca_is_narrow(dtype) && plan->shape.kv_cache_layout == CA_PACKED;
+}
+static inline int ca_ready(const ca_plan *plan) { return ca_half_ready(plan, 0) && ca_half_ready(plan, 1); }
+static inline int ca_layout_of(const ca_plan *plan) {
+    return plan->shape.kv_cache_layout == CA_PACKED ? plan->kernel->info.layout : CA_LAYOUT_ROWS;
+}
+/* A group of a plain, narrow cache on its way: widened, not yet packed. */
+static inline int64_t ca_rows_bytes(const ca_plan *plan) {
+    int narrow = ca_is_narrow(plan->shape.k_dtype) || ca_is_narrow(plan->shape.v_dtype);
+    int needed = narrow && plan->shape.kv_cache_layout != CA_PACKED;
+    return needed * CA_LANES * ca_max64(plan->shape.head_size, plan->shape.head_size_v) *
+           ca_dtype_size(plan->shape.dtype);
+}
+
+/* Where may a segment of up to CA_FEW_ROWS be left? */
+static inline int64_t ca_few_keys(const ca_plan *p) {
+    return p->shape.kv_cache_layout == CA_NHD ? p->kernel->nhd_keys : p->kernel->few_keys;
+}
+#endif

@@ -1,0 +1,81 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Where the elements of a cache lie. */
+#ifndef CPU_ATTN_LAYOUT_H
+#define CPU_ATTN_LAYOUT_H
+#include "cpu_attn.h"
+
+#define CA_LANES 16 /* tokens of a K group in every layout */
+
+static inline int64_t ca_min64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t ca_max64(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t ca_div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t ca_round_up(int64_t a, int64_t b) { return ca_div_up(a, b) * b; }
+
+static inline int ca_dtype_size(int dtype) { return dtype == CA_F32 ? 4 : dtype < CA_DTYPES ? 2 : 1; }
+static inline int ca_is_narrow(int dtype) { return dtype >= CA_DTYPES; }
+static inline int ca_is_scaled(int dtype) { return dtype == CA_I8 || dtype == CA_I4; }
+/* Elements of a token that share a scale. */
+static inline int64_t ca_scale_elements(int dtype, int64_t head_size) { return dtype == CA_I4 ? 32 : head_size; }
+
+/* The one truth about the layouts: where element (token, d) of a block lies. In ROWS head_size is ld. */
+static inline int64_t ca_k_offset(int layout, int64_t token, int64_t d, int64_t head_size) {
+    int64_t group = token / CA_LANES, lane = token % CA_LANES;
+    if (layout == CA_LAYOUT_ROWS)
+        return token * head_size + d;
+    if (layout == CA_LAYOUT_LANES)
+        return (group * head_size + d) * CA_LANES + lane;
+    return (group * ((head_size + 1) / 2) + d / 2) * 2 * CA_LANES + lane * 2 + d % 2;
+}
+static inline int64_t ca_v_offset(int layout, int64_t token, int64_t d, int64_t head_size) {
+    return layout != CA_LAYOUT_PAIRS ? token * head_size + d : (token / 2 * head_size + d) * 2 + token % 2;
+}
+
+/* The axes of a cache, whatever their order. */
+typedef struct ca_axes {
+    int64_t num_blocks, num_kv_heads, block_size;
+    int64_t stride_n, stride_h, ld;
+} ca_axes;
+
+static inline ca_axes ca_cache_axes(const ca_array *a, int kv_cache_layout, int64_t head_size) {
+    int h = kv_cache_layout == CA_NHD ? 2 : 1, b = 3 - h;
+    return (ca_axes){a->shape[0],   a->shape[h],   a->shape[b],
+                     a->strides[0], a->strides[h], kv_cache_layout == CA_PACKED ? head_size : a->strides[b]};
+}
+
+/* int4: byte b of 64 holds elements b, in its low half, and 64 + b of 128 that would otherwise lie in these places; as
+ * an element plus 8. int8: sign and magnitude. */
+#define CA_I4_ELEMENTS 128
+static inline int64_t ca_i4_byte(int64_t element) { return element / 128 * 64 + element % 64; }
+static inline int ca_i4_shift(int64_t element) { return element % 128 < 64 ? 0 : 4; }
+
+/* What a group of 16 tokens of one kv head takes, K or V: elements in the order of its layout, their bytes, and, of a
+ * cache that keeps scales, as many for each token. Its block then holds whole groups, and behind all of them
+ * [groups][scales][16] bfloat16. */
+typedef struct ca_group_form {
+    int64_t elements, bytes, scales;
+} ca_group_form;
+
+static inline ca_group_form ca_group_form_of(int layout, int kv_dtype, int64_t head_size, int value) {
+    int64_t pair = layout == CA_LAYOUT_PAIRS ? 2 : 1, n = CA_LANES * (value ? head_size : ca_round_up(head_size, pair));
+    if (kv_dtype == CA_I4)
+        n = ca_round_up(n, CA_I4_ELEMENTS);
+    return (ca_group_form){n, kv_dtype == CA_I4 ? n / 2 : n * ca_dtype_size(kv_dtype),
+                           ca_is_scaled(kv_dtype) ? ca_div_up(head_size, ca_scale_elements(kv_dtype, head_size)) : 0};
+}
+/* Where the scales of a group lie in its block. */
+static inline int64_t ca_scales_at(const ca_group_form *f, int64_t block_size, int64_t group) {
+    return ca_div_up(block_size, CA_LANES) * f->bytes + group * f->scales * CA_LANES * 2;
+}
+
+static inline const char *ca_block(const void *base, int64_t stride_n, int64_t stride_h, int64_t block, int kv_head,
+                                   int dtype) {
+    return (const char *)base + (block * stride_n + kv_head * stride_h) * ca_dtype_size(dtype);
+}
+
+/* Element d of a token of int8 or int4, its scale applied. */
+float ca_scaled_element(int layout, int kv_dtype, int64_t head_size, int value, const char *block, int64_t block_size,
+                        int64_t token, int64_t d);
+/* [128] bytes of e4m3, e5m2 or int8 without their sign, as binary16 or bfloat16; of int4 [16], twice */
+const uint16_t *ca_narrow_words(int kv_dtype, int bf16);
+const uint8_t *ca_narrow_bytes(int kv_dtype); /* of bfloat16: [128] low ones, [128] high ones */
+#endif
