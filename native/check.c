@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The C half of cpu_attn/_check.py: what may differ between calls that look alike (addresses, and what lengths and
+ * The C half of cpu_attn/_check: what may differ between calls that look alike (addresses, and what lengths and
  * indices hold), and which calls look alike. Of one token over 16 keys (Zen 4, 8 us of it in the kernel): 65 us where
  * Python looked at every array of every call, 12 us so. */
 #include "check.h"

@@ -47,7 +47,7 @@ enum ca_status {
     CA_OTHER_SEQ_LENS,      /* request, value, bound = the plan's */
     CA_OTHER_CAUSAL,        /* request, value, bound = the plan's */
     CA_ENGINE_FAILED,       /* value: the engine's own status */
-    CA_UNKNOWN,             /* not a fault: _check.py has to look at the arrays first */
+    CA_UNKNOWN,             /* not a fault: _check has to look at the arrays first */
     CA_BAD_POSITION,        /* position, value, bound: 0 <= value < bound */
     CA_TREE_TOKENS,         /* value = rows of tree_mask, bound = T */
     CA_TREE_NARROW,         /* request, value = query tokens, bound = bits of a row of tree_mask */
@@ -164,7 +164,7 @@ enum ca_rotary_arrays {
     CA_ROTARY_ARRAYS
 };
 
-/* Calls that _check.py has accepted: all that its answer depends on, which is everything about the arrays but where
+/* Calls that _check has accepted: all that its answer depends on, which is everything about the arrays but where
  * they lie (but where they lie to one another), and the sizes that they have to fit. For one Python thread and one kind
  * of call. */
 typedef struct ca_known {
@@ -214,7 +214,7 @@ void ca_set_num_threads(int n); /* 0: as OpenMP says; -n: n, however little ther
 const ca_engine *ca_native_engine(void);
 const ca_engine *ca_reference_engine(void);
 
-/* NULL and *fault on failure; CA_UNKNOWN: unless objects are NumPy arrays fit for a step, _check.py has to look at
+/* NULL and *fault on failure; CA_UNKNOWN: unless objects are NumPy arrays fit for a step, _check has to look at
  * them first, and to say with objects 0 what is given. masks: NULL where there are none. */
 ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects, const ca_array *given,
                      const ca_masks *masks, ca_fault *fault);
@@ -236,7 +236,7 @@ void ca_know_dtype(uintptr_t object, int32_t dtype, int32_t itemsize);
 int ca_read_array(uintptr_t object, ca_array *out); /* 0: not a NumPy array, or one unlike all that we take */
 
 /* attention_with_kv_cache and reshape_and_cache. Their arrays are Python objects, whose addresses lie at `objects`;
- * where one is 0, given[i]. CA_UNKNOWN unless such a call has been accepted before; without objects, _check.py has
+ * where one is 0, given[i]. CA_UNKNOWN unless such a call has been accepted before; without objects, _check has
  * accepted what is given.
  * What indices hold and whether outputs overlap inputs is checked every time, before a byte is written.
  * causal: -1 where there are no lengths and masks to compare with the plan's. */
@@ -286,7 +286,7 @@ typedef struct ca_probe_info {
 int ca_probe(int i, ca_probe_info *out); /* 0: no such i */
 
 /* Attention over num_parts sets of keys to that over all of them. outs: [T, Hq, Dv] of each, then where the result
- * goes, of one dtype, the last axis dense; lses: float32 [Hq, T], likewise. _check.py has accepted them. */
+ * goes, of one dtype, the last axis dense; lses: float32 [Hq, T], likewise. _check has accepted them. */
 void ca_merge_states(int64_t num_parts, const ca_array *outs, const ca_array *lses);
 
 /* Limits on this many threads, 0 where they cannot be measured. Products from registers for this long; one pass

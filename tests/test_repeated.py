@@ -63,7 +63,7 @@ def refused_again(call: Callable[..., Any], good: Args, spoiled: Args, *, times:
 
 
 def accepted_again(call: Callable[..., Any], args: Args) -> bool:
-    """Does the call go through without _check.py looking at its arrays?"""
+    """Does the call go through without _check looking at its arrays?"""
     name = "attention" if call is attention else "write"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_check, name, lambda *_: pytest.fail("was checked again"))

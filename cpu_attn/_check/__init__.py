@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every check of foreign input: shapes, dtypes, strides, aliases here; what indices hold in native/check.c,
+whose findings :func:`raise_fault` turns into exceptions. All of it runs before a byte is written.
+
+Each module imports only those above it:
+
+values      numbers, booleans, windows
+faults      what native code found
+arrays      any array: dtype, shape, strides, aliases
+kv_cache    caches: what they hold, layouts, scales, sizes
+masking     masks besides causal and window
+plans       what a plan is made of and what has to fit it
+calls       the arrays of each call
+"""
+
+from cpu_attn._check.arrays import FLOATS, apart, array, disjoint, pointer, small_floats, writable
+from cpu_attn._check.calls import (
+    ATTENTION,
+    BOUNDS,
+    ROTARY,
+    SCORES,
+    WRITE,
+    attention,
+    merged,
+    rotary,
+    score_pages,
+    states,
+    update_page_bounds,
+    write,
+)
+from cpu_attn._check.faults import new_fault, raise_fault
+from cpu_attn._check.kv_cache import (
+    LAYOUTS,
+    MEMORY,
+    NARROW,
+    cache,
+    cache_sizes,
+    cache_width,
+    caches,
+    kv_cache_layout,
+    kv_dtypes,
+    memory,
+    pages,
+    scales,
+    width,
+)
+from cpu_attn._check.masking import Masks, masks
+from cpu_attn._check.plans import (
+    attn_bias,
+    block_table,
+    lengths,
+    plan,
+    same_call,
+    same_kv_cache_layout,
+    same_kv_dtypes,
+    selected_blocks,
+    step,
+    table_block_size,
+)
+from cpu_attn._check.values import INT32_MAX, MAX_SIZE, boolean, integer, number, window
+
+__all__ = [
+    "ATTENTION",
+    "BOUNDS",
+    "FLOATS",
+    "INT32_MAX",
+    "LAYOUTS",
+    "MAX_SIZE",
+    "MEMORY",
+    "NARROW",
+    "ROTARY",
+    "SCORES",
+    "WRITE",
+    "Masks",
+    "apart",
+    "array",
+    "attention",
+    "attn_bias",
+    "block_table",
+    "boolean",
+    "cache",
+    "cache_sizes",
+    "cache_width",
+    "caches",
+    "disjoint",
+    "integer",
+    "kv_cache_layout",
+    "kv_dtypes",
+    "lengths",
+    "masks",
+    "memory",
+    "merged",
+    "new_fault",
+    "number",
+    "pages",
+    "plan",
+    "pointer",
+    "raise_fault",
+    "rotary",
+    "same_call",
+    "same_kv_cache_layout",
+    "same_kv_dtypes",
+    "scales",
+    "score_pages",
+    "selected_blocks",
+    "small_floats",
+    "states",
+    "step",
+    "table_block_size",
+    "update_page_bounds",
+    "width",
+    "window",
+    "writable",
+    "write",
+]

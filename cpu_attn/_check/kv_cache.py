@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches: what they hold, in which layout, at which scale, of which sizes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cpu_attn._arrays import CODES, Array
+from cpu_attn._check.arrays import array, disjoint
+from cpu_attn._check.values import number
+from cpu_attn._native import lib
+
+LAYOUTS = {"packed": lib.CA_PACKED, "HND": lib.CA_HND, "NHD": lib.CA_NHD}  # the last two: vLLM's names
+# What a narrow cache holds: vLLM's names and ours, what they mean, and the dtypes that its memory may have.
+NARROW = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "int8": "int8", "int4": "int4"}
+MEMORY = {
+    "fp8_e4m3": ("float8_e4m3fn", "uint8"),
+    "fp8_e5m2": ("float8_e5m2", "uint8"),
+    "int8": ("uint8",),
+    "int4": ("uint8",),
+}
+
+
+@functools.cache
+def _kv_dtypes(kv_cache_dtype: str, dtype: str) -> tuple[str, ...]:
+    names = kv_cache_dtype.split("/")
+    found = tuple(dtype if name in ("auto", dtype) else NARROW.get(name, "") for name in names)
+    return found * (3 - len(names)) if all(found) and len(names) < 3 else ()
+
+
+def kv_dtypes(kv_cache_dtype: Any, dtype: Any) -> tuple[str, ...]:
+    """What the caches of K and of V hold: ``dtype``, or a name of MEMORY."""
+    found = _kv_dtypes(kv_cache_dtype, str(dtype)) if isinstance(kv_cache_dtype, str) else ()
+    if not found:
+        raise ValueError(
+            f"kv_cache_dtype: {kv_cache_dtype!r} is none of 'auto', the dtype {str(dtype)!r}, {', '.join(NARROW)}, nor "
+            "two of them as 'K/V'"
+        )
+    return found
+
+
+def kv_cache_layout(x: Any, kvs: Sequence[str] = ()) -> str:
+    """kvs: what the caches are to hold, as kv_dtypes says it."""
+    if not isinstance(x, str) or x not in LAYOUTS:
+        raise ValueError(f"kv_cache_layout: {x!r} is none of {', '.join(LAYOUTS)}")
+    for kv in kvs:
+        if x != "packed" and kv in ("int8", "int4"):
+            raise ValueError(f"kv_cache_layout: {x!r} holds no {kv}")
+    return x
+
+
+def memory(kv: str) -> tuple[str, ...]:
+    """The dtypes that an array may have whose memory holds ``kv``."""
+    return MEMORY.get(kv, (kv,))
+
+
+def scales(k_scale: Any, v_scale: Any, kvs: Sequence[str]) -> tuple[float, float]:
+    """Both as floats: positive, and 1 unless the cache is fp8. kvs: what kv_dtypes says."""
+    if type(k_scale) is float and type(v_scale) is float and k_scale == v_scale == 1.0:
+        return k_scale, v_scale
+    found = number("k_scale", k_scale), number("v_scale", v_scale)
+    for name, x, kv in zip(("k_scale", "v_scale"), found, kvs, strict=True):
+        if not kv.startswith("fp8") and x != 1.0:
+            holds = "integers with scales of their own" if kv in MEMORY else "plain numbers"
+            raise ValueError(f"{name}: {x} applies to fp8 caches, this one holds {holds}; expected 1.0")
+        if x < 1.2e-38:
+            raise ValueError(f"{name}: {x} is not a positive, normal float32")
+    return found
+
+
+def cache(
+    name: str,
+    x: Any,
+    kv: str,
+    num_kv_heads: int | None,
+    num_blocks: int | None,
+    block_size: int | None,
+    layout: str = "packed",
+) -> Array:
+    """A cache [N, Hkv, B, width], or [N, B, Hkv, D] (NHD). Strides are free; a packed block of a head is dense."""
+    axes = [("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads), ("block_size", block_size), ("width", None)]
+    if layout == "NHD":
+        axes[1], axes[2] = axes[2], axes[1]
+    a = array(name, x, memory(kv), axes)
+    if cache_sizes(a.shape, layout)[2] < 1:
+        raise ValueError(f"{name}: block_size is 0, expected at least 1")
+    if layout == "packed" and a.size and a.shape[2] > 1 and a.strides[2] != a.shape[3]:
+        raise ValueError(f"{name}: axis 2 has stride {a.strides[2]}, expected {a.shape[3]}: a block must be dense")
+    return a
+
+
+def caches(
+    key_cache: Any, value_cache: Any, kvs: Sequence[str], num_kv_heads: int | None, layout: str
+) -> tuple[Array, Array]:
+    """Both, of the same sizes but for the last axis."""
+    k = cache("key_cache", key_cache, kvs[0], num_kv_heads, None, None, layout)
+    num_blocks, num_kv_heads, block_size = cache_sizes(k.shape, layout)
+    return k, cache("value_cache", value_cache, kvs[1], num_kv_heads, num_blocks, block_size, layout)
+
+
+def cache_sizes(axes: Sequence[int], layout: str) -> tuple[int, int, int]:
+    """Of a cache's shape num_blocks, num_kv_heads and block_size; of its strides theirs."""
+    n, h, b = axes[:3]
+    return (n, b, h) if layout == "NHD" else (n, h, b)
+
+
+def pages(arrays: Sequence[Any], shapes: Sequence[tuple[int, ...]], kvs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+    """The memory of K and of V, which has these shapes, as NumPy arrays."""
+    found = {}
+    for name, x, kv, (num_blocks, num_kv_heads, block_size, expected) in zip(
+        ("key_cache", "value_cache"), arrays, kvs, shapes, strict=True
+    ):
+        a = found[name] = cache(name, x, kv, num_kv_heads, num_blocks, block_size)
+        if a.shape[3] != expected:
+            raise ValueError(f"{name}: axis 3 is {a.shape[3]}, expected {expected}")
+    disjoint("key_cache", found["key_cache"], {"value_cache": found["value_cache"]})
+    return [
+        np.asarray(x) if isinstance(x, np.ndarray) else a.numpy() for x, a in zip(arrays, found.values(), strict=True)
+    ]
+
+
+def width(isa: int, dtype: int, kv: str, block_size: int, head_size: int) -> int:
+    """Last axis of a cache so that a block of block_size * width elements holds K or V in the isa's layout."""
+    sizes = (lib.ca_block_elements(isa, dtype, CODES[kv][0], block_size, head_size, v) for v in (0, 1))
+    return -(-max(map(int, sizes)) // block_size)
+
+
+def cache_width(name: str, a: Array, isa: int, dtype: int, kv: str, head_size: int, layout: str = "packed") -> None:
+    if layout != "packed":
+        if a.shape[3] != head_size:
+            raise ValueError(f"{name}: axis 3 is {a.shape[3]}, expected head_size = {head_size} in layout {layout}")
+        return
+    expected = width(isa, dtype, kv, a.shape[2], head_size)
+    if a.shape[3] != expected:
+        raise ValueError(
+            f"{name}: axis 3 is {a.shape[3]}, expected {expected} for head_size {head_size} and block_size "
+            f"{a.shape[2]} on this isa (get_kv_cache_shape says what to allocate)"
+        )

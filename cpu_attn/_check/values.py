@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers, booleans, windows."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+
+INT32_MAX = 2**31 - 1
+MAX_SIZE = 2**16  # of heads and head sizes: keeps every product of sizes within int64
+
+
+def integer(name: str, x: Any, low: int, high: int = INT32_MAX) -> int:
+    """``x`` as an int in [low, high]."""
+    if type(x) is int and low <= x <= high:
+        return x
+    if isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected an integer, got {x!r}")
+    try:
+        value = operator.index(x)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {type(x).__name__}") from None
+    if not low <= value <= high:
+        raise ValueError(f"{name}: {value} is outside {low}..{high}")
+    return value
+
+
+def number(name: str, x: Any, low: float = -math.inf) -> float:
+    """``x`` as a float that is finite in float32 and at least ``low``."""
+    if type(x) is float and low <= x and -3.4e38 <= x <= 3.4e38:
+        return x
+    if isinstance(x, (str, bytes, bool)):
+        raise TypeError(f"{name}: expected a number, got {x!r}")
+    try:
+        value = float(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected a number, got {type(x).__name__}") from None
+    if not abs(value) <= 3.4e38 or value < low:
+        raise ValueError(f"{name}: {value} is not a finite float32" + (f" >= {low}" if low > -math.inf else ""))
+    return value
+
+
+def boolean(name: str, x: Any) -> bool:
+    if x is True or x is False:
+        return x
+    if isinstance(x, np.bool_) or (isinstance(x, (int, np.integer)) and x in (0, 1)):
+        return bool(x)
+    raise TypeError(f"{name}: expected True or False, got {x!r}")
+
+
+def window(x: Any) -> tuple[int, int]:
+    """(left, right) keys visible beside the query, -1 for all; from vLLM's int (own key counted) or a pair."""
+    if isinstance(x, (tuple, list)):
+        if len(x) != 2:
+            raise ValueError(f"sliding_window: expected (left, right), got {len(x)} values")
+        return integer("sliding_window[0]", x[0], -1), integer("sliding_window[1]", x[1], -1)
+    size = integer("sliding_window", x, -1)
+    if size == 0:
+        raise ValueError("sliding_window: 0 would see nothing; -1 turns it off, w counts the query's own key")
+    return (-1, -1) if size == -1 else (size - 1, size - 1)
