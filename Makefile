@@ -44,7 +44,7 @@ test-integrations:
 
 # With torch also what other files test with it.
 integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/test_$(name)*.py)) \
-	$(if $(filter torch,$(WITH)),$(patsubst %,tests/test_%.py,layout plain workloads)))
+	$(if $(filter torch,$(WITH)),$(patsubst %,tests/test_%.py,layout_files plain workloads)))
 integration-tests:
 	@$(PYTEST) -m integrations
 

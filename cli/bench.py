@@ -24,7 +24,7 @@ from cpu_attn.cli import contest, plot, report
 from cpu_attn.cli.info import cpu, onednn
 from cpu_attn.cli.limits import DEFAULT_BYTES, Limit, Limits, best_isa, products
 from cpu_attn.cli.workloads import GROUPS, WORKLOADS, Step, Workload
-from cpu_attn.tests import cases
+from cpu_attn.tests.formats import DTYPES
 
 # Seconds and runs of one contestant on one workload, unless --repeat says how many. TURN: before the next has its turn.
 BUDGET, LONG, MIN_RUNS, MAX_RUNS = 0.8, 4.0, 3, 20_000
@@ -303,7 +303,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--dtype",
     multiple=True,
-    type=click.Choice(cases.DTYPES),
+    type=click.Choice(DTYPES),
     default=["bfloat16"],
     show_default=True,
     help="Repeatable.",

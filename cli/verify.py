@@ -19,7 +19,12 @@ from rich.table import Table
 
 import cpu_attn
 from cpu_attn.reference import BUDGET
-from cpu_attn.tests import cases
+from cpu_attn.tests.case import Case
+from cpu_attn.tests.case_levels import cases, invariant
+from cpu_attn.tests.case_problem import Problem, alone, build
+from cpu_attn.tests.case_run import run
+from cpu_attn.tests.formats import DTYPES
+from cpu_attn.tests.judge import check, same_bits
 
 ENGINES = ("native", "onednn", "onednn-python", "reference")
 ISA_HINTS = ("auto", "vec", "vec16")
@@ -60,7 +65,7 @@ class Tally:
     worst_case: str = ""
     failures: list[Failure] = field(default_factory=list)
 
-    def add(self, case: cases.Case, worst: float, messages: Sequence[str]) -> None:
+    def add(self, case: Case, worst: float, messages: Sequence[str]) -> None:
         self.ran += 1
         if worst > self.worst:
             self.worst, self.worst_case = worst, case.name
@@ -109,7 +114,7 @@ def _combos(engines: Sequence[str], isas: Sequence[str], dtypes: Sequence[str]) 
     runs, missing = [], {}
     for engine in engines or ENGINES:
         for isa in isas or ([row.name for row in cpu_attn.isas()] if engine == "native" else ["auto"]):
-            for dtype in dtypes or cases.DTYPES:
+            for dtype in dtypes or DTYPES:
                 combo = Combo(engine, isa, dtype)
                 reason = _missing(combo)
                 if reason:
@@ -128,11 +133,11 @@ def _refuse_missing(asked: dict[str, Sequence[str]], runs: Sequence[Combo], miss
                 raise click.UsageError(f"--{option} {name} cannot run here: {'; '.join(reasons)}")
 
 
-def _select(level: str, names: Sequence[str], dtype: str, seed: int) -> tuple[list[cases.Case], set[str]]:
+def _select(level: str, names: Sequence[str], dtype: str, seed: int) -> tuple[list[Case], set[str]]:
     """The cases to run, and the names of those on which bits are compared too."""
     if not names:
-        return cases.cases(level, dtype, seed), {case.name for case in cases.invariant(level, dtype, seed)}
-    known = {case.name: case for case in cases.cases("full", dtype, seed)}
+        return cases(level, dtype, seed), {case.name for case in invariant(level, dtype, seed)}
+    known = {case.name: case for case in cases("full", dtype, seed)}
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, 3)
@@ -143,16 +148,16 @@ def _select(level: str, names: Sequence[str], dtype: str, seed: int) -> tuple[li
 # ---- running it ----
 
 
-def _differences(problem: cases.Problem, combo: Combo) -> Iterator[str]:
+def _differences(problem: Problem, combo: Combo) -> Iterator[str]:
     """What changes the bits of a result and must not."""
     promised = SAME_BITS.get(combo.engine, ())
     if not promised:
         return
 
-    def same(p: cases.Problem, wanted: Any, **options: Any) -> bool:
-        return all(map(cases.same_bits, cases.run(p, combo.isa, combo.engine, **options), wanted))
+    def same(p: Problem, wanted: Any, **options: Any) -> bool:
+        return all(map(same_bits, run(p, combo.isa, combo.engine, **options), wanted))
 
-    output, lse = cases.run(problem, combo.isa, combo.engine)
+    output, lse = run(problem, combo.isa, combo.engine)
     if "threads" in promised:
         for n in THREADS:
             if not same(problem, (output, lse), num_threads=n):
@@ -164,14 +169,14 @@ def _differences(problem: cases.Problem, combo: Combo) -> Iterator[str]:
     if "batch" in promised:
         for r, first in enumerate(problem.query_start_loc[:-1]):
             rows = slice(int(first), int(problem.query_start_loc[r + 1]))
-            if not same(cases.alone(problem, r), (output[rows], lse[:, rows]), num_threads=THREADS[r % len(THREADS)]):
+            if not same(alone(problem, r), (output[rows], lse[:, rows]), num_threads=THREADS[r % len(THREADS)]):
                 yield f"request {r} alone gives other bits than in its batch"
 
 
-def _verify_one(problem: cases.Problem, combo: Combo, compare_bits: bool) -> tuple[float, list[str]]:
+def _verify_one(problem: Problem, combo: Combo, compare_bits: bool) -> tuple[float, list[str]]:
     """The worst error in units of the budget, and what is wrong."""
     try:
-        result = cases.check(problem, *cases.run(problem, combo.isa, combo.engine))
+        result = check(problem, *run(problem, combo.isa, combo.engine))
         messages = [] if result.ok else [result.message]
         if compare_bits:
             messages += _differences(problem, combo)
@@ -191,7 +196,7 @@ def _verify(runs: Sequence[Combo], level: str, names: Sequence[str], seed: int, 
             here = [combo for combo in runs if combo.dtype == dtype]
             progress.update(task, total=(progress.tasks[0].total or 0) + len(selected) * len(here))
             for case in selected:
-                problem = cases.build(case)
+                problem = build(case)
                 for combo in here:
                     progress.update(task, description=f"{combo.engine} {combo.isa} {dtype} {case.name}")
                     tallies[combo].add(case, *_verify_one(problem, combo, case.name in compared))
@@ -230,7 +235,7 @@ def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequenc
 @click.command()
 @click.option("--engine", multiple=True, type=click.Choice(ENGINES), help="Only this engine. Repeatable.")
 @click.option("--isa", multiple=True, help="Only this isa. Repeatable.")
-@click.option("--dtype", multiple=True, type=click.Choice(cases.DTYPES), help="Only this dtype. Repeatable.")
+@click.option("--dtype", multiple=True, type=click.Choice(DTYPES), help="Only this dtype. Repeatable.")
 @click.option("--quick", is_flag=True, help="Fewer cases: seconds.")
 @click.option("--full", is_flag=True, help="More cases: minutes.")
 @click.option("--case", "names", multiple=True, metavar="NAME", help="Only this case. Repeatable.")

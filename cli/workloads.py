@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn.tests.case_list import TREES, pack_tree
-from cpu_attn.tests.cases import numpy_dtype
+from cpu_attn.tests.case_trees import TREES, pack_tree
+from cpu_attn.tests.formats import numpy_dtype
 
 SEED, BINARY = 0, TREES["binary"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from cpu_attn import reference
 
-if TYPE_CHECKING:
-    from .cases import Problem
+from .case_problem import Problem
 
 # One (token, head) row may have this many times the budget of its request, so that one wrong row cannot hide.
 ROW_SLACK = 4.0

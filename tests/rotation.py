@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn import reference
 
+from .case import Case
+
 if TYPE_CHECKING:
-    from .case_list import Case
-    from .cases import Problem
+    from .case_problem import Problem
 
 EPS = 1e-5
 

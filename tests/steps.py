@@ -9,7 +9,7 @@ import numpy as np
 
 import cpu_attn
 
-from .cases import numpy_dtype
+from .formats import numpy_dtype
 
 PLAN = ("num_reqs", "num_heads", "num_kv_heads", "head_size", "seq_lens", "dtype", "query_start_loc")
 

@@ -10,8 +10,13 @@ import pytest
 import cpu_attn
 from cpu_attn import reference
 
-from .cases import DTYPES, KERNELS, build, cases, check, numpy_dtype, run
+from .case_levels import cases
+from .case_problem import build
+from .case_run import run
+from .formats import DTYPES, numpy_dtype
 from .guard import Guarded
+from .judge import check
+from .kernels import KERNELS
 
 ENGINES = [e.name for e in cpu_attn.engines() if e.available]
 COMBINATIONS = [("native", isa, dtype) for isa, dtype in KERNELS]

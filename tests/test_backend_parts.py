@@ -31,7 +31,7 @@ from .backend_steps import (
     empty_cache,
     layer,
 )
-from .cases import DTYPES, numpy_dtype
+from .formats import DTYPES, numpy_dtype
 from .test_arrays import Tensor
 from .test_backend import ONEDNN, PAGED
 

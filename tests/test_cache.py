@@ -13,7 +13,8 @@ import cpu_attn
 from cpu_attn import reference
 from cpu_attn._dispatch import force_num_threads
 
-from .cases import KERNELS, ONE_DTYPE, numpy_dtype
+from .formats import numpy_dtype
+from .kernels import KERNELS, ONE_DTYPE
 
 
 def tokens(n: int, heads: int, size: int, dtype: str, seed: int = 0) -> Any:

@@ -14,7 +14,12 @@ import cpu_attn
 from cpu_attn._dispatch import force_num_threads
 
 from .backend_steps import Step, layer
-from .cases import KERNELS, ONE_DTYPE, Case, Problem, build, cases, check, run, same_bits
+from .case import Case
+from .case_levels import cases
+from .case_problem import Problem, build
+from .case_run import run
+from .judge import check, same_bits
+from .kernels import KERNELS, ONE_DTYPE
 
 CASCADES = [case.name for case in cases("default") if case.name.startswith("cascade-")]
 ENGINES = [e.name for e in cpu_attn.engines() if e.available]

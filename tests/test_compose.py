@@ -13,7 +13,12 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn import compose, primitives
 
-from .cases import DTYPES, KERNELS, build, cases, check, numpy_dtype, run
+from .case_levels import cases
+from .case_problem import build
+from .case_run import run
+from .formats import DTYPES, numpy_dtype
+from .judge import check
+from .kernels import KERNELS
 
 AVAILABLE = next(e for e in cpu_attn.engines() if e.name == "onednn")
 pytestmark = pytest.mark.skipif(not AVAILABLE.available, reason=AVAILABLE.reason)

@@ -16,7 +16,11 @@ from numpy.typing import NDArray
 from cpu_attn import _check
 from cpu_attn._arrays import CODES
 
-from .cases import DTYPES, Problem, build, cases, check, numpy_dtype, slots_of
+from .case_levels import cases
+from .case_memory import slots_of
+from .case_problem import Problem, build
+from .formats import DTYPES, numpy_dtype
+from .judge import check
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILER = "aarch64-linux-gnu-gcc"

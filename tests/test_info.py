@@ -19,7 +19,7 @@ import cpu_attn
 from cpu_attn import _adapters
 from cpu_attn.cli import main
 
-from .cases import KERNELS
+from .kernels import KERNELS
 
 
 def info(**env: str) -> dict[str, Any]:

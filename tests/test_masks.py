@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks of a plan besides causal and window: spans, documents and trees of drafts. What they mean in every engine, isa
-and dtype is among the cases (case_list.MASKS); here are trees as what they are for, edges and errors."""
+and dtype is among the cases (case_tables.MASKS); here are trees as what they are for, edges and errors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ import pytest
 import cpu_attn
 from cpu_attn import compose, reference
 
-from .case_list import MASKS, TREES, Case, ancestors, pack_tree
-from .cases import KERNELS, _plan, build, numpy_dtype
+from .case import Case
+from .case_problem import build
+from .case_run import plan_of
+from .case_tables import MASKS
+from .case_trees import TREES, ancestors, pack_tree
+from .formats import numpy_dtype
+from .kernels import KERNELS
 from .steps import attention_args, plan_args
 from .test_errors import refuses
 
@@ -56,7 +61,7 @@ def test_a_tree_gives_what_decoding_each_path_gives(engine: str, isa: str, dtype
 def test_visible_pairs(name: str) -> None:
     problem = build(Case(name, **MASKS[name]))
     want = sum(int(problem.case.mask(r).sum()) for r in range(len(problem.seq_lens))) * problem.case.num_heads
-    assert _plan(problem, "auto", "native", True).visible_pairs == want
+    assert plan_of(problem, "auto", "native", True).visible_pairs == want
 
 
 def one_head(q_len: int, seq_len: int, **masks: Any) -> tuple[Any, Any]:

@@ -13,7 +13,11 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn import reference
 
-from .cases import DTYPES, Case, build, check, numpy_dtype, run, same_bits
+from .case import Case
+from .case_problem import build
+from .case_run import run
+from .formats import DTYPES, numpy_dtype
+from .judge import check, same_bits
 
 TOKENS, HEADS, SIZE = 5, 3, 40
 

@@ -21,7 +21,12 @@ import pytest
 import cpu_attn
 from cpu_attn import _onednn_loader, primitives
 
-from .cases import DTYPES, Case, build, cases, check, run
+from .case import Case
+from .case_levels import cases
+from .case_problem import build
+from .case_run import run
+from .formats import DTYPES
+from .judge import check
 
 AVAILABLE = next(e for e in cpu_attn.engines() if e.name == "onednn")
 needs_onednn = pytest.mark.skipif(not AVAILABLE.available, reason=AVAILABLE.reason)
@@ -95,7 +100,11 @@ def test_nan_reaches_exactly_the_rows_that_see_it(engine: str, dtype: str, windo
 FORMS = """
 import sys
 from cpu_attn import _onednn_loader
-from cpu_attn.tests.cases import DTYPES, build, cases, check, run
+from cpu_attn.tests.case_levels import cases
+from cpu_attn.tests.case_problem import build
+from cpu_attn.tests.case_run import run
+from cpu_attn.tests.formats import DTYPES
+from cpu_attn.tests.judge import check
 for dtype in DTYPES:
     for case in cases("quick", dtype):
         problem = build(case)
@@ -117,7 +126,10 @@ THREADS = """
 import threading
 import numpy as np
 import cpu_attn
-from cpu_attn.tests.cases import Case, build, check, run
+from cpu_attn.tests.case import Case
+from cpu_attn.tests.case_problem import build
+from cpu_attn.tests.case_run import run
+from cpu_attn.tests.judge import check
 sizes = [1, 7, 16, 40, 64, 72, 96, 130]
 problems = [build(Case(f"cold-{d}", (1, 40, 3), (90, 40, 600), head_size=d)) for d in sizes]
 for p in problems:
@@ -144,7 +156,9 @@ GROWTH = """
 import resource
 import numpy as np
 from cpu_attn import primitives
-from cpu_attn.tests.cases import Case, build, run
+from cpu_attn.tests.case import Case
+from cpu_attn.tests.case_problem import build
+from cpu_attn.tests.case_run import run
 p = build(Case("growth", (1, 20), (90, 600), num_heads=4))
 def once():
     run(p, engine="onednn")
@@ -203,7 +217,10 @@ def test_the_callers_thread_count_is_left_alone() -> None:
 ABSENT = """
 import numpy as np
 import cpu_attn
-from cpu_attn.tests.cases import build, cases, check, run
+from cpu_attn.tests.case_levels import cases
+from cpu_attn.tests.case_problem import build
+from cpu_attn.tests.case_run import run
+from cpu_attn.tests.judge import check
 engine = {e.name: e for e in cpu_attn.engines()}["onednn"]
 assert not engine.available
 for use in ("onednn", "onednn-python"):

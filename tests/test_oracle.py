@@ -10,39 +10,41 @@ import numpy as np
 import pytest
 
 from cpu_attn import reference
-from cpu_attn.tests import cases
-from cpu_attn.tests.case_list import TREES
+from cpu_attn.tests.case import Case
+from cpu_attn.tests.case_levels import LEVELS, cases, invariant
+from cpu_attn.tests.case_problem import Problem, alone, build
+from cpu_attn.tests.case_trees import TREES
+from cpu_attn.tests.formats import DTYPES, numpy_dtype
+from cpu_attn.tests.judge import check, same_bits
 
 SMALL = [
-    cases.Case("plain", (3, 1), (5, 4), 4, 2, 3),
-    cases.Case("bidirectional", (3, 6), (5, 2), 2, 2, 3, causal=False),
-    cases.Case("more-queries-than-keys", (5,), (2,), 2, 1, 3),
-    cases.Case("window", (6,), (9,), 2, 1, 3, sliding_window=3),
-    cases.Case("window-bidirectional", (6,), (9,), 2, 1, 3, sliding_window=3, causal=False),
-    cases.Case("window-pair", (6, 12), (9, 7), 2, 1, 3, sliding_window=(1, 2), causal=False),
-    cases.Case("window-right-causal", (6,), (9,), 2, 1, 3, sliding_window=(-1, 2)),
-    cases.Case("dynamic", (4, 4), (6, 6), 2, 1, 3, dynamic_causal=(0, 1), sliding_window=2),
-    cases.Case("dynamic-over-bidirectional", (4, 4), (6, 6), 2, 1, 3, causal=False, dynamic_causal=(0, 1)),
-    cases.Case("alibi", (4, 2), (6, 5), 6, 3, 3, alibi=0.7),
-    cases.Case("softcap", (4, 2), (6, 5), 2, 1, 3, softcap=0.8),
-    cases.Case("sinks", (4, 5), (6, 3), 6, 2, 3, sinks="mixed"),
-    cases.Case("sizes", (4, 0, 1), (6, 4, 0), 3, 1, 5, head_size_v=2, sinks="moderate"),
-    cases.Case("spans", (6, 3), (9, 3), 2, 1, 3, mm_prefix_range=(((2, 4), (6, 20)), ((0, 1),))),
-    cases.Case("spans-window", (6,), (9,), 2, 1, 3, sliding_window=2, mm_prefix_range=(((2, 4), (5, 8)),)),
-    cases.Case("spans-both", (6,), (9,), 2, 1, 3, sliding_window=(1, 1), causal=False, mm_prefix_range=(((1, 6),),)),
-    cases.Case("documents", (6, 2), (9, 4), 2, 1, 3, document_start_loc=((0, 4, 5, 8, 30), ())),
-    cases.Case("documents-both", (6,), (9,), 2, 1, 3, causal=False, document_start_loc=((0, 4, 5),)),
-    cases.Case(
-        "documents-spans", (6,), (9,), 2, 1, 3, document_start_loc=((0, 5),), mm_prefix_range=(((2, 4), (5, 7)),)
-    ),
-    cases.Case("tree", (7, 1, 0), (10, 4, 3), 2, 1, 3, tree="binary"),
-    cases.Case("tree-window", (7, 2), (10, 2), 2, 1, 3, tree="binary", sliding_window=2),
-    cases.Case("tree-bits", (6, 9), (9, 11), 2, 1, 3, tree="bits", sliding_window=(2, -1)),
-    cases.Case("all", (4, 2), (8, 7), 6, 3, 4, alibi=0.3, softcap=2.0, sinks="mixed", sliding_window=(3, 1)),
+    Case("plain", (3, 1), (5, 4), 4, 2, 3),
+    Case("bidirectional", (3, 6), (5, 2), 2, 2, 3, causal=False),
+    Case("more-queries-than-keys", (5,), (2,), 2, 1, 3),
+    Case("window", (6,), (9,), 2, 1, 3, sliding_window=3),
+    Case("window-bidirectional", (6,), (9,), 2, 1, 3, sliding_window=3, causal=False),
+    Case("window-pair", (6, 12), (9, 7), 2, 1, 3, sliding_window=(1, 2), causal=False),
+    Case("window-right-causal", (6,), (9,), 2, 1, 3, sliding_window=(-1, 2)),
+    Case("dynamic", (4, 4), (6, 6), 2, 1, 3, dynamic_causal=(0, 1), sliding_window=2),
+    Case("dynamic-over-bidirectional", (4, 4), (6, 6), 2, 1, 3, causal=False, dynamic_causal=(0, 1)),
+    Case("alibi", (4, 2), (6, 5), 6, 3, 3, alibi=0.7),
+    Case("softcap", (4, 2), (6, 5), 2, 1, 3, softcap=0.8),
+    Case("sinks", (4, 5), (6, 3), 6, 2, 3, sinks="mixed"),
+    Case("sizes", (4, 0, 1), (6, 4, 0), 3, 1, 5, head_size_v=2, sinks="moderate"),
+    Case("spans", (6, 3), (9, 3), 2, 1, 3, mm_prefix_range=(((2, 4), (6, 20)), ((0, 1),))),
+    Case("spans-window", (6,), (9,), 2, 1, 3, sliding_window=2, mm_prefix_range=(((2, 4), (5, 8)),)),
+    Case("spans-both", (6,), (9,), 2, 1, 3, sliding_window=(1, 1), causal=False, mm_prefix_range=(((1, 6),),)),
+    Case("documents", (6, 2), (9, 4), 2, 1, 3, document_start_loc=((0, 4, 5, 8, 30), ())),
+    Case("documents-both", (6,), (9,), 2, 1, 3, causal=False, document_start_loc=((0, 4, 5),)),
+    Case("documents-spans", (6,), (9,), 2, 1, 3, document_start_loc=((0, 5),), mm_prefix_range=(((2, 4), (5, 7)),)),
+    Case("tree", (7, 1, 0), (10, 4, 3), 2, 1, 3, tree="binary"),
+    Case("tree-window", (7, 2), (10, 2), 2, 1, 3, tree="binary", sliding_window=2),
+    Case("tree-bits", (6, 9), (9, 11), 2, 1, 3, tree="bits", sliding_window=(2, -1)),
+    Case("all", (4, 2), (8, 7), 6, 3, 4, alibi=0.3, softcap=2.0, sinks="mixed", sliding_window=(3, 1)),
 ]
 
 
-def sees(case: cases.Case, r: int, i: int, j: int) -> bool:
+def sees(case: Case, r: int, i: int, j: int) -> bool:
     causal = case.causal if case.dynamic_causal is None else case.dynamic_causal[r] != 0
     own = case.seq_lens[r] - case.query_lens[r] + i
     if case.tree:
@@ -54,7 +56,7 @@ def sees(case: cases.Case, r: int, i: int, j: int) -> bool:
     return sees_by_distance(case, causal, j - own)
 
 
-def sees_in_tree(case: cases.Case, r: int, i: int, j: int) -> bool:
+def sees_in_tree(case: Case, r: int, i: int, j: int) -> bool:
     assert case.tree
     tree, context = TREES[case.tree](case.query_lens[r]), case.seq_lens[r] - case.query_lens[r]
     places = list(range(context)) + [
@@ -65,7 +67,7 @@ def sees_in_tree(case: cases.Case, r: int, i: int, j: int) -> bool:
     )
 
 
-def sees_by_distance(case: cases.Case, causal: bool, ahead: int) -> bool:
+def sees_by_distance(case: Case, causal: bool, ahead: int) -> bool:
     if causal and ahead > 0:
         return False
     if isinstance(case.sliding_window, tuple):
@@ -74,7 +76,7 @@ def sees_by_distance(case: cases.Case, causal: bool, ahead: int) -> bool:
     return case.sliding_window < 0 or abs(ahead) < case.sliding_window
 
 
-def row(p: cases.Problem, r: int, i: int, h: int) -> tuple[list[float], float]:
+def row(p: Problem, r: int, i: int, h: int) -> tuple[list[float], float]:
     """One row of output and lse in Python floats, with nothing but math.exp."""
     case = p.case
     kv_head = h // (case.num_heads // case.num_kv_heads)
@@ -102,9 +104,9 @@ def row(p: cases.Problem, r: int, i: int, h: int) -> tuple[list[float], float]:
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_oracle_is_what_loops_say(case: cases.Case, dtype: str) -> None:
-    problem = cases.build(dataclasses.replace(case, dtype=dtype))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_oracle_is_what_loops_say(case: Case, dtype: str) -> None:
+    problem = build(dataclasses.replace(case, dtype=dtype))
     output, lse = problem.expected
     assert output.dtype == lse.dtype == np.float64
     for r, q_len in enumerate(case.query_lens):
@@ -225,36 +227,36 @@ def test_relative_rms() -> None:
 # ---- the judge and the cases ----
 
 
-def right(dtype: str = "float32", **fields) -> tuple[cases.Problem, np.ndarray, np.ndarray]:
+def right(dtype: str = "float32", **fields) -> tuple[Problem, np.ndarray, np.ndarray]:
     """A problem and its answer, rounded to the dtype."""
-    case = cases.Case("judged", (3, 20), (30, 20), dtype=dtype, **fields)
-    problem = cases.build(case)
+    case = Case("judged", (3, 20), (30, 20), dtype=dtype, **fields)
+    problem = build(case)
     output, lse = problem.expected
-    return problem, output.astype(cases.numpy_dtype(dtype)), lse.astype(np.float32)
+    return problem, output.astype(numpy_dtype(dtype)), lse.astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_right_answer_passes(dtype: str) -> None:
-    result = cases.check(*right(dtype))
+    result = check(*right(dtype))
     assert result.ok
     assert not result.message
     assert result.worst < 0.5
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_wrong_answers_fail(dtype: str) -> None:
     problem, output, lse = right(dtype)
     budget = reference.BUDGET[dtype]
     wrong = (output.astype(np.float64) * (1 + 1.2 * budget)).astype(np.float32 if dtype == "float32" else output.dtype)
-    assert "relative RMS" in cases.check(problem, wrong, lse).message
-    assert "lse of head" in cases.check(problem, output, lse + np.float32(9 * budget)).message
+    assert "relative RMS" in check(problem, wrong, lse).message
+    assert "lse of head" in check(problem, output, lse + np.float32(9 * budget)).message
     wrong = output.copy()
     wrong[7, 2] = wrong[7, 1]
-    assert "token 7 head 2" in cases.check(problem, wrong, lse).message
+    assert "token 7 head 2" in check(problem, wrong, lse).message
     for odd in (np.nan, np.inf):
         wrong = output.copy()
         wrong[4, 1, 3] = odd
-        result = cases.check(problem, wrong, lse)
+        result = check(problem, wrong, lse)
         assert not result.ok
         assert result.worst == math.inf
         assert "token 4 head 1" in result.message
@@ -262,44 +264,44 @@ def test_wrong_answers_fail(dtype: str) -> None:
 
 def test_a_missing_nan_and_a_number_where_nothing_is_seen_fail() -> None:
     problem, output, lse = right(fill="odd-query")
-    assert cases.check(problem, output, lse).ok
-    assert "NaN is missing" in cases.check(problem, np.nan_to_num(output), lse).message
-    case = cases.Case("judged", (9,), (4,))
-    problem = cases.build(case)
+    assert check(problem, output, lse).ok
+    assert "NaN is missing" in check(problem, np.nan_to_num(output), lse).message
+    case = Case("judged", (9,), (4,))
+    problem = build(case)
     output, lse = (x.astype(np.float32) for x in problem.expected)
-    assert cases.check(problem, output, lse).ok
+    assert check(problem, output, lse).ok
     output[0, 0, 0] = 1e-42
-    assert "sees nothing" in cases.check(problem, output, lse).message
-    assert "lse of head" in cases.check(problem, problem.expected[0].astype(np.float32), np.maximum(lse, -1e30)).message
+    assert "sees nothing" in check(problem, output, lse).message
+    assert "lse of head" in check(problem, problem.expected[0].astype(np.float32), np.maximum(lse, -1e30)).message
 
 
 def test_same_bits() -> None:
     a = np.array([1.0, np.nan, 0.0], np.float32)
     b = a.copy()
     b.view(np.uint32)[1] ^= 1
-    assert cases.same_bits(a, b)
+    assert same_bits(a, b)
     b[2] = -0.0
-    assert not cases.same_bits(a, b)
+    assert not same_bits(a, b)
 
 
 def test_levels_nest_and_are_deterministic() -> None:
-    names = [{case.name for case in cases.cases(level)} for level in cases.LEVELS]
+    names = [{case.name for case in cases(level)} for level in LEVELS]
     assert names[0] < names[1] < names[2]
-    assert len(names[2]) == len(cases.cases("full"))
-    assert all(case.name in names[i] for i, level in enumerate(cases.LEVELS) for case in cases.invariant(level))
-    for case in cases.cases("quick", "float16", seed=5):
-        first, second = cases.build(case), cases.build(case)
+    assert len(names[2]) == len(cases("full"))
+    assert all(case.name in names[i] for i, level in enumerate(LEVELS) for case in invariant(level))
+    for case in cases("quick", "float16", seed=5):
+        first, second = build(case), build(case)
         assert case.dtype == "float16"
         np.testing.assert_array_equal(first.query.view(np.uint16), second.query.view(np.uint16))
         np.testing.assert_array_equal(first.block_table, second.block_table)
-    assert {case.name: case for case in cases.cases("full", seed=5)}["random-3"] == cases.cases("quick", seed=5)[-3]
+    assert {case.name: case for case in cases("full", seed=5)}["random-3"] == cases("quick", seed=5)[-3]
 
 
 def test_a_request_alone_has_the_same_answer() -> None:
-    problem = cases.build({case.name: case for case in cases.cases("quick")}["mixed-everything"])
+    problem = build({case.name: case for case in cases("quick")}["mixed-everything"])
     output, lse = problem.expected
     for r in range(len(problem.seq_lens)):
         rows = slice(int(problem.query_start_loc[r]), int(problem.query_start_loc[r + 1]))
-        lone_output, lone_lse = cases.alone(problem, r).expected
+        lone_output, lone_lse = alone(problem, r).expected
         np.testing.assert_array_equal(lone_output, output[rows])
         np.testing.assert_array_equal(lone_lse, lse[:, rows])

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn.primitives import gather_pages
 
-from .cases import KERNELS, ONE_DTYPE, integers, numpy_dtype
+from .formats import integers, numpy_dtype
+from .kernels import KERNELS, ONE_DTYPE
 
 KINDS = ("int8", "int4")
 

@@ -16,7 +16,7 @@ import cpu_attn
 from cpu_attn import _arrays, _check, ops
 from cpu_attn._native import ffi, lib
 
-from .cases import KERNELS
+from .kernels import KERNELS
 from .steps import attention_args, write_args
 from .test_arrays import WRAP, Tensor
 from .test_errors import ATTENTION, WRITE, refuses

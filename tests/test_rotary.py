@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn import _dispatch, ops, reference
 
-from .cases import KERNELS, ONE_DTYPE, integers, numpy_dtype, quantised
+from .formats import integers, numpy_dtype, quantised
 from .guard import Guarded
+from .kernels import KERNELS, ONE_DTYPE
 from .rotation import Rotation
 from .test_errors import refuses
 
@@ -281,7 +282,7 @@ def test_aliases() -> None:
 
 def test_rotation_of_a_case_is_exact_where_it_must_be() -> None:
     """What quantised cases count on: cos and sin of 8 digits."""
-    from .cases import cases
+    from .case_levels import cases
 
     case = next(c for c in cases("quick") if c.name == "rotary-fp8")
     table = Rotation.of(case, np.dtype(np.float32)).cos_sin_cache

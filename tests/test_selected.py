@@ -15,8 +15,15 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
+from cpu_attn._dispatch import force_num_threads
 from cpu_attn.cli.workloads import Step, Workload
-from cpu_attn.tests import cases
+from cpu_attn.tests.case_levels import cases
+from cpu_attn.tests.case_memory import slots_of
+from cpu_attn.tests.case_problem import build
+from cpu_attn.tests.case_run import run
+from cpu_attn.tests.formats import DTYPES
+from cpu_attn.tests.judge import check, same_bits
+from cpu_attn.tests.kernels import KERNELS, ONE_DTYPE
 
 from .steps import attention_args
 
@@ -27,19 +34,19 @@ F32, BF16 = np.float32, ml_dtypes.bfloat16
 
 
 @pytest.mark.parametrize("engine", ["native", "onednn", "reference"])
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["mixed-everything", "long-3000", "block-5", "fp8_e4m3-everything"])
 def test_all_blocks_give_the_bits_of_no_selection(name: str, dtype: str, engine: str) -> None:
     if not any(e.name == engine and e.available for e in cpu_attn.engines()):
         pytest.skip(f"no {engine} here")
-    case = next(c for c in cases.cases("quick", dtype) if c.name == name)
-    problem = cases.build(case)
+    case = next(c for c in cases("quick", dtype) if c.name == name)
+    problem = build(case)
     every = np.full((len(case.seq_lens), case.num_kv_heads, max(-(-s // case.block_size) for s in case.seq_lens)), -1)
     for r, seq_len in enumerate(case.seq_lens):
         blocks = -(-seq_len // case.block_size)
         every[r, :, :blocks] = np.arange(blocks)
     selected = dataclasses.replace(problem, selected_blocks=every.astype(np.int32))
-    assert all(map(cases.same_bits, cases.run(selected, engine=engine), cases.run(problem, engine=engine)))
+    assert all(map(same_bits, run(selected, engine=engine), run(problem, engine=engine)))
 
 
 def test_no_columns_are_no_keys() -> None:
@@ -223,7 +230,7 @@ def scored(dtype: str, group: int, head_size: int, block_size: int = 4) -> dict[
     }
 
 
-@pytest.mark.parametrize(("isa", "dtype"), cases.KERNELS)
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
 @pytest.mark.parametrize(("group", "head_size"), [(1, 1), (1, 128), (3, 20), (4, 64), (5, 33), (8, 7)])
 def test_scores(isa: str, dtype: str, group: int, head_size: int) -> None:
     args = scored(dtype, group, head_size)
@@ -234,7 +241,7 @@ def test_scores(isa: str, dtype: str, group: int, head_size: int) -> None:
     assert np.allclose(got[finite], want[finite], rtol=2e-6, atol=2e-6 * head_size)
 
 
-@pytest.mark.parametrize(("isa", "dtype"), cases.ONE_DTYPE)
+@pytest.mark.parametrize(("isa", "dtype"), ONE_DTYPE)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_cannot_be_ruled_out(isa: str, dtype: str, bad: float) -> None:
     args = scored(dtype, 3, 20)
@@ -258,7 +265,7 @@ def test_scores_of_a_request_are_its_own() -> None:
     one |= {"block_table": args["block_table"][1:2, :1], "seq_lens": args["seq_lens"][1:2]}
     assert np.array_equal(cpu_attn.score_pages(**one)[0], want[1, :, :1])
     before = cpu_attn.get_num_threads()
-    cases.force_num_threads(3)
+    force_num_threads(3)
     try:
         assert np.array_equal(cpu_attn.score_pages(**args), want)
     finally:
@@ -347,11 +354,11 @@ def test_select_refuses(spoiled: dict[str, Any], words: list[str]) -> None:
 @pytest.mark.parametrize("num_pages", [2, 5, 1000])
 def test_from_keys_to_attention(name: str, num_pages: int) -> None:
     """Bounds bound, what they select is attended, and a budget for all pages gives what no selection gives."""
-    case = next(c for c in cases.cases("quick", "float32") if c.name == name)
-    problem, size = cases.build(case), case.block_size
+    case = next(c for c in cases("quick", "float32") if c.name == name)
+    problem, size = build(case), case.block_size
     shape = problem.num_blocks, case.num_kv_heads, case.head_size
     least, most = np.empty(shape, F32), np.empty(shape, F32)
-    cpu_attn.update_page_bounds(np.concatenate(problem.key), cases.slots_of(problem), least, most, size)
+    cpu_attn.update_page_bounds(np.concatenate(problem.key), slots_of(problem), least, most, size)
     step = problem.block_table, problem.seq_lens, problem.query_start_loc
     scores = cpu_attn.score_pages(problem.query, least, most, *step, size)
     group = case.num_heads // case.num_kv_heads
@@ -363,10 +370,10 @@ def test_from_keys_to_attention(name: str, num_pages: int) -> None:
                 assert products[:, j].max() <= scores[r, h, j // size] + 1e-4
     selected = cpu_attn.select_pages(scores, problem.seq_lens, size, num_pages)
     chosen = dataclasses.replace(problem, selected_blocks=selected)
-    output, lse = cases.run(chosen)
-    assert cases.check(chosen, output, lse).ok
+    output, lse = run(chosen)
+    assert check(chosen, output, lse).ok
     if num_pages == 1000:
-        assert all(map(cases.same_bits, (output, lse), cases.run(problem)))
+        assert all(map(same_bits, (output, lse), run(problem)))
 
 
 def test_paged_kv_cache_takes_them() -> None:

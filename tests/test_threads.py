@@ -18,7 +18,12 @@ import threadpoolctl
 import cpu_attn
 from cpu_attn._dispatch import force_num_threads
 
-from .cases import ONE_DTYPE, Case, Problem, alone, build, check, invariant, run, same_bits
+from .case import Case
+from .case_levels import invariant
+from .case_problem import Problem, alone, build
+from .case_run import run
+from .judge import check, same_bits
+from .kernels import ONE_DTYPE
 
 ENGINES = [e.name for e in cpu_attn.engines() if e.available]
 

@@ -19,7 +19,10 @@ import pytest
 
 import cpu_attn
 
-from .cases import build, cases, check, run
+from .case_levels import cases
+from .case_problem import build
+from .case_run import run
+from .judge import check
 from .steps import PLAN, attention_args, plan_args, write_args
 
 torch = pytest.importorskip("torch")

@@ -15,11 +15,14 @@ from click.testing import CliRunner, Result
 import cpu_attn
 from cpu_attn.cli.verify import verify
 from cpu_attn.reference import BUDGET
-from cpu_attn.tests import cases
+from cpu_attn.tests.case_levels import cases
+from cpu_attn.tests.case_problem import Problem
+from cpu_attn.tests.case_run import run as right_run
+from cpu_attn.tests.formats import DTYPES
+from cpu_attn.tests.kernels import KERNELS
 
 SCALAR = ("--engine", "native", "--isa", "scalar", "--dtype", "bfloat16")
 verify_module = sys.modules[verify.callback.__module__]
-right_run = cases.run
 
 
 def call(*args: str) -> Result:
@@ -37,12 +40,12 @@ def rerun_lines(result: Result) -> list[str]:
 def break_kernel(monkeypatch: pytest.MonkeyPatch, broken: Any) -> None:
     """broken(problem, output, lse, **options) changes a result in place. It sees options as verify gave them."""
 
-    def run(problem: cases.Problem, isa: str, engine: str, **options: Any) -> Any:
+    def run(problem: Problem, isa: str, engine: str, **options: Any) -> Any:
         output, lse = right_run(problem, isa, engine, **options)
         broken(problem, output, lse, **options)
         return output, lse
 
-    monkeypatch.setattr(verify_module.cases, "run", run)
+    monkeypatch.setattr(verify_module, "run", run)
 
 
 def test_quick_passes() -> None:
@@ -58,7 +61,7 @@ def test_json() -> None:
     assert found["ok"]
     assert (found["level"], found["seed"], found["failures"]) == ("quick", 3, [])
     (combo,) = found["combinations"]
-    names = {case.name for case in cases.cases("quick", "bfloat16", 3)}
+    names = {case.name for case in cases("quick", "bfloat16", 3)}
     assert (combo["engine"], combo["isa"], combo["dtype"]) == ("native", "scalar", "bfloat16")
     assert combo["cases"] == len(names)
     assert 0 < combo["worst_error"] <= combo["budget"] == BUDGET["bfloat16"]
@@ -70,9 +73,9 @@ def test_everything_here_is_run_and_the_rest_has_a_reason() -> None:
     ran = {(c["engine"], c["isa"], c["dtype"]) for c in found["combinations"]}
     absent = {(c["engine"], c["isa"], c["dtype"]): c["reason"] for c in found["unavailable"]}
     for isa in cpu_attn.isas():
-        for dtype in cases.DTYPES:
-            assert (("native", isa.name, dtype) in ran) == ((isa.name, dtype) in cases.KERNELS)
-    assert {("reference", "auto", dtype) for dtype in cases.DTYPES} <= ran
+        for dtype in DTYPES:
+            assert (("native", isa.name, dtype) in ran) == ((isa.name, dtype) in KERNELS)
+    assert {("reference", "auto", dtype) for dtype in DTYPES} <= ran
     onednn = next(engine for engine in cpu_attn.engines() if engine.name == "onednn")
     for name in ("onednn", "onednn-python"):
         assert ((name, "auto", "float32") in ran) == onednn.available
@@ -81,7 +84,7 @@ def test_everything_here_is_run_and_the_rest_has_a_reason() -> None:
 
 
 def test_a_broken_kernel_is_found_and_its_line_runs_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(problem: cases.Problem, output: Any, lse: Any, **_: Any) -> None:
+    def broken(problem: Problem, output: Any, lse: Any, **_: Any) -> None:
         if problem.case.head_size == 20:
             output[-1, -1] = 0
 
@@ -103,7 +106,7 @@ def test_a_broken_kernel_is_found_and_its_line_runs_it_again(monkeypatch: pytest
 
 
 def test_nan_and_exceptions_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def poison(problem: cases.Problem, output: Any, lse: Any, **_: Any) -> None:
+    def poison(problem: Problem, output: Any, lse: Any, **_: Any) -> None:
         output[0, 0, 0] = np.nan
 
     break_kernel(monkeypatch, poison)
@@ -126,7 +129,7 @@ def test_nan_and_exceptions_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     [("threads", "3 threads give"), ("split", "enable_kv_split=False"), ("batch", "request 1 alone")],
 )
 def test_a_change_of_one_bit_is_found(what: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(problem: cases.Problem, output: Any, lse: Any, **options: Any) -> None:
+    def broken(problem: Problem, output: Any, lse: Any, **options: Any) -> None:
         here = {
             "threads": options.get("num_threads") == 3 and options.get("enable_kv_split", True),
             "split": not options.get("enable_kv_split", True),

@@ -16,7 +16,7 @@ from cpu_attn._native import ffi, lib
 from cpu_attn.cli import contest, limits
 from cpu_attn.cli.limits import Limit, Limits
 from cpu_attn.cli.workloads import GROUPS, WORKLOADS, Step, Workload
-from cpu_attn.tests import cases
+from cpu_attn.tests.formats import DTYPES, numpy_dtype
 
 # The oracle's input: all features, requests of all kinds, blocks that are not full.
 ODD = Workload("odd", "prefill", ((5, 40), (1, 33), (17, 17)), 6, 2, 24, 11, 7.0, True, True, True)
@@ -142,7 +142,7 @@ def assert_right(step: Step, output: Any) -> None:
         assert relative <= reference.BUDGET[step.dtype]
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("engine", contest.ENGINES)
 @pytest.mark.parametrize("workload", [ODD, DRAFTS], ids=lambda w: w.name)
 def test_contestants_compute_attention(engine: str, dtype: str, workload: Workload) -> None:
@@ -185,10 +185,10 @@ def test_write_and_plan() -> None:
 
 
 def test_random_numbers_are_all_of_their_range() -> None:
-    for dtype in cases.DTYPES:
+    for dtype in DTYPES:
         x = Step(PLAIN, "auto", dtype).random(64, 64)
         values = np.abs(x.astype(np.float64))
-        assert x.dtype == cases.numpy_dtype(dtype)
+        assert x.dtype == numpy_dtype(dtype)
         assert 0.5 <= values.min() < 0.6 and 1.9 < values.max() < 2
         assert 0.4 < (x.astype(np.float64) < 0).mean() < 0.6
 

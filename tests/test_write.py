@@ -19,8 +19,9 @@ import cpu_attn
 from cpu_attn import _dispatch
 from cpu_attn._native import ffi, lib
 
-from .cases import KERNELS, numpy_dtype
+from .formats import numpy_dtype
 from .guard import Guarded
+from .kernels import KERNELS
 
 Index = NDArray[np.int64]
 

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A problem by the public calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import cpu_attn
+from cpu_attn._dispatch import force_num_threads
+
+from .case_memory import caches_of, copy_of, forbid_outside, wider, write
+from .case_problem import Problem
+from .formats import numpy_dtype
+
+
+def run(
+    problem: Problem,
+    isa: str = "auto",
+    engine: str = "auto",
+    enable_kv_split: bool = True,
+    num_threads: int | None = None,
+) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Output [T, Hq, Dv] and lse [Hq, T] by the public calls. engine "onednn-python" is cpu_attn.compose.attention.
+    num_threads: so many, however little there is to do."""
+    before = cpu_attn.get_num_threads()
+    if num_threads is not None:
+        force_num_threads(num_threads)
+    try:
+        key_cache, value_cache = caches_of(problem, isa)
+        query = write(problem, isa, key_cache, value_cache)
+        return _attend(problem, query, isa, engine, enable_kv_split, key_cache, value_cache)
+    finally:
+        if num_threads is not None:
+            cpu_attn.set_num_threads(before)
+
+
+def _attended(problem: Problem) -> NDArray[np.int32]:
+    """The block table, -1 for blocks of a request that no head selects."""
+    table: NDArray[np.int32] = problem.block_table.copy()
+    if problem.selected_blocks is not None:
+        for row, own in zip(table, problem.selected_blocks, strict=True):
+            row[~np.isin(np.arange(len(row)), own)] = -1
+    return table
+
+
+def _attend(
+    problem: Problem,
+    query: NDArray[Any],
+    isa: str,
+    engine: str,
+    enable_kv_split: bool,
+    key_cache: NDArray[Any],
+    value_cache: NDArray[Any],
+) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    case, dtype = problem.case, numpy_dtype(problem.case.dtype)
+    query = copy_of(query, case.strided)
+    output = wider((len(query), case.num_heads, case.value_size), dtype, case.strided)
+    lse = wider((case.num_heads, len(query)), np.dtype(np.float32), case.strided)
+    common: dict[str, Any] = {
+        "query": query,
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "output": output,
+        "query_start_loc": problem.query_start_loc,
+        "seq_lens": problem.seq_lens,
+        "scale": problem.scale,
+        "causal": case.causal,
+        "alibi_slopes": problem.alibi_slopes,
+        "sliding_window": case.sliding_window,
+        "block_table": _attended(problem),
+        "softcap": case.softcap,
+        "s_aux": problem.s_aux,
+        "dynamic_causal": problem.dynamic_causal,
+        "k_scale": problem.scales[0],
+        "v_scale": problem.scales[1],
+        "kv_cache_dtype": case.kv_cache_dtype,
+        "lse": lse,
+        "selected_blocks": problem.selected_blocks,
+        "kv_cache_layout": case.kv_cache_layout,
+        "attn_bias": None if problem.attn_bias is None else copy_of(problem.attn_bias, case.strided),
+    }
+    if engine == "onednn-python":
+        from cpu_attn import compose
+
+        compose.attention(**common, isa=isa, **case.masks)
+    else:
+        cpu_attn.attention_with_kv_cache(**common, scheduler_metadata=plan_of(problem, isa, engine, enable_kv_split))
+    forbid_outside("output", output, case.strided)
+    forbid_outside("lse", lse, case.strided)
+    return output, lse
+
+
+def plan_of(problem: Problem, isa: str, engine: str, enable_kv_split: bool) -> cpu_attn.SchedulerMetadata:
+    case = problem.case
+    return cpu_attn.get_scheduler_metadata(
+        len(problem.seq_lens),
+        case.num_heads,
+        case.num_kv_heads,
+        case.head_size,
+        problem.seq_lens,
+        numpy_dtype(case.dtype),
+        problem.query_start_loc,
+        case.causal,
+        case.sliding_window,
+        isa,
+        enable_kv_split,
+        problem.dynamic_causal,
+        case.kv_cache_dtype,
+        head_size_v=case.value_size,
+        engine=engine,
+        **case.masks,
+        block_table=problem.block_table if case.shared else None,
+        block_size=case.block_size if case.shared else None,
+        kv_cache_layout=case.kv_cache_layout,
+    )

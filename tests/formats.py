@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers as caches hold them: dtypes, and what rounding to narrow ones does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+DTYPES = ("float32", "float16", "bfloat16")
+# Of quantised caches, exact in float32. K's saturates a few of a thousand normal numbers in e4m3.
+SCALES = (0.00634765625, 0.37109375)
+_FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+def kinds_of(kv_cache_dtype: str) -> list[str]:
+    """What the caches of K and of V hold."""
+    return (kv_cache_dtype.split("/") * 2)[:2]
+
+
+def memory_dtype(kind: str, dtype: str) -> np.dtype[Any]:
+    """Of a cache that holds ``kind``."""
+    if kind.startswith("int"):
+        return np.dtype(np.uint8)
+    return np.dtype(getattr(ml_dtypes, _FP8[kind])) if kind in _FP8 else numpy_dtype(dtype)
+
+
+def quantised(x: NDArray[Any], kv_cache_dtype: str, scale: float) -> NDArray[Any]:
+    """x / scale in float32, saturating, rounded to nearest even."""
+    dtype = np.dtype(getattr(ml_dtypes, _FP8[kv_cache_dtype]))
+    most = np.float32(ml_dtypes.finfo(dtype).max)
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded: NDArray[Any] = np.clip(x.astype(np.float32) / np.float32(scale), -most, most).astype(dtype)
+    return rounded
+
+
+def integers(x: NDArray[Any], kind: str) -> NDArray[np.float64]:
+    """x as int8 (a scale for each row) or int4 (for each 32 of it) hold it. The scale is the largest magnitude over 127
+    or 7 in float32, rounded up to bfloat16; x times its reciprocal, in float32, goes to the nearest even integer. NaN
+    where a row is not finite."""
+    most, step = (127, x.shape[-1]) if kind == "int8" else (7, 32)
+    out = np.zeros(x.shape)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        for first in range(0, x.shape[-1], step):
+            part = x[..., first : first + step].astype(np.float32)
+            bits = (np.abs(part).max(axis=-1, keepdims=True) / np.float32(most)).view(np.uint32)
+            scale = ((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+            scale[~np.isfinite(part).all(axis=-1)] = np.nan
+            safe = np.where(scale == 0, np.float32(1), scale)
+            whole = np.rint(np.where(safe >= 2.0**-126, part * (np.float32(1) / safe), part / safe))
+            out[..., first : first + step] = whole.astype(np.float64) * scale
+    return out

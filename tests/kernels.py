@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels run here."""
+
+from __future__ import annotations
+
+import cpu_attn
+from cpu_attn import _dispatch
+from cpu_attn._native import ffi, lib
+
+from .formats import DTYPES
+
+# (isa, dtype) of every kernel that runs here; of these one for each isa.
+KERNELS = [
+    (isa.name, dtype)
+    for isa in cpu_attn.isas()
+    for dtype in DTYPES
+    if isa.supported and lib.ca_isa_kernel(isa.index, _dispatch.DTYPE_CODES[dtype], ffi.new("ca_kernel_info *"))
+]
+ONE_DTYPE = list({isa: (isa, dtype) for isa, dtype in reversed(KERNELS)}.values())

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer of the backend refuses, before anything is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpu_attn import CPUAttentionBackendImpl
+
+from .backend_steps import MIXED, Step, layer
+
+BAD: dict[str, tuple[type[Exception], str, Callable[[Step], tuple[dict[str, Any], dict[str, Any]]]]] = {
+    "block": (ValueError, "block_table", lambda s: ({"block_tables": s.table[3:] + 99}, {})),
+    "slot": (ValueError, "slot_mapping", lambda s: ({"slot_mapping": s.slot_mapping + 10**6}, {})),
+    "slots": (ValueError, "slot_mapping: 49 slots", lambda s: ({"slot_mapping": s.slot_mapping[1:]}, {})),
+    "no slots": (TypeError, "slot_mapping", lambda s: ({"slot_mapping": None}, {})),
+    "seq_lens": (ValueError, "decodes' lengths: 1", lambda s: ({"seq_lens_tensor": [33]}, {})),
+    "fraction": (TypeError, "seq_lens_tensor: dtype float64", lambda s: ({"seq_lens_tensor": [33.5, 1]}, {})),
+    "tokens": (
+        ValueError,
+        "num_prefill_tokens: 47, query_start_loc says 48",
+        lambda s: ({"num_prefill_tokens": 47}, {}),
+    ),
+    "decodes": (ValueError, "num_decode_tokens: 51", lambda s: ({"num_decode_tokens": 3}, {})),
+    "prefills": (ValueError, "num_prefills is 9", lambda s: ({"num_prefills": 9}, {})),
+    "table": (ValueError, r"block_tables: shape \(5,", lambda s: ({"block_tables": s.table}, {})),
+    "no table": (ValueError, "request 0 has 33 keys", lambda s: ({"block_tables": None}, {})),
+    "no lengths": (ValueError, "seq_lens: is None", lambda s: ({"kv_start_loc": None, "seq_lens": None}, {})),
+    "query": (ValueError, "query: 49 tokens", lambda s: ({}, {"query": s.query[1:]})),
+    "query heads": (ValueError, r"query: shape \(50, 2, 16\)", lambda s: ({}, {"query": s.query[:, :2]})),
+    "query dtype": (
+        TypeError,
+        "key: dtype float32, query has float16",
+        lambda s: ({}, {"query": s.query.astype("f2")}),
+    ),
+    "query stride": (
+        ValueError,
+        "query: the last axis",
+        lambda s: ({}, {"query": s.query.repeat(2, axis=2)[:, :, ::2]}),
+    ),
+    "output stride": (
+        ValueError,
+        "output: the last axis",
+        lambda s: ({}, {"output": np.zeros((50, 128), "f4")[:, ::2]}),
+    ),
+    "query kind": (TypeError, "float64", lambda s: ({}, {"query": s.query.astype("f8")})),
+    "value dtype": (TypeError, "value: dtype float16", lambda s: ({}, {"value": s.value.astype("f2")})),
+    "key": (ValueError, "slots and 49 keys", lambda s: ({}, {"key": s.key[1:], "value": s.value[1:]})),
+    "key alone": (ValueError, "one of them is None", lambda s: ({}, {"value": None})),
+    "value": (ValueError, "value: 49 tokens, key has 50", lambda s: ({}, {"value": s.value[1:]})),
+    "output": (ValueError, "output: 49 tokens", lambda s: ({}, {"output": np.zeros((49, 64), "f4")})),
+    "output size": (ValueError, r"output: shape \(50, 4, 12\)", lambda s: ({}, {"output": np.zeros((50, 48), "f4")})),
+    "output dtype": (TypeError, "output: dtype float16", lambda s: ({}, {"output": np.zeros((50, 64), "f2")})),
+    "output alias": (ValueError, "output: shares memory with query", lambda s: ({}, {"output": s.query})),
+    "read-only": (
+        ValueError,
+        "output: is read-only",
+        lambda s: ({}, {"output": np.broadcast_to(s.query, s.query.shape)}),
+    ),
+    "scale": (NotImplementedError, "output_scale", lambda s: ({}, {"output_scale": 1.0})),
+    "block scale": (NotImplementedError, "output_block_scale", lambda s: ({}, {"output_block_scale": 1.0})),
+    "cache": (ValueError, "kv_cache: axis 2 is 500", lambda s: ({}, {"kv_cache": s.kv_cache[:, :, :500]})),
+    "cache axes": (ValueError, "kv_cache: 1 axes of K", lambda s: ({}, {"kv_cache": s.kv_cache[:, 0]})),
+    "cache halves": (ValueError, "kv_cache: expected", lambda s: ({}, {"kv_cache": s.kv_cache[:1]})),
+    "cache dtype": (TypeError, "key_cache: dtype", lambda s: ({}, {"kv_cache": s.kv_cache.astype("f2")})),
+}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("what", BAD)
+def test_refused(what: str) -> None:
+    step = Step(*MIXED)
+    error, says, spoil = BAD[what]
+    changes, arguments = spoil(step)
+    before = step.kv_cache.tobytes()
+    with pytest.raises(error, match=says):
+        step.forward(layer(), step.metadata(**changes), **arguments)
+    assert step.kv_cache.tobytes() == before
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "options"),
+    [
+        (ValueError, "head_size: 0", {"head_size": 0}),
+        (ValueError, "num_kv_heads: 3 does not divide num_heads = 4", {"num_kv_heads": 3}),
+        (ValueError, "scale: nan", {"scale": math.nan}),
+        (ValueError, "logits_soft_cap: -1.0", {"logits_soft_cap": -1.0}),
+        (ValueError, "sliding_window: 0", {"sliding_window": 0}),
+        (ValueError, "alibi_slopes: axis 0 is 3", {"alibi_slopes": [1.0, 2.0, 3.0]}),
+        (ValueError, "sinks: axis 0 is 2", {"sinks": np.zeros(2, np.float32)}),
+        (ValueError, "attn_type: 'both' is none of", {"attn_type": "both"}),
+        (ValueError, "no cache to share", {"attn_type": "encoder", "kv_sharing_target_layer_name": "a"}),
+    ],
+)
+def test_refused_layers(error: type[Exception], says: str, options: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {"num_heads": 4, "head_size": 16, "scale": 0.25, "num_kv_heads": 2}
+    with pytest.raises(error, match=says):
+        CPUAttentionBackendImpl(**(arguments | options))
