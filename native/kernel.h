@@ -40,7 +40,8 @@ struct ca_kernel {
     /* state -> output and lse: sinks join here, o/l is rounded to the output's dtype */
     void (*finish)(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, const ca_state *state);
     /* tokens [token, token + n) of one group of 16 of one block of one kv head, from rows ld elements apart;
-     * meanwhile as many rows are fetched from `ahead`, whatever lies there; stream: past the caches */
+     * meanwhile as many rows are fetched from `ahead`, whatever lies there, unless it is NULL; stream: past the caches
+     */
     void (*write_k)(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld,
                     const void *ahead, int stream);
     void (*write_v)(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld,
