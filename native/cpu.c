@@ -119,6 +119,10 @@ int ca_cpu_is(const char *vendor) {
     return strcmp(id.vendor, vendor) == 0;
 }
 
+int ca_cpu_intel;
+
+__attribute__((constructor)) static void look(void) { ca_cpu_intel = ca_cpu_is("GenuineIntel"); }
+
 int ca_cpu_amx_permission(const char **reason) {
     *reason = "this CPU or its operating system has no AMX";
     if (CA_CPU_MISSING(CA_HAS_amx_tile))

@@ -16,17 +16,19 @@
  * Two threads in calm minutes: README.md. Tried there, each against what is below, in turns with it:
  *   register tiles, scores alone, of FMA's peak in the same millisecond (median): 6 x 4 0.72, 8 x 3 0.69, 9 x 3 0.67,
  *   12 x 2 and 14 x 2 0.65, with {1to16} operands 0.43 to 0.68; whether K lay in L1 or in L2 made no difference
- *   prefetch in decode-8x8k: none 0.69, into L1 0.89, every second line 0.88, huge pages 1.01 to 1.04. A core of this
- * kind waits for 12 lines at a time, asked for or read, which is 7.6 GB/s of 4 KiB pages in random order where reads
- * alone bring 10.9 and this machine 12.2: what is fetched by the hardware behind two or three reads of a page in order
- * does not count. So the first half of a page is asked for (K alone 12.0 so, 11.7 by all lines): against all lines two
- * steps ahead bfloat16 and float32 take 0.96 and 0.92 of the time, fp8 and HND 0.95; a quarter, or the first half at
- *   once and not line by line beside what is read, is slower than all, and so is half of a group of 1 KiB
+ *   prefetch in decode-8x8k: none 0.69, into L1 0.89, every second line 0.88, huge pages 1.01 to 1.04
  *   ROWS 192, and accumulators that gcc 12 must not move (a few of 24 spill), by VFMADD231PS in asm: nothing that the
  *   noise of the machine would not cover
  *   FEW_KEYS 256, not 128: 1 to 3 % off every decode but NHD's
  *   NHD decode-8x8k, all heads together, each fetching its share of all rows: by 128 keys 52 ms, by 64 45 ms, and 58 ms
  *   where the share is fetched as rows are packed, not by the products (each head its own rows: 64 ms)
+ *
+ * What is asked for: a core of this kind waits for 12 lines at a time, asked for or read, 7.6 GB/s of 4 KiB pages in
+ * random order. Reads alone bring 10.9 of them and 12.2 in a line, because what the hardware fetches behind a few reads
+ * of a page does not count among the 12. So the products ask for the first half of a page, evenly, a step ahead:
+ * against all of it two steps ahead decode takes 0.96 of the time in bfloat16, 0.92 in float32, 0.95 over fp8. A
+ * quarter, the half at once, half of every KiB or of groups of 1 KiB: slower than all.
+ *
  * Narrow caches: kernel/halves.h. */
 #include "../cpu.h"
 #include "avx512.h"
@@ -41,8 +43,8 @@
 #define KEYS 256
 #define FEW_KEYS 256
 #define NHD_KEYS 64
-#define AHEAD 1
-#define ASK_HALF 1
+#define AHEAD (ca_cpu_intel ? 1 : 2)
+#define ASK_HALF ca_cpu_intel
 
 static const char *missing(void) {
     return CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_avx512bw, CA_HAS_avx512dq, CA_HAS_avx512vl, CA_HAS_fma, CA_HAS_f16c);
