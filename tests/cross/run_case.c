@@ -4,6 +4,7 @@
 #include "layout.h"
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum {
     DTYPE,
