@@ -10,8 +10,8 @@
  * One thread of a shared Cascade Lake, of the limits of the same run (FMA 150 GFLOP/s, reads 11 GB/s, memcpy 4.7 GB/s):
  *   prefill-2k / 8k        bfloat16 0.58 / 0.61, float32 0.55 / 0.56; over fp8_e4m3 / int8 / int4 0.93 / 0.90 / 0.79
  *                          of bfloat16's speed
- *   decode                 8x8k 0.81 to 0.83, 32x2k 0.82 to 0.84, 16x4k-mha 0.87 to 0.93
- *   plain caches           HND 0.69, NHD 0.61 / 0.54 of packed's speed (8x8k / 16x4k-mha)
+ *   decode                 8x8k 0.82 to 0.84, float32 0.90, 16x4k-mha 0.90 to 0.92
+ *   plain caches           HND 0.82 / 0.84, NHD 0.68 / 0.56 of packed's speed (8x8k / 16x4k-mha)
  *   tree-16x4k-mha         1.28 times decode-16x4k-mha; write-8k bfloat16 0.89, fp8_e4m3 0.64
  * Two threads in calm minutes: README.md. Tried there, each against what is below, in turns with it:
  *   register tiles, scores alone, of FMA's peak in the same millisecond (median): 6 x 4 0.72, 8 x 3 0.69, 9 x 3 0.67,
