@@ -32,7 +32,7 @@ static const char *missing(void) {
 #define ROWS 256
 #define KEYS 512
 #define FEW_KEYS 128 /* of the vector kernel */
-#define SUB 128      /* keys of a sub-block of scores */
+#define SUB 64       /* keys of a sub-block of scores */
 
 #include "../kernel/state.inc"
 

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Register tiles exist only where the compiler inlines and unrolls: both are asked for by name. */
+ * Register tiles exist only where the compiler inlines and unrolls: both are asked for by name. What is rare stays out
+ * of them by name, too. */
 #ifndef CPU_ATTN_INLINE_H
 #define CPU_ATTN_INLINE_H
 #define INLINE static inline __attribute__((always_inline, unused))
+#define NOINLINE __attribute__((noinline))
 #define PRAGMA(x) _Pragma(#x)
 #if defined(__clang__)
 #define EACH(i, n) PRAGMA(clang loop unroll(full)) for (int i = 0; i < (n); i++)
