@@ -121,7 +121,7 @@ def get_num_threads() -> int:
 def set_num_threads(n: int) -> None:
     """Most threads of a call, for the whole process; 0 goes back to OpenMP's count. ValueError outside 0..4096.
 
-    A call with little to do uses fewer.
+    A call with little to do uses fewer; none uses more than 64 or, if that is more, 8 for each CPU.
     """
     from cpu_attn._check import integer
 

@@ -42,7 +42,16 @@ int64_t ca_threads_for(double nanoseconds) {
     return (int64_t)fmax(1, fmin(nanoseconds / NANOSECONDS_OF_A_THREAD, INT32_MAX));
 }
 
-void ca_set_num_threads(int n) { atomic_store(&num_threads, n); }
+/* libgomp ends the process where the system refuses it a thread. */
+static int most_threads(void) {
+#ifdef _OPENMP
+    return (int)ca_max64(64, 8 * (int64_t)omp_get_num_procs());
+#else
+    return 1;
+#endif
+}
+
+void ca_set_num_threads(int n) { atomic_store(&num_threads, n > most_threads() ? most_threads() : n); }
 
 int ca_team(int wanted) {
 #ifdef _OPENMP

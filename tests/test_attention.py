@@ -103,3 +103,22 @@ def test_a_scale_of_0_gives_the_mean(engine: str, isa: str, dtype: str, seq_len:
     )
     want = value[:, 0].astype(np.float64).mean(axis=0)
     assert np.allclose(output[0, 0].astype(np.float64), want, rtol=0, atol=3 * reference.BUDGET[dtype])
+
+
+@pytest.mark.parametrize(("engine", "isa", "dtype"), COMBINATIONS)
+@pytest.mark.parametrize("seq_len", [16, 600])
+def test_biases_near_the_end_of_float32(engine: str, isa: str, dtype: str, seq_len: int) -> None:
+    """-2e38 for a whole row leaves it what it was; float32's lowest, less than it in units of log2, is -inf."""
+    rng, start, lens = np.random.default_rng(9), np.array([0, 2], np.int32), np.array([seq_len], np.int32)
+    value = rng.standard_normal((seq_len, 1, 8), np.float32).astype(numpy_dtype(dtype))
+    cache = cpu_attn.PagedKVCache(40, 16, 1, 8, dtype, isa)
+    cache.update(np.zeros_like(value), value, np.arange(seq_len))
+    plan = cache.plan(start, lens, 1, engine=engine, causal=False)
+    bias = np.full((1, 1, 2, seq_len), [[-2e38], [np.finfo(np.float32).min]], np.float32)
+    lse, table = np.empty((1, 2), np.float32), np.arange(40, dtype=np.int32)[None]
+    output = cache.attend(np.zeros_like(value[:2]), table, plan, lse=lse, attn_bias=bias).astype(np.float64)
+    want = value[:, 0].astype(np.float64).mean(axis=0)
+    assert np.allclose(output[0, 0], want, rtol=0, atol=3 * reference.BUDGET[dtype])
+    assert np.isclose(lse[0, 0], -2e38, rtol=1e-6)
+    assert not output[1].any()
+    assert lse[0, 1] == -np.inf

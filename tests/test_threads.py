@@ -129,6 +129,12 @@ def test_little_work_takes_few_threads() -> None:
     assert plan_of([16]).num_threads == 64
 
 
+def test_no_more_threads_than_a_process_may_have() -> None:
+    """libgomp would end it."""
+    cpu_attn.set_num_threads(4096)
+    assert cpu_attn.get_num_threads() == max(64, 8 * len(os.sched_getaffinity(0)))
+
+
 def test_the_workspace_is_for_the_threads_that_a_call_uses() -> None:
     cpu_attn.set_num_threads(64)
     assert plan_of([16]).workspace_bytes < plan_of([2048] * 64).workspace_bytes / 32
