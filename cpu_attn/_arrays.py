@@ -121,7 +121,7 @@ def dtype_name(dtype: Any) -> str:
     """float32, float16 or bfloat16, of a NumPy dtype, a torch dtype or a string; TypeError for others."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        with contextlib.suppress(TypeError):
+        with contextlib.suppress(Exception):  # np.dtype parses: SyntaxError, ValueError, ...
             name = _NAME_OF.get(np.dtype(dtype), name)
     if name not in ("float32", "float16", "bfloat16"):
         raise TypeError(f"dtype: {dtype!r} is none of float32, float16, bfloat16")
@@ -129,18 +129,44 @@ def dtype_name(dtype: Any) -> str:
 
 
 def view(name: str, x: Any) -> Array:
-    """The memory of ``x``, which is called ``name`` in errors."""
+    """The memory of ``x``, which is called ``name`` in errors. What a foreign object raises is a TypeError here."""
+    try:
+        return _placed(_read(x))
+    except (TypeError, ValueError) as e:
+        raise (TypeError if isinstance(e, TypeError) else ValueError)(f"{name}: {e}") from None
+    except Exception as e:
+        raise TypeError(f"{name}: {type(x).__name__} does not say where it lies: {e!r}") from e
+
+
+def numpy_view(name: str, x: Any) -> np.ndarray[Any, Any]:
+    """``x`` as a NumPy array of the same memory; what is one already is checked by the calls that it goes to."""
+    return x if isinstance(x, np.ndarray) else view(name, x).numpy()
+
+
+def _read(x: Any) -> Array:
     if isinstance(x, np.ndarray):
-        return _of_numpy(name, x)
+        return _of_numpy(x)
     if hasattr(x, "data_ptr"):
-        return _of_tensor(name, x)
+        return _of_tensor(x)
     if hasattr(x, "__dlpack__"):
-        return _of_dlpack(name, x)
+        return _of_dlpack(x)
     if hasattr(x, "__array_interface__"):
         if x.__array_interface__["typestr"][1] == "V":
-            raise TypeError(f"{name}: its __array_interface__ says only {x.__array_interface__['typestr']!r}")
-        return _of_numpy(name, np.asarray(x))
-    raise TypeError(f"{name}: expected an array on the CPU, got {type(x).__name__}")
+            raise TypeError(f"its __array_interface__ says only {x.__array_interface__['typestr']!r}")
+        return _of_numpy(np.asarray(x))
+    raise TypeError(f"expected an array on the CPU, got {type(x).__name__}")
+
+
+def _placed(a: Array) -> Array:
+    """Sizes and addresses that memory can have."""
+    if min(a.shape, default=0) < 0:
+        raise ValueError(f"shape {a.shape} has a negative axis")
+    if a.address % CODES[a.dtype][1]:
+        raise ValueError(f"address {a.address:#x} is not a multiple of its {a.itemsize}-byte elements")
+    first, end = a.extent()
+    if a.size and not 0 < first < end < 2**63:
+        raise ValueError(f"its elements would lie from {first:#x} to {end:#x}, where no memory is")
+    return a
 
 
 # From the beginning of a tuple to the addresses of its items: 10 ns, where a list of what id() says takes 700.
@@ -175,20 +201,22 @@ def bridged(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         return arrays
 
 
-# torch's dtypes that have been met: the torch dtype of the same bits, where NumPy has to be told what they are.
-_BITS: dict[Any, tuple[Any, Any]] = {}
+# By class and dtype of torch's tensors that have been met: the torch dtype of the same bits, where NumPy has to be told
+# what they are.
+_BITS: dict[tuple[type, Any], tuple[Any, Any]] = {}
 
 
 def _bridged(x: Any) -> np.ndarray[Any, Any]:
     """A tensor through its own bridge to NumPy, in half the time (0.7 us; bfloat16 1.5 us) that :func:`view` takes."""
-    if x.dtype not in _BITS:
-        x.data_ptr()  # others may have a numpy() that copies
+    kind = (type(x), x.dtype)
+    if kind not in _BITS:
+        torch = sys.modules["torch"]
+        if not isinstance(x, torch.Tensor):
+            raise TypeError("others may have a numpy() that copies")
         name = str(x.dtype).removeprefix("torch.")
         foreign = name == "bfloat16" or name.startswith("float8")
-        _BITS[x.dtype] = (
-            (getattr(sys.modules["torch"], f"uint{8 * x.itemsize}"), DTYPES[name]) if foreign else (None, None)
-        )
-    bits, dtype = _BITS[x.dtype]
+        _BITS[kind] = (getattr(torch, f"uint{8 * x.itemsize}"), DTYPES[name]) if foreign else (None, None)
+    bits, dtype = _BITS[kind]
     array: np.ndarray[Any, Any] = x.numpy() if bits is None else x.view(bits).numpy().view(dtype)
     return array
 
@@ -198,28 +226,31 @@ def described(arrays: Sequence[Array | None]) -> Any:
     return ffi.from_buffer("ca_array[]", b"".join([ABSENT if a is None else a.described() for a in arrays]))
 
 
-def _of_numpy(name: str, x: np.ndarray[Any, Any]) -> Array:
+def _of_numpy(array: np.ndarray[Any, Any]) -> Array:
+    x = np.asarray(array)  # a subclass may say anything of itself
     dtype = _NAME_OF.get(x.dtype)
     if dtype is None:
-        raise TypeError(f"{name}: dtype {x.dtype} is none of {', '.join(DTYPES)}")
+        raise TypeError(f"dtype {x.dtype} is none of {', '.join(DTYPES)}")
     size = x.dtype.itemsize
     if any(s % size for s in x.strides):
-        raise ValueError(f"{name}: strides {x.strides} are not whole elements of {size} bytes")
+        raise ValueError(f"strides {x.strides} are not whole elements of {size} bytes")
     strides = tuple(s // size for s in x.strides)
-    return _aligned(name, Array(x.__array_interface__["data"][0], x.shape, strides, dtype, x.flags.writeable, x))
+    return Array(x.__array_interface__["data"][0], x.shape, strides, dtype, x.flags.writeable, x)
 
 
-def _of_tensor(name: str, x: Any) -> Array:
+def _of_tensor(x: Any) -> Array:
     if not getattr(x, "is_cpu", False) and x.device.type != "cpu":
-        raise ValueError(f"{name}: lies on {x.device}, expected cpu")
+        raise ValueError(f"lies on {x.device}, expected cpu")
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise TypeError(f"{name}: dtype {x.dtype} is none of {', '.join(DTYPES)}")
+        raise TypeError(f"dtype {x.dtype} is none of {', '.join(DTYPES)}")
     if str(getattr(x, "layout", "strided")).removeprefix("torch.") != "strided":
-        raise TypeError(f"{name}: layout {x.layout}, expected a dense tensor, not a sparse one")
+        raise TypeError(f"layout {x.layout}, expected a dense tensor, not a sparse one")
     if getattr(x, "requires_grad", False):
-        raise ValueError(f"{name}: requires grad; pass it detached")
-    return _aligned(name, Array(x.data_ptr(), tuple(x.shape), tuple(x.stride()), dtype, True, x))
+        raise ValueError("requires grad; pass it detached")
+    if hasattr(x, "is_neg") and x.is_neg():
+        raise ValueError("is the negative of what lies in its memory; pass its resolve_neg()")
+    return Array(x.data_ptr(), tuple(x.shape), tuple(x.stride()), dtype, True, x)
 
 
 class _DLTensor(ctypes.Structure):
@@ -259,9 +290,9 @@ def _capsule_pointer(capsule: Any, name: bytes) -> int | None:
     return pointer(capsule, name) if valid(capsule, name) else None
 
 
-def _of_dlpack(name: str, x: Any) -> Array:
+def _of_dlpack(x: Any) -> Array:
     if x.__dlpack_device__()[0] != 1:
-        raise ValueError(f"{name}: lies on DLPack device {x.__dlpack_device__()}, expected the CPU (1, 0)")
+        raise ValueError(f"lies on DLPack device {x.__dlpack_device__()}, expected the CPU (1, 0)")
     try:
         capsule = x.__dlpack__(max_version=(1, 0))
     except TypeError:
@@ -270,28 +301,24 @@ def _of_dlpack(name: str, x: Any) -> Array:
     if pointer := _capsule_pointer(capsule, b"dltensor_versioned"):
         versioned = _DLVersioned.from_address(pointer)
         if versioned.major != 1:
-            raise TypeError(f"{name}: DLPack version {versioned.major}, expected 1")
+            raise TypeError(f"DLPack version {versioned.major}, expected 1")
         tensor, writable = versioned.tensor, not versioned.flags & 1
     elif pointer := _capsule_pointer(capsule, b"dltensor"):
         tensor = _DLTensor.from_address(pointer)
     else:
-        raise TypeError(f"{name}: its __dlpack__ gave no DLPack capsule")
+        raise TypeError("its __dlpack__ gave no DLPack capsule")
     dtype = _DLPACK.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
-        raise TypeError(f"{name}: DLPack dtype {tensor.code}/{tensor.bits} is none of {', '.join(DTYPES)}")
+        raise TypeError(f"DLPack dtype {tensor.code}/{tensor.bits} is none of {', '.join(DTYPES)}")
+    if tensor.ndim < 0 or (tensor.ndim and not tensor.shape):
+        raise TypeError(f"DLPack tensor of {tensor.ndim} axes{'' if tensor.shape else ', without a shape'}")
     shape = tuple(tensor.shape[: tensor.ndim])
     if tensor.strides:
         strides = tuple(tensor.strides[: tensor.ndim])
     else:
         strides = tuple(prod(shape[i + 1 :]) for i in range(tensor.ndim))
     address = (tensor.data or 0) + tensor.byte_offset
-    return _aligned(name, Array(address, shape, strides, dtype, writable, (x, capsule)))
-
-
-def _aligned(name: str, a: Array) -> Array:
-    if a.address % CODES[a.dtype][1]:
-        raise ValueError(f"{name}: address {a.address:#x} is not a multiple of its {a.itemsize}-byte elements")
-    return a
+    return Array(address, shape, strides, dtype, writable, (x, capsule))
 
 
 def _let_c_read_numpy() -> None:
@@ -307,7 +334,7 @@ def _let_c_read_numpy() -> None:
     probe, read = np.zeros((2, 3, 5), np.int32)[::-1, :, 1:4], ffi.new("ca_array *")
     for probe.flags.writeable in (True, False):
         lib.ca_read_array(id(probe), read)
-        if bytes(ffi.buffer(read)) != bytes(ffi.buffer(described([_of_numpy("probe", probe)]))):
+        if bytes(ffi.buffer(read)) != bytes(ffi.buffer(described([_of_numpy(probe)]))):
             lib.ca_know_numpy(0, 0, 0)
 
 

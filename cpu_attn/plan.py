@@ -176,9 +176,8 @@ def get_scheduler_metadata(
     found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask)
     masks, fault = _masks_struct(found) if found else ffi.NULL, _check.new_fault()
     step: Any = (query_start_loc, seq_lens, dynamic_causal, block_table)
-    if type(seq_lens) is not np.ndarray:
-        step = bridged(step)
-    pointer = lib.ca_plan_new(shape, engine_pointer, addresses(step), ffi.NULL, masks, fault)
+    read = step if type(seq_lens) is np.ndarray else bridged(step)
+    pointer = lib.ca_plan_new(shape, engine_pointer, addresses(read), ffi.NULL, masks, fault)
     if fault.status == lib.CA_UNKNOWN:
         found_step = _check.step(num_reqs, *step)
         pointer = lib.ca_plan_new(shape, engine_pointer, 0, described(found_step), masks, fault)

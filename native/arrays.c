@@ -2,6 +2,7 @@
  * NumPy arrays, read where they lie: 10 ns each, where ndarray.__array_interface__ takes 970. */
 #include "check.h"
 
+#define OWNDATA 0x4
 #define WRITEABLE 0x400
 
 /* What follows the object's head in a PyArrayObject. NumPy cannot change it without a new ABI: PyArray_DATA and its
@@ -48,17 +49,28 @@ static int read_dtype(const void *object, ca_array *out) {
     return 0;
 }
 
+static const numpy_array *as_numpy(uintptr_t object) {
+    /* an object's head ends in its type */
+    const uintptr_t body = object + (uintptr_t)numpy.head;
+    return ((const uintptr_t *)body)[-1] == numpy.ndarray ? (const numpy_array *)body : NULL;
+}
+
+/* Of a tensor whose memory is gone torch's bridge makes an array with memory of its own: an owner that has a base. */
+static int is_torn(const numpy_array *x) {
+    for (; x && x->base; x = as_numpy((uintptr_t)x->base))
+        if (x->flags & OWNDATA)
+            return 1;
+    return 0;
+}
+
 int ca_read_array(uintptr_t object, ca_array *out) {
     memset(out, 0, sizeof *out);
     if (!numpy.ndarray)
         return 0;
     if (object == numpy.none)
         return 1;
-    /* an object's head ends in its type */
-    if (((const uintptr_t *)(object + (uintptr_t)numpy.head))[-1] != numpy.ndarray)
-        return 0;
-    const numpy_array *x = (const numpy_array *)(object + (uintptr_t)numpy.head);
-    if (x->ndim > 4 || !read_dtype(x->dtype, out))
+    const numpy_array *x = as_numpy(object);
+    if (!x || x->ndim > 4 || is_torn(x) || !read_dtype(x->dtype, out))
         return 0;
     out->address = (uintptr_t)x->data;
     out->ndim = x->ndim;

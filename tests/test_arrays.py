@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,25 @@ class Capsule:
         return device
 
 
+def spoilt_capsule(**fields: Any) -> Capsule:
+    """Other fields of its DLTensor than its array has."""
+    array = np.zeros((4, 4, 8), np.float32)
+    capsule = array.__dlpack__(max_version=(1, 0))
+    pointer = _arrays._capsule_pointer(capsule, b"dltensor_versioned")
+    tensor = _arrays._DLVersioned.from_address(pointer).tensor
+    for name, x in fields.items():
+        setattr(tensor, name, x)
+    kept = (array, tensor)
+    return Capsule(SimpleNamespace(__dlpack__=lambda **_: capsule, __dlpack_device__=lambda: (1, 0), kept=kept))
+
+
+def raises(error: Exception) -> Any:
+    def call(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return call
+
+
 class Tensor:
     """The methods by which a tensor of torch is known."""
 
@@ -49,6 +69,13 @@ class Tensor:
         return tuple(s // self._array.itemsize for s in self._array.strides)
 
 
+class Copying(Tensor):
+    """Of a library whose tensors' numpy() is a copy."""
+
+    def numpy(self) -> Any:
+        return self._array.copy()
+
+
 class Interface:
     """Nothing but __array_interface__."""
 
@@ -57,10 +84,16 @@ class Interface:
         self.__array_interface__ = array.__array_interface__
 
 
+class Subclass(np.ndarray[Any, Any]):
+    __array_interface__ = 5  # type: ignore[assignment]
+
+
 WRAP = {
     "dlpack": Capsule,
     "dlpack-unversioned": lambda x: Capsule(x, versioned=False),
     "tensor": Tensor,
+    "tensor with a numpy() that copies": Copying,
+    "subclass": lambda x: x.view(Subclass),
     "interface": Interface,
 }
 
@@ -81,11 +114,13 @@ def wrapped_args(wrap: Any, dtype: str) -> tuple[dict[str, Any], Any, Any]:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_foreign_arrays_are_read_and_written_in_place(kind: str, dtype: str) -> None:
     args, output, lse = wrapped_args(WRAP[kind], dtype)
-    returned = cpu_attn.attention_with_kv_cache(**args)
     want, want_lse = plain(dtype)
-    assert returned is args["output"]
-    assert np.array_equal(output, want)
-    assert np.array_equal(lse, want_lse)
+    for _ in range(2):
+        output[...], lse[...] = 7, 7
+        returned = cpu_attn.attention_with_kv_cache(**args)
+        assert returned is args["output"]
+        assert np.array_equal(output, want)
+        assert np.array_equal(lse, want_lse)
 
 
 def test_bfloat16_tensors() -> None:
@@ -124,7 +159,21 @@ def test_readonly_dlpack_is_not_written() -> None:
         (SimpleNamespace(__dlpack__=lambda **_: None, __dlpack_device__=lambda: (2, 0)), ValueError, r"\(2, 0\)"),
         (SimpleNamespace(__dlpack__=lambda **_: 5, __dlpack_device__=lambda: (1, 0)), TypeError, "no DLPack capsule"),
         (Capsule(np.zeros((4, 4, 8))), TypeError, "DLPack dtype 2/64"),
+        (spoilt_capsule(data=None), ValueError, "query: its elements would lie from 0x0 .* no memory"),
+        (spoilt_capsule(byte_offset=2**64 - 4), ValueError, "query: its elements would lie .* no memory"),
+        (spoilt_capsule(shape=None), TypeError, "query: DLPack tensor of 3 axes, without a shape"),
+        (spoilt_capsule(ndim=-1), TypeError, "query: DLPack tensor of -1 axes"),
+        (spoilt_capsule(shape=(ctypes.c_int64 * 3)(4, -4, 8)), ValueError, r"query: shape \(4, -4, 8\) .* negative"),
         (Interface(np.zeros((4, 4, 8), ml_dtypes.bfloat16)), TypeError, "V2"),
+        (SimpleNamespace(__array_interface__=5), TypeError, "query: "),
+        (SimpleNamespace(__array_interface__={"shape": (4, 4, 8)}), TypeError, "query: .*'typestr'"),
+        (
+            SimpleNamespace(__dlpack__=raises(BufferError("held")), __dlpack_device__=lambda: (1, 0)),
+            TypeError,
+            "query: .*held",
+        ),
+        (SimpleNamespace(data_ptr=raises(RuntimeError("no storage"))), TypeError, "query: "),
+        (SimpleNamespace(data_ptr=0, device=SimpleNamespace(type="cpu")), TypeError, "query: .*dtype"),
         ("text", TypeError, "expected an array"),
         (None, TypeError, "expected an array"),
     ],

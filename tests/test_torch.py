@@ -95,6 +95,76 @@ def test_what_a_tensor_can_be_that_we_refuse() -> None:
             cpu_attn.attention_with_kv_cache(**args)
 
 
+def test_tensors_without_memory() -> None:
+    """Freed, fake, all zeros by definition or functional: refused by name, in the first call and in one like others."""
+    code = """if True:
+        import numpy as np, pytest, torch
+        import cpu_attn
+        from cpu_attn.tests.steps import attention_args, plan_args, write_args
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        def arguments(make):
+            return {k: torch.tensor(v) if isinstance(v, np.ndarray) else v for k, v in make().items()}
+
+        def refused(call, name, arguments):
+            with pytest.raises((ValueError, TypeError), match=f"^{name}: .*(no memory|does not say)"):
+                call(**arguments)
+
+        for make, call in (
+            (write_args, cpu_attn.reshape_and_cache),
+            (plan_args, cpu_attn.get_scheduler_metadata),
+            (attention_args, cpu_attn.attention_with_kv_cache),
+        ):
+            for _ in range(2):
+                for name, x in arguments(make).items():
+                    if not isinstance(x, torch.Tensor):
+                        continue
+                    with FakeTensorMode():
+                        fake = torch.empty(x.shape, dtype=x.dtype)
+                    others = arguments(make)
+                    refused(call, name, {**others, name: fake})
+                    refused(call, name, {**others, name: torch._efficientzerotensor(x.shape, dtype=x.dtype)})
+                    torch.func.functionalize(lambda t: (refused(call, name, {**others, name: t}), t)[1])(x.clone())
+                    x.untyped_storage().resize_(0)
+                    refused(call, name, {**others, name: x})
+                call(**arguments(make))
+
+        freed = torch.ones(4, 4, 8, dtype=torch.bfloat16)
+        freed.untyped_storage().resize_(0)
+        for _ in range(2):
+            args = {k: x.bfloat16() if getattr(x, "dtype", None) == torch.float32 and k != "lse" else x
+                    for k, x in arguments(lambda: attention_args("float32")).items()}
+            args["scheduler_metadata"] = attention_args("bfloat16")["scheduler_metadata"]
+            cpu_attn.attention_with_kv_cache(**args)
+            refused(cpu_attn.attention_with_kv_cache, "query", {**args, "query": freed})
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["query", "key_cache", "value_cache", "output", "lse"])
+@pytest.mark.parametrize(
+    "negative",
+    [torch._neg_view, lambda x: torch.complex(x, x).conj().imag],
+    ids=["neg_view", "conj"],
+)
+def test_the_negative_of_what_lies_there(name: str, negative: Any) -> None:
+    for _ in range(2):
+        args = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in attention_args().items()}
+        with pytest.raises(ValueError, match=rf"^{name}: .*resolve_neg\(\)"):
+            cpu_attn.attention_with_kv_cache(**args | {name: negative(args[name])})
+        cpu_attn.attention_with_kv_cache(**args)
+
+
+def test_what_the_readers_of_tensors_raise() -> None:
+    def call(query: Any) -> Any:
+        return cpu_attn.attention_with_kv_cache(**attention_args() | {"query": query})
+
+    nested = torch.nested.nested_tensor([torch.zeros(4, 8)] * 4)
+    for read, query in ((call, nested), (torch.vmap(call), torch.zeros(2, 4, 4, 8))):
+        with pytest.raises(TypeError, match=r"^query: "):
+            read(query)
+
+
 def test_torch_is_not_imported() -> None:
     code = "import sys, cpu_attn, cpu_attn.compose; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
