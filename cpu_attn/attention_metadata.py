@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check
-from cpu_attn.paged_attention import Array, integers
+from cpu_attn._check import integers
+from cpu_attn.paged_attention import Array
 from cpu_attn.plan import SchedulerMetadata, get_scheduler_metadata
 
 NONE = np.zeros(0, np.int32)
@@ -106,6 +107,10 @@ class CPUAttentionMetadata:
     _plans: dict[Any, tuple[bytes, Array | None, SchedulerMetadata]] = field(
         default_factory=dict, init=False, repr=False
     )
+
+    def __post_init__(self) -> None:
+        for name in ("num_prefills", "num_prefill_tokens", "num_decode_tokens"):
+            _check.integer(name, getattr(self, name), 0)
 
     @property
     def is_all_encoder_attn_metadata_set(self) -> bool:
@@ -288,7 +293,7 @@ def _running_sum(lens: Array) -> Array:
 
 def _table(name: str, x: Any, lens: Array) -> Array | None:
     """Block table of requests with so many keys; None where there is none and they have keys."""
-    if x is None or (table := integers(name, x)).size == 0:
+    if x is None or (table := integers(name, x, ndim=None)).size == 0:
         return None if lens.any() else np.zeros((len(lens), 0), np.int32)
     if len(lens) and (table.ndim != 2 or len(table) != len(lens)):
         raise ValueError(f"{name}: shape {table.shape}, expected [{len(lens)}, blocks]")
@@ -356,9 +361,11 @@ class CPUAttentionMetadataBuilder:
         _check.integer("common_prefix_len", common_prefix_len, 0)
         common = common_attn_metadata
         num_reqs = _check.integer("num_reqs", common.num_reqs, 0)
-        starts = _leading("query_start_loc", _cpu(common, "query_start_loc"), num_reqs + 1)
+        starts = _check.rising(
+            "query_start_loc", _leading("query_start_loc", _cpu(common, "query_start_loc"), num_reqs + 1)
+        )
         lens = _leading("seq_lens", _cpu(common, "seq_lens"), num_reqs)
-        table = _leading("block_table_tensor", common.block_table_tensor, num_reqs)
+        table = _leading("block_table_tensor", common.block_table_tensor, num_reqs, ndim=2)
         slots = _leading("slot_mapping", common.slot_mapping, int(starts[-1]), np.int64)
         query_lens = np.diff(starts)
         longer = np.flatnonzero(query_lens != 1)
@@ -396,8 +403,8 @@ def _cpu(common: Any, name: str) -> Any:
     return getattr(common, name) if on_cpu is None else on_cpu
 
 
-def _leading(name: str, x: Any, number: int, dtype: Any = np.int32) -> Array:
-    a = integers(name, x, dtype)
-    if a.ndim == 0 or len(a) < number:
+def _leading(name: str, x: Any, number: int, dtype: Any = np.int32, ndim: int = 1) -> Array:
+    a = integers(name, x, dtype, ndim)
+    if len(a) < number:
         raise ValueError(f"{name}: shape {a.shape}, expected at least {number} along axis 0")
     return a[:number]

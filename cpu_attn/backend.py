@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cpu_attn import _check, reference
-from cpu_attn._arrays import DTYPES, dtype_name, view
+from cpu_attn._arrays import DTYPES, dtype_name, numpy_view, view
 from cpu_attn.attention_metadata import (
     AttentionType,
     CPUAttentionMetadata,
@@ -24,7 +24,7 @@ from cpu_attn.attention_metadata import (
     attention_type,
 )
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
-from cpu_attn.paged_attention import Array, PagedAttention, integers, numpy_view
+from cpu_attn.paged_attention import Array, PagedAttention
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape
 
 SCRATCH_BLOCK_SIZE = 64
@@ -129,16 +129,20 @@ class CPUAttentionBackendImpl:
         self.num_queries_per_kv = self.num_heads // self.num_kv_heads
         self.head_size = head_size
         self.scale = _check.number("scale", scale)
-        self.logits_soft_cap = _check.number("logits_soft_cap", logits_soft_cap or 0.0, 0.0)
+        soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
+        self.logits_soft_cap = _check.softcap("logits_soft_cap", soft_cap)
         self.sliding_window = _check.window(-1 if sliding_window is None else sliding_window)
-        self.alibi_slopes = _check.small_floats("alibi_slopes", _array(alibi_slopes), ["float32"], self.num_heads)
-        self.sinks = _check.small_floats("sinks", _array(sinks), _check.FLOATS, self.num_heads)
+        self.alibi_slopes = self._per_head("alibi_slopes", alibi_slopes, ["float32"])
+        self.sinks = self._per_head("sinks", sinks, _check.FLOATS)
         self.kv_cache_dtype = kv_cache_dtype
         self.attn_type = attention_type(attn_type)
         self._cached = self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         if kv_sharing_target_layer_name is not None and not self._cached:
             raise ValueError(f"kv_sharing_target_layer_name: {self.attn_type.value} attention has no cache to share")
+
+    def _per_head(self, name: str, x: Any, dtypes: Sequence[str]) -> Array | None:
+        return _check.small_floats(name, _array(name, x), dtypes, self.num_heads)
 
     def forward(
         self,
@@ -176,7 +180,9 @@ class CPUAttentionBackendImpl:
         if output is None:
             output = _zeros_like(query, len(q), self.num_heads * (self.head_size if v is None else v.shape[2]))
         out = self._rows("output", output, self.num_heads, None if v is None else v.shape[2])
-        if attn_metadata is None:
+        if attn_metadata is not None:
+            _check.instance("attn_metadata", attn_metadata, CPUAttentionMetadata)
+        else:
             out[...] = 0
             return output
         if attn_metadata.get_attn_bias(self.attn_type) is not None:
@@ -287,6 +293,8 @@ class CPUAttentionBackendImpl:
         others = {name: None if x is None else view(name, x) for name, x in arrays.items()}
         _check.disjoint("output", out, {"query": q, **others})
         for part, plan in zip(parts, plans, strict=True):
+            step = {"query_start_loc": part.query_start_loc, "seq_lens": part.seq_lens, "block_table": part.block_table}
+            _check.disjoint("output", out, {name: None if x is None else view(name, x) for name, x in step.items()})
             if part.block_table is None:
                 self._check_given(part, key, caches is not None)
             elif caches is not None:
@@ -313,11 +321,12 @@ class CPUAttentionBackendImpl:
     def _slots(self, metadata: CPUAttentionMetadata, num_keys: int) -> Array:
         """Where the given keys go. Cross attention's are all meant; a decoder's may be followed by padding."""
         if self._is_cross:
-            slots = integers("cross_slot_mapping", metadata.cross_slot_mapping, np.int64).reshape(-1)
+            slots = _check.integers("cross_slot_mapping", metadata.cross_slot_mapping, np.int64, None).reshape(-1)
             if len(slots) != num_keys:
                 raise ValueError(f"cross_slot_mapping: {len(slots)} slots, key has {num_keys} tokens")
             return slots
-        slots, tokens = integers("slot_mapping", metadata.slot_mapping, np.int64).reshape(-1), metadata._num_tokens
+        slots = _check.integers("slot_mapping", metadata.slot_mapping, np.int64, None).reshape(-1)
+        tokens = metadata._num_tokens
         if min(len(slots), num_keys) < tokens:
             raise ValueError(f"slot_mapping: {len(slots)} slots and {num_keys} keys for {tokens} tokens")
         return slots[:tokens]
@@ -343,8 +352,8 @@ class CPUAttentionBackendImpl:
         return get_kv_cache_shape(num_blocks, SCRATCH_BLOCK_SIZE, self.num_kv_heads, head_size, dtype, isa)
 
 
-def _array(x: Any) -> Any:
-    return np.asarray(x, np.float32) if isinstance(x, (list, tuple)) else x
+def _array(name: str, x: Any) -> Any:
+    return _check.listed(name, x, np.float32) if isinstance(x, (list, tuple)) else x
 
 
 def _is_empty(kv_cache: Any) -> bool:
@@ -376,13 +385,15 @@ def make_alibi_bias(alibi_slopes: Any, dtype: Any, seq_lens: Sequence[int]) -> l
 
     alibi_slopes [Hq], dtype float32, float16 or bfloat16. Press et al., arXiv:2108.12409.
     """
-    slopes = numpy_view("alibi_slopes", _array(alibi_slopes))
-    slopes = slopes.astype(np.float64)[:, None, None]
+    slopes = numpy_view("alibi_slopes", _array("alibi_slopes", alibi_slopes))
+    if slopes.ndim != 1:
+        raise ValueError(f"alibi_slopes: {slopes.ndim} axes, expected 1: [num_heads]")
+    slopes, kind = slopes.astype(np.float64)[:, None, None], DTYPES[dtype_name(dtype)]
     biases = []
-    for length in seq_lens:
+    for length in _lengths(seq_lens):
         distance = np.arange(length) - np.arange(length)[:, None]
         bias = np.where(distance > 0, -np.inf, slopes * distance)
-        biases.append(bias[None].astype(DTYPES[dtype_name(dtype)]))
+        biases.append(bias[None].astype(kind))
     return biases
 
 
@@ -394,6 +405,11 @@ def make_sliding_window_bias(
     window_size: w, the last w keys, the query's own among them, and w - 1 ahead where not causal; None: no window.
     dtype float32, float16 or bfloat16.
     """
-    window = -1 if window_size is None else window_size
-    masks = [reference.visible(length, length, causal, window) for length in seq_lens]
-    return [np.where(mask, 0.0, -np.inf)[None].astype(DTYPES[dtype_name(dtype)]) for mask in masks]
+    window = _check.window(-1 if window_size is None else window_size, "window_size")
+    causal, kind = _check.boolean("causal", causal), DTYPES[dtype_name(dtype)]
+    masks = [reference.visible(length, length, causal, window) for length in _lengths(seq_lens)]
+    return [np.where(mask, 0.0, -np.inf)[None].astype(kind) for mask in masks]
+
+
+def _lengths(seq_lens: Any) -> list[int]:
+    return [_check.integer(f"seq_lens[{i}]", n, 0) for i, n in enumerate(_check.sequence("seq_lens", seq_lens))]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch, ops
-from cpu_attn._arrays import DTYPES, dtype_name
+from cpu_attn._arrays import DTYPES, dtype_name, view
 from cpu_attn.layout import CacheDescriptor, StoredCache, aligned_zeros, layout_of, memory_dtype
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
 
@@ -163,18 +163,14 @@ class PagedKVCache:
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copies whole blocks, K and V: (source, destination) pairs, all read before any is written.
 
-        Raises ValueError for a block out of range or a destination named twice.
+        Raises ValueError or TypeError, before any is written, for what are no pairs, a block out of range, a
+        destination named twice, and memory that is read-only.
         """
-        numbers = [
-            tuple(_check.integer(f"pairs[{i}][{j}]", x, 0, self.num_blocks - 1) for j, x in enumerate(pair))
-            for i, pair in enumerate(pairs)
-        ]
-        if any(len(n) != 2 for n in numbers):
-            raise ValueError("pairs: expected (source, destination) each")
-        sources, destinations = [n[0] for n in numbers], [n[1] for n in numbers]
-        if len(set(destinations)) != len(destinations):
-            raise ValueError("pairs: a destination is named twice")
-        for cache in (self.key_cache, self.value_cache):
+        sources, destinations = _check.moves("pairs", pairs, self.num_blocks, self.num_blocks)
+        caches = {"key_cache": self.key_cache, "value_cache": self.value_cache}
+        for name, cache in caches.items():
+            _check.writable(name, view(name, cache))
+        for cache in caches.values():
             cache[destinations] = cache[sources]
 
     def plan(

@@ -384,7 +384,7 @@ def _checked(
         isa=plan.isa,
         scale=_check.number("scale", scale),
         kv_scales=_check.scales(k_scale, v_scale, kvs),
-        softcap=_check.number("softcap", softcap, 0.0),
+        softcap=_check.softcap("softcap", softcap),
         alibi_slopes=np.zeros(num_heads, np.float32) if slopes is None else slopes,
         attn_bias=None if bias is None else np.broadcast_to(bias.numpy(), (num_reqs, num_heads, *bias.shape[2:])),
         s_aux=np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64),

@@ -72,7 +72,7 @@ class CacheDescriptor:
     def __post_init__(self) -> None:
         if type(self.version) is not int or self.version != VERSION:
             raise ValueError(f"version: {self.version!r}, this library knows {VERSION}")
-        if self.layout not in PAIRS:
+        if not isinstance(self.layout, str) or self.layout not in PAIRS:
             raise ValueError(f"layout: {self.layout!r} is none of {', '.join(PAIRS)}")
         if not isinstance(self.isa, str):
             raise TypeError(f"isa: expected a name, got {self.isa!r}")
@@ -114,7 +114,10 @@ class CacheDescriptor:
     @classmethod
     def from_json(cls, text: str) -> CacheDescriptor:
         """ValueError for what is no JSON object, and for a field that is missing, unknown or out of range."""
-        fields = json.loads(text)
+        try:
+            fields = json.loads(text)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"descriptor: no JSON: {error}") from None
         if not isinstance(fields, dict):
             raise ValueError(f"descriptor: expected an object, got {type(fields).__name__}")
         if fields.get("version", VERSION) != VERSION:  # whose fields may be others
@@ -142,6 +145,7 @@ class StoredCache:
     value_cache: Memory
 
     def __post_init__(self) -> None:
+        _check.instance("descriptor", self.descriptor, CacheDescriptor)
         kinds = self.descriptor.stored
         caches = _check.pages((self.key_cache, self.value_cache), self.descriptor.shapes, kinds)
         for name, memory, kind in zip(("key_cache", "value_cache"), caches, kinds, strict=True):
@@ -149,8 +153,12 @@ class StoredCache:
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """As safetensors: ``key_cache``, ``value_cache``, and the descriptor as metadata ``cpu_attn``."""
+        safetensors = _safetensors()
         arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in ("key_cache", "value_cache")}
-        _safetensors().numpy.save_file(arrays, file, metadata={"cpu_attn": self.descriptor.to_json()})
+        try:
+            safetensors.numpy.save_file(arrays, file, metadata={"cpu_attn": self.descriptor.to_json()})
+        except safetensors.SafetensorError as error:
+            raise OSError(f"{file}: {error}") from None
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> StoredCache:
@@ -199,7 +207,10 @@ def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Memory:
     size, align = prod(shape) * dtype.itemsize, 64
     if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         align = HUGE_PAGE
-        pages = mmap.mmap(-1, size + align, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            pages = mmap.mmap(-1, size + align, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError):
+            raise MemoryError(f"no memory for {size} bytes") from None
         with contextlib.suppress(OSError):  # of a kernel that was built without them
             pages.madvise(mmap.MADV_HUGEPAGE)
         memory = np.frombuffer(pages, np.uint8)
@@ -327,6 +338,7 @@ def convert(
     """
     from cpu_attn.cache import PagedKVCache
 
+    _check.instance("cache", cache, PagedKVCache, StoredCache)
     old = cache.descriptor
     name = old.dtype if dtype is None else dtype_name(dtype)
     if kv_cache_dtype is None:

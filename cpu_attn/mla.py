@@ -20,6 +20,11 @@ from cpu_attn import _check, ops
 from cpu_attn._arrays import DTYPES, view
 from cpu_attn.plan import SchedulerMetadata
 
+# What the calls underneath say, in the words of their callers.
+_WRITTEN = {"key": "kv_c", "value": "k_pe", "key_cache": "kv_cache", "value_cache": "kv_cache"}
+_WRITTEN |= {"k_scale": "scale", "v_scale": "scale"}
+_READ = {"key_cache": "kv_cache", "value_cache": "kv_cache", "v_scale": "k_scale"}
+
 
 def _one_head(name: str, x: Any, dtypes: list[str], axes: list[tuple[str, int | None]]) -> np.ndarray[Any, Any]:
     """``x`` as a NumPy view, with an axis for its one kv head before the last."""
@@ -49,13 +54,16 @@ def concat_and_cache_mla(
     tokens, _, rank = latent.shape
     rotated = _one_head("k_pe", k_pe, [view("kv_c", kv_c).dtype], [("T", tokens), ("rope size", None)])
     pages = _cache(kv_cache, kv_cache_dtype, view("kv_c", kv_c).dtype, rank + rotated.shape[2])
-    ops.reshape_and_cache(
-        *(latent, rotated, pages[..., :rank], pages[..., rank:], slot_mapping),
-        k_scale=scale,
-        v_scale=scale,
-        kv_cache_dtype=kv_cache_dtype,
-        kv_cache_layout="NHD",
-    )
+    try:
+        ops.reshape_and_cache(
+            *(latent, rotated, pages[..., :rank], pages[..., rank:], slot_mapping),
+            k_scale=scale,
+            v_scale=scale,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_layout="NHD",
+        )
+    except (TypeError, ValueError) as e:
+        raise _check.renamed(e, _WRITTEN) from None
 
 
 def attention_mla(
@@ -91,12 +99,15 @@ def attention_mla(
             "expected 1 whose head_size_v is a part of head_size"
         )
     pages = _cache(kv_cache, kv_cache_dtype, str(plan.dtype), plan.head_size)
-    return ops.attention_with_kv_cache(
-        *(query, pages, pages[..., : plan.head_size_v], output, query_start_loc, seq_lens, scale, causal, None),
-        *(sliding_window, block_table, softcap, plan, s_aux, dynamic_causal, k_scale, k_scale, kv_cache_dtype),
-        lse=lse,
-        kv_cache_layout="NHD",
-    )
+    try:
+        return ops.attention_with_kv_cache(
+            *(query, pages, pages[..., : plan.head_size_v], output, query_start_loc, seq_lens, scale, causal, None),
+            *(sliding_window, block_table, softcap, plan, s_aux, dynamic_causal, k_scale, k_scale, kv_cache_dtype),
+            lse=lse,
+            kv_cache_layout="NHD",
+        )
+    except (TypeError, ValueError) as e:
+        raise _check.renamed(e, _READ) from None
 
 
 def _cache(kv_cache: Any, kv_cache_dtype: str, dtype: str, head_size: int) -> np.ndarray[Any, Any]:

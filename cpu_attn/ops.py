@@ -201,7 +201,7 @@ def _attend(
     if sinks is not None and not (type(sinks) is np.ndarray and sinks.dtype == np.float32):
         sinks = _check.small_floats("s_aux", sinks, _check.FLOATS, plan.num_heads)
         arrays = (*arrays[:_S_AUX], sinks, *arrays[_S_AUX + 1 :])
-    numbers = (causal, _check.number("scale", scale), _check.number("softcap", softcap, 0.0), *scales)
+    numbers = (causal, _check.number("scale", scale), _check.softcap("softcap", softcap), *scales)
     addresses, given, _alive = objects(_check.ATTENTION, arrays)
     memory = (thread.workspace, thread.workspace_bytes)
     if lib.ca_attend(plan._pointer, thread.attention, addresses, given, *numbers, *memory, fault) == lib.CA_UNKNOWN:

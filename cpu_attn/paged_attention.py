@@ -12,38 +12,18 @@ width is the head size where that is even and B a multiple of 16, otherwise it m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from cpu_attn import _check
-from cpu_attn._arrays import view
+from cpu_attn._arrays import numpy_view
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
 
 Array = np.ndarray[Any, Any]
 GROUP = 16  # tokens: what a flat cache's block size is a multiple of
-
-
-def numpy_view(name: str, x: Any) -> Array:
-    """``x`` as a NumPy array of the same memory; what is one already is checked by the calls that it goes to."""
-    return x if isinstance(x, np.ndarray) else view(name, x).numpy()
-
-
-def integers(name: str, x: Any, dtype: Any = np.int32) -> Array:
-    """``x``, a sequence or an array of int32 or int64, as ``dtype``. What does not fit stays out of every range."""
-    if isinstance(x, (list, tuple, range)):
-        a = np.asarray(x) if len(x) else np.zeros(0, np.int64)
-    else:
-        a = numpy_view(name, x)
-    if a.dtype.kind != "i":
-        raise TypeError(f"{name}: dtype {a.dtype}, expected int32 or int64")
-    if a.dtype == dtype:
-        return a
-    bounds = np.iinfo(dtype)
-    clipped: Array = np.clip(a, bounds.min, bounds.max).astype(dtype)
-    return clipped
 
 
 def _blocks(name: str, kv_cache: Any) -> tuple[Array, Array]:
@@ -65,26 +45,6 @@ def _writable(name: str, kv_cache: Any) -> tuple[Array, Array]:
     return both
 
 
-def _moves(name: str, moves: Any, num_sources: int, num_destinations: int) -> tuple[Array, Array]:
-    """Sources and destinations from {source: destination or [destinations]}, pairs or [n, 2]; all within range."""
-    if isinstance(moves, Mapping):
-        moves = [(s, d) for s, to in moves.items() for d in (to if isinstance(to, Iterable) else [to])]
-    pairs = integers(name, moves, np.int64)
-    if pairs.size == 0:
-        pairs = pairs.reshape(0, 2)
-    if pairs.ndim != 2 or pairs.shape[1] != 2:
-        raise ValueError(f"{name}: shape {pairs.shape}, expected [n, 2]: (source, destination)")
-    for column, num_blocks in enumerate((num_sources, num_destinations)):
-        wrong = np.flatnonzero((pairs[:, column] < 0) | (pairs[:, column] >= num_blocks))
-        if wrong.size:
-            i = wrong[0]
-            raise ValueError(f"{name}[{i}][{column}]: block {pairs[i, column]} is outside 0..{num_blocks - 1}")
-    blocks, counts = np.unique(pairs[:, 1], return_counts=True)
-    if (counts > 1).any():
-        raise ValueError(f"{name}: destination {blocks[counts > 1][0]} is named twice")
-    return pairs[:, 0], pairs[:, 1]
-
-
 class PagedAttention:
     """The older interface over this library's calls: for every head size, dtype and engine that those have.
 
@@ -102,8 +62,12 @@ class PagedAttention:
 
     @classmethod
     def validate_head_size(cls, head_size: int) -> tuple[bool, list[int]]:
-        """Whether ``head_size`` can be served (1 to 65536), and :meth:`get_supported_head_sizes`."""
-        return 1 <= head_size <= _check.MAX_SIZE, cls.get_supported_head_sizes()
+        """Whether ``head_size`` can be served (an integer, 1 to 65536), and :meth:`get_supported_head_sizes`."""
+        try:
+            _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
+        except (TypeError, ValueError):
+            return False, cls.get_supported_head_sizes()
+        return True, cls.get_supported_head_sizes()
 
     @classmethod
     def get_kv_cache_shape(
@@ -150,6 +114,7 @@ class PagedAttention:
 
         Raises ValueError for a shape that is none of them.
         """
+        num_kv_heads = _check.integer("num_kv_heads", num_kv_heads, 1, _check.MAX_SIZE)
         key_cache, value_cache = _blocks("kv_cache", kv_cache)
         if key_cache.ndim == value_cache.ndim == 4:
             return key_cache, value_cache
@@ -187,7 +152,7 @@ class PagedAttention:
         Caches as :meth:`split_kv_cache` gives them, scales numbers or 0-d arrays. Errors are those of
         :func:`cpu_attn.reshape_and_cache`.
         """
-        slots = integers("slot_mapping", slot_mapping, np.int64).reshape(-1)
+        slots = _check.integers("slot_mapping", slot_mapping, np.int64, None).reshape(-1)
         reshape_and_cache(key, value, key_cache, value_cache, slots, cls.isa, k_scale, v_scale, kv_cache_dtype)
 
     @classmethod
@@ -221,7 +186,9 @@ class PagedAttention:
         axes = [("num_reqs", None), ("num_heads", None), ("head_size", None)]
         q = _check.array("query", query, _check.FLOATS, axes)
         num_reqs, num_heads, head_size = q.shape
-        lens, starts = integers("context_lens", context_lens), np.arange(num_reqs + 1, dtype=np.int32)
+        lens, starts = _check.integers("context_lens", context_lens), np.arange(num_reqs + 1, dtype=np.int32)
+        max_context_len = _check.integer("max_context_len", max_context_len, 0)
+        out = _check.array("output", output, [q.dtype], [*axes[:2], ("head_size_v", None)])
         if lens.size and lens.max() > max_context_len:
             raise ValueError(
                 f"context_lens[{lens.argmax()}]: {lens.max()}, expected at most max_context_len = {max_context_len}"
@@ -232,12 +199,12 @@ class PagedAttention:
                 sliding_window=sliding_window,
                 isa=cls.isa,
                 kv_cache_dtype=kv_cache_dtype,
-                head_size_v=view("output", output).shape[-1],
+                head_size_v=out.shape[2],
                 engine=cls.engine,
             )
         return attention_with_kv_cache(
             *(query, key_cache, value_cache, output, starts, lens, scale, True, alibi_slopes, sliding_window),
-            integers("block_tables", block_tables),
+            _check.integers("block_tables", block_tables, ndim=None),
             softcap,
             scheduler_metadata,
             s_aux,
@@ -253,9 +220,10 @@ class PagedAttention:
         src_to_dists: [n, 2], pairs (source, destination), or {source: [destinations]}. Raises ValueError, before any
         layer is written, for a block out of range or a destination named twice.
         """
+        kv_caches = _check.sequence("kv_caches", kv_caches)
         layers = [_writable(f"kv_caches[{i}]", kv_cache) for i, kv_cache in enumerate(kv_caches)]
         halves = [half for layer in layers for half in layer]
-        moves = [_moves("src_to_dists", src_to_dists, len(half), len(half)) for half in halves]
+        moves = [_check.moves("src_to_dists", src_to_dists, len(half), len(half)) for half in halves]
         for half, (sources, destinations) in zip(halves, moves, strict=True):
             half[destinations] = half[sources]
 
@@ -273,8 +241,9 @@ class PagedAttention:
                     f"dst_kv_cache: blocks of {dst.dtype} {dst.shape[1:]}, those of src_kv_cache are {src.dtype} "
                     f"{src.shape[1:]}"
                 )
-        moves = [_moves("src_to_dst", src_to_dst, len(s), len(d)) for s, d in zip(sources, destinations, strict=True)]
-        for src, dst, (from_blocks, to_blocks) in zip(sources, destinations, moves, strict=True):
+        halves = list(zip(sources, destinations, strict=True))
+        moves = [_check.moves("src_to_dst", src_to_dst, len(src), len(dst)) for src, dst in halves]
+        for (src, dst), (from_blocks, to_blocks) in zip(halves, moves, strict=True):
             dst[to_blocks] = src[from_blocks]
 
 

@@ -13,7 +13,7 @@ from cpu_attn._arrays import CODES, DTYPES, addresses, bridged, described, dtype
 from cpu_attn._native import ffi, lib
 
 
-class SchedulerMetadata:
+class SchedulerMetadata(_check.Plan):
     """An immutable plan: lengths and masks as they were when it was made, cut into tasks for threads.
 
     Opaque to callers but for what describes it. Any number of threads may use one plan at once.
@@ -68,6 +68,12 @@ class SchedulerMetadata:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"SchedulerMetadata is immutable: cannot set {name}")
+
+    def __copy__(self) -> SchedulerMetadata:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> SchedulerMetadata:
+        return self
 
     num_reqs = property(lambda self: int(self._shape.num_reqs), doc="R")
     num_heads = property(lambda self: int(self._shape.num_heads), doc="Hq")

@@ -53,6 +53,10 @@ def test_backend() -> None:
         with pytest.raises(ValueError, match="head_size: "):
             backend.validate_head_size(size)
         assert PagedAttention.validate_head_size(size) == (False, [])
+    for what in (1.5, "a", None):
+        with pytest.raises(TypeError, match="head_size: expected an integer"):
+            backend.validate_head_size(what)
+        assert PagedAttention.validate_head_size(what) == (False, [])
 
 
 def test_cache_shapes() -> None:
@@ -163,6 +167,7 @@ def test_swap_blocks(layout: str, of: Any) -> None:
         (r"src_to_dists\[0\]\[1\]: block -1 is outside", [(0, -1)]),
         ("destination 3 is named twice", [(0, 3), (1, 3)]),
         (r"shape \(3,\), expected \[n, 2\]", [1, 2, 3]),
+        ("src_to_dists: .*inhomogeneous", [(0,), (1, 2)]),
     ],
 )
 def test_refused_moves(says: str, moves: Any) -> None:
@@ -187,6 +192,41 @@ def test_refused_caches() -> None:
         PagedAttention.swap_blocks(pair, flat, [(0, 0)])
     with pytest.raises(ValueError, match=r"kv_caches\[0\]: is read-only"):
         PagedAttention.copy_blocks([flat], [(0, 0)])
+    with pytest.raises(TypeError, match="kv_caches: expected a sequence, got NoneType"):
+        PagedAttention.copy_blocks(None, [(0, 0)])
+    for heads in (0, -1):
+        with pytest.raises(ValueError, match=f"num_kv_heads: {heads} is outside"):
+            PagedAttention.split_kv_cache(pair, heads, 8)
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "changes"),
+    [
+        (TypeError, "max_context_len: expected an integer, got NoneType", {"max_context_len": None}),
+        (TypeError, "max_context_len: expected an integer, got str", {"max_context_len": "33"}),
+        (ValueError, "output: 0 axes, expected 3", {"output": np.float32(0)}),
+        (ValueError, "context_lens: 2 axes, expected 1", {"context_lens": [[33, 1]]}),
+    ],
+)
+def test_refused_decodes(error: type[Exception], says: str, changes: dict[str, Any]) -> None:
+    step = Step([1, 1], [33, 1], 0)
+    key_cache, value_cache = PagedAttention.split_kv_cache(step.kv_cache, 2, 16)
+    arguments: dict[str, Any] = {
+        "output": np.zeros_like(step.query),
+        "query": step.query,
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "block_tables": step.table,
+        "context_lens": step.seq_lens,
+        "max_context_len": 33,
+        "kv_cache_dtype": "auto",
+        "num_kv_heads": 2,
+        "scale": 0.25,
+        "alibi_slopes": None,
+    }
+    PagedAttention.forward_decode(**arguments)
+    with pytest.raises(error, match=says):
+        PagedAttention.forward_decode(**arguments | changes)
 
 
 # ---- the builder ----
@@ -257,6 +297,9 @@ def test_refused_builds() -> None:
         ("slot_mapping: shape", {"slot_mapping": np.zeros(3, np.int64)}),
         ("block_table_tensor: shape", {"block_table_tensor": step.table[:2]}),
         ("query_start_loc: shape", {"num_reqs": 9}),
+        (r"query_start_loc\[3\]: 7, expected at least 8", {"query_start_loc_cpu": np.array([0, 5, 8, 7, 49, 50])}),
+        (r"query_start_loc\[0\]: 1, expected 0", {"query_start_loc_cpu": np.array([1, 5, 8, 48, 49, 50])}),
+        ("block_table_tensor: 1 axes, expected 2", {"block_table_tensor": np.zeros(9, np.int32)}),
     ):
         with pytest.raises(ValueError, match=says):
             builder().build(0, common(step, **changes))
@@ -314,3 +357,24 @@ def test_make_sliding_window_bias(window: int | None, causal: bool) -> None:
     expected = step.expected(sliding_window=window or -1)
     for r, bias in enumerate(biases):
         assert np.allclose(dense(step, r, bias), expected[step.starts[r] : step.starts[r + 1]], atol=1e-12)
+
+
+def test_refused_biases() -> None:
+    for error, says, arguments in (
+        (ValueError, r"seq_lens\[1\]: -3", ([1.0], "float32", [2, -3])),
+        (TypeError, r"seq_lens\[0\]: expected an integer", ([1.0], "float32", [2.5])),
+        (TypeError, "seq_lens: expected a sequence, got int", ([1.0], "float32", 3)),
+        (ValueError, "alibi_slopes: 2 axes, expected 1", ([[1.0]], "float32", [3])),
+        (ValueError, "alibi_slopes: could not convert", (["a"], "float32", [3])),
+        (TypeError, "dtype: 'float64'", ([1.0], "float64", [])),
+    ):
+        with pytest.raises(error, match=says):
+            cpu_attn.make_alibi_bias(*arguments)
+    for error, says, options in (
+        (ValueError, r"seq_lens\[0\]: -3", ([-3], 2, "float32")),
+        (TypeError, "window_size: expected an integer, got float", ([3], 1.5, "float32")),
+        (ValueError, "window_size: 0 would see nothing", ([3], 0, "float32")),
+        (TypeError, "causal: expected True or False", ([3], 2, "float32", "no")),
+    ):
+        with pytest.raises(error, match=says):
+            cpu_attn.make_sliding_window_bias(*options)

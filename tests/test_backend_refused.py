@@ -12,7 +12,7 @@ import pytest
 
 from cpu_attn import CPUAttentionBackendImpl
 
-from .backend_steps import MIXED, Step, layer
+from .backend_steps import LAYER, MIXED, Step, layer
 
 BAD: dict[str, tuple[type[Exception], str, Callable[[Step], tuple[dict[str, Any], dict[str, Any]]]]] = {
     "block": (ValueError, "block_table", lambda s: ({"block_tables": s.table[3:] + 99}, {})),
@@ -62,6 +62,13 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[Step], tuple[dict[str, Any]
         "output: is read-only",
         lambda s: ({}, {"output": np.broadcast_to(s.query, s.query.shape)}),
     ),
+    "number": (TypeError, "num_prefills: expected an integer", lambda s: ({"num_prefills": "1"}, {})),
+    "starts": (
+        ValueError,
+        "prefill_query_start_loc: 2 axes, expected 1",
+        lambda s: ({"query_start_loc": None, "prefill_query_start_loc": s.starts[None, :4]}, {}),
+    ),
+    "ragged table": (ValueError, "block_tables: ", lambda s: ({"block_tables": [[1], [1, 2]]}, {})),
     "scale": (NotImplementedError, "output_scale", lambda s: ({}, {"output_scale": 1.0})),
     "block scale": (NotImplementedError, "output_block_scale", lambda s: ({}, {"output_block_scale": 1.0})),
     "cache": (ValueError, "kv_cache: axis 2 is 500", lambda s: ({}, {"kv_cache": s.kv_cache[:, :, :500]})),
@@ -90,6 +97,9 @@ def test_refused(what: str) -> None:
         (ValueError, "num_kv_heads: 3 does not divide num_heads = 4", {"num_kv_heads": 3}),
         (ValueError, "scale: nan", {"scale": math.nan}),
         (ValueError, "logits_soft_cap: -1.0", {"logits_soft_cap": -1.0}),
+        (ValueError, "logits_soft_cap: 1e-39", {"logits_soft_cap": 1e-39}),
+        (TypeError, "logits_soft_cap: expected a number", {"logits_soft_cap": np.ones(2)}),
+        (ValueError, "alibi_slopes: ", {"alibi_slopes": [1.0, [2.0]]}),
         (ValueError, "sliding_window: 0", {"sliding_window": 0}),
         (ValueError, "alibi_slopes: axis 0 is 3", {"alibi_slopes": [1.0, 2.0, 3.0]}),
         (ValueError, "sinks: axis 0 is 2", {"sinks": np.zeros(2, np.float32)}),
@@ -101,3 +111,22 @@ def test_refused_layers(error: type[Exception], says: str, options: dict[str, An
     arguments: dict[str, Any] = {"num_heads": 4, "head_size": 16, "scale": 0.25, "num_kv_heads": 2}
     with pytest.raises(error, match=says):
         CPUAttentionBackendImpl(**(arguments | options))
+
+
+@pytest.mark.parametrize("over", ["block_tables", "query_start_loc"])
+def test_output_over_what_says_where_the_keys_are(over: str) -> None:
+    step = Step([1, 1], [33, 1], 0)
+    memory, given = np.zeros((2, 64), np.float32), getattr(step.metadata(), over)
+    table = memory.view(np.int32).reshape(-1)[: given.size].reshape(given.shape)
+    table[...] = given
+    before = step.kv_cache.tobytes(), memory.tobytes()
+    argument = over.removesuffix("s")
+    with pytest.raises(ValueError, match=f"output: shares memory with {argument}"):
+        step.forward(layer(), step.metadata(**{over: table}), output=memory)
+    assert (step.kv_cache.tobytes(), memory.tobytes()) == before
+
+
+def test_metadata_of_another_kind() -> None:
+    step = Step(*MIXED)
+    with pytest.raises(TypeError, match="attn_metadata: expected CPUAttentionMetadata, got int"):
+        layer().forward(LAYER, step.query, step.key, step.value, step.kv_cache, 5)  # type: ignore[arg-type]

@@ -107,11 +107,34 @@ def test_copy_blocks_reads_before_it_writes() -> None:
     cache.copy_blocks([])
 
 
-@pytest.mark.parametrize("pairs", [[(0, 4)], [(-1, 0)], [(0, 1), (2, 1)], [(0, 1, 2)], [(0.5, 1)]])
+BAD_PAIRS = [[(0, 4)], [(-1, 0)], [(0, 1), (2, 1)], [(0, 1, 2)], [(0.5, 1)], [1, 2], [(0,), (1, 2)], None, "ab"]
+
+
+@pytest.mark.parametrize("pairs", BAD_PAIRS)
 def test_copy_blocks_refuses(pairs: Any) -> None:
     cache = cpu_attn.PagedKVCache(4, 16, 2, 8)
-    with pytest.raises((ValueError, TypeError), match="pairs"):
+    with pytest.raises((ValueError, TypeError), match=r"^pairs"):
         cache.copy_blocks(pairs)
+
+
+@pytest.mark.parametrize("name", ["key_cache", "value_cache"])
+def test_copy_blocks_of_read_only_memory(name: str) -> None:
+    """Not of the other half either."""
+    cache = cpu_attn.PagedKVCache(4, 16, 2, 8)
+    for half in (cache.key_cache, cache.value_cache):
+        half[:] = np.arange(4)[:, None, None, None]
+    getattr(cache, name).flags.writeable = False
+    before = cache.key_cache.tobytes(), cache.value_cache.tobytes()
+    with pytest.raises(ValueError, match=f"^{name}: is read-only"):
+        cache.copy_blocks([(0, 1)])
+    assert (cache.key_cache.tobytes(), cache.value_cache.tobytes()) == before
+
+
+def test_more_than_there_is() -> None:
+    with pytest.raises(MemoryError):
+        cpu_attn.PagedKVCache(2**31 - 1, 2**20, 8, 128)
+    with pytest.raises(MemoryError):
+        cpu_attn.PagedKVCache(2**31 - 1, 2**31 - 1, 2**16, 2**16)
 
 
 def test_five_lines() -> None:

@@ -87,7 +87,9 @@ WRITE = [
     ({"k_scale": 2.0}, ValueError, ["k_scale", "2.0", "fp8"]),
     ({"v_scale": float("nan")}, ValueError, ["v_scale", "nan"]),
     ({"kv_cache_dtype": "fp8"}, TypeError, ["key_cache", "float32", "float8_e4m3fn"]),
+    ({"v_scale": 10**400}, ValueError, ["v_scale", "inf", "finite float32"]),
     ({"kv_cache_dtype": "int3"}, ValueError, ["kv_cache_dtype", "int3", "fp8_e4m3"]),
+    ({"kv_cache_dtype": "fp7", "k_scale": 2.0}, ValueError, ["kv_cache_dtype", "fp7"]),
     ({"isa": "sse9"}, ValueError, ["isa", "sse9", "scalar"]),
     ({"isa": 3}, TypeError, ["isa", "int"]),
 ]
@@ -112,6 +114,9 @@ PLAN = [
     ({"head_size_v": -3}, ValueError, ["head_size_v", "-3"]),
     ({"dtype": "float64"}, TypeError, ["dtype", "float64"]),
     ({"dtype": "int32"}, TypeError, ["dtype", "int32"]),
+    ({"dtype": "f4,(f"}, TypeError, ["dtype: ", "f4,(f"]),
+    ({"dtype": ("f4", "x")}, TypeError, ["dtype: ", "('f4', 'x')"]),
+    ({"dtype": {"f4": 1}}, TypeError, ["dtype: ", "{'f4': 1}"]),
     ({"causal": "yes"}, TypeError, ["causal", "yes"]),
     ({"sliding_window": 0}, ValueError, ["sliding_window", "0"]),
     ({"sliding_window": -2}, ValueError, ["sliding_window", "-2"]),
@@ -187,6 +192,15 @@ ATTENTION = [
     ({"attn_bias": bias(2, 4, 3, 40)[..., ::2]}, ValueError, ["attn_bias", "stride 2"]),
     ({"kv_cache_dtype": "fp8_e4m3"}, ValueError, ["kv_cache_dtype", "fp8_e4m3"]),
     ({"k_scale": 0.5}, ValueError, ["k_scale", "0.5"]),
+    ({"scale": 10**400}, ValueError, ["scale", "inf", "finite float32"]),
+    ({"scale": -(10**400)}, ValueError, ["scale", "-inf"]),
+    ({"softcap": 10**400}, ValueError, ["softcap", "inf"]),
+    ({"softcap": np.ones(2)}, TypeError, ["softcap", "expected a number", "ndarray"]),
+    ({"softcap": 1e-39}, ValueError, ["softcap", "1e-39", "1.17549"]),
+    ({"softcap": 1e-46}, ValueError, ["softcap", "1e-46"]),
+    ({"softcap": np.float32(1e-44)}, ValueError, ["softcap", "e-45"]),
+    ({"softcap": 3.4e38}, ValueError, ["softcap", "3.4e+38", "2.3"]),
+    ({"scheduler_metadata": type("SchedulerMetadata", (), {})()}, TypeError, ["scheduler_metadata: expected get_"]),
 ]
 
 
@@ -207,6 +221,21 @@ def test_plan(spoiled: dict[str, Any], error: type[Exception], words: list[str])
 @pytest.mark.parametrize(("spoiled", "error", "words"), ATTENTION, ids=[_name(c[0]) for c in ATTENTION])
 def test_attention(spoiled: dict[str, Any], error: type[Exception], words: list[str]) -> None:
     refuses(cpu_attn.attention_with_kv_cache, attention_args() | spoiled, error, *words)
+
+
+@pytest.mark.parametrize("softcap", [0, -0.0, float(np.finfo(np.float32).tiny), 2.34e38])
+def test_softcaps_at_the_bounds(softcap: float) -> None:
+    args = attention_args() | {"softcap": softcap}
+    cpu_attn.attention_with_kv_cache(**args)
+    assert np.isfinite(args["output"]).all()
+
+
+def test_scales_at_the_bounds() -> None:
+    fp8 = {"kv_cache_dtype": "fp8_e5m2"} | {k: np.zeros((4, 2, 16, 8), np.uint8) for k in ("key_cache", "value_cache")}
+    for scale in (float(np.finfo(np.float32).tiny), 3.4028e38):
+        cpu_attn.reshape_and_cache(**write_args() | fp8 | {"k_scale": scale, "v_scale": scale})
+    for scale in (1.17549e-38, 3.4029e38):
+        refuses(cpu_attn.reshape_and_cache, write_args() | fp8 | {"v_scale": scale}, ValueError, "v_scale", str(scale))
 
 
 def test_the_step_itself_is_valid() -> None:
@@ -313,8 +342,8 @@ def test_thread_counts(x: Any) -> None:
         cpu_attn.set_num_threads(x)
 
 
-def test_copy_is_a_copy() -> None:
-    """Plans cannot be copied by accident into two owners of one C object."""
+def test_a_copy_of_a_plan_is_the_plan() -> None:
+    """It is immutable, and two must not own one C object."""
     plan = cpu_attn.get_scheduler_metadata(**plan_args())
-    with pytest.raises((TypeError, AttributeError)):
-        copy.deepcopy(plan)
+    assert copy.copy(plan) is plan
+    assert copy.deepcopy([plan])[0] is plan

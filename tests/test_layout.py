@@ -42,6 +42,7 @@ def test_descriptor_says_it_all(isa: str, dtype: str, kv_cache_dtype: str, block
         ({"version": 2}, "version: 2, this library knows 1"),
         ({"version": True}, "version: True"),
         ({"layout": "rows-v1"}, "layout: 'rows-v1' is none of lanes-v1, pairs-v1"),
+        ({"layout": []}, "layout: [] is none of"),
         ({"dtype": "float64"}, "dtype: 'float64'"),
         ({"dtype": 3}, "dtype: 3"),
         ({"kv_cache_dtype": "int3"}, "kv_cache_dtype: 'int3'"),
@@ -72,9 +73,13 @@ def test_missing_fields(name: str) -> None:
         CacheDescriptor.from_json(json.dumps(fields))
 
 
-@pytest.mark.parametrize(("text", "words"), [("", "Expecting"), ("[]", "list"), ("3", "int"), ('{"a": 1', "Expect")])
-def test_what_is_no_descriptor(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "Expect"), ("[]", "list"), ("3", "int"), ('{"a": 1', "Expect"), ("[" * 10**6, "recursion"), (None, "None")],
+    ids=["nothing", "list", "number", "cut off", "deep", "None"],
+)
+def test_what_is_no_descriptor(text: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^descriptor: .*{words}"):
         CacheDescriptor.from_json(text)
 
 
@@ -125,6 +130,7 @@ def test_open_refuses() -> None:
     cache, _, _ = filled("float32")
     k, v, d = cache.key_cache, cache.value_cache, cache.descriptor
     for descriptor, key_cache, value_cache, error, words in [
+        ({}, k, v, TypeError, "descriptor: expected CacheDescriptor, got dict"),
         (d, k[1:], v, ValueError, "key_cache: axis 0 is 4, expected num_blocks = 5"),
         (d, k, v[:, :1], ValueError, "value_cache: axis 1 is 1"),
         (d, k, v[..., :6], ValueError, "value_cache: axis 2 has stride"),

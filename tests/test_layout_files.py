@@ -53,6 +53,7 @@ def test_files_of_somebody_else(tmp_path: Path) -> None:
         (arrays, None, "not written by"),
         ({"key_cache": cache.key_cache}, said, "not written by"),
         (arrays, {"cpu_attn": "{}"}, "version: "),
+        (arrays, {"cpu_attn": "[" * 10**6}, "descriptor: no JSON"),
         ({**arrays, "key_cache": cache.key_cache.astype(np.float16)}, said, "key_cache: holds F16"),
         ({**arrays, "key_cache": cache.key_cache[:4]}, said, "key_cache: axis 0 is 4"),
     ]:
@@ -65,3 +66,7 @@ def test_files_of_somebody_else(tmp_path: Path) -> None:
             PagedKVCache.load(file)
     with pytest.raises(FileNotFoundError):
         PagedKVCache.load(tmp_path / "nowhere")
+    with pytest.raises(OSError, match=r"device|directory"):
+        PagedKVCache.load(tmp_path)
+    with pytest.raises(OSError, match="nowhere"):
+        cache.save(tmp_path / "nowhere" / "cache.safetensors")

@@ -154,6 +154,8 @@ def broken() -> list[Any]:
         ((outs, lses, None, log.astype(np.float16)), TypeError, "lse: dtype float16"),
         ((outs[:, :, 0], lses), ValueError, r"outs\[0\]: 2 axes, expected 3"),
         ((3, lses), TypeError, "outs: expected an array"),
+        ((np.zeros((), np.float32), lses), TypeError, "outs: expected a sequence"),
+        ((outs, np.zeros((), np.float32)), TypeError, "lses: expected a sequence"),
     ]
 
 

@@ -237,7 +237,10 @@ def test_mla_errors() -> None:
         ((kv_c, k_pe, cache[..., :39], slots), ValueError, r"kv_cache: axis 2 is 39, expected L \+ P = 40"),
         ((kv_c, k_pe, cache.astype(np.float32), slots), TypeError, "kv_cache: dtype float32"),
         ((kv_c, k_pe, cache, slots + 9), ValueError, r"slot_mapping\[39\]: 48"),
-        ((cache.reshape(48, 40)[:40, :32], k_pe, cache, slots), ValueError, "shares memory"),
+        ((cache.reshape(48, 40)[:40, :32], k_pe, cache, slots), ValueError, "^kv_cache: shares memory with kv_c$"),
+        ((kv_c[:, :0], k_pe, cache[..., :8], slots), ValueError, "^kv_c: head size: 0"),
+        ((kv_c, k_pe, cache, slots, "auto", 2.0), ValueError, "^scale: 2.0 applies to fp8"),
+        ((kv_c, k_pe, np.broadcast_to(cache, cache.shape), slots), ValueError, "^kv_cache: is read-only"),
     ):
         with pytest.raises(error, match=words):
             cpu_attn.concat_and_cache_mla(*arguments)
@@ -251,6 +254,8 @@ def test_mla_errors() -> None:
         cpu_attn.attention_mla(query, cache, out, *step, _plan(40, 16, kv_cache_layout="packed"))
     with pytest.raises(ValueError, match="scheduler_metadata: made for 1 kv heads of 40/41"):
         cpu_attn.attention_mla(query, cache, out, *step, _plan(40, 16, head_size_v=41))
+    with pytest.raises(ValueError, match=r"^output: shares memory with kv_cache$"):
+        cpu_attn.attention_mla(query, cache, cache.reshape(-1)[:1024].reshape(2, 16, 32), *step, _plan(40, 16))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "auto/int8", "int4/fp8"])

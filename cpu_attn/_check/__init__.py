@@ -4,16 +4,28 @@ whose findings :func:`raise_fault` turns into exceptions. All of it runs before 
 
 Each module imports only those above it:
 
-values      numbers, booleans, windows
+values      numbers, booleans, sequences, windows
 faults      what native code found
-arrays      any array: dtype, shape, strides, aliases
+arrays      any array: dtype, shape, strides, aliases; lists of integers
 kv_cache    caches: what they hold, layouts, scales, sizes
 masking     masks besides causal and window
 plans       what a plan is made of and what has to fit it
 calls       the arrays of each call
 """
 
-from cpu_attn._check.arrays import FLOATS, apart, array, disjoint, pointer, small_floats, writable
+from cpu_attn._check.arrays import (
+    FLOATS,
+    apart,
+    array,
+    disjoint,
+    integers,
+    listed,
+    moves,
+    pointer,
+    rising,
+    small_floats,
+    writable,
+)
 from cpu_attn._check.calls import (
     ATTENTION,
     BOUNDS,
@@ -28,7 +40,7 @@ from cpu_attn._check.calls import (
     update_page_bounds,
     write,
 )
-from cpu_attn._check.faults import new_fault, raise_fault
+from cpu_attn._check.faults import instance, new_fault, raise_fault, renamed
 from cpu_attn._check.kv_cache import (
     LAYOUTS,
     MEMORY,
@@ -46,6 +58,7 @@ from cpu_attn._check.kv_cache import (
 )
 from cpu_attn._check.masking import Masks, masks
 from cpu_attn._check.plans import (
+    Plan,
     attn_bias,
     block_table,
     lengths,
@@ -57,7 +70,7 @@ from cpu_attn._check.plans import (
     step,
     table_block_size,
 )
-from cpu_attn._check.values import INT32_MAX, MAX_SIZE, boolean, integer, number, window
+from cpu_attn._check.values import INT32_MAX, MAX_SIZE, boolean, integer, number, sequence, softcap, window
 
 __all__ = [
     "ATTENTION",
@@ -72,6 +85,7 @@ __all__ = [
     "SCORES",
     "WRITE",
     "Masks",
+    "Plan",
     "apart",
     "array",
     "attention",
@@ -83,19 +97,25 @@ __all__ = [
     "cache_width",
     "caches",
     "disjoint",
+    "instance",
     "integer",
+    "integers",
     "kv_cache_layout",
     "kv_dtypes",
     "lengths",
+    "listed",
     "masks",
     "memory",
     "merged",
+    "moves",
     "new_fault",
     "number",
     "pages",
     "plan",
     "pointer",
     "raise_fault",
+    "renamed",
+    "rising",
     "rotary",
     "same_call",
     "same_kv_cache_layout",
@@ -103,7 +123,9 @@ __all__ = [
     "scales",
     "score_pages",
     "selected_blocks",
+    "sequence",
     "small_floats",
+    "softcap",
     "states",
     "step",
     "table_block_size",

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 
-from cpu_attn._arrays import Array, view
+from cpu_attn._arrays import Array, numpy_view, view
 from cpu_attn._check.values import INT32_MAX
 from cpu_attn._native import ffi
 
@@ -30,6 +30,64 @@ def array(name: str, x: Any, dtypes: Sequence[str], axes: Sequence[tuple[str, in
     if a.shape[-1] > 1 and a.strides[-1] != 1 and a.size:
         raise ValueError(f"{name}: the last axis has stride {a.strides[-1]}, expected 1 (dense)")
     return a
+
+
+def listed(name: str, x: Sequence[Any], dtype: Any = None) -> np.ndarray[Any, Any]:
+    """A list of numbers, or of such lists, as an array."""
+    try:
+        return np.asarray(x, dtype)
+    except Exception as e:
+        raise ValueError(f"{name}: {e}") from None
+
+
+def integers(name: str, x: Any, dtype: Any = np.int32, ndim: int | None = 1) -> np.ndarray[Any, Any]:
+    """``x``, a sequence or an array of int32 or int64, as ``dtype``. What does not fit stays out of every range."""
+    if isinstance(x, (list, tuple, range)):
+        a = listed(name, x) if len(x) else np.zeros(0, np.int64)
+    else:
+        a = numpy_view(name, x)
+    if a.dtype.kind != "i":
+        raise TypeError(f"{name}: dtype {a.dtype}, expected int32 or int64")
+    if ndim not in (None, a.ndim):
+        raise ValueError(f"{name}: {a.ndim} axes, expected {ndim}")
+    if a.dtype == dtype:
+        return a
+    bounds = np.iinfo(dtype)
+    clipped: np.ndarray[Any, Any] = np.clip(a, bounds.min, bounds.max).astype(dtype)
+    return clipped
+
+
+def rising(name: str, starts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Where requests start: from 0, never less than before."""
+    if not len(starts):
+        raise ValueError(f"{name}: is empty, expected 0 first")
+    if starts[0] != 0:
+        raise ValueError(f"{name}[0]: {starts[0]}, expected 0")
+    for i in np.flatnonzero(starts[1:] < starts[:-1])[:1] + 1:
+        raise ValueError(f"{name}[{i}]: {starts[i]}, expected at least {starts[i - 1]}")
+    return starts
+
+
+def moves(
+    name: str, x: Any, num_sources: int, num_destinations: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Sources and destinations from {source: destination or [destinations]}, pairs or [n, 2]; all within range."""
+    if isinstance(x, Mapping):
+        x = [(s, d) for s, to in x.items() for d in (to if isinstance(to, Iterable) else [to])]
+    pairs = integers(name, list(x) if isinstance(x, (Iterator, Set)) else x, np.int64, None)
+    if pairs.size == 0:
+        pairs = pairs.reshape(0, 2)
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise ValueError(f"{name}: shape {pairs.shape}, expected [n, 2]: (source, destination)")
+    for column, num_blocks in enumerate((num_sources, num_destinations)):
+        wrong = np.flatnonzero((pairs[:, column] < 0) | (pairs[:, column] >= num_blocks))
+        if wrong.size:
+            i = wrong[0]
+            raise ValueError(f"{name}[{i}][{column}]: block {pairs[i, column]} is outside 0..{num_blocks - 1}")
+    blocks, counts = np.unique(pairs[:, 1], return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(f"{name}: destination {blocks[counts > 1][0]} is named twice")
+    return pairs[:, 0], pairs[:, 1]
 
 
 def small_floats(name: str, x: Any, dtypes: Sequence[str], num_heads: int) -> np.ndarray[Any, Any] | None:

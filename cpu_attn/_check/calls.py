@@ -11,7 +11,7 @@ from cpu_attn._arrays import Array, view
 from cpu_attn._check.arrays import FLOATS, apart, array, disjoint, writable
 from cpu_attn._check.kv_cache import cache_width, caches, kv_cache_layout, kv_dtypes
 from cpu_attn._check.plans import attn_bias, lengths, selected_blocks
-from cpu_attn._check.values import MAX_SIZE, integer
+from cpu_attn._check.values import MAX_SIZE, integer, sequence
 
 # The arrays of a call, in the order that native/cpu_attn.h has them in too: those that it writes first.
 STEP = ("query_start_loc", "seq_lens", "dynamic_causal")
@@ -143,7 +143,7 @@ def score_pages(
 
 def _parts(name: str, x: Any) -> list[Any]:
     """A sequence of arrays, or the arrays along the first axis of one."""
-    found = list(x if isinstance(x, (list, tuple)) else view(name, x).numpy())
+    found = sequence(name, x if isinstance(x, (list, tuple)) else view(name, x).numpy())
     if not found:
         raise ValueError(f"{name}: no parts, expected at least one")
     return found

@@ -1,11 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What native/check.c and the engines found, as exceptions."""
+"""What native/check.c and the engines found, as exceptions; what is of another class; other words for both."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from cpu_attn._native import ffi, lib
+
+
+def instance(name: str, x: Any, *kinds: type) -> None:
+    if not isinstance(x, kinds):
+        raise TypeError(f"{name}: expected {' or '.join(k.__name__ for k in kinds)}, got {type(x).__name__}")
+
+
+def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
+    """The error of a call whose arguments were called otherwise by who called us: our names to theirs."""
+    return type(error)(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error)))
 
 
 def new_fault() -> Any:

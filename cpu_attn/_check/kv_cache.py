@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from cpu_attn._arrays import CODES, Array
-from cpu_attn._check.arrays import array, disjoint
-from cpu_attn._check.values import number
+from cpu_attn._check.arrays import FLOATS, array, disjoint
+from cpu_attn._check.values import TINY, number
 from cpu_attn._native import lib
 
 LAYOUTS = {"packed": lib.CA_PACKED, "HND": lib.CA_HND, "NHD": lib.CA_NHD}  # the last two: vLLM's names
@@ -59,16 +59,17 @@ def memory(kv: str) -> tuple[str, ...]:
 
 
 def scales(k_scale: Any, v_scale: Any, kvs: Sequence[str]) -> tuple[float, float]:
-    """Both as floats: positive, and 1 unless the cache is fp8. kvs: what kv_dtypes says."""
+    """Both as floats: positive, and 1 unless the cache is fp8. kvs: what kv_dtypes says; names that it does not know
+    are its affair."""
     if type(k_scale) is float and type(v_scale) is float and k_scale == v_scale == 1.0:
         return k_scale, v_scale
     found = number("k_scale", k_scale), number("v_scale", v_scale)
     for name, x, kv in zip(("k_scale", "v_scale"), found, kvs, strict=True):
-        if not kv.startswith("fp8") and x != 1.0:
+        if kv in ("auto", *FLOATS, "int8", "int4") and x != 1.0:
             holds = "integers with scales of their own" if kv in MEMORY else "plain numbers"
             raise ValueError(f"{name}: {x} applies to fp8 caches, this one holds {holds}; expected 1.0")
-        if x < 1.2e-38:
-            raise ValueError(f"{name}: {x} is not a positive, normal float32")
+        if x < TINY:
+            raise ValueError(f"{name}: {x} is not a positive, normal float32 >= {TINY}")
     return found
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from cpu_attn._arrays import Array
 from cpu_attn._check.arrays import array
-from cpu_attn._check.values import INT32_MAX, integer
+from cpu_attn._check.values import INT32_MAX, integer, sequence
 
 
 class Masks(NamedTuple):
@@ -60,21 +60,15 @@ def _by_request(name: str, x: Any, num_reqs: int, read: Callable[[str, Any], Ran
         r = integer(f"{name}: request", key, 0, num_reqs - 1)
         if r in found:
             raise ValueError(f"{name}: request {r} is named twice")
-        found[r] = read(f"{name}[{r}]", _sequence(f"{name}[{r}]", some))
+        found[r] = read(f"{name}[{r}]", sequence(f"{name}[{r}]", some))
     return dict(sorted(found.items()))
-
-
-def _sequence(name: str, x: Any) -> list[Any]:
-    if not isinstance(x, (Sequence, np.ndarray)) or isinstance(x, (str, bytes)):
-        raise TypeError(f"{name}: expected a sequence, got {type(x).__name__}")
-    return list(x)
 
 
 def _spans(name: str, x: list[Any]) -> Ranges:
     """(start, end), end inclusive, as vLLM has them: ascending, apart."""
     found: Ranges = []
     for i, pair in enumerate(x):
-        ends = _sequence(f"{name}[{i}]", pair)
+        ends = sequence(f"{name}[{i}]", pair)
         if len(ends) != 2:
             raise ValueError(f"{name}[{i}]: expected (start, end), got {len(ends)} values")
         start = integer(f"{name}[{i}][0]", ends[0], found[-1][1] + 1 if found else 0)

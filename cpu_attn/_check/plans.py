@@ -13,8 +13,14 @@ from cpu_attn._check.values import integer, window
 from cpu_attn._native import lib
 
 
+class Plan:
+    """What get_scheduler_metadata returns is one."""
+
+    __slots__ = ()
+
+
 def plan(name: str, x: Any) -> Any:
-    if type(x).__name__ != "SchedulerMetadata":
+    if not isinstance(x, Plan):
         raise TypeError(f"{name}: expected get_scheduler_metadata's result, got {type(x).__name__}")
     return x
 

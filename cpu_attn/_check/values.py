@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 INT32_MAX = 2**31 - 1
+TINY, HUGE = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))  # normal float32
+SOFTCAP_MAX = 0.69 * HUGE  # times log2(e) it is finite
 MAX_SIZE = 2**16  # of heads and head sizes: keeps every product of sizes within int64
 
 
@@ -30,16 +34,28 @@ def integer(name: str, x: Any, low: int, high: int = INT32_MAX) -> int:
 
 def number(name: str, x: Any, low: float = -math.inf) -> float:
     """``x`` as a float that is finite in float32 and at least ``low``."""
-    if type(x) is float and low <= x and -3.4e38 <= x <= 3.4e38:
+    if type(x) is float and low <= x and -HUGE <= x <= HUGE:
         return x
     if isinstance(x, (str, bytes, bool)):
         raise TypeError(f"{name}: expected a number, got {x!r}")
     try:
         value = float(x)
-    except (TypeError, ValueError):
+    except OverflowError:  # of an int
+        value = math.inf if x > 0 else -math.inf
+    except Exception:
         raise TypeError(f"{name}: expected a number, got {type(x).__name__}") from None
-    if not abs(value) <= 3.4e38 or value < low:
+    if not abs(value) <= HUGE or value < low:
         raise ValueError(f"{name}: {value} is not a finite float32" + (f" >= {low}" if low > -math.inf else ""))
+    return value
+
+
+def softcap(name: str, x: Any) -> float:
+    """0 is off. C divides by it, and multiplies it by log2(e)."""
+    if type(x) is float and (x == 0.0 or TINY <= x <= SOFTCAP_MAX):
+        return x
+    value = number(name, x, 0.0)
+    if value and not TINY <= value <= SOFTCAP_MAX:
+        raise ValueError(f"{name}: {value} is neither 0 (off) nor within {TINY}..{SOFTCAP_MAX}")
     return value
 
 
@@ -51,13 +67,21 @@ def boolean(name: str, x: Any) -> bool:
     raise TypeError(f"{name}: expected True or False, got {x!r}")
 
 
-def window(x: Any) -> tuple[int, int]:
+def sequence(name: str, x: Any) -> list[Any]:
+    """The items of a list, a tuple, an array, ..."""
+    if not isinstance(x, (str, bytes, Mapping)):
+        with contextlib.suppress(TypeError):  # 0 axes
+            return list(x)
+    raise TypeError(f"{name}: expected a sequence, got {type(x).__name__}")
+
+
+def window(x: Any, name: str = "sliding_window") -> tuple[int, int]:
     """(left, right) keys visible beside the query, -1 for all; from vLLM's int (own key counted) or a pair."""
     if isinstance(x, (tuple, list)):
         if len(x) != 2:
-            raise ValueError(f"sliding_window: expected (left, right), got {len(x)} values")
-        return integer("sliding_window[0]", x[0], -1), integer("sliding_window[1]", x[1], -1)
-    size = integer("sliding_window", x, -1)
+            raise ValueError(f"{name}: expected (left, right), got {len(x)} values")
+        return integer(f"{name}[0]", x[0], -1), integer(f"{name}[1]", x[1], -1)
+    size = integer(name, x, -1)
     if size == 0:
-        raise ValueError("sliding_window: 0 would see nothing; -1 turns it off, w counts the query's own key")
+        raise ValueError(f"{name}: 0 would see nothing; -1 turns it off, w counts the query's own key")
     return (-1, -1) if size == -1 else (size - 1, size - 1)

@@ -10,7 +10,6 @@ are attended each by itself, as one block of just their length; bits are the sam
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,19 +44,12 @@ def _int32(name: str, x: Any, size: int | None = None) -> Int32:
         raise TypeError(f"{name}: dtype {x.dtype}, expected torch.int32")
     if x.dim() != 1 or size not in (None, len(x)):
         raise ValueError(f"{name}: shape {tuple(x.shape)}, expected [{'N + 1' if size is None else size}]")
-    found: Int32 = x.numpy()
-    return found
+    return _arrays.view(name, x).numpy()
 
 
 def _starts(name: str, x: Any, num_tokens: int, size: int | None = None) -> Int32:
     """Where requests start, ascending from 0 to at most num_tokens."""
-    starts = _int32(name, x, size)
-    if not len(starts) or starts[0] != 0:
-        raise ValueError(f"{name}[0]: {starts[:1].tolist()}, expected 0")
-    falls = np.flatnonzero(starts[1:] < starts[:-1])
-    if len(falls):
-        i = int(falls[0]) + 1
-        raise ValueError(f"{name}[{i}]: {starts[i]}, expected at least {starts[i - 1]}")
+    starts = _check.rising(name, _int32(name, x, size))
     if starts[-1] > num_tokens:
         raise ValueError(f"{name}[{len(starts) - 1}]: {starts[-1]}, the tensor has {num_tokens} tokens")
     return starts
@@ -163,10 +155,6 @@ def _attend(
     return lse
 
 
-def _in_torchs_words(error: Exception) -> str:
-    return re.sub(r"^\w+", lambda name: _NAMES.get(name[0], name[0]), str(error))
-
-
 def flash_attention_forward_out(out: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     """``aten::_flash_attention_forward_no_dropout_inplace``: out [T_q, Hq, D] is written, lse [Hq, T_q] returned."""
     try:
@@ -175,7 +163,7 @@ def flash_attention_forward_out(out: torch.Tensor, *args: Any, **options: Any) -
         _check.apart(("out", "query", "key", "value"), memory, 1)  # all of them, before the first part is written
         return _attend(out, *tensors, *args[3:], **options)
     except (TypeError, ValueError) as e:
-        raise type(e)(_in_torchs_words(e)) from None
+        raise _check.renamed(e, _NAMES) from None
 
 
 def flash_attention_forward(query: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
