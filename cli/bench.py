@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import platform
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,8 +19,8 @@ from typing import Any
 import click
 
 import cpu_attn
+from cpu_attn._check import INT32_MAX, MAX_SIZE, SOFTCAP_MAX, TINY, kv_dtypes
 from cpu_attn._check import kv_cache_layout as layout_of
-from cpu_attn._check import kv_dtypes
 from cpu_attn.cli import contest, plot, report
 from cpu_attn.cli.info import cpu, onednn
 from cpu_attn.cli.limits import DEFAULT_BYTES, Limit, Limits, best_isa, products
@@ -266,23 +267,33 @@ def machine() -> dict[str, Any]:
 # ---- the command ----
 
 
+class Number(click.FloatRange):
+    """A range of numbers; click's own has NaN in it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found: float = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return found
+
+
 def _options(command: Callable[..., None]) -> Callable[..., None]:
     """Those that describe the shape: of the workloads named, or of a free one."""
-    size = click.IntRange(1)
+    size, length = click.IntRange(1, MAX_SIZE), click.IntRange(1, INT32_MAX)
     for option in reversed(
         [
-            click.option("--q-len", type=size, help="A free shape: query tokens of each request (1: decode)."),
-            click.option("--kv-len", type=size, help="A free shape: keys of each request."),
+            click.option("--q-len", type=length, help="A free shape: query tokens of each request (1: decode)."),
+            click.option("--kv-len", type=length, help="A free shape: keys of each request."),
             click.option("--batch", type=size, help="A free shape: requests."),
             click.option("--num-heads", type=size, help="Query heads, of named workloads too."),
             click.option("--num-kv-heads", type=size, help="Kv heads, likewise."),
             click.option("--head-size", type=size, help="Head size, likewise."),
-            click.option("--sliding-window", type=size, help="Keys that a query sees, its own counted; likewise."),
-            click.option("--softcap", type=click.FloatRange(0, min_open=True), help="Softcap of the logits; likewise."),
+            click.option("--sliding-window", type=length, help="Keys that a query sees, its own counted; likewise."),
+            click.option("--softcap", type=Number(TINY, SOFTCAP_MAX), help="Softcap of the logits; likewise."),
             click.option("--sinks", is_flag=True, help="A sink for each head; likewise."),
             click.option("--alibi", is_flag=True, help="ALiBi slopes; likewise."),
             click.option("--attn-bias", is_flag=True, help="A bias for each head, query and key; likewise."),
-            click.option("--selected", type=click.FloatRange(0, 1, min_open=True), help="Share of blocks; likewise."),
+            click.option("--selected", type=Number(0, 1, min_open=True), help="Share of blocks; likewise."),
             click.option("--no-cascade", is_flag=True, help="Shared keys read for each request by itself; likewise."),
         ]
     ):
@@ -324,7 +335,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 )
 @click.option(
     "--block-size",
-    type=click.IntRange(1),
+    type=click.IntRange(1, INT32_MAX),
     default=128,
     show_default=True,
     help="Tokens of a block (vLLM's on CPUs).",
@@ -367,6 +378,8 @@ def bench(
     for path in (plot_to, save):
         if path and not path.parent.is_dir():
             raise click.UsageError(f"{path}: no such folder")
+        if path and path.is_dir():
+            raise click.UsageError(f"{path}: a folder, expected a file")
     workloads = chosen(names, shape)
     engines = {(i, d): engines_here(engine, rival, i, d) for i in dict.fromkeys(isa) for d in dict.fromkeys(dtype)}
     for kind, d in product(kv_cache_dtype, dict.fromkeys(dtype)):
@@ -382,13 +395,12 @@ def bench(
         plot.check(plot_to, {w.kind for w in workloads})
     cache = {"block_size": block_size, "kv_cache_layout": kv_cache_layout}
     caches = [{**cache, "kv_cache_dtype": kind} for kind in dict.fromkeys(kv_cache_dtype)]
-    found = run(workloads, engines, threads or cpu_attn.get_num_threads(), repeat, caches)
+    try:
+        found = run(workloads, engines, threads or cpu_attn.get_num_threads(), repeat, caches)
+    except MemoryError as error:
+        raise click.ClickException(f"no memory for it: {error}") from None
     if then:
         found["comparison"] = report.compare(then, found)
-    if save:
-        save.write_text(json.dumps(found, indent=2) + "\n")
-    if plot_to:
-        plot.draw(found, plot_to)
     if as_json:
         click.echo(json.dumps(found, indent=2))
     elif as_csv:
@@ -397,3 +409,10 @@ def bench(
         report.show(found)
         if then:
             report.show_comparison(found["comparison"])
+    try:
+        if save:
+            save.write_text(json.dumps(found, indent=2) + "\n")
+        if plot_to:
+            plot.draw(found, plot_to)
+    except OSError as error:
+        raise click.ClickException(str(error)) from None

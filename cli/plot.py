@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from cpu_attn.cli.report import kind
+
 # Okabe and Ito's colours, told apart by everyone; an engine has one colour and one marker.
 STYLES = {
     "native": ("#0072B2", "o"),
@@ -57,15 +59,15 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def _rows(results: list[dict[str, Any]]) -> Rows:
-    """Results with flops, bytes and a limit: by workload (with isa and dtype, where there are several), by engine."""
+    """Results with flops, bytes and a limit: by workload (with isa and kind, where there are several), by engine."""
     isas = list(dict.fromkeys(r["isa"] for r in results if r["isa"]))
-    several_dtypes = len({r["dtype"] for r in results}) > 1
+    several_kinds = len({kind(r) for r in results}) > 1
     rows: Rows = {}
     for r in results:
         if r["gflops"] and r["limit"]:
             name = r["workload"]
             name += f" {r['isa'] or isas[0]}" if len(isas) > 1 else ""
-            name += f" {r['dtype']}" if several_dtypes else ""
+            name += f" {kind(r)}" if several_kinds else ""
             rows.setdefault(name, {})[r["engine"]] = r
     return rows
 

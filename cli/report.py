@@ -42,6 +42,12 @@ def seconds(x: float) -> str:
     return f"{x * 1e6:.3g} us"
 
 
+def kind(result: dict[str, Any]) -> str:
+    """Its dtype, and what the cache holds where that is something else."""
+    dtype, cache = result["dtype"], result["kv_cache_dtype"]
+    return str(dtype) if cache == "auto" else f"{dtype} {cache}"
+
+
 def speed(result: dict[str, Any]) -> str:
     """The figure that its limit bounds."""
     if result["limit_of"] in ("read_gbps", "memcpy_gbps"):
@@ -70,7 +76,7 @@ def show(report: dict[str, Any]) -> None:
             r["workload"] if r["workload"] != before else "",
             r["engine"],
             r["isa"] or "",
-            r["dtype"],
+            kind(r),
             seconds(r["seconds_min"]),
             seconds(r["seconds_median"]),
             speed(r),
@@ -83,7 +89,8 @@ def show(report: dict[str, Any]) -> None:
 
 def _together(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Did they run on the same arrays? A rival has no isa of ours."""
-    return a["workload"] == b["workload"] and a["dtype"] == b["dtype"] and b["isa"] in (None, a["isa"])
+    same = all(a[k] == b[k] for k in ("workload", "dtype", "kv_cache_dtype"))
+    return same and b["isa"] in (None, a["isa"])
 
 
 def _print(table: Table) -> None:
@@ -106,8 +113,9 @@ def load(path: Path) -> dict[str, Any]:
     """A report that --save or --json wrote."""
     try:
         report: dict[str, Any] = json.loads(path.read_text())
-        compare(report, report)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        for row in compare(report, report)["results"]:
+            seconds(row["seconds_then"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise click.UsageError(f"{path} is no report of cpu-attn bench: {error!r}") from None
     return report
 
@@ -161,7 +169,7 @@ def show_comparison(comparison: dict[str, Any]) -> None:
         return
     table = Table("workload", "engine", "isa", "dtype", "then", "now", "speed", "of limit")
     for r in comparison["results"]:
-        names = [r[k] or "" for k in ("workload", "engine", "isa", "dtype")]
+        names = [r["workload"], r["engine"], r["isa"] or "", kind(r)]
         times = (seconds(r["seconds_then"]), seconds(r["seconds_now"]))
         table.add_row(*names, *times, _times(r["speedup"]), _times(r["of_limit"]))
     _print(table)

@@ -155,6 +155,28 @@ def test_csv() -> None:
     assert rows[0]["engine"] == "native" and float(rows[0]["seconds_min"]) > 0
 
 
+def test_rows_say_what_their_cache_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    """And are as many times as fast as our own kernels over the same."""
+    rows = [
+        {**sample(seconds, 0.5)["results"][0], "engine": engine, "kv_cache_dtype": kind}
+        for kind, engine, seconds in (
+            ("auto", "native", 1.0),
+            ("auto", "onednn", 2.0),
+            ("int8", "native", 3.0),
+            ("int8", "onednn", 4.0),
+        )
+    ]
+    more = {"seconds_median": 1.0, "limit": None, "limit_of": None}
+    found = {"machine": {"version": "0", "brand": "A"}, "probes": [], "results": [r | more for r in rows]}
+    report.show(found)
+    lines = [line.split("\u2502") for line in capsys.readouterr().out.splitlines() if "float32" in line]
+    assert [line[4].strip() for line in lines] == ["float32", "float32", "float32 int8", "float32 int8"]
+    assert [line[-2].strip() for line in lines] == ["", "0.50", "", "0.75"]
+    both = {"results": rows, "limits": {}, "machine": {}}
+    report.show_comparison(report.compare(both, both))
+    assert "float32 int8" in capsys.readouterr().out
+
+
 def test_threads_are_used_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     before, during = cpu_attn.get_num_threads(), []
     right = contest.contestants
@@ -194,6 +216,17 @@ def test_shape_options_change_named_workloads() -> None:
         (["--kv-len", "9", "--rival", "torch", "--softcap", "3"], "torch"),
         (["plan-256", "--engine", "onednn-python"], "has no part in it"),
         (["--kv-len", "9", "--kv-cache-dtype", "fp9"], "--kv-cache-dtype fp9"),
+        (["--kv-len", "9", "--save", ""], "a folder, expected a file"),
+        (["--kv-len", "9", "--plot", "/"], "is a directory"),
+        (["--head-size", "65537"], "--head-size"),
+        (["--num-heads", "70000", "--num-kv-heads", "70000"], "--num-heads"),
+        (["--block-size", "3000000000"], "--block-size"),
+        (["--sliding-window", "99999999999"], "--sliding-window"),
+        (["--kv-len", "99999999999"], "--kv-len"),
+        (["--softcap", "nan"], "--softcap"),
+        (["--softcap", "inf"], "--softcap"),
+        (["--softcap", "1e-39"], "--softcap"),
+        (["--selected", "nan"], "--selected"),
         (["--repeat", "0"], "repeat"),
         (["--threads", "0"], "threads"),
     ],
@@ -205,6 +238,23 @@ def test_errors(args: list[str], text: str, monkeypatch: pytest.MonkeyPatch) -> 
     result = call(*args)
     assert result.exit_code == 2, result.output
     assert text in " ".join(result.output.split())
+
+
+def test_memory_that_cannot_be_had() -> None:
+    result = call("--kv-len", "2147483647", "--num-kv-heads", "65536", "--num-heads", "65536", "--repeat", "1")
+    assert result.exit_code == 1
+    assert "no memory for it" in result.stderr
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="no folder that takes no files")
+@pytest.mark.parametrize("option", ["--save", "--plot"])
+def test_a_file_that_cannot_be_written_comes_after_the_table(option: str) -> None:
+    if option == "--plot":
+        pytest.importorskip("matplotlib")
+    result = call(*FREE, "--engine", "native", option, "/proc/x.png")
+    assert result.exit_code == 1
+    assert "of limit" in result.stdout
+    assert "/proc/x.png" in result.stderr and "Error: " in result.stderr
 
 
 def test_left_out_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +335,12 @@ def test_save_and_compare(tmp_path: Path) -> None:
     assert "limits, now to then" in call(*FREE, "--engine", "native", "--compare", str(path)).stdout
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"results": [{}], "limits": {}, "machine": {}}'])
+NULL = json.dumps(sample(1.0, None)).replace('"seconds_min": 1.0', '"seconds_min": null')
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"results": [{}], "limits": {}, "machine": {}}', NULL, NULL.replace("null", '"1"')]
+)
 def test_no_report_to_compare_with(text: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)

@@ -70,7 +70,18 @@ from cpu_attn._check.plans import (
     step,
     table_block_size,
 )
-from cpu_attn._check.values import INT32_MAX, MAX_SIZE, boolean, integer, number, sequence, softcap, window
+from cpu_attn._check.values import (
+    INT32_MAX,
+    MAX_SIZE,
+    SOFTCAP_MAX,
+    TINY,
+    boolean,
+    integer,
+    number,
+    sequence,
+    softcap,
+    window,
+)
 
 __all__ = [
     "ATTENTION",
@@ -83,6 +94,8 @@ __all__ = [
     "NARROW",
     "ROTARY",
     "SCORES",
+    "SOFTCAP_MAX",
+    "TINY",
     "WRITE",
     "Masks",
     "Plan",
