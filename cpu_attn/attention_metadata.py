@@ -54,7 +54,8 @@ class Part:
 class CPUAttentionMetadata:
     """One step: P prefills of num_prefill_tokens query tokens, then the decodes, R requests and T tokens in all.
 
-    Lengths, tables and slots are lists or arrays of int32 or int64. A prefill's query tokens are its last ones; that
+    Lengths, tables and slots are lists or arrays of int32 or int64; a layer looks at what they hold, here ValueError or
+    TypeError is for the three counts alone. A prefill's query tokens are its last ones; that
     it has more keys than queries is chunked prefill or a cached prefix, and ``chunked_prefill`` only repeats it.
 
     =========================  ==========================================================================
@@ -138,7 +139,8 @@ class CPUAttentionMetadata:
         return self if self.num_decode_tokens else None
 
     def get_seq_lens(self, attn_type: str) -> tuple[Any, Any]:
-        """(lengths of queries, of keys): lists, seq_lens or encoder_seq_lens."""
+        """(lengths of queries, of keys): lists, seq_lens or encoder_seq_lens. ValueError for an attn_type that is none,
+        as in the other methods that take one."""
         kind = attention_type(attn_type)
         queries = self.encoder_seq_lens if kind is AttentionType.ENCODER else self.seq_lens
         of_encoder = kind in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER)
@@ -337,7 +339,7 @@ class CPUAttentionMetadataBuilder:
         """Moves requests with one scheduled token (decodes) behind all others; says whether anything moved.
 
         input_batch: req_ids, swap_states(i, j). scheduler_output: num_scheduled_tokens {req_id: number}. As few
-        swaps as can be.
+        swaps as can be. Raises KeyError, before anything is moved, for a request without a number.
         """
         scheduled = scheduler_output.num_scheduled_tokens
         is_decode = [scheduled[req_id] == 1 for req_id in input_batch.req_ids]
@@ -357,6 +359,9 @@ class CPUAttentionMetadataBuilder:
         block_table_tensor [R, M], slot_mapping [T], causal (True unless said); where there is cross attention
         encoder_seq_lens [R], cross_slot_mapping and cross_block_tables [R, M]. Rows past R, slots past T: padding.
         common_prefix_len and fast_build change nothing: a layer's plan finds for itself which requests share blocks.
+
+        Raises ValueError or TypeError for a query_start_loc that does not begin with 0 or falls, arrays that are too
+        short, of other axes or dtypes, and a causal that is no boolean. Lengths and blocks are a layer's to check.
         """
         _check.integer("common_prefix_len", common_prefix_len, 0)
         common = common_attn_metadata

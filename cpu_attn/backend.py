@@ -37,6 +37,7 @@ class CPUAttentionBackend:
 
     @staticmethod
     def get_name() -> str:
+        """CPU_ATTN."""
         return "CPU_ATTN"
 
     @staticmethod
@@ -72,14 +73,17 @@ class CPUAttentionBackend:
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        """Of a layer."""
         return CPUAttentionBackendImpl
 
     @staticmethod
     def get_metadata_cls() -> type[CPUAttentionMetadata]:
+        """Of a step."""
         return CPUAttentionMetadata
 
     @staticmethod
     def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        """Of what makes a step's metadata."""
         return CPUAttentionMetadataBuilder
 
     @staticmethod
@@ -383,7 +387,8 @@ def _zeros_like(query: Any, rows: int, columns: int) -> Any:
 def make_alibi_bias(alibi_slopes: Any, dtype: Any, seq_lens: Sequence[int]) -> list[Array]:
     """For each length L the causal ALiBi bias [1, Hq, L, L]: slope * (key - query), -inf where the key is later.
 
-    alibi_slopes [Hq], dtype float32, float16 or bfloat16. Press et al., arXiv:2108.12409.
+    alibi_slopes [Hq], dtype float32, float16 or bfloat16. Press et al., arXiv:2108.12409. Raises ValueError or
+    TypeError for slopes of other axes, lengths below 0 and other dtypes.
     """
     slopes = numpy_view("alibi_slopes", _array("alibi_slopes", alibi_slopes))
     if slopes.ndim != 1:
@@ -403,7 +408,8 @@ def make_sliding_window_bias(
     """For each length L the mask [1, L, L]: 0 where a query sees the key, else -inf.
 
     window_size: w, the last w keys, the query's own among them, and w - 1 ahead where not causal; None: no window.
-    dtype float32, float16 or bfloat16.
+    dtype float32, float16 or bfloat16. Raises ValueError or TypeError for lengths below 0, windows below 1 and other
+    dtypes.
     """
     window = _check.window(-1 if window_size is None else window_size, "window_size")
     causal, kind = _check.boolean("causal", causal), DTYPES[dtype_name(dtype)]

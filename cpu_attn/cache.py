@@ -27,6 +27,7 @@ class PagedKVCache:
     resolved and ``layout`` names what lies inside, so that a plan for another layout or dtype is refused; all of that
     is ``descriptor``, which goes with the memory into files and to other machines.
     kv_cache_layout: ``packed``, or ``HND`` or ``NHD``: plain rows, slower to read, for whoever shares the memory.
+    Raises ValueError or TypeError for what is out of range, UnavailableError for an isa that is not there, MemoryError.
 
     >>> cache = PagedKVCache(64, 16, num_kv_heads=8, head_size=128, dtype="bfloat16")
     >>> cache.update(key, value, slot_mapping)
@@ -116,13 +117,14 @@ class PagedKVCache:
 
     def save(self, file: str | PathLike[str]) -> None:
         """Writes a safetensors file (extra ``safetensors``): ``key_cache``, ``value_cache``, the descriptor in its
-        metadata."""
+        metadata. Raises OSError for a file that cannot be written, ValueError for a plain layout, UnavailableError
+        without safetensors."""
         StoredCache(self.descriptor, self.key_cache, self.value_cache).save(file)
 
     @classmethod
     def load(cls, file: str | PathLike[str], isa: str = "auto") -> PagedKVCache:
-        """What :meth:`save` wrote, on this machine or another; errors and isa as in :meth:`open`. A layout that is
-        foreign here: ``convert(StoredCache.load(file))``."""
+        """What :meth:`save` wrote, on this machine or another; isa as in :meth:`open`, errors as there and in
+        :meth:`StoredCache.load`. A layout that is foreign here: ``convert(StoredCache.load(file))``."""
         stored = StoredCache.load(file)
         return cls.open(stored.descriptor, stored.key_cache, stored.value_cache, isa)
 
@@ -133,7 +135,8 @@ class PagedKVCache:
         )
 
     def update(self, key: Any, value: Any, slot_mapping: Any) -> None:
-        """Writes key [T, Hkv, D] and value [T, Hkv, Dv] to slot_mapping int64 [T]; see :func:`reshape_and_cache`."""
+        """Writes key [T, Hkv, D] and value [T, Hkv, Dv] to slot_mapping int64 [T]; more, and the errors: see
+        :func:`reshape_and_cache`."""
         self._same_sizes("key", key, self.head_size)
         self._same_sizes("value", value, self.head_size_v)
         scales = self.k_scale, self.v_scale, self.kv_cache_dtype
@@ -152,7 +155,8 @@ class PagedKVCache:
 
     def gather(self, block_table: Any, seq_len: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Plain K [seq_len, Hkv, D] and V [seq_len, Hkv, Dv] of one request; block_table: int32 [M], its blocks.
-        As they are stored; ``int8`` and ``int4`` in float32, times their scales."""
+        As they are stored; ``int8`` and ``int4`` in float32, times their scales. Raises ValueError or TypeError for
+        a seq_len or blocks out of range."""
         common: Any = {"isa": self.isa, "dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype}
         common["kv_cache_layout"] = self.kv_cache_layout
         return (
@@ -178,7 +182,8 @@ class PagedKVCache:
     ) -> SchedulerMetadata:
         """A plan for this cache; options are those of :func:`get_scheduler_metadata` (causal, sliding_window, ...).
 
-        block_table: int32 [R, M] or None; given, requests that share a prefix of blocks read it once.
+        block_table: int32 [R, M] or None; given, requests that share a prefix of blocks read it once. Errors are that
+        function's.
         """
         num_reqs = _check.array("seq_lens", seq_lens, ["int32"], [("num_reqs", None)]).shape[0]
         return get_scheduler_metadata(
@@ -215,7 +220,9 @@ class PagedKVCache:
     ) -> Any:
         """Output [T, Hq, Dv] (a new array unless given) of query [T, Hq, D] over the pages in block_table [R, M].
 
-        scale is 1 / sqrt(D) unless said; the rest as in :func:`attention_with_kv_cache`.
+        scale is 1 / sqrt(D) unless said; the rest, and the errors, as in :func:`attention_with_kv_cache`. ValueError
+        for a plan that was made for another dtype, layout or kv_cache_dtype, or for an isa that does not read this
+        layout.
         """
         if str(_check.plan("plan", plan).dtype) != str(self.dtype):
             raise ValueError(f"plan: made for {plan.dtype}, this cache takes {self.dtype}")

@@ -109,6 +109,7 @@ class CacheDescriptor:
         raise ValueError(f"layout: {who} {self.dtype} in {self.layout}; cpu_attn.convert does")
 
     def to_json(self) -> str:
+        """An object of its fields, which :meth:`from_json` reads."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
@@ -152,7 +153,8 @@ class StoredCache:
             object.__setattr__(self, name, memory.view(memory_dtype(kind)))
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """As safetensors: ``key_cache``, ``value_cache``, and the descriptor as metadata ``cpu_attn``."""
+        """As safetensors: ``key_cache``, ``value_cache``, and the descriptor as metadata ``cpu_attn``. Raises OSError
+        for a file that cannot be written, UnavailableError without safetensors."""
         safetensors = _safetensors()
         arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in ("key_cache", "value_cache")}
         try:
@@ -162,7 +164,8 @@ class StoredCache:
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> StoredCache:
-        """What :meth:`save` wrote, here or elsewhere. ValueError for a file that is something else."""
+        """What :meth:`save` wrote, here or elsewhere. Raises ValueError or TypeError for a file that is something else,
+        OSError for one that cannot be read, UnavailableError without safetensors."""
         safetensors = _safetensors()
         try:
             with safetensors.safe_open(file, framework="np") as opened:

@@ -79,13 +79,14 @@ def reshape_and_cache(
     hold key / k_scale and value / v_scale, rounded to nearest even, saturating, subnormals kept; ``int8`` or ``int4``:
     uint8 caches hold integers to nearest even and bfloat16 scales, one for each token and kv head, or for 32 elements
     of them; two of these as ``K/V``.
+    k_scale, v_scale: 1 unless the cache is fp8; positive, normal and finite in float32.
     kv_cache_layout: ``packed``, or rows as they are, but for int8 and int4: ``HND`` [N, Hkv, B, D], ``NHD``
     [N, B, Hkv, D], all strides but the last axis's free, and the same for every isa.
     slot_mapping: int64 [T], block * B + offset; a negative slot is skipped. Of tokens that share a slot one stays,
     whole. Whoever writes with one isa must read with the same.
 
     Raises ValueError or TypeError, before anything is written, for shapes, dtypes, strides, slots out of range and
-    memory that overlaps.
+    memory that overlaps, UnavailableError for an isa that is not there.
     """
     fault = ffi.new("ca_fault *")
     arrays = (key_cache, value_cache, key, value, slot_mapping)
@@ -136,7 +137,8 @@ def attention_with_kv_cache(
     kv_cache_layout: the plan's. ``HND`` and ``NHD`` are read where they lie, whoever wrote them: [N, Hkv, B, D] and
     [N, B, Hkv, D], all strides but the last axis's free; value_cache may be a view of key_cache.
     query_start_loc int32 [R+1], seq_lens int32 [R], causal, sliding_window, dynamic_causal: as the plan was made for.
-    scale: factor of q.k. softcap > 0: logits become softcap * tanh(logit / softcap); 0 is off.
+    scale: factor of q.k, finite in float32. softcap > 0: logits become softcap * tanh(logit / softcap); 0 is off, else
+    it is within 1.18e-38..2.34e38.
     alibi_slopes: float32 [Hq] or None, adds slope * (key position - query position).
     block_table: int32 [R, M]; entries past the blocks that a request needs are ignored.
     s_aux: [Hq] or None, attention sinks: one logit more a head in the softmax, without a value.

@@ -112,7 +112,7 @@ class PagedAttention:
     ) -> tuple[Array, Array]:
         """key_cache and value_cache ``[N, Hkv, B, width]`` of a layer's cache in either layout: NumPy views.
 
-        Raises ValueError for a shape that is none of them.
+        Raises ValueError or TypeError for a shape that is none of them, and for sizes out of range.
         """
         num_kv_heads = _check.integer("num_kv_heads", num_kv_heads, 1, _check.MAX_SIZE)
         key_cache, value_cache = _blocks("kv_cache", kv_cache)
@@ -217,8 +217,9 @@ class PagedAttention:
     def copy_blocks(kv_caches: Sequence[Any], src_to_dists: Any) -> None:
         """Copies whole blocks, K and V, within each layer's cache: all are read before any is written.
 
-        src_to_dists: [n, 2], pairs (source, destination), or {source: [destinations]}. Raises ValueError, before any
-        layer is written, for a block out of range or a destination named twice.
+        src_to_dists: [n, 2], pairs (source, destination), or {source: [destinations]}. Raises ValueError or TypeError,
+        before any layer is written, for what are no pairs or caches, a block out of range, a destination named twice
+        and memory that is read-only.
         """
         kv_caches = _check.sequence("kv_caches", kv_caches)
         layers = [_writable(f"kv_caches[{i}]", kv_cache) for i, kv_cache in enumerate(kv_caches)]
@@ -231,8 +232,9 @@ class PagedAttention:
     def swap_blocks(src_kv_cache: Any, dst_kv_cache: Any, src_to_dst: Any) -> None:
         """Copies whole blocks, K and V, from one cache of a layer to another of the same layout, dtype and block size.
 
-        src_to_dst: [n, 2], pairs (source, destination), or {source: destination}. Raises ValueError, before anything is
-        written, for a block out of range, a destination named twice, or caches that differ in more than num_blocks.
+        src_to_dst: [n, 2], pairs (source, destination), or {source: destination}. Raises ValueError or TypeError,
+        before anything is written, for what are no pairs or caches, a block out of range, a destination named twice,
+        memory that is read-only, or caches that differ in more than num_blocks.
         """
         sources, destinations = _blocks("src_kv_cache", src_kv_cache), _writable("dst_kv_cache", dst_kv_cache)
         for src, dst in zip(sources, destinations, strict=True):

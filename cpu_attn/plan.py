@@ -126,6 +126,7 @@ def get_scheduler_metadata(
 ) -> SchedulerMetadata:
     """Plans the attention of one step over ``num_reqs`` requests, once for all its layers.
 
+    num_heads, num_kv_heads, head_size: 1 to 65536 each; num_kv_heads divides num_heads.
     seq_lens: int32 [num_reqs], keys of each request, the new tokens counted.
     dtype: float32, float16 or bfloat16 (NumPy dtype, torch dtype or name) of queries, keys and values.
     kv_cache_dtype: of the cache: ``auto`` as dtype; ``fp8_e4m3`` (``fp8``), ``fp8_e5m2``, ``int8``, ``int4``, or two of
@@ -221,6 +222,9 @@ def get_kv_cache_shape(
     kv_cache_dtype says: fp8 of ``ml_dtypes``' or of uint8, int8 and int4 of uint8. Where K's differs from V's: one of
     the two.
     kv_cache_layout: of ``HND`` and ``NHD`` the width is head_size; ``NHD`` has block_size before num_kv_heads.
+
+    Raises ValueError or TypeError for sizes out of range and names that are none, UnavailableError for an isa that is
+    not there.
     """
     name = dtype_name(dtype)
     kv, v_dtype = _check.kv_dtypes(kv_cache_dtype, name)

@@ -263,3 +263,8 @@ def test_what_is_not_said_stays() -> None:
     empty = PagedKVCache(0, 16, 2, 8)
     assert convert(empty, dtype="bfloat16").num_blocks == 0
     assert contents(convert(filled("float32")[0], isa="scalar"))[0].shape == key.shape
+
+
+def test_what_is_no_cache() -> None:
+    with pytest.raises(TypeError, match="cache: expected PagedKVCache or StoredCache, got NoneType"):
+        convert(None)  # type: ignore[arg-type]
