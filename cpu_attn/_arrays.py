@@ -153,7 +153,7 @@ def _read(x: Any) -> Array:
     if hasattr(x, "__array_interface__"):
         if x.__array_interface__["typestr"][1] == "V":
             raise TypeError(f"its __array_interface__ says only {x.__array_interface__['typestr']!r}")
-        return _of_numpy(np.asarray(x))
+        return _of_numpy(x)
     raise TypeError(f"expected an array on the CPU, got {type(x).__name__}")
 
 
@@ -226,8 +226,8 @@ def described(arrays: Sequence[Array | None]) -> Any:
     return ffi.from_buffer("ca_array[]", b"".join([ABSENT if a is None else a.described() for a in arrays]))
 
 
-def _of_numpy(array: np.ndarray[Any, Any]) -> Array:
-    x = np.asarray(array)  # a subclass may say anything of itself
+def _of_numpy(x: Any) -> Array:
+    x = np.asarray(x)  # a subclass may say anything of itself
     dtype = _NAME_OF.get(x.dtype)
     if dtype is None:
         raise TypeError(f"dtype {x.dtype} is none of {', '.join(DTYPES)}")

@@ -273,6 +273,12 @@ def test_gradients_have_no_kernel(calls: list[Any]) -> None:
 I32 = {"dtype": torch.int32}
 
 
+def freed(*shape: int, **options: Any) -> Any:
+    tensor = torch.zeros(*shape, **options)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "words"),
     [
@@ -280,6 +286,8 @@ I32 = {"dtype": torch.int32}
         ({"cum_seq_q": torch.tensor([0, 3, 8], **I32)}, ValueError, r"query: 9 tokens, expected cu_seq_q\[-1\] = 8"),
         ({"cum_seq_q": torch.tensor([0, 10, 9], **I32)}, ValueError, r"cu_seq_q\[2\]: 9, expected at least 10"),
         ({"cum_seq_q": torch.tensor([1, 3, 9], **I32)}, ValueError, r"cu_seq_q\[0\]: 1, expected 0"),
+        ({"cum_seq_q": freed(3, **I32)}, ValueError, "cu_seq_q: .* where no memory is"),
+        ({"query": freed(9, 4, 32)}, ValueError, "query: .* where no memory is"),
         ({"cum_seq_q": None}, ValueError, "cu_seq_q: is None"),
         ({"cum_seq_k": torch.tensor([0, 31], **I32)}, ValueError, r"cu_seq_k: shape \(2,\), expected \[3\]"),
         ({"cum_seq_k": torch.tensor([0, 5, 32], **I32)}, ValueError, r"cu_seq_k\[2\]: 32, the tensor has 31 tokens"),

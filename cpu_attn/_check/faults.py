@@ -11,6 +11,7 @@ from cpu_attn._native import ffi, lib
 
 
 def instance(name: str, x: Any, *kinds: type) -> None:
+    """TypeError for what is of none of these classes."""
     if not isinstance(x, kinds):
         raise TypeError(f"{name}: expected {' or '.join(k.__name__ for k in kinds)}, got {type(x).__name__}")
 
