@@ -26,8 +26,10 @@
  * What is asked for: a core of this kind waits for 12 lines at a time, asked for or read, 7.6 GB/s of 4 KiB pages in
  * random order. Reads alone bring 10.9 of them and 12.2 in a line, because what the hardware fetches behind a few reads
  * of a page does not count among the 12. So the products ask for the first half of a page, evenly, a step ahead:
- * against all of it two steps ahead decode takes 0.96 of the time in bfloat16, 0.92 in float32, 0.95 over fp8. A
- * quarter, the half at once, half of every KiB or of groups of 1 KiB: slower than all.
+ * against all of it two steps ahead decode takes 0.96 of the time in bfloat16, 0.92 in float32, 0.95 over fp8. Half of
+ * every group of 2 KiB instead, where two share a page: 1.09 of the time in decode-8x8k-d64, 1.04 to 1.14 over fp8; but
+ * alone in a block of 16 tokens half of them is best, too. A quarter, the half at once, half of every KiB or of groups
+ * of 1 KiB: slower than all.
  *
  * Narrow caches: kernel/halves.h. */
 #include "../cpu.h"
