@@ -174,8 +174,9 @@ class PagedKVCache:
         caches = {"key_cache": self.key_cache, "value_cache": self.value_cache}
         for name, cache in caches.items():
             _check.writable(name, view(name, cache))
-        for cache in caches.values():
-            cache[destinations] = cache[sources]
+        blocks = [cache[sources] for cache in caches.values()]  # of both, since V may be a view of K
+        for cache, found in zip(caches.values(), blocks, strict=True):
+            cache[destinations] = found
 
     def plan(
         self, query_start_loc: Any, seq_lens: Any, num_heads: int, *, block_table: Any = None, **options: Any

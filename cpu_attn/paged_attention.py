@@ -215,7 +215,8 @@ class PagedAttention:
 
     @staticmethod
     def copy_blocks(kv_caches: Sequence[Any], src_to_dists: Any) -> None:
-        """Copies whole blocks, K and V, within each layer's cache: all are read before any is written.
+        """Copies whole blocks, K and V, within each layer's cache: all are read before any is written. Layers may
+        share one.
 
         src_to_dists: [n, 2], pairs (source, destination), or {source: [destinations]}. Raises ValueError or TypeError,
         before any layer is written, for what are no pairs or caches, a block out of range, a destination named twice
@@ -225,7 +226,8 @@ class PagedAttention:
         layers = [_writable(f"kv_caches[{i}]", kv_cache) for i, kv_cache in enumerate(kv_caches)]
         halves = [half for layer in layers for half in layer]
         moves = [_check.moves("src_to_dists", src_to_dists, len(half), len(half)) for half in halves]
-        for half, (sources, destinations) in zip(halves, moves, strict=True):
+        each_once = {(half.ctypes.data, half.strides): (half, move) for half, move in zip(halves, moves, strict=True)}
+        for half, (sources, destinations) in each_once.values():
             half[destinations] = half[sources]
 
     @staticmethod

@@ -148,6 +148,9 @@ def test_copy_blocks(layout: str, of: Any) -> None:
         assert contents(caches[1]) == [[12, 11, 10, 10, 14], [112, 111, 110, 110, 114]]
         of.copy_blocks(caches, [])
         assert contents(caches[0])[0] == [2, 1, 0, 0, 4]
+    shared = numbered(layout, 5)
+    of.copy_blocks([shared, shared], [(0, 1), (1, 2)])
+    assert contents(shared) == [[0, 0, 1, 3, 4], [100, 100, 101, 103, 104]]
 
 
 @pytest.mark.parametrize("layout", ["flat", "pair", "stacked"])

@@ -107,6 +107,15 @@ def test_copy_blocks_reads_before_it_writes() -> None:
     cache.copy_blocks([])
 
 
+def test_copy_blocks_where_v_is_a_view_of_k() -> None:
+    cache = cpu_attn.PagedKVCache(4, 16, 1, 24, "float32", head_size_v=16, kv_cache_layout="HND")
+    rows = cache.key_cache
+    cache.value_cache = rows[..., :16]
+    rows[:] = np.arange(4)[:, None, None, None]
+    cache.copy_blocks([(0, 1), (1, 2), (2, 0)])
+    assert rows[:, 0, 0, 0].tolist() == rows[:, 0, 0, 23].tolist() == [2, 0, 1, 3]
+
+
 BAD_PAIRS = [[(0, 4)], [(-1, 0)], [(0, 1), (2, 1)], [(0, 1, 2)], [(0.5, 1)], [1, 2], [(0,), (1, 2)], None, "ab"]
 
 
