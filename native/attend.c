@@ -63,9 +63,6 @@ int ca_team(int wanted) {
     return 1;
 }
 
-#define HEADS 32             /* most kv heads that go together */
-#define TOGETHER (512 << 10) /* bytes of their keys and values */
-
 typedef struct run {
     const ca_plan *plan;
     const ca_call *call;
@@ -136,34 +133,28 @@ static int together(const run *w, const ca_task *t) {
     return w->plan->head_bytes && !t->shared && w->call->num_selected < 0 && w->call->block_size % CA_LANES == 0;
 }
 
-/* kv heads [first, end) of a task, few_keys at a time: where they lie side by side (NHD) the memory that one of them
- * brings along is the next one's. Zen 4, one thread, 64k keys of 8 heads of 128: reads alone 10.8 GB/s head by
- * head, 15.8 so, 16 of a packed cache. */
+/* kv heads [first, end) of a task: where they lie side by side (NHD) the memory that one of them brings along is the
+ * next one's. Zen 4, one thread, 64k keys of 8 heads of 128: reads alone 10.8 GB/s head by head, 15.8 so, 16 of a
+ * packed cache. */
 static int run_heads(run *w, const ca_task *t, int first, int end, char *memory) {
     const ca_plan *p = w->plan;
     char *scratch = memory + 2 * p->state_bytes, *states = scratch + p->scratch_bytes;
-    const int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v, few = ca_few_keys(p);
-    ca_task task = *t;
-    ca_state total[HEADS], part[HEADS];
+    const int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v;
+    ca_state total[CA_HEADS], part[CA_HEADS];
     int holds = 0, status = 0;
-    task.together = end - first == p->shape.num_kv_heads;
     for (int h = first; h < end; h++, states += 2 * p->head_bytes) {
         total[h - first] =
             t->partial < 0 ? state_at(states, rows, dv) : part_at(w, (ca_part){t->partial, (int32_t)rows, 0}, h);
         part[h - first] = state_at(states + p->head_bytes, rows, dv);
         ca_clear(&total[h - first], rows, dv);
     }
-    for (int32_t s = 0; s < t->num_segments; s++) {
+    for (int32_t s = 0; s < t->num_segments && !status; s++) {
         int64_t k0, k1;
         if (!segment_keys(w, t, first, t->segment + s, &k0, &k1))
             continue;
         for (int h = first; h < end && holds; h++)
             ca_clear(&part[h - first], rows, dv);
-        for (int64_t k = k0, next; k < k1 && !status; k = next) {
-            next = ca_min64(k1, k - k % CA_LANES + few);
-            for (int h = first; h < end && !status; h++)
-                status = p->engine->segment(p, w->call, &task, h, k, next, (holds ? part : total) + h - first, scratch);
-        }
+        status = p->kernel->segment_of_heads(p, w->call, t, first, end - first, k0, k1, holds ? part : total, scratch);
         for (int h = first; h < end && holds; h++)
             p->kernel->merge(&total[h - first], &part[h - first], rows, dv);
         holds = 1;
@@ -178,8 +169,9 @@ static int run_heads(run *w, const ca_task *t, int first, int end, char *memory)
 static int64_t head_groups(const ca_plan *p, int team) {
     const ca_shape *s = &p->shape;
     int64_t heads = s->num_kv_heads, wanted = team > 1 ? ca_div_up(2 * team, ca_max64(1, p->num_tasks)) : 1;
-    int64_t bytes = ca_few_keys(p) * (s->head_size + s->head_size_v) * ca_dtype_size(s->k_dtype);
-    int64_t most = ca_max64(1, ca_min64(HEADS, TOGETHER / ca_max64(1, bytes)));
+    const ca_kernel *k = p->kernel;
+    int64_t bytes = ca_nhd_keys(s, k->nhd_keys, k->nhd_bytes) * ca_token_bytes(s);
+    int64_t most = ca_max64(1, ca_min64(CA_HEADS, 2 * k->nhd_bytes / bytes));
     return p->head_bytes ? ca_min64(heads, ca_max64(wanted, ca_div_up(heads, most))) : heads;
 }
 

@@ -43,10 +43,9 @@ typedef struct ca_token {
 typedef struct ca_task {
     int32_t request, token, num_tokens;
     int32_t segment, num_segments;
-    int32_t together; /* do all kv heads go together through the keys? */
-    int32_t shared;   /* 0, or 1 + where in plan->tokens its query tokens are: of several requests, whose blocks are the
-                         same in these segments, which all of them see whole */
-    int64_t partial;  /* floats into the partial results, -1: finish at once */
+    int32_t shared;  /* 0, or 1 + where in plan->tokens its query tokens are: of several requests, whose blocks are the
+                        same in these segments, which all of them see whole */
+    int64_t partial; /* floats into the partial results, -1: finish at once */
 } ca_task;
 
 /* Rows from `row` on of partial results for `rows` rows, of kv head 0. */

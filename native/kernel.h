@@ -32,9 +32,12 @@ struct ca_kernel {
     ca_kernel_info info;
     int64_t (*scratch_bytes)(const ca_plan *plan);
     ca_segment_fn *segment;
-    /* keys after which a segment of up to CA_FEW_ROWS may be left and, with the state as it then is, gone on with, the
-     * bits being the same, where blocks hold whole groups; 0: never */
-    int few_keys, nhd_keys; /* the second of NHD caches */
+    /* the same for kv heads [kv_head, kv_head + num_heads) of an NHD cache, whose blocks hold whole groups, and up to
+     * CA_FEW_ROWS rows; states: one each; NULL: none. They go together through the keys, the bits being the same, at
+     * most nhd_keys at a time, or as many as are nhd_bytes of K and V for all heads */
+    int (*segment_of_heads)(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
+                            int64_t k0, int64_t k1, const ca_state *states, void *scratch);
+    int64_t nhd_keys, nhd_bytes;
     /* into = merge(into, from), in this order: float results depend on it */
     void (*merge)(const ca_state *into, const ca_state *from, int64_t rows, int64_t head_size_v);
     /* state -> output and lse: sinks join here, o/l is rounded to the output's dtype */
@@ -94,8 +97,15 @@ static inline int64_t ca_rows_bytes(const ca_plan *plan) {
            ca_dtype_size(plan->shape.dtype);
 }
 
-/* Where may a segment of up to CA_FEW_ROWS be left? */
-static inline int64_t ca_few_keys(const ca_plan *p) {
-    return p->shape.kv_cache_layout == CA_NHD ? p->kernel->nhd_keys : p->kernel->few_keys;
+/* K and V of a token and kv head, in a cache without scales. */
+static inline int64_t ca_token_bytes(const ca_shape *s) {
+    return s->head_size * ca_dtype_size(s->k_dtype) + s->head_size_v * ca_dtype_size(s->v_dtype);
 }
+/* Of `keys`, halved as often as it takes, so many are `bytes` for all kv heads. */
+static inline int64_t ca_nhd_keys(const ca_shape *s, int64_t keys, int64_t bytes) {
+    while (keys >= 2 * CA_LANES && keys * s->num_kv_heads * ca_token_bytes(s) > bytes)
+        keys /= 2;
+    return keys;
+}
+#define CA_HEADS 64 /* most kv heads that go together */
 #endif

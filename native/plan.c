@@ -171,7 +171,7 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
         return CA_NO_MEMORY;
     double total = list_blocks(p, list.at);
     int status = CA_OK;
-    if (p->shape.kv_cache_layout == CA_NHD && p->engine == ca_native_engine() && p->kernel->few_keys &&
+    if (p->shape.kv_cache_layout == CA_NHD && p->engine == ca_native_engine() && p->kernel->segment_of_heads &&
         p->rows <= CA_FEW_ROWS)
         p->head_bytes = align(state_floats(p, p->rows) * (int64_t)sizeof(float));
     if (p->shape.block_size) {

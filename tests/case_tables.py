@@ -254,6 +254,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "block-24": {**CHUNK, "block_size": 24, "head_size": 20, "strided": True},
     "block-128": {**MIXED, "block_size": 128, "head_size": 80, "pieces": 2},
     "equal-axes": {**PREFILL, "block_size": 2, "num_kv_heads": 2},
+    "70-heads": {"query_lens": (1,), "seq_lens": (130,), "num_heads": 70, "num_kv_heads": 70, "head_size": 64},
     "fp8": {**MIXED, "kv_cache_dtype": "fp8_e4m3"},
     "fp8-everything": {**MIXED, **FEATURES["everything"], "kv_cache_dtype": "fp8_e5m2"},
     "fp8-block-5": {**PREFILL, "block_size": 5, "head_size": 33, "head_size_v": 7, "kv_cache_dtype": "fp8_e4m3"},

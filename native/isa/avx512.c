@@ -11,7 +11,7 @@
  *   prefill-2k / 8k        bfloat16 0.58 / 0.61, float32 0.55 / 0.56; over fp8_e4m3 / int8 / int4 0.93 / 0.90 / 0.79
  *                          of bfloat16's speed
  *   decode                 8x8k 0.82 to 0.84, float32 0.90, 16x4k-mha 0.90 to 0.92
- *   plain caches           HND 0.82 / 0.84, NHD 0.68 / 0.56 of packed's speed (8x8k / 16x4k-mha)
+ *   plain caches           HND 0.82 / 0.84, NHD 0.72 / 0.62 of packed's speed (8x8k / 16x4k-mha), 0.68 with 32 kv heads
  *   tree-16x4k-mha         1.28 times decode-16x4k-mha; write-8k bfloat16 0.89, fp8_e4m3 0.64
  * Two threads in calm minutes: README.md. Tried there, each against what is below, in turns with it:
  *   register tiles, scores alone, of FMA's peak in the same millisecond (median): 6 x 4 0.72, 8 x 3 0.69, 9 x 3 0.67,
@@ -21,7 +21,9 @@
  *   noise of the machine would not cover
  *   FEW_KEYS 256, not 128: 1 to 3 % off every decode but NHD's
  *   NHD decode-8x8k, all heads together, each fetching its share of all rows: by 128 keys 52 ms, by 64 45 ms, and 58 ms
- *   where the share is fetched as rows are packed, not by the products (each head its own rows: 64 ms)
+ *   where the share is fetched as rows are packed, not by the products (each head its own rows: 64 ms). By as many keys
+ *   as are 256 KiB for all heads, one call for all of them: 39 to 36.5 ms; 4x4k of 16 / 32 kv heads by 64 keys 20.8 /
+ *   64, by 32 18.8 / 42, so 18.5 / 36. Half of pages there: 53 ms by 64 keys, by 16 3 % less than all
  *
  * What is asked for: a core of this kind waits for 12 lines at a time, asked for or read, 7.6 GB/s of 4 KiB pages in
  * random order. Reads alone bring 10.9 of them and 12.2 in a line, because what the hardware fetches behind a few reads
