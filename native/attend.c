@@ -168,11 +168,13 @@ static int run_heads(run *w, const ca_task *t, int first, int end, char *memory)
  * whose keys, with those that come next, stay in L2. */
 static int64_t head_groups(const ca_plan *p, int team) {
     const ca_shape *s = &p->shape;
-    int64_t heads = s->num_kv_heads, wanted = team > 1 ? ca_div_up(2 * team, ca_max64(1, p->num_tasks)) : 1;
     const ca_kernel *k = p->kernel;
+    int64_t heads = s->num_kv_heads, wanted = team > 1 ? ca_div_up(2 * team, ca_max64(1, p->num_tasks)) : 1;
+    if (!p->head_bytes)
+        return heads;
     int64_t bytes = ca_nhd_keys(s, k->nhd_keys, k->nhd_bytes) * ca_token_bytes(s);
     int64_t most = ca_max64(1, ca_min64(CA_HEADS, 2 * k->nhd_bytes / bytes));
-    return p->head_bytes ? ca_min64(heads, ca_max64(wanted, ca_div_up(heads, most))) : heads;
+    return ca_min64(heads, ca_max64(wanted, ca_div_up(heads, most)));
 }
 
 /* In the order of the segments, as one thread would have merged them. */
