@@ -94,71 +94,52 @@ static int segment_keys(const run *w, const ca_task *t, int kv_head, int64_t seg
     return *k0 < *k1;
 }
 
-/* The task's segments in order, those that hold a key that counts, onto what the state holds, if it holds anything. */
-static int run_segments(run *w, const ca_task *t, int kv_head, const ca_state *total, int holds, char *memory) {
+/* Can several kv heads go together through the keys of a task? */
+static int together(const run *w, const ca_task *t) {
+    return w->plan->heads_together > 1 && !t->shared && w->call->num_selected < 0 &&
+           w->call->block_size % CA_LANES == 0;
+}
+
+/* The task's segments in order, those that hold a key that counts, onto what the states hold, if they hold anything. */
+static int run_segments(run *w, const ca_task *t, int kv_head, int num_heads, const ca_state *total, int holds,
+                        char *memory) {
     const ca_plan *p = w->plan;
-    int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v, k0, k1;
-    ca_state part = state_at(memory + p->state_bytes, rows, dv);
+    const int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v;
+    char *parts = memory + p->heads_together * p->state_bytes, *scratch = parts + p->heads_together * p->state_bytes;
+    ca_state part[CA_HEADS];
+    for (int h = 0; h < num_heads; h++)
+        part[h] = state_at(parts + h * p->state_bytes, rows, dv);
     for (int32_t s = 0; s < t->num_segments; s++) {
+        int64_t k0, k1;
         if (!segment_keys(w, t, kv_head, t->segment + s, &k0, &k1))
             continue;
-        ca_clear(holds ? &part : total, rows, dv);
-        int status =
-            p->engine->segment(p, w->call, t, kv_head, k0, k1, holds ? &part : total, memory + 2 * p->state_bytes);
+        const ca_state *to = holds ? part : total;
+        for (int h = 0; h < num_heads; h++)
+            ca_clear(&to[h], rows, dv);
+        int status = num_heads > 1 ? p->kernel->segment_of_heads(p, w->call, t, kv_head, num_heads, k0, k1, to, scratch)
+                                   : p->engine->segment(p, w->call, t, kv_head, k0, k1, to, scratch);
         if (status)
             return status;
-        if (holds)
-            p->kernel->merge(total, &part, rows, dv);
+        for (int h = 0; h < num_heads && holds; h++)
+            p->kernel->merge(&total[h], &part[h], rows, dv);
         holds = 1;
     }
-    if (!holds)
-        ca_clear(total, rows, dv);
+    for (int h = 0; h < num_heads && !holds; h++)
+        ca_clear(&total[h], rows, dv);
     return 0;
 }
 
-static int run_item(run *w, const ca_task *t, int kv_head, char *memory) {
-    const ca_plan *p = w->plan;
-    int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v;
-    ca_state total = state_at(memory, rows, dv);
-    if (t->partial >= 0)
-        total = part_at(w, (ca_part){t->partial, (int32_t)rows, 0}, kv_head);
-    int status = run_segments(w, t, kv_head, &total, 0, memory);
-    if (!status && t->partial < 0)
-        p->kernel->finish(p, w->call, t, kv_head, &total);
-    return status;
-}
-
-/* Can several kv heads go together through the keys of a task? */
-static int together(const run *w, const ca_task *t) {
-    return w->plan->head_bytes && !t->shared && w->call->num_selected < 0 && w->call->block_size % CA_LANES == 0;
-}
-
-/* kv heads [first, end) of a task: where they lie side by side (NHD) the memory that one of them brings along is the
- * next one's. Zen 4, one thread, 64k keys of 8 heads of 128: reads alone 10.8 GB/s head by head, 15.8 so, 16 of a
- * packed cache. */
+/* kv heads [first, end) of a task. Where they lie side by side (NHD) the memory that one of them brings along is the
+ * next one's: Zen 4, one thread, 64k keys of 8 heads of 128: reads alone 10.8 GB/s head by head, 15.8 all of them by
+ * few keys, 16 of a packed cache. */
 static int run_heads(run *w, const ca_task *t, int first, int end, char *memory) {
     const ca_plan *p = w->plan;
-    char *scratch = memory + 2 * p->state_bytes, *states = scratch + p->scratch_bytes;
-    const int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v;
-    ca_state total[CA_HEADS], part[CA_HEADS];
-    int holds = 0, status = 0;
-    for (int h = first; h < end; h++, states += 2 * p->head_bytes) {
-        total[h - first] =
-            t->partial < 0 ? state_at(states, rows, dv) : part_at(w, (ca_part){t->partial, (int32_t)rows, 0}, h);
-        part[h - first] = state_at(states + p->head_bytes, rows, dv);
-        ca_clear(&total[h - first], rows, dv);
-    }
-    for (int32_t s = 0; s < t->num_segments && !status; s++) {
-        int64_t k0, k1;
-        if (!segment_keys(w, t, first, t->segment + s, &k0, &k1))
-            continue;
-        for (int h = first; h < end && holds; h++)
-            ca_clear(&part[h - first], rows, dv);
-        status = p->kernel->segment_of_heads(p, w->call, t, first, end - first, k0, k1, holds ? part : total, scratch);
-        for (int h = first; h < end && holds; h++)
-            p->kernel->merge(&total[h - first], &part[h - first], rows, dv);
-        holds = 1;
-    }
+    const int64_t rows = ca_rows_of(p, t);
+    ca_state total[CA_HEADS];
+    for (int h = first; h < end; h++)
+        total[h - first] = t->partial < 0 ? state_at(memory + (h - first) * p->state_bytes, rows, p->shape.head_size_v)
+                                          : part_at(w, (ca_part){t->partial, (int32_t)rows, 0}, h);
+    int status = run_segments(w, t, first, end - first, total, 0, memory);
     for (int h = first; h < end && !status && t->partial < 0; h++)
         p->kernel->finish(p, w->call, t, h, &total[h - first]);
     return status;
@@ -170,10 +151,10 @@ static int64_t head_groups(const ca_plan *p, int team) {
     const ca_shape *s = &p->shape;
     const ca_kernel *k = p->kernel;
     int64_t heads = s->num_kv_heads, wanted = team > 1 ? ca_div_up(2 * team, ca_max64(1, p->num_tasks)) : 1;
-    if (!p->head_bytes)
+    if (p->heads_together == 1)
         return heads;
     int64_t bytes = ca_nhd_keys(s, k->nhd_keys, k->nhd_bytes) * ca_token_bytes(s);
-    int64_t most = ca_max64(1, ca_min64(CA_HEADS, 2 * k->nhd_bytes / bytes));
+    int64_t most = ca_max64(1, ca_min64(p->heads_together, 2 * k->nhd_bytes / bytes));
     return ca_min64(heads, ca_max64(wanted, ca_div_up(heads, most)));
 }
 
@@ -185,7 +166,7 @@ static int merge_item(run *w, const ca_merge *m, int kv_head, char *memory) {
         ca_state part = part_at(w, m->parts[i], kv_head);
         p->kernel->merge(&total, &part, ca_rows_of(p, &m->task), p->shape.head_size_v);
     }
-    int status = run_segments(w, &m->task, kv_head, &total, 1, memory);
+    int status = run_segments(w, &m->task, kv_head, 1, &total, 1, memory);
     if (!status)
         p->kernel->finish(p, w->call, &m->task, kv_head, &total);
     return status;
@@ -198,7 +179,7 @@ static int run_task(run *w, const ca_task *t, int first, int end, char *memory) 
     if (end - first > 1 && together(w, t))
         return run_heads(w, t, first, end, memory);
     for (int h = first; h < end && !status; h++)
-        status = run_item(w, t, h, memory);
+        status = run_heads(w, t, h, h + 1, memory);
     return status;
 }
 

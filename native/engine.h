@@ -100,9 +100,9 @@ struct ca_plan {
     int32_t rows;        /* most query rows of a task */
     int32_t num_threads; /* no more than shape.num_threads, and worth waking */
     int64_t state_bytes, scratch_bytes, thread_bytes, partial_bytes;
-    int64_t head_bytes; /* of a state, in a step of decodes whose kv heads may go together through the keys; else 0 */
-    int32_t *lo, *hi;   /* [num_tokens] where there are masks besides causal and window, else NULL: ca_visible */
-    uint8_t *tree;      /* [num_tokens][tree_bytes] or NULL: ca_tree_row */
+    int32_t heads_together; /* kv heads that may go through the keys of a task: more than 1 in decodes over NHD */
+    int32_t *lo, *hi;       /* [num_tokens] where there are masks besides causal and window, else NULL: ca_visible */
+    uint8_t *tree;          /* [num_tokens][tree_bytes] or NULL: ca_tree_row */
     int64_t tree_bytes;
     int64_t num_shared;
     ca_token *tokens; /* of the shared tasks */

@@ -68,7 +68,7 @@ static double total_cost(const ca_list *list) {
  * of a thread's share hands out its segments one by one. Fewer than 4 * num_threads items are so long, which bounds the
  * partial results. Heads that may go together are one item: they are not parted while there are keys to part. */
 static void split_tasks(const ca_plan *p, ca_list *list, double total) {
-    double limit = total * (p->head_bytes ? 1 : p->shape.num_kv_heads) / (4 * p->num_threads);
+    double limit = total * (p->heads_together > 1 ? 1 : p->shape.num_kv_heads) / (4 * p->num_threads);
     if (!p->shape.enable_kv_split || p->num_threads < 2)
         return;
     for (ca_costed *c = list->at; c < list->at + list->count; c++)
@@ -171,9 +171,10 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
         return CA_NO_MEMORY;
     double total = list_blocks(p, list.at);
     int status = CA_OK;
+    p->heads_together = 1;
     if (p->shape.kv_cache_layout == CA_NHD && p->engine == ca_native_engine() && p->kernel->segment_of_heads &&
         p->rows <= CA_FEW_ROWS)
-        p->head_bytes = align(state_floats(p, p->rows) * (int64_t)sizeof(float));
+        p->heads_together = (int32_t)ca_min64(CA_HEADS, p->shape.num_kv_heads);
     if (p->shape.block_size) {
         status = ca_share(p, table, &list, fault);
         total = total_cost(&list);
@@ -186,7 +187,7 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
     free(list.members);
     p->state_bytes = align(state_floats(p, p->rows) * (int64_t)sizeof(float));
     p->scratch_bytes = align(p->engine->scratch_bytes(p));
-    p->thread_bytes = 2 * p->state_bytes + p->scratch_bytes + 2 * p->shape.num_kv_heads * p->head_bytes;
+    p->thread_bytes = 2 * p->heads_together * p->state_bytes + p->scratch_bytes;
     return status;
 }
 
