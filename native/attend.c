@@ -136,11 +136,13 @@ static int run_heads(run *w, const ca_task *t, int first, int end, char *memory)
     const ca_plan *p = w->plan;
     const int64_t rows = ca_rows_of(p, t);
     ca_state total[CA_HEADS];
-    for (int h = first; h < end; h++)
+    int h = first;
+    do
         total[h - first] = t->partial < 0 ? state_at(memory + (h - first) * p->state_bytes, rows, p->shape.head_size_v)
                                           : part_at(w, (ca_part){t->partial, (int32_t)rows, 0}, h);
+    while (++h < end);
     int status = run_segments(w, t, first, end - first, total, 0, memory);
-    for (int h = first; h < end && !status && t->partial < 0; h++)
+    for (h = first; h < end && !status && t->partial < 0; h++)
         p->kernel->finish(p, w->call, t, h, &total[h - first]);
     return status;
 }
