@@ -12,7 +12,7 @@ import numpy as np
 
 from cpu_attn import _check, _dispatch, ops
 from cpu_attn._arrays import DTYPES, dtype_name, view
-from cpu_attn.layout import CacheDescriptor, StoredCache, aligned_zeros, layout_of, memory_dtype
+from cpu_attn.layout import CacheDescriptor, StoredCache, aligned_zeros, layout_of, memory_dtype, move_blocks
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
 
 
@@ -170,13 +170,11 @@ class PagedKVCache:
         Raises ValueError or TypeError, before any is written, for what are no pairs, a block out of range, a
         destination named twice, and memory that is read-only.
         """
-        sources, destinations = _check.moves("pairs", pairs, self.num_blocks, self.num_blocks)
-        caches = {"key_cache": self.key_cache, "value_cache": self.value_cache}
-        for name, cache in caches.items():
+        moves = _check.moves("pairs", pairs, self.num_blocks, self.num_blocks)
+        caches = self.key_cache, self.value_cache
+        for name, cache in zip(("key_cache", "value_cache"), caches, strict=True):
             _check.writable(name, view(name, cache))
-        blocks = [cache[sources] for cache in caches.values()]  # of both, since V may be a view of K
-        for cache, found in zip(caches.values(), blocks, strict=True):
-            cache[destinations] = found
+        move_blocks(caches, caches, moves)
 
     def plan(
         self, query_start_loc: Any, seq_lens: Any, num_heads: int, *, block_table: Any = None, **options: Any

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -201,6 +202,14 @@ def _tensor(file: str | os.PathLike[str], name: str, dtype: np.dtype[Any]) -> Me
         opened.readinto(array.data)
     found: Memory = array.view(dtype).reshape(tensor["shape"])
     return found
+
+
+def move_blocks(sources: Sequence[Memory], destinations: Sequence[Memory], moves: tuple[Any, Any]) -> None:
+    """Blocks of K and V; all are read before one is written, which V as a view of K needs."""
+    from_blocks, to_blocks = moves
+    found = [source[from_blocks] for source in sources]
+    for destination, blocks in zip(destinations, found, strict=True):
+        destination[to_blocks] = blocks
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Memory:

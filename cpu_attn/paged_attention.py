@@ -19,6 +19,7 @@ import numpy as np
 
 from cpu_attn import _check
 from cpu_attn._arrays import numpy_view
+from cpu_attn.layout import move_blocks
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
 
@@ -224,11 +225,11 @@ class PagedAttention:
         """
         kv_caches = _check.sequence("kv_caches", kv_caches)
         layers = [_writable(f"kv_caches[{i}]", kv_cache) for i, kv_cache in enumerate(kv_caches)]
-        halves = [half for layer in layers for half in layer]
-        moves = [_check.moves("src_to_dists", src_to_dists, len(half), len(half)) for half in halves]
-        each_once = {(half.ctypes.data, half.strides): (half, move) for half, move in zip(halves, moves, strict=True)}
-        for half, (sources, destinations) in each_once.values():
-            half[destinations] = half[sources]
+        num_blocks = min((len(half) for layer in layers for half in layer), default=_check.INT32_MAX)
+        moves = _check.moves("src_to_dists", src_to_dists, num_blocks, num_blocks)
+        each_once = {tuple((x.ctypes.data, x.shape, x.strides) for x in layer): layer for layer in layers}
+        for layer in each_once.values():
+            move_blocks(layer, layer, moves)
 
     @staticmethod
     def swap_blocks(src_kv_cache: Any, dst_kv_cache: Any, src_to_dst: Any) -> None:
@@ -245,10 +246,8 @@ class PagedAttention:
                     f"dst_kv_cache: blocks of {dst.dtype} {dst.shape[1:]}, those of src_kv_cache are {src.dtype} "
                     f"{src.shape[1:]}"
                 )
-        halves = list(zip(sources, destinations, strict=True))
-        moves = [_check.moves("src_to_dst", src_to_dst, len(src), len(dst)) for src, dst in halves]
-        for (src, dst), (from_blocks, to_blocks) in zip(halves, moves, strict=True):
-            dst[to_blocks] = src[from_blocks]
+        moves = _check.moves("src_to_dst", src_to_dst, min(map(len, sources)), min(map(len, destinations)))
+        move_blocks(sources, destinations, moves)
 
 
 class OneDNNPagedAttention(PagedAttention):

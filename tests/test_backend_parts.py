@@ -148,15 +148,24 @@ def test_copy_blocks(layout: str, of: Any) -> None:
         assert contents(caches[1]) == [[12, 11, 10, 10, 14], [112, 111, 110, 110, 114]]
         of.copy_blocks(caches, [])
         assert contents(caches[0])[0] == [2, 1, 0, 0, 4]
+    caches = [numbered(layout, 5), numbered(layout, 5, 10)]
+    of.copy_blocks(caches, zip((0, 1), (1, 2), strict=True))
+    assert contents(caches[1]) == [[10, 10, 11, 13, 14], [110, 110, 111, 113, 114]]
     shared = numbered(layout, 5)
     of.copy_blocks([shared, shared], [(0, 1), (1, 2)])
     assert contents(shared) == [[0, 0, 1, 3, 4], [100, 100, 101, 103, 104]]
 
 
+def test_copy_blocks_where_v_is_a_view_of_k() -> None:
+    rows = np.arange(4.0).repeat(16 * 24).reshape(4, 1, 16, 24)
+    PagedAttention.copy_blocks([(rows, rows[..., :16])], [(0, 1), (1, 2), (2, 0)])
+    assert rows[:, 0, 0, 0].tolist() == rows[:, 0, 0, 23].tolist() == [2, 0, 1, 3]
+
+
 @pytest.mark.parametrize("layout", ["flat", "pair", "stacked"])
 @pytest.mark.parametrize("of", [PagedAttention, CPUAttentionBackend])
 def test_swap_blocks(layout: str, of: Any) -> None:
-    for moves in ({0: 2, 4: 0}, np.array([[0, 2], [4, 0]], np.int32)):
+    for moves in ({0: 2, 4: 0}, np.array([[0, 2], [4, 0]], np.int32), zip((0, 4), (2, 0), strict=True)):
         source, destination = numbered(layout, 5), numbered(layout, 3, 50)
         of.swap_blocks(source, destination, moves)
         assert contents(source) == contents(numbered(layout, 5))
