@@ -76,7 +76,8 @@ def kernels() -> list[dict[str, Any]]:
         lib.ca_isa_kernel(isa.index, code, k)
         asked = os.environ.get("CPU_ATTN_ISA", "")
         why = f"CPU_ATTN_ISA={asked}" if asked not in ("", "auto") else "the best isa that can run here"
-        found.append({"dtype": dtype, "isa": isa.name, "method": ffi.string(k.method).decode(), "why": why})
+        method = ffi.string(k.method).decode() + "; int8 and int4 caches: 16-bit integers (VPDPWSSD)" * k.integers
+        found.append({"dtype": dtype, "isa": isa.name, "method": method, "why": why})
     return found
 
 

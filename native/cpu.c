@@ -119,9 +119,12 @@ int ca_cpu_is(const char *vendor) {
     return strcmp(id.vendor, vendor) == 0;
 }
 
-int ca_cpu_intel;
+int ca_cpu_intel, ca_cpu_vnni;
 
-__attribute__((constructor)) static void look(void) { ca_cpu_intel = ca_cpu_is("GenuineIntel"); }
+__attribute__((constructor)) static void look(void) {
+    ca_cpu_intel = ca_cpu_is("GenuineIntel");
+    ca_cpu_vnni = !CA_CPU_MISSING(CA_HAS_avx512_vnni);
+}
 
 int ca_cpu_amx_permission(const char **reason) {
     *reason = "this CPU or its operating system has no AMX";

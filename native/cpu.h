@@ -30,8 +30,8 @@ const char *ca_cpu_missing(const int *features);
 
 /* Is this the CPU's vendor, as CPUID names it? */
 int ca_cpu_is(const char *vendor);
-/* GenuineIntel? Written once, when the library loads. */
-extern int ca_cpu_intel;
+/* GenuineIntel? AVX512_VNNI? Written once, when the library loads. */
+extern int ca_cpu_intel, ca_cpu_vnni;
 
 /* Asks the kernel once for AMX tile state, for the whole process. 1 granted, 0 refused, -1 no AMX. */
 int ca_cpu_amx_permission(const char **reason);

@@ -187,7 +187,8 @@ typedef struct ca_isa_info {
 typedef struct ca_kernel_info {
     int32_t layout, rows, keys; /* query rows of a work item, keys of a score block */
     int32_t bf16_products;      /* multiplies bf16 as it is, because here that is faster than FP32 FMA */
-    const char *method;         /* how the products are formed, in words */
+    int32_t integers;           /* multiplies int8 and int4 caches as integers (kernel/integers.inc) */
+    const char *method;         /* how the other products are formed, in words */
 } ca_kernel_info;
 
 typedef struct ca_cpu_info {

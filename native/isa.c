@@ -78,6 +78,7 @@ int ca_isa_kernel(int isa, int dtype, ca_kernel_info *out) {
     if (!k)
         return 0;
     *out = k->info;
+    out->integers = k->integers && *k->integers;
     return 1;
 }
 

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
+from cpu_attn import reference
 from cpu_attn.primitives import gather_pages
 
 from .formats import integers, numpy_dtype
@@ -116,3 +117,58 @@ def test_a_plan_is_for_what_the_cache_holds() -> None:
     plan = cache.plan(np.array([0, 1], np.int32), np.array([1], np.int32), 1)
     with pytest.raises(ValueError, match="kv_cache_dtype: 'int8', scheduler_metadata was made for int8/int4"):
         other.attend(np.zeros((1, 1, 32), np.float32), np.zeros((1, 1), np.int32), plan)
+
+
+def far_apart(case: str, rng: np.random.Generator) -> list[NDArray[np.float32]]:
+    """Queries [8, 4, 128], keys and values [300, 1, 128] whose numbers differ by orders of magnitude."""
+    q, k, v = (rng.standard_normal(s).astype(np.float32) for s in ((8, 4, 128), (300, 1, 128), (300, 1, 128)))
+    if case == "query":  # as models have it: a dimension that is large in all queries, and small in keys
+        q[..., 17] *= 100
+        k[..., 17] /= 100
+    elif case == "sink":  # nearly all of the weight is on a key whose value is nearly 0
+        k[0] = 3 * q.mean(axis=(0, 1)) * 8**0.5
+        v[0] /= 1000
+    elif case == "tiny":
+        q *= np.float32(2.0**100)
+        k *= np.float32(2.0**-100)
+        v *= np.float32(2.0**-100)
+    elif case == "one value":
+        v[np.arange(300) != 250] = 0
+    elif case == "late":  # weights grow by orders of magnitude along the keys
+        k = np.linspace(-1, 6, 300, dtype=np.float32)[:, None, None] * q.mean(axis=(0, 1)) + 0.3 * k
+    return [q, k, v]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", [*KINDS, "int8/int4"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8])
+@pytest.mark.parametrize("case", ["query", "sink", "tiny", "one value", "late"])
+@pytest.mark.parametrize(("isa", "dtype"), [k for k in KERNELS if k[1] != "float16"])  # to which 2^100 is infinite
+def test_numbers_far_apart(isa: str, dtype: str, case: str, num_tokens: int, kv_cache_dtype: str) -> None:
+    q, *kv = (x.astype(numpy_dtype(dtype)) for x in far_apart(case, np.random.default_rng(11)))
+    q, table = q[:num_tokens], np.arange(19, dtype=np.int32)
+    cache = cpu_attn.PagedKVCache(19, 16, 1, 128, dtype, isa, kv_cache_dtype=kv_cache_dtype)
+    cache.update(*kv, np.arange(300))
+    plan = cache.plan(np.array([0, num_tokens], np.int32), np.array([300], np.int32), 4)
+    got = cache.attend(q, table[None], plan).astype(np.float64)
+    k, v = (x.astype(np.float64)[:, 0] for x in cache.gather(table, 300))
+    scores = np.einsum("thd,kd->thk", q.astype(np.float64), k) / 128**0.5
+    hidden = np.arange(300 - num_tokens, 300)[:, None] < np.arange(300)
+    scores = np.where(hidden[:, None], -np.inf, scores)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    want = weights / weights.sum(axis=-1, keepdims=True) @ v
+    assert reference.relative_rms(got, want, np.array([0, num_tokens]))[0] <= reference.BUDGET[dtype]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", KINDS)
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
+def test_a_query_that_is_no_number(isa: str, dtype: str, number: float, kv_cache_dtype: str) -> None:
+    rng = np.random.default_rng(12)
+    q, k, v = (rng.standard_normal((n, 2, 72)).astype(numpy_dtype(dtype)) for n in (3, 40, 40))
+    q[1, 1, 70] = number
+    cache = cpu_attn.PagedKVCache(3, 16, 2, 72, dtype, isa, kv_cache_dtype=kv_cache_dtype)
+    cache.update(k, v, np.arange(40))
+    plan = cache.plan(np.array([0, 3], np.int32), np.array([40], np.int32), 2)
+    nan = np.isnan(cache.attend(q, np.arange(3, dtype=np.int32)[None], plan).astype(np.float32))
+    assert nan[1, 1].all()
+    assert nan.sum() == 72

@@ -15,7 +15,7 @@ static const char *missing(void) {
     const char *reason = CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_avx512bw, CA_HAS_avx512dq, CA_HAS_avx512vl, CA_HAS_fma);
 #ifndef EMULATED
     if (!reason)
-        reason = CA_CPU_MISSING(CA_HAS_amx_tile, CA_HAS_amx_bf16, CA_HAS_avx512_bf16);
+        reason = CA_CPU_MISSING(CA_HAS_amx_tile, CA_HAS_amx_bf16, CA_HAS_avx512_bf16, CA_HAS_avx512_vnni);
     if (!reason && ca_cpu_amx_permission(&reason) == 1)
         reason = NULL;
 #endif
@@ -35,6 +35,9 @@ static const char *missing(void) {
 #define SUB 64       /* keys of a sub-block of scores */
 
 #include "../kernel/state.inc"
+
+static const int integers = 1;
+#define INTEGERS &integers
 
 #define METHOD "VDPBF16PS, 16 lanes of two bf16 products"
 #define STEPS "dot.inc"

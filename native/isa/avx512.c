@@ -49,6 +49,7 @@
 #define NHD_KEYS 64
 #define AHEAD (ca_cpu_intel ? 1 : 2)
 #define ASK_HALF ca_cpu_intel
+#define INTEGERS &ca_cpu_vnni
 
 static const char *missing(void) {
     return CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_avx512bw, CA_HAS_avx512dq, CA_HAS_avx512vl, CA_HAS_fma, CA_HAS_f16c);

@@ -112,6 +112,41 @@ INLINE vi v_look_up(const uint8_t *table, vi x) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table)), x);
 }
 
+/* ---- words of integers.inc ---- */
+
+INLINE vi v_set1_int(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE vi v_set1_words(const int16_t *p) {
+    int32_t pair;
+    memcpy(&pair, p, 4);
+    return _mm512_set1_epi32(pair);
+}
+INLINE vf v_float(vi x) { return _mm512_cvtepi32_ps(x); }
+INLINE int32_t v_hsum_int(vi x) { return _mm512_reduce_add_epi32(x); }
+INLINE vi v_top(vi top, vf x) { return _mm512_max_epu32(top, _mm512_castps_si512(x)); }
+INLINE uint32_t v_htop(vi x) { return _mm512_reduce_max_epu32(x); }
+INLINE vf v_mul_unless_0(vf x, vf by) {
+    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ), x, by);
+}
+INLINE vi v_bytes(const uint8_t *p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)p)); }
+INLINE vi v_int8(vi x) {
+    return _mm512_mask_sub_epi16(x, _mm512_test_epi16_mask(x, _mm512_set1_epi16(128)), _mm512_set1_epi16(128), x);
+}
+INLINE vi v_halves_of_bytes(vi x, int upper) {
+    return upper ? _mm512_srli_epi16(x, 4) : _mm512_and_si512(x, _mm512_set1_epi16(15));
+}
+INLINE vi v_integers(vf x) { return _mm512_cvtps_epi32(x); }
+INLINE vi v_add_int(vi a, vi b) { return _mm512_add_epi32(a, b); }
+INLINE vi v_pack_words(vi a, vi b) { return _mm512_packs_epi32(a, b); }
+INLINE void v_store_int(int16_t *p, vi x) { _mm512_storeu_si512(p, x); }
+INLINE vi v_dot_words(vi sum, vi a, vi b) {
+#ifdef EMULATED
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+#else
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); /* the intrinsic copies every sum in every step */
+    return sum;
+#endif
+}
+
 #ifdef HAS_VBMI
 /* Of 64 low bytes and 64 high ones, as words. */
 static const uint8_t low_then_high[128] = {
