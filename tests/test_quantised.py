@@ -128,10 +128,13 @@ def far_apart(case: str, rng: np.random.Generator) -> list[NDArray[np.float32]]:
     elif case == "sink":  # nearly all of the weight is on a key whose value is nearly 0
         k[0] = 3 * q.mean(axis=(0, 1)) * 8**0.5
         v[0] /= 1000
-    elif case == "tiny":
+    elif case == "tiny keys":
         q *= np.float32(2.0**100)
         k *= np.float32(2.0**-100)
-        v *= np.float32(2.0**-100)
+        v *= np.float32(2.0**-115)
+    elif case == "tiny queries":
+        q *= np.float32(2.0**-115)
+        k *= np.float32(2.0**115)
     elif case == "one value":
         v[np.arange(300) != 250] = 0
     elif case == "late":  # weights grow by orders of magnitude along the keys
@@ -141,8 +144,8 @@ def far_apart(case: str, rng: np.random.Generator) -> list[NDArray[np.float32]]:
 
 @pytest.mark.parametrize("kv_cache_dtype", [*KINDS, "int8/int4"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 8])
-@pytest.mark.parametrize("case", ["query", "sink", "tiny", "one value", "late"])
-@pytest.mark.parametrize(("isa", "dtype"), [k for k in KERNELS if k[1] != "float16"])  # to which 2^100 is infinite
+@pytest.mark.parametrize("case", ["query", "sink", "tiny keys", "tiny queries", "one value", "late"])
+@pytest.mark.parametrize(("isa", "dtype"), [k for k in KERNELS if k[1] != "float16"])  # to which 2^100 is infinity
 def test_numbers_far_apart(isa: str, dtype: str, case: str, num_tokens: int, kv_cache_dtype: str) -> None:
     q, *kv = (x.astype(numpy_dtype(dtype)) for x in far_apart(case, np.random.default_rng(11)))
     q, table = q[:num_tokens], np.arange(19, dtype=np.int32)
