@@ -95,19 +95,20 @@ def random_case(seed: int) -> Case:
         tuple(seq_lens),
         num_heads=int(rng.choice([1, 4, 6])),
         num_kv_heads=1,
-        head_size=int(rng.choice([8, 24])),
+        head_size=int(rng.choice([8, 24, 48, 64])),
         block_size=block_size,
         causal=bool(rng.random() < 0.8),
         sliding_window=int(rng.choice([-1, -1, 1500])),
         alibi=float(rng.choice([0, 0.25])),
         sinks=[None, "mixed"][int(rng.integers(2))],
         shared=tuple(shared),
-        dtype=str(rng.choice(["float32", "bfloat16"])),
+        dtype=str(rng.choice(["float32", "bfloat16", "bfloat16"])),
+        kv_cache_dtype=str(rng.choice(["auto", "fp8", "int8", "int4", "int4/int8"])),
         seed=seed,
     )
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(60))
 def test_any_tree(seed: int) -> None:
     p = build(random_case(seed))
     want, threads = run(unshared(p)), int(np.random.default_rng(seed).integers(1, 9))
