@@ -54,13 +54,15 @@ class FlaggedFile:
     rank: int
     flags: tuple[str, ...]  # or the emulated ones, where the environment asks for them
     of: str  # the isa whose kernels it replaces where it can run, "" for none
+    guarded: tuple[str, ...]  # flags of instructions that it has beyond these, where a check at run time allows them
 
     @classmethod
     def read(cls, path: Path) -> FlaggedFile:
         said = dict(re.findall(r"^ \* (\w+):[ \t]*(.*)$", path.read_text().split("*/")[0], re.MULTILINE))
         emulate = "emulated" in said and os.environ.get("CPU_ATTN_EMULATE") == "1"
         flags = tuple(said["emulated" if emulate else "flags"].split())
-        return cls(path, said["arch"], said["unit"], int(said["rank"]), flags, said.get("of", ""))
+        guarded = tuple(said.get("guarded", "").split())
+        return cls(path, said["arch"], said["unit"], int(said["rank"]), flags, said.get("of", ""), guarded)
 
     @property
     def name(self) -> str:

@@ -132,7 +132,7 @@ def test_no_weak_symbols(objects: dict[str, Path]) -> None:
 
 @x86_64
 def test_no_wider_instruction(objects: dict[str, Path], flagged: list[Any]) -> None:
-    flags = {file.source: file.flags for file in flagged}
+    flags = {file.source: (*file.flags, *file.guarded) for file in flagged}
     for source, path in objects.items():
         instructions = code(path)
         assert len(instructions) > 5, f"{source}: objdump shows no code"

@@ -2,7 +2,7 @@
  * arch:     x86_64
  * unit:     matrix
  * rank:     40
- * flags:    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -mamx-tile -mamx-bf16
+ * flags:    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16
  * emulated: -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -DEMULATED
  *
  * bf16 by TDPBF16PS (Sapphire Rapids and newer) over AVX-512's softmax, in the layout of avx512's bf16 caches. Seen to
