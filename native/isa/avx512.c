@@ -9,8 +9,7 @@
  * and newer). Register tile: 6 x 4 accumulators of the 32 registers, 4 for K or V, 1 to broadcast.
  *
  * One thread of a shared Cascade Lake, of the limits of the same run (FMA 150 GFLOP/s, reads 11 GB/s, memcpy 4.7 GB/s):
- *   prefill-2k / 8k        bfloat16 0.58 / 0.61, float32 0.55 / 0.56; over fp8_e4m3 0.93 of bfloat16's
- *                          speed
+ *   prefill-2k / 8k        bfloat16 0.58 / 0.61, float32 0.55 / 0.56; over fp8_e4m3 0.93 of bfloat16's speed
  *   decode                 8x8k 0.82 to 0.84, float32 0.90, 16x4k-mha 0.90 to 0.92
  *   plain caches           HND 0.82 / 0.84, NHD 0.72 / 0.62 of packed's speed (8x8k / 16x4k-mha), 0.68 with 32 kv heads
  *   tree-16x4k-mha         1.28 times decode-16x4k-mha; write-8k bfloat16 0.89, fp8_e4m3 0.64
