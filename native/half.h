@@ -56,6 +56,17 @@ static inline uint32_t ca_from_e5m2(uint8_t b) {
     uint32_t bits = rest < 4 ? ca_as_bits((float)(int32_t)rest * 0x1p-16f) : (rest << 21) + (112u << 23);
     return sign | (rest > 0x7c ? 0x7fc00000 : rest == 0x7c ? 0x7f800000 : bits);
 }
+/* The largest magnitude of n numbers, as its bits: infinity above all numbers, NaN above that. */
+static inline uint32_t ca_top_bits(const float *x, int64_t n) {
+    uint32_t top = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t u = ca_as_bits(x[i]) & 0x7fffffff;
+        top = u > top ? u : top;
+    }
+    return top;
+}
+/* The integer nearest to x, |x| < 2^22, ties to even: 1 is the unit of 1.5 * 2^23. */
+static inline int32_t ca_nearest(float x) { return (int32_t)(ca_as_bits(x + 0x1.8p23f) - ca_as_bits(0x1.8p23f)); }
 /* To `bits` of fraction, exponents from `least` on (of a float, as their bits): adding 2^23 units rounds, a unit being
  * that of the exponent or, where numbers are subnormal, of the least. */
 static inline uint8_t ca_to_fp8(float f, int bits, uint32_t least, float most) {
