@@ -131,12 +131,14 @@ def far_apart(case: str, rng: np.random.Generator) -> list[NDArray[np.float32]]:
     elif case == "tiny keys":
         q *= np.float32(2.0**100)
         k *= np.float32(2.0**-100)
-        v *= np.float32(2.0**-115)
+        v *= np.float32(2.0**-100)  # VDPBF16PS takes weights times scales for 0 where they are subnormal
     elif case == "tiny queries":
         q *= np.float32(2.0**-115)
         k *= np.float32(2.0**115)
     elif case == "one value":
         v[np.arange(300) != 250] = 0
+    elif case == "last bits":  # 5 times a scale of 211 / 128: 1055 is 0.7 % more than its first 8 bits say
+        v[...], v[..., ::32] = 1056 / 128, 1472 / 128
     elif case == "late":  # weights grow by orders of magnitude along the keys
         k = np.linspace(-1, 6, 300, dtype=np.float32)[:, None, None] * q.mean(axis=(0, 1)) + 0.3 * k
     return [q, k, v]
@@ -144,7 +146,7 @@ def far_apart(case: str, rng: np.random.Generator) -> list[NDArray[np.float32]]:
 
 @pytest.mark.parametrize("kv_cache_dtype", [*KINDS, "int8/int4"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 8])
-@pytest.mark.parametrize("case", ["query", "sink", "tiny keys", "tiny queries", "one value", "late"])
+@pytest.mark.parametrize("case", ["query", "sink", "tiny keys", "tiny queries", "one value", "last bits", "late"])
 @pytest.mark.parametrize(("isa", "dtype"), [k for k in KERNELS if k[1] != "float16"])  # to which 2^100 is infinity
 def test_numbers_far_apart(isa: str, dtype: str, case: str, num_tokens: int, kv_cache_dtype: str) -> None:
     q, *kv = (x.astype(numpy_dtype(dtype)) for x in far_apart(case, np.random.default_rng(11)))
