@@ -76,7 +76,10 @@ def kernels() -> list[dict[str, Any]]:
         lib.ca_isa_kernel(isa.index, code, k)
         asked = os.environ.get("CPU_ATTN_ISA", "")
         why = f"CPU_ATTN_ISA={asked}" if asked not in ("", "auto") else "the best isa that can run here"
-        method = ffi.string(k.method).decode() + "; int8 and int4 caches: 16-bit integers (VPDPWSSD)" * k.integers
+        method = ffi.string(k.method).decode()
+        if k.integers:  # tiles are for more rows than decode has
+            where = " in decode" if isa.unit == "matrix" else ""
+            method += f"; int8 and int4 caches{where}: 16-bit integers (VPDPWSSD)"
         found.append({"dtype": dtype, "isa": isa.name, "method": method, "why": why})
     return found
 

@@ -6,7 +6,8 @@
  * emulated: -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -DEMULATED
  *
  * bf16 by TDPBF16PS (Sapphire Rapids and newer) over AVX-512's softmax, in the layout of avx512's bf16 caches. Seen to
- * be right by these instructions in an emulated Sapphire Rapids, never yet in a real one: CONTRIBUTING.md. */
+ * be right by these instructions in an emulated Sapphire Rapids, never yet in a real one: CONTRIBUTING.md. int8 and
+ * int4 go through tiles where there are more than CA_FEW_ROWS rows, else through integers.inc. */
 #include "../cpu.h"
 #include "avx512.h"
 #include "../kernel/tiles.h"

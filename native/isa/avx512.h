@@ -234,6 +234,10 @@ INLINE vf v_exp2_falling(vf x) {
 }
 INLINE vp v_round_pairs(vf a, vf b) { return _mm512_cvtne2ps_pbh(b, a); }
 INLINE void v_store_pairs(uint16_t *p, vp x) { _mm512_storeu_si512(p, (__m512i)x); }
+INLINE void v_put_pairs(uint16_t *p, vf even, vf odd) {
+    __m512i x = _mm512_srli_epi32(_mm512_castps_si512(even), 16), upper = _mm512_set1_epi32((int)0xffff0000);
+    _mm512_storeu_si512(p, _mm512_or_si512(x, _mm512_and_si512(_mm512_castps_si512(odd), upper)));
+}
 
 #ifdef HAS_VBMI
 #define V_NARROW_PAIRS
