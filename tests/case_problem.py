@@ -67,6 +67,13 @@ class Problem:
         return (self.query, self.key) if self.rotation is None else by_oracle(self, self.rotation)
 
     @cached_property
+    def empty(self) -> NDArray[np.bool_]:
+        """[T, Hq]: rows that see nothing."""
+        rows = [~self.case.sees(r).any(axis=2) for r in range(len(self.seq_lens))]
+        none = np.zeros((0, self.case.num_kv_heads), np.bool_)
+        return np.concatenate([none, *rows]).repeat(self.case.num_heads // self.case.num_kv_heads, axis=1)
+
+    @cached_property
     def expected(self) -> tuple[reference.Float64, reference.Float64]:
         """The float64 oracle's output [T, Hq, Dv] and lse [Hq, T]."""
         query, key = self.rotated

@@ -63,7 +63,7 @@ def _check(
     if (np.isnan(got) != np.isnan(want)).any():
         token, head = np.argwhere(np.isnan(got) != np.isnan(want))[0][:2]
         complaints.append(f"NaN is {'there' if np.isnan(got[token, head]).any() else 'missing'} at {token=} {head=}")
-    empty = _empty_rows(problem)
+    empty = problem.empty
     if (got[empty] != 0).any():
         token, head = np.argwhere(empty)[0]
         complaints.append(f"{token=} {head=} sees nothing, its output is not 0")
@@ -86,14 +86,6 @@ def _over(errors: NDArray[Any], text: str) -> list[str]:
         return []
     where = np.unravel_index(np.argmax(errors), errors.shape)
     return [text.format(*where, x=errors[where])]
-
-
-def _empty_rows(problem: Problem) -> NDArray[np.bool_]:
-    """[T, Hq]"""
-    case = problem.case
-    empty = [~case.sees(r).any(axis=2) for r in range(len(problem.seq_lens))]
-    none = np.zeros((0, case.num_kv_heads), np.bool_)
-    return np.concatenate([none, *empty]).repeat(case.num_heads // case.num_kv_heads, axis=1)
 
 
 def _row_errors(got: NDArray[Any], want: reference.Float64, loc: NDArray[np.int32]) -> reference.Float64:
