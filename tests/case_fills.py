@@ -17,8 +17,8 @@ def _fill_normal(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], 
     key = [rng.standard_normal((s, case.num_kv_heads, case.head_size), np.float32) for s in case.seq_lens]
     value = [rng.standard_normal((s, case.num_kv_heads, case.value_size), np.float32) for s in case.seq_lens]
     # So few may cancel by chance, and no float sum is good relative to that.
-    if case.value_size < 8 or case.num_heads * case.value_size < 16:
-        value = [v + 1 for v in value]
+    if case.value_size < 8 or case.num_heads * case.value_size < 32:
+        value = [v * np.float32(0.25) + 1 for v in value]
     return query, key, value, float(np.float32(case.head_size**-0.5))
 
 
