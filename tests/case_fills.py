@@ -37,14 +37,15 @@ def _scores(logits: Any) -> Any:
 
 
 def _fill_dominant(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], list[Any], float]:
-    """One key in the middle of each request beats all others by 2**30, about the most that float16 can write."""
+    """One key in the middle of each request beats all others by 2**30, about the most that float16 can write; in
+    bfloat16, whose kernels may scale what they have summed, by more, and by what is no float."""
     query, key, value, _ = _fill_normal(rng, case)
     query /= 64
     query[:, :, 0] = 2.0**15
     for k in key:
         k[:, :, 0] = 0
-        k[len(k) // 2 : len(k) // 2 + 1, :, 0] = 2.0**15
-    return query, key, value, 1.0
+        k[len(k) // 2 : len(k) // 2 + 1, :, 0] = 141 * 2.0**8
+    return query, key, value, float(np.float32(256 + 256 * rng.random())) if case.dtype == "bfloat16" else 1.0
 
 
 def _fill_tiny(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], list[Any], float]:

@@ -184,6 +184,7 @@ def _default() -> Iterator[Case]:
             yield _case(
                 f"{short}-fill-{fill}", MIXED, fill=fill, head_size=64, kv_cache_dtype=kind, sliding_window=window
             )
+        yield _case(f"{short}-long-dominant", {**LONG["3000-dominant"], "query_lens": (1, 20)}, kv_cache_dtype=kind)
     for size in HEAD_SIZES[1:]:
         for rotary in ("neox-norm", "gptj-partial"):
             yield _case(f"rotary-{rotary}-head-{size}", CHUNK, rotary=rotary, head_size=size)
