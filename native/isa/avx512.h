@@ -135,7 +135,6 @@ INLINE vi v_halves_of_bytes(vi x, int upper) {
     return upper ? _mm512_srli_epi16(x, 4) : _mm512_and_si512(x, _mm512_set1_epi16(15));
 }
 INLINE vi v_integers(vf x) { return _mm512_cvtps_epi32(x); }
-INLINE vi v_add_int(vi a, vi b) { return _mm512_add_epi32(a, b); }
 INLINE vi v_pack_words(vi a, vi b) { return _mm512_packs_epi32(a, b); }
 INLINE void v_store_int(int16_t *p, vi x) { _mm512_storeu_si512(p, x); }
 INLINE vi v_dot_words(vi sum, vi a, vi b) {
