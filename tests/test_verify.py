@@ -168,6 +168,24 @@ def test_an_isa_asked_for_that_is_not_here_exits_with_2() -> None:
     assert " ".join(absent[0].reason.split()[:3]) in " ".join(result.output.split())
 
 
+def test_vec16_runs_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("--case", "chunk-head-1", "--case", "mixed-plain")
+    (combo,) = report(*names, "--isa", "vec16", "--engine", "native", "--dtype", "float32")["combinations"]
+    assert (combo["cases"], combo["ok"]) == (1, True)
+    result = call(*names[:2], "--isa", "vec16")
+    assert result.exit_code == 2 and "vec16" in result.output and "chunk-head-1" in result.output
+    monkeypatch.setenv("CPU_ATTN_ISA", "vec16")
+    cases = {c["isa"]: c["cases"] for c in report(*names, "--dtype", "float32")["combinations"]}
+    assert cases["auto"] == 1 and cases["scalar"] == 2
+
+
+def test_an_isa_of_the_environment_that_is_none_exits_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPU_ATTN_ISA", "avx1024")
+    result = call("--case", "mixed-plain")
+    assert result.exit_code == 2
+    assert "CPU_ATTN_ISA=avx1024: there is auto, vec" in result.output
+
+
 def test_an_engine_asked_for_that_is_not_here_exits_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = cpu_attn.get_scheduler_metadata
 
