@@ -162,7 +162,7 @@ class CPUAttentionBackendImpl:
     ) -> Any:
         """Writes this step's K and V into the cache and attends.
 
-        layer: ``_k_scale`` and ``_v_scale``, numbers or 0-d arrays, 1.0 where it has none.
+        layer: ``_k_scale`` and ``_v_scale``, numbers or 0-d arrays, 1.0 where it has none; only fp8 caches have them.
         query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv], or with heads and sizes in one axis; rows past T are
         padding. In cross attention key and value are those of the new requests' encoder tokens. Both None: they are in
         the cache already.
@@ -200,7 +200,7 @@ class CPUAttentionBackendImpl:
         block_size = None if caches is None else caches[0].shape[2]
         plans = [self._plan(attn_metadata, part, block_size, str(q.dtype), out.shape[2]) for part in parts]
         self._validate(parts, plans, q, k, v, out, caches)
-        scales = _scale(layer, "_k_scale"), _scale(layer, "_v_scale")
+        scales = (1.0, 1.0) if caches is None else self._scales(layer, q.dtype)
         if caches is not None and k is not None and v is not None and self.kv_sharing_target_layer_name is None:
             slots = self._slots(attn_metadata, len(k))
             self.paged_attn_impl.write_to_paged_cache(
@@ -238,6 +238,11 @@ class CPUAttentionBackendImpl:
     @property
     def _is_cross(self) -> bool:
         return self.attn_type is AttentionType.ENCODER_DECODER
+
+    def _scales(self, layer: Any, dtype: Any) -> tuple[float, ...]:
+        """Of fp8; a checkpoint may have some that its cache does not use."""
+        kinds = zip(("_k_scale", "_v_scale"), _check.kv_dtypes(self.kv_cache_dtype, dtype), strict=True)
+        return tuple(_scale(layer, name) if kv.startswith("fp8") else 1.0 for name, kv in kinds)
 
     def _parts(self, metadata: CPUAttentionMetadata, has_cache: bool) -> list[Part]:
         if self.attn_type is AttentionType.ENCODER:

@@ -28,8 +28,8 @@ def test_scales_reach_the_calls(name: str, kind: Any) -> None:
     arrays = (step.query, step.key, step.value, step.kv_cache, step.metadata())
     step.check(layer().forward(SimpleNamespace(**{name: kind(1.0)}), *arrays))
     step.check(layer().forward(None, *arrays))
-    with pytest.raises(ValueError, match=f"{name[1:]}: 2.0 applies to fp8 caches"):
-        layer().forward(SimpleNamespace(**{name: kind(2.0)}), *arrays)
+    with pytest.raises(ValueError, match=f"{name[1:]}: -2.0 is not a positive"):
+        layer(kv_cache_dtype="fp8").forward(SimpleNamespace(**{name: kind(-2.0)}), *arrays)
 
 
 def test_kv_cache_dtype_reaches_the_calls() -> None:
@@ -42,8 +42,21 @@ def test_kv_cache_dtype_reaches_the_calls() -> None:
     step.check(step.forward(layer(attn_type="encoder_only", kv_cache_dtype="int3")))
 
 
-def test_each_call_gets_scales_and_cache_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a quantised cache will need, recorded and replaced by what a plain one takes."""
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "scales"),
+    [
+        ("fp8_e4m3", (0.5, 0.25)),
+        ("fp8/auto", (0.5, 1.0)),
+        ("int8/fp8_e5m2", (1.0, 0.25)),
+        ("auto", (1.0, 1.0)),
+        ("int4", (1.0, 1.0)),
+    ],
+)
+def test_each_call_gets_scales_and_cache_dtype(
+    kv_cache_dtype: str, scales: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a quantised cache will need, recorded and replaced by what a plain one takes. Scales are those of fp8; a
+    checkpoint has others, too."""
     seen = []
 
     def spy(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,11 +82,11 @@ def test_each_call_gets_scales_and_cache_dtype(monkeypatch: pytest.MonkeyPatch) 
     seen.clear()
     quantised = SimpleNamespace(_k_scale=0.5, _v_scale=np.array(0.25))
     arrays = (step.query, step.key, step.value, step.kv_cache, step.metadata())
-    step.check(layer(kv_cache_dtype="fp8_e4m3").forward(quantised, *arrays))
+    step.check(layer(kv_cache_dtype=kv_cache_dtype).forward(quantised, *arrays))
     assert seen == [
-        ("get_scheduler_metadata", "fp8_e4m3", None, None),
-        ("reshape_and_cache", "fp8_e4m3", 0.5, 0.25),
-        ("attention_with_kv_cache", "fp8_e4m3", 0.5, 0.25),
+        ("get_scheduler_metadata", kv_cache_dtype, None, None),
+        ("reshape_and_cache", kv_cache_dtype, *scales),
+        ("attention_with_kv_cache", kv_cache_dtype, *scales),
     ]
 
 
