@@ -59,6 +59,10 @@ FIELDS = [struct.Struct(f"=Q {n}q {32 - 8 * n}x {n}q {32 - 8 * n}x 4i") for n in
 ABSENT = bytes(FIELDS[0].size)
 
 
+class _UnknownDtypeError(Exception):
+    """None of DTYPES."""
+
+
 class _Memory:
     """An Array as NumPy reads it; dtypes that the protocol cannot name pass as bytes."""
 
@@ -128,19 +132,22 @@ def dtype_name(dtype: Any) -> str:
     return name
 
 
-def view(name: str, x: Any) -> Array:
-    """The memory of ``x``, which is called ``name`` in errors. What a foreign object raises is a TypeError here."""
+def view(name: str, x: Any, dtypes: Sequence[str] = tuple(DTYPES)) -> Array:
+    """The memory of ``x``, which is called ``name`` in errors. What a foreign object raises is a TypeError here.
+    dtypes: what is said to be expected where it has none of DTYPES."""
     try:
         return _placed(_read(x))
+    except _UnknownDtypeError as e:
+        raise TypeError(f"{name}: {e}, expected {' or '.join(dtypes)}") from None
     except (TypeError, ValueError) as e:
         raise (TypeError if isinstance(e, TypeError) else ValueError)(f"{name}: {e}") from None
     except Exception as e:
         raise TypeError(f"{name}: {type(x).__name__} does not say where it lies: {e!r}") from e
 
 
-def numpy_view(name: str, x: Any) -> np.ndarray[Any, Any]:
+def numpy_view(name: str, x: Any, dtypes: Sequence[str] = tuple(DTYPES)) -> np.ndarray[Any, Any]:
     """``x`` as a NumPy array of the same memory; what is one already is checked by the calls that it goes to."""
-    return x if isinstance(x, np.ndarray) else view(name, x).numpy()
+    return x if isinstance(x, np.ndarray) else view(name, x, dtypes).numpy()
 
 
 def _read(x: Any) -> Array:
@@ -230,7 +237,7 @@ def _of_numpy(x: Any) -> Array:
     x = np.asarray(x)  # a subclass may say anything of itself
     dtype = _NAME_OF.get(x.dtype)
     if dtype is None:
-        raise TypeError(f"dtype {x.dtype} is none of {', '.join(DTYPES)}")
+        raise _UnknownDtypeError(f"dtype {x.dtype}")
     size = x.dtype.itemsize
     if any(s % size for s in x.strides):
         raise ValueError(f"strides {x.strides} are not whole elements of {size} bytes")
@@ -243,7 +250,7 @@ def _of_tensor(x: Any) -> Array:
         raise ValueError(f"lies on {x.device}, expected cpu")
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise TypeError(f"dtype {x.dtype} is none of {', '.join(DTYPES)}")
+        raise _UnknownDtypeError(f"dtype {x.dtype}")
     if str(getattr(x, "layout", "strided")).removeprefix("torch.") != "strided":
         raise TypeError(f"layout {x.layout}, expected a dense tensor, not a sparse one")
     if getattr(x, "requires_grad", False):
@@ -309,7 +316,7 @@ def _of_dlpack(x: Any) -> Array:
         raise TypeError("its __dlpack__ gave no DLPack capsule")
     dtype = _DLPACK.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
-        raise TypeError(f"DLPack dtype {tensor.code}/{tensor.bits} is none of {', '.join(DTYPES)}")
+        raise _UnknownDtypeError(f"DLPack dtype {tensor.code}/{tensor.bits}")
     if tensor.ndim < 0 or (tensor.ndim and not tensor.shape):
         raise TypeError(f"DLPack tensor of {tensor.ndim} axes{'' if tensor.shape else ', without a shape'}")
     shape = tuple(tensor.shape[: tensor.ndim])

@@ -227,7 +227,7 @@ class CPUAttentionBackendImpl:
 
     def _rows(self, name: str, x: Any, num_heads: int, head_size: int | None) -> Array:
         """[T, num_heads, head_size] of that or of [T, num_heads * head_size], in the same memory."""
-        a = numpy_view(name, x)
+        a = numpy_view(name, x, _check.FLOATS)
         if a.ndim == 2 and a.shape[1] % num_heads == 0:
             a = a.reshape(len(a), num_heads, a.shape[1] // num_heads)  # to split an axis never copies
         if a.ndim != 3 or a.shape[1] != num_heads or head_size not in (None, a.shape[2]):

@@ -43,7 +43,10 @@ def gather_pages(
     """
     value = _check.boolean("value", value)
     more: Any = {"out": out, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "kv_cache_layout": kv_cache_layout}
-    return gather(cache, block_table_row, seq_len, head_size, isa, value=value, **more)
+    try:
+        return gather(cache, block_table_row, seq_len, head_size, isa, value=value, **more)
+    except (TypeError, ValueError) as e:
+        raise _check.renamed(e, {"block_table": "block_table_row"}) from None
 
 
 def matmul(a: Any, b: Any, *, transpose_b: bool = False, out_dtype: Any = None) -> tuple[Array, str]:

@@ -141,7 +141,12 @@ def contents(cache: Any) -> list[list[int]]:
 @pytest.mark.parametrize("layout", ["flat", "pair", "stacked"])
 @pytest.mark.parametrize("of", [PagedAttention, CPUAttentionBackend])
 def test_copy_blocks(layout: str, of: Any) -> None:
-    for moves in ({0: [2, 3], 2: [0]}, np.array([[0, 2], [0, 3], [2, 0]]), [(0, 2), (0, 3), (2, 0)]):
+    for moves in (
+        {0: [2, 3], 2: np.array(0)},
+        {0: iter([2, 3]), 2: np.int64(0)},
+        np.array([[0, 2], [0, 3], [2, 0]]),
+        [(0, 2), (0, 3), (2, 0)],
+    ):
         caches = [numbered(layout, 5), numbered(layout, 5, 10)]
         of.copy_blocks(caches, moves)
         assert contents(caches[0]) == [[2, 1, 0, 0, 4], [102, 101, 100, 100, 104]]
@@ -197,8 +202,9 @@ def test_refused_caches() -> None:
     flat, pair = numbered("flat", 5), numbered("pair", 5)
     with pytest.raises(ValueError, match="dst_kv_cache: blocks of bfloat16"):
         PagedAttention.swap_blocks(flat, pair, [(0, 0)])
-    with pytest.raises(TypeError, match="src_to_dst: dtype float64"):
-        PagedAttention.swap_blocks(flat, flat, [(0.0, 1.0)])
+    for moves in ([(0.0, 1.0)], {0: np.array(1.0)}):
+        with pytest.raises(TypeError, match="src_to_dst: dtype float64"):
+            PagedAttention.swap_blocks(flat, flat, moves)
     flat.flags.writeable = False
     with pytest.raises(ValueError, match="dst_kv_cache: is read-only"):
         PagedAttention.swap_blocks(pair, flat, [(0, 0)])

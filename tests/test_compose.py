@@ -145,8 +145,10 @@ def test_gather_pages(isa: str, dtype: str, value: bool) -> None:
     out = np.empty((seq_len, 2, size), numpy_dtype(dtype))
     got = primitives.gather_pages(caches[value], row, seq_len, head_size=size, isa=isa, value=value, out=out)
     assert got is out and np.array_equal(got, tokens[value])
-    with pytest.raises(ValueError, match="block_table"):
+    with pytest.raises(ValueError, match="block_table_row: position 5 holds"):
         primitives.gather_pages(caches[value], row, seq_len + 3, head_size=size, isa=isa, value=value)
+    with pytest.raises(ValueError, match="block_table_row: needs 7 blocks, has 6"):
+        primitives.gather_pages(caches[value], row, seq_len + 8, head_size=size, isa=isa, value=value)
 
 
 # ---- attention ----

@@ -118,6 +118,8 @@ def test_no_ranges_are_no_mask() -> None:
     for nothing in ({}, {0: []}, UserDict()):
         assert_like(*one_head(9, 20, mm_prefix_range=nothing))
     assert_like(*one_head(9, 20, document_start_loc={}))
+    tree = pack_tree(TREES["chain"](9), 9)
+    assert_like(*one_head(9, 20, mm_prefix_range={0: []}, document_start_loc={}, tree_mask=tree))
 
 
 def test_numpy_numbers_and_mappings() -> None:
@@ -172,8 +174,8 @@ ERRORS = [
         ValueError,
         ["seq_lens[0]", "2", "at least", "3"],
     ),
-    ({"tree_mask": TREE, "mm_prefix_range": {}}, ValueError, ["tree_mask", "mm_prefix_range"]),
-    ({"tree_mask": TREE, "document_start_loc": {}}, ValueError, ["tree_mask", "document_start_loc"]),
+    ({"tree_mask": TREE, "mm_prefix_range": {0: [(0, 1)]}}, ValueError, ["tree_mask", "mm_prefix_range"]),
+    ({"tree_mask": TREE, "document_start_loc": {1: [0]}}, ValueError, ["tree_mask", "document_start_loc"]),
     ({"tree_mask": TREE[:3]}, ValueError, ["tree_mask", "axis 0 is 3", "T = 4"]),
     ({"tree_mask": TREE[:, :0]}, ValueError, ["tree_mask", "request 0", "3 query tokens", "0 bits"]),
     ({"tree_mask": TREE[:, 0]}, ValueError, ["tree_mask", "1 axes", "2"]),

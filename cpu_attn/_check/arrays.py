@@ -17,7 +17,7 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 def array(name: str, x: Any, dtypes: Sequence[str], axes: Sequence[tuple[str, int | None]]) -> Array:
     """``x`` as memory of one of the dtypes and of the shape ``axes`` = (what, size or None: any), last axis dense."""
-    a = view(name, x)
+    a = view(name, x, dtypes)
     if a.dtype not in dtypes:
         raise TypeError(f"{name}: dtype {a.dtype}, expected {' or '.join(dtypes)}")
     if len(a.shape) != len(axes):
@@ -45,7 +45,7 @@ def integers(name: str, x: Any, dtype: Any = np.int32, ndim: int | None = 1) -> 
     if isinstance(x, (list, tuple, range)):
         a = listed(name, x) if len(x) else np.zeros(0, np.int64)
     else:
-        a = numpy_view(name, x)
+        a = numpy_view(name, x, ("int32", "int64"))
     if a.dtype.kind != "i":
         raise TypeError(f"{name}: dtype {a.dtype}, expected int32 or int64")
     if ndim not in (None, a.ndim):
@@ -73,7 +73,7 @@ def moves(
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Sources and destinations from {source: destination or [destinations]}, pairs or [n, 2]; all within range."""
     if isinstance(x, Mapping):
-        x = [(s, d) for s, to in x.items() for d in (to if isinstance(to, Iterable) else [to])]
+        x = [(s, d) for s, to in x.items() for d in (to if getattr(to, "ndim", isinstance(to, Iterable)) else [to])]
     pairs = integers(name, list(x) if isinstance(x, (Iterator, Set)) else x, np.int64, None)
     if pairs.size == 0:
         pairs = pairs.reshape(0, 2)

@@ -27,19 +27,19 @@ def masks(num_reqs: int, mm_prefix_range: Any, document_start_loc: Any, tree_mas
     """What get_scheduler_metadata was given of them, None: nothing. native/masks.c looks at what depends on lengths."""
     if mm_prefix_range is None and document_start_loc is None and tree_mask is None:
         return None
-    if tree_mask is not None:
-        for name, x in (("mm_prefix_range", mm_prefix_range), ("document_start_loc", document_start_loc)):
-            if x is not None:
-                raise ValueError(f"tree_mask: does not go with {name}")
-        tree = array("tree_mask", tree_mask, ["uint8"], [("T", None), ("W", None)])
-        return Masks(np.zeros((0, 3), np.int32), np.zeros((0, 2), np.int32), tree)
     spans = _by_request("mm_prefix_range", mm_prefix_range, num_reqs, _spans)
     documents = _by_request("document_start_loc", document_start_loc, num_reqs, _documents)
     for r, found in spans.items():
         for (start, end), (border,) in product(found, documents.get(r, ())):
             if start < border <= end:
                 raise ValueError(f"mm_prefix_range[{r}]: ({start}, {end}) crosses the start of a document, {border}")
-    return Masks(_flat(spans, 3), _flat(documents, 2), None)
+    found = Masks(_flat(spans, 3), _flat(documents, 2), None)
+    if tree_mask is None:
+        return found
+    for name, rows in (("mm_prefix_range", found.spans), ("document_start_loc", found.documents)):
+        if rows.size:
+            raise ValueError(f"tree_mask: does not go with {name}")
+    return found._replace(tree=array("tree_mask", tree_mask, ["uint8"], [("T", None), ("W", None)]))
 
 
 Ranges = list[tuple[int, ...]]
