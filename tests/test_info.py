@@ -118,7 +118,9 @@ def test_what_is_said_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_whether_vllm_loads_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"torch": "2.13.0", "vllm": "0.33.0"}
     monkeypatch.setattr(_adapters, "version", here.get)
-    point = metadata.EntryPoint("cpu_attn", "cpu_attn.vllm:register", "vllm.general_plugins")
+    (point,) = metadata.entry_points(group="vllm.general_plugins", name="cpu_attn")
+    assert f'{point.name} = "{point.value}"' in (Path(__file__).resolve().parents[1] / "pyproject.toml").read_text()
+    assert callable(point.load())
     monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
 
     def state(**env: str) -> str:
