@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 import cpu_attn
+from cpu_attn import _dispatch
 from cpu_attn._check import INT32_MAX, MAX_SIZE, SOFTCAP_MAX, TINY, kv_dtypes
 from cpu_attn._check import kv_cache_layout as layout_of
 from cpu_attn.cli import contest, plot, report
@@ -157,13 +158,12 @@ def times(calls: Sequence[Callable[[], Any]], repeat: int | None) -> list[list[f
 @contextmanager
 def _undisturbed(threads: int) -> Iterator[None]:
     """So many threads, and no garbage collection."""
-    before, collecting = cpu_attn.get_num_threads(), gc.isenabled()
-    cpu_attn.set_num_threads(threads)
+    collecting = gc.isenabled()
     gc.disable()
     try:
-        yield
+        with _dispatch.threads(threads):
+            yield
     finally:
-        cpu_attn.set_num_threads(before)
         if collecting:
             gc.enable()
 

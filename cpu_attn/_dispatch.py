@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -125,9 +127,29 @@ def set_num_threads(n: int) -> None:
     """
     from cpu_attn._check import integer
 
-    lib.ca_set_num_threads(integer("n", n, 0, 4096))
+    _tell(integer("n", n, 0, 4096))
 
 
 def force_num_threads(n: int) -> None:
     """Sets the thread count of calls with little to do as well, for tests."""
-    lib.ca_set_num_threads(-n)
+    _tell(-n)
+
+
+_told = 0  # get_num_threads gives neither 0 nor -n back
+
+
+def _tell(n: int) -> None:
+    global _told
+    _told = n
+    lib.ca_set_num_threads(n)
+
+
+@contextmanager
+def threads(n: int, forced: bool = False) -> Iterator[None]:
+    """set_num_threads, or force_num_threads, and then again what was said before."""
+    before = _told
+    (force_num_threads if forced else set_num_threads)(n)
+    try:
+        yield
+    finally:
+        _tell(before)

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn._dispatch import force_num_threads
+from cpu_attn._dispatch import threads
 
 from .case_memory import caches_of, copy_of, forbid_outside, wider, write
 from .case_problem import Problem
@@ -25,16 +26,10 @@ def run(
 ) -> tuple[NDArray[Any], NDArray[np.float32]]:
     """Output [T, Hq, Dv] and lse [Hq, T] by the public calls. engine "onednn-python" is cpu_attn.compose.attention.
     num_threads: so many, however little there is to do."""
-    before = cpu_attn.get_num_threads()
-    if num_threads is not None:
-        force_num_threads(num_threads)
-    try:
+    with nullcontext() if num_threads is None else threads(num_threads, forced=True):
         key_cache, value_cache = caches_of(problem, isa)
         query = write(problem, isa, key_cache, value_cache)
         return _attend(problem, query, isa, engine, enable_kv_split, key_cache, value_cache)
-    finally:
-        if num_threads is not None:
-            cpu_attn.set_num_threads(before)
 
 
 def _attended(problem: Problem) -> NDArray[np.int32]:

@@ -11,7 +11,7 @@ import pytest
 
 import cpu_attn
 from cpu_attn import reference
-from cpu_attn._dispatch import force_num_threads
+from cpu_attn._dispatch import threads
 
 from .formats import numpy_dtype
 from .kernels import KERNELS, ONE_DTYPE
@@ -65,11 +65,8 @@ def test_of_tokens_that_share_a_slot_one_stays_whole(isa: str, dtype: str, num_t
     bits = np.arange(count, dtype=f"u{numpy_dtype(dtype).itemsize}")  # 0..4095: no NaN in any dtype
     key = np.tile(bits[:, None, None], (1, heads, 32)).view(cache.key_cache.dtype)
     slots = np.arange(count) % 40
-    force_num_threads(num_threads)
-    try:
+    with threads(num_threads, forced=True):
         cache.update(key, key, slots)
-    finally:
-        cpu_attn.set_num_threads(0)
     for got in cache.gather(np.arange(3, dtype=np.int32), 40):
         winner = got.view(bits.dtype)[:, 0, 0]
         assert (got.view(bits.dtype) == winner[:, None, None]).all()

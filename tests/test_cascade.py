@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cpu_attn
-from cpu_attn._dispatch import force_num_threads
+from cpu_attn._dispatch import threads
 
 from .backend_steps import Step, layer
 from .case import Case
@@ -177,22 +177,14 @@ def test_a_large_group_is_cut_by_the_rows_of_the_engine() -> None:
 def test_less_to_do() -> None:
     """What is shared costs once: the plan of 32 requests wakes no more threads than that takes."""
     table = prefixes((0, 0), *[(0, 256)] * 31, columns=256)
-    before = cpu_attn.get_num_threads()
-    cpu_attn.set_num_threads(64)
-    try:
+    with threads(64):
         plan, alone = plan_of(table, [4096] * 32), plan_of(prefixes(*[(r, 0) for r in range(32)]), [4096] * 32)
-    finally:
-        cpu_attn.set_num_threads(before)
     assert plan.num_threads < alone.num_threads
 
 
 def test_split_among_threads() -> None:
-    before = cpu_attn.get_num_threads()
-    force_num_threads(4)
-    try:
+    with threads(4, forced=True):
         plan = plan_of(prefixes((0, 0), (0, 256), columns=256), [4096, 4096])
-    finally:
-        cpu_attn.set_num_threads(before)
     assert plan.num_shared == 4
 
 

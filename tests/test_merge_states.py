@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 import cpu_attn
 from cpu_attn import reference
+from cpu_attn._dispatch import threads
 
 from .case import Case
 from .case_problem import build
@@ -121,12 +122,8 @@ def test_many_rows_on_threads() -> None:
     rng = np.random.default_rng(0)
     outs = rng.standard_normal((4, 3000, 8, 64), np.float32)
     lses = rng.standard_normal((4, 8, 3000), np.float32)
-    before = cpu_attn.get_num_threads()
-    cpu_attn.set_num_threads(3)
-    try:
+    with threads(3):
         judge(cpu_attn.merge_states(outs, lses), oracle(outs, lses), "float32")
-    finally:
-        cpu_attn.set_num_threads(before)
 
 
 def test_no_rows() -> None:

@@ -151,15 +151,11 @@ def test_parts_of_one_qkv(isa: str, dtype: str) -> None:
 def test_threads_do_not_matter(isa: str, dtype: str, num_threads: int) -> None:
     norm = {name: np.linspace(0.5, 2, 40, dtype=np.float32) for name in ("q_weight", "k_weight")}
     found = []
-    before = cpu_attn.get_num_threads()
-    try:
-        for n in (1, num_threads):
-            _dispatch.force_num_threads(n)
-            args = arguments(dtype, isa=isa, **norm)
+    for n in (1, num_threads):
+        args = arguments(dtype, isa=isa, **norm)
+        with _dispatch.threads(n, forced=True):
             cpu_attn.rotary_reshape_and_cache(**args)
-            found.append([args[name].tobytes() for name in ("query", "key_cache", "value_cache")])
-    finally:
-        cpu_attn.set_num_threads(before)
+        found.append([args[name].tobytes() for name in ("query", "key_cache", "value_cache")])
     assert found[0] == found[1]
 
 

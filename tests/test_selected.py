@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn._dispatch import force_num_threads
+from cpu_attn._dispatch import threads
 from cpu_attn.cli.workloads import Step, Workload
 from cpu_attn.tests.case_levels import cases
 from cpu_attn.tests.case_memory import slots_of
@@ -264,12 +264,8 @@ def test_scores_of_a_request_are_its_own() -> None:
     one = args | {"query": args["query"][1:8], "query_start_loc": np.array([0, 7], np.int32)}
     one |= {"block_table": args["block_table"][1:2, :1], "seq_lens": args["seq_lens"][1:2]}
     assert np.array_equal(cpu_attn.score_pages(**one)[0], want[1, :, :1])
-    before = cpu_attn.get_num_threads()
-    force_num_threads(3)
-    try:
+    with threads(3, forced=True):
         assert np.array_equal(cpu_attn.score_pages(**args), want)
-    finally:
-        cpu_attn.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

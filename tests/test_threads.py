@@ -16,7 +16,7 @@ import pytest
 import threadpoolctl
 
 import cpu_attn
-from cpu_attn._dispatch import force_num_threads
+from cpu_attn._dispatch import force_num_threads, threads
 
 from .case import Case
 from .case_levels import invariant
@@ -31,9 +31,8 @@ ENGINES = [e.name for e in cpu_attn.engines() if e.available]
 @pytest.fixture(autouse=True)
 def _two_threads() -> Iterator[None]:
     """More than one thread even on a machine with one core, and however little there is to do."""
-    force_num_threads(max(2, os.cpu_count() or 1))
-    yield
-    cpu_attn.set_num_threads(0)
+    with threads(max(2, os.cpu_count() or 1), forced=True):
+        yield
 
 
 def problem(dtype: str = "float32") -> Problem:
@@ -187,6 +186,19 @@ def test_a_forked_child_computes_and_does_not_hang(engine: str, dtype: str) -> N
         finally:
             child.kill()
             child.join()
+
+
+def test_what_was_asked_for_is_so_again() -> None:
+    """Whoever asked: however little there is to do, or as many as OpenMP says."""
+    force_num_threads(5)
+    run(problem(), num_threads=2)
+    with threads(64):
+        assert plan_of([16]).num_threads == 1
+    assert plan_of([16]).num_threads == 5
+    cpu_attn.set_num_threads(0)
+    run(problem(), num_threads=2)
+    with threadpoolctl.threadpool_limits(3, user_api="openmp"):
+        assert cpu_attn.get_num_threads() == 3
 
 
 def test_openmp_is_controlled_from_outside() -> None:

@@ -6,8 +6,7 @@ Sources and caches end at pages that nobody may touch."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 import cpu_attn
 from cpu_attn import _dispatch
+from cpu_attn._dispatch import threads
 from cpu_attn._native import ffi, lib
 
 from .formats import numpy_dtype
@@ -113,15 +113,6 @@ class Target:
         assert not len(wrong), f"{what}: {len(wrong)} words differ, the first at {wrong[0]}"
         assert self.guarded.intact(), what
         assert all(s.guarded.intact() for s in sources), what
-
-
-@contextmanager
-def threads(n: int) -> Iterator[None]:
-    cpu_attn.set_num_threads(n)
-    try:
-        yield
-    finally:
-        cpu_attn.set_num_threads(0)
 
 
 # ---- slot mappings: of `count` tokens over `total` slots ----
