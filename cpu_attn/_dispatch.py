@@ -14,7 +14,6 @@ from cpu_attn._errors import UnavailableError
 from cpu_attn._native import ffi, lib
 
 DTYPE_CODES = {"float32": lib.CA_F32, "float16": lib.CA_F16, "bfloat16": lib.CA_BF16}
-ISA_NAMES = ("amx", "avx512", "avx2", "neon", "scalar")
 ENGINE_NAMES = ("native", "onednn", "reference")
 
 
@@ -41,18 +40,15 @@ class Engine:
 
 @cache
 def isas() -> tuple[Isa, ...]:
-    """Every isa that the library knows by name, best first."""
+    """Every isa of the table, best first."""
     info = ffi.new("ca_isa_info *")
-    found: dict[str, Isa] = {}
+    found: list[Isa] = []
     while lib.ca_isa(len(found), info):
         name, unit, reason = (ffi.string(s).decode() for s in (info.name, info.unit, info.reason))
         if info.compiled and reason and " " not in reason:  # a feature's name; else a sentence of its own
             reason = f"this CPU or its operating system lacks {reason}"
-        found[name] = Isa(name, unit, bool(info.compiled), bool(info.supported), reason, len(found))
-    for name in ISA_NAMES:
-        if name not in found:
-            found[name] = Isa(name, "matrix" if name == "amx" else "vector", False, False, f"no {name} kernel yet", -1)
-    return tuple(sorted(found.values(), key=lambda i: (not i.supported, i.index if i.compiled else 99)))
+        found.append(Isa(name, unit, bool(info.compiled), bool(info.supported), reason, len(found)))
+    return tuple(sorted(found, key=lambda i: (not i.supported, i.index)))
 
 
 def engines() -> tuple[Engine, ...]:
@@ -98,7 +94,8 @@ def _resolve_isa(name: str, dtype: str, odd_vec16: bool) -> Isa:
         if isa.name == name:
             reason = isa.reason or f"it has no {dtype} kernel"
             raise UnavailableError(f"isa: {name!r} is not available here: {reason}. Available for {dtype}: {there}")
-    raise ValueError(f"isa: {name!r} is none of auto, vec, vec16, {', '.join(ISA_NAMES)}. Available here: {there}")
+    names = ", ".join(i.name for i in isas())
+    raise ValueError(f"isa: {name!r} is none of auto, vec, vec16, {names}. Available here: {there}")
 
 
 def resolve_engine(name: str) -> tuple[str, Any]:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import threading
-from itertools import product
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,11 @@ class _Thread(threading.local):
             self.workspace_bytes = size
 
 
-_thread = _Thread()
-# A number for each isa and kv_cache_dtype by name, which stands for them in what a thread has had accepted.
-_KINDS = ("auto", *_check.FLOATS, *_check.NARROW)
-_NAMES = product((*_dispatch.ISA_NAMES, "auto", "vec", "vec16"), (*_KINDS, *map("/".join, product(_KINDS, repeat=2))))
+thread_state = _Thread()
+# By isa and kv_cache_dtype as writes had them accepted: the number that stands for both in what a thread keeps of them.
+NUMBERS: dict[tuple[str, str], int] = {}
+_unused = count()
 _S_AUX = _check.ATTENTION.index("s_aux")
-_NAMED = {names: i for i, names in enumerate(_NAMES)}
 
 
 def _cache_struct(a: Array, layout: str, isa: int, dtype: int, kv_dtype: int, head_size: int) -> Any:
@@ -94,14 +93,20 @@ def reshape_and_cache(
     layout = _check.LAYOUTS[_check.kv_cache_layout(kv_cache_layout)]
     scales = _check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2])
     names = (_dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kind)
-    named = _NAMED.get(names, -1)
+    named = NUMBERS.get(names, -1)
     addresses, given, _alive = objects(_check.WRITE, arrays)
-    known, rest = (_thread.write, addresses, given, named, -1, -1, -1), (layout, *scales, fault)
+    known, rest = (thread_state.write, addresses, given, named, -1, -1, -1), (layout, *scales, fault)
     if named < 0 or lib.ca_write(*known, *rest) == lib.CA_UNKNOWN:
-        found, index, kvs = _check.write(arrays, names[0], kv_cache_dtype, kv_cache_layout)
-        codes = (CODES[kv][0] for kv in kvs)
-        lib.ca_write(_thread.write, 0, described(found), named, index, *codes, *rest)
+        accepted = _check.write(arrays, names[0], kv_cache_dtype, kv_cache_layout)
+        first_write(lib.ca_write, thread_state.write, names, accepted, rest)
     _check.raise_fault(fault)
+
+
+def first_write(call: Any, known: Any, names: tuple[str, str], accepted: Any, rest: tuple[Any, ...]) -> None:
+    """A write of what _check has accepted, and what C takes behind that, a fault at the end."""
+    found, index, kvs = accepted
+    named, codes = NUMBERS.setdefault(names, next(_unused)), (CODES[kv][0] for kv in kvs)
+    rest[-1].status = call(known, 0, described(found), named, index, *codes, *rest)
 
 
 def attention_with_kv_cache(
@@ -198,7 +203,7 @@ def _attend(
     causal: int = -1,
 ) -> None:
     """The arrays are those of _check.ATTENTION. causal -1: no lengths among them, the plan's are right."""
-    thread, fault = _thread, ffi.new("ca_fault *")
+    thread, fault = thread_state, ffi.new("ca_fault *")
     sinks = arrays[_S_AUX]
     if sinks is not None and not (type(sinks) is np.ndarray and sinks.dtype == np.float32):
         sinks = _check.small_floats("s_aux", sinks, _check.FLOATS, plan.num_heads)
@@ -210,7 +215,7 @@ def _attend(
         found = _check.attention(plan, arrays, causal >= 0)
         thread.grow(plan.workspace_bytes)
         memory = (thread.workspace, thread.workspace_bytes)
-        lib.ca_attend(plan._pointer, thread.attention, 0, described(found), *numbers, *memory, fault)
+        fault.status = lib.ca_attend(plan._pointer, thread.attention, 0, described(found), *numbers, *memory, fault)
     _check.raise_fault(fault)
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from cpu_attn import _check, _dispatch
-from cpu_attn._arrays import CODES, described, objects
+from cpu_attn._arrays import objects
 from cpu_attn._native import ffi, lib
-from cpu_attn.ops import _NAMED, _thread
+from cpu_attn.ops import NUMBERS, first_write, thread_state
 
 
 def rotary_reshape_and_cache(
@@ -56,14 +56,13 @@ def rotary_reshape_and_cache(
     arrays = (key_cache, value_cache, out, query, key, value, slot_mapping, *turns)
     kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
     scales = _check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2])
-    how = (_check.boolean("is_neox", is_neox), _check.number("eps", eps, 0.0), *scales)
+    how = (_check.boolean("is_neox", is_neox), _check.number("eps", eps, 0.0), *scales, fault)
     names = (_dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kind)
-    named = _NAMED.get(names, -1)
+    named = NUMBERS.get(names, -1)
     addresses, given, _alive = objects(_check.ROTARY, arrays)
-    known = (_thread.rotary, addresses, given, named, -1, -1, -1)
-    if named < 0 or lib.ca_rotary_write(*known, *how, fault) == lib.CA_UNKNOWN:
-        found, index, kvs = _check.rotary(arrays, names[0], kv_cache_dtype)
-        codes = (CODES[kv][0] for kv in kvs)
-        lib.ca_rotary_write(_thread.rotary, 0, described(found), named, index, *codes, *how, fault)
+    known = (thread_state.rotary, addresses, given, named, -1, -1, -1)
+    if named < 0 or lib.ca_rotary_write(*known, *how) == lib.CA_UNKNOWN:
+        accepted = _check.rotary(arrays, names[0], kv_cache_dtype)
+        first_write(lib.ca_rotary_write, thread_state.rotary, names, accepted, how)
     _check.raise_fault(fault)
     return out

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cpu_attn
-from cpu_attn import _arrays, _check, ops
+from cpu_attn import _arrays, _check, ops, rotary
 from cpu_attn._native import ffi, lib
 
 from .kernels import KERNELS
@@ -396,6 +396,32 @@ def test_c_does_not_read_what_it_does_not_know(x: Any) -> None:
     assert not lib.ca_read_array(id(x), ffi.new("ca_array *"))
 
 
+@pytest.mark.parametrize("isa", ["auto", "vec", "vec16", *dict(KERNELS)])
+def test_every_name_of_an_isa_is_known_again(isa: str) -> None:
+    args = {**write_args("bfloat16"), "isa": isa}
+    for name in ("key", "value", "key_cache", "value_cache"):
+        args[name] = np.concatenate([args[name]] * 2, axis=-1)
+    for kv_cache_dtype in ("auto", "bfloat16/auto"):
+        write(**args, kv_cache_dtype=kv_cache_dtype)
+        assert accepted_again(write, args | {"kv_cache_dtype": kv_cache_dtype})
+
+
+def test_what_c_would_not_take_after_all_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = write_args()
+    turned = args | {
+        "query": np.zeros((5, 2, 8), F32),
+        "positions": np.arange(5),
+        "cos_sin_cache": np.ones((9, 8), F32),
+    }
+    for module in (ops, rotary):
+        names = {"CA_UNKNOWN": lib.CA_UNKNOWN}
+        calls = dict.fromkeys(("ca_attend", "ca_write", "ca_rotary_write"), lambda *_: lib.CA_UNKNOWN)
+        monkeypatch.setattr(module, "lib", SimpleNamespace(**names, **calls))
+    for call, given in ((attention, attention_args()), (write, args), (cpu_attn.rotary_reshape_and_cache, turned)):
+        with pytest.raises(RuntimeError, match="nothing was computed"):
+            call(**given)
+
+
 def test_python_reads_where_c_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on another Python than CPython."""
     args = attention_args()
@@ -412,4 +438,4 @@ def test_python_reads_where_c_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         _arrays._let_c_read_numpy()
     assert accepted_again(attention, args)
-    assert ops._thread.workspace_bytes >= args["scheduler_metadata"].workspace_bytes
+    assert ops.thread_state.workspace_bytes >= args["scheduler_metadata"].workspace_bytes

@@ -35,6 +35,8 @@ def raise_fault(fault: Any) -> None:
         from cpu_attn import _onednn_loader  # the only engine that can fail
 
         raise RuntimeError(f"engine onednn: {_onednn_loader.status_text(fault.value)}")
+    if fault.status == lib.CA_UNKNOWN:
+        raise RuntimeError("nothing was computed: native code does not take what _check has accepted")
     request, position, value, bound = fault.request, fault.position, fault.value, fault.bound
     where = f"request {request}: " if request >= 0 else ""
     raise ValueError(
