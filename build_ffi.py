@@ -212,7 +212,7 @@ def find_onednn() -> tuple[Path, Path] | str:
         return "CPU_ATTN_NO_ONEDNN is set"
     if root := os.environ.get("ONEDNN_ROOT"):
         return pick_onednn(
-            [Path(root, "include", "oneapi", "dnnl", "dnnl.h"), Path(root, "include", "dnnl.h")],
+            [Path(root, "include", "oneapi", "dnnl", "dnnl.h")],
             [
                 *Path(root, "lib").glob("libdnnl.so*"),
                 *Path(root, "lib").glob("*/libdnnl.so*"),
@@ -228,7 +228,7 @@ def find_onednn() -> tuple[Path, Path] | str:
             return f"neither ONEDNN_ROOT nor the package {name} is there"
     paths = [Path(str(f.locate())).resolve() for f in files]
     return pick_onednn(
-        [p for p in paths if p.name == "dnnl.h"],
+        [p for p in paths if p.parts[-3:] == ("oneapi", "dnnl", "dnnl.h")],
         [p for p in paths if "libdnnl.so" in p.name],
         "the onednn-devel-cpu-gomp package",
     )
@@ -238,7 +238,5 @@ def pick_onednn(headers: list[Path], libraries: list[Path], where: str) -> tuple
     headers = [h for h in headers if h.exists()]
     libraries = [lib for lib in libraries if lib.name == "libdnnl.so.3" and lib.exists()]
     if not headers or not libraries:
-        return f"{where} has no dnnl.h or no libdnnl.so.3"
-    # `#include <oneapi/dnnl/dnnl.h>` where the folder is so named, else plain dnnl.h.
-    header = max(headers, key=lambda h: "oneapi" in h.parts)
-    return header.parents[2] if "oneapi" in header.parts else header.parent, libraries[0]
+        return f"{where} has no oneapi/dnnl/dnnl.h or no libdnnl.so.3"
+    return headers[0].parents[2], libraries[0]
