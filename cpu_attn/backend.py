@@ -23,6 +23,7 @@ from cpu_attn.attention_metadata import (
     Part,
     attention_type,
 )
+from cpu_attn.layout import lined_up
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
 from cpu_attn.paged_attention import Array, PagedAttention
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape
@@ -342,23 +343,13 @@ class CPUAttentionBackendImpl:
 
     def _scratch(self, part: Part, key: Any, value: Any) -> tuple[Array, Array, Array]:
         """Pages of our own with the keys of some requests, one after the other, and their block table."""
-        lens = part.seq_lens.astype(np.int64)
-        blocks = -(-lens // SCRATCH_BLOCK_SIZE)
-        starts = np.concatenate([[0], np.cumsum(blocks)])
-        total = int(lens.sum())
-        offsets = np.arange(total) - np.repeat(np.cumsum(lens) - lens, lens)
-        slots = np.repeat(starts[:-1], lens) * SCRATCH_BLOCK_SIZE + offsets
-        key_cache, value_cache = (
-            np.empty(self._scratch_shape(int(starts[-1]), x.shape[2], str(x.dtype)), x.dtype) for x in (key, value)
-        )
-        rows = slice(part.first, part.first + total)
-        reshape_and_cache(key[rows], value[rows], key_cache, value_cache, slots, self.paged_attn_impl.isa)
-        table = starts[:-1, None] + np.arange(blocks.max(initial=0))
-        return key_cache, value_cache, table.astype(np.int32)
-
-    def _scratch_shape(self, num_blocks: int, head_size: int, dtype: str) -> tuple[int, ...]:
         isa = self.paged_attn_impl.isa
-        return get_kv_cache_shape(num_blocks, SCRATCH_BLOCK_SIZE, self.num_kv_heads, head_size, dtype, isa)
+        num_blocks, table, slots = lined_up(part.seq_lens, SCRATCH_BLOCK_SIZE)
+        shapes = (get_kv_cache_shape(num_blocks, SCRATCH_BLOCK_SIZE, *x.shape[1:], x.dtype, isa) for x in (key, value))
+        key_cache, value_cache = (np.empty(shape, key.dtype) for shape in shapes)
+        rows = slice(part.first, part.first + len(slots))
+        reshape_and_cache(key[rows], value[rows], key_cache, value_cache, slots, isa)
+        return key_cache, value_cache, table
 
 
 def _array(name: str, x: Any) -> Any:

@@ -30,7 +30,7 @@ VERSION = 1
 LAYOUT_NAMES = {lib.CA_LAYOUT_LANES: "lanes-v1", lib.CA_LAYOUT_PAIRS: "pairs-v1"}
 # As native/cpu_attn.h describes them: so many neighbours (of d in K, of tokens in V) lie side by side.
 PAIRS = {"lanes-v1": 1, "pairs-v1": 2}
-LANES = 16
+LANES = 16  # tokens that lie together: where these divide a block, its width does not depend on its size
 HALVES = 128  # elements of int4 that share 64 bytes
 # What integers mean before their scale, by how they are stored: sign and magnitude, and plus 8.
 WHOLE = {"int8": np.append(np.arange(128.0), 0 - np.arange(128.0)), "int4": np.arange(16.0) - 8}
@@ -202,6 +202,17 @@ def _tensor(file: str | os.PathLike[str], name: str, dtype: np.dtype[Any]) -> Me
         opened.readinto(array.data)
     found: Memory = array.view(dtype).reshape(tensor["shape"])
     return found
+
+
+def lined_up(seq_lens: Memory, block_size: int) -> tuple[int, Memory, Memory]:
+    """Pages for the tokens of some requests, one after the other: how many, block_table int32 [R, M] and slot_mapping
+    int64 [T]."""
+    lens = seq_lens.astype(np.int64)
+    blocks = -(-lens // block_size)
+    first = np.cumsum(blocks) - blocks
+    offsets = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+    table = (first[:, None] + np.arange(blocks.max(initial=0))).astype(np.int32)
+    return int(blocks.sum()), table, np.repeat(first, lens) * block_size + offsets
 
 
 def move_blocks(sources: Sequence[Memory], destinations: Sequence[Memory], moves: tuple[Any, Any]) -> None:

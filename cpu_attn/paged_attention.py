@@ -19,12 +19,11 @@ import numpy as np
 
 from cpu_attn import _check
 from cpu_attn._arrays import numpy_view
-from cpu_attn.layout import move_blocks
+from cpu_attn.layout import LANES, move_blocks
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
 
 Array = np.ndarray[Any, Any]
-GROUP = 16  # tokens: what a flat cache's block size is a multiple of
 
 
 def _blocks(name: str, kv_cache: Any) -> tuple[Array, Array]:
@@ -103,8 +102,8 @@ class PagedAttention:
             return shape
         if layout != "flat":
             raise ValueError(f"layout: {layout!r} is neither 'flat' nor 'pair'")
-        if block_size % GROUP:
-            raise ValueError(f"block_size: {block_size} is no multiple of {GROUP}: only layout 'pair' can hold it")
+        if block_size % LANES:
+            raise ValueError(f"block_size: {block_size} is no multiple of {LANES}: only layout 'pair' can hold it")
         return 2, num_blocks, block_size * num_kv_heads * shape[3]
 
     @classmethod
@@ -125,13 +124,13 @@ class PagedAttention:
                 "one array [2, num_blocks, block_size * num_kv_heads * width]"
             )
         named = str(key_cache.dtype) if kv_cache_dtype == "auto" else kv_cache_dtype
-        width = cls.get_kv_cache_shape(1, GROUP, 1, head_size, named, layout="pair")[3]
+        width = cls.get_kv_cache_shape(1, LANES, 1, head_size, named, layout="pair")[3]
         num_blocks, row = key_cache.shape
         token = num_kv_heads * width
-        if row == 0 or row % (GROUP * token):
+        if row == 0 or row % (LANES * token):
             raise ValueError(
                 f"kv_cache: axis 2 is {row}, expected block_size * {num_kv_heads} heads * {width} with block_size a "
-                f"multiple of {GROUP}; pass a pair for other block sizes"
+                f"multiple of {LANES}; pass a pair for other block sizes"
             )
         shape = (num_blocks, num_kv_heads, row // token, width)  # to split an axis never copies
         return key_cache.reshape(shape), value_cache.reshape(shape)

@@ -25,8 +25,8 @@ from cpu_attn import (
     get_scheduler_metadata,
     reshape_and_cache,
 )
+from cpu_attn.layout import LANES, lined_up
 
-LANES = 16  # tokens that lie together: where these divide a block, its width does not depend on its size
 SCRATCH_BLOCK_SIZE = 128  # of an encoder's keys, which no cache holds
 # vLLM's kv_cache_dtype: ours.
 KV_CACHE_DTYPES = {
@@ -184,17 +184,10 @@ class Scratch(Pages):
 
     @classmethod
     def of(cls, seq_lens: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Scratch:
-        lens = seq_lens.numpy().astype(np.int64)
-        blocks = -(-lens // SCRATCH_BLOCK_SIZE)
-        first = np.cumsum(blocks) - blocks
-        offsets = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
-        table = (first[:, None] + np.arange(blocks.max(initial=0))).astype(np.int32)
-        shapes = (
-            get_kv_cache_shape(int(blocks.sum()), SCRATCH_BLOCK_SIZE, x.shape[1], x.shape[2], x.dtype)
-            for x in (key, value)
-        )
+        num_blocks, table, slots = lined_up(seq_lens.numpy(), SCRATCH_BLOCK_SIZE)
+        shapes = (get_kv_cache_shape(num_blocks, SCRATCH_BLOCK_SIZE, *x.shape[1:], x.dtype) for x in (key, value))
         key_cache, value_cache = (torch.empty(shape, dtype=key.dtype) for shape in shapes)
-        return cls(key_cache, value_cache, table, "auto", np.repeat(first, lens) * SCRATCH_BLOCK_SIZE + offsets)
+        return cls(key_cache, value_cache, table, "auto", slots)
 
 
 class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
