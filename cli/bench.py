@@ -21,7 +21,7 @@ import click
 import cpu_attn
 from cpu_attn import _dispatch
 from cpu_attn._check import INT32_MAX, MAX_SIZE, SOFTCAP_MAX, TINY, kv_dtypes
-from cpu_attn._check import kv_cache_layout as layout_of
+from cpu_attn._check import kv_cache_layout as check_layout
 from cpu_attn.cli import contest, plot, report
 from cpu_attn.cli.info import cpu, onednn
 from cpu_attn.cli.limits import DEFAULT_BYTES, Limit, Limits, best_isa, products
@@ -385,7 +385,7 @@ def bench(
     for kind, d in product(kv_cache_dtype, dict.fromkeys(dtype)):
         try:
             for layout in {kv_cache_layout, *("NHD" for w in workloads if w.latent_rank)}:
-                layout_of(layout, kv_dtypes(kind, d))
+                check_layout(layout, kv_dtypes(kind, d))
         except ValueError as error:
             raise click.UsageError(f"--kv-cache-dtype {kind}: {error}") from None
         refuse_idle(workloads, engines, kind)

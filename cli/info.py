@@ -17,8 +17,6 @@ import cpu_attn
 from cpu_attn import _adapters, _dispatch, _onednn_loader
 from cpu_attn._native import ffi, lib
 
-DTYPES = tuple(_dispatch.DTYPE_CODES)
-
 
 def cpu() -> dict[str, Any]:
     c = ffi.new("ca_cpu_info *")

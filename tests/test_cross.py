@@ -59,7 +59,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run_case"
 
 
-def arrays(problem: Problem, reference: bool) -> bytes:
+def arrays(problem: Problem) -> bytes:
     """What run_case.c reads."""
     case = problem.case
     kvs = _check.kv_dtypes(case.kv_cache_dtype, case.dtype)
@@ -83,7 +83,7 @@ def arrays(problem: Problem, reference: bool) -> bytes:
     fields += [len(problem.query), len(slots), case.causal, left, -1 if causal else right]
     optional = (problem.alibi_slopes, problem.s_aux, problem.dynamic_causal)
     selected = problem.selected_blocks
-    fields += [*(x is not None for x in optional), reference, -1 if selected is None else selected.shape[2]]
+    fields += [*(x is not None for x in optional), -1 if selected is None else selected.shape[2]]
     three = dict.fromkeys(("mm_prefix_range", "document_start_loc", "tree_mask"))
     masks = _check.masks(len(problem.seq_lens), **{**three, **case.masks}) or _check.Masks(
         *np.zeros((2, 0), np.int32), None
@@ -100,10 +100,10 @@ def arrays(problem: Problem, reference: bool) -> bytes:
     return b"".join(np.ascontiguousarray(x).tobytes() for x in (*head, *body))
 
 
-def run(program: Path, problem: Problem, isa: str, reference: bool = False) -> tuple[NDArray[Any], NDArray[np.float32]]:
+def run(program: Path, problem: Problem, isa: str) -> tuple[NDArray[Any], NDArray[np.float32]]:
     case = problem.case
     command = [str(EMULATOR), str(program), isa]
-    done = subprocess.run(command, input=arrays(problem, reference), capture_output=True, check=False)
+    done = subprocess.run(command, input=arrays(problem), capture_output=True, check=False)
     assert done.returncode == 0, (case.name, done.stderr)
     shape = (len(problem.query), case.num_heads, case.value_size)
     size = int(np.prod(shape)) * numpy_dtype(case.dtype).itemsize

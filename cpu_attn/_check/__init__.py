@@ -28,9 +28,7 @@ from cpu_attn._check.arrays import (
 )
 from cpu_attn._check.calls import (
     ATTENTION,
-    BOUNDS,
     ROTARY,
-    SCORES,
     WRITE,
     attention,
     merged,
@@ -44,7 +42,6 @@ from cpu_attn._check.faults import instance, new_fault, raise_fault, renamed
 from cpu_attn._check.kv_cache import (
     LAYOUTS,
     MEMORY,
-    NARROW,
     cache,
     cache_sizes,
     cache_width,
@@ -85,15 +82,12 @@ from cpu_attn._check.values import (
 
 __all__ = [
     "ATTENTION",
-    "BOUNDS",
     "FLOATS",
     "INT32_MAX",
     "LAYOUTS",
     "MAX_SIZE",
     "MEMORY",
-    "NARROW",
     "ROTARY",
-    "SCORES",
     "SOFTCAP_MAX",
     "TINY",
     "WRITE",

@@ -26,7 +26,6 @@ enum {
     SLOPES,
     SINKS,
     FLAGS,
-    REFERENCE,
     SELECTED, /* blocks for each request and kv head, -1: all */
     KV_CACHE_LAYOUT,
     SHARED, /* the plan is given the block table */
@@ -159,8 +158,8 @@ int main(int argc, char **argv) {
     ca_plan_info info;
     ca_write(known, 0, written, 0, isa, (int)f[K_DTYPE], (int)f[V_DTYPE], (int)f[KV_CACHE_LAYOUT], x[2], x[3],
              &fault);
-    const ca_engine *engine = f[REFERENCE] ? ca_reference_engine() : ca_native_engine();
-    ca_plan *plan = fault.status ? NULL : ca_plan_new(&shape, engine, 0, step, masked ? &masks : NULL, &fault);
+    ca_plan *plan =
+        fault.status ? NULL : ca_plan_new(&shape, ca_native_engine(), 0, step, masked ? &masks : NULL, &fault);
     if (!plan)
         die("no plan");
     ca_plan_describe(plan, &info);
