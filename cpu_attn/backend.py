@@ -240,10 +240,10 @@ class CPUAttentionBackendImpl:
     def _is_cross(self) -> bool:
         return self.attn_type is AttentionType.ENCODER_DECODER
 
-    def _scales(self, layer: Any, dtype: Any) -> tuple[float, ...]:
+    def _scales(self, layer: Any, dtype: Any) -> tuple[float, float]:
         """Of fp8; a checkpoint may have some that its cache does not use."""
-        kinds = zip(("_k_scale", "_v_scale"), _check.kv_dtypes(self.kv_cache_dtype, dtype), strict=True)
-        return tuple(_scale(layer, name) if kv.startswith("fp8") else 1.0 for name, kv in kinds)
+        fp8 = [kv.startswith("fp8") for kv in _check.kv_dtypes(self.kv_cache_dtype, dtype)]
+        return _scale(layer, "_k_scale") if fp8[0] else 1.0, _scale(layer, "_v_scale") if fp8[1] else 1.0
 
     def _parts(self, metadata: CPUAttentionMetadata, has_cache: bool) -> list[Part]:
         if self.attn_type is AttentionType.ENCODER:
@@ -345,7 +345,8 @@ class CPUAttentionBackendImpl:
         """Pages of our own with the keys of some requests, one after the other, and their block table."""
         isa = self.paged_attn_impl.isa
         num_blocks, table, slots = lined_up(part.seq_lens, SCRATCH_BLOCK_SIZE)
-        shapes = (get_kv_cache_shape(num_blocks, SCRATCH_BLOCK_SIZE, *x.shape[1:], x.dtype, isa) for x in (key, value))
+        size = (num_blocks, SCRATCH_BLOCK_SIZE, self.num_kv_heads)
+        shapes = (get_kv_cache_shape(*size, x.shape[2], x.dtype, isa) for x in (key, value))
         key_cache, value_cache = (np.empty(shape, key.dtype) for shape in shapes)
         rows = slice(part.first, part.first + len(slots))
         reshape_and_cache(key[rows], value[rows], key_cache, value_cache, slots, isa)

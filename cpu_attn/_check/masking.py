@@ -33,13 +33,13 @@ def masks(num_reqs: int, mm_prefix_range: Any, document_start_loc: Any, tree_mas
         for (start, end), (border,) in product(found, documents.get(r, ())):
             if start < border <= end:
                 raise ValueError(f"mm_prefix_range[{r}]: ({start}, {end}) crosses the start of a document, {border}")
-    found = Masks(_flat(spans, 3), _flat(documents, 2), None)
+    ranges = Masks(_flat(spans, 3), _flat(documents, 2), None)
     if tree_mask is None:
-        return found
-    for name, rows in (("mm_prefix_range", found.spans), ("document_start_loc", found.documents)):
+        return ranges
+    for name, rows in (("mm_prefix_range", ranges.spans), ("document_start_loc", ranges.documents)):
         if rows.size:
             raise ValueError(f"tree_mask: does not go with {name}")
-    return found._replace(tree=array("tree_mask", tree_mask, ["uint8"], [("T", None), ("W", None)]))
+    return ranges._replace(tree=array("tree_mask", tree_mask, ["uint8"], [("T", None), ("W", None)]))
 
 
 Ranges = list[tuple[int, ...]]

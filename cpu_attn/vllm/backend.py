@@ -185,7 +185,8 @@ class Scratch(Pages):
     @classmethod
     def of(cls, seq_lens: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Scratch:
         num_blocks, table, slots = lined_up(seq_lens.numpy(), SCRATCH_BLOCK_SIZE)
-        shapes = (get_kv_cache_shape(num_blocks, SCRATCH_BLOCK_SIZE, *x.shape[1:], x.dtype) for x in (key, value))
+        size = (num_blocks, SCRATCH_BLOCK_SIZE, key.shape[1])
+        shapes = (get_kv_cache_shape(*size, x.shape[2], x.dtype) for x in (key, value))
         key_cache, value_cache = (torch.empty(shape, dtype=key.dtype) for shape in shapes)
         return cls(key_cache, value_cache, table, "auto", slots)
 
