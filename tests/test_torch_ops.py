@@ -265,6 +265,29 @@ def test_gradients_are_refused() -> None:
         OPS.cpu_attention_with_kv_cache(*arguments, plan, None, None)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_gradients_are_refused_in_a_graph(backend: str) -> None:
+    """When it is traced, rather than cut off; also by what was first compiled in no_grad."""
+    (first, *rest), plan = _step()
+    key, *write = map(tensor, write_args().values())
+
+    def attend(query: Any) -> Any:
+        OPS.cpu_attention_with_kv_cache(query * 2, *rest, plan, None, None)
+        return rest[2].sum() + query.sum()
+
+    def store(key: Any) -> Any:
+        OPS.cpu_attn_reshape_and_cache(key * 2, *write, "auto")
+        return key.sum()
+
+    for run_op, x, name in ((attend, first, "query"), (store, key, "key")):
+        torch._dynamo.reset()
+        compiled, x = torch.compile(run_op, backend=backend, fullgraph=True), x.requires_grad_()
+        with torch.no_grad():
+            assert torch.allclose(compiled(x), run_op(x.detach()))
+        with pytest.raises(Exception, match=rf"\b{name}: requires grad; pass it detached"):
+            compiled(x)
+
+
 def test_a_version_that_was_not_tested() -> None:
     code = """if True:
         from importlib import metadata

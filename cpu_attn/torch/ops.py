@@ -12,9 +12,11 @@ mm_prefix_range is int32 [n, 3], rows of (request, start, end); document_start_l
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -174,14 +176,23 @@ def _fake_metadata(
     return seq_lens.new_empty(1, dtype=torch.int64)
 
 
-def _fake(*_: Any, **__: Any) -> None:
-    """They write into arguments and return nothing."""
+def _fake_of(run: Callable[..., None]) -> Callable[..., None]:
+    """It writes into arguments and returns nothing. A graph would hand the kernel its inputs detached, so what needs
+    gradients is refused here."""
+    names = tuple(inspect.signature(run).parameters)
+
+    def fake(*args: Any, **kwargs: Any) -> None:
+        for name, x in (*zip(names, args, strict=False), *kwargs.items()):
+            if torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad:
+                raise ValueError(f"{name}: requires grad; pass it detached")
+
+    return fake
 
 
 _IMPLEMENTATIONS = (
     (_get_scheduler_metadata, _fake_metadata),
-    (ops.reshape_and_cache, _fake),
-    (_attention, _fake),
+    (ops.reshape_and_cache, _fake_of(ops.reshape_and_cache)),
+    (_attention, _fake_of(_attention)),
 )
 library = Library("cpu_attn", "FRAGMENT")
 for _schema, (_run, _shapes) in zip(_SCHEMAS, _IMPLEMENTATIONS, strict=True):
