@@ -288,6 +288,25 @@ def test_gradients_are_refused_in_a_graph(backend: str) -> None:
             compiled(x)
 
 
+def test_meta_tensors_are_refused() -> None:
+    """One among others, as the core does it, and before anything is written."""
+    arguments, plan = _step()
+    step = [torch.float32 if k == "dtype" else tensor(plan_args()[k]) for k in PLAN]
+    write = [tensor(x) for x in write_args().values()]
+    calls: tuple[tuple[str, list[Any], dict[str, Any]], ...] = (
+        ("get_scheduler_metadata", [*step, True, -1, "auto", True, None], {"mm_prefix_range": rows({0: [(0, 1)]})}),
+        ("cpu_attn_reshape_and_cache", [*write, "auto"], {}),
+        ("cpu_attention_with_kv_cache", [*arguments, plan, torch.zeros(4), None], {"lse": torch.zeros(4, 4)}),
+    )
+    for op, args, more in calls:
+        schema = getattr(OPS, op).default._schema
+        kwargs = dict(zip((a.name for a in schema.arguments), args, strict=False)) | more
+        for name in (k for k, x in kwargs.items() if isinstance(x, torch.Tensor)):
+            with pytest.raises(ValueError, match=f"^{name}: (lies on meta, expected cpu|no plan of this process)"):
+                getattr(OPS, op)(**kwargs | {name: kwargs[name].to("meta")})
+    assert not arguments[3].any() and not write[2].any()
+
+
 def test_a_version_that_was_not_tested() -> None:
     code = """if True:
         from importlib import metadata
