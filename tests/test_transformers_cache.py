@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,13 +28,20 @@ adapter.enable()
 GREEDY = {"do_sample": False, "use_cache": True}
 
 
-def generate(name: str, attention: str, cache: Any, inputs: Any, **options: Any) -> Any:
+@contextmanager
+def implementation(name: str, attention: str) -> Iterator[Any]:
     model = hf_models.model(name)
     model.set_attn_implementation(attention)
     try:
-        return model.generate(**inputs, past_key_values=cache, **GREEDY, **options)
+        with torch.no_grad():
+            yield model
     finally:
         model.set_attn_implementation("eager")
+
+
+def generate(name: str, attention: str, cache: Any, inputs: Any, **options: Any) -> Any:
+    with implementation(name, attention) as model:
+        return model.generate(**inputs, past_key_values=cache, **GREEDY, **options)
 
 
 def paged(name: str, **options: Any) -> PagedCache:
@@ -123,6 +134,23 @@ def test_a_conversation_goes_on_in_the_same_cache() -> None:
     assert generate("mistral", "cpu_attn", cache, first, max_new_tokens=5).tolist() == said.tolist()
 
 
+@pytest.mark.parametrize("attention", ["cpu_attn", "sdpa"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_copies_of_a_prompts_cache_go_on_by_themselves(copied: Any, attention: str) -> None:
+    """In turns, each with tokens of its own."""
+    prompt, *rests = (tokens(n, n, seed=n)["input_ids"] for n in (11, 7, 8, 9))
+    with implementation("llama", attention) as model:
+        cache = paged("llama", block_size=8)
+        model(prompt, past_key_values=cache)
+        caches = [copied(cache), cache, copied(cache)]
+        for part in (slice(0, 1), slice(1, None)):
+            logits = [model(x[:, part], past_key_values=c).logits for x, c in zip(rests, caches, strict=True)]
+    with implementation("llama", "eager") as model:
+        for rest, got in zip(rests, logits, strict=True):
+            want = model(torch.cat([prompt, rest], 1), use_cache=False).logits[:, 12:]
+            assert torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 def filled(layer: PagedLayer, batch: int = 3, length: int = 21) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(4)
     states = [torch.randn(batch, 2, length, size, generator=generator) for size in (32, 64)]
@@ -190,17 +218,12 @@ def test_quantised_pages(kind: str, scale: float) -> None:
 @pytest.mark.parametrize("kind", LARGEST)
 def test_quantised_generation_stays_near(kind: str) -> None:
     """Logits of a prompt in two parts, so that the second reads what the cache holds of the first."""
-    model, inputs = hf_models.model("llama"), tokens(24, 15)
-    model.set_attn_implementation("cpu_attn")
-    mask, ids = inputs["attention_mask"], inputs["input_ids"]
+    ids, mask = tokens(24, 15).values()
     logits = []
-    try:
-        with torch.no_grad():
-            for cache in (paged("llama"), paged("llama", kv_cache_dtype=kind)):
-                model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
-                logits.append(model(ids[:, 20:], attention_mask=mask, past_key_values=cache).logits)
-    finally:
-        model.set_attn_implementation("eager")
+    with implementation("llama", "cpu_attn") as model:
+        for cache in (paged("llama"), paged("llama", kv_cache_dtype=kind)):
+            model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+            logits.append(model(ids[:, 20:], attention_mask=mask, past_key_values=cache).logits)
     error = (logits[0] - logits[1]).square().mean().sqrt() / logits[0].square().mean().sqrt()
     assert 0 < error < {"int8": 0.03, "int4": 0.5, "fp8_e4m3": 0.15}[kind]
 

@@ -69,6 +69,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.values: Pages | None = None
         self.is_initialized = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which make their own keys and values: what those hold is in the pages."""
+        return self.__dict__ | {"keys": None, "values": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.is_initialized:
+            self._changed()
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         batch_size, num_kv_heads, _, head_size = key_states.shape
