@@ -135,6 +135,17 @@ def test_a_conversation_goes_on_in_the_same_cache() -> None:
 
 
 @pytest.mark.parametrize("attention", ["cpu_attn", "sdpa"])
+def test_compiled_model(attention: str) -> None:
+    torch._dynamo.reset()
+    ids = tokens(10)["input_ids"]
+    with implementation("llama", attention) as model:
+        compiled, cache = torch.compile(model, backend="eager"), paged("llama", block_size=8)
+        parts = (slice(0, 6), slice(6, 7), slice(7, 8), slice(8, 10))
+        logits = [compiled(ids[:, part], past_key_values=cache).logits for part in parts]
+        assert torch.allclose(torch.cat(logits, 1), model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["cpu_attn", "sdpa"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 def test_copies_of_a_prompts_cache_go_on_by_themselves(copied: Any, attention: str) -> None:
     """In turns, each with tokens of its own."""

@@ -96,6 +96,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         used = len(np.unique(self.table))
         return sum(used * x[:1].nbytes for x in (self.pages.key_cache, self.pages.value_cache))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,6 +152,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         table, scales = self.table[requests.rows], (pages.k_scale, pages.v_scale)
         return run(plan, query, pages.key_cache, pages.value_cache, table, logits, scales)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gather(self, value: bool) -> torch.Tensor:
         """Keys [B, Hkv, S, D] or values [B, Hkv, S, Dv], times their scales."""
         pages = self.pages
