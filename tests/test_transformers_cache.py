@@ -196,6 +196,25 @@ def test_rows_of_the_batch_and_their_blocks() -> None:
     assert repeated.nbytes == before
 
 
+@pytest.mark.parametrize("indices", [[2, 0], (1,), torch.tensor([True, False, True]), torch.tensor([-1])])
+def test_rows_are_chosen_as_from_a_tensor(indices: Any) -> None:
+    layer = PagedLayer(8, kv_cache_dtype="auto")
+    key, value = filled(layer)
+    layer.batch_select_indices(indices)
+    assert layer.gather(False).equal(key[indices, ...]) and layer.gather(True).equal(value[indices, ...])
+
+
+def test_an_unused_cache_has_no_rows_to_choose() -> None:
+    """Nothing happens, as with transformers' own."""
+    fresh, used = (paged("llama") for _ in range(2))
+    fresh.reorder_cache(torch.tensor([0, 1]))
+    fresh.batch_select_indices([0, 1])
+    fresh.batch_repeat_interleave(2)
+    inputs = tokens(5, 3)
+    got = [generate("llama", "cpu_attn", cache, inputs, max_new_tokens=2).tolist() for cache in (fresh, used)]
+    assert got[0] == got[1]
+
+
 # Half a step of the largest magnitude that shares a scale, which is rounded up to bfloat16; e4m3 has 3 bits.
 LARGEST = {"int8": 1.01 / 254, "int4": 1.01 / 14, "fp8_e4m3": 2**-4}
 
@@ -253,6 +272,12 @@ def test_what_is_refused() -> None:
     key, value = filled(layer)
     with pytest.raises(ValueError, match=r"key_states: a batch of 1, the cache holds 3"):
         layer.update(key[:1], value[:1])
+    with pytest.raises(IndexError, match=r"^indices: index 3 is out of bounds .* size 3"):
+        layer.batch_select_indices([0, 3])
+    with pytest.raises(IndexError, match=r"^beam_idx: tensors used as indices must be long"):
+        layer.reorder_cache(torch.tensor([0.0]))
+    with pytest.raises(ValueError, match=r"^beam_idx: 2 axes, expected 1"):
+        layer.reorder_cache([[0, 1]])
     with pytest.raises(ValueError, match=r"tokens_to_remove: 1 is outside -21..0"):
         layer.crop(1)
     old = layer.keys

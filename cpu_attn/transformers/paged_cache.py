@@ -191,20 +191,27 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.length += tokens_to_remove
         self._select(slice(None))
 
-    def _select(self, rows: Any) -> None:
-        """Those rows of the batch, with the blocks that their tokens are in."""
-        self.table = self.table[rows, : -(-self.length // self.block_size)]
-        if self.is_initialized:
-            self._changed()
+    def _select(self, rows: Any, name: str = "rows") -> None:
+        """Those rows of the batch, with the blocks that their tokens are in; ``rows`` as an index of a tensor."""
+        if not self.is_initialized:
+            return
+        try:
+            found = torch.from_numpy(np.arange(len(self.table)))[rows, ...]
+        except (IndexError, TypeError) as e:
+            raise type(e)(f"{name}: {e}") from None
+        if found.dim() != 1:
+            raise ValueError(f"{name}: {found.dim()} axes, expected 1")
+        self.table = self.table[found.numpy(), : -(-self.length // self.block_size)]
+        self._changed()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._select(beam_idx.numpy())
+        self._select(beam_idx, "beam_idx")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._select(np.arange(len(self.table)).repeat(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._select(indices.numpy())
+        self._select(indices, "indices")
 
 
 class Pages(LazyTensor):
