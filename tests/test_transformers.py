@@ -190,6 +190,22 @@ def test_masks_that_are_no_plan(name: str, kind: str, calls: list[Any]) -> None:
     close(ours, eager)
 
 
+@pytest.mark.parametrize(("dtype", "device"), [(torch.bfloat16, "cpu"), (torch.float32, "meta")])
+@pytest.mark.parametrize("kind", ["plan", "bias", "pages"])
+def test_defaults_of_torch_do_not_matter(kind: str, dtype: Any, device: str) -> None:
+    inputs = tokens(12, 12)
+    inputs["attention_mask"][1, 3:5] = int(kind != "bias")
+    cache = adapter.PagedCache(hf_models.model("llama").config) if kind == "pages" else None
+    with implementation(hf_models.model("llama"), "eager") as model:
+        want = model(**inputs).logits
+    with implementation(hf_models.model("llama"), "cpu_attn") as model, torch.device(device):
+        torch.set_default_dtype(dtype)
+        try:
+            close(model(**inputs, past_key_values=cache, use_cache=bool(cache)).logits, want)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
 # ---- what it refuses ----
 
 

@@ -122,7 +122,7 @@ def as_bias(mask: torch.Tensor) -> torch.Tensor:
     """What a dense mask adds to logits, float32, its last axis dense; True is seen."""
     if mask.dtype != torch.bool:
         return mask.detach().float().contiguous()
-    return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    return mask.new_zeros(mask.shape, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
