@@ -291,6 +291,13 @@ def test_what_is_refused() -> None:
         attention(SimpleNamespace(training=False), torch.zeros(3, 2, 1, 32), *stale, None)
 
 
+def test_no_keys() -> None:
+    layer = PagedLayer(8, kv_cache_dtype="auto")
+    layer.update(torch.ones(3, 2, 0, 32), torch.ones(3, 2, 0, 64))
+    got = attention(SimpleNamespace(training=False), torch.ones(3, 4, 2, 32), layer.keys, layer.values, None)[0]
+    assert got.equal(torch.zeros(3, 2, 4, 64))
+
+
 def test_keys_that_a_model_changes_are_no_longer_pages() -> None:
     layer = PagedLayer(8, kv_cache_dtype="auto")
     key, value = filled(layer)

@@ -223,6 +223,21 @@ def test_one_mask_for_all_rows() -> None:
     assert torch.allclose(attention(MODULE, q, k, v, mask)[0].double(), dense(q, k, v, mask.dense()), atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", ["none", "plan", "bool", "added"])
+@pytest.mark.parametrize("sinks", [True, False])
+def test_no_keys(kind: str, sinks: bool) -> None:
+    masks = {
+        "none": None,
+        "plan": mask_function(batch_size=2, q_length=3, kv_length=0, mask_function=stock.bidirectional_mask_function),
+        "bool": torch.ones(2, 1, 3, 0, dtype=torch.bool),
+        "added": torch.zeros(1, HEADS, 3, 0),
+    }
+    q, k, _ = inputs(2, 3, 0)
+    value = torch.zeros(2, KV_HEADS, 0, 24)
+    got = attention(MODULE, q, k, value, masks[kind], s_aux=torch.ones(HEADS) if sinks else None)[0]
+    assert got.equal(torch.zeros(2, 3, HEADS, 24))
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 6, 8), (2, 1, 5, 9), (6, 9), (3, 1, 6, 9), (2, 3, 6, 9)])
 def test_masks_that_do_not_fit(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"^(attention_mask|attn_bias): "):

@@ -131,6 +131,8 @@ def _attend(
         requests, logits = _masked(mask, batch_size, q_length, logits)
     if isinstance(key, Pages) and isinstance(value, Pages) and key is key.layer.keys and value is key.layer.values:
         return key.layer.attend(query, requests, logits)
+    if not kv_length:  # keys that are no block of a cache
+        return query.new_zeros(batch_size, q_length, query.shape[1], value.shape[3])
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     head_sizes = key.shape[3], value.shape[3]
