@@ -190,6 +190,31 @@ def test_masks_that_are_no_plan(name: str, kind: str, calls: list[Any]) -> None:
     close(ours, eager)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "before"), [(None, 0), (hf.DynamicCache, 6), (adapter.PagedCache, 0), (adapter.PagedCache, 6)]
+)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_autocast(name: str, kind: Any, before: int, dtype: Any, calls: list[Any]) -> None:
+    """As far from float32 as eager is. Rotary embeddings leave queries and keys in float32, values come out of a
+    projection in autocast's dtype; and some tokens of a cache may be of the time before."""
+    ids = tokens(20)["input_ids"]
+
+    def run(model: Any, kind: Any) -> Any:
+        more = {"past_key_values": kind(config=model.config)} if kind else {"use_cache": False}
+        logits = [model(ids[:, :before], **more).logits] if before else []
+        with torch.autocast("cpu", dtype):
+            parts = (slice(before, 19), slice(19, 20)) if kind else (slice(0, 20),)
+            logits += [model(ids[:, part], **more).logits for part in parts]
+        return torch.cat(logits, 1)
+
+    want, eager = (both(name, f)[0] for f in (lambda m: m(ids).logits, lambda m: run(m, kind and hf.DynamicCache)))
+    calls.clear()
+    ours = both(name, lambda m: run(m, kind))[1]
+    assert len(calls) == 2 * (1 if not kind else 3 if before else 2)
+    assert (ours - want).square().mean() < 1.5 * (eager - want).square().mean()
+
+
 @pytest.mark.parametrize(("dtype", "device"), [(torch.bfloat16, "cpu"), (torch.float32, "meta")])
 @pytest.mark.parametrize("kind", ["plan", "bias", "pages"])
 def test_defaults_of_torch_do_not_matter(kind: str, dtype: Any, device: str) -> None:

@@ -15,7 +15,7 @@ from cpu_attn.transformers import continuous
 from cpu_attn.transformers.lazy import LazyTensor
 from cpu_attn.transformers.masks import Mask, UnplannableError, as_bias, mask_function
 from cpu_attn.transformers.paged_cache import Pages
-from cpu_attn.transformers.plans import Logits, Requests, run, unmasked
+from cpu_attn.transformers.plans import Logits, Requests, autocast, run, unmasked
 
 NAME = "cpu_attn"
 # generate_batch takes an implementation of one's own only by a name that contains "flash". It needs no masks.
@@ -84,6 +84,8 @@ def attention(
     logits = Logits(scale, float(softcap or 0.0), sinks)
     inputs = (query, key, value)
     query, key, value = (x.detach() if tracked and not isinstance(x, Pages) else x for x in inputs)
+    dtype = key.dtype if isinstance(key, Pages) else torch.get_autocast_dtype("cpu")
+    query, key, value = autocast(dtype, query, key, value)
     if cache is not None:
         output = continuous.attend(module.layer_idx, query, key, value, cache, logits, **kwargs)
     else:

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 from cpu_attn import PagedKVCache, ops
 from cpu_attn._arrays import dtype_name
 from cpu_attn.transformers.lazy import LazyTensor
-from cpu_attn.transformers.plans import Logits, Requests, by_token, run
+from cpu_attn.transformers.plans import Logits, Requests, autocast, by_token, run
 
 LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -101,6 +101,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes key_states [B, Hkv, T, D] and value_states [B, Hkv, T, Dv] behind what is there."""
+        dtype = self.dtype if self.is_initialized else torch.get_autocast_dtype("cpu")
+        key_states, value_states = autocast(dtype, key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         batch_size, _, tokens, _ = key_states.shape

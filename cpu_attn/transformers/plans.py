@@ -65,6 +65,13 @@ def by_token(states: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
+def autocast(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors, in ``dtype`` where autocast is on, which leaves float64 as it is."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    return tuple(x if x.dtype in (dtype, torch.float64) else x.to(dtype) for x in tensors)
+
+
 @dataclass(frozen=True)
 class Logits:
     """What a model makes of q.k: as in :func:`cpu_attn.attention_with_kv_cache`."""
