@@ -36,7 +36,8 @@ def missing(name: str) -> str:
     for distribution in NEEDS[name]:
         found = version(distribution)
         if found is None:
-            return f"{distribution} is not installed; pip install 'cpu-attn[{name}]' brings {tested(distribution)}"
+            how = f"pip install '.[{name}]' in a checkout of cpu-attn"
+            return f"{distribution} is not installed; {how} brings {tested(distribution)}"
         low, high = map(_release, TESTED[distribution])
         if not low <= _release(found) < high:
             return f"{distribution} is {found}, tested with {tested(distribution)}"

@@ -247,7 +247,8 @@ def _safetensors() -> Any:
         import safetensors
         import safetensors.numpy
     except ImportError as error:
-        raise UnavailableError(f"files need safetensors: pip install 'cpu-attn[safetensors]' ({error})") from None
+        how = "pip install '.[safetensors]' in a checkout of cpu-attn"
+        raise UnavailableError(f"files need safetensors: {how} ({error})") from None
     return safetensors
 
 

@@ -112,7 +112,7 @@ def test_what_is_said_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
         here["torch"] = version
         assert (_adapters.missing("torch") == "") == fits
     shown = CliRunner().invoke(main, ["info"], env={"COLUMNS": "240"}).output
-    assert "cpu-attn[vllm]" in shown and "not installed" in shown
+    assert "'.[vllm]'" in shown and "not installed" in shown
 
 
 def test_whether_vllm_loads_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
