@@ -262,16 +262,15 @@ static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_
     }
     if (!w.failed)
         return CA_OK;
-    *fault = (ca_fault){CA_ENGINE_FAILED, -1, -1, w.failed, -1, -1};
-    return CA_ENGINE_FAILED;
+    return ca_fail(fault, CA_ENGINE_FAILED, -1, -1, w.failed, -1);
 }
 
 int ca_attend(const ca_plan *plan, ca_known *known, uintptr_t objects, const ca_array *given, int causal, float scale,
               float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault) {
     const ca_shape *s = &plan->shape;
-    const int64_t sizes[] = {s->num_reqs,  plan->num_tokens, s->num_heads,      s->num_kv_heads,
-                             s->head_size, s->head_size_v,   s->dtype,          s->k_dtype | s->v_dtype << 8,
-                             s->isa,       causal < 0,       s->kv_cache_layout};
+    const int64_t sizes[CA_SIZES] = {s->num_reqs,  plan->num_tokens, s->num_heads,      s->num_kv_heads,
+                                     s->head_size, s->head_size_v,   s->dtype,          s->k_dtype | s->v_dtype << 8,
+                                     s->isa,       causal < 0,       s->kv_cache_layout};
     ca_array a[CA_ATTENTION_ARRAYS];
     ca_plan_info info;
     ca_plan_describe(plan, &info);
@@ -283,14 +282,10 @@ int ca_attend(const ca_plan *plan, ca_known *known, uintptr_t objects, const ca_
     call.softcap = softcap;
     call.k_scale = k_scale;
     call.v_scale = v_scale;
-    if (plan->num_shared && call.num_selected >= 0) {
-        *fault = (ca_fault){CA_SELECTED_SHARED, -1, -1, -1, -1, -1};
-        return CA_SELECTED_SHARED;
-    }
-    if (plan->tree && call.alibi_slopes) {
-        *fault = (ca_fault){CA_TREE_ALIBI, -1, -1, -1, -1, -1};
-        return CA_TREE_ALIBI;
-    }
+    if (plan->num_shared && call.num_selected >= 0)
+        return ca_fail(fault, CA_SELECTED_SHARED, -1, -1, -1, -1);
+    if (plan->tree && call.alibi_slopes)
+        return ca_fail(fault, CA_TREE_ALIBI, -1, -1, -1, -1);
     if (causal >= 0 &&
         ca_check_step(plan, (const int32_t *)a[CA_SEQ_LENS].address, (const int32_t *)a[CA_QUERY_START_LOC].address,
                       causal, (const int32_t *)a[CA_DYNAMIC_CAUSAL].address, fault))

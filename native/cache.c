@@ -28,10 +28,6 @@ typedef struct write_call {
     const ca_rotary *rotary; /* keys and queries are rotated first; or NULL */
 } write_call;
 
-static char *row_of(const ca_rows *rows, int64_t t, int head, int dtype) {
-    return (char *)rows->data + (t * rows->stride_t + head * rows->stride_h) * ca_dtype_size(dtype);
-}
-
 static ca_group_form form_of(const ca_cache *c, int value) {
     return ca_group_form_of(kernel_of(c)->info.layout, c->kv_dtype, c->head_size, value);
 }
@@ -146,7 +142,7 @@ static void write_run(const ca_cache *c, int value, const ca_rows *rows, int hea
                       int stream) {
     const ca_kernel *kernel = kernel_of(c);
     char *block = (char *)ca_block(c->data, c->stride_n, c->stride_h, slot / c->block_size, head, c->kv_dtype);
-    const char *row = row_of(rows, t, head, c->dtype);
+    const char *row = ca_row_of(rows, t, head, c->dtype);
     int64_t token = slot % c->block_size, ld = rows->stride_t * ca_dtype_size(c->dtype);
     if (c->kv_cache_layout != CA_PACKED)
         for (int i = 0; i < n; i++)
@@ -253,7 +249,7 @@ static ca_rows rows_of(const ca_array *a) { return (ca_rows){(void *)a->address,
 
 int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype, int v_dtype,
              int kv_cache_layout, float k_scale, float v_scale, ca_fault *fault) {
-    const int64_t sizes[11] = {named, kv_cache_layout};
+    const int64_t sizes[CA_SIZES] = {named, kv_cache_layout};
     ca_array a[CA_WRITE_ARRAYS];
     const struct ca_accepted *call =
         ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_WRITE_ARRAYS, CA_TO_VALUE_CACHE + 1);
@@ -271,7 +267,7 @@ int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int name
 
 int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype,
                     int v_dtype, int is_neox, float eps, float k_scale, float v_scale, ca_fault *fault) {
-    const int64_t sizes[11] = {named};
+    const int64_t sizes[CA_SIZES] = {named};
     ca_array a[CA_ROTARY_ARRAYS];
     const struct ca_accepted *call =
         ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_ROTARY_ARRAYS, CA_ROTARY_QUERY_OUT + 1);
@@ -359,9 +355,9 @@ int ca_gather(const ca_cache *c, int value, const int32_t *block_table, int64_t 
             for (int64_t i = 0; i < n; i++) {
                 const char *from = ca_block(c->data, c->stride_n, c->stride_h, block, h, c->kv_dtype);
                 if (ca_is_scaled(c->kv_dtype))
-                    gather_scaled(c, value, from, token + i, (float *)row_of(dst, t + i, h, CA_F32));
+                    gather_scaled(c, value, from, token + i, (float *)ca_row_of(dst, t + i, h, CA_F32));
                 else
-                    gather_token(c, value, from, token + i, row_of(dst, t + i, h, c->kv_dtype));
+                    gather_token(c, value, from, token + i, ca_row_of(dst, t + i, h, c->kv_dtype));
             }
     }
     return CA_OK;

@@ -6,46 +6,41 @@
 #include "keys.h"
 #include "layout.h"
 
-static int fail(ca_fault *fault, int status, int64_t request, int64_t position, int64_t value, int64_t bound) {
-    *fault = (ca_fault){status, request, position, value, bound, -1};
-    return status;
-}
-
 int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
                     ca_fault *fault) {
     if (end > cols)
-        return fail(fault, CA_BLOCK_TABLE_SHORT, request, -1, end, cols);
+        return ca_fail(fault, CA_BLOCK_TABLE_SHORT, request, -1, end, cols);
     for (int64_t i = first; i < end; i++)
         if (table[i] < 0 || table[i] >= num_blocks)
-            return fail(fault, CA_BAD_BLOCK, request, i, table[i], num_blocks);
+            return ca_fail(fault, CA_BAD_BLOCK, request, i, table[i], num_blocks);
     return CA_OK;
 }
 
 int ca_check_lengths(int64_t num_reqs, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault) {
-    fail(fault, CA_OK, -1, -1, -1, -1);
+    ca_fail(fault, CA_OK, -1, -1, -1, -1);
     for (int64_t r = 0; r < num_reqs; r++) {
         if (seq_lens[r] < 0)
-            return fail(fault, CA_BAD_SEQ_LEN, r, r, seq_lens[r], 0);
+            return ca_fail(fault, CA_BAD_SEQ_LEN, r, r, seq_lens[r], 0);
         if (query_start_loc[r + 1] < query_start_loc[r])
-            return fail(fault, CA_BAD_QUERY_START_LOC, r, r + 1, query_start_loc[r + 1], query_start_loc[r]);
+            return ca_fail(fault, CA_BAD_QUERY_START_LOC, r, r + 1, query_start_loc[r + 1], query_start_loc[r]);
     }
     if (query_start_loc[0] != 0)
-        return fail(fault, CA_BAD_QUERY_START_LOC, -1, 0, query_start_loc[0], 0);
+        return ca_fail(fault, CA_BAD_QUERY_START_LOC, -1, 0, query_start_loc[0], 0);
     return CA_OK;
 }
 
 int ca_check_step(const ca_plan *p, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
                   const int32_t *dynamic_causal, ca_fault *fault) {
-    fail(fault, CA_OK, -1, -1, -1, -1);
+    ca_fail(fault, CA_OK, -1, -1, -1, -1);
     for (int r = 0; r <= p->shape.num_reqs; r++)
         if (query_start_loc[r] != p->query_start_loc[r])
-            return fail(fault, CA_OTHER_LENGTHS, r, r, query_start_loc[r], p->query_start_loc[r]);
+            return ca_fail(fault, CA_OTHER_LENGTHS, r, r, query_start_loc[r], p->query_start_loc[r]);
     for (int r = 0; r < p->shape.num_reqs; r++) {
         int here = dynamic_causal ? dynamic_causal[r] != 0 : causal;
         if (seq_lens[r] != p->seq_lens[r])
-            return fail(fault, CA_OTHER_SEQ_LENS, r, r, seq_lens[r], p->seq_lens[r]);
+            return ca_fail(fault, CA_OTHER_SEQ_LENS, r, r, seq_lens[r], p->seq_lens[r]);
         if (here != p->causal[r])
-            return fail(fault, CA_OTHER_CAUSAL, r, r, here, p->causal[r]);
+            return ca_fail(fault, CA_OTHER_CAUSAL, r, r, here, p->causal[r]);
     }
     return CA_OK;
 }
@@ -55,9 +50,9 @@ static int check_selected(const int32_t *list, int64_t n, int64_t r, int64_t hea
                           ca_fault *fault) {
     for (int64_t i = 0; i < n && !fault->status; i++) {
         if (list[i] < -1 || list[i] >= seq_blocks)
-            fail(fault, CA_BAD_SELECTED, r, i, list[i], seq_blocks);
+            ca_fail(fault, CA_BAD_SELECTED, r, i, list[i], seq_blocks);
         else if (i && list[i] != -1 && (uint32_t)list[i] <= (uint32_t)list[i - 1])
-            fail(fault, CA_SELECTED_ORDER, r, i, list[i], list[i - 1]);
+            ca_fail(fault, CA_SELECTED_ORDER, r, i, list[i], list[i - 1]);
     }
     fault->kv_head = head;
     return fault->status;
@@ -72,7 +67,7 @@ static int check_shared(const ca_plan *p, const int32_t *table, int64_t stride, 
         int64_t i = 0;
         while (here[i] == there[i])
             i++;
-        return fail(fault, CA_OTHER_BLOCKS, s->request, i, here[i], there[i]);
+        return ca_fail(fault, CA_OTHER_BLOCKS, s->request, i, here[i], there[i]);
     }
     return CA_OK;
 }
@@ -80,11 +75,11 @@ static int check_shared(const ca_plan *p, const int32_t *table, int64_t stride, 
 /* The blocks that hold a key some row may see. */
 int ca_check_table(const ca_plan *p, const int32_t *table, int64_t stride, int64_t cols, int64_t num_blocks,
                    int64_t block_size, const ca_array *selected, ca_fault *fault) {
-    fail(fault, CA_OK, -1, -1, -1, -1);
+    ca_fail(fault, CA_OK, -1, -1, -1, -1);
     if (p->shape.block_size && block_size != p->shape.block_size)
-        return fail(fault, CA_OTHER_BLOCK_SIZE, -1, -1, block_size, p->shape.block_size);
+        return ca_fail(fault, CA_OTHER_BLOCK_SIZE, -1, -1, block_size, p->shape.block_size);
     for (int r = 0; r < p->shape.num_reqs; r++) {
-        ca_task whole = {.request = r, .num_tokens = p->query_start_loc[r + 1] - p->query_start_loc[r]};
+        ca_task whole = {.request = r, .num_tokens = (int32_t)ca_q_len(p, r)};
         int64_t k0 = 0, k1 = 0;
         if (whole.num_tokens > 0)
             ca_task_keys(p, &whole, &k0, &k1);
@@ -106,30 +101,30 @@ int ca_check_table(const ca_plan *p, const int32_t *table, int64_t stride, int64
 }
 
 int ca_check_bias(const ca_plan *p, const ca_array *bias, ca_fault *fault) {
-    fail(fault, CA_OK, -1, -1, -1, -1);
+    ca_fail(fault, CA_OK, -1, -1, -1, -1);
     for (int r = 0; bias->itemsize && r < p->shape.num_reqs; r++) {
-        const int64_t q_len = (int64_t)p->query_start_loc[r + 1] - p->query_start_loc[r];
+        const int64_t q_len = ca_q_len(p, r);
         if (bias->shape[2] < q_len)
-            return fail(fault, CA_BIAS_SMALL, r, 2, bias->shape[2], q_len);
+            return ca_fail(fault, CA_BIAS_SMALL, r, 2, bias->shape[2], q_len);
         if (q_len && bias->shape[3] < p->seq_lens[r])
-            return fail(fault, CA_BIAS_SMALL, r, 3, bias->shape[3], p->seq_lens[r]);
+            return ca_fail(fault, CA_BIAS_SMALL, r, 3, bias->shape[3], p->seq_lens[r]);
     }
     return CA_OK;
 }
 
 int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault) {
-    fail(fault, CA_OK, -1, -1, -1, -1);
+    ca_fail(fault, CA_OK, -1, -1, -1, -1);
     for (int64_t i = 0; i < num_tokens; i++)
         if (slots[i] >= bound)
-            return fail(fault, CA_BAD_SLOT, -1, i, slots[i], bound);
+            return ca_fail(fault, CA_BAD_SLOT, -1, i, slots[i], bound);
     return CA_OK;
 }
 
 int ca_check_positions(const int64_t *positions, int64_t num_tokens, int64_t bound, ca_fault *fault) {
-    fail(fault, CA_OK, -1, -1, -1, -1);
+    ca_fail(fault, CA_OK, -1, -1, -1, -1);
     for (int64_t i = 0; i < num_tokens; i++)
         if (positions[i] < 0 || positions[i] >= bound)
-            return fail(fault, CA_BAD_POSITION, -1, i, positions[i], bound);
+            return ca_fail(fault, CA_BAD_POSITION, -1, i, positions[i], bound);
     return CA_OK;
 }
 

@@ -4,6 +4,12 @@
 #define CPU_ATTN_CHECK_H
 #include "engine.h"
 
+static inline int ca_fail(ca_fault *fault, int status, int64_t request, int64_t position, int64_t value,
+                          int64_t bound) {
+    *fault = (ca_fault){status, request, position, value, bound, -1};
+    return status;
+}
+
 int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
                     ca_fault *fault);
 int ca_check_lengths(int64_t num_reqs, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault);

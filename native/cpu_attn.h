@@ -96,7 +96,7 @@ typedef struct ca_engine ca_engine;
 
 typedef struct ca_plan_info {
     int64_t num_tokens, num_tasks, num_splits, workspace_bytes;
-    int32_t rows, num_threads;
+    int32_t num_threads;
     int64_t num_shared; /* tasks for several requests */
 } ca_plan_info;
 
@@ -164,16 +164,17 @@ enum ca_rotary_arrays {
     CA_ROTARY_ARRAYS
 };
 
+enum { CA_SIZES = 11 };
 /* Calls that _check has accepted: all that its answer depends on, which is everything about the arrays but where
  * they lie (but where they lie to one another), and the sizes that they have to fit. For one Python thread and one kind
  * of call. */
 typedef struct ca_known {
     int64_t count; /* remembered so far; the oldest makes room */
     struct ca_accepted {
-        int64_t sizes[11];
+        int64_t sizes[CA_SIZES];
         /* of a write: what the isa and kv_cache_dtype that the caller named mean for these arrays */
         int64_t isa, k_dtype, v_dtype;
-        ca_array arrays[13];
+        ca_array arrays[CA_ATTENTION_ARRAYS]; /* the most that a call has */
     } calls[8];
 } ca_known;
 
@@ -185,10 +186,10 @@ typedef struct ca_isa_info {
 } ca_isa_info;
 
 typedef struct ca_kernel_info {
-    int32_t layout, rows, keys; /* query rows of a work item, keys of a score block */
-    int32_t bf16_products;      /* multiplies bf16 as it is, because here that is faster than FP32 FMA */
-    int32_t integers;           /* multiplies int8 and int4 caches as integers (kernel/integers.inc) */
-    const char *method;         /* how the other products are formed, in words */
+    int32_t layout, rows;  /* query rows of a work item */
+    int32_t bf16_products; /* multiplies bf16 as it is, because here that is faster than FP32 FMA */
+    int32_t integers;      /* multiplies int8 and int4 caches as integers (kernel/integers.inc) */
+    const char *method;    /* how the other products are formed, in words */
 } ca_kernel_info;
 
 typedef struct ca_cpu_info {

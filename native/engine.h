@@ -124,7 +124,6 @@ typedef int ca_segment_fn(const ca_plan *plan, const ca_call *call, const ca_tas
                           int64_t k1, const ca_state *state, void *scratch);
 
 struct ca_engine {
-    const char *name;
     int (*rows)(const ca_kernel *kernel); /* query rows it wants in a task */
     int64_t (*scratch_bytes)(const ca_plan *plan);
     ca_segment_fn *segment;

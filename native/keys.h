@@ -5,10 +5,15 @@
 #include "engine.h"
 #include "layout.h"
 
-/* Of query token i of request r among its keys. */
-static inline int64_t ca_position(const ca_plan *plan, int r, int64_t i) {
-    return plan->seq_lens[r] - ((int64_t)plan->query_start_loc[r + 1] - plan->query_start_loc[r]) + i;
+static inline int64_t ca_q_len(const ca_plan *plan, int r) {
+    return (int64_t)plan->query_start_loc[r + 1] - plan->query_start_loc[r];
 }
+
+/* Keys before those of the request's query tokens. */
+static inline int64_t ca_context(const ca_plan *plan, int r) { return plan->seq_lens[r] - ca_q_len(plan, r); }
+
+/* Of query token i of request r among its keys. */
+static inline int64_t ca_position(const ca_plan *plan, int r, int64_t i) { return ca_context(plan, r) + i; }
 
 /* First and last+1 key that query token i of request r may see, before the sequence's own end. Neither falls from token
  * to token, but lo in a tree mask, which may hide some of them besides: ca_run. */
@@ -44,11 +49,6 @@ static inline void ca_task_keys(const ca_plan *plan, const ca_task *task, int64_
  * NULL: it sees all of its range. */
 static inline const uint8_t *ca_tree_row(const ca_plan *plan, int r, int64_t i) {
     return plan->tree ? plan->tree + (plan->query_start_loc[r] + i) * plan->tree_bytes : NULL;
-}
-
-/* Keys before those of the request's query tokens. */
-static inline int64_t ca_context(const ca_plan *plan, int r) {
-    return plan->seq_lens[r] - ((int64_t)plan->query_start_loc[r + 1] - plan->query_start_loc[r]);
 }
 
 /* Keys from `context` on are seen where their bit is set. */

@@ -1,26 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Masks besides causal and window, as a plan keeps them: the range of keys of every query token and, of a tree, which
  * of the new tokens in it. */
+#include "check.h"
 #include "plan.h"
 #include <stdlib.h>
 
-static int fail(ca_fault *fault, int status, int64_t request, int64_t value, int64_t bound) {
-    *fault = (ca_fault){status, request, request, value, bound, -1};
-    return status;
-}
-
-static int64_t q_len_of(const ca_plan *p, int r) { return (int64_t)p->query_start_loc[r + 1] - p->query_start_loc[r]; }
-
 static int check_tree(const ca_plan *p, const ca_masks *m, ca_fault *fault) {
     if (m->tree_rows != p->num_tokens)
-        return fail(fault, CA_TREE_TOKENS, -1, m->tree_rows, p->num_tokens);
+        return ca_fail(fault, CA_TREE_TOKENS, -1, -1, m->tree_rows, p->num_tokens);
     for (int r = 0; r < p->shape.num_reqs; r++) {
         if (!p->causal[r])
-            return fail(fault, CA_TREE_NOT_CAUSAL, r, -1, -1);
-        if (q_len_of(p, r) > m->tree_bytes * 8)
-            return fail(fault, CA_TREE_NARROW, r, q_len_of(p, r), m->tree_bytes * 8);
+            return ca_fail(fault, CA_TREE_NOT_CAUSAL, r, r, -1, -1);
+        if (ca_q_len(p, r) > m->tree_bytes * 8)
+            return ca_fail(fault, CA_TREE_NARROW, r, r, ca_q_len(p, r), m->tree_bytes * 8);
         if (ca_context(p, r) < 0)
-            return fail(fault, CA_TOKENS_WITHOUT_KEYS, r, p->seq_lens[r], q_len_of(p, r));
+            return ca_fail(fault, CA_TOKENS_WITHOUT_KEYS, r, r, p->seq_lens[r], ca_q_len(p, r));
     }
     return CA_OK;
 }
@@ -29,7 +23,7 @@ static int check_documents(const ca_plan *p, const ca_masks *m, ca_fault *fault)
     for (int64_t d = 0; d < m->num_documents; d++) {
         int32_t r = m->documents[2 * d];
         if (ca_context(p, r) < 0)
-            return fail(fault, CA_TOKENS_WITHOUT_KEYS, r, p->seq_lens[r], q_len_of(p, r));
+            return ca_fail(fault, CA_TOKENS_WITHOUT_KEYS, r, r, p->seq_lens[r], ca_q_len(p, r));
     }
     return CA_OK;
 }
@@ -40,7 +34,7 @@ static void fill_ranges(const ca_plan *p, const ca_masks *m, int32_t *to_lo, int
     const int32_t *span = m->spans, *spans_end = span + 3 * m->num_spans;
     const int32_t *doc = m->documents, *docs_end = doc + 2 * m->num_documents;
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {
-        int64_t q_len = q_len_of(p, r), len = p->seq_lens[r], lo, hi;
+        int64_t q_len = ca_q_len(p, r), len = p->seq_lens[r], lo, hi;
         for (int64_t i = 0, pos = len - q_len; i < q_len; i++, pos++) {
             ca_visible(p, r, i, &lo, &hi);
             while (span < spans_end && (span[0] < r || (span[0] == r && span[2] < pos)))
@@ -76,7 +70,7 @@ static int32_t copy_row(const uint8_t *from, int64_t q_len, uint8_t *to) {
 static void fill_tree(const ca_plan *p, const ca_masks *m, int32_t *lo, int32_t *hi, uint8_t *tree, int64_t bytes) {
     const int64_t left = p->shape.window_left;
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {
-        int64_t start = p->query_start_loc[r], q_len = q_len_of(p, r), context = ca_context(p, r);
+        int64_t start = p->query_start_loc[r], q_len = ca_q_len(p, r), context = ca_context(p, r);
         int32_t *depth = hi + start;
         uint8_t *rows = tree + start * bytes;
         for (int64_t i = 0; i < q_len; i++)
@@ -101,10 +95,10 @@ int ca_take_masks(ca_plan *p, const ca_masks *m, ca_fault *fault) {
     if (status)
         return status;
     for (int32_t r = 0; is_tree && r < p->shape.num_reqs; r++)
-        bytes = ca_max64(bytes, ca_div_up(q_len_of(p, r), 8));
+        bytes = ca_max64(bytes, ca_div_up(ca_q_len(p, r), 8));
     int32_t *lo = calloc((size_t)ca_max64(1, tokens), (size_t)(2 * sizeof(int32_t) + (size_t)bytes));
     if (!lo)
-        return fail(fault, CA_NO_MEMORY, -1, -1, -1);
+        return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
     int32_t *hi = lo + tokens;
     uint8_t *tree = is_tree ? (uint8_t *)(hi + tokens) : NULL;
     if (tree)

@@ -11,6 +11,6 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     return plan->kernel->segment(plan, call, task, kv_head, k0, k1, state, scratch);
 }
 
-static const ca_engine engine = {"native", rows, scratch_bytes, segment};
+static const ca_engine engine = {rows, scratch_bytes, segment};
 
 const ca_engine *ca_native_engine(void) { return &engine; }

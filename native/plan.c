@@ -7,11 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static int fail(ca_fault *fault, int status, int64_t request, int64_t position, int64_t value, int64_t bound) {
-    *fault = (ca_fault){status, request, position, value, bound, -1};
-    return status;
-}
-
 #define MAX_TASKS (1 << 24) /* half a gigabyte of them: 10^9 query rows */
 
 static int64_t align(int64_t bytes) { return ca_round_up(bytes, 64); }
@@ -21,7 +16,7 @@ static int64_t state_floats(const ca_plan *p, int64_t rows) { return rows * ((in
 static int64_t count_blocks(const ca_plan *p) {
     int64_t n = 0, step = ca_block_tokens(p);
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {
-        int64_t q_len = (int64_t)p->query_start_loc[r + 1] - p->query_start_loc[r];
+        int64_t q_len = ca_q_len(p, r);
         n += q_len <= step ? q_len > 0 : ca_div_up(q_len, step);
     }
     return n;
@@ -35,7 +30,7 @@ static double list_blocks(ca_plan *p, ca_costed *c) {
     int64_t step = ca_block_tokens(p);
     double total = 0;
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {
-        int64_t q_len = (int64_t)p->query_start_loc[r + 1] - p->query_start_loc[r];
+        int64_t q_len = ca_q_len(p, r);
         /* the last block of a causal request is its longest */
         for (int64_t i = q_len <= step ? 0 : (q_len - 1) / step * step; q_len > 0 && i >= 0; i -= step, c++) {
             *c = (ca_costed){.task = {.request = r,
@@ -195,9 +190,9 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
                      const ca_masks *masks, ca_fault *fault) {
     ca_array a[CA_STEP_ARRAYS];
     size_t n = (size_t)shape->num_reqs;
-    fail(fault, CA_OK, -1, -1, -1, -1);
+    ca_fail(fault, CA_OK, -1, -1, -1, -1);
     if (!ca_accept_step(objects, given, shape->num_reqs, a)) {
-        fail(fault, CA_UNKNOWN, -1, -1, -1, -1);
+        ca_fail(fault, CA_UNKNOWN, -1, -1, -1, -1);
         return NULL;
     }
     const int32_t *starts = (const int32_t *)a[CA_STEP_QUERY_START_LOC].address;
@@ -205,7 +200,7 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
     const int32_t *flags = (const int32_t *)a[CA_STEP_DYNAMIC_CAUSAL].address;
     ca_plan *p = malloc(sizeof *p + (3 * n + 1) * sizeof(int32_t));
     if (!p) {
-        fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
+        ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
         return NULL;
     }
     *p = (ca_plan){.engine = engine, .kernel = ca_isa_get(shape->isa)->kernels[shape->dtype], .rows = 1};
@@ -231,7 +226,7 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
         if (status == CA_OK)
             return p;
         if (status != CA_BLOCK_TABLE_SHORT)
-            fail(fault, status, -1, -1, num_blocks, MAX_TASKS);
+            ca_fail(fault, status, -1, -1, num_blocks, MAX_TASKS);
     }
     ca_plan_free(p);
     return NULL;
@@ -253,7 +248,6 @@ void ca_plan_describe(const ca_plan *p, ca_plan_info *out) {
         .num_tasks = p->num_tasks,
         .num_splits = p->num_merges,
         .workspace_bytes = p->num_threads * p->thread_bytes + p->partial_bytes,
-        .rows = p->rows,
         .num_threads = p->num_threads,
         .num_shared = p->num_shared,
     };
@@ -262,7 +256,7 @@ void ca_plan_describe(const ca_plan *p, ca_plan_info *out) {
 int64_t ca_plan_visible_pairs(const ca_plan *p) {
     int64_t pairs = 0, lo, hi, end;
     for (int32_t r = 0; r < p->shape.num_reqs; r++)
-        for (int64_t i = 0; i < p->query_start_loc[r + 1] - p->query_start_loc[r]; i++) {
+        for (int64_t i = 0; i < ca_q_len(p, r); i++) {
             ca_visible(p, r, i, &lo, &hi);
             for (; ca_run(ca_tree_row(p, r, i), ca_context(p, r), hi, &lo, &end); lo = end)
                 pairs += end - lo;

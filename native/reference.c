@@ -93,6 +93,6 @@ static int rows(const ca_kernel *kernel) {
 
 static int64_t scratch_bytes(const ca_plan *p) { return p->shape.head_size_v * (int64_t)sizeof(double); }
 
-static const ca_engine engine = {"reference", rows, scratch_bytes, segment};
+static const ca_engine engine = {rows, scratch_bytes, segment};
 
 const ca_engine *ca_reference_engine(void) { return &engine; }

@@ -5,10 +5,6 @@
 #include "kernel.h"
 #include <stdlib.h>
 
-static char *row_of(const ca_rows *rows, int64_t t, int64_t head, int dtype) {
-    return (char *)rows->data + (t * rows->stride_t + head * rows->stride_h) * ca_dtype_size(dtype);
-}
-
 /* cos, then sin, of token t as float32. */
 static const float *cos_sin_of(const ca_rotary *r, int64_t t, float *wide) {
     const char *row =
@@ -67,8 +63,8 @@ void ca_rotate_queries(const ca_rotary *r, int thread, int team) {
     for (int64_t t = r->num_tokens * thread / team; t < end; t++) {
         const float *cos_sin = cos_sin_of(r, t, at.cos_sin);
         for (int h = 0; h < r->num_heads; h++)
-            r->kernel->rotate(r, r->q_weight, cos_sin, row_of(&r->query, t, h, r->dtype), at.head,
-                              row_of(&r->query_out, t, h, r->dtype));
+            r->kernel->rotate(r, r->q_weight, cos_sin, ca_row_of(&r->query, t, h, r->dtype), at.head,
+                              ca_row_of(&r->query_out, t, h, r->dtype));
     }
 }
 
@@ -78,8 +74,8 @@ ca_rows ca_rotate_keys(const ca_rotary *r, int thread, int head0, int head1, int
     for (int i = 0; i < n; i++) {
         const float *cos_sin = cos_sin_of(r, t + i, at.cos_sin);
         for (int h = head0; h < head1; h++)
-            r->kernel->rotate(r, r->k_weight, cos_sin, row_of(&r->key, t + i, h, r->dtype), at.head,
-                              row_of(&staged, i, h, r->dtype));
+            r->kernel->rotate(r, r->k_weight, cos_sin, ca_row_of(&r->key, t + i, h, r->dtype), at.head,
+                              ca_row_of(&staged, i, h, r->dtype));
     }
     return staged;
 }

@@ -429,6 +429,6 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     return status;
 }
 
-static const ca_engine engine = {"onednn", engine_rows, scratch_bytes, segment};
+static const ca_engine engine = {engine_rows, scratch_bytes, segment};
 
 const ca_engine *ca_onednn_engine(void) { return &engine; }
