@@ -70,6 +70,10 @@ def asked(argument: str, name: Any, variable: str) -> str:
     return os.environ.get(variable) or "auto" if name == "auto" else name
 
 
+def _who_asked(argument: str, name: str, variable: str) -> str:
+    return variable if os.environ.get(variable) == name else argument
+
+
 def resolve_isa(name: str, dtype: str, head_size: int) -> Isa:
     """The isa that ``name`` means here; ``auto`` follows CPU_ATTN_ISA, then takes the best."""
     name = asked("isa", name, "CPU_ATTN_ISA")
@@ -94,8 +98,8 @@ def _resolve_isa(name: str, dtype: str, odd_vec16: bool) -> Isa:
         if isa.name == name:
             reason = isa.reason or f"it has no {dtype} kernel"
             raise UnavailableError(f"isa: {name!r} is not available here: {reason}. Available for {dtype}: {there}")
-    names = ", ".join(i.name for i in isas())
-    raise ValueError(f"isa: {name!r} is none of auto, vec, vec16, {names}. Available here: {there}")
+    names, who = ", ".join(i.name for i in isas()), _who_asked("isa", name, "CPU_ATTN_ISA")
+    raise ValueError(f"{who}: {name!r} is none of auto, vec, vec16, {names}. Available here: {there}")
 
 
 def resolve_engine(name: str) -> tuple[str, Any]:
@@ -109,7 +113,8 @@ def resolve_engine(name: str) -> tuple[str, Any]:
         from cpu_attn import _onednn_loader
 
         return name, _onednn_loader.engine()
-    raise ValueError(f"engine: {name!r} is none of auto, {', '.join(ENGINE_NAMES)}")
+    who = _who_asked("engine", name, "CPU_ATTN_ENGINE")
+    raise ValueError(f"{who}: {name!r} is none of auto, {', '.join(ENGINE_NAMES)}")
 
 
 def get_num_threads() -> int:

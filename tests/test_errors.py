@@ -321,8 +321,11 @@ def test_environment_chooses_where_the_argument_does_not(monkeypatch: pytest.Mon
     plan = cpu_attn.get_scheduler_metadata(**plan_args())
     assert (plan.isa, plan.engine) == ("scalar", "reference")
     monkeypatch.setenv("CPU_ATTN_ISA", "nonsense")
-    with pytest.raises(ValueError, match="nonsense"):
+    with pytest.raises(ValueError, match="CPU_ATTN_ISA: 'nonsense'"):
         cpu_attn.get_scheduler_metadata(**plan_args())
+    monkeypatch.setenv("CPU_ATTN_ENGINE", "none")
+    with pytest.raises(ValueError, match="CPU_ATTN_ENGINE: 'none'"):
+        cpu_attn.get_scheduler_metadata(**plan_args(), isa="scalar")
     assert cpu_attn.get_scheduler_metadata(**plan_args(), isa="scalar", engine="native").engine == "native"
 
 

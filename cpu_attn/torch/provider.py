@@ -158,9 +158,10 @@ def _attend(
 def flash_attention_forward_out(out: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     """``aten::_flash_attention_forward_no_dropout_inplace``: out [T_q, Hq, D] is written, lse [Hq, T_q] returned."""
     try:
-        tensors = [x.detach() if x.requires_grad else x for x in args[:3]]
-        memory = [_arrays.view(*x) for x in zip(("out", "query", "key", "value"), (out, *tensors), strict=True)]
-        _check.apart(("out", "query", "key", "value"), memory, 1)  # all of them, before the first part is written
+        tensors, names = [x.detach() if x.requires_grad else x for x in args[:3]], ("query", "key", "value")
+        memory = [_arrays.view(*x, _check.FLOATS) for x in zip(names, tensors, strict=True)]
+        memory.insert(0, _arrays.view("out", out, _check.FLOATS))
+        _check.apart(("out", *names), memory, 1)  # all of them, before the first part is written
         return _attend(out, *tensors, *args[3:], **options)
     except (TypeError, ValueError) as e:
         raise _check.renamed(e, _NAMES) from None
