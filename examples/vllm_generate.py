@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens a second of vLLM on this CPU, with cpu-attn and with vLLM's own attention.
 
-    pip install cpu-attn    # into the environment of a vLLM 0.33 for CPUs
+    pip install .    # into the environment of a vLLM 0.33 for CPUs
     python examples/vllm_generate.py --model Qwen/Qwen3-0.6B
     python examples/vllm_generate.py --prompt-tokens 2048 --requests 8    # without --model: random weights
 

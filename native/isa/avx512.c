@@ -13,7 +13,7 @@
  *   decode                 8x8k 0.82 to 0.84, float32 0.90, 16x4k-mha 0.90 to 0.92
  *   plain caches           HND 0.82 / 0.84, NHD 0.72 / 0.62 of packed's speed (8x8k / 16x4k-mha), 0.68 with 32 kv heads
  *   tree-16x4k-mha         1.28 times decode-16x4k-mha; write-8k bfloat16 0.89, fp8_e4m3 0.64
- * Two threads in calm minutes: README.md. Tried there, each against what is below, in turns with it:
+ * Two threads in calm minutes: docs/performance.md. Tried there, each against what is below, in turns with it:
  *   register tiles, scores alone, of FMA's peak in the same millisecond (median): 6 x 4 0.72, 8 x 3 0.69, 9 x 3 0.67,
  *   12 x 2 and 14 x 2 0.65, with {1to16} operands 0.43 to 0.68; whether K lay in L1 or in L2 made no difference
  *   prefetch in decode-8x8k: none 0.69, into L1 0.89, every second line 0.88, huge pages 1.01 to 1.04
