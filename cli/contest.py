@@ -133,16 +133,19 @@ def _torch(step: Step) -> Callable[[], Any]:
     alike = len(set(w.lens)) == 1
     groups = [list(range(len(w.lens)))] if alike else [[r] for r in range(len(w.lens))]
     calls = [_torch_arguments(torch, step, requests) for requests in groups]
-    attention, enable_gqa = torch.nn.functional.scaled_dot_product_attention, w.num_heads != w.num_kv_heads
+    attention, scale = torch.nn.functional.scaled_dot_product_attention, w.head_size**-0.5
 
     def run() -> list[Any]:
-        return [attention(*qkv, **mask, scale=w.head_size**-0.5, enable_gqa=enable_gqa) for qkv, mask in calls]
+        return [attention(*qkv, **how, scale=scale).reshape(shape) for qkv, how, shape in calls]
 
     return run
 
 
-def _torch_arguments(torch: Any, step: Step, requests: list[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """query [n, Hq, q_len, D], key and value [n, Hkv, kv_len, D] of requests that are alike, and the mask."""
+def _torch_arguments(torch: Any, step: Step, requests: list[int]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """query [n, Hq, q_len, D], key and value [n, Hkv, kv_len, D] of requests that are alike, mask, shape of the output.
+
+    The heads of a group are rows of one query where the mask can say so: enable_gqa copies K and V for each of them,
+    which takes 20 times as long in decode-8x8k."""
 
     def tensor(arrays: list[Any]) -> Any:
         stacked = np.ascontiguousarray(np.stack(arrays).transpose(0, 2, 1, 3))
@@ -154,7 +157,16 @@ def _torch_arguments(torch: Any, step: Step, requests: list[int]) -> tuple[tuple
     query = tensor([step.query[ends[r] : ends[r + 1]] for r in requests])
     pages = [step.cache.gather(step.block_table[r], int(step.seq_lens[r])) for r in requests]
     key, value = tensor([k for k, _ in pages]), tensor([v for _, v in pages])
-    return (query, key, value), _torch_mask(torch, step, *step.workload.lens[requests[0]], query.dtype)
+    (n, num_heads, q_len, head_size), num_kv_heads = query.shape, key.shape[1]
+    how = _torch_mask(torch, step, *step.workload.lens[requests[0]], query.dtype)
+    if how.get("is_causal"):
+        how["enable_gqa"] = num_heads != num_kv_heads
+    else:
+        query = query.reshape(n, num_kv_heads, -1, head_size)
+    if "attn_mask" in how:
+        mask = how["attn_mask"].expand(num_heads, q_len, -1)
+        how["attn_mask"] = mask.reshape(num_kv_heads, -1, mask.shape[2])
+    return (query, key, value), how, (n, num_heads, q_len, value.shape[3])
 
 
 def _torch_mask(torch: Any, step: Step, q_len: int, kv_len: int, dtype: Any) -> dict[str, Any]:

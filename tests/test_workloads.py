@@ -160,7 +160,12 @@ def test_contestants_compute_attention(engine: str, dtype: str, workload: Worklo
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "workload",
-    [PLAIN, ODD, DRAFTS, Workload("full", "prefill", ((9, 9),)), Workload("decode", "decode", ((1, 40), (1, 40)))],
+    [
+        *(PLAIN, ODD, DRAFTS, Workload("full", "prefill", ((9, 9),), 4, 2)),
+        Workload("decode", "decode", ((1, 40), (1, 40)), 6, 2),
+        Workload("alibi", "decode", ((1, 40), (1, 40)), 6, 2, alibi=True),
+        Workload("window", "prefill", ((9, 40), (9, 40)), 6, 2, sliding_window=7),
+    ],
     ids=lambda w: w.name,
 )
 def test_torch_computes_the_same_attention(workload: Workload, dtype: str) -> None:
