@@ -163,9 +163,12 @@ def _torch_arguments(torch: Any, step: Step, requests: list[int]) -> tuple[tuple
         how["enable_gqa"] = num_heads != num_kv_heads
     else:
         query = query.reshape(n, num_kv_heads, -1, head_size)
-    if "attn_mask" in how:
-        mask = how["attn_mask"].expand(num_heads, q_len, -1)
-        how["attn_mask"] = mask.reshape(num_kv_heads, -1, mask.shape[2])
+    if "attn_mask" in how:  # 2 or 4 axes: 3 take 5 to 10 times as long
+        mask, kv_len = how["attn_mask"], how["attn_mask"].shape[-1]
+        if mask.dim() == 2:
+            how["attn_mask"] = mask.repeat(num_heads // num_kv_heads, 1)
+        else:
+            how["attn_mask"] = mask.expand(num_heads, q_len, kv_len).reshape(1, num_kv_heads, -1, kv_len)
     return (query, key, value), how, (n, num_heads, q_len, value.shape[3])
 
 
