@@ -159,8 +159,8 @@ def flash_attention_forward_out(out: torch.Tensor, *args: Any, **options: Any) -
     """``aten::_flash_attention_forward_no_dropout_inplace``: out [T_q, Hq, D] is written, lse [Hq, T_q] returned."""
     try:
         tensors, names = [x.detach() if x.requires_grad else x for x in args[:3]], ("query", "key", "value")
-        memory = [_arrays.view(*x, _check.FLOATS) for x in zip(names, tensors, strict=True)]
-        memory.insert(0, _arrays.view("out", out, _check.FLOATS))
+        inputs = [_arrays.view(*x, _check.FLOATS) for x in zip(names, tensors, strict=True)]
+        memory = [_arrays.view("out", out, _check.FLOATS), *inputs]
         _check.apart(("out", *names), memory, 1)  # all of them, before the first part is written
         return _attend(out, *tensors, *args[3:], **options)
     except (TypeError, ValueError) as e:
