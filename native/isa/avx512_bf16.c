@@ -13,7 +13,14 @@
  *   MR 6 NG 4, KEYS 256, ROWS 192   190 / 160      KEYS 128, ROWS 192   184 / 159
  *   the same, ROWS 96               189 / 156      KEYS 128, ROWS 96    185 / 154
  *   MR 8 NG 3 NDV 3, KEYS 128, ROWS 96, before ragged edges were multiplied whole: 168 / 141, where MR 6 gave 179 / 139
- * FEW_KEYS, decode-8x8k on two threads, of the read bandwidth: 64 0.86, 128 0.88, 192 0.84, 256 0.82. */
+ * FEW_KEYS, decode-8x8k on two threads, of the read bandwidth: 64 0.86, 128 0.88, 192 0.84, 256 0.82.
+ *
+ * Reads: a core gets 30 GB/s in a line. A loop of nothing but blocks of 32 KiB in random order, four products a line
+ * and every line asked for 32 KiB ahead, gets 0.60 to 0.76 of that, and a sixth less with a pause of 300 dependent FMAs
+ * every 64 KiB, whether lines are asked for in the pause or not; with 8 products a line 0.8. decode-8x8k has 0.6 on one
+ * thread. Tried in turns with it, two threads and one: four groups of V at a time, key by key, 0.93 to 1.02 of the time
+ * (other sums), with K's groups two apart 0.92 to 0.99; V group by group over all columns 0.97 to 1.06, with lines
+ * asked for in the order of memory 0.94 to 1.06; every line asked for twice 0.96 to 1.07. */
 #include "../cpu.h"
 #include "avx512.h"
 #include <stdlib.h>
