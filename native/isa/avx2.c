@@ -20,6 +20,7 @@
 #define NDV 2
 #define ROWS 96
 #define KEYS 256
+#define PACED_ROWS (ca_cpu_intel ? 0 : 4)
 #define FEW_KEYS 128
 #define NHD_KEYS 64
 #include "../kernel/inline.h"

@@ -32,6 +32,8 @@
 #define ROWS 192
 #define KEYS 256
 #define FEW_KEYS 128
+#define AHEAD 1
+#define PACED_ROWS 4
 #define NHD_BYTES (512 << 10) /* 128 keys of 8 heads, as they were timed */
 
 static const char *missing(void) {
