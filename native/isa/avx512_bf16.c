@@ -17,10 +17,10 @@
  *
  * Reads: a core gets 30 GB/s in a line. A loop of nothing but blocks of 32 KiB in random order, four products a line
  * and every line asked for 32 KiB ahead, gets 0.60 to 0.76 of that, and a sixth less with a pause of 300 dependent FMAs
- * every 64 KiB, whether lines are asked for in the pause or not; with 8 products a line 0.8. decode-8x8k has 0.6 on one
- * thread. Tried in turns with it, two threads and one: four groups of V at a time, key by key, 0.93 to 1.02 of the time
- * (other sums), with K's groups two apart 0.92 to 0.99; V group by group over all columns 0.97 to 1.06, with lines
- * asked for in the order of memory 0.94 to 1.06; every line asked for twice 0.96 to 1.07. */
+ * every 64 KiB, whether lines are asked for in the pause or not. What helped decode is `arrival` of products.inc. Tried
+ * before, in turns, two threads and one: four groups of V at a time, key by key, 0.93 to 1.02 of the time (other sums),
+ * with K's groups two apart 0.92 to 0.99; V group by group over all columns 0.97 to 1.06, with lines asked for in the
+ * order of memory 0.94 to 1.06; every line asked for twice 0.96 to 1.07. */
 #include "../cpu.h"
 #include "avx512.h"
 #include <stdlib.h>
