@@ -81,6 +81,8 @@ typedef struct ca_isa_row {
 
 const ca_isa_row *ca_isa_get(int isa);
 
+static inline int ca_any_narrow(const ca_shape *s) { return ca_is_narrow(s->k_dtype) || ca_is_narrow(s->v_dtype); }
+
 /* Do the kernels read K, or V, as it lies? Both? */
 static inline int ca_half_ready(const ca_plan *plan, int value) {
     int dtype = value ? plan->shape.v_dtype : plan->shape.k_dtype;
@@ -92,7 +94,7 @@ static inline int ca_layout_of(const ca_plan *plan) {
 }
 /* A group of a plain, narrow cache on its way: widened, not yet packed. */
 static inline int64_t ca_rows_bytes(const ca_plan *plan) {
-    int narrow = ca_is_narrow(plan->shape.k_dtype) || ca_is_narrow(plan->shape.v_dtype);
+    int narrow = ca_any_narrow(&plan->shape);
     int needed = narrow && plan->shape.kv_cache_layout != CA_PACKED;
     return needed * CA_LANES * ca_max64(plan->shape.head_size, plan->shape.head_size_v) *
            ca_dtype_size(plan->shape.dtype);
