@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from time import perf_counter
@@ -146,12 +147,17 @@ class Timer:
                 break
 
 
-def times(calls: Sequence[Callable[[], Any]], repeat: int | None) -> list[list[float]]:
-    """Seconds of each call's runs, by turns: what slows the machine for a while slows them all."""
+def times(
+    calls: Sequence[Callable[[], Any]], repeat: int | None, between: Callable[[], Any] = lambda: None
+) -> list[list[float]]:
+    """Seconds of each call's runs, by turns: what slows the machine for a while slows them all, and what is done
+    before, between and after the rounds."""
     timers = [Timer(call, repeat) for call in calls]
+    between()
     while not all(timer.done for timer in timers):
         for timer in timers:
             timer.turn()
+        between()
     return [timer.seconds for timer in timers]
 
 
@@ -188,9 +194,7 @@ def _one_workload(
             click.echo(f"  without {engine}: {reasons[engine]}", err=True, nl=False)
         rows += contest.contestants(step, [e for e in engines if not reasons[e]])
     needed = dict.fromkeys(limit for row in rows for limit in row.limits)
-    limits.measure(needed)
-    seconds = times([row.call for row in rows], repeat)
-    limits.measure(needed)
+    seconds = times([row.call for row in rows], repeat, partial(limits.measure, needed))
     for row, runs in zip(rows, seconds, strict=True):
         click.echo(f"  {row.engine} {report.seconds(min(runs))}", err=True, nl=False)
         yield _result(row, runs, limits.threads), row.limits

@@ -15,8 +15,8 @@ from cpu_attn._native import ffi, lib
 
 UNITS = {"matrix_gflops": "GFLOP/s", "vector_gflops": "GFLOP/s", "read_gbps": "GB/s", "memcpy_gbps": "GB/s"}
 DEFAULT_BYTES = 256 * 2**20  # read and copied where no workload says how much
-LOOKS = 6  # at a limit, each time that it is measured
-SECONDS = 0.02  # of one look at a product
+LOOKS = 3  # at a limit, each time that it is measured
+SECONDS = 0.01  # of one look at a product
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,18 @@ def test_as_many_runs_as_fit(clock: SimpleNamespace) -> None:
     assert very_slow == pytest.approx([long * 1.5])
 
 
-def test_contestants_take_turns(clock: SimpleNamespace) -> None:
+def test_contestants_and_limits_take_turns(clock: SimpleNamespace) -> None:
     turn = bench_module.TURN
-    bench_module.times([clock.work("a", turn / 2), clock.work("b", turn)], 4)
-    assert "".join(clock.order) == "ab" + "aab" + "aab" + "b" + "b"
+    bench_module.times([clock.work("a", turn / 2), clock.work("b", turn)], 4, clock.work("|", 0.0))
+    assert "".join(clock.order) == "ab|" + "aab|" + "aab|" + "b|" + "b|"
+
+
+def test_limits_are_looked_at_while_their_workload_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[limits.Limit] = []
+    monkeypatch.setattr(limits.Limits, "_look", lambda self, limit: looks.append(limit) or 1.0)
+    monkeypatch.setattr(bench_module, "TURN", 0.0)
+    run(*DECODE, "--engine", "native")
+    assert sum(limit.kind == "read_gbps" for limit in looks) >= 1 + 2  # before, and after each of the two runs
 
 
 # ---- the report ----
