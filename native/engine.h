@@ -100,7 +100,7 @@ struct ca_plan {
     int32_t rows;        /* most query rows of a task */
     int32_t num_threads; /* no more than shape.num_threads, and worth waking */
     int64_t state_bytes, scratch_bytes, thread_bytes, partial_bytes;
-    int32_t heads_together; /* kv heads that may go through the keys of a task: more than 1 in decodes over NHD */
+    int32_t heads_together; /* kv heads that go through the keys of a task, most of them: more than 1 in decodes */
     int32_t *lo, *hi;       /* [num_tokens] where there are masks besides causal and window, else NULL: ca_visible */
     uint8_t *tree;          /* [num_tokens][tree_bytes] or NULL: ca_tree_row */
     int64_t tree_bytes;

@@ -61,7 +61,7 @@ static double total_cost(const ca_list *list) {
 
 /* Threads take tasks longest first, so that the last to finish waits for less than one task: one of more than a quarter
  * of a thread's share hands out its segments one by one. Fewer than 4 * num_threads items are so long, which bounds the
- * partial results. Heads that may go together are one item: they are not parted while there are keys to part. */
+ * partial results. Over NHD the heads of a task are one item: they are not parted while there are keys to part. */
 static void split_tasks(const ca_plan *p, ca_list *list, double total) {
     double limit = total * (p->heads_together > 1 ? 1 : p->shape.num_kv_heads) / (4 * p->num_threads);
     if (!p->shape.enable_kv_split || p->num_threads < 2)
@@ -72,6 +72,15 @@ static void split_tasks(const ca_plan *p, ca_list *list, double total) {
             c->pieces = c->task.num_segments;
             c->cost = ca_min64(c->cost, ca_cost_of(p, &c->task, ca_segment_keys(p->seq_lens[c->task.request])));
         }
+}
+
+/* Other heads are one as long as it is no more than such a quarter. */
+static int32_t heads_of_item(const ca_plan *p, const ca_list *list, double total) {
+    int64_t longest = 1;
+    for (const ca_costed *c = list->at; c < list->at + list->count; c++)
+        longest = ca_max64(longest, c->cost);
+    const double most = total * p->shape.num_kv_heads / (4 * p->num_threads) / (double)longest;
+    return (int32_t)fmax(1, fmin(most, (double)ca_min64(CA_HEADS, p->shape.num_kv_heads)));
 }
 
 static void count_shared(ca_plan *p, const ca_list *list) {
@@ -166,16 +175,17 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
         return CA_NO_MEMORY;
     double total = list_blocks(p, list.at);
     int status = CA_OK;
-    p->heads_together = 1;
-    if (p->shape.kv_cache_layout == CA_NHD && p->engine == ca_native_engine() && p->kernel->segment_of_heads &&
-        p->rows <= CA_FEW_ROWS)
-        p->heads_together = (int32_t)ca_min64(CA_HEADS, p->shape.num_kv_heads);
+    const int together = p->engine == ca_native_engine() && p->kernel->segment_of_heads && p->rows <= CA_FEW_ROWS;
+    const int nhd = together && p->shape.kv_cache_layout == CA_NHD;
+    p->heads_together = nhd ? (int32_t)ca_min64(CA_HEADS, p->shape.num_kv_heads) : 1;
     if (p->shape.block_size) {
         status = ca_share(p, table, &list, fault);
         total = total_cost(&list);
     }
     p->num_threads = threads_for(p, total);
     split_tasks(p, &list, total);
+    if (together && !nhd)
+        p->heads_together = heads_of_item(p, &list, total);
     if (!status)
         status = order_tasks(p, &list);
     free(list.at);

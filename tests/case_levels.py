@@ -15,6 +15,7 @@ from .case_tables import (
     CASCADE,
     CHUNK,
     DECODE,
+    DECODES,
     EDGES,
     FEATURES,
     FEW_ROWS,
@@ -36,6 +37,7 @@ from .case_tables import (
     ROTARY,
     SELECTED,
     STEPS,
+    TOGETHER,
     UNEQUAL_HEAD_SIZES,
 )
 
@@ -47,6 +49,7 @@ QUICK_HEAD_SIZES = (1, 3, 20, 64, 128)
 QUICK_BLOCK_SIZES = (1, 5, 24, 128)
 QUICK_HEADS = ((3, 3), (6, 2), (5, 1), (14, 2))
 QUICK_PLAIN = ("mixed", "everything", "nan-value", "block-5", "fp8-everything", "selected", "cascade", "3000")
+QUICK_TOGETHER = ("packed", "int4", "NHD", "HND")
 QUICK_MASKS = (
     "spans-window",
     "spans-alibi",
@@ -122,6 +125,8 @@ def _quick() -> Iterator[Case]:
         yield _case(f"cascade-{name}", PREFIXES, **CASCADE[name])
     for name in QUICK_BIAS:
         yield _case(f"bias-{name}", BIAS[name])
+    for name in QUICK_TOGETHER:
+        yield _case(f"together-{name}", DECODES, **TOGETHER[name])
 
 
 def _default() -> Iterator[Case]:
@@ -218,6 +223,8 @@ def _default() -> Iterator[Case]:
     for name, fields in BIAS.items():
         if name not in QUICK_BIAS:
             yield _case(f"bias-{name}", fields)
+    for name, fields in TOGETHER.items():
+        yield _case(f"together-{name}", DECODES, **fields)
     yield _case("bias-cascade", PREFIXES, **CASCADE["everything"], bias="holes")
     for name, feature in FEATURES.items():
         yield _case(f"bias-mixed-{name}", MIXED, **feature, bias="holes", num_heads=6, head_size=24)
@@ -272,6 +279,7 @@ def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     wanted |= {"selected-few-of-3000"}
     wanted |= {"cascade-tree", "bias-holes-everything", "bias-few-NHD", "bias-3000"}
     wanted |= {"NHD-everything", "NHD-3000", "NHD-selected", "NHD-cascade"}
+    wanted |= {f"together-{name}" for name in TOGETHER}
     if level != "quick":
         wanted |= {"many-requests", "mixed-fill-leaping", "long-3000-chunk", "long-3000-sinks", "mixed-heads-14-2"}
         wanted |= {"selected-chunk", "selected-block-24", "selected-sparse"}

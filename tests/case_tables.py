@@ -270,6 +270,32 @@ PLAIN: dict[str, dict[str, Any]] = {
     "3000": {"query_lens": (1, 4), "seq_lens": (3000, 2049), "head_size": 16, "num_heads": 2, "num_kv_heads": 1},
 }
 
+# Decodes of so many requests that kv heads go through the keys of each together, over several score blocks.
+DECODES: dict[str, Any] = {
+    "query_lens": (1, 1, 2, 1, 1, 1, 1, 1, 1),
+    "seq_lens": (300, 270, 290, 16, 300, 281, 255, 300, 97),
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_size": 64,
+    "block_size": 32,
+    "alibi": 0.25,
+    "bias": "heads",
+    "sinks": "mixed",
+}
+TOGETHER: dict[str, dict[str, Any]] = {
+    "packed": {"softcap": 20.0, "sliding_window": 250, "strided": True},
+    "int8": {"kv_cache_dtype": "int8"},
+    "int4": {"kv_cache_dtype": "int4", "bias": "holes"},
+    "int4-auto": {"kv_cache_dtype": "int4/auto", "head_size": 40, "head_size_v": 72},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3"},
+    "NHD": {"kv_cache_layout": "NHD", "strided": True},
+    "HND": {"kv_cache_layout": "HND", "strided": True},
+    "HND-fp8": {"kv_cache_layout": "HND", "kv_cache_dtype": "fp8_e4m3", "head_size": 40},
+    "NHD-fp8": {"kv_cache_layout": "NHD", "kv_cache_dtype": "fp8_e5m2", "head_size": 40},
+    "late-nan": {"fill": "late-nan"},
+    "block-5": {"block_size": 5, "head_size": 33, "head_size_v": 7},
+}
+
 # DeepSeek's latent attention in small, and as it is.
 MLA: dict[str, Any] = {"kv_cache_layout": "NHD", "latent": True, "num_kv_heads": 1}
 LATENT: dict[str, dict[str, Any]] = {
