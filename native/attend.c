@@ -96,7 +96,7 @@ static int segment_keys(const run *w, const ca_task *t, int kv_head, int64_t seg
 
 /* Can several kv heads go together through the keys of a task? */
 static int together(const run *w, const ca_task *t) {
-    return w->plan->heads_together > 1 && !t->shared && w->call->num_selected < 0 &&
+    return ca_rows_of(w->plan, t) <= CA_FEW_ROWS && !t->shared && w->call->num_selected < 0 &&
            w->call->block_size % CA_LANES == 0;
 }
 
@@ -105,10 +105,10 @@ static int run_segments(run *w, const ca_task *t, int kv_head, int num_heads, co
                         char *memory) {
     const ca_plan *p = w->plan;
     const int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v;
-    char *parts = memory + p->heads_together * p->state_bytes, *scratch = parts + p->heads_together * p->state_bytes;
+    char *parts = memory + p->state_bytes, *scratch = parts + p->state_bytes;
     ca_state part[CA_HEADS];
     for (int h = 0; h < num_heads; h++)
-        part[h] = state_at(parts + h * p->state_bytes, rows, dv);
+        part[h] = state_at(parts + h * ca_state_bytes(p, rows), rows, dv);
     for (int32_t s = 0; s < t->num_segments; s++) {
         int64_t k0, k1;
         if (!segment_keys(w, t, kv_head, t->segment + s, &k0, &k1))
@@ -140,8 +140,9 @@ static int run_heads(run *w, const ca_task *t, int first, int end, char *memory)
     ca_state total[CA_HEADS];
     int h = first;
     do
-        total[h - first] = t->partial < 0 ? state_at(memory + (h - first) * p->state_bytes, rows, p->shape.head_size_v)
-                                          : part_at(w, (ca_part){t->partial, (int32_t)rows, 0}, h);
+        total[h - first] = t->partial < 0
+                               ? state_at(memory + (h - first) * ca_state_bytes(p, rows), rows, p->shape.head_size_v)
+                               : part_at(w, (ca_part){t->partial, (int32_t)rows, 0}, h);
     while (++h < end);
     int status = run_segments(w, t, first, end - first, total, 0, memory);
     for (h = first; h < end && !status && t->partial < 0; h++)

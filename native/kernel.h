@@ -100,6 +100,11 @@ static inline int64_t ca_rows_bytes(const ca_plan *plan) {
            ca_dtype_size(plan->shape.dtype);
 }
 
+/* Of the ca_state of one kv head. */
+static inline int64_t ca_state_bytes(const ca_plan *plan, int64_t rows) {
+    return ca_round_up(rows * (plan->shape.head_size_v + 2) * (int64_t)sizeof(float), 64);
+}
+
 /* K and V of a token and kv head, in a cache without scales. */
 static inline int64_t ca_token_bytes(const ca_shape *s) {
     return s->head_size * ca_dtype_size(s->k_dtype) + s->head_size_v * ca_dtype_size(s->v_dtype);

@@ -9,8 +9,6 @@
 
 #define MAX_TASKS (1 << 24) /* half a gigabyte of them: 10^9 query rows */
 
-static int64_t align(int64_t bytes) { return ca_round_up(bytes, 64); }
-
 static int64_t state_floats(const ca_plan *p, int64_t rows) { return rows * ((int64_t)p->shape.head_size_v + 2); }
 
 static int64_t count_blocks(const ca_plan *p) {
@@ -40,7 +38,10 @@ static double list_blocks(ca_plan *p, ca_costed *c) {
                              .whole = 1,
                              .pieces = 1};
             ca_task *t = &c->task;
-            p->rows = (int32_t)ca_max64(p->rows, ca_rows_of(p, t));
+            const int32_t rows = (int32_t)ca_rows_of(p, t);
+            p->rows = (int32_t)ca_max64(p->rows, rows);
+            if (rows <= CA_FEW_ROWS)
+                p->few_rows = (int32_t)ca_max64(p->few_rows, rows);
             int64_t k0, k1, size = ca_segment_keys(p->seq_lens[r]);
             ca_task_keys(p, t, &k0, &k1);
             t->segment = segment_of((int32_t)k0, (int32_t)size);
@@ -75,12 +76,16 @@ static void split_tasks(const ca_plan *p, ca_list *list, double total) {
 }
 
 /* Other heads are one as long as it is no more than such a quarter. */
-static int32_t heads_of_item(const ca_plan *p, const ca_list *list, double total) {
+static int32_t heads_of_item(const ca_plan *p, int64_t longest, double total) {
+    const double most = total * p->shape.num_kv_heads / (4 * p->num_threads) / (double)longest;
+    return (int32_t)fmax(1, fmin(most, (double)ca_min64(CA_HEADS, p->shape.num_kv_heads)));
+}
+
+static int64_t longest_of(const ca_list *list) {
     int64_t longest = 1;
     for (const ca_costed *c = list->at; c < list->at + list->count; c++)
         longest = ca_max64(longest, c->cost);
-    const double most = total * p->shape.num_kv_heads / (4 * p->num_threads) / (double)longest;
-    return (int32_t)fmax(1, fmin(most, (double)ca_min64(CA_HEADS, p->shape.num_kv_heads)));
+    return longest;
 }
 
 static void count_shared(ca_plan *p, const ca_list *list) {
@@ -108,15 +113,15 @@ static int64_t put_parts(const ca_plan *p, const ca_list *list, ca_costed *c, in
 }
 
 /* Tasks as threads take them, longest first, or as good as: what is within one part in BUCKETS of the longest keeps its
- * order. */
+ * order. All do where no item is more than a BUCKETS-th of a thread's share: what meets the same keys stays together
+ * (prefill-64x512: 0.95 to 0.985 of the time on Zen 4, two threads). */
 #define BUCKETS 64
 
-static int order_tasks(ca_plan *p, ca_list *list) {
-    int64_t longest = 0, next[BUCKETS + 1] = {0}, floats = 0, num_parts = 0;
+static int order_tasks(ca_plan *p, ca_list *list, int64_t longest, double total) {
+    int64_t next[BUCKETS + 1] = {0}, floats = 0, num_parts = 0;
     count_shared(p, list);
-    for (const ca_costed *c = list->at; c < list->at + list->count; c++)
-        longest = ca_max64(longest, c->cost);
-    double scale = BUCKETS / (longest + 1.0);
+    const double share = total * p->shape.num_kv_heads / p->num_threads, item = (double)longest * p->heads_together;
+    const double scale = BUCKETS * item <= share ? 0 : BUCKETS / (longest + 1.0);
     for (ca_costed *c = list->at; c < list->at + list->count; c++) {
         next[(int)((double)(longest - c->cost) * scale) + 1] += c->pieces;
         if (!c->whole && !c->members) {
@@ -158,7 +163,7 @@ static int order_tasks(ca_plan *p, ca_list *list) {
             merge++->task.num_segments *= c->pieces == 0; /* what nobody took is left to the merge */
         }
     }
-    p->partial_bytes = align(floats * (int64_t)sizeof(float));
+    p->partial_bytes = ca_round_up(floats * (int64_t)sizeof(float), 64);
     return CA_OK;
 }
 
@@ -175,24 +180,27 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
         return CA_NO_MEMORY;
     double total = list_blocks(p, list.at);
     int status = CA_OK;
-    const int together = p->engine == ca_native_engine() && p->kernel->segment_of_heads && p->rows <= CA_FEW_ROWS;
-    const int nhd = together && p->shape.kv_cache_layout == CA_NHD;
-    p->heads_together = nhd ? (int32_t)ca_min64(CA_HEADS, p->shape.num_kv_heads) : 1;
+    const int together = p->engine == ca_native_engine() && p->kernel->segment_of_heads && p->few_rows;
+    const int nhd = p->shape.kv_cache_layout == CA_NHD;
+    p->heads_together = 1;
+    if (together && nhd && p->rows == p->few_rows)
+        p->heads_together = (int32_t)ca_min64(CA_HEADS, p->shape.num_kv_heads);
     if (p->shape.block_size) {
         status = ca_share(p, table, &list, fault);
         total = total_cost(&list);
     }
     p->num_threads = threads_for(p, total);
     split_tasks(p, &list, total);
+    const int64_t longest = longest_of(&list);
     if (together && !nhd)
-        p->heads_together = heads_of_item(p, &list, total);
+        p->heads_together = heads_of_item(p, longest, total);
     if (!status)
-        status = order_tasks(p, &list);
+        status = order_tasks(p, &list, longest, total);
     free(list.at);
     free(list.members);
-    p->state_bytes = align(state_floats(p, p->rows) * (int64_t)sizeof(float));
-    p->scratch_bytes = align(p->engine->scratch_bytes(p));
-    p->thread_bytes = 2 * p->heads_together * p->state_bytes + p->scratch_bytes;
+    p->state_bytes = ca_max64(ca_state_bytes(p, p->rows), p->heads_together * ca_state_bytes(p, p->few_rows));
+    p->scratch_bytes = ca_round_up(p->engine->scratch_bytes(p), 64);
+    p->thread_bytes = 2 * p->state_bytes + p->scratch_bytes;
     return status;
 }
 

@@ -49,7 +49,7 @@ QUICK_HEAD_SIZES = (1, 3, 20, 64, 128)
 QUICK_BLOCK_SIZES = (1, 5, 24, 128)
 QUICK_HEADS = ((3, 3), (6, 2), (5, 1), (14, 2))
 QUICK_PLAIN = ("mixed", "everything", "nan-value", "block-5", "fp8-everything", "selected", "cascade", "3000")
-QUICK_TOGETHER = ("packed", "int4", "NHD", "HND")
+QUICK_TOGETHER = ("packed", "int4", "NHD", "HND", "chunk")
 QUICK_MASKS = (
     "spans-window",
     "spans-alibi",

@@ -294,6 +294,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "NHD-fp8": {"kv_cache_layout": "NHD", "kv_cache_dtype": "fp8_e5m2", "head_size": 40},
     "late-nan": {"fill": "late-nan"},
     "block-5": {"block_size": 5, "head_size": 33, "head_size_v": 7},
+    "chunk": {"query_lens": (1, 1, 2, 1, 9, 1, 1, 1, 1)},
 }
 
 # DeepSeek's latent attention in small, and as it is.
