@@ -33,6 +33,7 @@
 #define KEYS 256
 #define FEW_KEYS 128
 #define AHEAD 1
+#define NARROW_AHEAD 4
 #define PACED_ROWS 4
 #define NHD_BYTES (512 << 10) /* 128 keys of 8 heads, as they were timed */
 
