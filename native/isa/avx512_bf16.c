@@ -20,10 +20,10 @@
  * every 64 KiB, whether lines are asked for in the pause or not. What helped decode is `arrival` of products.inc. Tried
  * before, in turns, two threads and one: four groups of V at a time, key by key, 0.93 to 1.02 of the time (other sums),
  * with K's groups two apart 0.92 to 0.99; V group by group over all columns 0.97 to 1.06, with lines asked for in the
- * order of memory 0.94 to 1.06; every line asked for twice 0.96 to 1.07. Since heads go together (attend.c): PACED_ROWS 0
- * 1.08 to 1.19, AHEAD 2 1.02 to 1.07, FEW_KEYS 256 0.98 to 1.01; NARROW_AHEAD 2 1.1 with one query head a kv head, else
- * 1.0; `arrival` in fused.inc 1.02 to 1.2. Of several tiles the first asks for what comes next; each for a part of it, a
- * block ahead: tree-8x8k 0.99 to 1.0, prefill 1.0 to 1.1. */
+ * order of memory 0.94 to 1.06; every line asked for twice 0.96 to 1.07. Since heads go together (attend.c): PACED_ROWS
+ * 0 1.08 to 1.19, AHEAD 2 1.02 to 1.07, FEW_KEYS 256 0.98 to 1.01; NARROW_AHEAD 2 1.1 with one query head a kv head,
+ * else 1.0; `arrival` in fused.inc 1.02 to 1.2. Of several tiles the first asks for what comes next; each for a part of
+ * it, a block ahead: tree-8x8k 0.99 to 1.0, prefill 1.0 to 1.1. */
 #include "../cpu.h"
 #include "avx512.h"
 #include <stdlib.h>
