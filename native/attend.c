@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Runs a plan: threads take (task, kv head) items from a counter, then those that merge; segments merge in order. */
+ * Runs a plan: threads take items, some kv heads of a task, from a counter, then those that merge; segments merge in
+ * order. */
 #include "check.h"
 #include "kernel.h"
 #include "keys.h"
