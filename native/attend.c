@@ -80,9 +80,9 @@ static ca_state state_at(void *memory, int64_t rows, int64_t head_size_v) {
 
 static ca_state part_at(const run *w, ca_part part, int kv_head) {
     const ca_plan *p = w->plan;
-    int64_t dv = p->shape.head_size_v;
+    const int64_t dv = p->shape.head_size_v;
     float *base = (float *)(w->workspace + p->num_threads * p->thread_bytes) + part.partial;
-    ca_state s = state_at(base + kv_head * part.rows * (dv + 2), part.rows, dv);
+    ca_state s = state_at(base + kv_head * ca_state_floats(p, part.rows), part.rows, dv);
     return (ca_state){s.o + part.row * dv, s.m + part.row, s.l + part.row};
 }
 

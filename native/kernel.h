@@ -100,9 +100,12 @@ static inline int64_t ca_rows_bytes(const ca_plan *plan) {
            ca_dtype_size(plan->shape.dtype);
 }
 
-/* Of the ca_state of one kv head. */
+/* The ca_state of one kv head. */
+static inline int64_t ca_state_floats(const ca_plan *plan, int64_t rows) {
+    return rows * ((int64_t)plan->shape.head_size_v + 2);
+}
 static inline int64_t ca_state_bytes(const ca_plan *plan, int64_t rows) {
-    return ca_round_up(rows * (plan->shape.head_size_v + 2) * (int64_t)sizeof(float), 64);
+    return ca_round_up(ca_state_floats(plan, rows) * (int64_t)sizeof(float), 64);
 }
 
 /* K and V of a token and kv head, in a cache without scales. */

@@ -9,8 +9,6 @@
 
 #define MAX_TASKS (1 << 24) /* half a gigabyte of them: 10^9 query rows */
 
-static int64_t state_floats(const ca_plan *p, int64_t rows) { return rows * ((int64_t)p->shape.head_size_v + 2); }
-
 static int64_t count_blocks(const ca_plan *p) {
     int64_t n = 0, step = ca_block_tokens(p);
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {
@@ -100,7 +98,7 @@ static void count_shared(ca_plan *p, const ca_list *list) {
 static int64_t put_parts(const ca_plan *p, const ca_list *list, ca_costed *c, int64_t floats, ca_task *to,
                          ca_part *parts) {
     int32_t rows = (int32_t)ca_rows_of(p, &c->task), row = 0;
-    int64_t slot = state_floats(p, rows) * p->shape.num_kv_heads;
+    int64_t slot = ca_state_floats(p, rows) * p->shape.num_kv_heads;
     for (int32_t i = 0; i < c->pieces; i++)
         to[i].partial = floats + i * slot;
     for (int32_t m = 0; m < ca_max64(1, c->members); m++) {
