@@ -77,13 +77,13 @@ emulate:
 	@$(MAKE) --no-print-directory VENV=$(EMULATED)/venv emulated-tests || { echo "make emulate: FAILED, see above"; exit 1; }
 	@echo "make emulate: passed"
 
-emulated-tests: TESTS = $(patsubst %,tests/test_%.py,arrays attention cache cascade compose errors fp8 info property quantised repeated threads \
+emulated-tests: TESTS = $(patsubst %,tests/test_%.py,arrays attention cache cascade compose errors fp8 info numbers property quantised repeated threads \
 	verify write)
 emulated-tests:
 	@$(BIN)/cpu-attn verify --full --isa amx --engine native
 	@CPU_ATTN_VDPBF16PS=1 $(BIN)/cpu-attn verify --isa avx512 --engine native --dtype bfloat16
 	@$(PYTEST) -k "not native-scalar and not native-avx"
-	@export CPU_ATTN_ISA=avx512 CPU_ATTN_VDPBF16PS=1 && $(PYTEST) -k "test_cascade or test_quantised"
+	@export CPU_ATTN_ISA=avx512 CPU_ATTN_VDPBF16PS=1 && $(PYTEST) -k "test_cascade or test_quantised or test_numbers"
 
 # mypy looks at the installed package: only there are cli and tests at their place in it.
 lint: $(VENV)/dev

@@ -11,11 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn import reference
 from cpu_attn.primitives import gather_pages
 
 from .formats import integers, numpy_dtype
-from .kernels import BF16_PRODUCTS, KERNELS, ONE_DTYPE
+from .kernels import KERNELS, ONE_DTYPE
 
 KINDS = ("int8", "int4")
 
@@ -117,70 +116,3 @@ def test_a_plan_is_for_what_the_cache_holds() -> None:
     plan = cache.plan(np.array([0, 1], np.int32), np.array([1], np.int32), 1)
     with pytest.raises(ValueError, match="kv_cache_dtype: 'int8', scheduler_metadata was made for int8/int4"):
         other.attend(np.zeros((1, 1, 32), np.float32), np.zeros((1, 1), np.int32), plan)
-
-
-def far_apart(case: str, tiny: float, rng: np.random.Generator) -> list[NDArray[np.float32]]:
-    """Queries [8, 4, 128], keys and values [300, 1, 128] whose numbers differ by orders of magnitude."""
-    q, k, v = (rng.standard_normal(s).astype(np.float32) for s in ((8, 4, 128), (300, 1, 128), (300, 1, 128)))
-    if case == "query":  # as models have it: a dimension that is large in all queries, and small in keys
-        q[..., 17] *= 100
-        k[..., 17] /= 100
-    elif case == "outlier":
-        q[..., 17], k[..., 17] = 3000, 0
-    elif case == "alike":  # weights of about 1 / 3000, then one on a single large value
-        q[...], q[..., [0, 32]] = 0, 128**0.5
-        k[..., 0], k[255] = -np.log(3000), 0
-        k[..., 32] /= 4
-        v = 0.1 * v + 0.5
-        v[255], v[255, 0, 5] = 0, 10
-    elif case == "sink":  # nearly all of the weight is on a key whose value is nearly 0
-        k[0] = 3 * q.mean(axis=(0, 1)) * 8**0.5
-        v[0] /= 1000
-    elif case == "tiny keys":
-        q *= np.float32(2.0**100)
-        k *= np.float32(2.0**-100)
-        v *= np.float32(tiny)
-    elif case == "tiny queries":
-        q *= np.float32(2.0**-115)
-        k *= np.float32(2.0**115)
-    elif case == "one value":
-        v[np.arange(300) != 250] = 0
-    elif case == "last bits":  # 5 times a scale of 211 / 128: 1055 is 0.7 % more than its first 8 bits say
-        v[...], v[..., ::32] = 1056 / 128, 1472 / 128
-    elif case == "late":  # weights grow by orders of magnitude along the keys
-        k = np.linspace(-1, 6, 300, dtype=np.float32)[:, None, None] * q.mean(axis=(0, 1)) + 0.3 * k
-    return [q, k, v]
-
-
-@pytest.mark.parametrize("kv_cache_dtype", [*KINDS, "int8/int4"])
-@pytest.mark.parametrize("num_tokens", [1, 2, 8])
-@pytest.mark.parametrize(
-    "case", ["query", "outlier", "alike", "sink", "tiny keys", "tiny queries", "one value", "last bits", "late"]
-)
-@pytest.mark.parametrize(("isa", "dtype"), [k for k in KERNELS if k[1] != "float16"])  # to which 2^100 is infinity
-def test_numbers_far_apart(isa: str, dtype: str, case: str, num_tokens: int, kv_cache_dtype: str) -> None:
-    tiny = 2.0**-100 if (isa, dtype) in BF16_PRODUCTS else 2.0**-115  # there weights times scales are subnormal
-    q, *kv = (x.astype(numpy_dtype(dtype)) for x in far_apart(case, tiny, np.random.default_rng(11)))
-    q, table = q[:num_tokens], np.arange(19, dtype=np.int32)
-    cache = cpu_attn.PagedKVCache(19, 16, 1, 128, dtype, isa, kv_cache_dtype=kv_cache_dtype)
-    cache.update(*kv, np.arange(300))
-    plan = cache.plan(np.array([0, num_tokens], np.int32), np.array([300], np.int32), 4)
-    got = cache.attend(q, table[None], plan).astype(np.float64)
-    starts, stored = np.array([0, num_tokens], np.int32), ([x] for x in cache.gather(table, 300))
-    want, _ = reference.attention(q, *stored, starts, np.array([300], np.int32), 128**-0.5)
-    assert reference.relative_rms(got, want, starts)[0] <= reference.BUDGET[dtype]
-
-
-@pytest.mark.parametrize("kv_cache_dtype", KINDS)
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
-def test_a_query_that_is_no_number(isa: str, dtype: str, number: float, kv_cache_dtype: str) -> None:
-    rng = np.random.default_rng(12)
-    q, k, v = (rng.standard_normal((n, 2, 72)).astype(numpy_dtype(dtype)) for n in (3, 40, 40))
-    q[1, 1, 70] = number
-    cache = cpu_attn.PagedKVCache(3, 16, 2, 72, dtype, isa, kv_cache_dtype=kv_cache_dtype)
-    cache.update(k, v, np.arange(40))
-    plan = cache.plan(np.array([0, 3], np.int32), np.array([40], np.int32), 2)
-    nan = np.isnan(cache.attend(q, np.arange(3, dtype=np.int32)[None], plan).astype(np.float32))
-    assert nan[1, 1].all()
-    assert nan.sum() == 72

@@ -240,6 +240,39 @@ INLINE void v_put_pairs(uint16_t *p, vf even, vf odd) {
 }
 
 #ifdef HAS_VBMI
+/* ---- weights without floats ---- */
+
+/* 2^(x/512) by integers. x = 512 n + w stands for 2^n (1 + w/512), which is too much by what a table has for every four
+ * w, in units of 2^-9 (the best for the sum of the squares of relative errors); of what is left the last two bits are
+ * dropped, 2 being added before. A quarter is added to every other x and taken from the others: equal weights do not
+ * all become more or all less. Relative errors of a weight: 0.475 % at most, RMS 0.174 % (rounded to nearest: 0.39 and
+ * 0.166); of the sum of 256 equal ones 0.395 % (0.38). */
+#define V_OCTAVE 512
+static const uint8_t above_power[128] = {
+    0,  1,  3,  4,  5,  6,  8,  8,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 24, 25, 26,
+    27, 28, 28, 29, 30, 31, 32, 32, 33, 33, 34, 35, 36, 36, 36, 37, 38, 38, 39, 39, 40, 40, 40, 41, 41, 42,
+    42, 42, 43, 43, 43, 43, 44, 44, 44, 44, 44, 44, 44, 44, 45, 45, 45, 45, 45, 44, 44, 44, 44, 44, 44, 44,
+    43, 43, 43, 43, 42, 42, 42, 41, 41, 41, 40, 39, 39, 38, 38, 37, 37, 36, 35, 35, 34, 33, 33, 32, 31, 30,
+    30, 29, 27, 27, 26, 25, 23, 23, 22, 21, 19, 18, 17, 15, 14, 14, 13, 11, 10, 9,  6,  5,  3,  2,
+};
+INLINE vf v_turns(void) {
+    const float turn = 0.25f;
+    return _mm512_setr4_ps(-turn, turn, -turn, turn);
+}
+INLINE vp v_powers(vf a, vf b) {
+    const __m512i table[2] = {_mm512_loadu_si512(above_power), _mm512_loadu_si512(above_power + 64)};
+    const __m512i one = _mm512_set1_epi32(127 * V_OCTAVE + 2);
+    __m512i x =
+        _mm512_packus_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(a), one), _mm512_add_epi32(_mm512_cvtps_epi32(b), one));
+    x = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), x); /* 4 of a, 4 of b, ... */
+    __m512i above = _mm512_permutex2var_epi8(table[0], _mm512_srli_epi16(x, 2), table[1]);
+    above = _mm512_and_si512(above, _mm512_set1_epi16(0xff));
+    return (vp)_mm512_srli_epi16(_mm512_sub_epi16(x, above), 2);
+}
+INLINE int v_any_nan(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
+
+/* ---- words of fused.inc ---- */
+
 #define V_NARROW_PAIRS
 typedef struct v_table {
     __m512i t[4];

@@ -14,6 +14,8 @@
  *   the same, ROWS 96               189 / 156      KEYS 128, ROWS 96    185 / 154
  *   MR 8 NG 3 NDV 3, KEYS 128, ROWS 96, before ragged edges were multiplied whole: 168 / 141, where MR 6 gave 179 / 139
  * FEW_KEYS, decode-8x8k on two threads, of the read bandwidth: 64 0.86, 128 0.88, 192 0.84, 256 0.82.
+ * Weights by v_powers, in turns with exponentials in floats: prefill-4k-d64 0.95 to 0.98 of the time, prefill-2k 0.965
+ * to 0.985, decode 0.98 to 1.0; where V has scales no gain. Two, three or six rows of weights at a time: 0.99 to 1.01.
  *
  * Reads: a core gets 30 GB/s in a line. A loop of nothing but blocks of 32 KiB in random order, four products a line
  * and every line asked for 32 KiB ahead, gets 0.60 to 0.76 of that, and a sixth less with a pause of 300 dependent FMAs
