@@ -180,6 +180,11 @@ def _placed(a: Array) -> Array:
 _ITEMS = tuple.__basicsize__
 
 
+def new_beside(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """An array of x's dtype that a call returns: a tensor where x is one, else NumPy's, of dtype."""
+    return x.new_empty(shape) if hasattr(x, "new_empty") else np.empty(shape, dtype)
+
+
 def addresses(arrays: tuple[Any, ...]) -> int:
     """Where C finds the addresses of NumPy arrays and None, while ``arrays`` lives."""
     return id(arrays) + _ITEMS

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch, ops
-from cpu_attn._arrays import DTYPES, dtype_name, view
+from cpu_attn._arrays import DTYPES, dtype_name, new_beside, view
 from cpu_attn.layout import CacheDescriptor, StoredCache, aligned_zeros, layout_of, memory_dtype, move_blocks
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
 
@@ -217,7 +217,8 @@ class PagedKVCache:
         selected_blocks: Any = None,
         attn_bias: Any = None,
     ) -> Any:
-        """Output [T, Hq, Dv] (a new array unless given) of query [T, Hq, D] over the pages in block_table [R, M].
+        """Output [T, Hq, Dv] of query [T, Hq, D] over the pages in block_table [R, M]: a new array unless given, a
+        tensor where query is one.
 
         scale is 1 / sqrt(D) unless said; the rest, and the errors, as in :func:`attention_with_kv_cache`. ValueError
         for a plan that was made for another dtype, layout or kv_cache_dtype, or for an isa that does not read this
@@ -231,7 +232,7 @@ class PagedKVCache:
             raise ValueError(f"plan: made for isa {plan.isa}, which does not read {self.layout}")
         _check.same_kv_dtypes(plan, self.kv_cache_dtype)
         if output is None:
-            output = np.empty((plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype)
+            output = new_beside(query, (plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype)
         ops.attend(
             *(plan, query, self.key_cache, self.value_cache, output, block_table),
             self.head_size**-0.5 if scale is None else scale,

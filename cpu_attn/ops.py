@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch
-from cpu_attn._arrays import CODES, DTYPES, Array, described, dtype_name, objects
+from cpu_attn._arrays import CODES, DTYPES, Array, described, dtype_name, new_beside, objects
 from cpu_attn._native import ffi, lib
 from cpu_attn.plan import SchedulerMetadata
 
@@ -224,7 +224,8 @@ def merge_states(outs: Any, lses: Any, *, out: Any = None, lse: Any = None) -> t
 
     outs: a sequence of [T, Hq, Dv], or one array [S, T, Hq, Dv], of float32, float16 or bfloat16; lses: as many float32
     [Hq, T], as :func:`attention_with_kv_cache` writes them. The sets must not have a key in common; a sink may be in
-    one part only. out, lse: written and returned where given, apart from all inputs; last axes are dense.
+    one part only. out, lse: written and returned where given, apart from all inputs; last axes are dense. What is
+    returned else is new, tensors where the inputs are.
 
     lse is the log of the sum of exp(lses), output the sum of exp(lses - lse) * outs, in float32 (arXiv:2501.01005). A
     part with lse -inf saw nothing and counts for nothing, NaN in its output neither; where all are -inf the output is 0
@@ -233,9 +234,9 @@ def merge_states(outs: Any, lses: Any, *, out: Any = None, lse: Any = None) -> t
     """
     parts, logs = _check.states(outs, lses)
     if out is None:
-        out = np.empty(parts[0].shape, DTYPES[parts[0].dtype])
+        out = new_beside(outs if hasattr(outs, "new_empty") else outs[0], parts[0].shape, DTYPES[parts[0].dtype])
     if lse is None:
-        lse = np.empty(logs[0].shape, np.float32)
+        lse = new_beside(lses if hasattr(lses, "new_empty") else lses[0], logs[0].shape, np.float32)
     to, log = _check.merged(parts, logs, out, lse)
     lib.ca_merge_states(len(parts), described([*parts, to]), described([*logs, log]))
     return out, lse

@@ -70,6 +70,27 @@ def test_the_backend_layer(dtype: str) -> None:
     assert step.kv_cache[:, 0].tobytes() == step.kv_cache[:, 1].tobytes()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_calls_return_beside_tensors(dtype: str) -> None:
+    """Outputs that are not given are tensors for tensors, with the bits of the arrays for arrays."""
+    rng = np.random.default_rng(3)
+    q, k, v = (tensor(rng.standard_normal((20, 2, 16)).astype(np.float32)).to(getattr(torch, dtype)) for _ in range(3))
+    table, starts, lens = torch.arange(2)[None].int(), torch.tensor([0, 20]).int(), torch.tensor([20]).int()
+    cache = cpu_attn.PagedKVCache(2, 16, 2, 16, dtype)
+    cache.update(k, v, torch.arange(20))
+    plan, lse = cache.plan(starts, lens, 2), torch.empty(2, 20)
+    got = cache.attend(q, table, plan, lse=lse)
+    assert isinstance(got, torch.Tensor) and got.dtype == q.dtype
+    want = np.empty((20, 2, 16), cache.dtype)
+    cache.attend(q, table, plan, output=want)
+    assert tensor(want).equal(got)
+
+    for outs, lses in (([got, got], [lse, lse]), (torch.stack([got, got]), torch.stack([lse, lse]))):
+        out, log = cpu_attn.merge_states(outs, lses)
+        assert isinstance(out, torch.Tensor) and out.dtype == q.dtype and log.dtype == torch.float32
+        assert out.equal(got) and torch.allclose(log, lse + np.log(2))
+
+
 def test_strided_tensors() -> None:
     """Q as a slice of a packed projection, output transposed, as models have them."""
     args, plain = attention_args(), attention_args()
