@@ -33,8 +33,8 @@ struct ca_kernel {
     int64_t (*scratch_bytes)(const ca_plan *plan);
     ca_segment_fn *segment;
     /* the same for kv heads [kv_head, kv_head + num_heads), where blocks hold whole groups, and up to CA_FEW_ROWS rows;
-     * states: one each; NULL: none. They go together through the keys, the bits being the same; over NHD at most
-     * nhd_keys at a time, or as many as are nhd_bytes of K and V for all heads */
+     * states: one each; NULL: none. They go together through the keys, the bits being the same; over NHD (where
+     * nhd_keys is not 0) at most nhd_keys at a time, or as many as are nhd_bytes of K and V for all heads */
     int (*segment_of_heads)(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
                             int64_t k0, int64_t k1, const ca_state *states, void *scratch);
     int64_t nhd_keys, nhd_bytes;

@@ -181,7 +181,7 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
     const int together = p->engine == ca_native_engine() && p->kernel->segment_of_heads && p->few_rows;
     const int nhd = p->shape.kv_cache_layout == CA_NHD;
     p->heads_together = 1;
-    if (together && nhd && p->rows == p->few_rows)
+    if (together && nhd && p->kernel->nhd_keys && p->rows == p->few_rows)
         p->heads_together = (int32_t)ca_min64(CA_HEADS, p->shape.num_kv_heads);
     if (p->shape.block_size) {
         status = ca_share(p, table, &list, fault);

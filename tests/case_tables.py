@@ -295,6 +295,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "late-nan": {"fill": "late-nan"},
     "block-5": {"block_size": 5, "head_size": 33, "head_size_v": 7},
     "chunk": {"query_lens": (1, 1, 2, 1, 9, 1, 1, 1, 1)},
+    "long": {"seq_lens": (1300, 1270, 1190, 600, 1300, 1281, 1255, 700, 1097)},  # blocks of tiles have 512 keys
 }
 
 # DeepSeek's latent attention in small, and as it is.
