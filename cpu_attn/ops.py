@@ -219,6 +219,11 @@ def _attend(
     _check.raise_fault(fault)
 
 
+def _first(parts: Any) -> Any:
+    """One of the arrays, or the one that holds all of them, which need not have items."""
+    return parts[0] if isinstance(parts, (list, tuple)) else parts
+
+
 def merge_states(outs: Any, lses: Any, *, out: Any = None, lse: Any = None) -> tuple[Any, Any]:
     """Attention over several sets of keys, from that over each: returns (output [T, Hq, Dv], lse [Hq, T]).
 
@@ -234,9 +239,9 @@ def merge_states(outs: Any, lses: Any, *, out: Any = None, lse: Any = None) -> t
     """
     parts, logs = _check.states(outs, lses)
     if out is None:
-        out = new_beside(outs if hasattr(outs, "new_empty") else outs[0], parts[0].shape, DTYPES[parts[0].dtype])
+        out = new_beside(_first(outs), parts[0].shape, DTYPES[parts[0].dtype])
     if lse is None:
-        lse = new_beside(lses if hasattr(lses, "new_empty") else lses[0], logs[0].shape, np.float32)
+        lse = new_beside(_first(lses), logs[0].shape, np.float32)
     to, log = _check.merged(parts, logs, out, lse)
     lib.ca_merge_states(len(parts), described([*parts, to]), described([*logs, log]))
     return out, lse

@@ -19,6 +19,7 @@ from .case_problem import build
 from .case_run import run
 from .formats import DTYPES, numpy_dtype
 from .judge import check, same_bits
+from .test_arrays import Capsule
 
 TOKENS, HEADS, SIZE = 5, 3, 40
 
@@ -116,6 +117,14 @@ def test_outputs_given_and_strides() -> None:
     assert np.isnan(wide[:, 0]).all()
     assert np.isnan(wide[:, :, SIZE:]).all()
     assert np.isnan(log[:, 0]).all()
+
+
+def test_stacked_arrays_that_are_nothing_but_dlpack() -> None:
+    outs, lses = states("float32", 3)
+    want = cpu_attn.merge_states(outs, lses)
+    got = cpu_attn.merge_states(Capsule(np.stack(outs)), Capsule(np.stack(lses)))
+    assert same_bits(got[0], want[0])
+    assert same_bits(got[1], want[1])
 
 
 def test_many_rows_on_threads() -> None:
