@@ -121,14 +121,14 @@ class Array:
         return np.asarray(_Memory(self)).view(dtype) if self.size else np.empty(self.shape, dtype)
 
 
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: Any, argument: str = "dtype") -> str:
     """float32, float16 or bfloat16, of a NumPy dtype, a torch dtype or a string; TypeError for others."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         with contextlib.suppress(Exception):  # np.dtype parses: SyntaxError, ValueError, ...
             name = _NAME_OF.get(np.dtype(dtype), name)
     if name not in ("float32", "float16", "bfloat16"):
-        raise TypeError(f"dtype: {dtype!r} is none of float32, float16, bfloat16")
+        raise TypeError(f"{argument}: {dtype!r} is none of float32, float16, bfloat16")
     return name
 
 

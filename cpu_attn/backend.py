@@ -16,6 +16,7 @@ import numpy as np
 
 from cpu_attn import _check, reference
 from cpu_attn._arrays import DTYPES, dtype_name, numpy_view, view
+from cpu_attn._arrays import Array as Memory
 from cpu_attn.attention_metadata import (
     AttentionType,
     CPUAttentionMetadata,
@@ -125,14 +126,13 @@ class CPUAttentionBackendImpl:
         kv_sharing_target_layer_name: str | None = None,
         sinks: Any = None,
     ) -> None:
-        CPUAttentionBackend.validate_head_size(head_size)
+        self.head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
         self.num_heads = _check.integer("num_heads", num_heads, 1, _check.MAX_SIZE)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.num_kv_heads = _check.integer("num_kv_heads", kv_heads, 1, self.num_heads)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: {num_kv_heads} does not divide num_heads = {num_heads}")
         self.num_queries_per_kv = self.num_heads // self.num_kv_heads
-        self.head_size = head_size
         self.scale = _check.number("scale", scale)
         soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
         self.logits_soft_cap = _check.softcap("logits_soft_cap", soft_cap)
@@ -185,11 +185,13 @@ class CPUAttentionBackendImpl:
         if output is None:
             output = _zeros_like(query, len(q), self.num_heads * (self.head_size if v is None else v.shape[2]))
         out = self._rows("output", output, self.num_heads, None if v is None else v.shape[2])
-        if attn_metadata is not None:
-            _check.instance("attn_metadata", attn_metadata, CPUAttentionMetadata)
-        else:
+        axes = [("T", None), ("num_heads", self.num_heads), ("head_size", None)]
+        asked = _check.array("query", q, _check.FLOATS, axes)
+        answered = _check.writable("output", _check.array("output", out, [asked.dtype], axes))
+        if attn_metadata is None:
             out[...] = 0
             return output
+        _check.instance("attn_metadata", attn_metadata, CPUAttentionMetadata)
         if attn_metadata.get_attn_bias(self.attn_type) is not None:
             raise NotImplementedError("attn_bias: a layer takes alibi_slopes and sliding_window, no dense bias")
         caches = None
@@ -200,7 +202,7 @@ class CPUAttentionBackendImpl:
         parts = self._parts(attn_metadata, caches is not None)
         block_size = None if caches is None else caches[0].shape[2]
         plans = [self._plan(attn_metadata, part, block_size, str(q.dtype), out.shape[2]) for part in parts]
-        self._validate(parts, plans, q, k, v, out, caches)
+        self._validate(parts, plans, asked, k, v, answered, caches)
         scales = (1.0, 1.0) if caches is None else self._scales(layer, q.dtype)
         if caches is not None and k is not None and v is not None and self.kv_sharing_target_layer_name is None:
             slots = self._slots(attn_metadata, len(k))
@@ -273,38 +275,35 @@ class CPUAttentionBackendImpl:
         )
 
     def _causal(self, metadata: CPUAttentionMetadata) -> bool:
-        return self.attn_type is AttentionType.DECODER and metadata.causal
+        return self.attn_type is AttentionType.DECODER and _check.boolean("causal", metadata.causal)
 
     def _validate(
         self,
         parts: Sequence[Part],
         plans: Sequence[SchedulerMetadata],
-        query: Array,
+        query: Memory,
         key: Array | None,
         value: Array | None,
-        output: Array,
+        output: Memory,
         caches: tuple[Array, Array] | None,
     ) -> None:
         """What the two calls would find only after the cache was written."""
         tokens = max((part.rows.stop for part in parts), default=0)
         for name, rows in (("query", query), ("output", output)):
-            if len(rows) < tokens:
-                raise ValueError(f"{name}: {len(rows)} tokens, attn_metadata says {tokens}")
+            if rows.shape[0] < tokens:
+                raise ValueError(f"{name}: {rows.shape[0]} tokens, attn_metadata says {tokens}")
         if key is not None and value is not None and len(key) != len(value):
             raise ValueError(f"value: {len(value)} tokens, key has {len(key)}")
-        axes = [("T", None), ("num_heads", self.num_heads), ("head_size", None)]
-        q = _check.array("query", query, _check.FLOATS, axes)
-        out = _check.writable("output", _check.array("output", output, [q.dtype], axes))
-        if key is not None and key.dtype != query.dtype:
+        if key is not None and str(key.dtype) != query.dtype:
             raise TypeError(f"key: dtype {key.dtype}, query has {query.dtype}")
         arrays = {"key": key, "value": value}
         if caches is not None:
             arrays |= {"key_cache": caches[0], "value_cache": caches[1]}
         others = {name: None if x is None else view(name, x) for name, x in arrays.items()}
-        _check.disjoint("output", out, {"query": q, **others})
+        _check.disjoint("output", output, {"query": query, **others})
         for part, plan in zip(parts, plans, strict=True):
             step = {"query_start_loc": part.query_start_loc, "seq_lens": part.seq_lens, "block_table": part.block_table}
-            _check.disjoint("output", out, {name: None if x is None else view(name, x) for name, x in step.items()})
+            _check.disjoint("output", output, {name: None if x is None else view(name, x) for name, x in step.items()})
             if part.block_table is None:
                 self._check_given(part, key, caches is not None)
             elif caches is not None:

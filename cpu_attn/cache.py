@@ -221,8 +221,8 @@ class PagedKVCache:
         tensor where query is one.
 
         scale is 1 / sqrt(D) unless said; the rest, and the errors, as in :func:`attention_with_kv_cache`. ValueError
-        for a plan that was made for another dtype, layout or kv_cache_dtype, or for an isa that does not read this
-        layout.
+        for a plan that was made for another dtype, head size, layout or kv_cache_dtype, or for an isa that does not
+        read this layout.
         """
         if str(_check.plan("plan", plan).dtype) != str(self.dtype):
             raise ValueError(f"plan: made for {plan.dtype}, this cache takes {self.dtype}")
@@ -231,6 +231,9 @@ class PagedKVCache:
         if packed and plan.isa != self.isa and layout_of(plan._shape.isa, str(self.dtype)) != self.layout:
             raise ValueError(f"plan: made for isa {plan.isa}, which does not read {self.layout}")
         _check.same_kv_dtypes(plan, self.kv_cache_dtype)
+        planned, sizes = (plan.head_size, plan.head_size_v), (self.head_size, self.head_size_v)
+        if planned != sizes:  # which may have the same width
+            raise ValueError(f"plan: made for heads of {planned}, this cache has heads of {sizes} (K, V)")
         if output is None:
             output = new_beside(query, (plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype)
         ops.attend(

@@ -81,8 +81,11 @@ class CacheDescriptor:
             raise ValueError(f"dtype: {self.dtype!r} is none of {', '.join(_check.FLOATS)}")
         for name in ("num_blocks", "block_size", "num_kv_heads", "head_size", "head_size_v"):
             most = _check.MAX_SIZE if "head" in name else _check.INT32_MAX
-            _check.integer(name, getattr(self, name), name != "num_blocks", most)
-        _check.scales(self.k_scale, self.v_scale, self.stored)
+            object.__setattr__(self, name, _check.integer(name, getattr(self, name), name != "num_blocks", most))
+        for name, scale in zip(
+            ("k_scale", "v_scale"), _check.scales(self.k_scale, self.v_scale, self.stored), strict=True
+        ):
+            object.__setattr__(self, name, scale)
 
     @property
     def stored(self) -> tuple[str, ...]:

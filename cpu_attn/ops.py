@@ -21,14 +21,13 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.attention, self.write, self.rotary = (ffi.new("ca_known *") for _ in range(3))
-        self.workspace, self.workspace_bytes = ffi.NULL, 0
+        self.workspace: tuple[Any, int] = (ffi.NULL, 0)  # and its bytes; lives as long as whoever holds it
 
     def grow(self, size: int) -> None:
         """A 64-byte aligned workspace of at least this size."""
-        if self.workspace_bytes < size:
-            self.memory = np.empty(size + 64, np.uint8)
-            self.workspace = ffi.cast("void *", -(-self.memory.ctypes.data // 64) * 64)
-            self.workspace_bytes = size
+        if self.workspace[1] < size:
+            memory = np.empty(size + 64, np.uint8)
+            self.workspace = ffi.from_buffer(memory[-memory.ctypes.data % 64 :]), size
 
 
 thread_state = _Thread()
@@ -210,12 +209,12 @@ def _attend(
         arrays = (*arrays[:_S_AUX], sinks, *arrays[_S_AUX + 1 :])
     numbers = (causal, _check.number("scale", scale), _check.softcap("softcap", softcap), *scales)
     addresses, given, _alive = objects(_check.ATTENTION, arrays)
-    memory = (thread.workspace, thread.workspace_bytes)
-    if lib.ca_attend(plan._pointer, thread.attention, addresses, given, *numbers, *memory, fault) == lib.CA_UNKNOWN:
-        found = _check.attention(plan, arrays, causal >= 0)
+    room = thread.workspace  # held here: what Python runs meanwhile (a signal handler, __del__) may call us, too
+    if lib.ca_attend(plan._pointer, thread.attention, addresses, given, *numbers, *room, fault) == lib.CA_UNKNOWN:
+        given = described(_check.attention(plan, arrays, causal >= 0))
         thread.grow(plan.workspace_bytes)
-        memory = (thread.workspace, thread.workspace_bytes)
-        fault.status = lib.ca_attend(plan._pointer, thread.attention, 0, described(found), *numbers, *memory, fault)
+        room = thread.workspace
+        fault.status = lib.ca_attend(plan._pointer, thread.attention, 0, given, *numbers, *room, fault)
     _check.raise_fault(fault)
 
 

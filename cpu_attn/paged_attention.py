@@ -88,10 +88,11 @@ class PagedAttention:
         of 16.
         """
         names = [cache_dtype_str] if cache_dtype_str in _check.FLOATS else _check.FLOATS
-        shapes = {
-            get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, name, cls.isa, cache_dtype_str)
-            for name in names
-        }
+        sizes = num_blocks, block_size, num_kv_heads, head_size
+        try:
+            shapes = {get_kv_cache_shape(*sizes, name, cls.isa, cache_dtype_str) for name in names}
+        except ValueError as e:
+            raise _check.renamed(e, {"kv_cache_dtype": "cache_dtype_str"}) from None
         if len(shapes) > 1:
             raise ValueError(
                 f"cache_dtype_str: {cache_dtype_str!r} does not say the dtype, and with head_size {head_size} and "
@@ -124,7 +125,10 @@ class PagedAttention:
                 "one array [2, num_blocks, block_size * num_kv_heads * width]"
             )
         named = str(key_cache.dtype) if kv_cache_dtype == "auto" else kv_cache_dtype
-        width = cls.get_kv_cache_shape(1, LANES, 1, head_size, named, layout="pair")[3]
+        try:
+            width = cls.get_kv_cache_shape(1, LANES, 1, head_size, named, layout="pair")[3]
+        except ValueError as e:
+            raise _check.renamed(e, {"cache_dtype_str": "kv_cache_dtype"}) from None
         num_blocks, row = key_cache.shape
         token = num_kv_heads * width
         if row == 0 or row % (LANES * token):
@@ -193,25 +197,26 @@ class PagedAttention:
             raise ValueError(
                 f"context_lens[{lens.argmax()}]: {lens.max()}, expected at most max_context_len = {max_context_len}"
             )
-        if scheduler_metadata is None:
-            scheduler_metadata = get_scheduler_metadata(
-                *(num_reqs, num_heads, num_kv_heads, head_size, lens, q.dtype, starts),
-                sliding_window=sliding_window,
-                isa=cls.isa,
+        table = _check.integers("block_tables", block_tables, ndim=None)
+        try:
+            if scheduler_metadata is None:
+                scheduler_metadata = get_scheduler_metadata(
+                    *(num_reqs, num_heads, num_kv_heads, head_size, lens, q.dtype, starts),
+                    sliding_window=sliding_window,
+                    isa=cls.isa,
+                    kv_cache_dtype=kv_cache_dtype,
+                    head_size_v=out.shape[2],
+                    engine=cls.engine,
+                )
+            return attention_with_kv_cache(
+                *(query, key_cache, value_cache, output, starts, lens, scale, True, alibi_slopes, sliding_window),
+                *(table, softcap, scheduler_metadata, s_aux),
+                k_scale=k_scale,
+                v_scale=v_scale,
                 kv_cache_dtype=kv_cache_dtype,
-                head_size_v=out.shape[2],
-                engine=cls.engine,
             )
-        return attention_with_kv_cache(
-            *(query, key_cache, value_cache, output, starts, lens, scale, True, alibi_slopes, sliding_window),
-            _check.integers("block_tables", block_tables, ndim=None),
-            softcap,
-            scheduler_metadata,
-            s_aux,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            kv_cache_dtype=kv_cache_dtype,
-        )
+        except (TypeError, ValueError) as e:
+            raise _check.renamed(e, {"seq_lens": "context_lens", "block_table": "block_tables"}) from None
 
     @staticmethod
     def copy_blocks(kv_caches: Sequence[Any], src_to_dists: Any) -> None:

@@ -65,7 +65,7 @@ def matmul(a: Any, b: Any, *, transpose_b: bool = False, out_dtype: Any = None) 
         raise TypeError(f"b: dtype {other}, expected that of a, {given}")
     if depth != k:
         raise ValueError(f"b: axis {int(transpose_b)} is {depth}, expected K = {k}")
-    out = given if out_dtype is None else dtype_name(out_dtype)
+    out = given if out_dtype is None else dtype_name(out_dtype, "out_dtype")
     if out not in ("float32", given):
         raise ValueError(f"out_dtype: {out}, expected float32 or {given}")
     if not m * n * k:

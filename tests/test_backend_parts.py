@@ -68,7 +68,7 @@ def test_cache_shapes() -> None:
         shape(10, 8, 2, 64)
     with pytest.raises(ValueError, match="layout: 'NHD'"):
         shape(10, 16, 2, 64, layout="NHD")
-    with pytest.raises(ValueError, match="kv_cache_dtype: 'int3'"):
+    with pytest.raises(ValueError, match="cache_dtype_str: 'int3'"):
         shape(10, 16, 2, 64, "int3")
     widths = {cpu_attn.get_kv_cache_shape(1, 16, 1, 7, dtype)[3] for dtype in DTYPES}
     if len(widths) > 1:
@@ -224,6 +224,8 @@ def test_refused_caches() -> None:
         (TypeError, "max_context_len: expected an integer, got str", {"max_context_len": "33"}),
         (ValueError, "output: 0 axes, expected 3", {"output": np.float32(0)}),
         (ValueError, "context_lens: 2 axes, expected 1", {"context_lens": [[33, 1]]}),
+        (ValueError, r"context_lens\[1\]: -1, expected at least 0", {"context_lens": [33, -1]}),
+        (ValueError, "block_tables: axis 0 is 1, expected num_reqs = 2", {"block_tables": [[0, 1, 2]]}),
     ],
 )
 def test_refused_decodes(error: type[Exception], says: str, changes: dict[str, Any]) -> None:

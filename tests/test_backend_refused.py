@@ -14,6 +14,7 @@ from cpu_attn import CPUAttentionBackendImpl
 
 from .backend_steps import LAYER, MIXED, Step, layer
 
+NOTHING: dict[str, Any] = {"key": None, "value": None, "kv_cache": None, "attn_metadata": None}
 BAD: dict[str, tuple[type[Exception], str, Callable[[Step], tuple[dict[str, Any], dict[str, Any]]]]] = {
     "block": (ValueError, "block_table", lambda s: ({"block_tables": s.table[3:] + 99}, {})),
     "slot": (ValueError, "slot_mapping", lambda s: ({"slot_mapping": s.slot_mapping + 10**6}, {})),
@@ -48,7 +49,7 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[Step], tuple[dict[str, Any]
         "output: the last axis",
         lambda s: ({}, {"output": np.zeros((50, 128), "f4")[:, ::2]}),
     ),
-    "query kind": (TypeError, "float64", lambda s: ({}, {"query": s.query.astype("f8")})),
+    "query kind": (TypeError, "query: dtype float64", lambda s: ({}, {"query": s.query.astype("f8")})),
     "value dtype": (TypeError, "value: dtype float16", lambda s: ({}, {"value": s.value.astype("f2")})),
     "key": (ValueError, "slots and 49 keys", lambda s: ({}, {"key": s.key[1:], "value": s.value[1:]})),
     "key alone": (ValueError, "one of them is None", lambda s: ({}, {"value": None})),
@@ -69,6 +70,7 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[Step], tuple[dict[str, Any]
         lambda s: ({"query_start_loc": None, "prefill_query_start_loc": s.starts[None, :4]}, {}),
     ),
     "ragged table": (ValueError, "block_tables: ", lambda s: ({"block_tables": [[1], [1, 2]]}, {})),
+    "causal": (TypeError, "causal: expected True or False", lambda s: ({"causal": np.array([True])}, {})),
     "scale": (NotImplementedError, "output_scale", lambda s: ({}, {"output_scale": 1.0})),
     "block scale": (NotImplementedError, "output_block_scale", lambda s: ({}, {"output_block_scale": 1.0})),
     "cache": (ValueError, "kv_cache: axis 2 is 500", lambda s: ({}, {"kv_cache": s.kv_cache[:, :, :500]})),
@@ -88,6 +90,18 @@ def test_refused(what: str) -> None:
     with pytest.raises(error, match=says):
         step.forward(layer(), step.metadata(**changes), **arguments)
     assert step.kv_cache.tobytes() == before
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "arguments"),
+    [
+        (TypeError, "query: dtype int64", {"query": np.zeros((2, 4, 16), np.int64), "output": np.zeros((2, 64), "f4")}),
+        (ValueError, "output: is read-only", {"output": np.broadcast_to(np.zeros(64, "f4"), (2, 64))}),
+    ],
+)
+def test_refused_warm_ups(error: type[Exception], says: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(error, match=says):
+        layer().forward(LAYER, **({"query": np.zeros((2, 4, 16), "f4"), **NOTHING} | arguments))
 
 
 @pytest.mark.parametrize(

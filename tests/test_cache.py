@@ -159,6 +159,28 @@ def test_five_lines() -> None:
     assert (reference.relative_rms(output, want, start) <= reference.BUDGET["float32"]).all()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype", "sizes", "planned"),
+    [
+        ("bfloat16", "auto", (15, 15), (16, 16)),
+        ("float32", "int4", (8, 4), (8, 8)),
+        ("float32", "int4", (5, 8), (8, 8)),
+    ],
+)
+def test_a_plan_for_other_head_sizes_is_refused(
+    dtype: str, kv_cache_dtype: str, sizes: tuple[int, int], planned: tuple[int, int]
+) -> None:
+    """Memory of the same width."""
+    (d, dv), (other, other_v) = sizes, planned
+    cache = cpu_attn.PagedKVCache(1, 16, 1, d, dtype, head_size_v=dv, kv_cache_dtype=kv_cache_dtype)
+    like = cpu_attn.PagedKVCache(1, 16, 1, other, dtype, head_size_v=other_v, kv_cache_dtype=kv_cache_dtype)
+    assert (cache.key_cache.shape, cache.value_cache.shape) == (like.key_cache.shape, like.value_cache.shape)
+    plan = like.plan(np.array([0, 1], np.int32), np.array([9], np.int32), 1)
+    query = np.zeros((1, 1, other), cache.dtype)
+    with pytest.raises(ValueError, match=rf"plan: made for heads of \({other}, {other_v}\), .* \({d}, {dv}\)"):
+        cache.attend(query, np.zeros((1, 1), np.int32), plan)
+
+
 def test_a_plan_for_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The isa may be another one, if it reads what lies there."""
     cache = cpu_attn.PagedKVCache(4, 16, 2, 8, isa="scalar")

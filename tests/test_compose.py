@@ -87,6 +87,7 @@ F32 = np.ones((4, 5), np.float32)
         (TypeError, "a: dtype int32", lambda: primitives.matmul(F32.astype(np.int32), F32.T)),
         (ValueError, "a: 1 axes", lambda: primitives.matmul(F32[0], F32)),
         (ValueError, "out_dtype: float16", lambda: primitives.matmul(F32, F32.T, out_dtype="float16")),
+        (TypeError, "out_dtype: 'float64'", lambda: primitives.matmul(F32, F32.T, out_dtype="float64")),
         (TypeError, "a: expected an array", lambda: primitives.matmul([1.0], F32)),
         (TypeError, "transpose_b", lambda: primitives.matmul(F32, F32, transpose_b="yes")),  # type: ignore[arg-type]
         (ValueError, "axis: 2", lambda: primitives.softmax(F32, axis=2)),

@@ -65,6 +65,13 @@ def test_bad_descriptors(fields: dict[str, Any], words: str) -> None:
         CacheDescriptor.from_json(json.dumps({"version": 1, **GOOD, **fields}))
 
 
+def test_numbers_of_numpy() -> None:
+    sizes = {name: np.int64(x) for name, x in GOOD.items() if type(x) is int}
+    given: dict[str, Any] = {**GOOD, **sizes, "k_scale": np.float32(0.5), "v_scale": np.array(2.0)}
+    d = CacheDescriptor(**given)
+    assert CacheDescriptor.from_json(d.to_json()) == d == CacheDescriptor(**{**GOOD, "k_scale": 0.5, "v_scale": 2.0})
+
+
 @pytest.mark.parametrize("name", ["version", *GOOD])
 def test_missing_fields(name: str) -> None:
     fields = {"version": 1, **GOOD}

@@ -438,4 +438,25 @@ def test_python_reads_where_c_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         _arrays._let_c_read_numpy()
     assert accepted_again(attention, args)
-    assert ops.thread_state.workspace_bytes >= args["scheduler_metadata"].workspace_bytes
+    assert ops.thread_state.workspace[1] >= args["scheduler_metadata"].workspace_bytes
+
+
+def test_memory_outlives_a_call_within_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a signal handler or __del__ may make one."""
+    used: list[tuple[Any, Any]] = []
+
+    def interrupted(found: Any) -> Any:
+        ops.thread_state.grow(2**22)
+        return _arrays.described(found)
+
+    def attend(*given: Any) -> int:
+        used.append((given[-3], ops.thread_state.workspace[0]))
+        return int(lib.ca_attend(*given))
+
+    monkeypatch.setattr(ops, "described", interrupted)
+    monkeypatch.setattr(ops, "lib", SimpleNamespace(CA_UNKNOWN=lib.CA_UNKNOWN, ca_attend=attend))
+    thread = threading.Thread(target=lambda: attention(**attention_args()))  # which has no memory yet
+    thread.start()
+    thread.join()
+    assert len(used) == 2
+    assert used[1][0] is used[1][1]

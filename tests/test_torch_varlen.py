@@ -299,6 +299,7 @@ def freed(*shape: int, **options: Any) -> Any:
         ({"key": torch.zeros(31, 3, 32)}, ValueError, "num_kv_heads: 3 does not divide num_heads = 4"),
         ({"key": torch.zeros(2, 16, 2, 32)}, ValueError, "key: 4 axes, expected 3 without block_table"),
         ({"query": torch.zeros(9, 4, 32).double()}, TypeError, "query: dtype torch.float64, expected float32"),
+        ({"query": torch.zeros(9, 4, 0)}, ValueError, "head_size: 0 is outside 1"),
         ({"query": torch.zeros(1, 9, 4, 32)}, ValueError, "query: 4 axes, expected 3"),
         ({"query": torch.zeros(9, 4, 64)[..., ::2]}, ValueError, "query: the last axis has stride 2"),
         ({"dropout_p": 0.1}, ValueError, "dropout_p: 0.1, expected 0"),

@@ -141,7 +141,7 @@ def _attend(
         raise ValueError(f"query: {len(query)} tokens, expected cu_seq_q[-1] = {starts[-1]}")
     lens, parts = _parts(key, value, cum_seq_k, seqused_k, block_table, len(starts) - 1)
     lse = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
-    scale = query.shape[2] ** -0.5 if scale is None else scale
+    scale = max(1, query.shape[2]) ** -0.5 if scale is None else scale  # a head size of 0 is refused by the plan
     for first, end, k, v, table in parts:
         tokens = slice(int(starts[first]), int(starts[end]))
         plan = get_scheduler_metadata(
