@@ -86,12 +86,14 @@ static ca_state part_at(const run *w, ca_part part, int kv_head) {
     return (ca_state){s.o + part.row * dv, s.m + part.row, s.l + part.row};
 }
 
-/* The keys of one segment that the task may see, from the first one on that counts. 0: it holds none that counts. */
-static int segment_keys(const run *w, const ca_task *t, int kv_head, int64_t segment, int64_t *k0, int64_t *k1) {
-    int64_t size = ca_segment_keys(w->plan->seq_lens[t->request]);
-    ca_task_keys(w->plan, t, k0, k1);
-    *k1 = ca_min64(*k1, (segment + 1) * size);
-    *k0 = ca_next_key(w->call, t->request, kv_head, ca_max64(*k0, segment * size), *k1);
+/* Of the keys of one segment that the task may see, the first chain that counts behind what was had, [0, k1). 0: none
+ * does. */
+static int next_chain(const run *w, const ca_task *t, int kv_head, int64_t segment, int64_t *k0, int64_t *k1) {
+    int64_t size = ca_segment_keys(w->plan->seq_lens[t->request]), start = segment * size, first, end;
+    ca_task_keys(w->plan, t, &first, &end);
+    end = ca_min64(end, start + size);
+    *k0 = ca_next_key(w->call, t->request, kv_head, ca_max64(ca_max64(first, start), *k1), end);
+    *k1 = ca_min64(end, start + ((*k0 - start) / CA_CHAIN_KEYS + 1) * CA_CHAIN_KEYS);
     return *k0 < *k1;
 }
 
@@ -101,29 +103,44 @@ static int together(const run *w, const ca_task *t) {
            w->call->block_size % CA_LANES == 0;
 }
 
-/* The task's segments in order, those that hold a key that counts, onto what the states hold, if they hold anything. */
-static int run_segments(run *w, const ca_task *t, int kv_head, int num_heads, const ca_state *total, int holds,
-                        char *memory) {
+/* The chains of a segment into the states, the first one as it is, others by way of `part`. Returns how many, or less
+ * than 0: the engine's status. */
+static int run_segment(run *w, const ca_task *t, int kv_head, int num_heads, int64_t segment, const ca_state *total,
+                       const ca_state *part, void *scratch) {
     const ca_plan *p = w->plan;
     const int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v;
-    char *parts = memory + p->state_bytes, *scratch = parts + p->state_bytes;
-    ca_state part[CA_HEADS];
-    for (int h = 0; h < num_heads; h++)
-        part[h] = state_at(parts + h * ca_state_bytes(p, rows), rows, dv);
-    for (int32_t s = 0; s < t->num_segments; s++) {
-        int64_t k0, k1;
-        if (!segment_keys(w, t, kv_head, t->segment + s, &k0, &k1))
-            continue;
-        const ca_state *to = holds ? part : total;
+    int n = 0;
+    for (int64_t k0, k1 = 0; next_chain(w, t, kv_head, segment, &k0, &k1); n++) {
+        const ca_state *to = n ? part : total;
         for (int h = 0; h < num_heads; h++)
             ca_clear(&to[h], rows, dv);
         int status = num_heads > 1 ? p->kernel->segment_of_heads(p, w->call, t, kv_head, num_heads, k0, k1, to, scratch)
                                    : p->engine->segment(p, w->call, t, kv_head, k0, k1, to, scratch);
         if (status)
-            return status;
-        for (int h = 0; h < num_heads && holds; h++)
+            return -status;
+        for (int h = 0; h < num_heads && n; h++)
             p->kernel->merge(&total[h], &part[h], rows, dv);
-        holds = 1;
+    }
+    return n;
+}
+
+/* The task's segments in order, those that hold a key that counts, onto what the states hold, if they hold anything. */
+static int run_segments(run *w, const ca_task *t, int kv_head, int num_heads, const ca_state *total, int holds,
+                        char *memory) {
+    const ca_plan *p = w->plan;
+    const int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v;
+    char *scratch = memory + p->thread_bytes - p->scratch_bytes;
+    ca_state part[2][CA_HEADS]; /* a segment, a chain */
+    for (int h = 0; h < num_heads; h++)
+        for (int i = 0; i < 2; i++)
+            part[i][h] = state_at(memory + (i + 1) * p->state_bytes + h * ca_state_bytes(p, rows), rows, dv);
+    for (int32_t s = 0; s < t->num_segments; s++) {
+        int n = run_segment(w, t, kv_head, num_heads, t->segment + s, holds ? part[0] : total, part[1], scratch);
+        if (n < 0)
+            return -n;
+        for (int h = 0; h < num_heads && holds && n; h++)
+            p->kernel->merge(&total[h], &part[0][h], rows, dv);
+        holds |= n > 0;
     }
     for (int h = 0; h < num_heads && !holds; h++)
         ca_clear(&total[h], rows, dv);

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 import cpu_attn
 from cpu_attn import reference
+from cpu_attn._dispatch import threads
 
 from .formats import numpy_dtype
 from .kernels import BF16_PRODUCTS, KERNELS
@@ -85,7 +86,14 @@ def test_a_query_that_is_no_number(isa: str, dtype: str, number: float, kv_cache
 
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "large"),
-    [("auto", 2.0**124), ("auto", 2.0**-120), ("int8", 2.0**100), ("int4", 2.0**100), ("int8", 2.0**-100)],
+    [
+        ("auto", 2.0**124),
+        ("auto", 2.0**-120),
+        ("int8", 2.0**120),
+        ("int4", 2.0**120),
+        ("int8", 2.0**-100),
+        ("fp8_e4m3", 2.0**16),
+    ],
 )
 @pytest.mark.parametrize(("isa", "dtype"), [k for k in KERNELS if k[1] != "float16"])
 def test_scales_far_from_one(isa: str, dtype: str, kv_cache_dtype: str, large: float) -> None:
@@ -99,6 +107,21 @@ def test_scales_far_from_one(isa: str, dtype: str, kv_cache_dtype: str, large: f
     want, _ = reference.attention(q, *([x] for x in cache.gather(table, 48)), starts, lens, large / 8)
     flushed = large == 2.0**124 and (isa, dtype) in BF16_PRODUCTS  # products near 2^-124
     assert reference.relative_rms(got, want, starts)[0] <= (0.05 if flushed else reference.BUDGET[dtype])
+
+
+@pytest.mark.parametrize("softcap", [1.2e-38, 1e-33])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "int8", "int4"])
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
+def test_logits_that_a_softcap_makes_equal(isa: str, dtype: str, kv_cache_dtype: str, softcap: float) -> None:
+    """In units of it they are near the largest float, or above."""
+    rng = np.random.default_rng(15)
+    q, k, v = (rng.standard_normal((n, 2, 64)).astype(numpy_dtype(dtype)) for n in (1, 48, 48))
+    cache = cpu_attn.PagedKVCache(3, 16, 2, 64, dtype, isa, kv_cache_dtype=kv_cache_dtype)
+    cache.update(k, v, np.arange(48))
+    table, starts, lens = np.arange(3, dtype=np.int32), np.array([0, 1], np.int32), np.array([48], np.int32)
+    got = cache.attend(100 * q, table[None], cache.plan(starts, lens, 2), softcap=softcap).astype(np.float64)
+    want = cache.gather(table, 48)[1].astype(np.float64).mean(axis=0)
+    assert reference.relative_rms(got, want[None], starts)[0] <= reference.BUDGET[dtype]
 
 
 @pytest.mark.parametrize(("isa", "dtype"), [k for k in KERNELS if k[1] == "bfloat16"])  # rounds weights, all alike
@@ -119,3 +142,23 @@ def test_errors_of_equal_weights_do_not_add_up(isa: str, dtype: str) -> None:
     want = np.log(np.exp(k.astype(np.float64).reshape(n, keys, 16).sum(axis=2)).sum(axis=1))
     assert np.abs(want).max() < 1
     assert np.abs(lse[0] - want).max() <= reference.LSE_BUDGET[dtype]
+
+
+@pytest.mark.parametrize("isa", [isa for isa, dtype in KERNELS if dtype == "float32"])
+def test_a_million_keys_of_equal_weight(isa: str) -> None:
+    """Summed up one by one, the 16,384 of a segment take 1.8 times the error budget."""
+    n = 2**20
+    keys = np.broadcast_to(np.zeros(16, np.float32), (1, 2, n, 16))
+    values = np.random.default_rng(14).standard_normal((n, 16), np.float32)
+    caches = keys, np.broadcast_to(values, (1, 2, n, 16))
+    starts, lens, zeros = np.array([0, 1], np.int32), np.array([n], np.int32), np.zeros((1, 1), np.int32)
+    got = []
+    for count in (1, 3):
+        with threads(count, forced=True):
+            plan = cpu_attn.get_scheduler_metadata(1, 2, 2, 16, lens, "float32", starts, isa=isa, kv_cache_layout="HND")
+        step = (starts, lens, 1.0, True, None, -1, zeros, 0.0, plan)
+        query, output = np.zeros((2, 1, 2, 16), np.float32)
+        got.append(cpu_attn.attention_with_kv_cache(query, *caches, output, *step, kv_cache_layout="HND"))
+    assert got[0].tobytes() == got[1].tobytes()
+    want = np.broadcast_to(values.mean(axis=0, dtype=np.float64), (1, 2, 16))
+    assert reference.relative_rms(got[0], want, starts)[0] <= reference.BUDGET["float32"]

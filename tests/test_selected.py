@@ -49,6 +49,25 @@ def test_all_blocks_give_the_bits_of_no_selection(name: str, dtype: str, engine:
     assert all(map(same_bits, run(selected, engine=engine), run(problem, engine=engine)))
 
 
+@pytest.mark.parametrize("isa", [isa for isa, dtype in KERNELS if dtype == "float32"])
+def test_a_zero_keeps_its_sign_where_segments_have_no_blocks(isa: str) -> None:
+    """Such segments are left out, or parts of their own where threads share them. -0: what of FMA underflows to it."""
+    cache = cpu_attn.PagedKVCache(188, 16, 1, 16, "float32", isa)
+    key, value = np.zeros((3000, 1, 16), F32), np.full((3000, 1, 16), -1e-45, F32)
+    key[1130], value[1130] = 10, -0.0
+    cache.update(key, value, np.arange(3000))
+    query, table, lens = np.ones((1, 1, 16), F32), np.arange(188, dtype=np.int32)[None], np.array([3000], np.int32)
+    found = []
+    for split in (False, True):
+        with threads(2, forced=True):
+            plan = cache.plan(np.array([0, 1], np.int32), lens, 1, enable_kv_split=split)
+        assert plan.num_splits == split
+        output = cache.attend(query, table, plan, selected_blocks=np.array([[[70, 80, 90]]], np.int32))
+        assert not output.any()
+        found.append(output.tobytes())
+    assert found[0] == found[1]
+
+
 def test_no_columns_are_no_keys() -> None:
     args = attention_args()
     args["block_table"][:] = -9

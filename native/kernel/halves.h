@@ -20,7 +20,7 @@
  * as on Zen 4 cost more than they save. Groups 64 bytes more apart than 4 KiB: nothing.
  *
  * While bytes become halves memory cannot answer as fast as it is asked, and while halves were multiplied nobody asked.
- * Since the products ask (ASKS in products.inc) decode-8x8k is 1.15 to 1.19 times as fast (int4 1.09), 16x4k-mha 1.05
+ * Since the products ask (products.inc) decode-8x8k is 1.15 to 1.19 times as fast (int4 1.09), 16x4k-mha 1.05
  * to 1.10, one thread. Asking for one line or two in every step, not for NG lines in one step of 2 or 4, took up to
  * half of that away; fetching scales, too, 10 %. */
 
