@@ -8,8 +8,9 @@ import json
 import math
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -40,18 +41,47 @@ Measured = tuple[dict[str, Any], tuple[Limit, ...]]
 # ---- what there is to run ----
 
 
-def chosen(names: Sequence[str], shape: Options) -> list[Workload]:
-    """Workloads by name or group with heads and features changed as asked, or one of a free shape."""
+def chosen(
+    names: Sequence[str], shape: Options, kv_cache_layout: str = "packed", kvs: Collection[str] = ()
+) -> list[Workload]:
+    """Workloads by name or group with heads and features changed as asked, or one of a free shape. What cannot be is
+    left out of a group, otherwise an error."""
     shape = {k: v for k, v in shape.items() if v}
     lens = {k: shape.pop(k) for k in ("q_len", "kv_len", "batch") if k in shape}
     if names and lens:
         raise click.UsageError(f"--{next(iter(lens)).replace('_', '-')} is for a free shape, not for {names[0]}")
     base = [_free(**lens)] if lens else _by_name(names or ["all"])
-    changed = [_changed(w, shape) for w in base]
-    for w in changed:
-        if w.num_heads % w.num_kv_heads:
-            raise click.UsageError(f"{w.name}: --num-kv-heads {w.num_kv_heads} does not divide {w.num_heads} heads")
-    return changed
+    found, reason = [], ""
+    for w in base:
+        changed = _changed(w, shape)
+        reason = impossible(changed, kv_cache_layout, kvs)
+        if not reason:
+            found.append(changed)
+        elif lens or w.name in names:
+            raise click.UsageError(reason)
+        else:
+            click.echo(f"without {reason}", err=True)
+    if not found:
+        raise click.UsageError(reason)
+    return found
+
+
+def impossible(w: Workload, kv_cache_layout: str = "packed", kvs: Collection[str] = ()) -> str:
+    """Why a workload cannot be, "" if it can. kvs: what such caches are to hold."""
+    integers = sorted({"int8", "int4"}.intersection(kvs))
+    reasons = {
+        f"--num-kv-heads {w.num_kv_heads} does not divide {w.num_heads} heads": w.num_heads % w.num_kv_heads,
+        f"--batch, --q-len: {w.num_tokens} query tokens, at most {INT32_MAX}": w.num_tokens > INT32_MAX,
+        f"--head-size {w.head_size}: at least {w.latent_rank + 1}, V is a part of K": w.head_size <= w.latent_rank,
+        f"--head-size {w.head_size} is odd: rotary_reshape_and_cache turns pairs": w.rotary and w.head_size % 2,
+        "--selected needs --no-cascade: requests may select other blocks": w.cascades and w.selected is not None,
+        "drafts are measured without ALiBi and windows": w.tree and (w.alibi or w.sliding_window >= 0),
+        f"--kv-cache-layout {kv_cache_layout}: rotary_reshape_and_cache writes packed caches": (
+            w.rotary and kv_cache_layout != "packed"
+        ),
+        f"--kv-cache-dtype: NHD holds no {' and no '.join(integers)}": w.latent_rank and integers,
+    }
+    return next((f"{w.name}: {reason}" for reason, wrong in reasons.items() if wrong), "")
 
 
 def _by_name(names: Sequence[str]) -> list[Workload]:
@@ -79,11 +109,13 @@ def _changed(w: Workload, shape: Options) -> Workload:
     return replace(changed, name=" ".join([w.name, *(k if v is True else f"{k}={v:g}" for k, v in differing.items())]))
 
 
-def engines_here(asked: Sequence[str], rivals: Sequence[str], isa: str, dtype: str) -> list[str]:
+def engines_here(
+    asked: Sequence[str], rivals: Sequence[str], isa: str, dtype: str, head_sizes: Collection[int]
+) -> list[str]:
     """Without ``asked``: native beside oneDNN. What was asked for and is not here is an error."""
     found = []
     for engine in [*(asked or ("native", "onednn")), *rivals]:
-        reason = contest.missing(engine, isa, dtype)
+        reason = contest.missing(engine, isa, dtype, head_sizes)
         if not reason:
             found.append(engine)
         elif engine in rivals:
@@ -95,18 +127,23 @@ def engines_here(asked: Sequence[str], rivals: Sequence[str], isa: str, dtype: s
     return found
 
 
-def refuse_idle(workloads: Sequence[Workload], engines: Engines, kv_cache_dtype: str = "auto") -> None:
-    """A workload that nobody runs is an error, and so is an engine or a rival that can run none of them."""
-    for some in engines.values():
-        unable = {e: [contest.unable(e, w, kv_cache_dtype) for w in workloads] for e in some}
-        for reasons in unable.values():
-            if all(reasons):
-                raise click.UsageError(reasons[0])
-        for i, w in enumerate(workloads):
-            able = [e for e in some if not unable[e][i]]
-            if not contest.takes_part(able, w.kind):
-                reason = next((reasons[i] for reasons in unable.values() if reasons[i]), "")
-                raise click.UsageError(reason or f"{w.name}: {', '.join(some)} has no part in it")
+def refuse_idle(workloads: Sequence[Workload], engines: Engines, asked: Sequence[str], kv_cache_dtype: str) -> None:
+    """A workload that nobody runs is an error, and so is an engine or a rival that was asked for and runs none."""
+    for engine in asked:
+        reasons = [_idle(engine, w, kv_cache_dtype) for w in workloads]
+        if all(reasons):
+            raise click.UsageError(reasons[0])
+    for some, w in product(engines.values(), workloads):
+        able = [e for e in some if not contest.unable(e, w, kv_cache_dtype)]
+        if not contest.takes_part(able, w.kind):
+            raise click.UsageError(_idle(some[0], w, kv_cache_dtype))
+
+
+def _idle(engine: str, w: Workload, kv_cache_dtype: str) -> str:
+    """Why an engine has nothing to do with a workload, "" if it has."""
+    if engine in contest.takes_part([engine], w.kind):
+        return contest.unable(engine, w, kv_cache_dtype)
+    return f"{w.name}: {engine} has no part in it"
 
 
 # ---- measuring ----
@@ -239,10 +276,10 @@ def run(
     workloads: Sequence[Workload], engines: Engines, threads: int, repeat: int | None, caches: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """The report. caches: what a Step takes besides workload, isa and dtype."""
-    limits = Limits(threads)
     measured: list[Measured] = []
     always = _always(workloads, [dtype for _, dtype in engines])
     with _undisturbed(threads):
+        limits = Limits(cpu_attn.get_num_threads())  # at most what a call uses
         limits.measure(always)
         for number, (w, (isa, dtype)) in enumerate(product(workloads, engines), 1):
             click.echo(f"{number}/{len(workloads) * len(engines)} {w.name} {isa} {dtype}:", err=True, nl=False)
@@ -350,7 +387,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--csv", "as_csv", is_flag=True, help="CSV instead of the table.")
 @click.option("--plot", "plot_to", type=FILE, help="Draw a roofline (png, svg, pdf).")
 @click.option("--save", type=FILE, help="Write the JSON there, too.")
-@click.option("--compare", "compare_to", type=FILE, help="Ratios against a report that --save wrote.")
+@click.option("--compare", "compare_to", type=FILE, help="Ratios against a report of --save; beside --csv on stderr.")
 @_options
 def bench(
     names: tuple[str, ...],
@@ -384,17 +421,18 @@ def bench(
             raise click.UsageError(f"{path}: no such folder")
         if path and path.is_dir():
             raise click.UsageError(f"{path}: a folder, expected a file")
-    workloads = chosen(names, shape)
-    engines = {(i, d): engines_here(engine, rival, i, d) for i in dict.fromkeys(isa) for d in dict.fromkeys(dtype)}
-    for kind, d in product(kv_cache_dtype, dict.fromkeys(dtype)):
+    kvs: set[str] = set()
+    for kind, d in product(kv_cache_dtype, dtype):
         try:
-            for layout in {kv_cache_layout, *("NHD" for w in workloads if w.latent_rank)}:
-                check_layout(layout, kv_dtypes(kind, d))
+            kvs.update(kv_dtypes(kind, d))
+            check_layout(kv_cache_layout, kv_dtypes(kind, d))
         except ValueError as error:
             raise click.UsageError(f"--kv-cache-dtype {kind}: {error}") from None
-        refuse_idle(workloads, engines, kind)
-    if kv_cache_layout != "packed" and any(w.rotary for w in workloads):
-        raise click.UsageError(f"--kv-cache-layout {kv_cache_layout}: rotary_reshape_and_cache writes packed caches")
+    workloads = chosen(names, shape, kv_cache_layout, kvs)
+    sizes = {w.head_size for w in workloads}
+    engines = {(i, d): engines_here(engine, rival, i, d, sizes) for i, d in product(*map(dict.fromkeys, (isa, dtype)))}
+    for kind in kv_cache_dtype:
+        refuse_idle(workloads, engines, engine + rival, kind)
     if plot_to:
         plot.check(plot_to, {w.kind for w in workloads})
     cache = {"block_size": block_size, "kv_cache_layout": kv_cache_layout}
@@ -411,7 +449,8 @@ def bench(
         click.echo(report.as_csv(found), nl=False)
     else:
         report.show(found)
-        if then:
+    if then and not as_json:
+        with redirect_stdout(sys.stderr if as_csv else sys.stdout):
             report.show_comparison(found["comparison"])
     try:
         if save:

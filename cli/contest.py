@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,14 +34,15 @@ class Contestant:
     call: Callable[[], Any]
 
 
-def missing(engine: str, isa: str, dtype: str) -> str:
+def missing(engine: str, isa: str, dtype: str, head_sizes: Iterable[int] = (16,)) -> str:
     """Why a combination cannot run here, "" if it can."""
     try:
         if engine in RIVALS:
             importlib.import_module(engine)
         planned = {"onednn-python": "onednn", **dict.fromkeys(RIVALS, "native")}.get(engine, engine)
         none = np.zeros(0, np.int32)
-        cpu_attn.get_scheduler_metadata(0, 1, 1, 16, none, dtype, np.zeros(1, np.int32), isa=isa, engine=planned)
+        for size in head_sizes:
+            cpu_attn.get_scheduler_metadata(0, 1, 1, size, none, dtype, np.zeros(1, np.int32), isa=isa, engine=planned)
     except (cpu_attn.UnavailableError, ImportError, ValueError) as error:
         return str(error)
     return ""
@@ -49,8 +50,6 @@ def missing(engine: str, isa: str, dtype: str) -> str:
 
 def unable(engine: str, workload: Workload, kv_cache_dtype: str = "auto") -> str:
     """What of a workload an engine has no notion of, "" if nothing."""
-    if workload.tree and (workload.alibi or workload.sliding_window >= 0):
-        return f"{workload.name}: drafts are measured without ALiBi and windows"
     if engine == "torch":
         odd = [name for name in ("softcap", "sinks", "selected") if getattr(workload, name)]
         if kv_cache_dtype != "auto":

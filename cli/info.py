@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 import cpu_attn
 from cpu_attn import _adapters, _dispatch, _onednn_loader
 from cpu_attn._native import ffi, lib
+from cpu_attn.cli.report import new_console, new_table
 
 
 def cpu() -> dict[str, Any]:
@@ -105,8 +105,8 @@ def collect() -> dict[str, Any]:
     }
 
 
-def _yes(flag: bool) -> str:
-    return "[green]yes[/]" if flag else "[red]no[/]"
+def _yes(flag: bool) -> Text:
+    return Text("yes", "green") if flag else Text("no", "red")
 
 
 def _size(n: int) -> str:
@@ -118,8 +118,8 @@ def _size(n: int) -> str:
 def show(data: dict[str, Any], console: Console) -> None:
     c = data["cpu"]
     console.print(
-        f"[bold]cpu-attn {data['version']}[/] on {c['brand']} ({c['vendor']} family {c['family']} "
-        f"model {c['model']}), {c['cpus']} cpus"
+        Text(f"cpu-attn {data['version']}", "bold"),
+        f"on {c['brand']} ({c['vendor']} family {c['family']} model {c['model']}), {c['cpus']} cpus",
     )
     console.print(
         "caches: "
@@ -129,26 +129,26 @@ def show(data: dict[str, Any], console: Console) -> None:
     console.print("features: " + " ".join(k for k, v in c["features"].items() if v))
     console.print(f"AMX permission: {c['amx_permission']}" + (f" ({c['amx_reason']})" if c["amx_reason"] else ""))
 
-    table = Table("isa", "unit", "compiled", "supported", "permitted", "why not")
+    table = new_table("isa", "unit", "compiled", "supported", "permitted", "why not")
     for i in data["isas"]:
         flags = (_yes(i[k]) for k in ("compiled", "supported", "permitted"))
         table.add_row(i["name"], i["unit"] + " (emulated)" * i["emulated"], *flags, i["reason"])
     console.print(table)
 
-    table = Table("dtype", "auto picks", "how", "why")
+    table = new_table("dtype", "auto picks", "how", "why")
     for k in data["auto"]:
-        table.add_row(k["dtype"], k["isa"] or "[red]nothing[/]", k["method"] or "", k["why"])
+        table.add_row(k["dtype"], k["isa"] or Text("nothing", "red"), k["method"] or "", k["why"])
     console.print(table)
 
-    table = Table("engine", "available", "why not")
+    table = new_table("engine", "available", "why not")
     for e in data["engines"]:
         table.add_row(e["name"], _yes(e["available"]), e["reason"])
     console.print(table)
 
-    table = Table("adapter", "found", "tested", "usable", "how, or why not")
+    table = new_table("adapter", "found", "tested", "usable", "how, or why not")
     for a in data["adapters"]:
         found = a["version"] or "not installed"
-        table.add_row(f"cpu_attn.{a['name']}", found, a["tested"], _yes(a["usable"]), a["state"] or escape(a["reason"]))
+        table.add_row(f"cpu_attn.{a['name']}", found, a["tested"], _yes(a["usable"]), a["state"] or a["reason"])
     console.print(table)
 
     one = data["onednn"]
@@ -162,7 +162,7 @@ def show(data: dict[str, Any], console: Console) -> None:
     else:
         console.print(f"oneDNN: not available: {one['reason']}", soft_wrap=True)
     native = any(k["isa"] == "amx" for k in data["auto"])
-    console.print(f"Is AMX used? native: {_yes(native)}, onednn: {_yes(one.get('amx_used', False))}")
+    console.print(Text.assemble("Is AMX used? native: ", _yes(native), ", onednn: ", _yes(one.get("amx_used", False))))
 
 
 @click.command()
@@ -173,4 +173,4 @@ def info(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(data, indent=2))
     else:
-        show(data, Console())
+        show(data, new_console())

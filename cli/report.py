@@ -11,9 +11,10 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
-NO_TERMINAL = 120  # columns of a table in a file or a pipe
+NO_TERMINAL = 10_000  # columns of a file or a pipe: more than anything has
 RESULT_FIELDS = (
     "workload",
     "engine",
@@ -33,6 +34,19 @@ RESULT_FIELDS = (
 )
 SAME = ("workload", "engine", "isa", "dtype", "kv_cache_dtype", "kv_cache_layout")  # what makes two results comparable
 MACHINE = ("brand", "vendor", "family", "model", "stepping", "cpus", "amx_permission")
+
+
+def new_console() -> Console:
+    """Of stdout. Names and reasons from elsewhere are no markup; whatever has a style is a Text."""
+    console = Console(markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = NO_TERMINAL
+    return console
+
+
+def new_table(*headers: str) -> Table:
+    """Cells that are too wide are folded, not cut off."""
+    return Table(*(Column(header, overflow="fold") for header in headers))
 
 
 def seconds(x: float) -> str:
@@ -66,7 +80,7 @@ def show(report: dict[str, Any]) -> None:
     machine = report["machine"]
     click.echo(f"cpu-attn {machine['version']} on {machine['brand']}, {report['results'][0]['threads']} threads")
     show_limits(report)
-    table = Table("workload", "engine", "isa", "dtype", "min", "median", "speed", "of limit", "x native")
+    table = new_table("workload", "engine", "isa", "dtype", "min", "median", "speed", "of limit", "x native")
     before = None
     for r in report["results"]:
         if r["workload"] != before:
@@ -84,18 +98,13 @@ def show(report: dict[str, Any]) -> None:
             "" if rival is r else f"{rival['seconds_min'] / r['seconds_min']:.2f}",
         )
         before = r["workload"]
-    _print(table)
+    new_console().print(table)
 
 
 def _together(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Did they run on the same arrays? A rival has no isa of ours."""
     same = all(a[k] == b[k] for k in ("workload", "dtype", "kv_cache_dtype"))
     return same and b["isa"] in (None, a["isa"])
-
-
-def _print(table: Table) -> None:
-    console = Console()
-    (console if console.is_terminal else Console(width=NO_TERMINAL)).print(table)
 
 
 def as_csv(report: dict[str, Any]) -> str:
@@ -115,7 +124,7 @@ def load(path: Path) -> dict[str, Any]:
         report: dict[str, Any] = json.loads(path.read_text())
         for row in compare(report, report)["results"]:
             seconds(row["seconds_then"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise click.UsageError(f"{path} is no report of cpu-attn bench: {error!r}") from None
     return report
 
@@ -149,14 +158,13 @@ def compare(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ratio(a: float | None, b: float | None) -> float | None:
-    return a / b if a and b else None
+    return 1.0 * a / b if a and b else None  # 1.0: load refuses an integer that is no float
 
 
-def _times(x: float | None) -> str:
+def _times(x: float | None) -> Text:
     if x is None:
-        return ""
-    colour = "green" if x > 1.03 else "red" if x < 0.97 else ""
-    return f"[{colour}]{x:.2f}x[/]" if colour else f"{x:.2f}x"
+        return Text()
+    return Text(f"{x:.2f}x", "green" if x > 1.03 else "red" if x < 0.97 else "")
 
 
 def show_comparison(comparison: dict[str, Any]) -> None:
@@ -167,9 +175,9 @@ def show_comparison(comparison: dict[str, Any]) -> None:
     if not comparison["results"]:
         click.echo("nothing to compare: the two reports share no workload, engine, isa and dtype")
         return
-    table = Table("workload", "engine", "isa", "dtype", "then", "now", "speed", "of limit")
+    table = new_table("workload", "engine", "isa", "dtype", "then", "now", "speed", "of limit")
     for r in comparison["results"]:
         names = [r["workload"], r["engine"], r["isa"] or "", kind(r)]
         times = (seconds(r["seconds_then"]), seconds(r["seconds_now"]))
         table.add_row(*names, *times, _times(r["speedup"]), _times(r["of_limit"]))
-    _print(table)
+    new_console().print(table)

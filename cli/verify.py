@@ -15,10 +15,11 @@ import click
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.text import Text
 
 import cpu_attn
 from cpu_attn import _dispatch
+from cpu_attn.cli.report import new_console, new_table
 from cpu_attn.reference import BUDGET
 from cpu_attn.tests.case import Case
 from cpu_attn.tests.case_levels import cases, invariant
@@ -30,7 +31,6 @@ from cpu_attn.tests.judge import check, same_bits
 ENGINES = ("native", "onednn", "onednn-python", "reference")
 ISA_HINTS = ("auto", "vec", "vec16")
 THREADS = (1, 2, 3, 5)
-NO_TERMINAL = 120  # columns of the table in a file or a pipe
 # What must not change a bit, by engine. onednn picks its kernels by the shapes of a whole step.
 SAME_BITS = {
     "native": ("batch", "threads", "split"),
@@ -217,15 +217,14 @@ def _verify(runs: Sequence[Combo], level: str, names: Sequence[str], seed: int, 
 
 
 def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequence[Failure]) -> None:
-    table = Table("engine", "isa", "dtype", "cases", "worst error", "budget", "in case", "")
+    table = new_table("engine", "isa", "dtype", "cases", "worst error", "budget", "in case", "")
     for tally in tallies:
         row = tally.summary()
         error = "infinite" if row["worst_error"] is None else f"{row['worst_error']:.2g}"
-        verdict = "[green]ok" if row["ok"] else f"[red]{len(tally.failures)} failed"
+        verdict = Text("ok", "green") if row["ok"] else Text(f"{len(tally.failures)} failed", "red")
         numbers = (str(row["cases"]), error, f"{row['budget']:.0e}")
         table.add_row(row["engine"], row["isa"], row["dtype"], *numbers, row["worst_case"], verdict)
-    console = Console()
-    (console if console.is_terminal else Console(width=NO_TERMINAL)).print(table)
+    new_console().print(table)
     absent: dict[str, list[str]] = {}
     for combo, reason in missing.items():
         absent.setdefault(f"{combo.engine} {combo.isa}: {reason}", []).append(combo.dtype)

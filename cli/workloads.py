@@ -55,6 +55,11 @@ class Workload:
     def attends(self) -> bool:
         return self.kind in ("prefill", "decode", "cascade", "call")
 
+    @property
+    def cascades(self) -> bool:
+        """Is the plan told what is shared?"""
+        return self.shared > 0 and not self.no_cascade
+
     @cached_property
     def _lens(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         q_lens, kv_lens = np.array(self.lens, np.int64).reshape(-1, 2).T
@@ -77,7 +82,7 @@ class Workload:
 
     @property
     def _share(self) -> float:
-        return 1.0 if self.selected is None else self.selected
+        return 1.0 if self.selected is None or not self.attends else self.selected
 
     def kv_bytes(self, itemsize: float) -> int:
         """Bytes of K and V that some query sees (write: that are written, rotated queries too), each counted once."""
@@ -269,7 +274,6 @@ class Step:
 
     def plan(self, engine: str) -> cpu_attn.SchedulerMetadata:
         w = self.workload
-        told = w.shared > 0 and not w.no_cascade
         return cpu_attn.get_scheduler_metadata(
             len(self.seq_lens),
             w.num_heads,
@@ -285,8 +289,8 @@ class Step:
             kv_cache_layout=self.kv_cache_layout,
             engine=engine,
             **self.masks,
-            block_table=self.block_table if told else None,
-            block_size=self.block_size if told else None,
+            block_table=self.block_table if w.cascades else None,
+            block_size=self.block_size if w.cascades else None,
         )
 
     def arguments(self) -> dict[str, Any]:

@@ -12,10 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
 import cpu_attn
+from cpu_attn import _dispatch
 from cpu_attn.cli import contest, limits, main, plot, report
 from cpu_attn.cli.bench import bench
 from cpu_attn.cli.workloads import GROUPS, WORKLOADS, Workload
@@ -154,6 +156,7 @@ def test_progress_on_stderr_table_on_stdout() -> None:
     assert "1/1 1x(5,40)" in result.stderr and "1/1" not in result.stdout
     for text in ("1x(5,40)", "native", "vector_gflops", "memcpy_gbps", "of limit"):
         assert text in result.stdout
+    assert " 1x(5,40) num_heads=4 num_kv_heads=2 head_size=16 " in result.stdout  # not folded
 
 
 def test_csv() -> None:
@@ -194,6 +197,16 @@ def test_threads_are_used_and_given_back(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cpu_attn.get_num_threads() == before
 
 
+def test_limits_and_report_count_the_threads_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer than were asked for, where that is more than a call uses."""
+    with _dispatch.threads(4096):
+        most = cpu_attn.get_num_threads()
+    looked = set()
+    monkeypatch.setattr(limits.Limits, "_look", lambda self, limit: looked.add(self.threads) or 1.0)
+    found = run(*DECODE, "--engine", "native", "--threads", "4096")
+    assert looked == {r["threads"] for r in found["results"]} == {most}
+
+
 def test_shape_options_change_named_workloads() -> None:
     found = bench_module.chosen(["prefill-2k"], {"num_heads": 16, "sliding_window": 64, "sinks": True, "softcap": None})
     (w,) = found
@@ -205,6 +218,34 @@ def test_shape_options_change_named_workloads() -> None:
     assert (w.lens, w.kind) == (((7, 7),) * 3, "prefill")
     (w,) = bench_module.chosen([], {"kv_len": 7})
     assert (w.lens, w.kind) == (((1, 7),), "decode")
+
+
+MLA, TREES, CASCADES = ({n for n in WORKLOADS if n.startswith(kind)} for kind in ("mla-", "tree-", "cascade-"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "cache", "without"),
+    [
+        ({"head_size": 512}, (), MLA),
+        ({"head_size": 513}, (), {"rope-write-8k"}),
+        ({"selected": 0.5}, (), CASCADES),
+        ({"selected": 0.5, "no_cascade": True}, (), set()),
+        ({"num_heads": 8}, (), {n for n, w in WORKLOADS.items() if w.num_kv_heads == 16}),
+        ({"alibi": True}, (), TREES),
+        ({"sliding_window": 9}, (), TREES),
+        ({}, ("NHD",), {"rope-write-8k"}),
+        ({}, ("packed", {"bfloat16", "int8"}), MLA),
+    ],
+)
+def test_a_group_leaves_out_what_cannot_be(
+    shape: dict[str, Any], cache: tuple[Any, ...], without: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {w.name.split()[0] for w in bench_module.chosen([], shape, *cache)}
+    told = {line.removeprefix("without ").split(":")[0].split()[0] for line in capsys.readouterr().err.splitlines()}
+    assert told == without == WORKLOADS.keys() - found
+    for name in without:
+        with pytest.raises(click.UsageError, match=f"^{name}"):
+            bench_module.chosen(["all", name], shape, *cache)
 
 
 # ---- errors ----
@@ -223,6 +264,17 @@ def test_shape_options_change_named_workloads() -> None:
         (["--kv-len", "9", "--save", "/nowhere/x.json"], "no such folder"),
         (["--kv-len", "9", "--rival", "torch", "--softcap", "3"], "torch"),
         (["plan-256", "--engine", "onednn-python"], "has no part in it"),
+        (["mla-8x4k-h16", "--head-size", "64"], "--head-size 64: at least 513"),
+        (["mla", "--head-size", "64"], "--head-size 64: at least 513"),
+        (["rope-write-8k", "--head-size", "65"], "--head-size 65 is odd"),
+        (["rope-write-8k", "--kv-cache-layout", "NHD"], "writes packed caches"),
+        (["cascade-32x4k", "--selected", "0.5"], "--selected needs --no-cascade"),
+        (["mla-8x4k-h16", "--kv-cache-dtype", "int8"], "NHD holds no int8"),
+        (
+            ["decode-64x512", "--isa", "vec16", "--head-size", "72"],
+            "head sizes that are multiples of 16",
+        ),
+        (["--batch", "65536", "--q-len", "32769"], "2147549184 query tokens, at most 2147483647"),
         (["--kv-len", "9", "--kv-cache-dtype", "fp9"], "--kv-cache-dtype fp9"),
         (["--kv-len", "9", "--save", ""], "a folder, expected a file"),
         (["--kv-len", "9", "--plot", "/"], "is a directory"),
@@ -274,6 +326,19 @@ def test_left_out_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "without reference: no plans" in result.stderr
     result = call("plan-256", *engines)
     assert result.exit_code == 2 and "no plans" in result.output
+
+
+@pytest.mark.parametrize("engine", ["torch", "onednn", "onednn-python"])
+def test_who_has_no_part_in_it(engine: str) -> None:
+    """Only who was asked for: a write runs once, as native."""
+    write, plan, decode = (WORKLOADS[name] for name in ("write-8k", "plan-256", "decode-64x512"))
+    here = {("auto", "bfloat16"): ["native", engine]}
+    idle = [[write]] if engine == "onednn" else [[write], [plan], [plan, write]]
+    for some in idle:
+        with pytest.raises(click.UsageError, match=f"{some[0].name}: {engine} has no part in it"):
+            bench_module.refuse_idle(some, here, [engine], "auto")
+        bench_module.refuse_idle(some, here, [], "auto")
+    bench_module.refuse_idle([write, plan, decode], here, ["native", engine], "auto")
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,13 +406,25 @@ def test_save_and_compare(tmp_path: Path) -> None:
     (row,) = found["comparison"]["results"]
     assert row["speedup"] == pytest.approx(saved["results"][0]["seconds_min"] / found["results"][0]["seconds_min"])
     assert "limits, now to then" in call(*FREE, "--engine", "native", "--compare", str(path)).stdout
+    beside_csv = call(*FREE, "--engine", "native", "--compare", str(path), "--csv")
+    assert "limits, now to then" in beside_csv.stderr and "x" in beside_csv.stderr.splitlines()[-2]
+    assert len(list(csv.DictReader(io.StringIO(beside_csv.stdout)))) == 1
 
 
 NULL = json.dumps(sample(1.0, None)).replace('"seconds_min": 1.0', '"seconds_min": null')
 
 
+HUGE = 10**400  # no float
+
+
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"results": [{}], "limits": {}, "machine": {}}', NULL, NULL.replace("null", '"1"')]
+    "text",
+    [
+        *("", "[]", "{}", '{"results": [{}], "limits": {}, "machine": {}}', NULL, NULL.replace("null", '"1"')),
+        pytest.param(json.dumps(sample(1.0, 0.5, seconds_min=HUGE)), id="huge seconds"),
+        pytest.param(json.dumps(sample(1.0, HUGE)), id="huge fraction"),
+        pytest.param(json.dumps({**sample(1.0, 0.5), "limits": {"read_gbps": HUGE}}), id="huge limit"),
+    ],
 )
 def test_no_report_to_compare_with(text: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"

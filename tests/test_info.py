@@ -17,7 +17,8 @@ from click.testing import CliRunner
 
 import cpu_attn
 from cpu_attn import _adapters
-from cpu_attn.cli import main
+from cpu_attn.cli import main, report
+from cpu_attn.cli.info import show
 
 from .kernels import KERNELS
 
@@ -78,6 +79,43 @@ def test_the_table_answers_the_question() -> None:
     assert "Is AMX used?" in result.output
     for isa in cpu_attn.isas():
         assert isa.name in result.output
+
+
+def test_nothing_is_cut_off_in_a_pipe() -> None:
+    shown = CliRunner(charset="ascii").invoke(main, ["info"], env={"COLUMNS": "80"})
+    assert shown.exit_code == 0, shown.exception
+    data = info()
+    for row in (*data["isas"], *data["engines"]):
+        assert row["reason"] in shown.output
+    for row in data["auto"]:
+        assert row["method"] in shown.output and row["why"] in shown.output
+    for row in data["adapters"]:
+        assert (row["state"] or row["reason"]) in shown.output
+
+
+FOREIGN = "[/x][red]:x:" + 30 * "a"
+
+
+def foreign(x: Any) -> Any:
+    """Every text of ``x`` somebody else's."""
+    if isinstance(x, dict):
+        return {k: foreign(v) for k, v in x.items()}
+    return [foreign(v) for v in x] if isinstance(x, list) else FOREIGN if isinstance(x, str) else x
+
+
+@pytest.mark.parametrize("onednn", [{"available": False, "reason": ""}, {}])
+def test_foreign_text_is_shown_as_it_is(onednn: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither read as markup, nor cut off where a terminal is narrow."""
+    data, console = info(), report.new_console()
+    names = ("version", "runtime", "isa", "bfloat16", "float32", "library")
+    data["onednn"] = onednn or {"available": True, "amx_used": False, **dict.fromkeys(names, "")}
+    show(foreign(data), console)
+    wide = capsys.readouterr().out
+    assert 20 < wide.count(FOREIGN) == wide.count("[") / 2
+    console.width = 60
+    show(foreign(data), console)
+    narrow = capsys.readouterr().out
+    assert narrow.count("[") == wide.count("[") and "\u2026" not in narrow
 
 
 def test_as_a_module() -> None:
