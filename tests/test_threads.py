@@ -130,8 +130,12 @@ def test_little_work_takes_few_threads() -> None:
 
 def test_no_more_threads_than_a_process_may_have() -> None:
     """libgomp would end it."""
+    most = max(64, 8 * len(os.sched_getaffinity(0)))
     cpu_attn.set_num_threads(4096)
-    assert cpu_attn.get_num_threads() == max(64, 8 * len(os.sched_getaffinity(0)))
+    assert cpu_attn.get_num_threads() == most
+    cpu_attn.set_num_threads(0)
+    with threadpoolctl.threadpool_limits(4096, user_api="openmp"):
+        assert cpu_attn.get_num_threads() == most
 
 
 def test_the_workspace_is_for_the_threads_that_a_call_uses() -> None:
