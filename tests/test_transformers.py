@@ -190,6 +190,22 @@ def test_masks_that_are_no_plan(name: str, kind: str, calls: list[Any]) -> None:
     close(ours, eager)
 
 
+def test_masks_that_the_model_changes_in_place(calls: list[Any]) -> None:
+    """In its second layer, beside sdpa, which gets a boolean one, too."""
+    inputs, model, results = tokens(12, 5), hf_models.model("llama"), {}
+
+    def change(module: Any, args: Any, kwargs: Any) -> None:
+        kwargs["attention_mask"][:, :, 10:, 9] = False
+
+    hook = model.model.layers[1].self_attn.register_forward_pre_hook(change, with_kwargs=True)
+    for name in ("sdpa", "cpu_attn"):
+        with implementation(model, name):
+            results[name] = model(**inputs).logits[inputs["attention_mask"].bool()]
+    hook.remove()
+    assert len(calls) == 2
+    close(results["cpu_attn"], results["sdpa"])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("kind", "before"), [(None, 0), (hf.DynamicCache, 6), (adapter.PagedCache, 0), (adapter.PagedCache, 6)]

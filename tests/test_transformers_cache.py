@@ -134,6 +134,7 @@ def test_a_conversation_goes_on_in_the_same_cache() -> None:
     assert generate("mistral", "cpu_attn", cache, first, max_new_tokens=5).tolist() == said.tolist()
 
 
+@pytest.mark.filterwarnings("error:Dynamo does not know how to trace")
 @pytest.mark.parametrize("attention", ["cpu_attn", "sdpa"])
 def test_compiled_model(attention: str) -> None:
     torch._dynamo.reset()
@@ -305,3 +306,54 @@ def test_keys_that_a_model_changes_are_no_longer_pages() -> None:
     module = SimpleNamespace(training=False)
     want = attention(module, query, key, -value, None)[0]
     assert torch.allclose(attention(module, query, layer.keys, -layer.values, None)[0], want, atol=1e-6)
+
+
+def test_keys_are_dense_to_whoever_looks() -> None:
+    layer = PagedLayer(8, kv_cache_dtype="auto")
+    key, _ = filled(layer)
+    looks: tuple[Any, ...] = (
+        lambda x: x[:, 0],
+        lambda x: x.transpose(1, 2).flatten(2),
+        lambda x: x.reshape(3, -1),
+        lambda x: x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(3, 4, 21, 32),
+        lambda x: torch.zeros(3, 2, 30, 32).index_copy_(2, torch.arange(21), x),
+        lambda x: torch.mul(x, 2, out=torch.empty(0)),
+        lambda x: x.contiguous().mul_(2),
+        lambda x: x.clone().mul_(2),
+        lambda x: copy.deepcopy(x).mul_(2),
+        lambda x: copy.deepcopy(x[0]).mul_(2),
+    )
+    for look in looks:
+        assert look(layer.keys).equal(look(key.clone()))
+    assert layer.keys.tolist() == layer.keys[:].numpy().tolist() == key.tolist()
+    assert layer.gather(False).equal(key)
+
+
+IN_PLACE: dict[str, Any] = {
+    "mul_": lambda x: x.mul_(2),
+    "setitem": lambda x: x.__setitem__((slice(None), slice(None), 0), 0),
+    "view": lambda x: x[:, :, 0].zero_(),
+    "view of a view": lambda x: x.transpose(1, 2)[0].flatten(1).mul_(2),
+    "views": lambda x: x.unbind(1)[1].zero_(),
+    "same": lambda x: x.to(x.dtype).mul_(2),
+    "detach": lambda x: x.detach().mul_(2),
+    "data": lambda x: x.data.mul_(2),
+    "out": lambda x: torch.mul(x, 2, out=x),
+    "one out of two": lambda x: torch.max(x, dim=1, out=(x[:, 0], torch.empty(0, dtype=torch.long))),
+    "foreach": lambda x: torch._foreach_mul_([torch.ones(1), x], 2),
+    "beside a mask": lambda x: torch.where(mask_function(batch_size=3, q_length=21, kv_length=32), x, 0 * x, out=x),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_keys_cannot_be_changed_in_place(name: str, mode: Any) -> None:
+    with mode():
+        layer = PagedLayer(8, kv_cache_dtype="auto")
+        key, _ = filled(layer)
+        with pytest.raises(RuntimeError, match=r"^aten\..*: would change in place what a cache holds; change a clone"):
+            IN_PLACE[name](layer.keys)
+        for array in (layer.keys.numpy(), layer.keys[0].numpy()):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 0
+        assert layer.keys.equal(key)

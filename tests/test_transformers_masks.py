@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -249,6 +251,84 @@ def test_a_mask_is_dense_to_whoever_looks() -> None:
     mask = mask_function(**arguments)
     want = stock.sdpa_mask(**arguments, allow_is_causal_skip=False)
     assert isinstance(mask, Mask) and mask.shape == want.shape and mask.dtype == torch.bool
-    for look in (lambda x: x[:, :, 1:3], lambda x: x.float(), lambda x: ~x, lambda x: torch.cat([x, x], -1)):
+    looks: tuple[Any, ...] = (
+        lambda x: x[:, :, 1:3],
+        lambda x: x.float(),
+        lambda x: ~x,
+        lambda x: torch.cat([x, x], -1),
+        lambda x: x.flatten(0, 2),
+        copy.deepcopy,
+    )
+    for look in looks:
         got = look(mask)
         assert type(got) is torch.Tensor and got.equal(look(want))
+    assert mask.tolist() == mask.numpy().tolist() == np.asarray(mask).tolist() == want.tolist()
+    copy.deepcopy(mask).fill_(True)
+    assert mask.equal(want)
+    with pytest.raises(BufferError, match="Mask: no memory to share"):
+        torch.from_dlpack(mask)
+    with pytest.raises(AttributeError):
+        mask.data = want
+
+
+MORE = torch.rand(2, 1, 6, 9, generator=torch.Generator().manual_seed(3)) < 0.3
+
+
+def in_place_or(mask: Any) -> None:
+    mask |= MORE
+
+
+CHANGES: dict[str, Any] = {
+    "setitem": lambda x: x.__setitem__((slice(None), slice(None), slice(0, 2), slice(0, 6)), True),
+    "a row": lambda x: x.__setitem__(0, True),
+    "where": lambda x: x.__setitem__(MORE, True),
+    "masked_fill_": lambda x: x.masked_fill_(MORE, True),
+    "logical_or_": lambda x: x.logical_or_(MORE),
+    "or": in_place_or,
+    "view": lambda x: x[:, :, 0].fill_(True),
+    "view of a view": lambda x: x[:, 0].transpose(1, 2)[:, 4].logical_not_(),
+    "views": lambda x: [row.zero_() for row in x.unbind(2)[::2]],
+    "out": lambda x: torch.logical_or(~x, MORE, out=x),
+    "out of a view": lambda x: torch.logical_or(MORE[:, :, 1], MORE[:, :, 2], out=x[:, :, 3]),
+    "foreach": lambda x: torch._foreach_zero_([x]),
+    "transpose": lambda x: x[..., :6].copy_(x[..., :6].mT.clone()),
+    "detach": lambda x: x.detach().fill_(True),
+    "data": lambda x: x.data.fill_(True),
+    "array": lambda x: x.numpy()[:, :, 2:4].fill(True),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_mask_that_is_changed_in_place(name: str, padding: str, mode: Any) -> None:
+    arguments = {"batch_size": 2, "q_length": 6, "kv_length": 9, "q_offset": 3, "kv_offset": 0}
+    arguments["attention_mask"] = padded(2, 9, padding)
+    with mode():
+        mask, want = mask_function(**arguments), stock.sdpa_mask(**arguments, allow_is_causal_skip=False).clone()
+        CHANGES[name](mask), CHANGES[name](want)
+        q, k, v = inputs(2, 6, 9)
+        got = attention(MODULE, q, k, v, mask)[0]
+        assert mask.equal(want)
+        assert torch.allclose(got.double(), dense(q, k, v, want), atol=2e-6)
+        assert not mask.requests().plans
+
+
+def test_a_mask_that_changes_from_layer_to_layer() -> None:
+    mask = mask_function(batch_size=2, q_length=6, kv_length=9, q_offset=3)
+    q, k, v = inputs(2, 6, 9)
+    row, want = mask[:, :, 1], mask.clone()
+    for change in (lambda x: None, lambda x: x.fill_(True), lambda x: x[..., 1].fill_(False)):
+        change(row), change(want[:, :, 1])
+        assert torch.allclose(attention(MODULE, q, k, v, mask)[0].double(), dense(q, k, v, want), atol=2e-6)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_mask_that_was_only_looked_at_is_a_plan(mode: Any) -> None:
+    with mode():
+        attention_mask = padded(2, 9, "left")
+        mask = mask_function(batch_size=2, q_length=6, kv_length=9, q_offset=3, attention_mask=attention_mask)
+        mask[:, :, 0].any(), mask.float(), mask.numpy(), copy.deepcopy(mask).fill_(True)
+        mask.logical_not_().logical_not_()
+        attention(MODULE, *inputs(2, 6, 9), mask)
+        assert len(mask.requests().plans) == 1

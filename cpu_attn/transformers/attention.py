@@ -126,6 +126,8 @@ def _attend(
     if mask is None:
         requests = unmasked(batch_size, q_length, kv_length, causal)
     else:
+        if isinstance(mask, Mask) and mask.changed():
+            mask = mask.dense()
         if mask.dim() != 4 or mask.shape[2] not in (1, q_length) or mask.shape[3] != kv_length:
             raise ValueError(
                 f"attention_mask: {tuple(mask.shape)}, expected [B, H, {q_length}, {kv_length}], B, H or 1"

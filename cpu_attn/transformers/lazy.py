@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class LazyTensor(torch.Tensor):  # type: ignore[misc]
@@ -18,16 +19,72 @@ class LazyTensor(torch.Tensor):  # type: ignore[misc]
     __torch_function__ = torch._C._disabled_torch_function_impl  # its results would be of this class
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, *args: Any) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype)
 
     def dense(self) -> torch.Tensor:
         raise NotImplementedError
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Not to be set, which dense() would not notice."""
+        return self.detach()
+
+    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
+        found: np.ndarray[Any, Any] = self.dense().numpy(force=force)
+        return found
+
+    def tolist(self) -> Any:
+        return self.dense().tolist()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise BufferError(f"{type(self).__name__}: no memory to share; a clone() has some")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.dense().clone()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(LazyTensor, lambda x: x.dense(), (args, kwargs or {}))
-        return func(*args, **kwargs)
+        kwargs = kwargs or {}
+        if _writes(func._schema.arguments, args, kwargs):
+            raise RuntimeError(f"{func}: would change in place what a cache holds; change a clone() of it")
+        looks = {x: x.dense() for x in tree_leaves((args, kwargs)) if isinstance(x, LazyTensor)}
+        held = [dense for x, dense in looks.items() if isinstance(x, ReadOnly)]
+        args, kwargs = tree_map_only(LazyTensor, looks.get, (args, kwargs))
+        found = func(*args, **kwargs)
+        return tree_map_only(torch.Tensor, lambda x: ReadOnly(x) if _is_view(x, held) else x, found)
+
+
+class ReadOnly(LazyTensor):
+    """RuntimeError for operations that would change it, or a view of it."""
+
+    @staticmethod
+    def __new__(cls, dense: torch.Tensor) -> ReadOnly:
+        found: ReadOnly = LazyTensor.__new__(cls, dense.shape, dense.dtype, dense.stride())
+        found._dense = dense
+        return found
+
+    _dense: torch.Tensor
+
+    def dense(self) -> torch.Tensor:
+        return self._dense
+
+    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
+        found = super().numpy(force=force)
+        found.flags.writeable = False
+        return found
+
+
+def _is_view(x: torch.Tensor, held: list[torch.Tensor]) -> bool:
+    return any(torch._C._is_alias_of(x, dense) for dense in held)
+
+
+def _writes(arguments: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation of such arguments changes one that is read-only."""
+    given = dict(zip((x.name for x in arguments), args, strict=False)) | kwargs
+    written = [given.get(x.name) for x in arguments if x.alias_info and x.alias_info.is_write]
+    return any(isinstance(x, ReadOnly) for x in tree_leaves(written))

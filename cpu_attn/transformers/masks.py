@@ -83,27 +83,41 @@ def _narrower(*sides: int) -> int:
 
 
 class Mask(LazyTensor):
-    """bool [B, 1, T, S], as ``sdpa_mask`` makes it of the same arguments; ``requests()`` is the same as lengths."""
+    """bool [B, 1, T, S], as ``sdpa_mask`` makes it of the same arguments; ``requests()`` is the same as lengths.
+
+    All who look see one tensor, which they may change in place; ``requests()`` and ``bias()`` do not know of that.
+    """
 
     @staticmethod
     def __new__(cls, arguments: dict[str, Any]) -> Mask:
         shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
         mask: Mask = super().__new__(cls, shape, torch.bool)
-        mask._arguments, mask._found, mask._bias = arguments, None, None
+        mask._arguments, mask._found, mask._bias, mask._dense = arguments, None, None, None
         return mask
 
     _arguments: dict[str, Any]
     _found: Requests | str | None
     _bias: torch.Tensor | None
+    _dense: tuple[torch.Tensor, torch.Tensor] | None
 
-    def dense(self) -> torch.Tensor:
+    def _make(self) -> torch.Tensor:
         arguments = self._arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return stock.sdpa_mask(**arguments)
 
+    def dense(self) -> torch.Tensor:
+        if self._dense is None:
+            made = self._make()  # rows of a batch may be one memory
+            self._dense = made.clone(memory_format=torch.contiguous_format), made
+        return self._dense[0]
+
+    def changed(self) -> bool:
+        """By value: tensors of inference_mode count no versions, and none counts changes by ``data`` or an array."""
+        return self._dense is not None and not self._dense[0].equal(self._dense[1])
+
     def bias(self) -> torch.Tensor:
-        """:meth:`dense` as :func:`as_bias` has it, made once for all layers."""
+        """As :func:`as_bias` has it, made once for all layers."""
         if self._bias is None:
-            self._bias = as_bias(self.dense())
+            self._bias = as_bias(self._make())
         return self._bias
 
     def requests(self) -> Requests:

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 
 from cpu_attn import PagedKVCache, ops
 from cpu_attn._arrays import dtype_name
-from cpu_attn.transformers.lazy import LazyTensor
+from cpu_attn.transformers.lazy import LazyTensor, ReadOnly
 from cpu_attn.transformers.plans import Logits, Requests, autocast, by_token, run
 
 LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -216,15 +216,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._select(indices, "indices")
 
 
-class Pages(LazyTensor):
+class Pages(ReadOnly):
     """Keys [B, Hkv, S, D] or values [B, Hkv, S, Dv] of a layer's pages, as they are now: a later update is an error for
     whoever looks at these."""
 
     @staticmethod
     def __new__(cls, layer: PagedLayer, *, value: bool) -> Pages:
-        head_size = layer.sizes["head_size_v" if value else "head_size"]
-        shape = (len(layer.table), layer.sizes["num_kv_heads"], layer.length, head_size)
-        pages: Pages = super().__new__(cls, shape, layer.dtype)
+        heads, size = layer.sizes["num_kv_heads"], layer.sizes["head_size_v" if value else "head_size"]
+        shape = (len(layer.table), heads, layer.length, size)
+        strides = (layer.length * heads * size, size, heads * size, 1)  # of gather()
+        pages: Pages = LazyTensor.__new__(cls, shape, layer.dtype, strides)
         pages.layer, pages.value = layer, value
         return pages
 
