@@ -117,7 +117,10 @@ class Step:
             to.index_copy_(0, self.write, states[0].transpose(0, 1))
         kind = query.dtype, "NHD", "auto"
         plan = self.requests.plan(query.shape[1], key.shape[1], key.shape[3], value.shape[3], *kind)
-        output = run(plan, query, caches[0], caches[1], self.table, logits)
+        real = plan.num_tokens  # compiled steps are padded
+        output = run(plan, query[:, :, :real], caches[0], caches[1], self.table, logits)
+        if real < query.shape[2]:
+            output = torch.cat([output, output.new_zeros(1, query.shape[2] - real, *output.shape[2:])], 1)
         for tokens, found in early:
             output[:, tokens] = found
         return output
