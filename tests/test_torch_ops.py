@@ -258,6 +258,32 @@ def test_compiled() -> None:
     assert results[0][2 + 2].any()  # the cache was written
 
 
+def test_compiled_with_lengths_that_do_not_change() -> None:
+    """Freezing works out what depends on buffers alone, once, and keeps copies: of no use for a plan."""
+    arguments, _ = _step()
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("starts", arguments[4])
+            self.register_buffer("lens", arguments[5])
+
+        def forward(self, query: Any) -> Any:
+            step = (*arguments[1:3], torch.empty_like(query), self.starts, self.lens, *arguments[6:])
+            plan = OPS.get_scheduler_metadata(
+                2, 4, 2, 8, self.lens, torch.float32, self.starts, True, -1, "auto", True, None
+            )
+            OPS.cpu_attention_with_kv_cache(query, *step, plan, None, None)
+            return step[2]
+
+    torch._dynamo.reset()
+    want, compiled = Layer()(arguments[0]), torch.compile(Layer().eval(), fullgraph=True)
+    with torch._inductor.config.patch(freezing=True), torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(compiled(arguments[0]), want)
+            gc.collect()
+
+
 def test_gradients_are_refused() -> None:
     arguments, plan = _step()
     arguments[0].requires_grad_()

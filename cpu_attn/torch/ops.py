@@ -196,7 +196,9 @@ _IMPLEMENTATIONS = (
 )
 library = Library("cpu_attn", "FRAGMENT")
 for _schema, (_run, _shapes) in zip(_SCHEMAS, _IMPLEMENTATIONS, strict=True):
-    _name = library.define(_schema)
+    # A plan lives as long as its tensor: whoever folds a graph's constants must not keep a copy of one.
+    _tags = (torch.Tag.nondeterministic_seeded,) if _run is _get_scheduler_metadata else ()
+    _name = library.define(_schema, tags=_tags)
     library.impl(_name, _run, "CPU")
     register_fake(f"cpu_attn::{_name}", _shapes, lib=library)
     # Refuses meta tensors by name, where the kernel that register_fake leaves there would pass over them.
