@@ -116,6 +116,15 @@ def test_a_prefix_in_common_is_read_once(calls: list[Any]) -> None:
     assert any(plan.num_shared for plan in calls)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_compiled_steps(name: str, calls: list[Any]) -> None:
+    """Steps of few sizes, with queries that pad them."""
+    torch._dynamo.reset()
+    compile_config = hf.CompileConfig(backend="eager", dynamic=True, mode=None)
+    assert batched(name, varlen_compile_config=compile_config) == alone(name)
+    assert calls
+
+
 def test_requests_that_wait_for_room(calls: list[Any]) -> None:
     assert batched("gemma3", page_size=4, num_blocks=16, max_batch_tokens=32) == alone("gemma3")
 
