@@ -362,9 +362,15 @@ class CPUAttentionMetadataBuilder:
 
         Raises ValueError or TypeError for a query_start_loc that does not begin with 0 or falls, arrays that are too
         short, of other axes or dtypes, and a causal that is no boolean. Lengths and blocks are a layer's to check.
+        NotImplementedError for masks that no layer here has: mm_req_doc_ranges, rswa_prefix_lens.
         """
         _check.integer("common_prefix_len", common_prefix_len, 0)
         common = common_attn_metadata
+        for name in ("mm_req_doc_ranges", "rswa_prefix_lens"):
+            if (mask := getattr(common, name, None)) is not None and len(mask):
+                raise NotImplementedError(
+                    f"{name}: these layers are causal or not; the calls and cpu_attn.vllm have spans"
+                )
         num_reqs = _check.integer("num_reqs", common.num_reqs, 0)
         starts = _check.rising(
             "query_start_loc", _leading("query_start_loc", _cpu(common, "query_start_loc"), num_reqs + 1)

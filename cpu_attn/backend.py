@@ -172,8 +172,8 @@ class CPUAttentionBackendImpl:
         attn_metadata None is a warm-up: output is zeros.
 
         Returns output, where given, [T, Hq, Dv] or [T, Hq * Dv]; else a new [T, Hq * Dv], a tensor for torch queries,
-        NumPy for others, 0 in padding. Raises NotImplementedError for output scales, ValueError or TypeError for what
-        does not fit, before the cache is written.
+        NumPy for others, 0 in padding; where value is None, too, Dv is D. Raises NotImplementedError for output scales,
+        ValueError or TypeError for what does not fit, before the cache is written.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale, output_block_scale: the output is not quantised here; pass None")

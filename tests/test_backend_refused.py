@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cpu_attn import CPUAttentionBackendImpl
+from cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
 
 from .backend_steps import LAYER, MIXED, Step, layer
 
@@ -138,6 +139,13 @@ def test_output_over_what_says_where_the_keys_are(over: str) -> None:
     with pytest.raises(ValueError, match=f"output: shares memory with {argument}"):
         step.forward(layer(), step.metadata(**{over: table}), output=memory)
     assert (step.kv_cache.tobytes(), memory.tobytes()) == before
+
+
+@pytest.mark.parametrize(("name", "mask"), [("mm_req_doc_ranges", {0: [(0, 5)]}), ("rswa_prefix_lens", [3])])
+def test_masks_that_no_layer_has(name: str, mask: Any) -> None:
+    builder = CPUAttentionMetadataBuilder(None, [], None)
+    with pytest.raises(NotImplementedError, match=name):
+        builder.build(0, SimpleNamespace(num_reqs=1, **{name: mask}))
 
 
 def test_metadata_of_another_kind() -> None:
