@@ -140,12 +140,14 @@ def attention(
     selected_blocks: Any = None,
     attn_bias: Any = None,
     kv_cache_layout: str = "packed",
+    mm_prefix_clamp_sliding_window: bool = False,
 ) -> Any:
     """:func:`cpu_attn.attention_with_kv_cache` without a plan: same arguments, shapes, dtypes, meaning and errors.
 
-    isa: the one that the caches were written with. mm_prefix_range, document_start_loc, tree_mask: those of
-    :func:`cpu_attn.get_scheduler_metadata`. Runs on the calling thread, in float32 whatever the dtype; output
-    and lse are written when all of it is done. UnavailableError where oneDNN is not there.
+    isa: the one that the caches were written with. mm_prefix_range, document_start_loc, tree_mask,
+    mm_prefix_clamp_sliding_window: those of :func:`cpu_attn.get_scheduler_metadata`. Runs on the calling thread, in
+    float32 whatever the dtype; output and lse are written when all of it is done. UnavailableError where oneDNN is not
+    there.
     """
     step, out, log = _checked(
         *(query, key_cache, value_cache, output, query_start_loc, seq_lens, scale, causal, alibi_slopes),
@@ -158,7 +160,12 @@ def attention(
         isa,
         selected_blocks,
         attn_bias,
-        {"mm_prefix_range": mm_prefix_range, "document_start_loc": document_start_loc, "tree_mask": tree_mask},
+        {
+            "mm_prefix_range": mm_prefix_range,
+            "document_start_loc": document_start_loc,
+            "tree_mask": tree_mask,
+            "mm_prefix_clamp_sliding_window": mm_prefix_clamp_sliding_window,
+        },
         kv_cache_layout,
     )
     result, result_lse = _every_request(step)
@@ -189,7 +196,8 @@ def _with_masks(masks: _check.Masks, starts: Array, lens: Array, position: Array
     for r, first, last in masks.spans.tolist():
         rows = slice(starts[r], starts[r + 1])
         inside = (first <= position[rows]) & (position[rows] <= last)
-        low[rows] = np.where(inside, np.minimum(low[rows], first), low[rows])
+        if not masks.clamped:
+            low[rows] = np.where(inside, np.minimum(low[rows], first), low[rows])
         high[rows] = np.where(inside, np.maximum(high[rows], min(lens[r], last + 1)), high[rows])
     for r in np.unique(masks.documents[:, 0]):
         rows = slice(starts[r], starts[r + 1])

@@ -123,6 +123,7 @@ def get_scheduler_metadata(
     block_table: Any = None,
     block_size: int | None = None,
     kv_cache_layout: str = "packed",
+    mm_prefix_clamp_sliding_window: bool = False,
 ) -> SchedulerMetadata:
     """Plans the attention of one step over ``num_reqs`` requests, once for all its layers.
 
@@ -140,6 +141,7 @@ def get_scheduler_metadata(
     head_size_v: head size of V and of the output, head_size unless said.
     mm_prefix_range: for each request named, ascending (start, end) of keys that see one another whatever causal and
     sliding_window say; end is inclusive, as vLLM has it. A prefix-LM is one span from 0.
+    mm_prefix_clamp_sliding_window: within these spans, too, no key before sliding_window's is seen (Gemma 4).
     document_start_loc: for each request named, the ascending first keys of the documents packed in it, the first one 0:
     a query sees its own document only. No span may cross a border.
     tree_mask: uint8 [T, W], for causal requests whose query tokens are a tree of drafts. Bit j of row t
@@ -180,7 +182,7 @@ def get_scheduler_metadata(
     shape.kv_cache_layout = _check.LAYOUTS[layout]
     if block_table is not None or block_size is not None:
         shape.block_size = _check.table_block_size(block_table, block_size)
-    found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask)
+    found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window)
     masks, fault = _masks_struct(found) if found else ffi.NULL, _check.new_fault()
     step: Any = (query_start_loc, seq_lens, dynamic_causal, block_table)
     read = step if type(seq_lens) is np.ndarray else bridged(step)
@@ -194,7 +196,7 @@ def get_scheduler_metadata(
 
 
 def _masks_struct(found: _check.Masks) -> Any:
-    masks = ffi.new("ca_masks *", {"tree_rows": -1})
+    masks = ffi.new("ca_masks *", {"tree_rows": -1, "clamp_spans": found.clamped})
     masks.spans, masks.num_spans = _check.pointer("int32_t *", found.spans), len(found.spans)
     masks.documents, masks.num_documents = _check.pointer("int32_t *", found.documents), len(found.documents)
     if found.tree is not None:

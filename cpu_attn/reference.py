@@ -10,10 +10,11 @@ Query token i of a request with q_len query tokens and seq_len keys stands at po
     s = s + attn_bias[r, h, i, j]      if it is given
 
 It sees key j where ``pos - left <= j <= pos + right``, a side of -1 being open, and, if causal, ``j <= pos``.
-Besides, where given: it sees the keys of the span of ``mm_prefix_range`` that pos lies in; of all these only those of
-the document of ``document_start_loc`` that pos lies in. With a ``tree_mask`` the q_len newest keys are the query
-tokens', of which it sees what the mask says; d of them besides itself: for the window it then stands at
-``pos = seq_len - q_len + d``, and the key of another token at that token's.
+Besides, where given: it sees the keys of the span of ``mm_prefix_range`` that pos lies in (with
+``mm_prefix_clamp_sliding_window``: those with ``j >= pos - left``); of all these only those of the document of
+``document_start_loc`` that pos lies in. With a ``tree_mask`` the q_len newest keys are the query tokens', of which it
+sees what the mask says; d of them besides itself: for the window it then stands at ``pos = seq_len - q_len + d``, and
+the key of another token at that token's.
 Where blocks are selected it sees of these keys the ones with ``j // block_size`` among the blocks of its request and kv
 head.
 With m the largest visible logit, the sink s_aux[h] (arXiv:2309.17453) among them,
@@ -66,15 +67,19 @@ def visible(
     spans: Sequence[tuple[int, int]] = (),
     documents: Sequence[int] = (),
     tree: NDArray[np.bool_] | None = None,
+    clamped: bool = False,
 ) -> NDArray[np.bool_]:
     """[q_len, seq_len]: may query token i see key j? spans: (first, last) key of each; documents: where they start;
-    tree [q_len, q_len]: may query token i see that of query token j?"""
+    tree [q_len, q_len]: may query token i see that of query token j? clamped: do spans keep to the left
+    side of the window?"""
     if tree is not None:
         return _visible_tree(seq_len, window_sides(sliding_window, True)[0], tree)
     position, key = seq_len - q_len + np.arange(q_len)[:, None], np.arange(seq_len)
     mask = _visible_range(q_len, seq_len, causal, sliding_window)
+    left = window_sides(sliding_window, causal)[0]
+    kept = key >= position - left if clamped and left >= 0 else np.True_
     for start, end in spans:
-        mask |= (start <= position) & (position <= end) & (start <= key) & (key <= end)
+        mask |= (start <= position) & (position <= end) & (start <= key) & (key <= end) & kept
     if len(documents):
         mask &= np.searchsorted(documents, position, "right") == np.searchsorted(documents, key, "right")
     return mask
@@ -166,6 +171,7 @@ def attention(
     mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     document_start_loc: Mapping[int, Sequence[int]] | None = None,
     tree_mask: NDArray[np.uint8] | None = None,
+    mm_prefix_clamp_sliding_window: bool = False,
     selected_blocks: NDArray[np.int32] | None = None,
     block_size: int = 16,
     attn_bias: NDArray[np.float32] | None = None,
@@ -176,8 +182,9 @@ def attention(
     them, already rounded to its dtype. query_start_loc [R+1], seq_lens [R], alibi_slopes and s_aux [Hq].
     dynamic_causal [R] takes the place of causal, request by request. sliding_window: keys that a token sees, itself
     among them (-1: all; to both sides where not causal), or (left, right).
-    mm_prefix_range, document_start_loc, tree_mask: as :func:`cpu_attn.get_scheduler_metadata` has them.
-    selected_blocks [R, Hkv, S]: of block_size keys each, -1 is none; None: all. attn_bias [R or 1, Hq or 1, Q, K].
+    mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window: those of
+    :func:`cpu_attn.get_scheduler_metadata`. selected_blocks [R, Hkv, S]: of block_size keys each, -1 is none; None:
+    all. attn_bias [R or 1, Hq or 1, Q, K].
 
     Returns output [T, Hq, Dv] and lse [Hq, T] (natural log), float64. NaN and inf reach the rows that see them only.
     Raises ValueError for a sliding_window that means nothing.
@@ -205,6 +212,7 @@ def attention(
                 (mm_prefix_range or {}).get(r, ()),
                 (document_start_loc or {}).get(r, ()),
                 None if tree_mask is None else unpack_tree(tree_mask[rows]),
+                mm_prefix_clamp_sliding_window,
             )
             num_kv_heads = key[r].shape[1]
             group = num_heads // num_kv_heads

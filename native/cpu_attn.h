@@ -89,6 +89,7 @@ typedef struct ca_masks {
     const int32_t *documents; /* [num_documents][2] request, first key */
     const uint8_t *tree;      /* [tree_rows][tree_bytes], tree_rows -1: there is none */
     int64_t num_spans, num_documents, tree_rows, tree_bytes, tree_stride;
+    int32_t clamp_spans; /* to the left side of the window */
 } ca_masks;
 
 typedef struct ca_plan ca_plan;

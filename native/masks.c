@@ -28,8 +28,9 @@ static int check_documents(const ca_plan *p, const ca_masks *m, ca_fault *fault)
     return CA_OK;
 }
 
-/* Causal and window, or in the same span; and in the same document. A token's own key is in each of these ranges, so
- * what is left is one range too, and from token to token neither of its ends falls. */
+/* Causal and window, or in the same span (clamped: no further back than the window); and in the same document. A
+ * token's own key is in each of these ranges, so what is left is one range too, and from token to token neither of its
+ * ends falls. */
 static void fill_ranges(const ca_plan *p, const ca_masks *m, int32_t *to_lo, int32_t *to_hi) {
     const int32_t *span = m->spans, *spans_end = span + 3 * m->num_spans;
     const int32_t *doc = m->documents, *docs_end = doc + 2 * m->num_documents;
@@ -40,7 +41,7 @@ static void fill_ranges(const ca_plan *p, const ca_masks *m, int32_t *to_lo, int
             while (span < spans_end && (span[0] < r || (span[0] == r && span[2] < pos)))
                 span += 3;
             if (span < spans_end && span[0] == r && span[1] <= pos) {
-                lo = ca_min64(lo, span[1]);
+                lo = m->clamp_spans ? lo : ca_min64(lo, span[1]);
                 hi = ca_max64(hi, ca_min64(len, (int64_t)span[2] + 1));
             }
             while (doc < docs_end && (doc[0] < r || (doc + 2 < docs_end && doc[2] == r && doc[3] <= pos)))

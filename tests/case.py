@@ -25,7 +25,8 @@ class Case:
     (nothing else counts), "absent" (-inf), "mixed" or None; fill: a name from case_fills.FILLS; strided: K and V of a
     block interleaved in one array, tokens, output and lse as parts of wider rows; pieces: calls that write the
     cache; kv_cache_dtype: other than "auto", with scales (formats.SCALES); rotary: what is done to queries and keys on
-    their way (rotation.py), or None; mm_prefix_range, document_start_loc: of each request, () for none; tree: of each
+    their way (rotation.py), or None; mm_prefix_range, document_start_loc: of each request, () for none; clamped:
+    mm_prefix_clamp_sliding_window; tree: of each
     request's query tokens, a name from case_trees.TREES; selected: the share of its request's blocks that
     a kv head attends, at random, None for all without a selection; shared: for each request the number of an
     earlier one and how many of its blocks it starts with, which the plan is told; kv_cache_layout: of the caches
@@ -57,6 +58,7 @@ class Case:
     rotary: str | None = None
     mm_prefix_range: tuple[tuple[tuple[int, int], ...], ...] | None = None
     document_start_loc: tuple[tuple[int, ...], ...] | None = None
+    clamped: bool = False
     tree: str | None = None
     selected: float | None = None
     shared: tuple[tuple[int, int], ...] = ()
@@ -72,7 +74,8 @@ class Case:
         spans = self.mm_prefix_range[r] if self.mm_prefix_range else ()
         documents = self.document_start_loc[r] if self.document_start_loc else ()
         tree = TREES[self.tree](self.query_lens[r]) if self.tree else None
-        return visible(self.query_lens[r], self.seq_lens[r], causal, self.sliding_window, spans, documents, tree)
+        window = self.sliding_window
+        return visible(self.query_lens[r], self.seq_lens[r], causal, window, spans, documents, tree, self.clamped)
 
     @property
     def masks(self) -> dict[str, Any]:
@@ -85,6 +88,8 @@ class Case:
             )
             if kind is not None
         }
+        if self.clamped:
+            found["mm_prefix_clamp_sliding_window"] = True
         if self.tree:
             rows = [pack_tree(TREES[self.tree](n), max(self.query_lens)) for n in self.query_lens]
             found["tree_mask"] = np.concatenate(rows)

@@ -52,6 +52,7 @@ QUICK_PLAIN = ("mixed", "everything", "nan-value", "block-5", "fp8-everything", 
 QUICK_TOGETHER = ("packed", "int4", "NHD", "HND", "chunk")
 QUICK_MASKS = (
     "spans-window",
+    "spans-window-clamped",
     "spans-alibi",
     "documents-masked",
     "documents-everything",
@@ -199,6 +200,7 @@ def _default() -> Iterator[Case]:
         yield _case(f"masks-{name}-head-33-7", fields, head_size=33, head_size_v=7, block_size=24)
     for left in (-1, 20, 1100):
         yield _case(f"long-spans-window-{left}", LONG_SPANS, sliding_window=left)
+        yield _case(f"long-spans-clamped-{left}", LONG_SPANS, sliding_window=left, clamped=True)
         for tree in ("binary", "bits"):
             yield _case(f"long-tree-{tree}-window-{left}", LONG_TREE, tree=tree, sliding_window=left)
     for name, fields in PLAIN.items():

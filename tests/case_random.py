@@ -51,7 +51,9 @@ def _random_masks(rng: np.random.Generator, case: Case) -> dict[str, Any]:
     if kind == "documents" and fits:
         keep = [sorted({0, *(c for c in some if rng.random() < 0.5)}) for some in cuts]
         return {"document_start_loc": tuple(map(tuple, keep)), "mm_prefix_range": tuple(map(tuple, spans))}
-    return {"mm_prefix_range": tuple(map(tuple, spans))} if kind == "spans" else {}
+    if kind != "spans":
+        return {}
+    return {"mm_prefix_range": tuple(map(tuple, spans)), "clamped": bool(rng.random() < 0.5)}
 
 
 def random_case(index: int, seed: int) -> Case:

@@ -136,6 +136,9 @@ EVERYTHING = {"softcap": 20.0, "sinks": "mixed", "strided": True, "pieces": 3}
 MASKS: dict[str, dict[str, Any]] = {
     "spans": SPANS,
     "spans-window": {**SPANS, "sliding_window": 5},
+    "spans-window-clamped": {**SPANS, "sliding_window": 5, "clamped": True},
+    "spans-clamped-everything": {**SPANS, "sliding_window": (7, 2), "clamped": True, "alibi": 0.25, **EVERYTHING},
+    "spans-window-bidirectional-clamped": {**SPANS, "sliding_window": 5, "causal": False, "clamped": True},
     "spans-window-bidirectional": {**SPANS, "sliding_window": 5, "causal": False},
     "spans-dynamic-causal": {**SPANS, "sliding_window": (6, 2), "dynamic_causal": (0, 1, 1, 0, 1)},
     "spans-alibi": {**SPANS, "alibi": 0.25, **EVERYTHING},
@@ -146,6 +149,7 @@ MASKS: dict[str, dict[str, Any]] = {
         "seq_lens": (9, 1),
         "mm_prefix_range": (((2, 7),), ((0, 3),)),
     },
+    "spans-clamped-masked": {**SPANS, "sliding_window": 3, "clamped": True, "fill": "masked"},
     "prefix-lm": {**PREFILL, "mm_prefix_range": (((0, 20),), ((0, 69),))},
     "documents": DOCUMENTS,
     "documents-window": {**DOCUMENTS, "sliding_window": 4},

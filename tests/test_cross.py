@@ -90,7 +90,7 @@ def arrays(problem: Problem) -> bytes:
     )
     tree = None if masks.tree is None else masks.tree.numpy()
     fields += [_check.LAYOUTS[case.kv_cache_layout], bool(case.shared), len(masks.spans), len(masks.documents)]
-    fields += [-1 if tree is None else tree.shape[1]]
+    fields += [-1 if tree is None else tree.shape[1], masks.clamped]
     fields += [0] * 4 if problem.attn_bias is None else problem.attn_bias.shape
     numbers = [problem.scale, case.softcap, *problem.scales]
     slopes, sinks, flags = ([] if x is None else [x] for x in optional)

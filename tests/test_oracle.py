@@ -34,6 +34,15 @@ SMALL = [
     Case("spans", (6, 3), (9, 3), 2, 1, 3, mm_prefix_range=(((2, 4), (6, 20)), ((0, 1),))),
     Case("spans-window", (6,), (9,), 2, 1, 3, sliding_window=2, mm_prefix_range=(((2, 4), (5, 8)),)),
     Case("spans-both", (6,), (9,), 2, 1, 3, sliding_window=(1, 1), causal=False, mm_prefix_range=(((1, 6),),)),
+    Case("spans-clamped", (7,), (9,), 2, 1, 3, sliding_window=3, clamped=True, mm_prefix_range=(((2, 8),),)),
+    Case(
+        "spans-clamped-both",
+        *((7,), (9,), 2, 1, 3),
+        sliding_window=(2, 1),
+        causal=False,
+        clamped=True,
+        mm_prefix_range=(((2, 8),),),
+    ),
     Case("documents", (6, 2), (9, 4), 2, 1, 3, document_start_loc=((0, 4, 5, 8, 30), ())),
     Case("documents-both", (6,), (9,), 2, 1, 3, causal=False, document_start_loc=((0, 4, 5),)),
     Case("documents-spans", (6,), (9,), 2, 1, 3, document_start_loc=((0, 5),), mm_prefix_range=(((2, 4), (5, 7)),)),
@@ -52,7 +61,7 @@ def sees(case: Case, r: int, i: int, j: int) -> bool:
     if case.document_start_loc and any(min(own, j) < start <= max(own, j) for start in case.document_start_loc[r]):
         return False
     if case.mm_prefix_range and any(a <= own <= b and a <= j <= b for a, b in case.mm_prefix_range[r]):
-        return True
+        return not case.clamped or j >= own or sees_by_distance(case, causal, j - own)
     return sees_by_distance(case, causal, j - own)
 
 

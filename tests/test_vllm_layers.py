@@ -221,6 +221,15 @@ def test_image_tokens_see_one_another() -> None:
     assert step.error(output, step.expected(sliding_window=4, mm_prefix_range=ascending)) < 1
 
 
+def test_image_tokens_within_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Gemma 4 layer says so of itself; the metadata is that of all layers."""
+    monkeypatch.setattr(LAYER, "mm_prefix_clamp_sliding_window", True, raising=False)
+    step, ranges = Step(), {1: [(0, 8)], 2: [(13, 30)]}
+    output = step.attend(step.layer(sliding_window=4), mm_req_doc_ranges=ranges)
+    wanted = step.expected(sliding_window=4, mm_prefix_range=ranges, mm_prefix_clamp_sliding_window=True)
+    assert step.error(output, wanted) < 1
+
+
 def test_chunked_local_attention() -> None:
     """vLLM's own wrapper around our backend: the chunks of a request become requests."""
     step = Step()

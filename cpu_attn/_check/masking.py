@@ -11,20 +11,28 @@ import numpy as np
 
 from cpu_attn._arrays import Array
 from cpu_attn._check.arrays import array
-from cpu_attn._check.values import INT32_MAX, integer, sequence
+from cpu_attn._check.values import INT32_MAX, boolean, integer, sequence
 
 
 class Masks(NamedTuple):
     """Masks besides causal and window: spans int32 [n, 3] request, first and last key; documents int32 [m, 2] request,
-    first key; both in ascending order."""
+    first key; both in ascending order. clamped: spans do not reach further back than the window."""
 
     spans: np.ndarray[Any, Any]
     documents: np.ndarray[Any, Any]
     tree: Array | None
+    clamped: bool = False
 
 
-def masks(num_reqs: int, mm_prefix_range: Any, document_start_loc: Any, tree_mask: Any) -> Masks | None:
+def masks(
+    num_reqs: int,
+    mm_prefix_range: Any,
+    document_start_loc: Any,
+    tree_mask: Any,
+    mm_prefix_clamp_sliding_window: Any = False,
+) -> Masks | None:
     """What get_scheduler_metadata was given of them, None: nothing. native/masks.c looks at what depends on lengths."""
+    clamped = boolean("mm_prefix_clamp_sliding_window", mm_prefix_clamp_sliding_window)
     if mm_prefix_range is None and document_start_loc is None and tree_mask is None:
         return None
     spans = _by_request("mm_prefix_range", mm_prefix_range, num_reqs, _spans)
@@ -33,7 +41,7 @@ def masks(num_reqs: int, mm_prefix_range: Any, document_start_loc: Any, tree_mas
         for (start, end), (border,) in product(found, documents.get(r, ())):
             if start < border <= end:
                 raise ValueError(f"mm_prefix_range[{r}]: ({start}, {end}) crosses the start of a document, {border}")
-    ranges = Masks(_flat(spans, 3), _flat(documents, 2), None)
+    ranges = Masks(_flat(spans, 3), _flat(documents, 2), None, clamped)
     if tree_mask is None:
         return ranges
     for name, rows in (("mm_prefix_range", ranges.spans), ("document_start_loc", ranges.documents)):

@@ -32,7 +32,7 @@ _SCHEMAS = (
     "ScalarType dtype, Tensor query_start_loc, bool casual, int[1] window_size, str isa_hint, bool enable_kv_split, "
     'Tensor? dynamic_causal, str kv_cache_dtype="auto", *, SymInt? head_size_v=None, str engine="auto", '
     "Tensor? mm_prefix_range=None, Tensor? document_start_loc=None, Tensor? tree_mask=None, Tensor? block_table=None, "
-    'SymInt? block_size=None, str kv_cache_layout="packed") -> Tensor',
+    'SymInt? block_size=None, str kv_cache_layout="packed", bool mm_prefix_clamp_sliding_window=False) -> Tensor',
     "cpu_attn_reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     'Tensor slot_mapping, str isa, float k_scale=1.0, float v_scale=1.0, str kv_cache_dtype="auto", *, '
     'str kv_cache_layout="packed") -> ()',

@@ -112,9 +112,9 @@ class Metadata:
     plans: dict[Any, SchedulerMetadata] = field(default_factory=dict)
     scratch: Scratch | None = None
 
-    def plan(self, impl: Impl, dtype: torch.dtype, head_size_v: int, pages: Pages) -> SchedulerMetadata:
-        block_size = pages.key_cache.shape[2]
-        key = (*impl.shape, dtype, head_size_v, block_size, pages.kv_cache_dtype)
+    def plan(self, impl: Impl, layer: Any, dtype: torch.dtype, head_size_v: int, pages: Pages) -> SchedulerMetadata:
+        block_size, clamp = pages.key_cache.shape[2], bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
+        key = (*impl.shape, dtype, head_size_v, block_size, pages.kv_cache_dtype, clamp)
         if key not in self.plans:
             num_heads, num_kv_heads, head_size, sliding_window = impl.shape
             self.plans[key] = get_scheduler_metadata(
@@ -131,6 +131,7 @@ class Metadata:
                 kv_cache_dtype=pages.kv_cache_dtype,
                 head_size_v=head_size_v,
                 mm_prefix_range=self.mm_prefix_range,
+                mm_prefix_clamp_sliding_window=clamp,
                 block_table=pages.block_table,
                 block_size=block_size,
             )
@@ -268,7 +269,7 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
             pages: Pages = self._encoded(attn_metadata, key, value)
         else:
             pages = self._pages(kv_cache, query.dtype, head_size_v, attn_metadata.block_table)
-        plan = attn_metadata.plan(self, query.dtype, head_size_v, pages)
+        plan = attn_metadata.plan(self, layer, query.dtype, head_size_v, pages)
         k_scale, v_scale = self._scales(layer, pages)
         attention_with_kv_cache(
             query[: plan.num_tokens],

@@ -32,7 +32,8 @@ enum {
     SPANS,
     DOCUMENTS,
     TREE_BYTES, /* of a row of the tree mask, -1: there is none */
-    BIAS,       /* four sizes, 0: there is none */
+    CLAMPED,
+    BIAS, /* four sizes, 0: there is none */
     FIELDS = BIAS + 4
 };
 
@@ -131,7 +132,8 @@ int main(int argc, char **argv) {
                             .num_documents = f[DOCUMENTS],
                             .tree_rows = tree_rows,
                             .tree_bytes = f[TREE_BYTES],
-                            .tree_stride = f[TREE_BYTES]};
+                            .tree_stride = f[TREE_BYTES],
+                            .clamp_spans = (int32_t)f[CLAMPED]};
     const int masked = f[SPANS] + f[DOCUMENTS] > 0 || tree_rows >= 0;
     ca_array output = array(dtype, item, 3, (int64_t[]){f[TOKENS], f[HEADS], f[SIZE_V]}, 0xff);
     ca_array lse = array(CA_F32, 4, 2, (int64_t[]){f[HEADS], f[TOKENS]}, 0xff);
@@ -156,8 +158,7 @@ int main(int argc, char **argv) {
     const ca_array written[] = {kc, vc, k, v, slots}, step[] = {starts, lens, flags, f[SHARED] ? table : (ca_array){0}};
     const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks, selected, bias};
     ca_plan_info info;
-    ca_write(known, 0, written, 0, isa, (int)f[K_DTYPE], (int)f[V_DTYPE], (int)f[KV_CACHE_LAYOUT], x[2], x[3],
-             &fault);
+    ca_write(known, 0, written, 0, isa, (int)f[K_DTYPE], (int)f[V_DTYPE], (int)f[KV_CACHE_LAYOUT], x[2], x[3], &fault);
     ca_plan *plan =
         fault.status ? NULL : ca_plan_new(&shape, ca_native_engine(), 0, step, masked ? &masks : NULL, &fault);
     if (!plan)
