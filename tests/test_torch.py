@@ -116,6 +116,16 @@ def test_what_a_tensor_can_be_that_we_refuse() -> None:
             cpu_attn.attention_with_kv_cache(**args)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_gradients_are_refused_every_time(dtype: str) -> None:
+    args = write_args(dtype)
+    write = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="key: requires grad"):
+            cpu_attn.reshape_and_cache(**{**write, "key": write["key"].clone().requires_grad_()})
+        cpu_attn.reshape_and_cache(**write)
+
+
 def test_tensors_without_memory() -> None:
     """Freed, fake, all zeros by definition or functional: refused by name, in the first call and in one like others."""
     code = """if True:
