@@ -276,6 +276,14 @@ def test_aliases() -> None:
         refuses(call, {**good, **inside}, ValueError, "key_cache", "query")
 
 
+def test_one_token_in_place() -> None:
+    """An axis of one element may have any stride."""
+    good, row = arguments("float32"), np.ones((6, 40), F32)
+    one = {k: good[k][:1] for k in ("key", "value", "slot_mapping", "positions")}
+    cpu_attn.rotary_reshape_and_cache(**{**good, **one, "query": row.reshape(1, 6, 40), "query_out": row[None]})
+    assert (row != 1).any()
+
+
 def test_rotation_of_a_case_is_exact_where_it_must_be() -> None:
     """What quantised cases count on: cos and sin of 8 digits."""
     from .case_levels import cases

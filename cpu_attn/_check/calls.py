@@ -94,7 +94,8 @@ def rotary(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[A
     found: list[Array | None] = [kc, vc, out, q, k, v, slots, array("positions", positions, ["int64"], [tokens]), table]
     for what, weight in zip(_TURNS[2:], weights, strict=True):
         found.append(None if weight is None else array(what, weight, dtypes, [head_size]))
-    in_place = (out.address, out.strides) == (q.address, q.strides)
+    same = [a == b for a, b, n in zip(out.strides, q.strides, q.shape, strict=True) if n > 1]
+    in_place = out.address == q.address and all(same)
     apart(ROTARY, [None if in_place and a is q else a for a in found], 3)
     return found, index, kvs
 
