@@ -54,8 +54,6 @@ static void narrow_row(const ca_cache *c, const char *row, uint8_t *bytes, uint1
         kernel_of(c)->pack(row, c->head_size, c->scale, c->kv_dtype, bytes);
 }
 
-#define MOST_ELEMENTS (1 << 16) /* _check.MAX_SIZE */
-
 /* One token of a plain cache. */
 static void write_plain(const ca_cache *c, int value, char *block, int64_t token, const char *row) {
     char *to = block + offset_of(c, value, token, 0) * ca_dtype_size(c->kv_dtype);
@@ -67,8 +65,8 @@ static void write_plain(const ca_cache *c, int value, char *block, int64_t token
 
 /* One token of a packed one. An odd last d of K is paired with zero, for kernels that read pairs. */
 static void write_narrow(const ca_cache *c, int value, char *block, int64_t token, const char *row) {
-    uint8_t bytes[MOST_ELEMENTS];
-    uint16_t scales[MOST_ELEMENTS / 32];
+    uint8_t bytes[c->head_size]; /* at most _check.MAX_SIZE */
+    uint16_t scales[ca_div_up(c->head_size, 32)];
     const ca_group_form f = form_of(c, value);
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
     narrow_row(c, row, bytes, scales);
