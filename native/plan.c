@@ -242,14 +242,17 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
     p->shape = *shape;
     p->group_size = shape->num_heads / shape->num_kv_heads;
     p->num_tokens = p->query_start_loc[n];
-    if (!ca_check_lengths(shape->num_reqs, p->seq_lens, p->query_start_loc, fault) &&
-        !(masks && ca_take_masks(p, masks, fault))) {
-        int64_t num_blocks = count_blocks(p);
-        int status = num_blocks > MAX_TASKS ? CA_TOO_MANY_TASKS : fill(p, &a[CA_STEP_BLOCK_TABLE], num_blocks, fault);
-        if (status == CA_OK)
-            return p;
-        if (status != CA_BLOCK_TABLE_SHORT)
-            ca_fail(fault, status, -1, -1, num_blocks, MAX_TASKS);
+    if (!ca_check_lengths(shape->num_reqs, p->seq_lens, p->query_start_loc, fault)) {
+        const int64_t num_blocks = count_blocks(p);
+        if (num_blocks > MAX_TASKS) {
+            ca_fail(fault, CA_TOO_MANY_TASKS, -1, -1, num_blocks, MAX_TASKS);
+        } else if (!(masks && ca_take_masks(p, masks, fault))) {
+            const int status = fill(p, &a[CA_STEP_BLOCK_TABLE], num_blocks, fault);
+            if (status == CA_OK)
+                return p;
+            if (status == CA_NO_MEMORY)
+                ca_fail(fault, status, -1, -1, -1, -1);
+        }
     }
     ca_plan_free(p);
     return NULL;
