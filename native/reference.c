@@ -72,7 +72,7 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
     /* m was rounded: l and o take the difference, so that (o, l, m) stay one consistent triple; past 2^24 float32 has
      * nothing to give it back with */
     double lost = m * CA_LOG2E_D - (double)state->m[r];
-    double correct = past_float ? 0 : fabs(lost) < 1 ? exp2(lost) : 1;
+    double correct = past_float ? 0 : state->m[r] == INFINITY ? NAN : fabs(lost) < 1 ? exp2(lost) : 1;
     state->l[r] = (float)(l * correct);
     for (int64_t d = 0; d < dv; d++)
         state->o[r * dv + d] = (float)(o[d] * correct);

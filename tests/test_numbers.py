@@ -144,6 +144,19 @@ def test_errors_of_equal_weights_do_not_add_up(isa: str, dtype: str) -> None:
     assert np.abs(lse[0] - want).max() <= reference.LSE_BUDGET[dtype]
 
 
+@pytest.mark.parametrize("engine", [e.name for e in cpu_attn.engines() if e.available])
+def test_logits_past_float32(engine: str) -> None:
+    """In units of log2 2.4e38 is infinite, which makes the row NaN, and so its lse."""
+    cache = cpu_attn.PagedKVCache(1, 16, 1, 8, dtype="float32")
+    key = np.ones((2, 1, 8), np.float32)
+    cache.update(key, key, np.arange(2))
+    lens, starts, lse = np.array([2], np.int32), np.array([0, 1], np.int32), np.zeros((1, 1), np.float32)
+    plan = cache.plan(starts, lens, 1, engine=engine)
+    bias = np.array([2.4e38, 0], np.float32).reshape(1, 1, 1, 2)
+    output = cache.attend(key[:1], np.zeros((1, 1), np.int32), plan, attn_bias=bias, lse=lse)
+    assert np.isnan(output).all() and np.isnan(lse).all()
+
+
 @pytest.mark.parametrize("isa", [isa for isa, dtype in KERNELS if dtype == "float32"])
 def test_a_million_keys_of_equal_weight(isa: str) -> None:
     """Summed up one by one, the 16,384 of a segment take 1.8 times the error budget."""

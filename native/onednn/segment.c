@@ -352,7 +352,11 @@ static void finish_row(work *w, int64_t r0, int64_t r, int64_t n, int64_t keys) 
         weigh_seen(w, r0, r, a, b, keys);
     const double top = w->top[r] * CA_LOG2E_D, rest = top - (double)(float)top;
     /* Past float32's range counts as -inf; past 2^24 float32 has nothing to give the rest back with. */
-    const float lost = (float)top == -INFINITY ? 0 : fabs(rest) < 1 ? exp2f((float)rest) : 1, share = *m * lost;
+    const float lost = (float)top == -INFINITY  ? 0
+                       : (float)top == INFINITY ? NAN
+                       : fabs(rest) < 1         ? exp2f((float)rest)
+                                                : 1;
+    const float share = *m * lost;
     *m = (float)top;
     *l *= lost;
     for (int64_t d = 0; d < w->head_size_v; d++)
