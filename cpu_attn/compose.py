@@ -381,6 +381,8 @@ def _checked(
         sees = _with_masks(found, starts.numpy(), lens.numpy(), position, sees)
     slopes = _check.small_floats("alibi_slopes", alibi_slopes, ["float32"], num_heads)
     sinks = _check.small_floats("s_aux", s_aux, _check.FLOATS, num_heads)
+    kv_scales = _check.scales(k_scale, v_scale, kvs)
+    factor, cap = _check.logit_factors(scale, softcap, kv_scales[0])
     step = Step(
         query=q.numpy(),
         key_cache=_heads_first(kc, kvs[0], layout),
@@ -390,9 +392,9 @@ def _checked(
         query_start_loc=starts.numpy(),
         block_table=table.numpy(),
         isa=plan.isa,
-        scale=_check.number("scale", scale),
-        kv_scales=_check.scales(k_scale, v_scale, kvs),
-        softcap=_check.softcap("softcap", softcap),
+        scale=factor,
+        kv_scales=kv_scales,
+        softcap=cap,
         alibi_slopes=np.zeros(num_heads, np.float32) if slopes is None else slopes,
         attn_bias=None if bias is None else np.broadcast_to(bias.numpy(), (num_reqs, num_heads, *bias.shape[2:])),
         s_aux=np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64),

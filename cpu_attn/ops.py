@@ -142,7 +142,7 @@ def attention_with_kv_cache(
     [N, B, Hkv, D], all strides but the last axis's free; value_cache may be a view of key_cache.
     query_start_loc int32 [R+1], seq_lens int32 [R], causal, sliding_window, dynamic_causal: as the plan was made for.
     scale: factor of q.k, finite in float32. softcap > 0: logits become softcap * tanh(logit / softcap); 0 is off, else
-    it is within 1.18e-38..2.34e38.
+    it is within 1.18e-38..2.34e38. scale * k_scale over it, or times log2(e), is finite in float32, too.
     alibi_slopes: float32 [Hq] or None, adds slope * (key position - query position).
     block_table: int32 [R, M]; entries past the blocks that a request needs are ignored.
     s_aux: [Hq] or None, attention sinks: one logit more a head in the softmax, without a value.
@@ -207,7 +207,7 @@ def _attend(
     if sinks is not None and not (type(sinks) is np.ndarray and sinks.dtype == np.float32):
         sinks = _check.small_floats("s_aux", sinks, _check.FLOATS, plan.num_heads)
         arrays = (*arrays[:_S_AUX], sinks, *arrays[_S_AUX + 1 :])
-    numbers = (causal, _check.number("scale", scale), _check.softcap("softcap", softcap), *scales)
+    numbers = (causal, *_check.logit_factors(scale, softcap, scales[0]), *scales)
     addresses, given, _alive = objects(_check.ATTENTION, arrays)
     room = thread.workspace  # held here: what Python runs meanwhile (a signal handler, __del__) may call us, too
     if lib.ca_attend(plan._pointer, thread.attention, addresses, given, *numbers, *room, fault) == lib.CA_UNKNOWN:

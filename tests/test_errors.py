@@ -231,6 +231,20 @@ def test_softcaps_at_the_bounds(softcap: float) -> None:
     assert np.isfinite(args["output"]).all()
 
 
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"scale": 3e38}, ["scale: 3e+38", "k_scale 1.0", "log2"]),
+        ({"scale": -100, "softcap": 1.2e-38}, ["scale: -100.0", "softcap 1.2e-38"]),
+    ],
+)
+def test_factors_that_are_not_finite(numbers: dict[str, float], words: list[str]) -> None:
+    """Whatever was accepted before."""
+    for _ in range(2):
+        refuses(cpu_attn.attention_with_kv_cache, attention_args() | numbers, ValueError, *words)
+        cpu_attn.attention_with_kv_cache(**attention_args() | {"scale": 2.3e38})
+
+
 def test_scales_at_the_bounds() -> None:
     fp8 = {"kv_cache_dtype": "fp8_e5m2"} | {k: np.zeros((4, 2, 16, 8), np.uint8) for k in ("key_cache", "value_cache")}
     for scale in (float(np.finfo(np.float32).tiny), 3.4028e38):

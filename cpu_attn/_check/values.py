@@ -13,7 +13,9 @@ import numpy as np
 
 INT32_MAX = 2**31 - 1
 TINY, HUGE = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))  # normal float32
+LOG2E = math.log2(math.e)
 SOFTCAP_MAX = 0.69 * HUGE  # times log2(e) it is finite
+MOST_FACTOR = 0.999 * HUGE  # whichever way it is rounded on its way
 MAX_SIZE = 2**16  # of heads and head sizes: keeps every product of sizes within int64
 
 
@@ -57,6 +59,16 @@ def softcap(name: str, x: Any) -> float:
     if value and not TINY <= value <= SOFTCAP_MAX:
         raise ValueError(f"{name}: {value} is neither 0 (off) nor within {TINY}..{SOFTCAP_MAX}")
     return value
+
+
+def logit_factors(scale: Any, softcap_: Any, k_scale: float) -> tuple[float, float]:
+    """scale and softcap. C multiplies q.k by scale * k_scale over softcap, or without one times log2(e), in float32."""
+    factor, cap = number("scale", scale), softcap("softcap", softcap_)
+    product = factor * k_scale / cap if cap else factor * k_scale * LOG2E
+    if not -MOST_FACTOR <= product <= MOST_FACTOR:
+        by = f"over softcap {cap}" if cap else "times log2(e)"
+        raise ValueError(f"scale: {factor} times k_scale {k_scale} {by} is not a finite float32")
+    return factor, cap
 
 
 def boolean(name: str, x: Any) -> bool:
