@@ -24,7 +24,8 @@ from .rotation import Rotation, by_oracle, few_digits
 class Problem:
     """A case's arrays: query [T, Hq, D], key and value a list of [seq_len, Hkv, D or Dv] in the case's dtype, as they
     are written to the cache.
-    unspecified [T, Hq]: rows that may come out as anything (their query is infinite)."""
+    unspecified [T, Hq]: rows that may come out as anything (their query is infinite, or what a bias alone hides is not
+    finite)."""
 
     case: Case
     query: NDArray[Any]
@@ -165,6 +166,23 @@ def _attn_bias(case: Case) -> NDArray[np.float32] | None:
     return np.where(shown[:, None], bias, np.float32(np.nan))
 
 
+def _hides_what_is_not_finite(
+    case: Case, bias: NDArray[np.float32] | None, key: list[NDArray[Any]], value: list[NDArray[Any]]
+) -> NDArray[np.bool_]:
+    """[T, Hq]: is a key or value not finite that only a bias hides?"""
+    found = []
+    for r, q_len in enumerate(case.query_lens):
+        bad = ~(
+            np.isfinite(key[r].astype(np.float32)).all(axis=2) & np.isfinite(value[r].astype(np.float32)).all(axis=2)
+        )
+        bad = np.repeat(bad.T, case.num_heads // case.num_kv_heads, axis=0)[:, None]
+        hidden = np.zeros((case.num_heads, q_len, case.seq_lens[r]), np.bool_)
+        if bias is not None:
+            hidden |= np.isneginf(_of_request(bias, r)[0, :, :q_len, : case.seq_lens[r]])
+        found.append((hidden & bad & case.mask(r)).any(axis=2).T)
+    return np.concatenate(found) if found else np.zeros((0, case.num_heads), np.bool_)
+
+
 def build(case: Case) -> Problem:
     """A case's arrays."""
     rng = np.random.default_rng([case.seed, zlib.crc32(case.name.encode())])
@@ -179,6 +197,7 @@ def build(case: Case) -> Problem:
     dtype = numpy_dtype(case.dtype)
     slopes = case.alibi * 2.0 ** (-8 * np.arange(case.num_heads) / case.num_heads)
     start = np.concatenate([[0], np.cumsum(case.query_lens)]).astype(np.int32)
+    bias = _attn_bias(case)
     return Problem(
         case=case,
         query=query.astype(dtype),
@@ -192,14 +211,14 @@ def build(case: Case) -> Problem:
         alibi_slopes=slopes.astype(np.float32) if case.alibi else None,
         s_aux=_sinks(rng, case),
         dynamic_causal=None if case.dynamic_causal is None else np.array(case.dynamic_causal, np.int32),
-        unspecified=np.isinf(query).any(axis=2),
+        unspecified=np.isinf(query).any(axis=2) | _hides_what_is_not_finite(case, bias, key, value),
         selected_blocks=_selected_blocks(case),
-        attn_bias=_attn_bias(case),
+        attn_bias=bias,
     )
 
 
-def _of_request(bias: NDArray[np.float32] | None, r: int) -> NDArray[np.float32] | None:
-    return bias if bias is None or len(bias) == 1 else bias[r : r + 1]
+def _of_request(bias: NDArray[np.float32], r: int) -> NDArray[np.float32]:
+    return bias if len(bias) == 1 else bias[r : r + 1]
 
 
 def alone(problem: Problem, r: int) -> Problem:
@@ -227,5 +246,5 @@ def alone(problem: Problem, r: int) -> Problem:
         dynamic_causal=None if problem.dynamic_causal is None else problem.dynamic_causal[pick],
         unspecified=problem.unspecified[rows],
         selected_blocks=None if problem.selected_blocks is None else problem.selected_blocks[pick],
-        attn_bias=_of_request(problem.attn_bias, r),
+        attn_bias=None if problem.attn_bias is None else _of_request(problem.attn_bias, r),
     )
