@@ -153,15 +153,18 @@ def test_64_threads_fill_a_cold_primitive_cache() -> None:
 
 
 GROWTH = """
-import resource
+import dataclasses, itertools, resource
 import numpy as np
 from cpu_attn import primitives
 from cpu_attn.tests.case import Case
 from cpu_attn.tests.case_problem import build
 from cpu_attn.tests.case_run import run
 p = build(Case("growth", (1, 20), (90, 600), num_heads=4))
+halves = build(Case("growth", (1, 20), (90, 600), num_heads=4, dtype="bfloat16"))
+scales = itertools.count(1)
 def once():
     run(p, engine="onednn")
+    run(dataclasses.replace(halves, scale=next(scales) / 1024), engine="onednn")  # a layer has a scale of its own
     primitives.matmul(np.ones((3, 5), np.float32), np.ones((5, 7), np.float32))
 def peak(n):
     for _ in range(n): once()

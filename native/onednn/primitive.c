@@ -11,7 +11,7 @@
 
 typedef struct binding {
     dnnl_stream_t stream;
-    dnnl_memory_t src, weights, dst, pad;
+    dnnl_memory_t src, weights, dst, pad, factor;
 } binding;
 
 struct ca_prim {
@@ -76,12 +76,14 @@ static int matrix(dnnl_memory_desc_t *out, int64_t rows, int64_t cols, int32_t d
 static dnnl_primitive_attr_t attributes(const ca_prim_key *key) {
     dnnl_primitive_attr_t attr = NULL;
     dnnl_post_ops_t ops = NULL;
-    int bad = dnnl_primitive_attr_create(&attr) || dnnl_post_ops_create(&ops) ||
-              dnnl_primitive_attr_set_scratchpad_mode(attr, dnnl_scratchpad_mode_user) ||
-              (key->alpha != 1 && dnnl_post_ops_append_eltwise(ops, dnnl_eltwise_linear, key->alpha, 0)) ||
+    dnnl_memory_desc_t one = NULL;
+    int bad = matrix(&one, 1, 1, dnnl_f32, dnnl_ab) || dnnl_primitive_attr_create(&attr) ||
+              dnnl_post_ops_create(&ops) || dnnl_primitive_attr_set_scratchpad_mode(attr, dnnl_scratchpad_mode_user) ||
+              (key->scaled && dnnl_post_ops_append_binary(ops, dnnl_binary_mul, one)) ||
               (key->tanh && dnnl_post_ops_append_eltwise(ops, dnnl_eltwise_tanh, 0, 0)) ||
               dnnl_primitive_attr_set_post_ops(attr, ops);
     dnnl_post_ops_destroy(ops);
+    dnnl_memory_desc_destroy(one);
     if (!bad)
         return attr;
     dnnl_primitive_attr_destroy(attr);
@@ -114,6 +116,7 @@ static void release(binding *b) {
     dnnl_memory_destroy(b->weights);
     dnnl_memory_destroy(b->dst);
     dnnl_memory_destroy(b->pad);
+    dnnl_memory_destroy(b->factor);
     dnnl_stream_destroy(b->stream);
     free(b);
 }
@@ -215,6 +218,10 @@ static binding *bind(const ca_prim *p) {
         if (all[i].what != dnnl_query_weights_md || p->key.op == CA_PRIM_MATMUL)
             bad = dnnl_memory_create(all[i].memory, dnnl_primitive_desc_query_md(p->desc, all[i].what, 0), cpu,
                                      DNNL_MEMORY_NONE) != dnnl_success;
+    dnnl_memory_desc_t one = NULL;
+    if (!bad && p->key.scaled)
+        bad = matrix(&one, 1, 1, dnnl_f32, dnnl_ab) || dnnl_memory_create(&b->factor, one, cpu, DNNL_MEMORY_NONE);
+    dnnl_memory_desc_destroy(one);
     if (!bad)
         return b;
     release(b);
@@ -232,13 +239,18 @@ static binding *borrow(ca_prim *p, unsigned *slot) {
 static void give_back(ca_prim *p, unsigned slot, binding *b) { release(atomic_exchange(&p->lent[slot], b)); }
 
 static int execute(ca_prim *p, const binding *b) {
-    dnnl_exec_arg_t args[4] = {
-        {DNNL_ARG_SRC, b->src}, {DNNL_ARG_DST, b->dst}, {DNNL_ARG_SCRATCHPAD, b->pad}, {DNNL_ARG_WEIGHTS, b->weights}};
-    int status = dnnl_primitive_execute(p->primitive, b->stream, p->key.op == CA_PRIM_MATMUL ? 4 : 3, args);
+    dnnl_exec_arg_t args[] = {{DNNL_ARG_SRC, b->src},
+                              {DNNL_ARG_DST, b->dst},
+                              {DNNL_ARG_SCRATCHPAD, b->pad},
+                              {DNNL_ARG_WEIGHTS, b->weights},
+                              {DNNL_ARG_ATTR_MULTIPLE_POST_OP(0) | DNNL_ARG_SRC_1, b->factor}};
+    int number = 3 + (p->key.op == CA_PRIM_MATMUL) + (p->key.scaled != 0);
+    int status = dnnl_primitive_execute(p->primitive, b->stream, number, args);
     return status || dnnl_stream_wait(b->stream) ? CA_ONEDNN_FAILED : CA_ONEDNN_OK;
 }
 
-int ca_prim_run(ca_prim *p, const void *src, const void *weights, void *dst, void *pad, size_t pad_bytes) {
+int ca_prim_run(ca_prim *p, float factor, const void *src, const void *weights, void *dst, void *pad,
+                size_t pad_bytes) {
     unsigned slot;
     binding *b = borrow(p, &slot);
     void *own = NULL;
@@ -250,7 +262,8 @@ int ca_prim_run(ca_prim *p, const void *src, const void *weights, void *dst, voi
     }
     int status = dnnl_memory_set_data_handle(b->src, (void *)src) || dnnl_memory_set_data_handle(b->dst, dst) ||
                  dnnl_memory_set_data_handle(b->pad, pad) ||
-                 (b->weights && dnnl_memory_set_data_handle(b->weights, (void *)weights));
+                 (b->weights && dnnl_memory_set_data_handle(b->weights, (void *)weights)) ||
+                 (b->factor && dnnl_memory_set_data_handle(b->factor, &factor));
     status = status ? CA_ONEDNN_FAILED : execute(p, b);
     free(own);
     give_back(p, slot, b);

@@ -89,11 +89,11 @@ static int engine_rows(const ca_kernel *kernel) {
 
 /* ---- the primitives ---- */
 
-static ca_prim *matmul(const work *w, int64_t m, int64_t n, int64_t k, int packed, int tanh, float alpha) {
+static ca_prim *matmul(const work *w, int64_t m, int64_t n, int64_t k, int packed, int tanh, int scaled) {
     int bf16 = w->form == CA_FORM_BF16;
     int32_t type = bf16 ? dnnl_bf16 : dnnl_f32;
     int32_t layout = !packed ? dnnl_ab : bf16 ? dnnl_BA16a64b2a : dnnl_BA16a64b;
-    ca_prim_key key = {CA_PRIM_MATMUL, type, dnnl_f32, layout, tanh, alpha, m, n, k};
+    ca_prim_key key = {CA_PRIM_MATMUL, type, dnnl_f32, layout, tanh, scaled, m, n, k};
     return ca_prim_get(&key, bf16 ? bf16_needs(w->pages.plan) : NULL);
 }
 
@@ -105,22 +105,22 @@ static float q_factor(const work *w) {
 
 static ca_prim *qk(const work *w, int64_t m, int64_t n) {
     return matmul(w, m, n, ca_form_head_size(w->form, w->head_size), w->form != CA_FORM_PLAIN,
-                  w->pages.call->softcap > 0, w->form == CA_FORM_BF16 ? q_factor(w) : 1);
+                  w->pages.call->softcap > 0, w->form == CA_FORM_BF16);
 }
 
 static ca_prim *pv(const work *w, int64_t m, int64_t n) {
-    return matmul(w, m, w->head_size_v, n, w->form == CA_FORM_BF16, 0, 1);
+    return matmul(w, m, w->head_size_v, n, w->form == CA_FORM_BF16, 0, 0);
 }
 
 static ca_prim *softmax(int64_t m, int64_t n) {
-    ca_prim_key key = {CA_PRIM_SOFTMAX, dnnl_f32, dnnl_f32, dnnl_ab, 0, 1, m, n, 0};
+    ca_prim_key key = {CA_PRIM_SOFTMAX, dnnl_f32, dnnl_f32, dnnl_ab, 0, 0, m, n, 0};
     return ca_prim_get(&key, NULL);
 }
 
 static int run(const work *w, ca_prim *p, const void *src, const void *weights, void *dst) {
     if (!p)
         return CA_ONEDNN_NO_PRIMITIVE;
-    int status = ca_prim_run(p, src, weights, dst, w->pad, PAD);
+    int status = ca_prim_run(p, q_factor(w), src, weights, dst, w->pad, PAD);
     ca_prim_put(p);
     return status;
 }
