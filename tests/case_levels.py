@@ -109,6 +109,9 @@ def _quick() -> Iterator[Case]:
         yield _case(f"NHD-{name}", PLAIN[name], kv_cache_layout="NHD")
     for name in ("group-5", "two-tokens", "heads"):
         yield _case(f"NHD-few-{name}", FEW_ROWS[name], kv_cache_layout="NHD", block_size=32)
+    for name in ("group-7", "size-96"):
+        fields = {"kv_cache_layout": "NHD", "block_size": 32, "kv_cache_dtype": "fp8_e4m3"}
+        yield _case(f"NHD-fp8_e4m3-few-{name}", FEW_ROWS[name], **fields)
     yield _case("NHD-few-cascade", {**PLAIN["cascade"], "head_size": 64}, kv_cache_layout="NHD")
     yield _case("HND-mixed", MIXED, kv_cache_layout="HND")
     yield _case("HND-everything", PLAIN["everything"], kv_cache_layout="HND")
@@ -139,6 +142,9 @@ def _default() -> Iterator[Case]:
             yield _case(f"{kind.replace('/', '-')}-few-{name}", fields, kv_cache_dtype=kind, block_size=32)
     for name, fields in FEW_ROWS.items():
         yield _case(f"HND-few-{name}", fields, kv_cache_layout="HND", block_size=32, strided=True)
+        fp8 = {**fields, "kv_cache_layout": "HND", "block_size": 32, "strided": True}
+        yield _case(f"HND-fp8_e5m2-few-{name}", fp8, kv_cache_dtype="fp8_e5m2")
+        yield _case(f"HND-auto-fp8-few-{name}", fp8, kv_cache_dtype="auto/fp8_e4m3")
     for name, fields in PLAIN.items():
         if name not in QUICK_PLAIN:
             yield _case(f"NHD-{name}", fields, kv_cache_layout="NHD")
