@@ -48,3 +48,4 @@ INLINE __m512i emulated_permutex2var_epi8(__m512i a, __m512i index, __m512i b) {
 #define _mm512_dpbf16_ps emulated_dpbf16
 #define _mm512_cvtne2ps_pbh emulated_cvtne2ps
 #define _mm512_permutex2var_epi8 emulated_permutex2var_epi8
+#define _mm512_permutexvar_epi8(index, x) emulated_permutex2var_epi8(x, index, x)
