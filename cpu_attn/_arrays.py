@@ -229,12 +229,9 @@ def _bridged(x: Any) -> np.ndarray[Any, Any]:
         foreign = name == "bfloat16" or name.startswith("float8")
         _BITS[kind] = (getattr(torch, f"uint{8 * x.itemsize}"), DTYPES[name]) if foreign else (None, None)
     bits, dtype = _BITS[kind]
-    if bits is None:
-        array: np.ndarray[Any, Any] = x.numpy()
-        return array
-    if x.requires_grad:  # its bits do not
+    if bits is not None and x.requires_grad:  # its bits do not
         raise ValueError("numpy() would have refused it")
-    array = x.view(bits).numpy().view(dtype)
+    array: np.ndarray[Any, Any] = x.numpy() if bits is None else x.view(bits).numpy().view(dtype)
     return array
 
 

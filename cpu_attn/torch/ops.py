@@ -190,14 +190,13 @@ def _fake_of(run: Callable[..., None]) -> Callable[..., None]:
 
 
 _IMPLEMENTATIONS = (
-    (_get_scheduler_metadata, _fake_metadata),
+    # A plan lives as long as its tensor: whoever folds a graph's constants must not keep a copy of one.
+    (_get_scheduler_metadata, _fake_metadata, torch.Tag.nondeterministic_seeded),
     (ops.reshape_and_cache, _fake_of(ops.reshape_and_cache)),
     (_attention, _fake_of(_attention)),
 )
 library = Library("cpu_attn", "FRAGMENT")
-for _schema, (_run, _shapes) in zip(_SCHEMAS, _IMPLEMENTATIONS, strict=True):
-    # A plan lives as long as its tensor: whoever folds a graph's constants must not keep a copy of one.
-    _tags = (torch.Tag.nondeterministic_seeded,) if _run is _get_scheduler_metadata else ()
+for _schema, (_run, _shapes, *_tags) in zip(_SCHEMAS, _IMPLEMENTATIONS, strict=True):
     _name = library.define(_schema, tags=_tags)
     library.impl(_name, _run, "CPU")
     register_fake(f"cpu_attn::{_name}", _shapes, lib=library)
