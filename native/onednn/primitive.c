@@ -8,6 +8,7 @@
 #define TABLE 8192
 #define PROBES 32
 #define LENT 16 /* 2^4: see borrow */
+#define ARG_FACTOR (DNNL_ARG_ATTR_MULTIPLE_POST_OP(0) | DNNL_ARG_SRC_1)
 
 typedef struct binding {
     dnnl_stream_t stream;
@@ -209,19 +210,17 @@ static binding *bind(const ca_prim *p) {
     const struct {
         dnnl_memory_t *memory;
         dnnl_query_t what;
-    } all[] = {{&b->src, dnnl_query_src_md},
-               {&b->weights, dnnl_query_weights_md},
-               {&b->dst, dnnl_query_dst_md},
-               {&b->pad, dnnl_query_scratchpad_md}};
+        int index, there;
+    } all[] = {{&b->src, dnnl_query_src_md, 0, 1},
+               {&b->weights, dnnl_query_weights_md, 0, p->key.op == CA_PRIM_MATMUL},
+               {&b->dst, dnnl_query_dst_md, 0, 1},
+               {&b->pad, dnnl_query_scratchpad_md, 0, 1},
+               {&b->factor, dnnl_query_exec_arg_md, ARG_FACTOR, p->key.scaled}};
     int bad = dnnl_stream_create(&b->stream, cpu, dnnl_stream_default_flags) != dnnl_success;
-    for (int i = 0; i < 4 && !bad; i++)
-        if (all[i].what != dnnl_query_weights_md || p->key.op == CA_PRIM_MATMUL)
-            bad = dnnl_memory_create(all[i].memory, dnnl_primitive_desc_query_md(p->desc, all[i].what, 0), cpu,
-                                     DNNL_MEMORY_NONE) != dnnl_success;
-    dnnl_memory_desc_t one = NULL;
-    if (!bad && p->key.scaled)
-        bad = matrix(&one, 1, 1, dnnl_f32, dnnl_ab) || dnnl_memory_create(&b->factor, one, cpu, DNNL_MEMORY_NONE);
-    dnnl_memory_desc_destroy(one);
+    for (int i = 0; i < 5 && !bad; i++)
+        if (all[i].there)
+            bad = dnnl_memory_create(all[i].memory, dnnl_primitive_desc_query_md(p->desc, all[i].what, all[i].index),
+                                     cpu, DNNL_MEMORY_NONE) != dnnl_success;
     if (!bad)
         return b;
     release(b);
@@ -243,7 +242,7 @@ static int execute(ca_prim *p, const binding *b) {
                               {DNNL_ARG_DST, b->dst},
                               {DNNL_ARG_SCRATCHPAD, b->pad},
                               {DNNL_ARG_WEIGHTS, b->weights},
-                              {DNNL_ARG_ATTR_MULTIPLE_POST_OP(0) | DNNL_ARG_SRC_1, b->factor}};
+                              {ARG_FACTOR, b->factor}};
     int number = 3 + (p->key.op == CA_PRIM_MATMUL) + (p->key.scaled != 0);
     int status = dnnl_primitive_execute(p->primitive, b->stream, number, args);
     return status || dnnl_stream_wait(b->stream) ? CA_ONEDNN_FAILED : CA_ONEDNN_OK;
