@@ -60,7 +60,8 @@ static int check_selected(const int32_t *list, int64_t n, int64_t r, int64_t hea
 
 /* What the plan found in its block table, the call's has to have too; the table is wide enough. */
 static int check_shared(const ca_plan *p, const int32_t *table, int64_t stride, ca_fault *fault) {
-    for (const ca_same *s = p->same; s < p->same + p->num_same; s++) {
+    for (int64_t n = 0; n < p->num_same; n++) {
+        const ca_same *s = &p->same[n];
         const int32_t *here = table + s->request * stride, *there = table + s->other * stride;
         if (memcmp(here, there, (size_t)s->num_blocks * sizeof *here) == 0)
             continue;

@@ -209,19 +209,21 @@ INLINE void unpack_nibbles(const uint8_t *src, int64_t n, const uint16_t *table,
 #ifdef HAS_BF16
 /* ---- words of dot.inc ---- */
 
-typedef __m512bh vp;
+typedef __m512i vp;
 
-INLINE vp v_load_pairs(const uint16_t *p) { return (vp)_mm512_loadu_si512(p); }
-INLINE vp v_loadn_pairs(const uint16_t *p, int n) { return (vp)_mm512_maskz_loadu_epi32(first_lanes(n), p); }
+INLINE vp v_load_pairs(const uint16_t *p) { return _mm512_loadu_si512(p); }
+INLINE vp v_loadn_pairs(const uint16_t *p, int n) { return _mm512_maskz_loadu_epi32(first_lanes(n), p); }
 INLINE vp v_set1_pair(const uint16_t *p) {
     int32_t pair;
     memcpy(&pair, p, 4);
-    return (vp)_mm512_set1_epi32(pair);
+    vp x = _mm512_set1_epi32(pair);
+#if defined __clang__ && __clang_major__ == 16 /* dies over VDPBF16PS of a broadcast that it knows to be one */
+    __asm__("" : "+v"(x));
+#endif
+    return x;
 }
-INLINE vp v_keep_half(vp x, int odd) {
-    return (vp)_mm512_and_si512((__m512i)x, _mm512_set1_epi32(odd ? (int)0xffff0000 : 0xffff));
-}
-INLINE vf v_dot(vf sum, vp a, vp b) { return _mm512_dpbf16_ps(sum, a, b); }
+INLINE vp v_keep_half(vp x, int odd) { return _mm512_and_si512(x, _mm512_set1_epi32(odd ? (int)0xffff0000 : 0xffff)); }
+INLINE vf v_dot(vf sum, vp a, vp b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 INLINE vf v_rcp(vf x) { /* one step of Newton's */
     vf y = _mm512_rcp14_ps(x);
     return v_mul(y, _mm512_fnmadd_ps(x, y, v_set1(2.0f)));
@@ -234,8 +236,8 @@ INLINE vf v_exp2_falling(vf x) {
     p = v_fma(p, f, v_set1(0.69511682f));
     return _mm512_maskz_scalef_ps(normal, v_fma(p, f, v_set1(1.0f)), x);
 }
-INLINE vp v_round_pairs(vf a, vf b) { return _mm512_cvtne2ps_pbh(b, a); }
-INLINE void v_store_pairs(uint16_t *p, vp x) { _mm512_storeu_si512(p, (__m512i)x); }
+INLINE vp v_round_pairs(vf a, vf b) { return (vp)_mm512_cvtne2ps_pbh(b, a); }
+INLINE void v_store_pairs(uint16_t *p, vp x) { _mm512_storeu_si512(p, x); }
 INLINE void v_put_pairs(uint16_t *p, vf even, vf odd) {
     __m512i x = _mm512_srli_epi32(_mm512_castps_si512(even), 16), upper = _mm512_set1_epi32((int)0xffff0000);
     _mm512_storeu_si512(p, _mm512_or_si512(x, _mm512_and_si512(_mm512_castps_si512(odd), upper)));
@@ -269,7 +271,7 @@ INLINE vp v_powers(vf a, vf b) {
     x = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), x); /* 4 of a, 4 of b, ... */
     __m512i above = _mm512_permutex2var_epi8(table[0], _mm512_srli_epi16(x, 2), table[1]);
     above = _mm512_and_si512(above, _mm512_set1_epi16(0xff));
-    return (vp)_mm512_srli_epi16(_mm512_sub_epi16(x, above), 2);
+    return _mm512_srli_epi16(_mm512_sub_epi16(x, above), 2);
 }
 INLINE int v_any_nan(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
 
@@ -287,16 +289,23 @@ INLINE v_table v_load_table(int n, const void *table) {
     return t;
 }
 
-/* Two vectors of pairs out of 64 bytes, or out of half of their halves. */
-INLINE void v_narrow_pairs(int halves, const uint8_t *p, int half, const v_table *t, vp *out) {
-    if (!halves) {
-        words_of_bytes(_mm512_loadu_si512(p + 64 * half), t->t, t->t + 2, (__m512i *)out);
-    } else {
-        EACH(j, 2) {
-            __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(p + 32 * j)));
-            out[j] = (vp)_mm512_permutexvar_epi16(half ? _mm512_srli_epi16(x, 4) : x, t->t[0]);
-        }
+/* A vector of pairs out of 32 bytes, or out of half of their halves. */
+INLINE vp v_narrow_vector(int halves, const uint8_t *p, int half, const v_table *t) {
+    const __m256i bytes = _mm256_loadu_si256((const void *)p);
+    __m512i x[2] = {_mm512_zextsi256_si512(bytes)};
+    if (halves) {
+        x[0] = _mm512_cvtepu8_epi16(bytes);
+        return _mm512_permutexvar_epi16(half ? _mm512_srli_epi16(x[0], 4) : x[0], t->t[0]);
     }
+    words_of_bytes(x[0], t->t, t->t + 2, x);
+    return x[0];
+}
+/* Two, out of 64. */
+INLINE void v_narrow_pairs(int halves, const uint8_t *p, int half, const v_table *t, vp *out) {
+    if (halves)
+        EACH(j, 2) out[j] = v_narrow_vector(1, p + 32 * j, half, t);
+    else
+        words_of_bytes(_mm512_loadu_si512(p + 64 * half), t->t, t->t + 2, out);
 }
 #endif
 #endif
@@ -359,7 +368,7 @@ INLINE void v_stream_line(void *to, const void *from) { _mm512_stream_si512(to, 
 /* ---- words of dot.inc for rows ---- */
 
 /* Pairs of 16 dimensions of 16 keys, ld elements apart. */
-INLINE void v_pairs_of_rows(const char *src, int64_t ld, vp *out) { transpose(src, 2 * ld, 8, (__m512i *)out); }
+INLINE void v_pairs_of_rows(const char *src, int64_t ld, vp *out) { transpose(src, 2 * ld, 8, out); }
 
 /* 32 elements of each, taking turns. */
 INLINE void v_zip_pairs(const uint16_t *a, const uint16_t *b, vp *out) {
@@ -368,14 +377,14 @@ INLINE void v_zip_pairs(const uint16_t *a, const uint16_t *b, vp *out) {
                                        16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
                                        24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
     const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
-    EACH(j, 2) out[j] = (vp)_mm512_permutex2var_epi16(x, _mm512_loadu_si512(turns + 32 * j), y);
+    EACH(j, 2) out[j] = _mm512_permutex2var_epi16(x, _mm512_loadu_si512(turns + 32 * j), y);
 }
 
 /* The same of bytes. In every 128 bits words_of_turned makes the first half words of out[0], the other of out[1]. */
-INLINE void v_quads_of_rows(const char *src, int64_t ld, vp *out) { transpose(src, ld, 8, (__m512i *)out); }
+INLINE void v_quads_of_rows(const char *src, int64_t ld, vp *out) { transpose(src, ld, 8, out); }
 INLINE void v_pairs_of_quads(vp x, const v_table *t, vp *out) {
     const __m512i pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
-    words_of_turned(_mm512_shuffle_epi8((__m512i)x, pairs), t->t, t->t + 2, (__m512i *)out);
+    words_of_turned(_mm512_shuffle_epi8(x, pairs), t->t, t->t + 2, out);
 }
 INLINE void v_zip_bytes(const uint8_t *a, const uint8_t *b, const v_table *t, vp *out) {
     static const uint8_t turns[64] = {0,  32, 1,  33, 2,  34, 3,  35, 16, 48, 17, 49, 18, 50, 19, 51,
@@ -384,6 +393,6 @@ INLINE void v_zip_bytes(const uint8_t *a, const uint8_t *b, const v_table *t, vp
                                       12, 44, 13, 45, 14, 46, 15, 47, 28, 60, 29, 61, 30, 62, 31, 63};
     const __m256i x = _mm256_loadu_si256((const void *)a), y = _mm256_loadu_si256((const void *)b);
     const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1);
-    words_of_turned(_mm512_permutexvar_epi8(_mm512_loadu_si512(turns), both), t->t, t->t + 2, (__m512i *)out);
+    words_of_turned(_mm512_permutexvar_epi8(_mm512_loadu_si512(turns), both), t->t, t->t + 2, out);
 }
 #endif

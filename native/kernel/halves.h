@@ -47,10 +47,16 @@ INLINE uint16_t as_half(int kind, uint8_t byte) {
 /* 2 * VL words to rows of 16, `gap` words from each other. */
 INLINE void put_halves(uint16_t *dst, int64_t gap, vh x) {
 #if 2 * VL > CA_LANES
-    if (gap != CA_LANES) { /* by name, or gcc 12 goes through the stack */
+    if (gap != CA_LANES) {
         typedef uint16_t row __attribute__((vector_size(2 * CA_LANES)));
+#if __has_builtin(__builtin_shufflevector) /* by name, or gcc 12 goes through the stack; gcc 11 has to */
         row low = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         row high = __builtin_shufflevector(x, x, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
+#else
+        row low, high;
+        memcpy(&low, &x, sizeof low);
+        memcpy(&high, (const char *)&x + sizeof low, sizeof high);
+#endif
         memcpy(dst, &low, sizeof low);
         memcpy(dst + gap, &high, sizeof high);
         return;
@@ -72,18 +78,26 @@ static int any_nan(vh found) {
     return (all & 0x8080808080808080) != 0;
 }
 
-/* The first and the second bytes of n pairs, each to rows of 16 halves, `gap` halves from each other. */
+/* The first and the second bytes of n pairs, each to rows of 16 halves, `gap` halves from each other. What is less than
+ * a vector at the end is done with as much before it, once more: element by element 16 of 80 took as long as 64. */
+INLINE void unzip_vector(int kind, const uint8_t *src, int64_t i, uint16_t *first, uint16_t *second, int64_t gap,
+                         const char *ahead, vh *found) {
+    const int64_t at = i / CA_LANES * gap + i % CA_LANES;
+    vh x;
+    memcpy(&x, src + 2 * i, sizeof x);
+    __builtin_prefetch(ahead + 2 * i, 0, 2);
+    look_for_nan(kind, x, found);
+    put_halves(first + at, gap, as_halves(kind, x << 8));
+    put_halves(second + at, gap, as_halves(kind, x));
+}
 INLINE void unzip_halves(int kind, const uint8_t *src, int64_t n, uint16_t *first, uint16_t *second, int64_t gap,
                          const char *ahead, vh *found) {
     int64_t i = 0;
-    for (; i + 2 * VL <= n; i += 2 * VL) {
-        int64_t at = i / CA_LANES * gap + i % CA_LANES;
-        vh x;
-        memcpy(&x, src + 2 * i, sizeof x);
-        __builtin_prefetch(ahead + 2 * i, 0, 2);
-        look_for_nan(kind, x, found);
-        put_halves(first + at, gap, as_halves(kind, x << 8));
-        put_halves(second + at, gap, as_halves(kind, x));
+    for (; i + 2 * VL <= n; i += 2 * VL)
+        unzip_vector(kind, src, i, first, second, gap, ahead, found);
+    if (i && i < n) {
+        unzip_vector(kind, src, n - 2 * VL, first, second, gap, ahead, found);
+        return;
     }
     for (; i < n; i++) {
         int64_t at = i / CA_LANES * gap + i % CA_LANES;
@@ -93,15 +107,22 @@ INLINE void unzip_halves(int kind, const uint8_t *src, int64_t n, uint16_t *firs
     }
 }
 
+INLINE void widen_vector(int kind, const uint8_t *src, uint16_t *dst, const char *ahead, vh *found) {
+    bytes_of_halves x;
+    memcpy(&x, src, sizeof x);
+    __builtin_prefetch(ahead, 0, 2);
+    vh words = __builtin_convertvector(x, vh);
+    look_for_nan(kind, words, found);
+    put_halves(dst, CA_LANES, as_halves(kind, words << 8));
+}
 INLINE void widen_to_halves(int kind, const uint8_t *src, int64_t n, uint16_t *dst, const char *ahead, vh *found) {
     int64_t i = 0;
-    for (; i + 2 * VL <= n; i += 2 * VL) {
-        bytes_of_halves x;
-        memcpy(&x, src + i, sizeof x);
-        __builtin_prefetch(ahead + i, 0, 2);
-        vh words = __builtin_convertvector(x, vh);
-        look_for_nan(kind, words, found);
-        put_halves(dst + i, CA_LANES, as_halves(kind, words << 8));
+    for (; i + 2 * VL <= n; i += 2 * VL)
+        widen_vector(kind, src + i, dst + i, ahead + i, found);
+    if (i && i < n) {
+        i = n - 2 * VL;
+        widen_vector(kind, src + i, dst + i, ahead + i, found);
+        return;
     }
     for (; i < n; i++) {
         dst[i] = as_half(kind, src[i]);

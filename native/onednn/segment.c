@@ -49,11 +49,11 @@ static int64_t key_bucket(int64_t keys) {
     return keys <= 256 ? ca_round_up(ca_max64(keys, 1), 64) : ca_round_up(keys, 128);
 }
 
-static int64_t carve(work *w, char *base, const ca_plan *plan) {
+static int64_t carve(work *w, uintptr_t base, const ca_plan *plan) {
     int64_t at = 0, rows = plan->rows, padded = row_bucket(ca_min64(rows, ROWS));
     int64_t q_rows = ca_round_up(rows, padded);
 #define TAKE(field, bytes)                                                                                             \
-    w->field = (void *)(base + at);                                                                                    \
+    w->field = (void *)(base + (uintptr_t)at);                                                                         \
     at = ca_round_up(at + (int64_t)(bytes), 64);
     TAKE(q, q_rows * ca_max64(w->head_size * 4, ca_round_up(w->head_size, 32) * 2))
     TAKE(k, ca_form_k_bytes(w->head_size, KEYS))
@@ -79,7 +79,7 @@ static int64_t carve(work *w, char *base, const ca_plan *plan) {
 
 static int64_t scratch_bytes(const ca_plan *plan) {
     work w = {.head_size = plan->shape.head_size, .head_size_v = plan->shape.head_size_v};
-    return carve(&w, (char *)0, plan);
+    return carve(&w, 0, plan);
 }
 
 static int engine_rows(const ca_kernel *kernel) {
@@ -427,7 +427,7 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
               .head_size_v = plan->shape.head_size_v,
               .k0 = k0,
               .k1 = k1};
-    carve(&w, scratch, plan);
+    carve(&w, (uintptr_t)scratch, plan);
     int threads = ca_prim_enter(), status = run_chunks(&w, state);
     ca_prim_leave(threads);
     return status;
