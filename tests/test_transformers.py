@@ -121,6 +121,16 @@ def test_packed_sequences(name: str, calls: list[Any]) -> None:
     close(ours[:, 13:17], alone)
 
 
+@pytest.mark.parametrize("decoder_length", [11, 12])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_cross_attention_over_padding(side: str, decoder_length: int, calls: list[Any]) -> None:
+    """Of bart, whose encoder has as many tokens as the decoder, or one more."""
+    inputs = tokens(12, 4, 7, side=side)
+    decoded = tokens(*[decoder_length] * 3)["input_ids"]
+    close(*both("bart", lambda m: m(**inputs, decoder_input_ids=decoded).logits))
+    assert len(calls) == 6
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
 def test_encoder(name: str, side: str, calls: list[Any]) -> None:
@@ -269,10 +279,13 @@ def test_training_is_refused() -> None:
         model.eval().set_attn_implementation("eager")
 
 
-def test_attention_weights_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "given"), [("output_attentions", True), ("sinks", torch.zeros(1, 1, 2, 1)), ("head_mask", torch.ones(1))]
+)
+def test_what_is_not_there_is_refused(name: str, given: Any) -> None:
     x = torch.zeros(1, 1, 2, 8)
-    with pytest.raises(ValueError, match=r"^output_attentions"):
-        module.attention(None, x, x, x, None, output_attentions=True)
+    with pytest.raises(ValueError, match=rf"^{name}"):
+        module.attention(None, x, x, x, None, **{name: given})
 
 
 def test_bfloat16(calls: list[Any]) -> None:

@@ -102,13 +102,15 @@ def test_bidirectional(padding: str, window: int | None) -> None:
     q, k, v = inputs(4, 13, 13)
     got, want = attention(MODULE, q, k, v, mask)[0], dense(q, k, v, mask.dense())
     real = torch.ones(4, 13, dtype=torch.bool) if attention_mask is None else attention_mask
-    assert mask.requests()
+    if window or padding in ("none", "right"):
+        assert mask.requests()
     assert torch.allclose(got[real].double(), want[real], atol=2e-6)
 
 
-@pytest.mark.parametrize("padding", ["none", "right"])
-@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("padding", ["none", "left", "right", "both"])
+@pytest.mark.parametrize("queries", [1, 13, 20])
 def test_cross(queries: int, padding: str) -> None:
+    """As many queries as keys are no sign of self attention: none of them is padding."""
     attention_mask = padded(4, 13, padding)
     mask = mask_function(
         batch_size=4,
@@ -133,13 +135,15 @@ def test_keys_past_the_mask_do_not_reach_the_output() -> None:
     assert attention(MODULE, q, k, v, mask)[0].equal(want)
 
 
+@pytest.mark.parametrize("keys", [9, 4, 3])
 @pytest.mark.parametrize("causal", [True, False])
-def test_no_mask_means_what_sdpa_makes_of_it(causal: bool) -> None:
-    q, k, v = inputs(2, 4, 9)
-    want = dense(q, k, v, torch.ones(4, 9, dtype=torch.bool).tril() if causal else torch.ones(4, 9, dtype=torch.bool))
+def test_no_mask_means_what_sdpa_makes_of_it(causal: bool, keys: int) -> None:
+    q, k, v = inputs(2, 4, keys)
+    all_seen = torch.ones(4, keys, dtype=torch.bool)
+    want = dense(q, k, v, all_seen.tril() if causal else all_seen)
     assert torch.allclose(attention(MODULE, q, k, v, None, is_causal=causal)[0].double(), want, atol=2e-6)
     one = attention(MODULE, q[:, :, :1], k, v, None, is_causal=causal)[0]
-    assert torch.allclose(one.double(), dense(q[:, :, :1], k, v, torch.ones(1, 9, dtype=torch.bool)), atol=2e-6)
+    assert torch.allclose(one.double(), dense(q[:, :, :1], k, v, all_seen[:1]), atol=2e-6)
 
 
 @pytest.mark.parametrize("keys", [6, 9])
@@ -244,6 +248,15 @@ def test_no_keys(kind: str, sinks: bool) -> None:
 def test_masks_that_do_not_fit(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"^(attention_mask|attn_bias): "):
         attention(MODULE, *inputs(2, 6, 9), torch.ones(shape, dtype=torch.bool))
+
+
+def test_a_mask_that_is_added_to_scores_hides_keys() -> None:
+    """As the mask of eager does, which models with attention of their own count on."""
+    mask, scores = mask_function(batch_size=2, q_length=5, kv_length=7, q_offset=2), torch.randn(2, 3, 5, 7)
+    want = scores.masked_fill(~mask.dense(), -torch.inf)
+    assert torch.equal(scores + mask, want) and torch.equal(mask + scores, want)
+    assert torch.equal(scores.clone().add_(mask), want)
+    assert torch.equal(mask + mask, mask.dense())
 
 
 def test_a_mask_is_dense_to_whoever_looks() -> None:

@@ -70,12 +70,15 @@ def attention(
 
     What transformers' models call, for inference. attention_mask [B or 1, H or 1, T, S]: ours, which mostly is a plan;
     None; or any other, boolean or to be added. position_bias [B or 1, H or 1, T, S]. RuntimeError for training,
-    ValueError for dropout and for attention weights.
+    ValueError for dropout, for attention weights, for a head_mask and for sinks other than s_aux [H].
     """
     if dropout:
         raise ValueError(f"dropout: {dropout}, cpu_attn is for inference; expected 0.0 (model.eval())")
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions: cpu_attn keeps no attention weights; attn_implementation='eager' does")
+    for name in ("sinks", "head_mask"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name}: cpu_attn has no such thing (sinks are s_aux, a number for each head)")
     tracked = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if tracked and module.training:
         raise RuntimeError("cpu_attn has no backward pass: model.eval(), or another attn_implementation to train")
@@ -122,6 +125,8 @@ def _attend(
     causal = causal and q_length > 1 and mask is None  # sdpa's rule: a model without a mask means its own is_causal
     if causal and key.shape[2] > q_length:  # and its keys from the first one on
         key, value = key[:, :, :q_length], value[:, :, :q_length]
+    elif causal and key.shape[2] < q_length:
+        mask = torch.ones(1, 1, q_length, key.shape[2], dtype=torch.bool).tril()
     kv_length = key.shape[2]
     if mask is None:
         requests = unmasked(batch_size, q_length, kv_length, causal)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 from transformers import masking_utils as stock
 
 from cpu_attn.transformers.lazy import LazyTensor
@@ -81,12 +82,23 @@ def _narrower(*sides: int) -> int:
 
 # ---- the mask ----
 
+_ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+
 
 class Mask(LazyTensor):
     """bool [B, 1, T, S], as ``sdpa_mask`` makes it of the same arguments; ``requests()`` is the same as lengths.
 
-    All who look see one tensor, which they may change in place; ``requests()`` and ``bias()`` do not know of that.
+    All who look see one tensor, which they may change in place; ``requests()`` and ``bias()`` do not know of that. A
+    model with attention of its own that adds it to scores, as it would add ``eager_mask``, gets what hides keys.
     """
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        to_scores = func in _ADDITIONS and any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in args)
+        if to_scores and not (func is _ADDITIONS[1] and isinstance(args[0], Mask)):
+            args = tree_map_only(Mask, lambda x: as_bias(x.dense()), args)
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     @staticmethod
     def __new__(cls, arguments: dict[str, Any]) -> Mask:
@@ -165,13 +177,13 @@ def _requests(
     if not 0 <= seen <= kv_length:
         raise UnplannableError("a causal mask whose queries end past the keys")
     first, end = _valid(attention_mask, batch_size, kv_offset, kv_length, seen)
-    if not pattern.causal:
-        plain = pattern == Pattern() and not first.any()
-        if plain:  # positions mean nothing: padded rows attend, too
-            starts = np.arange(batch_size + 1, dtype=np.int32) * np.int32(q_length)
-            return Requests(np.arange(batch_size), starts, end.astype(np.int32), False)
-        if origin or q_length != kv_length:
-            raise UnplannableError("a bidirectional mask of more than lengths, where keys are not those of the queries")
+    if pattern == Pattern():  # positions mean nothing: padded rows attend, too
+        if first.any():  # queries may be other tokens than keys, of whatever length
+            raise UnplannableError("padding on the left of keys that every query sees")
+        starts = np.arange(batch_size + 1, dtype=np.int32) * np.int32(q_length)
+        return Requests(np.arange(batch_size), starts, end.astype(np.int32), False)
+    if not pattern.causal and (origin or q_length != kv_length):
+        raise UnplannableError("a bidirectional mask of more than lengths, where keys are not those of the queries")
     # A row of the batch is up to three requests: padding, which sees nothing, before and behind the tokens.
     before = np.clip(first - origin, 0, q_length)
     tokens = np.clip(end - origin, before, q_length) - before
