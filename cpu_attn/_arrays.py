@@ -223,14 +223,14 @@ def _bridged(x: Any) -> np.ndarray[Any, Any]:
     kind = (type(x), x.dtype)
     if kind not in _BITS:
         torch = sys.modules["torch"]
-        if not isinstance(x, torch.Tensor):
-            raise TypeError("others may have a numpy() that copies")
+        if type(x).numpy is not torch.Tensor.numpy:
+            raise TypeError("another numpy() may copy")
         name = str(x.dtype).removeprefix("torch.")
         foreign = name == "bfloat16" or name.startswith("float8")
         _BITS[kind] = (getattr(torch, f"uint{8 * x.itemsize}"), DTYPES[name]) if foreign else (None, None)
     bits, dtype = _BITS[kind]
-    if bits is not None and x.requires_grad:  # its bits do not
-        raise ValueError("numpy() would have refused it")
+    if x.requires_grad:  # numpy() takes it under no_grad, and its bits do not
+        raise ValueError("requires grad")
     array: np.ndarray[Any, Any] = x.numpy() if bits is None else x.view(bits).numpy().view(dtype)
     return array
 

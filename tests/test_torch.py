@@ -120,10 +120,23 @@ def test_what_a_tensor_can_be_that_we_refuse() -> None:
 def test_gradients_are_refused_every_time(dtype: str) -> None:
     args = write_args(dtype)
     write = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
-    for _ in range(2):
-        with pytest.raises(ValueError, match="key: requires grad"):
+    for tracked in (True, False, True):
+        with torch.set_grad_enabled(tracked), pytest.raises(ValueError, match="key: requires grad"):
             cpu_attn.reshape_and_cache(**{**write, "key": write["key"].clone().requires_grad_()})
         cpu_attn.reshape_and_cache(**write)
+
+
+def test_a_subclass_whose_numpy_copies() -> None:
+    class Copying(torch.Tensor):
+        def numpy(self, *, force: bool = False) -> Any:
+            return torch.Tensor.numpy(self, force=force).copy()
+
+    args = {k: tensor(v) if isinstance(v, np.ndarray) else v for k, v in attention_args().items()}
+    for _ in range(3):
+        cpu_attn.attention_with_kv_cache(**args)
+        output = torch.full_like(args["output"], torch.nan)
+        cpu_attn.attention_with_kv_cache(**{**args, "output": output.as_subclass(Copying)})
+        assert torch.equal(output, args["output"])
 
 
 def test_tensors_without_memory() -> None:

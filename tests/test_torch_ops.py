@@ -291,6 +291,24 @@ def test_gradients_are_refused() -> None:
         OPS.cpu_attention_with_kv_cache(*arguments, plan, None, None)
 
 
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap"])
+def test_transforms_of_torch_func_are_refused(transform: str) -> None:
+    """Which would find gradients of 0."""
+    (query, *rest), plan = _step()
+
+    def attend(x: Any) -> Any:
+        OPS.cpu_attention_with_kv_cache(x, *rest, plan, None, None)
+        return rest[2].sum()
+
+    transformed = {
+        "grad": lambda: torch.func.grad(attend)(query),
+        "jvp": lambda: torch.func.jvp(attend, (query,), (query,)),
+        "vmap": lambda: torch.vmap(attend)(query[None]),
+    }[transform]
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        transformed()
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_gradients_are_refused_in_a_graph(backend: str) -> None:
     """When it is traced, rather than cut off; also by what was first compiled in no_grad."""

@@ -189,6 +189,10 @@ def _fake_of(run: Callable[..., None]) -> Callable[..., None]:
     return fake
 
 
+def _transformed(*_: Any, **__: Any) -> None:
+    raise RuntimeError("cpu_attn's ops have no rules for torch.func (grad, jvp, vmap, ...), nor gradients")
+
+
 _IMPLEMENTATIONS = (
     # A plan lives as long as its tensor: whoever folds a graph's constants must not keep a copy of one.
     (_get_scheduler_metadata, _fake_metadata, torch.Tag.nondeterministic_seeded),
@@ -202,3 +206,5 @@ for _schema, (_run, _shapes, *_tags) in zip(_SCHEMAS, _IMPLEMENTATIONS, strict=T
     register_fake(f"cpu_attn::{_name}", _shapes, lib=library)
     # Refuses meta tensors by name, where the kernel that register_fake leaves there would pass over them.
     library.impl(_name, _run, "Meta", allow_override=True)
+    if not _tags:  # else torch.func.grad and jvp would pass by what they write
+        library.impl(_name, _transformed, "FuncTorchDynamicLayerFrontMode")
