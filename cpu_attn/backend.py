@@ -204,6 +204,8 @@ class CPUAttentionBackendImpl:
         plans = [self._plan(attn_metadata, part, block_size, str(q.dtype), out.shape[2]) for part in parts]
         self._validate(parts, plans, asked, k, v, answered, caches)
         scales = (1.0, 1.0) if caches is None else self._scales(layer, q.dtype)
+        for k_scale in {1.0, scales[0]}:  # of keys just given, of stored ones
+            _check.logit_factors(self.scale, self.logits_soft_cap, k_scale)
         if caches is not None and k is not None and v is not None and self.kv_sharing_target_layer_name is None:
             slots = self._slots(attn_metadata, len(k))
             self.paged_attn_impl.write_to_paged_cache(

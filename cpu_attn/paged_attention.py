@@ -231,8 +231,8 @@ class PagedAttention:
         layers = [_writable(f"kv_caches[{i}]", kv_cache) for i, kv_cache in enumerate(kv_caches)]
         num_blocks = min((len(half) for layer in layers for half in layer), default=_check.INT32_MAX)
         moves = _check.moves("src_to_dists", src_to_dists, num_blocks, num_blocks)
-        each_once = {tuple((x.ctypes.data, x.shape, x.strides) for x in layer): layer for layer in layers}
-        for layer in each_once.values():
+        places = (frozenset((x.ctypes.data, x.strides[0], x[:1].nbytes) for x in layer) for layer in layers)
+        for layer in dict(zip(places, layers, strict=True)).values():
             move_blocks(layer, layer, moves)
 
     @staticmethod

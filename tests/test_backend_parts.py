@@ -159,6 +159,9 @@ def test_copy_blocks(layout: str, of: Any) -> None:
     shared = numbered(layout, 5)
     of.copy_blocks([shared, shared], [(0, 1), (1, 2)])
     assert contents(shared) == [[0, 0, 1, 3, 4], [100, 100, 101, 103, 104]]
+    if layout == "flat":
+        of.copy_blocks([shared, shared.reshape(2, 5, 16, -1), shared[::-1]], [(3, 1), (1, 2)])
+        assert contents(shared) == [[0, 3, 0, 3, 4], [100, 103, 100, 103, 104]]
 
 
 def test_copy_blocks_where_v_is_a_view_of_k() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+from cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadata, CPUAttentionMetadataBuilder
 
 from .backend_steps import LAYER, MIXED, Step, layer
 
@@ -126,6 +126,28 @@ def test_refused_layers(error: type[Exception], says: str, options: dict[str, An
     arguments: dict[str, Any] = {"num_heads": 4, "head_size": 16, "scale": 0.25, "num_kv_heads": 2}
     with pytest.raises(error, match=says):
         CPUAttentionBackendImpl(**(arguments | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "k_scale"),
+    [
+        ({"scale": 3e38}, 1.0),
+        ({"scale": 1e30, "kv_cache_dtype": "fp8"}, 1e20),
+        ({"scale": 1.0, "kv_cache_dtype": "fp8", "logits_soft_cap": 2e-38}, 1e20),
+    ],
+)
+def test_factors_past_float32(options: dict[str, Any], k_scale: float) -> None:
+    impl = CPUAttentionBackendImpl(1, 64, num_kv_heads=1, **options)
+    kind = "fp8" if "kv_cache_dtype" in options else "float32"
+    cache = np.zeros(CPUAttentionBackend.get_kv_cache_shape(4, 16, 1, 64, kind), np.uint8 if kind == "fp8" else "f4")
+    metadata = CPUAttentionMetadata(
+        num_prefills=0, num_prefill_tokens=0, num_decode_tokens=1, slot_mapping=[0],
+        seq_lens=[1], seq_lens_tensor=[1], max_decode_seq_len=1, block_tables=[[0]],
+    )  # fmt: skip
+    x = np.ones((1, 64), np.float32)
+    with pytest.raises(ValueError, match=r"^scale: .* is not a finite float32"):
+        impl.forward(SimpleNamespace(_k_scale=k_scale, _v_scale=1.0), x, x, x, cache, metadata)
+    assert not cache.any()
 
 
 @pytest.mark.parametrize("over", ["block_tables", "query_start_loc"])
