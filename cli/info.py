@@ -62,6 +62,20 @@ def isas(amx_permission: str) -> list[dict[str, Any]]:
     ]
 
 
+def _asked(variable: str) -> str:
+    asked = os.environ.get(variable, "")
+    return f"{variable}={asked}" if asked not in ("", "auto") else ""
+
+
+def engine() -> dict[str, Any]:
+    """What ``auto`` picks, and why."""
+    try:
+        name, _ = _dispatch.resolve_engine("auto")
+    except (ValueError, cpu_attn.UnavailableError) as e:
+        return {"name": None, "why": str(e)}
+    return {"name": name, "why": _asked("CPU_ATTN_ENGINE") or "the others are for comparison"}
+
+
 def kernels() -> list[dict[str, Any]]:
     """What ``auto`` picks for each dtype, and why."""
     found, k = [], ffi.new("ca_kernel_info *")
@@ -72,8 +86,7 @@ def kernels() -> list[dict[str, Any]]:
             found.append({"dtype": dtype, "isa": None, "method": None, "why": str(e)})
             continue
         lib.ca_isa_kernel(isa.index, code, k)
-        asked = os.environ.get("CPU_ATTN_ISA", "")
-        why = f"CPU_ATTN_ISA={asked}" if asked not in ("", "auto") else "the best isa that can run here"
+        why = _asked("CPU_ATTN_ISA") or "the best isa that can run here"
         method = ffi.string(k.method).decode()
         if k.integers:  # tiles are for more rows than decode has
             where = " in decode" if isa.unit == "matrix" else ""
@@ -99,6 +112,7 @@ def collect() -> dict[str, Any]:
         "threads": {"count": cpu_attn.get_num_threads(), "runtime": ffi.string(lib.ca_threading()).decode()},
         "isas": isas(machine["amx_permission"]),
         "auto": kernels(),
+        "auto_engine": engine(),
         "engines": [{"name": e.name, "available": e.available, "reason": e.reason} for e in cpu_attn.engines()],
         "onednn": onednn(),
         "adapters": [_adapters.describe(name) for name in _adapters.NEEDS],
@@ -144,6 +158,8 @@ def show(data: dict[str, Any], console: Console) -> None:
     for e in data["engines"]:
         table.add_row(e["name"], _yes(e["available"]), e["reason"])
     console.print(table)
+    auto = data["auto_engine"]
+    console.print(f"auto picks the engine {auto['name'] or 'nothing'}: {auto['why']}")
 
     table = new_table("adapter", "found", "tested", "usable", "how, or why not")
     for a in data["adapters"]:

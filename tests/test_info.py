@@ -61,6 +61,13 @@ def test_auto_is_the_best_isa_or_the_one_asked_for() -> None:
     assert all(k["isa"] is None and "nonsense" in k["why"] for k in info(CPU_ATTN_ISA="nonsense")["auto"])
 
 
+def test_auto_is_the_native_engine_or_the_one_asked_for() -> None:
+    assert info(CPU_ATTN_ENGINE="")["auto_engine"]["name"] == "native"
+    assert info(CPU_ATTN_ENGINE="reference")["auto_engine"] == {"name": "reference", "why": "CPU_ATTN_ENGINE=reference"}
+    wrong = info(CPU_ATTN_ENGINE="nonsense")["auto_engine"]
+    assert wrong["name"] is None and "nonsense" in wrong["why"]
+
+
 def test_onednn_names_its_library_and_what_a_matmul_got() -> None:
     one = info()["onednn"]
     if not one["available"]:
