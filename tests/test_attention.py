@@ -37,11 +37,16 @@ def test_cases(engine: str, isa: str, dtype: str) -> None:
 @pytest.mark.parametrize(("engine", "isa", "dtype"), COMBINATIONS)
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 5), (16, 16), (31, 17), (66, 100)])
 @pytest.mark.parametrize("block_size", [1, 7, 16])
-def test_guarded_memory(engine: str, isa: str, dtype: str, sizes: tuple[int, int], block_size: int) -> None:
+@pytest.mark.parametrize("layout", ["packed", "HND"])
+def test_guarded_memory(
+    engine: str, isa: str, dtype: str, sizes: tuple[int, int], block_size: int, layout: str
+) -> None:
     kind, rng, seq_len, heads = numpy_dtype(dtype), np.random.default_rng(7), 19, 2
     head_size, head_size_v = sizes
     num_blocks = -(-seq_len // block_size)
-    shapes = [cpu_attn.get_kv_cache_shape(num_blocks, block_size, heads, s, dtype, isa) for s in sizes]
+    shapes = [(num_blocks, heads, block_size, s) for s in sizes]
+    if layout == "packed":
+        shapes = [cpu_attn.get_kv_cache_shape(num_blocks, block_size, heads, s, dtype, isa) for s in sizes]
     key, value, query = (
         Guarded(rng.standard_normal((seq_len, h, s), np.float32).astype(kind))
         for h, s in ((heads, head_size), (heads, head_size_v), (2 * heads, head_size))
@@ -54,14 +59,16 @@ def test_guarded_memory(engine: str, isa: str, dtype: str, sizes: tuple[int, int
     j = np.arange(seq_len)
     slots = Guarded((table.array[0, j // block_size] * block_size + j % block_size).astype(np.int64))
     slopes = Guarded(np.full(2 * heads, 0.1, np.float32))
-    cpu_attn.reshape_and_cache(key.array, value.array, key_cache.array, value_cache.array, slots.array, isa)
+    cpu_attn.reshape_and_cache(
+        key.array, value.array, key_cache.array, value_cache.array, slots.array, isa, kv_cache_layout=layout
+    )
     plan = cpu_attn.get_scheduler_metadata(
         1, 2 * heads, heads, head_size, lens.array, dtype, start.array,
-        isa=isa, engine=engine, head_size_v=head_size_v,
+        isa=isa, engine=engine, head_size_v=head_size_v, kv_cache_layout=layout,
     )  # fmt: skip
     cpu_attn.attention_with_kv_cache(
         query.array, key_cache.array, value_cache.array, output.array, start.array, lens.array, 0.3, True,
-        slopes.array, -1, table.array, 2.0, plan, lse=lse.array,
+        slopes.array, -1, table.array, 2.0, plan, lse=lse.array, kv_cache_layout=layout,
     )  # fmt: skip
     everything = (key, value, query, key_cache, value_cache, output, lse, table, start, lens, slots, slopes)
     assert all(x.intact() for x in everything)
