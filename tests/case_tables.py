@@ -231,7 +231,7 @@ PREFIXES: dict[str, Any] = {
     "seq_lens": (2100, 3100, 2052, 1500, 1027, 1100, 1200, 2048),
     "shared": ((0, 0), (0, 130), (1, 128), (0, 80), (1, 64), (5, 0), (0, 64), (2, 128)),
     "head_size": 16,
-    "num_heads": 2,
+    "num_heads": 4,
     "num_kv_heads": 1,
 }
 CASCADE: dict[str, dict[str, Any]] = {
