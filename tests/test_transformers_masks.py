@@ -250,11 +250,13 @@ def test_masks_that_do_not_fit(shape: tuple[int, ...]) -> None:
         attention(MODULE, *inputs(2, 6, 9), torch.ones(shape, dtype=torch.bool))
 
 
-def test_a_mask_that_is_added_to_scores_hides_keys() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_that_is_added_to_scores_hides_keys(dtype: Any) -> None:
     """As the mask of eager does, which models with attention of their own count on."""
-    mask, scores = mask_function(batch_size=2, q_length=5, kv_length=7, q_offset=2), torch.randn(2, 3, 5, 7)
+    mask = mask_function(batch_size=2, q_length=5, kv_length=7, q_offset=2)
+    scores = torch.randn(2, 3, 5, 7, dtype=dtype)
     want = scores.masked_fill(~mask.dense(), -torch.inf)
-    assert torch.equal(scores + mask, want) and torch.equal(mask + scores, want)
+    assert torch.equal(scores + mask, want) and torch.equal(mask + scores, want) and (scores + mask).dtype == dtype
     assert torch.equal(scores.clone().add_(mask), want)
     assert torch.equal(mask + mask, mask.dense())
 

@@ -126,7 +126,7 @@ def _attend(
     if causal and key.shape[2] > q_length:  # and its keys from the first one on
         key, value = key[:, :, :q_length], value[:, :, :q_length]
     elif causal and key.shape[2] < q_length:
-        mask = torch.ones(1, 1, q_length, key.shape[2], dtype=torch.bool).tril()
+        mask = query.new_ones((1, 1, q_length, key.shape[2]), dtype=torch.bool).tril()
     kv_length = key.shape[2]
     if mask is None:
         requests = unmasked(batch_size, q_length, kv_length, causal)

@@ -94,9 +94,9 @@ class Mask(LazyTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        to_scores = func in _ADDITIONS and any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in args)
-        if to_scores and not (func is _ADDITIONS[1] and isinstance(args[0], Mask)):
-            args = tree_map_only(Mask, lambda x: as_bias(x.dense()), args)
+        scores = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        if func in _ADDITIONS and scores and not (func is _ADDITIONS[1] and isinstance(args[0], Mask)):
+            args = tree_map_only(Mask, lambda x: as_bias(x.dense()).to(scores[0].dtype), args)
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
