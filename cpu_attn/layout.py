@@ -98,7 +98,7 @@ class CacheDescriptor:
         size = self.block_size
         widths = []
         for head_size, kind in zip((self.head_size, self.head_size_v), self.stored, strict=True):
-            form = Form(PAIRS[self.layout], kind, head_size, False)
+            form = Form(self.layout, kind, head_size, False)
             widths.append(-(-_groups(size) * (form.places + form.scales * LANES * 2) // size))
         return tuple((self.num_blocks, self.num_kv_heads, size, width) for width in widths)
 
@@ -263,10 +263,15 @@ class Form:
     """How 16 tokens of one kv head lie, K or V: ca_group_form of native/layout.h. Groups follow one another; behind
     them, of integers, their scales [groups][scales][16] in bfloat16."""
 
-    pairs: int
+    layout: str
     kind: str
     head_size: int
     value: bool
+
+    @property
+    def pairs(self) -> int:
+        """int8 and int4 lie in pairs in every layout."""
+        return 2 if self.kind in WHOLE else PAIRS[self.layout]
 
     @property
     def axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -392,7 +397,7 @@ def convert(
 
 def _convert_pages(source: Memory, target: Memory, old: CacheDescriptor, new: CacheDescriptor, value: bool) -> None:
     head_size = old.head_size_v if value else old.head_size
-    forms = [Form(PAIRS[d.layout], d.stored[value], head_size, value) for d in (old, new)]
+    forms = [Form(d.layout, d.stored[value], head_size, value) for d in (old, new)]
     scales = [_scale(d.v_scale if value else d.k_scale) for d in (old, new)]
     source, target = (x.view(memory_dtype(form.kind)) for x, form in zip((source, target), forms, strict=True))
     as_it_is = (forms[0].kind, scales[0]) == (forms[1].kind, scales[1])

@@ -16,7 +16,8 @@
 static const ca_kernel *kernel_of(const ca_cache *c) { return ca_isa_get(c->isa)->kernels[c->dtype]; }
 
 static int layout_of(const ca_cache *c) {
-    return c->kv_cache_layout == CA_PACKED ? kernel_of(c)->info.layout : CA_LAYOUT_ROWS;
+    const int packed = ca_layout_of_kind(kernel_of(c)->info.layout, c->kv_dtype);
+    return c->kv_cache_layout == CA_PACKED ? packed : CA_LAYOUT_ROWS;
 }
 
 typedef struct write_call {
@@ -79,7 +80,7 @@ static void write_narrow(const ca_cache *c, int value, char *block, int64_t toke
             group[at] = bytes[d];
     }
     put_scales(c, &f, block, token, 1, scales, 0);
-    if (!value && kernel_of(c)->info.layout == CA_LAYOUT_PAIRS && c->head_size % 2 && !f.scales)
+    if (!value && layout_of(c) == CA_LAYOUT_PAIRS && c->head_size % 2 && !f.scales)
         group[ca_k_offset(CA_LAYOUT_PAIRS, token % CA_LANES, c->head_size, c->head_size + 1)] = 0;
 }
 
@@ -89,9 +90,9 @@ static void write_narrow(const ca_cache *c, int value, char *block, int64_t toke
  * of bytes lies as K of half as many halves does in lanes. */
 static void arrange(const ca_cache *c, int value, uint8_t bytes[CA_LANES][WIDE], uint8_t *to, int stream) {
     const int64_t n = c->head_size;
-    if (kernel_of(c)->info.layout == CA_LAYOUT_PAIRS && !value) {
-        ca_isa_get(c->isa)->kernels[CA_F16]->write_k(to, n / 2, 0, CA_LANES, bytes, WIDE / 2, bytes, stream);
-    } else if (kernel_of(c)->info.layout == CA_LAYOUT_PAIRS) {
+    if (layout_of(c) == CA_LAYOUT_PAIRS && !value) {
+        ca_words_kernel(c->isa)->write_k(to, n / 2, 0, CA_LANES, bytes, WIDE / 2, bytes, stream);
+    } else if (layout_of(c) == CA_LAYOUT_PAIRS) {
         for (int t = 0; t < CA_LANES; t += 2)
             for (int64_t d = 0; d < n; d++) {
                 to[t * n + 2 * d] = bytes[t][d];
@@ -114,8 +115,7 @@ static int write_narrow_group(const ca_cache *c, int value, char *block, int64_t
     uint16_t scales[CA_LANES][WIDE / 32];
     const ca_group_form f = form_of(c, value);
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
-    if (c->head_size > WIDE ||
-        (kernel_of(c)->info.layout == CA_LAYOUT_PAIRS && (c->head_size % 2 || !ca_isa_get(c->isa)->kernels[CA_F16])))
+    if (c->head_size > WIDE || (layout_of(c) == CA_LAYOUT_PAIRS && c->head_size % 2))
         return 0;
     for (int t = 0; t < CA_LANES; t++) {
         for (int64_t i = 0; i < c->head_size * ca_dtype_size(c->dtype);
@@ -320,8 +320,7 @@ static void copy_apart(char *dst, const char *src, int64_t n, int64_t step, int 
 /* int8 and int4 times their scales: exact in float32. */
 static void gather_scaled(const ca_cache *c, int value, const char *block, int64_t token, float *dst) {
     for (int64_t d = 0; d < c->head_size; d++)
-        dst[d] = ca_scaled_element(kernel_of(c)->info.layout, c->kv_dtype, c->head_size, value, block, c->block_size,
-                                   token, d);
+        dst[d] = ca_scaled_element(c->kv_dtype, c->head_size, value, block, c->block_size, token, d);
 }
 
 static void gather_token(const ca_cache *c, int value, const char *block, int64_t token, char *dst) {

@@ -40,7 +40,9 @@ static const struct {
 #define NUM_ROWS ((int)(sizeof rows / sizeof rows[0]))
 #define NUM_ABSENT ((int)(sizeof absent / sizeof absent[0]) - 1)
 
-static ca_isa_row chosen[NUM_ROWS]; /* what each isa offers on this machine: written once, when the library loads */
+/* What each isa offers on this machine, and who writes 16-bit words for it: written once, when the library loads. */
+static ca_isa_row chosen[NUM_ROWS];
+static const ca_kernel *words[NUM_ROWS];
 
 __attribute__((constructor)) static void choose(void) {
     for (int i = 0; i < NUM_ROWS; i++)
@@ -51,9 +53,15 @@ __attribute__((constructor)) static void choose(void) {
                 for (int d = 0; d < CA_DTYPES; d++)
                     if (variants[v].row->kernels[d])
                         chosen[i].kernels[d] = variants[v].row->kernels[d];
+    for (int i = NUM_ROWS - 1; i >= 0; i--)
+        words[i] = chosen[i].kernels[CA_F16] && !rows[i].row->missing() ? chosen[i].kernels[CA_F16]
+                   : i + 1 < NUM_ROWS                                   ? words[i + 1]
+                                                                        : NULL;
 }
 
 const ca_isa_row *ca_isa_get(int isa) { return isa >= 0 && isa < NUM_ROWS ? &chosen[isa] : NULL; }
+
+const ca_kernel *ca_words_kernel(int isa) { return words[isa]; }
 
 /* Built isas first, so that the index is also the table's; best first is build_ffi.py's order. */
 int ca_isa(int i, ca_isa_info *out) {

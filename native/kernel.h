@@ -80,6 +80,8 @@ typedef struct ca_isa_row {
 } ca_isa_row;
 
 const ca_isa_row *ca_isa_get(int isa);
+/* float16's kernel of an isa, or of the next best one that this machine has: to move 16-bit words into lanes. */
+const ca_kernel *ca_words_kernel(int isa);
 
 static inline int ca_any_narrow(const ca_shape *s) { return ca_is_narrow(s->k_dtype) || ca_is_narrow(s->v_dtype); }
 

@@ -45,6 +45,11 @@ static inline ca_axes ca_cache_axes(const ca_array *a, int kv_cache_layout, int6
                      a->strides[0], a->strides[h], kv_cache_layout == CA_PACKED ? head_size : a->strides[b]};
 }
 
+/* int8 and int4 lie in pairs whatever the dtype: so kernel/integers.inc multiplies them. */
+static inline int ca_layout_of_kind(int layout, int kv_dtype) {
+    return ca_is_scaled(kv_dtype) ? CA_LAYOUT_PAIRS : layout;
+}
+
 /* int4: byte b of 64 holds elements b, in its low half, and 64 + b of 128 that would otherwise lie in these places; as
  * an element plus 8. int8: sign and magnitude. */
 #define CA_I4_ELEMENTS 128
@@ -59,7 +64,8 @@ typedef struct ca_group_form {
 } ca_group_form;
 
 static inline ca_group_form ca_group_form_of(int layout, int kv_dtype, int64_t head_size, int value) {
-    int64_t pair = layout == CA_LAYOUT_PAIRS ? 2 : 1, n = CA_LANES * (value ? head_size : ca_round_up(head_size, pair));
+    const int64_t pair = ca_layout_of_kind(layout, kv_dtype) == CA_LAYOUT_PAIRS ? 2 : 1;
+    int64_t n = CA_LANES * (value ? head_size : ca_round_up(head_size, pair));
     if (kv_dtype == CA_I4)
         n = ca_round_up(n, CA_I4_ELEMENTS);
     return (ca_group_form){n, kv_dtype == CA_I4 ? n / 2 : n * ca_dtype_size(kv_dtype),
@@ -76,7 +82,7 @@ static inline const char *ca_block(const void *base, int64_t stride_n, int64_t s
 }
 
 /* Element d of a token of int8 or int4, its scale applied. */
-float ca_scaled_element(int layout, int kv_dtype, int64_t head_size, int value, const char *block, int64_t block_size,
+float ca_scaled_element(int kv_dtype, int64_t head_size, int value, const char *block, int64_t block_size,
                         int64_t token, int64_t d);
 /* [128] bytes of e4m3, e5m2 or int8 without their sign, as binary16 or bfloat16; of int4 [16], twice */
 const uint16_t *ca_narrow_words(int kv_dtype, int bf16);

@@ -31,8 +31,9 @@ __attribute__((constructor)) static void fill(void) {
         }
 }
 
-float ca_scaled_element(int layout, int kv_dtype, int64_t head_size, int value, const char *block, int64_t block_size,
+float ca_scaled_element(int kv_dtype, int64_t head_size, int value, const char *block, int64_t block_size,
                         int64_t token, int64_t d) {
+    const int layout = CA_LAYOUT_PAIRS;
     const ca_group_form f = ca_group_form_of(layout, kv_dtype, head_size, value);
     const int64_t group = token / CA_LANES, lane = token % CA_LANES, s = d / ca_scale_elements(kv_dtype, head_size);
     const int64_t at = value ? ca_v_offset(layout, lane, d, head_size) : ca_k_offset(layout, lane, d, head_size);

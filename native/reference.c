@@ -21,7 +21,7 @@ static double cached(const ca_plan *p, const ca_call *c, int value, const char *
     const int layout = ca_layout_of(p), dtype = value ? p->shape.v_dtype : p->shape.k_dtype;
     const int64_t n = value ? p->shape.head_size_v : p->shape.head_size, ld = value ? c->v_ld : c->k_ld;
     if (ca_is_scaled(dtype))
-        return ca_scaled_element(layout, dtype, n, value, block, c->block_size, token, d);
+        return ca_scaled_element(dtype, n, value, block, c->block_size, token, d);
     return element(block, value ? ca_v_offset(layout, token, d, ld) : ca_k_offset(layout, token, d, ld), dtype);
 }
 

@@ -44,19 +44,20 @@ def foreign(rows: NDArray[Any], name: str, value: bool, block_size: int, width: 
 
 
 def foreign_integers(
-    tokens: tuple[Any, Any], kind: str, name: str, value: bool, shape: tuple[int, ...], unused: int
+    tokens: tuple[Any, Any], kind: str, value: bool, shape: tuple[int, ...], unused: int
 ) -> NDArray[np.uint8]:
-    """The same of integers as they are stored, uint8, and the bits of their scales, uint16 [slots, Hkv, scales]."""
+    """The same of integers, pairs in every layout, as they are stored, uint8, and the bits of their scales, uint16
+    [slots, Hkv, scales]."""
     codes, scales = tokens
     (slots, heads, size), (*_, block_size, _), each = codes.shape, shape, scales.shape[2]
     memory = np.full((shape[0], heads, block_size * shape[3]), unused, np.uint8)
-    group_elements = 16 * (size + size % 2 * (name == "pairs-v1" and not value))
+    group_elements = 16 * (size + size % 2 * (not value))
     group_bytes = -(-group_elements // 128) * 64 if kind == "int4" else group_elements
     for slot in range(slots):
         block, token = divmod(slot, block_size)
         group, lane = divmod(token, 16)
         for d in range(size):
-            at, first, x = place(name, value, lane, d, size), group * group_bytes, codes[slot, :, d]
+            at, first, x = place("pairs-v1", value, lane, d, size), group * group_bytes, codes[slot, :, d]
             if kind == "int4":
                 byte = memory[block, :, first + at // 128 * 64 + at % 64]
                 byte[:] = (byte & 0x0F) | x << 4 if at % 128 >= 64 else (byte & 0xF0) | x
@@ -153,13 +154,13 @@ def test_integers_of_elsewhere(
         scales[rng.random(scales.shape) < 0.1] = 0xFFC1
         codes = rng.integers(0, 256 if kind == "int8" else 16, (3 * block_size, 2, size), np.uint8)
         tokens.append((codes, scales.astype(np.uint16)))
-    memory = [foreign_integers(x, kinds[i], name, bool(i), d.shapes[i], 0xFF) for i, x in enumerate(tokens)]
+    memory = [foreign_integers(x, kinds[i], bool(i), d.shapes[i], 0xFF) for i, x in enumerate(tokens)]
     for chunk in (layout.CHUNK, 1):
         monkeypatch.setattr(layout, "CHUNK", chunk)
         got = convert(StoredCache(d, *memory))
         assert got.kv_cache_dtype == kv_cache_dtype and got.descriptor.shapes[0] == got.key_cache.shape
         for i, x in enumerate(tokens):
-            want = foreign_integers(x, kinds[i], got.layout, bool(i), got.descriptor.shapes[i], 0)
+            want = foreign_integers(x, kinds[i], bool(i), got.descriptor.shapes[i], 0)
             assert (got.key_cache, got.value_cache)[i].tobytes() == want.tobytes()
     wide = convert(StoredCache(d, *memory), dtype="float32", kv_cache_dtype="auto")
     for x, (codes, bits), kind in zip(contents(wide), tokens, kinds, strict=True):

@@ -15,6 +15,8 @@ from .formats import numpy_dtype
 from .kernels import BF16_PRODUCTS, KERNELS
 
 KINDS = ("auto", "int8", "int4")
+CASES = ("query", "outlier", "outliers", "alike", "one column", "sink", "one value", "last bits", "late")
+EXTREMES = ("tiny keys", "tiny queries")  # of which float16 has none
 
 
 def far_apart(case: str, tiny: float, rng: np.random.Generator) -> list[NDArray[np.float32]]:
@@ -25,11 +27,13 @@ def far_apart(case: str, tiny: float, rng: np.random.Generator) -> list[NDArray[
         k[..., 17] /= 100
     elif case == "outlier":
         q[..., 17], k[..., 17] = 3000, 0
-    elif case == "alike":  # weights of about 1 / 3000, then one on a single large value
+    elif case == "outliers":
+        q[..., 17], k[..., 17] = 300 * q[..., 17], 0
+    elif case in ("alike", "one column"):  # weights of about 1 / 3000, then one on a single large value
         q[...], q[..., [0, 32]] = 0, 128**0.5
         k[..., 0], k[255] = -np.log(3000), 0
         k[..., 32] /= 4
-        v = 0.1 * v + 0.5
+        v = 0.1 * v + 0.5 if case == "alike" else np.sign(v)
         v[255], v[255, 0, 5] = 0, 10
     elif case == "sink":  # nearly all of the weight is on a key whose value is nearly 0
         k[0] = 3 * q.mean(axis=(0, 1)) * 8**0.5
@@ -53,9 +57,9 @@ def far_apart(case: str, tiny: float, rng: np.random.Generator) -> list[NDArray[
 @pytest.mark.parametrize("kv_cache_dtype", [*KINDS, "int8/int4"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 8])
 @pytest.mark.parametrize(
-    "case", ["query", "outlier", "alike", "sink", "tiny keys", "tiny queries", "one value", "last bits", "late"]
+    ("isa", "dtype", "case"),
+    [(*k, case) for k in KERNELS for case in (CASES if k[1] == "float16" else CASES + EXTREMES)],
 )
-@pytest.mark.parametrize(("isa", "dtype"), [k for k in KERNELS if k[1] != "float16"])  # to which 2^100 is infinity
 def test_numbers_far_apart(isa: str, dtype: str, case: str, num_tokens: int, kv_cache_dtype: str) -> None:
     tiny = 2.0**-100 if (isa, dtype) in BF16_PRODUCTS else 2.0**-115  # there weights times scales are subnormal
     q, *kv = (x.astype(numpy_dtype(dtype)) for x in far_apart(case, tiny, np.random.default_rng(11)))

@@ -45,6 +45,7 @@ static const int integers = 1;
 #define STEPS "dot.inc"
 #define DTYPE bf16
 #define ELEM uint16_t
+#define DIGITS 8
 #define PAIRS 1
 #include "../kernel/kernel.inc"
 

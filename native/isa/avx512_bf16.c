@@ -66,6 +66,7 @@ static const char *missing(void) {
 #define STEPS "dot.inc"
 #define DTYPE bf16
 #define ELEM uint16_t
+#define DIGITS 8
 #define PAIRS 1
 #include "../kernel/kernel.inc"
 

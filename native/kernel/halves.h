@@ -180,17 +180,17 @@ static void put_nan(int layout, int value, const uint8_t *src, int n, int64_t he
         }
 }
 
-/* A group of n tokens as a group of float16's layout. stage: its bytes, of int4. */
-static void halves_of_group(int kv_dtype, int pairs, int value, const uint8_t *src, int n, int64_t head_size,
+/* A group of n tokens in that layout as a group of float16's. stage: its bytes, of int4. */
+static void halves_of_group(int kv_dtype, int layout, int value, const uint8_t *src, int n, int64_t head_size,
                             uint16_t *dst, uint8_t *stage, const char *ahead) {
-    const int layout = pairs ? CA_LAYOUT_PAIRS : CA_LAYOUT_LANES;
+    const int pairs = layout == CA_LAYOUT_PAIRS;
     switch (kv_dtype) { /* loops of their own */
     case CA_E4M3:
         if (halves_of_kind(CA_E4M3, pairs, value, src, n, head_size, dst, ahead))
             put_nan(layout, value, src, n, head_size, dst);
         break;
     case CA_I8:
-        halves_of_kind(CA_I8, pairs, value, src, n, head_size, dst, ahead);
+        halves_of_kind(CA_I8, 1, value, src, n, head_size, dst, ahead);
         break;
     case CA_I4:
         nibbles_to_bytes(src, ca_group_form_of(layout, CA_I4, head_size, value).elements, stage, ahead);

@@ -72,21 +72,27 @@ static const void *packed_block(const ca_pages *g, int value, int64_t key, int64
     return g->wide;
 }
 
-/* n keys from here, in one group, that were gathered to dst: element (d, key) at d * ld_d + key * ld. */
-static void apply_scales(const ca_pages *g, int value, int64_t key, int64_t n, float *dst, int64_t ld_d, int64_t ld) {
+/* Of n <= 16 keys from here, in one group, that were gathered to dst: K [head_size][ld], or V [n][ld]. */
+static void apply_scales(const ca_pages *g, int value, int64_t key, int64_t n, float *dst, int64_t ld) {
     const ca_group_form f = group_form(g->plan, value);
-    if (!f.scales)
-        return;
     const int64_t head_size = value ? g->plan->shape.head_size_v : g->plan->shape.head_size;
     const int64_t shared = ca_scale_elements(dtype_of(g->plan, value), head_size);
     const int64_t token = key % g->call->block_size;
-    const char *scales = block_of(g, value, key) + ca_scales_at(&f, g->call->block_size, token / CA_LANES);
-    for (int64_t d = 0; d < head_size; d++)
-        for (int64_t i = 0; i < n; i++) {
-            uint16_t scale;
-            memcpy(&scale, scales + (d / shared * CA_LANES + token % CA_LANES + i) * 2, 2);
-            dst[d * ld_d + i * ld] *= ca_from_bf16(scale);
-        }
+    for (int64_t s = 0; s < f.scales; s++) {
+        const int64_t from = s * shared, to = ca_min64(head_size, from + shared);
+        const char *at = block_of(g, value, key) + ca_scales_at(&f, g->call->block_size, token / CA_LANES);
+        uint16_t bits[CA_LANES];
+        float scales[CA_LANES];
+        memcpy(bits, at + (s * CA_LANES + token % CA_LANES) * 2, (size_t)n * 2);
+        for (int64_t i = 0; i < n; i++)
+            scales[i] = ca_from_bf16(bits[i]);
+        for (int64_t i = 0; value && i < n; i++)
+            for (int64_t d = from; d < to; d++)
+                dst[i * ld + d] *= scales[i];
+        for (int64_t d = from; !value && d < to; d++)
+            for (int64_t i = 0; i < n; i++)
+                dst[d * ld + i] *= scales[i];
+    }
 }
 
 /* How many columns from here, up to end, lie in one block, one group of lanes and one panel. */
@@ -129,7 +135,7 @@ void ca_gather_k(ca_form form, const ca_pages *g, int64_t skip, int64_t n, int64
         float *to = (float *)dst + column / width * panel + column % width;
         step = piece(g, column, n, lanes(g, 0), width);
         g->plan->kernel->widen_k(block, head_size, token, token + step, to, width);
-        apply_scales(g, 0, g->key[column], step, to, width, 1);
+        apply_scales(g, 0, g->key[column], step, to, width);
     }
 }
 
@@ -170,7 +176,7 @@ void ca_gather_v(ca_form form, const ca_pages *g, int64_t skip, int64_t n, int64
         const void *block = packed_block(g, 1, g->key[column], &token);
         step = piece(g, column, n, lanes(g, 1), keys);
         g->plan->kernel->widen_v(block, dv, token, token + step, rows + column * dv, dv);
-        apply_scales(g, 1, g->key[column], step, rows + column * dv, 1, dv);
+        apply_scales(g, 1, g->key[column], step, rows + column * dv, dv);
     }
     memset(rows, 0, (size_t)(skip * dv) * sizeof(float));
     memset(rows + n * dv, 0, (size_t)((keys - n) * dv) * sizeof(float));
