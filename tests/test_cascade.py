@@ -102,7 +102,7 @@ def random_case(seed: int) -> Case:
         alibi=float(rng.choice([0, 0.25])),
         sinks=[None, "mixed"][int(rng.integers(2))],
         shared=tuple(shared),
-        dtype=str(rng.choice(["float32", "bfloat16", "bfloat16"])),
+        dtype=str(rng.choice(["float32", "float16", "bfloat16", "bfloat16"])),
         kv_cache_dtype=str(rng.choice(["auto", "fp8", "int8", "int4", "int4/int8"])),
         seed=seed,
     )

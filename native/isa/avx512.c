@@ -49,6 +49,7 @@
 #define NHD_KEYS 64
 #define AHEAD 1
 #define NARROW_AHEAD (ca_cpu_intel ? 1 : 2)
+#define INTEGERS_AHEAD (ca_cpu_intel ? 3 : 16)
 #define PACED_ROWS (ca_cpu_intel ? 0 : 4)
 #define ASK_HALF ca_cpu_intel
 #define INTEGERS &ca_cpu_vnni
