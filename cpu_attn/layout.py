@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from cpu_attn.cache import PagedKVCache
 
 VERSION = 1
-LAYOUT_NAMES = {lib.CA_LAYOUT_LANES: "lanes-v1", lib.CA_LAYOUT_PAIRS: "pairs-v1"}
+LAYOUT_NAMES = {lib.CA_LAYOUT_LANES: "lanes-v2", lib.CA_LAYOUT_PAIRS: "pairs-v1"}
 # As native/cpu_attn.h describes them: so many neighbours (of d in K, of tokens in V) lie side by side.
-PAIRS = {"lanes-v1": 1, "pairs-v1": 2}
+PAIRS = {"lanes-v2": 1, "pairs-v1": 2}
 LANES = 16  # tokens that lie together: where these divide a block, its width does not depend on its size
 HALVES = 128  # elements of int4 that share 64 bytes
 # What integers mean before their scale, by how they are stored: sign and magnitude, and plus 8.
@@ -52,7 +52,7 @@ def layout_of(isa: int, dtype: str) -> str | None:
 class CacheDescriptor:
     """All that it takes to read the memory of a cache, on this machine or another.
 
-    layout: ``lanes-v1`` or ``pairs-v1`` (native/cpu_attn.h); isa: whose kernels wrote it, which may be one that this
+    layout: ``lanes-v2`` or ``pairs-v1`` (native/cpu_attn.h); isa: whose kernels wrote it, which may be one that this
     machine lacks: what counts is the layout. The other fields are those of :class:`PagedKVCache`. Raises ValueError or
     TypeError that names the field, for what no cache can be.
     """
@@ -270,8 +270,8 @@ class Form:
 
     @property
     def pairs(self) -> int:
-        """int8 and int4 lie in pairs in every layout."""
-        return 2 if self.kind in WHOLE else PAIRS[self.layout]
+        """Bytes lie in pairs in every layout."""
+        return PAIRS[self.layout] if self.kind in _check.FLOATS else 2
 
     @property
     def axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

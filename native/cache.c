@@ -64,7 +64,7 @@ static void write_plain(const ca_cache *c, int value, char *block, int64_t token
         memcpy(to, row, (size_t)c->head_size * ca_dtype_size(c->dtype));
 }
 
-/* One token of a packed one. An odd last d of K is paired with zero, for kernels that read pairs. */
+/* One token of a packed one. An odd last d of K is paired with zero where the other could be NaN. */
 static void write_narrow(const ca_cache *c, int value, char *block, int64_t token, const char *row) {
     uint8_t bytes[c->head_size]; /* at most _check.MAX_SIZE */
     uint16_t scales[ca_div_up(c->head_size, 32)];
@@ -80,7 +80,7 @@ static void write_narrow(const ca_cache *c, int value, char *block, int64_t toke
             group[at] = bytes[d];
     }
     put_scales(c, &f, block, token, 1, scales, 0);
-    if (!value && layout_of(c) == CA_LAYOUT_PAIRS && c->head_size % 2 && !f.scales)
+    if (!value && c->head_size % 2 && !f.scales)
         group[ca_k_offset(CA_LAYOUT_PAIRS, token % CA_LANES, c->head_size, c->head_size + 1)] = 0;
 }
 
@@ -90,22 +90,15 @@ static void write_narrow(const ca_cache *c, int value, char *block, int64_t toke
  * of bytes lies as K of half as many halves does in lanes. */
 static void arrange(const ca_cache *c, int value, uint8_t bytes[CA_LANES][WIDE], uint8_t *to, int stream) {
     const int64_t n = c->head_size;
-    if (layout_of(c) == CA_LAYOUT_PAIRS && !value) {
+    if (!value) {
         ca_words_kernel(c->isa)->write_k(to, n / 2, 0, CA_LANES, bytes, WIDE / 2, bytes, stream);
-    } else if (layout_of(c) == CA_LAYOUT_PAIRS) {
-        for (int t = 0; t < CA_LANES; t += 2)
-            for (int64_t d = 0; d < n; d++) {
-                to[t * n + 2 * d] = bytes[t][d];
-                to[t * n + 2 * d + 1] = bytes[t + 1][d];
-            }
-    } else if (value) {
-        for (int t = 0; t < CA_LANES; t++)
-            memcpy(to + t * n, bytes[t], (size_t)n);
-    } else {
-        for (int64_t d = 0; d < n; d++)
-            for (int t = 0; t < CA_LANES; t++)
-                to[d * CA_LANES + t] = bytes[t][d];
+        return;
     }
+    for (int t = 0; t < CA_LANES; t += 2)
+        for (int64_t d = 0; d < n; d++) {
+            to[t * n + 2 * d] = bytes[t][d];
+            to[t * n + 2 * d + 1] = bytes[t + 1][d];
+        }
 }
 
 /* A whole group; 0: it has to go token by token. */
@@ -115,7 +108,7 @@ static int write_narrow_group(const ca_cache *c, int value, char *block, int64_t
     uint16_t scales[CA_LANES][WIDE / 32];
     const ca_group_form f = form_of(c, value);
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
-    if (c->head_size > WIDE || (layout_of(c) == CA_LAYOUT_PAIRS && c->head_size % 2))
+    if (c->head_size > WIDE || c->head_size % 2)
         return 0;
     for (int t = 0; t < CA_LANES; t++) {
         for (int64_t i = 0; i < c->head_size * ca_dtype_size(c->dtype);

@@ -27,7 +27,7 @@ enum ca_dtype {
 /* How one block of one kv head lies in memory (element offsets from the start of the block).
  * LANES: K [B/16][D][16], V [B][Dv].
  * PAIRS: K [B/16][D/2][16][2], V [B/2][Dv][2]: two neighbours of the summed axis side by side,
- *        as VDPBF16PS and TDPBF16PS read them. int8 and int4 lie so in every layout of packed caches.
+ *        as VDPBF16PS and TDPBF16PS read them. Elements of a byte and less lie so in every packed cache.
  * ROWS:  K and V token by token, as whoever owns a plain cache strides them. */
 enum ca_layout { CA_LAYOUT_LANES, CA_LAYOUT_PAIRS, CA_LAYOUT_ROWS };
 

@@ -94,7 +94,7 @@ int64_t ca_block_elements(int isa, int dtype, int kv_dtype, int64_t block_size, 
     const ca_kernel *k = kernel(isa, dtype);
     if (!k)
         return -1;
-    int64_t pair = k->info.layout == CA_LAYOUT_PAIRS ? 2 : 1;
+    const int64_t pair = ca_layout_of_kind(k->info.layout, kv_dtype) == CA_LAYOUT_PAIRS ? 2 : 1;
     if (ca_is_scaled(kv_dtype)) {
         ca_group_form f = ca_group_form_of(k->info.layout, kv_dtype, head_size, value);
         return ca_scales_at(&f, block_size, ca_div_up(block_size, CA_LANES));

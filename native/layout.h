@@ -45,9 +45,10 @@ static inline ca_axes ca_cache_axes(const ca_array *a, int kv_cache_layout, int6
                      a->strides[0], a->strides[h], kv_cache_layout == CA_PACKED ? head_size : a->strides[b]};
 }
 
-/* int8 and int4 lie in pairs whatever the dtype: so kernel/integers.inc multiplies them. */
+/* Narrow caches lie in pairs whatever the dtype: so kernel/integers.inc multiplies int8 and int4, and kernel/halves.h
+ * makes two vectors of halves of one of bytes by shifts alone. */
 static inline int ca_layout_of_kind(int layout, int kv_dtype) {
-    return ca_is_scaled(kv_dtype) ? CA_LAYOUT_PAIRS : layout;
+    return ca_is_narrow(kv_dtype) ? CA_LAYOUT_PAIRS : layout;
 }
 
 /* int4: byte b of 64 holds elements b, in its low half, and 64 + b of 128 that would otherwise lie in these places; as

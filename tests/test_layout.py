@@ -28,7 +28,7 @@ def test_descriptor_says_it_all(isa: str, dtype: str, kv_cache_dtype: str, block
     scales = scales_for(kv_cache_dtype, 0.1, 3.0)
     cache = PagedKVCache(3, block_size, 2, 33, dtype, isa, head_size_v=7, kv_cache_dtype=kv_cache_dtype, **scales)
     d = cache.descriptor
-    assert d.layout == cache.layout == ("pairs-v1" if dtype == "bfloat16" else "lanes-v1")
+    assert d.layout == cache.layout == ("pairs-v1" if dtype == "bfloat16" else "lanes-v2")
     assert d.shapes == (cache.key_cache.shape, cache.value_cache.shape)
     assert [memory_dtype(kind, dtype) for kind in d.stored] == [cache.key_cache.dtype, cache.value_cache.dtype]
     assert CacheDescriptor.from_json(d.to_json()) == d
@@ -41,7 +41,7 @@ def test_descriptor_says_it_all(isa: str, dtype: str, kv_cache_dtype: str, block
     [
         ({"version": 2}, "version: 2, this library knows 1"),
         ({"version": True}, "version: True"),
-        ({"layout": "rows-v1"}, "layout: 'rows-v1' is none of lanes-v1, pairs-v1"),
+        ({"layout": "rows-v1"}, "layout: 'rows-v1' is none of lanes-v2, pairs-v1"),
         ({"layout": []}, "layout: [] is none of"),
         ({"dtype": "float64"}, "dtype: 'float64'"),
         ({"dtype": 3}, "dtype: 3"),

@@ -20,13 +20,13 @@ from .kernels import KERNELS
 from .layout_caches import GOOD, contents, filled, held, scales_for
 from .test_quantised import rows as roundings
 
-LAYOUTS = ("lanes-v1", "pairs-v1")
+LAYOUTS = ("lanes-v2", "pairs-v1")
 
 
 def place(name: str, value: bool, token: int, d: int, size: int) -> int:
     """Of an element among those of its block, as native/layout.h says."""
     group, lane = divmod(token, 16)
-    if name == "lanes-v1":
+    if name == "lanes-v2":
         return token * size + d if value else (group * size + d) * 16 + lane
     if value:
         return (token // 2 * size + d) * 2 + token % 2
@@ -34,8 +34,10 @@ def place(name: str, value: bool, token: int, d: int, size: int) -> int:
 
 
 def foreign(rows: NDArray[Any], name: str, value: bool, block_size: int, width: int) -> NDArray[Any]:
-    """[slots, Hkv, D] in the memory of a layout, one element after another; all else NaN."""
+    """[slots, Hkv, D] in the memory of a layout, one element after another, bytes in pairs in every one; all else
+    NaN."""
     slots, heads, size = rows.shape
+    name = "pairs-v1" if rows.dtype.itemsize == 1 else name
     memory = np.full((slots // block_size, heads, block_size * width), np.nan, rows.dtype)
     for slot, d in itertools.product(range(slots), range(size)):
         block, token = divmod(slot, block_size)
@@ -98,7 +100,7 @@ def test_any_layout_of_elsewhere(
         monkeypatch.setattr(layout, "CHUNK", chunk)
         for to in ("float32", dtype):
             got = convert(StoredCache(d, *stored), dtype=to)
-            assert got.layout == ("pairs-v1" if to == "bfloat16" else "lanes-v1")
+            assert got.layout == ("pairs-v1" if to == "bfloat16" else "lanes-v2")
             for a, b in zip(contents(got), rows, strict=True):
                 assert a.tobytes() == b.astype(numpy_dtype(to)).tobytes()
 
@@ -217,14 +219,14 @@ def nearest(x: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def test_one_rounding() -> None:
     """Just above the middle of two bfloat16, by less than float32 has digits for; and its mirror image."""
-    d = described(layout="lanes-v1", dtype="float32", kv_cache_dtype="fp8_e4m3", num_blocks=1, num_kv_heads=1)
+    d = described(layout="lanes-v2", dtype="float32", kv_cache_dtype="fp8_e4m3", num_blocks=1, num_kv_heads=1)
     scale = np.float32(1 + 2**-8 + 2**-23)  # times 1.125 and so on: products of 28 bits
     d = dataclasses.replace(d, head_size=16, head_size_v=16, k_scale=float(scale), v_scale=1.0)
     bytes_ = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
     memory = np.resize(bytes_, 256).reshape(1, 1, 16, 16)
     for kind in ("bfloat16", "float16", "float32"):
         got = convert(StoredCache(d, memory, memory.copy()), dtype=kind, kv_cache_dtype="auto")
-        key = contents(got)[0][:, 0].T.reshape(-1)  # lanes: [d][token]
+        key = contents(got)[0][:, 0].reshape(16, 8, 2).swapaxes(0, 1).reshape(-1)  # pairs: [d / 2][token][2]
         finite = np.isfinite(bytes_.astype(np.float32))
         exact = [fractions.Fraction(float(b)) * fractions.Fraction(float(scale)) for b in bytes_[finite]]
         for x, want in zip(key[finite], exact, strict=True):

@@ -75,10 +75,10 @@ class Backend(CPUAttentionBackend):  # type: ignore[misc]
     def customize_spec(cls, spec: Any) -> Any:
         """The bytes that a token and kv head take: more than K and V for odd head sizes, fewer as int4."""
         if spec.kv_quant_mode == KVQuantMode.NONE:
-            kv, dtypes = "auto", [spec.dtype]
-        else:  # the spec does not say of which dtype keys are
-            kv, dtypes = QUANTISED[spec.kv_quant_mode], [torch.float32, torch.float16, torch.bfloat16]
-        width = max(_width(spec.head_size, dtype, kv) + _width(spec.head_size_v, dtype, kv) for dtype in dtypes)
+            kv, dtype = "auto", spec.dtype
+        else:  # the spec does not say of which dtype keys are, and it makes no difference
+            kv, dtype = QUANTISED[spec.kv_quant_mode], torch.bfloat16
+        width = _width(spec.head_size, dtype, kv) + _width(spec.head_size_v, dtype, kv)
         return replace(spec, state_content_bytes=width * spec.dtype.itemsize)
 
     @staticmethod

@@ -33,7 +33,7 @@
  * alone in a block of 16 tokens half of them is best, too. A quarter, the half at once, half of every KiB or of groups
  * of 1 KiB: slower than all.
  *
- * Narrow caches: kernel/halves.h; int8 and int4, with AVX512_VNNI: kernel/integers.inc. */
+ * Narrow caches: kernel/halves.h; int8 and int4 of 16-bit dtypes, with AVX512_VNNI: kernel/integers.inc. */
 #include "../cpu.h"
 #include "avx512.h"
 

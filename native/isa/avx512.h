@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The vocabulary (kernel/vocabulary.md) in AVX-512 registers, for every isa file that has them. Nothing beyond
- * F, BW, DQ, VL, FMA and F16C, and BF16 and VBMI where the file has them too, or EMULATED and EMULATED_VBMI. */
+ * F, BW, DQ, VL, FMA and F16C, and BF16 and VBMI where the file has them too, or EMULATED and EMULATED_VBMI;
+ * but v_dot_words is VPDPWSSD, in assembly, for files with INTEGERS. */
 #include "../kernel/inline.h"
 #include <immintrin.h>
 #include <math.h>
