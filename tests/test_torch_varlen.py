@@ -17,9 +17,10 @@ from .guard import Guarded
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations
-provider = pytest.importorskip("cpu_attn.torch.provider")
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl  # noqa: E402
 from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out  # noqa: E402
+
+import cpu_attn.torch  # noqa: E402, F401
 
 DTYPES = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 4e-3}
 LSE = AuxRequest(lse=True)

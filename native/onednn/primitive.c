@@ -201,8 +201,6 @@ void ca_prim_put(ca_prim *p) {
 
 const char *ca_prim_impl(const ca_prim *p) { return p->impl; }
 
-size_t ca_prim_pad(const ca_prim *p) { return p->pad; }
-
 static binding *bind(const ca_prim *p) {
     binding *b = calloc(1, sizeof *b);
     if (!b)

@@ -32,6 +32,5 @@ ca_prim *ca_prim_new(const ca_prim_key *key, const char *need); /* for one use, 
 void ca_prim_put(ca_prim *p);
 
 const char *ca_prim_impl(const ca_prim *p);
-size_t ca_prim_pad(const ca_prim *p); /* bytes of scratchpad */
 int ca_prim_run(ca_prim *p, float factor, const void *src, const void *weights, void *dst, void *pad, size_t pad_bytes);
 #endif
