@@ -15,7 +15,19 @@ from .formats import numpy_dtype
 from .kernels import BF16_PRODUCTS, KERNELS
 
 KINDS = ("auto", "int8", "int4")
-CASES = ("query", "outlier", "outliers", "alike", "one column", "sink", "one value", "last bits", "late")
+CASES = (
+    "query",
+    "outlier",
+    "outliers",
+    "channels",
+    "alike",
+    "one column",
+    "turns",
+    "sink",
+    "one value",
+    "last bits",
+    "late",
+)
 EXTREMES = ("tiny keys", "tiny queries")  # of which float16 has none
 
 
@@ -29,12 +41,18 @@ def far_apart(case: str, tiny: float, rng: np.random.Generator) -> list[NDArray[
         q[..., 17], k[..., 17] = 3000, 0
     elif case == "outliers":
         q[..., 17], k[..., 17] = 300 * q[..., 17], 0
-    elif case in ("alike", "one column"):  # weights of about 1 / 3000, then one on a single large value
+    elif case == "channels":  # as SmoothQuant finds them: large in queries where they are small in keys
+        channel = np.exp(1.5 * rng.standard_normal(128)).astype(np.float32)
+        q, k = 4 * q * channel, k / channel
+    elif case in ("alike", "one column", "turns"):  # weights of about 1 / 3000, then one on a single large value
         q[...], q[..., [0, 32]] = 0, 128**0.5
         k[..., 0], k[255] = -np.log(3000), 0
         k[..., 32] /= 4
         v = 0.1 * v + 0.5 if case == "alike" else np.sign(v)
-        v[255], v[255, 0, 5] = 0, 10
+        if case == "turns":  # signs by turns, and next to the heavy key less than one of 32767 parts
+            k[..., 0], k[..., 32], k[255] = -np.log(72000), 0, 0
+            v[::2], v[1::2] = 1, -1
+        v[255], v[255, 0, 5] = 0, 10 if case != "turns" else 1
     elif case == "sink":  # nearly all of the weight is on a key whose value is nearly 0
         k[0] = 3 * q.mean(axis=(0, 1)) * 8**0.5
         v[0] /= 1000

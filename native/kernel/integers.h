@@ -22,34 +22,34 @@ INLINE fit fit_to(uint32_t top) {
     return (fit){boost, MOST / most, most / MOST / boost};
 }
 
-/* n numbers, zeros up to a multiple of 8 behind them, as integers, and in the second chain what was rounded off, if a
- * quarter of them are less than `few`: next to a few that are large, in dimensions where keys are small, they may
- * decide. */
-static void put_chain(int kind, int few, int64_t n, const float *x, int16_t *restrict whole, int16_t *restrict rest,
-                      chain *of) {
+/* n numbers, zeros up to a multiple of 8 behind them, as integers, and in the second chain what was rounded off. That
+ * counts for keys whose scale is so large that it may change a logit by more than `error` of an octave: a key is up to
+ * 127 (7) scales in every dimension, and what was rounded off has either sign. Next to a few numbers that are large, in
+ * dimensions where keys are small, it may decide; elsewhere it is lost in the error budget. */
+static void put_chain(int kind, float error, float octaves, int64_t n, const float *x, int16_t *restrict whole,
+                      int16_t *restrict rest, chain *of) {
     const fit fit = fit_to(ca_top_bits(x, n));
-    int32_t small = 0, numbers = 0, sum = 0, rests = 0;
+    int32_t sum = 0, rests = 0;
+    float squares = 0;
     for (int64_t i = 0; i < ca_round_up(n, 8); i++) {
         const float y = x[i] * fit.boost * fit.by;
         const int32_t near = ca_nearest(y), off = ca_nearest((y - (float)near) * (2 * MOST));
         whole[i] = (int16_t)near;
         rest[i] = (int16_t)off;
-        numbers += y != 0;
-        small += (y != 0) & (near < few) & (near > -few);
+        squares += (y - (float)near) * (y - (float)near);
         sum += whole[i];
         rests += rest[i];
     }
-    of[0] = (chain){fit.unit, kind == CA_I4 ? -8 * sum : 0};
-    of[1] = (chain){4 * small > numbers ? fit.unit / (2 * MOST) : 0, kind == CA_I4 ? -8 * rests : 0};
+    of[0] = (chain){fit.unit, kind == CA_I4 ? -8 * sum : 0, 0};
+    of[1] = (chain){fit.unit / (2 * MOST), kind == CA_I4 ? -8 * rests : 0,
+                    error / (fit.unit * octaves * sqrtf(squares) * (kind == CA_I4 ? 7 : 127))};
 }
 
-/* What is added before weights are rounded, (k + 1/2) / 64 - 1/2 in van der Corput's order: many that are small and
- * alike would all be rounded to the same side. 0 stays 0. */
-#define SPREAD_2(x) (x), (x) + 1 / 2.0f
-#define SPREAD_4(x) SPREAD_2(x), SPREAD_2((x) + 1 / 4.0f)
-#define SPREAD_8(x) SPREAD_4(x), SPREAD_4((x) + 1 / 8.0f)
-#define SPREAD_16(x) SPREAD_8(x), SPREAD_8((x) + 1 / 16.0f)
-#define SPREAD_32(x) SPREAD_16(x), SPREAD_16((x) + 1 / 32.0f)
-#define SPREAD_64(x) SPREAD_32(x), SPREAD_32((x) + 1 / 64.0f)
-static const float spread[4 * CA_LANES] = {SPREAD_64(1 / 128.0f - 0.5f)};
+/* What is added before weights are rounded, ((37 k) mod 64 + 1/2) / 64 - 1/2: many that are small and alike would all
+ * be rounded to the same side. Of the odd factors 37 is among those whose sums over every second, third, ... 32nd key
+ * stay smallest: with van der Corput's order V of turning signs came to 13 times the error budget. 0 stays 0. */
+#define SPREAD(k) ((37 * (k)) % 64 + 0.5f) / 64 - 0.5f
+#define SPREAD_4(k) SPREAD(k), SPREAD((k) + 1), SPREAD((k) + 2), SPREAD((k) + 3)
+#define SPREAD_16(k) SPREAD_4(k), SPREAD_4((k) + 4), SPREAD_4((k) + 8), SPREAD_4((k) + 12)
+static const float spread[4 * CA_LANES] = {SPREAD_16(0), SPREAD_16(16), SPREAD_16(32), SPREAD_16(48)};
 #endif
