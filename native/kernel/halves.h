@@ -151,23 +151,16 @@ static void nibbles_to_bytes(const uint8_t *src, int64_t n, uint8_t *dst, const 
     }
 }
 
-INLINE void unzip_group(int kind, int value, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
-                        const char *ahead, vh *found) {
-    if (!value) {
-        const int64_t words = ca_div_up(head_size, 2) * CA_LANES;
-        unzip_halves(kind, src, words, dst, dst + CA_LANES, 2 * CA_LANES, ahead, found);
-        return;
-    }
-    for (int64_t t = 0; t < n; t += 2)
-        unzip_halves(kind, src + t * head_size, head_size, dst + t * head_size, dst + (t + 1) * head_size, CA_LANES,
-                     ahead + t * head_size, found);
-}
-
 /* K or V of n tokens of a group, NaN apart. Could one be NaN? */
 INLINE int halves_of_kind(int kind, int value, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
                           const char *ahead) {
+    const int64_t words = ca_div_up(head_size, 2) * CA_LANES;
     vh found = {0};
-    unzip_group(kind, value, src, n, head_size, dst, ahead, &found);
+    if (!value)
+        unzip_halves(kind, src, words, dst, dst + CA_LANES, 2 * CA_LANES, ahead, &found);
+    for (int64_t t = 0; value && t < n; t += 2)
+        unzip_halves(kind, src + t * head_size, head_size, dst + t * head_size, dst + (t + 1) * head_size, CA_LANES,
+                     ahead + t * head_size, &found);
     return any_nan(found);
 }
 
