@@ -27,6 +27,7 @@ from cpu_attn._check import kv_cache_layout as check_layout
 from cpu_attn.cli import contest, plot, report
 from cpu_attn.cli.info import cpu, onednn
 from cpu_attn.cli.limits import DEFAULT_BYTES, Limit, Limits, best_isa, products
+from cpu_attn.cli.rivals import RIVALS
 from cpu_attn.cli.workloads import GROUPS, WORKLOADS, Step, Workload
 from cpu_attn.tests.formats import DTYPES
 
@@ -127,22 +128,25 @@ def engines_here(
     return found
 
 
-def refuse_idle(workloads: Sequence[Workload], engines: Engines, asked: Sequence[str], kv_cache_dtype: str) -> None:
+def refuse_idle(
+    workloads: Sequence[Workload], engines: Engines, asked: Sequence[str], kv_cache_dtype: str, block_size: int
+) -> None:
     """A workload that nobody runs is an error, and so is an engine or a rival that was asked for and runs none."""
+    cache = (kv_cache_dtype, block_size)
     for engine in asked:
-        reasons = [_idle(engine, w, kv_cache_dtype) for w in workloads]
+        reasons = [_idle(engine, w, *cache) for w in workloads]
         if all(reasons):
             raise click.UsageError(reasons[0])
     for some, w in product(engines.values(), workloads):
-        able = [e for e in some if not contest.unable(e, w, kv_cache_dtype)]
+        able = [e for e in some if not contest.unable(e, w, *cache)]
         if not contest.takes_part(able, w.kind):
-            raise click.UsageError(_idle(some[0], w, kv_cache_dtype))
+            raise click.UsageError(_idle(some[0], w, *cache))
 
 
-def _idle(engine: str, w: Workload, kv_cache_dtype: str) -> str:
+def _idle(engine: str, w: Workload, kv_cache_dtype: str, block_size: int) -> str:
     """Why an engine has nothing to do with a workload, "" if it has."""
     if engine in contest.takes_part([engine], w.kind):
-        return contest.unable(engine, w, kv_cache_dtype)
+        return contest.unable(engine, w, kv_cache_dtype, block_size)
     return f"{w.name}: {engine} has no part in it"
 
 
@@ -226,7 +230,7 @@ def _one_workload(
     """The same workload over some caches: all of them by turns, but for engines that cannot."""
     rows: list[contest.Contestant] = []
     for step in steps:
-        reasons = {e: contest.unable(e, step.workload, step.kv_cache_dtype) for e in engines}
+        reasons = {e: contest.unable(e, step.workload, step.kv_cache_dtype, step.block_size) for e in engines}
         for engine in filter(reasons.get, engines):
             click.echo(f"  without {engine}: {reasons[engine]}", err=True, nl=False)
         rows += contest.contestants(step, [e for e in engines if not reasons[e]])
@@ -348,7 +352,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.command()
 @click.argument("names", nargs=-1, metavar="[WORKLOAD]...")
 @click.option("--engine", multiple=True, type=click.Choice(contest.ENGINES), help="Only this engine. Repeatable.")
-@click.option("--rival", multiple=True, type=click.Choice(contest.RIVALS), help="And somebody else's attention.")
+@click.option("--rival", multiple=True, type=click.Choice(list(RIVALS)), help="And somebody else's attention.")
 @click.option(
     "--isa", multiple=True, default=["auto"], show_default=True, help="Kernels, and layout of the cache. Repeatable."
 )
@@ -432,7 +436,7 @@ def bench(
     sizes = {w.head_size for w in workloads}
     engines = {(i, d): engines_here(engine, rival, i, d, sizes) for i, d in product(*map(dict.fromkeys, (isa, dtype)))}
     for kind in kv_cache_dtype:
-        refuse_idle(workloads, engines, engine + rival, kind)
+        refuse_idle(workloads, engines, engine + rival, kind, block_size)
     if plot_to:
         plot.check(plot_to, {w.kind for w in workloads})
     cache = {"block_size": block_size, "kv_cache_layout": kv_cache_layout}

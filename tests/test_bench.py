@@ -318,7 +318,7 @@ def test_a_file_that_cannot_be_written_comes_after_the_table(option: str) -> Non
 
 
 def test_left_out_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contest, "unable", lambda e, w, kv="auto": "no plans" * (e == "reference" and w.kind == "plan"))
+    monkeypatch.setattr(contest, "unable", lambda e, w, *cache: "no plans" * (e == "reference" and w.kind == "plan"))
     engines = ("--engine", "native", "--engine", "reference", "--repeat", "1", "--json")
     result = call("plan-256", "call-tiny", *engines)
     took = [(r["workload"], r["engine"]) for r in json.loads(result.stdout)["results"]]
@@ -336,9 +336,9 @@ def test_who_has_no_part_in_it(engine: str) -> None:
     idle = [[write]] if engine == "onednn" else [[write], [plan], [plan, write]]
     for some in idle:
         with pytest.raises(click.UsageError, match=f"{some[0].name}: {engine} has no part in it"):
-            bench_module.refuse_idle(some, here, [engine], "auto")
-        bench_module.refuse_idle(some, here, [], "auto")
-    bench_module.refuse_idle([write, plan, decode], here, ["native", engine], "auto")
+            bench_module.refuse_idle(some, here, [engine], "auto", 128)
+        bench_module.refuse_idle(some, here, [], "auto", 128)
+    bench_module.refuse_idle([write, plan, decode], here, ["native", engine], "auto", 128)
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -174,6 +176,82 @@ def test_torch_computes_the_same_attention(workload: Workload, dtype: str) -> No
     tokens = [one for group in row.call() for one in group]  # [Hq, q_len, D] of each request
     assert (row.isa, len(tokens)) == (None, len(workload.lens))
     assert_right(step, np.concatenate([t.float().numpy().transpose(1, 0, 2) for t in tokens]))
+
+
+VLLM_SCHEMAS = {
+    "get_scheduler_metadata": """(int num_req, int num_heads_q, int num_heads_kv, int head_dim, Tensor seq_lens,
+        ScalarType dtype, Tensor query_start_loc, bool casual, int window_size, str isa_hint, bool enable_kv_split,
+        Tensor? dynamic_causal, str kv_cache_dtype="auto") -> Tensor""",
+    "cpu_attn_reshape_and_cache": """(Tensor key, Tensor value, Tensor(a2!) key_cache, Tensor(a3!) value_cache,
+        Tensor slot_mapping, str isa, float k_scale=1.0, float v_scale=1.0, str kv_cache_dtype="auto") -> ()""",
+    "cpu_attention_with_kv_cache": """(Tensor query, Tensor key_cache, Tensor value_cache, Tensor(a3!) output,
+        Tensor query_start_loc, Tensor seq_lens, float scale, bool causal, Tensor? alibi_slopes,
+        SymInt sliding_window_size, Tensor block_table, float softcap, Tensor scheduler_metadata, Tensor? s_aux,
+        Tensor? dynamic_causal, float k_scale=1.0, float v_scale=1.0, str kv_cache_dtype="auto") -> ()""",
+}
+
+
+@pytest.fixture(scope="module")
+def vllm_kernels() -> Iterator[None]:
+    """vLLM's compiled kernels; where it has none, ours under their names and with their arguments."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_TARGET_DEVICE", "cpu")
+        pytest.importorskip("vllm")
+        library = None
+        if contest.missing("vllm", "auto", "bfloat16"):
+            torch = importlib.import_module("torch")
+            ours = importlib.import_module("cpu_attn.torch") and torch.ops.cpu_attn
+            library = torch.library.Library("_C", "FRAGMENT")
+            for name, schema in VLLM_SCHEMAS.items():
+                library.define(name + schema)
+                library.impl(name, getattr(ours, name), "CompositeExplicitAutograd")
+        yield
+        del library
+
+
+@pytest.mark.integrations
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8_e5m2")]
+)
+@pytest.mark.parametrize(
+    "workload",
+    [
+        replace(ODD, attn_bias=False, head_size=64),
+        Workload("shared", "cascade", ((1, 140), (1, 151)), 6, 2, 64, shared=128),
+    ],
+    ids=lambda w: w.name,
+)
+def test_vllm_computes_the_same_attention(
+    vllm_kernels: Any, workload: Workload, dtype: str, kv_cache_dtype: str
+) -> None:
+    step = Step(workload, "auto", dtype, 32, kv_cache_dtype)
+    (row,) = contest.contestants(step, ["vllm"])
+    assert row.isa is None
+    assert_right(step, row.call().float().numpy())
+
+
+@pytest.mark.integrations
+def test_vllm_plans_and_writes(vllm_kernels: Any) -> None:
+    (row,) = contest.contestants(Step(WORKLOADS["plan-256"], "auto", "bfloat16", 32), ["vllm"])
+    assert row.call().numel() > 0
+    step = Step(Workload("w", "write", ((40, 40),), 4, 2, 64), "auto", "bfloat16", 32)
+    native, row = contest.contestants(step, ["native", "vllm"])
+    assert (native.engine, row.engine) == ("native", "vllm")
+    *_, key_cache, value_cache, _, _ = row.call.args
+    row.call()
+    for written in (key_cache, value_cache):
+        values = written.float().abs()
+        tokens = (values > 0).sum() / (2 * 64)
+        assert tokens == 40 and values.max() < 2
+
+
+@pytest.mark.integrations
+def test_vllm_says_what_it_lacks(vllm_kernels: Any) -> None:
+    everything = replace(DRAFTS, attn_bias=True, selected=0.5)
+    reason = contest.unable("vllm", everything, "int8", 16)
+    lacking = ("attn_bias", "tree", "selected", "int8", "head size 24", "blocks of 16 tokens")
+    assert reason == f"vLLM's CPU attention has no {' and no '.join(lacking)}"
+    assert not contest.unable("vllm", WORKLOADS["decode-8x8k"], "fp8", 128)
 
 
 def test_write_and_plan() -> None:
