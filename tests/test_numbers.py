@@ -91,6 +91,28 @@ def test_numbers_far_apart(isa: str, dtype: str, case: str, num_tokens: int, kv_
     assert reference.relative_rms(got, want, starts)[0] <= reference.BUDGET[dtype]
 
 
+@pytest.mark.parametrize("small", [0.0053, 0.02, 0.042, 0.16])
+@pytest.mark.parametrize("kv_cache_dtype", KINDS)
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
+def test_what_a_query_loses_has_one_sign(isa: str, dtype: str, kv_cache_dtype: str, small: float) -> None:
+    """Every second key is small in all dimensions, the others have the same logit in one: rounded next to 1000, as
+    integers of 15 bits, 65/64 would become 1 in all of them."""
+    rng, real = np.random.default_rng(16), numpy_dtype(dtype)
+    q, k, v = np.full((1, 1, 1024), 65 / 64), np.full((32, 1, 1024), small), np.zeros((32, 1, 32))
+    k[1::2], v[::2] = 0, rng.uniform(0.5, 1, 32)
+    for d in range(0, 1024, 32):
+        q[..., d], k[..., d], k[1::2, :, d + 1] = 1000, 0, 31 * small
+    q, k, v = (x.astype(real) for x in (q, k, v))
+    cache = cpu_attn.PagedKVCache(2, 16, 1, 1024, dtype, isa, head_size_v=32, kv_cache_dtype=f"{kv_cache_dtype}/auto")
+    cache.update(k, v, np.arange(32))
+    table, starts, lens = np.arange(2, dtype=np.int32), np.array([0, 1], np.int32), np.array([32], np.int32)
+    lse = np.empty((1, 1), np.float32)
+    got = cache.attend(q, table[None], cache.plan(starts, lens, 1), lse=lse).astype(np.float64)
+    want, want_lse = reference.attention(q, *([x] for x in cache.gather(table, 32)), starts, lens, 1 / 32)
+    assert reference.relative_rms(got, want, starts)[0] <= reference.BUDGET[dtype]
+    assert np.abs(lse - want_lse).max() <= reference.LSE_BUDGET[dtype] * max(1, np.abs(want_lse).max())
+
+
 @pytest.mark.parametrize("kv_cache_dtype", KINDS)
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 @pytest.mark.parametrize(("isa", "dtype"), KERNELS)
@@ -129,6 +151,20 @@ def test_scales_far_from_one(isa: str, dtype: str, kv_cache_dtype: str, large: f
     want, _ = reference.attention(q, *([x] for x in cache.gather(table, 48)), starts, lens, large / 8)
     flushed = large == 2.0**124 and (isa, dtype) in BF16_PRODUCTS  # products near 2^-124
     assert reference.relative_rms(got, want, starts)[0] <= (0.05 if flushed else reference.BUDGET[dtype])
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "int8", "int4"])
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
+def test_the_largest_softcap(isa: str, dtype: str, kv_cache_dtype: str) -> None:
+    """Which changes nothing; in units of it logits are subnormal."""
+    rng = np.random.default_rng(17)
+    q, k, v = (rng.standard_normal((n, 2, 64)).astype(numpy_dtype(dtype)) for n in (1, 48, 48))
+    cache = cpu_attn.PagedKVCache(3, 16, 2, 64, dtype, isa, kv_cache_dtype=kv_cache_dtype)
+    cache.update(k, v, np.arange(48))
+    table, starts, lens = np.arange(3, dtype=np.int32), np.array([0, 1], np.int32), np.array([48], np.int32)
+    got = cache.attend(q, table[None], cache.plan(starts, lens, 2), softcap=2.3e38).astype(np.float64)
+    want, _ = reference.attention(q, *([x] for x in cache.gather(table, 48)), starts, lens, 1 / 8)
+    assert reference.relative_rms(got, want, starts)[0] <= reference.BUDGET[dtype]
 
 
 @pytest.mark.parametrize("softcap", [1.2e-38, 1e-33])

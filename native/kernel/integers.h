@@ -22,27 +22,34 @@ INLINE fit fit_to(uint32_t top) {
     return (fit){boost, MOST / most, most / MOST / boost};
 }
 
-/* n numbers, zeros up to a multiple of 8 behind them, as integers, and in the second chain what was rounded off. That
- * counts for keys whose scale is so large that it may change a logit by more than `error` of an octave: a key is up to
- * 127 (7) scales in every dimension, and what was rounded off has either sign. Next to a few numbers that are large, in
- * dimensions where keys are small, it may decide; elsewhere it is lost in the error budget. */
+/* The same with a power of two for a unit: numbers of at most 11 digits are exact down to 1/16 of the largest one, and
+ * their integers are at most MOST. */
+INLINE fit fit_octaves(uint32_t top) {
+    const fit f = fit_to(top);
+    const float octave = ca_as_float(ca_as_bits(ca_as_float(top) * f.boost) & 0x7f800000);
+    return f.by > 0 ? (fit){f.boost, 0x1p14f / octave, octave * 0x1p-14f / f.boost} : f;
+}
+
+/* n elements of a query, zeros up to a multiple of 8 behind them, as integers, and in the second chain what was rounded
+ * off. That counts for keys whose scale is so large that it may change a logit by more than `error` of an octave: a key
+ * is up to 127 (7) scales in every dimension. */
 static void put_chain(int kind, float error, float octaves, int64_t n, const float *x, int16_t *restrict whole,
                       int16_t *restrict rest, chain *of) {
-    const fit fit = fit_to(ca_top_bits(x, n));
+    const fit fit = fit_octaves(ca_top_bits(x, n));
     int32_t sum = 0, rests = 0;
-    float squares = 0;
+    float lost = 0;
     for (int64_t i = 0; i < ca_round_up(n, 8); i++) {
         const float y = x[i] * fit.boost * fit.by;
-        const int32_t near = ca_nearest(y), off = ca_nearest((y - (float)near) * (2 * MOST));
+        const int32_t near = ca_nearest(y), off = ca_nearest((y - (float)near) * 0x1p15f);
         whole[i] = (int16_t)near;
         rest[i] = (int16_t)off;
-        squares += (y - (float)near) * (y - (float)near);
+        lost += fabsf(y - (float)near);
         sum += whole[i];
         rests += rest[i];
     }
     of[0] = (chain){fit.unit, kind == CA_I4 ? -8 * sum : 0, 0};
-    of[1] = (chain){fit.unit / (2 * MOST), kind == CA_I4 ? -8 * rests : 0,
-                    error / (fit.unit * octaves * sqrtf(squares) * (kind == CA_I4 ? 7 : 127))};
+    of[1] = (chain){fit.unit * 0x1p-15f, kind == CA_I4 ? -8 * rests : 0,
+                    error / (fit.unit * octaves * lost * (kind == CA_I4 ? 7 : 127))};
 }
 
 /* What is added before weights are rounded, ((37 k) mod 64 + 1/2) / 64 - 1/2: many that are small and alike would all
