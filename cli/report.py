@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+MOST = 2**24  # characters of a report; a device may have no end
 NO_TERMINAL = 10_000  # columns of a file or a pipe: more than anything has
 RESULT_FIELDS = (
     "workload",
@@ -121,7 +122,8 @@ def as_csv(report: dict[str, Any]) -> str:
 def load(path: Path) -> dict[str, Any]:
     """A report that --save or --json wrote."""
     try:
-        report: dict[str, Any] = json.loads(path.read_text())
+        with path.open() as file:
+            report: dict[str, Any] = json.loads(file.read(MOST))
         for row in compare(report, report)["results"]:
             seconds(row["seconds_then"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:

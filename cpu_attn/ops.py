@@ -269,7 +269,7 @@ def gather(
     """
     kinds = [*_check.FLOATS, *dict.fromkeys(sum(_check.MEMORY.values(), ()))]
     first = _check.array("cache", cache, kinds, [(w, None) for w in ("N", "Hkv", "B", "width")])
-    written = dtype_name(first.dtype if dtype is None else dtype)
+    value, written = bool(value), dtype_name(first.dtype if dtype is None else dtype)
     head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
     resolved, code = _dispatch.resolve_isa(isa, written, head_size), _dispatch.DTYPE_CODES[written]
     if kv_cache_dtype == "auto":  # a float8 array says itself what it holds

@@ -16,8 +16,7 @@
 static const ca_kernel *kernel_of(const ca_cache *c) { return ca_isa_get(c->isa)->kernels[c->dtype]; }
 
 static int layout_of(const ca_cache *c) {
-    const int packed = ca_layout_of_kind(kernel_of(c)->info.layout, c->kv_dtype);
-    return c->kv_cache_layout == CA_PACKED ? packed : CA_LAYOUT_ROWS;
+    return ca_layout_of(c->kv_cache_layout, kernel_of(c)->info.layout, c->kv_dtype);
 }
 
 typedef struct write_call {

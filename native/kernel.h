@@ -91,10 +91,6 @@ static inline int ca_half_ready(const ca_plan *plan, int value) {
     return !ca_is_narrow(dtype) && plan->shape.kv_cache_layout == CA_PACKED;
 }
 static inline int ca_ready(const ca_plan *plan) { return ca_half_ready(plan, 0) && ca_half_ready(plan, 1); }
-static inline int ca_layout_of(const ca_plan *plan, int value) {
-    const int packed = ca_layout_of_kind(plan->kernel->info.layout, value ? plan->shape.v_dtype : plan->shape.k_dtype);
-    return plan->shape.kv_cache_layout == CA_PACKED ? packed : CA_LAYOUT_ROWS;
-}
 /* A group of a plain, narrow cache on its way: widened, not yet packed. */
 static inline int64_t ca_rows_bytes(const ca_plan *plan) {
     int narrow = ca_any_narrow(&plan->shape);

@@ -50,6 +50,9 @@ static inline ca_axes ca_cache_axes(const ca_array *a, int kv_cache_layout, int6
 static inline int ca_layout_of_kind(int layout, int kv_dtype) {
     return ca_is_narrow(kv_dtype) ? CA_LAYOUT_PAIRS : layout;
 }
+static inline int ca_layout_of(int kv_cache_layout, int layout, int kv_dtype) {
+    return kv_cache_layout == CA_PACKED ? ca_layout_of_kind(layout, kv_dtype) : CA_LAYOUT_ROWS;
+}
 
 /* int4: byte b of 64 holds elements b, in its low half, and 64 + b of 128 that would otherwise lie in these places; as
  * an element plus 8. int8: sign and magnitude. */

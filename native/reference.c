@@ -18,7 +18,8 @@ static double element(const void *base, int64_t i, int dtype) {
 
 /* Element d of a token of K or V. */
 static double cached(const ca_plan *p, const ca_call *c, int value, const char *block, int64_t token, int64_t d) {
-    const int layout = ca_layout_of(p, value), dtype = value ? p->shape.v_dtype : p->shape.k_dtype;
+    const int dtype = value ? p->shape.v_dtype : p->shape.k_dtype;
+    const int layout = ca_layout_of(p->shape.kv_cache_layout, p->kernel->info.layout, dtype);
     const int64_t n = value ? p->shape.head_size_v : p->shape.head_size, ld = value ? c->v_ld : c->k_ld;
     if (ca_is_scaled(dtype))
         return ca_scaled_element(dtype, n, value, block, c->block_size, token, d);

@@ -261,6 +261,7 @@ def test_a_group_leaves_out_what_cannot_be(
         (["--kv-len", "9", "--json", "--csv"], "exclude each other"),
         (["--kv-len", "9", "--isa", "neon64"], "neon64"),
         (["--kv-len", "9", "--compare", "/nowhere.json"], "is no report"),
+        (["--kv-len", "9", "--compare", "/dev/zero"], "is no report"),
         (["--kv-len", "9", "--save", "/nowhere/x.json"], "no such folder"),
         (["--kv-len", "9", "--rival", "torch", "--softcap", "3"], "torch"),
         (["plan-256", "--engine", "onednn-python"], "has no part in it"),
