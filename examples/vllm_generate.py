@@ -12,11 +12,13 @@ a tokenizer, so that what is printed are token ids.
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -45,7 +47,7 @@ def random_model(folder: Path) -> str:
     return str(folder)
 
 
-def generate(model: str, random: bool, requests: int, prompt_tokens: int, new_tokens: int) -> None:
+def generate(model: str, random: bool, requests: int, prompt_tokens: int, new_tokens: int, repeat: int) -> None:
     """The run of one process."""
     from vllm import LLM, SamplingParams
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -62,18 +64,29 @@ def generate(model: str, random: bool, requests: int, prompt_tokens: int, new_to
         {"prompt_token_ids": [(7 * i * j + j) % 8000 + 3 for j in range(prompt_tokens)]} for i in range(requests)
     ]
 
-    def timed(tokens: int) -> tuple[float, list[int]]:
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=not random)
-        start = time.perf_counter()
-        outs = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
-        return time.perf_counter() - start, list(outs[0].outputs[0].token_ids)
-
-    timed(2)
-    prefill, _ = timed(1)
-    both, tokens = timed(new_tokens)
-    click.echo(f"{AttentionBackendEnum.CPU_ATTN.get_path()}\n  first tokens: {tokens[:12]}")
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=not random)
+    runs = [run(llm.llm_engine, f"{i}", prompts, params) for i in range(repeat + 1)][1:]
+    prefill, decode = min(r[0] for r in runs), min(statistics.median(r[1]) for r in runs)
+    click.echo(f"{AttentionBackendEnum.CPU_ATTN.get_path()}\n  first tokens: {runs[0][2][:12]}")
     click.echo(f"  prefill {requests * prompt_tokens / prefill:.1f} tokens/s")
-    click.echo(f"  decode  {requests * (new_tokens - 1) / (both - prefill):.1f} tokens/s")
+    click.echo(f"  decode  {requests / decode:.1f} tokens/s, a step {decode * 1e3:.1f} ms")
+
+
+def run(engine: Any, name: str, prompts: list[Any], params: Any) -> tuple[float, list[float], list[int]]:
+    """Seconds until every request has a token, of each step after that, and the tokens of the first request."""
+    tokens: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"{name}-{i}", prompt, params)
+    start, prefill, steps = time.perf_counter(), 0.0, []
+    while engine.has_unfinished_requests():
+        before, waiting = time.perf_counter(), len(tokens) < len(prompts)
+        for out in engine.step():
+            tokens[out.request_id] = list(out.outputs[0].token_ids)
+        if waiting:
+            prefill = time.perf_counter() - start
+        else:
+            steps.append(time.perf_counter() - before)
+    return prefill, steps, tokens[f"{name}-0"]
 
 
 @click.command()
@@ -81,16 +94,24 @@ def generate(model: str, random: bool, requests: int, prompt_tokens: int, new_to
 @click.option("--requests", default=4, show_default=True)
 @click.option("--prompt-tokens", default=1024, show_default=True)
 @click.option("--new-tokens", default=32, show_default=True)
+@click.option("--repeat", default=2, show_default=True, help="Runs, the best of which counts.")
 @click.option("--alone", is_flag=True, hidden=True)
 @click.option("--random", is_flag=True, hidden=True)
-def main(model: str | None, requests: int, prompt_tokens: int, new_tokens: int, alone: bool, random: bool) -> None:
+def main(
+    model: str | None, requests: int, prompt_tokens: int, new_tokens: int, repeat: int, alone: bool, random: bool
+) -> None:
     """Generate with cpu-attn, then with vLLM's own attention."""
     if alone:
         assert model is not None
-        return generate(model, random, requests, prompt_tokens, new_tokens)
+        return generate(model, random, requests, prompt_tokens, new_tokens, repeat)
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--alone", "--model", model or random_model(Path(folder)), *([] if model else ["--random"])]
-        sizes = [f"--requests={requests}", f"--prompt-tokens={prompt_tokens}", f"--new-tokens={new_tokens}"]
+        sizes = [
+            f"--requests={requests}",
+            f"--prompt-tokens={prompt_tokens}",
+            f"--new-tokens={new_tokens}",
+            f"--repeat={repeat}",
+        ]
         for enabled in ("1", "0"):
             environment = {"VLLM_LOGGING_LEVEL": "WARNING", **os.environ, "CPU_ATTN_VLLM": enabled}
             command = [sys.executable, __file__, *arguments, *sizes]
