@@ -123,9 +123,10 @@ def _vllm_load() -> Any:
 
 def _vllm_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[str]:
     odd = [name for name in ("attn_bias", "tree", "selected", "rotary", "latent_rank") if getattr(w, name)]
-    odd += [kv_cache_dtype] * (kv_cache_dtype in ("int8", "int4"))
     backend = importlib.import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
-    if w.head_size not in backend.get_supported_head_sizes():
+    if not backend.supports_kv_cache_dtype(kv_cache_dtype):
+        odd.append(kv_cache_dtype)
+    if w.head_size not in backend.get_supported_head_sizes() or (w.head_size % 32 and kv_cache_dtype != "auto"):
         odd.append(f"head size {w.head_size}")
     if block_size % 32:
         odd.append(f"blocks of {block_size} tokens")

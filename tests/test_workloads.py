@@ -251,7 +251,11 @@ def test_vllm_says_what_it_lacks(vllm_kernels: Any) -> None:
     reason = contest.unable("vllm", everything, "int8", 16)
     lacking = ("attn_bias", "tree", "selected", "int8", "head size 24", "blocks of 16 tokens")
     assert reason == f"vLLM's CPU attention has no {' and no '.join(lacking)}"
-    assert not contest.unable("vllm", WORKLOADS["decode-8x8k"], "fp8", 128)
+    assert not contest.unable("vllm", WORKLOADS["decode-8x8k"], "auto", 128)
+    fives = replace(WORKLOADS["decode-8x8k"], head_size=80)  # which vLLM has, but not of fp8
+    assert not contest.unable("vllm", fives, "auto", 32)
+    assert contest.unable("vllm", fives, "fp8", 32).endswith("no head size 80")
+    assert contest.unable("vllm", WORKLOADS["decode-8x8k"], "fp8/auto", 32).endswith("has no fp8/auto")
 
 
 def test_write_and_plan() -> None:
