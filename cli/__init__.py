@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import errno
-
 import click
 
 from cpu_attn import __version__
@@ -13,19 +11,7 @@ from cpu_attn.cli.info import info
 from cpu_attn.cli.verify import verify
 
 
-class Commands(click.Group):
-    """Output that no disk has room for is an error like others; a pipe that nobody reads ends it quietly (click's)."""
-
-    def invoke(self, ctx: click.Context) -> object:
-        try:
-            return super().invoke(ctx)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise click.ClickException(str(error)) from None
-
-
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="cpu-attn")
 def main() -> None:
     """Paged attention on CPUs: what runs here, and whether it is right, and how fast."""

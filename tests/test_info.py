@@ -145,17 +145,6 @@ def test_as_a_module() -> None:
         assert cpu_attn.__version__ in done.stdout
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
-@pytest.mark.parametrize("arguments", [["info", "--json"], ["info"], ["verify", "--quick", "--engine", "reference"]])
-def test_a_full_disk(arguments: list[str]) -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", "cpu_attn", *arguments], stdout=full, stderr=subprocess.PIPE)
-    lines = done.stderr.decode().splitlines()
-    assert done.returncode == 1
-    assert "Error: " in lines[-1] and "No space left" in lines[-1]
-    assert "Traceback" not in done.stderr.decode()
-
-
 def test_adapters_are_those_of_the_extras() -> None:
     """The table that the adapters check against says what the installed metadata promises."""
     extras: dict[str, dict[str, str]] = {}
