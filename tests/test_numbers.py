@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -72,6 +75,23 @@ def far_apart(case: str, tiny: float, rng: np.random.Generator) -> list[NDArray[
     return [q, k, v]
 
 
+def against_oracle(
+    isa: str, dtype: str, kv_cache_dtype: str, qkv: Sequence[NDArray[Any]], scale: float, softcap: float = 0.0
+) -> tuple[float, float]:
+    """One request whose query tokens are its last: relative RMS of its output, and the largest error of its lse, as a
+    share of lse where that is more than 1. The oracle has no softcap."""
+    q, k, v = (x.astype(numpy_dtype(dtype)) for x in qkv)
+    table, lens = np.arange(-(-len(k) // 16), dtype=np.int32), np.array([len(k)], np.int32)
+    starts, lse = np.array([0, len(q)], np.int32), np.empty((q.shape[1], len(q)), np.float32)
+    shape = (len(table), 16, *k.shape[1:])
+    cache = cpu_attn.PagedKVCache(*shape, dtype, isa, head_size_v=v.shape[2], kv_cache_dtype=kv_cache_dtype)
+    cache.update(k, v, np.arange(len(k)))
+    got = cache.attend(q, table[None], cache.plan(starts, lens, q.shape[1]), scale=scale, softcap=softcap, lse=lse)
+    want, want_lse = reference.attention(q, *([x] for x in cache.gather(table, len(k))), starts, lens, scale)
+    error: float = reference.relative_rms(got.astype(np.float64), want, starts)[0]
+    return error, np.abs(lse - want_lse).max() / max(1, np.abs(want_lse).max())
+
+
 @pytest.mark.parametrize("kv_cache_dtype", [*KINDS, "int8/int4"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 8])
 @pytest.mark.parametrize(
@@ -80,15 +100,9 @@ def far_apart(case: str, tiny: float, rng: np.random.Generator) -> list[NDArray[
 )
 def test_numbers_far_apart(isa: str, dtype: str, case: str, num_tokens: int, kv_cache_dtype: str) -> None:
     tiny = 2.0**-100 if (isa, dtype) in BF16_PRODUCTS else 2.0**-115  # there weights times scales are subnormal
-    q, *kv = (x.astype(numpy_dtype(dtype)) for x in far_apart(case, tiny, np.random.default_rng(11)))
-    q, table = q[:num_tokens], np.arange(19, dtype=np.int32)
-    cache = cpu_attn.PagedKVCache(19, 16, 1, 128, dtype, isa, kv_cache_dtype=kv_cache_dtype)
-    cache.update(*kv, np.arange(300))
-    plan = cache.plan(np.array([0, num_tokens], np.int32), np.array([300], np.int32), 4)
-    got = cache.attend(q, table[None], plan).astype(np.float64)
-    starts, stored = np.array([0, num_tokens], np.int32), ([x] for x in cache.gather(table, 300))
-    want, _ = reference.attention(q, *stored, starts, np.array([300], np.int32), 128**-0.5)
-    assert reference.relative_rms(got, want, starts)[0] <= reference.BUDGET[dtype]
+    q, *kv = far_apart(case, tiny, np.random.default_rng(11))
+    error, _ = against_oracle(isa, dtype, kv_cache_dtype, [q[:num_tokens], *kv], 128**-0.5)
+    assert error <= reference.BUDGET[dtype]
 
 
 @pytest.mark.parametrize("small", [0.0053, 0.02, 0.042, 0.16])
@@ -97,20 +111,13 @@ def test_numbers_far_apart(isa: str, dtype: str, case: str, num_tokens: int, kv_
 def test_what_a_query_loses_has_one_sign(isa: str, dtype: str, kv_cache_dtype: str, small: float) -> None:
     """Every second key is small in all dimensions, the others have the same logit in one: rounded next to 1000, as
     integers of 15 bits, 65/64 would become 1 in all of them."""
-    rng, real = np.random.default_rng(16), numpy_dtype(dtype)
     q, k, v = np.full((1, 1, 1024), 65 / 64), np.full((32, 1, 1024), small), np.zeros((32, 1, 32))
-    k[1::2], v[::2] = 0, rng.uniform(0.5, 1, 32)
+    k[1::2], v[::2] = 0, np.random.default_rng(16).uniform(0.5, 1, 32)
     for d in range(0, 1024, 32):
         q[..., d], k[..., d], k[1::2, :, d + 1] = 1000, 0, 31 * small
-    q, k, v = (x.astype(real) for x in (q, k, v))
-    cache = cpu_attn.PagedKVCache(2, 16, 1, 1024, dtype, isa, head_size_v=32, kv_cache_dtype=f"{kv_cache_dtype}/auto")
-    cache.update(k, v, np.arange(32))
-    table, starts, lens = np.arange(2, dtype=np.int32), np.array([0, 1], np.int32), np.array([32], np.int32)
-    lse = np.empty((1, 1), np.float32)
-    got = cache.attend(q, table[None], cache.plan(starts, lens, 1), lse=lse).astype(np.float64)
-    want, want_lse = reference.attention(q, *([x] for x in cache.gather(table, 32)), starts, lens, 1 / 32)
-    assert reference.relative_rms(got, want, starts)[0] <= reference.BUDGET[dtype]
-    assert np.abs(lse - want_lse).max() <= reference.LSE_BUDGET[dtype] * max(1, np.abs(want_lse).max())
+    error, lse_error = against_oracle(isa, dtype, f"{kv_cache_dtype}/auto", [q, k, v], 1 / 32)
+    assert error <= reference.BUDGET[dtype]
+    assert lse_error <= reference.LSE_BUDGET[dtype]
 
 
 @pytest.mark.parametrize("kv_cache_dtype", KINDS)
@@ -143,14 +150,10 @@ def test_a_query_that_is_no_number(isa: str, dtype: str, number: float, kv_cache
 def test_scales_far_from_one(isa: str, dtype: str, kv_cache_dtype: str, large: float) -> None:
     rng = np.random.default_rng(13)
     q, k, v = (rng.standard_normal((n, 2, 64)).astype(np.float32) for n in (1, 48, 48))
-    q, k, v = (x.astype(numpy_dtype(dtype)) for x in (q * np.float32(large**-0.5), k * np.float32(large**-0.5), v))
-    cache = cpu_attn.PagedKVCache(3, 16, 2, 64, dtype, isa, kv_cache_dtype=kv_cache_dtype)
-    cache.update(k, v, np.arange(48))
-    table, starts, lens = np.arange(3, dtype=np.int32), np.array([0, 1], np.int32), np.array([48], np.int32)
-    got = cache.attend(q, table[None], cache.plan(starts, lens, 2), scale=large / 8).astype(np.float64)
-    want, _ = reference.attention(q, *([x] for x in cache.gather(table, 48)), starts, lens, large / 8)
+    q, k = q * np.float32(large**-0.5), k * np.float32(large**-0.5)
+    error, _ = against_oracle(isa, dtype, kv_cache_dtype, [q, k, v], large / 8)
     flushed = large == 2.0**124 and (isa, dtype) in BF16_PRODUCTS  # products near 2^-124
-    assert reference.relative_rms(got, want, starts)[0] <= (0.05 if flushed else reference.BUDGET[dtype])
+    assert error <= (0.05 if flushed else reference.BUDGET[dtype])
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "int8", "int4"])
@@ -158,13 +161,9 @@ def test_scales_far_from_one(isa: str, dtype: str, kv_cache_dtype: str, large: f
 def test_the_largest_softcap(isa: str, dtype: str, kv_cache_dtype: str) -> None:
     """Which changes nothing; in units of it logits are subnormal."""
     rng = np.random.default_rng(17)
-    q, k, v = (rng.standard_normal((n, 2, 64)).astype(numpy_dtype(dtype)) for n in (1, 48, 48))
-    cache = cpu_attn.PagedKVCache(3, 16, 2, 64, dtype, isa, kv_cache_dtype=kv_cache_dtype)
-    cache.update(k, v, np.arange(48))
-    table, starts, lens = np.arange(3, dtype=np.int32), np.array([0, 1], np.int32), np.array([48], np.int32)
-    got = cache.attend(q, table[None], cache.plan(starts, lens, 2), softcap=2.3e38).astype(np.float64)
-    want, _ = reference.attention(q, *([x] for x in cache.gather(table, 48)), starts, lens, 1 / 8)
-    assert reference.relative_rms(got, want, starts)[0] <= reference.BUDGET[dtype]
+    qkv = [rng.standard_normal((n, 2, 64)) for n in (1, 48, 48)]
+    error, _ = against_oracle(isa, dtype, kv_cache_dtype, qkv, 1 / 8, softcap=2.3e38)
+    assert error <= reference.BUDGET[dtype]
 
 
 @pytest.mark.parametrize("softcap", [1.2e-38, 1e-33])

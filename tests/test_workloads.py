@@ -200,11 +200,11 @@ def vllm_kernels() -> Iterator[None]:
         library = None
         if contest.missing("vllm", "auto", "bfloat16"):
             torch = importlib.import_module("torch")
-            ours = importlib.import_module("cpu_attn.torch") and torch.ops.cpu_attn
+            importlib.import_module("cpu_attn.torch")
             library = torch.library.Library("_C", "FRAGMENT")
             for name, schema in VLLM_SCHEMAS.items():
                 library.define(name + schema)
-                library.impl(name, getattr(ours, name), "CompositeExplicitAutograd")
+                library.impl(name, getattr(torch.ops.cpu_attn, name), "CompositeExplicitAutograd")
         yield
         del library
 
