@@ -251,7 +251,8 @@ def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
 def _chunks(step: Step, r: int, sees: Array) -> Iterator[tuple[Array, Array, Array]]:
     """Key numbers [n], K [n, Hkv, D] and V [n, Hkv, Dv] in float32, of all that some token sees and some head has
     chosen, KEYS at a time."""
-    block_size, start, end = step.key_cache.shape[2], int(sees[:, 0].min()), int(sees[:, 1].max())
+    block_size, start = step.key_cache.shape[2], int(sees[:, 0].min())
+    end = min(int(sees[:, 1].max()), step.block_table.shape[1] * block_size)
     seen = np.arange(start // block_size, -(-end // block_size))
     blocks, at_once = seen[step.chosen[r][:, seen].any(axis=0)], max(1, KEYS // block_size)
     common: Any = {"isa": step.isa, "dtype": step.query.dtype, "kv_cache_layout": step.kv_cache_layout}

@@ -33,11 +33,12 @@ def run(
 
 
 def _attended(problem: Problem) -> NDArray[np.int32]:
-    """The block table, -1 for blocks of a request that no head selects."""
+    """The block table, -1 for blocks of a request that no head selects, without the columns past all that are."""
     table: NDArray[np.int32] = problem.block_table.copy()
     if problem.selected_blocks is not None:
         for row, own in zip(table, problem.selected_blocks, strict=True):
             row[~np.isin(np.arange(len(row)), own)] = -1
+        table = table[:, : problem.selected_blocks.max(initial=-1) + 1]
     return table
 
 

@@ -207,6 +207,14 @@ def test_arguments_are_good() -> None:
             "request 0: position 1 holds block -1",
         ),
         ({"block_table": np.array([[1, 2], [3, 4]], np.int32)}, ValueError, "request 1: needs 3 blocks"),
+        (
+            {
+                "block_table": np.array([[1, 2], [3, 4]], np.int32),
+                "selected_blocks": np.array([[[0], [1]], [[0], [2]]], np.int32),
+            },
+            ValueError,
+            "request 1: needs 3 blocks, the table has 2 columns",
+        ),
         ({"block_table": np.array([[1, 2, 0]], np.int32)}, ValueError, "seq_lens"),
         ({"query_start_loc": np.array([0, 2, 7], np.int32)}, ValueError, "expected query_start_loc"),
         ({"query_start_loc": np.array([0, 3, 2], np.int32)}, ValueError, "query_start_loc"),
