@@ -221,7 +221,7 @@ class PagedAttention:
     @staticmethod
     def copy_blocks(kv_caches: Sequence[Any], src_to_dists: Any) -> None:
         """Copies whole blocks, K and V, within each layer's cache: all are read before any is written. Layers may
-        share one.
+        share memory, the same blocks of it under the same numbers.
 
         src_to_dists: [n, 2], pairs (source, destination), or {source: [destinations]}. Raises ValueError or TypeError,
         before any layer is written, for what are no pairs or caches, a block out of range, a destination named twice
@@ -230,10 +230,12 @@ class PagedAttention:
         kv_caches = _check.sequence("kv_caches", kv_caches)
         layers = [_writable(f"kv_caches[{i}]", kv_cache) for i, kv_cache in enumerate(kv_caches)]
         num_blocks = min((len(half) for layer in layers for half in layer), default=_check.INT32_MAX)
-        moves = _check.moves("src_to_dists", src_to_dists, num_blocks, num_blocks)
-        places = (frozenset((x.ctypes.data, x.strides[0], x[:1].nbytes) for x in layer) for layer in layers)
-        for layer in dict(zip(places, layers, strict=True)).values():
-            move_blocks(layer, layer, moves)
+        sources, destinations = _check.moves("src_to_dists", src_to_dists, num_blocks, num_blocks)
+        halves = [half for layer in layers for half in layer]
+        chained = np.isin(sources, destinations)  # other sources are never written: of those, any order will do
+        move_blocks(halves, halves, (sources[chained], destinations[chained]))
+        for half in halves:
+            half[destinations[~chained]] = half[sources[~chained]]
 
     @staticmethod
     def swap_blocks(src_kv_cache: Any, dst_kv_cache: Any, src_to_dst: Any) -> None:

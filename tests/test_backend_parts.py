@@ -170,6 +170,18 @@ def test_copy_blocks_where_v_is_a_view_of_k() -> None:
     assert rows[:, 0, 0, 0].tolist() == rows[:, 0, 0, 23].tolist() == [2, 0, 1, 3]
 
 
+@pytest.mark.parametrize("moves", [[(0, 1), (1, 2)], [(1, 2), (0, 1)], [(0, 1), (1, 2), (2, 0), (3, 4)]])
+def test_copy_blocks_where_layers_share_halves(moves: list[tuple[int, int]]) -> None:
+    halves = [numbered("pair", 5, offset) for offset in (0, 10, 20)]
+    (key, value), (other_key, other_value), (rows, _) = halves
+    layers = [(key, value), (key, other_value), (other_key, value), (rows, rows[..., :4]), (value, rows[..., 4:])]
+    expected = np.array([contents(half) for half in halves])
+    expected[..., [to for _, to in moves]] = expected[..., [source for source, _ in moves]]
+    expected[2, 1] = contents(halves[2])[1]  # which is in no layer
+    PagedAttention.copy_blocks(layers, moves)
+    assert [contents(half) for half in halves] == expected.tolist()
+
+
 @pytest.mark.parametrize("layout", ["flat", "pair", "stacked"])
 @pytest.mark.parametrize("of", [PagedAttention, CPUAttentionBackend])
 def test_swap_blocks(layout: str, of: Any) -> None:
