@@ -358,6 +358,7 @@ class CPUAttentionMetadataBuilder:
         Read by name: num_reqs, query_start_loc [R+1] and seq_lens [R] (or ..._cpu, which are preferred),
         block_table_tensor [R, M], slot_mapping [T], causal (True unless said); where there is cross attention
         encoder_seq_lens [R], cross_slot_mapping and cross_block_tables [R, M]. Rows past R, slots past T: padding.
+        All of it is copied: what an engine writes there for its next step is the next build's.
         common_prefix_len and fast_build change nothing: a layer's plan finds for itself which requests share blocks.
 
         Raises ValueError or TypeError for a query_start_loc that does not begin with 0 or falls, arrays that are too
@@ -404,8 +405,9 @@ class CPUAttentionMetadataBuilder:
             metadata.encoder_seq_lens, metadata.encoder_seq_lens_tensor = encoder.tolist(), encoder
             metadata.max_encoder_seq_len = int(encoder.max(initial=0))
             metadata.num_encoder_tokens = int(encoder.sum(dtype=np.int64))
-        metadata.cross_slot_mapping = getattr(common, "cross_slot_mapping", None)
-        metadata.cross_block_tables = getattr(common, "cross_block_tables", None)
+        for name, kind in (("cross_slot_mapping", np.int64), ("cross_block_tables", np.int32)):
+            if (x := getattr(common, name, None)) is not None:
+                setattr(metadata, name, integers(name, x, kind, None).copy())
         return metadata
 
 
@@ -418,4 +420,5 @@ def _leading(name: str, x: Any, number: int, dtype: Any = np.int32, ndim: int = 
     a = integers(name, x, dtype, ndim)
     if len(a) < number:
         raise ValueError(f"{name}: shape {a.shape}, expected at least {number} along axis 0")
-    return a[:number]
+    own: Array = a[:number].copy()
+    return own

@@ -323,6 +323,23 @@ def test_build_for_cross_attention() -> None:
     step.check(step.forward(layer(attn_type="encoder_decoder"), metadata))
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("shape", [([1, 1], [7, 33], 0), ([3, 2], [9, 20], 2), MIXED, None])
+def test_what_is_built_stays(shape: Any, dtype: Any) -> None:
+    """Whatever the engine's arrays hold then. None: cross attention."""
+    step, more = Cross() if shape is None else Step(*shape), {}
+    if isinstance(step, Cross):
+        step.fill()
+        more = {"encoder_seq_lens": step.ENCODER_LENS, "cross_slot_mapping": step.cross_slots}
+        more |= {"cross_block_tables": step.table, "slot_mapping": np.zeros(10)}
+    fields = vars(common(step, **more))
+    arrays = {name: np.array(x, dtype) for name, x in fields.items() if np.ndim(x)}
+    metadata = builder().build(0, SimpleNamespace(**fields | arrays))
+    for x in arrays.values():
+        x -= 1
+    step.check(step.forward(layer(attn_type="decoder" if shape else "encoder_decoder"), metadata))
+
+
 def test_refused_builds() -> None:
     step = Step(*MIXED)
     with pytest.raises(ValueError, match="device: cuda:0, expected cpu"):
