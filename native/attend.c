@@ -295,7 +295,8 @@ int ca_attend(const ca_plan *plan, ca_known *known, uintptr_t objects, const ca_
         return CA_UNKNOWN;
     ca_call call = call_of(a, s);
     call.scale = scale;
-    call.softcap = softcap;
+    /* A larger one would make scale over softcap subnormal, and bends no logit that float32 could tell from another. */
+    call.softcap = fminf(softcap, fmaxf(1, fabsf(scale * k_scale)) * 0x1p80f);
     call.k_scale = k_scale;
     call.v_scale = v_scale;
     if (plan->num_shared && call.num_selected >= 0)

@@ -73,6 +73,13 @@ static inline void ca_hide(const uint8_t *bits, int64_t context, int64_t key, in
             s[i] = -INFINITY;
 }
 
+/* What queries take, before the product, of the factor that makes logits of it; scale, which is part of that, with its
+ * sign. All of it but where a small softcap would make them infinite, a large one subnormal. */
+static inline double ca_query_factor(double scale, double factor) {
+    const double size = fabs(factor);
+    return size >= 0x1p-40 && size <= 1 ? factor : copysign(fmin(fabs(scale), 1), scale);
+}
+
 /* Keys of a segment: fixed by the request's length alone, so that results do not depend on who
  * shares the batch. At most 64 segments, so that the partial results stay small. */
 static inline int64_t ca_segment_keys(int64_t seq_len) { return 1024 * ca_max64(1, ca_div_up(seq_len, 64 * 1024)); }

@@ -26,6 +26,8 @@ typedef struct work {
     ca_form form;
     int64_t rows, group, head_size, head_size_v;
     int64_t k0, k1; /* the segment */
+    float q_factor; /* in Q, where that is float32; bfloat16 stays as it is */
+    float factor;   /* of the product */
     /* scratch */
     void *q, *k, *v, *p, *pad;
     float *s, *slope;
@@ -97,15 +99,9 @@ static ca_prim *matmul(const work *w, int64_t m, int64_t n, int64_t k, int packe
     return ca_prim_get(&key, bf16 ? bf16_needs(w->pages.plan) : NULL);
 }
 
-/* In float32 the scale (over softcap) is part of Q; bfloat16 Q stays as it is. */
-static float q_factor(const work *w) {
-    const ca_call *c = w->pages.call;
-    return c->k_scale * (c->softcap > 0 ? c->scale / c->softcap : c->scale);
-}
-
 static ca_prim *qk(const work *w, int64_t m, int64_t n) {
     return matmul(w, m, n, ca_form_head_size(w->form, w->head_size), w->form != CA_FORM_PLAIN,
-                  w->pages.call->softcap > 0, w->form == CA_FORM_BF16);
+                  w->pages.call->softcap > 0, w->factor != 1);
 }
 
 static ca_prim *pv(const work *w, int64_t m, int64_t n) {
@@ -120,7 +116,7 @@ static ca_prim *softmax(int64_t m, int64_t n) {
 static int run(const work *w, ca_prim *p, const void *src, const void *weights, void *dst) {
     if (!p)
         return CA_ONEDNN_NO_PRIMITIVE;
-    int status = ca_prim_run(p, q_factor(w), src, weights, dst, w->pad, PAD);
+    int status = ca_prim_run(p, w->factor, src, weights, dst, w->pad, PAD);
     ca_prim_put(p);
     return status;
 }
@@ -156,9 +152,15 @@ static int form_is_there(const work *w) {
 }
 
 static int choose_form(work *w) {
-    for (w->form = 0; w->form < CA_FORMS; w->form++)
+    const ca_call *c = w->pages.call;
+    const double scale = (double)c->scale * c->k_scale, factor = c->softcap > 0 ? scale / c->softcap : scale;
+    for (w->form = 0; w->form < CA_FORMS; w->form++) {
+        const double in_q = w->form == CA_FORM_BF16 ? 1 : ca_query_factor(scale, factor);
+        w->q_factor = (float)in_q;
+        w->factor = (float)(in_q == 0 ? 1 : factor / in_q);
         if (form_is_there(w))
             return CA_ONEDNN_OK;
+    }
     return CA_ONEDNN_NO_PRIMITIVE;
 }
 
@@ -180,7 +182,7 @@ static void take_rows(work *w) {
         if (w->form == CA_FORM_BF16)
             memcpy((uint16_t *)w->q + r * columns, src, (size_t)w->head_size * 2);
         else
-            plan->kernel->widen_row(src, w->head_size, q_factor(w), (float *)w->q + r * columns);
+            plan->kernel->widen_row(src, w->head_size, w->q_factor, (float *)w->q + r * columns);
         ca_visible(plan, at.request, at.token, &w->lo[r], &w->hi[r]);
         w->tree[r] = ca_tree_row(plan, at.request, at.token);
         w->bias[r] = ca_bias_row(c, at, head);
