@@ -14,10 +14,13 @@ import cpu_attn
 from cpu_attn import reference
 from cpu_attn._dispatch import threads
 
-from .formats import numpy_dtype
+from .formats import DTYPES, numpy_dtype
 from .kernels import BF16_PRODUCTS, KERNELS
 
 KINDS = ("auto", "int8", "int4")
+COMBINATIONS = [("native", *k) for k in KERNELS] + [
+    (e.name, "auto", dtype) for e in cpu_attn.engines() if e.available and e.name != "native" for dtype in DTYPES
+]
 CASES = (
     "query",
     "outlier",
@@ -76,18 +79,26 @@ def far_apart(case: str, tiny: float, rng: np.random.Generator) -> list[NDArray[
 
 
 def against_oracle(
-    isa: str, dtype: str, kv_cache_dtype: str, qkv: Sequence[NDArray[Any]], scale: float, softcap: float = 0.0
+    isa: str,
+    dtype: str,
+    kv_cache_dtype: str,
+    qkv: Sequence[NDArray[Any]],
+    scale: float,
+    softcap: float = 0.0,
+    engine: str = "native",
 ) -> tuple[float, float]:
     """One request whose query tokens are its last: relative RMS of its output, and the largest error of its lse, as a
-    share of lse where that is more than 1. The oracle has no softcap."""
+    share of lse where that is more than 1."""
     q, k, v = (x.astype(numpy_dtype(dtype)) for x in qkv)
     table, lens = np.arange(-(-len(k) // 16), dtype=np.int32), np.array([len(k)], np.int32)
     starts, lse = np.array([0, len(q)], np.int32), np.empty((q.shape[1], len(q)), np.float32)
     shape = (len(table), 16, *k.shape[1:])
     cache = cpu_attn.PagedKVCache(*shape, dtype, isa, head_size_v=v.shape[2], kv_cache_dtype=kv_cache_dtype)
     cache.update(k, v, np.arange(len(k)))
-    got = cache.attend(q, table[None], cache.plan(starts, lens, q.shape[1]), scale=scale, softcap=softcap, lse=lse)
-    want, want_lse = reference.attention(q, *([x] for x in cache.gather(table, len(k))), starts, lens, scale)
+    plan = cache.plan(starts, lens, q.shape[1], engine=engine)
+    got = cache.attend(q, table[None], plan, scale=scale, softcap=softcap, lse=lse)
+    kv = ([x] for x in cache.gather(table, len(k)))
+    want, want_lse = reference.attention(q, *kv, starts, lens, scale, softcap=softcap)
     error: float = reference.relative_rms(got.astype(np.float64), want, starts)[0]
     return error, np.abs(lse - want_lse).max() / max(1, np.abs(want_lse).max())
 
@@ -156,29 +167,34 @@ def test_scales_far_from_one(isa: str, dtype: str, kv_cache_dtype: str, large: f
     assert error <= (0.05 if flushed else reference.BUDGET[dtype])
 
 
+@pytest.mark.parametrize(
+    ("size", "softcap"),
+    [(1, 1.2e-38), (1e10, 1e-29), (1e10, 3e-5), (1e-10, 1e30), (1e3, 1e37), (1e10, 1e35), (1, 2.3e38)],
+)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "int8", "int4"])
-@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
-def test_the_largest_softcap(isa: str, dtype: str, kv_cache_dtype: str) -> None:
-    """Which changes nothing; in units of it logits are subnormal."""
+@pytest.mark.parametrize(("engine", "isa", "dtype"), COMBINATIONS)
+def test_softcaps_near_the_bounds(
+    engine: str, isa: str, dtype: str, kv_cache_dtype: str, size: float, softcap: float
+) -> None:
+    """What is small makes all logits equal, what is large changes nothing. Queries of that size, scale over it."""
+    size = min(size, 1e3) if dtype == "float16" else size
     rng = np.random.default_rng(17)
-    qkv = [rng.standard_normal((n, 2, 64)) for n in (1, 48, 48)]
-    error, _ = against_oracle(isa, dtype, kv_cache_dtype, qkv, 1 / 8, softcap=2.3e38)
-    assert error <= reference.BUDGET[dtype]
+    q, *kv = (rng.standard_normal((n, 2, 64)) for n in (1, 48, 48))
+    errors = against_oracle(isa, dtype, kv_cache_dtype, [size * q, *kv], 1 / (8 * size), softcap, engine)
+    assert max(errors) <= reference.BUDGET[dtype]
 
 
-@pytest.mark.parametrize("softcap", [1.2e-38, 1e-33])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "int8", "int4"])
-@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
-def test_logits_that_a_softcap_makes_equal(isa: str, dtype: str, kv_cache_dtype: str, softcap: float) -> None:
-    """In units of it they are near the largest float, or above."""
-    rng = np.random.default_rng(15)
-    q, k, v = (rng.standard_normal((n, 2, 64)).astype(numpy_dtype(dtype)) for n in (1, 48, 48))
-    cache = cpu_attn.PagedKVCache(3, 16, 2, 64, dtype, isa, kv_cache_dtype=kv_cache_dtype)
-    cache.update(k, v, np.arange(48))
-    table, starts, lens = np.arange(3, dtype=np.int32), np.array([0, 1], np.int32), np.array([48], np.int32)
-    got = cache.attend(100 * q, table[None], cache.plan(starts, lens, 2), softcap=softcap).astype(np.float64)
-    want = cache.gather(table, 48)[1].astype(np.float64).mean(axis=0)
-    assert reference.relative_rms(got, want[None], starts)[0] <= reference.BUDGET[dtype]
+@pytest.mark.parametrize("num_tokens", [1, 16])
+@pytest.mark.parametrize("number", [1, 0.7, 5.3])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize(("isa", "dtype"), [k for k in KERNELS if k[1] == "float32"])
+def test_values_that_are_one_number(isa: str, dtype: str, kv_cache_dtype: str, number: float, num_tokens: int) -> None:
+    """Their products with weights, of two logits, are alike, and would all be rounded to the same side."""
+    rng = np.random.default_rng(18)
+    q, k, v = np.ones((num_tokens, 4, 64)), np.zeros((2048, 1, 64)), np.full((2048, 1, 64), number)
+    k[rng.random(2048) < 0.5, :, 0] = 0.3
+    errors = against_oracle(isa, dtype, kv_cache_dtype, [q, k, v], 1.0)
+    assert max(errors) <= reference.BUDGET[dtype]
 
 
 @pytest.mark.parametrize(("isa", "dtype"), [k for k in KERNELS if k[1] == "bfloat16"])  # rounds weights, all alike
