@@ -20,6 +20,7 @@ STYLES = {
     "onednn-python": ("#E69F00", "v"),
     "reference": ("#999999", "x"),
     "torch": ("#009E73", "^"),
+    "vllm": ("#CC79A7", "D"),
 }
 WIDTH, HEIGHT = 11.0, 6.5  # inches
 LABEL = 8.0  # points; labels are 1.5 of it apart
@@ -34,7 +35,8 @@ def check(path: Path, kinds: set[str]) -> None:
         raise click.UsageError("--plot: only prefill, decode and cascade have a place in a roofline")
     if importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install 'cpu-attn[plot]'")
-    known = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg.get_supported_filetypes()
+    known = set(importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg.get_supported_filetypes())
+    known.discard("pgf")  # needs TeX
     if path.suffix[1:].lower() not in known:
         raise click.UsageError(f"--plot {path}: the name must end in one of {', '.join(sorted(known))}")
 

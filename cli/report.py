@@ -155,7 +155,7 @@ def compare(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     threads = [sorted({r["threads"] for r in report["results"]}) for report in (then, now)]
     if threads[0] != threads[1]:
         machine["threads"] = threads
-    limits = {k: _ratio(now["limits"][k], then["limits"].get(k)) for k in now["limits"]}
+    limits = {k: _ratio(v, then["limits"].get(k)) for k, v in now["limits"].items()}
     return {"machine": machine, "limits": limits, "results": results}
 
 
@@ -171,7 +171,7 @@ def _times(x: float | None) -> Text:
 
 def show_comparison(comparison: dict[str, Any]) -> None:
     for name, (then, now) in comparison["machine"].items():
-        click.echo(f"ANOTHER MACHINE: {name} was {then}, is {now}")
+        click.echo(f"ANOTHER MACHINE: {name} was {then!r}, is {now!r}")
     ratios = [f"{k} {v:.2f}x" for k, v in comparison["limits"].items() if v]
     click.echo("limits, now to then: " + ", ".join(ratios))
     if not comparison["results"]:

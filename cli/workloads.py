@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -78,7 +79,7 @@ class Workload:
             if self.tree:
                 seen = kv_len - q_len + BINARY(q_len).sum(axis=1)
             pairs += int(seen.sum() if self.sliding_window < 0 else np.minimum(seen, self.sliding_window).sum())
-        return int(2 * (self.head_size + self.head_size_v) * self.num_heads * pairs * self._share)
+        return math.ceil(2 * (self.head_size + self.head_size_v) * self.num_heads * pairs * self._share)
 
     @property
     def _share(self) -> float:
@@ -92,7 +93,7 @@ class Workload:
             keys = np.minimum(kv_lens, q_lens - 1 + self.sliding_window)
         heads = self.num_kv_heads * (1 if self.latent_rank else 2) + (self.num_heads if self.rotary else 0)
         own = np.minimum(keys, kv_lens - self.shared)
-        return int(int(own.sum() + (keys - own).max()) * heads * self.head_size * itemsize * self._share)
+        return math.ceil(int(own.sum() + (keys - own).max()) * heads * self.head_size * itemsize * self._share)
 
 
 def _same(kind: str, num_reqs: int, q_len: int, kv_len: int, **shape: Any) -> dict[str, Any]:

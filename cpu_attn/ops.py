@@ -226,7 +226,7 @@ def _first(parts: Any) -> Any:
 def merge_states(outs: Any, lses: Any, *, out: Any = None, lse: Any = None) -> tuple[Any, Any]:
     """Attention over several sets of keys, from that over each: returns (output [T, Hq, Dv], lse [Hq, T]).
 
-    outs: a sequence of [T, Hq, Dv], or one array [S, T, Hq, Dv], of float32, float16 or bfloat16; lses: as many float32
+    outs: a list or tuple of [T, Hq, Dv], or one [S, T, Hq, Dv], of float32, float16 or bfloat16; lses: as many float32
     [Hq, T], as :func:`attention_with_kv_cache` writes them. The sets must not have a key in common; a sink may be in
     one part only. out, lse: written and returned where given, apart from all inputs; last axes are dense. What is
     returned else is new, tensors where the inputs are.

@@ -143,7 +143,7 @@ def get_scheduler_metadata(
     sliding_window say; end is inclusive, as vLLM has it. A prefix-LM is one span from 0.
     mm_prefix_clamp_sliding_window: within these spans, too, no key before sliding_window's is seen (Gemma 4).
     document_start_loc: for each request named, the ascending first keys of the documents packed in it, the first one 0:
-    a query sees its own document only. No span may cross a border.
+    a query sees its own document only. No span may cross a border, and no query be without a key of its own.
     tree_mask: uint8 [T, W], for causal requests whose query tokens are a tree of drafts. Bit j of row t
     (``numpy.packbits(..., bitorder="little")``) says whether query token t sees the key of its request's query token j;
     it takes the place of causal among these. For sliding_window a token stands as many places behind the

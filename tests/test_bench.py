@@ -389,11 +389,11 @@ def test_compare() -> None:
 
 
 def test_another_machine_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    found = report.compare(sample(3.0, 0.25), sample(2.0, 0.5, brand="B", threads=4))
-    assert found["machine"] == {"brand": ["A", "B"], "threads": [[2], [4]]}
+    found = report.compare(sample(3.0, 0.25), sample(2.0, 0.5, brand="\ud800", threads=4))  # which is no text
+    assert found["machine"] == {"brand": ["A", "\ud800"], "threads": [[2], [4]]}
     report.show_comparison(found)
     out = capsys.readouterr().out
-    assert "ANOTHER MACHINE: brand was A, is B" in out
+    assert r"ANOTHER MACHINE: brand was 'A', is '\ud800'" in out
     assert "1.50x" in out and "2.00x" in out
 
 
@@ -425,6 +425,8 @@ HUGE = 10**400  # no float
         pytest.param(json.dumps(sample(1.0, 0.5, seconds_min=HUGE)), id="huge seconds"),
         pytest.param(json.dumps(sample(1.0, HUGE)), id="huge fraction"),
         pytest.param(json.dumps({**sample(1.0, 0.5), "limits": {"read_gbps": HUGE}}), id="huge limit"),
+        pytest.param(json.dumps({**sample(1.0, 0.5), "limits": []}), id="no limits"),
+        pytest.param(json.dumps({**sample(1.0, 0.5), "limits": [1]}), id="limits without names"),
     ],
 )
 def test_no_report_to_compare_with(text: str, tmp_path: Path) -> None:
@@ -463,10 +465,18 @@ def test_plot_names_every_workload_engine_and_ceiling(tmp_path: Path) -> None:
         assert "1x(1,40)" in path.read_text()
 
 
+def test_plot_has_a_style_for_whoever_runs() -> None:
+    assert plot.STYLES.keys() == {*contest.ENGINES, *contest.RIVALS}
+
+
 def test_plot_refuses_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(bench_module, "run", lambda *a, **k: pytest.fail("it ran"))
-    for args, text in ((FREE, "must end in"), (("plan-256",), "only prefill, decode and cascade")):
-        result = call(*args, "--plot", str(tmp_path / "x.nothing"))
+    for args, suffix, text in (
+        (FREE, "nothing", "must end in"),
+        (FREE, "pgf", "must end in"),
+        (("plan-256",), "png", "only prefill, decode and cascade"),
+    ):
+        result = call(*args, "--plot", str(tmp_path / f"x.{suffix}"))
         assert result.exit_code == 2
         assert text in " ".join(result.output.split())

@@ -149,7 +149,7 @@ def broken() -> list[Any]:
         ((list(outs), [log]), ValueError, "lses: 1 parts, outs has 2"),
         (([one, one[:, :2]], lses), ValueError, r"outs\[1\]: axis 1 is 2, expected num_heads = 3"),
         (([one, one.astype(np.float16)], lses), TypeError, r"outs\[1\]: dtype float16"),
-        ((outs.astype(np.float64), lses), TypeError, "float64"),
+        ((outs.astype(np.float64), lses), TypeError, "outs: dtype float64, expected float32 or float16 or bfloat16$"),
         ((outs, [log, log.astype(np.float16)]), TypeError, r"lses\[1\]: dtype float16"),
         ((outs, [log, log[:, :-1]]), ValueError, r"lses\[1\]: axis 1 is 4, expected T = 5"),
         ((outs[..., ::2], lses), ValueError, "last axis"),

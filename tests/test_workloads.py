@@ -113,6 +113,11 @@ def test_flops_of_drafts() -> None:
     assert DRAFTS.flops == 4 * 24 * 6 * (5 * 35 + 11 + 1 * 33 + 17 * 0 + sum(i.bit_length() for i in range(1, 18)))
 
 
+def test_what_is_selected_is_something() -> None:
+    w = Workload("w", "decode", ((1, 64),), selected=1e-9)
+    assert w.flops == w.kv_bytes(2) == 1
+
+
 # ---- what is timed is attention ----
 
 

@@ -142,9 +142,9 @@ def score_pages(
     return [None, q, low, high, table, starts, lens]
 
 
-def _parts(name: str, x: Any) -> list[Any]:
-    """A sequence of arrays, or the arrays along the first axis of one."""
-    found = sequence(name, x if isinstance(x, (list, tuple)) else view(name, x).numpy())
+def _parts(name: str, x: Any, dtypes: Sequence[str]) -> list[Any]:
+    """A list or a tuple of arrays, or the arrays along the first axis of one."""
+    found = sequence(name, x if isinstance(x, (list, tuple)) else view(name, x, dtypes).numpy())
     if not found:
         raise ValueError(f"{name}: no parts, expected at least one")
     return found
@@ -152,7 +152,7 @@ def _parts(name: str, x: Any) -> list[Any]:
 
 def states(outs: Any, lses: Any) -> tuple[list[Array], list[Array]]:
     """Outputs [T, Hq, Dv] of one dtype and lses [Hq, T] of several sets of keys."""
-    parts, logs = _parts("outs", outs), _parts("lses", lses)
+    parts, logs = _parts("outs", outs, FLOATS), _parts("lses", lses, ["float32"])
     if len(parts) != len(logs):
         raise ValueError(f"lses: {len(logs)} parts, outs has {len(parts)}")
     axes: list[tuple[str, int | None]] = [("T", None), ("num_heads", None), ("head_size_v", None)]
