@@ -33,12 +33,21 @@ class Capsule:
         return device
 
 
+def exported(array: Any) -> tuple[Any, Any]:
+    """A capsule and the DLTensor in it, versioned from NumPy 2.1 on."""
+    try:
+        capsule = array.__dlpack__(max_version=(1, 0))
+    except TypeError:
+        capsule = array.__dlpack__()
+        return capsule, _arrays._DLTensor.from_address(_arrays._capsule_pointer(capsule, b"dltensor"))
+    pointer = _arrays._capsule_pointer(capsule, b"dltensor_versioned")
+    return capsule, _arrays._DLVersioned.from_address(pointer).tensor
+
+
 def spoilt_capsule(**fields: Any) -> Capsule:
     """Other fields of its DLTensor than its array has."""
     array = np.zeros((4, 4, 8), np.float32)
-    capsule = array.__dlpack__(max_version=(1, 0))
-    pointer = _arrays._capsule_pointer(capsule, b"dltensor_versioned")
-    tensor = _arrays._DLVersioned.from_address(pointer).tensor
+    capsule, tensor = exported(array)
     for name, x in fields.items():
         setattr(tensor, name, x)
     kept = (array, tensor)
@@ -132,9 +141,8 @@ def test_bfloat16_tensors() -> None:
 def test_bfloat16_dlpack_is_read_from_the_capsule() -> None:
     """NumPy exports no bfloat16: an exported uint16 whose type code is set to bfloat (4) stands for it."""
     source = np.arange(6, dtype=np.uint16).reshape(2, 3)
-    capsule = source.__dlpack__(max_version=(1, 0))
-    pointer = _arrays._capsule_pointer(capsule, b"dltensor_versioned")
-    _arrays._DLVersioned.from_address(pointer).tensor.code = 4
+    capsule, tensor = exported(source)
+    tensor.code = 4
     fake = SimpleNamespace(__dlpack__=lambda **_: capsule, __dlpack_device__=lambda: (1, 0))
     got = _arrays.view("x", fake)
     assert (got.dtype, got.shape, got.strides, got.address) == ("bfloat16", (2, 3), (3, 1), source.ctypes.data)
