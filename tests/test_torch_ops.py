@@ -177,6 +177,7 @@ def test_a_plan_of_the_core_as_a_tensor() -> None:
         torch.tensor([float("nan")]),
         torch.tensor([True]),
         torch.tensor([1j]),
+        None,
     ],
 )
 def test_a_foreign_tensor_is_no_plan(foreign: Any) -> None:

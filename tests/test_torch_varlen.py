@@ -237,6 +237,15 @@ def test_nothing_is_written_before_an_error(calls: list[Any]) -> None:
     assert (memory == 7).all()
 
 
+@pytest.mark.parametrize("tokens", [4, 7])
+def test_out_of_other_tokens(calls: list[Any], tokens: int) -> None:
+    step = Step([3, 2], [40, 5], heads=2)
+    out = torch.full((tokens, 2, 32), 7.0)
+    with pytest.raises(ValueError, match=rf"^out: shape \({tokens}, 2, 32\), expected \[5, Hq, D\]"):
+        varlen_attn_out(out, *step.packed)
+    assert (out == 7).all()
+
+
 def test_alibi(calls: list[Any]) -> None:
     """The public function has none; the aten op underneath has."""
     step, slopes = Step(*MIXED), torch.tensor([0.5, 0.25, 0.125, 1.0])

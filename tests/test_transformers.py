@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,6 +278,45 @@ def test_training_is_refused() -> None:
     finally:
         model.model.layers[0].self_attn.attention_dropout = 0.0
         model.eval().set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "trained", "paged"),
+    [
+        ("gpt_oss", "cpu_attn", "sinks", False),
+        ("t5", "cpu_attn", "relative_attention_bias", False),
+        ("llama", "cpu_attn", "k_proj", True),
+        ("llama", "eager", "v_proj", True),  # over the pages
+    ],
+)
+def test_no_gradient_goes_unnoticed(name: str, implementation: str, trained: str, paged: bool) -> None:
+    """Of what is no query, and stays behind in the pages, while something after it has one."""
+    model, inputs = hf_models.model(name), tokens(6)
+    if name == "t5":
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    if paged:
+        inputs |= {"past_key_values": adapter.PagedCache(model.config), "use_cache": True}
+    model.set_attn_implementation(implementation)
+    try:
+        for parameter, x in model.named_parameters():
+            x.requires_grad_(trained in parameter or "norm" in parameter.split(".")[-2])
+        logits = model(**inputs).logits
+        with pytest.raises(RuntimeError, match="no backward"):
+            logits.sum().backward()
+    finally:
+        model.requires_grad_(True).set_attn_implementation("eager")
+
+
+def test_keys_of_another_batch_or_length() -> None:
+    x = torch.zeros(2, 1, 7, 8)
+    for given, words in (
+        ((x, x.expand(2, 1, 7, 8).repeat(2, 1, 1, 1), x), r"^key: \(4, 1, 7, 8\), expected \[2, H, 7, D\]"),
+        ((x, x, x[:1]), r"^value: \(1, 1, 7, 8\), expected \[2, H, 7, D\]"),
+        ((x[:, :, :6], x, x[:, :, :6]), r"^value: \(2, 1, 6, 8\), expected \[2, H, 7, D\]"),
+        ((x[..., :0],) * 3, "^head_size: 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            module.attention(SimpleNamespace(), *given, None)
 
 
 @pytest.mark.parametrize(

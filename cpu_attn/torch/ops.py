@@ -65,7 +65,7 @@ def plan_of(scheduler_metadata: torch.Tensor) -> SchedulerMetadata:
     """The plan that a tensor of ``get_scheduler_metadata`` stands for; ValueError where it stands for none."""
     try:
         return _plans[scheduler_metadata.item()][0]
-    except (KeyError, RuntimeError):
+    except (AttributeError, KeyError, RuntimeError):  # torch takes None for a tensor
         raise ValueError(
             "scheduler_metadata: no plan of this process that is still there; expected the tensor that "
             "torch.ops.cpu_attn.get_scheduler_metadata returned (a copy is of no use once that one is gone)"

@@ -134,6 +134,8 @@ def _attend(
         raise ValueError("alibi_slopes: only for causal attention (window_size_right 0)")
     if query.dim() != 3:
         raise ValueError(f"query: {query.dim()} axes, expected 3: [T_q, Hq, D] and cu_seq_q")
+    if out.dim() != 3 or len(out) != len(query):
+        raise ValueError(f"out: shape {tuple(out.shape)}, expected [{len(query)}, Hq, D] for the tokens of query")
     if num_splits is not None and num_splits < 0:
         raise ValueError(f"num_splits: {num_splits}, expected at least 0")
     starts = _starts("cu_seq_q", cum_seq_q, len(query))

@@ -12,7 +12,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from cpu_attn.transformers import continuous
-from cpu_attn.transformers.lazy import LazyTensor
+from cpu_attn.transformers.lazy import Inference, LazyTensor
 from cpu_attn.transformers.masks import Mask, UnplannableError, as_bias, mask_function
 from cpu_attn.transformers.paged_cache import Pages
 from cpu_attn.transformers.plans import Logits, Requests, autocast, run, unmasked
@@ -79,14 +79,14 @@ def attention(
     for name in ("sinks", "head_mask"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}: cpu_attn has no such thing (sinks are s_aux, a number for each head)")
-    tracked = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    inputs = (query, key, value, attention_mask, s_aux, position_bias)
+    tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if tracked and module.training:
         raise RuntimeError("cpu_attn has no backward pass: model.eval(), or another attn_implementation to train")
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    scale = max(1, query.shape[-1]) ** -0.5 if scaling is None else float(scaling)  # the plan refuses 0
     sinks = None if s_aux is None else s_aux.detach()
     logits = Logits(scale, float(softcap or 0.0), sinks)
-    inputs = (query, key, value)
-    query, key, value = (x.detach() if tracked and not isinstance(x, Pages) else x for x in inputs)
+    query, key, value = (x.detach() if tracked and not isinstance(x, Pages) else x for x in (query, key, value))
     dtype = key.dtype if isinstance(key, Pages) else torch.get_autocast_dtype("cpu")
     query, key, value = autocast(dtype, query, key, value)
     if cache is not None:
@@ -95,7 +95,7 @@ def attention(
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         bias = None if position_bias is None else as_bias(position_bias)
         output = _attend(query, key, value, attention_mask, bool(causal), replace(logits, attn_bias=bias))
-    return (_Inference.apply(output, *inputs) if tracked else output), None
+    return (Inference.apply(lambda: output, *inputs) if tracked else output), None
 
 
 def continuous_attention(*args: Any, cache: Any = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -106,22 +106,14 @@ def continuous_attention(*args: Any, cache: Any = None, **kwargs: Any) -> tuple[
     return attended
 
 
-class _Inference(torch.autograd.Function):  # type: ignore[misc]
-    """Lets a model run without no_grad, but no gradient pass unnoticed through where it ends."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError("cpu_attn has no backward pass; train with another attn_implementation")
-
-
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, causal: bool, logits: Logits
 ) -> torch.Tensor:
     batch_size, _, q_length, _ = query.shape
+    for name, x in (("key", key), ("value", value)):
+        if (x.shape[0], x.shape[2]) != (batch_size, key.shape[2]):
+            expected = f"[{batch_size}, H, {key.shape[2]}, D], as many as query and as key have"
+            raise ValueError(f"{name}: {tuple(x.shape)}, expected {expected}")
     causal = causal and q_length > 1 and mask is None  # sdpa's rule: a model without a mask means its own is_causal
     if causal and key.shape[2] > q_length:  # and its keys from the first one on
         key, value = key[:, :, :q_length], value[:, :, :q_length]

@@ -3,11 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+class Inference(torch.autograd.Function):  # type: ignore[misc]
+    """What is made of inputs that need gradients: models run without no_grad, but no backward pass goes unnoticed."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], torch.Tensor], *inputs: Any) -> torch.Tensor:
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("cpu_attn has no backward pass; train with another attn_implementation, without PagedCache")
 
 
 class LazyTensor(torch.Tensor):  # type: ignore[misc]

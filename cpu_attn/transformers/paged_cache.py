@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 
 from cpu_attn import PagedKVCache, ops
 from cpu_attn._arrays import dtype_name
-from cpu_attn.transformers.lazy import LazyTensor, ReadOnly
+from cpu_attn.transformers.lazy import Inference, LazyTensor, ReadOnly
 from cpu_attn.transformers.plans import Logits, Requests, autocast, by_token, run
 
 LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -115,6 +116,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.pages.update(by_token(key_states.detach()), by_token(value_states.detach()), slots.ravel())
         self.length += tokens
         self._changed()
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            self.keys = Inference.apply(partial(Pages, self, value=False), key_states, value_states)
+            self.values = Inference.apply(partial(Pages, self, value=True), key_states, value_states)
         return self.keys, self.values
 
     def _changed(self) -> None:
