@@ -35,6 +35,7 @@ from cpu_attn.primitives import gather_pages, matmul, softmax
 
 Array = np.ndarray[Any, Any]
 ROWS, KEYS = 256, 512
+CHAIN = 128  # keys of one sum in float32: native/onednn/segment.c
 
 
 @dataclass(frozen=True)
@@ -298,8 +299,9 @@ def _weighted_sum(p: Array, value: Array, mask: Array) -> Array:
     that not all rows see is left out of the product and added to the rows that see it."""
     n, group, num_keys = p.shape
     odd = np.logical_not(mask.all(axis=0) | np.isfinite(value).all(axis=1))
-    product, _ = matmul(p.reshape(n * group, num_keys), np.where(odd[:, None], np.float32(0), value))
-    output = product.reshape(n, group, -1)
+    weights, known = p.reshape(n * group, num_keys), np.where(odd[:, None], np.float32(0), value)
+    chains = (slice(i, i + CHAIN) for i in range(0, num_keys, CHAIN))
+    output = np.sum([matmul(weights[:, c], known[c])[0] for c in chains], axis=0).reshape(n, group, -1)
     for j in np.flatnonzero(odd):
         output[mask[:, j]] += p[mask[:, j], :, j, None] * value[j]
     return output

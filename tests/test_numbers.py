@@ -187,13 +187,15 @@ def test_softcaps_near_the_bounds(
 @pytest.mark.parametrize("num_tokens", [1, 16])
 @pytest.mark.parametrize("number", [1, 0.7, 5.3])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "int8"])
-@pytest.mark.parametrize(("isa", "dtype"), [k for k in KERNELS if k[1] == "float32"])
-def test_values_that_are_one_number(isa: str, dtype: str, kv_cache_dtype: str, number: float, num_tokens: int) -> None:
+@pytest.mark.parametrize(("engine", "isa", "dtype"), [c for c in COMBINATIONS if c[2] == "float32"])
+def test_values_that_are_one_number(
+    engine: str, isa: str, dtype: str, kv_cache_dtype: str, number: float, num_tokens: int
+) -> None:
     """Their products with weights, of two logits, are alike, and would all be rounded to the same side."""
     rng = np.random.default_rng(18)
     q, k, v = np.ones((num_tokens, 4, 64)), np.zeros((2048, 1, 64)), np.full((2048, 1, 64), number)
     k[rng.random(2048) < 0.5, :, 0] = 0.3
-    errors = against_oracle(isa, dtype, kv_cache_dtype, [q, k, v], 1.0)
+    errors = against_oracle(isa, dtype, kv_cache_dtype, [q, k, v], 1.0, engine=engine)
     assert max(errors) <= reference.BUDGET[dtype]
 
 

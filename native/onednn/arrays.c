@@ -27,11 +27,11 @@ static int run_once(const ca_prim_key *key, const void *src, const void *weights
 int ca_onednn_matmul(int dtype, int out, int transpose_b, int64_t m, int64_t n, int64_t k, const void *a, const void *b,
                      void *c, char *impl, size_t impl_size) {
     ca_prim_key key = {
-        CA_PRIM_MATMUL, dnnl_type(dtype), dnnl_type(out), transpose_b ? dnnl_ba : dnnl_ab, 0, 0, m, n, k};
+        CA_PRIM_MATMUL, dnnl_type(dtype), dnnl_type(out), transpose_b ? dnnl_ba : dnnl_ab, 0, 0, m, n, k, 1};
     return run_once(&key, a, b, c, impl, impl_size);
 }
 
 int ca_onednn_softmax(int64_t rows, int64_t cols, const float *x, float *y, char *impl, size_t impl_size) {
-    ca_prim_key key = {CA_PRIM_SOFTMAX, dnnl_f32, dnnl_f32, dnnl_ab, 0, 0, rows, cols, 0};
+    ca_prim_key key = {CA_PRIM_SOFTMAX, dnnl_f32, dnnl_f32, dnnl_ab, 0, 0, rows, cols, 0, 1};
     return run_once(&key, x, NULL, y, impl, impl_size);
 }

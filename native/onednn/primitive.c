@@ -74,6 +74,14 @@ static int matrix(dnnl_memory_desc_t *out, int64_t rows, int64_t cols, int32_t d
     return dnnl_memory_desc_create_with_tag(out, 2, dims, (dnnl_data_type_t)dtype, (dnnl_format_tag_t)tag);
 }
 
+/* Dense rows, ld apart, in parts. */
+static int matrices(dnnl_memory_desc_t *out, int64_t parts, int64_t rows, int64_t cols, int32_t dtype, int64_t ld,
+                    int64_t apart) {
+    dnnl_dims_t dims = {parts, rows, cols}, strides = {apart, ld, 1};
+    *out = NULL;
+    return dnnl_memory_desc_create_with_strides(out, 3, dims, (dnnl_data_type_t)dtype, strides);
+}
+
 static dnnl_primitive_attr_t attributes(const ca_prim_key *key) {
     dnnl_primitive_attr_t attr = NULL;
     dnnl_post_ops_t ops = NULL;
@@ -91,17 +99,25 @@ static dnnl_primitive_attr_t attributes(const ca_prim_key *key) {
     return NULL;
 }
 
+static int operands(const ca_prim_key *key, dnnl_memory_desc_t *src, dnnl_memory_desc_t *weights,
+                    dnnl_memory_desc_t *dst) {
+    const int64_t m = key->m, n = key->n, k = key->k / key->parts;
+    if (key->parts == 1)
+        return matrix(src, m, k, key->dtype, dnnl_ab) || matrix(weights, k, n, key->dtype, key->weights) ||
+               matrix(dst, m, n, key->dst, dnnl_ab);
+    return matrices(src, key->parts, m, k, key->dtype, key->k, k) ||
+           matrices(weights, key->parts, k, n, key->dtype, n, k * n) ||
+           matrices(dst, key->parts, m, n, key->dst, n, m * n);
+}
+
 static dnnl_primitive_desc_t describe(const ca_prim_key *key) {
     dnnl_primitive_desc_t desc = NULL;
     dnnl_memory_desc_t src = NULL, weights = NULL, dst = NULL;
     dnnl_primitive_attr_t attr = attributes(key);
-    if (!attr || matrix(&dst, key->m, key->n, key->dst, dnnl_ab))
-        ;
-    else if (key->op == CA_PRIM_SOFTMAX)
+    if (attr && key->op == CA_PRIM_SOFTMAX && !matrix(&dst, key->m, key->n, key->dst, dnnl_ab))
         dnnl_softmax_forward_primitive_desc_create(&desc, cpu, dnnl_forward_inference, dnnl_softmax_accurate, dst, dst,
                                                    1, attr);
-    else if (!matrix(&src, key->m, key->k, key->dtype, dnnl_ab) &&
-             !matrix(&weights, key->k, key->n, key->dtype, key->weights))
+    if (attr && key->op == CA_PRIM_MATMUL && !operands(key, &src, &weights, &dst))
         dnnl_matmul_primitive_desc_create(&desc, cpu, src, weights, NULL, dst, attr);
     dnnl_memory_desc_destroy(src);
     dnnl_memory_desc_destroy(weights);

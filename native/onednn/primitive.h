@@ -9,14 +9,15 @@
 typedef enum ca_prim_op { CA_PRIM_MATMUL, CA_PRIM_SOFTMAX } ca_prim_op;
 
 /* dst [m, n] = f(factor * src [m, k] x weights [k, n]), f = tanh or nothing, the factor, if scaled, a run's: layers
- * differ in theirs (fp8), and a primitive for each took 0.14 MiB; softmax: over n, in float32. */
+ * differ in theirs (fp8), and a primitive for each took 0.14 MiB. k in `parts` of as many: dst [parts, m, n], whose sum
+ * is the product. softmax: over n, in float32. */
 typedef struct ca_prim_key {
     int32_t op;
     int32_t dtype, dst; /* dnnl_data_type_t of src and weights, of dst */
     int32_t weights;    /* dnnl_format_tag_t */
     int32_t tanh;
     int32_t scaled;
-    int64_t m, n, k;
+    int64_t m, n, k, parts;
 } ca_prim_key;
 
 typedef struct ca_prim ca_prim;
