@@ -301,7 +301,7 @@ def _weighted_sum(p: Array, value: Array, mask: Array) -> Array:
     odd = np.logical_not(mask.all(axis=0) | np.isfinite(value).all(axis=1))
     weights, known = p.reshape(n * group, num_keys), np.where(odd[:, None], np.float32(0), value)
     chains = (slice(i, i + CHAIN) for i in range(0, num_keys, CHAIN))
-    output = np.sum([matmul(weights[:, c], known[c])[0] for c in chains], axis=0).reshape(n, group, -1)
+    output: Array = np.sum([matmul(weights[:, c], known[c])[0] for c in chains], axis=0).reshape(n, group, -1)
     for j in np.flatnonzero(odd):
         output[mask[:, j]] += p[mask[:, j], :, j, None] * value[j]
     return output
