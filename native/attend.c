@@ -4,60 +4,11 @@
 #include "check.h"
 #include "kernel.h"
 #include "keys.h"
-#include <pthread.h>
+#include "threads.h"
 #include <stdatomic.h>
-#include <stdlib.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-
-static atomic_int num_threads; /* as ca_set_num_threads had it */
-static atomic_int forked;
-
-static void after_fork(void) { atomic_store(&forked, 1); }
-
-__attribute__((constructor)) static void watch_fork(void) { pthread_atfork(NULL, NULL, after_fork); }
-
-#ifdef _OPENMP
-#define STRING(x) #x
-#define TEXT(x) STRING(x)
-const char *ca_threading(void) { return "OpenMP " TEXT(_OPENMP); }
-/* libgomp ends the process where the system refuses it a thread. */
-static int threads_of(int asked) {
-    int n = asked ? abs(asked) : omp_get_max_threads();
-    return n <= 64 ? n : (int)ca_min64(n, ca_max64(64, 8 * (int64_t)omp_get_num_procs()));
-}
-#else
-const char *ca_threading(void) { return "none: the compiler had no OpenMP"; }
-static int threads_of(int asked) {
-    (void)asked;
-    return 1;
-}
-#endif
-
-int ca_get_num_threads(void) { return ca_team(threads_of(atomic_load(&num_threads))); }
-
-void ca_set_num_threads(int n) { atomic_store(&num_threads, n); }
-
-/* What a thread has to do to be woken. One that still spins costs 4 us (Zen 4, decode, 32/8 heads of 128: 64 keys take
- * 15.8 us alone and 11.5 with a second thread, 256 keys 47 and 33), one that sleeps more. */
-#define NANOSECONDS_OF_A_THREAD 25e3
-
-int64_t ca_threads_for(double nanoseconds) {
-    if (atomic_load(&num_threads) < 0)
-        return INT32_MAX;
-    return (int64_t)fmax(1, fmin(nanoseconds / NANOSECONDS_OF_A_THREAD, INT32_MAX));
-}
-
-int ca_team(int wanted) {
-#ifdef _OPENMP
-    if (!atomic_load(&forked))
-        return wanted;
-    omp_set_num_threads(1); /* for oneDNN, which would start a team of its own */
-#endif
-    (void)wanted;
-    return 1;
-}
 
 typedef struct run {
     const ca_plan *plan;
@@ -109,8 +60,7 @@ static int run_segment(run *w, const ca_task *t, int kv_head, int num_heads, int
         const ca_state *to = n ? part : total;
         for (int h = 0; h < num_heads; h++)
             ca_clear(&to[h], rows, dv);
-        int status = num_heads > 1 ? p->kernel->segment_of_heads(p, w->call, t, kv_head, num_heads, k0, k1, to, scratch)
-                                   : p->engine->segment(p, w->call, t, kv_head, k0, k1, to, scratch);
+        int status = p->engine->segment(p, w->call, t, kv_head, num_heads, k0, k1, to, scratch);
         if (status)
             return -status;
         for (int h = 0; h < num_heads && n; h++)

@@ -2,6 +2,7 @@
  * Slots and blocks: writes tokens into the cache and gathers them back. */
 #include "check.h"
 #include "kernel.h"
+#include "threads.h"
 #include <stdatomic.h>
 #include <string.h>
 #ifdef _OPENMP

@@ -119,19 +119,16 @@ static inline ca_token ca_token_at(const ca_plan *plan, const ca_task *task, int
     return task->shared ? plan->tokens[task->shared - 1 + i] : (ca_token){task->request, (int32_t)(task->token + i)};
 }
 
-/* Computes the state of a task's rows, which is clear, over the keys [k0, k1) for one kv head. scratch is
- * 64-aligned and holds engine->scratch_bytes(plan). Returns 0, or the engine's own status. */
-typedef int ca_segment_fn(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int64_t k0,
-                          int64_t k1, const ca_state *state, void *scratch);
+/* Computes the states of a task's rows, which are clear, over the keys [k0, k1), one for each of the kv heads
+ * [kv_head, kv_head + num_heads). scratch is 64-aligned and holds engine->scratch_bytes(plan). Returns 0, or the
+ * engine's own status. */
+typedef int ca_segment_fn(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
+                          int64_t k0, int64_t k1, const ca_state *states, void *scratch);
 
 struct ca_engine {
     int (*rows)(const ca_kernel *kernel); /* query rows it wants in a task */
     int64_t (*scratch_bytes)(const ca_plan *plan);
     ca_segment_fn *segment;
+    int together; /* may there be several kv heads? where blocks hold whole groups, and up to CA_FEW_ROWS rows */
 };
-
-/* Threads that are worth waking for what takes one thread so long. */
-int64_t ca_threads_for(double nanoseconds);
-/* A child of fork() must not enter a parallel region of libgomp: it would wait for threads that are gone. */
-int ca_team(int wanted);
 #endif

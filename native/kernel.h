@@ -32,11 +32,8 @@ struct ca_kernel {
     ca_kernel_info info;
     int64_t (*scratch_bytes)(const ca_plan *plan);
     ca_segment_fn *segment;
-    /* the same for kv heads [kv_head, kv_head + num_heads), where blocks hold whole groups, and up to CA_FEW_ROWS rows;
-     * states: one each; NULL: none. They go together through the keys, the bits being the same; over NHD (where
-     * nhd_keys is not 0) at most nhd_keys at a time, or as many as are nhd_bytes of K and V for all heads */
-    int (*segment_of_heads)(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
-                            int64_t k0, int64_t k1, const ca_state *states, void *scratch);
+    /* kv heads that go together through the keys (the bits being the same) go over NHD by at most nhd_keys of them, or
+     * as many as are nhd_bytes of K and V for all heads; 0: each goes by itself */
     int64_t nhd_keys, nhd_bytes;
     /* into = merge(into, from), in this order: float results depend on it */
     void (*merge)(const ca_state *into, const ca_state *from, int64_t rows, int64_t head_size_v);
@@ -55,7 +52,7 @@ struct ca_kernel {
     void (*widen_v)(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
     /* one query row times factor, as float32 */
     void (*widen_row)(const void *src, int64_t n, float factor, float *dst);
-    /* the first n tokens of a group, K or V, that is not ca_half_ready, as a group of the kernel's own layout and
+    /* the first n tokens of a group, K or V, that is not ca_side_ready, as a group of the kernel's own layout and
      * dtype, exactly, without its scales; rows: ca_rows_bytes; meanwhile as much is fetched from `ahead`, whatever lies
      * there */
     void (*unpack)(const ca_plan *plan, int value, const void *src, int64_t ld, int n, void *dst, void *rows,
@@ -85,12 +82,23 @@ const ca_kernel *ca_words_kernel(int isa);
 
 static inline int ca_any_narrow(const ca_shape *s) { return ca_is_narrow(s->k_dtype) || ca_is_narrow(s->v_dtype); }
 
-/* Do the kernels read K, or V, as it lies? Both? */
-static inline int ca_half_ready(const ca_plan *plan, int value) {
-    int dtype = value ? plan->shape.v_dtype : plan->shape.k_dtype;
-    return !ca_is_narrow(dtype) && plan->shape.kv_cache_layout == CA_PACKED;
+/* Of K, or of V. */
+static inline int ca_kv_dtype(const ca_shape *s, int value) { return value ? s->v_dtype : s->k_dtype; }
+static inline int64_t ca_kv_head_size(const ca_shape *s, int value) { return value ? s->head_size_v : s->head_size; }
+static inline ca_group_form ca_kv_form(const ca_plan *plan, int value) {
+    const ca_shape *s = &plan->shape;
+    return ca_group_form_of(plan->kernel->info.layout, ca_kv_dtype(s, value), ca_kv_head_size(s, value), value);
 }
-static inline int ca_ready(const ca_plan *plan) { return ca_half_ready(plan, 0) && ca_half_ready(plan, 1); }
+static inline const char *ca_kv_block(const ca_plan *plan, const ca_call *c, int value, int64_t block, int kv_head) {
+    const int dtype = ca_kv_dtype(&plan->shape, value);
+    return value ? ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, kv_head, dtype)
+                 : ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, kv_head, dtype);
+}
+/* Can the kernels read it as it lies? Both? */
+static inline int ca_side_ready(const ca_plan *plan, int value) {
+    return !ca_is_narrow(ca_kv_dtype(&plan->shape, value)) && plan->shape.kv_cache_layout == CA_PACKED;
+}
+static inline int ca_ready(const ca_plan *plan) { return ca_side_ready(plan, 0) && ca_side_ready(plan, 1); }
 /* A group of a plain, narrow cache on its way: widened, not yet packed. */
 static inline int64_t ca_rows_bytes(const ca_plan *plan) {
     int narrow = ca_any_narrow(&plan->shape);

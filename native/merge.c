@@ -4,6 +4,7 @@
 #include "engine.h"
 #include "half.h"
 #include "layout.h"
+#include "threads.h"
 
 #define COLUMNS 512 /* at a time, summed in float32 */
 

@@ -2,6 +2,7 @@
  * Bounds of the keys of each block, kept as tokens are written, and the scores that they give to queries. */
 #include "check.h"
 #include "kernel.h"
+#include "threads.h"
 #ifdef _OPENMP
 #include <omp.h>
 #endif

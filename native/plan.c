@@ -4,6 +4,7 @@
  * at a request's first token, segments of keys at its first key. */
 #include "check.h"
 #include "plan.h"
+#include "threads.h"
 #include <stdlib.h>
 #include <string.h>
 
@@ -185,7 +186,7 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
         return CA_NO_MEMORY;
     double total = list_blocks(p, list.at);
     int status = CA_OK;
-    const int together = p->engine == ca_native_engine() && p->kernel->segment_of_heads && p->few_rows;
+    const int together = p->engine->together && p->few_rows;
     const int nhd = p->shape.kv_cache_layout == CA_NHD;
     p->heads_together = 1;
     if (together && nhd && p->kernel->nhd_keys && p->rows == p->few_rows)

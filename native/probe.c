@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The limits of this machine, for `cpu-attn bench`: products from registers, reads, copies, on any number of
  * threads. build_ffi.py writes probe_list.h, as isa_list.h, of the files of native/probe. */
-#include "engine.h"
 #include "layout.h"
 #include "probe.h"
 #include "probe_list.h"
+#include "threads.h"
 #include <string.h>
 #include <time.h>
 #ifdef _OPENMP

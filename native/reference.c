@@ -18,9 +18,9 @@ static double element(const void *base, int64_t i, int dtype) {
 
 /* Element d of a token of K or V. */
 static double cached(const ca_plan *p, const ca_call *c, int value, const char *block, int64_t token, int64_t d) {
-    const int dtype = value ? p->shape.v_dtype : p->shape.k_dtype;
+    const int dtype = ca_kv_dtype(&p->shape, value);
     const int layout = ca_layout_of(p->shape.kv_cache_layout, p->kernel->info.layout, dtype);
-    const int64_t n = value ? p->shape.head_size_v : p->shape.head_size, ld = value ? c->v_ld : c->k_ld;
+    const int64_t n = ca_kv_head_size(&p->shape, value), ld = value ? c->v_ld : c->k_ld;
     if (ca_is_scaled(dtype))
         return ca_scaled_element(dtype, n, value, block, c->block_size, token, d);
     return element(block, value ? ca_v_offset(layout, token, d, ld) : ca_k_offset(layout, token, d, ld), dtype);
@@ -55,8 +55,7 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
         if (bits && !ca_sees(bits, ca_context(p, t->request), j))
             continue;
         int64_t block = table[j / c->block_size], token = j % c->block_size;
-        const char *k = ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, kv_head, p->shape.k_dtype);
-        const char *v = ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, kv_head, p->shape.v_dtype);
+        const char *k = ca_kv_block(p, c, 0, block, kv_head), *v = ca_kv_block(p, c, 1, block, kv_head);
         double s = score(p, c, query, k, token), old = m;
         if (c->alibi_slopes)
             s += (double)c->alibi_slopes[head] * (double)(j - pos);
@@ -79,8 +78,9 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
         state->o[r * dv + d] = (float)(o[d] * correct);
 }
 
-static int segment(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int64_t k0, int64_t k1,
-                   const ca_state *state, void *scratch) {
+static int segment(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int num_heads, int64_t k0,
+                   int64_t k1, const ca_state *state, void *scratch) {
+    (void)num_heads;
     int64_t rows = ca_rows_of(p, t);
     for (int64_t r = 0; r < rows; r++)
         attend_row(p, c, t, r, kv_head, k0, k1, state, scratch);
@@ -94,6 +94,6 @@ static int rows(const ca_kernel *kernel) {
 
 static int64_t scratch_bytes(const ca_plan *p) { return p->shape.head_size_v * (int64_t)sizeof(double); }
 
-static const ca_engine engine = {rows, scratch_bytes, segment};
+static const ca_engine engine = {rows, scratch_bytes, segment, 0};
 
 const ca_engine *ca_reference_engine(void) { return &engine; }

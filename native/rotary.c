@@ -21,16 +21,16 @@ typedef struct room {
     char *stage;
 } room;
 
-static int64_t divide(const ca_rotary *r, char *base, room *out) {
+static int64_t divide(const ca_rotary *r, uintptr_t base, room *out) {
     int64_t head = ca_round_up(r->head_size * 4, 64), cos_sin = ca_round_up(r->rot_dim * 4, 64);
     int64_t stage = r->num_kv_heads * CA_LANES * r->head_size * ca_dtype_size(r->dtype);
-    *out = (room){(float *)base, (float *)(base + head), base + head + cos_sin};
+    *out = (room){(float *)base, (float *)(base + (uintptr_t)head), (char *)(base + (uintptr_t)(head + cos_sin))};
     return head + cos_sin + ca_round_up(stage, 64);
 }
 
 static room room_of(const ca_rotary *r, int thread) {
     room found;
-    divide(r, r->memory + thread * r->thread_bytes, &found);
+    divide(r, (uintptr_t)(r->memory + thread * r->thread_bytes), &found);
     return found;
 }
 
@@ -45,7 +45,7 @@ static const float *widened(const ca_rotary *r, const ca_array *weight, float *w
 int ca_rotary_begin(ca_rotary *r, int team) {
     room unused;
     int64_t weight = ca_round_up(r->head_size * 4, 64);
-    r->thread_bytes = divide(r, NULL, &unused);
+    r->thread_bytes = divide(r, 0, &unused);
     r->memory = aligned_alloc(64, (size_t)(team * r->thread_bytes + 2 * weight));
     if (!r->memory)
         return CA_NO_MEMORY;

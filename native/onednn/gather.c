@@ -32,26 +32,14 @@ int64_t ca_form_v_bytes(int64_t head_size_v, int64_t keys) {
 }
 
 static const char *block_of(const ca_pages *g, int value, int64_t key) {
-    const ca_call *c = g->call;
-    int64_t block = g->block_table[key / c->block_size];
-    if (value)
-        return ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, g->kv_head, g->plan->shape.v_dtype);
-    return ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, g->kv_head, g->plan->shape.k_dtype);
-}
-
-static int dtype_of(const ca_plan *plan, int value) { return value ? plan->shape.v_dtype : plan->shape.k_dtype; }
-
-static ca_group_form group_form(const ca_plan *plan, int value) {
-    const ca_shape *s = &plan->shape;
-    return ca_group_form_of(plan->kernel->info.layout, value ? s->v_dtype : s->k_dtype,
-                            value ? s->head_size_v : s->head_size, value);
+    return ca_kv_block(g->plan, g->call, value, g->block_table[key / g->call->block_size], g->kv_head);
 }
 
 int64_t ca_wide_bytes(const ca_plan *plan) {
     int64_t most = 0;
     for (int value = 0; value < 2; value++)
-        if (!ca_half_ready(plan, value))
-            most = ca_max64(most, group_form(plan, value).elements * ca_dtype_size(plan->shape.dtype));
+        if (!ca_side_ready(plan, value))
+            most = ca_max64(most, ca_kv_form(plan, value).elements * ca_dtype_size(plan->shape.dtype));
     return most + ca_rows_bytes(plan);
 }
 
@@ -59,13 +47,13 @@ int64_t ca_wide_bytes(const ca_plan *plan) {
 static const void *packed_block(const ca_pages *g, int value, int64_t key, int64_t *token) {
     const char *block = block_of(g, value, key);
     *token = key % g->call->block_size;
-    if (ca_half_ready(g->plan, value))
+    if (ca_side_ready(g->plan, value))
         return block;
-    const ca_group_form f = group_form(g->plan, value);
+    const ca_group_form f = ca_kv_form(g->plan, value);
     int64_t first = *token / CA_LANES * CA_LANES, n = ca_min64(CA_LANES, g->call->block_size - first);
     int64_t ld = value ? g->call->v_ld : g->call->k_ld, bytes = first / CA_LANES * f.bytes;
     if (g->plan->shape.kv_cache_layout != CA_PACKED)
-        bytes = first * ld * ca_dtype_size(dtype_of(g->plan, value));
+        bytes = first * ld * ca_dtype_size(ca_kv_dtype(&g->plan->shape, value));
     char *rows = (char *)g->wide + ca_wide_bytes(g->plan) - ca_rows_bytes(g->plan);
     g->plan->kernel->unpack(g->plan, value, block + bytes, ld, (int)n, g->wide, rows, block + bytes);
     *token -= first;
@@ -74,9 +62,9 @@ static const void *packed_block(const ca_pages *g, int value, int64_t key, int64
 
 /* Of n <= 16 keys from here, in one group, that were gathered to dst: K [head_size][ld], or V [n][ld]. */
 static void apply_scales(const ca_pages *g, int value, int64_t key, int64_t n, float *dst, int64_t ld) {
-    const ca_group_form f = group_form(g->plan, value);
-    const int64_t head_size = value ? g->plan->shape.head_size_v : g->plan->shape.head_size;
-    const int64_t shared = ca_scale_elements(dtype_of(g->plan, value), head_size);
+    const ca_group_form f = ca_kv_form(g->plan, value);
+    const int64_t head_size = ca_kv_head_size(&g->plan->shape, value);
+    const int64_t shared = ca_scale_elements(ca_kv_dtype(&g->plan->shape, value), head_size);
     const int64_t token = key % g->call->block_size;
     for (int64_t s = 0; s < f.scales; s++) {
         const int64_t from = s * shared, to = ca_min64(head_size, from + shared);
@@ -103,7 +91,7 @@ static int64_t piece(const ca_pages *g, int64_t column, int64_t end, int64_t lan
 }
 
 static int64_t lanes(const ca_pages *g, int value) {
-    return ca_half_ready(g->plan, value) ? g->call->block_size : CA_LANES;
+    return ca_side_ready(g->plan, value) ? g->call->block_size : CA_LANES;
 }
 
 static void copy_k_pairs(const ca_pages *g, int64_t skip, int64_t end, uint16_t *dst) {

@@ -439,8 +439,9 @@ static int run_chunks(work *w, const ca_state *state) {
     return CA_ONEDNN_OK;
 }
 
-static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int64_t k0, int64_t k1,
-                   const ca_state *state, void *scratch) {
+static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
+                   int64_t k0, int64_t k1, const ca_state *state, void *scratch) {
+    (void)num_heads;
     int64_t group = plan->group_size, rows = ca_rows_of(plan, task);
     if (k1 <= k0)
         return CA_ONEDNN_OK;
@@ -458,6 +459,6 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     return status;
 }
 
-static const ca_engine engine = {engine_rows, scratch_bytes, segment};
+static const ca_engine engine = {engine_rows, scratch_bytes, segment, 0};
 
 const ca_engine *ca_onednn_engine(void) { return &engine; }

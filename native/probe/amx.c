@@ -5,8 +5,8 @@
  * flags: -mamx-tile -mamx-bf16
  *
  * TDPBF16PS, 16 x 16 x 32, one every 16 cycles with a latency of 52: four sums, from two tiles of A and two of B. */
+#include "../kernel/tiles.h"
 #include "../probe.h"
-#include <immintrin.h>
 
 static const char *missing(void) {
     const char *reason = CA_CPU_MISSING(CA_HAS_amx_tile, CA_HAS_amx_bf16);
@@ -15,21 +15,13 @@ static const char *missing(void) {
     return reason && *reason ? reason : NULL;
 }
 
-typedef struct tile_config { /* Intel SDM, LDTILECFG */
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} tile_config;
-
 static void configure(void) {
     _Alignas(64) tile_config config = {.palette = 1};
     for (int t = 0; t < 8; t++) {
         config.row_bytes[t] = 64;
         config.rows[t] = 16;
     }
-    /* gcc 12's _tile_loadconfig names 8 of the 64 bytes: the stores to the others might vanish. */
-    __asm__ volatile("" : : "r"(&config) : "memory");
-    _tile_loadconfig(&config);
+    tile_configure(&config);
 }
 
 static float compute(const ca_probe_data *data, int64_t rounds) {
