@@ -123,7 +123,7 @@ class Array:
 
 def dtype_name(dtype: Any, argument: str = "dtype") -> str:
     """float32, float16 or bfloat16, of a NumPy dtype, a torch dtype or a string; TypeError for others."""
-    name = str(dtype).removeprefix("torch.")
+    name = _NAME_OF.get(dtype, "") if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         with contextlib.suppress(Exception):  # np.dtype parses: SyntaxError, ValueError, ...
             name = _NAME_OF.get(np.dtype(dtype), name)
@@ -147,7 +147,10 @@ def view(name: str, x: Any, dtypes: Sequence[str] = tuple(DTYPES)) -> Array:
 
 def numpy_view(name: str, x: Any, dtypes: Sequence[str] = tuple(DTYPES)) -> np.ndarray[Any, Any]:
     """``x`` as a NumPy array of the same memory; what is one already is checked by the calls that it goes to."""
-    return x if isinstance(x, np.ndarray) else view(name, x, dtypes).numpy()
+    if isinstance(x, np.ndarray):
+        return x
+    (a,) = bridged((x,))
+    return view(name, x, dtypes).numpy() if a is x else a
 
 
 def _read(x: Any) -> Array:

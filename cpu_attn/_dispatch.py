@@ -102,6 +102,15 @@ def _resolve_isa(name: str, dtype: str, odd_vec16: bool) -> Isa:
     raise ValueError(f"{who}: {name!r} is none of auto, vec, vec16, {names}. Available here: {there}")
 
 
+def serves(isa: str, dtype: str) -> bool:
+    """Whether there are kernels for the dtype, here."""
+    try:
+        resolve_isa(isa, dtype, 16)
+    except UnavailableError:
+        return False
+    return True
+
+
 def resolve_engine(name: str) -> tuple[str, Any]:
     """Name and ``ca_engine *`` of an engine; ``auto`` follows CPU_ATTN_ENGINE, then means native."""
     name = asked("engine", name, "CPU_ATTN_ENGINE")

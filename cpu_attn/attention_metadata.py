@@ -205,33 +205,33 @@ class CPUAttentionMetadata:
     def _decoder_parts(self) -> list[Part]:
         """One part, or, where the prefills have no block tables, one for them and one for the decodes."""
         starts, prefills = self._query_starts(), self.num_prefills
-        decodes = len(starts) - 1 - prefills
-        if not prefills:
-            prefill_lens = NONE
-        elif self.kv_start_loc is not None:
-            ends = integers("kv_start_loc", self.kv_start_loc, np.int64)
-            prefill_lens = integers("kv_start_loc", np.diff(ends))
-        else:
-            prefill_lens = integers("seq_lens", _needed("seq_lens", self.seq_lens))[:prefills]
-        if not decodes:
-            decode_lens = NONE
-        elif self.seq_lens_tensor is not None:
-            decode_lens = integers("seq_lens_tensor", self.seq_lens_tensor)
-        else:
-            decode_lens = integers("seq_lens", _needed("seq_lens", self.seq_lens))[prefills:]
-        _same_number("prefills' lengths", len(prefill_lens), prefills)
-        _same_number("decodes' lengths", len(decode_lens), decodes)
+        decodes, parts = len(starts) - 1 - prefills, []
+        if prefills:
+            lens = self._prefill_lens()
+            _same_number("prefills' lengths", len(lens), prefills)
+            table = _table("prefill_block_tables", self.prefill_block_tables, lens)
+            parts.append(Part(0, starts[: prefills + 1], lens, table))
+        if decodes:
+            lens = self._decode_lens()
+            _same_number("decodes' lengths", len(lens), decodes)
+            own_starts = starts[prefills:] - starts[prefills] if prefills else starts
+            parts.append(
+                Part(self.num_prefill_tokens, own_starts, lens, _table("block_tables", self.block_tables, lens))
+            )
+        tables = [part.block_table for part in parts if part.block_table is not None]
+        if len(tables) < 2:
+            return parts
+        return [Part(0, starts, np.concatenate([part.seq_lens for part in parts]), _stacked(*tables))]
 
-        first = _table("prefill_block_tables", self.prefill_block_tables, prefill_lens)
-        second = _table("block_tables", self.block_tables, decode_lens)
-        lens = np.concatenate([prefill_lens, decode_lens])
-        if first is not None and second is not None:
-            return [Part(0, starts, lens, _stacked(first, second))]
-        parts = [
-            Part(0, starts[: prefills + 1], prefill_lens, first),
-            Part(self.num_prefill_tokens, starts[prefills:] - starts[prefills], decode_lens, second),
-        ]
-        return [part for part, number in zip(parts, (prefills, decodes), strict=True) if number]
+    def _prefill_lens(self) -> Array:
+        if self.kv_start_loc is not None:
+            return integers("kv_start_loc", np.diff(integers("kv_start_loc", self.kv_start_loc, np.int64)))
+        return integers("seq_lens", _needed("seq_lens", self.seq_lens))[: self.num_prefills]
+
+    def _decode_lens(self) -> Array:
+        if self.seq_lens_tensor is not None:
+            return integers("seq_lens_tensor", self.seq_lens_tensor)
+        return integers("seq_lens", _needed("seq_lens", self.seq_lens))[self.num_prefills :]
 
     def _encoder_part(self) -> Part:
         self._require_encoder("encoder")
@@ -304,8 +304,6 @@ def _table(name: str, x: Any, lens: Array) -> Array | None:
 
 def _stacked(first: Array, second: Array) -> Array:
     """One table after the other; the narrower one's missing entries name no block."""
-    if not len(first) or not len(second):
-        return first if len(first) else second
     table = np.full((len(first) + len(second), max(first.shape[1], second.shape[1])), -1, np.int32)
     table[: len(first), : first.shape[1]] = first
     table[len(first) :, : second.shape[1]] = second

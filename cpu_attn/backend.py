@@ -10,13 +10,13 @@ Keys and values that no cache of the engine holds (encoders, profiling) pass thr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from cpu_attn import _check, reference
-from cpu_attn._arrays import DTYPES, dtype_name, numpy_view, view
-from cpu_attn._arrays import Array as Memory
+from cpu_attn._arrays import DTYPES, dtype_name, numpy_view
 from cpu_attn.attention_metadata import (
     AttentionType,
     CPUAttentionMetadata,
@@ -25,7 +25,7 @@ from cpu_attn.attention_metadata import (
     attention_type,
 )
 from cpu_attn.layout import lined_up
-from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
+from cpu_attn.ops import reshape_and_cache, run_attention
 from cpu_attn.paged_attention import Array, PagedAttention
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape
 
@@ -178,17 +178,18 @@ class CPUAttentionBackendImpl:
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale, output_block_scale: the output is not quantised here; pass None")
         q = self._rows("query", query, self.num_heads, self.head_size)
+        dtype = dtype_name(q.dtype, "query")
         if (key is None) != (value is None):
             raise ValueError("key, value: one of them is None")
         k = None if key is None else self._rows("key", key, self.num_kv_heads, self.head_size)
         v = None if value is None else self._rows("value", value, self.num_kv_heads, None)
         if output is None:
-            output = _zeros_like(query, len(q), self.num_heads * (self.head_size if v is None else v.shape[2]))
+            output = _zeros_like(query, q.dtype, len(q), self.num_heads * (self.head_size if v is None else v.shape[2]))
         out = self._rows("output", output, self.num_heads, None if v is None else v.shape[2])
-        axes = [("T", None), ("num_heads", self.num_heads), ("head_size", None)]
-        asked = _check.array("query", q, _check.FLOATS, axes)
-        answered = _check.writable("output", _check.array("output", out, [asked.dtype], axes))
         if attn_metadata is None:
+            axes = [("T", None), ("num_heads", self.num_heads), ("head_size", None)]
+            _check.array("query", q, [dtype], axes)
+            _check.writable("output", _check.array("output", out, [dtype], axes))
             out[...] = 0
             return output
         _check.instance("attn_metadata", attn_metadata, CPUAttentionMetadata)
@@ -200,34 +201,19 @@ class CPUAttentionBackendImpl:
                 kv_cache, self.num_kv_heads, self.head_size, self.kv_cache_dtype
             )
         parts = self._parts(attn_metadata, caches is not None)
-        block_size = None if caches is None else caches[0].shape[2]
-        plans = [self._plan(attn_metadata, part, block_size, str(q.dtype), out.shape[2]) for part in parts]
-        self._validate(parts, plans, asked, k, v, answered, caches)
-        scales = (1.0, 1.0) if caches is None else self._scales(layer, q.dtype)
-        for k_scale in {1.0, scales[0]}:  # of keys just given, of stored ones
-            _check.logit_factors(self.scale, self.logits_soft_cap, k_scale)
+        self._validate(parts, q, k, v, out, caches)
+        scales = (1.0, 1.0) if caches is None else self._scales(layer, dtype)
+        calls = [self._call(attn_metadata, part, dtype, q, k, v, out, caches, scales) for part in parts]
+        write: tuple[Any, ...] = ()
         if caches is not None and k is not None and v is not None and self.kv_sharing_target_layer_name is None:
             slots = self._slots(attn_metadata, len(k))
-            self.paged_attn_impl.write_to_paged_cache(
-                k[: len(slots)], v[: len(slots)], *caches, slots, self.kv_cache_dtype, *scales
-            )
-        for part, plan in zip(parts, plans, strict=True):
-            if caches is None or part.block_table is None:
-                pages, stored = self._scratch(part, k, v), (1.0, 1.0, "auto")
-            else:
-                pages, stored = (*caches, part.block_table), (*scales, self.kv_cache_dtype)
-            key_cache, value_cache, table = pages
-            k_scale, v_scale, kv_cache_dtype = stored
-            attention_with_kv_cache(
-                *(q[part.rows], key_cache, value_cache, out[part.rows], part.query_start_loc, part.seq_lens),
-                *(self.scale, self._causal(attn_metadata), self.alibi_slopes, self.sliding_window, table),
-                softcap=self.logits_soft_cap,
-                scheduler_metadata=plan,
-                s_aux=self.sinks,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                kv_cache_dtype=kv_cache_dtype,
-            )
+            write = (k[: len(slots)], v[: len(slots)], *caches, slots, self.kv_cache_dtype, *scales)
+        for call in calls:  # what is wrong with them is said before the cache is written
+            call(only_check=True)
+        if write:
+            self.paged_attn_impl.write_to_paged_cache(*write)
+        for call in calls:
+            call()
         return output
 
     def _rows(self, name: str, x: Any, num_heads: int, head_size: int | None) -> Array:
@@ -244,10 +230,14 @@ class CPUAttentionBackendImpl:
     def _is_cross(self) -> bool:
         return self.attn_type is AttentionType.ENCODER_DECODER
 
-    def _scales(self, layer: Any, dtype: Any) -> tuple[float, float]:
+    def _scales(self, layer: Any, dtype: str) -> tuple[float, float]:
         """Of fp8; a checkpoint may have some that its cache does not use."""
-        fp8 = [kv.startswith("fp8") for kv in _check.kv_dtypes(self.kv_cache_dtype, dtype)]
-        return _scale(layer, "_k_scale") if fp8[0] else 1.0, _scale(layer, "_v_scale") if fp8[1] else 1.0
+        kvs = _check.kv_dtypes(self.kv_cache_dtype, dtype)
+        k_scale, v_scale = (
+            _scale(layer, name) if kv.startswith("fp8") else 1.0
+            for name, kv in zip(("_k_scale", "_v_scale"), kvs, strict=True)
+        )
+        return _check.scales(k_scale, v_scale, kvs)
 
     def _parts(self, metadata: CPUAttentionMetadata, has_cache: bool) -> list[Part]:
         if self.attn_type is AttentionType.ENCODER:
@@ -263,7 +253,7 @@ class CPUAttentionBackendImpl:
         return metadata._plan(
             part,
             self.attn_type,
-            None if part.block_table is None else block_size,
+            block_size,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
@@ -271,7 +261,7 @@ class CPUAttentionBackendImpl:
             causal=self._causal(metadata),
             sliding_window=self.sliding_window,
             isa=self.paged_attn_impl.isa,
-            kv_cache_dtype="auto" if part.block_table is None else self.kv_cache_dtype,
+            kv_cache_dtype="auto" if block_size is None else self.kv_cache_dtype,
             head_size_v=head_size_v,
             engine=self.paged_attn_impl.engine,
         )
@@ -282,34 +272,50 @@ class CPUAttentionBackendImpl:
     def _validate(
         self,
         parts: Sequence[Part],
-        plans: Sequence[SchedulerMetadata],
-        query: Memory,
+        query: Array,
         key: Array | None,
         value: Array | None,
-        output: Memory,
+        output: Array,
         caches: tuple[Array, Array] | None,
     ) -> None:
-        """What the two calls would find only after the cache was written."""
+        """What no call looks at: each of them sees the rows of one part."""
         tokens = max((part.rows.stop for part in parts), default=0)
         for name, rows in (("query", query), ("output", output)):
-            if rows.shape[0] < tokens:
-                raise ValueError(f"{name}: {rows.shape[0]} tokens, attn_metadata says {tokens}")
+            if len(rows) < tokens:
+                raise ValueError(f"{name}: {len(rows)} tokens, attn_metadata says {tokens}")
         if key is not None and value is not None and len(key) != len(value):
             raise ValueError(f"value: {len(value)} tokens, key has {len(key)}")
-        if key is not None and str(key.dtype) != query.dtype:
+        if key is not None and key.dtype != query.dtype:
             raise TypeError(f"key: dtype {key.dtype}, query has {query.dtype}")
-        arrays = {"key": key, "value": value}
+        _check.apart_from("output", output, {"query": query, "key": key, "value": value})
         if caches is not None:
-            arrays |= {"key_cache": caches[0], "value_cache": caches[1]}
-        others = {name: None if x is None else view(name, x) for name, x in arrays.items()}
-        _check.disjoint("output", output, {"query": query, **others})
-        for part, plan in zip(parts, plans, strict=True):
+            _check.apart_from("output", output, {"key_cache": caches[0], "value_cache": caches[1]})
+        for part in parts if len(parts) > 1 else ():
             step = {"query_start_loc": part.query_start_loc, "seq_lens": part.seq_lens, "block_table": part.block_table}
-            _check.disjoint("output", output, {name: None if x is None else view(name, x) for name, x in step.items()})
-            if part.block_table is None:
-                self._check_given(part, key, caches is not None)
-            elif caches is not None:
-                _check.block_table(plan, view("block_table", part.block_table), len(caches[0]), caches[0].shape[2])
+            _check.apart_from("output", output, step)
+
+    def _call(
+        self,
+        metadata: CPUAttentionMetadata,
+        part: Part,
+        dtype: str,
+        query: Array,
+        key: Array | None,
+        value: Array | None,
+        output: Array,
+        caches: tuple[Array, Array] | None,
+        scales: tuple[float, float],
+    ) -> partial[None]:
+        """The attention of some of the requests."""
+        if caches is None or part.block_table is None:
+            self._check_given(part, key, caches is not None)
+            pages, scales, block_size = self._scratch(part, key, value), (1.0, 1.0), None
+        else:
+            pages, block_size = (*caches, part.block_table), caches[0].shape[2]
+        plan = self._plan(metadata, part, block_size, dtype, output.shape[2])
+        step, features = (part.query_start_loc, part.seq_lens, None), (self.alibi_slopes, self.sinks, None, None)
+        arrays = (output[part.rows], None, query[part.rows], *pages, *step, *features)
+        return partial(run_attention, plan, arrays, self.scale, self.logits_soft_cap, scales, self._causal(metadata))
 
     def _check_given(self, part: Part, key: Array | None, has_cache: bool) -> None:
         """Do the keys that forward was given hold all keys of requests that have no blocks?"""
@@ -372,11 +378,11 @@ def _scale(layer: Any, name: str) -> float:
     return _check.number(name, x)
 
 
-def _zeros_like(query: Any, rows: int, columns: int) -> Any:
-    """A tensor where query is one (it makes its own kind), else a NumPy array."""
+def _zeros_like(query: Any, dtype: Any, rows: int, columns: int) -> Any:
+    """A tensor where query is one (it makes its own kind), else a NumPy array, of query's dtype."""
     if hasattr(query, "new_zeros"):
         return query.new_zeros((rows, columns))
-    return np.zeros((rows, columns), DTYPES[view("query", query).dtype])
+    return np.zeros((rows, columns), dtype)
 
 
 # ---- dense biases, for tests and for engines that need them; no layer here builds one ----

@@ -35,6 +35,7 @@ thread_state = _Thread()
 NUMBERS: dict[tuple[str, str], int] = {}
 _unused = count()
 _S_AUX = _check.ATTENTION.index("s_aux")
+ONLY_CHECK = (ffi.NULL, 2**63 - 1)  # a workspace without which ca_attend computes nothing
 
 
 def _cache_struct(a: Array, layout: str, isa: int, dtype: int, kv_dtype: int, head_size: int) -> Any:
@@ -166,7 +167,7 @@ def attention_with_kv_cache(
     step = (query_start_loc, seq_lens, dynamic_causal)
     features = (alibi_slopes, s_aux, selected_blocks, attn_bias)
     arrays = (output, lse, query, key_cache, value_cache, block_table, *step, *features)
-    _attend(plan, arrays, scale, softcap, scales, _check.boolean("causal", causal))
+    run_attention(plan, arrays, scale, softcap, scales, _check.boolean("causal", causal))
     return output
 
 
@@ -190,18 +191,20 @@ def attend(
     """:func:`attention_with_kv_cache` for who made the plan and knows its lengths to be right. scales: of K and V."""
     features = (alibi_slopes, s_aux, selected_blocks, attn_bias)
     arrays = (output, lse, query, key_cache, value_cache, block_table, None, None, None, *features)
-    _attend(plan, arrays, scale, softcap, scales)
+    run_attention(plan, arrays, scale, softcap, scales)
 
 
-def _attend(
+def run_attention(
     plan: SchedulerMetadata,
     arrays: tuple[Any, ...],
     scale: float,
     softcap: float,
     scales: tuple[float, float],
     causal: int = -1,
+    only_check: bool = False,
 ) -> None:
-    """The arrays are those of _check.ATTENTION. causal -1: no lengths among them, the plan's are right."""
+    """The arrays are those of _check.ATTENTION. causal -1: no lengths among them, the plan's are right. only_check:
+    nothing is computed."""
     thread, fault = thread_state, ffi.new("ca_fault *")
     sinks = arrays[_S_AUX]
     if sinks is not None and not (type(sinks) is np.ndarray and sinks.dtype == np.float32):
@@ -209,11 +212,14 @@ def _attend(
         arrays = (*arrays[:_S_AUX], sinks, *arrays[_S_AUX + 1 :])
     numbers = (causal, *_check.logit_factors(scale, softcap, scales[0]), *scales)
     addresses, given, _alive = objects(_check.ATTENTION, arrays)
-    room = thread.workspace  # held here: what Python runs meanwhile (a signal handler, __del__) may call us, too
+    room = (
+        ONLY_CHECK if only_check else thread.workspace
+    )  # held here: what Python runs meanwhile (__del__) may call us, too
     if lib.ca_attend(plan._pointer, thread.attention, addresses, given, *numbers, *room, fault) == lib.CA_UNKNOWN:
         given = described(_check.attention(plan, arrays, causal >= 0))
-        thread.grow(plan.workspace_bytes)
-        room = thread.workspace
+        if not only_check:
+            thread.grow(plan.workspace_bytes)
+            room = thread.workspace
         fault.status = lib.ca_attend(plan._pointer, thread.attention, 0, given, *numbers, *room, fault)
     _check.raise_fault(fault)
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cpu_attn import _check
+from cpu_attn import _check, _dispatch
 from cpu_attn._arrays import numpy_view
 from cpu_attn.layout import LANES, move_blocks
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
@@ -87,7 +87,10 @@ class PagedAttention:
         on it. Raises ValueError where it does, for sizes out of range and for a flat block size that is not a multiple
         of 16.
         """
-        names = [cache_dtype_str] if cache_dtype_str in _check.FLOATS else _check.FLOATS
+        if cache_dtype_str in _check.FLOATS:
+            names = [cache_dtype_str]
+        else:
+            names = [x for x in _check.FLOATS if _dispatch.serves(cls.isa, x)] or list(_check.FLOATS)
         sizes = num_blocks, block_size, num_kv_heads, head_size
         try:
             shapes = {get_kv_cache_shape(*sizes, name, cls.isa, cache_dtype_str) for name in names}
@@ -96,7 +99,7 @@ class PagedAttention:
         if len(shapes) > 1:
             raise ValueError(
                 f"cache_dtype_str: {cache_dtype_str!r} does not say the dtype, and with head_size {head_size} and "
-                f"block_size {block_size} the shape depends on it; expected {', '.join(_check.FLOATS)}"
+                f"block_size {block_size} the shape depends on it; expected {', '.join(names)}"
             )
         (shape,) = shapes
         if layout == "pair":

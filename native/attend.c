@@ -261,5 +261,5 @@ int ca_attend(const ca_plan *plan, ca_known *known, uintptr_t objects, const ca_
                        &a[CA_SELECTED_BLOCKS], fault) ||
         ca_check_bias(plan, &a[CA_ATTN_BIAS], fault))
         return fault->status;
-    return attend(plan, &call, workspace, fault);
+    return workspace ? attend(plan, &call, workspace, fault) : CA_OK;
 }

@@ -242,7 +242,7 @@ int ca_read_array(uintptr_t object, ca_array *out); /* 0: not a NumPy array, or 
  * where one is 0, given[i]. CA_UNKNOWN unless such a call has been accepted before; without objects, _check has
  * accepted what is given.
  * What indices hold and whether outputs overlap inputs is checked every time, before a byte is written.
- * causal: -1 where there are no lengths and masks to compare with the plan's. */
+ * causal: -1 where there are no lengths and masks to compare with the plan's. workspace NULL: only checks. */
 int ca_attend(const ca_plan *plan, ca_known *known, uintptr_t objects, const ca_array *given, int causal, float scale,
               float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault);
 /* named: a number for the isa's name. isa: its index, which goes with `given`. A slot < 0 is skipped. */

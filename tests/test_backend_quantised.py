@@ -65,8 +65,9 @@ def test_each_call_gets_scales_and_cache_dtype(
         def replaced(*args: Any, **kwargs: Any) -> Any:
             bound = parameters.bind(*args, **kwargs)
             given = bound.arguments
-            seen.append((call.__name__, given.get("kv_cache_dtype"), given.get("k_scale"), given.get("v_scale")))
-            plain = {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0}
+            scales = given["scales"] if "scales" in given else (given.get("k_scale"), given.get("v_scale"))
+            seen.append((call.__name__, given.get("kv_cache_dtype"), *scales))
+            plain = {"kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0, "scales": (1.0, 1.0)}
             given.update({name: x for name, x in plain.items() if name in given})
             return call(*bound.args, **bound.kwargs)
 
@@ -75,7 +76,7 @@ def test_each_call_gets_scales_and_cache_dtype(
     for module, name in (
         (paged_attention, "reshape_and_cache"),
         (attention_metadata, "get_scheduler_metadata"),
-        (backend, "attention_with_kv_cache"),
+        (backend, "run_attention"),
     ):
         monkeypatch.setattr(module, name, spy(getattr(module, name)))
     step = Step(*MIXED, layout="pair")
@@ -85,8 +86,9 @@ def test_each_call_gets_scales_and_cache_dtype(
     step.check(layer(kv_cache_dtype=kv_cache_dtype).forward(quantised, *arrays))
     assert seen == [
         ("get_scheduler_metadata", kv_cache_dtype, None, None),
+        ("run_attention", None, *scales),  # only its checks
         ("reshape_and_cache", kv_cache_dtype, *scales),
-        ("attention_with_kv_cache", kv_cache_dtype, *scales),
+        ("run_attention", None, *scales),
     ]
 
 

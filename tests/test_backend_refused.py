@@ -50,7 +50,7 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[Step], tuple[dict[str, Any]
         "output: the last axis",
         lambda s: ({}, {"output": np.zeros((50, 128), "f4")[:, ::2]}),
     ),
-    "query kind": (TypeError, "query: dtype float64", lambda s: ({}, {"query": s.query.astype("f8")})),
+    "query kind": (TypeError, "query: .*float64.* is none of float32", lambda s: ({}, {"query": s.query.astype("f8")})),
     "value dtype": (TypeError, "value: dtype float16", lambda s: ({}, {"value": s.value.astype("f2")})),
     "key": (ValueError, "slots and 49 keys", lambda s: ({}, {"key": s.key[1:], "value": s.value[1:]})),
     "key alone": (ValueError, "one of them is None", lambda s: ({}, {"value": None})),
@@ -62,7 +62,7 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[Step], tuple[dict[str, Any]
     "read-only": (
         ValueError,
         "output: is read-only",
-        lambda s: ({}, {"output": np.broadcast_to(s.query, s.query.shape)}),
+        lambda s: ({}, {"output": np.broadcast_to(s.query.copy(), s.query.shape)}),
     ),
     "number": (TypeError, "num_prefills: expected an integer", lambda s: ({"num_prefills": "1"}, {})),
     "starts": (
@@ -96,7 +96,11 @@ def test_refused(what: str) -> None:
 @pytest.mark.parametrize(
     ("error", "says", "arguments"),
     [
-        (TypeError, "query: dtype int64", {"query": np.zeros((2, 4, 16), np.int64), "output": np.zeros((2, 64), "f4")}),
+        (
+            TypeError,
+            r"query: dtype\('int64'\) is none of",
+            {"query": np.zeros((2, 4, 16), np.int64), "output": np.zeros((2, 64), "f4")},
+        ),
         (ValueError, "output: is read-only", {"output": np.broadcast_to(np.zeros(64, "f4"), (2, 64))}),
     ],
 )
@@ -174,3 +178,15 @@ def test_metadata_of_another_kind() -> None:
     step = Step(*MIXED)
     with pytest.raises(TypeError, match="attn_metadata: expected CPUAttentionMetadata, got int"):
         layer().forward(LAYER, step.query, step.key, step.value, step.kv_cache, 5)  # type: ignore[arg-type]
+
+
+def test_a_second_call_is_checked_before_the_first_one_runs() -> None:
+    """A prefill over the keys given, then a decode over a block that is not there."""
+    step = Step([5, 1], [5, 9], 1)
+    metadata = step.metadata(block_tables=step.table[1:] + 99, prefill_block_tables=None)
+    output = np.full((6, 64), 7, np.float32)
+    before = step.kv_cache.tobytes()
+    with pytest.raises(ValueError, match=r"block_table: .* outside"):
+        step.forward(layer(), metadata, output=output)
+    assert step.kv_cache.tobytes() == before
+    assert (output == 7).all()

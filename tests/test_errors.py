@@ -89,6 +89,8 @@ WRITE = [
     ({"kv_cache_dtype": "fp8"}, TypeError, ["key_cache", "float32", "float8_e4m3fn"]),
     ({"v_scale": 10**400}, ValueError, ["v_scale", "inf", "finite float32"]),
     ({"kv_cache_dtype": "int3"}, ValueError, ["kv_cache_dtype", "int3", "fp8_e4m3"]),
+    ({"kv_cache_dtype": None}, TypeError, ["kv_cache_dtype", "NoneType"]),
+    ({"kv_cache_layout": ["HND"]}, TypeError, ["kv_cache_layout", "list"]),
     ({"kv_cache_dtype": "fp7", "k_scale": 2.0}, ValueError, ["kv_cache_dtype", "fp7"]),
     ({"isa": "sse9"}, ValueError, ["isa", "sse9", "scalar"]),
     ({"isa": 3}, TypeError, ["isa", "int"]),

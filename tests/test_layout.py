@@ -46,7 +46,7 @@ def test_descriptor_says_it_all(isa: str, dtype: str, kv_cache_dtype: str, block
         ({"dtype": "float64"}, "dtype: 'float64'"),
         ({"dtype": 3}, "dtype: 3"),
         ({"kv_cache_dtype": "int3"}, "kv_cache_dtype: 'int3'"),
-        ({"kv_cache_dtype": None}, "kv_cache_dtype: None"),
+        ({"kv_cache_dtype": None}, "kv_cache_dtype: expected a name, got NoneType"),
         ({"num_blocks": -1}, "num_blocks: -1"),
         ({"num_blocks": 1.5}, "num_blocks: expected an integer"),
         ({"block_size": 0}, "block_size: 0"),

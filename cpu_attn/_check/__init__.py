@@ -16,6 +16,7 @@ calls       the arrays of each call
 from cpu_attn._check.arrays import (
     FLOATS,
     apart,
+    apart_from,
     array,
     disjoint,
     integers,
@@ -95,6 +96,7 @@ __all__ = [
     "Masks",
     "Plan",
     "apart",
+    "apart_from",
     "array",
     "attention",
     "attn_bias",

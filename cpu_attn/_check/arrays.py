@@ -121,6 +121,13 @@ def disjoint(name: str, a: Array, others: Mapping[str, Array | None]) -> None:
             raise ValueError(f"{name}: shares memory with {other}")
 
 
+def apart_from(name: str, a: np.ndarray[Any, Any], others: Mapping[str, np.ndarray[Any, Any] | None]) -> None:
+    """:func:`disjoint` of NumPy arrays, in 0.3 us for each that is nowhere near."""
+    for other, b in others.items():
+        if b is not None and np.may_share_memory(a, b):
+            disjoint(name, view(name, a), {other: view(other, b)})
+
+
 def _shared(a: Array, b: Array) -> bool:
     try:
         return bool(np.shares_memory(a.numpy(), b.numpy(), max_work=100_000))  # type: ignore[arg-type]  # the stub knows only 0 and -1

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn._arrays import CODES, Array
+from cpu_attn._arrays import CODES, Array, dtype_name
 from cpu_attn._check.arrays import FLOATS, array, disjoint
 from cpu_attn._check.values import TINY, number
 from cpu_attn._native import lib
@@ -34,8 +34,9 @@ def _kv_dtypes(kv_cache_dtype: str, dtype: str) -> tuple[str, ...]:
 
 def kv_dtypes(kv_cache_dtype: Any, dtype: Any) -> tuple[str, ...]:
     """What the caches of K and of V hold: ``dtype``, or a name of MEMORY."""
-    found = _kv_dtypes(kv_cache_dtype, str(dtype)) if isinstance(kv_cache_dtype, str) else ()
-    if not found:
+    if not isinstance(kv_cache_dtype, str):
+        raise TypeError(f"kv_cache_dtype: expected a name, got {type(kv_cache_dtype).__name__}")
+    if not (found := _kv_dtypes(kv_cache_dtype, dtype if isinstance(dtype, str) else dtype_name(dtype))):
         raise ValueError(
             f"kv_cache_dtype: {kv_cache_dtype!r} is none of 'auto', the dtype {str(dtype)!r}, {', '.join(NARROW)}, nor "
             "two of them as 'K/V'"
@@ -45,7 +46,9 @@ def kv_dtypes(kv_cache_dtype: Any, dtype: Any) -> tuple[str, ...]:
 
 def kv_cache_layout(x: Any, kvs: Sequence[str] = ()) -> str:
     """kvs: what the caches are to hold, as kv_dtypes says it."""
-    if not isinstance(x, str) or x not in LAYOUTS:
+    if not isinstance(x, str):
+        raise TypeError(f"kv_cache_layout: expected a name, got {type(x).__name__}")
+    if x not in LAYOUTS:
         raise ValueError(f"kv_cache_layout: {x!r} is none of {', '.join(LAYOUTS)}")
     for kv in kvs:
         if x != "packed" and kv in ("int8", "int4"):
