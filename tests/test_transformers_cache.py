@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from cpu_attn.tests.hf_models import DECODERS, tokens  # noqa: E402
 from cpu_attn.transformers import PagedCache  # noqa: E402
 from cpu_attn.transformers.attention import attention  # noqa: E402
 from cpu_attn.transformers.masks import mask_function  # noqa: E402
-from cpu_attn.transformers.paged_cache import PagedLayer, Pages  # noqa: E402
+from cpu_attn.transformers.paged_cache import Held, PagedLayer, Pages  # noqa: E402
 
 pytestmark = pytest.mark.integrations
 adapter.enable()
@@ -52,8 +54,8 @@ def paged(name: str, **options: Any) -> PagedCache:
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """How often keys or values were made dense."""
     found: list[Any] = []
-    real = PagedLayer.gather
-    monkeypatch.setattr(PagedLayer, "gather", lambda self, value: (found.append(value), real(self, value))[1])
+    real = Held.gather
+    monkeypatch.setattr(Held, "gather", lambda self, value: (found.append(value), real(self, value))[1])
     return found
 
 
@@ -188,7 +190,7 @@ def test_rows_of_the_batch_and_their_blocks() -> None:
     ):
         step(layer), step(dense)
         assert layer.get_seq_length() == dense.get_seq_length()
-        assert layer.gather(False).equal(dense.keys) and layer.gather(True).equal(dense.values)
+        assert layer.keys.clone().equal(dense.keys) and layer.values.clone().equal(dense.values)
         assert layer.keys.shape == dense.keys.shape and layer.values.shape == dense.values.shape
     repeated = PagedLayer(8, kv_cache_dtype="auto")
     filled(repeated)
@@ -202,7 +204,7 @@ def test_rows_are_chosen_as_from_a_tensor(indices: Any) -> None:
     layer = PagedLayer(8, kv_cache_dtype="auto")
     key, value = filled(layer)
     layer.batch_select_indices(indices)
-    assert layer.gather(False).equal(key[indices, ...]) and layer.gather(True).equal(value[indices, ...])
+    assert layer.held.gather(False).equal(key[indices, ...]) and layer.held.gather(True).equal(value[indices, ...])
 
 
 def test_an_unused_cache_has_no_rows_to_choose() -> None:
@@ -227,7 +229,7 @@ def test_quantised_pages(kind: str, scale: float) -> None:
     options = {"k_scale": scale, "v_scale": 2 * scale} if kind.startswith("fp8") else {}
     layer = PagedLayer(8, kv_cache_dtype=kind, **options)
     key, value = filled(layer)
-    stored = layer.gather(False), layer.gather(True)
+    stored = layer.held.gather(False), layer.held.gather(True)
     kinds = kind.split("/") * 2
     for held, given, one in zip(stored, (key, value), kinds[:2], strict=True):
         bound = LARGEST[one] * given.abs().amax(-1, keepdim=True) + 2**-8 * scale
@@ -257,6 +259,26 @@ def test_quantised_generation_stays_near(kind: str) -> None:
             logits.append(model(ids[:, 20:], attention_mask=mask, past_key_values=cache).logits)
     error = (logits[0] - logits[1]).square().mean().sqrt() / logits[0].square().mean().sqrt()
     assert 0 < error < {"int8": 0.03, "int4": 0.5, "fp8_e4m3": 0.15}[kind]
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_its_memory_goes_with_it(tracked: bool) -> None:
+    """At once, without the garbage collector; keys that somebody still has go on by themselves."""
+    gc.disable()
+    try:
+        with torch.set_grad_enabled(tracked):
+            layer = PagedLayer(8, kv_cache_dtype="auto")
+            filled(layer)
+            ones = torch.ones(3, 2, 1, 32, requires_grad=True), torch.ones(3, 2, 1, 64, requires_grad=True)
+            keys, values = layer.update(*ones)
+            memory = weakref.ref(layer.held.pages.key_cache)
+            want = keys.clone()
+            del layer, values
+            assert keys.equal(want)
+            del keys, want
+            assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_what_is_refused() -> None:
@@ -326,7 +348,7 @@ def test_keys_are_dense_to_whoever_looks() -> None:
     for look in looks:
         assert look(layer.keys).equal(look(key.clone()))
     assert layer.keys.tolist() == layer.keys[:].numpy().tolist() == key.tolist()
-    assert layer.gather(False).equal(key)
+    assert layer.held.gather(False).equal(key)
 
 
 IN_PLACE: dict[str, Any] = {

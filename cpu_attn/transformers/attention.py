@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from cpu_attn.transformers import continuous
 from cpu_attn.transformers.lazy import Inference, LazyTensor
 from cpu_attn.transformers.masks import Mask, UnplannableError, as_bias, mask_function
-from cpu_attn.transformers.paged_cache import Pages
+from cpu_attn.transformers.paged_cache import Pages, is_held
 from cpu_attn.transformers.plans import Logits, Requests, autocast, run, unmasked
 
 NAME = "cpu_attn"
@@ -130,8 +130,8 @@ def _attend(
                 f"attention_mask: {tuple(mask.shape)}, expected [B, H, {q_length}, {kv_length}], B, H or 1"
             )
         requests, logits = _masked(mask, batch_size, q_length, logits)
-    if isinstance(key, Pages) and isinstance(value, Pages) and key is key.layer.keys and value is key.layer.values:
-        return key.layer.attend(query, requests, logits)
+    if is_held(key, value):
+        return key.held.attend(query, requests, logits)
     if not kv_length:  # keys that are no block of a cache
         return query.new_zeros(batch_size, q_length, query.shape[1], value.shape[3])
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))

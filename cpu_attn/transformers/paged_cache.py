@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -52,101 +53,61 @@ class PagedCache(Cache):  # type: ignore[misc]
         return sum(layer.nbytes for layer in self.layers)
 
 
-class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """K and V of a layer. ``table`` int32 [B, blocks]: rows share blocks after beam search or repetition, until one of
-    them writes into such a block."""
+@dataclass(eq=False)
+class Held:
+    """What a layer holds at one moment: the first ``length`` tokens of each row, in the blocks of ``table``
+    int32 [B, blocks]. Rows share blocks after beam search or repetition, until one of them writes into such a block."""
 
-    is_sliding = False
-    is_croppable = True
-
-    def __init__(self, block_size: int, **options: Any) -> None:
-        super().__init__()
-        self.block_size, self.options = block_size, options
-        self.reset()
-
-    def reset(self) -> None:
-        self.length, self.table = 0, np.zeros((0, 0), np.int32)
-        self.keys: Pages | None = None
-        self.values: Pages | None = None
-        self.is_initialized = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies, which make their own keys and values: what those hold is in the pages."""
-        return self.__dict__ | {"keys": None, "values": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self.is_initialized:
-            self._changed()
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        batch_size, num_kv_heads, _, head_size = key_states.shape
-        self.sizes = {"num_kv_heads": num_kv_heads, "head_size": head_size, "head_size_v": value_states.shape[-1]}
-        self.pages = self._allocate(0)
-        self.table = np.zeros((batch_size, 0), np.int32)
-        self.is_initialized = True
-
-    def _allocate(self, num_blocks: int) -> PagedKVCache:
-        return PagedKVCache(num_blocks, self.block_size, dtype=dtype_name(self.dtype), **self.sizes, **self.options)
+    pages: PagedKVCache
+    table: np.ndarray[Any, Any]
+    length: int
+    dtype: torch.dtype
+    current: bool = True
 
     @property
     def nbytes(self) -> int:
-        if not self.is_initialized:
-            return 0
         used = len(np.unique(self.table))
         return sum(used * x[:1].nbytes for x in (self.pages.key_cache, self.pages.value_cache))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes key_states [B, Hkv, T, D] and value_states [B, Hkv, T, Dv] behind what is there."""
-        dtype = self.dtype if self.is_initialized else torch.get_autocast_dtype("cpu")
-        key_states, value_states = autocast(dtype, key_states, value_states)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        batch_size, _, tokens, _ = key_states.shape
-        if batch_size != len(self.table):
-            raise ValueError(f"key_states: a batch of {batch_size}, the cache holds {len(self.table)}")
-        self._make_room(tokens)
-        positions = np.arange(self.length, self.length + tokens)
-        blocks = self.table[:, positions // self.block_size].astype(np.int64)
-        slots = blocks * self.block_size + positions % self.block_size
-        self.pages.update(by_token(key_states.detach()), by_token(value_states.detach()), slots.ravel())
-        self.length += tokens
-        self._changed()
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            self.keys = Inference.apply(partial(Pages, self, value=False), key_states, value_states)
-            self.values = Inference.apply(partial(Pages, self, value=True), key_states, value_states)
-        return self.keys, self.values
-
-    def _changed(self) -> None:
-        self.keys, self.values = Pages(self, value=False), Pages(self, value=True)
-
-    def _make_room(self, tokens: int) -> None:
-        """Blocks of each row's own for the next tokens; the one that it shares and would write into is copied."""
-        started, have = bool(self.length % self.block_size), self.table.shape[1]
-        more = -(-(self.length + tokens) // self.block_size) - have
-        shared = started and len(np.unique(self.table[:, -1])) < len(self.table)
+    def with_room(self, tokens: int) -> Held:
+        """As much longer, what is new not yet written: in blocks of each row's own, the one that it shares and would
+        write into a copy."""
+        block_size, have = self.pages.block_size, self.table.shape[1]
+        length = self.length + tokens
+        more = -(-length // block_size) - have
+        shared = bool(self.length % block_size) and len(np.unique(self.table[:, -1])) < len(self.table)
         if not more and not shared:
-            return
+            return replace(self, length=length)
         columns = more + shared
-        free = self._free(columns * len(self.table)).reshape(len(self.table), columns)
+        pages, free = self._free(columns * len(self.table))
+        free = free.reshape(len(self.table), columns)
         if shared:
-            self.pages.copy_blocks(zip(self.table[:, -1], free[:, 0], strict=True))
-        self.table = np.concatenate([self.table[:, : have - shared], free], 1)
+            pages.copy_blocks(zip(self.table[:, -1], free[:, 0], strict=True))
+        return Held(pages, np.concatenate([self.table[:, : have - shared], free], 1), length, self.dtype)
 
-    def _free(self, count: int) -> np.ndarray[Any, Any]:
-        """As many blocks that no row has; the memory doubles where they run out."""
-        free = np.setdiff1d(np.arange(self.pages.num_blocks, dtype=np.int32), self.table)
+    def _free(self, count: int) -> tuple[PagedKVCache, np.ndarray[Any, Any]]:
+        """As many blocks that no row has, and the memory that they are in: twice as large where they ran out."""
+        had = pages = self.pages
+        free = np.setdiff1d(np.arange(had.num_blocks, dtype=np.int32), self.table)
         if len(free) < count:
-            had = self.pages
-            self.pages = self._allocate(max(2 * had.num_blocks, had.num_blocks + count - len(free)))
-            self.pages.key_cache[: had.num_blocks] = had.key_cache
-            self.pages.value_cache[: had.num_blocks] = had.value_cache
-            free = np.append(free, np.arange(had.num_blocks, self.pages.num_blocks, dtype=np.int32))
-        return free[:count]
+            pages = PagedKVCache(
+                max(2 * had.num_blocks, had.num_blocks + count - len(free)),
+                *(had.block_size, had.num_kv_heads, had.head_size, had.dtype, had.isa),
+                head_size_v=had.head_size_v,
+                kv_cache_dtype=had.kv_cache_dtype,
+                k_scale=had.k_scale,
+                v_scale=had.v_scale,
+            )
+            pages.key_cache[: had.num_blocks] = had.key_cache
+            pages.value_cache[: had.num_blocks] = had.value_cache
+            free = np.append(free, np.arange(had.num_blocks, pages.num_blocks, dtype=np.int32))
+        return pages, free[:count]
+
+    def slots(self, start: int) -> np.ndarray[Any, Any]:
+        """Of the tokens from ``start`` on, row after row."""
+        block_size, positions = self.pages.block_size, np.arange(start, self.length)
+        blocks = self.table[:, positions // block_size].astype(np.int64)
+        return (blocks * block_size + positions % block_size).ravel()
 
     def attend(self, query: torch.Tensor, requests: Requests, logits: Logits) -> torch.Tensor:
         """Output [B, T, H, Dv] of query [B, H, T, D] over the pages."""
@@ -179,67 +140,141 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         bits = torch.from_numpy(stacked.view(np.uint8))  # which knows no bfloat16
         return bits.view(self.dtype).transpose(1, 2)
 
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """K and V of a layer, as transformers asks for them and writes them."""
+
+    is_sliding = False
+    is_croppable = True
+    held: Held | None = None
+
+    def __init__(self, block_size: int, **options: Any) -> None:
+        super().__init__()
+        self.block_size, self.options = block_size, options
+
+    def _hold(self, held: Held | None) -> None:
+        """From now on. Keys and values of what was held before are an error for whoever looks at them."""
+        if self.held:
+            self.held.current = False
+        self.held, self.is_initialized = held, held is not None
+        self.keys = Pages(held, value=False) if held else None
+        self.values = Pages(held, value=True) if held else None
+
+    def reset(self) -> None:
+        self._hold(None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which make their own keys and values: what those hold is in the pages."""
+        return self.__dict__ | {"keys": None, "values": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.held:
+            self._hold(replace(self.held))
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self._hold(self._empty(key_states, value_states))
+
+    def _empty(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Held:
+        batch_size, num_kv_heads, _, head_size = key_states.shape
+        pages = PagedKVCache(
+            *(0, self.block_size, num_kv_heads, head_size, dtype_name(key_states.dtype)),
+            head_size_v=value_states.shape[-1],
+            **self.options,
+        )
+        return Held(pages, np.zeros((batch_size, 0), np.int32), 0, key_states.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.held.nbytes if self.held else 0
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes key_states [B, Hkv, T, D] and value_states [B, Hkv, T, Dv] behind what is there."""
+        dtype = self.held.dtype if self.held else torch.get_autocast_dtype("cpu")
+        key_states, value_states = autocast(dtype, key_states, value_states)
+        before = self.held or self._empty(key_states, value_states)
+        if len(key_states) != len(before.table):
+            raise ValueError(f"key_states: a batch of {len(key_states)}, the cache holds {len(before.table)}")
+        held = before.with_room(key_states.shape[2])
+        held.pages.update(by_token(key_states.detach()), by_token(value_states.detach()), held.slots(before.length))
+        self._hold(held)
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            self.keys = Inference.apply(partial(Pages, held, value=False), key_states, value_states)
+            self.values = Inference.apply(partial(Pages, held, value=True), key_states, value_states)
+        return self.keys, self.values
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.length
+        return self.held.length if self.held else 0
 
     def get_max_length(self) -> int:
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` tokens."""
-        if not self.is_initialized:
+        if not self.held:
             return
-        if not -self.length <= tokens_to_remove <= 0:
-            raise ValueError(f"tokens_to_remove: {tokens_to_remove} is outside {-self.length}..0")
-        self.length += tokens_to_remove
-        self._select(slice(None))
+        if not -self.held.length <= tokens_to_remove <= 0:
+            raise ValueError(f"tokens_to_remove: {tokens_to_remove} is outside {-self.held.length}..0")
+        self._select(slice(None), tokens_to_remove=tokens_to_remove)
 
-    def _select(self, rows: Any, name: str = "rows") -> None:
+    def _select(self, rows: Any, name: str = "rows", tokens_to_remove: int = 0) -> None:
         """Those rows of the batch, with the blocks that their tokens are in; ``rows`` as an index of a tensor."""
-        if not self.is_initialized:
+        if not self.held:
             return
         try:
-            found = torch.from_numpy(np.arange(len(self.table)))[rows, ...]
+            found = torch.from_numpy(np.arange(len(self.held.table)))[rows, ...]
         except (IndexError, TypeError) as e:
             raise type(e)(f"{name}: {e}") from None
         if found.dim() != 1:
             raise ValueError(f"{name}: {found.dim()} axes, expected 1")
-        self.table = self.table[found.numpy(), : -(-self.length // self.block_size)]
-        self._changed()
+        length = self.held.length + tokens_to_remove
+        table = self.held.table[found.numpy(), : -(-length // self.block_size)]
+        self._hold(replace(self.held, table=table, length=length))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._select(beam_idx, "beam_idx")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select(np.arange(len(self.table)).repeat(repeats))
+        if self.held:
+            self._select(np.arange(len(self.held.table)).repeat(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._select(indices, "indices")
 
 
 class Pages(ReadOnly):
-    """Keys [B, Hkv, S, D] or values [B, Hkv, S, Dv] of a layer's pages, as they are now: a later update is an error for
-    whoever looks at these."""
+    """Keys [B, Hkv, S, D] or values [B, Hkv, S, Dv] of what a layer holds; once it holds something else, an error for
+    whoever looks."""
 
     @staticmethod
-    def __new__(cls, layer: PagedLayer, *, value: bool) -> Pages:
-        heads, size = layer.sizes["num_kv_heads"], layer.sizes["head_size_v" if value else "head_size"]
-        shape = (len(layer.table), heads, layer.length, size)
-        strides = (layer.length * heads * size, size, heads * size, 1)  # of gather()
-        pages: Pages = LazyTensor.__new__(cls, shape, layer.dtype, strides)
-        pages.layer, pages.value = layer, value
+    def __new__(cls, held: Held, *, value: bool) -> Pages:
+        heads, size = held.pages.num_kv_heads, held.pages.head_size_v if value else held.pages.head_size
+        shape = (len(held.table), heads, held.length, size)
+        strides = (held.length * heads * size, size, heads * size, 1)  # of gather()
+        pages: Pages = LazyTensor.__new__(cls, shape, held.dtype, strides)
+        pages.held, pages.value = held, value
         return pages
 
-    def __init__(self, layer: PagedLayer, *, value: bool) -> None:
+    def __init__(self, held: Held, *, value: bool) -> None:
         super().__init__()
 
-    layer: PagedLayer
+    held: Held
     value: bool
 
     def dense(self) -> torch.Tensor:
-        if self is not (self.layer.values if self.value else self.layer.keys):
+        if not self.held.current:
             raise RuntimeError("PagedCache: keys or values of an earlier step, which the cache has since changed")
-        return self.layer.gather(self.value)
+        return self.held.gather(self.value)
+
+
+def is_held(key: torch.Tensor, value: torch.Tensor) -> TypeGuard[Pages]:
+    """Whether these are the keys and the values that one layer holds now."""
+    if not (isinstance(key, Pages) and isinstance(value, Pages)):
+        return False
+    return key.held is value.held and key.held.current and not key.value and value.value
