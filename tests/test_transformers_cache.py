@@ -293,8 +293,6 @@ def test_what_is_refused() -> None:
         PagedCache(hf.Qwen3NextConfig(num_hidden_layers=4))
     layer = PagedLayer(8, kv_cache_dtype="auto")
     key, value = filled(layer)
-    with pytest.raises(ValueError, match=r"key_states: a batch of 1, the cache holds 3"):
-        layer.update(key[:1], value[:1])
     with pytest.raises(IndexError, match=r"^indices: index 3 is out of bounds .* size 3"):
         layer.batch_select_indices([0, 3])
     with pytest.raises(IndexError, match=r"^beam_idx: tensors used as indices must be long"):
@@ -312,6 +310,45 @@ def test_what_is_refused() -> None:
     layer.reorder_cache(torch.tensor([2, 1, 0]))  # of the same shape
     with pytest.raises(RuntimeError, match="of an earlier step"):
         attention(SimpleNamespace(training=False), torch.zeros(3, 2, 1, 32), *stale, None)
+
+
+def heads(batch: int, num_kv_heads: int, tokens: int, head_size: int, **options: Any) -> Any:
+    return torch.zeros(batch, num_kv_heads, tokens, head_size, **options)
+
+
+NOT_WRITTEN: dict[str, tuple[Any, Any, str]] = {
+    "batch": (heads(1, 2, 4, 32), heads(1, 2, 4, 64), r"^key_states: axis 0 is 1, expected batch size = 3"),
+    "heads": (heads(3, 1, 4, 32), heads(3, 1, 4, 64), r"^key_states: axis 1 is 1, expected num_kv_heads = 2"),
+    "size": (heads(3, 2, 4, 16), heads(3, 2, 4, 64), r"^key_states: axis 3 is 16, expected head size = 32"),
+    "size of values": (heads(3, 2, 4, 32), heads(3, 2, 4, 32), r"^value_states: axis 3 is 32, expected head size = 64"),
+    "tokens": (heads(3, 2, 4, 32), heads(3, 2, 5, 64), r"^value_states: axis 2 is 5, expected tokens = 4"),
+    "axes": (torch.zeros(3, 4, 32), heads(3, 2, 4, 64), r"^key_states: 3 axes, expected 4"),
+    "dtype": (heads(3, 2, 4, 32).double(), heads(3, 2, 4, 64), r"^key_states: dtype torch.float64, expected"),
+    "dtypes": (heads(3, 2, 4, 32), heads(3, 2, 4, 64).bfloat16(), r"^value_states: dtype bfloat16, expected float32"),
+    "meta": (heads(3, 2, 4, 32), heads(3, 2, 4, 64, device="meta"), r"^value_states: lies on meta"),
+}
+
+
+# Of an empty layer the first states decide.
+@pytest.mark.parametrize(
+    ("name", "used"),
+    [
+        *((name, True) for name in NOT_WRITTEN),
+        *((name, False) for name in ("tokens", "axes", "dtype", "dtypes", "meta")),
+    ],
+)
+def test_a_refused_update_changes_nothing(name: str, used: bool) -> None:
+    key, value, words = NOT_WRITTEN[name]
+    layer = PagedLayer(8, kv_cache_dtype="auto")
+    want = filled(layer) if used else (None, None)
+    length, nbytes, keys = layer.get_seq_length(), layer.nbytes, layer.keys
+    with pytest.raises((ValueError, TypeError), match=words):
+        layer.update(key, value)
+    assert (layer.get_seq_length(), layer.nbytes, layer.is_initialized) == (length, nbytes, used)
+    assert layer.keys is keys and (not used or (keys.equal(want[0]) and layer.values.equal(want[1])))
+    ones = torch.ones(3, 2, 1, 32), torch.ones(3, 2, 1, 64)
+    for found, before, one in zip(layer.update(*ones), want, ones, strict=True):
+        assert found.equal(torch.cat([before, one], 2) if used else one)
 
 
 def test_no_keys() -> None:

@@ -15,7 +15,7 @@ from cpu_attn.transformers import continuous
 from cpu_attn.transformers.lazy import Inference, LazyTensor
 from cpu_attn.transformers.masks import Mask, UnplannableError, as_bias, mask_function
 from cpu_attn.transformers.paged_cache import Pages, is_held
-from cpu_attn.transformers.plans import Logits, Requests, autocast, run, unmasked
+from cpu_attn.transformers.plans import Logits, Requests, autocast, dense_rows, run, unmasked
 
 NAME = "cpu_attn"
 # generate_batch takes an implementation of one's own only by a name that contains "flash". It needs no masks.
@@ -135,7 +135,7 @@ def _attend(
     if not kv_length:  # keys that are no block of a cache
         return query.new_zeros(batch_size, q_length, query.shape[1], value.shape[3])
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
-    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    key, value = dense_rows(key), dense_rows(value)
     head_sizes = key.shape[3], value.shape[3]
     plan = requests.plan(query.shape[1], key.shape[1], *head_sizes, query.dtype, "HND", "auto")
     return run(plan, query, key, value, requests.block_table, logits)

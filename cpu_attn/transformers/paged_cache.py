@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
@@ -12,10 +13,10 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 
-from cpu_attn import PagedKVCache, ops
+from cpu_attn import PagedKVCache, _check, ops
 from cpu_attn._arrays import dtype_name
 from cpu_attn.transformers.lazy import Inference, LazyTensor, ReadOnly
-from cpu_attn.transformers.plans import Logits, Requests, autocast, by_token, run
+from cpu_attn.transformers.plans import Logits, Requests, autocast, by_token, dense_rows, run
 
 LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -192,12 +193,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes key_states [B, Hkv, T, D] and value_states [B, Hkv, T, Dv] behind what is there."""
+        """Writes key_states [B, Hkv, T, D] and value_states [B, Hkv, T, Dv] behind what is there. Raises ValueError or
+        TypeError for shapes and dtypes other than those that it holds, and leaves the layer as it was."""
         dtype = self.held.dtype if self.held else torch.get_autocast_dtype("cpu")
         key_states, value_states = autocast(dtype, key_states, value_states)
+        self._check(key_states, value_states)
         before = self.held or self._empty(key_states, value_states)
-        if len(key_states) != len(before.table):
-            raise ValueError(f"key_states: a batch of {len(key_states)}, the cache holds {len(before.table)}")
         held = before.with_room(key_states.shape[2])
         held.pages.update(by_token(key_states.detach()), by_token(value_states.detach()), held.slots(before.length))
         self._hold(held)
@@ -205,6 +206,19 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.keys = Inference.apply(partial(Pages, held, value=False), key_states, value_states)
             self.values = Inference.apply(partial(Pages, held, value=True), key_states, value_states)
         return self.keys, self.values
+
+    def _check(self, *states: torch.Tensor) -> None:
+        dtypes: Sequence[str] = _check.FLOATS
+        axes: tuple[int | None, ...] = (None, None, None)
+        sizes: tuple[int | None, ...] = (None, None)
+        if self.held:
+            pages = self.held.pages
+            dtypes, axes = [str(pages.dtype)], (len(self.held.table), pages.num_kv_heads, None)
+            sizes = pages.head_size, pages.head_size_v
+        for name, x, size in zip(("key_states", "value_states"), states, sizes, strict=True):
+            expected = zip(("batch size", "num_kv_heads", "tokens", "head size"), (*axes, size), strict=True)
+            found = _check.array(name, dense_rows(x.detach()), dtypes, list(expected))
+            dtypes, axes = [str(found.dtype)], found.shape[:3]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

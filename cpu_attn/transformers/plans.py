@@ -59,10 +59,14 @@ def unmasked(batch_size: int, q_length: int, kv_length: int, causal: bool) -> Re
     return Requests(np.arange(batch_size), starts, lengths, causal)
 
 
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """The same, its last axis dense."""
+    return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
+
+
 def by_token(states: torch.Tensor) -> torch.Tensor:
     """[B * T, H, D] of [B, H, T, D], the last axis dense: a view, but of batches that lie by heads."""
-    rows = states.transpose(1, 2).flatten(0, 1)
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+    return dense_rows(states.transpose(1, 2).flatten(0, 1))
 
 
 def autocast(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
