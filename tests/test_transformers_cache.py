@@ -17,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
+import cpu_attn  # noqa: E402
 import cpu_attn.transformers as adapter  # noqa: E402
 from cpu_attn.tests import hf_models  # noqa: E402
 from cpu_attn.tests.hf_models import DECODERS, tokens  # noqa: E402
@@ -349,6 +350,29 @@ def test_a_refused_update_changes_nothing(name: str, used: bool) -> None:
     ones = torch.ones(3, 2, 1, 32), torch.ones(3, 2, 1, 64)
     for found, before, one in zip(layer.update(*ones), want, ones, strict=True):
         assert found.equal(torch.cat([before, one], 2) if used else one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_isa_that_not_every_dtype_has(monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
+    """Which dtype is asked for says the first step, with what the library says."""
+    monkeypatch.setenv("CPU_ATTN_ISA", "amx")
+    layer = paged("llama").layers[0]
+    states = torch.ones(1, 2, 3, 16, dtype=dtype)
+    if dtype == torch.bfloat16 and any(isa.name == "amx" and isa.supported for isa in cpu_attn.isas()):
+        assert layer.update(states, states)[0].equal(states)
+        return
+    with pytest.raises(cpu_attn.UnavailableError, match=rf"'amx' is not available here: .*{str(dtype)[6:]}"):
+        layer.update(states, states)
+    assert not layer.is_initialized
+
+
+def test_a_dtype_of_its_own_name() -> None:
+    config = copy.deepcopy(hf_models.model("llama").config)
+    config.dtype = torch.bfloat16
+    layer = PagedCache(config, kv_cache_dtype="bfloat16/int8").layers[0]
+    assert layer.update(*2 * [torch.ones(1, 2, 3, 16, dtype=torch.bfloat16)])[0].eq(1).all()
+    with pytest.raises(ValueError, match=r"kv_cache_dtype: 'float32' is none of 'auto', the dtype 'bfloat16'"):
+        PagedCache(config, kv_cache_dtype="float32")
 
 
 def test_no_keys() -> None:

@@ -40,12 +40,16 @@ class PagedCache(Cache):  # type: ignore[misc]
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> None:
-        layer_types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        config = config.get_text_config(decoder=True)
+        layer_types, _ = get_layer_types_and_kwargs(config)
         for layer_type in layer_types:
             if layer_type not in LAYERS:
                 raise ValueError(f"config: a layer of {layer_type!r}, PagedCache has {', '.join(LAYERS)}")
-        options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
-        PagedKVCache(0, block_size, 1, 32, **options)  # so that a wrong option fails here, not in the first step
+        # Which isa there is for it shows in the first step: a model need not be of its config's dtype.
+        kvs = _check.kv_dtypes(kv_cache_dtype, dtype_name(config.dtype or "float32"))
+        block_size = _check.integer("block_size", block_size, 1)
+        k_scale, v_scale = _check.scales(k_scale, v_scale, kvs)
+        options = {"kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
         super().__init__(layers=[PagedLayer(block_size, **options) for _ in layer_types])
 
     @property
