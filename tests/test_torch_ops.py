@@ -212,6 +212,38 @@ def test_a_plan_for_another_step_is_refused() -> None:
         OPS.cpu_attention_with_kv_cache(*arguments, plan, None, None)
 
 
+NO_MAPPING = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"num_req": -1}, ValueError, "num_req: -1 is outside"),
+        ({"num_heads_q": 0}, ValueError, "num_heads_q: 0 is outside"),
+        ({"num_heads_kv": 3}, ValueError, "num_heads_kv: 3 does not divide num_heads_q = 4"),
+        ({"head_dim": 0}, ValueError, "head_dim: 0 is outside"),
+        ({"window_size": [1, 2, 3]}, ValueError, r"window_size: expected \(left, right\), got 3 values"),
+        ({"isa_hint": "avx"}, ValueError, "isa_hint: 'avx' is none of"),
+        ({"isa_hint": "amx"}, cpu_attn.UnavailableError, "isa_hint: 'amx' is not available here"),
+        ({"seq_lens": torch.zeros(1, dtype=torch.int32)}, ValueError, "seq_lens: axis 0 is 1, expected num_req = 2"),
+        ({"mm_prefix_range": NO_MAPPING}, ValueError, "mm_prefix_range: request: 2 is outside 0..1"),
+    ],
+)
+def test_errors_have_the_names_of_the_op(changed: dict[str, Any], error: type[Exception], words: str) -> None:
+    args = [torch.float32 if k == "dtype" else tensor(plan_args()[k]) for k in PLAN]
+    names = (a.name for a in OPS.get_scheduler_metadata.default._schema.arguments)
+    given = dict(zip(names, [*args, True, -1, "auto", True, None], strict=False))
+    with pytest.raises(error, match=f"^{words}"):
+        OPS.get_scheduler_metadata(**given | changed)
+
+
+def test_another_window_than_the_plans() -> None:
+    arguments, plan = _step()
+    arguments[9] = 4
+    with pytest.raises(ValueError, match=r"^sliding_window_size: 4, scheduler_metadata was made for"):
+        OPS.cpu_attention_with_kv_cache(*arguments, plan, None, None)
+
+
 # ---- under torch ----
 
 

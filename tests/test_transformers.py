@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
 import cpu_attn.transformers as adapter  # noqa: E402
-from cpu_attn import ops  # noqa: E402
+from cpu_attn import UnavailableError, ops  # noqa: E402
 from cpu_attn.tests import hf_models  # noqa: E402
 from cpu_attn.tests.hf_models import DECODERS, tokens  # noqa: E402
 from cpu_attn.transformers import attention as module  # noqa: E402
@@ -307,16 +307,65 @@ def test_no_gradient_goes_unnoticed(name: str, implementation: str, trained: tup
         model.requires_grad_(True).set_attn_implementation("eager")
 
 
-def test_keys_of_another_batch_or_length() -> None:
-    x = torch.zeros(2, 1, 7, 8)
-    for given, words in (
-        ((x, x.expand(2, 1, 7, 8).repeat(2, 1, 1, 1), x), r"^key: \(4, 1, 7, 8\), expected \[2, H, 7, D\]"),
-        ((x, x, x[:1]), r"^value: \(1, 1, 7, 8\), expected \[2, H, 7, D\]"),
-        ((x[:, :, :6], x, x[:, :, :6]), r"^value: \(2, 1, 6, 8\), expected \[2, H, 7, D\]"),
-        ((x[..., :0],) * 3, "^head_size: 0"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            module.attention(SimpleNamespace(), *given, None)
+def zeros(*shape: int, **options: Any) -> Any:
+    return torch.zeros(shape, **options)
+
+
+TOO_LARGE = r"^scaling: 1e\+39 is not a finite float32"
+FITTING = r"expected \[2 or 1, 4 or 1, 7 or 1, 9\]$"
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "query axes": ({"query": zeros(4, 7, 8)}, ValueError, r"^query: \(4, 7, 8\) .*expected \[B, H, T, D\]"),
+    "query dtype": ({"query": zeros(2, 4, 7, 8).double()}, TypeError, r"^query: .* of torch.float64, expected"),
+    "query on meta": ({"query": zeros(2, 4, 7, 8, device="meta")}, ValueError, "^query: lies on meta"),
+    "no query": ({"query": None}, TypeError, "^query: expected Tensor, got NoneType"),
+    "key batch": ({"key": zeros(4, 2, 9, 8)}, ValueError, r"^key: \(4, 2, 9, 8\), expected \[2, Hkv, S, 8\]"),
+    "key size": ({"key": zeros(2, 2, 9, 6)}, ValueError, r"^key: \(2, 2, 9, 6\), expected \[2, Hkv, S, 8\]"),
+    "key heads": (
+        {"key": zeros(2, 3, 9, 8), "value": zeros(2, 3, 9, 5)},
+        ValueError,
+        r"^key: 3 heads do not divide query's 4$",
+    ),
+    "key dtype": ({"key": zeros(2, 2, 9, 8).half()}, TypeError, r"^key: dtype torch.float16, expected torch.float32"),
+    "key on meta": ({"key": zeros(2, 2, 9, 8, device="meta")}, ValueError, "^key: lies on meta"),
+    "value batch": ({"value": zeros(1, 2, 9, 5)}, ValueError, r"^value: \(1, 2, 9, 5\), expected \[2, 2, 9, Dv\]"),
+    "value length": ({"value": zeros(2, 2, 8, 5)}, ValueError, r"^value: \(2, 2, 8, 5\), expected \[2, 2, 9, Dv\]"),
+    "value dtype": ({"value": zeros(2, 2, 9, 5).bfloat16()}, TypeError, r"^value: dtype torch.bfloat16"),
+    "value on meta": ({"value": zeros(2, 2, 9, 5, device="meta")}, ValueError, "^value: lies on meta"),
+    "no head size": ({"query": zeros(2, 4, 7, 0), "key": zeros(2, 2, 9, 0)}, ValueError, "^head_size: 0"),
+    "scaling": ({"scaling": 1e39}, ValueError, TOO_LARGE),
+    "scaling, softcap": ({"scaling": 1e30, "softcap": 1e-30}, ValueError, r"^scaling: 1e\+30 times .* softcap 1e-30"),
+    "scaling kind": ({"scaling": "1"}, TypeError, "^scaling: expected a number, got '1'"),
+    "softcap": ({"softcap": -1.0}, ValueError, "^softcap: -1.0"),
+    "sinks": ({"s_aux": zeros(3)}, ValueError, "^s_aux: axis 0 is 3, expected num_heads = 4"),
+    "mask keys": ({"attention_mask": zeros(2, 1, 7, 8)}, ValueError, rf"^attention_mask: \(2, 1, 7, 8\), {FITTING}"),
+    "mask batch": ({"attention_mask": zeros(3, 1, 7, 9)}, ValueError, rf"^attention_mask: \(3, 1, 7, 9\), {FITTING}"),
+    "mask heads": ({"attention_mask": zeros(2, 3, 7, 9)}, ValueError, rf"^attention_mask: \(2, 3, 7, 9\), {FITTING}"),
+    "mask dtype": ({"attention_mask": zeros(2, 1, 7, 9).long()}, TypeError, "^attention_mask: dtype torch.int64"),
+    "mask on meta": ({"attention_mask": zeros(2, 1, 7, 9, device="meta")}, ValueError, "^attention_mask: lies on meta"),
+    "bias keys": ({"position_bias": zeros(1, 4, 7, 8)}, ValueError, rf"^position_bias: \(1, 4, 7, 8\), {FITTING}"),
+    "bias beside a mask": (
+        {"position_bias": zeros(1, 3, 7, 9), "attention_mask": zeros(2, 4, 7, 9)},
+        ValueError,
+        rf"^position_bias: \(1, 3, 7, 9\), {FITTING}",
+    ),
+    "bias on meta": ({"position_bias": zeros(1, 4, 7, 9, device="meta")}, ValueError, "^position_bias: lies on meta"),
+    "bias and cache": ({"position_bias": zeros(1, 4, 7, 9), "cache": object()}, ValueError, "^cache: .*position_bias"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_name_what_the_model_passed(name: str) -> None:
+    changed, error, words = WRONG[name]
+    given = {"query": zeros(2, 4, 7, 8), "key": zeros(2, 2, 9, 8), "value": zeros(2, 2, 9, 5), "attention_mask": None}
+    with pytest.raises(error, match=words):
+        module.attention(SimpleNamespace(is_causal=False, layer_idx=0), **given | changed)
+
+
+def test_an_isa_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPU_ATTN_ISA", "amx")  # which has no float32
+    x = zeros(1, 1, 2, 41)  # no plan for it is kept
+    with pytest.raises(UnavailableError, match=r"^CPU_ATTN_ISA: 'amx' is not available here"):
+        module.attention(SimpleNamespace(), x, x, x, None)
 
 
 @pytest.mark.parametrize(

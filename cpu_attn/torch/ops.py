@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.library import Library, register_fake
 
-from cpu_attn import _check, ops
+from cpu_attn import UnavailableError, _check, ops
 from cpu_attn.plan import SchedulerMetadata
 from cpu_attn.plan import get_scheduler_metadata as make_plan
 
@@ -75,6 +75,18 @@ def plan_of(scheduler_metadata: torch.Tensor) -> SchedulerMetadata:
 # ---- the ops ----
 
 
+# vLLM's names of what the core calls otherwise.
+_PLAN_NAMES = {
+    "num_reqs": "num_req",
+    "num_heads": "num_heads_q",
+    "num_kv_heads": "num_heads_kv",
+    "head_size": "head_dim",
+    "sliding_window": "window_size",
+    "isa": "isa_hint",
+}
+_ATTENTION_NAMES = {"sliding_window": "sliding_window_size"}
+
+
 def _window(x: list[int]) -> Any:
     return x[0] if len(x) == 1 else x
 
@@ -109,13 +121,16 @@ def _get_scheduler_metadata(
     document_start_loc: Any = None,
     **options: Any,
 ) -> torch.Tensor:
-    plan = make_plan(
-        *(num_req, num_heads_q, num_heads_kv, head_dim, seq_lens, dtype, query_start_loc, casual),
-        *(_window(window_size), isa_hint, enable_kv_split, dynamic_causal, kv_cache_dtype),
-        mm_prefix_range=_rows("mm_prefix_range", mm_prefix_range, 3),
-        document_start_loc=_rows("document_start_loc", document_start_loc, 2),
-        **options,
-    )
+    try:
+        plan = make_plan(
+            *(num_req, num_heads_q, num_heads_kv, head_dim, seq_lens, dtype, query_start_loc, casual),
+            *(_window(window_size), isa_hint, enable_kv_split, dynamic_causal, kv_cache_dtype),
+            mm_prefix_range=_rows("mm_prefix_range", mm_prefix_range, 3),
+            document_start_loc=_rows("document_start_loc", document_start_loc, 2),
+            **options,
+        )
+    except (TypeError, ValueError, UnavailableError) as e:
+        raise _check.renamed(e, _PLAN_NAMES) from None
     return tensor_of(plan)
 
 
@@ -144,30 +159,33 @@ def _attention(
     attn_bias: Any = None,
     kv_cache_layout: str = "packed",
 ) -> None:
-    ops.attention_with_kv_cache(
-        query,
-        key_cache,
-        value_cache,
-        output,
-        query_start_loc,
-        seq_lens,
-        scale,
-        causal,
-        alibi_slopes,
-        _window(sliding_window_size),
-        block_table,
-        softcap,
-        plan_of(scheduler_metadata),
-        s_aux,
-        dynamic_causal,
-        k_scale,
-        v_scale,
-        kv_cache_dtype,
-        lse=lse,
-        selected_blocks=selected_blocks,
-        attn_bias=attn_bias,
-        kv_cache_layout=kv_cache_layout,
-    )
+    try:
+        ops.attention_with_kv_cache(
+            query,
+            key_cache,
+            value_cache,
+            output,
+            query_start_loc,
+            seq_lens,
+            scale,
+            causal,
+            alibi_slopes,
+            _window(sliding_window_size),
+            block_table,
+            softcap,
+            plan_of(scheduler_metadata),
+            s_aux,
+            dynamic_causal,
+            k_scale,
+            v_scale,
+            kv_cache_dtype,
+            lse=lse,
+            selected_blocks=selected_blocks,
+            attn_bias=attn_bias,
+            kv_cache_layout=kv_cache_layout,
+        )
+    except (TypeError, ValueError) as e:
+        raise _check.renamed(e, _ATTENTION_NAMES) from None
 
 
 def _fake_metadata(

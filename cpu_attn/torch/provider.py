@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch.library import Library
 from torch.nn.attention import register_flash_attention_impl
 
-from cpu_attn import _arrays, _check, ops
+from cpu_attn import UnavailableError, _arrays, _check, ops
 from cpu_attn.plan import get_scheduler_metadata
 
 NAME = "cpu_attn"
@@ -32,6 +32,7 @@ _NAMES = {
     "value_cache": "value",
     "output": "out",
     "sliding_window": "window_size",
+    "isa": "CPU_ATTN_ISA",
 }
 Int32 = NDArray[np.int32]
 
@@ -165,7 +166,7 @@ def flash_attention_forward_out(out: torch.Tensor, *args: Any, **options: Any) -
         memory = [_arrays.view("out", out, _check.FLOATS), *inputs]
         _check.apart(("out", *names), memory, 1)  # all of them, before the first part is written
         return _attend(out, *tensors, *args[3:], **options)
-    except (TypeError, ValueError) as e:
+    except (TypeError, ValueError, UnavailableError) as e:
         raise _check.renamed(e, _NAMES) from None
 
 

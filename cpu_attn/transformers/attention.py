@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from cpu_attn import UnavailableError, _check
 from cpu_attn.transformers import continuous
 from cpu_attn.transformers.lazy import Inference, LazyTensor
 from cpu_attn.transformers.masks import Mask, UnplannableError, as_bias, mask_function
@@ -20,6 +21,9 @@ from cpu_attn.transformers.plans import Logits, Requests, autocast, dense_rows, 
 NAME = "cpu_attn"
 # generate_batch takes an implementation of one's own only by a name that contains "flash". It needs no masks.
 CONTINUOUS = "cpu_flash_attn"
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+# What a caller knows as something else.
+_NAMES = {"scale": "scaling", "output": "query", "key_cache": "key", "value_cache": "value", "isa": "CPU_ATTN_ISA"}
 
 
 def enable() -> None:
@@ -70,7 +74,8 @@ def attention(
 
     What transformers' models call, for inference. attention_mask [B or 1, H or 1, T, S]: ours, which mostly is a plan;
     None; or any other, boolean or to be added. position_bias [B or 1, H or 1, T, S]. RuntimeError for training,
-    ValueError for dropout, for attention weights, for a head_mask and for sinks other than s_aux [H].
+    ValueError or TypeError for dropout, for attention weights, for a head_mask, for sinks other than s_aux [H] and for
+    what does not fit, UnavailableError for what CPU_ATTN_ISA or CPU_ATTN_ENGINE asks for in vain.
     """
     if dropout:
         raise ValueError(f"dropout: {dropout}, cpu_attn is for inference; expected 0.0 (model.eval())")
@@ -80,21 +85,30 @@ def attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}: cpu_attn has no such thing (sinks are s_aux, a number for each head)")
     inputs = (query, key, value, attention_mask, s_aux, position_bias)
+    for name, x in zip(("query", "key", "value", "attention_mask", "s_aux", "position_bias"), inputs, strict=True):
+        if x is not None or name in ("query", "key", "value"):
+            _check.instance(name, x, torch.Tensor)
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if tracked and module.training:
         raise RuntimeError("cpu_attn has no backward pass: model.eval(), or another attn_implementation to train")
-    scale = max(1, query.shape[-1]) ** -0.5 if scaling is None else float(scaling)  # the plan refuses 0
-    sinks = None if s_aux is None else s_aux.detach()
-    logits = Logits(scale, float(softcap or 0.0), sinks)
     query, key, value = (x.detach() if tracked and not isinstance(x, Pages) else x for x in (query, key, value))
     dtype = key.dtype if isinstance(key, Pages) else torch.get_autocast_dtype("cpu")
     query, key, value = autocast(dtype, query, key, value)
-    if cache is not None:
-        output = continuous.attend(module.layer_idx, query, key, value, cache, logits, **kwargs)
-    else:
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        bias = None if position_bias is None else as_bias(position_bias)
-        output = _attend(query, key, value, attention_mask, bool(causal), replace(logits, attn_bias=bias))
+    _check_states(query, key, value)
+    scale = max(1, query.shape[3]) ** -0.5 if scaling is None else _check.number("scaling", scaling)
+    sinks = None if s_aux is None else s_aux.detach()
+    logits = Logits(scale, _check.softcap("softcap", softcap or 0.0), sinks)
+    try:
+        if cache is not None:
+            if attention_mask is not None or position_bias is not None:
+                raise ValueError("cache: the one of generate_batch takes no attention_mask and no position_bias")
+            output = continuous.attend(module.layer_idx, query, key, value, cache, logits, **kwargs)
+        else:
+            causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+            output = _attend(query, key, value, attention_mask, bool(causal), logits, position_bias)
+    except (TypeError, ValueError, UnavailableError) as e:
+        bias = "position_bias" if attention_mask is None else "attention_mask"
+        raise _check.renamed(e, _NAMES | {"attn_bias": bias}) from None
     return (Inference.apply(lambda: output, *inputs) if tracked else output), None
 
 
@@ -106,14 +120,48 @@ def continuous_attention(*args: Any, cache: Any = None, **kwargs: Any) -> tuple[
     return attended
 
 
+def _check_states(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    if query.dim() != 4 or query.dtype not in _FLOATS:
+        raise (ValueError if query.dtype in _FLOATS else TypeError)(
+            f"query: {tuple(query.shape)} of {query.dtype}, expected [B, H, T, D] of float32, float16 or bfloat16"
+        )
+    batch_size, num_heads, _, head_size = query.shape
+    if key.dim() != 4 or (key.shape[0], key.shape[3]) != (batch_size, head_size):
+        raise ValueError(f"key: {tuple(key.shape)}, expected [{batch_size}, Hkv, S, {head_size}], as query has them")
+    if value.dim() != 4 or value.shape[:3] != key.shape[:3]:
+        expected = ", ".join(map(str, key.shape[:3]))
+        raise ValueError(f"value: {tuple(value.shape)}, expected [{expected}, Dv], as key has them")
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name}: dtype {x.dtype}, expected {query.dtype}, as query has it")
+    if key.shape[1] and num_heads % key.shape[1]:
+        raise ValueError(f"key: {key.shape[1]} heads do not divide query's {num_heads}")
+
+
+def _check_bias(name: str, x: torch.Tensor, query: torch.Tensor, kv_length: int) -> None:
+    """A mask or a bias [B or 1, H or 1, T, S]."""
+    batch_size, num_heads, q_length, _ = query.shape
+    fits = x.dim() == 4 and x.shape[0] in (1, batch_size) and x.shape[1] in (1, num_heads)
+    if not fits or x.shape[2] not in (1, q_length) or x.shape[3] != kv_length:
+        expected = f"[{batch_size} or 1, {num_heads} or 1, {q_length} or 1, {kv_length}]"
+        raise ValueError(f"{name}: {tuple(x.shape)}, expected {expected}")
+    if x.dtype != torch.bool and not x.is_floating_point():
+        raise TypeError(f"{name}: dtype {x.dtype}, expected bool, True is seen, or numbers to be added")
+
+
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, causal: bool, logits: Logits
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    logits: Logits,
+    position_bias: torch.Tensor | None,
 ) -> torch.Tensor:
     batch_size, _, q_length, _ = query.shape
-    for name, x in (("key", key), ("value", value)):
-        if (x.shape[0], x.shape[2]) != (batch_size, key.shape[2]):
-            expected = f"[{batch_size}, H, {key.shape[2]}, D], as many as query and as key have"
-            raise ValueError(f"{name}: {tuple(x.shape)}, expected {expected}")
+    if position_bias is not None:
+        _check_bias("position_bias", position_bias, query, key.shape[2])
+        logits = replace(logits, attn_bias=as_bias(position_bias).expand(-1, -1, q_length, -1))
     causal = causal and q_length > 1 and mask is None  # sdpa's rule: a model without a mask means its own is_causal
     if causal and key.shape[2] > q_length:  # and its keys from the first one on
         key, value = key[:, :, :q_length], value[:, :, :q_length]
@@ -125,10 +173,7 @@ def _attend(
     else:
         if isinstance(mask, Mask) and mask.changed():
             mask = mask.dense()
-        if mask.dim() != 4 or mask.shape[2] not in (1, q_length) or mask.shape[3] != kv_length:
-            raise ValueError(
-                f"attention_mask: {tuple(mask.shape)}, expected [B, H, {q_length}, {kv_length}], B, H or 1"
-            )
+        _check_bias("attention_mask", mask, query, kv_length)
         requests, logits = _masked(mask, batch_size, q_length, logits)
     if is_held(key, value):
         return key.held.attend(query, requests, logits)
