@@ -286,6 +286,9 @@ def test_what_is_refused() -> None:
     config = hf_models.model("llama").config
     with pytest.raises(ValueError, match="kv_cache_dtype"):
         PagedCache(config, kv_cache_dtype="int3")
+    for no_name in (3, None, ["int8"]):
+        with pytest.raises(TypeError, match=r"^kv_cache_dtype: expected str, got"):
+            PagedCache(config, kv_cache_dtype=no_name)
     with pytest.raises(ValueError, match="block_size"):
         PagedCache(config, block_size=0)
     with pytest.raises(ValueError, match="k_scale"):

@@ -309,6 +309,8 @@ def test_what_is_refused() -> None:
     step = Step()
     with pytest.raises(ValueError, match="kv_cache_dtype: 'nvfp4' is none of"):
         step.layer(kv_cache_dtype="nvfp4")
+    with pytest.raises(TypeError, match="kv_cache_dtype: expected str, got list"):
+        step.layer(kv_cache_dtype=["auto"])
     assert Backend.supports_kv_cache_dtype("fp8_e5m2") and not Backend.supports_kv_cache_dtype("nvfp4")
     builder, cpu = Backend.get_builder_cls(), torch.device("cpu")
     with pytest.raises(NotImplementedError, match="rswa_prefix_lens"):

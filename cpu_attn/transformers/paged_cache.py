@@ -46,6 +46,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             if layer_type not in LAYERS:
                 raise ValueError(f"config: a layer of {layer_type!r}, PagedCache has {', '.join(LAYERS)}")
         # Which isa there is for it shows in the first step: a model need not be of its config's dtype.
+        _check.instance("kv_cache_dtype", kv_cache_dtype, str)
         kvs = _check.kv_dtypes(kv_cache_dtype, dtype_name(config.dtype or "float32"))
         block_size = _check.integer("block_size", block_size, 1)
         k_scale, v_scale = _check.scales(k_scale, v_scale, kvs)

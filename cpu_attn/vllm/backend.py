@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 
 from cpu_attn import (
     SchedulerMetadata,
+    _check,
     attention_with_kv_cache,
     get_kv_cache_shape,
     get_scheduler_metadata,
@@ -209,6 +210,7 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
+        _check.instance("kv_cache_dtype", kv_cache_dtype, str)
         if kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} is none of {', '.join(KV_CACHE_DTYPES)}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
