@@ -1,29 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's first calls run as they stand, and compute what the oracle says."""
+"""The snippets of README and docs that need nothing else run as they stand, and compute what the oracle says."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pytest
 
 from cpu_attn import reference
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+from .snippets import DOCUMENTS, ROOT, run, snippets
+
+PROMPTS = {ROOT / "README.md": 2, ROOT / "docs" / "backend.md": 1}  # attention over what a step brings
+# Those of test_torch_docs.py and test_transformers_docs.py.
+OTHERS = {ROOT / "docs" / "torch.md", ROOT / "docs" / "transformers.md"}
 
 
-def test_use() -> None:
-    section = README.read_text(encoding="utf-8").split("\n## Use\n")[1].split("\n## ")[0]
-    snippets = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(snippets) == 2
-    names: dict[str, Any] = {}
-    for snippet in snippets:  # the second goes on from the first, and has an output of its own
-        names.pop("output", None)
-        exec(compile(snippet, str(README), "exec"), names)
-        query, loc, lens = names["query"], names["query_start_loc"], names["seq_lens"]
-        assert (np.diff(loc) == lens).all()  # prompts: the keys are those of the step
+def test_all_documents_are_run() -> None:
+    assert {document for document in DOCUMENTS if snippets(document)} == PROMPTS.keys() | OTHERS
+
+
+@pytest.mark.parametrize("document", PROMPTS, ids=lambda document: document.name)
+def test_prompts(document: Path) -> None:
+    ran = 0
+    for names in run(document):
+        query = names["query"]
+        loc, lens = (
+            names.get(name, getattr(names.get("common_attn_metadata"), name, None))
+            for name in ("query_start_loc", "seq_lens")
+        )
+        assert (np.diff(loc) == lens).all()  # the keys are those of the step
         key, value = (np.split(names[name], loc[1:-1]) for name in ("key", "value"))
         want, _ = reference.attention(query, key, value, loc, lens, query.shape[2] ** -0.5)
-        assert (reference.relative_rms(names["output"], want, loc) <= reference.BUDGET["float32"]).all()
+        output = names.pop("output").reshape(want.shape)  # the next snippet has one of its own
+        assert (reference.relative_rms(output, want, loc) <= reference.BUDGET["float32"]).all()
+        ran += 1
+    assert ran == PROMPTS[document]
