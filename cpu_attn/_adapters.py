@@ -10,7 +10,8 @@ import os
 import re
 from importlib import metadata
 
-# Distribution: the first version tested, and the first one that is not. The extras in pyproject.toml say the same.
+# Distribution: the first version tested, and the first one that is not. The extras in pyproject.toml say the same; there
+# is none for vLLM, of which an index has the build for CUDA.
 TESTED = {"torch": ("2.13", "2.14"), "transformers": ("5.23", "5.24"), "vllm": ("0.33", "0.34")}
 # cpu_attn.NAME and what it needs, its own library first. vLLM pins a torch of its own (0.33 that of 2.14), and what is
 # asked of tensors there is their memory alone.
@@ -36,8 +37,10 @@ def missing(name: str) -> str:
     for distribution in NEEDS[name]:
         found = version(distribution)
         if found is None:
-            how = f"pip install '.[{name}]' in a checkout of cpu-attn"
-            return f"{distribution} is not installed; {how} brings {tested(distribution)}"
+            how = f"pip install '.[{name}]' in a checkout of cpu-attn brings {tested(distribution)}"
+            if name == "vllm":
+                how = f"docs/vllm.md says how to install its build for CPUs, {tested(distribution)}"
+            return f"{distribution} is not installed; {how}"
         low, high = map(_release, TESTED[distribution])
         if not low <= _release(found) < high:
             return f"{distribution} is {found}, tested with {tested(distribution)}"
