@@ -10,8 +10,8 @@ import os
 import re
 from importlib import metadata
 
-# Distribution: the first version tested, and the first one that is not. The extras in pyproject.toml say the same; there
-# is none for vLLM, of which an index has the build for CUDA.
+# Distribution: the first version tested, and the first one that is not. The extras in pyproject.toml say the same, but
+# that vLLM has none: an index has its build for CUDA.
 TESTED = {"torch": ("2.13", "2.14"), "transformers": ("5.23", "5.24"), "vllm": ("0.33", "0.34")}
 # cpu_attn.NAME and what it needs, its own library first. vLLM pins a torch of its own (0.33 that of 2.14), and what is
 # asked of tensors there is their memory alone.

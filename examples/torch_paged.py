@@ -11,9 +11,9 @@ on a CPU; "without" gathers each chat's pages and calls ``scaled_dot_product_att
 
 from __future__ import annotations
 
-import argparse
 from time import perf_counter
 
+import click
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import activate_flash_attention_impl
@@ -104,16 +104,21 @@ def chat(model: Decoder, attention, prompts: torch.Tensor, new_tokens: int, laye
     return torch.stack(said, 1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("chats", 8), ("prompt", 1000), ("new", 16), ("layers", 2), ("heads", 8), ("kv-heads", 2)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    a = parser.parse_args()
+@click.command()
+@click.option("--chats", default=8, show_default=True, type=click.IntRange(1))
+@click.option("--prompt", default=1000, show_default=True, type=click.IntRange(1), help="Tokens of each chat's prompt.")
+@click.option("--new", default=16, show_default=True, type=click.IntRange(2), help="Tokens of each answer.")
+@click.option("--layers", default=2, show_default=True, type=click.IntRange(1))
+@click.option("--heads", default=8, show_default=True, type=click.IntRange(1))
+@click.option("--kv-heads", default=2, show_default=True, type=click.IntRange(1), help="They divide the heads.")
+def main(chats: int, prompt: int, new: int, layers: int, heads: int, kv_heads: int) -> None:
+    if heads % kv_heads:
+        raise click.UsageError(f"--kv-heads {kv_heads} does not divide --heads {heads}")
     torch.manual_seed(0)
-    model = Decoder(a.layers, a.heads, a.kv_heads, head_size=64)
-    prompts = torch.randint(512, (a.chats, a.prompt))
+    model = Decoder(layers, heads, kv_heads, head_size=64)
+    prompts = torch.randint(512, (chats, prompt))
     activate_flash_attention_impl(cpu_attn.torch.provider.NAME)
-    said = [chat(model, attention, prompts, a.new, a.layers) for attention in (with_sdpa, with_cpu_attn)]
+    said = [chat(model, attention, prompts, new, layers) for attention in (with_sdpa, with_cpu_attn)]
     print("the same tokens" if torch.equal(*said) else "other tokens")
 
 

@@ -74,13 +74,27 @@ def step(cache: Any, requests: int, keys: int) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--requests", default=8, show_default=True)
-@click.option("--keys", default=2048, show_default=True, help="Of each request, the new one counted.")
-@click.option("--heads", default=32, show_default=True)
-@click.option("--kv-heads", default=8, show_default=True)
-@click.option("--head-size", default=128, show_default=True)
-@click.option("--page-size", default=256, show_default=True, help="256 is what transformers takes by itself.")
-@click.option("--repeat", default=10, show_default=True, help="Rounds, both ways in turn; the fastest counts.")
+@click.option("--requests", default=8, show_default=True, type=click.IntRange(1))
+@click.option(
+    "--keys", default=2048, show_default=True, type=click.IntRange(1), help="Of each request, the new one counted."
+)
+@click.option("--heads", default=32, show_default=True, type=click.IntRange(1))
+@click.option("--kv-heads", default=8, show_default=True, type=click.IntRange(1))
+@click.option("--head-size", default=128, show_default=True, type=click.IntRange(1))
+@click.option(
+    "--page-size",
+    default=256,
+    show_default=True,
+    type=click.IntRange(1),
+    help="256 is what transformers takes by itself.",
+)
+@click.option(
+    "--repeat",
+    default=10,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Rounds, both ways in turn; the fastest counts.",
+)
 @torch.no_grad()
 def main(requests: int, keys: int, heads: int, kv_heads: int, head_size: int, page_size: int, repeat: int) -> None:
     torch.manual_seed(0)

@@ -54,10 +54,14 @@ def converse(model: Any, turns: list[torch.Tensor], answer: int, kv_cache_dtype:
 
 
 @click.command()
-@click.option("--context", default=1024, show_default=True, help="Tokens that the user says first.")
-@click.option("--turns", default=3, show_default=True, help="Turns, of 32 tokens after the first one.")
-@click.option("--answer", default=32, show_default=True, help="Tokens of an answer.")
-@click.option("--layers", default=4, show_default=True)
+@click.option(
+    "--context", default=1024, show_default=True, type=click.IntRange(1), help="Tokens that the user says first."
+)
+@click.option(
+    "--turns", default=3, show_default=True, type=click.IntRange(1), help="Turns, of 32 tokens after the first one."
+)
+@click.option("--answer", default=32, show_default=True, type=click.IntRange(2), help="Tokens of an answer.")
+@click.option("--layers", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["float32", "bfloat16"]))
 def main(context: int, turns: int, answer: int, layers: int, dtype: str) -> None:
     enable()

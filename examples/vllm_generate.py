@@ -91,10 +91,10 @@ def run(engine: Any, name: str, prompts: list[Any], params: Any) -> tuple[float,
 
 @click.command()
 @click.option("--model", help="A model that vLLM knows, by name or folder.  [default: random weights]")
-@click.option("--requests", default=4, show_default=True)
-@click.option("--prompt-tokens", default=1024, show_default=True)
-@click.option("--new-tokens", default=32, show_default=True)
-@click.option("--repeat", default=2, show_default=True, help="Runs, the best of which counts.")
+@click.option("--requests", default=4, show_default=True, type=click.IntRange(1))
+@click.option("--prompt-tokens", default=1024, show_default=True, type=click.IntRange(1))
+@click.option("--new-tokens", default=32, show_default=True, type=click.IntRange(2))
+@click.option("--repeat", default=2, show_default=True, type=click.IntRange(1), help="Runs, the best of which counts.")
 @click.option("--alone", is_flag=True, hidden=True)
 @click.option("--random", is_flag=True, hidden=True)
 def main(

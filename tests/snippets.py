@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python of the documents, as it stands."""
+"""The Python of the documents, as it stands, and the examples."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
+
 ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
@@ -22,3 +26,18 @@ def run(document: Path) -> Iterator[dict[str, Any]]:
     for snippet in snippets(document):
         exec(compile(snippet, str(document), "exec"), names)
         yield names
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def printed(name: str, *options: str) -> list[str]:
+    """The lines that an example prints."""
+    result = CliRunner().invoke(example(name).main, options)
+    assert result.exit_code == 0, result.output
+    return [line for line in result.output.splitlines() if "Logger" not in line]
