@@ -79,6 +79,22 @@ def test_other_implementations_get_dense_keys(attention: str, gathers: list[Any]
     assert len(gathers) == 6 * 2 * 2
 
 
+def test_a_model_with_attention_of_its_own(gathers: list[Any]) -> None:
+    """It makes one axis of batch and heads by a view, as keys that were concatenated allow it."""
+    torch.manual_seed(7)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": hf_models.VOCABULARY}
+    config = hf.GPTNeoXJapaneseConfig(**sizes, initializer_range=0.3, pad_token_id=0, eos_token_id=None)
+    model = hf.GPTNeoXJapaneseForCausalLM(config).eval()
+    inputs = tokens(9, 4)
+    for kind in ("auto", "float32/auto"):
+        gathers.clear()
+        found = [
+            model.generate(**inputs, past_key_values=cache, max_new_tokens=6, **GREEDY)
+            for cache in (PagedCache(config, kv_cache_dtype=kind), hf.DynamicCache())
+        ]
+        assert found[0].equal(found[1]) and len(gathers) == 6 * 2 * 2
+
+
 @pytest.mark.parametrize("name", ["bart", "whisper"])
 def test_decoder_of_an_encoder_decoder(name: str, gathers: list[Any]) -> None:
     inputs = tokens(15, 6, side="right")
@@ -404,7 +420,7 @@ def test_keys_are_dense_to_whoever_looks() -> None:
         lambda x: x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(3, 4, 21, 32),
         lambda x: torch.zeros(3, 2, 30, 32).index_copy_(2, torch.arange(21), x),
         lambda x: torch.mul(x, 2, out=torch.empty(0)),
-        lambda x: x.contiguous().mul_(2),
+        lambda x: x.transpose(1, 2).contiguous().mul_(2),
         lambda x: x.clone().mul_(2),
         lambda x: copy.deepcopy(x).mul_(2),
         lambda x: copy.deepcopy(x[0]).mul_(2),
@@ -419,7 +435,8 @@ IN_PLACE: dict[str, Any] = {
     "mul_": lambda x: x.mul_(2),
     "setitem": lambda x: x.__setitem__((slice(None), slice(None), 0), 0),
     "view": lambda x: x[:, :, 0].zero_(),
-    "view of a view": lambda x: x.transpose(1, 2)[0].flatten(1).mul_(2),
+    "view of a view": lambda x: x[0].flatten(0, 1).mul_(2),
+    "contiguous": lambda x: x.contiguous().mul_(2),
     "views": lambda x: x.unbind(1)[1].zero_(),
     "same": lambda x: x.to(x.dtype).mul_(2),
     "detach": lambda x: x.detach().mul_(2),

@@ -34,6 +34,7 @@ class LazyTensor(torch.Tensor):  # type: ignore[misc]
     @staticmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Any:
+        """strides: of dense(), dense ones unless said."""
         return torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype)
 
     def dense(self) -> torch.Tensor:

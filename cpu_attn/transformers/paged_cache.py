@@ -127,24 +127,24 @@ class Held:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gather(self, value: bool) -> torch.Tensor:
-        """Keys [B, Hkv, S, D] or values [B, Hkv, S, Dv], times their scales."""
+        """Keys [B, Hkv, S, D] or values [B, Hkv, S, Dv], times their scales: dense, as models view them by heads."""
         pages = self.pages
         memory, head_size = (pages.value_cache, pages.head_size_v) if value else (pages.key_cache, pages.head_size)
-        rows = [
+        integers = memory.dtype == np.uint8
+        shape = (len(self.table), pages.num_kv_heads, self.length, head_size)
+        states = np.empty(shape, np.float32 if integers else memory.dtype)
+        for row, out in zip(self.table, states, strict=True):
             ops.gather(
                 *(memory, row, self.length, head_size, pages.isa),
                 value=value,
+                out=out.swapaxes(0, 1),
                 dtype=pages.dtype,
                 kv_cache_dtype=pages.kv_cache_dtype,
             )
-            for row in self.table
-        ]
-        stacked = np.stack(rows)
-        if stacked.dtype != pages.dtype:  # quantised
+        if states.dtype != pages.dtype:  # quantised
             scale = np.float32(pages.v_scale if value else pages.k_scale)
-            stacked = (stacked.astype(np.float32) * scale).astype(pages.dtype)
-        bits = torch.from_numpy(stacked.view(np.uint8))  # which knows no bfloat16
-        return bits.view(self.dtype).transpose(1, 2)
+            states = (states.astype(np.float32) * scale).astype(pages.dtype)
+        return torch.from_numpy(states.view(np.uint8)).view(self.dtype)  # NumPy's bfloat16 is none of torch's
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -274,9 +274,7 @@ class Pages(ReadOnly):
     @staticmethod
     def __new__(cls, held: Held, *, value: bool) -> Pages:
         heads, size = held.pages.num_kv_heads, held.pages.head_size_v if value else held.pages.head_size
-        shape = (len(held.table), heads, held.length, size)
-        strides = (held.length * heads * size, size, heads * size, 1)  # of gather()
-        pages: Pages = LazyTensor.__new__(cls, shape, held.dtype, strides)
+        pages: Pages = LazyTensor.__new__(cls, (len(held.table), heads, held.length, size), held.dtype)
         pages.held, pages.value = held, value
         return pages
 
