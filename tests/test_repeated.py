@@ -342,7 +342,7 @@ def test_isa_by_name_is_resolved_each_time(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("CPU_ATTN_ISA", "nonsense")
     refuses(write, good, ValueError, "nonsense")
     refuses(write, good | {"isa": ["auto"]}, TypeError, "isa")
-    refuses(write, good | {"isa": "auto", "kv_cache_dtype": ["auto"]}, ValueError, "kv_cache_dtype")
+    refuses(write, good | {"isa": "auto", "kv_cache_dtype": ["auto"]}, TypeError, "kv_cache_dtype")
 
 
 def test_more_kinds_of_calls_than_are_remembered() -> None:
