@@ -40,9 +40,10 @@ static const struct {
 #define NUM_ROWS ((int)(sizeof rows / sizeof rows[0]))
 #define NUM_ABSENT ((int)(sizeof absent / sizeof absent[0]) - 1)
 
-/* What each isa offers on this machine, and who writes 16-bit words for it: written once, when the library loads. */
+/* What each isa offers on this machine, and of it or of the next best one: who writes 16-bit words, whose weights of
+ * bfloat16 stay floats. Written once, when the library loads. */
 static ca_isa_row chosen[NUM_ROWS];
-static const ca_kernel *words[NUM_ROWS];
+static const ca_kernel *words[NUM_ROWS], *exact[NUM_ROWS];
 
 __attribute__((constructor)) static void choose(void) {
     for (int i = 0; i < NUM_ROWS; i++)
@@ -53,10 +54,12 @@ __attribute__((constructor)) static void choose(void) {
                 for (int d = 0; d < CA_DTYPES; d++)
                     if (variants[v].row->kernels[d])
                         chosen[i].kernels[d] = variants[v].row->kernels[d];
-    for (int i = NUM_ROWS - 1; i >= 0; i--)
-        words[i] = chosen[i].kernels[CA_F16] && !rows[i].row->missing() ? chosen[i].kernels[CA_F16]
-                   : i + 1 < NUM_ROWS                                   ? words[i + 1]
-                                                                        : NULL;
+    for (int i = NUM_ROWS - 1; i >= 0; i--) {
+        const ca_kernel *const *own = rows[i].row->kernels;
+        const int runs = !rows[i].row->missing(), more = i + 1 < NUM_ROWS;
+        words[i] = runs && own[CA_F16] ? own[CA_F16] : more ? words[i + 1] : NULL;
+        exact[i] = runs && own[CA_BF16] && !own[CA_BF16]->rounds_weights ? own[CA_BF16] : more ? exact[i + 1] : NULL;
+    }
 }
 
 const ca_isa_row *ca_isa_get(int isa) { return isa >= 0 && isa < NUM_ROWS ? &chosen[isa] : NULL; }
@@ -79,6 +82,11 @@ int ca_isa(int i, ca_isa_info *out) {
 static const ca_kernel *kernel(int isa, int dtype) {
     const ca_isa_row *row = ca_isa_get(isa);
     return row && dtype >= 0 && dtype < CA_DTYPES ? row->kernels[dtype] : NULL;
+}
+
+const ca_kernel *ca_attention_kernel(const ca_shape *s) {
+    const ca_kernel *k = chosen[s->isa].kernels[s->dtype];
+    return k->rounds_weights && s->head_size_v < CA_FEW_COLUMNS ? exact[s->isa] : k;
 }
 
 int ca_isa_kernel(int isa, int dtype, ca_kernel_info *out) {

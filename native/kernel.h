@@ -68,6 +68,7 @@ struct ca_kernel {
     /* scores [M] of one request's pages for one kv head, of the arrays of ca_score_pages; scratch: ca_score_floats */
     void (*score_pages)(const ca_array *arrays, int64_t block_size, int64_t request, int64_t kv_head, float *scratch);
     const int *integers; /* are int8 and int4 caches multiplied as pairs of integers? NULL: no */
+    int rounds_weights;  /* to bfloat16 before they meet V? */
 };
 
 /* What a file of native/isa offers, as `const ca_isa_row ca_isa_NAME`. */
@@ -77,6 +78,12 @@ typedef struct ca_isa_row {
 } ca_isa_row;
 
 const ca_isa_row *ca_isa_get(int isa);
+/* Who attends. Weights rounded to 8 bits are as far off as an output rounded to as many, which leaves room in the error
+ * budget while V has many columns. Where it has few all of them may nearly cancel: of requests of one token and one
+ * head over 100 or 200 keys 27 % went past the budget with one column, 7 % with 4, 0.24 % with 16, 0.025 % with 24, 1
+ * of 24,000 with 32 (1.05 of it). So those of fewer go by FMA. */
+const ca_kernel *ca_attention_kernel(const ca_shape *shape);
+#define CA_FEW_COLUMNS 32
 /* float16's kernel of an isa, or of the next best one that this machine has: to move 16-bit words into lanes. */
 const ca_kernel *ca_words_kernel(int isa);
 

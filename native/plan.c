@@ -227,7 +227,7 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
         ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
         return NULL;
     }
-    *p = (ca_plan){.engine = engine, .kernel = ca_isa_get(shape->isa)->kernels[shape->dtype], .rows = 1};
+    *p = (ca_plan){.engine = engine, .kernel = ca_attention_kernel(shape), .rows = 1};
     p->query_start_loc = (int32_t *)(p + 1);
     p->seq_lens = p->query_start_loc + n + 1;
     p->causal = p->seq_lens + n;

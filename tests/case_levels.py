@@ -45,7 +45,7 @@ LEVELS = ("quick", "default", "full")
 RANDOM_CASES = {"quick": 6, "default": 40, "full": 400}
 
 QUICK_BIAS = ("heads", "holes", "one", "holes-everything", "few-NHD", "3000")
-QUICK_HEAD_SIZES = (1, 3, 20, 64, 128)
+QUICK_HEAD_SIZES = (1, 3, 20, 33, 64, 128)
 QUICK_BLOCK_SIZES = (1, 5, 24, 128)
 QUICK_HEADS = ((3, 3), (6, 2), (5, 1), (14, 2))
 QUICK_PLAIN = ("mixed", "everything", "nan-value", "block-5", "fp8-everything", "selected", "cascade", "3000")
@@ -87,9 +87,9 @@ def _quick() -> Iterator[Case]:
     yield _case("decode-head-192-128", DECODE, head_size=192, head_size_v=128)
     yield _case("chunk-head-24-40", CHUNK, head_size=24, head_size_v=40)
     for size in QUICK_BLOCK_SIZES:
-        yield _case(f"block-{size}", _boundary(size), block_size=size, head_size=16)
+        yield _case(f"block-{size}", _boundary(size), block_size=size, head_size=32)
     for heads, kv_heads in QUICK_HEADS:
-        yield _case(f"mixed-heads-{heads}-{kv_heads}", MIXED, num_heads=heads, num_kv_heads=kv_heads, head_size=24)
+        yield _case(f"mixed-heads-{heads}-{kv_heads}", MIXED, num_heads=heads, num_kv_heads=kv_heads, head_size=40)
     for fill in FILLS:
         yield _case(f"mixed-fill-{fill}", MIXED, fill=fill)
     yield _case("mixed-fill-masked", MIXED, fill="masked", sliding_window=9)
@@ -122,7 +122,7 @@ def _quick() -> Iterator[Case]:
         yield _case(f"masks-{name}", MASKS[name])
     yield _case("int4-masks-tree-late-nan", MASKS["tree-late-nan"], kv_cache_dtype="int4", head_size=64)
     for name in ("1023-1024-1025", "3000"):
-        yield _case(f"long-{name}", LONG[name], head_size=16, num_heads=2, num_kv_heads=1)
+        yield _case(f"long-{name}", LONG[name], head_size=32, num_heads=2, num_kv_heads=1)
     for name, fields in SELECTED.items():
         yield _case(f"selected-{name}", fields)
     for name in ("tree", "everything", "block-24"):
@@ -159,8 +159,8 @@ def _default() -> Iterator[Case]:
         for name, feature in FEATURES.items():
             yield _case(f"{step}-{name}", STEPS[step], **feature)
         for fill in FILLS:
-            yield _case(f"{step}-fill-{fill}", STEPS[step], fill=fill, head_size=24)
-        yield _case(f"{step}-fill-masked", STEPS[step], fill="masked", sliding_window=(6, -1), head_size=24)
+            yield _case(f"{step}-fill-{fill}", STEPS[step], fill=fill, head_size=40)
+        yield _case(f"{step}-fill-masked", STEPS[step], fill="masked", sliding_window=(6, -1), head_size=40)
     for size in HEAD_SIZES:
         for step in ("decode", "chunk"):
             yield _case(f"{step}-head-{size}", STEPS[step], head_size=size, num_heads=2, num_kv_heads=1)
@@ -168,21 +168,21 @@ def _default() -> Iterator[Case]:
         for step in ("decode", "chunk"):
             yield _case(f"{step}-head-{size}-{size_v}", STEPS[step], head_size=size, head_size_v=size_v)
     for size in BLOCK_SIZES:
-        yield _case(f"block-{size}", _boundary(size), block_size=size, head_size=16)
-        yield _case(f"block-{size}-odd-head", _boundary(size), block_size=size, head_size=5, pieces=3, strided=True)
-        yield _case(f"block-{size}-mixed", MIXED, block_size=size, head_size=16, sliding_window=21)
+        yield _case(f"block-{size}", _boundary(size), block_size=size, head_size=32)
+        yield _case(f"block-{size}-odd-head", _boundary(size), block_size=size, head_size=37, pieces=3, strided=True)
+        yield _case(f"block-{size}-mixed", MIXED, block_size=size, head_size=32, sliding_window=21)
     for heads, kv_heads in HEADS:
         for step in ("decode", "mixed"):
             shape = {"num_heads": heads, "num_kv_heads": kv_heads}
-            yield _case(f"{step}-heads-{heads}-{kv_heads}", STEPS[step], **shape, head_size=24)
+            yield _case(f"{step}-heads-{heads}-{kv_heads}", STEPS[step], **shape, head_size=40)
     for name, fields in QUANTISED.items():
         yield _case(f"fp8_e5m2-{name}", fields, kv_cache_dtype="fp8_e5m2")
     for name, feature in FEATURES.items():
-        yield _case(f"fp8-{name}", MIXED, **feature, kv_cache_dtype="fp8", num_heads=6, head_size=24)
+        yield _case(f"fp8-{name}", MIXED, **feature, kv_cache_dtype="fp8", num_heads=6, head_size=40)
     for size in HEAD_SIZES:
         yield _case(f"fp8-head-{size}", CHUNK, head_size=size, kv_cache_dtype="fp8")
     for size in BLOCK_SIZES:
-        yield _case(f"fp8-block-{size}", _boundary(size), block_size=size, head_size=20, kv_cache_dtype="fp8")
+        yield _case(f"fp8-block-{size}", _boundary(size), block_size=size, head_size=36, kv_cache_dtype="fp8")
     for kind in ("int8", "int4", "int4/int8", "auto/fp8_e5m2"):
         short = kind.replace("/", "-")
         for name, feature in FEATURES.items():
@@ -190,7 +190,7 @@ def _default() -> Iterator[Case]:
         for size in HEAD_SIZES:
             yield _case(f"{short}-head-{size}", CHUNK, head_size=size, kv_cache_dtype=kind)
         for size in BLOCK_SIZES:
-            yield _case(f"{short}-block-{size}", _boundary(size), block_size=size, head_size=20, kv_cache_dtype=kind)
+            yield _case(f"{short}-block-{size}", _boundary(size), block_size=size, head_size=36, kv_cache_dtype=kind)
         for fill in ("late-nan", "nan-value", "masked"):
             window = (6, -1)
             yield _case(
@@ -202,8 +202,8 @@ def _default() -> Iterator[Case]:
             yield _case(f"rotary-{rotary}-head-{size}", CHUNK, rotary=rotary, head_size=size)
     yield _case("rotary-fp8_e5m2", PREFILL, rotary="gptj", kv_cache_dtype="fp8_e5m2", head_size=33, strided=True)
     for name, fields in MASKS.items():
-        yield _case(f"fp8-masks-{name}", fields, kv_cache_dtype="fp8", num_heads=6, head_size=24)
-        yield _case(f"masks-{name}-head-33-7", fields, head_size=33, head_size_v=7, block_size=24)
+        yield _case(f"fp8-masks-{name}", fields, kv_cache_dtype="fp8", num_heads=6, head_size=40)
+        yield _case(f"masks-{name}-head-33-39", fields, head_size=33, head_size_v=39, block_size=24)
     for left in (-1, 20, 1100):
         yield _case(f"long-spans-window-{left}", LONG_SPANS, sliding_window=left)
         yield _case(f"long-spans-clamped-{left}", LONG_SPANS, sliding_window=left, clamped=True)
@@ -215,17 +215,17 @@ def _default() -> Iterator[Case]:
         yield _case(f"NHD-head-{size}", CHUNK, head_size=size, kv_cache_layout="NHD")
         yield _case(f"HND-head-{size}-decode", DECODE, head_size=size, kv_cache_layout="HND", strided=True)
     for size in BLOCK_SIZES:
-        yield _case(f"NHD-block-{size}", _boundary(size), block_size=size, head_size=20, kv_cache_layout="NHD")
+        yield _case(f"NHD-block-{size}", _boundary(size), block_size=size, head_size=36, kv_cache_layout="NHD")
     for heads in (16, 128):
         sizes = {**MLA, "num_heads": heads, "head_size": 576, "head_size_v": 512}
         yield _case(f"latent-decode-576-512-heads-{heads}", DECODE, **sizes)
         yield _case(f"latent-chunk-576-512-heads-{heads}", {"query_lens": (7,), "seq_lens": (45,)}, **sizes)
     for name, fields in LONG.items():
-        yield _case(f"long-{name}", {"head_size": 16, "num_heads": 2, "num_kv_heads": 1, **fields})
+        yield _case(f"long-{name}", {"head_size": 32, "num_heads": 2, "num_kv_heads": 1, **fields})
     for name, fields in LONG_SELECTED.items():
-        yield _case(f"selected-{name}", {"head_size": 16, **fields})
+        yield _case(f"selected-{name}", {"head_size": 32, **fields})
     for name, feature in FEATURES.items():
-        yield _case(f"selected-{name}", MIXED, **feature, selected=0.4, num_heads=6, head_size=24, block_size=8)
+        yield _case(f"selected-{name}", MIXED, **feature, selected=0.4, num_heads=6, head_size=40, block_size=8)
     for name, fields in CASCADE.items():
         yield _case(f"cascade-{name}", PREFIXES, **fields)
     for name, fields in BIAS.items():
@@ -235,7 +235,7 @@ def _default() -> Iterator[Case]:
         yield _case(f"together-{name}", DECODES, **fields)
     yield _case("bias-cascade", PREFIXES, **CASCADE["everything"], bias="holes")
     for name, feature in FEATURES.items():
-        yield _case(f"bias-mixed-{name}", MIXED, **feature, bias="holes", num_heads=6, head_size=24)
+        yield _case(f"bias-mixed-{name}", MIXED, **feature, bias="holes", num_heads=6, head_size=40)
 
 
 def _full() -> Iterator[Case]:
@@ -252,13 +252,13 @@ def _full() -> Iterator[Case]:
         for size in (1, 64, 192):
             yield _case(f"full-fill-{fill}-head-{size}", MIXED, fill=fill, head_size=size, block_size=32)
         yield _case(f"full-fill-{fill}-NHD", MIXED, fill=fill, head_size=64, kv_cache_layout="NHD", strided=True)
-        yield _case(f"full-fill-{fill}-HND", DECODE, fill=fill, head_size=24, kv_cache_layout="HND", block_size=24)
+        yield _case(f"full-fill-{fill}-HND", DECODE, fill=fill, head_size=40, kv_cache_layout="HND", block_size=24)
     for size in (1, 5, 64, 128, 192):
         for block_size in (8, 16, 24, 128):
             shape = {"head_size": size, "block_size": block_size, "num_heads": 7}
             name = f"full-selected-head-{size}-block-{block_size}"
             yield _case(name, LONG["3000-chunk"] | shape, selected=0.5)
-    one_head = {"num_heads": 1, "num_kv_heads": 1, "head_size": 16}
+    one_head = {"num_heads": 1, "num_kv_heads": 1, "head_size": 32}
     yield _case("full-70000", {"query_lens": (1, 1), "seq_lens": (70000, 65537)}, **one_head)
     yield _case("full-70000-mqa", {"query_lens": (3,), "seq_lens": (70000,)}, num_kv_heads=1, sinks="moderate")
     shared = {"query_lens": (1, 2, 1), "seq_lens": (70000, 69000, 65537), "shared": ((0, 0), (0, 4200), (1, 4097))}

@@ -86,8 +86,8 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "late-nan": {**MIXED, "fill": "late-nan"},
     "tiny": {**MIXED, "fill": "tiny"},
     "saturated": {**MIXED, "fill": "large"},
-    "block-5": {**PREFILL, "block_size": 5, "head_size": 33, "head_size_v": 7},
-    "3000": {"query_lens": (1, 4), "seq_lens": (3000, 2049), "head_size": 16, "num_heads": 2, "num_kv_heads": 1},
+    "block-5": {**PREFILL, "block_size": 5, "head_size": 33, "head_size_v": 39},
+    "3000": {"query_lens": (1, 4), "seq_lens": (3000, 2049), "head_size": 32, "num_heads": 2, "num_kv_heads": 1},
 }
 
 # Whole blocks, one register tile of rows: where narrow and plain caches may be unpacked on the way into the products.
@@ -135,11 +135,11 @@ LONG_SPANS = {
     "seq_lens": (1500, 2100),
     "mm_prefix_range": (((100, 900), (1000, 1300)), ((0, 2095),)),
     "document_start_loc": ((0, 950, 1400), (0,)),
-    **{"num_heads": 1, "num_kv_heads": 1, "head_size": 16},
+    **{"num_heads": 1, "num_kv_heads": 1, "head_size": 32},
 }
 # Drafts that end in the middle of a group of 16 keys, at the end of one, in several score blocks.
 TREE = {"query_lens": (8, 1, 0, 13, 5), "seq_lens": (50, 20, 9, 100, 5)}
-LONG_TREE = {"query_lens": (40, 8), "seq_lens": (3000, 1030), "num_heads": 2, "num_kv_heads": 1, "head_size": 16}
+LONG_TREE = {"query_lens": (40, 8), "seq_lens": (3000, 1030), "num_heads": 2, "num_kv_heads": 1, "head_size": 32}
 EVERYTHING = {"softcap": 20.0, "sinks": "mixed", "strided": True, "pieces": 3}
 
 MASKS: dict[str, dict[str, Any]] = {
@@ -194,7 +194,7 @@ BIAS: dict[str, dict[str, Any]] = {
     "few": {**FEW_ROWS["group-5"], "bias": "holes", "block_size": 32},
     "few-int8": {**FEW_ROWS["group-8"], "bias": "heads", "block_size": 32, "kv_cache_dtype": "int8"},
     "few-NHD": {**FEW_ROWS["heads"], "bias": "heads", "block_size": 32, "kv_cache_layout": "NHD"},
-    "3000": {**LONG["3000-chunk"], "bias": "heads", "head_size": 16},
+    "3000": {**LONG["3000-chunk"], "bias": "heads", "head_size": 32},
 }
 
 # The unselected blocks of "masked" hold NaN, the ones that no head selects are not even in the block table.
@@ -230,7 +230,7 @@ PREFIXES: dict[str, Any] = {
     "query_lens": (1, 1, 2, 1, 3, 1, 0, 1),
     "seq_lens": (2100, 3100, 2052, 1500, 1027, 1100, 1200, 2048),
     "shared": ((0, 0), (0, 130), (1, 128), (0, 80), (1, 64), (5, 0), (0, 64), (2, 128)),
-    "head_size": 16,
+    "head_size": 32,
     "num_heads": 4,
     "num_kv_heads": 1,
 }
@@ -240,7 +240,7 @@ CASCADE: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 1800},
     "window-right": {"sliding_window": (-1, 4), "causal": False},
     "dynamic-causal": {"dynamic": True},
-    "heads": {"num_heads": 10, "num_kv_heads": 2, "head_size": 20, "head_size_v": 24},
+    "heads": {"num_heads": 10, "num_kv_heads": 2, "head_size": 36, "head_size_v": 40},
     "wide-group": {"num_heads": 16, "num_kv_heads": 1},
     "leaping": {"fill": "leaping"},
     "dominant": {"fill": "dominant"},
@@ -262,9 +262,9 @@ PLAIN: dict[str, dict[str, Any]] = {
     "late-nan": {**MIXED, "fill": "late-nan"},
     "nan-value": {**MIXED, "fill": "nan-value", "sliding_window": (2, -1), "causal": False},
     "masked": {**MIXED, "fill": "masked", "sliding_window": 9},
-    "block-5": {**PREFILL, "block_size": 5, "head_size": 33, "head_size_v": 7},
+    "block-5": {**PREFILL, "block_size": 5, "head_size": 33, "head_size_v": 39},
     "block-1": {**CHUNK, "block_size": 1, "head_size": 3},
-    "block-24": {**CHUNK, "block_size": 24, "head_size": 20, "strided": True},
+    "block-24": {**CHUNK, "block_size": 24, "head_size": 36, "strided": True},
     "block-1-window": {"query_lens": (1, 4), "seq_lens": (3000, 300), "block_size": 1, "sliding_window": 1001},
     "block-1-few": {"query_lens": (1, 3), "seq_lens": (290, 300), "block_size": 1, "num_heads": 14, "head_size": 64},
     "block-7-late-nan": {**MIXED, "block_size": 7, "fill": "late-nan"},
@@ -274,7 +274,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "70-heads": {"query_lens": (1,), "seq_lens": (130,), "num_heads": 70, "num_kv_heads": 70, "head_size": 64},
     "fp8": {**MIXED, "kv_cache_dtype": "fp8_e4m3"},
     "fp8-everything": {**MIXED, **FEATURES["everything"], "kv_cache_dtype": "fp8_e5m2"},
-    "fp8-block-5": {**PREFILL, "block_size": 5, "head_size": 33, "head_size_v": 7, "kv_cache_dtype": "fp8_e4m3"},
+    "fp8-block-5": {**PREFILL, "block_size": 5, "head_size": 33, "head_size_v": 39, "kv_cache_dtype": "fp8_e4m3"},
     "fp8-block-1": {**MIXED, "block_size": 1, "head_size": 64, "kv_cache_dtype": "fp8_e4m3"},
     "fp8-auto": {**MIXED, "kv_cache_dtype": "fp8_e4m3/auto"},
     "auto-fp8": {**MIXED, "kv_cache_dtype": "auto/fp8_e5m2", "head_size": 64},
@@ -287,7 +287,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "selected-of-3000": SELECTED["few-of-3000"],
     "cascade": {**PREFIXES, **CASCADE["everything"]},
     "cascade-block-24": {**PREFIXES, **CASCADE["block-24"]},
-    "3000": {"query_lens": (1, 4), "seq_lens": (3000, 2049), "head_size": 16, "num_heads": 2, "num_kv_heads": 1},
+    "3000": {"query_lens": (1, 4), "seq_lens": (3000, 2049), "head_size": 32, "num_heads": 2, "num_kv_heads": 1},
 }
 
 # Decodes of so many requests that kv heads go through the keys of each together, over several score blocks.
@@ -313,7 +313,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "HND-fp8": {"kv_cache_layout": "HND", "kv_cache_dtype": "fp8_e4m3", "head_size": 40},
     "NHD-fp8": {"kv_cache_layout": "NHD", "kv_cache_dtype": "fp8_e5m2", "head_size": 40},
     "late-nan": {"fill": "late-nan"},
-    "block-5": {"block_size": 5, "head_size": 33, "head_size_v": 7},
+    "block-5": {"block_size": 5, "head_size": 33, "head_size_v": 39},
     "chunk": {"query_lens": (1, 1, 2, 1, 9, 1, 1, 1, 1)},
     "long": {"seq_lens": (1300, 1270, 1190, 600, 1300, 1281, 1255, 700, 1097)},  # blocks of tiles have 512 keys
 }
@@ -324,16 +324,16 @@ LATENT: dict[str, dict[str, Any]] = {
     "decode": {**DECODE, **MLA, "num_heads": 16, "head_size": 72, "head_size_v": 64},
     "mixed": {**MIXED, **MLA, "num_heads": 16, "head_size": 72, "head_size_v": 64, "strided": True},
     "hnd": {**CHUNK, **MLA, "num_kv_heads": 2, "head_size": 40, "head_size_v": 31, "kv_cache_layout": "HND"},
-    "masked": {**MIXED, **MLA, "head_size": 24, "head_size_v": 16, "fill": "masked", "sliding_window": 9},
-    "late-nan": {**MIXED, **MLA, "head_size": 24, "head_size_v": 16, "fill": "late-nan"},
-    "fp8": {**MIXED, **MLA, "head_size": 24, "head_size_v": 16, "kv_cache_dtype": "fp8_e4m3"},
-    "more-rows": {**DECODE, **MLA, "num_heads": 300, "head_size": 24, "head_size_v": 16},
+    "masked": {**MIXED, **MLA, "head_size": 40, "head_size_v": 32, "fill": "masked", "sliding_window": 9},
+    "late-nan": {**MIXED, **MLA, "head_size": 40, "head_size_v": 32, "fill": "late-nan"},
+    "fp8": {**MIXED, **MLA, "head_size": 40, "head_size_v": 32, "kv_cache_dtype": "fp8_e4m3"},
+    "more-rows": {**DECODE, **MLA, "num_heads": 300, "head_size": 40, "head_size_v": 32},
     "block-1": {**MIXED, **MLA, "num_heads": 16, "head_size": 72, "head_size_v": 64, "block_size": 1},
     "576-512": {"query_lens": (1,), "seq_lens": (70,), **MLA, "num_heads": 16, "head_size": 576, "head_size_v": 512},
 }
 
-HEAD_SIZES = (1, 2, 3, 8, 16, 20, 64, 80, 96, 100, 112, 128, 192, 256, 512, 576)
-UNEQUAL_HEAD_SIZES = ((64, 32), (24, 40), (192, 128), (576, 512), (7, 5), (1, 16), (33, 1))
+HEAD_SIZES = (1, 2, 3, 8, 16, 20, 33, 50, 64, 80, 96, 100, 112, 128, 192, 256, 512, 576)
+UNEQUAL_HEAD_SIZES = ((64, 32), (24, 40), (192, 128), (576, 512), (7, 5), (1, 16), (33, 1), (3, 41))
 BLOCK_SIZES = (1, 5, 8, 16, 24, 32, 48, 64, 128)
 HEADS = ((1, 1), (3, 3), (3, 1), (5, 1), (14, 2), (6, 3), (8, 1), (32, 2), (20, 4), (71, 1))
 LARGE_SCORES = ("negative", "rising", "leaping", "falling", "dominant")

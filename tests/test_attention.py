@@ -95,6 +95,26 @@ def test_outputs_are_rounded_to_nearest_even(engine: str, isa: str, dtype: str) 
     assert output.tobytes() == middle.astype(value.dtype).tobytes()
 
 
+@pytest.mark.parametrize(("engine", "isa", "dtype"), [c for c in COMBINATIONS if c[2] == "bfloat16"])
+@pytest.mark.parametrize("head_size_v", [1, 4, 16, 31])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "int8"])
+def test_few_columns(engine: str, isa: str, dtype: str, head_size_v: int, kv_cache_dtype: str) -> None:
+    """400 requests of one token, one head and 100 keys: weights of 8 bits would take 27 % of them past the budget with
+    one column, 1 of them with 31."""
+    n, keys, kind = 400, 100, numpy_dtype(dtype)
+    rng, table = np.random.default_rng(10), np.arange(400, dtype=np.int32)[:, None]
+    sizes = {"head_size": 64, "head_size_v": head_size_v, "kv_cache_dtype": kv_cache_dtype}
+    cache = cpu_attn.PagedKVCache(n, 112, 1, dtype=dtype, isa=isa, **sizes)
+    slots = (table * 112 + np.arange(keys)).reshape(-1)
+    cache.update(*(rng.standard_normal((n * keys, 1, s), np.float32).astype(kind) for s in (64, head_size_v)), slots)
+    query = rng.standard_normal((n, 1, 64), np.float32).astype(kind)
+    starts, lens = np.arange(n + 1, dtype=np.int32), np.full(n, keys, np.int32)
+    output = cache.attend(query, table, cache.plan(starts, lens, 1, engine=engine))
+    key, value = zip(*(cache.gather(row, keys) for row in table), strict=True)
+    want, _ = reference.attention(query, key, value, starts, lens, 0.125, True, None, -1, 0.0, None, None)
+    assert (reference.relative_rms(output, want, starts) <= reference.BUDGET[dtype]).all()
+
+
 @pytest.mark.parametrize(("engine", "isa", "dtype"), COMBINATIONS)
 @pytest.mark.parametrize("seq_len", [1, 16, 32, 48])
 def test_a_scale_of_0_gives_the_mean(engine: str, isa: str, dtype: str, seq_len: int) -> None:

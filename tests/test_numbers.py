@@ -205,16 +205,16 @@ def test_errors_of_equal_weights_do_not_add_up(isa: str, dtype: str) -> None:
     n, keys, real = 3000, 256, numpy_dtype(dtype)
     score = np.full((n, keys), -np.log(keys))
     score[:, 1:] -= np.linspace(0, np.log(2), n)[:, None]
-    q, k, v = np.ones((n, 1, 16), real), np.zeros((n, keys, 16), real), np.zeros((n * keys, 1, 16), real)
+    q, k, v = np.ones((n, 1, 32), real), np.zeros((n, keys, 32), real), np.zeros((n * keys, 1, 32), real)
     for d in range(3):  # as a sum
         k[..., d] = score - k.astype(np.float64).sum(axis=2)
-    k = k.reshape(-1, 1, 16)
-    cache = cpu_attn.PagedKVCache(n, keys, 1, 16, dtype, isa)
+    k = k.reshape(-1, 1, 32)
+    cache = cpu_attn.PagedKVCache(n, keys, 1, 32, dtype, isa)
     cache.update(k, v, np.arange(n * keys))
     plan = cache.plan(np.arange(n + 1, dtype=np.int32), np.full(n, keys, np.int32), 1)
     lse = np.empty((1, n), np.float32)
     cache.attend(q, np.arange(n, dtype=np.int32)[:, None], plan, scale=1.0, lse=lse)
-    want = np.log(np.exp(k.astype(np.float64).reshape(n, keys, 16).sum(axis=2)).sum(axis=1))
+    want = np.log(np.exp(k.astype(np.float64).reshape(n, keys, 32).sum(axis=2)).sum(axis=1))
     assert np.abs(want).max() < 1
     assert np.abs(lse[0] - want).max() <= reference.LSE_BUDGET[dtype]
 

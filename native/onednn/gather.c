@@ -17,7 +17,7 @@ int ca_form_fits(ca_form form, const ca_pages *g) {
         return 1;
     return g->plan->shape.k_dtype == CA_BF16 && g->plan->shape.v_dtype == CA_BF16 &&
            g->plan->kernel->info.layout == CA_LAYOUT_PAIRS && g->plan->shape.head_size % 2 == 0 &&
-           g->call->block_size % 2 == 0;
+           g->plan->shape.head_size_v >= CA_FEW_COLUMNS && g->call->block_size % 2 == 0;
 }
 
 /* oneDNN 3.7 to at least 3.13.1 leaks NaN across rows where K % 32 != 0 on AMX. */
