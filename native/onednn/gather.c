@@ -43,19 +43,39 @@ int64_t ca_wide_bytes(const ca_plan *plan) {
     return most + ca_rows_bytes(plan);
 }
 
-/* The key's block; where that is not ready only its group, unpacked, and *token counts from there. */
-static const void *packed_block(const ca_pages *g, int value, int64_t key, int64_t *token) {
-    const char *block = block_of(g, value, key);
-    *token = key % g->call->block_size;
+/* From a block to the group of a token, in bytes. */
+static int64_t group_at(const ca_pages *g, int value, int64_t token) {
+    const int64_t ld = value ? g->call->v_ld : g->call->k_ld, group = token / CA_LANES;
+    return group * (g->plan->shape.kv_cache_layout == CA_PACKED
+                        ? ca_kv_form(g->plan, value).bytes
+                        : CA_LANES * ld * ca_dtype_size(ca_kv_dtype(&g->plan->shape, value)));
+}
+
+/* The group that is read AHEAD columns after this one, of `end`, V after K, to be fetched line by line meanwhile: pages
+ * lie anywhere, so that the hardware's prefetchers lose the trail at each. Zen 4, two threads, time of decode-8x8k /
+ * -16x4k-mha against that without, in turns: 0.77 / 0.78, over fp8 0.88 / 0.85, HND 0.68 / 0.55, NHD 0.62 / 0.80, MLA
+ * of 16 heads 0.83; 16 and 64 columns ahead the same, into L1 0.88 to 1.06, a group at once 0.97 to 1.0. */
+#define AHEAD 32
+static const char *coming(const ca_pages *g, int value, int64_t column, int64_t end) {
+    int64_t at = column + AHEAD;
+    if (at >= end && !value) {
+        at -= end;
+        value = 1;
+    }
+    const int64_t key = g->key[ca_min64(at, end - 1)];
+    return block_of(g, value, key) + group_at(g, value, key % g->call->block_size);
+}
+
+/* The block of a column's key; where that is not ready only its group, unpacked, and *token counts from there. */
+static const void *packed_block(const ca_pages *g, int value, int64_t column, int64_t end, int64_t *token) {
+    const char *block = block_of(g, value, g->key[column]);
+    *token = g->key[column] % g->call->block_size;
     if (ca_side_ready(g->plan, value))
         return block;
-    const ca_group_form f = ca_kv_form(g->plan, value);
-    int64_t first = *token / CA_LANES * CA_LANES, n = ca_min64(CA_LANES, g->call->block_size - first);
-    int64_t ld = value ? g->call->v_ld : g->call->k_ld, bytes = first / CA_LANES * f.bytes;
-    if (g->plan->shape.kv_cache_layout != CA_PACKED)
-        bytes = first * ld * ca_dtype_size(ca_kv_dtype(&g->plan->shape, value));
+    const int64_t first = *token / CA_LANES * CA_LANES, n = ca_min64(CA_LANES, g->call->block_size - first);
     char *rows = (char *)g->wide + ca_wide_bytes(g->plan) - ca_rows_bytes(g->plan);
-    g->plan->kernel->unpack(g->plan, value, block + bytes, ld, (int)n, g->wide, rows, block + bytes);
+    g->plan->kernel->unpack(g->plan, value, block + group_at(g, value, *token), value ? g->call->v_ld : g->call->k_ld,
+                            (int)n, g->wide, rows, coming(g, value, column, end));
     *token -= first;
     return g->wide;
 }
@@ -98,11 +118,19 @@ static void copy_k_pairs(const ca_pages *g, int64_t skip, int64_t end, uint16_t 
     int64_t head_size = g->plan->shape.head_size, n;
     for (int64_t column = skip; column < end; column += n) {
         int64_t token;
-        const uint16_t *block = packed_block(g, 0, g->key[column], &token);
+        const uint16_t *block = packed_block(g, 0, column, end, &token);
+        const char *next = ca_side_ready(g->plan, 0) ? coming(g, 0, column, end) : NULL;
         n = piece(g, column, end, CA_LANES, PANEL);
-        for (int64_t d = 0; d < head_size; d += 2)
-            memcpy(dst + packed_at(d, column, head_size), block + ca_k_offset(CA_LAYOUT_PAIRS, token, d, head_size),
-                   (size_t)n * 4);
+        for (int64_t d = 0; d < head_size; d += 2) {
+            uint16_t *to = dst + packed_at(d, column, head_size);
+            const uint16_t *from = block + ca_k_offset(CA_LAYOUT_PAIRS, token, d, head_size);
+            if (next)
+                __builtin_prefetch(next + d * CA_LANES * 2, 0, 2);
+            if (n == CA_LANES)
+                memcpy(to, from, CA_LANES * 4); /* a move, where the other is a call */
+            else
+                memcpy(to, from, (size_t)n * 4);
+        }
     }
 }
 
@@ -119,7 +147,7 @@ void ca_gather_k(ca_form form, const ca_pages *g, int64_t skip, int64_t n, int64
     int64_t panel = width * (form == CA_FORM_PLAIN ? head_size : ca_round_up(head_size, 16));
     for (int64_t column = skip; column < n; column += step) {
         int64_t token;
-        const void *block = packed_block(g, 0, g->key[column], &token);
+        const void *block = packed_block(g, 0, column, n, &token);
         float *to = (float *)dst + column / width * panel + column % width;
         step = piece(g, column, n, lanes(g, 0), width);
         g->plan->kernel->widen_k(block, head_size, token, token + step, to, width);
@@ -142,11 +170,15 @@ static void copy_v_pairs(const ca_pages *g, int64_t skip, int64_t end, int64_t k
     int64_t dv = g->plan->shape.head_size_v, n;
     for (int64_t column = 0; column < end; column += n) {
         int64_t token;
-        const uint16_t *block = packed_block(g, 1, g->key[column], &token);
-        n = piece(g, column, end, lanes(g, 1), keys);
-        for (int64_t i = 0; i < n; i += 2)
+        const uint16_t *block = packed_block(g, 1, column, end, &token);
+        const char *next = ca_side_ready(g->plan, 1) ? coming(g, 1, column, end) : NULL;
+        n = piece(g, column, end, CA_LANES, keys);
+        for (int64_t i = 0; i < n; i += 2) {
+            for (int64_t b = i * dv * 2; next && b < (i + 2) * dv * 2; b += 64)
+                __builtin_prefetch(next + b, 0, 2);
             copy_pair(block + ca_v_offset(CA_LAYOUT_PAIRS, token + i, 0, dv), dv, column + i, keys, column + i >= skip,
                       column + i + 1 < end, dst);
+        }
     }
 }
 
@@ -161,7 +193,7 @@ void ca_gather_v(ca_form form, const ca_pages *g, int64_t skip, int64_t n, int64
     float *rows = dst;
     for (int64_t column = skip; column < n; column += step) {
         int64_t token;
-        const void *block = packed_block(g, 1, g->key[column], &token);
+        const void *block = packed_block(g, 1, column, n, &token);
         step = piece(g, column, n, lanes(g, 1), keys);
         g->plan->kernel->widen_v(block, dv, token, token + step, rows + column * dv, dv);
         apply_scales(g, 1, g->key[column], step, rows + column * dv, dv);
