@@ -26,7 +26,8 @@ class PagedKVCache:
     ``value_cache`` are the raw arrays for :func:`reshape_and_cache` and :func:`attention_with_kv_cache`; ``isa`` is
     resolved and ``layout`` names what lies inside, so that a plan for another layout or dtype is refused; all of that
     is ``descriptor``, which goes with the memory into files and to other machines.
-    kv_cache_layout: ``packed``, or ``HND`` or ``NHD``: plain rows, slower to read, for whoever shares the memory.
+    kv_cache_layout: ``packed``, or ``HND`` or ``NHD``: plain rows, slower to read, for whoever shares the memory; then
+    ``layout``, too.
     Raises ValueError or TypeError for what is out of range, UnavailableError for an isa that is not there, MemoryError.
 
     >>> cache = PagedKVCache(64, 16, num_kv_heads=8, head_size=128, dtype="bfloat16")
@@ -65,10 +66,10 @@ class PagedKVCache:
         ]
         num_blocks, num_kv_heads, block_size = _check.cache_sizes(shapes[0], kv_cache_layout)
         scales = _check.scales(k_scale, v_scale, kvs)
-        layout = layout_of(resolved.index, name)
-        assert layout is not None
+        packed = layout_of(resolved.index, name)
+        assert packed is not None
         descriptor = CacheDescriptor(
-            layout=layout,
+            layout=packed if kv_cache_layout == "packed" else kv_cache_layout,
             dtype=name,
             kv_cache_dtype=kv_cache_dtype,
             num_blocks=num_blocks,
@@ -81,31 +82,22 @@ class PagedKVCache:
             isa=resolved.name,
         )
         self._hold(descriptor, *(aligned_zeros(x, memory_dtype(kv)) for x, kv in zip(shapes, kvs, strict=True)))
-        if kv_cache_layout != "packed":
-            self.layout = self.kv_cache_layout = kv_cache_layout
 
     def _hold(self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any) -> None:
-        d = self._descriptor = descriptor
-        self.kv_cache_layout = "packed"
-        self.layout, self.isa, self.dtype, self.kv_cache_dtype = d.layout, d.isa, DTYPES[d.dtype], d.kv_cache_dtype
+        d = self.descriptor = descriptor
+        self.layout, self.kv_cache_layout, self.isa = d.layout, d.kv_cache_layout, d.isa
+        self.dtype, self.kv_cache_dtype = DTYPES[d.dtype], d.kv_cache_dtype
         self.num_blocks, self.block_size, self.num_kv_heads = d.num_blocks, d.block_size, d.num_kv_heads
         self.head_size, self.head_size_v, self.k_scale, self.v_scale = d.head_size, d.head_size_v, d.k_scale, d.v_scale
         self.key_cache, self.value_cache = key_cache, value_cache
-
-    @property
-    def descriptor(self) -> CacheDescriptor:
-        """What goes with the memory; ValueError for a plain layout, which has none, so that it is neither saved nor
-        converted."""
-        if self.kv_cache_layout != "packed":
-            raise ValueError(f"kv_cache_layout: {self.kv_cache_layout!r} has no descriptor, only packed caches have")
-        return self._descriptor
 
     @classmethod
     def open(cls, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any, isa: str = "auto") -> PagedKVCache:
         """A cache over memory that is there (somebody's arrays, a memory map), without a copy.
 
         key_cache, value_cache: as another cache with this descriptor held them; strides of blocks and heads are free,
-        read-only memory may be attended over. isa: whose kernels read it, the best that know the layout unless said.
+        of HND and NHD those of tokens, too, and value_cache may be a part of key_cache there; read-only memory may be
+        attended over. isa: whose kernels read it, the best that know the layout unless said.
         Raises ValueError or TypeError for arrays that do not fit, and for a layout that no such isa reads here, which
         :func:`cpu_attn.convert` turns into one of this machine.
         """
@@ -117,8 +109,7 @@ class PagedKVCache:
 
     def save(self, file: str | PathLike[str]) -> None:
         """Writes a safetensors file (extra ``safetensors``): ``key_cache``, ``value_cache``, the descriptor in its
-        metadata. Raises OSError for a file that cannot be written, ValueError for a plain layout, UnavailableError
-        without safetensors."""
+        metadata. Raises OSError for a file that cannot be written, UnavailableError without safetensors."""
         StoredCache(self.descriptor, self.key_cache, self.value_cache).save(file)
 
     @classmethod

@@ -30,6 +30,7 @@ VERSION = 1
 LAYOUT_NAMES = {lib.CA_LAYOUT_LANES: "lanes-v2", lib.CA_LAYOUT_PAIRS: "pairs-v1"}
 # As native/cpu_attn.h describes them: so many neighbours (of d in K, of tokens in V) lie side by side.
 PAIRS = {"lanes-v2": 1, "pairs-v1": 2}
+PLAIN = ("HND", "NHD")  # rows as anybody has them
 LANES = 16  # tokens that lie together: where these divide a block, its width does not depend on its size
 HALVES = 128  # elements of int4 that share 64 bytes
 # What integers mean before their scale, by how they are stored: sign and magnitude, and plus 8.
@@ -52,9 +53,9 @@ def layout_of(isa: int, dtype: str) -> str | None:
 class CacheDescriptor:
     """All that it takes to read the memory of a cache, on this machine or another.
 
-    layout: ``lanes-v2`` or ``pairs-v1`` (native/cpu_attn.h); isa: whose kernels wrote it, which may be one that this
-    machine lacks: what counts is the layout. The other fields are those of :class:`PagedKVCache`. Raises ValueError or
-    TypeError that names the field, for what no cache can be.
+    layout: ``lanes-v2`` or ``pairs-v1`` (native/cpu_attn.h), or ``HND`` or ``NHD``, plain rows; isa: whose kernels
+    wrote it, which may be one that this machine lacks: what counts is the layout. The other fields are those of
+    :class:`PagedKVCache`. Raises ValueError or TypeError that names the field, for what no cache can be.
     """
 
     version: int = VERSION
@@ -73,8 +74,8 @@ class CacheDescriptor:
     def __post_init__(self) -> None:
         if type(self.version) is not int or self.version != VERSION:
             raise ValueError(f"version: {self.version!r}, this library knows {VERSION}")
-        if not isinstance(self.layout, str) or self.layout not in PAIRS:
-            raise ValueError(f"layout: {self.layout!r} is none of {', '.join(PAIRS)}")
+        if not isinstance(self.layout, str) or self.layout not in (*PAIRS, *PLAIN):
+            raise ValueError(f"layout: {self.layout!r} is none of {', '.join((*PAIRS, *PLAIN))}")
         if not isinstance(self.isa, str):
             raise TypeError(f"isa: expected a name, got {self.isa!r}")
         if not isinstance(self.dtype, str) or self.dtype != dtype_name(self.dtype):
@@ -86,6 +87,13 @@ class CacheDescriptor:
             ("k_scale", "v_scale"), _check.scales(self.k_scale, self.v_scale, self.stored), strict=True
         ):
             object.__setattr__(self, name, scale)
+        if self.layout in PLAIN and (kinds := [kind for kind in self.stored if kind in WHOLE]):
+            raise ValueError(f"layout: {self.layout!r} holds no {kinds[0]}")
+
+    @property
+    def kv_cache_layout(self) -> str:
+        """The layout's name to the calls: ``packed``, ``HND`` or ``NHD``."""
+        return self.layout if self.layout in PLAIN else "packed"
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -94,20 +102,24 @@ class CacheDescriptor:
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Of K's and of V's memory: [N, Hkv, B, width]. Room for K is room for V of that size, too."""
-        size = self.block_size
-        widths = []
+        """Of K's and of V's memory: [N, Hkv, B, width], of NHD [N, B, Hkv, D]. Packed room for K is room for V of that
+        size, too."""
+        size, heads, widths = self.block_size, self.num_kv_heads, []
+        if self.layout in PLAIN:
+            axes = (size, heads) if self.layout == "NHD" else (heads, size)
+            return tuple((self.num_blocks, *axes, width) for width in (self.head_size, self.head_size_v))
         for head_size, kind in zip((self.head_size, self.head_size_v), self.stored, strict=True):
             form = Form(self.layout, kind, head_size, False)
             widths.append(-(-_groups(size) * (form.places + form.scales * LANES * 2) // size))
-        return tuple((self.num_blocks, self.num_kv_heads, size, width) for width in widths)
+        return tuple((self.num_blocks, heads, size, width) for width in widths)
 
     def reader(self, isa: str = "auto") -> _dispatch.Isa:
         """The isa of that name, or the best one here, whose kernels read this layout. ValueError if none does."""
         resolved = _dispatch.resolve_isa(isa, self.dtype, self.head_size)
         others = _dispatch.isas() if isa == "auto" else ()
         for row in (resolved, *others):
-            if row.supported and layout_of(row.index, self.dtype) == self.layout:
+            reads = layout_of(row.index, self.dtype) if row.supported else None
+            if reads == self.layout or (reads and self.layout in PLAIN):
                 return row
         who = "no isa of this machine reads" if isa == "auto" else f"isa {resolved.name} does not read"
         raise ValueError(f"layout: {who} {self.dtype} in {self.layout}; cpu_attn.convert does")
@@ -152,7 +164,8 @@ class StoredCache:
     def __post_init__(self) -> None:
         _check.instance("descriptor", self.descriptor, CacheDescriptor)
         kinds = self.descriptor.stored
-        caches = _check.pages((self.key_cache, self.value_cache), self.descriptor.shapes, kinds)
+        shapes, layout = self.descriptor.shapes, self.descriptor.kv_cache_layout
+        caches = _check.pages((self.key_cache, self.value_cache), shapes, kinds, layout)
         for name, memory, kind in zip(("key_cache", "value_cache"), caches, kinds, strict=True):
             object.__setattr__(self, name, memory.view(memory_dtype(kind)))
 
@@ -308,6 +321,9 @@ def _groups(block_size: int) -> int:
 def unpack(memory: Memory, form: Form) -> tuple[Memory, Memory]:
     """Elements [N, Hkv, B, head_size] and scales [N, Hkv, B, form.scales] of memory [N, Hkv, B, width], as they are
     stored: integers as bytes of their own, their scales as the bits of bfloat16."""
+    if form.layout in PLAIN:
+        rows = memory.swapaxes(1, 2) if form.layout == "NHD" else memory
+        return rows, np.zeros((*rows.shape[:3], 0), np.uint16)
     n, heads, size, _ = memory.shape
     groups, (axes, order) = _groups(size), form.axes
     flat, end = memory.reshape(n, heads, -1), groups * form.places
@@ -324,6 +340,9 @@ def unpack(memory: Memory, form: Form) -> tuple[Memory, Memory]:
 
 def pack(elements: Memory, scales: Memory, form: Form, memory: Memory) -> None:
     """The way back, into memory that is zero: lanes and an odd last d that belong to nobody stay so."""
+    if form.layout in PLAIN:
+        memory[...] = elements.swapaxes(1, 2) if form.layout == "NHD" else elements
+        return
     n, heads, size, _ = memory.shape
     groups, (axes, order) = _groups(size), form.axes
     flat, end = memory.reshape(n, heads, -1), groups * form.places
@@ -358,10 +377,11 @@ def convert(
     kv_cache_dtype: str | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
+    kv_cache_layout: str | None = None,
 ) -> PagedKVCache:
-    """A new cache of the same tokens in the same slots, for another isa, dtype or quantisation.
+    """A new cache of the same tokens in the same slots, for another isa, dtype, quantisation or layout.
 
-    cache: one of this machine, or a StoredCache of any. dtype, kv_cache_dtype, k_scale, v_scale: as in
+    cache: one of this machine, or a StoredCache of any. dtype, kv_cache_dtype, k_scale, v_scale, kv_cache_layout: as in
     :class:`PagedKVCache`; what is not said stays as it is (k_scale and v_scale are 1 where the new cache is not fp8).
     What is of the same kind and scale keeps its bits, scales of integers included. Else numbers that the new cache can
     hold are exact, others are rounded once, to nearest even; into a quantised cache they go as
@@ -387,6 +407,7 @@ def convert(
         kv_cache_dtype=kv_cache_dtype,
         k_scale=k_scale if k_scale is not None else old.k_scale if fp8[0] else 1.0,
         v_scale=v_scale if v_scale is not None else old.v_scale if fp8[1] else 1.0,
+        kv_cache_layout=old.kv_cache_layout if kv_cache_layout is None else kv_cache_layout,
     )
     for value, (source, target) in enumerate(
         ((cache.key_cache, new.key_cache), (cache.value_cache, new.value_cache)),
@@ -401,7 +422,7 @@ def _convert_pages(source: Memory, target: Memory, old: CacheDescriptor, new: Ca
     scales = [_scale(d.v_scale if value else d.k_scale) for d in (old, new)]
     source, target = (x.view(memory_dtype(form.kind)) for x, form in zip((source, target), forms, strict=True))
     as_it_is = (forms[0].kind, scales[0]) == (forms[1].kind, scales[1])
-    step = max(1, CHUNK // max(1, old.num_kv_heads * _groups(old.block_size) * forms[0].elements))
+    step = max(1, CHUNK // (old.num_kv_heads * _groups(old.block_size) * LANES * head_size))
     with np.errstate(all="ignore"):
         for first in range(0, old.num_blocks, step):
             blocks = slice(first, first + step)

@@ -36,12 +36,26 @@ def test_descriptor_says_it_all(isa: str, dtype: str, kv_cache_dtype: str, block
         d.isa = "scalar"  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2", "fp8/auto"])
+@pytest.mark.parametrize("name", ["HND", "NHD"])
+def test_descriptor_of_plain_rows(dtype: str, kv_cache_dtype: str, name: str) -> None:
+    scales = scales_for(kv_cache_dtype, 0.1, 3.0)
+    sizes: dict[str, Any] = {"head_size_v": 7, "kv_cache_dtype": kv_cache_dtype, "kv_cache_layout": name}
+    cache = PagedKVCache(3, 5, 2, 33, dtype, **sizes, **scales)
+    d = cache.descriptor
+    assert d.layout == d.kv_cache_layout == cache.layout == cache.kv_cache_layout == name
+    assert d.shapes == (cache.key_cache.shape, cache.value_cache.shape)
+    assert CacheDescriptor.from_json(d.to_json()) == d
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"version": 2}, "version: 2, this library knows 1"),
         ({"version": True}, "version: True"),
-        ({"layout": "rows-v1"}, "layout: 'rows-v1' is none of lanes-v2, pairs-v1"),
+        ({"layout": "rows-v1"}, "layout: 'rows-v1' is none of lanes-v2, pairs-v1, HND, NHD"),
+        ({"layout": "NHD", "kv_cache_dtype": "fp8/int4", "v_scale": 1.0}, "layout: 'NHD' holds no int4"),
         ({"layout": []}, "layout: [] is none of"),
         ({"dtype": "float64"}, "dtype: 'float64'"),
         ({"dtype": 3}, "dtype: 3"),
@@ -117,6 +131,31 @@ def test_open_attends() -> None:
     got = opened.attend(query, np.arange(5, dtype=np.int32)[None], opened.plan(start, lens, 4))
     want, _ = reference.attention(query, [key[:70]], [value[:70]], start, lens, 0.25)
     assert (reference.relative_rms(got, want, start) <= reference.BUDGET["float32"]).all()
+
+
+@pytest.mark.parametrize("name", ["HND", "NHD"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_open_plain_rows(name: str, dtype: str) -> None:
+    """Where somebody else has them: blocks backwards, tokens apart, V the first columns of K."""
+    cache, key, _ = filled(dtype, sizes=(24, 8), kv_cache_layout=name)
+    apart = np.zeros((*cache.key_cache.shape[:3], 40), cache.dtype)[::-1]
+    apart[..., :24] = cache.key_cache
+    apart.flags.writeable = False
+    rows = apart[..., :24]
+    written_elsewhere = dataclasses.replace(cache.descriptor, isa="neon")
+    opened = PagedKVCache.open(written_elsewhere, rows, rows[..., :8])
+    assert np.shares_memory(opened.key_cache, apart) and np.shares_memory(opened.value_cache, apart)
+    assert [x.tobytes() for x in contents(opened)] == [key.tobytes(), key[..., :8].tobytes()]
+    query = np.random.default_rng(0).standard_normal((3, 40, 24), np.float32).astype(cache.dtype)
+    start, lens = np.array([0, 3], np.int32), np.array([70], np.int32)
+    got = opened.attend(query, np.arange(5, dtype=np.int32)[None], opened.plan(start, lens, 40))
+    want, _ = reference.attention(query, [key[:70]], [key[:70, :, :8]], start, lens, 24**-0.5)
+    assert (reference.relative_rms(got, want, start) <= reference.BUDGET[dtype]).all()
+    with pytest.raises(ValueError, match="read-only"):
+        opened.update(key, key[..., :8], np.arange(80))
+    other = dataclasses.replace(cache.descriptor, layout={"HND": "NHD", "NHD": "HND"}[name])
+    with pytest.raises(ValueError, match="key_cache: axis 1 is"):
+        PagedKVCache.open(other, rows, rows[..., :8])
 
 
 class memoryless:  # noqa: N801

@@ -105,6 +105,35 @@ def test_any_layout_of_elsewhere(
                 assert a.tobytes() == b.astype(numpy_dtype(to)).tobytes()
 
 
+@pytest.mark.parametrize("names", list(itertools.permutations(["packed", "HND", "NHD"], 2)), ids="-".join)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "fp8/auto"])
+@pytest.mark.parametrize("block_size", [5, 32])
+def test_plain_rows(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, str], dtype: str, kv_cache_dtype: str, block_size: int
+) -> None:
+    """There and back: the same bits, also in chunks of a block."""
+    sizes: dict[str, Any] = {"sizes": (33, 7), "block_size": block_size, **scales_for(kv_cache_dtype, 0.37, 1.5)}
+    cache, _, _ = filled(dtype, kv_cache_dtype=kv_cache_dtype, kv_cache_layout=names[0], **sizes)
+    monkeypatch.setattr(layout, "CHUNK", 1)
+    got = convert(cache, kv_cache_layout=names[1])
+    assert got.kv_cache_layout == names[1]
+    back = convert(got, kv_cache_layout=names[0])
+    assert back.descriptor == cache.descriptor == convert(cache).descriptor
+    for other in (got, back, convert(cache)):
+        assert [x.tobytes() for x in contents(other)] == [x.tobytes() for x in contents(cache)]
+
+
+@pytest.mark.parametrize("name", ["HND", "NHD"])
+def test_plain_rows_to_integers(name: str) -> None:
+    plain, key, value = filled("bfloat16", kv_cache_layout=name)
+    got = convert(plain, kv_cache_dtype="int8/int4", kv_cache_layout="packed")
+    for x, rows, kind in zip(contents(got), (key, value), ("int8", "int4"), strict=True):
+        assert np.array_equal(x.astype(np.float64), held(rows, kind, 1.0))
+    with pytest.raises(ValueError, match=f"kv_cache_layout: '{name}' holds no int8"):
+        convert(plain, kv_cache_dtype="int8")
+
+
 @pytest.mark.parametrize(("isa", "dtype"), KERNELS)
 @pytest.mark.parametrize(
     "to",

@@ -11,7 +11,7 @@ import pytest
 from cpu_attn import PagedKVCache
 
 from .formats import numpy_dtype
-from .layout_caches import NARROW, filled, scales_for
+from .layout_caches import NARROW, contents, filled, scales_for
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -26,6 +26,16 @@ def test_files(tmp_path: Path, dtype: str, kv_cache_dtype: str) -> None:
     for a, b in ((cache.key_cache, loaded.key_cache), (cache.value_cache, loaded.value_cache)):
         assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
     loaded.update(*(np.zeros((1, 2, n), numpy_dtype(dtype)) for n in (24, 7)), np.zeros(1, np.int64))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("name", ["HND", "NHD"])
+def test_files_of_plain_rows(tmp_path: Path, kv_cache_dtype: str, name: str) -> None:
+    cache, _, _ = filled("bfloat16", kv_cache_dtype=kv_cache_dtype, kv_cache_layout=name)
+    cache.save(tmp_path / "file")
+    loaded = PagedKVCache.load(tmp_path / "file")
+    assert loaded.descriptor == cache.descriptor and loaded.kv_cache_layout == name
+    assert [x.tobytes() for x in contents(loaded)] == [x.tobytes() for x in contents(cache)]
 
 
 @pytest.mark.integrations

@@ -4,7 +4,6 @@ is in the cases (case_tables.PLAIN and LATENT)."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -282,13 +281,6 @@ def test_no_integers(kind: str, layout: str) -> None:
                 kv_cache_dtype=kind,
                 kv_cache_layout=layout,
             )
-
-
-def test_no_descriptor(tmp_path: Path) -> None:
-    cache = cpu_attn.PagedKVCache(3, 24, 2, 20, kv_cache_layout="NHD")
-    for refused in (lambda: cache.descriptor, lambda: cache.save(tmp_path / "x"), lambda: cpu_attn.convert(cache)):
-        with pytest.raises(ValueError, match="kv_cache_layout: 'NHD' has no descriptor"):
-            refused()
 
 
 def test_mla_of_integers() -> None:

@@ -112,16 +112,18 @@ def cache_sizes(axes: Sequence[int], layout: str) -> tuple[int, int, int]:
     return (n, b, h) if layout == "NHD" else (n, h, b)
 
 
-def pages(arrays: Sequence[Any], shapes: Sequence[tuple[int, ...]], kvs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+def pages(
+    arrays: Sequence[Any], shapes: Sequence[tuple[int, ...]], kvs: Sequence[str], layout: str
+) -> list[np.ndarray[Any, Any]]:
     """The memory of K and of V, which has these shapes, as NumPy arrays."""
     found = {}
-    for name, x, kv, (num_blocks, num_kv_heads, block_size, expected) in zip(
-        ("key_cache", "value_cache"), arrays, kvs, shapes, strict=True
-    ):
-        a = found[name] = cache(name, x, kv, num_kv_heads, num_blocks, block_size)
-        if a.shape[3] != expected:
-            raise ValueError(f"{name}: axis 3 is {a.shape[3]}, expected {expected}")
-    disjoint("key_cache", found["key_cache"], {"value_cache": found["value_cache"]})
+    for name, x, kv, shape in zip(("key_cache", "value_cache"), arrays, kvs, shapes, strict=True):
+        num_blocks, num_kv_heads, block_size = cache_sizes(shape, layout)
+        a = found[name] = cache(name, x, kv, num_kv_heads, num_blocks, block_size, layout)
+        if a.shape[3] != shape[3]:
+            raise ValueError(f"{name}: axis 3 is {a.shape[3]}, expected {shape[3]}")
+    if layout == "packed":
+        disjoint("key_cache", found["key_cache"], {"value_cache": found["value_cache"]})
     return [
         np.asarray(x) if isinstance(x, np.ndarray) else a.numpy() for x, a in zip(arrays, found.values(), strict=True)
     ]
