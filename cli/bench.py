@@ -42,9 +42,7 @@ Measured = tuple[dict[str, Any], tuple[Limit, ...]]
 # ---- what there is to run ----
 
 
-def chosen(
-    names: Sequence[str], shape: Options, kv_cache_layout: str = "packed", kvs: Collection[str] = ()
-) -> list[Workload]:
+def chosen(names: Sequence[str], shape: Options, kvs: Collection[str] = ()) -> list[Workload]:
     """Workloads by name or group with heads and features changed as asked, or one of a free shape. What cannot be is
     left out of a group, otherwise an error."""
     shape = {k: v for k, v in shape.items() if v}
@@ -55,7 +53,7 @@ def chosen(
     found, reason = [], ""
     for w in base:
         changed = _changed(w, shape)
-        reason = impossible(changed, kv_cache_layout, kvs)
+        reason = impossible(changed, kvs)
         if not reason:
             found.append(changed)
         elif lens or w.name in names:
@@ -67,7 +65,7 @@ def chosen(
     return found
 
 
-def impossible(w: Workload, kv_cache_layout: str = "packed", kvs: Collection[str] = ()) -> str:
+def impossible(w: Workload, kvs: Collection[str] = ()) -> str:
     """Why a workload cannot be, "" if it can. kvs: what such caches are to hold."""
     integers = sorted({"int8", "int4"}.intersection(kvs))
     reasons = {
@@ -77,9 +75,6 @@ def impossible(w: Workload, kv_cache_layout: str = "packed", kvs: Collection[str
         f"--head-size {w.head_size} is odd: rotary_reshape_and_cache turns pairs": w.rotary and w.head_size % 2,
         "--selected needs --no-cascade: requests may select other blocks": w.cascades and w.selected is not None,
         "drafts are measured without ALiBi and windows": w.tree and (w.alibi or w.sliding_window >= 0),
-        f"--kv-cache-layout {kv_cache_layout}: rotary_reshape_and_cache writes packed caches": (
-            w.rotary and kv_cache_layout != "packed"
-        ),
         f"--kv-cache-dtype: NHD holds no {' and no '.join(integers)}": w.latent_rank and integers,
     }
     return next((f"{w.name}: {reason}" for reason, wrong in reasons.items() if wrong), "")
@@ -413,9 +408,9 @@ def bench(
 ) -> None:
     """Time attention, cache writes and plans beside the limits of this machine, measured in the same run.
 
-    WORKLOAD is a name (prefill-2k, decode-8x8k, write-8k, ...), or prefill, decode, cascade or all; all unless told.
-    Own kernels and oneDNN take turns. The limit of a prefill, and of decodes that share most of their keys (cascade),
-    is the peak of its isa's products, of a decode the read bandwidth, of a cache write memcpy.
+    WORKLOAD is a name (prefill-2k, decode-8x8k, write-8k, ...), or prefill, decode, mla, cascade or all; all unless
+    told. Own kernels and oneDNN take turns. The limit of a prefill, of mla, and of decodes that share most of their
+    keys (cascade), is the peak of its isa's products, of a decode the read bandwidth, of a cache write memcpy.
     """
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other")
@@ -432,7 +427,7 @@ def bench(
             check_layout(kv_cache_layout, kv_dtypes(kind, d))
         except ValueError as error:
             raise click.UsageError(f"--kv-cache-dtype {kind}: {error}") from None
-    workloads = chosen(names, shape, kv_cache_layout, kvs)
+    workloads = chosen(names, shape, kvs)
     sizes = {w.head_size for w in workloads}
     engines = {(i, d): engines_here(engine, rival, i, d, sizes) for i, d in product(*map(dict.fromkeys, (isa, dtype)))}
     for kind in kv_cache_dtype:

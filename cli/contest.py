@@ -102,9 +102,8 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
         return partial(step.plan, engine), plan.workspace_bytes, plan.isa
     if step.workload.kind == "write":
         tokens = (*step.key_value(0), step.cache.key_cache, step.cache.value_cache, step.slots(0))
-        how: Any = {"isa": plan.isa, "kv_cache_dtype": step.kv_cache_dtype}
+        how: Any = {"isa": plan.isa, "kv_cache_dtype": step.kv_cache_dtype, "kv_cache_layout": step.kv_cache_layout}
         if not step.workload.rotary:
-            how["kv_cache_layout"] = step.kv_cache_layout
             return partial(cpu_attn.reshape_and_cache, *tokens, **how), None, plan.isa
         turns = (np.arange(len(step.query)), step.cos_sin_cache)
         return partial(cpu_attn.rotary_reshape_and_cache, step.query, *tokens, *turns, **how), None, plan.isa

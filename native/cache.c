@@ -257,18 +257,18 @@ int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int name
 }
 
 int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype,
-                    int v_dtype, int is_neox, float eps, float k_scale, float v_scale, ca_fault *fault) {
-    const int64_t sizes[CA_SIZES] = {named};
+                    int v_dtype, int kv_cache_layout, int is_neox, float eps, float k_scale, float v_scale,
+                    ca_fault *fault) {
+    const int64_t sizes[CA_SIZES] = {named, kv_cache_layout};
     ca_array a[CA_ROTARY_ARRAYS];
     const struct ca_accepted *call =
         ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_ROTARY_ARRAYS, CA_ROTARY_QUERY_OUT + 1);
     if (!call)
         return CA_UNKNOWN;
-    int here = (int)call->isa;
+    const int here = (int)call->isa, layout = kv_cache_layout;
     const ca_array *keys = &a[CA_ROTARY_KEY], *queries = &a[CA_ROTARY_QUERY], *table = &a[CA_COS_SIN_CACHE];
-    ca_cache kc = cache_of(&a[CA_ROTARY_KEY_CACHE], keys, here, (int)call->k_dtype, CA_PACKED, k_scale);
-    ca_cache vc =
-        cache_of(&a[CA_ROTARY_VALUE_CACHE], &a[CA_ROTARY_VALUE], here, (int)call->v_dtype, CA_PACKED, v_scale);
+    ca_cache kc = cache_of(&a[CA_ROTARY_KEY_CACHE], keys, here, (int)call->k_dtype, layout, k_scale);
+    ca_cache vc = cache_of(&a[CA_ROTARY_VALUE_CACHE], &a[CA_ROTARY_VALUE], here, (int)call->v_dtype, layout, v_scale);
     ca_rows value = rows_of(&a[CA_ROTARY_VALUE]);
     const int64_t *slots = (const int64_t *)a[CA_ROTARY_SLOT_MAPPING].address, num_tokens = keys->shape[0];
     ca_rotary rotary = {

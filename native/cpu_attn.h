@@ -251,7 +251,8 @@ int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int name
 
 /* rotary_reshape_and_cache, in the same way. */
 int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype,
-                    int v_dtype, int is_neox, float eps, float k_scale, float v_scale, ca_fault *fault);
+                    int v_dtype, int kv_cache_layout, int is_neox, float eps, float k_scale, float v_scale,
+                    ca_fault *fault);
 
 /* Tokens 0..num_tokens-1 of one request back to [T, Hkv, D], as they are stored, int8 and int4 as float32 times their
  * scales; value: 0 for K, 1 for V. */

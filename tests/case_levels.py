@@ -105,6 +105,7 @@ def _quick() -> Iterator[Case]:
         yield _case(f"{kind.replace('/', '-')}-mixed", MIXED, kv_cache_dtype=kind, head_size=64)
     for name, fields in ROTARY.items():
         yield _case(f"rotary-{name}", fields)
+    yield _case("rotary-NHD", ROTARY["everything"], kv_cache_layout="NHD")
     for name in QUICK_PLAIN:
         yield _case(f"NHD-{name}", PLAIN[name], kv_cache_layout="NHD")
     for name in ("group-5", "two-tokens", "heads"):
@@ -200,6 +201,8 @@ def _default() -> Iterator[Case]:
     for size in HEAD_SIZES[1:]:
         for rotary in ("neox-norm", "gptj-partial"):
             yield _case(f"rotary-{rotary}-head-{size}", CHUNK, rotary=rotary, head_size=size)
+    for name in ("everything", "fp8", "alone"):
+        yield _case(f"rotary-HND-{name}", ROTARY[name], kv_cache_layout="HND", strided=True)
     yield _case("rotary-fp8_e5m2", PREFILL, rotary="gptj", kv_cache_dtype="fp8_e5m2", head_size=33, strided=True)
     for name, fields in MASKS.items():
         yield _case(f"fp8-masks-{name}", fields, kv_cache_dtype="fp8", num_heads=6, head_size=40)

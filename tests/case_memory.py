@@ -99,13 +99,14 @@ def write(problem: Problem, isa: str, key_cache: NDArray[Any], value_cache: NDAr
         key, value = (np.append(x, np.full_like(x, np.nan, shape=(more, *x.shape[1:])), axis=0) for x in (key, value))
     k_scale, v_scale = problem.scales
     how: dict[str, Any] = {"isa": isa, "k_scale": k_scale, "v_scale": v_scale, "kv_cache_dtype": case.kv_cache_dtype}
+    how["kv_cache_layout"] = case.kv_cache_layout
 
     def put(which: NDArray[np.int64], k: NDArray[Any], v: NDArray[Any], to: NDArray[np.int64]) -> None:
         tokens = (copy_of(k, case.strided), copy_of(v, case.strided), key_cache, value_cache, to)
         if problem.rotation:
             write_rotated(problem, problem.rotation, which, tokens, query, how)
         else:
-            cpu_attn.reshape_and_cache(*tokens, **how, kv_cache_layout=case.kv_cache_layout)
+            cpu_attn.reshape_and_cache(*tokens, **how)
 
     if case.pieces == 1:
         put(np.arange(len(slots)), key, value, slots)

@@ -98,5 +98,4 @@ def random_case(index: int, seed: int) -> Case:
     odd = fill != "normal" or case.head_size < 2 or "int" in case.kv_cache_dtype
     odd = odd or (case.kv_cache_dtype != "auto" and "norm" in rotary)
     case = dataclasses.replace(case, rotary=None if odd else rotary or None)
-    refused = case.rotary or "int" in case.kv_cache_dtype
-    return case if refused else dataclasses.replace(case, kv_cache_layout=layout)
+    return case if "int" in case.kv_cache_dtype else dataclasses.replace(case, kv_cache_layout=layout)

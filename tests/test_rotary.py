@@ -103,6 +103,26 @@ def test_oracle(isa: str, dtype: str, head_size: int, rot_dim: int, is_neox: boo
 
 
 @pytest.mark.parametrize(("isa", "dtype"), KERNELS)
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_plain_rows(isa: str, dtype: str, layout: str) -> None:
+    """The same numbers as in a packed cache, in rows; integers have no place there."""
+    packed, plain = arguments(dtype, isa=isa), arguments(dtype, isa=isa)
+    names = ("key_cache", "value_cache")
+    shapes = [cpu_attn.get_kv_cache_shape(5, 16, 2, n, dtype, isa, kv_cache_layout=layout) for n in (40, 24)]
+    plain |= {name: np.zeros(shape, numpy_dtype(dtype)) for name, shape in zip(names, shapes, strict=True)}
+    cpu_attn.rotary_reshape_and_cache(**packed)
+    cpu_attn.rotary_reshape_and_cache(**plain, kv_cache_layout=layout)
+    assert plain["query"].tobytes() == packed["query"].tobytes()
+    slots = packed["slot_mapping"]
+    for name, want in zip(names, stored(packed), strict=True):
+        rows = plain[name].swapaxes(1, 2) if layout == "HND" else plain[name]
+        assert rows.reshape(80, 2, -1)[slots[slots >= 0]].tobytes() == want.tobytes()
+    narrow = {name: plain[name].view(np.uint8) for name in names} | {"kv_cache_dtype": "int8"}
+    plain |= {"kv_cache_layout": layout, **narrow}
+    refuses(cpu_attn.rotary_reshape_and_cache, plain, ValueError, f"kv_cache_layout: '{layout}' holds no int8")
+
+
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
 def test_only_what_is_asked_for(isa: str, dtype: str) -> None:
     """Sources that end at forbidden pages; padding leaves the caches alone; query_out takes the place of query."""
     args = arguments(dtype, isa=isa)

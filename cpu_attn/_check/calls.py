@@ -78,10 +78,13 @@ def write(
     return found, resolved.index, kvs
 
 
-def rotary(arrays: Sequence[Any], isa: str, kv_cache_dtype: Any) -> tuple[list[Array | None], int, tuple[str, ...]]:
+def rotary(
+    arrays: Sequence[Any], isa: str, kv_cache_dtype: Any, layout: str
+) -> tuple[list[Array | None], int, tuple[str, ...]]:
     """The same of ``arrays`` as ROTARY names them."""
     key_cache, value_cache, query_out, query, key, value, slot_mapping, positions, cos_sin_cache, *weights = arrays
-    (kc, vc, k, v, slots), index, kvs = write((key_cache, value_cache, key, value, slot_mapping), isa, kv_cache_dtype)
+    written = (key_cache, value_cache, key, value, slot_mapping)
+    (kc, vc, k, v, slots), index, kvs = write(written, isa, kv_cache_dtype, layout)
     assert k is not None
     tokens, head_size, dtypes = ("T", k.shape[0]), ("head_size", k.shape[2]), list(dict.fromkeys(("float32", k.dtype)))
     q = array("query", query, [k.dtype], [tokens, ("num_heads", None), head_size])

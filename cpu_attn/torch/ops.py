@@ -54,7 +54,7 @@ _numbers = itertools.count(int.from_bytes(os.urandom(8), "big") >> 2)
 
 def tensor_of(plan: SchedulerMetadata) -> torch.Tensor:
     """A plan of :func:`cpu_attn.get_scheduler_metadata` as the ops take it. What the op of that name does, without the
-    time that torch takes to hand it 20 arguments."""
+    time that torch takes to hand it 22 arguments."""
     number, forget = next(_numbers), _plans.pop
     memory = np.array([number], np.int64)
     _plans[number] = plan, weakref.ref(memory, lambda _: forget(number))
