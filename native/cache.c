@@ -293,7 +293,7 @@ int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, i
         ca_check_positions(rotary.positions, num_tokens, table->shape[0], fault))
         return fault->status;
     if (write_all(&kc, &vc, &rotary.key, &value, slots, num_tokens, &rotary))
-        *fault = (ca_fault){CA_NO_MEMORY, -1, -1, -1, -1, -1};
+        ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
     return fault->status;
 }
 
@@ -335,7 +335,6 @@ static void gather_token(const ca_cache *c, int value, const char *block, int64_
 /* Head by head over the tokens of a K group, whose lines stay in L1 so. */
 int ca_gather(const ca_cache *c, int value, const int32_t *block_table, int64_t num_entries, int64_t num_tokens,
               const ca_rows *dst, ca_fault *fault) {
-    *fault = (ca_fault){CA_OK, -1, -1, -1, -1, -1};
     if (ca_check_blocks(block_table, -1, 0, ca_div_up(num_tokens, c->block_size), num_entries, c->num_blocks, fault))
         return fault->status;
     for (int64_t t = 0, n; t < num_tokens; t += n) {

@@ -17,7 +17,6 @@ int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_
 }
 
 int ca_check_lengths(int64_t num_reqs, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault) {
-    ca_fail(fault, CA_OK, -1, -1, -1, -1);
     for (int64_t r = 0; r < num_reqs; r++) {
         if (seq_lens[r] < 0)
             return ca_fail(fault, CA_BAD_SEQ_LEN, r, r, seq_lens[r], 0);
@@ -31,7 +30,6 @@ int ca_check_lengths(int64_t num_reqs, const int32_t *seq_lens, const int32_t *q
 
 int ca_check_step(const ca_plan *p, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
                   const int32_t *dynamic_causal, ca_fault *fault) {
-    ca_fail(fault, CA_OK, -1, -1, -1, -1);
     for (int r = 0; r <= p->shape.num_reqs; r++)
         if (query_start_loc[r] != p->query_start_loc[r])
             return ca_fail(fault, CA_OTHER_LENGTHS, r, r, query_start_loc[r], p->query_start_loc[r]);
@@ -76,7 +74,6 @@ static int check_shared(const ca_plan *p, const int32_t *table, int64_t stride, 
 /* The blocks that hold a key some row may see. */
 int ca_check_table(const ca_plan *p, const int32_t *table, int64_t stride, int64_t cols, int64_t num_blocks,
                    int64_t block_size, const ca_array *selected, ca_fault *fault) {
-    ca_fail(fault, CA_OK, -1, -1, -1, -1);
     if (p->shape.block_size && block_size != p->shape.block_size)
         return ca_fail(fault, CA_OTHER_BLOCK_SIZE, -1, -1, block_size, p->shape.block_size);
     for (int r = 0; r < p->shape.num_reqs; r++) {
@@ -102,7 +99,6 @@ int ca_check_table(const ca_plan *p, const int32_t *table, int64_t stride, int64
 }
 
 int ca_check_bias(const ca_plan *p, const ca_array *bias, ca_fault *fault) {
-    ca_fail(fault, CA_OK, -1, -1, -1, -1);
     for (int r = 0; bias->itemsize && r < p->shape.num_reqs; r++) {
         const int64_t q_len = ca_q_len(p, r);
         if (bias->shape[2] < q_len)
@@ -114,7 +110,6 @@ int ca_check_bias(const ca_plan *p, const ca_array *bias, ca_fault *fault) {
 }
 
 int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault) {
-    ca_fail(fault, CA_OK, -1, -1, -1, -1);
     for (int64_t i = 0; i < num_tokens; i++)
         if (slots[i] >= bound)
             return ca_fail(fault, CA_BAD_SLOT, -1, i, slots[i], bound);
@@ -122,7 +117,6 @@ int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_f
 }
 
 int ca_check_positions(const int64_t *positions, int64_t num_tokens, int64_t bound, ca_fault *fault) {
-    ca_fail(fault, CA_OK, -1, -1, -1, -1);
     for (int64_t i = 0; i < num_tokens; i++)
         if (positions[i] < 0 || positions[i] >= bound)
             return ca_fail(fault, CA_BAD_POSITION, -1, i, positions[i], bound);

@@ -62,7 +62,8 @@ enum ca_status {
     CA_BIAS_SMALL           /* request, position = axis, value, bound = what the request needs */
 };
 
-/* Where a check failed. Fields that a status does not use are -1. */
+/* Where a check failed: fields that the status does not use are -1. The caller begins with zeros, which is CA_OK; who
+ * finds nothing writes nothing. */
 typedef struct ca_fault {
     int32_t status;
     int64_t request, position, value, bound;

@@ -214,7 +214,7 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
                      const ca_masks *masks, ca_fault *fault) {
     ca_array a[CA_STEP_ARRAYS];
     size_t n = (size_t)shape->num_reqs;
-    ca_fail(fault, CA_OK, -1, -1, -1, -1);
+    fault->status = CA_OK; /* an attempt before this one may have left CA_UNKNOWN */
     if (!ca_accept_step(objects, given, shape->num_reqs, a)) {
         ca_fail(fault, CA_UNKNOWN, -1, -1, -1, -1);
         return NULL;

@@ -7,6 +7,7 @@
  * every shared prefix side by side. So one pass over neighbours says how much they have in common, and
  * the tree of prefixes falls out of these numbers: all that a run of requests has in common is shared by the run, the
  * rest by the runs within. */
+#include "check.h"
 #include "plan.h"
 #include <stdlib.h>
 
@@ -54,7 +55,7 @@ static int64_t find_sharers(const ca_plan *p, const ca_array *table, const ca_li
             continue;
         int64_t num_blocks = ca_div_up(hi / size * size, block_size);
         if (num_blocks > table->shape[1]) {
-            *fault = (ca_fault){CA_BLOCK_TABLE_SHORT, t->request, -1, num_blocks, table->shape[1], -1};
+            ca_fail(fault, CA_BLOCK_TABLE_SHORT, t->request, -1, num_blocks, table->shape[1]);
             return -1;
         }
         x[n++] = (sharer){.blocks = (const int32_t *)table->address + t->request * table->strides[0],
