@@ -185,7 +185,6 @@ static ca_call call_of(const ca_array *a, const ca_shape *s) {
         .v_stride_n = v.stride_n,
         .v_stride_h = v.stride_h,
         .v_ld = v.ld,
-        .num_blocks = k.num_blocks,
         .block_size = k.block_size,
         .output = (void *)out->address,
         .o_stride_t = out->strides[0],
@@ -194,7 +193,6 @@ static ca_call call_of(const ca_array *a, const ca_shape *s) {
         .lse_stride_h = a[CA_LSE].strides[0],
         .block_table = (const int32_t *)table->address,
         .table_stride = table->strides[0],
-        .table_cols = table->shape[1],
         .alibi_slopes = (const float *)a[CA_ALIBI_SLOPES].address,
         .s_aux = (const float *)a[CA_S_AUX].address,
         .selected = (const int32_t *)selected->address,
@@ -257,8 +255,8 @@ int ca_attend(const ca_plan *plan, ca_known *known, uintptr_t objects, const ca_
         ca_check_step(plan, (const int32_t *)a[CA_SEQ_LENS].address, (const int32_t *)a[CA_QUERY_START_LOC].address,
                       causal, (const int32_t *)a[CA_DYNAMIC_CAUSAL].address, fault))
         return fault->status;
-    if (ca_check_table(plan, call.block_table, call.table_stride, call.table_cols, call.num_blocks, call.block_size,
-                       &a[CA_SELECTED_BLOCKS], fault) ||
+    if (ca_check_table(plan, &a[CA_BLOCK_TABLE], &a[CA_SELECTED_BLOCKS], a[CA_KEY_CACHE].shape[0], call.block_size,
+                       fault) ||
         ca_check_bias(plan, &a[CA_ATTN_BIAS], fault))
         return fault->status;
     return workspace ? attend(plan, &call, workspace, fault) : CA_OK;

@@ -56,11 +56,15 @@ static int check_selected(const int32_t *list, int64_t n, int64_t r, int64_t hea
     return fault->status;
 }
 
+static const int32_t *table_row(const ca_array *table, int64_t request) {
+    return (const int32_t *)table->address + request * table->strides[0];
+}
+
 /* What the plan found in its block table, the call's has to have too; the table is wide enough. */
-static int check_shared(const ca_plan *p, const int32_t *table, int64_t stride, ca_fault *fault) {
+static int check_shared(const ca_plan *p, const ca_array *table, ca_fault *fault) {
     for (int64_t n = 0; n < p->num_same; n++) {
         const ca_same *s = &p->same[n];
-        const int32_t *here = table + s->request * stride, *there = table + s->other * stride;
+        const int32_t *here = table_row(table, s->request), *there = table_row(table, s->other);
         if (memcmp(here, there, (size_t)s->num_blocks * sizeof *here) == 0)
             continue;
         int64_t i = 0;
@@ -72,8 +76,8 @@ static int check_shared(const ca_plan *p, const int32_t *table, int64_t stride, 
 }
 
 /* The blocks that hold a key some row may see. */
-int ca_check_table(const ca_plan *p, const int32_t *table, int64_t stride, int64_t cols, int64_t num_blocks,
-                   int64_t block_size, const ca_array *selected, ca_fault *fault) {
+int ca_check_table(const ca_plan *p, const ca_array *table, const ca_array *selected, int64_t num_blocks,
+                   int64_t block_size, ca_fault *fault) {
     if (p->shape.block_size && block_size != p->shape.block_size)
         return ca_fail(fault, CA_OTHER_BLOCK_SIZE, -1, -1, block_size, p->shape.block_size);
     for (int r = 0; r < p->shape.num_reqs; r++) {
@@ -82,7 +86,8 @@ int ca_check_table(const ca_plan *p, const int32_t *table, int64_t stride, int64
         if (whole.num_tokens > 0)
             ca_task_keys(p, &whole, &k0, &k1);
         int64_t first = k0 < k1 ? k0 / block_size : 0, end = k0 < k1 ? ca_div_up(k1, block_size) : 0;
-        if (!selected->itemsize && ca_check_blocks(table + r * stride, r, first, end, cols, num_blocks, fault))
+        const int32_t *blocks = table_row(table, r);
+        if (!selected->itemsize && ca_check_blocks(blocks, r, first, end, table->shape[1], num_blocks, fault))
             return fault->status;
         for (int64_t h = 0, n = selected->shape[2]; n > 0 && h < selected->shape[1]; h++) {
             const int32_t *list =
@@ -91,11 +96,11 @@ int ca_check_table(const ca_plan *p, const int32_t *table, int64_t stride, int64
                 return fault->status;
             for (int64_t i = 0; i < n; i++)
                 if (list[i] >= first && list[i] < end &&
-                    ca_check_blocks(table + r * stride, r, list[i], list[i] + 1, cols, num_blocks, fault))
+                    ca_check_blocks(blocks, r, list[i], list[i] + 1, table->shape[1], num_blocks, fault))
                     return fault->status;
         }
     }
-    return check_shared(p, table, stride, fault);
+    return check_shared(p, table, fault);
 }
 
 int ca_check_bias(const ca_plan *p, const ca_array *bias, ca_fault *fault) {

@@ -226,10 +226,10 @@ void ca_plan_free(ca_plan *plan);
 void ca_plan_describe(const ca_plan *plan, ca_plan_info *out);
 int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs over all query heads */
 
-/* Does a block table [R, cols] name blocks below num_blocks wherever the plan will look, and the same for requests that
- * share them in the plan? selected: CA_SELECTED_BLOCKS of a call, checked too. */
-int ca_check_table(const ca_plan *plan, const int32_t *table, int64_t stride, int64_t cols, int64_t num_blocks,
-                   int64_t block_size, const ca_array *selected, ca_fault *fault);
+/* Does CA_BLOCK_TABLE of a call name blocks below num_blocks wherever the plan will look, and the same for requests
+ * that share them in the plan? selected: CA_SELECTED_BLOCKS of the call, checked too. */
+int ca_check_table(const ca_plan *plan, const ca_array *table, const ca_array *selected, int64_t num_blocks,
+                   int64_t block_size, ca_fault *fault);
 /* Is CA_ATTN_BIAS of a call large enough? */
 int ca_check_bias(const ca_plan *plan, const ca_array *bias, ca_fault *fault);
 

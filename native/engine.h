@@ -16,13 +16,13 @@ typedef struct ca_call {
     int64_t q_stride_t, q_stride_h;
     const void *key_cache, *value_cache;
     int64_t k_stride_n, k_stride_h, v_stride_n, v_stride_h;
-    int64_t num_blocks, block_size;
+    int64_t block_size;
     void *output;
     int64_t o_stride_t, o_stride_h;
     float *lse; /* [Hq, T] or NULL */
     int64_t lse_stride_h;
     const int32_t *block_table;
-    int64_t table_stride, table_cols;
+    int64_t table_stride;
     const float *alibi_slopes, *s_aux; /* [Hq] or NULL */
     float scale, softcap, k_scale, v_scale;
     const int32_t *selected; /* [R, Hkv, num_selected], block numbers within a request, ascending, then -1 */

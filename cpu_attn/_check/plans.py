@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from cpu_attn._arrays import Array, described
-from cpu_attn._check.arrays import array, pointer
+from cpu_attn._check.arrays import array
 from cpu_attn._check.faults import new_fault, raise_fault
 from cpu_attn._check.kv_cache import kv_cache_layout, kv_dtypes
 from cpu_attn._check.values import integer, window
@@ -83,10 +83,8 @@ def selected_blocks(x: Any, num_reqs: int, num_kv_heads: int) -> Array | None:
 
 def block_table(plan: Any, table: Array, num_blocks: int, block_size: int, selected: Array | None = None) -> None:
     """Every block that the plan will look for is there; those selected are blocks of their requests."""
-    fault, columns = new_fault(), table.shape[1]
-    address, stride = pointer("int32_t *", table), table.strides[0]
-    chosen = described([selected])
-    lib.ca_check_table(plan._pointer, address, stride, columns, num_blocks, block_size, chosen, fault)
+    fault, given = new_fault(), described([table, selected])
+    lib.ca_check_table(plan._pointer, given, given + 1, num_blocks, block_size, fault)
     raise_fault(fault)
 
 
