@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch
-from cpu_attn._arrays import CODES, DTYPES, Array, described, dtype_name, new_beside, objects
+from cpu_attn._arrays import CODES, DTYPES, described, dtype_name, new_beside, objects
 from cpu_attn._native import ffi, lib
 from cpu_attn.plan import SchedulerMetadata
 
@@ -36,24 +36,6 @@ NUMBERS: dict[tuple[str, str], int] = {}
 _unused = count()
 _S_AUX = _check.ATTENTION.index("s_aux")
 ONLY_CHECK = (ffi.NULL, 2**63 - 1)  # a workspace without which ca_attend computes nothing
-
-
-def _cache_struct(a: Array, layout: str, isa: int, dtype: int, kv_dtype: int, head_size: int) -> Any:
-    cache = ffi.new("ca_cache *")
-    cache.data = ffi.cast("void *", a.address)
-    cache.num_blocks, cache.num_kv_heads, cache.block_size = _check.cache_sizes(a.shape, layout)
-    cache.stride_n, cache.stride_h, token = _check.cache_sizes(a.strides, layout)
-    cache.ld = head_size if layout == "packed" else token
-    cache.head_size, cache.dtype, cache.kv_dtype, cache.isa = head_size, dtype, kv_dtype, isa
-    cache.kv_cache_layout = _check.LAYOUTS[layout]
-    return cache
-
-
-def _rows_struct(a: Array) -> Any:
-    rows = ffi.new("ca_rows *")
-    rows.data = ffi.cast("void *", a.address)
-    rows.stride_t, rows.stride_h = a.strides[:2]
-    return rows
 
 
 def reshape_and_cache(
@@ -299,14 +281,7 @@ def gather(
     )
     _check.disjoint("out", _check.writable("out", rows), {"cache": pages, "block_table": table})
     fault = _check.new_fault()
-    lib.ca_gather(
-        _cache_struct(pages, layout, resolved.index, code, CODES[kv][0], head_size),
-        value,
-        _check.pointer("int32_t *", table),
-        table.shape[0],
-        seq_len,
-        _rows_struct(rows),
-        fault,
-    )
+    how = (resolved.index, code, CODES[kv][0], _check.LAYOUTS[layout])
+    lib.ca_gather(described([rows, pages, table]), value, *how, fault)
     _check.raise_fault(fault)
     return out  # type: ignore[no-any-return]

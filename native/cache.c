@@ -14,32 +14,36 @@
  * and 20.8, 1339 and 838; 16 MiB 20.6 and 12.5, 2579 and 2781; 32 MiB 18.6 and 9.2, 5779 and 7565. */
 #define STREAM_BYTES (16 << 20)
 
-static const ca_kernel *kernel_of(const ca_cache *c) { return ca_isa_get(c->isa)->kernels[c->dtype]; }
-
-static int layout_of(const ca_cache *c) {
-    return ca_layout_of(c->kv_cache_layout, kernel_of(c)->info.layout, c->kv_dtype);
-}
+typedef struct cache {
+    void *data;
+    int64_t stride_n, stride_h, ld; /* ld: from token to token of a plain cache; packed: head_size */
+    int64_t num_blocks, block_size;
+    int32_t num_kv_heads, head_size;
+    int32_t dtype, kv_dtype; /* of the tokens that come and of the queries; of the memory */
+    int32_t isa, layout;     /* enum ca_layout */
+    const ca_kernel *kernel; /* of isa, for dtype */
+    float scale;             /* an fp8 cache holds x / scale */
+} cache;
 
 typedef struct write_call {
-    const ca_cache *key_cache, *value_cache;
-    const ca_rows *key, *value;
+    const cache *key_cache, *value_cache;
+    const ca_array *key, *value; /* [T, Hkv, D] */
     const int64_t *slots;
     int64_t num_tokens;
     int stream;
     const ca_rotary *rotary; /* keys and queries are rotated first; or NULL */
 } write_call;
 
-static ca_group_form form_of(const ca_cache *c, int value) {
-    return ca_group_form_of(kernel_of(c)->info.layout, c->kv_dtype, c->head_size, value);
+static ca_group_form form_of(const cache *c, int value) {
+    return ca_group_form_of(c->layout, c->kv_dtype, c->head_size, value);
 }
 
-static int64_t offset_of(const ca_cache *c, int value, int64_t token, int64_t d) {
-    int layout = layout_of(c);
-    return value ? ca_v_offset(layout, token, d, c->ld) : ca_k_offset(layout, token, d, c->ld);
+static int64_t offset_of(const cache *c, int value, int64_t token, int64_t d) {
+    return value ? ca_v_offset(c->layout, token, d, c->ld) : ca_k_offset(c->layout, token, d, c->ld);
 }
 
 /* The scales of n tokens of one group. */
-static void put_scales(const ca_cache *c, const ca_group_form *f, char *block, int64_t token, int n,
+static void put_scales(const cache *c, const ca_group_form *f, char *block, int64_t token, int n,
                        const uint16_t *scales, int64_t ld) {
     char *to = block + ca_scales_at(f, c->block_size, token / CA_LANES) + token % CA_LANES * 2;
     for (int64_t s = 0; s < f->scales; s++)
@@ -48,24 +52,24 @@ static void put_scales(const ca_cache *c, const ca_group_form *f, char *block, i
 }
 
 /* A token's elements, a byte each, and its scales. */
-static void narrow_row(const ca_cache *c, const char *row, uint8_t *bytes, uint16_t *scales) {
+static void narrow_row(const cache *c, const char *row, uint8_t *bytes, uint16_t *scales) {
     if (ca_is_scaled(c->kv_dtype))
-        kernel_of(c)->quantise(row, c->head_size, c->kv_dtype, bytes, scales);
+        c->kernel->quantise(row, c->head_size, c->kv_dtype, bytes, scales);
     else
-        kernel_of(c)->pack(row, c->head_size, c->scale, c->kv_dtype, bytes);
+        c->kernel->pack(row, c->head_size, c->scale, c->kv_dtype, bytes);
 }
 
 /* One token of a plain cache. */
-static void write_plain(const ca_cache *c, int value, char *block, int64_t token, const char *row) {
+static void write_plain(const cache *c, int value, char *block, int64_t token, const char *row) {
     char *to = block + offset_of(c, value, token, 0) * ca_dtype_size(c->kv_dtype);
     if (ca_is_narrow(c->kv_dtype))
-        kernel_of(c)->pack(row, c->head_size, c->scale, c->kv_dtype, (uint8_t *)to);
+        c->kernel->pack(row, c->head_size, c->scale, c->kv_dtype, (uint8_t *)to);
     else
         memcpy(to, row, (size_t)c->head_size * ca_dtype_size(c->dtype));
 }
 
 /* One token of a packed one. An odd last d of K is paired with zero where the other could be NaN. */
-static void write_narrow(const ca_cache *c, int value, char *block, int64_t token, const char *row) {
+static void write_narrow(const cache *c, int value, char *block, int64_t token, const char *row) {
     uint8_t bytes[c->head_size]; /* at most _check.MAX_SIZE */
     uint16_t scales[ca_div_up(c->head_size, 32)];
     const ca_group_form f = form_of(c, value);
@@ -88,7 +92,7 @@ static void write_narrow(const ca_cache *c, int value, char *block, int64_t toke
 
 /* Bytes of 16 tokens in the order of their group. Two bytes side by side are moved as one 16-bit element: so K in pairs
  * of bytes lies as K of half as many halves does in lanes. */
-static void arrange(const ca_cache *c, int value, uint8_t bytes[CA_LANES][WIDE], uint8_t *to, int stream) {
+static void arrange(const cache *c, int value, uint8_t bytes[CA_LANES][WIDE], uint8_t *to, int stream) {
     const int64_t n = c->head_size;
     if (!value) {
         ca_words_kernel(c->isa)->write_k(to, n / 2, 0, CA_LANES, bytes, WIDE / 2, bytes, stream);
@@ -102,7 +106,7 @@ static void arrange(const ca_cache *c, int value, uint8_t bytes[CA_LANES][WIDE],
 }
 
 /* A whole group; 0: it has to go token by token. */
-static int write_narrow_group(const ca_cache *c, int value, char *block, int64_t token, const char *rows, int64_t ld,
+static int write_narrow_group(const cache *c, int value, char *block, int64_t token, const char *rows, int64_t ld,
                               int stream) {
     uint8_t bytes[CA_LANES][WIDE], stage[CA_LANES * WIDE + CA_I4_ELEMENTS];
     uint16_t scales[CA_LANES][WIDE / 32];
@@ -129,17 +133,17 @@ static int write_narrow_group(const ca_cache *c, int value, char *block, int64_t
     return 1;
 }
 
-static void write_run(const ca_cache *c, int value, const ca_rows *rows, int head, int64_t slot, int64_t t, int n,
+static void write_run(const cache *c, int value, const ca_array *rows, int head, int64_t slot, int64_t t, int n,
                       int stream) {
-    const ca_kernel *kernel = kernel_of(c);
+    const ca_kernel *kernel = c->kernel;
     char *block = (char *)ca_block(c->data, c->stride_n, c->stride_h, slot / c->block_size, head, c->kv_dtype);
-    const char *row = ca_row_of(rows, t, head, c->dtype);
-    int64_t token = slot % c->block_size, ld = rows->stride_t * ca_dtype_size(c->dtype);
-    if (c->kv_cache_layout != CA_PACKED)
+    const char *row = ca_row_of(rows, t, head);
+    int64_t token = slot % c->block_size, ld = rows->strides[0] * rows->itemsize;
+    if (c->layout == CA_LAYOUT_ROWS)
         for (int i = 0; i < n; i++)
             write_plain(c, value, block, token + i, row + i * ld);
     else if (!ca_is_narrow(c->kv_dtype))
-        (value ? kernel->write_v : kernel->write_k)(block, c->head_size, token, n, row, rows->stride_t,
+        (value ? kernel->write_v : kernel->write_k)(block, c->head_size, token, n, row, rows->strides[0],
                                                     row + CA_LANES * ld, stream);
     else if (n < CA_LANES || !write_narrow_group(c, value, block, token, row, ld, stream))
         for (int i = 0; i < n; i++)
@@ -169,7 +173,7 @@ static void write_part(const write_call *w, int thread, int head0, int head1, in
         n = run_length(w, t, block_size);
         if (parts > 1 && (slot / block_size + slot % block_size / CA_LANES) % parts != part)
             continue;
-        ca_rows rotated = {0};
+        ca_array rotated;
         if (w->rotary)
             rotated = ca_rotate_keys(w->rotary, thread, head0, head1, t, (int)n);
         for (int h = head0; h < head1; h++)
@@ -192,8 +196,8 @@ static void write_share(const write_call *w, int thread, int team) {
     write_part(w, thread, thread / parts * each, (thread / parts + 1) * each, thread % parts, parts);
 }
 
-static int write_all(const ca_cache *kc, const ca_cache *vc, const ca_rows *key, const ca_rows *value,
-                     const int64_t *slots, int64_t num_tokens, ca_rotary *rotary) {
+static int write_all(const cache *kc, const cache *vc, const ca_array *key, const ca_array *value, const int64_t *slots,
+                     int64_t num_tokens, ca_rotary *rotary) {
     int64_t work = num_tokens * kc->num_kv_heads * (kc->head_size + vc->head_size);
     int64_t rotations = rotary ? num_tokens * kc->head_size * (rotary->num_heads + kc->num_kv_heads) : 0;
     int stream = work * ca_dtype_size(kc->kv_dtype) >= STREAM_BYTES;
@@ -216,10 +220,12 @@ static int write_all(const ca_cache *kc, const ca_cache *vc, const ca_rows *key,
     return CA_OK;
 }
 
-static ca_cache cache_of(const ca_array *a, const ca_array *rows, int isa, int kv_dtype, int kv_cache_layout,
-                         float scale) {
+/* rows: the tokens that come. */
+static cache cache_of(const ca_array *a, const ca_array *rows, int isa, int kv_dtype, int kv_cache_layout,
+                      float scale) {
     const ca_axes axes = ca_cache_axes(a, kv_cache_layout, rows->shape[2]);
-    return (ca_cache){
+    const ca_kernel *kernel = ca_isa_get(isa)->kernels[rows->dtype];
+    return (cache){
         .data = (void *)a->address,
         .stride_n = axes.stride_n,
         .stride_h = axes.stride_h,
@@ -231,12 +237,11 @@ static ca_cache cache_of(const ca_array *a, const ca_array *rows, int isa, int k
         .dtype = rows->dtype,
         .kv_dtype = kv_dtype,
         .isa = isa,
-        .kv_cache_layout = kv_cache_layout,
+        .layout = ca_layout_of(kv_cache_layout, kernel->info.layout, kv_dtype),
+        .kernel = kernel,
         .scale = scale,
     };
 }
-
-static ca_rows rows_of(const ca_array *a) { return (ca_rows){(void *)a->address, a->strides[0], a->strides[1]}; }
 
 int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype, int v_dtype,
              int kv_cache_layout, float k_scale, float v_scale, ca_fault *fault) {
@@ -247,13 +252,12 @@ int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int name
     if (!call)
         return CA_UNKNOWN;
     const int here = (int)call->isa, layout = kv_cache_layout;
-    ca_cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], here, (int)call->k_dtype, layout, k_scale);
-    ca_cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], here, (int)call->v_dtype, layout, v_scale);
-    ca_rows key = rows_of(&a[CA_KEY]), value = rows_of(&a[CA_VALUE]);
+    const cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], here, (int)call->k_dtype, layout, k_scale);
+    const cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], here, (int)call->v_dtype, layout, v_scale);
     const int64_t *slots = (const int64_t *)a[CA_SLOT_MAPPING].address, num_tokens = a[CA_KEY].shape[0];
     if (ca_check_slots(slots, num_tokens, kc.num_blocks * kc.block_size, fault))
         return fault->status;
-    return write_all(&kc, &vc, &key, &value, slots, num_tokens, NULL);
+    return write_all(&kc, &vc, &a[CA_KEY], &a[CA_VALUE], slots, num_tokens, NULL);
 }
 
 int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype,
@@ -267,24 +271,22 @@ int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, i
         return CA_UNKNOWN;
     const int here = (int)call->isa, layout = kv_cache_layout;
     const ca_array *keys = &a[CA_ROTARY_KEY], *queries = &a[CA_ROTARY_QUERY], *table = &a[CA_COS_SIN_CACHE];
-    ca_cache kc = cache_of(&a[CA_ROTARY_KEY_CACHE], keys, here, (int)call->k_dtype, layout, k_scale);
-    ca_cache vc = cache_of(&a[CA_ROTARY_VALUE_CACHE], &a[CA_ROTARY_VALUE], here, (int)call->v_dtype, layout, v_scale);
-    ca_rows value = rows_of(&a[CA_ROTARY_VALUE]);
+    const cache kc = cache_of(&a[CA_ROTARY_KEY_CACHE], keys, here, (int)call->k_dtype, layout, k_scale);
+    const cache vc =
+        cache_of(&a[CA_ROTARY_VALUE_CACHE], &a[CA_ROTARY_VALUE], here, (int)call->v_dtype, layout, v_scale);
     const int64_t *slots = (const int64_t *)a[CA_ROTARY_SLOT_MAPPING].address, num_tokens = keys->shape[0];
     ca_rotary rotary = {
-        .kernel = kernel_of(&kc),
-        .query = rows_of(queries),
-        .query_out = rows_of(&a[CA_ROTARY_QUERY_OUT]),
-        .key = rows_of(keys),
-        .cos_sin = rows_of(table),
+        .kernel = kc.kernel,
+        .query = queries,
+        .query_out = &a[CA_ROTARY_QUERY_OUT],
+        .key = keys,
+        .cos_sin = table,
         .positions = (const int64_t *)a[CA_POSITIONS].address,
         .num_tokens = num_tokens,
         .head_size = kc.head_size,
         .rot_dim = table->shape[1],
         .num_heads = (int32_t)queries->shape[1],
         .num_kv_heads = kc.num_kv_heads,
-        .dtype = kc.dtype,
-        .cos_sin_dtype = table->dtype,
         .is_neox = is_neox,
         .eps = eps,
         .weights = &a[CA_Q_WEIGHT],
@@ -292,7 +294,7 @@ int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, i
     if (ca_check_slots(slots, num_tokens, kc.num_blocks * kc.block_size, fault) ||
         ca_check_positions(rotary.positions, num_tokens, table->shape[0], fault))
         return fault->status;
-    if (write_all(&kc, &vc, &rotary.key, &value, slots, num_tokens, &rotary))
+    if (write_all(&kc, &vc, keys, &a[CA_ROTARY_VALUE], slots, num_tokens, &rotary))
         ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
     return fault->status;
 }
@@ -311,13 +313,13 @@ static void copy_apart(char *dst, const char *src, int64_t n, int64_t step, int 
 }
 
 /* int8 and int4 times their scales: exact in float32. */
-static void gather_scaled(const ca_cache *c, int value, const char *block, int64_t token, float *dst) {
+static void gather_scaled(const cache *c, int value, const char *block, int64_t token, float *dst) {
     for (int64_t d = 0; d < c->head_size; d++)
         dst[d] = ca_scaled_element(c->kv_dtype, c->head_size, value, block, c->block_size, token, d);
 }
 
-static void gather_token(const ca_cache *c, int value, const char *block, int64_t token, char *dst) {
-    int layout = layout_of(c), size = ca_dtype_size(c->kv_dtype);
+static void gather_token(const cache *c, int value, const char *block, int64_t token, char *dst) {
+    int layout = c->layout, size = ca_dtype_size(c->kv_dtype);
     int64_t n = c->head_size;
     const char *src = block + offset_of(c, value, token, 0) * size;
     if (layout == CA_LAYOUT_ROWS || (value && layout == CA_LAYOUT_LANES))
@@ -333,20 +335,26 @@ static void gather_token(const ca_cache *c, int value, const char *block, int64_
 }
 
 /* Head by head over the tokens of a K group, whose lines stay in L1 so. */
-int ca_gather(const ca_cache *c, int value, const int32_t *block_table, int64_t num_entries, int64_t num_tokens,
-              const ca_rows *dst, ca_fault *fault) {
-    if (ca_check_blocks(block_table, -1, 0, ca_div_up(num_tokens, c->block_size), num_entries, c->num_blocks, fault))
+int ca_gather(const ca_array *a, int value, int isa, int dtype, int kv_dtype, int kv_cache_layout, ca_fault *fault) {
+    const ca_array *out = &a[CA_GATHERED], *table = &a[CA_GATHER_BLOCK_TABLE];
+    const int32_t *blocks = (const int32_t *)table->address;
+    ca_array written = *out; /* tokens of this shape; out has the dtype that is stored */
+    written.dtype = dtype;
+    const cache c = cache_of(&a[CA_GATHER_CACHE], &written, isa, kv_dtype, kv_cache_layout, 1);
+    const int64_t num_tokens = out->shape[0];
+    if (ca_check_blocks(blocks, -1, 0, ca_div_up(num_tokens, c.block_size), table->shape[0], c.num_blocks, fault))
         return fault->status;
     for (int64_t t = 0, n; t < num_tokens; t += n) {
-        int64_t token = t % c->block_size, block = block_table[t / c->block_size];
-        n = ca_min64(num_tokens - t, ca_min64(c->block_size - token, CA_LANES - token % CA_LANES));
-        for (int h = 0; h < c->num_kv_heads; h++)
+        int64_t token = t % c.block_size, block = blocks[t / c.block_size];
+        n = ca_min64(num_tokens - t, ca_min64(c.block_size - token, CA_LANES - token % CA_LANES));
+        for (int h = 0; h < c.num_kv_heads; h++)
             for (int64_t i = 0; i < n; i++) {
-                const char *from = ca_block(c->data, c->stride_n, c->stride_h, block, h, c->kv_dtype);
-                if (ca_is_scaled(c->kv_dtype))
-                    gather_scaled(c, value, from, token + i, (float *)ca_row_of(dst, t + i, h, CA_F32));
+                const char *from = ca_block(c.data, c.stride_n, c.stride_h, block, h, kv_dtype);
+                char *to = ca_row_of(out, t + i, h);
+                if (ca_is_scaled(kv_dtype))
+                    gather_scaled(&c, value, from, token + i, (float *)to);
                 else
-                    gather_token(c, value, from, token + i, ca_row_of(dst, t + i, h, c->kv_dtype));
+                    gather_token(&c, value, from, token + i, to);
             }
     }
     return CA_OK;

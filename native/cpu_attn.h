@@ -102,23 +102,6 @@ typedef struct ca_plan_info {
     int64_t num_shared; /* tasks for several requests */
 } ca_plan_info;
 
-/* Tokens to write or read: [T, Hkv, D], the last dimension dense. */
-typedef struct ca_rows {
-    void *data;
-    int64_t stride_t, stride_h;
-} ca_rows;
-
-typedef struct ca_cache {
-    void *data;
-    int64_t stride_n, stride_h;
-    int64_t num_blocks, block_size;
-    int32_t num_kv_heads, head_size;
-    int32_t dtype, kv_dtype, isa; /* dtype: of the tokens that come and of the queries; kv_dtype: of the memory */
-    float scale;                  /* a narrow cache holds x / scale */
-    int32_t kv_cache_layout;
-    int64_t ld; /* from token to token of a plain cache; packed: head_size */
-} ca_cache;
-
 /* Somebody's memory: _arrays.Array in C. Absent: all zero. */
 typedef struct ca_array {
     uintptr_t address; /* of the first element */
@@ -255,10 +238,12 @@ int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, i
                     int v_dtype, int kv_cache_layout, int is_neox, float eps, float k_scale, float v_scale,
                     ca_fault *fault);
 
-/* Tokens 0..num_tokens-1 of one request back to [T, Hkv, D], as they are stored, int8 and int4 as float32 times their
- * scales; value: 0 for K, 1 for V. */
-int ca_gather(const ca_cache *cache, int value, const int32_t *block_table, int64_t num_entries, int64_t num_tokens,
-              const ca_rows *dst, ca_fault *fault);
+/* The first T tokens of one request, block table [M], out of the cache to [T, Hkv, D], as they are stored, int8 and
+ * int4 as float32 times their scales. Arrays as cpu_attn.ops.gather has accepted them; value: 0 for K, 1 for V; dtype:
+ * of the tokens that were written. */
+enum ca_gather_arrays { CA_GATHERED, CA_GATHER_CACHE, CA_GATHER_BLOCK_TABLE, CA_GATHER_ARRAYS };
+int ca_gather(const ca_array *arrays, int value, int isa, int dtype, int kv_dtype, int kv_cache_layout,
+              ca_fault *fault);
 
 /* Pages (cpu_attn/pages.py). Arrays in the order of _check.BOUNDS and _check.SCORES, accepted there; what indices hold
  * is checked before a byte is written. */

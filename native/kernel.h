@@ -10,10 +10,10 @@
 /* One call of rotary_reshape_and_cache, as far as it rotates. */
 typedef struct ca_rotary {
     const ca_kernel *kernel;
-    ca_rows query, query_out, key, cos_sin;
+    const ca_array *query, *query_out, *key, *cos_sin;
     const int64_t *positions;
     int64_t num_tokens, head_size, rot_dim;
-    int32_t num_heads, num_kv_heads, dtype, cos_sin_dtype, is_neox;
+    int32_t num_heads, num_kv_heads, is_neox;
     float eps;
     const ca_array *weights;          /* of the norms of Q and K; absent: no norm */
     const float *q_weight, *k_weight; /* the same as float32, or NULL */
@@ -25,7 +25,7 @@ int ca_rotary_begin(ca_rotary *rotary, int team); /* what else a team needs, or 
 void ca_rotary_end(ca_rotary *rotary);
 void ca_rotate_queries(const ca_rotary *rotary, int thread, int team); /* this thread's share */
 /* Keys of n <= 16 tokens from t on: row i of the result is token t + i. */
-ca_rows ca_rotate_keys(const ca_rotary *rotary, int thread, int head0, int head1, int64_t t, int n);
+ca_array ca_rotate_keys(const ca_rotary *rotary, int thread, int head0, int head1, int64_t t, int n);
 
 /* Rows of the isa table: what an isa file offers for one dtype. */
 struct ca_kernel {

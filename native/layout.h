@@ -14,8 +14,9 @@ static inline int64_t ca_round_up(int64_t a, int64_t b) { return ca_div_up(a, b)
 static inline int ca_dtype_size(int dtype) { return dtype == CA_F32 ? 4 : dtype < CA_DTYPES ? 2 : 1; }
 static inline int ca_is_narrow(int dtype) { return dtype >= CA_DTYPES; }
 static inline int ca_is_scaled(int dtype) { return dtype == CA_I8 || dtype == CA_I4; }
-static inline char *ca_row_of(const ca_rows *rows, int64_t t, int64_t head, int dtype) {
-    return (char *)rows->data + (t * rows->stride_t + head * rows->stride_h) * ca_dtype_size(dtype);
+/* Of an array [T, heads, any]. */
+static inline char *ca_row_of(const ca_array *rows, int64_t t, int64_t head) {
+    return (char *)rows->address + (t * rows->strides[0] + head * rows->strides[1]) * rows->itemsize;
 }
 /* Elements of a token that share a scale. */
 static inline int64_t ca_scale_elements(int dtype, int64_t head_size) { return dtype == CA_I4 ? 32 : head_size; }

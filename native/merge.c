@@ -17,10 +17,6 @@ static float lse_at(const ca_array *lse, int64_t t, int64_t h) {
     return ((const float *)lse->address)[h * lse->strides[0] + t];
 }
 
-static char *row_at(const ca_array *out, int64_t t, int64_t h) {
-    return (char *)out->address + (t * out->strides[0] + h * out->strides[1]) * out->itemsize;
-}
-
 static void add_row(float *sum, const void *row, int64_t n, int dtype, float weight) {
     if (dtype == CA_F32)
         for (int64_t i = 0; i < n; i++)
@@ -61,9 +57,9 @@ static void merge_row(const merging *m, int64_t t, int64_t h) {
         for (int64_t s = 0; s < m->num_parts; s++) {
             float x = lse_at(&m->lses[s], t, h);
             if (x != -INFINITY)
-                add_row(sum, row_at(&m->outs[s], t, h) + c * size, n, out->dtype, expf(x - top) / total);
+                add_row(sum, ca_row_of(&m->outs[s], t, h) + c * size, n, out->dtype, expf(x - top) / total);
         }
-        put_row(sum, row_at(out, t, h) + c * size, n, out->dtype);
+        put_row(sum, ca_row_of(out, t, h) + c * size, n, out->dtype);
     }
     ((float *)lse->address)[h * lse->strides[0] + t] = isinf(top) ? top : top + logf(total);
 }

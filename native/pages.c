@@ -25,15 +25,11 @@ FOLD(fold_f32, uint32_t, int32_t, 0x80000000u, 0x7f800000u)
 FOLD(fold_f16, uint16_t, int16_t, 0x8000u, 0x7c00u)
 FOLD(fold_bf16, uint16_t, int16_t, 0x8000u, 0x7f80u)
 
-static void *row(const ca_array *a, int64_t i, int64_t head) {
-    return (char *)a->address + (i * a->strides[0] + head * a->strides[1]) * a->itemsize;
-}
-
 static void fold(const ca_array *a, int64_t t, int64_t head, int64_t block, int begun) {
     const ca_array *key = &a[CA_BOUNDS_KEY];
     const int64_t head_size = key->shape[2];
-    void *least = row(&a[CA_BOUNDS_MIN], block, head), *most = row(&a[CA_BOUNDS_MAX], block, head);
-    const void *k = row(key, t, head);
+    void *least = ca_row_of(&a[CA_BOUNDS_MIN], block, head), *most = ca_row_of(&a[CA_BOUNDS_MAX], block, head);
+    const void *k = ca_row_of(key, t, head);
     if (!begun) {
         memcpy(least, k, (size_t)(head_size * key->itemsize));
         memcpy(most, k, (size_t)(head_size * key->itemsize));

@@ -7,9 +7,8 @@
 
 /* cos, then sin, of token t as float32. */
 static const float *cos_sin_of(const ca_rotary *r, int64_t t, float *wide) {
-    const char *row =
-        (const char *)r->cos_sin.data + r->positions[t] * r->cos_sin.stride_t * ca_dtype_size(r->cos_sin_dtype);
-    if (r->cos_sin_dtype == CA_F32)
+    const char *row = ca_row_of(r->cos_sin, r->positions[t], 0);
+    if (r->cos_sin->dtype == CA_F32)
         return (const float *)row;
     r->kernel->widen_row(row, r->rot_dim, 1.0f, wide);
     return wide;
@@ -23,7 +22,7 @@ typedef struct room {
 
 static int64_t divide(const ca_rotary *r, uintptr_t base, room *out) {
     int64_t head = ca_round_up(r->head_size * 4, 64), cos_sin = ca_round_up(r->rot_dim * 4, 64);
-    int64_t stage = r->num_kv_heads * CA_LANES * r->head_size * ca_dtype_size(r->dtype);
+    int64_t stage = r->num_kv_heads * CA_LANES * r->head_size * r->key->itemsize;
     *out = (room){(float *)base, (float *)(base + (uintptr_t)head), (char *)(base + (uintptr_t)(head + cos_sin))};
     return head + cos_sin + ca_round_up(stage, 64);
 }
@@ -63,19 +62,21 @@ void ca_rotate_queries(const ca_rotary *r, int thread, int team) {
     for (int64_t t = r->num_tokens * thread / team; t < end; t++) {
         const float *cos_sin = cos_sin_of(r, t, at.cos_sin);
         for (int h = 0; h < r->num_heads; h++)
-            r->kernel->rotate(r, r->q_weight, cos_sin, ca_row_of(&r->query, t, h, r->dtype), at.head,
-                              ca_row_of(&r->query_out, t, h, r->dtype));
+            r->kernel->rotate(r, r->q_weight, cos_sin, ca_row_of(r->query, t, h), at.head,
+                              ca_row_of(r->query_out, t, h));
     }
 }
 
-ca_rows ca_rotate_keys(const ca_rotary *r, int thread, int head0, int head1, int64_t t, int n) {
+ca_array ca_rotate_keys(const ca_rotary *r, int thread, int head0, int head1, int64_t t, int n) {
     room at = room_of(r, thread);
-    ca_rows staged = {at.stage, r->head_size, CA_LANES * r->head_size};
+    ca_array staged = *r->key;
+    staged.address = (uintptr_t)at.stage;
+    staged.strides[0] = r->head_size;
+    staged.strides[1] = CA_LANES * r->head_size;
     for (int i = 0; i < n; i++) {
         const float *cos_sin = cos_sin_of(r, t + i, at.cos_sin);
         for (int h = head0; h < head1; h++)
-            r->kernel->rotate(r, r->k_weight, cos_sin, ca_row_of(&r->key, t + i, h, r->dtype), at.head,
-                              ca_row_of(&staged, i, h, r->dtype));
+            r->kernel->rotate(r, r->k_weight, cos_sin, ca_row_of(r->key, t + i, h), at.head, ca_row_of(&staged, i, h));
     }
     return staged;
 }

@@ -143,8 +143,6 @@ def apart(names: Sequence[str], arrays: Sequence[Array | None], num_outputs: int
             disjoint(names[i], a, dict(zip(names[i + 1 :], arrays[i + 1 :], strict=True)))
 
 
-def pointer(kind: str, a: Array | np.ndarray[Any, Any] | None) -> Any:
+def pointer(kind: str, a: Array | np.ndarray[Any, Any]) -> Any:
     """``a`` as a C pointer; the caller keeps ``a`` alive."""
-    if a is None:
-        return ffi.NULL
     return ffi.cast(kind, a.address if isinstance(a, Array) else a.ctypes.data)

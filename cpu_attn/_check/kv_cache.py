@@ -106,9 +106,9 @@ def caches(
     return k, cache("value_cache", value_cache, kvs[1], num_kv_heads, num_blocks, block_size, layout)
 
 
-def cache_sizes(axes: Sequence[int], layout: str) -> tuple[int, int, int]:
-    """Of a cache's shape num_blocks, num_kv_heads and block_size; of its strides theirs."""
-    n, h, b = axes[:3]
+def cache_sizes(shape: Sequence[int], layout: str) -> tuple[int, int, int]:
+    """Of a cache's shape num_blocks, num_kv_heads and block_size."""
+    n, h, b = shape[:3]
     return (n, b, h) if layout == "NHD" else (n, h, b)
 
 
