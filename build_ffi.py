@@ -53,7 +53,7 @@ class FlaggedFile:
     unit: str
     rank: int
     flags: tuple[str, ...]  # or the emulated ones, where the environment asks for them
-    of: str  # the isa whose kernels it replaces where it can run, "" for none
+    of: str  # the isa and the ca_dtype whose kernel it replaces where it can run, "" for none
     guarded: tuple[str, ...]  # flags of instructions that it has beyond these, where a check at run time allows them
 
     @classmethod
@@ -62,7 +62,8 @@ class FlaggedFile:
         emulate = "emulated" in said and os.environ.get("CPU_ATTN_EMULATE") == "1"
         flags = tuple(said["emulated" if emulate else "flags"].split())
         guarded = tuple(said.get("guarded", "").split())
-        return cls(path, said["arch"], said["unit"], int(said["rank"]), flags, said.get("of", ""), guarded)
+        of = ", ".join(said.get("of", "").split())
+        return cls(path, said["arch"], said["unit"], int(said["rank"]), flags, of, guarded)
 
     @property
     def name(self) -> str:
@@ -139,9 +140,11 @@ class BuildExt(build_ext):  # type: ignore[misc]
         kind = folder.upper()
         lists = {
             "LIST": [f'{kind}({f.name}, "{f.unit}")' for f in built if not f.of],
-            "VARIANTS": [f"VARIANT({f.name}, {f.of})" for f in built if f.of],
             "ABSENT": [f'ABSENT({f.name}, "{f.unit}", "{why}")' for f, why in absent if not f.of],
         }
+        if folder == "isa":
+            lists["VARIANTS"] = [f"VARIANT({f.name}, {f.of})" for f in built if f.of]
+            lists["ABSENT_VARIANTS"] = [f'ABSENT_VARIANT({f.name}, {f.of}, "{why}")' for f, why in absent if f.of]
         lines = (f"#define CA_{kind}_{name} {' '.join(rows)}\n" for name, rows in lists.items())
         (self.temp / f"{folder}_list.h").write_text("".join(lines))
         return built

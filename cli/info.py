@@ -87,6 +87,8 @@ def kernels() -> list[dict[str, Any]]:
             continue
         lib.ca_isa_kernel(isa.index, code, k)
         why = _asked("CPU_ATTN_ISA") or "the best isa that can run here"
+        if k.variant:
+            why += f"; without its variant {ffi.string(k.variant).decode()}: {_dispatch.reason_of(k.reason)}"
         method = ffi.string(k.method).decode()
         if k.integers:  # tiles are for more rows than decode has
             where = " in decode" if isa.unit == "matrix" else ""

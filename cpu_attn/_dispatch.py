@@ -38,16 +38,21 @@ class Engine:
     reason: str
 
 
+def reason_of(text: Any) -> str:
+    """What a ``missing`` of native/isa said, in words."""
+    reason: str = ffi.string(text).decode()
+    lacks = reason and " " not in reason  # a feature's name; else a sentence of its own
+    return f"this CPU or its operating system lacks {reason}" if lacks else reason
+
+
 @cache
 def isas() -> tuple[Isa, ...]:
     """Every isa of the table, best first."""
     info = ffi.new("ca_isa_info *")
     found: list[Isa] = []
     while lib.ca_isa(len(found), info):
-        name, unit, reason = (ffi.string(s).decode() for s in (info.name, info.unit, info.reason))
-        if info.compiled and reason and " " not in reason:  # a feature's name; else a sentence of its own
-            reason = f"this CPU or its operating system lacks {reason}"
-        found.append(Isa(name, unit, bool(info.compiled), bool(info.supported), reason, len(found)))
+        name, unit = (ffi.string(s).decode() for s in (info.name, info.unit))
+        found.append(Isa(name, unit, bool(info.compiled), bool(info.supported), reason_of(info.reason), len(found)))
     return tuple(sorted(found, key=lambda i: (not i.supported, i.index)))
 
 

@@ -171,10 +171,11 @@ typedef struct ca_isa_info {
 } ca_isa_info;
 
 typedef struct ca_kernel_info {
-    int32_t layout, rows;  /* query rows of a work item */
-    int32_t bf16_products; /* multiplies bf16 as it is, because here that is faster than FP32 FMA */
-    int32_t integers;      /* multiplies int8 and int4 caches as integers (kernel/integers.inc) */
-    const char *method;    /* how the other products are formed, in words */
+    int32_t layout, rows;         /* query rows of a work item */
+    int32_t bf16_products;        /* multiplies bf16 as it is, because here that is faster than FP32 FMA */
+    int32_t integers;             /* multiplies int8 and int4 caches as integers (kernel/integers.inc) */
+    const char *method;           /* how the other products are formed, in words */
+    const char *variant, *reason; /* a file of native/isa whose kernel would replace this one, and why not; NULL */
 } ca_kernel_info;
 
 typedef struct ca_cpu_info {

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The one table of isas. build_ffi.py writes isa_list.h: in CA_ISA_LIST the files of native/isa that this
- * compiler and architecture could build, in CA_ISA_ABSENT the others with the reason. A file that is `of:` another
- * isa stands in CA_ISA_VARIANTS: where it misses nothing its kernels replace that isa's. */
+ * The one table of isas. build_ffi.py writes isa_list.h: CA_ISA_LIST has the files of native/isa that this compiler and
+ * architecture could build, CA_ISA_ABSENT the others, each with the reason. A variant, a file with a line `of:`, is in
+ * CA_ISA_VARIANTS or CA_ISA_ABSENT_VARIANTS instead: its kernel for one dtype replaces that of the isa that it is of,
+ * unless the variant misses something here. */
 #include "cpu.h"
 #include "isa_list.h"
 #include "kernel.h"
 #include <string.h>
 
 #define ISA(name, unit) extern const ca_isa_row ca_isa_##name;
-#define VARIANT(name, of) extern const ca_isa_row ca_isa_##name;
+#define VARIANT(name, of, dtype) extern const ca_isa_row ca_isa_##name;
 CA_ISA_LIST CA_ISA_VARIANTS
 #undef ISA
 #undef VARIANT
@@ -21,14 +22,18 @@ CA_ISA_LIST CA_ISA_VARIANTS
     CA_ISA_LIST
 #undef ISA
 };
-static const struct {
-    const char *of;
+static struct {
+    const char *name, *of;
+    int dtype;
     const ca_isa_row *row;
+    const char *reason; /* why its kernel is not taken; NULL: it is */
 } variants[] = {
-#define VARIANT(name, of) {#of, &ca_isa_##name},
-    CA_ISA_VARIANTS
+#define VARIANT(name, of, dtype) {#name, #of, dtype, &ca_isa_##name, NULL},
+#define ABSENT_VARIANT(name, of, dtype, reason) {#name, #of, dtype, NULL, reason},
+    CA_ISA_VARIANTS CA_ISA_ABSENT_VARIANTS
 #undef VARIANT
-    {NULL, NULL}};
+#undef ABSENT_VARIANT
+    {NULL, NULL, 0, NULL, NULL}};
 static const struct {
     const char *name, *unit, *reason;
 } absent[] = {
@@ -40,20 +45,23 @@ static const struct {
 #define NUM_ROWS ((int)(sizeof rows / sizeof rows[0]))
 #define NUM_ABSENT ((int)(sizeof absent / sizeof absent[0]) - 1)
 
-/* What each isa offers on this machine, and of it or of the next best one: who writes 16-bit words, whose weights of
- * bfloat16 stay floats. Written once, when the library loads. */
+/* All written once, when the library loads. What each isa offers on this machine, variants included. */
 static ca_isa_row chosen[NUM_ROWS];
+/* Of each isa, or of the next best one that runs here and has such a kernel: that of float16 (ca_words_kernel), and
+ * that of bfloat16 which does not round weights to 8 bits (ca_attention_kernel). */
 static const ca_kernel *words[NUM_ROWS], *exact[NUM_ROWS];
 
 __attribute__((constructor)) static void choose(void) {
     for (int i = 0; i < NUM_ROWS; i++)
         chosen[i] = *rows[i].row;
-    for (int v = 0; variants[v].row; v++)
+    for (int v = 0; variants[v].of; v++) {
+        const int d = variants[v].dtype;
+        if (variants[v].row)
+            variants[v].reason = variants[v].row->missing();
         for (int i = 0; i < NUM_ROWS; i++)
-            if (!strcmp(rows[i].name, variants[v].of) && !variants[v].row->missing())
-                for (int d = 0; d < CA_DTYPES; d++)
-                    if (variants[v].row->kernels[d])
-                        chosen[i].kernels[d] = variants[v].row->kernels[d];
+            if (!variants[v].reason && !strcmp(rows[i].name, variants[v].of))
+                chosen[i].kernels[d] = variants[v].row->kernels[d];
+    }
     for (int i = NUM_ROWS - 1; i >= 0; i--) {
         const ca_kernel *const *own = rows[i].row->kernels;
         const int runs = !rows[i].row->missing(), more = i + 1 < NUM_ROWS;
@@ -66,7 +74,7 @@ const ca_isa_row *ca_isa_get(int isa) { return isa >= 0 && isa < NUM_ROWS ? &cho
 
 const ca_kernel *ca_words_kernel(int isa) { return words[isa]; }
 
-/* Built isas first, so that the index is also the table's; best first is build_ffi.py's order. */
+/* Built isas first, so that i is also their index in rows; both parts best first, as build_ffi.py sorts them. */
 int ca_isa(int i, ca_isa_info *out) {
     if (i < 0 || i >= NUM_ROWS + NUM_ABSENT)
         return 0;
@@ -95,6 +103,11 @@ int ca_isa_kernel(int isa, int dtype, ca_kernel_info *out) {
         return 0;
     *out = k->info;
     out->integers = k->integers && *k->integers;
+    for (int v = 0; variants[v].of; v++)
+        if (variants[v].reason && variants[v].dtype == dtype && !strcmp(rows[isa].name, variants[v].of)) {
+            out->variant = variants[v].name;
+            out->reason = variants[v].reason;
+        }
     return 1;
 }
 

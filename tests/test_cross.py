@@ -28,9 +28,8 @@ EMULATOR = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-static"]
 LISTS = {
     "isa_list.h": 'CA_ISA_LIST ISA(neon, "vector") ISA(scalar, "scalar")\n#define CA_ISA_VARIANTS\n'
-    "#define CA_ISA_ABSENT",
-    "probe_list.h": 'CA_PROBE_LIST PROBE(neon, "vector") PROBE(scalar, "scalar")\n#define CA_PROBE_VARIANTS\n'
-    "#define CA_PROBE_ABSENT",
+    "#define CA_ISA_ABSENT\n#define CA_ISA_ABSENT_VARIANTS",
+    "probe_list.h": 'CA_PROBE_LIST PROBE(neon, "vector") PROBE(scalar, "scalar")\n#define CA_PROBE_ABSENT',
 }
 
 pytestmark = pytest.mark.skipif(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import subprocess
@@ -71,6 +72,23 @@ def test_auto_is_the_best_isa_or_the_one_asked_for() -> None:
     asked = info(CPU_ATTN_ISA="scalar")["auto"]
     assert all(k["isa"] == "scalar" and "CPU_ATTN_ISA=scalar" in k["why"] for k in asked)
     assert all(k["isa"] is None and "nonsense" in k["why"] for k in info(CPU_ATTN_ISA="nonsense")["auto"])
+
+
+@pytest.mark.parametrize("vdpbf16ps", ["0", "1"])
+def test_a_variant_that_is_not_used_says_why(vdpbf16ps: str) -> None:
+    """avx512_bf16, which replaces bfloat16's kernel of avx512. A process chooses once."""
+    if not next(i for i in cpu_attn.isas() if i.name == "avx512").supported:
+        pytest.skip("avx512 does not run here")
+    command = [sys.executable, "-m", "cpu_attn", "info", "--json"]
+    env = {**os.environ, "CPU_ATTN_ISA": "avx512", "CPU_ATTN_VDPBF16PS": vdpbf16ps}
+    data = json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
+    why = {k["dtype"]: k["why"].split("; ") for k in data["auto"]}
+    assert why["float32"] == why["float16"] == ["CPU_ATTN_ISA=avx512"] == why["bfloat16"][:1]
+    emulated = any(i["emulated"] for i in data["isas"])
+    lacking = [f for f in ("avx512_bf16", "avx512vbmi") if not (emulated or data["cpu"]["features"][f])]
+    reasons = [f"this CPU or its operating system lacks {f}" for f in lacking] or ["CPU_ATTN_VDPBF16PS is not 1"]
+    used = vdpbf16ps == "1" and not lacking
+    assert why["bfloat16"][1:] == ([] if used else [f"without its variant avx512_bf16: {reasons[0]}"])
 
 
 def test_auto_is_the_native_engine_or_the_one_asked_for() -> None:

@@ -101,11 +101,14 @@ def code(path: Path, *options: str) -> list[str]:
     return ["\t" + line.split("\t", 1)[1] for line in listing.splitlines() if "\t" in line]
 
 
+def compiler() -> list[str]:
+    return (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+
+
 @functools.cache
 def allowed(*flags: str) -> frozenset[str]:
     """The macros of WIDER that the compiler defines under these flags."""
-    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
-    text = re.sub("__AMX(?!_)", "__AMX_", tool(*compiler, *flags, "-dM", "-E", "-xc", "/dev/null"))  # clang < 15
+    text = re.sub("__AMX(?!_)", "__AMX_", tool(*compiler(), *flags, "-dM", "-E", "-xc", "/dev/null"))  # clang < 15
     return frozenset(re.findall(r"^#define (\w+)", text, re.MULTILINE)) & WIDER.keys()
 
 
@@ -126,6 +129,23 @@ def test_every_source_is_looked_at(objects: dict[str, Path], flagged: list[Any])
     sources = {str(p.relative_to(ROOT)) for p in (ROOT / "native").glob("*.c")}
     sources |= {file.source for file in flagged}
     assert sources <= objects.keys()
+
+
+def test_what_the_compiler_lacks_is_said(build_ffi: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of isas and of their variants; native/isa.c takes what is written of them."""
+    from setuptools import Distribution
+
+    command = build_ffi.BuildExt(Distribution())
+    command.build_temp = str(tmp_path)
+    monkeypatch.setattr(command, "accepts", lambda *flags: False)
+    built = command.choose("isa")
+    assert [file.name for file in built] == ["scalar"]
+    text = (tmp_path / "isa_list.h").read_text()
+    why = "the compiler that built this lacks one of" if platform.machine() == "x86_64" else "its kernels are for"
+    assert f'ABSENT(avx512, "vector", "{why}' in text
+    assert f'ABSENT_VARIANT(avx512_bf16, avx512, CA_BF16, "{why}' in text
+    native = ROOT / "native"
+    tool(*compiler(), "-fsyntax-only", "-Werror", "-Wall", "-Wextra", f"-I{native}", f"-I{tmp_path}", native / "isa.c")
 
 
 def test_no_weak_symbols(objects: dict[str, Path]) -> None:

@@ -2,7 +2,7 @@
  * arch:     x86_64
  * unit:     vector
  * rank:     31
- * of:       avx512
+ * of:       avx512 CA_BF16
  * flags:    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -mavx512vbmi
  * emulated: -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -DEMULATED -DEMULATED_VBMI
  *
@@ -51,8 +51,10 @@ static const char *missing(void) {
     if (!reason)
         reason = CA_CPU_MISSING(CA_HAS_avx512_bf16, CA_HAS_avx512vbmi);
 #endif
-    if (!reason && !(said ? *said == '1' : faster))
-        reason = "a VDPBF16PS faster than FMA";
+    if (!reason && said && *said != '1')
+        reason = "CPU_ATTN_VDPBF16PS is not 1";
+    if (!reason && !said && !faster)
+        reason = "VDPBF16PS is not known to beat FMA on this core";
     return reason;
 }
 
