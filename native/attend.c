@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Runs a plan: threads take items, some kv heads of a task, from a counter, then those that merge; segments merge in
- * order. */
+ * Runs a plan: threads take items, some kv heads of a task each, from a counter, then merges from another. Segments
+ * merge in order. */
 #include "check.h"
 #include "kernel.h"
 #include "keys.h"
@@ -32,8 +32,8 @@ static ca_state part_at(const run *w, ca_part part, int kv_head) {
     return (ca_state){s.o + part.row * dv, s.m + part.row, s.l + part.row};
 }
 
-/* Of the keys of one segment that the task may see, the first chain that counts behind what was had, [0, k1). 0: none
- * does. */
+/* The next chain of the keys of one segment: from the first one at or behind *k1 that the task may see and that is
+ * selected. 0: there is none. */
 static int next_chain(const run *w, const ca_task *t, int kv_head, int64_t segment, int64_t *k0, int64_t *k1) {
     int64_t size = ca_segment_keys(w->plan->seq_lens[t->request]), start = segment * size, first, end;
     ca_task_keys(w->plan, t, &first, &end);

@@ -9,7 +9,7 @@
 #include <omp.h>
 #endif
 
-/* From here on writes go past the caches. Measured on Zen 4 with 32 MiB of L3, one thread, write and then a decode step
+/* Writes of so much go past the caches. Measured on Zen 4 with 32 MiB of L3, one thread, write and then a decode step
  * that reads it all, streamed against not: 4 MiB 17.5 and 20.3 GB/s written, 705 and 442 us for both; 8 MiB 18.6
  * and 20.8, 1339 and 838; 16 MiB 20.6 and 12.5, 2579 and 2781; 32 MiB 18.6 and 9.2, 5779 and 7565. */
 #define STREAM_BYTES (16 << 20)
@@ -68,7 +68,7 @@ static void write_plain(const cache *c, int value, char *block, int64_t token, c
         memcpy(to, row, (size_t)c->head_size * ca_dtype_size(c->dtype));
 }
 
-/* One token of a packed one. An odd last d of K is paired with zero where the other could be NaN. */
+/* One token of a packed, narrow cache. An odd last d of K is paired with zero where the other could be NaN. */
 static void write_narrow(const cache *c, int value, char *block, int64_t token, const char *row) {
     uint8_t bytes[c->head_size]; /* at most _check.MAX_SIZE */
     uint16_t scales[ca_div_up(c->head_size, 32)];
@@ -115,8 +115,8 @@ static int write_narrow_group(const cache *c, int value, char *block, int64_t to
     if (c->head_size > WIDE || c->head_size % 2)
         return 0;
     for (int t = 0; t < CA_LANES; t++) {
-        for (int64_t i = 0; i < c->head_size * ca_dtype_size(c->dtype);
-             i += 64) /* of the next group, as in write.inc */
+        /* the next group's rows, as in write.inc */
+        for (int64_t i = 0; i < c->head_size * ca_dtype_size(c->dtype); i += 64)
             __builtin_prefetch(rows + (t + CA_LANES) * ld + i, 0, 2);
         narrow_row(c, rows + t * ld, bytes[t], scales[t]);
     }

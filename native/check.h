@@ -17,11 +17,11 @@ int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *q
                   const int32_t *dynamic_causal, ca_fault *fault);
 int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault);
 int ca_check_positions(const int64_t *positions, int64_t num_tokens, int64_t bound, ca_fault *fault);
-/* Reads the call's arrays into `a`. NULL unless nothing is wrong with them but what indices may hold. */
+/* Reads the call's arrays into `a`. NULL unless all is known to be right with them but what indices hold. */
 const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, int64_t k_dtype,
                                     int64_t v_dtype, uintptr_t objects, const ca_array *given, ca_array *a,
                                     int num_arrays, int num_outputs);
-/* Those at `objects`, or given; 0: they are not all like what we take. */
+/* Reads the arrays at `objects`, or those given; 0: one of them is like none that we take. */
 int ca_read_arrays(uintptr_t objects, const ca_array *given, ca_array *out, int n);
 int ca_accept_step(uintptr_t objects, const ca_array *given, int64_t num_reqs, ca_array *a);
 #endif

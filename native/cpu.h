@@ -21,7 +21,8 @@ enum ca_feature {
 
 /* The first of the features (ended by -1) that this machine does not offer, by name; NULL: all there. */
 const char *ca_cpu_missing(const int *features);
-/* static: filling an array on the stack took AVX instructions, in files whose flags allow them. */
+/* static: filling an array on the stack took AVX instructions in files whose flags allow them, and `missing`, which
+ * uses this, runs on every machine. */
 #define CA_CPU_MISSING(...)                                                                                            \
     __extension__({                                                                                                    \
         static const int features[] = {__VA_ARGS__, -1};                                                               \
@@ -33,6 +34,7 @@ int ca_cpu_is(const char *vendor);
 /* GenuineIntel? AVX512_VNNI? Written once, when the library loads. */
 extern int ca_cpu_intel, ca_cpu_vnni;
 
-/* Asks the kernel once for AMX tile state, for the whole process. 1 granted, 0 refused, -1 no AMX. */
+/* Asks the operating system for the AMX tile state, which it grants to a whole process, or not: 1 granted, 0 refused,
+ * -1 no AMX here; *reason: why not, "" where it is granted. */
 int ca_cpu_amx_permission(const char **reason);
 #endif

@@ -7,8 +7,9 @@
 #include <stddef.h>
 #include <stdint.h>
 /* cffi: begin */
-/* Of queries and caches; of caches only: fp8 (e4m3 without infinities, e5m2: arXiv:2209.05433) and integers with
- * scales, bfloat16, int8 for a token of a kv head, int4 for each 32 of its elements; of indices. */
+/* First those of queries and caches. Then those of caches alone: fp8 (e4m3 without infinities, e5m2: arXiv:2209.05433)
+ * and integers with bfloat16 scales: int8 has one for a token of a kv head, int4 one for each 32 of its elements. Then
+ * those of indices and bytes. */
 enum ca_dtype {
     CA_F32,
     CA_F16,
@@ -76,7 +77,7 @@ typedef struct ca_shape {
     int32_t dtype, k_dtype, v_dtype;   /* enum ca_dtype, of queries and of the caches */
     int32_t isa;                       /* index into the isa table */
     int32_t causal;                    /* of every request, where dynamic_causal does not say it */
-    int32_t all_causal;                /* no request is bidirectional: window_right has no meaning; the plan says it */
+    int32_t all_causal;                /* no request is bidirectional: window_right has no meaning; by ca_plan_new */
     int32_t window_left, window_right; /* keys visible to each side of the query, -1: all */
     int32_t enable_kv_split;
     int32_t num_threads;
@@ -150,9 +151,9 @@ enum ca_rotary_arrays {
 };
 
 enum { CA_SIZES = 11 };
-/* Calls that _check has accepted: all that its answer depends on, which is everything about the arrays but where
- * they lie (but where they lie to one another), and the sizes that they have to fit. For one Python thread and one kind
- * of call. */
+/* Calls that _check has accepted: all that its answer depends on, which is the sizes that the arrays have to fit and
+ * everything about the arrays but their addresses, of which only the distances to one another count. For one Python
+ * thread and one kind of call. */
 typedef struct ca_known {
     int64_t count; /* remembered so far; the oldest makes room */
     struct ca_accepted {
@@ -163,7 +164,7 @@ typedef struct ca_known {
     } calls[8];
 } ca_known;
 
-/* One line of the isa table, and what this machine says to it. */
+/* A row of the isa table, and whether it can run here. */
 typedef struct ca_isa_info {
     const char *name, *unit; /* unit: "matrix", "vector" or "scalar" */
     int32_t compiled, supported;
@@ -230,7 +231,8 @@ int ca_read_array(uintptr_t object, ca_array *out); /* 0: not a NumPy array, or 
  * causal: -1 where there are no lengths and masks to compare with the plan's. workspace NULL: only checks. */
 int ca_attend(const ca_plan *plan, ca_known *known, uintptr_t objects, const ca_array *given, int causal, float scale,
               float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault);
-/* named: a number for the isa's name. isa: its index, which goes with `given`. A slot < 0 is skipped. */
+/* named: a number that stands for the names of isa and kv_cache_dtype. isa, k_dtype, v_dtype: what these names mean,
+ * said where _check has accepted what is given. A slot < 0 is skipped. */
 int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype, int v_dtype,
              int kv_cache_layout, float k_scale, float v_scale, ca_fault *fault);
 

@@ -129,6 +129,7 @@ struct ca_engine {
     int (*rows)(const ca_kernel *kernel); /* query rows it wants in a task */
     int64_t (*scratch_bytes)(const ca_plan *plan);
     ca_segment_fn *segment;
-    int together; /* may there be several kv heads? where blocks hold whole groups, and up to CA_FEW_ROWS rows */
+    /* may segment get several kv heads at once? where blocks hold whole groups, for no more than CA_FEW_ROWS rows */
+    int together;
 };
 #endif

@@ -21,19 +21,19 @@ typedef struct ca_rotary {
     int64_t thread_bytes;
 } ca_rotary;
 
-int ca_rotary_begin(ca_rotary *rotary, int team); /* what else a team needs, or CA_NO_MEMORY */
+int ca_rotary_begin(ca_rotary *rotary, int team); /* allocates what else a team needs; CA_NO_MEMORY */
 void ca_rotary_end(ca_rotary *rotary);
 void ca_rotate_queries(const ca_rotary *rotary, int thread, int team); /* this thread's share */
 /* Keys of n <= 16 tokens from t on: row i of the result is token t + i. */
 ca_array ca_rotate_keys(const ca_rotary *rotary, int thread, int head0, int head1, int64_t t, int n);
 
-/* Rows of the isa table: what an isa file offers for one dtype. */
+/* What an isa file offers for one dtype. */
 struct ca_kernel {
     ca_kernel_info info;
     int64_t (*scratch_bytes)(const ca_plan *plan);
     ca_segment_fn *segment;
-    /* kv heads that go together through the keys (the bits being the same) go over NHD by at most nhd_keys of them, or
-     * as many as are nhd_bytes of K and V for all heads; 0: each goes by itself */
+    /* over NHD several kv heads go through the keys together, with the same bits: by nhd_keys keys at a time, or fewer
+     * where K and V of so many, for all heads, are more than nhd_bytes; 0: each head goes by itself */
     int64_t nhd_keys, nhd_bytes;
     /* into = merge(into, from), in this order: float results depend on it */
     void (*merge)(const ca_state *into, const ca_state *from, int64_t rows, int64_t head_size_v);
@@ -101,12 +101,12 @@ static inline const char *ca_kv_block(const ca_plan *plan, const ca_call *c, int
     return value ? ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, kv_head, dtype)
                  : ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, kv_head, dtype);
 }
-/* Can the kernels read it as it lies? Both? */
+/* Can the kernels read K, or V, as it lies? Both? */
 static inline int ca_side_ready(const ca_plan *plan, int value) {
     return !ca_is_narrow(ca_kv_dtype(&plan->shape, value)) && plan->shape.kv_cache_layout == CA_PACKED;
 }
 static inline int ca_ready(const ca_plan *plan) { return ca_side_ready(plan, 0) && ca_side_ready(plan, 1); }
-/* A group of a plain, narrow cache on its way: widened, not yet packed. */
+/* Room for a group of a plain, narrow cache that is widened and not yet packed. */
 static inline int64_t ca_rows_bytes(const ca_plan *plan) {
     int narrow = ca_any_narrow(&plan->shape);
     int needed = narrow && plan->shape.kv_cache_layout != CA_PACKED;
@@ -126,7 +126,7 @@ static inline int64_t ca_state_bytes(const ca_plan *plan, int64_t rows) {
 static inline int64_t ca_token_bytes(const ca_shape *s) {
     return s->head_size * ca_dtype_size(s->k_dtype) + s->head_size_v * ca_dtype_size(s->v_dtype);
 }
-/* Of `keys`, halved as often as it takes, so many are `bytes` for all kv heads. */
+/* `keys`, halved until K and V of so many, for all kv heads, are no more than `bytes`, or a group is left. */
 static inline int64_t ca_nhd_keys(const ca_shape *s, int64_t keys, int64_t bytes) {
     while (keys >= 2 * CA_LANES && keys * s->num_kv_heads * ca_token_bytes(s) > bytes)
         keys /= 2;

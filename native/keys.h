@@ -12,11 +12,11 @@ static inline int64_t ca_q_len(const ca_plan *plan, int r) {
 /* Keys before those of the request's query tokens. */
 static inline int64_t ca_context(const ca_plan *plan, int r) { return plan->seq_lens[r] - ca_q_len(plan, r); }
 
-/* Of query token i of request r among its keys. */
+/* Which of the keys of request r is that of its query token i? */
 static inline int64_t ca_position(const ca_plan *plan, int r, int64_t i) { return ca_context(plan, r) + i; }
 
-/* First and last+1 key that query token i of request r may see, before the sequence's own end. Neither falls from token
- * to token, but lo in a tree mask, which may hide some of them besides: ca_run. */
+/* First and last+1 key that query token i of request r may see. From token to token neither falls, but lo in a tree
+ * mask, which may hide keys between the two besides: ca_run. */
 static inline void ca_visible(const ca_plan *plan, int r, int64_t i, int64_t *lo, int64_t *hi) {
     if (plan->lo) {
         *lo = plan->lo[plan->query_start_loc[r] + i];
@@ -73,8 +73,9 @@ static inline void ca_hide(const uint8_t *bits, int64_t context, int64_t key, in
             s[i] = -INFINITY;
 }
 
-/* What queries take, before the product, of the factor that makes logits of it; scale, which is part of that, with its
- * sign. All of it but where a small softcap would make them infinite, a large one subnormal. */
+/* Of `factor`, which makes logits of q.k and holds scale, the part by which queries are multiplied before the product:
+ * all of it, unless queries would become infinite by a small softcap, or subnormal by a large one. Its sign is scale's.
+ */
 static inline double ca_query_factor(double scale, double factor) {
     const double size = fabs(factor);
     return size >= 0x1p-40 && size <= 1 ? factor : copysign(fmin(fabs(scale), 1), scale);

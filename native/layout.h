@@ -55,14 +55,14 @@ static inline int ca_layout_of(int kv_cache_layout, int layout, int kv_dtype) {
     return kv_cache_layout == CA_PACKED ? ca_layout_of_kind(layout, kv_dtype) : CA_LAYOUT_ROWS;
 }
 
-/* int4: byte b of 64 holds elements b, in its low half, and 64 + b of 128 that would otherwise lie in these places; as
- * an element plus 8. int8: sign and magnitude. */
+/* int4: of 128 elements in the order of the layout, byte b of 64 holds element b in its low half and element 64 + b in
+ * the other, each plus 8. int8: a byte is sign and magnitude. */
 #define CA_I4_ELEMENTS 128
 static inline int64_t ca_i4_byte(int64_t element) { return element / 128 * 64 + element % 64; }
 static inline int ca_i4_shift(int64_t element) { return element % 128 < 64 ? 0 : 4; }
 
-/* What a group of 16 tokens of one kv head takes, K or V: elements in the order of its layout, their bytes, and, of a
- * cache that keeps scales, as many for each token. Its block then holds whole groups, and behind all of them
+/* What a group of 16 tokens of one kv head takes, K or V: elements in the order of its layout, their bytes, and how
+ * many scales each token has. A block of a cache with scales holds whole groups, and behind all of them
  * [groups][scales][16] bfloat16. */
 typedef struct ca_group_form {
     int64_t elements, bytes, scales;
@@ -89,7 +89,7 @@ static inline const char *ca_block(const void *base, int64_t stride_n, int64_t s
 /* Element d of a token of int8 or int4, its scale applied. */
 float ca_scaled_element(int kv_dtype, int64_t head_size, int value, const char *block, int64_t block_size,
                         int64_t token, int64_t d);
-/* [128] bytes of e4m3, e5m2 or int8 without their sign, as binary16 or bfloat16; of int4 [16], twice */
+/* [128] bytes of e4m3, e5m2 or int8 without their sign, as binary16 or bfloat16; of int4 the 16 values, eight times */
 const uint16_t *ca_narrow_words(int kv_dtype, int bf16);
 const uint8_t *ca_narrow_bytes(int kv_dtype); /* of bfloat16: [128] low ones, [128] high ones */
 #endif

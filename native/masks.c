@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Masks besides causal and window, as a plan keeps them: the range of keys of every query token and, of a tree, which
- * of the new tokens in it. */
+ * Masks besides causal and window, as a plan keeps them: the range of keys that every query token sees and, under a
+ * tree mask, which new tokens in that range. */
 #include "check.h"
 #include "plan.h"
 #include <stdlib.h>
@@ -56,7 +56,7 @@ static void fill_ranges(const ca_plan *p, const ca_masks *m, int32_t *to_lo, int
     }
 }
 
-/* Of a row its own new tokens' bits; returns how many are set. */
+/* The bits of a row that stand for tokens of its own request; returns how many are set. */
 static int32_t copy_row(const uint8_t *from, int64_t q_len, uint8_t *to) {
     int32_t count = 0;
     memcpy(to, from, (size_t)ca_div_up(q_len, 8));

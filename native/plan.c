@@ -74,7 +74,7 @@ static void split_tasks(const ca_plan *p, ca_list *list, double total) {
         }
 }
 
-/* Other heads are one as long as it is no more than such a quarter. */
+/* Of other caches heads of a task are one item as long as that is no more than such a quarter. */
 static int32_t heads_of_item(const ca_plan *p, int64_t longest, double total) {
     const double most = total * p->shape.num_kv_heads / (4 * p->num_threads) / (double)longest;
     return (int32_t)fmax(1, fmin(most, (double)ca_min64(CA_HEADS, p->shape.num_kv_heads)));
@@ -95,7 +95,8 @@ static void count_shared(ca_plan *p, const ca_list *list) {
     }
 }
 
-/* Gives tasks room for partial results and tells the query blocks whose rows these are. Returns the floats of it. */
+/* Gives the tasks that c became room for partial results, from `floats` on, and the query blocks whose rows are in
+ * these their parts. Returns how many floats that takes. */
 static int64_t put_parts(const ca_plan *p, const ca_list *list, ca_costed *c, int64_t floats, ca_task *to,
                          ca_part *parts) {
     int32_t rows = (int32_t)ca_rows_of(p, &c->task), row = 0;

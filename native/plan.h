@@ -9,7 +9,7 @@
 typedef struct ca_costed {
     ca_task task;
     int64_t cost;    /* of one kv head: of the task, then of a piece */
-    int32_t whole;   /* it is one task that finishes at once; nothing else looks at what follows */
+    int32_t whole;   /* it is one task that finishes at once, without parts to merge */
     int32_t pieces;  /* num_segments, if it hands them out one by one, or 1, or 0: they are left to the merge */
     int32_t shared;  /* of a query block: parts of it that come from shared tasks */
     int32_t members; /* of a shared task: how many query blocks */

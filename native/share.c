@@ -19,7 +19,7 @@ typedef struct sharer {
     int32_t size;          /* keys of one */
     int32_t listed;        /* in the list */
     int32_t common;        /* segments that the next sharer has too */
-    int64_t token;         /* of all that are shared */
+    int64_t token;         /* where in plan->tokens its query tokens begin */
 } sharer;
 
 static int64_t first_difference(const sharer *x, const sharer *y) {
@@ -46,7 +46,7 @@ static int in_order(const void *a, const void *b) {
  * table is too short. */
 static int64_t find_sharers(const ca_plan *p, const ca_array *table, const ca_list *list, sharer *x, ca_fault *fault) {
     int64_t n = 0, block_size = p->shape.block_size;
-    for (int64_t i = 0; i < list->num_blocks && !p->tree; i++) { /* whose bits hide keys that hi does not */
+    for (int64_t i = 0; i < list->num_blocks && !p->tree; i++) { /* a tree's bits hide keys below hi */
         const ca_task *t = &list->at[i].task;
         int64_t lo, hi, unused, size = ca_segment_keys(p->seq_lens[t->request]);
         ca_visible(p, t->request, t->token, &unused, &hi);
@@ -67,7 +67,7 @@ static int64_t find_sharers(const ca_plan *p, const ca_array *table, const ca_li
     return n;
 }
 
-/* Orders them and says what each has in common with the next. Returns how many do so with a neighbour. */
+/* Sorts them and says what each has in common with the next. Returns how many have anything in common with it. */
 static int64_t compare(sharer *x, int64_t n, int64_t block_size) {
     int64_t neighbours = 0;
     qsort(x, (size_t)n, sizeof *x, in_order);
@@ -80,7 +80,7 @@ static int64_t compare(sharer *x, int64_t n, int64_t block_size) {
     return neighbours;
 }
 
-/* The query tokens in this order, and what a call's block table has to have in common with this one. */
+/* Keeps the query tokens in this order, and which requests have to share which blocks in a call's table, too. */
 static int keep(ca_plan *p, ca_list *list, sharer *x, int64_t n, int64_t neighbours) {
     int64_t tokens = 0;
     for (int64_t i = 0; i < n; i++)
