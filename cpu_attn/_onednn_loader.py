@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -117,12 +118,17 @@ def _probe(module: ModuleType, dtype: int) -> str:
 
 
 def _load() -> ModuleType:
+    if importlib.util.find_spec("cpu_attn._onednn") is None:
+        raise UnavailableError(
+            "this build has no oneDNN engine: there were no headers of oneDNN, or CPU_ATTN_NO_ONEDNN was set; set "
+            "ONEDNN_ROOT to a oneDNN v3 and install cpu-attn anew"
+        )
     path, library = _library()
     _judge(path, library)
     try:
         module = importlib.import_module("cpu_attn._onednn")
     except ImportError as e:
-        raise UnavailableError(f"this build has no oneDNN engine, or {path} does not fit it: {e}") from None
+        raise UnavailableError(f"{path} does not fit this build's oneDNN engine: {e}") from None
     ffi = module.ffi
     if int(ffi.cast("uintptr_t", module.lib.ca_onednn_bound())) != _address(library.dnnl_version):
         raise UnavailableError(f"another {NAMES[0]} than {path} was loaded before it; import cpu_attn first")

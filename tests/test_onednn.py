@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import importlib.metadata
+import importlib.util
 import multiprocessing
 import os
 import platform
@@ -240,6 +241,15 @@ problem = build(cases("quick")[0])
 assert check(problem, *run(problem, engine="native")).ok
 print(engine.reason)
 """
+
+
+def test_a_build_without_the_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever library is there: to install one would not help."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for library in ("", "/nowhere/libdnnl.so.3"):
+        monkeypatch.setenv("CPU_ATTN_ONEDNN", library)
+        with pytest.raises(cpu_attn.UnavailableError, match=r"^this build has no oneDNN engine: .* anew"):
+            _onednn_loader._load()
 
 
 def test_no_library_says_why(tmp_path: Path) -> None:

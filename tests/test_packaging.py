@@ -33,6 +33,7 @@ assert folder in Path(cpu_attn.__file__).resolve().parents, cpu_attn.__file__
 there = {e.name: e for e in cpu_attn.engines()}
 assert there["native"].available and there["reference"].available
 assert there["onednn"].available == onednn and bool(there["onednn"].reason) != onednn, there["onednn"]
+assert onednn or "this build has no oneDNN engine" in there["onednn"].reason, there["onednn"]
 rng = np.random.default_rng(0)
 key, value = rng.standard_normal((2, 5, 1, 8), np.float32)
 query = rng.standard_normal((5, 2, 8), np.float32)
