@@ -26,8 +26,8 @@ class PagedKVCache:
     ``value_cache`` are the raw arrays for :func:`reshape_and_cache` and :func:`attention_with_kv_cache`; ``isa`` is
     resolved and ``layout`` names what lies inside, so that a plan for another layout or dtype is refused; all of that
     is ``descriptor``, which goes with the memory into files and to other machines.
-    kv_cache_layout: ``packed``, or ``HND`` or ``NHD``: plain rows, slower to read, for whoever shares the memory; then
-    ``layout``, too.
+    kv_cache_layout: ``packed``, or ``HND`` or ``NHD``: plain rows, slower to read, for whoever shares the memory
+    (``layout`` then has the same name).
     Raises ValueError or TypeError for what is out of range, UnavailableError for an isa that is not there, MemoryError.
 
     >>> cache = PagedKVCache(64, 16, num_kv_heads=8, head_size=128, dtype="bfloat16")
