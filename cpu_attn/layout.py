@@ -104,14 +104,12 @@ class CacheDescriptor:
     def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
         """Of K's and of V's memory: [N, Hkv, B, width], of NHD [N, B, Hkv, D]. Packed room for K is room for V of that
         size, too."""
-        size, heads, widths = self.block_size, self.num_kv_heads, []
-        if self.layout in PLAIN:
-            axes = (size, heads) if self.layout == "NHD" else (heads, size)
-            return tuple((self.num_blocks, *axes, width) for width in (self.head_size, self.head_size_v))
-        for head_size, kind in zip((self.head_size, self.head_size_v), self.stored, strict=True):
-            form = Form(self.layout, kind, head_size, False)
-            widths.append(-(-_groups(size) * (form.places + form.scales * LANES * 2) // size))
-        return tuple((self.num_blocks, heads, size, width) for width in widths)
+        size, widths = self.block_size, [self.head_size, self.head_size_v]
+        if self.layout not in PLAIN:
+            forms = [Form(self.layout, kind, n, False) for n, kind in zip(widths, self.stored, strict=True)]
+            widths = [-(-_groups(size) * (form.places + form.scales * LANES * 2) // size) for form in forms]
+        axes = _check.cache_sizes((self.num_blocks, self.num_kv_heads, size), self.layout)
+        return tuple((*axes, width) for width in widths)
 
     def reader(self, isa: str = "auto") -> _dispatch.Isa:
         """The isa of that name, or the best one here, whose kernels read this layout. ValueError if none does."""
@@ -318,11 +316,16 @@ def _groups(block_size: int) -> int:
     return -(-block_size // LANES)
 
 
+def _by_head(memory: Memory, layout: str) -> Memory:
+    """[N, Hkv, B, D] of plain rows, in the same memory."""
+    return memory.swapaxes(1, 2) if layout == "NHD" else memory
+
+
 def unpack(memory: Memory, form: Form) -> tuple[Memory, Memory]:
     """Elements [N, Hkv, B, head_size] and scales [N, Hkv, B, form.scales] of memory [N, Hkv, B, width], as they are
     stored: integers as bytes of their own, their scales as the bits of bfloat16."""
     if form.layout in PLAIN:
-        rows = memory.swapaxes(1, 2) if form.layout == "NHD" else memory
+        rows = _by_head(memory, form.layout)
         return rows, np.zeros((*rows.shape[:3], 0), np.uint16)
     n, heads, size, _ = memory.shape
     groups, (axes, order) = _groups(size), form.axes
@@ -341,7 +344,7 @@ def unpack(memory: Memory, form: Form) -> tuple[Memory, Memory]:
 def pack(elements: Memory, scales: Memory, form: Form, memory: Memory) -> None:
     """The way back, into memory that is zero: lanes and an odd last d that belong to nobody stay so."""
     if form.layout in PLAIN:
-        memory[...] = elements.swapaxes(1, 2) if form.layout == "NHD" else elements
+        _by_head(memory, form.layout)[...] = elements
         return
     n, heads, size, _ = memory.shape
     groups, (axes, order) = _groups(size), form.axes

@@ -238,9 +238,7 @@ def get_kv_cache_shape(
     num_blocks = _check.integer("num_blocks", num_blocks, 0)
     num_kv_heads = _check.integer("num_kv_heads", num_kv_heads, 1, _check.MAX_SIZE)
     layout = _check.kv_cache_layout(kv_cache_layout, [kv])
-    if layout == "NHD":
-        return num_blocks, block_size, num_kv_heads, head_size
-    if layout == "HND":
-        return num_blocks, num_kv_heads, block_size, head_size
-    width = _check.width(resolved.index, _dispatch.DTYPE_CODES[name], kv, block_size, head_size)
-    return num_blocks, num_kv_heads, block_size, width
+    width = head_size
+    if layout == "packed":
+        width = _check.width(resolved.index, _dispatch.DTYPE_CODES[name], kv, block_size, head_size)
+    return (*_check.cache_sizes((num_blocks, num_kv_heads, block_size), layout), width)

@@ -96,6 +96,11 @@ static inline ca_group_form ca_kv_form(const ca_plan *plan, int value) {
     const ca_shape *s = &plan->shape;
     return ca_group_form_of(plan->kernel->info.layout, ca_kv_dtype(s, value), ca_kv_head_size(s, value), value);
 }
+/* From a group of 16 tokens to the next one of its block, in bytes. */
+static inline int64_t ca_kv_group_step(const ca_plan *plan, const ca_call *c, int value) {
+    const int64_t row = (value ? c->v_ld : c->k_ld) * ca_dtype_size(ca_kv_dtype(&plan->shape, value));
+    return plan->shape.kv_cache_layout == CA_PACKED ? ca_kv_form(plan, value).bytes : CA_LANES * row;
+}
 static inline const char *ca_kv_block(const ca_plan *plan, const ca_call *c, int value, int64_t block, int kv_head) {
     const int dtype = ca_kv_dtype(&plan->shape, value);
     return value ? ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, kv_head, dtype)

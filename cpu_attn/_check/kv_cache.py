@@ -107,7 +107,7 @@ def caches(
 
 
 def cache_sizes(shape: Sequence[int], layout: str) -> tuple[int, int, int]:
-    """Of a cache's shape num_blocks, num_kv_heads and block_size."""
+    """Of a cache's shape num_blocks, num_kv_heads and block_size; and of these, by the same exchange, the shape's."""
     n, h, b = shape[:3]
     return (n, b, h) if layout == "NHD" else (n, h, b)
 

@@ -45,10 +45,7 @@ int64_t ca_wide_bytes(const ca_plan *plan) {
 
 /* From a block to the group of a token, in bytes. */
 static int64_t group_at(const ca_pages *g, int value, int64_t token) {
-    const int64_t ld = value ? g->call->v_ld : g->call->k_ld, group = token / CA_LANES;
-    return group * (g->plan->shape.kv_cache_layout == CA_PACKED
-                        ? ca_kv_form(g->plan, value).bytes
-                        : CA_LANES * ld * ca_dtype_size(ca_kv_dtype(&g->plan->shape, value)));
+    return token / CA_LANES * ca_kv_group_step(g->plan, g->call, value);
 }
 
 /* The group that is read AHEAD columns after this one, of `end`, V after K, to be fetched line by line meanwhile: pages
