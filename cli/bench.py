@@ -150,14 +150,17 @@ def _idle(engine: str, w: Workload, kv_cache_dtype: str, block_size: int) -> str
 
 @dataclass
 class Timer:
-    """The runs of one call. The first is not counted, unless it is so long that it has to be the only one."""
+    """The runs of one call. The first is not counted, unless it is so long that it has to be the only one. prepare:
+    what comes before each of its turns."""
 
     call: Callable[[], Any]
     repeat: int | None
+    prepare: Callable[[], Any] = lambda: None
     seconds: list[float] = field(default_factory=list)
     total: float = 0.0
 
     def __post_init__(self) -> None:
+        self.prepare()
         self._run()
         if self.repeat or self.total <= LONG:
             self.seconds, self.total = [], 0.0
@@ -176,68 +179,78 @@ class Timer:
         return self.total > LONG or runs >= MAX_RUNS or (runs >= MIN_RUNS and self.total >= BUDGET)
 
     def turn(self) -> None:
+        self.prepare()
         end = perf_counter() + TURN
-        while not self.done:
+        self._run()
+        while not self.done and perf_counter() < end:
             self._run()
-            if perf_counter() >= end:
-                break
 
 
-def times(
-    calls: Sequence[Callable[[], Any]], repeat: int | None, between: Callable[[], Any] = lambda: None
-) -> list[list[float]]:
+def times(timers: Sequence[Timer], between: Callable[[], Any] = lambda: None) -> list[list[float]]:
     """Seconds of each call's runs, by turns: what slows the machine for a while slows them all, and what is done
     before, between and after the rounds."""
-    timers = [Timer(call, repeat) for call in calls]
     between()
-    while not all(timer.done for timer in timers):
-        for timer in timers:
+    while left := [timer for timer in timers if not timer.done]:
+        for timer in left:
             timer.turn()
         between()
     return [timer.seconds for timer in timers]
 
 
 @contextmanager
-def _undisturbed(threads: int) -> Iterator[None]:
-    """So many threads, and no garbage collection."""
+def _undisturbed() -> Iterator[None]:
+    """No garbage collection; afterwards as many threads as before."""
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with _dispatch.threads(threads):
+        with _dispatch.threads(cpu_attn.get_num_threads()):
             yield
     finally:
         if collecting:
             gc.enable()
 
 
-def _always(workloads: Sequence[Workload], dtypes: Sequence[str]) -> list[Limit]:
+def there_are(threads: Collection[int]) -> list[int]:
+    """Ascending, each at most what a call uses."""
+    found = set()
+    for n in threads:
+        with _dispatch.threads(n):
+            found.add(cpu_attn.get_num_threads())
+    return sorted(found)
+
+
+def _always(workloads: Sequence[Workload], dtypes: Sequence[str], threads: int) -> list[Limit]:
     """The best of this machine, whoever reaches for it; memory where no workload says how much."""
     kinds = {w.kind for w in workloads if not w.latent_rank}
-    found = [limit for d in dtypes for matrix in (True, False) for limit in products(best_isa(d, matrix), d)]
-    found += [Limit("read_gbps", num_bytes=DEFAULT_BYTES)] if "decode" not in kinds else []
-    found += [Limit("memcpy_gbps", num_bytes=DEFAULT_BYTES)] if "write" not in kinds else []
+    found = [limit for d in dtypes for matrix in (True, False) for limit in products(best_isa(d, matrix), d, threads)]
+    found += [Limit("read_gbps", threads, num_bytes=DEFAULT_BYTES)] if "decode" not in kinds else []
+    found += [Limit("memcpy_gbps", threads, num_bytes=DEFAULT_BYTES)] if "write" not in kinds else []
     return list(dict.fromkeys(found))
 
 
 def _one_workload(
-    steps: Sequence[Step], engines: Sequence[str], limits: Limits, repeat: int | None
+    steps: Sequence[Step], engines: Sequence[str], threads: Sequence[int], limits: Limits, repeat: int | None
 ) -> Iterator[Measured]:
-    """The same workload over some caches: all of them by turns, but for engines that cannot."""
+    """The same workload over some caches, by some numbers of threads: all of them by turns, but for engines that
+    cannot."""
     rows: list[contest.Contestant] = []
     for step in steps:
         reasons = {e: contest.unable(e, step.workload, step.kv_cache_dtype, step.block_size) for e in engines}
         for engine in filter(reasons.get, engines):
             click.echo(f"  without {engine}: {reasons[engine]}", err=True, nl=False)
-        rows += contest.contestants(step, [e for e in engines if not reasons[e]])
+        able = [e for e in engines if not reasons[e]]
+        rows += [row for n in threads for row in contest.contestants(step, able, n)]
     needed = dict.fromkeys(limit for row in rows for limit in row.limits)
-    seconds = times([row.call for row in rows], repeat, partial(limits.measure, needed))
+    timers = [Timer(row.call, repeat, partial(contest.use_threads, row.threads)) for row in rows]
+    seconds = times(timers, partial(limits.measure, needed))
     for row, runs in zip(rows, seconds, strict=True):
-        click.echo(f"  {row.engine} {report.seconds(min(runs))}", err=True, nl=False)
-        yield _result(row, runs, limits.threads), row.limits
+        who = f"{row.engine} on {row.threads}" if len(threads) > 1 else row.engine
+        click.echo(f"  {who} {report.seconds(min(runs))}", err=True, nl=False)
+        yield _result(row, runs), row.limits
     click.echo(err=True)
 
 
-def _result(row: contest.Contestant, runs: list[float], threads: int) -> dict[str, Any]:
+def _result(row: contest.Contestant, runs: list[float]) -> dict[str, Any]:
     """All but the limit, which may still rise."""
     step, best = row.step, min(runs)
     w = step.workload
@@ -249,7 +262,7 @@ def _result(row: contest.Contestant, runs: list[float], threads: int) -> dict[st
         "dtype": step.dtype,
         "kv_cache_dtype": step.kv_cache_dtype,
         "kv_cache_layout": step.kv_cache_layout,
-        "threads": threads,
+        "threads": row.threads,
         "seconds_min": best,
         "seconds_median": statistics.median(runs),
         "gflops": w.flops / best * 1e-9 if w.attends else None,
@@ -272,18 +285,22 @@ def _bound(result: dict[str, Any], limits: Limits, of: Iterable[Limit]) -> dict[
 
 
 def run(
-    workloads: Sequence[Workload], engines: Engines, threads: int, repeat: int | None, caches: Sequence[dict[str, Any]]
+    workloads: Sequence[Workload],
+    engines: Engines,
+    threads: Sequence[int],
+    repeat: int | None,
+    caches: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     """The report. caches: what a Step takes besides workload, isa and dtype."""
     measured: list[Measured] = []
-    always = _always(workloads, [dtype for _, dtype in engines])
-    with _undisturbed(threads):
-        limits = Limits(cpu_attn.get_num_threads())  # at most what a call uses
+    limits = Limits()
+    always = _always(workloads, [dtype for _, dtype in engines], max(threads))
+    with _undisturbed():
         limits.measure(always)
         for number, (w, (isa, dtype)) in enumerate(product(workloads, engines), 1):
             click.echo(f"{number}/{len(workloads) * len(engines)} {w.name} {isa} {dtype}:", err=True, nl=False)
             steps = [Step(w, isa, dtype, **cache) for cache in caches]
-            measured += _one_workload(steps, engines[isa, dtype], limits, repeat)
+            measured += _one_workload(steps, engines[isa, dtype], threads, limits, repeat)
         limits.measure(always)
     return {
         "machine": machine(),
@@ -380,11 +397,16 @@ FILE = click.Path(dir_okay=False, path_type=Path)
     show_default=True,
     help="Tokens of a block (vLLM's on CPUs).",
 )
-@click.option("--threads", type=click.IntRange(1, 4096), help="Of limits and engines alike.  [default: OpenMP's]")
+@click.option(
+    "--threads",
+    multiple=True,
+    type=click.IntRange(1, 4096),
+    help="Of limits and engines alike. Repeatable: how they scale.  [default: OpenMP's]",
+)
 @click.option("--repeat", type=click.IntRange(1), help="Runs of each.  [default: as many as fit a second]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table.")
 @click.option("--csv", "as_csv", is_flag=True, help="CSV instead of the table.")
-@click.option("--plot", "plot_to", type=FILE, help="Draw a roofline (png, svg, pdf).")
+@click.option("--plot", "plot_to", type=FILE, help="Draw a roofline, or how threads scale (png, svg, pdf).")
 @click.option("--save", type=FILE, help="Write the JSON there, too.")
 @click.option("--compare", "compare_to", type=FILE, help="Ratios against a report of --save; beside --csv on stderr.")
 @_options
@@ -397,7 +419,7 @@ def bench(
     kv_cache_dtype: tuple[str, ...],
     kv_cache_layout: str,
     block_size: int,
-    threads: int | None,
+    threads: tuple[int, ...],
     repeat: int | None,
     as_json: bool,
     as_csv: bool,
@@ -437,7 +459,7 @@ def bench(
     cache = {"block_size": block_size, "kv_cache_layout": kv_cache_layout}
     caches = [{**cache, "kv_cache_dtype": kind} for kind in dict.fromkeys(kv_cache_dtype)]
     try:
-        found = run(workloads, engines, threads or cpu_attn.get_num_threads(), repeat, caches)
+        found = run(workloads, engines, there_are(threads or [cpu_attn.get_num_threads()]), repeat, caches)
     except MemoryError as error:
         raise click.ClickException(f"no memory for it: {error}") from None
     if then:

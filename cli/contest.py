@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import cpu_attn
-from cpu_attn import _onednn_loader
+from cpu_attn import _dispatch, _onednn_loader
 from cpu_attn.cli.limits import Limit, best_isa, products
 from cpu_attn.cli.rivals import RIVALS
 from cpu_attn.cli.workloads import Step, Workload
@@ -23,11 +24,13 @@ LEAST_BYTES = 2**16  # read or copied to measure a limit
 
 @dataclass(frozen=True)
 class Contestant:
-    """engine: of ENGINES or RIVALS; isa: of ours, None for others; call: one run, all that can be made before made."""
+    """engine: of ENGINES or RIVALS; isa: of ours, None for others; threads: what :func:`use_threads` is told before a
+    call; call: one run, all that can be made before made."""
 
     step: Step
     engine: str
     isa: str | None
+    threads: int
     limits: tuple[Limit, ...]
     workspace_bytes: int | None
     call: Callable[[], Any]
@@ -63,18 +66,30 @@ def takes_part(engines: Sequence[str], kind: str) -> list[str]:
     return here
 
 
-def contestants(step: Step, engines: Sequence[str]) -> Iterator[Contestant]:
-    for engine in takes_part(engines, step.workload.kind):
-        call, workspace_bytes, isa = _prepare(step, engine)
-        yield Contestant(step, engine, isa, tuple(_limits(step, engine, isa)), workspace_bytes, call)
+def use_threads(n: int) -> None:
+    """Of ours and of the rivals'."""
+    cpu_attn.set_num_threads(n)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(n)
 
 
-def _limits(step: Step, engine: str, isa: str | None) -> list[Limit]:
+def contestants(step: Step, engines: Sequence[str], threads: int) -> list[Contestant]:
+    found = []
+    with _dispatch.threads(threads):
+        use_threads(threads)  # a rival's plan depends on its own
+        for engine in takes_part(engines, step.workload.kind):
+            call, workspace_bytes, isa = _prepare(step, engine)
+            limits = tuple(_limits(step, engine, isa, threads))
+            found.append(Contestant(step, engine, isa, threads, limits, workspace_bytes, call))
+    return found
+
+
+def _limits(step: Step, engine: str, isa: str | None, threads: int) -> list[Limit]:
     num_bytes = max(step.workload.kv_bytes(step.itemsize), LEAST_BYTES)
     if step.workload.kind == "decode" and not step.workload.latent_rank:
-        return [Limit("read_gbps", num_bytes=num_bytes)]
+        return [Limit("read_gbps", threads, num_bytes=num_bytes)]
     if step.workload.kind == "write":
-        return [Limit("memcpy_gbps", num_bytes=num_bytes)]
+        return [Limit("memcpy_gbps", threads, num_bytes=num_bytes)]
     if step.workload.kind in (
         "prefill",
         "decode",
@@ -82,7 +97,7 @@ def _limits(step: Step, engine: str, isa: str | None) -> list[Limit]:
     ):  # latent rows serve so many heads that products limit them
         if engine != "native":
             isa = best_isa(step.dtype, _uses_matrix(engine, step))
-        return products(isa, step.dtype)
+        return products(isa, step.dtype, threads)
     return []
 
 

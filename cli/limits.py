@@ -34,9 +34,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class Limit:
-    """What is to be measured: of ``kind`` (a key of UNITS), with a probe or over this many bytes."""
+    """What is to be measured: of ``kind`` (a key of UNITS) on so many threads, with a probe or over this many bytes."""
 
     kind: str
+    threads: int
     probe: Probe | None = None
     num_bytes: int = 0
 
@@ -59,10 +60,10 @@ def probes() -> tuple[Probe, ...]:
     return tuple(found)
 
 
-def products(isa: str | None, dtype: str) -> list[Limit]:
+def products(isa: str | None, dtype: str, threads: int) -> list[Limit]:
     """The ways in which the kernels of an isa might multiply: the fastest of them is their limit."""
     return [
-        Limit("matrix_gflops" if p.unit == "matrix" else "vector_gflops", p)
+        Limit("matrix_gflops" if p.unit == "matrix" else "vector_gflops", threads, p)
         for p in probes()
         if not p.reason and p.isa == isa and dtype in p.dtypes
     ]
@@ -74,10 +75,9 @@ def best_isa(dtype: str, matrix: bool) -> str:
 
 
 class Limits:
-    """Measures on a number of threads and keeps the highest. Memory is as large as asked for, and random."""
+    """Measures and keeps the highest. Memory is as large as asked for, and random."""
 
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
+    def __init__(self) -> None:
         self.kept: dict[Limit, float] = {}
         self._memory = np.zeros(0, np.uint8)
 
@@ -87,41 +87,49 @@ class Limits:
             self.kept[limit] = max(self.kept.get(limit, 0.0), self._look(limit))
 
     def _look(self, limit: Limit) -> float:
-        look = self._product(limit.probe) if limit.probe else self._memory_traffic(limit)
+        look = self._product(limit, limit.probe) if limit.probe else self._memory_traffic(limit)
         return max(float(look()) for _ in range(LOOKS))
 
-    def _product(self, probe: Probe) -> Callable[[], float]:
-        return lambda: lib.ca_probe_gflops(probe.index, self.threads, SECONDS)
+    def _product(self, limit: Limit, probe: Probe) -> Callable[[], float]:
+        return lambda: lib.ca_probe_gflops(probe.index, limit.threads, SECONDS)
 
     def _memory_traffic(self, limit: Limit) -> Callable[[], float]:
         if len(self._memory) < limit.num_bytes:
             self._memory = np.resize(np.frombuffer(np.random.default_rng(1).bytes(2**24), np.uint8), limit.num_bytes)
         source = ffi.from_buffer(self._memory)
         if limit.kind == "read_gbps":
-            return lambda: lib.ca_probe_read_gbps(source, limit.num_bytes, self.threads)
+            return lambda: lib.ca_probe_read_gbps(source, limit.num_bytes, limit.threads)
         target = ffi.from_buffer(np.zeros(limit.num_bytes, np.uint8), require_writable=True)
-        return lambda: lib.ca_probe_copy_gbps(target, source, limit.num_bytes, self.threads)
+        return lambda: lib.ca_probe_copy_gbps(target, source, limit.num_bytes, limit.threads)
 
     def fastest(self, limits: Iterable[Limit]) -> Limit | None:
         return max(limits, key=lambda limit: self.kept[limit], default=None)
 
     def summary(self) -> dict[str, float | None]:
-        """One number for each kind: the fastest product, memory of the largest size. None: not measured here."""
+        """One number for each kind, of the most threads: the fastest product, memory of the largest size. None: not
+        measured here."""
         found: dict[str, float | None] = {}
         for kind in UNITS:
             of_kind = [limit for limit in self.kept if limit.kind == kind]
-            chosen = max(of_kind, key=lambda limit: (limit.num_bytes, self.kept[limit]), default=None)
+            chosen = max(of_kind, key=lambda limit: (limit.threads, limit.num_bytes, self.kept[limit]), default=None)
             found[kind] = self.kept[chosen] if chosen else None
         return found
 
     def details(self) -> list[dict[str, Any]]:
         """Every limit that was measured, and the products that could not be, with the reason."""
         rows: list[dict[str, Any]] = [
-            {"limit": limit.kind, "what": limit.what, "value": value, "unit": UNITS[limit.kind], "reason": ""}
+            {
+                "limit": limit.kind,
+                "what": limit.what,
+                "threads": limit.threads,
+                "value": value,
+                "unit": UNITS[limit.kind],
+                "reason": "",
+            }
             for limit, value in sorted(self.kept.items(), key=lambda item: (list(UNITS).index(item[0].kind), -item[1]))
         ]
         for p in probes():
             if p.unit == "matrix" and p.reason:
-                missing = {"limit": "matrix_gflops", "what": p.what or p.name, "value": None, "unit": "GFLOP/s"}
-                rows.append({**missing, "reason": p.reason})
+                missing = {"limit": "matrix_gflops", "what": p.what or p.name, "threads": None, "value": None}
+                rows.append({**missing, "unit": "GFLOP/s", "reason": p.reason})
         return rows

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roofline of ``cpu-attn bench --plot``: speed over intensity, under ceilings that were measured."""
+"""``cpu-attn bench --plot``: the roofline, speed over intensity under ceilings that were measured; or how speed grows
+with threads, where several numbers of them were asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 
 import click
 
-from cpu_attn.cli.report import kind
+from cpu_attn.cli.report import SAME, kind, per_thread, thread_counts
 
 # Okabe and Ito's colours, told apart by everyone; an engine has one colour and one marker.
 STYLES = {
@@ -42,10 +43,58 @@ def check(path: Path, kinds: set[str]) -> None:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(WIDTH, HEIGHT))
+    (_scaling if len(thread_counts(report)) > 1 else _roofline)(report, figure.add_axes((0.07, 0.09, 0.64, 0.82)))
+    figure.savefig(path, dpi=150)
+
+
+def _scaling(report: Result, axes: Any) -> None:
+    """Speed, as a multiple of one thread of the fewest, over threads: a line for each workload and engine, dashed what
+    limits it. Names stand at the ends of the lines."""
+    counts, ends = thread_counts(report), {}
+    for engine, rows in _curves(report["results"]):
+        colour, marker = STYLES[engine]
+        threads = [r["threads"] for r in rows]
+        speeds = [r["threads"] * per_thread(r, report) for r in rows]
+        axes.plot(threads, speeds, marker=marker, color=colour, markersize=5, zorder=3)
+        name = f"{rows[0]['workload']} {rows[0]['isa'] or ''} {kind(rows[0])}"
+        ends[name, engine] = (threads[-1], speeds[-1])
+        limits = [r["limit"] / rows[0]["limit"] * rows[0]["threads"] for r in rows]
+        axes.plot(threads, limits, "--", color="0.6", linewidth=1.0, zorder=2)
+    axes.plot([0, counts[-1]], [0, counts[-1]], color="black", linewidth=1.0, zorder=1)
+    axes.set(xlim=(0, counts[-1] * 1.02), ylim=(0, None), xticks=counts, xlabel="threads")
+    axes.set_ylabel(
+        "speed, as a multiple of one thread's" if counts[0] == 1 else f"speed; {counts[0]} threads have {counts[0]}"
+    )
+    axes.set_title(f"{report['machine']['brand']}; dashed: what limits them", loc="left")
+    _bare(axes)
+    _names_at_ends(axes, ends)
+
+
+def _curves(results: list[Result]) -> list[tuple[str, list[Result]]]:
+    """Engine, and results of what differs in nothing but threads; of what a roofline has a place for."""
+    found: dict[tuple[Any, ...], list[Result]] = {}
+    for r in results:
+        if r["gflops"] and r["limit"]:
+            found.setdefault(tuple(r[k] for k in SAME), []).append(r)
+    return [(rows[0]["engine"], sorted(rows, key=lambda r: int(r["threads"]))) for rows in found.values()]
+
+
+def _names_at_ends(axes: Any, ends: dict[tuple[str, str], tuple[float, float]]) -> None:
+    """In the engines' colours."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    order = sorted(ends, key=lambda who: ends[who][1])
+    heights = spread([float(to_axes.transform(ends[who])[1]) for who in order], _gap(axes), 0.02, 0.98)
+    for (name, engine), height in zip(order, heights, strict=True):
+        axes.annotate(
+            f"{name}, {engine}", (1.01, height), xycoords="axes fraction", va="center", fontsize=LABEL,
+            color=STYLES[engine][0], annotation_clip=False,
+        )  # fmt: skip
+
+
+def _roofline(report: Result, axes: Any) -> None:
     """Points under ceilings; beside them, in a column each for what memory and what products bound, the labels."""
     rows = _rows(report["results"])
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(WIDTH, HEIGHT))
-    axes = figure.add_axes((0.07, 0.09, 0.64, 0.82))
     _frame(axes, report, [r for row in rows.values() for r in row.values()])
     engines = list(dict.fromkeys(engine for row in rows.values() for engine in row))
     for engine in engines:
@@ -57,7 +106,6 @@ def draw(report: dict[str, Any], path: Path) -> None:
         if some:
             _labels(axes, some, engines, 1.03 if bound == "gflops" else _right_of(axes, some))
     axes.legend(loc="lower right", frameon=False, title="percent of its limit")
-    figure.savefig(path, dpi=150)
 
 
 def _rows(results: list[dict[str, Any]]) -> Rows:
@@ -111,9 +159,18 @@ def _frame(axes: Any, report: Result, points: list[Result]) -> None:
     )
     axes.set_xlabel("useful flops for each byte of K and V")
     axes.set_ylabel("GFLOP/s")
+    _bare(axes)
+
+
+def _bare(axes: Any) -> None:
     axes.grid(which="major", color="0.92")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def _gap(axes: Any) -> float:
+    """Between labels under each other, of the axes' height."""
+    return float(1.5 * LABEL / 72 / (HEIGHT * axes.get_position().height))
 
 
 def _right_of(axes: Any, rows: Rows) -> float:
@@ -125,11 +182,10 @@ def _right_of(axes: Any, rows: Rows) -> float:
 
 def _labels(axes: Any, rows: Rows, engines: list[str], left: float) -> None:
     """Name and, in the engines' colours, percent of the limit; at the height of the best point, if there is room."""
-    gap = 1.5 * LABEL / 72 / (HEIGHT * axes.get_position().height)
     to_axes = axes.transData + axes.transAxes.inverted()
     ends = {name: to_axes.transform(max(map(_place, row.values()), key=lambda p: p[1])) for name, row in rows.items()}
     names = sorted(rows, key=lambda name: float(ends[name][1]))
-    heights = spread([float(ends[name][1]) for name in names], gap, 0.02, 0.98)
+    heights = spread([float(ends[name][1]) for name in names], _gap(axes), 0.02, 0.98)
     width = (max(map(len, names)) * 0.55 + 1) * LABEL / 72 / (WIDTH * axes.get_position().width)
     style = {"xycoords": "axes fraction", "va": "center", "fontsize": LABEL, "annotation_clip": False}
     for name, height in zip(names, heights, strict=True):

@@ -70,18 +70,33 @@ def speed(result: dict[str, Any]) -> str:
     return "" if result["limit_of"] is None else f"{result['gflops']:.4g} GF"
 
 
+def thread_counts(report: dict[str, Any]) -> list[int]:
+    return sorted({r["threads"] for r in report["results"]})
+
+
+def per_thread(result: dict[str, Any], report: dict[str, Any]) -> float:
+    """Its speed for each thread, as a part of what that is on the fewest threads."""
+    same = (r for r in report["results"] if all(r[k] == result[k] for k in SAME))
+    cost, least = (r["seconds_min"] * r["threads"] for r in (result, min(same, key=lambda r: int(r["threads"]))))
+    return float(least / cost)
+
+
 def show_limits(report: dict[str, Any]) -> None:
+    several = len(thread_counts(report)) > 1
     for row in report["probes"]:
         value = "not here: lacks " + row["reason"] if row["value"] is None else f"{row['value']:.4g} {row['unit']}"
-        click.echo(f"limit {row['limit']:14} {row['what']:22} {value}")
+        on = f" on {row['threads']}" if several and row["value"] else ""
+        click.echo(f"limit {row['limit']:14} {row['what']:22} {value}{on}")
 
 
 def show(report: dict[str, Any]) -> None:
     """The table, a workload's engines under each other; ``x native``: how many times as fast as our own kernels."""
-    machine = report["machine"]
-    click.echo(f"cpu-attn {machine['version']} on {machine['brand']}, {report['results'][0]['threads']} threads")
+    machine, counts = report["machine"], thread_counts(report)
+    click.echo(f"cpu-attn {machine['version']} on {machine['brand']}, {' and '.join(map(str, counts))} threads")
     show_limits(report)
-    table = new_table("workload", "engine", "isa", "dtype", "min", "median", "speed", "of limit", "x native")
+    scaling = len(counts) > 1
+    headers = ["workload", "engine", "isa", "dtype", "min", "median", "speed", "of limit", "x native"]
+    table = new_table(*headers, *(["threads", "per thread"] if scaling else []))
     before = None
     for r in report["results"]:
         if r["workload"] != before:
@@ -97,6 +112,7 @@ def show(report: dict[str, Any]) -> None:
             speed(r),
             "" if r["limit"] is None else f"{r['fraction_of_limit']:.1%}",
             "" if rival is r else f"{rival['seconds_min'] / r['seconds_min']:.2f}",
+            *([str(r["threads"]), f"{per_thread(r, report):.2f}"] if scaling else []),
         )
         before = r["workload"]
     new_console().print(table)
@@ -104,7 +120,7 @@ def show(report: dict[str, Any]) -> None:
 
 def _together(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Did they run on the same arrays? A rival has no isa of ours."""
-    same = all(a[k] == b[k] for k in ("workload", "dtype", "kv_cache_dtype"))
+    same = all(a[k] == b[k] for k in ("workload", "dtype", "kv_cache_dtype", "threads"))
     return same and b["isa"] in (None, a["isa"])
 
 
@@ -135,14 +151,17 @@ def compare(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Ratios of what both reports hold, and what else differs between them.
 
     speedup: seconds then / seconds now. of_limit: fraction of the limit now / then, which a slower or busier machine
-    changes less. machine: what is not the same, then and now; limits: now / then.
+    changes less. machine: what is not the same, then and now; limits: now / then. Numbers of threads are compared with
+    their like where a report has several.
     """
-    old = {tuple(r[k] for k in SAME): r for r in then["results"]}
+    threads = [thread_counts(report) for report in (then, now)]
+    same = SAME if max(map(len, threads)) < 2 else (*SAME, "threads")
+    old = {tuple(r[k] for k in same): r for r in then["results"]}
     results = []
     for r in now["results"]:
-        before = old.get(tuple(r[k] for k in SAME))
+        before = old.get(tuple(r[k] for k in same))
         if before:
-            row = {k: r[k] for k in SAME}
+            row = {k: r[k] for k in same}
             row |= {"seconds_then": before["seconds_min"], "seconds_now": r["seconds_min"]}
             row["speedup"] = _ratio(before["seconds_min"], r["seconds_min"])
             row["of_limit"] = _ratio(r["fraction_of_limit"], before["fraction_of_limit"])
@@ -152,7 +171,6 @@ def compare(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
         for k in MACHINE
         if then["machine"].get(k) != now["machine"].get(k)
     }
-    threads = [sorted({r["threads"] for r in report["results"]}) for report in (then, now)]
     if threads[0] != threads[1]:
         machine["threads"] = threads
     limits = {k: _ratio(v, then["limits"].get(k)) for k, v in now["limits"].items()}
@@ -177,9 +195,10 @@ def show_comparison(comparison: dict[str, Any]) -> None:
     if not comparison["results"]:
         click.echo("nothing to compare: the two reports share no workload, engine, isa and dtype")
         return
-    table = new_table("workload", "engine", "isa", "dtype", "then", "now", "speed", "of limit")
+    on = ("threads",) if "threads" in comparison["results"][0] else ()
+    table = new_table("workload", "engine", "isa", "dtype", *on, "then", "now", "speed", "of limit")
     for r in comparison["results"]:
-        names = [r["workload"], r["engine"], r["isa"] or "", kind(r)]
+        names = [r["workload"], r["engine"], r["isa"] or "", kind(r), *(str(r[k]) for k in on)]
         times = (seconds(r["seconds_then"]), seconds(r["seconds_now"]))
         table.add_row(*names, *times, _times(r["speedup"]), _times(r["of_limit"]))
     new_console().print(table)

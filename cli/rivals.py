@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import cpu_attn
 from cpu_attn import _adapters
 from cpu_attn.cli.workloads import BINARY, Step, Workload
 
@@ -54,7 +53,6 @@ def _torch_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[str]
 def _torch(step: Step) -> Callable[[], Any]:
     """One call for all requests where they are alike, else one for each. Masks are made outside."""
     torch = _torch_load()
-    torch.set_num_threads(cpu_attn.get_num_threads())
     w = step.workload
     alike = len(set(w.lens)) == 1
     groups = [list(range(len(w.lens)))] if alike else [[r] for r in range(len(w.lens))]
@@ -154,7 +152,6 @@ def _vllm_isa(step: Step) -> str:
 def _vllm(step: Step) -> Callable[[], Any]:
     """As the backend calls them: get_scheduler_metadata once a step, K and V of a kv head one after the other."""
     torch, ops = _torch_load(), _vllm_load()
-    torch.set_num_threads(cpu_attn.get_num_threads())
     w, isa, kv, dtype = step.workload, _vllm_isa(step), step.kv_cache_dtype, getattr(torch, step.dtype)
     if isa.startswith("amx"):
         torch.cpu._init_amx()

@@ -69,15 +69,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_repeat_and_the_first_run(clock: SimpleNamespace) -> None:
-    (seconds,) = bench_module.times([clock.work("a", 100.0, 3.0, 2.0, 4.0, 1.0)], 3)
+    (seconds,) = bench_module.times([bench_module.Timer(clock.work("a", 100.0, 3.0, 2.0, 4.0, 1.0), 3)])
     assert seconds == pytest.approx([3.0, 2.0, 4.0])
 
 
 def test_as_many_runs_as_fit(clock: SimpleNamespace) -> None:
     budget, least, long = bench_module.BUDGET, bench_module.MIN_RUNS, bench_module.LONG
-    short, slow, very_slow = bench_module.times(
-        [clock.work("a", budget / 8), clock.work("b", budget), clock.work("c", long * 1.5)], None
-    )
+    calls = [clock.work("a", budget / 8), clock.work("b", budget), clock.work("c", long * 1.5)]
+    short, slow, very_slow = bench_module.times([bench_module.Timer(call, None) for call in calls])
     assert 8 <= len(short) <= 9
     assert len(slow) == least
     assert very_slow == pytest.approx([long * 1.5])
@@ -85,8 +84,10 @@ def test_as_many_runs_as_fit(clock: SimpleNamespace) -> None:
 
 def test_contestants_and_limits_take_turns(clock: SimpleNamespace) -> None:
     turn = bench_module.TURN
-    bench_module.times([clock.work("a", turn / 2), clock.work("b", turn)], 4, clock.work("|", 0.0))
-    assert "".join(clock.order) == "ab|" + "aab|" + "aab|" + "b|" + "b|"
+    calls = [clock.work("a", turn / 2), clock.work("b", turn)]
+    timers = [bench_module.Timer(call, 4, clock.work(name, 0.0)) for call, name in zip(calls, "AB", strict=True)]
+    bench_module.times(timers, clock.work("|", 0.0))
+    assert "".join(clock.order) == "AaBb|" + "AaaBb|" + "AaaBb|" + "Bb|" + "Bb|"
 
 
 def test_limits_are_looked_at_while_their_workload_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +138,7 @@ def test_every_isa_has_its_own_limit() -> None:
     assert [r["isa"] for r in found["results"]] == names
     of = {p["what"]: p["value"] for p in found["probes"]}
     for r in found["results"]:
-        assert r["limit"] == max(of[x.what] for x in limits.products(r["isa"], "float32"))
+        assert r["limit"] == max(of[x.what] for x in limits.products(r["isa"], "float32", r["threads"]))
 
 
 def test_plan_write_and_call_by_name() -> None:
@@ -189,12 +190,42 @@ def test_rows_say_what_their_cache_holds(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_threads_are_used_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, during = cpu_attn.get_num_threads(), []
-    right = contest.contestants
-    monkeypatch.setattr(contest, "contestants", lambda *a: during.append(cpu_attn.get_num_threads()) or right(*a))
-    found = run(*FREE, "--threads", "3")
-    assert during == [3] and {r["threads"] for r in found["results"]} == {3}
+    """By plans, limits and calls, each number with its own."""
+    before, looked, planned, called = cpu_attn.get_num_threads(), set(), set(), set()
+    prepare, run_once = contest._prepare, bench_module.Timer._run
+    monkeypatch.setattr(limits.Limits, "_look", lambda self, limit: looked.add(limit.threads) or 1.0)
+    monkeypatch.setattr(contest, "_prepare", lambda *a: planned.add(cpu_attn.get_num_threads()) or prepare(*a))
+
+    def count(timer: Any) -> None:
+        called.add((timer.prepare.args[0], cpu_attn.get_num_threads()))
+        run_once(timer)
+
+    monkeypatch.setattr(bench_module.Timer, "_run", count)
+    found = run(*FREE, "--engine", "native", "--threads", "3", "--threads", "1", "--threads", "3")
+    assert looked == planned == {1, 3} and called == {(1, 1), (3, 3)}
+    assert [r["threads"] for r in found["results"]] == [1, 3]
     assert cpu_attn.get_num_threads() == before
+
+
+def test_scaling(capsys: pytest.CaptureFixture[str]) -> None:
+    """A quarter of the time on eight threads is half the speed for each."""
+    rows = [
+        {**sample(seconds, 0.5, threads=n)["results"][0], "engine": engine, "seconds_median": 1.0, "limit_of": None}
+        for n, engine, seconds in ((1, "native", 4.0), (1, "onednn", 8.0), (8, "native", 1.0), (8, "onednn", 1.0))
+    ]
+    found = {"machine": {"version": "0", "brand": "A"}, "probes": [], "results": [r | {"limit": None} for r in rows]}
+    assert [report.per_thread(r, found) for r in found["results"]] == [1.0, 1.0, 0.5, 1.0]
+    report.show(found)
+    out = capsys.readouterr().out
+    assert "on A, 1 and 8 threads" in out
+    lines = [line.split("\u2502") for line in out.splitlines() if "float32" in line]
+    assert [line[-2].strip() for line in lines] == ["1.00", "1.00", "0.50", "1.00"]
+    assert [line[-4].strip() for line in lines] == ["", "0.50", "", "1.00"]  # x native, on as many threads
+    both = {"results": rows, "limits": {}, "machine": {}}
+    assert [r["threads"] for r in report.compare(both, both)["results"]] == [1, 1, 8, 8]
+    assert [r["threads"] for r in report.compare(sample(1.0, 0.5, threads=8), both)["results"]] == [8]
+    report.show_comparison(report.compare(both, both))
+    assert "threads" in capsys.readouterr().out
 
 
 def test_limits_and_report_count_the_threads_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +233,7 @@ def test_limits_and_report_count_the_threads_that_there_are(monkeypatch: pytest.
     with _dispatch.threads(4096):
         most = cpu_attn.get_num_threads()
     looked = set()
-    monkeypatch.setattr(limits.Limits, "_look", lambda self, limit: looked.add(self.threads) or 1.0)
+    monkeypatch.setattr(limits.Limits, "_look", lambda self, limit: looked.add(limit.threads) or 1.0)
     found = run(*DECODE, "--engine", "native", "--threads", "4096")
     assert looked == {r["threads"] for r in found["results"]} == {most}
 
@@ -461,6 +492,18 @@ def test_plot_names_every_workload_engine_and_ceiling(tmp_path: Path) -> None:
         assert f"read {found['limits']['read_gbps']:.3g} GB/s" in text
         run("--kv-len", "40", *features, "--plot", str(path))
         assert "1x(1,40)" in path.read_text()
+
+
+def test_plot_of_several_numbers_of_threads_is_how_they_scale(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    path, engines = tmp_path / "scaling.svg", ("--engine", "native", "--engine", "reference")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        found = run(*DECODE, *engines, "--threads", "1", "--threads", "3", "--plot", str(path))
+        text = path.read_text()
+    for r in found["results"]:
+        assert f"{r['workload']} {r['isa']} bfloat16, {r['engine']}" in text
+    assert ">threads<" in text and "multiple of one thread" in text and "roofline" not in text
+    assert [len(rows) for _, rows in plot._curves(found["results"])] == [2, 2]
 
 
 def test_plot_has_a_style_for_whoever_runs() -> None:

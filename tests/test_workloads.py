@@ -156,7 +156,7 @@ def test_contestants_compute_attention(engine: str, dtype: str, workload: Worklo
     if reason := contest.missing(engine, "auto", dtype):
         pytest.skip(reason)
     step = Step(workload, "auto", dtype, block_size=16)
-    (row,) = contest.contestants(step, [engine])
+    (row,) = contest.contestants(step, [engine], 2)
     step.output[...] = 9
     row.call()
     assert (row.engine, row.isa) == (engine, step.plan("native").isa)
@@ -177,7 +177,7 @@ def test_contestants_compute_attention(engine: str, dtype: str, workload: Worklo
 )
 def test_torch_computes_the_same_attention(workload: Workload, dtype: str) -> None:
     step = Step(replace(workload, softcap=0.0, sinks=False), "auto", dtype)
-    (row,) = contest.contestants(step, ["torch"])
+    (row,) = contest.contestants(step, ["torch"], 2)
     tokens = [one for group in row.call() for one in group]  # [Hq, q_len, D] of each request
     assert (row.isa, len(tokens)) == (None, len(workload.lens))
     assert_right(step, np.concatenate([t.float().numpy().transpose(1, 0, 2) for t in tokens]))
@@ -230,17 +230,17 @@ def test_vllm_computes_the_same_attention(
     vllm_kernels: Any, workload: Workload, dtype: str, kv_cache_dtype: str
 ) -> None:
     step = Step(workload, "auto", dtype, 32, kv_cache_dtype)
-    (row,) = contest.contestants(step, ["vllm"])
+    (row,) = contest.contestants(step, ["vllm"], 2)
     assert row.isa is None
     assert_right(step, row.call().float().numpy())
 
 
 @pytest.mark.integrations
 def test_vllm_plans_and_writes(vllm_kernels: Any) -> None:
-    (row,) = contest.contestants(Step(WORKLOADS["plan-256"], "auto", "bfloat16", 32), ["vllm"])
+    (row,) = contest.contestants(Step(WORKLOADS["plan-256"], "auto", "bfloat16", 32), ["vllm"], 2)
     assert row.call().numel() > 0
     step = Step(Workload("w", "write", ((40, 40),), 4, 2, 64), "auto", "bfloat16", 32)
-    native, row = contest.contestants(step, ["native", "vllm"])
+    native, row = contest.contestants(step, ["native", "vllm"], 2)
     assert (native.engine, row.engine) == ("native", "vllm")
     *_, key_cache, value_cache, _, _ = row.call.args
     row.call()
@@ -265,13 +265,13 @@ def test_vllm_says_what_it_lacks(vllm_kernels: Any) -> None:
 
 def test_write_and_plan() -> None:
     step = Step(Workload("w", "write", ((40, 40),), 4, 2, 16), "auto", "bfloat16")
-    (row,) = contest.contestants(step, ["native", "onednn-python"])
+    (row,) = contest.contestants(step, ["native", "onednn-python"], 2)
     row.call()
     assert row.engine == "native"
     for found in step.cache.gather(step.block_table[0], 40):
         values = np.abs(found.astype(np.float32))
         assert values.min() >= 0.5 and values.max() < 2  # as random() makes them: none was left out
-    (row,) = contest.contestants(Step(WORKLOADS["plan-256"], "auto", "bfloat16"), ["native", "onednn-python"])
+    (row,) = contest.contestants(Step(WORKLOADS["plan-256"], "auto", "bfloat16"), ["native", "onednn-python"], 2)
     plan = row.call()
     assert (plan.num_reqs, plan.workspace_bytes) == (256, row.workspace_bytes)
 
@@ -302,7 +302,7 @@ def test_every_kernel_has_a_limit() -> None:
     for isa in cpu_attn.isas():
         for dtype, code in _dispatch.DTYPE_CODES.items():
             if isa.supported and lib.ca_isa_kernel(isa.index, code, kernel):
-                found = limits.products(isa.name, dtype)
+                found = limits.products(isa.name, dtype, 1)
                 assert found, f"no probe for {isa.name} in {dtype}"
                 assert {x.kind for x in found} == {"matrix_gflops" if isa.unit == "matrix" else "vector_gflops"}
                 assert limits.best_isa(dtype, matrix=True) in {i.name for i in cpu_attn.isas() if i.supported}
@@ -334,7 +334,7 @@ def test_probes_stay_inside_their_memory(size: int) -> None:
 def test_the_higher_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([3.0, 5.0, 4.0, 7.0])
     monkeypatch.setattr(Limits, "_look", lambda self, limit: next(looks))
-    measured, small, large = Limits(1), Limit("read_gbps", num_bytes=1), Limit("read_gbps", num_bytes=2)
+    measured, small, large = Limits(), Limit("read_gbps", 1, num_bytes=1), Limit("read_gbps", 1, num_bytes=2)
     measured.measure([small, large])
     measured.measure([large, small])
     assert measured.kept == {small: 7.0, large: 5.0}
@@ -351,12 +351,12 @@ def test_the_higher_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["prefill", "cascade", "decode", "write", "plan", "call"])
 def test_which_limit_binds(kind: str) -> None:
     w = Workload("w", kind, ((1, 4000),) if kind == "decode" else ((9, 9),))
-    (row,) = contest.contestants(Step(w, "auto", "bfloat16"), ["native"])
+    (row,) = contest.contestants(Step(w, "auto", "bfloat16"), ["native"], 2)
     memory = {"decode": "read_gbps", "write": "memcpy_gbps"}
     if kind in ("prefill", "cascade"):
-        assert list(row.limits) == limits.products(row.isa, "bfloat16")
+        assert list(row.limits) == limits.products(row.isa, "bfloat16", 2)
     elif kind in memory:
         size = max(w.kv_bytes(2), contest.LEAST_BYTES)
-        assert row.limits == (Limit(memory[kind], num_bytes=size),)
+        assert row.limits == (Limit(memory[kind], 2, num_bytes=size),)
     else:
         assert row.limits == ()
