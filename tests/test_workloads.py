@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -346,6 +347,21 @@ def test_the_higher_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         "read_gbps": 5.0,  # of the larger memory
         "memcpy_gbps": None,
     }
+
+
+def test_probes_run_on_the_threads_of_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = limits.products(limits.best_isa("float32", matrix=False), "float32", 3)[:1]
+    found += [Limit("read_gbps", 4, num_bytes=512), Limit("memcpy_gbps", 5, num_bytes=512)]
+    on: list[int] = []
+    fake = SimpleNamespace(
+        ca_probe_gflops=lambda index, threads, seconds: on.append(threads) or 1.0,
+        ca_probe_read_gbps=lambda source, size, threads: on.append(threads) or 1.0,
+        ca_probe_copy_gbps=lambda target, source, size, threads: on.append(threads) or 1.0,
+    )
+    monkeypatch.setattr(limits, "lib", fake)
+    monkeypatch.setattr(limits, "LOOKS", 1)
+    Limits().measure(found)
+    assert on == [3, 4, 5]
 
 
 @pytest.mark.parametrize("kind", ["prefill", "cascade", "decode", "write", "plan", "call"])
