@@ -10,7 +10,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -150,18 +150,18 @@ def _idle(engine: str, w: Workload, kv_cache_dtype: str, block_size: int) -> str
 
 @dataclass
 class Timer:
-    """The runs of one call. The first is not counted, unless it is so long that it has to be the only one. prepare:
-    what comes before each of its turns."""
+    """The runs of one call. The first is not counted, unless it is so long that it has to be the only one. under:
+    what each of its turns is taken under."""
 
     call: Callable[[], Any]
     repeat: int | None
-    prepare: Callable[[], Any] = lambda: None
+    under: Callable[[], AbstractContextManager[Any]] = nullcontext
     seconds: list[float] = field(default_factory=list)
     total: float = 0.0
 
     def __post_init__(self) -> None:
-        self.prepare()
-        self._run()
+        with self.under():
+            self._run()
         if self.repeat or self.total <= LONG:
             self.seconds, self.total = [], 0.0
 
@@ -179,11 +179,11 @@ class Timer:
         return self.total > LONG or runs >= MAX_RUNS or (runs >= MIN_RUNS and self.total >= BUDGET)
 
     def turn(self) -> None:
-        self.prepare()
         end = perf_counter() + TURN
-        self._run()
-        while not self.done and perf_counter() < end:
+        with self.under():
             self._run()
+            while not self.done and perf_counter() < end:
+                self._run()
 
 
 def times(timers: Sequence[Timer], between: Callable[[], Any] = lambda: None) -> list[list[float]]:
@@ -199,12 +199,11 @@ def times(timers: Sequence[Timer], between: Callable[[], Any] = lambda: None) ->
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """No garbage collection; afterwards as many threads as before."""
+    """No garbage collection."""
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with _dispatch.threads(cpu_attn.get_num_threads()):
-            yield
+        yield
     finally:
         if collecting:
             gc.enable()
@@ -241,7 +240,7 @@ def _one_workload(
         able = [e for e in engines if not reasons[e]]
         rows += [row for n in threads for row in contest.contestants(step, able, n)]
     needed = dict.fromkeys(limit for row in rows for limit in row.limits)
-    timers = [Timer(row.call, repeat, partial(contest.use_threads, row.threads)) for row in rows]
+    timers = [Timer(row.call, repeat, partial(contest.threads, row.threads)) for row in rows]
     seconds = times(timers, partial(limits.measure, needed))
     for row, runs in zip(rows, seconds, strict=True):
         who = f"{row.engine} on {row.threads}" if len(threads) > 1 else row.engine

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,8 +25,8 @@ LEAST_BYTES = 2**16  # read or copied to measure a limit
 
 @dataclass(frozen=True)
 class Contestant:
-    """engine: of ENGINES or RIVALS; isa: of ours, None for others; threads: what :func:`use_threads` is told before a
-    call; call: one run, all that can be made before made."""
+    """engine: of ENGINES or RIVALS; isa: of ours, None for others; threads: how many it was made for and runs on;
+    call: one run, all that can be made before made."""
 
     step: Step
     engine: str
@@ -66,21 +67,28 @@ def takes_part(engines: Sequence[str], kind: str) -> list[str]:
     return here
 
 
-def use_threads(n: int) -> None:
-    """Of ours and of the rivals'."""
-    cpu_attn.set_num_threads(n)
-    if torch := sys.modules.get("torch"):
-        torch.set_num_threads(n)
+@contextmanager
+def threads(n: int) -> Iterator[None]:
+    """So many of ours and of the rivals', and then as many as before."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else 0
+    with _dispatch.threads(n):
+        if torch:
+            torch.set_num_threads(n)
+        try:
+            yield
+        finally:
+            if torch:
+                torch.set_num_threads(before)
 
 
-def contestants(step: Step, engines: Sequence[str], threads: int) -> list[Contestant]:
+def contestants(step: Step, engines: Sequence[str], num_threads: int) -> list[Contestant]:
     found = []
-    with _dispatch.threads(threads):
-        use_threads(threads)  # a rival's plan depends on its own
+    with threads(num_threads):  # plans depend on them
         for engine in takes_part(engines, step.workload.kind):
             call, workspace_bytes, isa = _prepare(step, engine)
-            limits = tuple(_limits(step, engine, isa, threads))
-            found.append(Contestant(step, engine, isa, threads, limits, workspace_bytes, call))
+            limits = tuple(_limits(step, engine, isa, num_threads))
+            found.append(Contestant(step, engine, isa, num_threads, limits, workspace_bytes, call))
     return found
 
 

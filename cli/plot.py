@@ -48,6 +48,11 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def _placed(results: list[Result]) -> list[Result]:
+    """Those with flops, bytes and a limit."""
+    return [r for r in results if r["gflops"] and r["limit"]]
+
+
 def _scaling(report: Result, axes: Any) -> None:
     """Speed, as a multiple of one thread of the fewest, over threads: a line for each workload and engine, dashed what
     limits it. Names stand at the ends of the lines."""
@@ -72,12 +77,11 @@ def _scaling(report: Result, axes: Any) -> None:
 
 
 def _curves(results: list[Result]) -> list[tuple[str, list[Result]]]:
-    """Engine, and results of what differs in nothing but threads; of what a roofline has a place for."""
+    """Engine, and results that differ in nothing but threads, in the order in which these ascend."""
     found: dict[tuple[Any, ...], list[Result]] = {}
-    for r in results:
-        if r["gflops"] and r["limit"]:
-            found.setdefault(tuple(r[k] for k in SAME), []).append(r)
-    return [(rows[0]["engine"], sorted(rows, key=lambda r: int(r["threads"]))) for rows in found.values()]
+    for r in _placed(results):
+        found.setdefault(tuple(r[k] for k in SAME), []).append(r)
+    return [(rows[0]["engine"], rows) for rows in found.values()]
 
 
 def _names_at_ends(axes: Any, ends: dict[tuple[str, str], tuple[float, float]]) -> None:
@@ -109,16 +113,15 @@ def _roofline(report: Result, axes: Any) -> None:
 
 
 def _rows(results: list[dict[str, Any]]) -> Rows:
-    """Results with flops, bytes and a limit: by workload (with isa and kind, where there are several), by engine."""
+    """By workload (with isa and kind, where there are several), by engine."""
     isas = list(dict.fromkeys(r["isa"] for r in results if r["isa"]))
     several_kinds = len({kind(r) for r in results}) > 1
     rows: Rows = {}
-    for r in results:
-        if r["gflops"] and r["limit"]:
-            name = r["workload"]
-            name += f" {r['isa'] or isas[0]}" if len(isas) > 1 else ""
-            name += f" {kind(r)}" if several_kinds else ""
-            rows.setdefault(name, {})[r["engine"]] = r
+    for r in _placed(results):
+        name = r["workload"]
+        name += f" {r['isa'] or isas[0]}" if len(isas) > 1 else ""
+        name += f" {kind(r)}" if several_kinds else ""
+        rows.setdefault(name, {})[r["engine"]] = r
     return rows
 
 

@@ -7,6 +7,9 @@ import csv
 import io
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,7 +88,13 @@ def test_as_many_runs_as_fit(clock: SimpleNamespace) -> None:
 def test_contestants_and_limits_take_turns(clock: SimpleNamespace) -> None:
     turn = bench_module.TURN
     calls = [clock.work("a", turn / 2), clock.work("b", turn)]
-    timers = [bench_module.Timer(call, 4, clock.work(name, 0.0)) for call, name in zip(calls, "AB", strict=True)]
+
+    @contextmanager
+    def under(name: str) -> Iterator[None]:
+        clock.order.append(name)
+        yield
+
+    timers = [bench_module.Timer(call, 4, partial(under, name)) for call, name in zip(calls, "AB", strict=True)]
     bench_module.times(timers, clock.work("|", 0.0))
     assert "".join(clock.order) == "AaBb|" + "AaaBb|" + "AaaBb|" + "Bb|" + "Bb|"
 
@@ -197,7 +206,7 @@ def test_threads_are_used_and_given_back(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(contest, "_prepare", lambda *a: planned.add(cpu_attn.get_num_threads()) or prepare(*a))
 
     def count(timer: Any) -> None:
-        called.add((timer.prepare.args[0], cpu_attn.get_num_threads()))
+        called.add((timer.under.args[0], cpu_attn.get_num_threads()))
         run_once(timer)
 
     monkeypatch.setattr(bench_module.Timer, "_run", count)

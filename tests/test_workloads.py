@@ -142,6 +142,11 @@ def expected(step: Step) -> tuple[Any, Any]:
     )
 
 
+def called(row: contest.Contestant) -> Any:
+    with contest.threads(row.threads):
+        return row.call()
+
+
 def assert_right(step: Step, output: Any) -> None:
     wanted = expected(step)[0]
     for first, last in pairwise(step.query_start_loc):
@@ -159,7 +164,7 @@ def test_contestants_compute_attention(engine: str, dtype: str, workload: Worklo
     step = Step(workload, "auto", dtype, block_size=16)
     (row,) = contest.contestants(step, [engine], 2)
     step.output[...] = 9
-    row.call()
+    called(row)
     assert (row.engine, row.isa) == (engine, step.plan("native").isa)
     assert_right(step, step.output)
 
@@ -179,7 +184,7 @@ def test_contestants_compute_attention(engine: str, dtype: str, workload: Worklo
 def test_torch_computes_the_same_attention(workload: Workload, dtype: str) -> None:
     step = Step(replace(workload, softcap=0.0, sinks=False), "auto", dtype)
     (row,) = contest.contestants(step, ["torch"], 2)
-    tokens = [one for group in row.call() for one in group]  # [Hq, q_len, D] of each request
+    tokens = [one for group in called(row) for one in group]  # [Hq, q_len, D] of each request
     assert (row.isa, len(tokens)) == (None, len(workload.lens))
     assert_right(step, np.concatenate([t.float().numpy().transpose(1, 0, 2) for t in tokens]))
 
@@ -233,18 +238,18 @@ def test_vllm_computes_the_same_attention(
     step = Step(workload, "auto", dtype, 32, kv_cache_dtype)
     (row,) = contest.contestants(step, ["vllm"], 2)
     assert row.isa is None
-    assert_right(step, row.call().float().numpy())
+    assert_right(step, called(row).float().numpy())
 
 
 @pytest.mark.integrations
 def test_vllm_plans_and_writes(vllm_kernels: Any) -> None:
     (row,) = contest.contestants(Step(WORKLOADS["plan-256"], "auto", "bfloat16", 32), ["vllm"], 2)
-    assert row.call().numel() > 0
+    assert called(row).numel() > 0
     step = Step(Workload("w", "write", ((40, 40),), 4, 2, 64), "auto", "bfloat16", 32)
     native, row = contest.contestants(step, ["native", "vllm"], 2)
     assert (native.engine, row.engine) == ("native", "vllm")
     *_, key_cache, value_cache, _, _ = row.call.args
-    row.call()
+    called(row)
     for written in (key_cache, value_cache):
         values = written.float().abs()
         tokens = (values > 0).sum() / (2 * 64)
@@ -267,13 +272,13 @@ def test_vllm_says_what_it_lacks(vllm_kernels: Any) -> None:
 def test_write_and_plan() -> None:
     step = Step(Workload("w", "write", ((40, 40),), 4, 2, 16), "auto", "bfloat16")
     (row,) = contest.contestants(step, ["native", "onednn-python"], 2)
-    row.call()
+    called(row)
     assert row.engine == "native"
     for found in step.cache.gather(step.block_table[0], 40):
         values = np.abs(found.astype(np.float32))
         assert values.min() >= 0.5 and values.max() < 2  # as random() makes them: none was left out
     (row,) = contest.contestants(Step(WORKLOADS["plan-256"], "auto", "bfloat16"), ["native", "onednn-python"], 2)
-    plan = row.call()
+    plan = called(row)
     assert (plan.num_reqs, plan.workspace_bytes) == (256, row.workspace_bytes)
 
 
