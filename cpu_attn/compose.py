@@ -350,11 +350,17 @@ def _checked(
     (tokens, num_heads, head_size), num_reqs = q.shape, table.shape[0]
     out = _check.array("output", output, [q.dtype], [("T", tokens), ("num_heads", num_heads), ("head_size_v", None)])
     log = None if lse is None else _check.array("lse", lse, ["float32"], [("num_heads", num_heads), ("T", tokens)])
+    starts, lens, flags = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
+    selected = _check.selected_blocks(selected_blocks, num_reqs, num_kv_heads)
+    given: dict[str, Memory | None] = {"block_table": table, "query_start_loc": starts, "seq_lens": lens}
+    given |= {"dynamic_causal": flags, "selected_blocks": selected}
+    table, starts, lens = _check.copied(table), _check.copied(starts), _check.copied(lens)
+    flags, selected = flags and _check.copied(flags), selected and _check.copied(selected)
     plan = get_scheduler_metadata(
-        *(num_reqs, num_heads, num_kv_heads, head_size, seq_lens, q.dtype, query_start_loc, causal, sliding_window),
+        *(num_reqs, num_heads, num_kv_heads, head_size, lens.numpy(), q.dtype, starts.numpy(), causal, sliding_window),
         isa=isa,
         kv_cache_dtype=kv_cache_dtype,
-        dynamic_causal=dynamic_causal,
+        dynamic_causal=None if flags is None else flags.numpy(),
         head_size_v=out.shape[2],
         engine="reference",
         **masks,
@@ -364,11 +370,8 @@ def _checked(
         raise ValueError(f"query: axis 0 is {tokens}, expected query_start_loc[-1] = {plan.num_tokens}")
     for name, cache, kv, size in (("key_cache", kc, kvs[0], head_size), ("value_cache", vc, kvs[1], out.shape[2])):
         _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, kv, size, layout)
-    starts, lens, flags = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
-    selected = _check.selected_blocks(selected_blocks, num_reqs, num_kv_heads)
     _check.block_table(plan, table, num_blocks, block_size, selected)
-    inputs: dict[str, Memory | None] = {"query": q, "key_cache": kc, "value_cache": vc, "block_table": table}
-    inputs |= {"query_start_loc": starts, "seq_lens": lens, "dynamic_causal": flags, "selected_blocks": selected}
+    inputs: dict[str, Memory | None] = {"query": q, "key_cache": kc, "value_cache": vc, **given}
     bias = inputs["attn_bias"] = _check.attn_bias(plan, attn_bias)
     _check.disjoint("output", _check.writable("output", out), inputs)
     if log is not None:

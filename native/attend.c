@@ -168,9 +168,9 @@ static void run_items(run *w, atomic_llong *next, int merges, int thread) {
     }
 }
 
-static ca_call call_of(const ca_array *a, const ca_shape *s) {
+static ca_call call_of(const ca_array *a, const ca_shape *s, const ca_indices *x) {
     const ca_array *q = &a[CA_QUERY], *out = &a[CA_OUTPUT], *kc = &a[CA_KEY_CACHE], *vc = &a[CA_VALUE_CACHE];
-    const ca_array *table = &a[CA_BLOCK_TABLE], *selected = &a[CA_SELECTED_BLOCKS], *bias = &a[CA_ATTN_BIAS];
+    const ca_array *bias = &a[CA_ATTN_BIAS];
     const ca_axes k = ca_cache_axes(kc, s->kv_cache_layout, s->head_size);
     const ca_axes v = ca_cache_axes(vc, s->kv_cache_layout, s->head_size_v);
     return (ca_call){
@@ -191,14 +191,13 @@ static ca_call call_of(const ca_array *a, const ca_shape *s) {
         .o_stride_h = out->strides[1],
         .lse = (float *)a[CA_LSE].address,
         .lse_stride_h = a[CA_LSE].strides[0],
-        .block_table = (const int32_t *)table->address,
-        .table_stride = table->strides[0],
+        .block_table = x->blocks,
+        .table_at = x->table_at,
         .alibi_slopes = (const float *)a[CA_ALIBI_SLOPES].address,
         .s_aux = (const float *)a[CA_S_AUX].address,
-        .selected = (const int32_t *)selected->address,
-        .selected_stride_r = selected->strides[0],
-        .selected_stride_h = selected->strides[1],
-        .num_selected = selected->itemsize ? selected->shape[2] : -1,
+        .selected = x->selected,
+        .num_kv_heads = s->num_kv_heads,
+        .num_selected = x->num_selected,
         .attn_bias = (const float *)bias->address,
         .bias_stride_r = bias->shape[0] > 1 ? bias->strides[0] : 0,
         .bias_stride_h = bias->shape[1] > 1 ? bias->strides[1] : 0,
@@ -241,23 +240,28 @@ int ca_attend(const ca_plan *plan, ca_known *known, uintptr_t objects, const ca_
     if (workspace_bytes < info.workspace_bytes ||
         !ca_accept(known, sizes, s->isa, s->k_dtype, s->v_dtype, objects, given, a, CA_ATTENTION_ARRAYS, CA_LSE + 1))
         return CA_UNKNOWN;
-    ca_call call = call_of(a, s);
-    call.scale = scale;
-    /* A larger one would make scale over softcap subnormal, and bends no logit that float32 could tell from another. */
-    call.softcap = fminf(softcap, fmaxf(1, fabsf(scale * k_scale)) * 0x1p80f);
-    call.k_scale = k_scale;
-    call.v_scale = v_scale;
-    if (plan->num_shared && call.num_selected >= 0)
+    if (plan->num_shared && a[CA_SELECTED_BLOCKS].itemsize)
         return ca_fail(fault, CA_SELECTED_SHARED, -1, -1, -1, -1);
-    if (plan->tree && call.alibi_slopes)
+    if (plan->tree && a[CA_ALIBI_SLOPES].itemsize)
         return ca_fail(fault, CA_TREE_ALIBI, -1, -1, -1, -1);
     if (causal >= 0 &&
         ca_check_step(plan, (const int32_t *)a[CA_SEQ_LENS].address, (const int32_t *)a[CA_QUERY_START_LOC].address,
                       causal, (const int32_t *)a[CA_DYNAMIC_CAUSAL].address, fault))
         return fault->status;
-    if (ca_check_table(plan, &a[CA_BLOCK_TABLE], &a[CA_SELECTED_BLOCKS], a[CA_KEY_CACHE].shape[0], call.block_size,
-                       fault) ||
-        ca_check_bias(plan, &a[CA_ATTN_BIAS], fault))
-        return fault->status;
-    return workspace ? attend(plan, &call, workspace, fault) : CA_OK;
+    ca_indices x;
+    const int64_t block_size = ca_cache_axes(&a[CA_KEY_CACHE], s->kv_cache_layout, s->head_size).block_size;
+    if (!ca_take_indices(plan, &a[CA_BLOCK_TABLE], &a[CA_SELECTED_BLOCKS], a[CA_KEY_CACHE].shape[0], block_size, &x,
+                         fault) &&
+        !ca_check_bias(plan, &a[CA_ATTN_BIAS], fault) && workspace) {
+        ca_call call = call_of(a, s, &x);
+        call.scale = scale;
+        /* A larger one would make scale over softcap subnormal, and bends no logit that float32 could tell from
+         * another. */
+        call.softcap = fminf(softcap, fmaxf(1, fabsf(scale * k_scale)) * 0x1p80f);
+        call.k_scale = k_scale;
+        call.v_scale = v_scale;
+        attend(plan, &call, workspace, fault);
+    }
+    ca_give_back(x.memory, x.few);
+    return fault->status;
 }

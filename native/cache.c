@@ -4,6 +4,7 @@
 #include "kernel.h"
 #include "threads.h"
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <string.h>
 #ifdef _OPENMP
 #include <omp.h>
@@ -254,10 +255,13 @@ int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int name
     const int here = (int)call->isa, layout = kv_cache_layout;
     const cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], here, (int)call->k_dtype, layout, k_scale);
     const cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], here, (int)call->v_dtype, layout, v_scale);
-    const int64_t *slots = (const int64_t *)a[CA_SLOT_MAPPING].address, num_tokens = a[CA_KEY].shape[0];
-    if (ca_check_slots(slots, num_tokens, kc.num_blocks * kc.block_size, fault))
+    int64_t few[CA_FEW_INDICES];
+    int64_t *slots = ca_take_slots(&a[CA_SLOT_MAPPING], kc.num_blocks * kc.block_size, few, fault);
+    if (!slots)
         return fault->status;
-    return write_all(&kc, &vc, &a[CA_KEY], &a[CA_VALUE], slots, num_tokens, NULL);
+    write_all(&kc, &vc, &a[CA_KEY], &a[CA_VALUE], slots, a[CA_KEY].shape[0], NULL);
+    ca_give_back(slots, few);
+    return CA_OK;
 }
 
 int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype,
@@ -274,14 +278,13 @@ int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, i
     const cache kc = cache_of(&a[CA_ROTARY_KEY_CACHE], keys, here, (int)call->k_dtype, layout, k_scale);
     const cache vc =
         cache_of(&a[CA_ROTARY_VALUE_CACHE], &a[CA_ROTARY_VALUE], here, (int)call->v_dtype, layout, v_scale);
-    const int64_t *slots = (const int64_t *)a[CA_ROTARY_SLOT_MAPPING].address, num_tokens = keys->shape[0];
+    const int64_t num_tokens = keys->shape[0];
     ca_rotary rotary = {
         .kernel = kc.kernel,
         .query = queries,
         .query_out = &a[CA_ROTARY_QUERY_OUT],
         .key = keys,
         .cos_sin = table,
-        .positions = (const int64_t *)a[CA_POSITIONS].address,
         .num_tokens = num_tokens,
         .head_size = kc.head_size,
         .rot_dim = table->shape[1],
@@ -291,11 +294,15 @@ int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, i
         .eps = eps,
         .weights = &a[CA_Q_WEIGHT],
     };
-    if (ca_check_slots(slots, num_tokens, kc.num_blocks * kc.block_size, fault) ||
-        ca_check_positions(rotary.positions, num_tokens, table->shape[0], fault))
-        return fault->status;
-    if (write_all(&kc, &vc, keys, &a[CA_ROTARY_VALUE], slots, num_tokens, &rotary))
+    int64_t few[2][CA_FEW_INDICES], *positions = NULL;
+    int64_t *slots = ca_take_slots(&a[CA_ROTARY_SLOT_MAPPING], kc.num_blocks * kc.block_size, few[0], fault);
+    if (slots)
+        positions = ca_take_positions(&a[CA_POSITIONS], table->shape[0], few[1], fault);
+    rotary.positions = positions;
+    if (positions && write_all(&kc, &vc, keys, &a[CA_ROTARY_VALUE], slots, num_tokens, &rotary))
         ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
+    ca_give_back(positions, few[1]);
+    ca_give_back(slots, few[0]);
     return fault->status;
 }
 
@@ -337,14 +344,17 @@ static void gather_token(const cache *c, int value, const char *block, int64_t t
 /* Head by head over the tokens of a K group, whose lines stay in L1 so. */
 int ca_gather(const ca_array *a, int value, int isa, int dtype, int kv_dtype, int kv_cache_layout, ca_fault *fault) {
     const ca_array *out = &a[CA_GATHERED], *table = &a[CA_GATHER_BLOCK_TABLE];
-    const int32_t *blocks = (const int32_t *)table->address;
     ca_array written = *out; /* tokens of this shape; out has the dtype that is stored */
     written.dtype = dtype;
     const cache c = cache_of(&a[CA_GATHER_CACHE], &written, isa, kv_dtype, kv_cache_layout, 1);
     const int64_t num_tokens = out->shape[0];
-    if (ca_check_blocks(blocks, -1, 0, ca_div_up(num_tokens, c.block_size), table->shape[0], c.num_blocks, fault))
-        return fault->status;
-    for (int64_t t = 0, n; t < num_tokens; t += n) {
+    const int64_t needed = ca_div_up(num_tokens, c.block_size), there = ca_min64(needed, table->shape[0]);
+    int32_t *blocks = malloc(1 + (size_t)there * sizeof *blocks);
+    if (!blocks)
+        return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
+    memcpy(blocks, (const void *)table->address, (size_t)there * sizeof *blocks);
+    const int bad = ca_check_blocks(blocks, -1, 0, needed, table->shape[0], c.num_blocks, fault);
+    for (int64_t t = 0, n; t < num_tokens && !bad; t += n) {
         int64_t token = t % c.block_size, block = blocks[t / c.block_size];
         n = ca_min64(num_tokens - t, ca_min64(c.block_size - token, CA_LANES - token % CA_LANES));
         for (int h = 0; h < c.num_kv_heads; h++)
@@ -357,5 +367,6 @@ int ca_gather(const ca_array *a, int value, int isa, int dtype, int kv_dtype, in
                     gather_token(&c, value, from, token + i, to);
             }
     }
-    return CA_OK;
+    free(blocks);
+    return bad;
 }

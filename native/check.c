@@ -1,18 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The C half of cpu_attn/_check: what may differ between calls that look alike (addresses, and what lengths and
- * indices hold), and which calls look alike. A call of one token over 16 keys took 65 us where Python looked at every
+ * indices hold), and which calls look alike. Another thread of the caller's may write into the arrays meanwhile: so
+ * what a call goes by is copied first, and checked and used in the copy. A call of one token over 16 keys took 65 us where Python looked at every
  * array of every call, and takes 12 us so (Zen 4; 8 us are the kernel's). */
 #include "check.h"
 #include "keys.h"
 #include "layout.h"
+#include <stdlib.h>
 
-int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
+int ca_check_blocks(const int32_t *blocks, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
                     ca_fault *fault) {
     if (end > cols)
         return ca_fail(fault, CA_BLOCK_TABLE_SHORT, request, -1, end, cols);
-    for (int64_t i = first; i < end; i++)
-        if (table[i] < 0 || table[i] >= num_blocks)
-            return ca_fail(fault, CA_BAD_BLOCK, request, i, table[i], num_blocks);
+    for (int64_t i = first; i < end; i++, blocks++)
+        if (*blocks < 0 || *blocks >= num_blocks)
+            return ca_fail(fault, CA_BAD_BLOCK, request, i, *blocks, num_blocks);
     return CA_OK;
 }
 
@@ -43,28 +45,23 @@ int ca_check_step(const ca_plan *p, const int32_t *seq_lens, const int32_t *quer
     return CA_OK;
 }
 
-/* One kv head's selected blocks: ascending, then -1. */
-static int check_selected(const int32_t *list, int64_t n, int64_t r, int64_t head, int64_t seq_blocks,
+/* n entries of one kv head's selection, from `position` on: ascending blocks, then -1. before: the one before them, as
+ * unsigned; -1: there is none. */
+static int check_selected(const int32_t *list, int64_t n, int64_t position, int64_t before, int64_t seq_blocks,
                           ca_fault *fault) {
-    for (int64_t i = 0; i < n && !fault->status; i++) {
+    for (int64_t i = 0; i < n; before = (uint32_t)list[i++])
         if (list[i] < -1 || list[i] >= seq_blocks)
-            ca_fail(fault, CA_BAD_SELECTED, r, i, list[i], seq_blocks);
-        else if (i && list[i] != -1 && (uint32_t)list[i] <= (uint32_t)list[i - 1])
-            ca_fail(fault, CA_SELECTED_ORDER, r, i, list[i], list[i - 1]);
-    }
-    fault->kv_head = head;
-    return fault->status;
+            return ca_fail(fault, CA_BAD_SELECTED, -1, position + i, list[i], seq_blocks);
+        else if (list[i] != -1 && (uint32_t)list[i] <= before)
+            return ca_fail(fault, CA_SELECTED_ORDER, -1, position + i, list[i], (int32_t)before);
+    return CA_OK;
 }
 
-static const int32_t *table_row(const ca_array *table, int64_t request) {
-    return (const int32_t *)table->address + request * table->strides[0];
-}
-
-/* Requests that share blocks in the plan have to share them in the call's table, whose width has been checked. */
-static int check_shared(const ca_plan *p, const ca_array *table, ca_fault *fault) {
+/* Requests that share blocks in the plan have to share them in the call's table. They see all of their first keys. */
+static int check_shared(const ca_plan *p, const ca_indices *x, ca_fault *fault) {
     for (int64_t n = 0; n < p->num_same; n++) {
         const ca_same *s = &p->same[n];
-        const int32_t *here = table_row(table, s->request), *there = table_row(table, s->other);
+        const int32_t *here = x->blocks + x->table_at[s->request], *there = x->blocks + x->table_at[s->other];
         if (memcmp(here, there, (size_t)s->num_blocks * sizeof *here) == 0)
             continue;
         int64_t i = 0;
@@ -75,32 +72,97 @@ static int check_shared(const ca_plan *p, const ca_array *table, ca_fault *fault
     return CA_OK;
 }
 
-/* The blocks that hold a key some row may see. */
-int ca_check_table(const ca_plan *p, const ca_array *table, const ca_array *selected, int64_t num_blocks,
-                   int64_t block_size, ca_fault *fault) {
+/* The selection of request r, whose table is copied. Of a list only as many entries are kept as the longest request has
+ * blocks: all behind these have to be -1. */
+static int take_selected(const ca_plan *p, const ca_array *selected, int64_t r, int64_t cols, int64_t num_blocks,
+                         int64_t block_size, ca_indices *x, ca_fault *fault) {
+    const int64_t seq_blocks = ca_div_up(p->seq_lens[r], block_size), n = x->num_selected, all = selected->shape[2];
+    const int64_t first = p->first_key[r] / block_size, end = ca_div_up(p->end_key[r], block_size);
+    int status = CA_OK;
+    for (int64_t h = 0; h < selected->shape[1] && !status; h++) {
+        const int32_t *from =
+            (const int32_t *)selected->address + r * selected->strides[0] + h * selected->strides[1];
+        int32_t *list = x->selected + (r * selected->shape[1] + h) * n;
+        memcpy(list, from, (size_t)n * sizeof *list);
+        status = check_selected(list, n, 0, -1, seq_blocks, fault);
+        if (!status && all > n)
+            status = check_selected(from + n, all - n, n, n ? (uint32_t)list[n - 1] : -1, seq_blocks, fault);
+        if (status) {
+            fault->request = r;
+            fault->kv_head = h;
+        }
+        for (int64_t i = 0; i < n && !status; i++)
+            if (list[i] >= first && list[i] < end)
+                status = ca_check_blocks(&x->blocks[x->table_at[r] + list[i]], r, list[i], list[i] + 1, cols,
+                                         num_blocks, fault);
+    }
+    return status;
+}
+
+static int64_t longest(const ca_plan *p) {
+    int32_t n = 0;
+    for (int r = 0; r < p->shape.num_reqs; r++)
+        n = p->seq_lens[r] > n ? p->seq_lens[r] : n;
+    return n;
+}
+
+/* Room for what a call reads of its table and its selection; 0: there is none. */
+static int make_room(const ca_plan *p, const ca_array *table, const ca_array *selected, int64_t block_size,
+                     ca_indices *x) {
+    const int64_t num_reqs = p->shape.num_reqs;
+    /* two blocks of a request may hold no more than one key of its range each */
+    double entries = fmin((double)(p->num_keys / block_size + 2 * num_reqs), (double)num_reqs * (double)table->shape[1]);
+    x->num_selected = -1;
+    if (selected->itemsize) {
+        x->num_selected = ca_min64(selected->shape[2], ca_div_up(longest(p), block_size));
+        entries += (double)num_reqs * (double)selected->shape[1] * (double)x->num_selected;
+    }
+    const double bytes = (double)num_reqs * sizeof *x->table_at + entries * sizeof *x->blocks;
+    x->memory = bytes <= sizeof x->few ? x->few : bytes < (double)PTRDIFF_MAX ? malloc((size_t)bytes) : NULL;
+    x->table_at = x->memory;
+    x->blocks = (int32_t *)(x->table_at + num_reqs);
+    return x->memory != NULL;
+}
+
+int ca_take_indices(const ca_plan *p, const ca_array *table, const ca_array *selected, int64_t num_blocks,
+                    int64_t block_size, ca_indices *x, ca_fault *fault) {
+    const int64_t cols = table->shape[1];
+    int64_t taken = 0;
+    int status = CA_OK;
+    x->memory = NULL;
     if (p->shape.block_size && block_size != p->shape.block_size)
         return ca_fail(fault, CA_OTHER_BLOCK_SIZE, -1, -1, block_size, p->shape.block_size);
-    for (int r = 0; r < p->shape.num_reqs; r++) {
-        ca_task whole = {.request = r, .num_tokens = (int32_t)ca_q_len(p, r)};
-        int64_t k0 = 0, k1 = 0;
-        if (whole.num_tokens > 0)
-            ca_task_keys(p, &whole, &k0, &k1);
-        int64_t first = k0 < k1 ? k0 / block_size : 0, end = k0 < k1 ? ca_div_up(k1, block_size) : 0;
-        const int32_t *blocks = table_row(table, r);
-        if (!selected->itemsize && ca_check_blocks(blocks, r, first, end, table->shape[1], num_blocks, fault))
-            return fault->status;
-        for (int64_t h = 0, n = selected->shape[2]; n > 0 && h < selected->shape[1]; h++) {
-            const int32_t *list =
-                (const int32_t *)selected->address + r * selected->strides[0] + h * selected->strides[1];
-            if (check_selected(list, n, r, h, ca_div_up(p->seq_lens[r], block_size), fault))
-                return fault->status;
-            for (int64_t i = 0; i < n; i++)
-                if (list[i] >= first && list[i] < end &&
-                    ca_check_blocks(blocks, r, list[i], list[i] + 1, table->shape[1], num_blocks, fault))
-                    return fault->status;
-        }
+    if (!make_room(p, table, selected, block_size, x))
+        return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
+    for (int r = 0; r < p->shape.num_reqs && !status; r++) {
+        const int64_t first = p->first_key[r] / block_size, end = ca_div_up(p->end_key[r], block_size);
+        const int64_t there = ca_max64(0, ca_min64(end, cols) - first);
+        const int32_t *from = (const int32_t *)table->address + r * table->strides[0];
+        memcpy(x->blocks + taken, from + first, (size_t)there * sizeof *from);
+        x->table_at[r] = taken - first;
+        if (!selected->itemsize)
+            status = ca_check_blocks(x->blocks + taken, r, first, end, cols, num_blocks, fault);
+        taken += there;
     }
-    return check_shared(p, table, fault);
+    if (!selected->itemsize)
+        return status ? status : check_shared(p, x, fault);
+    x->selected = x->blocks + taken;
+    for (int r = 0; r < p->shape.num_reqs && !status; r++)
+        status = take_selected(p, selected, r, cols, num_blocks, block_size, x, fault);
+    return status;
+}
+
+void ca_give_back(void *memory, void *few) {
+    if (memory != few)
+        free(memory);
+}
+
+int ca_check_table(const ca_plan *p, const ca_array *table, const ca_array *selected, int64_t num_blocks,
+                   int64_t block_size, ca_fault *fault) {
+    ca_indices x;
+    ca_take_indices(p, table, selected, num_blocks, block_size, &x, fault);
+    ca_give_back(x.memory, x.few);
+    return fault->status;
 }
 
 int ca_check_bias(const ca_plan *p, const ca_array *bias, ca_fault *fault) {
@@ -114,18 +176,31 @@ int ca_check_bias(const ca_plan *p, const ca_array *bias, ca_fault *fault) {
     return CA_OK;
 }
 
-int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault) {
-    for (int64_t i = 0; i < num_tokens; i++)
-        if (slots[i] >= bound)
-            return ca_fail(fault, CA_BAD_SLOT, -1, i, slots[i], bound);
-    return CA_OK;
+/* A copy of them, in `few` where they fit; NULL: one is out of range, or there is no memory. */
+static int64_t *take_integers(const ca_array *from, int64_t least, int64_t bound, int64_t *few, int status,
+                              ca_fault *fault) {
+    const int64_t n = from->shape[0];
+    int64_t *to = n <= CA_FEW_INDICES ? few : malloc((size_t)n * sizeof *to);
+    if (!to) {
+        ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
+        return NULL;
+    }
+    memcpy(to, (const void *)from->address, (size_t)n * sizeof *to);
+    for (int64_t i = 0; i < n; i++)
+        if (to[i] < least || to[i] >= bound) {
+            ca_fail(fault, status, -1, i, to[i], bound);
+            ca_give_back(to, few);
+            return NULL;
+        }
+    return to;
 }
 
-int ca_check_positions(const int64_t *positions, int64_t num_tokens, int64_t bound, ca_fault *fault) {
-    for (int64_t i = 0; i < num_tokens; i++)
-        if (positions[i] < 0 || positions[i] >= bound)
-            return ca_fail(fault, CA_BAD_POSITION, -1, i, positions[i], bound);
-    return CA_OK;
+int64_t *ca_take_slots(const ca_array *slots, int64_t bound, int64_t *few, ca_fault *fault) {
+    return take_integers(slots, INT64_MIN, bound, few, CA_BAD_SLOT, fault);
+}
+
+int64_t *ca_take_positions(const ca_array *positions, int64_t bound, int64_t *few, ca_fault *fault) {
+    return take_integers(positions, 0, bound, few, CA_BAD_POSITION, fault);
 }
 
 #define CALLS ((int64_t)(sizeof((ca_known *)0)->calls / sizeof((ca_known *)0)->calls[0]))

@@ -10,13 +10,32 @@ static inline int ca_fail(ca_fault *fault, int status, int64_t request, int64_t 
     return status;
 }
 
-int ca_check_blocks(const int32_t *table, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
+/* What one call reads of its block table, and of its selection, copied and checked: see ca_call. */
+typedef struct ca_indices {
+    int64_t *table_at;
+    int32_t *blocks, *selected;
+    int64_t num_selected;
+    void *memory; /* `few`, or where they do not fit */
+    int64_t few[128];
+} ca_indices;
+
+/* The blocks that hold a key some row may see: below num_blocks, and the same for requests that share them in the plan.
+ * Whether it succeeds or not: ca_give_back(x->memory, x->few). */
+int ca_take_indices(const ca_plan *plan, const ca_array *table, const ca_array *selected, int64_t num_blocks,
+                    int64_t block_size, ca_indices *x, ca_fault *fault);
+/* int64 [T], copied and checked: where they fit to `few`, of CA_FEW_INDICES. NULL: *fault says why. */
+#define CA_FEW_INDICES 256
+int64_t *ca_take_slots(const ca_array *slots, int64_t bound, int64_t *few, ca_fault *fault);
+int64_t *ca_take_positions(const ca_array *positions, int64_t bound, int64_t *few, ca_fault *fault);
+/* Frees what is not `few`. */
+void ca_give_back(void *memory, void *few);
+
+/* blocks: of a request's row of the table, from number `first` on. */
+int ca_check_blocks(const int32_t *blocks, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
                     ca_fault *fault);
 int ca_check_lengths(int64_t num_reqs, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault);
 int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
                   const int32_t *dynamic_causal, ca_fault *fault);
-int ca_check_slots(const int64_t *slots, int64_t num_tokens, int64_t bound, ca_fault *fault);
-int ca_check_positions(const int64_t *positions, int64_t num_tokens, int64_t bound, ca_fault *fault);
 /* Reads the call's arrays into `a`. NULL unless all is known to be right with them but what indices hold. */
 const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, int64_t k_dtype,
                                     int64_t v_dtype, uintptr_t objects, const ca_array *given, ca_array *a,

@@ -96,7 +96,7 @@ typedef struct ca_blocks {
 } ca_blocks;
 
 static inline ca_blocks ca_blocks_of(const ca_call *call, int request, int kv_head) {
-    int64_t at = request * call->selected_stride_r + kv_head * call->selected_stride_h;
+    int64_t at = (request * call->num_kv_heads + kv_head) * call->num_selected;
     return (ca_blocks){call->num_selected > 0 ? call->selected + at : NULL, call->num_selected};
 }
 

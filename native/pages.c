@@ -3,6 +3,7 @@
 #include "check.h"
 #include "kernel.h"
 #include "threads.h"
+#include <stdlib.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -40,9 +41,9 @@ static void fold(const ca_array *a, int64_t t, int64_t head, int64_t block, int 
 }
 
 int ca_update_page_bounds(const ca_array *a, int64_t block_size, ca_fault *fault) {
-    const int64_t *slots = (const int64_t *)a[CA_BOUNDS_SLOT_MAPPING].address;
-    int64_t num_tokens = a[CA_BOUNDS_KEY].shape[0], heads = a[CA_BOUNDS_KEY].shape[1];
-    if (ca_check_slots(slots, num_tokens, a[CA_BOUNDS_MIN].shape[0] * block_size, fault))
+    int64_t num_tokens = a[CA_BOUNDS_KEY].shape[0], heads = a[CA_BOUNDS_KEY].shape[1], few[CA_FEW_INDICES];
+    int64_t *slots = ca_take_slots(&a[CA_BOUNDS_SLOT_MAPPING], a[CA_BOUNDS_MIN].shape[0] * block_size, few, fault);
+    if (!slots)
         return fault->status;
     /* first the blocks that start anew, wherever in the call their first token is */
     for (int begun = 0; begun < 2; begun++)
@@ -50,21 +51,38 @@ int ca_update_page_bounds(const ca_array *a, int64_t block_size, ca_fault *fault
             for (int64_t h = 0; slots[t] >= 0 && h < heads; h++)
                 if (begun || slots[t] % block_size == 0)
                     fold(a, t, h, slots[t] / block_size, begun);
+    ca_give_back(slots, few);
     return CA_OK;
 }
 
-static int check_scores(const ca_array *a, int64_t block_size, ca_fault *fault) {
-    const ca_array *table = &a[CA_SCORES_BLOCK_TABLE];
-    const int32_t *seq_lens = (const int32_t *)a[CA_SCORES_SEQ_LENS].address;
-    const int32_t *blocks = (const int32_t *)table->address;
-    int64_t num_reqs = table->shape[0];
-    if (ca_check_lengths(num_reqs, seq_lens, (const int32_t *)a[CA_SCORES_QUERY_START_LOC].address, fault))
-        return fault->status;
-    for (int64_t r = 0; r < num_reqs; r++, blocks += table->strides[0])
-        if (ca_check_blocks(blocks, r, 0, ca_div_up(seq_lens[r], block_size), table->shape[1],
-                            a[CA_SCORES_MIN].shape[0], fault))
-            return fault->status;
-    return CA_OK;
+/* Lengths and the blocks that they ask for, checked, in memory of the call, to which those of a[] are turned. NULL:
+ * *fault says why not. */
+static int32_t *take_scored(ca_array *a, int64_t block_size, ca_fault *fault) {
+    ca_array *table = &a[CA_SCORES_BLOCK_TABLE], *starts = &a[CA_SCORES_QUERY_START_LOC], *lens = &a[CA_SCORES_SEQ_LENS];
+    const int64_t num_reqs = table->shape[0], cols = table->shape[1];
+    int32_t *memory = malloc(sizeof *memory * (size_t)(2 * num_reqs + 1 + num_reqs * cols));
+    if (!memory) {
+        ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
+        return NULL;
+    }
+    int32_t *to_starts = memory, *to_lens = to_starts + num_reqs + 1, *blocks = to_lens + num_reqs;
+    memcpy(to_starts, (const void *)starts->address, (size_t)(num_reqs + 1) * sizeof *memory);
+    memcpy(to_lens, (const void *)lens->address, (size_t)num_reqs * sizeof *memory);
+    int bad = ca_check_lengths(num_reqs, to_lens, to_starts, fault);
+    for (int64_t r = 0; r < num_reqs && !bad; r++) {
+        const int64_t needed = ca_div_up(to_lens[r], block_size);
+        memcpy(blocks + r * cols, (const int32_t *)table->address + r * table->strides[0],
+               (size_t)ca_min64(needed, cols) * sizeof *blocks);
+        bad = ca_check_blocks(blocks + r * cols, r, 0, needed, cols, a[CA_SCORES_MIN].shape[0], fault);
+    }
+    starts->address = (uintptr_t)to_starts;
+    lens->address = (uintptr_t)to_lens;
+    table->address = (uintptr_t)blocks;
+    table->strides[0] = cols;
+    if (!bad)
+        return memory;
+    free(memory);
+    return NULL;
 }
 
 /* 20 multiplications and additions a nanosecond, on a Zen 4 core. */
@@ -75,24 +93,29 @@ static double nanoseconds(const ca_array *a) {
 
 int64_t ca_score_floats(int64_t head_size) { return ca_round_up(2 * CA_PAGE_ROWS * head_size, CA_LANES); }
 
-int ca_score_pages(const ca_array *a, int isa, int64_t block_size, float *scratch, int num_threads, ca_fault *fault) {
+int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *scratch, int num_threads,
+                   ca_fault *fault) {
+    ca_array a[CA_SCORES_ARRAYS];
+    memcpy(a, arrays, sizeof a);
     const ca_array *query = &a[CA_SCORES_QUERY];
     const ca_kernel *kernel = ca_isa_get(isa)->kernels[query->dtype];
     int64_t heads = a[CA_SCORES_MIN].shape[1], items = a[CA_SCORES_BLOCK_TABLE].shape[0] * heads;
     int64_t floats = ca_score_floats(query->shape[2]);
     (void)floats;
-    if (check_scores(a, block_size, fault))
+    int32_t *memory = take_scored(a, block_size, fault);
+    if (!memory)
         return fault->status;
     int team = ca_team((int)ca_min64(ca_min64(num_threads, ca_threads_for(nanoseconds(a))), items));
     if (team <= 1) {
         for (int64_t i = 0; i < items; i++)
             kernel->score_pages(a, block_size, i / heads, i % heads, scratch);
-        return CA_OK;
-    }
+    } else {
 #ifdef _OPENMP
 #pragma omp parallel for num_threads(team) schedule(dynamic)
-    for (int64_t i = 0; i < items; i++)
-        kernel->score_pages(a, block_size, i / heads, i % heads, scratch + omp_get_thread_num() * floats);
+        for (int64_t i = 0; i < items; i++)
+            kernel->score_pages(a, block_size, i / heads, i % heads, scratch + omp_get_thread_num() * floats);
 #endif
+    }
+    free(memory);
     return CA_OK;
 }

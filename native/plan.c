@@ -22,6 +22,15 @@ static int64_t count_blocks(const ca_plan *p) {
 /* Dividing by what is nearly always 1024 took a tenth of a plan's time. */
 static int32_t segment_of(int32_t key, int32_t size) { return size == 1024 ? key / 1024 : key / size; }
 
+/* A row of the request may see the keys [k0, k1). */
+static void see_keys(ca_plan *p, int32_t r, int32_t k0, int32_t k1) {
+    const int seen = p->first_key[r] < p->end_key[r];
+    const int32_t first = seen && p->first_key[r] < k0 ? p->first_key[r] : k0, end = p->end_key[r] > k1 ? p->end_key[r] : k1;
+    p->num_keys += (int64_t)end - first - ((int64_t)p->end_key[r] - p->first_key[r]);
+    p->first_key[r] = first;
+    p->end_key[r] = end;
+}
+
 /* Whole query blocks in the order of the requests; returns what they cost together. */
 static double list_blocks(ca_plan *p, ca_costed *c) {
     int64_t step = ca_block_tokens(p);
@@ -43,6 +52,8 @@ static double list_blocks(ca_plan *p, ca_costed *c) {
                 p->few_rows = (int32_t)ca_max64(p->few_rows, rows);
             int64_t k0, k1, size = ca_segment_keys(p->seq_lens[r]);
             ca_task_keys(p, t, &k0, &k1);
+            if (k0 < k1)
+                see_keys(p, r, (int32_t)k0, (int32_t)k1);
             t->segment = segment_of((int32_t)k0, (int32_t)size);
             t->num_segments = k1 > k0 ? segment_of((int32_t)k1 - 1, (int32_t)size) + 1 - t->segment : 0;
             c->cost = ca_cost_of(p, t, k1 - k0);
@@ -223,7 +234,7 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
     const int32_t *starts = (const int32_t *)a[CA_STEP_QUERY_START_LOC].address;
     const int32_t *lens = (const int32_t *)a[CA_STEP_SEQ_LENS].address;
     const int32_t *flags = (const int32_t *)a[CA_STEP_DYNAMIC_CAUSAL].address;
-    ca_plan *p = malloc(sizeof *p + (3 * n + 1) * sizeof(int32_t));
+    ca_plan *p = malloc(sizeof *p + (5 * n + 1) * sizeof(int32_t));
     if (!p) {
         ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
         return NULL;
@@ -232,6 +243,9 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
     p->query_start_loc = (int32_t *)(p + 1);
     p->seq_lens = p->query_start_loc + n + 1;
     p->causal = p->seq_lens + n;
+    p->first_key = p->causal + n;
+    p->end_key = p->first_key + n;
+    memset(p->first_key, 0, 2 * n * sizeof(int32_t));
     memcpy(p->query_start_loc, starts, (n + 1) * sizeof(int32_t));
     memcpy(p->seq_lens, lens, n * sizeof(int32_t));
     shape->all_causal = 1;

@@ -43,7 +43,6 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
     int64_t head = kv_head * group + r % group, dv = p->shape.head_size_v;
     int64_t start = p->query_start_loc[at.request], pos = ca_position(p, at.request, at.token);
     const char *query = ca_block(c->query, c->q_stride_t, c->q_stride_h, start + at.token, (int)head, p->shape.dtype);
-    const int32_t *table = c->block_table + t->request * c->table_stride;
     const uint8_t *bits = ca_tree_row(p, at.request, at.token);
     const float *bias = ca_bias_row(c, at, head);
     double m = -INFINITY, l = 0;
@@ -54,7 +53,7 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
     for (int64_t j; (j = ca_next_key(c, t->request, kv_head, lo, hi)) < hi; lo = j + 1) {
         if (bits && !ca_sees(bits, ca_context(p, t->request), j))
             continue;
-        int64_t block = table[j / c->block_size], token = j % c->block_size;
+        int64_t block = ca_block_of(c, t->request, j / c->block_size), token = j % c->block_size;
         const char *k = ca_kv_block(p, c, 0, block, kv_head), *v = ca_kv_block(p, c, 1, block, kv_head);
         double s = score(p, c, query, k, token), old = m;
         if (c->alibi_slopes)

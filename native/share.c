@@ -13,7 +13,7 @@
 
 /* A query block that may share. */
 typedef struct sharer {
-    const int32_t *blocks; /* its request's row of the table */
+    const int32_t *blocks; /* its request's row of the table, copied */
     int64_t num_blocks;    /* that hold the segments */
     int32_t segments;      /* that all its rows see whole, */
     int32_t size;          /* keys of one */
@@ -44,7 +44,8 @@ static int in_order(const void *a, const void *b) {
 
 /* Query blocks that read more than they compute, and of which a task holds several. Returns how many, or -1 where the
  * table is too short. */
-static int64_t find_sharers(const ca_plan *p, const ca_array *table, const ca_list *list, sharer *x, ca_fault *fault) {
+static int64_t find_sharers(const ca_plan *p, const ca_array *table, const ca_list *list, sharer *x, int32_t *blocks,
+                            ca_fault *fault) {
     int64_t n = 0, block_size = p->shape.block_size;
     for (int64_t i = 0; i < list->num_blocks && !p->tree; i++) { /* a tree's bits hide keys below hi */
         const ca_task *t = &list->at[i].task;
@@ -58,11 +59,14 @@ static int64_t find_sharers(const ca_plan *p, const ca_array *table, const ca_li
             ca_fail(fault, CA_BLOCK_TABLE_SHORT, t->request, -1, num_blocks, table->shape[1]);
             return -1;
         }
-        x[n++] = (sharer){.blocks = (const int32_t *)table->address + t->request * table->strides[0],
+        memcpy(blocks, (const int32_t *)table->address + t->request * table->strides[0],
+               (size_t)num_blocks * sizeof *blocks);
+        x[n++] = (sharer){.blocks = blocks,
                           .num_blocks = num_blocks,
                           .segments = (int32_t)(hi / size),
                           .size = (int32_t)size,
                           .listed = (int32_t)i};
+        blocks += num_blocks;
     }
     return n;
 }
@@ -172,10 +176,14 @@ static int add_tree(ca_plan *p, ca_list *list, const sharer *x, int64_t a, int64
 }
 
 int ca_share(ca_plan *p, const ca_array *table, ca_list *list, ca_fault *fault) {
-    sharer *x = malloc(sizeof *x * (size_t)ca_max64(1, list->num_blocks));
+    /* a request has one such query block at most, its last: full ones do not share */
+    const int64_t num_reqs = p->shape.num_reqs;
+    const int64_t most = ca_min64(p->num_keys / p->shape.block_size + num_reqs, num_reqs * table->shape[1]);
+    sharer *x = malloc(sizeof *x * (size_t)ca_max64(1, list->num_blocks) + sizeof(int32_t) * (size_t)most);
     if (!x)
         return CA_NO_MEMORY;
-    int64_t n = find_sharers(p, table, list, x, fault), neighbours = n > 0 ? compare(x, n, p->shape.block_size) : 0;
+    int32_t *blocks = (int32_t *)(x + ca_max64(1, list->num_blocks));
+    int64_t n = find_sharers(p, table, list, x, blocks, fault), neighbours = n > 0 ? compare(x, n, p->shape.block_size) : 0;
     int status = n < 0 ? CA_BLOCK_TABLE_SHORT : CA_OK;
     if (neighbours) {
         status = keep(p, list, x, n, neighbours);

@@ -32,6 +32,11 @@ def array(name: str, x: Any, dtypes: Sequence[str], axes: Sequence[tuple[str, in
     return a
 
 
+def copied(a: Array) -> Array:
+    """The same in memory that no other thread writes into between its check and its use."""
+    return view("", a.numpy().copy())
+
+
 def listed(name: str, x: Sequence[Any], dtype: Any = None) -> np.ndarray[Any, Any]:
     """A list of numbers, or of such lists, as an array."""
     try:
@@ -71,10 +76,10 @@ def rising(name: str, starts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def moves(
     name: str, x: Any, num_sources: int, num_destinations: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Sources and destinations from {source: destination or [destinations]}, pairs or [n, 2]; all within range."""
+    """Sources and destinations from {source: destination or [destinations]}, pairs or [n, 2], copied; all in range."""
     if isinstance(x, Mapping):
         x = [(s, d) for s, to in x.items() for d in (to if getattr(to, "ndim", isinstance(to, Iterable)) else [to])]
-    pairs = integers(name, list(x) if isinstance(x, (Iterator, Set)) else x, np.int64, None)
+    pairs = integers(name, list(x) if isinstance(x, (Iterator, Set)) else x, np.int64, None).copy()
     if pairs.size == 0:
         pairs = pairs.reshape(0, 2)
     if pairs.ndim != 2 or pairs.shape[1] != 2:

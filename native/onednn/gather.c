@@ -32,7 +32,8 @@ int64_t ca_form_v_bytes(int64_t head_size_v, int64_t keys) {
 }
 
 static const char *block_of(const ca_pages *g, int value, int64_t key) {
-    return ca_kv_block(g->plan, g->call, value, g->block_table[key / g->call->block_size], g->kv_head);
+    const int64_t block = ca_block_of(g->call, g->request, key / g->call->block_size);
+    return ca_kv_block(g->plan, g->call, value, block, g->kv_head);
 }
 
 int64_t ca_wide_bytes(const ca_plan *plan) {

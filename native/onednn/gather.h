@@ -12,8 +12,7 @@ typedef enum ca_form { CA_FORM_BF16, CA_FORM_PANELS, CA_FORM_PLAIN, CA_FORMS } c
 typedef struct ca_pages {
     const ca_plan *plan;
     const ca_call *call;
-    const int32_t *block_table; /* the request's row */
-    int kv_head;
+    int request, kv_head;
     void *wide;   /* ca_wide_bytes: a group of a cache that is not ready, unpacked */
     int32_t *key; /* of each column of the chunk, ascending; neighbours in a block lie side by side */
 } ca_pages;

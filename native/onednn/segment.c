@@ -445,7 +445,7 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     int64_t group = plan->group_size, rows = ca_rows_of(plan, task);
     if (k1 <= k0)
         return CA_ONEDNN_OK;
-    work w = {.pages = {plan, call, call->block_table + task->request * call->table_stride, kv_head, NULL, NULL},
+    work w = {.pages = {plan, call, task->request, kv_head, NULL, NULL},
               .task = task,
               .rows = rows,
               .group = group,
