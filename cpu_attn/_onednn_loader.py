@@ -96,6 +96,12 @@ def status_text(status: int) -> str:
     return str(module.ffi.string(module.lib.ca_onednn_text(status)).decode())
 
 
+def failure(who: str, status: int) -> Exception:
+    """A status that is not CA_ONEDNN_OK as an exception."""
+    kind = MemoryError if status == load().lib.CA_ONEDNN_NO_MEMORY else RuntimeError
+    return kind(f"{who}: {status_text(status)}")
+
+
 def describe() -> Description:
     """UnavailableError where oneDNN is not there."""
     module = load()

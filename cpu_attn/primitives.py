@@ -160,7 +160,5 @@ def _call(module: Any, function: Any, *arguments: Any) -> tuple[int, str]:
 
 
 def _raise(module: Any, status: int) -> None:
-    if status == module.lib.CA_ONEDNN_NO_MEMORY:
-        raise MemoryError(_onednn_loader.status_text(status))
     if status != module.lib.CA_ONEDNN_OK:
-        raise RuntimeError(f"oneDNN: {_onednn_loader.status_text(status)}")
+        raise _onednn_loader.failure("oneDNN", status)

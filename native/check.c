@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The C half of cpu_attn/_check: what may differ between calls that look alike (addresses, and what lengths and
  * indices hold), and which calls look alike. Another thread of the caller's may write into the arrays meanwhile: so
- * what a call goes by is copied first, and checked and used in the copy. A call of one token over 16 keys took 65 us where Python looked at every
- * array of every call, and takes 12 us so (Zen 4; 8 us are the kernel's). */
+ * what a call goes by is copied first, and checked and used in the copy. A call of one token over 16 keys took 65 us
+ * where Python looked at every array of every call, and takes 12 us so (Zen 4; 8 us are the kernel's). */
 #include "check.h"
 #include "keys.h"
 #include "layout.h"
 #include <stdlib.h>
 
-int ca_check_blocks(const int32_t *blocks, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
-                    ca_fault *fault) {
+int ca_check_blocks(const int32_t *blocks, int64_t request, int64_t first, int64_t end, int64_t cols,
+                    int64_t num_blocks, ca_fault *fault) {
     if (end > cols)
         return ca_fail(fault, CA_BLOCK_TABLE_SHORT, request, -1, end, cols);
     for (int64_t i = first; i < end; i++, blocks++)
@@ -80,8 +80,7 @@ static int take_selected(const ca_plan *p, const ca_array *selected, int64_t r, 
     const int64_t first = p->first_key[r] / block_size, end = ca_div_up(p->end_key[r], block_size);
     int status = CA_OK;
     for (int64_t h = 0; h < selected->shape[1] && !status; h++) {
-        const int32_t *from =
-            (const int32_t *)selected->address + r * selected->strides[0] + h * selected->strides[1];
+        const int32_t *from = (const int32_t *)selected->address + r * selected->strides[0] + h * selected->strides[1];
         int32_t *list = x->selected + (r * selected->shape[1] + h) * n;
         memcpy(list, from, (size_t)n * sizeof *list);
         status = check_selected(list, n, 0, -1, seq_blocks, fault);
@@ -111,7 +110,8 @@ static int make_room(const ca_plan *p, const ca_array *table, const ca_array *se
                      ca_indices *x) {
     const int64_t num_reqs = p->shape.num_reqs;
     /* two blocks of a request may hold no more than one key of its range each */
-    double entries = fmin((double)(p->num_keys / block_size + 2 * num_reqs), (double)num_reqs * (double)table->shape[1]);
+    double entries =
+        fmin((double)(p->num_keys / block_size + 2 * num_reqs), (double)num_reqs * (double)table->shape[1]);
     x->num_selected = -1;
     if (selected->itemsize) {
         x->num_selected = ca_min64(selected->shape[2], ca_div_up(longest(p), block_size));

@@ -21,18 +21,19 @@ typedef struct ca_call {
     int64_t o_stride_t, o_stride_h;
     float *lse; /* [Hq, T] or NULL */
     int64_t lse_stride_h;
-    const int32_t *block_table; /* ca_block_of */
-    const int64_t *table_at;    /* [R] */
+    const int32_t *block_table;        /* ca_block_of */
+    const int64_t *table_at;           /* [R] */
     const float *alibi_slopes, *s_aux; /* [Hq] or NULL */
     float scale, softcap, k_scale, v_scale;
-    const int32_t *selected; /* [R, Hkv, num_selected], block numbers within a request, ascending, then -1 */
+    const int32_t *selected;            /* [R, Hkv, num_selected], block numbers within a request, ascending, then -1 */
     int64_t num_kv_heads, num_selected; /* num_selected -1: none is given, all blocks count */
-    int64_t k_ld, v_ld;     /* from token to token of a plain cache; packed: head_size, head_size_v */
-    const float *attn_bias; /* ca_bias_row, or NULL */
+    int64_t k_ld, v_ld;                 /* from token to token of a plain cache; packed: head_size, head_size_v */
+    const float *attn_bias;             /* ca_bias_row, or NULL */
     int64_t bias_stride_r, bias_stride_h, bias_stride_q; /* 0 along an axis of size 1 */
 } ca_call;
 
-/* The block of the cache that is number `block` of a request: one that holds a key some row may see, and is selected. */
+/* The block of the cache that is number `block` of a request: one that holds a key some row may see, and is selected.
+ */
 static inline int64_t ca_block_of(const ca_call *call, int request, int64_t block) {
     return call->block_table[call->table_at[request] + block];
 }

@@ -58,7 +58,8 @@ int ca_update_page_bounds(const ca_array *a, int64_t block_size, ca_fault *fault
 /* Lengths and the blocks that they ask for, checked, in memory of the call, to which those of a[] are turned. NULL:
  * *fault says why not. */
 static int32_t *take_scored(ca_array *a, int64_t block_size, ca_fault *fault) {
-    ca_array *table = &a[CA_SCORES_BLOCK_TABLE], *starts = &a[CA_SCORES_QUERY_START_LOC], *lens = &a[CA_SCORES_SEQ_LENS];
+    ca_array *table = &a[CA_SCORES_BLOCK_TABLE], *starts = &a[CA_SCORES_QUERY_START_LOC],
+             *lens = &a[CA_SCORES_SEQ_LENS];
     const int64_t num_reqs = table->shape[0], cols = table->shape[1];
     int32_t *memory = malloc(sizeof *memory * (size_t)(2 * num_reqs + 1 + num_reqs * cols));
     if (!memory) {

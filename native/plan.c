@@ -22,21 +22,12 @@ static int64_t count_blocks(const ca_plan *p) {
 /* Dividing by what is nearly always 1024 took a tenth of a plan's time. */
 static int32_t segment_of(int32_t key, int32_t size) { return size == 1024 ? key / 1024 : key / size; }
 
-/* A row of the request may see the keys [k0, k1). */
-static void see_keys(ca_plan *p, int32_t r, int32_t k0, int32_t k1) {
-    const int seen = p->first_key[r] < p->end_key[r];
-    const int32_t first = seen && p->first_key[r] < k0 ? p->first_key[r] : k0, end = p->end_key[r] > k1 ? p->end_key[r] : k1;
-    p->num_keys += (int64_t)end - first - ((int64_t)p->end_key[r] - p->first_key[r]);
-    p->first_key[r] = first;
-    p->end_key[r] = end;
-}
-
 /* Whole query blocks in the order of the requests; returns what they cost together. */
 static double list_blocks(ca_plan *p, ca_costed *c) {
     int64_t step = ca_block_tokens(p);
     double total = 0;
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {
-        int64_t q_len = ca_q_len(p, r);
+        int64_t q_len = ca_q_len(p, r), first = INT32_MAX, end = 0;
         /* the last block of a causal request is its longest */
         for (int64_t i = q_len <= step ? 0 : (q_len - 1) / step * step; q_len > 0 && i >= 0; i -= step, c++) {
             *c = (ca_costed){.task = {.request = r,
@@ -52,13 +43,19 @@ static double list_blocks(ca_plan *p, ca_costed *c) {
                 p->few_rows = (int32_t)ca_max64(p->few_rows, rows);
             int64_t k0, k1, size = ca_segment_keys(p->seq_lens[r]);
             ca_task_keys(p, t, &k0, &k1);
-            if (k0 < k1)
-                see_keys(p, r, (int32_t)k0, (int32_t)k1);
+            if (k0 < k1) {
+                first = ca_min64(first, k0);
+                end = ca_max64(end, k1);
+            }
             t->segment = segment_of((int32_t)k0, (int32_t)size);
             t->num_segments = k1 > k0 ? segment_of((int32_t)k1 - 1, (int32_t)size) + 1 - t->segment : 0;
             c->cost = ca_cost_of(p, t, k1 - k0);
             total += (double)c->cost;
         }
+        first = ca_min64(first, end);
+        p->first_key[r] = (int32_t)first;
+        p->end_key[r] = (int32_t)end;
+        p->num_keys += end - first;
     }
     return total;
 }
@@ -245,7 +242,6 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
     p->causal = p->seq_lens + n;
     p->first_key = p->causal + n;
     p->end_key = p->first_key + n;
-    memset(p->first_key, 0, 2 * n * sizeof(int32_t));
     memcpy(p->query_start_loc, starts, (n + 1) * sizeof(int32_t));
     memcpy(p->seq_lens, lens, n * sizeof(int32_t));
     shape->all_causal = 1;

@@ -183,7 +183,8 @@ int ca_share(ca_plan *p, const ca_array *table, ca_list *list, ca_fault *fault) 
     if (!x)
         return CA_NO_MEMORY;
     int32_t *blocks = (int32_t *)(x + ca_max64(1, list->num_blocks));
-    int64_t n = find_sharers(p, table, list, x, blocks, fault), neighbours = n > 0 ? compare(x, n, p->shape.block_size) : 0;
+    int64_t n = find_sharers(p, table, list, x, blocks, fault),
+            neighbours = n > 0 ? compare(x, n, p->shape.block_size) : 0;
     int status = n < 0 ? CA_BLOCK_TABLE_SHORT : CA_OK;
     if (neighbours) {
         status = keep(p, list, x, n, neighbours);

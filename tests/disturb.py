@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls while another thread writes into what they read: `python -m cpu_attn.tests.disturb CALL SECONDS`.
 
-While it calls again and again, a process that shares the memory (no lock of Python's in its way) fills one of the call's
-arrays of indices with nonsense and puts back what was there, for some seconds an array. A call may then refuse, or answer with wrong numbers. The process ends with 0 unless
-it crashes, an exception is none of those that calls document, or a byte before or after a cache was written.
+While it calls again and again, a process that shares the memory (no lock of Python's in its way) fills one of the
+call's arrays of indices with nonsense and puts back what was there, for some seconds an array. A call may then refuse,
+or answer with wrong numbers. The process ends with 0 unless it crashes, an exception is none of those that calls
+document, or a byte before a cache was written: behind it begins memory that nobody may touch.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def _copy() -> Calls:
     pairs = _shared(np.random.default_rng(2).permutation(N).astype(np.int64).reshape(-1, 2))
 
     def call() -> None:
-        cache.copy_blocks(pairs)  # type: ignore[arg-type]  # rows of an array are pairs, too
+        cache.copy_blocks(pairs)
         cpu_attn.PagedAttention.copy_blocks([halves], pairs)
         cpu_attn.PagedAttention.swap_blocks(halves, halves.copy(), pairs)
 

@@ -34,7 +34,7 @@ def raise_fault(fault: Any) -> None:
     if fault.status == lib.CA_ENGINE_FAILED:
         from cpu_attn import _onednn_loader  # the only engine that can fail
 
-        raise RuntimeError(f"engine onednn: {_onednn_loader.status_text(fault.value)}")
+        raise _onednn_loader.failure("engine onednn", fault.value)
     if fault.status == lib.CA_UNKNOWN:
         raise RuntimeError("nothing was computed: native code does not take what _check has accepted")
     request, position, value, bound = fault.request, fault.position, fault.value, fault.bound

@@ -12,16 +12,16 @@ static int dnnl_type(int dtype) {
 
 static int run_once(const ca_prim_key *key, const void *src, const void *weights, void *dst, char *impl,
                     size_t impl_size) {
-    int threads = ca_prim_enter(), status = CA_ONEDNN_OK;
-    ca_prim *p = ca_prim_new(key, NULL);
-    if (p) {
+    ca_prim *p;
+    int threads = ca_prim_enter(), status = ca_prim_new(key, NULL, &p);
+    if (!status) {
         snprintf(impl, impl_size, "%s", ca_prim_impl(p));
         if (dst)
             status = ca_prim_run(p, 1, src, weights, dst, NULL, 0);
         ca_prim_put(p);
     }
     ca_prim_leave(threads);
-    return p ? status : CA_ONEDNN_NO_PRIMITIVE;
+    return status;
 }
 
 int ca_onednn_matmul(int dtype, int out, int transpose_b, int64_t m, int64_t n, int64_t k, const void *a, const void *b,

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "primitive.h"
+#include "guard.h"
+#include <errno.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -30,12 +32,19 @@ static int (*get_threads)(void);
 static void (*set_threads)(int);
 static _Atomic(ca_prim *) table[TABLE];
 
+static void create_engine(void *unused) {
+    (void)unused;
+    dnnl_engine_create(&cpu, dnnl_cpu, 0);
+}
+
 int ca_onednn_open(int (*get)(void), void (*set)(int)) {
     get_threads = get;
     set_threads = set;
-    if (cpu || dnnl_engine_create(&cpu, dnnl_cpu, 0) == dnnl_success)
-        return CA_ONEDNN_OK;
-    return CA_ONEDNN_NOT_OPEN;
+    if (!cpu) {
+        ca_guard_memory_of(ca_onednn_bound());
+        ca_guarded(create_engine, NULL);
+    }
+    return cpu ? CA_ONEDNN_OK : CA_ONEDNN_NOT_OPEN;
 }
 
 const void *ca_onednn_bound(void) { return (const void *)(uintptr_t)dnnl_version; }
@@ -70,7 +79,6 @@ void ca_prim_leave(int threads) {
 
 static int matrix(dnnl_memory_desc_t *out, int64_t rows, int64_t cols, int32_t dtype, int32_t tag) {
     dnnl_dims_t dims = {rows, cols};
-    *out = NULL;
     return dnnl_memory_desc_create_with_tag(out, 2, dims, (dnnl_data_type_t)dtype, (dnnl_format_tag_t)tag);
 }
 
@@ -78,52 +86,88 @@ static int matrix(dnnl_memory_desc_t *out, int64_t rows, int64_t cols, int32_t d
 static int matrices(dnnl_memory_desc_t *out, int64_t parts, int64_t rows, int64_t cols, int32_t dtype, int64_t ld,
                     int64_t apart) {
     dnnl_dims_t dims = {parts, rows, cols}, strides = {apart, ld, 1};
-    *out = NULL;
     return dnnl_memory_desc_create_with_strides(out, 3, dims, (dnnl_data_type_t)dtype, strides);
 }
 
-static dnnl_primitive_attr_t attributes(const ca_prim_key *key) {
-    dnnl_primitive_attr_t attr = NULL;
-    dnnl_post_ops_t ops = NULL;
-    dnnl_memory_desc_t one = NULL;
-    int bad = matrix(&one, 1, 1, dnnl_f32, dnnl_ab) || dnnl_primitive_attr_create(&attr) ||
-              dnnl_post_ops_create(&ops) || dnnl_primitive_attr_set_scratchpad_mode(attr, dnnl_scratchpad_mode_user) ||
-              (key->scaled && dnnl_post_ops_append_binary(ops, dnnl_binary_mul, one)) ||
-              (key->tanh && dnnl_post_ops_append_eltwise(ops, dnnl_eltwise_tanh, 0, 0)) ||
-              dnnl_primitive_attr_set_post_ops(attr, ops);
-    dnnl_post_ops_destroy(ops);
-    dnnl_memory_desc_destroy(one);
-    if (!bad)
-        return attr;
-    dnnl_primitive_attr_destroy(attr);
-    return NULL;
+/* A primitive in the making, and what only serves to make it. */
+typedef struct making {
+    const ca_prim_key *key;
+    const char *need;
+    ca_prim *prim;
+    int status; /* dnnl_status_t of what failed */
+    dnnl_memory_desc_t one, src, weights, dst;
+    dnnl_post_ops_t ops;
+    dnnl_primitive_attr_t attr;
+} making;
+
+static int attributes(making *m) {
+    int status = dnnl_primitive_attr_create(&m->attr);
+    if (!status)
+        status = dnnl_post_ops_create(&m->ops);
+    if (!status)
+        status = dnnl_primitive_attr_set_scratchpad_mode(m->attr, dnnl_scratchpad_mode_user);
+    if (!status && m->key->scaled)
+        status = matrix(&m->one, 1, 1, dnnl_f32, dnnl_ab);
+    if (!status && m->key->scaled)
+        status = dnnl_post_ops_append_binary(m->ops, dnnl_binary_mul, m->one);
+    if (!status && m->key->tanh)
+        status = dnnl_post_ops_append_eltwise(m->ops, dnnl_eltwise_tanh, 0, 0);
+    return status ? status : (int)dnnl_primitive_attr_set_post_ops(m->attr, m->ops);
 }
 
-static int operands(const ca_prim_key *key, dnnl_memory_desc_t *src, dnnl_memory_desc_t *weights,
-                    dnnl_memory_desc_t *dst) {
+static int operands(making *x) {
+    const ca_prim_key *key = x->key;
     const int64_t m = key->m, n = key->n, k = key->k / key->parts;
-    if (key->parts == 1)
-        return matrix(src, m, k, key->dtype, dnnl_ab) || matrix(weights, k, n, key->dtype, key->weights) ||
-               matrix(dst, m, n, key->dst, dnnl_ab);
-    return matrices(src, key->parts, m, k, key->dtype, key->k, k) ||
-           matrices(weights, key->parts, k, n, key->dtype, n, k * n) ||
-           matrices(dst, key->parts, m, n, key->dst, n, m * n);
+    int status;
+    if (key->op == CA_PRIM_SOFTMAX)
+        return matrix(&x->dst, m, n, key->dst, dnnl_ab);
+    if (key->parts == 1) {
+        status = matrix(&x->src, m, k, key->dtype, dnnl_ab);
+        if (!status)
+            status = matrix(&x->weights, k, n, key->dtype, key->weights);
+        return status ? status : matrix(&x->dst, m, n, key->dst, dnnl_ab);
+    }
+    status = matrices(&x->src, key->parts, m, k, key->dtype, key->k, k);
+    if (!status)
+        status = matrices(&x->weights, key->parts, k, n, key->dtype, n, k * n);
+    return status ? status : matrices(&x->dst, key->parts, m, n, key->dst, n, m * n);
 }
 
-static dnnl_primitive_desc_t describe(const ca_prim_key *key) {
-    dnnl_primitive_desc_t desc = NULL;
-    dnnl_memory_desc_t src = NULL, weights = NULL, dst = NULL;
-    dnnl_primitive_attr_t attr = attributes(key);
-    if (attr && key->op == CA_PRIM_SOFTMAX && !matrix(&dst, key->m, key->n, key->dst, dnnl_ab))
-        dnnl_softmax_forward_primitive_desc_create(&desc, cpu, dnnl_forward_inference, dnnl_softmax_accurate, dst, dst,
-                                                   1, attr);
-    if (attr && key->op == CA_PRIM_MATMUL && !operands(key, &src, &weights, &dst))
-        dnnl_matmul_primitive_desc_create(&desc, cpu, src, weights, NULL, dst, attr);
-    dnnl_memory_desc_destroy(src);
-    dnnl_memory_desc_destroy(weights);
-    dnnl_memory_desc_destroy(dst);
-    dnnl_primitive_attr_destroy(attr);
-    return desc;
+static int describe(making *m) {
+    int status = attributes(m);
+    if (!status)
+        status = operands(m);
+    if (status)
+        return status;
+    if (m->key->op == CA_PRIM_SOFTMAX)
+        return dnnl_softmax_forward_primitive_desc_create(&m->prim->desc, cpu, dnnl_forward_inference,
+                                                          dnnl_softmax_accurate, m->dst, m->dst, 1, m->attr);
+    return dnnl_matmul_primitive_desc_create(&m->prim->desc, cpu, m->src, m->weights, NULL, m->dst, m->attr);
+}
+
+/* Reference implementations are 100 to 1000 times slower than anything else: none at all is the
+ * better answer, the caller has another form to try. */
+static void build(void *with) {
+    making *m = with;
+    ca_prim *p = m->prim;
+    m->status = describe(m);
+    if (m->status)
+        return;
+    dnnl_primitive_desc_query(p->desc, dnnl_query_impl_info_str, 0, (void *)&p->impl);
+    p->pad = dnnl_memory_desc_get_size(dnnl_primitive_desc_query_md(p->desc, dnnl_query_scratchpad_md, 0));
+    if (strncmp(p->impl, "ref", 3) == 0 || (m->need && !strstr(p->impl, m->need)))
+        m->status = dnnl_unimplemented;
+    else
+        m->status = dnnl_primitive_create(&p->primitive, p->desc);
+}
+
+static void release_making(making *m) {
+    dnnl_memory_desc_destroy(m->one);
+    dnnl_memory_desc_destroy(m->src);
+    dnnl_memory_desc_destroy(m->weights);
+    dnnl_memory_desc_destroy(m->dst);
+    dnnl_post_ops_destroy(m->ops);
+    dnnl_primitive_attr_destroy(m->attr);
 }
 
 static void release(binding *b) {
@@ -146,23 +190,33 @@ static void destroy(ca_prim *p) {
     free(p);
 }
 
-/* Reference implementations are 100 to 1000 times slower than anything else: none at all is the
- * better answer, the caller has another form to try. */
+/* oneDNN's own cache keeps the promise of a primitive whose making an exception has ended, and would break it to
+ * everybody who asks for that primitive again. Those that are in use stay. */
+static void empty_cache(void *unused) {
+    int capacity = 0;
+    (void)unused;
+    if (!dnnl_get_primitive_cache_capacity(&capacity) && !dnnl_set_primitive_cache_capacity(0))
+        dnnl_set_primitive_cache_capacity(capacity);
+}
+
+/* A primitive, or the knowledge that there is none. NULL: memory ended meanwhile, which says nothing of what there is.
+ * Of one implementation that finds no memory oneDNN keeps silent and takes the next, of other bits and speed: then
+ * errno tells. */
 static ca_prim *make(const ca_prim_key *key, const char *need) {
-    ca_prim *p = calloc(1, sizeof *p);
-    if (!p)
+    making m = {.key = key, .need = need, .prim = calloc(1, sizeof *m.prim)};
+    if (!m.prim)
         return NULL;
-    p->key = *key;
-    p->impl = "";
-    p->desc = cpu ? describe(key) : NULL;
-    if (!p->desc)
-        return p;
-    dnnl_primitive_desc_query(p->desc, dnnl_query_impl_info_str, 0, (void *)&p->impl);
-    p->pad = dnnl_memory_desc_get_size(dnnl_primitive_desc_query_md(p->desc, dnnl_query_scratchpad_md, 0));
-    if (strncmp(p->impl, "ref", 3) != 0 && (!need || strstr(p->impl, need)) &&
-        dnnl_primitive_create(&p->primitive, p->desc) != dnnl_success)
-        p->primitive = NULL;
-    return p;
+    m.prim->key = *key;
+    m.prim->impl = "";
+    errno = 0;
+    const int thrown = ca_guarded(build, &m), ended = errno == ENOMEM;
+    if (thrown)
+        ca_guarded(empty_cache, NULL);
+    release_making(&m);
+    if (!thrown && !ended && m.status != dnnl_out_of_memory)
+        return m.prim;
+    destroy(m.prim);
+    return NULL;
 }
 
 static uint64_t hash(const ca_prim_key *key) {
@@ -173,21 +227,23 @@ static uint64_t hash(const ca_prim_key *key) {
     return h;
 }
 
-static ca_prim *had(ca_prim *p) {
-    if (p->primitive)
-        return p;
+static int had(ca_prim *p, ca_prim **prim) {
+    if (p->primitive) {
+        *prim = p;
+        return CA_ONEDNN_OK;
+    }
     ca_prim_put(p);
-    return NULL;
+    return CA_ONEDNN_NO_PRIMITIVE;
 }
 
-ca_prim *ca_prim_new(const ca_prim_key *key, const char *need) {
+int ca_prim_new(const ca_prim_key *key, const char *need, ca_prim **prim) {
     ca_prim *p = make(key, need);
-    return p ? had(p) : NULL;
+    return p ? had(p, prim) : CA_ONEDNN_NO_MEMORY;
 }
 
 /* Entries are never removed, so a reader needs no lock. Two threads may make the same primitive;
  * the one whose exchange fails throws its own away, which nobody else has seen. */
-ca_prim *ca_prim_get(const ca_prim_key *key, const char *need) {
+int ca_prim_get(const ca_prim_key *key, const char *need, ca_prim **prim) {
     uint64_t at = hash(key);
     ca_prim *made = NULL;
     for (int i = 0; i < PROBES; i++) {
@@ -195,19 +251,19 @@ ca_prim *ca_prim_get(const ca_prim_key *key, const char *need) {
         ca_prim *p = atomic_load_explicit(slot, memory_order_acquire);
         if (!p) {
             if (!made && !(made = make(key, need)))
-                return NULL;
+                return CA_ONEDNN_NO_MEMORY;
             made->kept = 1;
             if (atomic_compare_exchange_strong(slot, &p, made))
-                return had(made);
+                return had(made, prim);
             made->kept = 0;
         }
         if (memcmp(&p->key, key, sizeof *key) == 0) {
             if (made)
                 destroy(made);
-            return had(p);
+            return had(p, prim);
         }
     }
-    return made ? had(made) : ca_prim_new(key, need);
+    return made ? had(made, prim) : ca_prim_new(key, need, prim);
 }
 
 void ca_prim_put(ca_prim *p) {
@@ -217,10 +273,16 @@ void ca_prim_put(ca_prim *p) {
 
 const char *ca_prim_impl(const ca_prim *p) { return p->impl; }
 
-static binding *bind(const ca_prim *p) {
-    binding *b = calloc(1, sizeof *b);
-    if (!b)
-        return NULL;
+typedef struct binding_making {
+    const ca_prim *prim;
+    binding *to;
+    int status;
+} binding_making;
+
+static void fill(void *with) {
+    binding_making *m = with;
+    const ca_prim *p = m->prim;
+    binding *b = m->to;
     const struct {
         dnnl_memory_t *memory;
         dnnl_query_t what;
@@ -230,14 +292,20 @@ static binding *bind(const ca_prim *p) {
                {&b->dst, dnnl_query_dst_md, 0, 1},
                {&b->pad, dnnl_query_scratchpad_md, 0, 1},
                {&b->factor, dnnl_query_exec_arg_md, ARG_FACTOR, p->key.scaled}};
-    int bad = dnnl_stream_create(&b->stream, cpu, dnnl_stream_default_flags) != dnnl_success;
-    for (int i = 0; i < 5 && !bad; i++)
+    m->status = dnnl_stream_create(&b->stream, cpu, dnnl_stream_default_flags);
+    for (int i = 0; i < 5 && !m->status; i++)
         if (all[i].there)
-            bad = dnnl_memory_create(all[i].memory, dnnl_primitive_desc_query_md(p->desc, all[i].what, all[i].index),
-                                     cpu, DNNL_MEMORY_NONE) != dnnl_success;
-    if (!bad)
-        return b;
-    release(b);
+            m->status = dnnl_memory_create(
+                all[i].memory, dnnl_primitive_desc_query_md(p->desc, all[i].what, all[i].index), cpu, DNNL_MEMORY_NONE);
+}
+
+static binding *bind(const ca_prim *p) {
+    binding_making m = {.prim = p, .to = calloc(1, sizeof *m.to)};
+    if (!m.to)
+        return NULL;
+    if (!ca_guarded(fill, &m) && !m.status)
+        return m.to;
+    release(m.to);
     return NULL;
 }
 
@@ -251,15 +319,25 @@ static binding *borrow(ca_prim *p, unsigned *slot) {
 
 static void give_back(ca_prim *p, unsigned slot, binding *b) { release(atomic_exchange(&p->lent[slot], b)); }
 
-static int execute(ca_prim *p, const binding *b) {
+typedef struct running {
+    ca_prim *prim;
+    const binding *binding;
+    int status;
+} running;
+
+static void execute(void *with) {
+    running *r = with;
+    const binding *b = r->binding;
+    const ca_prim_key *key = &r->prim->key;
     dnnl_exec_arg_t args[] = {{DNNL_ARG_SRC, b->src},
                               {DNNL_ARG_DST, b->dst},
                               {DNNL_ARG_SCRATCHPAD, b->pad},
                               {DNNL_ARG_WEIGHTS, b->weights},
                               {ARG_FACTOR, b->factor}};
-    int number = 3 + (p->key.op == CA_PRIM_MATMUL) + (p->key.scaled != 0);
-    int status = dnnl_primitive_execute(p->primitive, b->stream, number, args);
-    return status || dnnl_stream_wait(b->stream) ? CA_ONEDNN_FAILED : CA_ONEDNN_OK;
+    int number = 3 + (key->op == CA_PRIM_MATMUL) + (key->scaled != 0);
+    r->status = dnnl_primitive_execute(r->prim->primitive, b->stream, number, args);
+    if (!r->status)
+        r->status = dnnl_stream_wait(b->stream);
 }
 
 int ca_prim_run(ca_prim *p, float factor, const void *src, const void *weights, void *dst, void *pad,
@@ -273,12 +351,14 @@ int ca_prim_run(ca_prim *p, float factor, const void *src, const void *weights, 
         release(b);
         return CA_ONEDNN_NO_MEMORY;
     }
-    int status = dnnl_memory_set_data_handle(b->src, (void *)src) || dnnl_memory_set_data_handle(b->dst, dst) ||
-                 dnnl_memory_set_data_handle(b->pad, pad) ||
-                 (b->weights && dnnl_memory_set_data_handle(b->weights, (void *)weights)) ||
-                 (b->factor && dnnl_memory_set_data_handle(b->factor, &factor));
-    status = status ? CA_ONEDNN_FAILED : execute(p, b);
+    running r = {.prim = p, .binding = b};
+    r.status = dnnl_memory_set_data_handle(b->src, (void *)src) || dnnl_memory_set_data_handle(b->dst, dst) ||
+               dnnl_memory_set_data_handle(b->pad, pad) ||
+               (b->weights && dnnl_memory_set_data_handle(b->weights, (void *)weights)) ||
+               (b->factor && dnnl_memory_set_data_handle(b->factor, &factor));
+    if (!r.status && ca_guarded(execute, &r))
+        r.status = dnnl_out_of_memory;
     free(own);
     give_back(p, slot, b);
-    return status;
+    return !r.status ? CA_ONEDNN_OK : r.status == dnnl_out_of_memory ? CA_ONEDNN_NO_MEMORY : CA_ONEDNN_FAILED;
 }

@@ -26,10 +26,10 @@ typedef struct ca_prim ca_prim;
 int ca_prim_enter(void);
 void ca_prim_leave(int threads);
 
-/* Lends the primitive; NULL: oneDNN has none, only its reference, or (with need != NULL) none
- * whose name contains need. Lookup takes no lock. */
-ca_prim *ca_prim_get(const ca_prim_key *key, const char *need);
-ca_prim *ca_prim_new(const ca_prim_key *key, const char *need); /* for one use, not kept */
+/* Lends the primitive. CA_ONEDNN_NO_PRIMITIVE: oneDNN has none, only its reference, or (with need != NULL) none whose
+ * name contains need; CA_ONEDNN_NO_MEMORY. Lookup takes no lock. */
+int ca_prim_get(const ca_prim_key *key, const char *need, ca_prim **prim);
+int ca_prim_new(const ca_prim_key *key, const char *need, ca_prim **prim); /* for one use, not kept */
 void ca_prim_put(ca_prim *p);
 
 const char *ca_prim_impl(const ca_prim *p);

@@ -95,18 +95,18 @@ static int engine_rows(const ca_kernel *kernel) {
 
 /* ---- the primitives ---- */
 
-static ca_prim *matmul(const work *w, int64_t m, int64_t n, int64_t k, int64_t parts, int packed, int tanh,
-                       int scaled) {
+static int matmul(const work *w, int64_t m, int64_t n, int64_t k, int64_t parts, int packed, int tanh, int scaled,
+                  ca_prim **prim) {
     int bf16 = w->form == CA_FORM_BF16;
     int32_t type = bf16 ? dnnl_bf16 : dnnl_f32;
     int32_t layout = !packed ? dnnl_ab : bf16 ? dnnl_BA16a64b2a : dnnl_BA16a64b;
     ca_prim_key key = {CA_PRIM_MATMUL, type, dnnl_f32, layout, tanh, scaled, m, n, k, parts};
-    return ca_prim_get(&key, bf16 ? bf16_needs(w->pages.plan) : NULL);
+    return ca_prim_get(&key, bf16 ? bf16_needs(w->pages.plan) : NULL, prim);
 }
 
-static ca_prim *qk(const work *w, int64_t m, int64_t n) {
+static int qk(const work *w, int64_t m, int64_t n, ca_prim **prim) {
     return matmul(w, m, n, ca_form_head_size(w->form, w->head_size), 1, w->form != CA_FORM_PLAIN,
-                  w->pages.call->softcap > 0, w->factor != 1);
+                  w->pages.call->softcap > 0, w->factor != 1, prim);
 }
 
 /* Of bf16, whose error budget has room: one. */
@@ -114,26 +114,27 @@ static int64_t chains(const work *w, int64_t keys) {
     return w->form == CA_FORM_BF16 ? 1 : keys % CHAIN == 0 ? keys / CHAIN : keys / 64;
 }
 
-static ca_prim *pv(const work *w, int64_t m, int64_t n) {
-    return matmul(w, m, w->head_size_v, n, chains(w, n), w->form == CA_FORM_BF16, 0, 0);
+static int pv(const work *w, int64_t m, int64_t n, ca_prim **prim) {
+    return matmul(w, m, w->head_size_v, n, chains(w, n), w->form == CA_FORM_BF16, 0, 0, prim);
 }
 
-static ca_prim *softmax(int64_t m, int64_t n) {
+static int softmax(const work *w, int64_t m, int64_t n, ca_prim **prim) {
+    (void)w;
     ca_prim_key key = {CA_PRIM_SOFTMAX, dnnl_f32, dnnl_f32, dnnl_ab, 0, 0, m, n, 0, 1};
-    return ca_prim_get(&key, NULL);
+    return ca_prim_get(&key, NULL, prim);
 }
 
-static int run(const work *w, ca_prim *p, const void *src, const void *weights, void *dst) {
-    if (!p)
-        return CA_ONEDNN_NO_PRIMITIVE;
-    int status = ca_prim_run(p, w->factor, src, weights, dst, w->pad, PAD);
+typedef int primitive_fn(const work *w, int64_t m, int64_t n, ca_prim **prim);
+
+static int run(const work *w, primitive_fn *primitive, int64_t m, int64_t n, const void *src, const void *weights,
+               void *dst) {
+    ca_prim *p;
+    int status = primitive(w, m, n, &p);
+    if (status)
+        return status;
+    status = ca_prim_run(p, w->factor, src, weights, dst, w->pad, PAD);
     ca_prim_put(p);
     return status;
-}
-
-static int there(ca_prim *p) {
-    ca_prim_put(p);
-    return p != NULL;
 }
 
 /* The next columns: keys from `key` on, of the blocks that count. Returns how many. */
@@ -148,30 +149,38 @@ static int64_t take_keys(const work *w, int64_t key) {
 
 static int64_t first_chunk(const work *w) { return w->form == CA_FORM_BF16 ? w->k0 & ~(int64_t)1 : w->k0; }
 
-/* All that a segment will ask for, so that no form is given up half way. */
+/* All that a segment will ask for, so that no form is given up half way. Returns a ca_onednn_status. */
 static int form_is_there(const work *w) {
+    static primitive_fn *const all[] = {qk, pv, softmax};
     if (!ca_form_fits(w->form, &w->pages))
-        return 0;
+        return CA_ONEDNN_NO_PRIMITIVE;
     for (int64_t keys, key = first_chunk(w); (keys = take_keys(w, key)) > 0; key = w->pages.key[keys - 1] + 1)
         for (int64_t r = 0; r < w->rows; r += ROWS) {
             int64_t n = key_bucket(keys), m = row_bucket(ca_min64(ROWS, w->rows - r));
-            if (!there(qk(w, m, n)) || !there(pv(w, m, n)) || !there(softmax(m, n)))
-                return 0;
+            for (int i = 0; i < 3; i++) {
+                ca_prim *p;
+                int status = all[i](w, m, n, &p);
+                if (status)
+                    return status;
+                ca_prim_put(p);
+            }
         }
-    return 1;
+    return CA_ONEDNN_OK;
 }
 
 static int choose_form(work *w) {
     const ca_call *c = w->pages.call;
     const double scale = (double)c->scale * c->k_scale, factor = c->softcap > 0 ? scale / c->softcap : scale;
+    int status = CA_ONEDNN_NO_PRIMITIVE;
     for (w->form = 0; w->form < CA_FORMS; w->form++) {
         const double in_q = w->form == CA_FORM_BF16 ? 1 : ca_query_factor(scale, factor);
         w->q_factor = (float)in_q;
         w->factor = (float)(in_q == 0 ? 1 : factor / in_q);
-        if (form_is_there(w))
-            return CA_ONEDNN_OK;
+        status = form_is_there(w);
+        if (status != CA_ONEDNN_NO_PRIMITIVE)
+            break;
     }
-    return CA_ONEDNN_NO_PRIMITIVE;
+    return status;
 }
 
 /* ---- queries ---- */
@@ -403,15 +412,15 @@ static int run_rows(work *w, int64_t r0, int64_t rows, int64_t n, const ca_state
     const int64_t q_row = ca_form_head_size(w->form, w->head_size) * (w->form == CA_FORM_BF16 ? 2 : 4);
     if (!sees_any(w, r0, rows, n))
         return CA_ONEDNN_OK;
-    int status = run(w, qk(w, m, keys), (char *)w->q + r0 * q_row, w->k, w->s);
+    int status = run(w, qk, m, keys, (char *)w->q + r0 * q_row, w->k, w->s);
     for (int64_t r = 0; r < rows && !status; r++)
         finish_scores(w, r0, r, n, keys);
     if (!status)
-        status = run(w, softmax(m, keys), w->s, NULL, w->s);
+        status = run(w, softmax, m, keys, w->s, NULL, w->s);
     for (int64_t r = 0; r < rows && !status; r++)
         finish_weights(w, r, keys);
     if (!status)
-        status = run(w, pv(w, m, keys), w->form == CA_FORM_BF16 ? w->p : w->s, w->v, w->part.o);
+        status = run(w, pv, m, keys, w->form == CA_FORM_BF16 ? w->p : w->s, w->v, w->part.o);
     for (int64_t r = 0; r < rows && !status; r++) {
         add_chains(w, r, m, keys);
         finish_row(w, r0, r, n, keys);

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls while memory ends: `LD_PRELOAD=failing.so python -m cpu_attn.tests.memory_ends ENGINE DTYPE`.
+
+Whichever allocation of a call fails, the call answers as ever or raises MemoryError, and with memory there again it
+gives the bits that it gave before. The process ends with 0 if so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+import cpu_attn
+from cpu_attn._dispatch import force_num_threads
+from cpu_attn.tests.formats import numpy_dtype
+from cpu_attn.tests.judge import same_bits
+
+_failing = ctypes.CDLL(None)
+_failing.failing_at.argtypes = (ctypes.c_longlong,)
+_failing.failing_at_random.argtypes = (ctypes.c_uint, ctypes.c_ulonglong)
+_failing.failing_end.restype = ctypes.c_longlong
+
+
+def calls(dtype: str, engine: str, head_size: int) -> Callable[[], tuple[Any, Any]]:
+    """Tokens written, with rotary and without, and attended by a new plan; everything else is there before."""
+    rng, np_dtype = np.random.default_rng(head_size), numpy_dtype(dtype)
+    starts, lens, heads, blocks = np.array([0, 1, 34, 41], np.int32), np.array([600, 300, 90], np.int32), 2, 38
+    rows = [rng.standard_normal((600, heads, head_size)).astype(np_dtype) for _ in range(2)]
+    query = rng.standard_normal((41, 2 * heads, head_size)).astype(np_dtype)
+    shape = cpu_attn.get_kv_cache_shape(3 * blocks, 16, heads, head_size, dtype)
+    key_cache, value_cache = (rng.standard_normal(shape).astype(np_dtype) for _ in range(2))
+    slots, cos_sin = np.arange(600), rng.standard_normal((600, head_size // 2 * 2)).astype(np.float32)
+    table = np.arange(3 * blocks, dtype=np.int32).reshape(3, blocks)
+    turned, output, lse = np.empty_like(rows[0]), np.empty_like(query), np.empty((2 * heads, 41), np.float32)
+
+    def call() -> tuple[Any, Any]:
+        plan = cpu_attn.get_scheduler_metadata(
+            *(3, 2 * heads, heads, head_size, lens, dtype, starts), block_table=table, block_size=16, engine=engine
+        )
+        cpu_attn.rotary_reshape_and_cache(
+            *(rows[0], rows[0], rows[1], key_cache, value_cache, slots, slots, cos_sin), query_out=turned
+        )
+        cpu_attn.reshape_and_cache(rows[0], rows[1], key_cache, value_cache, slots)
+        cpu_attn.attention_with_kv_cache(
+            *(query, key_cache, value_cache, output, starts, lens, 0.2, True, None, -1, table, 0.0, plan), lse=lse
+        )
+        return output, lse
+
+    return call
+
+
+def copies(arrays: Iterable[Any]) -> list[Any]:
+    return [a.copy() for a in arrays]
+
+
+def attempt(call: Callable[[], Any]) -> tuple[Any, bool]:
+    """What the call gives, or None where it raises MemoryError; and whether an allocation failed meanwhile."""
+    try:
+        got = call()
+    except MemoryError:
+        got = None
+    return got, _failing.failing_end() > 0
+
+
+def at_random(engine: str, dtype: str) -> Counter[str]:
+    """Head size by head size, most of which oneDNN has not met before; compared with the native engine's answer, since
+    an implementation that was made while memory was short must not stay."""
+    outcomes: Counter[str] = Counter()
+    for seed, size in enumerate(range(32, 128, 4)):
+        call, native = calls(dtype, engine, size), calls(dtype, "native", size)
+        want = copies(native())
+        for per_mille in (5, 40, 100):
+            _failing.failing_at_random(per_mille, seed)
+            got, _ = attempt(call)
+            outcomes["MemoryError" if got is None else "answered"] += 1
+        for x, y in zip(call(), want, strict=True):
+            assert np.allclose(x.astype(np.float32), y.astype(np.float32), atol=0.02), f"head size {size}"
+    return outcomes
+
+
+def one_by_one(engine: str, dtype: str) -> Counter[str]:
+    """Each allocation of calls that have been made before."""
+    call, outcomes, n = calls(dtype, engine, 64), Counter[str](), 0
+    want = copies(call())
+    while True:
+        _failing.failing_at(n)
+        got, failed = attempt(call)
+        if not failed:
+            return outcomes
+        assert got is None or all(map(same_bits, got, want)), f"other bits as allocation {n} failed"
+        assert all(map(same_bits, call(), want)), f"other bits after allocation {n} failed"
+        outcomes["MemoryError" if got is None else "answered"] += 1
+        n += 1
+
+
+if __name__ == "__main__":
+    force_num_threads(2)
+    for sweep in (at_random, one_by_one):
+        print(sweep.__name__, json.dumps(sweep(*sys.argv[1:3])), flush=True)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No allocation that fails ends the process: in C, in oneDNN, or in Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cpu_attn
+
+pytestmark = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or platform.machine() != "x86_64",
+    reason="the failing allocator stands on glibc's; oneDNN's exceptions are caught on x86-64",
+)
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that is preloaded."""
+    library = tmp_path_factory.mktemp("failing") / "failing.so"
+    source = Path(__file__).with_name("failing.c")
+    compiler = os.environ.get("CC", "cc").split()
+    subprocess.run([*compiler, "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("engine", [e.name for e in cpu_attn.engines() if e.available and e.name != "reference"])
+def test_a_call_survives_whichever_allocation_fails(failing: Path, engine: str, dtype: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cpu_attn.tests.memory_ends", engine, dtype],
+        env={**os.environ, "LD_PRELOAD": str(failing)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{done.returncode} after:\n{done.stdout}{done.stderr}"
+    counts = [json.loads(line.split(" ", 1)[1]) for line in done.stdout.splitlines()]
+    assert len(counts) == 2 and all(c["MemoryError"] for c in counts), done.stdout  # some did fail
