@@ -31,6 +31,11 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[Step], tuple[dict[str, Any]
     "decodes": (ValueError, "num_decode_tokens: 51", lambda s: ({"num_decode_tokens": 3}, {})),
     "prefills": (ValueError, "num_prefills is 9", lambda s: ({"num_prefills": 9}, {})),
     "table": (ValueError, r"block_tables: shape \(5,", lambda s: ({"block_tables": s.table}, {})),
+    "narrow table": (
+        ValueError,
+        "block_table: request 1: position 1 holds block -1",
+        lambda s: ({"prefill_block_tables": s.table[:3, :1]}, {}),
+    ),
     "no table": (ValueError, "request 0 has 33 keys", lambda s: ({"block_tables": None}, {})),
     "no lengths": (ValueError, "seq_lens: is None", lambda s: ({"kv_start_loc": None, "seq_lens": None}, {})),
     "query": (ValueError, "query: 49 tokens", lambda s: ({}, {"query": s.query[1:]})),
@@ -75,6 +80,11 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[Step], tuple[dict[str, Any]
     "scale": (NotImplementedError, "output_scale", lambda s: ({}, {"output_scale": 1.0})),
     "block scale": (NotImplementedError, "output_block_scale", lambda s: ({}, {"output_block_scale": 1.0})),
     "cache": (ValueError, "kv_cache: axis 2 is 500", lambda s: ({}, {"kv_cache": s.kv_cache[:, :, :500]})),
+    "cache of small blocks": (
+        ValueError,
+        "kv_cache: axis 2 is 256",
+        lambda s: ({}, {"kv_cache": s.kv_cache[:, :, :256]}),
+    ),
     "cache axes": (ValueError, "kv_cache: 1 axes of K", lambda s: ({}, {"kv_cache": s.kv_cache[:, 0]})),
     "cache halves": (ValueError, "kv_cache: expected", lambda s: ({}, {"kv_cache": s.kv_cache[:1]})),
     "cache dtype": (TypeError, "key_cache: dtype", lambda s: ({}, {"kv_cache": s.kv_cache.astype("f2")})),

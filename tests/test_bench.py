@@ -198,6 +198,13 @@ def test_rows_say_what_their_cache_holds(capsys: pytest.CaptureFixture[str]) -> 
     assert "float32 int8" in capsys.readouterr().out
 
 
+def test_speed_is_the_figure_that_its_limit_bounds() -> None:
+    write: dict[str, Any] = {"kv_gbps": 12.34, "gflops": None}
+    said = [report.speed(write | {"limit_of": limit}) for limit in ("read_gbps", "memcpy_gbps", None)]
+    assert said == ["12.3 GB/s", "12.3 GB/s", ""]
+    assert report.speed({"kv_gbps": 12.34, "gflops": 456.78, "limit_of": "vector_gflops"}) == "456.8 GF"
+
+
 def test_threads_are_used_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """By plans, limits and calls, each number with its own."""
     before, looked, planned, called = cpu_attn.get_num_threads(), set(), set(), set()

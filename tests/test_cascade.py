@@ -228,6 +228,20 @@ def test_the_call_has_to_share_too() -> None:
         attend(p, plan, short)
 
 
+def test_the_block_that_a_shared_segment_ends_in() -> None:
+    """1024 keys in blocks of 24: the last of them lie in the 43rd."""
+    case = Case("two", (1, 1), (1100, 1200), num_heads=4, num_kv_heads=1, head_size=16)
+    p, table = build(case), prefixes((0, 0), (0, 45), columns=50)
+    plan = plan_of(table, case.seq_lens, block_size=24)
+    assert plan.num_shared == 1
+    other = table.copy()
+    other[1, 43] += 3
+    attend(p, plan, other, 24)
+    other[1, 42] += 3
+    with pytest.raises(ValueError, match=r"position 42 holds block \d+, .*made for other block tables"):
+        attend(p, plan, other, 24)
+
+
 def test_selected_blocks_and_trees_do_not_share() -> None:
     """A selection is each request's own, and would say which of the shared keys count; a tree's bits hide keys."""
     table = prefixes((0, 0), (0, 128))

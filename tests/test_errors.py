@@ -100,6 +100,7 @@ PLAN = [
     ({"seq_lens": np.array([20, -1], np.int32)}, ValueError, ["seq_lens[1]", "-1", "at least 0"]),
     ({"seq_lens": np.array([20], np.int32)}, ValueError, ["seq_lens", "axis 0 is 1", "num_reqs = 2"]),
     ({"seq_lens": np.array([20, 7])}, TypeError, ["seq_lens", "int64", "int32"]),
+    ({"seq_lens": np.array([20, 7, 7, 7], np.int32)[::2]}, ValueError, ["seq_lens", "stride 2"]),
     ({"query_start_loc": np.array([0, 4, 3], np.int32)}, ValueError, ["query_start_loc[2]", "3", "at least 4"]),
     ({"query_start_loc": np.array([1, 2, 3], np.int32)}, ValueError, ["query_start_loc[0]", "1", "expected 0"]),
     ({"query_start_loc": np.array([0, -5, 3], np.int32)}, ValueError, ["query_start_loc[1]", "-5"]),
@@ -127,6 +128,7 @@ PLAN = [
     ({"dynamic_causal": np.array([1], np.int32)}, ValueError, ["dynamic_causal", "num_reqs = 2"]),
     ({"dynamic_causal": np.array([True, False])}, TypeError, ["dynamic_causal: dtype bool, expected int32"]),
     ({"isa": "vec16", "head_size": 20}, ValueError, ["vec16", "16"]),
+    ({"isa": "vec16", "head_size": 24}, ValueError, ["vec16", "16"]),
     ({"engine": "magic"}, ValueError, ["engine", "magic", "native"]),
     ({"kv_cache_dtype": "int3"}, ValueError, ["kv_cache_dtype", "int3"]),
 ]
@@ -143,6 +145,7 @@ ATTENTION = [
     ({"block_table": np.array([[1, 3], [2, 0]])}, TypeError, ["block_table", "int64"]),
     ({"seq_lens": np.array([20, 8], np.int32)}, ValueError, ["seq_lens[1]", "8", "made for 7"]),
     ({"query_start_loc": np.array([0, 2, 4], np.int32)}, ValueError, ["query_start_loc[1]", "2", "made for 3"]),
+    ({"query_start_loc": np.array([0, 3, 5], np.int32)}, ValueError, ["query_start_loc[2]", "5", "made for 4"]),
     ({"causal": False}, ValueError, ["causal", "request 0", "False", "True"]),
     ({"dynamic_causal": np.array([1, 0], np.int32)}, ValueError, ["causal", "request 1", "False", "True"]),
     ({"sliding_window": 5}, ValueError, ["sliding_window", "5", "(-1, -1)"]),
@@ -221,6 +224,14 @@ def test_plan(spoiled: dict[str, Any], error: type[Exception], words: list[str])
     refuses(cpu_attn.get_scheduler_metadata, plan_args() | spoiled, error, *words)
 
 
+def test_more_tasks_than_a_plan_holds() -> None:
+    """Said before room is made for them."""
+    num_reqs = 2**24 + 1
+    step = {"seq_lens": np.zeros(num_reqs, np.int32), "query_start_loc": np.arange(num_reqs + 1, dtype=np.int32)}
+    with pytest.raises(ValueError, match=f"query_start_loc: {num_reqs} blocks of query tokens, a plan holds {2**24}"):
+        cpu_attn.get_scheduler_metadata(**plan_args() | {"num_reqs": num_reqs} | step)
+
+
 @pytest.mark.parametrize(("spoiled", "error", "words"), ATTENTION, ids=[_name(c[0]) for c in ATTENTION])
 def test_attention(spoiled: dict[str, Any], error: type[Exception], words: list[str]) -> None:
     refuses(cpu_attn.attention_with_kv_cache, attention_args() | spoiled, error, *words)
@@ -245,6 +256,15 @@ def test_factors_that_are_not_finite(numbers: dict[str, float], words: list[str]
     for _ in range(2):
         refuses(cpu_attn.attention_with_kv_cache, attention_args() | numbers, ValueError, *words)
         cpu_attn.attention_with_kv_cache(**attention_args() | {"scale": 2.3e38})
+
+
+def test_factors_of_fp8_that_are_not_finite() -> None:
+    """k_scale is one of them."""
+    fp8 = {k: np.zeros((4, 2, 16, 8), np.uint8) for k in ("key_cache", "value_cache")}
+    args = attention_args(kv_cache_dtype="fp8") | fp8 | {"kv_cache_dtype": "fp8", "scale": 1e5, "k_scale": 1e30}
+    call = cpu_attn.attention_with_kv_cache
+    refuses(call, args | {"softcap": 1e-5}, ValueError, "scale: 100000.0", "k_scale 1e+30", "softcap 1e-05")
+    refuses(call, args | {"k_scale": 1e34}, ValueError, "scale: 100000.0", "k_scale 1e+34", "log2")
 
 
 def test_scales_at_the_bounds() -> None:
@@ -313,10 +333,12 @@ def test_bias_is_checked_in_every_call() -> None:
     refuses(cpu_attn.attention_with_kv_cache, args, ValueError, "attn_bias", "request 0", "axis 3 is 20", "21 keys")
 
 
-def test_blocks_outside_the_window_are_not_needed() -> None:
+@pytest.mark.parametrize("engine", [e.name for e in cpu_attn.engines() if e.available])
+@pytest.mark.parametrize("entry", [-9, -(2**31), 2**31 - 1])
+def test_blocks_outside_the_window_are_not_needed(entry: int, engine: str) -> None:
     """A window that sees block 1 alone: block 0 may be freed, its entry may hold anything."""
-    args = attention_args(sliding_window=2)
-    args["block_table"] = np.array([[-9, 3], [2, 99]], np.int32)
+    args = attention_args(sliding_window=2, engine=engine)
+    args["block_table"] = np.array([[entry, 3], [2, 99]], np.int32)
     cpu_attn.attention_with_kv_cache(**args)
 
 

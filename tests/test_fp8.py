@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
+from cpu_attn import reference
 
 from .formats import numpy_dtype, quantised
 from .kernels import KERNELS
@@ -40,13 +41,14 @@ def numbers(dtype: str) -> NDArray[Any]:
 def test_every_rounding(isa: str, dtype: str, kv_cache_dtype: str, scale: float) -> None:
     x = numbers(dtype)
     x = np.resize(x, (-(-len(x) // 48), 1, 48))
+    scales = scale, 3 * scale
     cache = cpu_attn.PagedKVCache(
-        -(-len(x) // 16), 16, 1, 48, dtype, isa, kv_cache_dtype=kv_cache_dtype, k_scale=scale, v_scale=scale
+        -(-len(x) // 16), 16, 1, 48, dtype, isa, kv_cache_dtype=kv_cache_dtype, k_scale=scales[0], v_scale=scales[1]
     )
     cache.update(x, x, np.arange(len(x)))
-    want = quantised(x, kv_cache_dtype, scale)
     table = np.arange(cache.num_blocks, dtype=np.int32)
-    for got in cache.gather(table, len(x)):
+    for got, own in zip(cache.gather(table, len(x)), scales, strict=True):
+        want = quantised(x, kv_cache_dtype, own)
         assert got.dtype == want.dtype
         nan = np.isnan(want.astype(np.float32))
         assert np.isnan(got[nan].astype(np.float32)).all()
@@ -90,6 +92,25 @@ def test_nan_is_seen_by_who_sees_its_key(
     assert (got == want).all()
 
 
+@pytest.mark.parametrize("kv_cache_dtype", KINDS)
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
+def test_odd_head_sizes_over_memory_that_held_nan(isa: str, dtype: str, kv_cache_dtype: str) -> None:
+    """What lies between the elements is no part of them. V of 33 columns: of fewer, bfloat16 goes by FMA."""
+    n, start, table = 20, np.array([0, 20], np.int32), np.array([[1, 0]], np.int32)
+    cache = cpu_attn.PagedKVCache(2, 16, 1, 7, dtype, isa, head_size_v=33, kv_cache_dtype=kv_cache_dtype)
+    for memory in (cache.key_cache, cache.value_cache):
+        memory.view(np.uint8)[...] = 0x7F
+    key, query, value = (
+        np.random.default_rng(8).standard_normal((n, heads, size)).astype(numpy_dtype(dtype))
+        for heads, size in ((1, 7), (2, 7), (1, 33))
+    )
+    cache.update(key, value, (np.arange(n) + 16) % 32)
+    output = cache.attend(query, table, cache.plan(start, start[1:], 2), scale=0.4)
+    stored = [x.astype(np.float64) for x in cache.gather(table[0], n)]
+    want, _ = reference.attention(query, stored[:1], stored[1:], start, start[1:], 0.4)
+    assert (reference.relative_rms(output, want, start) <= reference.BUDGET[dtype]).all()
+
+
 def attended(cache: cpu_attn.PagedKVCache, key_cache: Any, value_cache: Any, **arguments: Any) -> Any:
     query = np.ones((1, 2, 32), np.float32)
     start, lens, table = np.array([0, 1], np.int32), np.array([5], np.int32), np.zeros((1, 1), np.int32)
@@ -113,6 +134,15 @@ def test_bytes_are_as_good_as_float8(cache: cpu_attn.PagedKVCache) -> None:
     as_bytes = attended(cache, k.view(np.uint8), v.view(np.uint8))
     assert np.abs(as_bytes).max() > 0.1
     assert as_bytes.tobytes() == attended(cache, k, v).tobytes()
+
+
+def test_a_cache_attends_by_its_own_scales(cache: cpu_attn.PagedKVCache) -> None:
+    query = np.random.default_rng(4).standard_normal((1, 2, 32), np.float32)
+    start, lens, table = np.array([0, 1], np.int32), np.array([5], np.int32), np.zeros((1, 1), np.int32)
+    output = cache.attend(query, table, cache.plan(start, lens, 2), scale=0.25)
+    key, value = (x.astype(np.float32) * s for x, s in zip(cache.gather(table[0], 5), (0.5, 2.0), strict=True))
+    want, _ = reference.attention(query, [key], [value], start, lens, 0.25)
+    assert (reference.relative_rms(output, want, start) <= reference.BUDGET["float32"]).all()
 
 
 def test_scales_take_part(cache: cpu_attn.PagedKVCache) -> None:

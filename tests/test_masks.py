@@ -122,6 +122,11 @@ def test_no_ranges_are_no_mask() -> None:
     assert_like(*one_head(9, 20, mm_prefix_range={0: []}, document_start_loc={}, tree_mask=tree))
 
 
+@pytest.mark.parametrize("flag", [1, 2, -1])
+def test_any_flag_but_0_is_causal(flag: int) -> None:
+    assert_like(*one_head(9, 20, causal=False, dynamic_causal=np.array([flag], np.int32)))
+
+
 def test_numpy_numbers_and_mappings() -> None:
     spans = UserDict({np.int64(0): np.array([[3, 12], [14, 2**31 - 2]])})
     documents = {np.int32(0): np.array([0, 13, 2**31 - 1])}

@@ -250,3 +250,20 @@ def test_a_million_keys_of_equal_weight(isa: str) -> None:
     assert got[0].tobytes() == got[1].tobytes()
     want = np.broadcast_to(values.mean(axis=0, dtype=np.float64), (1, 2, 16))
     assert reference.relative_rms(got[0], want, starts)[0] <= reference.BUDGET["float32"]
+
+
+@pytest.mark.parametrize("isa", [isa for isa, dtype in KERNELS if dtype == "float32"])
+def test_millions_of_keys_that_are_alike(isa: str) -> None:
+    """Products of a column are one number; as one sum the 65,536 of a segment take 1.6 or more error budgets."""
+    n = 2**22
+    value = np.linspace(0.5, 1, 16, dtype=np.float32)
+    key_cache, value_cache = (np.broadcast_to(x, (1, 1, n, 16)) for x in (np.zeros(16, np.float32), value))
+    starts, lens, table = np.array([0, 1], np.int32), np.array([n], np.int32), np.zeros((1, 1), np.int32)
+    plan = cpu_attn.get_scheduler_metadata(1, 1, 1, 16, lens, "float32", starts, isa=isa, kv_cache_layout="HND")
+    query, output = np.zeros((2, 1, 1, 16), np.float32)
+    cpu_attn.attention_with_kv_cache(
+        *(query, key_cache, value_cache, output, starts, lens, 1.0, True, None, -1, table, 0.0, plan),
+        kv_cache_layout="HND",
+    )
+    want = value.astype(np.float64)[None, None]
+    assert reference.relative_rms(output, want, starts)[0] <= reference.BUDGET["float32"]

@@ -34,7 +34,7 @@ def rows(dtype: str, head_size: int) -> NDArray[Any]:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", KINDS)
-@pytest.mark.parametrize("head_size", [64, 33])
+@pytest.mark.parametrize("head_size", [64, 33, 600])
 @pytest.mark.parametrize(("isa", "dtype"), KERNELS)
 def test_every_rounding(isa: str, dtype: str, head_size: int, kv_cache_dtype: str) -> None:
     x = rows(dtype, head_size)

@@ -170,6 +170,32 @@ def test_overlap_is_looked_for_every_time(output: str, other: str) -> None:
         assert accepted_again(attention, good | {output: x if first is a else apart, other: apart if first is a else x})
 
 
+@pytest.mark.parametrize(("backwards", "forwards"), [("query", "output"), ("output", "query")])
+def test_overlap_with_tokens_that_go_backwards(backwards: str, forwards: str) -> None:
+    """All of such an array but its first token lies before where it begins."""
+    good = attention_args()
+    size, shape = good["query"].size, good["query"].shape
+    memory = np.zeros(3 * size, F32)
+
+    def step(apart: int) -> Args:
+        """The other array so many elements behind the lowest one of the array that goes backwards."""
+        at = size + apart
+        arrays = {backwards: memory[size : 2 * size].reshape(shape)[::-1], forwards: memory[at : at + size]}
+        arrays[forwards] = arrays[forwards].reshape(shape)
+        arrays["query"][...] = good["query"]
+        return good | arrays
+
+    attention(**step(size))
+    want = attention_args()
+    attention(**want)
+    for apart in (-size, size):
+        given = step(apart)
+        assert accepted_again(attention, given)
+        assert np.array_equal(given["output"], want["output"])
+    for apart in (1 - size, -1, 0, 1, size - 1):
+        refuses(attention, step(apart), ValueError, "output: shares memory with query")
+
+
 def test_caches_that_overlap() -> None:
     good = write_args()
     write(**good)
@@ -333,6 +359,8 @@ def test_what_equals_but_is_not(x: Any) -> None:
     refused_again(attention, good, good | {"causal": 1.0})
     refused_again(attention, good, good | {"scale": True})
     refused_again(attention, good, good | {"sliding_window": (-1.0, -1)})
+    narrow = attention_args(sliding_window=1)
+    refused_again(attention, narrow, narrow | {"sliding_window": x})
 
 
 def test_isa_by_name_is_resolved_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,6 +289,8 @@ def test_aliases() -> None:
         cpu_attn.rotary_reshape_and_cache(**{**good, "query": query, "query_out": np.zeros_like(query)})
         call = cpu_attn.rotary_reshape_and_cache
         refuses(call, {**good, "query": query, "query_out": shifted}, ValueError, "query_out", "query")
+        turned = query.reshape(6, 37, 40).swapaxes(0, 1)  # the same memory in another order
+        refuses(call, {**good, "query": query, "query_out": turned}, ValueError, "query_out", "query")
         heads = np.zeros((37, 6, 40), F32)
         refuses(call, {**good, "query": heads, "key": heads[:, :2]}, ValueError, "query", "key")
         cache = np.zeros(37 * 6 * 40, F32)

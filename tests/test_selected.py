@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
+from cpu_attn import reference
 from cpu_attn._dispatch import threads
 from cpu_attn.cli.workloads import Step, Workload
 from cpu_attn.tests.case_levels import cases
@@ -66,6 +67,21 @@ def test_a_zero_keeps_its_sign_where_segments_have_no_blocks(isa: str) -> None:
         assert not output.any()
         found.append(output.tobytes())
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("isa", [isa for isa, dtype in KERNELS if dtype == "float32"])
+@pytest.mark.parametrize("blocks", [[0], [0, 130], [3, 70], [70], [70, 130], [130], [0, 70, 130]])
+def test_segments_without_blocks_change_nothing(isa: str, blocks: list[int]) -> None:
+    """Of three segments of 64 blocks each."""
+    rng, lens, start = np.random.default_rng(6), np.array([2200], np.int32), np.array([0, 2], np.int32)
+    cache = cpu_attn.PagedKVCache(138, 16, 1, 16, "float32", isa)
+    key, value = rng.standard_normal((2, 2200, 1, 16), F32)
+    cache.update(key, value, np.arange(2200))
+    query, selected = rng.standard_normal((2, 2, 16), F32), np.array([[blocks]], np.int32)
+    plan = cache.plan(start, lens, 2, enable_kv_split=False)
+    output = cache.attend(query, np.arange(138, dtype=np.int32)[None], plan, scale=0.25, selected_blocks=selected)
+    want, _ = reference.attention(query, [key], [value], start, lens, 0.25, selected_blocks=selected)
+    assert (reference.relative_rms(output, want, start) <= reference.BUDGET["float32"]).all()
 
 
 def test_no_columns_are_no_keys() -> None:
@@ -177,6 +193,8 @@ def test_bounds_start_anew_where_a_block_does() -> None:
     more = np.full((1, 1, 4), 50, F32)
     cpu_attn.update_page_bounds(more, np.array([6]), least, most, 4)
     assert (most[1] == 50).all() and np.array_equal(least[1], key.min(axis=0))
+    cpu_attn.update_page_bounds(key[:1], np.array([4]), least, most, 4)
+    assert np.array_equal([least[1], most[1]], bounds_of(key[:1]))
     assert not least[0].any() and not most[0].any()
 
 
