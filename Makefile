@@ -17,7 +17,7 @@ PYTEST = cd $(VENV) && OMP_WAIT_POLICY=passive bin/pytest -n auto --maxprocesses
 	-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(addprefix $(CURDIR)/,$(TESTS))
 SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
-.PHONY: help verify test test-integrations integration-tests packaging sanitize sanitized-tests emulate emulated-tests forced-tests lint format wheel clean
+.PHONY: help verify test test-integrations integration-tests packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel clean
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
@@ -26,6 +26,7 @@ help:
 	@echo "make packaging  install in every way there is, with and without oneDNN (minutes)"
 	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
 	@echo "make emulate    amx, and avx512 by VDPBF16PS, over emulations of what the machine lacks (needs AVX-512)"
+	@echo "make mutants    break the package in one place at a time: do its tests notice? ONLY='plan-* py-*' for some"
 	@echo "make lint       ruff, mypy, clang-format;  make format: let ruff and clang-format rewrite"
 	@echo "make wheel      dist/*.whl and dist/*.tar.gz"
 	@echo "make clean      remove what the others made"
@@ -96,6 +97,10 @@ emulated-tests:
 forced-tests: TESTS = $(patsubst %,tests/test_%.py,arrays attention cache compose errors property threads)
 forced-tests:
 	@export CPU_ATTN_ISA=$(ISA) && $(PYTEST) -k "not native"
+
+# One after the other. Those of the adapters run where their libraries are: VENV=$(INTEGRATIONS).
+mutants: $(VENV)/test
+	@$(BIN)/python tests/mutants.py $(foreach name,$(ONLY),'$(name)')
 
 # mypy looks at the installed package: only there are cli and tests at their place in it.
 lint: $(VENV)/dev

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Would the tests notice? Breaks the package in one place at a time, as mutants.toml says, and runs the tests that are
+to fail then. ``make mutants`` runs it.
+
+The package of the environment is copied to build/mutants/overlay, where tests find it first, and only this copy is
+changed: a Python file in place; for native files what build_ext links of a copy of the sources, through ccache where
+that is there. A mutant whose library (an adapter's) or isa is not here is left out.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import click
+
+import cpu_attn
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # which pytest brings along
+
+ROOT = Path(__file__).resolve().parents[1]
+LIST = ROOT / "tests" / "mutants.toml"
+WORK = ROOT / "build" / "mutants"
+OVERLAY, SOURCE = WORK / "overlay", WORK / "source"
+ADAPTERS = ("torch", "transformers", "vllm")
+TO_BUILD = ("native", "build_ffi.py", "pyproject.toml", "README.md", "LICENSE")
+BUILD_EXT = "import setuptools; setuptools.setup()"
+KILLED, SURVIVED, STALE, TIMEOUT, BROKEN, LEFT_OUT = "killed", "SURVIVED", "STALE", "timeout", "BROKEN", "left out"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """file: of the repository; find: what stands in it exactly once; replace: what comes in its place; tests: files of
+    tests/, or ``file::test``; select: for pytest's -k; breaks: what is wrong then; isas: files of native/isa to build
+    it with, all of them unless said (a file takes a minute)."""
+
+    name: str
+    file: str
+    find: str
+    replace: str
+    tests: tuple[str, ...]
+    breaks: str
+    select: str = ""
+    isas: tuple[str, ...] = ()
+
+    @property
+    def native(self) -> bool:
+        return self.file.startswith("native/")
+
+    @property
+    def library(self) -> str:
+        """Without which neither the file nor its tests run, "" for none."""
+        folder = Path(self.file).parts[1]
+        return folder if folder in ADAPTERS and not self.native else ""
+
+    @property
+    def missing(self) -> str:
+        """What it needs and is not here, "" for nothing."""
+        if self.library and importlib.util.find_spec(self.library) is None:
+            return self.library
+        unsupported = [isa.name for isa in cpu_attn.isas() if isa.name in self.isas and not isa.supported]
+        return ", ".join(unsupported)
+
+    @property
+    def installed(self) -> str:
+        """The file's place in the package."""
+        return re.sub(r"^(cli|tests)/", r"cpu_attn/\1/", self.file)
+
+    def applied(self) -> str:
+        """The file's text with the change. ValueError unless there is one place for it."""
+        text = (ROOT / self.file).read_text(encoding="utf-8")
+        if (times := text.count(self.find)) != 1:
+            raise ValueError(f"{self.file} has {times} times {self.find!r}, expected once")
+        return text.replace(self.find, self.replace)
+
+
+class BrokenError(Exception):
+    """A mutant that says nothing of the tests: it does not build, or they fail without it."""
+
+
+def read() -> list[Mutant]:
+    """mutants.toml in its order. TypeError for an entry that lacks something or has more."""
+    entries: dict[str, dict[str, Any]] = tomllib.loads(LIST.read_text(encoding="utf-8"))
+    found = []
+    for name, entry in entries.items():
+        fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in entry.items()}
+        found.append(Mutant(name, **fields))
+    return found
+
+
+def ended(command: Sequence[Any], log: Path, limit: float | None = None, **options: Any) -> int:
+    """Its exit status; output goes to the log. TimeoutError after so many seconds, when all that it started is gone."""
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            list(map(str, command)), stdout=file, stderr=subprocess.STDOUT, start_new_session=True, **options
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+class Workshop:
+    """The overlay, and what is known of the unchanged package."""
+
+    def __init__(self) -> None:
+        self.package = Path(cpu_attn.__file__).parent
+        self.seconds: dict[tuple[Any, ...], float] = {}  # that tests take without a mutant
+        self.built: dict[tuple[str, ...], Path] = {}
+        shutil.rmtree(OVERLAY, ignore_errors=True)
+        shutil.copytree(self.package, OVERLAY / "cpu_attn", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def restore(self) -> None:
+        for path in OVERLAY.rglob("*"):
+            original = self.package / path.relative_to(OVERLAY / "cpu_attn") if path.is_file() else path
+            if path.is_file() and path.stat().st_mtime_ns != original.stat().st_mtime_ns:
+                shutil.copy2(original, path)
+
+    def put(self, library: Path) -> None:
+        """The extension modules of a build; under a new name first, since others may have them open."""
+        for built in (library / "cpu_attn").glob("*.so"):
+            new = OVERLAY / "cpu_attn" / f"{built.name}.new"
+            shutil.copy(built, new)
+            new.replace(new.with_suffix(""))
+
+    def build(self, isas: tuple[str, ...], mutant: Mutant | None = None) -> Path:
+        """The folder that build_ext filled."""
+        shutil.rmtree(SOURCE, ignore_errors=True)
+        SOURCE.mkdir(parents=True)
+        for name in TO_BUILD:
+            (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, SOURCE / name)
+        for path in (SOURCE / "native" / "isa").glob("*.c"):
+            if isas and path.stem not in isas:
+                path.unlink()
+        if mutant:
+            (SOURCE / mutant.file).write_text(mutant.applied(), encoding="utf-8")
+        target = WORK / "lib" / ("mutant" if mutant else "-".join(("unchanged", *isas)))
+        shutil.rmtree(target, ignore_errors=True)
+        environment = {**os.environ, "CCACHE_NOHASHDIR": "1"}
+        compiler = environment.get("CC", "cc")
+        if shutil.which("ccache") and "ccache" not in compiler:
+            environment["CC"] = f"ccache {compiler}"
+        log = WORK / f"{mutant.name if mutant else target.name}.build.log"
+        command = [self.builder(), "-c", BUILD_EXT, "build_ext", "--build-lib", target, "--build-temp", "temp"]
+        module = "_onednn" if mutant and mutant.file.startswith("native/onednn/") else "_native"
+        if ended(command, log, cwd=SOURCE, env=environment) or not list(target.glob(f"cpu_attn/{module}.*")):
+            raise BrokenError(f"did not build: {log}")
+        return target
+
+    def builder(self) -> Path:
+        """Python of an environment that has what a build needs."""
+        folder, log = WORK / "builder", WORK / "builder.log"
+        python = folder / "bin" / "python"
+        if not (folder / "complete").exists():
+            names = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
+            venv.create(folder, clear=True, with_pip=True)
+            if ended([python, "-m", "pip", "install", "--quiet", *names], log):
+                raise click.ClickException(f"cannot install what a build needs: {log}")
+            (folder / "complete").touch()
+        return python
+
+    def test(self, mutant: Mutant, limit: float | None, log: Path) -> int:
+        marks = "integrations" if mutant.library else "not packaging and not integrations"
+        command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-x", "-m", marks]
+        command += ["-p", "no:cacheprovider", *(["-k", mutant.select] if mutant.select else [])]
+        command += [ROOT / "tests" / name for name in mutant.tests]
+        environment = {**os.environ, "PYTHONPATH": str(OVERLAY), "PYTHONDONTWRITEBYTECODE": "1"}
+        return ended(command, log, limit, cwd=WORK, env={**environment, "OMP_WAIT_POLICY": "passive"})
+
+    def unchanged(self, mutant: Mutant) -> float:
+        """Seconds that the mutant's tests take where nothing is broken, in a build of its isas."""
+        key = (mutant.tests, mutant.select, mutant.isas, mutant.library)
+        if key not in self.seconds:
+            if mutant.isas:
+                if mutant.isas not in self.built:
+                    self.built[mutant.isas] = self.build(mutant.isas)
+                self.put(self.built[mutant.isas])
+            start, log = perf_counter(), WORK / f"{mutant.name}.unchanged.log"
+            if status := self.test(mutant, None, log):
+                raise BrokenError(f"its tests end with {status} without it: {log}")
+            self.seconds[key] = perf_counter() - start
+        return self.seconds[key]
+
+    def outcome(self, mutant: Mutant) -> tuple[str, str]:
+        """What became of it, and which test failed or what went wrong."""
+        if mutant.missing:
+            return LEFT_OUT, f"needs {mutant.missing}"
+        try:
+            text = mutant.applied()
+            limit = 60 + 5 * self.unchanged(mutant)
+            if mutant.native:
+                self.put(self.build(mutant.isas, mutant))
+            else:
+                (OVERLAY / mutant.installed).write_text(text, encoding="utf-8")
+            log = WORK / f"{mutant.name}.log"
+            status = self.test(mutant, limit, log)
+        except ValueError as error:
+            return STALE, str(error)
+        except BrokenError as error:
+            return BROKEN, str(error)
+        except TimeoutError:
+            return TIMEOUT, f"after {limit:.0f} s"
+        finally:
+            self.restore()
+        if status == 0:
+            return SURVIVED, mutant.breaks
+        if status == 1 or status < 0:  # a test failed, or the process crashed
+            failed = re.search(
+                r"^(?:FAILED|ERROR) (?:\S*tests/)?(.+?)(?: - |$)", log.read_text(encoding="utf-8"), re.MULTILINE
+            )
+            return KILLED, failed[1] if failed else f"ended with {status}"
+        return BROKEN, f"pytest ended with {status}: {log}"
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--list", "only_list", is_flag=True, help="Say what there is.")
+def main(names: tuple[str, ...], only_list: bool) -> None:
+    """Break the package as tests/mutants.toml says, one mutant after the other, and see whether tests fail.
+
+    NAME is that of a mutant, or a pattern like 'plan-*'; all unless said. Exits with 1 if a mutant survived, if its
+    text is no longer in its file, or if it does not build or its tests fail without it.
+    """
+    mutants = read()
+    for name in names:
+        if not fnmatch.filter([m.name for m in mutants], name):
+            raise click.UsageError(f"no mutant {name!r}; --list says which there are")
+    chosen = [m for m in mutants if not names or any(fnmatch.fnmatch(m.name, name) for name in names)]
+    width = max(len(m.name) for m in chosen)
+    if only_list:
+        for mutant in chosen:
+            click.echo(f"{mutant.name:{width}}  {mutant.file}: {mutant.breaks}")
+        return
+    WORK.mkdir(parents=True, exist_ok=True)
+    workshop = Workshop()
+    found: list[str] = []
+    try:
+        for mutant in chosen:
+            start = perf_counter()
+            outcome, why = workshop.outcome(mutant)
+            found.append(outcome)
+            click.echo(f"{outcome:8}  {mutant.name:{width}}  {perf_counter() - start:5.0f} s  {why}")
+    except KeyboardInterrupt:
+        click.echo(f"stopped, {len(chosen) - len(found)} did not run")
+    counts = {outcome: found.count(outcome) for outcome in dict.fromkeys(found)}
+    click.echo(", ".join(f"{number} {outcome}" for outcome, number in counts.items()))
+    if len(found) < len(chosen) or any(outcome in counts for outcome in (SURVIVED, STALE, BROKEN)):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
