@@ -4,6 +4,7 @@ ops besides: fake tensors, torch.compile, inference_mode, and plans that travel 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -11,6 +12,7 @@ import io
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -290,6 +292,32 @@ def test_compiled() -> None:
     for plain, compiled in zip(*results, strict=True):
         assert torch.allclose(plain, compiled, rtol=1e-5, atol=1e-5)
     assert results[0][2 + 2].any()  # the cache was written
+
+
+def test_called_between_graphs() -> None:
+    """Where dynamo gives a function up, it still traces what that calls, but not what an op calls."""
+
+    @contextlib.contextmanager
+    def untraceable() -> Iterator[None]:
+        torch._dynamo.graph_break()
+        yield
+
+    def layer(arguments: list[Any], *write: Any) -> Any:
+        _, _, _, output, starts, lens, *_ = arguments
+        with untraceable():
+            plan = OPS.get_scheduler_metadata(2, 4, 2, 8, lens, torch.float32, starts, True, -1, "auto", True, None)
+            OPS.cpu_attn_reshape_and_cache(*write, "auto")
+            OPS.cpu_attention_with_kv_cache(*arguments, plan, None, None)
+        return output.clone()
+
+    torch._dynamo.reset()
+    arguments, _ = _step()
+    results = []
+    for run_layer in (layer, torch.compile(layer, backend="eager")):
+        write = [tensor(x) for x in write_args().values()]
+        results.append((run_layer(arguments, *write), *write))
+    for plain, compiled in zip(*results, strict=True):
+        assert torch.equal(plain, compiled)
 
 
 def test_compiled_with_lengths_that_do_not_change() -> None:

@@ -270,6 +270,68 @@ def test_compiled_and_in_inference_mode(calls: list[Any]) -> None:
         step.check(*attention(*step.packed[:5]), window=(-1, 0))
 
 
+# The cases of torch's own tests of varlen_attn over caches: four requests of one query token, eight heads of 64.
+TORCH_LENS = [[32, 64, 96, 48], [1, 1, 1, 1], [128, 128, 128, 128], [1, 128, 1, 128], [127, 63, 33, 17]]
+inplace = torch.ops.aten._flash_attention_forward_no_dropout_inplace
+torch_cases = pytest.mark.parametrize("lens", TORCH_LENS, ids=str)
+half_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("page_size", [32, 64, 128, 256])
+@torch_cases
+@half_dtypes
+def test_cases_of_torch_over_pages(
+    calls: list[Any], dtype: str, lens: list[int], page_size: int, compiled: bool
+) -> None:
+    """The in-place op, at which dynamo breaks the graph, before and after varlen_attn."""
+    step = Step([1] * 4, lens, dtype, heads=8, kv_heads=8, d=64)
+    arguments, pages = step.paged(page_size)
+    torch._dynamo.reset()
+    functions = (varlen_attn, varlen_attn_out, inplace)
+    attn, attn_out, op = map(torch.compile, functions) if compiled else functions
+    for _ in range(2):
+        out = torch.empty_like(step.query)
+        step.check(out, op(out, *arguments, 0.0, False, False, **pages))
+        step.check(*attn(*arguments, return_aux=LSE, **pages))
+        out = torch.empty_like(step.query)
+        assert attn_out(out, *arguments, **pages).data_ptr() == out.data_ptr()
+        step.check(out)
+    assert len(calls) == 6
+    assert torch.equal(out, varlen_attn(*step.packed))  # not by pages, not compiled
+
+
+@torch_cases
+@half_dtypes
+def test_cases_of_torch_over_slots(calls: list[Any], dtype: str, lens: list[int]) -> None:
+    """Each request has 128 slots of a packed cache, NaN past its keys."""
+    step = Step([1] * 4, lens, dtype, heads=8, kv_heads=8, d=64)
+    caches = [torch.full((4 * 128, 8, 64), torch.nan, dtype=x.dtype) for x in (step.key, step.value)]
+    for r, n in enumerate(lens):
+        for x, cache in zip((step.key, step.value), caches, strict=True):
+            cache[128 * r :][:n] = x[step.cu_k[r] :][:n]
+    slots = torch.arange(0, 5 * 128, 128, dtype=torch.int32)
+    arguments, options = (step.query, *caches, step.cu_q, slots, 1, 128), {"seqused_k": torch.tensor(lens).int()}
+    step.check(*varlen_attn(*arguments, return_aux=LSE, **options))
+    out = torch.empty_like(step.query)
+    step.check(varlen_attn_out(out, *arguments, **options))
+
+
+def test_the_ops_in_a_graph(calls: list[Any]) -> None:
+    """The fakes give what the kernels give."""
+    step = Step(*MIXED)
+    torch._dynamo.reset()
+    forward = torch.ops.aten._flash_attention_forward.default
+    arguments = (*step.packed, 0.0, True, False)
+    torch.library.opcheck(forward, arguments)
+    compiled = torch.compile(lambda *x: forward(*x), fullgraph=True)(*arguments)
+    for got, want in zip(compiled, forward(*arguments), strict=True):
+        assert torch.equal(got, want) and got.dtype == want.dtype
+    step.check(*compiled[:2], window=(-1, 0))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")  # the fourth is one graph
+    torch.library.opcheck(inplace.default, (torch.empty_like(step.query), *arguments), test_utils=tests)
+
+
 def test_gradients_have_no_kernel(calls: list[Any]) -> None:
     step = Step(*MIXED)
     step.query.requires_grad_()
@@ -342,6 +404,22 @@ def test_errors_of_pages(calls: list[Any]) -> None:
     ):
         with pytest.raises(error, match=words):
             varlen_attn(*arguments, enable_gqa=True, **pages | changed)
+
+
+def test_in_place_without_the_module_of_varlen_attn() -> None:
+    """Which says that graphs break at the op."""
+    code = """if True:
+        import torch, cpu_attn.torch
+        torch.nn.attention.activate_flash_attention_impl("cpu_attn")
+        op = torch.ops.aten._flash_attention_forward_no_dropout_inplace
+        x, loc, out = torch.ones(5, 2, 8), torch.tensor([0, 5], dtype=torch.int32), torch.zeros(5, 2, 8)
+        def double(out):
+            op(out, x, x, x, loc, loc, 5, 5, 0.0, False, False)
+            return out * 2
+        print(bool((torch.compile(double)(out) - 2).abs().max() < 1e-6))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "True", done.stderr
 
 
 def test_importing_does_not_activate() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.library import Library, register_fake
+from torch.library import Library, register_fake, register_kernel
 
 from cpu_attn import UnavailableError, _check, ops
 from cpu_attn.plan import SchedulerMetadata
@@ -220,7 +220,8 @@ _IMPLEMENTATIONS = (
 library = Library("cpu_attn", "FRAGMENT")
 for _schema, (_run, _shapes, *_tags) in zip(_SCHEMAS, _IMPLEMENTATIONS, strict=True):
     _name = library.define(_schema, tags=_tags)
-    library.impl(_name, _run, "CPU")
+    # Hides it from dynamo, which else traces what an op calls, where that op is called between graphs.
+    register_kernel(f"cpu_attn::{_name}", "cpu", _run, lib=library)
     register_fake(f"cpu_attn::{_name}", _shapes, lib=library)
     # Refuses meta tensors by name, where the kernel that register_fake leaves there would pass over them.
     library.impl(_name, _run, "Meta", allow_override=True)

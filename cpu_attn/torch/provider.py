@@ -10,13 +10,14 @@ are attended each by itself, as one block of just their length; bits are the sam
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.library import Library
+from torch.library import Library, register_kernel
 from torch.nn.attention import register_flash_attention_impl
 
 from cpu_attn import UnavailableError, _arrays, _check, ops
@@ -183,13 +184,19 @@ def flash_attention_backward(*args: Any, **options: Any) -> None:
 
 
 class _Handle:
-    """Keeps the kernels registered until torch removes them (``restore_flash_attention_impl``)."""
+    """Keeps the kernels registered until torch removes them (``restore_flash_attention_impl``). Their fakes are torch's
+    own. No graph holds the in-place form: dynamo breaks there, and traces what is called between graphs, from which
+    register_kernel hides the kernels."""
 
     def __init__(self) -> None:
+        importlib.import_module("torch.nn.attention.varlen")  # which tells dynamo so; inductor cannot compile that form
         self.library = Library("aten", "IMPL", "CPU")
-        self.library.impl("_flash_attention_forward", flash_attention_forward)
-        self.library.impl("_flash_attention_forward_no_dropout_inplace", flash_attention_forward_out)
-        self.library.impl("_flash_attention_backward", flash_attention_backward)
+        for name, run in (
+            ("forward", flash_attention_forward),
+            ("forward_no_dropout_inplace", flash_attention_forward_out),
+            ("backward", flash_attention_backward),
+        ):
+            register_kernel(f"aten::_flash_attention_{name}", "cpu", run, lib=self.library)
 
     def remove(self) -> None:
         self.library._destroy()
