@@ -220,9 +220,9 @@ def merge_states(outs: Any, lses: Any, *, out: Any = None, lse: Any = None) -> t
     returned else is new, tensors where the inputs are.
 
     lse is the log of the sum of exp(lses), output the sum of exp(lses - lse) * outs, in float32 (arXiv:2501.01005). A
-    part with lse -inf saw nothing and counts for nothing, NaN in its output neither; where all are -inf the output is 0
-    and lse -inf. NaN or +inf in a lse makes NaN of that row's output, and stays in its lse. Raises ValueError or
-    TypeError, before anything is written.
+    part with lse -inf, or +inf as FlashAttention 2 writes it, saw nothing and counts for nothing, NaN in its output
+    neither; where all are, the output is 0 and lse -inf. NaN in a lse makes NaN of that row's output, and stays in its
+    lse. Raises ValueError or TypeError, before anything is written.
     """
     parts, logs = _check.states(outs, lses)
     if out is None:

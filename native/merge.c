@@ -13,8 +13,10 @@ typedef struct merging {
     const ca_array *outs, *lses; /* [num_parts], then the result's */
 } merging;
 
+/* -inf where the part saw nothing, which FlashAttention 2 marks by +inf. */
 static float lse_at(const ca_array *lse, int64_t t, int64_t h) {
-    return ((const float *)lse->address)[h * lse->strides[0] + t];
+    float x = ((const float *)lse->address)[h * lse->strides[0] + t];
+    return x == INFINITY ? -INFINITY : x;
 }
 
 static void add_row(float *sum, const void *row, int64_t n, int dtype, float weight) {
@@ -40,7 +42,7 @@ static void put_row(const float *sum, void *row, int64_t n, int dtype) {
             ((uint16_t *)row)[i] = ca_to_bf16(sum[i]);
 }
 
-/* A part that saw nothing has lse -inf and counts nowhere, whatever its output holds. NaN and +inf are the result's. */
+/* A part that saw nothing counts nowhere, whatever its output holds. NaN in a lse is the result's. */
 static void merge_row(const merging *m, int64_t t, int64_t h) {
     const ca_array *out = &m->outs[m->num_parts], *lse = &m->lses[m->num_parts];
     int64_t dv = out->shape[2], size = out->itemsize;
@@ -61,7 +63,7 @@ static void merge_row(const merging *m, int64_t t, int64_t h) {
         }
         put_row(sum, ca_row_of(out, t, h) + c * size, n, out->dtype);
     }
-    ((float *)lse->address)[h * lse->strides[0] + t] = isinf(top) ? top : top + logf(total);
+    ((float *)lse->address)[h * lse->strides[0] + t] = top == -INFINITY ? top : top + logf(total);
 }
 
 void ca_merge_states(int64_t num_parts, const ca_array *outs, const ca_array *lses) {

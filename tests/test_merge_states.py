@@ -31,9 +31,11 @@ def states(dtype: str, parts: int, size: int = SIZE, seed: int = 0) -> tuple[NDA
 
 
 def oracle(outs: NDArray[Any], lses: NDArray[Any]) -> tuple[reference.Float64, reference.Float64]:
+    """A lse of either infinity: that part saw nothing."""
     with np.errstate(invalid="ignore"):
-        lse = np.logaddexp.reduce(lses.astype(np.float64))
-        weights = np.exp(lses.astype(np.float64) - lse).transpose(0, 2, 1)[..., None]
+        lses = np.where(np.isinf(lses), -np.inf, lses.astype(np.float64))
+        lse = np.logaddexp.reduce(lses)
+        weights = np.exp(lses - lse).transpose(0, 2, 1)[..., None]
         seen = (lses != -np.inf).transpose(0, 2, 1)[..., None]
         return np.where(seen, weights * outs.astype(np.float64), 0.0).sum(axis=0), lse
 
@@ -63,12 +65,13 @@ def test_against_the_oracle(dtype: str, size: int, parts: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_parts_that_saw_nothing_and_lses_that_are_no_numbers(dtype: str) -> None:
+@pytest.mark.parametrize("nothing", [-np.inf, np.inf])
+def test_parts_that_saw_nothing_and_lses_that_are_no_numbers(nothing: float, dtype: str) -> None:
     outs, lses = states(dtype, 3)
-    outs[1, 0, 0], lses[1, 0, 0] = np.nan, -np.inf  # token 0, head 0
-    outs[:, 1, 1], lses[:, 1, 1] = np.nan, -np.inf
+    outs[1, 0, 0], lses[1, 0, 0] = np.nan, nothing  # token 0, head 0
+    outs[:, 1, 1], lses[:, 1, 1] = np.nan, nothing
     lses[0, 2, 2] = np.nan
-    lses[2, 0, 3] = np.inf
+    lses[:, 0, 3] = np.nan, np.inf, -np.inf
     lses[1, 1, 4], lses[0, 1, 4] = -3e38, 3e38
     lses[:, 2, 4] = 80, 1000, 999
     want, want_lse = oracle(outs, lses)
@@ -80,6 +83,33 @@ def test_parts_that_saw_nothing_and_lses_that_are_no_numbers(dtype: str) -> None
     np.testing.assert_allclose(lse[big], want_lse[big], rtol=1e-6)
     lse[big] = want_lse[big] = 0
     judge((got, lse), (want, want_lse), dtype)
+
+
+@pytest.mark.parametrize("size", [32, 48, 64, 96, 128, 256])
+@pytest.mark.parametrize("heads", [4, 8, 48])
+@pytest.mark.parametrize("tokens", [256, 613])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cases_of_vllm(dtype: str, tokens: int, heads: int, size: int) -> None:
+    """What its tests of merge_attn_states have: one row in ten of either part, not of both, saw nothing and has +inf.
+    Rows are independent: more tokens and heads would say no more."""
+    rng = np.random.default_rng(size)
+    outs = rng.standard_normal((2, tokens, heads, size), np.float32).astype(numpy_dtype(dtype))
+    lses = rng.standard_normal((2, heads, tokens), np.float32)
+    drawn = rng.random((heads, tokens))
+    lses[0][drawn < 0.1] = np.inf
+    lses[1][drawn > 0.9] = np.inf
+    judge(cpu_attn.merge_states(outs, lses), oracle(outs, lses), dtype)
+
+
+@pytest.mark.parametrize("engine", [engine.name for engine in cpu_attn.engines() if engine.available])
+def test_rows_that_overflowed_are_no_rows_that_saw_nothing(engine: str) -> None:
+    part = build(Case("part", (1,), (9,), sinks="moderate"))
+    part.s_aux = np.full(part.case.num_heads, np.inf, np.float32)
+    output, lse = run(part, engine=engine)
+    assert np.isnan(lse).all()
+    merged, lse = cpu_attn.merge_states([output, np.zeros_like(output)], [lse, np.zeros_like(lse)])
+    assert np.isnan(merged).all()
+    assert np.isnan(lse).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
