@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import replace
 from os import PathLike
@@ -12,7 +13,15 @@ import numpy as np
 
 from cpu_attn import _check, _dispatch, ops
 from cpu_attn._arrays import DTYPES, bridged, dtype_name, new_beside, view
-from cpu_attn.layout import CacheDescriptor, StoredCache, aligned_zeros, layout_of, memory_dtype, move_blocks
+from cpu_attn.layout import (
+    CacheDescriptor,
+    StoredCache,
+    aligned_copy,
+    aligned_zeros,
+    layout_of,
+    memory_dtype,
+    move_blocks,
+)
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
 
 
@@ -118,6 +127,26 @@ class PagedKVCache:
         :meth:`StoredCache.load`. A layout that is foreign here: ``convert(StoredCache.load(file))``."""
         stored = StoredCache.load(file)
         return cls.open(stored.descriptor, stored.key_cache, stored.value_cache, isa)
+
+    def __copy__(self) -> PagedKVCache:
+        """Another cache over the same memory."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
+        """A cache over copies of the memory, which begin at cache lines as a new cache's does."""
+        for memory in (self.key_cache, self.value_cache):
+            if id(memory) not in memo:
+                memo[id(memory)] = aligned_copy(memory)
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a pickle, whose arrays begin wherever NumPy puts them."""
+        self.__dict__.update(state)
+        self.key_cache, self.value_cache = aligned_copy(self.key_cache), aligned_copy(self.value_cache)
 
     def __repr__(self) -> str:
         return (

@@ -256,6 +256,12 @@ def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Memory:
     return memory[-memory.ctypes.data % align :][:size].view(dtype).reshape(shape)
 
 
+def aligned_copy(x: Memory) -> Memory:
+    copied = aligned_zeros(x.shape, x.dtype)
+    copied[...] = x
+    return copied
+
+
 def _safetensors() -> Any:
     try:
         import safetensors

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from typing import Any
 
 import numpy as np
@@ -210,3 +212,30 @@ def test_a_plan_for_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_refused(call: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call(cpu_attn.PagedKVCache(4, 16, 2, 8))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("num_blocks", [3, 5, 1000])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8/int4"])
+def test_copies_begin_at_a_cache_line(kv_cache_dtype: str, num_blocks: int, copied: Any) -> None:
+    cache = cpu_attn.PagedKVCache(num_blocks, 16, 2, 24, "bfloat16", kv_cache_dtype=kv_cache_dtype)
+    cache.update(tokens(40, 2, 24, "bfloat16"), tokens(40, 2, 24, "bfloat16", 1), np.arange(40))
+    for _ in range(4):
+        found = copied(cache)
+        assert found.descriptor == cache.descriptor
+        for memory, there in ((found.key_cache, cache.key_cache), (found.value_cache, cache.value_cache)):
+            assert memory.ctypes.data % 64 == 0
+            assert memory.dtype == there.dtype
+            assert memory.tobytes() == there.tobytes()
+            assert not np.may_share_memory(memory, there)
+
+
+def test_what_copies_share() -> None:
+    cache = cpu_attn.PagedKVCache(3, 16, 2, 24)
+    both, key_cache = copy.deepcopy([cache, cache]), copy.deepcopy([cache.key_cache, cache])
+    assert both[0] is both[1]
+    assert key_cache[0] is key_cache[1].key_cache
+    shallow = copy.copy(cache)
+    assert shallow is not cache
+    assert shallow.key_cache is cache.key_cache
+    assert shallow.value_cache is cache.value_cache
