@@ -20,6 +20,7 @@ class SchedulerMetadata(_check.Plan):
     """
 
     __slots__ = (
+        "__weakref__",
         "_info",
         "_pointer",
         "_shape",
@@ -74,6 +75,12 @@ class SchedulerMetadata(_check.Plan):
 
     def __deepcopy__(self, memo: Any) -> SchedulerMetadata:
         return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "SchedulerMetadata: cannot be pickled, it is memory of this process for its CPU; make a new plan from the "
+            "same lengths where it is needed"
+        )
 
     num_reqs = property(lambda self: int(self._shape.num_reqs), doc="R")
     num_heads = property(lambda self: int(self._shape.num_heads), doc="Hq")

@@ -4,6 +4,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import tracemalloc
+import weakref
+from contextlib import suppress
 from typing import Any
 
 import ml_dtypes
@@ -389,3 +394,50 @@ def test_a_copy_of_a_plan_is_the_plan() -> None:
     plan = cpu_attn.get_scheduler_metadata(**plan_args())
     assert copy.copy(plan) is plan
     assert copy.deepcopy([plan])[0] is plan
+
+
+def test_a_plan_is_not_pickled() -> None:
+    plan = cpu_attn.get_scheduler_metadata(**plan_args())
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(TypeError, match=r"cannot be pickled.* make a new plan"):
+            pickle.dumps([plan], protocol)
+
+
+def test_a_plan_can_be_watched() -> None:
+    """By a weak reference, as caches of plans have them."""
+    plan = cpu_attn.get_scheduler_metadata(**plan_args())
+    watched = weakref.ref(plan)
+    assert watched() is plan
+    del plan
+    assert watched() is None
+
+
+def test_nothing_is_kept_of_names_that_are_refused() -> None:
+    """For ever, as a cache of results would."""
+    caches = write_args()
+    plan = plan_args()
+
+    def refuse(names: range) -> None:
+        for i in names:
+            name = f"odd{i}"
+            with suppress(ValueError):
+                cpu_attn.get_kv_cache_shape(1, 16, 1, 8, "float32", kv_cache_dtype=name)
+            with suppress(ValueError):
+                cpu_attn.reshape_and_cache(**caches, kv_cache_dtype=name)
+            with suppress(ValueError):
+                cpu_attn.get_scheduler_metadata(**plan, kv_cache_dtype=name)
+            for argument in ({"isa": name}, {"engine": name}, {"kv_cache_layout": name}):
+                with suppress(ValueError):
+                    cpu_attn.get_scheduler_metadata(**plan, **argument)
+
+    refuse(range(100))
+    tracemalloc.start()
+    try:
+        refuse(range(100, 200))
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        refuse(range(200, 1200))
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - before < 10_000
+    finally:
+        tracemalloc.stop()

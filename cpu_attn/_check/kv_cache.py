@@ -25,23 +25,23 @@ MEMORY = {
 }
 
 
-@functools.cache
+@functools.cache  # of the names that there are: it keeps nothing of a call that raises
 def _kv_dtypes(kv_cache_dtype: str, dtype: str) -> tuple[str, ...]:
     names = kv_cache_dtype.split("/")
     found = tuple(dtype if name in ("auto", dtype) else NARROW.get(name, "") for name in names)
-    return found * (3 - len(names)) if all(found) and len(names) < 3 else ()
+    if not all(found) or len(names) > 2:
+        raise ValueError(
+            f"kv_cache_dtype: {kv_cache_dtype!r} is none of 'auto', the dtype {dtype!r}, {', '.join(NARROW)}, nor two "
+            "of them as 'K/V'"
+        )
+    return found * (3 - len(names))
 
 
 def kv_dtypes(kv_cache_dtype: Any, dtype: Any) -> tuple[str, ...]:
     """What the caches of K and of V hold: ``dtype``, or a name of MEMORY."""
     if not isinstance(kv_cache_dtype, str):
         raise TypeError(f"kv_cache_dtype: expected a name, got {type(kv_cache_dtype).__name__}")
-    if not (found := _kv_dtypes(kv_cache_dtype, dtype if isinstance(dtype, str) else dtype_name(dtype))):
-        raise ValueError(
-            f"kv_cache_dtype: {kv_cache_dtype!r} is none of 'auto', the dtype {str(dtype)!r}, {', '.join(NARROW)}, nor "
-            "two of them as 'K/V'"
-        )
-    return found
+    return _kv_dtypes(kv_cache_dtype, dtype if isinstance(dtype, str) else dtype_name(dtype))
 
 
 def kv_cache_layout(x: Any, kvs: Sequence[str] = ()) -> str:
