@@ -246,6 +246,39 @@ def test_strides_and_places() -> None:
     assert np.array_equal(args["output"], good["output"])
 
 
+@pytest.mark.parametrize("axes", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize(
+    ("call", "make", "backwards", "other"),
+    [
+        (attention, attention_args, "query", "output"),
+        (attention, attention_args, "output", "query"),
+        (write, write_args, "key", "key_cache"),
+        (write, write_args, "key_cache", "key"),
+    ],
+)
+def test_memory_that_is_read_backwards(call: Any, make: Any, backwards: str, other: str, axes: tuple[int, ...]) -> None:
+    """It ends at its address and begins before it: the other array right behind or before it is apart, one head nearer
+    it is not."""
+    good = make()
+    one, two, head = good[backwards], good[other], 8
+    good[backwards] = np.flip(np.flip(one, axes).copy(), axes)
+
+    def placed(first: int, second: int) -> Args:
+        memory = np.zeros(one.size + two.size, F32)
+        views = {
+            backwards: np.flip(memory[first:][: one.size].reshape(one.shape), axes),
+            other: memory[second:][: two.size].reshape(two.shape),
+        }
+        views[backwards][...], views[other][...] = one, two
+        return good | views
+
+    call(**good)
+    assert accepted_again(call, placed(0, one.size))
+    assert accepted_again(call, placed(two.size, 0))
+    refused_again(call, good, placed(0, one.size - head))
+    refused_again(call, good, placed(two.size - head, 0))
+
+
 def test_contents_are_looked_at_every_time() -> None:
     good = attention_args()
     attention(**good)
