@@ -74,7 +74,7 @@ sanitize:
 sanitized-tests:
 	@export LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 		UBSAN_OPTIONS=print_stacktrace=1 && $(PYTEST) --capture=sys -k "not reference and not onednn" \
-		$(patsubst %,--ignore=$(CURDIR)/tests/test_%.py,objects cross minilm verify bench workloads oracle backend_models compose)
+		$(patsubst %,--ignore=$(CURDIR)/tests/test_%.py,objects cross minilm verify bench plot workloads oracle backend_models compose)
 
 # auto is amx in bfloat16 there, as it would be on tiles.
 emulate: export DIST_EXTRA_CONFIG = $(CURDIR)/$(EMULATED)/setup.cfg

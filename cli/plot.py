@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from cpu_attn.cli.report import SAME, kind, per_thread, thread_counts
 
@@ -25,7 +26,11 @@ STYLES = {
 }
 WIDTH, HEIGHT = 11.0, 6.5  # inches
 LABEL = 8.0  # points; labels are 1.5 of it apart
-PERCENT = 0.055  # of the axes' width: a column of percents
+MARKER = 7.0  # points across
+# Of the roofline, in inches: from the left to the axes, their width, from the bottom to them, from there to the table,
+# which leaves room for the names of the ceilings; between its lines, of its columns, of a letter.
+LEFT, ACROSS, BELOW, BESIDE = 0.8, 6.6, 0.65, 1.35
+LINE, COLUMN, LETTER = 0.2, 0.55, 0.078
 Result = dict[str, Any]
 Rows = dict[str, dict[str, Result]]
 
@@ -43,9 +48,12 @@ def check(path: Path, kinds: set[str]) -> None:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(WIDTH, HEIGHT))
-    (_scaling if len(thread_counts(report)) > 1 else _roofline)(report, figure.add_axes((0.07, 0.09, 0.64, 0.82)))
-    figure.savefig(path, dpi=150)
+    drawn = scaling(report) if len(thread_counts(report)) > 1 else roofline(report)
+    drawn.savefig(path, dpi=150)
+
+
+def _figure(width: float, height: float) -> Any:
+    return importlib.import_module("matplotlib.figure").Figure(figsize=(width, height))
 
 
 def _placed(results: list[Result]) -> list[Result]:
@@ -53,9 +61,11 @@ def _placed(results: list[Result]) -> list[Result]:
     return [r for r in results if r["gflops"] and r["limit"]]
 
 
-def _scaling(report: Result, axes: Any) -> None:
+def scaling(report: Result) -> Any:
     """Speed, as a multiple of one thread of the fewest, over threads: a line for each workload and engine, dashed what
     limits it. Names stand at the ends of the lines."""
+    figure = _figure(WIDTH, HEIGHT)
+    axes = figure.add_axes((0.07, 0.09, 0.64, 0.82))
     counts, ends = thread_counts(report), {}
     for engine, rows in _curves(report["results"]):
         colour, marker = STYLES[engine]
@@ -74,6 +84,7 @@ def _scaling(report: Result, axes: Any) -> None:
     axes.set_title(f"{report['machine']['brand']}; dashed: what limits them", loc="left")
     _bare(axes)
     _names_at_ends(axes, ends)
+    return figure
 
 
 def _curves(results: list[Result]) -> list[tuple[str, list[Result]]]:
@@ -96,20 +107,26 @@ def _names_at_ends(axes: Any, ends: dict[tuple[str, str], tuple[float, float]]) 
         )  # fmt: skip
 
 
-def _roofline(report: Result, axes: Any) -> None:
-    """Points under ceilings; beside them, in a column each for what memory and what products bound, the labels."""
+def roofline(report: Result) -> Any:
+    """Points under ceilings, each workload numbered at its best one; beside them what the numbers mean, and percents of
+    the limits."""
     rows = _rows(report["results"])
-    _frame(axes, report, [r for row in rows.values() for r in row.values()])
+    rows = dict(sorted(rows.items(), key=lambda row: _best(row[1])))
     engines = list(dict.fromkeys(engine for row in rows.values() for engine in row))
+    room = max(map(len, rows)) * LETTER + 0.3
+    lines = len(rows) + len(engines) + 2
+    size = LEFT + ACROSS + BESIDE + room + len(engines) * COLUMN + 0.2, max(HEIGHT, BELOW + lines * LINE + 0.6)
+    figure = _figure(*size)
+    height = size[1] - BELOW - 0.6
+    axes = figure.add_axes((LEFT / size[0], BELOW / size[1], ACROSS / size[0], height / size[1]))
+    names, ceilings = _frame(axes, report, [r for row in rows.values() for r in row.values()])
     for engine in engines:
         colour, marker = STYLES[engine]
         x, y = zip(*(_place(row[engine]) for row in rows.values() if engine in row), strict=True)
-        axes.plot(x, y, marker, color=colour, label=engine, markersize=7, zorder=3)
-    for bound in ("read_gbps", "gflops"):
-        some = {name: row for name, row in rows.items() if next(iter(row.values()))["limit_of"].endswith(bound)}
-        if some:
-            _labels(axes, some, engines, 1.03 if bound == "gflops" else _right_of(axes, some))
-    axes.legend(loc="lower right", frameon=False, title="percent of its limit")
+        axes.plot(x, y, marker, color=colour, markersize=MARKER, zorder=3)
+    _number(axes, rows, names, ceilings)
+    _table(figure, rows, engines, (LEFT + ACROSS + BESIDE, BELOW + height), room)
+    return figure
 
 
 def _rows(results: list[dict[str, Any]]) -> Rows:
@@ -130,8 +147,13 @@ def _place(r: Result) -> tuple[float, float]:
     return r["gflops"] / r["kv_gbps"], r["gflops"]
 
 
-def _frame(axes: Any, report: Result, points: list[Result]) -> None:
-    """Axes and ceilings: what is read as slopes, products as level lines from where they begin to bind."""
+def _best(row: dict[str, Result]) -> tuple[float, float]:
+    return max(map(_place, row.values()), key=lambda place: place[1])
+
+
+def _frame(axes: Any, report: Result, points: list[Result]) -> tuple[Any, Any]:
+    """Axes and ceilings: what is read as slopes, products as level lines from where they begin to bind. Returns boxes:
+    of the slopes' names, and along the lines."""
     slopes = {p["limit"] for p in points if p["limit_of"] == "read_gbps"} or {report["limits"]["read_gbps"]}
     used = {p["limit"] for p in points} | set(report["limits"].values())
     levels = {
@@ -141,20 +163,19 @@ def _frame(axes: Any, report: Result, points: list[Result]) -> None:
     low, high = min(*x, max(levels) / max(slopes)) / 4, max(*x, max(levels) / min(slopes)) * 2
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(min(y) / 2, max(levels) * 2))
     over = {p["value"]: p["what"] for p in report["probes"] if p["limit"] == "read_gbps"}
-    for slope in {min(slopes), max(slopes)} if max(slopes) > 1.1 * min(slopes) else {max(slopes)}:
-        ends = [(low, low * slope), (max(levels) / slope, max(levels))]
-        axes.plot(*zip(*ends, strict=True), color="black", linewidth=1.2)
-        (x0, y0), (x1, y1) = axes.transData.transform(ends)
-        turned = {"rotation": math.degrees(math.atan2(y1 - y0, x1 - x0)), "rotation_mode": "anchor"}
+    drawn = sorted({min(slopes), max(slopes)} if max(slopes) > 1.1 * min(slopes) else {max(slopes)}, reverse=True)
+    lines = [[(low, low * slope), (max(levels) / slope, max(levels))] for slope in drawn]
+    name = _name_slopes(axes, "\n".join(f"read {slope:.3g} GB/s {over[slope]}" for slope in drawn), *lines[0])
+    lines += [[(level / max(slopes), level), (high, level)] for level in levels]
+    for line in lines:
+        axes.plot(*zip(*line, strict=True), color="black", linewidth=1.2)
+    to_axes = axes.transData + axes.transAxes.inverted()
+    order = sorted(levels)
+    heights = [float(to_axes.transform((high, level))[1]) for level in order]
+    for level, height in zip(order, spread(heights, 2 * _gap(axes), 0.02, 0.98), strict=True):
         axes.annotate(
-            f"read {slope:.3g} GB/s {over[slope]}", ends[1], xytext=(-17, -4), textcoords="offset points",
-            ha="right", va="top", fontsize=LABEL, **turned,
-        )  # fmt: skip
-    for level, what in levels.items():
-        axes.plot([level / max(slopes), high], [level, level], color="black", linewidth=1.2)
-        axes.annotate(
-            f"{what}: {level:.4g} GFLOP/s", (high, level), xytext=(-4, 4), textcoords="offset points",
-            ha="right", fontsize=LABEL,
+            f"{levels[level]}:\n{level:.4g} GFLOP/s", (1.01, height), xycoords="axes fraction", va="center",
+            fontsize=LABEL, annotation_clip=False,
         )  # fmt: skip
     machine, some = report["machine"], report["results"][0]
     axes.set_title(
@@ -163,6 +184,34 @@ def _frame(axes: Any, report: Result, points: list[Result]) -> None:
     axes.set_xlabel("useful flops for each byte of K and V")
     axes.set_ylabel("GFLOP/s")
     _bare(axes)
+    ticker = importlib.import_module("matplotlib.ticker")
+    for axis, (least, most) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if most < 1000 * least else (1,)))
+        axis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(ticker.NullFormatter())
+    return name, np.vstack([_along(axes.transData.transform(line), 2) for line in lines])
+
+
+def _name_slopes(axes: Any, words: str, start: Any, end: Any) -> Any:
+    """Above the line from start to end, near its end. Returns boxes along the words."""
+    text = axes.annotate(
+        words, end, xytext=(-17, 4), textcoords="offset points", ha="right", va="bottom", fontsize=LABEL,
+        rotation_mode="anchor",
+    )  # fmt: skip
+    length, height = text.get_window_extent().size
+    (x0, y0), (x1, y1) = axes.transData.transform([start, end])
+    angle = math.atan2(y1 - y0, x1 - x0)
+    text.set_rotation(math.degrees(angle))
+    along, across = np.array([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]])
+    last = (x1, y1) + np.array([-17, 4]) * axes.figure.dpi / 72 + height / 2 * across
+    return _along([last - length * along, last], height / 2)
+
+
+def _along(ends: Any, half: float) -> Any:
+    """Boxes on a line, one behind the other: (left, bottom, right, top), half as wide and high as that."""
+    start, end = ends
+    steps = np.linspace(start, end, 2 + int(math.dist(start, end) / 4))
+    return np.hstack([steps - half, steps + half])
 
 
 def _bare(axes: Any) -> None:
@@ -176,32 +225,62 @@ def _gap(axes: Any) -> float:
     return float(1.5 * LABEL / 72 / (HEIGHT * axes.get_position().height))
 
 
-def _right_of(axes: Any, rows: Rows) -> float:
-    """A little to the right of all the points, in axes fractions."""
-    x = max(_place(r)[0] for row in rows.values() for r in row.values())
-    place: float = axes.transAxes.inverted().transform(axes.transData.transform((x, 1)))[0]
-    return place + 0.05
+def _number(axes: Any, rows: Rows, texts: Any, lines: Any) -> None:
+    """Numbers, from 1 on, as near to the best point of each workload as there is room beside points, texts, lines and
+    the strokes that lead to numbers, which cross no text. All in boxes of pixels [n, 4]."""
+    half = MARKER / 2 * axes.figure.dpi / 72 + 1
+    points = axes.transData.transform([_place(r) for row in rows.values() for r in row.values()])
+    (left, bottom), (right, top), far = axes.bbox.min, axes.bbox.max, np.inf
+    outside = [(-far, -far, left, far), (right, -far, far, far), (-far, -far, far, bottom), (-far, top, far, far)]
+    taken, to_data = np.vstack([lines, outside, np.hstack([points - half, points + half])]), axes.transData.inverted()
+    turns = np.radians([90, 60, 120, 30, 150, 0, 180, -30, 210, -60, 240, -90])
+    for number, row in enumerate(rows.values(), 1):
+        text = axes.text(1, 1, str(number), ha="center", va="center", fontsize=LABEL + 1, fontweight="bold")
+        size, at = text.get_window_extent().size / 2 + 1, axes.transData.transform(_best(row))
+        reach = np.arange(half + size[1], 300, 3)[:, None, None]
+        ends = (at + reach * np.stack([np.cos(turns), np.sin(turns)], 1)).reshape(-1, 2)  # the nearest ones first
+        places = np.hstack([ends - size, ends + size])
+        room = ~_meet(places, np.vstack([taken, texts]))
+        strokes = at + np.linspace(0, 1, 25)[:, None, None] * (ends - at)
+        clear = ~_meet(np.tile(strokes.reshape(-1, 2), 2), texts).reshape(25, -1).any(0)
+        best = int(np.argmax(2 * room + clear))
+        texts, taken = np.vstack([texts, places[best]]), np.vstack([taken, _along([at, ends[best]], 2)])
+        text.set_position(to_data.transform(ends[best]))
+        axes.plot(*to_data.transform([at, ends[best]]).T, color="0.5", linewidth=0.7, zorder=2)
+        text.set_bbox({"color": "white", "pad": 0.5})
 
 
-def _labels(axes: Any, rows: Rows, engines: list[str], left: float) -> None:
-    """Name and, in the engines' colours, percent of the limit; at the height of the best point, if there is room."""
-    to_axes = axes.transData + axes.transAxes.inverted()
-    ends = {name: to_axes.transform(max(map(_place, row.values()), key=lambda p: p[1])) for name, row in rows.items()}
-    names = sorted(rows, key=lambda name: float(ends[name][1]))
-    heights = spread([float(ends[name][1]) for name in names], _gap(axes), 0.02, 0.98)
-    width = (max(map(len, names)) * 0.55 + 1) * LABEL / 72 / (WIDTH * axes.get_position().width)
-    style = {"xycoords": "axes fraction", "va": "center", "fontsize": LABEL, "annotation_clip": False}
-    for name, height in zip(names, heights, strict=True):
-        axes.plot(
-            [ends[name][0], left - 0.005], [ends[name][1], height], transform=axes.transAxes, color="0.75",
-            linewidth=0.7, clip_on=False, zorder=1,
-        )  # fmt: skip
-        axes.annotate(name, (left, height), bbox={"color": "white", "pad": 1}, **style)
-        for column, engine in enumerate(engines):
-            if engine in rows[name]:
-                text = f"{rows[name][engine]['fraction_of_limit']:.0%}"
-                place = (left + width + (column + 1) * PERCENT, height)
-                axes.annotate(text, place, ha="right", color=STYLES[engine][0], fontweight="bold", **style)
+def _meet(some: Any, others: Any) -> Any:
+    """Which of some boxes [n, 4] meet any of the others."""
+    return ((some[:, None, :2] < others[:, 2:]) & (others[:, :2] < some[:, None, 2:])).all(2).any(1)
+
+
+def _table(figure: Any, rows: Rows, engines: list[str], corner: tuple[float, float], room: float) -> None:
+    """From its upper left corner, in inches: the engines, and for each workload its number, its name, for which there
+    is ``room``, and, in the engines' colours, percents."""
+    width, height = figure.get_size_inches()
+
+    def put(x: float, line: int, text: str, **style: Any) -> None:
+        place = (corner[0] + x) / width, (corner[1] - (line + 0.5) * LINE) / height
+        figure.text(*place, text, va="center", fontsize=LABEL + 1, **style)
+
+    put(0, 0, "percent of its limit")
+    lines = importlib.import_module("matplotlib.lines")
+    for line, engine in enumerate(engines, 1):
+        colour, marker = STYLES[engine]
+        put(0.2, line, engine, color=colour, fontweight="bold")
+        place = [corner[0] + 0.08], [corner[1] - (line + 0.5) * LINE]
+        figure.add_artist(
+            lines.Line2D(*place, marker=marker, color=colour, markersize=MARKER, transform=figure.dpi_scale_trans)
+        )
+    for number, (name, row) in enumerate(rows.items(), 1):
+        line = len(engines) + 1 + number
+        put(0.2, line, str(number), ha="right", fontweight="bold")
+        put(0.3, line, name)
+        for column, engine in enumerate(engines, 1):
+            if engine in row:
+                text = f"{row[engine]['fraction_of_limit']:.0%}"
+                put(room + column * COLUMN, line, text, ha="right", color=STYLES[engine][0], fontweight="bold")
 
 
 def spread(wanted: list[float], gap: float, low: float, high: float) -> list[float]:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -485,14 +484,6 @@ def test_no_report_to_compare_with(text: str, tmp_path: Path) -> None:
 # ---- the roofline ----
 
 
-@pytest.mark.parametrize("wanted", [[0.5], [0.1, 0.1, 0.1], [0.0, 0.9, 0.95, 1.0], [0.3, 0.31, 0.7]])
-def test_labels_are_spread(wanted: list[float]) -> None:
-    places = plot.spread(wanted, 0.1, 0.0, 1.0)
-    assert all(b - a >= 0.1 - 1e-9 for a, b in pairwise(places))
-    assert places[0] >= 0 and places[-1] <= 1
-    assert plot.spread([0.2, 0.5], 0.1, 0.0, 1.0) == [0.2, 0.5]
-
-
 def test_plot_names_every_workload_engine_and_ceiling(tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     path, features = tmp_path / "roofline.svg", [*DECODE[2:], "--engine", "native", "--engine", "reference"]
@@ -520,10 +511,6 @@ def test_plot_of_several_numbers_of_threads_is_how_they_scale(tmp_path: Path) ->
         assert f"{r['workload']} {r['isa']} bfloat16, {r['engine']}" in text
     assert ">threads<" in text and "multiple of one thread" in text and "roofline" not in text
     assert [len(rows) for _, rows in plot._curves(found["results"])] == [2, 2]
-
-
-def test_plot_has_a_style_for_whoever_runs() -> None:
-    assert plot.STYLES.keys() == {*contest.ENGINES, *contest.RIVALS}
 
 
 def test_plot_refuses_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
