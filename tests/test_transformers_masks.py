@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
 from transformers import masking_utils as stock  # noqa: E402
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
 from cpu_attn.transformers.attention import attention  # noqa: E402
 from cpu_attn.transformers.masks import Mask, UnplannableError, mask_function  # noqa: E402
@@ -38,6 +39,12 @@ def dense(query: Any, key: Any, value: Any, mask: Any) -> Any:
 def dense_scores(scores: Any, value: Any, mask: Any) -> Any:
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
     return (weights @ value.double().repeat_interleave(HEADS // KV_HEADS, 1)).transpose(1, 2)
+
+
+def by_sdpa(*states: Any, **more: Any) -> Any:
+    """What transformers' sdpa makes of the same arguments."""
+    module = SimpleNamespace(training=False, num_key_value_groups=HEADS // KV_HEADS, is_causal=False)
+    return sdpa_attention_forward(module, *states, **more)[0]
 
 
 def padded(batch: int, keys: int, padding: str) -> Any:
@@ -82,13 +89,8 @@ def test_causal(name: str, padding: str, queries: int, keys: int, q_offset: int,
     )
     q, k, v = inputs(batch, queries, keys)
     assert mask.requests()
-    want = dense(q, k, v, mask.dense())
-    if attention_mask is not None:  # tokens that are padding see nothing
-        want *= attention_mask[:, q_offset:, None, None]
-    got = attention(MODULE, q, k, v, mask)[0]
+    got, want = attention(MODULE, q, k, v, mask)[0], dense(q, k, v, mask.dense())
     assert torch.allclose(got.double(), want, atol=2e-6)
-    if attention_mask is not None:
-        assert (got[~attention_mask[:, q_offset:]] == 0).all()
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -101,13 +103,12 @@ def test_bidirectional(padding: str, window: int | None) -> None:
     mask = mask_function(batch_size=4, q_length=13, kv_length=13, mask_function=function, attention_mask=attention_mask)
     q, k, v = inputs(4, 13, 13)
     got, want = attention(MODULE, q, k, v, mask)[0], dense(q, k, v, mask.dense())
-    real = torch.ones(4, 13, dtype=torch.bool) if attention_mask is None else attention_mask
     if window or padding in ("none", "right"):
         assert mask.requests()
     else:  # the same mask might be of cross attention
         with pytest.raises(UnplannableError, match="padding on the left"):
             mask.requests()
-    assert torch.allclose(got[real].double(), want[real], atol=2e-6)
+    assert torch.allclose(got.double(), want, atol=2e-6)
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right", "both"])
@@ -255,10 +256,12 @@ def test_masks_that_do_not_fit(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mask_that_is_added_to_scores_hides_keys(dtype: Any) -> None:
-    """As the mask of eager does, which models with attention of their own count on."""
-    mask = mask_function(batch_size=2, q_length=5, kv_length=7, q_offset=2)
+    """As the mask of eager does, which models with attention of their own count on; a row that sees nothing, too."""
+    arguments = {"batch_size": 2, "q_length": 5, "kv_length": 7, "q_offset": 2}
+    arguments["attention_mask"] = torch.arange(7) >= torch.tensor([[0], [4]])
+    mask = mask_function(**arguments)
     scores = torch.randn(2, 3, 5, 7, dtype=dtype)
-    want = scores.masked_fill(~mask.dense(), -torch.inf)
+    want = scores + stock.eager_mask(**arguments, dtype=dtype)
     assert torch.equal(scores + mask, want) and torch.equal(mask + scores, want) and (scores + mask).dtype == dtype
     assert torch.equal(scores.clone().add_(mask), want)
     assert torch.equal(mask + mask, mask.dense())
@@ -350,3 +353,134 @@ def test_a_mask_that_was_only_looked_at_is_a_plan(mode: Any) -> None:
         mask.logical_not_().logical_not_()
         attention(MODULE, *inputs(2, 6, 9), mask)
         assert len(mask.requests().plans) == 1
+
+
+# ---- what models make of masks, of which others see only what sdpa or eager gives them ----
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_position_bias_of_rows_that_see_nothing(masked: bool) -> None:
+    """Beside it sdpa hides keys by the least number there is, and a row without others sees all of them alike."""
+    attention_mask = padded(3, 7, "right")
+    attention_mask[1] = False
+    functions = {True: stock.bidirectional_mask_function, False: stock.causal_mask_function}
+    mask = mask_function(
+        batch_size=3, q_length=7, kv_length=7, mask_function=functions[masked], attention_mask=attention_mask
+    )
+    bias = torch.randn(1, HEADS, 7, 7, generator=torch.Generator().manual_seed(2))
+    q, k, v = inputs(3, 7, 7)
+    want = by_sdpa(q, k, v, mask.dense(), position_bias=bias)
+    assert want[1].abs().max() > 0.1
+    assert torch.allclose(attention(MODULE, q, k, v, mask, position_bias=bias)[0], want, atol=2e-6)
+
+
+def test_a_position_bias_is_cut_with_the_keys_that_it_is_of() -> None:
+    q, k, v = inputs(2, 4, 9)
+    bias = torch.randn(1, HEADS, 4, 9, generator=torch.Generator().manual_seed(2))
+    want = by_sdpa(q, k, v, None, position_bias=bias, is_causal=True)
+    assert torch.allclose(attention(MODULE, q, k, v, None, position_bias=bias, is_causal=True)[0], want, atol=2e-6)
+
+
+@pytest.mark.parametrize("least", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -1e10])
+def test_rows_that_numbers_hide(least: float) -> None:
+    """As eager's masks and many a model's own do; every key of such a row weighs the same, or nearly."""
+    q, k, v = inputs(2, 6, 9)
+    mask = torch.zeros(2, 1, 6, 9)
+    mask[0, :, 2], mask[1, :, :, 4:] = least, least
+    want = by_sdpa(q, k, v, mask)
+    assert torch.allclose(attention(MODULE, q, k, v, mask)[0], want, atol=2e-6)
+
+
+@pytest.mark.parametrize("one", ["query", "states", "mask"])
+@pytest.mark.parametrize("shape", [(1, 1, 6, 9), (3, 1, 1, 1), (1, HEADS, 6, 1), None])
+def test_a_batch_of_one_stands_for_all(one: str, shape: tuple[int, ...] | None) -> None:
+    """Learned queries, as GraniteSpeech's projector has them; and masks of one key, as BERT's that generates has."""
+    q, k, v = inputs(3, 6, 9)
+    q, k, v = (x[:1] if one == name else x for name, x in (("query", q), ("states", k), ("states", v)))
+    mask = None if shape is None else torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    want = by_sdpa(q.expand(3, -1, -1, -1), k, v, mask)
+    assert torch.allclose(attention(MODULE, q, k, v, mask, is_causal=False)[0], want, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "plan", "left", "bool", "added"])
+def test_only_the_keys_that_an_indexer_selects(kind: str) -> None:
+    batch, queries, keys, most = 3, 6, 9, 3
+    generator = torch.Generator().manual_seed(5)
+    indices = torch.rand(batch, queries, keys, generator=generator).argsort(-1)[..., :most].int()
+    indices[:, ::2, -1] = -1
+    selected = torch.zeros(batch, queries, keys + 1, dtype=torch.bool)
+    selected = selected.scatter(2, indices.long() % (keys + 1), True)[:, None, :, :keys]
+    seen = torch.rand(batch, 1, queries, keys, generator=generator) < 0.7
+    plan = {"batch_size": batch, "q_length": queries, "kv_length": keys, "q_offset": keys - queries}
+    masks = {
+        "plan": lambda: mask_function(**plan),
+        "left": lambda: mask_function(**plan, attention_mask=padded(batch, keys, "left")),
+        "bool": lambda: seen,
+        "added": lambda: torch.zeros(seen.shape).masked_fill(~seen, -torch.inf),
+    }
+    mask = masks[kind]() if kind in masks else None
+    if isinstance(mask, Mask):
+        seen = mask.dense()
+    elif kind in ("none", "causal"):
+        seen = torch.ones(queries, keys, dtype=torch.bool)
+        seen = seen.tril() if kind == "causal" else seen
+    q, k, v = inputs(batch, queries, keys)
+    got = attention(MODULE, q, k, v, mask, is_causal=kind == "causal", indices=indices)[0]
+    want, rows = dense(q, k, v, seen & selected), (seen & selected).any(-1)[:, 0]
+    assert torch.allclose(got[rows].double(), want[rows], atol=2e-6) and rows.any()
+
+
+def test_an_indexer_that_selects_every_key_leaves_a_plan() -> None:
+    mask = mask_function(batch_size=1, q_length=3, kv_length=5, q_offset=2)
+    indices = torch.arange(5).expand(1, 3, -1).flip(-1)
+    attention(MODULE, *inputs(1, 3, 5), mask, indices=indices)
+    assert len(mask.requests().plans) == 1
+
+
+@pytest.mark.parametrize(
+    ("indices", "words"),
+    [
+        (torch.zeros(2, 3, dtype=torch.int32), r"^indices: \(2, 3\) of torch.int32, expected integers \[2, 3, k\]"),
+        (torch.zeros(2, 3, 4), r"^indices: \(2, 3, 4\) of torch.float32, expected integers"),
+        (torch.full((2, 3, 4), 9), r"^indices: 9..9, expected -1..8$"),
+        (torch.full((2, 3, 4), -2), r"^indices: -2..-2, expected -1..8$"),
+    ],
+)
+def test_indices_that_do_not_fit(indices: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        attention(MODULE, *inputs(2, 3, 9), None, is_causal=False, indices=indices)
+
+
+def test_models_that_know_eager_alone_get_its_masks() -> None:
+    """Gemma 2 is one: numbers to be added; and no mask hides no key, whatever is_causal says."""
+    arguments = {"batch_size": 2, "q_length": 5, "kv_length": 5, "attention_mask": padded(2, 5, "left")}
+    hf.Gemma2Model  # noqa: B018, its module is imported when it is first named
+    mask = mask_function(**arguments, config=hf.Gemma2Config(), dtype=torch.bfloat16)
+    want = stock.eager_mask(**arguments, dtype=torch.bfloat16)
+    assert mask.dtype == torch.bfloat16 and mask.requests() and torch.equal(mask, want)
+    assert torch.equal(torch.ones(2, 3, 5, 5) + mask, torch.ones(2, 3, 5, 5) + want)
+    assert mask_function(**arguments, config=hf.LlamaConfig()).dtype == torch.bool
+    q, k, v = inputs(2, 5, 5)
+    got = attention(SimpleNamespace(config=hf.Gemma2Config(), is_causal=True), q, k, v, None)[0]
+    assert torch.allclose(got, by_sdpa(q, k, v, None), atol=2e-6)
+
+
+def test_no_mask_where_others_make_none() -> None:
+    """Informer shortens its tokens after masks were made, and has none for what it does not pad."""
+    arguments = {"batch_size": 2, "q_length": 5, "kv_length": 6, "kv_offset": 0, "allow_is_bidirectional_skip": True}
+    arguments["mask_function"] = stock.bidirectional_mask_function
+    assert mask_function(**arguments, attention_mask=None) is None
+    assert mask_function(**arguments, attention_mask=torch.ones(2, 6, dtype=torch.bool)) is None
+    assert mask_function(**arguments, attention_mask=padded(2, 6, "right")) is not None
+    assert mask_function(**arguments | {"allow_is_bidirectional_skip": False}, attention_mask=None) is not None
+
+
+@pytest.mark.parametrize("name", ["own", "sliding"])
+def test_functions_that_are_mapped_over_indices(name: str) -> None:
+    """torch.vmap does not run inside of an operation on the mask, where it is made once somebody looks at it."""
+    functions = {"own": UNKNOWN["own"](), "sliding": stock.sliding_window_causal_mask_function(3)}
+    arguments = {"batch_size": 2, "q_length": 5, "kv_length": 5, "mask_function": functions[name], "use_vmap": True}
+    mask, want = mask_function(**arguments), stock.sdpa_mask(**arguments, allow_is_causal_skip=False)
+    assert torch.equal(~mask, ~want)
+    q, k, v = inputs(2, 5, 5)
+    assert torch.allclose(attention(MODULE, q, k, v, mask)[0].double(), dense(q, k, v, want), atol=2e-6)

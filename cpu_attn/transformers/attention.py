@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from cpu_attn import UnavailableError, _check
 from cpu_attn.transformers import continuous
 from cpu_attn.transformers.lazy import Inference, LazyTensor
-from cpu_attn.transformers.masks import Mask, UnplannableError, as_bias, mask_function
+from cpu_attn.transformers.masks import LEAST, Mask, UnplannableError, as_bias, eager_only, mask_function
 from cpu_attn.transformers.paged_cache import Pages, is_held
 from cpu_attn.transformers.plans import Logits, Requests, autocast, dense_rows, run, unmasked
 
@@ -22,6 +22,12 @@ NAME = "cpu_attn"
 # generate_batch takes an implementation of one's own only by a name that contains "flash". It needs no masks.
 CONTINUOUS = "cpu_flash_attn"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_TENSORS = ("query", "key", "value", "attention_mask", "s_aux", "position_bias", "indices")
+_REFUSED = {
+    "sinks": "sinks are s_aux, a number for each head",
+    "head_mask": "attn_implementation='eager' has",
+    "block_indices": "attn_implementation='sdpa' makes a mask of them",
+}
 # What a caller knows as something else.
 _NAMES = {"scale": "scaling", "output": "query", "key_cache": "key", "value_cache": "value", "isa": "CPU_ATTN_ISA"}
 
@@ -67,25 +73,28 @@ def attention(
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Output [B, T, H, Dv] of query [B, H, T, D] over key [B, Hkv, S, D] and value [B, Hkv, S, Dv], any strides.
 
-    What transformers' models call, for inference. attention_mask [B or 1, H or 1, T, S]: ours, which mostly is a plan;
-    None; or any other, boolean or to be added. position_bias [B or 1, H or 1, T, S]. RuntimeError for training,
-    ValueError or TypeError for dropout, for attention weights, for a head_mask, for sinks other than s_aux [H] and for
-    what does not fit, UnavailableError for what CPU_ATTN_ISA or CPU_ATTN_ENGINE asks for in vain.
+    What transformers' models call, for inference. A batch of 1 in one of the three stands for B. attention_mask [B or
+    1, H or 1, T or 1, S or 1]: ours, which mostly is a plan; None; or any other, boolean or to be added. position_bias
+    of such a shape. indices [B, T, k]: the only keys that a query may see, of those that the mask shows it; -1 is none.
+    RuntimeError for training, ValueError or TypeError for dropout, for attention weights, for a head_mask, for sinks
+    other than s_aux [H], for blocks that an indexer selects and for what does not fit, UnavailableError for what
+    CPU_ATTN_ISA or CPU_ATTN_ENGINE asks for in vain.
     """
     if dropout:
         raise ValueError(f"dropout: {dropout}, cpu_attn is for inference; expected 0.0 (model.eval())")
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions: cpu_attn keeps no attention weights; attn_implementation='eager' does")
-    for name in ("sinks", "head_mask"):
+    for name, instead in _REFUSED.items():
         if kwargs.get(name) is not None:
-            raise ValueError(f"{name}: cpu_attn has no such thing (sinks are s_aux, a number for each head)")
-    inputs = (query, key, value, attention_mask, s_aux, position_bias)
-    for name, x in zip(("query", "key", "value", "attention_mask", "s_aux", "position_bias"), inputs, strict=True):
+            raise ValueError(f"{name}: cpu_attn has no such thing ({instead})")
+    inputs = (query, key, value, attention_mask, s_aux, position_bias, indices)
+    for name, x in zip(_TENSORS, inputs, strict=True):
         if x is not None or name in ("query", "key", "value"):
             _check.instance(name, x, torch.Tensor)
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
@@ -94,18 +103,20 @@ def attention(
     query, key, value = (x.detach() if tracked and not isinstance(x, Pages) else x for x in (query, key, value))
     dtype = key.dtype if isinstance(key, Pages) else torch.get_autocast_dtype("cpu")
     query, key, value = autocast(dtype, query, key, value)
+    query, key, value = _one_batch(query, key, value)
     _check_states(query, key, value)
     scale = max(1, query.shape[3]) ** -0.5 if scaling is None else _check.number("scaling", scaling)
     sinks = None if s_aux is None else s_aux.detach()
     logits = Logits(scale, _check.softcap("softcap", softcap or 0.0), sinks)
     try:
         if cache is not None:
-            if attention_mask is not None or position_bias is not None:
-                raise ValueError("cache: the one of generate_batch takes no attention_mask and no position_bias")
+            if not all(x is None for x in (attention_mask, position_bias, indices)):
+                raise ValueError("cache: the one of generate_batch takes no attention_mask, position_bias or indices")
             output = continuous.attend(module.layer_idx, query, key, value, cache, logits, **kwargs)
         else:
             causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-            output = _attend(query, key, value, attention_mask, bool(causal), logits, position_bias)
+            causal = bool(causal) and not eager_only(getattr(module, "config", None))
+            output = _attend(query, key, value, attention_mask, causal, logits, position_bias, indices)
     except (TypeError, ValueError, UnavailableError) as e:
         bias = "position_bias" if attention_mask is None else "attention_mask"
         raise _check.renamed(e, _NAMES | {"attn_bias": bias}) from None
@@ -118,6 +129,15 @@ def continuous_attention(*args: Any, cache: Any = None, **kwargs: Any) -> tuple[
         raise ValueError(f"cache: None, {CONTINUOUS} is for generate_batch; other calls take {NAME}")
     attended: tuple[torch.Tensor, None] = attention(*args, cache=cache, **kwargs)
     return attended
+
+
+def _one_batch(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As matrix products broadcast: learned queries are one batch for all (GraniteSpeech)."""
+    sizes = {x.shape[0] for x in states if x.dim() == 4} - {1}
+    if len(sizes) != 1:
+        return states
+    (batch_size,) = sizes
+    return tuple(x.expand(batch_size, -1, -1, -1) if x.dim() == 4 and x.shape[0] == 1 else x for x in states)
 
 
 def _check_states(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -139,12 +159,11 @@ def _check_states(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 
 
 def _check_bias(name: str, x: torch.Tensor, query: torch.Tensor, kv_length: int) -> None:
-    """A mask or a bias [B or 1, H or 1, T, S]."""
-    batch_size, num_heads, q_length, _ = query.shape
-    fits = x.dim() == 4 and x.shape[0] in (1, batch_size) and x.shape[1] in (1, num_heads)
-    if not fits or x.shape[2] not in (1, q_length) or x.shape[3] != kv_length:
-        expected = f"[{batch_size} or 1, {num_heads} or 1, {q_length} or 1, {kv_length}]"
-        raise ValueError(f"{name}: {tuple(x.shape)}, expected {expected}")
+    """A mask or a bias [B or 1, H or 1, T or 1, S or 1]."""
+    sizes = (*query.shape[:3], kv_length)
+    if x.dim() != 4 or any(have not in (1, size) for have, size in zip(x.shape, sizes, strict=True)):
+        expected = ", ".join(f"{size} or 1" for size in sizes)
+        raise ValueError(f"{name}: {tuple(x.shape)}, expected [{expected}]")
     if x.dtype != torch.bool and not x.is_floating_point():
         raise TypeError(f"{name}: dtype {x.dtype}, expected bool, True is seen, or numbers to be added")
 
@@ -157,24 +176,31 @@ def _attend(
     causal: bool,
     logits: Logits,
     position_bias: torch.Tensor | None,
+    indices: torch.Tensor | None,
 ) -> torch.Tensor:
     batch_size, _, q_length, _ = query.shape
+    selected = None if indices is None else _selected(indices, batch_size, q_length, key.shape[2])
     if position_bias is not None:
         _check_bias("position_bias", position_bias, query, key.shape[2])
-        logits = replace(logits, attn_bias=as_bias(position_bias).expand(-1, -1, q_length, -1))
+        logits = replace(logits, attn_bias=_spread(as_bias(position_bias), q_length, key.shape[2]))
     causal = causal and q_length > 1 and mask is None  # sdpa's rule: a model without a mask means its own is_causal
     if causal and key.shape[2] > q_length:  # and its keys from the first one on
         key, value = key[:, :, :q_length], value[:, :, :q_length]
+        if logits.attn_bias is not None:
+            logits = replace(logits, attn_bias=logits.attn_bias[..., :q_length])
     elif causal and key.shape[2] < q_length:
         mask = query.new_ones((1, 1, q_length, key.shape[2]), dtype=torch.bool).tril()
     kv_length = key.shape[2]
+    if isinstance(mask, Mask) and mask.changed():
+        mask = mask.dense()
+    if mask is not None:
+        _check_bias("attention_mask", mask, query, kv_length)
+    if selected is not None:
+        mask = _only(selected[..., :kv_length], mask, causal)
     if mask is None:
         requests = unmasked(batch_size, q_length, kv_length, causal)
     else:
-        if isinstance(mask, Mask) and mask.changed():
-            mask = mask.dense()
-        _check_bias("attention_mask", mask, query, kv_length)
-        requests, logits = _masked(mask, batch_size, q_length, logits)
+        requests, logits = _masked(mask, batch_size, q_length, kv_length, logits)
     if is_held(key, value):
         return key.held.attend(query, requests, logits)
     if not kv_length:  # keys that are no block of a cache
@@ -186,16 +212,45 @@ def _attend(
     return run(plan, query, key, value, requests.block_table, logits)
 
 
-def _masked(mask: torch.Tensor, batch_size: int, q_length: int, logits: Logits) -> tuple[Requests, Logits]:
+def _selected(indices: torch.Tensor, batch_size: int, q_length: int, kv_length: int) -> torch.Tensor:
+    """Which keys an indexer has chosen, bool [B, 1, T, S]."""
+    if indices.dim() != 3 or indices.shape[:2] != (batch_size, q_length) or indices.is_floating_point():
+        found = f"{tuple(indices.shape)} of {indices.dtype}"
+        raise ValueError(f"indices: {found}, expected integers [{batch_size}, {q_length}, k]")
+    if indices.numel() and (int(indices.min()) < -1 or int(indices.max()) >= kv_length):
+        raise ValueError(f"indices: {int(indices.min())}..{int(indices.max())}, expected -1..{kv_length - 1}")
+    selected = indices.new_zeros((batch_size, q_length, kv_length + 1), dtype=torch.bool)
+    return selected.scatter_(2, indices.long() % (kv_length + 1), True)[:, None, :, :kv_length]
+
+
+def _only(selected: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
+    """The mask, or what None means, without the keys that were not selected."""
+    if selected.all():
+        return mask
+    if mask is None:
+        return selected.tril() if causal else selected
+    seen = mask.seen() if isinstance(mask, Mask) else mask
+    return seen & selected if seen.dtype == torch.bool else seen.masked_fill(~selected, torch.finfo(seen.dtype).min)
+
+
+def _masked(
+    mask: torch.Tensor, batch_size: int, q_length: int, kv_length: int, logits: Logits
+) -> tuple[Requests, Logits]:
     """The mask as a plan, which hides keys for nothing, or, where there is none, as a bias over all of a row's keys."""
-    if isinstance(mask, Mask) and (mask.shape[0], mask.shape[2]) == (batch_size, q_length):
+    if isinstance(mask, Mask) and mask.shape == (batch_size, 1, q_length, kv_length):
         with suppress(UnplannableError):
             requests = mask.requests()
             # A bias goes by query tokens of a request: those of a row without its padding are others.
-            if logits.attn_bias is None or len(requests.rows) == batch_size:
+            if logits.attn_bias is None or (len(requests.rows) == batch_size and requests.seq_lens.all()):
                 return requests, logits
-    bias = mask.bias() if isinstance(mask, Mask) else as_bias(mask)
-    if logits.attn_bias is not None:
-        bias = bias + logits.attn_bias
-    bias = bias.expand(-1, -1, q_length, -1)
-    return unmasked(batch_size, q_length, mask.shape[3], False), replace(logits, attn_bias=bias)
+    if logits.attn_bias is None:
+        bias = mask.bias() if isinstance(mask, Mask) else as_bias(mask)
+    else:  # sdpa's rule beside a position_bias: what is hidden everywhere is seen everywhere
+        seen = mask.seen() if isinstance(mask, Mask) else mask
+        bias = logits.attn_bias.where(seen, LEAST) if seen.dtype == torch.bool else logits.attn_bias + as_bias(seen)
+    bias = _spread(bias, q_length, kv_length)
+    return unmasked(batch_size, q_length, kv_length, False), replace(logits, attn_bias=bias)
+
+
+def _spread(bias: torch.Tensor, q_length: int, kv_length: int) -> torch.Tensor:
+    return dense_rows(bias.expand(-1, -1, q_length, kv_length))

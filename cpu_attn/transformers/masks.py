@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
 from transformers import masking_utils as stock
 
 from cpu_attn.transformers.lazy import LazyTensor
@@ -82,43 +85,69 @@ def _narrower(*sides: int) -> int:
 
 # ---- the mask ----
 
+# Hides a key beside any that is seen, and stays finite times log2(e), where float32's own least number does not.
+LEAST = -1e38
 _ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
+def eager_only(config: Any) -> bool:
+    """Whether the models of such a configuration are not made for sdpa: they take every mask for what eager adds to
+    scores, and none for every key."""
+    config_class: Any = type(config)
+    module = sys.modules.get(config_class.__module__.replace("configuration_", "modeling_"))
+    return module is not None and _eager_only(config_class, module)
+
+
+@cache
+def _eager_only(config_class: Any, module: Any) -> bool:
+    found: list[Any] = [x for x in vars(module).values() if isinstance(x, type)]
+    models = [x for x in found if issubclass(x, PreTrainedModel) and x.config_class is config_class]
+    return bool(models) and not any(x._supports_sdpa for x in models)
+
+
 class Mask(LazyTensor):
-    """bool [B, 1, T, S], as ``sdpa_mask`` makes it of the same arguments; ``requests()`` is the same as lengths.
+    """[B, 1, T, S], as ``sdpa_mask`` makes it of the same arguments, bool; or, for models that know no other, as
+    ``eager_mask`` does, of numbers to be added. ``requests()`` is the same as lengths.
 
     All who look see one tensor, which they may change in place; ``requests()`` and ``bias()`` do not know of that. A
-    model with attention of its own that adds it to scores, as it would add ``eager_mask``, gets what hides keys.
+    model with attention of its own that adds a boolean one to scores, as it would add eager's, gets what hides keys.
     """
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         scores = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
         if func in _ADDITIONS and scores and not (func is _ADDITIONS[1] and isinstance(args[0], Mask)):
-            args = tree_map_only(Mask, lambda x: as_bias(x.dense()).to(scores[0].dtype), args)
+            dtype = scores[0].dtype
+            args = tree_map_only(Mask, lambda x: _added(x.dense(), dtype), args)
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @staticmethod
     def __new__(cls, arguments: dict[str, Any]) -> Mask:
         shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
-        mask: Mask = super().__new__(cls, shape, torch.bool)
-        mask._arguments, mask._found, mask._bias, mask._dense = arguments, None, None, None
+        added = eager_only(arguments.get("config"))
+        mask: Mask = super().__new__(cls, shape, arguments.get("dtype", torch.float32) if added else torch.bool)
+        mask._arguments, mask._seen, mask._found, mask._bias, mask._dense = arguments, None, None, None, None
         return mask
 
     _arguments: dict[str, Any]
+    _seen: torch.Tensor | None
     _found: Requests | str | None
     _bias: torch.Tensor | None
     _dense: tuple[torch.Tensor, torch.Tensor] | None
 
-    def _make(self) -> torch.Tensor:
-        arguments = self._arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return stock.sdpa_mask(**arguments)
+    def seen(self) -> torch.Tensor:
+        """Booleans, whatever it is to others."""
+        if self._seen is None:
+            arguments = self._arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            self._seen = stock.sdpa_mask(**arguments)
+        return self._seen
 
     def dense(self) -> torch.Tensor:
         if self._dense is None:
-            made = self._make()  # rows of a batch may be one memory
+            made = self.seen()  # rows of a batch may be one memory
+            if self.dtype != torch.bool:
+                made = _added(made, self.dtype)
             self._dense = made.clone(memory_format=torch.contiguous_format), made
         return self._dense[0]
 
@@ -129,7 +158,7 @@ class Mask(LazyTensor):
     def bias(self) -> torch.Tensor:
         """As :func:`as_bias` has it, made once for all layers."""
         if self._bias is None:
-            self._bias = as_bias(self._make())
+            self._bias = as_bias(self.seen())
         return self._bias
 
     def requests(self) -> Requests:
@@ -144,19 +173,44 @@ class Mask(LazyTensor):
         return self._found
 
 
-def as_bias(mask: torch.Tensor) -> torch.Tensor:
-    """What a dense mask adds to logits, float32, its last axis dense; True is seen."""
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As ``eager_mask`` has it: by the least number, so that a softmax over nothing else is none of NaN."""
     if mask.dtype != torch.bool:
-        return mask.detach().float().contiguous()
+        return mask
+    return mask.new_zeros((), dtype=dtype).where(mask, torch.finfo(dtype).min)
+
+
+def as_bias(mask: torch.Tensor) -> torch.Tensor:
+    """What a dense mask adds to logits, float32, its last axis dense; True is seen.
+
+    Of a row that numbers hide throughout, as eager's masks do it by the least of a dtype, every key is seen alike: what
+    is finite stays so times log2(e).
+    """
+    if mask.dtype != torch.bool:
+        bias = mask.detach().float()
+        return bias.clamp(min=LEAST).where(bias != -torch.inf, bias).contiguous()
     return mask.new_zeros(mask.shape, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def mask_function(**arguments: Any) -> Mask:
-    """What AttentionMaskInterface calls, with the arguments of ``sdpa_mask``."""
+def mask_function(**arguments: Any) -> Mask | None:
+    """What AttentionMaskInterface calls, with the arguments of ``sdpa_mask``. None where every key is seen and it may
+    be, as others do: a model may change the length of its tokens after that."""
     for name in ("q_offset", "kv_offset"):  # of a StaticCache: tensors that its next update changes
         arguments[name] = int(arguments.get(name, 0))
-    return Mask(arguments)
+    if arguments.get("allow_is_bidirectional_skip"):
+        padding = stock.prepare_padding_mask(*(arguments[x] for x in ("attention_mask", "kv_length", "kv_offset")))
+        if stock._ignore_bidirectional_mask_sdpa(padding, arguments["kv_length"], arguments.get("local_size")):
+            return None
+    if not arguments.get("use_vmap"):
+        return Mask(arguments)
+    try:
+        Pattern().read(arguments.get("mask_function", stock.causal_mask_function))
+        return Mask(arguments | {"use_vmap": False})  # functions of indices, each of them
+    except UnplannableError:
+        mask = Mask(arguments)
+        mask.seen()  # where somebody looks at it, inside an operation of torch, there is no vmap
+        return mask
 
 
 def _requests(
@@ -184,21 +238,61 @@ def _requests(
         return Requests(np.arange(batch_size), starts, end.astype(np.int32), False)
     if not pattern.causal and (origin or q_length != kv_length):
         raise UnplannableError("a bidirectional mask of more than lengths, where keys are not those of the queries")
-    # A row of the batch is up to three requests: padding, which sees nothing, before and behind the tokens.
-    before = np.clip(first - origin, 0, q_length)
-    tokens = np.clip(end - origin, before, q_length) - before
-    counts = np.stack([before, tokens, q_length - before - tokens], 1)
-    lengths = np.stack([0 * end, np.where(tokens, end, 0), 0 * end], 1)
-    which = np.flatnonzero(counts)
-    rows = which // 3
-    starts = np.concatenate([[0], counts.ravel()[which].cumsum()]).astype(np.int32)
-    documents = {}
-    for r, (row, part) in enumerate(zip(rows, which % 3, strict=True)):
-        borders = _borders(pattern, int(row), int(first[row]), int(end[row]), kv_offset) if part == 1 else []
-        if borders:
-            documents[r] = [0, *borders]
-    window = (pattern.left, pattern.right)
-    return Requests(rows, starts, lengths.ravel()[which].astype(np.int32), pattern.causal, window, documents)
+    parts = [
+        part
+        for row in range(batch_size)
+        for part in _parts(pattern, row, int(first[row]), int(end[row]), origin, q_length, kv_offset)
+    ]
+    starts = np.concatenate([[0], np.cumsum([x.tokens for x in parts])]).astype(np.int32)
+    lengths = np.array([x.seq_len for x in parts], np.int32)
+    documents = {r: [0, *x.borders] for r, x in enumerate(parts) if x.borders}
+    rows = np.array([x.row for x in parts], np.int64)
+    return Requests(rows, starts, lengths, pattern.causal, (pattern.left, pattern.right), documents)
+
+
+_FAR = 1 << 40
+
+
+class Part(NamedTuple):
+    """A request: tokens of a row of the batch that see some of its keys below seq_len, and where documents start."""
+
+    row: int
+    tokens: int
+    seq_len: int
+    borders: list[int]
+
+
+def _parts(
+    pattern: Pattern, row: int, first: int, end: int, origin: int, q_length: int, kv_offset: int
+) -> Iterator[Part]:
+    """The tokens whose own keys are in [first, end) are one request. Of padding, before and behind them, each token is
+    one, as it stands where the plan has no key; those that see nothing are one together."""
+    before = min(max(first - origin, 0), q_length)
+    tokens = min(max(end - origin, before), q_length) - before
+    borders = _borders(pattern, row, origin + q_length, kv_offset)
+    at = np.arange(origin, origin + q_length)
+    yield from _padding(pattern, row, first, end, borders, at[:before])
+    if tokens:
+        yield Part(row, tokens, end, [b for b in sorted({first, *borders}) if max(first, 1) <= b < end])
+    yield from _padding(pattern, row, first, end, borders, at[before + tokens :])
+
+
+def _padding(pattern: Pattern, row: int, first: int, end: int, borders: list[int], at: Ints) -> Iterator[Part]:
+    """at: where the tokens stand among the keys."""
+    edges = np.array([-_FAR, *borders, _FAR])
+    document = np.searchsorted(edges, at, "right")
+    low, high = np.maximum(first, edges[document - 1]), np.minimum(end, edges[document])
+    if pattern.left >= 0:
+        low = np.maximum(low, at - pattern.left)
+    if pattern.causal or pattern.right >= 0:
+        high = np.minimum(high, at + 1 + (0 if pattern.causal else pattern.right))
+    seen = low < high
+    for run in np.split(np.arange(len(at)), np.flatnonzero(seen[1:] | seen[:-1]) + 1):
+        if len(run) and seen[run[0]]:
+            start = int(low[run[0]])
+            yield Part(row, 1, int(high[run[0]]), [start] if start else [])
+        elif len(run):
+            yield Part(row, len(run), 0, [])
 
 
 def _valid(
@@ -221,13 +315,13 @@ def _valid(
     return first, end
 
 
-def _borders(pattern: Pattern, row: int, first: int, end: int, kv_offset: int) -> list[int]:
-    """The keys in [first, end) where documents start, but for 0."""
-    borders = {first}
+def _borders(pattern: Pattern, row: int, end: int, kv_offset: int) -> list[int]:
+    """Where documents start among the keys below ``end``, but for 0."""
+    borders: set[int] = set()
     if pattern.chunks:
         size, padding = pattern.chunks
         borders.update(range(int(padding[row]) - kv_offset, end, size))
     if pattern.packed is not None:
         ids = pattern.packed[row].numpy()
         borders.update((np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist())
-    return sorted(b for b in borders if max(first, 1) <= b < end)
+    return sorted(b for b in borders if 0 < b < end)
