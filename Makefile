@@ -17,12 +17,13 @@ PYTEST = cd $(VENV) && OMP_WAIT_POLICY=passive bin/pytest -n auto --maxprocesses
 	-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(addprefix $(CURDIR)/,$(TESTS))
 SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
-.PHONY: help verify test test-integrations integration-tests packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel clean
+.PHONY: help verify test test-integrations integration-tests model-sweep packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel clean
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
 	@echo "make test       the whole test suite"
 	@echo "make test-integrations  real torch, transformers, vLLM; WITH='torch transformers' for some of them"
+	@echo "make model-sweep  every architecture of transformers, made tiny, beside eager and sdpa (ten minutes)"
 	@echo "make packaging  install in every way there is, with and without oneDNN (minutes)"
 	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
 	@echo "make emulate    amx, and avx512 by VDPBF16PS, over emulations of what the machine lacks (needs AVX-512)"
@@ -54,6 +55,13 @@ integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/test_$
 integration-tests:
 	@cd $(VENV) && for name in $(WITH); do VLLM_TARGET_DEVICE=cpu bin/python -c "import $$name, cpu_attn.$$name" || exit 1; done
 	@$(PYTEST) -m integrations
+
+# 41 of them are in test-integrations.
+model-sweep:
+	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) $(INTEGRATIONS)/test $(INTEGRATIONS)/transformers
+	@cd $(INTEGRATIONS) && bin/python -m cpu_attn.tests.model_sweep --json $(CURDIR)/build/model_sweep.json \
+		|| { echo "make model-sweep: FAILED, see above"; exit 1; }
+	@echo "make model-sweep: passed, build/model_sweep.json"
 
 # Each test by itself to whichever process is free: 91 s, all of them in one 251.
 packaging: $(VENV)/test
