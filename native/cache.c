@@ -198,15 +198,17 @@ static void write_share(const write_call *w, int thread, int team) {
 }
 
 static int write_all(const cache *kc, const cache *vc, const ca_array *key, const ca_array *value, const int64_t *slots,
-                     int64_t num_tokens, ca_rotary *rotary) {
+                     int64_t num_tokens, ca_rotary *rotary, ca_fault *fault) {
     int64_t work = num_tokens * kc->num_kv_heads * (kc->head_size + vc->head_size);
     int64_t rotations = rotary ? num_tokens * kc->head_size * (rotary->num_heads + kc->num_kv_heads) : 0;
     int stream = work * ca_dtype_size(kc->kv_dtype) >= STREAM_BYTES;
     write_call w = {kc, vc, key, value, slots, num_tokens, stream, rotary};
     /* 8 elements a nanosecond: bfloat16 in runs, on a Zen 4 core; token by token it is a tenth of that */
     int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for((double)(work + 2 * rotations) / 8)));
+    if (ca_small_stack(team))
+        return ca_fail(fault, CA_SMALL_STACK, -1, -1, ca_small_stack(team), CA_STACK_BYTES);
     if (rotary && ca_rotary_begin(rotary, (int)ca_max64(1, team)))
-        return CA_NO_MEMORY;
+        return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
     if (team <= 1)
         write_share(&w, 0, 1);
     else {
@@ -259,9 +261,9 @@ int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int name
     int64_t *slots = ca_take_slots(&a[CA_SLOT_MAPPING], kc.num_blocks * kc.block_size, few, fault);
     if (!slots)
         return fault->status;
-    write_all(&kc, &vc, &a[CA_KEY], &a[CA_VALUE], slots, a[CA_KEY].shape[0], NULL);
+    write_all(&kc, &vc, &a[CA_KEY], &a[CA_VALUE], slots, a[CA_KEY].shape[0], NULL, fault);
     ca_give_back(slots, few);
-    return CA_OK;
+    return fault->status;
 }
 
 int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype,
@@ -299,8 +301,8 @@ int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, i
     if (slots)
         positions = ca_take_positions(&a[CA_POSITIONS], table->shape[0], few[1], fault);
     rotary.positions = positions;
-    if (positions && write_all(&kc, &vc, keys, &a[CA_ROTARY_VALUE], slots, num_tokens, &rotary))
-        ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
+    if (positions)
+        write_all(&kc, &vc, keys, &a[CA_ROTARY_VALUE], slots, num_tokens, &rotary, fault);
     ca_give_back(positions, few[1]);
     ca_give_back(slots, few[0]);
     return fault->status;

@@ -60,7 +60,8 @@ enum ca_status {
     CA_OTHER_BLOCK_SIZE,    /* value, bound = the plan's */
     CA_OTHER_BLOCKS,        /* request, position, value, bound = that of a request that shared it */
     CA_SELECTED_SHARED,     /* of a plan that shares prefixes */
-    CA_BIAS_SMALL           /* request, position = axis, value, bound = what the request needs */
+    CA_BIAS_SMALL,          /* request, position = axis, value, bound = what the request needs */
+    CA_SMALL_STACK          /* value = bytes of an OpenMP thread's stack, bound = those that a call may take */
 };
 
 /* Where a check failed: fields that the status does not use are -1. The caller begins with zeros, which is CA_OK; who

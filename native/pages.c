@@ -107,7 +107,9 @@ int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *s
     if (!memory)
         return fault->status;
     int team = ca_team((int)ca_min64(ca_min64(num_threads, ca_threads_for(nanoseconds(a))), items));
-    if (team <= 1) {
+    if (ca_small_stack(team)) {
+        ca_fail(fault, CA_SMALL_STACK, -1, -1, ca_small_stack(team), CA_STACK_BYTES);
+    } else if (team <= 1) {
         for (int64_t i = 0; i < items; i++)
             kernel->score_pages(a, block_size, i / heads, i % heads, scratch);
     } else {
@@ -118,5 +120,5 @@ int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *s
 #endif
     }
     free(memory);
-    return CA_OK;
+    return fault->status;
 }

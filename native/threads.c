@@ -48,4 +48,37 @@ int64_t ca_threads_for(double nanoseconds) {
     return (int64_t)fmax(1, fmin(nanoseconds / NANOSECONDS_OF_A_THREAD, INT32_MAX));
 }
 
+#if defined(_OPENMP) && defined(__linux__)
+static int64_t stack_of_this_thread(void) {
+    pthread_attr_t attr;
+    void *unused;
+    size_t size = 0;
+    if (pthread_getattr_np(pthread_self(), &attr))
+        return INT64_MAX;
+    pthread_attr_getstack(&attr, &unused, &size);
+    pthread_attr_destroy(&attr);
+    return (int64_t)size;
+}
+
+int64_t ca_small_stack(int team) {
+    static atomic_llong found; /* 0: nobody has looked */
+    if (team <= 1)
+        return 0;
+    if (!atomic_load_explicit(&found, memory_order_relaxed)) {
+        int64_t size = INT64_MAX;
+#pragma omp parallel num_threads(2)
+        if (omp_get_thread_num() == 1)
+            size = stack_of_this_thread();
+        atomic_store(&found, size);
+    }
+    const int64_t size = atomic_load_explicit(&found, memory_order_relaxed);
+    return size < CA_STACK_BYTES ? size : 0;
+}
+#else
+int64_t ca_small_stack(int team) {
+    (void)team;
+    return 0;
+}
+#endif
+
 int ca_team(int wanted) { return atomic_load(&forked) ? 1 : wanted; }

@@ -217,3 +217,38 @@ def test_openmp_is_controlled_from_outside() -> None:
         check=True,
     )
     assert done.stdout.strip() == "3"
+
+
+# Of the variable before Python starts: OpenMP reads it once.
+SMALL_STACK = """
+import numpy as np, cpu_attn
+from cpu_attn._dispatch import force_num_threads
+force_num_threads(2)
+key = np.ones((64, 2, 32), np.float32)
+cache = cpu_attn.PagedKVCache(8, 16, 2, 32, "float32")
+table, lens, starts = np.arange(4, dtype=np.int32)[None], np.array([64], np.int32), np.array([0, 1], np.int32)
+bounds = [np.ones((8, 2, 32), np.float32)] * 2
+calls = {
+    "write": lambda: cache.update(key, key, np.arange(64)),
+    "attend": lambda: cache.attend(key[:1], table, cache.plan(starts, lens, 2)),
+    "score": lambda: cpu_attn.score_pages(key[:1], *bounds, table, lens, starts, 16),
+}
+for name, call in calls.items():
+    try:
+        call()
+        print(name, "answered")
+    except RuntimeError as e:
+        print(name, str(e).split(":")[0])
+force_num_threads(1)
+for call in calls.values():
+    call()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="how large a thread's stack is, is asked on Linux")
+@pytest.mark.parametrize(("size", "answer"), [("16k", "OMP_STACKSIZE"), ("48k", "OMP_STACKSIZE"), ("64k", "answered")])
+def test_threads_with_little_stack_are_refused(size: str, answer: str) -> None:
+    env = {**os.environ, "OMP_STACKSIZE": size}
+    done = subprocess.run([sys.executable, "-c", SMALL_STACK], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:3] == [f"{name} {answer}" for name in ("write", "attend", "score")]

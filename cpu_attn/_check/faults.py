@@ -35,6 +35,11 @@ def raise_fault(fault: Any) -> None:
         from cpu_attn import _onednn_loader  # the only engine that can fail
 
         raise _onednn_loader.failure("engine onednn", fault.value)
+    if fault.status == lib.CA_SMALL_STACK:
+        raise RuntimeError(
+            f"OMP_STACKSIZE: OpenMP's threads have {fault.value} bytes of stack, a call may take {fault.bound}; set it "
+            "(or ulimit -s) higher, or set_num_threads(1)"
+        )
     if fault.status == lib.CA_UNKNOWN:
         raise RuntimeError("nothing was computed: native code does not take what _check has accepted")
     request, position, value, bound = fault.request, fault.position, fault.value, fault.bound
