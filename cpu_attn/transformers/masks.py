@@ -247,26 +247,30 @@ def _requests(
     lengths = np.array([x.seq_len for x in parts], np.int32)
     documents = {r: [0, *x.borders] for r, x in enumerate(parts) if x.borders}
     rows = np.array([x.row for x in parts], np.int64)
-    return Requests(rows, starts, lengths, pattern.causal, (pattern.left, pattern.right), documents)
+    flags = None if not pattern.causal or all(x.causal for x in parts) else np.array([x.causal for x in parts], np.int32)
+    return Requests(rows, starts, lengths, pattern.causal, (pattern.left, pattern.right), documents, flags)
 
 
 _FAR = 1 << 40
 
 
 class Part(NamedTuple):
-    """A request: tokens of a row of the batch that see some of its keys below seq_len, and where documents start."""
+    """A request: tokens of a row of the batch that see some of its keys below seq_len, and where documents start.
+    causal: as the pattern is; else each token sees all of them."""
 
     row: int
     tokens: int
     seq_len: int
     borders: list[int]
+    causal: bool = True
 
 
 def _parts(
     pattern: Pattern, row: int, first: int, end: int, origin: int, q_length: int, kv_offset: int
 ) -> Iterator[Part]:
-    """The tokens whose own keys are in [first, end) are one request. Of padding, before and behind them, each token is
-    one, as it stands where the plan has no key; those that see nothing are one together."""
+    """The tokens whose own keys are in [first, end) are one request. Padding, before and behind them, stands where the
+    plan has no key: what sees the same keys from the first one on is one request, or what sees nothing, else a token.
+    """
     before = min(max(first - origin, 0), q_length)
     tokens = min(max(end - origin, before), q_length) - before
     borders = _borders(pattern, row, origin + q_length, kv_offset)
@@ -286,13 +290,14 @@ def _padding(pattern: Pattern, row: int, first: int, end: int, borders: list[int
         low = np.maximum(low, at - pattern.left)
     if pattern.causal or pattern.right >= 0:
         high = np.minimum(high, at + 1 + (0 if pattern.causal else pattern.right))
-    seen = low < high
-    for run in np.split(np.arange(len(at)), np.flatnonzero(seen[1:] | seen[:-1]) + 1):
-        if len(run) and seen[run[0]]:
+    high = np.where(low < high, high, 0)
+    alike = (high == 0) | ((low == 0) & (pattern.left < 0) & (pattern.right < 0))
+    for run in np.split(np.arange(len(at)), np.flatnonzero((high[1:] != high[:-1]) | ~alike[1:] | ~alike[:-1]) + 1):
+        if len(run) and alike[run[0]]:
+            yield Part(row, len(run), int(high[run[0]]), [], causal=False)
+        elif len(run):
             start = int(low[run[0]])
             yield Part(row, 1, int(high[run[0]]), [start] if start else [])
-        elif len(run):
-            yield Part(row, len(run), 0, [])
 
 
 def _valid(

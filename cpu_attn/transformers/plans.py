@@ -19,7 +19,8 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 @dataclass
 class Requests:
     """What a plan is made of. rows: of which row of the batch each request is; documents: where a request's documents
-    start; shared: block_table and block_size, for prefixes that requests have in common."""
+    start; dynamic_causal: for each request, or None: all are as ``causal`` says; shared: block_table and block_size,
+    for prefixes that requests have in common."""
 
     rows: Ints
     query_start_loc: np.ndarray[Any, Any]
@@ -27,6 +28,7 @@ class Requests:
     causal: bool
     window: tuple[int, int] = (-1, -1)
     documents: dict[int, list[int]] = field(default_factory=dict)
+    dynamic_causal: np.ndarray[Any, Any] | None = None
     shared: dict[str, Any] = field(default_factory=dict)
     plans: dict[tuple[Any, ...], SchedulerMetadata] = field(default_factory=dict)
 
@@ -42,6 +44,7 @@ class Requests:
                 *(len(self.rows), num_heads, num_kv_heads, head_size, self.seq_lens, dtype, self.query_start_loc),
                 causal=self.causal,
                 sliding_window=self.window,
+                dynamic_causal=self.dynamic_causal,
                 head_size_v=head_size_v,
                 document_start_loc=self.documents or None,
                 kv_cache_layout=kv_cache_layout,
