@@ -247,7 +247,7 @@ def _requests(
     lengths = np.array([x.seq_len for x in parts], np.int32)
     documents = {r: [0, *x.borders] for r, x in enumerate(parts) if x.borders}
     rows = np.array([x.row for x in parts], np.int64)
-    flags = None if not pattern.causal or all(x.causal for x in parts) else np.array([x.causal for x in parts], np.int32)
+    flags = np.array([pattern.causal and x.causal for x in parts], np.int32)
     return Requests(rows, starts, lengths, pattern.causal, (pattern.left, pattern.right), documents, flags)
 
 
