@@ -33,8 +33,9 @@ from setuptools.errors import CompileError
 ROOT = Path(__file__).resolve().parent
 NATIVE = ROOT / "native"
 FLAGGED = ("isa", "probe")  # folders of native whose files state their own flags
-# No contraction: a row's bits must not depend on which expressions the compiler chose to fuse.
-BASE_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
+# No contraction: a row's bits must not depend on which expressions the compiler chose to fuse. No debug information,
+# which Python's own flags ask for: it was 24.9 of the module's 27.5 MB.
+BASE_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
 # An isa file takes 65 s to compile so at -O3, 55 s at -O1, 20 s at -O1 without the -fwrapv of Python's own flags, which
 # would also hide signed overflow.
 SANITIZE = ["-O1", "-fno-wrapv", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g"]

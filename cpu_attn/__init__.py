@@ -1,6 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention of language models on CPUs: vLLM's three calls, fused kernels per isa, a oneDNN engine."""
 
+try:
+    from cpu_attn._native import lib as _lib  # noqa: F401  # before those who take it for granted
+except ModuleNotFoundError as e:
+    if e.name != "cpu_attn._native":
+        raise
+    raise ImportError(
+        f"cpu_attn: no compiled module in {__path__[0]}, which is a source tree; install it (make verify, or pip "
+        "install .) and start Python in another folder, or pip install -e . to run from here"
+    ) from None
+
 from cpu_attn._dispatch import engines, get_num_threads, isas, set_num_threads
 from cpu_attn._errors import UnavailableError
 from cpu_attn.attention_metadata import AttentionType, CPUAttentionMetadata, CPUAttentionMetadataBuilder
