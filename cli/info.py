@@ -86,7 +86,7 @@ def kernels() -> list[dict[str, Any]]:
             found.append({"dtype": dtype, "isa": None, "method": None, "why": str(e)})
             continue
         lib.ca_isa_kernel(isa.index, code, k)
-        why = _asked("CPU_ATTN_ISA") or "the best isa that can run here"
+        why = _asked("CPU_ATTN_ISA") or "the best isa that can run here" + failed(dtype)
         if k.variant:
             why += f"; without its variant {ffi.string(k.variant).decode()}: {_dispatch.reason_of(k.reason)}"
         method = ffi.string(k.method).decode()
@@ -95,6 +95,12 @@ def kernels() -> list[dict[str, Any]]:
             method += f"; int8 and int4 caches{where}: 16-bit integers (VPDPWSSD)"
         found.append({"dtype": dtype, "isa": isa.name, "method": method, "why": why})
     return found
+
+
+def failed(dtype: str) -> str:
+    """Which isas ``auto`` leaves out, and why."""
+    tested = {i.name: _dispatch.self_test(i, dtype) for i in _dispatch.able(dtype) if i.unit == "matrix"}
+    return "".join(f"; not {name}, whose self-test fails: {why}" for name, why in tested.items() if why)
 
 
 def onednn() -> dict[str, Any]:

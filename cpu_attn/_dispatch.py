@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,20 +87,59 @@ def resolve_isa(name: str, dtype: str, head_size: int) -> Isa:
     return _resolve_isa(name, dtype, name == "vec16" and head_size % 16 != 0)
 
 
+_found: dict[tuple[str, str], str] = {}
+_testing = threading.RLock()
+
+
+def _renew_lock() -> None:
+    global _testing
+    _testing = threading.RLock()  # a thread that is not in this child may have held the other one
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+def self_test(isa: Isa, dtype: str) -> str:
+    """What is wrong with a matrix isa's results in this process, "" if nothing is. Tested once for each dtype; what is
+    found then is also a RuntimeWarning."""
+    from cpu_attn import _self_test
+
+    key = (isa.name, dtype)
+    with _testing:
+        known = key in _found
+        if not known:
+            _found[key] = _self_test.fault(*key)
+    if _found[key] and not known:
+        text = f"isa {isa.name!r} fails its self-test in {dtype}: {_found[key]}. auto takes the next one"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return _found[key]
+
+
+def able(dtype: str) -> list[Isa]:
+    """The isas that run here and have kernels for a dtype, best first."""
+    kernel = ffi.new("ca_kernel_info *")
+    return [i for i in isas() if i.supported and lib.ca_isa_kernel(i.index, DTYPE_CODES[dtype], kernel)]
+
+
+def automatic(dtype: str) -> Iterator[Isa]:
+    """Of these what ``auto`` may take: one with a matrix unit only where it passes its self-test."""
+    return (i for i in able(dtype) if i.unit != "matrix" or not self_test(i, dtype))
+
+
 @cache
 def _resolve_isa(name: str, dtype: str, odd_vec16: bool) -> Isa:
-    kernel = ffi.new("ca_kernel_info *")
-    able = [i for i in isas() if i.supported and lib.ca_isa_kernel(i.index, DTYPE_CODES[dtype], kernel)]
+    runs = able(dtype)
     if odd_vec16:
         raise ValueError("isa: 'vec16' is for head sizes that are multiples of 16; 'vec' takes any")
     if name == "auto":
-        return able[0]
+        return next(automatic(dtype))
     if name in ("vec", "vec16"):
-        return next(i for i in able if i.unit != "matrix")
-    for isa in able:
+        return next(i for i in runs if i.unit != "matrix")
+    for isa in runs:
         if isa.name == name:
             return isa
-    there = ", ".join(i.name for i in able)
+    there = ", ".join(i.name for i in runs)
     for isa in isas():
         if isa.name == name:
             reason = isa.reason or f"it has no {dtype} kernel"

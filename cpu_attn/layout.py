@@ -8,7 +8,7 @@ import dataclasses
 import json
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -114,9 +114,9 @@ class CacheDescriptor:
     def reader(self, isa: str = "auto") -> _dispatch.Isa:
         """The isa of that name, or the best one here, whose kernels read this layout. ValueError if none does."""
         resolved = _dispatch.resolve_isa(isa, self.dtype, self.head_size)
-        others = _dispatch.isas() if isa == "auto" else ()
+        others: Iterable[_dispatch.Isa] = _dispatch.automatic(self.dtype) if isa == "auto" else ()
         for row in (resolved, *others):
-            reads = layout_of(row.index, self.dtype) if row.supported else None
+            reads = layout_of(row.index, self.dtype)
             if reads == self.layout or (reads and self.layout in PLAIN):
                 return row
         who = "no isa of this machine reads" if isa == "auto" else f"isa {resolved.name} does not read"

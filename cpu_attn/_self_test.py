@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few small calls of an isa against the float64 oracle: ``auto`` takes a matrix isa only where these hold."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cpu_attn import reference
+from cpu_attn._arrays import DTYPES
+from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
+from cpu_attn.plan import get_kv_cache_shape, get_scheduler_metadata
+
+# A prompt, a decode over more than one score block, a chunk.
+QUERY_LENS, SEQ_LENS = (40, 1, 20), (40, 600, 75)
+HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 64, 16
+# What a cache holds, the largest number in it, and how often it comes: int8 and int4 then have a scale of 1 and lose
+# nothing.
+CACHES = (("auto", 127, SIZE), ("int8", 127, SIZE), ("int4", 7, 32))
+
+
+def fault(isa: str, dtype: str) -> str:
+    """What is wrong with the results of this isa for this dtype, "" if nothing is."""
+    for softcap, (kv_cache_dtype, largest, every) in zip((0.0, 5.0, 0.0), CACHES, strict=True):
+        error = _errors(isa, dtype, kv_cache_dtype, largest, every, softcap)
+        if not error <= 1:  # NaN, too
+            return f"over a cache of {kv_cache_dtype} its error is {error:.3g} of the budget"
+    return ""
+
+
+def _errors(isa: str, dtype: str, kv_cache_dtype: str, largest: int, every: int, softcap: float) -> float:
+    """The worst error of output and lse in units of the budget."""
+    rng = np.random.default_rng(0)
+    start = np.concatenate([[0], np.cumsum(QUERY_LENS)]).astype(np.int32)
+    seq_lens = np.array(SEQ_LENS, np.int32)
+    query = rng.standard_normal((start[-1], HEADS, SIZE)).astype(DTYPES[dtype])
+    keys, values = ([_numbers(rng, n, largest, every) for n in SEQ_LENS] for _ in "kv")
+    scale = 1 / (largest * SIZE**0.5)
+
+    blocks = -(-seq_lens // BLOCK)
+    table = np.zeros((len(SEQ_LENS), blocks.max()), np.int32)
+    table[np.arange(blocks.max()) < blocks[:, None]] = rng.permutation(blocks.sum())
+    slots = [table[r, np.arange(n) // BLOCK] * BLOCK + np.arange(n) % BLOCK for r, n in enumerate(SEQ_LENS)]
+    shape = get_kv_cache_shape(int(blocks.sum()), BLOCK, KV_HEADS, SIZE, dtype, isa, kv_cache_dtype)
+    key_cache, value_cache = (np.zeros(shape, DTYPES[dtype] if kv_cache_dtype == "auto" else np.uint8) for _ in "kv")
+    k, v = (np.concatenate(rows).astype(DTYPES[dtype]) for rows in (keys, values))
+    reshape_and_cache(k, v, key_cache, value_cache, np.concatenate(slots), isa, kv_cache_dtype=kv_cache_dtype)
+
+    plan = get_scheduler_metadata(
+        len(SEQ_LENS),
+        HEADS,
+        KV_HEADS,
+        SIZE,
+        seq_lens,
+        dtype,
+        start,
+        isa=isa,
+        engine="native",
+        kv_cache_dtype=kv_cache_dtype,
+    )
+    output, lse = np.empty(query.shape, query.dtype), np.empty((HEADS, start[-1]), np.float32)
+    attention_with_kv_cache(
+        query,
+        key_cache,
+        value_cache,
+        output,
+        start,
+        seq_lens,
+        scale,
+        True,
+        None,
+        -1,
+        table,
+        softcap,
+        plan,
+        kv_cache_dtype=kv_cache_dtype,
+        lse=lse,
+    )
+    wanted, wanted_lse = reference.attention(query, keys, values, start, seq_lens, scale, True, softcap=softcap)
+    off = np.abs(lse - wanted_lse) / np.maximum(1, np.abs(wanted_lse)) / reference.LSE_BUDGET[dtype]
+    errors = reference.relative_rms(output, wanted, start) / reference.BUDGET[dtype]
+    return float(np.maximum(errors.max(), off.max()))
+
+
+def _numbers(rng: np.random.Generator, n: int, largest: int, every: int) -> reference.Float64:
+    """[n, KV_HEADS, SIZE] whole numbers."""
+    x = rng.integers(-largest, largest, (n, KV_HEADS, SIZE), endpoint=True).astype(np.float64)
+    x[..., ::every] = largest
+    return x
