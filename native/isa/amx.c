@@ -3,7 +3,7 @@
  * unit:     matrix
  * rank:     40
  * flags:    -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -mavx512vbmi -mavx512vnni -mamx-tile -mamx-bf16
- * emulated: -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -DEMULATED -DEMULATED_VBMI
+ * emulated: -O1 -g0 -mavx2 -mfma -Wno-psabi -DEMULATED -DEMULATED_BF16
  *
  * bf16 by TDPBF16PS (Sapphire Rapids and newer) over AVX-512's softmax, in the layout of avx512's bf16 caches. Seen to
  * be right by these instructions in an emulated Sapphire Rapids, never yet in a real one: CONTRIBUTING.md. int8 and
@@ -13,11 +13,12 @@
 #include "../kernel/tiles.h"
 
 static const char *missing(void) {
-    const char *reason = CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_avx512bw, CA_HAS_avx512dq, CA_HAS_avx512vl, CA_HAS_fma);
-#ifndef EMULATED
-    if (!reason)
-        reason =
-            CA_CPU_MISSING(CA_HAS_amx_tile, CA_HAS_amx_bf16, CA_HAS_avx512_bf16, CA_HAS_avx512vbmi, CA_HAS_avx512_vnni);
+#ifdef EMULATED
+    const char *reason = CA_CPU_MISSING(CA_HAS_avx2, CA_HAS_fma);
+#else
+    const char *reason =
+        CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_avx512bw, CA_HAS_avx512dq, CA_HAS_avx512vl, CA_HAS_fma, CA_HAS_amx_tile,
+                       CA_HAS_amx_bf16, CA_HAS_avx512_bf16, CA_HAS_avx512vbmi, CA_HAS_avx512_vnni);
     if (!reason && ca_cpu_amx_permission(&reason) == 1)
         reason = NULL;
 #endif

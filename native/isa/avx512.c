@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
- * arch:    x86_64
- * unit:    vector
- * rank:    30
- * flags:   -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c
- * guarded: -mavx512vnni
+ * arch:     x86_64
+ * unit:     vector
+ * rank:     30
+ * flags:    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c
+ * guarded:  -mavx512vnni
+ * emulated: -O1 -g0 -mavx2 -mfma -mf16c -Wno-psabi -DEMULATED
  *
  * AVX-512 without any matrix unit: fp32 FMA over widened 16-bit elements (Skylake-X and newer, Zen 4
  * and newer). Register tile: 6 x 4 accumulators of the 32 registers, 4 for K or V, 1 to broadcast.
@@ -38,7 +39,11 @@
 #include "avx512.h"
 
 #define ISA avx512
+#ifdef EMULATED
+#define METHOD "FP32 FMA, 16 lanes, emulated on AVX2, for tests only"
+#else
 #define METHOD "FP32 FMA, 16 lanes; 16-bit elements widened in registers"
+#endif
 #define MR 6
 #define TALL 8
 #define NG 4
@@ -52,10 +57,19 @@
 #define INTEGERS_AHEAD (ca_cpu_intel ? 3 : 16)
 #define PACED_ROWS (ca_cpu_intel ? 0 : 4)
 #define ASK_HALF ca_cpu_intel
+#ifdef EMULATED
+static const int integers = 1;
+#define INTEGERS &integers
+#else
 #define INTEGERS &ca_cpu_vnni
+#endif
 
 static const char *missing(void) {
+#ifdef EMULATED
+    return CA_CPU_MISSING(CA_HAS_avx2, CA_HAS_fma, CA_HAS_f16c);
+#else
     return CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_avx512bw, CA_HAS_avx512dq, CA_HAS_avx512vl, CA_HAS_fma, CA_HAS_f16c);
+#endif
 }
 
 #include "../kernel/kernels.inc"

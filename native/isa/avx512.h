@@ -1,18 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The vocabulary (kernel/vocabulary.md) in AVX-512 registers, for every isa file that has them. Nothing beyond
- * F, BW, DQ, VL, FMA and F16C, and BF16 and VBMI where the file has them too, or EMULATED and EMULATED_VBMI;
- * but v_dot_words is VPDPWSSD, in assembly, for files with INTEGERS. */
+ * F, BW, DQ, VL, FMA and F16C, and BF16 and VBMI where the file has them too; but v_dot_words is VPDPWSSD, in assembly,
+ * for files with INTEGERS. With EMULATED all of it on AVX2, with EMULATED_BF16 also BF16 and VBMI. */
 #include "../kernel/inline.h"
 #include <immintrin.h>
 #include <math.h>
 #include <string.h>
 #ifdef EMULATED
+#include "../kernel/avx512_emulation.h"
+#endif
+#ifdef EMULATED_BF16
 #include "../kernel/bf16_emulation.h"
 #endif
-#if defined __AVX512BF16__ || defined EMULATED
+#if defined __AVX512BF16__ || defined EMULATED_BF16
 #define HAS_BF16
 #endif
-#if defined __AVX512VBMI__ || defined EMULATED_VBMI
+#if defined __AVX512VBMI__ || defined EMULATED_BF16
 #define HAS_VBMI
 #endif
 

@@ -4,7 +4,7 @@
  * rank:     31
  * of:       avx512 CA_BF16
  * flags:    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -mavx512vbmi
- * emulated: -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -DEMULATED -DEMULATED_VBMI
+ * emulated: -O1 -g0 -mavx2 -mfma -Wno-psabi -DEMULATED -DEMULATED_BF16
  *
  * AVX-512's bf16 kernel where VDPBF16PS is the faster product: twice FP32 FMA on Zen 4, half of it on Intel's cores
  * (468 and 234, 171 and 347 GFLOP/s of two threads, by native/probe).
@@ -44,12 +44,13 @@
 
 static const char *missing(void) {
     const char *said = getenv("CPU_ATTN_VDPBF16PS");
-    const char *reason = CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_avx512bw, CA_HAS_avx512dq, CA_HAS_avx512vl, CA_HAS_fma);
-    int faster = 0;
-#ifndef EMULATED
-    faster = ca_cpu_is("AuthenticAMD");
-    if (!reason)
-        reason = CA_CPU_MISSING(CA_HAS_avx512_bf16, CA_HAS_avx512vbmi);
+#ifdef EMULATED
+    const char *reason = CA_CPU_MISSING(CA_HAS_avx2, CA_HAS_fma);
+    const int faster = 0;
+#else
+    const char *reason = CA_CPU_MISSING(CA_HAS_avx512f, CA_HAS_avx512bw, CA_HAS_avx512dq, CA_HAS_avx512vl, CA_HAS_fma,
+                                        CA_HAS_avx512_bf16, CA_HAS_avx512vbmi);
+    const int faster = ca_cpu_is("AuthenticAMD");
 #endif
     if (!reason && said && *said != '1')
         reason = "CPU_ATTN_VDPBF16PS is not 1";

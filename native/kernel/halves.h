@@ -134,6 +134,15 @@ INLINE void widen_to_halves(int kind, const uint8_t *src, int64_t n, uint16_t *d
     }
 }
 
+/* v_look_up of halves' bytes; vi may be a type of another kind. */
+INLINE vh look_up(const uint8_t *table, vh x) {
+    vi bytes;
+    memcpy(&bytes, &x, sizeof x);
+    bytes = v_look_up(table, bytes);
+    memcpy(&x, &bytes, sizeof x);
+    return x;
+}
+
 /* n elements of int4 to e5m2. */
 static void nibbles_to_bytes(const uint8_t *src, int64_t n, uint8_t *dst, const char *ahead) {
     static const uint8_t number[16] = {0xc8, 0xc7, 0xc6, 0xc5, 0xc4, 0xc2, 0xc0, 0xbc,
@@ -143,8 +152,8 @@ static void nibbles_to_bytes(const uint8_t *src, int64_t n, uint8_t *dst, const 
         EACH(j, 16 / VL) {
             vh x, low, high;
             memcpy(&x, src + 4 * VL * j, sizeof x);
-            low = (vh)v_look_up(number, (vi)(x & 0x0f0f));
-            high = (vh)v_look_up(number, (vi)(x >> 4 & 0x0f0f));
+            low = look_up(number, x & 0x0f0f);
+            high = look_up(number, x >> 4 & 0x0f0f);
             memcpy(dst + 4 * VL * j, &low, sizeof low);
             memcpy(dst + 64 + 4 * VL * j, &high, sizeof high);
         }

@@ -1,11 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0
- * AMX's tiles in memory, as the operations' pseudocode in Intel's SDM (vol. 2) has them, for machines that have
- * AVX-512 and no AMX. What would fault there ends the process here. Slow: for tests. */
+ * AMX's tiles in memory, as the operations' pseudocode in Intel's SDM (vol. 2) has them, on AVX2. What would fault
+ * there ends the process here. Slow: for tests. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 #define TILE_METHOD "TDPBF16PS emulated, for tests only"
+
+/* CPU_ATTN_BROKEN_TILES=1: products are left out, for tests of what `auto` does about kernels that are wrong. */
+static int tiles_broken;
+__attribute__((constructor)) static void look_at_tiles(void) {
+    const char *said = getenv("CPU_ATTN_BROKEN_TILES");
+    tiles_broken = said && *said == '1';
+}
 
 typedef struct tile {
     _Alignas(64) char row[16][64];
@@ -62,26 +69,27 @@ static void tile_store(int t, void *p, int64_t stride) {
 }
 
 /* Of each pair of A and each of B the low halves, or the high ones, as floats. */
-static __m512 tile_halves(__m512i pairs, int high) {
-    return _mm512_castsi512_ps(high ? _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000))
-                                    : _mm512_slli_epi32(pairs, 16));
+INLINE __m256 tile_halves(__m256i pairs, int high) {
+    return _mm256_castsi256_ps(high ? _mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000))
+                                    : _mm256_slli_epi32(pairs, 16));
 }
 
-/* For each row of C: over all pairs of the summed axis a fused sum of the even products and one of the odd ones, from
- * 0; both added; their sum added to C. */
+/* For each row of C, half a row at a time: over all pairs of the summed axis a fused sum of the even products and one
+ * of the odd ones, from 0; both added; their sum added to C. */
 static __attribute__((noinline)) void tile_dot_rows(tile *c, const tile *a, const tile *b, int rows, int depth) {
-    for (int m = 0; m < rows; m++) {
-        __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-        for (int k = 0; k < depth; k++) {
-            int32_t pair;
-            memcpy(&pair, a->row[m] + 4 * k, 4);
-            for (int half = 0; half < 2; half++)
-                sum[half] = _mm512_fmadd_ps(tile_halves(_mm512_set1_epi32(pair), half),
-                                            tile_halves(_mm512_load_si512(b->row[k]), half), sum[half]);
+    for (int m = 0; m < rows; m++)
+        for (int at = 0; at < 64; at += 32) {
+            __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+            for (int k = 0; k < depth; k++) {
+                int32_t pair;
+                memcpy(&pair, a->row[m] + 4 * k, 4);
+                const __m256i left = _mm256_set1_epi32(pair), right = _mm256_load_si256((const void *)(b->row[k] + at));
+                for (int half = 0; half < 2; half++)
+                    sum[half] = _mm256_fmadd_ps(tile_halves(left, half), tile_halves(right, half), sum[half]);
+            }
+            float *to = (float *)(c->row[m] + at);
+            _mm256_store_ps(to, _mm256_add_ps(_mm256_load_ps(to), _mm256_add_ps(sum[0], sum[1])));
         }
-        __m512 old = _mm512_load_ps(c->row[m]);
-        _mm512_store_ps(c->row[m], _mm512_add_ps(old, _mm512_add_ps(sum[0], sum[1])));
-    }
 }
 
 /* Shapes that do not fit are #UD. Arithmetic does not look at MXCSR: nearest even, subnormals are 0 on the way in and
@@ -95,6 +103,7 @@ static void tile_dot(int t, int a, int b) {
     TILE_NEEDS(s->rows[t] == s->rows[a] && s->row_bytes[t] == s->row_bytes[b] && s->row_bytes[a] / 4 == s->rows[b]);
     unsigned before = _mm_getcsr();
     _mm_setcsr(0x9fc0); /* FTZ, DAZ, nearest even, every exception masked */
-    tile_dot_rows(to, left, right, s->rows[t], s->rows[b]);
+    if (!tiles_broken)
+        tile_dot_rows(to, left, right, s->rows[t], s->rows[b]);
     _mm_setcsr(before);
 }
