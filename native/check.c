@@ -85,7 +85,7 @@ static int take_selected(const ca_plan *p, const ca_array *selected, int64_t r, 
         memcpy(list, from, (size_t)n * sizeof *list);
         status = check_selected(list, n, 0, -1, seq_blocks, fault);
         if (!status && all > n)
-            status = check_selected(from + n, all - n, n, n ? (uint32_t)list[n - 1] : -1, seq_blocks, fault);
+            status = check_selected(from + n, all - n, n, n ? (int64_t)(uint32_t)list[n - 1] : -1, seq_blocks, fault);
         if (status) {
             fault->request = r;
             fault->kv_head = h;
@@ -124,6 +124,18 @@ static int make_room(const ca_plan *p, const ca_array *table, const ca_array *se
     return x->memory != NULL;
 }
 
+/* Are all of n blocks, as copied, below num_blocks? Then neither they nor what is left up to the last one have a sign.
+ */
+static int copy_blocks(const int32_t *restrict from, int64_t n, int64_t num_blocks, int32_t *restrict to) {
+    const uint32_t last = (uint32_t)(num_blocks - 1);
+    uint32_t signs = 0;
+    for (int64_t i = 0; i < n; i++) {
+        to[i] = from[i];
+        signs |= (uint32_t)to[i] | (last - (uint32_t)to[i]);
+    }
+    return !(signs >> 31);
+}
+
 int ca_take_indices(const ca_plan *p, const ca_array *table, const ca_array *selected, int64_t num_blocks,
                     int64_t block_size, ca_indices *x, ca_fault *fault) {
     const int64_t cols = table->shape[1];
@@ -138,9 +150,9 @@ int ca_take_indices(const ca_plan *p, const ca_array *table, const ca_array *sel
         const int64_t first = p->first_key[r] / block_size, end = ca_div_up(p->end_key[r], block_size);
         const int64_t there = ca_max64(0, ca_min64(end, cols) - first);
         const int32_t *from = (const int32_t *)table->address + r * table->strides[0];
-        memcpy(x->blocks + taken, from + first, (size_t)there * sizeof *from);
+        const int fine = copy_blocks(from + first, there, num_blocks, x->blocks + taken);
         x->table_at[r] = taken - first;
-        if (!selected->itemsize)
+        if (!selected->itemsize && (!fine || end > cols))
             status = ca_check_blocks(x->blocks + taken, r, first, end, cols, num_blocks, fault);
         taken += there;
     }

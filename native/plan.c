@@ -24,7 +24,8 @@ static int32_t segment_of(int32_t key, int32_t size) { return size == 1024 ? key
 
 /* Whole query blocks in the order of the requests; returns what they cost together. */
 static double list_blocks(ca_plan *p, ca_costed *c) {
-    int64_t step = ca_block_tokens(p);
+    int64_t step = ca_block_tokens(p), num_keys = 0;
+    int32_t *const first_key = p->first_key, *const end_key = p->end_key;
     double total = 0;
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {
         int64_t q_len = ca_q_len(p, r), first = INT32_MAX, end = 0;
@@ -53,10 +54,11 @@ static double list_blocks(ca_plan *p, ca_costed *c) {
             total += (double)c->cost;
         }
         first = ca_min64(first, end);
-        p->first_key[r] = (int32_t)first;
-        p->end_key[r] = (int32_t)end;
-        p->num_keys += end - first;
+        first_key[r] = (int32_t)first;
+        end_key[r] = (int32_t)end;
+        num_keys += end - first;
     }
+    p->num_keys = num_keys;
     return total;
 }
 
