@@ -7,9 +7,13 @@ import difflib
 import importlib
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -191,25 +195,64 @@ def _verify_one(problem: Problem, combo: Combo, compare_bits: bool) -> tuple[flo
     return result.worst, messages
 
 
-def _verify(runs: Sequence[Combo], level: str, names: Sequence[str], seed: int, console: Console) -> list[Tally]:
-    """All cases of all combinations, the oracle once for each case and dtype."""
-    tallies = {combo: Tally(combo) for combo in runs}
+class Job(NamedTuple):
+    """A case, what it is checked on, and whether bits are compared, too. The oracle computes once for all."""
+
+    case: Case
+    combos: list[Combo]
+    compare_bits: bool
+
+
+def _verify_job(job: Job) -> list[tuple[float, list[str]]]:
+    problem = build(job.case)
+    return [_verify_one(problem, combo, job.compare_bits) for combo in job.combos]
+
+
+def _jobs(runs: Sequence[Combo], level: str, names: Sequence[str], seed: int) -> list[Job]:
+    jobs = []
+    for dtype in dict.fromkeys(combo.dtype for combo in runs):
+        selected, compared = _select(level, names, dtype, seed)
+        here = [combo for combo in runs if combo.dtype == dtype]
+        found = [Job(case, [c for c in here if _holds(c, case)], case.name in compared) for case in selected]
+        if set(here).difference(*(job.combos for job in found)):
+            raise click.UsageError(f"--case {' '.join(names)}: vec16 is for head sizes that are multiples of 16")
+        jobs += found
+    return jobs
+
+
+def _processes(num_checks: int) -> int:
+    """A check is mostly the oracle, which takes one core. Few of them are done before another process has begun."""
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1) if num_checks > 3000 else 1
+
+
+def _outcomes(jobs: Sequence[Job], processes: int) -> Iterator[list[tuple[float, list[str]]]]:
+    """Of each job, in their order."""
+    if processes == 1:
+        yield from map(_verify_job, jobs)
+        return
+    # Threads that wait must not spin on a core that another process needs; read where OpenMP is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    pool = ProcessPoolExecutor(processes, get_context("spawn"))
+    try:
+        yield from pool.map(_verify_job, jobs, chunksize=4)
+    except BrokenProcessPool:
+        raise click.ClickException("a check ended its process; --jobs 1 shows in the progress line which") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _verify(jobs: Sequence[Job], processes: int, console: Console) -> list[Tally]:
+    """All cases of all combinations."""
+    tallies = {combo: Tally(combo) for job in jobs for combo in job.combos}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=0)
-        for dtype in dict.fromkeys(combo.dtype for combo in runs):
-            selected, compared = _select(level, names, dtype, seed)
-            here = [combo for combo in runs if combo.dtype == dtype]
-            checks = {case: [combo for combo in here if _holds(combo, case)] for case in selected}
-            if set(here).difference(*checks.values()):
-                raise click.UsageError(f"--case {' '.join(names)}: vec16 is for head sizes that are multiples of 16")
-            progress.update(task, total=(progress.tasks[0].total or 0) + sum(map(len, checks.values())))
-            for case, able in checks.items():
-                problem = build(case)
-                for combo in able:
-                    progress.update(task, description=f"{combo.engine} {combo.isa} {dtype} {case.name}")
-                    tallies[combo].add(case, *_verify_one(problem, combo, case.name in compared))
-                    progress.advance(task)
+        task = progress.add_task("", total=sum(len(job.combos) for job in jobs))
+        outcomes = _outcomes(jobs, processes)
+        for job in jobs:
+            progress.update(task, description=f"{job.case.dtype} {job.case.name}")
+            for combo, outcome in zip(job.combos, next(outcomes), strict=True):
+                tallies[combo].add(job.case, *outcome)
+            progress.advance(task, len(job.combos))
     return list(tallies.values())
 
 
@@ -248,6 +291,7 @@ def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequenc
 @click.option("--full", is_flag=True, help="More cases: minutes.")
 @click.option("--case", "names", multiple=True, metavar="NAME", help="Only this case. Repeatable.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of all random numbers.")
+@click.option("--jobs", type=click.IntRange(1, 64), help="Processes: as a rule one for each CPU, 8 at most.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table.")
 def verify(
     engine: tuple[str, ...],
@@ -257,6 +301,7 @@ def verify(
     full: bool,
     names: tuple[str, ...],
     seed: int,
+    jobs: int | None,
     as_json: bool,
 ) -> None:
     """Check every engine and isa of this machine against a float64 oracle.
@@ -273,7 +318,9 @@ def verify(
     level = "quick" if quick else "full" if full else "default"
     runs, missing = _combos(engine, isa, dtype)
     _refuse_missing({"engine": engine, "isa": isa, "dtype": dtype}, runs, missing)
-    tallies = _verify(runs, level, names, seed, Console(stderr=True))
+    work = _jobs(runs, level, names, seed)
+    processes = jobs or _processes(sum(len(job.combos) for job in work))
+    tallies = _verify(work, processes, Console(stderr=True))
     failures = [failure for tally in tallies for failure in tally.failures]
     if as_json:
         report = {

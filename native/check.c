@@ -109,7 +109,7 @@ static int64_t longest(const ca_plan *p) {
 static int make_room(const ca_plan *p, const ca_array *table, const ca_array *selected, int64_t block_size,
                      ca_indices *x) {
     const int64_t num_reqs = p->shape.num_reqs;
-    /* two blocks of a request may hold no more than one key of its range each */
+    /* a range of n keys lies in up to n / block_size + 2 blocks */
     double entries =
         fmin((double)(p->num_keys / block_size + 2 * num_reqs), (double)num_reqs * (double)table->shape[1]);
     x->num_selected = -1;

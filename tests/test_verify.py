@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -81,6 +83,16 @@ def test_everything_here_is_run_and_the_rest_has_a_reason() -> None:
         assert ((name, "auto", "float32") in ran) == onednn.available
     assert not ran & absent.keys()
     assert all(absent.values())
+
+
+def test_processes_find_what_one_finds() -> None:
+    assert report("--quick", *SCALAR, "--jobs", "2") == report("--quick", *SCALAR, "--jobs", "1")
+
+
+def test_a_process_that_dies_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_module, "_verify_job", os._exit)
+    with pytest.raises(click.ClickException, match="a check ended its process; --jobs 1 shows"):
+        list(verify_module._outcomes([3, 3], 2))
 
 
 def test_a_broken_kernel_is_found_and_its_line_runs_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
