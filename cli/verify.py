@@ -23,6 +23,7 @@ from rich.text import Text
 
 import cpu_attn
 from cpu_attn import _dispatch
+from cpu_attn.cli.info import cpu
 from cpu_attn.cli.report import new_console, new_table
 from cpu_attn.reference import BUDGET
 from cpu_attn.tests.case import Case
@@ -222,7 +223,7 @@ def _jobs(runs: Sequence[Combo], level: str, names: Sequence[str], seed: int) ->
 
 def _processes(num_checks: int) -> int:
     """A check is mostly the oracle, which takes one core. Few of them are done before another process has begun."""
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1) if num_checks > 3000 else 1
+    return min(8, cpu()["cpus"]) if num_checks > 3000 else 1
 
 
 def _outcomes(jobs: Sequence[Job], processes: int) -> Iterator[list[tuple[float, list[str]]]]:

@@ -210,8 +210,8 @@ static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_
     int64_t items = ca_max64(plan->num_tasks, plan->num_merges) * plan->shape.num_kv_heads;
     int team = ca_team((int)ca_min64(ca_min64(plan->num_threads, ca_get_num_threads()), items));
     w.groups = head_groups(plan, team);
-    if (ca_small_stack(team))
-        return ca_fail(fault, CA_SMALL_STACK, -1, -1, ca_small_stack(team), CA_STACK_BYTES);
+    if (ca_check_stack(team, fault))
+        return fault->status;
     if (team <= 1) {
         run_items(&w, &w.next_item, 0, 0);
         run_items(&w, &w.next_merge, 1, 0);

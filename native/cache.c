@@ -205,8 +205,8 @@ static int write_all(const cache *kc, const cache *vc, const ca_array *key, cons
     write_call w = {kc, vc, key, value, slots, num_tokens, stream, rotary};
     /* 8 elements a nanosecond: bfloat16 in runs, on a Zen 4 core; token by token it is a tenth of that */
     int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for((double)(work + 2 * rotations) / 8)));
-    if (ca_small_stack(team))
-        return ca_fail(fault, CA_SMALL_STACK, -1, -1, ca_small_stack(team), CA_STACK_BYTES);
+    if (ca_check_stack(team, fault))
+        return fault->status;
     if (rotary && ca_rotary_begin(rotary, (int)ca_max64(1, team)))
         return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
     if (team <= 1)
@@ -350,12 +350,11 @@ int ca_gather(const ca_array *a, int value, int isa, int dtype, int kv_dtype, in
     written.dtype = dtype;
     const cache c = cache_of(&a[CA_GATHER_CACHE], &written, isa, kv_dtype, kv_cache_layout, 1);
     const int64_t num_tokens = out->shape[0];
-    const int64_t needed = ca_div_up(num_tokens, c.block_size), there = ca_min64(needed, table->shape[0]);
-    int32_t *blocks = malloc(1 + (size_t)there * sizeof *blocks);
+    const int64_t needed = ca_div_up(num_tokens, c.block_size), cols = table->shape[0];
+    int32_t *blocks = malloc(1 + (size_t)ca_min64(needed, cols) * sizeof *blocks);
     if (!blocks)
         return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
-    memcpy(blocks, (const void *)table->address, (size_t)there * sizeof *blocks);
-    const int bad = ca_check_blocks(blocks, -1, 0, needed, table->shape[0], c.num_blocks, fault);
+    const int bad = ca_take_blocks((const int32_t *)table->address, -1, 0, needed, cols, c.num_blocks, blocks, fault);
     for (int64_t t = 0, n; t < num_tokens && !bad; t += n) {
         int64_t token = t % c.block_size, block = blocks[t / c.block_size];
         n = ca_min64(num_tokens - t, ca_min64(c.block_size - token, CA_LANES - token % CA_LANES));

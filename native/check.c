@@ -6,16 +6,23 @@
 #include "check.h"
 #include "keys.h"
 #include "layout.h"
+#include "threads.h"
 #include <stdlib.h>
 
-int ca_check_blocks(const int32_t *blocks, int64_t request, int64_t first, int64_t end, int64_t cols,
-                    int64_t num_blocks, ca_fault *fault) {
+/* blocks: of a request's row of the table, from number `first` on. */
+static int check_blocks(const int32_t *blocks, int64_t request, int64_t first, int64_t end, int64_t cols,
+                        int64_t num_blocks, ca_fault *fault) {
     if (end > cols)
         return ca_fail(fault, CA_BLOCK_TABLE_SHORT, request, -1, end, cols);
     for (int64_t i = first; i < end; i++, blocks++)
         if (*blocks < 0 || *blocks >= num_blocks)
             return ca_fail(fault, CA_BAD_BLOCK, request, i, *blocks, num_blocks);
     return CA_OK;
+}
+
+int ca_check_stack(int team, ca_fault *fault) {
+    const int64_t bytes = ca_small_stack(team);
+    return bytes ? ca_fail(fault, CA_SMALL_STACK, -1, -1, bytes, CA_STACK_BYTES) : CA_OK;
 }
 
 int ca_check_lengths(int64_t num_reqs, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault) {
@@ -92,17 +99,10 @@ static int take_selected(const ca_plan *p, const ca_array *selected, int64_t r, 
         }
         for (int64_t i = 0; i < n && !status; i++)
             if (list[i] >= first && list[i] < end)
-                status = ca_check_blocks(&x->blocks[x->table_at[r] + list[i]], r, list[i], list[i] + 1, cols,
-                                         num_blocks, fault);
+                status = check_blocks(&x->blocks[x->table_at[r] + list[i]], r, list[i], list[i] + 1, cols, num_blocks,
+                                      fault);
     }
     return status;
-}
-
-static int64_t longest(const ca_plan *p) {
-    int32_t n = 0;
-    for (int r = 0; r < p->shape.num_reqs; r++)
-        n = p->seq_lens[r] > n ? p->seq_lens[r] : n;
-    return n;
 }
 
 /* Room for what a call reads of its table and its selection; 0: there is none. */
@@ -114,7 +114,7 @@ static int make_room(const ca_plan *p, const ca_array *table, const ca_array *se
         fmin((double)(p->num_keys / block_size + 2 * num_reqs), (double)num_reqs * (double)table->shape[1]);
     x->num_selected = -1;
     if (selected->itemsize) {
-        x->num_selected = ca_min64(selected->shape[2], ca_div_up(longest(p), block_size));
+        x->num_selected = ca_min64(selected->shape[2], ca_div_up(ca_longest(p), block_size));
         entries += (double)num_reqs * (double)selected->shape[1] * (double)x->num_selected;
     }
     const double bytes = (double)num_reqs * sizeof *x->table_at + entries * sizeof *x->blocks;
@@ -136,6 +136,14 @@ static int copy_blocks(const int32_t *restrict from, int64_t n, int64_t num_bloc
     return !(signs >> 31);
 }
 
+static int64_t there(int64_t first, int64_t end, int64_t cols) { return ca_max64(0, ca_min64(end, cols) - first); }
+
+int ca_take_blocks(const int32_t *row, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
+                   int32_t *to, ca_fault *fault) {
+    const int fine = copy_blocks(row + first, there(first, end, cols), num_blocks, to);
+    return fine && end <= cols ? CA_OK : check_blocks(to, request, first, end, cols, num_blocks, fault);
+}
+
 int ca_take_indices(const ca_plan *p, const ca_array *table, const ca_array *selected, int64_t num_blocks,
                     int64_t block_size, ca_indices *x, ca_fault *fault) {
     const int64_t cols = table->shape[1];
@@ -148,13 +156,14 @@ int ca_take_indices(const ca_plan *p, const ca_array *table, const ca_array *sel
         return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
     for (int r = 0; r < p->shape.num_reqs && !status; r++) {
         const int64_t first = p->first_key[r] / block_size, end = ca_div_up(p->end_key[r], block_size);
-        const int64_t there = ca_max64(0, ca_min64(end, cols) - first);
-        const int32_t *from = (const int32_t *)table->address + r * table->strides[0];
-        const int fine = copy_blocks(from + first, there, num_blocks, x->blocks + taken);
+        const int32_t *row = (const int32_t *)table->address + r * table->strides[0];
+        int32_t *to = x->blocks + taken;
+        if (selected->itemsize) /* which of them count is not known yet */
+            memcpy(to, row + first, (size_t)there(first, end, cols) * sizeof *to);
+        else
+            status = ca_take_blocks(row, r, first, end, cols, num_blocks, to, fault);
         x->table_at[r] = taken - first;
-        if (!selected->itemsize && (!fine || end > cols))
-            status = ca_check_blocks(x->blocks + taken, r, first, end, cols, num_blocks, fault);
-        taken += there;
+        taken += there(first, end, cols);
     }
     if (!selected->itemsize)
         return status ? status : check_shared(p, x, fault);

@@ -30,9 +30,11 @@ int64_t *ca_take_positions(const ca_array *positions, int64_t bound, int64_t *fe
 /* Frees what is not `few`. */
 void ca_give_back(void *memory, void *few);
 
-/* blocks: of a request's row of the table, from number `first` on. */
-int ca_check_blocks(const int32_t *blocks, int64_t request, int64_t first, int64_t end, int64_t cols,
-                    int64_t num_blocks, ca_fault *fault);
+/* Blocks [first, end) of a request's row of a table with so many columns, copied and checked. */
+int ca_take_blocks(const int32_t *row, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
+                   int32_t *to, ca_fault *fault);
+/* Have the threads of a team enough stack? */
+int ca_check_stack(int team, ca_fault *fault);
 int ca_check_lengths(int64_t num_reqs, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault);
 int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
                   const int32_t *dynamic_causal, ca_fault *fault);

@@ -9,6 +9,13 @@ static inline int64_t ca_q_len(const ca_plan *plan, int r) {
     return (int64_t)plan->query_start_loc[r + 1] - plan->query_start_loc[r];
 }
 
+static inline int32_t ca_longest(const ca_plan *plan) {
+    int32_t longest = 0;
+    for (int r = 0; r < plan->shape.num_reqs; r++)
+        longest = plan->seq_lens[r] > longest ? plan->seq_lens[r] : longest;
+    return longest;
+}
+
 /* Keys before those of the request's query tokens. */
 static inline int64_t ca_context(const ca_plan *plan, int r) { return plan->seq_lens[r] - ca_q_len(plan, r); }
 

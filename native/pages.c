@@ -72,9 +72,8 @@ static int32_t *take_scored(ca_array *a, int64_t block_size, ca_fault *fault) {
     int bad = ca_check_lengths(num_reqs, to_lens, to_starts, fault);
     for (int64_t r = 0; r < num_reqs && !bad; r++) {
         const int64_t needed = ca_div_up(to_lens[r], block_size);
-        memcpy(blocks + r * cols, (const int32_t *)table->address + r * table->strides[0],
-               (size_t)ca_min64(needed, cols) * sizeof *blocks);
-        bad = ca_check_blocks(blocks + r * cols, r, 0, needed, cols, a[CA_SCORES_MIN].shape[0], fault);
+        bad = ca_take_blocks((const int32_t *)table->address + r * table->strides[0], r, 0, needed, cols,
+                             a[CA_SCORES_MIN].shape[0], blocks + r * cols, fault);
     }
     starts->address = (uintptr_t)to_starts;
     lens->address = (uintptr_t)to_lens;
@@ -107,12 +106,11 @@ int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *s
     if (!memory)
         return fault->status;
     int team = ca_team((int)ca_min64(ca_min64(num_threads, ca_threads_for(nanoseconds(a))), items));
-    if (ca_small_stack(team)) {
-        ca_fail(fault, CA_SMALL_STACK, -1, -1, ca_small_stack(team), CA_STACK_BYTES);
-    } else if (team <= 1) {
+    const int bad = ca_check_stack(team, fault);
+    if (team <= 1) {
         for (int64_t i = 0; i < items; i++)
             kernel->score_pages(a, block_size, i / heads, i % heads, scratch);
-    } else {
+    } else if (!bad) {
 #ifdef _OPENMP
 #pragma omp parallel for num_threads(team) schedule(dynamic)
         for (int64_t i = 0; i < items; i++)

@@ -183,13 +183,6 @@ static int threads_for(const ca_plan *p, double total) {
     return (int)ca_max64(1, ca_min64(p->shape.num_threads, ca_threads_for(macs / 120)));
 }
 
-static int64_t longest_segment(const ca_plan *p) {
-    int32_t longest = 0;
-    for (int32_t r = 0; r < p->shape.num_reqs; r++)
-        longest = p->seq_lens[r] > longest ? p->seq_lens[r] : longest;
-    return ca_segment_keys(longest);
-}
-
 static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault *fault) {
     ca_list list = {.num_blocks = num_blocks, .count = num_blocks, .room = ca_max64(1, num_blocks)};
     list.at = malloc(sizeof *list.at * (size_t)list.room);
@@ -217,7 +210,7 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
     free(list.members);
     p->state_bytes = ca_max64(ca_state_bytes(p, p->rows), p->heads_together * ca_state_bytes(p, p->few_rows));
     p->scratch_bytes = ca_round_up(p->engine->scratch_bytes(p), 64);
-    p->thread_bytes = (2 + (longest_segment(p) > CA_CHAIN_KEYS)) * p->state_bytes + p->scratch_bytes;
+    p->thread_bytes = (2 + (ca_segment_keys(ca_longest(p)) > CA_CHAIN_KEYS)) * p->state_bytes + p->scratch_bytes;
     return status;
 }
 

@@ -3,7 +3,7 @@
  * unit:     matrix
  * rank:     40
  * flags:    -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -mavx512vbmi -mavx512vnni -mamx-tile -mamx-bf16
- * emulated: -O1 -g0 -mavx2 -mfma -Wno-psabi -DEMULATED -DEMULATED_BF16
+ * emulated: -O1 -mavx2 -mfma -Wno-psabi -DEMULATED -DEMULATED_BF16
  *
  * bf16 by TDPBF16PS (Sapphire Rapids and newer) over AVX-512's softmax, in the layout of avx512's bf16 caches. Seen to
  * be right by these instructions in an emulated Sapphire Rapids, never yet in a real one: CONTRIBUTING.md. int8 and

@@ -4,7 +4,7 @@
  * rank:     30
  * flags:    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c
  * guarded:  -mavx512vnni
- * emulated: -O1 -g0 -mavx2 -mfma -mf16c -Wno-psabi -DEMULATED
+ * emulated: -O1 -mavx2 -mfma -mf16c -Wno-psabi -DEMULATED
  *
  * AVX-512 without any matrix unit: fp32 FMA over widened 16-bit elements (Skylake-X and newer, Zen 4
  * and newer). Register tile: 6 x 4 accumulators of the 32 registers, 4 for K or V, 1 to broadcast.

@@ -4,7 +4,7 @@
  * rank:     31
  * of:       avx512 CA_BF16
  * flags:    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -mavx512vbmi
- * emulated: -O1 -g0 -mavx2 -mfma -Wno-psabi -DEMULATED -DEMULATED_BF16
+ * emulated: -O1 -mavx2 -mfma -Wno-psabi -DEMULATED -DEMULATED_BF16
  *
  * AVX-512's bf16 kernel where VDPBF16PS is the faster product: twice FP32 FMA on Zen 4, half of it on Intel's cores
  * (468 and 234, 171 and 347 GFLOP/s of two threads, by native/probe).
