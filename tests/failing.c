@@ -11,7 +11,7 @@ void *__libc_calloc(size_t, size_t);
 void *__libc_realloc(void *, size_t);
 void *__libc_memalign(size_t, size_t);
 
-enum mode { NEVER, ONCE, AT_RANDOM };
+enum mode { NEVER, ONCE, FROM_THERE, AT_RANDOM };
 static atomic_int mode;
 static atomic_llong asked, failed, which;
 static atomic_uint per_mille;
@@ -28,6 +28,12 @@ void failing_at(long long n) {
     begin(ONCE);
 }
 
+/* It and all that follow fail. */
+void failing_from(long long n) {
+    which = n;
+    begin(FROM_THERE);
+}
+
 /* Each fails with this probability. */
 void failing_at_random(unsigned p, unsigned long long seed) {
     per_mille = p;
@@ -41,6 +47,9 @@ long long failing_end(void) {
     return failed;
 }
 
+/* And how many were asked for? */
+long long failing_asked(void) { return asked; }
+
 static int fails(void) {
     const int now = mode;
     if (now == NEVER)
@@ -51,7 +60,7 @@ static int fails(void) {
     x ^= x >> 7;
     x ^= x << 17;
     state = x;
-    if (now == ONCE ? n != which : (x >> 20) % 1000 >= per_mille)
+    if (now == ONCE ? n != which : now == FROM_THERE ? n < which : (x >> 20) % 1000 >= per_mille)
         return 0;
     failed++;
     errno = ENOMEM;

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from cpu_attn.tests.judge import same_bits
 
 _failing = ctypes.CDLL(None)
 _failing.failing_at.argtypes = (ctypes.c_longlong,)
+_failing.failing_from.argtypes = (ctypes.c_longlong,)
 _failing.failing_at_random.argtypes = (ctypes.c_uint, ctypes.c_ulonglong)
 _failing.failing_end.restype = ctypes.c_longlong
 
@@ -59,6 +61,11 @@ def copies(arrays: Iterable[Any]) -> list[Any]:
     return [a.copy() for a in arrays]
 
 
+def close(x: Any, y: Any) -> bool:
+    """As two engines are."""
+    return np.allclose(x.astype(np.float32), y.astype(np.float32), atol=0.02)
+
+
 def attempt(call: Callable[[], Any]) -> tuple[Any, bool]:
     """What the call gives, or None where it raises MemoryError; and whether an allocation failed meanwhile."""
     try:
@@ -80,7 +87,7 @@ def at_random(engine: str, dtype: str) -> Counter[str]:
             got, _ = attempt(call)
             outcomes["MemoryError" if got is None else "answered"] += 1
         for x, y in zip(call(), want, strict=True):
-            assert np.allclose(x.astype(np.float32), y.astype(np.float32), atol=0.02), f"head size {size}"
+            assert close(x, y), f"head size {size}"
     return outcomes
 
 
@@ -99,7 +106,26 @@ def one_by_one(engine: str, dtype: str) -> Counter[str]:
         n += 1
 
 
+def from_some_on(engine: str, dtype: str) -> Counter[str]:
+    """All allocations from one on, every seventh, of the first calls of their shape, each in a child process."""
+    call, want, outcomes, n = calls(dtype, engine, 72), copies(calls(dtype, "native", 72)()), Counter[str](), 0
+    while True:
+        child = os.fork()
+        if not child:
+            _failing.failing_from(n)
+            got, failed = attempt(call)
+            same = all(close(x, y) for x, y in zip(call(), want, strict=True))
+            os._exit((10 if got is None else 11 if failed else 12) if same else 13)
+        _, status = os.waitpid(child, 0)
+        assert status in (10 << 8, 11 << 8, 12 << 8), f"status {status:#x} as allocations from {n} on failed"
+        if status == 12 << 8:
+            return outcomes
+        outcomes["MemoryError" if status == 10 << 8 else "answered"] += 1
+        n += 7
+
+
 if __name__ == "__main__":
     force_num_threads(2)
-    for sweep in (at_random, one_by_one):
+    calls(sys.argv[2], sys.argv[1], 64)()  # libraries are loaded, and threads have what is theirs
+    for sweep in (from_some_on, at_random, one_by_one):
         print(sweep.__name__, json.dumps(sweep(*sys.argv[1:3])), flush=True)

@@ -8,6 +8,8 @@
 #include <unwind.h>
 
 #if defined(__x86_64__) && defined(__linux__)
+#include "reserve.h"
+#include <errno.h>
 #include <link.h>
 #include <stdlib.h>
 #include <string.h>
@@ -63,34 +65,69 @@ __asm__(".text\n"
 /* oneDNN's classes have an operator new of their own, which returns what posix_memalign has found. Where that is NULL
  * their constructors write to it: the compiler may take a pointer for good that such an operator returns
  * (src/common/c_types_map.hpp, c_compatible; v3.2). Descriptors are copied to what malloc returned, whatever it is. So
- * both have to throw for this library, as operator new does everywhere else. */
+ * where the reserve ends, too, both throw for this library, as operator new does everywhere else. */
 void _ZSt17__throw_bad_allocv(void); /* std::__throw_bad_alloc */
 
-static int throwing_memalign(void **memory, size_t alignment, size_t size) {
-    int status = posix_memalign(memory, alignment, size);
-    if (status)
-        _ZSt17__throw_bad_allocv();
-    return status;
+/* errno stays as it was where the reserve had the block: see `make` in primitive.c. */
+static void *reserved(size_t alignment, size_t size, int before) {
+    void *memory = alignment <= 64 ? ca_reserve_take(size) : NULL;
+    if (memory)
+        errno = before;
+    return memory;
 }
 
-static void *throwing_malloc(size_t size) {
+static int memalign_for_dnnl(void **memory, size_t alignment, size_t size) {
+    const int before = errno;
+    if (posix_memalign(memory, alignment, size) && !(*memory = reserved(alignment, size, before)))
+        _ZSt17__throw_bad_allocv();
+    return 0;
+}
+
+/* Operator new, which throws by itself, and libgomp, which ends the process. */
+static void *malloc_for_others(size_t size) {
+    const int before = errno;
     void *memory = malloc(size);
+    return memory ? memory : reserved(1, size, before);
+}
+
+static void *calloc_for_others(size_t n, size_t size) {
+    const int before = errno;
+    void *memory = calloc(n, size);
+    if (!memory && n && size <= SIZE_MAX / n && (memory = reserved(1, n * size, before)))
+        memset(memory, 0, n * size);
+    return memory;
+}
+
+static void *malloc_for_dnnl(size_t size) {
+    void *memory = malloc_for_others(size);
     if (!memory)
         _ZSt17__throw_bad_allocv();
     return memory;
 }
 
-static const struct {
+/* What a library is to call instead. */
+typedef struct redirection {
     const char *name;
     uintptr_t to;
-} redirections[] = {{"posix_memalign", (uintptr_t)throwing_memalign}, {"malloc", (uintptr_t)throwing_malloc}};
+} redirection;
+static const redirection dnnls[] = {
+    {"posix_memalign", (uintptr_t)memalign_for_dnnl}, {"malloc", (uintptr_t)malloc_for_dnnl}, {NULL, 0}};
+static const redirection others[] = {
+    {"malloc", (uintptr_t)malloc_for_others}, {"calloc", (uintptr_t)calloc_for_others}, {NULL, 0}};
 
 /* A library, as the dynamic linker has it. */
 typedef struct linked {
     ElfW(Addr) base;
     const ElfW(Sym) * symbols;
     const char *names;
+    const redirection *redirections;
 } linked;
+
+/* The library that has this address. */
+typedef struct wanted {
+    uintptr_t address;
+    const redirection *redirections;
+} wanted;
 
 /* Entries of the library's table of addresses. */
 static void redirect(const linked *l, const ElfW(Rela) * at, size_t bytes) {
@@ -99,14 +136,15 @@ static void redirect(const linked *l, const ElfW(Rela) * at, size_t bytes) {
         const char *name = l->names + l->symbols[ELF64_R_SYM(at->r_info)].st_name;
         const int type = (int)ELF64_R_TYPE(at->r_info);
         uintptr_t *slot = (uintptr_t *)(l->base + at->r_offset);
-        for (int i = 0; i < 2; i++)
-            if ((type == R_X86_64_JUMP_SLOT || type == R_X86_64_GLOB_DAT) && !strcmp(name, redirections[i].name) &&
+        for (const redirection *r = l->redirections; r->name; r++)
+            if ((type == R_X86_64_JUMP_SLOT || type == R_X86_64_GLOB_DAT) && !strcmp(name, r->name) &&
                 !mprotect((void *)((uintptr_t)slot / page * page), page, PROT_READ | PROT_WRITE))
-                *slot = redirections[i].to;
+                *slot = r->to;
     }
 }
 
-static int visit(struct dl_phdr_info *info, size_t size, void *address) {
+static int visit(struct dl_phdr_info *info, size_t size, void *which) {
+    const wanted *w = which;
     const ElfW(Dyn) *dynamic = NULL;
     int here = 0;
     (void)size;
@@ -114,7 +152,7 @@ static int visit(struct dl_phdr_info *info, size_t size, void *address) {
         const ElfW(Phdr) *p = &info->dlpi_phdr[i];
         if (p->p_type == PT_DYNAMIC)
             dynamic = (const void *)(info->dlpi_addr + p->p_vaddr);
-        here |= p->p_type == PT_LOAD && (uintptr_t)address - info->dlpi_addr - p->p_vaddr < p->p_memsz;
+        here |= p->p_type == PT_LOAD && w->address - info->dlpi_addr - p->p_vaddr < p->p_memsz;
     }
     if (!here || !dynamic)
         return here;
@@ -122,7 +160,7 @@ static int visit(struct dl_phdr_info *info, size_t size, void *address) {
     for (; dynamic->d_tag != DT_NULL; dynamic++)
         if (dynamic->d_tag >= 0 && dynamic->d_tag <= DT_JMPREL)
             found[dynamic->d_tag] = dynamic->d_un.d_ptr;
-    const linked l = {info->dlpi_addr, (const void *)found[DT_SYMTAB], (const void *)found[DT_STRTAB]};
+    const linked l = {info->dlpi_addr, (const void *)found[DT_SYMTAB], (const void *)found[DT_STRTAB], w->redirections};
     if (found[DT_SYMTAB] < l.base) /* musl leaves these relative */
         return 1;
     redirect(&l, (const void *)found[DT_RELA], found[DT_RELASZ]);
@@ -130,11 +168,21 @@ static int visit(struct dl_phdr_info *info, size_t size, void *address) {
     return 1;
 }
 
-void ca_guard_memory_of(const void *address) { dl_iterate_phdr(visit, (void *)(uintptr_t)address); }
+void *__cxa_begin_catch(void *); /* an address in the C++ run time; libdnnl may have that within itself */
+
+void ca_guard_memory_of(uintptr_t dnnl, uintptr_t openmp) {
+    wanted all[] = {{(uintptr_t)__cxa_begin_catch, others}, {openmp, others}, {dnnl, dnnls}};
+    for (int i = 0; i < 3; i++)
+        if (all[i].address)
+            dl_iterate_phdr(visit, &all[i]);
+}
 
 #else
 
-void ca_guard_memory_of(const void *address) { (void)address; }
+void ca_guard_memory_of(uintptr_t dnnl, uintptr_t openmp) {
+    (void)dnnl;
+    (void)openmp;
+}
 
 int ca_guarded(void (*run)(void *), void *with) {
     run(with);
