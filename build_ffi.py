@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the two extension modules through cffi's API mode (one stable-ABI file each).
 
-``cpu_attn._native``: the core. Every file of ``native/isa`` and ``native/probe`` is compiled with the flags its
+``cpu_attn._native``: the core. Every file of ``native/isa`` and ``native/limits/probe`` is compiled with the flags its
 first lines state; what this compiler or architecture cannot build is left out with the reason, which ``cpu-attn
 info`` shows. ``cpu_attn._onednn``: the engine on oneDNN, where its headers are found.
 
@@ -32,7 +32,8 @@ from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 NATIVE = ROOT / "native"
-FLAGGED = ("isa", "probe")  # folders of native whose files state their own flags
+ONEDNN = NATIVE / "engines" / "onednn"
+FLAGGED = (NATIVE / "isa", NATIVE / "limits" / "probe")  # folders whose files state their own flags
 # No contraction: a row's bits must not depend on which expressions the compiler chose to fuse. No debug information,
 # which Python's own flags ask for: it was 24.9 of the module's 27.5 MB.
 BASE_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
@@ -79,9 +80,9 @@ def sanitizing() -> bool:
     return os.environ.get("CPU_ATTN_SANITIZE") == "1"
 
 
-def flagged_files(folder: str) -> list[FlaggedFile]:
+def flagged_files(folder: Path) -> list[FlaggedFile]:
     """Best first: the order in which ``auto`` looks."""
-    return sorted(map(FlaggedFile.read, (NATIVE / folder).glob("*.c")), key=lambda f: -f.rank)
+    return sorted(map(FlaggedFile.read, folder.glob("*.c")), key=lambda f: -f.rank)
 
 
 def cdef(header: Path) -> str:
@@ -123,12 +124,13 @@ class BuildExt(build_ext):  # type: ignore[misc]
     def build_native(self, ext: Extension) -> None:
         common = self.common_flags()
         sanitized = SANITIZE_KERNELS if sanitizing() else []
-        sources = {path: common for path in sorted(NATIVE.glob("*.c"))}
+        elsewhere = (*FLAGGED, ONEDNN)
+        sources = {path: common for path in sorted(NATIVE.rglob("*.c")) if path.parent not in elsewhere}
         for folder in FLAGGED:
             sources |= {file.path: [*common, *sanitized, *file.flags] for file in self.choose(folder)}
         self.assemble(ext, NATIVE / "cpu_attn.h", sources, common)
 
-    def choose(self, folder: str) -> list[FlaggedFile]:
+    def choose(self, folder: Path) -> list[FlaggedFile]:
         """The files that can be built here; they and, with the reason, the others into a header for C."""
         built, absent = [], []
         for file in flagged_files(folder):
@@ -138,16 +140,16 @@ class BuildExt(build_ext):  # type: ignore[misc]
                 absent.append((file, f"the compiler that built this lacks one of {' '.join(file.flags)}"))
             else:
                 built.append(file)
-        kind = folder.upper()
+        kind = folder.name.upper()
         lists = {
             "LIST": [f'{kind}({f.name}, "{f.unit}")' for f in built if not f.of],
             "ABSENT": [f'ABSENT({f.name}, "{f.unit}", "{why}")' for f, why in absent if not f.of],
         }
-        if folder == "isa":
+        if folder.name == "isa":
             lists["VARIANTS"] = [f"VARIANT({f.name}, {f.of})" for f in built if f.of]
             lists["ABSENT_VARIANTS"] = [f'ABSENT_VARIANT({f.name}, {f.of}, "{why}")' for f, why in absent if f.of]
         lines = (f"#define CA_{kind}_{name} {' '.join(rows)}\n" for name, rows in lists.items())
-        (self.temp / f"{folder}_list.h").write_text("".join(lines))
+        (self.temp / f"{folder.name}_list.h").write_text("".join(lines))
         return built
 
     def build_onednn(self, ext: Extension) -> None:
@@ -163,8 +165,8 @@ class BuildExt(build_ext):  # type: ignore[misc]
             return
         include, library = found
         common = self.common_flags()
-        sources = {path: common for path in sorted((NATIVE / "onednn").glob("*.c"))}
-        self.assemble(ext, NATIVE / "onednn" / "onednn.h", sources, common, [str(include)], [str(library)])
+        sources = {path: common for path in sorted(ONEDNN.glob("*.c"))}
+        self.assemble(ext, ONEDNN / "onednn.h", sources, common, [str(include)], [str(library)])
 
     def assemble(
         self,

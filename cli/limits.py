@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limits of this machine by the library's own probes (native/probe.c), the best of all looks kept."""
+"""The limits of this machine by the library's own probes (native/limits/probe.c), the best of all looks kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = 0.01  # of one look at a product
 
 @dataclass(frozen=True)
 class Probe:
-    """A row of native/probe. reason: what it lacks here, "" for nothing."""
+    """A row of native/limits/probe. reason: what it lacks here, "" for nothing."""
 
     index: int
     name: str

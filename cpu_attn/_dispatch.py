@@ -161,7 +161,7 @@ def resolve_engine(name: str) -> tuple[str, Any]:
     """Name and ``ca_engine *`` of an engine; ``auto`` follows CPU_ATTN_ENGINE, then means native."""
     name = asked("engine", name, "CPU_ATTN_ENGINE")
     if name in ("auto", "native"):
-        return "native", lib.ca_native_engine()
+        return "native", lib.ca_fused_engine()
     if name == "reference":
         return name, lib.ca_reference_engine()
     if name == "onednn":

@@ -239,8 +239,8 @@ def move_blocks(sources: Sequence[Memory], destinations: Sequence[Memory], moves
 
 def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Memory:
     """Zeros from the beginning of a cache line on: NumPy's own begin 16 bytes into one, which costs a cache write 8 %
-    of its speed in bfloat16, 20 % in float32 (native/kernel/write.inc). In huge pages where the system has them: 1 to 4
-    % of decode's speed (Cascade Lake)."""
+    of its speed in bfloat16, 20 % in float32 (kernel/cache_write/write.inc). In huge pages where the system has them: 1
+    to 4 % of decode's speed (Cascade Lake)."""
     size, align = prod(shape) * dtype.itemsize, 64
     if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         align = HUGE_PAGE
@@ -277,7 +277,7 @@ def _safetensors() -> Any:
 
 @dataclass(frozen=True)
 class Form:
-    """How 16 tokens of one kv head lie, K or V: ca_group_form of native/layout.h. Groups follow one another; behind
+    """How 16 tokens of one kv head lie, K or V: ca_group_form of cache/layout.h. Groups follow one another; behind
     them, of integers, their scales [groups][scales][16] in bfloat16."""
 
     layout: str
@@ -472,8 +472,8 @@ def _stored(numbers: NDArray[np.float64], to: CacheDescriptor, form: Form, scale
 
 
 def _integers(x: NDArray[np.float32], form: Form) -> tuple[Memory, Memory]:
-    """As native/kernel/narrow.inc quantises: the largest magnitude over the largest integer, rounded up to bfloat16, is
-    the scale; x times its reciprocal, where that is a float, goes to the nearest even integer."""
+    """As kernel/kv_formats/narrow.inc quantises: the largest magnitude over the largest integer, rounded up to bfloat16,
+    is the scale; x times its reciprocal, where that is a float, goes to the nearest even integer."""
     n, heads, size, _ = x.shape
     x = _padded(x, size, form.scales * form.scale_elements).reshape(n, heads, size, form.scales, -1)
     top = np.abs(x).max(axis=-1)

@@ -201,7 +201,7 @@ const char *ca_threading(void); /* "OpenMP 201511" or why there is none */
 int ca_get_num_threads(void);
 void ca_set_num_threads(int n); /* 0: as OpenMP says; -n: n, however little there is to do */
 
-const ca_engine *ca_native_engine(void);
+const ca_engine *ca_fused_engine(void);
 const ca_engine *ca_reference_engine(void);
 
 /* NULL and *fault on failure; CA_UNKNOWN: unless objects are NumPy arrays fit for a step, _check has to look at

@@ -161,7 +161,7 @@ class Workshop:
             environment["CC"] = f"ccache {compiler}"
         log = WORK / f"{mutant.name if mutant else target.name}.build.log"
         command = [self.builder(), "-c", BUILD_EXT, "build_ext", "--build-lib", target, "--build-temp", "temp"]
-        module = "_onednn" if mutant and mutant.file.startswith("native/onednn/") else "_native"
+        module = "_onednn" if mutant and mutant.file.startswith("native/engines/onednn/") else "_native"
         if ended(command, log, cwd=SOURCE, env=environment) or not list(target.glob(f"cpu_attn/{module}.*")):
             raise BrokenError(f"did not build: {log}")
         return target

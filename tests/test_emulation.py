@@ -17,7 +17,7 @@ import pytest
 from .case_levels import cases
 
 SOURCE = Path(__file__).resolve().parent / "emulation" / "check.c"
-FLAGS = ("-std=gnu11", "-O1", "-ffp-contract=off", "-Wall", "-Wextra")
+FLAGS = ("-std=gnu11", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", f"-I{SOURCE.parents[2] / 'native'}")
 EMULATED = ("-mavx2", "-mfma", "-mf16c", "-Wno-psabi", "-DEMULATED")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c")
 BF16 = ("-mavx512bf16", "-mavx512vbmi")

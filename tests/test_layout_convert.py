@@ -24,7 +24,7 @@ LAYOUTS = ("lanes-v2", "pairs-v1")
 
 
 def place(name: str, value: bool, token: int, d: int, size: int) -> int:
-    """Of an element among those of its block, as native/layout.h says."""
+    """Of an element among those of its block, as native/cache/layout.h says."""
     group, lane = divmod(token, 16)
     if name == "lanes-v2":
         return token * size + d if value else (group * size + d) * 16 + lane

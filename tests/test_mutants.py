@@ -30,6 +30,6 @@ def test_it_applies_and_its_tests_are_there(mutant: mutants.Mutant) -> None:
 
 @pytest.mark.parametrize("find", ["no such text", "return"])
 def test_a_text_that_is_not_there_once_is_stale(find: str) -> None:
-    mutant = mutants.Mutant("x", "native/check.c", find, "", ("test_errors.py",), "")
-    with pytest.raises(ValueError, match=f"native/check.c has .* times '{find}', expected once"):
+    mutant = mutants.Mutant("x", "native/check/check.c", find, "", ("test_errors.py",), "")
+    with pytest.raises(ValueError, match=f"native/check/check.c has .* times '{find}', expected once"):
         mutant.applied()

@@ -178,7 +178,7 @@ def test_every_byte(isa: str, dtype: str, block_size: int) -> None:
     [((128, 128), 16, 0), ((64, 128), 32, 8), ((65, 63), 16, 1), ((1031, 2100), 20, 3)],
 )
 def test_every_byte_of_a_large_write(isa: str, dtype: str, sizes: tuple[int, int], block_size: int, apart: int) -> None:
-    """Over 16 MiB, from where writes go past the caches (native/cache.c)."""
+    """Over 16 MiB, from where writes go past the caches (native/cache/cache.c)."""
     rng = np.random.default_rng(1)
     heads = 2
     count = 17 * 2**20 // (heads * sum(sizes) * numpy_dtype(dtype).itemsize)

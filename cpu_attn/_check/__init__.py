@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every check of foreign input: shapes, dtypes, strides, aliases here; what indices hold in native/check.c,
+"""Every check of foreign input: shapes, dtypes, strides, aliases here; what indices hold in native/check/check.c,
 whose findings :func:`raise_fault` turns into exceptions. All of it runs before a byte is written.
 
 Each module imports only those above it:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What native/check.c and the engines found, as exceptions; what is of another class; other words for both."""
+"""What native/check/check.c and the engines found, as exceptions; what is of another class; other words for both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def new_fault() -> Any:
 
 
 def raise_fault(fault: Any) -> None:
-    """The exception for what native/check.c found, if it found anything."""
+    """The exception for what native/check/check.c found, if it found anything."""
     if fault.status == lib.CA_OK:
         return
     if fault.status == lib.CA_NO_MEMORY:

@@ -31,7 +31,7 @@ def masks(
     tree_mask: Any,
     mm_prefix_clamp_sliding_window: Any = False,
 ) -> Masks | None:
-    """What get_scheduler_metadata was given of them, None: nothing. native/masks.c looks at what depends on lengths."""
+    """What get_scheduler_metadata was given of them, None: nothing. plan/masks.c looks at what depends on lengths."""
     clamped = boolean("mm_prefix_clamp_sliding_window", mm_prefix_clamp_sliding_window)
     if mm_prefix_range is None and document_start_loc is None and tree_mask is None:
         return None

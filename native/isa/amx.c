@@ -8,9 +8,9 @@
  * bf16 by TDPBF16PS (Sapphire Rapids and newer) over AVX-512's softmax, in the layout of avx512's bf16 caches. Seen to
  * be right by these instructions in an emulated Sapphire Rapids, never yet in a real one: CONTRIBUTING.md. int8 and
  * int4 go through tiles where there are more than CA_FEW_ROWS rows, else through integers.inc. */
-#include "../cpu.h"
+#include "cpu/cpu.h"
 #include "avx512.h"
-#include "../kernel/tiles.h"
+#include "kernel/amx/tiles.h"
 
 static const char *missing(void) {
 #ifdef EMULATED
@@ -31,25 +31,25 @@ static const char *missing(void) {
 #define NG 4
 #define NDV 4
 
-/* Guesses, after the prototypes that amx.inc speaks of. */
+/* Guesses, after the prototypes that amx/attention.h speaks of. */
 #define ROWS 256
 #define KEYS 512
 #define FEW_KEYS 128 /* of the vector kernel */
 #define SUB 64       /* keys of a sub-block of scores */
 
-#include "../kernel/state.inc"
+#include "kernel/attention/state.h"
 
 static const int integers = 1;
 #define INTEGERS &integers
 
 #define METHOD "VDPBF16PS, 16 lanes of two bf16 products"
-#define STEPS "dot.inc"
+#define STEPS "kernel/attention/dot.inc"
 #define DTYPE bf16
 #define ELEM uint16_t
 #define DIGITS 8
 #define PAIRS 1
-#include "../kernel/kernel.inc"
+#include "kernel/dtype.inc"
 
-#include "../kernel/amx.inc"
+#include "kernel/amx/attention.h"
 
 const ca_isa_row ca_isa_amx = {.missing = missing, .kernels = {[CA_BF16] = &kernel_amx}};

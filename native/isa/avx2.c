@@ -6,7 +6,7 @@
  *
  * AVX2 with FMA and F16C (Haswell, Zen and newer). Register tile: 6 x 2 accumulators of the 16
  * registers, 2 for K or V, 1 to broadcast. */
-#include "../cpu.h"
+#include "cpu/cpu.h"
 #include <immintrin.h>
 #include <math.h>
 #include <string.h>
@@ -24,7 +24,7 @@
 #define FEW_KEYS 128
 #define SUM_GROUPS 8 /* 4: float32 prefill 1.03 of the time of one sum, 8: 1.02 */
 #define NHD_KEYS 64
-#include "../kernel/inline.h"
+#include "kernel/simd/inline.h"
 
 static const char *missing(void) { return CA_CPU_MISSING(CA_HAS_avx2, CA_HAS_fma, CA_HAS_f16c); }
 
@@ -210,4 +210,4 @@ INLINE void v_stream_line(void *to, const void *from) {
     _mm256_stream_si256((__m256i *)to + 1, _mm256_loadu_si256((const __m256i *)from + 1));
 }
 
-#include "../kernel/kernels.inc"
+#include "kernel/all_dtypes.h"

@@ -35,7 +35,7 @@
  * of 1 KiB: slower than all.
  *
  * Narrow caches: kernel/halves.h; int8 and int4 of 16-bit dtypes, with AVX512_VNNI: kernel/integers.inc. */
-#include "../cpu.h"
+#include "cpu/cpu.h"
 #include "avx512.h"
 
 #define ISA avx512
@@ -72,4 +72,4 @@ static const char *missing(void) {
 #endif
 }
 
-#include "../kernel/kernels.inc"
+#include "kernel/all_dtypes.h"

@@ -2,15 +2,15 @@
  * The vocabulary (kernel/vocabulary.md) in AVX-512 registers, for every isa file that has them. Nothing beyond
  * F, BW, DQ, VL, FMA and F16C, and BF16 and VBMI where the file has them too; but v_dot_words is VPDPWSSD, in assembly,
  * for files with INTEGERS. With EMULATED all of it on AVX2, with EMULATED_BF16 also BF16 and VBMI. */
-#include "../kernel/inline.h"
+#include "kernel/simd/inline.h"
 #include <immintrin.h>
 #include <math.h>
 #include <string.h>
 #ifdef EMULATED
-#include "../kernel/avx512_emulation.h"
+#include "kernel/emulation/avx512.h"
 #endif
 #ifdef EMULATED_BF16
-#include "../kernel/bf16_emulation.h"
+#include "kernel/emulation/bf16.h"
 #endif
 #if defined __AVX512BF16__ || defined EMULATED_BF16
 #define HAS_BF16
@@ -279,7 +279,7 @@ INLINE vp v_powers(vf a, vf b) {
 }
 INLINE int v_any_nan(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
 
-/* ---- words of fused.inc ---- */
+/* ---- words of in_registers.inc ---- */
 
 #define V_NARROW_PAIRS
 typedef struct v_table {

@@ -24,9 +24,9 @@
  * with K's groups two apart 0.92 to 0.99; V group by group over all columns 0.97 to 1.06, with lines asked for in the
  * order of memory 0.94 to 1.06; every line asked for twice 0.96 to 1.07. Since heads go together (attend.c): PACED_ROWS
  * 0 1.08 to 1.19, AHEAD 2 1.02 to 1.07, FEW_KEYS 256 0.98 to 1.01; NARROW_AHEAD 2 1.1 with one query head a kv head,
- * else 1.0; `arrival` in fused.inc 1.02 to 1.2. Of several tiles the first asks for what comes next; each for a part of
+ * else 1.0; `arrival` in in_registers.inc 1.02 to 1.2. Of several tiles the first asks for what comes next; each for a part of
  * it, a block ahead: tree-8x8k 0.99 to 1.0, prefill 1.0 to 1.1. */
-#include "../cpu.h"
+#include "cpu/cpu.h"
 #include "avx512.h"
 #include <stdlib.h>
 
@@ -59,18 +59,18 @@ static const char *missing(void) {
     return reason;
 }
 
-#include "../kernel/state.inc"
+#include "kernel/attention/state.h"
 
 #ifdef EMULATED
 #define METHOD "VDPBF16PS emulated, for tests only"
 #else
 #define METHOD "VDPBF16PS, 16 lanes of two bf16 products"
 #endif
-#define STEPS "dot.inc"
+#define STEPS "kernel/attention/dot.inc"
 #define DTYPE bf16
 #define ELEM uint16_t
 #define DIGITS 8
 #define PAIRS 1
-#include "../kernel/kernel.inc"
+#include "kernel/dtype.inc"
 
 const ca_isa_row ca_isa_avx512_bf16 = {.missing = missing, .kernels = {[CA_BF16] = &kernel_bf16}};

@@ -7,8 +7,8 @@
  * What every 64-bit Arm core has: FMA on 4 lanes, and conversions from and to binary16. Register tile: 6 x 4
  * accumulators of the 32 registers, 4 for K or V, 1 to broadcast. Run under qemu only: nothing is known of its speed.
  */
-#include "../cpu.h"
-#include "../layout.h"
+#include "cpu/cpu.h"
+#include "cache/layout.h"
 #include <arm_neon.h>
 #include <math.h>
 #include <string.h>
@@ -23,7 +23,7 @@
 #define ROWS 96
 #define KEYS 256
 #define FEW_KEYS 128
-#include "../kernel/inline.h"
+#include "kernel/simd/inline.h"
 
 static const char *missing(void) { return CA_CPU_MISSING(CA_HAS_neon); }
 
@@ -178,4 +178,4 @@ INLINE void v_zip_bf16(uint16_t *dst, const uint16_t *a, const uint16_t *b, int 
 #define STREAMS 0
 INLINE void v_stream_line(void *to, const void *from) { memcpy(to, from, 64); }
 
-#include "../kernel/kernels.inc"
+#include "kernel/all_dtypes.h"

@@ -5,9 +5,9 @@
  * flags:
  *
  * Plain C: one lane, any machine. What the compiler makes of it is its own affair. */
-#include "../cpu.h"
-#include "../half.h"
-#include "../layout.h"
+#include "cpu/cpu.h"
+#include "cache/half.h"
+#include "cache/layout.h"
 
 #define ISA scalar
 #define METHOD "plain C"
@@ -19,7 +19,7 @@
 #define ROWS 32
 #define KEYS 256
 #define FEW_KEYS 128
-#include "../kernel/inline.h"
+#include "kernel/simd/inline.h"
 #include <math.h>
 
 static const char *missing(void) { return NULL; }
@@ -121,4 +121,4 @@ INLINE void v_zip_bf16(uint16_t *dst, const uint16_t *a, const uint16_t *b, int 
 INLINE void v_stream_line(void *to, const void *from) { memcpy(to, from, 64); }
 #define STREAMS 0
 
-#include "../kernel/kernels.inc"
+#include "kernel/all_dtypes.h"

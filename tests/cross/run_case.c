@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * One call of reshape_and_cache and of attention_with_kv_cache without Python, for machines that are emulated:
  * test_cross.py writes the arrays to standard input and reads output and lse from standard output. */
-#include "layout.h"
+#include "cache/layout.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -160,7 +160,7 @@ int main(int argc, char **argv) {
     ca_plan_info info;
     ca_write(known, 0, written, 0, isa, (int)f[K_DTYPE], (int)f[V_DTYPE], (int)f[KV_CACHE_LAYOUT], x[2], x[3], &fault);
     ca_plan *plan =
-        fault.status ? NULL : ca_plan_new(&shape, ca_native_engine(), 0, step, masked ? &masks : NULL, &fault);
+        fault.status ? NULL : ca_plan_new(&shape, ca_fused_engine(), 0, step, masked ? &masks : NULL, &fault);
     if (!plan)
         die("no plan");
     ca_plan_describe(plan, &info);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * What check.c defines instructions by, and the numbers that it tries. */
 #ifdef EMULATED
-#include "../../native/kernel/bf16_emulation.h"
-#include "../../native/kernel/tiles.h"
+#include "kernel/emulation/bf16.h"
+#include "kernel/amx/tiles.h"
 #else
 #include <immintrin.h>
 #endif

@@ -1,0 +1,373 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Slots and blocks: writes tokens into the cache and gathers them back. */
+#include "check/check.h"
+#include "kernel/kernel.h"
+#include "run/threads.h"
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+/* Writes of so much go past the caches. Measured on Zen 4 with 32 MiB of L3, one thread, write and then a decode step
+ * that reads it all, streamed against not: 4 MiB 17.5 and 20.3 GB/s written, 705 and 442 us for both; 8 MiB 18.6
+ * and 20.8, 1339 and 838; 16 MiB 20.6 and 12.5, 2579 and 2781; 32 MiB 18.6 and 9.2, 5779 and 7565. */
+#define STREAM_BYTES (16 << 20)
+
+typedef struct cache {
+    void *data;
+    int64_t stride_n, stride_h, ld; /* ld: from token to token of a plain cache; packed: head_size */
+    int64_t num_blocks, block_size;
+    int32_t num_kv_heads, head_size;
+    int32_t dtype, kv_dtype; /* of the tokens that come and of the queries; of the memory */
+    int32_t isa, layout;     /* enum ca_layout */
+    const ca_kernel *kernel; /* of isa, for dtype */
+    float scale;             /* an fp8 cache holds x / scale */
+} cache;
+
+typedef struct write_call {
+    const cache *key_cache, *value_cache;
+    const ca_array *key, *value; /* [T, Hkv, D] */
+    const int64_t *slots;
+    int64_t num_tokens;
+    int stream;
+    const ca_rotary *rotary; /* keys and queries are rotated first; or NULL */
+} write_call;
+
+static ca_group_form form_of(const cache *c, int value) {
+    return ca_group_form_of(c->layout, c->kv_dtype, c->head_size, value);
+}
+
+static int64_t offset_of(const cache *c, int value, int64_t token, int64_t d) {
+    return value ? ca_v_offset(c->layout, token, d, c->ld) : ca_k_offset(c->layout, token, d, c->ld);
+}
+
+/* The scales of n tokens of one group. */
+static void put_scales(const cache *c, const ca_group_form *f, char *block, int64_t token, int n,
+                       const uint16_t *scales, int64_t ld) {
+    char *to = block + ca_scales_at(f, c->block_size, token / CA_LANES) + token % CA_LANES * 2;
+    for (int64_t s = 0; s < f->scales; s++)
+        for (int t = 0; t < n; t++)
+            memcpy(to + (s * CA_LANES + t) * 2, &scales[t * ld + s], 2);
+}
+
+/* A token's elements, a byte each, and its scales. */
+static void narrow_row(const cache *c, const char *row, uint8_t *bytes, uint16_t *scales) {
+    if (ca_is_scaled(c->kv_dtype))
+        c->kernel->quantise(row, c->head_size, c->kv_dtype, bytes, scales);
+    else
+        c->kernel->pack(row, c->head_size, c->scale, c->kv_dtype, bytes);
+}
+
+/* One token of a plain cache. */
+static void write_plain(const cache *c, int value, char *block, int64_t token, const char *row) {
+    char *to = block + offset_of(c, value, token, 0) * ca_dtype_size(c->kv_dtype);
+    if (ca_is_narrow(c->kv_dtype))
+        c->kernel->pack(row, c->head_size, c->scale, c->kv_dtype, (uint8_t *)to);
+    else
+        memcpy(to, row, (size_t)c->head_size * ca_dtype_size(c->dtype));
+}
+
+/* One token of a packed, narrow cache. An odd last d of K is paired with zero where the other could be NaN. */
+static void write_narrow(const cache *c, int value, char *block, int64_t token, const char *row) {
+    uint8_t bytes[c->head_size]; /* at most _check.MAX_SIZE */
+    uint16_t scales[ca_div_up(c->head_size, 32)];
+    const ca_group_form f = form_of(c, value);
+    uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
+    narrow_row(c, row, bytes, scales);
+    for (int64_t d = 0; d < c->head_size; d++) {
+        int64_t at = offset_of(c, value, token % CA_LANES, d);
+        if (c->kv_dtype == CA_I4) {
+            uint8_t *both = &group[ca_i4_byte(at)];
+            *both = (uint8_t)((*both & 0xf0 >> ca_i4_shift(at)) | bytes[d] << ca_i4_shift(at));
+        } else
+            group[at] = bytes[d];
+    }
+    put_scales(c, &f, block, token, 1, scales, 0);
+    if (!value && c->head_size % 2 && !f.scales)
+        group[ca_k_offset(CA_LAYOUT_PAIRS, token % CA_LANES, c->head_size, c->head_size + 1)] = 0;
+}
+
+#define WIDE 512 /* elements of a token that are written 16 tokens at a time */
+
+/* Bytes of 16 tokens in the order of their group. Two bytes side by side are moved as one 16-bit element: so K in pairs
+ * of bytes lies as K of half as many halves does in lanes. */
+static void arrange(const cache *c, int value, uint8_t bytes[CA_LANES][WIDE], uint8_t *to, int stream) {
+    const int64_t n = c->head_size;
+    if (!value) {
+        ca_words_kernel(c->isa)->write_k(to, n / 2, 0, CA_LANES, bytes, WIDE / 2, bytes, stream);
+        return;
+    }
+    for (int t = 0; t < CA_LANES; t += 2)
+        for (int64_t d = 0; d < n; d++) {
+            to[t * n + 2 * d] = bytes[t][d];
+            to[t * n + 2 * d + 1] = bytes[t + 1][d];
+        }
+}
+
+/* A whole group; 0: it has to go token by token. */
+static int write_narrow_group(const cache *c, int value, char *block, int64_t token, const char *rows, int64_t ld,
+                              int stream) {
+    uint8_t bytes[CA_LANES][WIDE], stage[CA_LANES * WIDE + CA_I4_ELEMENTS];
+    uint16_t scales[CA_LANES][WIDE / 32];
+    const ca_group_form f = form_of(c, value);
+    uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
+    if (c->head_size > WIDE || c->head_size % 2)
+        return 0;
+    for (int t = 0; t < CA_LANES; t++) {
+        /* the next group's rows, as in write.inc */
+        for (int64_t i = 0; i < c->head_size * ca_dtype_size(c->dtype); i += 64)
+            __builtin_prefetch(rows + (t + CA_LANES) * ld + i, 0, 2);
+        narrow_row(c, rows + t * ld, bytes[t], scales[t]);
+    }
+    if (c->kv_dtype == CA_I4) {
+        memset(stage + ca_max64(0, f.elements - CA_I4_ELEMENTS), 0, CA_I4_ELEMENTS);
+        arrange(c, value, bytes, stage, 0);
+        for (int64_t i = 0; i < f.elements; i += CA_I4_ELEMENTS)
+            for (int64_t b = 0; b < 64; b++)
+                group[i / 2 + b] = (uint8_t)(stage[i + b] | stage[i + 64 + b] << 4);
+    } else {
+        arrange(c, value, bytes, group, stream);
+    }
+    put_scales(c, &f, block, token, CA_LANES, scales[0], WIDE / 32);
+    return 1;
+}
+
+static void write_run(const cache *c, int value, const ca_array *rows, int head, int64_t slot, int64_t t, int n,
+                      int stream) {
+    const ca_kernel *kernel = c->kernel;
+    char *block = (char *)ca_block(c->data, c->stride_n, c->stride_h, slot / c->block_size, head, c->kv_dtype);
+    const char *row = ca_row_of(rows, t, head);
+    int64_t token = slot % c->block_size, ld = rows->strides[0] * rows->itemsize;
+    if (c->layout == CA_LAYOUT_ROWS)
+        for (int i = 0; i < n; i++)
+            write_plain(c, value, block, token + i, row + i * ld);
+    else if (!ca_is_narrow(c->kv_dtype))
+        (value ? kernel->write_v : kernel->write_k)(block, c->head_size, token, n, row, rows->strides[0],
+                                                    row + CA_LANES * ld, stream);
+    else if (n < CA_LANES || !write_narrow_group(c, value, block, token, row, ld, stream))
+        for (int i = 0; i < n; i++)
+            write_narrow(c, value, block, token + i, row + i * ld);
+}
+
+/* Tokens from t on, at most one K group of them, that lie one after another in one block. */
+static int run_length(const write_call *w, int64_t t, int64_t block_size) {
+    int64_t token = w->slots[t] % block_size;
+    int64_t most = ca_min64(w->num_tokens - t, ca_min64(block_size - token, CA_LANES - token % CA_LANES));
+    int n = 1;
+    while (n < most && w->slots[t + n] == w->slots[t] + n)
+        n++;
+    return n;
+}
+
+/* The share of one thread: some heads, and every so many-th K group. All heads of a run before the next run, so that
+ * the source is read in the order of memory. A slot of a head has one thread, which goes in order of tokens: of those
+ * that share a slot the last one stays, whole. */
+static void write_part(const write_call *w, int thread, int head0, int head1, int64_t part, int64_t parts) {
+    int64_t block_size = w->key_cache->block_size;
+    for (int64_t t = 0, n; t < w->num_tokens; t += n) {
+        int64_t slot = w->slots[t];
+        n = 1;
+        if (slot < 0)
+            continue;
+        n = run_length(w, t, block_size);
+        if (parts > 1 && (slot / block_size + slot % block_size / CA_LANES) % parts != part)
+            continue;
+        ca_array rotated;
+        if (w->rotary)
+            rotated = ca_rotate_keys(w->rotary, thread, head0, head1, t, (int)n);
+        for (int h = head0; h < head1; h++)
+            write_run(w->key_cache, 0, w->rotary ? &rotated : w->key, h, slot, w->rotary ? 0 : t, (int)n, w->stream);
+        for (int h = head0; h < head1; h++)
+            write_run(w->value_cache, 1, w->value, h, slot, t, (int)n, w->stream);
+    }
+    /* Streamed lines become visible to other threads in no order until a locked instruction (Intel SDM 3, 12.3.1). */
+    if (w->stream)
+        atomic_thread_fence(memory_order_seq_cst);
+}
+
+static int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
+
+/* The queries of a rotary_reshape_and_cache, then the share of the cache. */
+static void write_share(const write_call *w, int thread, int team) {
+    int heads = w->key_cache->num_kv_heads, groups = gcd(heads, team), parts = team / groups, each = heads / groups;
+    if (w->rotary)
+        ca_rotate_queries(w->rotary, thread, team);
+    write_part(w, thread, thread / parts * each, (thread / parts + 1) * each, thread % parts, parts);
+}
+
+static int write_all(const cache *kc, const cache *vc, const ca_array *key, const ca_array *value, const int64_t *slots,
+                     int64_t num_tokens, ca_rotary *rotary, ca_fault *fault) {
+    int64_t work = num_tokens * kc->num_kv_heads * (kc->head_size + vc->head_size);
+    int64_t rotations = rotary ? num_tokens * kc->head_size * (rotary->num_heads + kc->num_kv_heads) : 0;
+    int stream = work * ca_dtype_size(kc->kv_dtype) >= STREAM_BYTES;
+    write_call w = {kc, vc, key, value, slots, num_tokens, stream, rotary};
+    /* 8 elements a nanosecond: bfloat16 in runs, on a Zen 4 core; token by token it is a tenth of that */
+    int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for((double)(work + 2 * rotations) / 8)));
+    if (ca_check_stack(team, fault))
+        return fault->status;
+    if (rotary && ca_rotary_begin(rotary, (int)ca_max64(1, team)))
+        return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
+    if (team <= 1)
+        write_share(&w, 0, 1);
+    else {
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(team)
+#endif
+        for (int i = 0; i < team; i++)
+            write_share(&w, i, team);
+    }
+    if (rotary)
+        ca_rotary_end(rotary);
+    return CA_OK;
+}
+
+/* rows: the tokens that come. */
+static cache cache_of(const ca_array *a, const ca_array *rows, int isa, int kv_dtype, int kv_cache_layout,
+                      float scale) {
+    const ca_axes axes = ca_cache_axes(a, kv_cache_layout, rows->shape[2]);
+    const ca_kernel *kernel = ca_isa_get(isa)->kernels[rows->dtype];
+    return (cache){
+        .data = (void *)a->address,
+        .stride_n = axes.stride_n,
+        .stride_h = axes.stride_h,
+        .ld = axes.ld,
+        .num_blocks = axes.num_blocks,
+        .num_kv_heads = (int32_t)axes.num_kv_heads,
+        .block_size = axes.block_size,
+        .head_size = (int32_t)rows->shape[2],
+        .dtype = rows->dtype,
+        .kv_dtype = kv_dtype,
+        .isa = isa,
+        .layout = ca_layout_of(kv_cache_layout, kernel->info.layout, kv_dtype),
+        .kernel = kernel,
+        .scale = scale,
+    };
+}
+
+int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype, int v_dtype,
+             int kv_cache_layout, float k_scale, float v_scale, ca_fault *fault) {
+    const int64_t sizes[CA_SIZES] = {named, kv_cache_layout};
+    ca_array a[CA_WRITE_ARRAYS];
+    const struct ca_accepted *call =
+        ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_WRITE_ARRAYS, CA_TO_VALUE_CACHE + 1);
+    if (!call)
+        return CA_UNKNOWN;
+    const int here = (int)call->isa, layout = kv_cache_layout;
+    const cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], here, (int)call->k_dtype, layout, k_scale);
+    const cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], here, (int)call->v_dtype, layout, v_scale);
+    int64_t few[CA_FEW_INDICES];
+    int64_t *slots = ca_take_slots(&a[CA_SLOT_MAPPING], kc.num_blocks * kc.block_size, few, fault);
+    if (!slots)
+        return fault->status;
+    write_all(&kc, &vc, &a[CA_KEY], &a[CA_VALUE], slots, a[CA_KEY].shape[0], NULL, fault);
+    ca_give_back(slots, few);
+    return fault->status;
+}
+
+int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype,
+                    int v_dtype, int kv_cache_layout, int is_neox, float eps, float k_scale, float v_scale,
+                    ca_fault *fault) {
+    const int64_t sizes[CA_SIZES] = {named, kv_cache_layout};
+    ca_array a[CA_ROTARY_ARRAYS];
+    const struct ca_accepted *call =
+        ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_ROTARY_ARRAYS, CA_ROTARY_QUERY_OUT + 1);
+    if (!call)
+        return CA_UNKNOWN;
+    const int here = (int)call->isa, layout = kv_cache_layout;
+    const ca_array *keys = &a[CA_ROTARY_KEY], *queries = &a[CA_ROTARY_QUERY], *table = &a[CA_COS_SIN_CACHE];
+    const cache kc = cache_of(&a[CA_ROTARY_KEY_CACHE], keys, here, (int)call->k_dtype, layout, k_scale);
+    const cache vc =
+        cache_of(&a[CA_ROTARY_VALUE_CACHE], &a[CA_ROTARY_VALUE], here, (int)call->v_dtype, layout, v_scale);
+    const int64_t num_tokens = keys->shape[0];
+    ca_rotary rotary = {
+        .kernel = kc.kernel,
+        .query = queries,
+        .query_out = &a[CA_ROTARY_QUERY_OUT],
+        .key = keys,
+        .cos_sin = table,
+        .num_tokens = num_tokens,
+        .head_size = kc.head_size,
+        .rot_dim = table->shape[1],
+        .num_heads = (int32_t)queries->shape[1],
+        .num_kv_heads = kc.num_kv_heads,
+        .is_neox = is_neox,
+        .eps = eps,
+        .weights = &a[CA_Q_WEIGHT],
+    };
+    int64_t few[2][CA_FEW_INDICES], *positions = NULL;
+    int64_t *slots = ca_take_slots(&a[CA_ROTARY_SLOT_MAPPING], kc.num_blocks * kc.block_size, few[0], fault);
+    if (slots)
+        positions = ca_take_positions(&a[CA_POSITIONS], table->shape[0], few[1], fault);
+    rotary.positions = positions;
+    if (positions)
+        write_all(&kc, &vc, keys, &a[CA_ROTARY_VALUE], slots, num_tokens, &rotary, fault);
+    ca_give_back(positions, few[1]);
+    ca_give_back(slots, few[0]);
+    return fault->status;
+}
+
+/* n elements of 1, 2 or 4 bytes, step bytes apart. */
+static void copy_apart(char *dst, const char *src, int64_t n, int64_t step, int size) {
+    if (size == 1)
+        for (int64_t i = 0; i < n; i++)
+            dst[i] = src[i * step];
+    else if (size == 2)
+        for (int64_t i = 0; i < n; i++)
+            memcpy(dst + i * 2, src + i * step, 2);
+    else
+        for (int64_t i = 0; i < n; i++)
+            memcpy(dst + i * 4, src + i * step, 4);
+}
+
+/* int8 and int4 times their scales: exact in float32. */
+static void gather_scaled(const cache *c, int value, const char *block, int64_t token, float *dst) {
+    for (int64_t d = 0; d < c->head_size; d++)
+        dst[d] = ca_scaled_element(c->kv_dtype, c->head_size, value, block, c->block_size, token, d);
+}
+
+static void gather_token(const cache *c, int value, const char *block, int64_t token, char *dst) {
+    int layout = c->layout, size = ca_dtype_size(c->kv_dtype);
+    int64_t n = c->head_size;
+    const char *src = block + offset_of(c, value, token, 0) * size;
+    if (layout == CA_LAYOUT_ROWS || (value && layout == CA_LAYOUT_LANES))
+        memcpy(dst, src, (size_t)(n * size));
+    else if (value)
+        copy_apart(dst, src, n, 2 * size, size);
+    else if (layout == CA_LAYOUT_LANES)
+        copy_apart(dst, src, n, CA_LANES * size, size);
+    else {
+        copy_apart(dst, src, n / 2, 2 * CA_LANES * size, 2 * size);
+        copy_apart(dst + n / 2 * 2 * size, src + n / 2 * 2 * CA_LANES * size, n % 2, 0, size);
+    }
+}
+
+/* Head by head over the tokens of a K group, whose lines stay in L1 so. */
+int ca_gather(const ca_array *a, int value, int isa, int dtype, int kv_dtype, int kv_cache_layout, ca_fault *fault) {
+    const ca_array *out = &a[CA_GATHERED], *table = &a[CA_GATHER_BLOCK_TABLE];
+    ca_array written = *out; /* tokens of this shape; out has the dtype that is stored */
+    written.dtype = dtype;
+    const cache c = cache_of(&a[CA_GATHER_CACHE], &written, isa, kv_dtype, kv_cache_layout, 1);
+    const int64_t num_tokens = out->shape[0];
+    const int64_t needed = ca_div_up(num_tokens, c.block_size), cols = table->shape[0];
+    int32_t *blocks = malloc(1 + (size_t)ca_min64(needed, cols) * sizeof *blocks);
+    if (!blocks)
+        return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
+    const int bad = ca_take_blocks((const int32_t *)table->address, -1, 0, needed, cols, c.num_blocks, blocks, fault);
+    for (int64_t t = 0, n; t < num_tokens && !bad; t += n) {
+        int64_t token = t % c.block_size, block = blocks[t / c.block_size];
+        n = ca_min64(num_tokens - t, ca_min64(c.block_size - token, CA_LANES - token % CA_LANES));
+        for (int h = 0; h < c.num_kv_heads; h++)
+            for (int64_t i = 0; i < n; i++) {
+                const char *from = ca_block(c.data, c.stride_n, c.stride_h, block, h, kv_dtype);
+                char *to = ca_row_of(out, t + i, h);
+                if (ca_is_scaled(kv_dtype))
+                    gather_scaled(&c, value, from, token + i, (float *)to);
+                else
+                    gather_token(&c, value, from, token + i, to);
+            }
+    }
+    free(blocks);
+    return bad;
+}

@@ -1,0 +1,325 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The C half of cpu_attn/_check: what may differ between calls that look alike (addresses, and what lengths and
+ * indices hold), and which calls look alike. Another thread of the caller's may write into the arrays meanwhile: so
+ * what a call goes by is copied first, and checked and used in the copy. A call of one token over 16 keys took 65 us
+ * where Python looked at every array of every call, and takes 12 us so (Zen 4; 8 us are the kernel's). */
+#include "check.h"
+#include "plan/keys.h"
+#include "cache/layout.h"
+#include "run/threads.h"
+#include <stdlib.h>
+
+/* blocks: of a request's row of the table, from number `first` on. */
+static int check_blocks(const int32_t *blocks, int64_t request, int64_t first, int64_t end, int64_t cols,
+                        int64_t num_blocks, ca_fault *fault) {
+    if (end > cols)
+        return ca_fail(fault, CA_BLOCK_TABLE_SHORT, request, -1, end, cols);
+    for (int64_t i = first; i < end; i++, blocks++)
+        if (*blocks < 0 || *blocks >= num_blocks)
+            return ca_fail(fault, CA_BAD_BLOCK, request, i, *blocks, num_blocks);
+    return CA_OK;
+}
+
+int ca_check_stack(int team, ca_fault *fault) {
+    const int64_t bytes = ca_small_stack(team);
+    return bytes ? ca_fail(fault, CA_SMALL_STACK, -1, -1, bytes, CA_STACK_BYTES) : CA_OK;
+}
+
+int ca_check_lengths(int64_t num_reqs, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault) {
+    for (int64_t r = 0; r < num_reqs; r++) {
+        if (seq_lens[r] < 0)
+            return ca_fail(fault, CA_BAD_SEQ_LEN, r, r, seq_lens[r], 0);
+        if (query_start_loc[r + 1] < query_start_loc[r])
+            return ca_fail(fault, CA_BAD_QUERY_START_LOC, r, r + 1, query_start_loc[r + 1], query_start_loc[r]);
+    }
+    if (query_start_loc[0] != 0)
+        return ca_fail(fault, CA_BAD_QUERY_START_LOC, -1, 0, query_start_loc[0], 0);
+    return CA_OK;
+}
+
+int ca_check_step(const ca_plan *p, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
+                  const int32_t *dynamic_causal, ca_fault *fault) {
+    for (int r = 0; r <= p->shape.num_reqs; r++)
+        if (query_start_loc[r] != p->query_start_loc[r])
+            return ca_fail(fault, CA_OTHER_LENGTHS, r, r, query_start_loc[r], p->query_start_loc[r]);
+    for (int r = 0; r < p->shape.num_reqs; r++) {
+        int here = dynamic_causal ? dynamic_causal[r] != 0 : causal;
+        if (seq_lens[r] != p->seq_lens[r])
+            return ca_fail(fault, CA_OTHER_SEQ_LENS, r, r, seq_lens[r], p->seq_lens[r]);
+        if (here != p->causal[r])
+            return ca_fail(fault, CA_OTHER_CAUSAL, r, r, here, p->causal[r]);
+    }
+    return CA_OK;
+}
+
+/* n entries of one kv head's selection, from `position` on: ascending blocks, then -1. before: the one before them, as
+ * unsigned; -1: there is none. */
+static int check_selected(const int32_t *list, int64_t n, int64_t position, int64_t before, int64_t seq_blocks,
+                          ca_fault *fault) {
+    for (int64_t i = 0; i < n; before = (uint32_t)list[i++])
+        if (list[i] < -1 || list[i] >= seq_blocks)
+            return ca_fail(fault, CA_BAD_SELECTED, -1, position + i, list[i], seq_blocks);
+        else if (list[i] != -1 && (uint32_t)list[i] <= before)
+            return ca_fail(fault, CA_SELECTED_ORDER, -1, position + i, list[i], (int32_t)before);
+    return CA_OK;
+}
+
+/* Requests that share blocks in the plan have to share them in the call's table. They see all of their first keys. */
+static int check_shared(const ca_plan *p, const ca_indices *x, ca_fault *fault) {
+    for (int64_t n = 0; n < p->num_same; n++) {
+        const ca_same *s = &p->same[n];
+        const int32_t *here = x->blocks + x->table_at[s->request], *there = x->blocks + x->table_at[s->other];
+        if (memcmp(here, there, (size_t)s->num_blocks * sizeof *here) == 0)
+            continue;
+        int64_t i = 0;
+        while (here[i] == there[i])
+            i++;
+        return ca_fail(fault, CA_OTHER_BLOCKS, s->request, i, here[i], there[i]);
+    }
+    return CA_OK;
+}
+
+/* The selection of request r, whose table is copied. Of a list only as many entries are kept as the longest request has
+ * blocks: all behind these have to be -1. */
+static int take_selected(const ca_plan *p, const ca_array *selected, int64_t r, int64_t cols, int64_t num_blocks,
+                         int64_t block_size, ca_indices *x, ca_fault *fault) {
+    const int64_t seq_blocks = ca_div_up(p->seq_lens[r], block_size), n = x->num_selected, all = selected->shape[2];
+    const int64_t first = p->first_key[r] / block_size, end = ca_div_up(p->end_key[r], block_size);
+    int status = CA_OK;
+    for (int64_t h = 0; h < selected->shape[1] && !status; h++) {
+        const int32_t *from = (const int32_t *)selected->address + r * selected->strides[0] + h * selected->strides[1];
+        int32_t *list = x->selected + (r * selected->shape[1] + h) * n;
+        memcpy(list, from, (size_t)n * sizeof *list);
+        status = check_selected(list, n, 0, -1, seq_blocks, fault);
+        if (!status && all > n)
+            status = check_selected(from + n, all - n, n, n ? (int64_t)(uint32_t)list[n - 1] : -1, seq_blocks, fault);
+        if (status) {
+            fault->request = r;
+            fault->kv_head = h;
+        }
+        for (int64_t i = 0; i < n && !status; i++)
+            if (list[i] >= first && list[i] < end)
+                status = check_blocks(&x->blocks[x->table_at[r] + list[i]], r, list[i], list[i] + 1, cols, num_blocks,
+                                      fault);
+    }
+    return status;
+}
+
+/* Room for what a call reads of its table and its selection; 0: there is none. */
+static int make_room(const ca_plan *p, const ca_array *table, const ca_array *selected, int64_t block_size,
+                     ca_indices *x) {
+    const int64_t num_reqs = p->shape.num_reqs;
+    /* a range of n keys lies in up to n / block_size + 2 blocks */
+    double entries =
+        fmin((double)(p->num_keys / block_size + 2 * num_reqs), (double)num_reqs * (double)table->shape[1]);
+    x->num_selected = -1;
+    if (selected->itemsize) {
+        x->num_selected = ca_min64(selected->shape[2], ca_div_up(ca_longest(p), block_size));
+        entries += (double)num_reqs * (double)selected->shape[1] * (double)x->num_selected;
+    }
+    const double bytes = (double)num_reqs * sizeof *x->table_at + entries * sizeof *x->blocks;
+    x->memory = bytes <= sizeof x->few ? x->few : bytes < (double)PTRDIFF_MAX ? malloc((size_t)bytes) : NULL;
+    x->table_at = x->memory;
+    x->blocks = (int32_t *)(x->table_at + num_reqs);
+    return x->memory != NULL;
+}
+
+/* Are all of n blocks, as copied, below num_blocks? Then neither they nor what is left up to the last one have a sign.
+ */
+static int copy_blocks(const int32_t *restrict from, int64_t n, int64_t num_blocks, int32_t *restrict to) {
+    const uint32_t last = (uint32_t)(num_blocks - 1);
+    uint32_t signs = 0;
+    for (int64_t i = 0; i < n; i++) {
+        to[i] = from[i];
+        signs |= (uint32_t)to[i] | (last - (uint32_t)to[i]);
+    }
+    return !(signs >> 31);
+}
+
+static int64_t there(int64_t first, int64_t end, int64_t cols) { return ca_max64(0, ca_min64(end, cols) - first); }
+
+int ca_take_blocks(const int32_t *row, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
+                   int32_t *to, ca_fault *fault) {
+    const int fine = copy_blocks(row + first, there(first, end, cols), num_blocks, to);
+    return fine && end <= cols ? CA_OK : check_blocks(to, request, first, end, cols, num_blocks, fault);
+}
+
+int ca_take_indices(const ca_plan *p, const ca_array *table, const ca_array *selected, int64_t num_blocks,
+                    int64_t block_size, ca_indices *x, ca_fault *fault) {
+    const int64_t cols = table->shape[1];
+    int64_t taken = 0;
+    int status = CA_OK;
+    x->memory = NULL;
+    if (p->shape.block_size && block_size != p->shape.block_size)
+        return ca_fail(fault, CA_OTHER_BLOCK_SIZE, -1, -1, block_size, p->shape.block_size);
+    if (!make_room(p, table, selected, block_size, x))
+        return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
+    for (int r = 0; r < p->shape.num_reqs && !status; r++) {
+        const int64_t first = p->first_key[r] / block_size, end = ca_div_up(p->end_key[r], block_size);
+        const int32_t *row = (const int32_t *)table->address + r * table->strides[0];
+        int32_t *to = x->blocks + taken;
+        if (selected->itemsize) /* which of them count is not known yet */
+            memcpy(to, row + first, (size_t)there(first, end, cols) * sizeof *to);
+        else
+            status = ca_take_blocks(row, r, first, end, cols, num_blocks, to, fault);
+        x->table_at[r] = taken - first;
+        taken += there(first, end, cols);
+    }
+    if (!selected->itemsize)
+        return status ? status : check_shared(p, x, fault);
+    x->selected = x->blocks + taken;
+    for (int r = 0; r < p->shape.num_reqs && !status; r++)
+        status = take_selected(p, selected, r, cols, num_blocks, block_size, x, fault);
+    return status;
+}
+
+void ca_give_back(void *memory, void *few) {
+    if (memory != few)
+        free(memory);
+}
+
+int ca_check_table(const ca_plan *p, const ca_array *table, const ca_array *selected, int64_t num_blocks,
+                   int64_t block_size, ca_fault *fault) {
+    ca_indices x;
+    ca_take_indices(p, table, selected, num_blocks, block_size, &x, fault);
+    ca_give_back(x.memory, x.few);
+    return fault->status;
+}
+
+int ca_check_bias(const ca_plan *p, const ca_array *bias, ca_fault *fault) {
+    for (int r = 0; bias->itemsize && r < p->shape.num_reqs; r++) {
+        const int64_t q_len = ca_q_len(p, r);
+        if (bias->shape[2] < q_len)
+            return ca_fail(fault, CA_BIAS_SMALL, r, 2, bias->shape[2], q_len);
+        if (q_len && bias->shape[3] < p->seq_lens[r])
+            return ca_fail(fault, CA_BIAS_SMALL, r, 3, bias->shape[3], p->seq_lens[r]);
+    }
+    return CA_OK;
+}
+
+/* A copy of them, in `few` where they fit; NULL: one is out of range, or there is no memory. */
+static int64_t *take_integers(const ca_array *from, int64_t least, int64_t bound, int64_t *few, int status,
+                              ca_fault *fault) {
+    const int64_t n = from->shape[0];
+    int64_t *to = n <= CA_FEW_INDICES ? few : malloc((size_t)n * sizeof *to);
+    if (!to) {
+        ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
+        return NULL;
+    }
+    memcpy(to, (const void *)from->address, (size_t)n * sizeof *to);
+    for (int64_t i = 0; i < n; i++)
+        if (to[i] < least || to[i] >= bound) {
+            ca_fail(fault, status, -1, i, to[i], bound);
+            ca_give_back(to, few);
+            return NULL;
+        }
+    return to;
+}
+
+int64_t *ca_take_slots(const ca_array *slots, int64_t bound, int64_t *few, ca_fault *fault) {
+    return take_integers(slots, INT64_MIN, bound, few, CA_BAD_SLOT, fault);
+}
+
+int64_t *ca_take_positions(const ca_array *positions, int64_t bound, int64_t *few, ca_fault *fault) {
+    return take_integers(positions, 0, bound, few, CA_BAD_POSITION, fault);
+}
+
+#define CALLS ((int64_t)(sizeof((ca_known *)0)->calls / sizeof((ca_known *)0)->calls[0]))
+
+static int same_layout(const ca_array *a, const ca_array *b) {
+    return !memcmp(a->shape, b->shape, sizeof *a - offsetof(ca_array, shape));
+}
+
+static struct ca_accepted *find(ca_known *known, const int64_t *sizes, const ca_array *a, int num_arrays) {
+    for (int64_t c = 0; c < ca_min64(known->count, CALLS); c++) {
+        struct ca_accepted *call = &known->calls[c];
+        int same = !memcmp(call->sizes, sizes, sizeof call->sizes);
+        for (int i = 0; same && i < num_arrays; i++)
+            same = same_layout(&call->arrays[i], &a[i]);
+        if (same)
+            return call;
+    }
+    return NULL;
+}
+
+static const struct ca_accepted *remember(ca_known *known, const int64_t *sizes, int64_t isa, int64_t k_dtype,
+                                          int64_t v_dtype, const ca_array *a, int num_arrays) {
+    struct ca_accepted *call = find(known, sizes, a, num_arrays);
+    if (!call)
+        call = &known->calls[known->count++ % CALLS];
+    memcpy(call->sizes, sizes, sizeof call->sizes);
+    memcpy(call->arrays, a, (size_t)num_arrays * sizeof *a);
+    call->isa = isa;
+    call->k_dtype = k_dtype;
+    call->v_dtype = v_dtype;
+    return call;
+}
+
+/* First byte, and the one after the last. */
+static void extent(const ca_array *a, uintptr_t *first, uintptr_t *end) {
+    int64_t low = 0, high = 1;
+    for (int i = 0; i < a->ndim; i++) {
+        int64_t step = (a->shape[i] - 1) * a->strides[i];
+        *(step < 0 ? &low : &high) += step;
+        if (a->shape[i] == 0) {
+            *first = *end = a->address;
+            return;
+        }
+    }
+    *first = a->address + (uintptr_t)(low * a->itemsize);
+    *end = a->address + (uintptr_t)(high * a->itemsize);
+}
+
+/* 0: an address is no multiple of the itemsize, or an output may overlap another array. One may lie in the gaps of the
+ * other (K and V of a block side by side), if that is where it lay in the call that was accepted. */
+static int well_placed(const struct ca_accepted *call, const ca_array *a, int num_arrays, int num_outputs) {
+    uintptr_t first[CA_ATTENTION_ARRAYS], end[CA_ATTENTION_ARRAYS];
+    const ca_array *then = call->arrays;
+    for (int i = 0; i < num_arrays; i++) {
+        first[i] = end[i] = 0;
+        if (!a[i].itemsize)
+            continue;
+        if (a[i].address & (uintptr_t)(a[i].itemsize - 1))
+            return 0;
+        extent(&a[i], &first[i], &end[i]);
+        for (int o = 0; o < num_outputs && o < i; o++)
+            if (first[o] < end[i] && first[i] < end[o] && first[i] < end[i] && first[o] < end[o] &&
+                a[i].address - a[o].address != then[i].address - then[o].address)
+                return 0;
+    }
+    return 1;
+}
+
+const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, int64_t k_dtype,
+                                    int64_t v_dtype, uintptr_t objects, const ca_array *given, ca_array *a,
+                                    int num_arrays, int num_outputs) {
+    if (!objects) {
+        memcpy(a, given, (size_t)num_arrays * sizeof *a);
+        return remember(known, sizes, isa, k_dtype, v_dtype, a, num_arrays);
+    }
+    if (!ca_read_arrays(objects, given, a, num_arrays))
+        return NULL;
+    const struct ca_accepted *call = find(known, sizes, a, num_arrays);
+    return call && well_placed(call, a, num_arrays, num_outputs) ? call : NULL;
+}
+
+/* int32, dense: [num_reqs + 1], [num_reqs] and, where they are given, [num_reqs] and [num_reqs, any], whose rows may
+ * lie anywhere. */
+int ca_accept_step(uintptr_t objects, const ca_array *given, int64_t num_reqs, ca_array *a) {
+    if (!objects) {
+        memcpy(a, given, CA_STEP_ARRAYS * sizeof *a);
+        return 1;
+    }
+    if (!ca_read_arrays(objects, given, a, CA_STEP_ARRAYS))
+        return 0;
+    for (int i = 0; i < CA_STEP_ARRAYS; i++) {
+        if (i >= CA_STEP_DYNAMIC_CAUSAL && !a[i].itemsize)
+            continue;
+        int last = i == CA_STEP_BLOCK_TABLE;
+        if (a[i].dtype != CA_I32 || a[i].ndim != 1 + last ||
+            a[i].shape[0] != num_reqs + (i == CA_STEP_QUERY_START_LOC) ||
+            (a[i].shape[last] > 1 && a[i].strides[last] != 1) || a[i].address % sizeof(int32_t))
+            return 0;
+    }
+    return 1;
+}

@@ -1,0 +1,473 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The engine: K and V gathered, QK by matmul, softmax, PV by matmul, chunks of keys merged.
+ *
+ * oneDNN's softmax divides by the sum and keeps neither sum nor max (no version offers a
+ * log-sum-exp). Both come back from one element: with s* the largest score of a row,
+ * softmax(s*) = exp(s* - s*) / L = 1 / L, the largest weight. The state refers to m = fl(s* log2 e), so
+ * l = L 2^(s* log2 e - m), where the exponent is what m lost in rounding. */
+#include "plan/keys.h"
+#include "gather.h"
+#include "primitive.h"
+#include <math.h>
+#include <string.h>
+
+#define ROWS 256 /* query rows of a matmul; with 512 keys the best tile measured (v3.2, AMX and AVX-512) */
+#define KEYS 512
+/* Keys of one sum of float32's weights times V: of V that is one number, whose products are alike and rounded to the
+ * same side, one over 512 came to 2.4 times the error budget, sums over 128 to 0.86 (1.01 to 1.03 of prefill's time).
+ */
+#define CHAIN 128
+#define PAD (256 << 10) /* bytes of oneDNN's scratchpad; v3.2 asks for 132 KB at most */
+
+/* bf16 where the CPU multiplies it faster than float32: by AMX, or where the isa's own kernel found it so. Elsewhere it
+ * loses: 442 against 274 us for 256 x 512 x 128 on an Intel core without AMX (avx512_core_bf16); on Zen 4 the engine
+ * gains 1.27 by it in prefill-2k. */
+static const char *bf16_needs(const ca_plan *plan) { return plan->kernel->info.bf16_products ? "bf16" : "amx"; }
+
+typedef struct work {
+    ca_pages pages;
+    const ca_task *task;
+    ca_form form;
+    int64_t rows, group, head_size, head_size_v;
+    int64_t k0, k1; /* the segment */
+    float q_factor; /* in Q, where that is float32; bfloat16 stays as it is */
+    float factor;   /* of the product */
+    /* scratch */
+    void *q, *k, *v, *p, *pad;
+    float *s, *slope;
+    float *top; /* a row's largest score; NaN: one is NaN or +inf */
+    int64_t *lo, *hi, *pos;
+    ca_state part;
+    const uint8_t **tree; /* of each row: ca_tree_row */
+    const float **bias;   /* and ca_bias_row */
+    int64_t context;
+} work;
+
+/* 1, 2, 4, ... 32, then multiples of 32: at most 13 sizes, little padding. */
+static int64_t row_bucket(int64_t rows) {
+    int64_t m = 1;
+    while (m < rows && m < 32)
+        m *= 2;
+    return rows <= m ? m : ca_round_up(rows, 32);
+}
+
+static int64_t key_bucket(int64_t keys) {
+    return keys <= 256 ? ca_round_up(ca_max64(keys, 1), 64) : ca_round_up(keys, 128);
+}
+
+static int64_t carve(work *w, uintptr_t base, const ca_plan *plan) {
+    int64_t at = 0, rows = plan->rows, padded = row_bucket(ca_min64(rows, ROWS));
+    int64_t q_rows = ca_round_up(rows, padded);
+#define TAKE(field, bytes)                                                                                             \
+    w->field = (void *)(base + (uintptr_t)at);                                                                         \
+    at = ca_round_up(at + (int64_t)(bytes), 64);
+    TAKE(q, q_rows * ca_max64(w->head_size * 4, ca_round_up(w->head_size, 32) * 2))
+    TAKE(k, ca_form_k_bytes(w->head_size, KEYS))
+    TAKE(v, ca_form_v_bytes(w->head_size_v, KEYS))
+    TAKE(s, padded * KEYS * 4)
+    TAKE(p, padded * KEYS * 2)
+    TAKE(part.o, padded * w->head_size_v * 4 * (KEYS / CHAIN))
+    TAKE(part.m, padded * 4)
+    TAKE(part.l, padded * 4)
+    TAKE(top, padded * 4)
+    TAKE(slope, rows * 4)
+    TAKE(lo, rows * sizeof(int64_t))
+    TAKE(hi, rows * sizeof(int64_t))
+    TAKE(pos, rows * sizeof(int64_t))
+    TAKE(tree, rows * sizeof *w->tree)
+    TAKE(bias, rows * sizeof *w->bias)
+    TAKE(pad, PAD)
+    TAKE(pages.wide, ca_wide_bytes(plan))
+    TAKE(pages.key, KEYS * sizeof(int32_t))
+#undef TAKE
+    return at;
+}
+
+static int64_t scratch_bytes(const ca_plan *plan) {
+    work w = {.head_size = plan->shape.head_size, .head_size_v = plan->shape.head_size_v};
+    return carve(&w, 0, plan);
+}
+
+static int engine_rows(const ca_kernel *kernel) {
+    (void)kernel;
+    return ROWS;
+}
+
+/* ---- the primitives ---- */
+
+static int matmul(const work *w, int64_t m, int64_t n, int64_t k, int64_t parts, int packed, int tanh, int scaled,
+                  ca_prim **prim) {
+    int bf16 = w->form == CA_FORM_BF16;
+    int32_t type = bf16 ? dnnl_bf16 : dnnl_f32;
+    int32_t layout = !packed ? dnnl_ab : bf16 ? dnnl_BA16a64b2a : dnnl_BA16a64b;
+    ca_prim_key key = {CA_PRIM_MATMUL, type, dnnl_f32, layout, tanh, scaled, m, n, k, parts};
+    return ca_prim_get(&key, bf16 ? bf16_needs(w->pages.plan) : NULL, prim);
+}
+
+static int qk(const work *w, int64_t m, int64_t n, ca_prim **prim) {
+    return matmul(w, m, n, ca_form_head_size(w->form, w->head_size), 1, w->form != CA_FORM_PLAIN,
+                  w->pages.call->softcap > 0, w->factor != 1, prim);
+}
+
+/* Of bf16, whose error budget has room: one. */
+static int64_t chains(const work *w, int64_t keys) {
+    return w->form == CA_FORM_BF16 ? 1 : keys % CHAIN == 0 ? keys / CHAIN : keys / 64;
+}
+
+static int pv(const work *w, int64_t m, int64_t n, ca_prim **prim) {
+    return matmul(w, m, w->head_size_v, n, chains(w, n), w->form == CA_FORM_BF16, 0, 0, prim);
+}
+
+static int softmax(const work *w, int64_t m, int64_t n, ca_prim **prim) {
+    (void)w;
+    ca_prim_key key = {CA_PRIM_SOFTMAX, dnnl_f32, dnnl_f32, dnnl_ab, 0, 0, m, n, 0, 1};
+    return ca_prim_get(&key, NULL, prim);
+}
+
+typedef int primitive_fn(const work *w, int64_t m, int64_t n, ca_prim **prim);
+
+static int run(const work *w, primitive_fn *primitive, int64_t m, int64_t n, const void *src, const void *weights,
+               void *dst) {
+    ca_prim *p;
+    int status = primitive(w, m, n, &p);
+    if (status)
+        return status;
+    status = ca_prim_run(p, w->factor, src, weights, dst, w->pad, PAD);
+    ca_prim_put(p);
+    return status;
+}
+
+/* The next columns: keys from `key` on, of the blocks that count. Returns how many. */
+static int64_t take_keys(const work *w, int64_t key) {
+    const ca_pages *g = &w->pages;
+    int64_t n = 0, size = g->call->block_size;
+    while (n < KEYS && (key = ca_next_key(g->call, w->task->request, g->kv_head, key, w->k1)) < w->k1)
+        for (int64_t end = ca_min64(w->k1, (key / size + 1) * size); key < end && n < KEYS; key++)
+            g->key[n++] = (int32_t)key;
+    return n;
+}
+
+static int64_t first_chunk(const work *w) { return w->form == CA_FORM_BF16 ? w->k0 & ~(int64_t)1 : w->k0; }
+
+/* All that a segment will ask for, so that no form is given up half way. Returns a ca_onednn_status. */
+static int form_is_there(const work *w) {
+    static primitive_fn *const all[] = {qk, pv, softmax};
+    if (!ca_form_fits(w->form, &w->pages))
+        return CA_ONEDNN_NO_PRIMITIVE;
+    for (int64_t keys, key = first_chunk(w); (keys = take_keys(w, key)) > 0; key = w->pages.key[keys - 1] + 1)
+        for (int64_t r = 0; r < w->rows; r += ROWS) {
+            int64_t n = key_bucket(keys), m = row_bucket(ca_min64(ROWS, w->rows - r));
+            for (int i = 0; i < 3; i++) {
+                ca_prim *p;
+                int status = all[i](w, m, n, &p);
+                if (status)
+                    return status;
+                ca_prim_put(p);
+            }
+        }
+    return CA_ONEDNN_OK;
+}
+
+static int choose_form(work *w) {
+    const ca_call *c = w->pages.call;
+    const double scale = (double)c->scale * c->k_scale, factor = c->softcap > 0 ? scale / c->softcap : scale;
+    int status = CA_ONEDNN_NO_PRIMITIVE;
+    for (w->form = 0; w->form < CA_FORMS; w->form++) {
+        const double in_q = w->form == CA_FORM_BF16 ? 1 : ca_query_factor(scale, factor);
+        w->q_factor = (float)in_q;
+        w->factor = (float)(in_q == 0 ? 1 : factor / in_q);
+        status = form_is_there(w);
+        if (status != CA_ONEDNN_NO_PRIMITIVE)
+            break;
+    }
+    return status;
+}
+
+/* ---- queries ---- */
+
+static void take_rows(work *w) {
+    const ca_call *c = w->pages.call;
+    const ca_plan *plan = w->pages.plan;
+    int size = ca_dtype_size(plan->shape.dtype);
+    int64_t columns = ca_form_head_size(w->form, w->head_size);
+    w->context = ca_context(plan, w->task->request);
+    if (w->form == CA_FORM_BF16)
+        memset(w->q, 0, (size_t)(w->rows * columns * 2));
+    for (int64_t r = 0; r < w->rows; r++) {
+        ca_token at = ca_token_at(plan, w->task, r / w->group);
+        int64_t t = (int64_t)plan->query_start_loc[at.request] + at.token;
+        int64_t head = w->pages.kv_head * w->group + r % w->group;
+        const char *src = (const char *)c->query + (t * c->q_stride_t + head * c->q_stride_h) * size;
+        if (w->form == CA_FORM_BF16)
+            memcpy((uint16_t *)w->q + r * columns, src, (size_t)w->head_size * 2);
+        else
+            plan->kernel->widen_row(src, w->head_size, w->q_factor, (float *)w->q + r * columns);
+        ca_visible(plan, at.request, at.token, &w->lo[r], &w->hi[r]);
+        w->tree[r] = ca_tree_row(plan, at.request, at.token);
+        w->bias[r] = ca_bias_row(c, at, head);
+        w->pos[r] = ca_position(plan, at.request, at.token);
+        w->slope[r] = c->alibi_slopes ? c->alibi_slopes[head] : 0;
+    }
+}
+
+/* Rows behind the last one up to the matmul's size: zero, so that they cost no more than others. */
+static void pad_rows(work *w, int64_t r0, int64_t rows) {
+    int64_t row = ca_form_head_size(w->form, w->head_size) * (w->form == CA_FORM_BF16 ? 2 : 4);
+    if (rows > 0)
+        memset((char *)w->q + (r0 + rows) * row, 0, (size_t)((row_bucket(rows) - rows) * row));
+}
+
+/* ---- scores ---- */
+
+/* Four floats: what every machine this module is built for has. */
+typedef float vec __attribute__((vector_size(16)));
+typedef int32_t mask __attribute__((vector_size(16)));
+typedef int16_t words __attribute__((vector_size(8)));
+
+static vec load(const float *x) {
+    vec y;
+    memcpy(&y, x, sizeof y);
+    return y;
+}
+
+static vec larger(vec a, vec b) {
+    mask more = a > b;
+    return (vec)((more & (mask)a) | (~more & (mask)b));
+}
+
+/* The largest of x[0..n), -inf for none; NaN where one of them is NaN or +inf. */
+static float largest(const float *x, int64_t n) {
+    const vec inf = (vec){0} + INFINITY;
+    vec a = -inf, b = -inf;
+    mask fine = a < inf;
+    int64_t j = 0;
+    for (; j + 8 <= n; j += 8) {
+        vec y = load(x + j), z = load(x + j + 4);
+        a = larger(y, a);
+        b = larger(z, b);
+        fine &= (y < inf) & (z < inf);
+    }
+    a = larger(a, b);
+    float top = -INFINITY;
+    for (int i = 0; i < 4; i++) {
+        top = a[i] > top ? a[i] : top;
+        if (!fine[i])
+            return NAN;
+    }
+    for (; j < n; j++) {
+        if (!(x[j] < INFINITY))
+            return NAN;
+        top = x[j] > top ? x[j] : top;
+    }
+    return top;
+}
+
+/* Columns of the chunk, out of n, whose keys come before this one. */
+static int64_t columns_before(const work *w, int64_t n, int64_t key) {
+    const int32_t *keys = w->pages.key;
+    int64_t low = keys[n - 1] < key ? n : 0, high = n; /* most rows see all of them */
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (keys[middle] < key)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* Columns [a, b) are what the row sees. */
+static void seen(const work *w, int64_t row, int64_t n, int64_t *a, int64_t *b) {
+    *a = columns_before(w, n, w->lo[row]);
+    *b = ca_max64(*a, columns_before(w, n, w->hi[row]));
+}
+
+/* Softcap's factor, ALiBi, bias and the mask; a row with nothing or nonsense to show becomes zeros. */
+static void finish_scores(work *w, int64_t r0, int64_t r, int64_t n, int64_t keys) {
+    float *s = w->s + r * keys, cap = w->pages.call->softcap, slope = w->slope[r0 + r];
+    int64_t a, b, pos = w->pos[r0 + r];
+    seen(w, r0 + r, n, &a, &b);
+    if (cap > 0)
+        for (int64_t j = a; j < b; j++)
+            s[j] *= cap;
+    if (slope != 0)
+        for (int64_t j = a; j < b; j++)
+            s[j] += slope * (float)(int32_t)(w->pages.key[j] - pos);
+    for (int64_t j = a; w->bias[r0 + r] && j < b; j++)
+        s[j] += w->bias[r0 + r][w->pages.key[j]];
+    for (int64_t j = a; w->tree[r0 + r] && j < b; j++)
+        if (!ca_sees(w->tree[r0 + r], w->context, w->pages.key[j]))
+            s[j] = -INFINITY;
+    w->top[r] = largest(s + a, b - a);
+    if (!(w->top[r] > -INFINITY)) {
+        memset(s, 0, (size_t)keys * sizeof *s);
+        return;
+    }
+    for (int64_t j = 0; j < a; j++)
+        s[j] = -INFINITY;
+    for (int64_t j = b; j < keys; j++)
+        s[j] = -INFINITY;
+}
+
+/* x[0..n), n a multiple of 4, finite, to bfloat16, nearest even. Returns the sum of what they became. */
+static float round_weights(const float *x, int64_t n, uint16_t *to) {
+    vec sum = {0};
+    for (int64_t j = 0; j < n; j += 4) {
+        mask bits = (mask)load(x + j);
+        bits = (bits + 0x7fff + (bits >> 16 & 1)) & (mask)((mask){0} - 0x10000);
+        sum += (vec)bits;
+        words half = __builtin_convertvector(bits >> 16, words);
+        memcpy(to + j, &half, sizeof half);
+    }
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+/* After softmax: L to m, until finish_row knows better; to l the sum of what PV takes, times L; weights that count
+ * nowhere to 0. */
+static void finish_weights(work *w, int64_t r, int64_t keys) {
+    float *p = w->s + r * keys, sum = 1;
+    int counts = w->top[r] > -INFINITY;
+    if (!counts)
+        memset(p, 0, (size_t)keys * sizeof *p);
+    w->part.m[r] = counts ? 1 / largest(p, keys) : 0;
+    if (w->form == CA_FORM_BF16)
+        sum = round_weights(p, keys, (uint16_t *)w->p + r * keys);
+    w->part.l[r] = w->part.m[r] * sum;
+}
+
+/* ---- results ---- */
+
+/* The other chains of a row to the first, in which all have m rows. */
+static void add_chains(work *w, int64_t r, int64_t m, int64_t keys) {
+    const int64_t dv = w->head_size_v;
+    float *restrict o = w->part.o + r * dv;
+    for (int64_t i = 1; i < chains(w, keys); i++) {
+        const float *restrict x = w->part.o + (i * m + r) * dv;
+        for (int64_t d = 0; d < dv; d++)
+            o[d] += x[d];
+    }
+}
+
+static int all_finite(const float *x, int64_t n) {
+    int bad = 0;
+    for (int64_t i = 0; i < n; i++)
+        bad |= !(fabsf(x[i]) < INFINITY);
+    return !bad;
+}
+
+/* 0 * NaN: a key that this row may not see holds NaN or inf in V and others may see it. */
+static void weigh_seen(work *w, int64_t r0, int64_t r, int64_t a, int64_t b, int64_t keys) {
+    const float *p = w->s + r * keys;
+    const uint8_t *bits = w->tree[r0 + r];
+    float *o = w->part.o + r * w->head_size_v;
+    for (int64_t d = 0; d < w->head_size_v; d++) {
+        double sum = 0;
+        for (int64_t j = a; j < b; j++)
+            if (!bits || ca_sees(bits, w->context, w->pages.key[j]))
+                sum += (double)p[j] * ca_form_v(w->form, w->v, keys, w->head_size_v, j, d);
+        o[d] = (float)sum;
+    }
+}
+
+static void finish_row(work *w, int64_t r0, int64_t r, int64_t n, int64_t keys) {
+    float *o = w->part.o + r * w->head_size_v, *m = &w->part.m[r], *l = &w->part.l[r];
+    int64_t a, b;
+    if (!(w->top[r] > -INFINITY)) {
+        *m = isnan(w->top[r]) ? 0 : -INFINITY;
+        *l = isnan(w->top[r]) ? NAN : 0;
+        for (int64_t d = 0; d < w->head_size_v; d++)
+            o[d] = *l;
+        return;
+    }
+    seen(w, r0 + r, n, &a, &b);
+    if ((b - a < n || w->tree[r0 + r]) && !all_finite(o, w->head_size_v))
+        weigh_seen(w, r0, r, a, b, keys);
+    const double top = w->top[r] * CA_LOG2E_D, rest = top - (double)(float)top;
+    /* Past float32's range counts as -inf; past 2^24 float32 has nothing to give the rest back with. */
+    const float lost = (float)top == -INFINITY  ? 0
+                       : (float)top == INFINITY ? NAN
+                       : fabs(rest) < 1         ? exp2f((float)rest)
+                                                : 1;
+    const float share = *m * lost;
+    *m = (float)top;
+    *l *= lost;
+    for (int64_t d = 0; d < w->head_size_v; d++)
+        o[d] *= share;
+}
+
+static int sees_any(const work *w, int64_t r0, int64_t rows, int64_t n) {
+    for (int64_t r = r0; r < r0 + rows; r += w->group) {
+        int64_t a, b;
+        seen(w, r, n, &a, &b);
+        if (a < b)
+            return 1;
+    }
+    return 0;
+}
+
+/* Rows [r0, r0 + rows) against the chunk, merged into the state. */
+static int run_rows(work *w, int64_t r0, int64_t rows, int64_t n, const ca_state *state) {
+    int64_t m = row_bucket(rows), keys = key_bucket(n);
+    const ca_state into = {state->o + r0 * w->head_size_v, state->m + r0, state->l + r0};
+    const int64_t q_row = ca_form_head_size(w->form, w->head_size) * (w->form == CA_FORM_BF16 ? 2 : 4);
+    if (!sees_any(w, r0, rows, n))
+        return CA_ONEDNN_OK;
+    int status = run(w, qk, m, keys, (char *)w->q + r0 * q_row, w->k, w->s);
+    for (int64_t r = 0; r < rows && !status; r++)
+        finish_scores(w, r0, r, n, keys);
+    if (!status)
+        status = run(w, softmax, m, keys, w->s, NULL, w->s);
+    for (int64_t r = 0; r < rows && !status; r++)
+        finish_weights(w, r, keys);
+    if (!status)
+        status = run(w, pv, m, keys, w->form == CA_FORM_BF16 ? w->p : w->s, w->v, w->part.o);
+    for (int64_t r = 0; r < rows && !status; r++) {
+        add_chains(w, r, m, keys);
+        finish_row(w, r0, r, n, keys);
+    }
+    if (!status)
+        w->pages.plan->kernel->merge(&into, &w->part, rows, w->head_size_v);
+    return status;
+}
+
+static int run_chunks(work *w, const ca_state *state) {
+    int status = choose_form(w);
+    if (status)
+        return status;
+    take_rows(w);
+    pad_rows(w, w->rows / ROWS * ROWS, w->rows % ROWS);
+    for (int64_t n, key = first_chunk(w); (n = take_keys(w, key)) > 0; key = w->pages.key[n - 1] + 1) {
+        int64_t keys = key_bucket(n), skip = w->pages.key[0] < w->k0;
+        ca_gather_k(w->form, &w->pages, skip, n, keys, w->k);
+        ca_gather_v(w->form, &w->pages, skip, n, keys, w->v);
+        for (int64_t r = 0; r < w->rows && !status; r += ROWS)
+            status = run_rows(w, r, ca_min64(ROWS, w->rows - r), n, state);
+        if (status)
+            return status;
+    }
+    return CA_ONEDNN_OK;
+}
+
+static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
+                   int64_t k0, int64_t k1, const ca_state *state, void *scratch) {
+    (void)num_heads;
+    int64_t group = plan->group_size, rows = ca_rows_of(plan, task);
+    if (k1 <= k0)
+        return CA_ONEDNN_OK;
+    work w = {.pages = {plan, call, task->request, kv_head, NULL, NULL},
+              .task = task,
+              .rows = rows,
+              .group = group,
+              .head_size = plan->shape.head_size,
+              .head_size_v = plan->shape.head_size_v,
+              .k0 = k0,
+              .k1 = k1};
+    carve(&w, (uintptr_t)scratch, plan);
+    int threads = ca_prim_enter(), status = run_chunks(&w, state);
+    ca_prim_leave(threads);
+    return status;
+}
+
+static const ca_engine engine = {engine_rows, scratch_bytes, segment, 0};
+
+const ca_engine *ca_onednn_engine(void) { return &engine; }

@@ -1,0 +1,98 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The engine that says what attention is: one score, one weight, one value at a time, in double.
+ * It reads the same caches as the kernels, by the layouts' definition in layout.h. */
+#include "cache/half.h"
+#include "kernel/kernel.h"
+#include "plan/keys.h"
+
+static double element(const void *base, int64_t i, int dtype) {
+    if (ca_is_narrow(dtype)) {
+        uint8_t b = ((const uint8_t *)base)[i];
+        return ca_as_float(dtype == CA_E4M3 ? ca_from_e4m3(b) : ca_from_e5m2(b));
+    }
+    if (dtype == CA_F32)
+        return ((const float *)base)[i];
+    uint16_t h = ((const uint16_t *)base)[i];
+    return dtype == CA_F16 ? ca_from_f16(h) : ca_from_bf16(h);
+}
+
+/* Element d of a token of K or V. */
+static double cached(const ca_plan *p, const ca_call *c, int value, const char *block, int64_t token, int64_t d) {
+    const int dtype = ca_kv_dtype(&p->shape, value);
+    const int layout = ca_layout_of(p->shape.kv_cache_layout, p->kernel->info.layout, dtype);
+    const int64_t n = ca_kv_head_size(&p->shape, value), ld = value ? c->v_ld : c->k_ld;
+    if (ca_is_scaled(dtype))
+        return ca_scaled_element(dtype, n, value, block, c->block_size, token, d);
+    return element(block, value ? ca_v_offset(layout, token, d, ld) : ca_k_offset(layout, token, d, ld), dtype);
+}
+
+static double score(const ca_plan *p, const ca_call *c, const char *query, const char *k, int64_t token) {
+    int64_t d_end = p->shape.head_size;
+    double dot = 0;
+    for (int64_t d = 0; d < d_end; d++)
+        dot += element(query, d, p->shape.dtype) * cached(p, c, 0, k, token, d);
+    dot *= (double)c->scale * c->k_scale;
+    return c->softcap > 0 ? c->softcap * tanh(dot / c->softcap) : dot;
+}
+
+/* One row over the keys it sees among [k0, k1); o is a row of doubles. */
+static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int64_t r, int kv_head, int64_t k0,
+                       int64_t k1, const ca_state *state, double *o) {
+    int64_t group = p->group_size, lo, hi;
+    ca_token at = ca_token_at(p, t, r / group);
+    int64_t head = kv_head * group + r % group, dv = p->shape.head_size_v;
+    int64_t start = p->query_start_loc[at.request], pos = ca_position(p, at.request, at.token);
+    const char *query = ca_block(c->query, c->q_stride_t, c->q_stride_h, start + at.token, (int)head, p->shape.dtype);
+    const uint8_t *bits = ca_tree_row(p, at.request, at.token);
+    const float *bias = ca_bias_row(c, at, head);
+    double m = -INFINITY, l = 0;
+    memset(o, 0, (size_t)dv * sizeof *o);
+    ca_visible(p, at.request, at.token, &lo, &hi);
+    lo = ca_max64(lo, k0);
+    hi = ca_min64(hi, k1);
+    for (int64_t j; (j = ca_next_key(c, t->request, kv_head, lo, hi)) < hi; lo = j + 1) {
+        if (bits && !ca_sees(bits, ca_context(p, t->request), j))
+            continue;
+        int64_t block = ca_block_of(c, t->request, j / c->block_size), token = j % c->block_size;
+        const char *k = ca_kv_block(p, c, 0, block, kv_head), *v = ca_kv_block(p, c, 1, block, kv_head);
+        double s = score(p, c, query, k, token), old = m;
+        if (c->alibi_slopes)
+            s += (double)c->alibi_slopes[head] * (double)(j - pos);
+        if (bias)
+            s += bias[j];
+        m = s > m ? s : m;
+        double rescale = old == m ? 1 : exp(old - m), w = m == -INFINITY ? exp(s) : exp(s - m);
+        l = l * rescale + w;
+        for (int64_t d = 0; d < dv; d++)
+            o[d] = o[d] * rescale + w * cached(p, c, 1, v, token, d);
+    }
+    state->m[r] = (float)(m * CA_LOG2E_D);
+    const int past_float = m > -INFINITY && state->m[r] == -INFINITY; /* counts as -inf */
+    /* m was rounded: l and o take the difference, so that (o, l, m) stay one consistent triple; past 2^24 float32 has
+     * nothing to give it back with */
+    double lost = m * CA_LOG2E_D - (double)state->m[r];
+    double correct = past_float ? 0 : state->m[r] == INFINITY ? NAN : fabs(lost) < 1 ? exp2(lost) : 1;
+    state->l[r] = (float)(l * correct);
+    for (int64_t d = 0; d < dv; d++)
+        state->o[r * dv + d] = (float)(o[d] * correct);
+}
+
+static int segment(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int num_heads, int64_t k0,
+                   int64_t k1, const ca_state *state, void *scratch) {
+    (void)num_heads;
+    int64_t rows = ca_rows_of(p, t);
+    for (int64_t r = 0; r < rows; r++)
+        attend_row(p, c, t, r, kv_head, k0, k1, state, scratch);
+    return 0;
+}
+
+static int rows(const ca_kernel *kernel) {
+    (void)kernel;
+    return 16;
+}
+
+static int64_t scratch_bytes(const ca_plan *p) { return p->shape.head_size_v * (int64_t)sizeof(double); }
+
+static const ca_engine engine = {rows, scratch_bytes, segment, 0};
+
+const ca_engine *ca_reference_engine(void) { return &engine; }

@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * All kernels of an isa, by FP32 FMA. The including file has defined its vocabulary (vocabulary.md), the block sizes
+ * of state.h, ISA (its name) and METHOD. */
+#include "kernel/attention/state.h"
+
+#define STEPS "kernel/attention/fma.inc"
+/* Narrow caches are multiplied as float16, by its kernel: not in plain C, whose conversion takes longer. */
+#if VL > 1
+#define HALVES
+#include "kernel/kv_formats/halves.h"
+#endif
+
+#define DTYPE f16
+#define ELEM uint16_t
+#define DIGITS 11
+#define PAIRS 0
+#include "dtype.inc"
+
+#define DTYPE f32
+#define ELEM float
+#define DIGITS 24
+#define PAIRS 0
+#include "dtype.inc"
+
+#define DTYPE bf16
+#define ELEM uint16_t
+#define DIGITS 8
+#define PAIRS 1
+#include "dtype.inc"
+
+const ca_isa_row GLUE(ca_isa, ISA) = {
+    .missing = missing, .kernels = {[CA_F32] = &kernel_f32, [CA_F16] = &kernel_f16, [CA_BF16] = &kernel_bf16}};

@@ -1,0 +1,70 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * K and V of int8 and int4 as bf16, for amx/attention.h.
+ *
+ * int8 has one scale for a token: tiles multiply the integers, which bf16 holds, K's scales go to the scores and V's to
+ * the weights.
+ *
+ * int4 has a scale for every 32 elements of a token. Its 3 bits times the 8 of a scale are the sum of two bf16 numbers:
+ * tiles multiply one, then the other, with twice the products. */
+
+/* Before the first block: what it finds there where only K, or only V, is int8. */
+static void prepare_scales(const work *w) {
+    for (int i = 0; i < (MAX_GROUPS + 1) * CA_LANES; i += VL) {
+        v_store(w->k_by + i, v_set1(w->x.factor));
+        v_store(w->v_by + i, v_set1(1));
+    }
+    for (int i = 0; i < SUB; i += VL)
+        v_store(w->ones + i, v_set1(1));
+}
+
+/* Pairs of numbers of up to 16 bits; what is left of them lies `apart` from the first 8. */
+INLINE void put_parts(uint16_t *to, int64_t apart, vf even, vf odd) {
+    v_put_pairs(to, even, odd);
+    v_put_pairs(to + apart, v_sub(even, v_even_bf16(to)), v_sub(odd, v_odd_bf16(to)));
+}
+
+static void put_k_parts(const uint16_t *from, const char *scales, int64_t head_size, int64_t apart, uint16_t *to) {
+    for (int64_t d = 0; d < head_size; d += 2, from += 2 * VL, to += 2 * VL) {
+        vf by = v_load_bf16((const void *)(scales + d / 32 * CA_LANES * 2));
+        put_parts(to, apart, v_mul(v_even_bf16(from), by), v_mul(v_odd_bf16(from), by));
+    }
+}
+
+INLINE vf scale_of_token(const char *scales, int64_t c, int t) {
+    uint16_t scale;
+    memcpy(&scale, scales + (c / 32 * CA_LANES + t) * 2, sizeof scale);
+    return v_set1(ca_from_bf16(scale));
+}
+
+/* May write 2 * VL elements past the group. */
+static void put_v_parts(const uint16_t *from, const char *scales, int64_t head_size_v, int64_t apart, uint16_t *to) {
+    for (int t = 0; t < CA_LANES; t += 2, from += 2 * head_size_v, to += 2 * head_size_v)
+        for (int64_t c = 0; c < head_size_v; c += VL) {
+            vf even = v_mul(v_even_bf16(from + 2 * c), scale_of_token(scales, c, t));
+            vf odd = v_mul(v_odd_bf16(from + 2 * c), scale_of_token(scales, c, t + 1));
+            put_parts(to + 2 * c, apart, even, odd);
+        }
+}
+
+/* K, or V, of a score block, to where tiles find it; what scores and weights are multiplied by. */
+static void take_scaled(work *w, const block *b, int value) {
+    const ca_shape *s = &w->plan->shape;
+    const int kv_dtype = ca_kv_dtype(s, value);
+    const ca_group_form f = ca_kv_form(w->plan, value);
+    uint16_t *to = value ? w->wide_v : w->wide_k;
+    float *by = value ? w->v_by : w->k_by;
+    for (int i = 0; i < b->num_groups; i++, to += value ? CA_LANES * s->head_size_v : f.elements, by += CA_LANES) {
+        group *g = b->groups + i;
+        const char *from = value ? g->v : g->k, *scales = value ? g->v_scales : g->k_scales;
+        unpack_bf16((const uint8_t *)from, f.elements, kv_dtype, kv_dtype == CA_I8 ? to : w->stage, from);
+        if (kv_dtype == CA_I8) {
+            vf x = v_load_bf16((const void *)scales);
+            v_store(by, value ? x : v_mul(x, v_set1(w->x.factor)));
+        } else if (value) {
+            put_v_parts(w->stage, scales, s->head_size_v, w->v_apart, to);
+        } else {
+            put_k_parts(w->stage, scales, s->head_size, w->k_apart, to);
+        }
+        *(value ? &g->v : &g->k) = (const char *)to;
+    }
+}

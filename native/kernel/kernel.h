@@ -1,0 +1,141 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What an isa offers, dtype by dtype. */
+#ifndef CPU_ATTN_KERNEL_H
+#define CPU_ATTN_KERNEL_H
+#include "run/engine.h"
+#include "cache/layout.h"
+
+#define CA_PAGE_ROWS 4 /* query rows that share a page's way through the registers */
+
+/* One call of rotary_reshape_and_cache, as far as it rotates. */
+typedef struct ca_rotary {
+    const ca_kernel *kernel;
+    const ca_array *query, *query_out, *key, *cos_sin;
+    const int64_t *positions;
+    int64_t num_tokens, head_size, rot_dim;
+    int32_t num_heads, num_kv_heads, is_neox;
+    float eps;
+    const ca_array *weights;          /* of the norms of Q and K; absent: no norm */
+    const float *q_weight, *k_weight; /* the same as float32, or NULL */
+    char *memory;                     /* thread_bytes for each thread */
+    int64_t thread_bytes;
+} ca_rotary;
+
+int ca_rotary_begin(ca_rotary *rotary, int team); /* allocates what else a team needs; CA_NO_MEMORY */
+void ca_rotary_end(ca_rotary *rotary);
+void ca_rotate_queries(const ca_rotary *rotary, int thread, int team); /* this thread's share */
+/* Keys of n <= 16 tokens from t on: row i of the result is token t + i. */
+ca_array ca_rotate_keys(const ca_rotary *rotary, int thread, int head0, int head1, int64_t t, int n);
+
+/* What an isa file offers for one dtype. */
+struct ca_kernel {
+    ca_kernel_info info;
+    int64_t (*scratch_bytes)(const ca_plan *plan);
+    ca_segment_fn *segment;
+    /* over NHD several kv heads go through the keys together, with the same bits: by nhd_keys keys at a time, or fewer
+     * where K and V of so many, for all heads, are more than nhd_bytes; 0: each head goes by itself */
+    int64_t nhd_keys, nhd_bytes;
+    /* into = merge(into, from), in this order: float results depend on it */
+    void (*merge)(const ca_state *into, const ca_state *from, int64_t rows, int64_t head_size_v);
+    /* state -> output and lse: sinks join here, o/l is rounded to the output's dtype */
+    void (*finish)(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, const ca_state *state);
+    /* tokens [token, token + n) of one group of 16 of one block of one kv head, from rows ld elements apart;
+     * meanwhile as many rows are fetched from `ahead`, whatever lies there, unless it is NULL; stream: past the caches
+     */
+    void (*write_k)(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld,
+                    const void *ahead, int stream);
+    void (*write_v)(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld,
+                    const void *ahead, int stream);
+    /* tokens [t0, t1) of one block of one kv head, widened to float32:
+     * K to dst[d * ld + (t - t0)] (transposed), V to dst[(t - t0) * ld + d] */
+    void (*widen_k)(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
+    void (*widen_v)(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
+    /* one query row times factor, as float32 */
+    void (*widen_row)(const void *src, int64_t n, float factor, float *dst);
+    /* the first n tokens of a group, K or V, that is not ca_side_ready, as a group of the kernel's own layout and
+     * dtype, exactly, without its scales; rows: ca_rows_bytes; meanwhile as much is fetched from `ahead`, whatever lies
+     * there */
+    void (*unpack)(const ca_plan *plan, int value, const void *src, int64_t ld, int n, void *dst, void *rows,
+                   const void *ahead);
+    /* n numbers over scale as such elements, a byte each (fp8): nearest even, saturating */
+    void (*pack)(const void *src, int64_t n, float scale, int kv_dtype, uint8_t *dst);
+    /* one token of int8 or int4 likewise, over its own scales */
+    void (*quantise)(const void *src, int64_t n, int kv_dtype, uint8_t *dst, uint16_t *scales);
+    /* one head, normed unless weight is NULL, rotated by cos_sin (cos, then sin), to dst, which may be src; x: room for
+     * it as float32 */
+    void (*rotate)(const ca_rotary *rotary, const float *weight, const float *cos_sin, const void *src, float *x,
+                   void *dst);
+    /* scores [M] of one request's pages for one kv head, of the arrays of ca_score_pages; scratch: ca_score_floats */
+    void (*score_pages)(const ca_array *arrays, int64_t block_size, int64_t request, int64_t kv_head, float *scratch);
+    const int *integers; /* are int8 and int4 caches multiplied as pairs of integers? NULL: no */
+    int rounds_weights;  /* to bfloat16 before they meet V? */
+};
+
+/* What a file of native/isa offers, as `const ca_isa_row ca_isa_NAME`. */
+typedef struct ca_isa_row {
+    const char *(*missing)(void); /* a feature that this machine lacks, or why not, in words; NULL: nothing */
+    const ca_kernel *kernels[CA_DTYPES];
+} ca_isa_row;
+
+const ca_isa_row *ca_isa_get(int isa);
+/* Who attends. Weights rounded to 8 bits are as far off as an output rounded to as many, which leaves room in the error
+ * budget while V has many columns. Where it has few all of them may nearly cancel: of requests of one token and one
+ * head over 100 or 200 keys 27 % went past the budget with one column, 7 % with 4, 0.24 % with 16, 0.025 % with 24, 1
+ * of 24,000 with 32 (1.05 of it). So those of fewer go by FMA. */
+const ca_kernel *ca_attention_kernel(const ca_shape *shape);
+#define CA_FEW_COLUMNS 32
+/* float16's kernel of an isa, or of the next best one that this machine has: to move 16-bit words into lanes. */
+const ca_kernel *ca_words_kernel(int isa);
+
+static inline int ca_any_narrow(const ca_shape *s) { return ca_is_narrow(s->k_dtype) || ca_is_narrow(s->v_dtype); }
+
+/* Of K, or of V. */
+static inline int ca_kv_dtype(const ca_shape *s, int value) { return value ? s->v_dtype : s->k_dtype; }
+static inline int64_t ca_kv_head_size(const ca_shape *s, int value) { return value ? s->head_size_v : s->head_size; }
+static inline ca_group_form ca_kv_form(const ca_plan *plan, int value) {
+    const ca_shape *s = &plan->shape;
+    return ca_group_form_of(plan->kernel->info.layout, ca_kv_dtype(s, value), ca_kv_head_size(s, value), value);
+}
+/* From a group of 16 tokens to the next one of its block, in bytes. */
+static inline int64_t ca_kv_group_step(const ca_plan *plan, const ca_call *c, int value) {
+    const int64_t row = (value ? c->v_ld : c->k_ld) * ca_dtype_size(ca_kv_dtype(&plan->shape, value));
+    return plan->shape.kv_cache_layout == CA_PACKED ? ca_kv_form(plan, value).bytes : CA_LANES * row;
+}
+static inline const char *ca_kv_block(const ca_plan *plan, const ca_call *c, int value, int64_t block, int kv_head) {
+    const int dtype = ca_kv_dtype(&plan->shape, value);
+    return value ? ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, kv_head, dtype)
+                 : ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, kv_head, dtype);
+}
+/* Can the kernels read K, or V, as it lies? Both? */
+static inline int ca_side_ready(const ca_plan *plan, int value) {
+    return !ca_is_narrow(ca_kv_dtype(&plan->shape, value)) && plan->shape.kv_cache_layout == CA_PACKED;
+}
+static inline int ca_ready(const ca_plan *plan) { return ca_side_ready(plan, 0) && ca_side_ready(plan, 1); }
+/* Room for a group of a plain, narrow cache that is widened and not yet packed. */
+static inline int64_t ca_rows_bytes(const ca_plan *plan) {
+    int narrow = ca_any_narrow(&plan->shape);
+    int needed = narrow && plan->shape.kv_cache_layout != CA_PACKED;
+    return needed * CA_LANES * ca_max64(plan->shape.head_size, plan->shape.head_size_v) *
+           ca_dtype_size(plan->shape.dtype);
+}
+
+/* The ca_state of one kv head. */
+static inline int64_t ca_state_floats(const ca_plan *plan, int64_t rows) {
+    return rows * ((int64_t)plan->shape.head_size_v + 2);
+}
+static inline int64_t ca_state_bytes(const ca_plan *plan, int64_t rows) {
+    return ca_round_up(ca_state_floats(plan, rows) * (int64_t)sizeof(float), 64);
+}
+
+/* K and V of a token and kv head, in a cache without scales. */
+static inline int64_t ca_token_bytes(const ca_shape *s) {
+    return s->head_size * ca_dtype_size(s->k_dtype) + s->head_size_v * ca_dtype_size(s->v_dtype);
+}
+/* `keys`, halved until K and V of so many, for all kv heads, are no more than `bytes`, or a group is left. */
+static inline int64_t ca_nhd_keys(const ca_shape *s, int64_t keys, int64_t bytes) {
+    while (keys >= 2 * CA_LANES && keys * s->num_kv_heads * ca_token_bytes(s) > bytes)
+        keys /= 2;
+    return keys;
+}
+#define CA_HEADS 64 /* most kv heads that go together */
+#endif

@@ -1,0 +1,142 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Which keys a query token sees, and in which blocks a kv head looks for them. */
+#ifndef CPU_ATTN_KEYS_H
+#define CPU_ATTN_KEYS_H
+#include "run/engine.h"
+#include "cache/layout.h"
+
+static inline int64_t ca_q_len(const ca_plan *plan, int r) {
+    return (int64_t)plan->query_start_loc[r + 1] - plan->query_start_loc[r];
+}
+
+static inline int32_t ca_longest(const ca_plan *plan) {
+    int32_t longest = 0;
+    for (int r = 0; r < plan->shape.num_reqs; r++)
+        longest = plan->seq_lens[r] > longest ? plan->seq_lens[r] : longest;
+    return longest;
+}
+
+/* Keys before those of the request's query tokens. */
+static inline int64_t ca_context(const ca_plan *plan, int r) { return plan->seq_lens[r] - ca_q_len(plan, r); }
+
+/* Which of the keys of request r is that of its query token i? */
+static inline int64_t ca_position(const ca_plan *plan, int r, int64_t i) { return ca_context(plan, r) + i; }
+
+/* First and last+1 key that query token i of request r may see. From token to token neither falls, but lo in a tree
+ * mask, which may hide keys between the two besides: ca_run. */
+static inline void ca_visible(const ca_plan *plan, int r, int64_t i, int64_t *lo, int64_t *hi) {
+    if (plan->lo) {
+        *lo = plan->lo[plan->query_start_loc[r] + i];
+        *hi = plan->hi[plan->query_start_loc[r] + i];
+        return;
+    }
+    int64_t len = plan->seq_lens[r], pos = ca_position(plan, r, i);
+    int64_t left = plan->shape.window_left, right = plan->shape.window_right;
+    *lo = left < 0 ? 0 : ca_max64(0, pos - left);
+    *hi = right < 0 ? len : ca_min64(len, pos + right + 1);
+    if (plan->causal[r])
+        *hi = ca_min64(*hi, pos + 1);
+    if (*hi < *lo)
+        *hi = *lo;
+}
+
+/* The keys [*k0, *k1) that some row of the task may see; of a shared one, no fewer than those of its segments. */
+static inline void ca_task_keys(const ca_plan *plan, const ca_task *task, int64_t *k0, int64_t *k1) {
+    int64_t unused;
+    ca_token first = ca_token_at(plan, task, 0), last = ca_token_at(plan, task, task->num_tokens - 1);
+    ca_visible(plan, first.request, first.token, k0, &unused);
+    ca_visible(plan, last.request, last.token, &unused, k1);
+    for (int32_t i = 1; plan->tree && i < task->num_tokens; i++)
+        *k0 = ca_min64(*k0, plan->lo[plan->query_start_loc[task->request] + task->token + i]);
+    if (*k1 < *k0)
+        *k1 = *k0;
+}
+
+/* A row of a tree mask: bit j says whether query token i of request r sees the key of the request's query token j.
+ * NULL: it sees all of its range. */
+static inline const uint8_t *ca_tree_row(const ca_plan *plan, int r, int64_t i) {
+    return plan->tree ? plan->tree + (plan->query_start_loc[r] + i) * plan->tree_bytes : NULL;
+}
+
+/* Keys from `context` on are seen where their bit is set. */
+static inline int ca_sees(const uint8_t *bits, int64_t context, int64_t key) {
+    return key < context || (bits[(key - context) / 8] >> (key - context) % 8 & 1);
+}
+
+/* Of the keys [*a, hi) the next [*a, *b) that are seen without a gap; 0: none is left. */
+static inline int ca_run(const uint8_t *bits, int64_t context, int64_t hi, int64_t *a, int64_t *b) {
+    while (bits && *a < hi && !ca_sees(bits, context, *a))
+        ++*a;
+    *b = bits ? ca_max64(*a, ca_min64(context, hi)) : hi;
+    while (bits && *b < hi && ca_sees(bits, context, *b))
+        ++*b;
+    return *a < *b;
+}
+
+/* -inf to the scores of those of n keys from `key` on that are not seen. */
+static inline void ca_hide(const uint8_t *bits, int64_t context, int64_t key, int64_t n, float *s) {
+    for (int64_t i = ca_max64(0, context - key); i < n; i++)
+        if (!ca_sees(bits, context, key + i))
+            s[i] = -INFINITY;
+}
+
+/* Of `factor`, which makes logits of q.k and holds scale, the part by which queries are multiplied before the product:
+ * all of it, unless queries would become infinite by a small softcap, or subnormal by a large one. Its sign is scale's.
+ */
+static inline double ca_query_factor(double scale, double factor) {
+    const double size = fabs(factor);
+    return size >= 0x1p-40 && size <= 1 ? factor : copysign(fmin(fabs(scale), 1), scale);
+}
+
+/* Keys of a segment: fixed by the request's length alone, so that results do not depend on who
+ * shares the batch. At most 64 segments, so that the partial results stay small. */
+static inline int64_t ca_segment_keys(int64_t seq_len) { return 1024 * ca_max64(1, ca_div_up(seq_len, 64 * 1024)); }
+
+/* Most keys that one float sums up one by one: of longer segments so many at a time, merged in order. Equal weights in
+ * float32: 0.53 of the error budget, and 1.76 by chains of 16,384 (2^20 keys). */
+#define CA_CHAIN_KEYS 4096
+
+/* The blocks that a request and kv head attend, ascending: all of them, or those selected. */
+typedef struct ca_blocks {
+    const int32_t *selected;
+    int64_t count; /* -1: all */
+} ca_blocks;
+
+static inline ca_blocks ca_blocks_of(const ca_call *call, int request, int kv_head) {
+    int64_t at = (request * call->num_kv_heads + kv_head) * call->num_selected;
+    return (ca_blocks){call->num_selected > 0 ? call->selected + at : NULL, call->num_selected};
+}
+
+/* Number i of them; past the last, one that is past every key: -1 as unsigned, which pads the selected ones, too. */
+static inline int64_t ca_nth_block(ca_blocks b, int64_t i) {
+    return b.count < 0 ? i : i < b.count ? (int64_t)(uint32_t)b.selected[i] : UINT32_MAX;
+}
+
+/* Which of them is the first that is no less than `block`? Without branches: what is selected cannot be foreseen. */
+static inline int64_t ca_find_block(ca_blocks b, int64_t block) {
+    int64_t first = 0;
+    if (b.count < 0)
+        return block;
+    for (int64_t n = b.count, half; n > 0; n -= half) {
+        half = (n + 1) / 2;
+        first += (int64_t)(uint32_t)b.selected[first + half - 1] < block ? half : 0;
+    }
+    return first;
+}
+
+/* The first key from `key` on that the request and kv head attend, or `end` where none is before it. */
+static inline int64_t ca_next_key(const ca_call *call, int request, int kv_head, int64_t key, int64_t end) {
+    ca_blocks b = ca_blocks_of(call, request, kv_head);
+    if (b.count < 0)
+        return ca_min64(end, key);
+    int64_t block = ca_nth_block(b, ca_find_block(b, key / call->block_size));
+    return ca_min64(end, ca_max64(key, block * call->block_size));
+}
+
+/* What is added to the logits of a query token's head, by key. NULL: nothing. */
+static inline const float *ca_bias_row(const ca_call *c, ca_token at, int64_t head) {
+    return c->attn_bias
+               ? c->attn_bias + at.request * c->bias_stride_r + head * c->bias_stride_h + at.token * c->bias_stride_q
+               : NULL;
+}
+#endif
