@@ -35,12 +35,12 @@ typedef struct write_call {
     const ca_rotary *rotary; /* keys and queries are rotated first; or NULL */
 } write_call;
 
-static ca_group_form form_of(const cache *c, int value) {
-    return ca_group_form_of(c->layout, c->kv_dtype, c->head_size, value);
+static ca_group_form form_of(const cache *c, int kv) {
+    return ca_group_form_of(c->layout, c->kv_dtype, c->head_size, kv);
 }
 
-static int64_t offset_of(const cache *c, int value, int64_t token, int64_t d) {
-    return value ? ca_v_offset(c->layout, token, d, c->ld) : ca_k_offset(c->layout, token, d, c->ld);
+static int64_t offset_of(const cache *c, int kv, int64_t token, int64_t d) {
+    return kv ? ca_v_offset(c->layout, token, d, c->ld) : ca_k_offset(c->layout, token, d, c->ld);
 }
 
 /* The scales of n tokens of one group. */
@@ -61,8 +61,8 @@ static void narrow_row(const cache *c, const char *row, uint8_t *bytes, uint16_t
 }
 
 /* One token of a plain cache. */
-static void write_plain(const cache *c, int value, char *block, int64_t token, const char *row) {
-    char *to = block + offset_of(c, value, token, 0) * ca_dtype_size(c->kv_dtype);
+static void write_plain(const cache *c, int kv, char *block, int64_t token, const char *row) {
+    char *to = block + offset_of(c, kv, token, 0) * ca_dtype_size(c->kv_dtype);
     if (ca_is_narrow(c->kv_dtype))
         c->kernel->pack(row, c->head_size, c->scale, c->kv_dtype, (uint8_t *)to);
     else
@@ -70,14 +70,14 @@ static void write_plain(const cache *c, int value, char *block, int64_t token, c
 }
 
 /* One token of a packed, narrow cache. An odd last d of K is paired with zero where the other could be NaN. */
-static void write_narrow(const cache *c, int value, char *block, int64_t token, const char *row) {
+static void write_narrow(const cache *c, int kv, char *block, int64_t token, const char *row) {
     uint8_t bytes[c->head_size]; /* at most _check.MAX_SIZE */
     uint16_t scales[ca_div_up(c->head_size, 32)];
-    const ca_group_form f = form_of(c, value);
+    const ca_group_form f = form_of(c, kv);
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
     narrow_row(c, row, bytes, scales);
     for (int64_t d = 0; d < c->head_size; d++) {
-        int64_t at = offset_of(c, value, token % CA_LANES, d);
+        int64_t at = offset_of(c, kv, token % CA_LANES, d);
         if (c->kv_dtype == CA_I4) {
             uint8_t *both = &group[ca_i4_byte(at)];
             *both = (uint8_t)((*both & 0xf0 >> ca_i4_shift(at)) | bytes[d] << ca_i4_shift(at));
@@ -85,7 +85,7 @@ static void write_narrow(const cache *c, int value, char *block, int64_t token, 
             group[at] = bytes[d];
     }
     put_scales(c, &f, block, token, 1, scales, 0);
-    if (!value && c->head_size % 2 && !f.scales)
+    if (!kv && c->head_size % 2 && !f.scales)
         group[ca_k_offset(CA_LAYOUT_PAIRS, token % CA_LANES, c->head_size, c->head_size + 1)] = 0;
 }
 
@@ -93,10 +93,10 @@ static void write_narrow(const cache *c, int value, char *block, int64_t token, 
 
 /* Bytes of 16 tokens in the order of their group. Two bytes side by side are moved as one 16-bit element: so K in pairs
  * of bytes lies as K of half as many halves does in lanes. */
-static void arrange(const cache *c, int value, uint8_t bytes[CA_LANES][WIDE], uint8_t *to, int stream) {
+static void arrange(const cache *c, int kv, uint8_t bytes[CA_LANES][WIDE], uint8_t *to, int stream) {
     const int64_t n = c->head_size;
-    if (!value) {
-        ca_words_kernel(c->isa)->write_k(to, n / 2, 0, CA_LANES, bytes, WIDE / 2, bytes, stream);
+    if (!kv) {
+        ca_words_kernel(c->isa)->write[K](to, n / 2, 0, CA_LANES, bytes, WIDE / 2, bytes, stream);
         return;
     }
     for (int t = 0; t < CA_LANES; t += 2)
@@ -107,11 +107,11 @@ static void arrange(const cache *c, int value, uint8_t bytes[CA_LANES][WIDE], ui
 }
 
 /* A whole group; 0: it has to go token by token. */
-static int write_narrow_group(const cache *c, int value, char *block, int64_t token, const char *rows, int64_t ld,
+static int write_narrow_group(const cache *c, int kv, char *block, int64_t token, const char *rows, int64_t ld,
                               int stream) {
     uint8_t bytes[CA_LANES][WIDE], stage[CA_LANES * WIDE + CA_I4_ELEMENTS];
     uint16_t scales[CA_LANES][WIDE / 32];
-    const ca_group_form f = form_of(c, value);
+    const ca_group_form f = form_of(c, kv);
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
     if (c->head_size > WIDE || c->head_size % 2)
         return 0;
@@ -123,18 +123,18 @@ static int write_narrow_group(const cache *c, int value, char *block, int64_t to
     }
     if (c->kv_dtype == CA_I4) {
         memset(stage + ca_max64(0, f.elements - CA_I4_ELEMENTS), 0, CA_I4_ELEMENTS);
-        arrange(c, value, bytes, stage, 0);
+        arrange(c, kv, bytes, stage, 0);
         for (int64_t i = 0; i < f.elements; i += CA_I4_ELEMENTS)
             for (int64_t b = 0; b < 64; b++)
                 group[i / 2 + b] = (uint8_t)(stage[i + b] | stage[i + 64 + b] << 4);
     } else {
-        arrange(c, value, bytes, group, stream);
+        arrange(c, kv, bytes, group, stream);
     }
     put_scales(c, &f, block, token, CA_LANES, scales[0], WIDE / 32);
     return 1;
 }
 
-static void write_run(const cache *c, int value, const ca_array *rows, int head, int64_t slot, int64_t t, int n,
+static void write_run(const cache *c, int kv, const ca_array *rows, int head, int64_t slot, int64_t t, int n,
                       int stream) {
     const ca_kernel *kernel = c->kernel;
     char *block = (char *)ca_block(c->data, c->stride_n, c->stride_h, slot / c->block_size, head, c->kv_dtype);
@@ -142,13 +142,12 @@ static void write_run(const cache *c, int value, const ca_array *rows, int head,
     int64_t token = slot % c->block_size, ld = rows->strides[0] * rows->itemsize;
     if (c->layout == CA_LAYOUT_ROWS)
         for (int i = 0; i < n; i++)
-            write_plain(c, value, block, token + i, row + i * ld);
+            write_plain(c, kv, block, token + i, row + i * ld);
     else if (!ca_is_narrow(c->kv_dtype))
-        (value ? kernel->write_v : kernel->write_k)(block, c->head_size, token, n, row, rows->strides[0],
-                                                    row + CA_LANES * ld, stream);
-    else if (n < CA_LANES || !write_narrow_group(c, value, block, token, row, ld, stream))
+        kernel->write[kv](block, c->head_size, token, n, row, rows->strides[0], row + CA_LANES * ld, stream);
+    else if (n < CA_LANES || !write_narrow_group(c, kv, block, token, row, ld, stream))
         for (int i = 0; i < n; i++)
-            write_narrow(c, value, block, token + i, row + i * ld);
+            write_narrow(c, kv, block, token + i, row + i * ld);
 }
 
 /* Tokens from t on, at most one K group of them, that lie one after another in one block. */
@@ -322,18 +321,18 @@ static void copy_apart(char *dst, const char *src, int64_t n, int64_t step, int 
 }
 
 /* int8 and int4 times their scales: exact in float32. */
-static void gather_scaled(const cache *c, int value, const char *block, int64_t token, float *dst) {
+static void gather_scaled(const cache *c, int kv, const char *block, int64_t token, float *dst) {
     for (int64_t d = 0; d < c->head_size; d++)
-        dst[d] = ca_scaled_element(c->kv_dtype, c->head_size, value, block, c->block_size, token, d);
+        dst[d] = ca_scaled_element(c->kv_dtype, c->head_size, kv, block, c->block_size, token, d);
 }
 
-static void gather_token(const cache *c, int value, const char *block, int64_t token, char *dst) {
+static void gather_token(const cache *c, int kv, const char *block, int64_t token, char *dst) {
     int layout = c->layout, size = ca_dtype_size(c->kv_dtype);
     int64_t n = c->head_size;
-    const char *src = block + offset_of(c, value, token, 0) * size;
-    if (layout == CA_LAYOUT_ROWS || (value && layout == CA_LAYOUT_LANES))
+    const char *src = block + offset_of(c, kv, token, 0) * size;
+    if (layout == CA_LAYOUT_ROWS || (kv && layout == CA_LAYOUT_LANES))
         memcpy(dst, src, (size_t)(n * size));
-    else if (value)
+    else if (kv)
         copy_apart(dst, src, n, 2 * size, size);
     else if (layout == CA_LAYOUT_LANES)
         copy_apart(dst, src, n, CA_LANES * size, size);
@@ -344,7 +343,7 @@ static void gather_token(const cache *c, int value, const char *block, int64_t t
 }
 
 /* Head by head over the tokens of a K group, whose lines stay in L1 so. */
-int ca_gather(const ca_array *a, int value, int isa, int dtype, int kv_dtype, int kv_cache_layout, ca_fault *fault) {
+int ca_gather(const ca_array *a, int kv, int isa, int dtype, int kv_dtype, int kv_cache_layout, ca_fault *fault) {
     const ca_array *out = &a[CA_GATHERED], *table = &a[CA_GATHER_BLOCK_TABLE];
     ca_array written = *out; /* tokens of this shape; out has the dtype that is stored */
     written.dtype = dtype;
@@ -363,9 +362,9 @@ int ca_gather(const ca_array *a, int value, int isa, int dtype, int kv_dtype, in
                 const char *from = ca_block(c.data, c.stride_n, c.stride_h, block, h, kv_dtype);
                 char *to = ca_row_of(out, t + i, h);
                 if (ca_is_scaled(kv_dtype))
-                    gather_scaled(&c, value, from, token + i, (float *)to);
+                    gather_scaled(&c, kv, from, token + i, (float *)to);
                 else
-                    gather_token(&c, value, from, token + i, to);
+                    gather_token(&c, kv, from, token + i, to);
             }
     }
     free(blocks);

@@ -6,6 +6,9 @@
 
 #define CA_LANES 16 /* tokens of a K group in every layout */
 
+/* Of what there is one for keys and one for values: kv[K], kv[V]; `kv` alone says which of the two. */
+enum { K, V };
+
 static inline int64_t ca_min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t ca_max64(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t ca_div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -46,7 +49,7 @@ static inline ca_axes ca_cache_axes(const ca_array *a, int kv_cache_layout, int6
                      a->strides[0], a->strides[h], kv_cache_layout == CA_PACKED ? head_size : a->strides[b]};
 }
 
-/* Narrow caches lie in pairs whatever the dtype: so kernel/integers.inc multiplies int8 and int4, and kernel/halves.h
+/* Narrow caches lie in pairs whatever the dtype: so kernel/kv_formats/integers.h multiplies int8 and int4, and halves.h
  * makes two vectors of halves of one of bytes by shifts alone. */
 static inline int ca_layout_of_kind(int layout, int kv_dtype) {
     return ca_is_narrow(kv_dtype) ? CA_LAYOUT_PAIRS : layout;
@@ -68,9 +71,9 @@ typedef struct ca_group_form {
     int64_t elements, bytes, scales;
 } ca_group_form;
 
-static inline ca_group_form ca_group_form_of(int layout, int kv_dtype, int64_t head_size, int value) {
+static inline ca_group_form ca_group_form_of(int layout, int kv_dtype, int64_t head_size, int kv) {
     const int64_t pair = ca_layout_of_kind(layout, kv_dtype) == CA_LAYOUT_PAIRS ? 2 : 1;
-    int64_t n = CA_LANES * (value ? head_size : ca_round_up(head_size, pair));
+    int64_t n = CA_LANES * (kv ? head_size : ca_round_up(head_size, pair));
     if (kv_dtype == CA_I4)
         n = ca_round_up(n, CA_I4_ELEMENTS);
     return (ca_group_form){n, kv_dtype == CA_I4 ? n / 2 : n * ca_dtype_size(kv_dtype),
@@ -87,8 +90,8 @@ static inline const char *ca_block(const void *base, int64_t stride_n, int64_t s
 }
 
 /* Element d of a token of int8 or int4, its scale applied. */
-float ca_scaled_element(int kv_dtype, int64_t head_size, int value, const char *block, int64_t block_size,
-                        int64_t token, int64_t d);
+float ca_scaled_element(int kv_dtype, int64_t head_size, int kv, const char *block, int64_t block_size, int64_t token,
+                        int64_t d);
 /* [128] bytes of e4m3, e5m2 or int8 without their sign, as binary16 or bfloat16; of int4 the 16 values, eight times */
 const uint16_t *ca_narrow_words(int kv_dtype, int bf16);
 const uint8_t *ca_narrow_bytes(int kv_dtype); /* of bfloat16: [128] low ones, [128] high ones */

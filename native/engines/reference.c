@@ -17,13 +17,13 @@ static double element(const void *base, int64_t i, int dtype) {
 }
 
 /* Element d of a token of K or V. */
-static double cached(const ca_plan *p, const ca_call *c, int value, const char *block, int64_t token, int64_t d) {
-    const int dtype = ca_kv_dtype(&p->shape, value);
+static double cached(const ca_plan *p, const ca_call *c, int kv, const char *block, int64_t token, int64_t d) {
+    const int dtype = ca_kv_dtype(&p->shape, kv);
     const int layout = ca_layout_of(p->shape.kv_cache_layout, p->kernel->info.layout, dtype);
-    const int64_t n = ca_kv_head_size(&p->shape, value), ld = value ? c->v_ld : c->k_ld;
+    const int64_t n = ca_kv_head_size(&p->shape, kv), ld = c->kv[kv].ld;
     if (ca_is_scaled(dtype))
-        return ca_scaled_element(dtype, n, value, block, c->block_size, token, d);
-    return element(block, value ? ca_v_offset(layout, token, d, ld) : ca_k_offset(layout, token, d, ld), dtype);
+        return ca_scaled_element(dtype, n, kv, block, c->block_size, token, d);
+    return element(block, kv ? ca_v_offset(layout, token, d, ld) : ca_k_offset(layout, token, d, ld), dtype);
 }
 
 static double score(const ca_plan *p, const ca_call *c, const char *query, const char *k, int64_t token) {

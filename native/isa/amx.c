@@ -2,12 +2,12 @@
  * arch:     x86_64
  * unit:     matrix
  * rank:     40
- * flags:    -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -mavx512vbmi -mavx512vnni -mamx-tile -mamx-bf16
+ * flags:    -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -mavx512vbmi -mamx-tile -mamx-bf16
  * emulated: -O1 -mavx2 -mfma -Wno-psabi -DEMULATED -DEMULATED_BF16
  *
  * bf16 by TDPBF16PS (Sapphire Rapids and newer) over AVX-512's softmax, in the layout of avx512's bf16 caches. Seen to
  * be right by these instructions in an emulated Sapphire Rapids, never yet in a real one: CONTRIBUTING.md. int8 and
- * int4 go through tiles where there are more than CA_FEW_ROWS rows, else through integers.inc. */
+ * int4 go through tiles where there are more than CA_FEW_ROWS rows, else through the kernel of avx512_bf16.c. */
 #include "cpu/cpu.h"
 #include "avx512.h"
 #include "kernel/amx/tiles.h"
@@ -25,7 +25,7 @@ static const char *missing(void) {
     return reason;
 }
 
-/* Of the vector kernel, for the segments that are not for tiles. */
+/* Rows of the vector registers' tiles, of which amx/attention.h has none: logits become weights in fours. */
 #define MR 6
 #define TALL 8
 #define NG 4
@@ -34,20 +34,17 @@ static const char *missing(void) {
 /* Guesses, after the prototypes that amx/attention.h speaks of. */
 #define ROWS 256
 #define KEYS 512
-#define FEW_KEYS 128 /* of the vector kernel */
-#define SUB 64       /* keys of a sub-block of scores */
+#define FEW_KEYS 128
+#define SUB 64 /* keys of a sub-block of scores */
 
-#include "kernel/attention/state.h"
-
-static const int integers = 1;
-#define INTEGERS &integers
-
-#define METHOD "VDPBF16PS, 16 lanes of two bf16 products"
-#define STEPS "kernel/attention/dot.inc"
+#define TILES
+#define MICROKERNEL "kernel/attention/dot.inc"
+#define FACTOR uint16_t
 #define DTYPE bf16
 #define ELEM uint16_t
 #define DIGITS 8
 #define PAIRS 1
+#include "kernel/attention/parameters.h"
 #include "kernel/dtype.inc"
 
 #include "kernel/amx/attention.h"

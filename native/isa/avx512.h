@@ -116,7 +116,7 @@ INLINE vi v_look_up(const uint8_t *table, vi x) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table)), x);
 }
 
-/* ---- words of integers.inc ---- */
+/* ---- words of integers.h ---- */
 
 INLINE vi v_set1_int(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE vi v_set1_words(const int16_t *p) {
@@ -152,8 +152,8 @@ INLINE vi v_dot_words(vi sum, vi a, vi b) {
 
 #ifdef HAS_VBMI
 /* 64 bytes through a table of 128 words, its low and its high bytes in two registers each, the sign apart. Low and high
- * bytes meet within 128 bits, for which the source is put in order: by VPERMT2B out of both registers products by 4
- * rows take 1.3 to 1.5 times as long (Zen 4: 1.35 to 1.57 cycles a VDPBF16PS out of L1 and L2, so 1.2 to 1.3; of 1). */
+ * bytes meet within 128 bits, for which the source is put in order: VPERMT2B out of both registers is slower
+ * (kernel/MEASUREMENTS.md: narrow caches). */
 INLINE void words_of_turned(__m512i x, const __m512i *low, const __m512i *high, __m512i *out) {
     __m512i l = _mm512_permutex2var_epi8(low[0], x, low[1]), h = _mm512_permutex2var_epi8(high[0], x, high[1]);
     h = _mm512_ternarylogic_epi32(h, x, _mm512_set1_epi8((char)0x80), 0xf8); /* h | x & 0x80 */
@@ -326,8 +326,7 @@ INLINE __m512i two_rows(const char *row, int64_t ld, int n) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 /* 16x8 words transposed: 4x4 in each 128-bit lane, then the lanes, of which the loads have placed half. All four rounds
- * in registers, 64 shuffles for 16x16, took 28 ns where this takes 14 (Zen 4); four rows to a register by masked
- * broadcasts, 32 shuffles, 19. */
+ * in registers, 64 shuffles for 16x16, take twice as long (kernel/MEASUREMENTS.md: cache write). */
 INLINE void transpose(const char *src, int64_t ld, int n, __m512i *line) {
     const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13),
                   high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);

@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
- * All kernels of an isa, by FP32 FMA. The including file has defined its vocabulary (vocabulary.md), the block sizes
- * of state.h, ISA (its name) and METHOD. */
-#include "kernel/attention/state.h"
-
-#define STEPS "kernel/attention/fma.inc"
+ * All kernels of an isa, by FP32 FMA. The including file has defined its vocabulary, what parameters.h asks for, ISA
+ * (its name) and METHOD. */
+#define MICROKERNEL "kernel/attention/fma.inc"
+#define FACTOR float
 /* Narrow caches are multiplied as float16, by its kernel: not in plain C, whose conversion takes longer. */
 #if VL > 1
 #define HALVES
-#include "kernel/kv_formats/halves.h"
 #endif
+#include "kernel/attention/parameters.h"
 
 #define DTYPE f16
 #define ELEM uint16_t

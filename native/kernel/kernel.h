@@ -42,20 +42,17 @@ struct ca_kernel {
     /* tokens [token, token + n) of one group of 16 of one block of one kv head, from rows ld elements apart;
      * meanwhile as many rows are fetched from `ahead`, whatever lies there, unless it is NULL; stream: past the caches
      */
-    void (*write_k)(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld,
-                    const void *ahead, int stream);
-    void (*write_v)(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld,
-                    const void *ahead, int stream);
+    void (*write[2])(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld,
+                     const void *ahead, int stream);
     /* tokens [t0, t1) of one block of one kv head, widened to float32:
      * K to dst[d * ld + (t - t0)] (transposed), V to dst[(t - t0) * ld + d] */
-    void (*widen_k)(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
-    void (*widen_v)(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
+    void (*widen[2])(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
     /* one query row times factor, as float32 */
     void (*widen_row)(const void *src, int64_t n, float factor, float *dst);
     /* the first n tokens of a group, K or V, that is not ca_side_ready, as a group of the kernel's own layout and
      * dtype, exactly, without its scales; rows: ca_rows_bytes; meanwhile as much is fetched from `ahead`, whatever lies
      * there */
-    void (*unpack)(const ca_plan *plan, int value, const void *src, int64_t ld, int n, void *dst, void *rows,
+    void (*unpack)(const ca_plan *plan, int kv, const void *src, int64_t ld, int n, void *dst, void *rows,
                    const void *ahead);
     /* n numbers over scale as such elements, a byte each (fp8): nearest even, saturating */
     void (*pack)(const void *src, int64_t n, float scale, int kv_dtype, uint8_t *dst);
@@ -90,25 +87,25 @@ const ca_kernel *ca_words_kernel(int isa);
 static inline int ca_any_narrow(const ca_shape *s) { return ca_is_narrow(s->k_dtype) || ca_is_narrow(s->v_dtype); }
 
 /* Of K, or of V. */
-static inline int ca_kv_dtype(const ca_shape *s, int value) { return value ? s->v_dtype : s->k_dtype; }
-static inline int64_t ca_kv_head_size(const ca_shape *s, int value) { return value ? s->head_size_v : s->head_size; }
-static inline ca_group_form ca_kv_form(const ca_plan *plan, int value) {
+static inline int ca_kv_dtype(const ca_shape *s, int kv) { return kv ? s->v_dtype : s->k_dtype; }
+static inline int64_t ca_kv_head_size(const ca_shape *s, int kv) { return kv ? s->head_size_v : s->head_size; }
+static inline ca_group_form ca_kv_form(const ca_plan *plan, int kv) {
     const ca_shape *s = &plan->shape;
-    return ca_group_form_of(plan->kernel->info.layout, ca_kv_dtype(s, value), ca_kv_head_size(s, value), value);
+    return ca_group_form_of(plan->kernel->info.layout, ca_kv_dtype(s, kv), ca_kv_head_size(s, kv), kv);
 }
 /* From a group of 16 tokens to the next one of its block, in bytes. */
-static inline int64_t ca_kv_group_step(const ca_plan *plan, const ca_call *c, int value) {
-    const int64_t row = (value ? c->v_ld : c->k_ld) * ca_dtype_size(ca_kv_dtype(&plan->shape, value));
-    return plan->shape.kv_cache_layout == CA_PACKED ? ca_kv_form(plan, value).bytes : CA_LANES * row;
+static inline int64_t ca_kv_group_step(const ca_plan *plan, const ca_call *c, int kv) {
+    const int64_t row = c->kv[kv].ld * ca_dtype_size(ca_kv_dtype(&plan->shape, kv));
+    return plan->shape.kv_cache_layout == CA_PACKED ? ca_kv_form(plan, kv).bytes : CA_LANES * row;
 }
-static inline const char *ca_kv_block(const ca_plan *plan, const ca_call *c, int value, int64_t block, int kv_head) {
-    const int dtype = ca_kv_dtype(&plan->shape, value);
-    return value ? ca_block(c->value_cache, c->v_stride_n, c->v_stride_h, block, kv_head, dtype)
-                 : ca_block(c->key_cache, c->k_stride_n, c->k_stride_h, block, kv_head, dtype);
+static inline const char *ca_kv_block(const ca_plan *plan, const ca_call *c, int kv, int64_t block, int kv_head) {
+    const int dtype = ca_kv_dtype(&plan->shape, kv);
+    const ca_kv *side = &c->kv[kv];
+    return ca_block(side->cache, side->stride_n, side->stride_h, block, kv_head, dtype);
 }
 /* Can the kernels read K, or V, as it lies? Both? */
-static inline int ca_side_ready(const ca_plan *plan, int value) {
-    return !ca_is_narrow(ca_kv_dtype(&plan->shape, value)) && plan->shape.kv_cache_layout == CA_PACKED;
+static inline int ca_side_ready(const ca_plan *plan, int kv) {
+    return !ca_is_narrow(ca_kv_dtype(&plan->shape, kv)) && plan->shape.kv_cache_layout == CA_PACKED;
 }
 static inline int ca_ready(const ca_plan *plan) { return ca_side_ready(plan, 0) && ca_side_ready(plan, 1); }
 /* Room for a group of a plain, narrow cache that is widened and not yet packed. */

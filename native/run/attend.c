@@ -93,10 +93,8 @@ static int run_segments(run *w, const ca_task *t, int kv_head, int num_heads, co
 }
 
 /* kv heads [first, end) of a task. In a block their keys follow one another, so that memory is read in longer lines and
- * only the first head begins with what nobody asked for. Zen 4, two threads, time against head by head, in turns:
- * decode-64x512 0.77 to 0.89, decode-16x4k-mha 0.89 to 0.95, decode-32x2k 0.87 to 0.95, decode-8x8k 0.98 to 1.03. Where
- * they lie side by side (NHD) the memory that one of them brings along is the next one's: one thread, 64k keys of 8
- * heads of 128: reads alone 10.8 GB/s head by head, 15.8 all of them by few keys. */
+ * only the first head begins with what nobody asked for. (kernel/MEASUREMENTS.md:
+ * who fetches). Where they lie side by side (NHD) the memory that one of them brings along is the next one's. */
 static int run_heads(run *w, const ca_task *t, int first, int end, char *memory) {
     const ca_plan *p = w->plan;
     const int64_t rows = ca_rows_of(p, t);
@@ -177,14 +175,8 @@ static ca_call call_of(const ca_array *a, const ca_shape *s, const ca_indices *x
         .query = (const void *)q->address,
         .q_stride_t = q->strides[0],
         .q_stride_h = q->strides[1],
-        .key_cache = (const void *)kc->address,
-        .value_cache = (const void *)vc->address,
-        .k_stride_n = k.stride_n,
-        .k_stride_h = k.stride_h,
-        .k_ld = k.ld,
-        .v_stride_n = v.stride_n,
-        .v_stride_h = v.stride_h,
-        .v_ld = v.ld,
+        .kv = {{(const void *)kc->address, k.stride_n, k.stride_h, k.ld},
+               {(const void *)vc->address, v.stride_n, v.stride_h, v.ld}},
         .block_size = k.block_size,
         .output = (void *)out->address,
         .o_stride_t = out->strides[0],

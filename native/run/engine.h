@@ -10,12 +10,18 @@
 #define CA_LOG2E 1.44269504088896340736f
 #define CA_LN2 0.69314718055994530942f
 
+/* The cache of keys or of values. */
+typedef struct ca_kv {
+    const void *cache;
+    int64_t stride_n, stride_h; /* from block to block, from kv head to kv head, in elements */
+    int64_t ld;                 /* from token to token of a plain cache; packed: the head size */
+} ca_kv;
+
 /* One call of attention_with_kv_cache. */
 typedef struct ca_call {
     const void *query;
     int64_t q_stride_t, q_stride_h;
-    const void *key_cache, *value_cache;
-    int64_t k_stride_n, k_stride_h, v_stride_n, v_stride_h;
+    ca_kv kv[2];
     int64_t block_size;
     void *output;
     int64_t o_stride_t, o_stride_h;
@@ -27,7 +33,6 @@ typedef struct ca_call {
     float scale, softcap, k_scale, v_scale;
     const int32_t *selected;            /* [R, Hkv, num_selected], block numbers within a request, ascending, then -1 */
     int64_t num_kv_heads, num_selected; /* num_selected -1: none is given, all blocks count */
-    int64_t k_ld, v_ld;                 /* from token to token of a plain cache; packed: head_size, head_size_v */
     const float *attn_bias;             /* ca_bias_row, or NULL */
     int64_t bias_stride_r, bias_stride_h, bias_stride_q; /* 0 along an axis of size 1 */
 } ca_call;

@@ -31,22 +31,22 @@ int64_t ca_form_v_bytes(int64_t head_size_v, int64_t keys) {
     return ca_max64(head_size_v * 4, ca_round_up(head_size_v, PANEL) * 2) * keys;
 }
 
-static const char *block_of(const ca_pages *g, int value, int64_t key) {
+static const char *block_of(const ca_pages *g, int kv, int64_t key) {
     const int64_t block = ca_block_of(g->call, g->request, key / g->call->block_size);
-    return ca_kv_block(g->plan, g->call, value, block, g->kv_head);
+    return ca_kv_block(g->plan, g->call, kv, block, g->kv_head);
 }
 
 int64_t ca_wide_bytes(const ca_plan *plan) {
     int64_t most = 0;
-    for (int value = 0; value < 2; value++)
-        if (!ca_side_ready(plan, value))
-            most = ca_max64(most, ca_kv_form(plan, value).elements * ca_dtype_size(plan->shape.dtype));
+    for (int kv = 0; kv < 2; kv++)
+        if (!ca_side_ready(plan, kv))
+            most = ca_max64(most, ca_kv_form(plan, kv).elements * ca_dtype_size(plan->shape.dtype));
     return most + ca_rows_bytes(plan);
 }
 
 /* From a block to the group of a token, in bytes. */
-static int64_t group_at(const ca_pages *g, int value, int64_t token) {
-    return token / CA_LANES * ca_kv_group_step(g->plan, g->call, value);
+static int64_t group_at(const ca_pages *g, int kv, int64_t token) {
+    return token / CA_LANES * ca_kv_group_step(g->plan, g->call, kv);
 }
 
 /* The group that is read AHEAD columns after this one, of `end`, V after K, to be fetched line by line meanwhile: pages
@@ -54,48 +54,48 @@ static int64_t group_at(const ca_pages *g, int value, int64_t token) {
  * -16x4k-mha against that without, in turns: 0.77 / 0.78, over fp8 0.88 / 0.85, HND 0.68 / 0.55, NHD 0.62 / 0.80, MLA
  * of 16 heads 0.83; 16 and 64 columns ahead the same, into L1 0.88 to 1.06, a group at once 0.97 to 1.0. */
 #define AHEAD 32
-static const char *coming(const ca_pages *g, int value, int64_t column, int64_t end) {
+static const char *coming(const ca_pages *g, int kv, int64_t column, int64_t end) {
     int64_t at = column + AHEAD;
-    if (at >= end && !value) {
+    if (at >= end && !kv) {
         at -= end;
-        value = 1;
+        kv = 1;
     }
     const int64_t key = g->key[ca_min64(at, end - 1)];
-    return block_of(g, value, key) + group_at(g, value, key % g->call->block_size);
+    return block_of(g, kv, key) + group_at(g, kv, key % g->call->block_size);
 }
 
 /* The block of a column's key; where that is not ready only its group, unpacked, and *token counts from there. */
-static const void *packed_block(const ca_pages *g, int value, int64_t column, int64_t end, int64_t *token) {
-    const char *block = block_of(g, value, g->key[column]);
+static const void *packed_block(const ca_pages *g, int kv, int64_t column, int64_t end, int64_t *token) {
+    const char *block = block_of(g, kv, g->key[column]);
     *token = g->key[column] % g->call->block_size;
-    if (ca_side_ready(g->plan, value))
+    if (ca_side_ready(g->plan, kv))
         return block;
     const int64_t first = *token / CA_LANES * CA_LANES, n = ca_min64(CA_LANES, g->call->block_size - first);
     char *rows = (char *)g->wide + ca_wide_bytes(g->plan) - ca_rows_bytes(g->plan);
-    g->plan->kernel->unpack(g->plan, value, block + group_at(g, value, *token), value ? g->call->v_ld : g->call->k_ld,
-                            (int)n, g->wide, rows, coming(g, value, column, end));
+    g->plan->kernel->unpack(g->plan, kv, block + group_at(g, kv, *token), g->call->kv[kv].ld, (int)n, g->wide, rows,
+                            coming(g, kv, column, end));
     *token -= first;
     return g->wide;
 }
 
 /* Of n <= 16 keys from here, in one group, that were gathered to dst: K [head_size][ld], or V [n][ld]. */
-static void apply_scales(const ca_pages *g, int value, int64_t key, int64_t n, float *dst, int64_t ld) {
-    const ca_group_form f = ca_kv_form(g->plan, value);
-    const int64_t head_size = ca_kv_head_size(&g->plan->shape, value);
-    const int64_t shared = ca_scale_elements(ca_kv_dtype(&g->plan->shape, value), head_size);
+static void apply_scales(const ca_pages *g, int kv, int64_t key, int64_t n, float *dst, int64_t ld) {
+    const ca_group_form f = ca_kv_form(g->plan, kv);
+    const int64_t head_size = ca_kv_head_size(&g->plan->shape, kv);
+    const int64_t shared = ca_scale_elements(ca_kv_dtype(&g->plan->shape, kv), head_size);
     const int64_t token = key % g->call->block_size;
     for (int64_t s = 0; s < f.scales; s++) {
         const int64_t from = s * shared, to = ca_min64(head_size, from + shared);
-        const char *at = block_of(g, value, key) + ca_scales_at(&f, g->call->block_size, token / CA_LANES);
+        const char *at = block_of(g, kv, key) + ca_scales_at(&f, g->call->block_size, token / CA_LANES);
         uint16_t bits[CA_LANES];
         float scales[CA_LANES];
         memcpy(bits, at + (s * CA_LANES + token % CA_LANES) * 2, (size_t)n * 2);
         for (int64_t i = 0; i < n; i++)
             scales[i] = ca_from_bf16(bits[i]);
-        for (int64_t i = 0; value && i < n; i++)
+        for (int64_t i = 0; kv && i < n; i++)
             for (int64_t d = from; d < to; d++)
                 dst[i * ld + d] *= scales[i];
-        for (int64_t d = from; !value && d < to; d++)
+        for (int64_t d = from; !kv && d < to; d++)
             for (int64_t i = 0; i < n; i++)
                 dst[d * ld + i] *= scales[i];
     }
@@ -108,9 +108,7 @@ static int64_t piece(const ca_pages *g, int64_t column, int64_t end, int64_t lan
     return ca_min64(n, ca_min64(lanes - token % lanes, panel - column % panel));
 }
 
-static int64_t lanes(const ca_pages *g, int value) {
-    return ca_side_ready(g->plan, value) ? g->call->block_size : CA_LANES;
-}
+static int64_t lanes(const ca_pages *g, int kv) { return ca_side_ready(g->plan, kv) ? g->call->block_size : CA_LANES; }
 
 static void copy_k_pairs(const ca_pages *g, int64_t skip, int64_t end, uint16_t *dst) {
     int64_t head_size = g->plan->shape.head_size, n;
@@ -148,7 +146,7 @@ void ca_gather_k(ca_form form, const ca_pages *g, int64_t skip, int64_t n, int64
         const void *block = packed_block(g, 0, column, n, &token);
         float *to = (float *)dst + column / width * panel + column % width;
         step = piece(g, column, n, lanes(g, 0), width);
-        g->plan->kernel->widen_k(block, head_size, token, token + step, to, width);
+        g->plan->kernel->widen[K](block, head_size, token, token + step, to, width);
         apply_scales(g, 0, g->key[column], step, to, width);
     }
 }
@@ -193,7 +191,7 @@ void ca_gather_v(ca_form form, const ca_pages *g, int64_t skip, int64_t n, int64
         int64_t token;
         const void *block = packed_block(g, 1, column, n, &token);
         step = piece(g, column, n, lanes(g, 1), keys);
-        g->plan->kernel->widen_v(block, dv, token, token + step, rows + column * dv, dv);
+        g->plan->kernel->widen[V](block, dv, token, token + step, rows + column * dv, dv);
         apply_scales(g, 1, g->key[column], step, rows + column * dv, dv);
     }
     memset(rows, 0, (size_t)(skip * dv) * sizeof(float));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The product of two tiles of A by two of B, for amx/attention.h: tiles 0..3 hold the sums (two rows of two), 4 and 5 A, 6 and
- * 7 B. tall: A has a second tile; wide: B has. */
+ * The product of two tiles of A by two of B, for amx/attention.h: tiles 0..3 hold the sums (two rows of two), 4 and 5
+ * A, 6 and 7 B. tall: A has a second tile; wide: B has. */
 
 typedef struct tile_sizes {
     int rows, depth, columns;

@@ -8,10 +8,10 @@
  * tiles multiply one, then the other, with twice the products. */
 
 /* Before the first block: what it finds there where only K, or only V, is int8. */
-static void prepare_scales(const work *w) {
+static void prepare_scales(const tile_work *w) {
     for (int i = 0; i < (MAX_GROUPS + 1) * CA_LANES; i += VL) {
-        v_store(w->k_by + i, v_set1(w->x.factor));
-        v_store(w->v_by + i, v_set1(1));
+        v_store(w->kv[K].by + i, v_set1(w->x.factor));
+        v_store(w->kv[V].by + i, v_set1(1));
     }
     for (int i = 0; i < SUB; i += VL)
         v_store(w->ones + i, v_set1(1));
@@ -47,24 +47,25 @@ static void put_v_parts(const uint16_t *from, const char *scales, int64_t head_s
 }
 
 /* K, or V, of a score block, to where tiles find it; what scores and weights are multiplied by. */
-static void take_scaled(work *w, const block *b, int value) {
+static void take_scaled(tile_work *w, const score_block *b, int kv) {
     const ca_shape *s = &w->plan->shape;
-    const int kv_dtype = ca_kv_dtype(s, value);
-    const ca_group_form f = ca_kv_form(w->plan, value);
-    uint16_t *to = value ? w->wide_v : w->wide_k;
-    float *by = value ? w->v_by : w->k_by;
-    for (int i = 0; i < b->num_groups; i++, to += value ? CA_LANES * s->head_size_v : f.elements, by += CA_LANES) {
+    const int kv_dtype = ca_kv_dtype(s, kv);
+    const ca_group_form f = ca_kv_form(w->plan, kv);
+    const int64_t step = kv == V ? CA_LANES * s->head_size_v : f.elements, apart = w->kv[kv].apart;
+    uint16_t *to = w->kv[kv].wide;
+    float *by = w->kv[kv].by;
+    for (int i = 0; i < b->num_groups; i++, to += step, by += CA_LANES) {
         group *g = b->groups + i;
-        const char *from = value ? g->v : g->k, *scales = value ? g->v_scales : g->k_scales;
+        const char *from = g->kv[kv].at, *scales = g->kv[kv].scales;
         unpack_bf16((const uint8_t *)from, f.elements, kv_dtype, kv_dtype == CA_I8 ? to : w->stage, from);
         if (kv_dtype == CA_I8) {
             vf x = v_load_bf16((const void *)scales);
-            v_store(by, value ? x : v_mul(x, v_set1(w->x.factor)));
-        } else if (value) {
-            put_v_parts(w->stage, scales, s->head_size_v, w->v_apart, to);
+            v_store(by, kv == V ? x : v_mul(x, v_set1(w->x.factor)));
+        } else if (kv == V) {
+            put_v_parts(w->stage, scales, s->head_size_v, apart, to);
         } else {
-            put_k_parts(w->stage, scales, s->head_size, w->k_apart, to);
+            put_k_parts(w->stage, scales, s->head_size, apart, to);
         }
-        *(value ? &g->v : &g->k) = (const char *)to;
+        g->kv[kv].at = (const char *)to;
     }
 }

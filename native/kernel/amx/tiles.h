@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The tile operations that amx/attention.h uses: AMX's, or with EMULATED emulation/tiles.h's. t, a and b are numbers, written
- * out: they become part of an instruction's name. */
+ * The tile operations that amx/attention.h uses: AMX's, or with EMULATED emulation/tiles.h's. t, a and b are numbers,
+ * written out: they become part of an instruction's name. */
 #ifndef CPU_ATTN_TILES_H
 #define CPU_ATTN_TILES_H
 #include "kernel/simd/inline.h"

@@ -3,19 +3,19 @@
 
 #include <float.h>
 
-static NOINLINE void shape(const work *w, const strip *t, const sub_block *b, int r) {
+static NOINLINE void shape(const tile_work *w, const strip *t, const sub_block *b, int r) {
     const scratch *x = &w->x;
     const int64_t row = t->row + r;
     const group *g = t->g + b->group;
     float *s = b->s + r * S_LD;
     for (int i = 0; w->scaled && i < b->num_groups * CA_LANES; i += VL)
-        v_store(s + i, v_mul(v_load_f32(s + i), v_load_f32(t->k_by + b->group * CA_LANES + i)));
-    shape_row_bf16(s, g, b->num_groups, w->scaled ? 1 : x->factor, w->call->softcap, x->slope[row], x->pos[row],
-                   x->bias[row], ca_max64(t->k0, x->lo[row]), ca_min64(t->k1, x->hi[row]), b->masked);
-    hide(x, row, g, b->num_groups, s);
+        v_store(s + i, v_mul(v_load_f32(s + i), v_load_f32(t->by[K] + b->group * CA_LANES + i)));
+    logits_transform_bf16(s, g, b->num_groups, w->scaled ? 1 : x->factor, w->call->softcap, x->slope[row], x->pos[row],
+                          x->bias[row], ca_max64(t->k0, x->lo[row]), ca_min64(t->k1, x->hi[row]), b->masked);
+    mask_tree(x, row, g, b->num_groups, s);
 }
 
-static NOINLINE void raise_max(const work *w, const strip *t, int r, float high) {
+static NOINLINE void raise_max(const tile_work *w, const strip *t, int r, float high) {
     float *m = w->state->m + t->row + r, *l = w->l + r * VL;
     if (!(high > *m))
         return;
@@ -30,23 +30,21 @@ static NOINLINE void refer_far(float *s, int lanes, float factor, const float *k
 }
 
 /* Scores of mr rows to weights against each row's reference max, which only grows; settle() takes along what has been
- * weighed before. Tried and dropped: whole powers of two as references, which grow only when a score is 2^8 above and
- * which one can follow without rounding. A key that outweighs all others then weighs up to 2^-8 too much, not exactly
- * 1: the worst output came to 0.9 of its error budget or, with l the sum of the rounded weights, the worst lse to
- * 0.96. */
-INLINE void weigh_rows(const work *w, const strip *t, const sub_block *b, int mr, int scaled) {
+ * weighed before. References that are powers of two were
+ * dropped (MEASUREMENTS.md: AMX). */
+INLINE void weigh_rows(const tile_work *w, const strip *t, const sub_block *b, int mr, int scaled) {
     const int r = b->row, lanes = b->num_groups * CA_LANES, waiting = b->group * CA_LANES;
     float *s = b->s + r * S_LD, *p = w->p + r * P_LD / 2, *l = w->l + r * VL, *m = w->state->m + t->row + r;
     const int shaped = t->shaped || b->masked;
     const float *k_by = NULL, *v_by = NULL;
     const float factor = shaped || scaled ? 1 : w->x.factor, octave = scaled ? 1 : octave_bf16;
     const vf turns = scaled ? v_set1(0) : turns_bf16();
-    const float *by[WEIGHED];
-    vf top[WEIGHED], sum[WEIGHED], ref[WEIGHED], factors[WEIGHED];
-    int higher = 0, lost[WEIGHED] = {0};
+    const float *by[SOFTMAX_ROWS];
+    vf top[SOFTMAX_ROWS], sum[SOFTMAX_ROWS], ref[SOFTMAX_ROWS], factors[SOFTMAX_ROWS];
+    int higher = 0, lost[SOFTMAX_ROWS] = {0};
     if (scaled) {
-        k_by = shaped ? w->ones : t->k_by + waiting;
-        v_by = t->v_by + waiting;
+        k_by = shaped ? w->ones : t->by[K] + waiting;
+        v_by = t->by[V] + waiting;
     }
     if (shaped)
         EACH(j, mr) shape(w, t, b, r + j);
@@ -101,18 +99,20 @@ INLINE void weigh_rows(const work *w, const strip *t, const sub_block *b, int mr
     EACH(j, mr) v_store(l + j * VL, lost[j] ? v_set1(NAN) : sum[j]);
 }
 
-static NOINLINE void weigh_several(const work *w, const strip *t, const sub_block *b) {
-    weigh_rows(w, t, b, WEIGHED, 0);
+static NOINLINE void weigh_several(const tile_work *w, const strip *t, const sub_block *b) {
+    weigh_rows(w, t, b, SOFTMAX_ROWS, 0);
 }
-static NOINLINE void weigh_one(const work *w, const strip *t, const sub_block *b) { weigh_rows(w, t, b, 1, 0); }
-static NOINLINE void weigh_several_scaled(const work *w, const strip *t, const sub_block *b) {
-    weigh_rows(w, t, b, WEIGHED, 1);
+static NOINLINE void weigh_one(const tile_work *w, const strip *t, const sub_block *b) { weigh_rows(w, t, b, 1, 0); }
+static NOINLINE void weigh_several_scaled(const tile_work *w, const strip *t, const sub_block *b) {
+    weigh_rows(w, t, b, SOFTMAX_ROWS, 1);
 }
-static NOINLINE void weigh_one_scaled(const work *w, const strip *t, const sub_block *b) { weigh_rows(w, t, b, 1, 1); }
+static NOINLINE void weigh_one_scaled(const tile_work *w, const strip *t, const sub_block *b) {
+    weigh_rows(w, t, b, 1, 1);
+}
 
 /* The rows of a sub-block before `end`, but for a few that the next call takes along. */
-static void weigh_until(const work *w, const strip *t, sub_block *b, int end) {
-    for (; b->row + WEIGHED <= end; b->row += WEIGHED)
+static void weigh_until(const tile_work *w, const strip *t, sub_block *b, int end) {
+    for (; b->row + SOFTMAX_ROWS <= end; b->row += SOFTMAX_ROWS)
         (w->scaled ? weigh_several_scaled : weigh_several)(w, t, b);
     for (; end == t->rows && b->row < end; b->row++)
         (w->scaled ? weigh_one_scaled : weigh_one)(w, t, b);
@@ -133,7 +133,7 @@ static void scale_weights(float *p, int lanes, float factor) {
 
 /* O, l and the weights that wait for their V follow the row's reference max: once for a block, since with ALiBi it
  * grows in every sub-block. */
-static void settle(const work *w, const strip *t) {
+static void settle(const tile_work *w, const strip *t) {
     for (int r = 0; r < t->rows; r++) {
         const int64_t row = t->row + r, dv = w->head_size_v;
         const float m = w->state->m[row];

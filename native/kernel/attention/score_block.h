@@ -1,9 +1,60 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The groups of 16 keys that a score block is made of: where they lie, and what is fetched of those that come next.
- * Parameters: those of state.h, which includes it. */
+ * A score block: the keys that a tile of queries meets at once, as groups of 16 keys that lie together, and how K and V
+ * of these groups reach the products. Parameters: parameters.h. */
+#ifndef CPU_ATTN_SCORE_BLOCK_H
+#define CPU_ATTN_SCORE_BLOCK_H
+#include "parameters.h"
+
+/* How K, or V, of a score block reach the products: choose_feeds decides (feed.inc). */
+typedef enum feed {
+    IN_PLACE,      /* the products read the cache */
+    UNPACK_BLOCK,  /* all groups are unpacked before the first tile, for many rows */
+    UNPACK_GROUPS, /* NG groups are unpacked for the products at hand, for one tile; what could be read in place is only
+                      fetched on the way */
+    ROWS_IN_PLACE, /* the same of V whose rows the products read in a plain cache */
+    IN_REGISTERS,  /* packed bytes and rows become vectors in the steps of the product: in_registers.inc */
+    AS_INTEGERS    /* int8 and int4 are multiplied as they lie: integers.h */
+} feed;
+
+/* Up to 16 keys that lie together: lanes [0, n) are keys key, key + 1, ... */
+typedef struct group {
+    struct {
+        const char *at;
+        const char *scales; /* [scales of a token][16] bfloat16, at any address */
+        int64_t ld;         /* of rows: elements from a token to the next one */
+    } kv[2];
+    int64_t key;
+    int32_t n;
+    int32_t last; /* of SUM_GROUPS */
+} group;
+
+/* The keys [k0, k1) that count; `next` are the groups of the score block behind it, to be fetched meanwhile. */
+typedef struct score_block {
+    int64_t k0, k1;
+    feed feed[2];
+    group *groups, *next;
+    int num_groups, num_next;
+} score_block;
+
+static inline int is_plain(const ca_plan *p) { return p->shape.kv_cache_layout != CA_PACKED; }
+
+/* Has every group 16 tokens? */
+static inline int whole(const group *g, int num_groups) {
+    while (num_groups > 0 && g[num_groups - 1].n == CA_LANES)
+        num_groups--;
+    return num_groups == 0;
+}
+
+/* How many of them are summed up together. */
+static inline int up_to_last(const group *g, int num_groups) {
+    int n = 1;
+    while (n < num_groups && !g[n - 1].last)
+        n++;
+    return n;
+}
 
 /* Where the keys end that the thread of this task will look at. */
-static int64_t keys_end(const ca_plan *plan, const ca_task *task) {
+static inline int64_t keys_end(const ca_plan *plan, const ca_task *task) {
     int64_t begin, end;
     ca_task_keys(plan, task, &begin, &end);
     if (task->partial >= 0)
@@ -15,12 +66,12 @@ static int64_t keys_end(const ca_plan *plan, const ca_task *task) {
 typedef struct place {
     int64_t which, block, key;
 } place;
-static place place_of(ca_blocks blocks, int64_t size, int64_t key) {
+static inline place place_of(ca_blocks blocks, int64_t size, int64_t key) {
     const int64_t which = ca_find_block(blocks, key / size), block = ca_nth_block(blocks, which);
     return (place){which, block, ca_max64(key, block * size)};
 }
 /* The one n keys on, or where its block ends. */
-static place next_place(ca_blocks blocks, int64_t size, place p, int64_t n) {
+static inline place next_place(ca_blocks blocks, int64_t size, place p, int64_t n) {
     p.key += n;
     if (p.key < (p.block + 1) * size)
         return p;
@@ -30,56 +81,54 @@ static place next_place(ca_blocks blocks, int64_t size, place p, int64_t n) {
 }
 
 /* A key's row of K, or of V. */
-static const char *row_at(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int value,
-                          place p) {
+static inline const char *row_at(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int kv,
+                                 place p) {
     const int64_t block = ca_block_of(call, task->request, p.block);
     const int64_t token = p.key - p.block * call->block_size;
-    const int64_t ld = value ? call->v_ld : call->k_ld;
-    return ca_kv_block(plan, call, value, block, kv_head) +
-           token * ld * ca_dtype_size(ca_kv_dtype(&plan->shape, value));
+    return ca_kv_block(plan, call, kv, block, kv_head) +
+           token * call->kv[kv].ld * ca_dtype_size(ca_kv_dtype(&plan->shape, kv));
 }
 
-#define COPIED_AHEAD 64 /* keys whose rows are fetched while one's is copied; 32: 1.2 times the time */
-/* list_groups of a plain cache whose blocks hold no whole groups, in `room`: a group has the keys from a multiple of 16
- * to the next one, as far as they follow one another; 0 for those before k0 and from k1 on, which no row sees. Against
- * groups of what lies in one block, Zen 4, one thread, NHD / HND: of 1 token 0.10 / 0.13 of the time of decode and 0.08
- * of that of chunks of 64, of 8 tokens 0.31 / 0.50 and 0.6 / 0.5, of 24 0.48 / 0.64 and 0.9 / 0.7; then as long as over
- * blocks of 128 in chunks, 1.6 / 1.3 to 2.4 times in decode. */
-static int copy_groups(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int64_t k0,
-                       int64_t k1, int most, char *room, group *g, int64_t *end) {
+/* Bytes of a token's row in a plain cache. */
+static inline int64_t row_bytes(const ca_shape *s, int kv) {
+    return ca_kv_head_size(s, kv) * ca_dtype_size(ca_kv_dtype(s, kv));
+}
+
+#define COPIED_AHEAD 64 /* keys whose rows are fetched while one's is copied: half as many take 1.2 times as long */
+
+/* list_groups of a plain cache whose blocks hold no whole groups (MEASUREMENTS.md: copied groups), in `room`: rows are
+ * copied, so that a group has the keys from a multiple of 16 to the next one, as far as they follow one another, and 0
+ * for those before k0 and from k1 on, which no row sees. */
+static inline int copy_groups(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int64_t k0,
+                              int64_t k1, int most, char *room, group *g, int64_t *end) {
     const ca_blocks blocks = ca_blocks_of(call, task->request, kv_head);
     const ca_shape *s = &plan->shape;
-    const int64_t bytes[2] = {s->head_size * ca_dtype_size(s->k_dtype), s->head_size_v * ca_dtype_size(s->v_dtype)};
+    const int64_t bytes[2] = {row_bytes(s, K), row_bytes(s, V)};
     place at = place_of(blocks, call->block_size, k0), ahead = place_of(blocks, call->block_size, k0 + COPIED_AHEAD);
     const int64_t past = keys_end(plan, task);
     int n = 0;
     for (; n < most && at.key < k1; n++) {
-        char *copy[2] = {room + n * CA_LANES * bytes[0], room + KEYS * bytes[0] + n * CA_LANES * bytes[1]};
+        char *copy[2] = {room + n * CA_LANES * bytes[K], room + KEYS * bytes[K] + n * CA_LANES * bytes[V]};
         const int64_t first = at.key == k0 ? at.key - at.key % CA_LANES : at.key;
         const int64_t last = ca_min64(k1, at.key - at.key % CA_LANES + CA_LANES);
         int64_t there = at.key - first;
-        EACH(value, 2) memset(copy[value], 0, (size_t)(there * bytes[value]));
+        EACH(kv, 2) memset(copy[kv], 0, (size_t)(there * bytes[kv]));
         for (; at.key == first + there && at.key < last; there++) {
-            EACH(value, 2) {
-                const char *far = row_at(plan, call, task, kv_head, value, ahead.key < past ? ahead : at);
-                for (int64_t i = 0; i < bytes[value]; i += 64)
+            EACH(kv, 2) {
+                const char *far = row_at(plan, call, task, kv_head, kv, ahead.key < past ? ahead : at);
+                for (int64_t i = 0; i < bytes[kv]; i += 64)
                     __builtin_prefetch(far + i, 0, 2);
-                memcpy(copy[value] + there * bytes[value], row_at(plan, call, task, kv_head, value, at),
-                       (size_t)bytes[value]);
+                memcpy(copy[kv] + there * bytes[kv], row_at(plan, call, task, kv_head, kv, at), (size_t)bytes[kv]);
             }
             at = next_place(blocks, call->block_size, at, 1);
             ahead = next_place(blocks, call->block_size, ahead, 1);
         }
         if (first + there == k1) {
-            EACH(value, 2)
-            memset(copy[value] + there * bytes[value], 0, (size_t)((CA_LANES - there) * bytes[value]));
+            EACH(kv, 2) memset(copy[kv] + there * bytes[kv], 0, (size_t)((CA_LANES - there) * bytes[kv]));
             there = CA_LANES;
         }
-        g[n] = (group){.k = copy[0],
-                       .v = copy[1],
+        g[n] = (group){.kv = {{copy[K], NULL, s->head_size}, {copy[V], NULL, s->head_size_v}},
                        .key = first,
-                       .k_ld = s->head_size,
-                       .v_ld = s->head_size_v,
                        .n = (int32_t)there,
                        .last = n % SUM_GROUPS == SUM_GROUPS - 1};
     }
@@ -87,42 +136,41 @@ static int copy_groups(const ca_plan *plan, const ca_call *call, const ca_task *
     return n;
 }
 
-static int copies_groups(const ca_plan *plan, const ca_call *call) {
-    return plan->shape.kv_cache_layout != CA_PACKED && call->block_size % CA_LANES;
+static inline int copies_groups(const ca_plan *plan, const ca_call *call) {
+    return is_plain(plan) && call->block_size % CA_LANES;
 }
 
 /* How far groups are listed that are fetched while the thread works on keys up to k1; copies would be made for nothing.
  */
-static int64_t listed_end(const ca_plan *plan, const ca_call *call, const ca_task *task, int64_t k1) {
+static inline int64_t listed_end(const ca_plan *plan, const ca_call *call, const ca_task *task, int64_t k1) {
     return copies_groups(plan, call) ? k1 : keys_end(plan, task);
 }
 
-/* Groups that hold the keys from k0 on, at most `most`, of the blocks that count, in the first or the second place of
- * x. Returns how many; *end is the first key that counts after them, or k1. */
-static int list_groups(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int64_t k0,
-                       int64_t k1, int most, const scratch *x, group *g, int64_t *end) {
+/* Groups that hold the keys from k0 on, at most `most`, of the blocks that count; copies: room for their rows where
+ * these have to be copied. Returns how many; *end is the first key that counts after them, or k1. */
+static inline int list_groups(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int64_t k0,
+                              int64_t k1, int most, char *copies, group *g, int64_t *end) {
     if (copies_groups(plan, call))
-        return copy_groups(plan, call, task, kv_head, k0, k1, most, x->copies[g == x->groups[1]], g, end);
+        return copy_groups(plan, call, task, kv_head, k0, k1, most, copies, g, end);
     const ca_blocks blocks = ca_blocks_of(call, task->request, kv_head);
     const int64_t size = call->block_size;
-    const ca_group_form kf = ca_kv_form(plan, 0), vf = ca_kv_form(plan, 1);
-    const int64_t k_step = ca_kv_group_step(plan, call, 0), v_step = ca_kv_group_step(plan, call, 1);
+    const ca_group_form form[2] = {ca_kv_form(plan, K), ca_kv_form(plan, V)};
+    const int64_t step[2] = {ca_kv_group_step(plan, call, K), ca_kv_group_step(plan, call, V)};
     place at = place_of(blocks, size, k0);
     int n = 0;
     for (; n < most && at.key < k1; n++) {
         const int64_t i = (at.key - at.block * size) / CA_LANES;
         const int64_t block = ca_block_of(call, task->request, at.block);
-        const char *k = ca_kv_block(plan, call, 0, block, kv_head), *v = ca_kv_block(plan, call, 1, block, kv_head);
         at.key = at.block * size + i * CA_LANES;
-        g[n] = (group){.k = k + i * k_step,
-                       .v = v + i * v_step,
-                       .k_scales = k + ca_scales_at(&kf, size, i),
-                       .v_scales = v + ca_scales_at(&vf, size, i),
-                       .key = at.key,
-                       .k_ld = call->k_ld,
-                       .v_ld = call->v_ld,
-                       .n = (int32_t)ca_min64(CA_LANES, size - i * CA_LANES),
-                       .last = n % SUM_GROUPS == SUM_GROUPS - 1};
+        g[n].key = at.key;
+        g[n].n = (int32_t)ca_min64(CA_LANES, size - i * CA_LANES);
+        g[n].last = n % SUM_GROUPS == SUM_GROUPS - 1;
+        EACH(kv, 2) {
+            const char *start = ca_kv_block(plan, call, kv, block, kv_head);
+            g[n].kv[kv].at = start + i * step[kv];
+            g[n].kv[kv].scales = start + ca_scales_at(&form[kv], size, i);
+            g[n].kv[kv].ld = call->kv[kv].ld;
+        }
         at = next_place(blocks, size, at, g[n].n);
     }
     *end = ca_min64(at.key, k1);
@@ -130,59 +178,23 @@ static int list_groups(const ca_plan *plan, const ca_call *call, const ca_task *
 }
 
 /* The same groups of the kv head that is so many heads on, and so many rows. */
-static void move_groups(const ca_plan *plan, const ca_call *call, int heads, int rows, const group *from, int n,
-                        group *to) {
+static inline void move_groups(const ca_plan *plan, const ca_call *call, int heads, int rows, const group *from, int n,
+                               group *to) {
     const ca_shape *s = &plan->shape;
-    const int64_t k = (heads * call->k_stride_h + rows * s->head_size) * ca_dtype_size(s->k_dtype);
-    const int64_t v = (heads * call->v_stride_h + rows * s->head_size_v) * ca_dtype_size(s->v_dtype);
+    int64_t by[2];
+    EACH(kv, 2)
+    by[kv] = heads * call->kv[kv].stride_h * ca_dtype_size(ca_kv_dtype(s, kv)) + rows * row_bytes(s, kv);
     for (int i = 0; i < n; i++) {
         to[i] = from[i];
-        to[i].k += k;
-        to[i].v += v;
-        to[i].k_scales += k;
-        to[i].v_scales += v;
+        EACH(kv, 2) {
+            to[i].kv[kv].at += by[kv];
+            to[i].kv[kv].scales += by[kv];
+        }
     }
 }
 
-/* What is fetched while the h-th of some kv heads is at work, its groups and those of the first one's next block being
- * in b: what lies next, the keys of the next head, or of the first one in the next block; a share of the rows of all
- * heads there, where these fetch for one another. */
-static void list_coming(const ca_plan *plan, const ca_call *call, int h, int num_heads, group *room, block *b) {
-    const int here = !b->together && h + 1 < num_heads;
-    const int heads = b->together ? h : here, rows = b->together ? h * (CA_LANES - 1) : 0;
-    if (here)
-        b->num_next = b->num_groups;
-    move_groups(plan, call, heads, rows, here ? b->groups : b->next, b->num_next, room);
-    b->next = room;
+/* The one behind it, whose groups are those that were next. */
+static inline score_block next_block(const score_block *b, int64_t end) {
+    return (score_block){.k0 = b->k1, .k1 = end, .groups = b->next, .next = b->groups, .num_groups = b->num_next};
 }
-
-/* In a walk over K of n groups, V of them, K and V of the next block, what comes so many steps after the i-th as
- * `ahead` says, and its scales. One step gave 0.88 to 0.91 of the read bandwidth in decode-8x8k, two 0.88 to 0.94 (Zen
- * 4). A block ahead rows, since other heads may come between (run_heads), which made 0.6 of packed 1.0; and what is
- * unpacked first, which has been read when products run. Where two tiles share it, each asks for half of the groups in
- * every step, and in place of the others for what it reads: time of decode with 9 to 16 query rows a kv head, in turns,
- * 0.87 to 0.95, and by one tile for all of it, a block ahead, 0.99 to 1.03; by turns of NG groups 0.98 to 1.04. */
-static const ahead *look_ahead(const block *b, const group *g, int n, int i, ahead *next) {
-    const int far = i + (b->far || b->ahead * NG > 2 * n ? 2 * n : b->ahead * NG), m = b->num_next;
-    const char *read = i < n ? g[i].k : g[i - n].v;
-    for (int j = 0; j < NG; j++) {
-        if (b->half && (j < NG / 2) != (b->half == 1)) {
-            next->at[j] = read;
-            continue;
-        }
-        int at = far + j, count = n;
-        if (at >= 2 * n && m) {
-            at -= 2 * n;
-            count = m;
-            g = b->next;
-        }
-        const int value = at >= count;
-        const group *here = g + (value ? ca_min64(at, 2 * count - 1) - count : at);
-        next->at[j] = value ? here->v : here->k;
-        next->how = value ? b->v_next : b->k_next;
-        const char *scales = value ? here->v_scales : here->k_scales;
-        for (int64_t s = 0; s < (value ? b->v_scales : b->k_scales); s += 2)
-            __builtin_prefetch(scales + s * CA_LANES * 2, 0, 2);
-    }
-    return next;
-}
+#endif

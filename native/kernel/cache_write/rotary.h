@@ -2,6 +2,9 @@
  * RMS norm (Zhang and Sennrich, arXiv:1910.07467) and rotary embedding (Su et al., arXiv:2104.09864) of one head, in
  * float32, where it lies. */
 
+#ifndef CPU_ATTN_ROTARY_H
+#define CPU_ATTN_ROTARY_H
+
 static void norm_head(float *restrict x, int64_t n, const float *restrict weight, float eps) {
     vf sum = v_set1(0);
     int64_t i = 0;
@@ -33,3 +36,4 @@ static void rotate_head(float *x, const float *cos_sin, int64_t rot_dim, int is_
     else
         rotate_pairs(x, x + 1, cos_sin, cos_sin + half, half, 2);
 }
+#endif

@@ -8,25 +8,12 @@
  * half_unit says by what. It goes into the query and into the weights of V; no product or sum of them is rounded
  * otherwise for that.
  *
- * Cascade Lake, one thread, CPU time (the machine was shared); 64 elements from L2 through a whole decode, in cycles of
- * 2.7 GHz, with 1 / 4 / 8 query rows for a kv head; bfloat16: 12 / 18 / 31
- *             in registers, element by element      so
- *   e4m3      30 / 40 / 77                          17 / 26 / 42
- *   e5m2      15 / 25 / 47                          15 / 24 / 41
- *   int8      24 / 34 / 65                          17 / 27 / 43
- *   int4      26 / 39 / 74                          21 / 32 / 51 (29 / 38 / 53 with V by 32 columns at a time)
- * avx512.c compiled in 32 s then, in 16 to 20 so. VCVTPH2PS from memory takes one of two ports, as FMA does, and no
- * longer for subnormals; from a register it also takes the shuffle port, 16-bit permutations that twice, so that tables
- * as on Zen 4 cost more than they save. Groups 64 bytes more apart than 4 KiB: nothing.
- *
  * Bytes lie in pairs for every dtype: two vectors of halves come from one of bytes by shifts, where bytes in rows have
- * to be spread first. Of the time with rows, Zen 4, two threads: fp8 with float32 8x8k 0.89, 16x4k-mha 0.80, 64x512
- * 0.87, with float16 8x8k 0.87; int8 with float32 0.97 and 0.94, by avx2 0.89 and 0.87, int4 by avx2 0.89 and 0.88.
- *
- * While bytes become halves memory cannot answer as fast as it is asked, and while halves were multiplied nobody asked.
- * Since the products ask (products.inc) decode-8x8k is 1.15 to 1.19 times as fast (int4 1.09), 16x4k-mha 1.05
- * to 1.10, one thread. Asking for one line or two in every step, not for NG lines in one step of 2 or 4, took up to
- * half of that away; fetching scales, too, 10 %. */
+ * to be spread first. While bytes become halves memory cannot answer as fast as it is asked, so the products ask
+ * (attention/prefetch.h). Measurements: narrow caches, in MEASUREMENTS.md. */
+
+#ifndef CPU_ATTN_HALVES_H
+#define CPU_ATTN_HALVES_H
 
 typedef uint16_t vh __attribute__((vector_size(4 * VL)));
 typedef int16_t vh_signed __attribute__((vector_size(4 * VL)));
@@ -161,47 +148,47 @@ static void nibbles_to_bytes(const uint8_t *src, int64_t n, uint8_t *dst, const 
 }
 
 /* K or V of n tokens of a group, NaN apart. Could one be NaN? */
-INLINE int halves_of_kind(int kind, int value, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
+INLINE int halves_of_kind(int kind, int kv, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
                           const char *ahead) {
     const int64_t words = ca_div_up(head_size, 2) * CA_LANES;
     vh found = {0};
-    if (!value)
+    if (!kv)
         unzip_halves(kind, src, words, dst, dst + CA_LANES, 2 * CA_LANES, ahead, &found);
-    for (int64_t t = 0; value && t < n; t += 2)
+    for (int64_t t = 0; kv && t < n; t += 2)
         unzip_halves(kind, src + t * head_size, head_size, dst + t * head_size, dst + (t + 1) * head_size, CA_LANES,
                      ahead + t * head_size, &found);
     return any_nan(found);
 }
 
-static void put_nan(int value, const uint8_t *src, int n, int64_t head_size, uint16_t *dst) {
+static void put_nan(int kv, const uint8_t *src, int n, int64_t head_size, uint16_t *dst) {
     for (int64_t t = 0; t < n; t++)
         for (int64_t d = 0; d < head_size; d++) {
             int64_t from =
-                value ? ca_v_offset(CA_LAYOUT_PAIRS, t, d, head_size) : ca_k_offset(CA_LAYOUT_PAIRS, t, d, head_size);
-            int64_t to = value ? t * head_size + d : d * CA_LANES + t;
+                kv ? ca_v_offset(CA_LAYOUT_PAIRS, t, d, head_size) : ca_k_offset(CA_LAYOUT_PAIRS, t, d, head_size);
+            int64_t to = kv ? t * head_size + d : d * CA_LANES + t;
             if ((src[from] & 0x7f) == 0x7f)
                 dst[to] = 0x7e00;
         }
 }
 
 /* A group of n tokens as a group of float16's layout. stage: its bytes, of int4. */
-static void halves_of_group(int kv_dtype, int value, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
+static void halves_of_group(int kv_dtype, int kv, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
                             uint8_t *stage, const char *ahead) {
     switch (kv_dtype) { /* loops of their own */
     case CA_E4M3:
-        if (halves_of_kind(CA_E4M3, value, src, n, head_size, dst, ahead))
-            put_nan(value, src, n, head_size, dst);
+        if (halves_of_kind(CA_E4M3, kv, src, n, head_size, dst, ahead))
+            put_nan(kv, src, n, head_size, dst);
         break;
     case CA_I8:
-        halves_of_kind(CA_I8, value, src, n, head_size, dst, ahead);
+        halves_of_kind(CA_I8, kv, src, n, head_size, dst, ahead);
         break;
     case CA_I4:
-        nibbles_to_bytes(src, ca_group_form_of(CA_LAYOUT_PAIRS, CA_I4, head_size, value).elements, stage, ahead);
+        nibbles_to_bytes(src, ca_group_form_of(CA_LAYOUT_PAIRS, CA_I4, head_size, kv).elements, stage, ahead);
         src = stage;
         ahead = (const char *)stage;
         /* fallthrough */
     default:
-        halves_of_kind(CA_E5M2, value, src, n, head_size, dst, ahead);
+        halves_of_kind(CA_E5M2, kv, src, n, head_size, dst, ahead);
     }
 }
 
@@ -216,3 +203,4 @@ static void halves_of_row(int kv_dtype, const uint8_t *src, int64_t n, uint16_t 
         if ((src[i] & 0x7f) == 0x7f)
             dst[i] = 0x7e00;
 }
+#endif

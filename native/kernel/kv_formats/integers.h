@@ -1,16 +1,37 @@
 /* SPDX-License-Identifier: Apache-2.0
- * How numbers become integers up to 32767, for integers.inc. Parameters: those of state.h. */
+ * Both products over int8 and int4 as they lie in the cache, by dot products of pairs of 16-bit integers, exact in 32
+ * bits (VPDPWSSD of AVX512_VNNI). Parameters: parameters.h, with VL 16; the words are in simd/vocabulary.md.
+ *
+ * The other side becomes integers up to 32767: a query by 32 or 64 dimensions that share a unit, weights times the
+ * scales of V by rows of a score block; a key whose V is small, by its scale, takes no room from others. Weights are
+ * not all rounded to the same side, or thousands of small ones that meet a V which is large in one column would take 10
+ * times the error budget.
+ *
+ * A query's unit is a power of two, so that of float16 what has 1/16 of the largest number is exact, of bfloat16 1/128.
+ * What it loses follows with a unit of its own, for keys whose scale says that it may change their logit by a share of
+ * the error budget. Without it outliers and channels as SmoothQuant describes them took 19 budgets.
+ *
+ * Weights have a unit for `span` / columns keys, at least 16: where a few keys outweigh the others and have V in a
+ * column of their own, the error is about 0.5 sqrt(span) / 32767 of the output. Measurements: integers, in
+ * MEASUREMENTS.md. */
 #ifndef CPU_ATTN_INTEGERS_H
 #define CPU_ATTN_INTEGERS_H
+#include "cache/half.h"
+#include "kernel/attention/operands.h"
+#include "kernel/attention/scratch.h"
+
 #define MOST 32767
 _Static_assert((int64_t)MOST * 127 * KEYS <= INT32_MAX, "sums over a score block fit");
 
-INLINE int64_t chain_dims(int kind) { return kind == CA_I4 ? 32 : 64; }
-INLINE int64_t chains_of(int kind, int64_t head_size) { return ca_div_up(head_size, chain_dims(kind)); }
+/* Dimensions of a query that share a unit, and how many units that makes. */
+INLINE int64_t unit_dims(int kind) { return kind == CA_I4 ? 32 : 64; }
+INLINE int64_t units_of(int kind, int64_t head_size) { return ca_div_up(head_size, unit_dims(kind)); }
+/* Bytes of n elements. */
+INLINE int64_t integer_bytes(int kind, int64_t n) { return kind == CA_I4 ? n / 2 : n; }
 
-/* How numbers become integers: times boost, times by; unit is what one is worth. */
+/* How numbers become integers: times boost, times by; one is what 1 is worth. */
 typedef struct fit {
-    float boost, by, unit;
+    float boost, by, one;
 } fit;
 
 /* For numbers of which the largest is the float with these bits; NaN where one of them is not finite. Where that is
@@ -30,11 +51,11 @@ INLINE fit fit_octaves(uint32_t top) {
     return f.by > 0 ? (fit){f.boost, 0x1p14f / octave, octave * 0x1p-14f / f.boost} : f;
 }
 
-/* n elements of a query, zeros up to a multiple of 8 behind them, as integers, and in the second chain what was rounded
+/* n elements of a query, zeros up to a multiple of 8 behind them, as integers, and with a second unit what was rounded
  * off. That counts for keys whose scale is so large that it may change a logit by more than `error` of an octave: a key
  * is up to 127 (7) scales in every dimension. */
-static void put_chain(int kind, float error, float octaves, int64_t n, const float *x, int16_t *restrict whole,
-                      int16_t *restrict rest, chain *of) {
+static void put_unit(int kind, float error, float octaves, int64_t n, const float *x, int16_t *restrict whole,
+                     int16_t *restrict rest, unit *of) {
     const fit fit = fit_octaves(ca_top_bits(x, n));
     int32_t sum = 0, rests = 0;
     float lost = 0;
@@ -47,9 +68,9 @@ static void put_chain(int kind, float error, float octaves, int64_t n, const flo
         sum += whole[i];
         rests += rest[i];
     }
-    of[0] = (chain){fit.unit, kind == CA_I4 ? -8 * sum : 0, 0};
-    of[1] = (chain){fit.unit * 0x1p-15f, kind == CA_I4 ? -8 * rests : 0,
-                    error / (fit.unit * octaves * lost * (kind == CA_I4 ? 7 : 127))};
+    of[0] = (unit){fit.one, kind == CA_I4 ? -8 * sum : 0, 0};
+    of[1] = (unit){fit.one * 0x1p-15f, kind == CA_I4 ? -8 * rests : 0,
+                   error / (fit.one * octaves * lost * (kind == CA_I4 ? 7 : 127))};
 }
 
 /* What is added before weights are rounded, ((37 k) mod 64 + 1/2) / 64 - 1/2: many that are small and alike would all
@@ -59,4 +80,265 @@ static void put_chain(int kind, float error, float octaves, int64_t n, const flo
 #define SPREAD_4(k) SPREAD(k), SPREAD((k) + 1), SPREAD((k) + 2), SPREAD((k) + 3)
 #define SPREAD_16(k) SPREAD_4(k), SPREAD_4((k) + 4), SPREAD_4((k) + 8), SPREAD_4((k) + 12)
 static const float spread[4 * CA_LANES] = {SPREAD_16(0), SPREAD_16(16), SPREAD_16(32), SPREAD_16(48)};
+
+/* ---- S = Q K^T ---- */
+
+/* What qk takes besides the operands: queries as integers. */
+typedef struct integer_operands {
+    const int16_t *q;
+    int64_t width; /* from row to row; what was rounded off lies half of it behind */
+    const unit *units;
+    int64_t units_ld; /* of a row */
+} integer_operands;
+
+/* Sums over 32 bytes of each group: two dimensions of int8, or of int4 two and the two that are 4 on. */
+INLINE void qk_bytes_step(int kind, int mr, int ng, const int16_t *q, int64_t width, const group *g, int64_t at,
+                          vi acc[TALL][NG]) {
+    const int halves = kind == CA_I4 ? 2 : 1;
+    vi z[NG], k[NG];
+    EACH(v, ng) z[v] = v_bytes((const uint8_t *)g[v].kv[K].at + at);
+    EACH(half, halves) {
+        EACH(v, ng) k[v] = kind == CA_I4 ? v_halves_of_bytes(z[v], half) : v_int8(z[v]);
+        EACH(r, mr) {
+            vi x = v_set1_words(q + r * width + 4 * half);
+            EACH(v, ng) acc[r][v] = v_dot_words(acc[r][v], x, k[v]);
+        }
+    }
+}
+
+INLINE vf scales_of(const group *g, int kv, int64_t scale) {
+    return v_load_bf16((const void *)(g->kv[kv].scales + scale * CA_LANES * 2));
+}
+
+/* S[mr][ng * 16] (+)= q k^T over the dimensions [d, end), which share a unit, times the scale-th scales. rest: of what
+ * was rounded off, for keys whose scale is so large. */
+INLINE void qk_unit(int kind, int add, int rest, int mr, int ng, integer_operands q, qk_operands t, int which,
+                    int64_t d, int64_t end, int64_t scale) {
+    vi acc[TALL][NG];
+    q.q += rest ? q.width / 2 : 0;
+    q.units += rest;
+    EACH(r, mr) EACH(v, ng) acc[r][v] = v_set1_int(q.units[r * q.units_ld].start);
+    for (; d < end; d += 8) {
+        const int64_t at = integer_bytes(kind, d * CA_LANES);
+        const int steps = kind == CA_I4 ? 2 : (int)ca_min64(4, (end - d + 1) / 2);
+        prefetch_lines(rest ? NULL : t.next, which, ng, at, integer_bytes(kind, 8 * CA_LANES));
+        PRAGMA(GCC unroll 1)
+        for (int h = 0; h < steps; h++)
+            qk_bytes_step(kind, mr, ng, q.q + d + 2 * h, q.width, t.g, at + 32 * h, acc);
+    }
+    EACH(v, ng) {
+        vf by = scales_of(t.g + v, K, scale);
+        EACH(r, mr) {
+            const unit of = q.units[r * q.units_ld];
+            float *to = t.s + r * S_STRIDE + v * VL;
+            vf x = v_mul(v_float(acc[r][v]), v_set1(of.one)), before = add ? v_load_f32(to) : v_set1(0);
+            v_store(to, rest  ? v_less(v_set1(of.from), by, v_fma(x, by, before), before)
+                        : add ? v_fma(x, by, before)
+                              : v_mul(x, by));
+        }
+    }
+}
+
+/* What was rounded off, of one row. */
+static NOINLINE void qk_rest(int kind, int ng, integer_operands q, qk_operands t, int64_t d, int64_t end,
+                             int64_t scale) {
+    for (int i = 0; i < ng; i++, t.g++, t.s += CA_LANES)
+        if (!v_any_less(v_set1(q.units[1].from), scales_of(t.g, K, scale)))
+            continue;
+        else if (kind == CA_I4)
+            qk_unit(CA_I4, 1, 1, 1, 1, q, t, 0, d, end, scale);
+        else
+            qk_unit(CA_I8, 1, 1, 1, 1, q, t, 0, d, end, scale);
+}
+
+/* The same for any number of rows: more than MR of them take half of the groups at a time. from: the least of them. */
+INLINE void qk_unit_rows(int kind, int mr, int ng, integer_operands q, qk_operands t, int64_t d, int64_t end,
+                         int64_t scale, float from) {
+    if (ng == 1)
+        FOR_ROWS(mr, qk_unit(kind, d > 0, 0, M, 1, q, t, 0, d, end, scale))
+    else if (mr <= MR)
+        FOR_WIDE_ROWS(mr, qk_unit(kind, d > 0, 0, M, NG, q, t, 0, d, end, scale))
+    else
+        for (int i = 0; i < NG; i += NG / 2) {
+            qk_operands half = t;
+            half.g += i;
+            half.s += i * CA_LANES;
+            FOR_TALL_ROWS(mr, qk_unit(kind, d > 0, 0, M, NG / 2, q, half, i, d, end, scale))
+        }
+    vf top = v_set1(0);
+    EACH(i, ng) top = v_max(scales_of(t.g + i, K, scale), top); /* NaN, of unused slots, is left out as the first */
+    if (!v_any_less(v_set1(from), top))
+        return;
+    int needed = 0;
+    for (int r = 0; r < mr; r++)
+        needed += !!v_any_less(v_set1(q.units[r * q.units_ld + 1].from), top);
+    if (2 * needed > mr && mr <= MR && ng == NG) {
+        FOR_WIDE_ROWS(mr, qk_unit(kind, 1, 1, M, NG, q, t, 0, d, end, scale))
+        return;
+    }
+    for (int r = 0; r < mr; r++, q.q += q.width, q.units += q.units_ld, t.s += S_STRIDE)
+        qk_rest(kind, ng, q, t, d, end, scale);
+}
+
+/* S of ng groups, 1 or NG. */
+static void qk_integers(const ca_plan *plan, const scratch *x, int64_t row, int mr, int ng,
+                        const qk_operands *operands) {
+    const qk_operands t = *operands;
+    const int kind = plan->shape.k_dtype;
+    const int64_t head_size = plan->shape.head_size, units = 2 * units_of(kind, head_size);
+    const int64_t width = INTEGERS_WIDTH(head_size);
+    integer_operands q = {(const int16_t *)x->q + row * width, width, x->units + row * units, units};
+    for (int64_t d = 0, end, i = 0; d < head_size; d = end, i++, q.units += 2) {
+        end = ca_min64(head_size, d + unit_dims(kind));
+        if (kind == CA_I4)
+            qk_unit_rows(CA_I4, mr, ng, q, t, d, end, i, x->from[i]);
+        else
+            qk_unit_rows(CA_I8, mr, ng, q, t, d, end, 0, x->from[i]);
+    }
+}
+
+/* ---- O += P V ---- */
+
+/* Weights times the scale-th scales of V, as pairs of integers. What weighs 0 stays 0: the scale of a key that no row
+ * sees may be NaN. */
+INLINE void put_weights_of_scales(int mr, const float *s, const group *g, int num_groups, int64_t scale, float *p,
+                                  unit *of) {
+    const vi ones = v_set1_int(0x10001);
+    vi top[TALL], sum[TALL];
+    vf by[TALL];
+    EACH(r, mr) top[r] = sum[r] = v_set1_int(0);
+    for (int i = 0; i < num_groups; i++) {
+        vf x = scales_of(g + i, V, scale);
+        EACH(r, mr) {
+            vf w = v_mul_unless_0(v_load_f32(s + r * S_STRIDE + i * VL), x);
+            top[r] = v_top(top[r], w);
+            v_store(p + r * S_STRIDE + i * VL, w);
+        }
+    }
+    EACH(r, mr) {
+        float *x = p + r * S_STRIDE;
+        const fit fit = fit_to(v_htop(top[r]));
+        of[r].one = fit.one;
+        by[r] = v_set1(fit.by);
+        if (num_groups % 2)
+            v_store(x + num_groups * VL, v_set1(0));
+        if (fit.boost != 1)
+            for (int i = 0; i < num_groups * CA_LANES; i++) /* 0 * NaN would be no integer */
+                x[i] = fit.boost > 0 ? x[i] * fit.boost : 0;
+    }
+    for (int i = 0; i < num_groups; i += 2)
+        EACH(r, mr) {
+            const float *x = p + r * S_STRIDE + i * VL, *add = spread + i % 4 * VL;
+            int16_t *to = (int16_t *)(p + r * S_STRIDE) + i / 2 * 2 * VL;
+            vi a = v_integers(v_fma(v_load_f32(x), by[r], v_load_f32(add)));
+            vi b = v_integers(v_fma(v_load_f32(x + VL), by[r], v_load_f32(add + VL)));
+            a = v_pack_words(a, b);
+            sum[r] = v_dot_words(sum[r], a, ones);
+            v_store_int(to, a);
+        }
+    EACH(r, mr) of[r].start = -8 * v_hsum_int(sum[r]);
+}
+
+static void put_weights_any(int mr, const float *s, const group *g, int num_groups, int64_t scale, float *p,
+                            unit *of){FOR_ROWS(mr, put_weights_of_scales(M, s, g, num_groups, scale, p, of))}
+
+/* The words of 2 keys and 16 columns of V from element `at` of a group on. */
+INLINE vi words_of_v(int kind, const char *v, int64_t at) {
+    if (kind == CA_I8)
+        return v_int8(v_bytes((const uint8_t *)v + at));
+    return v_halves_of_bytes(v_bytes((const uint8_t *)v + ca_i4_byte(at)), ca_i4_shift(at) != 0);
+}
+
+/* The sums over the keys [key, key + 2) of a group; at: its element (key, c). w: their weights. */
+INLINE void pv_of_keys(int kind, int quick, int mr, int nv, const int16_t *const *w, const char *v, int64_t at,
+                       vi acc[TALL][NDV]) {
+    const int weights = kind == CA_I4 ? (nv + 1) / 2 : 1;
+    vi x[NDV];
+    if (quick)
+        EACH(h, 2) {
+            vi z = v_bytes((const uint8_t *)v + at / 2 + 32 * h);
+            x[h] = v_halves_of_bytes(z, 0);
+            x[2 + h] = v_halves_of_bytes(z, 1);
+        }
+    else
+        EACH(j, nv) x[j] = words_of_v(kind, v, at + j * 2 * VL);
+    EACH(r, mr) {
+        vi by[2];
+        EACH(h, weights) by[h] = v_set1_words(w[h] + r * 2 * S_STRIDE);
+        EACH(j, nv) acc[r][j] = v_dot_words(acc[r][j], by[kind == CA_I4 ? j / 2 : 0], x[j]);
+    }
+}
+
+/* What a strip of columns takes: the groups [first, end) of g, which share a unit; weights and units, of each 32
+ * columns of int4. */
+typedef struct strip_operands {
+    float *const *p;
+    const unit *const *units;
+    const group *g;
+    int num_groups, first, end;
+    int fetches;
+    float *o;
+    int64_t head_size_v;
+} strip_operands;
+
+/* O[mr][c .. c + nv * 16) += P V. quick: 64 columns of int4, of a head_size_v that is a multiple of 64. */
+INLINE void pv_strip(int kind, int quick, int mr, int nv, const work *w, strip_operands t, int64_t c) {
+    ahead found;
+    const ahead *next = NULL;
+    vi acc[TALL][NDV];
+    EACH(r, mr) EACH(j, nv) acc[r][j] = v_set1_int(kind == CA_I4 ? t.units[j / 2][r].start : 0);
+    for (int i = t.first; i < t.end; i++) {
+        if ((i == t.first || i % NG == 0) && t.fetches)
+            next = look_ahead(&w->f, &w->b, t.g, t.num_groups, t.num_groups + i - i % NG, &found);
+        for (int key = 0; key < CA_LANES; key += 4) {
+            prefetch_lines(next, i % NG, 1, integer_bytes(kind, c * CA_LANES + key * nv * VL),
+                           integer_bytes(kind, 4 * nv * VL));
+            EACH(odd, 2) { /* as v_pack_words leaves the weights of two groups */
+                const int n = i - t.first, lies = n / 2 * 2 * VL + n % 2 * 4 + 2 * key + 2 * odd;
+                const int16_t *p[2] = {(const int16_t *)t.p[0] + lies, (const int16_t *)t.p[1] + lies};
+                pv_of_keys(kind, quick, mr, nv, p, t.g[i].kv[V].at, (key + 2 * odd) * t.head_size_v + 2 * c, acc);
+            }
+        }
+    }
+    EACH(r, mr) EACH(j, nv) {
+        float *to = t.o + r * t.head_size_v + c + j * VL;
+        v_store(to, v_fma(v_float(acc[r][j]), v_set1(t.units[kind == CA_I4 ? j / 2 : 0][r].one), v_load_f32(to)));
+    }
+}
+
+INLINE void pv_integer_rows(int kind, const work *w, int mr, const group *g, int num_groups, int fetches, int64_t span,
+                            float *o) {
+    const scratch *x = &w->x;
+    const int64_t dv = w->plan->shape.head_size_v, columns = ca_scale_elements(kind, dv);
+    unit units[2][MAX_GROUPS][TALL];
+    const int most = (int)ca_max64(1, ca_min64(span / columns / CA_LANES, MAX_GROUPS));
+    for (int64_t c = 0, step; c < dv; c += step) {
+        const int wide = c + 64 <= dv && mr <= MR && (kind == CA_I8 || dv % 64 == 0);
+        step = wide ? 64 : c + 32 <= dv ? 32 : 16;
+        for (int i = 0, end; i < num_groups; i = end) {
+            float *const p[2] = {x->p[0] + i * VL, x->p[1] + i * VL};
+            const unit *const of[2] = {units[0][i], units[1][i]};
+            end = (int)ca_min64(num_groups, i + most);
+            for (int h = 0; h < 2; h++)
+                if (kind == CA_I4 ? h == 0 || wide : c + h == 0) /* who has scales of their own */
+                    put_weights_any(mr, x->s + i * VL, g + i, end - i, kind == CA_I4 ? c / 32 + h : 0, p[h],
+                                    units[h][i]);
+            const strip_operands t = {p, of, g, num_groups, i, end, fetches && w->b.num_next, o, dv};
+            if (wide)
+                FOR_WIDE_ROWS(mr, pv_strip(kind, kind == CA_I4, M, NDV, w, t, c))
+            else if (step == 32)
+                FOR_ROWS(mr, pv_strip(kind, 0, M, 2, w, t, c))
+            else
+                FOR_ROWS(mr, pv_strip(kind, 0, M, 1, w, t, c))
+        }
+    }
+}
+
+/* O += P V of mr rows over a score block; span: columns times keys whose weights become integers of one unit. */
+static void pv_integers(const work *w, int mr, const group *g, int num_groups, int fetches, int64_t span, float *o) {
+    if (w->plan->shape.v_dtype == CA_I4)
+        pv_integer_rows(CA_I4, w, mr, g, num_groups, fetches, span, o);
+    else
+        pv_integer_rows(CA_I8, w, mr, g, num_groups, fetches, span, o);
+}
 #endif

@@ -3,6 +3,9 @@
  * Coefficients: Chebyshev fits of (2^f - 1)/f on [-1/2, 1/2] and (tanh(x) - x)/x^3 in x^2 on
  * [0, 5/8]; largest relative errors after rounding, over 200,001 points: 1.2 and 1.4 units of 2^-24. */
 
+#ifndef CPU_ATTN_MATH_H
+#define CPU_ATTN_MATH_H
+
 /* 2^x for x <= 127 by a polynomial of n coefficients, the highest first, the last 1: exactly 1 at 0, exactly 0 from
  * -127 down (so that masked keys weigh nothing); NaN stays. x = n + f, n = round(x): 2^f by the polynomial, 2^n in the
  * exponent. */
@@ -38,3 +41,4 @@ INLINE vf v_tanh(vf x) {
 }
 
 INLINE float exp2_one(float x) { return v_first(v_exp2(v_set1(x))); }
+#endif

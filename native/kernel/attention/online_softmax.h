@@ -1,0 +1,75 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The state of an online softmax (Milakov and Gimelshein, arXiv:1805.02867), for every dtype: per query row o, the sum
+ * of weights times V, m, the reference max in units of log2, and l, the sum of weights. */
+#ifndef CPU_ATTN_ONLINE_SOFTMAX_H
+#define CPU_ATTN_ONLINE_SOFTMAX_H
+#include "parameters.h"
+
+INLINE void scale_row(float *o, int64_t n, float factor) {
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL)
+        v_store(o + i, v_mul(v_load_f32(o + i), v_set1(factor)));
+    if (i < n)
+        v_storen_f32(o + i, v_mul(v_loadn_f32(o + i, (int)(n - i)), v_set1(factor)), (int)(n - i));
+}
+
+INLINE void add_row(float *o, const float *x, int64_t n) {
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL)
+        v_store(o + i, v_add(v_load_f32(o + i), v_load_f32(x + i)));
+    if (i < n)
+        v_storen_f32(o + i, v_add(v_loadn_f32(o + i, (int)(n - i)), v_loadn_f32(x + i, (int)(n - i))), (int)(n - i));
+}
+
+/* -inf - -inf would be NaN: rows that have seen nothing refer to 0. */
+INLINE float reference(float m) { return m == -INFINITY ? 0 : m; }
+
+/* A score times a factor is up to half a unit of its last place more or less than the same product as a reference,
+ * rounded; that is an exponent. Where the unit may be above 2^-4, or the factor has no room to grow, rows are referred
+ * with each step rounded. */
+INLINE int is_far(float m, float factor) { return !(fabsf(m) < 0x1p20f && factor < 0x1p100f); }
+INLINE void refer_row(float *s, int64_t n, float factor, float to) {
+    scale_row(s, n, factor);
+    for (int64_t i = 0; i < n; i += VL)
+        v_store(s + i, v_sub(v_load_f32(s + i), v_set1(to)));
+}
+
+/* into.o = into.o * 2^(into.m - m) + from.o * 2^(from.m - m), m the larger of the two. What has seen nothing leaves the
+ * other as it is: a zero keeps its sign. */
+static void merge(const ca_state *into, const ca_state *from, int64_t rows, int64_t head_size_v) {
+    for (int64_t r = 0; r < rows; r++) {
+        float a = into->m[r], b = from->m[r], m = a > b ? a : b;
+        float fa = exp2_one(a - reference(m)), fb = exp2_one(b - reference(m));
+        float *x = into->o + r * head_size_v, *y = from->o + r * head_size_v;
+        if (b == -INFINITY && from->l[r] == 0)
+            continue;
+        if (a == -INFINITY && into->l[r] == 0) {
+            memcpy(x, y, (size_t)head_size_v * sizeof *x);
+            into->m[r] = b;
+            into->l[r] = from->l[r];
+            continue;
+        }
+        int64_t i = 0;
+        for (; i + VL <= head_size_v; i += VL)
+            v_store(x + i, v_fma(v_load_f32(y + i), v_set1(fb), v_mul(v_load_f32(x + i), v_set1(fa))));
+        if (i < head_size_v) {
+            int n = (int)(head_size_v - i);
+            v_storen_f32(x + i, v_fma(v_loadn_f32(y + i, n), v_set1(fb), v_mul(v_loadn_f32(x + i, n), v_set1(fa))), n);
+        }
+        into->l[r] = into->l[r] * fa + from->l[r] * fb;
+        into->m[r] = m;
+    }
+}
+
+/* The sink joins max and sum, with no value (contract: s_aux). Returns 1 / sum, 0 for an empty row. */
+INLINE float close_row(float *m, float *l, const float *s_aux, int64_t head) {
+    float factor = 1;
+    if (s_aux) {
+        float sink = s_aux[head] * CA_LOG2E, top = *m > sink ? *m : sink;
+        factor = exp2_one(*m - reference(top));
+        *l = *l * factor + exp2_one(sink - reference(top));
+        *m = top;
+    }
+    return *l == 0 ? 0 : factor / *l;
+}
+#endif

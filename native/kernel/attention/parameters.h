@@ -1,0 +1,82 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What an isa file says about its kernels, once a file. It has defined its vocabulary (simd/vocabulary.md) and
+ *   MR        query rows of a register tile
+ *   TALL      MR, or more: a task of so few rows is one tile, of half the columns
+ *   NG        K groups (of 16 keys) of a register tile
+ *   NDV       vectors of V's columns of a register tile
+ *   ROWS      query rows of a task
+ *   KEYS      keys of a score block
+ *   FEW_KEYS  the same where a task has up to CA_FEW_ROWS rows (decode)
+ * and may define
+ *   NHD_KEYS, NHD_BYTES  the same over NHD caches (kernel.h)
+ *   SUM_GROUPS           groups whose P V has a sum of its own in float32: of V that is one number all products are
+ *                        alike and rounded to the same side, and one sum over 1024 keys takes 4 times the error
+ *                        budget, sums over 64 take 0.4
+ *   PREFETCH, HALF_PAGES what prefetch.h says
+ *   INTEGERS             address of an int: does this machine multiply int8 and int4 caches of 16-bit dtypes as
+ *                        integers.h does?
+ * Tested: MR 2 to 8, NG 1, 3 and 4, NDV 2, 3 and 4, VL 1, 4, 8 and 16. */
+#ifndef CPU_ATTN_PARAMETERS_H
+#define CPU_ATTN_PARAMETERS_H
+#include "kernel/kernel.h"
+#include "kernel/simd/math.h"
+#include "plan/keys.h"
+
+#define GLUE_(a, b) a##_##b
+#define GLUE(a, b) GLUE_(a, b)
+#define NAME(x) GLUE(x, DTYPE) /* of a .inc: x of this dtype */
+
+#ifndef NHD_KEYS
+#define NHD_KEYS FEW_KEYS
+#endif
+#ifndef NHD_BYTES
+#define NHD_BYTES (256 << 10)
+#endif
+#ifndef SUM_GROUPS
+#define SUM_GROUPS 4
+#endif
+#define MAX_GROUPS (KEYS / CA_LANES) /* of a score block */
+#define NV (NG * CA_LANES / VL)      /* vectors of logits of a register tile */
+#define S_STRIDE (KEYS + 16)         /* from row to row of logits: no power of two, so that rows share no cache sets */
+/* Dimensions of q k that one sum takes: one over 576 dimensions took 0.93 of float32's error budget (the worst of 1200
+ * random requests). */
+#define QK_DIMS 128
+#define SOFTMAX_ROWS 4 /* rows whose logits become weights together */
+
+_Static_assert(MR <= TALL && TALL <= 8, "FOR_ROWS has cases for up to 8 rows");
+_Static_assert(CA_LANES % VL == 0 && KEYS % CA_LANES == 0 && FEW_KEYS <= KEYS && NHD_KEYS <= KEYS, "groups are whole");
+
+/* The rows of a register tile as a constant M, so that loops over them unroll: FOR_ROWS for 1 to TALL, and its parts,
+ * the tiles of full width and those of half the width. */
+#define ROW_CASE(n, call)                                                                                              \
+    case n: {                                                                                                          \
+        enum { M = n };                                                                                                \
+        call;                                                                                                          \
+        break;                                                                                                         \
+    }
+#define CASES_1(call) ROW_CASE(1, call)
+#define CASES_2(call) CASES_1(call) ROW_CASE(2, call)
+#define CASES_3(call) CASES_2(call) ROW_CASE(3, call)
+#define CASES_4(call) CASES_3(call) ROW_CASE(4, call)
+#define CASES_5(call) CASES_4(call) ROW_CASE(5, call)
+#define CASES_6(call) CASES_5(call) ROW_CASE(6, call)
+#define CASES_7(call) CASES_6(call) ROW_CASE(7, call)
+#define CASES_8(call) CASES_7(call) ROW_CASE(8, call)
+#define CASES_UP_TO(n) GLUE(CASES, n)
+#if MR == TALL
+#define CASES_TALL(call)
+#elif MR + 1 == TALL
+#define CASES_TALL(call) ROW_CASE(TALL, call)
+#else
+#define CASES_TALL(call) ROW_CASE(TALL - 1, call) ROW_CASE(TALL, call)
+#endif
+#if TALL > MR + 2
+#error "CASES_TALL has cases for two more rows than MR"
+#endif
+#define FOR_ROWS(mr, call)                                                                                             \
+    switch (mr) { CASES_UP_TO(TALL)(call) }
+#define FOR_WIDE_ROWS(mr, call)                                                                                        \
+    switch (mr) { CASES_UP_TO(MR)(call) }
+#define FOR_TALL_ROWS(mr, call)                                                                                        \
+    switch (mr) { CASES_TALL(call) }
+#endif
