@@ -8,10 +8,11 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache, partial
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -29,13 +30,17 @@ from cpu_attn.reference import BUDGET
 from cpu_attn.tests.case import Case
 from cpu_attn.tests.case_levels import cases, invariant
 from cpu_attn.tests.case_problem import Problem, alone, build
-from cpu_attn.tests.case_run import run
+from cpu_attn.tests.case_run import Written, run, written
 from cpu_attn.tests.formats import DTYPES
 from cpu_attn.tests.judge import check, same_bits
 
 ENGINES = ("native", "onednn", "onednn-python", "reference")
+# Python over oneDNN's primitives, which the engine onednn takes through every case. Without options it runs the cases
+# of --quick: through all of them it took a quarter of the time.
+SLOW = "onednn-python"
 ISA_HINTS = ("auto", "vec", "vec16")
 THREADS = (1, 2, 3, 5)
+Memory = Callable[[str, int | None], Written]  # what so many threads wrote for an isa
 # What must not change a bit, by engine. onednn picks its kernels by the shapes of a whole step.
 SAME_BITS = {
     "native": ("batch", "threads", "split"),
@@ -159,23 +164,21 @@ def _holds(combo: Combo, case: Case) -> bool:
 # ---- running it ----
 
 
-def _differences(problem: Problem, combo: Combo) -> Iterator[str]:
+def _differences(problem: Problem, combo: Combo, memory: Memory, output: Any, lse: Any) -> Iterator[str]:
     """What changes the bits of a result and must not."""
     promised = SAME_BITS.get(combo.engine, ())
-    if not promised:
-        return
 
     def same(p: Problem, wanted: Any, **options: Any) -> bool:
         return all(map(same_bits, run(p, combo.isa, combo.engine, **options), wanted))
 
-    output, lse = run(problem, combo.isa, combo.engine)
     if "threads" in promised:
         for n in THREADS:
-            if not same(problem, (output, lse), num_threads=n):
+            if not same(problem, (output, lse), num_threads=n, memory=memory(combo.isa, n)):
                 yield f"{n} threads give other bits"
     if "split" in promised:
         for n in THREADS:
-            if not same(problem, (output, lse), num_threads=n, enable_kv_split=False):
+            options = {"num_threads": n, "enable_kv_split": False}
+            if not same(problem, (output, lse), **options, memory=memory(combo.isa, n)):
                 yield f"enable_kv_split=False on {n} threads gives other bits"
     if "batch" in promised:
         for r, first in enumerate(problem.query_start_loc[:-1]):
@@ -184,20 +187,22 @@ def _differences(problem: Problem, combo: Combo) -> Iterator[str]:
                 yield f"request {r} alone gives other bits than in its batch"
 
 
-def _verify_one(problem: Problem, combo: Combo, compare_bits: bool) -> tuple[float, list[str]]:
+def _verify_one(problem: Problem, combo: Combo, memory: Memory, compare_bits: bool) -> tuple[float, list[str]]:
     """The worst error in units of the budget, and what is wrong."""
     try:
-        result = check(problem, *run(problem, combo.isa, combo.engine))
+        got = run(problem, combo.isa, combo.engine, memory=memory(combo.isa, None))
+        result = check(problem, *got)
         messages = [] if result.ok else [result.message]
         if compare_bits:
-            messages += _differences(problem, combo)
+            messages += _differences(problem, combo, memory, *got)
     except Exception as error:
         return math.inf, [f"{type(error).__name__}: {error}"]
     return result.worst, messages
 
 
 class Job(NamedTuple):
-    """A case, what it is checked on, and whether bits are compared, too. The oracle computes once for all."""
+    """A case, what it is checked on, and whether bits are compared, too. The oracle computes once for all, and caches
+    are written once for all engines that read them."""
 
     case: Case
     combos: list[Combo]
@@ -206,7 +211,8 @@ class Job(NamedTuple):
 
 def _verify_job(job: Job) -> list[tuple[float, list[str]]]:
     problem = build(job.case)
-    return [_verify_one(problem, combo, job.compare_bits) for combo in job.combos]
+    memory = lru_cache(1 + len(THREADS))(partial(written, problem))  # engines of an isa follow one another
+    return [_verify_one(problem, combo, memory, job.compare_bits) for combo in job.combos]
 
 
 def _jobs(runs: Sequence[Combo], level: str, names: Sequence[str], seed: int) -> list[Job]:
@@ -214,15 +220,19 @@ def _jobs(runs: Sequence[Combo], level: str, names: Sequence[str], seed: int) ->
     for dtype in dict.fromkeys(combo.dtype for combo in runs):
         selected, compared = _select(level, names, dtype, seed)
         here = [combo for combo in runs if combo.dtype == dtype]
-        found = [Job(case, [c for c in here if _holds(c, case)], case.name in compared) for case in selected]
+        few = {*names, *(case.name for case in cases("quick" if level == "default" else level, dtype, seed))}
+        found = []
+        for case in selected:
+            combos = [c for c in here if _holds(c, case) and (c.engine != SLOW or case.name in few)]
+            found.append(Job(case, combos, case.name in compared))
         if set(here).difference(*(job.combos for job in found)):
             raise click.UsageError(f"--case {' '.join(names)}: vec16 is for head sizes that are multiples of 16")
-        jobs += found
+        jobs += [job for job in found if job.combos]
     return jobs
 
 
 def _processes(num_checks: int) -> int:
-    """A check is mostly the oracle, which takes one core. Few of them are done before another process has begun."""
+    """A check is small and takes one core. Few of them are done before another process has begun."""
     return min(8, cpu()["cpus"]) if num_checks > 3000 else 1
 
 
@@ -231,8 +241,10 @@ def _outcomes(jobs: Sequence[Job], processes: int) -> Iterator[list[tuple[float,
     if processes == 1:
         yield from map(_verify_job, jobs)
         return
-    # Threads that wait must not spin on a core that another process needs; read where OpenMP is loaded.
+    # Threads that wait must not spin on a core that another process needs, nor those of NumPy's products; read where
+    # OpenMP and OpenBLAS are loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     pool = ProcessPoolExecutor(processes, get_context("spawn"))
     try:
         yield from pool.map(_verify_job, jobs, chunksize=4)
@@ -289,7 +301,7 @@ def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequenc
 @click.option("--isa", multiple=True, help="Only this isa. Repeatable.")
 @click.option("--dtype", multiple=True, type=click.Choice(DTYPES), help="Only this dtype. Repeatable.")
 @click.option("--quick", is_flag=True, help="Fewer cases: seconds.")
-@click.option("--full", is_flag=True, help="More cases: minutes.")
+@click.option("--full", is_flag=True, help="More cases, of onednn-python too: minutes.")
 @click.option("--case", "names", multiple=True, metavar="NAME", help="Only this case. Repeatable.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of all random numbers.")
 @click.option("--jobs", type=click.IntRange(1, 64), help="Processes: as a rule one for each CPU, 8 at most.")

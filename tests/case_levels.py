@@ -44,7 +44,7 @@ from .case_tables import (
 LEVELS = ("quick", "default", "full")
 RANDOM_CASES = {"quick": 6, "default": 40, "full": 400}
 
-QUICK_BIAS = ("heads", "holes", "one", "holes-everything", "few-NHD", "3000")
+QUICK_BIAS = ("heads", "holes", "one", "prompt", "holes-everything", "few-NHD", "3000")
 QUICK_HEAD_SIZES = (1, 3, 20, 33, 64, 128)
 QUICK_BLOCK_SIZES = (1, 5, 24, 128)
 QUICK_HEADS = ((3, 3), (6, 2), (5, 1), (14, 2))

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,19 +17,37 @@ from .case_problem import Problem
 from .formats import numpy_dtype
 
 
+class Written(NamedTuple):
+    """What a problem's writes leave behind: queries, rotated if the case says so, and caches."""
+
+    query: NDArray[Any]
+    key_cache: NDArray[Any]
+    value_cache: NDArray[Any]
+
+
+def written(problem: Problem, isa: str = "auto", num_threads: int | None = None) -> Written:
+    with _threads(num_threads):
+        key_cache, value_cache = caches_of(problem, isa)
+        return Written(write(problem, isa, key_cache, value_cache), key_cache, value_cache)
+
+
 def run(
     problem: Problem,
     isa: str = "auto",
     engine: str = "auto",
     enable_kv_split: bool = True,
     num_threads: int | None = None,
+    memory: Written | None = None,
 ) -> tuple[NDArray[Any], NDArray[np.float32]]:
     """Output [T, Hq, Dv] and lse [Hq, T] by the public calls. engine "onednn-python" is cpu_attn.compose.attention.
-    num_threads: so many, however little there is to do."""
-    with nullcontext() if num_threads is None else threads(num_threads, forced=True):
-        key_cache, value_cache = caches_of(problem, isa)
-        query = write(problem, isa, key_cache, value_cache)
-        return _attend(problem, query, isa, engine, enable_kv_split, key_cache, value_cache)
+    num_threads: so many, however little there is to do. memory: what was written before for this isa."""
+    memory = memory or written(problem, isa, num_threads)
+    with _threads(num_threads):
+        return _attend(problem, memory, isa, engine, enable_kv_split)
+
+
+def _threads(num_threads: int | None) -> AbstractContextManager[None]:
+    return nullcontext() if num_threads is None else threads(num_threads, forced=True)
 
 
 def _attended(problem: Problem) -> NDArray[np.int32]:
@@ -43,22 +61,16 @@ def _attended(problem: Problem) -> NDArray[np.int32]:
 
 
 def _attend(
-    problem: Problem,
-    query: NDArray[Any],
-    isa: str,
-    engine: str,
-    enable_kv_split: bool,
-    key_cache: NDArray[Any],
-    value_cache: NDArray[Any],
+    problem: Problem, memory: Written, isa: str, engine: str, enable_kv_split: bool
 ) -> tuple[NDArray[Any], NDArray[np.float32]]:
     case, dtype = problem.case, numpy_dtype(problem.case.dtype)
-    query = copy_of(query, case.strided)
+    query = copy_of(memory.query, case.strided)
     output = wider((len(query), case.num_heads, case.value_size), dtype, case.strided)
     lse = wider((case.num_heads, len(query)), np.dtype(np.float32), case.strided)
     common: dict[str, Any] = {
         "query": query,
-        "key_cache": key_cache,
-        "value_cache": value_cache,
+        "key_cache": memory.key_cache,
+        "value_cache": memory.value_cache,
         "output": output,
         "query_start_loc": problem.query_start_loc,
         "seq_lens": problem.seq_lens,

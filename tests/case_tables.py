@@ -185,6 +185,7 @@ BIAS: dict[str, dict[str, Any]] = {
     "batch": {**MIXED, "bias": "batch", "causal": False},
     "holes": {**MIXED, "bias": "holes", "block_size": 5},
     "one": {**PREFILL, "bias": "one", "sinks": "mixed", "strided": True},
+    "prompt": {"query_lens": (1, 150), "seq_lens": (40, 170), "bias": "heads"},  # more than 256 query rows of a kv head
     "holes-everything": {**MIXED, **FEATURES["everything"], "bias": "holes"},
     "spans": {**SPANS, "bias": "heads", "sliding_window": 5},
     "tree": {**TREE, "bias": "holes", "tree": "binary", "sliding_window": 30},

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 import cpu_attn
 from cpu_attn.cli.verify import verify
 from cpu_attn.reference import BUDGET
-from cpu_attn.tests.case_levels import cases
+from cpu_attn.tests.case_levels import LEVELS, cases
 from cpu_attn.tests.case_problem import Problem
 from cpu_attn.tests.case_run import run as right_run
 from cpu_attn.tests.formats import DTYPES
@@ -83,6 +83,20 @@ def test_everything_here_is_run_and_the_rest_has_a_reason() -> None:
         assert ((name, "auto", "float32") in ran) == onednn.available
     assert not ran & absent.keys()
     assert all(absent.values())
+
+
+def test_the_slow_engine_runs_most_cases_with_full_only() -> None:
+    native, slow = (verify_module.Combo(engine, "auto", "float32") for engine in ("native", verify_module.SLOW))
+
+    def names(combo: Any, level: str, *asked: str) -> set[str]:
+        jobs = verify_module._jobs([native, slow], level, asked, 0)
+        return {job.case.name for job in jobs if combo in job.combos}
+
+    quick, default, full = ({case.name for case in cases(level)} for level in LEVELS)
+    assert names(slow, "quick") == names(slow, "default") == quick
+    assert names(native, "default") == default
+    assert names(slow, "full") == names(native, "full") == full
+    assert names(slow, "default", "chunk-alibi", "full-70000") == {"chunk-alibi", "full-70000"}
 
 
 def test_processes_find_what_one_finds() -> None:
