@@ -95,8 +95,8 @@ static int segment(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_
     float *query = (float *)((double *)scratch + dv), *key = query + d_end;
     const work w = {scratch, query, key, key + (k1 - k0) * d_end};
     for (int64_t j, next = k0; (j = ca_next_key(c, t->request, kv_head, next, k1)) < k1; next = j + 1) {
-        read_key(p, c, 0, t->request, kv_head, j, w.key + (j - k0) * d_end);
-        read_key(p, c, 1, t->request, kv_head, j, w.value + (j - k0) * dv);
+        read_key(p, c, K, t->request, kv_head, j, w.key + (j - k0) * d_end);
+        read_key(p, c, V, t->request, kv_head, j, w.value + (j - k0) * dv);
     }
     for (int64_t r = 0; r < rows; r++)
         attend_row(p, c, t, r, kv_head, k0, k1, state, &w);
