@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 import cpu_attn
-from cpu_attn import _dispatch
+from cpu_attn import _threads
 from cpu_attn._check import INT32_MAX, MAX_SIZE, SOFTCAP_MAX, TINY, kv_dtypes
 from cpu_attn._check import kv_cache_layout as check_layout
 from cpu_attn.cli import contest, plot, report
@@ -213,7 +213,7 @@ def there_are(threads: Collection[int]) -> list[int]:
     """Ascending, each at most what a call uses."""
     found = set()
     for n in threads:
-        with _dispatch.threads(n):
+        with _threads.threads(n):
             found.add(cpu_attn.get_num_threads())
     return sorted(found)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import cpu_attn
-from cpu_attn import _dispatch, _onednn_loader
+from cpu_attn import _onednn_loader, _threads, compose
 from cpu_attn.cli.limits import Limit, best_isa, products
 from cpu_attn.cli.rivals import RIVALS
 from cpu_attn.cli.workloads import Step, Workload
@@ -72,7 +72,7 @@ def threads(n: int) -> Iterator[None]:
     """So many of ours and of the rivals', and then as many as before."""
     torch = sys.modules.get("torch")
     before = torch.get_num_threads() if torch else 0
-    with _dispatch.threads(n):
+    with _threads.threads(n):
         if torch:
             torch.set_num_threads(n)
         try:
@@ -132,8 +132,6 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
         return partial(cpu_attn.rotary_reshape_and_cache, step.query, *tokens, *turns, **how), None, plan.isa
     arguments = step.arguments()
     if engine == "onednn-python":
-        from cpu_attn import compose
-
         return partial(compose.attention, **arguments, isa=plan.isa, **step.masks), None, plan.isa
     call = partial(cpu_attn.attention_with_kv_cache, **arguments, scheduler_metadata=plan)
     return call, plan.workspace_bytes, plan.isa

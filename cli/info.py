@@ -14,6 +14,7 @@ from rich.text import Text
 
 import cpu_attn
 from cpu_attn import _adapters, _dispatch, _onednn_loader
+from cpu_attn._dtypes import DTYPE_CODES
 from cpu_attn._native import ffi, lib
 from cpu_attn.cli.report import new_console, new_table
 
@@ -79,7 +80,7 @@ def engine() -> dict[str, Any]:
 def kernels() -> list[dict[str, Any]]:
     """What ``auto`` picks for each dtype, and why."""
     found, k = [], ffi.new("ca_kernel_info *")
-    for dtype, code in _dispatch.DTYPE_CODES.items():
+    for dtype, code in DTYPE_CODES.items():
         try:
             isa = _dispatch.resolve_isa("auto", dtype, 64)
         except (ValueError, cpu_attn.UnavailableError) as e:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn import _dispatch
+from cpu_attn._dtypes import DTYPE_CODES
 from cpu_attn._native import ffi, lib
 
 UNITS = {"matrix_gflops": "GFLOP/s", "vector_gflops": "GFLOP/s", "read_gbps": "GB/s", "memcpy_gbps": "GB/s"}
@@ -55,7 +55,7 @@ def probes() -> tuple[Probe, ...]:
         name, unit, isa, what, reason = (
             ffi.string(s).decode() for s in (info.name, info.unit, info.isa, info.what, info.reason)
         )
-        dtypes = frozenset(d for d, code in _dispatch.DTYPE_CODES.items() if info.dtypes >> code & 1)
+        dtypes = frozenset(d for d, code in DTYPE_CODES.items() if info.dtypes >> code & 1)
         found.append(Probe(len(found), name, unit, isa, what, dtypes, reason))
     return tuple(found)
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import json
 import math
 import os
@@ -102,19 +101,16 @@ class Tally:
 
 def _missing(combo: Combo) -> str:
     """Why a combination cannot run here, "" if it can."""
-    engine = combo.engine
+    engine = "onednn" if combo.engine == "onednn-python" else combo.engine
     for row in cpu_attn.isas():
         if row.name == combo.isa and not row.supported:
             return row.reason
     try:
-        if engine == "onednn-python":
-            importlib.import_module("cpu_attn.compose")
-            engine = "onednn"
         none = np.zeros(0, np.int32)
         cpu_attn.get_scheduler_metadata(
             0, 1, 1, 16, none, combo.dtype, np.zeros(1, np.int32), isa=combo.isa, engine=engine
         )
-    except (cpu_attn.UnavailableError, ImportError) as error:
+    except cpu_attn.UnavailableError as error:
         return str(error)
     return ""
 

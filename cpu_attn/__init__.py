@@ -11,8 +11,10 @@ except ModuleNotFoundError as e:
         "install .) and start Python in another folder, or pip install -e . to run from here"
     ) from None
 
-from cpu_attn._dispatch import engines, get_num_threads, isas, set_num_threads
+from cpu_attn import _self_test  # noqa: F401  # by which _dispatch goes
+from cpu_attn._dispatch import engines, isas
 from cpu_attn._errors import UnavailableError
+from cpu_attn._threads import get_num_threads, set_num_threads
 from cpu_attn.attention_metadata import AttentionType, CPUAttentionMetadata, CPUAttentionMetadataBuilder
 from cpu_attn.backend import (
     CPUAttentionBackend,

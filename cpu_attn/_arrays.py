@@ -7,7 +7,6 @@ bridges (``np.from_dlpack``, ``tensor.numpy()``) refuse bfloat16, so the DLPack 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import struct
 import sys
@@ -15,45 +14,15 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from cpu_attn._dispatch import DTYPE_CODES
+from cpu_attn._dtypes import CODES, DTYPES, NAMES
 from cpu_attn._native import ffi, lib
 
-DTYPES: dict[str, np.dtype[Any]] = {
-    name: np.dtype(kind)
-    for name, kind in {
-        "float32": np.float32,
-        "float16": np.float16,
-        "bfloat16": ml_dtypes.bfloat16,
-        "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-        "float8_e5m2": ml_dtypes.float8_e5m2,
-        "uint8": np.uint8,
-        "int32": np.int32,
-        "int64": np.int64,
-    }.items()
-}
-_NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 # DLDataTypeCode and bits, of dlpack.h 1.1
 _DLPACK = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64"}
 _DLPACK |= {(10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2", (1, 8): "uint8"}
 
-
-# enum ca_dtype and itemsize; the last ones hold what a narrow cache does, or indices.
-CODES = {
-    name: (code, DTYPES[name].itemsize)
-    for name, code in {
-        **DTYPE_CODES,
-        "float8_e4m3fn": lib.CA_E4M3,
-        "float8_e5m2": lib.CA_E5M2,
-        "uint8": lib.CA_U8,
-        "int32": lib.CA_I32,
-        "int64": lib.CA_I64,
-    }.items()
-}
-# What a narrow cache holds, whatever its memory is called.
-CODES |= {"fp8_e4m3": (lib.CA_E4M3, 1), "fp8_e5m2": (lib.CA_E5M2, 1), "int8": (lib.CA_I8, 1), "int4": (lib.CA_I4, 1)}
 # Of ca_array in native/cpu_attn.h, by the number of axes.
 FIELDS = [struct.Struct(f"=Q {n}q {32 - 8 * n}x {n}q {32 - 8 * n}x 4i") for n in range(5)]
 ABSENT = bytes(FIELDS[0].size)
@@ -119,17 +88,6 @@ class Array:
         """A NumPy view of the same memory."""
         dtype = DTYPES[self.dtype]
         return np.asarray(_Memory(self)).view(dtype) if self.size else np.empty(self.shape, dtype)
-
-
-def dtype_name(dtype: Any, argument: str = "dtype") -> str:
-    """float32, float16 or bfloat16, of a NumPy dtype, a torch dtype or a string; TypeError for others."""
-    name = _NAME_OF.get(dtype, "") if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        with contextlib.suppress(Exception):  # np.dtype parses: SyntaxError, ValueError, ...
-            name = _NAME_OF.get(np.dtype(dtype), name)
-    if name not in ("float32", "float16", "bfloat16"):
-        raise TypeError(f"{argument}: {dtype!r} is none of float32, float16, bfloat16")
-    return name
 
 
 def view(name: str, x: Any, dtypes: Sequence[str] = tuple(DTYPES)) -> Array:
@@ -245,7 +203,7 @@ def described(arrays: Sequence[Array | None]) -> Any:
 
 def _of_numpy(x: Any) -> Array:
     x = np.asarray(x)  # a subclass may say anything of itself
-    dtype = _NAME_OF.get(x.dtype)
+    dtype = NAMES.get(x.dtype)
     if dtype is None:
         raise _UnknownDtypeError(f"dtype {x.dtype}")
     size = x.dtype.itemsize

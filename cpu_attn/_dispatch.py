@@ -6,16 +6,16 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 from typing import Any
 
+from cpu_attn._dtypes import DTYPE_CODES
 from cpu_attn._errors import UnavailableError
 from cpu_attn._native import ffi, lib
 
-DTYPE_CODES = {"float32": lib.CA_F32, "float16": lib.CA_F16, "bfloat16": lib.CA_BF16}
 ENGINE_NAMES = ("native", "onednn", "reference")
 
 
@@ -58,12 +58,17 @@ def isas() -> tuple[Isa, ...]:
     return tuple(sorted(found, key=lambda i: (not i.supported, i.index)))
 
 
-def engines() -> tuple[Engine, ...]:
-    """Every engine; ``onednn`` says why when its library or its module is missing."""
+def _onednn() -> ModuleType:
+    """What finds oneDNN, and imports importlib.metadata, which would take 20 of the package's 100 ms at every start."""
     from cpu_attn import _onednn_loader
 
+    return _onednn_loader
+
+
+def engines() -> tuple[Engine, ...]:
+    """Every engine; ``onednn`` says why when its library or its module is missing."""
     try:
-        _onednn_loader.load()
+        _onednn().load()
         reason = ""
     except UnavailableError as e:
         reason = str(e)
@@ -87,6 +92,7 @@ def resolve_isa(name: str, dtype: str, head_size: int) -> Isa:
     return _resolve_isa(name, dtype, name == "vec16" and head_size % 16 != 0)
 
 
+_fault: Callable[[str, str], str]
 _found: dict[tuple[str, str], str] = {}
 _testing = threading.RLock()
 
@@ -100,16 +106,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
+def set_self_test(fault: Callable[[str, str], str]) -> None:
+    """What :func:`self_test` goes by. cpu_attn/_self_test.py says it, whose calls ask here for their isa: it cannot be
+    imported here."""
+    global _fault
+    _fault = fault
+
+
 def self_test(isa: Isa, dtype: str) -> str:
     """What is wrong with a matrix isa's results in this process, "" if nothing is. Tested once for each dtype; what is
     found then is also a RuntimeWarning."""
-    from cpu_attn import _self_test
-
     key = (isa.name, dtype)
     with _testing:
         known = key in _found
         if not known:
-            _found[key] = _self_test.fault(*key)
+            _found[key] = _fault(*key)
     if _found[key] and not known:
         text = f"isa {isa.name!r} fails its self-test in {dtype}: {_found[key]}. auto takes the next one"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -165,48 +176,6 @@ def resolve_engine(name: str) -> tuple[str, Any]:
     if name == "reference":
         return name, lib.ca_reference_engine()
     if name == "onednn":
-        from cpu_attn import _onednn_loader
-
-        return name, _onednn_loader.engine()
+        return name, _onednn().engine()
     who = _who_asked("engine", name, "CPU_ATTN_ENGINE")
     raise ValueError(f"{who}: {name!r} is none of auto, {', '.join(ENGINE_NAMES)}")
-
-
-def get_num_threads() -> int:
-    """Threads a call may use: what :func:`set_num_threads` said, else OpenMP's count for this thread."""
-    return int(lib.ca_get_num_threads())
-
-
-def set_num_threads(n: int) -> None:
-    """Most threads of a call, for the whole process; 0 goes back to OpenMP's count. ValueError outside 0..4096.
-
-    A call with little to do uses fewer; none uses more than 64 or, if that is more, 8 for each CPU.
-    """
-    from cpu_attn._check import integer
-
-    _tell(integer("n", n, 0, 4096))
-
-
-def force_num_threads(n: int) -> None:
-    """Sets the thread count of calls with little to do as well, for tests."""
-    _tell(-n)
-
-
-_told = 0  # get_num_threads gives neither 0 nor -n back
-
-
-def _tell(n: int) -> None:
-    global _told
-    _told = n
-    lib.ca_set_num_threads(n)
-
-
-@contextmanager
-def threads(n: int, forced: bool = False) -> Iterator[None]:
-    """set_num_threads, or force_num_threads, and then again what was said before."""
-    before = _told
-    (force_num_threads if forced else set_num_threads)(n)
-    try:
-        yield
-    finally:
-        _tell(before)

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from cpu_attn._errors import UnavailableError
+from cpu_attn._native import ffi as core
 
 PACKAGE = "onednn-cpu-gomp"
 NAMES = ("libdnnl.so.3", "libdnnl.3.dylib")
@@ -84,10 +85,8 @@ def load() -> ModuleType:
 
 def engine() -> Any:
     """The engine as the core's ``ca_engine *``. The modules share no type: only the address passes."""
-    from cpu_attn._native import ffi
-
     module = load()
-    return ffi.cast("ca_engine *", int(module.ffi.cast("uintptr_t", module.lib.ca_onednn_engine())))
+    return core.cast("ca_engine *", int(module.ffi.cast("uintptr_t", module.lib.ca_onednn_engine())))
 
 
 def status_text(status: int) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpu_attn import reference
-from cpu_attn._arrays import DTYPES
+from cpu_attn import _dispatch, reference
+from cpu_attn._dtypes import DTYPES
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
 from cpu_attn.plan import get_kv_cache_shape, get_scheduler_metadata
 
@@ -86,3 +86,6 @@ def _numbers(rng: np.random.Generator, n: int, largest: int, every: int) -> refe
     x = rng.integers(-largest, largest, (n, KV_HEADS, SIZE), endpoint=True).astype(np.float64)
     x[..., ::every] = largest
     return x
+
+
+_dispatch.set_self_test(fault)

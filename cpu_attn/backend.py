@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cpu_attn import _check, reference
-from cpu_attn._arrays import DTYPES, dtype_name, numpy_view
+from cpu_attn._arrays import numpy_view
+from cpu_attn._dtypes import DTYPES, dtype_name
 from cpu_attn.attention_metadata import (
     AttentionType,
     CPUAttentionMetadata,

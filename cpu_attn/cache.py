@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch, ops
-from cpu_attn._arrays import DTYPES, bridged, dtype_name, new_beside, view
+from cpu_attn._arrays import bridged, new_beside, view
+from cpu_attn._dtypes import DTYPES, dtype_name
 from cpu_attn.layout import (
     CacheDescriptor,
     StoredCache,

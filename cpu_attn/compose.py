@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check
-from cpu_attn._arrays import DTYPES
 from cpu_attn._arrays import Array as Memory
+from cpu_attn._dtypes import DTYPES
 from cpu_attn.plan import get_scheduler_metadata
 from cpu_attn.primitives import gather_pages, matmul, softmax
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpu_attn import _check, _dispatch
-from cpu_attn._arrays import DTYPES, dtype_name
+from cpu_attn._dtypes import DTYPE_CODES, DTYPES, dtype_name
 from cpu_attn._errors import UnavailableError
 from cpu_attn._native import ffi, lib
 
@@ -46,7 +46,7 @@ Memory = np.ndarray[Any, Any]
 def layout_of(isa: int, dtype: str) -> str | None:
     """What an isa's kernels read; None where it has none for the dtype."""
     kernel = ffi.new("ca_kernel_info *")
-    return LAYOUT_NAMES[kernel.layout] if lib.ca_isa_kernel(isa, _dispatch.DTYPE_CODES[dtype], kernel) else None
+    return LAYOUT_NAMES[kernel.layout] if lib.ca_isa_kernel(isa, DTYPE_CODES[dtype], kernel) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, ops
-from cpu_attn._arrays import DTYPES, view
+from cpu_attn._arrays import view
+from cpu_attn._dtypes import DTYPES
 from cpu_attn.plan import SchedulerMetadata
 
 # What the calls underneath say, in the words of their callers.

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch
-from cpu_attn._arrays import CODES, DTYPES, described, dtype_name, new_beside, objects
+from cpu_attn._arrays import described, new_beside, objects
+from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, dtype_name
 from cpu_attn._native import ffi, lib
 from cpu_attn.plan import SchedulerMetadata
 
@@ -259,7 +260,7 @@ def gather(
     first = _check.array("cache", cache, kinds, [(w, None) for w in ("N", "Hkv", "B", "width")])
     value, written = bool(value), dtype_name(first.dtype if dtype is None else dtype)
     head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
-    resolved, code = _dispatch.resolve_isa(isa, written, head_size), _dispatch.DTYPE_CODES[written]
+    resolved, code = _dispatch.resolve_isa(isa, written, head_size), DTYPE_CODES[written]
     if kv_cache_dtype == "auto":  # a float8 array says itself what it holds
         kv_cache_dtype = next((kv for kv, names in _check.MEMORY.items() if first.dtype in names), "auto")
     kv = _check.kv_dtypes(kv_cache_dtype, written)[value]

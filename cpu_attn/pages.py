@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn import _check, _dispatch
+from cpu_attn import _check, _dispatch, _threads
 from cpu_attn._arrays import described, view
 from cpu_attn._native import ffi, lib
 
@@ -71,7 +71,7 @@ def score_pages(
     assert q and low and table
     resolved = _dispatch.resolve_isa(isa, q.dtype, q.shape[2])
     scores = np.empty((table.shape[0], low.shape[1], table.shape[1]), np.float32)
-    threads = _dispatch.get_num_threads()
+    threads = _threads.get_num_threads()
     scratch = np.empty(threads * lib.ca_score_floats(q.shape[2]), np.float32)
     room = ffi.cast("float *", scratch.ctypes.data)
     given = described([view("scores", scores), *arrays[1:]])

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn import _check, _dispatch
-from cpu_attn._arrays import CODES, DTYPES, addresses, bridged, described, dtype_name
+from cpu_attn import _check, _dispatch, _threads
+from cpu_attn._arrays import addresses, bridged, described
+from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, dtype_name
 from cpu_attn._native import ffi, lib
 
 
@@ -184,7 +185,7 @@ def get_scheduler_metadata(
     shape.causal = _check.boolean("causal", causal)
     shape.window_left, shape.window_right = _check.window(sliding_window)
     shape.enable_kv_split = _check.boolean("enable_kv_split", enable_kv_split)
-    shape.num_threads = _dispatch.get_num_threads()
+    shape.num_threads = _threads.get_num_threads()
     layout = _check.kv_cache_layout(kv_cache_layout, kvs)
     shape.kv_cache_layout = _check.LAYOUTS[layout]
     if block_table is not None or block_size is not None:
@@ -247,5 +248,5 @@ def get_kv_cache_shape(
     layout = _check.kv_cache_layout(kv_cache_layout, [kv])
     width = head_size
     if layout == "packed":
-        width = _check.width(resolved.index, _dispatch.DTYPE_CODES[name], kv, block_size, head_size)
+        width = _check.width(resolved.index, DTYPE_CODES[name], kv, block_size, head_size)
     return (*_check.cache_sizes((num_blocks, num_kv_heads, block_size), layout), width)

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _onednn_loader
-from cpu_attn._arrays import DTYPES, dtype_name, view
+from cpu_attn._arrays import view
+from cpu_attn._dtypes import DTYPES, dtype_name
 from cpu_attn.ops import gather
 
 Array = np.ndarray[Any, Any]

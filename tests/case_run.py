@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn._dispatch import threads
+from cpu_attn import compose
+from cpu_attn._threads import threads
 
 from .case_memory import caches_of, copy_of, forbid_outside, wider, write
 from .case_problem import Problem
@@ -91,8 +92,6 @@ def _attend(
         "attn_bias": None if problem.attn_bias is None else copy_of(problem.attn_bias, case.strided),
     }
     if engine == "onednn-python":
-        from cpu_attn import compose
-
         compose.attention(**common, isa=isa, **case.masks)
     else:
         cpu_attn.attention_with_kv_cache(**common, scheduler_metadata=plan_of(problem, isa, engine, enable_kv_split))

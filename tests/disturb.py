@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import cpu_attn
 from cpu_attn import compose, pages
-from cpu_attn._dispatch import force_num_threads
+from cpu_attn._threads import force_num_threads
 
 from .guard import Guarded
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import cpu_attn
-from cpu_attn._dispatch import force_num_threads
+from cpu_attn._threads import force_num_threads
 from cpu_attn.tests.formats import numpy_dtype
 from cpu_attn.tests.judge import same_bits
 

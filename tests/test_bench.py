@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import cpu_attn
-from cpu_attn import _dispatch
+from cpu_attn import _threads
 from cpu_attn.cli import contest, limits, main, plot, report
 from cpu_attn.cli.bench import bench
 from cpu_attn.cli.workloads import GROUPS, WORKLOADS, Workload
@@ -245,7 +245,7 @@ def test_scaling(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_limits_and_report_count_the_threads_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer than were asked for, where that is more than a call uses."""
-    with _dispatch.threads(4096):
+    with _threads.threads(4096):
         most = cpu_attn.get_num_threads()
     looked = set()
     monkeypatch.setattr(limits.Limits, "_look", lambda self, limit: looked.add(limit.threads) or 1.0)

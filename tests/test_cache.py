@@ -13,7 +13,7 @@ import pytest
 
 import cpu_attn
 from cpu_attn import reference
-from cpu_attn._dispatch import threads
+from cpu_attn._threads import threads
 
 from .formats import numpy_dtype
 from .kernels import KERNELS, ONE_DTYPE

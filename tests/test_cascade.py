@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cpu_attn
-from cpu_attn._dispatch import threads
+from cpu_attn._threads import threads
 
 from .backend_steps import Step, layer
 from .case import Case

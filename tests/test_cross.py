@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cpu_attn import _check
-from cpu_attn._arrays import CODES
+from cpu_attn._dtypes import CODES
 
 from .case_levels import cases
 from .case_memory import slots_of

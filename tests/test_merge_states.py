@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import cpu_attn
 from cpu_attn import reference
-from cpu_attn._dispatch import threads
+from cpu_attn._threads import threads
 
 from .case import Case
 from .case_problem import build

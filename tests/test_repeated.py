@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cpu_attn
-from cpu_attn import _arrays, _check, ops, rotary
+from cpu_attn import _arrays, _check, _dtypes, ops, rotary
 from cpu_attn._native import ffi, lib
 
 from .kernels import KERNELS
@@ -420,12 +420,12 @@ def test_more_kinds_of_calls_than_are_remembered() -> None:
         refuses(write, args | {"slot_mapping": args["slot_mapping"] + 1}, ValueError, "slot_mapping[0]")
 
 
-@pytest.mark.parametrize("dtype", list(_arrays.DTYPES))
+@pytest.mark.parametrize("dtype", list(_dtypes.DTYPES))
 def test_c_reads_what_numpy_says(dtype: str) -> None:
     rng = np.random.default_rng(3)
     for _ in range(200):
         shape = tuple(rng.integers(0, 4, rng.integers(1, 6)))
-        x = np.zeros(tuple(2 * n + 1 for n in shape), _arrays.DTYPES[dtype])
+        x = np.zeros(tuple(2 * n + 1 for n in shape), _dtypes.DTYPES[dtype])
         x = x[tuple(slice(None, None, int(rng.choice([-2, -1, 1, 2]))) for _ in shape)]
         x = np.asarray(x).transpose(rng.permutation(x.ndim))
         x.flags.writeable = bool(rng.integers(2))

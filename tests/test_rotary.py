@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn import _dispatch, ops, reference
+from cpu_attn import _threads, ops, reference
 
 from .formats import integers, numpy_dtype, quantised
 from .guard import Guarded
@@ -173,7 +173,7 @@ def test_threads_do_not_matter(isa: str, dtype: str, num_threads: int) -> None:
     found = []
     for n in (1, num_threads):
         args = arguments(dtype, isa=isa, **norm)
-        with _dispatch.threads(n, forced=True):
+        with _threads.threads(n, forced=True):
             cpu_attn.rotary_reshape_and_cache(**args)
         found.append([args[name].tobytes() for name in ("query", "key_cache", "value_cache")])
     assert found[0] == found[1]

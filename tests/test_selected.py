@@ -15,8 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn import reference
-from cpu_attn._dispatch import threads
+from cpu_attn import compose, reference
+from cpu_attn._threads import threads
 from cpu_attn.cli.workloads import Step, Workload
 from cpu_attn.tests.case_levels import cases
 from cpu_attn.tests.case_memory import slots_of
@@ -129,8 +129,6 @@ def test_strides_are_free() -> None:
 
 
 def test_compose_checks_what_it_takes() -> None:
-    from cpu_attn import compose
-
     args = attention_args()
     del args["scheduler_metadata"]
     with pytest.raises(ValueError, match="selected_blocks: request 0: kv head 1: position 0 holds block 2"):

@@ -79,7 +79,7 @@ def matrix(monkeypatch: pytest.MonkeyPatch) -> Iterator[Verdicts]:
     monkeypatch.delenv("CPU_ATTN_ISA", raising=False)
     monkeypatch.setattr(_dispatch, "isas", lambda: rows)
     monkeypatch.setattr(_dispatch, "_found", {})
-    monkeypatch.setattr(_self_test, "fault", fault)
+    monkeypatch.setattr(_dispatch, "_fault", fault)
     _dispatch._resolve_isa.cache_clear()
     yield verdicts
     _dispatch._resolve_isa.cache_clear()

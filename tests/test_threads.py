@@ -16,7 +16,7 @@ import pytest
 import threadpoolctl
 
 import cpu_attn
-from cpu_attn._dispatch import force_num_threads, threads
+from cpu_attn._threads import force_num_threads, threads
 
 from .case import Case
 from .case_levels import invariant
@@ -222,7 +222,7 @@ def test_openmp_is_controlled_from_outside() -> None:
 # Of the variable before Python starts: OpenMP reads it once.
 SMALL_STACK = """
 import numpy as np, cpu_attn
-from cpu_attn._dispatch import force_num_threads
+from cpu_attn._threads import force_num_threads
 force_num_threads(2)
 key = np.ones((64, 2, 32), np.float32)
 cache = cpu_attn.PagedKVCache(8, 16, 2, 32, "float32")

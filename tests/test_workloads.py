@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import cpu_attn
-from cpu_attn import _dispatch, reference
+from cpu_attn import reference
+from cpu_attn._dtypes import DTYPE_CODES
 from cpu_attn._native import ffi, lib
 from cpu_attn.cli import contest, limits
 from cpu_attn.cli.limits import Limit, Limits
@@ -306,7 +307,7 @@ def test_blocks_are_owned_once_and_keys_differ() -> None:
 def test_every_kernel_has_a_limit() -> None:
     kernel = ffi.new("ca_kernel_info *")
     for isa in cpu_attn.isas():
-        for dtype, code in _dispatch.DTYPE_CODES.items():
+        for dtype, code in DTYPE_CODES.items():
             if isa.supported and lib.ca_isa_kernel(isa.index, code, kernel):
                 found = limits.products(isa.name, dtype, 1)
                 assert found, f"no probe for {isa.name} in {dtype}"

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 import cpu_attn
 from cpu_attn import _dispatch
-from cpu_attn._dispatch import threads
+from cpu_attn._dtypes import DTYPE_CODES
 from cpu_attn._native import ffi, lib
+from cpu_attn._threads import threads
 
 from .formats import numpy_dtype
 from .guard import Guarded
@@ -29,7 +30,7 @@ Index = NDArray[np.int64]
 def layout(isa: str, dtype: str) -> int:
     info = ffi.new("ca_kernel_info *")
     resolved = _dispatch.resolve_isa(isa, dtype, 16)
-    assert lib.ca_isa_kernel(resolved.index, _dispatch.DTYPE_CODES[dtype], info)
+    assert lib.ca_isa_kernel(resolved.index, DTYPE_CODES[dtype], info)
     return int(info.layout)
 
 

@@ -12,6 +12,7 @@ from cpu_attn._check.arrays import FLOATS, apart, array, disjoint, writable
 from cpu_attn._check.kv_cache import cache_width, caches, kv_cache_layout, kv_dtypes
 from cpu_attn._check.plans import attn_bias, lengths, selected_blocks
 from cpu_attn._check.values import MAX_SIZE, integer, sequence
+from cpu_attn._dtypes import DTYPE_CODES
 
 # The arrays of a call, in the order that native/cpu_attn.h has them in too: those that it writes first.
 STEP = ("query_start_loc", "seq_lens", "dynamic_causal")
@@ -68,7 +69,7 @@ def write(
         integer(f"{name}: head size", a.shape[2], 1, MAX_SIZE)
     integer("key: num_kv_heads", heads, 1, MAX_SIZE)
     k_dtype, v_dtype = kvs = kv_dtypes(kv_cache_dtype, k.dtype)
-    resolved, code = _dispatch.resolve_isa(isa, k.dtype, head_size), _dispatch.DTYPE_CODES[k.dtype]
+    resolved, code = _dispatch.resolve_isa(isa, k.dtype, head_size), DTYPE_CODES[k.dtype]
     kv_cache_layout(layout, kvs)
     kc, vc = caches(key_cache, value_cache, kvs, heads, layout)
     cache_width("key_cache", writable("key_cache", kc), resolved.index, code, k_dtype, head_size, layout)

@@ -32,7 +32,7 @@ def raise_fault(fault: Any) -> None:
     if fault.status == lib.CA_NO_MEMORY:
         raise MemoryError("no memory for the call")
     if fault.status == lib.CA_ENGINE_FAILED:
-        from cpu_attn import _onednn_loader  # the only engine that can fail
+        from cpu_attn import _onednn_loader  # of the only engine that can fail, as late as in _dispatch
 
         raise _onednn_loader.failure("engine onednn", fault.value)
     if fault.status == lib.CA_SMALL_STACK:

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn._arrays import CODES, Array, dtype_name
+from cpu_attn._arrays import Array
 from cpu_attn._check.arrays import FLOATS, array, disjoint
 from cpu_attn._check.values import TINY, number
+from cpu_attn._dtypes import CODES, dtype_name
 from cpu_attn._native import lib
 
 LAYOUTS = {"packed": lib.CA_PACKED, "HND": lib.CA_HND, "NHD": lib.CA_NHD}  # the last two: vLLM's names

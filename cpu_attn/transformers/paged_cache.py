@@ -14,7 +14,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 
 from cpu_attn import PagedKVCache, _check, ops
-from cpu_attn._arrays import dtype_name
+from cpu_attn._dtypes import dtype_name
 from cpu_attn.transformers.lazy import Inference, LazyTensor, ReadOnly
 from cpu_attn.transformers.plans import Logits, Requests, autocast, by_token, dense_rows, run
 
