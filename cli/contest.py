@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import cpu_attn
-from cpu_attn import _onednn_loader, _threads, compose
+from cpu_attn import _onednn_loader, _threads, study
 from cpu_attn.cli.limits import Limit, best_isa, products
 from cpu_attn.cli.rivals import RIVALS
 from cpu_attn.cli.workloads import Step, Workload
@@ -132,6 +132,6 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
         return partial(cpu_attn.rotary_reshape_and_cache, step.query, *tokens, *turns, **how), None, plan.isa
     arguments = step.arguments()
     if engine == "onednn-python":
-        return partial(compose.attention, **arguments, isa=plan.isa, **step.masks), None, plan.isa
+        return partial(study.attention, **arguments, isa=plan.isa, **step.masks), None, plan.isa
     call = partial(cpu_attn.attention_with_kv_cache, **arguments, scheduler_metadata=plan)
     return call, plan.workspace_bytes, plan.isa

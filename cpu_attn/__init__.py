@@ -15,21 +15,23 @@ from cpu_attn import _self_test  # noqa: F401  # by which _dispatch goes
 from cpu_attn._dispatch import engines, isas
 from cpu_attn._errors import UnavailableError
 from cpu_attn._threads import get_num_threads, set_num_threads
-from cpu_attn.attention_metadata import AttentionType, CPUAttentionMetadata, CPUAttentionMetadataBuilder
 from cpu_attn.backend import (
+    AttentionType,
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+    OneDNNPagedAttention,
+    PagedAttention,
     make_alibi_bias,
     make_sliding_window_bias,
 )
-from cpu_attn.cache import PagedKVCache
-from cpu_attn.layout import CacheDescriptor, StoredCache, convert
 from cpu_attn.mla import attention_mla, concat_and_cache_mla
 from cpu_attn.ops import attention_with_kv_cache, merge_states, reshape_and_cache
-from cpu_attn.paged_attention import OneDNNPagedAttention, PagedAttention
 from cpu_attn.pages import score_pages, select_pages, update_page_bounds
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
 from cpu_attn.rotary import rotary_reshape_and_cache
+from cpu_attn.storage import CacheDescriptor, PagedKVCache, StoredCache, convert
 
 __version__ = "0.1.0"
 

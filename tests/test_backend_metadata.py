@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpu_attn import CPUAttentionMetadata, attention_metadata
+from cpu_attn import CPUAttentionMetadata
+from cpu_attn.backend import attention_metadata
 
 from .backend_steps import FEATURES, LAYER, MIXED, Cross, Step, empty_cache, layer
 from .test_arrays import Capsule, Tensor

@@ -18,8 +18,8 @@ from cpu_attn import (
     CPUAttentionMetadataBuilder,
     OneDNNPagedAttention,
     PagedAttention,
-    paged_attention,
 )
+from cpu_attn.backend import paged_attention
 
 from .backend_steps import (
     FEATURES,

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpu_attn import PagedAttention, attention_metadata, backend, paged_attention
+from cpu_attn import PagedAttention
+from cpu_attn.backend import attention_metadata, paged_attention
+from cpu_attn.backend import layer as layer_module
 
 from .backend_steps import MIXED, Step, layer
 from .formats import DTYPES, quantised
@@ -76,7 +78,7 @@ def test_each_call_gets_scales_and_cache_dtype(
     for module, name in (
         (paged_attention, "reshape_and_cache"),
         (attention_metadata, "get_scheduler_metadata"),
-        (backend, "run_attention"),
+        (layer_module, "run_attention"),
     ):
         monkeypatch.setattr(module, name, spy(getattr(module, name)))
     step = Step(*MIXED, layout="pair")

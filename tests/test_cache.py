@@ -192,7 +192,7 @@ def test_a_plan_for_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -
     key, value = np.ones((1, 2, 8), np.float32), np.full((1, 2, 8), 3, np.float32)
     cache.update(key, value, np.zeros(1, np.int64))
     assert (cache.attend(key, np.zeros((1, 1), np.int32), plan) == value).all()
-    monkeypatch.setattr("cpu_attn.cache.layout_of", lambda isa, dtype: "pairs-v1")
+    monkeypatch.setattr("cpu_attn.storage.cache.layout_of", lambda isa, dtype: "pairs-v1")
     with pytest.raises(ValueError, match=f"{other}.*lanes-v2"):
         cache.attend(key, np.zeros((1, 1), np.int32), plan)
 

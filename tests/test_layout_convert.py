@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cpu_attn import CacheDescriptor, PagedKVCache, StoredCache, convert, layout
+from cpu_attn import CacheDescriptor, PagedKVCache, StoredCache, convert
+from cpu_attn.storage import conversion
 
 from .formats import integers, kinds_of, numpy_dtype, quantised
 from .kernels import KERNELS
@@ -96,8 +97,8 @@ def test_any_layout_of_elsewhere(
     )
     rows = [rng.standard_normal((count, 2, n)).astype(numpy_dtype(dtype)) for n in sizes]
     stored = [foreign(r, name, bool(i), block_size, d.shapes[i][3]) for i, r in enumerate(rows)]
-    for chunk in (layout.CHUNK, 1):
-        monkeypatch.setattr(layout, "CHUNK", chunk)
+    for chunk in (conversion.CHUNK, 1):
+        monkeypatch.setattr(conversion, "CHUNK", chunk)
         for to in ("float32", dtype):
             got = convert(StoredCache(d, *stored), dtype=to)
             assert got.layout == ("pairs-v1" if to == "bfloat16" else "lanes-v2")
@@ -115,7 +116,7 @@ def test_plain_rows(
     """There and back: the same bits, also in chunks of a block."""
     sizes: dict[str, Any] = {"sizes": (33, 7), "block_size": block_size, **scales_for(kv_cache_dtype, 0.37, 1.5)}
     cache, _, _ = filled(dtype, kv_cache_dtype=kv_cache_dtype, kv_cache_layout=names[0], **sizes)
-    monkeypatch.setattr(layout, "CHUNK", 1)
+    monkeypatch.setattr(conversion, "CHUNK", 1)
     got = convert(cache, kv_cache_layout=names[1])
     assert got.kv_cache_layout == names[1]
     back = convert(got, kv_cache_layout=names[0])
@@ -186,8 +187,8 @@ def test_integers_of_elsewhere(
         codes = rng.integers(0, 256 if kind == "int8" else 16, (3 * block_size, 2, size), np.uint8)
         tokens.append((codes, scales.astype(np.uint16)))
     memory = [foreign_integers(x, kinds[i], bool(i), d.shapes[i], 0xFF) for i, x in enumerate(tokens)]
-    for chunk in (layout.CHUNK, 1):
-        monkeypatch.setattr(layout, "CHUNK", chunk)
+    for chunk in (conversion.CHUNK, 1):
+        monkeypatch.setattr(conversion, "CHUNK", chunk)
         got = convert(StoredCache(d, *memory))
         assert got.kv_cache_dtype == kv_cache_dtype and got.descriptor.shapes[0] == got.key_cache.shape
         for i, x in enumerate(tokens):
@@ -272,7 +273,7 @@ def test_round_to_nearest_of_doubles() -> None:
     )
     x = np.append(x, [np.nan, np.inf, -np.inf])
     with np.errstate(over="ignore"):
-        got = layout._round_once(x, np.dtype(ml_dtypes.bfloat16)).astype(np.float64)
+        got = conversion._round_once(x, np.dtype(ml_dtypes.bfloat16)).astype(np.float64)
     want = [1 + 2.0**-7, 1, 1, 1 + 2.0**-6, -1 - 2.0**-7, 0, 0, np.inf, np.nan, np.inf, -np.inf]
     assert np.array_equal(got, want, equal_nan=True)
 

@@ -26,7 +26,7 @@ from cpu_attn import (
     get_scheduler_metadata,
     reshape_and_cache,
 )
-from cpu_attn.layout import LANES, lined_up
+from cpu_attn.storage import LANES, lined_up
 
 SCRATCH_BLOCK_SIZE = 128  # of an encoder's keys, which no cache holds
 # vLLM's kv_cache_dtype: ours.

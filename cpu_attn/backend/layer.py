@@ -1,103 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes that an inference engine programs against, under the names of vLLM's older CPU backend, without torch.
+"""Attention of one layer.
 
-A step's tokens stand prefills first, then decodes. :class:`CPUAttentionMetadata` says how long everything is and where
-it lies, :class:`CPUAttentionBackendImpl` is one layer's attention. Prefills and decodes go through one
-``attention_with_kv_cache``; chunked prefill and prefix caching are nothing but lengths and block tables there.
-Keys and values that no cache of the engine holds (encoders, profiling) pass through pages of our own.
+A step's tokens stand prefills first, then decodes. Both go through one ``attention_with_kv_cache``; chunked prefill and
+prefix caching are nothing but lengths and block tables there. Keys and values that no cache of the engine holds
+(encoders, profiling) pass through pages of our own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from cpu_attn import _check, reference
+from cpu_attn import _check
 from cpu_attn._arrays import numpy_view
-from cpu_attn._dtypes import DTYPES, dtype_name
-from cpu_attn.attention_metadata import (
-    AttentionType,
-    CPUAttentionMetadata,
-    CPUAttentionMetadataBuilder,
-    Part,
-    attention_type,
-)
-from cpu_attn.layout import lined_up
+from cpu_attn._dtypes import dtype_name
+from cpu_attn.backend.attention_metadata import AttentionType, CPUAttentionMetadata, Part, attention_type
+from cpu_attn.backend.paged_attention import Array, PagedAttention
 from cpu_attn.ops import reshape_and_cache, run_attention
-from cpu_attn.paged_attention import Array, PagedAttention
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape
+from cpu_attn.storage import lined_up
 
 SCRATCH_BLOCK_SIZE = 64
-
-
-class CPUAttentionBackend:
-    """Which classes and caches belong together. Every head size from 1 on, every group, any block size."""
-
-    accept_output_buffer: ClassVar[bool] = True
-
-    @staticmethod
-    def get_name() -> str:
-        """CPU_ATTN."""
-        return "CPU_ATTN"
-
-    @staticmethod
-    def get_supported_dtypes() -> list[np.dtype[Any]]:
-        """float16, bfloat16 (ml_dtypes) and float32, as NumPy dtypes."""
-        return [DTYPES[name] for name in ("float16", "bfloat16", "float32")]
-
-    @staticmethod
-    def get_supported_head_sizes() -> list[int]:
-        """Empty, which in vLLM means: every size."""
-        return PagedAttention.get_supported_head_sizes()
-
-    @staticmethod
-    def validate_head_size(head_size: int) -> None:
-        """ValueError or TypeError unless head_size is an integer from 1 to 65536."""
-        _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-        *,
-        layout: str = "flat",
-    ) -> tuple[int, ...]:
-        """``(2, N, B * Hkv * width)``, or for layout="pair" ``(N, Hkv, B, width)`` for each of K and V; see
-        :meth:`PagedAttention.get_kv_cache_shape`."""
-        return PagedAttention.get_kv_cache_shape(
-            num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str, layout=layout
-        )
-
-    @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        """Of a layer."""
-        return CPUAttentionBackendImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[CPUAttentionMetadata]:
-        """Of a step."""
-        return CPUAttentionMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
-        """Of what makes a step's metadata."""
-        return CPUAttentionMetadataBuilder
-
-    @staticmethod
-    def copy_blocks(kv_caches: Sequence[Any], src_to_dists: Any) -> None:
-        """See :meth:`PagedAttention.copy_blocks`."""
-        PagedAttention.copy_blocks(kv_caches, src_to_dists)
-
-    @staticmethod
-    def swap_blocks(src_kv_cache: Any, dst_kv_cache: Any, src_to_dst: Any) -> None:
-        """See :meth:`PagedAttention.swap_blocks`."""
-        PagedAttention.swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
 
 
 class CPUAttentionBackendImpl:
@@ -148,7 +74,9 @@ class CPUAttentionBackendImpl:
             raise ValueError(f"kv_sharing_target_layer_name: {self.attn_type.value} attention has no cache to share")
 
     def _per_head(self, name: str, x: Any, dtypes: Sequence[str]) -> Array | None:
-        return _check.small_floats(name, _array(name, x), dtypes, self.num_heads)
+        if isinstance(x, (list, tuple)):
+            x = _check.listed(name, x, np.float32)
+        return _check.small_floats(name, x, dtypes, self.num_heads)
 
     def forward(
         self,
@@ -168,8 +96,8 @@ class CPUAttentionBackendImpl:
         query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv], or with heads and sizes in one axis; rows past T are
         padding. In cross attention key and value are those of the new requests' encoder tokens. Both None: they are in
         the cache already.
-        kv_cache: as in :mod:`cpu_attn.paged_attention`; empty (or None) in a profiling run: nothing is written, the
-        keys are those given, and a request that has others is refused. Encoders do not look at it.
+        kv_cache: as in :mod:`cpu_attn.backend.paged_attention`; empty (or None) in a profiling run: nothing is written,
+        the keys are those given, and a request that has others is refused. Encoders do not look at it.
         attn_metadata None is a warm-up: output is zeros.
 
         Returns output, where given, [T, Hq, Dv] or [T, Hq * Dv]; else a new [T, Hq * Dv], a tensor for torch queries,
@@ -361,10 +289,6 @@ class CPUAttentionBackendImpl:
         return key_cache, value_cache, table
 
 
-def _array(name: str, x: Any) -> Any:
-    return _check.listed(name, x, np.float32) if isinstance(x, (list, tuple)) else x
-
-
 def _is_empty(kv_cache: Any) -> bool:
     if kv_cache is None:
         return True
@@ -384,43 +308,3 @@ def _zeros_like(query: Any, dtype: Any, rows: int, columns: int) -> Any:
     if hasattr(query, "new_zeros"):
         return query.new_zeros((rows, columns))
     return np.zeros((rows, columns), dtype)
-
-
-# ---- dense biases, for tests and for engines that need them; no layer here builds one ----
-
-
-def make_alibi_bias(alibi_slopes: Any, dtype: Any, seq_lens: Sequence[int]) -> list[Array]:
-    """For each length L the causal ALiBi bias [1, Hq, L, L]: slope * (key - query), -inf where the key is later.
-
-    alibi_slopes [Hq], dtype float32, float16 or bfloat16. Press et al., arXiv:2108.12409. Raises ValueError or
-    TypeError for slopes of other axes, lengths below 0 and other dtypes.
-    """
-    slopes = numpy_view("alibi_slopes", _array("alibi_slopes", alibi_slopes))
-    if slopes.ndim != 1:
-        raise ValueError(f"alibi_slopes: {slopes.ndim} axes, expected 1: [num_heads]")
-    slopes, kind = slopes.astype(np.float64)[:, None, None], DTYPES[dtype_name(dtype)]
-    biases = []
-    for length in _lengths(seq_lens):
-        distance = np.arange(length) - np.arange(length)[:, None]
-        bias = np.where(distance > 0, -np.inf, slopes * distance)
-        biases.append(bias[None].astype(kind))
-    return biases
-
-
-def make_sliding_window_bias(
-    seq_lens: Sequence[int], window_size: int | None, dtype: Any, causal: bool = True
-) -> list[Array]:
-    """For each length L the mask [1, L, L]: 0 where a query sees the key, else -inf.
-
-    window_size: w, the last w keys, the query's own among them, and w - 1 ahead where not causal; None: no window.
-    dtype float32, float16 or bfloat16. Raises ValueError or TypeError for lengths below 0, windows below 1 and other
-    dtypes.
-    """
-    window = _check.window(-1 if window_size is None else window_size, "window_size")
-    causal, kind = _check.boolean("causal", causal), DTYPES[dtype_name(dtype)]
-    masks = [reference.visible(length, length, causal, window) for length in _lengths(seq_lens)]
-    return [np.where(mask, 0.0, -np.inf)[None].astype(kind) for mask in masks]
-
-
-def _lengths(seq_lens: Any) -> list[int]:
-    return [_check.integer(f"seq_lens[{i}]", n, 0) for i, n in enumerate(_check.sequence("seq_lens", seq_lens))]

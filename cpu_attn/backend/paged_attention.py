@@ -19,9 +19,9 @@ import numpy as np
 
 from cpu_attn import _check, _dispatch
 from cpu_attn._arrays import numpy_view
-from cpu_attn.layout import LANES, move_blocks
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
+from cpu_attn.storage import LANES, move_blocks
 
 Array = np.ndarray[Any, Any]
 

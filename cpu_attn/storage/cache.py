@@ -14,16 +14,10 @@ import numpy as np
 from cpu_attn import _check, _dispatch, ops
 from cpu_attn._arrays import bridged, new_beside, view
 from cpu_attn._dtypes import DTYPES, dtype_name
-from cpu_attn.layout import (
-    CacheDescriptor,
-    StoredCache,
-    aligned_copy,
-    aligned_zeros,
-    layout_of,
-    memory_dtype,
-    move_blocks,
-)
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
+from cpu_attn.storage.descriptor import CacheDescriptor, layout_of
+from cpu_attn.storage.files import StoredCache
+from cpu_attn.storage.memory import aligned_copy, aligned_zeros, memory_dtype, move_blocks
 
 
 class PagedKVCache:

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense biases, for tests and for engines that need them; no layer here builds one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cpu_attn import _check, reference
+from cpu_attn._arrays import numpy_view
+from cpu_attn._dtypes import DTYPES, dtype_name
+from cpu_attn.backend.paged_attention import Array
+
+
+def make_alibi_bias(alibi_slopes: Any, dtype: Any, seq_lens: Sequence[int]) -> list[Array]:
+    """For each length L the causal ALiBi bias [1, Hq, L, L]: slope * (key - query), -inf where the key is later.
+
+    alibi_slopes [Hq], dtype float32, float16 or bfloat16. Press et al., arXiv:2108.12409. Raises ValueError or
+    TypeError for slopes of other axes, lengths below 0 and other dtypes.
+    """
+    if isinstance(alibi_slopes, (list, tuple)):
+        alibi_slopes = _check.listed("alibi_slopes", alibi_slopes, np.float32)
+    slopes = numpy_view("alibi_slopes", alibi_slopes)
+    if slopes.ndim != 1:
+        raise ValueError(f"alibi_slopes: {slopes.ndim} axes, expected 1: [num_heads]")
+    slopes, kind = slopes.astype(np.float64)[:, None, None], DTYPES[dtype_name(dtype)]
+    biases = []
+    for length in _lengths(seq_lens):
+        distance = np.arange(length) - np.arange(length)[:, None]
+        bias = np.where(distance > 0, -np.inf, slopes * distance)
+        biases.append(bias[None].astype(kind))
+    return biases
+
+
+def make_sliding_window_bias(
+    seq_lens: Sequence[int], window_size: int | None, dtype: Any, causal: bool = True
+) -> list[Array]:
+    """For each length L the mask [1, L, L]: 0 where a query sees the key, else -inf.
+
+    window_size: w, the last w keys, the query's own among them, and w - 1 ahead where not causal; None: no window.
+    dtype float32, float16 or bfloat16. Raises ValueError or TypeError for lengths below 0, windows below 1 and other
+    dtypes.
+    """
+    window = _check.window(-1 if window_size is None else window_size, "window_size")
+    causal, kind = _check.boolean("causal", causal), DTYPES[dtype_name(dtype)]
+    masks = [reference.visible(length, length, causal, window) for length in _lengths(seq_lens)]
+    return [np.where(mask, 0.0, -np.inf)[None].astype(kind) for mask in masks]
+
+
+def _lengths(seq_lens: Any) -> list[int]:
+    return [_check.integer(f"seq_lens[{i}]", n, 0) for i, n in enumerate(_check.sequence("seq_lens", seq_lens))]

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache in another layout, dtype or quantisation: conversion from any to any other, in NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cpu_attn import _check
+from cpu_attn._dtypes import DTYPES, dtype_name
+from cpu_attn.storage.cache import PagedKVCache
+from cpu_attn.storage.descriptor import CacheDescriptor
+from cpu_attn.storage.files import StoredCache
+from cpu_attn.storage.layout import LANES, WHOLE, Form, groups_of, pack, padded, unpack
+from cpu_attn.storage.memory import Memory, memory_dtype
+
+CHUNK = 1 << 20  # elements converted at a time
+
+
+def convert(
+    cache: PagedKVCache | StoredCache,
+    *,
+    isa: str = "auto",
+    dtype: Any = None,
+    kv_cache_dtype: str | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    kv_cache_layout: str | None = None,
+) -> PagedKVCache:
+    """A new cache of the same tokens in the same slots, for another isa, dtype, quantisation or layout.
+
+    cache: one of this machine, or a StoredCache of any. dtype, kv_cache_dtype, k_scale, v_scale, kv_cache_layout: as in
+    :class:`PagedKVCache`; what is not said stays as it is (k_scale and v_scale are 1 where the new cache is not fp8).
+    What is of the same kind and scale keeps its bits, scales of integers included. Else numbers that the new cache can
+    hold are exact, others are rounded once, to nearest even; into a quantised cache they go as
+    :func:`reshape_and_cache` would write their float32. Needs memory for the new cache and a few megabytes. Raises
+    ValueError or TypeError for what PagedKVCache refuses.
+    """
+    _check.instance("cache", cache, PagedKVCache, StoredCache)
+    old = cache.descriptor
+    name = old.dtype if dtype is None else dtype_name(dtype)
+    if kv_cache_dtype is None:
+        kv_cache_dtype = "/".join("auto" if kv == old.dtype else kv for kv in old.kv_cache_dtype.split("/"))
+    fp8 = [kind.startswith("fp8") for kind in _check.kv_dtypes(kv_cache_dtype, name)]
+    new = PagedKVCache(
+        old.num_blocks,
+        old.block_size,
+        old.num_kv_heads,
+        old.head_size,
+        name,
+        isa,
+        head_size_v=old.head_size_v,
+        kv_cache_dtype=kv_cache_dtype,
+        k_scale=k_scale if k_scale is not None else old.k_scale if fp8[0] else 1.0,
+        v_scale=v_scale if v_scale is not None else old.v_scale if fp8[1] else 1.0,
+        kv_cache_layout=old.kv_cache_layout if kv_cache_layout is None else kv_cache_layout,
+    )
+    for value, (source, target) in enumerate(
+        ((cache.key_cache, new.key_cache), (cache.value_cache, new.value_cache)),
+    ):
+        _convert_pages(source, target, old, new.descriptor, bool(value))
+    return new
+
+
+def _convert_pages(source: Memory, target: Memory, old: CacheDescriptor, new: CacheDescriptor, value: bool) -> None:
+    head_size = old.head_size_v if value else old.head_size
+    forms = [Form(d.layout, d.stored[value], head_size, value) for d in (old, new)]
+    scales = [_scale(d.v_scale if value else d.k_scale) for d in (old, new)]
+    source, target = (x.view(memory_dtype(form.kind)) for x, form in zip((source, target), forms, strict=True))
+    as_it_is = (forms[0].kind, scales[0]) == (forms[1].kind, scales[1])
+    step = max(1, CHUNK // (old.num_kv_heads * groups_of(old.block_size) * LANES * head_size))
+    with np.errstate(all="ignore"):
+        for first in range(0, old.num_blocks, step):
+            blocks = slice(first, first + step)
+            stored = unpack(source[blocks], forms[0])
+            if not as_it_is:
+                stored = _stored(_numbers(*stored, forms[0], scales[0]), new, forms[1], scales[1])
+            pack(*stored, forms[1], target[blocks])
+
+
+def _scale(x: float) -> float:
+    """As C takes it: a float32."""
+    return float(np.float32(x))
+
+
+def _numbers(elements: Memory, scales: Memory, form: Form, scale: float) -> NDArray[np.float64]:
+    """What elements mean, exactly; a NaN scale makes all of them NaN."""
+    if not form.scales:
+        return elements.astype(np.float64) * scale
+    each = np.repeat(_widened(scales), form.scale_elements, axis=-1)[..., : form.head_size]
+    numbers: NDArray[np.float64] = WHOLE[form.kind][elements] * each
+    return numbers
+
+
+def _widened(bits: Memory) -> NDArray[np.float32]:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _stored(numbers: NDArray[np.float64], to: CacheDescriptor, form: Form, scale: float) -> tuple[Memory, Memory]:
+    """Elements and scales, as pack wants them."""
+    dtype, none = memory_dtype(form.kind), np.zeros((*numbers.shape[:3], 0), np.uint16)
+    if form.scales:
+        return _integers(numbers.astype(np.float32), form)
+    if form.kind == to.dtype:
+        return _round_once(numbers, dtype), none
+    most = float(ml_dtypes.finfo(dtype).max)
+    divided = numbers.astype(np.float32) / np.float32(scale)
+    return np.clip(divided, -most, most).astype(dtype), none
+
+
+def _integers(x: NDArray[np.float32], form: Form) -> tuple[Memory, Memory]:
+    """As native/kernel/kv_formats/narrow.inc quantises: the largest magnitude over the largest integer, rounded up to bfloat16, is
+    the scale; x times its reciprocal, where that is a float, goes to the nearest even integer."""
+    n, heads, size, _ = x.shape
+    x = padded(x, size, form.scales * form.scale_elements).reshape(n, heads, size, form.scales, -1)
+    top = np.abs(x).max(axis=-1)
+    up = (top / np.float32(WHOLE[form.kind].max())).view(np.uint32) + np.uint32(0xFFFF) >> 16
+    scales = np.where(np.isfinite(top), up, 0x7FC0).astype(np.uint16)
+    over = _widened(np.where(scales == 0, 0x3F80, scales))[..., None]
+    whole = np.rint(np.where(over >= 2.0**-126, x * (1 / over), x / over))
+    whole = np.where(np.isnan(over), 0, whole).reshape(n, heads, size, -1)[..., : form.head_size]
+    stored = whole + 8 if form.kind == "int4" else np.where(whole < 0, 128 - whole, whole)
+    return stored.astype(np.uint8), scales
+
+
+def _round_once(numbers: NDArray[np.float64], dtype: np.dtype[Any]) -> Memory:
+    """ml_dtypes takes doubles by way of float32; so they go there rounded to odd, which leaves the last rounding to the
+    second step (Boldo and Melquiond, "When double rounding is odd")."""
+    if dtype.kind == "f" and dtype.itemsize <= 8 and dtype != DTYPES["bfloat16"]:
+        return numbers.astype(dtype)
+    single = numbers.astype(np.float32)
+    bits = single.view(np.uint32)
+    bits -= np.abs(single) > np.abs(numbers)
+    bits |= (single != numbers) & ~np.isnan(numbers)
+    return single.astype(dtype)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies in a cache's memory, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from cpu_attn import _check, _dispatch
+from cpu_attn._dtypes import DTYPE_CODES, dtype_name
+from cpu_attn._native import ffi, lib
+from cpu_attn.storage.layout import LANES, PAIRS, PLAIN, WHOLE, Form, groups_of
+
+VERSION = 1
+LAYOUT_NAMES = {lib.CA_LAYOUT_LANES: "lanes-v2", lib.CA_LAYOUT_PAIRS: "pairs-v1"}
+
+
+@cache
+def layout_of(isa: int, dtype: str) -> str | None:
+    """What an isa's kernels read; None where it has none for the dtype."""
+    kernel = ffi.new("ca_kernel_info *")
+    return LAYOUT_NAMES[kernel.layout] if lib.ca_isa_kernel(isa, DTYPE_CODES[dtype], kernel) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheDescriptor:
+    """All that it takes to read the memory of a cache, on this machine or another.
+
+    layout: ``lanes-v2`` or ``pairs-v1`` (native/cpu_attn.h), or ``HND`` or ``NHD``, plain rows; isa: whose kernels
+    wrote it, which may be one that this machine lacks: what counts is the layout. The other fields are those of
+    :class:`PagedKVCache`. Raises ValueError or TypeError that names the field, for what no cache can be.
+    """
+
+    version: int = VERSION
+    layout: str
+    dtype: str
+    kv_cache_dtype: str
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    k_scale: float
+    v_scale: float
+    isa: str
+
+    def __post_init__(self) -> None:
+        if type(self.version) is not int or self.version != VERSION:
+            raise ValueError(f"version: {self.version!r}, this library knows {VERSION}")
+        if not isinstance(self.layout, str) or self.layout not in (*PAIRS, *PLAIN):
+            raise ValueError(f"layout: {self.layout!r} is none of {', '.join((*PAIRS, *PLAIN))}")
+        if not isinstance(self.isa, str):
+            raise TypeError(f"isa: expected a name, got {self.isa!r}")
+        if not isinstance(self.dtype, str) or self.dtype != dtype_name(self.dtype):
+            raise ValueError(f"dtype: {self.dtype!r} is none of {', '.join(_check.FLOATS)}")
+        for name in ("num_blocks", "block_size", "num_kv_heads", "head_size", "head_size_v"):
+            most = _check.MAX_SIZE if "head" in name else _check.INT32_MAX
+            object.__setattr__(self, name, _check.integer(name, getattr(self, name), name != "num_blocks", most))
+        for name, scale in zip(
+            ("k_scale", "v_scale"), _check.scales(self.k_scale, self.v_scale, self.stored), strict=True
+        ):
+            object.__setattr__(self, name, scale)
+        if self.layout in PLAIN and (kinds := [kind for kind in self.stored if kind in WHOLE]):
+            raise ValueError(f"layout: {self.layout!r} holds no {kinds[0]}")
+
+    @property
+    def kv_cache_layout(self) -> str:
+        """The layout's name to the calls: ``packed``, ``HND`` or ``NHD``."""
+        return self.layout if self.layout in PLAIN else "packed"
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """What the memory of K and of V holds."""
+        return _check.kv_dtypes(self.kv_cache_dtype, self.dtype)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Of K's and of V's memory: [N, Hkv, B, width], of NHD [N, B, Hkv, D]. Packed room for K is room for V of that
+        size, too."""
+        size, widths = self.block_size, [self.head_size, self.head_size_v]
+        if self.layout not in PLAIN:
+            forms = [Form(self.layout, kind, n, False) for n, kind in zip(widths, self.stored, strict=True)]
+            widths = [-(-groups_of(size) * (form.places + form.scales * LANES * 2) // size) for form in forms]
+        axes = _check.cache_sizes((self.num_blocks, self.num_kv_heads, size), self.layout)
+        return tuple((*axes, width) for width in widths)
+
+    def reader(self, isa: str = "auto") -> _dispatch.Isa:
+        """The isa of that name, or the best one here, whose kernels read this layout. ValueError if none does."""
+        resolved = _dispatch.resolve_isa(isa, self.dtype, self.head_size)
+        others: Iterable[_dispatch.Isa] = _dispatch.automatic(self.dtype) if isa == "auto" else ()
+        for row in (resolved, *others):
+            reads = layout_of(row.index, self.dtype)
+            if reads == self.layout or (reads and self.layout in PLAIN):
+                return row
+        who = "no isa of this machine reads" if isa == "auto" else f"isa {resolved.name} does not read"
+        raise ValueError(f"layout: {who} {self.dtype} in {self.layout}; cpu_attn.convert does")
+
+    def to_json(self) -> str:
+        """An object of its fields, which :meth:`from_json` reads."""
+        import json  # in functions: it takes 1.5 ms to import, and few keep a cache
+
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> CacheDescriptor:
+        """ValueError for what is no JSON object, and for a field that is missing, unknown or out of range."""
+        import json
+
+        try:
+            fields = json.loads(text)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"descriptor: no JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise ValueError(f"descriptor: expected an object, got {type(fields).__name__}")
+        if fields.get("version", VERSION) != VERSION:  # whose fields may be others
+            raise ValueError(f"version: {fields['version']!r}, this library knows {VERSION}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in known:
+            if name not in fields:
+                raise ValueError(f"{name}: the descriptor does not say it")
+        for name in fields:
+            if name not in known:
+                raise ValueError(f"{name}: no field of a descriptor of version {VERSION}")
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise ValueError(str(error)) from None

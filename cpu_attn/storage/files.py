@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache as memory and descriptor, and as a file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cpu_attn import _check
+from cpu_attn._errors import UnavailableError
+from cpu_attn.storage.descriptor import CacheDescriptor
+from cpu_attn.storage.memory import Memory, aligned_zeros, memory_dtype
+
+SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
+SAFETENSORS |= {"float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8"}
+
+
+@dataclass(frozen=True, eq=False)
+class StoredCache:
+    """Memory and what it is, whether or not an isa of this machine reads it: what a file holds, and what
+    :func:`convert` takes. Arrays as :meth:`PagedKVCache.open` wants them, and the same errors."""
+
+    descriptor: CacheDescriptor
+    key_cache: Memory
+    value_cache: Memory
+
+    def __post_init__(self) -> None:
+        _check.instance("descriptor", self.descriptor, CacheDescriptor)
+        kinds = self.descriptor.stored
+        shapes, layout = self.descriptor.shapes, self.descriptor.kv_cache_layout
+        caches = _check.pages((self.key_cache, self.value_cache), shapes, kinds, layout)
+        for name, memory, kind in zip(("key_cache", "value_cache"), caches, kinds, strict=True):
+            object.__setattr__(self, name, memory.view(memory_dtype(kind)))
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """As safetensors: ``key_cache``, ``value_cache``, and the descriptor as metadata ``cpu_attn``. Raises OSError
+        for a file that cannot be written, UnavailableError without safetensors."""
+        safetensors = _safetensors()
+        arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in ("key_cache", "value_cache")}
+        try:
+            safetensors.numpy.save_file(arrays, file, metadata={"cpu_attn": self.descriptor.to_json()})
+        except safetensors.SafetensorError as error:
+            raise OSError(f"{file}: {error}") from None
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str]) -> StoredCache:
+        """What :meth:`save` wrote, here or elsewhere. Raises ValueError or TypeError for a file that is something else,
+        OSError for one that cannot be read, UnavailableError without safetensors."""
+        safetensors = _safetensors()
+        try:
+            with safetensors.safe_open(file, framework="np") as opened:
+                said, names = (opened.metadata() or {}).get("cpu_attn"), set(opened.keys())
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{file}: {error}") from None
+        if said is None or names != {"key_cache", "value_cache"}:
+            raise ValueError(f"{file}: not written by PagedKVCache.save")
+        descriptor = CacheDescriptor.from_json(said)
+        key_cache, value_cache = (
+            _tensor(file, name, memory_dtype(kind))
+            for name, kind in zip(("key_cache", "value_cache"), descriptor.stored, strict=True)
+        )
+        return cls(descriptor, key_cache, value_cache)
+
+
+def _tensor(file: str | os.PathLike[str], name: str, dtype: np.dtype[Any]) -> Memory:
+    """A tensor of a file that safetensors has found to be sound; its NumPy bridge knows no float8."""
+    import json  # as late as in CacheDescriptor
+
+    with open(file, "rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        tensor = json.loads(opened.read(size))[name]
+    if tensor["dtype"] != SAFETENSORS[dtype.name]:
+        raise ValueError(f"{name}: holds {tensor['dtype']}, the descriptor says {dtype.name}")
+    first, end = tensor["data_offsets"]
+    array = aligned_zeros((end - first,), np.dtype(np.uint8))
+    with open(file, "rb") as opened:
+        opened.seek(8 + size + first)
+        opened.readinto(array.data)
+    found: Memory = array.view(dtype).reshape(tensor["shape"])
+    return found
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.numpy
+    except ImportError as error:
+        how = "pip install '.[safetensors]' in a checkout of cpu-attn"
+        raise UnavailableError(f"files need safetensors: {how} ({error})") from None
+    return safetensors

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a cache's blocks lie in memory: elements and their scales in and out of a layout, in NumPy."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from cpu_attn import _check
+from cpu_attn.storage.memory import Memory
+
+# As native/cpu_attn.h describes them: so many neighbours (of d in K, of tokens in V) lie side by side.
+PAIRS = {"lanes-v2": 1, "pairs-v1": 2}
+PLAIN = ("HND", "NHD")  # rows as anybody has them
+LANES = 16  # tokens that lie together: where these divide a block, its width does not depend on its size
+HALVES = 128  # elements of int4 that share 64 bytes
+# What integers mean before their scale, by how they are stored: sign and magnitude, and plus 8.
+WHOLE = {"int8": np.append(np.arange(128.0), 0 - np.arange(128.0)), "int4": np.arange(16.0) - 8}
+
+
+class Form(NamedTuple):
+    """How 16 tokens of one kv head lie, K or V: ca_group_form of native/cache/layout.h. Groups follow one another; behind
+    them, of integers, their scales [groups][scales][16] in bfloat16."""
+
+    layout: str
+    kind: str
+    head_size: int
+    value: bool
+
+    @property
+    def pairs(self) -> int:
+        """Bytes lie in pairs in every layout."""
+        return PAIRS[self.layout] if self.kind in _check.FLOATS else 2
+
+    @property
+    def axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of a group, and their order that makes tokens of it, and a group of tokens."""
+        if self.value:
+            return (LANES // self.pairs, self.head_size, self.pairs), (0, 2, 1)
+        return (-(-self.head_size // self.pairs), LANES, self.pairs), (1, 0, 2)
+
+    @property
+    def elements(self) -> int:
+        n = prod(self.axes[0])
+        return -(-n // HALVES) * HALVES if self.kind == "int4" else n
+
+    @property
+    def places(self) -> int:
+        """Of the memory's dtype."""
+        return self.elements // 2 if self.kind == "int4" else self.elements
+
+    @property
+    def scale_elements(self) -> int:
+        """Of a token, that share a scale."""
+        return 32 if self.kind == "int4" else self.head_size
+
+    @property
+    def scales(self) -> int:
+        """Of a token."""
+        return -(-self.head_size // self.scale_elements) if self.kind in WHOLE else 0
+
+
+def groups_of(block_size: int) -> int:
+    return -(-block_size // LANES)
+
+
+def _by_head(memory: Memory, layout: str) -> Memory:
+    """[N, Hkv, B, D] of plain rows, in the same memory."""
+    return memory.swapaxes(1, 2) if layout == "NHD" else memory
+
+
+def unpack(memory: Memory, form: Form) -> tuple[Memory, Memory]:
+    """Elements [N, Hkv, B, head_size] and scales [N, Hkv, B, form.scales] of memory [N, Hkv, B, width], as they are
+    stored: integers as bytes of their own, their scales as the bits of bfloat16."""
+    if form.layout in PLAIN:
+        rows = _by_head(memory, form.layout)
+        return rows, np.zeros((*rows.shape[:3], 0), np.uint16)
+    n, heads, size, _ = memory.shape
+    groups, (axes, order) = groups_of(size), form.axes
+    flat, end = memory.reshape(n, heads, -1), groups * form.places
+    x = flat[..., :end]
+    if form.kind == "int4":
+        x = x.reshape(n, heads, -1, 1, HALVES // 2) >> np.array([[0], [4]], np.uint8) & 15
+    x = x.reshape(n, heads, groups, -1)[..., : prod(axes)].reshape(n, heads, groups, *axes)
+    elements = x.transpose(0, 1, 2, *(i + 3 for i in order)).reshape(n, heads, groups * LANES, -1)
+    s = flat[..., end : end + groups * form.scales * LANES * 2].view(np.uint8).view(np.uint16)
+    scales = s.reshape(n, heads, groups, form.scales, LANES).swapaxes(3, 4)
+    scales = scales.reshape(n, heads, groups * LANES, form.scales)
+    return elements[:, :, :size, : form.head_size], scales[:, :, :size]
+
+
+def pack(elements: Memory, scales: Memory, form: Form, memory: Memory) -> None:
+    """The way back, into memory that is zero: lanes and an odd last d that belong to nobody stay so."""
+    if form.layout in PLAIN:
+        _by_head(memory, form.layout)[...] = elements
+        return
+    n, heads, size, _ = memory.shape
+    groups, (axes, order) = groups_of(size), form.axes
+    flat, end = memory.reshape(n, heads, -1), groups * form.places
+    x = padded(elements, groups * LANES, prod(axes) // LANES)
+    x = x.reshape(n, heads, groups, *(axes[i] for i in order)).transpose(0, 1, 2, *(i + 3 for i in order))
+    if form.kind == "int4":
+        x = padded(x.reshape(n, heads, groups, -1), groups, form.elements)
+        x = x.reshape(n, heads, -1, 2, HALVES // 2)
+        x = x[..., 0, :] | x[..., 1, :] << 4
+    flat[..., :end] = x.reshape(n, heads, -1)
+    if form.scales:
+        s = padded(scales, groups * LANES, form.scales).reshape(n, heads, groups, LANES, form.scales)
+        s = np.ascontiguousarray(s.swapaxes(3, 4)).reshape(n, heads, -1).view(np.uint8)
+        flat[..., end : end + s.shape[2]] = s
+
+
+def padded(x: Memory, tokens: int, size: int) -> Memory:
+    n, heads, *rest = x.shape
+    wide = np.zeros((n, heads, tokens, size), x.dtype)
+    wide[:, :, : rest[0], : rest[1]] = x
+    return wide
