@@ -112,7 +112,7 @@ def _stored(numbers: NDArray[np.float64], to: CacheDescriptor, form: Form, scale
 
 
 def _integers(x: NDArray[np.float32], form: Form) -> tuple[Memory, Memory]:
-    """As native/kernel/kv_formats/narrow.inc quantises: the largest magnitude over the largest integer, rounded up to bfloat16, is
+    """As kv_formats/narrow.inc quantises: the largest magnitude over the largest integer, rounded up to bfloat16, is
     the scale; x times its reciprocal, where that is a float, goes to the nearest even integer."""
     n, heads, size, _ = x.shape
     x = padded(x, size, form.scales * form.scale_elements).reshape(n, heads, size, form.scales, -1)

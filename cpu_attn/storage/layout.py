@@ -21,7 +21,7 @@ WHOLE = {"int8": np.append(np.arange(128.0), 0 - np.arange(128.0)), "int4": np.a
 
 
 class Form(NamedTuple):
-    """How 16 tokens of one kv head lie, K or V: ca_group_form of native/cache/layout.h. Groups follow one another; behind
+    """How 16 tokens of one kv head lie, K or V: ca_group_form of cache/layout.h. Groups follow one another; behind
     them, of integers, their scales [groups][scales][16] in bfloat16."""
 
     layout: str

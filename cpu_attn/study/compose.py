@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention in plain Python, made of three calls: gather_pages, matmul, softmax. To read and to experiment.
 
-This is native/engines/onednn/segment.c without threads, buckets and packing. A request's query tokens are taken ROWS query
-rows at a time (a decode step is a single token), its keys KEYS at a time:
+This is native/engines/onednn/segment.c without threads, buckets and packing. A request's query tokens are taken ROWS
+query rows at a time (a decode step is a single token), its keys KEYS at a time:
 
     s = q k^T                   matmul      [rows, D] x [keys, D]^T
     softcap, ALiBi, bias, mask  NumPy
