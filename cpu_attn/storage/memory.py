@@ -24,8 +24,8 @@ def memory_dtype(kind: str) -> np.dtype[Any]:
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Memory:
-    """Zeros from the beginning of a cache line on: NumPy's own begin 16 bytes into one, which costs a cache write 8 % of
-    its speed in bfloat16, 20 % in float32 (kernel/cache_write/write.inc). In huge pages where the system has them:
+    """Zeros from the beginning of a cache line on: NumPy's own begin 16 bytes into one, which costs a cache write 8 %
+    of its speed in bfloat16, 20 % in float32 (kernel/cache_write/write.inc). In huge pages where the system has them:
     1 to 4 % of decode's speed (Cascade Lake)."""
     size, align = prod(shape) * dtype.itemsize, 64
     if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
