@@ -48,29 +48,22 @@ typedef struct work {
 /* One row over the keys it sees among [k0, k1), which w holds. */
 static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int64_t r, int kv_head, int64_t k0,
                        int64_t k1, const ca_state *state, const work *w) {
-    int64_t group = p->group_size, lo, hi;
-    ca_token at = ca_token_at(p, t, r / group);
-    int64_t head = kv_head * group + r % group, d_end = p->shape.head_size, dv = p->shape.head_size_v;
-    int64_t start = p->query_start_loc[at.request], pos = ca_position(p, at.request, at.token);
-    const char *query = ca_block(c->query, c->q_stride_t, c->q_stride_h, start + at.token, (int)head, p->shape.dtype);
-    const uint8_t *bits = ca_tree_row(p, at.request, at.token);
-    const float *bias = ca_bias_row(c, at, head);
+    const int64_t group = p->group_size, d_end = p->shape.head_size, dv = p->shape.head_size_v;
+    const ca_query_row row = ca_query_row_of(p, c, ca_token_at(p, t, r / group), kv_head * group + r % group);
     double m = -INFINITY, l = 0, *o = w->o;
     for (int64_t d = 0; d < d_end; d++)
-        w->query[d] = element(query, d, p->shape.dtype);
+        w->query[d] = element(row.query, d, p->shape.dtype);
     memset(o, 0, (size_t)dv * sizeof *o);
-    ca_visible(p, at.request, at.token, &lo, &hi);
-    lo = ca_max64(lo, k0);
-    hi = ca_min64(hi, k1);
-    for (int64_t j; (j = ca_next_key(c, t->request, kv_head, lo, hi)) < hi; lo = j + 1) {
-        if (bits && !ca_sees(bits, ca_context(p, t->request), j))
+    const int64_t hi = ca_min64(row.hi, k1);
+    for (int64_t j, lo = ca_max64(row.lo, k0); (j = ca_next_key(c, t->request, kv_head, lo, hi)) < hi; lo = j + 1) {
+        if (row.tree && !ca_sees(row.tree, ca_context(p, t->request), j))
             continue;
         const float *v = w->value + (j - k0) * dv;
         double s = score(p, c, w->query, w->key + (j - k0) * d_end), old = m;
-        if (c->alibi_slopes)
-            s += (double)c->alibi_slopes[head] * (double)(j - pos);
-        if (bias)
-            s += bias[j];
+        if (row.slope != 0)
+            s += (double)row.slope * (double)(j - row.pos);
+        if (row.bias)
+            s += row.bias[j];
         m = s > m ? s : m;
         double rescale = old == m ? 1 : exp(old - m), weight = m == -INFINITY ? exp(s) : exp(s - m);
         l = l * rescale + weight;

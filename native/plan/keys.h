@@ -139,4 +139,24 @@ static inline const float *ca_bias_row(const ca_call *c, ca_token at, int64_t he
                ? c->attn_bias + at.request * c->bias_stride_r + head * c->bias_stride_h + at.token * c->bias_stride_q
                : NULL;
 }
+
+/* A query row: where its query lies, what it sees, and what is added to its logits. */
+typedef struct ca_query_row {
+    int64_t token, lo, hi, pos; /* token: of the query; the others: keys */
+    const void *query;
+    const uint8_t *tree; /* ca_tree_row */
+    const float *bias;   /* ca_bias_row */
+    float slope;         /* ALiBi */
+} ca_query_row;
+
+static inline ca_query_row ca_query_row_of(const ca_plan *plan, const ca_call *c, ca_token at, int64_t head) {
+    ca_query_row row = {.token = (int64_t)plan->query_start_loc[at.request] + at.token,
+                        .pos = ca_position(plan, at.request, at.token),
+                        .tree = ca_tree_row(plan, at.request, at.token),
+                        .bias = ca_bias_row(c, at, head),
+                        .slope = c->alibi_slopes ? c->alibi_slopes[head] : 0};
+    row.query = ca_block(c->query, c->q_stride_t, c->q_stride_h, row.token, (int)head, plan->shape.dtype);
+    ca_visible(plan, at.request, at.token, &row.lo, &row.hi);
+    return row;
+}
 #endif

@@ -186,27 +186,24 @@ static int choose_form(work *w) {
 /* ---- queries ---- */
 
 static void take_rows(work *w) {
-    const ca_call *c = w->pages.call;
     const ca_plan *plan = w->pages.plan;
-    int size = ca_dtype_size(plan->shape.dtype);
     int64_t columns = ca_form_head_size(w->form, w->head_size);
     w->context = ca_context(plan, w->task->request);
     if (w->form == CA_FORM_BF16)
         memset(w->q, 0, (size_t)(w->rows * columns * 2));
     for (int64_t r = 0; r < w->rows; r++) {
-        ca_token at = ca_token_at(plan, w->task, r / w->group);
-        int64_t t = (int64_t)plan->query_start_loc[at.request] + at.token;
-        int64_t head = w->pages.kv_head * w->group + r % w->group;
-        const char *src = (const char *)c->query + (t * c->q_stride_t + head * c->q_stride_h) * size;
+        const int64_t head = w->pages.kv_head * w->group + r % w->group;
+        const ca_query_row row = ca_query_row_of(plan, w->pages.call, ca_token_at(plan, w->task, r / w->group), head);
         if (w->form == CA_FORM_BF16)
-            memcpy((uint16_t *)w->q + r * columns, src, (size_t)w->head_size * 2);
+            memcpy((uint16_t *)w->q + r * columns, row.query, (size_t)w->head_size * 2);
         else
-            plan->kernel->widen_row(src, w->head_size, w->q_factor, (float *)w->q + r * columns);
-        ca_visible(plan, at.request, at.token, &w->lo[r], &w->hi[r]);
-        w->tree[r] = ca_tree_row(plan, at.request, at.token);
-        w->bias[r] = ca_bias_row(c, at, head);
-        w->pos[r] = ca_position(plan, at.request, at.token);
-        w->slope[r] = c->alibi_slopes ? c->alibi_slopes[head] : 0;
+            plan->kernel->widen_row(row.query, w->head_size, w->q_factor, (float *)w->q + r * columns);
+        w->lo[r] = row.lo;
+        w->hi[r] = row.hi;
+        w->tree[r] = row.tree;
+        w->bias[r] = row.bias;
+        w->pos[r] = row.pos;
+        w->slope[r] = row.slope;
     }
 }
 

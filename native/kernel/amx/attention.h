@@ -126,12 +126,6 @@ typedef struct sub_block {
 #include "scales.h"
 #include "weights.h"
 
-static const char *query_at(const tile_work *w, int64_t row) {
-    const ca_call *c = w->call;
-    return (const char *)((const uint16_t *)c->query + w->x.token[row] * c->q_stride_t +
-                          w->x.head[row] * c->q_stride_h);
-}
-
 /* What the i-th product of a strip's scores of two groups asks for: its share of the next block's K and, while the
  * first block's scores are formed, of these groups' V and of the next strip's queries. */
 INLINE void prefetch_ahead(const tile_work *w, const strip *t, int g, int i) {
@@ -143,7 +137,7 @@ INLINE void prefetch_ahead(const tile_work *w, const strip *t, int g, int i) {
         prefetch_share(t->g[j].kv[V].at, w->kv[V].bytes, w->v_now, i);
     const int64_t row = (g / 2 * w->products + i) * t->queries;
     for (int64_t r = row; r < row + t->queries && r < t->rows_next; r++)
-        prefetch_share(query_at(w, t->row + STRIP + r), w->head_size * 2, w->head_size * 2, 0);
+        prefetch_share(w->x.query[t->row + STRIP + r], w->head_size * 2, w->head_size * 2, 0);
 }
 
 /* S (+)= Q K^T over the dimensions [d, end), and the rows of the sub-block before, a few after each product: as many
@@ -241,7 +235,7 @@ static void run_strip(tile_work *w, const score_block *b, int64_t row, int rows)
     const int64_t square = w->head_size - w->head_size % DEPTH;
     sub_block last = {.row = rows};
     if (t.opening)
-        load_queries_bf16(w->plan, w->call, &w->x, row, rows);
+        load_queries_bf16(w->plan, &w->x, row, rows);
     if (t.num_groups == 0)
         return;
     memset(w->l, 0, STRIP * VL * sizeof(float));

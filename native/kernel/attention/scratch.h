@@ -17,8 +17,7 @@ typedef struct unit {
 /* Per query row: where it may look and how. What differs between kv heads that go together starts with the one at hand.
  */
 typedef struct scratch {
-    int64_t *token;       /* [rows] of the query */
-    int32_t *head;        /* [heads][rows] */
+    const void **query;   /* [heads][rows] as they are given */
     void *q;              /* [heads][rows][head_size], as the products like it */
     int64_t q_bytes;      /* of one of these */
     int integers;         /* are they integers? */
@@ -75,8 +74,7 @@ static inline int64_t carve(scratch *x, uintptr_t base, const ca_plan *plan) {
     x->field = (void *)(base + (uintptr_t)at);                                                                         \
     at = ca_round_up(at + (count), 64);
     TAKE(s, TALL * S_STRIDE * 4)
-    TAKE(token, rows * 8)
-    TAKE(head, all * 4)
+    TAKE(query, all * (int64_t)sizeof *x->query)
     TAKE(q, all * ca_max64(ca_round_up(head_size, 2) * 4, INTEGERS_WIDTH(head_size) * 2))
     x->q_units = by_integers(plan, K) ? ca_div_up(head_size, 32) * 2 : 0;
     TAKE(units, all * x->q_units * (int64_t)sizeof *x->units)
