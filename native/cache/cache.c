@@ -78,9 +78,9 @@ static void write_narrow(const cache *c, int kv, char *block, int64_t token, con
     narrow_row(c, row, bytes, scales);
     for (int64_t d = 0; d < c->head_size; d++) {
         int64_t at = offset_of(c, kv, token % CA_LANES, d);
-        if (c->kv_dtype == CA_I4) {
-            uint8_t *both = &group[ca_i4_byte(at)];
-            *both = (uint8_t)((*both & 0xf0 >> ca_i4_shift(at)) | bytes[d] << ca_i4_shift(at));
+        if (ca_is_nibbles(c->kv_dtype)) {
+            uint8_t *both = &group[ca_nibble_byte(at)];
+            *both = (uint8_t)((*both & 0xf0 >> ca_nibble_shift(at)) | bytes[d] << ca_nibble_shift(at));
         } else
             group[at] = bytes[d];
     }
@@ -109,7 +109,7 @@ static void arrange(const cache *c, int kv, uint8_t bytes[CA_LANES][WIDE], uint8
 /* A whole group; 0: it has to go token by token. */
 static int write_narrow_group(const cache *c, int kv, char *block, int64_t token, const char *rows, int64_t ld,
                               int stream) {
-    uint8_t bytes[CA_LANES][WIDE], stage[CA_LANES * WIDE + CA_I4_ELEMENTS];
+    uint8_t bytes[CA_LANES][WIDE], stage[CA_LANES * WIDE + CA_NIBBLES];
     uint16_t scales[CA_LANES][WIDE / 32];
     const ca_group_form f = form_of(c, kv);
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
@@ -121,10 +121,10 @@ static int write_narrow_group(const cache *c, int kv, char *block, int64_t token
             __builtin_prefetch(rows + (t + CA_LANES) * ld + i, 0, 2);
         narrow_row(c, rows + t * ld, bytes[t], scales[t]);
     }
-    if (c->kv_dtype == CA_I4) {
-        memset(stage + ca_max64(0, f.elements - CA_I4_ELEMENTS), 0, CA_I4_ELEMENTS);
+    if (ca_is_nibbles(c->kv_dtype)) {
+        memset(stage + ca_max64(0, f.elements - CA_NIBBLES), 0, CA_NIBBLES);
         arrange(c, kv, bytes, stage, 0);
-        for (int64_t i = 0; i < f.elements; i += CA_I4_ELEMENTS)
+        for (int64_t i = 0; i < f.elements; i += CA_NIBBLES)
             for (int64_t b = 0; b < 64; b++)
                 group[i / 2 + b] = (uint8_t)(stage[i + b] | stage[i + 64 + b] << 4);
     } else {

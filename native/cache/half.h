@@ -3,6 +3,7 @@
  * nearest even, subnormals kept; to fp8 saturating, infinities too. */
 #ifndef CPU_ATTN_HALF_H
 #define CPU_ATTN_HALF_H
+#include "cpu_attn.h"
 #include <stdint.h>
 #include <string.h>
 
@@ -55,6 +56,10 @@ static inline uint32_t ca_from_e5m2(uint8_t b) {
     uint32_t sign = (uint32_t)(b & 0x80) << 24, rest = b & 0x7f;
     uint32_t bits = rest < 4 ? ca_as_bits((float)(int32_t)rest * 0x1p-16f) : (rest << 21) + (112u << 23);
     return sign | (rest > 0x7c ? 0x7fc00000 : rest == 0x7c ? 0x7f800000 : bits);
+}
+/* Of either, as a float. */
+static inline float ca_from_fp8(int dtype, uint8_t b) {
+    return ca_as_float(dtype == CA_E4M3 ? ca_from_e4m3(b) : ca_from_e5m2(b));
 }
 /* The largest magnitude of n numbers, as its bits: infinity above all numbers, NaN above that. */
 static inline uint32_t ca_top_bits(const float *x, int64_t n) {

@@ -14,15 +14,31 @@ static inline int64_t ca_max64(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t ca_div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t ca_round_up(int64_t a, int64_t b) { return ca_div_up(a, b) * b; }
 
-static inline int ca_dtype_size(int dtype) { return dtype == CA_F32 ? 4 : dtype < CA_DTYPES ? 2 : 1; }
+/* What a ca_dtype is like, in a row for each. */
+static const struct ca_format {
+    int bits;    /* of an element; two of 4 bits lie in a byte, each plus 8 (ca_nibble_byte) */
+    int largest; /* integer of a dtype with scales of its own, 0: it has none */
+    int shared;  /* elements of a token that share a scale; 0: all of them */
+} ca_formats[CA_CACHE_DTYPES] = {
+    [CA_F32] = {32, 0, 0}, [CA_F16] = {16, 0, 0}, [CA_BF16] = {16, 0, 0}, [CA_E4M3] = {8, 0, 0},
+    [CA_E5M2] = {8, 0, 0}, [CA_I8] = {8, 127, 0}, [CA_I4] = {4, 7, 32}};
+
 static inline int ca_is_narrow(int dtype) { return dtype >= CA_DTYPES; }
-static inline int ca_is_scaled(int dtype) { return dtype == CA_I8 || dtype == CA_I4; }
+static inline int ca_is_nibbles(int dtype) { return ca_formats[dtype].bits == 4; }
+static inline int ca_is_scaled(int dtype) { return ca_formats[dtype].largest > 0; }
+/* Has each token several scales? */
+static inline int ca_has_scales(int dtype) { return ca_formats[dtype].shared > 0; }
+/* Bytes of an element, of two of 4 bits. */
+static inline int ca_dtype_size(int dtype) { return ca_formats[dtype].bits < 8 ? 1 : ca_formats[dtype].bits / 8; }
+static inline int64_t ca_bytes_of(int dtype, int64_t elements) { return elements * ca_formats[dtype].bits / 8; }
 /* Of an array [T, heads, any]. */
 static inline char *ca_row_of(const ca_array *rows, int64_t t, int64_t head) {
     return (char *)rows->address + (t * rows->strides[0] + head * rows->strides[1]) * rows->itemsize;
 }
 /* Elements of a token that share a scale. */
-static inline int64_t ca_scale_elements(int dtype, int64_t head_size) { return dtype == CA_I4 ? 32 : head_size; }
+static inline int64_t ca_scale_elements(int dtype, int64_t head_size) {
+    return ca_has_scales(dtype) ? ca_formats[dtype].shared : head_size;
+}
 
 /* The one truth about the layouts: where element (token, d) of a block lies. In ROWS head_size is ld. */
 static inline int64_t ca_k_offset(int layout, int64_t token, int64_t d, int64_t head_size) {
@@ -60,9 +76,9 @@ static inline int ca_layout_of(int kv_cache_layout, int layout, int kv_dtype) {
 
 /* int4: of 128 elements in the order of the layout, byte b of 64 holds element b in its low half and element 64 + b in
  * the other, each plus 8. int8: a byte is sign and magnitude. */
-#define CA_I4_ELEMENTS 128
-static inline int64_t ca_i4_byte(int64_t element) { return element / 128 * 64 + element % 64; }
-static inline int ca_i4_shift(int64_t element) { return element % 128 < 64 ? 0 : 4; }
+#define CA_NIBBLES 128
+static inline int64_t ca_nibble_byte(int64_t element) { return element / 128 * 64 + element % 64; }
+static inline int ca_nibble_shift(int64_t element) { return element % 128 < 64 ? 0 : 4; }
 
 /* What a group of 16 tokens of one kv head takes, K or V: elements in the order of its layout, their bytes, and how
  * many scales each token has. A block of a cache with scales holds whole groups, and behind all of them
@@ -74,9 +90,9 @@ typedef struct ca_group_form {
 static inline ca_group_form ca_group_form_of(int layout, int kv_dtype, int64_t head_size, int kv) {
     const int64_t pair = ca_layout_of_kind(layout, kv_dtype) == CA_LAYOUT_PAIRS ? 2 : 1;
     int64_t n = CA_LANES * (kv ? head_size : ca_round_up(head_size, pair));
-    if (kv_dtype == CA_I4)
-        n = ca_round_up(n, CA_I4_ELEMENTS);
-    return (ca_group_form){n, kv_dtype == CA_I4 ? n / 2 : n * ca_dtype_size(kv_dtype),
+    if (ca_is_nibbles(kv_dtype))
+        n = ca_round_up(n, CA_NIBBLES);
+    return (ca_group_form){n, ca_bytes_of(kv_dtype, n),
                            ca_is_scaled(kv_dtype) ? ca_div_up(head_size, ca_scale_elements(kv_dtype, head_size)) : 0};
 }
 /* Where the scales of a group lie in its block. */

@@ -38,7 +38,7 @@ float ca_scaled_element(int kv_dtype, int64_t head_size, int value, const char *
     const int64_t group = token / CA_LANES, lane = token % CA_LANES, s = d / ca_scale_elements(kv_dtype, head_size);
     const int64_t at = value ? ca_v_offset(layout, lane, d, head_size) : ca_k_offset(layout, lane, d, head_size);
     const uint8_t *data = (const uint8_t *)block + group * f.bytes;
-    int x = kv_dtype == CA_I8 ? data[at] : (data[ca_i4_byte(at)] >> ca_i4_shift(at) & 15) - 8;
+    int x = ca_is_nibbles(kv_dtype) ? (data[ca_nibble_byte(at)] >> ca_nibble_shift(at) & 15) - 8 : data[at];
     uint16_t scale;
     memcpy(&scale, block + ca_scales_at(&f, block_size, group) + (s * CA_LANES + lane) * 2, 2);
     return (float)(x < 128 ? x : 128 - x) * ca_from_bf16(scale);

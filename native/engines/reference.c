@@ -6,10 +6,8 @@
 #include "plan/keys.h"
 
 static float element(const void *base, int64_t i, int dtype) {
-    if (ca_is_narrow(dtype)) {
-        uint8_t b = ((const uint8_t *)base)[i];
-        return ca_as_float(dtype == CA_E4M3 ? ca_from_e4m3(b) : ca_from_e5m2(b));
-    }
+    if (ca_is_narrow(dtype))
+        return ca_from_fp8(dtype, ((const uint8_t *)base)[i]);
     if (dtype == CA_F32)
         return ((const float *)base)[i];
     uint16_t h = ((const uint16_t *)base)[i];

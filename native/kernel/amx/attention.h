@@ -60,14 +60,17 @@ static int64_t v_elements(const ca_plan *plan) {
     return STEPS_V * DEPTH * (int64_t)plan->shape.head_size_v + unpacked;
 }
 
+/* Of a token: it can go to scores and weights, where several have to go to the numbers. */
+static int has_one_scale(int dtype) { return ca_is_scaled(dtype) && !ca_has_scales(dtype); }
+
 static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
     const int k_dtype = plan->shape.k_dtype, v_dtype = plan->shape.v_dtype;
     const int64_t k_elements = ca_is_scaled(k_dtype) ? MAX_GROUPS * ca_kv_form(plan, K).elements : 0;
     const int64_t nibbles = nibbles_bytes(plan);
     int64_t at = carve(&w->x, base, plan);
-    w->scaled = k_dtype == CA_I8 || v_dtype == CA_I8;
-    w->kv[K].parts = k_dtype == CA_I4 ? 2 : 1;
-    w->kv[V].parts = v_dtype == CA_I4 ? 2 : 1;
+    w->scaled = has_one_scale(k_dtype) || has_one_scale(v_dtype);
+    w->kv[K].parts = ca_has_scales(k_dtype) ? 2 : 1;
+    w->kv[V].parts = ca_has_scales(v_dtype) ? 2 : 1;
     w->kv[K].apart = k_elements;
     w->kv[V].apart = v_elements(plan);
 #define TAKE(field, bytes)                                                                                             \

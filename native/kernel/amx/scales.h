@@ -57,8 +57,8 @@ static void take_scaled(tile_work *w, const score_block *b, int kv) {
     for (int i = 0; i < b->num_groups; i++, to += step, by += CA_LANES) {
         group *g = b->groups + i;
         const char *from = g->kv[kv].at, *scales = g->kv[kv].scales;
-        unpack_bf16((const uint8_t *)from, f.elements, kv_dtype, kv_dtype == CA_I8 ? to : w->stage, from);
-        if (kv_dtype == CA_I8) {
+        unpack_bf16((const uint8_t *)from, f.elements, kv_dtype, has_one_scale(kv_dtype) ? to : w->stage, from);
+        if (has_one_scale(kv_dtype)) {
             vf x = v_load_bf16((const void *)scales);
             v_store(by, kv == V ? x : v_mul(x, v_set1(w->x.factor)));
         } else if (kv == V) {

@@ -166,7 +166,7 @@ static inline asked lines_of(const ca_plan *plan, const ca_call *call, int toget
     const ca_group_form f = ca_kv_form(plan, kv);
     const int dtype = ca_kv_dtype(&plan->shape, kv);
     const int64_t block = ca_div_up(call->block_size, CA_LANES) * f.bytes;
-    asked l = {.narrower = !PREFETCHES_NARROW ? 0 : dtype == CA_I4 ? 2 : ca_is_narrow(dtype)};
+    asked l = {.narrower = !PREFETCHES_NARROW ? 0 : ca_is_nibbles(dtype) ? 2 : ca_is_narrow(dtype)};
     if (HALF_PAGES && !together && !f.scales)
         l.half_of = block % PAGE == 0 ? PAGE : block == PAGE / 2 ? PAGE / 2 : 0;
     return l;

@@ -57,10 +57,10 @@ static inline int64_t unpacked_bytes(const ca_plan *p, int kv) {
     return as_lanes || in_place(p, kv) ? 0 : ca_kv_form(p, kv).elements * ca_dtype_size(p->shape.dtype);
 }
 
-/* Bytes of a group of int4, one for each element. */
+/* Bytes of a group of nibbles, one for each element. */
 static inline int64_t nibbles_bytes(const ca_plan *p) {
-    return ca_max64(p->shape.k_dtype == CA_I4 ? ca_kv_form(p, K).elements : 0,
-                    p->shape.v_dtype == CA_I4 ? ca_kv_form(p, V).elements : 0);
+    return ca_max64(ca_is_nibbles(p->shape.k_dtype) ? ca_kv_form(p, K).elements : 0,
+                    ca_is_nibbles(p->shape.v_dtype) ? ca_kv_form(p, V).elements : 0);
 }
 
 /* KEYS rows of K, then of V, of a plain cache. */
@@ -110,6 +110,13 @@ typedef struct work {
     score_block b;
     prefetch f;
 } work;
+
+/* The rows of a task, and of its tiles; two: there are two, which share what is asked for (MEASUREMENTS.md: two tiles).
+ */
+typedef struct tiling {
+    int64_t rows, tall;
+    int two;
+} tiling;
 
 static inline int64_t scratch_bytes(const ca_plan *plan) {
     scratch unused;

@@ -134,7 +134,7 @@ INLINE vh look_up(const uint8_t *table, vh x) {
 static void nibbles_to_bytes(const uint8_t *src, int64_t n, uint8_t *dst, const char *ahead) {
     static const uint8_t number[16] = {0xc8, 0xc7, 0xc6, 0xc5, 0xc4, 0xc2, 0xc0, 0xbc,
                                        0,    0x3c, 0x40, 0x42, 0x44, 0x45, 0x46, 0x47};
-    for (int64_t i = 0; i < n; i += CA_I4_ELEMENTS, src += 64, dst += CA_I4_ELEMENTS, ahead += 64) {
+    for (int64_t i = 0; i < n; i += CA_NIBBLES, src += 64, dst += CA_NIBBLES, ahead += 64) {
         __builtin_prefetch(ahead, 0, 2);
         EACH(j, 16 / VL) {
             vh x, low, high;

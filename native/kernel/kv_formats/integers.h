@@ -246,7 +246,7 @@ static void put_weights_any(int mr, const float *s, const group *g, int num_grou
 INLINE vi words_of_v(int kind, const char *v, int64_t at) {
     if (kind == CA_I8)
         return v_int8(v_bytes((const uint8_t *)v + at));
-    return v_halves_of_bytes(v_bytes((const uint8_t *)v + ca_i4_byte(at)), ca_i4_shift(at) != 0);
+    return v_halves_of_bytes(v_bytes((const uint8_t *)v + ca_nibble_byte(at)), ca_nibble_shift(at) != 0);
 }
 
 /* The sums over the keys [key, key + 2) of a group; at: its element (key, c). w: their weights. */
