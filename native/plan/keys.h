@@ -149,14 +149,20 @@ typedef struct ca_query_row {
     float slope;         /* ALiBi */
 } ca_query_row;
 
+/* The row of the same token and another head. */
+static inline void ca_query_row_move(const ca_plan *plan, const ca_call *c, ca_token at, int64_t head,
+                                     ca_query_row *row) {
+    row->query = ca_block(c->query, c->q_stride_t, c->q_stride_h, row->token, (int)head, plan->shape.dtype);
+    row->bias = ca_bias_row(c, at, head);
+    row->slope = c->alibi_slopes ? c->alibi_slopes[head] : 0;
+}
+
 static inline ca_query_row ca_query_row_of(const ca_plan *plan, const ca_call *c, ca_token at, int64_t head) {
     ca_query_row row = {.token = (int64_t)plan->query_start_loc[at.request] + at.token,
                         .pos = ca_position(plan, at.request, at.token),
-                        .tree = ca_tree_row(plan, at.request, at.token),
-                        .bias = ca_bias_row(c, at, head),
-                        .slope = c->alibi_slopes ? c->alibi_slopes[head] : 0};
-    row.query = ca_block(c->query, c->q_stride_t, c->q_stride_h, row.token, (int)head, plan->shape.dtype);
+                        .tree = ca_tree_row(plan, at.request, at.token)};
     ca_visible(plan, at.request, at.token, &row.lo, &row.hi);
+    ca_query_row_move(plan, c, at, head, &row);
     return row;
 }
 #endif
