@@ -17,19 +17,19 @@ static inline int64_t ca_round_up(int64_t a, int64_t b) { return ca_div_up(a, b)
 /* What a ca_dtype is like, in a row for each. */
 static const struct ca_format {
     int bits;    /* of an element; two of 4 bits lie in a byte, each plus 8 (ca_nibble_byte) */
+    int size;    /* bytes of an element, of two of 4 bits */
     int largest; /* integer of a dtype with scales of its own, 0: it has none */
     int shared;  /* elements of a token that share a scale; 0: all of them */
 } ca_formats[CA_CACHE_DTYPES] = {
-    [CA_F32] = {32, 0, 0}, [CA_F16] = {16, 0, 0}, [CA_BF16] = {16, 0, 0}, [CA_E4M3] = {8, 0, 0},
-    [CA_E5M2] = {8, 0, 0}, [CA_I8] = {8, 127, 0}, [CA_I4] = {4, 7, 32}};
+    [CA_F32] = {32, 4, 0, 0}, [CA_F16] = {16, 2, 0, 0}, [CA_BF16] = {16, 2, 0, 0}, [CA_E4M3] = {8, 1, 0, 0},
+    [CA_E5M2] = {8, 1, 0, 0}, [CA_I8] = {8, 1, 127, 0}, [CA_I4] = {4, 1, 7, 32}};
 
 static inline int ca_is_narrow(int dtype) { return dtype >= CA_DTYPES; }
 static inline int ca_is_nibbles(int dtype) { return ca_formats[dtype].bits == 4; }
 static inline int ca_is_scaled(int dtype) { return ca_formats[dtype].largest > 0; }
 /* Has each token several scales? */
 static inline int ca_has_scales(int dtype) { return ca_formats[dtype].shared > 0; }
-/* Bytes of an element, of two of 4 bits. */
-static inline int ca_dtype_size(int dtype) { return ca_formats[dtype].bits < 8 ? 1 : ca_formats[dtype].bits / 8; }
+static inline int ca_dtype_size(int dtype) { return ca_formats[dtype].size; }
 static inline int64_t ca_bytes_of(int dtype, int64_t elements) { return elements * ca_formats[dtype].bits / 8; }
 /* Of an array [T, heads, any]. */
 static inline char *ca_row_of(const ca_array *rows, int64_t t, int64_t head) {
