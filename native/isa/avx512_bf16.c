@@ -8,7 +8,7 @@
  * emulated: -O1 -mavx2 -mfma -Wno-psabi -DEMULATED -DEMULATED_BF16
  *
  * AVX-512's bf16 kernel where VDPBF16PS is the faster product: twice FP32 FMA on Zen 4, half of it on Intel's cores
- * (468 and 234, 171 and 347 GFLOP/s of two threads, by native/probe).
+ * (468 and 234, 171 and 347 GFLOP/s of two threads, by native/limits/probe).
  *
  * kernel/MEASUREMENTS.md has what its block sizes (register tiles), its way to make weights (weights) and what is
  * fetched (prefetch, paced rows) were chosen by. */

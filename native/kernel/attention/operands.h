@@ -19,6 +19,14 @@ typedef struct qk_operands {
     float *s;
 } qk_operands;
 
+/* The same from row r and from the i-th group on. */
+INLINE qk_operands qk_from(qk_operands t, int r, int i) {
+    t.q += r * t.q_ld;
+    t.g += i;
+    t.s += r * S_STRIDE + i * CA_LANES;
+    return t;
+}
+
 /* Of pv. */
 typedef struct pv_operands {
     const operand *p; /* weights for the columns from `first` on; those of the next 32 columns lie `apart` */

@@ -69,8 +69,7 @@ INLINE void prefetch_lines(const ahead *next, int i, int n, int64_t at, int64_t 
         const char *p = next->at[i] + at;
         if (MAY_HALVE && next->lines.half_of)
             p -= ((uintptr_t)p & (next->lines.half_of - 1)) / 2;
-        for (int64_t b = 0; b < bytes; b += 64)
-            __builtin_prefetch(p + b, 0, 2);
+        prefetch_bytes(p, bytes);
     }
 }
 /* Byte `at` of what the products read is this one in the cache; narrow: could a narrow one be next? */
@@ -144,16 +143,13 @@ static inline void prefetch_group(const ca_plan *plan, int kv, const group *g) {
     const int64_t bytes = is_plain(plan) ? row_bytes(&plan->shape, kv) : ca_kv_form(plan, kv).bytes;
     const int64_t ld = g->kv[kv].ld * ca_dtype_size(ca_kv_dtype(&plan->shape, kv));
     for (int row = 0; row < (is_plain(plan) ? g->n : 1); row++)
-        for (int64_t i = 0; i < bytes; i += 64)
-            __builtin_prefetch(g->kv[kv].at + row * ld + i, 0, 2);
+        prefetch_bytes(g->kv[kv].at + row * ld, bytes);
 }
 
 /* ---- in shares, by the tiles of amx ---- */
 
 INLINE void prefetch_share(const char *p, int64_t bytes, int64_t share, int64_t i) {
-    const int64_t end = ca_min64(bytes, (i + 1) * share);
-    for (int64_t at = i * share; at < end; at += 64)
-        __builtin_prefetch(p + at, 0, 2);
+    prefetch_bytes(p + i * share, ca_min64(bytes, (i + 1) * share) - i * share);
 }
 /* Whole lines of which n are at least these bytes. */
 INLINE int64_t share_of(int64_t bytes, int64_t n) { return ca_round_up(ca_div_up(bytes, n), 64); }

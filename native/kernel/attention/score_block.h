@@ -116,8 +116,7 @@ static inline int copy_groups(const ca_plan *plan, const ca_call *call, const ca
         for (; at.key == first + there && at.key < last; there++) {
             EACH(kv, 2) {
                 const char *far = row_at(plan, call, task, kv_head, kv, ahead.key < past ? ahead : at);
-                for (int64_t i = 0; i < bytes[kv]; i += 64)
-                    __builtin_prefetch(far + i, 0, 2);
+                prefetch_bytes(far, bytes[kv]);
                 memcpy(copy[kv] + there * bytes[kv], row_at(plan, call, task, kv_head, kv, at), (size_t)bytes[kv]);
             }
             at = next_place(blocks, call->block_size, at, 1);

@@ -159,12 +159,8 @@ INLINE void qk_unit_rows(int kind, int mr, int ng, integer_operands q, qk_operan
     else if (mr <= MR)
         FOR_WIDE_ROWS(mr, qk_unit(kind, d > 0, 0, M, NG, q, t, 0, d, end, scale))
     else
-        for (int i = 0; i < NG; i += NG / 2) {
-            qk_operands half = t;
-            half.g += i;
-            half.s += i * CA_LANES;
-            FOR_TALL_ROWS(mr, qk_unit(kind, d > 0, 0, M, NG / 2, q, half, i, d, end, scale))
-        }
+        for (int i = 0; i < NG; i += NG / 2)
+            FOR_TALL_ROWS(mr, qk_unit(kind, d > 0, 0, M, NG / 2, q, qk_from(t, 0, i), i, d, end, scale))
     vf top = v_set1(0);
     EACH(i, ng) top = v_max(scales_of(t.g + i, K, scale), top); /* NaN, of unused slots, is left out as the first */
     if (!v_any_less(v_set1(from), top))

@@ -3,6 +3,8 @@
  * of them by name, too. */
 #ifndef CPU_ATTN_INLINE_H
 #define CPU_ATTN_INLINE_H
+#include <stdint.h>
+
 #define INLINE static inline __attribute__((always_inline, unused))
 #define NOINLINE __attribute__((noinline))
 #define PRAGMA(x) _Pragma(#x)
@@ -11,4 +13,10 @@
 #else
 #define EACH(i, n) PRAGMA(GCC unroll 16) for (int i = 0; i < (n); i++)
 #endif
+
+/* Asks for the lines of so many bytes, into L2. */
+INLINE void prefetch_bytes(const void *p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch((const char *)p + i, 0, 2);
+}
 #endif
