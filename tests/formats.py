@@ -56,3 +56,41 @@ def integers(x: NDArray[Any], kind: str) -> NDArray[np.float64]:
             whole = np.rint(np.where(safe >= 2.0**-126, part * (np.float32(1) / safe), part / safe))
             out[..., first : first + step] = whole.astype(np.float64) * scale
     return out
+
+
+def rotates(kv_cache_rotation: str) -> list[bool]:
+    """Whether the cache of K, and that of V, is rotated."""
+    return [name == "hadamard" for name in kinds_of(kv_cache_rotation)]
+
+
+def _walsh_hadamard(x: NDArray[Any]) -> NDArray[Any]:
+    """By Sylvester's construction, over a last axis of a power of two; sums in the order that the contract gives."""
+    half = x.shape[-1] // 2
+    if not half:
+        return x
+    a, b = _walsh_hadamard(x[..., :half]), _walsh_hadamard(x[..., half:])
+    return np.concatenate([a + b, a - b], axis=-1)
+
+
+def _signs(n: int) -> NDArray[np.float32]:
+    """The contract's: by the top bit of a hash of the dimension, which repeat after 1024."""
+    signs = []
+    for d in range(n):
+        h = (d % 1024 + 1) * 0x9E3779B1 & 0xFFFFFFFF
+        h = (h ^ h >> 15) * 0x85EBCA77 & 0xFFFFFFFF
+        h = (h ^ h >> 13) * 0xC2B2AE3D & 0xFFFFFFFF
+        signs.append(-1.0 if h >> 31 else 1.0)
+    return np.array(signs, np.float32)
+
+
+def hadamard(x: NDArray[Any], back: bool = False) -> NDArray[Any]:
+    """Each row of x [..., D] rotated as kv_cache_rotation says, or back; in x's dtype, float32 or float64."""
+    n = x.shape[-1]
+    signs, at, parts = _signs(n).astype(x.dtype), 0, []
+    with np.errstate(invalid="ignore", over="ignore"):
+        for size in (1 << i for i in reversed(range(n.bit_length())) if n >> i & 1):
+            part = x[..., at : at + size] * x.dtype.type(1 / np.sqrt(size))
+            parts.append(_walsh_hadamard(part if back else part * signs[at : at + size]))
+            at += size
+        rotated = np.concatenate(parts, axis=-1)
+    return rotated * signs if back else rotated

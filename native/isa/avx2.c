@@ -65,6 +65,11 @@ INLINE float v_hsum(vf x) {
     h = _mm_add_ps(h, _mm_movehl_ps(h, h));
     return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h)));
 }
+INLINE vf v_exchange(vf x, int by) {
+    return by == 1   ? _mm256_permute_ps(x, 0xb1)
+           : by == 2 ? _mm256_permute_ps(x, 0x4e)
+                     : _mm256_permute2f128_ps(x, x, 1);
+}
 
 INLINE vf v_load_f32(const float *p) { return _mm256_loadu_ps(p); }
 INLINE vf v_loadn_f32(const float *p, int n) { return _mm256_maskload_ps(p, before(n)); }

@@ -51,6 +51,12 @@ INLINE vf v_keep(vf x, int first, int end) {
 }
 INLINE float v_hmax(vf x) { return _mm512_reduce_max_ps(x); }
 INLINE float v_hsum(vf x) { return _mm512_reduce_add_ps(x); }
+INLINE vf v_exchange(vf x, int by) {
+    return by == 1   ? _mm512_permute_ps(x, 0xb1)
+           : by == 2 ? _mm512_permute_ps(x, 0x4e)
+           : by == 4 ? _mm512_shuffle_f32x4(x, x, 0xb1)
+                     : _mm512_shuffle_f32x4(x, x, 0x4e);
+}
 
 INLINE vf v_load_f32(const float *p) { return _mm512_loadu_ps(p); }
 INLINE vf v_loadn_f32(const float *p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
