@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from cpu_attn import _check, _dispatch
-from cpu_attn._dtypes import DTYPE_CODES, dtype_name
+from cpu_attn._dtypes import DTYPE_CODES, dtype_name, is_scaled
 from cpu_attn._native import ffi, lib
-from cpu_attn.storage.layout import LANES, PAIRS, PLAIN, WHOLE, Form, groups_of
+from cpu_attn.storage.layout import LANES, PAIRS, PLAIN, Form, groups_of
 
 VERSION = 1
 LAYOUT_NAMES = {lib.CA_LAYOUT_LANES: "lanes-v2", lib.CA_LAYOUT_PAIRS: "pairs-v1"}
@@ -62,7 +62,7 @@ class CacheDescriptor:
             ("k_scale", "v_scale"), _check.scales(self.k_scale, self.v_scale, self.stored), strict=True
         ):
             object.__setattr__(self, name, scale)
-        if self.layout in PLAIN and (kinds := [kind for kind in self.stored if kind in WHOLE]):
+        if self.layout in PLAIN and (kinds := [kind for kind in self.stored if is_scaled(kind)]):
             raise ValueError(f"layout: {self.layout!r} holds no {kinds[0]}")
 
     @property
