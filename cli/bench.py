@@ -25,6 +25,7 @@ from cpu_attn import _threads
 from cpu_attn._check import INT32_MAX, MAX_SIZE, SOFTCAP_MAX, TINY, kv_dtypes
 from cpu_attn._check import kv_cache_layout as check_layout
 from cpu_attn._check import kv_cache_rotation as check_rotation
+from cpu_attn._dtypes import is_scaled
 from cpu_attn.cli import contest, plot, report
 from cpu_attn.cli.info import cpu, onednn
 from cpu_attn.cli.limits import DEFAULT_BYTES, Limit, Limits, best_isa, products
@@ -68,7 +69,7 @@ def chosen(names: Sequence[str], shape: Options, kvs: Collection[str] = ()) -> l
 
 def impossible(w: Workload, kvs: Collection[str] = ()) -> str:
     """Why a workload cannot be, "" if it can. kvs: what such caches are to hold."""
-    integers = sorted({"int8", "int4"}.intersection(kvs))
+    integers = sorted(filter(is_scaled, kvs))
     reasons = {
         f"--num-kv-heads {w.num_kv_heads} does not divide {w.num_heads} heads": w.num_heads % w.num_kv_heads,
         f"--batch, --q-len: {w.num_tokens} query tokens, at most {INT32_MAX}": w.num_tokens > INT32_MAX,

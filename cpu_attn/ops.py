@@ -12,7 +12,7 @@ import numpy as np
 
 from cpu_attn import _check, _dispatch
 from cpu_attn._arrays import described, new_beside, objects
-from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, dtype_name
+from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, FORMATS, dtype_name, is_scaled
 from cpu_attn._native import ffi, lib
 from cpu_attn.plan import SchedulerMetadata
 
@@ -265,17 +265,17 @@ def gather(
     dtype: of the keys and values that were written, for a quantised cache; else the cache's own.
     kv_cache_dtype: what the cache holds, in case its dtype does not say it (uint8).
     """
-    kinds = [*_check.FLOATS, *dict.fromkeys(sum(_check.MEMORY.values(), ()))]
+    kinds = [*_check.FLOATS, *dict.fromkeys(name for row in FORMATS.values() for name in row.memory)]
     first = _check.array("cache", cache, kinds, [(w, None) for w in ("N", "Hkv", "B", "width")])
     value, written = bool(value), dtype_name(first.dtype if dtype is None else dtype)
     head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
     resolved, code = _dispatch.resolve_isa(isa, written, head_size), DTYPE_CODES[written]
     if kv_cache_dtype == "auto":  # a float8 array says itself what it holds
-        kv_cache_dtype = next((kv for kv, names in _check.MEMORY.items() if first.dtype in names), "auto")
+        kv_cache_dtype = next((kv for kv, row in FORMATS.items() if first.dtype in row.memory), "auto")
     kv = _check.kv_dtypes(kv_cache_dtype, written)[value]
     if first.dtype not in _check.memory(kv):
         raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} of {written}, this cache holds {first.dtype}")
-    stored = "float32" if kv in ("int8", "int4") else first.dtype
+    stored = "float32" if is_scaled(kv) else first.dtype
     layout = _check.kv_cache_layout(kv_cache_layout, [kv])
     pages = _check.cache("cache", cache, kv, None, None, None, layout)
     _check.cache_width("cache", pages, resolved.index, code, kv, head_size, layout)

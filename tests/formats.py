@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 DTYPES = ("float32", "float16", "bfloat16")
 # Of quantised caches, exact in float32. K's saturates a few of a thousand normal numbers in e4m3.
 SCALES = (0.00634765625, 0.37109375)
+# Whole numbers with scales of their own: the largest, and how many elements of a row share a scale (None: all).
+INTEGERS = {"int8": (127, None), "int4": (7, 32)}
 _FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
@@ -26,7 +28,7 @@ def kinds_of(kv_cache_dtype: str) -> list[str]:
 
 def memory_dtype(kind: str, dtype: str) -> np.dtype[Any]:
     """Of a cache that holds ``kind``."""
-    if kind.startswith("int"):
+    if kind in INTEGERS:
         return np.dtype(np.uint8)
     return np.dtype(getattr(ml_dtypes, _FP8[kind])) if kind in _FP8 else numpy_dtype(dtype)
 
@@ -41,10 +43,11 @@ def quantised(x: NDArray[Any], kv_cache_dtype: str, scale: float) -> NDArray[Any
 
 
 def integers(x: NDArray[Any], kind: str) -> NDArray[np.float64]:
-    """x as int8 (a scale for each row) or int4 (for each 32 of it) hold it. The scale is the largest magnitude over 127
-    or 7 in float32, rounded up to bfloat16; x times its reciprocal, in float32, goes to the nearest even integer. NaN
-    where a row is not finite."""
-    most, step = (127, x.shape[-1]) if kind == "int8" else (7, 32)
+    """x as a kind of INTEGERS holds it. The scale is the largest magnitude over the largest number in float32, rounded
+    up to bfloat16; x times its reciprocal, in float32, goes to the nearest even integer. NaN where what shares a scale
+    is not finite."""
+    most, shared = INTEGERS[kind]
+    step = shared or x.shape[-1]
     out = np.zeros(x.shape)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         for first in range(0, x.shape[-1], step):

@@ -43,7 +43,6 @@ from cpu_attn._check.calls import (
 from cpu_attn._check.faults import instance, new_fault, raise_fault, renamed
 from cpu_attn._check.kv_cache import (
     LAYOUTS,
-    MEMORY,
     cache,
     cache_sizes,
     cache_width,
@@ -92,7 +91,6 @@ __all__ = [
     "INT32_MAX",
     "LAYOUTS",
     "MAX_SIZE",
-    "MEMORY",
     "ROTARY",
     "SOFTCAP_MAX",
     "TINY",

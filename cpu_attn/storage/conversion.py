@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpu_attn import _check
-from cpu_attn._dtypes import DTYPES, dtype_name
+from cpu_attn._dtypes import DTYPES, FORMATS, KVFormat, dtype_name, is_fp8
 from cpu_attn.hadamard import rotate
 from cpu_attn.storage.cache import PagedKVCache
 from cpu_attn.storage.descriptor import CacheDescriptor
 from cpu_attn.storage.files import StoredCache
-from cpu_attn.storage.layout import LANES, WHOLE, Form, groups_of, pack, padded, unpack
+from cpu_attn.storage.layout import LANES, Form, groups_of, pack, padded, unpack
 from cpu_attn.storage.memory import Memory, memory_dtype
 
 CHUNK = 1 << 20  # elements converted at a time
@@ -47,7 +47,7 @@ def convert(
     name = old.dtype if dtype is None else dtype_name(dtype)
     if kv_cache_dtype is None:
         kv_cache_dtype = "/".join("auto" if kv == old.dtype else kv for kv in old.kv_cache_dtype.split("/"))
-    fp8 = [kind.startswith("fp8") for kind in _check.kv_dtypes(kv_cache_dtype, name)]
+    fp8 = [is_fp8(kind) for kind in _check.kv_dtypes(kv_cache_dtype, name)]
     if kv_cache_rotation is None:
         kv_cache_rotation = _check.rotation_where_quantised(old.kv_cache_rotation, kv_cache_dtype)
     new = PagedKVCache(
@@ -102,8 +102,14 @@ def _numbers(elements: Memory, scales: Memory, form: Form, scale: float) -> NDAr
     if not form.scales:
         return elements.astype(np.float64) * scale
     each = np.repeat(_widened(scales), form.scale_elements, axis=-1)[..., : form.head_size]
-    numbers: NDArray[np.float64] = WHOLE[form.kind][elements] * each
-    return numbers
+    return _whole_numbers(FORMATS[form.kind])[elements] * each
+
+
+def _whole_numbers(row: KVFormat) -> NDArray[np.float64]:
+    """What integers mean before their scale, by how they are stored."""
+    if row.bits == 4:
+        return np.arange(16.0) - row.zero
+    return np.append(np.arange(128.0), 0 - np.arange(128.0))
 
 
 def _widened(bits: Memory) -> NDArray[np.float32]:
@@ -125,15 +131,15 @@ def _stored(numbers: NDArray[np.float64], to: CacheDescriptor, form: Form, scale
 def _integers(x: NDArray[np.float32], form: Form) -> tuple[Memory, Memory]:
     """As kv_formats/narrow.inc quantises: the largest magnitude over the largest integer, rounded up to bfloat16, is
     the scale; x times its reciprocal, where that is a float, goes to the nearest even integer."""
-    n, heads, size, _ = x.shape
+    (n, heads, size, _), row = x.shape, FORMATS[form.kind]
     x = padded(x, size, form.scales * form.scale_elements).reshape(n, heads, size, form.scales, -1)
     top = np.abs(x).max(axis=-1)
-    up = (top / np.float32(WHOLE[form.kind].max())).view(np.uint32) + np.uint32(0xFFFF) >> 16
+    up = (top / np.float32(row.largest)).view(np.uint32) + np.uint32(0xFFFF) >> 16
     scales = np.where(np.isfinite(top), up, 0x7FC0).astype(np.uint16)
     over = _widened(np.where(scales == 0, 0x3F80, scales))[..., None]
     whole = np.rint(np.where(over >= 2.0**-126, x * (1 / over), x / over))
     whole = np.where(np.isnan(over), 0, whole).reshape(n, heads, size, -1)[..., : form.head_size]
-    stored = whole + 8 if form.kind == "int4" else np.where(whole < 0, 128 - whole, whole)
+    stored = whole + row.zero if row.bits == 4 else np.where(whole < 0, 128 - whole, whole)
     return stored.astype(np.uint8), scales
 
 

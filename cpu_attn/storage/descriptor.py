@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from cpu_attn import _check, _dispatch
-from cpu_attn._dtypes import DTYPE_CODES, dtype_name
+from cpu_attn._dtypes import DTYPE_CODES, dtype_name, is_scaled
 from cpu_attn._native import ffi, lib
-from cpu_attn.storage.layout import LANES, PAIRS, PLAIN, WHOLE, Form, groups_of
+from cpu_attn.storage.layout import LANES, PAIRS, PLAIN, Form, groups_of
 
 VERSION = 2  # 1 had no kv_cache_rotation
 LAYOUT_NAMES = {lib.CA_LAYOUT_LANES: "lanes-v2", lib.CA_LAYOUT_PAIRS: "pairs-v1"}
@@ -64,7 +64,7 @@ class CacheDescriptor:
         ):
             object.__setattr__(self, name, scale)
         _check.kv_cache_rotation(self.kv_cache_rotation, self.kv_cache_dtype)
-        if self.layout in PLAIN and (kinds := [kind for kind in self.stored if kind in WHOLE]):
+        if self.layout in PLAIN and (kinds := [kind for kind in self.stored if is_scaled(kind)]):
             raise ValueError(f"layout: {self.layout!r} holds no {kinds[0]}")
 
     @property

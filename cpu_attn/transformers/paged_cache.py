@@ -14,7 +14,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 
 from cpu_attn import PagedKVCache, _check, ops
-from cpu_attn._dtypes import dtype_name
+from cpu_attn._dtypes import dtype_name, is_scaled
 from cpu_attn.hadamard import rotate
 from cpu_attn.transformers.lazy import Inference, LazyTensor, ReadOnly
 from cpu_attn.transformers.plans import Logits, Requests, autocast, by_token, dense_rows, run
@@ -135,7 +135,7 @@ class Held:
         """Keys [B, Hkv, S, D] or values [B, Hkv, S, Dv], times their scales: dense, as models view them by heads."""
         pages = self.pages
         memory, head_size = (pages.value_cache, pages.head_size_v) if value else (pages.key_cache, pages.head_size)
-        integers = memory.dtype == np.uint8
+        integers = is_scaled(pages.descriptor.stored[value])
         shape = (len(self.table), pages.num_kv_heads, self.length, head_size)
         states = np.empty(shape, np.float32 if integers else memory.dtype)
         for row, out in zip(self.table, states, strict=True):

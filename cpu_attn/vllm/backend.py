@@ -27,6 +27,7 @@ from cpu_attn import (
     get_scheduler_metadata,
     reshape_and_cache,
 )
+from cpu_attn._dtypes import is_fp8, is_scaled
 from cpu_attn.storage import LANES, lined_up
 
 SCRATCH_BLOCK_SIZE = 128  # of an encoder's keys, which no cache holds
@@ -305,7 +306,7 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
 
     def _scales(self, layer: Any, pages: Pages) -> tuple[float, float]:
         """Of fp8; a checkpoint may have some that its cache does not use."""
-        return (layer._k_scale_float, layer._v_scale_float) if pages.kv_cache_dtype.startswith("fp8") else (1.0, 1.0)
+        return (layer._k_scale_float, layer._v_scale_float) if is_fp8(pages.kv_cache_dtype) else (1.0, 1.0)
 
     def _pages(self, kv_cache: torch.Tensor, dtype: torch.dtype, head_size_v: int, block_table: Any) -> Pages:
         """kv_cache [N, Hkv, B, C] in two; a block of a head is dense."""
@@ -318,7 +319,7 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
                 f"{self.head_size} and {head_size_v} need dense blocks of a multiple of {LANES} tokens times "
                 f"{k_width + v_width}"
             )
-        if kv in ("int8", "int4"):
+        if is_scaled(kv):
             kv_cache = kv_cache.view(torch.uint8)
         first = kv_cache.storage_offset()
         key_cache = kv_cache.as_strided((blocks, heads, size, k_width), (*strides[:2], k_width, 1), first)

@@ -71,7 +71,7 @@ static void write_plain(const cache *c, int kv, char *block, int64_t token, cons
 /* One token of a packed, narrow cache. An odd last d of K is paired with zero where the other could be NaN. */
 static void write_narrow(const cache *c, int kv, char *block, int64_t token, const char *row) {
     uint8_t bytes[c->head_size]; /* at most _check.MAX_SIZE */
-    uint16_t scales[ca_div_up(c->head_size, 32)];
+    uint16_t scales[ca_div_up(c->head_size, CA_SHARED)];
     const ca_group_form f = form_of(c, kv);
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
     narrow_row(c, row, bytes, scales);
@@ -109,7 +109,7 @@ static void arrange(const cache *c, int kv, uint8_t bytes[CA_LANES][WIDE], uint8
 static int write_narrow_group(const cache *c, int kv, char *block, int64_t token, const char *rows, int64_t ld,
                               int stream) {
     uint8_t bytes[CA_LANES][WIDE], stage[CA_LANES * WIDE + CA_NIBBLES];
-    uint16_t scales[CA_LANES][WIDE / 32];
+    uint16_t scales[CA_LANES][WIDE / CA_SHARED];
     const ca_group_form f = form_of(c, kv);
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
     if (c->head_size > WIDE || c->head_size % 2)
@@ -129,7 +129,7 @@ static int write_narrow_group(const cache *c, int kv, char *block, int64_t token
     } else {
         arrange(c, kv, bytes, group, stream);
     }
-    put_scales(c, &f, block, token, CA_LANES, scales[0], WIDE / 32);
+    put_scales(c, &f, block, token, CA_LANES, scales[0], WIDE / CA_SHARED);
     return 1;
 }
 
@@ -329,7 +329,7 @@ static void copy_apart(char *dst, const char *src, int64_t n, int64_t step, int 
             memcpy(dst + i * 4, src + i * step, 4);
 }
 
-/* int8 and int4 times their scales: exact in float32. */
+/* Integers times their scales: exact in float32. */
 static void gather_scaled(const cache *c, int kv, const char *block, int64_t token, float *dst) {
     for (int64_t d = 0; d < c->head_size; d++)
         dst[d] = ca_scaled_element(c->kv_dtype, c->head_size, kv, block, c->block_size, token, d);

@@ -119,36 +119,6 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
 
 /* ---- words of the narrow caches ---- */
 
-typedef __m128i vw;
-
-INLINE vw v_loadn_bytes(const uint8_t *p, int n) {
-    uint64_t bytes = 0;
-    memcpy(&bytes, p, (size_t)n);
-    return _mm_cvtepu8_epi16(_mm_cvtsi64_si128((int64_t)bytes));
-}
-INLINE vw v_half_byte(vw x, int shift) {
-    return _mm_and_si128(_mm_srl_epi16(x, _mm_cvtsi32_si128(shift)), _mm_set1_epi16(15));
-}
-INLINE vf v_number(int kv_dtype, vw x) {
-    vw rest = _mm_and_si128(x, _mm_set1_epi16(0x7f)), sign = _mm_slli_epi16(_mm_xor_si128(x, rest), 8);
-    switch (kv_dtype) {
-    case CA_E4M3: {
-        vw half = _mm_or_si128(sign, _mm_slli_epi16(rest, 7));
-        half = _mm_blendv_epi8(half, _mm_set1_epi16(0x7e00), _mm_cmpeq_epi16(rest, _mm_set1_epi16(0x7f)));
-        return v_mul(_mm256_cvtph_ps(half), v_set1(256));
-    }
-    case CA_E5M2:
-        return _mm256_cvtph_ps(_mm_slli_epi16(x, 8));
-    case CA_I8: /* rest or, by two's complement, -rest */
-        sign = _mm_srai_epi16(sign, 15);
-        x = _mm_sub_epi16(_mm_xor_si128(rest, sign), sign);
-        break;
-    default:
-        x = _mm_sub_epi16(x, _mm_set1_epi16(8));
-    }
-    return _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(x));
-}
-
 typedef __m256i vi;
 INLINE vi v_look_up(const uint8_t *table, vi x) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table)), x);

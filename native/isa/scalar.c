@@ -80,25 +80,6 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
         *p = ca_to_bf16(x);
 }
 
-/* ---- words of the narrow caches ---- */
-
-typedef int vw;
-
-INLINE vw v_loadn_bytes(const uint8_t *p, int n) { return n ? *p : 0; }
-INLINE vw v_half_byte(vw x, int shift) { return x >> shift & 15; }
-INLINE vf v_number(int kv_dtype, vw x) {
-    switch (kv_dtype) {
-    case CA_E4M3:
-        return ca_as_float(ca_from_e4m3((uint8_t)x));
-    case CA_E5M2:
-        return ca_as_float(ca_from_e5m2((uint8_t)x));
-    case CA_I8:
-        return (float)(x < 128 ? x : 128 - x);
-    default:
-        return (float)(x - 8);
-    }
-}
-
 /* ---- words of the cache write ---- */
 
 #define LINES 1
