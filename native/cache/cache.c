@@ -245,17 +245,15 @@ static cache cache_of(const ca_array *a, const ca_array *rows, int isa, int kv_d
     };
 }
 
-int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype, int v_dtype,
-             int kv_cache_layout, float k_scale, float v_scale, ca_fault *fault) {
-    const int64_t sizes[CA_SIZES] = {named, kv_cache_layout};
+int ca_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout, float k_scale,
+             float v_scale, ca_fault *fault) {
     ca_array a[CA_WRITE_ARRAYS];
-    const struct ca_accepted *call =
-        ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_WRITE_ARRAYS, CA_TO_VALUE_CACHE + 1);
-    if (!call)
-        return CA_UNKNOWN;
-    const int here = (int)call->isa, layout = kv_cache_layout;
-    const cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], here, (int)call->k_dtype, layout, k_scale);
-    const cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], here, (int)call->v_dtype, layout, v_scale);
+    ca_fit fit = ca_fit_anything(kv_cache_layout);
+    fit.meaning = meaning;
+    if (ca_check_arguments(&ca_write_table, &fit, objects, given, a, fault))
+        return fault->status;
+    const cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], fit.isa, fit.kv_dtype[K], kv_cache_layout, k_scale);
+    const cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], fit.isa, fit.kv_dtype[V], kv_cache_layout, v_scale);
     int64_t few[CA_FEW_INDICES];
     int64_t *slots = ca_take_slots(&a[CA_SLOT_MAPPING], kc.num_blocks * kc.block_size, few, fault);
     if (!slots)
@@ -265,20 +263,17 @@ int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int name
     return fault->status;
 }
 
-int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype,
-                    int v_dtype, int kv_cache_layout, int is_neox, float eps, float k_scale, float v_scale,
-                    ca_fault *fault) {
-    const int64_t sizes[CA_SIZES] = {named, kv_cache_layout};
+int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
+                    float k_scale, float v_scale, int is_neox, float eps, ca_fault *fault) {
     ca_array a[CA_ROTARY_ARRAYS];
-    const struct ca_accepted *call =
-        ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_ROTARY_ARRAYS, CA_ROTARY_QUERY_OUT + 1);
-    if (!call)
-        return CA_UNKNOWN;
-    const int here = (int)call->isa, layout = kv_cache_layout;
+    ca_fit fit = ca_fit_anything(kv_cache_layout);
+    fit.meaning = meaning;
+    if (ca_check_arguments(&ca_rotary_table, &fit, objects, given, a, fault))
+        return fault->status;
     const ca_array *keys = &a[CA_ROTARY_KEY], *queries = &a[CA_ROTARY_QUERY], *table = &a[CA_COS_SIN_CACHE];
-    const cache kc = cache_of(&a[CA_ROTARY_KEY_CACHE], keys, here, (int)call->k_dtype, layout, k_scale);
+    const cache kc = cache_of(&a[CA_ROTARY_KEY_CACHE], keys, fit.isa, fit.kv_dtype[K], kv_cache_layout, k_scale);
     const cache vc =
-        cache_of(&a[CA_ROTARY_VALUE_CACHE], &a[CA_ROTARY_VALUE], here, (int)call->v_dtype, layout, v_scale);
+        cache_of(&a[CA_ROTARY_VALUE_CACHE], &a[CA_ROTARY_VALUE], fit.isa, fit.kv_dtype[V], kv_cache_layout, v_scale);
     const int64_t num_tokens = keys->shape[0];
     ca_rotary rotary = {
         .kernel = kc.kernel,
