@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch, _threads
-from cpu_attn._arrays import addresses, bridged, described
+from cpu_attn._arrays import addresses, bridged
 from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, dtype_name
 from cpu_attn._native import ffi, lib
 
@@ -199,13 +199,11 @@ def get_scheduler_metadata(
         shape.block_size = _check.table_block_size(block_table, block_size)
     found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window)
     masks, fault = _masks_struct(found) if found else ffi.NULL, _check.new_fault()
-    step: Any = (query_start_loc, seq_lens, dynamic_causal, block_table)
+    step = (query_start_loc, seq_lens, dynamic_causal, block_table)
     read = step if type(seq_lens) is np.ndarray else bridged(step)
-    pointer = lib.ca_plan_new(shape, engine_pointer, addresses(read), ffi.NULL, masks, fault)
-    if fault.status == lib.CA_UNKNOWN:
-        found_step = _check.step(num_reqs, *step)
-        pointer = lib.ca_plan_new(shape, engine_pointer, 0, described(found_step), masks, fault)
-    _check.raise_fault(fault)
+    where, given, alive = addresses(read), ffi.NULL, read
+    while not (pointer := lib.ca_plan_new(shape, engine_pointer, where, given, masks, fault)):
+        where, given, alive = _check.reread(fault, _check.STEP, step, given, alive)
     words = (sliding_window, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
     pointer = ffi.gc(pointer, lib.ca_plan_free)
     return SchedulerMetadata(pointer, shape, name, kvs, resolved.name, engine, layout, kv_cache_rotation, words)

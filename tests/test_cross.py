@@ -90,7 +90,8 @@ def arrays(problem: Problem) -> bytes:
         *np.zeros((2, 0), np.int32), None
     )
     tree = None if masks.tree is None else masks.tree.numpy()
-    fields += [_check.LAYOUTS[case.kv_cache_layout], bool(case.shared), len(masks.spans), len(masks.documents)]
+    fields += [_check.LAYOUTS[case.kv_cache_layout], _check.kv_cache_rotation(case.kv_cache_rotation)]
+    fields += [bool(case.shared), len(masks.spans), len(masks.documents)]
     fields += [-1 if tree is None else tree.shape[1], masks.clamped]
     fields += [0] * 4 if problem.attn_bias is None else problem.attn_bias.shape
     numbers = [problem.scale, case.softcap, *problem.scales]

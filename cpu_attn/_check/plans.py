@@ -35,13 +35,6 @@ def lengths(
     return starts, lens, None if dynamic_causal is None else array("dynamic_causal", dynamic_causal, ["int32"], reqs)
 
 
-def step(num_reqs: int, *arrays: Any) -> tuple[Array | None, ...]:
-    """The arrays that a plan is made of: lengths, and a block table or None."""
-    *three, table = arrays
-    axes = [("num_reqs", num_reqs), ("blocks", None)]
-    return *lengths(num_reqs, *three), None if table is None else array("block_table", table, ["int32"], axes)
-
-
 def table_block_size(block_table: Any, block_size: Any) -> int:
     if block_table is None or block_size is None:
         given, missing = ("block_size", "block_table") if block_table is None else ("block_table", "block_size")
