@@ -196,6 +196,11 @@ def described(arrays: Sequence[Array | None]) -> Any:
     return ffi.from_buffer("ca_array[]", b"".join([ABSENT if a is None else a.described() for a in arrays]))
 
 
+def describe(a: Array) -> Any:
+    """``ca_array`` of one."""
+    return ffi.from_buffer("ca_array[]", a.described())
+
+
 def _of_numpy(x: Any) -> Array:
     x = np.asarray(x)  # a subclass may say anything of itself
     dtype = NAMES.get(x.dtype)

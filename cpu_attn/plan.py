@@ -198,15 +198,20 @@ def get_scheduler_metadata(
     if block_table is not None or block_size is not None:
         shape.block_size = _check.table_block_size(block_table, block_size)
     found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window)
-    masks, fault = _masks_struct(found) if found else ffi.NULL, _check.new_fault()
     step = (query_start_loc, seq_lens, dynamic_causal, block_table)
-    read = step if type(seq_lens) is np.ndarray else bridged(step)
-    where, given, alive = addresses(read), ffi.NULL, read
-    while not (pointer := lib.ca_plan_new(shape, engine_pointer, where, given, masks, fault)):
-        where, given, alive = _check.reread(fault, _check.STEP, step, given, alive)
+    pointer = _plan(shape, engine_pointer, step, _masks_struct(found) if found else ffi.NULL)
     words = (sliding_window, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
-    pointer = ffi.gc(pointer, lib.ca_plan_free)
     return SchedulerMetadata(pointer, shape, name, kvs, resolved.name, engine, layout, kv_cache_rotation, words)
+
+
+# On its own: a frame object of more than 512 bytes, as get_scheduler_metadata's would be with these names too, is one
+# more that memory may not be there for, and CPython 3.11 then forgets which exception it is for.
+def _plan(shape: Any, engine: Any, step: tuple[Any, ...], masks: Any) -> Any:
+    fault, found = ffi.new("ca_fault *"), step if type(step[1]) is np.ndarray else bridged(step)
+    where, given, alive = addresses(found), ffi.NULL, found
+    while not (pointer := lib.ca_plan_new(shape, engine, where, given, masks, fault)):
+        where, given, alive = _check.reread(fault, _check.STEP, step, given, alive)
+    return ffi.gc(pointer, lib.ca_plan_free)
 
 
 def _masks_struct(found: _check.Masks) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn._arrays import Array, described, numpy_view, view
+from cpu_attn._arrays import Array, describe, numpy_view, view
 from cpu_attn._check.faults import misfit, new_fault
 from cpu_attn._dtypes import CODES
 from cpu_attn._native import ffi, lib
@@ -22,7 +22,7 @@ def array(name: str, x: Any, dtypes: Sequence[str], axes: Sequence[tuple[str, in
     for kind in dtypes:
         expected |= 1 << CODES[kind][0]
     sizes = [-1 if size is None else size for _, size in axes]
-    if lib.ca_check_array(described([a]), expected, len(sizes), sizes, fault):
+    if lib.ca_check_array(describe(a), expected, len(sizes), sizes, fault):
         raise misfit(fault, name, a, dtypes, [what for what, _ in axes])
     return a
 
@@ -101,7 +101,7 @@ def small_floats(name: str, x: Any, dtypes: Sequence[str], num_heads: int) -> np
 def writable(name: str, a: Array) -> Array:
     """Memory that may be written and in which no two elements coincide."""
     fault = new_fault()
-    if lib.ca_check_written(described([a]), fault):
+    if lib.ca_check_written(describe(a), fault):
         raise misfit(fault, name, a)
     return a
 
@@ -113,7 +113,7 @@ def disjoint(name: str, a: Array, others: Mapping[str, Array | None]) -> None:
         if b is None or not a.size or not b.size:
             continue
         b_first, b_end = b.extent()
-        if first < b_end and b_first < end and lib.ca_share_memory(described([a]), described([b])):
+        if first < b_end and b_first < end and lib.ca_share_memory(describe(a), describe(b)):
             raise ValueError(f"{name}: shares memory with {other}")
 
 

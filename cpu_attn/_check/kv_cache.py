@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn._arrays import Array, described
+from cpu_attn._arrays import Array, describe
 from cpu_attn._check.arrays import FLOATS, array, disjoint
 from cpu_attn._check.faults import misfit, new_fault
 from cpu_attn._check.values import TINY, number
@@ -102,7 +102,7 @@ def cache(
     if layout == "NHD":
         axes[1], axes[2] = axes[2], axes[1]
     a, fault = array(name, x, memory(kv), axes), new_fault()
-    if lib.ca_check_cache(described([a]), LAYOUTS[layout], fault):
+    if lib.ca_check_cache(describe(a), LAYOUTS[layout], fault):
         raise misfit(fault, name, a)
     return a
 
@@ -146,5 +146,5 @@ def width(isa: int, dtype: int, kv: str, block_size: int, head_size: int) -> int
 
 def cache_width(name: str, a: Array, isa: int, dtype: int, kv: str, head_size: int, layout: str = "packed") -> None:
     fault = new_fault()
-    if lib.ca_check_width(described([a]), LAYOUTS[layout], isa, dtype, CODES[kv][0], head_size, fault):
+    if lib.ca_check_width(describe(a), LAYOUTS[layout], isa, dtype, CODES[kv][0], head_size, fault):
         raise misfit(fault, name, a)

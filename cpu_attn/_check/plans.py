@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cpu_attn._arrays import Array, described
+from cpu_attn._arrays import Array, describe, described
 from cpu_attn._check.arrays import array
 from cpu_attn._check.faults import new_fault, raise_fault
 from cpu_attn._check.kv_cache import kv_cache_layout, kv_cache_rotation, kv_dtypes
@@ -98,6 +98,6 @@ def attn_bias(plan: Any, x: Any) -> Array | None:
         if a.shape[axis] not in (1, size):
             raise ValueError(f"attn_bias: axis {axis} is {a.shape[axis]}, expected {what} = {size}, or 1")
     fault = new_fault()
-    lib.ca_check_bias(plan._pointer, described([a]), fault)
+    lib.ca_check_bias(plan._pointer, describe(a), fault)
     raise_fault(fault)
     return a

@@ -96,68 +96,27 @@ const ca_table ca_rotary_table = {
     },
 };
 
-static int refuse(ca_fault *fault, int status, int64_t position, int64_t value, int64_t bound) {
-    return ca_fail(fault, status, -1, position, value, bound);
-}
-
-static int is_empty(const ca_array *a) {
-    for (int i = 0; i < a->ndim; i++)
-        if (!a->shape[i])
-            return 1;
-    return 0;
-}
-
 int ca_check_array(const ca_array *a, uint64_t expected, int ndim, const int64_t *sizes, ca_fault *fault) {
     if (!(expected >> a->dtype & 1))
-        return refuse(fault, CA_WRONG_DTYPE, -1, a->dtype, -1);
+        return ca_refuse(fault, CA_WRONG_DTYPE, -1, a->dtype, -1);
     if (a->ndim != ndim)
-        return refuse(fault, CA_WRONG_NDIM, -1, a->ndim, ndim);
+        return ca_refuse(fault, CA_WRONG_NDIM, -1, a->ndim, ndim);
     for (int i = 0; i < ndim; i++) {
         if (sizes[i] >= 0 && a->shape[i] != sizes[i])
-            return refuse(fault, CA_WRONG_SIZE, i, a->shape[i], sizes[i]);
+            return ca_refuse(fault, CA_WRONG_SIZE, i, a->shape[i], sizes[i]);
         if (a->shape[i] > INT32_MAX)
-            return refuse(fault, CA_LARGE_SIZE, i, a->shape[i], INT32_MAX);
+            return ca_refuse(fault, CA_LARGE_SIZE, i, a->shape[i], INT32_MAX);
     }
-    if (a->shape[ndim - 1] > 1 && a->strides[ndim - 1] != 1 && !is_empty(a))
-        return refuse(fault, CA_NOT_DENSE, ndim - 1, a->strides[ndim - 1], 1);
-    return CA_OK;
-}
-
-int ca_check_written(const ca_array *a, ca_fault *fault) {
-    if (!a->writable)
-        return refuse(fault, CA_READ_ONLY, -1, -1, -1);
-    /* from the axis of the smallest stride on: each steps over all that the ones before it reach */
-    int64_t extent = 1, stride[4], size[4];
-    int n = 0;
-    if (a->ndim > 4) /* nobody can tell */
-        return refuse(fault, CA_OVERLAPS_ITSELF, -1, -1, -1);
-    if (is_empty(a))
-        return CA_OK;
-    for (int i = 0; i < a->ndim; i++) {
-        const int64_t s = a->strides[i] < 0 ? -a->strides[i] : a->strides[i];
-        int at = n;
-        if (a->shape[i] <= 1)
-            continue;
-        for (n++; at > 0 && (stride[at - 1] > s || (stride[at - 1] == s && size[at - 1] > a->shape[i])); at--) {
-            stride[at] = stride[at - 1];
-            size[at] = size[at - 1];
-        }
-        stride[at] = s;
-        size[at] = a->shape[i];
-    }
-    for (int i = 0; i < n; i++) {
-        if (stride[i] < extent)
-            return refuse(fault, CA_OVERLAPS_ITSELF, -1, -1, -1);
-        extent += stride[i] * (size[i] - 1);
-    }
+    if (a->shape[ndim - 1] > 1 && a->strides[ndim - 1] != 1 && !ca_is_empty(a))
+        return ca_refuse(fault, CA_NOT_DENSE, ndim - 1, a->strides[ndim - 1], 1);
     return CA_OK;
 }
 
 int ca_check_cache(const ca_array *a, int kv_cache_layout, ca_fault *fault) {
     if (ca_cache_axes(a, kv_cache_layout, 0).block_size < 1)
-        return refuse(fault, CA_EMPTY_BLOCK, -1, 0, 1);
-    if (kv_cache_layout == CA_PACKED && a->shape[2] > 1 && a->strides[2] != a->shape[3] && !is_empty(a))
-        return refuse(fault, CA_BLOCK_NOT_DENSE, 2, a->strides[2], a->shape[3]);
+        return ca_refuse(fault, CA_EMPTY_BLOCK, -1, 0, 1);
+    if (kv_cache_layout == CA_PACKED && a->shape[2] > 1 && a->strides[2] != a->shape[3] && !ca_is_empty(a))
+        return ca_refuse(fault, CA_BLOCK_NOT_DENSE, 2, a->strides[2], a->shape[3]);
     return CA_OK;
 }
 
@@ -174,7 +133,7 @@ int ca_check_width(const ca_array *a, int kv_cache_layout, int isa, int dtype, i
         width = ca_cache_width(isa, dtype, kv_dtype, a->shape[2], head_size);
     if (a->shape[3] == width)
         return CA_OK;
-    refuse(fault, CA_WRONG_WIDTH, 3, a->shape[3], width);
+    ca_refuse(fault, CA_WRONG_WIDTH, 3, a->shape[3], width);
     fault->head_size = head_size;
     fault->kv_cache_layout = kv_cache_layout;
     return fault->status;
@@ -221,12 +180,12 @@ static int take_sizes(const ca_argument *row, const ca_array *a, ca_fit *fit, ca
             most = MAX_SIZE;
         }
         if (size < least || size > most) {
-            refuse(fault, CA_OUTSIDE, i, size, most);
+            ca_refuse(fault, CA_OUTSIDE, i, size, most);
             fault->least = least;
             return fault->status;
         }
         if (symbol == CA_ROT_DIM && size % 2)
-            return refuse(fault, CA_ODD_ROT_DIM, i, size, -1);
+            return ca_refuse(fault, CA_ODD_ROT_DIM, i, size, -1);
         if (symbol < CA_FREE)
             fit->sizes[symbol] = size;
     }
@@ -275,7 +234,7 @@ static int check_memory(const ca_argument *row, const ca_array *a, const ca_fit 
 }
 
 static int unread(const ca_argument *row, const ca_fit *fit, ca_fault *fault) {
-    return blame(row, fit, refuse(fault, CA_UNREAD, -1, -1, -1), fault);
+    return blame(row, fit, ca_refuse(fault, CA_UNREAD, -1, -1, -1), fault);
 }
 
 /* Is one the very array that the other is? */
@@ -291,7 +250,7 @@ static int check_apart(const ca_table *table, int in_place, const ca_array *a, c
         for (int i = o + 1; i < table->num_arrays; i++)
             if (at[o].first < at[i].end && at[i].first < at[o].end &&
                 !(in_place == o && i == o + 1 && is_same(&a[o], &a[i])) && ca_meet(&a[o], at[o], &a[i], at[i])) {
-                refuse(fault, CA_SHARES_MEMORY, -1, i, -1);
+                ca_refuse(fault, CA_SHARES_MEMORY, -1, i, -1);
                 fault->argument = o;
                 return CA_SHARES_MEMORY;
             }
@@ -308,7 +267,7 @@ int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, co
         ca_array *x = &a[row->index];
         const uintptr_t object = objects ? ((const uintptr_t *)objects)[row->index] : 0;
         if (row->flags & CACHE && fit->isa < 0 && !find_meaning(fit))
-            return refuse(fault, CA_UNNAMED, -1, fit->dtype, fit->sizes[CA_HEAD_SIZE]);
+            return ca_refuse(fault, CA_UNNAMED, -1, fit->dtype, fit->sizes[CA_HEAD_SIZE]);
         if (!object)
             *x = given[row->index];
         else if (!ca_read_array(object, x))

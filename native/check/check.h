@@ -11,6 +11,18 @@ static inline int ca_fail(ca_fault *fault, int status, int64_t request, int64_t 
     return status;
 }
 
+/* Of an argument. */
+static inline int ca_refuse(ca_fault *fault, int status, int64_t position, int64_t value, int64_t bound) {
+    return ca_fail(fault, status, -1, position, value, bound);
+}
+
+static inline int ca_is_empty(const ca_array *a) {
+    for (int i = 0; i < a->ndim && i < 4; i++)
+        if (!a->shape[i])
+            return 1;
+    return 0;
+}
+
 /* What one call reads of its block table, and of its selection, copied and checked: see ca_call. */
 typedef struct ca_indices {
     int64_t *table_at;

@@ -46,6 +46,28 @@ static int64_t stride_of(const ca_array *a, int axis) {
     return (a->strides[axis] < 0 ? -a->strides[axis] : a->strides[axis]) * a->itemsize;
 }
 
+/* Each axis, from that of the smallest stride on, steps over all that the ones before it reach. Two of the same stride
+ * do not. Of more axes than C knows nobody can tell. */
+int ca_check_written(const ca_array *a, ca_fault *fault) {
+    term terms[4];
+    int64_t extent = a->itemsize;
+    int n = 0, axes = 0, apart = a->ndim <= 4;
+    if (!a->writable)
+        return ca_refuse(fault, CA_READ_ONLY, -1, -1, -1);
+    if (ca_is_empty(a))
+        return CA_OK;
+    for (int i = 0; i < a->ndim && apart; i++)
+        if (a->shape[i] > 1) {
+            n = add_term(terms, n, stride_of(a, i), a->shape[i] - 1);
+            apart = n == ++axes;
+        }
+    while (apart && n--) {
+        apart = terms[n].stride >= extent;
+        extent += terms[n].stride * terms[n].most;
+    }
+    return apart ? CA_OK : ca_refuse(fault, CA_OVERLAPS_ITSELF, -1, -1, -1);
+}
+
 /* The bytes of an array's elements, counted from the lowest. Axes that leave no gap are one run of bytes. */
 static int add_array(term *terms, int n, const ca_array *a) {
     int64_t run = a->itemsize;
