@@ -256,7 +256,7 @@ def gather(
     dtype: of the keys and values that were written, for a quantised cache; else the cache's own.
     kv_cache_dtype: what the cache holds, in case its dtype does not say it (uint8).
     """
-    kinds = [*_check.FLOATS, *dict.fromkeys((name for row in FORMATS.values() for name in row.memory))]
+    kinds = [*_check.FLOATS, *dict.fromkeys(name for row in FORMATS.values() for name in row.memory)]
     first = _check.array("cache", cache, kinds, [(w, None) for w in ("N", "Hkv", "B", "width")])
     value, written = bool(value), dtype_name(first.dtype if dtype is None else dtype)
     head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)

@@ -43,9 +43,9 @@ def quantised(x: NDArray[Any], kv_cache_dtype: str, scale: float) -> NDArray[Any
 
 
 def integers(x: NDArray[Any], kind: str) -> NDArray[np.float64]:
-    """x as a kind of INTEGERS holds it. The scale is the largest magnitude over the largest number in float32, rounded up
-    to bfloat16; x times its reciprocal, in float32, goes to the nearest even integer. NaN where what shares a scale is
-    not finite."""
+    """x as a kind of INTEGERS holds it. The scale is the largest magnitude over the largest number in float32, rounded
+    up to bfloat16; x times its reciprocal, in float32, goes to the nearest even integer. NaN where what shares a scale
+    is not finite."""
     most, shared = INTEGERS[kind]
     step = shared or x.shape[-1]
     out = np.zeros(x.shape)

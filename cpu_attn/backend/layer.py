@@ -163,8 +163,7 @@ class CPUAttentionBackendImpl:
         """Of fp8; a checkpoint may have some that its cache does not use."""
         kvs = _check.kv_dtypes(self.kv_cache_dtype, dtype)
         k_scale, v_scale = (
-            _scale(layer, name) if is_fp8(kv) else 1.0
-            for name, kv in zip(("_k_scale", "_v_scale"), kvs, strict=True)
+            _scale(layer, name) if is_fp8(kv) else 1.0 for name, kv in zip(("_k_scale", "_v_scale"), kvs, strict=True)
         )
         return _check.scales(k_scale, v_scale, kvs)
 

@@ -73,7 +73,8 @@ static inline int64_t ca_scale_elements(int dtype, int64_t head_size) {
 static inline int ca_zero_of(int dtype) { return ca_elements[ca_formats[dtype].element].zero; }
 static inline float ca_largest_of(int dtype) { return ca_elements[ca_formats[dtype].element].largest; }
 
-/* A byte in the upper half of a signed word, or of each word of a vector, as binary16, whatever the lower half holds. */
+/* A byte in the upper half of a signed word, or of each word of a vector, as binary16, whatever the lower half holds.
+ */
 #define CA_HALF(shift, x) ((x) >> (int16_t)(shift) & (int16_t)(-0x8000 | 0x7f00 >> (shift)))
 
 /* A byte, or a nibble, as a number. */

@@ -43,7 +43,8 @@ static inline ca_axes ca_cache_axes(const ca_array *a, int kv_cache_layout, int6
                      a->strides[0], a->strides[h], kv_cache_layout == CA_PACKED ? head_size : a->strides[b]};
 }
 
-/* Narrow caches lie in pairs whatever the dtype: so kernel/kv_formats/integers.h multiplies integers, and halves.h makes two vectors of halves of one of bytes by shifts alone. */
+/* Narrow caches lie in pairs whatever the dtype: so kernel/kv_formats/integers.h multiplies integers, and halves.h
+ * makes two vectors of halves of one of bytes by shifts alone. */
 static inline int ca_layout_of_kind(int layout, int kv_dtype) {
     return ca_is_narrow(kv_dtype) ? CA_LAYOUT_PAIRS : layout;
 }

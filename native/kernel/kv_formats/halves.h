@@ -141,7 +141,7 @@ static void nibbles_to_bytes(const uint8_t *src, int64_t n, uint8_t *dst, const 
 
 /* K or V of n tokens of a group, NaN apart. Could one be NaN? */
 INLINE int halves_of_bytes(int element, int kv, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
-                          const char *ahead) {
+                           const char *ahead) {
     const int64_t words = ca_div_up(head_size, 2) * CA_LANES;
     vh found = {0};
     if (!kv)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Both products over bytes and nibbles as they lie in the cache, by dot products of pairs of 16-bit integers, exact in 32
- * bits (VPDPWSSD of AVX512_VNNI). Parameters: parameters.h, with VL 16; the words are in simd/vocabulary.md.
+ * Both products over bytes and nibbles as they lie in the cache, by dot products of pairs of 16-bit integers, exact in
+ * 32 bits (VPDPWSSD of AVX512_VNNI). Parameters: parameters.h, with VL 16; the words are in simd/vocabulary.md.
  *
  * The other side becomes integers up to 32767: a query by 32 or 64 dimensions that share a unit, weights times the
  * scales of V by rows of a score block; a key whose V is small, by its scale, takes no room from others. Weights are
@@ -247,8 +247,8 @@ INLINE vi words_of_v(int nibbles, const char *v, int64_t at) {
 }
 
 /* The sums over the keys [key, key + 2) of a group; at: its element (key, c). w: their weights. */
-INLINE void pv_of_keys(int nibbles, int each, int quick, int mr, int nv, const int16_t *const *w, const char *v, int64_t at,
-                       vi acc[TALL][NDV]) {
+INLINE void pv_of_keys(int nibbles, int each, int quick, int mr, int nv, const int16_t *const *w, const char *v,
+                       int64_t at, vi acc[TALL][NDV]) {
     const int weights = each ? (nv + 1) / 2 : 1;
     vi x[NDV];
     if (quick)
@@ -294,7 +294,8 @@ INLINE void pv_strip(int nibbles, int each, int quick, int mr, int nv, const wor
             EACH(odd, 2) { /* as v_pack_words leaves the weights of two groups */
                 const int n = i - t.first, lies = n / 2 * 2 * VL + n % 2 * 4 + 2 * key + 2 * odd;
                 const int16_t *p[2] = {(const int16_t *)t.p[0] + lies, (const int16_t *)t.p[1] + lies};
-                pv_of_keys(nibbles, each, quick, mr, nv, p, t.g[i].kv[V].at, (key + 2 * odd) * t.head_size_v + 2 * c, acc);
+                pv_of_keys(nibbles, each, quick, mr, nv, p, t.g[i].kv[V].at, (key + 2 * odd) * t.head_size_v + 2 * c,
+                           acc);
             }
         }
     }
