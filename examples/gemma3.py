@@ -29,29 +29,41 @@ GLOBAL_LAYERS = 6
 LOCAL_BASE = 10_000.0
 
 
-def load_tokenizer(field: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a GGUF file with SentencePiece's BPE: a pair of pieces merges where it makes a piece, and the
-    pair goes first whose piece has the higher score, which is that of the lower id."""
-    pieces, types = field["tokens"], field["token_type"]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    normal = {piece for piece, kind in zip(pieces, types, strict=True) if kind == TokenType.NORMAL}
+class Reader(GGUFReader):
+    """A GGUFReader that slices a plain array: it takes a million slices of a np.memmap, at a third of the speed."""
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        return self._data
+
+    @data.setter
+    def data(self, memory: NDArray[np.uint8]) -> None:
+        self._data = np.asarray(memory)
+
+
+def load_tokenizer(fields: dict[str, Any]) -> Tokenizer:
+    """The tokenizer of a GGUF file that has SentencePiece's BPE: two pieces merge where they make a piece, and those
+    first whose piece scores highest, which is the one of the lowest id. Pieces that the user defined (runs of blanks,
+    HTML) are found before anything merges."""
+    pieces = fields["tokenizer.ggml.tokens"]
+    of_kind: dict[int, list[str]] = {kind: [] for kind in TokenType}
+    for piece, kind in zip(pieces, fields["tokenizer.ggml.token_type"], strict=True):
+        of_kind[kind].append(piece)
+    normal = set(of_kind[TokenType.NORMAL])
     merges = [
         (piece[:i], piece[i:])
-        for piece, kind in zip(pieces, types, strict=True)
-        if kind == TokenType.NORMAL
+        for piece in of_kind[TokenType.NORMAL]
         for i in range(1, len(piece))
         if piece[:i] in normal and piece[i:] in normal
     ]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    for kind, add in (
-        (TokenType.CONTROL, tokenizer.add_special_tokens),
-        (TokenType.USER_DEFINED, tokenizer.add_tokens),
-    ):
-        add([AddedToken(p, normalized=False) for p, k in zip(pieces, types, strict=True) if k == kind])
-    bos = pieces[field["bos_token_id"]]
-    tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, vocab[bos])])
+    tokenizer.add_special_tokens([AddedToken(piece, normalized=False) for piece in of_kind[TokenType.CONTROL]])
+    tokenizer.add_tokens([AddedToken(piece, normalized=True) for piece in of_kind[TokenType.USER_DEFINED]])
+    bos = fields["tokenizer.ggml.bos_token_id"]
+    tokenizer.post_processor = processors.TemplateProcessing(f"{pieces[bos]} $A", special_tokens=[(pieces[bos], bos)])
     return tokenizer
 
 
@@ -94,9 +106,9 @@ class Gemma3:
         self, dtype: str = "float32", kv_cache_dtype: str = "auto", isa: str = "auto", engine: str = "auto"
     ) -> None:
         self.dtype, self.kv_cache_dtype, self.isa, self.engine = dtype, kv_cache_dtype, isa, engine
-        file = GGUFReader(assemble())
+        file = Reader(assemble())
         fields = {name: field.contents() for name, field in file.fields.items()}
-        self.tokenizer = load_tokenizer({k.split(".")[-1]: v for k, v in fields.items() if k.startswith("tokenizer.")})
+        self.tokenizer = load_tokenizer(fields)
         self.eos: int = fields["tokenizer.ggml.eos_token_id"]
         config = {name.removeprefix("gemma3."): value for name, value in fields.items()}
         self.num_layers: int = config["block_count"]
