@@ -33,11 +33,11 @@ class Reader(GGUFReader):
     """A GGUFReader that slices a plain array: it takes a million slices of a np.memmap, at a third of the speed."""
 
     @property
-    def data(self) -> NDArray[np.uint8]:
+    def data(self) -> Any:
         return self._data
 
     @data.setter
-    def data(self, memory: NDArray[np.uint8]) -> None:
+    def data(self, memory: Any) -> None:
         self._data = np.asarray(memory)
 
 
@@ -73,6 +73,11 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     normed: Array = x * scale[:, None]
     normed *= weight
     return normed
+
+
+def dense(x: Array, weight: Array) -> Array:
+    """x @ weight.T. OpenBLAS takes half the time or less the other way round for 2 to 32 rows, which decode has."""
+    return x @ weight.T if len(x) > 32 else np.ascontiguousarray((weight @ x.T).T)
 
 
 def gelu(x: Array) -> Array:
@@ -176,7 +181,7 @@ class Gemma3:
         embedding = self.weights["token_embd"]
         x = embedding[np.asarray(tokens)] * np.float32(sqrt(embedding.shape[1]))
         for layer, (w, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            qkv = rms_norm(x, w["attn_norm"], self.eps) @ w["attn_qkv"].T
+            qkv = dense(rms_norm(x, w["attn_norm"], self.eps), w["attn_qkv"])
             qkv = qkv.reshape(len(x), -1, self.head_size).astype(cache.dtype, copy=False)
             query, key, value = np.split(qkv, np.cumsum([self.num_heads, self.num_kv_heads]), 1)
             rotary_reshape_and_cache(
@@ -191,10 +196,9 @@ class Gemma3:
                 kv_cache_dtype=cache.kv_cache_dtype,
             )
             attended = cache.attend(query, block_table, plans[self.is_global(layer)])
-            attended = attended.reshape(len(x), -1).astype(np.float32, copy=False) @ w["attn_output"].T
+            attended = dense(attended.reshape(len(x), -1).astype(np.float32, copy=False), w["attn_output"])
             x += rms_norm(attended, w["post_attention_norm"], self.eps)
 
-            gate, up = np.split(rms_norm(x, w["ffn_norm"], self.eps) @ w["ffn_gate_up"].T, 2, 1)
-            x += rms_norm((gelu(gate) * up) @ w["ffn_down"].T, w["post_ffw_norm"], self.eps)
-        logits: Array = rms_norm(x[np.asarray(rows)], self.weights["output_norm"], self.eps) @ embedding.T
-        return logits
+            gate, up = np.split(dense(rms_norm(x, w["ffn_norm"], self.eps), w["ffn_gate_up"]), 2, 1)
+            x += rms_norm(dense(gelu(gate) * up, w["ffn_down"]), w["post_ffw_norm"], self.eps)
+        return dense(rms_norm(x[np.asarray(rows)], self.weights["output_norm"], self.eps), embedding)
