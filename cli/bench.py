@@ -24,6 +24,8 @@ import cpu_attn
 from cpu_attn import _threads
 from cpu_attn._check import INT32_MAX, MAX_SIZE, SOFTCAP_MAX, TINY, kv_dtypes
 from cpu_attn._check import kv_cache_layout as check_layout
+from cpu_attn._check import kv_cache_rotation as check_rotation
+from cpu_attn._dtypes import is_scaled
 from cpu_attn.cli import contest, plot, report
 from cpu_attn.cli.info import cpu, onednn
 from cpu_attn.cli.limits import DEFAULT_BYTES, Limit, Limits, best_isa, products
@@ -67,7 +69,7 @@ def chosen(names: Sequence[str], shape: Options, kvs: Collection[str] = ()) -> l
 
 def impossible(w: Workload, kvs: Collection[str] = ()) -> str:
     """Why a workload cannot be, "" if it can. kvs: what such caches are to hold."""
-    integers = sorted({"int8", "int4"}.intersection(kvs))
+    integers = sorted(filter(is_scaled, kvs))
     reasons = {
         f"--num-kv-heads {w.num_kv_heads} does not divide {w.num_heads} heads": w.num_heads % w.num_kv_heads,
         f"--batch, --q-len: {w.num_tokens} query tokens, at most {INT32_MAX}": w.num_tokens > INT32_MAX,
@@ -261,6 +263,7 @@ def _result(row: contest.Contestant, runs: list[float]) -> dict[str, Any]:
         "dtype": step.dtype,
         "kv_cache_dtype": step.kv_cache_dtype,
         "kv_cache_layout": step.kv_cache_layout,
+        "kv_cache_rotation": step.kv_cache_rotation,
         "threads": row.threads,
         "seconds_min": best,
         "seconds_median": statistics.median(runs),
@@ -390,6 +393,13 @@ FILE = click.Path(dir_okay=False, path_type=Path)
     help="Packed by the isa, or rows as others own them; mla has NHD instead of packed.",
 )
 @click.option(
+    "--kv-cache-rotation",
+    multiple=True,
+    default=["none"],
+    show_default=True,
+    help="hadamard, for quantised caches, or none and hadamard as K/V. Repeatable.",
+)
+@click.option(
     "--block-size",
     type=click.IntRange(1, INT32_MAX),
     default=128,
@@ -417,6 +427,7 @@ def bench(
     dtype: tuple[str, ...],
     kv_cache_dtype: tuple[str, ...],
     kv_cache_layout: str,
+    kv_cache_rotation: tuple[str, ...],
     block_size: int,
     threads: tuple[int, ...],
     repeat: int | None,
@@ -448,7 +459,14 @@ def bench(
             check_layout(kv_cache_layout, kv_dtypes(kind, d))
         except ValueError as error:
             raise click.UsageError(f"--kv-cache-dtype {kind}: {error}") from None
+    for kind, rotation in product(kv_cache_dtype, kv_cache_rotation):
+        try:
+            check_rotation(rotation, kind)
+        except ValueError as error:
+            raise click.UsageError(f"--kv-cache-rotation {rotation}: {error}") from None
     workloads = chosen(names, shape, kvs)
+    if set(kv_cache_rotation) != {"none"} and any(w.latent_rank for w in workloads):
+        raise click.UsageError("--kv-cache-rotation: mla has K and V in the same rows, which are not rotated")
     sizes = {w.head_size for w in workloads}
     engines = {(i, d): engines_here(engine, rival, i, d, sizes) for i, d in product(*map(dict.fromkeys, (isa, dtype)))}
     for kind in kv_cache_dtype:
@@ -456,7 +474,10 @@ def bench(
     if plot_to:
         plot.check(plot_to, {w.kind for w in workloads})
     cache = {"block_size": block_size, "kv_cache_layout": kv_cache_layout}
-    caches = [{**cache, "kv_cache_dtype": kind} for kind in dict.fromkeys(kv_cache_dtype)]
+    caches = [
+        {**cache, "kv_cache_dtype": kind, "kv_cache_rotation": rotation}
+        for kind, rotation in product(dict.fromkeys(kv_cache_dtype), dict.fromkeys(kv_cache_rotation))
+    ]
     try:
         found = run(workloads, engines, there_are(threads or [cpu_attn.get_num_threads()]), repeat, caches)
     except MemoryError as error:

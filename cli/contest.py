@@ -125,7 +125,8 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
         return partial(step.plan, engine), plan.workspace_bytes, plan.isa
     if step.workload.kind == "write":
         tokens = (*step.key_value(0), step.cache.key_cache, step.cache.value_cache, step.slots(0))
-        how: Any = {"isa": plan.isa, "kv_cache_dtype": step.kv_cache_dtype, "kv_cache_layout": step.kv_cache_layout}
+        how: Any = {"isa": plan.isa, "kv_cache_dtype": step.kv_cache_dtype}
+        how |= {"kv_cache_layout": step.kv_cache_layout, "kv_cache_rotation": step.kv_cache_rotation}
         if not step.workload.rotary:
             return partial(cpu_attn.reshape_and_cache, *tokens, **how), None, plan.isa
         turns = (np.arange(len(step.query)), step.cos_sin_cache)

@@ -23,6 +23,7 @@ RESULT_FIELDS = (
     "dtype",
     "kv_cache_dtype",
     "kv_cache_layout",
+    "kv_cache_rotation",
     "threads",
     "seconds_min",
     "seconds_median",
@@ -33,7 +34,8 @@ RESULT_FIELDS = (
     "fraction_of_limit",
     "workspace_bytes",
 )
-SAME = ("workload", "engine", "isa", "dtype", "kv_cache_dtype", "kv_cache_layout")  # what makes two results comparable
+# What makes two results comparable.
+SAME = ("workload", "engine", "isa", "dtype", "kv_cache_dtype", "kv_cache_layout", "kv_cache_rotation")
 MACHINE = ("brand", "vendor", "family", "model", "stepping", "cpus", "amx_permission")
 
 
@@ -58,9 +60,10 @@ def seconds(x: float) -> str:
 
 
 def kind(result: dict[str, Any]) -> str:
-    """Its dtype, and what the cache holds where that is something else."""
-    dtype, cache = result["dtype"], result["kv_cache_dtype"]
-    return str(dtype) if cache == "auto" else f"{dtype} {cache}"
+    """Its dtype, and what the cache holds where that is something else, and whether it is rotated."""
+    dtype, cache, rotation = (result[name] for name in ("dtype", "kv_cache_dtype", "kv_cache_rotation"))
+    words = [dtype, *([cache] if cache != "auto" else []), *([rotation] if rotation != "none" else [])]
+    return " ".join(words)
 
 
 def speed(result: dict[str, Any]) -> str:
@@ -120,7 +123,7 @@ def show(report: dict[str, Any]) -> None:
 
 def _together(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Did they run on the same arrays? A rival has no isa of ours."""
-    same = all(a[k] == b[k] for k in ("workload", "dtype", "kv_cache_dtype", "threads"))
+    same = all(a[k] == b[k] for k in ("workload", "dtype", "kv_cache_dtype", "kv_cache_rotation", "threads"))
     return same and b["isa"] in (None, a["isa"])
 
 

@@ -155,6 +155,7 @@ class Step:
     block_size: int = 16
     kv_cache_dtype: str = "auto"
     kv_cache_layout: str = "packed"
+    kv_cache_rotation: str = "none"
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(SEED))
 
     def __post_init__(self) -> None:
@@ -232,6 +233,7 @@ class Step:
             head_size_v=w.head_size_v,
             kv_cache_dtype=self.kv_cache_dtype,
             kv_cache_layout=self.kv_cache_layout,
+            kv_cache_rotation=self.kv_cache_rotation,
         )
         if w.latent_rank:
             cache.value_cache = cache.key_cache[..., : w.latent_rank]
@@ -288,6 +290,7 @@ class Step:
             kv_cache_dtype=self.kv_cache_dtype,
             head_size_v=w.head_size_v,
             kv_cache_layout=self.kv_cache_layout,
+            kv_cache_rotation=self.kv_cache_rotation,
             engine=engine,
             **self.masks,
             block_table=self.block_table if w.cascades else None,
@@ -313,6 +316,7 @@ class Step:
             "s_aux": self.s_aux if w.sinks else None,
             "kv_cache_dtype": self.kv_cache_dtype,
             "kv_cache_layout": self.kv_cache_layout,
+            "kv_cache_rotation": self.kv_cache_rotation,
             "selected_blocks": self.selected_blocks,
             "attn_bias": self.attn_bias,
         }

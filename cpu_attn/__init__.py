@@ -26,6 +26,7 @@ from cpu_attn.backend import (
     make_alibi_bias,
     make_sliding_window_bias,
 )
+from cpu_attn.hadamard import rotate
 from cpu_attn.mla import attention_mla, concat_and_cache_mla
 from cpu_attn.ops import attention_with_kv_cache, merge_states, reshape_and_cache
 from cpu_attn.pages import score_pages, select_pages, update_page_bounds
@@ -63,6 +64,7 @@ __all__ = [
     "merge_states",
     "reshape_and_cache",
     "rotary_reshape_and_cache",
+    "rotate",
     "score_pages",
     "select_pages",
     "set_num_threads",

@@ -4,12 +4,41 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from cpu_attn._native import lib
+
+
+class KVFormat(NamedTuple):
+    """What a narrow cache holds: a row of ca_formats (native/cache/formats.h), as Python asks for it."""
+
+    code: int  # enum ca_dtype
+    memory: tuple[str, ...]  # dtypes that its memory may have, ours first
+    aliases: tuple[str, ...] = ()
+    bits: int = 8  # of an element: bytes are sign and magnitude, nibbles plus `zero`
+    largest: int = 0  # whole number, over scales of its own; 0: it is fp8, over k_scale and v_scale
+    shared: int = 0  # elements of a token that share a scale of its own; 0: all of them
+    zero: int = 0  # what stands for 0
+
+    @property
+    def scaled(self) -> bool:
+        """Has it scales of its own? Then only a packed cache has a place for them."""
+        return self.largest > 0
+
+    def places(self, elements: int) -> int:
+        """Of the memory's dtype."""
+        return elements * self.bits // 8
+
+
+FORMATS = {
+    "fp8_e4m3": KVFormat(lib.CA_E4M3, ("float8_e4m3fn", "uint8"), ("fp8",)),
+    "fp8_e5m2": KVFormat(lib.CA_E5M2, ("float8_e5m2", "uint8")),
+    "int8": KVFormat(lib.CA_I8, ("uint8",), largest=127),
+    "int4": KVFormat(lib.CA_I4, ("uint8",), bits=4, largest=7, shared=32, zero=8),
+}
 
 # Of queries, keys and values: what kernels compute in.
 DTYPE_CODES = {"float32": lib.CA_F32, "float16": lib.CA_F16, "bfloat16": lib.CA_BF16}
@@ -42,7 +71,17 @@ CODES = {
     }.items()
 }
 # What a narrow cache holds, whatever its memory is called.
-CODES |= {"fp8_e4m3": (lib.CA_E4M3, 1), "fp8_e5m2": (lib.CA_E5M2, 1), "int8": (lib.CA_I8, 1), "int4": (lib.CA_I4, 1)}
+CODES |= {name: (kv.code, 1) for name, kv in FORMATS.items()}
+
+
+def is_scaled(kv: str) -> bool:
+    """Has what a cache holds scales of its own?"""
+    return kv in FORMATS and FORMATS[kv].scaled
+
+
+def is_fp8(kv: str) -> bool:
+    """Is it divided by k_scale or v_scale?"""
+    return kv in FORMATS and not FORMATS[kv].scaled
 
 
 def dtype_name(dtype: Any, argument: str = "dtype") -> str:

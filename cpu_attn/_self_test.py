@@ -3,24 +3,26 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import numpy as np
 
 from cpu_attn import _dispatch, reference
-from cpu_attn._dtypes import DTYPES
+from cpu_attn._dtypes import DTYPES, FORMATS
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
 from cpu_attn.plan import get_kv_cache_shape, get_scheduler_metadata
 
 # A prompt, a decode over more than one score block, a chunk.
 QUERY_LENS, SEQ_LENS = (40, 1, 20), (40, 600, 75)
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 64, 16
-# What a cache holds, the largest number in it, and how often it comes: int8 and int4 then have a scale of 1 and lose
+# What a cache holds, the largest number in it, and how often it comes: integers then have a scale of 1 and lose
 # nothing.
-CACHES = (("auto", 127, SIZE), ("int8", 127, SIZE), ("int4", 7, 32))
+CACHES = (("auto", 127, SIZE), *((kv, row.largest, row.shared or SIZE) for kv, row in FORMATS.items() if row.scaled))
 
 
 def fault(isa: str, dtype: str) -> str:
     """What is wrong with the results of this isa for this dtype, "" if nothing is."""
-    for softcap, (kv_cache_dtype, largest, every) in zip((0.0, 5.0, 0.0), CACHES, strict=True):
+    for softcap, (kv_cache_dtype, largest, every) in zip(cycle((0.0, 5.0)), CACHES):
         error = _errors(isa, dtype, kv_cache_dtype, largest, every, softcap)
         if not error <= 1:  # NaN, too
             return f"over a cache of {kv_cache_dtype} its error is {error:.3g} of the budget"

@@ -12,7 +12,7 @@ import numpy as np
 
 from cpu_attn import _check, _dispatch
 from cpu_attn._arrays import described, new_beside, objects
-from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, dtype_name
+from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, FORMATS, dtype_name, is_scaled
 from cpu_attn._native import ffi, lib
 from cpu_attn.plan import SchedulerMetadata
 
@@ -51,6 +51,7 @@ def reshape_and_cache(
     kv_cache_dtype: str = "auto",
     *,
     kv_cache_layout: str = "packed",
+    kv_cache_rotation: str = "none",
 ) -> None:
     """Writes the keys and values of T tokens into their slots, in the layout of ``isa``.
 
@@ -64,6 +65,11 @@ def reshape_and_cache(
     k_scale, v_scale: 1 unless the cache is fp8; positive, normal and finite in float32.
     kv_cache_layout: ``packed``, or rows as they are, but for int8 and int4: ``HND`` [N, Hkv, B, D], ``NHD``
     [N, B, Hkv, D], all strides but the last axis's free, and the same for every isa.
+    kv_cache_rotation: ``hadamard``: each head of K and of V goes through an orthogonal transform first, in float32, so
+    that channels which are larger than the others do not cost the others their digits (:func:`cpu_attn.rotate` says
+    which; docs/quality.md what it brings); ``hadamard/none`` or ``none/hadamard``: K alone or V alone. For quantised
+    caches. Whoever reads the cache says it, too: :func:`attention_with_kv_cache` then transforms the queries and turns
+    the output back. Where one element of a head is not finite, all of that head's are NaN or infinite.
     slot_mapping: int64 [T], block * B + offset; a negative slot is skipped. Of tokens that share a slot one stays,
     whole. Whoever writes with one isa must read with the same.
 
@@ -77,8 +83,9 @@ def reshape_and_cache(
     scales = _check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2])
     names = (_dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kind)
     named = NUMBERS.get(names, -1)
+    rotated = _check.kv_cache_rotation(kv_cache_rotation, kind)
     addresses, given, _alive = objects(_check.WRITE, arrays)
-    known, rest = (thread_state.write, addresses, given, named, -1, -1, -1), (layout, *scales, fault)
+    known, rest = (thread_state.write, addresses, given, named, -1, -1, -1), (layout, rotated, *scales, fault)
     if named < 0 or lib.ca_write(*known, *rest) == lib.CA_UNKNOWN:
         accepted = _check.write(arrays, names[0], kv_cache_dtype, kv_cache_layout)
         first_write(lib.ca_write, thread_state.write, names, accepted, rest)
@@ -116,6 +123,7 @@ def attention_with_kv_cache(
     selected_blocks: Any = None,
     attn_bias: Any = None,
     kv_cache_layout: str = "packed",
+    kv_cache_rotation: str = "none",
 ) -> Any:
     """Attention of every query token over its request's pages, into ``output``, which is returned.
 
@@ -124,6 +132,7 @@ def attention_with_kv_cache(
     same k_scale, v_scale and kv_cache_dtype, which is the plan's.
     kv_cache_layout: the plan's. ``HND`` and ``NHD`` are read where they lie, whoever wrote them: [N, Hkv, B, D] and
     [N, B, Hkv, D], all strides but the last axis's free; value_cache may be a view of key_cache.
+    kv_cache_rotation: the plan's. The queries meet rotated keys as rotated copies, rounded to their dtype.
     query_start_loc int32 [R+1], seq_lens int32 [R], causal, sliding_window, dynamic_causal: as the plan was made for.
     scale: factor of q.k, finite in float32. softcap > 0: logits become softcap * tanh(logit / softcap); 0 is off, else
     it is within 1.18e-38..2.34e38. scale * k_scale over it, or times log2(e), is finite in float32, too.
@@ -145,7 +154,7 @@ def attention_with_kv_cache(
     Maths: softmax(scale * q k^T + bias) v, online in float32 (arXiv:2205.14135); sinks as in GPT-OSS.
     """
     plan = _check.plan("scheduler_metadata", scheduler_metadata)
-    _check.same_call(plan, sliding_window, kv_cache_dtype, kv_cache_layout)
+    _check.same_call(plan, sliding_window, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
     scales = _check.scales(k_scale, v_scale, plan.kv_dtypes)
     step = (query_start_loc, seq_lens, dynamic_causal)
     features = (alibi_slopes, s_aux, selected_blocks, attn_bias)
@@ -248,25 +257,25 @@ def gather(
     kv_cache_dtype: str = "auto",
     kv_cache_layout: str = "packed",
 ) -> np.ndarray[Any, Any]:
-    """The first seq_len tokens of one request out of its pages, plain: [seq_len, Hkv, head_size], as they are stored;
-    ``int8`` and ``int4`` in float32, times their scales, exactly.
+    """The first seq_len tokens of one request out of its pages, plain: [seq_len, Hkv, head_size], as they are stored,
+    rotated where they were; ``int8`` and ``int4`` in float32, times their scales, exactly.
 
     cache [N, Hkv, B, width] as written with ``isa``, or what kv_cache_layout says; block_table int32 [M]; value: a
     value cache, else a key cache.
     dtype: of the keys and values that were written, for a quantised cache; else the cache's own.
     kv_cache_dtype: what the cache holds, in case its dtype does not say it (uint8).
     """
-    kinds = [*_check.FLOATS, *dict.fromkeys(sum(_check.MEMORY.values(), ()))]
+    kinds = [*_check.FLOATS, *dict.fromkeys(name for row in FORMATS.values() for name in row.memory)]
     first = _check.array("cache", cache, kinds, [(w, None) for w in ("N", "Hkv", "B", "width")])
     value, written = bool(value), dtype_name(first.dtype if dtype is None else dtype)
     head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
     resolved, code = _dispatch.resolve_isa(isa, written, head_size), DTYPE_CODES[written]
     if kv_cache_dtype == "auto":  # a float8 array says itself what it holds
-        kv_cache_dtype = next((kv for kv, names in _check.MEMORY.items() if first.dtype in names), "auto")
+        kv_cache_dtype = next((kv for kv, row in FORMATS.items() if first.dtype in row.memory), "auto")
     kv = _check.kv_dtypes(kv_cache_dtype, written)[value]
     if first.dtype not in _check.memory(kv):
         raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} of {written}, this cache holds {first.dtype}")
-    stored = "float32" if kv in ("int8", "int4") else first.dtype
+    stored = "float32" if is_scaled(kv) else first.dtype
     layout = _check.kv_cache_layout(kv_cache_layout, [kv])
     pages = _check.cache("cache", cache, kv, None, None, None, layout)
     _check.cache_width("cache", pages, resolved.index, code, kv, head_size, layout)

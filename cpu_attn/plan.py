@@ -30,6 +30,7 @@ class SchedulerMetadata(_check.Plan):
         "engine",
         "isa",
         "kv_cache_layout",
+        "kv_cache_rotation",
         "kv_dtypes",
         "narrow",
     )
@@ -41,6 +42,7 @@ class SchedulerMetadata(_check.Plan):
     engine: str
     isa: str
     kv_cache_layout: str
+    kv_cache_rotation: str
     kv_dtypes: tuple[str, ...]
     narrow: bool
 
@@ -53,6 +55,7 @@ class SchedulerMetadata(_check.Plan):
         isa: str,
         engine: str,
         kv_cache_layout: str,
+        kv_cache_rotation: str,
         words: tuple[Any, ...],
     ) -> None:
         info, keep = ffi.new("ca_plan_info *"), object.__setattr__
@@ -67,6 +70,7 @@ class SchedulerMetadata(_check.Plan):
         keep(self, "isa", isa)
         keep(self, "engine", engine)
         keep(self, "kv_cache_layout", kv_cache_layout)
+        keep(self, "kv_cache_rotation", kv_cache_rotation)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"SchedulerMetadata is immutable: cannot set {name}")
@@ -132,6 +136,7 @@ def get_scheduler_metadata(
     block_size: int | None = None,
     kv_cache_layout: str = "packed",
     mm_prefix_clamp_sliding_window: bool = False,
+    kv_cache_rotation: str = "none",
 ) -> SchedulerMetadata:
     """Plans the attention of one step over ``num_reqs`` requests, once for all its layers.
 
@@ -161,6 +166,7 @@ def get_scheduler_metadata(
     keys; bits stay the same. A call must then come with a table in which they are the same, too.
     kv_cache_layout: of the caches: ``packed`` by :func:`reshape_and_cache` as the isa likes it, or rows that somebody
     else may own, ``HND`` [N, Hkv, B, D] or ``NHD`` [N, B, Hkv, D] (vLLM's names), which hold no int8 or int4.
+    kv_cache_rotation: of the caches, as :func:`reshape_and_cache` wrote them.
 
     Raises ValueError or TypeError for lengths and sizes out of range, UnavailableError for an isa or engine
     that is not there. Names and order follow vLLM's ``cpu_attn_get_scheduler_metadata``.
@@ -188,6 +194,7 @@ def get_scheduler_metadata(
     shape.num_threads = _threads.get_num_threads()
     layout = _check.kv_cache_layout(kv_cache_layout, kvs)
     shape.kv_cache_layout = _check.LAYOUTS[layout]
+    shape.hadamard = _check.kv_cache_rotation(kv_cache_rotation, "/".join(kvs))
     if block_table is not None or block_size is not None:
         shape.block_size = _check.table_block_size(block_table, block_size)
     found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window)
@@ -199,8 +206,9 @@ def get_scheduler_metadata(
         found_step = _check.step(num_reqs, *step)
         pointer = lib.ca_plan_new(shape, engine_pointer, 0, described(found_step), masks, fault)
     _check.raise_fault(fault)
-    words, pointer = (sliding_window, kv_cache_dtype, kv_cache_layout), ffi.gc(pointer, lib.ca_plan_free)
-    return SchedulerMetadata(pointer, shape, name, kvs, resolved.name, engine, layout, words)
+    words = (sliding_window, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
+    pointer = ffi.gc(pointer, lib.ca_plan_free)
+    return SchedulerMetadata(pointer, shape, name, kvs, resolved.name, engine, layout, kv_cache_rotation, words)
 
 
 def _masks_struct(found: _check.Masks) -> Any:

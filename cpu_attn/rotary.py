@@ -31,14 +31,16 @@ def rotary_reshape_and_cache(
     *,
     query_out: Any = None,
     kv_cache_layout: str = "packed",
+    kv_cache_rotation: str = "none",
 ) -> Any:
     """Norms and rotates the queries and keys of T tokens, and writes keys and values into their slots: vLLM's
     ``fused_qk_norm_rope`` (or ``rotary_embedding``) and ``reshape_and_cache`` in one pass. Returns the queries.
 
     query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv]: float32, float16 or bfloat16, last axis dense. Queries are
     rotated where they lie, or into query_out [T, Hq, D]; keys go rotated into the cache, and stay as they are.
-    key_cache, value_cache, slot_mapping, isa, k_scale, v_scale, kv_cache_dtype, kv_cache_layout: as in
-    :func:`reshape_and_cache`. The query of a token whose slot is negative is rotated all the same.
+    key_cache, value_cache, slot_mapping, isa, k_scale, v_scale, kv_cache_dtype, kv_cache_layout,
+    kv_cache_rotation: as in :func:`reshape_and_cache`; the queries that are returned are not rotated by it. The query
+    of a token whose slot is negative is rotated all the same.
     positions: int64 [T], rows of cos_sin_cache.
     cos_sin_cache: [max_position, rot_dim], float32 or the dtype of query; a row is cos, then sin, of rot_dim / 2
     angles. rot_dim is even and at most D; the dimensions from rot_dim on are not rotated.
@@ -58,7 +60,8 @@ def rotary_reshape_and_cache(
     kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
     scales = _check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2])
     layout = _check.LAYOUTS[_check.kv_cache_layout(kv_cache_layout)]
-    how = (layout, _check.boolean("is_neox", is_neox), _check.number("eps", eps, 0.0), *scales, fault)
+    rotated = _check.kv_cache_rotation(kv_cache_rotation, kind)
+    how = (layout, rotated, _check.boolean("is_neox", is_neox), _check.number("eps", eps, 0.0), *scales, fault)
     names = (_dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kind)
     named = NUMBERS.get(names, -1)
     addresses, given, _alive = objects(_check.ROTARY, arrays)

@@ -83,6 +83,7 @@ typedef struct ca_shape {
     int32_t enable_kv_split;
     int32_t num_threads;
     int32_t kv_cache_layout; /* enum ca_kv_cache_layout */
+    int32_t hadamard;        /* 1 for a rotated cache of K, 2 of V, 3 of both: kernel/cache_write/hadamard.h */
     int32_t block_size;      /* of the block table that the plan was given, 0: none */
 } ca_shape;
 
@@ -233,14 +234,16 @@ int ca_read_array(uintptr_t object, ca_array *out); /* 0: not a NumPy array, or 
 int ca_attend(const ca_plan *plan, ca_known *known, uintptr_t objects, const ca_array *given, int causal, float scale,
               float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault);
 /* named: a number that stands for the names of isa and kv_cache_dtype. isa, k_dtype, v_dtype: what these names mean,
- * said where _check has accepted what is given. A slot < 0 is skipped. */
+ * said where _check has accepted what is given. hadamard: as in ca_shape; of narrow caches alone. A slot < 0 is
+ * skipped.
+ */
 int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype, int v_dtype,
-             int kv_cache_layout, float k_scale, float v_scale, ca_fault *fault);
+             int kv_cache_layout, int hadamard, float k_scale, float v_scale, ca_fault *fault);
 
 /* rotary_reshape_and_cache, in the same way. */
 int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype,
-                    int v_dtype, int kv_cache_layout, int is_neox, float eps, float k_scale, float v_scale,
-                    ca_fault *fault);
+                    int v_dtype, int kv_cache_layout, int hadamard, int is_neox, float eps, float k_scale,
+                    float v_scale, ca_fault *fault);
 
 /* The first T tokens of one request, block table [M], out of the cache to [T, Hkv, D], as they are stored, int8 and
  * int4 as float32 times their scales. Arrays as cpu_attn.ops.gather has accepted them; value: 0 for K, 1 for V; dtype:
@@ -248,6 +251,10 @@ int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, i
 enum ca_gather_arrays { CA_GATHERED, CA_GATHER_CACHE, CA_GATHER_BLOCK_TABLE, CA_GATHER_ARRAYS };
 int ca_gather(const ca_array *arrays, int value, int isa, int dtype, int kv_dtype, int kv_cache_layout,
               ca_fault *fault);
+
+/* +1 or -1 for dimension d % CA_SIGNS of a rotated cache: kernel/cache_write/hadamard.h. */
+enum { CA_SIGNS = 1024 };
+extern float ca_signs[1024];
 
 /* Pages (cpu_attn/pages.py). Arrays in the order of _check.BOUNDS and _check.SCORES, accepted there; what indices hold
  * is checked before a byte is written. */

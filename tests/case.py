@@ -24,12 +24,12 @@ class Case:
     """A call of attention_with_kv_cache in numbers. alibi: the largest slope, 0 for none; sinks: "moderate", "huge"
     (nothing else counts), "absent" (-inf), "mixed" or None; fill: a name from case_fills.FILLS; strided: K and V of a
     block interleaved in one array, tokens, output and lse as parts of wider rows; pieces: calls that write the
-    cache; kv_cache_dtype: other than "auto", with scales (formats.SCALES); rotary: what is done to queries and keys on
-    their way (rotation.py), or None; mm_prefix_range, document_start_loc: of each request, () for none; clamped:
-    mm_prefix_clamp_sliding_window; tree: of each
-    request's query tokens, a name from case_trees.TREES; selected: the share of its request's blocks that
-    a kv head attends, at random, None for all without a selection; shared: for each request the number of an
-    earlier one and how many of its blocks it starts with, which the plan is told; kv_cache_layout: of the caches
+    cache; kv_cache_dtype: other than "auto", with scales (formats.SCALES); kv_cache_rotation: of such caches; rotary:
+    what is done to queries and keys on their way (rotation.py), or None; mm_prefix_range, document_start_loc: of each
+    request, () for none; clamped: mm_prefix_clamp_sliding_window; tree: of each request's query tokens, a name from
+    case_trees.TREES; selected: the share of its request's blocks that a kv head attends, at random, None for all
+    without a selection; shared: for each request the number of an earlier one and how many of its blocks it starts
+    with, which the plan is told; kv_cache_layout: of the caches
     (strided: in plain ones rows are apart, too, and blocks run backwards); latent: V is the first head_size_v columns
     of K; bias: an attn_bias, a name from BIASES, or None."""
 
@@ -52,6 +52,7 @@ class Case:
     pieces: int = 1
     kv_cache_dtype: str = "auto"
     kv_cache_layout: str = "packed"
+    kv_cache_rotation: str = "none"
     latent: bool = False
     dtype: str = "float32"
     seed: int = 0

@@ -35,6 +35,7 @@ from .case_tables import (
     PREFIXES,
     QUANTISED,
     ROTARY,
+    ROTATED,
     SELECTED,
     STEPS,
     TOGETHER,
@@ -103,6 +104,8 @@ def _quick() -> Iterator[Case]:
         yield _case(f"int4-few-{name}", fields, kv_cache_dtype="int4", block_size=32)
     for kind in ("int8/int4", "int4/auto", "auto/int8", "fp8/int8"):
         yield _case(f"{kind.replace('/', '-')}-mixed", MIXED, kv_cache_dtype=kind, head_size=64)
+    for name, fields in ROTATED.items():
+        yield _case(f"rotated-{name}", {"kv_cache_rotation": "hadamard", **fields})
     for name, fields in ROTARY.items():
         yield _case(f"rotary-{name}", fields)
     yield _case("rotary-NHD", ROTARY["everything"], kv_cache_layout="NHD")
@@ -198,6 +201,13 @@ def _default() -> Iterator[Case]:
                 f"{short}-fill-{fill}", MIXED, fill=fill, head_size=64, kv_cache_dtype=kind, sliding_window=window
             )
         yield _case(f"{short}-long-dominant", {**LONG["3000-dominant"], "query_lens": (1, 20)}, kv_cache_dtype=kind)
+    rotated = {"kv_cache_rotation": "hadamard", "kv_cache_dtype": "int8"}
+    for size in HEAD_SIZES:
+        yield _case(f"rotated-head-{size}", CHUNK, head_size=size, **rotated)
+    for name, feature in FEATURES.items():
+        yield _case(f"rotated-{name}", MIXED, **feature, **rotated, num_heads=6, head_size=40)
+    for name, fields in FEW_ROWS.items():
+        yield _case(f"rotated-few-{name}", {"block_size": 32, **fields}, **rotated)
     for size in HEAD_SIZES[1:]:
         for rotary in ("neox-norm", "gptj-partial"):
             yield _case(f"rotary-{rotary}-head-{size}", CHUNK, rotary=rotary, head_size=size)
@@ -285,7 +295,7 @@ def cases(level: str = "default", dtype: str = "float32", seed: int = 0) -> list
 def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     """The cases on which thread counts, splits and batches are varied, bit for bit."""
     wanted = {"mixed-plain", "mixed-everything", "long-3000", "fp8_e4m3-everything", "int4-everything", "int8-3000"}
-    wanted |= {"rotary-everything"}
+    wanted |= {"rotary-everything", "rotated-int4-everything", "rotated-rotary"}
     wanted |= {"masks-documents-everything", "masks-spans-alibi", "masks-tree-everything", "masks-tree-bits-window"}
     wanted |= {"selected-few-of-3000"}
     wanted |= {"cascade-tree", "bias-holes-everything", "bias-few-NHD", "bias-3000"}

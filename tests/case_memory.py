@@ -99,7 +99,7 @@ def write(problem: Problem, isa: str, key_cache: NDArray[Any], value_cache: NDAr
         key, value = (np.append(x, np.full_like(x, np.nan, shape=(more, *x.shape[1:])), axis=0) for x in (key, value))
     k_scale, v_scale = problem.scales
     how: dict[str, Any] = {"isa": isa, "k_scale": k_scale, "v_scale": v_scale, "kv_cache_dtype": case.kv_cache_dtype}
-    how["kv_cache_layout"] = case.kv_cache_layout
+    how |= {"kv_cache_layout": case.kv_cache_layout, "kv_cache_rotation": case.kv_cache_rotation}
 
     def put(which: NDArray[np.int64], k: NDArray[Any], v: NDArray[Any], to: NDArray[np.int64]) -> None:
         tokens = (copy_of(k, case.strided), copy_of(v, case.strided), key_cache, value_cache, to)

@@ -16,7 +16,7 @@ from cpu_attn import reference
 
 from .case import Case, ranges
 from .case_fills import FILLS
-from .formats import SCALES, integers, kinds_of, numpy_dtype, quantised
+from .formats import SCALES, hadamard, integers, kinds_of, numpy_dtype, quantised, rotates
 from .rotation import Rotation, by_oracle, few_digits
 
 
@@ -50,8 +50,11 @@ class Problem:
         k_scale, v_scale = (s if kind.startswith("fp8") else 1.0 for s, kind in zip(SCALES, kinds, strict=True))
         return k_scale, k_scale if self.case.latent else v_scale
 
-    def _stored(self, rows: list[NDArray[Any]], kind: str, scale: float) -> list[NDArray[Any]]:
-        """What the cache holds, times its scale."""
+    def _stored(self, rows: list[NDArray[Any]], kind: str, scale: float, rotated: bool) -> list[NDArray[Any]]:
+        """What the cache holds, times its scale, and turned back where it is rotated."""
+        if rotated:
+            held = self._stored([hadamard(x.astype(np.float32)) for x in rows], kind, scale, False)
+            return [hadamard(x, back=True) for x in held]
         if kind.startswith("int"):
             return [integers(x, kind) for x in rows]
         if not kind.startswith("fp8"):
@@ -79,10 +82,15 @@ class Problem:
         """The float64 oracle's output [T, Hq, Dv] and lse [Hq, T]."""
         query, key = self.rotated
         k_kind, v_kind = kinds_of(self.case.kv_cache_dtype)
+        k_rotated, v_rotated = rotates(self.case.kv_cache_rotation)
+        if k_rotated:
+            with np.errstate(over="ignore"):
+                met = hadamard(query.astype(np.float32)).astype(query.dtype)
+            query = hadamard(met.astype(np.float64), back=True)
         return reference.attention(
             query,
-            self._stored(key, k_kind, self.scales[0]),
-            self._stored(self.value, v_kind, self.scales[1]),
+            self._stored(key, k_kind, self.scales[0], k_rotated),
+            self._stored(self.value, v_kind, self.scales[1], v_rotated),
             self.query_start_loc,
             self.seq_lens,
             self.scale,

@@ -89,6 +89,7 @@ def _attend(
         "lse": lse,
         "selected_blocks": problem.selected_blocks,
         "kv_cache_layout": case.kv_cache_layout,
+        "kv_cache_rotation": case.kv_cache_rotation,
         "attn_bias": None if problem.attn_bias is None else copy_of(problem.attn_bias, case.strided),
     }
     if engine == "onednn-python":
@@ -122,4 +123,5 @@ def plan_of(problem: Problem, isa: str, engine: str, enable_kv_split: bool) -> c
         block_table=problem.block_table if case.shared else None,
         block_size=case.block_size if case.shared else None,
         kv_cache_layout=case.kv_cache_layout,
+        kv_cache_rotation=case.kv_cache_rotation,
     )

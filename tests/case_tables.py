@@ -90,6 +90,21 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "3000": {"query_lens": (1, 4), "seq_lens": (3000, 2049), "head_size": 32, "num_heads": 2, "num_kv_heads": 1},
 }
 
+# With kv_cache_rotation="hadamard" unless said.
+ROTATED: dict[str, dict[str, Any]] = {
+    "int8": {**MIXED, "kv_cache_dtype": "int8", "head_size": 128},
+    "int4-everything": {**QUANTISED["everything"], "kv_cache_dtype": "int4"},
+    "int8-int4-block-5": {**QUANTISED["block-5"], "kv_cache_dtype": "int8/int4", "strided": True},
+    "fp8_e4m3-late-nan": {**QUANTISED["late-nan"], "kv_cache_dtype": "fp8_e4m3"},
+    "fp8_e5m2-HND": {**MIXED, "kv_cache_dtype": "fp8_e5m2", "kv_cache_layout": "HND", "head_size": 40, "strided": True},
+    "keys-3000": {**QUANTISED["3000"], "kv_cache_dtype": "int4/auto", "kv_cache_rotation": "hadamard/none"},
+    "values": {**DECODE, "kv_cache_dtype": "int8", "kv_cache_rotation": "none/hadamard", "pieces": 2},
+    "rotary": {**MIXED, "kv_cache_dtype": "fp8_e4m3", "rotary": "neox", "head_size": 64, "pieces": 2},
+    "rotary-values": {**MIXED, "kv_cache_dtype": "auto/int4", "rotary": "gptj", "kv_cache_rotation": "none/hadamard"},
+    "tiny": {**QUANTISED["tiny"], "kv_cache_dtype": "int4"},
+    "saturated": {**QUANTISED["saturated"], "kv_cache_dtype": "fp8_e5m2"},
+}
+
 # Whole blocks, one register tile of rows: where narrow and plain caches may be unpacked on the way into the products.
 FEW_ROWS: dict[str, dict[str, Any]] = {
     "mha": {"query_lens": (1, 1), "seq_lens": (300, 64), "num_heads": 2, "num_kv_heads": 2, "head_size": 64},

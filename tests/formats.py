@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 DTYPES = ("float32", "float16", "bfloat16")
 # Of quantised caches, exact in float32. K's saturates a few of a thousand normal numbers in e4m3.
 SCALES = (0.00634765625, 0.37109375)
+# Whole numbers with scales of their own: the largest, and how many elements of a row share a scale (None: all).
+INTEGERS = {"int8": (127, None), "int4": (7, 32)}
 _FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
@@ -26,7 +28,7 @@ def kinds_of(kv_cache_dtype: str) -> list[str]:
 
 def memory_dtype(kind: str, dtype: str) -> np.dtype[Any]:
     """Of a cache that holds ``kind``."""
-    if kind.startswith("int"):
+    if kind in INTEGERS:
         return np.dtype(np.uint8)
     return np.dtype(getattr(ml_dtypes, _FP8[kind])) if kind in _FP8 else numpy_dtype(dtype)
 
@@ -41,10 +43,11 @@ def quantised(x: NDArray[Any], kv_cache_dtype: str, scale: float) -> NDArray[Any
 
 
 def integers(x: NDArray[Any], kind: str) -> NDArray[np.float64]:
-    """x as int8 (a scale for each row) or int4 (for each 32 of it) hold it. The scale is the largest magnitude over 127
-    or 7 in float32, rounded up to bfloat16; x times its reciprocal, in float32, goes to the nearest even integer. NaN
-    where a row is not finite."""
-    most, step = (127, x.shape[-1]) if kind == "int8" else (7, 32)
+    """x as a kind of INTEGERS holds it. The scale is the largest magnitude over the largest number in float32, rounded
+    up to bfloat16; x times its reciprocal, in float32, goes to the nearest even integer. NaN where what shares a scale
+    is not finite."""
+    most, shared = INTEGERS[kind]
+    step = shared or x.shape[-1]
     out = np.zeros(x.shape)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         for first in range(0, x.shape[-1], step):
@@ -56,3 +59,41 @@ def integers(x: NDArray[Any], kind: str) -> NDArray[np.float64]:
             whole = np.rint(np.where(safe >= 2.0**-126, part * (np.float32(1) / safe), part / safe))
             out[..., first : first + step] = whole.astype(np.float64) * scale
     return out
+
+
+def rotates(kv_cache_rotation: str) -> list[bool]:
+    """Whether the cache of K, and that of V, is rotated."""
+    return [name == "hadamard" for name in kinds_of(kv_cache_rotation)]
+
+
+def _walsh_hadamard(x: NDArray[Any]) -> NDArray[Any]:
+    """By Sylvester's construction, over a last axis of a power of two; sums in the order that the contract gives."""
+    half = x.shape[-1] // 2
+    if not half:
+        return x
+    a, b = _walsh_hadamard(x[..., :half]), _walsh_hadamard(x[..., half:])
+    return np.concatenate([a + b, a - b], axis=-1)
+
+
+def _signs(n: int) -> NDArray[np.float32]:
+    """The contract's: by the top bit of a hash of the dimension, which repeat after 1024."""
+    signs = []
+    for d in range(n):
+        h = (d % 1024 + 1) * 0x9E3779B1 & 0xFFFFFFFF
+        h = (h ^ h >> 15) * 0x85EBCA77 & 0xFFFFFFFF
+        h = (h ^ h >> 13) * 0xC2B2AE3D & 0xFFFFFFFF
+        signs.append(-1.0 if h >> 31 else 1.0)
+    return np.array(signs, np.float32)
+
+
+def hadamard(x: NDArray[Any], back: bool = False) -> NDArray[Any]:
+    """Each row of x [..., D] rotated as kv_cache_rotation says, or back; in x's dtype, float32 or float64."""
+    n = x.shape[-1]
+    signs, at, parts = _signs(n).astype(x.dtype), 0, []
+    with np.errstate(invalid="ignore", over="ignore"):
+        for size in (1 << i for i in reversed(range(n.bit_length())) if n >> i & 1):
+            part = x[..., at : at + size] * x.dtype.type(1 / np.sqrt(size))
+            parts.append(_walsh_hadamard(part if back else part * signs[at : at + size]))
+            at += size
+        rotated = np.concatenate(parts, axis=-1)
+    return rotated * signs if back else rotated

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cpu_attn import PagedKVCache
 
-from .formats import integers, kinds_of, numpy_dtype, quantised
+from .formats import INTEGERS, integers, kinds_of, numpy_dtype, quantised
 
 NARROW = ["fp8_e4m3", "fp8_e5m2", "int8", "int4", "int8/int4", "fp8/auto", "auto/int4"]
 GOOD: dict[str, Any] = {
@@ -45,7 +45,7 @@ def scales_for(kv_cache_dtype: str, k_scale: float, v_scale: float) -> dict[str,
 
 def held(x: NDArray[Any], kind: str, scale: float) -> NDArray[np.float64]:
     """The numbers that a cache holds of x."""
-    if kind.startswith("int"):
+    if kind in INTEGERS:
         return integers(x, kind) + 0.0  # an integer has no negative zero
     if kind.startswith("fp8"):
         numbers: NDArray[np.float64] = quantised(x, kind, scale).astype(np.float64) * np.float64(np.float32(scale))

@@ -15,6 +15,7 @@ import cpu_attn
 from cpu_attn import reference
 
 from .case import Case
+from .formats import rotates
 
 if TYPE_CHECKING:
     from .case_problem import Problem
@@ -42,10 +43,13 @@ class Rotation:
         weights = rng.uniform(0.5, 2, (2, size)).astype(np.float32) if "norm" in kind else (None, None)
         return cls(table.astype(dtype), "neox" in kind, *weights)
 
-    def apply(self, x: NDArray[Any], positions: NDArray[np.int64], weight: NDArray[np.float32] | None) -> NDArray[Any]:
-        """By the oracle, rounded to the dtype of x."""
+    def apply(
+        self, x: NDArray[Any], positions: NDArray[np.int64], weight: NDArray[np.float32] | None, dtype: Any = None
+    ) -> NDArray[Any]:
+        """By the oracle, rounded to dtype, that of x unless said."""
         with np.errstate(all="ignore"):
-            return reference.rotary(x, positions, self.cos_sin_cache, self.is_neox, weight, EPS).astype(x.dtype)
+            rotated = reference.rotary(x, positions, self.cos_sin_cache, self.is_neox, weight, EPS)
+            return rotated.astype(x.dtype if dtype is None else dtype)
 
 
 def few_digits(keys: list[NDArray[Any]]) -> list[NDArray[Any]]:
@@ -75,7 +79,8 @@ def by_oracle(problem: Problem, rotation: Rotation) -> tuple[NDArray[Any], list[
     query = problem.query.copy()
     asking = rows >= 0
     query[rows[asking]] = rotation.apply(query[rows[asking]], positions[asking], rotation.q_weight)
-    return query, [rotation.apply(k, np.arange(len(k)), rotation.k_weight) for k in problem.key]
+    unrounded = np.float32 if rotates(problem.case.kv_cache_rotation)[0] else None
+    return query, [rotation.apply(k, np.arange(len(k)), rotation.k_weight, unrounded) for k in problem.key]
 
 
 def write_rotated(

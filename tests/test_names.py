@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cpu_attn._dtypes import FORMATS
+
 ROOT = Path(__file__).resolve().parents[1]
 NATIVE = ROOT / "native"
 if not NATIVE.is_dir():
@@ -80,13 +82,16 @@ def test_measurements_that_comments_name() -> None:
 
 
 def test_what_a_kv_dtype_touches() -> None:
-    """CONTRIBUTING's list is that of the files in which one is named."""
+    """CONTRIBUTING's lists are those of the files in which one is named, and a row names it once."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.split("## Add a KV dtype")[1].split("\n## ")[0]
-    listed = re.split(r"All\s+that\s+asks", section)[1]
+    listed = section.split("A test holds these lists")[1]
     native = files_named(listed.split("- Python:")[0])
-    codes = re.compile(r"CA_E4M3|CA_E5M2|CA_I8|CA_I4")
+    rows = (NATIVE / "cache" / "formats.h").read_text(encoding="utf-8")
+    kinds = re.findall(r"X\((CA_\w+), [48], ", rows)
+    assert len(kinds) == len(FORMATS) and all(len(re.findall(rf"\b{kind}\b", rows)) == 1 for kind in kinds)
+    codes = re.compile(rf"\b({'|'.join(kinds)})\b")
     assert native == {str(p.relative_to(NATIVE)) for p in SOURCES if codes.search(p.read_text(encoding="utf-8"))}
-    names = re.compile(r"fp8_e4m3|fp8_e5m2|\"int8\"|\"int4\"|``int8``")
+    names = re.compile("|".join(rf"\"{name}\"|``{name}``" for name in FORMATS))
     python = {p for p in (ROOT / "cpu_attn").rglob("*.py") if names.search(p.read_text(encoding="utf-8"))}
     assert files_named(listed.split("- Python:")[1]) == {str(p.relative_to(ROOT / "cpu_attn")) for p in python}

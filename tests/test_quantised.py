@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""int8 and int4 caches: every rounding, tokens beside one another, and what is refused."""
+"""Caches of integers: every rounding, tokens beside one another, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn.primitives import gather_pages
 
-from .formats import integers, numpy_dtype
+from .formats import INTEGERS, integers, numpy_dtype
 from .kernels import KERNELS, ONE_DTYPE
 
-KINDS = ("int8", "int4")
+KINDS = tuple(INTEGERS)
 
 
 def rows(dtype: str, head_size: int) -> NDArray[Any]:
@@ -71,7 +71,7 @@ def test_k_and_v_apart() -> None:
     cache = cpu_attn.PagedKVCache(2, 16, 2, 64, "float32", kv_cache_dtype="int8/int4")
     cache.update(x, x, np.arange(20))
     assert (cache.key_cache.shape[3], cache.value_cache.shape[3]) == (64 + 2, 32 + 4)
-    for got, kind in zip(cache.gather(np.arange(2, dtype=np.int32), 20), KINDS, strict=True):
+    for got, kind in zip(cache.gather(np.arange(2, dtype=np.int32), 20), ("int8", "int4"), strict=True):
         assert np.array_equal(got.astype(np.float64), integers(x, kind))
 
 

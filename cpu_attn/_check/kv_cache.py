@@ -12,18 +12,13 @@ import numpy as np
 from cpu_attn._arrays import Array
 from cpu_attn._check.arrays import FLOATS, array, disjoint
 from cpu_attn._check.values import TINY, number
-from cpu_attn._dtypes import CODES, dtype_name
+from cpu_attn._dtypes import CODES, FORMATS, dtype_name, is_scaled
 from cpu_attn._native import lib
 
 LAYOUTS = {"packed": lib.CA_PACKED, "HND": lib.CA_HND, "NHD": lib.CA_NHD}  # the last two: vLLM's names
-# What a narrow cache holds: vLLM's names and ours, what they mean, and the dtypes that its memory may have.
-NARROW = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "int8": "int8", "int4": "int4"}
-MEMORY = {
-    "fp8_e4m3": ("float8_e4m3fn", "uint8"),
-    "fp8_e5m2": ("float8_e5m2", "uint8"),
-    "int8": ("uint8",),
-    "int4": ("uint8",),
-}
+ROTATIONS = ("none", "hadamard")
+# Names of what a narrow cache holds, and what they mean.
+NARROW = {name: kv for kv, row in FORMATS.items() for name in (*row.aliases, kv)}
 
 
 @functools.cache  # of the names that there are: it keeps nothing of a call that raises
@@ -39,7 +34,7 @@ def _kv_dtypes(kv_cache_dtype: str, dtype: str) -> tuple[str, ...]:
 
 
 def kv_dtypes(kv_cache_dtype: Any, dtype: Any) -> tuple[str, ...]:
-    """What the caches of K and of V hold: ``dtype``, or a name of MEMORY."""
+    """What the caches of K and of V hold: ``dtype``, or a name of FORMATS."""
     if not isinstance(kv_cache_dtype, str):
         raise TypeError(f"kv_cache_dtype: expected a name, got {type(kv_cache_dtype).__name__}")
     return _kv_dtypes(kv_cache_dtype, dtype if isinstance(dtype, str) else dtype_name(dtype))
@@ -52,14 +47,42 @@ def kv_cache_layout(x: Any, kvs: Sequence[str] = ()) -> str:
     if x not in LAYOUTS:
         raise ValueError(f"kv_cache_layout: {x!r} is none of {', '.join(LAYOUTS)}")
     for kv in kvs:
-        if x != "packed" and kv in ("int8", "int4"):
+        if x != "packed" and is_scaled(kv):
             raise ValueError(f"kv_cache_layout: {x!r} holds no {kv}")
     return x
 
 
+@functools.cache  # as above
+def _rotated(rotation: str, kv_cache_dtype: str) -> int:
+    names, kinds = ((x.split("/") * 2)[:2] for x in (rotation, kv_cache_dtype))
+    if rotation.count("/") > 1 or any(name not in ROTATIONS for name in names):
+        raise ValueError(f"kv_cache_rotation: {rotation!r} is none of {', '.join(ROTATIONS)}, nor two of them as 'K/V'")
+    for name, kind, side in zip(names, kinds, "KV", strict=True):
+        if name != "none" and kind in ("auto", *FLOATS):
+            raise ValueError(
+                f"kv_cache_rotation: {rotation!r} rotates {side}, whose cache holds plain numbers (kv_cache_dtype "
+                f"{kv_cache_dtype!r}); what it helps is quantised caches"
+            )
+    return sum((name != "none") << i for i, name in enumerate(names))
+
+
+def kv_cache_rotation(x: Any, kv_cache_dtype: str) -> int:
+    """1 where K is to be rotated and 2 where V is, as ca_shape.hadamard has them."""
+    if not isinstance(x, str):
+        raise TypeError(f"kv_cache_rotation: expected a name, got {type(x).__name__}")
+    return _rotated(x, kv_cache_dtype)
+
+
+def rotation_where_quantised(rotation: str, kv_cache_dtype: str) -> str:
+    """The same, but ``none`` for what is plain."""
+    kv_cache_rotation(rotation, "int8")
+    names, kinds = ((x.split("/") * 2)[:2] for x in (rotation, kv_cache_dtype))
+    return "/".join("none" if k in ("auto", *FLOATS) else name for name, k in zip(names, kinds, strict=True))
+
+
 def memory(kv: str) -> tuple[str, ...]:
     """The dtypes that an array may have whose memory holds ``kv``."""
-    return MEMORY.get(kv, (kv,))
+    return FORMATS[kv].memory if kv in FORMATS else (kv,)
 
 
 def scales(k_scale: Any, v_scale: Any, kvs: Sequence[str]) -> tuple[float, float]:
@@ -69,8 +92,8 @@ def scales(k_scale: Any, v_scale: Any, kvs: Sequence[str]) -> tuple[float, float
         return k_scale, v_scale
     found = number("k_scale", k_scale), number("v_scale", v_scale)
     for name, x, kv in zip(("k_scale", "v_scale"), found, kvs, strict=True):
-        if kv in ("auto", *FLOATS, "int8", "int4") and x != 1.0:
-            holds = "integers with scales of their own" if kv in MEMORY else "plain numbers"
+        if (kv in ("auto", *FLOATS) or is_scaled(NARROW.get(kv, kv))) and x != 1.0:
+            holds = "integers with scales of their own" if kv in FORMATS else "plain numbers"
             raise ValueError(f"{name}: {x} applies to fp8 caches, this one holds {holds}; expected 1.0")
         if x < TINY:
             raise ValueError(f"{name}: {x} is not a positive, normal float32 >= {TINY}")

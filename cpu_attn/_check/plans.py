@@ -8,7 +8,7 @@ from typing import Any
 from cpu_attn._arrays import Array, described
 from cpu_attn._check.arrays import array
 from cpu_attn._check.faults import new_fault, raise_fault
-from cpu_attn._check.kv_cache import kv_cache_layout, kv_dtypes
+from cpu_attn._check.kv_cache import kv_cache_layout, kv_cache_rotation, kv_dtypes
 from cpu_attn._check.values import integer, window
 from cpu_attn._native import lib
 
@@ -49,9 +49,11 @@ def table_block_size(block_table: Any, block_size: Any) -> int:
     return integer("block_size", block_size, 1)
 
 
-def same_call(plan: Any, sliding_window: Any, kv_cache_dtype: Any, kv_cache_layout: Any) -> None:
+def same_call(
+    plan: Any, sliding_window: Any, kv_cache_dtype: Any, kv_cache_layout: Any, kv_cache_rotation: Any
+) -> None:
     """What the plan was made for. Said in the same words it is not looked at any further: 0.1 us instead of 0.6."""
-    words = (sliding_window, kv_cache_dtype, kv_cache_layout)
+    words = (sliding_window, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
     if type(sliding_window) in (int, tuple) and words == plan._words:
         return
     shape = plan._shape
@@ -60,6 +62,7 @@ def same_call(plan: Any, sliding_window: Any, kv_cache_dtype: Any, kv_cache_layo
         raise ValueError(f"sliding_window: {sliding_window}, scheduler_metadata was made for (left, right) = {planned}")
     same_kv_dtypes(plan, kv_cache_dtype)
     same_kv_cache_layout(plan, kv_cache_layout)
+    same_kv_cache_rotation(plan, kv_cache_rotation)
 
 
 def same_kv_dtypes(plan: Any, kv_cache_dtype: Any) -> None:
@@ -74,6 +77,11 @@ def same_kv_cache_layout(plan: Any, layout: Any) -> None:
     if layout != plan.kv_cache_layout:
         kv_cache_layout(layout)
         raise ValueError(f"kv_cache_layout: {layout!r}, scheduler_metadata was made for {plan.kv_cache_layout!r}")
+
+
+def same_kv_cache_rotation(plan: Any, rotation: Any) -> None:
+    if kv_cache_rotation(rotation, "/".join(plan.kv_dtypes)) != plan._shape.hadamard:
+        raise ValueError(f"kv_cache_rotation: {rotation!r}, scheduler_metadata was made for {plan.kv_cache_rotation!r}")
 
 
 def selected_blocks(x: Any, num_reqs: int, num_kv_heads: int) -> Array | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from cpu_attn import _check
 from cpu_attn._arrays import numpy_view
-from cpu_attn._dtypes import dtype_name
+from cpu_attn._dtypes import dtype_name, is_fp8
 from cpu_attn.backend.attention_metadata import AttentionType, CPUAttentionMetadata, Part, attention_type
 from cpu_attn.backend.paged_attention import Array, PagedAttention
 from cpu_attn.ops import reshape_and_cache, run_attention
@@ -163,8 +163,7 @@ class CPUAttentionBackendImpl:
         """Of fp8; a checkpoint may have some that its cache does not use."""
         kvs = _check.kv_dtypes(self.kv_cache_dtype, dtype)
         k_scale, v_scale = (
-            _scale(layer, name) if kv.startswith("fp8") else 1.0
-            for name, kv in zip(("_k_scale", "_v_scale"), kvs, strict=True)
+            _scale(layer, name) if is_fp8(kv) else 1.0 for name, kv in zip(("_k_scale", "_v_scale"), kvs, strict=True)
         )
         return _check.scales(k_scale, v_scale, kvs)
 
@@ -191,6 +190,7 @@ class CPUAttentionBackendImpl:
             sliding_window=self.sliding_window,
             isa=self.paged_attn_impl.isa,
             kv_cache_dtype="auto" if block_size is None else self.kv_cache_dtype,
+            kv_cache_rotation=self.paged_attn_impl.rotation_of("auto" if block_size is None else self.kv_cache_dtype),
             head_size_v=head_size_v,
             engine=self.paged_attn_impl.engine,
         )

@@ -32,6 +32,7 @@ class PagedKVCache:
     is ``descriptor``, which goes with the memory into files and to other machines.
     kv_cache_layout: ``packed``, or ``HND`` or ``NHD``: plain rows, slower to read, for whoever shares the memory
     (``layout`` then has the same name).
+    kv_cache_rotation: ``hadamard``, for quantised caches, whose quality it saves: see :func:`reshape_and_cache`.
     Raises ValueError or TypeError for what is out of range, UnavailableError for an isa that is not there, MemoryError.
 
     >>> cache = PagedKVCache(64, 16, num_kv_heads=8, head_size=128, dtype="bfloat16")
@@ -54,6 +55,7 @@ class PagedKVCache:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
         kv_cache_layout: str = "packed",
+        kv_cache_rotation: str = "none",
     ) -> None:
         name = dtype_name(dtype)
         head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
@@ -84,6 +86,7 @@ class PagedKVCache:
             k_scale=scales[0],
             v_scale=scales[1],
             isa=resolved.name,
+            kv_cache_rotation=kv_cache_rotation,
         )
         self._hold(descriptor, *(aligned_zeros(x, memory_dtype(kv)) for x, kv in zip(shapes, kvs, strict=True)))
 
@@ -91,6 +94,7 @@ class PagedKVCache:
         d = self.descriptor = descriptor
         self.layout, self.kv_cache_layout, self.isa = d.layout, d.kv_cache_layout, d.isa
         self.dtype, self.kv_cache_dtype = DTYPES[d.dtype], d.kv_cache_dtype
+        self.kv_cache_rotation = d.kv_cache_rotation
         self.num_blocks, self.block_size, self.num_kv_heads = d.num_blocks, d.block_size, d.num_kv_heads
         self.head_size, self.head_size_v, self.k_scale, self.v_scale = d.head_size, d.head_size_v, d.k_scale, d.v_scale
         self.key_cache, self.value_cache = key_cache, value_cache
@@ -159,6 +163,7 @@ class PagedKVCache:
         ops.reshape_and_cache(
             *(key, value, self.key_cache, self.value_cache, slot_mapping, self.isa, *scales),
             kv_cache_layout=self.kv_cache_layout,
+            kv_cache_rotation=self.kv_cache_rotation,
         )
 
     def _same_sizes(self, name: str, x: Any, head_size: int) -> None:
@@ -170,8 +175,8 @@ class PagedKVCache:
 
     def gather(self, block_table: Any, seq_len: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Plain K [seq_len, Hkv, D] and V [seq_len, Hkv, Dv] of one request; block_table: int32 [M], its blocks.
-        As they are stored; ``int8`` and ``int4`` in float32, times their scales. Raises ValueError or TypeError for
-        a seq_len or blocks out of range."""
+        As they are stored (:func:`cpu_attn.rotate` turns rotated ones back); ``int8`` and ``int4`` in float32, times
+        their scales. Raises ValueError or TypeError for a seq_len or blocks out of range."""
         common: Any = {"isa": self.isa, "dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype}
         common["kv_cache_layout"] = self.kv_cache_layout
         return (
@@ -216,6 +221,7 @@ class PagedKVCache:
             block_table=block_table,
             block_size=None if block_table is None else self.block_size,
             kv_cache_layout=self.kv_cache_layout,
+            kv_cache_rotation=self.kv_cache_rotation,
             **options,
         )
 
@@ -238,8 +244,8 @@ class PagedKVCache:
         tensor where query is one.
 
         scale is 1 / sqrt(D) unless said; the rest, and the errors, as in :func:`attention_with_kv_cache`. ValueError
-        for a plan that was made for another dtype, head size, layout or kv_cache_dtype, or for an isa that does not
-        read this layout.
+        for a plan that was made for another dtype, head size, layout, kv_cache_dtype or kv_cache_rotation, or for an
+        isa that does not read this layout.
         """
         if _check.plan("plan", plan).dtype != self.dtype:
             raise ValueError(f"plan: made for {plan.dtype}, this cache takes {self.dtype}")
@@ -248,6 +254,7 @@ class PagedKVCache:
         if packed and plan.isa != self.isa and layout_of(plan._shape.isa, str(self.dtype)) != self.layout:
             raise ValueError(f"plan: made for isa {plan.isa}, which does not read {self.layout}")
         _check.same_kv_dtypes(plan, self.kv_cache_dtype)
+        _check.same_kv_cache_rotation(plan, self.kv_cache_rotation)
         planned, sizes = (plan.head_size, plan.head_size_v), (self.head_size, self.head_size_v)
         if planned != sizes:  # which may have the same width
             raise ValueError(f"plan: made for heads of {planned}, this cache has heads of {sizes} (K, V)")

@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpu_attn import _check
-from cpu_attn._dtypes import DTYPES, dtype_name
+from cpu_attn._dtypes import DTYPES, FORMATS, KVFormat, dtype_name, is_fp8
+from cpu_attn.hadamard import rotate
 from cpu_attn.storage.cache import PagedKVCache
 from cpu_attn.storage.descriptor import CacheDescriptor
 from cpu_attn.storage.files import StoredCache
-from cpu_attn.storage.layout import LANES, WHOLE, Form, groups_of, pack, padded, unpack
+from cpu_attn.storage.layout import LANES, Form, groups_of, pack, padded, unpack
 from cpu_attn.storage.memory import Memory, memory_dtype
 
 CHUNK = 1 << 20  # elements converted at a time
@@ -29,13 +30,15 @@ def convert(
     k_scale: float | None = None,
     v_scale: float | None = None,
     kv_cache_layout: str | None = None,
+    kv_cache_rotation: str | None = None,
 ) -> PagedKVCache:
     """A new cache of the same tokens in the same slots, for another isa, dtype, quantisation or layout.
 
-    cache: one of this machine, or a StoredCache of any. dtype, kv_cache_dtype, k_scale, v_scale, kv_cache_layout: as in
-    :class:`PagedKVCache`; what is not said stays as it is (k_scale and v_scale are 1 where the new cache is not fp8).
-    What is of the same kind and scale keeps its bits, scales of integers included. Else numbers that the new cache can
-    hold are exact, others are rounded once, to nearest even; into a quantised cache they go as
+    cache: one of this machine, or a StoredCache of any. dtype, kv_cache_dtype, k_scale, v_scale, kv_cache_layout,
+    kv_cache_rotation: as in :class:`PagedKVCache`; what is not said stays as it is (k_scale and v_scale are 1 where the
+    new cache is not fp8, and what it holds plain is not rotated).
+    What is of the same kind, scale and rotation keeps its bits, scales of integers included. Else numbers that the
+    new cache can hold are exact, others are rounded once, to nearest even; into a quantised cache they go as
     :func:`reshape_and_cache` would write their float32. Needs memory for the new cache and a few megabytes. Raises
     ValueError or TypeError for what PagedKVCache refuses.
     """
@@ -44,7 +47,9 @@ def convert(
     name = old.dtype if dtype is None else dtype_name(dtype)
     if kv_cache_dtype is None:
         kv_cache_dtype = "/".join("auto" if kv == old.dtype else kv for kv in old.kv_cache_dtype.split("/"))
-    fp8 = [kind.startswith("fp8") for kind in _check.kv_dtypes(kv_cache_dtype, name)]
+    fp8 = [is_fp8(kind) for kind in _check.kv_dtypes(kv_cache_dtype, name)]
+    if kv_cache_rotation is None:
+        kv_cache_rotation = _check.rotation_where_quantised(old.kv_cache_rotation, kv_cache_dtype)
     new = PagedKVCache(
         old.num_blocks,
         old.block_size,
@@ -57,6 +62,7 @@ def convert(
         k_scale=k_scale if k_scale is not None else old.k_scale if fp8[0] else 1.0,
         v_scale=v_scale if v_scale is not None else old.v_scale if fp8[1] else 1.0,
         kv_cache_layout=old.kv_cache_layout if kv_cache_layout is None else kv_cache_layout,
+        kv_cache_rotation=kv_cache_rotation,
     )
     for value, (source, target) in enumerate(
         ((cache.key_cache, new.key_cache), (cache.value_cache, new.value_cache)),
@@ -70,14 +76,19 @@ def _convert_pages(source: Memory, target: Memory, old: CacheDescriptor, new: Ca
     forms = [Form(d.layout, d.stored[value], head_size, value) for d in (old, new)]
     scales = [_scale(d.v_scale if value else d.k_scale) for d in (old, new)]
     source, target = (x.view(memory_dtype(form.kind)) for x, form in zip((source, target), forms, strict=True))
-    as_it_is = (forms[0].kind, scales[0]) == (forms[1].kind, scales[1])
+    rotated = [_check.kv_cache_rotation(d.kv_cache_rotation, d.kv_cache_dtype) >> value & 1 for d in (old, new)]
+    as_it_is = (forms[0].kind, scales[0], rotated[0]) == (forms[1].kind, scales[1], rotated[1])
     step = max(1, CHUNK // (old.num_kv_heads * groups_of(old.block_size) * LANES * head_size))
     with np.errstate(all="ignore"):
         for first in range(0, old.num_blocks, step):
             blocks = slice(first, first + step)
             stored = unpack(source[blocks], forms[0])
             if not as_it_is:
-                stored = _stored(_numbers(*stored, forms[0], scales[0]), new, forms[1], scales[1])
+                numbers = _numbers(*stored, forms[0], scales[0])
+                if rotated[0] != rotated[1]:
+                    turned = rotate(numbers if rotated[0] else numbers.astype(np.float32), back=rotated[0] > 0)
+                    numbers = turned.astype(np.float64)
+                stored = _stored(numbers, new, forms[1], scales[1])
             pack(*stored, forms[1], target[blocks])
 
 
@@ -91,8 +102,14 @@ def _numbers(elements: Memory, scales: Memory, form: Form, scale: float) -> NDAr
     if not form.scales:
         return elements.astype(np.float64) * scale
     each = np.repeat(_widened(scales), form.scale_elements, axis=-1)[..., : form.head_size]
-    numbers: NDArray[np.float64] = WHOLE[form.kind][elements] * each
-    return numbers
+    return _whole_numbers(FORMATS[form.kind])[elements] * each
+
+
+def _whole_numbers(row: KVFormat) -> NDArray[np.float64]:
+    """What integers mean before their scale, by how they are stored."""
+    if row.bits == 4:
+        return np.arange(16.0) - row.zero
+    return np.append(np.arange(128.0), 0 - np.arange(128.0))
 
 
 def _widened(bits: Memory) -> NDArray[np.float32]:
@@ -114,15 +131,15 @@ def _stored(numbers: NDArray[np.float64], to: CacheDescriptor, form: Form, scale
 def _integers(x: NDArray[np.float32], form: Form) -> tuple[Memory, Memory]:
     """As kv_formats/narrow.inc quantises: the largest magnitude over the largest integer, rounded up to bfloat16, is
     the scale; x times its reciprocal, where that is a float, goes to the nearest even integer."""
-    n, heads, size, _ = x.shape
+    (n, heads, size, _), row = x.shape, FORMATS[form.kind]
     x = padded(x, size, form.scales * form.scale_elements).reshape(n, heads, size, form.scales, -1)
     top = np.abs(x).max(axis=-1)
-    up = (top / np.float32(WHOLE[form.kind].max())).view(np.uint32) + np.uint32(0xFFFF) >> 16
+    up = (top / np.float32(row.largest)).view(np.uint32) + np.uint32(0xFFFF) >> 16
     scales = np.where(np.isfinite(top), up, 0x7FC0).astype(np.uint16)
     over = _widened(np.where(scales == 0, 0x3F80, scales))[..., None]
     whole = np.rint(np.where(over >= 2.0**-126, x * (1 / over), x / over))
     whole = np.where(np.isnan(over), 0, whole).reshape(n, heads, size, -1)[..., : form.head_size]
-    stored = whole + 8 if form.kind == "int4" else np.where(whole < 0, 128 - whole, whole)
+    stored = whole + row.zero if row.bits == 4 else np.where(whole < 0, 128 - whole, whole)
     return stored.astype(np.uint8), scales
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from cpu_attn import _check, _dispatch
-from cpu_attn._dtypes import DTYPE_CODES, dtype_name
+from cpu_attn._dtypes import DTYPE_CODES, dtype_name, is_scaled
 from cpu_attn._native import ffi, lib
-from cpu_attn.storage.layout import LANES, PAIRS, PLAIN, WHOLE, Form, groups_of
+from cpu_attn.storage.layout import LANES, PAIRS, PLAIN, Form, groups_of
 
-VERSION = 1
+VERSION = 2  # 1 had no kv_cache_rotation
 LAYOUT_NAMES = {lib.CA_LAYOUT_LANES: "lanes-v2", lib.CA_LAYOUT_PAIRS: "pairs-v1"}
 
 
@@ -45,6 +45,7 @@ class CacheDescriptor:
     k_scale: float
     v_scale: float
     isa: str
+    kv_cache_rotation: str = "none"
 
     def __post_init__(self) -> None:
         if type(self.version) is not int or self.version != VERSION:
@@ -62,7 +63,8 @@ class CacheDescriptor:
             ("k_scale", "v_scale"), _check.scales(self.k_scale, self.v_scale, self.stored), strict=True
         ):
             object.__setattr__(self, name, scale)
-        if self.layout in PLAIN and (kinds := [kind for kind in self.stored if kind in WHOLE]):
+        _check.kv_cache_rotation(self.kv_cache_rotation, self.kv_cache_dtype)
+        if self.layout in PLAIN and (kinds := [kind for kind in self.stored if is_scaled(kind)]):
             raise ValueError(f"layout: {self.layout!r} holds no {kinds[0]}")
 
     @property
@@ -114,6 +116,8 @@ class CacheDescriptor:
             raise ValueError(f"descriptor: no JSON: {error}") from None
         if not isinstance(fields, dict):
             raise ValueError(f"descriptor: expected an object, got {type(fields).__name__}")
+        if fields.get("version") == 1:
+            fields = {**fields, "version": VERSION, "kv_cache_rotation": "none"}
         if fields.get("version", VERSION) != VERSION:  # whose fields may be others
             raise ValueError(f"version: {fields['version']!r}, this library knows {VERSION}")
         known = [field.name for field in dataclasses.fields(cls)]

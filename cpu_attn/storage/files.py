@@ -15,7 +15,7 @@ from cpu_attn.storage.descriptor import CacheDescriptor
 from cpu_attn.storage.memory import Memory, aligned_zeros, memory_dtype
 
 SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
-SAFETENSORS |= {"float8_e5m2": "F8_E5M2", "int8": "I8", "uint8": "U8"}
+SAFETENSORS |= {"float8_e5m2": "F8_E5M2", "uint8": "U8"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,16 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cpu_attn import _check
+from cpu_attn._dtypes import FORMATS, KVFormat, is_scaled
 from cpu_attn.storage.memory import Memory
 
 # As native/cpu_attn.h describes them: so many neighbours (of d in K, of tokens in V) lie side by side.
 PAIRS = {"lanes-v2": 1, "pairs-v1": 2}
 PLAIN = ("HND", "NHD")  # rows as anybody has them
 LANES = 16  # tokens that lie together: where these divide a block, its width does not depend on its size
-HALVES = 128  # elements of int4 that share 64 bytes
-# What integers mean before their scale, by how they are stored: sign and magnitude, and plus 8.
-WHOLE = {"int8": np.append(np.arange(128.0), 0 - np.arange(128.0)), "int4": np.arange(16.0) - 8}
+HALVES = 128  # nibbles that share 64 bytes
 
 
 class Form(NamedTuple):
@@ -30,9 +28,18 @@ class Form(NamedTuple):
     value: bool
 
     @property
+    def format(self) -> KVFormat | None:
+        """None: elements are those of the kernels."""
+        return FORMATS.get(self.kind)
+
+    @property
+    def nibbles(self) -> bool:
+        return self.format is not None and self.format.bits == 4
+
+    @property
     def pairs(self) -> int:
         """Bytes lie in pairs in every layout."""
-        return PAIRS[self.layout] if self.kind in _check.FLOATS else 2
+        return 2 if self.format else PAIRS[self.layout]
 
     @property
     def axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -44,22 +51,22 @@ class Form(NamedTuple):
     @property
     def elements(self) -> int:
         n = prod(self.axes[0])
-        return -(-n // HALVES) * HALVES if self.kind == "int4" else n
+        return -(-n // HALVES) * HALVES if self.nibbles else n
 
     @property
     def places(self) -> int:
         """Of the memory's dtype."""
-        return self.elements // 2 if self.kind == "int4" else self.elements
+        return self.format.places(self.elements) if self.format else self.elements
 
     @property
     def scale_elements(self) -> int:
         """Of a token, that share a scale."""
-        return 32 if self.kind == "int4" else self.head_size
+        return (self.format.shared if self.format else 0) or self.head_size
 
     @property
     def scales(self) -> int:
         """Of a token."""
-        return -(-self.head_size // self.scale_elements) if self.kind in WHOLE else 0
+        return -(-self.head_size // self.scale_elements) if is_scaled(self.kind) else 0
 
 
 def groups_of(block_size: int) -> int:
@@ -81,7 +88,7 @@ def unpack(memory: Memory, form: Form) -> tuple[Memory, Memory]:
     groups, (axes, order) = groups_of(size), form.axes
     flat, end = memory.reshape(n, heads, -1), groups * form.places
     x = flat[..., :end]
-    if form.kind == "int4":
+    if form.nibbles:
         x = x.reshape(n, heads, -1, 1, HALVES // 2) >> np.array([[0], [4]], np.uint8) & 15
     x = x.reshape(n, heads, groups, -1)[..., : prod(axes)].reshape(n, heads, groups, *axes)
     elements = x.transpose(0, 1, 2, *(i + 3 for i in order)).reshape(n, heads, groups * LANES, -1)
@@ -101,7 +108,7 @@ def pack(elements: Memory, scales: Memory, form: Form, memory: Memory) -> None:
     flat, end = memory.reshape(n, heads, -1), groups * form.places
     x = padded(elements, groups * LANES, prod(axes) // LANES)
     x = x.reshape(n, heads, groups, *(axes[i] for i in order)).transpose(0, 1, 2, *(i + 3 for i in order))
-    if form.kind == "int4":
+    if form.nibbles:
         x = padded(x.reshape(n, heads, groups, -1), groups, form.elements)
         x = x.reshape(n, heads, -1, 2, HALVES // 2)
         x = x[..., 0, :] | x[..., 1, :] << 4

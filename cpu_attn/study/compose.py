@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from cpu_attn.hadamard import rotate
 from cpu_attn.study.masks import Array
 from cpu_attn.study.primitives import gather_pages, matmul, softmax
 from cpu_attn.study.step import Step, checked
@@ -61,6 +62,7 @@ def attention(
     attn_bias: Any = None,
     kv_cache_layout: str = "packed",
     mm_prefix_clamp_sliding_window: bool = False,
+    kv_cache_rotation: str = "none",
 ) -> Any:
     """:func:`cpu_attn.attention_with_kv_cache` without a plan: same arguments, shapes, dtypes, meaning and errors.
 
@@ -87,6 +89,7 @@ def attention(
             "mm_prefix_clamp_sliding_window": mm_prefix_clamp_sliding_window,
         },
         kv_cache_layout,
+        kv_cache_rotation,
     )
     result, result_lse = _every_request(step)
     out.numpy()[...] = result
@@ -133,7 +136,7 @@ def _chunks(step: Step, r: int, sees: Array) -> Iterator[tuple[Array, Array, Arr
     end = min(int(sees[:, 1].max()), step.block_table.shape[1] * block_size)
     seen = np.arange(start // block_size, -(-end // block_size))
     blocks, at_once = seen[step.chosen[r][:, seen].any(axis=0)], max(1, KEYS // block_size)
-    common: Any = {"isa": step.isa, "dtype": step.query.dtype, "kv_cache_layout": step.kv_cache_layout}
+    common: Any = {"isa": step.isa, "dtype": step.dtype, "kv_cache_layout": step.kv_cache_layout}
     for some in (blocks[i : i + at_once] for i in range(0, len(blocks), at_once)):
         keys = (some[:, None] * block_size + np.arange(block_size)).reshape(-1)
         keys, pages = keys[keys < end], step.block_table[r, some]
@@ -141,6 +144,7 @@ def _chunks(step: Step, r: int, sees: Array) -> Iterator[tuple[Array, Array, Arr
         key = gather_pages(step.key_cache, pages, len(keys), head_size=step.query.shape[2], **k_dtype)
         value = gather_pages(step.value_cache, pages, len(keys), head_size=step.head_size_v, value=True, **v_dtype)
         key, value = (x.astype(np.float32) * np.float32(s) for x, s in zip((key, value), step.kv_scales, strict=True))
+        key, value = (rotate(x, back=True) if r else x for x, r in zip((key, value), step.rotated, strict=True))
         for part in (slice(i, i + KEYS) for i in range(int(np.searchsorted(keys, start)), len(keys), KEYS)):
             yield keys[part], key[part], value[part]
 

@@ -11,6 +11,7 @@ import numpy as np
 from cpu_attn import _check
 from cpu_attn._arrays import Array as Memory
 from cpu_attn._dtypes import DTYPES
+from cpu_attn.hadamard import rotate
 from cpu_attn.plan import get_scheduler_metadata
 from cpu_attn.study.masks import Array, Tree, chosen_blocks, visible, with_masks
 
@@ -40,6 +41,8 @@ class Step:
     tree: Tree | None
     chosen: Array
     kv_cache_layout: str
+    dtype: str  # of the queries, as they were given
+    rotated: tuple[bool, bool]  # K, V
 
     @property
     def group(self) -> int:
@@ -71,6 +74,7 @@ def checked(
     attn_bias: Any,
     masks: dict[str, Any],
     kv_cache_layout: str,
+    kv_cache_rotation: str,
 ) -> tuple[Step, Memory, Memory | None]:
     q = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
     kvs = _check.kv_dtypes(kv_cache_dtype, q.dtype)
@@ -96,6 +100,7 @@ def checked(
         engine="reference",
         **masks,
         kv_cache_layout=layout,
+        kv_cache_rotation=kv_cache_rotation,
     )
     if plan.num_tokens != tokens:
         raise ValueError(f"query: axis 0 is {tokens}, expected query_start_loc[-1] = {plan.num_tokens}")
@@ -120,8 +125,13 @@ def checked(
     sinks = _check.small_floats("s_aux", s_aux, _check.FLOATS, num_heads)
     kv_scales = _check.scales(k_scale, v_scale, kvs)
     factor, cap = _check.logit_factors(scale, softcap, kv_scales[0])
+    hadamard = plan._shape.hadamard
+    asked = q.numpy()
+    if hadamard & 1:  # as they meet the keys in the calls
+        with np.errstate(over="ignore", invalid="ignore"):
+            asked = rotate(rotate(asked).astype(asked.dtype), back=True)
     step = Step(
-        query=q.numpy(),
+        query=asked,
         key_cache=_heads_first(kc, kvs[0], layout),
         value_cache=_heads_first(vc, kvs[1], layout),
         kv_dtypes=kvs,
@@ -140,6 +150,8 @@ def checked(
         tree=tree,
         chosen=chosen_blocks(selected, num_reqs, num_kv_heads, table.shape[1]),
         kv_cache_layout="HND" if layout == "NHD" else layout,
+        dtype=q.dtype,
+        rotated=(hadamard & 1 > 0, hadamard & 2 > 0),
     )
     return step, out, log
 

@@ -32,16 +32,17 @@ _SCHEMAS = (
     "ScalarType dtype, Tensor query_start_loc, bool casual, int[1] window_size, str isa_hint, bool enable_kv_split, "
     'Tensor? dynamic_causal, str kv_cache_dtype="auto", *, SymInt? head_size_v=None, str engine="auto", '
     "Tensor? mm_prefix_range=None, Tensor? document_start_loc=None, Tensor? tree_mask=None, Tensor? block_table=None, "
-    'SymInt? block_size=None, str kv_cache_layout="packed", bool mm_prefix_clamp_sliding_window=False) -> Tensor',
+    'SymInt? block_size=None, str kv_cache_layout="packed", bool mm_prefix_clamp_sliding_window=False, '
+    'str kv_cache_rotation="none") -> Tensor',
     "cpu_attn_reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     'Tensor slot_mapping, str isa, float k_scale=1.0, float v_scale=1.0, str kv_cache_dtype="auto", *, '
-    'str kv_cache_layout="packed") -> ()',
+    'str kv_cache_layout="packed", str kv_cache_rotation="none") -> ()',
     "cpu_attention_with_kv_cache(Tensor query, Tensor key_cache, Tensor value_cache, Tensor(a!) output, "
     "Tensor query_start_loc, Tensor seq_lens, float scale, bool causal, Tensor? alibi_slopes, "
     "int[1] sliding_window_size, Tensor block_table, float softcap, Tensor scheduler_metadata, Tensor? s_aux, "
     'Tensor? dynamic_causal, float k_scale=1.0, float v_scale=1.0, str kv_cache_dtype="auto", *, '
     "Tensor(b!)? lse=None, Tensor? selected_blocks=None, Tensor? attn_bias=None, "
-    'str kv_cache_layout="packed") -> ()',
+    'str kv_cache_layout="packed", str kv_cache_rotation="none") -> ()',
 )
 
 # ---- plans as tensors ----
@@ -158,6 +159,7 @@ def _attention(
     selected_blocks: Any = None,
     attn_bias: Any = None,
     kv_cache_layout: str = "packed",
+    kv_cache_rotation: str = "none",
 ) -> None:
     try:
         ops.attention_with_kv_cache(
@@ -183,6 +185,7 @@ def _attention(
             selected_blocks=selected_blocks,
             attn_bias=attn_bias,
             kv_cache_layout=kv_cache_layout,
+            kv_cache_rotation=kv_cache_rotation,
         )
     except (TypeError, ValueError) as e:
         raise _check.renamed(e, _ATTENTION_NAMES) from None

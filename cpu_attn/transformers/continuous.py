@@ -157,12 +157,12 @@ class Prompt:
         sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3], query.dtype
         reach = int(self.old.query_start_loc[-1])
         own_lse = query.new_empty(query.shape[1], query.shape[2], dtype=torch.float32)
-        plan = self.own.plan(*sizes, "HND", "auto")
+        plan = self.own.plan(*sizes, "HND", "auto", "none")
         own = run(plan, query, key, value, self.own.block_table, logits, lse=own_lse)
         if not self.old.seq_lens[0] or not reach:
             return own
         old_lse = torch.empty_like(own_lse[:, :reach])
-        plan = self.old.plan(*sizes, "NHD", "auto")
+        plan = self.old.plan(*sizes, "NHD", "auto", "none")
         without = replace(logits, s_aux=None)  # which is in own
         first = run(plan, query[:, :, :reach], caches[0], caches[1], self.table, without, lse=old_lse)
         own[0, :reach] = merge_states(

@@ -14,7 +14,8 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 
 from cpu_attn import PagedKVCache, _check, ops
-from cpu_attn._dtypes import dtype_name
+from cpu_attn._dtypes import dtype_name, is_scaled
+from cpu_attn.hadamard import rotate
 from cpu_attn.transformers.lazy import Inference, LazyTensor, ReadOnly
 from cpu_attn.transformers.plans import Logits, Requests, autocast, by_token, dense_rows, run
 
@@ -25,7 +26,8 @@ class PagedCache(Cache):  # type: ignore[misc]
     """A cache of packed pages for the decoder that ``config`` describes.
 
     kv_cache_dtype: ``auto`` (the model's), ``fp8_e4m3``, ``fp8_e5m2``, ``int8``, ``int4``, or two of these as ``K/V``;
-    block_size: tokens of a page; k_scale, v_scale: of fp8. Every layer keeps all its tokens, sliding ones too.
+    block_size: tokens of a page; k_scale, v_scale: of fp8; kv_cache_rotation: ``hadamard`` for quantised caches, which
+    hold a model's keys better so (docs/quality.md). Every layer keeps all its tokens, sliding ones too.
     With ``attn_implementation="cpu_attn"`` attention reads the pages; any other gets keys and values gathered anew in
     every step. Raises ValueError for a config with layers other than full, sliding and chunked attention.
 
@@ -39,6 +41,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         block_size: int = 32,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        kv_cache_rotation: str = "none",
     ) -> None:
         config = config.get_text_config(decoder=True)
         layer_types, _ = get_layer_types_and_kwargs(config)
@@ -50,7 +53,9 @@ class PagedCache(Cache):  # type: ignore[misc]
         kvs = _check.kv_dtypes(kv_cache_dtype, dtype_name(config.dtype or "float32"))
         block_size = _check.integer("block_size", block_size, 1)
         k_scale, v_scale = _check.scales(k_scale, v_scale, kvs)
+        _check.kv_cache_rotation(kv_cache_rotation, kv_cache_dtype)
         options = {"kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
+        options["kv_cache_rotation"] = kv_cache_rotation
         super().__init__(layers=[PagedLayer(block_size, **options) for _ in layer_types])
 
     @property
@@ -103,6 +108,7 @@ class Held:
                 kv_cache_dtype=had.kv_cache_dtype,
                 k_scale=had.k_scale,
                 v_scale=had.v_scale,
+                kv_cache_rotation=had.kv_cache_rotation,
             )
             pages.key_cache[: had.num_blocks] = had.key_cache
             pages.value_cache[: had.num_blocks] = had.value_cache
@@ -119,9 +125,8 @@ class Held:
         """Output [B, T, H, Dv] of query [B, H, T, D] over the pages."""
         pages = self.pages
         head_sizes = pages.head_size, pages.head_size_v
-        plan = requests.plan(
-            query.shape[1], pages.num_kv_heads, *head_sizes, self.dtype, "packed", pages.kv_cache_dtype
-        )
+        kind = self.dtype, "packed", pages.kv_cache_dtype, pages.kv_cache_rotation
+        plan = requests.plan(query.shape[1], pages.num_kv_heads, *head_sizes, *kind)
         table, scales = self.table[requests.rows], (pages.k_scale, pages.v_scale)
         return run(plan, query, pages.key_cache, pages.value_cache, table, logits, scales)
 
@@ -130,7 +135,7 @@ class Held:
         """Keys [B, Hkv, S, D] or values [B, Hkv, S, Dv], times their scales: dense, as models view them by heads."""
         pages = self.pages
         memory, head_size = (pages.value_cache, pages.head_size_v) if value else (pages.key_cache, pages.head_size)
-        integers = memory.dtype == np.uint8
+        integers = is_scaled(pages.descriptor.stored[value])
         shape = (len(self.table), pages.num_kv_heads, self.length, head_size)
         states = np.empty(shape, np.float32 if integers else memory.dtype)
         for row, out in zip(self.table, states, strict=True):
@@ -143,7 +148,10 @@ class Held:
             )
         if states.dtype != pages.dtype:  # quantised
             scale = np.float32(pages.v_scale if value else pages.k_scale)
-            states = (states.astype(np.float32) * scale).astype(pages.dtype)
+            states = states.astype(np.float32) * scale
+            if _check.kv_cache_rotation(pages.kv_cache_rotation, pages.kv_cache_dtype) >> value & 1:
+                states = rotate(states, back=True)
+            states = states.astype(pages.dtype)
         return torch.from_numpy(states.view(np.uint8)).view(self.dtype)  # NumPy's bfloat16 is none of torch's
 
 

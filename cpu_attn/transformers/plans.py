@@ -36,10 +36,10 @@ class Requests:
         self.block_table = self.rows.astype(np.int32)[:, None]
 
     def plan(self, num_heads: int, num_kv_heads: int, head_size: int, head_size_v: int, *kind: Any) -> Any:
-        """Made once for all layers of a kind: dtype, kv_cache_layout, kv_cache_dtype."""
+        """Made once for all layers of a kind: dtype, kv_cache_layout, kv_cache_dtype, kv_cache_rotation."""
         key = (num_heads, num_kv_heads, head_size, head_size_v, *kind, get_num_threads())
         if key not in self.plans:
-            dtype, kv_cache_layout, kv_cache_dtype = kind
+            dtype, kv_cache_layout, kv_cache_dtype, kv_cache_rotation = kind
             self.plans[key] = get_scheduler_metadata(
                 *(len(self.rows), num_heads, num_kv_heads, head_size, self.seq_lens, dtype, self.query_start_loc),
                 causal=self.causal,
@@ -49,6 +49,7 @@ class Requests:
                 document_start_loc=self.documents or None,
                 kv_cache_layout=kv_cache_layout,
                 kv_cache_dtype=kv_cache_dtype,
+                kv_cache_rotation=kv_cache_rotation,
                 **self.shared,
             )
         return self.plans[key]

@@ -9,6 +9,7 @@ A page of vLLM's is [Hkv, B, C]. Of each kv head it holds B tokens' keys, then t
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from cpu_attn import (
     get_scheduler_metadata,
     reshape_and_cache,
 )
+from cpu_attn._dtypes import is_fp8, is_scaled
 from cpu_attn.storage import LANES, lined_up
 
 SCRATCH_BLOCK_SIZE = 128  # of an encoder's keys, which no cache holds
@@ -115,7 +117,7 @@ class Metadata:
 
     def plan(self, impl: Impl, layer: Any, dtype: torch.dtype, head_size_v: int, pages: Pages) -> SchedulerMetadata:
         block_size, clamp = pages.key_cache.shape[2], bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
-        key = (*impl.shape, dtype, head_size_v, block_size, pages.kv_cache_dtype, clamp)
+        key = (*impl.shape, dtype, head_size_v, block_size, pages.kv_cache_dtype, pages.kv_cache_rotation, clamp)
         if key not in self.plans:
             num_heads, num_kv_heads, head_size, sliding_window = impl.shape
             self.plans[key] = get_scheduler_metadata(
@@ -130,6 +132,7 @@ class Metadata:
                 sliding_window,
                 dynamic_causal=self.dynamic_causal,
                 kv_cache_dtype=pages.kv_cache_dtype,
+                kv_cache_rotation=pages.kv_cache_rotation,
                 head_size_v=head_size_v,
                 mm_prefix_range=self.mm_prefix_range,
                 mm_prefix_clamp_sliding_window=clamp,
@@ -176,6 +179,7 @@ class Pages:
     value_cache: torch.Tensor
     block_table: Any
     kv_cache_dtype: str
+    kv_cache_rotation: str
 
 
 @dataclass
@@ -190,7 +194,7 @@ class Scratch(Pages):
         size = (num_blocks, SCRATCH_BLOCK_SIZE, key.shape[1])
         shapes = (get_kv_cache_shape(*size, x.shape[2], x.dtype) for x in (key, value))
         key_cache, value_cache = (torch.empty(shape, dtype=key.dtype) for shape in shapes)
-        return cls(key_cache, value_cache, table, "auto", slots)
+        return cls(key_cache, value_cache, table, "auto", "none", slots)
 
 
 class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
@@ -218,6 +222,9 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
         self.alibi_slopes = None if alibi_slopes is None else np.array(alibi_slopes, np.float32)
         self.sliding_window = -1 if sliding_window is None else sliding_window
         self.kv_cache_dtype = kv_cache_dtype
+        self.kv_cache_rotation = _check.rotation_where_quantised(
+            os.environ.get("CPU_ATTN_KV_CACHE_ROTATION") or "none", KV_CACHE_DTYPES[kv_cache_dtype]
+        )
         self.logits_soft_cap = logits_soft_cap or 0.0
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
@@ -243,6 +250,7 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
             "auto",
             *self._scales(layer, pages),
             pages.kv_cache_dtype,
+            kv_cache_rotation=pages.kv_cache_rotation,
         )
 
     def forward(
@@ -292,12 +300,13 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
             k_scale,
             v_scale,
             pages.kv_cache_dtype,
+            kv_cache_rotation=pages.kv_cache_rotation,
         )
         return output
 
     def _scales(self, layer: Any, pages: Pages) -> tuple[float, float]:
         """Of fp8; a checkpoint may have some that its cache does not use."""
-        return (layer._k_scale_float, layer._v_scale_float) if pages.kv_cache_dtype.startswith("fp8") else (1.0, 1.0)
+        return (layer._k_scale_float, layer._v_scale_float) if is_fp8(pages.kv_cache_dtype) else (1.0, 1.0)
 
     def _pages(self, kv_cache: torch.Tensor, dtype: torch.dtype, head_size_v: int, block_table: Any) -> Pages:
         """kv_cache [N, Hkv, B, C] in two; a block of a head is dense."""
@@ -310,13 +319,13 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
                 f"{self.head_size} and {head_size_v} need dense blocks of a multiple of {LANES} tokens times "
                 f"{k_width + v_width}"
             )
-        if kv in ("int8", "int4"):
+        if is_scaled(kv):
             kv_cache = kv_cache.view(torch.uint8)
         first = kv_cache.storage_offset()
         key_cache = kv_cache.as_strided((blocks, heads, size, k_width), (*strides[:2], k_width, 1), first)
         first += size * k_width
         value_cache = kv_cache.as_strided((blocks, heads, size, v_width), (*strides[:2], v_width, 1), first)
-        return Pages(key_cache, value_cache, block_table, kv)
+        return Pages(key_cache, value_cache, block_table, kv, self.kv_cache_rotation)
 
     def _encoded(self, metadata: Metadata, key: torch.Tensor, value: torch.Tensor) -> Scratch:
         if metadata.scratch is None:

@@ -27,12 +27,11 @@ typedef struct cache {
 } cache;
 
 typedef struct write_call {
-    const cache *key_cache, *value_cache;
-    const ca_array *key, *value; /* [T, Hkv, D] */
+    const cache *caches;   /* [2] */
+    const ca_turns *turns; /* [T, Hkv, D] of K and of V, and what is done to them first */
     const int64_t *slots;
     int64_t num_tokens;
     int stream;
-    const ca_rotary *rotary; /* keys and queries are rotated first; or NULL */
 } write_call;
 
 static ca_group_form form_of(const cache *c, int kv) {
@@ -72,7 +71,7 @@ static void write_plain(const cache *c, int kv, char *block, int64_t token, cons
 /* One token of a packed, narrow cache. An odd last d of K is paired with zero where the other could be NaN. */
 static void write_narrow(const cache *c, int kv, char *block, int64_t token, const char *row) {
     uint8_t bytes[c->head_size]; /* at most _check.MAX_SIZE */
-    uint16_t scales[ca_div_up(c->head_size, 32)];
+    uint16_t scales[ca_div_up(c->head_size, CA_SHARED)];
     const ca_group_form f = form_of(c, kv);
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
     narrow_row(c, row, bytes, scales);
@@ -96,7 +95,7 @@ static void write_narrow(const cache *c, int kv, char *block, int64_t token, con
 static void arrange(const cache *c, int kv, uint8_t bytes[CA_LANES][WIDE], uint8_t *to, int stream) {
     const int64_t n = c->head_size;
     if (!kv) {
-        ca_words_kernel(c->isa)->write[K](to, n / 2, 0, CA_LANES, bytes, WIDE / 2, bytes, stream);
+        ca_kernel_for(c->isa, CA_F16)->write[K](to, n / 2, 0, CA_LANES, bytes, WIDE / 2, bytes, stream);
         return;
     }
     for (int t = 0; t < CA_LANES; t += 2)
@@ -110,7 +109,7 @@ static void arrange(const cache *c, int kv, uint8_t bytes[CA_LANES][WIDE], uint8
 static int write_narrow_group(const cache *c, int kv, char *block, int64_t token, const char *rows, int64_t ld,
                               int stream) {
     uint8_t bytes[CA_LANES][WIDE], stage[CA_LANES * WIDE + CA_NIBBLES];
-    uint16_t scales[CA_LANES][WIDE / 32];
+    uint16_t scales[CA_LANES][WIDE / CA_SHARED];
     const ca_group_form f = form_of(c, kv);
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
     if (c->head_size > WIDE || c->head_size % 2)
@@ -130,7 +129,7 @@ static int write_narrow_group(const cache *c, int kv, char *block, int64_t token
     } else {
         arrange(c, kv, bytes, group, stream);
     }
-    put_scales(c, &f, block, token, CA_LANES, scales[0], WIDE / 32);
+    put_scales(c, &f, block, token, CA_LANES, scales[0], WIDE / CA_SHARED);
     return 1;
 }
 
@@ -164,7 +163,7 @@ static int run_length(const write_call *w, int64_t t, int64_t block_size) {
  * the source is read in the order of memory. A slot of a head has one thread, which goes in order of tokens: of those
  * that share a slot the last one stays, whole. */
 static void write_part(const write_call *w, int thread, int head0, int head1, int64_t part, int64_t parts) {
-    int64_t block_size = w->key_cache->block_size;
+    int64_t block_size = w->caches[K].block_size;
     for (int64_t t = 0, n; t < w->num_tokens; t += n) {
         int64_t slot = w->slots[t];
         n = 1;
@@ -173,13 +172,16 @@ static void write_part(const write_call *w, int thread, int head0, int head1, in
         n = run_length(w, t, block_size);
         if (parts > 1 && (slot / block_size + slot % block_size / CA_LANES) % parts != part)
             continue;
-        ca_array rotated;
-        if (w->rotary)
-            rotated = ca_rotate_keys(w->rotary, thread, head0, head1, t, (int)n);
-        for (int h = head0; h < head1; h++)
-            write_run(w->key_cache, 0, w->rotary ? &rotated : w->key, h, slot, w->rotary ? 0 : t, (int)n, w->stream);
-        for (int h = head0; h < head1; h++)
-            write_run(w->value_cache, 1, w->value, h, slot, t, (int)n, w->stream);
+        for (int kv = K; kv <= V; kv++) {
+            const int turned = ca_turns_rows(w->turns, kv);
+            for (int h = head0; h < head1; h++) {
+                ca_array staged;
+                if (turned)
+                    staged = ca_turn_rows(w->turns, kv, thread, h, h == head0, t, (int)n);
+                write_run(&w->caches[kv], kv, turned ? &staged : w->turns->rows[kv], h, slot, turned ? 0 : t, (int)n,
+                          w->stream);
+            }
+        }
     }
     /* Streamed lines become visible to other threads in no order until a locked instruction (Intel SDM 3, 12.3.1). */
     if (w->stream)
@@ -190,23 +192,27 @@ static int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 
 /* The queries of a rotary_reshape_and_cache, then the share of the cache. */
 static void write_share(const write_call *w, int thread, int team) {
-    int heads = w->key_cache->num_kv_heads, groups = gcd(heads, team), parts = team / groups, each = heads / groups;
-    if (w->rotary)
-        ca_rotate_queries(w->rotary, thread, team);
+    int heads = w->turns->num_kv_heads, groups = gcd(heads, team), parts = team / groups, each = heads / groups;
+    if (w->turns->cos_sin)
+        ca_turn_queries(w->turns, thread, team);
     write_part(w, thread, thread / parts * each, (thread / parts + 1) * each, thread % parts, parts);
 }
 
-static int write_all(const cache *kc, const cache *vc, const ca_array *key, const ca_array *value, const int64_t *slots,
-                     int64_t num_tokens, ca_rotary *rotary, ca_fault *fault) {
-    int64_t work = num_tokens * kc->num_kv_heads * (kc->head_size + vc->head_size);
-    int64_t rotations = rotary ? num_tokens * kc->head_size * (rotary->num_heads + kc->num_kv_heads) : 0;
-    int stream = work * ca_dtype_size(kc->kv_dtype) >= STREAM_BYTES;
-    write_call w = {kc, vc, key, value, slots, num_tokens, stream, rotary};
+static int write_all(const cache caches[2], const int64_t *slots, ca_turns *turns, ca_fault *fault) {
+    const int64_t num_tokens = turns->rows[K]->shape[0], heads = caches[K].num_kv_heads;
+    int64_t work = 0, turned = turns->cos_sin ? turns->num_heads * caches[K].head_size : 0;
+    for (int kv = K; kv <= V; kv++) {
+        work += heads * caches[kv].head_size;
+        turned += ca_turns_rows(turns, kv) ? heads * caches[kv].head_size : 0;
+    }
+    int stream = num_tokens * work * ca_dtype_size(caches[K].kv_dtype) >= STREAM_BYTES;
+    write_call w = {caches, turns, slots, num_tokens, stream};
     /* 8 elements a nanosecond: bfloat16 in runs, on a Zen 4 core; token by token it is a tenth of that */
-    int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for((double)(work + 2 * rotations) / 8)));
+    const double cost = (double)(num_tokens * (work + 2 * turned)) / 8;
+    int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for(cost)));
     if (ca_check_stack(team, fault))
         return fault->status;
-    if (rotary && ca_rotary_begin(rotary, (int)ca_max64(1, team)))
+    if (turned && ca_turns_begin(turns, (int)ca_max64(1, team)))
         return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
     if (team <= 1)
         write_share(&w, 0, 1);
@@ -217,16 +223,16 @@ static int write_all(const cache *kc, const cache *vc, const ca_array *key, cons
         for (int i = 0; i < team; i++)
             write_share(&w, i, team);
     }
-    if (rotary)
-        ca_rotary_end(rotary);
+    ca_turns_end(turns);
     return CA_OK;
 }
 
-/* rows: the tokens that come. */
-static cache cache_of(const ca_array *a, const ca_array *rows, int isa, int kv_dtype, int kv_cache_layout,
+/* rows: the tokens that come, float32 where they are rotated. */
+static cache cache_of(const ca_array *a, const ca_array *rows, int rotated, int isa, int kv_dtype, int kv_cache_layout,
                       float scale) {
     const ca_axes axes = ca_cache_axes(a, kv_cache_layout, rows->shape[2]);
-    const ca_kernel *kernel = ca_isa_get(isa)->kernels[rows->dtype];
+    const int dtype = rotated ? CA_F32 : rows->dtype;
+    const ca_kernel *kernel = rotated ? ca_kernel_for(isa, dtype) : ca_isa_get(isa)->kernels[dtype];
     return (cache){
         .data = (void *)a->address,
         .stride_n = axes.stride_n,
@@ -236,7 +242,7 @@ static cache cache_of(const ca_array *a, const ca_array *rows, int isa, int kv_d
         .num_kv_heads = (int32_t)axes.num_kv_heads,
         .block_size = axes.block_size,
         .head_size = (int32_t)rows->shape[2],
-        .dtype = rows->dtype,
+        .dtype = dtype,
         .kv_dtype = kv_dtype,
         .isa = isa,
         .layout = ca_layout_of(kv_cache_layout, kernel->info.layout, kv_dtype),
@@ -245,63 +251,66 @@ static cache cache_of(const ca_array *a, const ca_array *rows, int isa, int kv_d
     };
 }
 
+/* The caches, and the part of turns that every write has. */
+static void begin(const struct ca_accepted *call, const ca_array *caches, const ca_array *key, const ca_array *value,
+                  int kv_cache_layout, int hadamard, float k_scale, float v_scale, cache out[2], ca_turns *turns) {
+    const int isa = (int)call->isa;
+    out[K] = cache_of(&caches[K], key, hadamard & 1 << K, isa, (int)call->k_dtype, kv_cache_layout, k_scale);
+    out[V] = cache_of(&caches[V], value, hadamard & 1 << V, isa, (int)call->v_dtype, kv_cache_layout, v_scale);
+    *turns = (ca_turns){.kernel = ca_isa_get(isa)->kernels[key->dtype],
+                        .rows = {key, value},
+                        .num_kv_heads = out[K].num_kv_heads,
+                        .hadamard = hadamard};
+}
+
 int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype, int v_dtype,
-             int kv_cache_layout, float k_scale, float v_scale, ca_fault *fault) {
+             int kv_cache_layout, int hadamard, float k_scale, float v_scale, ca_fault *fault) {
     const int64_t sizes[CA_SIZES] = {named, kv_cache_layout};
     ca_array a[CA_WRITE_ARRAYS];
     const struct ca_accepted *call =
         ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_WRITE_ARRAYS, CA_TO_VALUE_CACHE + 1);
     if (!call)
         return CA_UNKNOWN;
-    const int here = (int)call->isa, layout = kv_cache_layout;
-    const cache kc = cache_of(&a[CA_TO_KEY_CACHE], &a[CA_KEY], here, (int)call->k_dtype, layout, k_scale);
-    const cache vc = cache_of(&a[CA_TO_VALUE_CACHE], &a[CA_VALUE], here, (int)call->v_dtype, layout, v_scale);
+    cache caches[2];
+    ca_turns turns;
+    begin(call, a, &a[CA_KEY], &a[CA_VALUE], kv_cache_layout, hadamard, k_scale, v_scale, caches, &turns);
     int64_t few[CA_FEW_INDICES];
-    int64_t *slots = ca_take_slots(&a[CA_SLOT_MAPPING], kc.num_blocks * kc.block_size, few, fault);
+    int64_t *slots = ca_take_slots(&a[CA_SLOT_MAPPING], caches[K].num_blocks * caches[K].block_size, few, fault);
     if (!slots)
         return fault->status;
-    write_all(&kc, &vc, &a[CA_KEY], &a[CA_VALUE], slots, a[CA_KEY].shape[0], NULL, fault);
+    write_all(caches, slots, &turns, fault);
     ca_give_back(slots, few);
     return fault->status;
 }
 
 int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype,
-                    int v_dtype, int kv_cache_layout, int is_neox, float eps, float k_scale, float v_scale,
-                    ca_fault *fault) {
+                    int v_dtype, int kv_cache_layout, int hadamard, int is_neox, float eps, float k_scale,
+                    float v_scale, ca_fault *fault) {
     const int64_t sizes[CA_SIZES] = {named, kv_cache_layout};
     ca_array a[CA_ROTARY_ARRAYS];
     const struct ca_accepted *call =
         ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_ROTARY_ARRAYS, CA_ROTARY_QUERY_OUT + 1);
     if (!call)
         return CA_UNKNOWN;
-    const int here = (int)call->isa, layout = kv_cache_layout;
-    const ca_array *keys = &a[CA_ROTARY_KEY], *queries = &a[CA_ROTARY_QUERY], *table = &a[CA_COS_SIN_CACHE];
-    const cache kc = cache_of(&a[CA_ROTARY_KEY_CACHE], keys, here, (int)call->k_dtype, layout, k_scale);
-    const cache vc =
-        cache_of(&a[CA_ROTARY_VALUE_CACHE], &a[CA_ROTARY_VALUE], here, (int)call->v_dtype, layout, v_scale);
-    const int64_t num_tokens = keys->shape[0];
-    ca_rotary rotary = {
-        .kernel = kc.kernel,
-        .query = queries,
-        .query_out = &a[CA_ROTARY_QUERY_OUT],
-        .key = keys,
-        .cos_sin = table,
-        .num_tokens = num_tokens,
-        .head_size = kc.head_size,
-        .rot_dim = table->shape[1],
-        .num_heads = (int32_t)queries->shape[1],
-        .num_kv_heads = kc.num_kv_heads,
-        .is_neox = is_neox,
-        .eps = eps,
-        .weights = &a[CA_Q_WEIGHT],
-    };
+    const ca_array *queries = &a[CA_ROTARY_QUERY], *table = &a[CA_COS_SIN_CACHE];
+    cache caches[2];
+    ca_turns turns;
+    begin(call, a, &a[CA_ROTARY_KEY], &a[CA_ROTARY_VALUE], kv_cache_layout, hadamard, k_scale, v_scale, caches, &turns);
+    turns.query = queries;
+    turns.query_out = &a[CA_ROTARY_QUERY_OUT];
+    turns.cos_sin = table;
+    turns.weights = &a[CA_Q_WEIGHT];
+    turns.num_heads = (int32_t)queries->shape[1];
+    turns.is_neox = is_neox;
+    turns.eps = eps;
     int64_t few[2][CA_FEW_INDICES], *positions = NULL;
-    int64_t *slots = ca_take_slots(&a[CA_ROTARY_SLOT_MAPPING], kc.num_blocks * kc.block_size, few[0], fault);
+    int64_t *slots =
+        ca_take_slots(&a[CA_ROTARY_SLOT_MAPPING], caches[K].num_blocks * caches[K].block_size, few[0], fault);
     if (slots)
         positions = ca_take_positions(&a[CA_POSITIONS], table->shape[0], few[1], fault);
-    rotary.positions = positions;
+    turns.positions = positions;
     if (positions)
-        write_all(&kc, &vc, keys, &a[CA_ROTARY_VALUE], slots, num_tokens, &rotary, fault);
+        write_all(caches, slots, &turns, fault);
     ca_give_back(positions, few[1]);
     ca_give_back(slots, few[0]);
     return fault->status;
@@ -320,7 +329,7 @@ static void copy_apart(char *dst, const char *src, int64_t n, int64_t step, int 
             memcpy(dst + i * 4, src + i * step, 4);
 }
 
-/* int8 and int4 times their scales: exact in float32. */
+/* Integers times their scales: exact in float32. */
 static void gather_scaled(const cache *c, int kv, const char *block, int64_t token, float *dst) {
     for (int64_t d = 0; d < c->head_size; d++)
         dst[d] = ca_scaled_element(c->kv_dtype, c->head_size, kv, block, c->block_size, token, d);
@@ -347,7 +356,7 @@ int ca_gather(const ca_array *a, int kv, int isa, int dtype, int kv_dtype, int k
     const ca_array *out = &a[CA_GATHERED], *table = &a[CA_GATHER_BLOCK_TABLE];
     ca_array written = *out; /* tokens of this shape; out has the dtype that is stored */
     written.dtype = dtype;
-    const cache c = cache_of(&a[CA_GATHER_CACHE], &written, isa, kv_dtype, kv_cache_layout, 1);
+    const cache c = cache_of(&a[CA_GATHER_CACHE], &written, 0, isa, kv_dtype, kv_cache_layout, 1);
     const int64_t num_tokens = out->shape[0];
     const int64_t needed = ca_div_up(num_tokens, c.block_size), cols = table->shape[0];
     int32_t *blocks = malloc(1 + (size_t)ca_min64(needed, cols) * sizeof *blocks);

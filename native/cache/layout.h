@@ -2,7 +2,7 @@
  * Where the elements of a cache lie. */
 #ifndef CPU_ATTN_LAYOUT_H
 #define CPU_ATTN_LAYOUT_H
-#include "cpu_attn.h"
+#include "formats.h"
 
 #define CA_LANES 16 /* tokens of a K group in every layout */
 
@@ -14,32 +14,10 @@ static inline int64_t ca_max64(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t ca_div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t ca_round_up(int64_t a, int64_t b) { return ca_div_up(a, b) * b; }
 
-/* What a ca_dtype is like, in a row for each. */
-static const struct ca_format {
-    int bits;    /* of an element; two of 4 bits lie in a byte, each plus 8 (ca_nibble_byte) */
-    int size;    /* bytes of an element, of two of 4 bits */
-    int largest; /* integer of a dtype with scales of its own, 0: it has none */
-    int shared;  /* elements of a token that share a scale; 0: all of them */
-} ca_formats[CA_CACHE_DTYPES] = {
-    [CA_F32] = {32, 4, 0, 0}, [CA_F16] = {16, 2, 0, 0}, [CA_BF16] = {16, 2, 0, 0}, [CA_E4M3] = {8, 1, 0, 0},
-    [CA_E5M2] = {8, 1, 0, 0}, [CA_I8] = {8, 1, 127, 0}, [CA_I4] = {4, 1, 7, 32}};
-
-static inline int ca_is_narrow(int dtype) { return dtype >= CA_DTYPES; }
-static inline int ca_is_nibbles(int dtype) { return ca_formats[dtype].bits == 4; }
-static inline int ca_is_scaled(int dtype) { return ca_formats[dtype].largest > 0; }
-/* Has each token several scales? */
-static inline int ca_has_scales(int dtype) { return ca_formats[dtype].shared > 0; }
-static inline int ca_dtype_size(int dtype) { return ca_formats[dtype].size; }
-static inline int64_t ca_bytes_of(int dtype, int64_t elements) { return elements * ca_formats[dtype].bits / 8; }
 /* Of an array [T, heads, any]. */
 static inline char *ca_row_of(const ca_array *rows, int64_t t, int64_t head) {
     return (char *)rows->address + (t * rows->strides[0] + head * rows->strides[1]) * rows->itemsize;
 }
-/* Elements of a token that share a scale. */
-static inline int64_t ca_scale_elements(int dtype, int64_t head_size) {
-    return ca_has_scales(dtype) ? ca_formats[dtype].shared : head_size;
-}
-
 /* The one truth about the layouts: where element (token, d) of a block lies. In ROWS head_size is ld. */
 static inline int64_t ca_k_offset(int layout, int64_t token, int64_t d, int64_t head_size) {
     int64_t group = token / CA_LANES, lane = token % CA_LANES;
@@ -65,7 +43,7 @@ static inline ca_axes ca_cache_axes(const ca_array *a, int kv_cache_layout, int6
                      a->strides[0], a->strides[h], kv_cache_layout == CA_PACKED ? head_size : a->strides[b]};
 }
 
-/* Narrow caches lie in pairs whatever the dtype: so kernel/kv_formats/integers.h multiplies int8 and int4, and halves.h
+/* Narrow caches lie in pairs whatever the dtype: so kernel/kv_formats/integers.h multiplies integers, and halves.h
  * makes two vectors of halves of one of bytes by shifts alone. */
 static inline int ca_layout_of_kind(int layout, int kv_dtype) {
     return ca_is_narrow(kv_dtype) ? CA_LAYOUT_PAIRS : layout;
@@ -74,8 +52,8 @@ static inline int ca_layout_of(int kv_cache_layout, int layout, int kv_dtype) {
     return kv_cache_layout == CA_PACKED ? ca_layout_of_kind(layout, kv_dtype) : CA_LAYOUT_ROWS;
 }
 
-/* int4: of 128 elements in the order of the layout, byte b of 64 holds element b in its low half and element 64 + b in
- * the other, each plus 8. int8: a byte is sign and magnitude. */
+/* Nibbles: of 128 elements in the order of the layout, byte b of 64 holds element b in its low half and element 64 + b
+ * in the other. */
 #define CA_NIBBLES 128
 static inline int64_t ca_nibble_byte(int64_t element) { return element / 128 * 64 + element % 64; }
 static inline int ca_nibble_shift(int64_t element) { return element % 128 < 64 ? 0 : 4; }
@@ -105,10 +83,10 @@ static inline const char *ca_block(const void *base, int64_t stride_n, int64_t s
     return (const char *)base + (block * stride_n + kv_head * stride_h) * ca_dtype_size(dtype);
 }
 
-/* Element d of a token of int8 or int4, its scale applied. */
+/* Element d of a token of a dtype with scales, its own applied. */
 float ca_scaled_element(int kv_dtype, int64_t head_size, int kv, const char *block, int64_t block_size, int64_t token,
                         int64_t d);
-/* [128] bytes of e4m3, e5m2 or int8 without their sign, as binary16 or bfloat16; of int4 the 16 values, eight times */
+/* [128] bytes without their sign as binary16 or bfloat16; of nibbles the 16 numbers, eight times */
 const uint16_t *ca_narrow_words(int kv_dtype, int bf16);
 const uint8_t *ca_narrow_bytes(int kv_dtype); /* of bfloat16: [128] low ones, [128] high ones */
 #endif

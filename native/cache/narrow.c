@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Elements of the narrow caches as tables of 16-bit words, for kernels that unpack by permutation. */
-#include "half.h"
 #include "layout.h"
 
 #define KINDS (CA_CACHE_DTYPES - CA_DTYPES)
@@ -8,24 +7,13 @@
 static uint16_t words[KINDS][2][128];
 static uint8_t bytes[KINDS][2][128];
 
-static float value(int kv_dtype, int i) {
-    switch (kv_dtype) {
-    case CA_E4M3:
-        return ca_as_float(ca_from_e4m3((uint8_t)i));
-    case CA_E5M2:
-        return ca_as_float(ca_from_e5m2((uint8_t)i));
-    case CA_I8:
-        return (float)i;
-    default:
-        return (float)(i % 16 - 8);
-    }
-}
-
 __attribute__((constructor)) static void fill(void) {
     for (int kind = 0; kind < KINDS; kind++)
         for (int i = 0; i < 128; i++) {
-            words[kind][0][i] = ca_to_f16(value(CA_DTYPES + kind, i));
-            words[kind][1][i] = ca_to_bf16(value(CA_DTYPES + kind, i));
+            const int dtype = CA_DTYPES + kind;
+            const float x = ca_number(dtype, ca_is_nibbles(dtype) ? i % 16 : i);
+            words[kind][0][i] = ca_to_f16(x);
+            words[kind][1][i] = ca_to_bf16(x);
             bytes[kind][0][i] = words[kind][1][i] & 0xff;
             bytes[kind][1][i] = (uint8_t)(words[kind][1][i] >> 8);
         }
@@ -38,10 +26,10 @@ float ca_scaled_element(int kv_dtype, int64_t head_size, int value, const char *
     const int64_t group = token / CA_LANES, lane = token % CA_LANES, s = d / ca_scale_elements(kv_dtype, head_size);
     const int64_t at = value ? ca_v_offset(layout, lane, d, head_size) : ca_k_offset(layout, lane, d, head_size);
     const uint8_t *data = (const uint8_t *)block + group * f.bytes;
-    int x = ca_is_nibbles(kv_dtype) ? (data[ca_nibble_byte(at)] >> ca_nibble_shift(at) & 15) - 8 : data[at];
+    const int x = ca_is_nibbles(kv_dtype) ? data[ca_nibble_byte(at)] >> ca_nibble_shift(at) & 15 : data[at];
     uint16_t scale;
     memcpy(&scale, block + ca_scales_at(&f, block_size, group) + (s * CA_LANES + lane) * 2, 2);
-    return (float)(x < 128 ? x : 128 - x) * ca_from_bf16(scale);
+    return ca_number(kv_dtype, x) * ca_from_bf16(scale);
 }
 
 const uint16_t *ca_narrow_words(int kv_dtype, int bf16) { return words[kv_dtype - CA_DTYPES][bf16]; }

@@ -47,9 +47,9 @@ static const struct {
 
 /* All written once, when the library loads. What each isa offers on this machine, variants included. */
 static ca_isa_row chosen[NUM_ROWS];
-/* Of each isa, or of the next best one that runs here and has such a kernel: that of float16 (ca_words_kernel), and
- * that of bfloat16 which does not round weights to 8 bits (ca_attention_kernel). */
-static const ca_kernel *words[NUM_ROWS], *exact[NUM_ROWS];
+/* Of each isa, or of the next best one that runs here and has such a kernel: that of a dtype (ca_kernel_for), and that
+ * of bfloat16 which does not round weights to 8 bits (ca_attention_kernel). */
+static const ca_kernel *next[NUM_ROWS][CA_DTYPES], *exact[NUM_ROWS];
 
 __attribute__((constructor)) static void choose(void) {
     for (int i = 0; i < NUM_ROWS; i++)
@@ -65,14 +65,15 @@ __attribute__((constructor)) static void choose(void) {
     for (int i = NUM_ROWS - 1; i >= 0; i--) {
         const ca_kernel *const *own = rows[i].row->kernels;
         const int runs = !rows[i].row->missing(), more = i + 1 < NUM_ROWS;
-        words[i] = runs && own[CA_F16] ? own[CA_F16] : more ? words[i + 1] : NULL;
+        for (int d = 0; d < CA_DTYPES; d++)
+            next[i][d] = runs && own[d] ? own[d] : more ? next[i + 1][d] : NULL;
         exact[i] = runs && own[CA_BF16] && !own[CA_BF16]->rounds_weights ? own[CA_BF16] : more ? exact[i + 1] : NULL;
     }
 }
 
 const ca_isa_row *ca_isa_get(int isa) { return isa >= 0 && isa < NUM_ROWS ? &chosen[isa] : NULL; }
 
-const ca_kernel *ca_words_kernel(int isa) { return words[isa]; }
+const ca_kernel *ca_kernel_for(int isa, int dtype) { return next[isa][dtype]; }
 
 /* Built isas first, so that i is also their index in rows; both parts best first, as build_ffi.py sorts them. */
 int ca_isa(int i, ca_isa_info *out) {

@@ -1,13 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The engine that says what attention is: one score, one weight, one value at a time, in double.
  * It reads the same caches as the kernels, by the layouts' definition in layout.h. */
-#include "cache/half.h"
 #include "kernel/kernel.h"
 #include "plan/keys.h"
 
 static float element(const void *base, int64_t i, int dtype) {
     if (ca_is_narrow(dtype))
-        return ca_from_fp8(dtype, ((const uint8_t *)base)[i]);
+        return ca_number(dtype, ((const uint8_t *)base)[i]);
     if (dtype == CA_F32)
         return ((const float *)base)[i];
     uint16_t h = ((const uint16_t *)base)[i];

@@ -65,6 +65,11 @@ INLINE float v_hsum(vf x) {
     h = _mm_add_ps(h, _mm_movehl_ps(h, h));
     return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h)));
 }
+INLINE vf v_exchange(vf x, int by) {
+    return by == 1   ? _mm256_permute_ps(x, 0xb1)
+           : by == 2 ? _mm256_permute_ps(x, 0x4e)
+                     : _mm256_permute2f128_ps(x, x, 1);
+}
 
 INLINE vf v_load_f32(const float *p) { return _mm256_loadu_ps(p); }
 INLINE vf v_loadn_f32(const float *p, int n) { return _mm256_maskload_ps(p, before(n)); }
@@ -113,36 +118,6 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
 }
 
 /* ---- words of the narrow caches ---- */
-
-typedef __m128i vw;
-
-INLINE vw v_loadn_bytes(const uint8_t *p, int n) {
-    uint64_t bytes = 0;
-    memcpy(&bytes, p, (size_t)n);
-    return _mm_cvtepu8_epi16(_mm_cvtsi64_si128((int64_t)bytes));
-}
-INLINE vw v_half_byte(vw x, int shift) {
-    return _mm_and_si128(_mm_srl_epi16(x, _mm_cvtsi32_si128(shift)), _mm_set1_epi16(15));
-}
-INLINE vf v_number(int kv_dtype, vw x) {
-    vw rest = _mm_and_si128(x, _mm_set1_epi16(0x7f)), sign = _mm_slli_epi16(_mm_xor_si128(x, rest), 8);
-    switch (kv_dtype) {
-    case CA_E4M3: {
-        vw half = _mm_or_si128(sign, _mm_slli_epi16(rest, 7));
-        half = _mm_blendv_epi8(half, _mm_set1_epi16(0x7e00), _mm_cmpeq_epi16(rest, _mm_set1_epi16(0x7f)));
-        return v_mul(_mm256_cvtph_ps(half), v_set1(256));
-    }
-    case CA_E5M2:
-        return _mm256_cvtph_ps(_mm_slli_epi16(x, 8));
-    case CA_I8: /* rest or, by two's complement, -rest */
-        sign = _mm_srai_epi16(sign, 15);
-        x = _mm_sub_epi16(_mm_xor_si128(rest, sign), sign);
-        break;
-    default:
-        x = _mm_sub_epi16(x, _mm_set1_epi16(8));
-    }
-    return _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(x));
-}
 
 typedef __m256i vi;
 INLINE vi v_look_up(const uint8_t *table, vi x) {

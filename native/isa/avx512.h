@@ -51,6 +51,12 @@ INLINE vf v_keep(vf x, int first, int end) {
 }
 INLINE float v_hmax(vf x) { return _mm512_reduce_max_ps(x); }
 INLINE float v_hsum(vf x) { return _mm512_reduce_add_ps(x); }
+INLINE vf v_exchange(vf x, int by) {
+    return by == 1   ? _mm512_permute_ps(x, 0xb1)
+           : by == 2 ? _mm512_permute_ps(x, 0x4e)
+           : by == 4 ? _mm512_shuffle_f32x4(x, x, 0xb1)
+                     : _mm512_shuffle_f32x4(x, x, 0x4e);
+}
 
 INLINE vf v_load_f32(const float *p) { return _mm512_loadu_ps(p); }
 INLINE vf v_loadn_f32(const float *p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
@@ -81,35 +87,6 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
 }
 
 /* ---- words of the narrow caches ---- */
-
-typedef __m256i vw;
-
-INLINE vw v_loadn_bytes(const uint8_t *p, int n) {
-    return _mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(first_lanes(n), p));
-}
-INLINE vw v_half_byte(vw x, int shift) {
-    return _mm256_and_si256(_mm256_srl_epi16(x, _mm_cvtsi32_si128(shift)), _mm256_set1_epi16(15));
-}
-INLINE vf v_number(int kv_dtype, vw x) {
-    vw rest = _mm256_and_si256(x, _mm256_set1_epi16(0x7f)), sign = _mm256_slli_epi16(_mm256_xor_si256(x, rest), 8);
-    switch (kv_dtype) {
-    case CA_E4M3: {
-        vw half = _mm256_or_si256(sign, _mm256_slli_epi16(rest, 7));
-        half = _mm256_mask_blend_epi16(_mm256_cmpeq_epi16_mask(rest, _mm256_set1_epi16(0x7f)), half,
-                                       _mm256_set1_epi16(0x7e00));
-        return v_mul(_mm512_cvtph_ps(half), v_set1(256));
-    }
-    case CA_E5M2:
-        return _mm512_cvtph_ps(_mm256_slli_epi16(x, 8));
-    case CA_I8: /* rest or, by two's complement, -rest */
-        sign = _mm256_srai_epi16(sign, 15);
-        x = _mm256_sub_epi16(_mm256_xor_si256(rest, sign), sign);
-        break;
-    default:
-        x = _mm256_sub_epi16(x, _mm256_set1_epi16(8));
-    }
-    return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(x));
-}
 
 typedef __m512i vi;
 INLINE vi v_look_up(const uint8_t *table, vi x) {

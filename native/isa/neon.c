@@ -53,6 +53,7 @@ INLINE vf v_keep(vf x, int first, int end) {
 }
 INLINE float v_hmax(vf x) { return vmaxvq_f32(x); }
 INLINE float v_hsum(vf x) { return vaddvq_f32(x); }
+INLINE vf v_exchange(vf x, int by) { return by == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2); }
 
 /* There is no masked access: the ends of rows go through the stack. */
 INLINE vf v_load_f32(const float *p) { return vld1q_f32(p); }
@@ -105,34 +106,6 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
 }
 
 /* ---- words of the narrow caches ---- */
-
-typedef uint16x4_t vw;
-
-INLINE vw v_loadn_bytes(const uint8_t *p, int n) {
-    uint8_t bytes[8] = {0};
-    memcpy(bytes, p, (size_t)n);
-    return vget_low_u16(vmovl_u8(vld1_u8(bytes)));
-}
-INLINE vw v_half_byte(vw x, int shift) { return vand_u16(vshl_u16(x, vdup_n_s16((int16_t)-shift)), vdup_n_u16(15)); }
-INLINE vf v_number(int kv_dtype, vw x) {
-    vw rest = vand_u16(x, vdup_n_u16(0x7f)), sign = vshl_n_u16(veor_u16(x, rest), 8);
-    switch (kv_dtype) {
-    case CA_E4M3: {
-        vw half = vorr_u16(sign, vshl_n_u16(rest, 7));
-        half = vbsl_u16(vceq_u16(rest, vdup_n_u16(0x7f)), vdup_n_u16(0x7e00), half);
-        return v_mul(widen_f16(half), v_set1(256));
-    }
-    case CA_E5M2:
-        return widen_f16(vshl_n_u16(x, 8));
-    case CA_I8: /* rest or, by two's complement, -rest */
-        sign = vreinterpret_u16_s16(vshr_n_s16(vreinterpret_s16_u16(sign), 15));
-        x = vsub_u16(veor_u16(rest, sign), sign);
-        break;
-    default:
-        x = vsub_u16(x, vdup_n_u16(8));
-    }
-    return vcvtq_f32_s32(vmovl_s16(vreinterpret_s16_u16(x)));
-}
 
 typedef uint8x16_t vi;
 INLINE vi v_look_up(const uint8_t *table, vi x) { return vqtbl1q_u8(vld1q_u8(table), x); }

@@ -50,6 +50,7 @@ INLINE vf v_less(vf a, vf b, vf yes, vf no) { return a < b ? yes : no; }
 INLINE vf v_keep(vf x, int first, int end) { return first <= 0 && end > 0 ? x : -INFINITY; }
 INLINE float v_hmax(vf x) { return x; }
 INLINE float v_hsum(vf x) { return x; }
+INLINE vf v_exchange(vf x, int by) { return (void)by, x; }
 
 INLINE vf v_load_f32(const float *p) { return *p; }
 INLINE vf v_loadn_f32(const float *p, int n) { return n ? *p : 0; }
@@ -77,25 +78,6 @@ INLINE vf v_oddn_bf16(const uint16_t *p, int n) { return n ? ca_from_bf16(p[1]) 
 INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
     if (n)
         *p = ca_to_bf16(x);
-}
-
-/* ---- words of the narrow caches ---- */
-
-typedef int vw;
-
-INLINE vw v_loadn_bytes(const uint8_t *p, int n) { return n ? *p : 0; }
-INLINE vw v_half_byte(vw x, int shift) { return x >> shift & 15; }
-INLINE vf v_number(int kv_dtype, vw x) {
-    switch (kv_dtype) {
-    case CA_E4M3:
-        return ca_as_float(ca_from_e4m3((uint8_t)x));
-    case CA_E5M2:
-        return ca_as_float(ca_from_e5m2((uint8_t)x));
-    case CA_I8:
-        return (float)(x < 128 ? x : 128 - x);
-    default:
-        return (float)(x - 8);
-    }
 }
 
 /* ---- words of the cache write ---- */

@@ -7,25 +7,44 @@
 
 #define CA_PAGE_ROWS 4 /* query rows that share a page's way through the registers */
 
-/* One call of rotary_reshape_and_cache, as far as it rotates. */
-typedef struct ca_rotary {
-    const ca_kernel *kernel;
-    const ca_array *query, *query_out, *key, *cos_sin;
-    const int64_t *positions;
-    int64_t num_tokens, head_size, rot_dim;
-    int32_t num_heads, num_kv_heads, is_neox;
+/* What is done to one head of one token on its way, in float32, in this order. */
+typedef struct ca_turn {
+    int64_t head_size;
+    const float *weight; /* of the norm; NULL: none */
     float eps;
-    const ca_array *weights;          /* of the norms of Q and K; absent: no norm */
-    const float *q_weight, *k_weight; /* the same as float32, or NULL */
-    char *memory;                     /* thread_bytes for each thread */
-    int64_t thread_bytes;
-} ca_rotary;
+    const float *cos_sin; /* of the rotary embedding: rot_dim / 2 cos, then as many sin; NULL: none */
+    int64_t rot_dim;
+    int32_t is_neox, hadamard; /* hadamard: the rotation of the cache */
+} ca_turn;
 
-int ca_rotary_begin(ca_rotary *rotary, int team); /* allocates what else a team needs; CA_NO_MEMORY */
-void ca_rotary_end(ca_rotary *rotary);
-void ca_rotate_queries(const ca_rotary *rotary, int thread, int team); /* this thread's share */
-/* Keys of n <= 16 tokens from t on: row i of the result is token t + i. */
-ca_array ca_rotate_keys(const ca_rotary *rotary, int thread, int head0, int head1, int64_t t, int n);
+/* What a write does to rows on their way. */
+typedef struct ca_turns {
+    const ca_kernel *kernel;
+    const ca_array *rows[2]; /* key, value */
+    int32_t num_kv_heads;
+    int hadamard; /* ca_shape's */
+    /* rotary_reshape_and_cache alone: */
+    const ca_array *query, *query_out, *cos_sin; /* cos_sin NULL: nothing of it is done */
+    const ca_array *weights;                     /* of the norms of Q and K; absent: no norm */
+    const int64_t *positions;
+    int32_t num_heads, is_neox;
+    float eps;
+    /* by ca_turns_begin: */
+    const float *weight[2]; /* of Q and K as float32, or NULL */
+    char *memory;           /* thread_bytes for each thread */
+    int64_t thread_bytes;
+} ca_turns;
+
+/* Does K, or V, go otherwise into the cache than it comes? */
+static inline int ca_turns_rows(const ca_turns *turns, int kv) {
+    return (kv == K && turns->cos_sin) || turns->hadamard >> kv & 1;
+}
+int ca_turns_begin(ca_turns *turns, int team); /* allocates what a team needs; CA_NO_MEMORY */
+void ca_turns_end(ca_turns *turns);
+void ca_turn_queries(const ca_turns *turns, int thread, int team); /* this thread's share */
+/* K or V of one head of n <= 16 tokens from t on: row i of the result is token t + i. Of float32 where the cache is
+ * rotated: they are rounded once, by the cache's format. first: no other head of these tokens came before. */
+ca_array ca_turn_rows(const ca_turns *turns, int kv, int thread, int head, int first, int64_t t, int n);
 
 /* What an isa file offers for one dtype. */
 struct ca_kernel {
@@ -58,10 +77,8 @@ struct ca_kernel {
     void (*pack)(const void *src, int64_t n, float scale, int kv_dtype, uint8_t *dst);
     /* one token of int8 or int4 likewise, over its own scales */
     void (*quantise)(const void *src, int64_t n, int kv_dtype, uint8_t *dst, uint16_t *scales);
-    /* one head, normed unless weight is NULL, rotated by cos_sin (cos, then sin), to dst, which may be src; x: room for
-     * it as float32 */
-    void (*rotate)(const ca_rotary *rotary, const float *weight, const float *cos_sin, const void *src, float *x,
-                   void *dst);
+    /* one head, to x as float32 and, unless dst is NULL, rounded to dst, which may be src */
+    void (*turn)(const ca_turn *how, const void *src, float *x, void *dst);
     /* scores [M] of one request's pages for one kv head, of the arrays of ca_score_pages; scratch: ca_score_floats */
     void (*score_pages)(const ca_array *arrays, int64_t block_size, int64_t request, int64_t kv_head, float *scratch);
     const int *integers; /* are int8 and int4 caches multiplied as pairs of integers? NULL: no */
@@ -81,8 +98,8 @@ const ca_isa_row *ca_isa_get(int isa);
  * of 24,000 with 32 (1.05 of it). So those of fewer go by FMA. */
 const ca_kernel *ca_attention_kernel(const ca_shape *shape);
 #define CA_FEW_COLUMNS 32
-/* float16's kernel of an isa, or of the next best one that this machine has: to move 16-bit words into lanes. */
-const ca_kernel *ca_words_kernel(int isa);
+/* An isa's kernel for a dtype, or where it has none that of the next best isa that this machine has. */
+const ca_kernel *ca_kernel_for(int isa, int dtype);
 
 static inline int ca_any_narrow(const ca_shape *s) { return ca_is_narrow(s->k_dtype) || ca_is_narrow(s->v_dtype); }
 

@@ -211,6 +211,10 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
     p->state_bytes = ca_max64(ca_state_bytes(p, p->rows), p->heads_together * ca_state_bytes(p, p->few_rows));
     p->scratch_bytes = ca_round_up(p->engine->scratch_bytes(p), 64);
     p->thread_bytes = (2 + (ca_segment_keys(ca_longest(p)) > CA_CHAIN_KEYS)) * p->state_bytes + p->scratch_bytes;
+    if (p->shape.hadamard & 1 << K) { /* rotate_queries: a head as float32, and all of them */
+        p->thread_bytes = ca_max64(p->thread_bytes, ca_round_up(p->shape.head_size * (int64_t)sizeof(float), 64));
+        p->query_bytes = p->num_tokens * p->shape.num_heads * p->shape.head_size * ca_dtype_size(p->shape.dtype);
+    }
     return status;
 }
 
@@ -280,7 +284,7 @@ void ca_plan_describe(const ca_plan *p, ca_plan_info *out) {
         .num_tokens = p->num_tokens,
         .num_tasks = p->num_tasks,
         .num_splits = p->num_merges,
-        .workspace_bytes = p->num_threads * p->thread_bytes + p->partial_bytes,
+        .workspace_bytes = p->num_threads * p->thread_bytes + p->partial_bytes + p->query_bytes,
         .num_threads = p->num_threads,
         .num_shared = p->num_shared,
     };

@@ -12,7 +12,7 @@
 
 typedef struct run {
     const ca_plan *plan;
-    const ca_call *call;
+    const ca_call *given, *call; /* call: as given, but for queries that were rotated */
     char *workspace;
     atomic_llong next_item, next_merge;
     atomic_int failed;
@@ -197,20 +197,53 @@ static ca_call call_of(const ca_array *a, const ca_shape *s, const ca_indices *x
     };
 }
 
+/* Where the queries lie that meet rotated keys, behind all else in the workspace: [T, Hq, D]. */
+static char *rotated_queries(const ca_plan *p, void *workspace) {
+    return (char *)workspace + p->num_threads * p->thread_bytes + p->partial_bytes;
+}
+
+/* One share of `shares` of the queries, once for all tasks that will read them. */
+static void rotate_queries(const run *w, int thread, int share, int shares) {
+    const ca_plan *p = w->plan;
+    const ca_call *c = w->given;
+    const ca_turn how = {.head_size = p->shape.head_size, .hadamard = 1};
+    const int64_t size = ca_dtype_size(p->shape.dtype), heads = p->shape.num_heads, rows = p->num_tokens * heads;
+    float *x = (float *)(w->workspace + thread * p->thread_bytes);
+    char *to = rotated_queries(p, w->workspace);
+    for (int64_t r = rows * share / shares; r < rows * (share + 1) / shares; r++) {
+        const int64_t at = r / heads * c->q_stride_t + r % heads * c->q_stride_h;
+        p->kernel->turn(&how, (const char *)c->query + at * size, x, to + r * how.head_size * size);
+    }
+}
+
 static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_fault *fault) {
-    run w = {.plan = plan, .call = call, .workspace = workspace};
+    const int rotates = plan->shape.hadamard & 1 << K;
+    ca_call rotated = *call;
+    if (rotates) {
+        rotated.query = rotated_queries(plan, workspace);
+        rotated.q_stride_h = plan->shape.head_size;
+        rotated.q_stride_t = plan->shape.num_heads * rotated.q_stride_h;
+    }
+    run w = {.plan = plan, .given = call, .call = &rotated, .workspace = workspace};
     int64_t items = ca_max64(plan->num_tasks, plan->num_merges) * plan->shape.num_kv_heads;
     int team = ca_team((int)ca_min64(ca_min64(plan->num_threads, ca_get_num_threads()), items));
     w.groups = head_groups(plan, team);
     if (ca_check_stack(team, fault))
         return fault->status;
     if (team <= 1) {
+        if (rotates)
+            rotate_queries(&w, 0, 0, 1);
         run_items(&w, &w.next_item, 0, 0);
         run_items(&w, &w.next_merge, 1, 0);
     } else {
 #ifdef _OPENMP
 #pragma omp parallel num_threads(team)
         {
+            if (rotates) {
+#pragma omp for
+                for (int i = 0; i < team; i++)
+                    rotate_queries(&w, omp_get_thread_num(), i, team);
+            }
             run_items(&w, &w.next_item, 0, omp_get_thread_num());
 #pragma omp barrier
             run_items(&w, &w.next_merge, 1, omp_get_thread_num());

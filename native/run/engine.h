@@ -114,6 +114,7 @@ struct ca_plan {
     int32_t few_rows;    /* of those that have no more than CA_FEW_ROWS; 0: none has */
     int32_t num_threads; /* no more than shape.num_threads, and worth waking */
     int64_t state_bytes, scratch_bytes, thread_bytes, partial_bytes; /* state_bytes: of all heads of an item */
+    int64_t query_bytes;                                             /* of queries that are rotated before all else */
     int32_t heads_together; /* most kv heads of an item: where rows are few they go through its keys together */
     int32_t *lo, *hi;       /* [num_tokens] where there are masks besides causal and window, else NULL: ca_visible */
     uint8_t *tree;          /* [num_tokens][tree_bytes] or NULL: ca_tree_row */

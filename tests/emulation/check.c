@@ -219,6 +219,15 @@ TEST(cvtss_f32, 0, R->f32[0] = _mm512_cvtss_f32(PS(a)), R->u32[0] = X->a.u32[0])
          for (int i = 0; i < n; i++) R->u[i] = X->a.u[X->c.u[i] % n])
 PERMUTE(16, u16, 32)
 PERMUTE(64, u64, 8)
+#define PERMUTE_PS(how)                                                                                                \
+    TEST(permute_ps_##how, 0, GIVES_PS(_mm512_permute_ps(PS(a), how)), LANES(32, u32, X->a.u32[lane + (how >> 2 * i & 3)]))
+PERMUTE_PS(0xb1)
+PERMUTE_PS(0x4e)
+#define SHUFFLE_F32X4(how)                                                                                             \
+    TEST(shuffle_f32x4_##how, 0, GIVES_PS(_mm512_shuffle_f32x4(PS(a), PS(b), how)),                                    \
+         U32((i < 8 ? X->a : X->b).u32[(how >> i / 4 * 2 & 3) * 4 + i % 4]))
+SHUFFLE_F32X4(0xb1)
+SHUFFLE_F32X4(0x4e)
 
 /* ---- over the lanes ---- */
 

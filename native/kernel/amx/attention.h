@@ -43,14 +43,14 @@ typedef struct tile_work {
     tile_sizes sizes;           /* as loaded; 0: none are */
     struct {
         int64_t bytes, share; /* of a group; of a group of the next block, those that one product or pass asks for */
-        uint16_t *wide;       /* [MAX_GROUPS] groups of int8 or int4 as bf16 */
-        int parts;            /* whose sum a number of int4 is; 1 else */
+        uint16_t *wide;       /* [MAX_GROUPS] groups of integers as bf16 */
+        int parts;            /* whose sum a number times its scale is; 1 else */
         int64_t apart;        /* elements from a first part to the second one */
         float *by;            /* [MAX_GROUPS + 1][16] what scores, or weights, are multiplied by, if `scaled` */
     } kv[2];
     int scaled;
     float *ones;     /* [SUB] */
-    uint16_t *stage; /* a group of int4 as integers */
+    uint16_t *stage; /* a group of what has two parts, as integers */
 } tile_work;
 
 /* Elements of V as tiles take it: of copies, and of groups that had to be unpacked. */
@@ -66,7 +66,8 @@ static int has_one_scale(int dtype) { return ca_is_scaled(dtype) && !ca_has_scal
 static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
     const int k_dtype = plan->shape.k_dtype, v_dtype = plan->shape.v_dtype;
     const int64_t k_elements = ca_is_scaled(k_dtype) ? MAX_GROUPS * ca_kv_form(plan, K).elements : 0;
-    const int64_t nibbles = nibbles_bytes(plan);
+    const int64_t staged = ca_max64(ca_has_scales(k_dtype) ? ca_kv_form(plan, K).elements : 0,
+                                    ca_has_scales(v_dtype) ? ca_kv_form(plan, V).elements : 0);
     int64_t at = carve(&w->x, base, plan);
     w->scaled = has_one_scale(k_dtype) || has_one_scale(v_dtype);
     w->kv[K].parts = ca_has_scales(k_dtype) ? 2 : 1;
@@ -86,7 +87,7 @@ static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
     TAKE(kv[K].by, w->scaled * (MAX_GROUPS + 1) * CA_LANES * 4)
     TAKE(kv[V].by, w->scaled * (MAX_GROUPS + 1) * CA_LANES * 4)
     TAKE(ones, w->scaled * SUB * 4)
-    TAKE(stage, nibbles ? (nibbles + 2 * VL) * 2 : 0)
+    TAKE(stage, staged ? (staged + 2 * VL) * 2 : 0)
 #undef TAKE
     w->kv[V].wide = w->copies + STEPS_V * DEPTH * (int64_t)plan->shape.head_size_v;
     return at;
@@ -412,7 +413,7 @@ static const ca_kernel kernel_amx = {
     .unpack = unpack_group_bf16,
     .pack = pack_bf16,
     .quantise = quantise_bf16,
-    .rotate = rotate_bf16,
+    .turn = turn_bf16,
     .score_pages = score_pages_bf16,
     .integers = &integers,
     .rounds_weights = 1,

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
- * K and V of int8 and int4 as bf16, for amx/attention.h.
+ * K and V of integers with scales as bf16, for amx/attention.h.
  *
- * int8 has one scale for a token: tiles multiply the integers, which bf16 holds, K's scales go to the scores and V's to
- * the weights.
+ * Where a token has one scale, as in int8, tiles multiply the integers, which bf16 holds, K's scales go to the scores
+ * and V's to the weights.
  *
- * int4 has a scale for every 32 elements of a token. Its 3 bits times the 8 of a scale are the sum of two bf16 numbers:
- * tiles multiply one, then the other, with twice the products. */
+ * Where it has several, as in int4, the up to 7 bits of an integer times the 8 of a scale are the sum of two bf16
+ * numbers: tiles multiply one, then the other, with twice the products. */
 
 /* Before the first block: what it finds there where only K, or only V, is int8. */
 static void prepare_scales(const tile_work *w) {
@@ -23,25 +23,27 @@ INLINE void put_parts(uint16_t *to, int64_t apart, vf even, vf odd) {
     v_put_pairs(to + apart, v_sub(even, v_even_bf16(to)), v_sub(odd, v_odd_bf16(to)));
 }
 
-static void put_k_parts(const uint16_t *from, const char *scales, int64_t head_size, int64_t apart, uint16_t *to) {
+static void put_k_parts(const uint16_t *from, const char *scales, int64_t head_size, int64_t shared, int64_t apart,
+                        uint16_t *to) {
     for (int64_t d = 0; d < head_size; d += 2, from += 2 * VL, to += 2 * VL) {
-        vf by = v_load_bf16((const void *)(scales + d / 32 * CA_LANES * 2));
+        vf by = v_load_bf16((const void *)(scales + d / shared * CA_LANES * 2));
         put_parts(to, apart, v_mul(v_even_bf16(from), by), v_mul(v_odd_bf16(from), by));
     }
 }
 
-INLINE vf scale_of_token(const char *scales, int64_t c, int t) {
+INLINE vf scale_of_token(const char *scales, int64_t s, int t) {
     uint16_t scale;
-    memcpy(&scale, scales + (c / 32 * CA_LANES + t) * 2, sizeof scale);
+    memcpy(&scale, scales + (s * CA_LANES + t) * 2, sizeof scale);
     return v_set1(ca_from_bf16(scale));
 }
 
 /* May write 2 * VL elements past the group. */
-static void put_v_parts(const uint16_t *from, const char *scales, int64_t head_size_v, int64_t apart, uint16_t *to) {
+static void put_v_parts(const uint16_t *from, const char *scales, int64_t head_size_v, int64_t shared, int64_t apart,
+                        uint16_t *to) {
     for (int t = 0; t < CA_LANES; t += 2, from += 2 * head_size_v, to += 2 * head_size_v)
         for (int64_t c = 0; c < head_size_v; c += VL) {
-            vf even = v_mul(v_even_bf16(from + 2 * c), scale_of_token(scales, c, t));
-            vf odd = v_mul(v_odd_bf16(from + 2 * c), scale_of_token(scales, c, t + 1));
+            vf even = v_mul(v_even_bf16(from + 2 * c), scale_of_token(scales, c / shared, t));
+            vf odd = v_mul(v_odd_bf16(from + 2 * c), scale_of_token(scales, c / shared, t + 1));
             put_parts(to + 2 * c, apart, even, odd);
         }
 }
@@ -52,6 +54,7 @@ static void take_scaled(tile_work *w, const score_block *b, int kv) {
     const int kv_dtype = ca_kv_dtype(s, kv);
     const ca_group_form f = ca_kv_form(w->plan, kv);
     const int64_t step = kv == V ? CA_LANES * s->head_size_v : f.elements, apart = w->kv[kv].apart;
+    const int64_t shared = ca_scale_elements(kv_dtype, ca_kv_head_size(s, kv));
     uint16_t *to = w->kv[kv].wide;
     float *by = w->kv[kv].by;
     for (int i = 0; i < b->num_groups; i++, to += step, by += CA_LANES) {
@@ -62,9 +65,9 @@ static void take_scaled(tile_work *w, const score_block *b, int kv) {
             vf x = v_load_bf16((const void *)scales);
             v_store(by, kv == V ? x : v_mul(x, v_set1(w->x.factor)));
         } else if (kv == V) {
-            put_v_parts(w->stage, scales, s->head_size_v, apart, to);
+            put_v_parts(w->stage, scales, s->head_size_v, shared, apart, to);
         } else {
-            put_k_parts(w->stage, scales, s->head_size, apart, to);
+            put_k_parts(w->stage, scales, s->head_size, shared, apart, to);
         }
         g->kv[kv].at = (const char *)to;
     }

@@ -341,6 +341,17 @@ EMULATE_PERMUTE(64, uint64_t)
 #define _mm512_permutexvar_epi16 emulated_permutexvar_epi16
 #define _mm512_permutexvar_epi64 emulated_permutexvar_epi64
 
+#define _mm512_permute_ps(x, how) ((__m512){{_mm256_permute_ps((x).h[0], how), _mm256_permute_ps((x).h[1], how)}})
+INLINE __m512 emulated_shuffle_f32x4(__m512 a, __m512 b, int how) {
+    const __m128 from[2][4] = {{_mm256_castps256_ps128(a.h[0]), _mm256_extractf128_ps(a.h[0], 1),
+                                _mm256_castps256_ps128(a.h[1]), _mm256_extractf128_ps(a.h[1], 1)},
+                               {_mm256_castps256_ps128(b.h[0]), _mm256_extractf128_ps(b.h[0], 1),
+                                _mm256_castps256_ps128(b.h[1]), _mm256_extractf128_ps(b.h[1], 1)}};
+    return (__m512){{_mm256_set_m128(from[0][how >> 2 & 3], from[0][how & 3]),
+                     _mm256_set_m128(from[1][how >> 6 & 3], from[1][how >> 4 & 3])}};
+}
+#define _mm512_shuffle_f32x4 emulated_shuffle_f32x4
+
 INLINE __m512 emulated_setr_ps(float a, float b, float c, float d, float e, float f, float g, float h, float i, float j,
                                float k, float l, float m, float n, float o, float p) {
     return (__m512){{_mm256_setr_ps(a, b, c, d, e, f, g, h), _mm256_setr_ps(i, j, k, l, m, n, o, p)}};

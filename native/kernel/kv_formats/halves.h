@@ -2,11 +2,9 @@
  * Elements of a narrow cache as binary16, for the FMA kernels: whatever their dtype, float16's kernel reads K and V
  * from there, which is one instruction for a vector, as it is from bfloat16.
  *
- * A byte needs no table for that. Moved to its place its bits are a half, subnormals too, but for a power of two:
- *   e5m2  seeeeemm00000000                         e4m3  s0eeeemmm0000000  2^-8 of the number, 480 instead of NaN
- *   int8  s00000mmmmmmm000  2^-21 of the number    int4  by a table of 16 bytes to e5m2, which has all of -8..7
- * half_unit says by what. It goes into the query and into the weights of V; no product or sum of them is rounded
- * otherwise for that.
+ * A byte needs no table for that: moved to its place it is the number over a power of two (formats.h), which goes into
+ * the query and into the weights of V; no product or sum of them is rounded otherwise for that. Nibbles become bytes of
+ * e5m2 by a table of 16, and what is NaN but not as a half is mended afterwards.
  *
  * Bytes lie in pairs for every dtype: two vectors of halves come from one of bytes by shifts, where bytes in rows have
  * to be spread first. While bytes become halves memory cannot answer as fast as it is asked, so the products ask
@@ -19,20 +17,14 @@ typedef uint16_t vh __attribute__((vector_size(4 * VL)));
 typedef int16_t vh_signed __attribute__((vector_size(4 * VL)));
 typedef uint8_t bytes_of_halves __attribute__((vector_size(2 * VL)));
 
-static float half_unit(int kv_dtype) { return kv_dtype == CA_E4M3 ? 0x1p8f : kv_dtype == CA_I8 ? 0x1p21f : 1; }
+static float half_unit(int kv_dtype) { return ca_elements[ca_formats[kv_dtype].element].unit; }
 
 /* Of bytes that are the upper ones of words, whatever the lower ones hold. */
-INLINE vh as_halves(int kind, vh x) {
-    if (kind == CA_E4M3)
-        return (vh)((vh_signed)x >> 1) & 0xbf80;
-    if (kind == CA_I8)
-        return (vh)((vh_signed)x >> 5) & 0x83f8;
-    return x & 0xff00;
-}
-INLINE uint16_t as_half(int kind, uint8_t byte) {
+INLINE vh as_halves(int element, vh x) { return (vh)CA_HALF(ca_elements[element].shift, (vh_signed)x); }
+INLINE uint16_t as_half(int element, uint8_t byte) {
     vh x = {0};
     x[0] = (uint16_t)(byte << 8);
-    return as_halves(kind, x)[0];
+    return as_halves(element, x)[0];
 }
 
 /* 2 * VL words to rows of 16, `gap` words from each other. */
@@ -57,9 +49,9 @@ INLINE void put_halves(uint16_t *dst, int64_t gap, vh x) {
     memcpy(dst, &x, sizeof x);
 }
 
-/* Only a NaN of e4m3, 0x7f and a sign, reaches that by adding 1 to the rest. */
-INLINE void look_for_nan(int kind, vh x, vh *found) {
-    if (kind == CA_E4M3)
+/* Only 0x7f, without its sign, reaches that by adding 1 to the rest. */
+INLINE void look_for_nan(int element, vh x, vh *found) {
+    if (ca_elements[element].nan)
         *found |= (x & 0x7f7f) + 0x0101;
 }
 static int any_nan(vh found) {
@@ -71,53 +63,53 @@ static int any_nan(vh found) {
 
 /* The first and the second bytes of n pairs, each to rows of 16 halves, `gap` halves from each other. What is less than
  * a vector at the end is done with as much before it, once more: one by one 16 of 80 took 0.4 of decode's time. */
-INLINE void unzip_vector(int kind, const uint8_t *src, int64_t i, uint16_t *first, uint16_t *second, int64_t gap,
+INLINE void unzip_vector(int element, const uint8_t *src, int64_t i, uint16_t *first, uint16_t *second, int64_t gap,
                          const char *ahead, vh *found) {
     const int64_t at = i / CA_LANES * gap + i % CA_LANES;
     vh x;
     memcpy(&x, src + 2 * i, sizeof x);
     __builtin_prefetch(ahead + 2 * i, 0, 2);
-    look_for_nan(kind, x, found);
-    put_halves(first + at, gap, as_halves(kind, x << 8));
-    put_halves(second + at, gap, as_halves(kind, x));
+    look_for_nan(element, x, found);
+    put_halves(first + at, gap, as_halves(element, x << 8));
+    put_halves(second + at, gap, as_halves(element, x));
 }
-INLINE void unzip_halves(int kind, const uint8_t *src, int64_t n, uint16_t *first, uint16_t *second, int64_t gap,
+INLINE void unzip_halves(int element, const uint8_t *src, int64_t n, uint16_t *first, uint16_t *second, int64_t gap,
                          const char *ahead, vh *found) {
     int64_t i = 0;
     for (; i + 2 * VL <= n; i += 2 * VL)
-        unzip_vector(kind, src, i, first, second, gap, ahead, found);
+        unzip_vector(element, src, i, first, second, gap, ahead, found);
     if (i && i < n) {
-        unzip_vector(kind, src, n - 2 * VL, first, second, gap, ahead, found);
+        unzip_vector(element, src, n - 2 * VL, first, second, gap, ahead, found);
         return;
     }
     for (; i < n; i++) {
         int64_t at = i / CA_LANES * gap + i % CA_LANES;
-        first[at] = as_half(kind, src[2 * i]);
-        second[at] = as_half(kind, src[2 * i + 1]);
-        look_for_nan(kind, (vh){src[2 * i], src[2 * i + 1]}, found);
+        first[at] = as_half(element, src[2 * i]);
+        second[at] = as_half(element, src[2 * i + 1]);
+        look_for_nan(element, (vh){src[2 * i], src[2 * i + 1]}, found);
     }
 }
 
-INLINE void widen_vector(int kind, const uint8_t *src, uint16_t *dst, const char *ahead, vh *found) {
+INLINE void widen_vector(int element, const uint8_t *src, uint16_t *dst, const char *ahead, vh *found) {
     bytes_of_halves x;
     memcpy(&x, src, sizeof x);
     __builtin_prefetch(ahead, 0, 2);
     vh words = __builtin_convertvector(x, vh);
-    look_for_nan(kind, words, found);
-    put_halves(dst, CA_LANES, as_halves(kind, words << 8));
+    look_for_nan(element, words, found);
+    put_halves(dst, CA_LANES, as_halves(element, words << 8));
 }
-INLINE void widen_to_halves(int kind, const uint8_t *src, int64_t n, uint16_t *dst, const char *ahead, vh *found) {
+INLINE void widen_to_halves(int element, const uint8_t *src, int64_t n, uint16_t *dst, const char *ahead, vh *found) {
     int64_t i = 0;
     for (; i + 2 * VL <= n; i += 2 * VL)
-        widen_vector(kind, src + i, dst + i, ahead + i, found);
+        widen_vector(element, src + i, dst + i, ahead + i, found);
     if (i && i < n) {
         i = n - 2 * VL;
-        widen_vector(kind, src + i, dst + i, ahead + i, found);
+        widen_vector(element, src + i, dst + i, ahead + i, found);
         return;
     }
     for (; i < n; i++) {
-        dst[i] = as_half(kind, src[i]);
-        look_for_nan(kind, (vh){src[i]}, found);
+        dst[i] = as_half(element, src[i]);
+        look_for_nan(element, (vh){src[i]}, found);
     }
 }
 
@@ -130,7 +122,7 @@ INLINE vh look_up(const uint8_t *table, vh x) {
     return x;
 }
 
-/* n elements of int4 to e5m2. */
+/* n nibbles to e5m2, which has all of -8..7. */
 static void nibbles_to_bytes(const uint8_t *src, int64_t n, uint8_t *dst, const char *ahead) {
     static const uint8_t number[16] = {0xc8, 0xc7, 0xc6, 0xc5, 0xc4, 0xc2, 0xc0, 0xbc,
                                        0,    0x3c, 0x40, 0x42, 0x44, 0x45, 0x46, 0x47};
@@ -148,14 +140,14 @@ static void nibbles_to_bytes(const uint8_t *src, int64_t n, uint8_t *dst, const 
 }
 
 /* K or V of n tokens of a group, NaN apart. Could one be NaN? */
-INLINE int halves_of_kind(int kind, int kv, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
-                          const char *ahead) {
+INLINE int halves_of_bytes(int element, int kv, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
+                           const char *ahead) {
     const int64_t words = ca_div_up(head_size, 2) * CA_LANES;
     vh found = {0};
     if (!kv)
-        unzip_halves(kind, src, words, dst, dst + CA_LANES, 2 * CA_LANES, ahead, &found);
+        unzip_halves(element, src, words, dst, dst + CA_LANES, 2 * CA_LANES, ahead, &found);
     for (int64_t t = 0; kv && t < n; t += 2)
-        unzip_halves(kind, src + t * head_size, head_size, dst + t * head_size, dst + (t + 1) * head_size, CA_LANES,
+        unzip_halves(element, src + t * head_size, head_size, dst + t * head_size, dst + (t + 1) * head_size, CA_LANES,
                      ahead + t * head_size, &found);
     return any_nan(found);
 }
@@ -171,34 +163,25 @@ static void put_nan(int kv, const uint8_t *src, int n, int64_t head_size, uint16
         }
 }
 
-/* A group of n tokens as a group of float16's layout. stage: its bytes, of int4. */
+/* A group of n tokens as a group of float16's layout. stage: its bytes, of nibbles. */
 static void halves_of_group(int kv_dtype, int kv, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
                             uint8_t *stage, const char *ahead) {
-    switch (kv_dtype) { /* loops of their own */
-    case CA_E4M3:
-        if (halves_of_kind(CA_E4M3, kv, src, n, head_size, dst, ahead))
-            put_nan(kv, src, n, head_size, dst);
-        break;
-    case CA_I8:
-        halves_of_kind(CA_I8, kv, src, n, head_size, dst, ahead);
-        break;
-    case CA_I4:
-        nibbles_to_bytes(src, ca_group_form_of(CA_LAYOUT_PAIRS, CA_I4, head_size, kv).elements, stage, ahead);
+    int element = ca_formats[kv_dtype].element, nan = 0;
+    if (ca_is_nibbles(kv_dtype)) {
+        nibbles_to_bytes(src, ca_group_form_of(CA_LAYOUT_PAIRS, kv_dtype, head_size, kv).elements, stage, ahead);
         src = stage;
         ahead = (const char *)stage;
-        /* fallthrough */
-    default:
-        halves_of_kind(CA_E5M2, kv, src, n, head_size, dst, ahead);
+        element = CA_AS_E5M2;
     }
+    FOR_BYTE(element, nan = halves_of_bytes(BYTE, kv, src, n, head_size, dst, ahead))
+    if (nan)
+        put_nan(kv, src, n, head_size, dst);
 }
 
 /* A row of n bytes of fp8. */
 static void halves_of_row(int kv_dtype, const uint8_t *src, int64_t n, uint16_t *dst, const char *ahead) {
     vh found = {0};
-    if (kv_dtype == CA_E4M3)
-        widen_to_halves(CA_E4M3, src, n, dst, ahead, &found);
-    else
-        widen_to_halves(CA_E5M2, src, n, dst, ahead, &found);
+    FOR_FP8(ca_formats[kv_dtype].element, widen_to_halves(BYTE, src, n, dst, ahead, &found))
     for (int64_t i = any_nan(found) ? 0 : n; i < n; i++)
         if ((src[i] & 0x7f) == 0x7f)
             dst[i] = 0x7e00;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Both products over int8 and int4 as they lie in the cache, by dot products of pairs of 16-bit integers, exact in 32
- * bits (VPDPWSSD of AVX512_VNNI). Parameters: parameters.h, with VL 16; the words are in simd/vocabulary.md.
+ * Both products over bytes and nibbles as they lie in the cache, by dot products of pairs of 16-bit integers, exact in
+ * 32 bits (VPDPWSSD of AVX512_VNNI). Parameters: parameters.h, with VL 16; the words are in simd/vocabulary.md.
  *
  * The other side becomes integers up to 32767: a query by 32 or 64 dimensions that share a unit, weights times the
  * scales of V by rows of a score block; a key whose V is small, by its scale, takes no room from others. Weights are
@@ -23,11 +23,11 @@
 #define MOST 32767
 _Static_assert((int64_t)MOST * 127 * KEYS <= INT32_MAX, "sums over a score block fit");
 
-/* Dimensions of a query that share a unit, and how many units that makes. */
-INLINE int64_t unit_dims(int kind) { return kind == CA_I4 ? 32 : 64; }
-INLINE int64_t units_of(int kind, int64_t head_size) { return ca_div_up(head_size, unit_dims(kind)); }
-/* Bytes of n elements. */
-INLINE int64_t integer_bytes(int kind, int64_t n) { return kind == CA_I4 ? n / 2 : n; }
+/* Dimensions of a query that share a unit, of keys a scale, and how many units that makes. */
+static int64_t unit_dims(int kv_dtype) { return ca_min64(64, ca_scale_elements(kv_dtype, 64)); }
+static int64_t units_of(int kv_dtype, int64_t head_size) { return ca_div_up(head_size, unit_dims(kv_dtype)); }
+/* Bytes of n elements, nibbles or bytes. */
+INLINE int64_t integer_bytes(int nibbles, int64_t n) { return nibbles ? n / 2 : n; }
 
 /* How numbers become integers: times boost, times by; one is what 1 is worth. */
 typedef struct fit {
@@ -53,10 +53,11 @@ INLINE fit fit_octaves(uint32_t top) {
 
 /* n elements of a query, zeros up to a multiple of 8 behind them, as integers, and with a second unit what was rounded
  * off. That counts for keys whose scale is so large that it may change a logit by more than `error` of an octave: a key
- * is up to 127 (7) scales in every dimension. */
-static void put_unit(int kind, float error, float octaves, int64_t n, const float *x, int16_t *restrict whole,
+ * is up to 127 (7) scales in every dimension. What stands for 0 has to leave their sums. */
+static void put_unit(int kv_dtype, float error, float octaves, int64_t n, const float *x, int16_t *restrict whole,
                      int16_t *restrict rest, unit *of) {
     const fit fit = fit_octaves(ca_top_bits(x, n));
+    const int zero = ca_zero_of(kv_dtype);
     int32_t sum = 0, rests = 0;
     float lost = 0;
     for (int64_t i = 0; i < ca_round_up(n, 8); i++) {
@@ -68,9 +69,8 @@ static void put_unit(int kind, float error, float octaves, int64_t n, const floa
         sum += whole[i];
         rests += rest[i];
     }
-    of[0] = (unit){fit.one, kind == CA_I4 ? -8 * sum : 0, 0};
-    of[1] = (unit){fit.one * 0x1p-15f, kind == CA_I4 ? -8 * rests : 0,
-                   error / (fit.one * octaves * lost * (kind == CA_I4 ? 7 : 127))};
+    of[0] = (unit){fit.one, -zero * sum, 0};
+    of[1] = (unit){fit.one * 0x1p-15f, -zero * rests, error / (fit.one * octaves * lost * ca_largest_of(kv_dtype))};
 }
 
 /* What is added before weights are rounded, ((37 k) mod 64 + 1/2) / 64 - 1/2: many that are small and alike would all
@@ -91,14 +91,14 @@ typedef struct integer_operands {
     int64_t units_ld; /* of a row */
 } integer_operands;
 
-/* Sums over 32 bytes of each group: two dimensions of int8, or of int4 two and the two that are 4 on. */
-INLINE void qk_bytes_step(int kind, int mr, int ng, const int16_t *q, int64_t width, const group *g, int64_t at,
+/* Sums over 32 bytes of each group: two dimensions of bytes, or of nibbles two and the two that are 4 on. */
+INLINE void qk_bytes_step(int nibbles, int mr, int ng, const int16_t *q, int64_t width, const group *g, int64_t at,
                           vi acc[TALL][NG]) {
-    const int halves = kind == CA_I4 ? 2 : 1;
+    const int halves = nibbles ? 2 : 1;
     vi z[NG], k[NG];
     EACH(v, ng) z[v] = v_bytes((const uint8_t *)g[v].kv[K].at + at);
     EACH(half, halves) {
-        EACH(v, ng) k[v] = kind == CA_I4 ? v_halves_of_bytes(z[v], half) : v_int8(z[v]);
+        EACH(v, ng) k[v] = nibbles ? v_halves_of_bytes(z[v], half) : v_int8(z[v]);
         EACH(r, mr) {
             vi x = v_set1_words(q + r * width + 4 * half);
             EACH(v, ng) acc[r][v] = v_dot_words(acc[r][v], x, k[v]);
@@ -112,19 +112,19 @@ INLINE vf scales_of(const group *g, int kv, int64_t scale) {
 
 /* S[mr][ng * 16] (+)= q k^T over the dimensions [d, end), which share a unit, times the scale-th scales. rest: of what
  * was rounded off, for keys whose scale is so large. */
-INLINE void qk_unit(int kind, int add, int rest, int mr, int ng, integer_operands q, qk_operands t, int which,
+INLINE void qk_unit(int nibbles, int add, int rest, int mr, int ng, integer_operands q, qk_operands t, int which,
                     int64_t d, int64_t end, int64_t scale) {
     vi acc[TALL][NG];
     q.q += rest ? q.width / 2 : 0;
     q.units += rest;
     EACH(r, mr) EACH(v, ng) acc[r][v] = v_set1_int(q.units[r * q.units_ld].start);
     for (; d < end; d += 8) {
-        const int64_t at = integer_bytes(kind, d * CA_LANES);
-        const int steps = kind == CA_I4 ? 2 : (int)ca_min64(4, (end - d + 1) / 2);
-        prefetch_lines(rest ? NULL : t.next, which, ng, at, integer_bytes(kind, 8 * CA_LANES));
+        const int64_t at = integer_bytes(nibbles, d * CA_LANES);
+        const int steps = nibbles ? 2 : (int)ca_min64(4, (end - d + 1) / 2);
+        prefetch_lines(rest ? NULL : t.next, which, ng, at, integer_bytes(nibbles, 8 * CA_LANES));
         PRAGMA(GCC unroll 1)
         for (int h = 0; h < steps; h++)
-            qk_bytes_step(kind, mr, ng, q.q + d + 2 * h, q.width, t.g, at + 32 * h, acc);
+            qk_bytes_step(nibbles, mr, ng, q.q + d + 2 * h, q.width, t.g, at + 32 * h, acc);
     }
     EACH(v, ng) {
         vf by = scales_of(t.g + v, K, scale);
@@ -140,27 +140,27 @@ INLINE void qk_unit(int kind, int add, int rest, int mr, int ng, integer_operand
 }
 
 /* What was rounded off, of one row. */
-static NOINLINE void qk_rest(int kind, int ng, integer_operands q, qk_operands t, int64_t d, int64_t end,
+static NOINLINE void qk_rest(int nibbles, int ng, integer_operands q, qk_operands t, int64_t d, int64_t end,
                              int64_t scale) {
     for (int i = 0; i < ng; i++, t.g++, t.s += CA_LANES)
         if (!v_any_less(v_set1(q.units[1].from), scales_of(t.g, K, scale)))
             continue;
-        else if (kind == CA_I4)
-            qk_unit(CA_I4, 1, 1, 1, 1, q, t, 0, d, end, scale);
+        else if (nibbles)
+            qk_unit(1, 1, 1, 1, 1, q, t, 0, d, end, scale);
         else
-            qk_unit(CA_I8, 1, 1, 1, 1, q, t, 0, d, end, scale);
+            qk_unit(0, 1, 1, 1, 1, q, t, 0, d, end, scale);
 }
 
 /* The same for any number of rows: more than MR of them take half of the groups at a time. from: the least of them. */
-INLINE void qk_unit_rows(int kind, int mr, int ng, integer_operands q, qk_operands t, int64_t d, int64_t end,
+INLINE void qk_unit_rows(int nibbles, int mr, int ng, integer_operands q, qk_operands t, int64_t d, int64_t end,
                          int64_t scale, float from) {
     if (ng == 1)
-        FOR_ROWS(mr, qk_unit(kind, d > 0, 0, M, 1, q, t, 0, d, end, scale))
+        FOR_ROWS(mr, qk_unit(nibbles, d > 0, 0, M, 1, q, t, 0, d, end, scale))
     else if (mr <= MR)
-        FOR_WIDE_ROWS(mr, qk_unit(kind, d > 0, 0, M, NG, q, t, 0, d, end, scale))
+        FOR_WIDE_ROWS(mr, qk_unit(nibbles, d > 0, 0, M, NG, q, t, 0, d, end, scale))
     else
         for (int i = 0; i < NG; i += NG / 2)
-            FOR_TALL_ROWS(mr, qk_unit(kind, d > 0, 0, M, NG / 2, q, qk_from(t, 0, i), i, d, end, scale))
+            FOR_TALL_ROWS(mr, qk_unit(nibbles, d > 0, 0, M, NG / 2, q, qk_from(t, 0, i), i, d, end, scale))
     vf top = v_set1(0);
     EACH(i, ng) top = v_max(scales_of(t.g + i, K, scale), top); /* NaN, of unused slots, is left out as the first */
     if (!v_any_less(v_set1(from), top))
@@ -169,27 +169,28 @@ INLINE void qk_unit_rows(int kind, int mr, int ng, integer_operands q, qk_operan
     for (int r = 0; r < mr; r++)
         needed += !!v_any_less(v_set1(q.units[r * q.units_ld + 1].from), top);
     if (2 * needed > mr && mr <= MR && ng == NG) {
-        FOR_WIDE_ROWS(mr, qk_unit(kind, 1, 1, M, NG, q, t, 0, d, end, scale))
+        FOR_WIDE_ROWS(mr, qk_unit(nibbles, 1, 1, M, NG, q, t, 0, d, end, scale))
         return;
     }
     for (int r = 0; r < mr; r++, q.q += q.width, q.units += q.units_ld, t.s += S_STRIDE)
-        qk_rest(kind, ng, q, t, d, end, scale);
+        qk_rest(nibbles, ng, q, t, d, end, scale);
 }
 
 /* S of ng groups, 1 or NG. */
 static void qk_integers(const ca_plan *plan, const scratch *x, int64_t row, int mr, int ng,
                         const qk_operands *operands) {
     const qk_operands t = *operands;
-    const int kind = plan->shape.k_dtype;
-    const int64_t head_size = plan->shape.head_size, units = 2 * units_of(kind, head_size);
-    const int64_t width = INTEGERS_WIDTH(head_size);
+    const int k_dtype = plan->shape.k_dtype;
+    const int64_t head_size = plan->shape.head_size, units = 2 * units_of(k_dtype, head_size);
+    const int64_t width = INTEGERS_WIDTH(head_size), dims = unit_dims(k_dtype);
+    const int64_t shared = ca_scale_elements(k_dtype, head_size);
     integer_operands q = {(const int16_t *)x->q + row * width, width, x->units + row * units, units};
     for (int64_t d = 0, end, i = 0; d < head_size; d = end, i++, q.units += 2) {
-        end = ca_min64(head_size, d + unit_dims(kind));
-        if (kind == CA_I4)
-            qk_unit_rows(CA_I4, mr, ng, q, t, d, end, i, x->from[i]);
+        end = ca_min64(head_size, d + dims);
+        if (ca_is_nibbles(k_dtype))
+            qk_unit_rows(1, mr, ng, q, t, d, end, d / shared, x->from[i]);
         else
-            qk_unit_rows(CA_I8, mr, ng, q, t, d, end, 0, x->from[i]);
+            qk_unit_rows(0, mr, ng, q, t, d, end, d / shared, x->from[i]);
     }
 }
 
@@ -197,8 +198,8 @@ static void qk_integers(const ca_plan *plan, const scratch *x, int64_t row, int 
 
 /* Weights times the scale-th scales of V, as pairs of integers. What weighs 0 stays 0: the scale of a key that no row
  * sees may be NaN. */
-INLINE void put_weights_of_scales(int mr, const float *s, const group *g, int num_groups, int64_t scale, float *p,
-                                  unit *of) {
+INLINE void put_weights_of_scales(int zero, int mr, const float *s, const group *g, int num_groups, int64_t scale,
+                                  float *p, unit *of) {
     const vi ones = v_set1_int(0x10001);
     vi top[TALL], sum[TALL];
     vf by[TALL];
@@ -232,23 +233,23 @@ INLINE void put_weights_of_scales(int mr, const float *s, const group *g, int nu
             sum[r] = v_dot_words(sum[r], a, ones);
             v_store_int(to, a);
         }
-    EACH(r, mr) of[r].start = -8 * v_hsum_int(sum[r]);
+    EACH(r, mr) of[r].start = -zero * v_hsum_int(sum[r]);
 }
 
-static void put_weights_any(int mr, const float *s, const group *g, int num_groups, int64_t scale, float *p,
-                            unit *of){FOR_ROWS(mr, put_weights_of_scales(M, s, g, num_groups, scale, p, of))}
+static void put_weights_any(int zero, int mr, const float *s, const group *g, int num_groups, int64_t scale, float *p,
+                            unit *of){FOR_ROWS(mr, put_weights_of_scales(zero, M, s, g, num_groups, scale, p, of))}
 
 /* The words of 2 keys and 16 columns of V from element `at` of a group on. */
-INLINE vi words_of_v(int kind, const char *v, int64_t at) {
-    if (kind == CA_I8)
+INLINE vi words_of_v(int nibbles, const char *v, int64_t at) {
+    if (!nibbles)
         return v_int8(v_bytes((const uint8_t *)v + at));
     return v_halves_of_bytes(v_bytes((const uint8_t *)v + ca_nibble_byte(at)), ca_nibble_shift(at) != 0);
 }
 
 /* The sums over the keys [key, key + 2) of a group; at: its element (key, c). w: their weights. */
-INLINE void pv_of_keys(int kind, int quick, int mr, int nv, const int16_t *const *w, const char *v, int64_t at,
-                       vi acc[TALL][NDV]) {
-    const int weights = kind == CA_I4 ? (nv + 1) / 2 : 1;
+INLINE void pv_of_keys(int nibbles, int each, int quick, int mr, int nv, const int16_t *const *w, const char *v,
+                       int64_t at, vi acc[TALL][NDV]) {
+    const int weights = each ? (nv + 1) / 2 : 1;
     vi x[NDV];
     if (quick)
         EACH(h, 2) {
@@ -257,16 +258,16 @@ INLINE void pv_of_keys(int kind, int quick, int mr, int nv, const int16_t *const
             x[2 + h] = v_halves_of_bytes(z, 1);
         }
     else
-        EACH(j, nv) x[j] = words_of_v(kind, v, at + j * 2 * VL);
+        EACH(j, nv) x[j] = words_of_v(nibbles, v, at + j * 2 * VL);
     EACH(r, mr) {
         vi by[2];
         EACH(h, weights) by[h] = v_set1_words(w[h] + r * 2 * S_STRIDE);
-        EACH(j, nv) acc[r][j] = v_dot_words(acc[r][j], by[kind == CA_I4 ? j / 2 : 0], x[j]);
+        EACH(j, nv) acc[r][j] = v_dot_words(acc[r][j], by[each ? j / 2 : 0], x[j]);
     }
 }
 
 /* What a strip of columns takes: the groups [first, end) of g, which share a unit; weights and units, of each 32
- * columns of int4. */
+ * columns or of all. */
 typedef struct strip_operands {
     float *const *p;
     const unit *const *units;
@@ -277,64 +278,74 @@ typedef struct strip_operands {
     int64_t head_size_v;
 } strip_operands;
 
-/* O[mr][c .. c + nv * 16) += P V. quick: 64 columns of int4, of a head_size_v that is a multiple of 64. */
-INLINE void pv_strip(int kind, int quick, int mr, int nv, const work *w, strip_operands t, int64_t c) {
+/* O[mr][c .. c + nv * 16) += P V. each: 32 columns have weights of their own. quick: 64 columns of nibbles, of a
+ * head_size_v that is a multiple of 64. */
+INLINE void pv_strip(int nibbles, int each, int quick, int mr, int nv, const work *w, strip_operands t, int64_t c) {
     ahead found;
     const ahead *next = NULL;
     vi acc[TALL][NDV];
-    EACH(r, mr) EACH(j, nv) acc[r][j] = v_set1_int(kind == CA_I4 ? t.units[j / 2][r].start : 0);
+    EACH(r, mr) EACH(j, nv) acc[r][j] = v_set1_int(nibbles ? t.units[each ? j / 2 : 0][r].start : 0);
     for (int i = t.first; i < t.end; i++) {
         if ((i == t.first || i % NG == 0) && t.fetches)
             next = look_ahead(&w->f, &w->b, t.g, t.num_groups, t.num_groups + i - i % NG, &found);
         for (int key = 0; key < CA_LANES; key += 4) {
-            prefetch_lines(next, i % NG, 1, integer_bytes(kind, c * CA_LANES + key * nv * VL),
-                           integer_bytes(kind, 4 * nv * VL));
+            prefetch_lines(next, i % NG, 1, integer_bytes(nibbles, c * CA_LANES + key * nv * VL),
+                           integer_bytes(nibbles, 4 * nv * VL));
             EACH(odd, 2) { /* as v_pack_words leaves the weights of two groups */
                 const int n = i - t.first, lies = n / 2 * 2 * VL + n % 2 * 4 + 2 * key + 2 * odd;
                 const int16_t *p[2] = {(const int16_t *)t.p[0] + lies, (const int16_t *)t.p[1] + lies};
-                pv_of_keys(kind, quick, mr, nv, p, t.g[i].kv[V].at, (key + 2 * odd) * t.head_size_v + 2 * c, acc);
+                pv_of_keys(nibbles, each, quick, mr, nv, p, t.g[i].kv[V].at, (key + 2 * odd) * t.head_size_v + 2 * c,
+                           acc);
             }
         }
     }
     EACH(r, mr) EACH(j, nv) {
         float *to = t.o + r * t.head_size_v + c + j * VL;
-        v_store(to, v_fma(v_float(acc[r][j]), v_set1(t.units[kind == CA_I4 ? j / 2 : 0][r].one), v_load_f32(to)));
+        v_store(to, v_fma(v_float(acc[r][j]), v_set1(t.units[each ? j / 2 : 0][r].one), v_load_f32(to)));
     }
 }
 
-INLINE void pv_integer_rows(int kind, const work *w, int mr, const group *g, int num_groups, int fetches, int64_t span,
-                            float *o) {
+INLINE void pv_integer_rows(int nibbles, int each, const work *w, int mr, const group *g, int num_groups, int fetches,
+                            int64_t span, float *o) {
     const scratch *x = &w->x;
-    const int64_t dv = w->plan->shape.head_size_v, columns = ca_scale_elements(kind, dv);
+    const int v_dtype = w->plan->shape.v_dtype, zero = ca_zero_of(v_dtype);
+    const int64_t dv = w->plan->shape.head_size_v, shared = ca_scale_elements(v_dtype, dv);
     unit units[2][MAX_GROUPS][TALL];
-    const int most = (int)ca_max64(1, ca_min64(span / columns / CA_LANES, MAX_GROUPS));
+    const int most = (int)ca_max64(1, ca_min64(span / shared / CA_LANES, MAX_GROUPS));
     for (int64_t c = 0, step; c < dv; c += step) {
-        const int wide = c + 64 <= dv && mr <= MR && (kind == CA_I8 || dv % 64 == 0);
+        const int wide = c + 64 <= dv && mr <= MR && (!nibbles || dv % 64 == 0);
         step = wide ? 64 : c + 32 <= dv ? 32 : 16;
         for (int i = 0, end; i < num_groups; i = end) {
             float *const p[2] = {x->p[0] + i * VL, x->p[1] + i * VL};
             const unit *const of[2] = {units[0][i], units[1][i]};
             end = (int)ca_min64(num_groups, i + most);
             for (int h = 0; h < 2; h++)
-                if (kind == CA_I4 ? h == 0 || wide : c + h == 0) /* who has scales of their own */
-                    put_weights_any(mr, x->s + i * VL, g + i, end - i, kind == CA_I4 ? c / 32 + h : 0, p[h],
-                                    units[h][i]);
+                if (each ? h == 0 || wide : h == 0 && c % shared == 0) /* whose scales are others than before */
+                    put_weights_any(zero, mr, x->s + i * VL, g + i, end - i, (c + 32 * h) / shared, p[h], units[h][i]);
             const strip_operands t = {p, of, g, num_groups, i, end, fetches && w->b.num_next, o, dv};
             if (wide)
-                FOR_WIDE_ROWS(mr, pv_strip(kind, kind == CA_I4, M, NDV, w, t, c))
+                FOR_WIDE_ROWS(mr, pv_strip(nibbles, each, nibbles, M, NDV, w, t, c))
             else if (step == 32)
-                FOR_ROWS(mr, pv_strip(kind, 0, M, 2, w, t, c))
+                FOR_ROWS(mr, pv_strip(nibbles, each, 0, M, 2, w, t, c))
             else
-                FOR_ROWS(mr, pv_strip(kind, 0, M, 1, w, t, c))
+                FOR_ROWS(mr, pv_strip(nibbles, each, 0, M, 1, w, t, c))
         }
     }
 }
 
+/* Is there a dtype of bytes of which 32 share a scale? No code is made for what there is not. */
+#define SHARES(dtype, bits, element, shared) || ((bits) == 8 && (shared) == 32)
+enum { BYTES_SHARE = 0 CA_FORMATS(SHARES) };
+#undef SHARES
+
 /* O += P V of mr rows over a score block; span: columns times keys whose weights become integers of one unit. */
 static void pv_integers(const work *w, int mr, const group *g, int num_groups, int fetches, int64_t span, float *o) {
-    if (w->plan->shape.v_dtype == CA_I4)
-        pv_integer_rows(CA_I4, w, mr, g, num_groups, fetches, span, o);
+    const int v_dtype = w->plan->shape.v_dtype;
+    if (ca_is_nibbles(v_dtype))
+        pv_integer_rows(1, 1, w, mr, g, num_groups, fetches, span, o);
+    else if (BYTES_SHARE && ca_scale_elements(v_dtype, 64) == 32)
+        pv_integer_rows(0, 1, w, mr, g, num_groups, fetches, span, o);
     else
-        pv_integer_rows(CA_I8, w, mr, g, num_groups, fetches, span, o);
+        pv_integer_rows(0, 0, w, mr, g, num_groups, fetches, span, o);
 }
 #endif

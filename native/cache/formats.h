@@ -1,0 +1,108 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What caches hold: a row for each dtype, and how an element of a narrow one becomes a number and a number an element.
+ * A format whose elements are those of another, with other scales, is a row. */
+#ifndef CPU_ATTN_FORMATS_H
+#define CPU_ATTN_FORMATS_H
+#include "half.h"
+
+enum ca_element { CA_AS_IT_IS, CA_AS_E4M3, CA_AS_E5M2, CA_AS_INT8, CA_AS_INT4 };
+
+/* A byte is a sign and bits that, `shift` to the right of the upper end of a binary16, are the number over `unit`,
+ * subnormals too:
+ *   e5m2  seeeeemm00000000    e4m3  s0eeeemmm0000000    int8, which is sign and magnitude  s00000mmmmmmm000
+ * A nibble is the number plus `zero`; halves.h makes it a byte of e5m2 before. */
+static const struct {
+    int shift;
+    float unit;
+    int nan;       /* is 0x7f NaN, where the binary16 is a number? */
+    int zero;      /* what stands for 0 */
+    float largest; /* number that is written */
+} ca_elements[] = {[CA_AS_IT_IS] = {.unit = 1},
+                   [CA_AS_E4M3] = {1, 0x1p8f, 1, 0, 448},
+                   [CA_AS_E5M2] = {0, 1, 0, 0, 57344},
+                   [CA_AS_INT8] = {5, 0x1p21f, 0, 0, 127},
+                   [CA_AS_INT4] = {0, 1, 0, 8, 7}};
+
+/* `call` with the element of bytes as a constant BYTE: a loop of its own for each. FOR_FP8: of those without scales of
+ * their own. */
+#define BYTE_CASE(element, call)                                                                                       \
+    case element: {                                                                                                    \
+        enum { BYTE = element };                                                                                       \
+        call;                                                                                                          \
+        break;                                                                                                         \
+    }
+#define FP8_CASES(call) BYTE_CASE(CA_AS_E4M3, call) BYTE_CASE(CA_AS_E5M2, call)
+#define FOR_FP8(element, call)                                                                                         \
+    switch (element) { FP8_CASES(call) }
+#define FOR_BYTE(element, call)                                                                                        \
+    switch (element) { FP8_CASES(call) BYTE_CASE(CA_AS_INT8, call) }
+
+#define CA_TOKEN (-1)
+#define CA_SHARED 32 /* at least so many share a scale, and a multiple of it */
+/* X(dtype, bits, element, shared): bits of an element; how it is a number; how many elements of a token share a scale,
+ * 0: they have none of their own, CA_TOKEN: all of them. */
+#define CA_FORMATS(X)                                                                                                  \
+    X(CA_F32, 32, CA_AS_IT_IS, 0)                                                                                      \
+    X(CA_F16, 16, CA_AS_IT_IS, 0)                                                                                      \
+    X(CA_BF16, 16, CA_AS_IT_IS, 0)                                                                                     \
+    X(CA_E4M3, 8, CA_AS_E4M3, 0)                                                                                       \
+    X(CA_E5M2, 8, CA_AS_E5M2, 0)                                                                                       \
+    X(CA_I8, 8, CA_AS_INT8, CA_TOKEN)                                                                                  \
+    X(CA_I4, 4, CA_AS_INT4, 32)
+
+static const struct {
+    int bits, size; /* size: bytes of an element, of two of 4 bits */
+    int element, shared;
+} ca_formats[CA_CACHE_DTYPES] = {
+#define ROW(dtype, bits, element, shared) [dtype] = {bits, (bits) < 8 ? 1 : (bits) / 8, element, shared},
+    CA_FORMATS(ROW)
+#undef ROW
+};
+
+static inline int ca_is_narrow(int dtype) { return dtype >= CA_DTYPES; }
+static inline int ca_is_nibbles(int dtype) { return ca_formats[dtype].bits == 4; }
+static inline int ca_is_scaled(int dtype) { return ca_formats[dtype].shared != 0; }
+/* Has each token several scales? */
+static inline int ca_has_scales(int dtype) { return ca_formats[dtype].shared > 0; }
+static inline int ca_dtype_size(int dtype) { return ca_formats[dtype].size; }
+static inline int64_t ca_bytes_of(int dtype, int64_t elements) { return elements * ca_formats[dtype].bits / 8; }
+/* Elements of a token that share a scale. */
+static inline int64_t ca_scale_elements(int dtype, int64_t head_size) {
+    return ca_has_scales(dtype) ? ca_formats[dtype].shared : head_size;
+}
+static inline int ca_zero_of(int dtype) { return ca_elements[ca_formats[dtype].element].zero; }
+static inline float ca_largest_of(int dtype) { return ca_elements[ca_formats[dtype].element].largest; }
+
+/* A byte in the upper half of a signed word, or of each word of a vector, as binary16, whatever the lower half holds.
+ */
+#define CA_HALF(shift, x) ((x) >> (int16_t)(shift) & (int16_t)(-0x8000 | 0x7f00 >> (shift)))
+
+/* A byte, or a nibble, as a number. */
+static inline float ca_number(int dtype, int x) {
+    const int element = ca_formats[dtype].element, byte = (int16_t)(x << 8);
+    if (ca_is_nibbles(dtype))
+        return (float)(x - ca_zero_of(dtype));
+    if (ca_elements[element].nan && (x & 0x7f) == 0x7f)
+        return ca_as_float(0x7fc00000);
+    return ca_from_f16((uint16_t)CA_HALF(ca_elements[element].shift, byte)) * ca_elements[element].unit;
+}
+
+/* A number as a byte of fp8: nearest even, saturating, infinities too. Adding 2^23 units rounds, a unit being that of
+ * the exponent or, where numbers are subnormal, of the least, 2^-14 in a binary16. */
+static inline uint8_t ca_to_fp8(int element, float f) {
+    const int fraction = 2 + ca_elements[element].shift;
+    const uint32_t least = ca_as_bits(ca_elements[element].unit * 0x1p-14f);
+    const float most = ca_elements[element].largest;
+    uint32_t u = ca_as_bits(f), rest = u & 0x7fffffff;
+    float x = ca_as_float(rest);
+    x = x < most ? x : most;
+    uint32_t e = ca_as_bits(x) & 0x7f800000;
+    e = e > least ? e : least;
+    uint32_t unit = e + ((23u - (uint32_t)fraction) << 23), n = ca_as_bits(x + ca_as_float(unit)) - unit;
+    return (uint8_t)((u >> 24 & 0x80) | (rest > 0x7f800000 ? 0x7f : ((e - least) >> (23 - fraction)) + n));
+}
+/* A whole number within the largest of a dtype with scales as its byte, or nibble. */
+static inline uint8_t ca_to_integer(int dtype, int32_t x) {
+    return (uint8_t)(ca_is_nibbles(dtype) ? (x + ca_zero_of(dtype)) & 15 : x < 0 ? 128 - x : x);
+}
+#endif

@@ -1,0 +1,100 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Rows on their way: queries to where the caller wants them, keys and values into the cache. A run of keys or values is
+ * turned into a stage, whose rows the cache write takes for the caller's (native/cache/cache.c): layouts and quantised
+ * caches are its affair alone. */
+#include "kernel/kernel.h"
+#include <stdlib.h>
+
+/* What a thread works in: a head, the rows of cos_sin_cache for 16 tokens, 16 tokens of a kv head. */
+typedef struct room {
+    float *head, *cos_sin;
+    char *stage;
+} room;
+
+static int is_rotated(const ca_turns *t, int kv) { return t->hadamard >> kv & 1; }
+
+static int64_t divide(const ca_turns *t, uintptr_t base, room *out) {
+    const int64_t most = ca_max64(t->rows[K]->shape[2], t->rows[V]->shape[2]);
+    const int64_t head = ca_round_up(most * (int64_t)sizeof(float), 64);
+    const int64_t cos_sin = t->cos_sin ? ca_round_up(CA_LANES * t->cos_sin->shape[1] * (int64_t)sizeof(float), 64) : 0;
+    *out = (room){(float *)base, (float *)(base + (uintptr_t)head), (char *)(base + (uintptr_t)(head + cos_sin))};
+    return head + cos_sin + CA_LANES * head;
+}
+
+static room room_of(const ca_turns *t, int thread) {
+    room found;
+    divide(t, (uintptr_t)(t->memory + thread * t->thread_bytes), &found);
+    return found;
+}
+
+int ca_turns_begin(ca_turns *t, int team) {
+    const int64_t head_size = t->rows[K]->shape[2], weight = ca_round_up(head_size * 4, 64);
+    room unused;
+    t->thread_bytes = divide(t, 0, &unused);
+    t->memory = aligned_alloc(64, (size_t)(team * t->thread_bytes + 2 * weight));
+    if (!t->memory)
+        return CA_NO_MEMORY;
+    for (int i = 0; i < 2 && t->cos_sin; i++) {
+        const ca_array *given = &t->weights[i];
+        float *wide = (float *)(t->memory + team * t->thread_bytes + i * weight);
+        t->weight[i] = (const float *)given->address;
+        if (given->itemsize && given->dtype != CA_F32) {
+            t->kernel->widen_row((const void *)given->address, head_size, 1.0f, wide);
+            t->weight[i] = wide;
+        }
+    }
+    return CA_OK;
+}
+
+void ca_turns_end(ca_turns *t) { free(t->memory); }
+
+/* Of the queries (0) or the keys (1) of a token. wide: room for its row of cos_sin_cache, where it is not float32; new:
+ * that does not lie there yet. */
+static ca_turn rotary(const ca_turns *t, int which, int64_t token, float *wide, int new) {
+    const ca_array *table = t->cos_sin;
+    const char *row = ca_row_of(table, t->positions[token], 0);
+    const int64_t rot_dim = table->shape[1];
+    if (table->dtype != CA_F32 && new)
+        t->kernel->widen_row(row, rot_dim, 1.0f, wide);
+    return (ca_turn){
+        .head_size = t->rows[K]->shape[2],
+        .weight = t->weight[which],
+        .eps = t->eps,
+        .cos_sin = table->dtype == CA_F32 ? (const float *)row : wide,
+        .rot_dim = rot_dim,
+        .is_neox = t->is_neox,
+    };
+}
+
+void ca_turn_queries(const ca_turns *t, int thread, int team) {
+    const room at = room_of(t, thread);
+    const int64_t num_tokens = t->cos_sin ? t->query->shape[0] : 0, end = num_tokens * (thread + 1) / team;
+    for (int64_t i = num_tokens * thread / team; i < end; i++) {
+        const ca_turn how = rotary(t, 0, i, at.cos_sin, 1);
+        for (int h = 0; h < t->num_heads; h++)
+            t->kernel->turn(&how, ca_row_of(t->query, i, h), at.head, ca_row_of(t->query_out, i, h));
+    }
+}
+
+ca_array ca_turn_rows(const ca_turns *t, int kv, int thread, int head, int first, int64_t token, int n) {
+    const room at = room_of(t, thread);
+    const int rotated = is_rotated(t, kv);
+    ca_array staged = *t->rows[kv];
+    if (rotated) {
+        staged.dtype = CA_F32;
+        staged.itemsize = sizeof(float);
+    }
+    staged.address = (uintptr_t)at.stage;
+    staged.strides[0] = staged.shape[2];
+    staged.strides[1] = 0; /* one head */
+    for (int i = 0; i < n; i++) {
+        char *to = ca_row_of(&staged, i, 0);
+        ca_turn how = {.head_size = staged.shape[2]};
+        if (kv == K && t->cos_sin)
+            how = rotary(t, 1, token + i, at.cos_sin + i * t->cos_sin->shape[1], first);
+        how.hadamard = rotated;
+        t->kernel->turn(&how, ca_row_of(t->rows[kv], token + i, head), rotated ? (float *)to : at.head,
+                        rotated ? NULL : to);
+    }
+    return staged;
+}

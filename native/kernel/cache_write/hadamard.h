@@ -1,0 +1,106 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The rotation of a cache: R = H S, with S = diag(+1 or -1) and H a Walsh-Hadamard matrix over the square root of its
+ * size. R is orthogonal: R q . R k = q . k, and R^T takes a sum of rotated values back. Each element of R x is a sum of
+ * all elements of x, so one channel that is far larger than the others, as a model's keys have it, spreads over the
+ * head, and a scale fits all of it (Ashkboos et al., QuaRot, arXiv:2404.00456). Without S the elements of a row that is
+ * nearly constant would meet in one.
+ *
+ * A head that is no power of two is a row of blocks that are, the largest first: 80 is 64 and 16.
+ * The sums of a level have the same operands in every vector width: R x has the same bits on every isa. */
+#ifndef CPU_ATTN_HADAMARD_H
+#define CPU_ATTN_HADAMARD_H
+
+#define LANE_LEVELS (VL == 16 ? 4 : VL == 8 ? 3 : VL == 4 ? 2 : 0)
+
+/* The levels within a vector, of blocks of n elements: lane i and lane i ^ h become their sum and their difference. */
+INLINE vf hadamard_lanes(vf x, int64_t n) {
+    static const float signs[4][16] = {{1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1},
+                                       {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
+                                       {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
+                                       {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1}};
+    EACH(i, LANE_LEVELS) if (1 << i < n) x = v_fma(x, v_load_f32(signs[i]), v_exchange(x, 1 << i));
+    return x;
+}
+
+/* The first levels of nv vectors, a power of two, in registers: those within vectors, then those between them. signs:
+ * those of S, or NULL. */
+#define PANEL (VL == 16 ? 16 : 8)
+INLINE void hadamard_panel(float *x, int nv, const float *signs, vf factor) {
+    vf y[PANEL];
+    EACH(i, nv) y[i] = v_mul(v_load_f32(x + i * VL), factor);
+    if (signs)
+        EACH(i, nv) y[i] = v_mul(y[i], v_load_f32(signs + i * VL));
+    EACH(i, nv) y[i] = hadamard_lanes(y[i], VL);
+    EACH(level, 4) {
+        EACH(i, nv / 2) {
+            const int h = 1 << level, low = i / h * 2 * h + i % h;
+            if (h < nv) {
+                const vf a = y[low], b = y[low + h];
+                y[low] = v_add(a, b);
+                y[low + h] = v_sub(a, b);
+            }
+        }
+    }
+    EACH(i, nv) v_store(x + i * VL, y[i]);
+}
+
+/* The levels between panels, two at a time while there are two. */
+static void hadamard_panels(float *x, int64_t n) {
+    int64_t h = PANEL * VL;
+    for (; 4 * h <= n; h *= 4)
+        for (int64_t i = 0; i < n; i += 4 * h)
+            for (float *p = x + i; p < x + i + h; p += VL) {
+                const vf a = v_load_f32(p), b = v_load_f32(p + h), c = v_load_f32(p + 2 * h), d = v_load_f32(p + 3 * h);
+                const vf e = v_add(a, b), f = v_sub(a, b), g = v_add(c, d), k = v_sub(c, d);
+                v_store(p, v_add(e, g));
+                v_store(p + h, v_add(f, k));
+                v_store(p + 2 * h, v_sub(e, g));
+                v_store(p + 3 * h, v_sub(f, k));
+            }
+    for (float *p = x; 2 * h <= n && p < x + h; p += VL) {
+        const vf a = v_load_f32(p), b = v_load_f32(p + h);
+        v_store(p, v_add(a, b));
+        v_store(p + h, v_sub(a, b));
+    }
+}
+
+/* A block: n is a power of two. */
+#define FACTOR_OF(n) v_set1((float)(1 / sqrt((double)(n))))
+static void hadamard_block(float *x, int64_t n, const float *signs) {
+    switch (n) {
+    case VL:
+        hadamard_panel(x, 1, signs, FACTOR_OF(VL));
+        return;
+    case 2 * VL:
+        hadamard_panel(x, 2, signs, FACTOR_OF(2 * VL));
+        return;
+    case 4 * VL:
+        hadamard_panel(x, 4, signs, FACTOR_OF(4 * VL));
+        return;
+    case 8 * VL:
+        hadamard_panel(x, 8, signs, FACTOR_OF(8 * VL));
+        return;
+    }
+    const vf factor = FACTOR_OF(n);
+    if (n < VL) {
+        vf y = v_mul(v_loadn_f32(x, (int)n), factor);
+        if (signs)
+            y = v_mul(y, v_loadn_f32(signs, (int)n));
+        v_storen_f32(x, hadamard_lanes(y, n), (int)n);
+        return;
+    }
+    for (int64_t i = 0; i < n; i += PANEL * VL)
+        hadamard_panel(x + i, PANEL, signs ? signs + i % CA_SIGNS : NULL, factor);
+    hadamard_panels(x, n);
+}
+
+/* R x, or back: R^T x. */
+static void hadamard(float *x, int64_t n, int back) {
+    for (int64_t at = 0, size; at < n; at += size) {
+        size = (int64_t)1 << (63 - __builtin_clzll((unsigned long long)(n - at)));
+        hadamard_block(x + at, size, back ? NULL : ca_signs + at % CA_SIGNS);
+    }
+    for (int64_t i = 0; back && i < n; i++)
+        x[i] *= ca_signs[i % CA_SIGNS];
+}
+#endif
