@@ -67,9 +67,9 @@ def reshape_and_cache(
     [N, B, Hkv, D], all strides but the last axis's free, and the same for every isa.
     kv_cache_rotation: ``hadamard``: each head of K and of V goes through an orthogonal transform first, in float32, so
     that channels which are larger than the others do not cost the others their digits (:func:`cpu_attn.rotate` says
-    which; docs/quality.md what it brings); ``hadamard/none`` or ``none/hadamard``: K alone or V alone. For quantised
-    caches. Whoever reads the cache says it, too: :func:`attention_with_kv_cache` then transforms the queries and turns
-    the output back. Where one element of a head is not finite, all of that head's are NaN or infinite.
+    which; docs/quality.md what it brings); ``hadamard/none`` or ``none/hadamard``: K alone or V alone. Whoever reads
+    the cache says it, too: :func:`attention_with_kv_cache` then transforms the queries and turns the output back. It is
+    meant for quantised caches. Where one element of a head is not finite, the whole head comes back as NaN.
     slot_mapping: int64 [T], block * B + offset; a negative slot is skipped. Of tokens that share a slot one stays,
     whole. Whoever writes with one isa must read with the same.
 
@@ -83,7 +83,7 @@ def reshape_and_cache(
     scales = _check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2])
     names = (_dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kind)
     named = NUMBERS.get(names, -1)
-    rotated = _check.kv_cache_rotation(kv_cache_rotation, kind)
+    rotated = _check.kv_cache_rotation(kv_cache_rotation)
     addresses, given, _alive = objects(_check.WRITE, arrays)
     known, rest = (thread_state.write, addresses, given, named, -1, -1, -1), (layout, rotated, *scales, fault)
     if named < 0 or lib.ca_write(*known, *rest) == lib.CA_UNKNOWN:

@@ -194,7 +194,7 @@ def get_scheduler_metadata(
     shape.num_threads = _threads.get_num_threads()
     layout = _check.kv_cache_layout(kv_cache_layout, kvs)
     shape.kv_cache_layout = _check.LAYOUTS[layout]
-    shape.hadamard = _check.kv_cache_rotation(kv_cache_rotation, "/".join(kvs))
+    shape.hadamard = _check.kv_cache_rotation(kv_cache_rotation)
     if block_table is not None or block_size is not None:
         shape.block_size = _check.table_block_size(block_table, block_size)
     found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window)

@@ -60,7 +60,7 @@ def rotary_reshape_and_cache(
     kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
     scales = _check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2])
     layout = _check.LAYOUTS[_check.kv_cache_layout(kv_cache_layout)]
-    rotated = _check.kv_cache_rotation(kv_cache_rotation, kind)
+    rotated = _check.kv_cache_rotation(kv_cache_rotation)
     how = (layout, rotated, _check.boolean("is_neox", is_neox), _check.number("eps", eps, 0.0), *scales, fault)
     names = (_dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kind)
     named = NUMBERS.get(names, -1)

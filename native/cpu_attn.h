@@ -234,9 +234,7 @@ int ca_read_array(uintptr_t object, ca_array *out); /* 0: not a NumPy array, or 
 int ca_attend(const ca_plan *plan, ca_known *known, uintptr_t objects, const ca_array *given, int causal, float scale,
               float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault);
 /* named: a number that stands for the names of isa and kv_cache_dtype. isa, k_dtype, v_dtype: what these names mean,
- * said where _check has accepted what is given. hadamard: as in ca_shape; of narrow caches alone. A slot < 0 is
- * skipped.
- */
+ * said where _check has accepted what is given. hadamard: as in ca_shape. A slot < 0 is skipped. */
 int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype, int v_dtype,
              int kv_cache_layout, int hadamard, float k_scale, float v_scale, ca_fault *fault);
 

@@ -54,11 +54,12 @@ class Problem:
         """What the cache holds, times its scale, and turned back where it is rotated."""
         if rotated:
             held = self._stored([hadamard(x.astype(np.float32)) for x in rows], kind, scale, False)
-            return [hadamard(x, back=True) for x in held]
+            return [hadamard(x.astype(np.float64), back=True) for x in held]
         if kind.startswith("int"):
             return [integers(x, kind) for x in rows]
         if not kind.startswith("fp8"):
-            return rows
+            with np.errstate(over="ignore"):
+                return [x.astype(self.query.dtype) for x in rows]
         return [quantised(x, kind, scale).astype(np.float64) * scale for x in rows]
 
     @cached_property

@@ -52,7 +52,6 @@ from cpu_attn._check.kv_cache import (
     kv_dtypes,
     memory,
     pages,
-    rotation_where_quantised,
     scales,
     width,
 )
@@ -132,7 +131,6 @@ __all__ = [
     "renamed",
     "rising",
     "rotary",
-    "rotation_where_quantised",
     "same_call",
     "same_kv_cache_layout",
     "same_kv_cache_rotation",

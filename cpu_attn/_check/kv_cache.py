@@ -53,31 +53,18 @@ def kv_cache_layout(x: Any, kvs: Sequence[str] = ()) -> str:
 
 
 @functools.cache  # as above
-def _rotated(rotation: str, kv_cache_dtype: str) -> int:
-    names, kinds = ((x.split("/") * 2)[:2] for x in (rotation, kv_cache_dtype))
-    if rotation.count("/") > 1 or any(name not in ROTATIONS for name in names):
+def _rotated(rotation: str) -> int:
+    names = rotation.split("/")
+    if len(names) > 2 or any(name not in ROTATIONS for name in names):
         raise ValueError(f"kv_cache_rotation: {rotation!r} is none of {', '.join(ROTATIONS)}, nor two of them as 'K/V'")
-    for name, kind, side in zip(names, kinds, "KV", strict=True):
-        if name != "none" and kind in ("auto", *FLOATS):
-            raise ValueError(
-                f"kv_cache_rotation: {rotation!r} rotates {side}, whose cache holds plain numbers (kv_cache_dtype "
-                f"{kv_cache_dtype!r}); what it helps is quantised caches"
-            )
-    return sum((name != "none") << i for i, name in enumerate(names))
+    return sum((name != "none") << i for i, name in enumerate((names * 2)[:2]))
 
 
-def kv_cache_rotation(x: Any, kv_cache_dtype: str) -> int:
+def kv_cache_rotation(x: Any) -> int:
     """1 where K is to be rotated and 2 where V is, as ca_shape.hadamard has them."""
     if not isinstance(x, str):
         raise TypeError(f"kv_cache_rotation: expected a name, got {type(x).__name__}")
-    return _rotated(x, kv_cache_dtype)
-
-
-def rotation_where_quantised(rotation: str, kv_cache_dtype: str) -> str:
-    """The same, but ``none`` for what is plain."""
-    kv_cache_rotation(rotation, "int8")
-    names, kinds = ((x.split("/") * 2)[:2] for x in (rotation, kv_cache_dtype))
-    return "/".join("none" if k in ("auto", *FLOATS) else name for name, k in zip(names, kinds, strict=True))
+    return _rotated(x)
 
 
 def memory(kv: str) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ def same_kv_cache_layout(plan: Any, layout: Any) -> None:
 
 
 def same_kv_cache_rotation(plan: Any, rotation: Any) -> None:
-    if kv_cache_rotation(rotation, "/".join(plan.kv_dtypes)) != plan._shape.hadamard:
+    if kv_cache_rotation(rotation) != plan._shape.hadamard:
         raise ValueError(f"kv_cache_rotation: {rotation!r}, scheduler_metadata was made for {plan.kv_cache_rotation!r}")
 
 

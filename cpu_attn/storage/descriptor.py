@@ -63,7 +63,7 @@ class CacheDescriptor:
             ("k_scale", "v_scale"), _check.scales(self.k_scale, self.v_scale, self.stored), strict=True
         ):
             object.__setattr__(self, name, scale)
-        _check.kv_cache_rotation(self.kv_cache_rotation, self.kv_cache_dtype)
+        _check.kv_cache_rotation(self.kv_cache_rotation)
         if self.layout in PLAIN and (kinds := [kind for kind in self.stored if is_scaled(kind)]):
             raise ValueError(f"layout: {self.layout!r} holds no {kinds[0]}")
 

@@ -227,12 +227,12 @@ static int write_all(const cache caches[2], const int64_t *slots, ca_turns *turn
     return CA_OK;
 }
 
-/* rows: the tokens that come, float32 where they are rotated. */
-static cache cache_of(const ca_array *a, const ca_array *rows, int rotated, int isa, int kv_dtype, int kv_cache_layout,
+/* rows: the tokens that come; wide: as float32. */
+static cache cache_of(const ca_array *a, const ca_array *rows, int wide, int isa, int kv_dtype, int kv_cache_layout,
                       float scale) {
     const ca_axes axes = ca_cache_axes(a, kv_cache_layout, rows->shape[2]);
-    const int dtype = rotated ? CA_F32 : rows->dtype;
-    const ca_kernel *kernel = rotated ? ca_kernel_for(isa, dtype) : ca_isa_get(isa)->kernels[dtype];
+    const int dtype = wide ? CA_F32 : rows->dtype;
+    const ca_kernel *kernel = wide ? ca_kernel_for(isa, dtype) : ca_isa_get(isa)->kernels[dtype];
     return (cache){
         .data = (void *)a->address,
         .stride_n = axes.stride_n,
@@ -254,13 +254,15 @@ static cache cache_of(const ca_array *a, const ca_array *rows, int rotated, int 
 /* The caches, and the part of turns that every write has. */
 static void begin(const struct ca_accepted *call, const ca_array *caches, const ca_array *key, const ca_array *value,
                   int kv_cache_layout, int hadamard, float k_scale, float v_scale, cache out[2], ca_turns *turns) {
-    const int isa = (int)call->isa;
-    out[K] = cache_of(&caches[K], key, hadamard & 1 << K, isa, (int)call->k_dtype, kv_cache_layout, k_scale);
-    out[V] = cache_of(&caches[V], value, hadamard & 1 << V, isa, (int)call->v_dtype, kv_cache_layout, v_scale);
+    const int isa = (int)call->isa, k_dtype = (int)call->k_dtype, v_dtype = (int)call->v_dtype;
+    const int wide = hadamard & (ca_is_narrow(k_dtype) << K | ca_is_narrow(v_dtype) << V);
+    out[K] = cache_of(&caches[K], key, wide & 1 << K, isa, k_dtype, kv_cache_layout, k_scale);
+    out[V] = cache_of(&caches[V], value, wide & 1 << V, isa, v_dtype, kv_cache_layout, v_scale);
     *turns = (ca_turns){.kernel = ca_isa_get(isa)->kernels[key->dtype],
                         .rows = {key, value},
                         .num_kv_heads = out[K].num_kv_heads,
-                        .hadamard = hadamard};
+                        .hadamard = hadamard,
+                        .wide = wide};
 }
 
 int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype, int v_dtype,
