@@ -10,7 +10,7 @@ import numpy as np
 
 from cpu_attn import _check, _dispatch, _threads
 from cpu_attn._arrays import addresses, bridged
-from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, dtype_name
+from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, FORMATS, dtype_name
 from cpu_attn._native import ffi, lib
 
 
@@ -222,6 +222,11 @@ def _masks_struct(found: _check.Masks) -> Any:
         masks.tree, masks.tree_stride = _check.pointer("uint8_t *", found.tree), found.tree.strides[0]
         masks.tree_rows, masks.tree_bytes = found.tree.shape
     return masks
+
+
+def kv_cache_dtypes() -> tuple[str, ...]:
+    """What a cache may hold: the names that kv_cache_dtype takes, each also for K or V alone (``int8/int4``)."""
+    return ("auto", *FORMATS)
 
 
 def get_kv_cache_shape(

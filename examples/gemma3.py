@@ -8,6 +8,7 @@ tokens alike. Their keys are rotated while they are written, and a plan for each
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from math import sqrt
 from typing import Any
@@ -103,14 +104,20 @@ def rotary_table(base: float, positions: int, head_size: int) -> Array:
 class Gemma3:
     """Gemma 3 270M (https://huggingface.co/google/gemma-3-270m), weights in float32.
 
-    dtype: of query, key, value and the attention's output; kv_cache_dtype, isa, engine: as in
+    dtype: of query, key, value and the attention's output; kv_cache_dtype, kv_cache_rotation, isa, engine: as in
     cpu_attn.get_scheduler_metadata.
     """
 
     def __init__(
-        self, dtype: str = "float32", kv_cache_dtype: str = "auto", isa: str = "auto", engine: str = "auto"
+        self,
+        dtype: str = "float32",
+        kv_cache_dtype: str = "auto",
+        isa: str = "auto",
+        engine: str = "auto",
+        kv_cache_rotation: str = "none",
     ) -> None:
         self.dtype, self.kv_cache_dtype, self.isa, self.engine = dtype, kv_cache_dtype, isa, engine
+        self.kv_cache_rotation = kv_cache_rotation
         file = Reader(assemble())
         fields = {name: field.contents() for name, field in file.fields.items()}
         self.tokenizer = load_tokenizer(fields)
@@ -143,11 +150,31 @@ class Gemma3:
     def is_global(self, layer: int) -> bool:
         return (layer + 1) % GLOBAL_LAYERS == 0
 
+    def balanced(self) -> Gemma3:
+        """The same model with keys that quantise better: what the weights of a layer's norms say of a channel's size in
+        queries and in keys becomes equal in both, and q.k stays as it is. The two channels that rotary embedding turns
+        into one another share their factor."""
+        model = copy.copy(self)
+        model.layers = []
+        for w in self.layers:
+            q, k = (np.hypot(*np.split(w[name], 2)) for name in ("attn_q_norm", "attn_k_norm"))
+            least = np.float32(0.01)  # of the mean: a norm may leave out a channel
+            factor = np.sqrt(np.maximum(k, least * k.mean()) / np.maximum(q, least * q.mean()))
+            factor = np.tile(factor, 2)
+            model.layers.append(
+                {**w, "attn_q_norm": w["attn_q_norm"] * factor, "attn_k_norm": w["attn_k_norm"] / factor}
+            )
+        return model
+
     def caches(self, num_blocks: int) -> list[PagedKVCache]:
         """A cache for each layer, with room for num_blocks * BLOCK_SIZE tokens."""
         sizes = (num_blocks, BLOCK_SIZE, self.num_kv_heads, self.head_size)
         return [
-            PagedKVCache(*sizes, self.dtype, self.isa, kv_cache_dtype=self.kv_cache_dtype)
+            PagedKVCache(
+                *(*sizes, self.dtype, self.isa),
+                kv_cache_dtype=self.kv_cache_dtype,
+                kv_cache_rotation=self.kv_cache_rotation,
+            )
             for _ in range(self.num_layers)
         ]
 
@@ -194,6 +221,7 @@ class Gemma3:
                 k_scale=cache.k_scale,
                 v_scale=cache.v_scale,
                 kv_cache_dtype=cache.kv_cache_dtype,
+                kv_cache_rotation=cache.kv_cache_rotation,
             )
             attended = cache.attend(query, block_table, plans[self.is_global(layer)])
             attended = dense(attended.reshape(len(x), -1).astype(np.float32, copy=False), w["attn_output"])
