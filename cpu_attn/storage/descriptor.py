@@ -116,7 +116,7 @@ class CacheDescriptor:
             raise ValueError(f"descriptor: no JSON: {error}") from None
         if not isinstance(fields, dict):
             raise ValueError(f"descriptor: expected an object, got {type(fields).__name__}")
-        if fields.get("version") == 1:
+        if fields.get("version") == 1 and "kv_cache_rotation" not in fields:
             fields = {**fields, "version": VERSION, "kv_cache_rotation": "none"}
         if fields.get("version", VERSION) != VERSION:  # whose fields may be others
             raise ValueError(f"version: {fields['version']!r}, this library knows {VERSION}")
