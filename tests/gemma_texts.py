@@ -78,3 +78,7 @@ ODD = {
     "  two  spaces\n\nnewline": (2, 138, 13498, 138, 35220, 108, 73481),
     "naïve café 日本語 😀 \t tab": (2, 1789, 238527, 560, 33443, 33375, 238582, 163543, 236743, 255968, 6937),
 }
+
+# Eager's logits of some tokens behind the last prompt: those that a window of 511 or 513 tokens moves the most, by
+# 0.0147 or more.
+LOGITS = {66161: -2.5166, 172516: 0.3021, 123750: 2.0182, 175696: 0.6192, 80050: 4.5347, 68164: 10.1892}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .gemma_texts import ODD, PROMPTS, TOKENS
+from .gemma_texts import LOGITS, ODD, PROMPTS, TOKENS
 from .snippets import example, printed
 
 torch = pytest.importorskip("torch")
@@ -84,6 +84,7 @@ def test_the_example(model: Any, tokenizer: Any, prompts: list[list[int]]) -> No
     model.set_attn_implementation("eager")
     with torch.no_grad():
         eager = model(torch.tensor([prompt])).logits[0].numpy()
+    assert eager[-1, list(LOGITS)] == pytest.approx(list(LOGITS.values()), abs=1e-3)
     assert np.abs(found - eager).max() < 1e-3
 
 
