@@ -8,8 +8,8 @@
 #include <stdint.h>
 /* cffi: begin */
 /* First those of queries and caches. Then those of caches alone: fp8 (e4m3 without infinities, e5m2: arXiv:2209.05433)
- * and integers with bfloat16 scales: int8 has one for a token of a kv head, int4 one for each 32 of its elements. Then
- * those of indices and bytes. */
+ * and integers with bfloat16 scales: int8, int6 and int5 have one for a token of a kv head, int4 one for each 32 of its
+ * elements, int4_per_token_head (CA_I4_TOKEN) one as int8 has. Then those of indices and bytes. */
 enum ca_dtype {
     CA_F32,
     CA_F16,
@@ -18,7 +18,10 @@ enum ca_dtype {
     CA_E4M3 = CA_DTYPES,
     CA_E5M2,
     CA_I8,
+    CA_I6,
+    CA_I5,
     CA_I4,
+    CA_I4_TOKEN,
     CA_CACHE_DTYPES,
     CA_I32 = 32,
     CA_I64,

@@ -25,9 +25,10 @@ LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 class PagedCache(Cache):  # type: ignore[misc]
     """A cache of packed pages for the decoder that ``config`` describes.
 
-    kv_cache_dtype: ``auto`` (the model's), ``fp8_e4m3``, ``fp8_e5m2``, ``int8``, ``int4``, or two of these as ``K/V``;
-    block_size: tokens of a page; k_scale, v_scale: of fp8; kv_cache_rotation: ``hadamard``: quantised
-    caches hold a model's keys better so (docs/quality.md). Every layer keeps all its tokens, sliding ones too.
+    kv_cache_dtype: ``auto`` (the model's), ``fp8_e4m3``, ``fp8_e5m2``, ``int8``, ``int6``, ``int5``, ``int4``,
+    ``int4_per_token_head``, or two of these as ``K/V``; block_size: tokens of a page; k_scale, v_scale: of fp8;
+    kv_cache_rotation: ``hadamard``: quantised caches hold a model's keys better so (docs/quality.md). Every layer
+    keeps all its tokens, sliding ones too.
     With ``attn_implementation="cpu_attn"`` attention reads the pages; any other gets keys and values gathered anew in
     every step. Raises ValueError for a config with layers other than full, sliding and chunked attention.
 
