@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cpu_attn import _check
 from cpu_attn._dtypes import DTYPES, FORMATS, KVFormat, dtype_name, is_fp8
-from cpu_attn.hadamard import rotate
+from cpu_attn.rotation import rotate
 from cpu_attn.storage.cache import PagedKVCache
 from cpu_attn.storage.descriptor import CacheDescriptor
 from cpu_attn.storage.files import StoredCache
