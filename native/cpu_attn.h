@@ -76,7 +76,7 @@ enum ca_status {
     CA_SELECTED_ORDER,      /* request, kv_head, position, value, bound = the value before */
     CA_OTHER_BLOCK_SIZE,    /* value, bound = the plan's */
     CA_OTHER_BLOCKS,        /* request, position, value, bound = that of a request that shared it */
-    CA_SELECTED_SHARED,     /* of a plan that shares prefixes */
+    CA_SELECTED_SHARED,     /* selected_blocks were given, and the plan shares prefixes */
     CA_BIAS_SMALL,          /* request, position = axis, value, bound = what the request needs */
     CA_SMALL_STACK          /* value = bytes of an OpenMP thread's stack, bound = those that a call may take */
 };

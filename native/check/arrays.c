@@ -50,7 +50,7 @@ static int read_dtype(const void *object, ca_array *out) {
 }
 
 static const numpy_array *as_numpy(uintptr_t object) {
-    /* an object's head ends in its type */
+    /* An object's head ends in its type. */
     const uintptr_t body = object + (uintptr_t)numpy.head;
     return ((const uintptr_t *)body)[-1] == numpy.ndarray ? (const numpy_array *)body : NULL;
 }
