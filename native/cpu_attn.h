@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The whole C ABI. cffi reads what stands between the two markers; nothing else is public.
- * Shapes: R num_reqs, T num_tokens, Hq num_heads, Hkv num_kv_heads, D head_size, Dv head_size_v,
- * N num_blocks, B block_size, M blocks per request. Strides count elements, not bytes. */
+ * This is the whole C ABI. cffi reads what stands between the two markers; nothing else is public.
+ * In shapes R is num_reqs, T num_tokens, Hq num_heads, Hkv num_kv_heads, D head_size, Dv head_size_v, N num_blocks, B
+ * block_size, and M is how many blocks of a request a block table holds. Strides count elements, not bytes. */
 #ifndef CPU_ATTN_H
 #define CPU_ATTN_H
 #include <stddef.h>
 #include <stdint.h>
 /* cffi: begin */
-/* First those of queries and caches. Then those of caches alone: fp8 (e4m3 without infinities, e5m2: arXiv:2209.05433)
- * and integers with bfloat16 scales: int8, int6 and int5 have one for a token of a kv head, int4 one for each 32 of its
- * elements, int4_per_token_head (CA_I4_TOKEN) one as int8 has. Then those of indices and bytes. */
+/* The dtypes that queries and caches may have come first. Those of caches alone follow: fp8 (e4m3 without infinities
+ * and e5m2: arXiv:2209.05433), and integers with bfloat16 scales, of which int4 has one for each 32 elements of a token,
+ * and the others (int8, int6, int5, and CA_I4_TOKEN for int4_per_token_head) one for each token of a kv head. The dtypes
+ * of indices and bytes come last. */
 enum ca_dtype {
     CA_F32,
     CA_F16,
@@ -28,14 +29,15 @@ enum ca_dtype {
     CA_U8
 };
 
-/* How one block of one kv head lies in memory (element offsets from the start of the block).
- * LANES: K [B/16][D][16], V [B][Dv].
- * PAIRS: K [B/16][D/2][16][2], V [B/2][Dv][2]: two neighbours of the summed axis side by side,
- *        as VDPBF16PS and TDPBF16PS read them. Elements of a byte and less lie so in every packed cache.
- * ROWS:  K and V token by token, as whoever owns a plain cache strides them. */
+/* These say how one block of one kv head lies in memory, as element offsets from the start of the block.
+ * LANES:K is [B/16][D][16], V is [B][Dv].
+ * PAIRS:K is [B/16][D/2][16][2], V is [B/2][Dv][2]. Two neighbours of the axis over which a product sums lie side by
+ *       side, as VDPBF16PS and TDPBF16PS read them. Elements of a byte or less lie so in every packed cache.
+ * ROWS:K and V lie token by token, with the strides that the owner of a plain cache gave them. */
 enum ca_layout { CA_LAYOUT_LANES, CA_LAYOUT_PAIRS, CA_LAYOUT_ROWS };
 
-/* A cache as an array: packed by the isa, [N, Hkv, B, width]; or rows, [N, Hkv, B, D] or [N, B, Hkv, D]. */
+/* These say which axes a cache has: a packed one is [N, Hkv, B, width] and each isa packs its blocks in its own way;
+ * HND is [N, Hkv, B, D], NHD is [N, B, Hkv, D]. */
 enum ca_kv_cache_layout { CA_PACKED, CA_HND, CA_NHD };
 
 enum ca_status {
@@ -54,16 +56,17 @@ enum ca_status {
     CA_UNREAD,              /* argument, expected: an array that Python has to read, or to refuse */
     CA_UNNAMED,             /* value = dtype, bound = head size: Python has to say what names mean, or to refuse them */
     CA_SMALL_WORKSPACE,     /* the plan asks for a larger one */
-    CA_WRONG_DTYPE,         /* argument, expected; the next ones, too, are about an argument: of its axis `position` */
-    CA_WRONG_NDIM,          /* ndim, axes */
-    CA_WRONG_SIZE,          /* axes, position, value, bound = what it has to be */
-    CA_LARGE_SIZE,          /* position, value, bound */
-    CA_NOT_DENSE,           /* value = stride of the last axis */
-    CA_OUTSIDE,             /* axes, position, value, least, bound: least <= value <= bound */
-    CA_ODD_ROT_DIM,         /* value */
-    CA_EMPTY_BLOCK,         /* a cache of block_size 0 */
-    CA_BLOCK_NOT_DENSE,     /* position, value = stride, bound = what it has to be */
-    CA_WRONG_WIDTH,         /* value, bound = what it has to be, head_size, kv_cache_layout */
+    /* The statuses from here to CA_SHARES_MEMORY are about an argument, and `position` is one of its axes. */
+    CA_WRONG_DTYPE,     /* argument, expected */
+    CA_WRONG_NDIM,      /* ndim, axes */
+    CA_WRONG_SIZE,      /* axes, position, value, bound = what it has to be */
+    CA_LARGE_SIZE,      /* position, value, bound */
+    CA_NOT_DENSE,       /* value = stride of the last axis */
+    CA_OUTSIDE,         /* axes, position, value, least, bound: least <= value <= bound */
+    CA_ODD_ROT_DIM,     /* value */
+    CA_EMPTY_BLOCK,     /* a cache of block_size 0 */
+    CA_BLOCK_NOT_DENSE, /* position, value = stride, bound = what it has to be */
+    CA_WRONG_WIDTH,     /* value, bound = what it has to be, head_size, kv_cache_layout */
     CA_READ_ONLY,
     CA_OVERLAPS_ITSELF,
     CA_SHARES_MEMORY,   /* value = the other argument */
@@ -77,13 +80,14 @@ enum ca_status {
     CA_SELECTED_ORDER,      /* request, kv_head, position, value, bound = the value before */
     CA_OTHER_BLOCK_SIZE,    /* value, bound = the plan's */
     CA_OTHER_BLOCKS,        /* request, position, value, bound = that of a request that shared it */
-    CA_SELECTED_SHARED,     /* of a plan that shares prefixes */
+    CA_SELECTED_SHARED,     /* selected_blocks were given, and the plan shares prefixes */
     CA_BIAS_SMALL,          /* request, position = axis, value, bound = what the request needs */
     CA_SMALL_STACK          /* value = bytes of an OpenMP thread's stack, bound = those that a call may take */
 };
 
-/* What an axis counts, as faults name it. A size up to CA_FREE is that of the call: its plan says it, or the first
- * argument that has it. The others are any. */
+/* An axis counts one of these, and faults name it so. A symbol below CA_FREE stands for a size that is the same
+ * throughout the call: the plan says it, or the first argument that has it. The other symbols stand for no size that
+ * arguments share. */
 enum ca_symbol {
     CA_T,
     CA_NUM_REQS,
@@ -98,48 +102,49 @@ enum ca_symbol {
     CA_ROT_DIM = CA_FREE, /* even, from 2 to the head size */
     CA_BLOCKS,
     CA_MAX_POSITION,
-    CA_WIDTH, /* of a cache: what its block takes */
+    CA_WIDTH, /* the last axis of a cache */
     CA_QUERIES,
     CA_KEYS,
     CA_SYMBOLS,
-    CA_OR_1 = 32 /* added to one of the call's: 1 will do */
+    CA_OR_1 = 32 /* added to a symbol below CA_FREE: a size of 1 will do, too */
 };
 
-/* Where a check failed: fields that the status does not use are -1. The caller begins with zeros, which is CA_OK; who
- * finds nothing writes nothing. */
+/* Says where a check failed. Of request, position, value, bound and kv_head, those that the status does not use are -1.
+ * The caller hands over zeros, which mean CA_OK, and a check that finds no fault writes nothing. */
 typedef struct ca_fault {
     int32_t status;
     int64_t request, position, value, bound;
     int64_t kv_head;
-    /* of what is said of an argument */
-    int32_t argument, ndim, axes[4]; /* among the call's arrays; enum ca_symbol */
-    uint64_t expected;               /* 1 << ca_dtype of each that it may have */
+    /* The fields below are used where the fault is about an argument. */
+    int32_t argument, ndim, axes[4]; /* argument: its place among the call's arrays; axes: enum ca_symbol */
+    uint64_t expected;               /* 1 << ca_dtype for each dtype that it may have */
     int64_t least, head_size;
     int32_t kv_cache_layout;
 } ca_fault;
 
-/* What a plan was made for; a call is checked against it. */
+/* Says what a plan was made for; every call is checked against it. */
 typedef struct ca_shape {
     int32_t num_reqs, num_heads, num_kv_heads, head_size, head_size_v;
-    int32_t dtype, k_dtype, v_dtype;   /* enum ca_dtype, of queries and of the caches */
-    int32_t isa;                       /* index into the isa table */
-    int32_t causal;                    /* of every request, where dynamic_causal does not say it */
-    int32_t all_causal;                /* no request is bidirectional: window_right has no meaning; by ca_plan_new */
+    int32_t dtype, k_dtype, v_dtype; /* enum ca_dtype, of queries and of the caches */
+    int32_t isa;                     /* index into the isa table */
+    int32_t causal;                  /* whether requests are causal where dynamic_causal is not given */
+    int32_t all_causal; /* no request is bidirectional, so that window_right means nothing; set by ca_plan_new */
     int32_t window_left, window_right; /* keys visible to each side of the query, -1: all */
     int32_t enable_kv_split;
     int32_t num_threads;
     int32_t kv_cache_layout; /* enum ca_kv_cache_layout */
     int32_t hadamard;        /* 1 for a rotated cache of K, 2 of V, 3 of both: kernel/cache_write/hadamard.h */
-    int32_t block_size;      /* of the block table that the plan was given, 0: none */
+    int32_t block_size;      /* block size of the table that the plan was given; 0: it was given none */
 } ca_shape;
 
-/* Masks besides causal and window, as _check.masks had them: both lists by request, then by key. */
+/* Holds the masks besides causal and window, as _check.masks has accepted them. Both lists ascend by request, then by
+ * key. */
 typedef struct ca_masks {
-    const int32_t *spans;     /* [num_spans][3] request, first key, last key */
-    const int32_t *documents; /* [num_documents][2] request, first key */
-    const uint8_t *tree;      /* [tree_rows][tree_bytes], tree_rows -1: there is none */
+    const int32_t *spans;     /* [num_spans][3]: request, first key, last key */
+    const int32_t *documents; /* [num_documents][2]: request, first key */
+    const uint8_t *tree;      /* [tree_rows][tree_bytes]; tree_rows -1: there is none */
     int64_t num_spans, num_documents, tree_rows, tree_bytes, tree_stride;
-    int32_t clamp_spans; /* to the left side of the window */
+    int32_t clamp_spans; /* whether spans end at the left side of the window */
 } ca_masks;
 
 typedef struct ca_plan ca_plan;
@@ -148,18 +153,18 @@ typedef struct ca_engine ca_engine;
 typedef struct ca_plan_info {
     int64_t num_tokens, num_tasks, num_splits, workspace_bytes;
     int32_t num_threads;
-    int64_t num_shared; /* tasks for several requests */
+    int64_t num_shared; /* tasks that compute for several requests */
 } ca_plan_info;
 
-/* Somebody's memory: _arrays.Array in C. Absent: all zero. */
+/* An array in memory that the caller owns, as _arrays.Array is in Python. An argument that is absent is all zeros. */
 typedef struct ca_array {
     uintptr_t address; /* of the first element */
     int64_t shape[4], strides[4];
     int32_t ndim, dtype, itemsize, writable;
 } ca_array;
 
-/* The arrays of a call, in the order of _check.ATTENTION, STEP, WRITE and ROTARY: those that it writes first. What each
- * has to be: native/check/arguments.c. */
+/* The arrays of each call come in the order of _check.ATTENTION, STEP, WRITE and ROTARY: first those that the call
+ * writes. The tables of native/check/arguments.c say what each has to be. */
 enum ca_attention_arrays {
     CA_OUTPUT,
     CA_LSE,
@@ -199,15 +204,16 @@ enum ca_rotary_arrays {
     CA_ROTARY_ARRAYS
 };
 
-/* What the names of an isa and of a kv_cache_dtype mean for keys of each dtype, as far as it has been said. */
+/* Says what the caller's names of an isa and of a kv_cache_dtype mean for keys of each dtype. Python resolves a name
+ * when it is first needed; `known` says for which dtypes it has. */
 typedef struct ca_meaning {
-    int32_t head_sizes; /* the isa takes multiples of this */
+    int32_t head_sizes; /* the isa takes head sizes that are multiples of this */
     struct {
         int32_t known, isa, kv_dtype[2];
     } of[CA_DTYPES];
 } ca_meaning;
 
-/* A row of the isa table, and whether it can run here. */
+/* Describes a row of the isa table, and says whether it can run here. */
 typedef struct ca_isa_info {
     const char *name, *unit; /* unit: "matrix", "vector" or "scalar" */
     int32_t compiled, supported;
@@ -215,95 +221,102 @@ typedef struct ca_isa_info {
 } ca_isa_info;
 
 typedef struct ca_kernel_info {
-    int32_t layout, rows;         /* query rows of a work item */
-    int32_t bf16_products;        /* multiplies bf16 as it is, because here that is faster than FP32 FMA */
-    int32_t integers;             /* multiplies int8 and int4 caches as integers (kernel/integers.inc) */
-    const char *method;           /* how the other products are formed, in words */
-    const char *variant, *reason; /* a file of native/isa whose kernel would replace this one, and why not; NULL */
+    int32_t layout, rows;  /* rows: query rows of a task */
+    int32_t bf16_products; /* whether bf16 is multiplied as it is, which on this machine is faster than FP32 FMA */
+    int32_t integers;      /* whether int8 and int4 caches are multiplied as integers (kernel/kv_formats/integers.h) */
+    const char *method;    /* how the other products are formed, in words */
+    const char *variant, *reason; /* a file of native/isa whose kernel would replace this one, and why it does not;
+                                     NULL: there is none */
 } ca_kernel_info;
 
 typedef struct ca_cpu_info {
     char vendor[16], brand[64];
     int32_t family, model, stepping;
     int64_t l1d, l2, l3;    /* bytes, 0: unknown */
-    int32_t cpus;           /* this process may run on */
+    int32_t cpus;           /* CPUs that this process may run on */
     int32_t amx_permission; /* 1 granted, 0 refused, -1 no AMX here */
     const char *amx_reason;
 } ca_cpu_info;
 
 void ca_cpu(ca_cpu_info *out);
-int ca_cpu_feature(int i, const char **name); /* 1 here, 0 not, -1: no such i */
+int ca_cpu_feature(int i, const char **name); /* 1: this machine has it, 0: it has not, -1: there is no such i */
 
-int ca_isa(int i, ca_isa_info *out);                        /* 0: no such i */
-int ca_isa_kernel(int isa, int dtype, ca_kernel_info *out); /* 0: no kernel */
-/* Elements of kv_dtype (int8, int4: bytes) that a block of one kv head takes. */
+int ca_isa(int i, ca_isa_info *out);                        /* 0: there is no such i */
+int ca_isa_kernel(int isa, int dtype, ca_kernel_info *out); /* 0: there is no kernel */
+/* Returns how many elements of kv_dtype (bytes for int8 and int4) a block of one kv head takes, or -1 where the isa has
+ * no kernel for dtype. */
 int64_t ca_block_elements(int isa, int dtype, int kv_dtype, int64_t block_size, int64_t head_size, int value);
 
 const char *ca_threading(void); /* "OpenMP 201511" or why there is none */
 int ca_get_num_threads(void);
-void ca_set_num_threads(int n); /* 0: as OpenMP says; -n: n, however little there is to do */
+void ca_set_num_threads(int n); /* 0: as many as OpenMP says; -n: n, however little there is to do */
 
 const ca_engine *ca_fused_engine(void);
 const ca_engine *ca_reference_engine(void);
 
-/* NULL and *fault on failure. objects, given: as for ca_attend. masks: NULL where there are none. */
+/* Returns NULL and fills *fault on failure. objects and given are those of ca_attend; masks is NULL where there are
+ * none. */
 ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects, const ca_array *given,
                      const ca_masks *masks, ca_fault *fault);
 void ca_plan_free(ca_plan *plan);
 void ca_plan_describe(const ca_plan *plan, ca_plan_info *out);
-int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs over all query heads */
+int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs that the masks leave, over all query heads */
 
-/* Does CA_BLOCK_TABLE of a call name blocks below num_blocks wherever the plan will look, and the same for requests
- * that share them in the plan? selected: CA_SELECTED_BLOCKS of the call, checked too. */
+/* Checks that CA_BLOCK_TABLE of a call names blocks below num_blocks wherever the plan will look, and the same blocks
+ * for requests that share them in the plan. CA_SELECTED_BLOCKS of the call, `selected`, is checked, too. */
 int ca_check_table(const ca_plan *plan, const ca_array *table, const ca_array *selected, int64_t num_blocks,
                    int64_t block_size, ca_fault *fault);
-/* Is CA_ATTN_BIAS of a call large enough? */
+/* Checks that CA_ATTN_BIAS of a call has every query token and every key of every request. */
 int ca_check_bias(const ca_plan *plan, const ca_array *bias, ca_fault *fault);
 
-/* Checks of one array, as tables of native/check/arguments.c make them, for what has no table.
- * expected: 1 << ca_dtype of each that it may be; sizes: of its axes, -1: any. */
+/* These check one array, as the tables of native/check/arguments.c do, for calls that have no table. `expected` has a
+ * bit 1 << ca_dtype for each dtype that the array may have, and `sizes` says how large each axis has to be; -1 allows
+ * any size. */
 int ca_check_array(const ca_array *a, uint64_t expected, int ndim, const int64_t *sizes, ca_fault *fault);
-int ca_check_written(const ca_array *a, ca_fault *fault); /* it may be, and no two elements coincide */
+int ca_check_written(const ca_array *a, ca_fault *fault); /* it may be written, and no two elements coincide */
 int ca_check_cache(const ca_array *a, int kv_cache_layout, ca_fault *fault);
 int ca_check_width(const ca_array *a, int kv_cache_layout, int isa, int dtype, int kv_dtype, int64_t head_size,
                    ca_fault *fault);
-/* Of a packed cache: so that a block of block_size * width elements holds K or V. */
+/* Returns the width of a packed cache, at which a block of block_size * width elements holds K or V. */
 int64_t ca_cache_width(int isa, int dtype, int kv_dtype, int64_t block_size, int64_t head_size);
-/* Have two arrays a byte in common? Yes, too, where it would take long to tell. */
+/* Returns whether two arrays have a byte in common, and 1, too, where it would take long to tell. */
 int ca_share_memory(const ca_array *a, const ca_array *b);
 
-/* NumPy arrays as C reads them: type(array), the None that stands for no array, sizeof(PyObject), and what dtype
- * objects mean. Once, on import; without it (ndarray 0) every call is CA_UNREAD. */
+/* These tell C how to read NumPy arrays: type(array), the None that stands for no array, sizeof(PyObject), and what
+ * each dtype object means. Python calls them once, on import; until then, or with ndarray 0, every call returns
+ * CA_UNREAD. */
 void ca_know_numpy(uintptr_t ndarray, uintptr_t none, int64_t head);
 void ca_know_dtype(uintptr_t object, int32_t dtype, int32_t itemsize);
-int ca_read_array(uintptr_t object, ca_array *out); /* 0: not a NumPy array, or one unlike all that we take */
+int ca_read_array(uintptr_t object, ca_array *out); /* 0: it is no NumPy array, or one of a kind that C does not read */
 
-/* attention_with_kv_cache and reshape_and_cache. Their arrays are Python objects, whose addresses lie at `objects`;
- * where one is 0, or without any, given[i]. CA_UNREAD: one of them is like none that C reads. Everything is checked
- * before a byte is written.
- * causal: -1 where there are no lengths and masks to compare with the plan's. workspace NULL: only checks. */
+/* ca_attend is attention_with_kv_cache, and ca_write is reshape_and_cache. `objects` points to the addresses of their
+ * arrays as Python objects; where it is 0, or such an address is, given[i] is the array. A call returns CA_UNREAD where
+ * an array is of a kind that C does not read. Everything is checked before a byte is written.
+ * causal is -1 where the call has no lengths and masks to compare with the plan's. Without a workspace (NULL) ca_attend
+ * only checks. */
 int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int causal, float scale, float softcap,
               float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault);
-/* hadamard: as in ca_shape. A slot < 0 is skipped. */
+/* hadamard is that of ca_shape. A token whose slot is negative is not written. */
 int ca_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout, int hadamard,
              float k_scale, float v_scale, ca_fault *fault);
-/* rotary_reshape_and_cache. */
+/* This is rotary_reshape_and_cache. */
 int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
                     int hadamard, float k_scale, float v_scale, int is_neox, float eps, ca_fault *fault);
 
-/* The first T tokens of one request, block table [M], out of the cache to [T, Hkv, D], as they are stored, int8 and
- * int4 as float32 times their scales. Arrays as cpu_attn.ops.gather has accepted them; value: 0 for K, 1 for V; dtype:
- * of the tokens that were written. */
+/* Copies the first T tokens of one request, whose block table is [M], out of the cache to [T, Hkv, D], as they are
+ * stored, but int8 and int4 as float32 times their scales. cpu_attn.ops.gather has accepted the arrays. value is 0 for
+ * K and 1 for V, and dtype is that of the tokens that were written. */
 enum ca_gather_arrays { CA_GATHERED, CA_GATHER_CACHE, CA_GATHER_BLOCK_TABLE, CA_GATHER_ARRAYS };
 int ca_gather(const ca_array *arrays, int value, int isa, int dtype, int kv_dtype, int kv_cache_layout,
               ca_fault *fault);
 
-/* +1 or -1 for dimension d % CA_SIGNS of a rotated cache: kernel/cache_write/hadamard.h. */
+/* ca_signs[d % CA_SIGNS] is the sign, +1 or -1, that dimension d of a rotated cache is given:
+ * kernel/cache_write/hadamard.h. */
 enum { CA_SIGNS = 1024 };
 extern float ca_signs[1024];
 
-/* Pages (cpu_attn/pages.py). Arrays in the order of _check.BOUNDS and _check.SCORES, accepted there; what indices hold
- * is checked before a byte is written. */
+/* These keep and use the bounds of pages (cpu_attn/pages.py). The arrays come in the order of _check.BOUNDS and
+ * _check.SCORES, where they have been accepted; what indices hold is checked here, before a byte is written. */
 enum ca_bounds_arrays { CA_BOUNDS_MIN, CA_BOUNDS_MAX, CA_BOUNDS_KEY, CA_BOUNDS_SLOT_MAPPING, CA_BOUNDS_ARRAYS };
 enum ca_scores_arrays {
     CA_SCORES,
@@ -316,28 +329,29 @@ enum ca_scores_arrays {
     CA_SCORES_ARRAYS
 };
 int ca_update_page_bounds(const ca_array *arrays, int64_t block_size, ca_fault *fault);
-/* scratch: ca_score_floats for each of num_threads */
+/* scratch holds ca_score_floats floats for each of num_threads. */
 int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *scratch, int num_threads,
                    ca_fault *fault);
 int64_t ca_score_floats(int64_t head_size);
 
-/* A way to multiply that `cpu-attn bench` measures, best first: a row of native/probe. */
+/* Describes a way to multiply that `cpu-attn bench` measures: a file of native/limits/probe. The best come first. */
 typedef struct ca_probe_info {
     const char *name, *unit; /* unit: "matrix", "vector" or "scalar" */
     const char *isa, *what;  /* the isa whose products it limits, the instruction; "" where not compiled */
-    int32_t dtypes;          /* 1 << ca_dtype for inputs that it can multiply */
+    int32_t dtypes;          /* 1 << ca_dtype for each dtype that it can multiply */
     int32_t supported;
     const char *reason; /* why it cannot run here; "" when it can */
 } ca_probe_info;
 
-int ca_probe(int i, ca_probe_info *out); /* 0: no such i */
+int ca_probe(int i, ca_probe_info *out); /* 0: there is no such i */
 
-/* Attention over num_parts sets of keys to that over all of them. outs: [T, Hq, Dv] of each, then where the result
- * goes, of one dtype, the last axis dense; lses: float32 [Hq, T], likewise. _check has accepted them. */
+/* Merges attention over num_parts sets of keys to attention over all of them. outs has [T, Hq, Dv] of each set, then
+ * where the result goes, all of one dtype, with a dense last axis; lses has float32 [Hq, T] in the same order. _check
+ * has accepted them. */
 void ca_merge_states(int64_t num_parts, const ca_array *outs, const ca_array *lses);
 
-/* Limits on this many threads, 0 where they cannot be measured. Products from registers for this long; one pass
- * of reads or of memcpy (bytes copied, counted once) over memory of this size. */
+/* These measure limits on this many threads, and return 0 where they cannot: products from registers for this long, and
+ * one pass of reads or of memcpy (bytes copied, counted once) over memory of this size. */
 double ca_probe_gflops(int probe, int threads, double seconds);
 double ca_probe_read_gbps(const void *data, int64_t bytes, int threads);
 double ca_probe_copy_gbps(void *dst, const void *src, int64_t bytes, int threads);

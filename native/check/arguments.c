@@ -1,23 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What the arrays of each call have to be: a table for each call, a row for each argument, in the order in which they
- * are checked, and one way through a table. */
+ * This file says what the arrays of each call have to be: each call has a table, with a row for each argument in the
+ * order in which they are checked, and ca_check_arguments goes through every table alike. */
 #include "check.h"
 #include "cache/layout.h"
 
-#define MAX_SIZE 65536 /* of heads and head sizes: keeps every product of sizes within int64; _check.MAX_SIZE */
+/* No call has more heads, nor a larger head size, so that every product of sizes is within int64. This is
+ * _check.MAX_SIZE. */
+#define MAX_SIZE 65536
 
 #define ONE(dtype) (UINT64_C(1) << (dtype))
 #define INT32 ONE(CA_I32)
 #define INT64 ONE(CA_I64)
 #define FLOAT32 ONE(CA_F32)
-#define OWN ONE(63) /* the call's: what fit->dtype says, or the first argument that is OWN */
+#define OWN ONE(63) /* the call's dtype: what fit->dtype says, or what the first argument has that is OWN */
 
 enum {
     OPTIONAL = 1,
     LENGTHS = 2, /* optional where fit->without_lengths */
     WRITTEN = 4,
-    CACHE = 8,     /* of K; its dtype follows from what it holds */
-    OF_V = 16,     /* a cache is of V; that of K is in the row before */
+    CACHE = 8,     /* a cache, of K unless OF_V is set; its dtype follows from what it holds */
+    OF_V = 16,     /* the cache of V; that of K is in the row before */
     IN_PLACE = 32, /* may be the very array that is next in the call */
 };
 
@@ -27,8 +29,9 @@ typedef struct ca_argument {
 } ca_argument;
 
 struct ca_table {
-    int num_arrays, num_outputs;           /* the first ones: apart from each other and from the rest */
-    ca_argument rows[CA_ATTENTION_ARRAYS]; /* the most that a call has */
+    /* The outputs are the first arrays; they share no memory with one another and with the rest. */
+    int num_arrays, num_outputs;
+    ca_argument rows[CA_ATTENTION_ARRAYS]; /* CA_ATTENTION_ARRAYS is the most that a call has */
 };
 
 #define AXES(n, ...)                                                                                                   \
@@ -139,12 +142,14 @@ int ca_check_width(const ca_array *a, int kv_cache_layout, int isa, int dtype, i
     return fault->status;
 }
 
-/* The dtypes that the memory of a cache may have: fp8 may also be called bytes, int8 and int4 have to be. */
+/* Returns the dtypes that the memory of a cache may have: that of fp8 may also be called bytes, and that of int8 and
+ * int4 has to be. */
 static uint64_t memory_of(int kv_dtype) {
     return (ca_is_scaled(kv_dtype) ? 0 : ONE(kv_dtype)) | (ca_is_narrow(kv_dtype) ? ONE(CA_U8) : 0);
 }
 
-/* The isa and what caches hold, of the names that the caller has for them. 0: Python has not said it yet. */
+/* Finds the isa, and what caches hold, from the names that the caller has for them. Returns 0 where Python has not said
+ * yet what these mean. */
 static int find_meaning(ca_fit *fit) {
     const ca_meaning *m = fit->meaning;
     if (!m->of[fit->dtype].known || fit->sizes[CA_HEAD_SIZE] % m->head_sizes)
@@ -162,7 +167,7 @@ static uint64_t dtypes_of(const ca_argument *row, const ca_fit *fit) {
     return row->dtypes & OWN ? (row->dtypes & ~OWN) | own : row->dtypes;
 }
 
-/* What the array has of the call and what no argument before it had. */
+/* Takes from an array those sizes of the call, and the dtype, that no argument before it had. */
 static int take_sizes(const ca_argument *row, const ca_array *a, ca_fit *fit, ca_fault *fault) {
     if (row->dtypes & OWN && fit->dtype < 0)
         fit->dtype = a->dtype;
@@ -223,7 +228,7 @@ static int check_row(const ca_argument *row, const ca_array *a, ca_fit *fit, ca_
     return blame(&here, fit, status, fault);
 }
 
-/* What is left of a cache, once both are known to fit each other. */
+/* Checks what is left to check of a cache, once both caches are known to fit each other. */
 static int check_memory(const ca_argument *row, const ca_array *a, const ca_fit *fit, ca_fault *fault) {
     const int v = row->flags & OF_V ? V : K;
     int status = row->flags & WRITTEN ? ca_check_written(a, fault) : CA_OK;
@@ -237,7 +242,7 @@ static int unread(const ca_argument *row, const ca_fit *fit, ca_fault *fault) {
     return blame(row, fit, ca_refuse(fault, CA_UNREAD, -1, -1, -1), fault);
 }
 
-/* Is one the very array that the other is? */
+/* Returns whether one is the very array that the other is. */
 static int is_same(const ca_array *a, const ca_array *b) {
     int same = a->address == b->address;
     for (int i = 0; i < a->ndim; i++)

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
- * NumPy arrays, read where they lie: 10 ns each, where ndarray.__array_interface__ takes 970. */
+ * NumPy arrays are read where they lie: this takes 10 ns each, where ndarray.__array_interface__ takes 970. */
 #include "check.h"
 
 #define OWNDATA 0x4
 #define WRITEABLE 0x400
 
-/* What follows the object's head in a PyArrayObject. NumPy cannot change it without a new ABI: PyArray_DATA and its
- * kin are compiled into everybody's extension modules. _arrays.py tries it out on import. */
+/* These fields follow the object's head in a PyArrayObject. NumPy cannot change them without a new ABI, since
+ * PyArray_DATA and its kin are compiled into everybody's extension modules. _arrays.py tries them out on import. */
 typedef struct numpy_array {
     char *data;
     int ndim;
@@ -50,12 +50,13 @@ static int read_dtype(const void *object, ca_array *out) {
 }
 
 static const numpy_array *as_numpy(uintptr_t object) {
-    /* an object's head ends in its type */
+    /* An object's head ends in its type. */
     const uintptr_t body = object + (uintptr_t)numpy.head;
     return ((const uintptr_t *)body)[-1] == numpy.ndarray ? (const numpy_array *)body : NULL;
 }
 
-/* Of a tensor whose memory is gone torch's bridge makes an array with memory of its own: an owner that has a base. */
+/* Of a tensor whose memory is gone torch's bridge makes an array with memory of its own: it can be told because it owns
+ * its memory and yet has a base. */
 static int is_torn(const numpy_array *x) {
     for (; x && x->base; x = as_numpy((uintptr_t)x->base))
         if (x->flags & OWNDATA)

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What lengths and indices hold. Another thread of the caller's may write into them meanwhile: so what a call goes by
- * is copied first, and checked and used in the copy. */
+ * This file checks what lengths and indices hold. Another thread of the caller may write into them meanwhile, so what a
+ * call goes by is copied first, and is checked and used in the copy. */
 #include "check.h"
 #include "plan/keys.h"
 #include "cache/layout.h"
 #include "run/threads.h"
 #include <stdlib.h>
 
-/* blocks: of a request's row of the table, from number `first` on. */
+/* `blocks` points to block number `first` of a request's row of the table. */
 static int check_blocks(const int32_t *blocks, int64_t request, int64_t first, int64_t end, int64_t cols,
                         int64_t num_blocks, ca_fault *fault) {
     if (end > cols)
@@ -50,8 +50,8 @@ int ca_check_step(const ca_plan *p, const int32_t *seq_lens, const int32_t *quer
     return CA_OK;
 }
 
-/* n entries of one kv head's selection, from `position` on: ascending blocks, then -1. before: the one before them, as
- * unsigned; -1: there is none. */
+/* Checks n entries of one kv head's selection, from `position` on: blocks that ascend, then -1. `before` is the entry
+ * before them as unsigned, or -1 where there is none. */
 static int check_selected(const int32_t *list, int64_t n, int64_t position, int64_t before, int64_t seq_blocks,
                           ca_fault *fault) {
     for (int64_t i = 0; i < n; before = (uint32_t)list[i++])
@@ -62,7 +62,8 @@ static int check_selected(const int32_t *list, int64_t n, int64_t position, int6
     return CA_OK;
 }
 
-/* Requests that share blocks in the plan have to share them in the call's table. They see all of their first keys. */
+/* Requests that share blocks in the plan have to share them in the call's table. They see all of their first keys, so
+ * that these blocks are copied. */
 static int check_shared(const ca_plan *p, const ca_indices *x, ca_fault *fault) {
     for (int64_t n = 0; n < p->num_same; n++) {
         const ca_same *s = &p->same[n];
@@ -77,8 +78,8 @@ static int check_shared(const ca_plan *p, const ca_indices *x, ca_fault *fault) 
     return CA_OK;
 }
 
-/* The selection of request r, whose table is copied. Of a list only as many entries are kept as the longest request has
- * blocks: all behind these have to be -1. */
+/* Copies and checks the selection of request r, whose table is copied. Of a list only as many entries are kept as the
+ * longest request has blocks: all entries behind these have to be -1. */
 static int take_selected(const ca_plan *p, const ca_array *selected, int64_t r, int64_t cols, int64_t num_blocks,
                          int64_t block_size, ca_indices *x, ca_fault *fault) {
     const int64_t seq_blocks = ca_div_up(p->seq_lens[r], block_size), n = x->num_selected, all = selected->shape[2];
@@ -103,11 +104,11 @@ static int take_selected(const ca_plan *p, const ca_array *selected, int64_t r, 
     return status;
 }
 
-/* Room for what a call reads of its table and its selection; 0: there is none. */
+/* Makes room for what a call reads of its table and its selection. Returns 0 where there is no memory. */
 static int make_room(const ca_plan *p, const ca_array *table, const ca_array *selected, int64_t block_size,
                      ca_indices *x) {
     const int64_t num_reqs = p->shape.num_reqs;
-    /* a range of n keys lies in up to n / block_size + 2 blocks */
+    /* A range of n keys lies in up to n / block_size + 2 blocks. */
     double entries =
         fmin((double)(p->num_keys / block_size + 2 * num_reqs), (double)num_reqs * (double)table->shape[1]);
     x->num_selected = -1;
@@ -122,8 +123,8 @@ static int make_room(const ca_plan *p, const ca_array *table, const ca_array *se
     return x->memory != NULL;
 }
 
-/* Are all of n blocks, as copied, below num_blocks? Then neither they nor what is left up to the last one have a sign.
- */
+/* Copies n blocks, and returns whether all of the copies are below num_blocks: then neither a block nor its distance to
+ * the last one has the sign bit. */
 static int copy_blocks(const int32_t *restrict from, int64_t n, int64_t num_blocks, int32_t *restrict to) {
     const uint32_t last = (uint32_t)(num_blocks - 1);
     uint32_t signs = 0;
@@ -156,7 +157,7 @@ int ca_take_indices(const ca_plan *p, const ca_array *table, const ca_array *sel
         const int64_t first = p->first_key[r] / block_size, end = ca_div_up(p->end_key[r], block_size);
         const int32_t *row = (const int32_t *)table->address + r * table->strides[0];
         int32_t *to = x->blocks + taken;
-        if (selected->itemsize) /* which of them count is not known yet */
+        if (selected->itemsize) /* which of the blocks count is not known yet */
             memcpy(to, row + first, (size_t)there(first, end, cols) * sizeof *to);
         else
             status = ca_take_blocks(row, r, first, end, cols, num_blocks, to, fault);
@@ -195,7 +196,7 @@ int ca_check_bias(const ca_plan *p, const ca_array *bias, ca_fault *fault) {
     return CA_OK;
 }
 
-/* A copy of them, in `few` where they fit; NULL: one is out of range, or there is no memory. */
+/* Copies the integers, to `few` where they fit. Returns NULL where one is out of range, or where there is no memory. */
 static int64_t *take_integers(const ca_array *from, int64_t least, int64_t bound, int64_t *few, int status,
                               ca_fault *fault) {
     const int64_t n = from->shape[0];

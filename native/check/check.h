@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Arguments against their tables, and what indices hold. */
+ * These functions check arguments against their tables, and what indices hold. */
 #ifndef CPU_ATTN_CHECK_H
 #define CPU_ATTN_CHECK_H
 #include "run/engine.h"
@@ -11,7 +11,7 @@ static inline int ca_fail(ca_fault *fault, int status, int64_t request, int64_t 
     return status;
 }
 
-/* Of an argument. */
+/* Fails because of an argument, which ca_check_arguments adds to the fault. */
 static inline int ca_refuse(ca_fault *fault, int status, int64_t position, int64_t value, int64_t bound) {
     return ca_fail(fault, status, -1, position, value, bound);
 }
@@ -23,41 +23,42 @@ static inline int ca_is_empty(const ca_array *a) {
     return 0;
 }
 
-/* What one call reads of its block table, and of its selection, copied and checked: see ca_call. */
+/* Holds what one call reads of its block table, and of its selection, copied and checked: see ca_call. */
 typedef struct ca_indices {
     int64_t *table_at;
     int32_t *blocks, *selected;
     int64_t num_selected;
-    void *memory; /* `few`, or where they do not fit */
+    void *memory; /* `few`, or memory for more than fits there */
     int64_t few[128];
 } ca_indices;
 
-/* The blocks that hold a key some row may see: below num_blocks, and the same for requests that share them in the plan.
- * Whether it succeeds or not: ca_give_back(x->memory, x->few). */
+/* Copies and checks the blocks that hold a key some row may see: they have to be below num_blocks, and the same for
+ * requests that share them in the plan. Whether this succeeds or not, ca_give_back(x->memory, x->few) has to follow. */
 int ca_take_indices(const ca_plan *plan, const ca_array *table, const ca_array *selected, int64_t num_blocks,
                     int64_t block_size, ca_indices *x, ca_fault *fault);
-/* int64 [T], copied and checked: where they fit to `few`, of CA_FEW_INDICES. NULL: *fault says why. */
+/* These copy int64 [T], to `few`, which holds CA_FEW_INDICES, where they fit, and check the copy. They return NULL
+ * where *fault says why. */
 #define CA_FEW_INDICES 256
 int64_t *ca_take_slots(const ca_array *slots, int64_t bound, int64_t *few, ca_fault *fault);
 int64_t *ca_take_positions(const ca_array *positions, int64_t bound, int64_t *few, ca_fault *fault);
-/* Frees what is not `few`. */
+/* Frees `memory`, unless it is `few`. */
 void ca_give_back(void *memory, void *few);
 
-/* Blocks [first, end) of a request's row of a table with so many columns, copied and checked. */
+/* Copies and checks blocks [first, end) of a request's row of a table with so many columns. */
 int ca_take_blocks(const int32_t *row, int64_t request, int64_t first, int64_t end, int64_t cols, int64_t num_blocks,
                    int32_t *to, ca_fault *fault);
-/* Have the threads of a team enough stack? */
+/* Checks that the threads of a team have enough stack. */
 int ca_check_stack(int team, ca_fault *fault);
 int ca_check_lengths(int64_t num_reqs, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault);
 int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
                   const int32_t *dynamic_causal, ca_fault *fault);
 
-/* What the arguments of a call have to fit, and what has been found of it so far. */
+/* Holds what the arguments of a call have to fit, and what has been found of it so far. */
 typedef struct ca_fit {
     int64_t sizes[CA_SYMBOLS];       /* -1: any */
-    int32_t dtype, isa, kv_dtype[2]; /* -1: as the first argument has it, and as `meaning` says of that */
+    int32_t dtype, isa, kv_dtype[2]; /* -1: dtype is that of the first argument, and `meaning` says the others */
     int32_t kv_cache_layout;
-    int32_t without_lengths; /* they need not be given */
+    int32_t without_lengths; /* the lengths may be absent */
     const ca_meaning *meaning;
 } ca_fit;
 
@@ -72,14 +73,14 @@ static inline ca_fit ca_fit_anything(int kv_cache_layout) {
 typedef struct ca_table ca_table;
 extern const ca_table ca_attention_table, ca_step_table, ca_write_table, ca_rotary_table;
 
-/* Reads the call's arrays into `a`, those at `objects` or given, and checks all but what indices hold. */
+/* Reads the call's arrays, those at `objects` or given, into `a`, and checks all but what indices hold. */
 int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, const ca_array *given, ca_array *a,
                        ca_fault *fault);
 
-/* The bytes [first, end) that an array lies in. */
+/* An array lies in the bytes [first, end). */
 typedef struct ca_extent {
     int64_t first, end;
 } ca_extent;
-int ca_find_extent(const ca_array *a, ca_extent *out); /* 0: no memory is there */
+int ca_find_extent(const ca_array *a, ca_extent *out); /* 0: no memory can be there */
 int ca_meet(const ca_array *a, ca_extent of_a, const ca_array *b, ca_extent of_b);
 #endif

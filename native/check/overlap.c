@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Which memory arrays share. */
+ * This file finds out whether arrays share memory. */
 #include "check.h"
 #include "cache/layout.h"
 
@@ -20,15 +20,15 @@ int ca_find_extent(const ca_array *a, ca_extent *out) {
     return !wide && out->first > 0;
 }
 
-/* Sums of x * stride for 0 <= x <= most. */
+/* A term is x * stride for any x in 0..most. */
 typedef struct term {
     int64_t stride, most;
 } term;
 
 #define MOST_WORK 65536
-#define TERMS 9 /* four axes of each of two arrays, and bytes */
+#define TERMS 9 /* four axes of each of two arrays, and the bytes of a run */
 
-/* Into terms that descend by stride; of a stride that is there already, more. */
+/* Adds a term to terms that descend by stride; where that stride is there already, its term grows. */
 static int add_term(term *terms, int n, int64_t stride, int64_t most) {
     int at = 0;
     while (at < n && terms[at].stride > stride)
@@ -46,8 +46,8 @@ static int64_t stride_of(const ca_array *a, int axis) {
     return (a->strides[axis] < 0 ? -a->strides[axis] : a->strides[axis]) * a->itemsize;
 }
 
-/* Each axis, from that of the smallest stride on, steps over all that the ones before it reach. Two of the same stride
- * do not. Of more axes than C knows nobody can tell. */
+/* No two elements coincide if each axis, from that of the smallest stride on, steps over all that the axes before it
+ * reach. Two axes of the same stride do not. An array of more axes than ca_array holds is refused. */
 int ca_check_written(const ca_array *a, ca_fault *fault) {
     term terms[4];
     int64_t extent = a->itemsize;
@@ -68,7 +68,8 @@ int ca_check_written(const ca_array *a, ca_fault *fault) {
     return apart ? CA_OK : ca_refuse(fault, CA_OVERLAPS_ITSELF, -1, -1, -1);
 }
 
-/* The bytes of an array's elements, counted from the lowest. Axes that leave no gap are one run of bytes. */
+/* Adds the terms of an array: their sums are its bytes, counted from the lowest. Axes that leave no gap are one run of
+ * bytes. */
 static int add_array(term *terms, int n, const ca_array *a) {
     int64_t run = a->itemsize;
     int apart = 0; /* a bit for each axis that leaves gaps */
@@ -78,7 +79,7 @@ static int add_array(term *terms, int n, const ca_array *a) {
         if (apart >> i & 1 && stride_of(a, i) <= run) {
             run += (a->shape[i] - 1) * stride_of(a, i);
             apart &= ~(1 << i);
-            i = a->ndim; /* one that left a gap may leave none now */
+            i = a->ndim; /* an axis that left a gap may leave none now */
         }
     for (int i = 0; i < a->ndim; i++)
         if (apart >> i & 1)
@@ -86,8 +87,8 @@ static int add_array(term *terms, int n, const ca_array *a) {
     return add_term(terms, n, 1, run - 1);
 }
 
-/* Is `sum` one of the sums of terms, the last of which has stride 1? reach: the most that the terms behind each sum up
- * to. Of a term only as much is tried as leaves what these can make up for. */
+/* Returns whether `sum` is a sum of terms, the last of which has stride 1. reach[i] is the most that the terms behind
+ * number i sum up to, so that of a term only that much is tried which leaves what these can make up for. */
 static int is_sum(const term *terms, const int64_t *reach, int64_t sum, int *work) {
     if (terms->stride == 1)
         return sum <= terms->most;
@@ -98,8 +99,9 @@ static int is_sum(const term *terms, const int64_t *reach, int64_t sum, int *wor
     return 0;
 }
 
-/* a has a byte at its lowest plus a sum of its terms, b one at its highest minus such a sum. They are the same where
- * both sums together are as much as lies from one to the other. */
+/* a has a byte at its lowest one plus each sum of its terms, b one at its highest minus each sum of its terms. Two of
+ * them are the same where both sums together are the distance from a's lowest to b's highest. The answer is 1, too,
+ * where the search takes too long. */
 int ca_meet(const ca_array *a, ca_extent of_a, const ca_array *b, ca_extent of_b) {
     if (of_a.first >= of_b.end || of_b.first >= of_a.end)
         return 0;
@@ -114,7 +116,7 @@ int ca_meet(const ca_array *a, ca_extent of_a, const ca_array *b, ca_extent of_b
     return is_sum(terms, reach, of_b.end - 1 - of_a.first, &work);
 }
 
-/* Of an array of more axes than C knows nobody can tell. */
+/* An array of more axes than ca_array holds counts as sharing memory. */
 int ca_share_memory(const ca_array *a, const ca_array *b) {
     ca_extent of_a, of_b;
     return a->ndim > 4 || b->ndim > 4 || !ca_find_extent(a, &of_a) || !ca_find_extent(b, &of_b) ||

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The one table of isas. build_ffi.py writes isa_list.h: CA_ISA_LIST has the files of native/isa that this compiler and
- * architecture could build, CA_ISA_ABSENT the others, each with the reason. A variant, a file with a line `of:`, is in
- * CA_ISA_VARIANTS or CA_ISA_ABSENT_VARIANTS instead: its kernel for one dtype replaces that of the isa that it is of,
- * unless the variant misses something here. */
+ * This file holds the one table of isas. build_ffi.py writes isa_list.h: CA_ISA_LIST has the files of native/isa that
+ * this compiler and architecture could build, CA_ISA_ABSENT has the others, each with the reason. A variant, which is a
+ * file with a line `of:`, is in CA_ISA_VARIANTS or CA_ISA_ABSENT_VARIANTS instead: its kernel for one dtype replaces
+ * that of the isa that it is of, unless the variant misses something here. */
 #include "cpu.h"
 #include "isa_list.h"
 #include "kernel/kernel.h"
@@ -45,10 +45,12 @@ static const struct {
 #define NUM_ROWS ((int)(sizeof rows / sizeof rows[0]))
 #define NUM_ABSENT ((int)(sizeof absent / sizeof absent[0]) - 1)
 
-/* All written once, when the library loads. What each isa offers on this machine, variants included. */
+/* These tables are written once, when the library loads. `chosen` says what each isa offers on this machine, variants
+ * included. */
 static ca_isa_row chosen[NUM_ROWS];
-/* Of each isa, or of the next best one that runs here and has such a kernel: that of a dtype (ca_kernel_for), and that
- * of bfloat16 which does not round weights to 8 bits (ca_attention_kernel). */
+/* next[isa][dtype] is the isa's own kernel for the dtype, or, where the isa does not run here or has none, that of the
+ * next best isa (ca_kernel_for). exact[isa] is chosen likewise among the kernels for bfloat16 that do not round weights
+ * to 8 bits (ca_attention_kernel). */
 static const ca_kernel *next[NUM_ROWS][CA_DTYPES], *exact[NUM_ROWS];
 
 __attribute__((constructor)) static void choose(void) {
@@ -75,7 +77,8 @@ const ca_isa_row *ca_isa_get(int isa) { return isa >= 0 && isa < NUM_ROWS ? &cho
 
 const ca_kernel *ca_kernel_for(int isa, int dtype) { return next[isa][dtype]; }
 
-/* Built isas first, so that i is also their index in rows; both parts best first, as build_ffi.py sorts them. */
+/* Isas that were built come first, so that i is also their index in `rows`. Both parts have the best isa first, as
+ * build_ffi.py sorts them. */
 int ca_isa(int i, ca_isa_info *out) {
     if (i < 0 || i >= NUM_ROWS + NUM_ABSENT)
         return 0;

@@ -17,7 +17,7 @@ static const char *const feature_names[] = {
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-/* XCR0: what the operating system saves on a context switch (Intel SDM vol. 1, 13.3). */
+/* XCR0 has a bit for each state that the operating system saves on a context switch (Intel SDM vol. 1, 13.3). */
 #define XCR0_AVX 0x6u
 #define XCR0_AVX512 0xe6u
 #define XCR0_AMX 0x60000u
@@ -81,7 +81,8 @@ static void read_identity(ca_cpu_info *out) {
 #elif defined(__aarch64__)
 #include <sys/auxv.h>
 
-/* Bits of AT_HWCAP and AT_HWCAP2 (Linux, Documentation/arch/arm64/elf_hwcaps.rst). */
+/* The numbers are those of AT_HWCAP (16), AT_HWCAP2 (26) and their bits (Linux,
+ * Documentation/arch/arm64/elf_hwcaps.rst). */
 static void read_features(int8_t *has) {
     unsigned long cap = getauxval(16), cap2 = getauxval(26);
     has[CA_HAS_neon] = cap >> 1 & 1;
@@ -131,7 +132,7 @@ int ca_cpu_amx_permission(const char **reason) {
     if (CA_CPU_MISSING(CA_HAS_amx_tile))
         return -1;
 #if defined(__linux__) && defined(__x86_64__)
-    /* ARCH_REQ_XCOMP_PERM for XTILEDATA (Linux, Documentation/arch/x86/xstate.rst). */
+    /* This is ARCH_REQ_XCOMP_PERM for XTILEDATA (Linux, Documentation/arch/x86/xstate.rst). */
     if (syscall(SYS_arch_prctl, 0x1023, 18) == 0) {
         *reason = "";
         return 1;

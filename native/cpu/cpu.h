@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * CPU features as data. Read before any file of native/isa runs; holds no kernels. */
+ * CPU features are data here: they are read before any kernel of native/isa runs, and this folder holds no kernel. */
 #ifndef CPU_ATTN_CPU_H
 #define CPU_ATTN_CPU_H
 #include "cpu_attn.h"
@@ -19,22 +19,24 @@ enum ca_feature {
         CA_NUM_FEATURES
 };
 
-/* The first of the features (ended by -1) that this machine does not offer, by name; NULL: all there. */
+/* Returns the name of the first of these features (-1 ends them) that this machine does not offer, or NULL where it
+ * offers them all. */
 const char *ca_cpu_missing(const int *features);
-/* static: filling an array on the stack took AVX instructions in files whose flags allow them, and `missing`, which
- * uses this, runs on every machine. */
+/* The array is static because filling one on the stack took AVX instructions in files whose flags allow them, while
+ * `missing`, which uses this macro, runs on every machine. */
 #define CA_CPU_MISSING(...)                                                                                            \
     __extension__({                                                                                                    \
         static const int features[] = {__VA_ARGS__, -1};                                                               \
         ca_cpu_missing(features);                                                                                      \
     })
 
-/* Is this the CPU's vendor, as CPUID names it? */
+/* Returns whether this is the CPU's vendor, as CPUID names it. */
 int ca_cpu_is(const char *vendor);
-/* GenuineIntel? AVX512_VNNI? Written once, when the library loads. */
+/* These say whether the vendor is GenuineIntel and whether the CPU has AVX512_VNNI. They are written once, when the
+ * library loads. */
 extern int ca_cpu_intel, ca_cpu_vnni;
 
-/* Asks the operating system for the AMX tile state, which it grants to a whole process, or not: 1 granted, 0 refused,
- * -1 no AMX here; *reason: why not, "" where it is granted. */
+/* Asks the operating system for the AMX tile state, which it grants or refuses to a whole process. Returns 1 where it
+ * is granted, 0 where it is refused and -1 where there is no AMX; *reason says why, and is "" where it is granted. */
 int ca_cpu_amx_permission(const char **reason);
 #endif

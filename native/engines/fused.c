@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The engine of fused kernels: what the plan's row of the isa table says. */
+ * This engine calls the fused kernel that the plan has from its row of the isa table. */
 #include "kernel/kernel.h"
 
 static int rows(const ca_kernel *kernel) { return kernel->info.rows; }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The engine that says what attention is: one score, one weight, one value at a time, in double.
- * It reads the same caches as the kernels, by the layouts' definition in layout.h. */
+ * This engine says what attention is: it computes one score, one weight and one value at a time, in double. It reads
+ * the same caches as the kernels, by the layouts' definition in layout.h. */
 #include "kernel/kernel.h"
 #include "plan/keys.h"
 
@@ -13,7 +13,7 @@ static float element(const void *base, int64_t i, int dtype) {
     return dtype == CA_F16 ? ca_from_f16(h) : ca_from_bf16(h);
 }
 
-/* K or V of key j of a request. */
+/* Reads K or V of key j of a request. */
 static void read_key(const ca_plan *p, const ca_call *c, int kv, int request, int kv_head, int64_t j, float *x) {
     const int dtype = ca_kv_dtype(&p->shape, kv);
     const int layout = ca_layout_of(p->shape.kv_cache_layout, p->kernel->info.layout, dtype);
@@ -35,14 +35,14 @@ static double score(const ca_plan *p, const ca_call *c, const float *query, cons
     return c->softcap > 0 ? c->softcap * tanh(dot / c->softcap) : dot;
 }
 
-/* What a thread works in: a row of the output, one of queries, and a chain of K and V. A key is made floats once for
- * all rows of a task: four times as fast as once for each. */
+/* A thread works in these: a row of the output, one of queries, and a chain of K and V. A key becomes floats once for
+ * all rows of a task, which is four times as fast as once for each row. */
 typedef struct work {
     double *o;
     float *query, *key, *value;
 } work;
 
-/* One row over the keys it sees among [k0, k1), which w holds. */
+/* Computes one row over the keys that it sees among [k0, k1), which w holds. */
 static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int64_t r, int kv_head, int64_t k0,
                        int64_t k1, const ca_state *state, const work *w) {
     const int64_t group = p->group_size, d_end = p->shape.head_size, dv = p->shape.head_size_v;
@@ -68,9 +68,10 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
             o[d] = o[d] * rescale + weight * v[d];
     }
     state->m[r] = (float)(m * CA_LOG2E_D);
-    const int past_float = m > -INFINITY && state->m[r] == -INFINITY; /* counts as -inf */
-    /* m was rounded: l and o take the difference, so that (o, l, m) stay one consistent triple; past 2^24 float32 has
-     * nothing to give it back with */
+    /* A maximum below float32's range counts as -inf. */
+    const int past_float = m > -INFINITY && state->m[r] == -INFINITY;
+    /* m was rounded to float32. l and o take the difference, so that (o, l, m) stay one consistent triple. Past 2^24 it
+     * may be 1 or more; float32 has no digits for it there, and it is left out. */
     double lost = m * CA_LOG2E_D - (double)state->m[r];
     double correct = past_float ? 0 : state->m[r] == INFINITY ? NAN : fabs(lost) < 1 ? exp2(lost) : 1;
     state->l[r] = (float)(l * correct);

@@ -5,9 +5,10 @@
  * flags:    -mavx512bw -mavx512dq -mavx512vl -mfma -mavx512bf16 -mavx512vbmi -mamx-tile -mamx-bf16
  * emulated: -O1 -mavx2 -mfma -Wno-psabi -DEMULATED -DEMULATED_BF16
  *
- * bf16 by TDPBF16PS (Sapphire Rapids and newer) over AVX-512's softmax, in the layout of avx512's bf16 caches. Seen to
- * be right by these instructions in an emulated Sapphire Rapids, never yet in a real one: CONTRIBUTING.md. int8 and
- * int4 go through tiles where there are more than CA_FEW_ROWS rows, else through the kernel of avx512_bf16.c. */
+ * This isa multiplies bf16 by TDPBF16PS (Sapphire Rapids and newer), with AVX-512's softmax, in the layout of avx512's
+ * bf16 caches. An emulated Sapphire Rapids has shown it to be right by these instructions, a real one never yet
+ * (CONTRIBUTING.md). int8 and int4 go through tiles where there are more than CA_FEW_ROWS rows, else through the kernel
+ * of avx512_bf16.c. */
 #include "cpu/cpu.h"
 #include "avx512.h"
 #include "kernel/amx/tiles.h"
@@ -25,13 +26,14 @@ static const char *missing(void) {
     return reason;
 }
 
-/* Rows of the vector registers' tiles, of which amx/attention.h has none: logits become weights in fours. */
+/* These are the sizes of tiles of vector registers. amx/attention.h has no such tiles: its logits become weights four
+ * rows at a time. */
 #define MR 6
 #define TALL 8
 #define NG 4
 #define NDV 4
 
-/* Guesses, after the prototypes that amx/attention.h speaks of. */
+/* These are guesses, after the prototypes that amx/attention.h speaks of. */
 #define ROWS 256
 #define KEYS 512
 #define FEW_KEYS 128

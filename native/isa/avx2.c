@@ -4,8 +4,8 @@
  * rank:  20
  * flags: -mavx2 -mfma -mf16c
  *
- * AVX2 with FMA and F16C (Haswell, Zen and newer). Register tile: 6 x 2 accumulators of the 16
- * registers, 2 for K or V, 1 to broadcast. */
+ * This isa is AVX2 with FMA and F16C (Haswell, Zen and newer). A register tile takes 6 x 2 accumulators of the 16
+ * registers, 2 for K or V, and 1 to broadcast. */
 #include "cpu/cpu.h"
 #include <immintrin.h>
 #include <math.h>
@@ -107,7 +107,7 @@ INLINE vf v_evenn_bf16(const uint16_t *p, int n) {
     return even_half(_mm256_maskload_epi32((const void *)p, before(n)));
 }
 INLINE vf v_oddn_bf16(const uint16_t *p, int n) { return odd_half(_mm256_maskload_epi32((const void *)p, before(n))); }
-/* Nearest even; NaN becomes the quiet NaN. */
+/* Rounds to nearest even; NaN becomes the quiet NaN. */
 INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
     __m256i u = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
     __m256i r = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd), 16);
@@ -133,7 +133,7 @@ INLINE void v_put_bytes(uint8_t *p, vf x) {
 /* ---- words of the cache write ---- */
 
 #define LINES 4
-/* 16 bytes of rows i and j, the first n words of them. */
+/* Loads 16 bytes of rows i and j, or the first n words of them. */
 INLINE __m256i two_rows(const char *src, int64_t ld, int i, int j, int n) {
     const char *a = src + i * ld, *b = src + j * ld;
     if (n == 4)
@@ -143,7 +143,7 @@ INLINE __m256i two_rows(const char *src, int64_t ld, int i, int j, int n) {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_maskload_epi32((const void *)a, first)),
                                    _mm_maskload_epi32((const void *)b, first), 1);
 }
-/* Lanes of 128 bits hold words c of rows first..first+3 and second..second+3. */
+/* The 128-bit lanes of r[c] hold word c of rows first..first+3 and of rows second..second+3. */
 INLINE void transpose(__m256i *r, const char *src, int64_t ld, int first, int second, int n) {
     __m256i q[4];
     EACH(i, 4) q[i] = two_rows(src, ld, first + i, second + i, n);
@@ -163,7 +163,8 @@ INLINE void v_lines_f32(void *dst, const void *src, int64_t ld, int n) {
     EACH(i, 4) if (i < n) put_line((char *)dst + i * 64, a[i], b[i]);
 }
 INLINE void v_lines_bf16(void *dst, const void *src, int64_t ld, int n) { v_lines_f32(dst, src, ld, n); }
-/* Even words of four rows to the low half of a 128-bit lane; the rows lie so that two such halves are 8 rows. */
+/* The low halves of four rows' words go to the low half of a 128-bit lane; the rows lie so that two such halves are 8
+ * rows. */
 INLINE void v_lines_f16(void *dst, const void *src, int64_t ld, int n) {
     const __m256i halves =
         _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));

@@ -6,12 +6,13 @@
  * guarded:  -mavx512vnni
  * emulated: -O1 -mavx2 -mfma -mf16c -Wno-psabi -DEMULATED
  *
- * AVX-512 without any matrix unit: fp32 FMA over widened 16-bit elements (Skylake-X and newer, Zen 4
- * and newer). Register tile: 6 x 4 accumulators of the 32 registers, 4 for K or V, 1 to broadcast.
+ * This isa is AVX-512 without any matrix unit: fp32 FMA over widened 16-bit elements (Skylake-X and newer, Zen 4 and
+ * newer). A register tile takes 6 x 4 accumulators of the 32 registers, 4 for K or V, and 1 to broadcast.
  *
- * A core of Cascade Lake waits for few lines at a time, and its hardware fetches behind a few reads of a page: so the
- * products ask for the first half of a page, evenly, a step ahead (kernel/MEASUREMENTS.md: prefetch). Narrow caches:
- * kernel/kv_formats/halves.h; int8 and int4 of 16-bit dtypes, with AVX512_VNNI: kernel/kv_formats/integers.h. */
+ * A core of Cascade Lake waits for few lines at a time, and its hardware prefetches behind a few reads of a page. So
+ * the products ask for the first half of a page, evenly, a step ahead (kernel/MEASUREMENTS.md: prefetch). Narrow caches
+ * go by kernel/kv_formats/halves.h; int8 and int4 of 16-bit dtypes go by kernel/kv_formats/integers.h where there is
+ * AVX512_VNNI. */
 #include "cpu/cpu.h"
 #include "avx512.h"
 

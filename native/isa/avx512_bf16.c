@@ -7,11 +7,11 @@
  * guarded:  -mavx512vnni
  * emulated: -O1 -mavx2 -mfma -Wno-psabi -DEMULATED -DEMULATED_BF16
  *
- * AVX-512's bf16 kernel where VDPBF16PS is the faster product: twice FP32 FMA on Zen 4, half of it on Intel's cores
- * (468 and 234, 171 and 347 GFLOP/s of two threads, by native/limits/probe).
+ * This is AVX-512's bf16 kernel where VDPBF16PS is the faster product: it has twice the speed of FP32 FMA on Zen 4, and
+ * half of it on Intel's cores (468 and 234, 171 and 347 GFLOP/s of two threads, by native/limits/probe).
  *
- * kernel/MEASUREMENTS.md has what its block sizes (register tiles), its way to make weights (weights) and what is
- * fetched (prefetch, paced rows) were chosen by. */
+ * kernel/MEASUREMENTS.md says by what its block sizes (register tiles), its way to make weights (weights) and what it
+ * prefetches (prefetch, paced rows) were chosen. */
 #include "cpu/cpu.h"
 #include "avx512.h"
 #include <stdlib.h>
@@ -24,10 +24,10 @@
 #define KEYS 256
 #define FEW_KEYS 128
 #define PREFETCH {.steps = 1, .narrow_steps = 4, .integer_steps = 3, .paced_rows = 4}
-#define NHD_BYTES (512 << 10) /* 128 keys of 8 heads, as they were timed */
+#define NHD_BYTES (512 << 10) /* 128 keys of 8 heads, which were timed */
 
-/* Of this kernel alone no: where VDPBF16PS is fast it takes less time. amx, which has it for segments that are not for
- * tiles, multiplies so. */
+/* This kernel alone does not multiply integers: where VDPBF16PS is fast it takes less time without. amx, which has this
+ * kernel for segments that are not for tiles, multiplies them. */
 static const int integers = 0;
 #define INTEGERS &integers
 

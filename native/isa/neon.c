@@ -4,9 +4,9 @@
  * rank:  20
  * flags:
  *
- * What every 64-bit Arm core has: FMA on 4 lanes, and conversions from and to binary16. Register tile: 6 x 4
- * accumulators of the 32 registers, 4 for K or V, 1 to broadcast. Run under qemu only: nothing is known of its speed.
- */
+ * This isa is what every 64-bit Arm core has: FMA on 4 lanes, and conversions from and to binary16. A register tile
+ * takes 6 x 4 accumulators of the 32 registers, 4 for K or V, and 1 to broadcast. It has run under qemu only: nothing
+ * is known of its speed. */
 #include "cpu/cpu.h"
 #include "cache/layout.h"
 #include <arm_neon.h>
@@ -98,7 +98,7 @@ INLINE vf v_even_bf16(const uint16_t *p) { return even_half(vreinterpretq_u32_u1
 INLINE vf v_odd_bf16(const uint16_t *p) { return odd_half(vreinterpretq_u32_u16(vld1q_u16(p))); }
 INLINE vf v_evenn_bf16(const uint16_t *p, int n) { return even_half(load_pairs(p, n)); }
 INLINE vf v_oddn_bf16(const uint16_t *p, int n) { return odd_half(load_pairs(p, n)); }
-/* Nearest even; NaN becomes the quiet NaN. */
+/* Rounds to nearest even; NaN becomes the quiet NaN. */
 INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
     uint32x4_t u = vreinterpretq_u32_f32(x), odd = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));
     uint32x4_t r = vshrq_n_u32(vaddq_u32(vaddq_u32(u, vdupq_n_u32(0x7fff)), odd), 16);
@@ -119,7 +119,7 @@ INLINE void v_put_bytes(uint8_t *p, vf x) {
 /* ---- words of the cache write ---- */
 
 #define LINES 4
-/* r[c] holds word c of rows i..i+3, the first n words of them. */
+/* r[c] holds word c of rows i..i+3, for c < n. */
 INLINE void transpose(uint32x4_t *r, const char *src, int64_t ld, int i, int n) {
     uint32x4_t q[4];
     EACH(j, 4) q[j] = load_pairs((const void *)(src + (i + j) * ld), n);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The limits of this machine, for `cpu-attn bench`: products from registers, reads, copies, on any number of
- * threads. build_ffi.py writes probe_list.h, as isa_list.h, of the files of native/probe. */
+ * This file measures the limits of this machine for `cpu-attn bench`: products from registers, reads and copies, on any
+ * number of threads. build_ffi.py writes probe_list.h of the files of native/limits/probe, as it writes isa_list.h. */
 #include "cache/layout.h"
 #include "probe.h"
 #include "probe_list.h"
@@ -33,7 +33,7 @@ static const struct {
 
 #define NUM_ROWS ((int)(sizeof rows / sizeof rows[0]))
 #define NUM_ABSENT ((int)(sizeof absent / sizeof absent[0]) - 1)
-#define ROUNDS 2000 /* between two looks at the clock: some 10 microseconds */
+#define ROUNDS 2000 /* between two looks at the clock there are some 10 microseconds */
 
 int ca_probe(int i, ca_probe_info *out) {
     if (i < 0 || i >= NUM_ROWS + NUM_ABSENT)
@@ -64,7 +64,7 @@ static double now(void) {
 }
 
 static void fill(ca_probe_data *data) {
-    uint64_t x = 0x9e3779b97f4a7c15u; /* xorshift64 (Marsaglia 2003) */
+    uint64_t x = 0x9e3779b97f4a7c15u; /* this is xorshift64 (Marsaglia 2003) */
     for (int i = 0; i < 1024; i++) {
         x ^= x << 13, x ^= x >> 7, x ^= x << 17;
         uint32_t bits = ((uint32_t)(x >> 32) & 0x807fffffu) | 0x3f000000u;
@@ -106,7 +106,7 @@ double ca_probe_gflops(int probe, int threads, double seconds) {
     return total * 1e-9;
 }
 
-/* Pieces small enough that no thread waits long for another, large enough for the hardware's prefetchers. */
+/* Pieces are small enough that no thread waits long for another, and large enough for the hardware's prefetchers. */
 static int64_t piece(int64_t bytes, int threads) {
     return ca_max64(512, ca_min64(256 * 1024, bytes / (16 * ca_max64(1, threads))) & ~(int64_t)511);
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Which keys a query token sees, and in which blocks a kv head looks for them. */
+ * These functions say which keys a query token sees, and in which blocks a kv head looks for them. */
 #ifndef CPU_ATTN_KEYS_H
 #define CPU_ATTN_KEYS_H
 #include "run/engine.h"
@@ -16,14 +16,14 @@ static inline int32_t ca_longest(const ca_plan *plan) {
     return longest;
 }
 
-/* Keys before those of the request's query tokens. */
+/* Returns how many keys come before those of the request's query tokens. */
 static inline int64_t ca_context(const ca_plan *plan, int r) { return plan->seq_lens[r] - ca_q_len(plan, r); }
 
-/* Which of the keys of request r is that of its query token i? */
+/* Returns which of the keys of request r is that of its query token i. */
 static inline int64_t ca_position(const ca_plan *plan, int r, int64_t i) { return ca_context(plan, r) + i; }
 
-/* First and last+1 key that query token i of request r may see. From token to token neither falls, but lo in a tree
- * mask, which may hide keys between the two besides: ca_run. */
+/* Query token i of request r may see the keys [*lo, *hi). From token to token neither end falls, except lo under a tree
+ * mask, which besides may hide keys between the two ends (ca_run). */
 static inline void ca_visible(const ca_plan *plan, int r, int64_t i, int64_t *lo, int64_t *hi) {
     if (plan->lo) {
         *lo = plan->lo[plan->query_start_loc[r] + i];
@@ -40,7 +40,8 @@ static inline void ca_visible(const ca_plan *plan, int r, int64_t i, int64_t *lo
         *hi = *lo;
 }
 
-/* The keys [*k0, *k1) that some row of the task may see; of a shared one, no fewer than those of its segments. */
+/* Some row of the task may see the keys [*k0, *k1). Those of a shared task are no fewer than the keys of its
+ * segments. */
 static inline void ca_task_keys(const ca_plan *plan, const ca_task *task, int64_t *k0, int64_t *k1) {
     int64_t unused;
     ca_token first = ca_token_at(plan, task, 0), last = ca_token_at(plan, task, task->num_tokens - 1);
@@ -52,18 +53,18 @@ static inline void ca_task_keys(const ca_plan *plan, const ca_task *task, int64_
         *k1 = *k0;
 }
 
-/* A row of a tree mask: bit j says whether query token i of request r sees the key of the request's query token j.
- * NULL: it sees all of its range. */
+/* Returns a row of the tree mask: its bit j says whether query token i of request r sees the key of the request's query
+ * token j. NULL says that the token sees all of its range. */
 static inline const uint8_t *ca_tree_row(const ca_plan *plan, int r, int64_t i) {
     return plan->tree ? plan->tree + (plan->query_start_loc[r] + i) * plan->tree_bytes : NULL;
 }
 
-/* Keys from `context` on are seen where their bit is set. */
+/* Returns whether a key is seen: keys before `context` always are, and keys from there on where their bit is set. */
 static inline int ca_sees(const uint8_t *bits, int64_t context, int64_t key) {
     return key < context || (bits[(key - context) / 8] >> (key - context) % 8 & 1);
 }
 
-/* Of the keys [*a, hi) the next [*a, *b) that are seen without a gap; 0: none is left. */
+/* Moves [*a, *b) to the next of the keys [*a, hi) that are seen without a gap. Returns 0 where none is left. */
 static inline int ca_run(const uint8_t *bits, int64_t context, int64_t hi, int64_t *a, int64_t *b) {
     while (bits && *a < hi && !ca_sees(bits, context, *a))
         ++*a;
@@ -73,30 +74,30 @@ static inline int ca_run(const uint8_t *bits, int64_t context, int64_t hi, int64
     return *a < *b;
 }
 
-/* -inf to the scores of those of n keys from `key` on that are not seen. */
+/* Sets to -inf the scores of those of n keys from `key` on that are not seen. */
 static inline void ca_hide(const uint8_t *bits, int64_t context, int64_t key, int64_t n, float *s) {
     for (int64_t i = ca_max64(0, context - key); i < n; i++)
         if (!ca_sees(bits, context, key + i))
             s[i] = -INFINITY;
 }
 
-/* Of `factor`, which makes logits of q.k and holds scale, the part by which queries are multiplied before the product:
- * all of it, unless queries would become infinite by a small softcap, or subnormal by a large one. Its sign is scale's.
- */
+/* `factor` makes logits of q.k, scale included. Returns the part of it by which queries are multiplied before the
+ * product. That is all of it, unless it is above 1, where queries might become infinite, or below 2^-40, where a large
+ * softcap might make them subnormal: then it is scale, or 1 where that is larger. The sign is scale's. */
 static inline double ca_query_factor(double scale, double factor) {
     const double size = fabs(factor);
     return size >= 0x1p-40 && size <= 1 ? factor : copysign(fmin(fabs(scale), 1), scale);
 }
 
-/* Keys of a segment: fixed by the request's length alone, so that results do not depend on who
- * shares the batch. At most 64 segments, so that the partial results stay small. */
+/* The request's length alone fixes the keys of a segment, so that results do not depend on which requests share the
+ * batch. A request has at most 64 segments, so that the partial results stay small. */
 static inline int64_t ca_segment_keys(int64_t seq_len) { return 1024 * ca_max64(1, ca_div_up(seq_len, 64 * 1024)); }
 
-/* Most keys that one float sums up one by one: of longer segments so many at a time, merged in order. Equal weights in
- * float32: 0.53 of the error budget, and 1.76 by chains of 16,384 (2^20 keys). */
+/* One float sums up at most so many keys one by one; the chains of a longer segment are merged in order. In float32,
+ * equal weights of 2^20 keys come to 0.53 of the error budget, and to 1.76 by chains of 16,384. */
 #define CA_CHAIN_KEYS 4096
 
-/* The blocks that a request and kv head attend, ascending: all of them, or those selected. */
+/* Lists the blocks that a request and kv head attend, ascending: all blocks, or those that are selected. */
 typedef struct ca_blocks {
     const int32_t *selected;
     int64_t count; /* -1: all */
@@ -107,12 +108,14 @@ static inline ca_blocks ca_blocks_of(const ca_call *call, int request, int kv_he
     return (ca_blocks){call->num_selected > 0 ? call->selected + at : NULL, call->num_selected};
 }
 
-/* Number i of them; past the last, one that is past every key: -1 as unsigned, which pads the selected ones, too. */
+/* Returns block number i of the list. Past the last it returns UINT32_MAX, which is past every key: -1, which pads the
+ * selected blocks, is the same as unsigned. */
 static inline int64_t ca_nth_block(ca_blocks b, int64_t i) {
     return b.count < 0 ? i : i < b.count ? (int64_t)(uint32_t)b.selected[i] : UINT32_MAX;
 }
 
-/* Which of them is the first that is no less than `block`? Without branches: what is selected cannot be foreseen. */
+/* Returns which of the blocks is the first that is no less than `block`. The search has no branches, because no core
+ * can predict what is selected. */
 static inline int64_t ca_find_block(ca_blocks b, int64_t block) {
     int64_t first = 0;
     if (b.count < 0)
@@ -124,7 +127,7 @@ static inline int64_t ca_find_block(ca_blocks b, int64_t block) {
     return first;
 }
 
-/* The first key from `key` on that the request and kv head attend, or `end` where none is before it. */
+/* Returns the first key from `key` on that the request and kv head attend, or `end` where there is none before that. */
 static inline int64_t ca_next_key(const ca_call *call, int request, int kv_head, int64_t key, int64_t end) {
     ca_blocks b = ca_blocks_of(call, request, kv_head);
     if (b.count < 0)
@@ -133,23 +136,23 @@ static inline int64_t ca_next_key(const ca_call *call, int request, int kv_head,
     return ca_min64(end, ca_max64(key, block * call->block_size));
 }
 
-/* What is added to the logits of a query token's head, by key. NULL: nothing. */
+/* Returns what is added to the logits of a query token's head, a float for each key, or NULL where there is nothing. */
 static inline const float *ca_bias_row(const ca_call *c, ca_token at, int64_t head) {
     return c->attn_bias
                ? c->attn_bias + at.request * c->bias_stride_r + head * c->bias_stride_h + at.token * c->bias_stride_q
                : NULL;
 }
 
-/* A query row: where its query lies, what it sees, and what is added to its logits. */
+/* Describes a query row: where its query lies, what it sees, and what is added to its logits. */
 typedef struct ca_query_row {
-    int64_t token, lo, hi, pos; /* token: of the query; the others: keys */
+    int64_t token, lo, hi, pos; /* token: that of the query; lo, hi and pos: keys */
     const void *query;
     const uint8_t *tree; /* ca_tree_row */
     const float *bias;   /* ca_bias_row */
     float slope;         /* ALiBi */
 } ca_query_row;
 
-/* The row of the same token and another head. */
+/* Makes it the row of the same token and another head. */
 static inline void ca_query_row_move(const ca_plan *plan, const ca_call *c, ca_token at, int64_t head,
                                      ca_query_row *row) {
     row->query = ca_block(c->query, c->q_stride_t, c->q_stride_h, row->token, (int)head, plan->shape.dtype);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Masks besides causal and window, as a plan keeps them: the range of keys that every query token sees and, under a
- * tree mask, which new tokens in that range. */
+ * This file turns the masks besides causal and window into what a plan keeps: the range of keys that every query token
+ * sees and, under a tree mask, which query tokens it sees in that range. */
 #include "check/check.h"
 #include "plan.h"
 #include <stdlib.h>
@@ -28,9 +28,9 @@ static int check_documents(const ca_plan *p, const ca_masks *m, ca_fault *fault)
     return CA_OK;
 }
 
-/* Causal and window, or in the same span (clamped: no further back than the window); and in the same document. A
- * token's own key is in each of these ranges, so what is left is one range too, and from token to token neither of its
- * ends falls. */
+/* A token sees a key by causal and window, or because both lie in the same span (a clamped span reaches no further back
+ * than the window); and both have to lie in the same document. The token's own key is in each of these ranges, so what
+ * is left is one range, too, and from token to token neither of its ends falls. */
 static void fill_ranges(const ca_plan *p, const ca_masks *m, int32_t *to_lo, int32_t *to_hi) {
     const int32_t *span = m->spans, *spans_end = span + 3 * m->num_spans;
     const int32_t *doc = m->documents, *docs_end = doc + 2 * m->num_documents;
@@ -56,7 +56,7 @@ static void fill_ranges(const ca_plan *p, const ca_masks *m, int32_t *to_lo, int
     }
 }
 
-/* The bits of a row that stand for tokens of its own request; returns how many are set. */
+/* Copies the bits of a row that stand for tokens of its own request, and returns how many are set. */
 static int32_t copy_row(const uint8_t *from, int64_t q_len, uint8_t *to) {
     int32_t count = 0;
     memcpy(to, from, (size_t)ca_div_up(q_len, 8));
@@ -67,7 +67,8 @@ static int32_t copy_row(const uint8_t *from, int64_t q_len, uint8_t *to) {
     return count;
 }
 
-/* A new token stands as many places behind the context as it sees new tokens besides itself: its depth in the tree. */
+/* The depth of a query token in the tree is how many query tokens it sees besides itself; its position is as far behind
+ * the context. */
 static void fill_tree(const ca_plan *p, const ca_masks *m, int32_t *lo, int32_t *hi, uint8_t *tree, int64_t bytes) {
     const int64_t left = p->shape.window_left;
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Metadata of a step: which query rows meet which keys, cut into tasks that threads take.
- * What a task computes never depends on how many tasks or threads there are: query blocks start
- * at a request's first token, segments of keys at its first key. */
+ * This file makes the metadata of a step: which query rows meet which keys, cut into tasks that threads take. What a
+ * task computes never depends on how many tasks or threads there are: query blocks start at a request's first token,
+ * and segments of keys at its first key. */
 #include "check/check.h"
 #include "plan.h"
 #include "run/threads.h"
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_TASKS (1 << 24) /* half a gigabyte of them: 10^9 query rows */
+#define MAX_TASKS (1 << 24) /* they take half a gigabyte and have 10^9 query rows */
 
 static int64_t count_blocks(const ca_plan *p) {
     int64_t n = 0, step = ca_block_tokens(p);
@@ -19,17 +19,17 @@ static int64_t count_blocks(const ca_plan *p) {
     return n;
 }
 
-/* Dividing by what is nearly always 1024 took a tenth of a plan's time. */
+/* Dividing by `size`, which is nearly always 1024, took a tenth of a plan's time. */
 static int32_t segment_of(int32_t key, int32_t size) { return size == 1024 ? key / 1024 : key / size; }
 
-/* Whole query blocks in the order of the requests; returns what they cost together. */
+/* Lists whole query blocks in the order of the requests, and returns what they cost together. */
 static double list_blocks(ca_plan *p, ca_costed *c) {
     int64_t step = ca_block_tokens(p), num_keys = 0;
     int32_t *const first_key = p->first_key, *const end_key = p->end_key;
     double total = 0;
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {
         int64_t q_len = ca_q_len(p, r), first = INT32_MAX, end = 0;
-        /* the last block of a causal request is its longest */
+        /* The last query block of a causal request has the most keys, so it is listed first. */
         for (int64_t i = q_len <= step ? 0 : (q_len - 1) / step * step; q_len > 0 && i >= 0; i -= step, c++) {
             *c = (ca_costed){.task = {.request = r,
                                       .token = (int32_t)i,
@@ -69,9 +69,10 @@ static double total_cost(const ca_list *list) {
     return total;
 }
 
-/* Threads take tasks longest first, so that the last to finish waits for less than one task: one of more than a quarter
- * of a thread's share hands out its segments one by one. Fewer than 4 * num_threads items are so long, which bounds the
- * partial results. Over NHD the heads of a task are one item: they are not parted while there are keys to part. */
+/* Threads take tasks longest first, so that the last one to finish keeps the others waiting for less than one task. A
+ * task that costs more than a quarter of a thread's share therefore hands out its segments one by one. Fewer than 4 *
+ * num_threads items are so long, which bounds the partial results. Over NHD the kv heads of a task are one item, and it
+ * is not its heads but its segments that are handed out. */
 static void split_tasks(const ca_plan *p, ca_list *list, double total) {
     double limit = total * (p->heads_together > 1 ? 1 : p->shape.num_kv_heads) / (4 * p->num_threads);
     if (!p->shape.enable_kv_split || p->num_threads < 2)
@@ -84,7 +85,8 @@ static void split_tasks(const ca_plan *p, ca_list *list, double total) {
         }
 }
 
-/* Of other caches heads of a task are one item as long as that is no more than such a quarter. */
+/* Over other caches several kv heads of a task are one item, as long as that costs no more than a quarter of a thread's
+ * share. */
 static int32_t heads_of_item(const ca_plan *p, int64_t longest, double total) {
     const double most = total * p->shape.num_kv_heads / (4 * p->num_threads) / (double)longest;
     return (int32_t)fmax(1, fmin(most, (double)ca_min64(CA_HEADS, p->shape.num_kv_heads)));
@@ -105,8 +107,8 @@ static void count_shared(ca_plan *p, const ca_list *list) {
     }
 }
 
-/* Gives the tasks that c became room for partial results, from `floats` on, and the query blocks whose rows are in
- * these their parts. Returns how many floats that takes. */
+/* Gives the tasks that c became room for partial results, from `floats` on, and gives the query blocks whose rows are
+ * in these tasks their parts. Returns how many floats that takes. */
 static int64_t put_parts(const ca_plan *p, const ca_list *list, ca_costed *c, int64_t floats, ca_task *to,
                          ca_part *parts) {
     int32_t rows = (int32_t)ca_rows_of(p, &c->task), row = 0;
@@ -122,9 +124,9 @@ static int64_t put_parts(const ca_plan *p, const ca_list *list, ca_costed *c, in
     return c->pieces * slot;
 }
 
-/* Tasks as threads take them, longest first, or as good as: what is within one part in BUCKETS of the longest keeps its
- * order. All do where no item is more than a BUCKETS-th of a thread's share: what meets the same keys stays together
- * (prefill-64x512: 0.95 to 0.985 of the time on Zen 4, two threads). */
+/* Threads take tasks longest first, or nearly so: tasks whose costs are within one part in BUCKETS of the longest keep
+ * their order. All tasks keep it where no item is more than a BUCKETS-th of a thread's share, so that tasks that meet
+ * the same keys stay together (MEASUREMENTS.md: tasks). */
 #define BUCKETS 64
 
 static int order_tasks(ca_plan *p, ca_list *list, int64_t longest, double total) {
@@ -149,7 +151,7 @@ static int order_tasks(ca_plan *p, ca_list *list, int64_t longest, double total)
         return CA_NO_MEMORY;
     ca_merge *merge = p->merges = (ca_merge *)(p->tasks + p->num_tasks);
     ca_part *parts = (ca_part *)(p->merges + p->num_merges);
-    /* first the shared ones: their segments come before those that a query block has for itself */
+    /* Shared tasks come first, since their segments come before those that a query block has for itself. */
     ca_costed *c = list->at + list->num_blocks, *end = list->at + list->count;
     for (int64_t i = 0; i < list->count; i++, c++) {
         if (c == end)
@@ -170,14 +172,14 @@ static int order_tasks(ca_plan *p, ca_list *list, int64_t longest, double total)
         if (!c->members) {
             int32_t num = c->shared + c->pieces;
             *merge = (ca_merge){c->task, parts + c->first - num, num};
-            merge++->task.num_segments *= c->pieces == 0; /* what nobody took is left to the merge */
+            merge++->task.num_segments *= c->pieces == 0; /* segments that no task took are left to the merge */
         }
     }
     p->partial_bytes = ca_round_up(floats * (int64_t)sizeof(float), 64);
     return CA_OK;
 }
 
-/* 100 to 150 multiplications and additions a nanosecond: 64 to 2048 keys, 32/8 heads of 128, bfloat16, Zen 4. */
+/* A thread does 100 to 150 multiplications and additions a nanosecond (MEASUREMENTS.md: tasks). */
 static int threads_for(const ca_plan *p, double total) {
     double macs = total * p->shape.num_kv_heads * (p->shape.head_size + p->shape.head_size_v);
     return (int)ca_max64(1, ca_min64(p->shape.num_threads, ca_threads_for(macs / 120)));
@@ -211,7 +213,8 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
     p->state_bytes = ca_max64(ca_state_bytes(p, p->rows), p->heads_together * ca_state_bytes(p, p->few_rows));
     p->scratch_bytes = ca_round_up(p->engine->scratch_bytes(p), 64);
     p->thread_bytes = (2 + (ca_segment_keys(ca_longest(p)) > CA_CHAIN_KEYS)) * p->state_bytes + p->scratch_bytes;
-    if (p->shape.hadamard & 1 << K) { /* rotate_queries: a head as float32, and all of them */
+    /* rotate_queries needs a head as float32 for each thread, and room for all queries. */
+    if (p->shape.hadamard & 1 << K) {
         p->thread_bytes = ca_max64(p->thread_bytes, ca_round_up(p->shape.head_size * (int64_t)sizeof(float), 64));
         p->query_bytes = p->num_tokens * p->shape.num_heads * p->shape.head_size * ca_dtype_size(p->shape.dtype);
     }
@@ -271,10 +274,10 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
 
 void ca_plan_free(ca_plan *p) {
     if (p) {
-        free(p->tasks); /* and merges, and their parts */
+        free(p->tasks); /* the merges and their parts lie behind them */
         free(p->tokens);
         free(p->same);
-        free(p->lo); /* and hi and tree */
+        free(p->lo); /* hi and tree lie behind it */
     }
     free(p);
 }

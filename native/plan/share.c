@@ -1,23 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Which query blocks see the same physical blocks, so that one task can read these for all of them (cascade inference:
- * FlashInfer's, flashinfer.ai/2024/02/02/cascade-inference.html; RadixAttention's tree, arXiv:2312.07104).
+ * This file finds query blocks that see the same physical blocks, so that one task can read these for all of them
+ * (cascade inference: FlashInfer's, flashinfer.ai/2024/02/02/cascade-inference.html; RadixAttention's tree,
+ * arXiv:2312.07104).
  *
- * What is shared are whole segments from the first key on, the unit in which results are defined: a row's state over a
- * segment has the same bits whoever computes it, and merges in the same place. Sorted block tables have the requests of
- * every shared prefix side by side. So one pass over neighbours says how much they have in common, and
- * the tree of prefixes falls out of these numbers: all that a run of requests has in common is shared by the run, the
- * rest by the runs within. */
+ * Whole segments from the first key on are shared. A segment is the unit in which results are defined: a row's state
+ * over a segment has the same bits whichever task computes it, and merges in the same place. Sorting the block tables
+ * brings the requests of every shared prefix side by side. One pass over neighbours then finds how much they have in
+ * common, and the tree of prefixes follows from these numbers: what all requests of a run have in common is shared by
+ * the run, and the rest by the runs within it. */
 #include "check/check.h"
 #include "plan.h"
 #include <stdlib.h>
 
-/* A query block that may share. */
+/* Describes a query block that may share. */
 typedef struct sharer {
     const int32_t *blocks; /* its request's row of the table, copied */
-    int64_t num_blocks;    /* that hold the segments */
-    int32_t segments;      /* that all its rows see whole, */
-    int32_t size;          /* keys of one */
-    int32_t listed;        /* in the list */
+    int64_t num_blocks;    /* blocks that hold the segments */
+    int32_t segments;      /* segments that all its rows see whole */
+    int32_t size;          /* keys of a segment */
+    int32_t listed;        /* its index in the list */
     int32_t common;        /* segments that the next sharer has too */
     int64_t token;         /* where in plan->tokens its query tokens begin */
 } sharer;
@@ -29,7 +30,7 @@ static int64_t first_difference(const sharer *x, const sharer *y) {
     return i;
 }
 
-/* Some order of tables, by their bytes: it need only keep common beginnings together. */
+/* Orders tables by their bytes: any order will do that keeps common beginnings together. */
 static int in_order(const void *a, const void *b) {
     const sharer *x = a, *y = b;
     if (x->size != y->size)
@@ -42,12 +43,12 @@ static int in_order(const void *a, const void *b) {
     return x->listed < y->listed ? -1 : 1;
 }
 
-/* Query blocks that read more than they compute, and of which a task holds several. Returns how many, or -1 where the
- * table is too short. */
+/* Finds the query blocks that read more than they compute, and of which a task holds several. Returns how many there
+ * are, or -1 where the table is too short. */
 static int64_t find_sharers(const ca_plan *p, const ca_array *table, const ca_list *list, sharer *x, int32_t *blocks,
                             ca_fault *fault) {
     int64_t n = 0, block_size = p->shape.block_size;
-    for (int64_t i = 0; i < list->num_blocks && !p->tree; i++) { /* a tree's bits hide keys below hi */
+    for (int64_t i = 0; i < list->num_blocks && !p->tree; i++) { /* a tree mask may hide keys below hi */
         const ca_task *t = &list->at[i].task;
         int64_t lo, hi, unused, size = ca_segment_keys(p->seq_lens[t->request]);
         ca_visible(p, t->request, t->token, &unused, &hi);
@@ -71,7 +72,8 @@ static int64_t find_sharers(const ca_plan *p, const ca_array *table, const ca_li
     return n;
 }
 
-/* Sorts them and says what each has in common with the next. Returns how many have anything in common with it. */
+/* Sorts the sharers and finds what each has in common with the next. Returns how many have anything in common with
+ * it. */
 static int64_t compare(sharer *x, int64_t n, int64_t block_size) {
     int64_t neighbours = 0;
     qsort(x, (size_t)n, sizeof *x, in_order);
@@ -84,7 +86,8 @@ static int64_t compare(sharer *x, int64_t n, int64_t block_size) {
     return neighbours;
 }
 
-/* Keeps the query tokens in this order, and which requests have to share which blocks in a call's table, too. */
+/* Keeps the query tokens of the sharers in this order, and which requests have to share which blocks in the table of a
+ * call, too. */
 static int keep(ca_plan *p, ca_list *list, sharer *x, int64_t n, int64_t neighbours) {
     int64_t tokens = 0;
     for (int64_t i = 0; i < n; i++)
@@ -109,7 +112,7 @@ static int keep(ca_plan *p, ca_list *list, sharer *x, int64_t n, int64_t neighbo
     return CA_OK;
 }
 
-/* A task for the segments [s, end) of the sharers [a, b), which have computed all before. */
+/* Adds a task for the segments [s, end) of the sharers [a, b), whose segments before s other tasks compute. */
 static int add_task(ca_plan *p, ca_list *list, const sharer *x, int64_t a, int64_t b, int32_t s, int32_t end) {
     if (list->count == list->room) {
         ca_costed *more = realloc(list->at, sizeof *more * (size_t)(list->room *= 2));
@@ -123,7 +126,7 @@ static int add_task(ca_plan *p, ca_list *list, const sharer *x, int64_t a, int64
                               .num_segments = end - s,
                               .shared = (int32_t)x[a].token + 1,
                               .partial = -1},
-                     .pieces = s > 0 ? end - s : 1, /* the first ones may merge at once */
+                     .pieces = s > 0 ? end - s : 1, /* the task merges segments from the first on by itself */
                      .first = (int32_t)a,
                      .members = (int32_t)(b - a)};
     for (int64_t i = a; i < b; i++) {
@@ -141,7 +144,8 @@ static int add_task(ca_plan *p, ca_list *list, const sharer *x, int64_t a, int64
     return CA_OK;
 }
 
-/* The same in as many tasks as the engine's rows ask for, about equal ones. */
+/* Adds as many tasks as the engine's rows ask for, about equal ones, for the segments [s, end) of the sharers [a,
+ * b). */
 static int add_tasks(ca_plan *p, ca_list *list, const sharer *x, int64_t a, int64_t b, int32_t s, int32_t end) {
     int64_t most = ca_block_tokens(p), tokens = 0, here = 0;
     for (int64_t i = a; i < b; i++)
@@ -160,7 +164,8 @@ static int add_tasks(ca_plan *p, ca_list *list, const sharer *x, int64_t a, int6
     return CA_OK;
 }
 
-/* The sharers [a, b) have the segments before s in common. Every level takes one more: 64 at most. */
+/* Adds the tasks of the sharers [a, b), which have the segments before s in common. Every level of the recursion takes
+ * at least one segment more, so that there are 64 at most. */
 static int add_tree(ca_plan *p, ca_list *list, const sharer *x, int64_t a, int64_t b, int32_t s) {
     int32_t end = INT32_MAX;
     for (int64_t i = a; i + 1 < b; i++)
@@ -176,7 +181,7 @@ static int add_tree(ca_plan *p, ca_list *list, const sharer *x, int64_t a, int64
 }
 
 int ca_share(ca_plan *p, const ca_array *table, ca_list *list, ca_fault *fault) {
-    /* a request has one such query block at most, its last: full ones do not share */
+    /* Full query blocks do not share, so a request has at most one sharer: its last query block. */
     const int64_t num_reqs = p->shape.num_reqs;
     const int64_t most = ca_min64(p->num_keys / p->shape.block_size + num_reqs, num_reqs * table->shape[1]);
     sharer *x = malloc(sizeof *x * (size_t)ca_max64(1, list->num_blocks) + sizeof(int32_t) * (size_t)most);

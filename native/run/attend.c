@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Runs a plan: threads take items, some kv heads of a task each, from a counter, then merges from another. Segments
- * merge in order. */
+ * This file runs a plan: threads take items, each of them some kv heads of a task, from a counter, then merges from
+ * another. Segments merge in order, so that results do not depend on which thread takes what. */
 #include "check/check.h"
 #include "kernel/kernel.h"
 #include "plan/keys.h"
@@ -12,11 +12,11 @@
 
 typedef struct run {
     const ca_plan *plan;
-    const ca_call *given, *call; /* call: as given, but for queries that were rotated */
+    const ca_call *given, *call; /* call: as given, with rotated queries where K is rotated */
     char *workspace;
     atomic_llong next_item, next_merge;
     atomic_int failed;
-    int64_t groups; /* of kv heads: each is an item of a task */
+    int64_t groups; /* groups of kv heads; each makes an item of a task */
 } run;
 
 static ca_state state_at(void *memory, int64_t rows, int64_t head_size_v) {
@@ -32,8 +32,8 @@ static ca_state part_at(const run *w, ca_part part, int kv_head) {
     return (ca_state){s.o + part.row * dv, s.m + part.row, s.l + part.row};
 }
 
-/* The next chain of the keys of one segment: from the first one at or behind *k1 that the task may see and that is
- * selected. 0: there is none. */
+/* Moves [*k0, *k1) to the next chain of a segment's keys: it begins with the first key from *k1 on that the task may
+ * see and that is selected. Returns 0 where there is none. */
 static int next_chain(const run *w, const ca_task *t, int kv_head, int64_t segment, int64_t *k0, int64_t *k1) {
     int64_t size = ca_segment_keys(w->plan->seq_lens[t->request]), start = segment * size, first, end;
     ca_task_keys(w->plan, t, &first, &end);
@@ -43,14 +43,14 @@ static int next_chain(const run *w, const ca_task *t, int kv_head, int64_t segme
     return *k0 < *k1;
 }
 
-/* Can several kv heads go together through the keys of a task? */
+/* Returns whether several kv heads can go through the keys of a task together. */
 static int together(const run *w, const ca_task *t) {
     return ca_rows_of(w->plan, t) <= CA_FEW_ROWS && !t->shared && w->call->num_selected < 0 &&
            w->call->block_size % CA_LANES == 0;
 }
 
-/* The chains of a segment into the states, the first one as it is, others by way of `part`. Returns how many, or less
- * than 0: the engine's status. */
+/* Computes the chains of a segment into the states, the first one directly, each other one by way of `part`, from which
+ * it is merged. Returns how many chains there are, or the engine's status, negated, where it fails. */
 static int run_segment(run *w, const ca_task *t, int kv_head, int num_heads, int64_t segment, const ca_state *total,
                        const ca_state *part, void *scratch) {
     const ca_plan *p = w->plan;
@@ -69,13 +69,14 @@ static int run_segment(run *w, const ca_task *t, int kv_head, int num_heads, int
     return n;
 }
 
-/* The task's segments in order, those that hold a key that counts, onto what the states hold, if they hold anything. */
+/* Computes the task's segments in order, those that hold a key that counts, and merges them with what the states hold,
+ * if they hold anything. */
 static int run_segments(run *w, const ca_task *t, int kv_head, int num_heads, const ca_state *total, int holds,
                         char *memory) {
     const ca_plan *p = w->plan;
     const int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v;
     char *scratch = memory + p->thread_bytes - p->scratch_bytes;
-    ca_state part[2][CA_HEADS]; /* a segment, a chain */
+    ca_state part[2][CA_HEADS]; /* part[0] is for a segment, part[1] for a chain */
     for (int h = 0; h < num_heads; h++)
         for (int i = 0; i < 2; i++)
             part[i][h] = state_at(memory + (i + 1) * p->state_bytes + h * ca_state_bytes(p, rows), rows, dv);
@@ -92,9 +93,10 @@ static int run_segments(run *w, const ca_task *t, int kv_head, int num_heads, co
     return 0;
 }
 
-/* kv heads [first, end) of a task. In a block their keys follow one another, so that memory is read in longer lines and
- * only the first head begins with what nobody asked for. (kernel/MEASUREMENTS.md:
- * who fetches). Where they lie side by side (NHD) the memory that one of them brings along is the next one's. */
+/* Computes kv heads [first, end) of a task together. In a block their keys follow one another, so that memory is read
+ * in longer runs, and only the first head begins with keys that nothing has prefetched. Over NHD their keys lie side by
+ * side, so that the cache lines that one head reads hold the next head's keys, too (MEASUREMENTS.md: prefetch by
+ * products or by unpacking). */
 static int run_heads(run *w, const ca_task *t, int first, int end, char *memory) {
     const ca_plan *p = w->plan;
     const int64_t rows = ca_rows_of(p, t);
@@ -111,8 +113,8 @@ static int run_heads(run *w, const ca_task *t, int first, int end, char *memory)
     return status;
 }
 
-/* How many items to make of a task's kv heads: as the plan says, or, over NHD, two for each thread, of heads whose
- * keys, with those that come next, stay in L2. */
+/* Returns how many items to make of a task's kv heads: as many as the plan says, or, over NHD, two for each thread, of
+ * so few heads that their keys stay in L2 with those that come next. */
 static int64_t head_groups(const ca_plan *p, int team) {
     const ca_shape *s = &p->shape;
     const ca_kernel *k = p->kernel;
@@ -124,7 +126,7 @@ static int64_t head_groups(const ca_plan *p, int team) {
     return ca_min64(heads, ca_max64(wanted, ca_div_up(heads, most)));
 }
 
-/* In the order of the segments, as one thread would have merged them. */
+/* Merges the parts in the order of the segments, as one thread would have merged them. */
 static int merge_item(run *w, const ca_merge *m, int kv_head, char *memory) {
     const ca_plan *p = w->plan;
     ca_state total = part_at(w, m->parts[0], kv_head);
@@ -149,14 +151,15 @@ static int run_task(run *w, const ca_task *t, int first, int end, char *memory) 
     return status;
 }
 
-/* Tasks of all kv heads, or merges, until there are no more. */
+/* Runs tasks for all kv heads, or merges, until there are no more. */
 static void run_items(run *w, atomic_llong *next, int merges, int thread) {
     const ca_plan *p = w->plan;
     char *memory = w->workspace + thread * p->thread_bytes;
     int64_t heads = p->shape.num_kv_heads, groups = merges ? heads : w->groups;
     int64_t items = (merges ? p->num_merges : p->num_tasks) * groups;
     for (int64_t i; (i = take(next)) < items && !atomic_load_explicit(&w->failed, memory_order_relaxed);) {
-        int64_t which = i / groups, group = i - which * groups; /* a division takes up to 90 cycles */
+        /* One division gives both numbers, since a division takes up to 90 cycles. */
+        int64_t which = i / groups, group = i - which * groups;
         int first = (int)(groups == heads ? group : group * heads / groups);
         int end = (int)(groups == heads ? group + 1 : (group + 1) * heads / groups);
         int status = merges ? merge_item(w, &p->merges[which], first, memory)
@@ -197,12 +200,12 @@ static ca_call call_of(const ca_array *a, const ca_shape *s, const ca_indices *x
     };
 }
 
-/* Where the queries lie that meet rotated keys, behind all else in the workspace: [T, Hq, D]. */
+/* Returns where the queries lie that meet rotated keys: behind all else in the workspace, as [T, Hq, D]. */
 static char *rotated_queries(const ca_plan *p, void *workspace) {
     return (char *)workspace + p->num_threads * p->thread_bytes + p->partial_bytes;
 }
 
-/* One share of `shares` of the queries, once for all tasks that will read them. */
+/* Rotates one share of `shares` of the queries, once for all tasks that will read them. */
 static void rotate_queries(const run *w, int thread, int share, int shares) {
     const ca_plan *p = w->plan;
     const ca_call *c = w->given;
@@ -299,8 +302,9 @@ int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int
         !ca_check_bias(plan, &a[CA_ATTN_BIAS], fault) && workspace) {
         ca_call call = call_of(a, s, &x);
         call.scale = scale;
-        /* A larger one would make scale over softcap subnormal, and bends no logit that float32 could tell from
-         * another. */
+        /* A larger softcap would make scale over softcap subnormal. Since tanh(u) is about u (1 - u^2/3), a softcap
+         * changes no logit below 2^-12 of itself by as much as float32 rounds: this one bends only logits from 2^68
+         * on. */
         call.softcap = fminf(softcap, fmaxf(1, fabsf(scale * k_scale)) * 0x1p80f);
         call.k_scale = k_scale;
         call.v_scale = v_scale;

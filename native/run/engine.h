@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What a plan asks of an engine: tasks, the state that a task's rows come to, the call that they are part of. */
+ * This file defines what a plan asks of an engine: tasks, the states that it computes for their rows, and the call that
+ * they are part of. */
 #ifndef CPU_ATTN_ENGINE_H
 #define CPU_ATTN_ENGINE_H
 #include "cpu_attn.h"
@@ -10,14 +11,14 @@
 #define CA_LOG2E 1.44269504088896340736f
 #define CA_LN2 0.69314718055994530942f
 
-/* The cache of keys or of values. */
+/* Says where the cache of keys, or of values, lies. */
 typedef struct ca_kv {
     const void *cache;
     int64_t stride_n, stride_h; /* from block to block, from kv head to kv head, in elements */
     int64_t ld;                 /* from token to token of a plain cache; packed: the head size */
 } ca_kv;
 
-/* One call of attention_with_kv_cache. */
+/* Holds one call of attention_with_kv_cache, once its arguments have been checked. */
 typedef struct ca_call {
     const void *query;
     int64_t q_stride_t, q_stride_h;
@@ -27,62 +28,65 @@ typedef struct ca_call {
     int64_t o_stride_t, o_stride_h;
     float *lse; /* [Hq, T] or NULL */
     int64_t lse_stride_h;
-    const int32_t *block_table;        /* ca_block_of */
-    const int64_t *table_at;           /* [R] */
+    const int32_t *block_table;        /* ca_block_of reads it */
+    const int64_t *table_at;           /* [R]: where a request's block number 0 is, or would be */
     const float *alibi_slopes, *s_aux; /* [Hq] or NULL */
     float scale, softcap, k_scale, v_scale;
     const int32_t *selected;            /* [R, Hkv, num_selected], block numbers within a request, ascending, then -1 */
     int64_t num_kv_heads, num_selected; /* num_selected -1: none is given, all blocks count */
-    const float *attn_bias;             /* ca_bias_row, or NULL */
+    const float *attn_bias;             /* ca_bias_row reads it; NULL: there is none */
     int64_t bias_stride_r, bias_stride_h, bias_stride_q; /* 0 along an axis of size 1 */
 } ca_call;
 
-/* The block of the cache that is number `block` of a request: one that holds a key some row may see, and is selected.
- */
+/* Returns which block of the cache is number `block` of a request. That has to be one that holds a key some row may
+ * see, and that is selected: only these have been checked. */
 static inline int64_t ca_block_of(const ca_call *call, int request, int64_t block) {
     return call->block_table[call->table_at[request] + block];
 }
 
-/* Query token `token` of a request. */
+/* Names a query token by its request and its number there. */
 typedef struct ca_token {
     int32_t request, token;
 } ca_token;
 
-/* A piece of work: query tokens [token, token + num_tokens) of a request, keys of segments
- * [segment, segment + num_segments), for one kv head at a time. Row r of it is query token
- * token + r / group, query head kv_head * group + r % group. */
+/* A task is query tokens [token, token + num_tokens) of a request against the keys of segments [segment, segment +
+ * num_segments), for one kv head at a time. Its row r is query token token + r / group of query head kv_head * group +
+ * r % group. */
 typedef struct ca_task {
     int32_t request, token, num_tokens;
     int32_t segment, num_segments;
-    int32_t shared;  /* 0, or 1 + where in plan->tokens its query tokens are: of several requests, whose blocks are the
-                        same in these segments, which all of them see whole */
-    int64_t partial; /* floats into the partial results, -1: finish at once */
+    /* shared is 0, or 1 + where in plan->tokens the task's query tokens are: those of several requests, whose blocks
+     * are the same in these segments, and who see all of their keys. */
+    int32_t shared;
+    int64_t partial; /* where its partial results start, in floats; -1: it finishes at once */
 } ca_task;
 
-/* Rows from `row` on of partial results for `rows` rows, of kv head 0. */
+/* Names the rows from `row` on of partial results for `rows` rows; those of kv head 0 start at `partial`. */
 typedef struct ca_part {
     int64_t partial;
     int32_t rows, row;
 } ca_part;
 
-/* A query block whose keys, or some, were handed out: their results merge in the order of the parts, which is that of
- * the keys. Then come the segments of the task, which are left to whoever merges. */
+/* A merge finishes a query block whose keys, or some of them, were handed out. Their results merge in the order of the
+ * parts, which is that of the keys. The segments of `task` come after them; no task has computed these, so the merge
+ * does. */
 typedef struct ca_merge {
     ca_task task;
     const ca_part *parts;
     int64_t num_parts;
 } ca_merge;
 
-/* Requests whose first blocks a task reads for both. */
+/* Names two requests for both of which a task reads the first blocks. */
 typedef struct ca_same {
     int32_t request, other, num_blocks;
 } ca_same;
 
-/* A task of up to so many rows reads more than it computes: FEW_KEYS of state.h. Such tasks may share. */
+/* A task of up to so many rows reads more than it computes, so its score blocks have FEW_KEYS keys (parameters.h), and
+ * it may share. */
 #define CA_FEW_ROWS 16
 
-/* Softmax state of `rows` query rows over some keys: sum of p*v, the reference max and sum of p.
- * m is in units of log2: p = exp2(s*log2(e) - m). Nothing seen: m = -inf, l = 0, o = 0. */
+/* The softmax state of `rows` query rows over some keys: o is the sum of p*v, m the reference max, and l the sum of p.
+ * m is in units of log2: p = exp2(s*log2(e) - m). Where no key was seen, m is -inf, and l and o are 0. */
 typedef struct ca_state {
     float *o; /* [rows][Dv] */
     float *m, *l;
@@ -102,25 +106,26 @@ struct ca_plan {
     ca_shape shape;
     const ca_engine *engine;
     const ca_kernel *kernel;
-    int64_t num_tokens, group_size;               /* query heads of a kv head */
+    int64_t num_tokens, group_size;               /* group_size: query heads of a kv head */
     int32_t *query_start_loc, *seq_lens, *causal; /* causal[r]: resolved for each request */
-    int32_t *first_key, *end_key;                 /* of each request: [first, end) are all that some row may see */
-    int64_t num_keys;                             /* in these ranges */
+    int32_t *first_key, *end_key;                 /* of each request: some row may see the keys [first, end) */
+    int64_t num_keys;                             /* keys in these ranges */
     ca_task *tasks;                               /* longest first */
     int64_t num_tasks;
     ca_merge *merges;
     int64_t num_merges;
     int32_t rows;        /* most query rows of a task */
-    int32_t few_rows;    /* of those that have no more than CA_FEW_ROWS; 0: none has */
-    int32_t num_threads; /* no more than shape.num_threads, and worth waking */
+    int32_t few_rows;    /* most query rows of a task of up to CA_FEW_ROWS; 0: there is no such task */
+    int32_t num_threads; /* threads that are worth waking, up to shape.num_threads */
     int64_t state_bytes, scratch_bytes, thread_bytes, partial_bytes; /* state_bytes: of all heads of an item */
-    int64_t query_bytes;                                             /* of queries that are rotated before all else */
-    int32_t heads_together; /* most kv heads of an item: where rows are few they go through its keys together */
+    /* query_bytes is room for queries that are rotated before any task runs. */
+    int64_t query_bytes;
+    int32_t heads_together; /* most kv heads of an item; tasks of few rows go through their keys together */
     int32_t *lo, *hi;       /* [num_tokens] where there are masks besides causal and window, else NULL: ca_visible */
     uint8_t *tree;          /* [num_tokens][tree_bytes] or NULL: ca_tree_row */
     int64_t tree_bytes;
     int64_t num_shared;
-    ca_token *tokens; /* of the shared tasks */
+    ca_token *tokens; /* query tokens of the shared tasks */
     ca_same *same;
     int64_t num_same;
 };
@@ -133,7 +138,7 @@ static inline ca_token ca_token_at(const ca_plan *plan, const ca_task *task, int
     return task->shared ? plan->tokens[task->shared - 1 + i] : (ca_token){task->request, (int32_t)(task->token + i)};
 }
 
-/* Computes the states of a task's rows, which are clear, over the keys [k0, k1), one for each of the kv heads
+/* Computes the states of a task's rows, which are clear, over the keys [k0, k1): one state for each of the kv heads
  * [kv_head, kv_head + num_heads). scratch is 64-aligned and holds engine->scratch_bytes(plan). Returns 0, or the
  * engine's own status. */
 typedef int ca_segment_fn(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
@@ -143,7 +148,8 @@ struct ca_engine {
     int (*rows)(const ca_kernel *kernel); /* query rows it wants in a task */
     int64_t (*scratch_bytes)(const ca_plan *plan);
     ca_segment_fn *segment;
-    /* may segment get several kv heads at once? where blocks hold whole groups, for no more than CA_FEW_ROWS rows */
+    /* Says whether segment may get several kv heads at once: it does so where blocks hold whole groups, for no more
+     * than CA_FEW_ROWS rows. */
     int together;
 };
 #endif

@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Attention over several sets of keys from that over each (arXiv:2501.01005): weights are
+ * Attention over several sets of keys follows from attention over each (arXiv:2501.01005): the weight of a part is
  * exp(lse_s - lse), where lse is the log of the sum of all exp(lse_s). */
 #include "engine.h"
 #include "cache/half.h"
 #include "cache/layout.h"
 #include "threads.h"
 
-#define COLUMNS 512 /* at a time, summed in float32 */
+#define COLUMNS 512 /* columns that are summed at a time, in float32 */
 
 typedef struct merging {
     int64_t num_parts;
-    const ca_array *outs, *lses; /* [num_parts], then the result's */
+    const ca_array *outs, *lses; /* [num_parts] for the parts, then one for the result */
 } merging;
 
-/* -inf where the part saw nothing, which FlashAttention 2 marks by +inf. */
+/* Returns -inf where the part saw no key, which FlashAttention 2 marks by +inf. */
 static float lse_at(const ca_array *lse, int64_t t, int64_t h) {
     float x = ((const float *)lse->address)[h * lse->strides[0] + t];
     return x == INFINITY ? -INFINITY : x;
@@ -42,7 +42,8 @@ static void put_row(const float *sum, void *row, int64_t n, int dtype) {
             ((uint16_t *)row)[i] = ca_to_bf16(sum[i]);
 }
 
-/* A part that saw nothing counts nowhere, whatever its output holds. NaN in a lse is the result's. */
+/* A part that saw no key counts for nothing, whatever its output holds. Where the lse of a part is NaN, so is that of
+ * the result. */
 static void merge_row(const merging *m, int64_t t, int64_t h) {
     const ca_array *out = &m->outs[m->num_parts], *lse = &m->lses[m->num_parts];
     int64_t dv = out->shape[2], size = out->itemsize;
@@ -69,7 +70,7 @@ static void merge_row(const merging *m, int64_t t, int64_t h) {
 void ca_merge_states(int64_t num_parts, const ca_array *outs, const ca_array *lses) {
     merging m = {num_parts, outs, lses};
     int64_t tokens = outs[num_parts].shape[0], heads = outs[num_parts].shape[1];
-    /* 2 elements a nanosecond: float16, the slowest; float32 in cache 5 */
+    /* A thread merges 2 elements a nanosecond in float16, which is the slowest, and 5 in float32 from its caches. */
     double elements = (double)num_parts * (double)(tokens * heads) * (double)outs[num_parts].shape[2];
     int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for(elements / 2)));
     (void)team;

@@ -10,7 +10,7 @@
 #include <omp.h>
 #endif
 
-static atomic_int num_threads; /* as ca_set_num_threads had it */
+static atomic_int num_threads; /* what ca_set_num_threads was told */
 static atomic_int forked;
 
 static void after_fork(void) { atomic_store(&forked, 1); }
@@ -21,7 +21,7 @@ __attribute__((constructor)) static void watch_fork(void) { pthread_atfork(NULL,
 #define STRING(x) #x
 #define TEXT(x) STRING(x)
 const char *ca_threading(void) { return "OpenMP " TEXT(_OPENMP); }
-/* libgomp ends the process where the system refuses it a thread. */
+/* The number is bounded, because libgomp ends the process where the system refuses it a thread. */
 static int threads_of(int asked) {
     int n = asked ? abs(asked) : omp_get_max_threads();
     return n <= 64 ? n : (int)ca_min64(n, ca_max64(64, 8 * (int64_t)omp_get_num_procs()));
@@ -38,8 +38,8 @@ int ca_get_num_threads(void) { return ca_team(threads_of(atomic_load(&num_thread
 
 void ca_set_num_threads(int n) { atomic_store(&num_threads, n); }
 
-/* What a thread has to do to be woken. One that still spins costs 4 us (Zen 4, decode, 32/8 heads of 128: 64 keys take
- * 15.8 us alone and 11.5 with a second thread, 256 keys 47 and 33), one that sleeps more. */
+/* A thread is woken only for so much work. One that still spins costs 4 us, one that sleeps more
+ * (kernel/MEASUREMENTS.md: tasks). */
 #define NANOSECONDS_OF_A_THREAD 25e3
 
 int64_t ca_threads_for(double nanoseconds) {
@@ -61,7 +61,7 @@ static int64_t stack_of_this_thread(void) {
 }
 
 int64_t ca_small_stack(int team) {
-    static atomic_llong found; /* 0: nobody has looked */
+    static atomic_llong found; /* 0: no call has looked yet */
     if (team <= 1)
         return 0;
     if (!atomic_load_explicit(&found, memory_order_relaxed)) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Matmul and softmax of whole arrays, for cpu_attn.primitives. Sizes are anybody's, so that these
- * primitives are not kept here; oneDNN's own cache finds one again in 2 to 10 us. */
+ * These are matmul and softmax of whole arrays, for cpu_attn.primitives. Their sizes may be any, so these primitives
+ * are not kept here; oneDNN's own cache finds one again in 2 to 10 us. */
 #include "primitive.h"
 #include <stdio.h>
 #include <stdlib.h>

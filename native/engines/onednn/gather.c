@@ -3,15 +3,16 @@
 #include "cache/half.h"
 #include <string.h>
 
-#define PANEL 64 /* columns of a panel in both packed forms */
+#define PANEL 64 /* both packed forms have panels of so many columns */
 
-/* dnnl_BA16a64b2a of a [rows, cols] matrix: element (row, col), rows padded to 32. */
+/* Returns where element (row, col) of a [rows, cols] matrix lies in dnnl_BA16a64b2a, which pads rows to a multiple of
+ * 32. */
 static int64_t packed_at(int64_t row, int64_t col, int64_t rows) {
     int64_t tile = col / PANEL * ca_div_up(rows, 32) + row / 32;
     return (tile * 16 + row % 32 / 2) * 2 * PANEL + col % PANEL * 2 + row % 2;
 }
 
-/* PAIRS lie in the cache as BA16a64b2a wants them: whole rows of pairs are copied. */
+/* The BF16 form copies whole rows of pairs, since PAIRS lie in the cache as BA16a64b2a wants them. */
 int ca_form_fits(ca_form form, const ca_pages *g) {
     if (form != CA_FORM_BF16)
         return 1;
@@ -20,7 +21,7 @@ int ca_form_fits(ca_form form, const ca_pages *g) {
            g->plan->shape.head_size_v >= CA_FEW_COLUMNS && g->call->block_size % 2 == 0;
 }
 
-/* oneDNN 3.7 to at least 3.13.1 leaks NaN across rows where K % 32 != 0 on AMX. */
+/* On AMX, oneDNN 3.7 to at least 3.13.1 leaks NaN across rows where K % 32 != 0. */
 int64_t ca_form_head_size(ca_form form, int64_t head_size) {
     return form == CA_FORM_BF16 ? ca_round_up(head_size, 32) : head_size;
 }
@@ -44,15 +45,14 @@ int64_t ca_wide_bytes(const ca_plan *plan) {
     return most + ca_rows_bytes(plan);
 }
 
-/* From a block to the group of a token, in bytes. */
+/* Returns the distance from a block to the group of a token, in bytes. */
 static int64_t group_at(const ca_pages *g, int kv, int64_t token) {
     return token / CA_LANES * ca_kv_group_step(g->plan, g->call, kv);
 }
 
-/* The group that is read AHEAD columns after this one, of `end`, V after K, to be fetched line by line meanwhile: pages
- * lie anywhere, so that the hardware's prefetchers lose the trail at each. Zen 4, two threads, time of decode-8x8k /
- * -16x4k-mha against that without, in turns: 0.77 / 0.78, over fp8 0.88 / 0.85, HND 0.68 / 0.55, NHD 0.62 / 0.80, MLA
- * of 16 heads 0.83; 16 and 64 columns ahead the same, into L1 0.88 to 1.06, a group at once 0.97 to 1.0. */
+/* Returns the group that is read AHEAD columns after this one, out of `end` columns of K and then as many of V. Its
+ * lines are prefetched one by one meanwhile: pages lie anywhere, so that the hardware's prefetchers lose the trail at
+ * each (kernel/MEASUREMENTS.md: oneDNN). */
 #define AHEAD 32
 static const char *coming(const ca_pages *g, int kv, int64_t column, int64_t end) {
     int64_t at = column + AHEAD;
@@ -64,7 +64,8 @@ static const char *coming(const ca_pages *g, int kv, int64_t column, int64_t end
     return block_of(g, kv, key) + group_at(g, kv, key % g->call->block_size);
 }
 
-/* The block of a column's key; where that is not ready only its group, unpacked, and *token counts from there. */
+/* Returns the block of a column's key. Where that is not ready, it returns the key's group alone, unpacked, and *token
+ * counts from there. */
 static const void *packed_block(const ca_pages *g, int kv, int64_t column, int64_t end, int64_t *token) {
     const char *block = block_of(g, kv, g->key[column]);
     *token = g->key[column] % g->call->block_size;
@@ -78,7 +79,8 @@ static const void *packed_block(const ca_pages *g, int kv, int64_t column, int64
     return g->wide;
 }
 
-/* Of n <= 16 keys from here, in one group, that were gathered to dst: K [head_size][ld], or V [n][ld]. */
+/* Multiplies n <= 16 keys from this one on by their scales. They are in one group and were gathered to dst, K as
+ * [head_size][ld], V as [n][ld]. */
 static void apply_scales(const ca_pages *g, int kv, int64_t key, int64_t n, float *dst, int64_t ld) {
     const ca_group_form f = ca_kv_form(g->plan, kv);
     const int64_t head_size = ca_kv_head_size(&g->plan->shape, kv);
@@ -101,7 +103,7 @@ static void apply_scales(const ca_pages *g, int kv, int64_t key, int64_t n, floa
     }
 }
 
-/* How many columns from here, up to end, lie in one block, one group of lanes and one panel. */
+/* Returns how many columns from this one on, up to end, lie in one block, one group of lanes and one panel. */
 static int64_t piece(const ca_pages *g, int64_t column, int64_t end, int64_t lanes, int64_t panel) {
     int64_t token = g->key[column] % g->call->block_size;
     int64_t n = ca_min64(end - column, g->call->block_size - token);
@@ -123,7 +125,7 @@ static void copy_k_pairs(const ca_pages *g, int64_t skip, int64_t end, uint16_t 
             if (next)
                 __builtin_prefetch(next + d * CA_LANES * 2, 0, 2);
             if (n == CA_LANES)
-                memcpy(to, from, CA_LANES * 4); /* a move, where the other is a call */
+                memcpy(to, from, CA_LANES * 4); /* this memcpy is a move, the other one a call */
             else
                 memcpy(to, from, (size_t)n * 4);
         }
@@ -151,7 +153,7 @@ void ca_gather_k(ca_form form, const ca_pages *g, int64_t skip, int64_t n, int64
     }
 }
 
-/* A pair of keys holds both rows of its dst line; a half that does not count is zeroed after. */
+/* Copies a pair of keys, which has both rows of its line of dst; a half that does not count is set to 0 afterwards. */
 static void copy_pair(const uint16_t *src, int64_t dv, int64_t row, int64_t keys, int even, int odd, uint16_t *dst) {
     for (int64_t d = 0; d < dv; d += PANEL) {
         uint16_t *line = dst + packed_at(row, d, keys);

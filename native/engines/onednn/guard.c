@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
- * catch (...) for C. An exception looks for a frame whose personality routine says that it handles it (Itanium C++ ABI,
- * "Exception Handling", itanium-cxx-abi.github.io/cxx-abi/abi-eh.html): the one frame of ca_guarded has catch_all,
- * which handles all that come by and goes on at ca_caught. Without such a frame std::terminate would end the process.
- * No C++ compiler is needed so. */
+ * This is catch (...) for C, and needs no C++ compiler. An exception looks for a frame whose personality routine says
+ * that it handles it (Itanium C++ ABI, "Exception Handling", itanium-cxx-abi.github.io/cxx-abi/abi-eh.html). The one
+ * frame of ca_guarded has ca_catch_all, which handles all that come by and goes on at ca_caught. Without such a frame
+ * std::terminate would end the process. */
 #include "guard.h"
 #include <stdint.h>
 #include <unwind.h>
@@ -33,8 +33,8 @@ __attribute__((used, visibility("hidden"))) _Unwind_Reason_Code ca_catch_all(int
     return _URC_INSTALL_CONTEXT;
 }
 
-/* __cxa_begin_catch and __cxa_end_catch are those of the C++ run time that libdnnl brings along. 0x1b: the distance to
- * the routine, in 32 bits. */
+/* __cxa_begin_catch and __cxa_end_catch are those of the C++ run time that libdnnl brings along. 0x1b says that the
+ * routine is given by its distance, in 32 bits. */
 __asm__(".text\n"
         ".globl ca_guarded\n"
         ".globl ca_caught\n"
@@ -63,12 +63,12 @@ __asm__(".text\n"
         ".size ca_guarded, . - ca_guarded\n");
 
 /* oneDNN's classes have an operator new of their own, which returns what posix_memalign has found. Where that is NULL
- * their constructors write to it: the compiler may take a pointer for good that such an operator returns
- * (src/common/c_types_map.hpp, c_compatible; v3.2). Descriptors are copied to what malloc returned, whatever it is. So
- * where the reserve ends, too, both throw for this library, as operator new does everywhere else. */
-void _ZSt17__throw_bad_allocv(void); /* std::__throw_bad_alloc */
+ * their constructors write to it, because the compiler may assume that what such an operator returns is not NULL
+ * (src/common/c_types_map.hpp, c_compatible; v3.2). Descriptors are copied to what malloc returned, whatever that is.
+ * So where the reserve ends, too, both functions throw for this library, as operator new does everywhere else. */
+void _ZSt17__throw_bad_allocv(void); /* this is std::__throw_bad_alloc */
 
-/* errno stays as it was where the reserve had the block: see `make` in primitive.c. */
+/* errno stays as it was where the reserve had the block, since `make` in primitive.c goes by it. */
 static void *reserved(size_t alignment, size_t size, int before) {
     void *memory = alignment <= 64 ? ca_reserve_take(size) : NULL;
     if (memory)
@@ -83,7 +83,7 @@ static int memalign_for_dnnl(void **memory, size_t alignment, size_t size) {
     return 0;
 }
 
-/* Operator new, which throws by itself, and libgomp, which ends the process. */
+/* These are for operator new, which throws by itself, and for libgomp, which ends the process. */
 static void *malloc_for_others(size_t size) {
     const int before = errno;
     void *memory = malloc(size);
@@ -105,7 +105,7 @@ static void *malloc_for_dnnl(size_t size) {
     return memory;
 }
 
-/* What a library is to call instead. */
+/* Says what a library is to call instead of a function. */
 typedef struct redirection {
     const char *name;
     uintptr_t to;
@@ -115,7 +115,7 @@ static const redirection dnnls[] = {
 static const redirection others[] = {
     {"malloc", (uintptr_t)malloc_for_others}, {"calloc", (uintptr_t)calloc_for_others}, {NULL, 0}};
 
-/* A library, as the dynamic linker has it. */
+/* Describes a library, as the dynamic linker has it. */
 typedef struct linked {
     ElfW(Addr) base;
     const ElfW(Sym) * symbols;
@@ -123,13 +123,13 @@ typedef struct linked {
     const redirection *redirections;
 } linked;
 
-/* The library that has this address. */
+/* Names the library that has this address. */
 typedef struct wanted {
     uintptr_t address;
     const redirection *redirections;
 } wanted;
 
-/* Entries of the library's table of addresses. */
+/* Redirects entries of the library's table of addresses. */
 static void redirect(const linked *l, const ElfW(Rela) * at, size_t bytes) {
     const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
     for (const ElfW(Rela) *end = at + bytes / sizeof *at; at < end; at++) {
@@ -156,7 +156,7 @@ static int visit(struct dl_phdr_info *info, size_t size, void *which) {
     }
     if (!here || !dynamic)
         return here;
-    ElfW(Addr) found[DT_JMPREL + 1] = {0}; /* by tag */
+    ElfW(Addr) found[DT_JMPREL + 1] = {0}; /* indexed by tag */
     for (; dynamic->d_tag != DT_NULL; dynamic++)
         if (dynamic->d_tag >= 0 && dynamic->d_tag <= DT_JMPREL)
             found[dynamic->d_tag] = dynamic->d_un.d_ptr;
@@ -168,7 +168,8 @@ static int visit(struct dl_phdr_info *info, size_t size, void *which) {
     return 1;
 }
 
-void *__cxa_begin_catch(void *); /* an address in the C++ run time; libdnnl may have that within itself */
+/* This address is in the C++ run time, which libdnnl may have within itself. */
+void *__cxa_begin_catch(void *);
 
 void ca_guard_memory_of(uintptr_t dnnl, uintptr_t openmp) {
     wanted all[] = {{(uintptr_t)__cxa_begin_catch, others}, {openmp, others}, {dnnl, dnnls}};

@@ -7,10 +7,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A head size uses at most 13 x 6 x 3 of these (buckets of rows, of keys, the operations). */
+/* A head size uses at most 13 x 6 x 3 primitives (buckets of rows, buckets of keys, operations). */
 #define TABLE 8192
 #define PROBES 32
-#define LENT 16 /* 2^4: see borrow */
+#define LENT 16 /* borrow takes 4 bits of a hash */
 #define ARG_FACTOR (DNNL_ARG_ATTR_MULTIPLE_POST_OP(0) | DNNL_ARG_SRC_1)
 
 typedef struct binding {
@@ -21,7 +21,7 @@ typedef struct binding {
 struct ca_prim {
     ca_prim_key key;
     dnnl_primitive_desc_t desc;
-    dnnl_primitive_t primitive; /* NULL: known not to be had */
+    dnnl_primitive_t primitive; /* NULL: oneDNN is known to have none */
     const char *impl;
     size_t pad;
     int kept;
@@ -68,19 +68,19 @@ static int matrix(dnnl_memory_desc_t *out, int64_t rows, int64_t cols, int32_t d
     return dnnl_memory_desc_create_with_tag(out, 2, dims, (dnnl_data_type_t)dtype, (dnnl_format_tag_t)tag);
 }
 
-/* Dense rows, ld apart, in parts. */
+/* Describes `parts` matrices, `apart` elements from one to the next, whose dense rows are ld apart. */
 static int matrices(dnnl_memory_desc_t *out, int64_t parts, int64_t rows, int64_t cols, int32_t dtype, int64_t ld,
                     int64_t apart) {
     dnnl_dims_t dims = {parts, rows, cols}, strides = {apart, ld, 1};
     return dnnl_memory_desc_create_with_strides(out, 3, dims, (dnnl_data_type_t)dtype, strides);
 }
 
-/* A primitive in the making, and what only serves to make it. */
+/* Holds a primitive in the making, and what only serves to make it. */
 typedef struct making {
     const ca_prim_key *key;
     const char *need;
     ca_prim *prim;
-    int status; /* dnnl_status_t of what failed */
+    int status; /* the dnnl_status_t of what failed */
     dnnl_memory_desc_t one, src, weights, dst;
     dnnl_post_ops_t ops;
     dnnl_primitive_attr_t attr;
@@ -131,8 +131,8 @@ static int describe(making *m) {
     return dnnl_matmul_primitive_desc_create(&m->prim->desc, cpu, m->src, m->weights, NULL, m->dst, m->attr);
 }
 
-/* Reference implementations are 100 to 1000 times slower than anything else: none at all is the
- * better answer, the caller has another form to try. */
+/* Reference implementations are 100 to 1000 times slower than anything else. They are refused, since the caller has
+ * another form to try. */
 static void build(void *with) {
     making *m = with;
     ca_prim *p = m->prim;
@@ -177,7 +177,7 @@ static void destroy(ca_prim *p) {
 }
 
 /* oneDNN's own cache keeps the promise of a primitive whose making an exception has ended, and would break it to
- * everybody who asks for that primitive again. Those that are in use stay. */
+ * everybody who asks for that primitive again. This drops what is in the cache; primitives that are in use stay. */
 static void empty_cache(void *unused) {
     int capacity = 0;
     (void)unused;
@@ -185,9 +185,9 @@ static void empty_cache(void *unused) {
         dnnl_set_primitive_cache_capacity(capacity);
 }
 
-/* A primitive, or the knowledge that there is none. NULL: memory ended meanwhile, which says nothing of what there is.
- * Of one implementation that finds no memory oneDNN keeps silent and takes the next, of other bits and speed: then
- * errno tells. */
+/* Makes a primitive, or the knowledge that there is none. Returns NULL where memory ended meanwhile, which says nothing
+ * of what there is. Where one implementation finds no memory, oneDNN keeps silent and takes the next, of other bits and
+ * speed: errno tells then. */
 static ca_prim *make(const ca_prim_key *key, const char *need) {
     making m = {.key = key, .need = need, .prim = ca_reserve_fill() ? NULL : calloc(1, sizeof *m.prim)};
     if (!m.prim)
@@ -227,8 +227,8 @@ int ca_prim_new(const ca_prim_key *key, const char *need, ca_prim **prim) {
     return p ? had(p, prim) : CA_ONEDNN_NO_MEMORY;
 }
 
-/* Entries are never removed, so a reader needs no lock. Two threads may make the same primitive;
- * the one whose exchange fails throws its own away, which nobody else has seen. */
+/* Entries are never removed, so a reader needs no lock. Two threads may make the same primitive; the one whose exchange
+ * fails destroys its own, which no other thread has seen. */
 int ca_prim_get(const ca_prim_key *key, const char *need, ca_prim **prim) {
     uint64_t at = hash(key);
     ca_prim *made = NULL;
@@ -295,9 +295,9 @@ static binding *bind(const ca_prim *p) {
     return NULL;
 }
 
-/* A memory object costs 0.45 us to create (v3.2) against 7 ns to point elsewhere. */
+/* A memory object takes 0.45 us to create (v3.2), and 7 ns to point elsewhere. */
 static binding *borrow(ca_prim *p, unsigned *slot) {
-    /* another thread has another stack */
+    /* Another thread has another stack, so the slot's address tells threads apart. */
     *slot = (unsigned)(((uint64_t)(uintptr_t)slot >> 12) * 0x9e3779b97f4a7c15u >> 60);
     binding *b = atomic_exchange(&p->lent[*slot], NULL);
     return b ? b : bind(p);
@@ -354,8 +354,9 @@ static void create_engine(void *unused) {
     dnnl_engine_create(&cpu, dnnl_cpu, 0);
 }
 
-/* The first run of what oneDNN calls gemm:jit:f32 makes the kernels of all of them, by 36,000 allocations and in 30 ms:
- * more than the reserve has. Nothing needs to come of it here. */
+/* The first run of what oneDNN calls gemm:jit:f32 makes the kernels of all primitives of that name, by 36,000
+ * allocations and in 30 ms. These are more than the reserve has, so they are made here, before anything depends on it;
+ * this run may fail. */
 static void make_gemm_kernels(void) {
     static const ca_prim_key key = {CA_PRIM_MATMUL, dnnl_f32, dnnl_f32, dnnl_ab, 0, 0, 64, 64, 256, 2};
     ca_prim *p;

@@ -1,23 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0
  * oneDNN does not survive that it has no memory in the middle of something: a constructor that an exception ends frees
- * twice (v3.2, softmax's kernel), the promise of a primitive breaks with a message for which there is no memory either.
- * So blocks are set aside, and handed out where an allocation fails, for more than a primitive takes. They are the
- * allocator's own: who frees one need not know. Whoever finds some missing fills up first, and where that fails there
- * is no memory for the call. Several threads that make primitives at once share it. */
+ * twice (v3.2, softmax's kernel), and the promise of a primitive breaks with a message for which there is no memory
+ * either. So more blocks than a primitive takes are set aside, and are handed out where an allocation fails. They are
+ * the allocator's own, so that whoever frees one need not know. A call that finds some missing fills up the reserve
+ * first, and where that fails there is no memory for the call. Several threads that make primitives at once share the
+ * reserve. */
 #include "reserve.h"
 #include <stdatomic.h>
 #include <stdlib.h>
 
 #define MOST 2048
-/* 1.6 MB. The most that one primitive took, its own threads' first run included: 631, 28, 4, 1, 3 and 0 of them (v3.2,
- * float32, float16 and bfloat16, AVX-512). */
+/* These are 1.6 MB. The most that one primitive took, the first run of its own threads included, was 631, 28, 4, 1, 3
+ * and 0 of them (v3.2, float32, float16 and bfloat16, AVX-512). */
 static struct {
     const size_t size;
     const int count;
     _Atomic(void *) blocks[MOST];
 } kinds[] = {{64, MOST, {0}}, {256, 256, {0}}, {1024, 32, {0}}, {4096, 16, {0}}, {16384, 16, {0}}, {65536, 16, {0}}};
 #define KINDS ((int)(sizeof kinds / sizeof *kinds))
-static atomic_int taken = 1; /* since it was filled; at first there is nothing */
+static atomic_int taken = 1; /* whether some were taken since the reserve was filled; at first it is empty */
 
 int ca_reserve_fill(void) {
     if (!atomic_load_explicit(&taken, memory_order_relaxed))

@@ -1,27 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The engine: K and V gathered, QK by matmul, softmax, PV by matmul, chunks of keys merged.
+ * The engine gathers K and V, forms qk by matmul, weights by softmax and pv by matmul, and merges the chunks of keys.
  *
- * oneDNN's softmax divides by the sum and keeps neither sum nor max (no version offers a
- * log-sum-exp). Both come back from one element: with s* the largest score of a row,
- * softmax(s*) = exp(s* - s*) / L = 1 / L, the largest weight. The state refers to m = fl(s* log2 e), so
- * l = L 2^(s* log2 e - m), where the exponent is what m lost in rounding. */
+ * oneDNN's softmax divides by the sum and keeps neither sum nor max (no version offers a log-sum-exp). Both come back
+ * from one element: with s* the largest score of a row, softmax(s*) = exp(s* - s*) / L = 1 / L, the largest weight. The
+ * state refers to m = fl(s* log2 e), so l = L 2^(s* log2 e - m), where the exponent is what m lost in rounding. */
 #include "plan/keys.h"
 #include "gather.h"
 #include "primitive.h"
 #include <math.h>
 #include <string.h>
 
-#define ROWS 256 /* query rows of a matmul; with 512 keys the best tile measured (v3.2, AMX and AVX-512) */
+#define ROWS 256 /* query rows of a matmul; with 512 keys they are the fastest tile (v3.2, AMX and AVX-512) */
 #define KEYS 512
-/* Keys of one sum of float32's weights times V: of V that is one number, whose products are alike and rounded to the
- * same side, one over 512 came to 2.4 times the error budget, sums over 128 to 0.86 (1.01 to 1.03 of prefill's time).
- */
+/* One sum takes so many keys of float32's weights times V. Where V is one number the products are alike and are rounded
+ * to the same side: one sum over 512 keys came to 2.4 times the error budget, and sums over 128 to 0.86 (in 1.01 to
+ * 1.03 of prefill's time). */
 #define CHAIN 128
-#define PAD (256 << 10) /* bytes of oneDNN's scratchpad; v3.2 asks for 132 KB at most */
+#define PAD (256 << 10) /* bytes of oneDNN's scratchpad, of which v3.2 asks for 132 KB at most */
 
-/* bf16 where the CPU multiplies it faster than float32: by AMX, or where the isa's own kernel found it so. Elsewhere it
- * loses: 442 against 274 us for 256 x 512 x 128 on an Intel core without AMX (avx512_core_bf16); on Zen 4 the engine
- * gains 1.27 by it in prefill-2k. */
+/* The engine takes bf16 where the CPU multiplies it faster than float32: by AMX, or where the isa's own kernel found it
+ * so. Elsewhere it loses time (kernel/MEASUREMENTS.md: oneDNN). */
 static const char *bf16_needs(const ca_plan *plan) { return plan->kernel->info.bf16_products ? "bf16" : "amx"; }
 
 typedef struct work {
@@ -29,21 +27,21 @@ typedef struct work {
     const ca_task *task;
     ca_form form;
     int64_t rows, group, head_size, head_size_v;
-    int64_t k0, k1; /* the segment */
-    float q_factor; /* in Q, where that is float32; bfloat16 stays as it is */
-    float factor;   /* of the product */
-    /* scratch */
+    int64_t k0, k1; /* [k0, k1): the segment's keys */
+    float q_factor; /* what Q is multiplied by where it is float32; bfloat16 stays as it is */
+    float factor;   /* what the product is multiplied by */
+    /* The fields below are scratch. */
     void *q, *k, *v, *p, *pad;
     float *s, *slope;
     float *top; /* a row's largest score; NaN: one is NaN or +inf */
     int64_t *lo, *hi, *pos;
     ca_state part;
     const uint8_t **tree; /* of each row: ca_tree_row */
-    const float **bias;   /* and ca_bias_row */
+    const float **bias;   /* of each row: ca_bias_row */
     int64_t context;
 } work;
 
-/* 1, 2, 4, ... 32, then multiples of 32: at most 13 sizes, little padding. */
+/* Rounds rows up to 1, 2, 4, ... 32 or a multiple of 32: these are at most 13 sizes, with little padding. */
 static int64_t row_bucket(int64_t rows) {
     int64_t m = 1;
     while (m < rows && m < 32)
@@ -109,7 +107,7 @@ static int qk(const work *w, int64_t m, int64_t n, ca_prim **prim) {
                   w->pages.call->softcap > 0, w->factor != 1, prim);
 }
 
-/* Of bf16, whose error budget has room: one. */
+/* bf16's error budget has room for one sum. */
 static int64_t chains(const work *w, int64_t keys) {
     return w->form == CA_FORM_BF16 ? 1 : keys % CHAIN == 0 ? keys / CHAIN : keys / 64;
 }
@@ -137,7 +135,7 @@ static int run(const work *w, primitive_fn *primitive, int64_t m, int64_t n, con
     return status;
 }
 
-/* The next columns: keys from `key` on, of the blocks that count. Returns how many. */
+/* Takes the next columns: keys from `key` on, of the blocks that count. Returns how many it took. */
 static int64_t take_keys(const work *w, int64_t key) {
     const ca_pages *g = &w->pages;
     int64_t n = 0, size = g->call->block_size;
@@ -149,7 +147,8 @@ static int64_t take_keys(const work *w, int64_t key) {
 
 static int64_t first_chunk(const work *w) { return w->form == CA_FORM_BF16 ? w->k0 & ~(int64_t)1 : w->k0; }
 
-/* All that a segment will ask for, so that no form is given up half way. Returns a ca_onednn_status. */
+/* Asks for all primitives that a segment will need, so that no form is given up half way. Returns a
+ * ca_onednn_status. */
 static int form_is_there(const work *w) {
     static primitive_fn *const all[] = {qk, pv, softmax};
     if (!ca_form_fits(w->form, &w->pages))
@@ -207,7 +206,7 @@ static void take_rows(work *w) {
     }
 }
 
-/* Rows behind the last one up to the matmul's size: zero, so that they cost no more than others. */
+/* Sets the rows behind the last one, up to the matmul's size, to zero, so that they cost no more than others. */
 static void pad_rows(work *w, int64_t r0, int64_t rows) {
     int64_t row = ca_form_head_size(w->form, w->head_size) * (w->form == CA_FORM_BF16 ? 2 : 4);
     if (rows > 0)
@@ -216,7 +215,7 @@ static void pad_rows(work *w, int64_t r0, int64_t rows) {
 
 /* ---- scores ---- */
 
-/* Four floats: what every machine this module is built for has. */
+/* A vector has four floats, as every machine has for which this module is built. */
 typedef float vec __attribute__((vector_size(16)));
 typedef int32_t mask __attribute__((vector_size(16)));
 typedef int16_t words __attribute__((vector_size(8)));
@@ -232,7 +231,7 @@ static vec larger(vec a, vec b) {
     return (vec)((more & (mask)a) | (~more & (mask)b));
 }
 
-/* The largest of x[0..n), -inf for none; NaN where one of them is NaN or +inf. */
+/* Returns the largest of x[0..n), -inf if there is none, or NaN if one of them is NaN or +inf. */
 static float largest(const float *x, int64_t n) {
     const vec inf = (vec){0} + INFINITY;
     vec a = -inf, b = -inf;
@@ -259,10 +258,10 @@ static float largest(const float *x, int64_t n) {
     return top;
 }
 
-/* Columns of the chunk, out of n, whose keys come before this one. */
+/* Returns how many of the chunk's n columns have keys before this one. */
 static int64_t columns_before(const work *w, int64_t n, int64_t key) {
     const int32_t *keys = w->pages.key;
-    int64_t low = keys[n - 1] < key ? n : 0, high = n; /* most rows see all of them */
+    int64_t low = keys[n - 1] < key ? n : 0, high = n; /* most rows see all columns */
     while (low < high) {
         int64_t middle = (low + high) / 2;
         if (keys[middle] < key)
@@ -279,7 +278,8 @@ static void seen(const work *w, int64_t row, int64_t n, int64_t *a, int64_t *b) 
     *b = ca_max64(*a, columns_before(w, n, w->hi[row]));
 }
 
-/* Softcap's factor, ALiBi, bias and the mask; a row with nothing or nonsense to show becomes zeros. */
+/* Applies softcap's factor, ALiBi, bias and the mask. A row whose scores are all -inf, or of which one is NaN or +inf,
+ * becomes zeros; w->top tells these apart. */
 static void finish_scores(work *w, int64_t r0, int64_t r, int64_t n, int64_t keys) {
     float *s = w->s + r * keys, cap = w->pages.call->softcap, slope = w->slope[r0 + r];
     int64_t a, b, pos = w->pos[r0 + r];
@@ -306,7 +306,7 @@ static void finish_scores(work *w, int64_t r0, int64_t r, int64_t n, int64_t key
         s[j] = -INFINITY;
 }
 
-/* x[0..n), n a multiple of 4, finite, to bfloat16, nearest even. Returns the sum of what they became. */
+/* Rounds x[0..n), finite, n a multiple of 4, to bfloat16, nearest even. Returns the sum of what they became. */
 static float round_weights(const float *x, int64_t n, uint16_t *to) {
     vec sum = {0};
     for (int64_t j = 0; j < n; j += 4) {
@@ -319,8 +319,8 @@ static float round_weights(const float *x, int64_t n, uint16_t *to) {
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-/* After softmax: L to m, until finish_row knows better; to l the sum of what PV takes, times L; weights that count
- * nowhere to 0. */
+/* After softmax, m is L until finish_row has the reference max, and l is the sum of the weights that pv takes, times L.
+ * Weights that count nowhere become 0. */
 static void finish_weights(work *w, int64_t r, int64_t keys) {
     float *p = w->s + r * keys, sum = 1;
     int counts = w->top[r] > -INFINITY;
@@ -334,7 +334,7 @@ static void finish_weights(work *w, int64_t r, int64_t keys) {
 
 /* ---- results ---- */
 
-/* The other chains of a row to the first, in which all have m rows. */
+/* Adds the other chains of a row to the first; each chain has m rows. */
 static void add_chains(work *w, int64_t r, int64_t m, int64_t keys) {
     const int64_t dv = w->head_size_v;
     float *restrict o = w->part.o + r * dv;
@@ -352,7 +352,8 @@ static int all_finite(const float *x, int64_t n) {
     return !bad;
 }
 
-/* 0 * NaN: a key that this row may not see holds NaN or inf in V and others may see it. */
+/* Weighs the keys that the row sees one by one. A key that it may not see, but that others may, holds NaN or inf in V,
+ * and 0 * NaN is NaN. */
 static void weigh_seen(work *w, int64_t r0, int64_t r, int64_t a, int64_t b, int64_t keys) {
     const float *p = w->s + r * keys;
     const uint8_t *bits = w->tree[r0 + r];
@@ -380,7 +381,8 @@ static void finish_row(work *w, int64_t r0, int64_t r, int64_t n, int64_t keys) 
     if ((b - a < n || w->tree[r0 + r]) && !all_finite(o, w->head_size_v))
         weigh_seen(w, r0, r, a, b, keys);
     const double top = w->top[r] * CA_LOG2E_D, rest = top - (double)(float)top;
-    /* Past float32's range counts as -inf; past 2^24 float32 has nothing to give the rest back with. */
+    /* A maximum below float32's range counts as -inf. Past 2^24 float32 has no digits for the rest, which is left
+     * out. */
     const float lost = (float)top == -INFINITY  ? 0
                        : (float)top == INFINITY ? NAN
                        : fabs(rest) < 1         ? exp2f((float)rest)
@@ -402,7 +404,7 @@ static int sees_any(const work *w, int64_t r0, int64_t rows, int64_t n) {
     return 0;
 }
 
-/* Rows [r0, r0 + rows) against the chunk, merged into the state. */
+/* Computes rows [r0, r0 + rows) against the chunk, and merges them into the state. */
 static int run_rows(work *w, int64_t r0, int64_t rows, int64_t n, const ca_state *state) {
     int64_t m = row_bucket(rows), keys = key_bucket(n);
     const ca_state into = {state->o + r0 * w->head_size_v, state->m + r0, state->l + r0};

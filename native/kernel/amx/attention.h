@@ -1,26 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The attention of one segment of keys by products of tiles, for bf16 in the PAIRS layout, in which the tiles of B lie
- * ready: 16 pairs of dimensions x 16 keys of a K group, and 16 pairs of keys x 16 columns of V. Parameters: those of
- * parameters.h and SUB; ROWS and KEYS are the rows that share a chunk of K and V, and its keys.
+ * This is the attention of one segment of keys by products of tiles, for bf16 in the PAIRS layout, in which the tiles
+ * of B lie ready: 16 pairs of dimensions x 16 keys of a K group, and 16 pairs of keys x 16 columns of V. Its parameters
+ * are those of parameters.h and SUB; ROWS and KEYS are the rows that share a chunk of K and V, and its keys.
  *
- * For every KEYS keys a strip of 32 query rows forms its scores SUB keys at a time and turns them to weights, a few
- * rows of one sub-block after each product of the next one's tiles, which leave the vector ports idle. The weights of
- * all KEYS keys then meet V in one trip of O through the tiles. All strips of a task fetch what comes next, each its
- * share. Where rows are few, kv heads of a task go through its keys together, so that only the first begins with what
- * nobody asked for; over NHD each goes by itself.
+ * For every KEYS keys a strip of 32 query rows forms its scores SUB keys at a time. The scores of a sub-block become
+ * weights a few rows at a time, after each product of the next sub-block's tiles, which leave the vector ports idle.
+ * The weights of all KEYS keys then meet V in one trip of O through the tiles. All strips of a task prefetch what comes
+ * next, each its share. Where rows are few, kv heads of a task go through its keys together, so that only the first
+ * head begins with keys that nothing has prefetched; over NHD each head goes by itself.
  *
  * How fast this is is not known: it has run under emulation only (CONTRIBUTING.md). Its shape follows prototypes that
  * were measured elsewhere, and what goes on beside the tiles was timed with the divider in their place. One row's
- * maximum, exponentials and sum wait for one another; four rows do not (MEASUREMENTS.md: AMX). */
+ * maximum, exponentials and sum wait for one another; those of four rows do not (MEASUREMENTS.md: AMX). */
 
 #define STRIP 32 /* query rows under one pair of B tiles: two tiles of A */
 #define DEPTH 32 /* dimensions or keys of one product of tiles */
 #define SUB_GROUPS (SUB / CA_LANES)
 #define SUBS (KEYS / SUB)
 #define STEPS_V (MAX_GROUPS / 2)
-#define S_LD (SUB + 16) /* rows of S and P are an odd number of cache lines: different sets */
+#define S_LD (SUB + 16) /* rows of S and P are an odd number of cache lines, and so in different sets */
 #define P_LD (KEYS + DEPTH)
-#define CHUNK_BYTES (512 << 10) /* of K and V, which stay in L2 with those that come next */
+#define CHUNK_BYTES (512 << 10) /* bytes of K and V that stay in L2 with those that come next */
 
 #include "products.h"
 
@@ -30,37 +30,39 @@ typedef struct tile_work {
     const ca_task *task;
     const ca_state *state;
     int64_t head_size, head_size_v;
-    int64_t products, passes; /* of 32 dimensions, for the scores; of 32 columns of V */
-    int64_t v_now;            /* and of this one, where it is the segment's first */
-    int opening, cold;        /* is it? and has nobody asked for it? */
+    int64_t products, passes; /* of 32 dimensions, for the scores; of 32 columns of V, for the output */
+    int64_t v_now;            /* bytes of a group of this block's V that one product asks for where `cold` */
+    int opening, cold;        /* the block is the segment's first; besides, nothing has prefetched it */
     scratch x;
-    float *s[2];                /* [STRIP][S_LD] scores of this sub-block and of the last one */
-    float *p;                   /* [STRIP][P_LD] weights, bf16 */
-    float *l;                   /* [STRIP][VL] sums of weights, to be added to the state's */
-    float (*m)[STRIP];          /* [1 + SUBS] reference max of each row: before this block; of each sub-block */
-    uint16_t *copies;           /* [STEPS_V][DEPTH / 2][Dv][2]; behind them wide_v; then both for second parts */
-    const uint16_t *v[STEPS_V]; /* of each two groups: in the cache, unpacked or in copies */
-    tile_sizes sizes;           /* as loaded; 0: none are */
+    float *s[2];       /* [STRIP][S_LD] scores of this sub-block and of the last one */
+    float *p;          /* [STRIP][P_LD] weights, bf16 */
+    float *l;          /* [STRIP][VL] sums of weights, to be added to the state's */
+    float (*m)[STRIP]; /* [1 + SUBS] reference max of each row: before this block, then with each sub-block */
+    /* copies is [STEPS_V][DEPTH / 2][Dv][2]. kv[V].wide follows it, and both come once more for second parts. */
+    uint16_t *copies;
+    const uint16_t *v[STEPS_V]; /* V of each two groups: in the cache, unpacked or in copies */
+    tile_sizes sizes;           /* those of the tiles as configured; 0: they are not yet */
     struct {
-        int64_t bytes, share; /* of a group; of a group of the next block, those that one product or pass asks for */
-        uint16_t *wide;       /* [MAX_GROUPS] groups of integers as bf16 */
-        int parts;            /* whose sum a number times its scale is; 1 else */
-        int64_t apart;        /* elements from a first part to the second one */
-        float *by;            /* [MAX_GROUPS + 1][16] what scores, or weights, are multiplied by, if `scaled` */
+        /* bytes is what a group takes, and share what one product or pass asks for of a group of the next block. */
+        int64_t bytes, share;
+        uint16_t *wide; /* [MAX_GROUPS] groups of integers as bf16 */
+        int parts;      /* 2 where a number times its scale is the sum of two bf16 numbers, else 1 */
+        int64_t apart;  /* elements from a first part to the second one */
+        float *by;      /* [MAX_GROUPS + 1][16] what scores, or weights, are multiplied by, if `scaled` */
     } kv[2];
     int scaled;
-    float *ones;     /* [SUB] */
+    float *ones;     /* [SUB]: 1 each */
     uint16_t *stage; /* a group of what has two parts, as integers */
 } tile_work;
 
-/* Elements of V as tiles take it: of copies, and of groups that had to be unpacked. */
+/* Returns how many elements of V tiles take: those of copies, and those of groups that had to be unpacked. */
 static int64_t v_elements(const ca_plan *plan) {
     const int64_t unpacked =
         ca_is_scaled(plan->shape.v_dtype) ? MAX_GROUPS * CA_LANES * plan->shape.head_size_v + CA_NIBBLES : 0;
     return STEPS_V * DEPTH * (int64_t)plan->shape.head_size_v + unpacked;
 }
 
-/* Of a token: it can go to scores and weights, where several have to go to the numbers. */
+/* Returns whether a token has one scale. That can go to scores and weights, where several have to go to the numbers. */
 static int has_one_scale(int dtype) { return ca_is_scaled(dtype) && !ca_has_scales(dtype); }
 
 static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
@@ -93,7 +95,7 @@ static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
     return at;
 }
 
-/* For the segments that are not for tiles. */
+/* This kernel computes the segments that are not for tiles. */
 extern const ca_isa_row ca_isa_avx512_bf16;
 static const ca_kernel *vector_kernel(void) { return ca_isa_avx512_bf16.kernels[CA_BF16]; }
 
@@ -105,22 +107,22 @@ static int64_t work_bytes(const ca_plan *plan) {
 /* ---- a strip: up to STRIP query rows against a score block ---- */
 
 typedef struct strip {
-    int64_t row; /* of the task's */
+    int64_t row; /* number of its first row in the task */
     int rows, number;
-    int opening, cold; /* the block is the segment's first: queries are still to be fetched; V, too */
-    int shaped;        /* softcap, ALiBi, ...: scores are more than products */
+    int opening, cold; /* the block is the segment's first, whose queries are still to be prefetched; V, too */
+    int shaped;        /* scores are more than products: softcap, ALiBi, ... */
     edges sees;
-    const group *g; /* those that some row sees, from an even one on */
+    const group *g; /* groups that some row sees, from an even one on */
     int num_groups;
-    const group *next; /* of the next block, those at these groups' places */
+    const group *next; /* the next block's groups at the same places */
     int num_next;
-    int64_t queries, rows_next; /* of the next strip, those that one product asks for, and all of them */
-    const uint16_t *const *v;   /* of each two groups */
-    const float *by[2];         /* of each group's keys */
+    int64_t queries, rows_next; /* rows of the next strip whose queries one product asks for, and all rows of it */
+    const uint16_t *const *v;   /* V of each two groups */
+    const float *by[2];         /* tile_work.kv[].by from the strip's first group on */
     int64_t k0, k1;
 } strip;
 
-/* Groups of a strip whose scores are in s; rows from `row` on have yet to become weights. */
+/* Holds groups of a strip whose scores are in s; rows from `row` on have yet to become weights. */
 typedef struct sub_block {
     float *s;
     int group, num_groups, row;
@@ -130,8 +132,8 @@ typedef struct sub_block {
 #include "scales.h"
 #include "weights.h"
 
-/* What the i-th product of a strip's scores of two groups asks for: its share of the next block's K and, while the
- * first block's scores are formed, of these groups' V and of the next strip's queries. */
+/* The i-th product of a strip's scores of two groups asks for its share of the next block's K and, while the first
+ * block's scores are formed, of these groups' V and of the next strip's queries. */
 INLINE void prefetch_ahead(const tile_work *w, const strip *t, int g, int i) {
     for (int j = g; j < g + 2 && j < t->num_next; j++)
         prefetch_share(t->next[j].kv[K].at, w->kv[K].bytes, w->kv[K].share, t->number * w->products + i);
@@ -144,8 +146,8 @@ INLINE void prefetch_ahead(const tile_work *w, const strip *t, int g, int i) {
         prefetch_share(w->x.query[t->row + STRIP + r], w->head_size * 2, w->head_size * 2, 0);
 }
 
-/* S (+)= Q K^T over the dimensions [d, end), and the rows of the sub-block before, a few after each product: as many
- * as the tiles have time for. */
+/* S (+)= Q K^T over the dimensions [d, end). After each product a few rows of the sub-block before become weights, so
+ * many that none is left after the last product. */
 static void tile_scores(tile_work *w, const strip *t, const sub_block *b, sub_block *before, int64_t d, int64_t end) {
     const int tall = t->rows > 16, products = (int)ca_div_up(end - d, DEPTH);
     const int each = ca_div_up(t->rows, ca_div_up(b->num_groups, 2) * products);
@@ -172,7 +174,7 @@ static void tile_scores(tile_work *w, const strip *t, const sub_block *b, sub_bl
     }
 }
 
-/* O += P V, two tiles of columns at a time, asking for the strip's share of the next block's V. */
+/* O += P V, two tiles of columns at a time. Each pass asks for the strip's share of the next block's V. */
 static void tile_values(tile_work *w, const strip *t) {
     const int tall = t->rows > 16, steps = (t->num_groups + 1) / 2;
     const int64_t dv = w->head_size_v;
@@ -193,7 +195,8 @@ static void tile_values(tile_work *w, const strip *t) {
     }
 }
 
-/* The groups of the block that some row of the strip sees, from an even one on, as V's steps are. */
+/* Takes the groups of the block that some row of the strip sees, from an even one on, since each step of V is two
+ * groups. */
 static strip make_strip(const tile_work *w, const score_block *b, int64_t row, int rows) {
     strip t = {.row = row,
                .rows = rows,
@@ -223,14 +226,14 @@ static strip make_strip(const tile_work *w, const score_block *b, int64_t row, i
         t.by[K] = w->kv[K].by + (t.g - b->groups) * CA_LANES;
         t.by[V] = w->kv[V].by + (t.g - b->groups) * CA_LANES;
     }
-    return t; /* no groups: only between blocks that are selected */
+    return t; /* it has no groups only between blocks that are selected */
 }
 
 static sub_block make_sub_block(const tile_work *w, const strip *t, int g) {
     sub_block b = {w->s[g / SUB_GROUPS % 2], g, (int)ca_min64(SUB_GROUPS, t->num_groups - g), 0, 0};
     const group *first = t->g + g, *last = first + b.num_groups - 1;
     b.masked = t->sees.all_lo > first->key || t->sees.all_hi < last->key + CA_LANES || !whole(first, b.num_groups) ||
-               (w->scaled && b.num_groups % 2); /* what follows may have a scale that is NaN */
+               (w->scaled && b.num_groups % 2); /* the odd group's neighbour may have a scale that is NaN */
     return b;
 }
 
@@ -266,7 +269,7 @@ static int in_segment(const group *g, int t, int64_t k0, int64_t k1) {
     return t < g->n && g->key + t >= k0 && g->key + t < k1;
 }
 
-/* V of a group's keys in the segment, from element `at` on, 0 for others: what lies there may be NaN. */
+/* Copies V of a group's keys in the segment, from element `at` on, and 0 for other keys, whose V may be NaN. */
 static void copy_values(const group *g, int64_t at, int64_t k0, int64_t k1, int64_t head_size_v, uint16_t *to) {
     const uint16_t *from = (const uint16_t *)g->kv[V].at + at;
     const size_t bytes = (size_t)head_size_v * 4;
@@ -293,9 +296,9 @@ static int all_finite(const uint16_t *pairs, int64_t n) {
     return v_hsum(v_add(even, odd)) == 0;
 }
 
-/* Where tiles find the V of a score block, two groups at a time. Keys that a row may not see weigh 0 there, which is as
- * good as skipping them unless V is not finite: returns 0 where such a key, some of the task's rows seeing it, might
- * spoil the others. */
+/* Sets where tiles find the V of a score block, two groups at a time. Keys that a row may not see weigh 0 there, which
+ * is as good as skipping them unless V is not finite. Returns 0 where such a key, which some of the task's rows see,
+ * might spoil the others. */
 static int take_values(tile_work *w, const score_block *b, int64_t rows) {
     const int64_t dv = w->head_size_v, group_bytes = CA_LANES * dv * 2;
     const edges e = edges_of(&w->x, b, 0, rows);
@@ -326,7 +329,7 @@ static int take_values(tile_work *w, const score_block *b, int64_t rows) {
 
 /* ---- a segment ---- */
 
-/* A block of one head; 0: take_values says no. */
+/* Computes a block of one head. Returns 0 where take_values does. */
 static int run_block(tile_work *w, score_block b, int64_t rows) {
     const ca_shape *shape = &w->plan->shape;
     if (!ca_ready(w->plan))
@@ -347,7 +350,8 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
                    int64_t k0, int64_t k1, const ca_state *states, void *memory) {
     const int quantised = ca_is_scaled(plan->shape.k_dtype) || ca_is_scaled(plan->shape.v_dtype);
     int64_t rows = ca_rows_of(plan, task);
-    if (quantised && (rows <= CA_FEW_ROWS || task->shared)) /* as each request by itself */
+    /* A shared task computes what each request would by itself. */
+    if (quantised && (rows <= CA_FEW_ROWS || task->shared))
         return vector_kernel()->segment(plan, call, task, kv_head, num_heads, k0, k1, states, memory);
     tile_work w = {.plan = plan,
                    .call = call,
@@ -389,7 +393,8 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
         }
         move_heads_bf16(plan, call, rows, 1 - num_heads, &w.x, &b);
     }
-    tile_release(); /* others in this process configure tiles, too; and a context switch need not save unused ones */
+    /* Other code in this process configures tiles, too, and a context switch need not save unused ones. */
+    tile_release();
     int status = 0;
     for (int h = 0; h < num_heads && !status; h++)
         if (spoilt[h]) {
@@ -399,7 +404,7 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     return status;
 }
 
-static const int integers = 1; /* of the vector kernel */
+static const int integers = 1; /* the vector kernel multiplies int8 and int4 as integers */
 
 static const ca_kernel kernel_amx = {
     .info = {.layout = CA_LAYOUT_PAIRS, .rows = ROWS, .method = TILE_METHOD},

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The product of two tiles of A by two of B, for amx/attention.h: tiles 0..3 hold the sums (two rows of two), 4 and 5
- * A, 6 and 7 B. tall: A has a second tile; wide: B has. */
+ * These functions form the product of two tiles of A by two of B, for amx/attention.h: tiles 0 to 3 hold the sums (two
+ * rows of two), 4 and 5 hold A, 6 and 7 hold B. tall says that A has a second tile, wide that B has one. */
 
 typedef struct tile_sizes {
     int rows, depth, columns;
@@ -23,8 +23,8 @@ static NOINLINE void configure(tile_sizes s) {
     tile_configure(&c);
 }
 
-/* A [rows][depth] times B [depth][columns], where the second tile of B is as wide as the first. loaded: 0 before the
- * first time. */
+/* Configures the tiles for A [rows][depth] times B [depth][columns], where the second tile of B is as wide as the
+ * first. *loaded is 0 before the first time. */
 INLINE void shape_tiles(tile_sizes *loaded, int rows, int depth, int columns) {
     if (rows == loaded->rows && depth == loaded->depth && columns == loaded->columns)
         return;
@@ -62,7 +62,7 @@ INLINE void store_sums(int tall, int wide, float *c, int64_t ld) {
         tile_store(3, c + 16 * ld + 16, 4 * ld);
 }
 
-/* Sums += A B. B's rows are ldb pairs apart. */
+/* Adds A B to the sums. B's rows are ldb pairs apart. */
 INLINE void multiply(int tall, int wide, const uint16_t *a, int64_t lda, const uint16_t *b0, const uint16_t *b1,
                      int64_t ldb) {
     tile_load(4, a, 2 * lda);

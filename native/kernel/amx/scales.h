@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
- * K and V of integers with scales as bf16, for amx/attention.h.
+ * Here K and V of integers with scales become bf16, for amx/attention.h.
  *
- * Where a token has one scale, as in int8, tiles multiply the integers, which bf16 holds, K's scales go to the scores
- * and V's to the weights.
+ * Where a token has one scale, as in int8, tiles multiply the integers, which bf16 holds exactly; K's scales go to the
+ * scores and V's to the weights.
  *
  * Where it has several, as in int4, the up to 7 bits of an integer times the 8 of a scale are the sum of two bf16
- * numbers: tiles multiply one, then the other, with twice the products. */
+ * numbers: tiles multiply one, then the other, which takes twice the products. */
 
-/* Before the first block: what it finds there where only K, or only V, is int8. */
+/* This comes before the first block, and sets what that finds where only K, or only V, is int8. */
 static void prepare_scales(const tile_work *w) {
     for (int i = 0; i < (MAX_GROUPS + 1) * CA_LANES; i += VL) {
         v_store(w->kv[K].by + i, v_set1(w->x.factor));
@@ -17,7 +17,7 @@ static void prepare_scales(const tile_work *w) {
         v_store(w->ones + i, v_set1(1));
 }
 
-/* Pairs of numbers of up to 16 bits; what is left of them lies `apart` from the first 8. */
+/* Puts pairs of numbers of up to 16 bits: the first 8 at `to`, what is left of them `apart` elements further. */
 INLINE void put_parts(uint16_t *to, int64_t apart, vf even, vf odd) {
     v_put_pairs(to, even, odd);
     v_put_pairs(to + apart, v_sub(even, v_even_bf16(to)), v_sub(odd, v_odd_bf16(to)));
@@ -37,7 +37,7 @@ INLINE vf scale_of_token(const char *scales, int64_t s, int t) {
     return v_set1(ca_from_bf16(scale));
 }
 
-/* May write 2 * VL elements past the group. */
+/* This may write 2 * VL elements past the group. */
 static void put_v_parts(const uint16_t *from, const char *scales, int64_t head_size_v, int64_t shared, int64_t apart,
                         uint16_t *to) {
     for (int t = 0; t < CA_LANES; t += 2, from += 2 * head_size_v, to += 2 * head_size_v)
@@ -48,7 +48,7 @@ static void put_v_parts(const uint16_t *from, const char *scales, int64_t head_s
         }
 }
 
-/* K, or V, of a score block, to where tiles find it; what scores and weights are multiplied by. */
+/* Puts K, or V, of a score block where tiles find it, and sets what scores and weights are multiplied by. */
 static void take_scaled(tile_work *w, const score_block *b, int kv) {
     const ca_shape *s = &w->plan->shape;
     const int kv_dtype = ca_kv_dtype(s, kv);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The tile operations that amx/attention.h uses: AMX's, or with EMULATED emulation/tiles.h's. t, a and b are numbers,
- * written out: they become part of an instruction's name. */
+ * The tile operations that amx/attention.h uses are AMX's, or, with EMULATED, those of emulation/tiles.h. t, a and b
+ * are numbers, written out, since they become part of an instruction's name. */
 #ifndef CPU_ATTN_TILES_H
 #define CPU_ATTN_TILES_H
 #include "kernel/simd/inline.h"
@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
-typedef struct tile_config { /* Intel SDM, LDTILECFG */
+typedef struct tile_config { /* as LDTILECFG reads it (Intel SDM) */
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
@@ -19,8 +19,8 @@ typedef struct tile_config { /* Intel SDM, LDTILECFG */
 #else
 #define TILE_METHOD "TDPBF16PS, 16 x 16 x 32"
 
-/* gcc 12 does not know that LDTILECFG reads more than 8 bytes, and TILELOADD any: what they are to read has to be in
- * memory. */
+/* gcc 12 does not know that LDTILECFG reads more than 8 bytes, nor that TILELOADD reads any: the barrier makes it write
+ * to memory what they are to read. */
 #define tile_barrier() __asm__ volatile("" : : : "memory")
 
 INLINE void tile_configure(const tile_config *c) {

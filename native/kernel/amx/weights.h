@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Scores to weights, for amx/attention.h: while the next sub-block's scores are formed, a few rows at a time. */
+ * Here scores become weights, for amx/attention.h: a few rows at a time, while the next sub-block's scores are
+ * formed. */
 
 #include <float.h>
 
@@ -29,9 +30,8 @@ static NOINLINE void refer_far(float *s, int lanes, float factor, const float *k
     refer_row(s, lanes, factor, to);
 }
 
-/* Scores of mr rows to weights against each row's reference max, which only grows; settle() takes along what has been
- * weighed before. References that are powers of two were
- * dropped (MEASUREMENTS.md: AMX). */
+/* Turns scores of mr rows to weights against each row's reference max, which only grows; settle() makes what was
+ * weighed before follow it. References that are powers of two were dropped (MEASUREMENTS.md: AMX). */
 INLINE void weigh_rows(const tile_work *w, const strip *t, const sub_block *b, int mr, int scaled) {
     const int r = b->row, lanes = b->num_groups * CA_LANES, waiting = b->group * CA_LANES;
     float *s = b->s + r * S_LD, *p = w->p + r * P_LD / 2, *l = w->l + r * VL, *m = w->state->m + t->row + r;
@@ -110,7 +110,7 @@ static NOINLINE void weigh_one_scaled(const tile_work *w, const strip *t, const 
     weigh_rows(w, t, b, 1, 1);
 }
 
-/* The rows of a sub-block before `end`, but for a few that the next call takes along. */
+/* Weighs the rows of a sub-block before `end`, but for a few that the next call takes along. */
 static void weigh_until(const tile_work *w, const strip *t, sub_block *b, int end) {
     for (; b->row + SOFTMAX_ROWS <= end; b->row += SOFTMAX_ROWS)
         (w->scaled ? weigh_several_scaled : weigh_several)(w, t, b);
@@ -118,7 +118,8 @@ static void weigh_until(const tile_work *w, const strip *t, sub_block *b, int en
         (w->scaled ? weigh_one_scaled : weigh_one)(w, t, b);
 }
 
-/* What would become subnormal becomes 0, as in a rounding to bf16: a product that is takes Intel's cores 150 cycles. */
+/* A weight that would become subnormal becomes 0, as in a rounding to bf16: a product that is subnormal takes Intel's
+ * cores 150 cycles. */
 static void scale_weights(float *p, int lanes, float factor) {
     const vf least = v_set1(FLT_MIN / factor);
     for (int i = 0; i < lanes; i += 2 * VL) {
@@ -131,15 +132,15 @@ static void scale_weights(float *p, int lanes, float factor) {
     }
 }
 
-/* O, l and the weights that wait for their V follow the row's reference max: once for a block, since with ALiBi it
- * grows in every sub-block. */
+/* O, l and the weights that wait for their V follow the row's reference max. They do so once for a block, since with
+ * ALiBi the max grows in every sub-block. */
 static void settle(const tile_work *w, const strip *t) {
     for (int r = 0; r < t->rows; r++) {
         const int64_t row = t->row + r, dv = w->head_size_v;
         const float m = w->state->m[row];
         if (w->m[0][r] == m)
             continue;
-        if (w->m[0][r] != -INFINITY) { /* or O and l are 0 */
+        if (w->m[0][r] != -INFINITY) { /* else O and l are 0 */
             const float before = exp2_one(w->m[0][r] - m);
             scale_row(w->state->o + row * dv, dv, before);
             w->state->l[row] *= before;

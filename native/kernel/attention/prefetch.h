@@ -186,7 +186,8 @@ static inline int v_is_in_k(const ca_plan *plan, const ca_call *call) {
 
 /* While products run memory has time for what comes next, if that is lines that follow one another: a group of a packed
  * cache; rows of a plain one where they are dense; or, since heads that go together bring what the others need, a share
- * of the rows of all of them. Otherwise unpacking fetches, and waits for it (MEASUREMENTS.md: who fetches). */
+ * of the rows of all of them. Otherwise unpacking fetches, and waits for it (MEASUREMENTS.md: prefetch by products or
+ * by unpacking). */
 static inline int products_prefetch(const ca_plan *plan, const ca_call *call, int together) {
     const ca_shape *s = &plan->shape;
     const int64_t heads = together ? together : 1;

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
- * exp2 and tanh over the vector vocabulary of an isa file (see vocabulary.md beside this file).
- * Coefficients: Chebyshev fits of (2^f - 1)/f on [-1/2, 1/2] and (tanh(x) - x)/x^3 in x^2 on
- * [0, 5/8]; largest relative errors after rounding, over 200,001 points: 1.2 and 1.4 units of 2^-24. */
+ * exp2 and tanh are written in the vector vocabulary of an isa file (vocabulary.md beside this file). The coefficients
+ * are Chebyshev fits of (2^f - 1)/f on [-1/2, 1/2] and of (tanh(x) - x)/x^3 in x^2 on [0, 5/8]; the largest relative
+ * errors after rounding, over 200,001 points, are 1.2 and 1.4 units of 2^-24. */
 
 #ifndef CPU_ATTN_MATH_H
 #define CPU_ATTN_MATH_H
 
-/* 2^x for x <= 127 by a polynomial of n coefficients, the highest first, the last 1: exactly 1 at 0, exactly 0 from
- * -127 down (so that masked keys weigh nothing); NaN stays. x = n + f, n = round(x): 2^f by the polynomial, 2^n in the
- * exponent. */
+/* Computes 2^x for x <= 127 by a polynomial of n coefficients, the highest first, the last 1. It is exactly 1 at 0, and
+ * exactly 0 from -127 down, so that masked keys weigh nothing; NaN stays. With n = round(x) and x = n + f, the
+ * polynomial makes 2^f, and n is added to the exponent. */
 INLINE vf v_exp2_by(const float *c, int n, vf x) {
     x = v_max(v_set1(-127.0f), x);
     vf whole = v_round(x), f = v_sub(x, whole), p = v_set1(c[0]);
@@ -18,7 +18,8 @@ INLINE vf v_exp2_by(const float *c, int n, vf x) {
 
 static const float exp2_full[] = {
     0.000154614478f, 0.00133908668f, 0.00961805694f, 0.0555035695f, 0.240226507f, 0.693147182f, 1.0f};
-/* To 3e-6, for softcap before weights that are then rounded to bf16; to 1e-4, for such weights. */
+/* exp2_middle is right to 3e-6, for softcap before weights that are then rounded to bf16; exp2_short to 1e-4, for such
+ * weights. */
 static const float exp2_middle[] = {0.00958277192f, 0.0559062101f, 0.240240991f, 0.693124235f, 1.0f};
 static const float exp2_short[] = {0.0550078f, 0.2422085f, 0.6932828f, 1.0f};
 
@@ -26,7 +27,8 @@ INLINE vf v_exp2(vf x) { return v_exp2_by(exp2_full, 7, x); }
 INLINE vf v_exp2_middle(vf x) { return v_exp2_by(exp2_middle, 5, x); }
 INLINE vf v_exp2_short(vf x) { return v_exp2_by(exp2_short, 4, x); }
 
-/* Small |x| by the odd polynomial, where 1 - 2/(e^2x + 1) would cancel; above by that formula. */
+/* A small |x| goes by the odd polynomial, since 1 - 2/(e^2x + 1) would cancel there; a larger one goes by that
+ * formula. */
 INLINE vf v_tanh(vf x) {
     vf a = v_min(v_set1(9.1f), v_abs(x)), u = v_mul(a, a);
     vf p = v_set1(-0.00610488793f);

@@ -4,7 +4,8 @@
  * rank:  40
  * flags: -mamx-tile -mamx-bf16
  *
- * TDPBF16PS, 16 x 16 x 32, one every 16 cycles with a latency of 52: four sums, from two tiles of A and two of B. */
+ * TDPBF16PS multiplies 16 x 16 x 32. One starts every 16 cycles and takes 52, so there are four sums, of two tiles of A
+ * and two of B. */
 #include "kernel/amx/tiles.h"
 #include "limits/probe.h"
 

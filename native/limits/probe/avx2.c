@@ -4,7 +4,8 @@
  * rank:  20
  * flags: -mavx2 -mfma
  *
- * FP32 FMA on 8 lanes. 9 sums, all that 16 registers leave room for: two ports times a latency of 4 need 8. */
+ * FP32 FMA multiplies 8 lanes. Two ports times a latency of 4 need 8 sums; there are 9, all that 16 registers leave
+ * room for. */
 #include "limits/probe.h"
 #include <immintrin.h>
 

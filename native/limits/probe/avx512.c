@@ -4,7 +4,7 @@
  * rank:  30
  * flags: -mavx512f -mfma
  *
- * FP32 FMA on 16 lanes. 20 sums: two ports times a latency of 4 need 8. */
+ * FP32 FMA multiplies 16 lanes. Two ports times a latency of 4 need 8 sums; there are 20. */
 #include "limits/probe.h"
 #include <immintrin.h>
 

@@ -4,7 +4,8 @@
  * rank:  31
  * flags: -mavx512f -mavx512bf16
  *
- * VDPBF16PS: 16 lanes of two products. Half the speed of FP32 FMA on Intel cores, twice on Zen 4 and 5. */
+ * VDPBF16PS forms two products in each of 16 lanes. It has half the speed of FP32 FMA on Intel's cores, and twice that
+ * on Zen 4 and 5. */
 #include "limits/probe.h"
 #include <immintrin.h>
 

@@ -4,7 +4,7 @@
  * rank:  20
  * flags:
  *
- * FP32 FMA on 4 lanes: 20 sums, since four pipes times a latency of 4 need 16. */
+ * FP32 FMA multiplies 4 lanes. Four pipes times a latency of 4 need 16 sums; there are 20. */
 #include "limits/probe.h"
 #include <arm_neon.h>
 

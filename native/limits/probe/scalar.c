@@ -4,18 +4,18 @@
  * rank:  0
  * flags:
  *
- * What the compiler makes of plain C: on x86-64, four lanes of SSE2, a multiplication and an addition. */
+ * This is what the compiler makes of plain C: on x86-64, a multiplication and an addition on four lanes of SSE2. */
 #include "limits/probe.h"
 
 static const char *missing(void) { return NULL; }
 
-/* 32 sums: eight registers of four, as an addition waits 4 cycles and two start in each. */
+/* There are 32 sums, eight registers of four, since an addition takes 4 cycles and two start in each. */
 #define SUMS 32
 
 static float compute(const ca_probe_data *data, int64_t rounds) {
     float sum[SUMS] = {0}, total = 0;
     for (int64_t n = 0; n < rounds; n++) {
-        const float *x = data->f32 + n % 16 * SUMS; /* the same x in every round: the compiler multiplies once */
+        const float *x = data->f32 + n % 16 * SUMS; /* x is the same in every round, so the compiler multiplies once */
         for (int i = 0; i < SUMS; i++)
             sum[i] += x[i] * data->f32[n % 16];
     }
