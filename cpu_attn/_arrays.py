@@ -49,7 +49,7 @@ class _Memory:
 class Array:
     """Address, shape and strides (in elements) of somebody's memory, and what keeps it alive."""
 
-    __slots__ = ("address", "dtype", "owner", "shape", "strides", "writable")
+    __slots__ = ("_described", "address", "dtype", "owner", "shape", "strides", "writable")
 
     def __init__(
         self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, writable: bool, owner: Any
@@ -60,6 +60,7 @@ class Array:
         self.dtype = dtype
         self.writable = writable
         self.owner = owner
+        self._described: bytes | None = None
 
     @property
     def itemsize(self) -> int:
@@ -79,10 +80,12 @@ class Array:
 
     def described(self) -> bytes:
         """A ``ca_array``. One of more axes than four is like none that is ever accepted."""
-        n = min(len(self.shape), 4)
-        code, size = CODES[self.dtype]
-        axes = (*self.shape[:n], *self.strides[:n]) if n < len(self.shape) else (*self.shape, *self.strides)
-        return FIELDS[n].pack(self.address, *axes, len(self.shape), code, size, self.writable)
+        if self._described is None:
+            n = min(len(self.shape), 4)
+            code, size = CODES[self.dtype]
+            axes = (*self.shape[:n], *self.strides[:n], len(self.shape))
+            self._described = FIELDS[n].pack(self.address, *axes, code, size, self.writable)
+        return self._described
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """A NumPy view of the same memory."""
@@ -151,19 +154,11 @@ def addresses(arrays: tuple[Any, ...]) -> int:
     return id(arrays) + _ITEMS
 
 
-def objects(names: Sequence[str], arrays: tuple[Any, ...]) -> tuple[int, Any, Any]:
-    """``arrays`` as C takes them: where the addresses of NumPy arrays and None lie, which it reads itself, ``ca_array``
-    of others, and what keeps those alive. The third array is what a model has just computed: where that one is NumPy's
-    they all are, or it takes longer."""
-    if type(arrays[2]) is np.ndarray:
-        return addresses(arrays), ffi.NULL, None
-    found = bridged(arrays)
-    if found is not arrays:
-        return addresses(found), ffi.NULL, found
-    theirs = [x is not None and type(x) is not np.ndarray for x in arrays]
-    others = [view(name, x) if given else None for name, x, given in zip(names, arrays, theirs, strict=True)]
-    ours = ffi.new("uintptr_t[]", [0 if given else id(x) for x, given in zip(arrays, theirs, strict=True)])
-    return int(ffi.cast("uintptr_t", ours)), described(others), (ours, others)
+def objects(arrays: tuple[Any, ...]) -> tuple[int, Any, Any]:
+    """Where C finds the addresses of ``arrays``, what it takes instead of them, and what keeps both alive. The third
+    array is what a model has just computed: where that one is NumPy's they all are, or it takes longer."""
+    found = arrays if type(arrays[2]) is np.ndarray else bridged(arrays)
+    return addresses(found), ffi.NULL, found
 
 
 def bridged(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -199,6 +194,11 @@ def _bridged(x: Any) -> np.ndarray[Any, Any]:
 def described(arrays: Sequence[Array | None]) -> Any:
     """``ca_array`` of each."""
     return ffi.from_buffer("ca_array[]", b"".join([ABSENT if a is None else a.described() for a in arrays]))
+
+
+def describe(a: Array) -> Any:
+    """``ca_array`` of one."""
+    return ffi.from_buffer("ca_array[]", a.described())
 
 
 def _of_numpy(x: Any) -> Array:

@@ -15,7 +15,7 @@ from cpu_attn.plan import get_kv_cache_shape, get_scheduler_metadata
 # A prompt, a decode over more than one score block, a chunk.
 QUERY_LENS, SEQ_LENS = (40, 1, 20), (40, 600, 75)
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 64, 16
-# What a cache holds, the largest number in it, and how often it comes: integers then have a scale of 1 and lose
+# What a cache holds, the largest number in it, and how often it comes: integers then have scales of 1 and lose
 # nothing.
 CACHES = (("auto", 127, SIZE), *((kv, row.largest, row.shared or SIZE) for kv, row in FORMATS.items() if row.scaled))
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import threading
-from itertools import count
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,9 @@ from cpu_attn.plan import SchedulerMetadata
 
 
 class _Thread(threading.local):
-    """What a Python thread keeps from call to call: the calls that were accepted, and scratch that grows."""
+    """What a Python thread keeps from call to call: scratch that grows."""
 
     def __init__(self) -> None:
-        self.attention, self.write, self.rotary = (ffi.new("ca_known *") for _ in range(3))
         self.workspace: tuple[Any, int] = (ffi.NULL, 0)  # and its bytes; lives as long as whoever holds it
 
     def grow(self, size: int) -> None:
@@ -32,9 +31,9 @@ class _Thread(threading.local):
 
 
 thread_state = _Thread()
-# By isa and kv_cache_dtype as writes had them accepted: the number that stands for both in what a thread keeps of them.
-NUMBERS: dict[tuple[str, str], int] = {}
-_unused = count()
+# By isa, kv_cache_dtype and kv_cache_layout as writes name them: what C goes by.
+_meanings: dict[tuple[str, str, str], Any] = {}
+_NOTHING = ffi.new("ca_meaning *", {"head_sizes": 1})
 _S_AUX = _check.ATTENTION.index("s_aux")
 ONLY_CHECK = (ffi.NULL, 2**63 - 1)  # a workspace without which ca_attend computes nothing
 
@@ -67,36 +66,49 @@ def reshape_and_cache(
     [N, B, Hkv, D], all strides but the last axis's free, and the same for every isa.
     kv_cache_rotation: ``hadamard``: each head of K and of V goes through an orthogonal transform first, in float32, so
     that channels which are larger than the others do not cost the others their digits (:func:`cpu_attn.rotate` says
-    which; docs/quality.md what it brings); ``hadamard/none`` or ``none/hadamard``: K alone or V alone. For quantised
-    caches. Whoever reads the cache says it, too: :func:`attention_with_kv_cache` then transforms the queries and turns
-    the output back. Where one element of a head is not finite, all of that head's are NaN or infinite.
+    which; docs/quality.md what it brings); ``hadamard/none`` or ``none/hadamard``: K alone or V alone. Whoever reads
+    the cache says it, too: :func:`attention_with_kv_cache` then transforms the queries and turns the output back. It is
+    meant for quantised caches. Where one element of a head is not finite, the whole head comes back as NaN.
     slot_mapping: int64 [T], block * B + offset; a negative slot is skipped. Of tokens that share a slot one stays,
     whole. Whoever writes with one isa must read with the same.
 
     Raises ValueError or TypeError, before anything is written, for shapes, dtypes, strides, slots out of range and
     memory that overlaps, UnavailableError for an isa that is not there.
     """
-    fault = ffi.new("ca_fault *")
     arrays = (key_cache, value_cache, key, value, slot_mapping)
-    kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
     layout = _check.LAYOUTS[_check.kv_cache_layout(kv_cache_layout)]
-    scales = _check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2])
-    names = (_dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kind)
-    named = NUMBERS.get(names, -1)
-    rotated = _check.kv_cache_rotation(kv_cache_rotation, kind)
-    addresses, given, _alive = objects(_check.WRITE, arrays)
-    known, rest = (thread_state.write, addresses, given, named, -1, -1, -1), (layout, rotated, *scales, fault)
-    if named < 0 or lib.ca_write(*known, *rest) == lib.CA_UNKNOWN:
-        accepted = _check.write(arrays, names[0], kv_cache_dtype, kv_cache_layout)
-        first_write(lib.ca_write, thread_state.write, names, accepted, rest)
-    _check.raise_fault(fault)
+    kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
+    rotated = _check.kv_cache_rotation(kv_cache_rotation)
+    how = (layout, rotated, *_check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2]))
+    run_write(lib.ca_write, _check.WRITE, arrays, (isa, kv_cache_dtype, kv_cache_layout), how)
 
 
-def first_write(call: Any, known: Any, names: tuple[str, str], accepted: Any, rest: tuple[Any, ...]) -> None:
-    """A write of what _check has accepted, and what C takes behind that, a fault at the end."""
-    found, index, kvs = accepted
-    named, codes = NUMBERS.setdefault(names, next(_unused)), (CODES[kv][0] for kv in kvs)
-    rest[-1].status = call(known, 0, described(found), named, index, *codes, *rest)
+def run_write(
+    call: Any, names: Sequence[str], arrays: tuple[Any, ...], said: tuple[Any, ...], how: tuple[Any, ...]
+) -> None:
+    """said: isa, kv_cache_dtype and kv_cache_layout; how: what C takes behind what they mean."""
+    fault, (isa, kv_cache_dtype, layout) = ffi.new("ca_fault *"), said
+    isa, kind = _dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
+    asked = (isa, kind, layout)
+    meaning = _meanings.get(asked, _NOTHING)
+    addresses, given, alive = objects(arrays)
+    while status := call(addresses, given, meaning, *how, fault):
+        if status == lib.CA_UNNAMED:
+            meaning = _meanings[asked] = _meaning(meaning, fault, isa, kv_cache_dtype, layout)
+        else:
+            addresses, given, alive = _check.reread(fault, names, arrays, given, alive)
+
+
+def _meaning(before: Any, fault: Any, isa: str, kv_cache_dtype: Any, layout: str) -> Any:
+    """What C knows, and what the names mean for the dtype and the head size that it asks for."""
+    dtype = next(name for name, code in DTYPE_CODES.items() if code == fault.value)
+    kvs = _check.kv_dtypes(kv_cache_dtype, dtype)
+    resolved = _dispatch.resolve_isa(isa, dtype, fault.bound)
+    _check.kv_cache_layout(layout, kvs)
+    meaning = ffi.new("ca_meaning *", before[0])
+    meaning.head_sizes = 16 if isa == "vec16" else 1
+    meaning.of[fault.value] = {"known": 1, "isa": resolved.index, "kv_dtype": [CODES[kv][0] for kv in kvs]}
+    return meaning
 
 
 def attention_with_kv_cache(
@@ -203,17 +215,15 @@ def run_attention(
         sinks = _check.small_floats("s_aux", sinks, _check.FLOATS, plan.num_heads)
         arrays = (*arrays[:_S_AUX], sinks, *arrays[_S_AUX + 1 :])
     numbers = (causal, *_check.logit_factors(scale, softcap, scales[0]), *scales)
-    addresses, given, _alive = objects(_check.ATTENTION, arrays)
-    room = (
-        ONLY_CHECK if only_check else thread.workspace
-    )  # held here: what Python runs meanwhile (__del__) may call us, too
-    if lib.ca_attend(plan._pointer, thread.attention, addresses, given, *numbers, *room, fault) == lib.CA_UNKNOWN:
-        given = described(_check.attention(plan, arrays, causal >= 0))
-        if not only_check:
+    addresses, given, alive = objects(arrays)
+    # held here: what Python runs meanwhile (__del__) may call us, too
+    room = ONLY_CHECK if only_check else thread.workspace
+    while status := lib.ca_attend(plan._pointer, addresses, given, *numbers, *room, fault):
+        if status == lib.CA_SMALL_WORKSPACE:
             thread.grow(plan.workspace_bytes)
             room = thread.workspace
-        fault.status = lib.ca_attend(plan._pointer, thread.attention, 0, given, *numbers, *room, fault)
-    _check.raise_fault(fault)
+        else:
+            addresses, given, alive = _check.reread(fault, _check.ATTENTION, arrays, given, alive)
 
 
 def _first(parts: Any) -> Any:

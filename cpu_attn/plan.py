@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch, _threads
-from cpu_attn._arrays import addresses, bridged, described
-from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, dtype_name
+from cpu_attn._arrays import addresses, bridged
+from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, FORMATS, dtype_name
 from cpu_attn._native import ffi, lib
 
 
@@ -194,21 +194,24 @@ def get_scheduler_metadata(
     shape.num_threads = _threads.get_num_threads()
     layout = _check.kv_cache_layout(kv_cache_layout, kvs)
     shape.kv_cache_layout = _check.LAYOUTS[layout]
-    shape.hadamard = _check.kv_cache_rotation(kv_cache_rotation, "/".join(kvs))
+    shape.hadamard = _check.kv_cache_rotation(kv_cache_rotation)
     if block_table is not None or block_size is not None:
         shape.block_size = _check.table_block_size(block_table, block_size)
     found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window)
-    masks, fault = _masks_struct(found) if found else ffi.NULL, _check.new_fault()
-    step: Any = (query_start_loc, seq_lens, dynamic_causal, block_table)
-    read = step if type(seq_lens) is np.ndarray else bridged(step)
-    pointer = lib.ca_plan_new(shape, engine_pointer, addresses(read), ffi.NULL, masks, fault)
-    if fault.status == lib.CA_UNKNOWN:
-        found_step = _check.step(num_reqs, *step)
-        pointer = lib.ca_plan_new(shape, engine_pointer, 0, described(found_step), masks, fault)
-    _check.raise_fault(fault)
+    step = (query_start_loc, seq_lens, dynamic_causal, block_table)
+    pointer = _plan(shape, engine_pointer, step, _masks_struct(found) if found else ffi.NULL)
     words = (sliding_window, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
-    pointer = ffi.gc(pointer, lib.ca_plan_free)
     return SchedulerMetadata(pointer, shape, name, kvs, resolved.name, engine, layout, kv_cache_rotation, words)
+
+
+# On its own: a frame object of more than 512 bytes, as get_scheduler_metadata's would be with these names too, is one
+# more that memory may not be there for, and CPython 3.11 then forgets which exception it is for.
+def _plan(shape: Any, engine: Any, step: tuple[Any, ...], masks: Any) -> Any:
+    fault, found = ffi.new("ca_fault *"), step if type(step[1]) is np.ndarray else bridged(step)
+    where, given, alive = addresses(found), ffi.NULL, found
+    while not (pointer := lib.ca_plan_new(shape, engine, where, given, masks, fault)):
+        where, given, alive = _check.reread(fault, _check.STEP, step, given, alive)
+    return ffi.gc(pointer, lib.ca_plan_free)
 
 
 def _masks_struct(found: _check.Masks) -> Any:
@@ -219,6 +222,11 @@ def _masks_struct(found: _check.Masks) -> Any:
         masks.tree, masks.tree_stride = _check.pointer("uint8_t *", found.tree), found.tree.strides[0]
         masks.tree_rows, masks.tree_bytes = found.tree.shape
     return masks
+
+
+def kv_cache_dtypes() -> tuple[str, ...]:
+    """What a cache may hold: the names that kv_cache_dtype takes, each also for K or V alone (``int8/int4``)."""
+    return ("auto", *FORMATS)
 
 
 def get_kv_cache_shape(

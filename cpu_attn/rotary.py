@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cpu_attn import _check, _dispatch
-from cpu_attn._arrays import objects
-from cpu_attn._native import ffi, lib
-from cpu_attn.ops import NUMBERS, first_write, thread_state
+from cpu_attn import _check
+from cpu_attn._native import lib
+from cpu_attn.ops import run_write
+
+_IN_PLACE = tuple("query" if name == "query_out" else name for name in _check.ROTARY)
 
 
 def rotary_reshape_and_cache(
@@ -53,21 +54,14 @@ def rotary_reshape_and_cache(
     and positions out of range, and memory that overlaps (query_out may be query, or apart from it).
     Maths: arXiv:2104.09864 (rotary embedding), arXiv:1910.07467 (RMS norm).
     """
-    fault = ffi.new("ca_fault *")
     out = query if query_out is None else query_out
     turns = (positions, cos_sin_cache, q_weight, k_weight)
     arrays = (key_cache, value_cache, out, query, key, value, slot_mapping, *turns)
+    names = _IN_PLACE if out is query else _check.ROTARY
     kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
     scales = _check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2])
     layout = _check.LAYOUTS[_check.kv_cache_layout(kv_cache_layout)]
-    rotated = _check.kv_cache_rotation(kv_cache_rotation, kind)
-    how = (layout, rotated, _check.boolean("is_neox", is_neox), _check.number("eps", eps, 0.0), *scales, fault)
-    names = (_dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kind)
-    named = NUMBERS.get(names, -1)
-    addresses, given, _alive = objects(_check.ROTARY, arrays)
-    known = (thread_state.rotary, addresses, given, named, -1, -1, -1)
-    if named < 0 or lib.ca_rotary_write(*known, *how) == lib.CA_UNKNOWN:
-        accepted = _check.rotary(arrays, names[0], kv_cache_dtype, kv_cache_layout)
-        first_write(lib.ca_rotary_write, thread_state.rotary, names, accepted, how)
-    _check.raise_fault(fault)
+    rotated = _check.kv_cache_rotation(kv_cache_rotation)
+    how = (layout, rotated, *scales, _check.boolean("is_neox", is_neox), _check.number("eps", eps, 0.0))
+    run_write(lib.ca_rotary_write, names, arrays, (isa, kv_cache_dtype, kv_cache_layout), how)
     return out

@@ -23,7 +23,7 @@ enum ca_dtype {
     CA_I4,
     CA_I4_TOKEN,
     CA_CACHE_DTYPES,
-    CA_I32 = 64,
+    CA_I32 = 32,
     CA_I64,
     CA_U8
 };
@@ -51,11 +51,26 @@ enum ca_status {
     CA_OTHER_SEQ_LENS,      /* request, value, bound = the plan's */
     CA_OTHER_CAUSAL,        /* request, value, bound = the plan's */
     CA_ENGINE_FAILED,       /* value: the engine's own status */
-    CA_UNKNOWN,             /* not a fault: _check has to look at the arrays first */
-    CA_BAD_POSITION,        /* position, value, bound: 0 <= value < bound */
-    CA_TREE_TOKENS,         /* value = rows of tree_mask, bound = T */
-    CA_TREE_NARROW,         /* request, value = query tokens, bound = bits of a row of tree_mask */
-    CA_TREE_NOT_CAUSAL,     /* request */
+    CA_UNREAD,              /* argument, expected: an array that Python has to read, or to refuse */
+    CA_UNNAMED,             /* value = dtype, bound = head size: Python has to say what names mean, or to refuse them */
+    CA_SMALL_WORKSPACE,     /* the plan asks for a larger one */
+    CA_WRONG_DTYPE,         /* argument, expected; the next ones, too, are about an argument: of its axis `position` */
+    CA_WRONG_NDIM,          /* ndim, axes */
+    CA_WRONG_SIZE,          /* axes, position, value, bound = what it has to be */
+    CA_LARGE_SIZE,          /* position, value, bound */
+    CA_NOT_DENSE,           /* value = stride of the last axis */
+    CA_OUTSIDE,             /* axes, position, value, least, bound: least <= value <= bound */
+    CA_ODD_ROT_DIM,         /* value */
+    CA_EMPTY_BLOCK,         /* a cache of block_size 0 */
+    CA_BLOCK_NOT_DENSE,     /* position, value = stride, bound = what it has to be */
+    CA_WRONG_WIDTH,         /* value, bound = what it has to be, head_size, kv_cache_layout */
+    CA_READ_ONLY,
+    CA_OVERLAPS_ITSELF,
+    CA_SHARES_MEMORY,   /* value = the other argument */
+    CA_BAD_POSITION,    /* position, value, bound: 0 <= value < bound */
+    CA_TREE_TOKENS,     /* value = rows of tree_mask, bound = T */
+    CA_TREE_NARROW,     /* request, value = query tokens, bound = bits of a row of tree_mask */
+    CA_TREE_NOT_CAUSAL, /* request */
     CA_TREE_ALIBI,
     CA_TOKENS_WITHOUT_KEYS, /* request, value = seq_len, bound = q_len: a mask goes by the keys of the query tokens */
     CA_BAD_SELECTED,        /* request, kv_head, position, value, bound: -1 <= value < bound */
@@ -67,12 +82,40 @@ enum ca_status {
     CA_SMALL_STACK          /* value = bytes of an OpenMP thread's stack, bound = those that a call may take */
 };
 
+/* What an axis counts, as faults name it. A size up to CA_FREE is that of the call: its plan says it, or the first
+ * argument that has it. The others are any. */
+enum ca_symbol {
+    CA_T,
+    CA_NUM_REQS,
+    CA_NUM_REQS_1, /* num_reqs + 1 */
+    CA_NUM_HEADS,
+    CA_NUM_KV_HEADS,
+    CA_HEAD_SIZE,
+    CA_HEAD_SIZE_V,
+    CA_NUM_BLOCKS,
+    CA_BLOCK_SIZE,
+    CA_FREE,
+    CA_ROT_DIM = CA_FREE, /* even, from 2 to the head size */
+    CA_BLOCKS,
+    CA_MAX_POSITION,
+    CA_WIDTH, /* of a cache: what its block takes */
+    CA_QUERIES,
+    CA_KEYS,
+    CA_SYMBOLS,
+    CA_OR_1 = 32 /* added to one of the call's: 1 will do */
+};
+
 /* Where a check failed: fields that the status does not use are -1. The caller begins with zeros, which is CA_OK; who
  * finds nothing writes nothing. */
 typedef struct ca_fault {
     int32_t status;
     int64_t request, position, value, bound;
     int64_t kv_head;
+    /* of what is said of an argument */
+    int32_t argument, ndim, axes[4]; /* among the call's arrays; enum ca_symbol */
+    uint64_t expected;               /* 1 << ca_dtype of each that it may have */
+    int64_t least, head_size;
+    int32_t kv_cache_layout;
 } ca_fault;
 
 /* What a plan was made for; a call is checked against it. */
@@ -115,7 +158,8 @@ typedef struct ca_array {
     int32_t ndim, dtype, itemsize, writable;
 } ca_array;
 
-/* The arrays of a call, in the order of _check.ATTENTION, WRITE and ROTARY: those that it writes first. */
+/* The arrays of a call, in the order of _check.ATTENTION, STEP, WRITE and ROTARY: those that it writes first. What each
+ * has to be: native/check/arguments.c. */
 enum ca_attention_arrays {
     CA_OUTPUT,
     CA_LSE,
@@ -155,19 +199,13 @@ enum ca_rotary_arrays {
     CA_ROTARY_ARRAYS
 };
 
-enum { CA_SIZES = 11 };
-/* Calls that _check has accepted: all that its answer depends on, which is the sizes that the arrays have to fit and
- * everything about the arrays but their addresses, of which only the distances to one another count. For one Python
- * thread and one kind of call. */
-typedef struct ca_known {
-    int64_t count; /* remembered so far; the oldest makes room */
-    struct ca_accepted {
-        int64_t sizes[CA_SIZES];
-        /* of a write: what the isa and kv_cache_dtype that the caller named mean for these arrays */
-        int64_t isa, k_dtype, v_dtype;
-        ca_array arrays[CA_ATTENTION_ARRAYS]; /* the most that a call has */
-    } calls[8];
-} ca_known;
+/* What the names of an isa and of a kv_cache_dtype mean for keys of each dtype, as far as it has been said. */
+typedef struct ca_meaning {
+    int32_t head_sizes; /* the isa takes multiples of this */
+    struct {
+        int32_t known, isa, kv_dtype[2];
+    } of[CA_DTYPES];
+} ca_meaning;
 
 /* A row of the isa table, and whether it can run here. */
 typedef struct ca_isa_info {
@@ -208,8 +246,7 @@ void ca_set_num_threads(int n); /* 0: as OpenMP says; -n: n, however little ther
 const ca_engine *ca_fused_engine(void);
 const ca_engine *ca_reference_engine(void);
 
-/* NULL and *fault on failure; CA_UNKNOWN: unless objects are NumPy arrays fit for a step, _check has to look at
- * them first, and to say with objects 0 what is given. masks: NULL where there are none. */
+/* NULL and *fault on failure. objects, given: as for ca_attend. masks: NULL where there are none. */
 ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects, const ca_array *given,
                      const ca_masks *masks, ca_fault *fault);
 void ca_plan_free(ca_plan *plan);
@@ -223,30 +260,36 @@ int ca_check_table(const ca_plan *plan, const ca_array *table, const ca_array *s
 /* Is CA_ATTN_BIAS of a call large enough? */
 int ca_check_bias(const ca_plan *plan, const ca_array *bias, ca_fault *fault);
 
+/* Checks of one array, as tables of native/check/arguments.c make them, for what has no table.
+ * expected: 1 << ca_dtype of each that it may be; sizes: of its axes, -1: any. */
+int ca_check_array(const ca_array *a, uint64_t expected, int ndim, const int64_t *sizes, ca_fault *fault);
+int ca_check_written(const ca_array *a, ca_fault *fault); /* it may be, and no two elements coincide */
+int ca_check_cache(const ca_array *a, int kv_cache_layout, ca_fault *fault);
+int ca_check_width(const ca_array *a, int kv_cache_layout, int isa, int dtype, int kv_dtype, int64_t head_size,
+                   ca_fault *fault);
+/* Of a packed cache: so that a block of block_size * width elements holds K or V. */
+int64_t ca_cache_width(int isa, int dtype, int kv_dtype, int64_t block_size, int64_t head_size);
+/* Have two arrays a byte in common? Yes, too, where it would take long to tell. */
+int ca_share_memory(const ca_array *a, const ca_array *b);
+
 /* NumPy arrays as C reads them: type(array), the None that stands for no array, sizeof(PyObject), and what dtype
- * objects mean. Once, on import; without it (ndarray 0) every call is CA_UNKNOWN. */
+ * objects mean. Once, on import; without it (ndarray 0) every call is CA_UNREAD. */
 void ca_know_numpy(uintptr_t ndarray, uintptr_t none, int64_t head);
 void ca_know_dtype(uintptr_t object, int32_t dtype, int32_t itemsize);
 int ca_read_array(uintptr_t object, ca_array *out); /* 0: not a NumPy array, or one unlike all that we take */
 
 /* attention_with_kv_cache and reshape_and_cache. Their arrays are Python objects, whose addresses lie at `objects`;
- * where one is 0, given[i]. CA_UNKNOWN unless such a call has been accepted before; without objects, _check has
- * accepted what is given.
- * What indices hold and whether outputs overlap inputs is checked every time, before a byte is written.
+ * where one is 0, or without any, given[i]. CA_UNREAD: one of them is like none that C reads. Everything is checked
+ * before a byte is written.
  * causal: -1 where there are no lengths and masks to compare with the plan's. workspace NULL: only checks. */
-int ca_attend(const ca_plan *plan, ca_known *known, uintptr_t objects, const ca_array *given, int causal, float scale,
-              float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault);
-/* named: a number that stands for the names of isa and kv_cache_dtype. isa, k_dtype, v_dtype: what these names mean,
- * said where _check has accepted what is given. hadamard: as in ca_shape; of narrow caches alone. A slot < 0 is
- * skipped.
- */
-int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype, int v_dtype,
-             int kv_cache_layout, int hadamard, float k_scale, float v_scale, ca_fault *fault);
-
-/* rotary_reshape_and_cache, in the same way. */
-int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype,
-                    int v_dtype, int kv_cache_layout, int hadamard, int is_neox, float eps, float k_scale,
-                    float v_scale, ca_fault *fault);
+int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int causal, float scale, float softcap,
+              float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault);
+/* hadamard: as in ca_shape. A slot < 0 is skipped. */
+int ca_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout, int hadamard,
+             float k_scale, float v_scale, ca_fault *fault);
+/* rotary_reshape_and_cache. */
+int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
+                    int hadamard, float k_scale, float v_scale, int is_neox, float eps, ca_fault *fault);
 
 /* The first T tokens of one request, block table [M], out of the cache to [T, Hkv, D], as they are stored, int8 and
  * int4 as float32 times their scales. Arrays as cpu_attn.ops.gather has accepted them; value: 0 for K, 1 for V; dtype:

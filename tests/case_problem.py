@@ -58,7 +58,10 @@ class Problem:
             rows = [integers(x, kind, rotated) for x in rows]
         elif kind.startswith("fp8"):
             rows = [quantised(x, kind, scale).astype(np.float64) * scale for x in rows]
-        return [hadamard(x, back=True) for x in rows] if rotated else rows
+        else:
+            with np.errstate(over="ignore"):
+                rows = [x.astype(self.query.dtype) for x in rows]
+        return [hadamard(x.astype(np.float64), back=True) for x in rows] if rotated else rows
 
     @cached_property
     def rotation(self) -> Rotation | None:

@@ -98,8 +98,7 @@ def random_case(index: int, seed: int) -> Case:
     odd = fill != "normal" or case.head_size < 2 or "int" in case.kv_cache_dtype
     odd = odd or (case.kv_cache_dtype != "auto" and "norm" in rotary)
     case = dataclasses.replace(case, rotary=None if odd else rotary or None)
-    if "auto" not in case.kv_cache_dtype:
-        rotations = ["none", "none/hadamard"] + ["hadamard", "hadamard/none"] * (fill not in LARGE_SCORES)
-        rotation = str(np.random.default_rng([seed, index, 3]).choice(rotations))
-        case = dataclasses.replace(case, kv_cache_rotation=rotation)
+    rotations = ["none"] * 4 + ["none/hadamard"] + ["hadamard", "hadamard/none"] * (fill not in LARGE_SCORES)
+    rotation = str(np.random.default_rng([seed, index, 3]).choice(rotations))
+    case = dataclasses.replace(case, kv_cache_rotation=rotation)
     return case if "int" in case.kv_cache_dtype else dataclasses.replace(case, kv_cache_layout=layout)

@@ -101,6 +101,8 @@ ROTATED: dict[str, dict[str, Any]] = {
     "values": {**DECODE, "kv_cache_dtype": "int8", "kv_cache_rotation": "none/hadamard", "pieces": 2},
     "rotary": {**MIXED, "kv_cache_dtype": "fp8_e4m3", "rotary": "neox", "head_size": 64, "pieces": 2},
     "rotary-values": {**MIXED, "kv_cache_dtype": "auto/int4", "rotary": "gptj", "kv_cache_rotation": "none/hadamard"},
+    "plain": {**MIXED, "head_size": 40, "head_size_v": 72, "strided": True},
+    "plain-NHD": {**MIXED, **FEATURES["everything"], "kv_cache_layout": "NHD"},
     "tiny": {**QUANTISED["tiny"], "kv_cache_dtype": "int4"},
     "saturated": {**QUANTISED["saturated"], "kv_cache_dtype": "fp8_e5m2"},
     "int4-per-token-head": {**MIXED, "kv_cache_dtype": "int6/int4_per_token_head", "head_size": 64},

@@ -26,6 +26,7 @@ GOOD: dict[str, Any] = {
     "k_scale": 0.37,
     "v_scale": 1.5,
     "isa": "amx",
+    "kv_cache_rotation": "hadamard/none",
 }
 
 

@@ -12,8 +12,11 @@ from click.testing import CliRunner
 
 from .snippets import EXAMPLES, example
 
-# The others: test_minilm.py, test_torch_examples.py, test_transformers_examples.py.
-TESTED = {"embed_sentences", "torch_paged", "transformers_batching", "transformers_chat", "vllm_generate"}
+# The others: test_{minilm,gemma,quality,torch_examples}.py, test_transformers_{examples,gemma}.py.
+TESTED = {
+    *("embed_sentences", "gemma3", "generate", "quality", "torch_paged", "transformers_batching"),
+    *("transformers_chat", "transformers_long", "vllm_generate"),
+}
 
 
 def test_all_have_one() -> None:

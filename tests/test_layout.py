@@ -52,7 +52,8 @@ def test_descriptor_of_plain_rows(dtype: str, kv_cache_dtype: str, name: str) ->
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"version": 2}, "version: 2, this library knows 1"),
+        ({"version": 3}, "version: 3, this library knows 2"),
+        ({"version": 1}, "version: 1, this library knows 2"),
         ({"version": True}, "version: True"),
         ({"layout": "rows-v1"}, "layout: 'rows-v1' is none of lanes-v2, pairs-v1, HND, NHD"),
         ({"layout": "NHD", "kv_cache_dtype": "fp8/int4", "v_scale": 1.0}, "layout: 'NHD' holds no int4"),
@@ -71,12 +72,20 @@ def test_descriptor_of_plain_rows(dtype: str, kv_cache_dtype: str, name: str) ->
         ({"v_scale": "1"}, "v_scale: expected a number"),
         ({"kv_cache_dtype": "auto"}, "k_scale: 0.37 applies to fp8 caches"),
         ({"isa": 3}, "isa: expected a name"),
+        ({"kv_cache_rotation": "fourier"}, "kv_cache_rotation: 'fourier' is none of none, hadamard"),
+        ({"kv_cache_rotation": None}, "kv_cache_rotation: expected a name"),
         ({"color": "red"}, "color: no field"),
     ],
 )
 def test_bad_descriptors(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match="^" + re.escape(words)):
-        CacheDescriptor.from_json(json.dumps({"version": 1, **GOOD, **fields}))
+        CacheDescriptor.from_json(json.dumps({"version": 2, **GOOD, **fields}))
+
+
+def test_version_1_knew_no_rotation() -> None:
+    fields = {name: x for name, x in GOOD.items() if name != "kv_cache_rotation"}
+    found = CacheDescriptor.from_json(json.dumps({"version": 1, **fields}))
+    assert found == CacheDescriptor(**fields) and found.kv_cache_rotation == "none"
 
 
 def test_numbers_of_numpy() -> None:
@@ -88,7 +97,7 @@ def test_numbers_of_numpy() -> None:
 
 @pytest.mark.parametrize("name", ["version", *GOOD])
 def test_missing_fields(name: str) -> None:
-    fields = {"version": 1, **GOOD}
+    fields = {"version": 2, **GOOD}
     del fields[name]
     with pytest.raises(ValueError, match=f"^{name}: "):
         CacheDescriptor.from_json(json.dumps(fields))

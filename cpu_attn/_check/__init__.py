@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every check of foreign input: shapes, dtypes, strides, aliases here; what indices hold in native/check/check.c,
-whose findings :func:`raise_fault` turns into exceptions. All of it runs before a byte is written.
+"""Checks of foreign input that are Python's affair: names, numbers, masks, arrays of the calls that have no table in
+native/check/arguments.c. What native/check finds of arrays and of what they hold becomes an exception here. All of it
+runs before a byte is written.
 
 Each module imports only those above it:
 
 values      numbers, booleans, sequences, windows
-faults      what native code found
+faults      what native code found, in words
 arrays      any array: dtype, shape, strides, aliases; lists of integers
 kv_cache    caches: what they hold, layouts, scales, sizes
 masking     masks besides causal and window
 plans       what a plan is made of and what has to fit it
-calls       the arrays of each call
+calls       which arrays each call has
 """
 
 from cpu_attn._check.arrays import (
@@ -31,16 +32,14 @@ from cpu_attn._check.arrays import (
 from cpu_attn._check.calls import (
     ATTENTION,
     ROTARY,
+    STEP,
     WRITE,
-    attention,
     merged,
-    rotary,
     score_pages,
     states,
     update_page_bounds,
-    write,
 )
-from cpu_attn._check.faults import instance, new_fault, raise_fault, renamed
+from cpu_attn._check.faults import instance, new_fault, raise_fault, renamed, reread
 from cpu_attn._check.kv_cache import (
     LAYOUTS,
     cache,
@@ -52,7 +51,6 @@ from cpu_attn._check.kv_cache import (
     kv_dtypes,
     memory,
     pages,
-    rotation_where_quantised,
     scales,
     width,
 )
@@ -68,7 +66,6 @@ from cpu_attn._check.plans import (
     same_kv_cache_rotation,
     same_kv_dtypes,
     selected_blocks,
-    step,
     table_block_size,
 )
 from cpu_attn._check.values import (
@@ -93,6 +90,7 @@ __all__ = [
     "MAX_SIZE",
     "ROTARY",
     "SOFTCAP_MAX",
+    "STEP",
     "TINY",
     "WRITE",
     "Masks",
@@ -100,7 +98,6 @@ __all__ = [
     "apart",
     "apart_from",
     "array",
-    "attention",
     "attn_bias",
     "block_table",
     "boolean",
@@ -130,9 +127,8 @@ __all__ = [
     "pointer",
     "raise_fault",
     "renamed",
+    "reread",
     "rising",
-    "rotary",
-    "rotation_where_quantised",
     "same_call",
     "same_kv_cache_layout",
     "same_kv_cache_rotation",
@@ -144,11 +140,9 @@ __all__ = [
     "small_floats",
     "softcap",
     "states",
-    "step",
     "table_block_size",
     "update_page_bounds",
     "width",
     "window",
     "writable",
-    "write",
 ]

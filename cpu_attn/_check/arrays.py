@@ -8,27 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn._arrays import Array, numpy_view, view
-from cpu_attn._check.values import INT32_MAX
-from cpu_attn._native import ffi
+from cpu_attn._arrays import Array, describe, numpy_view, view
+from cpu_attn._check.faults import misfit, new_fault
+from cpu_attn._dtypes import CODES
+from cpu_attn._native import ffi, lib
 
 FLOATS = ("float32", "float16", "bfloat16")
 
 
 def array(name: str, x: Any, dtypes: Sequence[str], axes: Sequence[tuple[str, int | None]]) -> Array:
     """``x`` as memory of one of the dtypes and of the shape ``axes`` = (what, size or None: any), last axis dense."""
-    a = view(name, x, dtypes)
-    if a.dtype not in dtypes:
-        raise TypeError(f"{name}: dtype {a.dtype}, expected {' or '.join(dtypes)}")
-    if len(a.shape) != len(axes):
-        raise ValueError(f"{name}: {len(a.shape)} axes, expected {len(axes)}: [{', '.join(w for w, _ in axes)}]")
-    for i, (size, (what, expected)) in enumerate(zip(a.shape, axes, strict=True)):
-        if expected is not None and size != expected:
-            raise ValueError(f"{name}: axis {i} is {size}, expected {what} = {expected}")
-        if size > INT32_MAX:
-            raise ValueError(f"{name}: axis {i} is {size}, more than {INT32_MAX}")
-    if a.shape[-1] > 1 and a.strides[-1] != 1 and a.size:
-        raise ValueError(f"{name}: the last axis has stride {a.strides[-1]}, expected 1 (dense)")
+    a, fault, expected = view(name, x, dtypes), new_fault(), 0
+    for kind in dtypes:
+        expected |= 1 << CODES[kind][0]
+    sizes = [-1 if size is None else size for _, size in axes]
+    if lib.ca_check_array(describe(a), expected, len(sizes), sizes, fault):
+        raise misfit(fault, name, a, dtypes, [what for what, _ in axes])
     return a
 
 
@@ -105,13 +100,9 @@ def small_floats(name: str, x: Any, dtypes: Sequence[str], num_heads: int) -> np
 
 def writable(name: str, a: Array) -> Array:
     """Memory that may be written and in which no two elements coincide."""
-    if not a.writable:
-        raise ValueError(f"{name}: is read-only")
-    extent = 1
-    for stride, size in sorted((abs(s), n) for s, n in zip(a.strides, a.shape, strict=True) if n > 1):
-        if stride < extent and a.size:
-            raise ValueError(f"{name}: strides {a.strides} over shape {a.shape} make elements overlap")
-        extent += stride * (size - 1)
+    fault = new_fault()
+    if lib.ca_check_written(describe(a), fault):
+        raise misfit(fault, name, a)
     return a
 
 
@@ -122,7 +113,7 @@ def disjoint(name: str, a: Array, others: Mapping[str, Array | None]) -> None:
         if b is None or not a.size or not b.size:
             continue
         b_first, b_end = b.extent()
-        if first < b_end and b_first < end and _shared(a, b):
+        if first < b_end and b_first < end and lib.ca_share_memory(describe(a), describe(b)):
             raise ValueError(f"{name}: shares memory with {other}")
 
 
@@ -131,13 +122,6 @@ def apart_from(name: str, a: np.ndarray[Any, Any], others: Mapping[str, np.ndarr
     for other, b in others.items():
         if b is not None and np.may_share_memory(a, b):
             disjoint(name, view(name, a), {other: view(other, b)})
-
-
-def _shared(a: Array, b: Array) -> bool:
-    try:
-        return bool(np.shares_memory(a.numpy(), b.numpy(), max_work=100_000))  # type: ignore[arg-type]  # the stub knows only 0 and -1
-    except np.exceptions.TooHardError:
-        return True
 
 
 def apart(names: Sequence[str], arrays: Sequence[Array | None], num_outputs: int) -> None:

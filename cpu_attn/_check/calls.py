@@ -1,107 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays of each call: that they fit one another and the plan, and lie apart."""
+"""The names of each call's arrays, and the checks of those that have no table in native/check/arguments.c."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from cpu_attn import _dispatch
 from cpu_attn._arrays import Array, view
 from cpu_attn._check.arrays import FLOATS, apart, array, disjoint, writable
-from cpu_attn._check.kv_cache import cache_width, caches, kv_cache_layout, kv_dtypes
-from cpu_attn._check.plans import attn_bias, lengths, selected_blocks
+from cpu_attn._check.plans import lengths
 from cpu_attn._check.values import MAX_SIZE, integer, sequence
-from cpu_attn._dtypes import DTYPE_CODES
 
-# The arrays of a call, in the order that native/cpu_attn.h has them in too: those that it writes first.
-STEP = ("query_start_loc", "seq_lens", "dynamic_causal")
+# In the order that native/cpu_attn.h has them in, too: those that a call writes first.
+_LENGTHS = ("query_start_loc", "seq_lens", "dynamic_causal")
 _FEATURES = ("alibi_slopes", "s_aux", "selected_blocks", "attn_bias")
-ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *STEP, *_FEATURES)
+ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *_LENGTHS, *_FEATURES)
+STEP = (*_LENGTHS, "block_table")
 WRITE = ("key_cache", "value_cache", "key", "value", "slot_mapping")
 _TURNS = ("positions", "cos_sin_cache", "q_weight", "k_weight")
 ROTARY = ("key_cache", "value_cache", "query_out", "query", "key", "value", "slot_mapping", *_TURNS)
-
-
-def attention(plan: Any, arrays: Sequence[Any], same_step: bool) -> list[Array | None]:
-    """``arrays`` as ATTENTION names them, of shapes and dtypes that fit the plan, apart from one another.
-    same_step: lengths are among them."""
-    output, lse, query, key_cache, value_cache, table, starts, lens, flags, slopes, sinks, selected, bias = arrays
-    shape, dtype, tokens = plan._shape, str(plan.dtype), ("T", plan.num_tokens)
-    heads = ("num_heads", shape.num_heads)
-    if same_step:
-        starts, lens, flags = lengths(plan.num_reqs, starts, lens, flags)
-    q = array("query", query, [dtype], [tokens, heads, ("head_size", shape.head_size)])
-    out = writable("output", array("output", output, [dtype], [tokens, heads, ("head_size_v", shape.head_size_v)]))
-    (k_dtype, v_dtype), layout = plan.kv_dtypes, plan.kv_cache_layout
-    kc, vc = caches(key_cache, value_cache, plan.kv_dtypes, shape.num_kv_heads, layout)
-    cache_width("key_cache", kc, shape.isa, shape.dtype, k_dtype, shape.head_size, layout)
-    cache_width("value_cache", vc, shape.isa, shape.dtype, v_dtype, shape.head_size_v, layout)
-    found: list[Array | None] = [
-        out,
-        None if lse is None else writable("lse", array("lse", lse, ["float32"], [heads, tokens])),
-        q,
-        kc,
-        vc,
-        array("block_table", table, ["int32"], [("num_reqs", shape.num_reqs), ("blocks", None)]),
-        starts,
-        lens,
-        flags,
-        None if slopes is None else array("alibi_slopes", slopes, ["float32"], [heads]),
-        None if sinks is None else array("s_aux", sinks, ["float32"], [heads]),
-        selected_blocks(selected, shape.num_reqs, shape.num_kv_heads),
-        attn_bias(plan, bias),
-    ]
-    apart(ATTENTION, found, 2)
-    return found
-
-
-def write(
-    arrays: Sequence[Any], isa: str, kv_cache_dtype: Any, layout: str = "packed"
-) -> tuple[list[Array | None], int, tuple[str, ...]]:
-    """``arrays`` as WRITE names them, of shapes and dtypes that fit one another, the index of the isa, and what the
-    caches hold."""
-    key_cache, value_cache, key, value, slot_mapping = arrays
-    k = array("key", key, FLOATS, [("T", None), ("num_kv_heads", None), ("head_size", None)])
-    tokens, heads, head_size = k.shape
-    v = array("value", value, [k.dtype], [("T", tokens), ("num_kv_heads", heads), ("head_size_v", None)])
-    for name, a in (("key", k), ("value", v)):
-        integer(f"{name}: head size", a.shape[2], 1, MAX_SIZE)
-    integer("key: num_kv_heads", heads, 1, MAX_SIZE)
-    k_dtype, v_dtype = kvs = kv_dtypes(kv_cache_dtype, k.dtype)
-    resolved, code = _dispatch.resolve_isa(isa, k.dtype, head_size), DTYPE_CODES[k.dtype]
-    kv_cache_layout(layout, kvs)
-    kc, vc = caches(key_cache, value_cache, kvs, heads, layout)
-    cache_width("key_cache", writable("key_cache", kc), resolved.index, code, k_dtype, head_size, layout)
-    cache_width("value_cache", writable("value_cache", vc), resolved.index, code, v_dtype, v.shape[2], layout)
-    found: list[Array | None] = [kc, vc, k, v, array("slot_mapping", slot_mapping, ["int64"], [("T", tokens)])]
-    apart(WRITE, found, 2)
-    return found, resolved.index, kvs
-
-
-def rotary(
-    arrays: Sequence[Any], isa: str, kv_cache_dtype: Any, layout: str
-) -> tuple[list[Array | None], int, tuple[str, ...]]:
-    """The same of ``arrays`` as ROTARY names them."""
-    key_cache, value_cache, query_out, query, key, value, slot_mapping, positions, cos_sin_cache, *weights = arrays
-    written = (key_cache, value_cache, key, value, slot_mapping)
-    (kc, vc, k, v, slots), index, kvs = write(written, isa, kv_cache_dtype, layout)
-    assert k is not None
-    tokens, head_size, dtypes = ("T", k.shape[0]), ("head_size", k.shape[2]), list(dict.fromkeys(("float32", k.dtype)))
-    q = array("query", query, [k.dtype], [tokens, ("num_heads", None), head_size])
-    heads = ("num_heads", integer("query: num_heads", q.shape[1], 1, MAX_SIZE))
-    name = "query" if query_out is query else "query_out"
-    out = writable(name, array(name, query_out, [k.dtype], [tokens, heads, head_size]))
-    table = array("cos_sin_cache", cos_sin_cache, dtypes, [("max_position", None), ("rot_dim", None)])
-    if integer("cos_sin_cache: rot_dim", table.shape[1], 2, head_size[1]) % 2:
-        raise ValueError(f"cos_sin_cache: rot_dim is {table.shape[1]}, expected an even number")
-    found: list[Array | None] = [kc, vc, out, q, k, v, slots, array("positions", positions, ["int64"], [tokens]), table]
-    for what, weight in zip(_TURNS[2:], weights, strict=True):
-        found.append(None if weight is None else array(what, weight, dtypes, [head_size]))
-    same = [a == b for a, b, n in zip(out.strides, q.strides, q.shape, strict=True) if n > 1]
-    in_place = out.address == q.address and all(same)
-    apart(ROTARY, [None if in_place and a is q else a for a in found], 3)
-    return found, index, kvs
 
 
 BOUNDS = ("page_min", "page_max", "key", "slot_mapping")

@@ -1,13 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What native/check/check.c and the engines found, as exceptions; what is of another class; other words for both."""
+"""What native/check and the engines found, as exceptions; what is of another class; other words for both."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cpu_attn._arrays import Array, view
+from cpu_attn._dtypes import CODES, DTYPES
 from cpu_attn._native import ffi, lib
+
+# enum ca_symbol
+_AXES = {
+    lib.CA_T: "T",
+    lib.CA_NUM_REQS: "num_reqs",
+    lib.CA_NUM_REQS_1: "num_reqs + 1",
+    lib.CA_NUM_HEADS: "num_heads",
+    lib.CA_NUM_KV_HEADS: "num_kv_heads",
+    lib.CA_HEAD_SIZE: "head_size",
+    lib.CA_HEAD_SIZE_V: "head_size_v",
+    lib.CA_NUM_BLOCKS: "num_blocks",
+    lib.CA_BLOCK_SIZE: "block_size",
+    lib.CA_ROT_DIM: "rot_dim",
+    lib.CA_BLOCKS: "blocks",
+    lib.CA_MAX_POSITION: "max_position",
+    lib.CA_WIDTH: "width",
+    lib.CA_QUERIES: "Q",
+    lib.CA_KEYS: "K",
+}
+_LAYOUTS = {lib.CA_HND: "HND", lib.CA_NHD: "NHD"}
 
 
 def instance(name: str, x: Any, *kinds: type) -> None:
@@ -25,10 +47,74 @@ def new_fault() -> Any:
     return ffi.new("ca_fault *")
 
 
-def raise_fault(fault: Any) -> None:
-    """The exception for what native/check/check.c found, if it found anything."""
+def misfit(
+    fault: Any, name: str, a: Array, dtypes: Sequence[str] = (), axes: Sequence[str] = (), other: str = ""
+) -> Exception:
+    """What native/check/arguments.c found wrong with an array. dtypes, axes: what it should have; other: with which it
+    shares memory."""
+    status, axis, value, bound = fault.status, fault.position, fault.value, fault.bound
+    if status == lib.CA_WRONG_DTYPE:
+        return TypeError(f"{name}: dtype {a.dtype}, expected {' or '.join(dtypes)}")
+    what = axes[axis] if 0 <= axis < len(axes) else ""
+    or_1 = ", or 1" if axis >= 0 and fault.axes[axis] & lib.CA_OR_1 else ""
+    if status == lib.CA_WRONG_WIDTH and fault.kv_cache_layout != lib.CA_PACKED:
+        width = f"head_size = {bound} in layout {_LAYOUTS[fault.kv_cache_layout]}"
+    elif status == lib.CA_WRONG_WIDTH:
+        width = (
+            f"{bound} for head_size {fault.head_size} and block_size {a.shape[2]} on this isa (get_kv_cache_shape says "
+            "what to allocate)"
+        )
+    else:
+        width = ""
+    found = {
+        lib.CA_WRONG_NDIM: f"{len(a.shape)} axes, expected {len(axes)}: [{', '.join(axes)}]",
+        lib.CA_WRONG_SIZE: f"axis {axis} is {value}, expected {what} = {bound}{or_1}",
+        lib.CA_LARGE_SIZE: f"axis {axis} is {value}, more than {bound}",
+        lib.CA_NOT_DENSE: f"the last axis has stride {value}, expected 1 (dense)",
+        lib.CA_OUTSIDE: f"{'head size' if what.startswith('head_size') else what}: {value} is outside "
+        f"{fault.least}..{bound}",
+        lib.CA_ODD_ROT_DIM: f"rot_dim is {value}, expected an even number",
+        lib.CA_EMPTY_BLOCK: "block_size is 0, expected at least 1",
+        lib.CA_BLOCK_NOT_DENSE: f"axis {axis} has stride {value}, expected {bound}: a block must be dense",
+        lib.CA_WRONG_WIDTH: f"axis {axis} is {value}, expected {width}",
+        lib.CA_READ_ONLY: "is read-only",
+        lib.CA_OVERLAPS_ITSELF: f"strides {a.strides} over shape {a.shape} make elements overlap",
+        lib.CA_SHARES_MEMORY: f"shares memory with {other}",
+    }
+    return ValueError(f"{name}: {found[status]}")
+
+
+def _expected(fault: Any) -> list[str]:
+    return [name for name in DTYPES if fault.expected >> CODES[name][0] & 1]
+
+
+def reread(fault: Any, names: Sequence[str], arrays: Sequence[Any], given: Any, alive: Any) -> tuple[int, Any, Any]:
+    """What _arrays.objects said of ``arrays``, or this before, with one more that Python reads, as C could not; raises
+    what else C found."""
+    if fault.status != lib.CA_UNREAD:
+        raise_fault(fault, names, arrays)
+    if given == ffi.NULL:
+        given, alive = ffi.new("ca_array[]", len(arrays)), (ffi.new("uintptr_t[]", [id(x) for x in arrays]), {})
+    addresses, views = alive
+    i = fault.argument
+    if i in views:
+        raise RuntimeError("nothing was computed: native code does not take what Python has read")
+    if arrays[i] is not None or not addresses[i]:  # None may only be new to C where it does not know NumPy
+        views[i] = view(names[i], arrays[i], _expected(fault))
+        ffi.memmove(given + i, views[i].described(), ffi.sizeof("ca_array"))
+    addresses[i] = 0
+    return int(ffi.cast("uintptr_t", addresses)), given, alive
+
+
+def raise_fault(fault: Any, names: Sequence[str] = (), arrays: Sequence[Any] = ()) -> None:
+    """The exception for what native/check found, if it found anything. names, arrays: of the call."""
     if fault.status == lib.CA_OK:
         return
+    if lib.CA_WRONG_DTYPE <= fault.status <= lib.CA_SHARES_MEMORY:
+        i, dtypes = fault.argument, _expected(fault)
+        axes = [_AXES[code & ~lib.CA_OR_1] for code in fault.axes[0 : fault.ndim]]
+        other = names[fault.value] if fault.status == lib.CA_SHARES_MEMORY else ""
+        raise misfit(fault, names[i], view(names[i], arrays[i], dtypes), dtypes, axes, other)
     if fault.status == lib.CA_NO_MEMORY:
         raise MemoryError("no memory for the call")
     if fault.status == lib.CA_ENGINE_FAILED:
@@ -40,8 +126,6 @@ def raise_fault(fault: Any) -> None:
             f"OMP_STACKSIZE: OpenMP's threads have {fault.value} bytes of stack, a call may take {fault.bound}; set it "
             "(or ulimit -s) higher, or set_num_threads(1)"
         )
-    if fault.status == lib.CA_UNKNOWN:
-        raise RuntimeError("nothing was computed: native code does not take what _check has accepted")
     request, position, value, bound = fault.request, fault.position, fault.value, fault.bound
     where = f"request {request}: " if request >= 0 else ""
     raise ValueError(

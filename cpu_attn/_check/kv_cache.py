@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn._arrays import Array
+from cpu_attn._arrays import Array, describe
 from cpu_attn._check.arrays import FLOATS, array, disjoint
+from cpu_attn._check.faults import misfit, new_fault
 from cpu_attn._check.values import TINY, number
 from cpu_attn._dtypes import CODES, FORMATS, dtype_name, is_scaled
 from cpu_attn._native import lib
@@ -53,31 +54,18 @@ def kv_cache_layout(x: Any, kvs: Sequence[str] = ()) -> str:
 
 
 @functools.cache  # as above
-def _rotated(rotation: str, kv_cache_dtype: str) -> int:
-    names, kinds = ((x.split("/") * 2)[:2] for x in (rotation, kv_cache_dtype))
-    if rotation.count("/") > 1 or any(name not in ROTATIONS for name in names):
+def _rotated(rotation: str) -> int:
+    names = rotation.split("/")
+    if len(names) > 2 or any(name not in ROTATIONS for name in names):
         raise ValueError(f"kv_cache_rotation: {rotation!r} is none of {', '.join(ROTATIONS)}, nor two of them as 'K/V'")
-    for name, kind, side in zip(names, kinds, "KV", strict=True):
-        if name != "none" and kind in ("auto", *FLOATS):
-            raise ValueError(
-                f"kv_cache_rotation: {rotation!r} rotates {side}, whose cache holds plain numbers (kv_cache_dtype "
-                f"{kv_cache_dtype!r}); what it helps is quantised caches"
-            )
-    return sum((name != "none") << i for i, name in enumerate(names))
+    return sum((name != "none") << i for i, name in enumerate((names * 2)[:2]))
 
 
-def kv_cache_rotation(x: Any, kv_cache_dtype: str) -> int:
+def kv_cache_rotation(x: Any) -> int:
     """1 where K is to be rotated and 2 where V is, as ca_shape.hadamard has them."""
     if not isinstance(x, str):
         raise TypeError(f"kv_cache_rotation: expected a name, got {type(x).__name__}")
-    return _rotated(x, kv_cache_dtype)
-
-
-def rotation_where_quantised(rotation: str, kv_cache_dtype: str) -> str:
-    """The same, but ``none`` for what is plain."""
-    kv_cache_rotation(rotation, "int8")
-    names, kinds = ((x.split("/") * 2)[:2] for x in (rotation, kv_cache_dtype))
-    return "/".join("none" if k in ("auto", *FLOATS) else name for name, k in zip(names, kinds, strict=True))
+    return _rotated(x)
 
 
 def memory(kv: str) -> tuple[str, ...]:
@@ -113,11 +101,9 @@ def cache(
     axes = [("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads), ("block_size", block_size), ("width", None)]
     if layout == "NHD":
         axes[1], axes[2] = axes[2], axes[1]
-    a = array(name, x, memory(kv), axes)
-    if cache_sizes(a.shape, layout)[2] < 1:
-        raise ValueError(f"{name}: block_size is 0, expected at least 1")
-    if layout == "packed" and a.size and a.shape[2] > 1 and a.strides[2] != a.shape[3]:
-        raise ValueError(f"{name}: axis 2 has stride {a.strides[2]}, expected {a.shape[3]}: a block must be dense")
+    a, fault = array(name, x, memory(kv), axes), new_fault()
+    if lib.ca_check_cache(describe(a), LAYOUTS[layout], fault):
+        raise misfit(fault, name, a)
     return a
 
 
@@ -155,18 +141,10 @@ def pages(
 
 def width(isa: int, dtype: int, kv: str, block_size: int, head_size: int) -> int:
     """Last axis of a cache so that a block of block_size * width elements holds K or V in the isa's layout."""
-    sizes = (lib.ca_block_elements(isa, dtype, CODES[kv][0], block_size, head_size, v) for v in (0, 1))
-    return -(-max(map(int, sizes)) // block_size)
+    return int(lib.ca_cache_width(isa, dtype, CODES[kv][0], block_size, head_size))
 
 
 def cache_width(name: str, a: Array, isa: int, dtype: int, kv: str, head_size: int, layout: str = "packed") -> None:
-    if layout != "packed":
-        if a.shape[3] != head_size:
-            raise ValueError(f"{name}: axis 3 is {a.shape[3]}, expected head_size = {head_size} in layout {layout}")
-        return
-    expected = width(isa, dtype, kv, a.shape[2], head_size)
-    if a.shape[3] != expected:
-        raise ValueError(
-            f"{name}: axis 3 is {a.shape[3]}, expected {expected} for head_size {head_size} and block_size "
-            f"{a.shape[2]} on this isa (get_kv_cache_shape says what to allocate)"
-        )
+    fault = new_fault()
+    if lib.ca_check_width(describe(a), LAYOUTS[layout], isa, dtype, CODES[kv][0], head_size, fault):
+        raise misfit(fault, name, a)

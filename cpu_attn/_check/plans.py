@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cpu_attn._arrays import Array, described
+from cpu_attn._arrays import Array, describe, described
 from cpu_attn._check.arrays import array
 from cpu_attn._check.faults import new_fault, raise_fault
 from cpu_attn._check.kv_cache import kv_cache_layout, kv_cache_rotation, kv_dtypes
@@ -33,13 +33,6 @@ def lengths(
     lens = array("seq_lens", seq_lens, ["int32"], reqs)
     starts = array("query_start_loc", query_start_loc, ["int32"], [("num_reqs + 1", num_reqs + 1)])
     return starts, lens, None if dynamic_causal is None else array("dynamic_causal", dynamic_causal, ["int32"], reqs)
-
-
-def step(num_reqs: int, *arrays: Any) -> tuple[Array | None, ...]:
-    """The arrays that a plan is made of: lengths, and a block table or None."""
-    *three, table = arrays
-    axes = [("num_reqs", num_reqs), ("blocks", None)]
-    return *lengths(num_reqs, *three), None if table is None else array("block_table", table, ["int32"], axes)
 
 
 def table_block_size(block_table: Any, block_size: Any) -> int:
@@ -80,7 +73,7 @@ def same_kv_cache_layout(plan: Any, layout: Any) -> None:
 
 
 def same_kv_cache_rotation(plan: Any, rotation: Any) -> None:
-    if kv_cache_rotation(rotation, "/".join(plan.kv_dtypes)) != plan._shape.hadamard:
+    if kv_cache_rotation(rotation) != plan._shape.hadamard:
         raise ValueError(f"kv_cache_rotation: {rotation!r}, scheduler_metadata was made for {plan.kv_cache_rotation!r}")
 
 
@@ -105,6 +98,6 @@ def attn_bias(plan: Any, x: Any) -> Array | None:
         if a.shape[axis] not in (1, size):
             raise ValueError(f"attn_bias: axis {axis} is {a.shape[axis]}, expected {what} = {size}, or 1")
     fault = new_fault()
-    lib.ca_check_bias(plan._pointer, described([a]), fault)
+    lib.ca_check_bias(plan._pointer, describe(a), fault)
     raise_fault(fault)
     return a

@@ -190,7 +190,7 @@ class CPUAttentionBackendImpl:
             sliding_window=self.sliding_window,
             isa=self.paged_attn_impl.isa,
             kv_cache_dtype="auto" if block_size is None else self.kv_cache_dtype,
-            kv_cache_rotation=self.paged_attn_impl.rotation_of("auto" if block_size is None else self.kv_cache_dtype),
+            kv_cache_rotation="none" if block_size is None else self.paged_attn_impl.kv_cache_rotation,
             head_size_v=head_size_v,
             engine=self.paged_attn_impl.engine,
         )

@@ -49,7 +49,7 @@ class PagedAttention:
     """The older interface over this library's calls: for every head size, dtype and engine that those have.
 
     ``engine`` and ``isa`` are theirs; ``auto`` follows CPU_ATTN_ENGINE and CPU_ATTN_ISA, then takes the native kernels
-    of the best isa. ``kv_cache_rotation`` is that of the quantised caches that it is given. Arrays are what the calls
+    of the best isa. ``kv_cache_rotation`` is that of the caches. Arrays are what the calls
     take: NumPy, torch CPU tensors, DLPack.
     """
 
@@ -164,13 +164,8 @@ class PagedAttention:
         slots = _check.integers("slot_mapping", slot_mapping, np.int64, None).reshape(-1)
         reshape_and_cache(
             *(key, value, key_cache, value_cache, slots, cls.isa, k_scale, v_scale, kv_cache_dtype),
-            kv_cache_rotation=cls.rotation_of(kv_cache_dtype),
+            kv_cache_rotation=cls.kv_cache_rotation,
         )
-
-    @classmethod
-    def rotation_of(cls, kv_cache_dtype: str) -> str:
-        """``kv_cache_rotation`` of a cache of such a dtype: plain ones have none."""
-        return _check.rotation_where_quantised(cls.kv_cache_rotation, kv_cache_dtype)
 
     @classmethod
     def forward_decode(
@@ -220,7 +215,7 @@ class PagedAttention:
                     kv_cache_dtype=kv_cache_dtype,
                     head_size_v=out.shape[2],
                     engine=cls.engine,
-                    kv_cache_rotation=cls.rotation_of(kv_cache_dtype),
+                    kv_cache_rotation=cls.kv_cache_rotation,
                 )
             return attention_with_kv_cache(
                 *(query, key_cache, value_cache, output, starts, lens, scale, True, alibi_slopes, sliding_window),
@@ -228,7 +223,7 @@ class PagedAttention:
                 k_scale=k_scale,
                 v_scale=v_scale,
                 kv_cache_dtype=kv_cache_dtype,
-                kv_cache_rotation=cls.rotation_of(kv_cache_dtype),
+                kv_cache_rotation=cls.kv_cache_rotation,
             )
         except (TypeError, ValueError) as e:
             raise _check.renamed(e, {"seq_lens": "context_lens", "block_table": "block_tables"}) from None

@@ -36,7 +36,7 @@ def convert(
 
     cache: one of this machine, or a StoredCache of any. dtype, kv_cache_dtype, k_scale, v_scale, kv_cache_layout,
     kv_cache_rotation: as in :class:`PagedKVCache`; what is not said stays as it is (k_scale and v_scale are 1 where the
-    new cache is not fp8, and what it holds plain is not rotated).
+    new cache is not fp8).
     What is of the same kind, scale and rotation keeps its bits, scales of integers included. Else numbers that the
     new cache can hold are exact, others are rounded once, to nearest even; into a quantised cache they go as
     :func:`reshape_and_cache` would write their float32. Needs memory for the new cache and a few megabytes. Raises
@@ -48,8 +48,6 @@ def convert(
     if kv_cache_dtype is None:
         kv_cache_dtype = "/".join("auto" if kv == old.dtype else kv for kv in old.kv_cache_dtype.split("/"))
     fp8 = [is_fp8(kind) for kind in _check.kv_dtypes(kv_cache_dtype, name)]
-    if kv_cache_rotation is None:
-        kv_cache_rotation = _check.rotation_where_quantised(old.kv_cache_rotation, kv_cache_dtype)
     new = PagedKVCache(
         old.num_blocks,
         old.block_size,
@@ -62,7 +60,7 @@ def convert(
         k_scale=k_scale if k_scale is not None else old.k_scale if fp8[0] else 1.0,
         v_scale=v_scale if v_scale is not None else old.v_scale if fp8[1] else 1.0,
         kv_cache_layout=old.kv_cache_layout if kv_cache_layout is None else kv_cache_layout,
-        kv_cache_rotation=kv_cache_rotation,
+        kv_cache_rotation=old.kv_cache_rotation if kv_cache_rotation is None else kv_cache_rotation,
     )
     for value, (source, target) in enumerate(
         ((cache.key_cache, new.key_cache), (cache.value_cache, new.value_cache)),
@@ -76,7 +74,7 @@ def _convert_pages(source: Memory, target: Memory, old: CacheDescriptor, new: Ca
     forms = [Form(d.layout, d.stored[value], head_size, value) for d in (old, new)]
     scales = [_scale(d.v_scale if value else d.k_scale) for d in (old, new)]
     source, target = (x.view(memory_dtype(form.kind)) for x, form in zip((source, target), forms, strict=True))
-    rotated = [_check.kv_cache_rotation(d.kv_cache_rotation, d.kv_cache_dtype) >> value & 1 for d in (old, new)]
+    rotated = [_check.kv_cache_rotation(d.kv_cache_rotation) >> value & 1 for d in (old, new)]
     as_it_is = (forms[0].kind, scales[0], rotated[0]) == (forms[1].kind, scales[1], rotated[1])
     step = max(1, CHUNK // (old.num_kv_heads * groups_of(old.block_size) * LANES * head_size))
     with np.errstate(all="ignore"):

@@ -63,7 +63,7 @@ class CacheDescriptor:
             ("k_scale", "v_scale"), _check.scales(self.k_scale, self.v_scale, self.stored), strict=True
         ):
             object.__setattr__(self, name, scale)
-        _check.kv_cache_rotation(self.kv_cache_rotation, self.kv_cache_dtype)
+        _check.kv_cache_rotation(self.kv_cache_rotation)
         if self.layout in PLAIN and (kinds := [kind for kind in self.stored if is_scaled(kind)]):
             raise ValueError(f"layout: {self.layout!r} holds no {kinds[0]}")
 
@@ -116,7 +116,7 @@ class CacheDescriptor:
             raise ValueError(f"descriptor: no JSON: {error}") from None
         if not isinstance(fields, dict):
             raise ValueError(f"descriptor: expected an object, got {type(fields).__name__}")
-        if fields.get("version") == 1:
+        if fields.get("version") == 1 and "kv_cache_rotation" not in fields:
             fields = {**fields, "version": VERSION, "kv_cache_rotation": "none"}
         if fields.get("version", VERSION) != VERSION:  # whose fields may be others
             raise ValueError(f"version: {fields['version']!r}, this library knows {VERSION}")

@@ -27,8 +27,8 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     kv_cache_dtype: ``auto`` (the model's), ``fp8_e4m3``, ``fp8_e5m2``, ``int8``, ``int6``, ``int5``, ``int4``,
     ``int4_per_token_head``, or two of these as ``K/V``; block_size: tokens of a page; k_scale, v_scale: of fp8;
-    kv_cache_rotation: ``hadamard`` for quantised caches, which hold a model's keys better so (docs/quality.md). Every
-    layer keeps all its tokens, sliding ones too.
+    kv_cache_rotation: ``hadamard``: quantised caches hold a model's keys better so (docs/quality.md). Every layer keeps
+    all its tokens, sliding ones too.
     With ``attn_implementation="cpu_attn"`` attention reads the pages; any other gets keys and values gathered anew in
     every step. Raises ValueError for a config with layers other than full, sliding and chunked attention.
 
@@ -54,7 +54,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         kvs = _check.kv_dtypes(kv_cache_dtype, dtype_name(config.dtype or "float32"))
         block_size = _check.integer("block_size", block_size, 1)
         k_scale, v_scale = _check.scales(k_scale, v_scale, kvs)
-        _check.kv_cache_rotation(kv_cache_rotation, kv_cache_dtype)
+        _check.kv_cache_rotation(kv_cache_rotation)
         options = {"kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
         options["kv_cache_rotation"] = kv_cache_rotation
         super().__init__(layers=[PagedLayer(block_size, **options) for _ in layer_types])
@@ -150,7 +150,7 @@ class Held:
         if states.dtype != pages.dtype:  # quantised
             scale = np.float32(pages.v_scale if value else pages.k_scale)
             states = states.astype(np.float32) * scale
-            if _check.kv_cache_rotation(pages.kv_cache_rotation, pages.kv_cache_dtype) >> value & 1:
+            if _check.kv_cache_rotation(pages.kv_cache_rotation) >> value & 1:
                 states = rotate(states, back=True)
             states = states.astype(pages.dtype)
         return torch.from_numpy(states.view(np.uint8)).view(self.dtype)  # NumPy's bfloat16 is none of torch's

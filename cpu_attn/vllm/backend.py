@@ -222,9 +222,7 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
         self.alibi_slopes = None if alibi_slopes is None else np.array(alibi_slopes, np.float32)
         self.sliding_window = -1 if sliding_window is None else sliding_window
         self.kv_cache_dtype = kv_cache_dtype
-        self.kv_cache_rotation = _check.rotation_where_quantised(
-            os.environ.get("CPU_ATTN_KV_CACHE_ROTATION") or "none", KV_CACHE_DTYPES[kv_cache_dtype]
-        )
+        self.kv_cache_rotation = os.environ.get("CPU_ATTN_KV_CACHE_ROTATION") or "none"
         self.logits_soft_cap = logits_soft_cap or 0.0
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name

@@ -245,12 +245,12 @@ static int write_all(const cache caches[2], const int64_t *slots, ca_turns *turn
     return CA_OK;
 }
 
-/* rows: the tokens that come, float32 where they are rotated. */
-static cache cache_of(const ca_array *a, const ca_array *rows, int rotated, int isa, int kv_dtype, int kv_cache_layout,
+/* rows: the tokens that come; wide: as float32. */
+static cache cache_of(const ca_array *a, const ca_array *rows, int wide, int isa, int kv_dtype, int kv_cache_layout,
                       float scale) {
     const ca_axes axes = ca_cache_axes(a, kv_cache_layout, rows->shape[2]);
-    const int dtype = rotated ? CA_F32 : rows->dtype;
-    const ca_kernel *kernel = rotated ? ca_kernel_for(isa, dtype) : ca_isa_get(isa)->kernels[dtype];
+    const int dtype = wide ? CA_F32 : rows->dtype;
+    const ca_kernel *kernel = wide ? ca_kernel_for(isa, dtype) : ca_isa_get(isa)->kernels[dtype];
     return (cache){
         .data = (void *)a->address,
         .stride_n = axes.stride_n,
@@ -266,33 +266,34 @@ static cache cache_of(const ca_array *a, const ca_array *rows, int rotated, int 
         .layout = ca_layout_of(kv_cache_layout, kernel->info.layout, kv_dtype),
         .kernel = kernel,
         .scale = scale,
-        .rotated = rotated,
+        .rotated = wide != 0,
     };
 }
 
 /* The caches, and the part of turns that every write has. */
-static void begin(const struct ca_accepted *call, const ca_array *caches, const ca_array *key, const ca_array *value,
+static void begin(const ca_fit *fit, const ca_array *caches, const ca_array *key, const ca_array *value,
                   int kv_cache_layout, int hadamard, float k_scale, float v_scale, cache out[2], ca_turns *turns) {
-    const int isa = (int)call->isa;
-    out[K] = cache_of(&caches[K], key, hadamard & 1 << K, isa, (int)call->k_dtype, kv_cache_layout, k_scale);
-    out[V] = cache_of(&caches[V], value, hadamard & 1 << V, isa, (int)call->v_dtype, kv_cache_layout, v_scale);
+    const int isa = fit->isa, k_dtype = fit->kv_dtype[K], v_dtype = fit->kv_dtype[V];
+    const int wide = hadamard & (ca_is_narrow(k_dtype) << K | ca_is_narrow(v_dtype) << V);
+    out[K] = cache_of(&caches[K], key, wide & 1 << K, isa, k_dtype, kv_cache_layout, k_scale);
+    out[V] = cache_of(&caches[V], value, wide & 1 << V, isa, v_dtype, kv_cache_layout, v_scale);
     *turns = (ca_turns){.kernel = ca_isa_get(isa)->kernels[key->dtype],
                         .rows = {key, value},
                         .num_kv_heads = out[K].num_kv_heads,
-                        .hadamard = hadamard};
+                        .hadamard = hadamard,
+                        .wide = wide};
 }
 
-int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype, int v_dtype,
-             int kv_cache_layout, int hadamard, float k_scale, float v_scale, ca_fault *fault) {
-    const int64_t sizes[CA_SIZES] = {named, kv_cache_layout};
+int ca_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout, int hadamard,
+             float k_scale, float v_scale, ca_fault *fault) {
     ca_array a[CA_WRITE_ARRAYS];
-    const struct ca_accepted *call =
-        ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_WRITE_ARRAYS, CA_TO_VALUE_CACHE + 1);
-    if (!call)
-        return CA_UNKNOWN;
+    ca_fit fit = ca_fit_anything(kv_cache_layout);
+    fit.meaning = meaning;
+    if (ca_check_arguments(&ca_write_table, &fit, objects, given, a, fault))
+        return fault->status;
     cache caches[2];
     ca_turns turns;
-    begin(call, a, &a[CA_KEY], &a[CA_VALUE], kv_cache_layout, hadamard, k_scale, v_scale, caches, &turns);
+    begin(&fit, a, &a[CA_KEY], &a[CA_VALUE], kv_cache_layout, hadamard, k_scale, v_scale, caches, &turns);
     int64_t few[CA_FEW_INDICES];
     int64_t *slots = ca_take_slots(&a[CA_SLOT_MAPPING], caches[K].num_blocks * caches[K].block_size, few, fault);
     if (!slots)
@@ -302,19 +303,17 @@ int ca_write(ca_known *known, uintptr_t objects, const ca_array *given, int name
     return fault->status;
 }
 
-int ca_rotary_write(ca_known *known, uintptr_t objects, const ca_array *given, int named, int isa, int k_dtype,
-                    int v_dtype, int kv_cache_layout, int hadamard, int is_neox, float eps, float k_scale,
-                    float v_scale, ca_fault *fault) {
-    const int64_t sizes[CA_SIZES] = {named, kv_cache_layout};
+int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
+                    int hadamard, float k_scale, float v_scale, int is_neox, float eps, ca_fault *fault) {
     ca_array a[CA_ROTARY_ARRAYS];
-    const struct ca_accepted *call =
-        ca_accept(known, sizes, isa, k_dtype, v_dtype, objects, given, a, CA_ROTARY_ARRAYS, CA_ROTARY_QUERY_OUT + 1);
-    if (!call)
-        return CA_UNKNOWN;
+    ca_fit fit = ca_fit_anything(kv_cache_layout);
+    fit.meaning = meaning;
+    if (ca_check_arguments(&ca_rotary_table, &fit, objects, given, a, fault))
+        return fault->status;
     const ca_array *queries = &a[CA_ROTARY_QUERY], *table = &a[CA_COS_SIN_CACHE];
     cache caches[2];
     ca_turns turns;
-    begin(call, a, &a[CA_ROTARY_KEY], &a[CA_ROTARY_VALUE], kv_cache_layout, hadamard, k_scale, v_scale, caches, &turns);
+    begin(&fit, a, &a[CA_ROTARY_KEY], &a[CA_ROTARY_VALUE], kv_cache_layout, hadamard, k_scale, v_scale, caches, &turns);
     turns.query = queries;
     turns.query_out = &a[CA_ROTARY_QUERY_OUT];
     turns.cos_sin = table;

@@ -11,8 +11,6 @@ typedef struct room {
     char *stage;
 } room;
 
-static int is_rotated(const ca_turns *t, int kv) { return t->hadamard >> kv & 1; }
-
 static int64_t divide(const ca_turns *t, uintptr_t base, room *out) {
     const int64_t most = ca_max64(t->rows[K]->shape[2], t->rows[V]->shape[2]);
     const int64_t head = ca_round_up(most * (int64_t)sizeof(float), 64);
@@ -78,9 +76,9 @@ void ca_turn_queries(const ca_turns *t, int thread, int team) {
 
 ca_array ca_turn_rows(const ca_turns *t, int kv, int thread, int head, int first, int64_t token, int n) {
     const room at = room_of(t, thread);
-    const int rotated = is_rotated(t, kv);
+    const int wide = t->wide >> kv & 1;
     ca_array staged = *t->rows[kv];
-    if (rotated) {
+    if (wide) {
         staged.dtype = CA_F32;
         staged.itemsize = sizeof(float);
     }
@@ -92,9 +90,8 @@ ca_array ca_turn_rows(const ca_turns *t, int kv, int thread, int head, int first
         ca_turn how = {.head_size = staged.shape[2]};
         if (kv == K && t->cos_sin)
             how = rotary(t, 1, token + i, at.cos_sin + i * t->cos_sin->shape[1], first);
-        how.hadamard = rotated;
-        t->kernel->turn(&how, ca_row_of(t->rows[kv], token + i, head), rotated ? (float *)to : at.head,
-                        rotated ? NULL : to);
+        how.hadamard = t->hadamard >> kv & 1;
+        t->kernel->turn(&how, ca_row_of(t->rows[kv], token + i, head), wide ? (float *)to : at.head, wide ? NULL : to);
     }
     return staged;
 }

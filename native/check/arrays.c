@@ -84,16 +84,3 @@ int ca_read_array(uintptr_t object, ca_array *out) {
     }
     return 1;
 }
-
-int ca_read_arrays(uintptr_t objects, const ca_array *given, ca_array *out, int n) {
-    if (!numpy.ndarray)
-        return 0;
-    for (int i = 0; i < n; i++) {
-        const uintptr_t object = ((const uintptr_t *)objects)[i];
-        if (!object)
-            out[i] = given[i];
-        else if (!ca_read_array(object, &out[i]))
-            return 0;
-    }
-    return 1;
-}

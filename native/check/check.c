@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The C half of cpu_attn/_check: what may differ between calls that look alike (addresses, and what lengths and
- * indices hold), and which calls look alike. Another thread of the caller's may write into the arrays meanwhile: so
- * what a call goes by is copied first, and checked and used in the copy. A call of one token over 16 keys took 65 us
- * where Python looked at every array of every call, and takes 12 us so (Zen 4; 8 us are the kernel's). */
+ * What lengths and indices hold. Another thread of the caller's may write into them meanwhile: so what a call goes by
+ * is copied first, and checked and used in the copy. */
 #include "check.h"
 #include "plan/keys.h"
 #include "cache/layout.h"
@@ -222,104 +220,4 @@ int64_t *ca_take_slots(const ca_array *slots, int64_t bound, int64_t *few, ca_fa
 
 int64_t *ca_take_positions(const ca_array *positions, int64_t bound, int64_t *few, ca_fault *fault) {
     return take_integers(positions, 0, bound, few, CA_BAD_POSITION, fault);
-}
-
-#define CALLS ((int64_t)(sizeof((ca_known *)0)->calls / sizeof((ca_known *)0)->calls[0]))
-
-static int same_layout(const ca_array *a, const ca_array *b) {
-    return !memcmp(a->shape, b->shape, sizeof *a - offsetof(ca_array, shape));
-}
-
-static struct ca_accepted *find(ca_known *known, const int64_t *sizes, const ca_array *a, int num_arrays) {
-    for (int64_t c = 0; c < ca_min64(known->count, CALLS); c++) {
-        struct ca_accepted *call = &known->calls[c];
-        int same = !memcmp(call->sizes, sizes, sizeof call->sizes);
-        for (int i = 0; same && i < num_arrays; i++)
-            same = same_layout(&call->arrays[i], &a[i]);
-        if (same)
-            return call;
-    }
-    return NULL;
-}
-
-static const struct ca_accepted *remember(ca_known *known, const int64_t *sizes, int64_t isa, int64_t k_dtype,
-                                          int64_t v_dtype, const ca_array *a, int num_arrays) {
-    struct ca_accepted *call = find(known, sizes, a, num_arrays);
-    if (!call)
-        call = &known->calls[known->count++ % CALLS];
-    memcpy(call->sizes, sizes, sizeof call->sizes);
-    memcpy(call->arrays, a, (size_t)num_arrays * sizeof *a);
-    call->isa = isa;
-    call->k_dtype = k_dtype;
-    call->v_dtype = v_dtype;
-    return call;
-}
-
-/* First byte, and the one after the last. */
-static void extent(const ca_array *a, uintptr_t *first, uintptr_t *end) {
-    int64_t low = 0, high = 1;
-    for (int i = 0; i < a->ndim; i++) {
-        int64_t step = (a->shape[i] - 1) * a->strides[i];
-        *(step < 0 ? &low : &high) += step;
-        if (a->shape[i] == 0) {
-            *first = *end = a->address;
-            return;
-        }
-    }
-    *first = a->address + (uintptr_t)(low * a->itemsize);
-    *end = a->address + (uintptr_t)(high * a->itemsize);
-}
-
-/* 0: an address is no multiple of the itemsize, or an output may overlap another array. One may lie in the gaps of the
- * other (K and V of a block side by side), if that is where it lay in the call that was accepted. */
-static int well_placed(const struct ca_accepted *call, const ca_array *a, int num_arrays, int num_outputs) {
-    uintptr_t first[CA_ATTENTION_ARRAYS], end[CA_ATTENTION_ARRAYS];
-    const ca_array *then = call->arrays;
-    for (int i = 0; i < num_arrays; i++) {
-        first[i] = end[i] = 0;
-        if (!a[i].itemsize)
-            continue;
-        if (a[i].address & (uintptr_t)(a[i].itemsize - 1))
-            return 0;
-        extent(&a[i], &first[i], &end[i]);
-        for (int o = 0; o < num_outputs && o < i; o++)
-            if (first[o] < end[i] && first[i] < end[o] && first[i] < end[i] && first[o] < end[o] &&
-                a[i].address - a[o].address != then[i].address - then[o].address)
-                return 0;
-    }
-    return 1;
-}
-
-const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, int64_t k_dtype,
-                                    int64_t v_dtype, uintptr_t objects, const ca_array *given, ca_array *a,
-                                    int num_arrays, int num_outputs) {
-    if (!objects) {
-        memcpy(a, given, (size_t)num_arrays * sizeof *a);
-        return remember(known, sizes, isa, k_dtype, v_dtype, a, num_arrays);
-    }
-    if (!ca_read_arrays(objects, given, a, num_arrays))
-        return NULL;
-    const struct ca_accepted *call = find(known, sizes, a, num_arrays);
-    return call && well_placed(call, a, num_arrays, num_outputs) ? call : NULL;
-}
-
-/* int32, dense: [num_reqs + 1], [num_reqs] and, where they are given, [num_reqs] and [num_reqs, any], whose rows may
- * lie anywhere. */
-int ca_accept_step(uintptr_t objects, const ca_array *given, int64_t num_reqs, ca_array *a) {
-    if (!objects) {
-        memcpy(a, given, CA_STEP_ARRAYS * sizeof *a);
-        return 1;
-    }
-    if (!ca_read_arrays(objects, given, a, CA_STEP_ARRAYS))
-        return 0;
-    for (int i = 0; i < CA_STEP_ARRAYS; i++) {
-        if (i >= CA_STEP_DYNAMIC_CAUSAL && !a[i].itemsize)
-            continue;
-        int last = i == CA_STEP_BLOCK_TABLE;
-        if (a[i].dtype != CA_I32 || a[i].ndim != 1 + last ||
-            a[i].shape[0] != num_reqs + (i == CA_STEP_QUERY_START_LOC) ||
-            (a[i].shape[last] > 1 && a[i].strides[last] != 1) || a[i].address % sizeof(int32_t))
-            return 0;
-    }
-    return 1;
 }

@@ -1,13 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What indices hold, and calls that have been accepted before. */
+ * Arguments against their tables, and what indices hold. */
 #ifndef CPU_ATTN_CHECK_H
 #define CPU_ATTN_CHECK_H
 #include "run/engine.h"
 
 static inline int ca_fail(ca_fault *fault, int status, int64_t request, int64_t position, int64_t value,
                           int64_t bound) {
-    *fault = (ca_fault){status, request, position, value, bound, -1};
+    *fault = (ca_fault){.status = status, .request = request, .position = position, .value = value, .bound = bound};
+    fault->kv_head = -1;
     return status;
+}
+
+/* Of an argument. */
+static inline int ca_refuse(ca_fault *fault, int status, int64_t position, int64_t value, int64_t bound) {
+    return ca_fail(fault, status, -1, position, value, bound);
+}
+
+static inline int ca_is_empty(const ca_array *a) {
+    for (int i = 0; i < a->ndim && i < 4; i++)
+        if (!a->shape[i])
+            return 1;
+    return 0;
 }
 
 /* What one call reads of its block table, and of its selection, copied and checked: see ca_call. */
@@ -38,11 +51,35 @@ int ca_check_stack(int team, ca_fault *fault);
 int ca_check_lengths(int64_t num_reqs, const int32_t *seq_lens, const int32_t *query_start_loc, ca_fault *fault);
 int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *query_start_loc, int causal,
                   const int32_t *dynamic_causal, ca_fault *fault);
-/* Reads the call's arrays into `a`. NULL unless all is known to be right with them but what indices hold. */
-const struct ca_accepted *ca_accept(ca_known *known, const int64_t *sizes, int64_t isa, int64_t k_dtype,
-                                    int64_t v_dtype, uintptr_t objects, const ca_array *given, ca_array *a,
-                                    int num_arrays, int num_outputs);
-/* Reads the arrays at `objects`, or those given; 0: one of them is like none that we take. */
-int ca_read_arrays(uintptr_t objects, const ca_array *given, ca_array *out, int n);
-int ca_accept_step(uintptr_t objects, const ca_array *given, int64_t num_reqs, ca_array *a);
+
+/* What the arguments of a call have to fit, and what has been found of it so far. */
+typedef struct ca_fit {
+    int64_t sizes[CA_SYMBOLS];       /* -1: any */
+    int32_t dtype, isa, kv_dtype[2]; /* -1: as the first argument has it, and as `meaning` says of that */
+    int32_t kv_cache_layout;
+    int32_t without_lengths; /* they need not be given */
+    const ca_meaning *meaning;
+} ca_fit;
+
+static inline ca_fit ca_fit_anything(int kv_cache_layout) {
+    ca_fit fit;
+    memset(&fit, -1, sizeof fit);
+    fit.kv_cache_layout = kv_cache_layout;
+    fit.without_lengths = 0;
+    return fit;
+}
+
+typedef struct ca_table ca_table;
+extern const ca_table ca_attention_table, ca_step_table, ca_write_table, ca_rotary_table;
+
+/* Reads the call's arrays into `a`, those at `objects` or given, and checks all but what indices hold. */
+int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, const ca_array *given, ca_array *a,
+                       ca_fault *fault);
+
+/* The bytes [first, end) that an array lies in. */
+typedef struct ca_extent {
+    int64_t first, end;
+} ca_extent;
+int ca_find_extent(const ca_array *a, ca_extent *out); /* 0: no memory is there */
+int ca_meet(const ca_array *a, ca_extent of_a, const ca_array *b, ca_extent of_b);
 #endif

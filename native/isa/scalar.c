@@ -80,6 +80,23 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
         *p = ca_to_bf16(x);
 }
 
+/* ---- words of the narrow caches ---- */
+
+#define UNPACK_WORDS
+INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *ahead) {
+    (void)ahead;
+    for (int64_t i = 0; i < n; i++)
+        dst[i] = (uint16_t)(table[src[i] & 127] | (src[i] & 128) << 8);
+}
+INLINE void unpack_nibbles(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *ahead) {
+    (void)ahead;
+    for (int64_t i = 0; i < n; i += 128, src += 64)
+        for (int j = 0; j < 64; j += 8) /* one by one gcc makes vectors of them, which takes four times as long */
+            EACH(k, 8) {
+                dst[i + j + k] = table[src[j + k] & 15];
+                dst[i + 64 + j + k] = table[src[j + k] >> 4];
+            }
+}
 INLINE void v_put_bytes(uint8_t *p, vf x) { *p = (uint8_t)ca_as_bits(x); }
 
 /* ---- words of the cache write ---- */

@@ -23,6 +23,7 @@ typedef struct ca_turns {
     const ca_array *rows[2]; /* key, value */
     int32_t num_kv_heads;
     int hadamard; /* ca_shape's */
+    int wide;     /* of these the narrow caches: their rows stay float32, which the cache's format rounds, once */
     /* rotary_reshape_and_cache alone: */
     const ca_array *query, *query_out, *cos_sin; /* cos_sin NULL: nothing of it is done */
     const ca_array *weights;                     /* of the norms of Q and K; absent: no norm */
@@ -42,8 +43,8 @@ static inline int ca_turns_rows(const ca_turns *turns, int kv) {
 int ca_turns_begin(ca_turns *turns, int team); /* allocates what a team needs; CA_NO_MEMORY */
 void ca_turns_end(ca_turns *turns);
 void ca_turn_queries(const ca_turns *turns, int thread, int team); /* this thread's share */
-/* K or V of one head of n <= 16 tokens from t on: row i of the result is token t + i. Of float32 where the cache is
- * rotated: they are rounded once, by the cache's format. first: no other head of these tokens came before. */
+/* K or V of one head of n <= 16 tokens from t on: row i of the result is token t + i, float32 where that is wide.
+ * first: no other head of these tokens came before. */
 ca_array ca_turn_rows(const ca_turns *turns, int kv, int thread, int head, int first, int64_t t, int n);
 
 /* What an isa file offers for one dtype. */

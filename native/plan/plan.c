@@ -222,11 +222,11 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
                      const ca_masks *masks, ca_fault *fault) {
     ca_array a[CA_STEP_ARRAYS];
     size_t n = (size_t)shape->num_reqs;
-    fault->status = CA_OK; /* an attempt before this one may have left CA_UNKNOWN */
-    if (!ca_accept_step(objects, given, shape->num_reqs, a)) {
-        ca_fail(fault, CA_UNKNOWN, -1, -1, -1, -1);
+    ca_fit fit = ca_fit_anything(shape->kv_cache_layout);
+    fit.sizes[CA_NUM_REQS] = (int64_t)n;
+    fit.sizes[CA_NUM_REQS_1] = (int64_t)n + 1;
+    if (ca_check_arguments(&ca_step_table, &fit, objects, given, a, fault))
         return NULL;
-    }
     const int32_t *starts = (const int32_t *)a[CA_STEP_QUERY_START_LOC].address;
     const int32_t *lens = (const int32_t *)a[CA_STEP_SEQ_LENS].address;
     const int32_t *flags = (const int32_t *)a[CA_STEP_DYNAMIC_CAUSAL].address;

@@ -255,18 +255,35 @@ static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_
     return ca_fail(fault, CA_ENGINE_FAILED, -1, -1, w.failed, -1);
 }
 
-int ca_attend(const ca_plan *plan, ca_known *known, uintptr_t objects, const ca_array *given, int causal, float scale,
-              float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault) {
+static ca_fit fit_of(const ca_plan *plan, int without_lengths) {
     const ca_shape *s = &plan->shape;
-    const int64_t sizes[CA_SIZES] = {s->num_reqs,  plan->num_tokens, s->num_heads,      s->num_kv_heads,
-                                     s->head_size, s->head_size_v,   s->dtype,          s->k_dtype | s->v_dtype << 8,
-                                     s->isa,       causal < 0,       s->kv_cache_layout};
+    ca_fit fit = ca_fit_anything(s->kv_cache_layout);
+    fit.sizes[CA_T] = plan->num_tokens;
+    fit.sizes[CA_NUM_REQS] = s->num_reqs;
+    fit.sizes[CA_NUM_REQS_1] = (int64_t)s->num_reqs + 1;
+    fit.sizes[CA_NUM_HEADS] = s->num_heads;
+    fit.sizes[CA_NUM_KV_HEADS] = s->num_kv_heads;
+    fit.sizes[CA_HEAD_SIZE] = s->head_size;
+    fit.sizes[CA_HEAD_SIZE_V] = s->head_size_v;
+    fit.dtype = s->dtype;
+    fit.isa = s->isa;
+    fit.kv_dtype[K] = s->k_dtype;
+    fit.kv_dtype[V] = s->v_dtype;
+    fit.without_lengths = without_lengths;
+    return fit;
+}
+
+int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int causal, float scale, float softcap,
+              float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault) {
+    const ca_shape *s = &plan->shape;
     ca_array a[CA_ATTENTION_ARRAYS];
+    ca_fit fit = fit_of(plan, causal < 0);
     ca_plan_info info;
+    if (ca_check_arguments(&ca_attention_table, &fit, objects, given, a, fault))
+        return fault->status;
     ca_plan_describe(plan, &info);
-    if (workspace_bytes < info.workspace_bytes ||
-        !ca_accept(known, sizes, s->isa, s->k_dtype, s->v_dtype, objects, given, a, CA_ATTENTION_ARRAYS, CA_LSE + 1))
-        return CA_UNKNOWN;
+    if (workspace_bytes < info.workspace_bytes)
+        return CA_SMALL_WORKSPACE;
     if (plan->num_shared && a[CA_SELECTED_BLOCKS].itemsize)
         return ca_fail(fault, CA_SELECTED_SHARED, -1, -1, -1, -1);
     if (plan->tree && a[CA_ALIBI_SLOPES].itemsize)

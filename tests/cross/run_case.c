@@ -28,6 +28,7 @@ enum {
     FLAGS,
     SELECTED, /* blocks for each request and kv head, -1: all */
     KV_CACHE_LAYOUT,
+    HADAMARD,
     SHARED, /* the plan is given the block table */
     SPANS,
     DOCUMENTS,
@@ -100,7 +101,7 @@ static ca_array cache(int isa, int value) {
         shape[1] = f[BLOCK_SIZE];
         shape[2] = f[KV_HEADS];
     }
-    return array(kv_dtype, ca_dtype_size(kv_dtype), 4, shape, 0xff);
+    return array(ca_is_narrow(kv_dtype) ? CA_U8 : kv_dtype, ca_dtype_size(kv_dtype), 4, shape, 0xff);
 }
 
 int main(int argc, char **argv) {
@@ -137,7 +138,11 @@ int main(int argc, char **argv) {
     const int masked = f[SPANS] + f[DOCUMENTS] > 0 || tree_rows >= 0;
     ca_array output = array(dtype, item, 3, (int64_t[]){f[TOKENS], f[HEADS], f[SIZE_V]}, 0xff);
     ca_array lse = array(CA_F32, 4, 2, (int64_t[]){f[HEADS], f[TOKENS]}, 0xff);
-    ca_known *known = memory(sizeof *known, 0);
+    ca_meaning meaning = {.head_sizes = 1};
+    meaning.of[dtype].known = 1;
+    meaning.of[dtype].isa = isa;
+    meaning.of[dtype].kv_dtype[K] = (int32_t)f[K_DTYPE];
+    meaning.of[dtype].kv_dtype[V] = (int32_t)f[V_DTYPE];
     ca_fault fault = {0};
     ca_shape shape = {.num_reqs = (int32_t)f[REQS],
                       .num_heads = (int32_t)f[HEADS],
@@ -154,18 +159,18 @@ int main(int argc, char **argv) {
                       .enable_kv_split = 1,
                       .num_threads = 1,
                       .kv_cache_layout = (int32_t)f[KV_CACHE_LAYOUT],
+                      .hadamard = (int32_t)f[HADAMARD],
                       .block_size = f[SHARED] ? (int32_t)f[BLOCK_SIZE] : 0};
     const ca_array written[] = {kc, vc, k, v, slots}, step[] = {starts, lens, flags, f[SHARED] ? table : (ca_array){0}};
     const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks, selected, bias};
     ca_plan_info info;
-    ca_write(known, 0, written, 0, isa, (int)f[K_DTYPE], (int)f[V_DTYPE], (int)f[KV_CACHE_LAYOUT], x[2], x[3], &fault);
+    ca_write(0, written, &meaning, (int)f[KV_CACHE_LAYOUT], (int)f[HADAMARD], x[2], x[3], &fault);
     ca_plan *plan =
         fault.status ? NULL : ca_plan_new(&shape, ca_fused_engine(), 0, step, masked ? &masks : NULL, &fault);
     if (!plan)
         die("no plan");
     ca_plan_describe(plan, &info);
-    memset(known, 0, sizeof *known);
-    ca_attend(plan, known, 0, call, (int)f[CAUSAL], x[0], x[1], x[2], x[3], memory(info.workspace_bytes, 0xff),
+    ca_attend(plan, 0, call, (int)f[CAUSAL], x[0], x[1], x[2], x[3], memory(info.workspace_bytes, 0xff),
               info.workspace_bytes, &fault);
     if (fault.status)
         die("the call failed");

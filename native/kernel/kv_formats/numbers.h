@@ -36,8 +36,12 @@ INLINE vf v_number(int element, vw x) {
     return ca_elements[element].nan ? v_less(most, v_abs(number), v_set1(NAN), number) : number;
 }
 /* Their lower (shift 0) or upper (4) halves. 0x6400 is 1024, whose last bit is worth 1. */
-INLINE vf v_nibble(float zero, vw x, int shift) {
-    return v_sub(floats_of_halves((vw)((x >> (8 + shift) & 15) | 0x6400)), v_set1(1024 + zero));
+INLINE vf v_nibble(int zero, vw x, int shift) {
+#if VL > 1
+    return v_sub(floats_of_halves((vw)((x >> (8 + shift) & 15) | 0x6400)), v_set1((float)(1024 + zero)));
+#else
+    return (float)((x >> (8 + shift) & 15) - zero);
+#endif
 }
 
 /* ---- elements of 5 and 6 bits ---- */

@@ -1,0 +1,292 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * What the arrays of each call have to be: a table for each call, a row for each argument, in the order in which they
+ * are checked, and one way through a table. */
+#include "check.h"
+#include "cache/layout.h"
+
+#define MAX_SIZE 65536 /* of heads and head sizes: keeps every product of sizes within int64; _check.MAX_SIZE */
+
+#define ONE(dtype) (UINT64_C(1) << (dtype))
+#define INT32 ONE(CA_I32)
+#define INT64 ONE(CA_I64)
+#define FLOAT32 ONE(CA_F32)
+#define OWN ONE(63) /* the call's: what fit->dtype says, or the first argument that is OWN */
+
+enum {
+    OPTIONAL = 1,
+    LENGTHS = 2, /* optional where fit->without_lengths */
+    WRITTEN = 4,
+    CACHE = 8,     /* of K; its dtype follows from what it holds */
+    OF_V = 16,     /* a cache is of V; that of K is in the row before */
+    IN_PLACE = 32, /* may be the very array that is next in the call */
+};
+
+typedef struct ca_argument {
+    uint64_t dtypes;
+    uint8_t index, flags, ndim, axes[4];
+} ca_argument;
+
+struct ca_table {
+    int num_arrays, num_outputs;           /* the first ones: apart from each other and from the rest */
+    ca_argument rows[CA_ATTENTION_ARRAYS]; /* the most that a call has */
+};
+
+#define AXES(n, ...)                                                                                                   \
+    (n), { __VA_ARGS__ }
+#define CACHE_AXES AXES(4, CA_NUM_BLOCKS, CA_NUM_KV_HEADS, CA_BLOCK_SIZE, CA_WIDTH)
+
+const ca_table ca_attention_table = {
+    CA_ATTENTION_ARRAYS,
+    2,
+    {
+        {INT32, CA_SEQ_LENS, LENGTHS, AXES(1, CA_NUM_REQS)},
+        {INT32, CA_QUERY_START_LOC, LENGTHS, AXES(1, CA_NUM_REQS_1)},
+        {INT32, CA_DYNAMIC_CAUSAL, OPTIONAL, AXES(1, CA_NUM_REQS)},
+        {OWN, CA_QUERY, 0, AXES(3, CA_T, CA_NUM_HEADS, CA_HEAD_SIZE)},
+        {OWN, CA_OUTPUT, WRITTEN, AXES(3, CA_T, CA_NUM_HEADS, CA_HEAD_SIZE_V)},
+        {0, CA_KEY_CACHE, CACHE, CACHE_AXES},
+        {0, CA_VALUE_CACHE, CACHE | OF_V, CACHE_AXES},
+        {FLOAT32, CA_LSE, OPTIONAL | WRITTEN, AXES(2, CA_NUM_HEADS, CA_T)},
+        {INT32, CA_BLOCK_TABLE, 0, AXES(2, CA_NUM_REQS, CA_BLOCKS)},
+        {FLOAT32, CA_ALIBI_SLOPES, OPTIONAL, AXES(1, CA_NUM_HEADS)},
+        {FLOAT32, CA_S_AUX, OPTIONAL, AXES(1, CA_NUM_HEADS)},
+        {INT32, CA_SELECTED_BLOCKS, OPTIONAL, AXES(3, CA_NUM_REQS, CA_NUM_KV_HEADS, CA_BLOCKS)},
+        {FLOAT32, CA_ATTN_BIAS, OPTIONAL, AXES(4, CA_OR_1 + CA_NUM_REQS, CA_OR_1 + CA_NUM_HEADS, CA_QUERIES, CA_KEYS)},
+    },
+};
+
+const ca_table ca_step_table = {
+    CA_STEP_ARRAYS,
+    0,
+    {
+        {INT32, CA_STEP_SEQ_LENS, 0, AXES(1, CA_NUM_REQS)},
+        {INT32, CA_STEP_QUERY_START_LOC, 0, AXES(1, CA_NUM_REQS_1)},
+        {INT32, CA_STEP_DYNAMIC_CAUSAL, OPTIONAL, AXES(1, CA_NUM_REQS)},
+        {INT32, CA_STEP_BLOCK_TABLE, OPTIONAL, AXES(2, CA_NUM_REQS, CA_BLOCKS)},
+    },
+};
+
+const ca_table ca_write_table = {
+    CA_WRITE_ARRAYS,
+    2,
+    {
+        {OWN, CA_KEY, 0, AXES(3, CA_T, CA_NUM_KV_HEADS, CA_HEAD_SIZE)},
+        {OWN, CA_VALUE, 0, AXES(3, CA_T, CA_NUM_KV_HEADS, CA_HEAD_SIZE_V)},
+        {0, CA_TO_KEY_CACHE, CACHE | WRITTEN, CACHE_AXES},
+        {0, CA_TO_VALUE_CACHE, CACHE | OF_V | WRITTEN, CACHE_AXES},
+        {INT64, CA_SLOT_MAPPING, 0, AXES(1, CA_T)},
+    },
+};
+
+const ca_table ca_rotary_table = {
+    CA_ROTARY_ARRAYS,
+    3,
+    {
+        {OWN, CA_ROTARY_KEY, 0, AXES(3, CA_T, CA_NUM_KV_HEADS, CA_HEAD_SIZE)},
+        {OWN, CA_ROTARY_VALUE, 0, AXES(3, CA_T, CA_NUM_KV_HEADS, CA_HEAD_SIZE_V)},
+        {0, CA_ROTARY_KEY_CACHE, CACHE | WRITTEN, CACHE_AXES},
+        {0, CA_ROTARY_VALUE_CACHE, CACHE | OF_V | WRITTEN, CACHE_AXES},
+        {INT64, CA_ROTARY_SLOT_MAPPING, 0, AXES(1, CA_T)},
+        {OWN, CA_ROTARY_QUERY, 0, AXES(3, CA_T, CA_NUM_HEADS, CA_HEAD_SIZE)},
+        {OWN, CA_ROTARY_QUERY_OUT, WRITTEN | IN_PLACE, AXES(3, CA_T, CA_NUM_HEADS, CA_HEAD_SIZE)},
+        {FLOAT32 | OWN, CA_COS_SIN_CACHE, 0, AXES(2, CA_MAX_POSITION, CA_ROT_DIM)},
+        {INT64, CA_POSITIONS, 0, AXES(1, CA_T)},
+        {FLOAT32 | OWN, CA_Q_WEIGHT, OPTIONAL, AXES(1, CA_HEAD_SIZE)},
+        {FLOAT32 | OWN, CA_K_WEIGHT, OPTIONAL, AXES(1, CA_HEAD_SIZE)},
+    },
+};
+
+int ca_check_array(const ca_array *a, uint64_t expected, int ndim, const int64_t *sizes, ca_fault *fault) {
+    if (!(expected >> a->dtype & 1))
+        return ca_refuse(fault, CA_WRONG_DTYPE, -1, a->dtype, -1);
+    if (a->ndim != ndim)
+        return ca_refuse(fault, CA_WRONG_NDIM, -1, a->ndim, ndim);
+    for (int i = 0; i < ndim; i++) {
+        if (sizes[i] >= 0 && a->shape[i] != sizes[i])
+            return ca_refuse(fault, CA_WRONG_SIZE, i, a->shape[i], sizes[i]);
+        if (a->shape[i] > INT32_MAX)
+            return ca_refuse(fault, CA_LARGE_SIZE, i, a->shape[i], INT32_MAX);
+    }
+    if (a->shape[ndim - 1] > 1 && a->strides[ndim - 1] != 1 && !ca_is_empty(a))
+        return ca_refuse(fault, CA_NOT_DENSE, ndim - 1, a->strides[ndim - 1], 1);
+    return CA_OK;
+}
+
+int ca_check_cache(const ca_array *a, int kv_cache_layout, ca_fault *fault) {
+    if (ca_cache_axes(a, kv_cache_layout, 0).block_size < 1)
+        return ca_refuse(fault, CA_EMPTY_BLOCK, -1, 0, 1);
+    if (kv_cache_layout == CA_PACKED && a->shape[2] > 1 && a->strides[2] != a->shape[3] && !ca_is_empty(a))
+        return ca_refuse(fault, CA_BLOCK_NOT_DENSE, 2, a->strides[2], a->shape[3]);
+    return CA_OK;
+}
+
+int64_t ca_cache_width(int isa, int dtype, int kv_dtype, int64_t block_size, int64_t head_size) {
+    const int64_t k = ca_block_elements(isa, dtype, kv_dtype, block_size, head_size, K);
+    const int64_t v = ca_block_elements(isa, dtype, kv_dtype, block_size, head_size, V);
+    return ca_div_up(ca_max64(k, v), block_size);
+}
+
+int ca_check_width(const ca_array *a, int kv_cache_layout, int isa, int dtype, int kv_dtype, int64_t head_size,
+                   ca_fault *fault) {
+    int64_t width = head_size;
+    if (kv_cache_layout == CA_PACKED)
+        width = ca_cache_width(isa, dtype, kv_dtype, a->shape[2], head_size);
+    if (a->shape[3] == width)
+        return CA_OK;
+    ca_refuse(fault, CA_WRONG_WIDTH, 3, a->shape[3], width);
+    fault->head_size = head_size;
+    fault->kv_cache_layout = kv_cache_layout;
+    return fault->status;
+}
+
+/* The dtypes that the memory of a cache may have: fp8 may also be called bytes, int8 and int4 have to be. */
+static uint64_t memory_of(int kv_dtype) {
+    return (ca_is_scaled(kv_dtype) ? 0 : ONE(kv_dtype)) | (ca_is_narrow(kv_dtype) ? ONE(CA_U8) : 0);
+}
+
+/* The isa and what caches hold, of the names that the caller has for them. 0: Python has not said it yet. */
+static int find_meaning(ca_fit *fit) {
+    const ca_meaning *m = fit->meaning;
+    if (!m->of[fit->dtype].known || fit->sizes[CA_HEAD_SIZE] % m->head_sizes)
+        return 0;
+    fit->isa = m->of[fit->dtype].isa;
+    fit->kv_dtype[K] = m->of[fit->dtype].kv_dtype[K];
+    fit->kv_dtype[V] = m->of[fit->dtype].kv_dtype[V];
+    return 1;
+}
+
+static uint64_t dtypes_of(const ca_argument *row, const ca_fit *fit) {
+    if (row->flags & CACHE)
+        return memory_of(fit->kv_dtype[row->flags & OF_V ? V : K]);
+    const uint64_t own = fit->dtype < 0 ? ONE(CA_F32) | ONE(CA_F16) | ONE(CA_BF16) : ONE(fit->dtype);
+    return row->dtypes & OWN ? (row->dtypes & ~OWN) | own : row->dtypes;
+}
+
+/* What the array has of the call and what no argument before it had. */
+static int take_sizes(const ca_argument *row, const ca_array *a, ca_fit *fit, ca_fault *fault) {
+    if (row->dtypes & OWN && fit->dtype < 0)
+        fit->dtype = a->dtype;
+    for (int i = row->ndim - 1; i >= 0; i--) {
+        const int symbol = row->axes[i];
+        const int64_t size = a->shape[i];
+        int64_t least = 0, most = INT32_MAX;
+        if (symbol == CA_ROT_DIM) {
+            least = 2;
+            most = fit->sizes[CA_HEAD_SIZE];
+        } else if (symbol >= CA_FREE || fit->sizes[symbol] >= 0)
+            continue;
+        else if (symbol >= CA_NUM_HEADS && symbol <= CA_HEAD_SIZE_V) {
+            least = 1;
+            most = MAX_SIZE;
+        }
+        if (size < least || size > most) {
+            ca_refuse(fault, CA_OUTSIDE, i, size, most);
+            fault->least = least;
+            return fault->status;
+        }
+        if (symbol == CA_ROT_DIM && size % 2)
+            return ca_refuse(fault, CA_ODD_ROT_DIM, i, size, -1);
+        if (symbol < CA_FREE)
+            fit->sizes[symbol] = size;
+    }
+    return CA_OK;
+}
+
+/* Says of a fault that it is about this argument. */
+static int blame(const ca_argument *row, const ca_fit *fit, int status, ca_fault *fault) {
+    if (status) {
+        fault->argument = row->index;
+        fault->expected = dtypes_of(row, fit);
+        fault->ndim = row->ndim;
+        for (int i = 0; i < 4; i++)
+            fault->axes[i] = row->axes[i];
+    }
+    return status;
+}
+
+static int check_row(const ca_argument *row, const ca_array *a, ca_fit *fit, ca_fault *fault) {
+    ca_argument here = *row;
+    int64_t sizes[4];
+    if (row->flags & CACHE && fit->kv_cache_layout == CA_NHD) {
+        here.axes[1] = row->axes[2];
+        here.axes[2] = row->axes[1];
+    }
+    for (int i = 0; i < here.ndim; i++)
+        sizes[i] = here.axes[i] & CA_OR_1 && a->shape[i] == 1 ? 1 : fit->sizes[here.axes[i] & ~CA_OR_1];
+    int status = ca_check_array(a, dtypes_of(row, fit), row->ndim, sizes, fault);
+    if (!status)
+        status = take_sizes(&here, a, fit, fault);
+    if (!status && row->flags & CACHE)
+        status = ca_check_cache(a, fit->kv_cache_layout, fault);
+    else if (!status && row->flags & WRITTEN)
+        status = ca_check_written(a, fault);
+    return blame(&here, fit, status, fault);
+}
+
+/* What is left of a cache, once both are known to fit each other. */
+static int check_memory(const ca_argument *row, const ca_array *a, const ca_fit *fit, ca_fault *fault) {
+    const int v = row->flags & OF_V ? V : K;
+    int status = row->flags & WRITTEN ? ca_check_written(a, fault) : CA_OK;
+    if (!status)
+        status = ca_check_width(a, fit->kv_cache_layout, fit->isa, fit->dtype, fit->kv_dtype[v],
+                                fit->sizes[v ? CA_HEAD_SIZE_V : CA_HEAD_SIZE], fault);
+    return blame(row, fit, status, fault);
+}
+
+static int unread(const ca_argument *row, const ca_fit *fit, ca_fault *fault) {
+    return blame(row, fit, ca_refuse(fault, CA_UNREAD, -1, -1, -1), fault);
+}
+
+/* Is one the very array that the other is? */
+static int is_same(const ca_array *a, const ca_array *b) {
+    int same = a->address == b->address;
+    for (int i = 0; i < a->ndim; i++)
+        same &= a->shape[i] == b->shape[i] && (a->shape[i] <= 1 || a->strides[i] == b->strides[i]);
+    return same;
+}
+
+static int check_apart(const ca_table *table, int in_place, const ca_array *a, const ca_extent *at, ca_fault *fault) {
+    for (int o = 0; o < table->num_outputs; o++)
+        for (int i = o + 1; i < table->num_arrays; i++)
+            if (at[o].first < at[i].end && at[i].first < at[o].end &&
+                !(in_place == o && i == o + 1 && is_same(&a[o], &a[i])) && ca_meet(&a[o], at[o], &a[i], at[i])) {
+                ca_refuse(fault, CA_SHARES_MEMORY, -1, i, -1);
+                fault->argument = o;
+                return CA_SHARES_MEMORY;
+            }
+    return CA_OK;
+}
+
+int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, const ca_array *given, ca_array *a,
+                       ca_fault *fault) {
+    ca_extent at[CA_ATTENTION_ARRAYS];
+    int in_place = -1;
+    fault->status = CA_OK; /* an attempt before this one may have left CA_UNREAD */
+    for (int i = 0; i < table->num_arrays; i++) {
+        const ca_argument *row = &table->rows[i];
+        ca_array *x = &a[row->index];
+        const uintptr_t object = objects ? ((const uintptr_t *)objects)[row->index] : 0;
+        if (row->flags & CACHE && fit->isa < 0 && !find_meaning(fit))
+            return ca_refuse(fault, CA_UNNAMED, -1, fit->dtype, fit->sizes[CA_HEAD_SIZE]);
+        if (!object)
+            *x = given[row->index];
+        else if (!ca_read_array(object, x))
+            return unread(row, fit, fault);
+        at[row->index] = (ca_extent){0, 0};
+        if (!x->itemsize) {
+            if (row->flags & OPTIONAL || (row->flags & LENGTHS && fit->without_lengths))
+                continue;
+            return unread(row, fit, fault);
+        }
+        if (x->address & (uintptr_t)(x->itemsize - 1) || !ca_find_extent(x, &at[row->index]))
+            return unread(row, fit, fault);
+        if (check_row(row, x, fit, fault))
+            return fault->status;
+        if (row->flags & OF_V &&
+            (check_memory(row - 1, &a[row[-1].index], fit, fault) || check_memory(row, x, fit, fault)))
+            return fault->status;
+        if (row->flags & IN_PLACE)
+            in_place = row->index;
+    }
+    return check_apart(table, in_place, a, at, fault);
+}
