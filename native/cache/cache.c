@@ -24,7 +24,7 @@ typedef struct cache {
     int32_t isa, layout;     /* enum ca_layout */
     const ca_kernel *kernel; /* of isa, for dtype */
     float scale;             /* an fp8 cache holds x / scale */
-    int rotated;             /* of integers the scales go by the root mean square, too */
+    int rotated;
 } cache;
 
 typedef struct write_call {
@@ -105,17 +105,20 @@ static void arrange(const cache *c, int kv, uint8_t bytes[CA_LANES][WIDE], uint8
         }
 }
 
-/* 128 elements, a byte each, as layout.h packs them. */
+/* 128 elements, a byte each, as layout.h packs them. A bit goes to its place by one shift of 16-bit words: what comes
+ * from the other byte is masked off. */
 static void pack_elements(int dtype, const uint8_t *from, uint8_t *to) {
+    typedef uint16_t words __attribute__((vector_size(16)));
     for (int b = 0; b < 64; b++)
         to[b] = (uint8_t)((from[b] & 15) | from[64 + b] << 4);
     for (int bit = 4; bit < ca_formats[dtype].bits; bit++) {
         const int at = ca_plane_bit(dtype, bit);
-        uint8_t plane[16] = {0};
-        for (int i = 0; i < 8; i++)
-            for (int b = 0; b < 16; b++)
-                plane[b] |= (uint8_t)((from[16 * i + b] >> at & 1) << i);
-        memcpy(to + bit * 16, plane, sizeof plane);
+        words x, plane = {0};
+        for (int i = 0; i < 8; i++) {
+            memcpy(&x, from + 16 * i, sizeof x);
+            plane |= (i < at ? x >> (at - i) : x << (i - at)) & (uint16_t)(0x0101 << i);
+        }
+        memcpy(to + bit * 16, &plane, sizeof plane);
     }
 }
 
@@ -263,7 +266,7 @@ static cache cache_of(const ca_array *a, const ca_array *rows, int wide, int isa
         .layout = ca_layout_of(kv_cache_layout, kernel->info.layout, kv_dtype),
         .kernel = kernel,
         .scale = scale,
-        .rotated = wide,
+        .rotated = wide != 0,
     };
 }
 

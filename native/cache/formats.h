@@ -69,6 +69,8 @@ static inline int ca_is_narrow(int dtype) { return dtype >= CA_DTYPES; }
 static inline int ca_is_nibbles(int dtype) { return ca_formats[dtype].bits == 4; }
 /* Does an element share its byte, or lie in several? */
 static inline int ca_is_packed(int dtype) { return ca_formats[dtype].bits < 8; }
+/* Has it 5 or 6 bits, which become bytes of int8 before anything else is done with them? */
+static inline int ca_is_short_int8(int dtype) { return ca_is_packed(dtype) && !ca_is_nibbles(dtype); }
 static inline int ca_is_scaled(int dtype) { return ca_formats[dtype].shared != 0; }
 /* Has each token several scales? */
 static inline int ca_has_scales(int dtype) { return ca_formats[dtype].shared > 0; }

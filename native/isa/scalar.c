@@ -4,7 +4,7 @@
  * rank:  0
  * flags:
  *
- * This isa is plain C with one lane, for any machine. What the compiler makes of it is its own affair. */
+ * Plain C: one lane, any machine. What the compiler makes of it is its own affair. */
 #include "cpu/cpu.h"
 #include "cache/half.h"
 #include "cache/layout.h"
@@ -80,8 +80,6 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
         *p = ca_to_bf16(x);
 }
 
-INLINE void v_put_bytes(uint8_t *p, vf x) { *p = (uint8_t)ca_as_bits(x); }
-
 /* ---- words of the narrow caches ---- */
 
 #define UNPACK_WORDS
@@ -93,14 +91,13 @@ INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, u
 INLINE void unpack_nibbles(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *ahead) {
     (void)ahead;
     for (int64_t i = 0; i < n; i += 128, src += 64)
-        /* The inner loop is unrolled, since gcc otherwise makes vectors of the elements, which takes four times as
-         * long. */
-        for (int j = 0; j < 64; j += 8)
+        for (int j = 0; j < 64; j += 8) /* one by one gcc makes vectors of them, which takes four times as long */
             EACH(k, 8) {
                 dst[i + j + k] = table[src[j + k] & 15];
                 dst[i + 64 + j + k] = table[src[j + k] >> 4];
             }
 }
+INLINE void v_put_bytes(uint8_t *p, vf x) { *p = (uint8_t)ca_as_bits(x); }
 
 /* ---- words of the cache write ---- */
 

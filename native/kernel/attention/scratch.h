@@ -46,8 +46,7 @@ typedef struct scratch {
 static inline int by_integers(const ca_plan *p, int kv) {
     const int *integers = p->kernel->integers;
     const int dtype = ca_kv_dtype(&p->shape, kv);
-    return integers && *integers && ca_is_scaled(dtype) && (!ca_is_packed(dtype) || ca_is_nibbles(dtype)) &&
-           (kv == K || p->shape.head_size_v % CA_LANES == 0);
+    return integers && *integers && ca_is_scaled(dtype) && (kv == K || p->shape.head_size_v % CA_LANES == 0);
 }
 /* Can the products read it in the cache? */
 static inline int in_place(const ca_plan *p, int kv) { return ca_side_ready(p, kv) || by_integers(p, kv); }
@@ -56,6 +55,14 @@ static inline int in_place(const ca_plan *p, int kv) { return ca_side_ready(p, k
 static inline int64_t unpacked_bytes(const ca_plan *p, int kv) {
     const int as_lanes = kv == V && p->kernel->info.layout == CA_LAYOUT_LANES && !ca_is_narrow(p->shape.v_dtype);
     return as_lanes || in_place(p, kv) ? 0 : ca_kv_form(p, kv).elements * ca_dtype_size(p->shape.dtype);
+}
+/* Bytes of a group as it meets the products, if that is not in the cache: unpacked, or bytes of int8 of what is
+ * shorter; 0: it does. */
+static inline int feeds_bytes(feed feed) { return feed == AS_INTEGERS || feed == IN_REGISTERS; }
+static inline int64_t fed_bytes(const ca_plan *p, feed feed, int kv) {
+    if (feeds_bytes(feed))
+        return ca_is_short_int8(ca_kv_dtype(&p->shape, kv)) ? ca_kv_form(p, kv).elements : 0;
+    return feed == ROWS_IN_PLACE ? 0 : unpacked_bytes(p, kv);
 }
 
 /* Bytes of a group whose elements are packed, one for each. */
@@ -88,8 +95,8 @@ static inline int64_t carve(scratch *x, uintptr_t base, const ca_plan *plan) {
     TAKE(p[0], v.scales ? TALL * S_STRIDE * 4 : 0)
     TAKE(p[1], v.scales ? TALL * S_STRIDE * 4 : 0)
     TAKE(sums, NG < SUM_GROUPS ? TALL * plan->shape.head_size_v * 4 : 0)
-    TAKE(unpacked[K], MAX_GROUPS * unpacked_bytes(plan, K))
-    TAKE(unpacked[V], MAX_GROUPS * unpacked_bytes(plan, V))
+    TAKE(unpacked[K], MAX_GROUPS * ca_max64(unpacked_bytes(plan, K), fed_bytes(plan, AS_INTEGERS, K)))
+    TAKE(unpacked[V], MAX_GROUPS * ca_max64(unpacked_bytes(plan, V), fed_bytes(plan, AS_INTEGERS, V)))
     TAKE(rows, ca_max64(ca_rows_bytes(plan), staged_bytes(plan)))
     for (int i = 0; i < 4; i++) {
         TAKE(groups[i], MAX_GROUPS * (int64_t)sizeof(group))

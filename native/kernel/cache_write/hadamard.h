@@ -22,15 +22,29 @@ INLINE vf hadamard_lanes(vf x, int64_t n) {
     return x;
 }
 
-/* The first levels of nv vectors, a power of two, in registers: those within vectors, then those between them. signs:
- * those of S, or NULL. */
+/* A vector, or n elements, of a dtype, which is a constant. */
+INLINE vf load_of(int dtype, const void *x, int64_t i) {
+    return dtype == CA_F32   ? v_load_f32((const float *)x + i)
+           : dtype == CA_F16 ? v_load_f16((const uint16_t *)x + i)
+                             : v_load_bf16((const uint16_t *)x + i);
+}
+INLINE vf loadn_of(int dtype, const void *x, int64_t i, int n) {
+    return dtype == CA_F32   ? v_loadn_f32((const float *)x + i, n)
+           : dtype == CA_F16 ? v_loadn_f16((const uint16_t *)x + i, n)
+                             : v_loadn_bf16((const uint16_t *)x + i, n);
+}
+
+/* The first levels of nv vectors of src from the i-th element on, a power of two, in registers: those within vectors,
+ * then those between them. signs: those of S, or NULL. */
 #define PANEL (VL == 16 ? 16 : 8)
-INLINE void hadamard_panel(float *x, int nv, const float *signs, vf factor) {
+INLINE void hadamard_panel(int dtype, const void *src, int64_t at, float *x, int nv, const float *signs, vf factor) {
     vf y[PANEL];
-    EACH(i, nv) y[i] = v_mul(v_load_f32(x + i * VL), factor);
-    if (signs)
-        EACH(i, nv) y[i] = v_mul(y[i], v_load_f32(signs + i * VL));
-    EACH(i, nv) y[i] = hadamard_lanes(y[i], VL);
+    EACH(i, nv) {
+        y[i] = v_mul(load_of(dtype, src, at + i * VL), factor);
+        if (signs)
+            y[i] = v_mul(y[i], v_load_f32(signs + i * VL));
+        y[i] = hadamard_lanes(y[i], VL);
+    }
     EACH(level, 4) {
         EACH(i, nv / 2) {
             const int h = 1 << level, low = i / h * 2 * h + i % h;
@@ -41,7 +55,7 @@ INLINE void hadamard_panel(float *x, int nv, const float *signs, vf factor) {
             }
         }
     }
-    EACH(i, nv) v_store(x + i * VL, y[i]);
+    EACH(i, nv) v_store(x + at + i * VL, y[i]);
 }
 
 /* The levels between panels, two at a time while there are two. */
@@ -64,43 +78,36 @@ static void hadamard_panels(float *x, int64_t n) {
     }
 }
 
-/* A block: n is a power of two. */
+/* A block of src to the same place of x: n is a power of two. */
 #define FACTOR_OF(n) v_set1((float)(1 / sqrt((double)(n))))
-static void hadamard_block(float *x, int64_t n, const float *signs) {
-    switch (n) {
-    case VL:
-        hadamard_panel(x, 1, signs, FACTOR_OF(VL));
+#define PANEL_CASE(nv)                                                                                                 \
+    case (nv) * VL:                                                                                                    \
+        hadamard_panel(dtype, src, at, x, nv, signs, FACTOR_OF((nv) * VL));                                            \
         return;
-    case 2 * VL:
-        hadamard_panel(x, 2, signs, FACTOR_OF(2 * VL));
-        return;
-    case 4 * VL:
-        hadamard_panel(x, 4, signs, FACTOR_OF(4 * VL));
-        return;
-    case 8 * VL:
-        hadamard_panel(x, 8, signs, FACTOR_OF(8 * VL));
-        return;
-    }
+INLINE void hadamard_block(int dtype, const void *src, int64_t at, float *x, int64_t n, const float *signs) {
+    switch (n) { PANEL_CASE(1) PANEL_CASE(2) PANEL_CASE(4) PANEL_CASE(8) }
     const vf factor = FACTOR_OF(n);
     if (n < VL) {
-        vf y = v_mul(v_loadn_f32(x, (int)n), factor);
+        vf y = v_mul(loadn_of(dtype, src, at, (int)n), factor);
         if (signs)
             y = v_mul(y, v_loadn_f32(signs, (int)n));
-        v_storen_f32(x, hadamard_lanes(y, n), (int)n);
+        v_storen_f32(x + at, hadamard_lanes(y, n), (int)n);
         return;
     }
     for (int64_t i = 0; i < n; i += PANEL * VL)
-        hadamard_panel(x + i, PANEL, signs ? signs + i % CA_SIGNS : NULL, factor);
-    hadamard_panels(x, n);
+        hadamard_panel(dtype, src, at + i, x, PANEL, signs ? signs + i % CA_SIGNS : NULL, factor);
+    hadamard_panels(x + at, n);
 }
+#undef PANEL_CASE
 
-/* R x, or back: R^T x. */
-static void hadamard(float *x, int64_t n, int back) {
+/* R x, or back: R^T x; of src, n elements of a dtype, to x, which may be src. */
+INLINE void hadamard_of(int dtype, const void *src, float *x, int64_t n, int back) {
     for (int64_t at = 0, size; at < n; at += size) {
         size = (int64_t)1 << (63 - __builtin_clzll((unsigned long long)(n - at)));
-        hadamard_block(x + at, size, back ? NULL : ca_signs + at % CA_SIGNS);
+        hadamard_block(dtype, src, at, x, size, back ? NULL : ca_signs + at % CA_SIGNS);
     }
     for (int64_t i = 0; back && i < n; i++)
         x[i] *= ca_signs[i % CA_SIGNS];
 }
+static void hadamard(float *x, int64_t n, int back) { hadamard_of(CA_F32, x, x, n, back); }
 #endif

@@ -74,7 +74,6 @@ static void int8_of_packed(int dtype, const uint8_t *src, int64_t n, uint8_t *ds
             int8_of_bits(6, src, dst);
     }
 }
-static inline int is_packed_int8(int dtype) { return ca_is_packed(dtype) && !ca_is_nibbles(dtype); }
 
 /* ---- on the way into a cache ---- */
 
