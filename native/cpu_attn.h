@@ -279,8 +279,8 @@ int64_t ca_cache_width(int isa, int dtype, int kv_dtype, int64_t block_size, int
 int ca_share_memory(const ca_array *a, const ca_array *b);
 
 /* These tell C how to read NumPy arrays: type(array), the None that stands for no array, sizeof(PyObject), and what
- * each dtype object means. Python calls them once, on import; until then, or with ndarray 0, every call returns
- * CA_UNREAD. */
+ * each dtype object means. Python calls them once, on import; before that, or with ndarray 0, C reads no object, and
+ * calls that are given some return CA_UNREAD. */
 void ca_know_numpy(uintptr_t ndarray, uintptr_t none, int64_t head);
 void ca_know_dtype(uintptr_t object, int32_t dtype, int32_t itemsize);
 int ca_read_array(uintptr_t object, ca_array *out); /* 0: it is no NumPy array, or one of a kind that C does not read */
