@@ -383,7 +383,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
     multiple=True,
     default=["auto"],
     show_default=True,
-    help="fp8_e4m3, fp8_e5m2, int8, int4, or two of them as K/V. Repeatable.",
+    help="fp8_e4m3, fp8_e5m2, int8, int6, int5, int4, int4_per_token_head, or two of them as K/V. Repeatable.",
 )
 @click.option(
     "--kv-cache-layout",

@@ -18,10 +18,11 @@ class KVFormat(NamedTuple):
     code: int  # enum ca_dtype
     memory: tuple[str, ...]  # dtypes that its memory may have, ours first
     aliases: tuple[str, ...] = ()
-    bits: int = 8  # of an element: bytes are sign and magnitude, nibbles plus `zero`
+    bits: int = 8  # of an element: 5 and 6 of a byte's, which is sign and magnitude; nibbles are plus `zero`
     largest: int = 0  # whole number, over scales of its own; 0: it is fp8, over k_scale and v_scale
     shared: int = 0  # elements of a token that share a scale of its own; 0: all of them
     zero: int = 0  # what stands for 0
+    step: float = 0  # the scale that is best for a rotated row, over its root mean square
 
     @property
     def scaled(self) -> bool:
@@ -36,8 +37,11 @@ class KVFormat(NamedTuple):
 FORMATS = {
     "fp8_e4m3": KVFormat(lib.CA_E4M3, ("float8_e4m3fn", "uint8"), ("fp8",)),
     "fp8_e5m2": KVFormat(lib.CA_E5M2, ("float8_e5m2", "uint8")),
-    "int8": KVFormat(lib.CA_I8, ("uint8",), largest=127),
-    "int4": KVFormat(lib.CA_I4, ("uint8",), bits=4, largest=7, shared=32, zero=8),
+    "int8": KVFormat(lib.CA_I8, ("uint8",), largest=127, step=0.0309),
+    "int6": KVFormat(lib.CA_I6, ("uint8",), bits=6, largest=31, step=0.1055),
+    "int5": KVFormat(lib.CA_I5, ("uint8",), bits=5, largest=15, step=0.1932),
+    "int4": KVFormat(lib.CA_I4, ("uint8",), bits=4, largest=7, shared=32, zero=8, step=0.3386),
+    "int4_per_token_head": KVFormat(lib.CA_I4_TOKEN, ("uint8",), bits=4, largest=7, zero=8, step=0.3386),
 }
 
 # Of queries, keys and values: what kernels compute in.

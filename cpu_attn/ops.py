@@ -58,11 +58,11 @@ def reshape_and_cache(
     key_cache, value_cache [N, Hkv, B, width]: as :func:`get_kv_cache_shape` says, same dtype; strides of N and
     Hkv are free (K and V of a block may interleave).
     kv_cache_dtype: ``auto``: as key; ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: caches of that float8 dtype or of uint8
-    hold key / k_scale and value / v_scale, rounded to nearest even, saturating, subnormals kept; ``int8`` or ``int4``:
-    uint8 caches hold integers to nearest even and bfloat16 scales, one for each token and kv head, or for 32 elements
-    of them; two of these as ``K/V``.
+    hold key / k_scale and value / v_scale, rounded to nearest even, saturating, subnormals kept; ``int8``, ``int6``,
+    ``int5``, ``int4_per_token_head`` or ``int4``: uint8 caches hold integers to nearest even and bfloat16 scales, one
+    for each token and kv head, in ``int4`` for 32 elements of them; two of these as ``K/V``.
     k_scale, v_scale: 1 unless the cache is fp8; positive, normal and finite in float32.
-    kv_cache_layout: ``packed``, or rows as they are, but for int8 and int4: ``HND`` [N, Hkv, B, D], ``NHD``
+    kv_cache_layout: ``packed``, or rows as they are, but of no integers: ``HND`` [N, Hkv, B, D], ``NHD``
     [N, B, Hkv, D], all strides but the last axis's free, and the same for every isa.
     kv_cache_rotation: ``hadamard``: each head of K and of V goes through an orthogonal transform first, in float32, so
     that channels which are larger than the others do not cost the others their digits (:func:`cpu_attn.rotate` says
@@ -268,7 +268,7 @@ def gather(
     kv_cache_layout: str = "packed",
 ) -> np.ndarray[Any, Any]:
     """The first seq_len tokens of one request out of its pages, plain: [seq_len, Hkv, head_size], as they are stored,
-    rotated where they were; ``int8`` and ``int4`` in float32, times their scales, exactly.
+    rotated where they were; integers in float32, times their scales, exactly.
 
     cache [N, Hkv, B, width] as written with ``isa``, or what kv_cache_layout says; block_table int32 [M]; value: a
     value cache, else a key cache.

@@ -143,8 +143,8 @@ def get_scheduler_metadata(
     num_heads, num_kv_heads, head_size: 1 to 65536 each; num_kv_heads divides num_heads.
     seq_lens: int32 [num_reqs], keys of each request, the new tokens counted.
     dtype: float32, float16 or bfloat16 (NumPy dtype, torch dtype or name) of queries, keys and values.
-    kv_cache_dtype: of the cache: ``auto`` as dtype; ``fp8_e4m3`` (``fp8``), ``fp8_e5m2``, ``int8``, ``int4``, or two of
-    these as ``K/V``.
+    kv_cache_dtype: of the cache: ``auto`` as dtype; ``fp8_e4m3`` (``fp8``), ``fp8_e5m2``, ``int8``, ``int6``,
+    ``int5``, ``int4``, ``int4_per_token_head``, or two of these as ``K/V``.
     query_start_loc: int32 [num_reqs + 1], where each request's query tokens start; the last is T.
     causal: query i of a request sees keys up to ``seq_len - q_len + i``.
     sliding_window: -1 off; w: the last w keys (and w - 1 ahead where not causal); or (left, right), -1 a side off.
@@ -165,7 +165,7 @@ def get_scheduler_metadata(
     start with the same blocks read these once, where few query rows meet them (decode) and in whole segments of 1024
     keys; bits stay the same. A call must then come with a table in which they are the same, too.
     kv_cache_layout: of the caches: ``packed`` by :func:`reshape_and_cache` as the isa likes it, or rows that somebody
-    else may own, ``HND`` [N, Hkv, B, D] or ``NHD`` [N, B, Hkv, D] (vLLM's names), which hold no int8 or int4.
+    else may own, ``HND`` [N, Hkv, B, D] or ``NHD`` [N, B, Hkv, D] (vLLM's names), which hold no integers.
     kv_cache_rotation: of the caches, as :func:`reshape_and_cache` wrote them.
 
     Raises ValueError or TypeError for lengths and sizes out of range, UnavailableError for an isa or engine
@@ -243,9 +243,9 @@ def get_kv_cache_shape(
     """Shape to allocate for K or for V: (num_blocks, num_kv_heads, block_size, width).
 
     width is head_size where head_size is even and block_size a multiple of 16; otherwise it may be
-    larger, and for ``int8`` and ``int4`` it counts bytes, scales among them. What lies inside a (block, head) is the
+    larger, and for ``int8`` to ``int4`` it counts bytes, scales among them. What lies inside a (block, head) is the
     affair of the isa and of dtype, which is that of keys and values; the cache itself is of the dtype that
-    kv_cache_dtype says: fp8 of ``ml_dtypes``' or of uint8, int8 and int4 of uint8. Where K's differs from V's: one of
+    kv_cache_dtype says: fp8 of ``ml_dtypes``' or of uint8, integers of uint8. Where K's differs from V's: one of
     the two.
     kv_cache_layout: of ``HND`` and ``NHD`` the width is head_size; ``NHD`` has block_size before num_kv_heads.
 

@@ -19,7 +19,7 @@ from gguf import GGUFReader, TokenType, dequantize
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from cpu_attn import PagedKVCache, rotary_reshape_and_cache
+from cpu_attn import PagedKVCache, balance, rotary_reshape_and_cache
 
 Array = NDArray[np.float32]
 Ints = NDArray[np.integer[Any]]
@@ -151,19 +151,14 @@ class Gemma3:
         return (layer + 1) % GLOBAL_LAYERS == 0
 
     def balanced(self) -> Gemma3:
-        """The same model with keys that quantise better: what the weights of a layer's norms say of a channel's size in
-        queries and in keys becomes equal in both, and q.k stays as it is. The two channels that rotary embedding turns
-        into one another share their factor."""
+        """The same model with keys that quantise better: cpu_attn.balance by the weights of the norms before the rotary
+        embedding, into which its factors go."""
         model = copy.copy(self)
         model.layers = []
         for w in self.layers:
-            q, k = (np.hypot(*np.split(w[name], 2)) for name in ("attn_q_norm", "attn_k_norm"))
-            least = np.float32(0.01)  # of the mean: a norm may leave out a channel
-            factor = np.sqrt(np.maximum(k, least * k.mean()) / np.maximum(q, least * q.mean()))
-            factor = np.tile(factor, 2)
-            model.layers.append(
-                {**w, "attn_q_norm": w["attn_q_norm"] * factor, "attn_k_norm": w["attn_k_norm"] / factor}
-            )
+            query, key = w["attn_q_norm"], w["attn_k_norm"]
+            factors = balance(np.abs(query), np.abs(key))
+            model.layers.append({**w, "attn_q_norm": query * factors, "attn_k_norm": key / factors})
         return model
 
     def caches(self, num_blocks: int) -> list[PagedKVCache]:

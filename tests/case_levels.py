@@ -100,6 +100,10 @@ def _quick() -> Iterator[Case]:
     for name, fields in QUANTISED.items():
         yield _case(f"int4-{name}", fields, kv_cache_dtype="int4")
     yield _case("int8-3000", QUANTISED["3000"], kv_cache_dtype="int8")
+    for kind in ("int6", "int5", "int4_per_token_head"):
+        for name in ("everything", "block-5", "late-nan"):
+            yield _case(f"{kind}-{name}", QUANTISED[name], kv_cache_dtype=kind)
+        yield _case(f"{kind}-few-group-5", FEW_ROWS["group-5"], kv_cache_dtype=kind, block_size=32)
     for name, fields in FEW_ROWS.items():
         yield _case(f"int4-few-{name}", fields, kv_cache_dtype="int4", block_size=32)
     for kind in ("int8/int4", "int4/auto", "auto/int8", "fp8/int8"):
@@ -141,9 +145,21 @@ def _default() -> Iterator[Case]:
     for name, fields in QUANTISED.items():
         if name != "3000":
             yield _case(f"int8-{name}", fields, kv_cache_dtype="int8")
-    for kind in ("fp8_e5m2", "int8", "int4/auto"):
+    for kind in ("fp8_e5m2", "int8", "int4/auto", "int6/int5", "int4_per_token_head", "int8/int6", "int5/int4"):
         for name, fields in FEW_ROWS.items():
             yield _case(f"{kind.replace('/', '-')}-few-{name}", fields, kv_cache_dtype=kind, block_size=32)
+    for kind in ("int6", "int5", "int4_per_token_head"):
+        for name, fields in QUANTISED.items():
+            yield _case(f"{kind}-{name}", fields, kv_cache_dtype=kind)
+        for size in (1, 33, 64, 80, 128, 256):
+            for rotation in ("none", "hadamard"):
+                fields = {"kv_cache_dtype": kind, "kv_cache_rotation": rotation, "head_size": size}
+                yield _case(f"{kind}-{rotation}-head-{size}", CHUNK, **fields, block_size=24)
+        for size in (5, 16, 24, 128):
+            fields = {"kv_cache_dtype": kind, "kv_cache_rotation": "hadamard/none", "head_size": 40}
+            yield _case(f"{kind}-block-{size}", _boundary(size), block_size=size, **fields, strided=True)
+        for name in ("tree-late-nan", "documents-everything"):
+            yield _case(f"{kind}-masks-{name}", MASKS[name], kv_cache_dtype=kind, head_size=64)
     for name, fields in FEW_ROWS.items():
         yield _case(f"HND-few-{name}", fields, kv_cache_layout="HND", block_size=32, strided=True)
         fp8 = {**fields, "kv_cache_layout": "HND", "block_size": 32, "strided": True}

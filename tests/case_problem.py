@@ -53,14 +53,15 @@ class Problem:
     def _stored(self, rows: list[NDArray[Any]], kind: str, scale: float, rotated: bool) -> list[NDArray[Any]]:
         """What the cache holds, times its scale, and turned back where it is rotated."""
         if rotated:
-            held = self._stored([hadamard(x.astype(np.float32)) for x in rows], kind, scale, False)
-            return [hadamard(x.astype(np.float64), back=True) for x in held]
+            rows = [hadamard(x.astype(np.float32)) for x in rows]
         if kind.startswith("int"):
-            return [integers(x, kind) for x in rows]
-        if not kind.startswith("fp8"):
+            rows = [integers(x, kind, rotated) for x in rows]
+        elif kind.startswith("fp8"):
+            rows = [quantised(x, kind, scale).astype(np.float64) * scale for x in rows]
+        else:
             with np.errstate(over="ignore"):
-                return [x.astype(self.query.dtype) for x in rows]
-        return [quantised(x, kind, scale).astype(np.float64) * scale for x in rows]
+                rows = [x.astype(self.query.dtype) for x in rows]
+        return [hadamard(x.astype(np.float64), back=True) for x in rows] if rotated else rows
 
     @cached_property
     def rotation(self) -> Rotation | None:

@@ -105,6 +105,11 @@ ROTATED: dict[str, dict[str, Any]] = {
     "plain-NHD": {**MIXED, **FEATURES["everything"], "kv_cache_layout": "NHD"},
     "tiny": {**QUANTISED["tiny"], "kv_cache_dtype": "int4"},
     "saturated": {**QUANTISED["saturated"], "kv_cache_dtype": "fp8_e5m2"},
+    "int4-per-token-head": {**MIXED, "kv_cache_dtype": "int6/int4_per_token_head", "head_size": 64},
+    "int5-late-nan": {**QUANTISED["late-nan"], "kv_cache_dtype": "int5"},
+    "int5-tiny": {**QUANTISED["tiny"], "kv_cache_dtype": "int5/int4_per_token_head"},
+    "int6-block-5": {**QUANTISED["block-5"], "kv_cache_dtype": "int6", "strided": True},
+    "int5-large": {**QUANTISED["saturated"], "kv_cache_dtype": "int5/int6"},
 }
 
 # Whole blocks, one register tile of rows: where narrow and plain caches may be unpacked on the way into the products.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -12,8 +12,26 @@ from numpy.typing import NDArray
 DTYPES = ("float32", "float16", "bfloat16")
 # Of quantised caches, exact in float32. K's saturates a few of a thousand normal numbers in e4m3.
 SCALES = (0.00634765625, 0.37109375)
-# Whole numbers with scales of their own: the largest, and how many elements of a row share a scale (None: all).
-INTEGERS = {"int8": (127, None), "int4": (7, 32)}
+
+
+class Whole(NamedTuple):
+    """Whole numbers with scales of their own: the least, the largest that a scale is made for; how many elements of a
+    row share a scale (None: all); the scale of a rotated row, over its root mean square, that is best if its numbers
+    are from a normal distribution."""
+
+    least: int
+    largest: int
+    shared: int | None
+    step: float
+
+
+INTEGERS = {
+    "int8": Whole(-127, 127, None, 0.0309),
+    "int6": Whole(-31, 31, None, 0.1055),
+    "int5": Whole(-15, 15, None, 0.1932),
+    "int4": Whole(-8, 7, 32, 0.3386),
+    "int4_per_token_head": Whole(-8, 7, None, 0.3386),
+}
 _FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
@@ -42,23 +60,39 @@ def quantised(x: NDArray[Any], kv_cache_dtype: str, scale: float) -> NDArray[Any
     return rounded
 
 
-def integers(x: NDArray[Any], kind: str) -> NDArray[np.float64]:
-    """x as a kind of INTEGERS holds it. The scale is the largest magnitude over the largest number in float32, rounded
-    up to bfloat16; x times its reciprocal, in float32, goes to the nearest even integer. NaN where what shares a scale
-    is not finite."""
-    most, shared = INTEGERS[kind]
-    step = shared or x.shape[-1]
+def integers(x: NDArray[Any], kind: str, rotated: bool = False) -> NDArray[np.float64]:
+    """x as a kind of INTEGERS holds it. The scale is the largest magnitude over the largest number in float32, of a
+    rotated row at most `step` times the root mean square, rounded up to bfloat16; x times its reciprocal, in float32,
+    goes to the nearest even integer that there is. NaN where what shares a scale is not finite."""
+    row = INTEGERS[kind]
+    step = row.shared or x.shape[-1]
     out = np.zeros(x.shape)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         for first in range(0, x.shape[-1], step):
             part = x[..., first : first + step].astype(np.float32)
-            bits = (np.abs(part).max(axis=-1, keepdims=True) / np.float32(most)).view(np.uint32)
-            scale = ((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+            scale = np.abs(part).max(axis=-1, keepdims=True) / np.float32(row.largest)
+            if rotated:
+                squares = _sum_of_squares(part)
+                best = np.float32(row.step) * np.sqrt(squares / np.float32(part.shape[-1]))
+                scale = np.where(squares > 2.0**-100, np.minimum(scale, best), scale)
+            scale = ((scale.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
             scale[~np.isfinite(part).all(axis=-1)] = np.nan
             safe = np.where(scale == 0, np.float32(1), scale)
             whole = np.rint(np.where(safe >= 2.0**-126, part * (np.float32(1) / safe), part / safe))
-            out[..., first : first + step] = whole.astype(np.float64) * scale
+            out[..., first : first + step] = np.clip(whole, row.least, row.largest).astype(np.float64) * scale
     return out
+
+
+def _sum_of_squares(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Over the last axis, in float32 as the contract orders it: element i goes to the (i mod 16)-th sum, the second
+    half of the sums to the first until one is left."""
+    sums = [np.zeros(x.shape[:-1], np.float32) for _ in range(16)]
+    for i in range(x.shape[-1]):
+        sums[i % 16] = sums[i % 16] + x[..., i] * x[..., i]
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [a + b for a, b in zip(sums[:half], sums[half:], strict=True)]
+    return sums[0][..., None]
 
 
 def rotates(kv_cache_rotation: str) -> list[bool]:

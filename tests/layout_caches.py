@@ -12,7 +12,8 @@ from cpu_attn import PagedKVCache
 
 from .formats import INTEGERS, integers, kinds_of, numpy_dtype, quantised
 
-NARROW = ["fp8_e4m3", "fp8_e5m2", "int8", "int4", "int8/int4", "fp8/auto", "auto/int4"]
+NARROW = ["fp8_e4m3", "fp8_e5m2", "int8", "int4", "int8/int4", "int6/int5", "fp8/auto", "auto/int4"]
+NARROW += ["int4_per_token_head"]
 GOOD: dict[str, Any] = {
     "layout": "pairs-v1",
     "dtype": "bfloat16",
@@ -44,10 +45,10 @@ def scales_for(kv_cache_dtype: str, k_scale: float, v_scale: float) -> dict[str,
     return {name: scale for name, scale, kind in named if kind.startswith("fp8")}
 
 
-def held(x: NDArray[Any], kind: str, scale: float) -> NDArray[np.float64]:
-    """The numbers that a cache holds of x."""
+def held(x: NDArray[Any], kind: str, scale: float, rotated: bool = False) -> NDArray[np.float64]:
+    """The numbers that a cache holds of x, which may be rotated."""
     if kind in INTEGERS:
-        return integers(x, kind) + 0.0  # an integer has no negative zero
+        return integers(x, kind, rotated) + 0.0  # an integer has no negative zero
     if kind.startswith("fp8"):
         numbers: NDArray[np.float64] = quantised(x, kind, scale).astype(np.float64) * np.float64(np.float32(scale))
         return numbers

@@ -43,4 +43,4 @@ def printed(name: str, *options: str) -> list[str]:
     """The lines that an example prints."""
     result = CliRunner().invoke(example(name).main, options)
     assert result.exit_code == 0, result.output
-    return [line for line in result.output.splitlines() if "Logger" not in line]
+    return [line for line in result.stdout.splitlines() if "Logger" not in line]

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from cpu_attn import CacheDescriptor, PagedKVCache, StoredCache, convert
 from cpu_attn.storage import conversion
 
-from .formats import integers, kinds_of, numpy_dtype, quantised
+from .formats import INTEGERS, integers, kinds_of, numpy_dtype, quantised
 from .kernels import KERNELS
 from .layout_caches import GOOD, contents, filled, held, scales_for
 from .test_quantised import rows as roundings
 
 LAYOUTS = ("lanes-v2", "pairs-v1")
+BITS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4, "int4_per_token_head": 4}
 
 
 def place(name: str, value: bool, token: int, d: int, size: int) -> int:
@@ -53,19 +54,24 @@ def foreign_integers(
     [slots, Hkv, scales]."""
     codes, scales = tokens
     (slots, heads, size), (*_, block_size, _), each = codes.shape, shape, scales.shape[2]
+    bits = BITS[kind]
     memory = np.full((shape[0], heads, block_size * shape[3]), unused, np.uint8)
     group_elements = 16 * (size + size % 2 * (not value))
-    group_bytes = -(-group_elements // 128) * 64 if kind == "int4" else group_elements
+    group_bytes = -(-group_elements // 128) * 16 * bits if bits < 8 else group_elements
     for slot in range(slots):
         block, token = divmod(slot, block_size)
         group, lane = divmod(token, 16)
         for d in range(size):
             at, first, x = place("pairs-v1", value, lane, d, size), group * group_bytes, codes[slot, :, d]
-            if kind == "int4":
-                byte = memory[block, :, first + at // 128 * 64 + at % 64]
-                byte[:] = (byte & 0x0F) | x << 4 if at % 128 >= 64 else (byte & 0xF0) | x
-            else:
+            if bits == 8:
                 memory[block, :, first + at] = x
+                continue
+            first, at = first + at // 128 * 16 * bits, at % 128
+            byte = memory[block, :, first + at % 64]
+            byte[:] = (byte & 0x0F) | (x & 15) << 4 if at >= 64 else (byte & 0xF0) | x & 15
+            for bit in range(4, bits):
+                byte, one = memory[block, :, first + 16 * bit + at % 16], np.uint8(1 << at // 16)
+                byte[:] = np.where(x >> (7 if bit == bits - 1 else bit) & 1, byte | one, byte & ~one)
         for s in range(each):
             to = -(-block_size // 16) * group_bytes + ((group * each + s) * 16 + lane) * 2
             memory[block, :, to : to + 2] = scales[slot, :, s, None].view(np.uint8)
@@ -165,7 +171,7 @@ def test_conversions(isa: str, dtype: str, to: str, origin: str) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "int8/int4"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "int8/int4", "int6/int5", "int4_per_token_head/int6"])
 @pytest.mark.parametrize(("sizes", "block_size"), [((40, 7), 16), ((33, 65), 5), ((9, 96), 24)])
 def test_integers_of_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
@@ -181,10 +187,12 @@ def test_integers_of_elsewhere(
     d = described(layout=name, dtype=dtype, kv_cache_dtype=kv_cache_dtype, k_scale=1.0, v_scale=1.0, **how)
     tokens: list[Any] = []
     for size, kind in zip(sizes, kinds, strict=True):
-        each = 1 if kind == "int8" else -(-size // 32)
+        each = -(-size // (INTEGERS[kind].shared or size))
         scales = rng.standard_normal((3 * block_size, 2, each)).astype(np.float32).view(np.uint32) >> 16
         scales[rng.random(scales.shape) < 0.1] = 0xFFC1
-        codes = rng.integers(0, 256 if kind == "int8" else 16, (3 * block_size, 2, size), np.uint8)
+        codes = rng.integers(0, 2 ** BITS[kind], (3 * block_size, 2, size), np.uint8)
+        if kind in ("int5", "int6"):  # the highest bit is that of a byte
+            codes += (codes >> BITS[kind] - 1) * np.uint8(128 - 2 ** (BITS[kind] - 1))
         tokens.append((codes, scales.astype(np.uint16)))
     memory = [foreign_integers(x, kinds[i], bool(i), d.shapes[i], 0xFF) for i, x in enumerate(tokens)]
     for chunk in (conversion.CHUNK, 1):
@@ -196,13 +204,13 @@ def test_integers_of_elsewhere(
             assert (got.key_cache, got.value_cache)[i].tobytes() == want.tobytes()
     wide = convert(StoredCache(d, *memory), dtype="float32", kv_cache_dtype="auto")
     for x, (codes, bits), kind in zip(contents(wide), tokens, kinds, strict=True):
-        signed = codes.astype(int) - 8 if kind == "int4" else np.where(codes < 128, codes, 128 - codes.astype(int))
+        signed = codes.astype(int) - 8 if BITS[kind] == 4 else np.where(codes < 128, codes, 128 - codes.astype(int))
         scales = (bits.astype(np.uint32) << 16).view(np.float32)
-        which = np.arange(codes.shape[2]) // (32 if kind == "int4" else codes.shape[2])
+        which = np.arange(codes.shape[2]) // (INTEGERS[kind].shared or codes.shape[2])
         assert np.array_equal(x, signed * scales[..., which], equal_nan=True)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "int4/int8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "int4/int8", "int5/int6", "int4_per_token_head/int5"])
 @pytest.mark.parametrize(("sizes", "block_size"), [((64, 24), 16), ((33, 7), 5), ((9, 70), 24)])
 def test_integers_as_they_are_written_here(kv_cache_dtype: str, sizes: tuple[int, int], block_size: int) -> None:
     """The memory of caches that reshape_and_cache filled, of every layout here, from one another."""
@@ -220,7 +228,7 @@ def test_integers_as_they_are_written_here(kv_cache_dtype: str, sizes: tuple[int
         assert got.value_cache.tobytes() == want.value_cache.tobytes()
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", INTEGERS)
 @pytest.mark.parametrize("head_size", [64, 33])
 def test_every_integer_that_a_write_rounds_to(kind: str, head_size: int) -> None:
     """Ties, subnormals, zeros, NaN and infinities; back as NaN in any kind."""

@@ -17,7 +17,7 @@ from cpu_attn._threads import threads
 from .formats import DTYPES, numpy_dtype
 from .kernels import BF16_PRODUCTS, KERNELS
 
-KINDS = ("auto", "int8", "int4")
+KINDS = ("auto", "int8", "int6", "int5", "int4", "int4_per_token_head")
 COMBINATIONS = [("native", *k) for k in KERNELS] + [
     (e.name, "auto", dtype) for e in cpu_attn.engines() if e.available and e.name != "native" for dtype in DTYPES
 ]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn.primitives import gather_pages
 
-from .formats import INTEGERS, integers, numpy_dtype
+from .formats import INTEGERS, hadamard, integers, numpy_dtype
 from .kernels import KERNELS, ONE_DTYPE
 
 KINDS = tuple(INTEGERS)
@@ -44,6 +44,29 @@ def test_every_rounding(isa: str, dtype: str, head_size: int, kv_cache_dtype: st
     for got in cache.gather(np.arange(cache.num_blocks, dtype=np.int32), len(x)):
         assert got.dtype == np.float32
         assert np.array_equal(got.astype(np.float64), want, equal_nan=True)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", KINDS)
+@pytest.mark.parametrize("head_size", [64, 33, 600])
+@pytest.mark.parametrize(("isa", "dtype"), ONE_DTYPE)
+def test_scales_of_rotated_rows(isa: str, dtype: str, head_size: int, kv_cache_dtype: str) -> None:
+    """By the root mean square: the same bits on every isa, and from convert; something is clipped."""
+    spikes = hadamard(np.eye(head_size, dtype=np.float32)[:3, None], back=True).astype(numpy_dtype(dtype))
+    x = np.concatenate([rows(dtype, head_size)[::3], spikes])
+    how: Any = {"kv_cache_dtype": kv_cache_dtype, "kv_cache_rotation": "hadamard"}
+    cache = cpu_attn.PagedKVCache(-(-len(x) // 48), 48, 1, head_size, dtype, isa, **how)
+    cache.update(x, x, np.arange(len(x)))
+    with np.errstate(invalid="ignore", over="ignore"):
+        turned = hadamard(x.astype(np.float32))
+        want = integers(turned, kv_cache_dtype, True)
+    plain = integers(turned, kv_cache_dtype)
+    assert not np.array_equal(want, plain, equal_nan=True)
+    plain_cache = cpu_attn.PagedKVCache(cache.num_blocks, 48, 1, head_size, dtype)
+    plain_cache.update(x, x, np.arange(len(x)))
+    table = np.arange(cache.num_blocks, dtype=np.int32)
+    for c in (cache, cpu_attn.convert(plain_cache, isa=isa, **how)):
+        for got in c.gather(table, len(x)):
+            assert np.array_equal(got.astype(np.float64), want, equal_nan=True)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", KINDS)
@@ -107,7 +130,9 @@ def test_a_shape_is_of_k_or_of_v() -> None:
     with pytest.raises(ValueError, match="kv_cache_dtype: 'int8/int4' names two"):
         cpu_attn.get_kv_cache_shape(1, 16, 1, 32, "float32", kv_cache_dtype="int8/int4")
     assert cpu_attn.get_kv_cache_shape(3, 16, 2, 128, "bfloat16", kv_cache_dtype="int8") == (3, 2, 16, 130)
-    assert cpu_attn.get_kv_cache_shape(3, 16, 2, 128, "bfloat16", kv_cache_dtype="int4") == (3, 2, 16, 72)
+    widths = {"int6": 96 + 2, "int5": 80 + 2, "int4": 64 + 8, "int4_per_token_head": 64 + 2}
+    for kind, width in widths.items():
+        assert cpu_attn.get_kv_cache_shape(3, 16, 2, 128, "bfloat16", kv_cache_dtype=kind) == (3, 2, 16, width)
 
 
 def test_a_plan_is_for_what_the_cache_holds() -> None:

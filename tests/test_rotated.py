@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn import PagedAttention, PagedKVCache, convert, rotate
+from cpu_attn import PagedAttention, PagedKVCache, balance, convert, reference, rotate
 
 from . import case_levels, formats
 from .backend_steps import Step, layer
@@ -49,7 +49,7 @@ def test_in_numpy(size: int, back: bool) -> None:
 
 
 @pytest.mark.parametrize("rotation", ["hadamard", "hadamard/none", "none/hadamard"])
-@pytest.mark.parametrize("kind", ["auto", "int8", "int4", "fp8_e5m2", "int8/int4"])
+@pytest.mark.parametrize("kind", ["auto", "int8", "int4", "fp8_e5m2", "int6/int4_per_token_head", "int5"])
 @pytest.mark.parametrize(("isa", "dtype"), KERNELS)
 def test_what_lies_in_them(isa: str, dtype: str, kind: str, rotation: str) -> None:
     """The bits that the contract gives, on every isa, in groups of 16 tokens and token by token."""
@@ -60,7 +60,7 @@ def test_what_lies_in_them(isa: str, dtype: str, kind: str, rotation: str) -> No
         sides = zip(contents(cache), (key, value), formats.kinds_of(kind), rotates(rotation), strict=True)
         for got, x, held_as, rotated in sides:
             turned = hadamard(x.astype(np.float32)) if rotated else x
-            want = held(turned.astype(dtype) if held_as == "auto" else turned, held_as, 1.0)
+            want = held(turned.astype(x.dtype) if held_as == "auto" else turned, held_as, 1.0, rotated)
             np.testing.assert_array_equal(got.astype(np.float64), want)
 
 
@@ -181,3 +181,55 @@ def test_norms_turns_and_rotates_at_once() -> None:
     np.testing.assert_array_equal(query, same)
     np.testing.assert_array_equal(rotated_key, hadamard(key))
     np.testing.assert_array_equal(rotated_value, hadamard(value))
+
+
+@pytest.mark.parametrize(("rot_dim", "is_neox"), [(None, True), (None, False), (16, True), (16, False), (0, True)])
+def test_balance(rot_dim: int | None, is_neox: bool) -> None:
+    """q.k stays, before the rotary embedding and behind it; a channel has the same size in both."""
+    rng = np.random.default_rng(1)
+    q_size, k_size = rng.uniform(0.1, 2, (2, 3, 40))
+    k_size[:, 5] = 30
+    kept = k_size.copy()
+    factors = balance(q_size, k_size, rot_dim, is_neox).astype(np.float64)
+    assert (k_size == kept).all()
+    turned = 40 if rot_dim is None else rot_dim
+    first = np.arange(turned // 2) if is_neox else np.arange(0, turned, 2)
+    second = first + (turned // 2 if is_neox else 1)
+    np.testing.assert_array_equal(factors[:, first], factors[:, second])
+    sizes = [np.hypot(x[:, first], x[:, second]) for x in (q_size, k_size)]
+    np.testing.assert_allclose(sizes[0] * factors[:, first], sizes[1] / factors[:, first], rtol=1e-6)
+    alone = slice(turned, None)
+    np.testing.assert_allclose((q_size * factors)[:, alone], (k_size / factors)[:, alone], rtol=1e-6)
+    query, key = rng.standard_normal((2, 7, 3, 40))
+    table = rng.standard_normal((7, max(turned, 2)))
+    found = []
+    for q, k in ((query, key), (query * factors, key / factors)):
+        if turned:
+            q, k = (reference.rotary(x, np.arange(7), table[:, :turned], is_neox) for x in (q, k))
+        found.append(np.einsum("qhd,khd->hqk", q, k))
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-9, atol=1e-9)
+
+
+def test_balance_of_a_channel_that_is_left_out() -> None:
+    factors = balance(np.array([1.0, 0.0, 1.0, 1.0]), np.zeros(4), 0)
+    np.testing.assert_array_equal(factors, 1)
+    factors = balance(np.array([1.0, 0.0, 1.0, 1.0]), np.ones(4), 0)
+    np.testing.assert_allclose(factors, [1, 1 / np.sqrt(0.0075), 1, 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "more", "error", "words"),
+    [
+        (np.ones(4), np.ones(6), {}, ValueError, "key: shape (6,), expected query's, (4,)"),
+        (np.ones(4), -np.ones(4), {}, ValueError, "key[0]: -1.0, expected a finite size"),
+        (np.array([[1, np.nan]]), np.ones((1, 2)), {}, ValueError, "query[0, 1]: nan"),
+        (np.ones(4, int), np.ones(4), {}, TypeError, "query: dtype int64"),
+        (np.ones(4), np.ones(4), {"rot_dim": 3}, ValueError, "rot_dim: 3 is odd"),
+        (np.ones(4), np.ones(4), {"rot_dim": 6}, ValueError, "rot_dim: 6"),
+        (np.ones(()), np.ones(()), {}, ValueError, "key: shape ()"),
+    ],
+)
+def test_balance_refuses(query: Any, key: Any, more: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as found:
+        balance(query, key, **more)
+    assert str(found.value).startswith(words)

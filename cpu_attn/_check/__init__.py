@@ -26,6 +26,7 @@ from cpu_attn._check.arrays import (
     moves,
     pointer,
     rising,
+    sizes,
     small_floats,
     writable,
 )
@@ -137,6 +138,7 @@ __all__ = [
     "score_pages",
     "selected_blocks",
     "sequence",
+    "sizes",
     "small_floats",
     "softcap",
     "states",

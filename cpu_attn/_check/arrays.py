@@ -98,6 +98,18 @@ def small_floats(name: str, x: Any, dtypes: Sequence[str], num_heads: int) -> np
     return np.ascontiguousarray(a.numpy().astype(np.float32))
 
 
+def sizes(name: str, x: Any) -> np.ndarray[Any, Any]:
+    """A float64 copy of numbers that are finite and not negative."""
+    a = numpy_view(name, x, FLOATS)
+    if str(a.dtype) not in (*FLOATS, "float64"):
+        raise TypeError(f"{name}: dtype {a.dtype}, expected {', '.join(FLOATS)} or float64")
+    found: np.ndarray[Any, Any] = a.astype(np.float64)
+    for where in np.argwhere(~(np.isfinite(found) & (found >= 0)))[:1]:
+        at = ", ".join(map(str, where))
+        raise ValueError(f"{name}[{at}]: {found[tuple(where)]}, expected a finite size of at least 0")
+    return found
+
+
 def writable(name: str, a: Array) -> Array:
     """Memory that may be written and in which no two elements coincide."""
     fault = new_fault()

@@ -25,9 +25,9 @@ class PagedKVCache:
 
     num_blocks N, block_size B, num_kv_heads Hkv, head_size D (of K), head_size_v Dv (of V, D unless said);
     dtype float32, float16 or bfloat16, of keys, values and queries; kv_cache_dtype ``auto``: the memory is of it too,
-    ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: it holds key / k_scale and value / v_scale, ``int8`` or ``int4``: integers
-    with scales of their own, or two of these as ``K/V``. ``key_cache`` and
-    ``value_cache`` are the raw arrays for :func:`reshape_and_cache` and :func:`attention_with_kv_cache`; ``isa`` is
+    ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: it holds key / k_scale and value / v_scale, ``int8``, ``int6``, ``int5``,
+    ``int4`` or ``int4_per_token_head``: integers with scales of their own, or two of these as ``K/V``. ``key_cache``
+    and ``value_cache`` are the raw arrays for :func:`reshape_and_cache` and :func:`attention_with_kv_cache`; ``isa`` is
     resolved and ``layout`` names what lies inside, so that a plan for another layout or dtype is refused; all of that
     is ``descriptor``, which goes with the memory into files and to other machines.
     kv_cache_layout: ``packed``, or ``HND`` or ``NHD``: plain rows, slower to read, for whoever shares the memory
@@ -175,8 +175,8 @@ class PagedKVCache:
 
     def gather(self, block_table: Any, seq_len: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Plain K [seq_len, Hkv, D] and V [seq_len, Hkv, Dv] of one request; block_table: int32 [M], its blocks.
-        As they are stored (:func:`cpu_attn.rotate` turns rotated ones back); ``int8`` and ``int4`` in float32, times
-        their scales. Raises ValueError or TypeError for a seq_len or blocks out of range."""
+        As they are stored (:func:`cpu_attn.rotate` turns rotated ones back); integers in float32, times their
+        scales. Raises ValueError or TypeError for a seq_len or blocks out of range."""
         common: Any = {"isa": self.isa, "dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype}
         common["kv_cache_layout"] = self.kv_cache_layout
         return (

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cpu_attn import _check
 from cpu_attn._dtypes import DTYPES, FORMATS, KVFormat, dtype_name, is_fp8
-from cpu_attn.hadamard import rotate
+from cpu_attn.rotation import rotate
 from cpu_attn.storage.cache import PagedKVCache
 from cpu_attn.storage.descriptor import CacheDescriptor
 from cpu_attn.storage.files import StoredCache
@@ -86,7 +86,7 @@ def _convert_pages(source: Memory, target: Memory, old: CacheDescriptor, new: Ca
                 if rotated[0] != rotated[1]:
                     turned = rotate(numbers if rotated[0] else numbers.astype(np.float32), back=rotated[0] > 0)
                     numbers = turned.astype(np.float64)
-                stored = _stored(numbers, new, forms[1], scales[1])
+                stored = _stored(numbers, new, forms[1], scales[1], rotated[1] > 0)
             pack(*stored, forms[1], target[blocks])
 
 
@@ -105,8 +105,8 @@ def _numbers(elements: Memory, scales: Memory, form: Form, scale: float) -> NDAr
 
 def _whole_numbers(row: KVFormat) -> NDArray[np.float64]:
     """What integers mean before their scale, by how they are stored."""
-    if row.bits == 4:
-        return np.arange(16.0) - row.zero
+    if row.zero:
+        return np.arange(2.0**row.bits) - row.zero
     return np.append(np.arange(128.0), 0 - np.arange(128.0))
 
 
@@ -114,11 +114,13 @@ def _widened(bits: Memory) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _stored(numbers: NDArray[np.float64], to: CacheDescriptor, form: Form, scale: float) -> tuple[Memory, Memory]:
+def _stored(
+    numbers: NDArray[np.float64], to: CacheDescriptor, form: Form, scale: float, rotated: bool
+) -> tuple[Memory, Memory]:
     """Elements and scales, as pack wants them."""
     dtype, none = memory_dtype(form.kind), np.zeros((*numbers.shape[:3], 0), np.uint16)
     if form.scales:
-        return _integers(numbers.astype(np.float32), form)
+        return _integers(numbers.astype(np.float32), form, rotated)
     if form.kind == to.dtype:
         return _round_once(numbers, dtype), none
     most = float(ml_dtypes.finfo(dtype).max)
@@ -126,19 +128,39 @@ def _stored(numbers: NDArray[np.float64], to: CacheDescriptor, form: Form, scale
     return np.clip(divided, -most, most).astype(dtype), none
 
 
-def _integers(x: NDArray[np.float32], form: Form) -> tuple[Memory, Memory]:
-    """As kv_formats/narrow.inc quantises: the largest magnitude over the largest integer, rounded up to bfloat16, is
-    the scale; x times its reciprocal, where that is a float, goes to the nearest even integer."""
+def _integers(x: NDArray[np.float32], form: Form, rotated: bool) -> tuple[Memory, Memory]:
+    """As kv_formats/narrow.inc quantises: the largest magnitude over the largest integer, of a rotated row at most
+    `step` times the root mean square, rounded up to bfloat16, is the scale; x times its reciprocal, where that is a
+    float, goes to the nearest even integer that there is."""
     (n, heads, size, _), row = x.shape, FORMATS[form.kind]
     x = padded(x, size, form.scales * form.scale_elements).reshape(n, heads, size, form.scales, -1)
     top = np.abs(x).max(axis=-1)
-    up = (top / np.float32(row.largest)).view(np.uint32) + np.uint32(0xFFFF) >> 16
+    scale = top / np.float32(row.largest)
+    if rotated:
+        squares = _sum_of_squares(x)
+        counts = np.minimum(form.head_size - np.arange(form.scales) * form.scale_elements, form.scale_elements)
+        best = np.float32(row.step) * np.sqrt(squares / counts.astype(np.float32))
+        scale = np.where((squares > 2.0**-100) & (best < scale), best, scale)
+    up = scale.view(np.uint32) + np.uint32(0xFFFF) >> 16
     scales = np.where(np.isfinite(top), up, 0x7FC0).astype(np.uint16)
     over = _widened(np.where(scales == 0, 0x3F80, scales))[..., None]
     whole = np.rint(np.where(over >= 2.0**-126, x * (1 / over), x / over))
-    whole = np.where(np.isnan(over), 0, whole).reshape(n, heads, size, -1)[..., : form.head_size]
-    stored = whole + row.zero if row.bits == 4 else np.where(whole < 0, 128 - whole, whole)
+    whole = np.where(np.isnan(over), 0, np.clip(whole, -row.zero or -row.largest, row.largest))
+    whole = whole.reshape(n, heads, size, -1)[..., : form.head_size]
+    stored = whole + row.zero if row.zero else np.where(whole < 0, 128 - whole, whole)
     return stored.astype(np.uint8), scales
+
+
+def _sum_of_squares(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Over the last axis, in the order of kv_formats/numbers.h: of every 16th, then of these by halves."""
+    square = np.pad(x * x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 16)])
+    sums = np.zeros((*x.shape[:-1], 16), np.float32)
+    for first in range(0, square.shape[-1], 16):
+        sums = sums + square[..., first : first + 16]
+    while sums.shape[-1] > 1:
+        half = sums.shape[-1] // 2
+        sums = sums[..., :half] + sums[..., half:]
+    return sums[..., 0]
 
 
 def _round_once(numbers: NDArray[np.float64], dtype: np.dtype[Any]) -> Memory:

@@ -15,7 +15,7 @@ from cpu_attn.storage.memory import Memory
 PAIRS = {"lanes-v2": 1, "pairs-v1": 2}
 PLAIN = ("HND", "NHD")  # rows as anybody has them
 LANES = 16  # tokens that lie together: where these divide a block, its width does not depend on its size
-HALVES = 128  # nibbles that share 64 bytes
+TOGETHER = 128  # elements of fewer than 8 bits that are packed together, 4 of their bits in 64 bytes
 
 
 class Form(NamedTuple):
@@ -33,8 +33,9 @@ class Form(NamedTuple):
         return FORMATS.get(self.kind)
 
     @property
-    def nibbles(self) -> bool:
-        return self.format is not None and self.format.bits == 4
+    def packed(self) -> int:
+        """Bits of an element that is less than a byte, else 0."""
+        return self.format.bits if self.format and self.format.bits < 8 else 0
 
     @property
     def pairs(self) -> int:
@@ -51,7 +52,7 @@ class Form(NamedTuple):
     @property
     def elements(self) -> int:
         n = prod(self.axes[0])
-        return -(-n // HALVES) * HALVES if self.nibbles else n
+        return -(-n // TOGETHER) * TOGETHER if self.packed else n
 
     @property
     def places(self) -> int:
@@ -88,8 +89,8 @@ def unpack(memory: Memory, form: Form) -> tuple[Memory, Memory]:
     groups, (axes, order) = groups_of(size), form.axes
     flat, end = memory.reshape(n, heads, -1), groups * form.places
     x = flat[..., :end]
-    if form.nibbles:
-        x = x.reshape(n, heads, -1, 1, HALVES // 2) >> np.array([[0], [4]], np.uint8) & 15
+    if form.packed:
+        x = _bytes_of_bits(x.reshape(n, heads, -1, TOGETHER * form.packed // 8), form.packed)
     x = x.reshape(n, heads, groups, -1)[..., : prod(axes)].reshape(n, heads, groups, *axes)
     elements = x.transpose(0, 1, 2, *(i + 3 for i in order)).reshape(n, heads, groups * LANES, -1)
     s = flat[..., end : end + groups * form.scales * LANES * 2].view(np.uint8).view(np.uint16)
@@ -108,15 +109,37 @@ def pack(elements: Memory, scales: Memory, form: Form, memory: Memory) -> None:
     flat, end = memory.reshape(n, heads, -1), groups * form.places
     x = padded(elements, groups * LANES, prod(axes) // LANES)
     x = x.reshape(n, heads, groups, *(axes[i] for i in order)).transpose(0, 1, 2, *(i + 3 for i in order))
-    if form.nibbles:
+    if form.packed:
         x = padded(x.reshape(n, heads, groups, -1), groups, form.elements)
-        x = x.reshape(n, heads, -1, 2, HALVES // 2)
-        x = x[..., 0, :] | x[..., 1, :] << 4
+        x = _bits_of_bytes(x.reshape(n, heads, -1, TOGETHER), form.packed)
     flat[..., :end] = x.reshape(n, heads, -1)
     if form.scales:
         s = padded(scales, groups * LANES, form.scales).reshape(n, heads, groups, LANES, form.scales)
         s = np.ascontiguousarray(s.swapaxes(3, 4)).reshape(n, heads, -1).view(np.uint8)
         flat[..., end : end + s.shape[2]] = s
+
+
+def _places(bits: int) -> list[int]:
+    """Where bits from the fifth on are in a byte: the last one is its sign."""
+    return [*range(4, bits - 1), 7][: bits - 4]
+
+
+def _bytes_of_bits(x: Memory, bits: int) -> Memory:
+    """[..., 128] elements of [..., 16 * bits] bytes, as cache/layout.h packs them."""
+    low = (x[..., None, :64] >> np.array([[0], [4]], np.uint8) & 15).reshape(*x.shape[:-1], TOGETHER)
+    for plane, place in enumerate(_places(bits), 4):
+        high = x[..., None, 16 * plane : 16 * plane + 16] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+        low |= high.reshape(low.shape) << np.uint8(place)
+    return low
+
+
+def _bits_of_bytes(x: Memory, bits: int) -> Memory:
+    """The way back."""
+    parts = [x[..., :64] & 15 | x[..., 64:] << 4]
+    for place in _places(bits):
+        high = (x >> np.uint8(place) & 1).reshape(*x.shape[:-1], 8, 16)
+        parts.append(np.bitwise_or.reduce(high << np.arange(8, dtype=np.uint8)[:, None], axis=-2))
+    return np.concatenate(parts, axis=-1)
 
 
 def padded(x: Memory, tokens: int, size: int) -> Memory:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn.hadamard import rotate
+from cpu_attn.rotation import rotate
 from cpu_attn.study.masks import Array
 from cpu_attn.study.primitives import gather_pages, matmul, softmax
 from cpu_attn.study.step import Step, checked

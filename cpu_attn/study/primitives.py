@@ -35,7 +35,7 @@ def gather_pages(
     kv_cache_layout: str = "packed",
 ) -> Array:
     """Keys (or values) of one request's first seq_len tokens, plain: [seq_len, Hkv, head_size] in the cache's dtype;
-    of ``int8`` and ``int4`` in float32, times their scales.
+    of integers (``int8``, ...) in float32, times their scales.
 
     cache: a key cache [N, Hkv, B, width] as written with ``isa``, or a value cache with ``value=True``.
     block_table_row: int32 [M], the request's blocks. out: written and returned where given. dtype: of the tokens that

@@ -11,8 +11,8 @@ import numpy as np
 from cpu_attn import _check
 from cpu_attn._arrays import Array as Memory
 from cpu_attn._dtypes import DTYPES
-from cpu_attn.hadamard import rotate
 from cpu_attn.plan import get_scheduler_metadata
+from cpu_attn.rotation import rotate
 from cpu_attn.study.masks import Array, Tree, chosen_blocks, visible, with_masks
 
 

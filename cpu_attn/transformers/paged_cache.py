@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 
 from cpu_attn import PagedKVCache, _check, ops
 from cpu_attn._dtypes import dtype_name, is_scaled
-from cpu_attn.hadamard import rotate
+from cpu_attn.rotation import rotate
 from cpu_attn.transformers.lazy import Inference, LazyTensor, ReadOnly
 from cpu_attn.transformers.plans import Logits, Requests, autocast, by_token, dense_rows, run
 
@@ -25,9 +25,10 @@ LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 class PagedCache(Cache):  # type: ignore[misc]
     """A cache of packed pages for the decoder that ``config`` describes.
 
-    kv_cache_dtype: ``auto`` (the model's), ``fp8_e4m3``, ``fp8_e5m2``, ``int8``, ``int4``, or two of these as ``K/V``;
-    block_size: tokens of a page; k_scale, v_scale: of fp8; kv_cache_rotation: ``hadamard``: quantised
-    caches hold a model's keys better so (docs/quality.md). Every layer keeps all its tokens, sliding ones too.
+    kv_cache_dtype: ``auto`` (the model's), ``fp8_e4m3``, ``fp8_e5m2``, ``int8``, ``int6``, ``int5``, ``int4``,
+    ``int4_per_token_head``, or two of these as ``K/V``; block_size: tokens of a page; k_scale, v_scale: of fp8;
+    kv_cache_rotation: ``hadamard``: quantised caches hold a model's keys better so (docs/quality.md). Every layer
+    keeps all its tokens, sliding ones too.
     With ``attn_implementation="cpu_attn"`` attention reads the pages; any other gets keys and values gathered anew in
     every step. Raises ValueError for a config with layers other than full, sliding and chunked attention.
 

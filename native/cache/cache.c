@@ -24,6 +24,7 @@ typedef struct cache {
     int32_t isa, layout;     /* enum ca_layout */
     const ca_kernel *kernel; /* of isa, for dtype */
     float scale;             /* an fp8 cache holds x / scale */
+    int rotated;             /* of integers the scales go by the root mean square, too */
 } cache;
 
 typedef struct write_call {
@@ -51,10 +52,14 @@ static void put_scales(const cache *c, const ca_group_form *f, char *block, int6
             memcpy(to + (s * CA_LANES + t) * 2, &scales[t * ld + s], 2);
 }
 
-/* A token's elements, a byte each, and its scales. */
-static void narrow_row(const cache *c, const char *row, uint8_t *bytes, uint16_t *scales) {
+/* A token's scales, and its elements, a byte each. */
+static void scale_row(const cache *c, const char *row, uint16_t *scales) {
     if (ca_is_scaled(c->kv_dtype))
-        c->kernel->quantise(row, c->head_size, c->kv_dtype, bytes, scales);
+        c->kernel->scale(row, c->head_size, c->kv_dtype, c->rotated, scales);
+}
+static void narrow_row(const cache *c, const char *row, const uint16_t *scales, uint8_t *bytes) {
+    if (ca_is_scaled(c->kv_dtype))
+        c->kernel->quantise(row, c->head_size, c->kv_dtype, scales, bytes);
     else
         c->kernel->pack(row, c->head_size, c->scale, c->kv_dtype, bytes);
 }
@@ -74,15 +79,10 @@ static void write_narrow(const cache *c, int kv, char *block, int64_t token, con
     uint16_t scales[ca_div_up(c->head_size, CA_SHARED)];
     const ca_group_form f = form_of(c, kv);
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
-    narrow_row(c, row, bytes, scales);
-    for (int64_t d = 0; d < c->head_size; d++) {
-        int64_t at = offset_of(c, kv, token % CA_LANES, d);
-        if (ca_is_nibbles(c->kv_dtype)) {
-            uint8_t *both = &group[ca_nibble_byte(at)];
-            *both = (uint8_t)((*both & 0xf0 >> ca_nibble_shift(at)) | bytes[d] << ca_nibble_shift(at));
-        } else
-            group[at] = bytes[d];
-    }
+    scale_row(c, row, scales);
+    narrow_row(c, row, scales, bytes);
+    for (int64_t d = 0; d < c->head_size; d++)
+        ca_put_element(c->kv_dtype, group, offset_of(c, kv, token % CA_LANES, d), bytes[d]);
     put_scales(c, &f, block, token, 1, scales, 0);
     if (!kv && c->head_size % 2 && !f.scales)
         group[ca_k_offset(CA_LAYOUT_PAIRS, token % CA_LANES, c->head_size, c->head_size + 1)] = 0;
@@ -105,6 +105,20 @@ static void arrange(const cache *c, int kv, uint8_t bytes[CA_LANES][WIDE], uint8
         }
 }
 
+/* 128 elements, a byte each, as layout.h packs them. */
+static void pack_elements(int dtype, const uint8_t *from, uint8_t *to) {
+    for (int b = 0; b < 64; b++)
+        to[b] = (uint8_t)((from[b] & 15) | from[64 + b] << 4);
+    for (int bit = 4; bit < ca_formats[dtype].bits; bit++) {
+        const int at = ca_plane_bit(dtype, bit);
+        uint8_t plane[16] = {0};
+        for (int i = 0; i < 8; i++)
+            for (int b = 0; b < 16; b++)
+                plane[b] |= (uint8_t)((from[16 * i + b] >> at & 1) << i);
+        memcpy(to + bit * 16, plane, sizeof plane);
+    }
+}
+
 /* A whole group; 0: it has to go token by token. */
 static int write_narrow_group(const cache *c, int kv, char *block, int64_t token, const char *rows, int64_t ld,
                               int stream) {
@@ -118,14 +132,15 @@ static int write_narrow_group(const cache *c, int kv, char *block, int64_t token
         /* the next group's rows, as in write.inc */
         for (int64_t i = 0; i < c->head_size * ca_dtype_size(c->dtype); i += 64)
             __builtin_prefetch(rows + (t + CA_LANES) * ld + i, 0, 2);
-        narrow_row(c, rows + t * ld, bytes[t], scales[t]);
+        scale_row(c, rows + t * ld, scales[t]);
     }
-    if (ca_is_nibbles(c->kv_dtype)) {
+    for (int t = 0; t < CA_LANES; t++) /* by themselves: no row waits for its own scales */
+        narrow_row(c, rows + t * ld, scales[t], bytes[t]);
+    if (ca_is_packed(c->kv_dtype)) {
         memset(stage + ca_max64(0, f.elements - CA_NIBBLES), 0, CA_NIBBLES);
         arrange(c, kv, bytes, stage, 0);
         for (int64_t i = 0; i < f.elements; i += CA_NIBBLES)
-            for (int64_t b = 0; b < 64; b++)
-                group[i / 2 + b] = (uint8_t)(stage[i + b] | stage[i + 64 + b] << 4);
+            pack_elements(c->kv_dtype, stage + i, group + ca_bytes_of(c->kv_dtype, i));
     } else {
         arrange(c, kv, bytes, group, stream);
     }
@@ -248,6 +263,7 @@ static cache cache_of(const ca_array *a, const ca_array *rows, int wide, int isa
         .layout = ca_layout_of(kv_cache_layout, kernel->info.layout, kv_dtype),
         .kernel = kernel,
         .scale = scale,
+        .rotated = wide,
     };
 }
 

@@ -10,18 +10,19 @@ enum ca_element { CA_AS_IT_IS, CA_AS_E4M3, CA_AS_E5M2, CA_AS_INT8, CA_AS_INT4 };
 /* A byte is a sign and bits that, `shift` to the right of the upper end of a binary16, are the number over `unit`,
  * subnormals too:
  *   e5m2  seeeeemm00000000    e4m3  s0eeeemmm0000000    int8, which is sign and magnitude  s00000mmmmmmm000
+ * int6 and int5 are such bytes of int8 that need fewer bits of the magnitude: layout.h packs them.
  * A nibble is the number plus `zero`; halves.h makes it a byte of e5m2 before. */
 static const struct {
     int shift;
     float unit;
     int nan;       /* is 0x7f NaN, where the binary16 is a number? */
     int zero;      /* what stands for 0 */
-    float largest; /* number that is written */
+    float largest; /* number that is written of fp8 */
 } ca_elements[] = {[CA_AS_IT_IS] = {.unit = 1},
                    [CA_AS_E4M3] = {1, 0x1p8f, 1, 0, 448},
                    [CA_AS_E5M2] = {0, 1, 0, 0, 57344},
-                   [CA_AS_INT8] = {5, 0x1p21f, 0, 0, 127},
-                   [CA_AS_INT4] = {0, 1, 0, 8, 7}};
+                   [CA_AS_INT8] = {.shift = 5, .unit = 0x1p21f},
+                   [CA_AS_INT4] = {.unit = 1, .zero = 8}};
 
 /* `call` with the element of bytes as a constant BYTE: a loop of its own for each. FOR_FP8: of those without scales of
  * their own. */
@@ -39,28 +40,35 @@ static const struct {
 
 #define CA_TOKEN (-1)
 #define CA_SHARED 32 /* at least so many share a scale, and a multiple of it */
-/* X(dtype, bits, element, shared): bits of an element; how it is a number; how many elements of a token share a scale,
- * 0: they have none of their own, CA_TOKEN: all of them. */
+/* X(dtype, bits, element, shared, step): bits of an element; how it is a number; how many elements of a token share a
+ * scale, 0: they have none of their own, CA_TOKEN: all of them; the scale that loses least of numbers from a normal
+ * distribution, in units of their root mean square: what a rotated row is like. */
 #define CA_FORMATS(X)                                                                                                  \
-    X(CA_F32, 32, CA_AS_IT_IS, 0)                                                                                      \
-    X(CA_F16, 16, CA_AS_IT_IS, 0)                                                                                      \
-    X(CA_BF16, 16, CA_AS_IT_IS, 0)                                                                                     \
-    X(CA_E4M3, 8, CA_AS_E4M3, 0)                                                                                       \
-    X(CA_E5M2, 8, CA_AS_E5M2, 0)                                                                                       \
-    X(CA_I8, 8, CA_AS_INT8, CA_TOKEN)                                                                                  \
-    X(CA_I4, 4, CA_AS_INT4, 32)
+    X(CA_F32, 32, CA_AS_IT_IS, 0, 0)                                                                                   \
+    X(CA_F16, 16, CA_AS_IT_IS, 0, 0)                                                                                   \
+    X(CA_BF16, 16, CA_AS_IT_IS, 0, 0)                                                                                  \
+    X(CA_E4M3, 8, CA_AS_E4M3, 0, 0)                                                                                    \
+    X(CA_E5M2, 8, CA_AS_E5M2, 0, 0)                                                                                    \
+    X(CA_I8, 8, CA_AS_INT8, CA_TOKEN, 0.0309f)                                                                         \
+    X(CA_I6, 6, CA_AS_INT8, CA_TOKEN, 0.1055f)                                                                         \
+    X(CA_I5, 5, CA_AS_INT8, CA_TOKEN, 0.1932f)                                                                         \
+    X(CA_I4, 4, CA_AS_INT4, 32, 0.3386f)                                                                               \
+    X(CA_I4_TOKEN, 4, CA_AS_INT4, CA_TOKEN, 0.3386f)
 
 static const struct {
-    int bits, size; /* size: bytes of an element, of two of 4 bits */
+    int bits, size; /* size: bytes of an element, 1 where it has fewer bits */
     int element, shared;
+    float step;
 } ca_formats[CA_CACHE_DTYPES] = {
-#define ROW(dtype, bits, element, shared) [dtype] = {bits, (bits) < 8 ? 1 : (bits) / 8, element, shared},
+#define ROW(dtype, bits, element, shared, step) [dtype] = {bits, (bits) < 8 ? 1 : (bits) / 8, element, shared, step},
     CA_FORMATS(ROW)
 #undef ROW
 };
 
 static inline int ca_is_narrow(int dtype) { return dtype >= CA_DTYPES; }
 static inline int ca_is_nibbles(int dtype) { return ca_formats[dtype].bits == 4; }
+/* Does an element share its byte, or lie in several? */
+static inline int ca_is_packed(int dtype) { return ca_formats[dtype].bits < 8; }
 static inline int ca_is_scaled(int dtype) { return ca_formats[dtype].shared != 0; }
 /* Has each token several scales? */
 static inline int ca_has_scales(int dtype) { return ca_formats[dtype].shared > 0; }
@@ -71,7 +79,12 @@ static inline int64_t ca_scale_elements(int dtype, int64_t head_size) {
     return ca_has_scales(dtype) ? ca_formats[dtype].shared : head_size;
 }
 static inline int ca_zero_of(int dtype) { return ca_elements[ca_formats[dtype].element].zero; }
-static inline float ca_largest_of(int dtype) { return ca_elements[ca_formats[dtype].element].largest; }
+/* The largest whole number of a dtype with scales. */
+static inline float ca_largest_of(int dtype) { return (float)((1 << (ca_formats[dtype].bits - 1)) - 1); }
+/* Whole numbers of a dtype with scales begin here; only a rotated row, which is clipped, may have this one. */
+static inline float ca_least_of(int dtype) {
+    return ca_zero_of(dtype) ? (float)-ca_zero_of(dtype) : -ca_largest_of(dtype);
+}
 
 /* A byte in the upper half of a signed word, or of each word of a vector, as binary16, whatever the lower half holds.
  */
@@ -100,9 +113,5 @@ static inline uint8_t ca_to_fp8(int element, float f) {
     e = e > least ? e : least;
     uint32_t unit = e + ((23u - (uint32_t)fraction) << 23), n = ca_as_bits(x + ca_as_float(unit)) - unit;
     return (uint8_t)((u >> 24 & 0x80) | (rest > 0x7f800000 ? 0x7f : ((e - least) >> (23 - fraction)) + n));
-}
-/* A whole number within the largest of a dtype with scales as its byte, or nibble. */
-static inline uint8_t ca_to_integer(int dtype, int32_t x) {
-    return (uint8_t)(ca_is_nibbles(dtype) ? (x + ca_zero_of(dtype)) & 15 : x < 0 ? 128 - x : x);
 }
 #endif

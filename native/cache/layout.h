@@ -52,11 +52,35 @@ static inline int ca_layout_of(int kv_cache_layout, int layout, int kv_dtype) {
     return kv_cache_layout == CA_PACKED ? ca_layout_of_kind(layout, kv_dtype) : CA_LAYOUT_ROWS;
 }
 
-/* Nibbles: of 128 elements in the order of the layout, byte b of 64 holds element b in its low half and element 64 + b
- * in the other. */
+/* Of 128 elements of fewer than 8 bits, in the order of the layout, byte b of 64 holds the lowest 4 bits of element b
+ * in its low half and of element 64 + b in the other. Of 5 or 6 bits 16 bytes follow for each further one: bit i of
+ * byte b is that of element 16 i + b. The last bit is the sign, which is bit 7 of a byte of int8. */
 #define CA_NIBBLES 128
 static inline int64_t ca_nibble_byte(int64_t element) { return element / 128 * 64 + element % 64; }
 static inline int ca_nibble_shift(int64_t element) { return element % 128 < 64 ? 0 : 4; }
+
+static inline int ca_plane_bit(int dtype, int bit) { return bit == ca_formats[dtype].bits - 1 ? 7 : bit; }
+/* Element i as a nibble, or as a byte. */
+static inline int ca_element(int dtype, const uint8_t *data, int64_t i) {
+    if (!ca_is_packed(dtype))
+        return data[i];
+    const uint8_t *p = data + i / CA_NIBBLES * ca_bytes_of(dtype, CA_NIBBLES);
+    int x = p[i % 64] >> ca_nibble_shift(i) & 15;
+    for (int bit = 4; bit < ca_formats[dtype].bits; bit++)
+        x |= (p[bit * 16 + i % 16] >> i % CA_NIBBLES / 16 & 1) << ca_plane_bit(dtype, bit);
+    return x;
+}
+static inline void ca_put_bit(uint8_t *to, int bit, int x) { *to = (uint8_t)((*to & ~(1 << bit)) | (x & 1) << bit); }
+static inline void ca_put_element(int dtype, uint8_t *data, int64_t i, int x) {
+    if (!ca_is_packed(dtype)) {
+        data[i] = (uint8_t)x;
+        return;
+    }
+    uint8_t *p = data + i / CA_NIBBLES * ca_bytes_of(dtype, CA_NIBBLES), *both = p + i % 64;
+    *both = (uint8_t)((*both & 0xf0 >> ca_nibble_shift(i)) | (x & 15) << ca_nibble_shift(i));
+    for (int bit = 4; bit < ca_formats[dtype].bits; bit++)
+        ca_put_bit(p + bit * 16 + i % 16, (int)(i % CA_NIBBLES / 16), x >> ca_plane_bit(dtype, bit));
+}
 
 /* What a group of 16 tokens of one kv head takes, K or V: elements in the order of its layout, their bytes, and how
  * many scales each token has. A block of a cache with scales holds whole groups, and behind all of them
@@ -68,7 +92,7 @@ typedef struct ca_group_form {
 static inline ca_group_form ca_group_form_of(int layout, int kv_dtype, int64_t head_size, int kv) {
     const int64_t pair = ca_layout_of_kind(layout, kv_dtype) == CA_LAYOUT_PAIRS ? 2 : 1;
     int64_t n = CA_LANES * (kv ? head_size : ca_round_up(head_size, pair));
-    if (ca_is_nibbles(kv_dtype))
+    if (ca_is_packed(kv_dtype))
         n = ca_round_up(n, CA_NIBBLES);
     return (ca_group_form){n, ca_bytes_of(kv_dtype, n),
                            ca_is_scaled(kv_dtype) ? ca_div_up(head_size, ca_scale_elements(kv_dtype, head_size)) : 0};

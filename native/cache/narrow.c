@@ -26,10 +26,9 @@ float ca_scaled_element(int kv_dtype, int64_t head_size, int value, const char *
     const int64_t group = token / CA_LANES, lane = token % CA_LANES, s = d / ca_scale_elements(kv_dtype, head_size);
     const int64_t at = value ? ca_v_offset(layout, lane, d, head_size) : ca_k_offset(layout, lane, d, head_size);
     const uint8_t *data = (const uint8_t *)block + group * f.bytes;
-    const int x = ca_is_nibbles(kv_dtype) ? data[ca_nibble_byte(at)] >> ca_nibble_shift(at) & 15 : data[at];
     uint16_t scale;
     memcpy(&scale, block + ca_scales_at(&f, block_size, group) + (s * CA_LANES + lane) * 2, 2);
-    return ca_number(kv_dtype, x) * ca_from_bf16(scale);
+    return ca_number(kv_dtype, ca_element(kv_dtype, data, at)) * ca_from_bf16(scale);
 }
 
 const uint16_t *ca_narrow_words(int kv_dtype, int bf16) { return words[kv_dtype - CA_DTYPES][bf16]; }

@@ -124,6 +124,12 @@ INLINE vi v_look_up(const uint8_t *table, vi x) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table)), x);
 }
 
+INLINE void v_put_bytes(uint8_t *p, vf x) {
+    const __m256i low = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0xff));
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    _mm_storel_epi64((void *)p, _mm_packus_epi16(words, words));
+}
+
 /* ---- words of the cache write ---- */
 
 #define LINES 4

@@ -93,6 +93,8 @@ INLINE vi v_look_up(const uint8_t *table, vi x) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table)), x);
 }
 
+INLINE void v_put_bytes(uint8_t *p, vf x) { _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(_mm512_castps_si512(x))); }
+
 /* ---- words of integers.h ---- */
 
 INLINE vi v_set1_int(int32_t x) { return _mm512_set1_epi32(x); }

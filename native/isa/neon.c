@@ -110,6 +110,12 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
 typedef uint8x16_t vi;
 INLINE vi v_look_up(const uint8_t *table, vi x) { return vqtbl1q_u8(vld1q_u8(table), x); }
 
+INLINE void v_put_bytes(uint8_t *p, vf x) {
+    const uint16x4_t words = vmovn_u32(vreinterpretq_u32_f32(x));
+    const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(words, words))), 0);
+    memcpy(p, &four, sizeof four);
+}
+
 /* ---- words of the cache write ---- */
 
 #define LINES 4

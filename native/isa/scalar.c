@@ -80,6 +80,8 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
         *p = ca_to_bf16(x);
 }
 
+INLINE void v_put_bytes(uint8_t *p, vf x) { *p = (uint8_t)ca_as_bits(x); }
+
 /* ---- words of the narrow caches ---- */
 
 #define UNPACK_WORDS

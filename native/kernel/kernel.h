@@ -76,8 +76,9 @@ struct ca_kernel {
                    const void *ahead);
     /* n numbers over scale as such elements, a byte each (fp8): nearest even, saturating */
     void (*pack)(const void *src, int64_t n, float scale, int kv_dtype, uint8_t *dst);
-    /* one token of int8 or int4 likewise, over its own scales */
-    void (*quantise)(const void *src, int64_t n, int kv_dtype, uint8_t *dst, uint16_t *scales);
+    /* of one token of integers the scales, of a rotated one by its root mean square, too; and the integers, as pack */
+    void (*scale)(const void *src, int64_t n, int kv_dtype, int rotated, uint16_t *scales);
+    void (*quantise)(const void *src, int64_t n, int kv_dtype, const uint16_t *scales, uint8_t *dst);
     /* one head, to x as float32 and, unless dst is NULL, rounded to dst, which may be src */
     void (*turn)(const ca_turn *how, const void *src, float *x, void *dst);
     /* scores [M] of one request's pages for one kv head, of the arrays of ca_score_pages; scratch: ca_score_floats */

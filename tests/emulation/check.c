@@ -201,6 +201,8 @@ TEST(inserti64x4_1, 0, GIVES_SI(_mm512_inserti64x4(SI(a), HALF(b), 1)), U32(i < 
 TEST(cvtepu8_epi16, 0, GIVES_SI(_mm512_cvtepu8_epi16(HALF(a))), U16(X->a.u8[i]))
 TEST(cvtepu16_epi32, 0, GIVES_SI(_mm512_cvtepu16_epi32(HALF(a))), U32(X->a.u16[i]))
 TEST(cvtepi16_epi32, 0, GIVES_SI(_mm512_cvtepi16_epi32(HALF(a))), U32((uint32_t)X->a.i16[i]))
+TEST(cvtepi32_epi8, 0, _mm_storeu_si128((void *)R, _mm512_cvtepi32_epi8(SI(a))),
+     for (int i = 0; i < 16; i++) R->u8[i] = (uint8_t)X->a.u32[i])
 TEST(cvtepi32_epi16, 0, GIVES_HALF(_mm512_cvtepi32_epi16(SI(a))),
      for (int i = 0; i < 16; i++) R->u16[i] = (uint16_t)X->a.u32[i])
 TEST(cvtepi16_epi8, 0, GIVES_HALF(_mm512_cvtepi16_epi8(SI(a))),

@@ -58,7 +58,7 @@ typedef struct tile_work {
 /* Returns how many elements of V tiles take: those of copies, and those of groups that had to be unpacked. */
 static int64_t v_elements(const ca_plan *plan) {
     const int64_t unpacked =
-        ca_is_scaled(plan->shape.v_dtype) ? MAX_GROUPS * CA_LANES * plan->shape.head_size_v + 2 * VL : 0;
+        ca_is_scaled(plan->shape.v_dtype) ? MAX_GROUPS * CA_LANES * plan->shape.head_size_v + CA_NIBBLES : 0;
     return STEPS_V * DEPTH * (int64_t)plan->shape.head_size_v + unpacked;
 }
 
@@ -417,6 +417,7 @@ static const ca_kernel kernel_amx = {
     .widen_row = widen_row_bf16,
     .unpack = unpack_group_bf16,
     .pack = pack_bf16,
+    .scale = scale_bf16,
     .quantise = quantise_bf16,
     .turn = turn_bf16,
     .score_pages = score_pages_bf16,

@@ -35,7 +35,7 @@ typedef struct scratch {
     float *p[2];          /* [TALL][S_STRIDE] weights times the scales of some columns of V, and of the next */
     float *sums;          /* [TALL][head_size_v] of SUM_GROUPS groups */
     char *unpacked[2];    /* [MAX_GROUPS] of K, of V: what has to be unpacked */
-    void *rows;           /* of one group, before: ca_rows_bytes, or of int4 */
+    void *rows;           /* of one group, before: ca_rows_bytes, or staged_bytes */
     group *groups[4];     /* [MAX_GROUPS] of this score block, the next one, this one unpacked, and the next head */
     char *copies[2];      /* copies_bytes, of the first two of these: copy_groups */
     const uint8_t **tree; /* [rows] of a tree mask: ca_tree_row; else NULL */
@@ -45,7 +45,8 @@ typedef struct scratch {
 /* Is K, or V, multiplied as integers.h does? */
 static inline int by_integers(const ca_plan *p, int kv) {
     const int *integers = p->kernel->integers;
-    return integers && *integers && ca_is_scaled(ca_kv_dtype(&p->shape, kv)) &&
+    const int dtype = ca_kv_dtype(&p->shape, kv);
+    return integers && *integers && ca_is_scaled(dtype) && (!ca_is_packed(dtype) || ca_is_nibbles(dtype)) &&
            (kv == K || p->shape.head_size_v % CA_LANES == 0);
 }
 /* Can the products read it in the cache? */
@@ -57,10 +58,10 @@ static inline int64_t unpacked_bytes(const ca_plan *p, int kv) {
     return as_lanes || in_place(p, kv) ? 0 : ca_kv_form(p, kv).elements * ca_dtype_size(p->shape.dtype);
 }
 
-/* Bytes of a group of nibbles, one for each element. */
-static inline int64_t nibbles_bytes(const ca_plan *p) {
-    return ca_max64(ca_is_nibbles(p->shape.k_dtype) ? ca_kv_form(p, K).elements : 0,
-                    ca_is_nibbles(p->shape.v_dtype) ? ca_kv_form(p, V).elements : 0);
+/* Bytes of a group whose elements are packed, one for each. */
+static inline int64_t staged_bytes(const ca_plan *p) {
+    return ca_max64(ca_is_packed(p->shape.k_dtype) ? ca_kv_form(p, K).elements : 0,
+                    ca_is_packed(p->shape.v_dtype) ? ca_kv_form(p, V).elements : 0);
 }
 
 /* KEYS rows of K, then of V, of a plain cache. */
@@ -89,7 +90,7 @@ static inline int64_t carve(scratch *x, uintptr_t base, const ca_plan *plan) {
     TAKE(sums, NG < SUM_GROUPS ? TALL * plan->shape.head_size_v * 4 : 0)
     TAKE(unpacked[K], MAX_GROUPS * unpacked_bytes(plan, K))
     TAKE(unpacked[V], MAX_GROUPS * unpacked_bytes(plan, V))
-    TAKE(rows, ca_max64(ca_rows_bytes(plan), nibbles_bytes(plan)))
+    TAKE(rows, ca_max64(ca_rows_bytes(plan), staged_bytes(plan)))
     for (int i = 0; i < 4; i++) {
         TAKE(groups[i], MAX_GROUPS * (int64_t)sizeof(group))
     }

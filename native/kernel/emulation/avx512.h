@@ -298,6 +298,10 @@ INLINE __m256i emulated_cvtepi32_epi16(__m512i x) {
     x = emulated_and_si512(x, emulated_set1_epi32(0xffff));
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(x.h[0], x.h[1]), 0xd8);
 }
+INLINE __m128i emulated_cvtepi32_epi8(__m512i x) {
+    const __m256i words = emulated_cvtepi32_epi16(emulated_and_si512(x, emulated_set1_epi32(0xff)));
+    return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
 INLINE __m256i emulated_cvtepi16_epi8(__m512i x) {
     x = emulated_and_si512(x, emulated_set1_epi16(0xff));
     return _mm256_permute4x64_epi64(_mm256_packus_epi16(x.h[0], x.h[1]), 0xd8);
@@ -312,6 +316,7 @@ INLINE __m512 emulated_cvtph_ps(__m256i x) {
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
 #define _mm512_cvtepi16_epi32 emulated_cvtepi16_epi32
 #define _mm512_cvtepi32_epi16 emulated_cvtepi32_epi16
+#define _mm512_cvtepi32_epi8 emulated_cvtepi32_epi8
 #define _mm512_cvtepi16_epi8 emulated_cvtepi16_epi8
 #define _mm512_cvtph_ps emulated_cvtph_ps
 #define _mm512_cvtps_ph(x, how) emulated_of_quarters(_mm256_cvtps_ph((x).h[0], how), _mm256_cvtps_ph((x).h[1], how))

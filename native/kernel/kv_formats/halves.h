@@ -13,6 +13,8 @@
 #ifndef CPU_ATTN_HALVES_H
 #define CPU_ATTN_HALVES_H
 
+#include "numbers.h"
+
 typedef uint16_t vh __attribute__((vector_size(4 * VL)));
 typedef int16_t vh_signed __attribute__((vector_size(4 * VL)));
 typedef uint8_t bytes_of_halves __attribute__((vector_size(2 * VL)));
@@ -163,15 +165,19 @@ static void put_nan(int kv, const uint8_t *src, int n, int64_t head_size, uint16
         }
 }
 
-/* A group of n tokens as a group of float16's layout. stage: its bytes, of nibbles. */
+/* A group of n tokens as a group of float16's layout. stage: its bytes, where elements are packed. */
 static void halves_of_group(int kv_dtype, int kv, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
                             uint8_t *stage, const char *ahead) {
     int element = ca_formats[kv_dtype].element, nan = 0;
-    if (ca_is_nibbles(kv_dtype)) {
-        nibbles_to_bytes(src, ca_group_form_of(CA_LAYOUT_PAIRS, kv_dtype, head_size, kv).elements, stage, ahead);
+    if (ca_is_packed(kv_dtype)) {
+        const int64_t elements = ca_group_form_of(CA_LAYOUT_PAIRS, kv_dtype, head_size, kv).elements;
+        if (ca_is_nibbles(kv_dtype))
+            nibbles_to_bytes(src, elements, stage, ahead);
+        else
+            int8_of_packed(kv_dtype, src, elements, stage, ahead);
         src = stage;
         ahead = (const char *)stage;
-        element = CA_AS_E5M2;
+        element = ca_is_nibbles(kv_dtype) ? CA_AS_E5M2 : element;
     }
     FOR_BYTE(element, nan = halves_of_bytes(BYTE, kv, src, n, head_size, dst, ahead))
     if (nan)

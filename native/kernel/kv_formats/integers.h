@@ -53,7 +53,7 @@ INLINE fit fit_octaves(uint32_t top) {
 
 /* n elements of a query, zeros up to a multiple of 8 behind them, as integers, and with a second unit what was rounded
  * off. That counts for keys whose scale is so large that it may change a logit by more than `error` of an octave: a key
- * is up to 127 (7) scales in every dimension. What stands for 0 has to leave their sums. */
+ * is up to 127 (7; where it is rotated -8) scales in every dimension. What stands for 0 has to leave their sums. */
 static void put_unit(int kv_dtype, float error, float octaves, int64_t n, const float *x, int16_t *restrict whole,
                      int16_t *restrict rest, unit *of) {
     const fit fit = fit_octaves(ca_top_bits(x, n));
@@ -334,15 +334,17 @@ INLINE void pv_integer_rows(int nibbles, int each, const work *w, int mr, const 
 }
 
 /* Is there a dtype of bytes of which 32 share a scale? No code is made for what there is not. */
-#define SHARES(dtype, bits, element, shared) || ((bits) == 8 && (shared) == 32)
+#define SHARES(dtype, bits, element, shared, step) || ((bits) == 8 && (shared) == 32)
 enum { BYTES_SHARE = 0 CA_FORMATS(SHARES) };
 #undef SHARES
 
 /* O += P V of mr rows over a score block; span: columns times keys whose weights become integers of one unit. */
 static void pv_integers(const work *w, int mr, const group *g, int num_groups, int fetches, int64_t span, float *o) {
     const int v_dtype = w->plan->shape.v_dtype;
-    if (ca_is_nibbles(v_dtype))
+    if (ca_is_nibbles(v_dtype) && ca_has_scales(v_dtype))
         pv_integer_rows(1, 1, w, mr, g, num_groups, fetches, span, o);
+    else if (ca_is_nibbles(v_dtype))
+        pv_integer_rows(1, 0, w, mr, g, num_groups, fetches, span, o);
     else if (BYTES_SHARE && ca_scale_elements(v_dtype, 64) == 32)
         pv_integer_rows(0, 1, w, mr, g, num_groups, fetches, span, o);
     else

@@ -2,13 +2,15 @@
  * Elements of narrow caches (cache/formats.h) as floats, VL at a time, in the words of simd/vocabulary.md. */
 #ifndef CPU_ATTN_NUMBERS_H
 #define CPU_ATTN_NUMBERS_H
-#include "cache/formats.h"
+#include "cache/layout.h"
 
 #if VL > 1
 typedef int16_t vw __attribute__((vector_size(2 * VL)));
 typedef uint8_t vw_bytes __attribute__((vector_size(VL)));
+typedef int32_t vq __attribute__((vector_size(4 * VL)));
 #else
 typedef int16_t vw;
+typedef int32_t vq;
 #endif
 
 /* n bytes, each the upper half of a word. */
@@ -40,5 +42,96 @@ INLINE vf v_nibble(int zero, vw x, int shift) {
 #else
     return (float)((x >> (8 + shift) & 15) - zero);
 #endif
+}
+
+/* ---- elements of 5 and 6 bits ---- */
+
+/* 128 of them as bytes of int8, 16 at a time. A bit goes to its place by one shift of 16-bit words: what comes from the
+ * other byte is masked off. */
+INLINE void int8_of_bits(int bits, const uint8_t *src, uint8_t *dst) {
+    typedef uint16_t words __attribute__((vector_size(16)));
+    words plane[2], x, half;
+    EACH(j, bits - 4) memcpy(&plane[j], src + 64 + 16 * j, 16);
+    EACH(i, 8) {
+        memcpy(&x, src + i % 4 * 16, 16);
+        half = (i < 4 ? x : x >> 4) & 0x0f0f;
+        EACH(j, bits - 4) {
+            const int to = j == bits - 5 ? 7 : 4;
+            half |= (i < to ? plane[j] << (to - i) : plane[j] >> (i - to)) & (uint16_t)(0x0101 << to);
+        }
+        memcpy(dst + 16 * i, &half, 16);
+    }
+}
+/* n of them, a multiple of 128. */
+static void int8_of_packed(int dtype, const uint8_t *src, int64_t n, uint8_t *dst, const char *ahead) {
+    const int64_t step = ca_bytes_of(dtype, CA_NIBBLES);
+    for (int64_t i = 0; i < n; i += CA_NIBBLES, src += step, dst += CA_NIBBLES, ahead += step) {
+        __builtin_prefetch(ahead, 0, 2);
+        __builtin_prefetch(ahead + 64, 0, 2);
+        if (ca_formats[dtype].bits == 5)
+            int8_of_bits(5, src, dst);
+        else
+            int8_of_bits(6, src, dst);
+    }
+}
+static inline int is_packed_int8(int dtype) { return ca_is_packed(dtype) && !ca_is_nibbles(dtype); }
+
+/* ---- on the way into a cache ---- */
+
+/* Of whole rows: sums of every 16th square, then of these by halves, the same bits for every VL. */
+#define SUMS (CA_LANES / VL)
+INLINE void add_square(vf x, vf *top, vf *sum) {
+    *top = v_max(*top, v_abs(x));
+    *sum = v_add(*sum, v_mul(x, x));
+}
+INLINE float sum_of_16(vf *sum) {
+    EACH(level, 4) {
+        const int h = CA_LANES / 2 >> level;
+        EACH(j, SUMS) if (h >= VL && j < h / VL) sum[j] = v_add(sum[j], sum[j + h / VL]);
+        if (h < VL)
+            sum[0] = v_add(sum[0], v_exchange(sum[0], h));
+    }
+    return v_first(sum[0]);
+}
+
+/* n <= VL bytes. */
+INLINE void put_some_bytes(uint8_t *dst, vf x, int64_t n) {
+    uint8_t bytes[VL];
+    v_put_bytes(bytes, x);
+    memcpy(dst, bytes, (size_t)(n < VL ? n : VL));
+}
+
+/* Whole numbers in -128..127 as a sign and a magnitude, or plus zero, where that is not 0. */
+INLINE void put_signs(int zero, uint8_t *x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        const int8_t y = (int8_t)x[i];
+        x[i] = (uint8_t)(zero ? y + zero : (y < 0 ? -y : y) | (y & 0x80));
+    }
+}
+
+/* Bytes of fp8, as ca_to_fp8 makes them. */
+INLINE vf v_fp8(int element, vf f) {
+    const int fraction = 2 + ca_elements[element].shift;
+    const float least = ca_elements[element].unit * 0x1p-14f;
+    const vf x = v_min(v_abs(f), v_set1(ca_elements[element].largest));
+    vq u, e, n, first;
+    memcpy(&e, &x, sizeof e);
+    e &= 0x7f800000;
+    vf power, unit;
+    memcpy(&power, &e, sizeof e);
+    power = v_max(power, v_set1(least));
+    memcpy(&e, &power, sizeof e);
+    const vq above = e + ((23 - fraction) << 23);
+    memcpy(&unit, &above, sizeof unit);
+    unit = v_add(x, unit);
+    memcpy(&n, &unit, sizeof n);
+    memcpy(&u, &f, sizeof u);
+    const vf low = v_set1(least);
+    memcpy(&first, &low, sizeof first);
+    const vq nan = (0x7f800000 - (u & 0x7fffffff)) >> 31;
+    n = ((e - first) >> (23 - fraction)) + (n - above);
+    n = (n & ~nan) | (nan & 0x7f) | (u >> 24 & 0x80);
+    memcpy(&f, &n, sizeof f);
+    return f;
 }
 #endif

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What helps a quantised cache: the rotation of heads, in NumPy, and factors that make queries and keys alike."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpu_attn import _check
+from cpu_attn._native import ffi, lib
+
+
+def _blocks(n: int) -> list[slice]:
+    """A head as blocks of powers of two, the largest first."""
+    found, at = [], 0
+    while at < n:
+        size = 1 << (n - at).bit_length() - 1
+        found.append(slice(at, at + size))
+        at += size
+    return found
+
+
+def _signs(n: int) -> NDArray[np.float32]:
+    """+1 or -1 for each dimension; they repeat."""
+    signs = np.frombuffer(ffi.buffer(lib.ca_signs), np.float32)
+    return np.resize(signs, n)
+
+
+def rotate(x: NDArray[np.floating[Any]], back: bool = False) -> NDArray[np.floating[Any]]:
+    """R x of each row of x [..., D], or back: R^T x. float64 stays; all else is float32, with the bits of the kernels.
+
+    R = H S is orthogonal: S flips signs, H is a Walsh-Hadamard matrix over the square root of its size; a D that is no
+    power of two is a row of such blocks, the largest first. An element of R x is a sum of all of x, so that one
+    channel which is larger than all others spreads, and a scale fits the whole head (arXiv:2404.00456).
+    """
+    y = np.array(x, x.dtype if x.dtype == np.float64 else np.float32)
+    signs = _signs(y.shape[-1]).astype(y.dtype)
+    for block in _blocks(y.shape[-1]):
+        part = y[..., block] * y.dtype.type(1 / sqrt(block.stop - block.start))
+        if not back:
+            part *= signs[block]
+        h = 1
+        while h < part.shape[-1]:
+            pairs = part.reshape(*part.shape[:-1], -1, 2, h)
+            part = np.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], -2)
+            part = part.reshape(*y.shape[:-1], -1)
+            h *= 2
+        y[..., block] = part
+    return y * signs if back else y
+
+
+def balance(query: Any, key: Any, rot_dim: int | None = None, is_neox: bool = True) -> NDArray[np.float32]:
+    """Factors [..., D] for the channels of the queries; those of the keys are divided by them, and q.k stays as it is.
+
+    query, key [..., D], floats: how large the channels are, as the magnitudes of the weights that make them: of the
+    norms before the rotary embedding (Qwen3; Gemma 3 with 1 + its weight), or the norms of the rows of both
+    projections, which is where the factors are then multiplied in. A query head's are those of its kv head.
+    rot_dim (D unless said), is_neox: of the rotary embedding, as in :func:`cpu_attn.rotary_reshape_and_cache`: the two
+    channels that it turns into one another share their factor, so that it may come before or after.
+
+    What quantising a rotated key costs q.k grows with the lengths of both vectors, and the product of these is least
+    where a channel is as large in the keys as in the queries: the factor is sqrt(key / query). A size below 0.01 of the
+    mean counts as that. Raises ValueError or TypeError for shapes, dtypes, and sizes that are negative or not finite.
+    """
+    sizes = [_check.sizes(name, x) for name, x in (("query", query), ("key", key))]
+    if sizes[0].shape != sizes[1].shape or not sizes[0].ndim:
+        raise ValueError(f"key: shape {sizes[1].shape}, expected query's, {sizes[0].shape}, of at least one axis")
+    head_size = sizes[0].shape[-1]
+    rot_dim = _check.integer("rot_dim", head_size // 2 * 2 if rot_dim is None else rot_dim, 0, head_size)
+    if rot_dim % 2:
+        raise ValueError(f"rot_dim: {rot_dim} is odd")
+    neox = _check.boolean("is_neox", is_neox)
+    pairs = np.arange(rot_dim).reshape((2, -1) if neox else (-1, 2))
+    for x in sizes:
+        x[..., pairs] = np.sqrt(np.square(x[..., pairs]).mean(-2 if neox else -1, keepdims=True))
+        x[...] = np.maximum(x, 0.01 * x.mean(-1, keepdims=True))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors = np.sqrt(sizes[1] / sizes[0])
+    return np.where(np.isfinite(factors) & (factors > 0), factors, 1).astype(np.float32)  # 1: a side that is all 0
