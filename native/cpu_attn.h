@@ -8,9 +8,9 @@
 #include <stdint.h>
 /* cffi: begin */
 /* The dtypes that queries and caches may have come first. Those of caches alone follow: fp8 (e4m3 without infinities
- * and e5m2: arXiv:2209.05433), and integers with bfloat16 scales, of which int4 has one for each 32 elements of a token,
- * and the others (int8, int6, int5, and CA_I4_TOKEN for int4_per_token_head) one for each token of a kv head. The dtypes
- * of indices and bytes come last. */
+ * and e5m2: arXiv:2209.05433), and integers with bfloat16 scales, of which int4 has one for each 32 elements of a
+ * token, and the others (int8, int6, int5, and CA_I4_TOKEN for int4_per_token_head) one for each token of a kv head.
+ * The dtypes of indices and bytes come last. */
 enum ca_dtype {
     CA_F32,
     CA_F16,
@@ -30,10 +30,10 @@ enum ca_dtype {
 };
 
 /* These say how one block of one kv head lies in memory, as element offsets from the start of the block.
- * LANES:K is [B/16][D][16], V is [B][Dv].
- * PAIRS:K is [B/16][D/2][16][2], V is [B/2][Dv][2]. Two neighbours of the axis over which a product sums lie side by
- *       side, as VDPBF16PS and TDPBF16PS read them. Elements of a byte or less lie so in every packed cache.
- * ROWS:K and V lie token by token, with the strides that the owner of a plain cache gave them. */
+ * LANES: K is [B/16][D][16], V is [B][Dv].
+ * PAIRS: K is [B/16][D/2][16][2], V is [B/2][Dv][2]. Two neighbours of the axis over which a product sums lie side by
+ *        side, as VDPBF16PS and TDPBF16PS read them. Elements of a byte or less lie so in every packed cache.
+ * ROWS: K and V lie token by token, with the strides that the owner of a plain cache gave them. */
 enum ca_layout { CA_LAYOUT_LANES, CA_LAYOUT_PAIRS, CA_LAYOUT_ROWS };
 
 /* These say which axes a cache has: a packed one is [N, Hkv, B, width] and each isa packs its blocks in its own way;
@@ -223,7 +223,7 @@ typedef struct ca_isa_info {
 typedef struct ca_kernel_info {
     int32_t layout, rows;  /* rows: query rows of a task */
     int32_t bf16_products; /* whether bf16 is multiplied as it is, which on this machine is faster than FP32 FMA */
-    int32_t integers;      /* whether int8 and int4 caches are multiplied as integers (kernel/kv_formats/integers.h) */
+    int32_t integers;      /* whether caches of integers are multiplied as integers (kernel/kv_formats/integers.h) */
     const char *method;    /* how the other products are formed, in words */
     const char *variant, *reason; /* a file of native/isa whose kernel would replace this one, and why it does not;
                                      NULL: there is none */
@@ -243,8 +243,8 @@ int ca_cpu_feature(int i, const char **name); /* 1: this machine has it, 0: it h
 
 int ca_isa(int i, ca_isa_info *out);                        /* 0: there is no such i */
 int ca_isa_kernel(int isa, int dtype, ca_kernel_info *out); /* 0: there is no kernel */
-/* Returns how many elements of kv_dtype (bytes for int8 and int4) a block of one kv head takes, or -1 where the isa has
- * no kernel for dtype. */
+/* Returns how many elements of kv_dtype (bytes for integers) a block of one kv head takes, or -1 where the isa has no
+ * kernel for dtype. */
 int64_t ca_block_elements(int isa, int dtype, int kv_dtype, int64_t block_size, int64_t head_size, int value);
 
 const char *ca_threading(void); /* "OpenMP 201511" or why there is none */
@@ -304,8 +304,8 @@ int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *
                     int hadamard, float k_scale, float v_scale, int is_neox, float eps, ca_fault *fault);
 
 /* Copies the first T tokens of one request, whose block table is [M], out of the cache to [T, Hkv, D], as they are
- * stored, but int8 and int4 as float32 times their scales. cpu_attn.ops.gather has accepted the arrays. value is 0 for
- * K and 1 for V, and dtype is that of the tokens that were written. */
+ * stored, but integers as float32 times their scales. cpu_attn.ops.gather has accepted the arrays. value is 0 for K and
+ * 1 for V, and dtype is that of the tokens that were written. */
 enum ca_gather_arrays { CA_GATHERED, CA_GATHER_CACHE, CA_GATHER_BLOCK_TABLE, CA_GATHER_ARRAYS };
 int ca_gather(const ca_array *arrays, int value, int isa, int dtype, int kv_dtype, int kv_cache_layout,
               ca_fault *fault);
