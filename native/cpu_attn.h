@@ -30,10 +30,10 @@ enum ca_dtype {
 };
 
 /* These say how one block of one kv head lies in memory, as element offsets from the start of the block.
- * LANES:K is [B/16][D][16], V is [B][Dv].
- * PAIRS:K is [B/16][D/2][16][2], V is [B/2][Dv][2]. Two neighbours of the axis over which a product sums lie side by
- *       side, as VDPBF16PS and TDPBF16PS read them. Elements of a byte or less lie so in every packed cache.
- * ROWS:K and V lie token by token, with the strides that the owner of a plain cache gave them. */
+ * LANES: K is [B/16][D][16], V is [B][Dv].
+ * PAIRS: K is [B/16][D/2][16][2], V is [B/2][Dv][2]. Two neighbours of the axis over which a product sums lie side by
+ *        side, as VDPBF16PS and TDPBF16PS read them. Elements of a byte or less lie so in every packed cache.
+ * ROWS: K and V lie token by token, with the strides that the owner of a plain cache gave them. */
 enum ca_layout { CA_LAYOUT_LANES, CA_LAYOUT_PAIRS, CA_LAYOUT_ROWS };
 
 /* These say which axes a cache has: a packed one is [N, Hkv, B, width] and each isa packs its blocks in its own way;
@@ -223,7 +223,7 @@ typedef struct ca_isa_info {
 typedef struct ca_kernel_info {
     int32_t layout, rows;  /* rows: query rows of a task */
     int32_t bf16_products; /* whether bf16 is multiplied as it is, which on this machine is faster than FP32 FMA */
-    int32_t integers;      /* whether int8 and int4 caches are multiplied as integers (kernel/kv_formats/integers.h) */
+    int32_t integers;      /* whether caches of integers are multiplied as integers (kernel/kv_formats/integers.h) */
     const char *method;    /* how the other products are formed, in words */
     const char *variant, *reason; /* a file of native/isa whose kernel would replace this one, and why it does not;
                                      NULL: there is none */
@@ -243,8 +243,8 @@ int ca_cpu_feature(int i, const char **name); /* 1: this machine has it, 0: it h
 
 int ca_isa(int i, ca_isa_info *out);                        /* 0: there is no such i */
 int ca_isa_kernel(int isa, int dtype, ca_kernel_info *out); /* 0: there is no kernel */
-/* Returns how many elements of kv_dtype (bytes for int8 and int4) a block of one kv head takes, or -1 where the isa has
- * no kernel for dtype. */
+/* Returns how many elements of kv_dtype (bytes for integers) a block of one kv head takes, or -1 where the isa has no
+ * kernel for dtype. */
 int64_t ca_block_elements(int isa, int dtype, int kv_dtype, int64_t block_size, int64_t head_size, int value);
 
 const char *ca_threading(void); /* "OpenMP 201511" or why there is none */
@@ -283,8 +283,8 @@ int64_t ca_cache_width(int isa, int dtype, int kv_dtype, int64_t block_size, int
 int ca_share_memory(const ca_array *a, const ca_array *b);
 
 /* These tell C how to read NumPy arrays: type(array), the None that stands for no array, sizeof(PyObject), and what
- * each dtype object means. Python calls them once, on import; until then, or with ndarray 0, every call returns
- * CA_UNREAD. */
+ * each dtype object means. Python calls them once, on import; before that, or with ndarray 0, C reads no object, and
+ * calls that are given some return CA_UNREAD. */
 void ca_know_numpy(uintptr_t ndarray, uintptr_t none, int64_t head);
 void ca_know_dtype(uintptr_t object, int32_t dtype, int32_t itemsize);
 int ca_read_array(uintptr_t object, ca_array *out); /* 0: it is no NumPy array, or one of a kind that C does not read */
@@ -304,8 +304,8 @@ int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *
                     int hadamard, float k_scale, float v_scale, int is_neox, float eps, ca_fault *fault);
 
 /* Copies the first T tokens of one request, whose block table is [M], out of the cache to [T, Hkv, D], as they are
- * stored, but int8 and int4 as float32 times their scales. cpu_attn.ops.gather has accepted the arrays. value is 0 for
- * K and 1 for V, and dtype is that of the tokens that were written. */
+ * stored, but integers as float32 times their scales. cpu_attn.ops.gather has accepted the arrays. value is 0 for K and
+ * 1 for V, and dtype is that of the tokens that were written. */
 enum ca_gather_arrays { CA_GATHERED, CA_GATHER_CACHE, CA_GATHER_BLOCK_TABLE, CA_GATHER_ARRAYS };
 int ca_gather(const ca_array *arrays, int value, int isa, int dtype, int kv_dtype, int kv_cache_layout,
               ca_fault *fault);

@@ -142,8 +142,8 @@ int ca_check_width(const ca_array *a, int kv_cache_layout, int isa, int dtype, i
     return fault->status;
 }
 
-/* Returns the dtypes that the memory of a cache may have: that of fp8 may also be called bytes, and that of int8 and
- * int4 has to be. */
+/* Returns the dtypes that the memory of a cache may have: that of fp8 may also be called bytes, and that of integers
+ * has to be. */
 static uint64_t memory_of(int kv_dtype) {
     return (ca_is_scaled(kv_dtype) ? 0 : ONE(kv_dtype)) | (ca_is_narrow(kv_dtype) ? ONE(CA_U8) : 0);
 }

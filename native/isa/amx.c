@@ -7,8 +7,8 @@
  *
  * This isa multiplies bf16 by TDPBF16PS (Sapphire Rapids and newer), with AVX-512's softmax, in the layout of avx512's
  * bf16 caches. An emulated Sapphire Rapids has shown it to be right by these instructions, a real one never yet
- * (CONTRIBUTING.md). int8 and int4 go through tiles where there are more than CA_FEW_ROWS rows, else through the kernel
- * of avx512_bf16.c. */
+ * (CONTRIBUTING.md). Caches of integers go through tiles where there are more than CA_FEW_ROWS rows, else through the
+ * kernel of avx512_bf16.c. */
 #include "cpu/cpu.h"
 #include "avx512.h"
 #include "kernel/amx/tiles.h"

@@ -11,8 +11,8 @@
  *
  * A core of Cascade Lake waits for few lines at a time, and its hardware prefetches behind a few reads of a page. So
  * the products ask for the first half of a page, evenly, a step ahead (kernel/MEASUREMENTS.md: prefetch). Narrow caches
- * go by kernel/kv_formats/halves.h; int8 and int4 of 16-bit dtypes go by kernel/kv_formats/integers.h where there is
- * AVX512_VNNI. */
+ * go by kernel/kv_formats/halves.h; those of integers, with 16-bit dtypes, go by kernel/kv_formats/integers.h where
+ * there is AVX512_VNNI. */
 #include "cpu/cpu.h"
 #include "avx512.h"
 

@@ -81,9 +81,9 @@ static inline void ca_hide(const uint8_t *bits, int64_t context, int64_t key, in
             s[i] = -INFINITY;
 }
 
-/* `factor` makes logits of q.k, scale included. Returns the part of it by which queries are multiplied before the
+/* `factor` makes logits of q.k, and scale is a part of it. Returns the part by which queries are multiplied before the
  * product. That is all of it, unless it is above 1, where queries might become infinite, or below 2^-40, where a large
- * softcap might make them subnormal: then it is scale, or 1 where that is larger. The sign is scale's. */
+ * softcap might make them subnormal: then it is scale, or 1 where scale is larger. Its sign is scale's. */
 static inline double ca_query_factor(double scale, double factor) {
     const double size = fabs(factor);
     return size >= 0x1p-40 && size <= 1 ? factor : copysign(fmin(fabs(scale), 1), scale);

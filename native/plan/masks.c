@@ -67,8 +67,8 @@ static int32_t copy_row(const uint8_t *from, int64_t q_len, uint8_t *to) {
     return count;
 }
 
-/* The depth of a query token in the tree is how many query tokens it sees besides itself; its position is as far behind
- * the context. */
+/* The depth of a query token in the tree is how many query tokens it sees besides itself. Its position is context +
+ * depth. */
 static void fill_tree(const ca_plan *p, const ca_masks *m, int32_t *lo, int32_t *hi, uint8_t *tree, int64_t bytes) {
     const int64_t left = p->shape.window_left;
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {

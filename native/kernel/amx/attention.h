@@ -404,7 +404,7 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     return status;
 }
 
-static const int integers = 1; /* the vector kernel multiplies int8 and int4 as integers */
+static const int integers = 1; /* the vector kernel multiplies caches of integers as integers */
 
 static const ca_kernel kernel_amx = {
     .info = {.layout = CA_LAYOUT_PAIRS, .rows = ROWS, .method = TILE_METHOD},

@@ -7,7 +7,7 @@
  * Where it has several, as in int4, the up to 7 bits of an integer times the 8 of a scale are the sum of two bf16
  * numbers: tiles multiply one, then the other, which takes twice the products. */
 
-/* This comes before the first block, and sets what that finds where only K, or only V, is int8. */
+/* This comes before the first block, and sets what that finds where only K, or only V, has one scale for a token. */
 static void prepare_scales(const tile_work *w) {
     for (int i = 0; i < (MAX_GROUPS + 1) * CA_LANES; i += VL) {
         v_store(w->kv[K].by + i, v_set1(w->x.factor));
