@@ -77,7 +77,7 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def dense(x: Array, weight: Array) -> Array:
-    """x @ weight.T. OpenBLAS takes half the time or less the other way round for 2 to 32 rows, which decode has."""
+    """x @ weight.T. For the 2 to 32 rows of decode OpenBLAS takes 0.4 to 0.9 of the time the other way round."""
     return x @ weight.T if len(x) > 32 else np.ascontiguousarray((weight @ x.T).T)
 
 
