@@ -49,7 +49,7 @@ def test_in_numpy(size: int, back: bool) -> None:
 
 
 @pytest.mark.parametrize("rotation", ["hadamard", "hadamard/none", "none/hadamard"])
-@pytest.mark.parametrize("kind", ["auto", "int8", "int4", "fp8_e5m2", "int8/int4"])
+@pytest.mark.parametrize("kind", ["auto", "int8", "int4", "fp8_e5m2", "int8/int4", "int6/int5"])
 @pytest.mark.parametrize(("isa", "dtype"), KERNELS)
 def test_what_lies_in_them(isa: str, dtype: str, kind: str, rotation: str) -> None:
     """The bits that the contract gives, on every isa, in groups of 16 tokens and token by token."""
@@ -60,7 +60,7 @@ def test_what_lies_in_them(isa: str, dtype: str, kind: str, rotation: str) -> No
         sides = zip(contents(cache), (key, value), formats.kinds_of(kind), rotates(rotation), strict=True)
         for got, x, held_as, rotated in sides:
             turned = hadamard(x.astype(np.float32)) if rotated else x
-            want = held(turned.astype(dtype) if held_as == "auto" else turned, held_as, 1.0)
+            want = held(turned.astype(dtype) if held_as == "auto" else turned, held_as, 1.0, rotated)
             np.testing.assert_array_equal(got.astype(np.float64), want)
 
 
