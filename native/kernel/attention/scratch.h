@@ -46,8 +46,7 @@ typedef struct scratch {
 static inline int by_integers(const ca_plan *p, int kv) {
     const int *integers = p->kernel->integers;
     const int dtype = ca_kv_dtype(&p->shape, kv);
-    return integers && *integers && ca_is_scaled(dtype) &&
-           (kv == K || p->shape.head_size_v % CA_LANES == 0);
+    return integers && *integers && ca_is_scaled(dtype) && (kv == K || p->shape.head_size_v % CA_LANES == 0);
 }
 /* Can the products read it in the cache? */
 static inline int in_place(const ca_plan *p, int kv) { return ca_side_ready(p, kv) || by_integers(p, kv); }
@@ -57,8 +56,8 @@ static inline int64_t unpacked_bytes(const ca_plan *p, int kv) {
     const int as_lanes = kv == V && p->kernel->info.layout == CA_LAYOUT_LANES && !ca_is_narrow(p->shape.v_dtype);
     return as_lanes || in_place(p, kv) ? 0 : ca_kv_form(p, kv).elements * ca_dtype_size(p->shape.dtype);
 }
-/* Bytes of a group as it meets the products, if that is not in the cache: unpacked, or bytes of int8 of what is shorter;
- * 0: it does. */
+/* Bytes of a group as it meets the products, if that is not in the cache: unpacked, or bytes of int8 of what is
+ * shorter; 0: it does. */
 static inline int feeds_bytes(feed feed) { return feed == AS_INTEGERS || feed == IN_REGISTERS; }
 static inline int64_t fed_bytes(const ca_plan *p, feed feed, int kv) {
     if (feeds_bytes(feed))
