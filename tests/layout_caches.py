@@ -46,7 +46,7 @@ def scales_for(kv_cache_dtype: str, k_scale: float, v_scale: float) -> dict[str,
 
 
 def held(x: NDArray[Any], kind: str, scale: float, rotated: bool = False) -> NDArray[np.float64]:
-    """The numbers that a cache holds of x, which may be rotated."""
+    """The numbers that a cache holds of x, which is rotated if that is."""
     if kind in INTEGERS:
         return integers(x, kind, rotated) + 0.0  # an integer has no negative zero
     if kind.startswith("fp8"):
