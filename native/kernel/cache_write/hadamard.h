@@ -22,16 +22,12 @@ INLINE vf hadamard_lanes(vf x, int64_t n) {
     return x;
 }
 
-/* A vector, or n elements, of a dtype, which is a constant. */
+/* A vector, or n elements, of float32 or of bfloat16: of a dtype that is a constant. Not every file has binary16. */
 INLINE vf load_of(int dtype, const void *x, int64_t i) {
-    return dtype == CA_F32   ? v_load_f32((const float *)x + i)
-           : dtype == CA_F16 ? v_load_f16((const uint16_t *)x + i)
-                             : v_load_bf16((const uint16_t *)x + i);
+    return dtype == CA_F32 ? v_load_f32((const float *)x + i) : v_load_bf16((const uint16_t *)x + i);
 }
 INLINE vf loadn_of(int dtype, const void *x, int64_t i, int n) {
-    return dtype == CA_F32   ? v_loadn_f32((const float *)x + i, n)
-           : dtype == CA_F16 ? v_loadn_f16((const uint16_t *)x + i, n)
-                             : v_loadn_bf16((const uint16_t *)x + i, n);
+    return dtype == CA_F32 ? v_loadn_f32((const float *)x + i, n) : v_loadn_bf16((const uint16_t *)x + i, n);
 }
 
 /* The first levels of nv vectors of src from the i-th element on, a power of two, in registers: those within vectors,
