@@ -152,7 +152,7 @@ def test_command(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--max-tokens", "6", "--dtype", "bfloat16", "--kv-cache-dtype", "int8", "--max-requests", "2"]
     result = CliRunner().invoke(module.main, [*options, *PROMPTS])
     assert result.exit_code == 0, result.output
-    assert made == [("bfloat16", "int8", "auto", "auto")]
+    assert made == [("bfloat16", "int8", "auto", "auto", "none")]
     texts = [text + model.tokenizer.decode(tokens[:6]) for text, tokens in zip(PROMPTS, TOKENS, strict=True)]
     assert result.stdout == "".join(f"{text}\n\n" for text in texts)
     assert result.stderr.endswith(" tokens/s\n")
