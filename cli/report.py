@@ -143,6 +143,8 @@ def load(path: Path) -> dict[str, Any]:
     try:
         with path.open() as file:
             report: dict[str, Any] = json.loads(file.read(MOST))
+        for row in report["results"]:
+            row.setdefault("kv_cache_rotation", "none")  # which earlier reports did not know
         for row in compare(report, report)["results"]:
             seconds(row["seconds_then"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:

@@ -416,9 +416,17 @@ def sample(
     seconds: float, fraction: float | None, brand: str = "A", threads: int = 2, **changed: Any
 ) -> dict[str, Any]:
     result = {"workload": "w", "engine": "native", "isa": "avx2", "dtype": "float32", "kv_cache_dtype": "auto"}
-    result["kv_cache_layout"] = "packed"
+    result |= {"kv_cache_layout": "packed", "kv_cache_rotation": "none"}
     result |= {"threads": threads, "seconds_min": seconds, "fraction_of_limit": fraction} | changed
     return {"machine": {"brand": brand}, "limits": {"read_gbps": 10.0 * seconds}, "results": [result]}
+
+
+def test_a_report_of_before_rotation(tmp_path: Path) -> None:
+    then, now = sample(3.0, 0.25), sample(2.0, 0.5)
+    del then["results"][0]["kv_cache_rotation"]
+    file = tmp_path / "then.json"
+    file.write_text(json.dumps(then))
+    assert len(report.compare(report.load(file), now)["results"]) == 1
 
 
 def test_compare() -> None:

@@ -43,8 +43,8 @@ def full_report(
         gflops = share * limit * (1 if of == "gflops" else intensity)
         results.append(
             {"workload": w.name, "engine": engine, "isa": None if engine == "torch" else "avx512", "dtype": "bfloat16",
-             "kv_cache_dtype": cache, "threads": 2, "gflops": gflops, "kv_gbps": gflops / intensity, "limit": limit,
-             "limit_of": of, "fraction_of_limit": share}
+             "kv_cache_dtype": cache, "kv_cache_rotation": "none", "threads": 2, "gflops": gflops,
+             "kv_gbps": gflops / intensity, "limit": limit, "limit_of": of, "fraction_of_limit": share}
         )  # fmt: skip
     probes = [{"what": "VDPBF16PS", "unit": "GFLOP/s", "value": 468.0, "limit": "gflops"}]
     probes += [{"what": f"over {n} MiB", "unit": "GB/s", "value": n, "limit": "read_gbps"} for n in reads]
