@@ -115,7 +115,7 @@ class Step:
         early = [(p.tokens, p.attend(query, key, value, caches, logits)) for p in self.prompts]
         for to, states in zip(rows, (key, value), strict=True):
             to.index_copy_(0, self.write, states[0].transpose(0, 1))
-        kind = query.dtype, "NHD", "auto"
+        kind = query.dtype, "NHD", "auto", "none"
         plan = self.requests.plan(query.shape[1], key.shape[1], key.shape[3], value.shape[3], *kind)
         real = plan.num_tokens  # compiled steps are padded
         output = run(plan, query[:, :, :real], caches[0], caches[1], self.table, logits)
