@@ -110,13 +110,13 @@ def _walsh_hadamard(x: NDArray[Any]) -> NDArray[Any]:
 
 
 def _signs(n: int) -> NDArray[np.float32]:
-    """The contract's: by the top bit of a hash of the dimension, which repeat after 1024."""
+    """The contract's: by the last bit of a hash of the dimension, which repeat after 1024."""
     signs = []
     for d in range(n):
-        h = (d % 1024 + 1) * 0x9E3779B1 & 0xFFFFFFFF
-        h = (h ^ h >> 15) * 0x85EBCA77 & 0xFFFFFFFF
-        h = (h ^ h >> 13) * 0xC2B2AE3D & 0xFFFFFFFF
-        signs.append(-1.0 if h >> 31 else 1.0)
+        h = d % 1024 + 1
+        h = (h ^ h >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+        h = (h ^ h >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+        signs.append(-1.0 if (h ^ h >> 16) & 1 else 1.0)
     return np.array(signs, np.float32)
 
 
