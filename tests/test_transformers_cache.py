@@ -278,6 +278,19 @@ def test_quantised_generation_stays_near(kind: str) -> None:
     assert 0 < error < {"int8": 0.03, "int4": 0.5, "fp8_e4m3": 0.15}[kind]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "error"), [("auto", 2e-6), ("int8", 0.01), ("fp8_e4m3", 0.04), ("int8/int4", 0.15)])
+def test_dense_keys_of_rotated_pages(kind: str, error: float, dtype: Any) -> None:
+    """They are turned back, whatever holds them, and near what came (relative RMS)."""
+    key, value = (torch.randn(2, 3, 21, size, generator=torch.manual_seed(size)).to(dtype) for size in (64, 40))
+    layer = PagedLayer(16, kv_cache_dtype=kind, k_scale=1.0, v_scale=1.0, kv_cache_rotation="hadamard")
+    rounded = 4e-3 if dtype == torch.bfloat16 else 0.0
+    for pages, states in zip(layer.update(key, value), (key, value), strict=True):
+        got, want = pages.dense(), states.double()
+        assert got.dtype == dtype
+        assert (got.double() - want).square().mean().sqrt() <= (error + rounded) * want.square().mean().sqrt()
+
+
 @pytest.mark.parametrize("tracked", [False, True])
 def test_its_memory_goes_with_it(tracked: bool) -> None:
     """At once, without the garbage collector; keys that somebody still has go on by themselves."""

@@ -147,12 +147,10 @@ class Held:
                 dtype=pages.dtype,
                 kv_cache_dtype=pages.kv_cache_dtype,
             )
-        if states.dtype != pages.dtype:  # quantised
-            scale = np.float32(pages.v_scale if value else pages.k_scale)
-            states = states.astype(np.float32) * scale
-            if _check.kv_cache_rotation(pages.kv_cache_rotation) >> value & 1:
-                states = rotate(states, back=True)
-            states = states.astype(pages.dtype)
+        rotated = _check.kv_cache_rotation(pages.kv_cache_rotation) >> value & 1
+        if rotated or states.dtype != pages.dtype:  # quantised
+            states = states.astype(np.float32) * np.float32(pages.v_scale if value else pages.k_scale)
+            states = (rotate(states, back=True) if rotated else states).astype(pages.dtype)
         return torch.from_numpy(states.view(np.uint8)).view(self.dtype)  # NumPy's bfloat16 is none of torch's
 
 
