@@ -76,25 +76,34 @@ def reshape_and_cache(
     memory that overlaps, UnavailableError for an isa that is not there.
     """
     arrays = (key_cache, value_cache, key, value, slot_mapping)
-    layout = _check.LAYOUTS[_check.kv_cache_layout(kv_cache_layout)]
-    kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
-    rotated = _check.kv_cache_rotation(kv_cache_rotation)
-    how = (layout, rotated, *_check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2]))
-    run_write(lib.ca_write, _check.WRITE, arrays, (isa, kv_cache_dtype, kv_cache_layout), how)
+    cache = (isa, k_scale, v_scale, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
+    run_write(lib.ca_write, _check.WRITE, arrays, *cache)
 
 
 def run_write(
-    call: Any, names: Sequence[str], arrays: tuple[Any, ...], said: tuple[Any, ...], how: tuple[Any, ...]
+    call: Any,
+    names: Sequence[str],
+    arrays: tuple[Any, ...],
+    isa: str,
+    k_scale: float,
+    v_scale: float,
+    kv_cache_dtype: str,
+    kv_cache_layout: str,
+    kv_cache_rotation: str,
+    *more: Any,
 ) -> None:
-    """said: isa, kv_cache_dtype and kv_cache_layout; how: what C takes behind what they mean."""
-    fault, (isa, kv_cache_dtype, layout) = ffi.new("ca_fault *"), said
-    isa, kind = _dispatch.asked("isa", isa, "CPU_ATTN_ISA"), kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
-    asked = (isa, kind, layout)
+    """more: what C takes of this call alone, behind what every write has."""
+    layout, fault = _check.LAYOUTS[_check.kv_cache_layout(kv_cache_layout)], ffi.new("ca_fault *")
+    kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
+    rotated = _check.kv_cache_rotation(kv_cache_rotation)
+    how = (layout, rotated, *_check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2]), *more)
+    isa = _dispatch.asked("isa", isa, "CPU_ATTN_ISA")
+    asked = (isa, kind, kv_cache_layout)
     meaning = _meanings.get(asked, _NOTHING)
     addresses, given, alive = objects(arrays)
     while status := call(addresses, given, meaning, *how, fault):
         if status == lib.CA_UNNAMED:
-            meaning = _meanings[asked] = _meaning(meaning, fault, isa, kv_cache_dtype, layout)
+            meaning = _meanings[asked] = _meaning(meaning, fault, isa, kv_cache_dtype, kv_cache_layout)
         else:
             addresses, given, alive = _check.reread(fault, names, arrays, given, alive)
 

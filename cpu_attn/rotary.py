@@ -58,10 +58,7 @@ def rotary_reshape_and_cache(
     turns = (positions, cos_sin_cache, q_weight, k_weight)
     arrays = (key_cache, value_cache, out, query, key, value, slot_mapping, *turns)
     names = _IN_PLACE if out is query else _check.ROTARY
-    kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
-    scales = _check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2])
-    layout = _check.LAYOUTS[_check.kv_cache_layout(kv_cache_layout)]
-    rotated = _check.kv_cache_rotation(kv_cache_rotation)
-    how = (layout, rotated, *scales, _check.boolean("is_neox", is_neox), _check.number("eps", eps, 0.0))
-    run_write(lib.ca_rotary_write, names, arrays, (isa, kv_cache_dtype, kv_cache_layout), how)
+    cache = (isa, k_scale, v_scale, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
+    how = (_check.boolean("is_neox", is_neox), _check.number("eps", eps, 0.0))
+    run_write(lib.ca_rotary_write, names, arrays, *cache, *how)
     return out

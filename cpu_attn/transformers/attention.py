@@ -208,7 +208,7 @@ def _attend(
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
     key, value = dense_rows(key), dense_rows(value)
     head_sizes = key.shape[3], value.shape[3]
-    plan = requests.plan(query.shape[1], key.shape[1], *head_sizes, query.dtype, "HND", "auto", "none")
+    plan = requests.plan(query.shape[1], key.shape[1], *head_sizes, query.dtype, "HND")
     return run(plan, query, key, value, requests.block_table, logits)
 
 

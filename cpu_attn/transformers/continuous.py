@@ -115,8 +115,8 @@ class Step:
         early = [(p.tokens, p.attend(query, key, value, caches, logits)) for p in self.prompts]
         for to, states in zip(rows, (key, value), strict=True):
             to.index_copy_(0, self.write, states[0].transpose(0, 1))
-        kind = query.dtype, "NHD", "auto", "none"
-        plan = self.requests.plan(query.shape[1], key.shape[1], key.shape[3], value.shape[3], *kind)
+        sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
+        plan = self.requests.plan(*sizes, query.dtype, "NHD")
         real = plan.num_tokens  # compiled steps are padded
         output = run(plan, query[:, :, :real], caches[0], caches[1], self.table, logits)
         if real < query.shape[2]:
@@ -157,12 +157,12 @@ class Prompt:
         sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3], query.dtype
         reach = int(self.old.query_start_loc[-1])
         own_lse = query.new_empty(query.shape[1], query.shape[2], dtype=torch.float32)
-        plan = self.own.plan(*sizes, "HND", "auto", "none")
+        plan = self.own.plan(*sizes, "HND")
         own = run(plan, query, key, value, self.own.block_table, logits, lse=own_lse)
         if not self.old.seq_lens[0] or not reach:
             return own
         old_lse = torch.empty_like(own_lse[:, :reach])
-        plan = self.old.plan(*sizes, "NHD", "auto", "none")
+        plan = self.old.plan(*sizes, "NHD")
         without = replace(logits, s_aux=None)  # which is in own
         first = run(plan, query[:, :, :reach], caches[0], caches[1], self.table, without, lse=old_lse)
         own[0, :reach] = merge_states(

@@ -35,11 +35,21 @@ class Requests:
     def __post_init__(self) -> None:
         self.block_table = self.rows.astype(np.int32)[:, None]
 
-    def plan(self, num_heads: int, num_kv_heads: int, head_size: int, head_size_v: int, *kind: Any) -> Any:
-        """Made once for all layers of a kind: dtype, kv_cache_layout, kv_cache_dtype, kv_cache_rotation."""
-        key = (num_heads, num_kv_heads, head_size, head_size_v, *kind, get_num_threads())
+    def plan(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        head_size_v: int,
+        dtype: Any,
+        kv_cache_layout: str,
+        kv_cache_dtype: str = "auto",
+        kv_cache_rotation: str = "none",
+    ) -> SchedulerMetadata:
+        """Made once for all layers of a kind."""
+        cache = (kv_cache_layout, kv_cache_dtype, kv_cache_rotation)
+        key = (num_heads, num_kv_heads, head_size, head_size_v, dtype, *cache, get_num_threads())
         if key not in self.plans:
-            dtype, kv_cache_layout, kv_cache_dtype, kv_cache_rotation = kind
             self.plans[key] = get_scheduler_metadata(
                 *(len(self.rows), num_heads, num_kv_heads, head_size, self.seq_lens, dtype, self.query_start_loc),
                 causal=self.causal,

@@ -112,7 +112,7 @@ static void pack_elements(int dtype, const uint8_t *from, uint8_t *to) {
     for (int b = 0; b < 64; b++)
         to[b] = (uint8_t)((from[b] & 15) | from[64 + b] << 4);
     for (int bit = 4; bit < ca_formats[dtype].bits; bit++) {
-        const int at = ca_plane_bit(dtype, bit);
+        const int at = ca_plane_bit(ca_formats[dtype].bits, bit);
         words x, plane = {0};
         for (int i = 0; i < 8; i++) {
             memcpy(&x, from + 16 * i, sizeof x);

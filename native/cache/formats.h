@@ -101,19 +101,4 @@ static inline float ca_number(int dtype, int x) {
         return ca_as_float(0x7fc00000);
     return ca_from_f16((uint16_t)CA_HALF(ca_elements[element].shift, byte)) * ca_elements[element].unit;
 }
-
-/* A number as a byte of fp8: nearest even, saturating, infinities too. Adding 2^23 units rounds, a unit being that of
- * the exponent or, where numbers are subnormal, of the least, 2^-14 in a binary16. */
-static inline uint8_t ca_to_fp8(int element, float f) {
-    const int fraction = 2 + ca_elements[element].shift;
-    const uint32_t least = ca_as_bits(ca_elements[element].unit * 0x1p-14f);
-    const float most = ca_elements[element].largest;
-    uint32_t u = ca_as_bits(f), rest = u & 0x7fffffff;
-    float x = ca_as_float(rest);
-    x = x < most ? x : most;
-    uint32_t e = ca_as_bits(x) & 0x7f800000;
-    e = e > least ? e : least;
-    uint32_t unit = e + ((23u - (uint32_t)fraction) << 23), n = ca_as_bits(x + ca_as_float(unit)) - unit;
-    return (uint8_t)((u >> 24 & 0x80) | (rest > 0x7f800000 ? 0x7f : ((e - least) >> (23 - fraction)) + n));
-}
 #endif

@@ -59,7 +59,8 @@ static inline int ca_layout_of(int kv_cache_layout, int layout, int kv_dtype) {
 static inline int64_t ca_nibble_byte(int64_t element) { return element / 128 * 64 + element % 64; }
 static inline int ca_nibble_shift(int64_t element) { return element % 128 < 64 ? 0 : 4; }
 
-static inline int ca_plane_bit(int dtype, int bit) { return bit == ca_formats[dtype].bits - 1 ? 7 : bit; }
+/* Where bit `bit` of an element of so many bits is in a byte of int8. */
+static inline int ca_plane_bit(int bits, int bit) { return bit == bits - 1 ? 7 : bit; }
 /* Element i as a nibble, or as a byte. */
 static inline int ca_element(int dtype, const uint8_t *data, int64_t i) {
     if (!ca_is_packed(dtype))
@@ -67,7 +68,7 @@ static inline int ca_element(int dtype, const uint8_t *data, int64_t i) {
     const uint8_t *p = data + i / CA_NIBBLES * ca_bytes_of(dtype, CA_NIBBLES);
     int x = p[i % 64] >> ca_nibble_shift(i) & 15;
     for (int bit = 4; bit < ca_formats[dtype].bits; bit++)
-        x |= (p[bit * 16 + i % 16] >> i % CA_NIBBLES / 16 & 1) << ca_plane_bit(dtype, bit);
+        x |= (p[bit * 16 + i % 16] >> i % CA_NIBBLES / 16 & 1) << ca_plane_bit(ca_formats[dtype].bits, bit);
     return x;
 }
 static inline void ca_put_bit(uint8_t *to, int bit, int x) { *to = (uint8_t)((*to & ~(1 << bit)) | (x & 1) << bit); }
@@ -79,7 +80,7 @@ static inline void ca_put_element(int dtype, uint8_t *data, int64_t i, int x) {
     uint8_t *p = data + i / CA_NIBBLES * ca_bytes_of(dtype, CA_NIBBLES), *both = p + i % 64;
     *both = (uint8_t)((*both & 0xf0 >> ca_nibble_shift(i)) | (x & 15) << ca_nibble_shift(i));
     for (int bit = 4; bit < ca_formats[dtype].bits; bit++)
-        ca_put_bit(p + bit * 16 + i % 16, (int)(i % CA_NIBBLES / 16), x >> ca_plane_bit(dtype, bit));
+        ca_put_bit(p + bit * 16 + i % 16, (int)(i % CA_NIBBLES / 16), x >> ca_plane_bit(ca_formats[dtype].bits, bit));
 }
 
 /* What a group of 16 tokens of one kv head takes, K or V: elements in the order of its layout, their bytes, and how

@@ -56,7 +56,7 @@ INLINE void int8_of_bits(int bits, const uint8_t *src, uint8_t *dst) {
         memcpy(&x, src + i % 4 * 16, 16);
         half = (i < 4 ? x : x >> 4) & 0x0f0f;
         EACH(j, bits - 4) {
-            const int to = j == bits - 5 ? 7 : 4;
+            const int to = ca_plane_bit(bits, 4 + j);
             half |= (i < to ? plane[j] << (to - i) : plane[j] >> (i - to)) & (uint16_t)(0x0101 << to);
         }
         memcpy(dst + 16 * i, &half, 16);
@@ -108,7 +108,8 @@ INLINE void put_signs(int zero, uint8_t *x, int64_t n) {
     }
 }
 
-/* Bytes of fp8, as ca_to_fp8 makes them. */
+/* Numbers as bytes of fp8: nearest even, saturating, infinities too. Adding 2^23 units rounds, a unit being that of the
+ * exponent or, where numbers are subnormal, of the least, 2^-14 in a binary16. */
 INLINE vf v_fp8(int element, vf f) {
     const int fraction = 2 + ca_elements[element].shift;
     const float least = ca_elements[element].unit * 0x1p-14f;
