@@ -29,13 +29,16 @@ def _signs(n: int) -> NDArray[np.float32]:
     return np.resize(signs, n)
 
 
-def rotate(x: NDArray[np.floating[Any]], back: bool = False) -> NDArray[np.floating[Any]]:
-    """R x of each row of x [..., D], or back: R^T x. float64 stays; all else is float32, with the bits of the kernels.
+def rotate(x: Any, back: bool = False) -> NDArray[np.floating[Any]]:
+    """R x of each row of x [..., D], or back: R^T x. x: floats; the result is float64 of float64, else float32 with
+    the bits of the kernels.
 
     R = H S is orthogonal: S flips signs, H is a Walsh-Hadamard matrix over the square root of its size; a D that is no
     power of two is a row of such blocks, the largest first. An element of R x is a sum of all of x, so that one
-    channel which is larger than all others spreads, and a scale fits the whole head (arXiv:2404.00456).
+    channel which is larger than all others spreads, and a scale fits the whole head (arXiv:2404.00456). Raises
+    TypeError for other dtypes, and for what is no array; ValueError for an x without a last axis, or an empty one.
     """
+    x, back = _check.rows("x", x), _check.boolean("back", back)
     y = np.array(x, x.dtype if x.dtype == np.float64 else np.float32)
     signs = _signs(y.shape[-1]).astype(y.dtype)
     for block in _blocks(y.shape[-1]):
@@ -66,8 +69,8 @@ def balance(query: Any, key: Any, rot_dim: int | None = None, is_neox: bool = Tr
     mean counts as that. Raises ValueError or TypeError for shapes, dtypes, and sizes that are negative or not finite.
     """
     sizes = [_check.sizes(name, x) for name, x in (("query", query), ("key", key))]
-    if sizes[0].shape != sizes[1].shape or not sizes[0].ndim:
-        raise ValueError(f"key: shape {sizes[1].shape}, expected query's, {sizes[0].shape}, of at least one axis")
+    if sizes[0].shape != sizes[1].shape:
+        raise ValueError(f"key: shape {sizes[1].shape}, expected query's, {sizes[0].shape}")
     head_size = sizes[0].shape[-1]
     rot_dim = _check.integer("rot_dim", head_size // 2 * 2 if rot_dim is None else rot_dim, 0, head_size)
     if rot_dim % 2:

@@ -48,6 +48,22 @@ def test_in_numpy(size: int, back: bool) -> None:
     np.testing.assert_array_equal(rotate(half, back), hadamard(half.astype(np.float32), back))
 
 
+@pytest.mark.parametrize(
+    ("x", "back", "error", "words"),
+    [
+        (np.float32(1), False, ValueError, "x: shape (), expected a last axis of at least 1"),
+        (np.ones((3, 0)), False, ValueError, "x: shape (3, 0), expected a last axis of at least 1"),
+        (np.ones(4, np.int32), False, TypeError, "x: dtype int32"),
+        ([1.0, 2.0], False, TypeError, "x: "),
+        (np.ones(4), "yes", TypeError, "back: expected True or False"),
+    ],
+)
+def test_rotate_refuses(x: Any, back: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as found:
+        rotate(x, back)
+    assert str(found.value).startswith(words)
+
+
 @pytest.mark.parametrize("rotation", ["hadamard", "hadamard/none", "none/hadamard"])
 @pytest.mark.parametrize("kind", ["auto", "int8", "int4", "fp8_e5m2", "int6/int4_per_token_head", "int5"])
 @pytest.mark.parametrize(("isa", "dtype"), KERNELS)
@@ -226,7 +242,7 @@ def test_balance_of_a_channel_that_is_left_out() -> None:
         (np.ones(4, int), np.ones(4), {}, TypeError, "query: dtype int64"),
         (np.ones(4), np.ones(4), {"rot_dim": 3}, ValueError, "rot_dim: 3 is odd"),
         (np.ones(4), np.ones(4), {"rot_dim": 6}, ValueError, "rot_dim: 6"),
-        (np.ones(()), np.ones(()), {}, ValueError, "key: shape ()"),
+        (np.ones(()), np.ones(()), {}, ValueError, "query: shape (), expected a last axis of at least 1"),
     ],
 )
 def test_balance_refuses(query: Any, key: Any, more: dict[str, Any], error: type[Exception], words: str) -> None:

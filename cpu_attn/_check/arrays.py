@@ -98,12 +98,19 @@ def small_floats(name: str, x: Any, dtypes: Sequence[str], num_heads: int) -> np
     return np.ascontiguousarray(a.numpy().astype(np.float32))
 
 
-def sizes(name: str, x: Any) -> np.ndarray[Any, Any]:
-    """A float64 copy of numbers that are finite and not negative."""
+def rows(name: str, x: Any) -> np.ndarray[Any, Any]:
+    """x [..., D] of floats, float64 among them."""
     a = numpy_view(name, x, FLOATS)
     if str(a.dtype) not in (*FLOATS, "float64"):
         raise TypeError(f"{name}: dtype {a.dtype}, expected {', '.join(FLOATS)} or float64")
-    found: np.ndarray[Any, Any] = a.astype(np.float64)
+    if not a.ndim or not a.shape[-1]:
+        raise ValueError(f"{name}: shape {a.shape}, expected a last axis of at least 1")
+    return a
+
+
+def sizes(name: str, x: Any) -> np.ndarray[Any, Any]:
+    """A float64 copy of x [..., D], of numbers that are finite and not negative."""
+    found: np.ndarray[Any, Any] = rows(name, x).astype(np.float64)
     for where in np.argwhere(~(np.isfinite(found) & (found >= 0)))[:1]:
         at = ", ".join(map(str, where))
         raise ValueError(f"{name}[{at}]: {found[tuple(where)]}, expected a finite size of at least 0")
