@@ -28,7 +28,7 @@ from cpu_attn._check import kv_cache_rotation as check_rotation
 from cpu_attn._dtypes import is_scaled
 from cpu_attn.cli import contest, plot, report
 from cpu_attn.cli.info import cpu, onednn
-from cpu_attn.cli.limits import DEFAULT_BYTES, Limit, Limits, best_isa, products
+from cpu_attn.cli.limits import DEFAULT_BYTES, Limit, Limits, best_isa, products, roof
 from cpu_attn.cli.rivals import RIVALS
 from cpu_attn.cli.workloads import GROUPS, WORKLOADS, Step, Workload
 from cpu_attn.tests.formats import DTYPES
@@ -153,12 +153,13 @@ def _idle(engine: str, w: Workload, kv_cache_dtype: str, block_size: int) -> str
 @dataclass
 class Timer:
     """The runs of one call. The first is not counted, unless it is so long that it has to be the only one. under:
-    what each of its turns is taken under."""
+    what each of its turns is taken under. turns: the shortest run of each, or the only one."""
 
     call: Callable[[], Any]
     repeat: int | None
     under: Callable[[], AbstractContextManager[Any]] = nullcontext
     seconds: list[float] = field(default_factory=list)
+    turns: list[float] = field(default_factory=list)
     total: float = 0.0
 
     def __post_init__(self) -> None:
@@ -166,6 +167,8 @@ class Timer:
             self._run()
         if self.repeat or self.total <= LONG:
             self.seconds, self.total = [], 0.0
+        else:
+            self.turns = self.seconds[:]
 
     def _run(self) -> None:
         start = perf_counter()
@@ -181,11 +184,12 @@ class Timer:
         return self.total > LONG or runs >= MAX_RUNS or (runs >= MIN_RUNS and self.total >= BUDGET)
 
     def turn(self) -> None:
-        end = perf_counter() + TURN
+        end, before = perf_counter() + TURN, len(self.seconds)
         with self.under():
             self._run()
             while not self.done and perf_counter() < end:
                 self._run()
+        self.turns.append(min(self.seconds[before:]))
 
 
 def times(timers: Sequence[Timer], between: Callable[[], Any] = lambda: None) -> list[list[float]]:
@@ -241,19 +245,35 @@ def _one_workload(
             click.echo(f"  without {engine}: {reasons[engine]}", err=True, nl=False)
         able = [e for e in engines if not reasons[e]]
         rows += [row for n in threads for row in contest.contestants(step, able, n)]
-    needed = dict.fromkeys(limit for row in rows for limit in row.limits)
+    needed = dict.fromkeys(limit for row in rows for limit in (*row.limits, *row.roof))
     timers = [Timer(row.call, repeat, partial(contest.threads, row.threads)) for row in rows]
-    seconds = times(timers, partial(limits.measure, needed))
-    for row, runs in zip(rows, seconds, strict=True):
+    looks: list[dict[Limit, float]] = []
+    times(timers, lambda: looks.append(limits.measure(needed)))
+    for row, timer in zip(rows, timers, strict=True):
         who = f"{row.engine} on {row.threads}" if len(threads) > 1 else row.engine
-        click.echo(f"  {who} {report.seconds(min(runs))}", err=True, nl=False)
-        yield _result(row, runs), row.limits
+        click.echo(f"  {who} {report.seconds(min(timer.seconds))}", err=True, nl=False)
+        yield _result(row, timer, looks), row.limits
     click.echo(err=True)
 
 
-def _result(row: contest.Contestant, runs: list[float]) -> dict[str, Any]:
+def under_roof(row: contest.Contestant, turns: Sequence[float], looks: Sequence[dict[Limit, float]]) -> dict[str, Any]:
+    """What binds it, and the part of its speed that it reaches: the median of its turns, each against what was seen
+    right before and after it, since memory, above all, is not always as fast."""
+    if not row.roof:
+        return {"roof_of": None, "fraction_of_roof": None}
+    w, found = row.step.workload, []
+    for taken, before, after in zip(turns, looks, [*looks[1:], looks[-1]], strict=False):
+        seen = {limit: max(before[limit], after[limit]) for limit in row.roof}
+        least, kind = roof(w.flops, w.kv_bytes(row.step.itemsize), seen)
+        found.append((least / taken, kind))
+    fraction, kind = sorted(found)[len(found) // 2]
+    return {"roof_of": kind, "fraction_of_roof": fraction}
+
+
+def _result(row: contest.Contestant, timer: Timer, looks: Sequence[dict[Limit, float]]) -> dict[str, Any]:
     """All but the limit, which may still rise."""
-    step, best = row.step, min(runs)
+    step, runs = row.step, timer.seconds
+    best = min(runs)
     w = step.workload
     moves = w.attends or w.kind == "write"
     return {
@@ -272,6 +292,7 @@ def _result(row: contest.Contestant, runs: list[float]) -> dict[str, Any]:
         "limit": None,
         "limit_of": None,
         "fraction_of_limit": None,
+        **under_roof(row, timer.turns, looks),
         "workspace_bytes": row.workspace_bytes,
     }
 
@@ -442,7 +463,8 @@ def bench(
 
     WORKLOAD is a name (prefill-2k, decode-8x8k, write-8k, ...), or prefill, decode, mla, cascade or all; all unless
     told. Own kernels and oneDNN take turns. The limit of a prefill, of mla, and of decodes that share most of their
-    keys (cascade), is the peak of its isa's products, of a decode the read bandwidth, of a cache write memcpy.
+    keys (cascade), is the peak of its isa's products, of a decode the read bandwidth, of a cache write memcpy. The roof
+    that binds is whichever takes longer, products or reads, and was measured right before and after.
     """
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who runs a workload in ``cpu-attn bench``: a call to time, and the limits that bound it."""
+"""Who runs a workload in ``cpu-attn bench``: a call to time, and what bounds it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ LEAST_BYTES = 2**16  # read or copied to measure a limit
 @dataclass(frozen=True)
 class Contestant:
     """engine: of ENGINES or RIVALS; isa: of ours, None for others; threads: how many it was made for and runs on;
-    call: one run, all that can be made before made."""
+    limits: the fastest of them bounds it; roof: products and reads, whichever takes longer, where it attends; call: one
+    run, all that can be made before made."""
 
     step: Step
     engine: str
     isa: str | None
     threads: int
     limits: tuple[Limit, ...]
+    roof: tuple[Limit, ...]
     workspace_bytes: int | None
     call: Callable[[], Any]
 
@@ -87,26 +89,24 @@ def contestants(step: Step, engines: Sequence[str], num_threads: int) -> list[Co
     with threads(num_threads):  # plans depend on them
         for engine in takes_part(engines, step.workload.kind):
             call, workspace_bytes, isa = _prepare(step, engine)
-            limits = tuple(_limits(step, engine, isa, num_threads))
-            found.append(Contestant(step, engine, isa, num_threads, limits, workspace_bytes, call))
+            limits, roof = _limits(step, engine, isa, num_threads)
+            found.append(Contestant(step, engine, isa, num_threads, limits, roof, workspace_bytes, call))
     return found
 
 
-def _limits(step: Step, engine: str, isa: str | None, threads: int) -> list[Limit]:
-    num_bytes = max(step.workload.kv_bytes(step.itemsize), LEAST_BYTES)
-    if step.workload.kind == "decode" and not step.workload.latent_rank:
-        return [Limit("read_gbps", threads, num_bytes=num_bytes)]
-    if step.workload.kind == "write":
-        return [Limit("memcpy_gbps", threads, num_bytes=num_bytes)]
-    if step.workload.kind in (
-        "prefill",
-        "decode",
-        "cascade",
-    ):  # latent rows serve so many heads that products limit them
-        if engine != "native":
-            isa = best_isa(step.dtype, _uses_matrix(engine, step))
-        return products(isa, step.dtype, threads)
-    return []
+def _limits(step: Step, engine: str, isa: str | None, threads: int) -> tuple[tuple[Limit, ...], tuple[Limit, ...]]:
+    """Limits and roof of a Contestant."""
+    w = step.workload
+    num_bytes = max(w.kv_bytes(step.itemsize), LEAST_BYTES)
+    if w.kind == "write":
+        return (Limit("memcpy_gbps", threads, num_bytes=num_bytes),), ()
+    if w.kind not in ("prefill", "decode", "cascade"):
+        return (), ()
+    if engine != "native":
+        isa = best_isa(step.dtype, _uses_matrix(engine, step))
+    reads, multiplies = Limit("read_gbps", threads, num_bytes=num_bytes), products(isa, step.dtype, threads)
+    is_read = w.kind == "decode" and not w.latent_rank  # latent rows serve so many heads that products limit them
+    return (reads,) if is_read else tuple(multiplies), (*multiplies, reads)
 
 
 def _uses_matrix(engine: str, step: Step) -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -74,6 +74,14 @@ def best_isa(dtype: str, matrix: bool) -> str:
     return next(p.isa for p in probes() if not p.reason and dtype in p.dtypes and (matrix or p.unit != "matrix"))
 
 
+def roof(flops: float, num_bytes: float, seen: Mapping[Limit, float]) -> tuple[float, str]:
+    """Seconds that so much work takes at least, and what binds it, a key of UNITS: the fastest of its products, or
+    reading. seen: limits, and what was measured of them."""
+    peak, product = max((value, limit.kind) for limit, value in seen.items() if limit.probe)
+    reads, reading = max((value, limit.kind) for limit, value in seen.items() if not limit.probe)
+    return max((flops * 1e-9 / peak, product), (num_bytes * 1e-9 / reads, reading))
+
+
 class Limits:
     """Measures and keeps the highest. Memory is as large as asked for, and random."""
 
@@ -81,10 +89,12 @@ class Limits:
         self.kept: dict[Limit, float] = {}
         self._memory = np.zeros(0, np.uint8)
 
-    def measure(self, limits: Iterable[Limit]) -> None:
-        """Looks a few times at each."""
-        for limit in limits:
-            self.kept[limit] = max(self.kept.get(limit, 0.0), self._look(limit))
+    def measure(self, limits: Iterable[Limit]) -> dict[Limit, float]:
+        """Looks a few times at each. Returns what it sees now."""
+        found = {limit: self._look(limit) for limit in limits}
+        for limit, value in found.items():
+            self.kept[limit] = max(self.kept.get(limit, 0.0), value)
+        return found
 
     def _look(self, limit: Limit) -> float:
         look = self._product(limit, limit.probe) if limit.probe else self._memory_traffic(limit)

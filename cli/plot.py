@@ -109,7 +109,7 @@ def _names_at_ends(axes: Any, ends: dict[tuple[str, str], tuple[float, float]]) 
 
 def roofline(report: Result) -> Any:
     """Points under ceilings, each workload numbered at its best one; beside them what the numbers mean, and percents of
-    the limits."""
+    the roofs that bind."""
     rows = _rows(report["results"])
     rows = dict(sorted(rows.items(), key=lambda row: _best(row[1])))
     engines = list(dict.fromkeys(engine for row in rows.values() for engine in row))
@@ -264,7 +264,7 @@ def _table(figure: Any, rows: Rows, engines: list[str], corner: tuple[float, flo
         place = (corner[0] + x) / width, (corner[1] - (line + 0.5) * LINE) / height
         figure.text(*place, text, va="center", fontsize=LABEL + 1, **style)
 
-    put(0, 0, "percent of its limit")
+    put(0, 0, "percent of its roof")
     lines = importlib.import_module("matplotlib.lines")
     for line, engine in enumerate(engines, 1):
         colour, marker = STYLES[engine]
@@ -279,7 +279,7 @@ def _table(figure: Any, rows: Rows, engines: list[str], corner: tuple[float, flo
         put(0.3, line, name)
         for column, engine in enumerate(engines, 1):
             if engine in row:
-                text = f"{row[engine]['fraction_of_limit']:.0%}"
+                text = f"{row[engine]['fraction_of_roof']:.0%}"
                 put(room + column * COLUMN, line, text, ha="right", color=STYLES[engine][0], fontweight="bold")
 
 

@@ -32,6 +32,8 @@ RESULT_FIELDS = (
     "limit",
     "limit_of",
     "fraction_of_limit",
+    "roof_of",
+    "fraction_of_roof",
     "workspace_bytes",
 )
 # What makes two results comparable.
@@ -73,6 +75,13 @@ def speed(result: dict[str, Any]) -> str:
     return "" if result["limit_of"] is None else f"{result['gflops']:.4g} GF"
 
 
+def of_roof(result: dict[str, Any]) -> str:
+    """How near it comes to the roof that binds it, and which this is."""
+    if result["roof_of"] is None:
+        return ""
+    return f"{result['fraction_of_roof']:.1%} of {'reads' if result['roof_of'] == 'read_gbps' else 'products'}"
+
+
 def thread_counts(report: dict[str, Any]) -> list[int]:
     return sorted({r["threads"] for r in report["results"]})
 
@@ -98,7 +107,7 @@ def show(report: dict[str, Any]) -> None:
     click.echo(f"cpu-attn {machine['version']} on {machine['brand']}, {' and '.join(map(str, counts))} threads")
     show_limits(report)
     scaling = len(counts) > 1
-    headers = ["workload", "engine", "isa", "dtype", "min", "median", "speed", "of limit", "x native"]
+    headers = ["workload", "engine", "isa", "dtype", "min", "median", "speed", "of limit", "of roof", "x native"]
     table = new_table(*headers, *(["threads", "per thread"] if scaling else []))
     before = None
     for r in report["results"]:
@@ -114,6 +123,7 @@ def show(report: dict[str, Any]) -> None:
             seconds(r["seconds_median"]),
             speed(r),
             "" if r["limit"] is None else f"{r['fraction_of_limit']:.1%}",
+            of_roof(r),
             "" if rival is r else f"{rival['seconds_min'] / r['seconds_min']:.2f}",
             *([str(r["threads"]), f"{per_thread(r, report):.2f}"] if scaling else []),
         )

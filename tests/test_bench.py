@@ -129,7 +129,37 @@ def test_json() -> None:
         assert r["kv_gbps"] == pytest.approx(w.kv_bytes(2) / r["seconds_min"] / 1e9)
         assert r["limit"] == found["limits"][r["limit_of"]]
         assert r["fraction_of_limit"] == pytest.approx(r["gflops"] / r["limit"])
+        assert r["roof_of"] in ("matrix_gflops", "vector_gflops", "read_gbps") and r["fraction_of_roof"] > 0
         assert r["workspace_bytes"] > 0
+
+
+def test_the_roof_that_binds() -> None:
+    """Reads of few flops, the fastest product of many."""
+    slow, fast = (limits.Limit("vector_gflops", 2, probe) for probe in limits.probes()[:2])
+    reads = limits.Limit("read_gbps", 2, num_bytes=2**20)
+    seen = {slow: 100.0, fast: 200.0, reads: 50.0}
+    assert limits.roof(1e9, 1e9, seen) == (pytest.approx(0.02), "read_gbps")
+    assert limits.roof(8e9, 1e9, seen) == (pytest.approx(0.04), "vector_gflops")
+
+
+def test_a_turn_is_measured_against_the_looks_around_it(clock: SimpleNamespace) -> None:
+    """Memory of two speeds: each turn takes 1.25 of its own roof, though all of them together see 4 GB/s."""
+    step = SimpleNamespace(workload=Workload("", "decode", ((1, 1000),), 1, 1, 1000), itemsize=4)  # 8 MB
+    probe = limits.probes()[0]
+    reads, product = limits.Limit("read_gbps", 1, num_bytes=2**20), limits.Limit("vector_gflops", 1, probe)
+    row: Any = SimpleNamespace(roof=(product, reads), step=step)
+    looks = [{reads: gbps, product: 100.0} for gbps in (2.0, 1.0, 1.0, 4.0)]
+    found = bench_module.under_roof(row, [0.004 * 1.25, 0.008 * 1.25, 0.002 * 1.25], looks)
+    assert found == {"roof_of": "read_gbps", "fraction_of_roof": pytest.approx(0.8)}
+    found = bench_module.under_roof(row, [0.004 * 1.25], looks[:1])  # a run that was the only one
+    assert found["fraction_of_roof"] == pytest.approx(0.8)
+    assert bench_module.under_roof(SimpleNamespace(roof=()), [1.0], looks)["roof_of"] is None
+    turn = bench_module.TURN
+    timer = bench_module.Timer(clock.work("a", turn, turn * 2, turn / 2, turn, turn * 3), 4)
+    bench_module.times([timer])
+    assert timer.turns == pytest.approx([turn * 2, turn / 2, turn * 3]) and len(timer.seconds) == 4
+    alone = bench_module.Timer(clock.work("a", bench_module.LONG * 2), None)
+    assert alone.turns == alone.seconds == [bench_module.LONG * 2]
 
 
 def test_decode_is_bound_by_reading() -> None:
@@ -155,6 +185,7 @@ def test_plan_write_and_call_by_name() -> None:
     assert list(by_name) == ["plan-256", "write-8k", "call-tiny"]
     plan, write, tiny = by_name.values()
     assert plan["gflops"] is plan["kv_gbps"] is plan["limit"] is tiny["limit"] is tiny["fraction_of_limit"] is None
+    assert plan["roof_of"] is write["roof_of"] is tiny["fraction_of_roof"] is None
     assert (write["limit_of"], write["gflops"]) == ("memcpy_gbps", None)
     assert write["kv_gbps"] == pytest.approx(8192 * 8 * 128 * 2 * 2 / write["seconds_min"] / 1e9)
 
@@ -163,7 +194,7 @@ def test_progress_on_stderr_table_on_stdout() -> None:
     result = call(*FREE, "--engine", "native")
     assert result.exit_code == 0
     assert "1/1 1x(5,40)" in result.stderr and "1/1" not in result.stdout
-    for text in ("1x(5,40)", "native", "vector_gflops", "memcpy_gbps", "of limit"):
+    for text in ("1x(5,40)", "native", "vector_gflops", "memcpy_gbps", "of limit", "of roof", "% of "):
         assert text in result.stdout
     assert " 1x(5,40) num_heads=4 num_kv_heads=2 head_size=16 " in result.stdout  # not folded
 
@@ -186,7 +217,7 @@ def test_rows_say_what_their_cache_holds(capsys: pytest.CaptureFixture[str]) -> 
             ("int8", "onednn", 4.0),
         )
     ]
-    more = {"seconds_median": 1.0, "limit": None, "limit_of": None}
+    more = {"seconds_median": 1.0, "limit": None, "limit_of": None, "roof_of": None}
     found = {"machine": {"version": "0", "brand": "A"}, "probes": [], "results": [r | more for r in rows]}
     report.show(found)
     lines = [line.split("\u2502") for line in capsys.readouterr().out.splitlines() if "float32" in line]
@@ -225,10 +256,10 @@ def test_threads_are_used_and_given_back(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_scaling(capsys: pytest.CaptureFixture[str]) -> None:
     """A quarter of the time on eight threads is half the speed for each."""
     rows = [
-        {**sample(seconds, 0.5, threads=n)["results"][0], "engine": engine, "seconds_median": 1.0, "limit_of": None}
+        {**sample(seconds, 0.5, threads=n)["results"][0], "engine": engine, "seconds_median": 1.0, "roof_of": None}
         for n, engine, seconds in ((1, "native", 4.0), (1, "onednn", 8.0), (8, "native", 1.0), (8, "onednn", 1.0))
     ]
-    found = {"machine": {"version": "0", "brand": "A"}, "probes": [], "results": [r | {"limit": None} for r in rows]}
+    found = {"machine": {"version": "0", "brand": "A"}, "probes": [], "results": [r | {"limit": None, "limit_of": None} for r in rows]}
     assert [report.per_thread(r, found) for r in found["results"]] == [1.0, 1.0, 0.5, 1.0]
     report.show(found)
     out = capsys.readouterr().out
@@ -500,7 +531,7 @@ def test_plot_names_every_workload_engine_and_ceiling(tmp_path: Path) -> None:
         text = path.read_text()
         for r in found["results"]:
             assert r["workload"] in text and r["engine"] in text
-            assert f">{r['fraction_of_limit']:.0%}<" in text
+            assert f">{r['fraction_of_roof']:.0%}<" in text
         for p in found["probes"]:
             if p["value"] in found["limits"].values() and p["unit"] == "GFLOP/s" and p["value"]:
                 assert p["what"] in text

@@ -28,7 +28,7 @@ def test_labels_are_spread(wanted: list[float]) -> None:
 def full_report(
     engines: list[str], caches: tuple[str, ...] = ("auto",), reads: tuple[float, ...] = (57.3, 41.2)
 ) -> Any:
-    """Every workload, at about the share of its limit that an engine reaches: decodes lie close together."""
+    """Every workload, at about the share of its roof that an engine reaches: decodes lie close together."""
     shares, rng = {"native": 0.85, "onednn": 0.52, "reference": 0.01, "torch": 0.24, "vllm": 0.33}, random.Random(1)
     results = []
     for w, cache, engine in product(WORKLOADS.values(), caches, engines):
@@ -44,7 +44,7 @@ def full_report(
         results.append(
             {"workload": w.name, "engine": engine, "isa": None if engine == "torch" else "avx512", "dtype": "bfloat16",
              "kv_cache_dtype": cache, "kv_cache_rotation": "none", "threads": 2, "gflops": gflops,
-             "kv_gbps": gflops / intensity, "limit": limit, "limit_of": of, "fraction_of_limit": share}
+             "kv_gbps": gflops / intensity, "limit": limit, "limit_of": of, "fraction_of_roof": share}
         )  # fmt: skip
     probes = [{"what": "VDPBF16PS", "unit": "GFLOP/s", "value": 468.0, "limit": "gflops"}]
     probes += [{"what": f"over {n} MiB", "unit": "GB/s", "value": n, "limit": "read_gbps"} for n in reads]
