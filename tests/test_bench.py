@@ -259,7 +259,8 @@ def test_scaling(capsys: pytest.CaptureFixture[str]) -> None:
         {**sample(seconds, 0.5, threads=n)["results"][0], "engine": engine, "seconds_median": 1.0, "roof_of": None}
         for n, engine, seconds in ((1, "native", 4.0), (1, "onednn", 8.0), (8, "native", 1.0), (8, "onednn", 1.0))
     ]
-    found = {"machine": {"version": "0", "brand": "A"}, "probes": [], "results": [r | {"limit": None, "limit_of": None} for r in rows]}
+    rows = [r | {"limit": None, "limit_of": None} for r in rows]
+    found = {"machine": {"version": "0", "brand": "A"}, "probes": [], "results": rows}
     assert [report.per_thread(r, found) for r in found["results"]] == [1.0, 1.0, 0.5, 1.0]
     report.show(found)
     out = capsys.readouterr().out
