@@ -5,7 +5,8 @@
  * flags: -mavx2 -mfma -mf16c
  *
  * This isa is AVX2 with FMA and F16C (Haswell, Zen and newer). A register tile takes 6 x 2 accumulators of the 16
- * registers, 2 for K or V, and 1 to broadcast. */
+ * registers, 2 for K or V, and 1 to broadcast. Two FMA a cycle, each 4 cycles until its sum is there, ask for 8 sums at
+ * least: of fewer rows a tile is wider. */
 #include "cpu/cpu.h"
 #include <immintrin.h>
 #include <math.h>
@@ -16,8 +17,10 @@
 #define VL 8
 #define MR 6
 #define TALL 6
-#define NG 1
-#define NDV 2
+#define NG 4
+#define NDV 8
+#define TILE_GROUPS(mr) ((mr) == 1 ? 4 : (mr) <= 3 ? 2 : 1)
+#define TILE_VECTORS(mr) ((mr) == 1 ? 8 : (mr) <= 3 ? 4 : 2)
 #define ROWS 96
 #define KEYS 256
 #define FEW_KEYS 128
@@ -38,6 +41,12 @@ INLINE vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 INLINE vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 INLINE vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
 INLINE vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+/* By the intrinsic gcc 12 puts sums over what it has broadcast, and spills. */
+#define V_ACCUMULATE
+INLINE vf v_accumulate(vf sum, vf a, vf b) {
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+}
 INLINE vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 INLINE vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
 INLINE vf v_abs(vf x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }

@@ -8,6 +8,9 @@
 #define HALVES
 #endif
 #include "kernel/attention/parameters.h"
+#ifndef V_ACCUMULATE
+INLINE vf v_accumulate(vf sum, vf a, vf b) { return v_fma(a, b, sum); }
+#endif
 
 #define DTYPE f16
 #define ELEM uint16_t

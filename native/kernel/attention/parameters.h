@@ -1,21 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0
  * What an isa file says about its kernels, once a file. It has defined its vocabulary (simd/vocabulary.md) and
  *   MR        query rows of a register tile
- *   TALL      MR, or more: a task of so few rows is one tile, of half the columns
- *   NG        K groups (of 16 keys) of a register tile
- *   NDV       vectors of V's columns of a register tile
+ *   TALL      MR, or more: a task of so few rows is one tile
+ *   NG        groups of 16 keys that go through the products together
+ *   NDV       vectors of V's columns that do, at most
  *   ROWS      query rows of a task
  *   KEYS      keys of a score block
  *   FEW_KEYS  the same where a task has up to CA_FEW_ROWS rows (decode)
  * and may define
- *   NHD_KEYS, NHD_BYTES  the same over NHD caches (kernel.h)
+ *   TILE_GROUPS(mr), TILE_VECTORS(mr)  the groups, which divide NG, and the vectors of a register tile of mr rows: of
+ * so few rows fewer accumulators would wait for one another NHD_KEYS, NHD_BYTES  the same over NHD caches (kernel.h)
  *   SUM_GROUPS           groups whose P V has a sum of its own in float32: of V that is one number all products are
  *                        alike and rounded to the same side, and one sum over 1024 keys takes 4 times the error
  *                        budget, sums over 64 take 0.4
  *   PREFETCH, HALF_PAGES what prefetch.h says
  *   INTEGERS             address of an int: does this machine multiply int8 and int4 caches of 16-bit dtypes as
  *                        integers.h does?
- * Tested: MR 2 to 8, NG 1, 3 and 4, NDV 2, 3 and 4, VL 1, 4, 8 and 16. */
+ * Tested: MR 2 to 8, NG 1, 3 and 4, NDV 2, 3, 4 and 8, VL 1, 4, 8 and 16. */
 #ifndef CPU_ATTN_PARAMETERS_H
 #define CPU_ATTN_PARAMETERS_H
 #include "kernel/kernel.h"
@@ -32,6 +33,10 @@
 #ifndef NHD_BYTES
 #define NHD_BYTES (256 << 10)
 #endif
+#ifndef TILE_GROUPS
+#define TILE_GROUPS(mr) ((mr) <= MR ? NG : NG / 2)
+#define TILE_VECTORS(mr) ((mr) <= MR ? NDV : NDV / 2)
+#endif
 #ifndef SUM_GROUPS
 #define SUM_GROUPS 4
 #endif
@@ -46,8 +51,8 @@
 _Static_assert(MR <= TALL && TALL <= 8, "FOR_ROWS has cases for up to 8 rows");
 _Static_assert(CA_LANES % VL == 0 && KEYS % CA_LANES == 0 && FEW_KEYS <= KEYS && NHD_KEYS <= KEYS, "groups are whole");
 
-/* The rows of a register tile as a constant M, so that loops over them unroll: FOR_ROWS for 1 to TALL, and its parts,
- * the tiles of full width and those of half the width. */
+/* The rows of a register tile, up to TALL or, of a wide one, up to MR, as a constant M, so that loops over them unroll.
+ */
 #define ROW_CASE(n, call)                                                                                              \
     case n: {                                                                                                          \
         enum { M = n };                                                                                                \
@@ -63,20 +68,8 @@ _Static_assert(CA_LANES % VL == 0 && KEYS % CA_LANES == 0 && FEW_KEYS <= KEYS &&
 #define CASES_7(call) CASES_6(call) ROW_CASE(7, call)
 #define CASES_8(call) CASES_7(call) ROW_CASE(8, call)
 #define CASES_UP_TO(n) GLUE(CASES, n)
-#if MR == TALL
-#define CASES_TALL(call)
-#elif MR + 1 == TALL
-#define CASES_TALL(call) ROW_CASE(TALL, call)
-#else
-#define CASES_TALL(call) ROW_CASE(TALL - 1, call) ROW_CASE(TALL, call)
-#endif
-#if TALL > MR + 2
-#error "CASES_TALL has cases for two more rows than MR"
-#endif
 #define FOR_ROWS(mr, call)                                                                                             \
     switch (mr) { CASES_UP_TO(TALL)(call) }
 #define FOR_WIDE_ROWS(mr, call)                                                                                        \
     switch (mr) { CASES_UP_TO(MR)(call) }
-#define FOR_TALL_ROWS(mr, call)                                                                                        \
-    switch (mr) { CASES_TALL(call) }
 #endif

@@ -87,9 +87,9 @@ INLINE void prefetch_rows(const ahead *next, int which, int groups, int64_t ld, 
         prefetch_lines(next, which, groups, r * ld, bytes);
 }
 
-/* 0, once what the products have just read is there: the next step's address waits for it. Where few rows leave the
- * core time to run ahead of memory, it reaches lines that it has not asked for, and waits for these in place of asking
- * (MEASUREMENTS.md: paced rows). */
+/* 0, once what the products have just read is there: the address of the step after the next one waits for it. Where few
+ * rows leave the core time to run ahead of memory, it reaches lines that it has not asked for, and waits for these in
+ * place of asking (MEASUREMENTS.md: paced rows). */
 INLINE int64_t wait_for_line(int mr, const ahead *next, const void *p) {
     int64_t zero = 0;
     int32_t there = 0;

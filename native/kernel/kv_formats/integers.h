@@ -151,16 +151,19 @@ static NOINLINE void qk_rest(int nibbles, int ng, integer_operands q, qk_operand
             qk_unit(0, 1, 1, 1, 1, q, t, 0, d, end, scale);
 }
 
-/* The same for any number of rows: more than MR of them take half of the groups at a time. from: the least of them. */
+INLINE void qk_unit_tiles(int nibbles, int add, int rest, int mr, integer_operands q, qk_operands t, int64_t d,
+                          int64_t end, int64_t scale) {
+    for (int i = 0; i < NG; i += TILE_GROUPS(mr))
+        qk_unit(nibbles, add, rest, mr, TILE_GROUPS(mr), q, qk_from(t, 0, i), i, d, end, scale);
+}
+
+/* The same for any number of rows, of ng groups, 1 or NG. from: the least of them. */
 INLINE void qk_unit_rows(int nibbles, int mr, int ng, integer_operands q, qk_operands t, int64_t d, int64_t end,
                          int64_t scale, float from) {
     if (ng == 1)
         FOR_ROWS(mr, qk_unit(nibbles, d > 0, 0, M, 1, q, t, 0, d, end, scale))
-    else if (mr <= MR)
-        FOR_WIDE_ROWS(mr, qk_unit(nibbles, d > 0, 0, M, NG, q, t, 0, d, end, scale))
     else
-        for (int i = 0; i < NG; i += NG / 2)
-            FOR_TALL_ROWS(mr, qk_unit(nibbles, d > 0, 0, M, NG / 2, q, qk_from(t, 0, i), i, d, end, scale))
+        FOR_ROWS(mr, qk_unit_tiles(nibbles, d > 0, 0, M, q, t, d, end, scale))
     vf top = v_set1(0);
     EACH(i, ng) top = v_max(scales_of(t.g + i, K, scale), top); /* NaN, of unused slots, is left out as the first */
     if (!v_any_less(v_set1(from), top))
@@ -169,7 +172,7 @@ INLINE void qk_unit_rows(int nibbles, int mr, int ng, integer_operands q, qk_ope
     for (int r = 0; r < mr; r++)
         needed += !!v_any_less(v_set1(q.units[r * q.units_ld + 1].from), top);
     if (2 * needed > mr && mr <= MR && ng == NG) {
-        FOR_WIDE_ROWS(mr, qk_unit(nibbles, 1, 1, M, NG, q, t, 0, d, end, scale))
+        FOR_WIDE_ROWS(mr, qk_unit_tiles(nibbles, 1, 1, M, q, t, d, end, scale))
         return;
     }
     for (int r = 0; r < mr; r++, q.q += q.width, q.units += q.units_ld, t.s += S_STRIDE)
