@@ -139,6 +139,49 @@ INLINE void v_put_bytes(uint8_t *p, vf x) {
     _mm_storel_epi64((void *)p, _mm_packus_epi16(words, words));
 }
 
+/* ---- words of integers.h ---- */
+
+static const int integers = 1;
+#define INTEGERS &integers
+INLINE int v_any_less(vf a, vf b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+INLINE vi v_set1_int(int32_t x) { return _mm256_set1_epi32(x); }
+INLINE vi v_set1_words(const int16_t *p) {
+    int32_t pair;
+    memcpy(&pair, p, 4);
+    return _mm256_set1_epi32(pair);
+}
+INLINE vf v_float(vi x) { return _mm256_cvtepi32_ps(x); }
+INLINE int32_t v_hsum_int(vi x) {
+    __m128i h = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    h = _mm_add_epi32(h, _mm_unpackhi_epi64(h, h));
+    return _mm_cvtsi128_si32(_mm_add_epi32(h, _mm_shuffle_epi32(h, 1)));
+}
+INLINE vi v_top(vi top, vf x) { return _mm256_max_epu32(top, _mm256_castps_si256(x)); }
+INLINE uint32_t v_htop(vi x) {
+    __m128i h = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    h = _mm_max_epu32(h, _mm_unpackhi_epi64(h, h));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(h, _mm_shuffle_epi32(h, 1)));
+}
+INLINE vf v_mul_unless_0(vf x, vf by) {
+    return _mm256_and_ps(_mm256_mul_ps(x, by), _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_UQ));
+}
+INLINE vi v_bytes(const uint8_t *p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)p)); }
+INLINE vi v_int8(vi x) {
+    return _mm256_sign_epi16(_mm256_and_si256(x, _mm256_set1_epi16(127)), _mm256_slli_epi16(x, 8));
+}
+INLINE vi v_and(vi a, vi b) { return _mm256_and_si256(a, b); }
+INLINE vi v_halves_of_bytes(vi x, int upper) {
+    return upper ? _mm256_srli_epi16(x, 4) : _mm256_and_si256(x, _mm256_set1_epi16(15));
+}
+INLINE vi v_integers(vf x) { return _mm256_cvtps_epi32(x); }
+INLINE vi v_pack_words(vi a, vi b) { return _mm256_packs_epi32(a, b); }
+INLINE void v_store_int(int16_t *p, vi x) { _mm256_storeu_si256((void *)p, x); }
+INLINE vi v_dot_words(vi sum, vi a, vi b) { /* by intrinsics gcc 12 adds the products up as a tree, and spills */
+    vi product;
+    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(a), "x"(b));
+    return sum;
+}
+
 /* ---- words of the cache write ---- */
 
 #define LINES 4

@@ -114,6 +114,7 @@ INLINE vi v_bytes(const uint8_t *p) { return _mm512_cvtepu8_epi16(_mm256_loadu_s
 INLINE vi v_int8(vi x) {
     return _mm512_mask_sub_epi16(x, _mm512_test_epi16_mask(x, _mm512_set1_epi16(128)), _mm512_set1_epi16(128), x);
 }
+INLINE vi v_and(vi a, vi b) { return _mm512_and_si512(a, b); }
 INLINE vi v_halves_of_bytes(vi x, int upper) {
     return upper ? _mm512_srli_epi16(x, 4) : _mm512_and_si512(x, _mm512_set1_epi16(15));
 }

@@ -10,6 +10,12 @@ typedef FACTOR operand;
 /* Which of a pair of dimensions, or of keys, count in a step. */
 enum { BOTH, EVEN, ODD };
 
+/* The scale-th scale of VL keys from one of the lanes of some groups on. */
+INLINE vf scales_of(const group *g, int kv, int64_t scale, int lane) {
+    const char *scales = g[lane / CA_LANES].kv[kv].scales;
+    return v_load_bf16((const void *)(scales + (scale * CA_LANES + lane % CA_LANES) * 2));
+}
+
 /* Of qk over some groups. */
 typedef struct qk_operands {
     const operand *q;

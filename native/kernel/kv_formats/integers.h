@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Both products over bytes and nibbles as they lie in the cache, by dot products of pairs of 16-bit integers, exact in
- * 32 bits (VPDPWSSD of AVX512_VNNI). Parameters: parameters.h, with VL 16; the words are in simd/vocabulary.md.
+ * 32 bits (VPMADDWD, VPDPWSSD). Parameters: parameters.h; the words are in simd/vocabulary.md.
  *
  * The other side becomes integers up to 32767: a query by 32 or 64 dimensions that share a unit, weights times the
  * scales of V by rows of a score block; a key whose V is small, by its scale, takes no room from others. Weights are
@@ -21,7 +21,7 @@
 #include "kernel/attention/scratch.h"
 
 #define MOST 32767
-_Static_assert((int64_t)MOST * 127 * KEYS <= INT32_MAX, "sums over a score block fit");
+_Static_assert((int64_t)MOST * 240 * KEYS <= INT32_MAX, "sums over a score block fit, of nibbles 16 times as large, too");
 
 /* Dimensions of a query that share a unit, of keys a scale, and how many units that makes. */
 static int64_t unit_dims(int kv_dtype) { return ca_min64(64, ca_scale_elements(kv_dtype, 64)); }
@@ -92,42 +92,47 @@ typedef struct integer_operands {
 } integer_operands;
 
 /* Sums over 32 bytes of each group: two dimensions of bytes, or of nibbles two and the two that are 4 on. */
-INLINE void qk_bytes_step(int nibbles, int mr, int ng, const int16_t *q, int64_t width, const group *g, int64_t at,
-                          vi acc[TALL][NG]) {
+INLINE void qk_bytes_step(int nibbles, int mr, int nv, const int16_t *q, int64_t width, const group *g, int64_t at,
+                          vi acc[TALL][NV]) {
     const int halves = nibbles ? 2 : 1;
-    vi z[NG], k[NG];
-    EACH(v, ng) z[v] = v_bytes((const uint8_t *)g[v].kv[K].at + at);
+    vi z[NV], k[NV];
+    EACH(v, nv)
+    z[v] = v_bytes((const uint8_t *)g[v * VL / CA_LANES].kv[K].at + at + v * VL % CA_LANES * 2);
     EACH(half, halves) {
-        EACH(v, ng) k[v] = nibbles ? v_halves_of_bytes(z[v], half) : v_int8(z[v]);
+        EACH(v, nv) k[v] = nibbles ? v_halves_of_bytes(z[v], half) : v_int8(z[v]);
         EACH(r, mr) {
             vi x = v_set1_words(q + r * width + 4 * half);
-            EACH(v, ng) acc[r][v] = v_dot_words(acc[r][v], x, k[v]);
+            EACH(v, nv) acc[r][v] = v_dot_words(acc[r][v], x, k[v]);
         }
     }
 }
 
-INLINE vf scales_of(const group *g, int kv, int64_t scale) {
-    return v_load_bf16((const void *)(g->kv[kv].scales + scale * CA_LANES * 2));
+/* The largest ones of ng groups' scales; NaN, of unused slots, is left out as the first operand of v_max. */
+INLINE vf largest_scales(const group *g, int ng, int64_t scale) {
+    vf top = v_set1(0);
+    EACH(v, ng * CA_LANES / VL) top = v_max(scales_of(g, K, scale, v * VL), top);
+    return top;
 }
 
 /* S[mr][ng * 16] (+)= q k^T over the dimensions [d, end), which share a unit, times the scale-th scales. rest: of what
  * was rounded off, for keys whose scale is so large. */
 INLINE void qk_unit(int nibbles, int add, int rest, int mr, int ng, integer_operands q, qk_operands t, int which,
                     int64_t d, int64_t end, int64_t scale) {
-    vi acc[TALL][NG];
+    const int nv = ng * CA_LANES / VL;
+    vi acc[TALL][NV];
     q.q += rest ? q.width / 2 : 0;
     q.units += rest;
-    EACH(r, mr) EACH(v, ng) acc[r][v] = v_set1_int(q.units[r * q.units_ld].start);
+    EACH(r, mr) EACH(v, nv) acc[r][v] = v_set1_int(q.units[r * q.units_ld].start);
     for (; d < end; d += 8) {
         const int64_t at = integer_bytes(nibbles, d * CA_LANES);
         const int steps = nibbles ? 2 : (int)ca_min64(4, (end - d + 1) / 2);
         prefetch_lines(rest ? NULL : t.next, which, ng, at, integer_bytes(nibbles, 8 * CA_LANES));
         PRAGMA(GCC unroll 1)
         for (int h = 0; h < steps; h++)
-            qk_bytes_step(nibbles, mr, ng, q.q + d + 2 * h, q.width, t.g, at + 32 * h, acc);
+            qk_bytes_step(nibbles, mr, nv, q.q + d + 2 * h, q.width, t.g, at + 32 * h, acc);
     }
-    EACH(v, ng) {
-        vf by = scales_of(t.g + v, K, scale);
+    EACH(v, nv) {
+        vf by = scales_of(t.g, K, scale, v * VL);
         EACH(r, mr) {
             const unit of = q.units[r * q.units_ld];
             float *to = t.s + r * S_STRIDE + v * VL;
@@ -143,7 +148,7 @@ INLINE void qk_unit(int nibbles, int add, int rest, int mr, int ng, integer_oper
 static NOINLINE void qk_rest(int nibbles, int ng, integer_operands q, qk_operands t, int64_t d, int64_t end,
                              int64_t scale) {
     for (int i = 0; i < ng; i++, t.g++, t.s += CA_LANES)
-        if (!v_any_less(v_set1(q.units[1].from), scales_of(t.g, K, scale)))
+        if (!v_any_less(v_set1(q.units[1].from), largest_scales(t.g, 1, scale)))
             continue;
         else if (nibbles)
             qk_unit(1, 1, 1, 1, 1, q, t, 0, d, end, scale);
@@ -164,8 +169,7 @@ INLINE void qk_unit_rows(int nibbles, int mr, int ng, integer_operands q, qk_ope
         FOR_ROWS(mr, qk_unit(nibbles, d > 0, 0, M, 1, q, t, 0, d, end, scale))
     else
         FOR_ROWS(mr, qk_unit_tiles(nibbles, d > 0, 0, M, q, t, d, end, scale))
-    vf top = v_set1(0);
-    EACH(i, ng) top = v_max(scales_of(t.g + i, K, scale), top); /* NaN, of unused slots, is left out as the first */
+    const vf top = ng == 1 ? largest_scales(t.g, 1, scale) : largest_scales(t.g, NG, scale);
     if (!v_any_less(v_set1(from), top))
         return;
     int needed = 0;
@@ -203,16 +207,17 @@ static void qk_integers(const ca_plan *plan, const scratch *x, int64_t row, int 
  * sees may be NaN. */
 INLINE void put_weights_of_scales(int zero, int mr, const float *s, const group *g, int num_groups, int64_t scale,
                                   float *p, unit *of) {
+    const int vectors = num_groups * CA_LANES / VL;
     const vi ones = v_set1_int(0x10001);
     vi top[TALL], sum[TALL];
     vf by[TALL];
     EACH(r, mr) top[r] = sum[r] = v_set1_int(0);
-    for (int i = 0; i < num_groups; i++) {
-        vf x = scales_of(g + i, V, scale);
+    for (int v = 0; v < vectors; v++) {
+        vf x = scales_of(g, V, scale, v * VL);
         EACH(r, mr) {
-            vf w = v_mul_unless_0(v_load_f32(s + r * S_STRIDE + i * VL), x);
+            vf w = v_mul_unless_0(v_load_f32(s + r * S_STRIDE + v * VL), x);
             top[r] = v_top(top[r], w);
-            v_store(p + r * S_STRIDE + i * VL, w);
+            v_store(p + r * S_STRIDE + v * VL, w);
         }
     }
     EACH(r, mr) {
@@ -220,16 +225,16 @@ INLINE void put_weights_of_scales(int zero, int mr, const float *s, const group 
         const fit fit = fit_to(v_htop(top[r]));
         of[r].one = fit.one;
         by[r] = v_set1(fit.by);
-        if (num_groups % 2)
-            v_store(x + num_groups * VL, v_set1(0));
+        if (vectors % 2)
+            v_store(x + vectors * VL, v_set1(0));
         if (fit.boost != 1)
-            for (int i = 0; i < num_groups * CA_LANES; i++) /* 0 * NaN would be no integer */
+            for (int i = 0; i < vectors * VL; i++) /* 0 * NaN would be no integer */
                 x[i] = fit.boost > 0 ? x[i] * fit.boost : 0;
     }
-    for (int i = 0; i < num_groups; i += 2)
+    for (int v = 0; v < vectors; v += 2)
         EACH(r, mr) {
-            const float *x = p + r * S_STRIDE + i * VL, *add = spread + i % 4 * VL;
-            int16_t *to = (int16_t *)(p + r * S_STRIDE) + i / 2 * 2 * VL;
+            const float *x = p + r * S_STRIDE + v * VL, *add = spread + v * VL % (4 * CA_LANES);
+            int16_t *to = (int16_t *)(p + r * S_STRIDE) + v * VL;
             vi a = v_integers(v_fma(v_load_f32(x), by[r], v_load_f32(add)));
             vi b = v_integers(v_fma(v_load_f32(x + VL), by[r], v_load_f32(add + VL)));
             a = v_pack_words(a, b);
@@ -242,30 +247,33 @@ INLINE void put_weights_of_scales(int zero, int mr, const float *s, const group 
 static void put_weights_any(int zero, int mr, const float *s, const group *g, int num_groups, int64_t scale, float *p,
                             unit *of){FOR_ROWS(mr, put_weights_of_scales(zero, M, s, g, num_groups, scale, p, of))}
 
-/* The words of 2 keys and 16 columns of V from element `at` of a group on. */
-INLINE vi words_of_v(int nibbles, const char *v, int64_t at) {
-    if (!nibbles)
-        return v_int8(v_bytes((const uint8_t *)v + at));
-    return v_halves_of_bytes(v_bytes((const uint8_t *)v + ca_nibble_byte(at)), ca_nibble_shift(at) != 0);
+/* How the columns of a strip lie in V, from key to key: as bytes, or all of them in the lower or in the upper halves of
+ * bytes; 64 in both halves; now in these and then in those. */
+enum { IN_LINE, IN_BOTH_HALVES, BY_TURNS };
+static int lie_of(int nibbles, int64_t strip, int64_t head_size_v) {
+    return !nibbles ? IN_LINE : head_size_v % 64 ? BY_TURNS : strip == 64 ? IN_BOTH_HALVES : IN_LINE;
 }
 
-/* The sums over the keys [key, key + 2) of a group; at: its element (key, c). w: their weights. */
-INLINE void pv_of_keys(int nibbles, int each, int quick, int mr, int nv, const int16_t *const *w, const char *v,
-                       int64_t at, vi acc[TALL][NDV]) {
-    const int weights = each ? (nv + 1) / 2 : 1;
+/* The sums over two keys: words of V in `nv` vectors of columns, element `at` of a group being the first. mask: the
+ * halves of bytes that are meant. w: the weights of the keys. */
+INLINE void pv_of_keys(int nibbles, int each, int lie, int mr, int nv, const int16_t *const *w, const char *v,
+                       int64_t at, vi mask, vi acc[TALL][NDV]) {
+    const int weights = each && nv * VL > 32 ? 2 : 1;
+    const int loads = lie == IN_BOTH_HALVES ? nv / 2 : nv;
     vi x[NDV];
-    if (quick)
-        EACH(h, 2) {
-            vi z = v_bytes((const uint8_t *)v + at / 2 + 32 * h);
-            x[h] = v_halves_of_bytes(z, 0);
-            x[2 + h] = v_halves_of_bytes(z, 1);
-        }
-    else
-        EACH(j, nv) x[j] = words_of_v(nibbles, v, at + j * 2 * VL);
+    EACH(j, loads) {
+        const int64_t e = at + j * 2 * VL;
+        const vi z = v_bytes((const uint8_t *)v + (lie == BY_TURNS ? ca_nibble_byte(e) : e));
+        x[j] = lie == BY_TURNS  ? v_halves_of_bytes(z, ca_nibble_shift(e) != 0)
+               : lie == IN_LINE ? nibbles ? v_and(z, mask) : v_int8(z)
+                                : v_halves_of_bytes(z, 0);
+        if (lie == IN_BOTH_HALVES)
+            x[nv / 2 + j] = v_halves_of_bytes(z, 1);
+    }
     EACH(r, mr) {
         vi by[2];
         EACH(h, weights) by[h] = v_set1_words(w[h] + r * 2 * S_STRIDE);
-        EACH(j, nv) acc[r][j] = v_dot_words(acc[r][j], by[each ? j / 2 : 0], x[j]);
+        EACH(j, nv) acc[r][j] = v_dot_words(acc[r][j], by[each ? j * VL / 32 : 0], x[j]);
     }
 }
 
@@ -281,31 +289,54 @@ typedef struct strip_operands {
     int64_t head_size_v;
 } strip_operands;
 
-/* O[mr][c .. c + nv * 16) += P V. each: 32 columns have weights of their own. quick: 64 columns of nibbles, of a
- * head_size_v that is a multiple of 64. */
-INLINE void pv_strip(int nibbles, int each, int quick, int mr, int nv, const work *w, strip_operands t, int64_t c) {
+/* O[mr][c .. c + nv * VL) += P V. each: 32 columns have weights of their own. Upper halves of bytes stay where they
+ * are: 16 times what they stand for. */
+INLINE void pv_strip(int nibbles, int each, int lie, int mr, int nv, const work *w, strip_operands t, int64_t c) {
+    const int upper = nibbles && lie == IN_LINE && ca_nibble_shift(2 * c);
+    const int64_t first = nibbles && lie != BY_TURNS ? ca_nibble_byte(2 * c) : 2 * c;
+    const vi mask = v_set1_int(upper ? 0xf000f0 : 0xf000f);
     ahead found;
     const ahead *next = NULL;
     vi acc[TALL][NDV];
-    EACH(r, mr) EACH(j, nv) acc[r][j] = v_set1_int(nibbles ? t.units[each ? j / 2 : 0][r].start : 0);
+    EACH(r, mr) EACH(j, nv)
+    acc[r][j] = v_set1_int(nibbles ? t.units[each ? j * VL / 32 : 0][r].start * (upper ? 16 : 1) : 0);
     for (int i = t.first; i < t.end; i++) {
         if ((i == t.first || i % NG == 0) && t.fetches)
             next = look_ahead(&w->f, &w->b, t.g, t.num_groups, t.num_groups + i - i % NG, &found);
-        for (int key = 0; key < CA_LANES; key += 4) {
+        for (unsigned key = 0; key < CA_LANES; key += 4) {
+            const unsigned lane = (unsigned)(i - t.first) * CA_LANES + key, n = lane / VL;
+            const unsigned at = n / 2 * 2 * VL + n % 2 * 4 + 2 * (lane % VL); /* as v_pack_words leaves the weights */
             prefetch_lines(next, i % NG, 1, integer_bytes(nibbles, c * CA_LANES + key * nv * VL),
                            integer_bytes(nibbles, 4 * nv * VL));
-            EACH(odd, 2) { /* as v_pack_words leaves the weights of two groups */
-                const int n = i - t.first, lies = n / 2 * 2 * VL + n % 2 * 4 + 2 * key + 2 * odd;
-                const int16_t *p[2] = {(const int16_t *)t.p[0] + lies, (const int16_t *)t.p[1] + lies};
-                pv_of_keys(nibbles, each, quick, mr, nv, p, t.g[i].kv[V].at, (key + 2 * odd) * t.head_size_v + 2 * c,
-                           acc);
+            EACH(odd, 2) {
+                const int16_t *p[2] = {(const int16_t *)t.p[0] + at + 2 * odd, (const int16_t *)t.p[1] + at + 2 * odd};
+                const int64_t rows = (int64_t)(key + 2 * odd) * t.head_size_v;
+                pv_of_keys(nibbles, each, lie, mr, nv, p, t.g[i].kv[V].at,
+                           first + (lie == BY_TURNS ? rows : integer_bytes(nibbles, rows)), mask, acc);
             }
         }
     }
     EACH(r, mr) EACH(j, nv) {
         float *to = t.o + r * t.head_size_v + c + j * VL;
-        v_store(to, v_fma(v_float(acc[r][j]), v_set1(t.units[each ? j / 2 : 0][r].one), v_load_f32(to)));
+        const float one = t.units[each ? j * VL / 32 : 0][r].one * (upper ? 1.0f / 16 : 1);
+        v_store(to, v_fma(v_float(acc[r][j]), v_set1(one), v_load_f32(to)));
     }
+}
+
+/* Columns of a strip from column c on. */
+INLINE int64_t strip_of(int nibbles, int mr, int64_t c, int64_t head_size_v) {
+    const int64_t most = ca_min64(TILE_VECTORS(mr) * VL, head_size_v - c);
+    return most >= 64 && (!nibbles || head_size_v % 64 == 0) ? 64 : most >= 32 ? 32 : 16;
+}
+
+INLINE void pv_strip_of(int nibbles, int each, int lie, int mr, int64_t strip, const work *w, strip_operands t,
+                        int64_t c) {
+    if (TILE_VECTORS(mr) * VL >= 64 && strip == 64)
+        pv_strip(nibbles, each, lie, mr, 64 / VL, w, t, c);
+    else if (lie != IN_BOTH_HALVES && TILE_VECTORS(mr) * VL >= 32 && strip == 32)
+        pv_strip(nibbles, each, lie, mr, 32 / VL, w, t, c);
+    else if (lie != IN_BOTH_HALVES)
+        pv_strip(nibbles, each, lie, mr, 16 / VL, w, t, c);
 }
 
 INLINE void pv_integer_rows(int nibbles, int each, const work *w, int mr, const group *g, int num_groups, int fetches,
@@ -315,23 +346,24 @@ INLINE void pv_integer_rows(int nibbles, int each, const work *w, int mr, const 
     const int64_t dv = w->plan->shape.head_size_v, shared = ca_scale_elements(v_dtype, dv);
     unit units[2][MAX_GROUPS][TALL];
     const int most = (int)ca_max64(1, ca_min64(span / shared / CA_LANES, MAX_GROUPS));
-    for (int64_t c = 0, step; c < dv; c += step) {
-        const int wide = c + 64 <= dv && mr <= MR && (!nibbles || dv % 64 == 0);
-        step = wide ? 64 : c + 32 <= dv ? 32 : 16;
+    for (int64_t c = 0, strip; c < dv; c += strip) {
+        strip = strip_of(nibbles, mr, c, dv);
+        const int lie = lie_of(nibbles, strip, dv);
         for (int i = 0, end; i < num_groups; i = end) {
-            float *const p[2] = {x->p[0] + i * VL, x->p[1] + i * VL};
+            const int at = i * CA_LANES;
+            float *const p[2] = {x->p[0] + at, x->p[1] + at};
             const unit *const of[2] = {units[0][i], units[1][i]};
             end = (int)ca_min64(num_groups, i + most);
-            for (int h = 0; h < 2; h++)
-                if (each ? h == 0 || wide : h == 0 && c % shared == 0) /* whose scales are others than before */
-                    put_weights_any(zero, mr, x->s + i * VL, g + i, end - i, (c + 32 * h) / shared, p[h], units[h][i]);
+            for (int h = 0; 32 * h < strip; h++)
+                if ((c + 32 * h) % shared == 0) /* the scales are others than before */
+                    put_weights_any(zero, mr, x->s + at, g + i, end - i, (c + 32 * h) / shared, p[h], units[h][i]);
             const strip_operands t = {p, of, g, num_groups, i, end, fetches && w->b.num_next, o, dv};
-            if (wide)
-                FOR_WIDE_ROWS(mr, pv_strip(nibbles, each, nibbles, M, NDV, w, t, c))
-            else if (step == 32)
-                FOR_ROWS(mr, pv_strip(nibbles, each, 0, M, 2, w, t, c))
-            else
-                FOR_ROWS(mr, pv_strip(nibbles, each, 0, M, 1, w, t, c))
+            if (lie == IN_LINE)
+                FOR_ROWS(mr, pv_strip_of(nibbles, each, IN_LINE, M, strip, w, t, c))
+            else if (nibbles && lie == IN_BOTH_HALVES)
+                FOR_ROWS(mr, pv_strip_of(nibbles, each, IN_BOTH_HALVES, M, strip, w, t, c))
+            else if (nibbles)
+                FOR_ROWS(mr, pv_strip_of(nibbles, each, BY_TURNS, M, strip, w, t, c))
         }
     }
 }
