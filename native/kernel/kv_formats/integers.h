@@ -21,7 +21,8 @@
 #include "kernel/attention/scratch.h"
 
 #define MOST 32767
-_Static_assert((int64_t)MOST * 240 * KEYS <= INT32_MAX, "sums over a score block fit, of nibbles 16 times as large, too");
+_Static_assert((int64_t)MOST * 240 * KEYS <= INT32_MAX,
+               "sums over a score block fit, of nibbles 16 times as large, too");
 
 /* Dimensions of a query that share a unit, of keys a scale, and how many units that makes. */
 static int64_t unit_dims(int kv_dtype) { return ca_min64(64, ca_scale_elements(kv_dtype, 64)); }
@@ -245,13 +246,20 @@ INLINE void put_weights_of_scales(int zero, int mr, const float *s, const group 
 }
 
 static void put_weights_any(int zero, int mr, const float *s, const group *g, int num_groups, int64_t scale, float *p,
-                            unit *of){FOR_ROWS(mr, put_weights_of_scales(zero, M, s, g, num_groups, scale, p, of))}
+                            unit *of) {
+    FOR_ROWS(mr, put_weights_of_scales(zero, M, s, g, num_groups, scale, p, of))
+}
 
 /* How the columns of a strip lie in V, from key to key: as bytes, or all of them in the lower or in the upper halves of
- * bytes; 64 in both halves; now in these and then in those. */
+ * bytes; 64 in both halves; 16 now in these and then in those. */
 enum { IN_LINE, IN_BOTH_HALVES, BY_TURNS };
 static int lie_of(int nibbles, int64_t strip, int64_t head_size_v) {
     return !nibbles ? IN_LINE : head_size_v % 64 ? BY_TURNS : strip == 64 ? IN_BOTH_HALVES : IN_LINE;
+}
+/* Columns of a strip from column c on. */
+INLINE int64_t strip_of(int nibbles, int mr, int64_t c, int64_t head_size_v) {
+    const int64_t most = ca_min64(TILE_VECTORS(mr) * VL, head_size_v - c);
+    return most < 32 || (nibbles && head_size_v % 64) ? 16 : most < 64 ? 32 : 64;
 }
 
 /* The sums over two keys: words of V in `nv` vectors of columns, element `at` of a group being the first. mask: the
@@ -298,8 +306,8 @@ INLINE void pv_strip(int nibbles, int each, int lie, int mr, int nv, const work 
     ahead found;
     const ahead *next = NULL;
     vi acc[TALL][NDV];
-    EACH(r, mr) EACH(j, nv)
-    acc[r][j] = v_set1_int(nibbles ? t.units[each ? j * VL / 32 : 0][r].start * (upper ? 16 : 1) : 0);
+    EACH(r, mr)
+    EACH(j, nv) acc[r][j] = v_set1_int(nibbles ? t.units[each ? j * VL / 32 : 0][r].start * (upper ? 16 : 1) : 0);
     for (int i = t.first; i < t.end; i++) {
         if ((i == t.first || i % NG == 0) && t.fetches)
             next = look_ahead(&w->f, &w->b, t.g, t.num_groups, t.num_groups + i - i % NG, &found);
@@ -323,17 +331,11 @@ INLINE void pv_strip(int nibbles, int each, int lie, int mr, int nv, const work 
     }
 }
 
-/* Columns of a strip from column c on. */
-INLINE int64_t strip_of(int nibbles, int mr, int64_t c, int64_t head_size_v) {
-    const int64_t most = ca_min64(TILE_VECTORS(mr) * VL, head_size_v - c);
-    return most >= 64 && (!nibbles || head_size_v % 64 == 0) ? 64 : most >= 32 ? 32 : 16;
-}
-
 INLINE void pv_strip_of(int nibbles, int each, int lie, int mr, int64_t strip, const work *w, strip_operands t,
                         int64_t c) {
-    if (TILE_VECTORS(mr) * VL >= 64 && strip == 64)
+    if (lie == (nibbles ? IN_BOTH_HALVES : IN_LINE) && TILE_VECTORS(mr) * VL >= 64 && strip == 64)
         pv_strip(nibbles, each, lie, mr, 64 / VL, w, t, c);
-    else if (lie != IN_BOTH_HALVES && TILE_VECTORS(mr) * VL >= 32 && strip == 32)
+    else if (lie == IN_LINE && TILE_VECTORS(mr) * VL >= 32 && strip == 32)
         pv_strip(nibbles, each, lie, mr, 32 / VL, w, t, c);
     else if (lie != IN_BOTH_HALVES)
         pv_strip(nibbles, each, lie, mr, 16 / VL, w, t, c);

@@ -46,20 +46,43 @@ INLINE vf v_nibble(int zero, vw x, int shift) {
 
 /* ---- elements of 5 and 6 bits ---- */
 
-/* 128 of them as bytes of int8, 16 at a time. A bit goes to its place by one shift of 16-bit words: what comes from the
- * other byte is masked off. */
+/* 16 bytes, CHUNKS times; a lane of the shifts says by how much a chunk of its own is shifted. */
+#define CHUNKS (VL >= 4 ? VL / 4 : 1)
+typedef uint32_t chunk __attribute__((vector_size(16)));
+typedef uint32_t chunks __attribute__((vector_size(16 * CHUNKS)));
+INLINE chunks repeated(const uint8_t *src) {
+    chunk x;
+    chunks all;
+    memcpy(&x, src, sizeof x);
+#if CHUNKS == 4
+    all = (chunks){x[0], x[1], x[2], x[3], x[0], x[1], x[2], x[3], x[0], x[1], x[2], x[3], x[0], x[1], x[2], x[3]};
+#elif CHUNKS == 2
+    all = (chunks){x[0], x[1], x[2], x[3], x[0], x[1], x[2], x[3]};
+#else
+    all = x;
+#endif
+    return all;
+}
+
+/* 128 of them as bytes of int8. A bit goes to its place by one shift of words: what comes from another byte is masked
+ * off. */
 INLINE void int8_of_bits(int bits, const uint8_t *src, uint8_t *dst) {
-    typedef uint16_t words __attribute__((vector_size(16)));
-    words plane[2], x, half;
-    EACH(j, bits - 4) memcpy(&plane[j], src + 64 + 16 * j, 16);
-    EACH(i, 8) {
-        memcpy(&x, src + i % 4 * 16, 16);
-        half = (i < 4 ? x : x >> 4) & 0x0f0f;
+    chunks plane[2], x, half;
+    EACH(j, bits - 4) plane[j] = repeated(src + 64 + 16 * j);
+    EACH(i, 8 / CHUNKS) {
+        memcpy(&x, src + i * CHUNKS % 4 * 16, sizeof x);
+        half = (i * CHUNKS < 4 ? x : x >> 4) & 0x0f0f0f0f;
         EACH(j, bits - 4) {
             const int to = ca_plane_bit(bits, 4 + j);
-            half |= (i < to ? plane[j] << (to - i) : plane[j] >> (i - to)) & (uint16_t)(0x0101 << to);
+            chunks left, right;
+            EACH(k, 4 * CHUNKS) {
+                const int by = to - i * CHUNKS - k / 4;
+                left[k] = by > 0 ? (uint32_t)by : 0;
+                right[k] = by < 0 ? (uint32_t)-by : 0;
+            }
+            half |= (plane[j] << left >> right) & (uint32_t)(0x01010101 << to);
         }
-        memcpy(dst + 16 * i, &half, 16);
+        memcpy(dst + 16 * CHUNKS * i, &half, sizeof half);
     }
 }
 /* n of them, a multiple of 128. */
