@@ -25,6 +25,7 @@ from cpu_attn.tests.formats import DTYPES, numpy_dtype
 # The oracle's input: all features, requests of all kinds, blocks that are not full.
 ODD = Workload("odd", "prefill", ((5, 40), (1, 33), (17, 17)), 6, 2, 24, 11, 7.0, True, True, True)
 DRAFTS = Workload("drafts", "decode", ((5, 40), (1, 33), (17, 17)), 6, 2, 24, softcap=7.0, sinks=True, tree=True)
+BIASED_DRAFTS = replace(DRAFTS, name="biased drafts", attn_bias=True)
 PLAIN = Workload("plain", "prefill", ((3, 30), (3, 30)), 4, 2, 16)
 
 
@@ -176,7 +177,7 @@ def test_contestants_compute_attention(engine: str, dtype: str, workload: Worklo
 @pytest.mark.parametrize(
     "workload",
     [
-        *(PLAIN, ODD, DRAFTS, Workload("full", "prefill", ((9, 9),), 4, 2)),
+        *(PLAIN, ODD, DRAFTS, BIASED_DRAFTS, Workload("full", "prefill", ((9, 9),), 4, 2)),
         Workload("decode", "decode", ((1, 40), (1, 40)), 6, 2),
         Workload("alibi", "decode", ((1, 40), (1, 40)), 6, 2, alibi=True),
         Workload("window", "prefill", ((9, 40), (9, 40)), 6, 2, sliding_window=7),
@@ -194,7 +195,7 @@ def test_torch_computes_the_same_attention(workload: Workload, rival: str, dtype
 
 
 GGML = [
-    *(PLAIN, ODD, DRAFTS),
+    *(PLAIN, ODD, DRAFTS, BIASED_DRAFTS),
     Workload("tiles", "prefill", ((100, 130), (70, 70)), 6, 2, 64, 90, 7.0, True),  # from 64 query tokens on
     Workload("decode", "decode", ((1, 40), (1, 40)), 6, 2),
     Workload("split", "decode", ((1, 700),), 6, 2, 64, sinks=True),  # one request of 512 keys or more
