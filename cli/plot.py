@@ -22,6 +22,8 @@ STYLES = {
     "onednn-python": ("#E69F00", "v"),
     "reference": ("#999999", "x"),
     "torch": ("#009E73", "^"),
+    "zentorch": ("#000000", "<"),
+    "ggml": ("#56B4E9", "P"),
     "vllm": ("#CC79A7", "D"),
 }
 WIDTH, HEIGHT = 11.0, 6.5  # inches

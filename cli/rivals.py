@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import cpu_attn
 from cpu_attn import _adapters
+from cpu_attn._check import kv_dtypes
+from cpu_attn.cli import ggml
 from cpu_attn.cli.workloads import BINARY, Step, Workload
 
 
@@ -42,6 +45,54 @@ def _tensor(array: NDArray[Any]) -> Any:
     return torch.from_numpy(array)
 
 
+# ---- what torch, zentorch and ggml are told: requests that are alike as one batch, and masks ----
+
+
+def _batches(step: Step) -> list[list[int]]:
+    """All requests where they are alike, else each by itself."""
+    requests = list(range(len(step.workload.lens)))
+    return [requests] if len(set(step.workload.lens)) == 1 else [[r] for r in requests]
+
+
+def _arrays(step: Step, requests: list[int]) -> list[NDArray[Any]]:
+    """query [n, Hq, q_len, D], key [n, Hkv, kv_len, D] and value [n, Hkv, kv_len, Dv] of requests that are alike."""
+    ends = step.query_start_loc.tolist()
+    pages = [step.cache.gather(step.block_table[r], int(step.seq_lens[r])) for r in requests]
+    queries = [step.query[ends[r] : ends[r + 1]] for r in requests]
+    return [np.ascontiguousarray(np.stack(x).transpose(0, 2, 1, 3)) for x in (queries, *zip(*pages, strict=True))]
+
+
+def _is_plain(step: Step, kv_len: int) -> bool:
+    """Is it causal, and no more?"""
+    w = step.workload
+    return not (w.alibi or w.attn_bias or w.tree or 0 <= w.sliding_window < kv_len)
+
+
+def _distance(q_len: int, kv_len: int) -> NDArray[Any]:
+    """Of each key from each query, negative before it."""
+    return np.arange(kv_len) - np.arange(kv_len - q_len, kv_len)[:, None]
+
+
+def _seen(step: Step, q_len: int, kv_len: int) -> NDArray[np.bool_]:
+    """[q_len, kv_len]"""
+    window = step.workload.sliding_window
+    if step.workload.tree:
+        return np.concatenate([np.ones((q_len, kv_len - q_len), np.bool_), BINARY(q_len)], axis=1)
+    distance = _distance(q_len, kv_len)
+    seen: NDArray[np.bool_] = (distance <= 0) & (distance > -window if window >= 0 else True)
+    return seen
+
+
+def _bias(step: Step, q_len: int, kv_len: int) -> NDArray[np.float32]:
+    """[Hq, q_len, kv_len], [1, q_len, kv_len] where heads do not differ; -inf hides."""
+    bias: Any = np.zeros((1, 1, 1), np.float32)
+    if step.workload.alibi:
+        bias = step.alibi_slopes[:, None, None] * _distance(q_len, kv_len)
+    if step.attn_bias is not None:
+        bias = bias + step.attn_bias[0, :, :q_len, :kv_len]
+    return np.where(_seen(step, q_len, kv_len), bias, -np.inf).astype(np.float32)
+
+
 # ---- torch: scaled_dot_product_attention over contiguous K and V ----
 
 
@@ -51,13 +102,13 @@ def _torch_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[str]
 
 
 def _torch(step: Step) -> Callable[[], Any]:
-    """One call for all requests where they are alike, else one for each. Masks are made outside."""
-    torch = _torch_load()
-    w = step.workload
-    alike = len(set(w.lens)) == 1
-    groups = [list(range(len(w.lens)))] if alike else [[r] for r in range(len(w.lens))]
-    calls = [_torch_arguments(torch, step, requests) for requests in groups]
-    attention, scale = torch.nn.functional.scaled_dot_product_attention, w.head_size**-0.5
+    return _sdpa(step, _torch_load().nn.functional.scaled_dot_product_attention)
+
+
+def _sdpa(step: Step, attention: Callable[..., Any], takes_bool: bool = True) -> Callable[[], Any]:
+    """One call a batch. takes_bool: where a mask only hides."""
+    calls = [_torch_arguments(step, requests, takes_bool) for requests in _batches(step)]
+    scale = step.workload.head_size**-0.5
 
     def run() -> list[Any]:
         return [attention(*qkv, **how, scale=scale).reshape(shape) for qkv, how, shape in calls]
@@ -65,50 +116,91 @@ def _torch(step: Step) -> Callable[[], Any]:
     return run
 
 
-def _torch_arguments(torch: Any, step: Step, requests: list[int]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """query [n, Hq, q_len, D], key and value [n, Hkv, kv_len, D] of requests that are alike, mask, shape of the output.
+def _torch_arguments(
+    step: Step, requests: list[int], takes_bool: bool
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[int, ...]]:
+    """query, key and value, mask, shape of the output.
 
     The heads of a group are rows of one query where the mask can say so: enable_gqa copies K and V for each of them,
     which takes 20 times as long in decode-8x8k."""
-
-    def stacked(arrays: list[Any]) -> Any:
-        return _tensor(np.ascontiguousarray(np.stack(arrays).transpose(0, 2, 1, 3)))
-
-    ends = step.query_start_loc.tolist()
-    query = stacked([step.query[ends[r] : ends[r + 1]] for r in requests])
-    pages = [step.cache.gather(step.block_table[r], int(step.seq_lens[r])) for r in requests]
-    key, value = stacked([k for k, _ in pages]), stacked([v for _, v in pages])
-    (n, num_heads, q_len, head_size), num_kv_heads = query.shape, key.shape[1]
-    how = _torch_mask(torch, step, *step.workload.lens[requests[0]], query.dtype)
-    if how.get("is_causal"):
-        how["enable_gqa"] = num_heads != num_kv_heads
-    else:
-        query = query.reshape(n, num_kv_heads, -1, head_size)
-    if "attn_mask" in how:  # 2 or 4 axes: 3 take 5 to 10 times as long
-        mask, kv_len = how["attn_mask"], how["attn_mask"].shape[-1]
-        if mask.dim() == 2:
-            how["attn_mask"] = mask.repeat(num_heads // num_kv_heads, 1)
-        else:
-            how["attn_mask"] = mask.expand(num_heads, q_len, kv_len).reshape(1, num_kv_heads, -1, kv_len)
-    return (query, key, value), how, (n, num_heads, q_len, value.shape[3])
+    query, key, value = map(_tensor, _arrays(step, requests))
+    (n, num_heads, q_len, _), (_, num_kv_heads, kv_len, _) = query.shape, key.shape
+    shape = (n, num_heads, q_len, value.shape[3])
+    if _is_plain(step, kv_len) and q_len == kv_len > 1:
+        return (query, key, value), {"is_causal": True, "enable_gqa": num_heads != num_kv_heads}, shape
+    query = query.reshape(n, num_kv_heads, -1, query.shape[3])
+    if _is_plain(step, kv_len) and q_len == 1:
+        return (query, key, value), {}, shape
+    mask = _torch_mask(step, q_len, kv_len, query.dtype, takes_bool)
+    group = num_heads // num_kv_heads
+    # 2 or 4 axes: 3 take 5 to 10 times as long.
+    mask = mask.repeat(group, 1) if mask.dim() == 2 else mask.reshape(1, num_kv_heads, -1, kv_len)
+    return (query, key, value), {"attn_mask": mask}, shape
 
 
-def _torch_mask(torch: Any, step: Step, q_len: int, kv_len: int, dtype: Any) -> dict[str, Any]:
-    w = step.workload
-    windowed = 0 <= w.sliding_window < kv_len
-    if w.tree:
-        seen = np.concatenate([np.ones((q_len, kv_len - q_len), np.bool_), BINARY(q_len)], axis=1)
-        return {"attn_mask": torch.from_numpy(seen)}
-    if not (w.alibi or w.attn_bias or windowed) and q_len in (1, kv_len):
-        return {"is_causal": q_len > 1}
-    distance = np.arange(kv_len) - np.arange(kv_len - q_len, kv_len)[:, None]
-    seen = (distance <= 0) & (distance > -w.sliding_window) if windowed else distance <= 0
-    if not (w.alibi or w.attn_bias):
-        return {"attn_mask": torch.from_numpy(seen)}
-    bias = step.alibi_slopes[:, None, None] * distance if w.alibi else np.zeros((1, *seen.shape))
-    if step.attn_bias is not None:
-        bias = bias + step.attn_bias[0, :, :q_len, :kv_len]
-    return {"attn_mask": torch.from_numpy(np.where(seen, bias, -np.inf).astype(np.float32)).to(dtype)}
+def _torch_mask(step: Step, q_len: int, kv_len: int, dtype: Any, takes_bool: bool) -> Any:
+    """[q_len, kv_len] where heads do not differ, [Hq, q_len, kv_len] where they do."""
+    torch = _torch_load()
+    if takes_bool and not (step.workload.alibi or step.workload.attn_bias):
+        return torch.from_numpy(_seen(step, q_len, kv_len))
+    bias = torch.from_numpy(_bias(step, q_len, kv_len)).to(dtype)
+    return bias[0] if len(bias) == 1 else bias
+
+
+# ---- zentorch: what AMD's plugin puts in the place of torch's, called by its name ----
+
+
+def _zentorch_load() -> Any:
+    importlib.import_module("zentorch")
+    return _torch_load().ops.zentorch.zentorch_sdpa
+
+
+def _zentorch_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[str]:
+    return _torch_lacks(w, kv_cache_dtype, block_size) + ["latent_rank"] * (w.latent_rank > 0)
+
+
+def _zentorch(step: Step) -> Callable[[], Any]:
+    """Of K and V as they are, whatever the groups of heads."""
+    op = _zentorch_load()
+
+    def attention(query: Any, key: Any, value: Any, enable_gqa: bool = False, **how: Any) -> Any:
+        return op(query, key, value, **how)[0]
+
+    return _sdpa(step, attention, takes_bool=False)
+
+
+# ---- ggml: llama.cpp's flash attention over contiguous K and V ----
+
+_GGML_KV = {"int8": "q8_0", "int5": "q5_0", "int4": "q4_0"}
+
+
+def _ggml_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[str]:
+    names = kv_cache_dtype.split("/")
+    odd = ["selected"] * (w.selected is not None)
+    odd += [name for name in dict.fromkeys(names) if name not in ("auto", *ggml.TYPES, *_GGML_KV)]
+    if w.head_size % ggml.Q_BLOCK and any(name in _GGML_KV for name in names):
+        odd.append(f"head size {w.head_size} of {kv_cache_dtype}")
+    return odd
+
+
+def _ggml(step: Step) -> Callable[[], Any]:
+    """One graph of all batches. Queries and outputs are float32."""
+    w, batches = step.workload, _batches(step)
+    graph = ggml.Graph(len(batches), cpu_attn.get_num_threads())
+    kinds = tuple(_GGML_KV.get(kv, kv) for kv in kv_dtypes(step.kv_cache_dtype, step.dtype))
+    for requests in batches:
+        query, key, value = _arrays(step, requests)
+        q_len, kv_len = query.shape[2], key.shape[2]
+        mask = None if q_len == 1 and _is_plain(step, kv_len) else _bias(step, q_len, kv_len)
+        how: Any = {"scale": w.head_size**-0.5, "softcap": w.softcap, "mask": mask, "is_latent": w.latent_rank > 0}
+        graph.attend(query, key, value, kinds, **how, sinks=step.s_aux if w.sinks else None)
+    outputs = graph.allocate()
+
+    def run() -> list[NDArray[np.float32]]:
+        graph.run()
+        return outputs
+
+    return run
 
 
 # ---- vLLM: the compiled kernels of its CPU attention, over a paged cache as its backend lays it out ----
@@ -195,5 +287,7 @@ _ATTENDS = frozenset({"prefill", "decode", "cascade", "call"})
 _ALL = _ATTENDS | {"plan", "write"}
 RIVALS = {
     "torch": Rival("torch's scaled_dot_product_attention", _torch_load, _ATTENDS, _torch_lacks, _torch, lambda _: True),
+    "zentorch": Rival("zentorch's attention", _zentorch_load, _ATTENDS, _zentorch_lacks, _zentorch, lambda _: True),
+    "ggml": Rival("ggml's flash attention", ggml.load, _ATTENDS, _ggml_lacks, _ggml, lambda _: False),
     "vllm": Rival("vLLM's CPU attention", _vllm_load, _ALL, _vllm_lacks, _vllm, _vllm_uses_matrix),
 }

@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 
 import cpu_attn
 from cpu_attn import _threads
-from cpu_attn.cli import contest, limits, main, plot, report
+from cpu_attn.cli import contest, ggml, limits, main, plot, report
 from cpu_attn.cli.bench import bench
 from cpu_attn.cli.workloads import GROUPS, WORKLOADS, Workload
 
@@ -418,11 +418,13 @@ def test_who_has_no_part_in_it(engine: str) -> None:
     bench_module.refuse_idle([write, plan, decode], here, ["native", engine], "auto", 128)
 
 
-def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    result = call(*FREE, "--rival", "torch")
+@pytest.mark.parametrize(("rival", "module"), [("torch", "torch"), ("zentorch", "zentorch"), ("ggml", "llama_cpp")])
+def test_without_a_rival(rival: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    ggml.load.cache_clear()
+    result = call(*FREE, "--rival", rival)
     assert result.exit_code == 2
-    assert "--rival torch cannot run here" in result.output
+    assert f"--rival {rival} cannot run here" in result.output
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

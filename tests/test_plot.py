@@ -29,7 +29,16 @@ def full_report(
     engines: list[str], caches: tuple[str, ...] = ("auto",), reads: tuple[float, ...] = (57.3, 41.2)
 ) -> Any:
     """Every workload, at about the share of its roof that an engine reaches: decodes lie close together."""
-    shares, rng = {"native": 0.85, "onednn": 0.52, "reference": 0.01, "torch": 0.24, "vllm": 0.33}, random.Random(1)
+    shares = {
+        "native": 0.85,
+        "onednn": 0.52,
+        "reference": 0.01,
+        "torch": 0.24,
+        "vllm": 0.33,
+        "zentorch": 0.42,
+        "ggml": 0.2,
+    }
+    rng = random.Random(1)
     results = []
     for w, cache, engine in product(WORKLOADS.values(), caches, engines):
         if not w.attends or w.kind == "call":
@@ -75,10 +84,11 @@ def outline(text: Any) -> Any:
     [
         full_report(["native"]),
         full_report(["native", "onednn", "vllm", "torch"]),
+        full_report(["native", "onednn", "vllm", "torch", "zentorch", "ggml"]),
         full_report(["native", "onednn", "reference"], reads=(57.3,)),
         full_report(["native", "onednn"], caches=("auto", "int8")),
     ],
-    ids=["native", "rivals", "reference", "caches"],
+    ids=["native", "rivals", "all rivals", "reference", "caches"],
 )
 def test_labels_of_a_roofline_overlap_nothing(report: dict[str, Any]) -> None:
     """No other label, no point, and they lie in the picture."""

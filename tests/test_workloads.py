@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,7 @@ from cpu_attn.tests.formats import DTYPES, numpy_dtype
 # The oracle's input: all features, requests of all kinds, blocks that are not full.
 ODD = Workload("odd", "prefill", ((5, 40), (1, 33), (17, 17)), 6, 2, 24, 11, 7.0, True, True, True)
 DRAFTS = Workload("drafts", "decode", ((5, 40), (1, 33), (17, 17)), 6, 2, 24, softcap=7.0, sinks=True, tree=True)
+BIASED_DRAFTS = replace(DRAFTS, name="biased drafts", attn_bias=True)
 PLAIN = Workload("plain", "prefill", ((3, 30), (3, 30)), 4, 2, 16)
 
 
@@ -172,22 +173,74 @@ def test_contestants_compute_attention(engine: str, dtype: str, workload: Worklo
 
 @pytest.mark.integrations
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rival", ["torch", "zentorch"])
 @pytest.mark.parametrize(
     "workload",
     [
-        *(PLAIN, ODD, DRAFTS, Workload("full", "prefill", ((9, 9),), 4, 2)),
+        *(PLAIN, ODD, DRAFTS, BIASED_DRAFTS, Workload("full", "prefill", ((9, 9),), 4, 2)),
         Workload("decode", "decode", ((1, 40), (1, 40)), 6, 2),
         Workload("alibi", "decode", ((1, 40), (1, 40)), 6, 2, alibi=True),
         Workload("window", "prefill", ((9, 40), (9, 40)), 6, 2, sliding_window=7),
     ],
     ids=lambda w: w.name,
 )
-def test_torch_computes_the_same_attention(workload: Workload, dtype: str) -> None:
+def test_torch_computes_the_same_attention(workload: Workload, rival: str, dtype: str) -> None:
+    if rival == "zentorch" and (reason := contest.missing(rival, "auto", dtype)):
+        pytest.skip(reason)
     step = Step(replace(workload, softcap=0.0, sinks=False), "auto", dtype)
-    (row,) = contest.contestants(step, ["torch"], 2)
+    (row,) = contest.contestants(step, [rival], 2)
     tokens = [one for group in called(row) for one in group]  # [Hq, q_len, D] of each request
     assert (row.isa, len(tokens)) == (None, len(workload.lens))
     assert_right(step, np.concatenate([t.float().numpy().transpose(1, 0, 2) for t in tokens]))
+
+
+GGML = [
+    *(PLAIN, ODD, DRAFTS, BIASED_DRAFTS),
+    Workload("tiles", "prefill", ((100, 130), (70, 70)), 6, 2, 64, 90, 7.0, True),  # from 64 query tokens on
+    Workload("decode", "decode", ((1, 40), (1, 40)), 6, 2),
+    Workload("split", "decode", ((1, 700),), 6, 2, 64, sinks=True),  # one request of 512 keys or more
+    Workload("alibi", "prefill", ((9, 40), (9, 40)), 6, 2, 64, alibi=True),
+    Workload("latent", "decode", ((1, 40), (1, 40)), 6, 1, 72, latent_rank=40),
+]
+GGML_CACHES = [
+    *((dtype, "auto", 1e-2) for dtype in DTYPES),
+    ("float16", "int8", 1e-2),
+    ("bfloat16", "int8/int5", 0.1),
+    ("float32", "int4/float32", 0.2),
+]
+
+
+@pytest.mark.parametrize(
+    ("workload", "dtype", "kv_cache_dtype", "budget"),
+    [
+        pytest.param(w, *cache, id=f"{w.name}-{cache[0]}-{cache[1]}")
+        for w, cache in product(GGML, GGML_CACHES)
+        if cache[1] == "auto" or w.head_size % 64 == 0
+    ],
+)
+def test_ggml_computes_the_same_attention(workload: Workload, dtype: str, kv_cache_dtype: str, budget: float) -> None:
+    """Loosely: float16 adds up V in float16, and what a quantised cache of ours gives is quantised again."""
+    if reason := contest.missing("ggml", "auto", dtype):
+        pytest.skip(reason)
+    step = Step(workload, "auto", dtype, 16, kv_cache_dtype)
+    (row,) = contest.contestants(step, ["ggml"], 2)
+    output = np.concatenate([x for batch in called(row) for x in batch])  # [q_len, Hq, Dv] of each request
+    wanted = expected(step)[0]
+    assert (row.isa, output.shape) == (None, wanted.shape)
+    assert (reference.relative_rms(output, wanted, step.query_start_loc) <= budget).all()
+
+
+def test_ggml_says_what_it_lacks() -> None:
+    lacks = replace(ODD, selected=0.5)
+    for kv_cache_dtype, lacking in {
+        "auto": "selected",
+        "fp8/int6": "selected and no fp8 and no int6",
+        "int8": "selected and no head size 24 of int8",
+        "float16/int4": "selected and no head size 24 of float16/int4",
+    }.items():
+        assert contest.unable("ggml", lacks, kv_cache_dtype, 16) == f"ggml's flash attention has no {lacking}"
+    assert not contest.unable("ggml", ODD, "bfloat16", 16)
+    assert not contest.unable("ggml", WORKLOADS["decode-8x8k"], "int8/int4", 16)
 
 
 VLLM_SCHEMAS = {
