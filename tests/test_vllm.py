@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integrations
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 pytest.importorskip("vllm")
 
-from . import vllm_harness  # noqa: E402
+from . import gemma_texts, vllm_harness  # noqa: E402
 
 QUANTISED = ("fp8", "fp8_e5m2", "int8_per_token_head", "int4_per_token_head")
 GENERATE = {
@@ -54,6 +54,10 @@ JOBS: dict[str, Job] = {
     "whisper": {"model": "whisper", "num_gpu_blocks_override": 40, "max_num_batched_tokens": 128},
     "whisper reference": {"kind": "reference", "model": "whisper"},
     "bert reference": {"kind": "embedded", "model": "bert"},
+    vllm_harness.REAL: {
+        **{"model": vllm_harness.REAL, "texts": gemma_texts.PROMPTS, "new_tokens": len(gemma_texts.TOKENS[0])},
+        **{"max_model_len": 1024, "max_num_batched_tokens": 256, "kv_cache_memory_bytes": 1 << 28},
+    },
 }
 
 
@@ -128,6 +132,12 @@ def test_cross_attention(results: Callable[[str], Any]) -> None:
     result = results("whisper")
     assert generated(result, ["decoder auto -1", "encoder_decoder auto -1"]) == results("whisper reference")
     assert result["preempted"] > 0
+
+
+def test_real_weights(results: Callable[[str], Any]) -> None:
+    """Gemma 3 270M: the tokens of transformers' eager attention, the longest prompt in three chunks."""
+    tokens = generated(results(vllm_harness.REAL), ["decoder auto -1", "decoder auto 512"])
+    assert tokens == [list(t) for t in gemma_texts.TOKENS]
 
 
 def test_encoder_only(results: Callable[[str], Any]) -> None:

