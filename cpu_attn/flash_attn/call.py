@@ -3,41 +3,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cpu_attn import UnavailableError, _check, ops
+from cpu_attn import _check, ops
 from cpu_attn.plan import get_scheduler_metadata
+from cpu_attn.torch.entry import optional
 from cpu_attn.torch.packed import Int32, Part
 
-Run = TypeVar("Run", bound=Callable[..., Any])
-_EVERYWHERE = {"scale": "softmax_scale", "sliding_window": "window_size", "isa": "CPU_ATTN_ISA", "output": "out"}
-
-
-def entry(**names: str) -> Callable[[Run], Run]:
-    """For a function that users call: errors name its arguments as it does, and dynamo does not trace what is behind
-    it. (torch.compiler.disable, which is public, imports dynamo at once; that takes as long as torch's own import.)"""
-    theirs = _EVERYWHERE | names
-
-    def wrapped(run: Run) -> Run:
-        @functools.wraps(run)
-        def call(*args: Any, **options: Any) -> Any:
-            try:
-                return run(*args, **options)
-            except (TypeError, ValueError, UnavailableError) as e:
-                raise _check.renamed(e, theirs) from None
-
-        hidden: Run = torch._disable_dynamo(call)
-        return hidden
-
-    return wrapped
+# What errors call the arguments that all of the functions have.
+NAMES = {"scale": "softmax_scale", "sliding_window": "window_size", "isa": "CPU_ATTN_ISA", "output": "out"}
 
 
 @dataclass(frozen=True)
@@ -76,37 +57,6 @@ def logits_of(
     split = _check.integer("num_splits", num_splits, 0) != 1
     (slopes,) = optional(alibi_slopes=alibi_slopes)
     return Logits(scale, causal, (left, -1 if causal else right), cap, slopes, bool(with_lse), split)
-
-
-def tensors(**named: Any) -> list[Tensor]:
-    """The tensors without what only a backward pass would need."""
-    for name, x in named.items():
-        _check.instance(name, x, torch.Tensor)
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name}: requires grad, for which there is no backward pass; call it under torch.no_grad(), or pass "
-                "it detached"
-            )
-    return [x.detach() for x in named.values()]
-
-
-def optional(**named: Any) -> list[Any]:
-    """:func:`tensors` some of which may be None."""
-    return [x if x is None else tensors(**{name: x})[0] for name, x in named.items()]
-
-
-def axes(name: str, x: Tensor, **sizes: int | None) -> None:
-    """What the axes are called, and how many there are to be of each, None where that is free."""
-    if x.dim() != len(sizes):
-        raise ValueError(f"{name}: {x.dim()} axes, expected {len(sizes)}: [{', '.join(sizes)}]")
-    for axis, (have, (what, size)) in enumerate(zip(x.shape, sizes.items(), strict=True)):
-        if size not in (None, have):
-            raise ValueError(f"{name}: axis {axis} is {have}, expected {what} = {size}")
-
-
-def dense_rows(x: Tensor) -> Tensor:
-    """The same, its last axis dense."""
-    return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
 
 
 def _alibi_bias(slopes: NDArray[np.float32], q_lens: Int32, lens: Int32) -> NDArray[np.float32]:

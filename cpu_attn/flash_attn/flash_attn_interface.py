@@ -29,17 +29,8 @@ from torch import Tensor
 
 from cpu_attn import _check
 from cpu_attn.flash_attn.cache import flash_attn_with_kvcache
-from cpu_attn.flash_attn.call import (
-    Attention,
-    axes,
-    dense_rows,
-    entry,
-    logits_of,
-    one_length,
-    optional,
-    returned,
-    tensors,
-)
+from cpu_attn.flash_attn.call import NAMES, Attention, logits_of, one_length, returned
+from cpu_attn.torch.entry import axes, dense_rows, entry, optional, tensors
 from cpu_attn.torch.packed import parts_of, starts_of
 
 __all__ = [
@@ -74,7 +65,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
     return returned(*call.batch(batch_size, q_length))
 
 
-@entry(query="q", key_cache="k", value_cache="v")
+@entry(**NAMES, query="q", key_cache="k", value_cache="v")
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -94,7 +85,7 @@ def flash_attn_func(
     return _dense(*tensors(q=q, k=k, v=v), *options)
 
 
-@entry(**dict.fromkeys(("q", *_STATES), "qkv"))
+@entry(**NAMES, **dict.fromkeys(("q", *_STATES), "qkv"))
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -113,7 +104,7 @@ def flash_attn_qkvpacked_func(
     return _dense(*qkv.unbind(2), *options)
 
 
-@entry(**dict.fromkeys(_STATES, "kv") | {"query": "q"})
+@entry(**NAMES, **dict.fromkeys(_STATES, "kv") | {"query": "q"})
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -166,7 +157,7 @@ def _varlen(
     return returned(*call.results())
 
 
-@entry(**_CALLED, query="q", key="k", value="v", key_cache="k", value_cache="v")
+@entry(**NAMES, **_CALLED, query="q", key="k", value="v", key_cache="k", value_cache="v")
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -201,7 +192,7 @@ def flash_attn_varlen_func(
     return _varlen(*states, *keys, *options)
 
 
-@entry(**dict.fromkeys(("q", *_STATES), "qkv") | dict.fromkeys((*_CALLED, *_CALLED.values()), "cu_seqlens"))
+@entry(**NAMES, **dict.fromkeys(("q", *_STATES), "qkv") | dict.fromkeys((*_CALLED, *_CALLED.values()), "cu_seqlens"))
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -222,7 +213,7 @@ def flash_attn_varlen_qkvpacked_func(
     return _varlen(*qkv.unbind(1), cu_seqlens, cu_seqlens, None, None, *options)
 
 
-@entry(**dict.fromkeys(_STATES, "kv") | _CALLED | {"query": "q"})
+@entry(**NAMES, **dict.fromkeys(_STATES, "kv") | _CALLED | {"query": "q"})
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
