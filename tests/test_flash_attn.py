@@ -493,6 +493,9 @@ def test_what_is_refused_of_packed_sequences() -> None:
         ({"block_table": table + 1, "k": pages, "v": pages}, ValueError, "^block_table: request 1: .* block 4"),
     ):
         refused(error, words, flash_attn_varlen_func, **arguments | options)
+    strided = torch.zeros(4, 16, 3, 64)[..., ::2]
+    more = {"block_table": table, "k": strided, "v": strided}
+    refused(ValueError, "^k: the last axis has stride 2", flash_attn_varlen_func, **arguments | more)
     qkv = torch.zeros(9, 3, 6, 32)
     refused(ValueError, r"^cu_seqlens\[1\]: 10", flash_attn_varlen_qkvpacked_func, qkv, starts([10]), 10)
     refused(TypeError, "^qkv: dtype torch.float64", flash_attn_varlen_qkvpacked_func, qkv.double(), starts([9]), 9)

@@ -82,6 +82,26 @@ class _Cache:
         return (ends - pad).astype(np.int32), parts
 
 
+def _check_new(query: Tensor, cache: _Cache, cache_seqlens: Any, k: Any, v: Any, cos: Any, sin: Any) -> None:
+    """What is to be appended, and what has to come with it."""
+    if k is None:
+        for name, x in (("v", v), ("rotary_cos", cos), ("rotary_sin", sin)):
+            if x is not None:
+                raise ValueError(f"{name}: only beside k")
+        return
+    for name, x in (("v", v), ("cache_seqlens", cache_seqlens)):
+        if x is None:
+            raise ValueError(f"{name}: is None, k is not")
+    if cos is None and sin is not None:
+        raise ValueError("rotary_cos: is None, rotary_sin is not")
+    batch_size, heads = query.shape[0], cache.key.shape[2]
+    axes("k", k, batch_size=batch_size, seqlen_new=None, num_kv_heads=heads, head_size=query.shape[3])
+    axes("v", v, batch_size=batch_size, seqlen_new=k.shape[1], num_kv_heads=heads, head_size_v=cache.value.shape[3])
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name}: dtype {x.dtype}, expected {query.dtype}, that of q")
+
+
 class _Turns:
     """Rotary embedding by cos and sin [positions, rot_dim / 2], of which a call takes the rows that it needs."""
 
@@ -179,28 +199,14 @@ def flash_attn_with_kvcache(
     options = (softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse, num_splits)
     logits = logits_of(query, 0.0, *options)
     cache = _Cache(k_cache, v_cache, batch_size, head_size, cache_batch_idx, block_table)
-    if k is None:
-        for name, x in (("v", v), ("rotary_cos", cos), ("rotary_sin", sin)):
-            if x is not None:
-                raise ValueError(f"{name}: only beside k")
-    else:
-        if v is None or cache_seqlens is None:
-            raise ValueError(f"{'v' if v is None else 'cache_seqlens'}: is None, k is not")
-        num_kv_heads, head_size_v = v_cache.shape[2:]
-        axes("k", k, batch_size=batch_size, seqlen_new=None, num_kv_heads=num_kv_heads, head_size=head_size)
-        axes("v", v, batch_size=batch_size, seqlen_new=k.shape[1], num_kv_heads=num_kv_heads, head_size_v=head_size_v)
-        for name, x in (("k", k), ("v", v)):
-            if x.dtype != query.dtype:
-                raise TypeError(f"{name}: dtype {x.dtype}, expected {query.dtype}, that of q")
-        if cos is None and sin is not None:
-            raise ValueError("rotary_cos: is None, rotary_sin is not")
+    _check_new(query, cache, cache_seqlens, k, v, cos, sin)
     turns = None if cos is None else _Turns(cos, sin, rotary_interleaved)
     new = 0 if k is None else k.shape[1]
     lens = cache.lengths(cache_seqlens, new)
     seq_lens, parts = cache.parts(lens + new, cache_leftpad, lens)
     query = states = dense_rows(query).flatten(0, 1)
     if turns:
-        states = torch.empty_like(query)
+        states = query.new_empty(query.shape)
     call = Attention(states, one_length(batch_size, q_length), seq_lens, parts, v_cache.shape[3], logits)
     if k is not None and v is not None:
         call.run(only_check=True)  # before a byte of the cache is written

@@ -13,8 +13,9 @@ All of them:
   above, where flash-attn's causal kernels leave out what all keys of a row have in common. S_dmask is empty, as it is
   in flash-attn without dropout.
 - A row that sees no key gives 0, and +inf as its lse, as in flash-attn 2.8.
-- K and V are read where they lie, whatever their strides. They are copied where their last axis is not dense; queries
-  also where they lie by heads ([B, H, S, D].transpose(1, 2) with more than one sequence).
+- K and V are read where they lie, whatever their strides. They are copied where their last axis is not dense, but for
+  pages and caches, whose last axis must be; queries also where they lie by heads ([B, H, S, D].transpose(1, 2) with
+  more than one sequence).
 - ValueError or TypeError for what does not fit, before anything is written, and for tensors that require grad while
   grad mode is on: there is no backward pass. torch.compile breaks its graph at a call.
 """
@@ -144,7 +145,8 @@ def _varlen(
     if block_table is not None and seqused_k is None:
         lens = np.diff(starts_of("cu_seqlens_k", cu_seqlens_k, _check.INT32_MAX, num_reqs + 1))
         seqused_k = torch.from_numpy(lens)
-    key, value = dense_rows(key), dense_rows(value)
+    if block_table is None:  # nobody wants a copy of all pages
+        key, value = dense_rows(key), dense_rows(value)
     lens, parts = parts_of(key, value, cu_seqlens_k, seqused_k, block_table, num_reqs)
     if block_table is not None:
         sizes: list[tuple[str, int | None]] = [("batch_size", num_reqs), ("blocks", None)]
