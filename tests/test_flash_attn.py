@@ -491,6 +491,11 @@ def test_what_is_refused_of_packed_sequences() -> None:
         ),
         ({"block_table": table, "k": pages, "v": pages, "seqused_k": -starts([3])}, ValueError, r"^seqused_k\[1\]: -3"),
         ({"block_table": table + 1, "k": pages, "v": pages}, ValueError, "^block_table: request 1: .* block 4"),
+        (
+            {"block_table": table + 1, "k": pages, "v": pages, "causal": True, "alibi_slopes": torch.ones(2, 6)},
+            ValueError,
+            "^block_table: request 1: .* block 4",
+        ),
     ):
         refused(error, words, flash_attn_varlen_func, **arguments | options)
     strided = torch.zeros(4, 16, 3, 64)[..., ::2]

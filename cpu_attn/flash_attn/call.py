@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,8 @@ def _alibi_bias(slopes: NDArray[np.float32], q_lens: Int32, lens: Int32) -> NDAr
 def _alibi(
     logits: Logits, num_heads: int, starts: Int32, lens: Int32
 ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
-    """The core's alibi_slopes [Hq], or its attn_bias where it has no such ALiBi: with slopes for each request, or where
-    a token may see keys to its right, which gain there what those to the left lose."""
+    """The core's alibi_slopes, [Hq] or for each request [R, Hq], or its attn_bias where it has no such ALiBi: where a
+    token may see keys to its right, which gain there what those to the left lose."""
     slopes, num_reqs = logits.alibi_slopes, len(lens)
     if slopes is None:
         return None, None
@@ -87,9 +87,16 @@ def _alibi(
     q_lens: Int32 = np.diff(starts)
     if not lens[q_lens > 0].any():
         return None, None
-    if (num_reqs > 1 and by_request) or (not logits.causal and q_lens.max() > 1):
+    if not logits.causal and q_lens.max() > 1:
         return None, _alibi_bias(np.atleast_2d(array), q_lens, lens)
-    return array.reshape(num_heads), None
+    return array, None
+
+
+def _each(parts: Iterable[Part]) -> Iterator[Part]:
+    """Every request by itself."""
+    for first, end, key, value, table in parts:
+        for r in range(first, end):
+            yield r, r + 1, key, value, table[r - first : r - first + 1]
 
 
 class Attention:
@@ -105,8 +112,9 @@ class Attention:
         self.out = query.new_empty(num_tokens, num_heads, head_size_v)
         self.lse = query.new_empty(num_heads, num_tokens, dtype=torch.float32) if logits.with_lse else None
         slopes, bias = _alibi(logits, num_heads, starts, lens)
-        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
-        for first, end, key, value, table in parts:
+        by_request = slopes is not None and slopes.ndim == 2
+        self.calls: list[tuple[int, Any, tuple[Any, ...]]] = []
+        for first, end, key, value, table in _each(parts) if by_request else parts:
             tokens = slice(int(starts[first]), int(starts[end]))
             plan = get_scheduler_metadata(
                 *(end - first, num_heads, key.shape[2], head_size, lens[first:end], query.dtype),
@@ -117,13 +125,18 @@ class Attention:
             )
             results = (self.out[tokens], None if self.lse is None else self.lse[:, tokens])
             part = bias if bias is None or len(bias) == 1 else bias[first:end]
-            arrays = (*results, query[tokens], key, value, table, None, None, None, slopes, None, None, part)
-            self.calls.append((plan, arrays))
+            row = slopes[first] if slopes is not None and by_request else slopes
+            arrays = (*results, query[tokens], key, value, table, None, None, None, row, None, None, part)
+            self.calls.append((first, plan, arrays))
         self.used = int(starts[-1])
 
     def run(self, only_check: bool = False) -> None:
-        for plan, arrays in self.calls:
-            ops.run_attention(plan, arrays, self.logits.scale, self.logits.softcap, (1.0, 1.0), only_check=only_check)
+        for first, plan, arrays in self.calls:
+            try:
+                factors = (self.logits.scale, self.logits.softcap, (1.0, 1.0))
+                ops.run_attention(plan, arrays, *factors, only_check=only_check)
+            except ValueError as e:  # requests of a part are counted from its first one
+                raise ValueError(str(e).replace("request 0:", f"request {first}:")) from None
 
     def results(self) -> tuple[Tensor, Tensor | None]:
         """out [T, Hq, Dv], lse [Hq, T]."""
