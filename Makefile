@@ -53,7 +53,7 @@ test-integrations:
 
 # With torch also what other files test with it.
 integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/test_$(name)*.py)) \
-	$(if $(filter torch,$(WITH)),$(patsubst %,tests/test_%.py,layout_files plain workloads)))
+	$(if $(filter torch,$(WITH)),$(patsubst %,tests/test_%.py,flash_attn flashinfer layout_files plain workloads)))
 integration-tests:
 	@cd $(VENV) && for name in $(WITH); do VLLM_TARGET_DEVICE=cpu bin/python -c "import $$name, cpu_attn.$$name" || exit 1; done
 	@$(PYTEST) -m integrations

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutants.toml"
 WORK = ROOT / "build" / "mutants"
 OVERLAY, SOURCE = WORK / "overlay", WORK / "source"
-ADAPTERS = ("torch", "transformers", "vllm")
+ADAPTERS = {name: name for name in ("torch", "transformers", "vllm")} | {"flash_attn": "torch", "flashinfer": "torch"}
 TO_BUILD = ("native", "build_ffi.py", "pyproject.toml", "README.md", "LICENSE")
 BUILD_EXT = "import setuptools; setuptools.setup()"
 KILLED, SURVIVED, STALE, TIMEOUT, BROKEN, LEFT_OUT = "killed", "SURVIVED", "STALE", "timeout", "BROKEN", "left out"
@@ -65,8 +65,7 @@ class Mutant:
     @property
     def library(self) -> str:
         """Without which neither the file nor its tests run, "" for none."""
-        folder = Path(self.file).parts[1]
-        return folder if folder in ADAPTERS and not self.native else ""
+        return "" if self.native else ADAPTERS.get(Path(Path(self.file).parts[1]).stem, "")
 
     @property
     def missing(self) -> str:

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the functions of flash-attn have in common: their checks, ALiBi as flash-attn has it, and the call itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cpu_attn import _check, ops
+from cpu_attn.plan import get_scheduler_metadata
+from cpu_attn.torch.entry import optional
+from cpu_attn.torch.packed import Int32, Part
+
+# What errors call the arguments that all of the functions have.
+NAMES = {"scale": "softmax_scale", "sliding_window": "window_size", "isa": "CPU_ATTN_ISA", "output": "out"}
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What becomes of q.k. window: a side of -1 is open; alibi_slopes float32 [Hq] or [B, Hq]."""
+
+    scale: float
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    with_lse: bool
+    split: bool = True
+
+
+def logits_of(
+    query: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Any,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    with_lse: bool,
+    num_splits: int = 0,
+) -> Logits:
+    if dropout_p:
+        raise ValueError(f"dropout_p: {dropout_p}, expected 0.0: cpu_attn is for inference")
+    sides = _check.sequence("window_size", window_size)
+    if len(sides) != 2:
+        raise ValueError(f"window_size: expected (left, right), got {len(sides)} values")
+    left, right = (max(-1, _check.integer(f"window_size[{i}]", x, -(2**31))) for i, x in enumerate(sides))
+    causal = _check.boolean("causal", causal) or right == 0
+    scale = max(1, query.shape[-1]) ** -0.5 if softmax_scale is None else _check.number("softmax_scale", softmax_scale)
+    cap = max(0.0, _check.number("softcap", softcap))
+    split = _check.integer("num_splits", num_splits, 0) != 1
+    (slopes,) = optional(alibi_slopes=alibi_slopes)
+    return Logits(scale, causal, (left, -1 if causal else right), cap, slopes, bool(with_lse), split)
+
+
+def _alibi_bias(slopes: NDArray[np.float32], q_lens: Int32, lens: Int32) -> NDArray[np.float32]:
+    """attn_bias for -slope * |distance|, slopes [R or 1, Hq]. It is the same along a request's diagonals, which are all
+    that is stored, Q + K numbers for each request and head: row i is a view that begins one number before row i - 1."""
+    num_rows, num_keys = int(q_lens.max()), int(lens.max())
+    first = lens - q_lens  # the place of a request's first query token
+    if len(slopes) == 1 and (first == first[0]).all():
+        first = first[:1]
+    distance = np.arange(1 - num_rows, num_keys, dtype=np.float32) - first.astype(np.float32)[:, None]
+    diagonals = -slopes[:, :, None] * np.abs(distance)[:, None]
+    request, head, key = diagonals.strides
+    shape = (*diagonals.shape[:2], num_rows, num_keys)
+    return np.lib.stride_tricks.as_strided(diagonals[:, :, num_rows - 1 :], shape, (request, head, -key, key))
+
+
+def _alibi(
+    logits: Logits, num_heads: int, starts: Int32, lens: Int32
+) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
+    """The core's alibi_slopes, [Hq] or for each request [R, Hq], or its attn_bias where it has no such ALiBi: where a
+    token may see keys to its right, which gain there what those to the left lose."""
+    slopes, num_reqs = logits.alibi_slopes, len(lens)
+    if slopes is None:
+        return None, None
+    by_request = slopes.dim() == 2
+    sizes = [*[("batch_size", num_reqs)] * by_request, ("num_heads", num_heads)]
+    array = _check.array("alibi_slopes", slopes, ["float32"], sizes).numpy()
+    q_lens: Int32 = np.diff(starts)
+    if not lens[q_lens > 0].any():
+        return None, None
+    if not logits.causal and q_lens.max() > 1:
+        return None, _alibi_bias(np.atleast_2d(array), q_lens, lens)
+    return array, None
+
+
+def _each(parts: Iterable[Part]) -> Iterator[Part]:
+    """Every request by itself."""
+    for first, end, key, value, table in parts:
+        for r in range(first, end):
+            yield r, r + 1, key, value, table[r - first : r - first + 1]
+
+
+class Attention:
+    """A call that is planned and not yet run. query [T, Hq, D], starts and lens as query_start_loc and seq_lens; parts
+    cover all requests. Tokens past the last request's give 0."""
+
+    def __init__(
+        self, query: Tensor, starts: Int32, lens: Int32, parts: Iterable[Part], head_size_v: int, logits: Logits
+    ):
+        _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
+        num_tokens, num_heads, head_size = query.shape
+        self.logits = logits
+        self.out = query.new_empty(num_tokens, num_heads, head_size_v)
+        self.lse = query.new_empty(num_heads, num_tokens, dtype=torch.float32) if logits.with_lse else None
+        slopes, bias = _alibi(logits, num_heads, starts, lens)
+        by_request = slopes is not None and slopes.ndim == 2
+        self.calls: list[tuple[int, Any, tuple[Any, ...]]] = []
+        for first, end, key, value, table in _each(parts) if by_request else parts:
+            tokens = slice(int(starts[first]), int(starts[end]))
+            plan = get_scheduler_metadata(
+                *(end - first, num_heads, key.shape[2], head_size, lens[first:end], query.dtype),
+                *(starts[first : end + 1] - starts[first], logits.causal, logits.window),
+                enable_kv_split=logits.split,
+                head_size_v=head_size_v,
+                kv_cache_layout="NHD",
+            )
+            results = (self.out[tokens], None if self.lse is None else self.lse[:, tokens])
+            part = bias if bias is None or len(bias) == 1 else bias[first:end]
+            row = slopes[first] if slopes is not None and by_request else slopes
+            arrays = (*results, query[tokens], key, value, table, None, None, None, row, None, None, part)
+            self.calls.append((first, plan, arrays))
+        self.used = int(starts[-1])
+
+    def run(self, only_check: bool = False) -> None:
+        for first, plan, arrays in self.calls:
+            try:
+                factors = (self.logits.scale, self.logits.softcap, (1.0, 1.0))
+                ops.run_attention(plan, arrays, *factors, only_check=only_check)
+            except ValueError as e:  # requests of a part are counted from its first one
+                raise ValueError(str(e).replace("request 0:", f"request {first}:")) from None
+
+    def results(self) -> tuple[Tensor, Tensor | None]:
+        """out [T, Hq, Dv], lse [Hq, T]."""
+        self.run()
+        if self.used < len(self.out):
+            self.out[self.used :] = 0
+        if self.lse is not None:
+            self.lse[:, self.used :] = torch.inf
+            self.lse[self.lse == -torch.inf] = torch.inf
+        return self.out, self.lse
+
+    def batch(self, batch_size: int, q_length: int) -> tuple[Tensor, Tensor | None]:
+        """out [B, S, Hq, Dv], lse [B, Hq, S]."""
+        out, lse = self.results()
+        if lse is not None:
+            lse = lse.unflatten(1, (batch_size, q_length)).transpose(0, 1).contiguous()
+        return out.unflatten(0, (batch_size, q_length)), lse
+
+
+def returned(out: Tensor, lse: Tensor | None) -> Any:
+    return out if lse is None else (out, lse, out.new_empty(0))
+
+
+def one_length(batch_size: int, q_length: int) -> Int32:
+    return (np.arange(batch_size + 1) * q_length).astype(np.int32)

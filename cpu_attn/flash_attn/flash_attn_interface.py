@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of flash-attn 2.8, each one call of cpu-attn, or one for each part of it that lies by itself.
+
+Symbols: B sequences of S tokens, T tokens of packed sequences, Hq and Hkv heads of D (of V: Dv, which may differ).
+
+All of them:
+- float32, float16 or bfloat16, the same in all tensors; any head size; Hkv divides Hq.
+- causal and window_size (left, right; negative: open) count from a token's place among the keys, the last query token's
+  being that of the last key. softmax_scale: 1 / sqrt(D) unless said. softcap: 0 is off.
+- alibi_slopes: float32 [Hq] or [B, Hq], adds -slope * |place of the query token - place of the key|.
+- dropout_p: 0. deterministic: accepted, every call is.
+- return_attn_probs, return_softmax_lse: lse float32, [B, Hq, S] or, of packed sequences, [Hq, T]. It holds ALiBi as
+  above, where flash-attn's causal kernels leave out what all keys of a row have in common. S_dmask is empty, as it is
+  in flash-attn without dropout.
+- A row that sees no key gives 0, and +inf as its lse, as in flash-attn 2.8.
+- K and V are read where they lie, whatever their strides. They are copied where their last axis is not dense, but for
+  pages and caches, whose last axis must be; queries also where they lie by heads ([B, H, S, D].transpose(1, 2) with
+  more than one sequence).
+- ValueError or TypeError for what does not fit, before anything is written, and for tensors that require grad while
+  grad mode is on: there is no backward pass. torch.compile breaks its graph at a call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpu_attn import _check
+from cpu_attn.flash_attn.cache import flash_attn_with_kvcache
+from cpu_attn.flash_attn.call import NAMES, Attention, logits_of, one_length, returned
+from cpu_attn.torch.entry import axes, dense_rows, entry, optional, tensors
+from cpu_attn.torch.packed import parts_of, starts_of
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+# What errors call the arguments of which packed tensors are made, and where packed sequences start.
+_STATES = ("query", "key", "value", "k", "v", "key_cache", "value_cache")
+_CALLED = {"cu_seq_k": "cu_seqlens_k", "seq_lens": "cu_seqlens_k", "query_start_loc": "cu_seqlens_q"}
+
+# ---- sequences of one length ----
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
+    axes("q", query, batch_size=None, seqlen_q=None, num_heads=None, head_size=None)
+    batch_size, q_length, _, head_size = query.shape
+    axes("k", key, batch_size=batch_size, seqlen_k=None, num_kv_heads=None, head_size=head_size)
+    axes("v", value, batch_size=batch_size, seqlen_k=key.shape[1], num_kv_heads=key.shape[2], head_size_v=None)
+    logits, kv_length = logits_of(query, *options), key.shape[1]
+    if not kv_length:  # a block has a token at least
+        key, value = (x.reshape(0, 1, *x.shape[2:]) for x in (key, value))
+    part = (0, batch_size, dense_rows(key), dense_rows(value), np.arange(batch_size, dtype=np.int32)[:, None])
+    lens = np.full(batch_size, kv_length, np.int32)
+    states = dense_rows(query).flatten(0, 1)
+    call = Attention(states, one_length(batch_size, q_length), lens, [part], value.shape[3], logits)
+    return returned(*call.batch(batch_size, q_length))
+
+
+@entry(**NAMES, query="q", key_cache="k", value_cache="v")
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """out [B, S_q, Hq, Dv] of q [B, S_q, Hq, D] over k [B, S_k, Hkv, D] and v [B, S_k, Hkv, Dv]; with return_attn_probs
+    (out, softmax_lse, S_dmask). The rest: see the module."""
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _dense(*tensors(q=q, k=k, v=v), *options)
+
+
+@entry(**NAMES, **dict.fromkeys(("q", *_STATES), "qkv"))
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`flash_attn_func` of q, k and v that are qkv [B, S, 3, H, D]; nothing is copied."""
+    (qkv,) = tensors(qkv=qkv)
+    axes("qkv", qkv, batch_size=None, seqlen=None, three=3, num_heads=None, head_size=None)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _dense(*qkv.unbind(2), *options)
+
+
+@entry(**NAMES, **dict.fromkeys(_STATES, "kv") | {"query": "q"})
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`flash_attn_func` of k and v that are kv [B, S_k, 2, Hkv, D]."""
+    q, kv = tensors(q=q, kv=kv)
+    axes("kv", kv, batch_size=None, seqlen_k=None, two=2, num_kv_heads=None, head_size=None)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _dense(q, *kv.unbind(2), *options)
+
+
+# ---- packed sequences ----
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    seqused_k: Any,
+    block_table: Any,
+    *options: Any,
+) -> Any:
+    axes("q", query, T_q=None, num_heads=None, head_size=None)
+    logits = logits_of(query, *options)
+    starts = starts_of("cu_seqlens_q", cu_seqlens_q, len(query))
+    num_reqs = len(starts) - 1
+    if block_table is not None and seqused_k is None:
+        lens = np.diff(starts_of("cu_seqlens_k", cu_seqlens_k, _check.INT32_MAX, num_reqs + 1))
+        seqused_k = torch.from_numpy(lens)
+    if block_table is None:  # nobody wants a copy of all pages
+        key, value = dense_rows(key), dense_rows(value)
+    lens, parts = parts_of(key, value, cu_seqlens_k, seqused_k, block_table, num_reqs)
+    if block_table is not None:
+        sizes: list[tuple[str, int | None]] = [("batch_size", num_reqs), ("blocks", None)]
+        capacity = _check.array("block_table", block_table, ["int32"], sizes).shape[1] * key.shape[1]
+        for b in np.flatnonzero((lens < 0) | (lens > capacity)):
+            raise ValueError(
+                f"seqused_k[{b}]: {lens[b]}, outside 0..{capacity}, the slots that block_table has room for"
+            )
+    call = Attention(dense_rows(query), starts, lens, parts, value.shape[-1], logits)
+    return returned(*call.results())
+
+
+@entry(**NAMES, **_CALLED, query="q", key="k", value="v", key_cache="k", value_cache="v")
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    seqused_k: Tensor | None = None,
+) -> Any:
+    """out [T_q, Hq, Dv] of q [T_q, Hq, D] over packed k [T_k, Hkv, D] and v [T_k, Hkv, Dv], or, with block_table int32
+    [B, M], over pages [N, page_block_size, Hkv, D] of any size; with return_attn_probs (out, softmax_lse, S_dmask).
+
+    cu_seqlens_q, cu_seqlens_k: int32 [B + 1], where sequences start; rows of q past the last one give 0. With
+    block_table, only their lengths count of cu_seqlens_k.
+    seqused_k: int32 [B] or None, how many of a sequence's keys count, as vLLM's flash-attn has it; cu_seqlens_k may be
+    None beside block_table then. max_seqlen_q, max_seqlen_k: not needed, the lengths are there.
+    """
+    states = tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
+    keys = optional(cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _varlen(*states, *keys, *options)
+
+
+@entry(**NAMES, **dict.fromkeys(("q", *_STATES), "qkv") | dict.fromkeys((*_CALLED, *_CALLED.values()), "cu_seqlens"))
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`flash_attn_varlen_func` of q, k and v that are qkv [T, 3, H, D]; nothing is copied."""
+    qkv, cu_seqlens = tensors(qkv=qkv, cu_seqlens=cu_seqlens)
+    axes("qkv", qkv, T=None, three=3, num_heads=None, head_size=None)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _varlen(*qkv.unbind(1), cu_seqlens, cu_seqlens, None, None, *options)
+
+
+@entry(**NAMES, **dict.fromkeys(_STATES, "kv") | _CALLED | {"query": "q"})
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`flash_attn_varlen_func` of k and v that are kv [T_k, 2, Hkv, D]."""
+    q, kv, cu_seqlens_q, cu_seqlens_k = tensors(q=q, kv=kv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    axes("kv", kv, T_k=None, two=2, num_kv_heads=None, head_size=None)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    return _varlen(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, None, None, *options)
