@@ -43,6 +43,7 @@ WIDER = {
     "__AVX512DQ__": r"\t(v(extract|insert|broadcast)[fi](32x[28]|64x2)|kmovb|vpmullq|v(andn?|x?or)p[sd].*%zmm)",
     "__AVX512VL__": r"\tv(?!mov[dq]\b|\w+s[sd]\b|cvt\w*s[sdi]2)(?!.*%zmm).*%[xy]mm(1[6-9]|2\d|3[01]|.*%k)",
     "__AVX512BF16__": r"\tv(cvtne2?ps2bf16|dpbf16ps)",
+    "__AVXVNNI__": r"\t\{vex\} vpdp",
     "__AVX512VNNI__": r"\tvpdp(bu|ws)",
     "__AVX512VBMI__": r"\tv(perm([it]2)?b\b|pmultishift)",
     "__AVX512FP16__": r"\tv(add|sub|mul|div|max|min|sqrt|fn?m\w+|reduce|rndscale|scalef|cmp)[ps]h\b",

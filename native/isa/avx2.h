@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The vocabulary of vectors of 8 lanes, by AVX2, FMA and F16C, and the block sizes, for avx2.c and its variant. With VNNI
- * v_dot_words is VPDPWSSD of AVX-VNNI; with EMULATED too it is what AVX2 has. */
+ * The vocabulary of vectors of 8 lanes, by AVX2, FMA and F16C, and the block sizes, for avx2.c and its variant. With
+ * VNNI v_dot_words is VPDPWSSD of AVX-VNNI; with EMULATED too it is what AVX2 has. */
 #include "cpu/cpu.h"
 #include <immintrin.h>
 #include <math.h>
