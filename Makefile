@@ -112,6 +112,7 @@ emulated-tests: TESTS = $(patsubst %,tests/test_%.py,arrays cache cascade emulat
 emulated-tests:
 	@$(BIN)/cpu-attn verify --isa amx --isa avx512 --engine native
 	@CPU_ATTN_VDPBF16PS=1 $(BIN)/cpu-attn verify --isa avx512 --engine native --dtype bfloat16
+	@$(BIN)/cpu-attn verify --quick --isa avx2 --engine native
 	@$(PYTEST) -k "not native-scalar and not native-avx2"
 	@export CPU_ATTN_ISA=avx512 CPU_ATTN_VDPBF16PS=1 && $(PYTEST) -k "test_cascade or test_quantised or test_numbers"
 

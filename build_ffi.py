@@ -55,7 +55,7 @@ class FlaggedFile:
     unit: str
     rank: int
     flags: tuple[str, ...]  # or the emulated ones, where the environment asks for them
-    of: str  # the isa and the ca_dtype whose kernel it replaces where it can run, "" for none
+    of: tuple[str, ...]  # the isa and the ca_dtypes whose kernels it replaces where it can run; empty for none
     guarded: tuple[str, ...]  # flags of instructions that it has beyond these, where a check at run time allows them
 
     @classmethod
@@ -64,7 +64,7 @@ class FlaggedFile:
         emulate = "emulated" in said and os.environ.get("CPU_ATTN_EMULATE") == "1"
         flags = tuple(said["emulated" if emulate else "flags"].split())
         guarded = () if emulate else tuple(said.get("guarded", "").split())
-        of = ", ".join(said.get("of", "").split())
+        of = tuple(said.get("of", "").split())
         return cls(path, said["arch"], said["unit"], int(said["rank"]), flags, of, guarded)
 
     @property
@@ -146,8 +146,10 @@ class BuildExt(build_ext):  # type: ignore[misc]
             "ABSENT": [f'ABSENT({f.name}, "{f.unit}", "{why}")' for f, why in absent if not f.of],
         }
         if folder.name == "isa":
-            lists["VARIANTS"] = [f"VARIANT({f.name}, {f.of})" for f in built if f.of]
-            lists["ABSENT_VARIANTS"] = [f'ABSENT_VARIANT({f.name}, {f.of}, "{why}")' for f, why in absent if f.of]
+            lists["VARIANTS"] = [f"VARIANT({f.name}, {f.of[0]}, {d})" for f in built for d in f.of[1:]]
+            lists["ABSENT_VARIANTS"] = [
+                f'ABSENT_VARIANT({f.name}, {f.of[0]}, {d}, "{why}")' for f, why in absent for d in f.of[1:]
+            ]
         lines = (f"#define CA_{kind}_{name} {' '.join(rows)}\n" for name, rows in lists.items())
         (self.temp / f"{folder.name}_list.h").write_text("".join(lines))
         return built

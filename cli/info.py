@@ -93,7 +93,7 @@ def kernels() -> list[dict[str, Any]]:
         method = ffi.string(k.method).decode()
         if k.integers:  # tiles are for more rows than decode has
             where = " in decode" if isa.unit == "matrix" else ""
-            method += f"; int8 and int4 caches{where}: 16-bit integers (VPDPWSSD)"
+            method += f"; int8 to int4 caches{where}: 16-bit integers ({ffi.string(k.integers).decode()})"
         found.append({"dtype": dtype, "isa": isa.name, "method": method, "why": why})
     return found
 

@@ -223,7 +223,7 @@ typedef struct ca_isa_info {
 typedef struct ca_kernel_info {
     int32_t layout, rows;  /* rows: query rows of a task */
     int32_t bf16_products; /* whether bf16 is multiplied as it is, which on this machine is faster than FP32 FMA */
-    int32_t integers;      /* whether caches of integers are multiplied as integers (kernel/kv_formats/integers.h) */
+    const char *integers;  /* what multiplies caches of integers as integers (kernel/kv_formats/integers.h), or NULL */
     const char *method;    /* how the other products are formed, in words */
     const char *variant, *reason; /* a file of native/isa whose kernel would replace this one, and why it does not;
                                      NULL: there is none */

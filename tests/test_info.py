@@ -76,6 +76,18 @@ def test_auto_is_the_best_isa_or_the_one_asked_for() -> None:
     assert all(k["isa"] is None and "nonsense" in k["why"] for k in info(CPU_ATTN_ISA="nonsense")["auto"])
 
 
+def test_what_multiplies_caches_of_integers() -> None:
+    if not next(i for i in cpu_attn.isas() if i.name == "avx2").supported:
+        pytest.skip("no AVX2")
+    found = info(CPU_ATTN_ISA="avx2")
+    has_vnni = found["cpu"]["features"]["avx_vnni"] or any(i["emulated"] for i in found["isas"])
+    how = f"int8 to int4 caches: 16-bit integers ({'VPDPWSSD' if has_vnni else 'VPMADDWD'})"
+    said = {k["dtype"]: how in k["method"] for k in found["auto"]}
+    assert said == {"float32": False, "float16": True, "bfloat16": True}
+    without = {k["dtype"] for k in found["auto"] if "without its variant avx2_vnni: " in k["why"]}
+    assert without == (set() if has_vnni else {"float16", "bfloat16"})
+
+
 @pytest.mark.parametrize("vdpbf16ps", ["0", "1"])
 def test_a_variant_that_is_not_used_says_why(vdpbf16ps: str) -> None:
     """avx512_bf16, which replaces bfloat16's kernel of avx512. A process chooses once."""

@@ -43,6 +43,7 @@ WIDER = {
     "__AVX512DQ__": r"\t(v(extract|insert|broadcast)[fi](32x[28]|64x2)|kmovb|vpmullq|v(andn?|x?or)p[sd].*%zmm)",
     "__AVX512VL__": r"\tv(?!mov[dq]\b|\w+s[sd]\b|cvt\w*s[sdi]2)(?!.*%zmm).*%[xy]mm(1[6-9]|2\d|3[01]|.*%k)",
     "__AVX512BF16__": r"\tv(cvtne2?ps2bf16|dpbf16ps)",
+    "__AVXVNNI__": r"\t\{vex\} vpdp",
     "__AVX512VNNI__": r"\tvpdp(bu|ws)",
     "__AVX512VBMI__": r"\tv(perm([it]2)?b\b|pmultishift)",
     "__AVX512FP16__": r"\tv(add|sub|mul|div|max|min|sqrt|fn?m\w+|reduce|rndscale|scalef|cmp)[ps]h\b",
@@ -144,6 +145,7 @@ def test_what_the_compiler_lacks_is_said(build_ffi: Any, tmp_path: Path, monkeyp
     why = "the compiler that built this lacks one of" if platform.machine() == "x86_64" else "its kernels are for"
     assert f'ABSENT(avx512, "vector", "{why}' in text
     assert f'ABSENT_VARIANT(avx512_bf16, avx512, CA_BF16, "{why}' in text
+    assert all(f'ABSENT_VARIANT(avx2_vnni, avx2, {dtype}, "{why}' in text for dtype in ("CA_F16", "CA_BF16"))
     native = ROOT / "native"
     flags = ("-fsyntax-only", "-Werror", "-Wall", "-Wextra", f"-I{native}", f"-I{tmp_path}")
     tool(*compiler(), *flags, native / "cpu" / "choose.c")

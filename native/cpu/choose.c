@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * This file holds the one table of isas. build_ffi.py writes isa_list.h: CA_ISA_LIST has the files of native/isa that
  * this compiler and architecture could build, CA_ISA_ABSENT has the others, each with the reason. A variant, which is a
- * file with a line `of:`, is in CA_ISA_VARIANTS or CA_ISA_ABSENT_VARIANTS instead: its kernel for one dtype replaces
- * that of the isa that it is of, unless the variant misses something here. */
+ * file with a line `of:`, is in CA_ISA_VARIANTS or CA_ISA_ABSENT_VARIANTS instead: its kernels for
+ * some dtypes replace those of the isa that it is of, unless the variant misses something here. */
 #include "cpu.h"
 #include "isa_list.h"
 #include "kernel/kernel.h"
@@ -106,7 +106,8 @@ int ca_isa_kernel(int isa, int dtype, ca_kernel_info *out) {
     if (!k)
         return 0;
     *out = k->info;
-    out->integers = k->integers && *k->integers;
+    if (!k->integers || !*k->integers)
+        out->integers = NULL;
     for (int v = 0; variants[v].of; v++)
         if (variants[v].reason && variants[v].dtype == dtype && !strcmp(rows[isa].name, variants[v].of)) {
             out->variant = variants[v].name;

@@ -54,6 +54,7 @@ static void read_features(int8_t *has) {
         has[CA_HAS_amx_tile] = amx && d >> 24 & 1;
         has[CA_HAS_amx_int8] = amx && d >> 25 & 1;
         if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) {
+            has[CA_HAS_avx_vnni] = avx && a >> 4 & 1;
             has[CA_HAS_avx512_bf16] = avx512 && a >> 5 & 1;
             has[CA_HAS_amx_fp16] = amx && a >> 21 & 1;
         }

@@ -97,6 +97,7 @@ INLINE void v_put_bytes(uint8_t *p, vf x) { _mm_storeu_si128((void *)p, _mm512_c
 
 /* ---- words of integers.h ---- */
 
+#define INTEGERS_BY "VPDPWSSD"
 INLINE vi v_set1_int(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE vi v_set1_words(const int16_t *p) {
     int32_t pair;

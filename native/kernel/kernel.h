@@ -83,7 +83,7 @@ struct ca_kernel {
     void (*turn)(const ca_turn *how, const void *src, float *x, void *dst);
     /* scores [M] of one request's pages for one kv head, of the arrays of ca_score_pages; scratch: ca_score_floats */
     void (*score_pages)(const ca_array *arrays, int64_t block_size, int64_t request, int64_t kv_head, float *scratch);
-    const int *integers; /* are int8 and int4 caches multiplied as pairs of integers? NULL: no */
+    const int *integers; /* are int8 to int4 caches multiplied as pairs of integers? NULL: no */
     int rounds_weights;  /* to bfloat16 before they meet V? */
 };
 

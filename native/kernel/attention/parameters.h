@@ -14,8 +14,8 @@
  *                        alike and rounded to the same side, and one sum over 1024 keys takes 4 times the error
  *                        budget, sums over 64 take 0.4
  *   PREFETCH, HALF_PAGES what prefetch.h says
- *   INTEGERS             address of an int: does this machine multiply int8 and int4 caches of 16-bit dtypes as
- *                        integers.h does?
+ *   INTEGERS             address of an int: does this machine multiply int8 to int4 caches of 16-bit dtypes as
+ *                        integers.h does? INTEGERS_BY: the instruction that does
  * Tested: MR 2 to 8, NG 1, 3 and 4, NDV 2, 3, 4 and 8, VL 1, 4, 8 and 16. */
 #ifndef CPU_ATTN_PARAMETERS_H
 #define CPU_ATTN_PARAMETERS_H
