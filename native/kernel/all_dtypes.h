@@ -24,9 +24,9 @@ INLINE vf v_accumulate(vf sum, vf a, vf b) { return v_fma(a, b, sum); }
 #define DIGITS 24
 #define PAIRS 0
 #include "dtype.inc"
-#define KERNEL_F32 [CA_F32] = &kernel_f32,
+#define KERNEL_F32 &kernel_f32
 #else
-#define KERNEL_F32
+#define KERNEL_F32 NULL
 #endif
 
 #define DTYPE bf16
@@ -36,4 +36,4 @@ INLINE vf v_accumulate(vf sum, vf a, vf b) { return v_fma(a, b, sum); }
 #include "dtype.inc"
 
 const ca_isa_row GLUE(ca_isa, ISA) = {
-    .missing = missing, .kernels = {KERNEL_F32[CA_F16] = &kernel_f16, [CA_BF16] = &kernel_bf16}};
+    .missing = missing, .kernels = {[CA_F32] = KERNEL_F32, [CA_F16] = &kernel_f16, [CA_BF16] = &kernel_bf16}};
