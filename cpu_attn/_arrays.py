@@ -106,6 +106,11 @@ def view(name: str, x: Any, dtypes: Sequence[str] = tuple(DTYPES)) -> Array:
         raise TypeError(f"{name}: {type(x).__name__} does not say where it lies: {e!r}") from e
 
 
+def dense_rows(x: Any) -> Any:
+    """A tensor of torch's as it is, or copied where its last axis is not dense."""
+    return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
+
+
 def numpy_view(name: str, x: Any, dtypes: Sequence[str] = tuple(DTYPES)) -> np.ndarray[Any, Any]:
     """``x`` as a NumPy array of the same memory; what is one already is checked by the calls that it goes to."""
     if isinstance(x, np.ndarray):

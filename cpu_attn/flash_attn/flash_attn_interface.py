@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 
 from cpu_attn import _check
+from cpu_attn._arrays import dense_rows
 from cpu_attn.flash_attn.cache import flash_attn_with_kvcache
 from cpu_attn.flash_attn.call import NAMES, Attention, logits_of, one_length, returned
-from cpu_attn.torch.entry import axes, dense_rows, entry, optional, tensors
+from cpu_attn.torch.entry import axes, entry, optional, tensors
 from cpu_attn.torch.packed import parts_of, starts_of
 
 __all__ = [

@@ -63,11 +63,6 @@ def axes(name: str, x: Tensor, **sizes: int | None) -> None:
             raise ValueError(f"{name}: axis {axis} is {have}, expected {what} = {size}")
 
 
-def dense_rows(x: Tensor) -> Tensor:
-    """The same, its last axis dense."""
-    return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
-
-
 def stand_in(modules: Mapping[str, Mapping[str, Any]]) -> None:
     """Makes these modules importable, by name what is in each, in this process. The first is the library, which must
     not be here otherwise (RuntimeError), but for us; a module that others are in comes before them."""

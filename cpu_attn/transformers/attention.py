@@ -12,11 +12,12 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from cpu_attn import UnavailableError, _check
+from cpu_attn._arrays import dense_rows
 from cpu_attn.transformers import continuous
 from cpu_attn.transformers.lazy import Inference, LazyTensor
 from cpu_attn.transformers.masks import LEAST, Mask, UnplannableError, as_bias, eager_only, mask_function
 from cpu_attn.transformers.paged_cache import Pages, is_held
-from cpu_attn.transformers.plans import Logits, Requests, autocast, dense_rows, run, unmasked
+from cpu_attn.transformers.plans import Logits, Requests, autocast, run, unmasked
 
 NAME = "cpu_attn"
 # generate_batch takes an implementation of one's own only by a name that contains "flash". It needs no masks.

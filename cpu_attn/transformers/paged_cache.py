@@ -14,10 +14,11 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 
 from cpu_attn import PagedKVCache, _check, ops
+from cpu_attn._arrays import dense_rows
 from cpu_attn._dtypes import dtype_name, is_scaled
 from cpu_attn.rotation import rotate
 from cpu_attn.transformers.lazy import Inference, LazyTensor, ReadOnly
-from cpu_attn.transformers.plans import Logits, Requests, autocast, by_token, dense_rows, run
+from cpu_attn.transformers.plans import Logits, Requests, autocast, by_token, run
 
 LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from cpu_attn import get_num_threads, ops
+from cpu_attn._arrays import dense_rows
 from cpu_attn.plan import SchedulerMetadata, get_scheduler_metadata
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -73,14 +74,10 @@ def unmasked(batch_size: int, q_length: int, kv_length: int, causal: bool) -> Re
     return Requests(np.arange(batch_size), starts, lengths, causal)
 
 
-def dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """The same, its last axis dense."""
-    return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
-
-
 def by_token(states: torch.Tensor) -> torch.Tensor:
     """[B * T, H, D] of [B, H, T, D], the last axis dense: a view, but of batches that lie by heads."""
-    return dense_rows(states.transpose(1, 2).flatten(0, 1))
+    dense: torch.Tensor = dense_rows(states.transpose(1, 2).flatten(0, 1))
+    return dense
 
 
 def autocast(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

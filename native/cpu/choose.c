@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * This file holds the one table of isas. build_ffi.py writes isa_list.h: CA_ISA_LIST has the files of native/isa that
  * this compiler and architecture could build, CA_ISA_ABSENT has the others, each with the reason. A variant, which is a
- * file with a line `of:`, is in CA_ISA_VARIANTS or CA_ISA_ABSENT_VARIANTS instead: its kernels for
- * some dtypes replace those of the isa that it is of, unless the variant misses something here. */
+ * file with a line `of:`, is in CA_ISA_VARIANTS or CA_ISA_ABSENT_VARIANTS instead: its kernels for some
+ * dtypes replace those of the isa that it is of, unless the variant misses something here. */
 #include "cpu.h"
 #include "isa_list.h"
 #include "kernel/kernel.h"

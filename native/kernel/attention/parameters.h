@@ -8,8 +8,10 @@
  *   KEYS      keys of a score block
  *   FEW_KEYS  the same where a task has up to CA_FEW_ROWS rows (decode)
  * and may define
- *   TILE_GROUPS(mr), TILE_VECTORS(mr)  the groups, which divide NG, and the vectors of a register tile of mr rows: of
- * so few rows fewer accumulators would wait for one another NHD_KEYS, NHD_BYTES  the same over NHD caches (kernel.h)
+ *   TILE_GROUPS(mr)      groups of a register tile of mr rows, a divisor of NG: the fewer rows, the more groups,
+ *                        until FMA has enough sums that do not wait for one another
+ *   TILE_VECTORS(mr)     vectors of V's columns of such a tile
+ *   NHD_KEYS, NHD_BYTES  the same as FEW_KEYS over NHD caches (kernel.h)
  *   SUM_GROUPS           groups whose P V has a sum of its own in float32: of V that is one number all products are
  *                        alike and rounded to the same side, and one sum over 1024 keys takes 4 times the error
  *                        budget, sums over 64 take 0.4
