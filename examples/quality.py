@@ -13,6 +13,9 @@ A cache may be rotated (kv_cache_rotation), and the keys may be balanced before 
 Three figures, each against the plain cache of the same dtype: perplexity, which a lucky error may lower, hence its
 standard error; the Kullback-Leibler divergence of the next token's distribution, in nats, which sees every change and
 needs fewer tokens; and how often the likeliest token stays the same.
+
+What is done and the time that is left stand on stderr. The JSON and the picture are written after every window, with
+the tokens that have been measured so far.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import importlib
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any, NamedTuple
@@ -29,6 +32,8 @@ import click
 import numpy as np
 from gemma3 import BLOCK_SIZE, Array, Gemma3, Ints
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
 
 import cpu_attn
 from cpu_attn import PagedKVCache
@@ -95,8 +100,8 @@ def log_softmax(logits: Array, scratch: Array) -> Array:
     return logits
 
 
-def measure(model: Gemma3, windows: Ints, dtype: str, kinds: Sequence[Kind]) -> list[Result]:
-    """What caches of dtype and of each kind lose against the plain one, which comes first."""
+def measure(model: Gemma3, windows: Ints, dtype: str, kinds: Sequence[Kind]) -> Iterator[list[Result]]:
+    """After each window, what caches of dtype and of each kind lost so far against the plain one, which comes first."""
     context = windows.shape[1] - 1
     block_table = np.arange(-(-context // BLOCK_SIZE), dtype=np.int32)[None]
     models, caches = {}, {}
@@ -106,27 +111,33 @@ def measure(model: Gemma3, windows: Ints, dtype: str, kinds: Sequence[Kind]) -> 
         caches[kind] = model.caches(block_table.size)
     scratch = np.empty((CHUNK, model.weights["token_embd"].shape[0]), np.float32)
     losses: dict[Kind, list[NDArray[np.float64]]] = {kind: [] for kind in caches}  # of tokens: nll, KL, same
-    for window in windows:
-        for start in range(0, context, CHUNK):
-            tokens = window[start : min(start + CHUNK, context)]
-            rows = np.arange(len(tokens))
-            following = window[start + 1 :][rows]
-            query_start_loc, seq_lens = (np.array(x, np.int32) for x in ([0, len(tokens)], [start + len(tokens)]))
-            for kind, its in models.items():
-                logits = its.forward(tokens, query_start_loc, seq_lens, block_table, caches[kind], rows)
-                found = log_softmax(logits, scratch[: len(rows)])
-                if kind == PLAIN:
-                    plain, probability, likeliest = found, np.exp(found), found.argmax(1)
-                divergence = np.einsum("tv,tv->t", probability, np.subtract(plain, found, out=scratch[: len(rows)]))
-                same = found.argmax(1) == likeliest
-                losses[kind].append(np.array([-found[rows, following], divergence, same], np.float64))
+    steps = [(window, start) for window in windows for start in range(0, context, CHUNK)]
+    for window, start in track(steps, dtype, console=Console(stderr=True)):
+        tokens = window[start : min(start + CHUNK, context)]
+        rows = np.arange(len(tokens))
+        following = window[start + 1 :][rows]
+        query_start_loc, seq_lens = (np.array(x, np.int32) for x in ([0, len(tokens)], [start + len(tokens)]))
+        for kind, its in models.items():
+            logits = its.forward(tokens, query_start_loc, seq_lens, block_table, caches[kind], rows)
+            found = log_softmax(logits, scratch[: len(rows)])
+            if kind == PLAIN:
+                plain, probability, likeliest = found, np.exp(found), found.argmax(1)
+            divergence = np.einsum("tv,tv->t", probability, np.subtract(plain, found, out=scratch[: len(rows)]))
+            same = found.argmax(1) == likeliest
+            losses[kind].append(np.array([-found[rows, following], divergence, same], np.float64))
+        if start + CHUNK >= context:
+            yield results_of(losses, dtype, {kind: bits(cache[0]) for kind, cache in caches.items()})
+
+
+def results_of(losses: dict[Kind, list[NDArray[np.float64]]], dtype: str, bits_of: dict[Kind, float]) -> list[Result]:
     joined = {kind: np.hstack(loss) for kind, loss in losses.items()}
     return [
         {
             "dtype": dtype,
             **kind._asdict(),
             "keys": kind.keys,
-            "bits": bits(caches[kind][0]),
+            "bits": bits_of[kind],
+            "tokens": loss.shape[1],
             "perplexity": float(np.exp(loss[0].mean())),
             "over": float(np.expm1((loss[0] - joined[PLAIN][0]).mean())),
             "error": float((loss[0] - joined[PLAIN][0]).std() / np.sqrt(loss.shape[1])),
@@ -199,13 +210,17 @@ def main(
         f"Gemma 3 270M, cpu-attn {cpu_attn.__version__}, isa {model.caches(1)[0].isa}. Text: pydoc_data.topics of "
         f"Python {platform.python_version()}, {len(text)} characters; {windows} windows of {context} tokens of it.\n"
     )
-    results = [r for dtype in dtypes for r in measure(model, tokens, dtype, kinds)]
+    found: dict[str, list[Result]] = {}
+    for dtype in dtypes:
+        for latest in measure(model, tokens, dtype, kinds):
+            found[dtype] = latest
+            results = [r for of_dtype in found.values() for r in of_dtype]
+            if as_json:
+                report = {"version": cpu_attn.__version__, "python": platform.python_version(), "context": context}
+                as_json.write_text(json.dumps({**report, "results": results}, indent=2) + "\n")
+            if plot:
+                draw(results, plot)
     click.echo(table(results))
-    if as_json:
-        report = {"version": cpu_attn.__version__, "python": platform.python_version(), "tokens": windows * context}
-        as_json.write_text(json.dumps({**report, "context": context, "results": results}, indent=2) + "\n")
-    if plot:
-        draw(results, plot)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,8 @@ class Model:
 def test_figures_are_their_definitions() -> None:
     rng = np.random.default_rng(0)
     model, windows = Model(17), rng.integers(0, 17, (2, 2 * quality.CHUNK + 30))
-    results = quality.measure(model, windows, "float32", [quality.Kind("int8", "hadamard", True)])
+    first, results = quality.measure(model, windows, "float32", [quality.Kind("int8", "hadamard", True)])
+    assert [r["tokens"] for r in first + results] == [windows.shape[1] - 1] * 2 + [windows[:, 1:].size] * 2
     read = windows[:, :-1]
     logp = {}
     for kind, seen in model.seen.items():
