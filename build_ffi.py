@@ -15,10 +15,12 @@ Environment, read at build time:
 
 from __future__ import annotations
 
+import gzip
 import importlib.metadata
 import os
 import platform
 import re
+import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ import cffi
 from setuptools import Extension
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
@@ -212,6 +215,30 @@ class BuildPy(build_py):  # type: ignore[misc]
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         modules: list[tuple[str, str, str]] = super().find_package_modules(package, package_dir)
         return [m for m in modules if not m[1].startswith("test_")]
+
+
+class Sdist(sdist):  # type: ignore[misc]
+    """With SOURCE_DATE_EPOCH (https://reproducible-builds.org/specs/source-date-epoch) the same sources give the same
+    bytes: every file has that time and nobody's name."""
+
+    def make_archive(self, base_name: str, format: str, root_dir: Any = None, base_dir: Any = None, **more: Any) -> str:
+        epoch = os.environ.get("SOURCE_DATE_EPOCH")
+        if epoch is None or format != "gztar":
+            made: str = super().make_archive(base_name, format, root_dir, base_dir, **more)
+            return made
+
+        def timeless(member: tarfile.TarInfo) -> tarfile.TarInfo:
+            member.mtime, member.uid, member.gid, member.uname, member.gname = int(epoch), 0, 0, "", ""
+            return member
+
+        path = f"{base_name}.tar.gz"
+        with (
+            open(path, "wb") as file,
+            gzip.GzipFile("", "wb", fileobj=file, mtime=int(epoch)) as packed,
+            tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            archive.add(base_dir, filter=timeless)  # in the order of names
+        return path
 
 
 def find_onednn() -> tuple[Path, Path] | str:

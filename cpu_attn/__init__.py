@@ -34,7 +34,7 @@ from cpu_attn.rotary import rotary_reshape_and_cache
 from cpu_attn.rotation import balance, rotate
 from cpu_attn.storage import CacheDescriptor, PagedKVCache, StoredCache, convert
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionType",

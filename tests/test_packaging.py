@@ -69,6 +69,7 @@ def flavour(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip("these tests belong to a source tree")
     here = ("CPU_ATTN_", "PYTHON", "VIRTUAL_ENV", "LD_PRELOAD")
     env = {name: value for name, value in os.environ.items() if not name.startswith(here)}
+    env["SOURCE_DATE_EPOCH"] = "1764115200"
     if not request.param:
         env["CPU_ATTN_NO_ONEDNN"] = "1"
     source = tmp_path_factory.mktemp("flavour") / "source"
@@ -97,6 +98,18 @@ def works(bin_: Path, flavour: Flavour, expected_in: Path, cwd: Path) -> None:
     run(bin_ / "python", script, expected_in, str(int(flavour.onednn)), cwd=cwd, env=flavour.env)
     verify = (bin_ / "cpu-attn", "verify", "--quick", "--isa", "scalar", "--engine", "native")
     run(*verify, cwd=cwd, env=flavour.env)
+
+
+def test_the_same_sources_give_the_same_bytes(flavour: Flavour, dist: Path, tmp_path: Path) -> None:
+    """In another folder, later."""
+    if not flavour.onednn:
+        pytest.skip("oneDNN changes nothing about it")
+    source = tmp_path / "source"
+    shutil.copytree(flavour.source, source, ignore=shutil.ignore_patterns(*NOT_SOURCES))
+    run(flavour.source.parent / "tools" / "bin" / "python", "-m", "build", cwd=source, env=flavour.env)
+    made = {path.name: path.read_bytes() for path in (source / "dist").iterdir()}
+    assert made == {path.name: path.read_bytes() for path in dist.iterdir()}
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("editable", ["no", "default", "strict"])

@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import cpu_attn
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_an_import_from_sources_says_what_to_do(tmp_path: Path) -> None:
@@ -20,3 +25,11 @@ def test_an_import_from_sources_says_what_to_do(tmp_path: Path) -> None:
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"ImportError: cpu_attn: no compiled module in {tmp_path / 'cpu_attn'}"), done.stderr
     assert "make verify" in last and "pip install" in last
+
+
+def test_every_file_names_this_version() -> None:
+    if not (ROOT / "CITATION.cff").exists():
+        pytest.skip("a source tree has them")
+    (cited,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    latest, *_ = re.findall(r"^## \[(\d.*?)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert cpu_attn.__version__ == cited == latest
