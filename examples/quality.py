@@ -31,7 +31,7 @@ from gemma3 import BLOCK_SIZE, Array, Gemma3, Ints
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn import PagedKVCache
+from cpu_attn import BlockManager, PagedKVCache
 
 CHUNK = 128  # tokens; their logits take 134 MB
 # Wider keys with narrower values, which bear more.
@@ -98,28 +98,30 @@ def log_softmax(logits: Array, scratch: Array) -> Array:
 def measure(model: Gemma3, windows: Ints, dtype: str, kinds: Sequence[Kind]) -> list[Result]:
     """What caches of dtype and of each kind lose against the plain one, which comes first."""
     context = windows.shape[1] - 1
-    block_table = np.arange(-(-context // BLOCK_SIZE), dtype=np.int32)[None]
     models, caches = {}, {}
     for kind in dict.fromkeys([PLAIN, *kinds]):
         models[kind] = model.balanced() if kind.balanced else model
         model.dtype, model.kv_cache_dtype, model.kv_cache_rotation = dtype, *kind[:2]
-        caches[kind] = model.caches(block_table.size)
+        caches[kind] = model.caches(-(-context // BLOCK_SIZE))
+    manager = BlockManager([cache for layers in caches.values() for cache in layers], enable_prefix_caching=False)
     scratch = np.empty((CHUNK, model.weights["token_embd"].shape[0]), np.float32)
     losses: dict[Kind, list[NDArray[np.float64]]] = {kind: [] for kind in caches}  # of tokens: nll, KL, same
     for window in windows:
+        manager.allocate("window")
         for start in range(0, context, CHUNK):
             tokens = window[start : min(start + CHUNK, context)]
             rows = np.arange(len(tokens))
             following = window[start + 1 :][rows]
-            query_start_loc, seq_lens = (np.array(x, np.int32) for x in ([0, len(tokens)], [start + len(tokens)]))
+            step = manager.step([("window", len(tokens))])
             for kind, its in models.items():
-                logits = its.forward(tokens, query_start_loc, seq_lens, block_table, caches[kind], rows)
+                logits = its.forward(tokens, step, caches[kind], rows)
                 found = log_softmax(logits, scratch[: len(rows)])
                 if kind == PLAIN:
                     plain, probability, likeliest = found, np.exp(found), found.argmax(1)
                 divergence = np.einsum("tv,tv->t", probability, np.subtract(plain, found, out=scratch[: len(rows)]))
                 same = found.argmax(1) == likeliest
                 losses[kind].append(np.array([-found[rows, following], divergence, same], np.float64))
+        manager.free("window")
     joined = {kind: np.hstack(loss) for kind, loss in losses.items()}
     return [
         {
