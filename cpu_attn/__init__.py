@@ -26,27 +26,32 @@ from cpu_attn.backend import (
     make_alibi_bias,
     make_sliding_window_bias,
 )
+from cpu_attn.block_manager import BlockManager, NoFreeBlocksError
 from cpu_attn.mla import attention_mla, concat_and_cache_mla
 from cpu_attn.ops import attention_with_kv_cache, merge_states, reshape_and_cache
 from cpu_attn.pages import score_pages, select_pages, update_page_bounds
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata, kv_cache_dtypes
 from cpu_attn.rotary import rotary_reshape_and_cache
 from cpu_attn.rotation import balance, rotate
+from cpu_attn.step import Step
 from cpu_attn.storage import CacheDescriptor, PagedKVCache, StoredCache, convert
 
 __version__ = "0.2.0"
 
 __all__ = [
     "AttentionType",
+    "BlockManager",
     "CPUAttentionBackend",
     "CPUAttentionBackendImpl",
     "CPUAttentionMetadata",
     "CPUAttentionMetadataBuilder",
     "CacheDescriptor",
+    "NoFreeBlocksError",
     "OneDNNPagedAttention",
     "PagedAttention",
     "PagedKVCache",
     "SchedulerMetadata",
+    "Step",
     "StoredCache",
     "UnavailableError",
     "attention_mla",

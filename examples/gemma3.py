@@ -19,7 +19,7 @@ from gguf import GGUFReader, TokenType, dequantize
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from cpu_attn import PagedKVCache, balance, rotary_reshape_and_cache
+from cpu_attn import PagedKVCache, Step, balance, rotary_reshape_and_cache
 
 Array = NDArray[np.float32]
 Ints = NDArray[np.integer[Any]]
@@ -174,26 +174,12 @@ class Gemma3:
         ]
 
     def forward(
-        self,
-        tokens: Sequence[int] | Ints,
-        query_start_loc: NDArray[np.int32],
-        seq_lens: NDArray[np.int32],
-        block_table: NDArray[np.int32],
-        caches: list[PagedKVCache],
-        rows: Sequence[int] | Ints,
+        self, tokens: Sequence[int] | Ints, step: Step, caches: list[PagedKVCache], rows: Sequence[int] | Ints
     ) -> Array:
-        """Logits [len(rows), vocabulary] of some of the T tokens, which are new, one request's after another's.
-
-        query_start_loc [R+1]: where each request's begin; seq_lens [R]: tokens of a request, the new ones counted;
-        block_table [R, M]: its blocks of caches, into which the keys and values of the new tokens go.
-        """
-        request = np.repeat(np.arange(len(seq_lens)), np.diff(query_start_loc))
-        positions = np.arange(len(tokens)) + (seq_lens - query_start_loc[1:])[request]
-        slot_mapping = block_table[request, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
-        slot_mapping += positions % BLOCK_SIZE
+        """Logits [len(rows), vocabulary] of some of a step's T tokens, whose keys and values go into the caches."""
         plans = {
-            is_global: caches[0].plan(
-                *(query_start_loc, seq_lens, self.num_heads),
+            is_global: step.plan(
+                *(caches[0], self.num_heads),
                 sliding_window=-1 if is_global else self.sliding_window,
                 engine=self.engine,
             )
@@ -207,7 +193,7 @@ class Gemma3:
             qkv = qkv.reshape(len(x), -1, self.head_size).astype(cache.dtype, copy=False)
             query, key, value = np.split(qkv, np.cumsum([self.num_heads, self.num_kv_heads]), 1)
             rotary_reshape_and_cache(
-                *(query, key, value, cache.key_cache, cache.value_cache, slot_mapping, positions),
+                *(query, key, value, cache.key_cache, cache.value_cache, step.slot_mapping, step.positions),
                 self.rotary[self.is_global(layer)],
                 q_weight=w["attn_q_norm"],
                 k_weight=w["attn_k_norm"],
@@ -218,7 +204,7 @@ class Gemma3:
                 kv_cache_dtype=cache.kv_cache_dtype,
                 kv_cache_rotation=cache.kv_cache_rotation,
             )
-            attended = cache.attend(query, block_table, plans[self.is_global(layer)])
+            attended = cache.attend(query, step, plans[self.is_global(layer)])
             attended = dense(attended.reshape(len(x), -1).astype(np.float32, copy=False), w["attn_output"])
             x += rms_norm(attended, w["post_attention_norm"], self.eps)
 

@@ -6,7 +6,8 @@
 
 The model (gemma3.py) continues texts and follows no instructions; Google's terms for Gemma apply to it. Several prompts
 make one batch: a step takes the next token of every request that decodes, and parts of prompts, --max-batch-tokens in
-all. A request that has ended gives its blocks to one that waits.
+all. cpu_attn.BlockManager gives requests their blocks. Prompts that begin alike share those of their beginning, which
+are computed once.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import click
 import numpy as np
 from gemma3 import BLOCK_SIZE, Array, Gemma3
 from tokenizers.decoders import DecodeStream
 
-from cpu_attn import PagedKVCache
+from cpu_attn import BlockManager
 
 PROMPTS = (
     "The old lighthouse keeper opened the door and",
@@ -48,31 +49,16 @@ class Sampling:
         return int(order[np.searchsorted(mass, rng.random() * mass[-1], side="right")])
 
 
-@dataclass
+@dataclass(eq=False)  # so that it may stand for itself in the manager
 class Request:
-    """tokens: the prompt's and the new ones. The first num_computed of them are in blocks of the caches."""
+    """tokens: the prompt's, of which num_cached were there already, and the new ones."""
 
     index: int
     tokens: list[int]
     max_len: int
     rng: np.random.Generator
-    blocks: list[int] = field(default_factory=list)
-    num_computed: int = 0
+    num_cached: int = 0
     ended: bool = False
-
-
-def step(model: Gemma3, caches: list[PagedKVCache], batch: list[tuple[Request, int]]) -> list[tuple[Request, Array]]:
-    """Computes the next tokens of each request, so many, and gives the logits behind those that have no more."""
-    tokens = np.concatenate([r.tokens[r.num_computed : r.num_computed + taken] for r, taken in batch])
-    for request, taken in batch:
-        request.num_computed += taken
-    query_start_loc = np.cumsum([0, *(taken for _, taken in batch)], dtype=np.int32)
-    seq_lens = np.array([r.num_computed for r, _ in batch], np.int32)
-    block_table = np.array([r.blocks for r, _ in batch], np.int32)
-    ready = [i for i, (r, _) in enumerate(batch) if r.num_computed == len(r.tokens)]
-    rows = query_start_loc[1:][ready] - 1
-    logits = model.forward(tokens, query_start_loc, seq_lens, block_table, caches, rows)
-    return [(batch[i][0], row) for i, row in zip(ready, logits, strict=True)]
 
 
 def generate(
@@ -93,31 +79,37 @@ def generate(
         for i, tokens in enumerate(prompts)
     )
     blocks_each = max(-(-request.max_len // BLOCK_SIZE) for request in waiting)
-    free = list(range(min(max_requests, len(waiting)) * blocks_each))
-    caches = model.caches(len(free))
+    caches = model.caches(min(max_requests, len(waiting)) * blocks_each)
+    manager = BlockManager(caches)
     running: list[Request] = []
     while waiting or running:
-        while waiting and free:
-            running.append(waiting.popleft())
-            running[-1].blocks = [free.pop() for _ in range(blocks_each)]
+        prompts_left = any(len(request.tokens) - manager.seq_len(request) > 1 for request in running)
+        if waiting and len(running) < max_requests and not prompts_left:  # whose blocks the next one may find
+            request = waiting.popleft()
+            request.num_cached = manager.allocate(request, request.tokens)
+            running.append(request)
         batch, room = [], max_batch_tokens
         for request in running:  # who decodes came before those who have parts of a prompt left
-            if taken := min(len(request.tokens) - request.num_computed, room):
-                batch.append((request, taken))
-                room -= taken
-        new = []
-        for request, logits in step(model, caches, batch):
-            request.tokens.append(sampling.draw(logits, request.rng))
+            if tokens := request.tokens[manager.seq_len(request) :][:room]:
+                batch.append((request, tokens))
+                room -= len(tokens)
+        step = manager.step(batch)
+        ready = [i for i, (request, _) in enumerate(batch) if step.seq_lens[i] == len(request.tokens)]
+        all_tokens = [token for _, tokens in batch for token in tokens]
+        logits = model.forward(all_tokens, step, caches, step.query_start_loc[1:][ready] - 1)
+        new = [batch[i][0] for i in ready]
+        for request, row in zip(new, logits, strict=True):
+            request.tokens.append(sampling.draw(row, request.rng))
             request.ended = request.tokens[-1] == model.eos or len(request.tokens) == request.max_len
             if request.ended:
                 running.remove(request)
-                free += request.blocks
-            new.append(request)
+                manager.free(request)
         yield new
 
 
 @click.command()
 @click.argument("prompts", nargs=-1)
+@click.option("--prefix", default="", help="Stands before each of PROMPTS, and is computed once.")
 @click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(1), help="New ones of each prompt.")
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0: the likeliest token.")
 @click.option("--top-k", default=0, show_default=True, type=click.IntRange(0), help="Draw from so many; 0: from all.")
@@ -132,6 +124,7 @@ def generate(
 @click.option("--engine", default="auto", show_default=True, help="native, onednn or reference.")
 def main(
     prompts: tuple[str, ...],
+    prefix: str,
     max_tokens: int,
     temperature: float,
     top_k: int,
@@ -149,7 +142,7 @@ def main(
     model = Gemma3(dtype, kv_cache_dtype, isa, engine, "hadamard" if rotated else "none")
     if rotated:
         model = model.balanced()
-    texts = list(prompts or PROMPTS)
+    texts = [prefix + prompt for prompt in prompts or PROMPTS]
     ids = [encoding.ids for encoding in model.tokenizer.encode_batch(texts)]
     if (longest := max(map(len, ids)) + max_tokens) > model.max_seq_len:
         raise click.UsageError(f"{longest} tokens of prompt and answer, the model was made for {model.max_seq_len}")
@@ -157,11 +150,13 @@ def main(
     streams = [DecodeStream(skip_special_tokens=True) for _ in texts]
     ended: set[int] = set()
     shown = width = 0  # the text that is shown, and how much of it
+    cached: dict[int, int] = {}
     times = [time.perf_counter()]
     for new in generate(model, ids, max_tokens, sampling, seed, max_batch_tokens, max_requests):
         times += [time.perf_counter()] * len(new)
         for request in new:
             texts[request.index] += streams[request.index].step(model.tokenizer, request.tokens[-1]) or ""
+            cached[request.index] = request.num_cached
             if request.ended:
                 ended.add(request.index)
         while shown < len(texts):
@@ -173,7 +168,8 @@ def main(
             shown, width = shown + 1, 0
     first, rest = times[1] - times[0], times[-1] - times[1]
     rate = f", then {(len(times) - 2) / rest:.1f} tokens/s" if rest else ""
-    click.echo(f"{sum(map(len, ids))} tokens of prompts, the first new one after {first:.2f} s{rate}", err=True)
+    given = f"{sum(map(len, ids))} tokens of prompts, {sum(cached.values())} of them found in the prefix cache"
+    click.echo(f"{given}; the first new token after {first:.2f} s{rate}", err=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.progress import track
 
 import cpu_attn
-from cpu_attn import PagedKVCache
+from cpu_attn import BlockManager, PagedKVCache
 
 CHUNK = 128  # tokens; their logits take 134 MB
 # Wider keys with narrower values, which bear more.
@@ -103,22 +103,24 @@ def log_softmax(logits: Array, scratch: Array) -> Array:
 def measure(model: Gemma3, windows: Ints, dtype: str, kinds: Sequence[Kind]) -> Iterator[list[Result]]:
     """After each window, what caches of dtype and of each kind lost so far against the plain one, which comes first."""
     context = windows.shape[1] - 1
-    block_table = np.arange(-(-context // BLOCK_SIZE), dtype=np.int32)[None]
     models, caches = {}, {}
     for kind in dict.fromkeys([PLAIN, *kinds]):
         models[kind] = model.balanced() if kind.balanced else model
         model.dtype, model.kv_cache_dtype, model.kv_cache_rotation = dtype, *kind[:2]
-        caches[kind] = model.caches(block_table.size)
+        caches[kind] = model.caches(-(-context // BLOCK_SIZE))
+    manager = BlockManager([cache for layers in caches.values() for cache in layers], enable_prefix_caching=False)
     scratch = np.empty((CHUNK, model.weights["token_embd"].shape[0]), np.float32)
     losses: dict[Kind, list[NDArray[np.float64]]] = {kind: [] for kind in caches}  # of tokens: nll, KL, same
-    steps = [(window, start) for window in windows for start in range(0, context, CHUNK)]
-    for window, start in track(steps, dtype, console=Console(stderr=True)):
+    chunks = [(window, start) for window in windows for start in range(0, context, CHUNK)]
+    for window, start in track(chunks, dtype, console=Console(stderr=True)):
+        if start == 0:
+            manager.allocate("window")
         tokens = window[start : min(start + CHUNK, context)]
         rows = np.arange(len(tokens))
         following = window[start + 1 :][rows]
-        query_start_loc, seq_lens = (np.array(x, np.int32) for x in ([0, len(tokens)], [start + len(tokens)]))
+        step = manager.step([("window", len(tokens))])
         for kind, its in models.items():
-            logits = its.forward(tokens, query_start_loc, seq_lens, block_table, caches[kind], rows)
+            logits = its.forward(tokens, step, caches[kind], rows)
             found = log_softmax(logits, scratch[: len(rows)])
             if kind == PLAIN:
                 plain, probability, likeliest = found, np.exp(found), found.argmax(1)
@@ -126,6 +128,7 @@ def measure(model: Gemma3, windows: Ints, dtype: str, kinds: Sequence[Kind]) -> 
             same = found.argmax(1) == likeliest
             losses[kind].append(np.array([-found[rows, following], divergence, same], np.float64))
         if start + CHUNK >= context:
+            manager.free("window")
             yield results_of(losses, dtype, {kind: bits(cache[0]) for kind, cache in caches.items()})
 
 

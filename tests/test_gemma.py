@@ -49,10 +49,10 @@ def encoded(model: Any) -> list[list[int]]:
 
 def forward(model: Any, text: list[int], rows: Any) -> Any:
     """Logits of one request, all at once, in blocks that lie anyhow."""
-    block_table = np.random.default_rng(3).permutation(np.int32([range(-(-len(text) // module.BLOCK_SIZE))]), 1)
-    seq_lens = np.array([len(text)], np.int32)
-    step = (np.append(np.int32(0), seq_lens), seq_lens, block_table, model.caches(block_table.size))
-    return model.forward(text, *step, rows)
+    manager = cpu_attn.BlockManager(model.caches(-(-len(text) // module.BLOCK_SIZE)))
+    np.random.default_rng(3).shuffle(manager._free)
+    manager.allocate(0)
+    return model.forward(text, manager.step([(0, text)]), manager.caches, rows)
 
 
 def test_the_logits_of_eager(model: Any) -> None:
@@ -89,6 +89,15 @@ def test_requests_wait_and_leave(model: Any) -> None:
     for index, tokens in enumerate(TOKENS):
         most = 5 if index == 0 else 9
         assert done[index].ended and done[index].tokens == ids[index] + list(tokens[:most])
+
+
+def test_prompts_share_what_begins_them(model: Any) -> None:
+    """All whole blocks but the one of the last token."""
+    ids, new = encoded(model)[-1], {}
+    for requests in module.generate(model, [ids, ids, ids[:545]], 9, GREEDY, max_batch_tokens=512):
+        new |= {request.index: request for request in requests}
+    assert [new[i].num_cached for i in range(3)] == [0, (len(ids) - 1) // 32 * 32, 544]
+    assert new[0].tokens == new[1].tokens == ids + list(TOKENS[-1][:9])
 
 
 @pytest.mark.parametrize(
@@ -155,7 +164,12 @@ def test_command(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == [("bfloat16", "int8", "auto", "auto", "none")]
     texts = [text + model.tokenizer.decode(tokens[:6]) for text, tokens in zip(PROMPTS, TOKENS, strict=True)]
     assert result.stdout == "".join(f"{text}\n\n" for text in texts)
+    assert "tokens of prompts, 0 of them found in the prefix cache; the first new token after" in result.stderr
     assert result.stderr.endswith(" tokens/s\n")
+
+    result = CliRunner().invoke(module.main, ["--max-tokens", "2", "--prefix", "and on " * 32, "a", "b"])
+    assert result.exit_code == 0, result.output
+    assert " 64 of them found" in result.stderr and result.stdout.count("and on and on") >= 2
 
     result = CliRunner().invoke(module.main, ["--max-tokens", "32767", "Hi"])
     assert result.exit_code == 2 and "32769 tokens" in result.output

@@ -80,10 +80,10 @@ class Model:
         cache.logits = lambda rows: rng.normal(0, 3, (rows, len(self.weights["token_embd"]))).astype(np.float32)
         return [cache]
 
-    def forward(self, tokens: Any, loc: Any, lens: Any, block_table: Any, caches: Any, rows: Any) -> Any:
+    def forward(self, tokens: Any, step: Any, caches: Any, rows: Any) -> Any:
         assert self.is_balanced == (caches[0].kv_cache_dtype != "auto")
-        assert loc.tolist() == [0, len(tokens)]
-        seen = SimpleNamespace(tokens=tokens, seq_len=lens[0], logits=caches[0].logits(len(rows)))
+        assert step.query_start_loc.tolist() == [0, len(tokens)]
+        seen = SimpleNamespace(tokens=tokens, seq_len=step.seq_lens[0], logits=caches[0].logits(len(rows)))
         self.seen[caches[0].kv_cache_dtype].append(seen)
         return seen.logits.copy()
 
@@ -117,9 +117,11 @@ def test_balanced_is_the_same_model() -> None:
     """Its factors cancel in q.k, before and behind the rotary embedding."""
     model = quality.Gemma3()
     ids = np.array(model.tokenizer.encode("The moon is so far away that").ids)
-    loc, lens, table = np.array([0, len(ids)], np.int32), np.array([len(ids)], np.int32), np.zeros((1, 1), np.int32)
-    balanced = model.balanced()
-    plain, other = (m.forward(ids, loc, lens, table, m.caches(1), [len(ids) - 1]) for m in (model, balanced))
+    balanced, caches = model.balanced(), model.caches(1)
+    manager = cpu_attn.BlockManager(caches)
+    manager.allocate(0)
+    step = manager.step([(0, ids)])
+    plain, other = (m.forward(ids, step, caches, [len(ids) - 1]) for m in (model, balanced))
     assert np.abs(plain - other).max() < 1e-3 * np.abs(plain).max()
     for w, b in zip(model.layers, balanced.layers, strict=True):
         product = b["attn_q_norm"] * b["attn_k_norm"]

@@ -13,8 +13,8 @@ from cpu_attn import reference
 from .snippets import DOCUMENTS, ROOT, run, snippets
 
 PROMPTS = {ROOT / "README.md": 2, ROOT / "docs" / "backend.md": 1}  # attention over what a step brings
-# Those of test_torch_docs.py, test_transformers_docs.py, test_flash_attn.py and test_flashinfer.py.
-OTHERS = {ROOT / "docs" / name for name in ("torch.md", "transformers.md", "flash_attn.md", "flashinfer.md")}
+# Those of test_{serving,torch,transformers}_docs.py, test_flash_attn.py and test_flashinfer.py.
+OTHERS = {ROOT / "docs" / f"{name}.md" for name in ("serving", "torch", "transformers", "flash_attn", "flashinfer")}
 
 
 def test_all_documents_are_run() -> None:
@@ -26,10 +26,8 @@ def test_prompts(document: Path) -> None:
     ran = 0
     for names in run(document):
         query = names["query"]
-        loc, lens = (
-            names.get(name, getattr(names.get("common_attn_metadata"), name, None))
-            for name in ("query_start_loc", "seq_lens")
-        )
+        step = names.get("step") or names["common_attn_metadata"]
+        loc, lens = step.query_start_loc, step.seq_lens
         assert (np.diff(loc) == lens).all()  # the keys are those of the step
         key, value = (np.split(names[name], loc[1:-1]) for name in ("key", "value"))
         want, _ = reference.attention(query, key, value, loc, lens, query.shape[2] ** -0.5)

@@ -12,6 +12,7 @@ kv_cache    caches: what they hold, layouts, scales, sizes
 masking     masks besides causal and window
 plans       what a plan is made of and what has to fit it
 calls       which arrays each call has
+batches     what a step of a BlockManager is made from
 """
 
 from cpu_attn._check.arrays import (
@@ -31,6 +32,7 @@ from cpu_attn._check.arrays import (
     small_floats,
     writable,
 )
+from cpu_attn._check.batches import batch, tokens
 from cpu_attn._check.calls import (
     ATTENTION,
     ROTARY,
@@ -101,6 +103,7 @@ __all__ = [
     "apart_from",
     "array",
     "attn_bias",
+    "batch",
     "block_table",
     "boolean",
     "cache",
@@ -145,6 +148,7 @@ __all__ = [
     "softcap",
     "states",
     "table_block_size",
+    "tokens",
     "update_page_bounds",
     "width",
     "window",

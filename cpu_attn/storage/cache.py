@@ -7,7 +7,7 @@ import copy
 from collections.abc import Iterable
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from cpu_attn import _check, _dispatch, ops
 from cpu_attn._arrays import bridged, new_beside, view
 from cpu_attn._dtypes import DTYPES, dtype_name
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
+from cpu_attn.step import Step
 from cpu_attn.storage.descriptor import CacheDescriptor, layout_of
 from cpu_attn.storage.files import StoredCache
 from cpu_attn.storage.memory import aligned_copy, aligned_zeros, memory_dtype, move_blocks
@@ -154,8 +155,10 @@ class PagedKVCache:
         )
 
     def update(self, key: Any, value: Any, slot_mapping: Any) -> None:
-        """Writes key [T, Hkv, D] and value [T, Hkv, Dv] to slot_mapping int64 [T]; more, and the errors: see
-        :func:`reshape_and_cache`."""
+        """Writes key [T, Hkv, D] and value [T, Hkv, Dv] to slot_mapping int64 [T], or to that of a :class:`Step`; more,
+        and the errors: see :func:`reshape_and_cache`."""
+        if isinstance(slot_mapping, Step):
+            slot_mapping = slot_mapping._arrays_for(self).slot_mapping
         key, value, slot_mapping = bridged((key, value, slot_mapping))
         self._same_sizes("key", key, self.head_size)
         self._same_sizes("value", value, self.head_size_v)
@@ -229,7 +232,7 @@ class PagedKVCache:
         self,
         query: Any,
         block_table: Any,
-        plan: SchedulerMetadata,
+        plan: SchedulerMetadata | None = None,
         *,
         scale: float | None = None,
         alibi_slopes: Any = None,
@@ -243,11 +246,20 @@ class PagedKVCache:
         """Output [T, Hq, Dv] of query [T, Hq, D] over the pages in block_table [R, M]: a new array unless given, a
         tensor where query is one.
 
+        block_table: int32 [R, M] with the plan for it, or a :class:`Step`, which makes a plan (causal, without other
+        options) for the first layer and keeps it for the others. Layers with options have a plan of their own, from
+        :meth:`Step.plan`.
         scale is 1 / sqrt(D) unless said; the rest, and the errors, as in :func:`attention_with_kv_cache`. ValueError
         for a plan that was made for another dtype, head size, layout, kv_cache_dtype or kv_cache_rotation, or for an
-        isa that does not read this layout.
+        isa that does not read this layout, and for a step of another block_size.
         """
-        if _check.plan("plan", plan).dtype != self.dtype:
+        if isinstance(block_table, Step):
+            step = block_table._arrays_for(self)
+            block_table = step.block_table
+            if plan is None:
+                plan = step._plan_for_all(self, _num_heads(query))
+        plan = cast(SchedulerMetadata, _check.plan("plan", plan))
+        if plan.dtype != self.dtype:
             raise ValueError(f"plan: made for {plan.dtype}, this cache takes {self.dtype}")
         _check.same_kv_cache_layout(plan, self.kv_cache_layout)
         packed = self.kv_cache_layout == "packed"
@@ -272,3 +284,9 @@ class PagedKVCache:
             attn_bias=attn_bias,
         )
         return output
+
+
+def _num_heads(query: Any) -> int:
+    if not (type(query) is np.ndarray and query.ndim == 3):
+        query = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
+    return int(query.shape[1])

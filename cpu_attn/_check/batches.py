@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step is made from: requests and their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from cpu_attn._check.arrays import integers
+from cpu_attn._check.values import INT32_MAX, integer, sequence
+
+Array = np.ndarray[Any, Any]
+
+
+def tokens(name: str, x: Any) -> Array:
+    """Token ids, int64 [n]."""
+    return integers(name, x, np.int64)
+
+
+def batch(name: str, x: Any, ids: bool) -> tuple[tuple[Hashable, ...], Array, Array | None]:
+    """(request, tokens) pairs: the requests, how many tokens each has (int64 [R]) and, where ``ids``, which these are
+    (int64 [T]). Without ids, tokens may also be their number."""
+    pairs = sequence(name, x)
+    try:
+        requests, given = zip(*pairs, strict=True) if pairs else ((), ())
+    except (TypeError, ValueError):
+        wrong = next(i for i, pair in enumerate(pairs) if len(sequence(f"{name}[{i}]", pair)) != 2)
+        raise ValueError(f"{name}[{wrong}]: expected (request, tokens), got {pairs[wrong]!r}") from None
+    try:
+        counts = np.fromiter(map(len, given), np.int64, len(given))
+        found = _joined(given) if ids else None
+    except (TypeError, ValueError):  # a number of tokens among them, or what has to be named
+        each = [_tokens(f"{name}[{i}][1]", t, ids) for i, t in enumerate(given)]
+        counts = np.array([t if isinstance(t, int) else len(t) for t in each], np.int64)
+        found = np.concatenate([np.zeros(0, np.int64), *each]) if ids else None
+    if counts.sum() > INT32_MAX:
+        raise ValueError(f"{name}: {counts.sum()} tokens, expected at most {INT32_MAX}")
+    return requests, counts, found
+
+
+def _joined(given: Sequence[Any]) -> Array:
+    if set(map(type, given)) <= {list}:  # one array of them all takes a tenth of the time of an array of each
+        return tokens("", list(chain.from_iterable(given)))
+    return np.concatenate([tokens("", t) for t in given])
+
+
+def _tokens(name: str, x: Any, ids: bool) -> Any:
+    if hasattr(x, "__len__"):
+        return tokens(name, x)
+    if ids:
+        raise TypeError(f"{name}: expected token ids, got {x!r}")
+    return integer(name, x, 0)

@@ -1,0 +1,434 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which block of a paged cache holds which tokens of which request."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from cpu_attn import _check
+from cpu_attn._arrays import view
+from cpu_attn.step import Step
+from cpu_attn.storage import PagedKVCache
+
+Array = np.ndarray[Any, Any]
+
+
+class NoFreeBlocksError(RuntimeError):
+    """There are fewer free blocks than a call needs: ``missing`` says how many. The call has changed nothing."""
+
+    def __init__(self, name: str, needed: int, free: int) -> None:
+        super().__init__(
+            f"{name}: needs {needed} blocks, {free} are free, {needed - free} are missing: free requests, or swap them "
+            "out"
+        )
+        self.missing = needed - free
+
+
+def _hash(before: bytes, data: bytes) -> bytes:
+    return sha256(before + data).digest()
+
+
+@dataclass
+class _Request:
+    """root: what the hash of its first block begins with; hashes: of its full blocks, each over the one before; saved:
+    what swap_out has copied, token ids first."""
+
+    root: bytes
+    hashes: list[bytes] = field(default_factory=list)
+    saved: list[Array] = field(default_factory=list)
+
+
+class BlockManager:
+    """Blocks of caches for requests that come, grow, share and go, and the arrays of their steps.
+
+    caches: the :class:`PagedKVCache` of each layer, or one; all have the same num_blocks and block_size, and block i is
+    block i in all of them. The manager copies and swaps blocks of all of them by itself.
+    enable_prefix_caching: full blocks are found again by the token ids in them and before them, also once their request
+    is gone, until their memory is needed: those unused for longest go first. Without it, tokens may be given by their
+    number.
+    sliding_window: w, where every layer of these caches sees the last w keys only: blocks behind these are given back
+    by each step. -1: none is.
+
+    A request is whatever its user calls it by, anything hashable. Which requests run, wait or give way is the user's
+    choice: a call that needs more blocks than are free raises :class:`NoFreeBlocksError` and changes nothing.
+    A manager serves one thread at a time. Raises ValueError or TypeError for caches that do not go together or are
+    read-only.
+
+    >>> manager = BlockManager(caches)
+    >>> done = manager.allocate("a", prompt)  # tokens whose keys and values are there already
+    >>> step = manager.step([("a", prompt[done:])])
+    >>> for cache in caches:  # key, value, query of each layer
+    ...     cache.update(key, value, step)
+    ...     output = cache.attend(query, step)
+    >>> step = manager.step([("a", [next_token])])
+    """
+
+    def __init__(
+        self,
+        caches: PagedKVCache | Sequence[PagedKVCache],
+        *,
+        enable_prefix_caching: bool = True,
+        sliding_window: int = -1,
+    ) -> None:
+        layers = [caches] if isinstance(caches, PagedKVCache) else _check.sequence("caches", caches)
+        if not layers:
+            raise ValueError("caches: is empty, expected the cache of each layer")
+        for i, cache in enumerate(layers):
+            if not isinstance(cache, PagedKVCache):
+                raise TypeError(f"caches[{i}]: expected a PagedKVCache, got {type(cache).__name__}")
+            for size in ("num_blocks", "block_size"):
+                if getattr(cache, size) != getattr(layers[0], size):
+                    raise ValueError(f"caches[{i}]: {size} {getattr(cache, size)}, expected {getattr(layers[0], size)}")
+            for name in ("key_cache", "value_cache"):
+                _check.writable(f"caches[{i}].{name}", view(name, getattr(cache, name)))
+        self.caches: tuple[PagedKVCache, ...] = tuple(layers)
+        self.num_blocks, self.block_size = layers[0].num_blocks, layers[0].block_size
+        self.enable_prefix_caching = _check.boolean("enable_prefix_caching", enable_prefix_caching)
+        self.sliding_window = _check.integer("sliding_window", sliding_window, -1)
+        if self.sliding_window == 0:
+            raise ValueError("sliding_window: 0 would see nothing; -1 turns it off")
+
+        # Each request has a row of the arrays.
+        self._row_of: dict[Hashable, int] = {}
+        self._free_rows: list[int] = []
+        self._requests: list[_Request] = []  # [rows]
+        self._table = np.zeros((0, 1), np.int32)  # [rows, columns]: its blocks, then -1
+        self._seq_lens = np.zeros(0, np.int64)  # [rows]
+        self._num_dropped = np.zeros(0, np.int64)  # [rows]: how many of its first blocks lay behind the window
+        self._swapped = np.zeros(0, bool)  # [rows]
+
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        # Of each block the requests that have it, and one more where it is in the prefix cache.
+        self._ref_cnt = np.zeros(self.num_blocks, np.int64)
+        self._hash_of: dict[int, bytes] = {}  # the prefix cache, which has a block of each hash
+        self._block_of: dict[bytes, int] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # blocks that it alone has, the next to go first
+        self._salt = 0
+        ids = (self.num_blocks, self.block_size) if self.enable_prefix_caching else (self.num_blocks, 0)
+        self._token_ids = np.zeros(ids, np.int64)  # which are in the blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request has; the prefix cache may still know some of them."""
+        return len(self._free) + len(self._evictable)
+
+    def seq_len(self, request: Hashable) -> int:
+        """Tokens that the request has, in blocks or swapped out. ValueError for a request that is not there."""
+        return int(self._seq_lens[self._find("request", request)])
+
+    def get_block_ids(self, request: Hashable) -> Array:
+        """int32 [M], the blocks of the request, -1 where one was behind the sliding window. ValueError for a request
+        that is not there or swapped out."""
+        row = self._present("request", request)
+        return np.array(self._table[row, : self._num_blocks(self._seq_lens[row])])
+
+    def allocate(self, request: Hashable, tokens: Any = (), *, extra_key: str | bytes = b"") -> int:
+        """Makes a new request, with the blocks of the prefix cache that begin its tokens, and returns how many tokens
+        are in these. The next tokens are given to :meth:`step`, all at once or in parts.
+
+        tokens: ids, integers [n]; the last of them is always left to be computed, as its logits are needed. An id may
+        be any int64: what stands for an image takes ids made from the image's hash.
+        extra_key: what else keys and values depend on, such as a LoRA's name: requests with different ones share
+        nothing. Raises ValueError or TypeError for a request that is there already, and what is not hashable.
+        """
+        ids = _check.tokens("tokens", tokens)
+        if not isinstance(extra_key, (str, bytes)):
+            raise TypeError(f"extra_key: expected str or bytes, got {type(extra_key).__name__}")
+        self._check_new(request)
+        key = extra_key.encode(errors="surrogatepass") if isinstance(extra_key, str) else extra_key
+        here = root = _hash(b"%d " % self._salt, key)
+        new, blocks = _Request(root), []
+        for start in range(0, len(ids) - self.block_size if self.enable_prefix_caching else 0, self.block_size):
+            here = _hash(here, ids[start : start + self.block_size].tobytes())
+            if here not in self._block_of:
+                break
+            new.hashes.append(here)
+            blocks.append(self._block_of[here])
+        self._enter(request, new, np.array(blocks, np.int32), len(blocks) * self.block_size, 0)
+        return len(blocks) * self.block_size
+
+    def fork(self, request: Hashable, new_request: Hashable) -> None:
+        """Makes a new request with the tokens of another, in the same blocks. Whichever of the two goes on first inside
+        the last block gets a copy of that. Raises ValueError or TypeError for a request that is not there or swapped
+        out, and a new one that is there already."""
+        row = self._present("request", request)
+        self._check_new(new_request, "new_request")
+        new = _Request(self._requests[row].root, self._requests[row].hashes.copy())
+        self._enter(new_request, new, self.get_block_ids(request), self._seq_lens[row], self._num_dropped[row])
+
+    def step(self, batch: Iterable[tuple[Hashable, Any]]) -> Step:
+        """Appends tokens to requests, and gives the arrays with which every layer writes and attends them.
+
+        batch: (request, tokens) pairs, each request once: ids, integers [n]; without prefix caching also their number.
+        The tokens count as computed from now on: a step that is not computed is taken back by :meth:`truncate`.
+
+        Raises NoFreeBlocksError where blocks are missing, ValueError or TypeError for requests that are not there,
+        swapped out or named twice, and tokens that are no ids. The manager is then as it was before.
+        """
+        requests, counts, ids = _check.batch("batch", batch, self.enable_prefix_caching)
+        rows = self._rows(requests)
+        old = self._seq_lens[rows]
+        new = old + counts
+        if len(new) and new.max() > _check.INT32_MAX:
+            raise ValueError(f"batch[{new.argmax()}]: {new.max()} tokens in all, expected at most {_check.INT32_MAX}")
+        had, has = self._num_blocks(old), self._num_blocks(new)
+
+        fresh, last = has - had, self._table[rows, had - 1]
+        copied = self._shared_writers(last, (had * self.block_size > old) & (counts > 0))
+        ready = self._ready("batch", int(fresh.sum()) + len(copied))
+        blocks, copies = ready[len(copied) :], ready[: len(copied)]
+        self._make_columns(int(has.max(initial=0)))
+        if copied:
+            self._copy(last[copied], copies)
+
+        # From here on nothing raises.
+        self._take(ready)
+        if copied:
+            self._table[rows[copied], had[copied] - 1] = copies
+            self._release(last[copied])
+        behind = had - np.cumsum(fresh) + fresh
+        self._table[np.repeat(rows, fresh), np.arange(len(blocks)) + np.repeat(behind, fresh)] = blocks
+        self._seq_lens[rows] = new
+
+        query_start_loc = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=query_start_loc[1:])
+        positions = np.arange(query_start_loc[-1]) + np.repeat(old - query_start_loc[:-1], counts)
+        column, offset = np.divmod(positions, self.block_size)
+        slot_mapping = self._table[np.repeat(rows, counts), column] * np.int64(self.block_size) + offset
+        step = Step(
+            query_start_loc=query_start_loc,
+            seq_lens=new.astype(np.int32),
+            block_table=self._table[:, : has.max(initial=0)][rows],
+            slot_mapping=slot_mapping,
+            positions=positions,
+            requests=requests,
+            block_size=self.block_size,
+        )
+        if ids is not None:
+            self._token_ids.reshape(-1)[slot_mapping] = ids
+            self._publish(rows, old // self.block_size, new // self.block_size)
+        self._drop_behind_window(rows, old)
+        return step
+
+    def truncate(self, request: Hashable, seq_len: int) -> None:
+        """Takes the last tokens of a request back, so that it has seq_len of them: drafts that were rejected, or a step
+        that was not computed.
+
+        Raises ValueError or TypeError for a request that is not there or swapped out, a seq_len that is more than it
+        has, and one whose sliding window begins in a block that was given back.
+        """
+        row, least = self._present("request", request), 0
+        old = int(self._seq_lens[row])
+        if self._num_dropped[row]:
+            least = int(self._num_dropped[row]) * self.block_size + self.sliding_window - 1
+        seq_len = _check.integer("seq_len", seq_len, least, old)
+        full = seq_len // self.block_size
+        for block in self._table[row, full : old // self.block_size].tolist():
+            if block in self._hash_of and self._ref_cnt[block] == 2:  # its tokens may never have been computed
+                self._forget(block)
+        columns = slice(self._num_blocks(seq_len), self._num_blocks(old))
+        self._release(self._table[row, columns])
+        self._table[row, columns] = -1
+        del self._requests[row].hashes[full:]
+        self._seq_lens[row] = seq_len
+
+    def free(self, request: Hashable) -> None:
+        """Ends a request. Its full blocks stay in the prefix cache until their memory is needed. ValueError for a
+        request that is not there."""
+        row = self._find("request", request)
+        if not self._swapped[row]:
+            self._leave(row)
+        self._requests[row] = _Request(b"")
+        self._free_rows.append(row)
+        del self._row_of[request]
+
+    def swap_out(self, request: Hashable) -> None:
+        """Copies the keys and values of a request out of all caches, into memory of their own, and gives its blocks
+        back. ValueError for a request that is not there or swapped out already."""
+        row = self._present("request", request)
+        blocks = self._held(row)
+        self._requests[row].saved = [memory[blocks] for memory in self._memory()]
+        self._leave(row)
+        self._swapped[row] = True
+
+    def swap_in(self, request: Hashable) -> None:
+        """Brings a request back that was swapped out, so that it can go on. Blocks that the prefix cache still has are
+        not copied. Raises NoFreeBlocksError where blocks are missing, ValueError for a request that is not there or not
+        swapped out."""
+        row = self._find("request", request)
+        if not self._swapped[row]:
+            raise ValueError(f"request: {request!r} is not swapped out")
+        found, there = self._requests[row], []
+        for here in found.hashes[self._num_dropped[row] :]:
+            if here not in self._block_of:
+                break
+            there.append(self._block_of[here])
+        count = len(found.saved[0])
+        blocks = self._ready("request", count - len(there), there)
+        for memory, saved in zip(self._memory(), found.saved, strict=True):
+            memory[blocks] = saved[len(there) :]
+        self._acquire(there)
+        self._take(blocks)
+        self._table[row, self._num_dropped[row] :][:count] = [*there, *blocks.tolist()]
+        found.saved, self._swapped[row] = [], False
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all that was cached, as a change of the weights asks for. Requests that are there go on, and new ones
+        find nothing of theirs."""
+        self._salt += 1
+        for block in list(self._hash_of):
+            self._forget(block)
+
+    def _find(self, name: str, request: Hashable) -> int:
+        try:
+            return self._row_of[request]
+        except KeyError:
+            raise ValueError(f"{name}: {request!r} is not there: allocate it, or fork another") from None
+        except TypeError as e:
+            raise TypeError(f"{name}: {e}") from None
+
+    def _present(self, name: str, request: Hashable) -> int:
+        row = self._find(name, request)
+        if self._swapped[row]:
+            raise ValueError(f"{name}: {request!r} is swapped out")
+        return row
+
+    def _check_new(self, request: Hashable, name: str = "request") -> None:
+        try:
+            there = request in self._row_of
+        except TypeError as e:
+            raise TypeError(f"{name}: {e}") from None
+        if there:
+            raise ValueError(f"{name}: {request!r} is there already")
+
+    def _rows(self, requests: tuple[Hashable, ...]) -> Array:
+        try:
+            rows = np.fromiter(map(self._row_of.__getitem__, requests), np.int64, len(requests))
+        except (KeyError, TypeError):
+            rows = np.array([self._find(f"batch[{i}][0]", request) for i, request in enumerate(requests)])
+        if len(set(requests)) < len(requests):
+            i = next(i for i, request in enumerate(requests) if request in requests[:i])
+            raise ValueError(f"batch[{i}][0]: {requests[i]!r} is named twice")
+        for i in np.flatnonzero(self._swapped[rows])[:1]:
+            raise ValueError(f"batch[{i}][0]: {requests[i]!r} is swapped out")
+        return rows
+
+    def _num_blocks(self, seq_lens: Any) -> Any:
+        return -(-seq_lens // self.block_size)
+
+    def _held(self, row: int) -> Array:
+        return self._table[row, self._num_dropped[row] : self._num_blocks(self._seq_lens[row])]
+
+    def _memory(self) -> list[Array]:
+        """All that a block has."""
+        return [self._token_ids, *(x for cache in self.caches for x in (cache.key_cache, cache.value_cache))]
+
+    def _copy(self, sources: Array, destinations: Array) -> None:
+        for memory in self._memory():
+            memory[destinations] = memory[sources]
+
+    def _make_columns(self, count: int) -> None:
+        if count > self._table.shape[1]:
+            grown = np.full((len(self._table), max(count, 2 * self._table.shape[1])), -1, np.int32)
+            grown[:, : self._table.shape[1]] = self._table
+            self._table = grown
+
+    def _enter(self, request: Hashable, new: _Request, blocks: Array, seq_len: int, num_dropped: int) -> None:
+        if not self._free_rows:
+            rows = max(8, len(self._table))
+            self._table = np.pad(self._table, [(0, rows), (0, 0)], constant_values=-1)
+            arrays = (self._seq_lens, self._num_dropped, self._swapped)
+            self._seq_lens, self._num_dropped, self._swapped = (np.pad(x, (0, rows)) for x in arrays)
+            self._free_rows = list(range(len(self._table) - 1, len(self._requests) - 1, -1))
+            self._requests += [new] * rows
+        self._make_columns(len(blocks))
+        row = self._row_of[request] = self._free_rows.pop()
+        self._requests[row] = new
+        self._table[row, : len(blocks)] = blocks
+        self._seq_lens[row], self._num_dropped[row], self._swapped[row] = seq_len, num_dropped, False
+        self._acquire(blocks[num_dropped:].tolist())
+
+    def _leave(self, row: int) -> None:
+        self._release(self._held(row))
+        self._table[row] = -1
+
+    def _publish(self, rows: Array, first: Array, end: Array) -> None:
+        """Blocks first to end of each row, which have become full, go into the prefix cache, those excepted that it has
+        under another number."""
+        counts = end - first
+        rows, columns = np.repeat(rows, counts), np.repeat(end - np.cumsum(counts), counts) + np.arange(counts.sum())
+        blocks = self._table[rows, columns]
+        for row, block, ids in zip(rows.tolist(), blocks.tolist(), self._token_ids[blocks], strict=True):
+            request = self._requests[row]
+            here = _hash(request.hashes[-1] if request.hashes else request.root, ids.tobytes())
+            request.hashes.append(here)
+            if here not in self._block_of:
+                self._block_of[here], self._hash_of[block] = block, here
+                self._ref_cnt[block] += 1
+
+    def _forget(self, block: int) -> None:
+        """The prefix cache no longer has the block."""
+        del self._block_of[self._hash_of.pop(block)]
+        self._ref_cnt[block] -= 1
+        if block in self._evictable:
+            del self._evictable[block]
+            self._free.append(block)
+
+    def _ready(self, name: str, count: int, wanted: Sequence[int] = ()) -> Array:
+        """So many free blocks for :meth:`_take`, beside those that are ``wanted`` from the prefix cache."""
+        free = self.num_free_blocks - sum(block in self._evictable for block in wanted)
+        if count > free:
+            raise NoFreeBlocksError(name, count, free)
+        for block in wanted:
+            if block in self._evictable:
+                self._evictable.move_to_end(block)
+        while len(self._free) < count:
+            self._forget(next(iter(self._evictable)))
+        return np.array(self._free[: -count - 1 : -1], np.int32)
+
+    def _take(self, blocks: Array) -> None:
+        """What :meth:`_ready` gave."""
+        self._ref_cnt[blocks] = 1
+        del self._free[len(self._free) - len(blocks) :]
+
+    def _acquire(self, blocks: Sequence[int]) -> None:
+        self._ref_cnt[blocks] += 1
+        for block in blocks:
+            self._evictable.pop(block, None)
+
+    def _release(self, blocks: Array) -> None:
+        np.subtract.at(self._ref_cnt, blocks, 1)
+        backwards = blocks[::-1]  # the end of a prefix is evicted before its beginning
+        for block, left in zip(backwards.tolist(), self._ref_cnt[backwards].tolist(), strict=True):
+            if left == 0:
+                self._free.append(block)
+            elif left == 1 and block in self._hash_of:
+                self._evictable[block] = None
+
+    def _shared_writers(self, last: Array, writes: Array) -> list[int]:
+        """Which requests of a batch go on inside a last block that somebody else has, too. Of all who have a block, the
+        last to write may do so in place."""
+        writers: Counter[int] = Counter()
+        found = []
+        for i in np.flatnonzero(writes & (self._ref_cnt[last] > 1)).tolist():
+            writers[last[i]] += 1
+            if writers[last[i]] < self._ref_cnt[last[i]]:
+                found.append(i)
+        return found
+
+    def _drop_behind_window(self, rows: Array, old: Array) -> None:
+        """Gives back what no token from ``old`` on sees."""
+        if self.sliding_window < 0:
+            return
+        end = np.maximum(old - self.sliding_window + 1, 0) // self.block_size
+        for row, last in zip(rows[end > self._num_dropped[rows]], end[end > self._num_dropped[rows]], strict=True):
+            columns = slice(self._num_dropped[row], last)
+            self._release(self._table[row, columns])
+            self._table[row, columns] = -1
+            self._num_dropped[row] = last

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arrays of one step, which :class:`cpu_attn.BlockManager` makes and every layer uses."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The new tokens of R requests, T in all, one request's after another's, and where their keys and values go.
+
+    query_start_loc: int32 [R + 1], where each request's tokens start; the last is T.
+    seq_lens: int32 [R], tokens of each request, the new ones counted.
+    block_table: int32 [R, M], the blocks of each request; -1 past these, and where a block behind the sliding window
+    was given back.
+    slot_mapping: int64 [T], the slot of each new token: block * block_size + offset.
+    positions: int64 [T], the place of each new token in its request, for a rotary embedding.
+
+    >>> step = manager.step([("a", [17, 4, 256]), ("b", [9])])
+    >>> cache.update(key, value, step)  # key [4, Hkv, D], value [4, Hkv, Dv]
+    >>> output = cache.attend(query, step)  # query [4, Hq, D]
+    """
+
+    query_start_loc: Array
+    seq_lens: Array
+    block_table: Array
+    slot_mapping: Array
+    positions: Array
+    requests: tuple[Hashable, ...]
+    block_size: int
+    _plans: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    num_reqs = property(lambda self: len(self.seq_lens), doc="R")
+    num_tokens = property(lambda self: len(self.slot_mapping), doc="T, the new tokens")
+
+    def plan(self, cache: Any, num_heads: int, **options: Any) -> Any:
+        """A plan of this step for every layer whose cache is like ``cache``, a :class:`PagedKVCache`.
+
+        num_heads: query heads; options are those of :func:`get_scheduler_metadata` (``sliding_window``, ``causal``,
+        ``engine``, ...). Requests that start with the same block read the blocks that they share once, unless options
+        have ``block_table=None``. Raises what that function raises, and ValueError for a cache whose block_size is
+        another than the step's.
+        """
+        self._arrays_for(cache)
+        first = np.sort(self.block_table[:, :1], axis=0)
+        if (first[1:] == first[:-1]).any():
+            options.setdefault("block_table", self.block_table)
+        return cache.plan(self.query_start_loc, self.seq_lens, num_heads, **options)
+
+    def _plan_for_all(self, cache: Any, num_heads: int) -> Any:
+        """The plan without options, made for the first of the layers whose heads, dtype and layout are the same."""
+        kind = (cache.num_kv_heads, cache.head_size, cache.head_size_v, cache.dtype, cache.kv_cache_dtype)
+        key = (num_heads, *kind, cache.isa, cache.kv_cache_layout, cache.kv_cache_rotation)
+        if key not in self._plans:
+            self._plans[key] = self.plan(cache, num_heads)
+        return self._plans[key]
+
+    def _arrays_for(self, cache: Any) -> Step:
+        """The step itself, once it is known to be of the cache's block_size."""
+        if cache.block_size != self.block_size:
+            raise ValueError(f"step: for blocks of {self.block_size} tokens, this cache has {cache.block_size}")
+        return self

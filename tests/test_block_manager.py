@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BlockManager and Step: any operations against a model, attention over shared blocks against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cpu_attn import BlockManager, NoFreeBlocksError, PagedKVCache, reference
+
+from .blocks_model import Model, walk
+
+KINDS: list[dict[str, Any]] = [
+    *({}, {"caching": False}, {"block_size": 1}, {"num_blocks": 3}),
+    *({"window": 1, "num_blocks": 16}, {"window": 6, "num_blocks": 16}),
+]
+
+
+def small(num_blocks: int = 8, block_size: int = 4, **options: Any) -> BlockManager:
+    return BlockManager(PagedKVCache(num_blocks, block_size, 1, 2), **options)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_random_operations(options: dict[str, Any]) -> None:
+    model = Model(**options)
+    walk(model, 1500)
+    assert model.counts["refused"]
+    assert (model.counts["found"] > 0) == model.caching
+
+
+@pytest.mark.parametrize("window", [-1, 6])
+def test_attention_over_shared_blocks(window: int) -> None:
+    model = Model(head_size=16, window=window, attending=True)
+    walk(model, 400, 1)
+    assert model.counts["found"]
+
+
+TOKENS = st.lists(st.integers(0, 1), max_size=18)
+WHICH = st.integers(0, 99)
+
+
+class Operations(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+
+    def one(self, which: int) -> int:
+        here = self.model.here()
+        return here[which % len(here)]
+
+    @rule(tokens=TOKENS, key=st.integers(0, 1))
+    def allocate(self, tokens: list[int], key: int) -> None:
+        request = self.model.allocate(tokens, key)
+        self.model.step([(request, tokens[len(self.model.tokens[request]) :])])
+
+    @rule(given=st.lists(TOKENS, max_size=5))
+    def step(self, given: list[list[int]]) -> None:
+        self.model.step(list(zip(self.model.here(), given, strict=False)))
+
+    @precondition(lambda self: self.model.here())
+    @rule(which=WHICH)
+    def fork(self, which: int) -> None:
+        self.model.fork(self.one(which))
+
+    @precondition(lambda self: self.model.here())
+    @rule(which=WHICH, left=st.integers(0, 20))
+    def truncate(self, which: int, left: int) -> None:
+        request = self.one(which)
+        self.model.truncate(request, min(left, len(self.model.tokens[request])))
+
+    @precondition(lambda self: self.model.here())
+    @rule(which=WHICH)
+    def free(self, which: int) -> None:
+        self.model.free(self.one(which))
+
+    @precondition(lambda self: self.model.here())
+    @rule(which=WHICH)
+    def swap_out(self, which: int) -> None:
+        self.model.swap_out(self.one(which))
+
+    @precondition(lambda self: self.model.swapped)
+    @rule(which=WHICH, back=st.booleans())
+    def swap_in_or_free(self, which: int, back: bool) -> None:
+        request = sorted(self.model.swapped)[which % len(self.model.swapped)]
+        (self.model.swap_in if back else self.model.free)(request)
+
+    @rule()
+    def reset(self) -> None:
+        self.model.reset()
+
+    @invariant()
+    def holds(self) -> None:
+        self.model.check_blocks()
+        for request in self.model.tokens:
+            self.model.check(request)
+
+
+TestOperations = Operations.TestCase
+TestOperations.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+def test_a_shared_prefix_is_read_once() -> None:
+    """Forks of more than a segment of keys, in caches of two layers, one of them quantised."""
+    rng = np.random.default_rng(0)
+    caches = [PagedKVCache(90, 16, 1, 16), PagedKVCache(90, 16, 1, 16, kv_cache_dtype="int8")]
+    manager = BlockManager(caches)
+    key, value = rng.standard_normal((2, 1104, 1, 16), np.float32)
+    prompt = rng.integers(0, 1000, 1100)
+    manager.allocate(0, prompt)
+    step = manager.step([(0, prompt)])
+    for cache in caches:
+        cache.update(key[:1100], value[:1100], step)
+    for new in (1, 2, 3):
+        manager.fork(0, new)
+    step = manager.step([(r, [r]) for r in range(4)])
+    query = rng.standard_normal((4, 2, 16), np.float32)
+    keys, values = ([np.append(x[:1100], x[1100 + r : 1101 + r], 0) for r in range(4)] for x in (key, value))
+    want, _ = reference.attention(query, keys, values, step.query_start_loc, step.seq_lens, 0.25)
+    for cache, budget in zip(caches, (reference.BUDGET["float32"], 0.02), strict=True):
+        cache.update(key[1100:], value[1100:], step)
+        assert step.plan(cache, 2).num_shared > 0
+        output = cache.attend(query, step)
+        assert (reference.relative_rms(output, want, step.query_start_loc) <= budget).all()
+        assert (cache.attend(query, step, step.plan(cache, 2, block_table=None)) == output).all()
+
+
+def test_layers_of_a_kind_share_a_plan() -> None:
+    caches = [PagedKVCache(4, 16, 1, size) for size in (8, 8, 16)]
+    manager = BlockManager(caches, enable_prefix_caching=False)
+    manager.allocate("a")
+    step = manager.step([("a", 3)])
+    for cache in caches:
+        cache.attend(np.zeros((3, 2, cache.head_size), np.float32), step)
+    assert len(step._plans) == 2
+
+
+def test_what_is_found() -> None:
+    """Whole blocks of the same tokens behind the same tokens; one token is always left."""
+    manager, prompt = small(), list(range(9))
+    assert manager.allocate("a", prompt) == 0
+    manager.step([("a", prompt)])
+    found = {
+        "same": (prompt, ""),
+        "longer": ([*prompt, 9, 10, 11, 12], ""),
+        "exact": (prompt[:8], ""),
+        "array": (np.array(prompt, np.int32), b""),
+        "other": ([*prompt[:4], 0, *prompt[5:]], ""),
+        "keyed": (prompt, "a LoRA"),
+        "behind": (prompt[4:], ""),
+        "empty": ([], ""),
+    }
+    sizes = {name: manager.allocate(name, ids, extra_key=key) for name, (ids, key) in found.items()}
+    assert sizes == dict(same=8, longer=8, exact=4, array=8, other=4, keyed=0, behind=0, empty=0)
+    assert manager.num_free_blocks == 5
+    for name in found:
+        manager.free(name)
+    manager.free("a")
+    assert manager.num_free_blocks == 8 and manager.allocate("again", prompt) == 8
+    manager.reset_prefix_cache()
+    assert manager.allocate("after", prompt) == 0
+    manager.step([("again", [8]), ("after", prompt)])
+    assert manager.allocate("later", prompt) == 8
+    assert (manager.get_block_ids("later") == manager.get_block_ids("after")[:2]).all()
+
+
+def test_after_a_reset() -> None:
+    """What a request computes then depends on its keys from before."""
+    manager, prompt = small(num_blocks=12), list(range(8))
+    manager.allocate("old", prompt)
+    manager.step([("old", prompt)])
+    manager.reset_prefix_cache()
+    manager.allocate("new", prompt)
+    manager.step([("new", prompt), ("old", [8, 9, 10, 11])])
+    assert manager.allocate("later", range(13)) == 8
+    assert (manager.get_block_ids("later") == manager.get_block_ids("new")).all()
+
+
+def test_a_step_that_is_not_computed() -> None:
+    manager, prompt = small(), list(range(9))
+    manager.allocate("a", prompt)
+    manager.step([("a", prompt[:5])])
+    manager.step([("a", prompt[5:])])
+    manager.truncate("a", 5)
+    assert manager.allocate("b", prompt) == 4
+    manager.truncate("a", 0)
+    manager.free("b")
+    assert manager.num_free_blocks == 8 and manager.allocate("c", prompt) == 4  # which b had found, too
+
+
+def test_blocks_unused_for_longest_go_first() -> None:
+    manager = small(num_blocks=4)
+    texts = {name: [ord(name)] * 8 for name in "abc"}
+    for name in "ab":
+        manager.allocate(name, texts[name])
+        manager.step([(name, texts[name])])
+    manager.free("b")
+    manager.free("a")
+    assert manager.allocate("b", [*texts["b"], 0]) == 8  # used again
+    manager.free("b")
+    manager.allocate("c", texts["c"])
+    manager.step([("c", texts["c"][:1])])  # takes the end of a
+    assert manager.allocate("a", [*texts["a"], 0]) == 4
+    assert manager.allocate("b", [*texts["b"], 0]) == 8
+
+
+def test_the_last_to_write_has_the_block() -> None:
+    manager = small()
+    manager.allocate(0)
+    manager.step([(0, [1, 2])])
+    before = manager.get_block_ids(0)
+    manager.fork(0, 1)
+    manager.fork(1, 2)
+    step = manager.step([(r, [r]) for r in range(3)])
+    assert len(set(step.block_table[:, 0])) == 3 and step.block_table[2] == before
+    assert manager.num_free_blocks == 5
+
+
+def test_blocks_behind_the_window() -> None:
+    """Of 6 tokens that are seen, in blocks of 4. What the first token of a step sees is kept."""
+    manager = small(sliding_window=6, enable_prefix_caching=False)
+    manager.allocate(0)
+    for seq_len, dropped in ((8, 0), (9, 0), (10, 1), (17, 1), (18, 3)):
+        manager.step([(0, seq_len - manager.seq_len(0))])
+        assert (manager.get_block_ids(0) < 0).sum() == dropped
+        assert manager.num_free_blocks == 8 - (-(-seq_len // 4) - dropped)
+    with pytest.raises(ValueError, match=r"^seq_len: 16 is outside 17\.\.18"):
+        manager.truncate(0, 16)
+    manager.truncate(0, 17)
+
+
+def test_swapped_blocks_of_any_cache() -> None:
+    """Bytes come back. What the prefix cache still has is not copied."""
+    rng = np.random.default_rng(1)
+    caches = [PagedKVCache(6, 16, 2, 8, kv_cache_dtype="int8/int4"), PagedKVCache(6, 16, 2, 8, "bfloat16")]
+    manager = BlockManager(caches)
+
+    def run(request: str, tokens: Any) -> None:
+        manager.allocate(request, tokens)
+        step = manager.step([(request, tokens)])
+        for cache in caches:
+            cache.update(*rng.standard_normal((2, len(tokens), 2, 8), np.float32).astype(cache.dtype), step)
+
+    def held() -> list[bytes]:
+        blocks = manager.get_block_ids("a")
+        return [x.tobytes() for cache in caches for x in cache.gather(blocks, manager.seq_len("a"))]
+
+    run("a", rng.integers(0, 99, 40))
+    before, blocks = held(), manager.get_block_ids("a")
+    manager.swap_out("a")
+    assert manager.num_free_blocks == 6 and manager.seq_len("a") == 40
+    run("b", range(80))  # in all blocks but the first of a
+    with pytest.raises(NoFreeBlocksError, match=r"^request: needs 2 blocks, 0 are free, 2 are missing") as error:
+        manager.swap_in("a")
+    assert error.value.missing == 2
+    manager.free("b")
+    manager.swap_in("a")
+    assert held() == before and manager.get_block_ids("a")[0] == blocks[0]
+    assert manager.num_free_blocks == 3
+
+
+def test_a_step_of_another_block_size() -> None:
+    manager, cache = small(block_size=4), PagedKVCache(8, 16, 1, 2)
+    manager.allocate(0)
+    step, x = manager.step([(0, [1])]), np.zeros((1, 1, 2), np.float32)
+    for call in (lambda: cache.update(x, x, step), lambda: cache.attend(x, step), lambda: step.plan(cache, 1)):
+        with pytest.raises(ValueError, match=r"^step: for blocks of 4 tokens, this cache has 16"):
+            call()
+    with pytest.raises(ValueError, match=r"^query"):
+        manager.caches[0].attend(x[0], step)
+    with pytest.raises(TypeError, match=r"^plan"):
+        cache.attend(x, np.zeros((1, 1), np.int32))
+
+
+CACHE = PagedKVCache(8, 4, 1, 2)
+READ_ONLY = PagedKVCache(8, 4, 1, 2)
+READ_ONLY.value_cache.flags.writeable = False
+
+
+@pytest.mark.parametrize(
+    ("caches", "options", "words"),
+    [
+        ([], {}, "caches: is empty"),
+        (7, {}, "caches: expected a sequence"),
+        ([CACHE, np.zeros(3)], {}, r"caches\[1\]: expected a PagedKVCache, got ndarray"),
+        ([CACHE, PagedKVCache(9, 4, 1, 2)], {}, r"caches\[1\]: num_blocks 9, expected 8"),
+        ([CACHE, PagedKVCache(8, 5, 1, 2)], {}, r"caches\[1\]: block_size 5, expected 4"),
+        ([CACHE, READ_ONLY], {}, r"caches\[1\].value_cache: is read-only"),
+        (CACHE, {"sliding_window": 0}, "sliding_window: 0"),
+        (CACHE, {"sliding_window": -2}, "sliding_window: -2"),
+        (CACHE, {"enable_prefix_caching": 2}, "enable_prefix_caching: "),
+    ],
+)
+def test_caches_that_are_refused(caches: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^{words}"):
+        BlockManager(caches, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m: m.step([("a", [1]), ("x", [1])]), r"batch\[1\]\[0\]: 'x' is not there"),
+        (lambda m: m.step([("a", [1]), ("b", [1]), ("a", [2])]), r"batch\[2\]\[0\]: 'a' is named twice"),
+        (lambda m: m.step([("a", [1]), ("gone", [1])]), r"batch\[1\]\[0\]: 'gone' is swapped out"),
+        (lambda m: m.step([([], [1])]), r"batch\[0\]\[0\]: unhashable"),
+        (lambda m: m.step([("a", [1]), 7]), r"batch\[1\]: expected a sequence, got int"),
+        (lambda m: m.step([("a", [1], 2)]), r"batch\[0\]: expected \(request, tokens\)"),
+        (lambda m: m.step("a"), "batch: expected a sequence"),
+        (lambda m: m.step([("a", [1]), ("b", 3)]), r"batch\[1\]\[1\]: expected token ids, got 3"),
+        (lambda m: m.step([("a", [1]), ("b", [1.5])]), r"batch\[1\]\[1\]: dtype float64"),
+        (lambda m: m.step([("a", [1]), ("b", [[1]])]), r"batch\[1\]\[1\]: 2 axes"),
+        (lambda m: m.step([("a", [1]), ("b", "ab")]), r"batch\[1\]\[1\]: "),
+        (lambda m: m.step([("a", [1]), ("b", [2**63])]), r"batch\[1\]\[1\]: dtype uint64"),
+        (lambda m: m.step([("a", [1]), ("b", np.zeros(1))]), r"batch\[1\]\[1\]: dtype float64"),
+        (lambda m: m.allocate("a"), "request: 'a' is there already"),
+        (lambda m: m.allocate({}), "request: unhashable"),
+        (lambda m: m.allocate("c", [0.5]), "tokens: dtype float64"),
+        (lambda m: m.allocate("c", 3), "tokens: "),
+        (lambda m: m.allocate("c", extra_key=3), "extra_key: expected str or bytes, got int"),
+        (lambda m: m.fork("x", "c"), "request: 'x' is not there"),
+        (lambda m: m.fork("a", "b"), "new_request: 'b' is there already"),
+        (lambda m: m.fork("gone", "c"), "request: 'gone' is swapped out"),
+        (lambda m: m.truncate("a", 6), r"seq_len: 6 is outside 0\.\.5"),
+        (lambda m: m.truncate("a", -1), r"seq_len: -1 is outside 0\.\.5"),
+        (lambda m: m.truncate("gone", 0), "request: 'gone' is swapped out"),
+        (lambda m: m.free("x"), "request: 'x' is not there"),
+        (lambda m: m.swap_out("gone"), "request: 'gone' is swapped out"),
+        (lambda m: m.swap_in("a"), "request: 'a' is not swapped out"),
+        (lambda m: m.get_block_ids("gone"), "request: 'gone' is swapped out"),
+        (lambda m: m.seq_len("x"), "request: 'x' is not there"),
+    ],
+)
+def test_calls_that_are_refused(call: Any, words: str) -> None:
+    """Nothing has changed then."""
+    model = Model(num_blocks=8, block_size=4)
+    manager = model.manager
+    for request in ("a", "b", "gone"):
+        manager.allocate(request)
+        manager.step([(request, range(5))])
+        model.tokens[request] = []  # type: ignore[index]
+    model.swap_out("gone")  # type: ignore[arg-type]
+    state = model.state()
+    with pytest.raises((ValueError, TypeError), match=f"^{words}"):
+        call(manager)
+    assert model.state() == state
+
+
+def test_counts_that_are_refused() -> None:
+    manager = small(enable_prefix_caching=False)
+    manager.allocate("a")
+    for tokens, words in ((-1, "-1 is outside"), (True, "expected an integer"), (1.5, "expected an integer")):
+        with pytest.raises((ValueError, TypeError), match=rf"^batch\[0\]\[1\]: {words}"):
+            manager.step([("a", tokens)])
+    manager.step([("a", 3)])
+    too_many = r"batch\[0\]: 2147483650 tokens in all"
+    for tokens, words in ((2**31 - 1, too_many), (30, "batch: needs 8 blocks, 7 are free")):
+        with pytest.raises((ValueError, NoFreeBlocksError), match=f"^{words}"):
+            manager.step([("a", tokens)])
+    manager.allocate("b")
+    with pytest.raises(ValueError, match=r"^batch: 4294967294 tokens"):
+        manager.step([("a", 2**31 - 1), ("b", 2**31 - 1)])
+    with pytest.raises(NoFreeBlocksError, match=r"^batch: needs 536870912 blocks, 7 are free"):
+        manager.step([("b", 2**31 - 1)])
+
+
+def test_steps_of_nothing() -> None:
+    manager = small(enable_prefix_caching=False)
+    manager.allocate("a")
+    for batch in ([], [("a", 0)]):
+        step, x = manager.step(batch), np.zeros((0, 1, 2), np.float32)
+        manager.caches[0].update(x, x, step)
+        assert (step.num_reqs, step.num_tokens) == (len(batch), 0)
+        assert manager.caches[0].attend(x, step).shape == (0, 1, 2)
+    assert manager.step([("a", [1, 2])]).slot_mapping.tolist() == [0, 1]
