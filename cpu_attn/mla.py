@@ -85,6 +85,7 @@ def attention_mla(
     s_aux: Any = None,
     dynamic_causal: Any = None,
     lse: Any = None,
+    selected_tokens: Any = None,
 ) -> Any:
     """Attention of every query token over its request's latent rows, into ``output``, which is returned.
 
@@ -106,6 +107,7 @@ def attention_mla(
             *(sliding_window, block_table, softcap, plan, s_aux, dynamic_causal, k_scale, k_scale, kv_cache_dtype),
             lse=lse,
             kv_cache_layout="NHD",
+            selected_tokens=selected_tokens,
         )
     except (TypeError, ValueError) as e:
         raise _check.renamed(e, _READ) from None

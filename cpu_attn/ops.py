@@ -145,6 +145,7 @@ def attention_with_kv_cache(
     attn_bias: Any = None,
     kv_cache_layout: str = "packed",
     kv_cache_rotation: str = "none",
+    selected_tokens: Any = None,
 ) -> Any:
     """Attention of every query token over its request's pages, into ``output``, which is returned.
 
@@ -170,6 +171,10 @@ def attention_with_kv_cache(
     the other strides are free, 0 among them. -inf hides a key from a token, though not NaN or inf in the key or its
     value; what stands for keys that a token does not see anyway is ignored.
 
+    selected_tokens: int32 [T, S] or None (all): which keys of its request each query token attends, of those that masks
+    leave it; strictly ascending, then -1. No other key is read. S is no more than the plan's max_selected_tokens: a
+    plan is for calls that select tokens, or for calls that do not. Not with selected_blocks.
+
     A row that sees no key gives output 0 and lse -inf (the sink, where there is one). Raises ValueError or
     TypeError, before anything is written, for whatever is out of range or differs from the plan.
     Maths: softmax(scale * q k^T + bias) v, online in float32 (arXiv:2205.14135); sinks as in GPT-OSS.
@@ -178,7 +183,7 @@ def attention_with_kv_cache(
     _check.same_call(plan, sliding_window, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
     scales = _check.scales(k_scale, v_scale, plan.kv_dtypes)
     step = (query_start_loc, seq_lens, dynamic_causal)
-    features = (alibi_slopes, s_aux, selected_blocks, attn_bias)
+    features = (alibi_slopes, s_aux, selected_blocks, attn_bias, selected_tokens)
     arrays = (output, lse, query, key_cache, value_cache, block_table, *step, *features)
     run_attention(plan, arrays, scale, softcap, scales, _check.boolean("causal", causal))
     return output
@@ -200,9 +205,10 @@ def attend(
     s_aux: Any = None,
     selected_blocks: Any = None,
     attn_bias: Any = None,
+    selected_tokens: Any = None,
 ) -> None:
     """:func:`attention_with_kv_cache` for who made the plan and knows its lengths to be right. scales: of K and V."""
-    features = (alibi_slopes, s_aux, selected_blocks, attn_bias)
+    features = (alibi_slopes, s_aux, selected_blocks, attn_bias, selected_tokens)
     arrays = (output, lse, query, key_cache, value_cache, block_table, None, None, None, *features)
     run_attention(plan, arrays, scale, softcap, scales)
 

@@ -137,6 +137,7 @@ def get_scheduler_metadata(
     kv_cache_layout: str = "packed",
     mm_prefix_clamp_sliding_window: bool = False,
     kv_cache_rotation: str = "none",
+    max_selected_tokens: int | None = None,
 ) -> SchedulerMetadata:
     """Plans the attention of one step over ``num_reqs`` requests, once for all its layers.
 
@@ -167,6 +168,8 @@ def get_scheduler_metadata(
     kv_cache_layout: of the caches: ``packed`` by :func:`reshape_and_cache` as the isa likes it, or rows that somebody
     else may own, ``HND`` [N, Hkv, B, D] or ``NHD`` [N, B, Hkv, D] (vLLM's names), which hold no integers.
     kv_cache_rotation: of the caches, as :func:`reshape_and_cache` wrote them.
+    max_selected_tokens: the plan is for calls with selected_tokens of up to so many columns, and for no others. Every
+    query token is a task of its own then. Not with block_table.
 
     Raises ValueError or TypeError for lengths and sizes out of range, UnavailableError for an isa or engine
     that is not there. Names and order follow vLLM's ``cpu_attn_get_scheduler_metadata``.
@@ -197,6 +200,10 @@ def get_scheduler_metadata(
     shape.hadamard = _check.kv_cache_rotation(kv_cache_rotation)
     if block_table is not None or block_size is not None:
         shape.block_size = _check.table_block_size(block_table, block_size)
+    if max_selected_tokens is not None:
+        shape.max_selected_tokens = _check.integer("max_selected_tokens", max_selected_tokens, 1)
+        if shape.block_size:
+            raise ValueError("max_selected_tokens: query tokens that select their keys share no prefixes (block_table)")
     found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window)
     step = (query_start_loc, seq_lens, dynamic_causal, block_table)
     pointer = _plan(shape, engine_pointer, step, _masks_struct(found) if found else ffi.NULL)

@@ -16,7 +16,7 @@ Besides, where given: it sees the keys of the span of ``mm_prefix_range`` that p
 sees what the mask says; d of them besides itself: for the window it then stands at ``pos = seq_len - q_len + d``, and
 the key of another token at that token's.
 Where blocks are selected it sees of these keys the ones with ``j // block_size`` among the blocks of its request and kv
-head.
+head; where tokens are selected, those among its own.
 With m the largest visible logit, the sink s_aux[h] (arXiv:2309.17453) among them,
 
     l = sum_j exp(s_j - m) + exp(s_aux_h - m)    output = sum_j exp(s_j - m) / l * v_j    lse = m + log(l)
@@ -175,6 +175,7 @@ def attention(
     selected_blocks: NDArray[np.int32] | None = None,
     block_size: int = 16,
     attn_bias: NDArray[np.float32] | None = None,
+    selected_tokens: NDArray[np.int32] | None = None,
 ) -> tuple[Float64, Float64]:
     """The definition above, request by request.
 
@@ -184,7 +185,7 @@ def attention(
     among them (-1: all; to both sides where not causal), or (left, right).
     mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window: those of
     :func:`cpu_attn.get_scheduler_metadata`. selected_blocks [R, Hkv, S]: of block_size keys each, -1 is none; None:
-    all. attn_bias [R or 1, Hq or 1, Q, K].
+    all. attn_bias [R or 1, Hq or 1, Q, K]. selected_tokens [T, S]: keys, -1 is none; None: all.
 
     Returns output [T, Hq, Dv] and lse [Hq, T] (natural log), float64. NaN and inf reach the rows that see them only.
     Raises ValueError for a sliding_window that means nothing.
@@ -214,6 +215,8 @@ def attention(
                 None if tree_mask is None else unpack_tree(tree_mask[rows]),
                 mm_prefix_clamp_sliding_window,
             )
+            for i, own in enumerate([] if selected_tokens is None else selected_tokens[rows]):
+                mask[i] &= np.isin(np.arange(int(seq_len)), own)
             num_kv_heads = key[r].shape[1]
             group = num_heads // num_kv_heads
             for h in range(num_kv_heads):

@@ -76,11 +76,13 @@ enum ca_status {
     CA_TREE_NOT_CAUSAL, /* request */
     CA_TREE_ALIBI,
     CA_TOKENS_WITHOUT_KEYS, /* request, value = seq_len, bound = q_len: a mask goes by the keys of the query tokens */
-    CA_BAD_SELECTED,        /* request, kv_head, position, value, bound: -1 <= value < bound */
-    CA_SELECTED_ORDER,      /* request, kv_head, position, value, bound = the value before */
+    CA_BAD_SELECTED,        /* request, kv_head or token, position, value, bound: -1 <= value < bound */
+    CA_SELECTED_ORDER,      /* request, kv_head or token, position, value, bound = the value before */
     CA_OTHER_BLOCK_SIZE,    /* value, bound = the plan's */
     CA_OTHER_BLOCKS,        /* request, position, value, bound = that of a request that shared it */
     CA_SELECTED_SHARED,     /* selected_blocks were given, and the plan shares prefixes */
+    CA_SELECTED_TWICE,      /* selected_blocks and selected_tokens were given */
+    CA_OTHER_SELECTED,      /* value = columns of selected_tokens, -1: there are none; bound = the plan's most, or 0 */
     CA_BIAS_SMALL,          /* request, position = axis, value, bound = what the request needs */
     CA_SMALL_STACK          /* value = bytes of an OpenMP thread's stack, bound = those that a call may take */
 };
@@ -105,16 +107,18 @@ enum ca_symbol {
     CA_WIDTH, /* the last axis of a cache */
     CA_QUERIES,
     CA_KEYS,
+    CA_SELECTED,
     CA_SYMBOLS,
     CA_OR_1 = 32 /* added to a symbol below CA_FREE: a size of 1 will do, too */
 };
 
-/* Says where a check failed. Of request, position, value, bound and kv_head, those that the status does not use are -1.
- * The caller hands over zeros, which mean CA_OK, and a check that finds no fault writes nothing. */
+/* Says where a check failed. Of request, position, value, bound, kv_head and token (of the step), those that the status
+ * does not use are -1. The caller hands over zeros, which mean CA_OK, and a check that finds no fault writes nothing.
+ */
 typedef struct ca_fault {
     int32_t status;
     int64_t request, position, value, bound;
-    int64_t kv_head;
+    int64_t kv_head, token;
     /* The fields below are used where the fault is about an argument. */
     int32_t argument, ndim, axes[4]; /* argument: its place among the call's arrays; axes: enum ca_symbol */
     uint64_t expected;               /* 1 << ca_dtype for each dtype that it may have */
@@ -132,9 +136,10 @@ typedef struct ca_shape {
     int32_t window_left, window_right; /* keys visible to each side of the query, -1: all */
     int32_t enable_kv_split;
     int32_t num_threads;
-    int32_t kv_cache_layout; /* enum ca_kv_cache_layout */
-    int32_t hadamard;        /* 1 for a rotated cache of K, 2 of V, 3 of both: kernel/cache_write/hadamard.h */
-    int32_t block_size;      /* block size of the table that the plan was given; 0: it was given none */
+    int32_t kv_cache_layout;     /* enum ca_kv_cache_layout */
+    int32_t hadamard;            /* 1 for a rotated cache of K, 2 of V, 3 of both: kernel/cache_write/hadamard.h */
+    int32_t block_size;          /* block size of the table that the plan was given; 0: it was given none */
+    int32_t max_selected_tokens; /* most columns of selected_tokens; 0: calls have none, else all of them have some */
 } ca_shape;
 
 /* Holds the masks besides causal and window, as _check.masks has accepted them. Both lists ascend by request, then by
@@ -179,6 +184,7 @@ enum ca_attention_arrays {
     CA_S_AUX,
     CA_SELECTED_BLOCKS,
     CA_ATTN_BIAS,
+    CA_SELECTED_TOKENS,
     CA_ATTENTION_ARRAYS
 };
 enum ca_step_arrays {
@@ -263,9 +269,9 @@ void ca_plan_describe(const ca_plan *plan, ca_plan_info *out);
 int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs that the masks leave, over all query heads */
 
 /* Checks that CA_BLOCK_TABLE of a call names blocks below num_blocks wherever the plan will look, and the same blocks
- * for requests that share them in the plan. CA_SELECTED_BLOCKS of the call, `selected`, is checked, too. */
-int ca_check_table(const ca_plan *plan, const ca_array *table, const ca_array *selected, int64_t num_blocks,
-                   int64_t block_size, ca_fault *fault);
+ * for requests that share them in the plan. CA_SELECTED_BLOCKS and CA_SELECTED_TOKENS of the call are checked, too. */
+int ca_check_table(const ca_plan *plan, const ca_array *table, const ca_array *blocks, const ca_array *tokens,
+                   int64_t num_blocks, int64_t block_size, ca_fault *fault);
 /* Checks that CA_ATTN_BIAS of a call has every query token and every key of every request. */
 int ca_check_bias(const ca_plan *plan, const ca_array *bias, ca_fault *fault);
 

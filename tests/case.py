@@ -28,10 +28,10 @@ class Case:
     what is done to queries and keys on their way (rotation.py), or None; mm_prefix_range, document_start_loc: of each
     request, () for none; clamped: mm_prefix_clamp_sliding_window; tree: of each request's query tokens, a name from
     case_trees.TREES; selected: the share of its request's blocks that a kv head attends, at random, None for all
-    without a selection; shared: for each request the number of an earlier one and how many of its blocks it starts
-    with, which the plan is told; kv_cache_layout: of the caches
-    (strided: in plain ones rows are apart, too, and blocks run backwards); latent: V is the first head_size_v columns
-    of K; bias: an attn_bias, a name from BIASES, or None."""
+    without a selection; selected_tokens: the share of its request's keys that a query token attends, likewise; shared:
+    for each request the number of an earlier one and how many of its blocks it starts with, which the plan is told;
+    kv_cache_layout: of the caches (strided: in plain ones rows are apart, too, and blocks run backwards); latent: V is
+    the first head_size_v columns of K; bias: an attn_bias, a name from BIASES, or None."""
 
     name: str
     query_lens: tuple[int, ...]
@@ -62,6 +62,7 @@ class Case:
     clamped: bool = False
     tree: str | None = None
     selected: float | None = None
+    selected_tokens: float | None = None
     shared: tuple[tuple[int, int], ...] = ()
     bias: str | None = None
 
@@ -102,10 +103,16 @@ class Case:
         share = 1.0 if self.selected is None else self.selected
         return np.random.default_rng([self.seed, zlib.crc32(self.name.encode()), r]).random(shape) < share
 
+    def picked(self, r: int) -> NDArray[np.bool_]:
+        """[q_len, seq_len]: what the query tokens of request r have selected."""
+        shape = self.query_lens[r], self.seq_lens[r]
+        share = 1.0 if self.selected_tokens is None else self.selected_tokens
+        return np.random.default_rng([self.seed, zlib.crc32(self.name.encode()), r, 1]).random(shape) < share
+
     def sees(self, r: int) -> NDArray[np.bool_]:
         """[q_len, Hkv, seq_len]: what each head of request r attends."""
         keys = self.chosen(r)[:, np.arange(self.seq_lens[r]) // self.block_size]
-        return self.mask(r)[:, None] & keys
+        return (self.mask(r) & self.picked(r))[:, None] & keys
 
 
 def ranges(lens: Sequence[int]) -> Iterator[tuple[int, int]]:

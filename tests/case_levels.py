@@ -37,6 +37,7 @@ from .case_tables import (
     ROTARY,
     ROTATED,
     SELECTED,
+    SELECTED_TOKENS,
     STEPS,
     TOGETHER,
     UNEQUAL_HEAD_SIZES,
@@ -133,6 +134,8 @@ def _quick() -> Iterator[Case]:
         yield _case(f"long-{name}", LONG[name], head_size=32, num_heads=2, num_kv_heads=1)
     for name, fields in SELECTED.items():
         yield _case(f"selected-{name}", fields)
+    for name, fields in SELECTED_TOKENS.items():
+        yield _case(f"tokens-{name}", fields)
     for name in ("tree", "everything", "block-24"):
         yield _case(f"cascade-{name}", PREFIXES, **CASCADE[name])
     for name in QUICK_BIAS:
@@ -255,6 +258,9 @@ def _default() -> Iterator[Case]:
         yield _case(f"selected-{name}", {"head_size": 32, **fields})
     for name, feature in FEATURES.items():
         yield _case(f"selected-{name}", MIXED, **feature, selected=0.4, num_heads=6, head_size=40, block_size=8)
+        yield _case(f"tokens-{name}", MIXED, **feature, selected_tokens=0.4, num_heads=6, head_size=40, block_size=8)
+    for size in HEAD_SIZES:
+        yield _case(f"tokens-head-{size}", CHUNK, head_size=size, selected_tokens=0.6)
     for name, fields in CASCADE.items():
         yield _case(f"cascade-{name}", PREFIXES, **fields)
     for name, fields in BIAS.items():
@@ -313,7 +319,7 @@ def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     wanted = {"mixed-plain", "mixed-everything", "long-3000", "fp8_e4m3-everything", "int4-everything", "int8-3000"}
     wanted |= {"rotary-everything", "rotated-int4-everything", "rotated-rotary"}
     wanted |= {"masks-documents-everything", "masks-spans-alibi", "masks-tree-everything", "masks-tree-bits-window"}
-    wanted |= {"selected-few-of-3000"}
+    wanted |= {"selected-few-of-3000", "tokens-half-everything", "tokens-most-of-3000"}
     wanted |= {"cascade-tree", "bias-holes-everything", "bias-few-NHD", "bias-3000"}
     wanted |= {"NHD-everything", "NHD-3000", "NHD-selected", "NHD-cascade"}
     wanted |= {f"together-{name}" for name in TOGETHER}

@@ -42,6 +42,7 @@ class Problem:
     unspecified: NDArray[np.bool_]
     selected_blocks: NDArray[np.int32] | None = None
     attn_bias: NDArray[np.float32] | None = None
+    selected_tokens: NDArray[np.int32] | None = None
 
     @property
     def scales(self) -> tuple[float, float]:
@@ -106,6 +107,7 @@ class Problem:
             selected_blocks=self.selected_blocks,
             block_size=self.case.block_size,
             attn_bias=self.attn_bias,
+            selected_tokens=self.selected_tokens,
         )
 
 
@@ -149,6 +151,18 @@ def _selected_blocks(case: Case) -> NDArray[np.int32] | None:
     return selected
 
 
+def _selected_tokens(case: Case) -> NDArray[np.int32] | None:
+    """[T, S], S what the longest list needs, or by the name one more."""
+    if case.selected_tokens is None:
+        return None
+    lists = [np.flatnonzero(row) for r in range(len(case.seq_lens)) for row in case.picked(r)]
+    longest = max(map(len, lists), default=0)
+    selected = np.full((len(lists), longest + zlib.crc32(case.name.encode()) % 2), -1, np.int32)
+    for row, keys in zip(selected, lists, strict=True):
+        row[: len(keys)] = keys
+    return selected
+
+
 def _share(case: Case, rows: list[NDArray[Any]]) -> None:
     """Keys or values of blocks that a request shares are those of the request that has them first."""
     for r, (source, blocks) in enumerate(case.shared):
@@ -168,7 +182,7 @@ def _attn_bias(case: Case) -> NDArray[np.float32] | None:
     bias = rng.standard_normal((len(case.seq_lens) if each else 1, heads, queries, keys), np.float32) * 2
     seen = np.zeros((len(case.seq_lens), queries, keys), np.bool_)
     for r, (q_len, seq_len) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
-        seen[r, :q_len, :seq_len] = case.mask(r)
+        seen[r, :q_len, :seq_len] = case.mask(r) & case.picked(r)
     if case.bias == "holes":
         bias[rng.random(bias.shape) < 0.3] = -np.inf
         bias[:, :, queries // 2] = -np.inf
@@ -224,6 +238,7 @@ def build(case: Case) -> Problem:
         unspecified=np.isinf(query).any(axis=2) | _hides_what_is_not_finite(case, bias, key, value),
         selected_blocks=_selected_blocks(case),
         attn_bias=bias,
+        selected_tokens=_selected_tokens(case),
     )
 
 
@@ -257,4 +272,5 @@ def alone(problem: Problem, r: int) -> Problem:
         unspecified=problem.unspecified[rows],
         selected_blocks=None if problem.selected_blocks is None else problem.selected_blocks[pick],
         attn_bias=None if problem.attn_bias is None else _of_request(problem.attn_bias, r),
+        selected_tokens=None if problem.selected_tokens is None else problem.selected_tokens[rows],
     )

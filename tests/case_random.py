@@ -101,4 +101,8 @@ def random_case(index: int, seed: int) -> Case:
     rotations = ["none"] * 4 + ["none/hadamard"] + ["hadamard", "hadamard/none"] * (fill not in LARGE_SCORES)
     rotation = str(np.random.default_rng([seed, index, 3]).choice(rotations))
     case = dataclasses.replace(case, kv_cache_rotation=rotation)
+    tokens = [None] * 5 + [0.1, 0.6]
+    picked = tokens[int(np.random.default_rng([seed, index, 4]).integers(len(tokens)))]
+    if picked is not None:
+        case = dataclasses.replace(case, selected=None, selected_tokens=picked)
     return case if "int" in case.kv_cache_dtype else dataclasses.replace(case, kv_cache_layout=layout)

@@ -52,12 +52,19 @@ def _threads(num_threads: int | None) -> AbstractContextManager[None]:
 
 
 def _attended(problem: Problem) -> NDArray[np.int32]:
-    """The block table, -1 for blocks of a request that no head selects, without the columns past all that are."""
+    """The block table, -1 for blocks of a request of which no head, or no query token, selects what it sees, without
+    the columns past all that are."""
+    case = problem.case
     table: NDArray[np.int32] = problem.block_table.copy()
     if problem.selected_blocks is not None:
         for row, own in zip(table, problem.selected_blocks, strict=True):
             row[~np.isin(np.arange(len(row)), own)] = -1
         table = table[:, : problem.selected_blocks.max(initial=-1) + 1]
+    if problem.selected_tokens is not None and not case.tree:  # whose blocks are needed whatever the tree hides
+        needed = [np.unique(np.nonzero(case.sees(r).any(axis=(0, 1)))[0] // case.block_size) for r in range(len(table))]
+        for row, own in zip(table, needed, strict=True):
+            row[~np.isin(np.arange(len(row)), own)] = -1
+        table = table[:, : max((own.max(initial=-1) for own in needed), default=-1) + 1]
     return table
 
 
@@ -88,6 +95,7 @@ def _attend(
         "kv_cache_dtype": case.kv_cache_dtype,
         "lse": lse,
         "selected_blocks": problem.selected_blocks,
+        "selected_tokens": problem.selected_tokens,
         "kv_cache_layout": case.kv_cache_layout,
         "kv_cache_rotation": case.kv_cache_rotation,
         "attn_bias": None if problem.attn_bias is None else copy_of(problem.attn_bias, case.strided),
@@ -102,7 +110,7 @@ def _attend(
 
 
 def plan_of(problem: Problem, isa: str, engine: str, enable_kv_split: bool) -> cpu_attn.SchedulerMetadata:
-    case = problem.case
+    case, tokens = problem.case, problem.selected_tokens
     return cpu_attn.get_scheduler_metadata(
         len(problem.seq_lens),
         case.num_heads,
@@ -124,4 +132,5 @@ def plan_of(problem: Problem, isa: str, engine: str, enable_kv_split: bool) -> c
         block_size=case.block_size if case.shared else None,
         kv_cache_layout=case.kv_cache_layout,
         kv_cache_rotation=case.kv_cache_rotation,
+        max_selected_tokens=None if tokens is None else max(1, tokens.shape[1]),
     )

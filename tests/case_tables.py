@@ -355,6 +355,34 @@ LATENT: dict[str, dict[str, Any]] = {
     "576-512": {"query_lens": (1,), "seq_lens": (70,), **MLA, "num_heads": 16, "head_size": 576, "head_size_v": 512},
 }
 
+HALF = {**MIXED, "selected_tokens": 0.5}
+# Of each query token. What none of them selects is NaN in "masked", and its blocks are not in the block table.
+SELECTED_TOKENS: dict[str, dict[str, Any]] = {
+    "half": {**HALF, "fill": "masked"},
+    "half-block-5": {**HALF, "fill": "masked", "block_size": 5},
+    "half-odd-head": {**HALF, "fill": "masked", "head_size": 33, "head_size_v": 39},
+    "half-late-nan": {**HALF, "fill": "late-nan"},
+    "half-bidirectional": {**HALF, "fill": "masked", "causal": False, "sliding_window": (9, 7)},
+    "half-everything": {**HALF, **FEATURES["everything"], "fill": "masked", "block_size": 8},
+    "half-fp8": {**HALF, "fill": "masked", "kv_cache_dtype": "fp8_e4m3", "alibi": 0.5},
+    "half-int8": {**HALF, "kv_cache_dtype": "int8", "head_size": 64},
+    "half-int4": {**HALF, "kv_cache_dtype": "int4", "head_size": 64, "block_size": 24},
+    "half-int6-int5": {**HALF, "kv_cache_dtype": "int6/int5", "head_size": 40},
+    "half-rotated": {**HALF, "kv_cache_dtype": "int8", "kv_cache_rotation": "hadamard"},
+    "half-bias": {**HALF, "bias": "heads", "alibi": 0.25, "fill": "masked"},
+    "half-spans": {**SPANS, "selected_tokens": 0.5, "sliding_window": 5, "fill": "masked"},
+    "half-documents": {**MASKS["documents-everything"], "selected_tokens": 0.5},
+    "half-tree": {**TREE, "selected_tokens": 0.5, "tree": "binary", "sliding_window": 30, "fill": "masked"},
+    "half-NHD": {**HALF, "fill": "masked", "kv_cache_layout": "NHD", "strided": True},
+    "half-HND-fp8": {**HALF, "kv_cache_layout": "HND", "kv_cache_dtype": "fp8_e4m3", "block_size": 5, "alibi": 0.5},
+    "none": {**MIXED, "selected_tokens": 0.0, "sinks": "mixed"},
+    "all": {**MIXED, "selected_tokens": 1.0},
+    "few-of-3000": {"query_lens": (1, 4, 1), "seq_lens": (3000, 2049, 1), "selected_tokens": 0.05, "fill": "masked"},
+    "most-of-3000": {"query_lens": (2, 1), "seq_lens": (3000, 1500), "selected_tokens": 0.8, "sinks": "moderate"},
+    "latent": {**LATENT["mixed"], "selected_tokens": 0.5, "fill": "masked"},
+    "latent-2500": {**LATENT["mixed"], "query_lens": (2,), "seq_lens": (2500,), "selected_tokens": 0.9},
+}
+
 HEAD_SIZES = (1, 2, 3, 8, 16, 20, 33, 50, 64, 80, 96, 100, 112, 128, 192, 256, 512, 576)
 UNEQUAL_HEAD_SIZES = ((64, 32), (24, 40), (192, 128), (576, 512), (7, 5), (1, 16), (33, 1), (3, 41))
 BLOCK_SIZES = (1, 5, 8, 16, 24, 32, 48, 64, 128)

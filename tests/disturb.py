@@ -31,6 +31,7 @@ R, HEADS, SIZE, BLOCK, CONTEXT = 4, 2, 32, 16, 1500
 LENS, STARTS = np.array([CONTEXT, CONTEXT - 300, 700, 40], np.int32), np.array([0, 1, 4, 8, 9], np.int32)
 T, M = int(STARTS[-1]), -(-CONTEXT // BLOCK)
 N = R * M
+TOKENS = 90  # that a query token selects
 
 
 @dataclass
@@ -80,11 +81,15 @@ def _plan(engine: str = "auto", **options: Any) -> cpu_attn.SchedulerMetadata:
     )
 
 
-def _attend(engine: str, selected: bool, **options: Any) -> Calls:
+def _attend(engine: str, selected: str = "", **options: Any) -> Calls:
     (key, value), step, table = _caches(), _step(), _table()
-    plan = _plan(engine, dynamic_causal=step["dynamic_causal"], **({} if selected else options))
+    plan = _plan(engine, dynamic_causal=step["dynamic_causal"], **options)
     indices, query = {"block_table": table, **step}, _floats(T, 2 * HEADS, SIZE)
-    if selected:
+    if selected == "tokens":
+        lists = np.arange(0, 10 * TOKENS, 10, np.int32) + np.zeros((T, 1), np.int32)
+        lists[lists >= np.repeat(LENS, np.diff(STARTS))[:, None]] = -1
+        indices["selected_tokens"] = _shared(lists)
+    if selected == "blocks":
         indices["selected_blocks"] = _shared(np.full((R, HEADS, M), -1, np.int32))
         for r, length in enumerate(LENS):
             blocks = np.arange(0, -(-length // BLOCK), 2)
@@ -97,6 +102,7 @@ def _attend(engine: str, selected: bool, **options: Any) -> Calls:
             *(table, 0.0, plan, None, step["dynamic_causal"]),
             lse=lse,
             selected_blocks=indices.get("selected_blocks"),
+            selected_tokens=indices.get("selected_tokens"),
         )
 
     return Calls(call, indices, [key, value])
@@ -198,11 +204,13 @@ def _scores() -> Calls:
 
 
 CALLS: dict[str, Callable[[], Calls]] = {
-    "attend-native": lambda: _attend("native", False, block_table=_table(), block_size=BLOCK),
-    "attend-native-selected": lambda: _attend("native", True),
-    "attend-onednn": lambda: _attend("onednn", False),
-    "attend-onednn-selected": lambda: _attend("onednn", True),
-    "attend-reference": lambda: _attend("reference", False),
+    "attend-native": lambda: _attend("native", block_table=_table(), block_size=BLOCK),
+    "attend-native-selected": lambda: _attend("native", "blocks"),
+    "attend-native-tokens": lambda: _attend("native", "tokens", max_selected_tokens=TOKENS),
+    "attend-onednn": lambda: _attend("onednn"),
+    "attend-onednn-selected": lambda: _attend("onednn", "blocks"),
+    "attend-onednn-tokens": lambda: _attend("onednn", "tokens", max_selected_tokens=TOKENS),
+    "attend-reference": lambda: _attend("reference"),
     "compose": _compose,
     "plan": _make_plans,
     "write": lambda: _write("packed"),

@@ -83,7 +83,7 @@ def arrays(problem: Problem) -> bytes:
     fields += [case.head_size, case.value_size, problem.num_blocks, case.block_size, table.shape[1]]
     fields += [len(problem.query), len(slots), case.causal, left, -1 if causal else right]
     optional = (problem.alibi_slopes, problem.s_aux, problem.dynamic_causal)
-    selected = problem.selected_blocks
+    selected, tokens_of = problem.selected_blocks, problem.selected_tokens
     fields += [*(x is not None for x in optional), -1 if selected is None else selected.shape[2]]
     three = dict.fromkeys(("mm_prefix_range", "document_start_loc", "tree_mask"))
     masks = _check.masks(len(problem.seq_lens), **{**three, **case.masks}) or _check.Masks(
@@ -93,11 +93,12 @@ def arrays(problem: Problem) -> bytes:
     fields += [_check.LAYOUTS[case.kv_cache_layout], _check.kv_cache_rotation(case.kv_cache_rotation)]
     fields += [bool(case.shared), len(masks.spans), len(masks.documents)]
     fields += [-1 if tree is None else tree.shape[1], masks.clamped]
+    fields += [-1 if tokens_of is None else tokens_of.shape[1]]
     fields += [0] * 4 if problem.attn_bias is None else problem.attn_bias.shape
     numbers = [problem.scale, case.softcap, *problem.scales]
     slopes, sinks, flags = ([] if x is None else [x] for x in optional)
     body = [query, *tokens, slots, table, problem.query_start_loc, problem.seq_lens, *flags, *slopes, *sinks]
-    body += [x for x in (selected, masks.spans, masks.documents, tree, problem.attn_bias) if x is not None]
+    body += [x for x in (selected, tokens_of, masks.spans, masks.documents, tree, problem.attn_bias) if x is not None]
     head = [np.array(fields, np.int64), np.array(numbers, np.float32)]
     return b"".join(np.ascontiguousarray(x).tobytes() for x in (*head, *body))
 

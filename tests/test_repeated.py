@@ -17,7 +17,7 @@ from cpu_attn import _arrays, _check, _dtypes, ops, rotary
 from cpu_attn._native import ffi, lib
 
 from .kernels import KERNELS
-from .steps import attention_args, write_args
+from .steps import attention_args, plan_args, write_args
 from .test_arrays import WRAP, Tensor
 from .test_errors import ATTENTION, WRITE, refuses
 
@@ -33,6 +33,16 @@ def full_attention_args(dtype: str = "float32") -> Args:
     args["alibi_slopes"], args["s_aux"] = np.full(4, 0.5, F32), np.array([-1, 0, 1, 2], F32)
     args["selected_blocks"] = np.array([[[0, 1], [1, -1]], [[0, -1], [0, -1]]], np.int32)
     args["attn_bias"] = np.ones((2, 4, 3, 20), F32)
+    return args
+
+
+def selecting_args() -> Args:
+    """The same where query tokens select their keys in place of blocks."""
+    args = full_attention_args()
+    del args["selected_blocks"]
+    plan = plan_args() | {"dynamic_causal": args["dynamic_causal"], "max_selected_tokens": 4}
+    args["scheduler_metadata"] = cpu_attn.get_scheduler_metadata(**plan)
+    args["selected_tokens"] = np.array([[0, 3, 17], [18, -1, -1], [1, 2, 19], [-1, -1, -1]], np.int32)
     return args
 
 
@@ -67,7 +77,8 @@ def test_bad_input_after_good(call: Any, make: Any, spoiled: Args, error: type[E
 
 NAMES = {attention: _check.ATTENTION, write: _check.WRITE}
 MAKE = ((attention, full_attention_args), (write, write_args))
-EACH = [(call, make, name) for call, make in MAKE for name in NAMES[call]]
+EACH = [(call, make, name) for call, make in MAKE for name in NAMES[call] if name != "selected_tokens"]
+EACH.append((attention, selecting_args, "selected_tokens"))
 
 
 @pytest.mark.parametrize(("call", "make", "name"), EACH, ids=[c[2] for c in EACH])
@@ -125,7 +136,8 @@ def test_what_becomes_readonly(call: Any, make: Any, name: str) -> None:
     call(**good)
 
 
-PAIRS = [("output", n) for n in _check.ATTENTION[1:]] + [("lse", n) for n in _check.ATTENTION[2:]]
+FULL = [name for name in _check.ATTENTION if name != "selected_tokens"]
+PAIRS = [("output", n) for n in FULL[1:]] + [("lse", n) for n in FULL[2:]]
 
 
 @pytest.mark.parametrize(("output", "other"), PAIRS)

@@ -96,13 +96,14 @@ def test_the_whole_feature_set(monkeypatch: pytest.MonkeyPatch, dtype: str) -> N
     assert attended > 100 and all(called.count(op) >= attended for op in SIGNATURES)
 
 
-def _step(dtype: str = "float32", **changed: Any) -> tuple[list[Any], Any]:
-    """Arguments of the attention op without the plan, and the plan's tensor."""
+def _step(dtype: str = "float32", most: int | None = None, **changed: Any) -> tuple[list[Any], Any]:
+    """Arguments of the attention op without the plan, and the plan's tensor. most: its max_selected_tokens."""
     args = {k: tensor(v) for k, v in (attention_args(dtype) | changed).items()}
     del args["scheduler_metadata"], args["lse"]
     planned = plan_args(dtype)
     given = [getattr(torch, dtype) if k == "dtype" else tensor(planned[k]) for k in PLAN]
-    return list(args.values()), OPS.get_scheduler_metadata(*given, True, -1, "auto", True, None)
+    plan = OPS.get_scheduler_metadata(*given, True, -1, "auto", True, None, max_selected_tokens=most)
+    return list(args.values()), plan
 
 
 def _expected(dtype: str = "float32") -> Any:
@@ -255,6 +256,9 @@ def test_what_torch_checks_of_an_op() -> None:
     lse = torch.zeros(4, 4)
     more = {"lse": lse, "selected_blocks": torch.tensor([[[0, 1]] * 2, [[0, -1]] * 2], dtype=torch.int32)}
     torch.library.opcheck(OPS.cpu_attention_with_kv_cache.default, (*arguments, plan, torch.zeros(4), None), more)
+    arguments, plan = _step(most=2)
+    more = {"selected_tokens": torch.tensor([[0, 1]] * 4, dtype=torch.int32)}
+    torch.library.opcheck(OPS.cpu_attention_with_kv_cache.default, (*arguments, plan, None, None), more)
     write = tuple(map(tensor, write_args().values()))
     torch.library.opcheck(OPS.cpu_attn_reshape_and_cache.default, (*write, "auto"))
     fake = torch.empty(1, dtype=torch.int64, device="meta")

@@ -70,6 +70,7 @@ from cpu_attn._check.plans import (
     same_kv_cache_rotation,
     same_kv_dtypes,
     selected_blocks,
+    selected_tokens,
     table_block_size,
 )
 from cpu_attn._check.values import (
@@ -142,6 +143,7 @@ __all__ = [
     "scales",
     "score_pages",
     "selected_blocks",
+    "selected_tokens",
     "sequence",
     "sizes",
     "small_floats",

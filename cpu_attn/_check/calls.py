@@ -13,7 +13,7 @@ from cpu_attn._check.values import MAX_SIZE, integer, sequence
 
 # In the order that native/cpu_attn.h has them in, too: those that a call writes first.
 _LENGTHS = ("query_start_loc", "seq_lens", "dynamic_causal")
-_FEATURES = ("alibi_slopes", "s_aux", "selected_blocks", "attn_bias")
+_FEATURES = ("alibi_slopes", "s_aux", "selected_blocks", "attn_bias", "selected_tokens")
 ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *_LENGTHS, *_FEATURES)
 STEP = (*_LENGTHS, "block_table")
 WRITE = ("key_cache", "value_cache", "key", "value", "slot_mapping")

@@ -28,6 +28,7 @@ _AXES = {
     lib.CA_WIDTH: "width",
     lib.CA_QUERIES: "Q",
     lib.CA_KEYS: "K",
+    lib.CA_SELECTED: "tokens",
 }
 _LAYOUTS = {lib.CA_HND: "HND", lib.CA_NHD: "NHD"}
 
@@ -128,6 +129,9 @@ def raise_fault(fault: Any, names: Sequence[str] = (), arrays: Sequence[Any] = (
         )
     request, position, value, bound = fault.request, fault.position, fault.value, fault.bound
     where = f"request {request}: " if request >= 0 else ""
+    what, unit = f"selected_blocks: {where}kv head {fault.kv_head}", "block"
+    if fault.token >= 0:
+        what, unit = f"selected_tokens: {where}query token {fault.token}", "token"
     raise ValueError(
         {
             lib.CA_BAD_QUERY_START_LOC: f"query_start_loc[{position}]: {where}{value}, expected at least {bound}"
@@ -155,11 +159,15 @@ def raise_fault(fault: Any, names: Sequence[str] = (), arrays: Sequence[Any] = (
             "tokens, whose own keys its mask goes by",
             lib.CA_SELECTED_SHARED: "selected_blocks: scheduler_metadata shares prefixes between requests, which may "
             "select other blocks of them; make it without block_table",
-            lib.CA_BAD_SELECTED: f"selected_blocks: {where}kv head {fault.kv_head}: position {position} holds block "
-            f"{value}, outside 0..{bound - 1} (the request has {bound} blocks); -1 pads the end",
+            lib.CA_SELECTED_TWICE: "selected_tokens: selected_blocks are given, too; a call takes one of the two",
+            lib.CA_OTHER_SELECTED: "selected_tokens: scheduler_metadata was made "
+            + ("without max_selected_tokens" if not bound else f"for max_selected_tokens = {bound}")
+            + (f", the call has {value} columns" if value >= 0 else ", the call has none"),
+            lib.CA_BAD_SELECTED: f"{what}: position {position} holds {unit} {value}, outside 0..{bound - 1} (the "
+            f"request has {bound} {unit}s); -1 pads the end",
             lib.CA_BIAS_SMALL: f"attn_bias: {where}axis {position} is {value}, expected at least the request's {bound} "
             f"{'keys' if position == 3 else 'query tokens'}",
-            lib.CA_SELECTED_ORDER: f"selected_blocks: {where}kv head {fault.kv_head}: position {position} holds block "
-            f"{value} after {bound}, expected ascending blocks, then -1",
+            lib.CA_SELECTED_ORDER: f"{what}: position {position} holds {unit} {value} after {bound}, expected "
+            f"ascending {unit}s, then -1",
         }[fault.status]
     )

@@ -77,15 +77,27 @@ def same_kv_cache_rotation(plan: Any, rotation: Any) -> None:
         raise ValueError(f"kv_cache_rotation: {rotation!r}, scheduler_metadata was made for {plan.kv_cache_rotation!r}")
 
 
+def selected_tokens(x: Any, num_tokens: int) -> Array | None:
+    return None if x is None else array("selected_tokens", x, ["int32"], [("T", num_tokens), ("tokens", None)])
+
+
 def selected_blocks(x: Any, num_reqs: int, num_kv_heads: int) -> Array | None:
     axes = [("num_reqs", num_reqs), ("num_kv_heads", num_kv_heads), ("blocks", None)]
     return None if x is None else array("selected_blocks", x, ["int32"], axes)
 
 
-def block_table(plan: Any, table: Array, num_blocks: int, block_size: int, selected: Array | None = None) -> None:
-    """Every block that the plan will look for is there; those selected are blocks of their requests."""
-    fault, given = new_fault(), described([table, selected])
-    lib.ca_check_table(plan._pointer, given, given + 1, num_blocks, block_size, fault)
+def block_table(
+    plan: Any,
+    table: Array,
+    num_blocks: int,
+    block_size: int,
+    blocks: Array | None = None,
+    tokens: Array | None = None,
+) -> None:
+    """Every block that the plan will look for is there; blocks and tokens that are selected are those of their
+    requests."""
+    fault, given = new_fault(), described([table, blocks, tokens])
+    lib.ca_check_table(plan._pointer, given, given + 1, given + 2, num_blocks, block_size, fault)
     raise_fault(fault)
 
 

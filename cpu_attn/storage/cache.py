@@ -242,6 +242,7 @@ class PagedKVCache:
         lse: Any = None,
         selected_blocks: Any = None,
         attn_bias: Any = None,
+        selected_tokens: Any = None,
     ) -> Any:
         """Output [T, Hq, Dv] of query [T, Hq, D] over the pages in block_table [R, M]: a new array unless given, a
         tensor where query is one.
@@ -282,6 +283,7 @@ class PagedKVCache:
             s_aux=s_aux,
             selected_blocks=selected_blocks,
             attn_bias=attn_bias,
+            selected_tokens=selected_tokens,
         )
         return output
 

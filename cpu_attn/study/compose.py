@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn.rotation import rotate
-from cpu_attn.study.masks import Array
+from cpu_attn.study.masks import Array, chosen_tokens
 from cpu_attn.study.primitives import gather_pages, matmul, softmax
 from cpu_attn.study.step import Step, checked
 
@@ -63,6 +63,7 @@ def attention(
     kv_cache_layout: str = "packed",
     mm_prefix_clamp_sliding_window: bool = False,
     kv_cache_rotation: str = "none",
+    selected_tokens: Any = None,
 ) -> Any:
     """:func:`cpu_attn.attention_with_kv_cache` without a plan: same arguments, shapes, dtypes, meaning and errors.
 
@@ -90,6 +91,7 @@ def attention(
         },
         kv_cache_layout,
         kv_cache_rotation,
+        selected_tokens,
     )
     result, result_lse = _every_request(step)
     out.numpy()[...] = result
@@ -116,8 +118,10 @@ def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
     query = step.query[rows].astype(np.float32)
     n, num_heads, _ = query.shape
     output, lse = np.zeros((n, num_heads, step.head_size_v)), np.full((n, num_heads), -np.inf)
-    for keys, key, value in _chunks(step, r, step.sees[rows]):
+    for keys, key, value in _chunks(step, r, rows):
         seen = (step.sees[rows, :1] <= keys) & (keys < step.sees[rows, 1:])
+        if step.selected_tokens is not None:
+            seen &= chosen_tokens(step.selected_tokens[rows], keys)
         if step.tree:
             seen &= step.tree.shows(r, rows, keys)
         chosen = step.chosen[r][:, keys // step.key_cache.shape[2]]
@@ -129,13 +133,17 @@ def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
     return _merge(output, lse, np.zeros_like(output), np.broadcast_to(step.s_aux, lse.shape))
 
 
-def _chunks(step: Step, r: int, sees: Array) -> Iterator[tuple[Array, Array, Array]]:
-    """Key numbers [n], K [n, Hkv, D] and V [n, Hkv, Dv] in float32, of all that some token sees and some head has
-    chosen, KEYS at a time."""
+def _chunks(step: Step, r: int, rows: slice) -> Iterator[tuple[Array, Array, Array]]:
+    """Key numbers [n], K [n, Hkv, D] and V [n, Hkv, Dv] in float32, of all blocks with a key that some of the tokens
+    sees and has chosen, or one of its heads, KEYS at a time."""
+    sees = step.sees[rows]
     block_size, start = step.key_cache.shape[2], int(sees[:, 0].min())
     end = min(int(sees[:, 1].max()), step.block_table.shape[1] * block_size)
     seen = np.arange(start // block_size, -(-end // block_size))
     blocks, at_once = seen[step.chosen[r][:, seen].any(axis=0)], max(1, KEYS // block_size)
+    if step.selected_tokens is not None:
+        own = step.selected_tokens[rows]
+        blocks = np.unique(own[(sees[:, :1] <= own) & (own < sees[:, 1:])] // block_size)
     common: Any = {"isa": step.isa, "dtype": step.dtype, "kv_cache_layout": step.kv_cache_layout}
     for some in (blocks[i : i + at_once] for i in range(0, len(blocks), at_once)):
         keys = (some[:, None] * block_size + np.arange(block_size)).reshape(-1)

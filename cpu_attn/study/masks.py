@@ -99,3 +99,12 @@ def chosen_blocks(selected: Memory | None, num_reqs: int, num_kv_heads: int, blo
         named = selected.numpy().astype(np.int64)
         np.put_along_axis(chosen, np.where((named >= 0) & (named < blocks), named, blocks), True, axis=2)
     return chosen[:, :, :-1]
+
+
+def chosen_tokens(selected: Array, keys: Array) -> Array:
+    """[n, keys]: which of these keys, which ascend, are among those that each of n tokens has selected?"""
+    chosen = np.zeros((len(selected), len(keys)), np.bool_)
+    at = np.minimum(np.searchsorted(keys, selected), len(keys) - 1)
+    row, column = np.nonzero(keys[at] == selected)
+    chosen[row, at[row, column]] = True
+    return chosen

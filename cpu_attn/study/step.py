@@ -20,7 +20,7 @@ from cpu_attn.study.masks import Array, Tree, chosen_blocks, visible, with_masks
 class Step:
     """One call's arguments, checked, as NumPy views; caches [N, Hkv, B, width], so that kv_cache_layout is never NHD.
     sees [T, 2]: first key of a token and the one after its last; position [T]: where a token itself stands among its
-    request's keys; chosen [R, Hkv, M]: blocks that count; attn_bias [R, Hq, Q, K]."""
+    request's keys; chosen [R, Hkv, M]: blocks that count; selected_tokens [T, S] or None; attn_bias [R, Hq, Q, K]."""
 
     query: Array
     key_cache: Array
@@ -40,6 +40,7 @@ class Step:
     sees: Array
     tree: Tree | None
     chosen: Array
+    selected_tokens: Array | None
     kv_cache_layout: str
     dtype: str  # of the queries, as they were given
     rotated: tuple[bool, bool]  # K, V
@@ -75,6 +76,7 @@ def checked(
     masks: dict[str, Any],
     kv_cache_layout: str,
     kv_cache_rotation: str,
+    selected_tokens: Any,
 ) -> tuple[Step, Memory, Memory | None]:
     q = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
     kvs = _check.kv_dtypes(kv_cache_dtype, q.dtype)
@@ -88,9 +90,10 @@ def checked(
     starts, lens, flags = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
     selected = _check.selected_blocks(selected_blocks, num_reqs, num_kv_heads)
     given: dict[str, Memory | None] = {"block_table": table, "query_start_loc": starts, "seq_lens": lens}
-    given |= {"dynamic_causal": flags, "selected_blocks": selected}
+    own = _check.selected_tokens(selected_tokens, tokens)
+    given |= {"dynamic_causal": flags, "selected_blocks": selected, "selected_tokens": own}
     table, starts, lens = _check.copied(table), _check.copied(starts), _check.copied(lens)
-    flags, selected = flags and _check.copied(flags), selected and _check.copied(selected)
+    flags, selected, own = (x and _check.copied(x) for x in (flags, selected, own))
     plan = get_scheduler_metadata(
         *(num_reqs, num_heads, num_kv_heads, head_size, lens.numpy(), q.dtype, starts.numpy(), causal, sliding_window),
         isa=isa,
@@ -101,12 +104,13 @@ def checked(
         **masks,
         kv_cache_layout=layout,
         kv_cache_rotation=kv_cache_rotation,
+        max_selected_tokens=None if own is None else max(1, own.shape[1]),
     )
     if plan.num_tokens != tokens:
         raise ValueError(f"query: axis 0 is {tokens}, expected query_start_loc[-1] = {plan.num_tokens}")
     for name, cache, kv, size in (("key_cache", kc, kvs[0], head_size), ("value_cache", vc, kvs[1], out.shape[2])):
         _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, kv, size, layout)
-    _check.block_table(plan, table, num_blocks, block_size, selected)
+    _check.block_table(plan, table, num_blocks, block_size, selected, own)
     inputs: dict[str, Memory | None] = {"query": q, "key_cache": kc, "value_cache": vc, **given}
     bias = inputs["attn_bias"] = _check.attn_bias(plan, attn_bias)
     _check.disjoint("output", _check.writable("output", out), inputs)
@@ -149,6 +153,7 @@ def checked(
         sees=sees,
         tree=tree,
         chosen=chosen_blocks(selected, num_reqs, num_kv_heads, table.shape[1]),
+        selected_tokens=None if own is None else own.numpy(),
         kv_cache_layout="HND" if layout == "NHD" else layout,
         dtype=q.dtype,
         rotated=(hadamard & 1 > 0, hadamard & 2 > 0),

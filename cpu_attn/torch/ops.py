@@ -33,7 +33,7 @@ _SCHEMAS = (
     'Tensor? dynamic_causal, str kv_cache_dtype="auto", *, SymInt? head_size_v=None, str engine="auto", '
     "Tensor? mm_prefix_range=None, Tensor? document_start_loc=None, Tensor? tree_mask=None, Tensor? block_table=None, "
     'SymInt? block_size=None, str kv_cache_layout="packed", bool mm_prefix_clamp_sliding_window=False, '
-    'str kv_cache_rotation="none") -> Tensor',
+    'str kv_cache_rotation="none", SymInt? max_selected_tokens=None) -> Tensor',
     "cpu_attn_reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     'Tensor slot_mapping, str isa, float k_scale=1.0, float v_scale=1.0, str kv_cache_dtype="auto", *, '
     'str kv_cache_layout="packed", str kv_cache_rotation="none") -> ()',
@@ -42,7 +42,7 @@ _SCHEMAS = (
     "int[1] sliding_window_size, Tensor block_table, float softcap, Tensor scheduler_metadata, Tensor? s_aux, "
     'Tensor? dynamic_causal, float k_scale=1.0, float v_scale=1.0, str kv_cache_dtype="auto", *, '
     "Tensor(b!)? lse=None, Tensor? selected_blocks=None, Tensor? attn_bias=None, "
-    'str kv_cache_layout="packed", str kv_cache_rotation="none") -> ()',
+    'str kv_cache_layout="packed", str kv_cache_rotation="none", Tensor? selected_tokens=None) -> ()',
 )
 
 # ---- plans as tensors ----
@@ -55,7 +55,7 @@ _numbers = itertools.count(int.from_bytes(os.urandom(8), "big") >> 2)
 
 def tensor_of(plan: SchedulerMetadata) -> torch.Tensor:
     """A plan of :func:`cpu_attn.get_scheduler_metadata` as the ops take it. What the op of that name does, without the
-    time that torch takes to hand it 22 arguments."""
+    time that torch takes to hand it 23 arguments."""
     number, forget = next(_numbers), _plans.pop
     memory = np.array([number], np.int64)
     _plans[number] = plan, weakref.ref(memory, lambda _: forget(number))
@@ -160,6 +160,7 @@ def _attention(
     attn_bias: Any = None,
     kv_cache_layout: str = "packed",
     kv_cache_rotation: str = "none",
+    selected_tokens: Any = None,
 ) -> None:
     try:
         ops.attention_with_kv_cache(
@@ -186,6 +187,7 @@ def _attention(
             attn_bias=attn_bias,
             kv_cache_layout=kv_cache_layout,
             kv_cache_rotation=kv_cache_rotation,
+            selected_tokens=selected_tokens,
         )
     except (TypeError, ValueError) as e:
         raise _check.renamed(e, _ATTENTION_NAMES) from None

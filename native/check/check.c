@@ -50,16 +50,24 @@ int ca_check_step(const ca_plan *p, const int32_t *seq_lens, const int32_t *quer
     return CA_OK;
 }
 
-/* Checks n entries of one kv head's selection, from `position` on: blocks that ascend, then -1. `before` is the entry
- * before them as unsigned, or -1 where there is none. */
-static int check_selected(const int32_t *list, int64_t n, int64_t position, int64_t before, int64_t seq_blocks,
+/* Checks n entries of a selection, from `position` on: they ascend below `bound`, then -1. `before` is the entry before
+ * them as unsigned, or -1 where there is none. */
+static int check_selected(const int32_t *list, int64_t n, int64_t position, int64_t before, int64_t bound,
                           ca_fault *fault) {
     for (int64_t i = 0; i < n; before = (uint32_t)list[i++])
-        if (list[i] < -1 || list[i] >= seq_blocks)
-            return ca_fail(fault, CA_BAD_SELECTED, -1, position + i, list[i], seq_blocks);
+        if (list[i] < -1 || list[i] >= bound)
+            return ca_fail(fault, CA_BAD_SELECTED, -1, position + i, list[i], bound);
         else if (list[i] != -1 && (uint32_t)list[i] <= before)
             return ca_fail(fault, CA_SELECTED_ORDER, -1, position + i, list[i], (int32_t)before);
     return CA_OK;
+}
+
+/* Copies n of the entries of a selection to `list`, and checks all of them: those behind the n have to be -1. */
+static int take_list(const int32_t *from, int64_t all, int64_t n, int64_t bound, int32_t *list, ca_fault *fault) {
+    memcpy(list, from, (size_t)n * sizeof *list);
+    if (check_selected(list, n, 0, -1, bound, fault) || all == n)
+        return fault->status;
+    return check_selected(from + n, all - n, n, n ? (int64_t)(uint32_t)list[n - 1] : -1, bound, fault);
 }
 
 /* Requests that share blocks in the plan have to share them in the call's table. They see all of their first keys, so
@@ -82,16 +90,13 @@ static int check_shared(const ca_plan *p, const ca_indices *x, ca_fault *fault) 
  * longest request has blocks: all entries behind these have to be -1. */
 static int take_selected(const ca_plan *p, const ca_array *selected, int64_t r, int64_t cols, int64_t num_blocks,
                          int64_t block_size, ca_indices *x, ca_fault *fault) {
-    const int64_t seq_blocks = ca_div_up(p->seq_lens[r], block_size), n = x->num_selected, all = selected->shape[2];
+    const int64_t seq_blocks = ca_div_up(p->seq_lens[r], block_size), n = x->num_selected;
     const int64_t first = p->first_key[r] / block_size, end = ca_div_up(p->end_key[r], block_size);
     int status = CA_OK;
     for (int64_t h = 0; h < selected->shape[1] && !status; h++) {
         const int32_t *from = (const int32_t *)selected->address + r * selected->strides[0] + h * selected->strides[1];
         int32_t *list = x->selected + (r * selected->shape[1] + h) * n;
-        memcpy(list, from, (size_t)n * sizeof *list);
-        status = check_selected(list, n, 0, -1, seq_blocks, fault);
-        if (!status && all > n)
-            status = check_selected(from + n, all - n, n, n ? (int64_t)(uint32_t)list[n - 1] : -1, seq_blocks, fault);
+        status = take_list(from, selected->shape[2], n, seq_blocks, list, fault);
         if (status) {
             fault->request = r;
             fault->kv_head = h;
@@ -104,9 +109,37 @@ static int take_selected(const ca_plan *p, const ca_array *selected, int64_t r, 
     return status;
 }
 
-/* Makes room for what a call reads of its table and its selection. Returns 0 where there is no memory. */
-static int make_room(const ca_plan *p, const ca_array *table, const ca_array *selected, int64_t block_size,
-                     ca_indices *x) {
+/* Copies and checks what the query tokens of request r select, whose table is copied, and the blocks of the keys that a
+ * token sees of these. */
+static int take_selected_tokens(const ca_plan *p, const ca_array *tokens, int64_t r, int64_t cols, int64_t num_blocks,
+                                int64_t block_size, ca_indices *x, ca_fault *fault) {
+    const int64_t n = x->num_selected_tokens;
+    for (int64_t i = 0; i < ca_q_len(p, (int)r); i++) {
+        const int64_t t = p->query_start_loc[r] + i;
+        int32_t *list = x->selected_tokens + t * n;
+        int64_t lo, hi, end = 0; /* blocks that end up to there have been looked at */
+        if (take_list((const int32_t *)tokens->address + t * tokens->strides[0], tokens->shape[1], n, p->seq_lens[r],
+                      list, fault)) {
+            fault->request = r;
+            fault->token = t;
+            return fault->status;
+        }
+        ca_visible(p, (int)r, i, &lo, &hi);
+        for (int64_t j = 0; j < n && list[j] < hi && list[j] >= 0; j++) {
+            if (list[j] < lo || list[j] < end)
+                continue;
+            const int64_t block = list[j] / block_size;
+            if (check_blocks(&x->blocks[x->table_at[r] + block], r, block, block + 1, cols, num_blocks, fault))
+                return fault->status;
+            end = (block + 1) * block_size;
+        }
+    }
+    return CA_OK;
+}
+
+/* Makes room for what a call reads of its table and its selections. Returns 0 where there is no memory. */
+static int make_room(const ca_plan *p, const ca_array *table, const ca_array *selected, const ca_array *tokens,
+                     int64_t block_size, ca_indices *x) {
     const int64_t num_reqs = p->shape.num_reqs;
     /* A range of n keys lies in up to n / block_size + 2 blocks. */
     double entries =
@@ -116,6 +149,8 @@ static int make_room(const ca_plan *p, const ca_array *table, const ca_array *se
         x->num_selected = ca_min64(selected->shape[2], ca_div_up(ca_longest(p), block_size));
         entries += (double)num_reqs * (double)selected->shape[1] * (double)x->num_selected;
     }
+    x->num_selected_tokens = ca_min64(tokens->shape[1], ca_longest(p));
+    entries += (double)p->num_tokens * (double)x->num_selected_tokens;
     const double bytes = (double)num_reqs * sizeof *x->table_at + entries * sizeof *x->blocks;
     x->memory = bytes <= sizeof x->few ? x->few : bytes < (double)PTRDIFF_MAX ? malloc((size_t)bytes) : NULL;
     x->table_at = x->memory;
@@ -143,32 +178,46 @@ int ca_take_blocks(const int32_t *row, int64_t request, int64_t first, int64_t e
     return fine && end <= cols ? CA_OK : check_blocks(to, request, first, end, cols, num_blocks, fault);
 }
 
-int ca_take_indices(const ca_plan *p, const ca_array *table, const ca_array *selected, int64_t num_blocks,
-                    int64_t block_size, ca_indices *x, ca_fault *fault) {
+/* A plan is for calls that select tokens, up to so many each, or for others. */
+static int check_selects(const ca_plan *p, const ca_array *selected, const ca_array *tokens, ca_fault *fault) {
+    const int64_t most = p->shape.max_selected_tokens, columns = tokens->itemsize ? tokens->shape[1] : -1;
+    if (selected->itemsize && tokens->itemsize)
+        return ca_fail(fault, CA_SELECTED_TWICE, -1, -1, -1, -1);
+    if (columns > most || (columns < 0) != (most == 0))
+        return ca_fail(fault, CA_OTHER_SELECTED, -1, -1, columns, most);
+    return CA_OK;
+}
+
+int ca_take_indices(const ca_plan *p, const ca_array *table, const ca_array *selected, const ca_array *tokens,
+                    int64_t num_blocks, int64_t block_size, ca_indices *x, ca_fault *fault) {
     const int64_t cols = table->shape[1];
+    const int selects = selected->itemsize || tokens->itemsize;
     int64_t taken = 0;
     int status = CA_OK;
     x->memory = NULL;
     if (p->shape.block_size && block_size != p->shape.block_size)
         return ca_fail(fault, CA_OTHER_BLOCK_SIZE, -1, -1, block_size, p->shape.block_size);
-    if (!make_room(p, table, selected, block_size, x))
+    if (check_selects(p, selected, tokens, fault))
+        return fault->status;
+    if (!make_room(p, table, selected, tokens, block_size, x))
         return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
     for (int r = 0; r < p->shape.num_reqs && !status; r++) {
         const int64_t first = p->first_key[r] / block_size, end = ca_div_up(p->end_key[r], block_size);
         const int32_t *row = (const int32_t *)table->address + r * table->strides[0];
         int32_t *to = x->blocks + taken;
-        if (selected->itemsize) /* which of the blocks count is not known yet */
+        if (selects) /* which of the blocks count is not known yet */
             memcpy(to, row + first, (size_t)there(first, end, cols) * sizeof *to);
         else
             status = ca_take_blocks(row, r, first, end, cols, num_blocks, to, fault);
         x->table_at[r] = taken - first;
         taken += there(first, end, cols);
     }
-    if (!selected->itemsize)
+    if (!selects)
         return status ? status : check_shared(p, x, fault);
-    x->selected = x->blocks + taken;
+    x->selected = x->selected_tokens = x->blocks + taken;
     for (int r = 0; r < p->shape.num_reqs && !status; r++)
-        status = take_selected(p, selected, r, cols, num_blocks, block_size, x, fault);
+        status = selected->itemsize ? take_selected(p, selected, r, cols, num_blocks, block_size, x, fault)
+                                    : take_selected_tokens(p, tokens, r, cols, num_blocks, block_size, x, fault);
     return status;
 }
 
@@ -177,10 +226,10 @@ void ca_give_back(void *memory, void *few) {
         free(memory);
 }
 
-int ca_check_table(const ca_plan *p, const ca_array *table, const ca_array *selected, int64_t num_blocks,
-                   int64_t block_size, ca_fault *fault) {
+int ca_check_table(const ca_plan *p, const ca_array *table, const ca_array *blocks, const ca_array *tokens,
+                   int64_t num_blocks, int64_t block_size, ca_fault *fault) {
     ca_indices x;
-    ca_take_indices(p, table, selected, num_blocks, block_size, &x, fault);
+    ca_take_indices(p, table, blocks, tokens, num_blocks, block_size, &x, fault);
     ca_give_back(x.memory, x.few);
     return fault->status;
 }

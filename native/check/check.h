@@ -7,7 +7,7 @@
 static inline int ca_fail(ca_fault *fault, int status, int64_t request, int64_t position, int64_t value,
                           int64_t bound) {
     *fault = (ca_fault){.status = status, .request = request, .position = position, .value = value, .bound = bound};
-    fault->kv_head = -1;
+    fault->kv_head = fault->token = -1;
     return status;
 }
 
@@ -23,19 +23,19 @@ static inline int ca_is_empty(const ca_array *a) {
     return 0;
 }
 
-/* Holds what one call reads of its block table, and of its selection, copied and checked: see ca_call. */
+/* Holds what one call reads of its block table, and of what is selected, copied and checked: see ca_call. */
 typedef struct ca_indices {
     int64_t *table_at;
-    int32_t *blocks, *selected;
-    int64_t num_selected;
+    int32_t *blocks, *selected, *selected_tokens;
+    int64_t num_selected, num_selected_tokens;
     void *memory; /* `few`, or memory for more than fits there */
     int64_t few[128];
 } ca_indices;
 
 /* Copies and checks the blocks that hold a key some row may see: they have to be below num_blocks, and the same for
  * requests that share them in the plan. Whether this succeeds or not, ca_give_back(x->memory, x->few) has to follow. */
-int ca_take_indices(const ca_plan *plan, const ca_array *table, const ca_array *selected, int64_t num_blocks,
-                    int64_t block_size, ca_indices *x, ca_fault *fault);
+int ca_take_indices(const ca_plan *plan, const ca_array *table, const ca_array *selected, const ca_array *tokens,
+                    int64_t num_blocks, int64_t block_size, ca_indices *x, ca_fault *fault);
 /* These copy int64 [T], to `few`, which holds CA_FEW_INDICES, where they fit, and check the copy. They return NULL
  * where *fault says why. */
 #define CA_FEW_INDICES 256

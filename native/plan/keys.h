@@ -93,6 +93,13 @@ static inline double ca_query_factor(double scale, double factor) {
  * batch. A request has at most 64 segments, so that the partial results stay small. */
 static inline int64_t ca_segment_keys(int64_t seq_len) { return 1024 * ca_max64(1, ca_div_up(seq_len, 64 * 1024)); }
 
+/* A query token that selects its keys has them in segments of so many, counted among those that it sees. */
+#define CA_SELECTED_KEYS 1024
+
+static inline int64_t ca_plan_segment_keys(const ca_plan *plan, int r) {
+    return plan->shape.max_selected_tokens ? CA_SELECTED_KEYS : ca_segment_keys(plan->seq_lens[r]);
+}
+
 /* One float sums up at most so many keys one by one; the chains of a longer segment are merged in order. In float32,
  * equal weights of 2^20 keys come to 0.53 of the error budget, and to 1.76 by chains of 16,384. */
 #define CA_CHAIN_KEYS 4096

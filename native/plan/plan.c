@@ -4,6 +4,7 @@
  * and segments of keys at its first key. */
 #include "check/check.h"
 #include "plan.h"
+#include "run/selected.h"
 #include "run/threads.h"
 #include <stdlib.h>
 #include <string.h>
@@ -42,11 +43,15 @@ static double list_blocks(ca_plan *p, ca_costed *c) {
             p->rows = (int32_t)ca_max64(p->rows, rows);
             if (rows <= CA_FEW_ROWS)
                 p->few_rows = (int32_t)ca_max64(p->few_rows, rows);
-            int64_t k0, k1, size = ca_segment_keys(p->seq_lens[r]);
+            int64_t k0, k1, size = ca_plan_segment_keys(p, r);
             ca_task_keys(p, t, &k0, &k1);
             if (k0 < k1) {
                 first = ca_min64(first, k0);
                 end = ca_max64(end, k1);
+            }
+            if (p->shape.max_selected_tokens) {
+                k1 = ca_min64(p->shape.max_selected_tokens, k1 - k0);
+                k0 = 0;
             }
             t->segment = segment_of((int32_t)k0, (int32_t)size);
             t->num_segments = k1 > k0 ? segment_of((int32_t)k1 - 1, (int32_t)size) + 1 - t->segment : 0;
@@ -71,17 +76,18 @@ static double total_cost(const ca_list *list) {
 
 /* Threads take tasks longest first, so that the last one to finish keeps the others waiting for less than one task. A
  * task that costs more than a quarter of a thread's share therefore hands out its segments one by one. Fewer than 4 *
- * num_threads items are so long, which bounds the partial results. Over NHD the kv heads of a task are one item, and it
- * is not its heads but its segments that are handed out. */
+ * num_threads items are so long, and they have no more segments than MOST_PIECES, which bounds the partial results.
+ * Over NHD the kv heads of a task are one item, and it is not its heads but its segments that are handed out. */
+#define MOST_PIECES 64
 static void split_tasks(const ca_plan *p, ca_list *list, double total) {
     double limit = total * (p->heads_together > 1 ? 1 : p->shape.num_kv_heads) / (4 * p->num_threads);
     if (!p->shape.enable_kv_split || p->num_threads < 2)
         return;
     for (ca_costed *c = list->at; c < list->at + list->count; c++)
-        if ((double)c->cost > limit && c->task.num_segments > c->pieces) {
+        if ((double)c->cost > limit && c->task.num_segments > c->pieces && c->task.num_segments <= MOST_PIECES) {
             c->whole = 0;
             c->pieces = c->task.num_segments;
-            c->cost = ca_min64(c->cost, ca_cost_of(p, &c->task, ca_segment_keys(p->seq_lens[c->task.request])));
+            c->cost = ca_min64(c->cost, ca_cost_of(p, &c->task, ca_plan_segment_keys(p, c->task.request)));
         }
 }
 
@@ -192,7 +198,8 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
         return CA_NO_MEMORY;
     double total = list_blocks(p, list.at);
     int status = CA_OK;
-    const int together = p->engine->together && p->few_rows;
+    const int selects = p->shape.max_selected_tokens > 0;
+    const int together = p->engine->together && p->few_rows && !selects;
     const int nhd = p->shape.kv_cache_layout == CA_NHD;
     p->heads_together = 1;
     if (together && nhd && p->kernel->nhd_keys && p->rows == p->few_rows)
@@ -211,8 +218,9 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
     free(list.at);
     free(list.members);
     p->state_bytes = ca_max64(ca_state_bytes(p, p->rows), p->heads_together * ca_state_bytes(p, p->few_rows));
-    p->scratch_bytes = ca_round_up(p->engine->scratch_bytes(p), 64);
-    p->thread_bytes = (2 + (ca_segment_keys(ca_longest(p)) > CA_CHAIN_KEYS)) * p->state_bytes + p->scratch_bytes;
+    p->scratch_bytes = ca_round_up(selects ? ca_selected_bytes(p) : p->engine->scratch_bytes(p), 64);
+    const int chains = !selects && ca_segment_keys(ca_longest(p)) > CA_CHAIN_KEYS;
+    p->thread_bytes = (2 + chains) * p->state_bytes + p->scratch_bytes;
     /* rotate_queries needs a head as float32 for each thread, and room for all queries. */
     if (p->shape.hadamard & 1 << K) {
         p->thread_bytes = ca_max64(p->thread_bytes, ca_round_up(p->shape.head_size * (int64_t)sizeof(float), 64));

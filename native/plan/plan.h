@@ -24,9 +24,9 @@ typedef struct ca_list {
     int32_t *members; /* query blocks that share, as indices into `at` */
 } ca_list;
 
-/* Returns how many query tokens a task has: as many as fill the engine's rows. */
+/* Returns how many query tokens a task has: as many as fill the engine's rows, but one where each selects its keys. */
 static inline int64_t ca_block_tokens(const ca_plan *p) {
-    return ca_max64(1, p->engine->rows(p->kernel) / p->group_size);
+    return p->shape.max_selected_tokens ? 1 : ca_max64(1, p->engine->rows(p->kernel) / p->group_size);
 }
 
 /* A task costs its query rows times its keys, and LOAD rows more for reading each key. On a Zen 4 core, which reads 33

@@ -4,6 +4,7 @@
 #include "check/check.h"
 #include "kernel/kernel.h"
 #include "plan/keys.h"
+#include "selected.h"
 #include "threads.h"
 #include <stdatomic.h>
 #ifdef _OPENMP
@@ -56,6 +57,8 @@ static int run_segment(run *w, const ca_task *t, int kv_head, int num_heads, int
     const ca_plan *p = w->plan;
     const int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v;
     int n = 0;
+    if (p->shape.max_selected_tokens)
+        return ca_attend_selected(p, w->call, t, kv_head, segment, total, scratch);
     for (int64_t k0, k1 = 0; next_chain(w, t, kv_head, segment, &k0, &k1); n++) {
         const ca_state *to = n ? part : total;
         for (int h = 0; h < num_heads; h++)
@@ -193,6 +196,8 @@ static ca_call call_of(const ca_array *a, const ca_shape *s, const ca_indices *x
         .selected = x->selected,
         .num_kv_heads = s->num_kv_heads,
         .num_selected = x->num_selected,
+        .selected_tokens = x->selected_tokens,
+        .num_selected_tokens = x->num_selected_tokens,
         .attn_bias = (const float *)bias->address,
         .bias_stride_r = bias->shape[0] > 1 ? bias->strides[0] : 0,
         .bias_stride_h = bias->shape[1] > 1 ? bias->strides[1] : 0,
@@ -297,8 +302,8 @@ int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int
         return fault->status;
     ca_indices x;
     const int64_t block_size = ca_cache_axes(&a[CA_KEY_CACHE], s->kv_cache_layout, s->head_size).block_size;
-    if (!ca_take_indices(plan, &a[CA_BLOCK_TABLE], &a[CA_SELECTED_BLOCKS], a[CA_KEY_CACHE].shape[0], block_size, &x,
-                         fault) &&
+    if (!ca_take_indices(plan, &a[CA_BLOCK_TABLE], &a[CA_SELECTED_BLOCKS], &a[CA_SELECTED_TOKENS],
+                         a[CA_KEY_CACHE].shape[0], block_size, &x, fault) &&
         !ca_check_bias(plan, &a[CA_ATTN_BIAS], fault) && workspace) {
         ca_call call = call_of(a, s, &x);
         call.scale = scale;

@@ -34,7 +34,9 @@ typedef struct ca_call {
     float scale, softcap, k_scale, v_scale;
     const int32_t *selected;            /* [R, Hkv, num_selected], block numbers within a request, ascending, then -1 */
     int64_t num_kv_heads, num_selected; /* num_selected -1: none is given, all blocks count */
-    const float *attn_bias;             /* ca_bias_row reads it; NULL: there is none */
+    const int32_t *selected_tokens;     /* [T, num_selected_tokens], keys of a request, ascending, then -1 */
+    int64_t num_selected_tokens;
+    const float *attn_bias;                              /* ca_bias_row reads it; NULL: there is none */
     int64_t bias_stride_r, bias_stride_h, bias_stride_q; /* 0 along an axis of size 1 */
 } ca_call;
 

@@ -34,6 +34,7 @@ enum {
     DOCUMENTS,
     TREE_BYTES, /* of a row of the tree mask, -1: there is none */
     CLAMPED,
+    SELECTED_TOKENS, /* for each query token, -1: all */
     BIAS, /* four sizes, 0: there is none */
     FIELDS = BIAS + 4
 };
@@ -121,6 +122,9 @@ int main(int argc, char **argv) {
     ca_array selected = {0};
     if (f[SELECTED] >= 0)
         selected = given(CA_I32, 4, 3, (int64_t[]){f[REQS], f[KV_HEADS], f[SELECTED]});
+    ca_array tokens = {0};
+    if (f[SELECTED_TOKENS] >= 0)
+        tokens = given(CA_I32, 4, 2, (int64_t[]){f[TOKENS], f[SELECTED_TOKENS]});
     const ca_array spans = given(CA_I32, 4, 2, (int64_t[]){f[SPANS], 3});
     const ca_array documents = given(CA_I32, 4, 2, (int64_t[]){f[DOCUMENTS], 2});
     const int64_t tree_rows = f[TREE_BYTES] < 0 ? -1 : f[TOKENS];
@@ -160,9 +164,10 @@ int main(int argc, char **argv) {
                       .num_threads = 1,
                       .kv_cache_layout = (int32_t)f[KV_CACHE_LAYOUT],
                       .hadamard = (int32_t)f[HADAMARD],
-                      .block_size = f[SHARED] ? (int32_t)f[BLOCK_SIZE] : 0};
+                      .block_size = f[SHARED] ? (int32_t)f[BLOCK_SIZE] : 0,
+                      .max_selected_tokens = f[SELECTED_TOKENS] < 0 ? 0 : (int32_t)ca_max64(1, f[SELECTED_TOKENS])};
     const ca_array written[] = {kc, vc, k, v, slots}, step[] = {starts, lens, flags, f[SHARED] ? table : (ca_array){0}};
-    const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks, selected, bias};
+    const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks, selected, bias, tokens};
     ca_plan_info info;
     ca_write(0, written, &meaning, (int)f[KV_CACHE_LAYOUT], (int)f[HADAMARD], x[2], x[3], &fault);
     ca_plan *plan =

@@ -1,0 +1,234 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * This file attends the keys that a query token selects. It copies a segment of them into one block, as they lie in the
+ * cache, where the engine meets them as it meets any request: one of a single query token that sees all of its keys.
+ * What goes by a key's position is done here: keys that a mask hides are not copied, and ALiBi becomes a bias. */
+#include "selected.h"
+#include "kernel/kernel.h"
+#include "plan/keys.h"
+
+/* A thread works in these. */
+typedef struct work {
+    int32_t *key;   /* [CA_SELECTED_KEYS] */
+    float *bias;    /* [group_size][CA_SELECTED_KEYS] */
+    char *block[2]; /* of K, of V: CA_SELECTED_KEYS tokens */
+    void *scratch;  /* the engine's */
+} work;
+
+static int is_packed(const ca_plan *p) { return p->shape.kv_cache_layout == CA_PACKED; }
+
+static int64_t row_bytes(const ca_plan *p, int kv) {
+    return ca_kv_head_size(&p->shape, kv) * ca_dtype_size(ca_kv_dtype(&p->shape, kv));
+}
+
+static int64_t block_bytes(const ca_plan *p, int kv) {
+    const ca_group_form f = ca_kv_form(p, kv);
+    return is_packed(p) ? ca_scales_at(&f, CA_SELECTED_KEYS, CA_SELECTED_KEYS / CA_LANES)
+                        : CA_SELECTED_KEYS * row_bytes(p, kv);
+}
+
+static int64_t carve(work *w, uintptr_t base, const ca_plan *p) {
+    int64_t at = 0;
+#define TAKE(field, bytes)                                                                                             \
+    w->field = (void *)(base + (uintptr_t)at);                                                                         \
+    at = ca_round_up(at + (int64_t)(bytes), 64);
+    TAKE(key, CA_SELECTED_KEYS * sizeof *w->key)
+    TAKE(bias, p->group_size * CA_SELECTED_KEYS * (int64_t)sizeof *w->bias)
+    TAKE(block[K], block_bytes(p, K))
+    TAKE(block[V], block_bytes(p, V))
+    TAKE(scratch, 0)
+#undef TAKE
+    return at;
+}
+
+/* What a segment is to the engine: the plan of one request, of one query token and so many keys of one kv head. `step`
+ * holds its lengths. */
+static ca_plan plan_alone(const ca_plan *p, int64_t keys, int32_t step[4]) {
+    ca_plan alone = *p;
+    step[0] = 0;
+    step[1] = 1;
+    step[2] = (int32_t)keys;
+    step[3] = 0;
+    alone.query_start_loc = step;
+    alone.seq_lens = step + 2;
+    alone.causal = step + 3;
+    alone.lo = alone.hi = NULL;
+    alone.tree = NULL;
+    alone.shape.num_reqs = alone.shape.num_kv_heads = 1;
+    alone.shape.num_heads = (int32_t)p->group_size;
+    alone.shape.window_left = alone.shape.window_right = -1;
+    alone.shape.max_selected_tokens = 0;
+    if (!is_packed(p))
+        alone.shape.kv_cache_layout = CA_HND;
+    return alone;
+}
+
+int64_t ca_selected_bytes(const ca_plan *p) {
+    int32_t step[4];
+    work unused;
+    const ca_plan alone = plan_alone(p, CA_SELECTED_KEYS, step);
+    return carve(&unused, 0, p) + p->engine->scratch_bytes(&alone);
+}
+
+/* Lists the keys of a segment, and returns how many there are. */
+static int64_t list_keys(const ca_plan *p, const ca_call *c, const ca_task *t, const ca_query_row *row, int64_t segment,
+                         int32_t *key) {
+    const int64_t columns = c->num_selected_tokens;
+    const ca_blocks list = {c->selected_tokens + row->token * columns, columns}; /* of one key each */
+    const int64_t first = ca_find_block(list, row->lo) + segment * CA_SELECTED_KEYS;
+    const int64_t end = ca_min64(ca_find_block(list, row->hi), first + CA_SELECTED_KEYS);
+    int64_t n = 0;
+    for (int64_t i = first; i < end; i++)
+        if (!row->tree || ca_sees(row->tree, ca_context(p, t->request), list.selected[i]))
+            key[n++] = list.selected[i];
+    return n;
+}
+
+/* Finds the block of the cache that holds a key, and which of the block's tokens the key is. */
+static const char *find_key(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int kv, int32_t key,
+                            int64_t *token) {
+    const uint32_t size = (uint32_t)c->block_size, block = (uint32_t)key / size;
+    *token = (uint32_t)key % size;
+    return ca_kv_block(p, c, kv, ca_block_of(c, t->request, block), kv_head);
+}
+
+#define COPIED_AHEAD 16 /* keys whose rows are fetched while one's is copied */
+
+static void copy_rows(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int kv, const int32_t *key,
+                      int64_t n, char *to) {
+    const int64_t bytes = row_bytes(p, kv), ld = c->kv[kv].ld * ca_dtype_size(ca_kv_dtype(&p->shape, kv));
+    int64_t token;
+    for (int64_t i = 0; i < n + COPIED_AHEAD; i++) {
+        if (i < n) {
+            const char *ahead = find_key(p, c, t, kv_head, kv, key[i], &token) + token * ld;
+            for (int64_t at = 0; at < bytes; at += 64)
+                __builtin_prefetch(ahead + at);
+        }
+        if (i >= COPIED_AHEAD) {
+            const char *row = find_key(p, c, t, kv_head, kv, key[i - COPIED_AHEAD], &token) + token * ld;
+            memcpy(to + (i - COPIED_AHEAD) * bytes, row, (size_t)bytes);
+        }
+    }
+    memset(to + n * bytes, 0, (size_t)((ca_round_up(n, CA_LANES) - n) * bytes));
+}
+
+/* Copies count units that lie `stride` bytes apart here and there. */
+static void copy_units(const char *from, char *to, int64_t count, int64_t unit, int64_t stride) {
+#define UNITS(size)                                                                                                    \
+    case size:                                                                                                         \
+        for (int64_t i = 0; i < count; i++)                                                                            \
+            memcpy(to + i * stride, from + i * stride, size);                                                          \
+        break;
+    switch (unit) {
+        UNITS(1)
+        UNITS(2)
+        UNITS(4)
+    default: /* a row */
+        memcpy(to, from, (size_t)unit);
+    }
+#undef UNITS
+}
+
+/* Copies one token of a group to another group. */
+static void copy_elements(const ca_plan *p, int kv, const char *from, int64_t token, char *to, int64_t as) {
+    const int dtype = ca_kv_dtype(&p->shape, kv), layout = ca_layout_of_kind(p->kernel->info.layout, dtype);
+    const int64_t n = ca_kv_head_size(&p->shape, kv), size = ca_dtype_size(dtype),
+                  pair = 1 + (layout == CA_LAYOUT_PAIRS);
+    int64_t (*offset)(int, int64_t, int64_t, int64_t) = kv ? ca_v_offset : ca_k_offset;
+    if (ca_is_packed(dtype)) {
+        for (int64_t d = 0; d < n; d++)
+            ca_put_element(dtype, (uint8_t *)to, offset(layout, as, d, n),
+                           ca_element(dtype, (const uint8_t *)from, offset(layout, token, d, n)));
+        return;
+    }
+    from += offset(layout, token, 0, n) * size;
+    to += offset(layout, as, 0, n) * size;
+    if (kv == K)
+        copy_units(from, to, ca_div_up(n, pair), pair * size, CA_LANES * pair * size);
+    else if (layout == CA_LAYOUT_PAIRS)
+        copy_units(from, to, n, size, 2 * size);
+    else
+        memcpy(to, from, (size_t)(n * size));
+}
+
+static void copy_packed(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int kv, const int32_t *key,
+                        int64_t n, char *to) {
+    const ca_group_form f = ca_kv_form(p, kv);
+    for (int64_t i = 0; i < n; i++) {
+        int64_t token, as = i % CA_LANES;
+        const char *block = find_key(p, c, t, kv_head, kv, key[i], &token);
+        const char *scales = block + ca_scales_at(&f, c->block_size, token / CA_LANES) + token % CA_LANES * 2;
+        char *group = to + i / CA_LANES * f.bytes;
+        char *to_scales = to + ca_scales_at(&f, CA_SELECTED_KEYS, i / CA_LANES);
+        if (as == 0 && n - i < CA_LANES) { /* what no key fills is 0 */
+            memset(group, 0, (size_t)f.bytes);
+            memset(to_scales, 0, (size_t)(f.scales * CA_LANES * 2));
+        }
+        copy_elements(p, kv, block + token / CA_LANES * f.bytes, token % CA_LANES, group, as);
+        for (int64_t s = 0; s < f.scales; s++)
+            memcpy(to_scales + (s * CA_LANES + as) * 2, scales + s * CA_LANES * 2, 2);
+    }
+}
+
+/* Says whether V's rows are a part of K's (MLA): then one copy is both. */
+static int v_is_in_k(const ca_plan *p, const ca_call *c) {
+    const ca_kv *k = &c->kv[K], *v = &c->kv[V];
+    const uintptr_t at = (uintptr_t)v->cache - (uintptr_t)k->cache;
+    const int64_t rest = row_bytes(p, K) - row_bytes(p, V);
+    return !is_packed(p) && p->shape.k_dtype == p->shape.v_dtype && k->stride_n == v->stride_n &&
+           k->stride_h == v->stride_h && k->ld == v->ld && rest >= 0 && at <= (uintptr_t)rest;
+}
+
+static void copy_keys(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int64_t n, const work *w,
+                      ca_kv kv[2]) {
+    const int latent = v_is_in_k(p, c);
+    for (int i = K; i <= (latent ? K : V); i++) {
+        (is_packed(p) ? copy_packed : copy_rows)(p, c, t, kv_head, i, w->key, n, w->block[i]);
+        kv[i] = (ca_kv){w->block[i], 0, 0, ca_kv_head_size(&p->shape, i)};
+    }
+    if (latent)
+        kv[V] = (ca_kv){w->block[K] + ((const char *)c->kv[V].cache - (const char *)c->kv[K].cache), 0, 0, kv[K].ld};
+}
+
+/* Adds up, for each query head and key, what depends on the key's position. */
+static void fill_bias(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, ca_query_row row, int64_t n,
+                      const work *w) {
+    for (int64_t g = 0; g < p->group_size; g++) {
+        float *bias = w->bias + g * CA_SELECTED_KEYS;
+        ca_query_row_move(p, c, (ca_token){t->request, t->token}, kv_head * p->group_size + g, &row);
+        for (int64_t i = 0; i < n; i++) {
+            const float distance = (float)(w->key[i] - row.pos);
+            bias[i] = (row.slope != 0 ? row.slope * distance : 0) + (row.bias ? row.bias[w->key[i]] : 0);
+        }
+    }
+}
+
+int ca_attend_selected(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int64_t segment,
+                       const ca_state *state, void *memory) {
+    const ca_query_row row = ca_query_row_of(p, c, (ca_token){t->request, t->token}, (int64_t)kv_head * p->group_size);
+    const int64_t table_at = 0;
+    const int32_t table = 0;
+    const ca_task task = {.num_tokens = 1, .num_segments = 1, .partial = -1};
+    int32_t step[4];
+    work w;
+    carve(&w, (uintptr_t)memory, p);
+    const int64_t n = list_keys(p, c, t, &row, segment, w.key);
+    if (!n)
+        return 0;
+    const ca_plan alone = plan_alone(p, n, step);
+    ca_call call = *c;
+    call.query = row.query;
+    call.block_size = CA_SELECTED_KEYS;
+    call.block_table = &table;
+    call.table_at = &table_at;
+    call.num_kv_heads = 1;
+    call.alibi_slopes = NULL;
+    copy_keys(p, c, t, kv_head, n, &w, call.kv);
+    if (c->alibi_slopes || c->attn_bias) {
+        fill_bias(p, c, t, kv_head, row, n, &w);
+        call.attn_bias = w.bias;
+        call.bias_stride_h = CA_SELECTED_KEYS;
+    }
+    ca_clear(state, p->group_size, p->shape.head_size_v);
+    const int status = p->engine->segment(&alone, &call, &task, 0, 1, 0, n, state, w.scratch);
+    return status ? -status : 1;
+}
