@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from cpu_attn import UnavailableError, _check
 from cpu_attn._arrays import dense_rows
-from cpu_attn.transformers import continuous
+from cpu_attn.transformers import continuous, private
 from cpu_attn.transformers.lazy import Inference, LazyTensor
 from cpu_attn.transformers.masks import LEAST, Mask, UnplannableError, as_bias, eager_only, mask_function
 from cpu_attn.transformers.paged_cache import Pages, is_held
@@ -49,16 +49,16 @@ def continuous_batching(model: Any) -> Iterator[Any]:
     ...     outputs = model.generate_batch(inputs, generation_config)
     """
     enable()
+    private.leave_pages_to(CONTINUOUS)
     config = model.config.get_text_config()  # of a composite model, the one that generates
-    before = {id(c): (c, c._attn_implementation) for c in (model.config, config)}
-    # set_attn_implementation would look for a flash_attn package by the name.
+    before = {id(c): (c, private.implementation(c)) for c in (model.config, config)}
     for c, _ in before.values():
-        c._attn_implementation_internal = CONTINUOUS
+        private.set_implementation(c, CONTINUOUS)
     try:
         yield model
     finally:
         for c, name in before.values():
-            c._attn_implementation_internal = name
+            private.set_implementation(c, name)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

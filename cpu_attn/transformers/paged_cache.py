@@ -11,12 +11,12 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 
 from cpu_attn import PagedKVCache, _check, ops
 from cpu_attn._arrays import dense_rows
 from cpu_attn._dtypes import dtype_name, is_scaled
 from cpu_attn.rotation import rotate
+from cpu_attn.transformers import private
 from cpu_attn.transformers.lazy import Inference, LazyTensor, ReadOnly
 from cpu_attn.transformers.plans import Logits, Requests, autocast, by_token, run
 
@@ -46,7 +46,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         kv_cache_rotation: str = "none",
     ) -> None:
         config = config.get_text_config(decoder=True)
-        layer_types, _ = get_layer_types_and_kwargs(config)
+        layer_types, _ = private.get_layer_types_and_kwargs(config)
         for layer_type in layer_types:
             if layer_type not in LAYERS:
                 raise ValueError(f"config: a layer of {layer_type!r}, PagedCache has {', '.join(LAYERS)}")
@@ -155,7 +155,7 @@ class Held:
         return torch.from_numpy(states.view(np.uint8)).view(self.dtype)  # NumPy's bfloat16 is none of torch's
 
 
-class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
     """K and V of a layer, as transformers asks for them and writes them."""
 
     is_sliding = False
