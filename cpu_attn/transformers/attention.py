@@ -14,9 +14,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from cpu_attn import UnavailableError, _check
 from cpu_attn._arrays import dense_rows
 from cpu_attn.transformers import continuous, private
+from cpu_attn.transformers.latents import is_expansion
 from cpu_attn.transformers.lazy import Inference, LazyTensor
 from cpu_attn.transformers.masks import LEAST, Mask, UnplannableError, as_bias, eager_only, mask_function
-from cpu_attn.transformers.paged_cache import Pages, is_held
+from cpu_attn.transformers.pages import Pages, is_held
 from cpu_attn.transformers.plans import Logits, Requests, autocast, run, unmasked
 
 NAME = "cpu_attn"
@@ -204,6 +205,8 @@ def _attend(
         requests, logits = _masked(mask, batch_size, q_length, kv_length, logits)
     if is_held(key, value):
         return key.held.attend(query, requests, logits)
+    if is_expansion(key, value) and key.expansion.is_worse(q_length):
+        return key.expansion.attend(query, requests, logits)
     if not kv_length:  # keys that are no block of a cache
         return query.new_zeros(batch_size, q_length, query.shape[1], value.shape[3])
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))

@@ -15,6 +15,8 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 # ---- caches ----
 
 CacheLayerMixin = cache_utils.CacheLayerMixin
+LinearAttentionLayer = cache_utils.LinearAttentionLayer
+DummyLayer = cache_utils.DummyLayer
 get_layer_types_and_kwargs = cache_utils.get_layer_types_and_kwargs
 
 # ---- masks ----
@@ -59,6 +61,23 @@ def hides_nothing(attention_mask: Any, kv_length: int, kv_offset: int, local_siz
 def modeling(config: Any) -> Any:
     """The module of the models of such a configuration; None where it has not been imported."""
     return sys.modules.get(type(config).__module__.replace("configuration_", "modeling_"))
+
+
+def latent_attention(config: Any) -> list[Any]:
+    """The classes of attention among them that cache latents, and expand them in a method of their own."""
+    module = modeling(config)
+    return [x for x in vars(module).values() if isinstance(x, type) and hasattr(x, "expand_kv")] if module else []
+
+
+def latent_weights(module: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Of a module of such a class: what makes keys of latents, [H, nope, L], and values, [H, L, Dv], as views. None
+    where something else than a plain product does."""
+    made = module.kv_b_proj
+    if type(made) is not torch.nn.Linear or made.bias is not None:
+        return None
+    sizes = module.qk_nope_head_dim, module.v_head_dim
+    keys, values = made.weight.detach().unflatten(0, (-1, sum(sizes))).split(sizes, 1)
+    return keys, values.mT
 
 
 def implementation(config: Any) -> str | None:
