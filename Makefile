@@ -181,9 +181,13 @@ $(VENV)/test: $(VENV)/installed
 $(VENV)/example $(VENV)/plot: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' && touch $@
 
-# With accelerate transformers reads GGUF files.
+# Which versions of them; others in an INTEGRATIONS of their own. An index has torch's newer ones for CUDA only, gigabytes
+# that run on CPUs, too. With accelerate transformers reads GGUF files.
+TORCH = 2.13.0
+TRANSFORMERS = 5.24.0
 $(VENV)/torch $(VENV)/transformers: $(VENV)/installed
-	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' accelerate && touch $@
+	@$(BIN)/pip install --quiet torch==$(TORCH) \
+		$(if $(filter transformers,$(notdir $@)),transformers==$(TRANSFORMERS) accelerate) && touch $@
 
 # Of vLLM for CPUs its Python alone, out of its sources: tests/vllm_harness.py has the few operators that it then lacks.
 # What it needs at run time comes after it, without what cpu-attn asks for in other versions, and without certifi, of
@@ -195,4 +199,4 @@ $(VENV)/vllm: $(VENV)/transformers
 		$(BIN)/pip install --quiet --no-deps --no-build-isolation --no-binary vllm vllm==$(VLLM)
 	@$(BIN)/python -c "import importlib.metadata as m, re; \
 		print(*(r for r in m.requires('vllm') if not re.match('transformers|certifi|.*extra ==', r)), sep='\n')" > $@.txt
-	@$(BIN)/pip install --quiet -r $@.txt 'cpu-attn[transformers]' && touch $@
+	@$(BIN)/pip install --quiet -r $@.txt torch==$(TORCH) transformers==$(TRANSFORMERS) && touch $@

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
+from functools import cache
 from importlib import metadata
 
-# Distribution: the first version tested, and the first one that is not. The extras in pyproject.toml say the same, but
-# that vLLM has none: an index has its build for CUDA.
-TESTED = {"torch": ("2.13", "2.14"), "transformers": ("5.23", "5.24"), "vllm": ("0.33", "0.34")}
+# Distribution: the oldest version tested, without which an adapter does not work, and the first one that nobody has
+# tested, with which it most likely does. The extras in pyproject.toml ask for the oldest; vLLM has none: an index has
+# its build for CUDA.
+TESTED = {"torch": ("2.13", "2.14"), "transformers": ("5.23", "5.25"), "vllm": ("0.33", "0.34")}
+# Distribution: versions from the oldest on that an adapter does not work with, by how they begin, and why.
+BROKEN: dict[str, dict[str, str]] = {}
 # cpu_attn.NAME and what it needs, its own library first. vLLM pins a torch of its own (0.33 that of 2.14), and what is
 # asked of tensors there is their memory alone.
 NEEDS = {"torch": ("torch",), "transformers": ("transformers", "torch"), "vllm": ("vllm",)}
@@ -37,20 +42,38 @@ def missing(name: str) -> str:
     for distribution in NEEDS[name]:
         found = version(distribution)
         if found is None:
-            how = f"pip install '.[{name}]' in a checkout of cpu-attn brings {tested(distribution)}"
+            how = f"pip install '.[{name}]' in a checkout of cpu-attn brings it"
             if name == "vllm":
                 how = f"docs/vllm.md says how to install its build for CPUs, {tested(distribution)}"
             return f"{distribution} is not installed; {how}"
-        low, high = map(_release, TESTED[distribution])
-        if not low <= _release(found) < high:
-            return f"{distribution} is {found}, tested with {tested(distribution)}"
+        release, oldest = _release(found), _release(TESTED[distribution][0])
+        if release and release < oldest:
+            return f"{distribution} is {found}, older than those tested ({tested(distribution)})"
+        for broken, why in BROKEN.get(distribution, {}).items():
+            if release[: len(_release(broken))] == _release(broken):
+                return f"{distribution} is {found}, with which cpu_attn.{name} does not work: {why}"
     return ""
 
 
+def untested(name: str) -> list[str]:
+    """What ``cpu_attn.NAME`` needs and finds in versions newer than those tested."""
+    found = {d: version(d) or "" for d in NEEDS[name]}
+    newer = [d for d, v in found.items() if not _release(v) or _release(v) >= _release(TESTED[d][1])]
+    return [f"{d} is {found[d]}, newer than those that cpu-attn was tested with ({tested(d)})" for d in newer]
+
+
 def require(name: str) -> None:
-    """ImportError unless what ``cpu_attn.NAME`` needs is installed in a version that it was tested with."""
+    """ImportError unless what ``cpu_attn.NAME`` needs is installed in a version that it works with, as far as anybody
+    knows; one warning in a process for each that nobody has tested."""
     if reason := missing(name):
         raise ImportError(f"cpu_attn.{name}: {reason}")
+    for text in untested(name):
+        _warn(text)
+
+
+@cache
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)  # of whoever imports the adapter
 
 
 def vllm_enabled() -> bool:
@@ -87,7 +110,7 @@ def describe(name: str) -> dict[str, object]:
         "tested": ", ".join(d * (i > 0) + tested(d) for i, d in enumerate(NEEDS[name])),
         "usable": not reason,
         "reason": reason,
-        "state": "" if reason else state,
+        "state": "" if reason else "; ".join([state, *untested(name)]),
     }
 
 

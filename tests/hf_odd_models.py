@@ -248,16 +248,102 @@ def _minimax_m3() -> Made:
     return build(hf.MiniMaxM3VLForCausalLM, config), {"input_ids": ids(2, 21)}
 
 
+# ---- layers that have no keys and values of their own ----
+
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+LAYERS = {**TEXT, **SPECIAL, "num_hidden_layers": 4, "tie_word_embeddings": False}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 8}
+LINEAR = ["linear_attention", "full_attention"] * 2
+SHARED = {
+    **LAYERS,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 8,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
+
+
+def _text(model_class: Any, config: Any) -> Made:
+    return build(model_class, config), {"input_ids": ids(2, 21)}
+
+
+def _nemotron_h() -> Made:
+    config = hf.NemotronHConfig(
+        **LAYERS,
+        layers_block_type=["linear_attention", "full_attention", "moe", "full_attention"],
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=1,
+        chunk_size=8,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=16,
+        n_group=1,
+        topk_group=1,
+    )
+    return _text(hf.NemotronHForCausalLM, config)
+
+
+def _granite() -> Made:
+    config = hf.GraniteMoeHybridConfig(
+        **LAYERS, **MAMBA, layer_types=LINEAR, num_local_experts=0, shared_intermediate_size=48
+    )
+    return _text(hf.GraniteMoeHybridForCausalLM, config)
+
+
+def _zamba2() -> Made:
+    config = hf.Zamba2Config(
+        **LAYERS,
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+        mamba_d_state=8,
+        mamba_expand=2,
+        mamba_ngroups=1,
+        n_mamba_heads=8,
+        chunk_size=8,
+        attention_head_dim=16,
+        adapter_rank=4,
+    )
+    return _text(hf.Zamba2ForCausalLM, config)
+
+
+def _falcon_h1() -> Made:
+    config = hf.FalconH1Config(**LAYERS, **MAMBA, mamba_d_ssm=64, mamba_n_groups=1, head_dim=8)
+    return _text(hf.FalconH1ForCausalLM, config)
+
+
+def _gemma3n() -> Made:
+    config = hf.Gemma3nTextConfig(**SHARED, laurel_rank=8, activation_sparsity_pattern=[0.0] * 4)
+    return _text(hf.Gemma3nForCausalLM, config)
+
+
+def _gemma4_text() -> Made:
+    config = hf.Gemma4TextConfig(**SHARED, global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True)
+    return _text(hf.Gemma4ForCausalLM, config)
+
+
 ODD: dict[str, Callable[[], Made]] = {
     "autoformer": lambda: _series(hf.AutoformerConfig, hf.AutoformerModel, label_length=4, moving_average=5),
+    "bamba": lambda: _text(hf.BambaForCausalLM, hf.BambaConfig(**LAYERS, **MAMBA, attn_layer_indices=[1, 3])),
     "blt": _blt,
     "diffusion_gemma": _diffusion_gemma,
+    "falcon_h1": _falcon_h1,
+    "gemma3n_text": _gemma3n,
     "gemma4": _gemma4,
     "gemma4_audio": _gemma4_audio,
+    "gemma4_text": _gemma4_text,
     "granite_speech": _granite_speech,
+    "granitemoehybrid": _granite,
     "grounding-dino": _grounding_dino,
     "informer": lambda: _series(hf.InformerConfig, hf.InformerModel),
     "kyutai_speech_to_text": _kyutai,
+    "lfm2": lambda: _text(hf.Lfm2ForCausalLM, hf.Lfm2Config(**LAYERS, layer_types=["conv", "full_attention"] * 2)),
     "minimax_m3_vl_text": _minimax_m3,
+    "nemotron_h": _nemotron_h,
     "time_series_transformer": lambda: _series(hf.TimeSeriesTransformerConfig, hf.TimeSeriesTransformerModel),
+    "zamba2": _zamba2,
 }

@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 import sys
+import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -178,32 +179,70 @@ def test_as_a_module() -> None:
 
 
 def test_adapters_are_those_of_the_extras() -> None:
-    """The table that the adapters check against says what the installed metadata promises."""
+    """What pip brings or leaves is from the oldest version on that the adapters work with."""
     extras: dict[str, dict[str, str]] = {}
     for line in metadata.requires("cpu-attn") or []:
         if found := re.fullmatch(r"""([\w-]+)([<>=,.\d]+); extra == ["'](\w+)["']""", line.replace(" ;", ";")):
-            extras.setdefault(found[3], {})[found[1]] = ",".join(sorted(found[2].split(","), reverse=True))
+            extras.setdefault(found[3], {})[found[1]] = found[2]
     for name, needs in _adapters.NEEDS.items():
-        assert extras.get(name) == (None if name == "vllm" else {d: _adapters.tested(d) for d in needs})
+        oldest = {d: f">={_adapters.TESTED[d][0]}" for d in needs}
+        assert extras.get(name) == (None if name == "vllm" else oldest)
+
+
+OLD = "transformers is 5.22.2, older than those tested (>=5.23,<5.25)"
 
 
 def test_what_is_said_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = {"torch": "2.13.4+cpu", "transformers": "5.24.0"}
+    here = {"torch": "2.13.4+cpu", "transformers": "5.22.2"}
     monkeypatch.setattr(_adapters, "version", here.get)
     torch, transformers, vllm = info()["adapters"]
     assert torch["usable"] and torch["version"] == "2.13.4+cpu" and "activate_flash_attention_impl" in torch["state"]
-    assert not transformers["usable"] and transformers["reason"] == "transformers is 5.24.0, tested with >=5.23,<5.24"
+    assert not transformers["usable"] and transformers["reason"] == OLD
     assert not vllm["usable"] and vllm["version"] is None and "vllm is not installed" in vllm["reason"]
-    with pytest.raises(ImportError, match=r"cpu_attn.transformers: transformers is 5.24.0, tested with >=5.23,<5.24"):
+    with pytest.raises(ImportError, match=f"cpu_attn.transformers: {re.escape(OLD)}"):
         _adapters.require("transformers")
-    _adapters.require("torch")
-    for version, fits in (("2.13", True), ("2.12.9", False), ("2.14.0a0+git1", False), ("unknown", False)):
-        here["torch"] = version
-        assert (_adapters.missing("torch") == "") == fits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _adapters.require("torch")
     shown = CliRunner().invoke(main, ["info"], env={"COLUMNS": "240"}).output
     assert "vllm is not installed; docs/vllm.md says how to install its build for CPUs, >=0.33,<0.34" in shown
     del here["torch"]
     assert _adapters.missing("torch").startswith("torch is not installed; pip install '.[torch]' in a checkout")
+
+
+VERSIONS = {"2.13": "tested", "2.12.9": "refused", "2.13.9+cpu": "tested", "2.99.0a0+git1": "new", "unknown": "new"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_newer_version_warns_once_and_works(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_adapters, "version", {"torch": version, "transformers": "5.24.0"}.get)
+    monkeypatch.setattr(_adapters, "BROKEN", {"torch": {"2.99.1": "it adds"}, "transformers": {"5.24.1": "it draws"}})
+    adapters = {a["name"]: a for a in info()["adapters"]}
+    _adapters._warn.cache_clear()
+    if VERSIONS[version] == "refused":
+        assert not adapters["torch"]["usable"] and not adapters["transformers"]["usable"]
+        with pytest.raises(ImportError, match=f"^cpu_attn.torch: torch is {version}, older than those tested"):
+            _adapters.require("torch")
+        return
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for name in ("torch", "transformers", "torch"):
+            _adapters.require(name)
+            assert adapters[name]["usable"] and adapters[name]["state"].startswith("on request")
+    said = f"torch is {version}, newer than those that cpu-attn was tested with ({_adapters.tested('torch')})"
+    new = VERSIONS[version] == "new"
+    assert [str(w.message) for w in found] == [said] * new
+    assert adapters["torch"]["state"].endswith(said) == adapters["transformers"]["state"].endswith(said) == new
+
+
+def test_a_version_that_is_known_to_be_broken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"torch": "2.99.10"}
+    monkeypatch.setattr(_adapters, "version", here.get)
+    monkeypatch.setattr(_adapters, "BROKEN", {"torch": {"2.99.1": "it adds where it should multiply"}})
+    assert not _adapters.missing("torch")
+    here["torch"] = "2.99.1+cpu"
+    why = "torch is 2.99.1+cpu, with which cpu_attn.torch does not work: it adds where it should multiply"
+    assert _adapters.missing("torch") == why and info()["adapters"][0]["reason"] == why
 
 
 def test_whether_vllm_loads_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:

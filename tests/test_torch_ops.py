@@ -417,15 +417,22 @@ def test_meta_tensors_are_refused() -> None:
     assert not arguments[3].any() and not write[2].any()
 
 
-def test_a_version_that_was_not_tested() -> None:
-    code = """if True:
+@pytest.mark.parametrize(("version", "works"), [("2.12.1", False), ("2.99.0", True)])
+def test_a_version_that_was_not_tested(version: str, works: bool) -> None:
+    code = f"""if True:
         from importlib import metadata
         real = metadata.version
-        metadata.version = lambda name: "2.14.1" if name == "torch" else real(name)
+        metadata.version = lambda name: {version!r} if name == "torch" else real(name)
         try:
-            import cpu_attn.torch
+            import cpu_attn.torch, cpu_attn.flash_attn
+            print("works")
         except ImportError as e:
             print(e)
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "cpu_attn.torch: torch is 2.14.1, tested with >=2.13,<2.14"
+    if works:
+        assert done.stdout.strip() == "works"
+        assert done.stderr.count("torch is 2.99.0, newer than those that cpu-attn was tested with") == 1
+        assert "<string>:6: UserWarning" in done.stderr
+    else:
+        assert done.stdout.strip().startswith("cpu_attn.torch: torch is 2.12.1, older than those tested (>=2.13,<")

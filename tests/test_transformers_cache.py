@@ -24,7 +24,7 @@ from cpu_attn.tests.hf_models import DECODERS, tokens  # noqa: E402
 from cpu_attn.transformers import PagedCache  # noqa: E402
 from cpu_attn.transformers.attention import attention  # noqa: E402
 from cpu_attn.transformers.masks import mask_function  # noqa: E402
-from cpu_attn.transformers.paged_cache import Held, PagedLayer, Pages  # noqa: E402
+from cpu_attn.transformers.pages import Held, PagedLayer, Pages  # noqa: E402
 
 pytestmark = pytest.mark.integrations
 adapter.enable()
@@ -67,8 +67,8 @@ def test_same_tokens_and_no_gather(name: str, gathers: list[Any]) -> None:
     cache = paged(name, block_size=16)
     assert generate(name, "cpu_attn", cache, inputs, **options).tolist() == want.tolist()
     assert cache.get_seq_length() == 19 + 15
-    # What DeepSeek caches is latent: the model expands all of it in every step.
-    assert len(gathers) == (16 * 2 * 2 if name == "deepseek_v3" else 0)
+    # What DeepSeek caches is latent, and expanded for the prompt, where that takes fewer multiplications.
+    assert len(gathers) == (2 * 2 if name == "deepseek_v3" else 0)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -322,8 +322,6 @@ def test_what_is_refused() -> None:
         PagedCache(config, block_size=0)
     with pytest.raises(ValueError, match="k_scale"):
         PagedCache(config, kv_cache_dtype="int8", k_scale=0.5)
-    with pytest.raises(ValueError, match="linear_attention"):
-        PagedCache(hf.Qwen3NextConfig(num_hidden_layers=4))
     layer = PagedLayer(8, kv_cache_dtype="auto")
     key, value = filled(layer)
     with pytest.raises(IndexError, match=r"^indices: index 3 is out of bounds .* size 3"):

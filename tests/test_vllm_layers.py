@@ -352,16 +352,37 @@ def test_it_stays_away_from_gpus(own: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert AttentionBackendEnum.CPU_ATTN.get_class() is own
 
 
-def test_another_version_is_left_alone(own: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setitem(_adapters.TESTED, "vllm", ("0.20", "0.21"))
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> Any:
+    """What the plugin logs."""
     logger = logging.getLogger("vllm.plugins.cpu_attn")
     monkeypatch.setattr(logger, "propagate", False)
     logger.addHandler(caplog.handler)
-    try:
-        _vllm_plugin.register()
-    finally:
-        logger.removeHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def test_an_older_version_is_left_alone(own: Any, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    monkeypatch.setitem(_adapters.TESTED, "vllm", ("0.40", "0.41"))
+    _vllm_plugin.register()
     assert AttentionBackendEnum.CPU_ATTN.get_class() is own
-    (record,) = caplog.records
+    (record,) = said.records
     assert record.levelname == "WARNING"
-    assert "vllm is 0.33.0" in record.getMessage() and ">=0.20,<0.21" in record.getMessage()
+    assert "vllm is 0.33.0" in record.getMessage() and ">=0.40,<0.41" in record.getMessage()
+
+
+def test_a_newer_version_is_taken(own: Any, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    monkeypatch.setitem(_adapters.TESTED, "vllm", ("0.20", "0.21"))
+    _vllm_plugin.register()
+    assert AttentionBackendEnum.CPU_ATTN.get_class() is Backend is not own
+    assert [record.levelname for record in said.records if record.levelname != "INFO"] == []
+
+
+def test_a_newer_version_that_the_backend_does_not_fit(own: Any, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    monkeypatch.setitem(_adapters.TESTED, "vllm", ("0.20", "0.21"))
+    monkeypatch.setattr(_vllm_plugin, "BACKEND", "cpu_attn.vllm.Gone")
+    _vllm_plugin.register()
+    assert AttentionBackendEnum.CPU_ATTN.get_class() is own
+    (record,) = said.records
+    assert record.levelname == "WARNING"
+    assert "vllm is 0.33.0, newer than" in record.getMessage() and "has no attribute 'Gone'" in record.getMessage()

@@ -13,10 +13,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from cpu_attn import UnavailableError, _check
 from cpu_attn._arrays import dense_rows
-from cpu_attn.transformers import continuous
+from cpu_attn.transformers import continuous, private
+from cpu_attn.transformers.latents import is_expansion
 from cpu_attn.transformers.lazy import Inference, LazyTensor
 from cpu_attn.transformers.masks import LEAST, Mask, UnplannableError, as_bias, eager_only, mask_function
-from cpu_attn.transformers.paged_cache import Pages, is_held
+from cpu_attn.transformers.pages import Pages, is_held
 from cpu_attn.transformers.plans import Logits, Requests, autocast, run, unmasked
 
 NAME = "cpu_attn"
@@ -49,16 +50,16 @@ def continuous_batching(model: Any) -> Iterator[Any]:
     ...     outputs = model.generate_batch(inputs, generation_config)
     """
     enable()
+    private.leave_pages_to(CONTINUOUS)
     config = model.config.get_text_config()  # of a composite model, the one that generates
-    before = {id(c): (c, c._attn_implementation) for c in (model.config, config)}
-    # set_attn_implementation would look for a flash_attn package by the name.
+    before = {id(c): (c, private.implementation(c)) for c in (model.config, config)}
     for c, _ in before.values():
-        c._attn_implementation_internal = CONTINUOUS
+        private.set_implementation(c, CONTINUOUS)
     try:
         yield model
     finally:
         for c, name in before.values():
-            c._attn_implementation_internal = name
+            private.set_implementation(c, name)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -204,6 +205,8 @@ def _attend(
         requests, logits = _masked(mask, batch_size, q_length, kv_length, logits)
     if is_held(key, value):
         return key.held.attend(query, requests, logits)
+    if is_expansion(key, value) and key.expansion.is_worse(q_length):
+        return key.expansion.attend(query, requests, logits)
     if not kv_length:  # keys that are no block of a cache
         return query.new_zeros(batch_size, q_length, query.shape[1], value.shape[3])
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from cpu_attn import merge_states
+from cpu_attn.transformers import private
 from cpu_attn.transformers.plans import Ints, Logits, Requests, run
 
 
@@ -38,14 +39,14 @@ def attend(
     """Writes key and value [1, Hkv, T, D] into the layer's pages; output [1, T, H, D] of query [1, H, T, D]."""
     if block_table is not None:
         raise ValueError("block_table: cpu_attn takes read_index and write_index (max_blocks_per_request=0)")
-    allocator = cache.layer_to_allocator[layer_idx]
+    allocator, rows = private.pages(cache, layer_idx)
     # All layers of a step are called with the one tensor that was made for it, so what they share hangs on it.
     steps = cu_seq_lens_q.__dict__.setdefault("_cpu_attn_steps", {})
     if allocator.index not in steps:
         lengths = cu_seq_lens_q.numpy(), cu_seq_lens_k[allocator.layer_type].numpy()
         indices = read_index[allocator.index].numpy(), write_index[allocator.index]
         steps[allocator.index] = Step.of(allocator, *lengths, *indices)
-    return steps[allocator.index].attend(allocator, layer_idx, query, key, value, logits)
+    return steps[allocator.index].attend(rows, query, key, value, logits)
 
 
 def _blocks(rows: Ints, block: int) -> tuple[Ints, int]:
@@ -101,14 +102,12 @@ class Step:
 
     def attend(
         self,
-        allocator: Any,
-        layer_idx: int,
+        rows: list[torch.Tensor],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         logits: Logits,
     ) -> torch.Tensor:
-        rows = allocator._kv_token_views[layer_idx]
         count = min(map(len, rows)) // self.block
         caches = [x[: count * self.block].unflatten(0, (count, self.block)) for x in rows]
         # Before the keys that they still see are written over.

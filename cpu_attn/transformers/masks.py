@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -13,32 +12,14 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
-from transformers import masking_utils as stock
 
+from cpu_attn.transformers import private
 from cpu_attn.transformers.lazy import LazyTensor
 from cpu_attn.transformers.plans import Ints, Requests
 
 
 class UnplannableError(Exception):
     """Why a mask is no plan."""
-
-
-# ---- which of transformers' mask functions a function is ----
-
-
-def _code(function: Any) -> Any:
-    return getattr(function, "__code__", None)
-
-
-# Closures of one maker share their code; what they close over is in their cells.
-_CAUSAL = _code(stock.causal_mask_function)
-_BIDIRECTIONAL = _code(stock.bidirectional_mask_function)
-_AND = _code(stock.and_masks(stock.causal_mask_function))
-_WINDOW = _code(stock.sliding_window_overlay(1))
-_WINDOW_BOTH = _code(stock.sliding_window_bidirectional_overlay(1))
-_CHUNKS = _code(stock.chunked_overlay(1, torch.zeros(1)))
-_PACKED = _code(stock.packed_sequence_mask_function(torch.zeros(1, 1)))
-_REMAPPED = _code(stock.remap_positions_for_packed_sequence(stock.causal_mask_function, torch.zeros(1, 1)))
 
 
 @dataclass
@@ -53,29 +34,27 @@ class Pattern:
     packed: Any = None
 
     def read(self, function: Any) -> None:
-        code, cells = _code(function), {}
-        if code is not None:
-            cells = dict(zip(code.co_freevars, (c.cell_contents for c in function.__closure__ or ()), strict=True))
-        if code is _AND:
-            for part in cells["mask_functions"]:
+        kind, cells = private.mask_function(function)
+        if kind == "and":
+            for part in cells[0]:
                 self.read(part)
-        elif code is _CAUSAL:
+        elif kind == "causal":
             self.causal = True
-        elif code is _WINDOW:
-            self.left = _narrower(self.left, cells["sliding_window"] - 1)
-        elif code is _WINDOW_BOTH:
-            self.left, self.right = (_narrower(x, cells["sliding_window"]) for x in (self.left, self.right))
-        elif code is _CHUNKS:
+        elif kind == "window":
+            self.left = _narrower(self.left, cells[0] - 1)
+        elif kind == "window on both sides":
+            self.left, self.right = (_narrower(x, cells[0]) for x in (self.left, self.right))
+        elif kind == "chunks":
             if self.chunks:
                 raise UnplannableError("chunks of two sizes")
-            self.chunks = cells["chunk_size"], cells["left_padding"]
-        elif code is _PACKED:
-            self.packed = cells["packed_sequence_mask"]
-        elif code is _REMAPPED:  # positions run on within a sequence, so distances are what they were
-            self.read(cells["mask_function"])
+            self.chunks = cells[0], cells[1]
+        elif kind == "packed":
+            self.packed = cells[0]
+        elif kind == "remapped":  # positions run on within a sequence, so distances are what they were
+            self.read(cells[0])
             if self.chunks:
                 raise UnplannableError("chunks that start anew in each packed sequence")
-        elif code is not _BIDIRECTIONAL:
+        elif kind != "bidirectional":
             raise UnplannableError(f"the mask function {getattr(function, '__qualname__', function)!r}")
 
 
@@ -94,7 +73,7 @@ def eager_only(config: Any) -> bool:
     """Whether the models of such a configuration are not made for sdpa: they take every mask for what eager adds to
     scores, and none for every key."""
     config_class: Any = type(config)
-    module = sys.modules.get(config_class.__module__.replace("configuration_", "modeling_"))
+    module = private.modeling(config)
     return module is not None and _eager_only(config_class, module)
 
 
@@ -102,7 +81,7 @@ def eager_only(config: Any) -> bool:
 def _eager_only(config_class: Any, module: Any) -> bool:
     found: list[Any] = [x for x in vars(module).values() if isinstance(x, type)]
     models = [x for x in found if issubclass(x, PreTrainedModel) and x.config_class is config_class]
-    return bool(models) and not any(x._supports_sdpa for x in models)
+    return bool(models) and not any(private.supports_sdpa(x) for x in models)
 
 
 class Mask(LazyTensor):
@@ -140,7 +119,7 @@ class Mask(LazyTensor):
         """Booleans, whatever it is to others."""
         if self._seen is None:
             arguments = self._arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-            self._seen = stock.sdpa_mask(**arguments)
+            self._seen = private.sdpa_mask(**arguments)
         return self._seen
 
     def dense(self) -> torch.Tensor:
@@ -199,13 +178,13 @@ def mask_function(**arguments: Any) -> Mask | None:
     for name in ("q_offset", "kv_offset"):  # of a StaticCache: tensors that its next update changes
         arguments[name] = int(arguments.get(name, 0))
     if arguments.get("allow_is_bidirectional_skip"):
-        padding = stock.prepare_padding_mask(*(arguments[x] for x in ("attention_mask", "kv_length", "kv_offset")))
-        if stock._ignore_bidirectional_mask_sdpa(padding, arguments["kv_length"], arguments.get("local_size")):
+        lengths = arguments["kv_length"], arguments["kv_offset"], arguments.get("local_size")
+        if private.hides_nothing(arguments["attention_mask"], *lengths):
             return None
     if not arguments.get("use_vmap"):
         return Mask(arguments)
     try:
-        Pattern().read(arguments.get("mask_function", stock.causal_mask_function))
+        Pattern().read(arguments.get("mask_function", private.causal_mask_function))
         return Mask(arguments | {"use_vmap": False})  # functions of indices, each of them
     except UnplannableError:
         mask = Mask(arguments)
@@ -219,7 +198,7 @@ def _requests(
     kv_length: int,
     q_offset: int,
     kv_offset: int,
-    mask_function: Callable[..., Any] = stock.causal_mask_function,
+    mask_function: Callable[..., Any] = private.causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     **_: Any,
 ) -> Requests:

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) over a PagedCache, without its expansion where that pays.
+
+A model's attention caches of each token a latent and a rotated key, one head of each, and expands all of them to keys
+and values of every head in its method ``expand_kv``. Absorbed into the query and applied to the output instead, the
+weights of that leave attention of all heads over the same rows: keys are [latent | rotated key], values latents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property, partial, wraps
+from typing import Any, TypeGuard
+
+import torch
+
+from cpu_attn.transformers import private
+from cpu_attn.transformers.lazy import LazyTensor, ReadOnly
+from cpu_attn.transformers.pages import Held, PagedLayer, Pages
+from cpu_attn.transformers.plans import Logits, Requests
+
+
+class LatentLayer(PagedLayer):
+    """Rows [latent | rotated key] as keys, and latents once more as values: packed pages of both are what is fast."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of latents [B, 1, T, L] and rotated keys [B, 1, T, P]."""
+        keys, latents = super().update(torch.cat([key_states, value_states], -1), key_states)
+        return latents, Rotated(keys)
+
+
+class Rotated(ReadOnly):
+    """The rotated keys [B, 1, S, P] of a layer."""
+
+    @staticmethod
+    def __new__(cls, keys: Pages) -> Rotated:
+        held = keys.held
+        size = held.pages.head_size - held.pages.head_size_v
+        rotated: Rotated = LazyTensor.__new__(cls, (*keys.shape[:3], size), held.dtype)
+        rotated.keys = keys
+        return rotated
+
+    def __init__(self, keys: Pages) -> None:
+        super().__init__()
+
+    keys: Pages
+
+    def dense(self) -> torch.Tensor:
+        return self.keys.dense()[..., -self.shape[3] :]
+
+
+class Expansion:
+    """Keys and values of all heads that an attention module would make of a layer's latents."""
+
+    def __init__(self, make: Callable[..., Any], weights: Any, latents: Pages, rotated: Rotated) -> None:
+        self.held: Held = latents.held
+        self.make: Callable[[], Any] = lambda: make(latents.dense(), rotated.dense())
+        self.to_latents, self.from_latents = weights  # [H, nope, L] and [H, L, Dv]
+        self.sizes = self.to_latents.shape[1] + rotated.shape[3], self.from_latents.shape[2]
+
+    def states(self) -> tuple[Expanded, Expanded]:
+        """Keys and values, made when somebody looks."""
+        return Expanded(self, 0), Expanded(self, 1)
+
+    @cached_property
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor] = self.make()
+        return found
+
+    def is_worse(self, q_length: int) -> bool:
+        """Whether it takes more multiplications than attention over the latents does, absorption included."""
+        (_, nope, rank), size = self.to_latents.shape, self.from_latents.shape[2]
+        rotated, weights = self.held.pages.head_size - rank, rank * (nope + size)
+        expanded = self.held.length * (weights + q_length * (nope + rotated + size))
+        return bool(expanded > q_length * (weights + self.held.length * (2 * rank + rotated)))
+
+    def attend(self, query: torch.Tensor, requests: Requests, logits: Logits) -> torch.Tensor:
+        """Output [B, T, H, Dv] of query [B, H, T, nope + P], over the latents."""
+        nope = self.to_latents.shape[1]
+        absorbed = torch.cat([query[..., :nope] @ self.to_latents, query[..., nope:]], -1)
+        output = self.held.attend(absorbed, requests, logits)
+        return (output.transpose(1, 2) @ self.from_latents).transpose(1, 2)
+
+
+class Expanded(LazyTensor):
+    """Its keys (index 0) or values (1)."""
+
+    @staticmethod
+    def __new__(cls, expansion: Expansion, index: int) -> Expanded:
+        held, heads = expansion.held, len(expansion.to_latents)
+        shape = len(held.table), heads, held.length, expansion.sizes[index]
+        expanded: Expanded = LazyTensor.__new__(cls, shape, held.dtype)
+        expanded.expansion, expanded.index = expansion, index
+        return expanded
+
+    def __init__(self, expansion: Expansion, index: int) -> None:
+        super().__init__()
+
+    expansion: Expansion
+    index: int
+
+    def dense(self) -> torch.Tensor:
+        return self.expansion.dense[self.index]
+
+
+def is_expansion(key: torch.Tensor, value: torch.Tensor) -> TypeGuard[Expanded]:
+    """Whether these are the keys and the values of one, of what its layer holds now."""
+    if not (isinstance(key, Expanded) and isinstance(value, Expanded)):
+        return False
+    return key.expansion is value.expansion and (key.index, value.index) == (0, 1) and key.expansion.held.current
+
+
+def layer_class(config: Any) -> type[PagedLayer]:
+    """Of the layers of a model of such a configuration. Its attention classes are from now on aware of LatentLayer."""
+    found = private.latent_attention(config)
+    for attention in found:
+        if not hasattr(attention.expand_kv, "__wrapped__"):
+            attention.expand_kv = _lazily(attention.expand_kv)
+    return LatentLayer if found else PagedLayer
+
+
+def _lazily(expand_kv: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(expand_kv)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def expand(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> Any:
+        make = partial(expand_kv, module)
+        of_one = isinstance(kv_nope, Pages) and isinstance(k_rot, Rotated) and kv_nope.held is k_rot.keys.held
+        weights = private.latent_weights(module) if of_one else None
+        return Expansion(make, weights, kv_nope, k_rot).states() if weights else make(kv_nope, k_rot)
+
+    return expand

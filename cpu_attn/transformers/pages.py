@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer of a PagedCache holds: pages, or the states of linear attention, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+
+from cpu_attn import PagedKVCache, _check, ops
+from cpu_attn._arrays import dense_rows
+from cpu_attn._dtypes import dtype_name, is_scaled
+from cpu_attn.rotation import rotate
+from cpu_attn.transformers import private
+from cpu_attn.transformers.lazy import Inference, LazyTensor, ReadOnly
+from cpu_attn.transformers.plans import Logits, Requests, autocast, by_token, run
+
+
+@dataclass(eq=False)
+class Held:
+    """What a layer holds at one moment: the first ``length`` tokens of each row, in the blocks of ``table``
+    int32 [B, blocks]. Rows share blocks after beam search or repetition, until one of them writes into such a block."""
+
+    pages: PagedKVCache
+    table: np.ndarray[Any, Any]
+    length: int
+    dtype: torch.dtype
+    current: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        used = len(np.unique(self.table))
+        return sum(used * x[:1].nbytes for x in (self.pages.key_cache, self.pages.value_cache))
+
+    def with_room(self, tokens: int) -> Held:
+        """As much longer, what is new not yet written: in blocks of each row's own, the one that it shares and would
+        write into a copy."""
+        block_size, have = self.pages.block_size, self.table.shape[1]
+        length = self.length + tokens
+        more = -(-length // block_size) - have
+        shared = bool(self.length % block_size) and len(np.unique(self.table[:, -1])) < len(self.table)
+        if not more and not shared:
+            return replace(self, length=length)
+        columns = more + shared
+        pages, free = self._free(columns * len(self.table))
+        free = free.reshape(len(self.table), columns)
+        if shared:
+            pages.copy_blocks(zip(self.table[:, -1], free[:, 0], strict=True))
+        return Held(pages, np.concatenate([self.table[:, : have - shared], free], 1), length, self.dtype)
+
+    def _free(self, count: int) -> tuple[PagedKVCache, np.ndarray[Any, Any]]:
+        """As many blocks that no row has, and the memory that they are in: twice as large where they ran out."""
+        had = pages = self.pages
+        free = np.setdiff1d(np.arange(had.num_blocks, dtype=np.int32), self.table)
+        if len(free) < count:
+            pages = PagedKVCache(
+                max(2 * had.num_blocks, had.num_blocks + count - len(free)),
+                *(had.block_size, had.num_kv_heads, had.head_size, had.dtype, had.isa),
+                head_size_v=had.head_size_v,
+                kv_cache_dtype=had.kv_cache_dtype,
+                k_scale=had.k_scale,
+                v_scale=had.v_scale,
+                kv_cache_rotation=had.kv_cache_rotation,
+            )
+            pages.key_cache[: had.num_blocks] = had.key_cache
+            pages.value_cache[: had.num_blocks] = had.value_cache
+            free = np.append(free, np.arange(had.num_blocks, pages.num_blocks, dtype=np.int32))
+        return pages, free[:count]
+
+    def slots(self, start: int) -> np.ndarray[Any, Any]:
+        """Of the tokens from ``start`` on, row after row."""
+        block_size, positions = self.pages.block_size, np.arange(start, self.length)
+        blocks = self.table[:, positions // block_size].astype(np.int64)
+        return (blocks * block_size + positions % block_size).ravel()
+
+    def attend(self, query: torch.Tensor, requests: Requests, logits: Logits) -> torch.Tensor:
+        """Output [B, T, H, Dv] of query [B, H, T, D] over the pages."""
+        pages = self.pages
+        head_sizes = pages.head_size, pages.head_size_v
+        kind = self.dtype, "packed", pages.kv_cache_dtype, pages.kv_cache_rotation
+        plan = requests.plan(query.shape[1], pages.num_kv_heads, *head_sizes, *kind)
+        table, scales = self.table[requests.rows], (pages.k_scale, pages.v_scale)
+        return run(plan, query, pages.key_cache, pages.value_cache, table, logits, scales)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def gather(self, value: bool) -> torch.Tensor:
+        """Keys [B, Hkv, S, D] or values [B, Hkv, S, Dv], times their scales: dense, as models view them by heads."""
+        pages = self.pages
+        memory, head_size = (pages.value_cache, pages.head_size_v) if value else (pages.key_cache, pages.head_size)
+        integers = is_scaled(pages.descriptor.stored[value])
+        shape = (len(self.table), pages.num_kv_heads, self.length, head_size)
+        states = np.empty(shape, np.float32 if integers else memory.dtype)
+        for row, out in zip(self.table, states, strict=True):
+            ops.gather(
+                *(memory, row, self.length, head_size, pages.isa),
+                value=value,
+                out=out.swapaxes(0, 1),
+                dtype=pages.dtype,
+                kv_cache_dtype=pages.kv_cache_dtype,
+            )
+        rotated = _check.kv_cache_rotation(pages.kv_cache_rotation) >> value & 1
+        if rotated or states.dtype != pages.dtype:  # quantised
+            states = states.astype(np.float32) * np.float32(pages.v_scale if value else pages.k_scale)
+            states = (rotate(states, back=True) if rotated else states).astype(pages.dtype)
+        return torch.from_numpy(states.view(np.uint8)).view(self.dtype)  # NumPy's bfloat16 is none of torch's
+
+
+class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
+    """K and V of a layer, as transformers asks for them and writes them."""
+
+    is_sliding = False
+    is_croppable = True
+    held: Held | None = None
+
+    def __init__(self, block_size: int, sliding_window: int | None = None, **options: Any) -> None:
+        super().__init__()  # masks go by the window; pages hold all tokens
+        self.block_size, self.options = block_size, options
+
+    def _hold(self, held: Held | None) -> None:
+        """From now on. Keys and values of what was held before are an error for whoever looks at them."""
+        if self.held:
+            self.held.current = False
+        self.held, self.is_initialized = held, held is not None
+        self.keys = Pages(held, value=False) if held else None
+        self.values = Pages(held, value=True) if held else None
+
+    def reset(self) -> None:
+        self._hold(None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which make their own keys and values: what those hold is in the pages."""
+        return self.__dict__ | {"keys": None, "values": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.held:
+            self._hold(replace(self.held))
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self._hold(self._empty(key_states, value_states))
+
+    def _empty(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Held:
+        batch_size, num_kv_heads, _, head_size = key_states.shape
+        pages = PagedKVCache(
+            *(0, self.block_size, num_kv_heads, head_size, dtype_name(key_states.dtype)),
+            head_size_v=value_states.shape[-1],
+            **self.options,
+        )
+        return Held(pages, np.zeros((batch_size, 0), np.int32), 0, key_states.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.held.nbytes if self.held else 0
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes key_states [B, Hkv, T, D] and value_states [B, Hkv, T, Dv] behind what is there. Raises ValueError or
+        TypeError for shapes and dtypes other than those that it holds, and leaves the layer as it was."""
+        dtype = self.held.dtype if self.held else torch.get_autocast_dtype("cpu")
+        key_states, value_states = autocast(dtype, key_states, value_states)
+        self._check(key_states, value_states)
+        before = self.held or self._empty(key_states, value_states)
+        held = before.with_room(key_states.shape[2])
+        held.pages.update(by_token(key_states.detach()), by_token(value_states.detach()), held.slots(before.length))
+        self._hold(held)
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            self.keys = Inference.apply(partial(Pages, held, value=False), key_states, value_states)
+            self.values = Inference.apply(partial(Pages, held, value=True), key_states, value_states)
+        return self.keys, self.values
+
+    def _check(self, *states: torch.Tensor) -> None:
+        dtypes: Sequence[str] = _check.FLOATS
+        axes: tuple[int | None, ...] = (None, None, None)
+        sizes: tuple[int | None, ...] = (None, None)
+        if self.held:
+            pages = self.held.pages
+            dtypes, axes = [str(pages.dtype)], (len(self.held.table), pages.num_kv_heads, None)
+            sizes = pages.head_size, pages.head_size_v
+        for name, x, size in zip(("key_states", "value_states"), states, sizes, strict=True):
+            expected = zip(("batch size", "num_kv_heads", "tokens", "head size"), (*axes, size), strict=True)
+            found = _check.array(name, dense_rows(x.detach()), dtypes, list(expected))
+            dtypes, axes = [str(found.dtype)], found.shape[:3]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.held.length if self.held else 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last ``-tokens_to_remove`` tokens."""
+        if not self.held:
+            return
+        if not -self.held.length <= tokens_to_remove <= 0:
+            raise ValueError(f"tokens_to_remove: {tokens_to_remove} is outside {-self.held.length}..0")
+        self._select(slice(None), tokens_to_remove=tokens_to_remove)
+
+    def _select(self, rows: Any, name: str = "rows", tokens_to_remove: int = 0) -> None:
+        """Those rows of the batch, with the blocks that their tokens are in; ``rows`` as an index of a tensor."""
+        if not self.held:
+            return
+        try:
+            found = torch.from_numpy(np.arange(len(self.held.table)))[rows, ...]
+        except (IndexError, TypeError) as e:
+            raise type(e)(f"{name}: {e}") from None
+        if found.dim() != 1:
+            raise ValueError(f"{name}: {found.dim()} axes, expected 1")
+        length = self.held.length + tokens_to_remove
+        table = self.held.table[found.numpy(), : -(-length // self.block_size)]
+        self._hold(replace(self.held, table=table, length=length))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._select(beam_idx, "beam_idx")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.held:
+            self._select(np.arange(len(self.held.table)).repeat(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._select(indices, "indices")
+
+
+class StateLayer(private.LinearAttentionLayer):  # type: ignore[misc]
+    """The states of a layer of linear attention or of short convolutions, as transformers keeps them."""
+
+    def can_crop(self) -> bool:
+        """Convolutions can, of which earlier inputs were kept (``activate_past_recording``)."""
+        return not any(self.has_previous_state.values()) or (self.record_past and self.is_croppable)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if any(self.has_previous_state.values()):
+            super().crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._change(lambda x: x[indices, ...])
+
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            states.update({i: change(x) for i, x in states.items() if x is not None})
+
+
+class HybridLayer(StateLayer, PagedLayer):
+    """A layer that has both, side by side (Falcon-H1, Zamba 2)."""
+
+    is_compileable = False
+
+    def __init__(self, block_size: int, number_of_states: int = 1, **options: Any) -> None:
+        PagedLayer.__init__(self, block_size, **options)
+        private.LinearAttentionLayer.__init__(self, number_of_states)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        PagedLayer.crop(self, tokens_to_remove)
+        StateLayer.crop(self, tokens_to_remove)
+
+    def reset(self) -> None:
+        PagedLayer.reset(self)
+        StateLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        PagedLayer.reorder_cache(self, beam_idx)
+        StateLayer.reorder_cache(self, beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        PagedLayer.batch_repeat_interleave(self, repeats)
+        StateLayer.batch_repeat_interleave(self, repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        PagedLayer.batch_select_indices(self, indices)
+        StateLayer.batch_select_indices(self, indices)
+
+
+class Pages(ReadOnly):
+    """Keys [B, Hkv, S, D] or values [B, Hkv, S, Dv] of what a layer holds; once it holds something else, an error for
+    whoever looks."""
+
+    @staticmethod
+    def __new__(cls, held: Held, *, value: bool) -> Pages:
+        heads, size = held.pages.num_kv_heads, held.pages.head_size_v if value else held.pages.head_size
+        pages: Pages = LazyTensor.__new__(cls, (len(held.table), heads, held.length, size), held.dtype)
+        pages.held, pages.value = held, value
+        return pages
+
+    def __init__(self, held: Held, *, value: bool) -> None:
+        super().__init__()
+
+    held: Held
+    value: bool
+
+    def dense(self) -> torch.Tensor:
+        if not self.held.current:
+            raise RuntimeError("PagedCache: keys or values of an earlier step, which the cache has since changed")
+        return self.held.gather(self.value)
+
+
+def is_held(key: torch.Tensor, value: torch.Tensor) -> TypeGuard[Pages]:
+    """Whether these are the keys and the values that one layer holds now."""
+    if not (isinstance(key, Pages) and isinstance(value, Pages)):
+        return False
+    return key.held is value.held and key.held.current and not key.value and value.value
