@@ -13,8 +13,9 @@ from cpu_attn import reference
 from .snippets import DOCUMENTS, ROOT, run, snippets
 
 PROMPTS = {ROOT / "README.md": 2, ROOT / "docs" / "backend.md": 1}  # attention over what a step brings
-# Those of test_torch_docs.py, test_transformers_docs.py, test_flash_attn.py and test_flashinfer.py.
-OTHERS = {ROOT / "docs" / name for name in ("torch.md", "transformers.md", "flash_attn.md", "flashinfer.md")}
+# Those of test_torch_docs.py, test_transformers_docs.py, test_flash_attn.py, test_flashinfer.py and test_docs.py.
+ELSEWHERE = ("torch.md", "transformers.md", "flash_attn.md", "flashinfer.md", "tutorial.md", "sparse.md", "threads.md")
+OTHERS = {ROOT / "docs" / name for name in ELSEWHERE}
 
 
 def test_all_documents_are_run() -> None:
