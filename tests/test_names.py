@@ -16,7 +16,7 @@ NATIVE = ROOT / "native"
 if not NATIVE.is_dir():
     pytest.skip("these tests belong to a source tree", allow_module_level=True)
 
-DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *NATIVE.rglob("*.md")]
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *NATIVE.rglob("*.md")]
 SOURCES = [p for kind in ("c", "h", "inc") for p in NATIVE.rglob(f"*.{kind}")]
 MADE = {"isa_list.h", "probe_list.h"}  # by build_ffi.py
 FOREIGN = {"Python.h", "omp.h", "native/isa/NAME.c", "cpu_attn.py"}

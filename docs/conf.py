@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The site: ``make docs`` builds it from the repository's Markdown and from the docstrings of the installed package.
+
+The source folder is the repository itself. So a relative link means the same to Sphinx as to a reader of the file.
+``make docs`` turns warnings into errors: a link, an anchor or a cross-reference that leads nowhere ends the build.
+"""
+
+from importlib import metadata
+
+from cpu_attn import _adapters
+
+# The adapters' docstrings are read without the libraries that the adapters need.
+autodoc_mock_imports = ["torch", "transformers", "vllm"]
+_adapters.require = lambda name: None
+
+project = html_title = "cpu-attn"
+release = metadata.version("cpu-attn")
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+root_doc = "docs/index"
+include_patterns = ["*.md", "docs/**.md", "native/**.md"]
+exclude_patterns = [".*", "build", "dist"]
+nitpicky = True
+
+myst_heading_anchors = 4
+autodoc_typehints = "none"  # most are Any: the docstrings say shapes and dtypes
+autodoc_member_order = "bysource"
+napoleon_use_rtype = False
+
+html_theme = "furo"
+html_copy_source = html_show_copyright = False
