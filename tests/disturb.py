@@ -86,7 +86,7 @@ def _attend(engine: str, selected: str = "", **options: Any) -> Calls:
     plan = _plan(engine, dynamic_causal=step["dynamic_causal"], **options)
     indices, query = {"block_table": table, **step}, _floats(T, 2 * HEADS, SIZE)
     if selected == "tokens":
-        lists = np.arange(0, 10 * TOKENS, 10, np.int32) + np.zeros((T, 1), np.int32)
+        lists = np.arange(0, 10 * TOKENS, 10, dtype=np.int32) + np.zeros((T, 1), np.int32)
         lists[lists >= np.repeat(LENS, np.diff(STARTS))[:, None]] = -1
         indices["selected_tokens"] = _shared(lists)
     if selected == "blocks":
