@@ -6,17 +6,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
 
 import cpu_attn
 from cpu_attn import _adapters, _dispatch, _onednn_loader
 from cpu_attn._dtypes import DTYPE_CODES
 from cpu_attn._native import ffi, lib
-from cpu_attn.cli.report import new_console, new_table
+from cpu_attn.cli.report import new_console
 
 
 def cpu() -> dict[str, Any]:
@@ -87,7 +89,7 @@ def kernels() -> list[dict[str, Any]]:
             found.append({"dtype": dtype, "isa": None, "method": None, "why": str(e)})
             continue
         lib.ca_isa_kernel(isa.index, code, k)
-        why = _asked("CPU_ATTN_ISA") or "the best isa that can run here" + failed(dtype)
+        why = _asked("CPU_ATTN_ISA") or "the best here" + failed(dtype)
         if k.variant:
             why += f"; without its variant {ffi.string(k.variant).decode()}: {_dispatch.reason_of(k.reason)}"
         method = ffi.string(k.method).decode()
@@ -138,62 +140,88 @@ def _size(n: int) -> str:
     return f"{n / 2**20:g} MiB" if n >= 2**20 else f"{n / 2**10:g} KiB"
 
 
-def show(data: dict[str, Any], console: Console) -> None:
-    c = data["cpu"]
-    console.print(
-        Text(f"cpu-attn {data['version']}", "bold"),
-        f"on {c['brand']} ({c['vendor']} family {c['family']} model {c['model']}), {c['cpus']} cpus",
-    )
-    console.print(
-        "caches: "
-        + ", ".join(f"{k} {_size(v)}" for k, v in c["caches_bytes"].items())
-        + f"; threads: {data['threads']['count']} ({data['threads']['runtime']})"
-    )
-    console.print("features: " + " ".join(k for k, v in c["features"].items() if v))
-    console.print(f"AMX permission: {c['amx_permission']}" + (f" ({c['amx_reason']})" if c["amx_reason"] else ""))
+WIDTH = 80  # columns, of a pipe too
 
-    table = new_table("isa", "unit", "compiled", "supported", "permitted", "why not")
-    for i in data["isas"]:
-        flags = (_yes(i[k]) for k in ("compiled", "supported", "permitted"))
-        table.add_row(i["name"], i["unit"] + " (emulated)" * i["emulated"], *flags, i["reason"])
-    console.print(table)
 
-    table = new_table("dtype", "auto picks", "how", "why")
+def _print(console: Console, title: str, rows: Iterable[tuple[str | Text, str | Text]]) -> None:
+    """A paragraph of names and what is said of each, folded to WIDTH."""
+    grid = Table.grid(Column(overflow="fold", max_width=WIDTH // 3), Column(overflow="fold"), padding=(0, 2, 0, 0))
+    for name, said in rows:
+        grid.add_row(name, said)
+    if title:
+        console.print(Text(f"\n{title}", "bold"))
+    console.print(grid, width=min(console.width, WIDTH))
+
+
+def _what_runs(data: dict[str, Any]) -> Iterator[tuple[str | Text, str | Text]]:
+    """For each dtype the isa, what multiplies, and why; then the engine, and AMX."""
     for k in data["auto"]:
-        table.add_row(k["dtype"], k["isa"] or Text("nothing", "red"), k["method"] or "", k["why"])
-    console.print(table)
+        what = f"{k['isa']}: {k['method'].split(';')[0]} ({k['why']})" if k["isa"] else Text(f"none: {k['why']}", "red")
+        yield Text(k["dtype"], "bold"), what
+    auto, one = data["auto_engine"], data["onednn"]
+    yield "engine", f"{auto['name'] or 'none'} ({auto['why']})"
+    native, why = (
+        any(k["isa"] == "amx" for k in data["auto"]),
+        [i["reason"] for i in data["isas"] if i["name"] == "amx"],
+    )
+    used = Text.assemble("native: ", _yes(native), ", onednn: ", _yes(one.get("amx_used", False)))
+    yield "Is AMX used?", used if native or not why or not why[0] else used + Text(f" ({why[0]})")
 
-    table = new_table("engine", "available", "why not")
+
+def _machine(data: dict[str, Any]) -> Iterator[tuple[str | Text, str | Text]]:
+    c = data["cpu"]
+    yield "cpu", f"{c['brand']} ({c['vendor']} family {c['family']} model {c['model']}), {c['cpus']} cpus"
+    yield "caches", ", ".join(f"{k} {_size(v)}" for k, v in c["caches_bytes"].items())
+    yield "features", " ".join(k for k, v in c["features"].items() if v)
+    yield "threads", f"{data['threads']['count']} ({data['threads']['runtime']})"
+    yield "AMX permission", c["amx_permission"] + (f" ({c['amx_reason']})" if c["amx_reason"] else "")
+
+
+def _isas(data: dict[str, Any]) -> Iterator[tuple[str | Text, str | Text]]:
+    for i in data["isas"]:
+        there = i["compiled"] and i["supported"] and i["permitted"]
+        unit = i["unit"] + " (emulated)" * i["emulated"]
+        yield i["name"], _yes(there) + Text(f", {unit}" + (f": {i['reason']}" if i["reason"] else ""))
+
+
+def _more_of_kernels(data: dict[str, Any]) -> Iterator[tuple[str | Text, str | Text]]:
+    for k in data["auto"]:
+        if k["method"] and ";" in k["method"]:
+            yield k["dtype"], k["method"].partition("; ")[2]
+
+
+def _engines(data: dict[str, Any]) -> Iterator[tuple[str | Text, str | Text]]:
     for e in data["engines"]:
-        table.add_row(e["name"], _yes(e["available"]), e["reason"])
-    console.print(table)
-    auto = data["auto_engine"]
-    console.print(f"auto picks the engine {auto['name'] or 'nothing'}: {auto['why']}")
-
-    table = new_table("adapter", "found", "tested", "usable", "how, or why not")
-    for a in data["adapters"]:
-        found = a["version"] or "not installed"
-        table.add_row(f"cpu_attn.{a['name']}", found, a["tested"], _yes(a["usable"]), a["state"] or a["reason"])
-    console.print(table)
-
+        yield e["name"], _yes(e["available"]) + Text(f": {e['reason']}" if e["reason"] else "")
     one = data["onednn"]
     if one["available"]:
-        console.print(
-            f"oneDNN {one['version']}, run time {one['runtime']}, effective isa {one['isa']}; probe matmuls got"
-        )
-        console.print(
-            f"  bfloat16: {one['bfloat16']}\n  float32:  {one['float32']}\n  from {one['library']}", soft_wrap=True
-        )
-    else:
-        console.print(f"oneDNN: not available: {one['reason']}", soft_wrap=True)
-    native = any(k["isa"] == "amx" for k in data["auto"])
-    console.print(Text.assemble("Is AMX used? native: ", _yes(native), ", onednn: ", _yes(one.get("amx_used", False))))
+        yield "oneDNN", f"{one['version']}, run time {one['runtime']}, effective isa {one['isa']}"
+        yield "its probe matmuls", f"bfloat16 {one['bfloat16']}, float32 {one['float32']}"
+        yield "its library", one["library"]
+    elif one["reason"] not in (e["reason"] for e in data["engines"]):
+        yield "oneDNN", one["reason"]
+
+
+def _adapter_rows(data: dict[str, Any]) -> Iterator[tuple[str | Text, str | Text]]:
+    for a in data["adapters"]:
+        found = f", found {a['version']}" if a["version"] else ""
+        said = f"{found}, tested {a['tested']}: {a['state'] or a['reason']}"
+        yield f"cpu_attn.{a['name']}", _yes(a["usable"]) + Text(said)
+
+
+def show(data: dict[str, Any], console: Console) -> None:
+    _print(console, "", _what_runs(data))
+    _print(console, f"cpu-attn {data['version']} on this machine", _machine(data))
+    _print(console, "isas that can run", _isas(data))
+    _print(console, "what auto's kernels do besides", _more_of_kernels(data))
+    _print(console, "engines that are there", _engines(data))
+    _print(console, "adapters that can be used", _adapter_rows(data))
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def info(as_json: bool) -> None:
-    """Show CPU, isas, chosen kernels, engines and oneDNN, with the reason for whatever is missing."""
+    """Show what computes each dtype and why, CPU, isas, engines and adapters, with the reason for what is missing."""
     data = collect()
     if as_json:
         click.echo(json.dumps(data, indent=2))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn import _check, _dispatch
+from cpu_attn import _check, _dispatch, profiling
 from cpu_attn._arrays import described, new_beside, objects
 from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, FORMATS, dtype_name, is_scaled
 from cpu_attn._native import ffi, lib
@@ -93,6 +93,7 @@ def run_write(
     *more: Any,
 ) -> None:
     """more: what C takes of this call alone, behind what every write has."""
+    start = profiling.clock()
     layout, fault = _check.LAYOUTS[_check.kv_cache_layout(kv_cache_layout)], ffi.new("ca_fault *")
     kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
     rotated = _check.kv_cache_rotation(kv_cache_rotation)
@@ -106,6 +107,11 @@ def run_write(
             meaning = _meanings[asked] = _meaning(meaning, fault, isa, kv_cache_dtype, kv_cache_layout)
         else:
             addresses, given, alive = _check.reread(fault, names, arrays, given, alive)
+    if start:
+        name = "reshape_and_cache" if names is _check.WRITE else "rotary_reshape_and_cache"
+        key = _check.array("key", arrays[names.index("key")], _check.FLOATS, [(axis, None) for axis in "THD"])
+        resolved = _dispatch.resolve_isa(isa, key.dtype, key.shape[2]).name
+        profiling.record(name, start, "native", resolved, key.dtype, kind, num_tokens=key.shape[0])
 
 
 def _meaning(before: Any, fault: Any, isa: str, kv_cache_dtype: Any, layout: str) -> Any:
@@ -224,7 +230,7 @@ def run_attention(
 ) -> None:
     """The arrays are those of _check.ATTENTION. causal -1: no lengths among them, the plan's are right. only_check:
     nothing is computed."""
-    thread, fault = thread_state, ffi.new("ca_fault *")
+    thread, fault, start = thread_state, ffi.new("ca_fault *"), profiling.clock()
     sinks = arrays[_S_AUX]
     if sinks is not None and not (type(sinks) is np.ndarray and sinks.dtype == np.float32):
         sinks = _check.small_floats("s_aux", sinks, _check.FLOATS, plan.num_heads)
@@ -239,6 +245,8 @@ def run_attention(
             room = thread.workspace
         else:
             addresses, given, alive = _check.reread(fault, _check.ATTENTION, arrays, given, alive)
+    if start and not only_check:
+        profiling.record_plan("attention_with_kv_cache", start, plan)
 
 
 def _first(parts: Any) -> Any:
@@ -259,6 +267,7 @@ def merge_states(outs: Any, lses: Any, *, out: Any = None, lse: Any = None) -> t
     neither; where all are, the output is 0 and lse -inf. NaN in a lse makes NaN of that row's output, and stays in its
     lse. Raises ValueError or TypeError, before anything is written.
     """
+    start = profiling.clock()
     parts, logs = _check.states(outs, lses)
     if out is None:
         out = new_beside(_first(outs), parts[0].shape, DTYPES[parts[0].dtype])
@@ -266,6 +275,8 @@ def merge_states(outs: Any, lses: Any, *, out: Any = None, lse: Any = None) -> t
         lse = new_beside(_first(lses), logs[0].shape, np.float32)
     to, log = _check.merged(parts, logs, out, lse)
     lib.ca_merge_states(len(parts), described([*parts, to]), described([*logs, log]))
+    if start:
+        profiling.record("merge_states", start, num_tokens=to.shape[0])
     return out, lse
 
 

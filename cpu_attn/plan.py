@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn import _check, _dispatch, _threads
+from cpu_attn import _check, _dispatch, _threads, profiling
 from cpu_attn._arrays import addresses, bridged
 from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, FORMATS, dtype_name
 from cpu_attn._native import ffi, lib
@@ -214,10 +214,13 @@ def get_scheduler_metadata(
 # On its own: a frame object of more than 512 bytes, as get_scheduler_metadata's would be with these names too, is one
 # more that memory may not be there for, and CPython 3.11 then forgets which exception it is for.
 def _plan(shape: Any, engine: Any, step: tuple[Any, ...], masks: Any) -> Any:
-    fault, found = ffi.new("ca_fault *"), step if type(step[1]) is np.ndarray else bridged(step)
+    start, fault = profiling.clock(), ffi.new("ca_fault *")
+    found = step if type(step[1]) is np.ndarray else bridged(step)
     where, given, alive = addresses(found), ffi.NULL, found
     while not (pointer := lib.ca_plan_new(shape, engine, where, given, masks, fault)):
         where, given, alive = _check.reread(fault, _check.STEP, step, given, alive)
+    if start:
+        profiling.record("get_scheduler_metadata", start, num_reqs=shape.num_reqs)
     return ffi.gc(pointer, lib.ca_plan_free)
 
 

@@ -85,8 +85,9 @@ def test_sparse() -> None:
 
 def test_threads() -> None:
     before = get_num_threads()
-    (names,) = run(DOCS / "threads.md")
-    assert names["num_threads"] == 1 and get_num_threads() == before
+    threads, profiled = run(DOCS / "threads.md")
+    assert threads["num_threads"] == 1 and get_num_threads() == before
+    assert [kind.name for kind in profiled["profile"].totals][-1] == "attention_with_kv_cache"
 
 
 def test_pictures() -> None:

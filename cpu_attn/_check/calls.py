@@ -21,6 +21,11 @@ _TURNS = ("positions", "cos_sin_cache", "q_weight", "k_weight")
 ROTARY = ("key_cache", "value_cache", "query_out", "query", "key", "value", "slot_mapping", *_TURNS)
 
 
+def attention_arrays(**given: Any) -> tuple[Any, ...]:
+    """The arrays of an attention in the order of ATTENTION, None for those that are not given."""
+    return tuple(given.pop(name, None) for name in ATTENTION)
+
+
 BOUNDS = ("page_min", "page_max", "key", "slot_mapping")
 SCORES = ("scores", "query", "page_min", "page_max", "block_table", "query_start_loc", "seq_lens")
 

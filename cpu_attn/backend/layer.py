@@ -242,8 +242,18 @@ class CPUAttentionBackendImpl:
         else:
             pages, block_size = (*caches, part.block_table), caches[0].shape[2]
         plan = self._plan(metadata, part, block_size, dtype, output.shape[2])
-        step, features = (part.query_start_loc, part.seq_lens, None), (self.alibi_slopes, self.sinks, None, None)
-        arrays = (output[part.rows], None, query[part.rows], *pages, *step, *features)
+        key_cache, value_cache, block_table = pages
+        arrays = _check.attention_arrays(
+            output=output[part.rows],
+            query=query[part.rows],
+            key_cache=key_cache,
+            value_cache=value_cache,
+            block_table=block_table,
+            query_start_loc=part.query_start_loc,
+            seq_lens=part.seq_lens,
+            alibi_slopes=self.alibi_slopes,
+            s_aux=self.sinks,
+        )
         return partial(run_attention, plan, arrays, self.scale, self.logits_soft_cap, scales, self._causal(metadata))
 
     def _check_given(self, part: Part, key: Array | None, has_cache: bool) -> None:

@@ -123,10 +123,16 @@ class Attention:
                 head_size_v=head_size_v,
                 kv_cache_layout="NHD",
             )
-            results = (self.out[tokens], None if self.lse is None else self.lse[:, tokens])
-            part = bias if bias is None or len(bias) == 1 else bias[first:end]
-            row = slopes[first] if slopes is not None and by_request else slopes
-            arrays = (*results, query[tokens], key, value, table, None, None, None, row, None, None, part)
+            arrays = _check.attention_arrays(
+                output=self.out[tokens],
+                lse=None if self.lse is None else self.lse[:, tokens],
+                query=query[tokens],
+                key_cache=key,
+                value_cache=value,
+                block_table=table,
+                alibi_slopes=slopes[first] if slopes is not None and by_request else slopes,
+                attn_bias=bias if bias is None or len(bias) == 1 else bias[first:end],
+            )
             self.calls.append((first, plan, arrays))
         self.used = int(starts[-1])
 

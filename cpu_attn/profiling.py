@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the calls of a running program took, and by which kernels: :func:`profile`, or ``CPU_ATTN_PROFILE=FILE``."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from textwrap import wrap
+from time import perf_counter_ns as now
+from typing import Any
+
+from cpu_attn import _dispatch
+from cpu_attn._dtypes import DTYPE_CODES
+from cpu_attn._native import ffi, lib
+
+MOST_CALLS = 100_000  # that a profile keeps one by one, the latest
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What calls have in common that a profile counts together. kernel: what multiplies, in the words of ``info``."""
+
+    name: str
+    engine: str
+    isa: str
+    kernel: str
+    dtype: str
+    kv_cache_dtype: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call. start, end: nanoseconds of time.perf_counter_ns; thread: the Python thread's native id; num_threads:
+    most threads that computed it; num_tokens: query tokens, or those written."""
+
+    kind: Kind
+    start: int
+    end: int
+    thread: int
+    num_threads: int
+    num_reqs: int
+    num_tokens: int
+
+
+@dataclass
+class Total:
+    """Of all calls of a kind."""
+
+    calls: int = 0
+    nanoseconds: int = 0
+    num_tokens: int = 0
+    num_threads: int = 0
+
+
+@dataclass(eq=False)
+class Profile:
+    """What a program called while it was profiled: ``totals`` of every kind, and the latest ``calls`` themselves.
+
+    ``print(profile)`` shows the totals as a table of 80 columns, ``save`` writes a trace.
+    """
+
+    calls: deque[Call] = field(default_factory=lambda: deque(maxlen=MOST_CALLS))
+    totals: dict[Kind, Total] = field(default_factory=dict)
+    start: int = field(default_factory=now)
+    end: int = 0  # 0 while it runs
+
+    def add(self, call: Call) -> None:
+        with _lock:
+            self.calls.append(call)
+            total = self.totals.setdefault(call.kind, Total())
+            total.calls += 1
+            total.nanoseconds += call.end - call.start
+            total.num_tokens += call.num_tokens
+            total.num_threads = max(total.num_threads, call.num_threads)
+
+    def __str__(self) -> str:
+        with _lock:
+            ranked = sorted(self.totals.items(), key=lambda item: -item[1].nanoseconds)
+        wall = max((self.end or now()) - self.start, 1)
+        lines = [f"{wall / 1e9:.3f} s, of which calls took", ""]
+        lines += [f"{'calls':>8} {'ms':>10} {'of all':>7} {'us each':>9} {'threads':>7}  what"]
+        for kind, total in ranked:
+            took = total.nanoseconds
+            share, each = f"{took / wall:.1%}", f"{took / 1e3 / total.calls:.1f}"
+            numbers = f"{total.calls:>8} {took / 1e6:>10.2f} {share:>7} {each:>9} {total.num_threads:>7}"
+            lines += [f"{numbers}  {kind.name}"]
+            if kind.isa:
+                cache = "" if kind.kv_cache_dtype == "auto" else f" over {kind.kv_cache_dtype}"
+                how = f"{kind.dtype}{cache} by {kind.engine} on {kind.isa}" + (kind.kernel and f": {kind.kernel}")
+                lines += wrap(how, 80, initial_indent=" " * 10, subsequent_indent=" " * 12)
+        return "\n".join(lines)
+
+    def trace(self) -> dict[str, Any]:
+        """The calls in Chrome's format of traces, which chrome://tracing and https://ui.perfetto.dev show."""
+        pid = os.getpid()
+        with _lock:
+            calls = list(self.calls)
+        events = [
+            {
+                "name": call.kind.name,
+                "cat": call.kind.engine or "cpu_attn",
+                "ph": "X",
+                "ts": call.start / 1e3,
+                "dur": (call.end - call.start) / 1e3,
+                "pid": pid,
+                "tid": call.thread,
+                "args": asdict(call.kind)
+                | {name: getattr(call, name) for name in ("num_threads", "num_reqs", "num_tokens")},
+            }
+            for call in calls
+        ]
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def save(self, path: str | Path) -> None:
+        """Writes :meth:`trace` as JSON."""
+        Path(path).write_text(json.dumps(self.trace()), encoding="utf-8")
+
+
+_profiles: tuple[Profile, ...] = ()  # that run; replaced as a whole
+_lock = threading.Lock()
+
+
+def _change(add: tuple[Profile, ...] = (), remove: Profile | None = None) -> None:
+    global _profiles
+    with _lock:
+        _profiles = (*(p for p in _profiles if p is not remove), *add)
+
+
+def _begin_anew() -> None:
+    """In the child of a fork: what the parent has called is not the child's, and another thread may hold the lock."""
+    global _lock
+    _lock = threading.Lock()
+    for running in _profiles:
+        running.calls.clear()
+        running.totals.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
+
+
+@contextmanager
+def profile() -> Iterator[Profile]:
+    """Records the calls of all threads of this process that end within it: which engine, isa and kernel each took, how
+    many threads, requests and tokens, and how long.
+
+    A call costs a microsecond more while it is recorded. Programs that cannot be changed are profiled by
+    ``CPU_ATTN_PROFILE=FILE``: each of their processes then writes a trace to FILE, with its number before the suffix,
+    when it ends as Python programs do.
+
+    >>> with cpu_attn.profile() as profile:
+    ...     model.generate(**inputs)
+    >>> print(profile)  # a table: is AMX really used?
+    >>> profile.save("trace.json")  # for chrome://tracing or https://ui.perfetto.dev
+    """
+    running = Profile()
+    _change(add=(running,))
+    try:
+        yield running
+    finally:
+        _change(remove=running)
+        running.end = now()
+
+
+def clock() -> int:
+    """When a call starts, 0 where nobody asks."""
+    return now() if _profiles else 0
+
+
+def record(
+    name: str,
+    start: int,
+    engine: str = "",
+    isa: str = "",
+    dtype: str = "",
+    kv_cache_dtype: str = "",
+    num_threads: int = 1,
+    num_reqs: int = 0,
+    num_tokens: int = 0,
+    kernel: str = "",
+) -> None:
+    """Adds a call that ends now to every profile that runs; start: of clock(), not 0."""
+    kind = Kind(name, engine, isa, kernel, dtype, kv_cache_dtype)
+    call = Call(kind, start, now(), threading.get_native_id(), num_threads, num_reqs, num_tokens)
+    for running in _profiles:
+        running.add(call)
+
+
+def record_plan(name: str, start: int, plan: Any) -> None:
+    """The same of a call that a plan describes."""
+    kvs = "/".join(dict.fromkeys(plan.kv_dtypes)) if plan.narrow else "auto"
+    which = plan.engine, plan.isa, str(plan.dtype)
+    record(name, start, *which, kvs, plan.num_threads, plan.num_reqs, plan.num_tokens, _kernel(*which))
+
+
+def _kernel(engine: str, isa: str, dtype: str) -> str:
+    if engine != "native":
+        return {"onednn": "oneDNN's matmul and softmax", "reference": "plain C"}[engine]
+    info = ffi.new("ca_kernel_info *")
+    index = next(i.index for i in _dispatch.isas() if i.name == isa)
+    return ffi.string(info.method).decode() if lib.ca_isa_kernel(index, DTYPE_CODES[dtype], info) else ""
+
+
+def _profile_all(path: Path) -> None:
+    running = Profile()
+    _change(add=(running,))
+
+    def save() -> None:
+        if running.calls:
+            running.save(path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}"))
+
+    atexit.register(save)
+
+
+if asked := os.environ.get("CPU_ATTN_PROFILE"):
+    _profile_all(Path(asked))
