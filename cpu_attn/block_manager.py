@@ -52,8 +52,8 @@ class BlockManager:
     enable_prefix_caching: full blocks are found again by the token ids in them and before them, also once their request
     is gone, until their memory is needed: those unused for longest go first. Without it, tokens may be given by their
     number.
-    sliding_window: w, where every layer of these caches sees the last w keys only: blocks behind these are given back
-    by each step. -1: none is.
+    sliding_window: w, where every layer of these caches sees the last w keys only: the plans of a step have this
+    window, and each step gives blocks back that lie behind it. -1: no window.
 
     A request is whatever its user calls it by, anything hashable. Which requests run, wait or give way is the user's
     choice: a call that needs more blocks than are free raises :class:`NoFreeBlocksError` and changes nothing.
@@ -209,6 +209,7 @@ class BlockManager:
             positions=positions,
             requests=requests,
             block_size=self.block_size,
+            sliding_window=self.sliding_window,
         )
         if ids is not None:
             self._token_ids.reshape(-1)[slot_mapping] = ids

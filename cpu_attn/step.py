@@ -35,6 +35,7 @@ class Step:
     positions: Array
     requests: tuple[Hashable, ...]
     block_size: int
+    sliding_window: int = -1
     _plans: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     num_reqs = property(lambda self: len(self.seq_lens), doc="R")
@@ -43,15 +44,16 @@ class Step:
     def plan(self, cache: Any, num_heads: int, **options: Any) -> Any:
         """A plan of this step for every layer whose cache is like ``cache``, a :class:`PagedKVCache`.
 
-        num_heads: query heads; options are those of :func:`get_scheduler_metadata` (``sliding_window``, ``causal``,
-        ``engine``, ...). Requests that start with the same block read the blocks that they share once, unless options
-        have ``block_table=None``. Raises what that function raises, and ValueError for a cache whose block_size is
-        another than the step's.
+        num_heads: query heads; options are those of :func:`get_scheduler_metadata` (``causal``, ``engine``,
+        ``sliding_window``, which is the manager's unless said, ...). Requests that start with the same block read the
+        blocks that they share once, unless options have ``block_table=None``.
+        Raises what that function raises, and ValueError for a cache whose block_size is another than the step's.
         """
         self._arrays_for(cache)
         first = np.sort(self.block_table[:, :1], axis=0)
         if (first[1:] == first[:-1]).any():
             options.setdefault("block_table", self.block_table)
+        options.setdefault("sliding_window", self.sliding_window)
         return cache.plan(self.query_start_loc, self.seq_lens, num_heads, **options)
 
     def _plan_for_all(self, cache: Any, num_heads: int) -> Any:

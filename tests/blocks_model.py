@@ -97,8 +97,7 @@ class Model:
         return True
 
     def attend(self, cache: PagedKVCache, step: Any, query: Any, keys: Any, values: Any) -> None:
-        plan = None if self.window < 0 else step.plan(cache, HEADS, sliding_window=self.window)
-        output = cache.attend(query, step, plan)
+        output = cache.attend(query, step)
         seen = [self.values(r) for r in step.requests]
         want, _ = reference.attention(
             *(query, [keys[v] for v in seen], [values[v] for v in seen], step.query_start_loc, step.seq_lens),

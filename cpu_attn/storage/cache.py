@@ -247,9 +247,8 @@ class PagedKVCache:
         """Output [T, Hq, Dv] of query [T, Hq, D] over the pages in block_table [R, M]: a new array unless given, a
         tensor where query is one.
 
-        block_table: int32 [R, M] with the plan for it, or a :class:`Step`, which makes a plan (causal, without other
-        options) for the first layer and keeps it for the others. Layers with options have a plan of their own, from
-        :meth:`Step.plan`.
+        block_table: int32 [R, M] with the plan for it, or a :class:`Step`, which makes a plan without options for the
+        first layer and keeps it for the others. Layers with options have a plan of their own, from :meth:`Step.plan`.
         scale is 1 / sqrt(D) unless said; the rest, and the errors, as in :func:`attention_with_kv_cache`. ValueError
         for a plan that was made for another dtype, head size, layout, kv_cache_dtype or kv_cache_rotation, or for an
         isa that does not read this layout, and for a step of another block_size.
