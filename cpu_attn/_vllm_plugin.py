@@ -8,10 +8,47 @@ on any platform, and may at most say why it stays away.
 from __future__ import annotations
 
 import pkgutil
+from typing import Any
 
 from cpu_attn import __version__, _adapters
 
 BACKEND = "cpu_attn.vllm.Backend"
+MLA_BACKEND = "cpu_attn.vllm.MLABackend"
+# Each a part of a VllmConfig, and what of it vLLM's CPU platform sets for the limits of its own MLA backend: whole
+# prompts without those found in the cache, in blocks of 16.
+KEPT = {
+    "cache_config": ("enable_prefix_caching", "block_size"),
+    "scheduler_config": ("enable_chunked_prefill", "max_num_batched_tokens"),
+}
+
+
+class MLAPlatform:
+    """Put before the class of vLLM's platform: its answers about MLA, of which the registry of backends is but one.
+    Not about sparse attention (``index_topk``), which stays with vLLM."""
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None) -> Any:
+        asked = attn_selector_config
+        if not asked.use_mla or asked.use_sparse:
+            return super().get_attn_backend_cls(selected_backend, asked, num_heads)  # type: ignore[misc]
+        from cpu_attn.vllm import MLABackend
+
+        if not MLABackend.supports_kv_cache_dtype(asked.kv_cache_dtype):
+            raise ValueError(
+                f"--kv-cache-dtype {asked.kv_cache_dtype}: latent caches (MLA) take "
+                f"{', '.join(MLABackend.supported_kv_cache_dtypes)}"
+            )
+        return MLA_BACKEND
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        kept = [(getattr(vllm_config, part), name) for part, names in KEPT.items() for name in names]
+        before = [getattr(part, name) for part, name in kept]
+        super().check_and_update_config(vllm_config)  # type: ignore[misc]
+        model = vllm_config.model_config
+        if model is not None and model.use_mla and not hasattr(model.hf_text_config, "index_topk"):
+            for (part, name), value in zip(kept, before, strict=True):
+                setattr(part, name, value)
 
 
 def _fault() -> str:
@@ -24,7 +61,8 @@ def _fault() -> str:
 
 
 def register() -> None:
-    """Puts :class:`cpu_attn.vllm.Backend` in the place of vLLM's ``CPU_ATTN``, for the process.
+    """Puts :class:`cpu_attn.vllm.Backend` in the place of vLLM's ``CPU_ATTN`` and :class:`cpu_attn.vllm.MLABackend` in
+    that of its backends for MLA, for the process.
 
     Does nothing where ``CPU_ATTN_VLLM=0`` or the platform is not a CPU. With a version that it does not work with it
     logs one warning, and vLLM's own backend stays.
@@ -46,4 +84,7 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    if not isinstance(current_platform, MLAPlatform):
+        platform = type(current_platform)
+        current_platform.__class__ = type(platform.__name__, (MLAPlatform, platform), {})
     logger.info("cpu-attn %s runs the attention (CPU_ATTN_VLLM=0 turns it off)", __version__)

@@ -33,6 +33,8 @@ GENERATE = {
     "gpt_oss": ["decoder auto -1", "decoder auto 24"],
     "llama4": ["decoder auto -1"],
     "gemma3": ["decoder auto -1", "decoder auto 24"],
+    "deepseek_v2": ["mla auto -1"],
+    "deepseek_v3": ["mla auto -1"],
 }
 # The eight requests want 32 blocks, and prompts have up to 70 tokens.
 TIGHT = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 48}
@@ -43,6 +45,9 @@ JOBS: dict[str, Job] = {
     **{f"{name} reference": {"kind": "reference", "model": name} for name in GENERATE},
     **{kv: {"model": "llama", "kv_cache_dtype": kv} for kv in QUANTISED},
     **{f"{kv} reference": {"kind": "reference", "model": "llama", "kv_cache_dtype": kv} for kv in QUANTISED},
+    "fp8 latents": {"model": "deepseek_v3", "kv_cache_dtype": "fp8"},
+    "fp8 latents reference": {"kind": "reference", "model": "deepseek_v3", "kv_cache_dtype": "fp8"},
+    "compiled latents": {"model": "deepseek_v2", "enforce_eager": False},
     "bfloat16": {"model": "llama", "dtype": "bfloat16"},
     "compiled": {"model": "llama", "enforce_eager": False},
     "two processes": {"model": "llama", "tensor_parallel_size": 2},
@@ -112,6 +117,16 @@ def test_quantised_caches(results: Callable[[str], Any], name: str) -> None:
     assert sum(equal) >= 7 and sum(plain) <= 4
 
 
+def test_fp8_latents(results: Callable[[str], Any]) -> None:
+    """Against latents rounded as the cache rounds them; as above one request may differ."""
+    tokens = generated(results("fp8 latents"), ["mla fp8 -1"])
+    equal, plain = (
+        [a == b for a, b in zip(tokens, results(f"{name} reference"), strict=True)]
+        for name in ("fp8 latents", "deepseek_v3")
+    )
+    assert sum(equal) >= 7 and sum(plain) <= 4
+
+
 def test_bfloat16(results: Callable[[str], Any]) -> None:
     """Rounded everywhere: the first tokens, which depend on prompts alone, are those of float32."""
     tokens = generated(results("bfloat16"), ["decoder auto -1"])
@@ -121,6 +136,7 @@ def test_bfloat16(results: Callable[[str], Any]) -> None:
 def test_compiled(results: Callable[[str], Any]) -> None:
     """As vLLM runs where nobody says otherwise: the model goes through torch.compile, after a warm-up."""
     assert generated(results("compiled"), ["decoder auto -1"]) == results("llama reference")
+    assert generated(results("compiled latents"), ["mla auto -1"]) == results("deepseek_v2 reference")
 
 
 def test_tensor_parallel(results: Callable[[str], Any]) -> None:

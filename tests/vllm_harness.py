@@ -25,7 +25,17 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "v
 LLAMA = {**SMALL, "intermediate_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Every second layer sees all keys, the others those of their chunk.
+# Latents of 24 and 8 columns; heads of 16 + 8 and of 12. The first layer is dense, of the second one's experts a token
+# sees a group of two.
+MLA = {
+    **{**SMALL, "intermediate_size": 128, "max_position_embeddings": 256, "kv_lora_rank": 24, "qk_rope_head_dim": 8},
+    **{"qk_nope_head_dim": 16, "v_head_dim": 12, "first_k_dense_replace": 1, "moe_intermediate_size": 32},
+    **{"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    "num_key_value_heads": 4,
+}
 CHUNKED = {"attention_chunk_size": 32, "no_rope_layers": [1, 0], "intermediate_size_mlp": 128, "num_experts_per_tok": 1}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # of what positions do, a part goes into the scale of attention
 # Others: AutoModelForCausalLM.
 AUTO = {"bert": "AutoModel", "whisper": "AutoModelForSpeechSeq2Seq", "gemma3": "AutoModelForImageTextToText"}
 RATE, MELS = 16000, 16  # a second of sound; Whisper hears 50 tokens in it
@@ -46,6 +56,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "odd": {"model_type": "bloom", "hidden_size": 60, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
     "gpt_oss": {"model_type": "gpt_oss", **LLAMA, **EXPERTS, "sliding_window": 24},
     "llama4": {"model_type": "llama4_text", **LLAMA, **EXPERTS, **CHUNKED},
+    "deepseek_v2": {"model_type": "deepseek_v2", **MLA, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {
+        **{"model_type": "deepseek_v3", **MLA, "q_lora_rank": 20, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        **{"num_mtp_layers": 0, "rope_parameters": YARN},
+    },
     "whisper": {
         **{"model_type": "whisper", "d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "vocab_size": VOCAB},
         **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64},
@@ -134,19 +149,28 @@ class Worker:
     """vLLM mixes it into its workers: which layers of ours ran in each process, and how often."""
 
     def count(self) -> None:
-        from cpu_attn.vllm import Impl
+        from cpu_attn.vllm import Impl, MLAImpl
 
         calls = Worker.calls = {}  # type: ignore[attr-defined]
         inner = getattr(Impl.forward, "inner", Impl.forward)
+        mqa = getattr(MLAImpl.forward_mqa, "inner", MLAImpl.forward_mqa)
+
+        def note(impl: Any, kind: str) -> None:
+            name = f"{kind} {impl.kv_cache_dtype} {impl.sliding_window}"
+            calls[name] = calls.get(name, 0) + 1
 
         def forward(self: Any, layer: Any, q: Any, k: Any, v: Any, kv: Any, metadata: Any, *out: Any, **kw: Any) -> Any:
             if metadata is not None:
-                name = f"{self.attn_type.value} {self.kv_cache_dtype} {self.sliding_window}"
-                calls[name] = calls.get(name, 0) + 1
+                note(self, self.attn_type.value)
             return inner(self, layer, q, k, v, kv, metadata, *out, **kw)
 
-        forward.inner = inner  # type: ignore[attr-defined]
+        def forward_mqa(self: Any, *args: Any) -> Any:
+            note(self, "mla")
+            return mqa(self, *args)
+
+        forward.inner, forward_mqa.inner = inner, mqa  # type: ignore[attr-defined]
         Impl.forward = forward  # type: ignore[method-assign, assignment]
+        MLAImpl.forward_mqa = forward_mqa  # type: ignore[method-assign, assignment]
 
     def counted(self) -> Any:
         return Worker.calls  # type: ignore[attr-defined]
@@ -300,8 +324,8 @@ def stored(x: Any, kv_cache_dtype: str) -> Any:
 
 
 def reference(model: str, kv_cache_dtype: str = "auto") -> list[list[int]]:
-    """transformers' greedy tokens, one request at a time, by its own eager attention; of keys and values as a
-    quantised cache holds them."""
+    """transformers' greedy tokens, one request at a time, by its own eager attention; of keys and values, or
+    latents, as a quantised cache holds them."""
     import torch
     import transformers
     from transformers.models.llama.modeling_llama import eager_attention_forward
@@ -311,7 +335,7 @@ def reference(model: str, kv_cache_dtype: str = "auto") -> list[list[int]]:
         return eager_attention_forward(module, query, key, value, *args, **kwargs)
 
     how = "eager"
-    if kv_cache_dtype != "auto":
+    if kv_cache_dtype != "auto" and not model.startswith("deepseek"):
         how = "quantised"
         transformers.AttentionInterface.register(how, quantised)
         transformers.AttentionMaskInterface.register(how, transformers.masking_utils.eager_mask)
@@ -319,6 +343,8 @@ def reference(model: str, kv_cache_dtype: str = "auto") -> list[list[int]]:
     for module in loaded.modules():
         if type(module).__name__ == "BloomGelu":
             module.forward = torch.nn.functional.gelu  # vLLM's Bloom has the exact GELU, not the one by tanh
+        if kv_cache_dtype != "auto" and hasattr(module, "expand_kv"):  # keys and values are made of latents here
+            module.expand_kv = lambda *x, made=module.expand_kv: made(*(stored(y, kv_cache_dtype) for y in x))
     generate = transformers.GenerationMixin.generate  # Whisper's own is about timestamps
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
     with torch.no_grad():

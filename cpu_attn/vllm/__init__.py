@@ -6,5 +6,6 @@ from cpu_attn import _adapters
 _adapters.require("vllm")
 
 from cpu_attn.vllm.backend import Backend, Impl, Metadata, MetadataBuilder  # noqa: E402
+from cpu_attn.vllm.mla import MLABackend, MLAImpl, MLAMetadataBuilder  # noqa: E402
 
-__all__ = ["Backend", "Impl", "Metadata", "MetadataBuilder"]
+__all__ = ["Backend", "Impl", "MLABackend", "MLAImpl", "MLAMetadataBuilder", "Metadata", "MetadataBuilder"]

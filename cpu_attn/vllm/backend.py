@@ -115,11 +115,13 @@ class Metadata:
     plans: dict[Any, SchedulerMetadata] = field(default_factory=dict)
     scratch: Scratch | None = None
 
-    def plan(self, impl: Impl, layer: Any, dtype: torch.dtype, head_size_v: int, pages: Pages) -> SchedulerMetadata:
-        block_size, clamp = pages.key_cache.shape[2], bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
-        key = (*impl.shape, dtype, head_size_v, block_size, pages.kv_cache_dtype, pages.kv_cache_rotation, clamp)
+    def plan(
+        self, shape: tuple[int, int, int, int], dtype: torch.dtype, block_table: Any, **options: Any
+    ) -> SchedulerMetadata:
+        """shape: num_heads, num_kv_heads, head_size, sliding_window. options: of get_scheduler_metadata."""
+        key = (*shape, dtype, *options.items())
         if key not in self.plans:
-            num_heads, num_kv_heads, head_size, sliding_window = impl.shape
+            num_heads, num_kv_heads, head_size, sliding_window = shape
             self.plans[key] = get_scheduler_metadata(
                 self.num_reqs,
                 num_heads,
@@ -131,13 +133,9 @@ class Metadata:
                 self.causal,
                 sliding_window,
                 dynamic_causal=self.dynamic_causal,
-                kv_cache_dtype=pages.kv_cache_dtype,
-                kv_cache_rotation=pages.kv_cache_rotation,
-                head_size_v=head_size_v,
                 mm_prefix_range=self.mm_prefix_range,
-                mm_prefix_clamp_sliding_window=clamp,
-                block_table=pages.block_table,
-                block_size=block_size,
+                block_table=block_table,
+                **options,
             )
         return self.plans[key]
 
@@ -277,7 +275,16 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
             pages: Pages = self._encoded(attn_metadata, key, value)
         else:
             pages = self._pages(kv_cache, query.dtype, head_size_v, attn_metadata.block_table)
-        plan = attn_metadata.plan(self, layer, query.dtype, head_size_v, pages)
+        plan = attn_metadata.plan(
+            self.shape,
+            query.dtype,
+            pages.block_table,
+            block_size=pages.key_cache.shape[2],
+            head_size_v=head_size_v,
+            kv_cache_dtype=pages.kv_cache_dtype,
+            kv_cache_rotation=pages.kv_cache_rotation,
+            mm_prefix_clamp_sliding_window=bool(getattr(layer, "mm_prefix_clamp_sliding_window", False)),
+        )
         k_scale, v_scale = self._scales(layer, pages)
         attention_with_kv_cache(
             query[: plan.num_tokens],
