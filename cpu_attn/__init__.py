@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention of language models on CPUs: vLLM's three calls, fused kernels per isa, a oneDNN engine."""
+"""Paged attention of language models on CPUs: vLLM's three calls, fused kernels per isa, a oneDNN engine.
+
+A step makes a plan with :func:`get_scheduler_metadata`; every layer calls :func:`reshape_and_cache` and then
+:func:`attention_with_kv_cache`. :class:`PagedKVCache` is a friendlier form of these. Arrays are NumPy arrays, torch CPU
+tensors or anything with DLPack, and are never copied.
+
+Symbols: R requests of a step; T query tokens, one request after another; Hq query heads and Hkv kv heads; D elements of
+a head of queries and keys, Dv of values; N blocks of a cache, of B tokens each; M columns of a block table.
+"""
 
 try:
     from cpu_attn._native import lib as _lib  # noqa: F401  # before those who take it for granted

@@ -49,7 +49,17 @@ def reason_of(text: Any) -> str:
 
 @cache
 def isas() -> tuple[Isa, ...]:
-    """Every isa of the table, best first."""
+    """Lists every isa of this build, those that run here first, best first.
+
+    Returns:
+        Rows with ``name``; ``unit`` (matrix, vector or scalar); ``compiled`` and ``supported``, whether this build and
+        this machine have the isa; ``reason``, why it cannot run here, or "". The function raises no errors.
+
+    Example:
+        >>> from cpu_attn import isas
+        >>> "scalar" in [isa.name for isa in isas() if isa.supported]
+        True
+    """
     info = ffi.new("ca_isa_info *")
     found: list[Isa] = []
     while lib.ca_isa(len(found), info):
@@ -66,7 +76,17 @@ def _onednn() -> ModuleType:
 
 
 def engines() -> tuple[Engine, ...]:
-    """Every engine; ``onednn`` says why when its library or its module is missing."""
+    """Lists every engine.
+
+    Returns:
+        Rows with ``name``; ``available``, whether the engine is here; ``reason``, why it is not, or "". The function
+        raises no errors.
+
+    Example:
+        >>> from cpu_attn import engines
+        >>> [engine.name for engine in engines()]
+        ['native', 'onednn', 'reference']
+    """
     try:
         _onednn().load()
         reason = ""

@@ -11,14 +11,38 @@ from cpu_attn._native import lib
 
 
 def get_num_threads() -> int:
-    """Threads a call may use: what :func:`set_num_threads` said, else OpenMP's count for this thread."""
+    """Says how many threads a call may use.
+
+    Returns:
+        What :func:`set_num_threads` said, else OpenMP's number for this thread; 1 in a child process that was forked.
+        The function raises no errors.
+
+    Example:
+        >>> from cpu_attn import get_num_threads
+        >>> get_num_threads() >= 1
+        True
+    """
     return int(lib.ca_get_num_threads())
 
 
 def set_num_threads(n: int) -> None:
-    """Most threads of a call, for the whole process; 0 goes back to OpenMP's count. ValueError outside 0..4096.
+    """Sets how many threads a call may use at most, for the whole process. Plans that are made from now on follow it.
 
-    A call with little to do uses fewer; none uses more than 64 or, if that is more, 8 for each CPU.
+    A call with little work uses fewer. None uses more than 64 or, if that is more, 8 for each CPU.
+
+    Args:
+        n: 1 to 4096, or 0 for OpenMP's number.
+
+    Raises:
+        ValueError: ``n`` is out of range.
+        TypeError: ``n`` is no integer.
+
+    Example:
+        >>> from cpu_attn import get_num_threads, set_num_threads
+        >>> set_num_threads(1)
+        >>> get_num_threads()
+        1
+        >>> set_num_threads(0)
     """
     _tell(_check.integer("n", n, 0, 4096))
 

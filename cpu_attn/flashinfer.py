@@ -202,7 +202,22 @@ class _Wrapper:
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    """The last query token of each sequence, or its last ``q_len_per_req``, over pages."""
+    """The last query token of each sequence, or its last ``q_len_per_req``, over pages.
+
+    Args:
+        float_workspace_buffer: not needed.
+        kv_layout: of pages: ``NHD`` [N, page_size, Hkv, D] or ``HND`` [N, Hkv, page_size, D].
+        use_cuda_graph: False.
+        use_tensor_cores: not looked at.
+        paged_kv_indptr_buffer: not needed.
+        paged_kv_indices_buffer: not needed.
+        paged_kv_last_page_len_buffer: not needed.
+        backend: not looked at.
+        jit_args: None.
+
+    Raises:
+        ValueError: ``kv_layout`` is unknown, or ``use_cuda_graph`` or ``jit_args`` is given.
+    """
 
     def __init__(
         self,
@@ -246,8 +261,37 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         disable_split_kv: bool = False,
         q_len_per_req: int = 1,
     ) -> None:
-        """Sequence b has the pages indices[indptr[b]] to indices[indptr[b + 1] - 1], the last with last_page_len[b]
-        tokens; all int32. head_dim: of values, too. data_type: of queries and pages, older callers' name."""
+        """Plans a step, once for all layers.
+
+        Sequence b has the pages ``indices[indptr[b]]`` to ``indices[indptr[b + 1] - 1]``.
+
+        Args:
+            indptr: int32 [B + 1].
+            indices: int32, the pages of one sequence after another.
+            last_page_len: int32 [B], tokens of each sequence's last page.
+            num_qo_heads: Hq.
+            num_kv_heads: Hkv.
+            head_dim: D, of values, too.
+            page_size: tokens of a page.
+            pos_encoding_mode: ``NONE``: rotate queries and keys before.
+            window_left: how many keys before its own a query sees; -1: all.
+            logits_soft_cap: None and 0 are off.
+            q_data_type: of queries.
+            kv_data_type: of pages: that of queries, or float8.
+            o_data_type: that of queries.
+            data_type: of queries and pages, older callers' name.
+            sm_scale: the factor of q.k; 1 / sqrt(D) unless said.
+            rope_scale: not looked at.
+            rope_theta: not looked at.
+            non_blocking: not looked at.
+            fixed_split_size: not looked at: the bits are always the same.
+            disable_split_kv: whether to keep the keys of a sequence on one thread.
+            q_len_per_req: query tokens of each sequence.
+
+        Raises:
+            ValueError: an argument is out of range, or asks for what is not here.
+            TypeError: an argument is no tensor, or has another dtype.
+        """
         if data_type is not None:
             q_data_type = data_type
         starts = np.arange(len(last_page_len) + 1) * _check.integer("q_len_per_req", q_len_per_req, 1)
@@ -283,11 +327,28 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         window_left: int | None = None,
         sinks: Tensor | None = None,
     ) -> Any:
-        """out [T, Hq, D] of q [T, Hq, D], sequence after sequence; with return_lse (out, lse [T, Hq]).
+        """Computes attention of one layer with the plan.
 
-        paged_kv_cache: (keys, values) in kv_layout, or one tensor [N, 2, ...] of both; read where they lie.
-        out, lse: written and returned where given. sinks: float32 [Hq], logits without a value, which lse includes.
-        q_scale, k_scale: factors of the logits; v_scale: of values of a float8 cache, else 1.
+        Args:
+            q: [T, Hq, D], one sequence after another.
+            paged_kv_cache: (keys, values) in ``kv_layout``, or one tensor [N, 2, ...] of both. Read where they lie.
+            q_scale: a factor of the logits.
+            k_scale: a factor of the logits.
+            v_scale: a factor of the values of float8 pages, else 1.
+            out: [T, Hq, D] to write to, or None.
+            lse: float32 [T, Hq] to write to, or None.
+            return_lse: whether to return (out, lse).
+            enable_pdl: not looked at.
+            window_left: None, or what :meth:`plan` was given.
+            sinks: float32 [Hq], or None: logits without a value, which lse includes.
+
+        Returns:
+            out, or (out, lse). lse is in base 2.
+
+        Raises:
+            ValueError: an argument does not fit the plan, or a tensor requires grad while grad mode is on.
+            TypeError: an argument is no tensor, or has another dtype.
+            RuntimeError: there is no plan yet.
         """
         return self._attend(q, paged_kv_cache, (q_scale, k_scale, v_scale), out, lse, return_lse, window_left, sinks)
 
@@ -348,11 +409,14 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
     ) -> None:
-        """qo_indptr int32 [B + 1]: where the query tokens of sequences start; the rest as in
-        :meth:`BatchDecodeWithPagedKVCacheWrapper.plan`. causal: the last query token stands at the last key.
-        custom_mask: bool, the [q_len, kv_len] of each sequence, flattened, one after the other; it takes the place of
-        causal and becomes a bias of B * the most query tokens * the most keys numbers. Values that only it hides must
-        be finite."""
+        """Plans a step, as :meth:`BatchDecodeWithPagedKVCacheWrapper.plan` does, for any number of query tokens.
+
+        ``qo_indptr``, int32 [B + 1], says where the query tokens of each sequence start. These are its last tokens;
+        ``causal`` says whether each sees the keys up to its own only. ``custom_mask``, bool, is the [q_len, kv_len] of
+        each sequence, flattened, one after another, in place of ``causal``. It becomes a bias of B * the most query
+        tokens * the most keys numbers, and values that only it hides must be finite. ``packed_custom_mask`` is a
+        ValueError. Other arguments and errors are the same.
+        """
         if packed_custom_mask is not None:
             raise ValueError("packed_custom_mask: expected None; pass custom_mask")
         starts = starts_of("qo_indptr", qo_indptr, _check.INT32_MAX)
@@ -419,10 +483,12 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 
 
 def install() -> None:
-    """Makes ``import flashinfer`` find these, in this process; may be called again.
+    """Makes ``import flashinfer`` find these, in this process. It may be called again.
 
-    Importable are flashinfer, flashinfer.decode, flashinfer.prefill and flashinfer.cascade. RuntimeError where another
-    flashinfer is imported or could be.
+    Importable are then flashinfer, flashinfer.decode, flashinfer.prefill and flashinfer.cascade.
+
+    Raises:
+        RuntimeError: another flashinfer is imported, or could be.
     """
     decode = {"BatchDecodeWithPagedKVCacheWrapper": BatchDecodeWithPagedKVCacheWrapper}
     prefill = {"BatchPrefillWithPagedKVCacheWrapper": BatchPrefillWithPagedKVCacheWrapper}

@@ -42,14 +42,33 @@ def concat_and_cache_mla(
     kv_cache_dtype: str = "auto",
     scale: float = 1.0,
 ) -> None:
-    """Writes the latent rows [kv_c | k_pe] of T tokens into their slots. vLLM's name and order.
+    """Writes the latent rows [kv_c | k_pe] of T tokens into their slots: the cache write of MLA. vLLM's name and order.
 
-    kv_c [T, L], k_pe [T, P]: float32, float16 or bfloat16, last axis dense. kv_cache [N, B, L + P]: the same dtype, or
-    what kv_cache_dtype says, holding x / scale; strides of N and B are free. slot_mapping: int64 [T], block * B +
-    offset; a negative slot is skipped.
+    Symbols: L elements of a latent (512 in DeepSeek's models), P of the rotated key that all heads share (64), N blocks
+    of B tokens.
 
-    Raises ValueError or TypeError, before anything is written, for shapes, dtypes, strides, slots out of range and
-    memory that overlaps.
+    Args:
+        kv_c: [T, L] of float32, float16 or bfloat16. The last axis is dense.
+        k_pe: [T, P], of the same dtype. The last axis is dense.
+        kv_cache: [N, B, L + P], changed in place. The strides of N and B are free.
+        slot_mapping: int64 [T], block * B + place in the block; a token with a negative slot is skipped.
+        kv_cache_dtype: what the cache holds: ``auto`` for the dtype of ``kv_c``, or an fp8 dtype, for x / scale.
+        scale: what rows are divided by in fp8 caches; 1 for others.
+
+    Raises:
+        ValueError: a shape, a stride or a slot is out of range, a name is unknown, or memory overlaps. Nothing has been
+            written then.
+        TypeError: an argument is no array, or has another dtype. Nothing has been written then.
+
+    Maths: DeepSeek-V2, arXiv:2405.04434.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import concat_and_cache_mla
+        >>> kv_cache = np.zeros((4, 16, 512 + 64), np.float32)
+        >>> concat_and_cache_mla(np.ones((3, 512), np.float32), np.ones((3, 64), np.float32), kv_cache, np.arange(3))
+        >>> float(kv_cache.sum()) == 3 * (512 + 64)
+        True
     """
     latent = _one_head("kv_c", kv_c, list(_check.FLOATS), [("T", None), ("kv_lora_rank", None)])
     tokens, _, rank = latent.shape
@@ -87,12 +106,53 @@ def attention_mla(
     lse: Any = None,
     selected_tokens: Any = None,
 ) -> Any:
-    """Attention of every query token over its request's latent rows, into ``output``, which is returned.
+    """Computes MLA with absorbed weights over latent rows, into ``output``, which is returned.
 
-    query [T, Hq, L + P]: [q_nope W_UK | q_pe]. kv_cache [N, B, L + P], read where it lies. output [T, Hq, L]: what W_UV
-    is still to be applied to. scheduler_metadata: as above, with head_size L + P and head_size_v L. scale: of the heads
-    before absorption, 1 / sqrt(128 + 64) in DeepSeek's models. The rest, and errors: as in
-    :func:`cpu_attn.attention_with_kv_cache`.
+    Every head attends over the same rows: K is the whole row [kv_c | k_pe], V is its first L elements. The plan is made
+    for one kv head of plain rows, as the example shows. Symbols: as in :func:`concat_and_cache_mla`.
+
+    Args:
+        query: [T, Hq, L + P]: [q_nope W_UK | q_pe] of each head.
+        kv_cache: [N, B, L + P], read where it lies.
+        output: [T, Hq, L], written: what W_UV is still to be applied to.
+        query_start_loc: int32 [R + 1]. As the plan has it.
+        seq_lens: int32 [R]. As the plan has it.
+        scale: the factor of q.k, of the heads before absorption: 1 / sqrt(128 + 64) in DeepSeek's models.
+        causal: as the plan has it.
+        block_table: int32 [R, M], the blocks of each request in order.
+        scheduler_metadata: the plan.
+        kv_cache_dtype: as the plan and :func:`concat_and_cache_mla` had it.
+        k_scale: the ``scale`` of :func:`concat_and_cache_mla`.
+        sliding_window: as the plan has it.
+        softcap: as in :func:`attention_with_kv_cache`.
+        s_aux: [Hq], or None: attention sinks.
+        dynamic_causal: as the plan has it.
+        lse: float32 [Hq, T], or None: receives the log of each softmax's denominator.
+
+    Returns:
+        ``output``.
+
+    Raises:
+        ValueError: an argument is out of range, memory overlaps, or the plan was made for something else. Nothing has
+            been written then.
+        TypeError: an argument is no array, or has another dtype. Nothing has been written then.
+        MemoryError: there is no memory for the plan's ``workspace_bytes``.
+
+    Maths: DeepSeek-V2, arXiv:2405.04434.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import attention_mla, concat_and_cache_mla, get_scheduler_metadata
+        >>> rng = np.random.default_rng(0)
+        >>> kv_cache, block_table = np.zeros((1, 16, 576), np.float32), np.array([[0]], np.int32)
+        >>> kv_c, k_pe = rng.standard_normal((5, 512), np.float32), rng.standard_normal((5, 64), np.float32)
+        >>> concat_and_cache_mla(kv_c, k_pe, kv_cache, np.arange(5))
+        >>> query, output = rng.standard_normal((5, 8, 576), np.float32), np.empty((5, 8, 512), np.float32)
+        >>> loc, lens = np.array([0, 5], np.int32), np.array([5], np.int32)
+        >>> plan = get_scheduler_metadata(1, 8, 1, 576, lens, "float32", loc, head_size_v=512, kv_cache_layout="NHD")
+        >>> output = attention_mla(query, kv_cache, output, loc, lens, 192**-0.5, True, block_table, plan)
+        >>> bool(np.allclose(output[0], kv_c[0]))  # the first token sees its own row alone
+        True
     """
     plan = _check.plan("scheduler_metadata", scheduler_metadata)
     if plan.head_size_v > plan.head_size or plan.num_kv_heads != 1:

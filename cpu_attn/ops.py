@@ -52,28 +52,50 @@ def reshape_and_cache(
     kv_cache_layout: str = "packed",
     kv_cache_rotation: str = "none",
 ) -> None:
-    """Writes the keys and values of T tokens into their slots, in the layout of ``isa``.
+    """Writes the keys and values of a step's tokens into their slots of a paged cache.
 
-    key [T, Hkv, D], value [T, Hkv, Dv]: float32, float16 or bfloat16, last axis dense.
-    key_cache, value_cache [N, Hkv, B, width]: as :func:`get_kv_cache_shape` says, same dtype; strides of N and
-    Hkv are free (K and V of a block may interleave).
-    kv_cache_dtype: ``auto``: as key; ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: caches of that float8 dtype or of uint8
-    hold key / k_scale and value / v_scale, rounded to nearest even, saturating, subnormals kept; ``int8``, ``int6``,
-    ``int5``, ``int4_per_token_head`` or ``int4``: uint8 caches hold integers to nearest even and bfloat16 scales, one
-    for each token and kv head, in ``int4`` for 32 elements of them; two of these as ``K/V``.
-    k_scale, v_scale: 1 unless the cache is fp8; positive, normal and finite in float32.
-    kv_cache_layout: ``packed``, or rows as they are, but of no integers: ``HND`` [N, Hkv, B, D], ``NHD``
-    [N, B, Hkv, D], all strides but the last axis's free, and the same for every isa.
-    kv_cache_rotation: ``hadamard``: each head of K and of V goes through an orthogonal transform first, in float32, so
-    that channels which are larger than the others do not cost the others their digits (:func:`cpu_attn.rotate` says
-    which; docs/quality.md what it brings); ``hadamard/none`` or ``none/hadamard``: K alone or V alone. Whoever reads
-    the cache says it, too: :func:`attention_with_kv_cache` then transforms the queries and turns the output back. It is
-    meant for quantised caches. Where one element of a head is not finite, the whole head comes back as NaN.
-    slot_mapping: int64 [T], block * B + offset; a negative slot is skipped. Of tokens that share a slot one stays,
-    whole. Whoever writes with one isa must read with the same.
+    Every layer calls this before :func:`attention_with_kv_cache` reads the cache. Symbols: T tokens, Hkv kv heads of D
+    elements (in values: Dv), N blocks of B tokens.
 
-    Raises ValueError or TypeError, before anything is written, for shapes, dtypes, strides, slots out of range and
-    memory that overlaps, UnavailableError for an isa that is not there.
+    Args:
+        key: [T, Hkv, D] of float32, float16 or bfloat16. The last axis is dense, the other strides are free.
+        value: [T, Hkv, Dv], of the same dtype. The last axis is dense, the other strides are free.
+        key_cache: [N, Hkv, B, width], changed in place. :func:`get_kv_cache_shape` says the width. The strides of N and
+            Hkv are free, so that K and V of a block may interleave.
+        value_cache: the same for values.
+        slot_mapping: int64 [T], block * B + place in the block. A token with a negative slot is skipped. Where tokens
+            share a slot, one of them is stored, whole.
+        isa: whose layout to write; ``auto`` follows CPU_ATTN_ISA, then takes the best isa of this machine. Whoever
+            reads the cache has to name the same isa.
+        k_scale: what keys are divided by in fp8 caches: positive, normal and finite in float32. 1 for other caches.
+        v_scale: the same for values.
+        kv_cache_dtype: what the caches hold. ``auto``: elements of the dtype of ``key``. ``fp8_e4m3`` (``fp8``) or
+            ``fp8_e5m2``, in arrays of that float8 dtype or of uint8: key / k_scale and value / v_scale, rounded to
+            nearest even, saturating, subnormals kept. ``int8``, ``int6``, ``int5``, ``int4_per_token_head`` or
+            ``int4``, in arrays of uint8: integers, rounded to nearest even, and bfloat16 scales, one for each token and
+            kv head, in ``int4`` one for 32 elements of these. Two names as ``K/V``: one for keys, one for values.
+        kv_cache_layout: ``packed``, or plain rows, which hold no integers: ``HND`` [N, Hkv, B, D] or ``NHD`` [N, B,
+            Hkv, D]. In plain rows all strides but the last axis's are free, and every isa reads the same.
+        kv_cache_rotation: ``hadamard`` stores each head of K and V after an orthogonal transform in float32
+            (:func:`rotate`), so that channels which are larger than the others do not cost the others their digits. It
+            is meant for quantised caches; docs/quality.md has figures. ``hadamard/none`` and ``none/hadamard``
+            transform K alone or V alone. Whoever reads the cache names the same rotation. A head of which one element
+            is not finite comes back as NaN throughout.
+
+    Raises:
+        ValueError: a shape, a stride, a slot or a number is out of range, a name is unknown, or memory overlaps.
+            Nothing has been written then.
+        TypeError: an argument is no array, or has another dtype. Nothing has been written then.
+        UnavailableError: this machine does not have the isa.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import get_kv_cache_shape, reshape_and_cache
+        >>> key, value = np.ones((2, 3, 2, 64), np.float32)  # 3 tokens, 2 kv heads of 64
+        >>> key_cache, value_cache = np.zeros((2, *get_kv_cache_shape(4, 16, 2, 64, "float32")), np.float32)
+        >>> reshape_and_cache(key, value, key_cache, value_cache, np.array([17, 18, -1]))  # block 1; one is skipped
+        >>> float(value_cache.sum())  # 2 tokens of 2 heads of 64 ones
+        256.0
     """
     arrays = (key_cache, value_cache, key, value, slot_mapping)
     cache = (isa, k_scale, v_scale, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
@@ -153,37 +175,80 @@ def attention_with_kv_cache(
     kv_cache_rotation: str = "none",
     selected_tokens: Any = None,
 ) -> Any:
-    """Attention of every query token over its request's pages, into ``output``, which is returned.
+    """Computes attention of every query token over its request's pages, into ``output``, which is returned.
 
-    query [T, Hq, D], output [T, Hq, Dv]: the plan's dtype, last axis dense, other strides free.
-    key_cache, value_cache [N, Hkv, B, width]: written by :func:`reshape_and_cache` with the plan's isa, and with the
-    same k_scale, v_scale and kv_cache_dtype, which is the plan's.
-    kv_cache_layout: the plan's. ``HND`` and ``NHD`` are read where they lie, whoever wrote them: [N, Hkv, B, D] and
-    [N, B, Hkv, D], all strides but the last axis's free; value_cache may be a view of key_cache.
-    kv_cache_rotation: the plan's. The queries meet rotated keys as rotated copies, rounded to their dtype.
-    query_start_loc int32 [R+1], seq_lens int32 [R], causal, sliding_window, dynamic_causal: as the plan was made for.
-    scale: factor of q.k, finite in float32. softcap > 0: logits become softcap * tanh(logit / softcap); 0 is off, else
-    it is within 1.18e-38..2.34e38. scale * k_scale over it, or times log2(e), is finite in float32, too.
-    alibi_slopes: float32 [Hq] or None, adds slope * (key position - query position).
-    block_table: int32 [R, M]; entries past the blocks that a request needs are ignored.
-    s_aux: [Hq] or None, attention sinks: one logit more a head in the softmax, without a value.
-    lse: float32 [Hq, T] or None: receives the natural log of the softmax's denominator, sink included.
-    selected_blocks: int32 [R, Hkv, S] or None (all): which blocks of its request, columns of its row of block_table,
-    a kv head attends; strictly ascending, then -1. Keys of other blocks do not count, and cost nothing; entries of
-    block_table that no head selects are ignored. See :func:`cpu_attn.select_pages`.
+    Every layer calls this with the plan of the step. One call serves prefill, decode and any mixture of them. Symbols:
+    R requests, T query tokens of all requests, Hq query heads on Hkv kv heads, head sizes D of queries and keys and Dv
+    of values, N blocks of B tokens, M columns of the block table.
 
-    attn_bias: float32 [R or 1, Hq or 1, Q, K] or None: attn_bias[r, h, i, j] is added to the logit of query token i of
-    request r for its key j, after softcap. Q and K are no less than what any request needs; the last axis is dense,
-    the other strides are free, 0 among them. -inf hides a key from a token, though not NaN or inf in the key or its
-    value; what stands for keys that a token does not see anyway is ignored.
+    Args:
+        query: [T, Hq, D] of the plan's dtype, one request after another. The last axis is dense, other strides are
+            free.
+        key_cache: [N, Hkv, B, width], as :func:`reshape_and_cache` wrote it with the plan's isa.
+        value_cache: the same for values. In plain layouts it may be a view of ``key_cache``.
+        output: [T, Hq, Dv] of the plan's dtype, written. The last axis is dense, other strides are free.
+        query_start_loc: int32 [R + 1], where each request's query tokens start; the last number is T. As the plan has
+            it.
+        seq_lens: int32 [R], how many keys each request has, this step's among them. As the plan has it.
+        scale: the factor of q.k, finite in float32; usually 1 / sqrt(D).
+        causal: whether query token i of a request sees the keys up to ``seq_len - q_len + i`` only. As the plan has it.
+        alibi_slopes: float32 [Hq], or None. Adds slope * (key position - query position) to the logits.
+        sliding_window: as the plan has it: -1, w or (left, right).
+        block_table: int32 [R, M], the blocks of each request in order. Entries that a request does not need are
+            ignored.
+        softcap: more than 0: logits become softcap * tanh(logit / softcap). 0 is off. Otherwise within
+            1.18e-38..2.34e38, and ``scale * k_scale`` over it, or times log2(e) without it, is finite in float32.
+        scheduler_metadata: the plan, of :func:`get_scheduler_metadata`.
+        s_aux: [Hq], or None. Attention sinks: one logit more for each head in the softmax, which has no value.
+        dynamic_causal: int32 [R], or None. As the plan has it.
+        k_scale: as :func:`reshape_and_cache` had it.
+        v_scale: as :func:`reshape_and_cache` had it.
+        kv_cache_dtype: as the plan and :func:`reshape_and_cache` had it.
+        lse: float32 [Hq, T], or None. Receives the natural log of each softmax's denominator, with the sink in it.
+        selected_blocks: int32 [R, Hkv, S], or None for all. Which blocks each kv head attends: columns of its request's
+            row of ``block_table``, strictly ascending, then -1. Keys of other blocks do not count and cost nothing, and
+            entries of ``block_table`` that no head selects are ignored. :func:`select_pages` chooses.
+        attn_bias: float32 [R or 1, Hq or 1, Q, K], or None. ``attn_bias[r, h, i, j]`` is added to the logit of query
+            token i of request r for its key j, after softcap. Q and K are no less than any request needs. The last axis
+            is dense, other strides are free and may be 0. -inf hides a key, though not NaN or inf in the key or its
+            value. Entries for keys that a token does not see are ignored.
+        kv_cache_layout: as the plan has it. ``HND`` and ``NHD`` are read where they lie, whoever wrote them.
+        kv_cache_rotation: as the plan has it. Queries are rotated like keys and rounded to their dtype, and the output
+            is turned back.
+        selected_tokens: int32 [T, S], or None for all. Which keys of its request each query token attends, of those that
+            masks leave it: strictly ascending, then -1. No other key is read. S is at most the plan's
+            ``max_selected_tokens``; such a plan is for calls that select tokens, and others are for calls that do not.
+            Not with ``selected_blocks``.
 
-    selected_tokens: int32 [T, S] or None (all): which keys of its request each query token attends, of those that masks
-    leave it; strictly ascending, then -1. No other key is read. S is no more than the plan's max_selected_tokens: a
-    plan is for calls that select tokens, or for calls that do not. Not with selected_blocks.
+    Returns:
+        ``output``. A row that sees no key is 0, and its lse is -inf, or the sink where there is one.
 
-    A row that sees no key gives output 0 and lse -inf (the sink, where there is one). Raises ValueError or
-    TypeError, before anything is written, for whatever is out of range or differs from the plan.
-    Maths: softmax(scale * q k^T + bias) v, online in float32 (arXiv:2205.14135); sinks as in GPT-OSS.
+    Raises:
+        ValueError: an argument is out of range, memory overlaps, or a length, a mask or a name differs from the plan's.
+            Nothing has been written then.
+        TypeError: an argument is no array, or has another dtype. Nothing has been written then.
+        MemoryError: there is no memory for the plan's ``workspace_bytes``.
+
+    Maths: softmax(scale * q k^T + bias) v with an online softmax in float32 (arXiv:2205.14135); sinks as in GPT-OSS;
+    docs/contract.md defines all of it.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import attention_with_kv_cache, get_kv_cache_shape, get_scheduler_metadata, reshape_and_cache
+        >>> rng = np.random.default_rng(0)
+        >>> query = rng.standard_normal((20, 8, 64), np.float32)  # a prompt of 20 tokens, 8 query heads of 64
+        >>> key, value = rng.standard_normal((2, 20, 2, 64), np.float32)  # on 2 kv heads
+        >>> key_cache, value_cache = np.zeros((2, *get_kv_cache_shape(4, 16, 2, 64, "float32")), np.float32)
+        >>> query_start_loc, seq_lens = np.array([0, 20], np.int32), np.array([20], np.int32)
+        >>> block_table = np.array([[2, 0]], np.int32)
+        >>> slot_mapping = np.concatenate([32 + np.arange(16), np.arange(4)])  # block 2, then block 0
+        >>> plan = get_scheduler_metadata(1, 8, 2, 64, seq_lens, "float32", query_start_loc)
+        >>> reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+        >>> output = attention_with_kv_cache(
+        ...     query, key_cache, value_cache, np.empty_like(query), query_start_loc, seq_lens, 64**-0.5, True, None,
+        ...     -1, block_table, 0.0, plan)
+        >>> bool(np.allclose(output[0], value[0].repeat(4, axis=0)))  # the first token sees its own key alone
+        True
     """
     plan = _check.plan("scheduler_metadata", scheduler_metadata)
     _check.same_call(plan, sliding_window, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
@@ -255,17 +320,38 @@ def _first(parts: Any) -> Any:
 
 
 def merge_states(outs: Any, lses: Any, *, out: Any = None, lse: Any = None) -> tuple[Any, Any]:
-    """Attention over several sets of keys, from that over each: returns (output [T, Hq, Dv], lse [Hq, T]).
+    """Computes attention over several sets of keys from the results over each set.
 
-    outs: a list or tuple of [T, Hq, Dv], or one [S, T, Hq, Dv], of float32, float16 or bfloat16; lses: as many float32
-    [Hq, T], as :func:`attention_with_kv_cache` writes them. The sets must not have a key in common; a sink may be in
-    one part only. out, lse: written and returned where given, apart from all inputs; last axes are dense. What is
-    returned else is new, tensors where the inputs are.
+    S sets were attended separately, by the same query tokens. Their results combine exactly, since each result comes
+    with the log of its softmax's denominator: lse is log(sum of exp(lses)), output is the sum of exp(lses - lse) *
+    outs.
 
-    lse is the log of the sum of exp(lses), output the sum of exp(lses - lse) * outs, in float32 (arXiv:2501.01005). A
-    part with lse -inf, or +inf as FlashAttention 2 writes it, saw nothing and counts for nothing, NaN in its output
-    neither; where all are, the output is 0 and lse -inf. NaN in a lse makes NaN of that row's output, and stays in its
-    lse. Raises ValueError or TypeError, before anything is written.
+    Args:
+        outs: a list or tuple of S arrays [T, Hq, Dv], or one array [S, T, Hq, Dv], of float32, float16 or bfloat16.
+        lses: as many float32 [Hq, T], as :func:`attention_with_kv_cache` writes them. No key may be in two sets. A sink
+            may be in one set only.
+        out: [T, Hq, Dv] to write to, apart from all inputs, or None for a new one. The last axis is dense.
+        lse: float32 [Hq, T] to write to, apart from all inputs, or None for a new one. The last axis is dense.
+
+    Returns:
+        (output [T, Hq, Dv], lse [Hq, T]); new ones are tensors where the inputs are. A part whose lse is -inf, or +inf
+        as FlashAttention 2 writes it, saw no key and counts for nothing, whatever its output holds. Where all parts
+        did, output is 0 and lse is -inf. A lse of NaN stays NaN and makes its row NaN.
+
+    Raises:
+        ValueError: shapes differ or memory overlaps. Nothing has been written then.
+        TypeError: an argument is no array, or has another dtype. Nothing has been written then.
+
+    Maths: arXiv:2501.01005, in float32.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import merge_states
+        >>> outs = np.array([1.0, 4.0], np.float32).reshape(2, 1, 1, 1)  # two sets, 1 token, 1 head, Dv = 1
+        >>> lses = np.log(np.array([1.0, 2.0], np.float32)).reshape(2, 1, 1)  # the second weighs twice as much
+        >>> output, lse = merge_states(outs, lses)
+        >>> round(float(output.item()), 5), round(float(np.exp(lse.item())), 5)
+        (3.0, 3.0)
     """
     start = profiling.clock()
     parts, logs = _check.states(outs, lses)

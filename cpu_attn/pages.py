@@ -22,16 +22,34 @@ from cpu_attn._native import ffi, lib
 
 
 def update_page_bounds(key: Any, slot_mapping: Any, page_min: Any, page_max: Any, block_size: int) -> None:
-    """Widens the bounds of the blocks into which these tokens are written.
+    """Keeps the bounds of each block's keys: its smallest and its largest value of each dimension.
 
-    key [T, Hkv, D]: float32, float16 or bfloat16, as :func:`cpu_attn.reshape_and_cache` takes it, last axis dense.
-    slot_mapping: int64 [T], block * block_size + offset; a negative slot is skipped.
-    page_min, page_max [N, Hkv, D]: of key's dtype, last axis dense; changed in place. Nothing has to be in them: the
-    bounds of a block start anew with the call that writes its first slot (offset 0), wherever in the call that token
-    is. Whoever copies blocks copies their rows of page_min and page_max. A NaN in a key makes both bounds NaN there.
+    Call it beside every cache write. The bounds of a block start anew with the call that writes its first slot, so
+    memory that holds anything will do to begin with. Whoever copies blocks copies their rows of the bounds. Symbols: as
+    in :func:`reshape_and_cache`.
 
-    Raises ValueError or TypeError, before anything is written, for shapes, dtypes, strides, slots out of range and
-    memory that overlaps.
+    Args:
+        key: [T, Hkv, D] of float32, float16 or bfloat16, as it goes into the cache. The last axis is dense.
+        slot_mapping: int64 [T], block * B + place in the block; a token with a negative slot is skipped.
+        page_min: [N, Hkv, D], of the same dtype, changed in place: the smallest values. The last axis is dense. A NaN
+            in a key makes both bounds NaN there.
+        page_max: [N, Hkv, D], of the same dtype, changed in place: the largest values. The last axis is dense.
+        block_size: B, tokens of a block.
+
+    Raises:
+        ValueError: a shape, a stride or a slot is out of range, or memory overlaps. Nothing has been written then.
+        TypeError: an argument is no array, or has another dtype. Nothing has been written then.
+
+    Maths: Quest, arXiv:2406.10774.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import update_page_bounds
+        >>> page_min, page_max = np.zeros((2, 4, 1, 2), np.float32)  # 4 blocks, 1 kv head of 2
+        >>> key = np.array([[[1, 5]], [[3, 2]]], np.float32)
+        >>> update_page_bounds(key, np.array([16, 17]), page_min, page_max, block_size=16)  # both tokens are in block 1
+        >>> page_min[1].tolist(), page_max[1].tolist()
+        ([[1.0, 2.0]], [[3.0, 5.0]])
     """
     fault, arrays = _check.new_fault(), _check.update_page_bounds(key, slot_mapping, page_min, page_max)
     block_size = _check.integer("block_size", block_size, 1)
@@ -49,18 +67,42 @@ def score_pages(
     block_size: int,
     isa: str = "auto",
 ) -> np.ndarray[Any, Any]:
-    """float32 [R, Hkv, M]: what q.k can at most be over each block of each request, without scale, softcap and ALiBi.
+    """Scores the blocks of each request: no q.k over a block exceeds its score.
 
-    The largest over the query heads of a kv head and over the query tokens of the request; -inf in the columns past the
-    request's blocks, and where it has no query token.
+    The score of a block is the sum over d of max(q_d * page_min_d, q_d * page_max_d), the largest over the query heads
+    of a kv head and over the query tokens of the request. Scale, softcap and ALiBi are not in it. Over a quantised
+    cache q.k may exceed the score by what quantisation rounds.
 
-    query [T, Hq, D]; page_min, page_max [N, Hkv, D] of its dtype, from :func:`update_page_bounds`; block_table int32
-    [R, M], entries past a request's blocks are ignored; seq_lens int32 [R], query_start_loc int32 [R + 1], block_size:
-    as :func:`cpu_attn.attention_with_kv_cache` takes them. isa: whose registers.
+    Args:
+        query: [T, Hq, D] of float32, float16 or bfloat16.
+        page_min: [N, Hkv, D], of the same dtype, of :func:`update_page_bounds`.
+        page_max: [N, Hkv, D], of the same dtype, of :func:`update_page_bounds`.
+        block_table: int32 [R, M], the blocks of each request in order; entries past them are ignored.
+        seq_lens: int32 [R], how many keys each request has.
+        query_start_loc: int32 [R + 1], where each request's query tokens start.
+        block_size: B, tokens of a block.
+        isa: whose registers to compute in; ``auto`` takes the best isa of this machine.
 
-    A score that is not finite, of NaN or infinite keys or queries or past float32, is +inf: such a page cannot be ruled
-    out. A quantised cache rounds keys: a product over them may exceed the bound by that. Raises ValueError or TypeError
-    for what is out of range.
+    Returns:
+        float32 [R, Hkv, M]. Columns past a request's blocks are -inf, and so are all of a request without query tokens.
+        A score that is not finite is +inf, so that a block with NaN in it is not overlooked.
+
+    Raises:
+        ValueError: a shape, a length or a block is out of range.
+        TypeError: an argument is no array, or has another dtype.
+        UnavailableError: this machine does not have the isa.
+
+    Maths: Quest, arXiv:2406.10774.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import score_pages
+        >>> page_min = np.array([[[-1, 0]], [[2, 2]]], np.float32)  # 2 blocks, 1 kv head of 2
+        >>> page_max = np.array([[[1, 1]], [[3, 2]]], np.float32)
+        >>> query = np.array([[[1, -1]]], np.float32)
+        >>> table, lens, loc = np.array([[0, 1]], np.int32), np.array([32], np.int32), np.array([0, 1], np.int32)
+        >>> score_pages(query, page_min, page_max, table, lens, loc, block_size=16).tolist()
+        [[[1.0, 1.0]]]
     """
     fault, arrays = (
         _check.new_fault(),
@@ -88,15 +130,33 @@ def select_pages(
     always_last: int = 1,
     always_first: int = 0,
 ) -> np.ndarray[Any, Any]:
-    """int32 [R, Hkv, S], S the less of num_pages and M: for each request and kv head the blocks of the highest scores,
-    ascending, then -1 where the request has fewer. As ``selected_blocks`` takes it.
+    """Selects the best blocks of each request and kv head by their scores.
 
-    scores: float32 [R, Hkv, M], of equal ones the first counts more, NaN counts as +inf. seq_lens: int32 [R].
-    always_last, always_first: so many blocks at the end (the newest keys) and at the start (attention sinks) of each
-    request are among them. A chunk of q_len query tokens stands in up to ceil(q_len / block_size) + 1 last blocks.
+    Args:
+        scores: float32 [R, Hkv, M], of :func:`score_pages` or of a rule of your own. Of equal scores the first counts
+            more; NaN counts as +inf.
+        seq_lens: int32 [R], how many keys each request has.
+        block_size: B, tokens of a block.
+        num_pages: how many blocks to select, those that are always selected among them.
+        always_last: how many blocks at the end of each request are always selected: the newest keys. A chunk of q_len
+            query tokens stands in up to ceil(q_len / block_size) + 1 last blocks.
+        always_first: how many blocks at the start of each request are always selected: attention sinks.
 
-    Raises ValueError or TypeError for what is out of range: num_pages less than always_last + always_first, scores of
-    fewer columns than a request has blocks.
+    Returns:
+        int32 [R, Hkv, S], S the smaller of ``num_pages`` and M: columns of the block table, ascending, then -1 where
+        the request has fewer blocks. :func:`attention_with_kv_cache` takes it as ``selected_blocks``.
+
+    Raises:
+        ValueError: ``num_pages`` is less than ``always_last + always_first``, or a request has more blocks than
+            ``scores`` has columns.
+        TypeError: an argument is no array, or has another dtype.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import select_pages
+        >>> scores = np.array([[[0.1, 0.9, 0.5, 0.2]]], np.float32)  # 4 blocks
+        >>> select_pages(scores, np.array([60], np.int32), block_size=16, num_pages=2).tolist()  # the last one always
+        [[[1, 3]]]
     """
     found = _check.array("scores", scores, ["float32"], [("num_reqs", None), ("num_kv_heads", None), ("blocks", None)])
     block_size = _check.integer("block_size", block_size, 1)

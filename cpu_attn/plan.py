@@ -15,9 +15,21 @@ from cpu_attn._native import ffi, lib
 
 
 class SchedulerMetadata(_check.Plan):
-    """An immutable plan: lengths and masks as they were when it was made, cut into tasks for threads.
+    """The plan of a step: its lengths and masks, checked and cut into tasks for threads.
 
-    Opaque to callers but for what describes it. Any number of threads may use one plan at once.
+    :func:`get_scheduler_metadata` makes it, once a step; all layers of one shape use it. A plan is immutable, and any
+    number of threads may use it at once. It cannot be pickled, since it is memory of this process for its CPU
+    (TypeError); setting an attribute is an AttributeError.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import get_scheduler_metadata
+        >>> lens = np.array([5, 9], np.int32)
+        >>> plan = get_scheduler_metadata(2, 8, 2, 64, lens, "float32", np.array([0, 5, 14], np.int32))
+        >>> plan.num_reqs, plan.num_tokens, plan.head_size
+        (2, 14, 64)
+        >>> plan.visible_pairs == 8 * (5 * 6 // 2 + 9 * 10 // 2)  # causal
+        True
     """
 
     __slots__ = (
@@ -101,7 +113,7 @@ class SchedulerMetadata(_check.Plan):
 
     @property
     def visible_pairs(self) -> int:
-        """(query, key) pairs that the mask leaves, over all query heads: 2 * (D + Dv) flops each."""
+        """How many (query, key) pairs the masks leave, over all query heads. Each takes 2 * (D + Dv) flops."""
         return int(lib.ca_plan_visible_pairs(self._pointer))
 
     def __repr__(self) -> str:
@@ -139,40 +151,72 @@ def get_scheduler_metadata(
     kv_cache_rotation: str = "none",
     max_selected_tokens: int | None = None,
 ) -> SchedulerMetadata:
-    """Plans the attention of one step over ``num_reqs`` requests, once for all its layers.
+    """Plans the attention of one step, once for all layers of one shape.
 
-    num_heads, num_kv_heads, head_size: 1 to 65536 each; num_kv_heads divides num_heads.
-    seq_lens: int32 [num_reqs], keys of each request, the new tokens counted.
-    dtype: float32, float16 or bfloat16 (NumPy dtype, torch dtype or name) of queries, keys and values.
-    kv_cache_dtype: of the cache: ``auto`` as dtype; ``fp8_e4m3`` (``fp8``), ``fp8_e5m2``, ``int8``, ``int6``,
-    ``int5``, ``int4``, ``int4_per_token_head``, or two of these as ``K/V``.
-    query_start_loc: int32 [num_reqs + 1], where each request's query tokens start; the last is T.
-    causal: query i of a request sees keys up to ``seq_len - q_len + i``.
-    sliding_window: -1 off; w: the last w keys (and w - 1 ahead where not causal); or (left, right), -1 a side off.
-    isa, engine: which kernels; ``auto`` follows CPU_ATTN_ISA and CPU_ATTN_ENGINE, then takes the best here.
-    enable_kv_split: long requests may be split over their keys where threads would idle. Same bits either way.
-    dynamic_causal: int32 [num_reqs] or None; says causal for each request by itself, 0 is bidirectional.
-    head_size_v: head size of V and of the output, head_size unless said.
-    mm_prefix_range: for each request named, ascending (start, end) of keys that see one another whatever causal and
-    sliding_window say; end is inclusive, as vLLM has it. A prefix-LM is one span from 0.
-    mm_prefix_clamp_sliding_window: within these spans, too, no key before sliding_window's is seen (Gemma 4).
-    document_start_loc: for each request named, the ascending first keys of the documents packed in it, the first one 0:
-    a query sees its own document only. No span may cross a border, and no query be without a key of its own.
-    tree_mask: uint8 [T, W], for causal requests whose query tokens are a tree of drafts. Bit j of row t
-    (``numpy.packbits(..., bitorder="little")``) says whether query token t sees the key of its request's query token j;
-    it takes the place of causal among these. For sliding_window a token stands as many places behind the
-    ``seq_len - q_len`` keys before them as it sees query tokens besides itself. Not with ALiBi, nor with the two above.
-    block_table, block_size: int32 [num_reqs, M] and the tokens of a block, or neither. Given, requests whose tables
-    start with the same blocks read these once, where few query rows meet them (decode) and in whole segments of 1024
-    keys; bits stay the same. A call must then come with a table in which they are the same, too.
-    kv_cache_layout: of the caches: ``packed`` by :func:`reshape_and_cache` as the isa likes it, or rows that somebody
-    else may own, ``HND`` [N, Hkv, B, D] or ``NHD`` [N, B, Hkv, D] (vLLM's names), which hold no integers.
-    kv_cache_rotation: of the caches, as :func:`reshape_and_cache` wrote them.
-    max_selected_tokens: the plan is for calls with selected_tokens of up to so many columns, and for no others. Every
-    query token is a task of its own then. Not with block_table.
+    The plan holds what the lengths and the masks of the step mean, so that layers need not look at them again. Names
+    and order of the arguments follow vLLM's ``cpu_attn_get_scheduler_metadata``.
 
-    Raises ValueError or TypeError for lengths and sizes out of range, UnavailableError for an isa or engine
-    that is not there. Names and order follow vLLM's ``cpu_attn_get_scheduler_metadata``.
+    Args:
+        num_reqs: R, the number of requests.
+        num_heads: Hq, query heads, 1 to 65536.
+        num_kv_heads: Hkv, kv heads; divides ``num_heads``. Query head h reads kv head h // (Hq // Hkv).
+        head_size: D, elements of a head of queries and keys, 1 to 65536.
+        seq_lens: int32 [R], how many keys each request has, this step's among them.
+        dtype: of queries, keys and values: float32, float16 or bfloat16, as NumPy dtype, torch dtype or name.
+        query_start_loc: int32 [R + 1], where each request's query tokens start; the last number is T.
+        causal: whether query token i of a request sees the keys up to ``seq_len - q_len + i`` only.
+        sliding_window: -1: off. w: the last w keys, the query's own among them, and w - 1 keys ahead where not causal.
+            (left, right): so many keys on each side of the query's own, -1 for all.
+        isa: whose kernels; ``auto`` follows CPU_ATTN_ISA, then takes the best isa of this machine; ``vec`` is the best
+            without a matrix unit; ``vec16`` is the same for head sizes that are multiples of 16.
+        enable_kv_split: whether long requests may be split over their keys where threads would idle. The bits of
+            results are the same either way.
+        dynamic_causal: int32 [R], or None. Whether each request is causal (not 0) or bidirectional (0), in place of
+            ``causal``.
+        kv_cache_dtype: what the caches hold: ``auto``, ``fp8_e4m3`` (``fp8``), ``fp8_e5m2``, ``int8``, ``int6``,
+            ``int5``, ``int4``, ``int4_per_token_head``, or two of these as ``K/V``.
+        head_size_v: Dv, elements of a head of values and of the output; ``head_size`` unless said.
+        engine: ``auto`` follows CPU_ATTN_ENGINE, then means ``native``; ``onednn``; ``reference``.
+        mm_prefix_range: {request: [(start, end), ...]}, ascending spans of keys, end inclusive. The tokens of a span
+            see one another, whatever ``causal`` and ``sliding_window`` say. A prefix-LM is one span from 0.
+        document_start_loc: {request: [0, ...]}, ascending first keys of the documents that are packed in a request. A
+            query sees keys of its own document only. No span crosses a border, and every query has a key of its own.
+        tree_mask: uint8 [T, W], or None. Bit j of row t (``numpy.packbits(..., bitorder="little")``) says whether query
+            token t sees the key of its request's query token j, in place of ``causal`` among these. A token stands as
+            many positions behind the ``seq_len - q_len`` keys before them as it sees query tokens besides itself;
+            windows go by that. Requests are causal. Not with ALiBi, ``mm_prefix_range`` or ``document_start_loc``.
+        block_table: int32 [R, M], or None. With it, requests whose tables start with the same blocks read these once,
+            in whole segments of 1024 keys, where few query rows meet them (decode). The bits of results are the same,
+            of ``onednn`` they stay within the error budgets. The table of a call must then have the same blocks in
+            common.
+        block_size: B, tokens of a block; with ``block_table``, and only then.
+        kv_cache_layout: ``packed``, as :func:`reshape_and_cache` writes it for the isa, or plain rows, which hold no
+            integers: ``HND`` [N, Hkv, B, D] or ``NHD`` [N, B, Hkv, D].
+        mm_prefix_clamp_sliding_window: whether the left side of ``sliding_window`` holds within spans, too (Gemma 4).
+        kv_cache_rotation: ``none`` or ``hadamard``, as :func:`reshape_and_cache` wrote the caches.
+        max_selected_tokens: S, or None. The plan is for calls with ``selected_tokens`` of up to S columns, and for no
+            others; every query token is a task of its own then. Not with ``block_table``.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: a length or a size is out of range, a name is unknown, or masks do not go together.
+        TypeError: an argument has another type or dtype.
+        UnavailableError: this machine does not have the isa, or this build does not have the engine.
+        MemoryError: there is no memory for the plan.
+
+    Maths: docs/contract.md defines each mask. Shared prefixes: cascade attention, with segments merged by their
+    log-sum-exps (arXiv:2501.01005).
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import get_scheduler_metadata
+        >>> query_start_loc = np.array([0, 1, 26], np.int32)  # one token of a decode, 25 of a prompt
+        >>> seq_lens = np.array([40, 25], np.int32)
+        >>> plan = get_scheduler_metadata(2, 32, 8, 128, seq_lens, "float32", query_start_loc, sliding_window=32)
+        >>> plan.num_tokens, plan.engine
+        (26, 'native')
     """
     num_reqs = _check.integer("num_reqs", num_reqs, 0)
     shape = ffi.new("ca_shape *")
@@ -235,7 +279,17 @@ def _masks_struct(found: _check.Masks) -> Any:
 
 
 def kv_cache_dtypes() -> tuple[str, ...]:
-    """What a cache may hold: the names that kv_cache_dtype takes, each also for K or V alone (``int8/int4``)."""
+    """Names what a cache may hold: the values of ``kv_cache_dtype``.
+
+    Returns:
+        The names. Two of them as ``K/V`` name one for keys and one for values (``int8/int4``). ``fp8`` means
+        ``fp8_e4m3``. The function raises no errors.
+
+    Example:
+        >>> from cpu_attn import kv_cache_dtypes
+        >>> "auto" in kv_cache_dtypes(), "int8" in kv_cache_dtypes()
+        (True, True)
+    """
     return ("auto", *FORMATS)
 
 
@@ -250,17 +304,36 @@ def get_kv_cache_shape(
     *,
     kv_cache_layout: str = "packed",
 ) -> tuple[int, int, int, int]:
-    """Shape to allocate for K or for V: (num_blocks, num_kv_heads, block_size, width).
+    """Says which shape to allocate for the keys, or for the values, of a layer.
 
-    width is head_size where head_size is even and block_size a multiple of 16; otherwise it may be
-    larger, and for ``int8`` to ``int4`` it counts bytes, scales among them. What lies inside a (block, head) is the
-    affair of the isa and of dtype, which is that of keys and values; the cache itself is of the dtype that
-    kv_cache_dtype says: fp8 of ``ml_dtypes``' or of uint8, integers of uint8. Where K's differs from V's: one of
-    the two.
-    kv_cache_layout: of ``HND`` and ``NHD`` the width is head_size; ``NHD`` has block_size before num_kv_heads.
+    Args:
+        num_blocks: N, blocks of the cache.
+        block_size: B, tokens of a block. Multiples of 16 waste nothing.
+        num_kv_heads: Hkv.
+        head_size: D for keys, Dv for values.
+        dtype: of keys and values: float32, float16 or bfloat16, as NumPy dtype, torch dtype or name.
+        isa: whose layout; ``auto`` follows CPU_ATTN_ISA, then takes the best isa of this machine.
+        kv_cache_dtype: what the cache holds, as in :func:`reshape_and_cache`. It says the dtype of the array, too: with
+            ``auto`` it is ``dtype``, of fp8 it is the float8 dtype of ``ml_dtypes`` or uint8, of integers it is uint8.
+            If K's and V's differ, ask for one of them at a time.
+        kv_cache_layout: ``packed``, ``HND`` or ``NHD``.
 
-    Raises ValueError or TypeError for sizes out of range and names that are none, UnavailableError for an isa that is
-    not there.
+    Returns:
+        (N, Hkv, B, width), in elements of the array; for ``NHD`` (N, B, Hkv, width). The width is ``head_size`` where
+        that is even and ``block_size`` is a multiple of 16, and in plain rows. It may be larger otherwise. For integers
+        it counts bytes, scales among them.
+
+    Raises:
+        ValueError: a size is out of range, a name is unknown, or ``kv_cache_dtype`` names two.
+        TypeError: an argument has another type.
+        UnavailableError: this machine does not have the isa.
+
+    Example:
+        >>> from cpu_attn import get_kv_cache_shape
+        >>> get_kv_cache_shape(64, 16, 8, 128, "bfloat16")
+        (64, 8, 16, 128)
+        >>> get_kv_cache_shape(64, 16, 8, 128, "bfloat16", kv_cache_dtype="int8")  # a byte each, and 2 for the scale
+        (64, 8, 16, 130)
     """
     name = dtype_name(dtype)
     kv, v_dtype = _check.kv_dtypes(kv_cache_dtype, name)

@@ -30,13 +30,33 @@ def _signs(n: int) -> NDArray[np.float32]:
 
 
 def rotate(x: Any, back: bool = False) -> NDArray[np.floating[Any]]:
-    """R x of each row of x [..., D], or back: R^T x. x: floats; the result is float64 of float64, else float32 with
-    the bits of the kernels.
+    """Rotates heads as a cache with ``kv_cache_rotation="hadamard"`` holds them, or back.
 
-    R = H S is orthogonal: S flips signs, H is a Walsh-Hadamard matrix over the square root of its size; a D that is no
-    power of two is a row of such blocks, the largest first. An element of R x is a sum of all of x, so that one
-    channel which is larger than all others spreads, and a scale fits the whole head (arXiv:2404.00456). Raises
-    TypeError for other dtypes, and for what is no array; ValueError for an x without a last axis, or an empty one.
+    R = H S is orthogonal. S flips signs. H is a Walsh-Hadamard matrix over the square root of its size; where D is no
+    power of two, H is a row of such blocks, the largest first. Each element of R x is a sum over all of x, so one
+    channel that is larger than the others spreads, and one scale fits the whole head.
+
+    Args:
+        x: [..., D] of any float dtype.
+        back: whether to compute R^T x in place of R x.
+
+    Returns:
+        A new array: float64 of float64, else float32 with the bits of the kernels.
+
+    Raises:
+        ValueError: ``x`` has no last axis, or an empty one.
+        TypeError: ``x`` is no array, or has another dtype.
+
+    Maths: QuaRot, arXiv:2404.00456; docs/contract.md has the signs.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import rotate
+        >>> x = np.array([0, 0, 0, 4], np.float32)
+        >>> np.abs(rotate(x)).tolist()
+        [2.0, 2.0, 2.0, 2.0]
+        >>> bool((rotate(rotate(x), back=True) == x).all())
+        True
     """
     x, back = _check.rows("x", x), _check.boolean("back", back)
     y = np.array(x, x.dtype if x.dtype == np.float64 else np.float32)
@@ -56,17 +76,35 @@ def rotate(x: Any, back: bool = False) -> NDArray[np.floating[Any]]:
 
 
 def balance(query: Any, key: Any, rot_dim: int | None = None, is_neox: bool = True) -> NDArray[np.float32]:
-    """Factors [..., D] for the channels of the queries; those of the keys are divided by them, and q.k stays as it is.
+    """Finds factors that make the channels of queries and keys alike, which helps rotated, quantised keys.
 
-    query, key [..., D], floats: how large the channels are, as the magnitudes of the weights that make them: of the
-    norms before the rotary embedding (Qwen3; Gemma 3 with 1 + its weight), or the norms of the rows of both
-    projections, which is where the factors are then multiplied in. A query head's are those of its kv head.
-    rot_dim (D unless said), is_neox: of the rotary embedding, as in :func:`cpu_attn.rotary_reshape_and_cache`: the two
-    channels that it turns into one another share their factor, so that it may come before or after.
+    Queries are multiplied by the factors and keys divided by them, so q.k stays as it is. What quantising a rotated key
+    costs q.k grows with the lengths of both vectors, and the product of the lengths is least where a channel is as
+    large in the keys as in the queries. So a factor is sqrt(key / query).
 
-    What quantising a rotated key costs q.k grows with the lengths of both vectors, and the product of these is least
-    where a channel is as large in the keys as in the queries: the factor is sqrt(key / query). A size below 0.01 of the
-    mean counts as that. Raises ValueError or TypeError for shapes, dtypes, and sizes that are negative or not finite.
+    Args:
+        query: [..., D] of floats, not negative: how large the channels of the queries are. Take the magnitudes of the
+            weights that make them: of the norm before the rotary embedding (Qwen3; Gemma 3 with 1 + its weight), or the
+            norms of the rows of the projection. The factors are multiplied into the same weights.
+        key: [..., D]: the same for keys. A query head's are those of its kv head.
+        rot_dim: of the rotary embedding, as in :func:`rotary_reshape_and_cache`; D unless said. The two channels that
+            the embedding turns into one another share a factor.
+        is_neox: as in :func:`rotary_reshape_and_cache`.
+
+    Returns:
+        float32 [..., D]: the factors of the queries. A size below 0.01 of the mean counts as 0.01 of it.
+
+    Raises:
+        ValueError: shapes differ, a size is negative or not finite, or ``rot_dim`` is odd or out of range.
+        TypeError: an argument is no array, or has another dtype.
+
+    Maths: the inequality of Cauchy and Schwarz; docs/quality.md has what it brings.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import balance
+        >>> balance(np.array([1.0, 1.0]), np.array([4.0, 1.0]), rot_dim=0).tolist()
+        [2.0, 1.0]
     """
     sizes = [_check.sizes(name, x) for name, x in (("query", query), ("key", key))]
     if sizes[0].shape != sizes[1].shape:

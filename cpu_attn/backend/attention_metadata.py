@@ -19,7 +19,16 @@ NONE = np.zeros(0, np.int32)
 
 
 class AttentionType(str, Enum):
-    """vLLM's names; plain strings of the same value do as well."""
+    """What a layer attends to, under vLLM's names. Plain strings of the same value do as well.
+
+    Raises:
+        ValueError: a name is none of the four.
+
+    Example:
+        >>> from cpu_attn import AttentionType
+        >>> AttentionType("encoder_decoder").name
+        'ENCODER_DECODER'
+    """
 
     DECODER = "decoder"
     ENCODER = "encoder"
@@ -51,32 +60,47 @@ class Part(NamedTuple):
 
 @dataclass(eq=False)
 class CPUAttentionMetadata:
-    """One step: P prefills of num_prefill_tokens query tokens, then the decodes, R requests and T tokens in all.
+    """The metadata of one step: P prefills first, then the decodes; R requests and T tokens in all.
 
-    Lengths, tables and slots are lists or arrays of int32 or int64; a layer looks at what they hold, here ValueError or
-    TypeError is for the three counts alone. A prefill's query tokens are its last ones; that
-    it has more keys than queries is chunked prefill or a cached prefix, and ``chunked_prefill`` only repeats it.
+    Lengths, tables and slots are lists or arrays of int32 or int64. The query tokens of a prefill are its last ones:
+    where it has more keys than queries, that is chunked prefill or a cached prefix. An engine may advance the arrays in
+    place and keep the metadata.
 
-    =========================  ==========================================================================
-    slot_mapping [T]           slot of each token's K and V, block * block_size + offset; negative: skipped
-    seq_lens [R]               keys of each request, new ones counted
-    seq_lens_tensor            the same, of the decodes
-    max_decode_seq_len         the largest of those
-    block_tables               [decodes, M]
-    max_query_len, max_kv_len  largest number of query tokens of a request, of keys of a prefill
-    prefill_query_start_loc    [P+1], where each prefill's query tokens start; without: seq_lens, whole prompts
-    kv_start_loc               [P+1], running sum of the prefills' keys; without: seq_lens
-    prefill_block_tables       [P, M]; without: whole prompts, attended as forward gets them
-    query_start_loc            [R+1], where each request's query tokens start, counts where given; without: prefills
-                               as above, one token for each decode
-    encoder_seq_lens           [R], keys of each request in cross attention; tokens of each text in an encoder
-    encoder_seq_lens_tensor    the same as an array
-    max_encoder_seq_len        the largest of those
-    num_encoder_tokens         their sum, in an encoder
-    cross_slot_mapping         slots for the K and V that cross attention is given, those of the new requests
-    cross_block_tables         [R, M]
-    causal                     False: decoder attention sees the whole request
-    =========================  ==========================================================================
+    Args:
+        num_prefills: P.
+        num_prefill_tokens: query tokens of the prefills.
+        num_decode_tokens: query tokens of the decodes, one for each.
+        slot_mapping: [T], the slot of each token's K and V, block * B + place in the block; negative: skipped.
+        seq_lens: [R], keys of each request, the new ones among them.
+        seq_lens_tensor: the same, of the decodes.
+        max_decode_seq_len: the largest of those.
+        block_tables: [R - P, M], of the decodes.
+        chunked_prefill: whether a prefill has more keys than queries. Nothing depends on it.
+        max_query_len: the largest number of query tokens of a request.
+        max_kv_len: the largest number of keys of a prefill.
+        prefill_query_start_loc: [P + 1], where each prefill's query tokens start; None: ``seq_lens``, whole prompts.
+        kv_start_loc: [P + 1], the running sum of the prefills' keys; None: of ``seq_lens``.
+        prefill_block_tables: [P, M]; None: whole prompts, attended as ``forward`` gets them.
+        query_start_loc: [R + 1], where each request's query tokens start; counts where it is given.
+        encoder_seq_lens: [R], keys of each request in cross attention; in an encoder the tokens of each text.
+        encoder_seq_lens_tensor: the same as an array.
+        max_encoder_seq_len: the largest of those.
+        num_encoder_tokens: their sum.
+        cross_slot_mapping: slots for the K and V that cross attention is given, those of the new requests.
+        cross_block_tables: [R, M].
+        causal: False: decoder attention sees the whole request.
+
+    Raises:
+        ValueError: one of the three counts is negative. A layer looks at all else.
+        TypeError: one of the three counts is no integer.
+
+    Example:
+        >>> from cpu_attn import CPUAttentionMetadata
+        >>> step = CPUAttentionMetadata(
+        ...     num_prefills=1, num_prefill_tokens=3, num_decode_tokens=1, slot_mapping=[0, 1, 2, 24],
+        ...     seq_lens=[3, 9], seq_lens_tensor=[9], block_tables=[[1]], prefill_block_tables=[[0]])
+        >>> step.get_seq_lens("decoder")
+        ([3, 9], [3, 9])
     """
 
     num_prefills: int
@@ -114,13 +138,13 @@ class CPUAttentionMetadata:
 
     @property
     def is_all_encoder_attn_metadata_set(self) -> bool:
-        """Whether encoder attention has what it needs: encoder_seq_lens, its array and its maximum."""
+        """Whether encoder attention has ``encoder_seq_lens``, its array and its maximum, which it needs."""
         fields = (self.encoder_seq_lens, self.encoder_seq_lens_tensor, self.max_encoder_seq_len)
         return all(x is not None for x in fields)
 
     @property
     def is_all_cross_attn_metadata_set(self) -> bool:
-        """Whether cross attention has what it needs: the same, its slots and its block tables."""
+        """Whether cross attention has the same, its slots and its block tables, which it needs."""
         return (
             self.is_all_encoder_attn_metadata_set
             and self.cross_slot_mapping is not None
@@ -129,25 +153,37 @@ class CPUAttentionMetadata:
 
     @property
     def prefill_metadata(self) -> CPUAttentionMetadata | None:
-        """This, where there are prefills."""
+        """This object where there are prefills, else None."""
         return self if self.num_prefill_tokens else None
 
     @property
     def decode_metadata(self) -> CPUAttentionMetadata | None:
-        """This, where there are decodes."""
+        """This object where there are decodes, else None."""
         return self if self.num_decode_tokens else None
 
     def get_seq_lens(self, attn_type: str) -> tuple[Any, Any]:
-        """(lengths of queries, of keys): lists, seq_lens or encoder_seq_lens. ValueError for an attn_type that is none,
-        as in the other methods that take one."""
+        """Gives the lengths of queries and of keys: ``seq_lens`` or ``encoder_seq_lens``.
+
+        Args:
+            attn_type: a name of :class:`AttentionType`.
+
+        Raises:
+            ValueError: the name is unknown.
+        """
         kind = attention_type(attn_type)
         queries = self.encoder_seq_lens if kind is AttentionType.ENCODER else self.seq_lens
         of_encoder = kind in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER)
         return queries, self.encoder_seq_lens if of_encoder else self.seq_lens
 
     def get_seq_len_block_table_args(self, attn_type: str) -> tuple[Any, int | None, Any]:
-        """(lengths of keys, the largest, block tables) of the decodes, or of the encoder (which has no tables) or of
-        cross attention."""
+        """Gives (lengths of keys, the largest, block tables) of the decodes, of the encoder or of cross attention.
+
+        Args:
+            attn_type: a name of :class:`AttentionType`. An encoder has no block tables.
+
+        Raises:
+            ValueError: the name is unknown.
+        """
         kind = attention_type(attn_type)
         if kind is AttentionType.ENCODER:
             return self.encoder_seq_lens_tensor, self.max_encoder_seq_len, None
@@ -156,12 +192,27 @@ class CPUAttentionMetadata:
         return self.seq_lens_tensor, self.max_decode_seq_len, self.block_tables
 
     def get_attn_bias(self, attn_type: str) -> list[Any] | None:
-        """The dense biases that an engine keeps here for itself; a layer refuses to run while there are any."""
+        """Gives the dense biases that an engine keeps here for itself. A layer refuses to run while there are any.
+
+        Args:
+            attn_type: a name of :class:`AttentionType`.
+
+        Raises:
+            ValueError: the name is unknown.
+        """
         bias: list[Any] | None = getattr(self, self._bias_name(attn_type))
         return bias
 
     def set_attn_bias(self, attn_bias: list[Any] | None, attn_type: str) -> None:
-        """Keeps dense biases for :meth:`get_attn_bias`."""
+        """Keeps dense biases for :meth:`get_attn_bias`.
+
+        Args:
+            attn_bias: the biases, or None.
+            attn_type: a name of :class:`AttentionType`.
+
+        Raises:
+            ValueError: the name is unknown.
+        """
         setattr(self, self._bias_name(attn_type), attn_bias)
 
     @staticmethod

@@ -15,10 +15,26 @@ from cpu_attn.backend.paged_attention import Array
 
 
 def make_alibi_bias(alibi_slopes: Any, dtype: Any, seq_lens: Sequence[int]) -> list[Array]:
-    """For each length L the causal ALiBi bias [1, Hq, L, L]: slope * (key - query), -inf where the key is later.
+    """Makes the causal ALiBi bias of each length as a dense array. Attention itself never needs one.
 
-    alibi_slopes [Hq], dtype float32, float16 or bfloat16. Press et al., arXiv:2108.12409. Raises ValueError or
-    TypeError for slopes of other axes, lengths below 0 and other dtypes.
+    Args:
+        alibi_slopes: [Hq], a list or an array.
+        dtype: of the result: float32, float16 or bfloat16.
+        seq_lens: the lengths, 0 or more.
+
+    Returns:
+        For each length L an array [1, Hq, L, L]: slope * (key - query), and -inf where the key is later.
+
+    Raises:
+        ValueError: the slopes have other axes, or a length is negative.
+        TypeError: an argument has another type or dtype.
+
+    Maths: arXiv:2108.12409.
+
+    Example:
+        >>> from cpu_attn import make_alibi_bias
+        >>> make_alibi_bias([0.5], "float32", [2])[0][0, 0].tolist()
+        [[0.0, -inf], [-0.5, 0.0]]
     """
     if isinstance(alibi_slopes, (list, tuple)):
         alibi_slopes = _check.listed("alibi_slopes", alibi_slopes, np.float32)
@@ -37,11 +53,25 @@ def make_alibi_bias(alibi_slopes: Any, dtype: Any, seq_lens: Sequence[int]) -> l
 def make_sliding_window_bias(
     seq_lens: Sequence[int], window_size: int | None, dtype: Any, causal: bool = True
 ) -> list[Array]:
-    """For each length L the mask [1, L, L]: 0 where a query sees the key, else -inf.
+    """Makes the mask of a sliding window of each length as a dense array. Attention itself never needs one.
 
-    window_size: w, the last w keys, the query's own among them, and w - 1 ahead where not causal; None: no window.
-    dtype float32, float16 or bfloat16. Raises ValueError or TypeError for lengths below 0, windows below 1 and other
-    dtypes.
+    Args:
+        seq_lens: the lengths, 0 or more.
+        window_size: w: the last w keys, the query's own among them, and w - 1 ahead where not causal; None: no window.
+        dtype: of the result: float32, float16 or bfloat16.
+        causal: whether later keys are hidden.
+
+    Returns:
+        For each length L an array [1, L, L]: 0 where a query sees the key, else -inf.
+
+    Raises:
+        ValueError: a length is negative, or the window is less than 1.
+        TypeError: an argument has another type or dtype.
+
+    Example:
+        >>> from cpu_attn import make_sliding_window_bias
+        >>> make_sliding_window_bias([3], 2, "float32")[0][0].tolist()
+        [[0.0, -inf, -inf], [0.0, 0.0, -inf], [-inf, 0.0, 0.0]]
     """
     window = _check.window(-1 if window_size is None else window_size, "window_size")
     causal, kind = _check.boolean("causal", causal), DTYPES[dtype_name(dtype)]

@@ -14,10 +14,27 @@ from cpu_attn.backend.paged_attention import Array
 
 
 class CPUAttentionMetadataBuilder:
-    """Metadata from vLLM's CommonAttentionMetadata, once a step for the layers of one cache group.
+    """Makes the metadata of each step for the layers of one cache group, from vLLM's ``CommonAttentionMetadata``.
 
-    kv_cache_spec and layer_names are kept as they are; of config only ``scheduler_config`` is looked at, for whether
-    prefill is chunked. device: the CPU ("cpu", torch.device("cpu") or None), else ValueError.
+    Args:
+        kv_cache_spec: kept as it is.
+        layer_names: kept as they are.
+        config: its ``scheduler_config`` says whether prefill is chunked; the rest is not looked at.
+        device: the CPU: ``"cpu"``, ``torch.device("cpu")`` or None.
+
+    Raises:
+        ValueError: the device is another one.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> import numpy as np
+        >>> from cpu_attn import CPUAttentionMetadataBuilder
+        >>> common = SimpleNamespace(
+        ...     num_reqs=2, query_start_loc=np.array([0, 3, 4], np.int32), seq_lens=np.array([3, 9], np.int32),
+        ...     block_table_tensor=np.array([[0], [1]], np.int32), slot_mapping=np.array([0, 1, 2, 24]))
+        >>> metadata = CPUAttentionMetadataBuilder(None, ["layers.0"], None).build(0, common)
+        >>> metadata.num_prefills, metadata.num_prefill_tokens, metadata.num_decode_tokens
+        (1, 3, 1)
     """
 
     def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], config: Any, device: Any = "cpu") -> None:
@@ -32,10 +49,17 @@ class CPUAttentionMetadataBuilder:
         self.chunked_prefill = any(getattr(scheduler, name, False) for name in names)
 
     def reorder_batch(self, input_batch: Any, scheduler_output: Any) -> bool:
-        """Moves requests with one scheduled token (decodes) behind all others; says whether anything moved.
+        """Moves requests with one scheduled token (decodes) behind all others, with as few swaps as can be.
 
-        input_batch: req_ids, swap_states(i, j). scheduler_output: num_scheduled_tokens {req_id: number}. As few
-        swaps as can be. Raises KeyError, before anything is moved, for a request without a number.
+        Args:
+            input_batch: an object with ``req_ids`` and ``swap_states(i, j)``.
+            scheduler_output: an object with ``num_scheduled_tokens``, {request id: number}.
+
+        Returns:
+            Whether anything moved.
+
+        Raises:
+            KeyError: a request has no number. Nothing has moved then.
         """
         scheduled = scheduler_output.num_scheduled_tokens
         is_decode = [scheduled[req_id] == 1 for req_id in input_batch.req_ids]
@@ -49,17 +73,25 @@ class CPUAttentionMetadataBuilder:
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> CPUAttentionMetadata:
-        """Metadata of a step. Trailing requests of one query token are its decodes, whatever the order.
+        """Makes the metadata of a step. Trailing requests of one query token are its decodes, whatever the order.
 
-        Read by name: num_reqs, query_start_loc [R+1] and seq_lens [R] (or ..._cpu, which are preferred),
-        block_table_tensor [R, M], slot_mapping [T], causal (True unless said); where there is cross attention
-        encoder_seq_lens [R], cross_slot_mapping and cross_block_tables [R, M]. Rows past R, slots past T: padding.
-        All of it is copied: what an engine writes there for its next step is the next build's.
-        common_prefix_len and fast_build change nothing: a layer's plan finds for itself which requests share blocks.
+        Args:
+            common_prefix_len: changes nothing: a plan finds for itself which requests share blocks.
+            common_attn_metadata: an object with ``num_reqs``, ``query_start_loc`` [R + 1], ``seq_lens`` [R] (or both
+                with ``_cpu`` behind the name, which are preferred), ``block_table_tensor`` [R, M], ``slot_mapping`` [T]
+                and ``causal`` (True unless said). For cross attention also ``encoder_seq_lens`` [R],
+                ``cross_slot_mapping`` and ``cross_block_tables`` [R, M]. Rows past R and slots past T are padding. All
+                of it is copied, so an engine may fill the arrays for its next step.
+            fast_build: changes nothing.
 
-        Raises ValueError or TypeError for a query_start_loc that does not begin with 0 or falls, arrays that are too
-        short, of other axes or dtypes, and a causal that is no boolean. Lengths and blocks are a layer's to check.
-        NotImplementedError for masks that no layer here has: mm_req_doc_ranges, rswa_prefix_lens.
+        Returns:
+            The metadata. Its lengths and blocks are checked by the layers.
+
+        Raises:
+            ValueError: ``query_start_loc`` does not begin with 0 or falls, or an array is too short or has other axes.
+            TypeError: an array has another dtype, or ``causal`` is no boolean.
+            NotImplementedError: the step has masks that no layer here has (``mm_req_doc_ranges``,
+                ``rswa_prefix_lens``).
         """
         _check.integer("common_prefix_len", common_prefix_len, 0)
         common = common_attn_metadata

@@ -27,14 +27,40 @@ SCRATCH_BLOCK_SIZE = 64
 
 
 class CPUAttentionBackendImpl:
-    """Attention of one layer. num_kv_heads divides num_heads; scale is the factor of q.k; alibi_slopes and sinks [Hq].
+    """Attention of one layer.
 
-    sliding_window: w or None, the last w keys, its own among them; without causality w - 1 to both sides.
-    logits_soft_cap: None or 0 is off. attn_type: decoder (causal unless the metadata says otherwise), encoder and
-    encoder_only (bidirectional, no cache), encoder_decoder (cross attention, bidirectional; positions of queries, for
-    windows and slopes, end where the keys end). kv_sharing_target_layer_name: this layer's K and V are not written,
-    forward is given the cache of that layer. ``paged_attn_impl``, of the class or of an object, says over which engine.
-    Maths: docs/contract.md. ValueError or TypeError for what is out of range.
+    The class attribute ``paged_attn_impl`` says which engine computes: :class:`PagedAttention` or
+    :class:`OneDNNPagedAttention`.
+
+    Args:
+        num_heads: Hq.
+        head_size: D.
+        scale: the factor of q.k.
+        num_kv_heads: Hkv, which divides ``num_heads``; ``num_heads`` unless said.
+        alibi_slopes: [Hq], or None.
+        sliding_window: w: the last w keys, the query's own among them, and w - 1 ahead where not causal; None: off.
+        kv_cache_dtype: what the cache holds.
+        logits_soft_cap: None and 0 are off.
+        attn_type: ``decoder``: causal unless the metadata says otherwise. ``encoder`` and ``encoder_only``:
+            bidirectional, without a cache. ``encoder_decoder``: cross attention, bidirectional; for windows and slopes
+            the last query stands at the last key.
+        kv_sharing_target_layer_name: a layer whose cache this one reads and does not write.
+        sinks: [Hq], or None.
+
+    Raises:
+        ValueError: an argument is out of range or a name is unknown.
+        TypeError: an argument has another type or dtype.
+
+    Maths: docs/contract.md.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
+        >>> impl = CPUAttentionBackendImpl(8, 64, 64**-0.5, num_kv_heads=2, attn_type="encoder_only")
+        >>> step = CPUAttentionMetadata(num_prefills=1, num_prefill_tokens=3, num_decode_tokens=0, seq_lens=[3])
+        >>> query, (key, value) = np.ones((3, 8, 64), np.float32), np.ones((2, 3, 2, 64), np.float32)
+        >>> impl.forward(None, query, key, value, None, step).shape
+        (3, 512)
     """
 
     paged_attn_impl: type[PagedAttention] = PagedAttention
@@ -90,19 +116,30 @@ class CPUAttentionBackendImpl:
         output_scale: Any = None,
         output_block_scale: Any = None,
     ) -> Any:
-        """Writes this step's K and V into the cache and attends.
+        """Writes this step's keys and values into the cache and attends.
 
-        layer: ``_k_scale`` and ``_v_scale``, numbers or 0-d arrays, 1.0 where it has none; only fp8 caches have them.
-        query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv], or with heads and sizes in one axis; rows past T are
-        padding. In cross attention key and value are those of the new requests' encoder tokens. Both None: they are in
-        the cache already.
-        kv_cache: as in :mod:`cpu_attn.backend.paged_attention`; empty (or None) in a profiling run: nothing is written,
-        the keys are those given, and a request that has others is refused. Encoders do not look at it.
-        attn_metadata None is a warm-up: output is zeros.
+        Args:
+            layer: an object with ``_k_scale`` and ``_v_scale``, numbers or 0-d arrays; 1 where it has none. Only fp8
+                caches have scales.
+            query: [T, Hq, D] or [T, Hq * D]; rows past T are padding.
+            key: [T, Hkv, D] or [T, Hkv * D]; in cross attention the keys of the new requests' encoder tokens; None,
+                with ``value``, where the cache has them already.
+            value: [T, Hkv, Dv] or [T, Hkv * Dv].
+            kv_cache: in a layout of :meth:`PagedAttention.get_kv_cache_shape`. Empty or None means a profiling run:
+                nothing is written, and the keys are those given. Encoders do not look at it.
+            attn_metadata: of the step; None means a warm-up, whose output is zeros.
+            output: [T, Hq, Dv] or [T, Hq * Dv] to write to, or None.
+            output_scale: None.
+            output_block_scale: None.
 
-        Returns output, where given, [T, Hq, Dv] or [T, Hq * Dv]; else a new [T, Hq * Dv], a tensor for torch queries,
-        NumPy for others, 0 in padding; where value is None, too, Dv is D. Raises NotImplementedError for output scales,
-        ValueError or TypeError for what does not fit, before the cache is written.
+        Returns:
+            ``output``, or a new [T, Hq * Dv], 0 in padding: a tensor for torch queries, else a NumPy array. Where
+            ``value`` is None, too, Dv is D.
+
+        Raises:
+            ValueError: an argument does not fit. The cache has not been written then.
+            TypeError: an argument is no array, or has another dtype. The cache has not been written then.
+            NotImplementedError: an output scale is given, or the metadata holds a dense bias.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale, output_block_scale: the output is not quantised here; pass None")

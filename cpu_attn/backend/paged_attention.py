@@ -46,11 +46,29 @@ def _writable(name: str, kv_cache: Any) -> tuple[Array, Array]:
 
 
 class PagedAttention:
-    """The older interface over this library's calls: for every head size, dtype and engine that those have.
+    """Paged attention under the names of vLLM's older CPU backend: for every head size and dtype.
 
-    ``engine`` and ``isa`` are theirs; ``auto`` follows CPU_ATTN_ENGINE and CPU_ATTN_ISA, then takes the native kernels
-    of the best isa. ``kv_cache_rotation`` is that of the caches. Arrays are what the calls
-    take: NumPy, torch CPU tensors, DLPack.
+    The class attributes ``engine`` and ``isa`` say what computes: ``auto`` follows CPU_ATTN_ENGINE and CPU_ATTN_ISA,
+    then takes the native kernels of the best isa. ``kv_cache_rotation`` is that of the caches. Arrays are NumPy arrays,
+    torch CPU tensors or anything with DLPack.
+
+    Raises:
+        ValueError: methods raise it for what is out of range, before anything is written.
+        TypeError: methods raise it for arguments of another type or dtype, before anything is written.
+        UnavailableError: this machine does not have the isa or the engine.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import PagedAttention
+        >>> kv_cache = np.zeros(PagedAttention.get_kv_cache_shape(4, 16, 2, 64), np.float32)
+        >>> key_cache, value_cache = PagedAttention.split_kv_cache(kv_cache, 2, 64)  # [N, Hkv, B, width], views
+        >>> key = value = np.ones((1, 2, 64), np.float32)
+        >>> PagedAttention.write_to_paged_cache(key, value, key_cache, value_cache, np.array([16]))
+        >>> query, table, lens = np.ones((1, 8, 64), np.float32), np.array([[1]], np.int32), np.array([1], np.int32)
+        >>> output = PagedAttention.forward_decode(
+        ...     np.empty_like(query), query, key_cache, value_cache, table, lens, 1, "auto", 2, 64**-0.5, None)
+        >>> bool((output == 1).all())
+        True
     """
 
     engine: ClassVar[str] = "auto"
@@ -59,12 +77,12 @@ class PagedAttention:
 
     @staticmethod
     def get_supported_head_sizes() -> list[int]:
-        """Empty, which in vLLM means: every size."""
+        """Gives an empty list, which in vLLM means every size."""
         return []
 
     @classmethod
     def validate_head_size(cls, head_size: int) -> tuple[bool, list[int]]:
-        """Whether ``head_size`` can be served (an integer, 1 to 65536), and :meth:`get_supported_head_sizes`."""
+        """Says whether ``head_size`` is an integer from 1 to 65536, and gives :meth:`get_supported_head_sizes`."""
         try:
             _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
         except (TypeError, ValueError):
@@ -82,12 +100,24 @@ class PagedAttention:
         *,
         layout: str = "flat",
     ) -> tuple[int, ...]:
-        """What to allocate for a layer: layout "flat": ``(2, N, B * Hkv * width)``; "pair": ``(N, Hkv, B, width)`` for
-        each of K and V.
+        """Says what to allocate for a layer.
 
-        cache_dtype_str: "auto" is the model's dtype; for odd head sizes name it ("bfloat16"), as the width may depend
-        on it. Raises ValueError where it does, for sizes out of range and for a flat block size that is not a multiple
-        of 16.
+        Args:
+            num_blocks: N.
+            block_size: B; in layout ``flat`` a multiple of 16.
+            num_kv_heads: Hkv.
+            head_size: D.
+            cache_dtype_str: what the cache holds. ``auto`` is the model's dtype; for odd head sizes name that dtype
+                (``bfloat16``), as the width may depend on it.
+            layout: ``flat`` or ``pair``.
+
+        Returns:
+            ``(2, N, B * Hkv * width)`` for layout ``flat``; ``(N, Hkv, B, width)`` for each of K and V for layout
+            ``pair``.
+
+        Raises:
+            ValueError: a size is out of range, a name is unknown, or the width depends on a dtype that is not named.
+            TypeError: an argument has another type.
         """
         if cache_dtype_str in _check.FLOATS:
             names = [cache_dtype_str]
@@ -116,9 +146,20 @@ class PagedAttention:
     def split_kv_cache(
         cls, kv_cache: Any, num_kv_heads: int, head_size: int, kv_cache_dtype: str = "auto"
     ) -> tuple[Array, Array]:
-        """key_cache and value_cache ``[N, Hkv, B, width]`` of a layer's cache in either layout: NumPy views.
+        """Splits a layer's cache into its keys and its values, without a copy.
 
-        Raises ValueError or TypeError for a shape that is none of them, and for sizes out of range.
+        Args:
+            kv_cache: in either layout.
+            num_kv_heads: Hkv.
+            head_size: D.
+            kv_cache_dtype: what the cache holds.
+
+        Returns:
+            (key_cache, value_cache), each [N, Hkv, B, width].
+
+        Raises:
+            ValueError: the shape is that of neither layout, or a size is out of range.
+            TypeError: an argument is no array, or has another dtype.
         """
         num_kv_heads = _check.integer("num_kv_heads", num_kv_heads, 1, _check.MAX_SIZE)
         key_cache, value_cache = _blocks("kv_cache", kv_cache)
@@ -156,10 +197,17 @@ class PagedAttention:
         k_scale: Any = 1.0,
         v_scale: Any = 1.0,
     ) -> None:
-        """Writes key [T, Hkv, D] and value [T, Hkv, Dv] to slot_mapping (int32 or int64, T in all; negative: skipped).
+        """Writes keys and values into their slots: :func:`reshape_and_cache`, with its errors.
 
-        Caches as :meth:`split_kv_cache` gives them, scales numbers or 0-d arrays. Errors are those of
-        :func:`cpu_attn.reshape_and_cache`.
+        Args:
+            key: [T, Hkv, D].
+            value: [T, Hkv, Dv].
+            key_cache: of :meth:`split_kv_cache`.
+            value_cache: of :meth:`split_kv_cache`.
+            slot_mapping: int32 or int64, T in all; a token with a negative slot is skipped.
+            kv_cache_dtype: what the cache holds.
+            k_scale: a number or a 0-d array, of fp8 caches.
+            v_scale: a number or a 0-d array, of fp8 caches.
         """
         slots = _check.integers("slot_mapping", slot_mapping, np.int64, None).reshape(-1)
         reshape_and_cache(
@@ -189,11 +237,33 @@ class PagedAttention:
         s_aux: Any = None,
         scheduler_metadata: SchedulerMetadata | None = None,
     ) -> Any:
-        """Attention of one query token for each request, into ``output``, which is returned.
+        """Computes attention of one query token for each request, into ``output``, which is returned.
 
-        query [R, Hq, D], output [R, Hq, Dv], block_tables [R, M]. context_lens [R]: keys of each request, its new token
-        counted, at most max_context_len. scheduler_metadata: the plan for just this, where the caller has one. The
-        rest, and the errors, are those of :func:`cpu_attn.attention_with_kv_cache`.
+        Args:
+            output: [R, Hq, Dv], written.
+            query: [R, Hq, D].
+            key_cache: of :meth:`split_kv_cache`.
+            value_cache: of :meth:`split_kv_cache`.
+            block_tables: [R, M].
+            context_lens: [R], keys of each request, its new token among them.
+            max_context_len: no context is longer.
+            kv_cache_dtype: what the cache holds.
+            num_kv_heads: Hkv.
+            scale: the factor of q.k.
+            alibi_slopes: [Hq], or None.
+            k_scale: a number or a 0-d array, of fp8 caches.
+            v_scale: a number or a 0-d array, of fp8 caches.
+            sliding_window: as in :func:`get_scheduler_metadata`.
+            softcap: 0 is off.
+            s_aux: [Hq], or None.
+            scheduler_metadata: the plan for just this, where the caller has one.
+
+        Returns:
+            ``output``.
+
+        Raises:
+            ValueError: an argument is out of range; otherwise as :func:`attention_with_kv_cache`.
+            TypeError: an argument is no array, or has another dtype.
         """
         axes = [("num_reqs", None), ("num_heads", None), ("head_size", None)]
         q = _check.array("query", query, _check.FLOATS, axes)
@@ -230,12 +300,16 @@ class PagedAttention:
 
     @staticmethod
     def copy_blocks(kv_caches: Sequence[Any], src_to_dists: Any) -> None:
-        """Copies whole blocks, K and V, within each layer's cache: all are read before any is written. Layers may
-        share memory, the same blocks of it under the same numbers.
+        """Copies whole blocks, K and V, within each layer's cache. All blocks are read before any is written.
 
-        src_to_dists: [n, 2], pairs (source, destination), or {source: [destinations]}. Raises ValueError or TypeError,
-        before any layer is written, for what are no pairs or caches, a block out of range, a destination named twice
-        and memory that is read-only.
+        Args:
+            kv_caches: one cache for each layer. Layers may share memory, the same blocks of it under the same numbers.
+            src_to_dists: [n, 2], pairs (source, destination), or {source: [destinations]}.
+
+        Raises:
+            ValueError: a block is out of range, a destination is named twice, or memory is read-only. No layer has been
+                written then.
+            TypeError: an argument holds something else than caches or pairs. No layer has been written then.
         """
         kv_caches = _check.sequence("kv_caches", kv_caches)
         layers = [_writable(f"kv_caches[{i}]", kv_cache) for i, kv_cache in enumerate(kv_caches)]
@@ -251,9 +325,15 @@ class PagedAttention:
     def swap_blocks(src_kv_cache: Any, dst_kv_cache: Any, src_to_dst: Any) -> None:
         """Copies whole blocks, K and V, from one cache of a layer to another of the same layout, dtype and block size.
 
-        src_to_dst: [n, 2], pairs (source, destination), or {source: destination}. Raises ValueError or TypeError,
-        before anything is written, for what are no pairs or caches, a block out of range, a destination named twice,
-        memory that is read-only, or caches that differ in more than num_blocks.
+        Args:
+            src_kv_cache: the cache to read.
+            dst_kv_cache: the cache to write.
+            src_to_dst: [n, 2], pairs (source, destination), or {source: destination}.
+
+        Raises:
+            ValueError: a block is out of range, a destination is named twice, memory is read-only, or the caches differ
+                in more than their number of blocks. Nothing has been written then.
+            TypeError: an argument holds something else than caches or pairs. Nothing has been written then.
         """
         sources, destinations = _blocks("src_kv_cache", src_kv_cache), _writable("dst_kv_cache", dst_kv_cache)
         for src, dst in zip(sources, destinations, strict=True):
@@ -267,6 +347,15 @@ class PagedAttention:
 
 
 class OneDNNPagedAttention(PagedAttention):
-    """The same over the onednn engine; UnavailableError where oneDNN is not there."""
+    """:class:`PagedAttention` over the ``onednn`` engine.
+
+    Raises:
+        UnavailableError: oneDNN is not here.
+
+    Example:
+        >>> from cpu_attn import OneDNNPagedAttention
+        >>> OneDNNPagedAttention.engine
+        'onednn'
+    """
 
     engine: ClassVar[str] = "onednn"

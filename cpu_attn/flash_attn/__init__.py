@@ -38,10 +38,13 @@ _FUNCTIONS = {name: getattr(flash_attn_interface, name) for name in flash_attn_i
 
 
 def install() -> None:
-    """Makes ``import flash_attn`` find these functions, in this process; may be called again.
+    """Makes ``import flash_attn`` find these functions, in this process. It may be called again.
 
-    Importable are flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding and flash_attn.layers.rotary.
-    RuntimeError where another flash_attn is imported or could be.
+    Importable are then flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding and
+    flash_attn.layers.rotary.
+
+    Raises:
+        RuntimeError: another flash_attn is imported, or could be.
     """
     padding = {name: getattr(bert_padding, name) for name in ("index_first_axis", "pad_input", "unpad_input")}
     stand_in(

@@ -176,22 +176,42 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """out [B, S_q, Hq, Dv] of q [B, S_q, Hq, D] over a cache, to which k [B, S_new, Hkv, D] and v [B, S_new, Hkv, Dv]
-    are appended first; with return_softmax_lse (out, softmax_lse).
+    """Appends new keys and values to a cache and computes attention over it.
 
-    k_cache, v_cache: [N, S, Hkv, D] and [N, S, Hkv, Dv], N at least B, or, with block_table int32 [B, M], pages [N,
-    page_block_size, Hkv, D] of any size. Their last axis must be dense; they are never copied.
-    cache_seqlens: how many tokens of each sequence the cache holds before the call, an int or int32 [B]; None, where
-    nothing is appended: as many as there are slots.
-    cache_batch_idx: int32 [B], which sequences of the cache these are. Where two are the same one and write to the same
-    slot, one of them is there. cache_leftpad: int32 [B], the slots before a sequence's first key, which cache_seqlens
-    counts, too; each sequence is then a call by itself. Neither goes with block_table.
-    rotary_cos, rotary_sin: [positions, rot_dim / 2], float32 or q's dtype, only beside k. A new key turns by the row of
-    its slot in the sequence. If causal or with a window so do the queries, the first one as the first new key; else all
-    queries turn as that one. rotary_interleaved: dimension 2 i turns with 2 i + 1, else i with i + rot_dim / 2. It is
-    computed in float32, and rounded once.
-    num_splits: 1 keeps the keys of a sequence on one thread; the bits are the same.
-    The rest: see :mod:`cpu_attn.flash_attn.flash_attn_interface`.
+    Args:
+        q: [B, S_q, Hq, D].
+        k_cache: [N, S, Hkv, D], N at least B; with ``block_table`` pages [N, page_block_size, Hkv, D] of any size. The
+            last axis is dense. Never copied.
+        v_cache: [N, S, Hkv, Dv], or pages likewise.
+        k: [B, S_new, Hkv, D] to append, or None.
+        v: [B, S_new, Hkv, Dv] to append, or None.
+        rotary_cos: [positions, rot_dim / 2], float32 or q's dtype, or None; only beside ``k``. A new key turns by the
+            row of its slot in the sequence. If causal or with a window, so do the queries, the first one as the first
+            new key; else all queries turn as that one. It is computed in float32 and rounded once.
+        rotary_sin: the same of sines.
+        cache_seqlens: how many tokens of each sequence the cache holds before the call: an int or int32 [B]. None,
+            where nothing is appended: as many as there are slots.
+        cache_batch_idx: int32 [B], or None: which sequences of the cache these are. Where two are the same one and
+            write to the same slot, one of them is there. Not with ``block_table``.
+        cache_leftpad: int32 [B], or None: the slots before a sequence's first key, which ``cache_seqlens`` counts, too.
+            Each sequence is then a call by itself. Not with ``block_table``.
+        block_table: int32 [B, M], or None: the pages of each sequence.
+        softmax_scale: the factor of q.k; 1 / sqrt(D) unless said.
+        causal: whether a token sees the keys up to its own place only. The last query stands at the last key.
+        window_size: (left, right), so many keys to each side; negative: all.
+        softcap: 0 is off.
+        rotary_interleaved: whether dimension 2 i turns with 2 i + 1, else i turns with i + rot_dim / 2.
+        alibi_slopes: float32 [Hq] or [B, Hq], or None.
+        num_splits: 1 keeps the keys of a sequence on one thread. The bits are the same.
+        return_softmax_lse: whether to return (out, softmax_lse).
+
+    Returns:
+        out [B, S_q, Hq, Dv]; with ``return_softmax_lse`` (out, softmax_lse [B, Hq, S_q]).
+
+    Raises:
+        ValueError: a shape or an argument does not fit, or a tensor requires grad while grad mode is on. The cache has
+            not been written then.
+        TypeError: an argument is no tensor, or has another dtype. The cache has not been written then.
     """
     query, k_cache, v_cache = tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     k, v, cos, sin = optional(k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)

@@ -4,10 +4,12 @@
 Symbols: B sequences of S tokens, T tokens of packed sequences, Hq and Hkv heads of D (of V: Dv, which may differ).
 
 All of them:
-- float32, float16 or bfloat16, the same in all tensors; any head size; Hkv divides Hq.
+
+- Tensors are float32, float16 or bfloat16, of one dtype, on the CPU; any head size; Hkv divides Hq.
 - causal and window_size (left, right; negative: open) count from a token's place among the keys, the last query token's
   being that of the last key. softmax_scale: 1 / sqrt(D) unless said. softcap: 0 is off.
-- alibi_slopes: float32 [Hq] or [B, Hq], adds -slope * |place of the query token - place of the key|.
+- alibi_slopes: float32 [Hq] or [B, Hq], adds -slope * distance, the distance between the places of the query token and
+  of the key.
 - dropout_p: 0. deterministic: accepted, every call is.
 - return_attn_probs, return_softmax_lse: lse float32, [B, Hq, S] or, of packed sequences, [Hq, T]. It holds ALiBi as
   above, where flash-attn's causal kernels leave out what all keys of a row have in common. S_dmask is empty, as it is
@@ -81,8 +83,28 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """out [B, S_q, Hq, Dv] of q [B, S_q, Hq, D] over k [B, S_k, Hkv, D] and v [B, S_k, Hkv, Dv]; with return_attn_probs
-    (out, softmax_lse, S_dmask). The rest: see the module."""
+    """Computes attention of sequences of one length over keys of one length.
+
+    Args:
+        q: [B, S_q, Hq, D].
+        k: [B, S_k, Hkv, D].
+        v: [B, S_k, Hkv, Dv].
+        dropout_p: 0.
+        softmax_scale: the factor of q.k; 1 / sqrt(D) unless said.
+        causal: whether a token sees the keys up to its own place only. The last query stands at the last key.
+        window_size: (left, right), so many keys to each side; negative: all.
+        softcap: 0 is off.
+        alibi_slopes: float32 [Hq] or [B, Hq], or None.
+        deterministic: accepted; every call is.
+        return_attn_probs: whether to return more than ``out``.
+
+    Returns:
+        out [B, S_q, Hq, Dv]; with ``return_attn_probs`` (out, softmax_lse [B, Hq, S_q], an empty S_dmask).
+
+    Raises:
+        ValueError: a shape or an argument does not fit, or a tensor requires grad while grad mode is on.
+        TypeError: an argument is no tensor, or has another dtype.
+    """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     return _dense(*tensors(q=q, k=k, v=v), *options)
 
@@ -99,7 +121,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_func` of q, k and v that are qkv [B, S, 3, H, D]; nothing is copied."""
+    """Computes :func:`flash_attn_func` of q, k and v that are parts of qkv [B, S, 3, H, D], without a copy."""
     (qkv,) = tensors(qkv=qkv)
     axes("qkv", qkv, batch_size=None, seqlen=None, three=3, num_heads=None, head_size=None)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
@@ -119,7 +141,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_func` of k and v that are kv [B, S_k, 2, Hkv, D]."""
+    """Computes :func:`flash_attn_func` of k and v that are parts of kv [B, S_k, 2, Hkv, D], without a copy."""
     q, kv = tensors(q=q, kv=kv)
     axes("kv", kv, batch_size=None, seqlen_k=None, two=2, num_kv_heads=None, head_size=None)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
@@ -181,13 +203,34 @@ def flash_attn_varlen_func(
     *,
     seqused_k: Tensor | None = None,
 ) -> Any:
-    """out [T_q, Hq, Dv] of q [T_q, Hq, D] over packed k [T_k, Hkv, D] and v [T_k, Hkv, Dv], or, with block_table int32
-    [B, M], over pages [N, page_block_size, Hkv, D] of any size; with return_attn_probs (out, softmax_lse, S_dmask).
+    """Computes attention of packed sequences, over packed keys or over pages.
 
-    cu_seqlens_q, cu_seqlens_k: int32 [B + 1], where sequences start; rows of q past the last one give 0. With
-    block_table, only their lengths count of cu_seqlens_k.
-    seqused_k: int32 [B] or None, how many of a sequence's keys count, as vLLM's flash-attn has it; cu_seqlens_k may be
-    None beside block_table then. max_seqlen_q, max_seqlen_k: not needed, the lengths are there.
+    Args:
+        q: [T_q, Hq, D], one sequence after another. Rows past the last sequence give 0.
+        k: [T_k, Hkv, D]; with ``block_table`` pages [N, page_block_size, Hkv, D] of any size.
+        v: [T_k, Hkv, Dv], or pages likewise.
+        cu_seqlens_q: int32 [B + 1], where the queries of each sequence start.
+        cu_seqlens_k: int32 [B + 1], where the keys of each sequence start; with ``block_table`` only their lengths
+            count, and with ``seqused_k`` it may then be None.
+        max_seqlen_q: not looked at.
+        max_seqlen_k: not looked at.
+        dropout_p: 0.
+        softmax_scale: the factor of q.k; 1 / sqrt(D) unless said.
+        causal: whether a token sees the keys up to its own place only. The last query stands at the last key.
+        window_size: (left, right), so many keys to each side; negative: all.
+        softcap: 0 is off.
+        alibi_slopes: float32 [Hq] or [B, Hq], or None.
+        deterministic: accepted; every call is.
+        return_attn_probs: whether to return more than ``out``.
+        block_table: int32 [B, M], or None: the pages of each sequence.
+        seqused_k: int32 [B], or None: how many of a sequence's keys count, as vLLM's flash-attn has it.
+
+    Returns:
+        out [T_q, Hq, Dv]; with ``return_attn_probs`` (out, softmax_lse [Hq, T_q], an empty S_dmask).
+
+    Raises:
+        ValueError: a shape or an argument does not fit, or a tensor requires grad while grad mode is on.
+        TypeError: an argument is no tensor, or has another dtype.
     """
     states = tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
     keys = optional(cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table)
@@ -209,7 +252,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_varlen_func` of q, k and v that are qkv [T, 3, H, D]; nothing is copied."""
+    """Computes :func:`flash_attn_varlen_func` of q, k and v that are parts of qkv [T, 3, H, D], without a copy."""
     qkv, cu_seqlens = tensors(qkv=qkv, cu_seqlens=cu_seqlens)
     axes("qkv", qkv, T=None, three=3, num_heads=None, head_size=None)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
@@ -233,7 +276,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """:func:`flash_attn_varlen_func` of k and v that are kv [T_k, 2, Hkv, D]."""
+    """Computes :func:`flash_attn_varlen_func` of k and v that are parts of kv [T_k, 2, Hkv, D], without a copy."""
     q, kv, cu_seqlens_q, cu_seqlens_k = tensors(q=q, kv=kv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     axes("kv", kv, T_k=None, two=2, num_kv_heads=None, head_size=None)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)

@@ -22,24 +22,54 @@ from cpu_attn.storage.memory import aligned_copy, aligned_zeros, memory_dtype, m
 
 
 class PagedKVCache:
-    """K and V of one layer in pages, packed as the kernels of one isa read them.
+    """K and V of one layer in pages, which know their layout: the friendly layer over the three calls.
 
-    num_blocks N, block_size B, num_kv_heads Hkv, head_size D (of K), head_size_v Dv (of V, D unless said);
-    dtype float32, float16 or bfloat16, of keys, values and queries; kv_cache_dtype ``auto``: the memory is of it too,
-    ``fp8_e4m3`` (``fp8``) or ``fp8_e5m2``: it holds key / k_scale and value / v_scale, ``int8``, ``int6``, ``int5``,
-    ``int4`` or ``int4_per_token_head``: integers with scales of their own, or two of these as ``K/V``. ``key_cache``
-    and ``value_cache`` are the raw arrays for :func:`reshape_and_cache` and :func:`attention_with_kv_cache`; ``isa`` is
-    resolved and ``layout`` names what lies inside, so that a plan for another layout or dtype is refused; all of that
-    is ``descriptor``, which goes with the memory into files and to other machines.
-    kv_cache_layout: ``packed``, or ``HND`` or ``NHD``: plain rows, slower to read, for whoever shares the memory
-    (``layout`` then has the same name).
-    kv_cache_rotation: ``hadamard``, for quantised caches, whose quality it saves: see :func:`reshape_and_cache`.
-    Raises ValueError or TypeError for what is out of range, UnavailableError for an isa that is not there, MemoryError.
+    A step calls :meth:`plan` once, then :meth:`update` and :meth:`attend` for the cache of every layer.
 
-    >>> cache = PagedKVCache(64, 16, num_kv_heads=8, head_size=128, dtype="bfloat16")
-    >>> cache.update(key, value, slot_mapping)
-    >>> plan = cache.plan(query_start_loc, seq_lens, num_heads=32)
-    >>> output = cache.attend(query, block_table, plan)
+    Args:
+        num_blocks: N, blocks of the cache.
+        block_size: B, tokens of a block. Multiples of 16 waste nothing.
+        num_kv_heads: Hkv.
+        head_size: D, elements of a head of keys.
+        dtype: of queries, keys and values: float32, float16 or bfloat16, as NumPy dtype, torch dtype or name.
+        isa: whose layout; ``auto`` follows CPU_ATTN_ISA, then takes the best isa of this machine.
+        head_size_v: Dv, elements of a head of values; ``head_size`` unless said.
+        kv_cache_dtype: what the memory holds: ``auto`` for elements of ``dtype``, ``fp8_e4m3`` (``fp8``), ``fp8_e5m2``,
+            ``int8``, ``int6``, ``int5``, ``int4``, ``int4_per_token_head``, or two of these as ``K/V``.
+            :func:`reshape_and_cache` says what each is.
+        k_scale: what keys are divided by in fp8 caches; 1 for others.
+        v_scale: what values are divided by in fp8 caches; 1 for others.
+        kv_cache_layout: ``packed``, or ``HND`` or ``NHD`` for plain rows. Plain rows are slower to read, and are there
+            to share the memory with others.
+        kv_cache_rotation: ``hadamard`` for quantised caches, which keep a model's quality better so: docs/quality.md.
+
+    Attributes:
+        key_cache: the array of keys, as the three calls take it.
+        value_cache: the array of values.
+        isa: the isa that ``auto`` meant.
+        layout: what lies in a block. A plan for another layout is refused.
+        descriptor: the :class:`CacheDescriptor`: all of the above as data, for files and other machines.
+
+    Raises:
+        ValueError: a size or a scale is out of range, or a name is unknown.
+        TypeError: an argument has another type.
+        UnavailableError: this machine does not have the isa.
+        MemoryError: there is no memory for the cache.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import PagedKVCache
+        >>> rng = np.random.default_rng(0)
+        >>> query = rng.standard_normal((20, 8, 64), np.float32)  # a prompt of 20 tokens
+        >>> key, value = rng.standard_normal((2, 20, 2, 64), np.float32)
+        >>> cache = PagedKVCache(num_blocks=4, block_size=16, num_kv_heads=2, head_size=64, dtype="float32")
+        >>> plan = cache.plan(np.array([0, 20], np.int32), np.array([20], np.int32), num_heads=8)
+        >>> cache.update(key, value, np.arange(20))  # blocks 0 and 1
+        >>> output = cache.attend(query, np.array([[0, 1]], np.int32), plan)
+        >>> output.shape
+        (20, 8, 64)
+        >>> bool((cache.gather(np.array([0, 1], np.int32), 20)[0] == key).all())
+        True
     """
 
     def __init__(
@@ -102,13 +132,23 @@ class PagedKVCache:
 
     @classmethod
     def open(cls, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any, isa: str = "auto") -> PagedKVCache:
-        """A cache over memory that is there (somebody's arrays, a memory map), without a copy.
+        """Makes a cache over memory that is there (somebody's arrays, a memory map), without a copy.
 
-        key_cache, value_cache: as another cache with this descriptor held them; strides of blocks and heads are free,
-        of HND and NHD those of tokens, too, and value_cache may be a part of key_cache there; read-only memory may be
-        attended over. isa: whose kernels read it, the best that know the layout unless said.
-        Raises ValueError or TypeError for arrays that do not fit, and for a layout that no such isa reads here, which
-        :func:`cpu_attn.convert` turns into one of this machine.
+        Args:
+            descriptor: what the memory holds.
+            key_cache: memory of keys, as another cache with this descriptor held it. The strides of blocks and heads
+                are free, in ``HND`` and ``NHD`` those of tokens, too. Read-only memory may be attended over.
+            value_cache: the same for values. In ``HND`` and ``NHD`` it may be a part of ``key_cache``.
+            isa: whose kernels read the memory; the best isa of this machine that knows the layout unless said.
+
+        Returns:
+            The cache.
+
+        Raises:
+            ValueError: an array does not fit, or no such isa reads the layout; :func:`convert` makes a layout of this
+                machine.
+            TypeError: an argument has another type or dtype.
+            UnavailableError: this machine does not have the isa.
         """
         stored = StoredCache(descriptor, key_cache, value_cache)
         cache = cls.__new__(cls)
@@ -117,14 +157,34 @@ class PagedKVCache:
         return cache
 
     def save(self, file: str | PathLike[str]) -> None:
-        """Writes a safetensors file (extra ``safetensors``): ``key_cache``, ``value_cache``, the descriptor in its
-        metadata. Raises OSError for a file that cannot be written, UnavailableError without safetensors."""
+        """Writes a safetensors file of ``key_cache``, ``value_cache`` and, in its metadata, the descriptor.
+
+        Args:
+            file: the path. The extra ``safetensors`` is needed.
+
+        Raises:
+            OSError: the file cannot be written.
+            UnavailableError: safetensors is not installed.
+        """
         StoredCache(self.descriptor, self.key_cache, self.value_cache).save(file)
 
     @classmethod
     def load(cls, file: str | PathLike[str], isa: str = "auto") -> PagedKVCache:
-        """What :meth:`save` wrote, on this machine or another; isa as in :meth:`open`, errors as there and in
-        :meth:`StoredCache.load`. A layout that is foreign here: ``convert(StoredCache.load(file))``."""
+        """Reads a file that :meth:`save` wrote, on this machine or another.
+
+        Args:
+            file: the path. The extra ``safetensors`` is needed.
+            isa: as in :meth:`open`.
+
+        Returns:
+            The cache.
+
+        Raises:
+            ValueError: the file is something else, or no such isa reads its layout; ``convert(StoredCache.load(file))``
+                does.
+            OSError: the file cannot be read.
+            UnavailableError: safetensors is not installed, or this machine does not have the isa.
+        """
         stored = StoredCache.load(file)
         return cls.open(stored.descriptor, stored.key_cache, stored.value_cache, isa)
 
@@ -155,8 +215,19 @@ class PagedKVCache:
         )
 
     def update(self, key: Any, value: Any, slot_mapping: Any) -> None:
-        """Writes key [T, Hkv, D] and value [T, Hkv, Dv] to slot_mapping int64 [T], or to that of a :class:`Step`; more,
-        and the errors: see :func:`reshape_and_cache`."""
+        """Writes the keys and values of T tokens: :func:`reshape_and_cache` for this cache.
+
+        Args:
+            key: [T, Hkv, D] of the cache's dtype.
+            value: [T, Hkv, Dv] of the cache's dtype.
+            slot_mapping: int64 [T], block * B + place in the block; a token with a negative slot is skipped. Or a
+                :class:`Step`, which has one.
+
+        Raises:
+            ValueError: a shape, a stride or a slot is out of range, memory overlaps, or the step is of another
+                block_size. Nothing has been written then.
+            TypeError: an argument is no array, or has another dtype. Nothing has been written then.
+        """
         if isinstance(slot_mapping, Step):
             slot_mapping = slot_mapping._arrays_for(self).slot_mapping
         key, value, slot_mapping = bridged((key, value, slot_mapping))
@@ -177,9 +248,20 @@ class PagedKVCache:
         _check.array(name, x, [str(self.dtype)], axes)
 
     def gather(self, block_table: Any, seq_len: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Plain K [seq_len, Hkv, D] and V [seq_len, Hkv, Dv] of one request; block_table: int32 [M], its blocks.
-        As they are stored (:func:`cpu_attn.rotate` turns rotated ones back); integers in float32, times their
-        scales. Raises ValueError or TypeError for a seq_len or blocks out of range."""
+        """Reads keys and values of one request back as plain arrays.
+
+        Args:
+            block_table: int32 [M], the request's blocks.
+            seq_len: how many tokens to read.
+
+        Returns:
+            (K [seq_len, Hkv, D], V [seq_len, Hkv, Dv]), as they are stored: rotated heads stay rotated (:func:`rotate`
+            turns them back), fp8 stays fp8, integers become float32, times their scales.
+
+        Raises:
+            ValueError: ``seq_len`` or a block is out of range.
+            TypeError: an argument has another type or dtype.
+        """
         common: Any = {"isa": self.isa, "dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype}
         common["kv_cache_layout"] = self.kv_cache_layout
         return (
@@ -188,10 +270,15 @@ class PagedKVCache:
         )
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Copies whole blocks, K and V: (source, destination) pairs, all read before any is written.
+        """Copies whole blocks, keys and values, within the cache. All blocks are read before any is written.
 
-        Raises ValueError or TypeError, before any is written, for what are no pairs, a block out of range, a
-        destination named twice, and memory that is read-only.
+        Args:
+            pairs: (source, destination) block numbers.
+
+        Raises:
+            ValueError: a block is out of range, a destination is named twice, or the memory is read-only. Nothing has
+                been written then.
+            TypeError: ``pairs`` holds something else than pairs of integers. Nothing has been written then.
         """
         moves = _check.moves("pairs", pairs, self.num_blocks, self.num_blocks)
         caches = self.key_cache, self.value_cache
@@ -202,10 +289,23 @@ class PagedKVCache:
     def plan(
         self, query_start_loc: Any, seq_lens: Any, num_heads: int, *, block_table: Any = None, **options: Any
     ) -> SchedulerMetadata:
-        """A plan for this cache; options are those of :func:`get_scheduler_metadata` (causal, sliding_window, ...).
+        """Plans a step over this cache: :func:`get_scheduler_metadata` with what the cache knows.
 
-        block_table: int32 [R, M] or None; given, requests that share a prefix of blocks read it once. Errors are that
-        function's.
+        Args:
+            query_start_loc: int32 [R + 1], where each request's query tokens start.
+            seq_lens: int32 [R], how many keys each request has, this step's among them.
+            num_heads: Hq, query heads; a multiple of ``num_kv_heads``.
+            block_table: int32 [R, M], or None. With it, requests that start with the same blocks read these once.
+            **options: more of :func:`get_scheduler_metadata`'s arguments: ``causal``, ``sliding_window``,
+            ``tree_mask``, ...
+
+        Returns:
+            The plan, for all caches of this shape.
+
+        Raises:
+            ValueError: a length or a size is out of range, a name is unknown, or masks do not go together.
+            TypeError: an argument has another type or dtype.
+            UnavailableError: this build does not have the engine.
         """
         (lens,) = bridged((seq_lens,))
         if not (type(lens) is np.ndarray and lens.ndim == 1):
@@ -244,14 +344,32 @@ class PagedKVCache:
         attn_bias: Any = None,
         selected_tokens: Any = None,
     ) -> Any:
-        """Output [T, Hq, Dv] of query [T, Hq, D] over the pages in block_table [R, M]: a new array unless given, a
-        tensor where query is one.
+        """Computes attention over the pages of each request: :func:`attention_with_kv_cache` for this cache.
 
-        block_table: int32 [R, M] with the plan for it, or a :class:`Step`, which makes a plan without options for the
-        first layer and keeps it for the others. Layers with options have a plan of their own, from :meth:`Step.plan`.
-        scale is 1 / sqrt(D) unless said; the rest, and the errors, as in :func:`attention_with_kv_cache`. ValueError
-        for a plan that was made for another dtype, head size, layout, kv_cache_dtype or kv_cache_rotation, or for an
-        isa that does not read this layout, and for a step of another block_size.
+        Args:
+            query: [T, Hq, D] of the cache's dtype.
+            block_table: int32 [R, M], the blocks of each request in order. Or a :class:`Step`, which has one.
+            plan: of :meth:`plan`, of this cache or one of the same shape. A step makes one without options for the first
+                layer and keeps it for the others; layers with options take one of :meth:`Step.plan`.
+            scale: the factor of q.k; 1 / sqrt(D) unless said.
+            alibi_slopes: float32 [Hq], or None.
+            softcap: 0 is off.
+            s_aux: [Hq], or None: attention sinks.
+            output: [T, Hq, Dv] to write to, or None for a new array.
+            lse: float32 [Hq, T], or None: receives the log of each softmax's denominator.
+            selected_blocks: int32 [R, Hkv, S], or None for all blocks.
+            attn_bias: float32 [R or 1, Hq or 1, Q, K], or None.
+            selected_tokens: int32 [T, S], or None for all keys.
+
+        Returns:
+            ``output``; a new one is a tensor where ``query`` is one.
+
+        Raises:
+            ValueError: an argument is out of range, memory overlaps, or the plan was made for another dtype, head size,
+                ``kv_cache_dtype``, ``kv_cache_rotation`` or layout, or the step is of another block_size. Nothing has
+                been written then.
+            TypeError: an argument is no array, or has another dtype. Nothing has been written then.
+            MemoryError: there is no memory for the plan's ``workspace_bytes``.
         """
         if isinstance(block_table, Step):
             step = block_table._arrays_for(self)

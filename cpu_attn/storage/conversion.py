@@ -32,15 +32,39 @@ def convert(
     kv_cache_layout: str | None = None,
     kv_cache_rotation: str | None = None,
 ) -> PagedKVCache:
-    """A new cache of the same tokens in the same slots, for another isa, dtype, quantisation or layout.
+    """Makes a new cache of the same tokens in the same slots, for another isa, dtype, quantisation or layout.
 
-    cache: one of this machine, or a StoredCache of any. dtype, kv_cache_dtype, k_scale, v_scale, kv_cache_layout,
-    kv_cache_rotation: as in :class:`PagedKVCache`; what is not said stays as it is (k_scale and v_scale are 1 where the
-    new cache is not fp8).
-    What is of the same kind, scale and rotation keeps its bits, scales of integers included. Else numbers that the
-    new cache can hold are exact, others are rounded once, to nearest even; into a quantised cache they go as
-    :func:`reshape_and_cache` would write their float32. Needs memory for the new cache and a few megabytes. Raises
-    ValueError or TypeError for what PagedKVCache refuses.
+    What has the same kind, scale and rotation keeps its bits, scales of integers among them. Other numbers are exact
+    where the new cache can hold them, and are rounded once to nearest even where not. Into a quantised cache they go as
+    :func:`reshape_and_cache` would write float32. Besides the new cache it takes a few megabytes.
+
+    Args:
+        cache: a :class:`PagedKVCache`, or a :class:`StoredCache` of any machine.
+        isa: whose layout; ``auto`` takes the best isa of this machine.
+        dtype: of keys and values; what the old cache has unless said.
+        kv_cache_dtype: what the old cache has unless said.
+        k_scale: what the old cache has unless said; 1 where the new one is not fp8.
+        v_scale: what the old cache has unless said; 1 where the new one is not fp8.
+        kv_cache_layout: ``packed``, ``HND`` or ``NHD``; what the old cache has unless said.
+        kv_cache_rotation: what the old cache has unless said.
+
+    Returns:
+        The new cache.
+
+    Raises:
+        ValueError: :class:`PagedKVCache` refuses what is asked for.
+        TypeError: an argument has another type.
+        UnavailableError: this machine does not have the isa.
+        MemoryError: there is no memory for the new cache.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import PagedKVCache, convert
+        >>> cache = PagedKVCache(4, 16, num_kv_heads=2, head_size=64, dtype="float32")
+        >>> cache.update(np.ones((1, 2, 64), np.float32), np.ones((1, 2, 64), np.float32), np.array([5]))
+        >>> rows = convert(cache, kv_cache_layout="NHD")
+        >>> bool((rows.key_cache[0, 5] == 1).all())  # block 0, token 5
+        True
     """
     _check.instance("cache", cache, PagedKVCache, StoredCache)
     old = cache.descriptor

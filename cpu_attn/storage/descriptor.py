@@ -26,11 +26,35 @@ def layout_of(isa: int, dtype: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheDescriptor:
-    """All that it takes to read the memory of a cache, on this machine or another.
+    """All that it takes to read the memory of a cache, on this machine or another, as data.
 
-    layout: ``lanes-v2`` or ``pairs-v1`` (native/cpu_attn.h), or ``HND`` or ``NHD``, plain rows; isa: whose kernels
-    wrote it, which may be one that this machine lacks: what counts is the layout. The other fields are those of
-    :class:`PagedKVCache`. Raises ValueError or TypeError that names the field, for what no cache can be.
+    Args:
+        version: of the descriptor; 2.
+        layout: what lies in a block: ``lanes-v2`` or ``pairs-v1`` (docs/contract.md), or ``HND`` or ``NHD``, plain
+            rows.
+        dtype: of keys and values: ``float32``, ``float16`` or ``bfloat16``.
+        kv_cache_dtype: as in :class:`PagedKVCache`.
+        num_blocks: N.
+        block_size: B.
+        num_kv_heads: Hkv.
+        head_size: D.
+        head_size_v: Dv.
+        k_scale: what keys were divided by; 1 unless they are fp8.
+        v_scale: what values were divided by; 1 unless they are fp8.
+        isa: whose kernels wrote the memory, which may be an isa that this machine lacks: what counts is the layout.
+        kv_cache_rotation: as in :class:`PagedKVCache`.
+
+    Raises:
+        ValueError: a field is out of range or a name is unknown; the error names the field.
+        TypeError: a field has another type.
+
+    Example:
+        >>> from cpu_attn import CacheDescriptor, PagedKVCache
+        >>> descriptor = PagedKVCache(4, 16, 2, 64, "float32").descriptor
+        >>> descriptor.layout, descriptor.shapes[0]
+        ('lanes-v2', (4, 2, 16, 64))
+        >>> CacheDescriptor.from_json(descriptor.to_json()) == descriptor
+        True
     """
 
     version: int = VERSION
@@ -69,7 +93,7 @@ class CacheDescriptor:
 
     @property
     def kv_cache_layout(self) -> str:
-        """The layout's name to the calls: ``packed``, ``HND`` or ``NHD``."""
+        """The layout's name in the calls, which is ``packed``, ``HND`` or ``NHD``."""
         return self.layout if self.layout in PLAIN else "packed"
 
     @property
@@ -79,8 +103,10 @@ class CacheDescriptor:
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Of K's and of V's memory: [N, Hkv, B, width], of NHD [N, B, Hkv, D]. Packed room for K is room for V of that
-        size, too."""
+        """The shapes of K's and of V's memory, [N, Hkv, B, width], of ``NHD`` [N, B, Hkv, D].
+
+        Packed room for K is room for V of that size, too.
+        """
         size, widths = self.block_size, [self.head_size, self.head_size_v]
         if self.layout not in PLAIN:
             forms = [Form(self.layout, kind, n, False) for n, kind in zip(widths, self.stored, strict=True)]
@@ -89,7 +115,18 @@ class CacheDescriptor:
         return tuple((*axes, width) for width in widths)
 
     def reader(self, isa: str = "auto") -> _dispatch.Isa:
-        """The isa of that name, or the best one here, whose kernels read this layout. ValueError if none does."""
+        """Finds the isa of that name, or the best one here, whose kernels read this layout.
+
+        Args:
+            isa: a name, or ``auto``.
+
+        Returns:
+            A row of :func:`isas`.
+
+        Raises:
+            ValueError: no such isa reads the layout, or the name is unknown.
+            UnavailableError: this machine does not have the isa.
+        """
         resolved = _dispatch.resolve_isa(isa, self.dtype, self.head_size)
         others: Iterable[_dispatch.Isa] = _dispatch.automatic(self.dtype) if isa == "auto" else ()
         for row in (resolved, *others):
@@ -100,14 +137,24 @@ class CacheDescriptor:
         raise ValueError(f"layout: {who} {self.dtype} in {self.layout}; cpu_attn.convert does")
 
     def to_json(self) -> str:
-        """An object of its fields, which :meth:`from_json` reads."""
+        """Writes the fields as a JSON object, which :meth:`from_json` reads."""
         import json  # in functions: it takes 1.5 ms to import, and few keep a cache
 
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> CacheDescriptor:
-        """ValueError for what is no JSON object, and for a field that is missing, unknown or out of range."""
+        """Reads what :meth:`to_json` wrote, in this version or version 1.
+
+        Args:
+            text: a JSON object.
+
+        Returns:
+            The descriptor.
+
+        Raises:
+            ValueError: the text is no JSON object, or a field is missing, unknown or out of range.
+        """
         import json
 
         try:

@@ -20,8 +20,26 @@ SAFETENSORS |= {"float8_e5m2": "F8_E5M2", "uint8": "U8"}
 
 @dataclass(frozen=True, eq=False)
 class StoredCache:
-    """Memory and what it is, whether or not an isa of this machine reads it: what a file holds, and what
-    :func:`convert` takes. Arrays as :meth:`PagedKVCache.open` wants them, and the same errors."""
+    """Memory of a cache and what it holds, whether or not an isa of this machine reads it.
+
+    This is what a file holds, and what :func:`convert` takes.
+
+    Args:
+        descriptor: what the memory holds.
+        key_cache: memory of keys, as :meth:`PagedKVCache.open` takes it.
+        value_cache: memory of values, as :meth:`PagedKVCache.open` takes it.
+
+    Raises:
+        ValueError: an array does not fit the descriptor.
+        TypeError: an argument has another type or dtype.
+
+    Example:
+        >>> from cpu_attn import PagedKVCache, StoredCache, convert
+        >>> cache = PagedKVCache(4, 16, 2, 64, "float32")
+        >>> stored = StoredCache(cache.descriptor, cache.key_cache, cache.value_cache)
+        >>> str(convert(stored, dtype="bfloat16").dtype)
+        'bfloat16'
+    """
 
     descriptor: CacheDescriptor
     key_cache: Memory
@@ -36,8 +54,15 @@ class StoredCache:
             object.__setattr__(self, name, memory.view(memory_dtype(kind)))
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """As safetensors: ``key_cache``, ``value_cache``, and the descriptor as metadata ``cpu_attn``. Raises OSError
-        for a file that cannot be written, UnavailableError without safetensors."""
+        """Writes a safetensors file of both arrays and, in its metadata as ``cpu_attn``, the descriptor.
+
+        Args:
+            file: the path. The extra ``safetensors`` is needed.
+
+        Raises:
+            OSError: the file cannot be written.
+            UnavailableError: safetensors is not installed.
+        """
         safetensors = _safetensors()
         arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in ("key_cache", "value_cache")}
         try:
@@ -47,8 +72,20 @@ class StoredCache:
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> StoredCache:
-        """What :meth:`save` wrote, here or elsewhere. Raises ValueError or TypeError for a file that is something else,
-        OSError for one that cannot be read, UnavailableError without safetensors."""
+        """Reads a file that :meth:`save` wrote, on this machine or another.
+
+        Args:
+            file: the path. The extra ``safetensors`` is needed.
+
+        Returns:
+            The memory and its descriptor.
+
+        Raises:
+            ValueError: the file is something else.
+            TypeError: a field of its descriptor has another type.
+            OSError: the file cannot be read.
+            UnavailableError: safetensors is not installed.
+        """
         safetensors = _safetensors()
         try:
             with safetensors.safe_open(file, framework="np") as opened:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """``torch.ops.cpu_attn``: the three calls as ops of torch, under vLLM's names and with vLLM's arguments in its order
-(those of its ``torch.ops._C``); what cpu-attn has besides is keyword-only, so that only the namespace changes.
+(those of its ``torch.ops._C``); what cpu-attn has besides is keyword-only, so that only the namespace changes::
 
     get_scheduler_metadata       the plan of a step, as a tensor
     cpu_attn_reshape_and_cache   writes key_cache and value_cache
     cpu_attention_with_kv_cache  writes output, and lse where given
 
-Meaning, shapes and errors are those of :mod:`cpu_attn`'s functions. ``sliding_window_size`` is an int or (left, right).
+Meaning, shapes and errors are those of cpu_attn's functions. ``sliding_window_size`` is an int or (left, right).
 mm_prefix_range is int32 [n, 3], rows of (request, start, end); document_start_loc int32 [n, 2], of (request, start).
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch's flash attention on the CPU: what ``torch.nn.attention.varlen`` and ``aten::_flash_attention_forward`` call.
 
-Keys and values are read where they lie: :mod:`cpu_attn.torch.packed`.
+Keys and values are read where they lie.
 """
 
 from __future__ import annotations

@@ -35,8 +35,11 @@ _NAMES = {"scale": "scaling", "output": "query", "key_cache": "key", "value_cach
 
 
 def enable() -> None:
-    """Makes ``attn_implementation="cpu_attn"`` known to transformers, and ``cpu_flash_attn``, which
-    :func:`continuous_batching` uses. Changes nothing else; may be called again."""
+    """Makes ``attn_implementation="cpu_attn"`` known to transformers. It changes nothing else and may be called again.
+
+    A model with that implementation raises ValueError or TypeError where it asks for something that is not there, such
+    as dropout. ``cpu_flash_attn``, which :func:`continuous_batching` uses, becomes known, too.
+    """
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask_function)
     AttentionInterface.register(CONTINUOUS, continuous_attention)
@@ -44,10 +47,17 @@ def enable() -> None:
 
 @contextmanager
 def continuous_batching(model: Any) -> Iterator[Any]:
-    """Inside it ``model.generate_batch`` attends over transformers' own pages where they lie.
+    """Inside this context manager ``model.generate_batch`` attends over transformers' own pages where they lie.
 
-    >>> with continuous_batching(model):
-    ...     outputs = model.generate_batch(inputs, generation_config)
+    Args:
+        model: a model of transformers. Its config names another attention until the end of the context.
+
+    Raises:
+        ValueError: inside it, another forward pass of the model is asked for.
+
+    Example:
+        >>> with continuous_batching(model):
+        ...     outputs = model.generate_batch(inputs, generation_config)
     """
     enable()
     private.leave_pages_to(CONTINUOUS)

@@ -27,17 +27,28 @@ LAYERS: dict[str, Any] = {
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """A cache of packed pages for the decoder that ``config`` describes.
+    """A cache of packed pages for ``generate(past_key_values=...)``.
 
-    kv_cache_dtype: ``auto`` (the model's), ``fp8_e4m3``, ``fp8_e5m2``, ``int8``, ``int6``, ``int5``, ``int4``,
-    ``int4_per_token_head``, or two of these as ``K/V``; block_size: tokens of a page; k_scale, v_scale: of fp8;
-    kv_cache_rotation: ``hadamard``: quantised caches hold a model's keys better so (docs/quality.md). Every layer of
-    attention keeps all its tokens, sliding ones too; one of linear attention has the states that transformers' own
-    caches have; one that shares another's keys has nothing.
-    With ``attn_implementation="cpu_attn"`` attention reads the pages, latents among them (DeepSeek-V3) as they are; any
-    other gets keys and values gathered anew in every step. Raises ValueError for a config with layers of other kinds.
+    Every layer of attention keeps all its tokens, also a sliding layer. A layer of linear attention has the states that
+    transformers' own caches have; one that shares another's keys has nothing. With ``attn_implementation="cpu_attn"``
+    attention reads the pages where they lie, latents among them (DeepSeek-V3). Any other implementation gets keys and
+    values gathered anew in every step.
 
-    >>> model.generate(**inputs, past_key_values=PagedCache(model.config, kv_cache_dtype="int8"))
+    Args:
+        config: of the model; of a composite model its decoder's counts.
+        kv_cache_dtype: what the pages hold: ``auto`` (the model's dtype), ``fp8_e4m3``, ``fp8_e5m2``, ``int8``,
+            ``int6``, ``int5``, ``int4``, ``int4_per_token_head``, or two of these as ``K/V``.
+        block_size: tokens of a page.
+        k_scale: what keys are divided by in fp8 pages; 1 for others.
+        v_scale: what values are divided by in fp8 pages; 1 for others.
+        kv_cache_rotation: ``hadamard`` for quantised pages, which hold a model's keys better so: docs/quality.md.
+
+    Raises:
+        ValueError: a layer is of a kind that is not named above, or an argument is out of range.
+        TypeError: an argument has another type.
+
+    Example:
+        >>> model.generate(**inputs, past_key_values=PagedCache(model.config, kv_cache_dtype="int8"))
     """
 
     def __init__(
@@ -67,7 +78,7 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Of the pages in use, all layers."""
+        """How many bytes the pages in use take, in all layers."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, PagedLayer))
 
     def crop(self, tokens_to_remove: int) -> None:
