@@ -20,7 +20,28 @@ Array = np.ndarray[Any, Any]
 
 
 class NoFreeBlocksError(RuntimeError):
-    """There are fewer free blocks than a call needs: ``missing`` says how many. The call has changed nothing."""
+    """There are fewer free blocks than a call needs. The call has changed nothing.
+
+    ``missing`` says how many there are too few.
+
+    Args:
+        name: the argument that needs them.
+        needed: how many blocks the call needs.
+        free: how many there are.
+
+    This class raises no errors itself.
+
+    Example:
+        >>> from cpu_attn import BlockManager, NoFreeBlocksError, PagedKVCache
+        >>> manager = BlockManager(PagedKVCache(num_blocks=2, block_size=16, num_kv_heads=1, head_size=64))
+        >>> manager.allocate("a")
+        0
+        >>> try:
+        ...     step = manager.step([("a", range(40))])
+        ... except NoFreeBlocksError as e:
+        ...     print(e.missing)
+        1
+    """
 
     def __init__(self, name: str, needed: int, free: int) -> None:
         super().__init__(
@@ -47,26 +68,38 @@ class _Request:
 class BlockManager:
     """Blocks of caches for requests that come, grow, share and go, and the arrays of their steps.
 
-    caches: the :class:`PagedKVCache` of each layer, or one; all have the same num_blocks and block_size, and block i is
-    block i in all of them. The manager copies and swaps blocks of all of them by itself.
-    enable_prefix_caching: full blocks are found again by the token ids in them and before them, also once their request
-    is gone, until their memory is needed: those unused for longest go first. Without it, tokens may be given by their
-    number.
-    sliding_window: w, where every layer of these caches sees the last w keys only: the plans of a step have this
-    window, and each step gives blocks back that lie behind it. -1: no window.
-
     A request is whatever its user calls it by, anything hashable. Which requests run, wait or give way is the user's
-    choice: a call that needs more blocks than are free raises :class:`NoFreeBlocksError` and changes nothing.
-    A manager serves one thread at a time. Raises ValueError or TypeError for caches that do not go together or are
-    read-only.
+    choice: a call that needs more blocks than are free raises :class:`NoFreeBlocksError` and changes nothing. A manager
+    serves one thread at a time.
 
-    >>> manager = BlockManager(caches)
-    >>> done = manager.allocate("a", prompt)  # tokens whose keys and values are there already
-    >>> step = manager.step([("a", prompt[done:])])
-    >>> for cache in caches:  # key, value, query of each layer
-    ...     cache.update(key, value, step)
-    ...     output = cache.attend(query, step)
-    >>> step = manager.step([("a", [next_token])])
+    Args:
+        caches: the :class:`PagedKVCache` of each layer, or one; all have the same num_blocks and block_size, and block
+            i is block i in all of them. The manager copies and swaps blocks of all of them by itself.
+        enable_prefix_caching: whether full blocks are found again by the token ids in them and before them, also once
+            their request is gone, until their memory is needed: those unused for longest go first. Without it, tokens
+            may be given by their number.
+        sliding_window: w, where every layer of these caches sees the last w keys only: blocks behind these are given
+            back by each step, whose plans have this window unless they are told another. -1: none is.
+
+    Raises:
+        ValueError: caches do not go together, or are read-only.
+        TypeError: an argument has another type.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import BlockManager, PagedKVCache
+        >>> caches = [PagedKVCache(num_blocks=8, block_size=16, num_kv_heads=2, head_size=64) for _ in range(2)]
+        >>> manager = BlockManager(caches)
+        >>> prompt = list(range(20))
+        >>> done = manager.allocate("a", prompt)  # tokens whose keys and values are there already
+        >>> step = manager.step([("a", prompt[done:])])
+        >>> rng = np.random.default_rng(0)
+        >>> for cache in caches:  # key, value and query of each layer
+        ...     cache.update(*rng.standard_normal((2, 20, 2, 64), np.float32), step)
+        ...     output = cache.attend(rng.standard_normal((20, 8, 64), np.float32), step)
+        >>> step = manager.step([("a", [7])])  # the next token
+        >>> step.seq_lens.tolist(), step.positions.tolist()
+        ([21], [20])
     """
 
     def __init__(
@@ -119,23 +152,45 @@ class BlockManager:
         return len(self._free) + len(self._evictable)
 
     def seq_len(self, request: Hashable) -> int:
-        """Tokens that the request has, in blocks or swapped out. ValueError for a request that is not there."""
+        """Returns how many tokens the request has, in blocks or swapped out.
+
+        Args:
+            request: what it was allocated as.
+
+        Raises:
+            ValueError: the request is not there.
+        """
         return int(self._seq_lens[self._find("request", request)])
 
     def get_block_ids(self, request: Hashable) -> Array:
-        """int32 [M], the blocks of the request, -1 where one was behind the sliding window. ValueError for a request
-        that is not there or swapped out."""
+        """Returns int32 [M], the blocks of the request, -1 where one was behind the sliding window.
+
+        Args:
+            request: what it was allocated as.
+
+        Raises:
+            ValueError: the request is not there, or swapped out.
+        """
         row = self._present("request", request)
         return np.array(self._table[row, : self._num_blocks(self._seq_lens[row])])
 
     def allocate(self, request: Hashable, tokens: Any = (), *, extra_key: str | bytes = b"") -> int:
-        """Makes a new request, with the blocks of the prefix cache that begin its tokens, and returns how many tokens
-        are in these. The next tokens are given to :meth:`step`, all at once or in parts.
+        """Makes a new request, with the blocks of the prefix cache that begin its tokens.
 
-        tokens: ids, integers [n]; the last of them is always left to be computed, as its logits are needed. An id may
-        be any int64: what stands for an image takes ids made from the image's hash.
-        extra_key: what else keys and values depend on, such as a LoRA's name: requests with different ones share
-        nothing. Raises ValueError or TypeError for a request that is there already, and what is not hashable.
+        Args:
+            request: what it is called by from now on, anything hashable.
+            tokens: ids, integers [n]. The last of them is always left to be computed, as its logits are needed. An id
+                may be any int64: what stands for an image takes ids made from the image's hash.
+            extra_key: what else keys and values depend on, such as a LoRA's name: requests with different ones share
+                nothing.
+
+        Returns:
+            How many of the tokens are in blocks that were found. The rest is given to :meth:`step`, at once or in
+            parts.
+
+        Raises:
+            ValueError: the request is there already, or a token is out of range.
+            TypeError: the request is not hashable, or an argument has another type.
         """
         ids = _check.tokens("tokens", tokens)
         if not isinstance(extra_key, (str, bytes)):
@@ -154,9 +209,18 @@ class BlockManager:
         return len(blocks) * self.block_size
 
     def fork(self, request: Hashable, new_request: Hashable) -> None:
-        """Makes a new request with the tokens of another, in the same blocks. Whichever of the two goes on first inside
-        the last block gets a copy of that. Raises ValueError or TypeError for a request that is not there or swapped
-        out, and a new one that is there already."""
+        """Makes a new request with the tokens of another, in the same blocks.
+
+        Whichever of the two goes on first inside the last block gets a copy of that.
+
+        Args:
+            request: the one that is there.
+            new_request: what the new one is called by.
+
+        Raises:
+            ValueError: ``request`` is not there or swapped out, or ``new_request`` is there already.
+            TypeError: ``new_request`` is not hashable.
+        """
         row = self._present("request", request)
         self._check_new(new_request, "new_request")
         new = _Request(self._requests[row].root, self._requests[row].hashes.copy())
@@ -165,11 +229,19 @@ class BlockManager:
     def step(self, batch: Iterable[tuple[Hashable, Any]]) -> Step:
         """Appends tokens to requests, and gives the arrays with which every layer writes and attends them.
 
-        batch: (request, tokens) pairs, each request once: ids, integers [n]; without prefix caching also their number.
         The tokens count as computed from now on: a step that is not computed is taken back by :meth:`truncate`.
 
-        Raises NoFreeBlocksError where blocks are missing, ValueError or TypeError for requests that are not there,
-        swapped out or named twice, and tokens that are no ids. The manager is then as it was before.
+        Args:
+            batch: (request, tokens) pairs, each request once. tokens: ids, integers [n]; without prefix caching also
+                their number.
+
+        Returns:
+            The :class:`Step`, its requests in the order of the batch.
+
+        Raises:
+            NoFreeBlocksError: blocks are missing. The manager is as it was before, here and below.
+            ValueError: a request is not there, swapped out or named twice, or a token is out of range.
+            TypeError: the batch is no pairs, or tokens are no ids.
         """
         requests, counts, ids = _check.batch("batch", batch, self.enable_prefix_caching)
         rows = self._rows(requests)
@@ -218,11 +290,16 @@ class BlockManager:
         return step
 
     def truncate(self, request: Hashable, seq_len: int) -> None:
-        """Takes the last tokens of a request back, so that it has seq_len of them: drafts that were rejected, or a step
-        that was not computed.
+        """Takes the last tokens of a request back: drafts that were rejected, or a step that was not computed.
 
-        Raises ValueError or TypeError for a request that is not there or swapped out, a seq_len that is more than it
-        has, and one whose sliding window begins in a block that was given back.
+        Args:
+            request: what it was allocated as.
+            seq_len: how many tokens it then has.
+
+        Raises:
+            ValueError: the request is not there or swapped out, ``seq_len`` is more than it has, or its sliding window
+                would begin in a block that was given back.
+            TypeError: ``seq_len`` is no integer.
         """
         row, least = self._present("request", request), 0
         old = int(self._seq_lens[row])
@@ -240,8 +317,14 @@ class BlockManager:
         self._seq_lens[row] = seq_len
 
     def free(self, request: Hashable) -> None:
-        """Ends a request. Its full blocks stay in the prefix cache until their memory is needed. ValueError for a
-        request that is not there."""
+        """Ends a request. Its full blocks stay in the prefix cache until their memory is needed.
+
+        Args:
+            request: what it was allocated as.
+
+        Raises:
+            ValueError: the request is not there.
+        """
         row = self._find("request", request)
         if not self._swapped[row]:
             self._leave(row)
@@ -251,7 +334,14 @@ class BlockManager:
 
     def swap_out(self, request: Hashable) -> None:
         """Copies the keys and values of a request out of all caches, into memory of their own, and gives its blocks
-        back. ValueError for a request that is not there or swapped out already."""
+        back.
+
+        Args:
+            request: what it was allocated as.
+
+        Raises:
+            ValueError: the request is not there, or swapped out already.
+        """
         row = self._present("request", request)
         blocks = self._held(row)
         self._requests[row].saved = [memory[blocks] for memory in self._memory()]
@@ -259,9 +349,17 @@ class BlockManager:
         self._swapped[row] = True
 
     def swap_in(self, request: Hashable) -> None:
-        """Brings a request back that was swapped out, so that it can go on. Blocks that the prefix cache still has are
-        not copied. Raises NoFreeBlocksError where blocks are missing, ValueError for a request that is not there or not
-        swapped out."""
+        """Brings a request back that was swapped out, so that it can go on.
+
+        Blocks that the prefix cache still has are not copied.
+
+        Args:
+            request: what it was allocated as.
+
+        Raises:
+            NoFreeBlocksError: blocks are missing. Nothing has changed then.
+            ValueError: the request is not there, or not swapped out.
+        """
         row = self._find("request", request)
         if not self._swapped[row]:
             raise ValueError(f"request: {request!r} is not swapped out")
@@ -280,8 +378,10 @@ class BlockManager:
         found.saved, self._swapped[row] = [], False
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all that was cached, as a change of the weights asks for. Requests that are there go on, and new ones
-        find nothing of theirs."""
+        """Forgets all that was cached, as a change of the weights asks for.
+
+        Requests that are there go on. New ones find nothing of theirs (:meth:`allocate`).
+        """
         self._salt += 1
         for block in list(self._hash_of):
             self._forget(block)

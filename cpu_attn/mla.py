@@ -128,6 +128,8 @@ def attention_mla(
         s_aux: [Hq], or None: attention sinks.
         dynamic_causal: as the plan has it.
         lse: float32 [Hq, T], or None: receives the log of each softmax's denominator.
+        selected_tokens: int32 [T, S], or None for all: which keys each query token attends, as in
+            :func:`attention_with_kv_cache`.
 
     Returns:
         ``output``.

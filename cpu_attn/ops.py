@@ -215,8 +215,8 @@ def attention_with_kv_cache(
         kv_cache_layout: as the plan has it. ``HND`` and ``NHD`` are read where they lie, whoever wrote them.
         kv_cache_rotation: as the plan has it. Queries are rotated like keys and rounded to their dtype, and the output
             is turned back.
-        selected_tokens: int32 [T, S], or None for all. Which keys of its request each query token attends, of those that
-            masks leave it: strictly ascending, then -1. No other key is read. S is at most the plan's
+        selected_tokens: int32 [T, S], or None for all. Which keys of its request each query token attends, of those
+            that masks leave it: strictly ascending, then -1. No other key is read. S is at most the plan's
             ``max_selected_tokens``; such a plan is for calls that select tokens, and others are for calls that do not.
             Not with ``selected_blocks``.
 

@@ -61,9 +61,11 @@ class Total:
 
 @dataclass(eq=False)
 class Profile:
-    """What a program called while it was profiled: ``totals`` of every kind, and the latest ``calls`` themselves.
+    """What a program called while it was profiled.
 
-    ``print(profile)`` shows the totals as a table of 80 columns, ``save`` writes a trace.
+    ``totals``: a :class:`Total` of every :class:`Kind`; ``calls``: the latest hundred thousand :class:`Call`, in the
+    order in which they ended; ``start``, ``end``: nanoseconds of ``time.perf_counter_ns``, ``end`` 0 while it runs.
+    ``print(profile)`` shows the totals as a table of 80 columns.
     """
 
     calls: deque[Call] = field(default_factory=lambda: deque(maxlen=MOST_CALLS))
@@ -119,7 +121,11 @@ class Profile:
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
-        """Writes :meth:`trace` as JSON."""
+        """Writes :meth:`trace` as JSON.
+
+        Args:
+            path: of the file, which is written over.
+        """
         Path(path).write_text(json.dumps(self.trace()), encoding="utf-8")
 
 
@@ -148,17 +154,26 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def profile() -> Iterator[Profile]:
-    """Records the calls of all threads of this process that end within it: which engine, isa and kernel each took, how
-    many threads, requests and tokens, and how long.
+    """Records the calls of all threads of this process that end within it.
 
-    A call costs a microsecond more while it is recorded. Programs that cannot be changed are profiled by
-    ``CPU_ATTN_PROFILE=FILE``: each of their processes then writes a trace to FILE, with its number before the suffix,
+    It tells which engine, isa and kernel each call took, how many threads, requests and tokens, and how long. A call
+    costs a few microseconds more while it is recorded. A program that cannot be changed is profiled by
+    ``CPU_ATTN_PROFILE=FILE``: each of its processes then writes a trace to FILE, with its number before the suffix,
     when it ends as Python programs do.
 
-    >>> with cpu_attn.profile() as profile:
-    ...     model.generate(**inputs)
-    >>> print(profile)  # a table: is AMX really used?
-    >>> profile.save("trace.json")  # for chrome://tracing or https://ui.perfetto.dev
+    It takes no arguments, and raises no errors.
+
+    Returns:
+        A context manager, which gives a :class:`cpu_attn.profiling.Profile`.
+
+    Example:
+        >>> import numpy as np
+        >>> import cpu_attn
+        >>> with cpu_attn.profile() as profile:
+        ...     output, lse = cpu_attn.merge_states(np.ones((2, 5, 1, 8), np.float32), np.zeros((2, 1, 5), np.float32))
+        >>> [call.kind.name for call in profile.calls]  # print(profile) shows a table
+        ['merge_states']
+        >>> profile.save("/dev/null")  # a trace for chrome://tracing or https://ui.perfetto.dev
     """
     running = Profile()
     _change(add=(running,))

@@ -16,16 +16,29 @@ Array = np.ndarray[Any, Any]
 class Step:
     """The new tokens of R requests, T in all, one request's after another's, and where their keys and values go.
 
-    query_start_loc: int32 [R + 1], where each request's tokens start; the last is T.
-    seq_lens: int32 [R], tokens of each request, the new ones counted.
-    block_table: int32 [R, M], the blocks of each request; -1 past these, and where a block behind the sliding window
-    was given back.
-    slot_mapping: int64 [T], the slot of each new token: block * block_size + offset.
-    positions: int64 [T], the place of each new token in its request, for a rotary embedding.
+    :meth:`BlockManager.step` makes it; ``num_reqs`` is R, ``num_tokens`` is T.
 
-    >>> step = manager.step([("a", [17, 4, 256]), ("b", [9])])
-    >>> cache.update(key, value, step)  # key [4, Hkv, D], value [4, Hkv, Dv]
-    >>> output = cache.attend(query, step)  # query [4, Hq, D]
+    Args:
+        query_start_loc: int32 [R + 1], where each request's tokens start; the last is T.
+        seq_lens: int32 [R], tokens of each request, the new ones counted.
+        block_table: int32 [R, M], the blocks of each request; -1 past these, and where a block behind the sliding
+            window was given back.
+        slot_mapping: int64 [T], the slot of each new token: block * block_size + offset.
+        positions: int64 [T], the place of each new token in its request, for a rotary embedding.
+        requests: what the requests are called by.
+        block_size: tokens of a block.
+        sliding_window: of plans that are not told another; -1 is none.
+
+    This class raises no errors itself.
+
+    Example:
+        >>> from cpu_attn import BlockManager, PagedKVCache
+        >>> manager = BlockManager(PagedKVCache(num_blocks=4, block_size=16, num_kv_heads=1, head_size=64))
+        >>> manager.allocate("a"), manager.allocate("b")
+        (0, 0)
+        >>> step = manager.step([("a", [17, 4, 256]), ("b", [9])])
+        >>> step.query_start_loc.tolist(), step.slot_mapping.tolist()
+        ([0, 3, 4], [0, 1, 2, 16])
     """
 
     query_start_loc: Array
@@ -42,12 +55,21 @@ class Step:
     num_tokens = property(lambda self: len(self.slot_mapping), doc="T, the new tokens")
 
     def plan(self, cache: Any, num_heads: int, **options: Any) -> Any:
-        """A plan of this step for every layer whose cache is like ``cache``, a :class:`PagedKVCache`.
+        """Makes a plan of this step for every layer whose cache is like ``cache``.
 
-        num_heads: query heads; options are those of :func:`get_scheduler_metadata` (``causal``, ``engine``,
-        ``sliding_window``, which is the manager's unless said, ...). Requests that start with the same block read the
-        blocks that they share once, unless options have ``block_table=None``.
-        Raises what that function raises, and ValueError for a cache whose block_size is another than the step's.
+        Requests that start with the same block read the blocks that they share once, unless options have
+        ``block_table=None``.
+
+        Args:
+            cache: a :class:`PagedKVCache` with the step's block_size.
+            num_heads: query heads.
+            **options: those of :func:`get_scheduler_metadata` (``causal``, ``engine``, ``sliding_window``, which is the
+                manager's unless said, ...).
+
+        Raises:
+            ValueError: the cache's block_size is another than the step's, or what that function says.
+            TypeError: as that function says.
+            UnavailableError: as that function says.
         """
         self._arrays_for(cache)
         first = np.sort(self.block_table[:, :1], axis=0)

@@ -349,8 +349,8 @@ class PagedKVCache:
         Args:
             query: [T, Hq, D] of the cache's dtype.
             block_table: int32 [R, M], the blocks of each request in order. Or a :class:`Step`, which has one.
-            plan: of :meth:`plan`, of this cache or one of the same shape. A step makes one without options for the first
-                layer and keeps it for the others; layers with options take one of :meth:`Step.plan`.
+            plan: of :meth:`plan`, of this cache or one of the same shape. A step makes one without options for the
+                first layer and keeps it for the others; layers with options take one of :meth:`Step.plan`.
             scale: the factor of q.k; 1 / sqrt(D) unless said.
             alibi_slopes: float32 [Hq], or None.
             softcap: 0 is off.
