@@ -3,19 +3,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cpu_attn import _check
 from cpu_attn._native import lib
+from cpu_attn._quota import cpu_quota
+
+# Whoever sets OpenMP's number knows better.
+if "OMP_NUM_THREADS" not in os.environ and (quota := cpu_quota()):
+    lib.ca_set_cpu_quota(quota)
 
 
 def get_num_threads() -> int:
     """Says how many threads a call may use.
 
     Returns:
-        What :func:`set_num_threads` said, else OpenMP's number for this thread; 1 in a child process that was forked.
-        The function raises no errors.
+        What :func:`set_num_threads` said, else OpenMP's number for this thread, or less where control groups grant
+        fewer CPUs' time and OMP_NUM_THREADS was not set; 1 in a child process that was forked. The function raises no
+        errors.
 
     Example:
         >>> from cpu_attn import get_num_threads

@@ -256,6 +256,7 @@ int64_t ca_block_elements(int isa, int dtype, int kv_dtype, int64_t block_size, 
 const char *ca_threading(void); /* "OpenMP 201511" or why there is none */
 int ca_get_num_threads(void);
 void ca_set_num_threads(int n); /* 0: as many as OpenMP says; -n: n, however little there is to do */
+void ca_set_cpu_quota(int n);   /* as many as OpenMP says, but no more than n */
 
 const ca_engine *ca_fused_engine(void);
 const ca_engine *ca_reference_engine(void);

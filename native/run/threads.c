@@ -2,6 +2,7 @@
 #include "threads.h"
 #include "cpu_attn.h"
 #include "cache/layout.h"
+#include <limits.h>
 #include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -11,6 +12,7 @@
 #endif
 
 static atomic_int num_threads; /* what ca_set_num_threads was told */
+static atomic_int cpu_quota = INT_MAX;
 static atomic_int forked;
 
 static void after_fork(void) { atomic_store(&forked, 1); }
@@ -23,7 +25,7 @@ __attribute__((constructor)) static void watch_fork(void) { pthread_atfork(NULL,
 const char *ca_threading(void) { return "OpenMP " TEXT(_OPENMP); }
 /* The number is bounded, because libgomp ends the process where the system refuses it a thread. */
 static int threads_of(int asked) {
-    int n = asked ? abs(asked) : omp_get_max_threads();
+    int n = asked ? abs(asked) : (int)ca_min64(omp_get_max_threads(), atomic_load(&cpu_quota));
     return n <= 64 ? n : (int)ca_min64(n, ca_max64(64, 8 * (int64_t)omp_get_num_procs()));
 }
 #else
@@ -37,6 +39,8 @@ static int threads_of(int asked) {
 int ca_get_num_threads(void) { return ca_team(threads_of(atomic_load(&num_threads))); }
 
 void ca_set_num_threads(int n) { atomic_store(&num_threads, n); }
+
+void ca_set_cpu_quota(int n) { atomic_store(&cpu_quota, n); }
 
 /* A thread is woken only for so much work. One that still spins costs 4 us, one that sleeps more
  * (kernel/MEASUREMENTS.md: tasks). */
