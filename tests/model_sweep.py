@@ -11,6 +11,8 @@ some, and prints a table. Outcomes, the worst of what was run of a model:
 - undecided: eager and sdpa generate different tokens themselves (a model that draws them);
 - not reached: the model never calls the attention function that it was told of;
 - not driven: no tiny model could be made here, or eager itself fails with it.
+
+``--markdown FILE`` writes them into that file, as a section with a table, behind or in place of the one that is there.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import re
 import resource
 import signal
 import sys
@@ -26,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +54,18 @@ CLASSES = (
     "MODEL_MAPPING_NAMES",
 )
 RANK = ("error", "different", "refused", "undecided", "equal", "not reached", "not driven")
+OWN = "attention of its own"
+TABLE = "KeyError from from_pretrained, which looks cpu_attn up in a table of its own"
+# What stands in the docs for reasons that match; others go there as they are, but those of models that were not made.
+REASONS = (
+    ("no input is known", "inputs that the sweep does not know"),
+    ("^Late: ", f"more than {MOST_SECONDS} s"),
+    ("padded .* eager: ", "eager fails with padding"),
+    ("eager: ", "eager fails with the sweep's inputs"),
+    ("to sdpa, which is ", "as sdpa has it, from which eager differs"),
+    ("to eager, which is ", "as eager has it, from which sdpa differs"),
+)
+BEGIN, END = "\n<!-- begin: make model-sweep -->\n", "<!-- end: make model-sweep -->\n"
 
 
 # ---- what a model is given ----
@@ -279,8 +295,23 @@ def sweep(architecture: str, model_class_name: str) -> Result:
     name, result.outcome, why = ranked[0]
     result.why = f"{name}: {why}" if why else ""
     if result.outcome == "equal" and not result.reached:
-        result.outcome, result.why = "not reached", ""
+        result.outcome, result.why = "not reached", OWN
+    if result.outcome in ("equal", "not reached") and _in_a_table(model):
+        result.why = TABLE
     return result
+
+
+def _in_a_table(model: Any) -> bool:
+    """Whether it is not to be made with the implementation, only to be told of it afterwards."""
+    try:
+        config = type(model.config).from_dict(model.config.to_dict(), attn_implementation="cpu_attn")
+        with torch.device("meta"):
+            type(model)(config)
+    except KeyError:
+        return True
+    except Exception:  # of a configuration that does not survive its own words
+        return False
+    return False
 
 
 def architectures() -> dict[str, str]:
@@ -294,6 +325,20 @@ def architectures() -> dict[str, str]:
 
 
 # ---- all of them ----
+
+
+def markdown(results: list[Result]) -> str:
+    """A section with a row for each outcome and reason, and the architectures that it is of."""
+    rows: dict[tuple[int, str], list[str]] = {}
+    for x in results:
+        other = "no tiny model" if x.outcome == "not driven" else x.why.replace("|", "\\|")
+        why = next((text for pattern, text in REASONS if re.search(pattern, x.why)), other)
+        rows.setdefault((RANK.index(x.outcome), why), []).append(x.architecture)
+    lines = [f"## Every architecture of transformers {hf.__version__}", ""]
+    lines += ["| outcome | why | how many | architectures |", "|---|---|---|---|"]
+    for (rank, why), names in sorted(rows.items(), key=lambda row: (row[0][0], -len(row[1]))):
+        lines.append(f"| {RANK[rank]} | {why} | {len(names)} | {', '.join(names)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _one(item: tuple[str, str]) -> Result:
@@ -321,6 +366,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("names", nargs="*", help="architectures; all, if there is none")
     parser.add_argument("--json", help="a file for the results")
+    parser.add_argument("--markdown", type=Path, help="a file that gets them as a section with a table")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args(arguments)
     items = [x for x in architectures().items() if not options.names or x[0] in options.names]
@@ -332,6 +378,10 @@ def main(arguments: list[str]) -> int:
     if options.json:
         with open(options.json, "w") as file:
             json.dump([asdict(x) for x in results], file, indent=1)
+    if options.markdown:
+        before, _, rest = options.markdown.read_text().partition(BEGIN)
+        after = rest.partition(END)[2]
+        options.markdown.write_text(f"{before}{BEGIN}\n{markdown(results)}\n{END}{after}")
     counts = Counter(x.outcome for x in results)
     print(", ".join(f"{counts[x]} {x}" for x in RANK if counts[x]))
     return int(bool(counts["error"] or counts["different"]))
