@@ -31,12 +31,11 @@ class MLAPlatform:
         asked = attn_selector_config
         if not asked.use_mla or asked.use_sparse:
             return super().get_attn_backend_cls(selected_backend, asked, num_heads)  # type: ignore[misc]
-        from cpu_attn.vllm import MLABackend
-
-        if not MLABackend.supports_kv_cache_dtype(asked.kv_cache_dtype):
+        backend = pkgutil.resolve_name(MLA_BACKEND)
+        if not backend.supports_kv_cache_dtype(asked.kv_cache_dtype):
             raise ValueError(
                 f"--kv-cache-dtype {asked.kv_cache_dtype}: latent caches (MLA) take "
-                f"{', '.join(MLABackend.supported_kv_cache_dtypes)}"
+                f"{', '.join(backend.supported_kv_cache_dtypes)}"
             )
         return MLA_BACKEND
 
