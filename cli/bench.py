@@ -314,22 +314,32 @@ def run(
     repeat: int | None,
     caches: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The report. caches: what a Step takes besides workload, isa and dtype."""
+    """The report; after Ctrl-C, of the workloads that were done by then. caches: what a Step takes besides workload, isa
+    and dtype."""
     measured: list[Measured] = []
-    limits = Limits()
+    limits, todo, begun, stopped = Limits(), list(product(workloads, engines)), perf_counter(), False
     always = _always(workloads, [dtype for _, dtype in engines], max(threads))
     with _undisturbed():
         limits.measure(always)
-        for number, (w, (isa, dtype)) in enumerate(product(workloads, engines), 1):
-            click.echo(f"{number}/{len(workloads) * len(engines)} {w.name} {isa} {dtype}:", err=True, nl=False)
-            steps = [Step(w, isa, dtype, **cache) for cache in caches]
-            measured += _one_workload(steps, engines[isa, dtype], threads, limits, repeat)
+        try:
+            for done, (w, (isa, dtype)) in enumerate(todo):
+                left = (perf_counter() - begun) * (len(todo) - done) / done if done else 0
+                ahead = f" ({left:.0f} s left)" if done else ""
+                click.echo(f"{done + 1}/{len(todo)}{ahead} {w.name} {isa} {dtype}:", err=True, nl=False)
+                steps = [Step(w, isa, dtype, **cache) for cache in caches]
+                measured += _one_workload(steps, engines[isa, dtype], threads, limits, repeat)
+        except KeyboardInterrupt:
+            if not measured:
+                raise
+            click.echo("  stopped", err=True)
+            stopped = True
         limits.measure(always)
     return {
         "machine": machine(),
         "limits": limits.summary(),
         "probes": limits.details(),
         "results": [_bound(result, limits, of) for result, of in measured],
+        "stopped": stopped,
     }
 
 
@@ -464,7 +474,8 @@ def bench(
     WORKLOAD is a name (prefill-2k, decode-8x8k, write-8k, ...), or prefill, decode, mla, cascade or all; all unless
     told. Own kernels and oneDNN take turns. The limit of a prefill, of mla, and of decodes that share most of their
     keys (cascade), is the peak of its isa's products, of a decode the read bandwidth, of a cache write memcpy. The roof
-    that binds is whichever takes longer, products or reads, and was measured right before and after.
+    that binds is whichever takes longer, products or reads, and was measured right before and after. After Ctrl-C the
+    workloads that were done are shown and saved, and the exit status is 130.
     """
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other")
@@ -522,3 +533,5 @@ def bench(
             plot.draw(found, plot_to)
     except OSError as error:
         raise click.ClickException(str(error)) from None
+    if found["stopped"]:
+        sys.exit(130)

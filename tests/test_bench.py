@@ -394,6 +394,27 @@ def test_a_file_that_cannot_be_written_comes_after_the_table(option: str) -> Non
     assert "/proc/x.png" in result.stderr and "Error: " in result.stderr
 
 
+def test_ctrl_c_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measure, begun = bench_module._one_workload, []
+
+    def interrupted(steps: Any, *rest: Any) -> Iterator[Any]:
+        begun.append(steps[0].dtype)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        yield from measure(steps, *rest)
+
+    monkeypatch.setattr(bench_module, "_one_workload", interrupted)
+    options = (*FREE, "--dtype", "float32", "--dtype", "float16", "--engine", "native", "--save", str(tmp_path / "r"))
+    result = call(*options)
+    assert result.exit_code == 130 and "2/2 (" in result.stderr and "stopped" in result.stderr
+    saved = json.loads((tmp_path / "r").read_text())
+    assert saved["stopped"] and [r["dtype"] for r in saved["results"]] == ["float32"] == begun[:1]
+    assert "float32" in result.stdout and "float16" not in result.stdout
+    begun.clear()
+    begun.append("nothing was measured yet")
+    assert call(*options).exit_code == 1
+
+
 def test_left_out_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "unable", lambda e, w, *cache: "no plans" * (e == "reference" and w.kind == "plan"))
     engines = ("--engine", "native", "--engine", "reference", "--repeat", "1", "--json")
