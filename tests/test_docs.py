@@ -67,6 +67,9 @@ def test_sparse() -> None:
     check(names, [key], [value], selected_blocks=selected)
 
     names = next(document)
+    check(names, [key], [value], selected_tokens=names["selected_tokens"])
+
+    names = next(document)
     assert reference.unpack_tree(names["tree_mask"]).tolist() == [
         [True, False, False, False],
         [True, True, False, False],

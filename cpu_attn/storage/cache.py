@@ -297,7 +297,7 @@ class PagedKVCache:
             num_heads: Hq, query heads; a multiple of ``num_kv_heads``.
             block_table: int32 [R, M], or None. With it, requests that start with the same blocks read these once.
             **options: more of :func:`get_scheduler_metadata`'s arguments: ``causal``, ``sliding_window``,
-            ``tree_mask``, ...
+                ``tree_mask``, ...
 
         Returns:
             The plan, for all caches of this shape.
