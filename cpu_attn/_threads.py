@@ -21,8 +21,9 @@ def get_num_threads() -> int:
 
     Returns:
         What :func:`set_num_threads` said, else OpenMP's number for this thread, or less where control groups grant
-        fewer CPUs' time and OMP_NUM_THREADS was not set; 1 in a child process that was forked. The function raises no
-        errors.
+        fewer CPUs' time and OMP_NUM_THREADS was not set; 1 in a child process that was forked.
+
+    The function raises no errors.
 
     Example:
         >>> from cpu_attn import get_num_threads

@@ -111,7 +111,7 @@ def test_limits_are_looked_at_while_their_workload_runs(monkeypatch: pytest.Monk
 
 def test_json() -> None:
     found = run(*FREE, "--threads", "1")
-    assert set(found) == {"machine", "limits", "probes", "results"}
+    assert set(found) == {"machine", "limits", "probes", "results", "stopped"}
     assert list(found["limits"]) == ["matrix_gflops", "vector_gflops", "read_gbps", "memcpy_gbps"]
     matrix = any(p.unit == "matrix" and not p.reason for p in limits.probes())
     assert (found["limits"]["matrix_gflops"] is None) == (not matrix)
