@@ -173,7 +173,8 @@ def attention_with_kv_cache(
 
     selected_tokens: int32 [T, S] or None (all): which keys of its request each query token attends, of those that masks
     leave it; strictly ascending, then -1. No other key is read. S is no more than the plan's max_selected_tokens: a
-    plan is for calls that select tokens, or for calls that do not. Not with selected_blocks.
+    plan is for calls that select tokens, or for calls that do not. Not with selected_blocks. See
+    :func:`cpu_attn.select_tokens`.
 
     A row that sees no key gives output 0 and lse -inf (the sink, where there is one). Raises ValueError or
     TypeError, before anything is written, for whatever is out of range or differs from the plan.

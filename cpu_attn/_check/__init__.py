@@ -29,15 +29,18 @@ from cpu_attn._check.arrays import (
     rows,
     sizes,
     small_floats,
+    with_one_head,
     writable,
 )
 from cpu_attn._check.calls import (
     ATTENTION,
+    INDEX,
     ROTARY,
     STEP,
     WRITE,
     merged,
     score_pages,
+    select_tokens,
     states,
     update_page_bounds,
 )
@@ -88,6 +91,7 @@ from cpu_attn._check.values import (
 __all__ = [
     "ATTENTION",
     "FLOATS",
+    "INDEX",
     "INT32_MAX",
     "LAYOUTS",
     "MAX_SIZE",
@@ -139,6 +143,7 @@ __all__ = [
     "same_kv_dtypes",
     "scales",
     "score_pages",
+    "select_tokens",
     "selected_blocks",
     "selected_tokens",
     "sequence",
@@ -150,5 +155,6 @@ __all__ = [
     "update_page_bounds",
     "width",
     "window",
+    "with_one_head",
     "writable",
 ]
