@@ -76,6 +76,7 @@ def impossible(w: Workload, kvs: Collection[str] = ()) -> str:
         f"--head-size {w.head_size}: at least {w.latent_rank + 1}, V is a part of K": w.head_size <= w.latent_rank,
         f"--head-size {w.head_size} is odd: rotary_reshape_and_cache turns pairs": w.rotary and w.head_size % 2,
         "--selected needs --no-cascade: requests may select other blocks": w.cascades and w.selected is not None,
+        "--selected: the workload's indexer selects keys": w.topk_tokens and w.selected is not None,
         "drafts are measured without ALiBi and windows": w.tree and (w.alibi or w.sliding_window >= 0),
         f"--kv-cache-dtype: NHD holds no {' and no '.join(integers)}": w.latent_rank and integers,
     }
@@ -314,7 +315,8 @@ def run(
     repeat: int | None,
     caches: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The report; after Ctrl-C, of the workloads that were done by then. caches: what a Step takes besides workload, isa
+    """The report; after Ctrl-C, of the workloads that were done by then. caches: what a Step takes besides workload,
+    isa
     and dtype."""
     measured: list[Measured] = []
     limits, todo, begun, stopped = Limits(), list(product(workloads, engines)), perf_counter(), False

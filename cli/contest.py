@@ -132,7 +132,13 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
         turns = (np.arange(len(step.query)), step.cos_sin_cache)
         return partial(cpu_attn.rotary_reshape_and_cache, step.query, *tokens, *turns, **how), None, plan.isa
     arguments = step.arguments()
-    if engine == "onednn-python":
-        return partial(study.attention, **arguments, isa=plan.isa, **step.masks), None, plan.isa
     call = partial(cpu_attn.attention_with_kv_cache, **arguments, scheduler_metadata=plan)
-    return call, plan.workspace_bytes, plan.isa
+    if engine == "onednn-python":
+        call = partial(study.attention, **arguments, isa=plan.isa, **step.masks)
+    if step.workload.topk_tokens:
+        call = partial(_select_and_attend, step.indexer, call)
+    return call, None if engine == "onednn-python" else plan.workspace_bytes, plan.isa
+
+
+def _select_and_attend(indexer: dict[str, Any], attend: Callable[..., Any]) -> Any:
+    return attend(selected_tokens=cpu_attn.select_tokens(**indexer))

@@ -97,7 +97,7 @@ def _bias(step: Step, q_len: int, kv_len: int) -> NDArray[np.float32]:
 
 
 def _torch_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[str]:
-    odd = [name for name in ("softcap", "sinks", "selected") if getattr(w, name)]
+    odd = [name for name in ("softcap", "sinks", "selected", "topk_tokens") if getattr(w, name)]
     return odd + [kv_cache_dtype] * (kv_cache_dtype != "auto")
 
 
@@ -176,7 +176,7 @@ _GGML_KV = {"int8": "q8_0", "int5": "q5_0", "int4": "q4_0"}
 
 def _ggml_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[str]:
     names = kv_cache_dtype.split("/")
-    odd = ["selected"] * (w.selected is not None)
+    odd = [name for name in ("selected", "topk_tokens") if getattr(w, name)]
     odd += [name for name in dict.fromkeys(names) if name not in ("auto", *ggml.TYPES, *_GGML_KV)]
     if w.head_size % ggml.Q_BLOCK and any(name in _GGML_KV for name in names):
         odd.append(f"head size {w.head_size} of {kv_cache_dtype}")
@@ -222,7 +222,9 @@ def _vllm_backend() -> Any:
 
 
 def _vllm_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[str]:
-    odd = [name for name in ("attn_bias", "tree", "selected", "rotary", "latent_rank") if getattr(w, name)]
+    odd = [
+        name for name in ("attn_bias", "tree", "selected", "rotary", "latent_rank", "topk_tokens") if getattr(w, name)
+    ]
     backend = _vllm_backend().CPUAttentionBackend
     if not backend.supports_kv_cache_dtype(kv_cache_dtype):
         odd.append(kv_cache_dtype)

@@ -16,6 +16,7 @@ from cpu_attn.tests.case_trees import TREES, pack_tree
 from cpu_attn.tests.formats import numpy_dtype
 
 SEED, BINARY = 0, TREES["binary"]
+INDEX_HEADS, INDEX_SIZE = 64, 128  # DeepSeek-V3.2's indexer
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Workload:
     shared: int = 0
     no_cascade: bool = False
     latent_rank: int = 0  # not 0: V is the first so many columns of K (MLA)
+    topk_tokens: int = 0  # not 0: an indexer selects so many keys for each query token, in the same call
 
     @property
     def head_size_v(self) -> int:
@@ -72,14 +74,19 @@ class Workload:
 
     @property
     def flops(self) -> int:
-        """2 * D for q.k and 2 * Dv for p*v, for each (query head, query, key) that the mask leaves."""
-        pairs = 0
+        """2 * D for q.k and 2 * Dv for p*v, for each (query head, query, key) that the mask leaves and an indexer
+        selects; 2 * INDEX_SIZE for each that it scores."""
+        pairs = scored = 0
         for q_len, kv_len in self.lens:
             seen = np.arange(kv_len - q_len + 1, kv_len + 1)  # keys up to each query's own
             if self.tree:
                 seen = kv_len - q_len + BINARY(q_len).sum(axis=1)
             pairs += int(seen.sum() if self.sliding_window < 0 else np.minimum(seen, self.sliding_window).sum())
-        return math.ceil(2 * (self.head_size + self.head_size_v) * self.num_heads * pairs * self._share)
+            if self.topk_tokens:
+                scored += int(seen.sum())
+                pairs -= int(np.maximum(seen - self.topk_tokens, 0).sum())
+        attended = 2 * (self.head_size + self.head_size_v) * self.num_heads * pairs * self._share
+        return math.ceil(attended + 2 * INDEX_HEADS * INDEX_SIZE * scored)
 
     @property
     def _share(self) -> float:
@@ -92,8 +99,12 @@ class Workload:
         if self.sliding_window >= 0:
             keys = np.minimum(kv_lens, q_lens - 1 + self.sliding_window)
         heads = self.num_kv_heads * (1 if self.latent_rank else 2) + (self.num_heads if self.rotary else 0)
+        scored = int(kv_lens.sum()) * INDEX_SIZE * itemsize if self.topk_tokens else 0
+        if self.topk_tokens:
+            keys = np.minimum(keys, q_lens * self.topk_tokens)
         own = np.minimum(keys, kv_lens - self.shared)
-        return math.ceil(int(own.sum() + (keys - own).max()) * heads * self.head_size * itemsize * self._share)
+        rows = int(own.sum() + (keys - own).max()) * heads
+        return math.ceil(rows * self.head_size * itemsize * self._share + scored)
 
 
 def _same(kind: str, num_reqs: int, q_len: int, kv_len: int, **shape: Any) -> dict[str, Any]:
@@ -125,6 +136,8 @@ WORKLOADS = {
         "decode-8x8k-d64": _same("decode", 8, 1, 8192, num_heads=64, head_size=64),
         "mla-8x4k-h16": _same("decode", 8, 1, 4096, num_heads=16, **MLA),
         "mla-8x4k-h128": _same("decode", 8, 1, 4096, num_heads=128, **MLA),
+        "mla-1x64k": _same("decode", 1, 1, 65536, num_heads=128, **MLA),
+        "mla-1x64k-sparse": _same("decode", 1, 1, 65536, num_heads=128, **MLA, topk_tokens=2048),
         "tree-8x8k": _same("decode", 8, 8, 8192, tree=True),
         "tree-16x4k-mha": _same("decode", 16, 8, 4096, num_heads=16, num_kv_heads=16, tree=True),
         "select-1x64k": _same("decode", 1, 1, 65536, selected=1 / 16),
@@ -189,6 +202,25 @@ class Step:
             for head in own:
                 head[:count] = np.sort(self.rng.permutation(n)[:count])
         return selected
+
+    @cached_property
+    def indexer(self) -> dict[str, Any]:
+        """Arguments of select_tokens, over packed keys of the step's dtype."""
+        w, sizes = self.workload, (self.block_size, INDEX_SIZE, self.dtype, self.isa)
+        cache = np.empty(cpu_attn.get_index_cache_shape(self.num_blocks, *sizes), numpy_dtype(self.dtype))
+        for r, n in enumerate(self.seq_lens):
+            cpu_attn.index_and_cache(self.random(int(n), INDEX_SIZE), cache, self.slots(r), self.isa)
+        return {
+            "query": self.random(w.num_tokens, INDEX_HEADS, INDEX_SIZE),
+            "index_cache": cache,
+            "weights": self.rng.standard_normal((w.num_tokens, INDEX_HEADS), np.float32),
+            "query_start_loc": self.query_start_loc,
+            "seq_lens": self.seq_lens,
+            "block_table": self.block_table,
+            "topk_tokens": w.topk_tokens,
+            "scale": INDEX_SIZE**-0.5,
+            "isa": self.isa,
+        }
 
     @cached_property
     def attn_bias(self) -> NDArray[np.float32] | None:
@@ -295,6 +327,7 @@ class Step:
             **self.masks,
             block_table=self.block_table if w.cascades else None,
             block_size=self.block_size if w.cascades else None,
+            max_selected_tokens=w.topk_tokens or None,
         )
 
     def arguments(self) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from cpu_attn.backend import (
     make_sliding_window_bias,
 )
 from cpu_attn.block_manager import BlockManager, NoFreeBlocksError
+from cpu_attn.indexer import get_index_cache_shape, index_and_cache, select_tokens
 from cpu_attn.mla import attention_mla, concat_and_cache_mla
 from cpu_attn.ops import attention_with_kv_cache, merge_states, reshape_and_cache
 from cpu_attn.pages import score_pages, select_pages, update_page_bounds
@@ -69,9 +70,11 @@ __all__ = [
     "concat_and_cache_mla",
     "convert",
     "engines",
+    "get_index_cache_shape",
     "get_kv_cache_shape",
     "get_num_threads",
     "get_scheduler_metadata",
+    "index_and_cache",
     "isas",
     "kv_cache_dtypes",
     "make_alibi_bias",
@@ -83,6 +86,7 @@ __all__ = [
     "rotate",
     "score_pages",
     "select_pages",
+    "select_tokens",
     "set_num_threads",
     "update_page_bounds",
 ]

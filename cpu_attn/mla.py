@@ -18,20 +18,12 @@ import numpy as np
 
 from cpu_attn import _check, ops
 from cpu_attn._arrays import view
-from cpu_attn._dtypes import DTYPES
 from cpu_attn.plan import SchedulerMetadata
 
 # What the calls underneath say, in the words of their callers.
 _WRITTEN = {"key": "kv_c", "value": "k_pe", "key_cache": "kv_cache", "value_cache": "kv_cache"}
 _WRITTEN |= {"k_scale": "scale", "v_scale": "scale"}
 _READ = {"key_cache": "kv_cache", "value_cache": "kv_cache", "v_scale": "k_scale"}
-
-
-def _one_head(name: str, x: Any, dtypes: list[str], axes: list[tuple[str, int | None]]) -> np.ndarray[Any, Any]:
-    """``x`` as a NumPy view, with an axis for its one kv head before the last."""
-    memory = _check.array(name, x, dtypes, axes)
-    found = x if isinstance(x, np.ndarray) else memory.numpy().view(DTYPES[memory.dtype])
-    return found[..., None, :]
 
 
 def concat_and_cache_mla(
@@ -70,9 +62,9 @@ def concat_and_cache_mla(
         >>> float(kv_cache.sum()) == 3 * (512 + 64)
         True
     """
-    latent = _one_head("kv_c", kv_c, list(_check.FLOATS), [("T", None), ("kv_lora_rank", None)])
+    latent = _check.with_one_head("kv_c", kv_c, list(_check.FLOATS), [("T", None), ("kv_lora_rank", None)])
     tokens, _, rank = latent.shape
-    rotated = _one_head("k_pe", k_pe, [view("kv_c", kv_c).dtype], [("T", tokens), ("rope size", None)])
+    rotated = _check.with_one_head("k_pe", k_pe, [view("kv_c", kv_c).dtype], [("T", tokens), ("rope size", None)])
     pages = _cache(kv_cache, kv_cache_dtype, view("kv_c", kv_c).dtype, rank + rotated.shape[2])
     try:
         ops.reshape_and_cache(
@@ -183,4 +175,4 @@ def _cache(kv_cache: Any, kv_cache_dtype: str, dtype: str, head_size: int) -> np
         raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} names two, K and V are the same rows")
     dtypes = list(_check.memory(kvs[0]))
     axes: list[tuple[str, int | None]] = [("num_blocks", None), ("block_size", None), ("L + P", head_size)]
-    return _one_head("kv_cache", kv_cache, dtypes, axes)
+    return _check.with_one_head("kv_cache", kv_cache, dtypes, axes)

@@ -218,7 +218,7 @@ def attention_with_kv_cache(
         selected_tokens: int32 [T, S], or None for all. Which keys of its request each query token attends, of those
             that masks leave it: strictly ascending, then -1. No other key is read. S is at most the plan's
             ``max_selected_tokens``; such a plan is for calls that select tokens, and others are for calls that do not.
-            Not with ``selected_blocks``.
+            Not with ``selected_blocks``. :func:`select_tokens` chooses.
 
     Returns:
         ``output``. A row that sees no key is 0, and its lse is -inf, or the sink where there is one.

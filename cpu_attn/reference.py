@@ -239,6 +239,14 @@ def attention(
     return output, lse
 
 
+def index_scores(query: NDArray[Any], key: NDArray[Any], weights: NDArray[np.float32], scale: float) -> Float64:
+    """[n, S]: sum_h weights_h * relu(scale * q_h.k), an indexer's scores of keys [S, D] for query tokens [n, H, D] and
+    weights [n, H] of one request."""
+    products = scale * query.astype(np.float64) @ key.astype(np.float64).T
+    scores: Float64 = np.einsum("nh,nhs->ns", weights.astype(np.float64), np.maximum(products, 0))
+    return scores
+
+
 def rotary(
     x: NDArray[Any],
     positions: NDArray[np.int64],

@@ -168,8 +168,8 @@ typedef struct ca_array {
     int32_t ndim, dtype, itemsize, writable;
 } ca_array;
 
-/* The arrays of each call come in the order of _check.ATTENTION, STEP, WRITE and ROTARY: first those that the call
- * writes. The tables of native/check/arguments.c say what each has to be. */
+/* The arrays of each call come in the order of _check.ATTENTION, STEP, WRITE, INDEX and ROTARY: first those that the
+ * call writes. The tables of native/check/arguments.c say what each has to be. */
 enum ca_attention_arrays {
     CA_OUTPUT,
     CA_LSE,
@@ -195,6 +195,7 @@ enum ca_step_arrays {
     CA_STEP_ARRAYS
 };
 enum ca_write_arrays { CA_TO_KEY_CACHE, CA_TO_VALUE_CACHE, CA_KEY, CA_VALUE, CA_SLOT_MAPPING, CA_WRITE_ARRAYS };
+enum ca_index_arrays { CA_INDEX_CACHE, CA_INDEX_KEY, CA_INDEX_SLOT_MAPPING, CA_INDEX_ARRAYS };
 enum ca_rotary_arrays {
     CA_ROTARY_KEY_CACHE,
     CA_ROTARY_VALUE_CACHE,
@@ -306,6 +307,9 @@ int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int
 /* hadamard is that of ca_shape. A token whose slot is negative is not written. */
 int ca_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout, int hadamard,
              float k_scale, float v_scale, ca_fault *fault);
+/* This is index_and_cache: ca_write of K alone. */
+int ca_index_and_cache(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
+                       int hadamard, float k_scale, float v_scale, ca_fault *fault);
 /* This is rotary_reshape_and_cache. */
 int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
                     int hadamard, float k_scale, float v_scale, int is_neox, float eps, ca_fault *fault);
@@ -340,6 +344,21 @@ int ca_update_page_bounds(const ca_array *arrays, int64_t block_size, ca_fault *
 int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *scratch, int num_threads,
                    ca_fault *fault);
 int64_t ca_score_floats(int64_t head_size);
+
+/* This is select_tokens: `shape` says what a plan for one kv head would be made for, and scale, which is positive, is
+ * that of q.k and of the cache together. cpu_attn.indexer has accepted the arrays; what indices hold is checked here.
+ */
+enum ca_select_arrays {
+    CA_SELECT_OUT,
+    CA_SELECT_QUERY,
+    CA_SELECT_CACHE,
+    CA_SELECT_WEIGHTS,
+    CA_SELECT_QUERY_START_LOC,
+    CA_SELECT_SEQ_LENS,
+    CA_SELECT_BLOCK_TABLE,
+    CA_SELECT_ARRAYS
+};
+int ca_select_tokens(ca_shape *shape, const ca_array *arrays, float scale, ca_fault *fault);
 
 /* Describes a way to multiply that `cpu-attn bench` measures: a file of native/limits/probe. The best come first. */
 typedef struct ca_probe_info {

@@ -203,6 +203,19 @@ def _scores() -> Calls:
     return Calls(call, indices, [least, most])
 
 
+def _indexer() -> Calls:
+    table, slots, query, step = _table(), _slots(), _floats(T, HEADS, SIZE), _step()
+    cache = Guarded(_floats(*cpu_attn.get_index_cache_shape(N, BLOCK, SIZE, "float32")))
+    rows, lens, starts = _floats(len(slots), SIZE), step["seq_lens"], step["query_start_loc"]
+
+    def call() -> None:
+        cpu_attn.index_and_cache(rows, cache.array, slots)
+        cpu_attn.select_tokens(query, cache.array, _floats(T, HEADS), starts, lens, table, 20)
+
+    indices = {"slot_mapping": slots, "block_table": table, "seq_lens": lens, "query_start_loc": starts}
+    return Calls(call, indices, [cache])
+
+
 CALLS: dict[str, Callable[[], Calls]] = {
     "attend-native": lambda: _attend("native", block_table=_table(), block_size=BLOCK),
     "attend-native-selected": lambda: _attend("native", "blocks"),
@@ -220,6 +233,7 @@ CALLS: dict[str, Callable[[], Calls]] = {
     "copy": _copy,
     "bounds": _bounds,
     "scores": _scores,
+    "indexer": _indexer,
 }
 
 

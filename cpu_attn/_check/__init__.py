@@ -30,17 +30,20 @@ from cpu_attn._check.arrays import (
     rows,
     sizes,
     small_floats,
+    with_one_head,
     writable,
 )
 from cpu_attn._check.batches import batch, tokens
 from cpu_attn._check.calls import (
     ATTENTION,
+    INDEX,
     ROTARY,
     STEP,
     WRITE,
     attention_arrays,
     merged,
     score_pages,
+    select_tokens,
     states,
     update_page_bounds,
 )
@@ -91,6 +94,7 @@ from cpu_attn._check.values import (
 __all__ = [
     "ATTENTION",
     "FLOATS",
+    "INDEX",
     "INT32_MAX",
     "LAYOUTS",
     "MAX_SIZE",
@@ -144,6 +148,7 @@ __all__ = [
     "same_kv_dtypes",
     "scales",
     "score_pages",
+    "select_tokens",
     "selected_blocks",
     "selected_tokens",
     "sequence",
@@ -156,5 +161,6 @@ __all__ = [
     "update_page_bounds",
     "width",
     "window",
+    "with_one_head",
     "writable",
 ]

@@ -10,7 +10,7 @@ import numpy as np
 
 from cpu_attn._arrays import Array, describe, numpy_view, view
 from cpu_attn._check.faults import misfit, new_fault
-from cpu_attn._dtypes import CODES
+from cpu_attn._dtypes import CODES, DTYPES
 from cpu_attn._native import ffi, lib
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -25,6 +25,15 @@ def array(name: str, x: Any, dtypes: Sequence[str], axes: Sequence[tuple[str, in
     if lib.ca_check_array(describe(a), expected, len(sizes), sizes, fault):
         raise misfit(fault, name, a, dtypes, [what for what, _ in axes])
     return a
+
+
+def with_one_head(
+    name: str, x: Any, dtypes: Sequence[str], axes: Sequence[tuple[str, int | None]]
+) -> np.ndarray[Any, Any]:
+    """``x`` as a NumPy view, with an axis for its one kv head before the last."""
+    memory = array(name, x, dtypes, axes)
+    found = x if isinstance(x, np.ndarray) else memory.numpy().view(DTYPES[memory.dtype])
+    return found[..., None, :]
 
 
 def copied(a: Array) -> Array:

@@ -33,6 +33,7 @@ typedef struct write_call {
     const int64_t *slots;
     int64_t num_tokens;
     int stream;
+    int last; /* V, or K where there are no values */
 } write_call;
 
 static ca_group_form form_of(const cache *c, int kv) {
@@ -190,7 +191,7 @@ static void write_part(const write_call *w, int thread, int head0, int head1, in
         n = run_length(w, t, block_size);
         if (parts > 1 && (slot / block_size + slot % block_size / CA_LANES) % parts != part)
             continue;
-        for (int kv = K; kv <= V; kv++) {
+        for (int kv = K; kv <= w->last; kv++) {
             const int turned = ca_turns_rows(w->turns, kv);
             for (int h = head0; h < head1; h++) {
                 ca_array staged;
@@ -219,12 +220,13 @@ static void write_share(const write_call *w, int thread, int team) {
 static int write_all(const cache caches[2], const int64_t *slots, ca_turns *turns, ca_fault *fault) {
     const int64_t num_tokens = turns->rows[K]->shape[0], heads = caches[K].num_kv_heads;
     int64_t work = 0, turned = turns->cos_sin ? turns->num_heads * caches[K].head_size : 0;
-    for (int kv = K; kv <= V; kv++) {
+    const int last = turns->rows[V] ? V : K;
+    for (int kv = K; kv <= last; kv++) {
         work += heads * caches[kv].head_size;
         turned += ca_turns_rows(turns, kv) ? heads * caches[kv].head_size : 0;
     }
     int stream = num_tokens * work * ca_dtype_size(caches[K].kv_dtype) >= STREAM_BYTES;
-    write_call w = {caches, turns, slots, num_tokens, stream};
+    write_call w = {caches, turns, slots, num_tokens, stream, last};
     /* 8 elements a nanosecond: bfloat16 in runs, on a Zen 4 core; token by token it is a tenth of that */
     const double cost = (double)(num_tokens * (work + 2 * turned)) / 8;
     int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for(cost)));
@@ -270,18 +272,34 @@ static cache cache_of(const ca_array *a, const ca_array *rows, int wide, int isa
     };
 }
 
-/* The caches, and the part of turns that every write has. */
+/* The caches, and the part of turns that every write has. value NULL: there is none, nor a cache of it. */
 static void begin(const ca_fit *fit, const ca_array *caches, const ca_array *key, const ca_array *value,
                   int kv_cache_layout, int hadamard, float k_scale, float v_scale, cache out[2], ca_turns *turns) {
     const int isa = fit->isa, k_dtype = fit->kv_dtype[K], v_dtype = fit->kv_dtype[V];
     const int wide = hadamard & (ca_is_narrow(k_dtype) << K | ca_is_narrow(v_dtype) << V);
     out[K] = cache_of(&caches[K], key, wide & 1 << K, isa, k_dtype, kv_cache_layout, k_scale);
-    out[V] = cache_of(&caches[V], value, wide & 1 << V, isa, v_dtype, kv_cache_layout, v_scale);
+    if (value)
+        out[V] = cache_of(&caches[V], value, wide & 1 << V, isa, v_dtype, kv_cache_layout, v_scale);
     *turns = (ca_turns){.kernel = ca_isa_get(isa)->kernels[key->dtype],
                         .rows = {key, value},
                         .num_kv_heads = out[K].num_kv_heads,
                         .hadamard = hadamard,
                         .wide = wide};
+}
+
+/* Writes what has been accepted. */
+static int write_rows(const ca_fit *fit, const ca_array *caches, const ca_array *key, const ca_array *value,
+                      const ca_array *slot_mapping, int hadamard, float k_scale, float v_scale, ca_fault *fault) {
+    cache out[2];
+    ca_turns turns;
+    begin(fit, caches, key, value, fit->kv_cache_layout, hadamard, k_scale, v_scale, out, &turns);
+    int64_t few[CA_FEW_INDICES];
+    int64_t *slots = ca_take_slots(slot_mapping, out[K].num_blocks * out[K].block_size, few, fault);
+    if (!slots)
+        return fault->status;
+    write_all(out, slots, &turns, fault);
+    ca_give_back(slots, few);
+    return fault->status;
 }
 
 int ca_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout, int hadamard,
@@ -291,16 +309,17 @@ int ca_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning
     fit.meaning = meaning;
     if (ca_check_arguments(&ca_write_table, &fit, objects, given, a, fault))
         return fault->status;
-    cache caches[2];
-    ca_turns turns;
-    begin(&fit, a, &a[CA_KEY], &a[CA_VALUE], kv_cache_layout, hadamard, k_scale, v_scale, caches, &turns);
-    int64_t few[CA_FEW_INDICES];
-    int64_t *slots = ca_take_slots(&a[CA_SLOT_MAPPING], caches[K].num_blocks * caches[K].block_size, few, fault);
-    if (!slots)
+    return write_rows(&fit, a, &a[CA_KEY], &a[CA_VALUE], &a[CA_SLOT_MAPPING], hadamard, k_scale, v_scale, fault);
+}
+
+int ca_index_and_cache(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
+                       int hadamard, float k_scale, float v_scale, ca_fault *fault) {
+    ca_array a[CA_INDEX_ARRAYS];
+    ca_fit fit = ca_fit_anything(kv_cache_layout);
+    fit.meaning = meaning;
+    if (ca_check_arguments(&ca_index_table, &fit, objects, given, a, fault))
         return fault->status;
-    write_all(caches, slots, &turns, fault);
-    ca_give_back(slots, few);
-    return fault->status;
+    return write_rows(&fit, a, &a[CA_INDEX_KEY], NULL, &a[CA_INDEX_SLOT_MAPPING], hadamard, k_scale, v_scale, fault);
 }
 
 int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,

@@ -21,6 +21,7 @@ enum {
     CACHE = 8,     /* a cache, of K unless OF_V is set; its dtype follows from what it holds */
     OF_V = 16,     /* the cache of V; that of K is in the row before */
     IN_PLACE = 32, /* may be the very array that is next in the call */
+    ALONE = 64,    /* a cache of K where there is none of V */
 };
 
 typedef struct ca_argument {
@@ -79,6 +80,16 @@ const ca_table ca_write_table = {
         {0, CA_TO_KEY_CACHE, CACHE | WRITTEN, CACHE_AXES},
         {0, CA_TO_VALUE_CACHE, CACHE | OF_V | WRITTEN, CACHE_AXES},
         {INT64, CA_SLOT_MAPPING, 0, AXES(1, CA_T)},
+    },
+};
+
+const ca_table ca_index_table = {
+    CA_INDEX_ARRAYS,
+    1,
+    {
+        {OWN, CA_INDEX_KEY, 0, AXES(3, CA_T, CA_NUM_KV_HEADS, CA_HEAD_SIZE)},
+        {0, CA_INDEX_CACHE, CACHE | WRITTEN | ALONE, CACHE_AXES},
+        {INT64, CA_INDEX_SLOT_MAPPING, 0, AXES(1, CA_T)},
     },
 };
 
@@ -290,6 +301,8 @@ int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, co
             return fault->status;
         if (row->flags & OF_V &&
             (check_memory(row - 1, &a[row[-1].index], fit, fault) || check_memory(row, x, fit, fault)))
+            return fault->status;
+        if (row->flags & ALONE && check_memory(row, x, fit, fault))
             return fault->status;
         if (row->flags & IN_PLACE)
             in_place = row->index;

@@ -83,6 +83,10 @@ struct ca_kernel {
     void (*turn)(const ca_turn *how, const void *src, float *x, void *dst);
     /* scores [M] of one request's pages for one kv head, of the arrays of ca_score_pages; scratch: ca_score_floats */
     void (*score_pages)(const ca_array *arrays, int64_t block_size, int64_t request, int64_t kv_head, float *scratch);
+    /* scores of the keys [k0, k1) for a task's query tokens, as an indexer has them: scores[i * stride + j] is token
+     * i's of key j, the sum of weights times relu(q.k) over its heads, whose weights are weights[i * num_heads ...] */
+    void (*score_tokens)(const ca_plan *plan, const ca_call *call, const ca_task *task, const float *weights,
+                         int64_t k0, int64_t k1, float *scores, int64_t stride, void *scratch);
     const int *integers; /* are int8 to int4 caches multiplied as pairs of integers? NULL: no */
     int rounds_weights;  /* to bfloat16 before they meet V? */
 };

@@ -404,6 +404,11 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     return status;
 }
 
+static void score_tokens(const ca_plan *plan, const ca_call *call, const ca_task *task, const float *weights,
+                         int64_t k0, int64_t k1, float *scores, int64_t stride, void *memory) {
+    vector_kernel()->score_tokens(plan, call, task, weights, k0, k1, scores, stride, memory);
+}
+
 static const int integers = 1; /* the vector kernel multiplies caches of integers as integers */
 
 static const ca_kernel kernel_amx = {
@@ -421,6 +426,7 @@ static const ca_kernel kernel_amx = {
     .quantise = quantise_bf16,
     .turn = turn_bf16,
     .score_pages = score_pages_bf16,
+    .score_tokens = score_tokens,
     .integers = &integers,
     .rounds_weights = 1,
 };

@@ -1,0 +1,202 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * This file selects, for each query token, the keys that an indexer scores best (DeepSeek-V3.2's lightning indexer).
+ * The kernels score as many query tokens at a time as there is room for, in pieces of their keys that threads take;
+ * then threads take the query tokens, and find the best of each. */
+#include "check/check.h"
+#include "kernel/kernel.h"
+#include "plan/plan.h"
+#include "threads.h"
+#include <stdlib.h>
+#ifdef _OPENMP
+#include <omp.h>
+#define OMP(directive) _Pragma(#directive)
+#else
+#define OMP(directive)
+#endif
+
+#define PIECE 1024       /* keys that a thread scores at a time */
+#define SCORES (1 << 20) /* scores that there is room for, unless one query token has more */
+#define DIGIT 2048       /* values of a digit of a rank; the last digit has a bit of the one before, too */
+
+typedef struct selection {
+    const ca_plan *plan;
+    ca_call call;
+    const ca_array *out;
+    const float *weights; /* [T, H], with the scale */
+    ca_task *tasks;
+    int64_t num_tasks, tokens; /* tokens: most query tokens of a task */
+    int64_t stride;            /* scores of a query token */
+    float *scores;             /* [tasks_at_once * tokens][stride], or their ranks */
+    int64_t tasks_at_once;
+    char *scratch; /* of each thread */
+} selection;
+
+/* Keys before *hi are those that a query token may see. */
+static int64_t seen(const ca_plan *p, int32_t request, int64_t token) {
+    int64_t lo, hi;
+    ca_visible(p, request, token, &lo, &hi);
+    return hi;
+}
+
+/* Makes of a score an integer of the same order: NaN is +inf, and -0 is 0. */
+static uint32_t rank_of(float score) {
+    uint32_t bits;
+    score = isnan(score) ? INFINITY : score + 0.0f;
+    memcpy(&bits, &score, sizeof bits);
+    return bits >> 31 ? ~bits : bits | UINT32_C(1) << 31;
+}
+
+/* Lists the keys of the `most` best of n ranks, ascending, then -1; of equal ones the first. The last one among them is
+ * found digit by digit: its digit is where, counted from above, `wanted` ranks are reached that agree so far. */
+static void select_best(const uint32_t *rank, int64_t n, int64_t most, int32_t *to) {
+    static const int shifts[] = {21, 10, 0};
+    uint32_t last = 0, known = 0;
+    int64_t wanted = most, m = 0;
+    if (n <= most) {
+        for (int64_t i = 0; i < most; i++)
+            to[i] = i < n ? (int32_t)i : -1;
+        return;
+    }
+    for (int d = 0; d < 3; d++) {
+        int32_t count[DIGIT] = {0};
+        uint32_t digit = DIGIT - 1;
+        for (int64_t i = 0; i < n; i++) /* without branches, because no core can predict which ranks agree */
+            count[rank[i] >> shifts[d] & (DIGIT - 1)] += (rank[i] & known) == last;
+        while (count[digit] < wanted)
+            wanted -= count[digit--];
+        last |= digit << shifts[d];
+        known |= (uint32_t)(DIGIT - 1) << shifts[d];
+    }
+    for (int64_t i = 0; m < most; i++) {
+        const int equal = rank[i] == last && wanted > 0;
+        to[m] = (int32_t)i;
+        m += rank[i] > last || equal;
+        wanted -= equal;
+    }
+}
+
+/* Scores a piece of the keys of a task, whose ranks take the place of the scores. */
+static void score_piece(const selection *s, const ca_task *t, int64_t piece, int64_t row, int thread) {
+    const ca_plan *p = s->plan;
+    const int64_t first = piece * PIECE;
+    const int64_t end = ca_min64(seen(p, t->request, t->token + t->num_tokens - 1), first + PIECE);
+    const float *weights = s->weights + (p->query_start_loc[t->request] + t->token) * p->shape.num_heads;
+    float *scores = s->scores + row * s->stride;
+    if (first >= end)
+        return;
+    p->kernel->score_tokens(p, &s->call, t, weights, first, end, scores, s->stride,
+                            s->scratch + thread * p->scratch_bytes);
+    for (int32_t token = 0; token < t->num_tokens; token++, scores += s->stride)
+        for (int64_t i = first; i < end; i++) {
+            const uint32_t rank = rank_of(scores[i]);
+            memcpy(&scores[i], &rank, sizeof rank);
+        }
+}
+
+static void select_of(const selection *s, const ca_task *t, int64_t token, int64_t row) {
+    const int64_t at = s->plan->query_start_loc[t->request] + t->token + token, most = s->out->shape[1];
+    if (token < t->num_tokens)
+        select_best((const uint32_t *)s->scores + row * s->stride, seen(s->plan, t->request, t->token + token), most,
+                    (int32_t *)s->out->address + at * s->out->strides[0]);
+}
+
+/* One thread's part of the work, which every thread of a team does. */
+static void run(const selection *s, int thread) {
+    const int64_t pieces = ca_div_up(s->stride, PIECE);
+    for (int64_t first = 0; first < s->num_tasks; first += s->tasks_at_once) {
+        const ca_task *tasks = s->tasks + first;
+        const int64_t n = ca_min64(s->tasks_at_once, s->num_tasks - first);
+        OMP(omp for schedule(dynamic))
+        for (int64_t i = 0; i < n * pieces; i++)
+            score_piece(s, &tasks[i / pieces], i % pieces, i / pieces * s->tokens, thread);
+        OMP(omp for schedule(dynamic))
+        for (int64_t i = 0; i < n * s->tokens; i++)
+            select_of(s, &tasks[i / s->tokens], i % s->tokens, i);
+    }
+}
+
+/* Lists the query tokens as tasks, whose tokens are of one request. */
+static int64_t list_tasks(const ca_plan *p, int64_t tokens, ca_task *to) {
+    int64_t n = 0;
+    for (int32_t r = 0; r < p->shape.num_reqs; r++)
+        for (int64_t i = 0; i < ca_q_len(p, r); i += tokens, n++)
+            if (to)
+                to[n] = (ca_task){.request = r,
+                                  .token = (int32_t)i,
+                                  .num_tokens = (int32_t)ca_min64(tokens, ca_q_len(p, r) - i),
+                                  .partial = -1};
+    return n;
+}
+
+static void scale_weights(const ca_array *a, float scale, float *to) {
+    for (int64_t t = 0; t < a->shape[0]; t++)
+        for (int64_t h = 0; h < a->shape[1]; h++)
+            *to++ = ((const float *)a->address)[t * a->strides[0] + h] * scale;
+}
+
+static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *x, float scale, ca_fault *fault) {
+    const ca_array *q = &a[CA_SELECT_QUERY], *cache = &a[CA_SELECT_CACHE];
+    const ca_axes k = ca_cache_axes(cache, p->shape.kv_cache_layout, p->shape.head_size);
+    const ca_kv kv = {(const void *)cache->address, k.stride_n, k.stride_h, k.ld};
+    selection s = {.plan = p, .out = &a[CA_SELECT_OUT], .stride = ca_round_up(ca_max64(1, ca_longest(p)), CA_LANES)};
+    s.tokens = ca_max64(1, ca_min64(ca_block_tokens(p), SCORES / s.stride));
+    s.num_tasks = list_tasks(p, s.tokens, NULL);
+    s.tasks_at_once = ca_max64(1, ca_min64(s.num_tasks, SCORES / (s.tokens * s.stride)));
+    const int team = ca_team((int)ca_min64(p->num_threads, ca_get_num_threads()));
+    const int64_t sizes[] = {team * p->scratch_bytes, s.tasks_at_once * s.tokens * s.stride * 4,
+                             p->num_tokens * p->shape.num_heads * 4, s.num_tasks * (int64_t)sizeof *s.tasks};
+    int64_t at[4], bytes = 0;
+    for (int i = 0; i < 4; i++) {
+        at[i] = bytes;
+        bytes = ca_round_up(bytes + sizes[i], 64);
+    }
+    char *memory = aligned_alloc(64, (size_t)ca_max64(64, bytes));
+    if (!memory)
+        return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
+    s.scratch = memory;
+    s.scores = (float *)(memory + at[1]);
+    s.weights = (float *)(memory + at[2]);
+    s.tasks = (ca_task *)(memory + at[3]);
+    scale_weights(&a[CA_SELECT_WEIGHTS], scale, (float *)(memory + at[2]));
+    list_tasks(p, s.tokens, s.tasks);
+    s.call = (ca_call){.query = (const void *)q->address,
+                       .q_stride_t = q->strides[0],
+                       .q_stride_h = q->strides[1],
+                       .kv = {kv, kv},
+                       .block_size = k.block_size,
+                       .block_table = x->blocks,
+                       .table_at = x->table_at,
+                       .scale = 1,
+                       .k_scale = 1,
+                       .v_scale = 1,
+                       .num_kv_heads = 1,
+                       .num_selected = -1};
+    if (!ca_check_stack(team, fault)) {
+        if (team <= 1)
+            run(&s, 0);
+        else {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(team)
+            run(&s, omp_get_thread_num());
+#endif
+        }
+    }
+    free(memory);
+    return fault->status;
+}
+
+int ca_select_tokens(ca_shape *shape, const ca_array *a, float scale, ca_fault *fault) {
+    const ca_array step[CA_STEP_ARRAYS] = {
+        [CA_STEP_QUERY_START_LOC] = a[CA_SELECT_QUERY_START_LOC], [CA_STEP_SEQ_LENS] = a[CA_SELECT_SEQ_LENS]};
+    const ca_array *cache = &a[CA_SELECT_CACHE], none = {0};
+    const int64_t block_size = ca_cache_axes(cache, shape->kv_cache_layout, shape->head_size).block_size;
+    ca_plan *p = ca_plan_new(shape, ca_fused_engine(), 0, step, NULL, fault);
+    ca_indices x;
+    if (!p)
+        return fault->status;
+    if (!ca_take_indices(p, &a[CA_SELECT_BLOCK_TABLE], &none, &none, cache->shape[0], block_size, &x, fault))
+        run_plan(p, a, &x, scale, fault);
+    ca_give_back(x.memory, x.few);
+    ca_plan_free(p);
+    return fault->status;
+}
