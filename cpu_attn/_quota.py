@@ -14,7 +14,8 @@ from pathlib import Path, PurePosixPath
 def _groups(root: Path) -> Iterator[tuple[Path, str]]:
     """The folder of each group that this process is in, with those above it, and what its mount is called: "" in
     version 2, "cpu" in version 1. A container may see its own group as the mount's top and yet be told a longer
-    path.""" for line in (root / "proc/self/cgroup").read_text().splitlines():
+    path."""
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue

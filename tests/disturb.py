@@ -212,7 +212,7 @@ def _indexer() -> Calls:
         cpu_attn.index_and_cache(rows, cache.array, slots)
         cpu_attn.select_tokens(query, cache.array, _floats(T, HEADS), starts, lens, table, 20)
 
-    indices = {"slot_mapping": slots, "block_table": table, "seq_lens": lens, "query_start_loc": starts}
+    indices: dict[str, Any] = {"slot_mapping": slots, "block_table": table, "seq_lens": lens, "query_start_loc": starts}
     return Calls(call, indices, [cache])
 
 
