@@ -242,7 +242,8 @@ class CPUAttentionBackendImpl:
         else:
             pages, block_size = (*caches, part.block_table), caches[0].shape[2]
         plan = self._plan(metadata, part, block_size, dtype, output.shape[2])
-        step, features = (part.query_start_loc, part.seq_lens, None), (self.alibi_slopes, self.sinks, None, None)
+        step = (part.query_start_loc, part.seq_lens, None)
+        features = (self.alibi_slopes, self.sinks, None, None, None)
         arrays = (output[part.rows], None, query[part.rows], *pages, *step, *features)
         return partial(run_attention, plan, arrays, self.scale, self.logits_soft_cap, scales, self._causal(metadata))
 

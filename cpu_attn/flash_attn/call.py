@@ -126,7 +126,7 @@ class Attention:
             results = (self.out[tokens], None if self.lse is None else self.lse[:, tokens])
             part = bias if bias is None or len(bias) == 1 else bias[first:end]
             row = slopes[first] if slopes is not None and by_request else slopes
-            arrays = (*results, query[tokens], key, value, table, None, None, None, row, None, None, part)
+            arrays = (*results, query[tokens], key, value, table, None, None, None, row, None, None, part, None)
             self.calls.append((first, plan, arrays))
         self.used = int(starts[-1])
 
