@@ -306,8 +306,8 @@ MLA, TREES, CASCADES = ({n for n in WORKLOADS if n.startswith(kind)} for kind in
     [
         ({"head_size": 512}, set(), MLA),
         ({"head_size": 513}, set(), {"rope-write-8k"}),
-        ({"selected": 0.5}, set(), CASCADES),
-        ({"selected": 0.5, "no_cascade": True}, set(), set()),
+        ({"selected": 0.5}, set(), {*CASCADES, "mla-1x64k-sparse"}),
+        ({"selected": 0.5, "no_cascade": True}, set(), {"mla-1x64k-sparse"}),
         ({"num_heads": 8}, set(), {n for n, w in WORKLOADS.items() if w.num_kv_heads == 16}),
         ({"alibi": True}, set(), TREES),
         ({"sliding_window": 9}, set(), TREES),
