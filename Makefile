@@ -24,7 +24,7 @@ SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-fil
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
 	@echo "make test       the whole test suite"
-	@echo "make test-integrations  real torch, transformers, vLLM; WITH='torch transformers' for some of them"
+	@echo "make test-integrations  real torch, transformers, vLLM; WITH='torch transformers' for some of them, or with sglang"
 	@echo "make model-sweep  every architecture of transformers, made tiny, beside eager and sdpa (ten minutes)"
 	@echo "make quality    what every kv_cache_dtype costs a language model: build/quality.json, build/quality.svg (half an hour)"
 	@echo "make docs       the site, in build/docs; make docs SERVE=1 also serves it at http://localhost:8000"
@@ -53,11 +53,11 @@ test-integrations:
 		|| { echo "make test-integrations: FAILED, see above"; exit 1; }
 	@echo "make test-integrations: passed ($(WITH))"
 
-# With torch also what other files test with it.
+# With torch also what other files test with it. SGLang is imported only where tests/sglang_harness.py stands in for parts.
 integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/test_$(name)*.py)) \
 	$(if $(filter torch,$(WITH)),$(patsubst %,tests/test_%.py,flash_attn flashinfer layout_files plain workloads)))
 integration-tests:
-	@cd $(VENV) && for name in $(WITH); do VLLM_TARGET_DEVICE=cpu bin/python -c "import $$name, cpu_attn.$$name" || exit 1; done
+	@cd $(VENV) && for name in $(filter-out sglang,$(WITH)); do VLLM_TARGET_DEVICE=cpu bin/python -c "import $$name, cpu_attn.$$name" || exit 1; done
 	@$(PYTEST) -m integrations
 
 # 41 of them are in test-integrations.
@@ -212,3 +212,13 @@ $(VENV)/vllm: $(VENV)/transformers
 	@$(BIN)/python -c "import importlib.metadata as m, re; \
 		print(*(r for r in m.requires('vllm') if not re.match('transformers|certifi|.*extra ==', r)), sep='\n')" > $@.txt
 	@$(BIN)/pip install --quiet -r $@.txt torch==$(TORCH) transformers==$(TRANSFORMERS) && touch $@
+
+# Of SGLang its Python alone, without what it asks for on GPUs: tests/sglang_harness.py stands in for its kernels. Then
+# what its engine imports on a CPU.
+SGLANG = 0.5.23
+$(VENV)/sglang: $(VENV)/transformers
+	@$(BIN)/pip install --quiet --no-deps sglang==$(SGLANG) xgrammar==0.2.7
+	@$(BIN)/pip install --quiet torch==$(TORCH) transformers==$(TRANSFORMERS) IPython aiohttp apache-tvm-ffi==0.1.11 \
+		compressed-tensors dill einops fastapi gguf msgspec openai orjson partial-json-parser pillow psutil pybase64 \
+		python-multipart pyzmq requests scipy sentencepiece setproctitle soundfile tiktoken triton uvicorn uvloop watchfiles \
+		zstandard && touch $@

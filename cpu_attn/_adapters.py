@@ -13,14 +13,17 @@ from functools import cache
 from importlib import metadata
 
 # Distribution: the oldest version tested, without which an adapter does not work, and the first one that nobody has
-# tested, with which it most likely does. The extras in pyproject.toml ask for the oldest; vLLM has none: an index has
-# its build for CUDA.
-TESTED = {"torch": ("2.13", "2.14"), "transformers": ("5.23", "5.25"), "vllm": ("0.33", "0.34")}
+# tested, with which it most likely does. The extras in pyproject.toml ask for the oldest; vLLM and SGLang have none:
+# an index has their builds for CUDA.
+TESTED = {
+    **{"torch": ("2.13", "2.14"), "transformers": ("5.23", "5.25")},
+    **{"vllm": ("0.33", "0.34"), "sglang": ("0.5.23", "0.5.24")},
+}
 # Distribution: versions from the oldest on that an adapter does not work with, by how they begin, and why.
 BROKEN: dict[str, dict[str, str]] = {}
-# cpu_attn.NAME and what it needs, its own library first. vLLM pins a torch of its own (0.33 that of 2.14), and what is
-# asked of tensors there is their memory alone.
-NEEDS = {"torch": ("torch",), "transformers": ("transformers", "torch"), "vllm": ("vllm",)}
+# cpu_attn.NAME and what it needs, its own library first. vLLM and SGLang pin a torch of their own (0.33 and 0.5.23 that
+# of 2.14), and what is asked of tensors there is their memory alone.
+NEEDS = {"torch": ("torch",), "transformers": ("transformers", "torch"), "vllm": ("vllm",), "sglang": ("sglang",)}
 
 
 def tested(distribution: str) -> str:
@@ -43,8 +46,8 @@ def missing(name: str) -> str:
         found = version(distribution)
         if found is None:
             how = f"pip install '.[{name}]' in a checkout of cpu-attn brings it"
-            if name == "vllm":
-                how = f"docs/vllm.md says how to install its build for CPUs, {tested(distribution)}"
+            if name in ("vllm", "sglang"):
+                how = f"docs/{name}.md says how to install its build for CPUs, {tested(distribution)}"
             return f"{distribution} is not installed; {how}"
         release, oldest = _release(found), _release(TESTED[distribution][0])
         if release and release < oldest:
@@ -97,6 +100,7 @@ def _vllm_state() -> str:
 _ON_REQUEST = {
     "torch": 'on request: import cpu_attn.torch; torch.nn.attention.activate_flash_attention_impl("cpu_attn")',
     "transformers": 'on request: cpu_attn.transformers.enable(); attn_implementation="cpu_attn"',
+    "sglang": "on request: --attention-backend cpu_attn",
 }
 
 

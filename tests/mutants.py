@@ -37,7 +37,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutants.toml"
 WORK = ROOT / "build" / "mutants"
 OVERLAY, SOURCE = WORK / "overlay", WORK / "source"
-ADAPTERS = {name: name for name in ("torch", "transformers", "vllm")} | {"flash_attn": "torch", "flashinfer": "torch"}
+ADAPTERS = {
+    **{name: name for name in ("torch", "transformers", "vllm", "sglang")},
+    **{"flash_attn": "torch", "flashinfer": "torch"},
+}
 TO_BUILD = ("native", "build_ffi.py", "pyproject.toml", "README.md", "LICENSE")
 BUILD_EXT = "import setuptools; setuptools.setup()"
 KILLED, SURVIVED, STALE, TIMEOUT, BROKEN, LEFT_OUT = "killed", "SURVIVED", "STALE", "timeout", "BROKEN", "left out"

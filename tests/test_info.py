@@ -201,7 +201,7 @@ def test_adapters_are_those_of_the_extras() -> None:
             extras.setdefault(found[3], {})[found[1]] = found[2]
     for name, needs in _adapters.NEEDS.items():
         oldest = {d: f">={_adapters.TESTED[d][0]}" for d in needs}
-        assert extras.get(name) == (None if name == "vllm" else oldest)
+        assert extras.get(name) == (None if name in ("vllm", "sglang") else oldest)
 
 
 OLD = "transformers is 5.22.2, older than those tested (>=5.23,<5.25)"
@@ -210,10 +210,11 @@ OLD = "transformers is 5.22.2, older than those tested (>=5.23,<5.25)"
 def test_what_is_said_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"torch": "2.13.4+cpu", "transformers": "5.22.2"}
     monkeypatch.setattr(_adapters, "version", here.get)
-    torch, transformers, vllm = info()["adapters"]
+    torch, transformers, vllm, sglang = info()["adapters"]
     assert torch["usable"] and torch["version"] == "2.13.4+cpu" and "activate_flash_attention_impl" in torch["state"]
     assert not transformers["usable"] and transformers["reason"] == OLD
     assert not vllm["usable"] and vllm["version"] is None and "vllm is not installed" in vllm["reason"]
+    assert not sglang["usable"] and "sglang is not installed; docs/sglang.md says how" in sglang["reason"]
     with pytest.raises(ImportError, match=f"cpu_attn.transformers: {re.escape(OLD)}"):
         _adapters.require("transformers")
     with warnings.catch_warnings():
@@ -282,4 +283,4 @@ def test_whether_vllm_loads_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_adapters_are_not_imported() -> None:
     code = "import sys; from cpu_attn.cli.info import collect; collect(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "transformers", "vllm"} & set(done.stdout.split())
+    assert not {"torch", "transformers", "vllm", "sglang"} & set(done.stdout.split())

@@ -27,6 +27,7 @@ ADAPTERS = (
     "torch/__init__.py",
     "transformers/__init__.py",
     "vllm/__init__.py",
+    "sglang.py",
 )
 MADE_BY_OTHERS = {"SchedulerMetadata", "UnavailableError"}  # nobody calls these classes
 SECTION = r"^{}:\n((?:    .*\n|\n)+)"
