@@ -23,7 +23,7 @@ from . import sglang_harness, vllm_harness  # noqa: E402
 CHUNKED = {"chunked_prefill_size": 48, "enable_mixed_chunk": True, "max_total_tokens": 1024}
 JOBS: dict[str, dict[str, Any]] = {
     "slots": {"model": "llama", **CHUNKED, "page_size": 1},
-    "pages": {"model": "mistral", **CHUNKED, "page_size": 16},
+    "pages": {"model": "llama", **CHUNKED, "page_size": 16},
 }
 
 
