@@ -175,9 +175,11 @@ def draw(results: list[Result], path: Path) -> None:
             axes.plot(*points, marker, color=colour, label=f"{dtype}, {keys}", fillstyle="full" if filled else "none")
     for r in results:
         if r["dtype"] == results[0]["dtype"] and r["keys"] == "plain" and r["divergence"] > 0:
-            axes.annotate(r["kv_cache_dtype"], (r["bits"], r["divergence"]), (7, -3), textcoords="offset points")
+            at = r["bits"], r["divergence"]
+            axes.annotate(r["kv_cache_dtype"], at, (3, 3), textcoords="offset points", rotation=30)
     axes.set(xlabel="bits a number of K and V, scales included", ylabel="KL divergence from the plain cache, nats")
-    axes.set(yscale="log", xlim=(axes.get_xlim()[0], axes.get_xlim()[1] + 0.5))  # room for the last name
+    left, right = axes.get_xlim()
+    axes.set(yscale="log", xlim=(left, right + 0.5), ylim=(None, 9 * axes.get_ylim()[1]))  # room for names
     axes.grid(which="both", alpha=0.25)
     axes.legend()
     figure.savefig(path)
