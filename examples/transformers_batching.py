@@ -46,6 +46,7 @@ def make_cache(requests: int, keys: int, heads: int, kv_heads: int, head_size: i
     config._attn_implementation = "cpu_flash_attn"
     helper = DistributedHelper(None, 300.0)
     cache = PagedAttentionCache(config, options, torch.device("cpu"), helper, torch.bfloat16)
+    config._attn_implementation = "sdpa"  # to which the cache gives what it gathers
     allocator = cache.layer_to_allocator[0]
     while cache.pool.num_free_sectors:
         cache.pool.allocate_sector(allocator.index)

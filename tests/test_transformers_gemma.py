@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cpu_attn import BlockManager
+
 from .gemma_texts import LOGITS, ODD, PROMPTS, TOKENS
 from .snippets import example, printed
 
@@ -77,10 +79,10 @@ def test_the_example(model: Any, tokenizer: Any, prompts: list[list[int]]) -> No
     for text in [*PROMPTS, *ODD]:
         assert ours.tokenizer.encode(text).ids == tokenizer(text)["input_ids"], text
     prompt = max(prompts, key=len)
-    seq_lens = np.array([len(prompt)], np.int32)
-    block_table = np.arange(-(-len(prompt) // 32), dtype=np.int32)[None]
-    step = (prompt, np.append(np.int32(0), seq_lens), seq_lens, block_table, ours.caches(block_table.size))
-    found = ours.forward(*step, range(len(prompt)))
+    manager = BlockManager(ours.caches(-(-len(prompt) // 32)))
+    manager.allocate("prompt")
+    step = manager.step([("prompt", prompt)])
+    found = ours.forward(prompt, step, list(manager.caches), range(len(prompt)))
     model.set_attn_implementation("eager")
     with torch.no_grad():
         eager = model(torch.tensor([prompt])).logits[0].numpy()

@@ -103,6 +103,8 @@ def leave_pages_to(name: str) -> None:
     attention function's ``cache``, and what they would write into them: models of 5.24 call that before they attend,
     those of 5.23 hand the cache over."""
     update = PagedAttentionCache.update
+    if hasattr(update, "__wrapped__"):  # an earlier call has done it
+        return
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @wraps(update)
