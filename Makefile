@@ -26,7 +26,7 @@ help:
 	@echo "make test       the whole test suite"
 	@echo "make test-integrations  real torch, transformers, vLLM; WITH='torch transformers' for some of them, or with sglang"
 	@echo "make model-sweep  every architecture of transformers, made tiny, beside eager and sdpa (ten minutes)"
-	@echo "make quality    what every kv_cache_dtype costs a language model: build/quality.json, build/quality.svg (half an hour)"
+	@echo "make quality    what every kv_cache_dtype costs a language model: build/quality.json, build/quality.svg (an hour or two)"
 	@echo "make docs       the site, in build/docs; make docs SERVE=1 also serves it at http://localhost:8000"
 	@echo "make packaging  install in every way there is, with and without oneDNN (minutes)"
 	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
