@@ -35,6 +35,11 @@ thread_state = _Thread()
 _meanings: dict[tuple[str, str, str], Any] = {}
 _NOTHING = ffi.new("ca_meaning *", {"head_sizes": 1})
 _S_AUX = _check.ATTENTION.index("s_aux")
+_WRITES = {
+    lib.ca_write: "reshape_and_cache",
+    lib.ca_rotary_write: "rotary_reshape_and_cache",
+    lib.ca_index_and_cache: "index_and_cache",
+}
 ONLY_CHECK = (ffi.NULL, 2**63 - 1)  # a workspace without which ca_attend computes nothing
 
 
@@ -130,10 +135,9 @@ def run_write(
         else:
             addresses, given, alive = _check.reread(fault, names, arrays, given, alive)
     if start:
-        name = "reshape_and_cache" if names is _check.WRITE else "rotary_reshape_and_cache"
         key = _check.array("key", arrays[names.index("key")], _check.FLOATS, [(axis, None) for axis in "THD"])
         resolved = _dispatch.resolve_isa(isa, key.dtype, key.shape[2]).name
-        profiling.record(name, start, "native", resolved, key.dtype, kind, num_tokens=key.shape[0])
+        profiling.record(_WRITES[call], start, "native", resolved, key.dtype, kind, num_tokens=key.shape[0])
 
 
 def _meaning(before: Any, fault: Any, isa: str, kv_cache_dtype: Any, layout: str) -> Any:

@@ -80,6 +80,18 @@ def test_only_what_ends_within() -> None:
     assert {kind.name: total.calls for kind, total in outer.totals.items()} == dict.fromkeys(names(outer), 1)
 
 
+def test_each_write_has_its_name() -> None:
+    index_cache = np.zeros(cpu_attn.get_index_cache_shape(2, 16, 32, "float32"), np.float32)
+    cache = cpu_attn.PagedKVCache(2, 16, 2, 32)
+    turned = (QUERY.copy(), QUERY[:, :2], QUERY[:, :2], cache.key_cache, cache.value_cache, SLOTS, np.arange(8))
+    with cpu_attn.profile() as profile:
+        cache.update(QUERY[:, :2], QUERY[:, :2], SLOTS)
+        cpu_attn.rotary_reshape_and_cache(*turned, np.ones((8, 32), np.float32))
+        cpu_attn.index_and_cache(QUERY[:, 0], index_cache, SLOTS)
+    assert names(profile) == ["reshape_and_cache", "rotary_reshape_and_cache", "index_and_cache"]
+    assert [call.num_tokens for call in profile.calls] == [8, 8, 8]
+
+
 def test_calls_of_all_threads() -> None:
     with cpu_attn.profile() as profile:
         threads = [threading.Thread(target=lambda: [step() for _ in range(20)]) for _ in range(3)]
