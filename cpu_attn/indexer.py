@@ -15,25 +15,13 @@ and attends the keys of the highest scores. vLLM's calls for this are ``indexer_
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from cpu_attn import _check, _dispatch, _threads, ops
-from cpu_attn._arrays import described, view
-from cpu_attn._dtypes import CODES, DTYPE_CODES
-from cpu_attn._native import ffi, lib
+from cpu_attn import _check, ops
+from cpu_attn._native import lib
 from cpu_attn.plan import get_kv_cache_shape
-
-_WRITTEN = {"key": "k", "key_cache": "index_cache"}
-
-
-class _Cache(NamedTuple):
-    """pages: as a K cache of one kv head. kv: what it holds. isa: the number of the one that reads it."""
-
-    pages: np.ndarray[Any, Any]
-    kv: str
-    isa: int
 
 
 def get_index_cache_shape(
@@ -116,15 +104,9 @@ def index_and_cache(
         >>> float(index_cache.sum())
         192.0
     """
-    key = _check.with_one_head("k", k, _check.FLOATS, [("T", None), ("head_size", None)])
-    cache = _cache(index_cache, str(key.dtype), key.shape[2], isa, kv_cache_dtype, kv_cache_layout)
-    arrays = (cache.pages, key, slot_mapping)
-    try:
-        ops.run_write(
-            *(lib.ca_index_and_cache, _check.INDEX, arrays, isa, k_scale, 1.0, kv_cache_dtype, kv_cache_layout, "none")
-        )
-    except (TypeError, ValueError) as e:
-        raise _check.renamed(e, _WRITTEN) from None
+    _check.keys_alone(kv_cache_dtype)
+    how = (isa, k_scale, 1.0, kv_cache_dtype, kv_cache_layout, "none")
+    ops.run_write(lib.ca_index_and_cache, _check.INDEX, (index_cache, k, slot_mapping), *how)
 
 
 def select_tokens(
@@ -148,7 +130,8 @@ def select_tokens(
     Query token t gives key s the score ``sum_h weights[t, h] * relu(scale * q[t, h] . k[s])``. The selection is exact:
     no key that is left out has a higher score in float32 than one that is taken, and of equal scores the lower position
     is taken. A score of NaN counts as +inf. Scores depend on the query token and the key alone, whatever the batch and
-    the threads. Besides 4 MiB, or the scores of one query token where these are more, no memory grows with the keys.
+    the threads. Memory that grows with the keys: 4 bytes a key for each thread, and up to 4 MiB of scores, or those
+    of one query token where these are more.
 
     Args:
         query: [T, H, D], of the dtype of the keys that were written, last axis dense.
@@ -188,59 +171,12 @@ def select_tokens(
         >>> select_tokens(query, index_cache, weights, loc, lens, table, 3).tolist()  # scores 1, 3, 2, 3, 0
         [[1, 2, 3]]
     """
-    q = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
-    tokens, num_heads, head_size = q.shape
-    cache = _cache(index_cache, q.dtype, head_size, isa, kv_cache_dtype, kv_cache_layout)
-    most = _check.integer("topk_tokens", topk_tokens, 1)
-    arrays = _check.select_tokens(q, weights, query_start_loc, seq_lens, block_table)
-    k_scale, _ = _check.scales(k_scale, 1.0, (cache.kv, q.dtype))
-    code = CODES[cache.kv][0]
-    shape = ffi.new(
-        "ca_shape *",
-        {
-            "num_reqs": arrays[-1].shape[0],
-            "num_heads": num_heads,
-            "num_kv_heads": 1,
-            "head_size": head_size,
-            "head_size_v": head_size,
-            "dtype": CODES[q.dtype][0],
-            "k_dtype": code,
-            "v_dtype": code,
-            "isa": cache.isa,
-            "causal": _check.boolean("causal", causal),
-            "window_left": -1,
-            "window_right": -1,
-            "num_threads": _threads.get_num_threads(),
-            "kv_cache_layout": _check.LAYOUTS[kv_cache_layout],
-        },
-    )
-    selected = np.empty((tokens, most), np.int32)
-    fault, given = _check.new_fault(), [view("selected", selected), q, view("index_cache", cache.pages), *arrays]
+    kv = _check.keys_alone(kv_cache_dtype)
+    k_scale, _ = _check.scales(k_scale, 1.0, (kv, kv))
     factor, _ = _check.logit_factors(_check.number("scale", scale, _check.TINY), 0.0, k_scale)
-    lib.ca_select_tokens(shape, described(given), factor * k_scale, fault)
-    _check.raise_fault(fault)
+    selected = np.empty((_check.length("query", query), _check.integer("topk_tokens", topk_tokens, 1)), np.int32)
+    arrays = (selected, query, index_cache, weights, query_start_loc, seq_lens, block_table)
+    names = (isa, kv_cache_dtype, kv_cache_layout)
+    how = (_check.boolean("causal", causal), factor * k_scale)
+    ops.run_by_names(lib.ca_select_tokens, _check.SELECT, arrays, *names, *how)
     return selected
-
-
-def _cache(x: Any, dtype: str, head_size: int, isa: str, kv_cache_dtype: str, layout: str) -> _Cache:
-    kvs = _check.kv_dtypes(kv_cache_dtype, dtype)
-    _check.kv_cache_layout(layout, kvs)
-    if kvs[0] != kvs[1]:
-        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} names two, an indexer has keys alone")
-    resolved = _dispatch.resolve_isa(isa, dtype, _check.integer("head_size", head_size, 1, _check.MAX_SIZE))
-    axes: list[tuple[str, int | None]] = [("num_blocks", None), ("block_size", None), ("width", None)]
-    memory = _check.array("index_cache", x, list(_check.memory(kvs[0])), axes)
-    _, block_size, width = memory.shape
-    _check.integer("index_cache: block_size", block_size, 1)
-    packed = layout == "packed"
-    wanted = _check.width(resolved.index, DTYPE_CODES[dtype], kvs[0], block_size, head_size) if packed else head_size
-    if width != wanted:
-        raise ValueError(
-            f"index_cache: axis 2 is {width}, expected {wanted} (get_index_cache_shape says what to allocate)"
-        )
-    if packed and block_size > 1 and memory.strides[1] != width and memory.size:
-        raise ValueError(
-            f"index_cache: axis 1 has stride {memory.strides[1]}, expected {width}: packed blocks are dense"
-        )
-    found = x if isinstance(x, np.ndarray) else memory.numpy()
-    return _Cache(np.expand_dims(found, 2 if layout == "NHD" else 1), kvs[0], resolved.index)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch, profiling
-from cpu_attn._arrays import described, new_beside, objects
+from cpu_attn._arrays import described, new_beside, objects, view
 from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, FORMATS, dtype_name, is_scaled
 from cpu_attn._native import ffi, lib
 from cpu_attn.plan import SchedulerMetadata
@@ -35,10 +35,11 @@ thread_state = _Thread()
 _meanings: dict[tuple[str, str, str], Any] = {}
 _NOTHING = ffi.new("ca_meaning *", {"head_sizes": 1})
 _S_AUX = _check.ATTENTION.index("s_aux")
-_WRITES = {
-    lib.ca_write: "reshape_and_cache",
-    lib.ca_rotary_write: "rotary_reshape_and_cache",
-    lib.ca_index_and_cache: "index_and_cache",
+_RECORDED = {  # as what, and by which of its arrays
+    lib.ca_write: ("reshape_and_cache", "key"),
+    lib.ca_rotary_write: ("rotary_reshape_and_cache", "key"),
+    lib.ca_index_and_cache: ("index_and_cache", "k"),
+    lib.ca_select_tokens: ("select_tokens", "query"),
 }
 ONLY_CHECK = (ffi.NULL, 2**63 - 1)  # a workspace without which ca_attend computes nothing
 
@@ -120,24 +121,33 @@ def run_write(
     *more: Any,
 ) -> None:
     """more: what C takes of this call alone, behind what every write has."""
-    start = profiling.clock()
-    layout, fault = _check.LAYOUTS[_check.kv_cache_layout(kv_cache_layout)], ffi.new("ca_fault *")
     kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
     rotated = _check.kv_cache_rotation(kv_cache_rotation)
-    how = (layout, rotated, *_check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2]), *more)
+    scales = _check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2])
+    run_by_names(call, names, arrays, isa, kv_cache_dtype, kv_cache_layout, rotated, *scales, *more)
+
+
+def run_by_names(
+    call: Any, names: Sequence[str], arrays: tuple[Any, ...], isa: str, kv_cache_dtype: str, layout: str, *how: Any
+) -> None:
+    """A call that has no plan: what isa and kv_cache_dtype mean is known by the dtype of its arrays."""
+    start, fault = profiling.clock(), ffi.new("ca_fault *")
+    code = _check.LAYOUTS[_check.kv_cache_layout(layout)]
+    kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
     isa = _dispatch.asked("isa", isa, "CPU_ATTN_ISA")
-    asked = (isa, kind, kv_cache_layout)
+    asked = (isa, kind, layout)
     meaning = _meanings.get(asked, _NOTHING)
     addresses, given, alive = objects(arrays)
-    while status := call(addresses, given, meaning, *how, fault):
+    while status := call(addresses, given, meaning, code, *how, fault):
         if status == lib.CA_UNNAMED:
-            meaning = _meanings[asked] = _meaning(meaning, fault, isa, kv_cache_dtype, kv_cache_layout)
+            meaning = _meanings[asked] = _meaning(meaning, fault, isa, kv_cache_dtype, layout)
         else:
             addresses, given, alive = _check.reread(fault, names, arrays, given, alive)
     if start:
-        key = _check.array("key", arrays[names.index("key")], _check.FLOATS, [(axis, None) for axis in "THD"])
-        resolved = _dispatch.resolve_isa(isa, key.dtype, key.shape[2]).name
-        profiling.record(_WRITES[call], start, "native", resolved, key.dtype, kind, num_tokens=key.shape[0])
+        name, by = _RECORDED[call]
+        a = view(by, arrays[names.index(by)])
+        resolved = _dispatch.resolve_isa(isa, a.dtype, a.shape[-1]).name
+        profiling.record(name, start, "native", resolved, a.dtype, kind, num_tokens=a.shape[0])
 
 
 def _meaning(before: Any, fault: Any, isa: str, kv_cache_dtype: Any, layout: str) -> Any:

@@ -156,11 +156,11 @@ if hasattr(os, "register_at_fork"):
 def profile() -> Iterator[Profile]:
     """Records the calls of all threads of this process that end within it.
 
-    It tells which engine, isa and kernel each attention, cache write, plan and merge took, how many threads, requests
-    and tokens, and how long. Other calls (:func:`select_tokens`, the bounds of pages) are not recorded. A call
-    costs a few microseconds more while it is recorded. A program that cannot be changed is profiled by
-    ``CPU_ATTN_PROFILE=FILE``: each of its processes then writes a trace to FILE, with its number before the suffix,
-    when it ends as Python programs do.
+    It tells which engine, isa and kernel each attention, cache write, selection of tokens, plan and merge took, how
+    many threads, requests and tokens, and how long. The bounds of pages are not recorded. A call costs a few
+    microseconds more while it is recorded. A program that cannot be changed is profiled by ``CPU_ATTN_PROFILE=FILE``:
+    each of its processes then writes a trace to FILE, with its number before the suffix, when it ends as Python
+    programs do.
 
     It takes no arguments, and raises no errors.
 

@@ -49,6 +49,7 @@ enum ca_status {
     CA_BAD_BLOCK,           /* request, position, value, bound: 0 <= value < bound */
     CA_BLOCK_TABLE_SHORT,   /* request, value = blocks needed, bound = M */
     CA_BAD_SLOT,            /* position, value, bound: value < bound */
+    CA_OTHER_TOKENS,        /* value = axis 0 of the query, bound = the last of query_start_loc */
     CA_OTHER_LENGTHS,       /* position, value, bound = the plan's: query_start_loc */
     CA_OTHER_SEQ_LENS,      /* request, value, bound = the plan's */
     CA_OTHER_CAUSAL,        /* request, value, bound = the plan's */
@@ -168,8 +169,8 @@ typedef struct ca_array {
     int32_t ndim, dtype, itemsize, writable;
 } ca_array;
 
-/* The arrays of each call come in the order of _check.ATTENTION, STEP, WRITE, INDEX and ROTARY: first those that the
- * call writes. The tables of native/check/arguments.c say what each has to be. */
+/* The arrays of each call come in the order of _check.ATTENTION, STEP, WRITE, INDEX, ROTARY and SELECT: first those
+ * that the call writes. The tables of native/check/arguments.c say what each has to be. */
 enum ca_attention_arrays {
     CA_OUTPUT,
     CA_LSE,
@@ -345,9 +346,7 @@ int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *s
                    ca_fault *fault);
 int64_t ca_score_floats(int64_t head_size);
 
-/* This is select_tokens: `shape` says what a plan for one kv head would be made for, and scale, which is positive, is
- * that of q.k and of the cache together. cpu_attn.indexer has accepted the arrays; what indices hold is checked here.
- */
+/* This is select_tokens. scale, which is positive, is that of q.k and of the cache together. */
 enum ca_select_arrays {
     CA_SELECT_OUT,
     CA_SELECT_QUERY,
@@ -358,7 +357,8 @@ enum ca_select_arrays {
     CA_SELECT_BLOCK_TABLE,
     CA_SELECT_ARRAYS
 };
-int ca_select_tokens(ca_shape *shape, const ca_array *arrays, float scale, ca_fault *fault);
+int ca_select_tokens(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
+                     int causal, float scale, ca_fault *fault);
 
 /* Describes a way to multiply that `cpu-attn bench` measures: a file of native/limits/probe. The best come first. */
 typedef struct ca_probe_info {

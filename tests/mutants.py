@@ -41,7 +41,7 @@ ADAPTERS = {
     **{name: name for name in ("torch", "transformers", "vllm", "sglang")},
     **{"flash_attn": "torch", "flashinfer": "torch"},
 }
-TO_BUILD = ("native", "build_ffi.py", "pyproject.toml", "README.md", "LICENSE")
+TO_BUILD = ("native", "build_ffi.py", "pyproject.toml", "README.md", "LICENSE", "cpu_attn/__init__.py")  # its version
 BUILD_EXT = "import setuptools; setuptools.setup()"
 KILLED, SURVIVED, STALE, TIMEOUT, BROKEN, LEFT_OUT = "killed", "SURVIVED", "STALE", "timeout", "BROKEN", "left out"
 
@@ -149,6 +149,7 @@ class Workshop:
         shutil.rmtree(SOURCE, ignore_errors=True)
         SOURCE.mkdir(parents=True)
         for name in TO_BUILD:
+            (SOURCE / name).parent.mkdir(exist_ok=True)
             (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, SOURCE / name)
         for path in (SOURCE / "native" / "isa").glob("*.c"):
             if isas and path.stem not in isas:

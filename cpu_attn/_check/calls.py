@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cpu_attn._arrays import Array, view
-from cpu_attn._check.arrays import FLOATS, apart, array, copied, disjoint, writable
+from cpu_attn._check.arrays import FLOATS, apart, array, disjoint, writable
 from cpu_attn._check.plans import lengths
 from cpu_attn._check.values import MAX_SIZE, integer, sequence
 
@@ -17,7 +17,8 @@ _FEATURES = ("alibi_slopes", "s_aux", "selected_blocks", "attn_bias", "selected_
 ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *_LENGTHS, *_FEATURES)
 STEP = (*_LENGTHS, "block_table")
 WRITE = ("key_cache", "value_cache", "key", "value", "slot_mapping")
-INDEX = ("key_cache", "key", "slot_mapping")
+INDEX = ("index_cache", "k", "slot_mapping")
+SELECT = ("selected", "query", "index_cache", "weights", "query_start_loc", "seq_lens", "block_table")
 _TURNS = ("positions", "cos_sin_cache", "q_weight", "k_weight")
 ROTARY = ("key_cache", "value_cache", "query_out", "query", "key", "value", "slot_mapping", *_TURNS)
 
@@ -67,21 +68,6 @@ def score_pages(
     if starts.numpy()[-1] != q.shape[0]:
         raise ValueError(f"query: axis 0 is {q.shape[0]}, expected query_start_loc[-1] = {starts.numpy()[-1]}")
     return [None, q, low, high, table, starts, lens]
-
-
-def select_tokens(
-    query: Array, weights: Any, query_start_loc: Any, seq_lens: Any, block_table: Any
-) -> tuple[Array, Array, Array, Array]:
-    """weights [T, num_heads] and the arrays of the step, which are copied: query_start_loc, seq_lens, block_table."""
-    tokens, num_heads, _ = query.shape
-    integer("query: num_heads", num_heads, 1, MAX_SIZE)
-    table = array("block_table", block_table, ["int32"], [("num_reqs", None), ("blocks", None)])
-    starts, lens, _ = lengths(table.shape[0], query_start_loc, seq_lens, None)
-    starts = copied(starts)
-    if starts.numpy()[-1] != tokens:
-        raise ValueError(f"query: axis 0 is {tokens}, expected query_start_loc[-1] = {starts.numpy()[-1]}")
-    w = array("weights", weights, ["float32"], [("T", tokens), ("num_heads", num_heads)])
-    return w, starts, lens, table
 
 
 def _parts(name: str, x: Any, dtypes: Sequence[str]) -> list[Any]:

@@ -62,8 +62,8 @@ def misfit(
         width = f"head_size = {bound} in layout {_LAYOUTS[fault.kv_cache_layout]}"
     elif status == lib.CA_WRONG_WIDTH:
         width = (
-            f"{bound} for head_size {fault.head_size} and block_size {a.shape[2]} on this isa (get_kv_cache_shape says "
-            "what to allocate)"
+            f"{bound} for head_size {fault.head_size} and block_size {a.shape[-2]} on this isa (get_kv_cache_shape "
+            "says what to allocate)"
         )
     else:
         width = ""
@@ -144,6 +144,7 @@ def raise_fault(fault: Any, names: Sequence[str] = (), arrays: Sequence[Any] = (
             lib.CA_BLOCK_TABLE_SHORT: f"block_table: {where}needs {value} blocks, the table has {bound} columns",
             lib.CA_BAD_SLOT: f"slot_mapping[{position}]: {value}, expected less than num_blocks * block_size = {bound}",
             lib.CA_BAD_POSITION: f"positions[{position}]: {value}, outside 0..{bound - 1} (rows of cos_sin_cache)",
+            lib.CA_OTHER_TOKENS: f"query: axis 0 is {value}, expected query_start_loc[-1] = {bound}",
             lib.CA_OTHER_LENGTHS: f"query_start_loc[{position}]: {value}, scheduler_metadata was made for {bound}",
             lib.CA_OTHER_SEQ_LENS: f"seq_lens[{position}]: {value}, scheduler_metadata was made for {bound}",
             lib.CA_OTHER_BLOCK_SIZE: f"key_cache: block_size is {value}, scheduler_metadata was made for {bound}",

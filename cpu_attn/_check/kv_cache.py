@@ -41,6 +41,16 @@ def kv_dtypes(kv_cache_dtype: Any, dtype: Any) -> tuple[str, ...]:
     return _kv_dtypes(kv_cache_dtype, dtype if isinstance(dtype, str) else dtype_name(dtype))
 
 
+def keys_alone(kv_cache_dtype: Any) -> str:
+    """What a cache of keys without values holds. Names that kv_dtypes does not know are its affair."""
+    if not isinstance(kv_cache_dtype, str):
+        return "?"
+    found = list(dict.fromkeys(NARROW.get(kv, kv) for kv in kv_cache_dtype.split("/")))
+    if len(found) > 1:
+        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} names two, an indexer has keys alone")
+    return found[0]
+
+
 def kv_cache_layout(x: Any, kvs: Sequence[str] = ()) -> str:
     """kvs: what the caches are to hold, as kv_dtypes says it."""
     if not isinstance(x, str):

@@ -21,7 +21,7 @@ enum {
     CACHE = 8,     /* a cache, of K unless OF_V is set; its dtype follows from what it holds */
     OF_V = 16,     /* the cache of V; that of K is in the row before */
     IN_PLACE = 32, /* may be the very array that is next in the call */
-    ALONE = 64,    /* a cache of K where there is none of V */
+    ONE_HEAD = 64, /* comes without the axis of kv heads, of which there is one; a cache of these has none of V */
 };
 
 typedef struct ca_argument {
@@ -87,9 +87,23 @@ const ca_table ca_index_table = {
     CA_INDEX_ARRAYS,
     1,
     {
-        {OWN, CA_INDEX_KEY, 0, AXES(3, CA_T, CA_NUM_KV_HEADS, CA_HEAD_SIZE)},
-        {0, CA_INDEX_CACHE, CACHE | WRITTEN | ALONE, CACHE_AXES},
+        {OWN, CA_INDEX_KEY, ONE_HEAD, AXES(3, CA_T, CA_NUM_KV_HEADS, CA_HEAD_SIZE)},
+        {0, CA_INDEX_CACHE, CACHE | WRITTEN | ONE_HEAD, CACHE_AXES},
         {INT64, CA_INDEX_SLOT_MAPPING, 0, AXES(1, CA_T)},
+    },
+};
+
+const ca_table ca_select_table = {
+    CA_SELECT_ARRAYS,
+    1,
+    {
+        {OWN, CA_SELECT_QUERY, 0, AXES(3, CA_T, CA_NUM_HEADS, CA_HEAD_SIZE)},
+        {0, CA_SELECT_CACHE, CACHE | ONE_HEAD, CACHE_AXES},
+        {INT32, CA_SELECT_SEQ_LENS, 0, AXES(1, CA_NUM_REQS)},
+        {INT32, CA_SELECT_QUERY_START_LOC, 0, AXES(1, CA_NUM_REQS_1)},
+        {INT32, CA_SELECT_BLOCK_TABLE, 0, AXES(2, CA_NUM_REQS, CA_BLOCKS)},
+        {FLOAT32, CA_SELECT_WEIGHTS, 0, AXES(2, CA_T, CA_NUM_HEADS)},
+        {INT32, CA_SELECT_OUT, WRITTEN, AXES(2, CA_T, CA_SELECTED)},
     },
 };
 
@@ -205,19 +219,39 @@ static int take_sizes(const ca_argument *row, const ca_array *a, ca_fit *fit, ca
             return ca_refuse(fault, CA_ODD_ROT_DIM, i, size, -1);
         if (symbol < CA_FREE)
             fit->sizes[symbol] = size;
+        if (symbol == CA_NUM_REQS)
+            fit->sizes[CA_NUM_REQS_1] = size + 1;
     }
     return CA_OK;
 }
 
-/* Says of a fault that it is about this argument. */
-static int blame(const ca_argument *row, const ca_fit *fit, int status, ca_fault *fault) {
-    if (status) {
-        fault->argument = row->index;
-        fault->expected = dtypes_of(row, fit);
-        fault->ndim = row->ndim;
-        for (int i = 0; i < 4; i++)
-            fault->axes[i] = row->axes[i];
+/* Returns which axis is that of kv heads, where an array comes without, else -1. */
+static int missing_axis(const ca_argument *row, const ca_fit *fit) {
+    return row->flags & ONE_HEAD ? 1 + (row->flags & CACHE && fit->kv_cache_layout == CA_NHD) : -1;
+}
+
+static void insert_axis(ca_array *a, int axis) {
+    for (int i = a->ndim++; i > axis; i--) {
+        a->shape[i] = a->shape[i - 1];
+        a->strides[i] = a->strides[i - 1];
     }
+    a->shape[axis] = 1;
+    a->strides[axis] = 0;
+}
+
+/* Says of a fault that it is about this argument, as the caller knows it. */
+static int blame(const ca_argument *row, const ca_fit *fit, int status, ca_fault *fault) {
+    const int missing = missing_axis(row, fit);
+    if (!status)
+        return status;
+    fault->argument = row->index;
+    fault->expected = dtypes_of(row, fit);
+    fault->ndim = 0;
+    for (int i = 0; i < row->ndim; i++)
+        if (missing < 0 || row->axes[i] != CA_NUM_KV_HEADS)
+            fault->axes[fault->ndim++] = row->axes[i];
+    if (missing >= 0 && fault->position > missing)
+        fault->position--;
     return status;
 }
 
@@ -297,12 +331,17 @@ int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, co
         }
         if (x->address & (uintptr_t)(x->itemsize - 1) || !ca_find_extent(x, &at[row->index]))
             return unread(row, fit, fault);
+        if (row->flags & ONE_HEAD) {
+            if (x->ndim != row->ndim - 1)
+                return blame(row, fit, ca_refuse(fault, CA_WRONG_NDIM, -1, x->ndim, row->ndim - 1), fault);
+            insert_axis(x, missing_axis(row, fit));
+        }
         if (check_row(row, x, fit, fault))
             return fault->status;
         if (row->flags & OF_V &&
             (check_memory(row - 1, &a[row[-1].index], fit, fault) || check_memory(row, x, fit, fault)))
             return fault->status;
-        if (row->flags & ALONE && check_memory(row, x, fit, fault))
+        if (row->flags & CACHE && row->flags & ONE_HEAD && check_memory(row, x, fit, fault))
             return fault->status;
         if (row->flags & IN_PLACE)
             in_place = row->index;

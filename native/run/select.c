@@ -28,6 +28,7 @@ typedef struct selection {
     int64_t stride;            /* scores of a query token */
     float *scores;             /* [tasks_at_once * tokens][stride], or their ranks */
     int64_t tasks_at_once;
+    int32_t *keys; /* [stride] of each thread */
     char *scratch; /* of each thread */
 } selection;
 
@@ -38,41 +39,63 @@ static int64_t seen(const ca_plan *p, int32_t request, int64_t token) {
     return hi;
 }
 
-/* Makes of a score an integer of the same order: NaN is +inf, and -0 is 0. */
-static uint32_t rank_of(float score) {
-    uint32_t bits;
-    score = isnan(score) ? INFINITY : score + 0.0f;
-    memcpy(&bits, &score, sizeof bits);
-    return bits >> 31 ? ~bits : bits | UINT32_C(1) << 31;
+/* Makes of scores integers of the same order, in their place: NaN is +inf, and -0 is 0. */
+static void rank(float *scores, int64_t n) {
+    const uint32_t infinity = UINT32_C(0xff) << 23, sign = UINT32_C(1) << 31;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &scores[i], sizeof bits);
+        bits = (bits & ~sign) > infinity ? infinity : bits;
+        bits = bits == sign ? 0 : bits;
+        bits = bits & sign ? ~bits : bits | sign;
+        memcpy(&scores[i], &bits, sizeof bits);
+    }
+}
+
+/* Counts the digits of the ranks that agree so far, in two tables: an addition waits for the last one to the same
+ * place, and ranks of one digit often follow each other. There are no branches, because no core can predict which ranks
+ * agree. */
+static void count_digits(const uint32_t *rank, const int32_t *key, int64_t n, int shift, uint32_t known,
+                         uint32_t agreed, int32_t *count) {
+    int32_t counts[2][DIGIT] = {{0}};
+    for (int64_t i = 0; i < n; i++)
+        counts[i & 1][rank[key[i]] >> shift & (DIGIT - 1)] += (rank[key[i]] & known) == agreed;
+    for (int i = 0; i < DIGIT; i++)
+        count[i] = counts[0][i] + counts[1][i];
 }
 
 /* Lists the keys of the `most` best of n ranks, ascending, then -1; of equal ones the first. The last one among them is
- * found digit by digit: its digit is where, counted from above, `wanted` ranks are reached that agree so far. */
-static void select_best(const uint32_t *rank, int64_t n, int64_t most, int32_t *to) {
+ * found digit by digit: its digit is where, counted from above, `wanted` ranks are reached that agree so far. Keys that
+ * a digit rules out leave the list `key`, which has room for n. */
+static void select_best(const uint32_t *rank, int64_t n, int64_t most, int32_t *key, int32_t *to) {
     static const int shifts[] = {21, 10, 0};
     uint32_t last = 0, known = 0;
     int64_t wanted = most, m = 0;
-    if (n <= most) {
-        for (int64_t i = 0; i < most; i++)
-            to[i] = i < n ? (int32_t)i : -1;
-        return;
-    }
-    for (int d = 0; d < 3; d++) {
-        int32_t count[DIGIT] = {0};
+    for (int64_t i = 0; i < n; i++)
+        key[i] = (int32_t)i;
+    for (int d = 0; d < 3 && n > most; d++) {
+        int32_t count[DIGIT];
         uint32_t digit = DIGIT - 1;
-        for (int64_t i = 0; i < n; i++) /* without branches, because no core can predict which ranks agree */
-            count[rank[i] >> shifts[d] & (DIGIT - 1)] += (rank[i] & known) == last;
+        count_digits(rank, key, n, shifts[d], known, last, count);
         while (count[digit] < wanted)
             wanted -= count[digit--];
         last |= digit << shifts[d];
         known |= (uint32_t)(DIGIT - 1) << shifts[d];
+        int64_t kept = 0;
+        for (int64_t i = 0; i < n; i++) {
+            key[kept] = key[i];
+            kept += rank[key[i]] >= last;
+        }
+        n = kept;
     }
-    for (int64_t i = 0; m < most; i++) {
-        const int equal = rank[i] == last && wanted > 0;
-        to[m] = (int32_t)i;
-        m += rank[i] > last || equal;
+    for (int64_t i = 0; i < n && m < most; i++) {
+        const int equal = rank[key[i]] == last && wanted > 0;
+        to[m] = key[i];
+        m += rank[key[i]] > last || equal;
         wanted -= equal;
     }
+    while (m < most)
+        to[m++] = -1;
 }
 
 /* Scores a piece of the keys of a task, whose ranks take the place of the scores. */
@@ -87,17 +110,14 @@ static void score_piece(const selection *s, const ca_task *t, int64_t piece, int
     p->kernel->score_tokens(p, &s->call, t, weights, first, end, scores, s->stride,
                             s->scratch + thread * p->scratch_bytes);
     for (int32_t token = 0; token < t->num_tokens; token++, scores += s->stride)
-        for (int64_t i = first; i < end; i++) {
-            const uint32_t rank = rank_of(scores[i]);
-            memcpy(&scores[i], &rank, sizeof rank);
-        }
+        rank(scores + first, end - first);
 }
 
-static void select_of(const selection *s, const ca_task *t, int64_t token, int64_t row) {
+static void select_of(const selection *s, const ca_task *t, int64_t token, int64_t row, int thread) {
     const int64_t at = s->plan->query_start_loc[t->request] + t->token + token, most = s->out->shape[1];
     if (token < t->num_tokens)
         select_best((const uint32_t *)s->scores + row * s->stride, seen(s->plan, t->request, t->token + token), most,
-                    (int32_t *)s->out->address + at * s->out->strides[0]);
+                    s->keys + thread * s->stride, (int32_t *)s->out->address + at * s->out->strides[0]);
 }
 
 /* One thread's part of the work, which every thread of a team does. */
@@ -111,7 +131,7 @@ static void run(const selection *s, int thread) {
             score_piece(s, &tasks[i / pieces], i % pieces, i / pieces * s->tokens, thread);
         OMP(omp for schedule(dynamic))
         for (int64_t i = 0; i < n * s->tokens; i++)
-            select_of(s, &tasks[i / s->tokens], i % s->tokens, i);
+            select_of(s, &tasks[i / s->tokens], i % s->tokens, i, thread);
     }
 }
 
@@ -144,9 +164,10 @@ static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *x, fl
     s.tasks_at_once = ca_max64(1, ca_min64(s.num_tasks, SCORES / (s.tokens * s.stride)));
     const int team = ca_team((int)ca_min64(p->num_threads, ca_get_num_threads()));
     const int64_t sizes[] = {team * p->scratch_bytes, s.tasks_at_once * s.tokens * s.stride * 4,
-                             p->num_tokens * p->shape.num_heads * 4, s.num_tasks * (int64_t)sizeof *s.tasks};
-    int64_t at[4], bytes = 0;
-    for (int i = 0; i < 4; i++) {
+                             p->num_tokens * p->shape.num_heads * 4, s.num_tasks * (int64_t)sizeof *s.tasks,
+                             team * s.stride * 4};
+    int64_t at[5], bytes = 0;
+    for (int i = 0; i < 5; i++) {
         at[i] = bytes;
         bytes = ca_round_up(bytes + sizes[i], 64);
     }
@@ -157,6 +178,7 @@ static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *x, fl
     s.scores = (float *)(memory + at[1]);
     s.weights = (float *)(memory + at[2]);
     s.tasks = (ca_task *)(memory + at[3]);
+    s.keys = (int32_t *)(memory + at[4]);
     scale_weights(&a[CA_SELECT_WEIGHTS], scale, (float *)(memory + at[2]));
     list_tasks(p, s.tokens, s.tasks);
     s.call = (ca_call){.query = (const void *)q->address,
@@ -185,18 +207,48 @@ static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *x, fl
     return fault->status;
 }
 
-int ca_select_tokens(ca_shape *shape, const ca_array *a, float scale, ca_fault *fault) {
+/* What a plan for the one kv head of an indexer is made for. */
+static ca_shape shape_of(const ca_fit *fit, int causal) {
+    const int32_t head_size = (int32_t)fit->sizes[CA_HEAD_SIZE], kv_dtype = fit->kv_dtype[K];
+    return (ca_shape){.num_reqs = (int32_t)fit->sizes[CA_NUM_REQS],
+                      .num_heads = (int32_t)fit->sizes[CA_NUM_HEADS],
+                      .num_kv_heads = 1,
+                      .head_size = head_size,
+                      .head_size_v = head_size,
+                      .dtype = fit->dtype,
+                      .k_dtype = kv_dtype,
+                      .v_dtype = kv_dtype,
+                      .isa = fit->isa,
+                      .causal = causal,
+                      .window_left = -1,
+                      .window_right = -1,
+                      .num_threads = ca_get_num_threads(),
+                      .kv_cache_layout = fit->kv_cache_layout};
+}
+
+int ca_select_tokens(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
+                     int causal, float scale, ca_fault *fault) {
+    ca_array a[CA_SELECT_ARRAYS];
+    const ca_array none = {0}, *cache = &a[CA_SELECT_CACHE];
+    ca_fit fit = ca_fit_anything(kv_cache_layout);
+    ca_indices x;
+    fit.meaning = meaning;
+    if (ca_check_arguments(&ca_select_table, &fit, objects, given, a, fault))
+        return fault->status;
     const ca_array step[CA_STEP_ARRAYS] = {
         [CA_STEP_QUERY_START_LOC] = a[CA_SELECT_QUERY_START_LOC], [CA_STEP_SEQ_LENS] = a[CA_SELECT_SEQ_LENS]};
-    const ca_array *cache = &a[CA_SELECT_CACHE], none = {0};
-    const int64_t block_size = ca_cache_axes(cache, shape->kv_cache_layout, shape->head_size).block_size;
-    ca_plan *p = ca_plan_new(shape, ca_fused_engine(), 0, step, NULL, fault);
-    ca_indices x;
+    const int64_t block_size = fit.sizes[CA_BLOCK_SIZE], tokens = fit.sizes[CA_T];
+    ca_shape shape = shape_of(&fit, causal);
+    ca_plan *p = ca_plan_new(&shape, ca_fused_engine(), 0, step, NULL, fault);
     if (!p)
         return fault->status;
-    if (!ca_take_indices(p, &a[CA_SELECT_BLOCK_TABLE], &none, &none, cache->shape[0], block_size, &x, fault))
-        run_plan(p, a, &x, scale, fault);
-    ca_give_back(x.memory, x.few);
+    if (p->num_tokens != tokens)
+        ca_fail(fault, CA_OTHER_TOKENS, -1, -1, tokens, p->num_tokens);
+    else {
+        if (!ca_take_indices(p, &a[CA_SELECT_BLOCK_TABLE], &none, &none, cache->shape[0], block_size, &x, fault))
+            run_plan(p, a, &x, scale, fault);
+        ca_give_back(x.memory, x.few);
+    }
     ca_plan_free(p);
     return fault->status;
 }
