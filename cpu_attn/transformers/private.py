@@ -103,7 +103,7 @@ def leave_pages_to(name: str) -> None:
     attention function's ``cache``, and what they would write into them: models of 5.24 call that before they attend,
     those of 5.23 hand the cache over."""
     update = PagedAttentionCache.update
-    if hasattr(update, "__wrapped__"):  # an earlier call has done it
+    if hasattr(update, "leaves_pages_to"):  # an earlier call has done it
         return
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -114,6 +114,7 @@ def leave_pages_to(name: str) -> None:
         kwargs["cache"] = self
         return key_states, value_states
 
+    updated.leaves_pages_to = name
     PagedAttentionCache.update = updated
 
 
