@@ -394,7 +394,6 @@ def test_an_isa_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         ("output_attentions", True),
         ("sinks", torch.zeros(1, 1, 2, 1)),
         ("head_mask", torch.ones(1)),
-        ("block_indices", torch.zeros(1, 1, 2, 1)),
     ],
 )
 def test_what_is_not_there_is_refused(name: str, given: Any) -> None:

@@ -47,7 +47,6 @@ OTHERWISE = {
     "deberta-v2": "not reached",
     "diffusion_gemma": "undecided",
     "gemma4_audio": "not reached",
-    "minimax_m3_vl_text": "refused",
 }
 
 

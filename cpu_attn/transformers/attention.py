@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -24,11 +25,10 @@ NAME = "cpu_attn"
 # generate_batch takes an implementation of one's own only by a name that contains "flash". It needs no masks.
 CONTINUOUS = "cpu_flash_attn"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_TENSORS = ("query", "key", "value", "attention_mask", "s_aux", "position_bias", "indices")
+_TENSORS = ("query", "key", "value", "attention_mask", "s_aux", "position_bias", "indices", "block_indices")
 _REFUSED = {
     "sinks": "sinks are s_aux, a number for each head",
     "head_mask": "attn_implementation='eager' has",
-    "block_indices": "attn_implementation='sdpa' makes a mask of them",
 }
 # What a caller knows as something else.
 _NAMES = {"scale": "scaling", "output": "query", "key_cache": "key", "value_cache": "value", "isa": "CPU_ATTN_ISA"}
@@ -86,6 +86,7 @@ def attention(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -94,9 +95,10 @@ def attention(
     What transformers' models call, for inference. A batch of 1 in one of the three stands for B. attention_mask [B or
     1, H or 1, T or 1, S or 1]: ours, which mostly is a plan; None; or any other, boolean or to be added. position_bias
     of such a shape. indices [B, T, k]: the only keys that a query may see, of those that the mask shows it; -1 is none.
+    block_indices [B, Hkv, T, k]: the same of each kv head's queries, by blocks of the size that module's indexer has.
     RuntimeError for training, ValueError or TypeError for dropout, for attention weights, for a head_mask, for sinks
-    other than s_aux [H], for blocks that an indexer selects and for what does not fit, UnavailableError for what
-    CPU_ATTN_ISA or CPU_ATTN_ENGINE asks for in vain.
+    other than s_aux [H] and for what does not fit, UnavailableError for what CPU_ATTN_ISA or CPU_ATTN_ENGINE asks for
+    in vain.
     """
     if dropout:
         raise ValueError(f"dropout: {dropout}, cpu_attn is for inference; expected 0.0 (model.eval())")
@@ -105,7 +107,7 @@ def attention(
     for name, instead in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}: cpu_attn has no such thing ({instead})")
-    inputs = (query, key, value, attention_mask, s_aux, position_bias, indices)
+    inputs = (query, key, value, attention_mask, s_aux, position_bias, indices, block_indices)
     for name, x in zip(_TENSORS, inputs, strict=True):
         if x is not None or name in ("query", "key", "value"):
             _check.instance(name, x, torch.Tensor)
@@ -122,13 +124,17 @@ def attention(
     logits = Logits(scale, _check.softcap("softcap", softcap or 0.0), sinks)
     try:
         if cache is not None:
-            if not all(x is None for x in (attention_mask, position_bias, indices)):
+            if not all(x is None for x in (attention_mask, position_bias, indices, block_indices)):
                 raise ValueError("cache: the one of generate_batch takes no attention_mask, position_bias or indices")
             output = continuous.attend(module.layer_idx, query, key, value, cache, logits, **kwargs)
         else:
             causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
             causal = bool(causal) and not eager_only(getattr(module, "config", None))
-            output = _attend(query, key, value, attention_mask, causal, logits, position_bias, indices)
+            if block_indices is None:
+                output = _attend(query, key, value, attention_mask, causal, logits, position_bias, indices)
+            else:
+                size = private.index_block_size(module)
+                output = _attend_blocks(query, key, value, attention_mask, causal, logits, block_indices, size)
     except (TypeError, ValueError, UnavailableError) as e:
         bias = "position_bias" if attention_mask is None else "attention_mask"
         raise _check.renamed(e, _NAMES | {"attn_bias": bias}) from None
@@ -191,7 +197,7 @@ def _attend(
     indices: torch.Tensor | None,
 ) -> torch.Tensor:
     batch_size, _, q_length, _ = query.shape
-    selected = None if indices is None else _selected(indices, batch_size, q_length, key.shape[2])
+    chosen = None if indices is None else _chosen(indices, batch_size, q_length, key.shape[2])
     if position_bias is not None:
         _check_bias("position_bias", position_bias, query, key.shape[2])
         logits = replace(logits, attn_bias=_spread(as_bias(position_bias), q_length, key.shape[2]))
@@ -207,44 +213,69 @@ def _attend(
         mask = mask.dense()
     if mask is not None:
         _check_bias("attention_mask", mask, query, kv_length)
-    if selected is not None:
-        mask = _only(selected[..., :kv_length], mask, causal)
     if mask is None:
         requests = unmasked(batch_size, q_length, kv_length, causal)
     else:
         requests, logits = _masked(mask, batch_size, q_length, kv_length, logits)
+    if chosen is not None:
+        logits = replace(logits, selected_tokens=requests.those_there(chosen))
     if is_held(key, value):
         return key.held.attend(query, requests, logits)
-    if is_expansion(key, value) and key.expansion.is_worse(q_length):
+    if is_expansion(key, value) and key.expansion.is_worse(q_length, logits.max_selected_tokens):
         return key.expansion.attend(query, requests, logits)
     if not kv_length:  # keys that are no block of a cache
         return query.new_zeros(batch_size, q_length, query.shape[1], value.shape[3])
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
     key, value = dense_rows(key), dense_rows(value)
-    head_sizes = key.shape[3], value.shape[3]
-    plan = requests.plan(query.shape[1], key.shape[1], *head_sizes, query.dtype, "HND")
+    heads, head_sizes, most = (query.shape[1], key.shape[1]), (key.shape[3], value.shape[3]), logits.max_selected_tokens
+    plan = requests.plan(*heads, *head_sizes, query.dtype, "HND", max_selected_tokens=most)
     return run(plan, query, key, value, requests.block_table, logits)
 
 
-def _selected(indices: torch.Tensor, batch_size: int, q_length: int, kv_length: int) -> torch.Tensor:
-    """Which keys an indexer has chosen, bool [B, 1, T, S]."""
+def _attend_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    logits: Logits,
+    block_indices: torch.Tensor,
+    block_size: int,
+) -> torch.Tensor:
+    """Each kv head by itself, over the keys of its own blocks."""
+    (batch_size, num_heads, q_length, _), (num_kv_heads, kv_length) = query.shape, key.shape[1:3]
+    sizes, found = (batch_size, num_kv_heads, q_length), block_indices
+    if found.dim() != 4 or found.shape[:3] != sizes or found.is_floating_point():
+        expected = ", ".join(map(str, sizes))
+        raise ValueError(f"block_indices: {tuple(found.shape)} of {found.dtype}, expected integers [{expected}, k]")
+    keys = (found[..., None].long() * block_size + torch.arange(block_size)).flatten(3)
+    keys = keys.where((keys >= 0) & (keys < kv_length), -1)
+    group, outputs = num_heads // num_kv_heads, []
+    for h in range(num_kv_heads):
+        heads = slice(h * group, (h + 1) * group)
+        own = logits if logits.s_aux is None else replace(logits, s_aux=logits.s_aux[heads])
+        states = query[:, heads], key[:, h : h + 1], value[:, h : h + 1]
+        outputs.append(_attend(*states, mask, causal, own, None, keys[:, h]))
+    return torch.cat(outputs, 2)
+
+
+def _chosen(indices: torch.Tensor, batch_size: int, q_length: int, kv_length: int) -> np.ndarray[Any, Any] | None:
+    """The keys that an indexer has chosen for each query token, int32 [B * T, k], ascending, each once, then kv_length;
+    None where they are all that there are."""
     if indices.dim() != 3 or indices.shape[:2] != (batch_size, q_length) or indices.is_floating_point():
         found = f"{tuple(indices.shape)} of {indices.dtype}"
         raise ValueError(f"indices: {found}, expected integers [{batch_size}, {q_length}, k]")
     if indices.numel() and (int(indices.min()) < -1 or int(indices.max()) >= kv_length):
         raise ValueError(f"indices: {int(indices.min())}..{int(indices.max())}, expected -1..{kv_length - 1}")
-    selected = indices.new_zeros((batch_size, q_length, kv_length + 1), dtype=torch.bool)
-    return selected.scatter_(2, indices.long() % (kv_length + 1), True)[:, None, :, :kv_length]
-
-
-def _only(selected: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
-    """The mask, or what None means, without the keys that were not selected."""
-    if selected.all():
-        return mask
-    if mask is None:
-        return selected.tril() if causal else selected
-    seen = mask.seen() if isinstance(mask, Mask) else mask
-    return seen & selected if seen.dtype == torch.bool else seen.masked_fill(~selected, torch.finfo(seen.dtype).min)
+    chosen = indices.detach().flatten(0, 1).numpy().astype(np.int32)
+    chosen[chosen < 0] = kv_length
+    chosen.sort(axis=1)
+    again = chosen[:, 1:] == chosen[:, :-1]
+    if again.any():
+        chosen[:, 1:][again] = kv_length
+        chosen.sort(axis=1)
+    everything = chosen.shape[1] >= kv_length and (chosen[:, :kv_length] == np.arange(kv_length)).all()
+    return None if everything else chosen
 
 
 def _masked(

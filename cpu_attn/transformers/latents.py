@@ -68,12 +68,14 @@ class Expansion:
         found: tuple[torch.Tensor, torch.Tensor] = self.make()
         return found
 
-    def is_worse(self, q_length: int) -> bool:
-        """Whether it takes more multiplications than attention over the latents does, absorption included."""
+    def is_worse(self, q_length: int, most: int | None) -> bool:
+        """Whether it takes more multiplications than attention over the latents does, absorption included. most: keys
+        that a query token attends, where they are not all of them."""
         (_, nope, rank), size = self.to_latents.shape, self.from_latents.shape[2]
         rotated, weights = self.held.pages.head_size - rank, rank * (nope + size)
-        expanded = self.held.length * (weights + q_length * (nope + rotated + size))
-        return bool(expanded > q_length * (weights + self.held.length * (2 * rank + rotated)))
+        pairs = q_length * (self.held.length if most is None else most)
+        expanded = self.held.length * weights + pairs * (nope + rotated + size)
+        return bool(expanded > q_length * weights + pairs * (2 * rank + rotated))
 
     def attend(self, query: torch.Tensor, requests: Requests, logits: Logits) -> torch.Tensor:
         """Output [B, T, H, Dv] of query [B, H, T, nope + P], over the latents."""

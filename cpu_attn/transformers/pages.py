@@ -82,7 +82,7 @@ class Held:
         pages = self.pages
         head_sizes = pages.head_size, pages.head_size_v
         kind = self.dtype, "packed", pages.kv_cache_dtype, pages.kv_cache_rotation
-        plan = requests.plan(query.shape[1], pages.num_kv_heads, *head_sizes, *kind)
+        plan = requests.plan(query.shape[1], pages.num_kv_heads, *head_sizes, *kind, logits.max_selected_tokens)
         table, scales = self.table[requests.rows], (pages.k_scale, pages.v_scale)
         return run(plan, query, pages.key_cache, pages.value_cache, table, logits, scales)
 

@@ -46,9 +46,10 @@ class Requests:
         kv_cache_layout: str,
         kv_cache_dtype: str = "auto",
         kv_cache_rotation: str = "none",
+        max_selected_tokens: int | None = None,
     ) -> SchedulerMetadata:
         """Made once for all layers of a kind."""
-        cache = (kv_cache_layout, kv_cache_dtype, kv_cache_rotation)
+        cache = (kv_cache_layout, kv_cache_dtype, kv_cache_rotation, max_selected_tokens)
         key = (num_heads, num_kv_heads, head_size, head_size_v, dtype, *cache, get_num_threads())
         if key not in self.plans:
             self.plans[key] = get_scheduler_metadata(
@@ -61,9 +62,16 @@ class Requests:
                 kv_cache_layout=kv_cache_layout,
                 kv_cache_dtype=kv_cache_dtype,
                 kv_cache_rotation=kv_cache_rotation,
+                max_selected_tokens=max_selected_tokens,
                 **self.shared,
             )
         return self.plans[key]
+
+    def those_there(self, chosen: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """``selected_tokens`` of ascending keys [tokens, k] of the rows: -1 from the first one on that is past the keys
+        of the token's request."""
+        lengths = np.repeat(self.seq_lens, np.diff(self.query_start_loc))[:, None]
+        return np.where(chosen < lengths, chosen, np.int32(-1))
 
 
 @lru_cache(maxsize=64)
@@ -89,12 +97,18 @@ def autocast(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, 
 
 @dataclass(frozen=True)
 class Logits:
-    """What a model makes of q.k: as in :func:`cpu_attn.attention_with_kv_cache`."""
+    """What a model makes of q.k, and of which keys: as in :func:`cpu_attn.attention_with_kv_cache`."""
 
     scale: float
     softcap: float = 0.0
     s_aux: torch.Tensor | None = None
     attn_bias: torch.Tensor | None = None
+    selected_tokens: np.ndarray[Any, Any] | None = None
+
+    @property
+    def max_selected_tokens(self) -> int | None:
+        """What a plan has to be made for."""
+        return None if self.selected_tokens is None else max(1, self.selected_tokens.shape[1])
 
 
 def run(
@@ -116,5 +130,6 @@ def run(
         lse=lse,
         s_aux=logits.s_aux,
         attn_bias=logits.attn_bias,
+        selected_tokens=logits.selected_tokens,
     )
     return output

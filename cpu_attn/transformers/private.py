@@ -80,6 +80,11 @@ def latent_weights(module: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     return keys, values.mT
 
 
+def index_block_size(module: Any) -> int:
+    """How many keys are in a block that a module's indexer selects (MiniMax M3)."""
+    return int(module.indexer.block_size)
+
+
 def implementation(config: Any) -> str | None:
     name: str | None = config._attn_implementation
     return name

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with an indexer: attention over the keys that it selects, without a mask of the others."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+hf = pytest.importorskip("transformers")
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+
+import cpu_attn.transformers as adapter  # noqa: E402
+from cpu_attn import ops  # noqa: E402
+from cpu_attn.tests import hf_tiny, model_sweep  # noqa: E402
+from cpu_attn.tests.hf_models import tokens  # noqa: E402
+from cpu_attn.transformers import attention as module  # noqa: E402
+
+pytestmark = pytest.mark.integrations
+adapter.enable()
+GREEDY = {"do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": None}
+NAMES = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "mistral_large4", "dots3_note_text")
+MOST = 8  # keys that an indexer selects (hf_tiny)
+# Of Dots 3's third layer, which has a window and heads of its own.
+SIZES = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 24, "qk_nope_head_dim": 16}
+SIZES |= {"qk_rope_head_dim": 8, "v_head_dim": 12, "q_lora_rank": 32, "kv_lora_rank": 24}
+
+
+@cache
+def model(name: str) -> Any:
+    config = hf_tiny.tiny(CONFIG_MAPPING[name])
+    if name == "dots3_note_text":
+        config = type(config)(**config.to_dict() | {"per_layer_config": {"2": SIZES}})
+    return hf_tiny.build(getattr(hf, model_sweep.architectures()[name]), config)
+
+
+def generate(name: str, implementation: str, cache: Any, inputs: Any, **options: Any) -> Any:
+    made = model(name)
+    made.set_attn_implementation(implementation)
+    with torch.no_grad():
+        return made.generate(**inputs, past_key_values=cache, **GREEDY, **options).tolist()
+
+
+class Calls(list[Any]):
+    """``selected_tokens`` of every call of attention."""
+
+    def are_sparse(self) -> bool:
+        """All of them, but those of layers with a window (Dots 3)."""
+        sparse = [x for x in self if x is not None]
+        return len(sparse) >= 2 / 3 * len(self) > 0 and all(int((x >= 0).sum(1).max()) == MOST for x in sparse)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    found, real = Calls(), ops.attend
+
+    def attend(*args: Any, **options: Any) -> None:
+        assert options["attn_bias"] is None
+        found.append(options["selected_tokens"])
+        real(*args, **options)
+
+    monkeypatch.setattr(ops, "attend", attend)
+    return found
+
+
+@pytest.mark.parametrize("lengths", [(19,), (19, 5, 13)])
+@pytest.mark.parametrize("name", NAMES)
+def test_same_tokens(name: str, lengths: tuple[int, ...], calls: Calls) -> None:
+    """Of 19 and more keys a query attends 8."""
+    inputs = tokens(*lengths)
+    want = generate(name, "eager", None, inputs, max_new_tokens=12)
+    assert generate(name, "cpu_attn", None, inputs, max_new_tokens=12) == want
+    assert calls.are_sparse()
+
+
+def test_what_is_selected_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all keys in its place the tests above would fail."""
+    inputs = tokens(19, 5, 13)
+    want = generate("deepseek_v32", "eager", None, inputs, max_new_tokens=12)
+    monkeypatch.setattr(module, "_chosen", lambda *_: None)
+    assert generate("deepseek_v32", "cpu_attn", None, inputs, max_new_tokens=12) != want
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_of_each_kv_head(causal: bool, calls: Calls) -> None:
+    """As MiniMax M3 selects them: heads 0 and 1 attend other blocks of 4 keys than heads 2 and 3."""
+    generator = torch.Generator().manual_seed(6)
+    q, k, v = (torch.randn(2, h, 18, 16, generator=generator) for h in (4, 2, 2))
+    blocks = torch.rand(2, 2, 18, 5, generator=generator).argsort(-1)[..., :2]
+    blocks[..., 0] = torch.arange(18) // 4  # what a token's own key is in
+    blocks[:, :, ::3, 1] = -1
+    seen = (torch.arange(18) // 4 == blocks[..., None]).any(-2).repeat_interleave(2, 1)
+    seen &= torch.ones(18, 18, dtype=torch.bool).tril() if causal else seen
+    indexer = SimpleNamespace(indexer=SimpleNamespace(block_size=4), training=False)
+    got = module.attention(indexer, q, k, v, None, is_causal=causal, block_indices=blocks)[0]
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 16**-0.5
+    want = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.double().repeat_interleave(2, 1)
+    assert torch.allclose(got.double(), want.transpose(1, 2), atol=2e-6)
+    assert len(calls) == 2 and all(x.shape == (36, 8) for x in calls)
+    with pytest.raises(ValueError, match=r"^block_indices: \(2, 1, 18, 2\) of torch.int64, expected integers \[2, 2, 1"):
+        module.attention(indexer, q, k, v, None, is_causal=causal, block_indices=blocks[:, :1])
