@@ -22,7 +22,7 @@ from cpu_attn.tests import hf_models, hf_tiny, model_sweep  # noqa: E402
 from cpu_attn.tests.hf_models import tokens  # noqa: E402
 from cpu_attn.transformers import PagedCache, latents  # noqa: E402
 from cpu_attn.transformers.attention import attention  # noqa: E402
-from cpu_attn.transformers.pages import Held  # noqa: E402
+from cpu_attn.transformers.pages import Held, PagedLayer  # noqa: E402
 
 pytestmark = pytest.mark.integrations
 adapter.enable()
@@ -147,7 +147,7 @@ def test_quantised_latents(kind: str) -> None:
     made = model("deepseek_v3").model.layers[0].self_attn
     generator = torch.Generator().manual_seed(4)
     layer = latents.LatentLayer(8, kv_cache_dtype=kind)
-    assert latents.layer_class(made.config) is latents.LatentLayer
+    assert latents.layer_classes(made.config)[PagedLayer] is latents.LatentLayer
     sizes = made.kv_lora_rank, made.qk_rope_head_dim
     held = layer.update(*(torch.randn(2, 1, 21, size, generator=generator) for size in sizes))
     query = torch.randn(2, 4, 1, made.qk_head_dim, generator=generator)

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with an indexer: attention over the keys that it selects, without a mask of the others."""
+"""Models with an indexer: attention over the keys that it selects, without a mask of the others, and a PagedCache for
+them, which keeps the indexer's keys, too."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +21,9 @@ import cpu_attn.transformers as adapter  # noqa: E402
 from cpu_attn import ops  # noqa: E402
 from cpu_attn.tests import hf_tiny, model_sweep  # noqa: E402
 from cpu_attn.tests.hf_models import tokens  # noqa: E402
+from cpu_attn.transformers import PagedCache, latents  # noqa: E402
 from cpu_attn.transformers import attention as module  # noqa: E402
+from cpu_attn.transformers.pages import Held, IndexedLayer  # noqa: E402
 
 pytestmark = pytest.mark.integrations
 adapter.enable()
@@ -77,6 +82,22 @@ def test_same_tokens(name: str, lengths: tuple[int, ...], calls: Calls) -> None:
     assert calls.are_sparse()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_same_tokens_in_pages(name: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents are attended as they are in decode, and only the prompt's are made dense."""
+    gathered: list[Any] = []
+    real = Held.gather
+    monkeypatch.setattr(Held, "gather", lambda self, value: (gathered.append(value), real(self, value))[1])
+    inputs, pages = tokens(19, 5, 13), PagedCache(model(name).config, block_size=8)
+    want = generate(name, "eager", None, inputs, max_new_tokens=12)
+    assert generate(name, "cpu_attn", pages, inputs, max_new_tokens=12) == want
+    layers = [layer for layer in pages.layers if isinstance(layer, latents.IndexedLatentLayer)]
+    assert calls.are_sparse() and layers and len(gathered) <= 2 * len(pages.layers)
+    indexed = [layer for layer in layers if layer.index.is_indexer_initialized]
+    assert indexed and all(layer.index.indexer_keys.shape[:2] == (3, 30) for layer in indexed)
+    assert pages.nbytes > sum(layer.index.indexer_keys.nbytes for layer in indexed) > 0
+
+
 def test_what_is_selected_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all keys in its place the tests above would fail."""
     inputs = tokens(19, 5, 13)
@@ -101,5 +122,41 @@ def test_blocks_of_each_kv_head(causal: bool, calls: Calls) -> None:
     want = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.double().repeat_interleave(2, 1)
     assert torch.allclose(got.double(), want.transpose(1, 2), atol=2e-6)
     assert len(calls) == 2 and all(x.shape == (36, 8) for x in calls)
-    with pytest.raises(ValueError, match=r"^block_indices: \(2, 1, 18, 2\) of torch.int64, expected integers \[2, 2, 1"):
+    with pytest.raises(ValueError, match=r"^block_indices: \(2, 1, 18, 2\) of torch.int64, expected integers \[2,"):
         module.attention(indexer, q, k, v, None, is_causal=causal, block_indices=blocks[:, :1])
+
+
+def test_beams_and_assistance(calls: Calls) -> None:
+    config, inputs = model("deepseek_v32").config, tokens(14, 9)
+    options: dict[str, Any] = {"max_new_tokens": 12, "num_beams": 3}
+    want = generate("deepseek_v32", "eager", None, inputs, **options)
+    assert generate("deepseek_v32", "cpu_attn", PagedCache(config, block_size=4), inputs, **options) == want
+    inputs = {"input_ids": torch.tensor([[5, 9, 11, 5, 9, 11, 5, 9, 11]])}
+    want = generate("deepseek_v32", "eager", None, inputs, max_new_tokens=20)
+    options = {"max_new_tokens": 20, "prompt_lookup_num_tokens": 3}
+    assert generate("deepseek_v32", "cpu_attn", PagedCache(config, block_size=4), inputs, **options) == want
+    assert calls.are_sparse()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_rows_and_copies_go_on_by_themselves(copied: Any) -> None:
+    """A prompt's rows, repeated, chosen, cropped and copied, against those rows' own prompts."""
+    made, first, rest = model("deepseek_v32"), tokens(17, 17)["input_ids"], torch.tensor([[7], [8], [9]])
+    made.set_attn_implementation("cpu_attn")
+    with torch.no_grad():
+        pages = PagedCache(made.config, block_size=4)
+        made(first, past_key_values=pages)
+        twin = copied(pages)
+        pages.batch_repeat_interleave(2)  # 0 0 1 1
+        pages.batch_select_indices(torch.tensor([3, 0, 2]))
+        twin.batch_select_indices(torch.tensor([1, 0]))
+        twin.reorder_cache(torch.tensor([0, 1, 0]))
+        want = made(torch.cat([first[[1, 0, 1], :13], rest], 1)).logits[:, -1:]
+        for found in (pages, twin):
+            found.crop(-4)
+            assert torch.allclose(made(rest, past_key_values=found).logits, want, rtol=1e-4, atol=1e-4)
+        pages.reset()
+        assert pages.nbytes == pages.get_seq_length() == 0
+        made(first, past_key_values=pages)
+        layer = pages.layers[0]
+        assert isinstance(layer, IndexedLayer) and layer.index.indexer_keys.shape[:2] == (2, 17)

@@ -15,7 +15,7 @@ import torch
 
 from cpu_attn.transformers import private
 from cpu_attn.transformers.lazy import LazyTensor, ReadOnly
-from cpu_attn.transformers.pages import Held, PagedLayer, Pages
+from cpu_attn.transformers.pages import Held, IndexedLayer, PagedLayer, Pages
 from cpu_attn.transformers.plans import Logits, Requests
 
 
@@ -28,6 +28,10 @@ class LatentLayer(PagedLayer):
         """Of latents [B, 1, T, L] and rotated keys [B, 1, T, P]."""
         keys, latents = super().update(torch.cat([key_states, value_states], -1), key_states)
         return latents, Rotated(keys)
+
+
+class IndexedLatentLayer(IndexedLayer, LatentLayer):
+    """The same, with the keys of an indexer."""
 
 
 class Rotated(ReadOnly):
@@ -113,13 +117,14 @@ def is_expansion(key: torch.Tensor, value: torch.Tensor) -> TypeGuard[Expanded]:
     return key.expansion is value.expansion and (key.index, value.index) == (0, 1) and key.expansion.held.current
 
 
-def layer_class(config: Any) -> type[PagedLayer]:
-    """Of the layers of a model of such a configuration. Its attention classes are from now on aware of LatentLayer."""
+def layer_classes(config: Any) -> dict[type[PagedLayer], type[PagedLayer]]:
+    """What layers of a model of such a configuration are in place of others: of one that caches latents. Its attention
+    classes are from now on aware of LatentLayer."""
     found = private.latent_attention(config)
     for attention in found:
         if not hasattr(attention.expand_kv, "__wrapped__"):
             attention.expand_kv = _lazily(attention.expand_kv)
-    return LatentLayer if found else PagedLayer
+    return {PagedLayer: LatentLayer, IndexedLayer: IndexedLatentLayer} if found else {}
 
 
 def _lazily(expand_kv: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,14 +10,15 @@ from transformers import Cache
 from cpu_attn import _check
 from cpu_attn._dtypes import dtype_name
 from cpu_attn.transformers import private
-from cpu_attn.transformers.latents import layer_class
-from cpu_attn.transformers.pages import HybridLayer, PagedLayer, StateLayer
+from cpu_attn.transformers.latents import layer_classes
+from cpu_attn.transformers.pages import HybridLayer, IndexedLayer, PagedLayer, StateLayer
 
 # What a layer keeps, by transformers' names for kinds of them; a dummy layer is one that shares another's keys.
 LAYERS: dict[str, Any] = {
     "full_attention": PagedLayer,
     "sliding_attention": PagedLayer,
     "chunked_attention": PagedLayer,
+    "indexed_attention": IndexedLayer,
     "linear_attention": StateLayer,
     "conv": StateLayer,
     "hybrid": HybridLayer,
@@ -29,10 +30,11 @@ LAYERS: dict[str, Any] = {
 class PagedCache(Cache):  # type: ignore[misc]
     """A cache of packed pages for ``generate(past_key_values=...)``.
 
-    Every layer of attention keeps all its tokens, also a sliding layer. A layer of linear attention has the states that
-    transformers' own caches have; one that shares another's keys has nothing. With ``attn_implementation="cpu_attn"``
-    attention reads the pages where they lie, latents among them (DeepSeek-V3). Any other implementation gets keys and
-    values gathered anew in every step.
+    A layer of attention keeps all its tokens; one with a window or with chunks gives back the pages before what queries
+    to come may see. A layer of linear attention has the states that transformers' own caches have, an indexer its keys
+    as these have them (DeepSeek-V3.2); one that shares another's keys has nothing. With
+    ``attn_implementation="cpu_attn"`` attention reads the pages where they lie, latents among them (DeepSeek-V3). Any
+    other implementation gets keys and values gathered anew in every step.
 
     Args:
         config: of the model; of a composite model its decoder's counts.
@@ -73,7 +75,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         _check.kv_cache_rotation(kv_cache_rotation)
         options = {"kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
         options["kv_cache_rotation"] = kv_cache_rotation
-        layers = LAYERS | {kind: layer_class(config) for kind, has in LAYERS.items() if has is PagedLayer}
+        latent = layer_classes(config)
+        layers = {kind: latent.get(has, has) for kind, has in LAYERS.items()}
         super().__init__(layers=[layers[kind](block_size=block_size, **has, **options) for kind, has in kinds])
 
     @property
@@ -83,12 +86,16 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` tokens. Raises ValueError, and changes nothing, where there are not so
-        many, and where a layer has only the state after the last one."""
+        many, where a layer has only the state after the last one, and where keys before a window are gone that would be
+        in it again."""
         states = [i for i, layer in enumerate(self.layers) if isinstance(layer, StateLayer) and not layer.can_crop()]
         if states:
             raise ValueError(
                 f"tokens_to_remove: {tokens_to_remove}, but layer {states[0]} of linear attention has the state after "
                 "the last token alone; a copy.deepcopy of the cache at an earlier token goes on from there"
             )
-        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, StateLayer)):  # pages know how many
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                layer.check_crop(tokens_to_remove)
+        for layer in self.layers:
             layer.crop(tokens_to_remove)

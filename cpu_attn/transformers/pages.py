@@ -22,14 +22,20 @@ from cpu_attn.transformers.plans import Logits, Requests, autocast, by_token, ru
 
 @dataclass(eq=False)
 class Held:
-    """What a layer holds at one moment: the first ``length`` tokens of each row, in the blocks of ``table``
-    int32 [B, blocks]. Rows share blocks after beam search or repetition, until one of them writes into such a block."""
+    """What a layer holds at one moment: ``length`` tokens of each row from its token ``start`` on, in the blocks of
+    ``table`` int32 [B, blocks]. Rows share blocks after beam search or repetition, until one of them writes into such a
+    block. To attention and to masks the keys begin at ``start``."""
 
     pages: PagedKVCache
     table: np.ndarray[Any, Any]
     length: int
     dtype: torch.dtype
+    start: int = 0
     current: bool = True
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
 
     @property
     def nbytes(self) -> int:
@@ -50,22 +56,28 @@ class Held:
         free = free.reshape(len(self.table), columns)
         if shared:
             pages.copy_blocks(zip(self.table[:, -1], free[:, 0], strict=True))
-        return Held(pages, np.concatenate([self.table[:, : have - shared], free], 1), length, self.dtype)
+        return Held(pages, np.concatenate([self.table[:, : have - shared], free], 1), length, self.dtype, self.start)
+
+    def since(self, position: int) -> Held:
+        """Without the blocks that hold nothing but tokens before ``position``, which are free then."""
+        blocks = max(0, min(position, self.end) - self.start) // self.pages.block_size
+        dropped = blocks * self.pages.block_size
+        return replace(self, table=self.table[:, blocks:], length=self.length - dropped, start=self.start + dropped)
+
+    def moved(self, num_blocks: int) -> Held:
+        """In memory of its own, of so many blocks, no fewer than it has."""
+        blocks, table = np.unique(self.table, return_inverse=True)
+        pages = _alike(self.pages, num_blocks)
+        pages.key_cache[: len(blocks)] = self.pages.key_cache[blocks]
+        pages.value_cache[: len(blocks)] = self.pages.value_cache[blocks]
+        return replace(self, pages=pages, table=table.reshape(self.table.shape).astype(np.int32))
 
     def _free(self, count: int) -> tuple[PagedKVCache, np.ndarray[Any, Any]]:
         """As many blocks that no row has, and the memory that they are in: twice as large where they ran out."""
         had = pages = self.pages
         free = np.setdiff1d(np.arange(had.num_blocks, dtype=np.int32), self.table)
         if len(free) < count:
-            pages = PagedKVCache(
-                max(2 * had.num_blocks, had.num_blocks + count - len(free)),
-                *(had.block_size, had.num_kv_heads, had.head_size, had.dtype, had.isa),
-                head_size_v=had.head_size_v,
-                kv_cache_dtype=had.kv_cache_dtype,
-                k_scale=had.k_scale,
-                v_scale=had.v_scale,
-                kv_cache_rotation=had.kv_cache_rotation,
-            )
+            pages = _alike(had, max(2 * had.num_blocks, had.num_blocks + count - len(free)))
             pages.key_cache[: had.num_blocks] = had.key_cache
             pages.value_cache[: had.num_blocks] = had.value_cache
             free = np.append(free, np.arange(had.num_blocks, pages.num_blocks, dtype=np.int32))
@@ -109,16 +121,56 @@ class Held:
         return torch.from_numpy(states.view(np.uint8)).view(self.dtype)  # NumPy's bfloat16 is none of torch's
 
 
-class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
-    """K and V of a layer, as transformers asks for them and writes them."""
+def _alike(pages: PagedKVCache, num_blocks: int) -> PagedKVCache:
+    """Empty ones of the same kind."""
+    return PagedKVCache(
+        *(num_blocks, pages.block_size, pages.num_kv_heads, pages.head_size, pages.dtype, pages.isa),
+        head_size_v=pages.head_size_v,
+        kv_cache_dtype=pages.kv_cache_dtype,
+        k_scale=pages.k_scale,
+        v_scale=pages.v_scale,
+        kv_cache_rotation=pages.kv_cache_rotation,
+    )
 
-    is_sliding = False
+
+class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
+    """K and V of a layer, as transformers asks for them and writes them.
+
+    sliding_window: how many keys, its own among them, a query sees at most: blocks with none of those that queries to
+    come may see are given back. The masks of a step begin where the first block does that is left, as those of
+    transformers' own layers begin with the window.
+    """
+
     is_croppable = True
+    record_past = False
     held: Held | None = None
 
     def __init__(self, block_size: int, sliding_window: int | None = None, **options: Any) -> None:
-        super().__init__()  # masks go by the window; pages hold all tokens
-        self.block_size, self.options = block_size, options
+        super().__init__()
+        self.block_size, self.sliding_window, self.options = block_size, sliding_window, options
+        self.is_sliding = sliding_window is not None
+
+    def activate_past_recording(self) -> None:
+        """From now on a window's older keys are given back by ``crop`` alone (assisted generation)."""
+        self.record_past = True
+
+    def _first(self, end: int) -> int:
+        """The first token that queries from ``end`` on may see."""
+        return 0 if self.sliding_window is None else max(0, end - self.sliding_window + 1)
+
+    def _left(self) -> Held | None:
+        """What a step finds, before it writes."""
+        return self.held if self.held is None or self.record_past else self.held.since(self._first(self.held.end))
+
+    def _kept(self, held: Held) -> Held:
+        """What stays of it behind a step: of a prompt that is much longer than the window, memory for that alone. Twice
+        as much as steps of one token need may stay, so that longer ones (chunks of a prompt) do not move every time."""
+        if self.sliding_window is None or self.record_past:
+            return held
+        kept = held.since(self._first(held.end))
+        columns = -(-(self.sliding_window + self.block_size - 2) // self.block_size) + 1
+        needed = max(len(kept.table) * columns, len(np.unique(kept.table)))
+        return kept.moved(needed) if held.pages.num_blocks > 2 * needed else held
 
     def _hold(self, held: Held | None) -> None:
         """From now on. Keys and values of what was held before are an error for whoever looks at them."""
@@ -165,14 +217,14 @@ class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
         dtype = self.held.dtype if self.held else torch.get_autocast_dtype("cpu")
         key_states, value_states = autocast(dtype, key_states, value_states)
         self._check(key_states, value_states)
-        before = self.held or self._empty(key_states, value_states)
+        before = self._left() or self._empty(key_states, value_states)
         held = before.with_room(key_states.shape[2])
         held.pages.update(by_token(key_states.detach()), by_token(value_states.detach()), held.slots(before.length))
-        self._hold(held)
+        self._hold(self._kept(held))
+        keys, values = (partial(Pages, held, value=value) for value in (False, True))
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            self.keys = Inference.apply(partial(Pages, held, value=False), key_states, value_states)
-            self.values = Inference.apply(partial(Pages, held, value=True), key_states, value_states)
-        return self.keys, self.values
+            return tuple(Inference.apply(make, key_states, value_states) for make in (keys, values))
+        return keys(), values()
 
     def _check(self, *states: torch.Tensor) -> None:
         dtypes: Sequence[str] = _check.FLOATS
@@ -188,21 +240,35 @@ class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
             dtypes, axes = [str(found.dtype)], found.shape[:3]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
+        left = self._left()
+        return (left.length + query_length, left.start) if left else (query_length, 0)
 
     def get_seq_length(self) -> int:
-        return self.held.length if self.held else 0
+        return self.held.end if self.held else 0
 
     def get_max_length(self) -> int:
         return -1
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last ``-tokens_to_remove`` tokens."""
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """ValueError, where there are not so many tokens, or keys are gone that would be in the window again."""
         if not self.held:
             return
-        if not -self.held.length <= tokens_to_remove <= 0:
-            raise ValueError(f"tokens_to_remove: {tokens_to_remove} is outside {-self.held.length}..0")
+        end = self.held.end
+        if not -end <= tokens_to_remove <= 0:
+            raise ValueError(f"tokens_to_remove: {tokens_to_remove} is outside {-end}..0")
+        first = self._first(end + tokens_to_remove)
+        if first < self.held.start:
+            raise ValueError(
+                f"tokens_to_remove: {tokens_to_remove}, but the window of {self.sliding_window} would then begin at "
+                f"token {first}, and those before {self.held.start} are gone; after activate_past_recording() they stay"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last ``-tokens_to_remove`` tokens."""
+        self.check_crop(tokens_to_remove)
         self._select(slice(None), tokens_to_remove=tokens_to_remove)
+        if self.held and self.record_past:
+            self._hold(self.held.since(self._first(self.held.end)))
 
     def _select(self, rows: Any, name: str = "rows", tokens_to_remove: int = 0) -> None:
         """Those rows of the batch, with the blocks that their tokens are in; ``rows`` as an index of a tensor."""
@@ -249,6 +315,44 @@ class StateLayer(private.LinearAttentionLayer):  # type: ignore[misc]
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for states in (self.conv_states, self.recurrent_states):
             states.update({i: change(x) for i, x in states.items() if x is not None})
+
+
+class IndexedLayer(PagedLayer):
+    """Pages, and the keys of an indexer beside them (DeepSeek-V3.2), as transformers keeps these."""
+
+    def __init__(self, block_size: int, **options: Any) -> None:
+        super().__init__(block_size, **options)
+        self.index = private.DynamicIndexedLayer()
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """All of the indexer's keys, with those that are new, [B, T, D]."""
+        keys: torch.Tensor = self.index.update_indexer(indexer_key_states)
+        return keys
+
+    @property
+    def nbytes(self) -> int:
+        keys = private.indexer_keys(self.index)
+        return super().nbytes + (0 if keys is None else keys.nbytes)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.index.crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        self.index.reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.index.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.index.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.index.batch_select_indices(indices)
 
 
 class HybridLayer(StateLayer, PagedLayer):
