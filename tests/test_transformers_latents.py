@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from functools import cache
 from types import SimpleNamespace
@@ -139,6 +140,25 @@ def test_expansions_go_at_once() -> None:
         assert [x() for x in memory] == [None] * len(memory)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("copied", [lambda x: x, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latents_are_held_once(dtype: Any, copied: Any) -> None:
+    """In copies of a layer, too, which go on by themselves."""
+    layer = latents.LatentLayer(8, kv_cache_dtype="auto")
+    generator = torch.Generator().manual_seed(4)
+    latent, rotated = (torch.randn(2, 1, 21, size, generator=generator).to(dtype) for size in (32, 16))
+    layer.update(latent[:, :, :20], rotated[:, :, :20])
+    twin = copied(layer)
+    found = twin.update(latent[:, :, 20:], rotated[:, :, 20:])
+    assert found[0].clone().equal(latent) and found[1].clone().equal(rotated)
+    assert twin.nbytes == 2 * 3 * 8 * (32 + 16) * dtype.itemsize
+    twin.batch_repeat_interleave(2)
+    found = twin.update(latent[[0, 0, 1, 1], :, :9] * 2, rotated[[0, 0, 1, 1], :, :9] * 2)
+    assert found[0].clone().equal(torch.cat([latent, 2 * latent[:, :, :9]], 2).repeat_interleave(2, 0))
+    if twin is not layer:
+        assert layer.keys.clone().equal(torch.cat([latent, rotated], -1)[:, :, :20])
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8_e4m3", "int8/int4"])

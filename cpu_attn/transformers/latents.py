@@ -13,14 +13,47 @@ from typing import Any, TypeGuard
 
 import torch
 
+from cpu_attn import CacheDescriptor, PagedKVCache, _check, concat_and_cache_mla
+from cpu_attn._dtypes import is_scaled
 from cpu_attn.transformers import private
 from cpu_attn.transformers.lazy import LazyTensor, ReadOnly
 from cpu_attn.transformers.pages import Held, IndexedLayer, PagedLayer, Pages
 from cpu_attn.transformers.plans import Logits, Requests
 
 
+class LatentRows(PagedKVCache):
+    """Pages of plain rows [latent | rotated key], which hold latents once: values are a part of keys."""
+
+    def _hold(self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any) -> None:
+        super()._hold(descriptor, key_cache, key_cache[..., : descriptor.head_size_v])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LatentRows:
+        copied = super().__deepcopy__(memo)
+        assert isinstance(copied, LatentRows)
+        copied._hold(copied.descriptor, copied.key_cache, None)
+        return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._hold(self.descriptor, self.key_cache, None)
+
+    def update(self, key: Any, value: Any, slot_mapping: Any) -> None:
+        rank, rows = self.head_size_v, self.key_cache[:, :, 0]
+        kind = self.kv_cache_dtype, self.k_scale
+        concat_and_cache_mla(key[:, 0, :rank], key[:, 0, rank:], rows, slot_mapping, *kind)
+
+
 class LatentLayer(PagedLayer):
-    """Rows [latent | rotated key] as keys, and latents once more as values: packed pages of both are what is fast."""
+    """Rows [latent | rotated key] as keys, latents as values. Integers, which plain rows have no place for, and kinds
+    that differ for K and V are in packed pages, latents twice."""
+
+    def _pages(self, num_kv_heads: int, head_size: int, head_size_v: int, dtype: str) -> PagedKVCache:
+        k, v = _check.kv_dtypes(self.options["kv_cache_dtype"], dtype)
+        alike = k == v and self.options.get("k_scale") == self.options.get("v_scale")
+        if not alike or is_scaled(k) or self.options.get("kv_cache_rotation", "none") != "none":
+            return super()._pages(num_kv_heads, head_size, head_size_v, dtype)
+        sizes = 0, self.block_size, num_kv_heads, head_size
+        return LatentRows(*sizes, dtype, head_size_v=head_size_v, kv_cache_layout="NHD", **self.options)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -39,8 +39,9 @@ class Held:
 
     @property
     def nbytes(self) -> int:
-        used = len(np.unique(self.table))
-        return sum(used * x[:1].nbytes for x in (self.pages.key_cache, self.pages.value_cache))
+        key, value = self.pages.key_cache, self.pages.value_cache
+        block: int = key[:1].nbytes + (0 if np.may_share_memory(key, value) else value[:1].nbytes)
+        return len(np.unique(self.table)) * block
 
     def with_room(self, tokens: int) -> Held:
         """As much longer, what is new not yet written: in blocks of each row's own, the one that it shares and would
@@ -93,7 +94,7 @@ class Held:
         """Output [B, T, H, Dv] of query [B, H, T, D] over the pages."""
         pages = self.pages
         head_sizes = pages.head_size, pages.head_size_v
-        kind = self.dtype, "packed", pages.kv_cache_dtype, pages.kv_cache_rotation
+        kind = self.dtype, pages.kv_cache_layout, pages.kv_cache_dtype, pages.kv_cache_rotation
         plan = requests.plan(query.shape[1], pages.num_kv_heads, *head_sizes, *kind, logits.max_selected_tokens)
         table, scales = self.table[requests.rows], (pages.k_scale, pages.v_scale)
         return run(plan, query, pages.key_cache, pages.value_cache, table, logits, scales)
@@ -113,6 +114,7 @@ class Held:
                 out=out.swapaxes(0, 1),
                 dtype=pages.dtype,
                 kv_cache_dtype=pages.kv_cache_dtype,
+                kv_cache_layout=pages.kv_cache_layout,
             )
         rotated = _check.kv_cache_rotation(pages.kv_cache_rotation) >> value & 1
         if rotated or states.dtype != pages.dtype:  # quantised
@@ -123,12 +125,13 @@ class Held:
 
 def _alike(pages: PagedKVCache, num_blocks: int) -> PagedKVCache:
     """Empty ones of the same kind."""
-    return PagedKVCache(
+    return type(pages)(
         *(num_blocks, pages.block_size, pages.num_kv_heads, pages.head_size, pages.dtype, pages.isa),
         head_size_v=pages.head_size_v,
         kv_cache_dtype=pages.kv_cache_dtype,
         k_scale=pages.k_scale,
         v_scale=pages.v_scale,
+        kv_cache_layout=pages.kv_cache_layout,
         kv_cache_rotation=pages.kv_cache_rotation,
     )
 
@@ -197,12 +200,12 @@ class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
 
     def _empty(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Held:
         batch_size, num_kv_heads, _, head_size = key_states.shape
-        pages = PagedKVCache(
-            *(0, self.block_size, num_kv_heads, head_size, dtype_name(key_states.dtype)),
-            head_size_v=value_states.shape[-1],
-            **self.options,
-        )
+        pages = self._pages(num_kv_heads, head_size, value_states.shape[-1], dtype_name(key_states.dtype))
         return Held(pages, np.zeros((batch_size, 0), np.int32), 0, key_states.dtype)
+
+    def _pages(self, num_kv_heads: int, head_size: int, head_size_v: int, dtype: str) -> PagedKVCache:
+        sizes = 0, self.block_size, num_kv_heads, head_size
+        return PagedKVCache(*sizes, dtype, head_size_v=head_size_v, **self.options)
 
     @property
     def nbytes(self) -> int:
