@@ -10,7 +10,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -316,25 +316,24 @@ def run(
     caches: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     """The report; after Ctrl-C, of the workloads that were done by then. caches: what a Step takes besides workload,
-    isa
-    and dtype."""
+    isa and dtype."""
     measured: list[Measured] = []
-    limits, todo, begun, stopped = Limits(), list(product(workloads, engines)), perf_counter(), False
+    limits, todo, begun, stopped = Limits(), list(product(workloads, engines)), perf_counter(), True
     always = _always(workloads, [dtype for _, dtype in engines], max(threads))
     with _undisturbed():
-        limits.measure(always)
-        try:
+        with suppress(KeyboardInterrupt):
+            limits.measure(always)
             for done, (w, (isa, dtype)) in enumerate(todo):
                 left = (perf_counter() - begun) * (len(todo) - done) / done if done else 0
                 ahead = f" ({left:.0f} s left)" if done else ""
                 click.echo(f"{done + 1}/{len(todo)}{ahead} {w.name} {isa} {dtype}:", err=True, nl=False)
                 steps = [Step(w, isa, dtype, **cache) for cache in caches]
                 measured += _one_workload(steps, engines[isa, dtype], threads, limits, repeat)
-        except KeyboardInterrupt:
-            if not measured:
-                raise
+            stopped = False
+        if stopped:
             click.echo("  stopped", err=True)
-            stopped = True
+        if not measured:
+            sys.exit(report.INTERRUPTED)
         limits.measure(always)
     return {
         "machine": machine(),
@@ -397,7 +396,12 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.argument("names", nargs=-1, metavar="[WORKLOAD]...")
+@click.argument(
+    "names",
+    nargs=-1,
+    metavar="[WORKLOAD]...",
+    shell_complete=lambda ctx, param, text: [name for name in (*GROUPS, *WORKLOADS) if name.startswith(text)],
+)
 @click.option("--engine", multiple=True, type=click.Choice(contest.ENGINES), help="Only this engine. Repeatable.")
 @click.option("--rival", multiple=True, type=click.Choice(list(RIVALS)), help="And somebody else's attention.")
 @click.option(
@@ -536,4 +540,4 @@ def bench(
     except OSError as error:
         raise click.ClickException(str(error)) from None
     if found["stopped"]:
-        sys.exit(130)
+        sys.exit(report.INTERRUPTED)

@@ -6,15 +6,19 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
 MOST = 2**24  # characters of a report; a device may have no end
+INTERRUPTED = 130  # exit status after Ctrl-C, as a shell has it of a command that the signal ended
 NO_TERMINAL = 10_000  # columns of a file or a pipe: more than anything has
 RESULT_FIELDS = (
     "workload",
@@ -38,20 +42,23 @@ RESULT_FIELDS = (
 )
 # What makes two results comparable.
 SAME = ("workload", "engine", "isa", "dtype", "kv_cache_dtype", "kv_cache_layout", "kv_cache_rotation")
+Columns = dict[str, Callable[[dict[str, Any]], str | Text]]  # of a table: headers, and what a result has there
 MACHINE = ("brand", "vendor", "family", "model", "stepping", "cpus", "amx_permission")
 
 
 def new_console() -> Console:
     """Of stdout. Names and reasons from elsewhere are no markup; whatever has a style is a Text."""
-    console = Console(markup=False, emoji=False)
+    console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = NO_TERMINAL
     return console
 
 
-def new_table(*headers: str) -> Table:
-    """Cells that are too wide are folded, not cut off."""
-    return Table(*(Column(header, overflow="fold") for header in headers))
+def new_table(*names: str, numbers: Sequence[str]) -> Table:
+    """Where it is too wide, names are folded, and nothing is cut off."""
+    left = (Column(name, overflow="fold") for name in names)
+    right = (Column(name, justify="right", no_wrap=True) for name in numbers)
+    return Table(*left, *right, box=box.SIMPLE_HEAD, show_edge=False, padding=0)
 
 
 def seconds(x: float) -> str:
@@ -61,11 +68,15 @@ def seconds(x: float) -> str:
     return f"{x * 1e6:.3g} us"
 
 
+def cache(result: dict[str, Any]) -> str:
+    """What its cache holds where that is something else than its dtype, and whether it is rotated."""
+    held, rotation = result["kv_cache_dtype"], result["kv_cache_rotation"]
+    return " ".join([*([held] if held != "auto" else []), *([rotation] if rotation != "none" else [])])
+
+
 def kind(result: dict[str, Any]) -> str:
-    """Its dtype, and what the cache holds where that is something else, and whether it is rotated."""
-    dtype, cache, rotation = (result[name] for name in ("dtype", "kv_cache_dtype", "kv_cache_rotation"))
-    words = [dtype, *([cache] if cache != "auto" else []), *([rotation] if rotation != "none" else [])]
-    return " ".join(words)
+    """Its dtype, and what is said of its cache."""
+    return f"{result['dtype']} {cache(result)}".strip()
 
 
 def speed(result: dict[str, Any]) -> str:
@@ -79,7 +90,7 @@ def of_roof(result: dict[str, Any]) -> str:
     """How near it comes to the roof that binds it, and which this is."""
     if result["roof_of"] is None:
         return ""
-    return f"{result['fraction_of_roof']:.1%} of {'reads' if result['roof_of'] == 'read_gbps' else 'products'}"
+    return f"{result['fraction_of_roof']:.1%} {'reads' if result['roof_of'] == 'read_gbps' else 'products'}"
 
 
 def thread_counts(report: dict[str, Any]) -> list[int]:
@@ -93,42 +104,61 @@ def per_thread(result: dict[str, Any], report: dict[str, Any]) -> float:
     return float(least / cost)
 
 
-def show_limits(report: dict[str, Any]) -> None:
+def show_limits(report: dict[str, Any], console: Console) -> None:
     several = len(thread_counts(report)) > 1
     for row in report["probes"]:
         value = "not here: lacks " + row["reason"] if row["value"] is None else f"{row['value']:.4g} {row['unit']}"
         on = f" on {row['threads']}" if several and row["value"] else ""
-        click.echo(f"limit {row['limit']:14} {row['what']:22} {value}{on}")
+        console.print(f"limit {row['limit']:14} {row['what']:22} {value}{on}")
 
 
 def show(report: dict[str, Any]) -> None:
-    """The table, a workload's engines under each other; ``x native``: how many times as fast as our own kernels."""
-    machine, counts = report["machine"], thread_counts(report)
-    click.echo(f"cpu-attn {machine['version']} on {machine['brand']}, {' and '.join(map(str, counts))} threads")
-    show_limits(report)
-    scaling = len(counts) > 1
-    headers = ["workload", "engine", "isa", "dtype", "min", "median", "speed", "of limit", "of roof", "x native"]
-    table = new_table(*headers, *(["threads", "per thread"] if scaling else []))
-    before = None
-    for r in report["results"]:
-        if r["workload"] != before:
-            table.add_section()
+    """The table; ``x native``: how many times as fast as our own kernels."""
+    machine, counts, console = report["machine"], thread_counts(report), new_console()
+    console.print(f"cpu-attn {machine['version']} on {machine['brand']}, {' and '.join(map(str, counts))} threads")
+    show_limits(report, console)
+
+    def of_native(r: dict[str, Any]) -> str:
         rival = next((x for x in report["results"] if x["engine"] == "native" and _together(x, r)), r)
-        table.add_row(
-            r["workload"] if r["workload"] != before else "",
-            r["engine"],
-            r["isa"] or "",
-            kind(r),
-            seconds(r["seconds_min"]),
-            seconds(r["seconds_median"]),
-            speed(r),
-            "" if r["limit"] is None else f"{r['fraction_of_limit']:.1%}",
-            of_roof(r),
-            "" if rival is r else f"{rival['seconds_min'] / r['seconds_min']:.2f}",
-            *([str(r["threads"]), f"{per_thread(r, report):.2f}"] if scaling else []),
-        )
-        before = r["workload"]
-    new_console().print(table)
+        return "" if rival is r else f"{rival['seconds_min'] / r['seconds_min']:.2f}"
+
+    columns: Columns = {
+        "min": lambda r: seconds(r["seconds_min"]),
+        "median": lambda r: seconds(r["seconds_median"]),
+        "speed": speed,
+        "of\nlimit": lambda r: "" if r["limit"] is None else f"{r['fraction_of_limit']:.1%}",
+        "of roof": of_roof,
+        "x\nnative": of_native,
+    }
+    if len(counts) > 1:
+        columns["per\nthread"] = lambda r: f"{per_thread(r, report):.2f}"
+    _show_rows(report["results"], columns, console)
+
+
+def _names(result: dict[str, Any]) -> dict[str, str]:
+    """What a row is called besides its workload."""
+    on = {"threads": f"on {result['threads']}"} if "threads" in result else {}
+    names = {"engine": result["engine"], "isa": result["isa"] or "", "dtype": result["dtype"], "cache": cache(result)}
+    return {**names, **on}
+
+
+def _show_rows(results: Sequence[dict[str, Any]], columns: Columns, console: Console) -> None:
+    """A table of numbers. Names that all rows have in common are said once above it, a workload's above its rows."""
+    names = [_names(r) for r in results]
+    found = {key: {n[key] for n in names} for key in names[0]}
+    found["isa"].discard("")  # a rival's
+    same = {key: " ".join(values) for key, values in found.items() if len(values) < 2}
+    if common := ", ".join(f"{key} {value}" for key, value in same.items() if value and key != "threads"):
+        console.print("all rows: " + common)
+    cells = {header: column for header, of in columns.items() if any(column := [of(r) for r in results])}
+    table, workload = new_table("workload", numbers=list(cells)), None
+    for r, n, *row in zip(results, names, *cells.values(), strict=True):
+        name = " ".join(value for key, value in n.items() if value and key not in same)
+        if name and workload != r["workload"]:
+            table.add_row(Text(r["workload"], "bold"))
+        table.add_row(Padding(name, (0, 0, 0, 2)) if name else r["workload"], *row)
+        workload = r["workload"]
+    console.print(table)
 
 
 def _together(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -203,17 +233,18 @@ def _times(x: float | None) -> Text:
 
 
 def show_comparison(comparison: dict[str, Any]) -> None:
+    console = new_console()
     for name, (then, now) in comparison["machine"].items():
-        click.echo(f"ANOTHER MACHINE: {name} was {then!r}, is {now!r}")
+        console.print(f"ANOTHER MACHINE: {name} was {then!r}, is {now!r}")
     ratios = [f"{k} {v:.2f}x" for k, v in comparison["limits"].items() if v]
-    click.echo("limits, now to then: " + ", ".join(ratios))
+    console.print("limits, now to then: " + ", ".join(ratios))
     if not comparison["results"]:
-        click.echo("nothing to compare: the two reports share no workload, engine, isa and dtype")
+        console.print("nothing to compare: the two reports share no workload, engine, isa and dtype")
         return
-    on = ("threads",) if "threads" in comparison["results"][0] else ()
-    table = new_table("workload", "engine", "isa", "dtype", *on, "then", "now", "speed", "of limit")
-    for r in comparison["results"]:
-        names = [r["workload"], r["engine"], r["isa"] or "", kind(r), *(str(r[k]) for k in on)]
-        times = (seconds(r["seconds_then"]), seconds(r["seconds_now"]))
-        table.add_row(*names, *times, _times(r["speedup"]), _times(r["of_limit"]))
-    new_console().print(table)
+    columns: Columns = {
+        "then": lambda r: seconds(r["seconds_then"]),
+        "now": lambda r: seconds(r["seconds_now"]),
+        "speed": lambda r: _times(r["speedup"]),
+        "of\nlimit": lambda r: _times(r["of_limit"]),
+    }
+    _show_rows(comparison["results"], columns, console)

@@ -7,9 +7,11 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from multiprocessing import get_context
@@ -18,13 +20,13 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 import cpu_attn
 from cpu_attn import _dispatch
 from cpu_attn.cli.info import cpu
-from cpu_attn.cli.report import new_console, new_table
+from cpu_attn.cli.report import INTERRUPTED, new_console, new_table
 from cpu_attn.reference import BUDGET
 from cpu_attn.tests.case import Case
 from cpu_attn.tests.case_levels import cases, invariant
@@ -227,12 +229,16 @@ def _jobs(runs: Sequence[Combo], level: str, names: Sequence[str], seed: int) ->
     return jobs
 
 
+def _num_checks(jobs: Sequence[Job]) -> int:
+    return sum(len(job.combos) for job in jobs)
+
+
 def _processes(num_checks: int) -> int:
     """A check is small and takes one core. Few of them are done before another process has begun."""
     return min(8, cpu()["cpus"]) if num_checks > 3000 else 1
 
 
-def _outcomes(jobs: Sequence[Job], processes: int) -> Iterator[list[tuple[float, list[str]]]]:
+def _outcomes(jobs: Sequence[Job], processes: int) -> Generator[list[tuple[float, list[str]]], None, None]:
     """Of each job, in their order."""
     if processes == 1:
         yield from map(_verify_job, jobs)
@@ -243,7 +249,11 @@ def _outcomes(jobs: Sequence[Job], processes: int) -> Iterator[list[tuple[float,
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     pool = ProcessPoolExecutor(processes, get_context("spawn"))
     try:
-        yield from pool.map(_verify_job, jobs, chunksize=4)
+        # A terminal tells all of its processes of Ctrl-C. Those that are started here inherit that they ignore it.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        outcomes = pool.map(_verify_job, jobs, chunksize=4)
+        signal.signal(signal.SIGINT, handler)
+        yield from outcomes
     except BrokenProcessPool:
         raise click.ClickException("a check ended its process; --jobs 1 shows in the progress line which") from None
     finally:
@@ -251,45 +261,53 @@ def _outcomes(jobs: Sequence[Job], processes: int) -> Iterator[list[tuple[float,
 
 
 def _verify(jobs: Sequence[Job], processes: int, console: Console) -> list[Tally]:
-    """All cases of all combinations."""
+    """All cases of all combinations, or those that were done when Ctrl-C came."""
     tallies = {combo: Tally(combo) for job in jobs for combo in job.combos}
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=sum(len(job.combos) for job in jobs))
-        outcomes = _outcomes(jobs, processes)
+    columns = TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn(), "left"
+    options = {"expand": True, "transient": True, "disable": not console.is_terminal}
+    progress = Progress(*columns, console=console, speed_estimate_period=600, **options)
+    task = progress.add_task("", total=_num_checks(jobs))
+    with suppress(KeyboardInterrupt), progress, closing(_outcomes(jobs, processes)) as outcomes:
         for job in jobs:
             progress.update(task, description=f"{job.case.dtype} {job.case.name}")
             for combo, outcome in zip(job.combos, next(outcomes), strict=True):
                 tallies[combo].add(job.case, *outcome)
             progress.advance(task, len(job.combos))
-    return list(tallies.values())
+    return [tally for tally in tallies.values() if tally.ran]
 
 
 # ---- telling it ----
 
 
-def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequence[Failure]) -> None:
-    table = new_table("engine", "isa", "dtype", "cases", "worst error", "budget", "in case", "")
+def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequence[Failure], num_checks: int) -> None:
+    """num_checks: all that were to be made."""
+    table = new_table("engine", "isa", "dtype", numbers=("cases", "worst\nerror", "budget"))
+    table.add_column("in case", overflow="fold")
+    table.add_column("", no_wrap=True)
     for tally in tallies:
         row = tally.summary()
         error = "infinite" if row["worst_error"] is None else f"{row['worst_error']:.2g}"
         verdict = Text("ok", "green") if row["ok"] else Text(f"{len(tally.failures)} failed", "red")
         numbers = (str(row["cases"]), error, f"{row['budget']:.0e}")
         table.add_row(row["engine"], row["isa"], row["dtype"], *numbers, row["worst_case"], verdict)
-    new_console().print(table)
+    console = new_console()
+    if tallies:
+        console.print(table)
     absent: dict[str, list[str]] = {}
     for combo, reason in missing.items():
         absent.setdefault(f"{combo.engine} {combo.isa}: {reason}", []).append(combo.dtype)
     for what, dtypes in absent.items():
-        click.echo(f"not here ({', '.join(dtypes)}): {what}")
+        console.print(f"not here ({', '.join(dtypes)}): {what}")
     for failure in failures:
         click.echo(f"{failure.case}: {failure.message}\n    {failure.rerun}")
     ran = sum(tally.ran for tally in tallies)
     if failures:
         bad = len({(f.engine, f.isa, f.dtype, f.case) for f in failures})
         click.echo(f"FAILED: {bad} of {ran} checks; each has a line above that runs it again.")
-    else:
+    elif ran:
         click.echo(f"All {ran} checks passed on {len(tallies)} combinations of engine, isa and dtype.")
+    if ran < num_checks:
+        click.echo(f"INTERRUPTED: {num_checks - ran} of {num_checks} checks were not made.")
 
 
 @click.command()
@@ -298,7 +316,14 @@ def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequenc
 @click.option("--dtype", multiple=True, type=click.Choice(DTYPES), help="Only this dtype. Repeatable.")
 @click.option("--quick", is_flag=True, help="Fewer cases: seconds.")
 @click.option("--full", is_flag=True, help="More cases, of onednn-python too: minutes.")
-@click.option("--case", "names", multiple=True, metavar="NAME", help="Only this case. Repeatable.")
+@click.option(
+    "--case",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=lambda ctx, param, text: [case.name for case in cases("full") if case.name.startswith(text)],
+    help="Only this case. Repeatable.",
+)
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of all random numbers.")
 @click.option("--jobs", type=click.IntRange(1, 64), help="Processes: as a rule one for each CPU, 8 at most.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table.")
@@ -316,7 +341,8 @@ def verify(
     """Check every engine and isa of this machine against a float64 oracle.
 
     Also, bit for bit: a request alone against the same in a batch, any number of threads, keys split or not.
-    Exits with 1 if a check fails, with 2 if something asked for by name is not there.
+    Exits with 1 if a check fails, with 2 if something asked for by name is not there. Ctrl-C leaves what was checked
+    by then: it is shown, and the exit status is 130 if none of it failed.
     """
     if quick and full:
         raise click.UsageError("--quick and --full exclude each other")
@@ -328,12 +354,14 @@ def verify(
     runs, missing = _combos(engine, isa, dtype)
     _refuse_missing({"engine": engine, "isa": isa, "dtype": dtype}, runs, missing)
     work = _jobs(runs, level, names, seed)
-    processes = jobs or _processes(sum(len(job.combos) for job in work))
-    tallies = _verify(work, processes, Console(stderr=True))
+    num_checks = _num_checks(work)
+    tallies = _verify(work, jobs or _processes(num_checks), Console(stderr=True))
+    interrupted = sum(tally.ran for tally in tallies) < num_checks
     failures = [failure for tally in tallies for failure in tally.failures]
     if as_json:
         report = {
-            "ok": not failures,
+            "ok": not failures and not interrupted,
+            "interrupted": interrupted,
             "level": level,
             "seed": seed,
             "combinations": [tally.summary() for tally in tallies],
@@ -342,6 +370,6 @@ def verify(
         }
         click.echo(json.dumps(report, indent=2))
     else:
-        _tell(tallies, missing, failures)
-    if failures:
-        raise SystemExit(1)
+        _tell(tallies, missing, failures, num_checks)
+    if failures or interrupted:
+        raise SystemExit(1 if failures else INTERRUPTED)

@@ -27,4 +27,6 @@ autodoc_member_order = "bysource"
 napoleon_use_rtype = False
 
 html_theme = "furo"
+html_theme_options = {"light_css_variables": {"code-font-size": "78%"}}
+html_static_path = html_css_files = ["site.css"]
 html_copy_source = html_show_copyright = False

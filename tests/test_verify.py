@@ -60,7 +60,7 @@ def test_quick_passes() -> None:
 
 def test_json() -> None:
     found = report("--quick", *SCALAR, "--seed", "3")
-    assert found["ok"]
+    assert found["ok"] and not found["interrupted"]
     assert (found["level"], found["seed"], found["failures"]) == ("quick", 3, [])
     (combo,) = found["combinations"]
     names = {case.name for case in cases("quick", "bfloat16", 3)}
@@ -107,6 +107,45 @@ def test_a_process_that_dies_is_no_success(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(verify_module, "_verify_job", os._exit)
     with pytest.raises(click.ClickException, match="a check ended its process; --jobs 1 shows"):
         list(verify_module._outcomes([3, 3], 2))
+
+
+def test_ctrl_c_leaves_what_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = 0
+
+    def interrupted(problem: Problem, *args: Any, **options: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        if seen > 3:
+            raise KeyboardInterrupt
+        return right_run(problem, *args, **options)
+
+    args = ("--case", "mixed-plain", "--case", "chunk-alibi", "--engine", "reference", "--dtype", "float32")
+    monkeypatch.setattr(verify_module, "_differences", lambda *_: [])  # one run a check
+    monkeypatch.setattr(verify_module, "run", interrupted)
+    seen = 2
+    result = call(*args)
+    assert result.exit_code == 130
+    assert result.stdout.splitlines()[-2:] == [
+        "All 1 checks passed on 1 combinations of engine, isa and dtype.",
+        "INTERRUPTED: 1 of 2 checks were not made.",
+    ]
+    seen = 2
+    found = report(*args)
+    assert not found["ok"] and found["interrupted"] and found["combinations"][0]["cases"] == 1
+    seen = 3
+    result = call(*args)
+    assert (result.exit_code, result.stdout) == (130, "INTERRUPTED: 2 of 2 checks were not made.\n")
+
+
+def test_a_failure_before_ctrl_c_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = iter([ValueError, KeyboardInterrupt])
+
+    def run(*_: Any, **__: Any) -> Any:
+        raise next(errors)
+
+    monkeypatch.setattr(verify_module, "run", run)
+    result = call("--case", "mixed-plain", "--case", "chunk-alibi", "--engine", "reference", "--dtype", "float32")
+    assert result.exit_code == 1 and "FAILED: 1 of 1 checks" in result.stdout and "INTERRUPTED: 1 of 2" in result.stdout
 
 
 def test_a_broken_kernel_is_found_and_its_line_runs_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
