@@ -200,7 +200,7 @@ def attention_with_kv_cache(
             free.
         key_cache: [N, Hkv, B, width], as :func:`reshape_and_cache` wrote it with the plan's isa.
         value_cache: the same for values. In plain layouts it may be a view of ``key_cache``.
-        output: [T, Hq, Dv] of the plan's dtype, written. The last axis is dense, other strides are free.
+        output: [T, Hq, Dv] of the plan's dtype or float32, written. The last axis is dense, other strides are free.
         query_start_loc: int32 [R + 1], where each request's query tokens start; the last number is T. As the plan has
             it.
         seq_lens: int32 [R], how many keys each request has, this step's among them. As the plan has it.

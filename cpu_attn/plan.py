@@ -150,6 +150,9 @@ def get_scheduler_metadata(
     mm_prefix_clamp_sliding_window: bool = False,
     kv_cache_rotation: str = "none",
     max_selected_tokens: int | None = None,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_kv_cache_interleave_size: int = 1,
 ) -> SchedulerMetadata:
     """Plans the attention of one step, once for all layers of one shape.
 
@@ -196,6 +199,13 @@ def get_scheduler_metadata(
         kv_cache_rotation: ``none`` or ``hadamard``, as :func:`reshape_and_cache` wrote the caches.
         max_selected_tokens: S, or None. The plan is for calls with ``selected_tokens`` of up to S columns, and for no
             others; every query token is a task of its own then. Not with ``block_table``.
+        cp_world_size: how many ranks share the keys of each request; 1: none do. With more, ``seq_lens``,
+            ``query_start_loc`` and the masks are the same on all ranks and go by positions, while caches,
+            ``block_table``, ``selected_blocks``, ``selected_tokens`` and the last axis of ``attn_bias`` have this
+            rank's keys alone. :func:`merge_states` merges the results of all ranks.
+        cp_rank: which of them this is. Its keys are those of the positions p of a request with
+            ``p // cp_kv_cache_interleave_size % cp_world_size == cp_rank``, counted without gaps.
+        cp_kv_cache_interleave_size: how many positions in a row have their keys on the same rank.
 
     Returns:
         The plan.
@@ -229,18 +239,17 @@ def get_scheduler_metadata(
     shape.head_size_v = _check.integer(
         "head_size_v", head_size if head_size_v is None else head_size_v, 1, _check.MAX_SIZE
     )
-    name = dtype_name(dtype)
-    kvs = _check.kv_dtypes(kv_cache_dtype, name)
-    shape.dtype, shape.k_dtype, shape.v_dtype = (CODES[x][0] for x in (name, *kvs))
-    resolved = _dispatch.resolve_isa(isa, name, shape.head_size)
+    dtype = dtype_name(dtype)
+    kvs = _check.kv_dtypes(kv_cache_dtype, dtype)
+    shape.dtype, shape.k_dtype, shape.v_dtype = (CODES[x][0] for x in (dtype, *kvs))
+    resolved = _dispatch.resolve_isa(isa, dtype, shape.head_size)
     shape.isa = resolved.index
     engine, engine_pointer = _dispatch.resolve_engine(engine)
     shape.causal = _check.boolean("causal", causal)
     shape.window_left, shape.window_right = _check.window(sliding_window)
     shape.enable_kv_split = _check.boolean("enable_kv_split", enable_kv_split)
     shape.num_threads = _threads.get_num_threads()
-    layout = _check.kv_cache_layout(kv_cache_layout, kvs)
-    shape.kv_cache_layout = _check.LAYOUTS[layout]
+    shape.kv_cache_layout = _check.LAYOUTS[_check.kv_cache_layout(kv_cache_layout, kvs)]
     shape.hadamard = _check.kv_cache_rotation(kv_cache_rotation)
     if block_table is not None or block_size is not None:
         shape.block_size = _check.table_block_size(block_table, block_size)
@@ -248,17 +257,22 @@ def get_scheduler_metadata(
         shape.max_selected_tokens = _check.integer("max_selected_tokens", max_selected_tokens, 1)
         if shape.block_size:
             raise ValueError("max_selected_tokens: query tokens that select their keys share no prefixes (block_table)")
+    shape.cp_world_size, shape.cp_rank, shape.cp_interleave = _check.ranks(
+        cp_world_size, cp_rank, cp_kv_cache_interleave_size
+    )
     found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window)
-    step = (query_start_loc, seq_lens, dynamic_causal, block_table)
-    pointer = _plan(shape, engine_pointer, step, _masks_struct(found) if found else ffi.NULL)
+    pointer = _plan(shape, engine_pointer, (query_start_loc, seq_lens, dynamic_causal, block_table), found)
     words = (sliding_window, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
-    return SchedulerMetadata(pointer, shape, name, kvs, resolved.name, engine, layout, kv_cache_rotation, words)
+    return SchedulerMetadata(
+        pointer, shape, dtype, kvs, resolved.name, engine, kv_cache_layout, kv_cache_rotation, words
+    )
 
 
 # On its own: a frame object of more than 512 bytes, as get_scheduler_metadata's would be with these names too, is one
 # more that memory may not be there for, and CPython 3.11 then forgets which exception it is for.
-def _plan(shape: Any, engine: Any, step: tuple[Any, ...], masks: Any) -> Any:
+def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Masks | None) -> Any:
     start, fault = profiling.clock(), ffi.new("ca_fault *")
+    masks = _masks_struct(given_masks) if given_masks else ffi.NULL
     found = step if type(step[1]) is np.ndarray else bridged(step)
     where, given, alive = addresses(found), ffi.NULL, found
     while not (pointer := lib.ca_plan_new(shape, engine, where, given, masks, fault)):

@@ -141,6 +141,9 @@ typedef struct ca_shape {
     int32_t hadamard;            /* 1 for a rotated cache of K, 2 of V, 3 of both: kernel/cache_write/hadamard.h */
     int32_t block_size;          /* block size of the table that the plan was given; 0: it was given none */
     int32_t max_selected_tokens; /* most columns of selected_tokens; 0: calls have none, else all of them have some */
+    /* Of the positions of a request cp_interleave in a row belong to one rank, as many after them to the next one, in
+     * turns. The caches hold the keys of cp_rank alone. cp_world_size 0 or 1: they hold all. */
+    int32_t cp_world_size, cp_rank, cp_interleave;
 } ca_shape;
 
 /* Holds the masks besides causal and window, as _check.masks has accepted them. Both lists ascend by request, then by

@@ -9,7 +9,7 @@ from cpu_attn._arrays import Array, describe, described
 from cpu_attn._check.arrays import array
 from cpu_attn._check.faults import new_fault, raise_fault
 from cpu_attn._check.kv_cache import kv_cache_layout, kv_cache_rotation, kv_dtypes
-from cpu_attn._check.values import integer, window
+from cpu_attn._check.values import MAX_SIZE, integer, window
 from cpu_attn._native import lib
 
 
@@ -40,6 +40,23 @@ def table_block_size(block_table: Any, block_size: Any) -> int:
         given, missing = ("block_size", "block_table") if block_table is None else ("block_table", "block_size")
         raise ValueError(f"{missing}: is None, {given} is given; a plan takes both or neither")
     return integer("block_size", block_size, 1)
+
+
+def ranks(world_size: Any, rank: Any, interleave: Any) -> tuple[int, int, int]:
+    """Of context parallel: how many there are, which one this is, and how many positions in a row each has."""
+    size = integer("cp_world_size", world_size, 1, MAX_SIZE)
+    return size, integer("cp_rank", rank, 0, size - 1), integer("cp_kv_cache_interleave_size", interleave, 1)
+
+
+def plan_of_ranks(name: str, x: Any, ranks: tuple[int, int, int]) -> Any:
+    """A plan for this rank's keys, and for no others."""
+    shape = plan(name, x)._shape
+    made_for = (shape.cp_world_size, shape.cp_rank, shape.cp_interleave)
+    if made_for != ranks:
+        raise ValueError(
+            f"{name}: made for (cp_world_size, cp_rank, cp_kv_cache_interleave_size) = {made_for}, expected {ranks}"
+        )
+    return x
 
 
 def same_call(

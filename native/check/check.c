@@ -42,8 +42,8 @@ int ca_check_step(const ca_plan *p, const int32_t *seq_lens, const int32_t *quer
             return ca_fail(fault, CA_OTHER_LENGTHS, r, r, query_start_loc[r], p->query_start_loc[r]);
     for (int r = 0; r < p->shape.num_reqs; r++) {
         int here = dynamic_causal ? dynamic_causal[r] != 0 : causal;
-        if (seq_lens[r] != p->seq_lens[r])
-            return ca_fail(fault, CA_OTHER_SEQ_LENS, r, r, seq_lens[r], p->seq_lens[r]);
+        if (seq_lens[r] != p->all_lens[r])
+            return ca_fail(fault, CA_OTHER_SEQ_LENS, r, r, seq_lens[r], p->all_lens[r]);
         if (here != p->causal[r])
             return ca_fail(fault, CA_OTHER_CAUSAL, r, r, here, p->causal[r]);
     }

@@ -53,12 +53,12 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
     memset(o, 0, (size_t)dv * sizeof *o);
     const int64_t hi = ca_min64(row.hi, k1);
     for (int64_t j, lo = ca_max64(row.lo, k0); (j = ca_next_key(c, t->request, kv_head, lo, hi)) < hi; lo = j + 1) {
-        if (row.tree && !ca_sees(row.tree, ca_context(p, t->request), j))
+        if (row.tree && !ca_sees(row.tree, ca_context_keys(p, t->request), j))
             continue;
         const float *v = w->value + (j - k0) * dv;
         double s = score(p, c, w->query, w->key + (j - k0) * d_end), old = m;
         if (row.slope != 0)
-            s += (double)row.slope * (double)(j - row.pos);
+            s += (double)row.slope * (double)(ca_key_position(&p->shape, j) - row.pos);
         if (row.bias)
             s += row.bias[j];
         m = s > m ? s : m;

@@ -16,21 +16,42 @@ static inline int32_t ca_longest(const ca_plan *plan) {
     return longest;
 }
 
-/* Returns how many keys come before those of the request's query tokens. */
-static inline int64_t ca_context(const ca_plan *plan, int r) { return plan->seq_lens[r] - ca_q_len(plan, r); }
+/* Returns how many of the first n positions of a request have their keys in this rank's caches. Such keys are counted
+ * without gaps, in the order of their positions: "key" means this number, wherever it is not said to be a position. */
+static inline int64_t ca_local_keys(const ca_shape *s, int64_t n) {
+    if (s->cp_world_size <= 1)
+        return n;
+    const int64_t step = s->cp_interleave, turn = step * s->cp_world_size;
+    return n / turn * step + ca_max64(0, ca_min64(n % turn - s->cp_rank * step, step));
+}
 
-/* Returns which of the keys of request r is that of its query token i. */
+/* Returns the position of a key. */
+static inline int64_t ca_key_position(const ca_shape *s, int64_t key) {
+    if (s->cp_world_size <= 1)
+        return key;
+    const int64_t step = s->cp_interleave;
+    return (key / step * s->cp_world_size + s->cp_rank) * step + key % step;
+}
+
+/* Returns how many positions come before those of the request's query tokens, and how many keys. */
+static inline int64_t ca_context(const ca_plan *plan, int r) { return plan->all_lens[r] - ca_q_len(plan, r); }
+static inline int64_t ca_context_keys(const ca_plan *plan, int r) {
+    return ca_local_keys(&plan->shape, ca_context(plan, r));
+}
+
+/* Returns the position of query token i of request r. */
 static inline int64_t ca_position(const ca_plan *plan, int r, int64_t i) { return ca_context(plan, r) + i; }
 
 /* Query token i of request r may see the keys [*lo, *hi). From token to token neither end falls, except lo under a tree
- * mask, which besides may hide keys between the two ends (ca_run). */
+ * mask, which besides may hide keys between the two ends (ca_run). Where ranks share the keys a plan has lo and hi;
+ * until it has them, these are positions. */
 static inline void ca_visible(const ca_plan *plan, int r, int64_t i, int64_t *lo, int64_t *hi) {
     if (plan->lo) {
         *lo = plan->lo[plan->query_start_loc[r] + i];
         *hi = plan->hi[plan->query_start_loc[r] + i];
         return;
     }
-    int64_t len = plan->seq_lens[r], pos = ca_position(plan, r, i);
+    int64_t len = plan->all_lens[r], pos = ca_position(plan, r, i);
     int64_t left = plan->shape.window_left, right = plan->shape.window_right;
     *lo = left < 0 ? 0 : ca_max64(0, pos - left);
     *hi = right < 0 ? len : ca_min64(len, pos + right + 1);
@@ -53,8 +74,8 @@ static inline void ca_task_keys(const ca_plan *plan, const ca_task *task, int64_
         *k1 = *k0;
 }
 
-/* Returns a row of the tree mask: its bit j says whether query token i of request r sees the key of the request's query
- * token j. NULL says that the token sees all of its range. */
+/* Returns a row of the tree mask: its bit j says whether query token i of request r sees the key that is j keys after
+ * ca_context_keys. NULL says that the token sees all of its range. */
 static inline const uint8_t *ca_tree_row(const ca_plan *plan, int r, int64_t i) {
     return plan->tree ? plan->tree + (plan->query_start_loc[r] + i) * plan->tree_bytes : NULL;
 }
@@ -152,7 +173,7 @@ static inline const float *ca_bias_row(const ca_call *c, ca_token at, int64_t he
 
 /* Describes a query row: where its query lies, what it sees, and what is added to its logits. */
 typedef struct ca_query_row {
-    int64_t token, lo, hi, pos; /* token: that of the query; lo, hi and pos: keys */
+    int64_t token, lo, hi, pos; /* token: that of the query; lo and hi: keys; pos: its position */
     const void *query;
     const uint8_t *tree; /* ca_tree_row */
     const float *bias;   /* ca_bias_row */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * This file turns the masks besides causal and window into what a plan keeps: the range of keys that every query token
- * sees and, under a tree mask, which query tokens it sees in that range. */
+ * This file turns masks into what a plan keeps where causal and window do not say it all: the range of keys that every
+ * query token sees and, under a tree mask, which query tokens it sees in that range. Masks go by positions. A rank's
+ * keys ascend with their positions, so that a range of positions is a range of keys on every rank. */
 #include "check/check.h"
 #include "plan.h"
 #include <stdlib.h>
@@ -14,7 +15,7 @@ static int check_tree(const ca_plan *p, const ca_masks *m, ca_fault *fault) {
         if (ca_q_len(p, r) > m->tree_bytes * 8)
             return ca_fail(fault, CA_TREE_NARROW, r, r, ca_q_len(p, r), m->tree_bytes * 8);
         if (ca_context(p, r) < 0)
-            return ca_fail(fault, CA_TOKENS_WITHOUT_KEYS, r, r, p->seq_lens[r], ca_q_len(p, r));
+            return ca_fail(fault, CA_TOKENS_WITHOUT_KEYS, r, r, p->all_lens[r], ca_q_len(p, r));
     }
     return CA_OK;
 }
@@ -23,7 +24,7 @@ static int check_documents(const ca_plan *p, const ca_masks *m, ca_fault *fault)
     for (int64_t d = 0; d < m->num_documents; d++) {
         int32_t r = m->documents[2 * d];
         if (ca_context(p, r) < 0)
-            return ca_fail(fault, CA_TOKENS_WITHOUT_KEYS, r, r, p->seq_lens[r], ca_q_len(p, r));
+            return ca_fail(fault, CA_TOKENS_WITHOUT_KEYS, r, r, p->all_lens[r], ca_q_len(p, r));
     }
     return CA_OK;
 }
@@ -35,7 +36,7 @@ static void fill_ranges(const ca_plan *p, const ca_masks *m, int32_t *to_lo, int
     const int32_t *span = m->spans, *spans_end = span + 3 * m->num_spans;
     const int32_t *doc = m->documents, *docs_end = doc + 2 * m->num_documents;
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {
-        int64_t q_len = ca_q_len(p, r), len = p->seq_lens[r], lo, hi;
+        int64_t q_len = ca_q_len(p, r), len = p->all_lens[r], lo, hi;
         for (int64_t i = 0, pos = len - q_len; i < q_len; i++, pos++) {
             ca_visible(p, r, i, &lo, &hi);
             while (span < spans_end && (span[0] < r || (span[0] == r && span[2] < pos)))
@@ -50,8 +51,8 @@ static void fill_ranges(const ca_plan *p, const ca_masks *m, int32_t *to_lo, int
                 lo = ca_max64(lo, doc[1]);
                 hi = doc + 2 < docs_end && doc[2] == r ? ca_min64(hi, doc[3]) : hi;
             }
-            *to_lo++ = (int32_t)lo;
-            *to_hi++ = (int32_t)hi;
+            *to_lo++ = (int32_t)ca_local_keys(&p->shape, lo);
+            *to_hi++ = (int32_t)ca_local_keys(&p->shape, hi);
         }
     }
 }
@@ -65,6 +66,15 @@ static int32_t copy_row(const uint8_t *from, int64_t q_len, uint8_t *to) {
     for (int64_t b = 0; b < ca_div_up(q_len, 8); b++)
         count += __builtin_popcount(to[b]);
     return count;
+}
+
+/* Moves the bits of the query tokens whose keys are in this rank's caches to the front of the row. */
+static void keep_local(const ca_shape *s, int64_t context, int64_t q_len, uint8_t *row) {
+    int64_t n = 0, first = ca_local_keys(s, context), end = ca_local_keys(s, context + q_len);
+    for (int64_t key = first; key < end; key++, n++) {
+        int seen = ca_sees(row, 0, ca_key_position(s, key) - context);
+        row[n / 8] = (uint8_t)((row[n / 8] & ~(1 << n % 8)) | seen << n % 8);
+    }
 }
 
 /* The depth of a query token in the tree is how many query tokens it sees besides itself. Its position is context +
@@ -85,6 +95,9 @@ static void fill_tree(const ca_plan *p, const ca_masks *m, int32_t *lo, int32_t 
                 if (depth[i] - depth[j] > left)
                     row[j / 8] &= (uint8_t)~(1 << j % 8);
             lo[start + i] = left < 0 ? 0 : (int32_t)ca_min64(context, ca_max64(0, context + depth[i] - left));
+            lo[start + i] = (int32_t)ca_local_keys(&p->shape, lo[start + i]);
+            if (p->shape.cp_world_size > 1)
+                keep_local(&p->shape, context, q_len, row);
         }
         for (int64_t i = 0; i < q_len; i++)
             hi[start + i] = p->seq_lens[r];

@@ -229,6 +229,8 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
     return status;
 }
 
+static const ca_masks no_masks = {.tree_rows = -1};
+
 ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects, const ca_array *given,
                      const ca_masks *masks, ca_fault *fault) {
     ca_array a[CA_STEP_ARRAYS];
@@ -241,7 +243,7 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
     const int32_t *starts = (const int32_t *)a[CA_STEP_QUERY_START_LOC].address;
     const int32_t *lens = (const int32_t *)a[CA_STEP_SEQ_LENS].address;
     const int32_t *flags = (const int32_t *)a[CA_STEP_DYNAMIC_CAUSAL].address;
-    ca_plan *p = malloc(sizeof *p + (5 * n + 1) * sizeof(int32_t));
+    ca_plan *p = malloc(sizeof *p + (6 * n + 1) * sizeof(int32_t));
     if (!p) {
         ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
         return NULL;
@@ -252,11 +254,14 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
     p->causal = p->seq_lens + n;
     p->first_key = p->causal + n;
     p->end_key = p->first_key + n;
+    p->all_lens = p->end_key + n;
     memcpy(p->query_start_loc, starts, (n + 1) * sizeof(int32_t));
-    memcpy(p->seq_lens, lens, n * sizeof(int32_t));
+    memcpy(p->all_lens, lens, n * sizeof(int32_t));
     shape->all_causal = 1;
-    for (size_t r = 0; r < n; r++)
+    for (size_t r = 0; r < n; r++) {
+        p->seq_lens[r] = (int32_t)ca_local_keys(shape, p->all_lens[r]);
         shape->all_causal &= p->causal[r] = flags ? flags[r] != 0 : shape->causal;
+    }
     if (!n)
         shape->all_causal = shape->causal;
     if (shape->all_causal)
@@ -264,7 +269,9 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
     p->shape = *shape;
     p->group_size = shape->num_heads / shape->num_kv_heads;
     p->num_tokens = p->query_start_loc[n];
-    if (!ca_check_lengths(shape->num_reqs, p->seq_lens, p->query_start_loc, fault)) {
+    if (shape->cp_world_size > 1 && !masks)
+        masks = &no_masks;
+    if (!ca_check_lengths(shape->num_reqs, p->all_lens, p->query_start_loc, fault)) {
         const int64_t num_blocks = count_blocks(p);
         if (num_blocks > MAX_TASKS) {
             ca_fail(fault, CA_TOO_MANY_TASKS, -1, -1, num_blocks, MAX_TASKS);
@@ -306,7 +313,7 @@ int64_t ca_plan_visible_pairs(const ca_plan *p) {
     for (int32_t r = 0; r < p->shape.num_reqs; r++)
         for (int64_t i = 0; i < ca_q_len(p, r); i++) {
             ca_visible(p, r, i, &lo, &hi);
-            for (; ca_run(ca_tree_row(p, r, i), ca_context(p, r), hi, &lo, &end); lo = end)
+            for (; ca_run(ca_tree_row(p, r, i), ca_context_keys(p, r), hi, &lo, &end); lo = end)
                 pairs += end - lo;
         }
     return pairs * p->shape.num_heads;

@@ -185,6 +185,7 @@ static ca_call call_of(const ca_array *a, const ca_shape *s, const ca_indices *x
                {(const void *)vc->address, v.stride_n, v.stride_h, v.ld}},
         .block_size = k.block_size,
         .output = (void *)out->address,
+        .output_dtype = out->dtype,
         .o_stride_t = out->strides[0],
         .o_stride_h = out->strides[1],
         .lse = (float *)a[CA_LSE].address,

@@ -25,6 +25,7 @@ typedef struct ca_call {
     ca_kv kv[2];
     int64_t block_size;
     void *output;
+    int32_t output_dtype; /* the plan's, or CA_F32 */
     int64_t o_stride_t, o_stride_h;
     float *lse; /* [Hq, T] or NULL */
     int64_t lse_stride_h;
@@ -109,7 +110,8 @@ struct ca_plan {
     const ca_engine *engine;
     const ca_kernel *kernel;
     int64_t num_tokens, group_size;               /* group_size: query heads of a kv head */
-    int32_t *query_start_loc, *seq_lens, *causal; /* causal[r]: resolved for each request */
+    int32_t *query_start_loc, *seq_lens, *causal; /* seq_lens: keys in the caches; causal[r]: resolved */
+    int32_t *all_lens;                            /* keys of each request on all ranks */
     int32_t *first_key, *end_key;                 /* of each request: some row may see the keys [first, end) */
     int64_t num_keys;                             /* keys in these ranges */
     ca_task *tasks;                               /* longest first */
@@ -123,7 +125,7 @@ struct ca_plan {
     /* query_bytes is room for queries that are rotated before any task runs. */
     int64_t query_bytes;
     int32_t heads_together; /* most kv heads of an item; tasks of few rows go through their keys together */
-    int32_t *lo, *hi;       /* [num_tokens] where there are masks besides causal and window, else NULL: ca_visible */
+    int32_t *lo, *hi;       /* [num_tokens] where causal and window do not say it all, else NULL: ca_visible */
     uint8_t *tree;          /* [num_tokens][tree_bytes] or NULL: ca_tree_row */
     int64_t tree_bytes;
     int64_t num_shared;

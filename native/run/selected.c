@@ -49,14 +49,14 @@ static ca_plan plan_alone(const ca_plan *p, int64_t keys, int32_t step[4]) {
     step[2] = (int32_t)keys;
     step[3] = 0;
     alone.query_start_loc = step;
-    alone.seq_lens = step + 2;
+    alone.seq_lens = alone.all_lens = step + 2;
     alone.causal = step + 3;
     alone.lo = alone.hi = NULL;
     alone.tree = NULL;
     alone.shape.num_reqs = alone.shape.num_kv_heads = 1;
     alone.shape.num_heads = (int32_t)p->group_size;
     alone.shape.window_left = alone.shape.window_right = -1;
-    alone.shape.max_selected_tokens = 0;
+    alone.shape.max_selected_tokens = alone.shape.cp_world_size = 0;
     if (!is_packed(p))
         alone.shape.kv_cache_layout = CA_HND;
     return alone;
@@ -78,7 +78,7 @@ static int64_t list_keys(const ca_plan *p, const ca_call *c, const ca_task *t, c
     const int64_t end = ca_min64(ca_find_block(list, row->hi), first + CA_SELECTED_KEYS);
     int64_t n = 0;
     for (int64_t i = first; i < end; i++)
-        if (!row->tree || ca_sees(row->tree, ca_context(p, t->request), list.selected[i]))
+        if (!row->tree || ca_sees(row->tree, ca_context_keys(p, t->request), list.selected[i]))
             key[n++] = list.selected[i];
     return n;
 }
@@ -196,7 +196,7 @@ static void fill_bias(const ca_plan *p, const ca_call *c, const ca_task *t, int 
         float *bias = w->bias + g * CA_SELECTED_KEYS;
         ca_query_row_move(p, c, (ca_token){t->request, t->token}, kv_head * p->group_size + g, &row);
         for (int64_t i = 0; i < n; i++) {
-            const float distance = (float)(w->key[i] - row.pos);
+            const float distance = (float)(ca_key_position(&p->shape, w->key[i]) - row.pos);
             bias[i] = (row.slope != 0 ? row.slope * distance : 0) + (row.bias ? row.bias[w->key[i]] : 0);
         }
     }

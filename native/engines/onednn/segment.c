@@ -187,7 +187,7 @@ static int choose_form(work *w) {
 static void take_rows(work *w) {
     const ca_plan *plan = w->pages.plan;
     int64_t columns = ca_form_head_size(w->form, w->head_size);
-    w->context = ca_context(plan, w->task->request);
+    w->context = ca_context_keys(plan, w->task->request);
     if (w->form == CA_FORM_BF16)
         memset(w->q, 0, (size_t)(w->rows * columns * 2));
     for (int64_t r = 0; r < w->rows; r++) {
@@ -282,6 +282,7 @@ static void seen(const work *w, int64_t row, int64_t n, int64_t *a, int64_t *b) 
  * becomes zeros; w->top tells these apart. */
 static void finish_scores(work *w, int64_t r0, int64_t r, int64_t n, int64_t keys) {
     float *s = w->s + r * keys, cap = w->pages.call->softcap, slope = w->slope[r0 + r];
+    const ca_shape *shape = &w->pages.plan->shape;
     int64_t a, b, pos = w->pos[r0 + r];
     seen(w, r0 + r, n, &a, &b);
     if (cap > 0)
@@ -289,7 +290,7 @@ static void finish_scores(work *w, int64_t r0, int64_t r, int64_t n, int64_t key
             s[j] *= cap;
     if (slope != 0)
         for (int64_t j = a; j < b; j++)
-            s[j] += slope * (float)(int32_t)(w->pages.key[j] - pos);
+            s[j] += slope * (float)(int32_t)(ca_key_position(shape, w->pages.key[j]) - pos);
     for (int64_t j = a; w->bias[r0 + r] && j < b; j++)
         s[j] += w->bias[r0 + r][w->pages.key[j]];
     for (int64_t j = a; w->tree[r0 + r] && j < b; j++)

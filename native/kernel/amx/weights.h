@@ -11,8 +11,9 @@ static NOINLINE void shape(const tile_work *w, const strip *t, const sub_block *
     float *s = b->s + r * S_LD;
     for (int i = 0; w->scaled && i < b->num_groups * CA_LANES; i += VL)
         v_store(s + i, v_mul(v_load_f32(s + i), v_load_f32(t->by[K] + b->group * CA_LANES + i)));
-    logits_transform_bf16(s, g, b->num_groups, w->scaled ? 1 : x->factor, w->call->softcap, x->slope[row], x->pos[row],
-                          x->bias[row], ca_max64(t->k0, x->lo[row]), ca_min64(t->k1, x->hi[row]), b->masked);
+    logits_transform_bf16(&w->plan->shape, s, g, b->num_groups, w->scaled ? 1 : x->factor, w->call->softcap,
+                          x->slope[row], x->pos[row], x->bias[row], ca_max64(t->k0, x->lo[row]),
+                          ca_min64(t->k1, x->hi[row]), b->masked);
     mask_tree(x, row, g, b->num_groups, s);
 }
 
