@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 import cpu_attn
-from cpu_attn import _adapters, _dispatch, _onednn_loader
+from cpu_attn import _adapters, _dispatch, _numa, _onednn_loader
 from cpu_attn._dtypes import DTYPE_CODES
 from cpu_attn._native import ffi, lib
 from cpu_attn.cli.report import new_console
@@ -115,12 +115,23 @@ def onednn() -> dict[str, Any]:
     return {"available": True, **found, "amx_used": "amx" in found["bfloat16"] + found["float32"]}
 
 
+def nodes(num_threads: int) -> list[dict[str, Any]]:
+    """NUMA's: their CPUs, whether calls may run there, and how many of a call's threads do at present."""
+    known = _numa.cpus_of_nodes()
+    may, threads = (_numa.cpus(), _numa.thread_nodes(num_threads)) if known else (set(), [])
+    return [
+        {"node": node, "cpus": len(own), "usable_cpus": len(may & set(own)), "threads": threads.count(node)}
+        for node, own in known.items()
+    ]
+
+
 def collect() -> dict[str, Any]:
     machine = cpu()
     return {
         "version": cpu_attn.__version__,
         "cpu": machine,
         "threads": {"count": cpu_attn.get_num_threads(), "runtime": ffi.string(lib.ca_threading()).decode()},
+        "numa": nodes(cpu_attn.get_num_threads()),
         "isas": isas(machine["amx_permission"]),
         "auto": kernels(),
         "auto_engine": engine(),
@@ -174,6 +185,8 @@ def _machine(data: dict[str, Any]) -> Iterator[tuple[str | Text, str | Text]]:
     yield "caches", ", ".join(f"{k} {_size(v)}" for k, v in c["caches_bytes"].items())
     yield "features", " ".join(k for k, v in c["features"].items() if v)
     yield "threads", f"{data['threads']['count']} ({data['threads']['runtime']})"
+    for n in data["numa"]:
+        yield f"NUMA node {n['node']}", f"{n['usable_cpus']} of {n['cpus']} cpus, {n['threads']} threads at present"
     yield "AMX permission", c["amx_permission"] + (f" ({c['amx_reason']})" if c["amx_reason"] else "")
 
 

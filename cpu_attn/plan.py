@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn import _check, _dispatch, _threads, profiling
+from cpu_attn import _check, _dispatch, _numa, _threads, profiling
 from cpu_attn._arrays import addresses, bridged
 from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, FORMATS, dtype_name
 from cpu_attn._native import ffi, lib
@@ -153,6 +153,7 @@ def get_scheduler_metadata(
     cp_world_size: int = 1,
     cp_rank: int = 0,
     cp_kv_cache_interleave_size: int = 1,
+    block_nodes: Any = None,
 ) -> SchedulerMetadata:
     """Plans the attention of one step, once for all layers of one shape.
 
@@ -206,6 +207,8 @@ def get_scheduler_metadata(
         cp_rank: which of them this is. Its keys are those of the positions p of a request with
             ``p // cp_kv_cache_interleave_size % cp_world_size == cp_rank``, counted without gaps.
         cp_kv_cache_interleave_size: how many positions in a row have their keys on the same rank.
+        block_nodes: int32 [N], or None. The NUMA node on which the memory of each block lies, with ``block_table``, and
+            only then. Threads then take tasks first whose blocks are on their own node; no bit changes.
 
     Returns:
         The plan.
@@ -260,8 +263,12 @@ def get_scheduler_metadata(
     shape.cp_world_size, shape.cp_rank, shape.cp_interleave = _check.ranks(
         cp_world_size, cp_rank, cp_kv_cache_interleave_size
     )
+    if block_nodes is not None:
+        if not shape.block_size:
+            raise ValueError("block_table: is None, block_nodes is given, which needs it")
+        _numa.cpus_of_nodes()
     found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window)
-    pointer = _plan(shape, engine_pointer, (query_start_loc, seq_lens, dynamic_causal, block_table), found)
+    pointer = _plan(shape, engine_pointer, (query_start_loc, seq_lens, dynamic_causal, block_table, block_nodes), found)
     words = (sliding_window, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
     return SchedulerMetadata(
         pointer, shape, dtype, kvs, resolved.name, engine, kv_cache_layout, kv_cache_rotation, words

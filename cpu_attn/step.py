@@ -57,8 +57,9 @@ class Step:
     def plan(self, cache: Any, num_heads: int, **options: Any) -> Any:
         """Makes a plan of this step for every layer whose cache is like ``cache``.
 
-        Requests that start with the same block read the blocks that they share once, unless options have
-        ``block_table=None``.
+        Requests that start with the same block read the blocks that they share once, and threads begin with what lies
+        on their own NUMA node where the cache has ``block_nodes``, unless options have ``block_table=None`` or
+        ``max_selected_tokens``.
 
         Args:
             cache: a :class:`PagedKVCache` with the step's block_size.
@@ -73,7 +74,8 @@ class Step:
         """
         self._arrays_for(cache)
         first = np.sort(self.block_table[:, :1], axis=0)
-        if (first[1:] == first[:-1]).any():
+        shared = (first[1:] == first[:-1]).any()
+        if (shared or cache.block_nodes is not None) and options.get("max_selected_tokens") is None:
             options.setdefault("block_table", self.block_table)
         options.setdefault("sliding_window", self.sliding_window)
         return cache.plan(self.query_start_loc, self.seq_lens, num_heads, **options)
@@ -81,7 +83,7 @@ class Step:
     def _plan_for_all(self, cache: Any, num_heads: int) -> Any:
         """The plan without options, made for the first of the layers whose heads, dtype and layout are the same."""
         kind = (cache.num_kv_heads, cache.head_size, cache.head_size_v, cache.dtype, cache.kv_cache_dtype)
-        key = (num_heads, *kind, cache.isa, cache.kv_cache_layout, cache.kv_cache_rotation)
+        key = (num_heads, *kind, cache.isa, cache.kv_cache_layout, cache.kv_cache_rotation, cache.numa)
         if key not in self._plans:
             self._plans[key] = self.plan(cache, num_heads)
         return self._plans[key]

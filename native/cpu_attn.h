@@ -85,6 +85,7 @@ enum ca_status {
     CA_SELECTED_TWICE,      /* selected_blocks and selected_tokens were given */
     CA_OTHER_SELECTED,      /* value = columns of selected_tokens, -1: there are none; bound = the plan's most, or 0 */
     CA_BIAS_SMALL,          /* request, position = axis, value, bound = what the request needs */
+    CA_BAD_NODE,            /* position = block, value, bound: 0 <= value < bound */
     CA_SMALL_STACK          /* value = bytes of an OpenMP thread's stack, bound = those that a call may take */
 };
 
@@ -196,6 +197,7 @@ enum ca_step_arrays {
     CA_STEP_SEQ_LENS,
     CA_STEP_DYNAMIC_CAUSAL,
     CA_STEP_BLOCK_TABLE,
+    CA_STEP_BLOCK_NODES, /* the NUMA node of each block */
     CA_STEP_ARRAYS
 };
 enum ca_write_arrays { CA_TO_KEY_CACHE, CA_TO_VALUE_CACHE, CA_KEY, CA_VALUE, CA_SLOT_MAPPING, CA_WRITE_ARRAYS };
@@ -262,6 +264,21 @@ const char *ca_threading(void); /* "OpenMP 201511" or why there is none */
 int ca_get_num_threads(void);
 void ca_set_num_threads(int n); /* 0: as many as OpenMP says; -n: n, however little there is to do */
 void ca_set_cpu_quota(int n);   /* as many as OpenMP says, but no more than n */
+
+/* Nodes are NUMA's: memory is near some CPUs and farther from others. What is here knows nodes and CPUs with numbers
+ * below these. */
+enum { CA_NODES = 64, CA_CPUS = 4096 };
+void ca_set_cpu_nodes(const int32_t *nodes, int32_t n); /* nodes[cpu], n of them: on which node threads run */
+/* Marks in cpus[CA_CPUS] those to which OpenMP binds its threads. Returns in how many places, 0: it binds none. */
+int ca_place_cpus(uint8_t *cpus);
+void ca_thread_cpus(int32_t *cpus, int32_t n); /* where each of n threads of a call runs at present; -1: unknown */
+/* The two below return 0 or errno. */
+/* Sets bit i of *nodes where this thread may have memory of node i: where its cpuset allows it and, where the thread's
+ * policy binds memory (numactl --membind), where this does. */
+int ca_memory_nodes(uint64_t *nodes);
+/* Says on which nodes pages are to lie that nobody has touched yet: on each of them in turn, or on the one. A node
+ * whose memory is used up leaves pages to others. */
+int ca_place(uintptr_t address, int64_t bytes, int32_t interleave, uint64_t nodes);
 
 const ca_engine *ca_fused_engine(void);
 const ca_engine *ca_reference_engine(void);

@@ -37,7 +37,7 @@ def rotary_args() -> Args:
 
 def step_args() -> Args:
     arrays = {"dynamic_causal": np.ones(2, np.int32), "block_table": np.array([[1, 3], [2, 0]], np.int32)}
-    return plan_args() | arrays | {"block_size": 16}
+    return plan_args() | arrays | {"block_size": 16, "block_nodes": np.zeros(4, np.int32)}
 
 
 def _without(name: str) -> tuple[str, ...]:
@@ -53,10 +53,10 @@ CALLS = {
 }
 ROWS = [(call, name) for call, (_, _, names) in CALLS.items() for name in names]
 OPTIONAL = {"lse", "dynamic_causal", "alibi_slopes", "s_aux", "selected_blocks", "attn_bias", "query_out"}
-OPTIONAL |= {"q_weight", "k_weight", "selected_tokens"}
+OPTIONAL |= {"q_weight", "k_weight", "selected_tokens", "block_nodes"}
 # Axes that no other argument has, of arrays that may be larger than a call needs: with one more they are no less valid.
 FREE = {("block_table", 1), ("selected_blocks", 2), ("attn_bias", 2), ("attn_bias", 3), ("cos_sin_cache", 0)}
-FREE |= {("selected_tokens", 1)}
+FREE |= {("selected_tokens", 1), ("block_nodes", 0)}
 # Axes that the first argument which has them binds: it is another one that does not fit then.
 BOUND = {("key", 0): "value", ("key", 1): "value", ("query", 1): "query_out"}
 BOUND |= {("key_cache", 0): "value_cache", ("key_cache", 2): "value_cache"}
@@ -100,8 +100,8 @@ def test_every_axis(call: str, name: str) -> None:
     for axis in range(x.ndim):
         shape = [n + (i == axis) for i, n in enumerate(x.shape)]
         other = np.ones(shape, x.dtype) if x.dtype.kind == "f" else np.full(shape, -1, x.dtype)
-        if (name, axis) == ("block_table", 1):
-            other[:, :-1] = x
+        if (name, axis) in (("block_table", 1), ("block_nodes", 0)):
+            other[..., :-1] = x
         if (name, axis) in FREE:
             function(**good | {name: other})
         elif (name, axis) == ("cos_sin_cache", 1):

@@ -78,6 +78,17 @@ def kv_cache_rotation(x: Any) -> int:
     return _rotated(x)
 
 
+def numa(x: Any) -> str | None:
+    """How a cache's memory lies on NUMA nodes."""
+    if x is None:
+        return None
+    if not isinstance(x, str):
+        raise TypeError(f"numa: expected a name or None, got {type(x).__name__}")
+    if x not in ("interleave", "blocks"):
+        raise ValueError(f"numa: {x!r} is none of interleave, blocks, None")
+    return x
+
+
 def memory(kv: str) -> tuple[str, ...]:
     """The dtypes that an array may have whose memory holds ``kv``."""
     return FORMATS[kv].memory if kv in FORMATS else (kv,)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from cpu_attn import _check, _dispatch, ops
+from cpu_attn import _check, _dispatch, _numa, ops
 from cpu_attn._arrays import bridged, new_beside, view
 from cpu_attn._dtypes import DTYPES, dtype_name
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
@@ -42,18 +42,22 @@ class PagedKVCache:
         kv_cache_layout: ``packed``, or ``HND`` or ``NHD`` for plain rows. Plain rows are slower to read, and are there
             to share the memory with others.
         kv_cache_rotation: ``hadamard`` for quantised caches, which keep a model's quality better so: docs/quality.md.
+        numa: on which NUMA nodes the memory lies. None: each page on the node of the thread that first writes to it.
+            ``interleave``: pages take turns over the nodes that the process may have memory of. ``blocks``: each of
+            these nodes on whose CPUs calls may run has an equal run of blocks. docs/threads.md says what for.
 
     Attributes:
         key_cache: the array of keys, as the three calls take it.
         value_cache: the array of values.
         isa: the isa that ``auto`` meant.
         layout: what lies in a block. A plan for another layout is refused.
-        descriptor: the :class:`CacheDescriptor`: all of the above as data, for files and other machines.
+        descriptor: the :class:`CacheDescriptor`: all but ``numa`` as data, for files and other machines.
+        block_nodes: int32 [N], the node of each block, where ``numa`` is ``blocks`` and there are several; else None.
 
     Raises:
         ValueError: a size or a scale is out of range, or a name is unknown.
         TypeError: an argument has another type.
-        UnavailableError: this machine does not have the isa.
+        UnavailableError: this machine does not have the isa, or its system refuses to place memory by ``numa``.
         MemoryError: there is no memory for the cache.
 
     Example:
@@ -87,6 +91,7 @@ class PagedKVCache:
         v_scale: float = 1.0,
         kv_cache_layout: str = "packed",
         kv_cache_rotation: str = "none",
+        numa: str | None = None,
     ) -> None:
         name = dtype_name(dtype)
         head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
@@ -119,9 +124,13 @@ class PagedKVCache:
             isa=resolved.name,
             kv_cache_rotation=kv_cache_rotation,
         )
-        self._hold(descriptor, *(aligned_zeros(x, memory_dtype(kv)) for x, kv in zip(shapes, kvs, strict=True)))
+        placement = _numa.placement(numa)
+        k, v = (aligned_zeros(x, memory_dtype(kv), placement) for x, kv in zip(shapes, kvs, strict=True))
+        self._hold(descriptor, k, v, placement)
 
-    def _hold(self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any) -> None:
+    def _hold(
+        self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any, placement: _numa.Placement | None = None
+    ) -> None:
         d = self.descriptor = descriptor
         self.layout, self.kv_cache_layout, self.isa = d.layout, d.kv_cache_layout, d.isa
         self.dtype, self.kv_cache_dtype = DTYPES[d.dtype], d.kv_cache_dtype
@@ -129,6 +138,9 @@ class PagedKVCache:
         self.num_blocks, self.block_size, self.num_kv_heads = d.num_blocks, d.block_size, d.num_kv_heads
         self.head_size, self.head_size_v, self.k_scale, self.v_scale = d.head_size, d.head_size_v, d.k_scale, d.v_scale
         self.key_cache, self.value_cache = key_cache, value_cache
+        self._placement = placement
+        self.numa = placement.numa if placement else None
+        self.block_nodes = placement.block_nodes(d.num_blocks) if placement else None
 
     @classmethod
     def open(cls, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any, isa: str = "auto") -> PagedKVCache:
@@ -198,15 +210,17 @@ class PagedKVCache:
         """A cache over copies of the memory, which begin at cache lines as a new cache's does."""
         for memory in (self.key_cache, self.value_cache):
             if id(memory) not in memo:
-                memo[id(memory)] = aligned_copy(memory)
+                memo[id(memory)] = aligned_copy(memory, self._placement)
         copied = memo[id(self)] = object.__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a pickle, whose arrays begin wherever NumPy puts them."""
+        """Of a pickle, whose arrays begin wherever NumPy puts them, and which may be another machine's."""
         self.__dict__.update(state)
-        self.key_cache, self.value_cache = aligned_copy(self.key_cache), aligned_copy(self.value_cache)
+        placement = _numa.placement(self.numa)
+        k, v = (aligned_copy(x, placement) for x in (self.key_cache, self.value_cache))
+        self._hold(self.descriptor, k, v, placement)
 
     def __repr__(self) -> str:
         return (
@@ -295,7 +309,8 @@ class PagedKVCache:
             query_start_loc: int32 [R + 1], where each request's query tokens start.
             seq_lens: int32 [R], how many keys each request has, this step's among them.
             num_heads: Hq, query heads; a multiple of ``num_kv_heads``.
-            block_table: int32 [R, M], or None. With it, requests that start with the same blocks read these once.
+            block_table: int32 [R, M], or None. With it, requests that start with the same blocks read these once, and
+                threads begin with what lies on their own NUMA node (``block_nodes``).
             **options: more of :func:`get_scheduler_metadata`'s arguments: ``causal``, ``sliding_window``,
                 ``tree_mask``, ...
 
@@ -323,6 +338,7 @@ class PagedKVCache:
             head_size_v=self.head_size_v,
             block_table=block_table,
             block_size=None if block_table is None else self.block_size,
+            block_nodes=None if block_table is None else self.block_nodes,
             kv_cache_layout=self.kv_cache_layout,
             kv_cache_rotation=self.kv_cache_rotation,
             **options,

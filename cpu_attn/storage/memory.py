@@ -13,6 +13,7 @@ import numpy as np
 
 from cpu_attn import _check
 from cpu_attn._dtypes import DTYPES
+from cpu_attn._numa import Placement
 
 HUGE_PAGE = 2 << 20
 Memory = np.ndarray[Any, Any]
@@ -23,12 +24,12 @@ def memory_dtype(kind: str) -> np.dtype[Any]:
     return DTYPES[_check.memory(kind)[0]]
 
 
-def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Memory:
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any], placement: Placement | None = None) -> Memory:
     """Zeros from the beginning of a cache line on: NumPy's own begin 16 bytes into one, which costs a cache write 8 %
     of its speed in bfloat16, 20 % in float32 (kernel/cache_write/write.inc). In huge pages where the system has them:
-    1 to 4 % of decode's speed (Cascade Lake)."""
+    1 to 4 % of decode's speed (Cascade Lake). placement: of shape[0] blocks."""
     size, align = prod(shape) * dtype.itemsize, 64
-    if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if (size >= HUGE_PAGE or placement) and hasattr(mmap, "MADV_HUGEPAGE"):
         align = HUGE_PAGE
         try:
             pages = mmap.mmap(-1, size + align, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -39,11 +40,14 @@ def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Memory:
         memory = np.frombuffer(pages, np.uint8)
     else:
         memory = np.zeros(size + align, np.uint8)
-    return memory[-memory.ctypes.data % align :][:size].view(dtype).reshape(shape)
+    memory = memory[-memory.ctypes.data % align :][:size]
+    if placement and size:
+        placement.apply(memory.ctypes.data, size, shape[0])
+    return memory.view(dtype).reshape(shape)
 
 
-def aligned_copy(x: Memory) -> Memory:
-    copied = aligned_zeros(x.shape, x.dtype)
+def aligned_copy(x: Memory, placement: Placement | None = None) -> Memory:
+    copied = aligned_zeros(x.shape, x.dtype, placement)
     copied[...] = x
     return copied
 

@@ -182,6 +182,8 @@ static int order_tasks(ca_plan *p, ca_list *list, int64_t longest, double total)
         }
     }
     p->partial_bytes = ca_round_up(floats * (int64_t)sizeof(float), 64);
+    p->first_task[1] = p->num_tasks;
+    p->num_nodes = 1;
     return CA_OK;
 }
 
@@ -191,7 +193,7 @@ static int threads_for(const ca_plan *p, double total) {
     return (int)ca_max64(1, ca_min64(p->shape.num_threads, ca_threads_for(macs / 120)));
 }
 
-static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault *fault) {
+static int fill(ca_plan *p, const ca_array *table, const ca_array *nodes, int64_t num_blocks, ca_fault *fault) {
     ca_list list = {.num_blocks = num_blocks, .count = num_blocks, .room = ca_max64(1, num_blocks)};
     list.at = malloc(sizeof *list.at * (size_t)list.room);
     if (!list.at)
@@ -215,6 +217,8 @@ static int fill(ca_plan *p, const ca_array *table, int64_t num_blocks, ca_fault 
         p->heads_together = heads_of_item(p, longest, total);
     if (!status)
         status = order_tasks(p, &list, longest, total);
+    if (!status && nodes->itemsize)
+        status = ca_order_by_node(p, table, nodes, fault);
     free(list.at);
     free(list.members);
     p->state_bytes = ca_max64(ca_state_bytes(p, p->rows), p->heads_together * ca_state_bytes(p, p->few_rows));
@@ -276,7 +280,7 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
         if (num_blocks > MAX_TASKS) {
             ca_fail(fault, CA_TOO_MANY_TASKS, -1, -1, num_blocks, MAX_TASKS);
         } else if (!(masks && ca_take_masks(p, masks, fault))) {
-            const int status = fill(p, &a[CA_STEP_BLOCK_TABLE], num_blocks, fault);
+            const int status = fill(p, &a[CA_STEP_BLOCK_TABLE], &a[CA_STEP_BLOCK_NODES], num_blocks, fault);
             if (status == CA_OK)
                 return p;
             if (status == CA_NO_MEMORY)

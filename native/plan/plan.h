@@ -43,4 +43,8 @@ int ca_take_masks(ca_plan *plan, const ca_masks *masks, ca_fault *fault);
 /* Adds a task for each group of query blocks that meet the same physical blocks from their first key on, and takes
  * these segments from the query blocks. Returns CA_OK, CA_NO_MEMORY or CA_BLOCK_TABLE_SHORT. */
 int ca_share(ca_plan *plan, const ca_array *table, ca_list *list, ca_fault *fault);
+
+/* Sorts the tasks by the NUMA nodes of the blocks that they read: nodes[block] is that of a block. Returns CA_OK or why
+ * not: CA_NO_MEMORY, or what is in *fault. */
+int ca_order_by_node(ca_plan *plan, const ca_array *table, const ca_array *nodes, ca_fault *fault);
 #endif

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  * This file runs a plan: threads take items, each of them some kv heads of a task, from a counter, then merges from
- * another. Segments merge in order, so that results do not depend on which thread takes what. */
+ * another. Each NUMA node's tasks have a counter of their own, and a thread begins with that of its node. Segments
+ * merge in order, so that results do not depend on which thread takes what. */
 #include "check/check.h"
 #include "kernel/kernel.h"
 #include "plan/keys.h"
+#include "cpu/nodes.h"
 #include "selected.h"
 #include "threads.h"
 #include <stdatomic.h>
@@ -15,7 +17,7 @@ typedef struct run {
     const ca_plan *plan;
     const ca_call *given, *call; /* call: as given, with rotated queries where K is rotated */
     char *workspace;
-    atomic_llong next_item, next_merge;
+    atomic_llong next_item[CA_NODES], next_merge; /* items of each NUMA node's tasks */
     atomic_int failed;
     int64_t groups; /* groups of kv heads; each makes an item of a task */
 } run;
@@ -154,22 +156,37 @@ static int run_task(run *w, const ca_task *t, int first, int end, char *memory) 
     return status;
 }
 
-/* Runs tasks for all kv heads, or merges, until there are no more. */
-static void run_items(run *w, atomic_llong *next, int merges, int thread) {
+/* Runs `count` tasks for all kv heads, or merges where tasks is NULL, until there are no more. */
+static void run_items(run *w, atomic_llong *next, const ca_task *tasks, const ca_merge *merges, int64_t count,
+                      int thread) {
     const ca_plan *p = w->plan;
     char *memory = w->workspace + thread * p->thread_bytes;
-    int64_t heads = p->shape.num_kv_heads, groups = merges ? heads : w->groups;
-    int64_t items = (merges ? p->num_merges : p->num_tasks) * groups;
+    int64_t heads = p->shape.num_kv_heads, groups = tasks ? w->groups : heads, items = count * groups;
     for (int64_t i; (i = take(next)) < items && !atomic_load_explicit(&w->failed, memory_order_relaxed);) {
         /* One division gives both numbers, since a division takes up to 90 cycles. */
         int64_t which = i / groups, group = i - which * groups;
         int first = (int)(groups == heads ? group : group * heads / groups);
         int end = (int)(groups == heads ? group + 1 : (group + 1) * heads / groups);
-        int status = merges ? merge_item(w, &p->merges[which], first, memory)
-                            : run_task(w, &p->tasks[which], first, end, memory);
+        int status =
+            tasks ? run_task(w, &tasks[which], first, end, memory) : merge_item(w, &merges[which], first, memory);
         if (status)
             atomic_store(&w->failed, status);
     }
+}
+
+/* A thread runs tasks of its own node as long as there are any, and then those of the next nodes. */
+static void run_tasks(run *w, int thread) {
+    const ca_plan *p = w->plan;
+    const int here = p->num_nodes > 1 ? ca_node_here() : 0;
+    for (int i = 0; i < p->num_nodes; i++) {
+        const int n = (here + i) % p->num_nodes;
+        run_items(w, &w->next_item[n], p->tasks + p->first_task[n], NULL, p->first_task[n + 1] - p->first_task[n],
+                  thread);
+    }
+}
+
+static void run_merges(run *w, int thread) {
+    run_items(w, &w->next_merge, NULL, w->plan->merges, w->plan->num_merges, thread);
 }
 
 static ca_call call_of(const ca_array *a, const ca_shape *s, const ca_indices *x) {
@@ -242,8 +259,8 @@ static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_
     if (team <= 1) {
         if (rotates)
             rotate_queries(&w, 0, 0, 1);
-        run_items(&w, &w.next_item, 0, 0);
-        run_items(&w, &w.next_merge, 1, 0);
+        run_tasks(&w, 0);
+        run_merges(&w, 0);
     } else {
 #ifdef _OPENMP
 #pragma omp parallel num_threads(team)
@@ -253,9 +270,9 @@ static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_
                 for (int i = 0; i < team; i++)
                     rotate_queries(&w, omp_get_thread_num(), i, team);
             }
-            run_items(&w, &w.next_item, 0, omp_get_thread_num());
+            run_tasks(&w, omp_get_thread_num());
 #pragma omp barrier
-            run_items(&w, &w.next_merge, 1, omp_get_thread_num());
+            run_merges(&w, omp_get_thread_num());
         }
 #endif
     }

@@ -114,8 +114,10 @@ struct ca_plan {
     int32_t *all_lens;                            /* keys of each request on all ranks */
     int32_t *first_key, *end_key;                 /* of each request: some row may see the keys [first, end) */
     int64_t num_keys;                             /* keys in these ranges */
-    ca_task *tasks;                               /* longest first */
+    ca_task *tasks;                               /* those of one NUMA node after another's, each longest first */
     int64_t num_tasks;
+    int64_t first_task[CA_NODES + 1]; /* where the tasks of a node begin */
+    int32_t num_nodes;                /* 1 where it is not known where memory lies */
     ca_merge *merges;
     int64_t num_merges;
     int32_t rows;        /* most query rows of a task */

@@ -166,7 +166,8 @@ int main(int argc, char **argv) {
                       .hadamard = (int32_t)f[HADAMARD],
                       .block_size = f[SHARED] ? (int32_t)f[BLOCK_SIZE] : 0,
                       .max_selected_tokens = f[SELECTED_TOKENS] < 0 ? 0 : (int32_t)ca_max64(1, f[SELECTED_TOKENS])};
-    const ca_array written[] = {kc, vc, k, v, slots}, step[] = {starts, lens, flags, f[SHARED] ? table : (ca_array){0}};
+    const ca_array written[] = {kc, vc, k, v, slots};
+    const ca_array step[CA_STEP_ARRAYS] = {starts, lens, flags, f[SHARED] ? table : (ca_array){0}};
     const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks, selected, bias, tokens};
     ca_plan_info info;
     ca_write(0, written, &meaning, (int)f[KV_CACHE_LAYOUT], (int)f[HADAMARD], x[2], x[3], &fault);

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NUMA nodes: which CPUs each has, which of them this process may use, and on which a cache's memory lies."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cpu_attn import _check
+from cpu_attn._errors import UnavailableError
+from cpu_attn._native import ffi, lib
+
+
+def _numbers(listed: str) -> list[int]:
+    """Of a list as Linux writes it: "0-3,8"."""
+    ranges = (part.partition("-") for part in listed.strip().split(",") if part)
+    return [i for first, _, last in ranges for i in range(int(first), int(last or first) + 1)]
+
+
+def read(root: Path = Path("/")) -> dict[int, list[int]]:
+    """The CPUs of each node; nothing where the system knows no nodes. root: for tests."""
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    return dict(sorted((int(folder.name[4:]), _numbers((folder / "cpulist").read_text())) for folder in folders))
+
+
+@functools.cache
+def cpus_of_nodes() -> dict[int, list[int]]:
+    """:func:`read`, of which C knows from here on, too."""
+    found = read()
+    tell(found)
+    return found
+
+
+def tell(cpus: dict[int, list[int]]) -> None:
+    """What C goes by when it looks for the node of a thread."""
+    nodes = np.zeros(lib.CA_CPUS, np.int32)
+    for node, own in cpus.items():
+        nodes[[cpu for cpu in own if cpu < len(nodes)]] = node
+    lib.ca_set_cpu_nodes(ffi.from_buffer("int32_t[]", nodes), len(nodes))
+
+
+def cpus() -> set[int]:
+    """Where calls may run: OpenMP's places, where it binds its threads, the one that asks among them."""
+    places = ffi.new("uint8_t[]", lib.CA_CPUS)
+    if lib.ca_place_cpus(places):
+        return {cpu for cpu, there in enumerate(places) if there}
+    return set(os.sched_getaffinity(0))
+
+
+def thread_nodes(n: int) -> list[int]:
+    """Where each of n threads of a call runs at present."""
+    found = ffi.new("int32_t[]", [-1] * n)
+    lib.ca_thread_cpus(found, n)
+    node_of = {cpu: node for node, own in cpus_of_nodes().items() for cpu in own}
+    return [node_of.get(cpu, 0) for cpu in found]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the blocks of a cache lie."""
+
+    numa: str
+    nodes: tuple[int, ...]
+
+    def block_nodes(self, num_blocks: int) -> np.ndarray[Any, Any] | None:
+        """int32 [N], the node of each block; None where all are on one node, or a block may be on several."""
+        if self.numa != "blocks" or len(self.nodes) == 1:
+            return None
+        return np.array(self.nodes, np.int32)[np.arange(num_blocks) * len(self.nodes) // num_blocks]
+
+    def apply(self, address: int, size: int, num_blocks: int) -> None:
+        """To memory that nobody has touched, of blocks of one size, from the beginning of a page on. A page in which
+        blocks of two nodes meet goes to the second."""
+        if self.numa == "interleave":
+            return self._place(address, address + size, self.nodes)
+        n = len(self.nodes)
+        first = [-(-i * num_blocks // n) for i in range(n + 1)]
+        at = [address + size * i // num_blocks // mmap.PAGESIZE * mmap.PAGESIZE for i in first[:-1]]
+        for node, start, end in zip(self.nodes, at, [*at[1:], address + size], strict=True):
+            self._place(start, end, [node])
+
+    def _place(self, start: int, end: int, nodes: Iterable[int]) -> None:
+        mask = sum(1 << node for node in nodes)
+        if start < end and (error := lib.ca_place(start, end - start, self.numa == "interleave", mask)):
+            raise _refused("mbind", error)
+
+
+def _refused(call: str, error: int) -> UnavailableError:
+    return UnavailableError(
+        f"numa: this system refuses {call} ({os.strerror(error)}), by which memory is placed; a container may need the "
+        "capability SYS_NICE for it, and None asks for nothing"
+    )
+
+
+def memory_nodes() -> list[int]:
+    """Those of whose memory this process may have some: by its cpuset, and by its policy (numactl --membind)."""
+    allowed = ffi.new("uint64_t *")
+    if error := lib.ca_memory_nodes(allowed):
+        raise _refused("get_mempolicy", error)
+    return [node for node in range(lib.CA_NODES) if allowed[0] >> node & 1]
+
+
+def placement(numa: Any) -> Placement | None:
+    """What PagedKVCache's argument means for this process."""
+    if _check.numa(numa) is None:
+        return None
+    nodes = memory_nodes()
+    if numa == "blocks":
+        here, own = cpus(), cpus_of_nodes()
+        nodes = [node for node in nodes if here & set(own.get(node, ()))] or nodes
+    return Placement(numa, tuple(nodes))
