@@ -80,6 +80,9 @@ class BlockManager:
             may be given by their number.
         sliding_window: w, where every layer of these caches sees the last w keys only: blocks behind these are given
             back by each step, whose plans have this window unless they are told another. -1: none is.
+        decode_context_parallel_size: how many ranks share the keys of a request, each in caches and with a manager of
+            its own (:class:`cpu_attn.distributed.ContextParallel`). A block then holds so many times the caches'
+            block_size tokens, and steps are for all ranks: ``ContextParallel.step`` makes them this rank's.
 
     Raises:
         ValueError: caches do not go together, or are read-only.
@@ -108,6 +111,7 @@ class BlockManager:
         *,
         enable_prefix_caching: bool = True,
         sliding_window: int = -1,
+        decode_context_parallel_size: int = 1,
     ) -> None:
         layers = [caches] if isinstance(caches, PagedKVCache) else _check.sequence("caches", caches)
         if not layers:
@@ -121,7 +125,8 @@ class BlockManager:
             for name in ("key_cache", "value_cache"):
                 _check.writable(f"caches[{i}].{name}", view(name, getattr(cache, name)))
         self.caches: tuple[PagedKVCache, ...] = tuple(layers)
-        self.num_blocks, self.block_size = layers[0].num_blocks, layers[0].block_size
+        ranks = _check.integer("decode_context_parallel_size", decode_context_parallel_size, 1, _check.MAX_SIZE)
+        self.num_blocks, self.block_size = layers[0].num_blocks, layers[0].block_size * ranks
         self.enable_prefix_caching = _check.boolean("enable_prefix_caching", enable_prefix_caching)
         self.sliding_window = _check.integer("sliding_window", sliding_window, -1)
         if self.sliding_window == 0:

@@ -28,6 +28,8 @@ class Step:
         requests: what the requests are called by.
         block_size: tokens of a block.
         sliding_window: of plans that are not told another; -1 is none.
+        ranks: (cp_world_size, cp_rank, cp_kv_cache_interleave_size) of its plans:
+            :meth:`cpu_attn.distributed.ContextParallel.step`.
 
     This class raises no errors itself.
 
@@ -49,6 +51,7 @@ class Step:
     requests: tuple[Hashable, ...]
     block_size: int
     sliding_window: int = -1
+    ranks: tuple[int, int, int] = (1, 0, 1)
     _plans: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     num_reqs = property(lambda self: len(self.seq_lens), doc="R")
@@ -78,6 +81,7 @@ class Step:
         if (shared or cache.block_nodes is not None) and options.get("max_selected_tokens") is None:
             options.setdefault("block_table", self.block_table)
         options.setdefault("sliding_window", self.sliding_window)
+        options |= zip(("cp_world_size", "cp_rank", "cp_kv_cache_interleave_size"), self.ranks, strict=True)
         return cache.plan(self.query_start_loc, self.seq_lens, num_heads, **options)
 
     def _plan_for_all(self, cache: Any, num_heads: int) -> Any:

@@ -10,7 +10,7 @@ from importlib import metadata
 from cpu_attn import _adapters
 
 # The adapters' docstrings are read without the libraries that the adapters need.
-autodoc_mock_imports = ["torch", "transformers", "vllm", "sglang"]
+autodoc_mock_imports = ["torch", "transformers", "vllm", "sglang", "mpi4py", "ray"]
 _adapters.require = lambda name: None
 
 project = html_title = "cpu-attn"

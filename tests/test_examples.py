@@ -12,10 +12,10 @@ from click.testing import CliRunner
 
 from .snippets import EXAMPLES, example
 
-# The others: test_{minilm,gemma,quality,torch_examples}.py, test_transformers_{examples,gemma}.py.
+# The others: test_{minilm,gemma,quality,torch_examples,torch_distributed}.py, test_transformers_{examples,gemma}.py.
 TESTED = {
     *("embed_sentences", "gemma3", "generate", "quality", "torch_paged", "transformers_batching"),
-    *("transformers_chat", "transformers_long", "vllm_generate"),
+    *("transformers_chat", "transformers_long", "vllm_generate", "long_context"),
 }
 
 

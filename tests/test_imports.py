@@ -79,3 +79,11 @@ def test_others_come_through_the_door(package: str) -> None:
         if found.startswith(f"{inside}.")
     }
     assert not past
+
+
+def test_only_what_is_distributed_imports_it() -> None:
+    """And of that the modules that need other libraries only one another."""
+    inside = {name for name in MODULES if name.startswith("cpu_attn.distributed")}
+    needy = {f"cpu_attn.distributed.{name}" for name in ("gloo", "mpi", "ray")}
+    assert not {name for name in MODULES.keys() - inside if IMPORTS[name] & inside}
+    assert needy < inside and not {name for name in inside - needy if IMPORTS[name] & needy}

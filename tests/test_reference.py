@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import cpu_attn
+import cpu_attn.distributed
 
 from .snippets import ROOT
 
@@ -28,8 +29,11 @@ ADAPTERS = (
     "transformers/__init__.py",
     "vllm/__init__.py",
     "sglang.py",
+    "distributed/__init__.py",
 )
-MADE_BY_OTHERS = {"SchedulerMetadata", "UnavailableError"}  # nobody calls these classes
+MADE_BY_OTHERS = {"SchedulerMetadata", "UnavailableError", "RankError"}  # nobody calls these classes
+HERE = {module.__name__: module for module in (cpu_attn, cpu_attn.distributed)}  # without other libraries
+NAMES = [(module, name) for module, what in HERE.items() for name in what.__all__]
 SECTION = r"^{}:\n((?:    .*\n|\n)+)"
 
 
@@ -63,9 +67,9 @@ def check_arguments(what: Any, doc: str) -> None:
     assert re.findall(r"^    ([*\w]+): ", section(doc, "Args"), re.MULTILINE) == want
 
 
-@pytest.mark.parametrize("name", cpu_attn.__all__)
-def test_docstring(name: str) -> None:
-    what = getattr(cpu_attn, name)
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_docstring(module: str, name: str) -> None:
+    what = getattr(HERE[module], name)
     doc = inspect.getdoc(what)
     assert doc and section(doc, "Example")
     if name not in MADE_BY_OTHERS:
@@ -83,18 +87,18 @@ def test_docstring(name: str) -> None:
 
 
 METHODS = [
-    (name, method)
-    for name in cpu_attn.__all__
-    if inspect.isclass(getattr(cpu_attn, name)) and name not in MADE_BY_OTHERS and name != "AttentionType"
-    for method in vars(getattr(cpu_attn, name))
-    if not method.startswith("_") and callable(getattr(getattr(cpu_attn, name), method))
+    (module, name, method)
+    for module, name in NAMES
+    if inspect.isclass(what := getattr(HERE[module], name)) and name not in MADE_BY_OTHERS and name != "AttentionType"
+    for method in vars(what)
+    if not method.startswith("_") and callable(getattr(what, method))
 ]
 
 
-@pytest.mark.parametrize(("name", "method"), METHODS)
-def test_docstring_of_method(name: str, method: str) -> None:
+@pytest.mark.parametrize(("module", "name", "method"), METHODS)
+def test_docstring_of_method(module: str, name: str, method: str) -> None:
     """It says its arguments, or refers to what does."""
-    what = getattr(getattr(cpu_attn, name), method)
+    what = getattr(getattr(HERE[module], name), method)
     doc = inspect.getdoc(what) or ""
     if inspect.isclass(what):  # an attribute that holds one
         return

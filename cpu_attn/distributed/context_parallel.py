@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank has which token, and how the ranks' results become one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cpu_attn import _check
+from cpu_attn._arrays import new_beside, numpy_view
+from cpu_attn.distributed.group import Group
+from cpu_attn.ops import merge_states
+from cpu_attn.step import Step
+
+Array = np.ndarray[Any, Any]
+
+
+class ContextParallel:
+    """Attention over requests whose keys are spread over the ranks of a group.
+
+    Every rank makes the same calls with the same arguments: queries, lengths and masks are those of the whole problem.
+    Position p of a request belongs to rank ``p // cp_kv_cache_interleave_size % group.world_size``. A block of the
+    engine holds ``block_size * group.world_size`` positions, of which each rank has ``block_size`` in its own cache's
+    block of the same number, so that one block table serves all ranks (vLLM's decode context parallel).
+
+    Args:
+        group: what connects the ranks, such as :class:`cpu_attn.distributed.gloo.GlooGroup`.
+        cp_kv_cache_interleave_size: how many positions in a row belong to the same rank; divides the caches'
+            block_size.
+
+    Raises:
+        ValueError: a number is out of range.
+        TypeError: an argument has another type.
+
+    Example:
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> import numpy as np
+        >>> from cpu_attn import BlockManager, PagedKVCache
+        >>> from cpu_attn.distributed import ContextParallel, ThreadGroup
+        >>> rng = np.random.default_rng(0)
+        >>> query, key, value = rng.standard_normal((3, 100, 2, 64), np.float32)
+        >>> def run(group):  # on every rank
+        ...     ranks = ContextParallel(group, cp_kv_cache_interleave_size=16)
+        ...     cache = PagedKVCache(num_blocks=8, block_size=16, num_kv_heads=2, head_size=64)
+        ...     manager = BlockManager(cache, decode_context_parallel_size=group.world_size)
+        ...     done = manager.allocate("a", range(100))
+        ...     step = ranks.step(manager.step([("a", range(100))]))
+        ...     cache.update(key, value, step)
+        ...     return ranks.attend(cache, query, step)
+        >>> with ThreadPoolExecutor(2) as pool:
+        ...     two = list(pool.map(run, ThreadGroup.make(2)))
+        >>> (one,) = map(run, ThreadGroup.make(1))
+        >>> bool((two[0] == two[1]).all()), bool(np.allclose(two[0], one, atol=1e-6))
+        (True, True)
+    """
+
+    def __init__(self, group: Group, cp_kv_cache_interleave_size: int = 1) -> None:
+        _check.instance("group", group, Group)
+        self.group = group
+        size, rank = group.world_size, group.rank
+        self.ranks = _check.ranks(size, rank, cp_kv_cache_interleave_size)
+
+    def local_seq_lens(self, seq_lens: Any) -> Array:
+        """Says how many keys of each request this rank has.
+
+        Args:
+            seq_lens: int32 [R], how many keys each request has on all ranks.
+
+        Returns:
+            int32 [R].
+
+        Raises:
+            ValueError: ``seq_lens`` has another shape.
+            TypeError: ``seq_lens`` is no array, or has another dtype.
+        """
+        lens = _check.array("seq_lens", seq_lens, ["int32"], [("num_reqs", None)]).numpy()
+        size, rank, step = self.ranks
+        found: Array = lens // (size * step) * step + np.clip(lens % (size * step) - rank * step, 0, step)
+        return found.astype(np.int32)
+
+    def slot_mapping(self, slot_mapping: Any, block_size: int) -> Array:
+        """Turns the engine's slots, which count the positions of all ranks, into this rank's.
+
+        Args:
+            slot_mapping: int64 [T], block * block_size * world_size + place in the block, negative to skip a token.
+            block_size: tokens of a block of this rank's caches.
+
+        Returns:
+            int64 [T], slots of this rank's caches, -1 for tokens of other ranks.
+
+        Raises:
+            ValueError: ``block_size`` is no multiple of ``cp_kv_cache_interleave_size``, or a shape is another.
+            TypeError: an argument has another type or dtype.
+        """
+        slots = _check.array("slot_mapping", slot_mapping, ["int64"], [("T", None)]).numpy()
+        size, rank, step = self.ranks
+        if _check.integer("block_size", block_size, 1) % step:
+            raise ValueError(f"block_size: {block_size} is no multiple of cp_kv_cache_interleave_size = {step}")
+        turn, place = np.divmod(slots, size * step)  # blocks hold whole turns
+        found: Array = turn * step + place % step
+        found[(place // step != rank) | (slots < 0)] = -1
+        return found
+
+    def step(self, step: Step) -> Step:
+        """Turns a step of the engine into this rank's, with which every layer writes and attends.
+
+        Args:
+            step: of a :class:`cpu_attn.BlockManager` with ``decode_context_parallel_size=group.world_size``.
+
+        Returns:
+            The same requests, lengths, positions and blocks, with this rank's slots. Its plans are this rank's.
+
+        Raises:
+            ValueError: the step's blocks are not for so many ranks, or no multiple of ``cp_kv_cache_interleave_size``.
+        """
+        _check.instance("step", step, Step)
+        block_size, rest = divmod(step.block_size, self.group.world_size)
+        if rest or step.ranks != (1, 0, 1):
+            raise ValueError(
+                f"step: blocks of {step.block_size} positions for ranks {step.ranks}, expected those of a BlockManager "
+                f"with decode_context_parallel_size = {self.group.world_size}"
+            )
+        slots = self.slot_mapping(step.slot_mapping, block_size)
+        return replace(step, slot_mapping=slots, block_size=block_size, ranks=self.ranks)
+
+    def attend(
+        self,
+        cache: Any,
+        query: Any,
+        block_table: Any,
+        plan: Any = None,
+        *,
+        s_aux: Any = None,
+        output: Any = None,
+        lse: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Computes attention over the keys of all ranks: each attends its own, sends one message, and merges all.
+
+        Args:
+            cache: this rank's :class:`cpu_attn.PagedKVCache` of the layer.
+            query: [T, Hq, D] of the cache's dtype, the same on all ranks.
+            block_table: int32 [R, M], or a step of :meth:`step`.
+            plan: of the step, or of ``cache.plan`` with ``cp_world_size``, ``cp_rank`` and
+                ``cp_kv_cache_interleave_size``. Without one, the step's.
+            s_aux: [Hq], or None: attention sinks, which count once.
+            output: [T, Hq, Dv] to write to, or None for a new array.
+            lse: float32 [Hq, T], or None: receives the log of each softmax's denominator.
+            **options: ``scale``, ``alibi_slopes``, ``softcap``, and of this rank's keys ``selected_blocks``,
+                ``attn_bias`` and ``selected_tokens``.
+
+        Returns:
+            ``output``, the same bits on all ranks; a new one is a tensor where ``query`` is one.
+
+        Raises:
+            RankError: a rank is dead or hangs. ``output`` and ``lse`` are as before.
+            ValueError: as :meth:`cpu_attn.PagedKVCache.attend` says, or the plan is not this rank's. Other ranks raise
+                a RankError then, unless they find the same fault.
+            TypeError: as :meth:`cpu_attn.PagedKVCache.attend` says.
+        """
+        if isinstance(block_table, Step) and plan is None:
+            axes = [("T", None), ("num_heads", None), ("head_size", None)]
+            plan = block_table._plan_for_all(cache, _check.array("query", query, _check.FLOATS, axes).shape[1])
+        plan = _check.plan_of_ranks("plan", plan, self.ranks)
+        shape = (plan.num_tokens, plan.num_heads, plan.head_size_v)
+        if output is None:
+            output = new_beside(query, shape, cache.dtype)
+        sizes = list(zip(("T", "num_heads", "head_size_v"), shape, strict=True))
+        to = _check.writable("output", _check.array("output", output, [str(cache.dtype), "float32"], sizes)).numpy()
+
+        message = np.empty(plan.num_heads * plan.num_tokens * (plan.head_size_v + 1), np.float32)
+        own_out, own_lse = _split(message, shape)
+        sinks = s_aux if self.group.rank == 0 else None
+        cache.attend(query, block_table, plan, s_aux=sinks, output=own_out, lse=own_lse, **options)
+        outs, lses = zip(*(_split(part, shape) for part in self.group.all_gather(message)), strict=True)
+        wide = to if to.dtype == np.float32 else np.empty(shape, np.float32)
+        merge_states(outs, lses, out=wide, lse=lse)
+        if wide is not to:
+            to[...] = wide
+        return output
+
+    def all_gather_heads(self, x: Any) -> Array:
+        """Puts the heads of all ranks side by side, for ranks that are tensor parallel, too, and have some heads each.
+
+        Args:
+            x: [T, H, D], this rank's query heads.
+
+        Returns:
+            [T, H * world_size, D]; after :meth:`attend` a rank takes its own heads out of the output.
+
+        Raises:
+            RankError: a rank is dead or hangs.
+            TypeError: ``x`` is no array.
+        """
+        return np.concatenate(self.group.all_gather(numpy_view("x", x)), axis=1)
+
+
+def _split(message: Array, shape: tuple[int, int, int]) -> tuple[Array, Array]:
+    """The output [T, Hq, Dv] and lse [Hq, T] of a rank, which are one message."""
+    tokens, heads, size = shape
+    end = tokens * heads * size
+    return message[:end].reshape(shape), message[end:].reshape(heads, tokens)
