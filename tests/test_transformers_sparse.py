@@ -122,8 +122,13 @@ def test_blocks_of_each_kv_head(causal: bool, calls: Calls) -> None:
     want = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.double().repeat_interleave(2, 1)
     assert torch.allclose(got.double(), want.transpose(1, 2), atol=2e-6)
     assert len(calls) == 2 and all(x.shape == (36, 8) for x in calls)
-    with pytest.raises(ValueError, match=r"^block_indices: \(2, 1, 18, 2\) of torch.int64, expected integers \[2,"):
-        module.attention(indexer, q, k, v, None, is_causal=causal, block_indices=blocks[:, :1])
+    for options, words in (
+        ({"block_indices": blocks[:, :1]}, r"\(2, 1, 18, 2\) of torch.int64, expected integers \[2, 2, 18, k\]"),
+        ({"block_indices": blocks + 1}, r"0..5, expected -1..4"),
+        ({"block_indices": blocks, "indices": blocks[:, 0]}, "they go without position_bias and indices"),
+    ):
+        with pytest.raises(ValueError, match=f"^block_indices: {words}$"):
+            module.attention(indexer, q, k, v, None, is_causal=causal, **options)
 
 
 def test_beams_and_assistance(calls: Calls) -> None:

@@ -143,6 +143,7 @@ def test_crops_behind_the_window() -> None:
     """What is gone cannot come back, and nothing changes; what was recorded can."""
     cache = paged("gemma3")
     window, full = cache.layers
+    cache.layers.reverse()  # the one that could be cropped comes first
     for layer in cache.layers:
         layer.update(*states(8))
     cache.crop(-1)  # the window begins with the first token
@@ -162,5 +163,9 @@ def test_crops_behind_the_window() -> None:
     cache.crop(-9)
     assert window.get_seq_length() == full.get_seq_length() == 30 and window.held.start == 20
     assert window.keys.clone().equal(full.keys[:, :, 20:]) and full.keys.clone().equal(before[:, :, :30])
-    cache.crop(0)
-    assert window.held.start == 20
+    for layer in cache.layers:
+        layer.update(*states(200))
+    assert window.held.pages.num_blocks > 150 and window.held.start == 20
+    cache.crop(-9)
+    assert window.held.pages.num_blocks == 3 * COLUMNS and window.held.start == 212
+    assert window.keys.clone().equal(full.keys[:, :, 212:])

@@ -132,6 +132,8 @@ def attention(
             causal = bool(causal) and not eager_only(getattr(module, "config", None))
             if block_indices is None:
                 output = _attend(query, key, value, attention_mask, causal, logits, position_bias, indices)
+            elif position_bias is not None or indices is not None:
+                raise ValueError("block_indices: they go without position_bias and indices")
             else:
                 size = private.index_block_size(module)
                 output = _attend_blocks(query, key, value, attention_mask, causal, logits, block_indices, size)
@@ -248,6 +250,9 @@ def _attend_blocks(
     if found.dim() != 4 or found.shape[:3] != sizes or found.is_floating_point():
         expected = ", ".join(map(str, sizes))
         raise ValueError(f"block_indices: {tuple(found.shape)} of {found.dtype}, expected integers [{expected}, k]")
+    blocks = -(-kv_length // block_size)
+    if found.numel() and (int(found.min()) < -1 or int(found.max()) >= blocks):
+        raise ValueError(f"block_indices: {int(found.min())}..{int(found.max())}, expected -1..{blocks - 1}")
     keys = (found[..., None].long() * block_size + torch.arange(block_size)).flatten(3)
     keys = keys.where((keys >= 0) & (keys < kv_length), -1)
     group, outputs = num_heads // num_kv_heads, []

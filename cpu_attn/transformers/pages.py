@@ -166,14 +166,15 @@ class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
         return self.held if self.held is None or self.record_past else self.held.since(self._first(self.held.end))
 
     def _kept(self, held: Held) -> Held:
-        """What stays of it behind a step: of a prompt that is much longer than the window, memory for that alone. Twice
-        as much as steps of one token need may stay, so that longer ones (chunks of a prompt) do not move every time."""
-        if self.sliding_window is None or self.record_past:
-            return held
-        kept = held.since(self._first(held.end))
-        columns = -(-(self.sliding_window + self.block_size - 2) // self.block_size) + 1
-        needed = max(len(kept.table) * columns, len(np.unique(kept.table)))
-        return kept.moved(needed) if held.pages.num_blocks > 2 * needed else held
+        """What stays of it behind a step."""
+        return held if self.sliding_window is None or self.record_past else self._shrunk(held, self.sliding_window)
+
+    def _shrunk(self, held: Held, sliding_window: int) -> Held:
+        """Behind a prompt that is much longer than the window, memory for the window alone. Twice as much as steps of
+        one token need may stay, so that longer ones (chunks of a prompt) do not move every time."""
+        columns = -(-(sliding_window + self.block_size - 2) // self.block_size) + 1
+        most = len(held.table) * columns
+        return held.since(self._first(held.end)).moved(most) if held.pages.num_blocks > 2 * most else held
 
     def _hold(self, held: Held | None) -> None:
         """From now on. Keys and values of what was held before are an error for whoever looks at them."""
@@ -270,8 +271,8 @@ class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
         """Forgets the last ``-tokens_to_remove`` tokens."""
         self.check_crop(tokens_to_remove)
         self._select(slice(None), tokens_to_remove=tokens_to_remove)
-        if self.held and self.record_past:
-            self._hold(self.held.since(self._first(self.held.end)))
+        if self.held and self.record_past and self.sliding_window is not None:
+            self._hold(self._shrunk(self.held.since(self._first(self.held.end)), self.sliding_window))
 
     def _select(self, rows: Any, name: str = "rows", tokens_to_remove: int = 0) -> None:
         """Those rows of the batch, with the blocks that their tokens are in; ``rows`` as an index of a tensor."""
