@@ -264,8 +264,14 @@ def _verify(jobs: Sequence[Job], processes: int, console: Console) -> list[Tally
     """All cases of all combinations, or those that were done when Ctrl-C came."""
     tallies = {combo: Tally(combo) for job in jobs for combo in job.combos}
     columns = TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn(), "left"
-    options = {"expand": True, "transient": True, "disable": not console.is_terminal}
-    progress = Progress(*columns, console=console, speed_estimate_period=600, **options)
+    progress = Progress(
+        *columns,
+        console=console,
+        speed_estimate_period=600,
+        transient=True,
+        disable=not console.is_terminal,
+        expand=True,
+    )
     task = progress.add_task("", total=_num_checks(jobs))
     with suppress(KeyboardInterrupt), progress, closing(_outcomes(jobs, processes)) as outcomes:
         for job in jobs:
