@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,9 @@ class BlockManager:
 
     Args:
         caches: the :class:`PagedKVCache` of each layer, or one; all have the same num_blocks and block_size, and block
-            i is block i in all of them. The manager copies and swaps blocks of all of them by itself.
+            i is block i in all of them. The manager copies and swaps blocks of all of them by itself. Where the first
+            has ``block_nodes``, a request's blocks are of one NUMA node as long as there are free ones, and requests
+            are dealt out to the nodes evenly.
         enable_prefix_caching: whether full blocks are found again by the token ids in them and before them, also once
             their request is gone, until their memory is needed: those unused for longest go first. Without it, tokens
             may be given by their number.
@@ -140,8 +143,14 @@ class BlockManager:
         self._seq_lens = np.zeros(0, np.int64)  # [rows]
         self._num_dropped = np.zeros(0, np.int64)  # [rows]: how many of its first blocks lay behind the window
         self._swapped = np.zeros(0, bool)  # [rows]
+        self._home = np.zeros(0, np.int64)  # [rows]: the node that its blocks should be of
 
-        self._free = list(range(self.num_blocks - 1, -1, -1))
+        # Nodes are counted from 0 on here, also where the machine's have other numbers.
+        nodes = np.zeros(self.num_blocks) if layers[0].block_nodes is None else layers[0].block_nodes
+        self._node_of = np.unique(nodes, return_inverse=True)[1]
+        self._free: list[list[int]] = [[] for _ in range(self._node_of.max(initial=0) + 1)]
+        for block in range(self.num_blocks - 1, -1, -1):
+            self._free[self._node_of[block]].append(block)
         # Of each block the requests that have it, and one more where it is in the prefix cache.
         self._ref_cnt = np.zeros(self.num_blocks, np.int64)
         self._hash_of: dict[int, bytes] = {}  # the prefix cache, which has a block of each hash
@@ -154,7 +163,7 @@ class BlockManager:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no request has; the prefix cache may still know some of them."""
-        return len(self._free) + len(self._evictable)
+        return sum(map(len, self._free)) + len(self._evictable)
 
     def seq_len(self, request: Hashable) -> int:
         """Returns how many tokens the request has, in blocks or swapped out.
@@ -258,7 +267,8 @@ class BlockManager:
 
         fresh, last = has - had, self._table[rows, had - 1]
         copied = self._shared_writers(last, (had * self.block_size > old) & (counts > 0))
-        ready = self._ready("batch", int(fresh.sum()) + len(copied))
+        growing = np.repeat(rows, fresh)
+        ready = self._ready("batch", np.concatenate([rows[copied], growing]))
         blocks, copies = ready[len(copied) :], ready[: len(copied)]
         self._make_columns(int(has.max(initial=0)))
         if copied:
@@ -270,7 +280,7 @@ class BlockManager:
             self._table[rows[copied], had[copied] - 1] = copies
             self._release(last[copied])
         behind = had - np.cumsum(fresh) + fresh
-        self._table[np.repeat(rows, fresh), np.arange(len(blocks)) + np.repeat(behind, fresh)] = blocks
+        self._table[growing, np.arange(len(blocks)) + np.repeat(behind, fresh)] = blocks
         self._seq_lens[rows] = new
 
         query_start_loc = np.zeros(len(rows) + 1, np.int32)
@@ -374,7 +384,7 @@ class BlockManager:
                 break
             there.append(self._block_of[here])
         count = len(found.saved[0])
-        blocks = self._ready("request", count - len(there), there)
+        blocks = self._ready("request", np.full(count - len(there), row), there)
         for memory, saved in zip(self._memory(), found.saved, strict=True):
             memory[blocks] = saved[len(there) :]
         self._acquire(there)
@@ -449,12 +459,16 @@ class BlockManager:
         if not self._free_rows:
             rows = max(8, len(self._table))
             self._table = np.pad(self._table, [(0, rows), (0, 0)], constant_values=-1)
-            arrays = (self._seq_lens, self._num_dropped, self._swapped)
-            self._seq_lens, self._num_dropped, self._swapped = (np.pad(x, (0, rows)) for x in arrays)
+            arrays = (self._seq_lens, self._num_dropped, self._swapped, self._home)
+            self._seq_lens, self._num_dropped, self._swapped, self._home = (np.pad(x, (0, rows)) for x in arrays)
             self._free_rows = list(range(len(self._table) - 1, len(self._requests) - 1, -1))
             self._requests += [new] * rows
         self._make_columns(len(blocks))
-        row = self._row_of[request] = self._free_rows.pop()
+        row = self._free_rows.pop()
+        if len(self._free) > 1:
+            homes = self._home[list(self._row_of.values())]
+            self._home[row] = np.bincount(homes, minlength=len(self._free)).argmin()
+        self._row_of[request] = row
         self._requests[row] = new
         self._table[row, : len(blocks)] = blocks
         self._seq_lens[row], self._num_dropped[row], self._swapped[row] = seq_len, num_dropped, False
@@ -484,24 +498,31 @@ class BlockManager:
         self._ref_cnt[block] -= 1
         if block in self._evictable:
             del self._evictable[block]
-            self._free.append(block)
+            self._free[self._node_of[block]].append(block)
 
-    def _ready(self, name: str, count: int, wanted: Sequence[int] = ()) -> Array:
-        """So many free blocks for :meth:`_take`, beside those that are ``wanted`` from the prefix cache."""
-        free = self.num_free_blocks - sum(block in self._evictable for block in wanted)
+    def _ready(self, name: str, rows: Array, wanted: Sequence[int] = ()) -> Array:
+        """A free block for each of the rows, for :meth:`_take`, beside those that are ``wanted`` from the prefix
+        cache."""
+        count, free = len(rows), self.num_free_blocks - sum(block in self._evictable for block in wanted)
         if count > free:
             raise NoFreeBlocksError(name, count, free)
         for block in wanted:
             if block in self._evictable:
                 self._evictable.move_to_end(block)
-        while len(self._free) < count:
+        for _ in range(count - sum(map(len, self._free))):
             self._forget(next(iter(self._evictable)))
-        return np.array(self._free[: -count - 1 : -1], np.int32)
+        if len(self._free) == 1:
+            return np.array(self._free[0][: -count - 1 : -1], np.int32)
+        piles = [reversed(free) for free in self._free]
+        homes = (chain(piles[home], *piles) for home in self._home[rows].tolist())
+        return np.fromiter(map(next, homes), np.int32, count)
 
     def _take(self, blocks: Array) -> None:
         """What :meth:`_ready` gave."""
         self._ref_cnt[blocks] = 1
-        del self._free[len(self._free) - len(blocks) :]
+        counts = np.bincount(self._node_of[blocks], minlength=len(self._free)).tolist()
+        for free, count in zip(self._free, counts, strict=True):
+            del free[len(free) - count :]
 
     def _acquire(self, blocks: Sequence[int]) -> None:
         self._ref_cnt[blocks] += 1
@@ -513,7 +534,7 @@ class BlockManager:
         backwards = blocks[::-1]  # the end of a prefix is evicted before its beginning
         for block, left in zip(backwards.tolist(), self._ref_cnt[backwards].tolist(), strict=True):
             if left == 0:
-                self._free.append(block)
+                self._free[self._node_of[block]].append(block)
             elif left == 1 and block in self._hash_of:
                 self._evictable[block] = None
 

@@ -30,9 +30,12 @@ class Model:
         window: int = -1,
         head_size: int = 2,
         attending: bool = False,
+        nodes: int = 1,
     ) -> None:
         sizes = (num_blocks, block_size, KV_HEADS, head_size)
         self.caches = [PagedKVCache(*sizes) for _ in range(LAYERS)]
+        if nodes > 1:
+            self.caches[0].block_nodes = np.arange(num_blocks, dtype=np.int32) * nodes // num_blocks
         self.manager = BlockManager(self.caches, enable_prefix_caching=caching, sliding_window=window)
         self.block_size, self.caching, self.window, self.attending = block_size, caching, window, attending
         self.rng = np.random.default_rng(0)
@@ -179,7 +182,9 @@ class Model:
         m = self.manager
         held = Counter(b for r in self.here() for b in m.get_block_ids(r).tolist() if b >= 0)
         assert [held[b] + (b in m._hash_of) for b in range(m.num_blocks)] == m._ref_cnt.tolist()
-        assert len(set(m._free)) == len(m._free) and not set(m._free) & (held.keys() | m._hash_of.keys())
+        free = [block for blocks in m._free for block in blocks]
+        assert len(set(free)) == len(free) and not set(free) & (held.keys() | m._hash_of.keys())
+        assert all(m._node_of[block] == node for node, blocks in enumerate(m._free) for block in blocks)
         assert set(m._evictable) == m._hash_of.keys() - held.keys()
         assert m.num_free_blocks == m.num_blocks - len(held)
         assert {h: b for b, h in m._hash_of.items()} == m._block_of
@@ -189,7 +194,7 @@ class Model:
     def state(self) -> Any:
         m = self.manager
         there = {r: None if r in self.swapped else m.get_block_ids(r).tolist() for r in self.tokens}
-        lists = (m._free.copy(), list(m._evictable), m._hash_of.copy(), m._ref_cnt.tolist())
+        lists = ([x.copy() for x in m._free], list(m._evictable), m._hash_of.copy(), m._ref_cnt.tolist())
         return there, {r: m.seq_len(r) for r in there}, lists, [c.key_cache.tobytes() for c in self.caches]
 
 

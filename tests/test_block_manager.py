@@ -16,7 +16,7 @@ from cpu_attn import BlockManager, NoFreeBlocksError, PagedKVCache, reference
 from .blocks_model import Model, walk
 
 KINDS: list[dict[str, Any]] = [
-    *({}, {"caching": False}, {"block_size": 1}, {"num_blocks": 3}),
+    *({}, {"caching": False}, {"block_size": 1}, {"num_blocks": 3}, {"nodes": 2}),
     *({"window": 1, "num_blocks": 16}, {"window": 6, "num_blocks": 16}),
 ]
 

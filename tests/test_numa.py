@@ -371,13 +371,33 @@ def test_plans_that_are_refused(changed: dict[str, Any], words: str) -> None:
         cpu_attn.get_scheduler_metadata(**good | changed)
 
 
-# Steps.
+# Blocks of requests.
 
 
 def manager_of(nodes: list[int]) -> cpu_attn.BlockManager:
     cache = cpu_attn.PagedKVCache(len(nodes), 16, 1, 8)
     cache.block_nodes = np.array(nodes, np.int32)
     return cpu_attn.BlockManager(cache)
+
+
+def test_a_request_stays_on_a_node() -> None:
+    """Requests take turns over the nodes; blocks of the other are taken when there are no more."""
+    manager = manager_of([4] * 6 + [2] * 6)
+    nodes = manager.caches[0].block_nodes
+    assert nodes is not None
+    for name in "abcd":
+        manager.allocate(name)
+    manager.step([(name, range(100 * i, 100 * i + 20)) for i, name in enumerate("abcd")])
+    homes = [set(nodes[manager.get_block_ids(name)].tolist()) for name in "abcd"]
+    assert homes in ([{2}, {4}, {2}, {4}], [{4}, {2}, {4}, {2}])
+    manager.step([("a", range(500, 540))])  # two blocks, which its node has, and one more, which it has not
+    assert nodes[manager.get_block_ids("a")].tolist().count(min(homes[0])) == 4
+    manager.step([("a", range(600, 616))])
+    assert nodes[manager.get_block_ids("a")].tolist().count(min(homes[1])) == 1
+    manager.free("b")
+    manager.allocate("e")
+    manager.step([("e", range(700, 716))])
+    assert set(nodes[manager.get_block_ids("e")].tolist()) == homes[1]
 
 
 def test_a_step_tells_its_plan_where_blocks_lie(all_on: Any) -> None:
