@@ -124,13 +124,13 @@ class PagedKVCache:
             isa=resolved.name,
             kv_cache_rotation=kv_cache_rotation,
         )
-        placement = _numa.placement(numa)
-        k, v = (aligned_zeros(x, memory_dtype(kv), placement) for x, kv in zip(shapes, kvs, strict=True))
-        self._hold(descriptor, k, v, placement)
+        self._placement = _numa.placement(numa)
+        k, v = (aligned_zeros(x, memory_dtype(kv), self._placement) for x, kv in zip(shapes, kvs, strict=True))
+        self._hold(descriptor, k, v)
 
-    def _hold(
-        self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any, placement: _numa.Placement | None = None
-    ) -> None:
+    _placement: _numa.Placement | None = None  # of memory that is there already
+
+    def _hold(self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any) -> None:
         d = self.descriptor = descriptor
         self.layout, self.kv_cache_layout, self.isa = d.layout, d.kv_cache_layout, d.isa
         self.dtype, self.kv_cache_dtype = DTYPES[d.dtype], d.kv_cache_dtype
@@ -138,9 +138,8 @@ class PagedKVCache:
         self.num_blocks, self.block_size, self.num_kv_heads = d.num_blocks, d.block_size, d.num_kv_heads
         self.head_size, self.head_size_v, self.k_scale, self.v_scale = d.head_size, d.head_size_v, d.k_scale, d.v_scale
         self.key_cache, self.value_cache = key_cache, value_cache
-        self._placement = placement
-        self.numa = placement.numa if placement else None
-        self.block_nodes = placement.block_nodes(d.num_blocks) if placement else None
+        self.numa = self._placement.numa if self._placement else None
+        self.block_nodes = self._placement.block_nodes(d.num_blocks) if self._placement else None
 
     @classmethod
     def open(cls, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any, isa: str = "auto") -> PagedKVCache:
@@ -218,9 +217,9 @@ class PagedKVCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a pickle, whose arrays begin wherever NumPy puts them, and which may be another machine's."""
         self.__dict__.update(state)
-        placement = _numa.placement(self.numa)
-        k, v = (aligned_copy(x, placement) for x in (self.key_cache, self.value_cache))
-        self._hold(self.descriptor, k, v, placement)
+        self._placement = _numa.placement(self.numa)
+        k, v = (aligned_copy(x, self._placement) for x in (self.key_cache, self.value_cache))
+        self._hold(self.descriptor, k, v)
 
     def __repr__(self) -> str:
         return (
