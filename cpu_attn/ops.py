@@ -380,6 +380,24 @@ def merge_states(outs: Any, lses: Any, *, out: Any = None, lse: Any = None) -> t
     return out, lse
 
 
+def merge_stacked(
+    outs: np.ndarray[Any, Any], lses: np.ndarray[Any, Any], out: np.ndarray[Any, Any], lse: np.ndarray[Any, Any]
+) -> None:
+    """:func:`merge_states` of arrays [S, T, Hq, Dv] and [S, Hq, T] that are known to be right. It takes no longer to
+    ask for 64 parts than for two; arrays that are checked one by one take 10 us each."""
+    start = profiling.clock()
+    lib.ca_merge_states(len(outs), _stacked(outs, out), _stacked(lses, lse))
+    if start:
+        profiling.record("merge_states", start, num_tokens=out.shape[0])
+
+
+def _stacked(parts: np.ndarray[Any, Any], to: np.ndarray[Any, Any]) -> Any:
+    """``ca_array`` of each part, which differ in their addresses alone, and of where they go."""
+    each = np.frombuffer(view("parts", parts[0]).described() * len(parts), np.uint8).reshape(len(parts), -1).copy()
+    each[:, :8].view(np.uint64)[:, 0] += np.arange(len(parts), dtype=np.uint64) * np.uint64(parts.strides[0])
+    return ffi.from_buffer("ca_array[]", each.tobytes() + view("to", to).described())
+
+
 def gather(
     cache: Any,
     block_table: Any,

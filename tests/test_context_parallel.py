@@ -13,6 +13,7 @@ import pytest
 import cpu_attn
 from cpu_attn import BlockManager, PagedKVCache, reference
 from cpu_attn.distributed import ContextParallel, Group, RankError, ThreadGroup
+from cpu_attn.ops import merge_stacked
 
 from .case import Case
 from .case_levels import cases
@@ -122,6 +123,35 @@ def test_a_model_over_threads(options: str, dtype: str) -> None:
         assert (reference.relative_rms(ranks[0][name], want, loc) <= reference.BUDGET[dtype]).all()
         for rank in ranks[1:]:
             assert same_bits(rank[name], ranks[0][name])
+
+
+def test_output_and_lse_that_are_given() -> None:
+    rng = np.random.default_rng(4)
+    query, key, value = (rng.standard_normal((30, h, 64), np.float32).astype(np.float16) for h in (4, 2, 2))
+    loc = np.array([0, 30], np.int32)
+
+    def work(group: Group) -> tuple[Any, Any]:
+        ranks, cache = ContextParallel(group, 8), PagedKVCache(2, 16, 2, 64, "float16")
+        cache.update(key, value, ranks.slot_mapping(np.arange(30), 16))
+        size, rank, interleave = ranks.ranks
+        made = cache.plan(loc, loc[1:], 4, cp_world_size=size, cp_rank=rank, cp_kv_cache_interleave_size=interleave)
+        output, lse, table = (
+            np.empty((30, 4, 64), np.float32),
+            np.empty((4, 30), np.float32),
+            np.zeros((1, 1), np.int32),
+        )
+        with pytest.raises(ValueError, match="output: shares memory with query"):
+            ranks.attend(cache, query, table, made, output=query)
+        with pytest.raises(ValueError, match="lse: axis 0 is 30, expected num_heads = 4"):
+            ranks.attend(cache, query, table, made, lse=lse.T.copy())
+        assert ranks.attend(cache, query, table, made, output=output, lse=lse) is output
+        return output, lse
+
+    want, want_lse = reference.attention(query, [key], [value], loc, loc[1:], 0.125)
+    with ThreadPoolExecutor(2) as pool:
+        for output, lse in pool.map(work, ThreadGroup.make(2)):
+            assert (reference.relative_rms(output, want, loc) <= reference.BUDGET["float16"]).all()
+            assert np.allclose(lse, want_lse, atol=1e-3)
 
 
 def test_bits_depend_on_the_request_alone() -> None:
@@ -237,3 +267,14 @@ def test_heads_side_by_side() -> None:
 
 def test_the_guide() -> None:
     assert len(list(run(ROOT / "docs" / "distributed.md"))) == 1
+
+
+def test_stacked_parts_merge_as_listed_ones_do() -> None:
+    """Rows of wider memory, as messages are."""
+    rng = np.random.default_rng(3)
+    messages = rng.standard_normal((5, 7 * 3 * 8 + 7 * 3), np.float32)
+    outs, lses = messages[:, : 7 * 3 * 8].reshape(5, 7, 3, 8), messages[:, 7 * 3 * 8 :].reshape(5, 3, 7)
+    want, want_lse = cpu_attn.merge_states(list(outs), list(lses))
+    out, lse = np.empty_like(want), np.empty_like(want_lse)
+    merge_stacked(outs, lses, out, lse)
+    assert same_bits(out, want) and same_bits(lse, want_lse)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check
-from cpu_attn._arrays import new_beside, numpy_view
+from cpu_attn._arrays import new_beside, numpy_view, view
 from cpu_attn.distributed.group import Group
-from cpu_attn.ops import merge_states
+from cpu_attn.ops import merge_stacked
 from cpu_attn.step import Step
 
 Array = np.ndarray[Any, Any]
@@ -167,18 +167,25 @@ class ContextParallel:
         shape = (plan.num_tokens, plan.num_heads, plan.head_size_v)
         if output is None:
             output = new_beside(query, shape, cache.dtype)
+        if lse is None:
+            lse = np.empty((plan.num_heads, plan.num_tokens), np.float32)
         sizes = list(zip(("T", "num_heads", "head_size_v"), shape, strict=True))
-        to = _check.writable("output", _check.array("output", output, [str(cache.dtype), "float32"], sizes)).numpy()
+        to = _check.writable("output", _check.array("output", output, [str(cache.dtype), "float32"], sizes))
+        log = _check.writable("lse", _check.array("lse", lse, ["float32"], [sizes[1], sizes[0]]))
+        given = {"query": query, "key_cache": cache.key_cache, "value_cache": cache.value_cache}
+        inputs: dict[str, Any] = {name: view(name, x) for name, x in given.items()}
+        _check.disjoint("output", to, {"lse": log, **inputs})
+        _check.disjoint("lse", log, inputs)
 
         message = np.empty(plan.num_heads * plan.num_tokens * (plan.head_size_v + 1), np.float32)
-        own_out, own_lse = _split(message, shape)
+        (own_out,), (own_lse,) = _split(message[None], shape)
         sinks = s_aux if self.group.rank == 0 else None
         cache.attend(query, block_table, plan, s_aux=sinks, output=own_out, lse=own_lse, **options)
-        outs, lses = zip(*(_split(part, shape) for part in self.group.all_gather(message)), strict=True)
-        wide = to if to.dtype == np.float32 else np.empty(shape, np.float32)
-        merge_states(outs, lses, out=wide, lse=lse)
-        if wide is not to:
-            to[...] = wide
+        if plan.num_tokens:
+            outs, lses = _split(self.group.all_gather(message), shape)
+            merged = np.empty(shape, np.float32)
+            merge_stacked(outs, lses, merged, log.numpy())
+            to.numpy()[...] = merged
         return output
 
     def all_gather_heads(self, x: Any) -> Array:
@@ -197,8 +204,8 @@ class ContextParallel:
         return np.concatenate(self.group.all_gather(numpy_view("x", x)), axis=1)
 
 
-def _split(message: Array, shape: tuple[int, int, int]) -> tuple[Array, Array]:
-    """The output [T, Hq, Dv] and lse [Hq, T] of a rank, which are one message."""
+def _split(messages: Array, shape: tuple[int, int, int]) -> tuple[Array, Array]:
+    """Outputs [S, T, Hq, Dv] and lses [S, Hq, T] of ranks, whose messages are the rows."""
     tokens, heads, size = shape
     end = tokens * heads * size
-    return message[:end].reshape(shape), message[end:].reshape(heads, tokens)
+    return messages[:, :end].reshape(-1, *shape), messages[:, end:].reshape(-1, heads, tokens)
