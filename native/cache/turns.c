@@ -2,8 +2,8 @@
  * Rows on their way: queries to where the caller wants them, keys and values into the cache. A run of keys or values is
  * turned into a stage, whose rows the cache write takes for the caller's (native/cache/cache.c): layouts and quantised
  * caches are its affair alone. */
+#include "cpu/system.h"
 #include "kernel/kernel.h"
-#include <stdlib.h>
 
 /* What a thread works in: a head, the rows of cos_sin_cache for 16 tokens, 16 tokens of a kv head. */
 typedef struct room {
@@ -29,7 +29,7 @@ int ca_turns_begin(ca_turns *t, int team) {
     const int64_t head_size = t->rows[K]->shape[2], weight = ca_round_up(head_size * 4, 64);
     room unused;
     t->thread_bytes = divide(t, 0, &unused);
-    t->memory = aligned_alloc(64, (size_t)(team * t->thread_bytes + 2 * weight));
+    t->memory = ca_aligned_alloc(team * t->thread_bytes + 2 * weight);
     if (!t->memory)
         return CA_NO_MEMORY;
     for (int i = 0; i < 2 && t->cos_sin; i++) {
@@ -44,7 +44,7 @@ int ca_turns_begin(ca_turns *t, int team) {
     return CA_OK;
 }
 
-void ca_turns_end(ca_turns *t) { free(t->memory); }
+void ca_turns_end(ca_turns *t) { ca_aligned_free(t->memory); }
 
 /* Of the queries (0) or the keys (1) of a token. wide: room for its row of cos_sin_cache, where it is not float32; new:
  * that does not lie there yet. */

@@ -1,12 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "cpu.h"
-#include <stdio.h>
+#include "cpu/system.h"
 #include <string.h>
-#if defined(__linux__)
-#include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 static const char *const feature_names[] = {
 #define X(name) #name,
@@ -80,16 +75,13 @@ static void read_identity(ca_cpu_info *out) {
     }
 }
 #elif defined(__aarch64__)
-#include <sys/auxv.h>
-
-/* The numbers are those of AT_HWCAP (16), AT_HWCAP2 (26) and their bits (Linux,
- * Documentation/arch/arm64/elf_hwcaps.rst). */
 static void read_features(int8_t *has) {
-    unsigned long cap = getauxval(16), cap2 = getauxval(26);
-    has[CA_HAS_neon] = cap >> 1 & 1;
-    has[CA_HAS_sve] = cap >> 22 & 1;
-    has[CA_HAS_i8mm] = cap2 >> 13 & 1;
-    has[CA_HAS_bf16_arm] = cap2 >> 14 & 1;
+    unsigned long hwcaps[2];
+    ca_system_hwcaps(hwcaps);
+    has[CA_HAS_neon] = hwcaps[0] >> 1 & 1;
+    has[CA_HAS_sve] = hwcaps[0] >> 22 & 1;
+    has[CA_HAS_i8mm] = hwcaps[1] >> 13 & 1;
+    has[CA_HAS_bf16_arm] = hwcaps[1] >> 14 & 1;
 }
 static void read_identity(ca_cpu_info *out) { strcpy(out->vendor, "ARM"); }
 #else
@@ -132,58 +124,14 @@ int ca_cpu_amx_permission(const char **reason) {
     *reason = "this CPU or its operating system has no AMX";
     if (CA_CPU_MISSING(CA_HAS_amx_tile))
         return -1;
-#if defined(__linux__) && defined(__x86_64__)
-    /* This is ARCH_REQ_XCOMP_PERM for XTILEDATA (Linux, Documentation/arch/x86/xstate.rst). */
-    if (syscall(SYS_arch_prctl, 0x1023, 18) == 0) {
-        *reason = "";
-        return 1;
-    }
-    *reason = "the kernel refused AMX tile state (arch_prctl ARCH_REQ_XCOMP_PERM)";
-    return 0;
-#else
-    *reason = "AMX permission is only known how to ask for on Linux";
-    return 0;
-#endif
-}
-
-/* Linux describes every level in sysfs, whatever the vendor. */
-static void read_caches(ca_cpu_info *out) {
-    for (int i = 0; i < 8; i++) {
-        char path[96], type[16] = "";
-        int level = 0;
-        long kib = 0;
-        FILE *f;
-#define READ(leaf, ...)                                                                                                \
-    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu0/cache/index%d/" leaf, i);                                \
-    if (!(f = fopen(path, "r")))                                                                                       \
-        continue;                                                                                                      \
-    if (fscanf(f, __VA_ARGS__) != 1)                                                                                   \
-        level = -1;                                                                                                    \
-    fclose(f);
-        READ("level", "%d", &level)
-        READ("type", "%15s", type)
-        READ("size", "%ldK", &kib)
-#undef READ
-        if (level == 1 && type[0] == 'D')
-            out->l1d = kib * 1024;
-        if (level == 2)
-            out->l2 = kib * 1024;
-        if (level == 3)
-            out->l3 = kib * 1024;
-    }
+    const char *refused = ca_system_refuses_tiles();
+    *reason = refused ? refused : "";
+    return !refused;
 }
 
 void ca_cpu(ca_cpu_info *out) {
     memset(out, 0, sizeof *out);
     read_identity(out);
-    read_caches(out);
+    ca_system_describe(out);
     out->amx_permission = ca_cpu_amx_permission(&out->amx_reason);
-    out->cpus = 1;
-#if defined(__linux__)
-    long online = sysconf(_SC_NPROCESSORS_ONLN);
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0)
-        online = CPU_COUNT(&set);
-    out->cpus = online > 0 ? (int32_t)online : 1;
-#endif
 }

@@ -3,10 +3,10 @@
  * The kernels score as many query tokens at a time as there is room for, in pieces of their keys that threads take;
  * then threads take the query tokens, and find the best of each. */
 #include "check/check.h"
+#include "cpu/system.h"
 #include "kernel/kernel.h"
 #include "plan/plan.h"
 #include "threads.h"
-#include <stdlib.h>
 #ifdef _OPENMP
 #include <omp.h>
 #define OMP(directive) _Pragma(#directive)
@@ -171,7 +171,7 @@ static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *x, fl
         at[i] = bytes;
         bytes = ca_round_up(bytes + sizes[i], 64);
     }
-    char *memory = aligned_alloc(64, (size_t)ca_max64(64, bytes));
+    char *memory = ca_aligned_alloc(ca_max64(64, bytes));
     if (!memory)
         return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
     s.scratch = memory;
@@ -203,7 +203,7 @@ static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *x, fl
 #endif
         }
     }
-    free(memory);
+    ca_aligned_free(memory);
     return fault->status;
 }
 

@@ -1,0 +1,83 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "cpu/system.h"
+#include <stdio.h>
+#include <stdlib.h>
+#if defined(__linux__)
+#include <sched.h>
+#include <sys/auxv.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(_WIN32)
+#include <malloc.h>
+#endif
+
+/* The numbers are those of AT_HWCAP and AT_HWCAP2 (Linux, Documentation/arch/arm64/elf_hwcaps.rst). Other systems for
+ * aarch64 take Advanced SIMD, its second bit, for granted. */
+void ca_system_hwcaps(unsigned long hwcaps[2]) {
+#if defined(__linux__)
+    hwcaps[0] = getauxval(16);
+    hwcaps[1] = getauxval(26);
+#else
+    hwcaps[0] = 2;
+    hwcaps[1] = 0;
+#endif
+}
+
+/* Linux describes every level in sysfs, whatever the vendor. */
+static void read_caches(ca_cpu_info *out) {
+    for (int i = 0; i < 8; i++) {
+        char path[96], type[16] = "";
+        int level = 0;
+        long kib = 0;
+        FILE *f;
+#define READ(leaf, ...)                                                                                                \
+    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu0/cache/index%d/" leaf, i);                                \
+    if (!(f = fopen(path, "r")))                                                                                       \
+        continue;                                                                                                      \
+    if (fscanf(f, __VA_ARGS__) != 1)                                                                                   \
+        level = -1;                                                                                                    \
+    fclose(f);
+        READ("level", "%d", &level)
+        READ("type", "%15s", type)
+        READ("size", "%ldK", &kib)
+#undef READ
+        if (level == 1 && type[0] == 'D')
+            out->l1d = kib * 1024;
+        if (level == 2)
+            out->l2 = kib * 1024;
+        if (level == 3)
+            out->l3 = kib * 1024;
+    }
+}
+
+void ca_system_describe(ca_cpu_info *out) {
+    read_caches(out);
+    out->cpus = 1;
+#if defined(__linux__)
+    long online = sysconf(_SC_NPROCESSORS_ONLN);
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0)
+        online = CPU_COUNT(&set);
+    out->cpus = online > 0 ? (int32_t)online : 1;
+#endif
+}
+
+const char *ca_system_refuses_tiles(void) {
+#if defined(__linux__) && defined(__x86_64__)
+    /* This is ARCH_REQ_XCOMP_PERM for XTILEDATA (Linux, Documentation/arch/x86/xstate.rst). */
+    if (syscall(SYS_arch_prctl, 0x1023, 18) == 0)
+        return NULL;
+    return "the kernel refused AMX tile state (arch_prctl ARCH_REQ_XCOMP_PERM)";
+#else
+    return "AMX permission is only known how to ask for on Linux";
+#endif
+}
+
+#define LINE 64
+#if defined(_WIN32)
+void *ca_aligned_alloc(int64_t bytes) { return _aligned_malloc((size_t)bytes, LINE); }
+void ca_aligned_free(void *memory) { _aligned_free(memory); }
+#else
+void *ca_aligned_alloc(int64_t bytes) { return aligned_alloc(LINE, ((size_t)bytes + LINE - 1) / LINE * LINE); }
+void ca_aligned_free(void *memory) { free(memory); }
+#endif
