@@ -210,8 +210,9 @@ def attention_with_kv_cache(
         sliding_window: as the plan has it: -1, w or (left, right).
         block_table: int32 [R, M], the blocks of each request in order. Entries that a request does not need are
             ignored.
-        softcap: more than 0: logits become softcap * tanh(logit / softcap). 0 is off. Otherwise within
-            1.18e-38..2.34e38, and ``scale * k_scale`` over it, or times log2(e) without it, is finite in float32.
+        softcap: 0 turns it off. Otherwise logits become softcap * tanh(logit / softcap), and softcap is within
+            1.18e-38..2.34e38. ``scale * k_scale / softcap`` has to be finite in float32; without softcap, ``scale *
+            k_scale * log2(e)`` has to be.
         scheduler_metadata: the plan, of :func:`get_scheduler_metadata`.
         s_aux: [Hq], or None. Attention sinks: one logit more for each head in the softmax, which has no value.
         dynamic_causal: int32 [R], or None. As the plan has it.

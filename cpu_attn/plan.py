@@ -186,9 +186,9 @@ def get_scheduler_metadata(
         document_start_loc: {request: [0, ...]}, ascending first keys of the documents that are packed in a request. A
             query sees keys of its own document only. No span crosses a border, and every query has a key of its own.
         tree_mask: uint8 [T, W], or None. Bit j of row t (``numpy.packbits(..., bitorder="little")``) says whether query
-            token t sees the key of its request's query token j, in place of ``causal`` among these. A token stands as
-            many positions behind the ``seq_len - q_len`` keys before them as it sees query tokens besides itself;
-            windows go by that. Requests are causal. Not with ALiBi, ``mm_prefix_range`` or ``document_start_loc``.
+            token t sees the key of its request's query token j, in place of ``causal`` among these. The position of a
+            token, by which windows go, is ``seq_len - q_len`` plus the number of query tokens that it sees besides
+            itself. Requests are causal. Not with ALiBi, ``mm_prefix_range`` or ``document_start_loc``.
         block_table: int32 [R, M], or None. With it, requests whose tables start with the same blocks read these once,
             in whole segments of 1024 keys, where few query rows meet them (decode). The bits of results are the same,
             of ``onednn`` they stay within the error budgets. The table of a call must then have the same blocks in

@@ -25,6 +25,8 @@ myst_heading_anchors = 4
 autodoc_typehints = "none"  # most are Any: the docstrings say shapes and dtypes
 autodoc_member_order = "bysource"
 napoleon_use_rtype = False
+toc_object_entries_show_parents = "hide"
+smartquotes_action = "D"  # dashes alone: a docstring's "" is Python's
 
 html_theme = "furo"
 html_theme_options = {"light_css_variables": {"code-font-size": "78%"}}

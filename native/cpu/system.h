@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What operating systems tell and give in ways of their own: everything in the core that is not C11 or OpenMP. */
+ * What operating systems tell and give in ways of their own: everything in the core that is not C11 or OpenMP,
+ * but for NUMA nodes (nodes.c). */
 #ifndef CPU_ATTN_SYSTEM_H
 #define CPU_ATTN_SYSTEM_H
 #include "cpu_attn.h"
