@@ -38,7 +38,7 @@ from cpu_attn.block_manager import BlockManager, NoFreeBlocksError
 from cpu_attn.indexer import get_index_cache_shape, index_and_cache, select_tokens
 from cpu_attn.mla import attention_mla, concat_and_cache_mla
 from cpu_attn.ops import attention_with_kv_cache, merge_states, reshape_and_cache
-from cpu_attn.pages import score_pages, select_pages, update_page_bounds
+from cpu_attn.pages import query_blocks, score_pages, select_pages, update_page_bounds
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata, kv_cache_dtypes
 from cpu_attn.profiling import profile
 from cpu_attn.rotary import rotary_reshape_and_cache
@@ -81,6 +81,7 @@ __all__ = [
     "make_sliding_window_bias",
     "merge_states",
     "profile",
+    "query_blocks",
     "reshape_and_cache",
     "rotary_reshape_and_cache",
     "rotate",

@@ -122,6 +122,52 @@ def score_pages(
     return scores
 
 
+def query_blocks(
+    query_start_loc: Any, seq_lens: Any, query_block_size: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Takes the query blocks of a step for requests, so that each of them may have scores and a selection of its own.
+
+    :func:`score_pages` and :func:`select_pages` then give what :func:`attention_with_kv_cache` takes with a plan that
+    has this ``query_block_size``. Symbols: n query blocks of all requests.
+
+    Args:
+        query_start_loc: int32 [R + 1], where each request's query tokens start.
+        seq_lens: int32 [R], how many keys each request has.
+        query_block_size: query tokens of a query block. The last one of a request may have fewer.
+
+    Returns:
+        (query_start_loc int32 [n + 1], seq_lens int32 [n], requests int64 [n]): where each query block starts, how many
+        keys there are up to that of its last token, and its request, by which to take rows of ``block_table``. Where
+        not causal, take ``seq_lens[requests]`` of the argument for its keys.
+
+    Raises:
+        ValueError: a shape or a length is out of range.
+        TypeError: an argument is no array, or has another dtype.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn import query_blocks
+        >>> query_start_loc, seq_lens = np.array([0, 5, 6], np.int32), np.array([9, 4], np.int32)
+        >>> for x in query_blocks(query_start_loc, seq_lens, query_block_size=2):
+        ...     print(x.tolist())
+        [0, 2, 4, 5, 6]
+        [6, 8, 9, 4]
+        [0, 0, 0, 1]
+    """
+    found = _check.array("seq_lens", seq_lens, ["int32"], [("num_reqs", None)])
+    starts, lens, _ = _check.lengths(found.shape[0], query_start_loc, seq_lens, None)
+    size = _check.integer("query_block_size", query_block_size, 1)
+    begin, keys = _check.rising("query_start_loc", starts.numpy().astype(np.int64)), lens.numpy().astype(np.int64)
+    for r in np.flatnonzero(keys < 0)[:1]:
+        raise ValueError(f"seq_lens[{r}]: {keys[r]}, expected at least 0")
+    counts = -(-np.diff(begin) // size)
+    requests = np.repeat(np.arange(len(keys)), counts)
+    number = np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)  # in its request
+    end = np.minimum(begin[:-1][requests] + (number + 1) * size, begin[1:][requests])
+    seen = np.maximum(0, keys[requests] - (begin[1:][requests] - end))
+    return np.append(0, end).astype(np.int32), seen.astype(np.int32), requests
+
+
 def select_pages(
     scores: Any,
     seq_lens: Any,

@@ -154,6 +154,7 @@ def get_scheduler_metadata(
     cp_rank: int = 0,
     cp_kv_cache_interleave_size: int = 1,
     block_nodes: Any = None,
+    query_block_size: int | None = None,
 ) -> SchedulerMetadata:
     """Plans the attention of one step, once for all layers of one shape.
 
@@ -209,6 +210,9 @@ def get_scheduler_metadata(
         cp_kv_cache_interleave_size: how many positions in a row have their keys on the same rank.
         block_nodes: int32 [N], or None. The NUMA node on which the memory of each block lies, with ``block_table``, and
             only then. Threads then take tasks first whose blocks are on their own node; no bit changes.
+        query_block_size: query tokens of a query block, or None. ``selected_blocks`` then has lists for each query
+            block in place of each request. The blocks of a request start at its first query token of the step; the last
+            one may have fewer tokens. Not with ``block_table`` or ``max_selected_tokens``.
 
     Returns:
         The plan.
@@ -256,10 +260,9 @@ def get_scheduler_metadata(
     shape.hadamard = _check.kv_cache_rotation(kv_cache_rotation)
     if block_table is not None or block_size is not None:
         shape.block_size = _check.table_block_size(block_table, block_size)
-    if max_selected_tokens is not None:
-        shape.max_selected_tokens = _check.integer("max_selected_tokens", max_selected_tokens, 1)
-        if shape.block_size:
-            raise ValueError("max_selected_tokens: query tokens that select their keys share no prefixes (block_table)")
+    shape.max_selected_tokens, shape.query_block_size = _check.selections(
+        max_selected_tokens, query_block_size, shape.block_size
+    )
     shape.cp_world_size, shape.cp_rank, shape.cp_interleave = _check.ranks(
         cp_world_size, cp_rank, cp_kv_cache_interleave_size
     )

@@ -154,6 +154,14 @@ def _one_head(
     return _weighted_sum(p / np.where(total == 0, 1.0, total)[:, :, None], value, mask), lse
 
 
+def _chosen(lists: NDArray[np.int32], own: NDArray[np.int64], seq_len: int, block_size: int) -> NDArray[np.bool_]:
+    """[n, seq_len]: is a key's block in the token's own list? lists [.., S] of blocks, own [n]."""
+    block, (which, at) = np.arange(seq_len) // block_size, np.unique(own, return_inverse=True)
+    found = np.array([np.isin(block, lists[i]) for i in which], np.bool_).reshape(len(which), seq_len)
+    chosen: NDArray[np.bool_] = found[at]
+    return chosen
+
+
 def attention(
     query: NDArray[Any],
     key: Sequence[NDArray[Any]],
@@ -176,6 +184,7 @@ def attention(
     block_size: int = 16,
     attn_bias: NDArray[np.float32] | None = None,
     selected_tokens: NDArray[np.int32] | None = None,
+    query_block_size: int | None = None,
 ) -> tuple[Float64, Float64]:
     """The definition above, request by request.
 
@@ -185,7 +194,8 @@ def attention(
     among them (-1: all; to both sides where not causal), or (left, right).
     mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window: those of
     :func:`cpu_attn.get_scheduler_metadata`. selected_blocks [R, Hkv, S]: of block_size keys each, -1 is none; None:
-    all. attn_bias [R or 1, Hq or 1, Q, K]. selected_tokens [T, S]: keys, -1 is none; None: all.
+    all. attn_bias [R or 1, Hq or 1, Q, K]. selected_tokens [T, S]: keys, -1 is none; None: all. query_block_size: the
+    first axis of selected_blocks counts query blocks of so many tokens.
 
     Returns output [T, Hq, Dv] and lse [Hq, T] (natural log), float64. NaN and inf reach the rows that see them only.
     Raises ValueError for a sliding_window that means nothing.
@@ -200,11 +210,14 @@ def attention(
     bias = None
     if attn_bias is not None:
         bias = np.broadcast_to(attn_bias.astype(np.float64), (len(seq_lens), num_heads, *attn_bias.shape[2:]))
+    lists = 0  # of selected_blocks, that the requests before have
     with np.errstate(all="ignore"):
         for r, seq_len in enumerate(seq_lens):
             rows = slice(int(query_start_loc[r]), int(query_start_loc[r + 1]))
             see_past_only = causal if dynamic_causal is None else bool(dynamic_causal[r])
             q_len = rows.stop - rows.start
+            own = lists + np.arange(q_len) // (query_block_size or max(q_len, 1))
+            lists += 1 if query_block_size is None else -(-q_len // query_block_size)
             mask = visible(
                 q_len,
                 int(seq_len),
@@ -215,20 +228,20 @@ def attention(
                 None if tree_mask is None else unpack_tree(tree_mask[rows]),
                 mm_prefix_clamp_sliding_window,
             )
-            for i, own in enumerate([] if selected_tokens is None else selected_tokens[rows]):
-                mask[i] &= np.isin(np.arange(int(seq_len)), own)
+            for i, keys in enumerate([] if selected_tokens is None else selected_tokens[rows]):
+                mask[i] &= np.isin(np.arange(int(seq_len)), keys)
             num_kv_heads = key[r].shape[1]
             group = num_heads // num_kv_heads
             for h in range(num_kv_heads):
                 heads = slice(h * group, (h + 1) * group)
-                chosen = np.ones(int(seq_len), np.bool_)
+                chosen = mask
                 if selected_blocks is not None:
-                    chosen = np.isin(np.arange(int(seq_len)) // block_size, selected_blocks[r, h])
+                    chosen = mask & _chosen(selected_blocks[:, h], own, int(seq_len), block_size)
                 output[rows, heads], row_lse = _one_head(
                     q64[rows, heads],
                     key[r][:, h].astype(np.float64),
                     value[r][:, h].astype(np.float64),
-                    mask & chosen,
+                    chosen,
                     scale,
                     None if slopes is None else slopes[heads],
                     None if bias is None else bias[r, heads, :q_len, : int(seq_len)].swapaxes(0, 1),

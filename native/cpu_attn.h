@@ -77,8 +77,8 @@ enum ca_status {
     CA_TREE_NOT_CAUSAL, /* request */
     CA_TREE_ALIBI,
     CA_TOKENS_WITHOUT_KEYS, /* request, value = seq_len, bound = q_len: a mask goes by the keys of the query tokens */
-    CA_BAD_SELECTED,        /* request, kv_head or token, position, value, bound: -1 <= value < bound */
-    CA_SELECTED_ORDER,      /* request, kv_head or token, position, value, bound = the value before */
+    CA_BAD_SELECTED,        /* request, list or token, position, value, bound: -1 <= value < bound */
+    CA_SELECTED_ORDER,      /* request, list or token, position, value, bound = the value before */
     CA_OTHER_BLOCK_SIZE,    /* value, bound = the plan's */
     CA_OTHER_BLOCKS,        /* request, position, value, bound = that of a request that shared it */
     CA_SELECTED_SHARED,     /* selected_blocks were given, and the plan shares prefixes */
@@ -102,6 +102,7 @@ enum ca_symbol {
     CA_HEAD_SIZE_V,
     CA_NUM_BLOCKS,
     CA_BLOCK_SIZE,
+    CA_QUERY_BLOCKS, /* query blocks of all requests */
     CA_FREE,
     CA_ROT_DIM = CA_FREE, /* even, from 2 to the head size */
     CA_BLOCKS,
@@ -114,13 +115,14 @@ enum ca_symbol {
     CA_OR_1 = 32 /* added to a symbol below CA_FREE: a size of 1 will do, too */
 };
 
-/* Says where a check failed. Of request, position, value, bound, kv_head and token (of the step), those that the status
- * does not use are -1. The caller hands over zeros, which mean CA_OK, and a check that finds no fault writes nothing.
+/* Says where a check failed. Of request, position, value, bound, kv_head, query_block and token (both of the step),
+ * those that the status does not use are -1; a list of blocks has a kv_head, and a query_block where the plan has
+ * these. The caller hands over zeros, which mean CA_OK, and a check that finds no fault writes nothing.
  */
 typedef struct ca_fault {
     int32_t status;
     int64_t request, position, value, bound;
-    int64_t kv_head, token;
+    int64_t kv_head, query_block, token;
     /* The fields below are used where the fault is about an argument. */
     int32_t argument, ndim, axes[4]; /* argument: its place among the call's arrays; axes: enum ca_symbol */
     uint64_t expected;               /* 1 << ca_dtype for each dtype that it may have */
@@ -142,6 +144,7 @@ typedef struct ca_shape {
     int32_t hadamard;            /* 1 for a rotated cache of K, 2 of V, 3 of both: kernel/cache_write/hadamard.h */
     int32_t block_size;          /* block size of the table that the plan was given; 0: it was given none */
     int32_t max_selected_tokens; /* most columns of selected_tokens; 0: calls have none, else all of them have some */
+    int32_t query_block_size;    /* query tokens that share a list of selected_blocks; 0: all of their request */
     /* Of the positions of a request cp_interleave in a row belong to one rank, as many after them to the next one, in
      * turns. The caches hold the keys of cp_rank alone. cp_world_size 0 or 1: they hold all. */
     int32_t cp_world_size, cp_rank, cp_interleave;

@@ -12,6 +12,7 @@ from .case_random import random_case
 from .case_tables import (
     BIAS,
     BLOCK_SIZES,
+    BY_BLOCK,
     CASCADE,
     CHUNK,
     DECODE,
@@ -34,6 +35,7 @@ from .case_tables import (
     PREFILL,
     PREFIXES,
     QUANTISED,
+    QUERY_BLOCKS,
     ROTARY,
     ROTATED,
     SELECTED,
@@ -136,6 +138,8 @@ def _quick() -> Iterator[Case]:
         yield _case(f"selected-{name}", fields)
     for name, fields in SELECTED_TOKENS.items():
         yield _case(f"tokens-{name}", fields)
+    for name, fields in QUERY_BLOCKS.items():
+        yield _case(f"query-blocks-{name}", fields)
     for name in ("tree", "everything", "block-24"):
         yield _case(f"cascade-{name}", PREFIXES, **CASCADE[name])
     for name in QUICK_BIAS:
@@ -259,6 +263,7 @@ def _default() -> Iterator[Case]:
     for name, feature in FEATURES.items():
         yield _case(f"selected-{name}", MIXED, **feature, selected=0.4, num_heads=6, head_size=40, block_size=8)
         yield _case(f"tokens-{name}", MIXED, **feature, selected_tokens=0.4, num_heads=6, head_size=40, block_size=8)
+        yield _case(f"query-blocks-{name}", BY_BLOCK, **feature, num_heads=6, head_size=40, block_size=8)
     for size in HEAD_SIZES:
         yield _case(f"tokens-head-{size}", CHUNK, head_size=size, selected_tokens=0.6)
     for name, fields in CASCADE.items():
@@ -320,6 +325,7 @@ def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     wanted |= {"rotary-everything", "rotated-int4-everything", "rotated-rotary"}
     wanted |= {"masks-documents-everything", "masks-spans-alibi", "masks-tree-everything", "masks-tree-bits-window"}
     wanted |= {"selected-few-of-3000", "tokens-half-everything", "tokens-most-of-3000"}
+    wanted |= {"query-blocks-half-everything", "query-blocks-1100"}
     wanted |= {"cascade-tree", "bias-holes-everything", "bias-few-NHD", "bias-3000"}
     wanted |= {"NHD-everything", "NHD-3000", "NHD-selected", "NHD-cascade"}
     wanted |= {f"together-{name}" for name in TOGETHER}

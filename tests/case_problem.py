@@ -108,6 +108,7 @@ class Problem:
             block_size=self.case.block_size,
             attn_bias=self.attn_bias,
             selected_tokens=self.selected_tokens,
+            query_block_size=self.case.query_block,
         )
 
 
@@ -139,15 +140,15 @@ def _block_table(rng: np.random.Generator, case: Case) -> tuple[NDArray[np.int32
 
 
 def _selected_blocks(case: Case) -> NDArray[np.int32] | None:
-    """[R, Hkv, S], S what the longest list needs, or by the name one more."""
+    """[lists, Hkv, S], S what the longest list needs, or by the name one more."""
     if case.selected is None:
         return None
-    lists = [[np.flatnonzero(head) for head in case.chosen(r)] for r in range(len(case.seq_lens))]
+    lists = [[np.flatnonzero(head) for head in own] for r in range(len(case.seq_lens)) for own in case.chosen(r)]
     longest = max((len(blocks) for heads in lists for blocks in heads), default=0)
     selected = np.full((len(lists), case.num_kv_heads, longest + zlib.crc32(case.name.encode()) % 2), -1, np.int32)
-    for r, heads in enumerate(lists):
-        for h, blocks in enumerate(heads):
-            selected[r, h, : len(blocks)] = blocks
+    for own, heads in zip(selected, lists, strict=True):
+        for row, blocks in zip(own, heads, strict=True):
+            row[: len(blocks)] = blocks
     return selected
 
 
@@ -251,6 +252,7 @@ def alone(problem: Problem, r: int) -> Problem:
     case, loc = problem.case, problem.query_start_loc
     pick, rows = slice(r, r + 1), slice(int(loc[r]), int(loc[r + 1]))
     flags = None if case.dynamic_causal is None else case.dynamic_causal[pick]
+    lists = slice(sum(map(case.lists, range(r))), sum(map(case.lists, range(r + 1))))
     return dataclasses.replace(
         problem,
         case=dataclasses.replace(
@@ -270,7 +272,7 @@ def alone(problem: Problem, r: int) -> Problem:
         block_table=problem.block_table[pick],
         dynamic_causal=None if problem.dynamic_causal is None else problem.dynamic_causal[pick],
         unspecified=problem.unspecified[rows],
-        selected_blocks=None if problem.selected_blocks is None else problem.selected_blocks[pick],
+        selected_blocks=None if problem.selected_blocks is None else problem.selected_blocks[lists],
         attn_bias=None if problem.attn_bias is None else _of_request(problem.attn_bias, r),
         selected_tokens=None if problem.selected_tokens is None else problem.selected_tokens[rows],
     )

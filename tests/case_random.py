@@ -105,4 +105,7 @@ def random_case(index: int, seed: int) -> Case:
     picked = tokens[int(np.random.default_rng([seed, index, 4]).integers(len(tokens)))]
     if picked is not None:
         case = dataclasses.replace(case, selected=None, selected_tokens=picked)
+    blocks = [None, 1, 5, 16, 100][int(np.random.default_rng([seed, index, 5]).integers(5))]
+    if case.selected is not None:
+        case = dataclasses.replace(case, query_block=blocks)
     return case if "int" in case.kv_cache_dtype else dataclasses.replace(case, kv_cache_layout=layout)

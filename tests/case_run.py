@@ -57,10 +57,17 @@ def _attended(problem: Problem) -> NDArray[np.int32]:
     case = problem.case
     table: NDArray[np.int32] = problem.block_table.copy()
     if problem.selected_blocks is not None:
-        for row, own in zip(table, problem.selected_blocks, strict=True):
-            row[~np.isin(np.arange(len(row)), own)] = -1
-        table = table[:, : problem.selected_blocks.max(initial=-1) + 1]
-    if problem.selected_tokens is not None and not case.tree:  # whose blocks are needed whatever the tree hides
+        lists = iter(problem.selected_blocks)
+        for r, row in enumerate(table):
+            there: list[int] = []
+            mask = case.mask(r) | bool(case.tree)  # blocks are needed whatever the tree hides
+            tokens = case.query_block or max(1, len(mask))
+            for first, own in zip(range(0, case.lists(r) * tokens, tokens), lists, strict=False):
+                seen = np.flatnonzero(mask[first : first + tokens].any(axis=0)) // case.block_size
+                there += np.intersect1d(own, seen).tolist()
+            row[~np.isin(np.arange(len(row)), there)] = -1
+        table = table[:, : np.flatnonzero((table >= 0).any(axis=0)).max(initial=-1) + 1]
+    if problem.selected_tokens is not None and not case.tree:
         needed = [np.unique(np.nonzero(case.sees(r).any(axis=(0, 1)))[0] // case.block_size) for r in range(len(table))]
         for row, own in zip(table, needed, strict=True):
             row[~np.isin(np.arange(len(row)), own)] = -1
@@ -101,7 +108,7 @@ def _attend(
         "attn_bias": None if problem.attn_bias is None else copy_of(problem.attn_bias, case.strided),
     }
     if engine == "onednn-python":
-        compose.attention(**common, isa=isa, **case.masks)
+        compose.attention(**common, isa=isa, **case.masks, query_block_size=case.query_block)
     else:
         cpu_attn.attention_with_kv_cache(**common, scheduler_metadata=plan_of(problem, isa, engine, enable_kv_split))
     forbid_outside("output", output, case.strided)
@@ -133,4 +140,5 @@ def plan_of(problem: Problem, isa: str, engine: str, enable_kv_split: bool) -> c
         kv_cache_layout=case.kv_cache_layout,
         kv_cache_rotation=case.kv_cache_rotation,
         max_selected_tokens=None if tokens is None else max(1, tokens.shape[1]),
+        query_block_size=case.query_block,
     )

@@ -383,6 +383,34 @@ SELECTED_TOKENS: dict[str, dict[str, Any]] = {
     "latent-2500": {**LATENT["mixed"], "query_lens": (2,), "seq_lens": (2500,), "selected_tokens": 0.9},
 }
 
+# Of each query block: some end in the middle of one, some have no query token, no key, or less than one block.
+BY_BLOCK = {"query_lens": (1, 70, 0, 37), "seq_lens": (50, 70, 9, 100), "selected": 0.5, "query_block": 16}
+QUERY_BLOCKS: dict[str, dict[str, Any]] = {
+    "half": {**BY_BLOCK, "fill": "masked"},
+    "half-block-5": {**BY_BLOCK, "fill": "masked", "block_size": 5, "query_block": 7},
+    "half-late-nan": {**BY_BLOCK, "fill": "late-nan", "block_size": 8},
+    "half-bidirectional": {**BY_BLOCK, "fill": "masked", "causal": False, "sliding_window": (9, 7)},
+    "half-everything": {**BY_BLOCK, **FEATURES["everything"], "fill": "masked", "block_size": 8},
+    "half-fp8": {**BY_BLOCK, "fill": "masked", "kv_cache_dtype": "fp8_e4m3", "alibi": 0.5},
+    "half-int4": {**BY_BLOCK, "kv_cache_dtype": "int4", "head_size": 64, "block_size": 24, "bias": "holes"},
+    "half-documents": {**MASKS["documents-everything"], "selected": 0.5, "query_block": 8, "fill": "masked"},
+    "half-spans": {**SPANS, "selected": 0.5, "query_block": 8, "sliding_window": 5, "fill": "masked"},
+    "half-tree": {**TREE, "selected": 0.5, "query_block": 4, "tree": "binary", "sliding_window": 30, "fill": "masked"},
+    "half-NHD": {**BY_BLOCK, "fill": "masked", "kv_cache_layout": "NHD", "strided": True},
+    "half-HND-block-5": {**BY_BLOCK, "fill": "masked", "kv_cache_layout": "HND", "block_size": 5},
+    "half-latent": {**BY_BLOCK, **MLA, "num_heads": 16, "head_size": 72, "head_size_v": 64, "fill": "masked"},
+    "each-token": {**BY_BLOCK, "query_block": 1, "fill": "masked"},
+    "more-queries-than-keys": {"query_lens": (40, 5), "seq_lens": (9, 1), "selected": 0.7, "query_block": 8},
+    "none": {**BY_BLOCK, "selected": 0.0, "sinks": "mixed"},
+    "all": {**BY_BLOCK, "selected": 1.0},
+    # Query blocks of several tasks, of which the last is shorter, on every isa and engine.
+    "tall": {**BY_BLOCK, "query_lens": (5, 150), "seq_lens": (9, 170), "query_block": 67, "num_heads": 34},
+    "1100": {
+        **{"query_lens": (1100,), "seq_lens": (2300,), "selected": 0.6, "query_block": 128, "fill": "masked"},
+        **{"num_heads": 2, "num_kv_heads": 1, "alibi": 0.125},
+    },
+}
+
 HEAD_SIZES = (1, 2, 3, 8, 16, 20, 33, 50, 64, 80, 96, 100, 112, 128, 192, 256, 512, 576)
 UNEQUAL_HEAD_SIZES = ((64, 32), (24, 40), (192, 128), (576, 512), (7, 5), (1, 16), (33, 1), (3, 41))
 BLOCK_SIZES = (1, 5, 8, 16, 24, 32, 48, 64, 128)

@@ -90,10 +90,11 @@ def _attend(engine: str, selected: str = "", **options: Any) -> Calls:
         lists[lists >= np.repeat(LENS, np.diff(STARTS))[:, None]] = -1
         indices["selected_tokens"] = _shared(lists)
     if selected == "blocks":
-        indices["selected_blocks"] = _shared(np.full((R, HEADS, M), -1, np.int32))
-        for r, length in enumerate(LENS):
+        _, lens, _ = cpu_attn.query_blocks(STARTS, LENS, options.get("query_block_size", T))
+        indices["selected_blocks"] = _shared(np.full((len(lens), HEADS, M), -1, np.int32))
+        for lists, length in zip(indices["selected_blocks"], lens, strict=True):
             blocks = np.arange(0, -(-length // BLOCK), 2)
-            indices["selected_blocks"][r, :, : len(blocks)] = blocks
+            lists[:, : len(blocks)] = blocks
     output, lse = np.empty_like(query), np.empty((2 * HEADS, T), np.float32)
 
     def call() -> None:
@@ -218,7 +219,7 @@ def _indexer() -> Calls:
 
 CALLS: dict[str, Callable[[], Calls]] = {
     "attend-native": lambda: _attend("native", block_table=_table(), block_size=BLOCK),
-    "attend-native-selected": lambda: _attend("native", "blocks"),
+    "attend-native-selected": lambda: _attend("native", "blocks", query_block_size=2),
     "attend-native-tokens": lambda: _attend("native", "tokens", max_selected_tokens=TOKENS),
     "attend-onednn": lambda: _attend("onednn"),
     "attend-onednn-selected": lambda: _attend("onednn", "blocks"),

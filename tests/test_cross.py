@@ -84,7 +84,9 @@ def arrays(problem: Problem) -> bytes:
     fields += [len(problem.query), len(slots), case.causal, left, -1 if causal else right]
     optional = (problem.alibi_slopes, problem.s_aux, problem.dynamic_causal)
     selected, tokens_of = problem.selected_blocks, problem.selected_tokens
-    fields += [*(x is not None for x in optional), -1 if selected is None else selected.shape[2]]
+    fields += [x is not None for x in optional]
+    fields += [-1, 0] if selected is None else [selected.shape[2], len(selected)]
+    fields += [case.query_block or 0]
     three = dict.fromkeys(("mm_prefix_range", "document_start_loc", "tree_mask"))
     masks = _check.masks(len(problem.seq_lens), **{**three, **case.masks}) or _check.Masks(
         *np.zeros((2, 0), np.int32), None

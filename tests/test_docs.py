@@ -67,6 +67,12 @@ def test_sparse() -> None:
     check(names, [key], [value], selected_blocks=selected)
 
     names = next(document)
+    selected = names["prompt_blocks"]
+    assert selected.shape == (8, 2, 10) and selected[0, 0].tolist() == [0, 1, 2, 3] + 6 * [-1]
+    prompt = {"query": names["prompt"], "query_start_loc": names["prompt_start_loc"]}
+    check(names | prompt, [key], [value], selected_blocks=selected, query_block_size=64)
+
+    names = next(document)
     check(names, [key], [value], selected_tokens=names["selected_tokens"])
 
     names = next(document)

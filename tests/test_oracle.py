@@ -49,6 +49,8 @@ SMALL = [
     Case("tree", (7, 1, 0), (10, 4, 3), 2, 1, 3, tree="binary"),
     Case("tree-window", (7, 2), (10, 2), 2, 1, 3, tree="binary", sliding_window=2),
     Case("tree-bits", (6, 9), (9, 11), 2, 1, 3, tree="bits", sliding_window=(2, -1)),
+    Case("selected", (4, 2), (9, 6), 4, 2, 3, block_size=2, selected=0.5),
+    Case("query-blocks", (5, 0, 2), (9, 3, 6), 4, 2, 3, block_size=2, selected=0.5, query_block=2),
     Case("all", (4, 2), (8, 7), 6, 3, 4, alibi=0.3, softcap=2.0, sinks="mixed", sliding_window=(3, 1)),
 ]
 
@@ -90,9 +92,10 @@ def row(p: Problem, r: int, i: int, h: int) -> tuple[list[float], float]:
     case = p.case
     kv_head = h // (case.num_heads // case.num_kv_heads)
     q = [float(x) for x in p.query[int(p.query_start_loc[r]) + i, h]]
+    own = case.chosen(r)[i // case.query_block if case.query_block else 0, kv_head]
     weights, values = [], []
     for j in range(case.seq_lens[r]):
-        if sees(case, r, i, j):
+        if sees(case, r, i, j) and own[j // case.block_size]:
             s = p.scale * sum(a * float(b) for a, b in zip(q, p.key[r][j, kv_head], strict=True))
             if case.softcap:
                 s = case.softcap * math.tanh(s / case.softcap)

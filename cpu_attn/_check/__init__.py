@@ -80,6 +80,7 @@ from cpu_attn._check.plans import (
     same_kv_dtypes,
     selected_blocks,
     selected_tokens,
+    selections,
     table_block_size,
 )
 from cpu_attn._check.values import (
@@ -161,6 +162,7 @@ __all__ = [
     "score_pages",
     "selected_blocks",
     "selected_tokens",
+    "selections",
     "sequence",
     "sizes",
     "small_floats",

@@ -22,6 +22,7 @@ _AXES = {
     lib.CA_HEAD_SIZE_V: "head_size_v",
     lib.CA_NUM_BLOCKS: "num_blocks",
     lib.CA_BLOCK_SIZE: "block_size",
+    lib.CA_QUERY_BLOCKS: "query blocks",
     lib.CA_ROT_DIM: "rot_dim",
     lib.CA_BLOCKS: "blocks",
     lib.CA_MAX_POSITION: "max_position",
@@ -129,7 +130,8 @@ def raise_fault(fault: Any, names: Sequence[str] = (), arrays: Sequence[Any] = (
         )
     request, position, value, bound = fault.request, fault.position, fault.value, fault.bound
     where = f"request {request}: " if request >= 0 else ""
-    what, unit = f"selected_blocks: {where}kv head {fault.kv_head}", "block"
+    list_of = f"query block {fault.query_block}: " if fault.query_block >= 0 else ""
+    what, unit = f"selected_blocks: {where}{list_of}kv head {fault.kv_head}", "block"
     if fault.token >= 0:
         what, unit = f"selected_tokens: {where}query token {fault.token}", "token"
     raise ValueError(

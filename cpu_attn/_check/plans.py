@@ -59,6 +59,19 @@ def plan_of_ranks(name: str, x: Any, ranks: tuple[int, int, int]) -> Any:
     return x
 
 
+def selections(max_selected_tokens: Any, query_block_size: Any, block_size: int) -> tuple[int, int]:
+    """What a plan is told of them, 0 for nothing. block_size: not 0 where the plan shares prefixes."""
+    most = 0 if max_selected_tokens is None else integer("max_selected_tokens", max_selected_tokens, 1)
+    size = 0 if query_block_size is None else integer("query_block_size", query_block_size, 1)
+    if most and block_size:
+        raise ValueError("max_selected_tokens: query tokens that select their keys share no prefixes (block_table)")
+    if size and block_size:
+        raise ValueError("query_block_size: query blocks that select their keys share no prefixes (block_table)")
+    if size and most:
+        raise ValueError("query_block_size: query tokens select their keys (max_selected_tokens); a plan takes one")
+    return most, size
+
+
 def same_call(
     plan: Any, sliding_window: Any, kv_cache_dtype: Any, kv_cache_layout: Any, kv_cache_rotation: Any
 ) -> None:
@@ -98,8 +111,9 @@ def selected_tokens(x: Any, num_tokens: int) -> Array | None:
     return None if x is None else array("selected_tokens", x, ["int32"], [("T", num_tokens), ("tokens", None)])
 
 
-def selected_blocks(x: Any, num_reqs: int, num_kv_heads: int) -> Array | None:
-    axes = [("num_reqs", num_reqs), ("num_kv_heads", num_kv_heads), ("blocks", None)]
+def selected_blocks(x: Any, lists: tuple[str, int], num_kv_heads: int) -> Array | None:
+    """lists: what has one of its own for each kv head, and how many there are."""
+    axes = [lists, ("num_kv_heads", num_kv_heads), ("blocks", None)]
     return None if x is None else array("selected_blocks", x, ["int32"], axes)
 
 

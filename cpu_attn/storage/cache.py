@@ -372,7 +372,8 @@ class PagedKVCache:
             s_aux: [Hq], or None: attention sinks.
             output: [T, Hq, Dv] to write to, or None for a new array.
             lse: float32 [Hq, T], or None: receives the log of each softmax's denominator.
-            selected_blocks: int32 [R, Hkv, S], or None for all blocks.
+            selected_blocks: int32 [R, Hkv, S], or None for all blocks. With a plan that has a ``query_block_size`` the
+                first axis counts query blocks.
             attn_bias: float32 [R or 1, Hq or 1, Q, K], or None.
             selected_tokens: int32 [T, S], or None for all keys.
 

@@ -64,13 +64,14 @@ def attention(
     mm_prefix_clamp_sliding_window: bool = False,
     kv_cache_rotation: str = "none",
     selected_tokens: Any = None,
+    query_block_size: int | None = None,
 ) -> Any:
     """:func:`cpu_attn.attention_with_kv_cache` without a plan: same arguments, shapes, dtypes, meaning and errors.
 
     isa: the one that the caches were written with. mm_prefix_range, document_start_loc, tree_mask,
-    mm_prefix_clamp_sliding_window: those of :func:`cpu_attn.get_scheduler_metadata`. Runs on the calling thread, in
-    float32 whatever the dtype; output and lse are written when all of it is done. UnavailableError where oneDNN is not
-    there.
+    mm_prefix_clamp_sliding_window, query_block_size: those of :func:`cpu_attn.get_scheduler_metadata`. Runs on the
+    calling thread, in float32 whatever the dtype; output and lse are written when all of it is done. UnavailableError
+    where oneDNN is not there.
     """
     step, out, log = checked(
         *(query, key_cache, value_cache, output, query_start_loc, seq_lens, scale, causal, alibi_slopes),
@@ -92,6 +93,7 @@ def attention(
         kv_cache_layout,
         kv_cache_rotation,
         selected_tokens,
+        query_block_size,
     )
     result, result_lse = _every_request(step)
     out.numpy()[...] = result
@@ -124,11 +126,11 @@ def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
             seen &= chosen_tokens(step.selected_tokens[rows], keys)
         if step.tree:
             seen &= step.tree.shows(r, rows, keys)
-        chosen = step.chosen[r][:, keys // step.key_cache.shape[2]]
+        chosen = step.chosen[step.lists[rows, None], :, keys // step.key_cache.shape[2]]
         bias = _bias(step, r, rows, keys)
         for h in range(key.shape[1]):
             heads = slice(h * step.group, (h + 1) * step.group)
-            part = _one_head(step, query[:, heads], key[:, h], value[:, h], seen & chosen[h], bias[:, heads])
+            part = _one_head(step, query[:, heads], key[:, h], value[:, h], seen & chosen[:, :, h], bias[:, heads])
             output[:, heads], lse[:, heads] = _merge(output[:, heads], lse[:, heads], *part)
     return _merge(output, lse, np.zeros_like(output), np.broadcast_to(step.s_aux, lse.shape))
 
@@ -140,7 +142,9 @@ def _chunks(step: Step, r: int, rows: slice) -> Iterator[tuple[Array, Array, Arr
     block_size, start = step.key_cache.shape[2], int(sees[:, 0].min())
     end = min(int(sees[:, 1].max()), step.block_table.shape[1] * block_size)
     seen = np.arange(start // block_size, -(-end // block_size))
-    blocks, at_once = seen[step.chosen[r][:, seen].any(axis=0)], max(1, KEYS // block_size)
+    chosen = step.chosen[step.lists[rows, None], :, seen].any(axis=2)  # [n, blocks]
+    chosen &= (sees[:, :1] < (seen + 1) * block_size) & (seen * block_size < sees[:, 1:]) & (sees[:, :1] < sees[:, 1:])
+    blocks, at_once = seen[chosen.any(axis=0)], max(1, KEYS // block_size)
     if step.selected_tokens is not None:
         own = step.selected_tokens[rows]
         blocks = np.unique(own[(sees[:, :1] <= own) & (own < sees[:, 1:])] // block_size)

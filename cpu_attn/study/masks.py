@@ -92,9 +92,20 @@ def with_masks(masks: _check.Masks, starts: Array, lens: Array, position: Array,
     return np.stack([low, high], axis=1)
 
 
-def chosen_blocks(selected: Memory | None, num_reqs: int, num_kv_heads: int, blocks: int) -> Array:
-    """[R, Hkv, blocks]: does a block count?"""
-    chosen = np.full((num_reqs, num_kv_heads, blocks + 1), selected is None)
+def list_of_token(starts: Array, query_block_size: int | None) -> Array:
+    """[T]: by which list of selected_blocks each token goes: that of its query block, or of its request."""
+    q_lens: Array = np.diff(starts).astype(np.int64)
+    if query_block_size is None:
+        return np.repeat(np.arange(len(q_lens)), q_lens)
+    first = np.append(0, np.cumsum(-(-q_lens // query_block_size)))[:-1]
+    place = np.arange(starts[-1]) - np.repeat(starts[:-1], q_lens)
+    lists: Array = np.repeat(first, q_lens) + place // query_block_size
+    return lists
+
+
+def chosen_blocks(selected: Memory | None, num_lists: int, num_kv_heads: int, blocks: int) -> Array:
+    """[lists, Hkv, blocks]: does a block count?"""
+    chosen = np.full((num_lists, num_kv_heads, blocks + 1), selected is None)
     if selected is not None:
         named = selected.numpy().astype(np.int64)
         np.put_along_axis(chosen, np.where((named >= 0) & (named < blocks), named, blocks), True, axis=2)

@@ -13,14 +13,15 @@ from cpu_attn._arrays import Array as Memory
 from cpu_attn._dtypes import DTYPES
 from cpu_attn.plan import get_scheduler_metadata
 from cpu_attn.rotation import rotate
-from cpu_attn.study.masks import Array, Tree, chosen_blocks, visible, with_masks
+from cpu_attn.study.masks import Array, Tree, chosen_blocks, list_of_token, visible, with_masks
 
 
 @dataclass(frozen=True)
 class Step:
     """One call's arguments, checked, as NumPy views; caches [N, Hkv, B, width], so that kv_cache_layout is never NHD.
     sees [T, 2]: first key of a token and the one after its last; position [T]: where a token itself stands among its
-    request's keys; chosen [R, Hkv, M]: blocks that count; selected_tokens [T, S] or None; attn_bias [R, Hq, Q, K]."""
+    request's keys; chosen [lists, Hkv, M]: blocks that count; lists [T]: by which of these a token goes;
+    selected_tokens [T, S] or None; attn_bias [R, Hq, Q, K]."""
 
     query: Array
     key_cache: Array
@@ -40,6 +41,7 @@ class Step:
     sees: Array
     tree: Tree | None
     chosen: Array
+    lists: Array
     selected_tokens: Array | None
     kv_cache_layout: str
     dtype: str  # of the queries, as they were given
@@ -77,6 +79,7 @@ def checked(
     kv_cache_layout: str,
     kv_cache_rotation: str,
     selected_tokens: Any,
+    query_block_size: int | None,
 ) -> tuple[Step, Memory, Memory | None]:
     q = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
     kvs = _check.kv_dtypes(kv_cache_dtype, q.dtype)
@@ -88,12 +91,11 @@ def checked(
     out = _check.array("output", output, [q.dtype], [("T", tokens), ("num_heads", num_heads), ("head_size_v", None)])
     log = None if lse is None else _check.array("lse", lse, ["float32"], [("num_heads", num_heads), ("T", tokens)])
     starts, lens, flags = _check.lengths(num_reqs, query_start_loc, seq_lens, dynamic_causal)
-    selected = _check.selected_blocks(selected_blocks, num_reqs, num_kv_heads)
     given: dict[str, Memory | None] = {"block_table": table, "query_start_loc": starts, "seq_lens": lens}
     own = _check.selected_tokens(selected_tokens, tokens)
-    given |= {"dynamic_causal": flags, "selected_blocks": selected, "selected_tokens": own}
+    given |= {"dynamic_causal": flags, "selected_tokens": own}
     table, starts, lens = _check.copied(table), _check.copied(starts), _check.copied(lens)
-    flags, selected, own = (x and _check.copied(x) for x in (flags, selected, own))
+    flags, own = (x and _check.copied(x) for x in (flags, own))
     plan = get_scheduler_metadata(
         *(num_reqs, num_heads, num_kv_heads, head_size, lens.numpy(), q.dtype, starts.numpy(), causal, sliding_window),
         isa=isa,
@@ -105,9 +107,14 @@ def checked(
         kv_cache_layout=layout,
         kv_cache_rotation=kv_cache_rotation,
         max_selected_tokens=None if own is None else max(1, own.shape[1]),
+        query_block_size=query_block_size,
     )
     if plan.num_tokens != tokens:
         raise ValueError(f"query: axis 0 is {tokens}, expected query_start_loc[-1] = {plan.num_tokens}")
+    lists = list_of_token(starts.numpy(), query_block_size)
+    axis = ("num_reqs", num_reqs) if query_block_size is None else ("query blocks", int(lists.max(initial=-1)) + 1)
+    given["selected_blocks"] = selected = _check.selected_blocks(selected_blocks, axis, num_kv_heads)
+    selected = selected and _check.copied(selected)
     for name, cache, kv, size in (("key_cache", kc, kvs[0], head_size), ("value_cache", vc, kvs[1], out.shape[2])):
         _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, kv, size, layout)
     _check.block_table(plan, table, num_blocks, block_size, selected, own)
@@ -152,7 +159,8 @@ def checked(
         position=position,
         sees=sees,
         tree=tree,
-        chosen=chosen_blocks(selected, num_reqs, num_kv_heads, table.shape[1]),
+        chosen=chosen_blocks(selected, axis[1], num_kv_heads, table.shape[1]),
+        lists=lists,
         selected_tokens=None if own is None else own.numpy(),
         kv_cache_layout="HND" if layout == "NHD" else layout,
         dtype=q.dtype,

@@ -33,7 +33,7 @@ _SCHEMAS = (
     'Tensor? dynamic_causal, str kv_cache_dtype="auto", *, SymInt? head_size_v=None, str engine="auto", '
     "Tensor? mm_prefix_range=None, Tensor? document_start_loc=None, Tensor? tree_mask=None, Tensor? block_table=None, "
     'SymInt? block_size=None, str kv_cache_layout="packed", bool mm_prefix_clamp_sliding_window=False, '
-    'str kv_cache_rotation="none", SymInt? max_selected_tokens=None) -> Tensor',
+    'str kv_cache_rotation="none", SymInt? max_selected_tokens=None, SymInt? query_block_size=None) -> Tensor',
     "cpu_attn_reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     'Tensor slot_mapping, str isa, float k_scale=1.0, float v_scale=1.0, str kv_cache_dtype="auto", *, '
     'str kv_cache_layout="packed", str kv_cache_rotation="none") -> ()',
@@ -55,7 +55,7 @@ _numbers = itertools.count(int.from_bytes(os.urandom(8), "big") >> 2)
 
 def tensor_of(plan: SchedulerMetadata) -> torch.Tensor:
     """A plan of :func:`cpu_attn.get_scheduler_metadata` as the ops take it. What the op of that name does, without the
-    time that torch takes to hand it 23 arguments."""
+    time that torch takes to hand it its arguments."""
     number, forget = next(_numbers), _plans.pop
     memory = np.array([number], np.int64)
     _plans[number] = plan, weakref.ref(memory, lambda _: forget(number))

@@ -22,6 +22,7 @@ enum {
     OF_V = 16,     /* the cache of V; that of K is in the row before */
     IN_PLACE = 32, /* may be the very array that is next in the call */
     ONE_HEAD = 64, /* comes without the axis of kv heads, of which there is one; a cache of these has none of V */
+    LISTS = 128,   /* its first axis counts query blocks where fit->sizes has these */
 };
 
 typedef struct ca_argument {
@@ -54,7 +55,7 @@ const ca_table ca_attention_table = {
         {INT32, CA_BLOCK_TABLE, 0, AXES(2, CA_NUM_REQS, CA_BLOCKS)},
         {FLOAT32, CA_ALIBI_SLOPES, OPTIONAL, AXES(1, CA_NUM_HEADS)},
         {FLOAT32, CA_S_AUX, OPTIONAL, AXES(1, CA_NUM_HEADS)},
-        {INT32, CA_SELECTED_BLOCKS, OPTIONAL, AXES(3, CA_NUM_REQS, CA_NUM_KV_HEADS, CA_BLOCKS)},
+        {INT32, CA_SELECTED_BLOCKS, OPTIONAL | LISTS, AXES(3, CA_NUM_REQS, CA_NUM_KV_HEADS, CA_BLOCKS)},
         {FLOAT32, CA_ATTN_BIAS, OPTIONAL, AXES(4, CA_OR_1 + CA_NUM_REQS, CA_OR_1 + CA_NUM_HEADS, CA_QUERIES, CA_KEYS)},
         {INT32, CA_SELECTED_TOKENS, OPTIONAL, AXES(2, CA_T, CA_SELECTED)},
     },
@@ -259,6 +260,8 @@ static int blame(const ca_argument *row, const ca_fit *fit, int status, ca_fault
 static int check_row(const ca_argument *row, const ca_array *a, ca_fit *fit, ca_fault *fault) {
     ca_argument here = *row;
     int64_t sizes[4];
+    if (row->flags & LISTS && fit->sizes[CA_QUERY_BLOCKS] >= 0)
+        here.axes[0] = CA_QUERY_BLOCKS;
     if (row->flags & CACHE && fit->kv_cache_layout == CA_NHD) {
         here.axes[1] = row->axes[2];
         here.axes[2] = row->axes[1];

@@ -86,27 +86,44 @@ static int check_shared(const ca_plan *p, const ca_indices *x, ca_fault *fault) 
     return CA_OK;
 }
 
-/* Copies and checks the selection of request r, whose table is copied. Of a list only as many entries are kept as the
+/* The query tokens that list number i of request r is for see only keys in the blocks [*first, *end). */
+static void blocks_of_list(const ca_plan *p, int64_t r, int64_t i, int64_t block_size, int64_t *first, int64_t *end) {
+    const int64_t size = p->shape.query_block_size;
+    int64_t k0 = p->first_key[r], k1 = p->end_key[r];
+    if (size) {
+        const ca_task t = {.request = (int32_t)r,
+                           .token = (int32_t)(i * size),
+                           .num_tokens = (int32_t)ca_min64(size, ca_q_len(p, (int)r) - i * size)};
+        ca_task_keys(p, &t, &k0, &k1);
+    }
+    *first = k0 / block_size;
+    *end = k0 < k1 ? ca_div_up(k1, block_size) : *first;
+}
+
+/* Copies and checks the lists of request r, whose table is copied. Of a list only as many entries are kept as the
  * longest request has blocks: all entries behind these have to be -1. */
 static int take_selected(const ca_plan *p, const ca_array *selected, int64_t r, int64_t cols, int64_t num_blocks,
                          int64_t block_size, ca_indices *x, ca_fault *fault) {
+    const int64_t heads = selected->shape[1], lists = p->first_list[r + 1] - p->first_list[r];
     const int64_t seq_blocks = ca_div_up(p->seq_lens[r], block_size), n = x->num_selected;
-    const int64_t first = p->first_key[r] / block_size, end = ca_div_up(p->end_key[r], block_size);
-    int status = CA_OK;
-    for (int64_t h = 0; h < selected->shape[1] && !status; h++) {
-        const int32_t *from = (const int32_t *)selected->address + r * selected->strides[0] + h * selected->strides[1];
-        int32_t *list = x->selected + (r * selected->shape[1] + h) * n;
-        status = take_list(from, selected->shape[2], n, seq_blocks, list, fault);
-        if (status) {
+    for (int64_t k = 0; k < lists * heads; k++) {
+        const int64_t at = p->first_list[r] + k / heads, h = k % heads;
+        const int32_t *from = (const int32_t *)selected->address + at * selected->strides[0] + h * selected->strides[1];
+        int32_t *list = x->selected + (at * heads + h) * n;
+        int64_t first, end;
+        if (take_list(from, selected->shape[2], n, seq_blocks, list, fault)) {
             fault->request = r;
             fault->kv_head = h;
+            fault->query_block = p->shape.query_block_size ? at : -1;
+            return fault->status;
         }
-        for (int64_t i = 0; i < n && !status; i++)
-            if (list[i] >= first && list[i] < end)
-                status = check_blocks(&x->blocks[x->table_at[r] + list[i]], r, list[i], list[i] + 1, cols, num_blocks,
-                                      fault);
+        blocks_of_list(p, r, k / heads, block_size, &first, &end);
+        for (int64_t i = 0; i < n; i++)
+            if (list[i] >= first && list[i] < end &&
+                check_blocks(&x->blocks[x->table_at[r] + list[i]], r, list[i], list[i] + 1, cols, num_blocks, fault))
+                return fault->status;
     }
-    return status;
+    return CA_OK;
 }
 
 /* Copies and checks what the query tokens of request r select, whose table is copied, and the blocks of the keys that a
@@ -147,7 +164,7 @@ static int make_room(const ca_plan *p, const ca_array *table, const ca_array *se
     x->num_selected = -1;
     if (selected->itemsize) {
         x->num_selected = ca_min64(selected->shape[2], ca_div_up(ca_longest(p), block_size));
-        entries += (double)num_reqs * (double)selected->shape[1] * (double)x->num_selected;
+        entries += (double)p->first_list[num_reqs] * (double)selected->shape[1] * (double)x->num_selected;
     }
     x->num_selected_tokens = ca_min64(tokens->shape[1], ca_longest(p));
     entries += (double)p->num_tokens * (double)x->num_selected_tokens;

@@ -7,7 +7,7 @@
 static inline int ca_fail(ca_fault *fault, int status, int64_t request, int64_t position, int64_t value,
                           int64_t bound) {
     *fault = (ca_fault){.status = status, .request = request, .position = position, .value = value, .bound = bound};
-    fault->kv_head = fault->token = -1;
+    fault->kv_head = fault->query_block = fault->token = -1;
     return status;
 }
 

@@ -35,8 +35,8 @@ static double score(const ca_plan *p, const ca_call *c, const float *query, cons
     return c->softcap > 0 ? c->softcap * tanh(dot / c->softcap) : dot;
 }
 
-/* A thread works in these: a row of the output, one of queries, and a chain of K and V. A key becomes floats once for
- * all rows of a task, which is four times as fast as once for each row. */
+/* A thread works in these: a row of the output, one of queries, and a chain of K and V, those keys that are selected. A
+ * key becomes floats once for all rows of a task, which is four times as fast as once for each row. */
 typedef struct work {
     double *o;
     float *query, *key, *value;
@@ -52,11 +52,12 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
         w->query[d] = element(row.query, d, p->shape.dtype);
     memset(o, 0, (size_t)dv * sizeof *o);
     const int64_t hi = ca_min64(row.hi, k1);
-    for (int64_t j, lo = ca_max64(row.lo, k0); (j = ca_next_key(c, t->request, kv_head, lo, hi)) < hi; lo = j + 1) {
-        if (row.tree && !ca_sees(row.tree, ca_context_keys(p, t->request), j))
+    int64_t n = 0;
+    for (int64_t j, next = k0; (j = ca_next_key(p, c, t, kv_head, next, hi)) < hi; next = j + 1, n++) {
+        if (j < row.lo || (row.tree && !ca_sees(row.tree, ca_context_keys(p, t->request), j)))
             continue;
-        const float *v = w->value + (j - k0) * dv;
-        double s = score(p, c, w->query, w->key + (j - k0) * d_end), old = m;
+        const float *v = w->value + n * dv;
+        double s = score(p, c, w->query, w->key + n * d_end), old = m;
         if (row.slope != 0)
             s += (double)row.slope * (double)(ca_key_position(&p->shape, j) - row.pos);
         if (row.bias)
@@ -79,15 +80,22 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int
         state->o[r * dv + d] = (float)(o[d] * correct);
 }
 
+/* Returns how many keys a chain has at most. */
+static int64_t chain_keys(const ca_plan *p) {
+    const int64_t segment = p->shape.query_block_size ? CA_CHAIN_KEYS : ca_segment_keys(ca_longest(p));
+    return ca_min64(ca_longest(p), ca_min64(segment, CA_CHAIN_KEYS));
+}
+
 static int segment(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int num_heads, int64_t k0,
                    int64_t k1, const ca_state *state, void *scratch) {
     (void)num_heads;
     const int64_t rows = ca_rows_of(p, t), d_end = p->shape.head_size, dv = p->shape.head_size_v;
     float *query = (float *)((double *)scratch + dv), *key = query + d_end;
-    const work w = {scratch, query, key, key + (k1 - k0) * d_end};
-    for (int64_t j, next = k0; (j = ca_next_key(c, t->request, kv_head, next, k1)) < k1; next = j + 1) {
-        read_key(p, c, K, t->request, kv_head, j, w.key + (j - k0) * d_end);
-        read_key(p, c, V, t->request, kv_head, j, w.value + (j - k0) * dv);
+    const work w = {scratch, query, key, key + chain_keys(p) * d_end};
+    int64_t n = 0;
+    for (int64_t j, next = k0; (j = ca_next_key(p, c, t, kv_head, next, k1)) < k1; next = j + 1, n++) {
+        read_key(p, c, K, t->request, kv_head, j, w.key + n * d_end);
+        read_key(p, c, V, t->request, kv_head, j, w.value + n * dv);
     }
     for (int64_t r = 0; r < rows; r++)
         attend_row(p, c, t, r, kv_head, k0, k1, state, &w);
@@ -101,8 +109,7 @@ static int rows(const ca_kernel *kernel) {
 
 static int64_t scratch_bytes(const ca_plan *p) {
     const int64_t d_end = p->shape.head_size, dv = p->shape.head_size_v;
-    const int64_t keys = ca_min64(ca_longest(p), ca_min64(ca_segment_keys(ca_longest(p)), CA_CHAIN_KEYS));
-    return dv * (int64_t)sizeof(double) + (d_end + keys * (d_end + dv)) * (int64_t)sizeof(float);
+    return dv * (int64_t)sizeof(double) + (d_end + chain_keys(p) * (d_end + dv)) * (int64_t)sizeof(float);
 }
 
 static const ca_engine engine = {rows, scratch_bytes, segment, 0};

@@ -125,15 +125,23 @@ static inline int64_t ca_plan_segment_keys(const ca_plan *plan, int r) {
  * equal weights of 2^20 keys come to 0.53 of the error budget, and to 1.76 by chains of 16,384. */
 #define CA_CHAIN_KEYS 4096
 
-/* Lists the blocks that a request and kv head attend, ascending: all blocks, or those that are selected. */
+/* Returns which list of selected_blocks a task goes by: that of its query block, or of its request. */
+static inline int64_t ca_list_of(const ca_plan *plan, const ca_task *task) {
+    const int32_t size = plan->shape.query_block_size;
+    return plan->first_list[task->request] + (size ? task->token / size : 0);
+}
+
+/* Lists the blocks that a task and kv head attend, ascending: all blocks, or those that are selected. */
 typedef struct ca_blocks {
     const int32_t *selected;
     int64_t count; /* -1: all */
 } ca_blocks;
 
-static inline ca_blocks ca_blocks_of(const ca_call *call, int request, int kv_head) {
-    int64_t at = (request * call->num_kv_heads + kv_head) * call->num_selected;
-    return (ca_blocks){call->num_selected > 0 ? call->selected + at : NULL, call->num_selected};
+static inline ca_blocks ca_blocks_of(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head) {
+    ca_blocks b = {NULL, call->num_selected};
+    if (b.count > 0)
+        b.selected = call->selected + (ca_list_of(plan, task) * call->num_kv_heads + kv_head) * b.count;
+    return b;
 }
 
 /* Returns block number i of the list. Past the last it returns UINT32_MAX, which is past every key: -1, which pads the
@@ -155,9 +163,10 @@ static inline int64_t ca_find_block(ca_blocks b, int64_t block) {
     return first;
 }
 
-/* Returns the first key from `key` on that the request and kv head attend, or `end` where there is none before that. */
-static inline int64_t ca_next_key(const ca_call *call, int request, int kv_head, int64_t key, int64_t end) {
-    ca_blocks b = ca_blocks_of(call, request, kv_head);
+/* Returns the first key from `key` on that the task and kv head attend, or `end` where there is none before that. */
+static inline int64_t ca_next_key(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head,
+                                  int64_t key, int64_t end) {
+    ca_blocks b = ca_blocks_of(plan, call, task, kv_head);
     if (b.count < 0)
         return ca_min64(end, key);
     int64_t block = ca_nth_block(b, ca_find_block(b, key / call->block_size));

@@ -12,12 +12,21 @@
 #define MAX_TASKS (1 << 24) /* they take half a gigabyte and have 10^9 query rows */
 
 static int64_t count_blocks(const ca_plan *p) {
-    int64_t n = 0, step = ca_block_tokens(p);
+    int64_t n = 0, step = ca_block_tokens(p), size = p->shape.query_block_size ? p->shape.query_block_size : step;
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {
         int64_t q_len = ca_q_len(p, r);
-        n += q_len <= step ? q_len > 0 : ca_div_up(q_len, step);
+        n += q_len <= step ? q_len > 0 : q_len / size * ca_div_up(size, step) + ca_div_up(q_len % size, step);
     }
     return n;
+}
+
+/* Returns where the task begins that ends before query token `end`: at a multiple of `step`, counted from the first
+ * token that shares its list. */
+static int64_t first_of(const ca_plan *p, int64_t step, int64_t end) {
+    if (end <= step)
+        return 0;
+    int64_t last = end - 1, first = p->shape.query_block_size ? last - last % p->shape.query_block_size : 0;
+    return last - (last - first) % step;
 }
 
 /* Dividing by `size`, which is nearly always 1024, took a tenth of a plan's time. */
@@ -27,17 +36,18 @@ static int32_t segment_of(int32_t key, int32_t size) { return size == 1024 ? key
 static double list_blocks(ca_plan *p, ca_costed *c) {
     int64_t step = ca_block_tokens(p), num_keys = 0;
     int32_t *const first_key = p->first_key, *const end_key = p->end_key;
+    const int32_t list_tokens = p->shape.query_block_size;
     double total = 0;
+    p->first_list[0] = 0;
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {
         int64_t q_len = ca_q_len(p, r), first = INT32_MAX, end = 0;
         /* The last query block of a causal request has the most keys, so it is listed first. */
-        for (int64_t i = q_len <= step ? 0 : (q_len - 1) / step * step; q_len > 0 && i >= 0; i -= step, c++) {
-            *c = (ca_costed){.task = {.request = r,
-                                      .token = (int32_t)i,
-                                      .num_tokens = (int32_t)ca_min64(step, q_len - i),
-                                      .partial = -1},
-                             .whole = 1,
-                             .pieces = 1};
+        for (int64_t i, next = q_len; next > 0; next = i, c++) {
+            i = first_of(p, step, next);
+            *c = (ca_costed){
+                .task = {.request = r, .token = (int32_t)i, .num_tokens = (int32_t)(next - i), .partial = -1},
+                .whole = 1,
+                .pieces = 1};
             ca_task *t = &c->task;
             const int32_t rows = (int32_t)ca_rows_of(p, t);
             p->rows = (int32_t)ca_max64(p->rows, rows);
@@ -53,14 +63,16 @@ static double list_blocks(ca_plan *p, ca_costed *c) {
                 k1 = ca_min64(p->shape.max_selected_tokens, k1 - k0);
                 k0 = 0;
             }
+            c->cost = ca_cost_of(p, t, k1 - k0);
+            k0 = list_tokens ? 0 : k0; /* segments are those of the list, which begins anywhere before k0 */
             t->segment = segment_of((int32_t)k0, (int32_t)size);
             t->num_segments = k1 > k0 ? segment_of((int32_t)k1 - 1, (int32_t)size) + 1 - t->segment : 0;
-            c->cost = ca_cost_of(p, t, k1 - k0);
             total += (double)c->cost;
         }
         first = ca_min64(first, end);
         first_key[r] = (int32_t)first;
         end_key[r] = (int32_t)end;
+        p->first_list[r + 1] = p->first_list[r] + (list_tokens ? (int32_t)ca_div_up(q_len, list_tokens) : 1);
         num_keys += end - first;
     }
     p->num_keys = num_keys;
@@ -223,7 +235,9 @@ static int fill(ca_plan *p, const ca_array *table, const ca_array *nodes, int64_
     free(list.members);
     p->state_bytes = ca_max64(ca_state_bytes(p, p->rows), p->heads_together * ca_state_bytes(p, p->few_rows));
     p->scratch_bytes = ca_round_up(selects ? ca_selected_bytes(p) : p->engine->scratch_bytes(p), 64);
-    const int chains = !selects && ca_segment_keys(ca_longest(p)) > CA_CHAIN_KEYS;
+    /* Of lists a segment may be one block of any size. */
+    const int64_t segment = p->shape.query_block_size ? ca_longest(p) : ca_segment_keys(ca_longest(p));
+    const int chains = !selects && segment > CA_CHAIN_KEYS;
     p->thread_bytes = (2 + chains) * p->state_bytes + p->scratch_bytes;
     /* rotate_queries needs a head as float32 for each thread, and room for all queries. */
     if (p->shape.hadamard & 1 << K) {
@@ -247,7 +261,7 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
     const int32_t *starts = (const int32_t *)a[CA_STEP_QUERY_START_LOC].address;
     const int32_t *lens = (const int32_t *)a[CA_STEP_SEQ_LENS].address;
     const int32_t *flags = (const int32_t *)a[CA_STEP_DYNAMIC_CAUSAL].address;
-    ca_plan *p = malloc(sizeof *p + (6 * n + 1) * sizeof(int32_t));
+    ca_plan *p = malloc(sizeof *p + (7 * n + 2) * sizeof(int32_t));
     if (!p) {
         ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
         return NULL;
@@ -259,6 +273,7 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
     p->first_key = p->causal + n;
     p->end_key = p->first_key + n;
     p->all_lens = p->end_key + n;
+    p->first_list = p->all_lens + n;
     memcpy(p->query_start_loc, starts, (n + 1) * sizeof(int32_t));
     memcpy(p->all_lens, lens, n * sizeof(int32_t));
     shape->all_causal = 1;

@@ -35,13 +35,35 @@ static ca_state part_at(const run *w, ca_part part, int kv_head) {
     return (ca_state){s.o + part.row * dv, s.m + part.row, s.l + part.row};
 }
 
+/* Moves [*k0, *k1) to the next chain where query blocks have lists. A segment is then so many blocks of the list in a
+ * row: by position it would hold few keys that are selected, and to begin and to merge it takes as long as ever. */
+static int next_chain_of_list(const run *w, const ca_task *t, int kv_head, int64_t segment, int64_t *k0, int64_t *k1) {
+    const ca_blocks b = ca_blocks_of(w->plan, w->call, t, kv_head);
+    const int64_t size = w->call->block_size, chain = CA_CHAIN_KEYS / size;
+    const int64_t blocks = ca_div_up(ca_segment_keys(w->plan->seq_lens[t->request]), size), from = segment * blocks;
+    int64_t first, end;
+    ca_task_keys(w->plan, t, &first, &end);
+    first = ca_max64(ca_max64(first, ca_nth_block(b, from) * size), *k1);
+    end = ca_min64(end, ca_nth_block(b, from + blocks) * size);
+    *k0 = ca_next_key(w->plan, w->call, t, kv_head, first, end);
+    if (*k0 >= end)
+        return 0;
+    *k1 = (*k0 / CA_CHAIN_KEYS + 1) * CA_CHAIN_KEYS;
+    if (chain > 0)
+        *k1 = ca_nth_block(b, from + ((ca_find_block(b, *k0 / size) - from) / chain + 1) * chain) * size;
+    *k1 = ca_min64(end, *k1);
+    return 1;
+}
+
 /* Moves [*k0, *k1) to the next chain of a segment's keys: it begins with the first key from *k1 on that the task may
  * see and that is selected. Returns 0 where there is none. */
 static int next_chain(const run *w, const ca_task *t, int kv_head, int64_t segment, int64_t *k0, int64_t *k1) {
     int64_t size = ca_segment_keys(w->plan->seq_lens[t->request]), start = segment * size, first, end;
+    if (w->plan->shape.query_block_size)
+        return next_chain_of_list(w, t, kv_head, segment, k0, k1);
     ca_task_keys(w->plan, t, &first, &end);
     end = ca_min64(end, start + size);
-    *k0 = ca_next_key(w->call, t->request, kv_head, ca_max64(ca_max64(first, start), *k1), end);
+    *k0 = ca_next_key(w->plan, w->call, t, kv_head, ca_max64(ca_max64(first, start), *k1), end);
     *k1 = ca_min64(end, start + ((*k0 - start) / CA_CHAIN_KEYS + 1) * CA_CHAIN_KEYS);
     return *k0 < *k1;
 }
@@ -291,6 +313,8 @@ static ca_fit fit_of(const ca_plan *plan, int without_lengths) {
     fit.sizes[CA_NUM_KV_HEADS] = s->num_kv_heads;
     fit.sizes[CA_HEAD_SIZE] = s->head_size;
     fit.sizes[CA_HEAD_SIZE_V] = s->head_size_v;
+    if (s->query_block_size)
+        fit.sizes[CA_QUERY_BLOCKS] = plan->first_list[s->num_reqs];
     fit.dtype = s->dtype;
     fit.isa = s->isa;
     fit.kv_dtype[K] = s->k_dtype;

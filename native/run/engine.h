@@ -33,7 +33,7 @@ typedef struct ca_call {
     const int64_t *table_at;           /* [R]: where a request's block number 0 is, or would be */
     const float *alibi_slopes, *s_aux; /* [Hq] or NULL */
     float scale, softcap, k_scale, v_scale;
-    const int32_t *selected;            /* [R, Hkv, num_selected], block numbers within a request, ascending, then -1 */
+    const int32_t *selected;            /* [lists, Hkv, num_selected], blocks of a request, ascending, then -1 */
     int64_t num_kv_heads, num_selected; /* num_selected -1: none is given, all blocks count */
     const int32_t *selected_tokens;     /* [T, num_selected_tokens], keys of a request, ascending, then -1 */
     int64_t num_selected_tokens;
@@ -114,7 +114,8 @@ struct ca_plan {
     int32_t *all_lens;                            /* keys of each request on all ranks */
     int32_t *first_key, *end_key;                 /* of each request: some row may see the keys [first, end) */
     int64_t num_keys;                             /* keys in these ranges */
-    ca_task *tasks;                               /* those of one NUMA node after another's, each longest first */
+    int32_t *first_list; /* [R + 1]: which list of selected_blocks is a request's first: ca_list_of */
+    ca_task *tasks;      /* those of one NUMA node after another's, each longest first */
     int64_t num_tasks;
     int64_t first_task[CA_NODES + 1]; /* where the tasks of a node begin */
     int32_t num_nodes;                /* 1 where it is not known where memory lies */

@@ -26,7 +26,9 @@ enum {
     SLOPES,
     SINKS,
     FLAGS,
-    SELECTED, /* blocks for each request and kv head, -1: all */
+    SELECTED, /* blocks for each list and kv head, -1: all */
+    LISTS,    /* one for each request, or query block */
+    QUERY_BLOCK,
     KV_CACHE_LAYOUT,
     HADAMARD,
     SHARED, /* the plan is given the block table */
@@ -35,7 +37,7 @@ enum {
     TREE_BYTES, /* of a row of the tree mask, -1: there is none */
     CLAMPED,
     SELECTED_TOKENS, /* for each query token, -1: all */
-    BIAS, /* four sizes, 0: there is none */
+    BIAS,            /* four sizes, 0: there is none */
     FIELDS = BIAS + 4
 };
 
@@ -121,7 +123,7 @@ int main(int argc, char **argv) {
     ca_array slopes = floats(f[SLOPES] != 0), sinks = floats(f[SINKS] != 0);
     ca_array selected = {0};
     if (f[SELECTED] >= 0)
-        selected = given(CA_I32, 4, 3, (int64_t[]){f[REQS], f[KV_HEADS], f[SELECTED]});
+        selected = given(CA_I32, 4, 3, (int64_t[]){f[LISTS], f[KV_HEADS], f[SELECTED]});
     ca_array tokens = {0};
     if (f[SELECTED_TOKENS] >= 0)
         tokens = given(CA_I32, 4, 2, (int64_t[]){f[TOKENS], f[SELECTED_TOKENS]});
@@ -165,7 +167,8 @@ int main(int argc, char **argv) {
                       .kv_cache_layout = (int32_t)f[KV_CACHE_LAYOUT],
                       .hadamard = (int32_t)f[HADAMARD],
                       .block_size = f[SHARED] ? (int32_t)f[BLOCK_SIZE] : 0,
-                      .max_selected_tokens = f[SELECTED_TOKENS] < 0 ? 0 : (int32_t)ca_max64(1, f[SELECTED_TOKENS])};
+                      .max_selected_tokens = f[SELECTED_TOKENS] < 0 ? 0 : (int32_t)ca_max64(1, f[SELECTED_TOKENS]),
+                      .query_block_size = (int32_t)f[QUERY_BLOCK]};
     const ca_array written[] = {kc, vc, k, v, slots};
     const ca_array step[CA_STEP_ARRAYS] = {starts, lens, flags, f[SHARED] ? table : (ca_array){0}};
     const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks, selected, bias, tokens};

@@ -139,7 +139,7 @@ static int run(const work *w, primitive_fn *primitive, int64_t m, int64_t n, con
 static int64_t take_keys(const work *w, int64_t key) {
     const ca_pages *g = &w->pages;
     int64_t n = 0, size = g->call->block_size;
-    while (n < KEYS && (key = ca_next_key(g->call, w->task->request, g->kv_head, key, w->k1)) < w->k1)
+    while (n < KEYS && (key = ca_next_key(g->plan, g->call, w->task, g->kv_head, key, w->k1)) < w->k1)
         for (int64_t end = ca_min64(w->k1, (key / size + 1) * size); key < end && n < KEYS; key++)
             g->key[n++] = (int32_t)key;
     return n;

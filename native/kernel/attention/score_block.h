@@ -101,7 +101,7 @@ static inline int64_t row_bytes(const ca_shape *s, int kv) {
  * for those before k0 and from k1 on, which no row sees. */
 static inline int copy_groups(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int64_t k0,
                               int64_t k1, int most, char *room, group *g, int64_t *end) {
-    const ca_blocks blocks = ca_blocks_of(call, task->request, kv_head);
+    const ca_blocks blocks = ca_blocks_of(plan, call, task, kv_head);
     const ca_shape *s = &plan->shape;
     const int64_t bytes[2] = {row_bytes(s, K), row_bytes(s, V)};
     place at = place_of(blocks, call->block_size, k0), ahead = place_of(blocks, call->block_size, k0 + COPIED_AHEAD);
@@ -151,7 +151,7 @@ static inline int list_groups(const ca_plan *plan, const ca_call *call, const ca
                               int64_t k1, int most, char *copies, group *g, int64_t *end) {
     if (copies_groups(plan, call))
         return copy_groups(plan, call, task, kv_head, k0, k1, most, copies, g, end);
-    const ca_blocks blocks = ca_blocks_of(call, task->request, kv_head);
+    const ca_blocks blocks = ca_blocks_of(plan, call, task, kv_head);
     const int64_t size = call->block_size;
     const ca_group_form form[2] = {ca_kv_form(plan, K), ca_kv_form(plan, V)};
     const int64_t step[2] = {ca_kv_group_step(plan, call, K), ca_kv_group_step(plan, call, V)};
