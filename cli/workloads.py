@@ -27,8 +27,9 @@ class Workload:
     with rotary rotary_reshape_and_cache, queries in place), plan (get_scheduler_metadata) or call (too little to be
     limited by anything but the call). lens: (q_len, kv_len) of each request. tree: its query tokens are drafts, each
     behind the one of half its number. selected: the share of the blocks that each kv head attends, at random; None: all
-    without a selection. shared: keys that all requests have in common, in the same blocks; no_cascade: the plan is not
-    told so.
+    without a selection. query_block: so many query tokens select from the blocks that they see, others of their own; 0:
+    all of a request select together. shared: keys that all requests have in common, in the same blocks; no_cascade: the
+    plan is not told so.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Workload:
     rotary: bool = False
     tree: bool = False
     selected: float | None = None
+    query_block: int = 0
     shared: int = 0
     no_cascade: bool = False
     latent_rank: int = 0  # not 0: V is the first so many columns of K (MLA)
@@ -104,7 +106,8 @@ class Workload:
             keys = np.minimum(keys, q_lens * self.topk_tokens)
         own = np.minimum(keys, kv_lens - self.shared)
         rows = int(own.sum() + (keys - own).max()) * heads
-        return math.ceil(rows * self.head_size * itemsize * self._share + scored)
+        share = 1.0 if self.query_block else self._share  # what one query block leaves out another one sees
+        return math.ceil(rows * self.head_size * itemsize * share + scored)
 
 
 def _same(kind: str, num_reqs: int, q_len: int, kv_len: int, **shape: Any) -> dict[str, Any]:
@@ -117,6 +120,7 @@ def _various(num_reqs: int, low: int, high: int) -> tuple[tuple[int, int], ...]:
 
 
 MLA: dict[str, Any] = {"num_kv_heads": 1, "head_size": 576, "latent_rank": 512}  # DeepSeek's
+LONG_PROMPT: dict[str, Any] = _same("prefill", 1, 32768, 32768, num_heads=4, num_kv_heads=1)
 MIXED = ((992, 2456), (1, 1234), (98, 1145), (1, 4162), (2345, 2345))
 WORKLOADS = {
     name: Workload(name, **shape)
@@ -128,6 +132,8 @@ WORKLOADS = {
         "prefill-2k-d256": _same("prefill", 1, 2048, 2048, num_heads=8, num_kv_heads=4, head_size=256),
         "chunk-512-of-8k": _same("prefill", 1, 512, 8192),
         "mixed": {"kind": "prefill", "lens": MIXED},
+        "prefill-32k": LONG_PROMPT,
+        "prefill-32k-sparse": {**LONG_PROMPT, "selected": 1 / 8, "query_block": 128},
         "decode-1x16k": _same("decode", 1, 1, 16384),
         "decode-8x8k": _same("decode", 8, 1, 8192),
         "decode-32x2k": _same("decode", 32, 1, 2048),
@@ -191,11 +197,14 @@ class Step:
 
     @cached_property
     def selected_blocks(self) -> NDArray[np.int32] | None:
-        """[R, Hkv, S]: of each request's blocks the share that the workload says, at random."""
-        w = self.workload
+        """[R, Hkv, S]: of each request's blocks the share that the workload says, at random. Or of the blocks that each
+        query block sees."""
+        w, lens = self.workload, self.seq_lens
         if w.selected is None:
             return None
-        blocks = -(-self.seq_lens // self.block_size)
+        if w.query_block:
+            _, lens, _ = cpu_attn.query_blocks(self.query_start_loc, lens, w.query_block)
+        blocks = -(-lens // self.block_size)
         counts = np.maximum(1, np.rint(blocks * w.selected)).astype(int)
         selected = np.full((len(blocks), w.num_kv_heads, counts.max()), -1, np.int32)
         for own, n, count in zip(selected, blocks, counts, strict=True):
@@ -301,11 +310,12 @@ class Step:
 
     @property
     def masks(self) -> dict[str, Any]:
-        """Of get_scheduler_metadata, and of compose.attention."""
-        if not self.workload.tree:
-            return {}
-        q_lens = np.diff(self.query_start_loc)
-        return {"tree_mask": np.concatenate([pack_tree(BINARY(n), max(q_lens)) for n in q_lens])}
+        """Of get_scheduler_metadata, and of compose.attention; and who selects."""
+        found: dict[str, Any] = {"query_block_size": self.workload.query_block} if self.workload.query_block else {}
+        if self.workload.tree:
+            q_lens = np.diff(self.query_start_loc)
+            found["tree_mask"] = np.concatenate([pack_tree(BINARY(n), max(q_lens)) for n in q_lens])
+        return found
 
     def plan(self, engine: str) -> cpu_attn.SchedulerMetadata:
         w = self.workload

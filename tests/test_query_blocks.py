@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn import compose, reference
 from cpu_attn._threads import threads
+from cpu_attn.cli.workloads import Step, Workload
 
 from .case_levels import cases
 from .case_problem import Problem, build
@@ -229,3 +230,24 @@ def test_from_keys_to_attention() -> None:
     chosen = dataclasses.replace(problem, selected_blocks=selected)
     assert check(chosen, *run(chosen)).ok
     assert not same_bits(run(chosen)[0], run(problem)[0])
+
+
+def test_the_bench_attends_the_share_it_says() -> None:
+    w = Workload("w", "prefill", ((64, 96), (40, 40)), 4, 2, 16, selected=0.25, query_block=16)
+    step = Step(w, "auto", "float32", 4)
+    selected = step.selected_blocks
+    assert selected is not None
+    assert [(row >= 0).sum() for row in selected[:, 0]] == [3, 4, 5, 6, 1, 2, 2]
+    whole = dataclasses.replace(w, selected=None)
+    assert (w.flops, w.kv_bytes(4)) == (whole.flops // 4, whole.kv_bytes(4))
+    with threads(2, forced=True):
+        output = cpu_attn.attention_with_kv_cache(**step.arguments(), scheduler_metadata=step.plan("native"))
+    pages = [step.cache.gather(step.block_table[r], int(n)) for r, n in enumerate(step.seq_lens)]
+    keys, values = zip(*pages, strict=True)
+    want, _ = reference.attention(
+        *(step.query, keys, values, step.query_start_loc, step.seq_lens, 0.25),
+        selected_blocks=selected,
+        block_size=4,
+        query_block_size=16,
+    )
+    assert (reference.relative_rms(output, want, step.query_start_loc) <= reference.BUDGET["float32"]).all()
