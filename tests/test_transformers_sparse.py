@@ -29,7 +29,7 @@ pytestmark = pytest.mark.integrations
 adapter.enable()
 GREEDY = {"do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": None}
 NAMES = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "mistral_large4", "dots3_note_text")
-MOST = 8  # keys that an indexer selects (hf_tiny)
+MOST, NEW = 8, 10  # keys that an indexer selects (hf_tiny); new tokens
 # Of Dots 3's third layer, which has a window and heads of its own.
 SIZES = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 24, "qk_nope_head_dim": 16}
 SIZES |= {"qk_rope_head_dim": 8, "v_head_dim": 12, "q_lora_rank": 32, "kv_lora_rank": 24}
@@ -48,6 +48,12 @@ def generate(name: str, implementation: str, cache: Any, inputs: Any, **options:
     made.set_attn_implementation(implementation)
     with torch.no_grad():
         return made.generate(**inputs, past_key_values=cache, **GREEDY, **options).tolist()
+
+
+@cache
+def wanted(name: str, *lengths: int) -> Any:
+    """eager's tokens behind prompts of such lengths."""
+    return generate(name, "eager", None, tokens(*lengths), max_new_tokens=NEW)
 
 
 class Calls(list[Any]):
@@ -72,13 +78,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return found
 
 
-@pytest.mark.parametrize("lengths", [(19,), (19, 5, 13)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "lengths"), [("deepseek_v32", (19,)), *((name, (19, 5, 13)) for name in NAMES)])
 def test_same_tokens(name: str, lengths: tuple[int, ...], calls: Calls) -> None:
     """Of 19 and more keys a query attends 8."""
-    inputs = tokens(*lengths)
-    want = generate(name, "eager", None, inputs, max_new_tokens=12)
-    assert generate(name, "cpu_attn", None, inputs, max_new_tokens=12) == want
+    want = wanted(name, *lengths)
+    assert generate(name, "cpu_attn", None, tokens(*lengths), max_new_tokens=NEW) == want
     assert calls.are_sparse()
 
 
@@ -88,22 +92,20 @@ def test_same_tokens_in_pages(name: str, calls: Calls, monkeypatch: pytest.Monke
     gathered: list[Any] = []
     real = Held.gather
     monkeypatch.setattr(Held, "gather", lambda self, value: (gathered.append(value), real(self, value))[1])
-    inputs, pages = tokens(19, 5, 13), PagedCache(model(name).config, block_size=8)
-    want = generate(name, "eager", None, inputs, max_new_tokens=12)
-    assert generate(name, "cpu_attn", pages, inputs, max_new_tokens=12) == want
+    want, pages = wanted(name, 19, 5, 13), PagedCache(model(name).config, block_size=8)
+    assert generate(name, "cpu_attn", pages, tokens(19, 5, 13), max_new_tokens=NEW) == want
     layers = [layer for layer in pages.layers if isinstance(layer, latents.IndexedLatentLayer)]
     assert calls.are_sparse() and layers and len(gathered) <= 2 * len(pages.layers)
     indexed = [layer for layer in layers if layer.index.is_indexer_initialized]
-    assert indexed and all(layer.index.indexer_keys.shape[:2] == (3, 30) for layer in indexed)
+    assert indexed and all(layer.index.indexer_keys.shape[:2] == (3, 19 + NEW - 1) for layer in indexed)
     assert pages.nbytes > sum(layer.index.indexer_keys.nbytes for layer in indexed) > 0
 
 
 def test_what_is_selected_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all keys in its place the tests above would fail."""
-    inputs = tokens(19, 5, 13)
-    want = generate("deepseek_v32", "eager", None, inputs, max_new_tokens=12)
+    want = wanted("deepseek_v32", 19, 5, 13)
     monkeypatch.setattr(module, "_chosen", lambda *_: None)
-    assert generate("deepseek_v32", "cpu_attn", None, inputs, max_new_tokens=12) != want
+    assert generate("deepseek_v32", "cpu_attn", None, tokens(19, 5, 13), max_new_tokens=NEW) != want
 
 
 @pytest.mark.parametrize("causal", [False, True])
