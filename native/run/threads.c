@@ -15,9 +15,11 @@ static atomic_int num_threads; /* what ca_set_num_threads was told */
 static atomic_int cpu_quota = INT_MAX;
 static atomic_int forked;
 
+#ifndef _WIN32 /* which has no fork */
 static void after_fork(void) { atomic_store(&forked, 1); }
 
 __attribute__((constructor)) static void watch_fork(void) { pthread_atfork(NULL, NULL, after_fork); }
+#endif
 
 #ifdef _OPENMP
 #define STRING(x) #x
