@@ -377,5 +377,7 @@ def verify(
         click.echo(json.dumps(report, indent=2))
     else:
         _tell(tallies, missing, failures, num_checks)
-    if failures or interrupted:
-        raise SystemExit(1 if failures else INTERRUPTED)
+    if failures:
+        raise SystemExit(1)
+    if interrupted:
+        raise SystemExit(INTERRUPTED)
