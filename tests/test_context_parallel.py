@@ -257,6 +257,26 @@ def test_a_rank_that_does_not_come() -> None:
         first.all_gather(np.zeros(3))
 
 
+class Late(Group):
+    """One rank, whose first message comes late."""
+
+    late = True
+
+    def _all_gather(self, message: np.ndarray[Any, Any], gathered: np.ndarray[Any, Any]) -> None:
+        if self.late:
+            self.late = False
+            raise RuntimeError("late. Some library's advice")
+        gathered[:] = message
+
+
+def test_a_group_stays_broken() -> None:
+    """Else a message that came late would be taken for the next one."""
+    group = Late(0, 1)
+    for _ in range(2):
+        with pytest.raises(RankError, match=r"within 30 s, one is dead or hangs \(RuntimeError: late\)$"):
+            group.barrier()
+
+
 def test_heads_side_by_side() -> None:
     with ThreadPoolExecutor(2) as pool:
         heads = np.arange(2 * 3 * 4, dtype=np.float32).reshape(3, 2, 4)
