@@ -21,9 +21,12 @@ from . import sglang_harness, vllm_harness  # noqa: E402
 
 # Prompts have up to 70 tokens: chunks of them go together with tokens of other requests.
 CHUNKED = {"chunked_prefill_size": 48, "enable_mixed_chunk": True, "max_total_tokens": 1024}
+WINDOWS = {"page_size": 16, "disable_hybrid_swa_memory": True}
 JOBS: dict[str, dict[str, Any]] = {
     "slots": {"model": "llama", **CHUNKED, "page_size": 1},
     "pages": {"model": "llama", **CHUNKED, "page_size": 16},
+    # Windows of 24 tokens in every second layer; with softcap.
+    **{name: {"model": name, **CHUNKED, **WINDOWS} for name in ("gemma3_text", "gemma2")},
 }
 
 

@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", **LLAMA, "sliding_window": 24},
     "gemma2": {
         **{"model_type": "gemma2", **LLAMA, "sliding_window": 24, "query_pre_attn_scalar": 16},
-        **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0},
+        **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh"},
     },
     "bloom": {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
     # An odd head size, for which a page of vLLM's is too small as it is.
@@ -78,6 +78,10 @@ MODELS: dict[str, dict[str, Any]] = {
             **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
             **{"image_size": PIXELS, "patch_size": 8, "vision_use_head": False},
         },
+    },
+    "gemma3_text": {
+        **{"model_type": "gemma3_text", **LLAMA, "sliding_window": 24, "query_pre_attn_scalar": 16},
+        "layer_types": ["sliding_attention", "full_attention"],
     },
     "bert": {"model_type": "bert", **SMALL, "intermediate_size": 128, "max_position_embeddings": 128},
 }
@@ -206,7 +210,8 @@ def save_model(name: str) -> Path:
         fields = {**MODELS[name], **tokens, "initializer_range": 0.3}
         config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
         model = auto(name).from_config(config, dtype=torch.float32)
-        if name in ("gemma2", "gemma3", "whisper"):  # tied: else tokens repeat themselves, whatever attention says
+        # Tied: else tokens repeat themselves, whatever attention says.
+        if name in ("gemma2", "gemma3", "gemma3_text", "whisper"):
             model.get_input_embeddings().weight.data *= 0.01
         if name == "gemma3":  # else zeros, and all images are alike
             model.model.multi_modal_projector.mm_input_projection_weight.data.normal_()
