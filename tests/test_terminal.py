@@ -92,7 +92,7 @@ def test_no_color(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
             now["results"][0]["seconds_min"] *= 2
             report.show_comparison(report.compare(then, now))
         else:
-            options = {"verify": ["--case", "mixed-plain", "--engine", "native", "--isa", "scalar"]}
+            options = {"verify": ["--case", "chunk-head-1", "--engine", "reference", "--dtype", "float32"]}
             main([command, *options.get(command, [])], standalone_mode=False)
         return "".join(capsys.readouterr())
 
