@@ -367,7 +367,7 @@ def verify(
     if as_json:
         report = {
             "ok": not failures and not interrupted,
-            "interrupted": interrupted,
+            "stopped": interrupted,
             "level": level,
             "seed": seed,
             "combinations": [tally.summary() for tally in tallies],

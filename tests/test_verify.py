@@ -60,7 +60,7 @@ def test_quick_passes() -> None:
 
 def test_json() -> None:
     found = report("--quick", *SCALAR, "--seed", "3")
-    assert found["ok"] and not found["interrupted"]
+    assert found["ok"] and not found["stopped"]
     assert (found["level"], found["seed"], found["failures"]) == ("quick", 3, [])
     (combo,) = found["combinations"]
     names = {case.name for case in cases("quick", "bfloat16", 3)}
@@ -131,7 +131,7 @@ def test_ctrl_c_leaves_what_was_checked(monkeypatch: pytest.MonkeyPatch) -> None
     ]
     seen = 2
     found = report(*args)
-    assert not found["ok"] and found["interrupted"] and found["combinations"][0]["cases"] == 1
+    assert not found["ok"] and found["stopped"] and found["combinations"][0]["cases"] == 1
     seen = 3
     result = call(*args)
     assert (result.exit_code, result.stdout) == (130, "INTERRUPTED: 2 of 2 checks were not made.\n")
