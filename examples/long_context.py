@@ -2,7 +2,7 @@
 """A long context that two processes share: tokens a second of one rank and of two.
 
     pip install '.[torch]'
-    python examples/long_context.py
+    OPENBLAS_NUM_THREADS=1 python examples/long_context.py
 
 The decoder is tiny and random, and so are the keys and values of the context: what it says is noise, how fast it says
 it is not. Each rank is a process with one thread, so that two ranks on this machine have what two machines with one
@@ -42,7 +42,7 @@ class Decoder:
     def __init__(self, ranks: ContextParallel, context: int, new: int) -> None:
         rng = np.random.default_rng(0)
         self.ranks = ranks
-        self.embedding = rng.standard_normal((VOCABULARY, HIDDEN), np.float32)
+        self.embedding, self.head = rng.standard_normal((2, VOCABULARY, HIDDEN), np.float32)
         width = (HEADS + 2 * KV_HEADS) * HEAD_SIZE
         self.qkv = rng.standard_normal((LAYERS, HIDDEN, width), np.float32) / np.float32(HIDDEN**0.5)
         self.out = rng.standard_normal((LAYERS, HEADS * HEAD_SIZE, HIDDEN), np.float32) / np.float32(HIDDEN**0.5)
@@ -69,7 +69,7 @@ class Decoder:
             cache.update(key, value, step)
             attended = self.ranks.attend(cache, query, step)
             x = x + attended.reshape(1, -1).astype(np.float32) @ out
-        logits: Floats = (norm(x) @ self.embedding.T)[0]
+        logits: Floats = (norm(x) @ self.head.T)[0]
         return logits
 
     def generate(self, new: int) -> Iterator[int]:
