@@ -160,6 +160,30 @@ def test_bits_depend_on_the_request_alone() -> None:
     assert same_bits(both[0]["b"], again[1]["b"]) and same_bits(both[0]["b"], one[0]["b"])
 
 
+def test_shared_prefixes() -> None:
+    """Two requests with a prompt in common, of which each rank has more than a segment: it is read once."""
+    rng = np.random.default_rng(6)
+    query, key, value = (rng.standard_normal((2102, h, 64), np.float32) for h in (4, 1, 1))
+
+    def work(group: Group) -> Any:
+        ranks, cache = ContextParallel(group, 16), PagedKVCache(80, 16, 1, 64)
+        manager = BlockManager(cache, decode_context_parallel_size=2)
+        manager.allocate("a")
+        cache.update(key[:2100], value[:2100], ranks.step(manager.step([("a", range(2100))])))
+        manager.fork("a", "b")
+        step = ranks.step(manager.step([("a", [1]), ("b", [2])]))
+        cache.update(key[2100:], value[2100:], step)
+        assert step.plan(cache, 4).num_shared
+        return ranks.attend(cache, query[2100:], step)
+
+    loc = np.arange(3, dtype=np.int32)
+    keys, values = ([np.delete(x, 2101 - r, axis=0) for r in range(2)] for x in (key, value))
+    want, _ = reference.attention(query[2100:], keys, values, loc, np.full(2, 2101, np.int32), 0.125)
+    with ThreadPoolExecutor(2) as pool:
+        for output in pool.map(work, ThreadGroup.make(2)):
+            assert (reference.relative_rms(output, want, loc) <= reference.BUDGET["float32"]).all()
+
+
 def test_each_rank_holds_its_own_tokens() -> None:
     """Local lengths and slots, by their definition."""
     slots = np.array([-1, *range(16 * 3, 16 * 6)], np.int64)  # of blocks of 48
