@@ -18,8 +18,9 @@ class GlooGroup(Group):
     """A group of gloo among processes that have called ``torch.distributed.init_process_group``.
 
     gloo ends a call on the ranks that are left as soon as the connection to a rank that died breaks, and after
-    ``timeout`` where a rank hangs or a network falls silent. Both become a :class:`cpu_attn.distributed.RankError`. Where
-    a message is larger than a rank expects, because the ranks did not make the same calls, gloo ends that rank's process.
+    ``timeout`` where a rank hangs or a network falls silent. Both become a :class:`cpu_attn.distributed.RankError`.
+    Where a message is larger than a rank expects, because the ranks did not make the same calls, gloo ends that rank's
+    process.
 
     Args:
         group: a ProcessGroup of torch.distributed, of any backend, whose processes are the ranks; None for all. Each of
