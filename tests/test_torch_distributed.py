@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import pytest
 from cpu_attn.distributed import RankError
 
 from .case_levels import cases
-from .case_problem import build
+from .case_problem import Problem, build
 from .forked import run, separate_hosts, unplug
 from .judge import check
 from .ranks import merged, spreads
@@ -43,17 +44,22 @@ def group(rank: int, world_size: int, folder: Path, timeout: float = 30.0) -> Gl
     return GlooGroup(timeout=timeout)
 
 
-PROBLEMS = [build(case) for i, case in enumerate(filter(spreads, cases("quick", "bfloat16"))) if i % 3 == 0]
+@cache
+def problems() -> list[Problem]:
+    return [build(case) for i, case in enumerate(filter(spreads, cases("quick", "bfloat16"))) if i % 3 == 0]
 
 
 @pytest.mark.parametrize("world_size", SPLITS)
 def test_cases(world_size: int, tmp_path: Path) -> None:
+    built = problems()  # before the ranks are forked
+
     def work(rank: int) -> list[tuple[Any, Any]]:
         ranks = group(rank, world_size, tmp_path)
-        return [merged(problem, ranks, SPLITS[world_size]) for problem in PROBLEMS]
+        return [merged(problem, ranks, SPLITS[world_size]) for problem in built]
 
     first, *others = run(world_size, work)
-    failed = [check(p, *x).message for p, x in zip(PROBLEMS, first, strict=True) if not check(p, *x).ok]
+    checked = [check(p, *x) for p, x in zip(built, first, strict=True)]
+    failed = [c.message for c in checked if not c.ok]
     assert not failed, "\n".join(failed)
     for other in others:
         for x, y in zip(first, other, strict=True):
@@ -112,12 +118,14 @@ def hosts() -> Iterator[list[str]]:
 def test_separate_hosts(hosts: list[str], tmp_path: Path) -> None:
     """Each with an address of its own; then one is unplugged, which nobody is told of."""
 
+    built = problems()[:10]
+
     def work(rank: int) -> list[tuple[Any, Any]]:
         ranks = group(rank, 3, tmp_path)
-        return [merged(problem, ranks, 16) for problem in PROBLEMS[:10]]
+        return [merged(problem, ranks, 16) for problem in built]
 
     for found in run(3, work, hosts):
-        assert all(check(p, *x).ok for p, x in zip(PROBLEMS, found, strict=False))
+        assert all(check(p, *x).ok for p, x in zip(built, found, strict=True))
     (tmp_path / "again").mkdir()
     check_lost(lose(lambda: (unplug(hosts, 1), time.sleep(60)), tmp_path / "again", hosts))
 
