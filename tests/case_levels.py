@@ -325,7 +325,7 @@ def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     wanted |= {"rotary-everything", "rotated-int4-everything", "rotated-rotary"}
     wanted |= {"masks-documents-everything", "masks-spans-alibi", "masks-tree-everything", "masks-tree-bits-window"}
     wanted |= {"selected-few-of-3000", "tokens-half-everything", "tokens-most-of-3000"}
-    wanted |= {"query-blocks-half-everything", "query-blocks-1100"}
+    wanted |= {"query-blocks-half-everything", "query-blocks-2300"}
     wanted |= {"cascade-tree", "bias-holes-everything", "bias-few-NHD", "bias-3000"}
     wanted |= {"NHD-everything", "NHD-3000", "NHD-selected", "NHD-cascade"}
     wanted |= {f"together-{name}" for name in TOGETHER}

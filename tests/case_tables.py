@@ -404,9 +404,12 @@ QUERY_BLOCKS: dict[str, dict[str, Any]] = {
     "none": {**BY_BLOCK, "selected": 0.0, "sinks": "mixed"},
     "all": {**BY_BLOCK, "selected": 1.0},
     # Query blocks of several tasks, of which the last is shorter, on every isa and engine.
-    "tall": {**BY_BLOCK, "query_lens": (5, 150), "seq_lens": (9, 170), "query_block": 67, "num_heads": 34},
-    "1100": {
-        **{"query_lens": (1100,), "seq_lens": (2300,), "selected": 0.6, "query_block": 128, "fill": "masked"},
+    "tall": {
+        **{"query_lens": (5, 150), "seq_lens": (9, 170), "selected": 0.5, "query_block": 67},
+        **{"num_heads": 17, "num_kv_heads": 1, "head_size": 16},
+    },
+    "2300": {
+        **{"query_lens": (300,), "seq_lens": (2300,), "selected": 0.6, "query_block": 128, "fill": "masked"},
         **{"num_heads": 2, "num_kv_heads": 1, "alibi": 0.125},
     },
 }
