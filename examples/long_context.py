@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A long context that two processes share: tokens a second of one rank and of two.
 
-    pip install '.[torch]'
-    OPENBLAS_NUM_THREADS=1 python examples/long_context.py
+    pip install '.[torch]' threadpoolctl
+    python examples/long_context.py
 
 The decoder is tiny and random, and so are the keys and values of the context: what it says is noise, how fast it says
 it is not. Each rank is a process with one thread, so that two ranks on this machine have what two machines with one
@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from threadpoolctl import threadpool_limits
 
 from cpu_attn import BlockManager, PagedKVCache, set_num_threads
 from cpu_attn.distributed import ContextParallel
@@ -81,6 +82,7 @@ class Decoder:
 
 def run_rank(rank: int, world_size: int, meeting: str, context: int, new: int, found: mp.SimpleQueue) -> None:
     set_num_threads(1)
+    threadpool_limits(1)  # NumPy's BLAS, whose threads would wait on the other ranks' cores
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=world_size)
     decoder = Decoder(ContextParallel(GlooGroup(timeout=60), INTERLEAVE), context, new + 1)
