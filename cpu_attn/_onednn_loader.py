@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -67,6 +68,13 @@ class Description:
     float32: str
 
 
+# Of threads that need oneDNN first one opens it, which takes 40 ms, and the others wait: oneDNN refuses streams of one of
+# its engines for primitives of another. fork() waits, too, so that no child has half of it.
+_loading = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_loading.acquire, after_in_parent=_loading.release, after_in_child=_loading.release)
+
+
 @cache
 def _outcome() -> ModuleType | str:
     try:
@@ -77,7 +85,8 @@ def _outcome() -> ModuleType | str:
 
 def load() -> ModuleType:
     """The module ``cpu_attn._onednn``, opened. UnavailableError, always with the same reason, where it is not there."""
-    found = _outcome()
+    with _loading:
+        found = _outcome()
     if isinstance(found, str):
         raise UnavailableError(found)
     return found

@@ -61,8 +61,8 @@ class Step:
         """Makes a plan of this step for every layer whose cache is like ``cache``.
 
         Requests that start with the same block read the blocks that they share once, and threads begin with what lies
-        on their own NUMA node where the cache has ``block_nodes``, unless options have ``block_table=None`` or
-        ``max_selected_tokens``.
+        on their own NUMA node where the cache has ``block_nodes``, unless options have ``block_table=None``,
+        ``max_selected_tokens`` or ``query_block_size``.
 
         Args:
             cache: a :class:`PagedKVCache` with the step's block_size.
@@ -78,7 +78,8 @@ class Step:
         self._arrays_for(cache)
         first = np.sort(self.block_table[:, :1], axis=0)
         shared = (first[1:] == first[:-1]).any()
-        if (shared or cache.block_nodes is not None) and options.get("max_selected_tokens") is None:
+        selects = options.get("max_selected_tokens") is not None or options.get("query_block_size") is not None
+        if (shared or cache.block_nodes is not None) and not selects:
             options.setdefault("block_table", self.block_table)
         options.setdefault("sliding_window", self.sliding_window)
         options |= zip(("cp_world_size", "cp_rank", "cp_kv_cache_interleave_size"), self.ranks, strict=True)

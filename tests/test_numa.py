@@ -412,8 +412,8 @@ def test_a_step_tells_its_plan_where_blocks_lie(all_on: Any) -> None:
         cache.attend(query, step)
     assert [request for request, _, _ in recorder.ran] == [1, 3, 0, 2]
     with threads(1):  # by itself, without a table in the plan
-        plan = step.plan(cache, 1, max_selected_tokens=2)
-    assert plan.num_tokens == 64
+        for selects in ("max_selected_tokens", "query_block_size"):
+            assert step.plan(cache, 1, **{selects: 2}).num_tokens == 64
 
 
 def test_info_shows_nodes() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import functools
 import importlib.metadata
 import importlib.util
 import multiprocessing
@@ -14,7 +15,10 @@ import platform
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -154,6 +158,21 @@ print(sum(r.ok for three in results for r in three))
 @needs_onednn
 def test_64_threads_fill_a_cold_primitive_cache() -> None:
     assert _python(THREADS).split() == [str(3 * 64)]
+
+
+def test_one_thread_opens_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+
+    def load() -> ModuleType:
+        opened.append(threading.get_ident())
+        time.sleep(0.05)
+        return sys
+
+    monkeypatch.setattr(_onednn_loader, "_load", load)
+    monkeypatch.setattr(_onednn_loader, "_outcome", functools.cache(_onednn_loader._outcome.__wrapped__))
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda _: _onednn_loader.load(), range(8))) == [sys] * 8
+    assert len(opened) == 1
 
 
 GROWTH = """
