@@ -68,8 +68,8 @@ class Description:
     float32: str
 
 
-# Of threads that need oneDNN first one opens it, which takes 40 ms, and the others wait: oneDNN refuses streams of one of
-# its engines for primitives of another. fork() waits, too, so that no child has half of it.
+# Of threads that need oneDNN first one opens it, which takes 40 ms, and the others wait: oneDNN refuses streams of one
+# of its engines for primitives of another. fork() waits, too, so that no child has half of it.
 _loading = threading.Lock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_loading.acquire, after_in_parent=_loading.release, after_in_child=_loading.release)
