@@ -267,8 +267,8 @@ class BlockManager:
 
         fresh, last = has - had, self._table[rows, had - 1]
         copied = self._shared_writers(last, (had * self.block_size > old) & (counts > 0))
-        growing = np.repeat(rows, fresh)
-        ready = self._ready("batch", np.concatenate([rows[copied], growing]))
+        wanted = np.concatenate([np.ones(len(copied), np.int64), fresh])
+        ready = self._ready("batch", np.concatenate([rows[copied], rows]), wanted)
         blocks, copies = ready[len(copied) :], ready[: len(copied)]
         self._make_columns(int(has.max(initial=0)))
         if copied:
@@ -280,7 +280,7 @@ class BlockManager:
             self._table[rows[copied], had[copied] - 1] = copies
             self._release(last[copied])
         behind = had - np.cumsum(fresh) + fresh
-        self._table[growing, np.arange(len(blocks)) + np.repeat(behind, fresh)] = blocks
+        self._table[np.repeat(rows, fresh), np.arange(len(blocks)) + np.repeat(behind, fresh)] = blocks
         self._seq_lens[rows] = new
 
         query_start_loc = np.zeros(len(rows) + 1, np.int32)
@@ -384,7 +384,7 @@ class BlockManager:
                 break
             there.append(self._block_of[here])
         count = len(found.saved[0])
-        blocks = self._ready("request", np.full(count - len(there), row), there)
+        blocks = self._ready("request", np.array([row]), np.array([count - len(there)]), there)
         for memory, saved in zip(self._memory(), found.saved, strict=True):
             memory[blocks] = saved[len(there) :]
         self._acquire(there)
@@ -500,10 +500,10 @@ class BlockManager:
             del self._evictable[block]
             self._free[self._node_of[block]].append(block)
 
-    def _ready(self, name: str, rows: Array, wanted: Sequence[int] = ()) -> Array:
-        """A free block for each of the rows, for :meth:`_take`, beside those that are ``wanted`` from the prefix
+    def _ready(self, name: str, rows: Array, counts: Array, wanted: Sequence[int] = ()) -> Array:
+        """So many free blocks for each of the rows, for :meth:`_take`, beside those that are ``wanted`` from the prefix
         cache."""
-        count, free = len(rows), self.num_free_blocks - sum(block in self._evictable for block in wanted)
+        count, free = int(counts.sum()), self.num_free_blocks - sum(block in self._evictable for block in wanted)
         if count > free:
             raise NoFreeBlocksError(name, count, free)
         for block in wanted:
@@ -514,7 +514,7 @@ class BlockManager:
         if len(self._free) == 1:
             return np.array(self._free[0][: -count - 1 : -1], np.int32)
         piles = [reversed(free) for free in self._free]
-        homes = (chain(piles[home], *piles) for home in self._home[rows].tolist())
+        homes = (chain(piles[home], *piles) for home in self._home[np.repeat(rows, counts)].tolist())
         return np.fromiter(map(next, homes), np.int32, count)
 
     def _take(self, blocks: Array) -> None:
