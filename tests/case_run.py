@@ -68,10 +68,14 @@ def _attended(problem: Problem) -> NDArray[np.int32]:
             row[~np.isin(np.arange(len(row)), there)] = -1
         table = table[:, : np.flatnonzero((table >= 0).any(axis=0)).max(initial=-1) + 1]
     if problem.selected_tokens is not None and not case.tree:
-        needed = [np.unique(np.nonzero(case.sees(r).any(axis=(0, 1)))[0] // case.block_size) for r in range(len(table))]
-        for row, own in zip(table, needed, strict=True):
-            row[~np.isin(np.arange(len(row)), own)] = -1
-        table = table[:, : max((own.max(initial=-1) for own in needed), default=-1) + 1]
+        rows = iter(problem.selected_tokens)
+        for r, row in enumerate(table):
+            needed: list[int] = []
+            for mask, own in zip(case.mask(r), rows, strict=False):
+                keys = own[own >= 0]
+                needed += (keys[mask[keys]] // case.block_size).tolist()
+            row[~np.isin(np.arange(len(row)), needed)] = -1
+        table = table[:, : np.flatnonzero((table >= 0).any(axis=0)).max(initial=-1) + 1]
     return table
 
 

@@ -70,6 +70,11 @@ def test_json() -> None:
     assert combo["worst_case"] in names
 
 
+def test_requests_that_select_tokens_at_random() -> None:
+    """Only --full has such cases; by itself a request has another number, and selects the same."""
+    assert report("--case", "random-3", "--case", "random-10", *SCALAR)["ok"]
+
+
 def test_everything_here_is_run_and_the_rest_has_a_reason() -> None:
     found = report("--case", "mixed-plain")
     ran = {(c["engine"], c["isa"], c["dtype"]) for c in found["combinations"]}
