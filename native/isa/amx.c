@@ -6,9 +6,8 @@
  * emulated: -O1 -mavx2 -mfma -Wno-psabi -DEMULATED -DEMULATED_BF16
  *
  * This isa multiplies bf16 by TDPBF16PS (Sapphire Rapids and newer), with AVX-512's softmax, in the layout of avx512's
- * bf16 caches. An emulated Sapphire Rapids has shown it to be right by these instructions, a real one never yet
- * (CONTRIBUTING.md). Caches of integers go through tiles where there are more than CA_FEW_ROWS rows, else through the
- * kernel of avx512_bf16.c. */
+ * bf16 caches. `cpu-attn verify` passed on an Emerald Rapids (CONTRIBUTING.md). Caches of integers go through tiles
+ * where there are more than CA_FEW_ROWS rows, else through the kernel of avx512_bf16.c. */
 #include "cpu/cpu.h"
 #include "avx512.h"
 #include "kernel/amx/tiles.h"
@@ -26,18 +25,16 @@ static const char *missing(void) {
     return reason;
 }
 
-/* These are the sizes of tiles of vector registers. amx/attention.h has no such tiles: its logits become weights four
- * rows at a time. */
+/* These are the sizes of tiles of vector registers, of which amx/attention.h has none. */
 #define MR 6
 #define TALL 8
 #define NG 4
 #define NDV 4
 
-/* These are guesses, after the prototypes that amx/attention.h speaks of. */
-#define ROWS 256
-#define KEYS 512
+/* ROWS and KEYS were found on an Emerald Rapids (MEASUREMENTS.md: AMX). */
+#define ROWS 512
+#define KEYS 256
 #define FEW_KEYS 128
-#define SUB 64 /* keys of a sub-block of scores */
 
 #define TILES
 #define MICROKERNEL "kernel/attention/dot.inc"

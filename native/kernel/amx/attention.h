@@ -1,25 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0
  * This is the attention of one segment of keys by products of tiles, for bf16 in the PAIRS layout, in which the tiles
  * of B lie ready: 16 pairs of dimensions x 16 keys of a K group, and 16 pairs of keys x 16 columns of V. Its parameters
- * are those of parameters.h and SUB; ROWS and KEYS are the rows that share a chunk of K and V, and its keys.
+ * are those of parameters.h; ROWS and KEYS are the rows that share a chunk of K and V, and its keys.
  *
- * For every KEYS keys a strip of 32 query rows forms its scores SUB keys at a time. The scores of a sub-block become
- * weights a few rows at a time, after each product of the next sub-block's tiles, which leave the vector ports idle.
- * The weights of all KEYS keys then meet V in one trip of O through the tiles. All strips of a task prefetch what comes
- * next, each its share. Where rows are few, kv heads of a task go through its keys together, so that only the first
- * head begins with keys that nothing has prefetched; over NHD each head goes by itself.
+ * For every KEYS keys a strip of 32 query rows forms its scores, turns them to weights in place, by the softmax of the
+ * vector kernels, and meets V in one trip of O through the tiles. All strips of a task prefetch what comes next, each
+ * its share. Where rows are few, kv heads of a task go through its keys together, so that only the first head begins
+ * with keys that nothing has prefetched; over NHD each head goes by itself.
  *
- * How fast this is is not known: it has run under emulation only (CONTRIBUTING.md). Its shape follows prototypes that
- * were measured elsewhere, and what goes on beside the tiles was timed with the divider in their place. One row's
- * maximum, exponentials and sum wait for one another; those of four rows do not (MEASUREMENTS.md: AMX). */
+ * The softmax does not run between products of tiles, although these leave the vector ports idle: on an Emerald Rapids
+ * that hid none of its time and cost its own way of weighing a few rows of few keys (MEASUREMENTS.md: AMX). */
 
 #define STRIP 32 /* query rows under one pair of B tiles: two tiles of A */
 #define DEPTH 32 /* dimensions or keys of one product of tiles */
-#define SUB_GROUPS (SUB / CA_LANES)
-#define SUBS (KEYS / SUB)
 #define STEPS_V (MAX_GROUPS / 2)
-#define S_LD (SUB + 16) /* rows of S and P are an odd number of cache lines, and so in different sets */
-#define P_LD (KEYS + DEPTH)
+#define P_LD                                                                                                           \
+    (2 * S_STRIDE) /* weights lie where the scores were; rows are an odd number of cache lines, in other sets */
 #define CHUNK_BYTES (512 << 10) /* bytes of K and V that stay in L2 with those that come next */
 
 #include "products.h"
@@ -34,10 +30,7 @@ typedef struct tile_work {
     int64_t v_now;            /* bytes of a group of this block's V that one product asks for where `cold` */
     int opening, cold;        /* the block is the segment's first; besides, nothing has prefetched it */
     scratch x;
-    float *s[2];       /* [STRIP][S_LD] scores of this sub-block and of the last one */
-    float *p;          /* [STRIP][P_LD] weights, bf16 */
-    float *l;          /* [STRIP][VL] sums of weights, to be added to the state's */
-    float (*m)[STRIP]; /* [1 + SUBS] reference max of each row: before this block, then with each sub-block */
+    float *s; /* [STRIP][S_STRIDE] scores, then weights, bf16 */
     /* copies is [STEPS_V][DEPTH / 2][Dv][2]. kv[V].wide follows it, and both come once more for second parts. */
     uint16_t *copies;
     const uint16_t *v[STEPS_V]; /* V of each two groups: in the cache, unpacked or in copies */
@@ -48,10 +41,8 @@ typedef struct tile_work {
         uint16_t *wide; /* [MAX_GROUPS] groups of integers as bf16 */
         int parts;      /* 2 where a number times its scale is the sum of two bf16 numbers, else 1 */
         int64_t apart;  /* elements from a first part to the second one */
-        float *by;      /* [MAX_GROUPS + 1][16] what scores, or weights, are multiplied by, if `scaled` */
+        int scaled;     /* scores, or weights, are multiplied by each token's scale */
     } kv[2];
-    int scaled;
-    float *ones;     /* [SUB]: 1 each */
     uint16_t *stage; /* a group of what has two parts, as integers */
 } tile_work;
 
@@ -71,7 +62,8 @@ static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
     const int64_t staged = ca_max64(ca_has_scales(k_dtype) ? ca_kv_form(plan, K).elements : 0,
                                     ca_has_scales(v_dtype) ? ca_kv_form(plan, V).elements : 0);
     int64_t at = carve(&w->x, base, plan);
-    w->scaled = has_one_scale(k_dtype) || has_one_scale(v_dtype);
+    w->kv[K].scaled = has_one_scale(k_dtype);
+    w->kv[V].scaled = has_one_scale(v_dtype);
     w->kv[K].parts = ca_has_scales(k_dtype) ? 2 : 1;
     w->kv[V].parts = ca_has_scales(v_dtype) ? 2 : 1;
     w->kv[K].apart = k_elements;
@@ -79,16 +71,9 @@ static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
 #define TAKE(field, bytes)                                                                                             \
     w->field = (void *)(base + (uintptr_t)at);                                                                         \
     at = ca_round_up(at + (bytes), 64);
-    TAKE(s[0], STRIP * S_LD * 4)
-    TAKE(s[1], STRIP * S_LD * 4)
-    TAKE(p, STRIP * P_LD * 2)
-    TAKE(l, STRIP * VL * 4)
-    TAKE(m, (1 + SUBS) * (int64_t)sizeof *w->m)
+    TAKE(s, STRIP * S_STRIDE * 4)
     TAKE(copies, w->kv[V].parts * w->kv[V].apart * 2)
     TAKE(kv[K].wide, w->kv[K].parts * w->kv[K].apart * 2)
-    TAKE(kv[K].by, w->scaled * (MAX_GROUPS + 1) * CA_LANES * 4)
-    TAKE(kv[V].by, w->scaled * (MAX_GROUPS + 1) * CA_LANES * 4)
-    TAKE(ones, w->scaled * SUB * 4)
     TAKE(stage, staged ? (staged + 2 * VL) * 2 : 0)
 #undef TAKE
     w->kv[V].wide = w->copies + STEPS_V * DEPTH * (int64_t)plan->shape.head_size_v;
@@ -110,89 +95,115 @@ typedef struct strip {
     int64_t row; /* number of its first row in the task */
     int rows, number;
     int opening, cold; /* the block is the segment's first, whose queries are still to be prefetched; V, too */
-    int shaped;        /* scores are more than products: softcap, ALiBi, ... */
+    int shaped;        /* scores are more than products: softcap, ALiBi, a tree, ... */
+    int masked;        /* some row does not see all of the groups */
     edges sees;
     const group *g; /* groups that some row sees, from an even one on */
     int num_groups;
     const group *next; /* the next block's groups at the same places */
     int num_next;
-    int64_t queries, rows_next; /* rows of the next strip whose queries one product asks for, and all rows of it */
+    int64_t queries, rows_next; /* rows of the next strip whose queries two groups ask for, and all rows of it */
     const uint16_t *const *v;   /* V of each two groups */
-    const float *by[2];         /* tile_work.kv[].by from the strip's first group on */
     int64_t k0, k1;
 } strip;
-
-/* Holds groups of a strip whose scores are in s; rows from `row` on have yet to become weights. */
-typedef struct sub_block {
-    float *s;
-    int group, num_groups, row;
-    int masked;
-} sub_block;
 
 #include "scales.h"
 #include "weights.h"
 
-/* The i-th product of a strip's scores of two groups asks for its share of the next block's K and, while the first
- * block's scores are formed, of these groups' V and of the next strip's queries. */
-INLINE void prefetch_ahead(const tile_work *w, const strip *t, int g, int i) {
-    for (int j = g; j < g + 2 && j < t->num_next; j++)
-        prefetch_share(t->next[j].kv[K].at, w->kv[K].bytes, w->kv[K].share, t->number * w->products + i);
-    if (!t->opening)
-        return;
-    for (int j = g; j < g + 2 && j < t->num_groups && t->number == 0 && t->cold; j++)
-        prefetch_share(t->g[j].kv[V].at, w->kv[V].bytes, w->v_now, i);
-    const int64_t row = (g / 2 * w->products + i) * t->queries;
-    for (int64_t r = row; r < row + t->queries && r < t->rows_next; r++)
-        prefetch_share(w->x.query[t->row + STRIP + r], w->head_size * 2, w->head_size * 2, 0);
+/* What the products of a strip's scores of two groups ask for, each its share: of the next block's K and, while the
+ * first block's scores are formed, of these groups' V. */
+typedef struct ahead_of {
+    const char *next[2], *v[2];
+} ahead_of;
+
+/* The next strip's queries are asked for here, a few rows for every two groups. */
+INLINE ahead_of look_ahead_of(const tile_work *w, const strip *t, int g) {
+    ahead_of a = {{NULL, NULL}, {NULL, NULL}};
+    EACH(j, 2) {
+        if (g + j < t->num_next)
+            a.next[j] = t->next[g + j].kv[K].at + t->number * w->products * w->kv[K].share;
+        if (t->cold && t->number == 0 && g + j < t->num_groups)
+            a.v[j] = t->g[g + j].kv[V].at;
+    }
+    for (int64_t r = g / 2 * t->queries; t->opening && r < ca_min64((g / 2 + 1) * t->queries, t->rows_next); r++)
+        prefetch_bytes(w->x.query[t->row + STRIP + r], w->head_size * 2);
+    return a;
 }
 
-/* S (+)= Q K^T over the dimensions [d, end). After each product a few rows of the sub-block before become weights, so
- * many that none is left after the last product. */
-static void tile_scores(tile_work *w, const strip *t, const sub_block *b, sub_block *before, int64_t d, int64_t end) {
-    const int tall = t->rows > 16, products = (int)ca_div_up(end - d, DEPTH);
-    const int each = ca_div_up(t->rows, ca_div_up(b->num_groups, 2) * products);
-    const int64_t ld = query_width_bf16(w->head_size);
+/* Of the i-th product. What lies behind a group's last byte is asked for in vain. */
+INLINE void prefetch_ahead(const tile_work *w, const ahead_of *a, int64_t i) {
+    const int64_t share = w->kv[K].share;
+    EACH(j, 2) if (a->next[j]) prefetch_bytes(a->next[j] + i * share, share);
+    EACH(j, 2) if (a->v[j]) prefetch_bytes(a->v[j] + i * w->v_now, w->v_now);
+}
+
+/* S (+)= Q K^T over the dimensions [d, end). whole: there are STRIP rows, an even number of groups and one part. */
+INLINE void tile_scores(int whole, tile_work *w, const strip *t, int64_t d, int64_t end) {
+    const int tall = whole || t->rows > 16, num_groups = t->num_groups;
+    const int64_t ld = query_width_bf16(w->head_size), parts = whole ? 1 : w->kv[K].parts, apart = w->kv[K].apart;
     const uint16_t *q = (const uint16_t *)w->x.q + t->row * ld;
-    int due = before->row;
     shape_tiles(&w->sizes, t->rows, (int)ca_min64(DEPTH, ca_round_up(end - d, 2)), CA_LANES);
-    for (int i = 0; i < b->num_groups; i += 2) {
-        const group *g = t->g + b->group + i;
-        const int wide = i + 1 < b->num_groups;
-        const uint16_t *k0 = (const uint16_t *)g[0].kv[K].at, *k1 = (const uint16_t *)g[wide].kv[K].at;
-        float *s = b->s + i * CA_LANES;
+    for (int g = 0; g < num_groups; g += 2) {
+        const int wide = whole || g + 1 < num_groups;
+        const uint16_t *k0 = (const uint16_t *)t->g[g].kv[K].at, *k1 = (const uint16_t *)t->g[g + wide].kv[K].at;
+        const ahead_of ahead = look_ahead_of(w, t, g);
+        float *s = w->s + g * CA_LANES;
         if (d == 0)
             zero_sums(tall, wide);
         else
-            load_sums(tall, wide, s, S_LD);
+            load_sums(tall, wide, s, S_STRIDE);
         for (int64_t at = d; at < end; at += DEPTH) {
-            prefetch_ahead(w, t, b->group + i, (int)(at / DEPTH));
-            for (int64_t part = 0, from = at * CA_LANES; part < w->kv[K].parts; part++, from += w->kv[K].apart)
+            prefetch_ahead(w, &ahead, at / DEPTH);
+            for (int64_t part = 0, from = at * CA_LANES; part < parts; part++, from += apart)
                 multiply(tall, wide, q + at, ld, k0 + from, k1 + from, CA_LANES);
-            weigh_until(w, t, before, due = (int)ca_min64(t->rows, due + each));
         }
-        store_sums(tall, wide, s, S_LD);
+        store_sums(tall, wide, s, S_STRIDE);
     }
 }
 
-/* O += P V, two tiles of columns at a time. Each pass asks for the strip's share of the next block's V. */
-static void tile_values(tile_work *w, const strip *t) {
-    const int tall = t->rows > 16, steps = (t->num_groups + 1) / 2;
-    const int64_t dv = w->head_size_v;
+static NOINLINE void form_scores(tile_work *w, const strip *t) {
+    const int64_t square = w->head_size - w->head_size % DEPTH;
+    if (square == w->head_size && t->rows == STRIP && t->num_groups % 2 == 0 && w->kv[K].parts == 1) {
+        tile_scores(1, w, t, 0, square);
+        return;
+    }
+    if (square > 0)
+        tile_scores(0, w, t, 0, square);
+    if (square < w->head_size)
+        tile_scores(0, w, t, square, w->head_size);
+}
+
+/* O += P V, two tiles of columns at a time. Each pass asks for the strip's share of the next block's V. whole: there
+ * are STRIP rows, a multiple of 32 columns and one part. */
+INLINE void tile_values(int whole, tile_work *w, const strip *t) {
+    const int tall = whole || t->rows > 16, steps = (t->num_groups + 1) / 2, num_next = t->num_next;
+    const int64_t dv = w->head_size_v, parts = whole ? 1 : w->kv[V].parts, apart = w->kv[V].apart;
+    const int64_t share = w->kv[V].share;
+    const group *next = t->next;
+    const float *p = w->s;
     float *o = w->state->o + t->row * dv;
     for (int64_t c = 0, pass = 0, columns, wide; c < dv; c += columns << wide, pass++) {
-        columns = ca_min64(CA_LANES, dv - c);
-        wide = dv - c >= 2 * CA_LANES;
+        const int64_t at = (t->number * w->passes + pass) * share;
+        columns = whole ? CA_LANES : ca_min64(CA_LANES, dv - c);
+        wide = whole || dv - c >= 2 * CA_LANES;
         shape_tiles(&w->sizes, t->rows, DEPTH, (int)columns);
         load_sums(tall, (int)wide, o + c, dv);
         for (int i = 0; i < steps; i++) {
             const uint16_t *v = t->v[i] + 2 * c;
-            for (int g = 2 * i; g < 2 * i + 2 && g < t->num_next; g++)
-                prefetch_share(t->next[g].kv[V].at, w->kv[V].bytes, w->kv[V].share, t->number * w->passes + pass);
-            for (int part = 0; part < w->kv[V].parts; part++, v += w->kv[V].apart)
-                multiply(tall, (int)wide, weights_at_bf16(w->p, i * DEPTH), P_LD, v, v + 2 * CA_LANES, dv);
+            for (int g = 2 * i; g < 2 * i + 2 && g < num_next; g++)
+                prefetch_bytes(next[g].kv[V].at + at, share);
+            for (int part = 0; part < parts; part++, v += apart)
+                multiply(tall, (int)wide, weights_at_bf16(p, i * DEPTH), P_LD, v, v + 2 * CA_LANES, dv);
         }
         store_sums(tall, (int)wide, o + c, dv);
     }
+}
+
+static NOINLINE void add_values(tile_work *w, const strip *t) {
+    if (t->rows == STRIP && w->head_size_v % (2 * CA_LANES) == 0 && w->kv[V].parts == 1)
+        tile_values(1, w, t);
+    else
+        tile_values(0, w, t);
 }
 
 /* Takes the groups of the block that some row of the strip sees, from an even one on, since each step of V is two
@@ -203,7 +214,8 @@ static strip make_strip(const tile_work *w, const score_block *b, int64_t row, i
                .number = (int)(row / STRIP),
                .opening = w->opening,
                .cold = w->cold,
-               .shaped = w->call->softcap > 0 || w->call->alibi_slopes || w->call->attn_bias || w->x.factor == 0,
+               .shaped =
+                   w->call->softcap > 0 || w->call->alibi_slopes || w->call->attn_bias || w->x.tree || w->x.factor == 0,
                .sees = edges_of(&w->x, b, row, rows),
                .g = b->groups,
                .next = b->next,
@@ -221,46 +233,21 @@ static strip make_strip(const tile_work *w, const score_block *b, int64_t row, i
     while (t.num_groups > 0 && t.g[t.num_groups - 1].key >= t.sees.hi)
         t.num_groups--;
     t.rows_next = ca_min64(STRIP, ca_rows_of(w->plan, w->task) - row - rows);
-    t.queries = ca_div_up(STRIP, ca_max64(1, ca_div_up(t.num_groups, 2) * w->products));
-    if (w->scaled) {
-        t.by[K] = w->kv[K].by + (t.g - b->groups) * CA_LANES;
-        t.by[V] = w->kv[V].by + (t.g - b->groups) * CA_LANES;
-    }
+    t.queries = ca_div_up(STRIP, ca_max64(1, ca_div_up(t.num_groups, 2)));
+    t.masked = t.num_groups > 0 && (t.sees.all_lo > t.g->key || t.sees.all_hi < t.g[t.num_groups - 1].key + CA_LANES ||
+                                    !whole(t.g, t.num_groups));
     return t; /* it has no groups only between blocks that are selected */
-}
-
-static sub_block make_sub_block(const tile_work *w, const strip *t, int g) {
-    sub_block b = {w->s[g / SUB_GROUPS % 2], g, (int)ca_min64(SUB_GROUPS, t->num_groups - g), 0, 0};
-    const group *first = t->g + g, *last = first + b.num_groups - 1;
-    b.masked = t->sees.all_lo > first->key || t->sees.all_hi < last->key + CA_LANES || !whole(first, b.num_groups) ||
-               (w->scaled && b.num_groups % 2); /* the odd group's neighbour may have a scale that is NaN */
-    return b;
 }
 
 static void run_strip(tile_work *w, const score_block *b, int64_t row, int rows) {
     const strip t = make_strip(w, b, row, rows);
-    const int64_t square = w->head_size - w->head_size % DEPTH;
-    sub_block last = {.row = rows};
     if (t.opening)
         load_queries_bf16(w->plan, &w->x, row, rows);
     if (t.num_groups == 0)
         return;
-    memset(w->l, 0, STRIP * VL * sizeof(float));
-    memcpy(w->m[0], w->state->m + row, (size_t)rows * sizeof(float));
-    for (int g = 0; g < t.num_groups; g += SUB_GROUPS) {
-        sub_block here = make_sub_block(w, &t, g);
-        if (square > 0)
-            tile_scores(w, &t, &here, &last, 0, square);
-        if (square < w->head_size)
-            tile_scores(w, &t, &here, &last, square, w->head_size);
-        weigh_until(w, &t, &last, rows);
-        last = here;
-    }
-    weigh_until(w, &t, &last, rows);
-    settle(w, &t);
-    tile_values(w, &t);
-    for (int r = 0; r < rows; r++)
-        w->state->l[row + r] += v_hsum(v_load_f32(w->l + r * VL));
+    form_scores(w, &t);
+    weigh(w, &t);
+    add_values(w, &t);
 }
 
 /* ---- V ---- */
@@ -369,8 +356,6 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     w.x.integers = 0;
     w.x.q_bytes = query_width_bf16(w.head_size) * 2;
     load_rows_bf16(plan, call, task, kv_head, num_heads, &w.x);
-    if (w.scaled)
-        prepare_scales(&w);
     const int64_t past = listed_end(plan, call, task, k1);
     const int64_t fit = CHUNK_BYTES / (w.kv[K].parts * w.kv[K].bytes + w.kv[V].parts * w.kv[V].bytes);
     const int most = (int)ca_max64(2, ca_min64(MAX_GROUPS, fit - fit % 2));

@@ -62,14 +62,15 @@ INLINE void store_sums(int tall, int wide, float *c, int64_t ld) {
         tile_store(3, c + 16 * ld + 16, 4 * ld);
 }
 
-/* Adds A B to the sums. B's rows are ldb pairs apart. */
+/* Adds A B to the sums. B's rows are ldb pairs apart; they pass L1 by, which scores and weights need: 0.84 of the time
+ * (MEASUREMENTS.md: AMX). */
 INLINE void multiply(int tall, int wide, const uint16_t *a, int64_t lda, const uint16_t *b0, const uint16_t *b1,
                      int64_t ldb) {
     tile_load(4, a, 2 * lda);
-    tile_load(6, b0, 4 * ldb);
+    tile_stream(6, b0, 4 * ldb);
     tile_dot(0, 4, 6);
     if (wide) {
-        tile_load(7, b1, 4 * ldb);
+        tile_stream(7, b1, 4 * ldb);
         tile_dot(1, 4, 7);
     }
     if (tall) {

@@ -7,16 +7,6 @@
  * Where it has several, as in int4, the up to 7 bits of an integer times the 8 of a scale are the sum of two bf16
  * numbers: tiles multiply one, then the other, which takes twice the products. */
 
-/* This comes before the first block, and sets what that finds where only K, or only V, has one scale for a token. */
-static void prepare_scales(const tile_work *w) {
-    for (int i = 0; i < (MAX_GROUPS + 1) * CA_LANES; i += VL) {
-        v_store(w->kv[K].by + i, v_set1(w->x.factor));
-        v_store(w->kv[V].by + i, v_set1(1));
-    }
-    for (int i = 0; i < SUB; i += VL)
-        v_store(w->ones + i, v_set1(1));
-}
-
 /* Puts pairs of numbers of up to 16 bits: the first 8 at `to`, what is left of them `apart` elements further. */
 INLINE void put_parts(uint16_t *to, int64_t apart, vf even, vf odd) {
     v_put_pairs(to, even, odd);
@@ -48,7 +38,7 @@ static void put_v_parts(const uint16_t *from, const char *scales, int64_t head_s
         }
 }
 
-/* Puts K, or V, of a score block where tiles find it, and sets what scores and weights are multiplied by. */
+/* Puts K, or V, of a score block where tiles find it. */
 static void take_scaled(tile_work *w, const score_block *b, int kv) {
     const ca_shape *s = &w->plan->shape;
     const int kv_dtype = ca_kv_dtype(s, kv);
@@ -56,19 +46,14 @@ static void take_scaled(tile_work *w, const score_block *b, int kv) {
     const int64_t step = kv == V ? CA_LANES * s->head_size_v : f.elements, apart = w->kv[kv].apart;
     const int64_t shared = ca_scale_elements(kv_dtype, ca_kv_head_size(s, kv));
     uint16_t *to = w->kv[kv].wide;
-    float *by = w->kv[kv].by;
-    for (int i = 0; i < b->num_groups; i++, to += step, by += CA_LANES) {
+    for (int i = 0; i < b->num_groups; i++, to += step) {
         group *g = b->groups + i;
         const char *from = g->kv[kv].at, *scales = g->kv[kv].scales;
         unpack_bf16((const uint8_t *)from, f.elements, kv_dtype, has_one_scale(kv_dtype) ? to : w->stage, from);
-        if (has_one_scale(kv_dtype)) {
-            vf x = v_load_bf16((const void *)scales);
-            v_store(by, kv == V ? x : v_mul(x, v_set1(w->x.factor)));
-        } else if (kv == V) {
+        if (!has_one_scale(kv_dtype) && kv == V)
             put_v_parts(w->stage, scales, s->head_size_v, shared, apart, to);
-        } else {
+        if (!has_one_scale(kv_dtype) && kv == K)
             put_k_parts(w->stage, scales, s->head_size, shared, apart, to);
-        }
         g->kv[kv].at = (const char *)to;
     }
 }

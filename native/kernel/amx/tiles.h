@@ -34,6 +34,11 @@ INLINE void tile_configure(const tile_config *c) {
         tile_barrier();                                                                                                \
         _tile_loadd(t, p, stride);                                                                                     \
     } while (0)
+#define tile_stream(t, p, stride)                                                                                      \
+    do {                                                                                                               \
+        tile_barrier();                                                                                                \
+        _tile_stream_loadd(t, p, stride);                                                                              \
+    } while (0)
 #define tile_store(t, p, stride) _tile_stored(t, p, stride)
 #define tile_dot(t, a, b) _tile_dpbf16ps(t, a, b)
 #endif

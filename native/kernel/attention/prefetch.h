@@ -148,9 +148,6 @@ static inline void prefetch_group(const ca_plan *plan, int kv, const group *g) {
 
 /* ---- in shares, by the tiles of amx ---- */
 
-INLINE void prefetch_share(const char *p, int64_t bytes, int64_t share, int64_t i) {
-    prefetch_bytes(p + i * share, ca_min64(bytes, (i + 1) * share) - i * share);
-}
 /* Whole lines of which n are at least these bytes. */
 INLINE int64_t share_of(int64_t bytes, int64_t n) { return ca_round_up(ca_div_up(bytes, n), 64); }
 

@@ -55,6 +55,7 @@ static tile *tile_at(int t) {
 
 static void tile_zero(int t) { memset(tile_at(t), 0, sizeof(tile)); }
 
+#define tile_stream tile_load
 static void tile_load(int t, const void *p, int64_t stride) {
     tile *to = tile_at(t);
     memset(to, 0, sizeof *to);
