@@ -316,16 +316,21 @@ static int take_values(tile_work *w, const score_block *b, int64_t rows) {
 
 /* ---- a segment ---- */
 
+/* Brings K, or V, of a block to where tiles find it; its groups may be changed. */
+static void bring(tile_work *w, const score_block *b, int kv) {
+    if (ca_is_scaled(ca_kv_dtype(&w->plan->shape, kv)))
+        take_scaled(w, b, kv);
+    else
+        unpack_groups_bf16(w->plan, &w->x, &(prefetch){0}, b, kv, 0, b->num_groups, w->x.unpacked[kv], b->groups);
+}
+
 /* Computes a block of one head. Returns 0 where take_values does. */
 static int run_block(tile_work *w, score_block b, int64_t rows) {
-    const ca_shape *shape = &w->plan->shape;
-    if (!ca_ready(w->plan))
+    if (!ca_ready(w->plan)) {
         b.groups = memcpy(w->x.groups[2], b.groups, (size_t)b.num_groups * sizeof(group));
-    for (int kv = K; kv <= V && !ca_ready(w->plan); kv++)
-        if (ca_is_scaled(ca_kv_dtype(shape, kv)))
-            take_scaled(w, &b, kv);
-        else
-            unpack_groups_bf16(w->plan, &w->x, &(prefetch){0}, &b, kv, 0, b.num_groups, w->x.unpacked[kv], b.groups);
+        bring(w, &b, K);
+        bring(w, &b, V);
+    }
     if (!take_values(w, &b, rows))
         return 0;
     for (int64_t r = 0; r < rows; r += STRIP)
@@ -333,13 +338,9 @@ static int run_block(tile_work *w, score_block b, int64_t rows) {
     return 1;
 }
 
-static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
-                   int64_t k0, int64_t k1, const ca_state *states, void *memory) {
-    const int quantised = ca_is_scaled(plan->shape.k_dtype) || ca_is_scaled(plan->shape.v_dtype);
-    int64_t rows = ca_rows_of(plan, task);
-    /* A shared task computes what each request would by itself. */
-    if (quantised && (rows <= CA_FEW_ROWS || task->shared))
-        return vector_kernel()->segment(plan, call, task, kv_head, num_heads, k0, k1, states, memory);
+/* Work on a task: num_strips go through a block. */
+static tile_work begin_work(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
+                            int64_t num_strips, void *memory) {
     tile_work w = {.plan = plan,
                    .call = call,
                    .task = task,
@@ -349,16 +350,32 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     w.kv[V].bytes = CA_LANES * w.head_size_v * 2;
     w.products = ca_div_up(w.head_size, DEPTH);
     w.passes = ca_div_up(w.head_size_v, 2 * CA_LANES);
-    w.kv[K].share = share_of(w.kv[K].bytes, ca_div_up(rows, STRIP) * w.products);
-    w.kv[V].share = share_of(w.kv[V].bytes, ca_div_up(rows, STRIP) * w.passes);
+    w.kv[K].share = share_of(w.kv[K].bytes, num_strips * w.products);
+    w.kv[V].share = share_of(w.kv[V].bytes, num_strips * w.passes);
     w.v_now = share_of(w.kv[V].bytes, w.products);
     carve_work(&w, (uintptr_t)memory, plan);
     w.x.integers = 0;
     w.x.q_bytes = query_width_bf16(w.head_size) * 2;
     load_rows_bf16(plan, call, task, kv_head, num_heads, &w.x);
+    return w;
+}
+
+/* How many groups of a block stay in L2 with those of the next one. */
+static int most_groups(const tile_work *w) {
+    const int64_t fit = CHUNK_BYTES / (w->kv[K].parts * w->kv[K].bytes + w->kv[V].parts * w->kv[V].bytes);
+    return (int)ca_max64(2, ca_min64(MAX_GROUPS, fit - fit % 2));
+}
+
+static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
+                   int64_t k0, int64_t k1, const ca_state *states, void *memory) {
+    const int quantised = ca_is_scaled(plan->shape.k_dtype) || ca_is_scaled(plan->shape.v_dtype);
+    int64_t rows = ca_rows_of(plan, task);
+    /* A shared task computes what each request would by itself. */
+    if (quantised && (rows <= CA_FEW_ROWS || task->shared))
+        return vector_kernel()->segment(plan, call, task, kv_head, num_heads, k0, k1, states, memory);
+    tile_work w = begin_work(plan, call, task, kv_head, num_heads, ca_div_up(rows, STRIP), memory);
+    const int most = most_groups(&w);
     const int64_t past = listed_end(plan, call, task, k1);
-    const int64_t fit = CHUNK_BYTES / (w.kv[K].parts * w.kv[K].bytes + w.kv[V].parts * w.kv[V].bytes);
-    const int most = (int)ca_max64(2, ca_min64(MAX_GROUPS, fit - fit % 2));
     char spoilt[CA_HEADS] = {0};
     score_block b = {.k0 = k0, .groups = w.x.groups[0], .next = w.x.groups[1]};
     b.num_groups = list_groups(plan, call, task, kv_head, k0, k1, most, w.x.copies[0], b.groups, &b.k1);
@@ -389,10 +406,7 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     return status;
 }
 
-static void score_tokens(const ca_plan *plan, const ca_call *call, const ca_task *task, const float *weights,
-                         int64_t k0, int64_t k1, float *scores, int64_t stride, void *memory) {
-    vector_kernel()->score_tokens(plan, call, task, weights, k0, k1, scores, stride, memory);
-}
+#include "token_scores.h"
 
 static const int integers = 1; /* the vector kernel multiplies caches of integers as integers */
 

@@ -13,12 +13,18 @@ static void hide(const strip *t, float *s, int64_t lo, int64_t hi) {
     }
 }
 
+/* Where integers were multiplied in place of keys, a row's scores are still to meet the keys' scales. */
+static void scale_scores(const strip *t, float *s) {
+    for (int i = 0; i < t->num_groups * CA_LANES; i += VL)
+        v_store(s + i, v_mul(v_load_f32(s + i), scales_of(t->g, K, 0, i)));
+}
+
 /* Prepares a row of scores for the softmax. Returns what they are still to be multiplied by. */
 static float prepare(const tile_work *w, const strip *t, float *s, int64_t row) {
     const scratch *x = &w->x;
     const int64_t lo = ca_max64(t->k0, x->lo[row]), hi = ca_min64(t->k1, x->hi[row]);
-    for (int i = 0; w->kv[K].scaled && i < t->num_groups * CA_LANES; i += VL)
-        v_store(s + i, v_mul(v_load_f32(s + i), scales_of(t->g, K, 0, i)));
+    if (w->kv[K].scaled)
+        scale_scores(t, s);
     if (t->shaped) {
         logits_transform_bf16(&w->plan->shape, s, t->g, t->num_groups, x->factor, w->call->softcap, x->slope[row],
                               x->pos[row], x->bias[row], lo, hi, t->masked);
