@@ -114,8 +114,9 @@ static inline double ca_query_factor(double scale, double factor) {
  * batch. A request has at most 64 segments, so that the partial results stay small. */
 static inline int64_t ca_segment_keys(int64_t seq_len) { return 1024 * ca_max64(1, ca_div_up(seq_len, 64 * 1024)); }
 
-/* A query token that selects its keys has them in segments of so many, counted among those that it sees. */
-#define CA_SELECTED_KEYS 1024
+/* A query token that selects its keys has them in segments of so many, counted among those that it sees: 2048 of them
+ * keep 8 threads busy. Segments of 1024, for two, take 0.95 of the time on two (MEASUREMENTS.md: tasks). */
+#define CA_SELECTED_KEYS 256
 
 static inline int64_t ca_plan_segment_keys(const ca_plan *plan, int r) {
     return plan->shape.max_selected_tokens ? CA_SELECTED_KEYS : ca_segment_keys(plan->seq_lens[r]);
