@@ -156,13 +156,18 @@ def test_a_conversation_goes_on_in_the_same_cache() -> None:
 @pytest.mark.filterwarnings("error:Dynamo does not know how to trace")
 @pytest.mark.parametrize("attention", ["cpu_attn", "sdpa"])
 def test_compiled_model(attention: str) -> None:
+    """Dynamo traces the model, and nothing of what its tensors do between graphs."""
     torch._dynamo.reset()
+    nodes: list[Any] = []
     ids = tokens(10)["input_ids"]
     with implementation("llama", attention) as model:
-        compiled, cache = torch.compile(model, backend="eager"), paged("llama", block_size=8)
-        parts = (slice(0, 6), slice(6, 7), slice(7, 8), slice(8, 10))
+        compiled = torch.compile(model, backend=lambda graph, _: (nodes.extend(graph.graph.nodes), graph.forward)[1])
+        cache, parts = paged("llama", block_size=8), (slice(0, 6), slice(6, 7), slice(7, 8), slice(8, 10))
         logits = [compiled(ids[:, part], past_key_values=cache).logits for part in parts]
         assert torch.allclose(torch.cat(logits, 1), model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+    traces = [node.stack_trace or "" for node in nodes]
+    assert any("modeling_llama.py" in trace for trace in traces)
+    assert not any("lazy.py" in trace for trace in traces)
 
 
 @pytest.mark.parametrize("attention", ["cpu_attn", "sdpa"])

@@ -62,6 +62,7 @@ class LazyTensor(torch.Tensor):  # type: ignore[misc]
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _writes(func._schema.arguments, args, kwargs):
