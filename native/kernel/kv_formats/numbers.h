@@ -80,7 +80,7 @@ INLINE void int8_of_bits(int bits, const uint8_t *src, uint8_t *dst) {
                 left[k] = by > 0 ? (uint32_t)by : 0;
                 right[k] = by < 0 ? (uint32_t)-by : 0;
             }
-            half |= (plane[j] << left >> right) & (uint32_t)(0x01010101 << to);
+            half |= (plane[j] << left >> right) & (0x01010101u << to);
         }
         memcpy(dst + 16 * CHUNKS * i, &half, sizeof half);
     }
