@@ -16,7 +16,7 @@ from importlib import metadata
 # tested, with which it most likely does. The extras in pyproject.toml ask for the oldest; vLLM and SGLang have none:
 # an index has their builds for CUDA.
 TESTED = {
-    **{"torch": ("2.13", "2.14"), "transformers": ("5.23", "5.25")},
+    **{"torch": ("2.13", "2.16"), "transformers": ("5.23", "5.25")},
     **{"vllm": ("0.33", "0.34"), "sglang": ("0.5.23", "0.5.24")},
 }
 # Distribution: versions from the oldest on that an adapter does not work with, by how they begin, and why.
