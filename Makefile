@@ -19,7 +19,7 @@ PYTEST = cd $(VENV) && OMP_WAIT_POLICY=passive bin/pytest -n auto --maxprocesses
 	-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(addprefix $(CURDIR)/,$(TESTS))
 SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
-.PHONY: help verify docs test test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel systems clean
+.PHONY: help verify docs test test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel systems clean always
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
@@ -199,13 +199,19 @@ $(VENV)/test: $(VENV)/installed
 $(VENV)/docs $(VENV)/example $(VENV)/plot: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' && touch $@
 
-# Which versions of them; others in an INTEGRATIONS of their own. An index has torch's newer ones for CUDA only, gigabytes
-# that run on CPUs, too. With accelerate transformers reads GGUF files.
+# Which versions of them: others take their place, or are in an INTEGRATIONS of their own. An index has torch's newer ones
+# for CUDA only, gigabytes that run on CPUs, too. What pip's own settings constrain, as an image does that carries a
+# torch, does not hold here. With accelerate transformers reads GGUF files.
 TORCH = 2.13.0
 TRANSFORMERS = 5.24.0
-$(VENV)/torch $(VENV)/transformers: $(VENV)/installed
+$(addprefix $(VENV)/,torch transformers vllm sglang): export PIP_CONSTRAINT = /dev/null
+$(VENV)/torch $(VENV)/transformers: $(VENV)/installed $(VENV)/versions
 	@$(BIN)/pip install --quiet torch==$(TORCH) \
 		$(if $(filter transformers,$(notdir $@)),transformers==$(TRANSFORMERS) accelerate) && touch $@
+
+# Newer than they are only where other versions were installed last.
+$(VENV)/versions: $(VENV)/installed always
+	@echo $(TORCH) $(TRANSFORMERS) | cmp -s - $@ || echo $(TORCH) $(TRANSFORMERS) > $@
 
 # Of vLLM for CPUs its Python alone, out of its sources: tests/vllm_harness.py has the few operators that it then lacks.
 # What it needs at run time comes after it, without what cpu-attn asks for in other versions, and without certifi, of
