@@ -15,13 +15,14 @@ and attends the keys of the highest scores. vLLM's calls for this are ``indexer_
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from cpu_attn import _check, ops
-from cpu_attn._native import lib
-from cpu_attn.plan import get_kv_cache_shape
+from cpu_attn._native import ffi, lib
+from cpu_attn.plan import get_kv_cache_shape, masks_struct
 
 
 def get_index_cache_shape(
@@ -124,6 +125,7 @@ def select_tokens(
     kv_cache_dtype: str = "auto",
     *,
     kv_cache_layout: str = "packed",
+    document_start_loc: Mapping[int, Sequence[int]] | None = None,
 ) -> np.ndarray[Any, Any]:
     """Selects, for each query token, the keys that an indexer scores best.
 
@@ -147,6 +149,8 @@ def select_tokens(
         k_scale: as :func:`index_and_cache` had it.
         kv_cache_dtype: as :func:`index_and_cache` had it.
         kv_cache_layout: as :func:`index_and_cache` had it.
+        document_start_loc: {request: [0, ...]}, as in :func:`get_scheduler_metadata`: a query token scores keys of its
+            own document only. ``{0: [0, 5]}`` hides the first 5 keys of request 0 from the tokens behind them.
 
     Returns:
         int32 [T, k], ascending, then -1 where a token sees fewer keys: what ``selected_tokens`` of
@@ -177,6 +181,7 @@ def select_tokens(
     selected = np.empty((_check.length("query", query), _check.integer("topk_tokens", topk_tokens, 1)), np.int32)
     arrays = (selected, query, index_cache, weights, query_start_loc, seq_lens, block_table)
     names = (isa, kv_cache_dtype, kv_cache_layout)
-    how = (_check.boolean("causal", causal), factor * k_scale)
+    found = _check.masks(_check.length("seq_lens", seq_lens), None, document_start_loc, None)
+    how = (_check.boolean("causal", causal), factor * k_scale, masks_struct(found) if found else ffi.NULL)
     ops.run_by_names(lib.ca_select_tokens, _check.SELECT, arrays, *names, *how)
     return selected

@@ -282,7 +282,7 @@ def get_scheduler_metadata(
 # more that memory may not be there for, and CPython 3.11 then forgets which exception it is for.
 def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Masks | None) -> Any:
     start, fault = profiling.clock(), ffi.new("ca_fault *")
-    masks = _masks_struct(given_masks) if given_masks else ffi.NULL
+    masks = masks_struct(given_masks) if given_masks else ffi.NULL
     found = step if type(step[1]) is np.ndarray else bridged(step)
     where, given, alive = addresses(found), ffi.NULL, found
     while not (pointer := lib.ca_plan_new(shape, engine, where, given, masks, fault)):
@@ -292,7 +292,8 @@ def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Ma
     return ffi.gc(pointer, lib.ca_plan_free)
 
 
-def _masks_struct(found: _check.Masks) -> Any:
+def masks_struct(found: _check.Masks) -> Any:
+    """For C, as long as ``found`` is there."""
     masks = ffi.new("ca_masks *", {"tree_rows": -1, "clamp_spans": found.clamped})
     masks.spans, masks.num_spans = _check.pointer("int32_t *", found.spans), len(found.spans)
     masks.documents, masks.num_documents = _check.pointer("int32_t *", found.documents), len(found.documents)

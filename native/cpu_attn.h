@@ -369,7 +369,7 @@ int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *s
                    ca_fault *fault);
 int64_t ca_score_floats(int64_t head_size);
 
-/* This is select_tokens. scale, which is positive, is that of q.k and of the cache together. */
+/* This is select_tokens. scale, which is positive, is that of q.k and of the cache together. masks may be NULL. */
 enum ca_select_arrays {
     CA_SELECT_OUT,
     CA_SELECT_QUERY,
@@ -381,7 +381,7 @@ enum ca_select_arrays {
     CA_SELECT_ARRAYS
 };
 int ca_select_tokens(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
-                     int causal, float scale, ca_fault *fault);
+                     int causal, float scale, const ca_masks *masks, ca_fault *fault);
 
 /* Describes a way to multiply that `cpu-attn bench` measures: a file of native/limits/probe. The best come first. */
 typedef struct ca_probe_info {

@@ -134,6 +134,19 @@ def test_nobody_left_out_is_better(
         assert not len(left) or scores[taken].min() >= left.max() - near
 
 
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
+def test_documents(isa: str, dtype: str) -> None:
+    """A query token selects from its own document; blocks before the first one that is needed may be missing."""
+    indexer, borders = Indexer(dtype, isa, whole=True), {0: [0, 137, 250], 1: [0, 60], 4: [0, 7]}
+    indexer.args["block_table"][0, : 250 // 16] = -1
+    got, scores = indexer.select(document_start_loc=borders), indexer.scores()
+    for r in range(len(LENS)):
+        for t in range(STARTS[r], STARTS[r + 1]):
+            first = max(b for b in borders.get(r, [0]) if b < len(scores[t]))
+            want = [first + j for j in best(scores[t][first:], 24)]
+            assert got[t].tolist() == want + [-1] * (24 - len(want))
+
+
 @pytest.mark.parametrize("most", [1, 16, 300, 1000])
 def test_as_many_as_asked(most: int) -> None:
     indexer = Indexer("float32", whole=True)
@@ -247,6 +260,8 @@ def test_from_keys_to_attention() -> None:
         ({"kv_cache_dtype": "int8", "kv_cache_layout": "NHD"}, ValueError, ["kv_cache_layout", "int8"]),
         ({"kv_cache_dtype": "fp8"}, TypeError, ["index_cache", "float32"]),
         ({"causal": "yes"}, TypeError, ["causal"]),
+        ({"document_start_loc": {5: [0]}}, ValueError, ["document_start_loc: request", "5"]),
+        ({"document_start_loc": {0: [3]}}, ValueError, ["document_start_loc[0][0]", "3"]),
     ],
 )
 def test_select_tokens_refuses(spoiled: dict[str, Any], error: type[Exception], words: list[str]) -> None:

@@ -32,13 +32,6 @@ typedef struct selection {
     char *scratch; /* of each thread */
 } selection;
 
-/* Keys before *hi are those that a query token may see. */
-static int64_t seen(const ca_plan *p, int32_t request, int64_t token) {
-    int64_t lo, hi;
-    ca_visible(p, request, token, &lo, &hi);
-    return hi;
-}
-
 /* Makes of scores integers of the same order, in their place: NaN is +inf, and -0 is 0. */
 static void rank(float *scores, int64_t n) {
     const uint32_t infinity = UINT32_C(0xff) << 23, sign = UINT32_C(1) << 31;
@@ -64,15 +57,15 @@ static void count_digits(const uint32_t *rank, const int32_t *key, int64_t n, in
         count[i] = counts[0][i] + counts[1][i];
 }
 
-/* Lists the keys of the `most` best of n ranks, ascending, then -1; of equal ones the first. The last one among them is
- * found digit by digit: its digit is where, counted from above, `wanted` ranks are reached that agree so far. Keys that
- * a digit rules out leave the list `key`, which has room for n. */
-static void select_best(const uint32_t *rank, int64_t n, int64_t most, int32_t *key, int32_t *to) {
+/* Lists the keys of the `most` best ranks of those in [lo, hi), ascending, then -1; of equal ones the first. The last
+ * one among them is found digit by digit: its digit is where, counted from above, `wanted` ranks are reached that agree
+ * so far. Keys that a digit rules out leave the list `key`, which has room for all. */
+static void select_best(const uint32_t *rank, int64_t lo, int64_t hi, int64_t most, int32_t *key, int32_t *to) {
     static const int shifts[] = {21, 10, 0};
     uint32_t last = 0, known = 0;
-    int64_t wanted = most, m = 0;
+    int64_t wanted = most, m = 0, n = ca_max64(0, hi - lo);
     for (int64_t i = 0; i < n; i++)
-        key[i] = (int32_t)i;
+        key[i] = (int32_t)(lo + i);
     for (int d = 0; d < 3 && n > most; d++) {
         int32_t count[DIGIT];
         uint32_t digit = DIGIT - 1;
@@ -101,8 +94,10 @@ static void select_best(const uint32_t *rank, int64_t n, int64_t most, int32_t *
 /* Scores a piece of the keys of a task, whose ranks take the place of the scores. */
 static void score_piece(const selection *s, const ca_task *t, int64_t piece, int64_t row, int thread) {
     const ca_plan *p = s->plan;
-    const int64_t first = piece * PIECE;
-    const int64_t end = ca_min64(seen(p, t->request, t->token + t->num_tokens - 1), first + PIECE);
+    int64_t first, end; /* keys that some token of the task may see, then those of the piece */
+    ca_task_keys(p, t, &first, &end);
+    first = ca_max64(first, piece * PIECE);
+    end = ca_min64(end, (piece + 1) * PIECE);
     const float *weights = s->weights + (p->query_start_loc[t->request] + t->token) * p->shape.num_heads;
     float *scores = s->scores + row * s->stride;
     if (first >= end)
@@ -115,9 +110,12 @@ static void score_piece(const selection *s, const ca_task *t, int64_t piece, int
 
 static void select_of(const selection *s, const ca_task *t, int64_t token, int64_t row, int thread) {
     const int64_t at = s->plan->query_start_loc[t->request] + t->token + token, most = s->out->shape[1];
-    if (token < t->num_tokens)
-        select_best((const uint32_t *)s->scores + row * s->stride, seen(s->plan, t->request, t->token + token), most,
-                    s->keys + thread * s->stride, (int32_t *)s->out->address + at * s->out->strides[0]);
+    int64_t lo, hi;
+    if (token >= t->num_tokens)
+        return;
+    ca_visible(s->plan, t->request, t->token + token, &lo, &hi);
+    select_best((const uint32_t *)s->scores + row * s->stride, lo, hi, most, s->keys + thread * s->stride,
+                (int32_t *)s->out->address + at * s->out->strides[0]);
 }
 
 /* One thread's part of the work, which every thread of a team does. */
@@ -227,7 +225,7 @@ static ca_shape shape_of(const ca_fit *fit, int causal) {
 }
 
 int ca_select_tokens(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
-                     int causal, float scale, ca_fault *fault) {
+                     int causal, float scale, const ca_masks *masks, ca_fault *fault) {
     ca_array a[CA_SELECT_ARRAYS];
     const ca_array none = {0}, *cache = &a[CA_SELECT_CACHE];
     ca_fit fit = ca_fit_anything(kv_cache_layout);
@@ -239,7 +237,7 @@ int ca_select_tokens(uintptr_t objects, const ca_array *given, const ca_meaning 
         [CA_STEP_QUERY_START_LOC] = a[CA_SELECT_QUERY_START_LOC], [CA_STEP_SEQ_LENS] = a[CA_SELECT_SEQ_LENS]};
     const int64_t block_size = fit.sizes[CA_BLOCK_SIZE], tokens = fit.sizes[CA_T];
     ca_shape shape = shape_of(&fit, causal);
-    ca_plan *p = ca_plan_new(&shape, ca_fused_engine(), 0, step, NULL, fault);
+    ca_plan *p = ca_plan_new(&shape, ca_fused_engine(), 0, step, masks, fault);
     if (!p)
         return fault->status;
     if (p->num_tokens != tokens)
