@@ -22,6 +22,7 @@ FIELDS: tuple[tuple[str, int], ...] = (
     (r"(pretrain_)?image_size", IMAGE),
     (r"patch_size", PATCH),
     (r"num_key_value_heads|.*_kv_heads|n_kv_heads|num_kv_heads", 2),
+    (r"index_n_heads", 16),  # of few heads none may score a key, and many keys are as good
     (r"(.*_)?(num_attention_heads|attention_heads|num_heads|n_heads?|n_head)", 4),
     (r"(.*_)?(head_dim|kv_channels|d_kv|dim_head)", 16),
     (r"qk_nope_head_dim|qk_rope_head_dim|v_head_dim", 16),

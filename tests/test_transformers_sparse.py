@@ -23,7 +23,9 @@ from cpu_attn.tests import hf_tiny, model_sweep  # noqa: E402
 from cpu_attn.tests.hf_models import tokens  # noqa: E402
 from cpu_attn.transformers import PagedCache, latents  # noqa: E402
 from cpu_attn.transformers import attention as module  # noqa: E402
-from cpu_attn.transformers.pages import Held, IndexedLayer  # noqa: E402
+from cpu_attn.transformers.indexer import IndexedLayer  # noqa: E402
+from cpu_attn.transformers.masks import Mask  # noqa: E402
+from cpu_attn.transformers.pages import Held  # noqa: E402
 
 pytestmark = pytest.mark.integrations
 adapter.enable()
@@ -88,7 +90,9 @@ def test_same_tokens(name: str, lengths: tuple[int, ...], calls: Calls) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_same_tokens_in_pages(name: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Latents are attended as they are in decode, and only the prompt's are made dense."""
+    """Latents are attended as they are in decode, and only the prompt's are made dense. An indexer's keys never are,
+    nor is there a mask."""
+    monkeypatch.setattr(Mask, "seen", lambda _: pytest.fail("a mask was made"))
     gathered: list[Any] = []
     real = Held.gather
     monkeypatch.setattr(Held, "gather", lambda self, value: (gathered.append(value), real(self, value))[1])
@@ -96,9 +100,9 @@ def test_same_tokens_in_pages(name: str, calls: Calls, monkeypatch: pytest.Monke
     assert generate(name, "cpu_attn", pages, tokens(19, 5, 13), max_new_tokens=NEW) == want
     layers = [layer for layer in pages.layers if isinstance(layer, latents.IndexedLatentLayer)]
     assert calls.are_sparse() and layers and len(gathered) <= 2 * len(pages.layers)
-    indexed = [layer for layer in layers if layer.index.is_indexer_initialized]
-    assert indexed and all(layer.index.indexer_keys.shape[:2] == (3, 19 + NEW - 1) for layer in indexed)
-    assert pages.nbytes > sum(layer.index.indexer_keys.nbytes for layer in indexed) > 0
+    indexed = [layer for layer in layers if layer.index.held]
+    assert indexed and all(layer.index.get_seq_length() == 19 + NEW - 1 for layer in indexed)
+    assert pages.nbytes > sum(layer.index.nbytes for layer in indexed) > 0
 
 
 def test_what_is_selected_matters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,4 +170,4 @@ def test_rows_and_copies_go_on_by_themselves(copied: Any) -> None:
         assert pages.nbytes == pages.get_seq_length() == 0
         made(first, past_key_values=pages)
         layer = pages.layers[0]
-        assert isinstance(layer, IndexedLayer) and layer.index.indexer_keys.shape[:2] == (2, 17)
+        assert isinstance(layer, IndexedLayer) and layer.index.get_seq_length() == 17

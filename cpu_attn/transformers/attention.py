@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from cpu_attn import UnavailableError, _check
 from cpu_attn._arrays import dense_rows
 from cpu_attn.transformers import continuous, private
+from cpu_attn.transformers.indexer import formula_of
 from cpu_attn.transformers.latents import is_expansion
 from cpu_attn.transformers.lazy import Inference, LazyTensor
 from cpu_attn.transformers.masks import LEAST, Mask, UnplannableError, as_bias, eager_only, mask_function
@@ -197,9 +198,10 @@ def _attend(
     logits: Logits,
     position_bias: torch.Tensor | None,
     indices: torch.Tensor | None,
+    blocks: np.ndarray[Any, Any] | None = None,
 ) -> torch.Tensor:
-    batch_size, _, q_length, _ = query.shape
-    chosen = None if indices is None else _chosen(indices, batch_size, q_length, key.shape[2])
+    """blocks: [B * T, Hkv, k], of the pages that keys and values are in."""
+    (batch_size, _, q_length, _), num_keys = query.shape, key.shape[2]
     if position_bias is not None:
         _check_bias("position_bias", position_bias, query, key.shape[2])
         logits = replace(logits, attn_bias=_spread(as_bias(position_bias), q_length, key.shape[2]))
@@ -219,9 +221,18 @@ def _attend(
         requests = unmasked(batch_size, q_length, kv_length, causal)
     else:
         requests, logits = _masked(mask, batch_size, q_length, kv_length, logits)
-    if chosen is not None:
-        logits = replace(logits, selected_tokens=requests.those_there(chosen))
+    if indices is not None:
+        formula = formula_of(indices, mask, requests)
+        if formula is None:
+            chosen = _chosen(indices, batch_size, q_length, num_keys)
+            tokens = None if chosen is None else requests.those_there(chosen)
+        else:
+            tokens = formula.selected(requests) if formula.most < num_keys else None
+        logits = replace(logits, selected_tokens=tokens)
     if is_held(key, value):
+        if blocks is not None:
+            there = requests.blocks_there(blocks, key.held.pages.block_size)
+            logits = replace(logits, selected_blocks=there)
         return key.held.attend(query, requests, logits)
     if is_expansion(key, value) and key.expansion.is_worse(q_length, logits.max_selected_tokens):
         return key.expansion.attend(query, requests, logits)
@@ -244,7 +255,8 @@ def _attend_blocks(
     block_indices: torch.Tensor,
     block_size: int,
 ) -> torch.Tensor:
-    """Each kv head by itself, over the keys of its own blocks."""
+    """Over pages, of which a block is some, in one call. Elsewhere each kv head by itself, over the keys of its own
+    blocks."""
     (batch_size, num_heads, q_length, _), (num_kv_heads, kv_length) = query.shape, key.shape[1:3]
     sizes, found = (batch_size, num_kv_heads, q_length), block_indices
     if found.dim() != 4 or found.shape[:3] != sizes or found.is_floating_point():
@@ -253,8 +265,14 @@ def _attend_blocks(
     blocks = -(-kv_length // block_size)
     if found.numel() and (int(found.min()) < -1 or int(found.max()) >= blocks):
         raise ValueError(f"block_indices: {int(found.min())}..{int(found.max())}, expected -1..{blocks - 1}")
-    keys = (found[..., None].long() * block_size + torch.arange(block_size)).flatten(3)
-    keys = keys.where((keys >= 0) & (keys < kv_length), -1)
+    planned = mask is not None or q_length == 1  # else keys may be cut before they are attended
+    if is_held(key, value) and planned and block_size % key.held.pages.block_size == 0:
+        pages = _parts(found.detach(), block_size // key.held.pages.block_size)
+        lists = _ascending(pages.transpose(1, 2).flatten(0, 1), blocks * block_size)
+        return _attend(query, key, value, mask, causal, logits, None, None, lists)
+    key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
+    keys = _parts(found, block_size)
+    keys = keys.where(keys < kv_length, -1)
     group, outputs = num_heads // num_kv_heads, []
     for h in range(num_kv_heads):
         heads = slice(h * group, (h + 1) * group)
@@ -262,6 +280,24 @@ def _attend_blocks(
         states = query[:, heads], key[:, h : h + 1], value[:, h : h + 1]
         outputs.append(_attend(*states, mask, causal, own, None, keys[:, h]))
     return torch.cat(outputs, 2)
+
+
+def _parts(blocks: torch.Tensor, size: int) -> torch.Tensor:
+    """Of blocks [..., k] the ``size`` parts of each, [..., k * size]; -1 is none."""
+    parts = blocks[..., None].long() * size + torch.arange(size)
+    return parts.where(blocks[..., None] >= 0, -1).flatten(-2)
+
+
+def _ascending(lists: torch.Tensor, bound: int) -> np.ndarray[Any, Any]:
+    """int32 [..., k] of lists of numbers below ``bound``, -1 is none: ascending, each once, then ``bound``."""
+    found: np.ndarray[Any, Any] = lists.numpy().astype(np.int32)
+    found[found < 0] = bound
+    found.sort()
+    again = found[..., 1:] == found[..., :-1]
+    if again.any():
+        found[..., 1:][again] = bound
+        found.sort()
+    return found
 
 
 def _chosen(indices: torch.Tensor, batch_size: int, q_length: int, kv_length: int) -> np.ndarray[Any, Any] | None:
@@ -272,13 +308,7 @@ def _chosen(indices: torch.Tensor, batch_size: int, q_length: int, kv_length: in
         raise ValueError(f"indices: {found}, expected integers [{batch_size}, {q_length}, k]")
     if indices.numel() and (int(indices.min()) < -1 or int(indices.max()) >= kv_length):
         raise ValueError(f"indices: {int(indices.min())}..{int(indices.max())}, expected -1..{kv_length - 1}")
-    chosen = indices.detach().flatten(0, 1).numpy().astype(np.int32)
-    chosen[chosen < 0] = kv_length
-    chosen.sort(axis=1)
-    again = chosen[:, 1:] == chosen[:, :-1]
-    if again.any():
-        chosen[:, 1:][again] = kv_length
-        chosen.sort(axis=1)
+    chosen = _ascending(indices.detach().flatten(0, 1), kv_length)
     everything = chosen.shape[1] >= kv_length and (chosen[:, :kv_length] == np.arange(kv_length)).all()
     return None if everything else chosen
 

@@ -115,6 +115,15 @@ class Mask(LazyTensor):
     _bias: torch.Tensor | None
     _dense: tuple[torch.Tensor, torch.Tensor] | None
 
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if _is_one_head(index):
+            return MaskRows(self)
+        found: torch.Tensor = super().__getitem__(index)
+        return found
+
+    def is_planned_as(self, requests: Requests) -> bool:
+        return self._found is requests
+
     def seen(self) -> torch.Tensor:
         """Booleans, whatever it is to others."""
         if self._seen is None:
@@ -150,6 +159,37 @@ class Mask(LazyTensor):
         if isinstance(self._found, str):
             raise UnplannableError(self._found)
         return self._found
+
+
+def _is_one_head(index: Any) -> bool:
+    """Whether it is [:, 0] of a mask, with or without the axes behind that."""
+    everything = slice(None)
+    if not (isinstance(index, tuple) and 2 <= len(index) <= 4 and type(index[1]) is int and index[1] == 0):
+        return False
+    return all(isinstance(i, slice) and i == everything for i in (index[0], *index[2:]))
+
+
+class MaskRows(LazyTensor):
+    """[B, T, S] of a mask, or what that hides: as indexers mask their scores."""
+
+    @staticmethod
+    def __new__(cls, mask: Mask, hides: bool = False) -> MaskRows:
+        rows: MaskRows = LazyTensor.__new__(cls, (mask.shape[0], *mask.shape[2:]), mask.dtype)
+        rows.mask, rows.hides = mask, hides
+        return rows
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    mask: Mask
+    hides: bool
+
+    def __invert__(self) -> torch.Tensor:
+        return MaskRows(self.mask, not self.hides) if self.dtype == torch.bool else ~self.dense()
+
+    def dense(self) -> torch.Tensor:
+        rows = self.mask.dense()[:, 0]
+        return ~rows if self.hides else rows
 
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

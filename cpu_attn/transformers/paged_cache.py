@@ -10,8 +10,9 @@ from transformers import Cache
 from cpu_attn import _check
 from cpu_attn._dtypes import dtype_name
 from cpu_attn.transformers import private
+from cpu_attn.transformers.indexer import IndexedLayer
 from cpu_attn.transformers.latents import layer_classes
-from cpu_attn.transformers.pages import HybridLayer, IndexedLayer, PagedLayer, StateLayer
+from cpu_attn.transformers.pages import HybridLayer, PagedLayer, StateLayer
 
 # What a layer keeps, by transformers' names for kinds of them; a dummy layer is one that shares another's keys.
 LAYERS: dict[str, Any] = {
@@ -19,6 +20,7 @@ LAYERS: dict[str, Any] = {
     "sliding_attention": PagedLayer,
     "chunked_attention": PagedLayer,
     "indexed_attention": IndexedLayer,
+    "minimax_m3_sparse": IndexedLayer,
     "linear_attention": StateLayer,
     "conv": StateLayer,
     "hybrid": HybridLayer,
@@ -31,10 +33,10 @@ class PagedCache(Cache):  # type: ignore[misc]
     """A cache of packed pages for ``generate(past_key_values=...)``.
 
     A layer of attention keeps all its tokens; one with a window or with chunks gives back the pages before what queries
-    to come may see. A layer of linear attention has the states that transformers' own caches have, an indexer its keys
-    as these have them (DeepSeek-V3.2); one that shares another's keys has nothing. With
-    ``attn_implementation="cpu_attn"`` attention reads the pages where they lie, latents among them (DeepSeek-V3). Any
-    other implementation gets keys and values gathered anew in every step.
+    to come may see. A layer of linear attention has the states that transformers' own caches have; one that shares
+    another's keys has nothing. With ``attn_implementation="cpu_attn"`` attention reads the pages where they lie,
+    latents among them (DeepSeek-V3), and :func:`cpu_attn.select_tokens` those of an indexer's keys, which are of the
+    model's dtype (DeepSeek-V3.2). Any other implementation gets keys and values gathered anew in every step.
 
     Args:
         config: of the model; of a composite model its decoder's counts.

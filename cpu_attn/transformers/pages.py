@@ -95,7 +95,8 @@ class Held:
         pages = self.pages
         head_sizes = pages.head_size, pages.head_size_v
         kind = self.dtype, pages.kv_cache_layout, pages.kv_cache_dtype, pages.kv_cache_rotation
-        plan = requests.plan(query.shape[1], pages.num_kv_heads, *head_sizes, *kind, logits.max_selected_tokens)
+        lists = logits.max_selected_tokens, None if logits.selected_blocks is None else 1
+        plan = requests.plan(query.shape[1], pages.num_kv_heads, *head_sizes, *kind, *lists)
         table, scales = self.table[requests.rows], (pages.k_scale, pages.v_scale)
         return run(plan, query, pages.key_cache, pages.value_cache, table, logits, scales)
 
@@ -319,44 +320,6 @@ class StateLayer(private.LinearAttentionLayer):  # type: ignore[misc]
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for states in (self.conv_states, self.recurrent_states):
             states.update({i: change(x) for i, x in states.items() if x is not None})
-
-
-class IndexedLayer(PagedLayer):
-    """Pages, and the keys of an indexer beside them (DeepSeek-V3.2), as transformers keeps these."""
-
-    def __init__(self, block_size: int, **options: Any) -> None:
-        super().__init__(block_size, **options)
-        self.index = private.DynamicIndexedLayer()
-
-    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """All of the indexer's keys, with those that are new, [B, T, D]."""
-        keys: torch.Tensor = self.index.update_indexer(indexer_key_states)
-        return keys
-
-    @property
-    def nbytes(self) -> int:
-        keys = private.indexer_keys(self.index)
-        return super().nbytes + (0 if keys is None else keys.nbytes)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        self.index.crop(tokens_to_remove)
-
-    def reset(self) -> None:
-        super().reset()
-        self.index.reset()
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self.index.reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self.index.batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        self.index.batch_select_indices(indices)
 
 
 class HybridLayer(StateLayer, PagedLayer):

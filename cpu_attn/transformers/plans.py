@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -47,9 +47,10 @@ class Requests:
         kv_cache_dtype: str = "auto",
         kv_cache_rotation: str = "none",
         max_selected_tokens: int | None = None,
+        query_block_size: int | None = None,
     ) -> SchedulerMetadata:
         """Made once for all layers of a kind."""
-        cache = (kv_cache_layout, kv_cache_dtype, kv_cache_rotation, max_selected_tokens)
+        cache = (kv_cache_layout, kv_cache_dtype, kv_cache_rotation, max_selected_tokens, query_block_size)
         key = (num_heads, num_kv_heads, head_size, head_size_v, dtype, *cache, get_num_threads())
         if key not in self.plans:
             self.plans[key] = get_scheduler_metadata(
@@ -63,15 +64,35 @@ class Requests:
                 kv_cache_dtype=kv_cache_dtype,
                 kv_cache_rotation=kv_cache_rotation,
                 max_selected_tokens=max_selected_tokens,
+                query_block_size=query_block_size,
                 **self.shared,
             )
         return self.plans[key]
 
+    @cached_property
+    def all_causal(self) -> Requests:
+        """The same of causal requests alone: of one that is not, a request for each of its tokens."""
+        tokens, flags = np.diff(self.query_start_loc), self.dynamic_causal
+        if flags is None or flags.all():
+            return self
+        each = np.where(flags, 1, tokens)
+        first = np.cumsum(each) - each
+        starts = np.append(0, np.cumsum(np.repeat(np.where(flags, tokens, 1), each))).astype(np.int32)
+        documents = {int(first[r]): borders for r, borders in self.documents.items()}
+        return Requests(self.rows.repeat(each), starts, self.seq_lens.repeat(each), True, self.window, documents)
+
     def those_there(self, chosen: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """``selected_tokens`` of ascending keys [tokens, k] of the rows: -1 from the first one on that is past the keys
         of the token's request."""
-        lengths = np.repeat(self.seq_lens, np.diff(self.query_start_loc))[:, None]
-        return np.where(chosen < lengths, chosen, np.int32(-1))
+        return self._within(chosen, self.seq_lens)
+
+    def blocks_there(self, chosen: np.ndarray[Any, Any], block_size: int) -> np.ndarray[Any, Any]:
+        """``selected_blocks`` of ascending blocks [tokens, Hkv, k], alike."""
+        return self._within(chosen, -(-self.seq_lens // block_size))
+
+    def _within(self, chosen: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        bounds = np.repeat(ends, np.diff(self.query_start_loc))
+        return np.where(chosen < bounds.reshape(-1, *[1] * (chosen.ndim - 1)), chosen, np.int32(-1))
 
 
 @lru_cache(maxsize=64)
@@ -104,6 +125,7 @@ class Logits:
     s_aux: torch.Tensor | None = None
     attn_bias: torch.Tensor | None = None
     selected_tokens: np.ndarray[Any, Any] | None = None
+    selected_blocks: np.ndarray[Any, Any] | None = None
 
     @property
     def max_selected_tokens(self) -> int | None:
@@ -131,5 +153,6 @@ def run(
         s_aux=logits.s_aux,
         attn_bias=logits.attn_bias,
         selected_tokens=logits.selected_tokens,
+        selected_blocks=logits.selected_blocks,
     )
     return output

@@ -16,15 +16,8 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 CacheLayerMixin = cache_utils.CacheLayerMixin
 LinearAttentionLayer = cache_utils.LinearAttentionLayer
-DynamicIndexedLayer = cache_utils.DynamicIndexedLayer
 DummyLayer = cache_utils.DummyLayer
 get_layer_types_and_kwargs = cache_utils.get_layer_types_and_kwargs
-
-
-def indexer_keys(layer: Any) -> torch.Tensor | None:
-    """What a DynamicIndexedLayer holds."""
-    keys: torch.Tensor | None = layer.indexer_keys
-    return keys
 
 
 # ---- masks ----
