@@ -15,7 +15,7 @@ from .snippets import EXAMPLES, example
 # The others: test_{minilm,gemma,quality,torch_examples,torch_distributed}.py, test_transformers_{examples,gemma}.py.
 TESTED = {
     *("embed_sentences", "gemma3", "generate", "quality", "torch_paged", "transformers_batching"),
-    *("transformers_chat", "transformers_long", "vllm_generate", "long_context"),
+    *("transformers_chat", "transformers_long", "transformers_sparse", "vllm_generate", "long_context"),
 }
 
 

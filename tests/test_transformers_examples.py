@@ -22,3 +22,9 @@ def test_batching() -> None:
 def test_chat() -> None:
     found = printed("transformers_chat", "--context", "20", "--turns", "2", "--answer", "3", "--layers", "1")
     assert len(found) == 4 and all(line.endswith("tokens/s") for line in found)
+
+
+def test_sparse() -> None:
+    found = printed("transformers_sparse", "--context", "40", "--steps", "1", "--layers", "1")
+    assert [line.split()[0] for line in found] == ["decode", "eager", "sdpa", "cpu_attn", "paged"]
+    assert all(line.endswith("1 of 1 tokens as eager") for line in found[1:])
