@@ -25,6 +25,7 @@ def test_chat() -> None:
 
 
 def test_sparse() -> None:
-    found = printed("transformers_sparse", "--context", "40", "--steps", "1", "--layers", "1")
-    assert [line.split()[0] for line in found] == ["decode", "eager", "sdpa", "cpu_attn", "paged"]
-    assert all(line.endswith("1 of 1 tokens as eager") for line in found[1:])
+    found = printed("transformers_sparse", "--prompt", "9", "--context", "40", "--steps", "1", "--layers", "1")
+    ways = ["eager", "sdpa", "cpu_attn", "paged"]
+    assert [line.split()[0] for line in found] == ["prefill", *ways, "decode", *ways]
+    assert all(line.endswith("1 of 1 tokens as eager") for line in found[6:])
