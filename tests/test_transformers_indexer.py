@@ -112,6 +112,13 @@ def test_anything_else_is_what_torch_makes() -> None:
         given.sum()
 
 
+def test_no_backward_pass() -> None:
+    layer, new = IndexedLayer(block_size=4), numbers(2, 3, SIZE).requires_grad_()
+    for keys in (layer.update_indexer(new), layer.update_index(new[:, None])):
+        with pytest.raises(RuntimeError, match="cpu_attn has no backward pass"):
+            keys.sum().backward()
+
+
 def test_what_is_no_formula() -> None:
     """Then attention gets indices that torch made."""
     _, given, _ = filled(torch.bfloat16)

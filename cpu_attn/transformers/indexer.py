@@ -193,7 +193,7 @@ class IndexedLayer(PagedLayer):
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """All keys [B, S, D] of the indexer (DeepSeek-V3.2), with those that are new, [B, T, D]."""
         keys = self.update_index(indexer_key_states[:, None])
-        if not isinstance(keys, Pages):  # it has gradients
+        if not isinstance(keys, Pages) or keys.requires_grad:  # whose backward pass is an error
             return keys[:, 0]
         batch_size, _, length, size = keys.shape
         return Recorded(Formula(keys), (batch_size, length, size), keys.dtype, lambda: keys.dense()[:, 0])
