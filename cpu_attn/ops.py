@@ -224,7 +224,8 @@ def attention_with_kv_cache(
             row of ``block_table``, strictly ascending, then -1. Keys of other blocks do not count and cost nothing, and
             entries of ``block_table`` that no head selects are ignored. :func:`select_pages` chooses. With a plan that
             has a ``query_block_size`` the first axis counts the query blocks of all requests, one request after
-            another: each attends blocks of its own.
+            another: each attends blocks of its own. With a plan that has ``select_by_query_head`` the second axis
+            counts query heads.
         attn_bias: float32 [R or 1, Hq or 1, Q, K], or None. ``attn_bias[r, h, i, j]`` is added to the logit of query
             token i of request r for its key j, after softcap. Q and K are no less than any request needs. The last axis
             is dense, other strides are free and may be 0. -inf hides a key, though not NaN or inf in the key or its

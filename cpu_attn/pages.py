@@ -66,6 +66,8 @@ def score_pages(
     query_start_loc: Any,
     block_size: int,
     isa: str = "auto",
+    *,
+    by_query_head: bool = False,
 ) -> np.ndarray[Any, Any]:
     """Scores the blocks of each request: no q.k over a block exceeds its score.
 
@@ -82,10 +84,12 @@ def score_pages(
         query_start_loc: int32 [R + 1], where each request's query tokens start.
         block_size: B, tokens of a block.
         isa: whose registers to compute in; ``auto`` takes the best isa of this machine.
+        by_query_head: whether each query head has scores of its own, for a plan that has ``select_by_query_head``.
 
     Returns:
-        float32 [R, Hkv, M]. Columns past a request's blocks are -inf, and so are all of a request without query tokens.
-        A score that is not finite is +inf, so that a block with NaN in it is not overlooked.
+        float32 [R, Hkv, M], or [R, Hq, M] where ``by_query_head``. Columns past a request's blocks are -inf, and so are
+        all of a request without query tokens. A score that is not finite is +inf, so that a block with NaN in it is not
+        overlooked.
 
     Raises:
         ValueError: a shape, a length or a block is out of range.
@@ -112,7 +116,8 @@ def score_pages(
     q, low, table = arrays[1], arrays[2], arrays[4]
     assert q and low and table
     resolved = _dispatch.resolve_isa(isa, q.dtype, q.shape[2])
-    scores = np.empty((table.shape[0], low.shape[1], table.shape[1]), np.float32)
+    heads = q.shape[1] if _check.boolean("by_query_head", by_query_head) else low.shape[1]
+    scores = np.empty((table.shape[0], heads, table.shape[1]), np.float32)
     threads = _threads.get_num_threads()
     scratch = np.empty(threads * lib.ca_score_floats(q.shape[2]), np.float32)
     room = ffi.cast("float *", scratch.ctypes.data)
@@ -176,11 +181,11 @@ def select_pages(
     always_last: int = 1,
     always_first: int = 0,
 ) -> np.ndarray[Any, Any]:
-    """Selects the best blocks of each request and kv head by their scores.
+    """Selects the best blocks of each request and head by their scores.
 
     Args:
-        scores: float32 [R, Hkv, M], of :func:`score_pages` or of a rule of your own. Of equal scores the first counts
-            more; NaN counts as +inf.
+        scores: float32 [R, Hkv, M] or [R, Hq, M], of :func:`score_pages` or of a rule of your own. Of equal scores the
+            first counts more; NaN counts as +inf.
         seq_lens: int32 [R], how many keys each request has.
         block_size: B, tokens of a block.
         num_pages: how many blocks to select, those that are always selected among them.
@@ -189,8 +194,8 @@ def select_pages(
         always_first: how many blocks at the start of each request are always selected: attention sinks.
 
     Returns:
-        int32 [R, Hkv, S], S the smaller of ``num_pages`` and M: columns of the block table, ascending, then -1 where
-        the request has fewer blocks. :func:`attention_with_kv_cache` takes it as ``selected_blocks``.
+        int32 [R, Hkv or Hq, S], S the smaller of ``num_pages`` and M: columns of the block table, ascending, then -1
+        where the request has fewer blocks. :func:`attention_with_kv_cache` takes it as ``selected_blocks``.
 
     Raises:
         ValueError: ``num_pages`` is less than ``always_last + always_first``, or a request has more blocks than
@@ -204,7 +209,7 @@ def select_pages(
         >>> select_pages(scores, np.array([60], np.int32), block_size=16, num_pages=2).tolist()  # the last one always
         [[[1, 3]]]
     """
-    found = _check.array("scores", scores, ["float32"], [("num_reqs", None), ("num_kv_heads", None), ("blocks", None)])
+    found = _check.array("scores", scores, ["float32"], [("num_reqs", None), ("heads", None), ("blocks", None)])
     block_size = _check.integer("block_size", block_size, 1)
     always_last = _check.integer("always_last", always_last, 0)
     always_first = _check.integer("always_first", always_first, 0)

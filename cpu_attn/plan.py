@@ -155,6 +155,7 @@ def get_scheduler_metadata(
     cp_kv_cache_interleave_size: int = 1,
     block_nodes: Any = None,
     query_block_size: int | None = None,
+    select_by_query_head: bool = False,
 ) -> SchedulerMetadata:
     """Plans the attention of one step, once for all layers of one shape.
 
@@ -213,6 +214,8 @@ def get_scheduler_metadata(
         query_block_size: query tokens of a query block, or None. ``selected_blocks`` then has lists for each query
             block in place of each request. The blocks of a request start at its first query token of the step; the last
             one may have fewer tokens. Not with ``block_table`` or ``max_selected_tokens``.
+        select_by_query_head: whether ``selected_blocks`` has lists for each query head in place of each kv head. Every
+            query head then reads its keys for itself. Not with ``block_table`` or ``max_selected_tokens``.
 
     Returns:
         The plan.
@@ -260,8 +263,8 @@ def get_scheduler_metadata(
     shape.hadamard = _check.kv_cache_rotation(kv_cache_rotation)
     if block_table is not None or block_size is not None:
         shape.block_size = _check.table_block_size(block_table, block_size)
-    shape.max_selected_tokens, shape.query_block_size = _check.selections(
-        max_selected_tokens, query_block_size, shape.block_size
+    shape.max_selected_tokens, shape.query_block_size, shape.select_by_query_head = _check.selections(
+        max_selected_tokens, query_block_size, select_by_query_head, shape.block_size
     )
     shape.cp_world_size, shape.cp_rank, shape.cp_interleave = _check.ranks(
         cp_world_size, cp_rank, cp_kv_cache_interleave_size
@@ -271,10 +274,17 @@ def get_scheduler_metadata(
             raise ValueError("block_table: is None, block_nodes is given, which needs it")
         _numa.cpus_of_nodes()
     found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window)
-    pointer = _plan(shape, engine_pointer, (query_start_loc, seq_lens, dynamic_causal, block_table, block_nodes), found)
     words = (sliding_window, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
     return SchedulerMetadata(
-        pointer, shape, dtype, kvs, resolved.name, engine, kv_cache_layout, kv_cache_rotation, words
+        _plan(shape, engine_pointer, (query_start_loc, seq_lens, dynamic_causal, block_table, block_nodes), found),
+        shape,
+        dtype,
+        kvs,
+        resolved.name,
+        engine,
+        kv_cache_layout,
+        kv_cache_rotation,
+        words,
     )
 
 

@@ -16,7 +16,7 @@ Besides, where given: it sees the keys of the span of ``mm_prefix_range`` that p
 sees what the mask says; d of them besides itself: for the window it then stands at ``pos = seq_len - q_len + d``, and
 the key of another token at that token's.
 Where blocks are selected it sees of these keys the ones with ``j // block_size`` among the blocks of its request and kv
-head; where tokens are selected, those among its own.
+head, or query head; where tokens are selected, those among its own.
 With m the largest visible logit, the sink s_aux[h] (arXiv:2309.17453) among them,
 
     l = sum_j exp(s_j - m) + exp(s_aux_h - m)    output = sum_j exp(s_j - m) / l * v_j    lse = m + log(l)
@@ -193,9 +193,9 @@ def attention(
     dynamic_causal [R] takes the place of causal, request by request. sliding_window: keys that a token sees, itself
     among them (-1: all; to both sides where not causal), or (left, right).
     mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window: those of
-    :func:`cpu_attn.get_scheduler_metadata`. selected_blocks [R, Hkv, S]: of block_size keys each, -1 is none; None:
-    all. attn_bias [R or 1, Hq or 1, Q, K]. selected_tokens [T, S]: keys, -1 is none; None: all. query_block_size: the
-    first axis of selected_blocks counts query blocks of so many tokens.
+    :func:`cpu_attn.get_scheduler_metadata`. selected_blocks [R, Hkv or Hq, S]: of block_size keys each, -1 is none;
+    None: all. attn_bias [R or 1, Hq or 1, Q, K]. selected_tokens [T, S]: keys, -1 is none; None: all.
+    query_block_size: the first axis of selected_blocks counts query blocks of so many tokens.
 
     Returns output [T, Hq, Dv] and lse [Hq, T] (natural log), float64. NaN and inf reach the rows that see them only.
     Raises ValueError for a sliding_window that means nothing.
@@ -231,16 +231,17 @@ def attention(
             for i, keys in enumerate([] if selected_tokens is None else selected_tokens[rows]):
                 mask[i] &= np.isin(np.arange(int(seq_len)), keys)
             num_kv_heads = key[r].shape[1]
-            group = num_heads // num_kv_heads
-            for h in range(num_kv_heads):
-                heads = slice(h * group, (h + 1) * group)
+            selecting = num_kv_heads if selected_blocks is None else selected_blocks.shape[1]  # or num_heads
+            group = num_heads // selecting
+            for h in range(selecting):
+                heads, kv_head = slice(h * group, (h + 1) * group), h * num_kv_heads // selecting
                 chosen = mask
                 if selected_blocks is not None:
                     chosen = mask & _chosen(selected_blocks[:, h], own, int(seq_len), block_size)
                 output[rows, heads], row_lse = _one_head(
                     q64[rows, heads],
-                    key[r][:, h].astype(np.float64),
-                    value[r][:, h].astype(np.float64),
+                    key[r][:, kv_head].astype(np.float64),
+                    value[r][:, kv_head].astype(np.float64),
                     chosen,
                     scale,
                     None if slopes is None else slopes[heads],

@@ -62,7 +62,7 @@ class Step:
 
         Requests that start with the same block read the blocks that they share once, and threads begin with what lies
         on their own NUMA node where the cache has ``block_nodes``, unless options have ``block_table=None``,
-        ``max_selected_tokens`` or ``query_block_size``.
+        ``max_selected_tokens``, ``query_block_size`` or ``select_by_query_head``.
 
         Args:
             cache: a :class:`PagedKVCache` with the step's block_size.
@@ -78,7 +78,7 @@ class Step:
         self._arrays_for(cache)
         first = np.sort(self.block_table[:, :1], axis=0)
         shared = (first[1:] == first[:-1]).any()
-        selects = options.get("max_selected_tokens") is not None or options.get("query_block_size") is not None
+        selects = any(options.get(name) for name in ("max_selected_tokens", "query_block_size", "select_by_query_head"))
         if (shared or cache.block_nodes is not None) and not selects:
             options.setdefault("block_table", self.block_table)
         options.setdefault("sliding_window", self.sliding_window)

@@ -115,14 +115,14 @@ enum ca_symbol {
     CA_OR_1 = 32 /* added to a symbol below CA_FREE: a size of 1 will do, too */
 };
 
-/* Says where a check failed. Of request, position, value, bound, kv_head, query_block and token (both of the step),
- * those that the status does not use are -1; a list of blocks has a kv_head, and a query_block where the plan has
- * these. The caller hands over zeros, which mean CA_OK, and a check that finds no fault writes nothing.
+/* Says where a check failed. Of request, position, value, bound, heads, query_block and token (both of the step),
+ * those that the status does not use are -1; a list of blocks has a kv_head or a query_head, and a query_block where
+ * the plan has these. The caller hands over zeros, which mean CA_OK, and a check that finds no fault writes nothing.
  */
 typedef struct ca_fault {
     int32_t status;
     int64_t request, position, value, bound;
-    int64_t kv_head, query_block, token;
+    int64_t kv_head, query_head, query_block, token;
     /* The fields below are used where the fault is about an argument. */
     int32_t argument, ndim, axes[4]; /* argument: its place among the call's arrays; axes: enum ca_symbol */
     uint64_t expected;               /* 1 << ca_dtype for each dtype that it may have */
@@ -140,11 +140,12 @@ typedef struct ca_shape {
     int32_t window_left, window_right; /* keys visible to each side of the query, -1: all */
     int32_t enable_kv_split;
     int32_t num_threads;
-    int32_t kv_cache_layout;     /* enum ca_kv_cache_layout */
-    int32_t hadamard;            /* 1 for a rotated cache of K, 2 of V, 3 of both: kernel/cache_write/hadamard.h */
-    int32_t block_size;          /* block size of the table that the plan was given; 0: it was given none */
-    int32_t max_selected_tokens; /* most columns of selected_tokens; 0: calls have none, else all of them have some */
-    int32_t query_block_size;    /* query tokens that share a list of selected_blocks; 0: all of their request */
+    int32_t kv_cache_layout;      /* enum ca_kv_cache_layout */
+    int32_t hadamard;             /* 1 for a rotated cache of K, 2 of V, 3 of both: kernel/cache_write/hadamard.h */
+    int32_t block_size;           /* block size of the table that the plan was given; 0: it was given none */
+    int32_t max_selected_tokens;  /* most columns of selected_tokens; 0: calls have none, else all of them have some */
+    int32_t query_block_size;     /* query tokens that share a list of selected_blocks; 0: all of their request */
+    int32_t select_by_query_head; /* whether query heads have lists of selected_blocks, in place of kv heads */
     /* Of the positions of a request cp_interleave in a row belong to one rank, as many after them to the next one, in
      * turns. The caches hold the keys of cp_rank alone. cp_world_size 0 or 1: they hold all. */
     int32_t cp_world_size, cp_rank, cp_interleave;
@@ -364,7 +365,8 @@ enum ca_scores_arrays {
     CA_SCORES_ARRAYS
 };
 int ca_update_page_bounds(const ca_array *arrays, int64_t block_size, ca_fault *fault);
-/* scratch holds ca_score_floats floats for each of num_threads. */
+/* scores have as many heads as the bounds, or as the queries. scratch holds ca_score_floats floats for each of
+ * num_threads. */
 int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *scratch, int num_threads,
                    ca_fault *fault);
 int64_t ca_score_floats(int64_t head_size);

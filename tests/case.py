@@ -28,7 +28,8 @@ class Case:
     what is done to queries and keys on their way (rotation.py), or None; mm_prefix_range, document_start_loc: of each
     request, () for none; clamped: mm_prefix_clamp_sliding_window; tree: of each request's query tokens, a name from
     case_trees.TREES; selected: the share of its request's blocks that a kv head attends, at random, None for all
-    without a selection; query_block: so many query tokens select blocks of their own; selected_tokens: the share of its
+    without a selection; select_by_query_head: a query head does; query_block: so many query tokens select blocks of
+    their own; selected_tokens: the share of its
     request's keys that a query token attends, likewise; shared: for each request the number of an earlier one and how
     many of its blocks it starts with, which the plan is told;
     kv_cache_layout: of the caches (strided: in plain ones rows are apart, too, and blocks run backwards); latent: V is
@@ -64,6 +65,7 @@ class Case:
     tree: str | None = None
     selected: float | None = None
     query_block: int | None = None
+    select_by_query_head: bool = False
     selected_tokens: float | None = None
     shared: tuple[tuple[int, int], ...] = ()
     bias: str | None = None
@@ -103,9 +105,14 @@ class Case:
         """How many query blocks of request r select, or 1 where it selects itself."""
         return 1 if self.query_block is None else -(-self.query_lens[r] // self.query_block)
 
+    @property
+    def selecting_heads(self) -> int:
+        """Hkv or Hq."""
+        return self.num_heads if self.select_by_query_head else self.num_kv_heads
+
     def chosen(self, r: int) -> NDArray[np.bool_]:
-        """[lists, Hkv, blocks]: what request r has selected, or each of its query blocks."""
-        shape = self.lists(r), self.num_kv_heads, -(-self.seq_lens[r] // self.block_size)
+        """[lists, selecting_heads, blocks]: what request r has selected, or each of its query blocks."""
+        shape = self.lists(r), self.selecting_heads, -(-self.seq_lens[r] // self.block_size)
         share = 1.0 if self.selected is None else self.selected
         return np.random.default_rng([self.seed, zlib.crc32(self.name.encode()), r]).random(shape) < share
 
@@ -116,7 +123,7 @@ class Case:
         return np.random.default_rng([self.seed, zlib.crc32(self.name.encode()), r, 1]).random(shape) < share
 
     def sees(self, r: int) -> NDArray[np.bool_]:
-        """[q_len, Hkv, seq_len]: what each head of request r attends."""
+        """[q_len, selecting_heads, seq_len]: what each head of request r attends."""
         keys = self.chosen(r)[:, :, np.arange(self.seq_lens[r]) // self.block_size]
         own = keys.repeat(self.query_block or max(1, self.query_lens[r]), axis=0)[: self.query_lens[r]]
         return (self.mask(r) & self.picked(r))[:, None] & own

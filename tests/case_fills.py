@@ -82,7 +82,8 @@ def _fill_masked(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], 
     """NaN and inf in every key and value that no query token of its request may see, head by head."""
     query, key, value, scale = _fill_normal(rng, case)
     for r, (k, v) in enumerate(zip(key, value, strict=True)):
-        hidden = ~case.sees(r).any(axis=0).T
+        seen = case.sees(r).any(axis=0).reshape(case.num_kv_heads, -1 if len(k) else 0, len(k))
+        hidden = ~seen.any(axis=1).T
         k[hidden], v[hidden] = np.nan, np.nan
         k[hidden, ..., ::2], v[hidden, ..., ::2] = np.inf, -np.inf
     return query, key, value, scale

@@ -36,6 +36,7 @@ from .case_tables import (
     PREFIXES,
     QUANTISED,
     QUERY_BLOCKS,
+    QUERY_HEADS,
     ROTARY,
     ROTATED,
     SELECTED,
@@ -140,6 +141,8 @@ def _quick() -> Iterator[Case]:
         yield _case(f"tokens-{name}", fields)
     for name, fields in QUERY_BLOCKS.items():
         yield _case(f"query-blocks-{name}", fields)
+    for name, fields in QUERY_HEADS.items():
+        yield _case(f"query-heads-{name}", fields)
     for name in ("tree", "everything", "block-24"):
         yield _case(f"cascade-{name}", PREFIXES, **CASCADE[name])
     for name in QUICK_BIAS:
@@ -325,7 +328,7 @@ def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     wanted |= {"rotary-everything", "rotated-int4-everything", "rotated-rotary"}
     wanted |= {"masks-documents-everything", "masks-spans-alibi", "masks-tree-everything", "masks-tree-bits-window"}
     wanted |= {"selected-few-of-3000", "tokens-half-everything", "tokens-most-of-3000"}
-    wanted |= {"query-blocks-half-everything", "query-blocks-2300"}
+    wanted |= {"query-blocks-half-everything", "query-blocks-2300", "query-heads-everything", "query-heads-few-of-3000"}
     wanted |= {"cascade-tree", "bias-holes-everything", "bias-few-NHD", "bias-3000"}
     wanted |= {"NHD-everything", "NHD-3000", "NHD-selected", "NHD-cascade"}
     wanted |= {f"together-{name}" for name in TOGETHER}

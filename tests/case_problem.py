@@ -77,8 +77,8 @@ class Problem:
     def empty(self) -> NDArray[np.bool_]:
         """[T, Hq]: rows that see nothing."""
         rows = [~self.case.sees(r).any(axis=2) for r in range(len(self.seq_lens))]
-        none = np.zeros((0, self.case.num_kv_heads), np.bool_)
-        return np.concatenate([none, *rows]).repeat(self.case.num_heads // self.case.num_kv_heads, axis=1)
+        none = np.zeros((0, self.case.selecting_heads), np.bool_)
+        return np.concatenate([none, *rows]).repeat(self.case.num_heads // self.case.selecting_heads, axis=1)
 
     @cached_property
     def expected(self) -> tuple[reference.Float64, reference.Float64]:
@@ -140,12 +140,12 @@ def _block_table(rng: np.random.Generator, case: Case) -> tuple[NDArray[np.int32
 
 
 def _selected_blocks(case: Case) -> NDArray[np.int32] | None:
-    """[lists, Hkv, S], S what the longest list needs, or by the name one more."""
+    """[lists, selecting_heads, S], S what the longest list needs, or by the name one more."""
     if case.selected is None:
         return None
     lists = [[np.flatnonzero(head) for head in own] for r in range(len(case.seq_lens)) for own in case.chosen(r)]
     longest = max((len(blocks) for heads in lists for blocks in heads), default=0)
-    selected = np.full((len(lists), case.num_kv_heads, longest + zlib.crc32(case.name.encode()) % 2), -1, np.int32)
+    selected = np.full((len(lists), case.selecting_heads, longest + zlib.crc32(case.name.encode()) % 2), -1, np.int32)
     for own, heads in zip(selected, lists, strict=True):
         for row, blocks in zip(own, heads, strict=True):
             row[: len(blocks)] = blocks

@@ -109,5 +109,6 @@ def random_case(index: int, seed: int) -> Case:
         case = dataclasses.replace(case, selected=None, selected_tokens=picked)
     blocks = [None, 1, 5, 16, 100][int(np.random.default_rng([seed, index, 5]).integers(5))]
     if case.selected is not None:
-        case = dataclasses.replace(case, query_block=blocks)
+        by_head = bool(np.random.default_rng([seed, index, 6]).integers(2))
+        case = dataclasses.replace(case, query_block=blocks, select_by_query_head=by_head)
     return case if "int" in case.kv_cache_dtype else dataclasses.replace(case, kv_cache_layout=layout)

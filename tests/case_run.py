@@ -112,7 +112,8 @@ def _attend(
         "attn_bias": None if problem.attn_bias is None else copy_of(problem.attn_bias, case.strided),
     }
     if engine == "onednn-python":
-        compose.attention(**common, isa=isa, **case.masks, query_block_size=case.query_block)
+        common |= {"query_block_size": case.query_block, "select_by_query_head": case.select_by_query_head}
+        compose.attention(**common, isa=isa, **case.masks)
     else:
         cpu_attn.attention_with_kv_cache(**common, scheduler_metadata=plan_of(problem, isa, engine, enable_kv_split))
     forbid_outside("output", output, case.strided)
@@ -145,4 +146,5 @@ def plan_of(problem: Problem, isa: str, engine: str, enable_kv_split: bool) -> c
         kv_cache_rotation=case.kv_cache_rotation,
         max_selected_tokens=None if tokens is None else max(1, tokens.shape[1]),
         query_block_size=case.query_block,
+        select_by_query_head=case.select_by_query_head,
     )

@@ -414,6 +414,24 @@ QUERY_BLOCKS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Of each query head.
+BY_HEAD = {**MIXED, "selected": 0.4, "select_by_query_head": True}
+QUERY_HEADS: dict[str, dict[str, Any]] = {
+    "half": {**BY_HEAD, "fill": "masked"},
+    "everything": {**BY_HEAD, **FEATURES["everything"], "fill": "masked", "block_size": 8, "num_heads": 6},
+    "late-nan": {**BY_HEAD, "fill": "late-nan", "block_size": 5},
+    "bias-int4": {**BY_HEAD, "kv_cache_dtype": "int4", "head_size": 64, "bias": "holes", "num_kv_heads": 1},
+    "rotated": {**BY_HEAD, "kv_cache_dtype": "fp8_e4m3", "kv_cache_rotation": "hadamard"},
+    "NHD": {**BY_HEAD, "fill": "masked", "kv_cache_layout": "NHD", "strided": True, "num_heads": 10},
+    "HND-block-5": {**BY_HEAD, "fill": "masked", "kv_cache_layout": "HND", "block_size": 5},
+    "latent": {**BY_HEAD, **MLA, "num_heads": 16, "head_size": 72, "head_size_v": 64, "fill": "masked"},
+    "all": {**BY_HEAD, "selected": 1.0},
+    "no-lists": {**DECODES, "select_by_query_head": True},
+    "few-of-3000": {**SELECTED["few-of-3000"], "select_by_query_head": True, "num_heads": 7, "num_kv_heads": 1},
+    "blocks": {**BY_BLOCK, "select_by_query_head": True, "fill": "masked", "sliding_window": 45},
+    "blocks-2300": {**QUERY_BLOCKS["2300"], "select_by_query_head": True},
+}
+
 HEAD_SIZES = (1, 2, 3, 8, 16, 20, 33, 50, 64, 80, 96, 100, 112, 128, 192, 256, 512, 576)
 UNEQUAL_HEAD_SIZES = ((64, 32), (24, 40), (192, 128), (576, 512), (7, 5), (1, 16), (33, 1), (3, 41))
 BLOCK_SIZES = (1, 5, 8, 16, 24, 32, 48, 64, 128)

@@ -86,7 +86,7 @@ def arrays(problem: Problem) -> bytes:
     selected, tokens_of = problem.selected_blocks, problem.selected_tokens
     fields += [x is not None for x in optional]
     fields += [-1, 0] if selected is None else [selected.shape[2], len(selected)]
-    fields += [case.query_block or 0]
+    fields += [case.query_block or 0, case.select_by_query_head]
     three = dict.fromkeys(("mm_prefix_range", "document_start_loc", "tree_mask"))
     masks = _check.masks(len(problem.seq_lens), **{**three, **case.masks}) or _check.Masks(
         *np.zeros((2, 0), np.int32), None

@@ -73,6 +73,11 @@ def test_sparse() -> None:
     check(names | prompt, [key], [value], selected_blocks=selected, query_block_size=64)
 
     names = next(document)
+    selected = names["head_blocks"]
+    assert selected.shape == (8, 8, 10)
+    check(names | prompt, [key], [value], selected_blocks=selected, query_block_size=64)
+
+    names = next(document)
     check(names, [key], [value], selected_tokens=names["selected_tokens"])
 
     names = next(document)

@@ -337,6 +337,7 @@ def test_bound_threads_take_what_lies_on_their_node() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_bit_depends_on_nodes(all_on: Any, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     cases = [case for case in invariant("quick", dtype) if not (case.selected_tokens or case.query_block)]
+    cases = [case for case in cases if not case.select_by_query_head]
     real = cpu_attn.get_scheduler_metadata
     for i, case in enumerate(cases):
         p = build(case)
@@ -412,8 +413,8 @@ def test_a_step_tells_its_plan_where_blocks_lie(all_on: Any) -> None:
         cache.attend(query, step)
     assert [request for request, _, _ in recorder.ran] == [1, 3, 0, 2]
     with threads(1):  # by itself, without a table in the plan
-        for selects in ("max_selected_tokens", "query_block_size"):
-            assert step.plan(cache, 1, **{selects: 2}).num_tokens == 64
+        for selects in ({"max_selected_tokens": 2}, {"query_block_size": 2}, {"select_by_query_head": True}):
+            assert step.plan(cache, 1, **selects).num_tokens == 64
 
 
 def test_info_shows_nodes() -> None:

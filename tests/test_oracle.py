@@ -51,6 +51,7 @@ SMALL = [
     Case("tree-bits", (6, 9), (9, 11), 2, 1, 3, tree="bits", sliding_window=(2, -1)),
     Case("selected", (4, 2), (9, 6), 4, 2, 3, block_size=2, selected=0.5),
     Case("query-blocks", (5, 0, 2), (9, 3, 6), 4, 2, 3, block_size=2, selected=0.5, query_block=2),
+    Case("by-query-head", (5, 0, 2), (9, 3, 6), 4, 2, 3, block_size=2, selected=0.5, select_by_query_head=True),
     Case("all", (4, 2), (8, 7), 6, 3, 4, alibi=0.3, softcap=2.0, sinks="mixed", sliding_window=(3, 1)),
 ]
 
@@ -92,7 +93,7 @@ def row(p: Problem, r: int, i: int, h: int) -> tuple[list[float], float]:
     case = p.case
     kv_head = h // (case.num_heads // case.num_kv_heads)
     q = [float(x) for x in p.query[int(p.query_start_loc[r]) + i, h]]
-    own = case.chosen(r)[i // case.query_block if case.query_block else 0, kv_head]
+    own = case.chosen(r)[i // case.query_block if case.query_block else 0, h if case.select_by_query_head else kv_head]
     weights, values = [], []
     for j in range(case.seq_lens[r]):
         if sees(case, r, i, j) and own[j // case.block_size]:

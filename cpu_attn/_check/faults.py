@@ -131,7 +131,8 @@ def raise_fault(fault: Any, names: Sequence[str] = (), arrays: Sequence[Any] = (
     request, position, value, bound = fault.request, fault.position, fault.value, fault.bound
     where = f"request {request}: " if request >= 0 else ""
     list_of = f"query block {fault.query_block}: " if fault.query_block >= 0 else ""
-    what, unit = f"selected_blocks: {where}{list_of}kv head {fault.kv_head}", "block"
+    head = f"query head {fault.query_head}" if fault.query_head >= 0 else f"kv head {fault.kv_head}"
+    what, unit = f"selected_blocks: {where}{list_of}{head}", "block"
     if fault.token >= 0:
         what, unit = f"selected_tokens: {where}query token {fault.token}", "token"
     raise ValueError(

@@ -9,7 +9,7 @@ from cpu_attn._arrays import Array, describe, described
 from cpu_attn._check.arrays import array
 from cpu_attn._check.faults import new_fault, raise_fault
 from cpu_attn._check.kv_cache import kv_cache_layout, kv_cache_rotation, kv_dtypes
-from cpu_attn._check.values import MAX_SIZE, integer, window
+from cpu_attn._check.values import MAX_SIZE, boolean, integer, window
 from cpu_attn._native import lib
 
 
@@ -59,17 +59,24 @@ def plan_of_ranks(name: str, x: Any, ranks: tuple[int, int, int]) -> Any:
     return x
 
 
-def selections(max_selected_tokens: Any, query_block_size: Any, block_size: int) -> tuple[int, int]:
+def selections(
+    max_selected_tokens: Any, query_block_size: Any, select_by_query_head: Any, block_size: int
+) -> tuple[int, int, bool]:
     """What a plan is told of them, 0 for nothing. block_size: not 0 where the plan shares prefixes."""
     most = 0 if max_selected_tokens is None else integer("max_selected_tokens", max_selected_tokens, 1)
     size = 0 if query_block_size is None else integer("query_block_size", query_block_size, 1)
+    by_head = boolean("select_by_query_head", select_by_query_head)
     if most and block_size:
         raise ValueError("max_selected_tokens: query tokens that select their keys share no prefixes (block_table)")
     if size and block_size:
         raise ValueError("query_block_size: query blocks that select their keys share no prefixes (block_table)")
+    if by_head and block_size:
+        raise ValueError("select_by_query_head: query heads that select their keys share no prefixes (block_table)")
     if size and most:
         raise ValueError("query_block_size: query tokens select their keys (max_selected_tokens); a plan takes one")
-    return most, size
+    if by_head and most:
+        raise ValueError("select_by_query_head: query tokens select their keys (max_selected_tokens); a plan takes one")
+    return most, size, by_head
 
 
 def same_call(
@@ -111,9 +118,9 @@ def selected_tokens(x: Any, num_tokens: int) -> Array | None:
     return None if x is None else array("selected_tokens", x, ["int32"], [("T", num_tokens), ("tokens", None)])
 
 
-def selected_blocks(x: Any, lists: tuple[str, int], num_kv_heads: int) -> Array | None:
-    """lists: what has one of its own for each kv head, and how many there are."""
-    axes = [lists, ("num_kv_heads", num_kv_heads), ("blocks", None)]
+def selected_blocks(x: Any, lists: tuple[str, int], heads: tuple[str, int]) -> Array | None:
+    """lists: what has one of its own for each of the heads, and how many there are."""
+    axes = [lists, heads, ("blocks", None)]
     return None if x is None else array("selected_blocks", x, ["int32"], axes)
 
 

@@ -373,7 +373,8 @@ class PagedKVCache:
             output: [T, Hq, Dv] to write to, or None for a new array.
             lse: float32 [Hq, T], or None: receives the log of each softmax's denominator.
             selected_blocks: int32 [R, Hkv, S], or None for all blocks. With a plan that has a ``query_block_size`` the
-                first axis counts query blocks.
+                first axis counts query blocks; of one that has ``select_by_query_head`` the second axis counts query
+                heads.
             attn_bias: float32 [R or 1, Hq or 1, Q, K], or None.
             selected_tokens: int32 [T, S], or None for all keys.
 

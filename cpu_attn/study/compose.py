@@ -65,13 +65,14 @@ def attention(
     kv_cache_rotation: str = "none",
     selected_tokens: Any = None,
     query_block_size: int | None = None,
+    select_by_query_head: bool = False,
 ) -> Any:
     """:func:`cpu_attn.attention_with_kv_cache` without a plan: same arguments, shapes, dtypes, meaning and errors.
 
     isa: the one that the caches were written with. mm_prefix_range, document_start_loc, tree_mask,
-    mm_prefix_clamp_sliding_window, query_block_size: those of :func:`cpu_attn.get_scheduler_metadata`. Runs on the
-    calling thread, in float32 whatever the dtype; output and lse are written when all of it is done. UnavailableError
-    where oneDNN is not there.
+    mm_prefix_clamp_sliding_window, query_block_size, select_by_query_head: those of
+    :func:`cpu_attn.get_scheduler_metadata`. Runs on the calling thread, in float32 whatever the dtype; output and lse
+    are written when all of it is done. UnavailableError where oneDNN is not there.
     """
     step, out, log = checked(
         *(query, key_cache, value_cache, output, query_start_loc, seq_lens, scale, causal, alibi_slopes),
@@ -94,6 +95,7 @@ def attention(
         kv_cache_rotation,
         selected_tokens,
         query_block_size,
+        select_by_query_head,
     )
     result, result_lse = _every_request(step)
     out.numpy()[...] = result
@@ -128,9 +130,11 @@ def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
             seen &= step.tree.shows(r, rows, keys)
         chosen = step.chosen[step.lists[rows, None], :, keys // step.key_cache.shape[2]]
         bias = _bias(step, r, rows, keys)
-        for h in range(key.shape[1]):
-            heads = slice(h * step.group, (h + 1) * step.group)
-            part = _one_head(step, query[:, heads], key[:, h], value[:, h], seen & chosen[:, :, h], bias[:, heads])
+        group = num_heads // chosen.shape[2]
+        for h in range(chosen.shape[2]):
+            heads, kv_head = slice(h * group, (h + 1) * group), h * group // step.group
+            mine = seen & chosen[:, :, h]
+            part = _one_head(step, query[:, heads], key[:, kv_head], value[:, kv_head], mine, bias[:, heads])
             output[:, heads], lse[:, heads] = _merge(output[:, heads], lse[:, heads], *part)
     return _merge(output, lse, np.zeros_like(output), np.broadcast_to(step.s_aux, lse.shape))
 

@@ -103,9 +103,9 @@ def list_of_token(starts: Array, query_block_size: int | None) -> Array:
     return lists
 
 
-def chosen_blocks(selected: Memory | None, num_lists: int, num_kv_heads: int, blocks: int) -> Array:
-    """[lists, Hkv, blocks]: does a block count?"""
-    chosen = np.full((num_lists, num_kv_heads, blocks + 1), selected is None)
+def chosen_blocks(selected: Memory | None, num_lists: int, num_heads: int, blocks: int) -> Array:
+    """[lists, heads that select, blocks]: does a block count?"""
+    chosen = np.full((num_lists, num_heads, blocks + 1), selected is None)
     if selected is not None:
         named = selected.numpy().astype(np.int64)
         np.put_along_axis(chosen, np.where((named >= 0) & (named < blocks), named, blocks), True, axis=2)

@@ -20,7 +20,7 @@ from cpu_attn.study.masks import Array, Tree, chosen_blocks, list_of_token, visi
 class Step:
     """One call's arguments, checked, as NumPy views; caches [N, Hkv, B, width], so that kv_cache_layout is never NHD.
     sees [T, 2]: first key of a token and the one after its last; position [T]: where a token itself stands among its
-    request's keys; chosen [lists, Hkv, M]: blocks that count; lists [T]: by which of these a token goes;
+    request's keys; chosen [lists, Hkv or Hq, M]: blocks that count; lists [T]: by which of these a token goes;
     selected_tokens [T, S] or None; attn_bias [R, Hq, Q, K]."""
 
     query: Array
@@ -80,6 +80,7 @@ def checked(
     kv_cache_rotation: str,
     selected_tokens: Any,
     query_block_size: int | None,
+    select_by_query_head: bool,
 ) -> tuple[Step, Memory, Memory | None]:
     q = _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
     kvs = _check.kv_dtypes(kv_cache_dtype, q.dtype)
@@ -108,12 +109,14 @@ def checked(
         kv_cache_rotation=kv_cache_rotation,
         max_selected_tokens=None if own is None else max(1, own.shape[1]),
         query_block_size=query_block_size,
+        select_by_query_head=select_by_query_head,
     )
     if plan.num_tokens != tokens:
         raise ValueError(f"query: axis 0 is {tokens}, expected query_start_loc[-1] = {plan.num_tokens}")
     lists = list_of_token(starts.numpy(), query_block_size)
     axis = ("num_reqs", num_reqs) if query_block_size is None else ("query blocks", int(lists.max(initial=-1)) + 1)
-    given["selected_blocks"] = selected = _check.selected_blocks(selected_blocks, axis, num_kv_heads)
+    heads = ("num_heads", num_heads) if select_by_query_head else ("num_kv_heads", num_kv_heads)
+    given["selected_blocks"] = selected = _check.selected_blocks(selected_blocks, axis, heads)
     selected = selected and _check.copied(selected)
     for name, cache, kv, size in (("key_cache", kc, kvs[0], head_size), ("value_cache", vc, kvs[1], out.shape[2])):
         _check.cache_width(name, cache, plan._shape.isa, plan._shape.dtype, kv, size, layout)
@@ -159,7 +162,7 @@ def checked(
         position=position,
         sees=sees,
         tree=tree,
-        chosen=chosen_blocks(selected, axis[1], num_kv_heads, table.shape[1]),
+        chosen=chosen_blocks(selected, axis[1], heads[1], table.shape[1]),
         lists=lists,
         selected_tokens=None if own is None else own.numpy(),
         kv_cache_layout="HND" if layout == "NHD" else layout,

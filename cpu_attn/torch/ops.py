@@ -34,7 +34,8 @@ _SCHEMAS = (
     "Tensor? mm_prefix_range=None, Tensor? document_start_loc=None, Tensor? tree_mask=None, Tensor? block_table=None, "
     'SymInt? block_size=None, str kv_cache_layout="packed", bool mm_prefix_clamp_sliding_window=False, '
     'str kv_cache_rotation="none", SymInt? max_selected_tokens=None, SymInt cp_world_size=1, SymInt cp_rank=0, '
-    "SymInt cp_kv_cache_interleave_size=1, Tensor? block_nodes=None, SymInt? query_block_size=None) -> Tensor",
+    "SymInt cp_kv_cache_interleave_size=1, Tensor? block_nodes=None, SymInt? query_block_size=None, "
+    "bool select_by_query_head=False) -> Tensor",
     "cpu_attn_reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     'Tensor slot_mapping, str isa, float k_scale=1.0, float v_scale=1.0, str kv_cache_dtype="auto", *, '
     'str kv_cache_layout="packed", str kv_cache_rotation="none") -> ()',

@@ -99,7 +99,7 @@ int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *s
     memcpy(a, arrays, sizeof a);
     const ca_array *query = &a[CA_SCORES_QUERY];
     const ca_kernel *kernel = ca_isa_get(isa)->kernels[query->dtype];
-    int64_t heads = a[CA_SCORES_MIN].shape[1], items = a[CA_SCORES_BLOCK_TABLE].shape[0] * heads;
+    int64_t heads = a[CA_SCORES].shape[1], items = a[CA_SCORES_BLOCK_TABLE].shape[0] * heads;
     int64_t floats = ca_score_floats(query->shape[2]);
     (void)floats;
     int32_t *memory = take_scored(a, block_size, fault);

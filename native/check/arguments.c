@@ -22,7 +22,7 @@ enum {
     OF_V = 16,     /* the cache of V; that of K is in the row before */
     IN_PLACE = 32, /* may be the very array that is next in the call */
     ONE_HEAD = 64, /* comes without the axis of kv heads, of which there is one; a cache of these has none of V */
-    LISTS = 128,   /* its first axis counts query blocks where fit->sizes has these */
+    LISTS = 128,   /* its first axis counts query blocks where fit->sizes has these, its second one heads that select */
 };
 
 typedef struct ca_argument {
@@ -262,6 +262,8 @@ static int check_row(const ca_argument *row, const ca_array *a, ca_fit *fit, ca_
     int64_t sizes[4];
     if (row->flags & LISTS && fit->sizes[CA_QUERY_BLOCKS] >= 0)
         here.axes[0] = CA_QUERY_BLOCKS;
+    if (row->flags & LISTS && fit->select_by_query_head)
+        here.axes[1] = CA_NUM_HEADS;
     if (row->flags & CACHE && fit->kv_cache_layout == CA_NHD) {
         here.axes[1] = row->axes[2];
         here.axes[2] = row->axes[1];

@@ -113,7 +113,7 @@ static int take_selected(const ca_plan *p, const ca_array *selected, int64_t r, 
         int64_t first, end;
         if (take_list(from, selected->shape[2], n, seq_blocks, list, fault)) {
             fault->request = r;
-            fault->kv_head = h;
+            *(p->shape.select_by_query_head ? &fault->query_head : &fault->kv_head) = h;
             fault->query_block = p->shape.query_block_size ? at : -1;
             return fault->status;
         }

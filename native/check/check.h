@@ -7,7 +7,7 @@
 static inline int ca_fail(ca_fault *fault, int status, int64_t request, int64_t position, int64_t value,
                           int64_t bound) {
     *fault = (ca_fault){.status = status, .request = request, .position = position, .value = value, .bound = bound};
-    fault->kv_head = fault->query_block = fault->token = -1;
+    fault->kv_head = fault->query_head = fault->query_block = fault->token = -1;
     return status;
 }
 
@@ -58,7 +58,8 @@ typedef struct ca_fit {
     int64_t sizes[CA_SYMBOLS];       /* -1: any */
     int32_t dtype, isa, kv_dtype[2]; /* -1: dtype is that of the first argument, and `meaning` says the others */
     int32_t kv_cache_layout;
-    int32_t without_lengths; /* the lengths may be absent */
+    int32_t without_lengths;      /* the lengths may be absent */
+    int32_t select_by_query_head; /* that of ca_shape */
     const ca_meaning *meaning;
 } ca_fit;
 
@@ -66,7 +67,7 @@ static inline ca_fit ca_fit_anything(int kv_cache_layout) {
     ca_fit fit;
     memset(&fit, -1, sizeof fit);
     fit.kv_cache_layout = kv_cache_layout;
-    fit.without_lengths = 0;
+    fit.without_lengths = fit.select_by_query_head = 0;
     return fit;
 }
 

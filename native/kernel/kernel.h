@@ -81,8 +81,9 @@ struct ca_kernel {
     void (*quantise)(const void *src, int64_t n, int kv_dtype, const uint16_t *scales, uint8_t *dst);
     /* one head, to x as float32 and, unless dst is NULL, rounded to dst, which may be src */
     void (*turn)(const ca_turn *how, const void *src, float *x, void *dst);
-    /* scores [M] of one request's pages for one kv head, of the arrays of ca_score_pages; scratch: ca_score_floats */
-    void (*score_pages)(const ca_array *arrays, int64_t block_size, int64_t request, int64_t kv_head, float *scratch);
+    /* scores [M] of one request's pages for one head of the scores, of the arrays of ca_score_pages; scratch:
+     * ca_score_floats */
+    void (*score_pages)(const ca_array *arrays, int64_t block_size, int64_t request, int64_t head, float *scratch);
     /* scores of the keys [k0, k1) for a task's query tokens, as an indexer has them: scores[i * stride + j] is token
      * i's of key j, the sum of weights times relu(q.k) over its heads, whose weights are weights[i * num_heads ...] */
     void (*score_tokens)(const ca_plan *plan, const ca_call *call, const ca_task *task, const float *weights,
@@ -124,7 +125,7 @@ static inline int64_t ca_kv_group_step(const ca_plan *plan, const ca_call *c, in
 static inline const char *ca_kv_block(const ca_plan *plan, const ca_call *c, int kv, int64_t block, int kv_head) {
     const int dtype = ca_kv_dtype(&plan->shape, kv);
     const ca_kv *side = &c->kv[kv];
-    return ca_block(side->cache, side->stride_n, side->stride_h, block, kv_head, dtype);
+    return ca_block(side->cache, side->stride_n, side->stride_h, block, kv_head / plan->readers, dtype);
 }
 /* Can the kernels read K, or V, as it lies? Both? */
 static inline int ca_side_ready(const ca_plan *plan, int kv) {

@@ -141,7 +141,7 @@ typedef struct ca_blocks {
 static inline ca_blocks ca_blocks_of(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head) {
     ca_blocks b = {NULL, call->num_selected};
     if (b.count > 0)
-        b.selected = call->selected + (ca_list_of(plan, task) * call->num_kv_heads + kv_head) * b.count;
+        b.selected = call->selected + (ca_list_of(plan, task) * plan->shape.num_kv_heads + kv_head) * b.count;
     return b;
 }
 

@@ -213,7 +213,7 @@ static int fill(ca_plan *p, const ca_array *table, const ca_array *nodes, int64_
     double total = list_blocks(p, list.at);
     int status = CA_OK;
     const int selects = p->shape.max_selected_tokens > 0;
-    const int together = p->engine->together && p->few_rows && !selects;
+    const int together = p->engine->together && p->few_rows && !selects && p->readers == 1;
     const int nhd = p->shape.kv_cache_layout == CA_NHD;
     p->heads_together = 1;
     if (together && nhd && p->kernel->nhd_keys && p->rows == p->few_rows)
@@ -287,6 +287,12 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
         shape->window_right = -1;
     p->shape = *shape;
     p->group_size = shape->num_heads / shape->num_kv_heads;
+    p->readers = 1;
+    if (shape->select_by_query_head) {
+        p->readers = (int32_t)p->group_size;
+        p->shape.num_kv_heads = shape->num_heads;
+        p->group_size = 1;
+    }
     p->num_tokens = p->query_start_loc[n];
     if (shape->cp_world_size > 1 && !masks)
         masks = &no_masks;

@@ -234,7 +234,6 @@ static ca_call call_of(const ca_array *a, const ca_shape *s, const ca_indices *x
         .alibi_slopes = (const float *)a[CA_ALIBI_SLOPES].address,
         .s_aux = (const float *)a[CA_S_AUX].address,
         .selected = x->selected,
-        .num_kv_heads = s->num_kv_heads,
         .num_selected = x->num_selected,
         .selected_tokens = x->selected_tokens,
         .num_selected_tokens = x->num_selected_tokens,
@@ -310,7 +309,7 @@ static ca_fit fit_of(const ca_plan *plan, int without_lengths) {
     fit.sizes[CA_NUM_REQS] = s->num_reqs;
     fit.sizes[CA_NUM_REQS_1] = (int64_t)s->num_reqs + 1;
     fit.sizes[CA_NUM_HEADS] = s->num_heads;
-    fit.sizes[CA_NUM_KV_HEADS] = s->num_kv_heads;
+    fit.sizes[CA_NUM_KV_HEADS] = s->num_kv_heads / plan->readers;
     fit.sizes[CA_HEAD_SIZE] = s->head_size;
     fit.sizes[CA_HEAD_SIZE_V] = s->head_size_v;
     if (s->query_block_size)
@@ -320,6 +319,7 @@ static ca_fit fit_of(const ca_plan *plan, int without_lengths) {
     fit.kv_dtype[K] = s->k_dtype;
     fit.kv_dtype[V] = s->v_dtype;
     fit.without_lengths = without_lengths;
+    fit.select_by_query_head = s->select_by_query_head;
     return fit;
 }
 

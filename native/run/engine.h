@@ -33,9 +33,9 @@ typedef struct ca_call {
     const int64_t *table_at;           /* [R]: where a request's block number 0 is, or would be */
     const float *alibi_slopes, *s_aux; /* [Hq] or NULL */
     float scale, softcap, k_scale, v_scale;
-    const int32_t *selected;            /* [lists, Hkv, num_selected], blocks of a request, ascending, then -1 */
-    int64_t num_kv_heads, num_selected; /* num_selected -1: none is given, all blocks count */
-    const int32_t *selected_tokens;     /* [T, num_selected_tokens], keys of a request, ascending, then -1 */
+    const int32_t *selected;        /* [lists, the plan's Hkv, num_selected], blocks of a request, ascending, then -1 */
+    int64_t num_selected;           /* -1: none is given, all blocks count */
+    const int32_t *selected_tokens; /* [T, num_selected_tokens], keys of a request, ascending, then -1 */
     int64_t num_selected_tokens;
     const float *attn_bias;                              /* ca_bias_row reads it; NULL: there is none */
     int64_t bias_stride_r, bias_stride_h, bias_stride_q; /* 0 along an axis of size 1 */
@@ -109,7 +109,11 @@ struct ca_plan {
     ca_shape shape;
     const ca_engine *engine;
     const ca_kernel *kernel;
-    int64_t num_tokens, group_size;               /* group_size: query heads of a kv head */
+    int64_t num_tokens, group_size; /* group_size: query heads of a kv head */
+    /* Of the plan's kv heads so many read the same keys. It is 1, but where query heads have lists of their own: each
+     * of these is a kv head to the plan, that is to tasks, states and lists, and only the caches have fewer
+     * (ca_kv_block). */
+    int32_t readers;
     int32_t *query_start_loc, *seq_lens, *causal; /* seq_lens: keys in the caches; causal[r]: resolved */
     int32_t *all_lens;                            /* keys of each request on all ranks */
     int32_t *first_key, *end_key;                 /* of each request: some row may see the keys [first, end) */

@@ -189,7 +189,6 @@ static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *x, fl
                        .scale = 1,
                        .k_scale = 1,
                        .v_scale = 1,
-                       .num_kv_heads = 1,
                        .num_selected = -1};
     if (!ca_check_stack(team, fault)) {
         if (team <= 1)

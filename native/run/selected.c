@@ -220,7 +220,6 @@ int ca_attend_selected(const ca_plan *p, const ca_call *c, const ca_task *t, int
     call.block_size = CA_SELECTED_KEYS;
     call.block_table = &table;
     call.table_at = &table_at;
-    call.num_kv_heads = 1;
     call.alibi_slopes = NULL;
     copy_keys(p, c, t, kv_head, n, &w, call.kv);
     if (c->alibi_slopes || c->attn_bias) {

@@ -26,9 +26,10 @@ enum {
     SLOPES,
     SINKS,
     FLAGS,
-    SELECTED, /* blocks for each list and kv head, -1: all */
+    SELECTED, /* blocks for each list and head, -1: all */
     LISTS,    /* one for each request, or query block */
     QUERY_BLOCK,
+    BY_QUERY_HEAD, /* query heads have lists */
     KV_CACHE_LAYOUT,
     HADAMARD,
     SHARED, /* the plan is given the block table */
@@ -123,7 +124,7 @@ int main(int argc, char **argv) {
     ca_array slopes = floats(f[SLOPES] != 0), sinks = floats(f[SINKS] != 0);
     ca_array selected = {0};
     if (f[SELECTED] >= 0)
-        selected = given(CA_I32, 4, 3, (int64_t[]){f[LISTS], f[KV_HEADS], f[SELECTED]});
+        selected = given(CA_I32, 4, 3, (int64_t[]){f[LISTS], f[f[BY_QUERY_HEAD] ? HEADS : KV_HEADS], f[SELECTED]});
     ca_array tokens = {0};
     if (f[SELECTED_TOKENS] >= 0)
         tokens = given(CA_I32, 4, 2, (int64_t[]){f[TOKENS], f[SELECTED_TOKENS]});
@@ -168,7 +169,8 @@ int main(int argc, char **argv) {
                       .hadamard = (int32_t)f[HADAMARD],
                       .block_size = f[SHARED] ? (int32_t)f[BLOCK_SIZE] : 0,
                       .max_selected_tokens = f[SELECTED_TOKENS] < 0 ? 0 : (int32_t)ca_max64(1, f[SELECTED_TOKENS]),
-                      .query_block_size = (int32_t)f[QUERY_BLOCK]};
+                      .query_block_size = (int32_t)f[QUERY_BLOCK],
+                      .select_by_query_head = (int32_t)f[BY_QUERY_HEAD]};
     const ca_array written[] = {kc, vc, k, v, slots};
     const ca_array step[CA_STEP_ARRAYS] = {starts, lens, flags, f[SHARED] ? table : (ca_array){0}};
     const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks, selected, bias, tokens};
