@@ -96,6 +96,7 @@ def attention_mla(
     s_aux: Any = None,
     dynamic_causal: Any = None,
     lse: Any = None,
+    selected_blocks: Any = None,
     selected_tokens: Any = None,
 ) -> Any:
     """Computes MLA with absorbed weights over latent rows, into ``output``, which is returned.
@@ -120,6 +121,8 @@ def attention_mla(
         s_aux: [Hq], or None: attention sinks.
         dynamic_causal: as the plan has it.
         lse: float32 [Hq, T], or None: receives the log of each softmax's denominator.
+        selected_blocks: int32 [R, 1, S], or None for all: which blocks each request attends, as in
+            :func:`attention_with_kv_cache`. The plan may say that query blocks select for themselves, or query heads.
         selected_tokens: int32 [T, S], or None for all: which keys each query token attends, as in
             :func:`attention_with_kv_cache`.
 
@@ -161,6 +164,7 @@ def attention_mla(
             *(sliding_window, block_table, softcap, plan, s_aux, dynamic_causal, k_scale, k_scale, kv_cache_dtype),
             lse=lse,
             kv_cache_layout="NHD",
+            selected_blocks=selected_blocks,
             selected_tokens=selected_tokens,
         )
     except (TypeError, ValueError) as e:
