@@ -3,8 +3,8 @@
 
 A token's row is its latent kv_c beside its rotated key k_pe, shared by all heads: [kv_c | k_pe], 512 + 64 columns in
 DeepSeek's models. With W_UK absorbed into the query and W_UV into what follows, every head is attention over the same
-rows: K is the whole row, V the part of it that is kv_c. To :func:`cpu_attn.attention_with_kv_cache` this is one plain
-kv head, ``NHD``, whose V is a view of its K:
+rows: K is the whole row, V the part of it that is kv_c. This is what :func:`cpu_attn.attention_with_kv_cache` does for
+one plain kv head, ``NHD``, whose V is a view of its K; here the axis of that head, and the view, are left to C:
 
     plan = get_scheduler_metadata(num_reqs, num_heads, 1, 576, seq_lens, dtype, query_start_loc,
                                   head_size_v=512, kv_cache_layout="NHD")
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from cpu_attn import _check, ops
 from cpu_attn._arrays import view
 from cpu_attn.plan import SchedulerMetadata
@@ -23,7 +21,7 @@ from cpu_attn.plan import SchedulerMetadata
 # What the calls underneath say, in the words of their callers.
 _WRITTEN = {"key": "kv_c", "value": "k_pe", "key_cache": "kv_cache", "value_cache": "kv_cache"}
 _WRITTEN |= {"k_scale": "scale", "v_scale": "scale"}
-_READ = {"key_cache": "kv_cache", "value_cache": "kv_cache", "v_scale": "k_scale"}
+_READ = {"key_cache": "kv_cache"}
 
 
 def concat_and_cache_mla(
@@ -63,9 +61,14 @@ def concat_and_cache_mla(
         True
     """
     latent = _check.with_one_head("kv_c", kv_c, list(_check.FLOATS), [("T", None), ("kv_lora_rank", None)])
-    tokens, _, rank = latent.shape
-    rotated = _check.with_one_head("k_pe", k_pe, [view("kv_c", kv_c).dtype], [("T", tokens), ("rope size", None)])
-    pages = _cache(kv_cache, kv_cache_dtype, view("kv_c", kv_c).dtype, rank + rotated.shape[2])
+    (tokens, _, rank), dtype = latent.shape, view("kv_c", kv_c).dtype
+    rotated = _check.with_one_head("k_pe", k_pe, [dtype], [("T", tokens), ("rope size", None)])
+    kvs = _check.kv_dtypes(kv_cache_dtype, dtype)
+    _check.kv_cache_layout("NHD", kvs)
+    if kvs[0] != kvs[1]:
+        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} names two, K and V are the same rows")
+    axes = [("num_blocks", None), ("block_size", None), ("L + P", rank + rotated.shape[2])]
+    pages = _check.with_one_head("kv_cache", kv_cache, list(_check.memory(kvs[0])), axes)
     try:
         ops.reshape_and_cache(
             *(latent, rotated, pages[..., :rank], pages[..., rank:], slot_mapping),
@@ -152,31 +155,14 @@ def attention_mla(
         True
     """
     plan = _check.plan("scheduler_metadata", scheduler_metadata)
-    if plan.head_size_v > plan.head_size or plan.num_kv_heads != 1:
-        raise ValueError(
-            f"scheduler_metadata: made for {plan.num_kv_heads} kv heads of {plan.head_size}/{plan.head_size_v}, "
-            "expected 1 whose head_size_v is a part of head_size"
-        )
-    pages = _cache(kv_cache, kv_cache_dtype, str(plan.dtype), plan.head_size)
+    _check.latent(plan)
+    step = (query_start_loc, seq_lens, dynamic_causal)
+    features = (None, s_aux, selected_blocks, None, selected_tokens)
+    arrays = (output, lse, query, kv_cache, None, block_table, *step, *features)
     try:
-        return ops.attention_with_kv_cache(
-            *(query, pages, pages[..., : plan.head_size_v], output, query_start_loc, seq_lens, scale, causal, None),
-            *(sliding_window, block_table, softcap, plan, s_aux, dynamic_causal, k_scale, k_scale, kv_cache_dtype),
-            lse=lse,
-            kv_cache_layout="NHD",
-            selected_blocks=selected_blocks,
-            selected_tokens=selected_tokens,
-        )
+        _check.same_call(plan, sliding_window, kv_cache_dtype, "NHD", "none")
+        scales = _check.scales(k_scale, k_scale, plan.kv_dtypes)
+        ops.run_attention(plan, arrays, scale, softcap, scales, _check.boolean("causal", causal), latent=True)
     except (TypeError, ValueError) as e:
         raise _check.renamed(e, _READ) from None
-
-
-def _cache(kv_cache: Any, kv_cache_dtype: str, dtype: str, head_size: int) -> np.ndarray[Any, Any]:
-    """kv_cache as pages of one kv head, [N, B, 1, L + P]."""
-    kvs = _check.kv_dtypes(kv_cache_dtype, dtype)
-    _check.kv_cache_layout("NHD", kvs)
-    if kvs[0] != kvs[1]:
-        raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} names two, K and V are the same rows")
-    dtypes = list(_check.memory(kvs[0]))
-    axes: list[tuple[str, int | None]] = [("num_blocks", None), ("block_size", None), ("L + P", head_size)]
-    return _check.with_one_head("kv_cache", kv_cache, dtypes, axes)
+    return output

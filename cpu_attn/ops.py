@@ -310,15 +310,16 @@ def run_attention(
     scales: tuple[float, float],
     causal: int = -1,
     only_check: bool = False,
+    latent: bool = False,
 ) -> None:
     """The arrays are those of _check.ATTENTION. causal -1: no lengths among them, the plan's are right. only_check:
-    nothing is computed."""
+    nothing is computed. latent: the arrays are those of _check.MLA, whose second kv_cache is None."""
     thread, fault, start = thread_state, ffi.new("ca_fault *"), profiling.clock()
     sinks = arrays[_S_AUX]
     if sinks is not None and not (type(sinks) is np.ndarray and sinks.dtype == np.float32):
         sinks = _check.small_floats("s_aux", sinks, _check.FLOATS, plan.num_heads)
         arrays = (*arrays[:_S_AUX], sinks, *arrays[_S_AUX + 1 :])
-    numbers = (causal, *_check.logit_factors(scale, softcap, scales[0]), *scales)
+    numbers = (latent, causal, *_check.logit_factors(scale, softcap, scales[0]), *scales)
     addresses, given, alive = objects(arrays)
     # held here: what Python runs meanwhile (__del__) may call us, too
     room = ONLY_CHECK if only_check else thread.workspace
@@ -327,7 +328,9 @@ def run_attention(
             thread.grow(plan.workspace_bytes)
             room = thread.workspace
         else:
-            addresses, given, alive = _check.reread(fault, _check.ATTENTION, arrays, given, alive)
+            addresses, given, alive = _check.reread(
+                fault, _check.MLA if latent else _check.ATTENTION, arrays, given, alive
+            )
     if start and not only_check:
         profiling.record_plan("attention_with_kv_cache", start, plan)
 

@@ -325,10 +325,11 @@ int ca_read_array(uintptr_t object, ca_array *out); /* 0: it is no NumPy array, 
 /* ca_attend is attention_with_kv_cache, and ca_write is reshape_and_cache. `objects` points to the addresses of their
  * arrays as Python objects; where it is 0, or such an address is, given[i] is the array. A call returns CA_UNREAD where
  * an array is of a kind that C does not read. Everything is checked before a byte is written.
- * causal is -1 where the call has no lengths and masks to compare with the plan's. Without a workspace (NULL) ca_attend
- * only checks. */
-int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int causal, float scale, float softcap,
-              float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault);
+ * latent: CA_KEY_CACHE is [N, B, D] of a plan for one kv head over NHD, V is the first Dv columns of it, and
+ * CA_VALUE_CACHE is not looked at (attention_mla). causal is -1 where the call has no lengths and masks to compare with
+ * the plan's. Without a workspace (NULL) ca_attend only checks. */
+int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int latent, int causal, float scale,
+              float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault);
 /* hadamard is that of ca_shape. A token whose slot is negative is not written. */
 int ca_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout, int hadamard,
              float k_scale, float v_scale, ca_fault *fault);

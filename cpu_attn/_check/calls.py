@@ -15,6 +15,7 @@ from cpu_attn._check.values import MAX_SIZE, integer, sequence
 _LENGTHS = ("query_start_loc", "seq_lens", "dynamic_causal")
 _FEATURES = ("alibi_slopes", "s_aux", "selected_blocks", "attn_bias", "selected_tokens")
 ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *_LENGTHS, *_FEATURES)
+MLA = tuple("kv_cache" if name in ("key_cache", "value_cache") else name for name in ATTENTION)
 STEP = (*_LENGTHS, "block_table", "block_nodes")
 WRITE = ("key_cache", "value_cache", "key", "value", "slot_mapping")
 INDEX = ("index_cache", "k", "slot_mapping")

@@ -95,6 +95,18 @@ def same_call(
     same_kv_cache_rotation(plan, kv_cache_rotation)
 
 
+def latent(plan: Any) -> None:
+    """A plan for rows of which V is a part of K."""
+    shape, kvs = plan._shape, plan.kv_dtypes
+    if shape.num_kv_heads != 1 or shape.head_size_v > shape.head_size:
+        raise ValueError(
+            f"scheduler_metadata: made for {shape.num_kv_heads} kv heads of {shape.head_size}/{shape.head_size_v}, "
+            "expected 1 whose head_size_v is a part of head_size"
+        )
+    if kvs[0] != kvs[1]:
+        raise ValueError(f"scheduler_metadata: made for K of {kvs[0]} and V of {kvs[1]}, which are the same rows")
+
+
 def same_kv_dtypes(plan: Any, kv_cache_dtype: Any) -> None:
     if kv_cache_dtype == "auto" and not plan.narrow:
         return

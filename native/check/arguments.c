@@ -21,7 +21,7 @@ enum {
     CACHE = 8,     /* a cache, of K unless OF_V is set; its dtype follows from what it holds */
     OF_V = 16,     /* the cache of V; that of K is in the row before */
     IN_PLACE = 32, /* may be the very array that is next in the call */
-    ONE_HEAD = 64, /* comes without the axis of kv heads, of which there is one; a cache of these has none of V */
+    ONE_HEAD = 64, /* comes without the axis of kv heads, of which there is one; V of such a cache is a part of K */
     LISTS = 128,   /* its first axis counts query blocks where fit->sizes has these, its second one heads that select */
 };
 
@@ -227,9 +227,13 @@ static int take_sizes(const ca_argument *row, const ca_array *a, ca_fit *fit, ca
     return CA_OK;
 }
 
+static int has_one_head(const ca_argument *row, const ca_fit *fit) {
+    return row->flags & ONE_HEAD || (row->flags & CACHE && fit->latent);
+}
+
 /* Returns which axis is that of kv heads, where an array comes without, else -1. */
 static int missing_axis(const ca_argument *row, const ca_fit *fit) {
-    return row->flags & ONE_HEAD ? 1 + (row->flags & CACHE && fit->kv_cache_layout == CA_NHD) : -1;
+    return has_one_head(row, fit) ? 1 + (row->flags & CACHE && fit->kv_cache_layout == CA_NHD) : -1;
 }
 
 static void insert_axis(ca_array *a, int axis) {
@@ -321,7 +325,13 @@ int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, co
     fault->status = CA_OK; /* an attempt before this one may have left CA_UNREAD */
     for (int i = 0; i < table->num_arrays; i++) {
         const ca_argument *row = &table->rows[i];
+        const int one_head = has_one_head(row, fit);
         ca_array *x = &a[row->index];
+        at[row->index] = (ca_extent){0, 0};
+        if (row->flags & OF_V && one_head) {
+            *x = a[row[-1].index];
+            continue;
+        }
         const uintptr_t object = objects ? ((const uintptr_t *)objects)[row->index] : 0;
         if (row->flags & CACHE && fit->isa < 0 && !find_meaning(fit))
             return ca_refuse(fault, CA_UNNAMED, -1, fit->dtype, fit->sizes[CA_HEAD_SIZE]);
@@ -329,7 +339,6 @@ int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, co
             *x = given[row->index];
         else if (!ca_read_array(object, x))
             return unread(row, fit, fault);
-        at[row->index] = (ca_extent){0, 0};
         if (!x->itemsize) {
             if (row->flags & OPTIONAL || (row->flags & LENGTHS && fit->without_lengths))
                 continue;
@@ -337,7 +346,7 @@ int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, co
         }
         if (x->address & (uintptr_t)(x->itemsize - 1) || !ca_find_extent(x, &at[row->index]))
             return unread(row, fit, fault);
-        if (row->flags & ONE_HEAD) {
+        if (one_head) {
             if (x->ndim != row->ndim - 1)
                 return blame(row, fit, ca_refuse(fault, CA_WRONG_NDIM, -1, x->ndim, row->ndim - 1), fault);
             insert_axis(x, missing_axis(row, fit));
@@ -347,7 +356,7 @@ int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, co
         if (row->flags & OF_V &&
             (check_memory(row - 1, &a[row[-1].index], fit, fault) || check_memory(row, x, fit, fault)))
             return fault->status;
-        if (row->flags & CACHE && row->flags & ONE_HEAD && check_memory(row, x, fit, fault))
+        if (row->flags & CACHE && one_head && check_memory(row, x, fit, fault))
             return fault->status;
         if (row->flags & IN_PLACE)
             in_place = row->index;

@@ -60,6 +60,7 @@ typedef struct ca_fit {
     int32_t kv_cache_layout;
     int32_t without_lengths;      /* the lengths may be absent */
     int32_t select_by_query_head; /* that of ca_shape */
+    int32_t latent;               /* the cache is one of latent rows: ca_attend */
     const ca_meaning *meaning;
 } ca_fit;
 
@@ -67,7 +68,7 @@ static inline ca_fit ca_fit_anything(int kv_cache_layout) {
     ca_fit fit;
     memset(&fit, -1, sizeof fit);
     fit.kv_cache_layout = kv_cache_layout;
-    fit.without_lengths = fit.select_by_query_head = 0;
+    fit.without_lengths = fit.select_by_query_head = fit.latent = 0;
     return fit;
 }
 

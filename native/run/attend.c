@@ -302,7 +302,7 @@ static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_
     return ca_fail(fault, CA_ENGINE_FAILED, -1, -1, w.failed, -1);
 }
 
-static ca_fit fit_of(const ca_plan *plan, int without_lengths) {
+static ca_fit fit_of(const ca_plan *plan, int latent, int without_lengths) {
     const ca_shape *s = &plan->shape;
     ca_fit fit = ca_fit_anything(s->kv_cache_layout);
     fit.sizes[CA_T] = plan->num_tokens;
@@ -318,16 +318,17 @@ static ca_fit fit_of(const ca_plan *plan, int without_lengths) {
     fit.isa = s->isa;
     fit.kv_dtype[K] = s->k_dtype;
     fit.kv_dtype[V] = s->v_dtype;
+    fit.latent = latent;
     fit.without_lengths = without_lengths;
     fit.select_by_query_head = s->select_by_query_head;
     return fit;
 }
 
-int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int causal, float scale, float softcap,
-              float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault) {
+int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int latent, int causal, float scale,
+              float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault) {
     const ca_shape *s = &plan->shape;
     ca_array a[CA_ATTENTION_ARRAYS];
-    ca_fit fit = fit_of(plan, causal < 0);
+    ca_fit fit = fit_of(plan, latent, causal < 0);
     ca_plan_info info;
     if (ca_check_arguments(&ca_attention_table, &fit, objects, given, a, fault))
         return fault->status;

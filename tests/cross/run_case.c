@@ -181,7 +181,7 @@ int main(int argc, char **argv) {
     if (!plan)
         die("no plan");
     ca_plan_describe(plan, &info);
-    ca_attend(plan, 0, call, (int)f[CAUSAL], x[0], x[1], x[2], x[3], memory(info.workspace_bytes, 0xff),
+    ca_attend(plan, 0, call, 0, (int)f[CAUSAL], x[0], x[1], x[2], x[3], memory(info.workspace_bytes, 0xff),
               info.workspace_bytes, &fault);
     if (fault.status)
         die("the call failed");
