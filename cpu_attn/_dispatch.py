@@ -17,6 +17,7 @@ from cpu_attn._errors import UnavailableError
 from cpu_attn._native import ffi, lib
 
 ENGINE_NAMES = ("native", "onednn", "reference")
+_FUSED = lib.ca_fused_engine()
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ def resolve_engine(name: str) -> tuple[str, Any]:
     """Name and ``ca_engine *`` of an engine; ``auto`` follows CPU_ATTN_ENGINE, then means native."""
     name = asked("engine", name, "CPU_ATTN_ENGINE")
     if name in ("auto", "native"):
-        return "native", lib.ca_fused_engine()
+        return "native", _FUSED
     if name == "reference":
         return name, lib.ca_reference_engine()
     if name == "onednn":

@@ -251,7 +251,7 @@ def get_scheduler_metadata(
     )
     dtype = dtype_name(dtype)
     kvs = _check.kv_dtypes(kv_cache_dtype, dtype)
-    shape.dtype, shape.k_dtype, shape.v_dtype = (CODES[x][0] for x in (dtype, *kvs))
+    shape.dtype, shape.k_dtype, shape.v_dtype = CODES[dtype][0], CODES[kvs[0]][0], CODES[kvs[1]][0]
     resolved = _dispatch.resolve_isa(isa, dtype, shape.head_size)
     shape.isa = resolved.index
     engine, engine_pointer = _dispatch.resolve_engine(engine)
