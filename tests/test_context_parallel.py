@@ -236,6 +236,13 @@ def test_plans_refuse(ranks: dict[str, int], text: str) -> None:
         plan(**ranks)
 
 
+@pytest.mark.parametrize("name", ["cp_world_size", "cp_rank", "cp_kv_cache_interleave_size"])
+@pytest.mark.parametrize("wrong", [np.ones(2, np.int32), True, 1.0])
+def test_ranks_are_integers(name: str, wrong: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name}: expected an integer"):
+        plan(**{name: wrong})
+
+
 def test_a_plan_keeps_all_lengths() -> None:
     """The call names the keys on all ranks, as the plan did."""
     cache, loc = PagedKVCache(4, 8, 2, 64), np.array([0, 1], np.int32)

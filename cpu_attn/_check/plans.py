@@ -44,7 +44,7 @@ def table_block_size(block_table: Any, block_size: Any) -> int:
 
 def ranks(world_size: Any, rank: Any, interleave: Any) -> tuple[int, int, int]:
     """Of context parallel: how many there are, which one this is, and how many positions in a row each has."""
-    if world_size == interleave == 1 and rank == 0 and type(world_size) is type(interleave) is type(rank) is int:
+    if type(world_size) is type(interleave) is type(rank) is int and world_size == interleave == 1 and rank == 0:
         return 1, 0, 1
     size = integer("cp_world_size", world_size, 1, MAX_SIZE)
     return size, integer("cp_rank", rank, 0, size - 1), integer("cp_kv_cache_interleave_size", interleave, 1)
