@@ -56,27 +56,26 @@ def _attended(problem: Problem) -> NDArray[np.int32]:
     the columns past all that are."""
     case = problem.case
     table: NDArray[np.int32] = problem.block_table.copy()
+    needed: list[list[int]] = [[] for _ in table]
     if problem.selected_blocks is not None:
         lists = iter(problem.selected_blocks)
-        for r, row in enumerate(table):
-            there: list[int] = []
+        for r, blocks in enumerate(needed):
             mask = case.mask(r) | bool(case.tree)  # blocks are needed whatever the tree hides
             tokens = case.query_block or max(1, len(mask))
             for first, own in zip(range(0, case.lists(r) * tokens, tokens), lists, strict=False):
                 seen = np.flatnonzero(mask[first : first + tokens].any(axis=0)) // case.block_size
-                there += np.intersect1d(own, seen).tolist()
-            row[~np.isin(np.arange(len(row)), there)] = -1
-        table = table[:, : np.flatnonzero((table >= 0).any(axis=0)).max(initial=-1) + 1]
-    if problem.selected_tokens is not None and not case.tree:
+                blocks += np.intersect1d(own, seen).tolist()
+    elif problem.selected_tokens is not None and not case.tree:
         rows = iter(problem.selected_tokens)
-        for r, row in enumerate(table):
-            needed: list[int] = []
+        for r, blocks in enumerate(needed):
             for mask, own in zip(case.mask(r), rows, strict=False):
                 keys = own[own >= 0]
-                needed += (keys[mask[keys]] // case.block_size).tolist()
-            row[~np.isin(np.arange(len(row)), needed)] = -1
-        table = table[:, : np.flatnonzero((table >= 0).any(axis=0)).max(initial=-1) + 1]
-    return table
+                blocks += (keys[mask[keys]] // case.block_size).tolist()
+    else:
+        return table
+    for row, blocks in zip(table, needed, strict=True):
+        row[~np.isin(np.arange(len(row)), blocks)] = -1
+    return table[:, : np.flatnonzero((table >= 0).any(axis=0)).max(initial=-1) + 1]
 
 
 def _attend(

@@ -213,14 +213,6 @@ INLINE vf v_rcp(vf x) { /* one step of Newton's */
     vf y = _mm512_rcp14_ps(x);
     return v_mul(y, _mm512_fnmadd_ps(x, y, v_set1(2.0f)));
 }
-/* 2^x = 2^f 2^n, n = floor(x), by a Chebyshev fit of (2^f - 1)/f, divided by 2^f, on [0, 1]. */
-INLINE vf v_exp2_falling(vf x) {
-    __mmask16 normal = _mm512_cmp_ps_mask(x, v_set1(-126.0f), _CMP_NLT_UQ);
-    vf f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC), p = v_set1(0.0770672f);
-    p = v_fma(p, f, v_set1(0.22764482f));
-    p = v_fma(p, f, v_set1(0.69511682f));
-    return _mm512_maskz_scalef_ps(normal, v_fma(p, f, v_set1(1.0f)), x);
-}
 INLINE vp v_round_pairs(vf a, vf b) { return (vp)_mm512_cvtne2ps_pbh(b, a); }
 INLINE void v_store_pairs(uint16_t *p, vp x) { _mm512_storeu_si512(p, x); }
 INLINE void v_put_pairs(uint16_t *p, vf even, vf odd) {

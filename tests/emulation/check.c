@@ -253,8 +253,6 @@ TEST(reduce_max_epu32, 0, R->u32[0] = _mm512_reduce_max_epu32(SI(a)), REDUCE(uin
 
 /* ---- arithmetic of AVX-512 alone ---- */
 
-TEST(maskz_scalef_ps, 1, GIVES_PS(_mm512_maskz_scalef_ps(K16, PS(a), PS(b))), F32(HAS(i) ? scaled(a, b) : 0))
-TEST(reduce_ps, 0, GIVES_PS(_mm512_reduce_ps(PS(a), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)), F32(rest(a)))
 TEST(rcp14_ps, 0, GIVES_PS(_mm512_rcp14_ps(PS(a))); U32(reciprocal(X->a.f32[i], R->f32[i])), U32(1))
 
 #if defined EMULATED || defined __AVX512BF16__

@@ -100,33 +100,6 @@ static inline uint16_t to_bf16(float x) {
     return (uint16_t)(upper + (rest > 0x8000 || (rest == 0x8000 && upper & 1)));
 }
 
-/* VSCALEFPS: x 2^floor(n), rounded once; the table of special cases in its description. */
-static float scaled(float x, float n) {
-    const int quiet = as_bits(x) >> 22 & 1;
-    if (isnan(x))
-        return isinf(n) && quiet ? (n > 0 ? INFINITY : 0) : x;
-    if (isnan(n))
-        return n;
-    if (isinf(n))
-        return n > 0 ? (x == 0 ? NAN : copysignf(INFINITY, x)) : isinf(x) ? NAN : copysignf(0, x);
-    return (float)ldexp(x, (int)within((int64_t)floor(fmax(-1000, fmin(1000, n))), -1000, 1000));
-}
-
-/* VREDUCEPS down to whole numbers, itself rounded down; the table of special cases in its description. */
-static float rest(float x) {
-    if (isnan(x))
-        return as_float(as_bits(x) | 0x400000);
-    if (isinf(x))
-        return 0;
-    const double whole = floor(x);
-    if (x == whole)
-        return -0.0f;
-    const float r = (float)(x - whole);
-    const float back = nextafterf(r, -INFINITY);
-    /* 1 + x, x in (-1, 0), may be no float: r is too much where its distance to 1 is less than -x. */
-    return whole == -1 && 1 - (double)r < -(double)x ? back : r;
-}
-
 /* VRCP14PS: cores differ in the bits, within 2^-14 of the quotient. */
 static int reciprocal(float x, float r) {
     if (isnan(x))

@@ -97,8 +97,7 @@ typedef struct strip {
     int opening, cold; /* the block is the segment's first, whose queries are still to be prefetched; V, too */
     int shaped;        /* scores are more than products: softcap, ALiBi, a tree, ... */
     int masked;        /* some row does not see all of the groups */
-    edges sees;
-    const group *g; /* groups that some row sees, from an even one on */
+    const group *g;    /* groups that some row sees, from an even one on */
     int num_groups;
     const group *next; /* the next block's groups at the same places */
     int num_next;
@@ -209,6 +208,7 @@ static NOINLINE void add_values(tile_work *w, const strip *t) {
 /* Takes the groups of the block that some row of the strip sees, from an even one on, since each step of V is two
  * groups. */
 static strip make_strip(const tile_work *w, const score_block *b, int64_t row, int rows) {
+    const edges sees = edges_of(&w->x, b, row, rows);
     strip t = {.row = row,
                .rows = rows,
                .number = (int)(row / STRIP),
@@ -216,25 +216,24 @@ static strip make_strip(const tile_work *w, const score_block *b, int64_t row, i
                .cold = w->cold,
                .shaped =
                    w->call->softcap > 0 || w->call->alibi_slopes || w->call->attn_bias || w->x.tree || w->x.factor == 0,
-               .sees = edges_of(&w->x, b, row, rows),
                .g = b->groups,
                .next = b->next,
                .v = w->v,
                .k0 = b->k0,
                .k1 = b->k1};
-    if (t.sees.hi <= t.sees.lo)
+    if (sees.hi <= sees.lo)
         return t;
     t.num_groups = b->num_groups;
     t.num_next = ca_ready(w->plan) ? b->num_next : 0;
-    for (; t.num_groups > 2 && t.g[1].key + t.g[1].n <= t.sees.lo; t.g += 2, t.next += 2, t.v++) {
+    for (; t.num_groups > 2 && t.g[1].key + t.g[1].n <= sees.lo; t.g += 2, t.next += 2, t.v++) {
         t.num_groups -= 2;
         t.num_next -= 2;
     }
-    while (t.num_groups > 0 && t.g[t.num_groups - 1].key >= t.sees.hi)
+    while (t.num_groups > 0 && t.g[t.num_groups - 1].key >= sees.hi)
         t.num_groups--;
     t.rows_next = ca_min64(STRIP, ca_rows_of(w->plan, w->task) - row - rows);
     t.queries = ca_div_up(STRIP, ca_max64(1, ca_div_up(t.num_groups, 2)));
-    t.masked = t.num_groups > 0 && (t.sees.all_lo > t.g->key || t.sees.all_hi < t.g[t.num_groups - 1].key + CA_LANES ||
+    t.masked = t.num_groups > 0 && (sees.all_lo > t.g->key || sees.all_hi < t.g[t.num_groups - 1].key + CA_LANES ||
                                     !whole(t.g, t.num_groups));
     return t; /* it has no groups only between blocks that are selected */
 }

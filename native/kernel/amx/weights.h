@@ -6,10 +6,8 @@ static void hide(const strip *t, float *s, int64_t lo, int64_t hi) {
     for (const group *g = t->g; g < t->g + t->num_groups; g++, s += CA_LANES) {
         if (g->key >= lo && g->key + CA_LANES <= hi && g->n == CA_LANES)
             continue;
-        for (int i = 0; i < CA_LANES; i += VL) {
-            const int64_t key = g->key + i, first = ca_max64(lo - key, 0), end = ca_min64(hi - key, g->n - i);
-            v_store(s + i, v_keep(v_load_f32(s + i), (int)ca_min64(first, VL), (int)ca_min64(ca_max64(end, 0), VL)));
-        }
+        for (int i = 0; i < CA_LANES; i += VL)
+            v_store(s + i, keep_seen(v_load_f32(s + i), g, i, lo, hi));
     }
 }
 

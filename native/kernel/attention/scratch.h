@@ -155,6 +155,13 @@ static inline int sees_all(const scratch *x, const score_block *b, int64_t rows)
     return e.all_lo <= b->groups->key && e.all_hi >= b->groups[b->num_groups - 1].key + CA_LANES;
 }
 
+/* The scores x of a group's keys from one of its lanes on: -inf in place of those outside [lo, hi), whatever they are.
+ */
+INLINE vf keep_seen(vf x, const group *g, int lane, int64_t lo, int64_t hi) {
+    const int64_t key = g->key + lane, first = ca_max64(lo - key, 0), end = ca_min64(hi - key, g->n - lane);
+    return v_keep(x, (int)ca_min64(first, VL), (int)ca_min64(ca_max64(end, 0), VL));
+}
+
 /* -inf to the scores of what a row of a tree mask does not see. */
 INLINE void mask_tree(const scratch *x, int64_t row, const group *g, int num_groups, float *s) {
     for (int i = 0; x->tree && i < num_groups; i++)

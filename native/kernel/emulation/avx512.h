@@ -404,54 +404,10 @@ INLINE float emulated_cvtss_f32(__m512 x) { return _mm256_cvtss_f32(x.h[0]); }
 
 /* ---- arithmetic that AVX2 has nothing like ---- */
 
-/* x 2^floor(n), rounded once: in doubles the product is exact, or far below every float. */
-INLINE __m128 emulated_scalef_quarter(__m128 x, __m128 n) {
-    const __m128 infinite = _mm_cmpeq_ps(_mm_andnot_ps(_mm_set1_ps(-0.0f), n), _mm_set1_ps(__builtin_inff()));
-    const __m128i quiet = _mm_and_si128(_mm_castps_si128(x), _mm_set1_epi32(0x7fc00000));
-    const __m128 quiet_nan = _mm_castsi128_ps(_mm_cmpeq_epi32(quiet, _mm_set1_epi32(0x7fc00000)));
-    x = _mm_blendv_ps(x, _mm_set1_ps(1), _mm_and_ps(infinite, quiet_nan)); /* a quiet NaN does not outlive 2^inf */
-    const __m256d least = _mm256_set1_pd(-1000), most = _mm256_set1_pd(1000), wide = _mm256_cvtps_pd(n);
-    __m256d whole = _mm256_floor_pd(_mm256_min_pd(most, _mm256_max_pd(least, wide)));
-    __m256i power = _mm256_cvtepi32_epi64(_mm_add_epi32(_mm256_cvtpd_epi32(whole), _mm_set1_epi32(1023)));
-    __m256d by = _mm256_castsi256_pd(_mm256_slli_epi64(power, 52));
-    by = _mm256_blendv_pd(by, wide, _mm256_cmp_pd(wide, wide, _CMP_UNORD_Q)); /* the last three: NaN, inf, -inf */
-    by = _mm256_blendv_pd(by, wide, _mm256_cmp_pd(wide, _mm256_set1_pd(__builtin_inf()), _CMP_EQ_OQ));
-    by = _mm256_blendv_pd(by, _mm256_setzero_pd(), _mm256_cmp_pd(wide, _mm256_set1_pd(-__builtin_inf()), _CMP_EQ_OQ));
-    return _mm256_cvtpd_ps(_mm256_mul_pd(_mm256_cvtps_pd(x), by));
-}
-INLINE __m512 emulated_maskz_scalef_ps(__mmask16 k, __m512 x, __m512 n) {
-    __m512 r;
-    for (int j = 0; j < 2; j++)
-        r.h[j] =
-            _mm256_set_m128(emulated_scalef_quarter(_mm256_extractf128_ps(x.h[j], 1), _mm256_extractf128_ps(n.h[j], 1)),
-                            emulated_scalef_quarter(_mm256_castps256_ps128(x.h[j]), _mm256_castps256_ps128(n.h[j])));
-    return emulated_mask_blend_ps(k, emulated_set1_ps(0), r);
-}
-/* What floor leaves of x, rounded down, too: 1 + x for a small x below 0 is less than 1. -0 where nothing is left. */
-INLINE __m256 emulated_reduce_half(__m256 x) {
-    const __m256 whole = _mm256_floor_ps(x), zero = _mm256_setzero_ps();
-    __m256 rest = _mm256_sub_ps(x, whole), off = _mm256_sub_ps(x, _mm256_add_ps(rest, whole)); /* exact */
-    __m256i too_much = _mm256_castps_si256(_mm256_cmp_ps(off, zero, _CMP_LT_OQ));              /* -1 */
-    rest = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(rest), too_much));
-    rest = _mm256_blendv_ps(rest, _mm256_set1_ps(-0.0f), _mm256_cmp_ps(x, whole, _CMP_EQ_OQ));
-    const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);
-    return _mm256_blendv_ps(rest, zero, _mm256_cmp_ps(size, _mm256_set1_ps(__builtin_inff()), _CMP_EQ_OQ));
-}
-INLINE __m512 emulated_reduce_down(__m512 x) {
-    return (__m512){{emulated_reduce_half(x.h[0]), emulated_reduce_half(x.h[1])}};
-}
-/* For this rounding alone, and no fraction bits. */
-#define _mm512_reduce_ps(x, how)                                                                                       \
-    __extension__({                                                                                                    \
-        _Static_assert((how) == (_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC), "VREDUCEPS of another rounding");         \
-        emulated_reduce_down(x);                                                                                       \
-    })
-
 /* 1 / x cut off after 14 bits of fraction, as far off as 2^-14 allows: cores differ in the bits of theirs. */
 INLINE __m512 emulated_rcp14_ps(__m512 x) {
     __m512i r = emulated_castps_si512(emulated_div_ps(emulated_set1_ps(1), x));
     return emulated_castsi512_ps(emulated_and_si512(r, emulated_set1_epi32(-512)));
 }
-#define _mm512_maskz_scalef_ps emulated_maskz_scalef_ps
 #define _mm512_rcp14_ps emulated_rcp14_ps
 #endif
