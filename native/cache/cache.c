@@ -10,11 +10,6 @@
 #include <omp.h>
 #endif
 
-/* Writes of so much go past the caches. Measured on Zen 4 with 32 MiB of L3, one thread, write and then a decode step
- * that reads it all, streamed against not: 4 MiB 17.5 and 20.3 GB/s written, 705 and 442 us for both; 8 MiB 18.6
- * and 20.8, 1339 and 838; 16 MiB 20.6 and 12.5, 2579 and 2781; 32 MiB 18.6 and 9.2, 5779 and 7565. */
-#define STREAM_BYTES (16 << 20)
-
 typedef struct cache {
     void *data;
     int64_t stride_n, stride_h, ld; /* ld: from token to token of a plain cache; packed: head_size */
@@ -225,7 +220,7 @@ static int write_all(const cache caches[2], const int64_t *slots, ca_turns *turn
         work += heads * caches[kv].head_size;
         turned += ca_turns_rows(turns, kv) ? heads * caches[kv].head_size : 0;
     }
-    int stream = num_tokens * work * ca_dtype_size(caches[K].kv_dtype) >= STREAM_BYTES;
+    int stream = num_tokens * work * ca_dtype_size(caches[K].kv_dtype) >= CA_STREAM_BYTES;
     write_call w = {caches, turns, slots, num_tokens, stream, last};
     /* 8 elements a nanosecond: bfloat16 in runs, on a Zen 4 core; token by token it is a tenth of that */
     const double cost = (double)(num_tokens * (work + 2 * turned)) / 8;

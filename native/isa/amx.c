@@ -31,9 +31,10 @@ static const char *missing(void) {
 #define NG 4
 #define NDV 4
 
-/* ROWS and KEYS were found on an Emerald Rapids (MEASUREMENTS.md: AMX). */
+/* ROWS, KEYS and BLOCK_KEYS were found on an Emerald Rapids (MEASUREMENTS.md: AMX). */
 #define ROWS 512
 #define KEYS 256
+#define BLOCK_KEYS 1024
 #define FEW_KEYS 128
 
 #define TILES

@@ -19,6 +19,13 @@
 #define HAS_VBMI
 #endif
 
+/* Keeps a constant in a register, where gcc would make it anew each time. */
+#ifdef EMULATED
+#define KEEP(where, x) ((void)0)
+#else
+#define KEEP(where, x) __asm__("" : where(x))
+#endif
+
 #define VL 16
 
 typedef __m512 vf;
@@ -240,17 +247,106 @@ INLINE vf v_turns(void) {
     const float turn = 0.25f;
     return _mm512_setr4_ps(-turn, turn, -turn, turn);
 }
-INLINE vp v_powers(vf a, vf b) {
-    const __m512i table[2] = {_mm512_loadu_si512(above_power), _mm512_loadu_si512(above_power + 64)};
-    const __m512i one = _mm512_set1_epi32(127 * V_OCTAVE + 2);
-    __m512i x =
-        _mm512_packus_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(a), one), _mm512_add_epi32(_mm512_cvtps_epi32(b), one));
-    x = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), x); /* 4 of a, 4 of b, ... */
-    __m512i above = _mm512_permutex2var_epi8(table[0], _mm512_srli_epi16(x, 2), table[1]);
-    above = _mm512_and_si512(above, _mm512_set1_epi16(0xff));
+/* The word of 1; 2 rounds the two bits that are dropped. */
+#define V_ONE (127 * V_OCTAVE + 2)
+typedef struct v_powers_table {
+    __m512i low, high;
+    __mmask64 bytes; /* the low one of every word */
+} v_powers_table;
+INLINE v_powers_table v_load_powers(void) {
+    v_powers_table t = {_mm512_loadu_si512(above_power), _mm512_loadu_si512(above_power + 64), 0x5555555555555555};
+    KEEP("+k", t.bytes);
+    return t;
+}
+INLINE vp v_powers_of_words(const v_powers_table *t, vi x) {
+    const __m512i above = _mm512_maskz_permutex2var_epi8(t->bytes, t->low, _mm512_srli_epi16(x, 2), t->high);
     return _mm512_srli_epi16(_mm512_sub_epi16(x, above), 2);
 }
+INLINE vp v_powers(vf a, vf b) {
+    const __m512i one = _mm512_set1_epi32(V_ONE);
+    const __m512i x =
+        _mm512_packus_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(a), one), _mm512_add_epi32(_mm512_cvtps_epi32(b), one));
+    /* 4 of a, 4 of b, ... become all of a, all of b. */
+    const v_powers_table table = v_load_powers();
+    return v_powers_of_words(&table, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), x));
+}
 INLINE int v_any_nan(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
+
+/* ---- words of amx/words.h ---- */
+
+INLINE vi v_load_words(const uint16_t *p) { return _mm512_loadu_si512(p); }
+INLINE void v_store_words(uint16_t *p, vi x) { _mm512_storeu_si512(p, x); }
+INLINE vi v_min_words(vi a, vi b) { return _mm512_min_epu16(a, b); }
+INLINE vi v_sub_words(vi a, vi b) { return _mm512_subs_epu16(a, b); }
+
+/* What v_words keeps in registers. */
+typedef struct v_word_order {
+    __m512i order, hidden;
+} v_word_order;
+/* Packing leaves 4 of a, 4 of b, ... of each 128 bits. */
+INLINE v_word_order v_load_word_order(void) {
+    static const uint16_t in_order[32] = {0, 1, 2, 3, 8,  9,  10, 11, 16, 17, 18, 19, 24, 25, 26, 27,
+                                          4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31};
+    v_word_order t = {_mm512_loadu_si512(in_order), _mm512_set1_epi32(-1)};
+    KEEP("+v", t.order);
+    KEEP("+v", t.hidden);
+    return t;
+}
+/* VCVTPS2DQ makes INT32_MIN of what is no integer of 32 bits, NaN and infinities included, and packing makes 0 of it.
+ * The permutation that puts words in order leaves out those that are not seen at no cost. */
+INLINE vi v_words(const v_word_order *t, int all, vf a, vf b, uint32_t seen) {
+    const __m512i words = _mm512_packus_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b));
+    return all ? _mm512_permutexvar_epi16(t->order, words)
+               : _mm512_mask_permutexvar_epi16(t->hidden, seen, t->order, words);
+}
+INLINE vf v_keep_bits(vf x, uint32_t bits) {
+    return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(-INFINITY), x);
+}
+
+/* Of 16 vectors v: the largest, or least, lane of v[i] in lane i, by a transposition that compares on the way. Rounds
+ * one and two bring quarters of v[i], v[4 + i], v[8 + i] and v[12 + i] together, three and four lanes within quarters.
+ */
+#define OF_EACH(name, better)                                                                                          \
+    INLINE __m512i name(const __m512i *v) {                                                                            \
+        __m512i quarters[4], pairs[2];                                                                                 \
+        EACH(i, 4) {                                                                                                   \
+            const __m512i x = better(quarters_of(v[i], v[4 + i], 0x44), quarters_of(v[i], v[4 + i], 0xee));            \
+            const __m512i y = better(quarters_of(v[8 + i], v[12 + i], 0x44), quarters_of(v[8 + i], v[12 + i], 0xee));  \
+            quarters[i] = better(quarters_of(x, y, 0x88), quarters_of(x, y, 0xdd));                                    \
+        }                                                                                                              \
+        EACH(i, 2)                                                                                                     \
+        pairs[i] = better(_mm512_unpacklo_epi32(quarters[i], quarters[2 + i]),                                         \
+                          _mm512_unpackhi_epi32(quarters[i], quarters[2 + i]));                                        \
+        return better(_mm512_unpacklo_epi32(pairs[0], pairs[1]), _mm512_unpackhi_epi32(pairs[0], pairs[1]));           \
+    }
+#define quarters_of(a, b, which)                                                                                       \
+    _mm512_castps_si512(_mm512_shuffle_f32x4(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), which))
+#define larger_float(a, b) _mm512_castps_si512(_mm512_max_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b)))
+OF_EACH(largest_floats, larger_float)
+OF_EACH(least_words, _mm512_min_epu16)
+INLINE vf v_hmax_of_each(const vf *v) {
+    __m512i x[16];
+    EACH(i, 16) x[i] = _mm512_castps_si512(v[i]);
+    return _mm512_castsi512_ps(largest_floats(x));
+}
+INLINE vf v_hmin_words_of_each(const vi *v) {
+    const __m512i both = least_words(v), least = _mm512_min_epu16(both, _mm512_srli_epi32(both, 16));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(least, _mm512_set1_epi32(0xffff)));
+}
+
+/* ---- words of amx/output.h ---- */
+
+/* Nearest even by integers, as v_storen_bf16 has it, but for NaN. */
+INLINE vp v_bf16_of(vf a, vf b) {
+    static const uint16_t upper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                       33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    const __m512i half = _mm512_set1_epi32(0x7fff), one = _mm512_set1_epi32(1);
+    __m512i x[2] = {_mm512_castps_si512(a), _mm512_castps_si512(b)};
+    EACH(j, 2)
+    x[j] = _mm512_add_epi32(_mm512_add_epi32(x[j], half), _mm512_and_si512(_mm512_srli_epi32(x[j], 16), one));
+    return _mm512_permutex2var_epi16(x[0], _mm512_loadu_si512(upper), x[1]);
+}
+INLINE void v_stream_pairs(uint16_t *p, vp x) { _mm512_stream_si512((void *)p, x); }
 
 /* ---- words of in_registers.inc ---- */
 

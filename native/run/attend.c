@@ -80,13 +80,17 @@ static int run_segment(run *w, const ca_task *t, int kv_head, int num_heads, int
                        const ca_state *part, void *scratch) {
     const ca_plan *p = w->plan;
     const int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v;
+    const int opens = p->engine == ca_fused_engine() && p->kernel->opens;
     int n = 0;
     if (p->shape.max_selected_tokens)
         return ca_attend_selected(p, w->call, t, kv_head, segment, total, scratch);
     for (int64_t k0, k1 = 0; next_chain(w, t, kv_head, segment, &k0, &k1); n++) {
         const ca_state *to = n ? part : total;
         for (int h = 0; h < num_heads; h++)
-            ca_clear(&to[h], rows, dv);
+            if (opens)
+                ca_open(&to[h], rows);
+            else
+                ca_clear(&to[h], rows, dv);
         int status = p->engine->segment(p, w->call, t, kv_head, num_heads, k0, k1, to, scratch);
         if (status)
             return -status;

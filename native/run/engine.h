@@ -95,12 +95,17 @@ typedef struct ca_state {
     float *m, *l;
 } ca_state;
 
-static inline void ca_clear(const ca_state *s, int64_t rows, int64_t head_size_v) {
-    memset(s->o, 0, (size_t)(rows * head_size_v) * sizeof(float));
+/* Clears all of a state but o. */
+static inline void ca_open(const ca_state *s, int64_t rows) {
     for (int64_t r = 0; r < rows; r++) {
         s->m[r] = -INFINITY;
         s->l[r] = 0;
     }
+}
+
+static inline void ca_clear(const ca_state *s, int64_t rows, int64_t head_size_v) {
+    memset(s->o, 0, (size_t)(rows * head_size_v) * sizeof(float));
+    ca_open(s, rows);
 }
 
 typedef struct ca_kernel ca_kernel;
@@ -149,9 +154,9 @@ static inline ca_token ca_token_at(const ca_plan *plan, const ca_task *task, int
     return task->shared ? plan->tokens[task->shared - 1 + i] : (ca_token){task->request, (int32_t)(task->token + i)};
 }
 
-/* Computes the states of a task's rows, which are clear, over the keys [k0, k1): one state for each of the kv heads
- * [kv_head, kv_head + num_heads). scratch is 64-aligned and holds engine->scratch_bytes(plan). Returns 0, or the
- * engine's own status. */
+/* Computes the states of a task's rows, which are clear (open, if the kernel `opens`), over the keys [k0, k1): one
+ * state for each of the kv heads [kv_head, kv_head + num_heads). scratch is 64-aligned and holds
+ * engine->scratch_bytes(plan). Returns 0, or the engine's own status. */
 typedef int ca_segment_fn(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
                           int64_t k0, int64_t k1, const ca_state *states, void *scratch);
 

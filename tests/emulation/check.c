@@ -77,6 +77,8 @@ TEST(sub_epi16, 0, GIVES_SI(_mm512_sub_epi16(SI(a), SI(b))), U16(a - b))
 TEST(and_si512, 0, GIVES_SI(_mm512_and_si512(SI(a), SI(b))), U32(a &b))
 TEST(or_si512, 0, GIVES_SI(_mm512_or_si512(SI(a), SI(b))), U32(a | b))
 TEST(max_epu32, 0, GIVES_SI(_mm512_max_epu32(SI(a), SI(b))), U32(a > b ? a : b))
+TEST(min_epu16, 0, GIVES_SI(_mm512_min_epu16(SI(a), SI(b))), U16(a < b ? a : b))
+TEST(subs_epu16, 0, GIVES_SI(_mm512_subs_epu16(SI(a), SI(b))), U16(a > b ? a - b : 0))
 TEST(madd_epi16, 0, GIVES_SI(_mm512_madd_epi16(SI(a), SI(b))),
      U32((uint32_t)((int16_t)a *(int16_t)b) + (uint32_t)((int16_t)(a >> 16) * (int16_t)(b >> 16))))
 TEST(slli_epi32, 0, GIVES_SI(_mm512_slli_epi32(SI(a), 16)), U32(a << 16))
@@ -262,6 +264,13 @@ TEST(dpbf16_ps, 1, GIVES_PS(_mm512_dpbf16_ps(PS(c), (__m512bh)SI(a), (__m512bh)S
 TEST(cvtne2ps_pbh, 0, GIVES_SI((__m512i)_mm512_cvtne2ps_pbh(PS(a), PS(b))),
      U16(to_bf16((i < 16 ? X->b.f32 : X->a.f32)[i % 16])))
 PERMUTE(8, u8, 64)
+TEST(mask_permutexvar_epi16, 0, GIVES_SI(_mm512_mask_permutexvar_epi16(SI(a), (__mmask32)X->k, SI(b), SI(c))),
+     U16(HAS(i) ? X->c.u16[b % 32] : a))
+TEST(maskz_permutex2var_epi8, 0, GIVES_SI(_mm512_maskz_permutex2var_epi8(X->k, SI(a), SI(b), SI(c))),
+     for (int i = 0; i < 64; i++) {
+         const int from = X->b.u8[i] % 128;
+         R->u8[i] = HAS(i) ? (from < 64 ? X->a.u8[from] : X->c.u8[from - 64]) : 0;
+     })
 #endif
 
 #ifdef EMULATED

@@ -16,6 +16,7 @@ typedef struct tile_config { /* as LDTILECFG reads it (Intel SDM) */
 
 #ifdef EMULATED
 #include "kernel/emulation/tiles.h"
+#define tile_barrier() ((void)0)
 #else
 #define TILE_METHOD "TDPBF16PS, 16 x 16 x 32"
 

@@ -31,6 +31,7 @@ static void score_tokens(const ca_plan *plan, const ca_call *call, const ca_task
     const int64_t heads = plan->group_size;
     const int strips = (int)ca_div_up(heads, STRIP);
     tile_work w = begin_work(plan, call, task, 0, 1, task->num_tokens * strips, memory);
+    w.pipe = NULL;
     const int most = most_groups(&w);
     score_block b = {.k0 = k0, .groups = w.x.groups[0], .next = w.x.groups[1]};
     load_queries_bf16(plan, &w.x, 0, ca_rows_of(plan, task));

@@ -11,6 +11,7 @@
  *   TILE_GROUPS(mr)      groups of a register tile of mr rows, a divisor of NG: the fewer rows, the more groups,
  *                        until FMA has enough sums that do not wait for one another
  *   TILE_VECTORS(mr)     vectors of V's columns of such a tile
+ *   BLOCK_KEYS           keys whose groups are listed at once, KEYS or more
  *   NHD_KEYS, NHD_BYTES  the same as FEW_KEYS over NHD caches (kernel.h)
  *   SUM_GROUPS           groups whose P V has a sum of its own in float32: of V that is one number all products are
  *                        alike and rounded to the same side, and one sum over 1024 keys takes 4 times the error
@@ -29,6 +30,9 @@
 #define GLUE(a, b) GLUE_(a, b)
 #define NAME(x) GLUE(x, DTYPE) /* of a .inc: x of this dtype */
 
+#ifndef BLOCK_KEYS
+#define BLOCK_KEYS KEYS
+#endif
 #ifndef NHD_KEYS
 #define NHD_KEYS FEW_KEYS
 #endif
@@ -42,9 +46,9 @@
 #ifndef SUM_GROUPS
 #define SUM_GROUPS 4
 #endif
-#define MAX_GROUPS (KEYS / CA_LANES) /* of a score block */
-#define NV (NG * CA_LANES / VL)      /* vectors of logits of a register tile */
-#define S_STRIDE (KEYS + 16)         /* from row to row of logits: no power of two, so that rows share no cache sets */
+#define MAX_GROUPS (BLOCK_KEYS / CA_LANES) /* of a block */
+#define NV (NG * CA_LANES / VL)            /* vectors of logits of a register tile */
+#define S_STRIDE (KEYS + 16) /* from row to row of logits: no power of two, so that rows share no cache sets */
 /* Dimensions of q k that one sum takes: one over 576 dimensions took 0.93 of float32's error budget (the worst of 1200
  * random requests). */
 #define QK_DIMS 128

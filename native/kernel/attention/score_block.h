@@ -108,7 +108,7 @@ static inline int copy_groups(const ca_plan *plan, const ca_call *call, const ca
     const int64_t past = keys_end(plan, task);
     int n = 0;
     for (; n < most && at.key < k1; n++) {
-        char *copy[2] = {room + n * CA_LANES * bytes[K], room + KEYS * bytes[K] + n * CA_LANES * bytes[V]};
+        char *copy[2] = {room + n * CA_LANES * bytes[K], room + BLOCK_KEYS * bytes[K] + n * CA_LANES * bytes[V]};
         const int64_t first = at.key == k0 ? at.key - at.key % CA_LANES : at.key;
         const int64_t last = ca_min64(k1, at.key - at.key % CA_LANES + CA_LANES);
         int64_t there = at.key - first;

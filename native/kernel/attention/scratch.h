@@ -71,8 +71,10 @@ static inline int64_t staged_bytes(const ca_plan *p) {
                     ca_is_packed(p->shape.v_dtype) ? ca_kv_form(p, V).elements : 0);
 }
 
-/* KEYS rows of K, then of V, of a plain cache. */
-static inline int64_t copies_bytes(const ca_plan *p) { return is_plain(p) ? KEYS * ca_token_bytes(&p->shape) : 0; }
+/* BLOCK_KEYS rows of K, then of V, of a plain cache. */
+static inline int64_t copies_bytes(const ca_plan *p) {
+    return is_plain(p) ? BLOCK_KEYS * ca_token_bytes(&p->shape) : 0;
+}
 
 static inline int64_t carve(scratch *x, uintptr_t base, const ca_plan *plan) {
     const ca_group_form v = ca_kv_form(plan, V);

@@ -53,6 +53,8 @@ EMULATE_2(__m512i, sub_epi16, _mm256_sub_epi16)
 EMULATE_2(__m512i, and_si512, _mm256_and_si256)
 EMULATE_2(__m512i, or_si512, _mm256_or_si256)
 EMULATE_2(__m512i, max_epu32, _mm256_max_epu32)
+EMULATE_2(__m512i, min_epu16, _mm256_min_epu16)
+EMULATE_2(__m512i, subs_epu16, _mm256_subs_epu16)
 EMULATE_2(__m512i, madd_epi16, _mm256_madd_epi16)
 EMULATE_2(__m512i, packs_epi32, _mm256_packs_epi32)
 EMULATE_2(__m512i, packus_epi32, _mm256_packus_epi32)
@@ -91,6 +93,8 @@ EMULATE_SET(__m512i, broadcast_i32x4, __m128i, _mm256_broadcastsi128_si256)
 #define _mm512_and_si512 emulated_and_si512
 #define _mm512_or_si512 emulated_or_si512
 #define _mm512_max_epu32 emulated_max_epu32
+#define _mm512_min_epu16 emulated_min_epu16
+#define _mm512_subs_epu16 emulated_subs_epu16
 #define _mm512_madd_epi16 emulated_madd_epi16
 #define _mm512_packs_epi32 emulated_packs_epi32
 #define _mm512_packus_epi32 emulated_packus_epi32
@@ -341,6 +345,10 @@ INLINE __m512 emulated_cvtph_ps(__m256i x) {
     }
 EMULATE_PERMUTE(16, uint16_t)
 EMULATE_PERMUTE(64, uint64_t)
+INLINE __m512i emulated_mask_permutexvar_epi16(__m512i no, __mmask32 k, __m512i index, __m512i x) {
+    return emulated_mask_mov_epi16(no, k, emulated_permutexvar_epi16(index, x));
+}
+#define _mm512_mask_permutexvar_epi16 emulated_mask_permutexvar_epi16
 #define _mm512_permutex2var_epi16 emulated_permutex2var_epi16
 #define _mm512_permutex2var_epi64 emulated_permutex2var_epi64
 #define _mm512_permutexvar_epi16 emulated_permutexvar_epi16

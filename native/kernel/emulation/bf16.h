@@ -54,10 +54,20 @@ INLINE __m512i emulated_cvtne2ps_pbh(__m512 high, __m512 low) {
 }
 
 EMULATE_PERMUTE(8, uint8_t)
+INLINE __m512i emulated_maskz_permutex2var_epi8(__mmask64 k, __m512i a, __m512i index, __m512i b) {
+    uint8_t r[64];
+    a = emulated_permutex2var_epi8(a, index, b);
+    memcpy(r, &a, sizeof r);
+    for (int i = 0; i < 64; i++)
+        r[i] = k >> i & 1 ? r[i] : 0;
+    memcpy(&a, r, sizeof r);
+    return a;
+}
 
 #define __m512bh emulated_ints
 #define _mm512_dpbf16_ps emulated_dpbf16_ps
 #define _mm512_cvtne2ps_pbh emulated_cvtne2ps_pbh
 #define _mm512_permutex2var_epi8 emulated_permutex2var_epi8
+#define _mm512_maskz_permutex2var_epi8 emulated_maskz_permutex2var_epi8
 #define _mm512_permutexvar_epi8 emulated_permutexvar_epi8
 #endif

@@ -1,0 +1,178 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * Here the strips of a task become units of the pipeline, where words can hold their logits: those with ALiBi, a bias
+ * or a tree mask go by scores (strips.h), as do strips whose words turn out not to do. Such a strip does so until its
+ * segment ends, since references of the pipeline are integers.
+ *
+ * Whether a strip leaves the pipeline depends on all of its rows, which are one request's. So the bits of a row depend
+ * on its request alone; tasks that hold rows of several requests go by scores. */
+
+/* Lists what units take from a block's groups. */
+static void list_units(tile_work *w, const score_block *b) {
+    pipeline *x = w->pipe;
+    const int num_next = ca_ready(w->plan) ? b->num_next : 0, n = b->num_groups;
+    for (int g = 0; g < n; g++) {
+        x->k[g] = (const uint16_t *)b->groups[g].kv[K].at;
+        x->k_next[g] = g < num_next ? b->next[g].kv[K].at : NULL;
+        x->v_next[g] = g < num_next ? b->next[g].kv[V].at : NULL;
+    }
+    /* An odd last group is multiplied twice; no row sees the second one's keys. */
+    x->k[n] = x->k[n - 1];
+    x->k_next[n] = x->v_next[n] = NULL;
+}
+
+static uint32_t seen_of_group(const group *g, int64_t lo, int64_t hi) {
+    const int64_t first = ca_min64(ca_max64(lo - g->key, 0), CA_LANES);
+    const int64_t end = ca_min64(ca_max64(hi - g->key, 0), g->n);
+    return end > first ? (1u << end) - (1u << first) : 0;
+}
+
+/* Which keys of a step each row of a strip sees. */
+static void see_step(const tile_work *w, const strip *t, int i, uint32_t *seen) {
+    const scratch *x = &w->x;
+    const group *g = t->g + 2 * i, *h = 2 * i + 1 < t->num_groups ? g + 1 : NULL;
+    memset(seen, 0, STRIP * sizeof *seen);
+    for (int r = 0; r < t->rows; r++) {
+        const int64_t row = t->row + r, lo = ca_max64(t->k0, x->lo[row]), hi = ca_min64(t->k1, x->hi[row]);
+        if (r && x->lo[row] == x->lo[row - 1] && x->hi[row] == x->hi[row - 1])
+            seen[r] = seen[r - 1];
+        else
+            seen[r] = seen_of_group(g, lo, hi) | (h ? seen_of_group(h, lo, hi) << CA_LANES : 0);
+    }
+}
+
+/* Decides which step says how large logits are: one where every row that has seen nothing, but now sees keys, sees one.
+ * Returns 0 where neither of the first two does. */
+static int choose_first_step(const tile_work *w, const strip *t, pipe_unit *u) {
+    const scratch *x = &w->x;
+    const group *last = t->g + t->num_groups - 1;
+    int sees[2] = {1, u->steps > 1};
+    for (int r = 0; r < t->rows; r++) {
+        const int64_t row = t->row + r, lo = ca_max64(ca_max64(t->k0, x->lo[row]), t->g->key);
+        const int64_t hi = ca_min64(ca_min64(t->k1, x->hi[row]), last->key + last->n);
+        for (int i = 0; i < 2 && u->m[r] == -INFINITY && lo < hi; i++)
+            sees[i] = sees[i] && w->pipe->seen[i][r];
+    }
+    u->swapped = !sees[0];
+    return sees[0] || sees[1];
+}
+
+/* Sets which keys the rows see, where some do not see all: of steps that some row does not see whole, and of those
+ * whose words are made with masks in any case, the last two, and all where logits are capped. */
+static int see_keys(const tile_work *w, const strip *t, pipe_unit *u) {
+    const edges e = edges_of(&w->x, &(score_block){.k0 = t->k0, .k1 = t->k1}, t->row, t->rows);
+    /* All rows see the steps [open, close) whole. */
+    const int64_t open = w->regular ? ca_div_up(ca_max64(0, e.all_lo - t->g->key), STEP_KEYS) : u->steps;
+    const int64_t close = ca_min64(t->num_groups / 2, ca_max64(0, e.all_hi - t->g->key) / STEP_KEYS);
+    for (int i = 0; i < u->steps; i++) {
+        const group *g = t->g + 2 * i, *h = 2 * i + 1 < t->num_groups ? g + 1 : NULL;
+        u->masked[i] = !(i >= open && i < close) &&
+                       (!h || g->n < CA_LANES || h->n < CA_LANES || g->key < e.all_lo || h->key + CA_LANES > e.all_hi);
+        if (u->masked[i])
+            see_step(w, t, i, w->pipe->seen[i]);
+        else if (i < 2 || i >= u->steps - 2 || u->scale.capped)
+            memset(w->pipe->seen[i], 0xff, sizeof w->pipe->seen[i]);
+    }
+    u->swapped = 0;
+    return !u->masked[0] || choose_first_step(w, t, u);
+}
+
+/* A strip of fewer than STRIP rows has a state of its own, which is full, and comes back when its unit is done. */
+static void open_partial_state(const tile_work *w, const strip *t) {
+    pipeline *x = w->pipe;
+    const int64_t dv = w->head_size_v, n = t->rows;
+    for (int r = 0; r < STRIP; r++) {
+        x->m[r] = r < n ? w->state->m[t->row + r] : -INFINITY;
+        x->l[r] = r < n ? w->state->l[t->row + r] : 0;
+    }
+    if (t->opening)
+        return;
+    memcpy(x->o, w->state->o + t->row * dv, (size_t)(n * dv) * sizeof *x->o);
+    memset(x->o + n * dv, 0, (size_t)((STRIP - n) * dv) * sizeof *x->o);
+}
+static void close_partial_state(const tile_work *w, int64_t row, int64_t n) {
+    const pipeline *x = w->pipe;
+    const int64_t dv = w->head_size_v;
+    memcpy(w->state->m + row, x->m, (size_t)n * sizeof *x->m);
+    memcpy(w->state->l + row, x->l, (size_t)n * sizeof *x->l);
+    memcpy(w->state->o + row * dv, x->o, (size_t)(n * dv) * sizeof *x->o);
+}
+
+/* Makes a unit of a strip. Returns 0 where it has to go by scores. */
+static int make_unit(const tile_work *w, const score_block *b, const strip *t, const pipe_unit *before, pipe_unit *u) {
+    pipeline *x = w->pipe;
+    const float softcap = w->call->softcap;
+    const int64_t first = t->g - b->groups, after_next = ca_rows_of(w->plan, w->task) - t->row - 2 * STRIP;
+    if (t->rows < STRIP)
+        open_partial_state(w, t);
+    u->steps = (t->num_groups + 1) / 2;
+    u->fresh = t->opening;
+    u->q_ld = query_width_bf16(w->head_size);
+    u->q = (const uint16_t *)w->x.q + t->row * u->q_ld;
+    u->k = x->k + first;
+    u->v = t->v;
+    u->o = t->rows < STRIP ? x->o : w->state->o + t->row * w->head_size_v;
+    u->m = t->rows < STRIP ? x->m : w->state->m + t->row;
+    u->l = t->rows < STRIP ? x->l : w->state->l + t->row;
+    u->head_size_v = w->head_size_v;
+    u->words = x->words[t->number % 2];
+    u->scale = (logit_scale){w->x.factor, V_OCTAVE * (softcap > 0 ? softcap * CA_LOG2E : w->x.factor), softcap > 0};
+    u->k_next = x->k_next + first;
+    u->v_next = x->v_next + first;
+    u->k_share = w->kv[K].share;
+    u->v_share = w->kv[V].share;
+    u->k_from = t->number * w->products * u->k_share;
+    u->v_from = t->number * w->passes * u->v_share;
+    u->v_now = t->cold && t->number == 0 ? w->v_now : 0;
+    u->queries = (const void *const *)(w->x.query + t->row + 2 * STRIP);
+    u->num_queries = t->opening ? (int)ca_min64(STRIP, after_next) : 0;
+    u->queries_of_step = (STRIP + u->steps - 1) / u->steps;
+    u->o_before = before ? before->o : NULL;
+    return see_keys(w, t, u);
+}
+
+/* A strip goes by scores, once the unit before it is done, whose tiles have other sizes. */
+static void leave_pipeline(tile_work *w, const strip *t, const pipe_unit *before) {
+    if (before)
+        add_unit_values(w->head_size_v, w->pipe, before, NULL, 1);
+    if (t->opening)
+        memset(w->state->o + t->row * w->head_size_v, 0, (size_t)(t->rows * w->head_size_v) * sizeof(float));
+    run_strip(w, t);
+    shape_tiles(&w->sizes, STRIP, DEPTH, CA_LANES);
+}
+
+/* The task's strips go through a block, each one's softmax beside the values of the one before. */
+static void run_units(tile_work *w, const score_block *b, int64_t rows) {
+    pipeline *x = w->pipe;
+    pipe_unit units[2];
+    const pipe_unit *before = NULL;
+    list_units(w, b);
+    shape_tiles(&w->sizes, STRIP, DEPTH, CA_LANES);
+    for (int64_t row = 0; row < rows; row += STRIP) {
+        const strip t = make_strip(w, b, row);
+        const int which = before == &units[0];
+        pipe_unit *u = &units[which];
+        uint8_t *left = &w->left[t.number];
+        u->words = x->words[which];
+        if (*left || t.num_groups == 0 || !make_unit(w, b, &t, before, u)) {
+            *left = *left || t.num_groups > 0;
+            leave_pipeline(w, &t, before);
+            before = NULL;
+            continue;
+        }
+        load_strip(w, row);
+        const int ok = form_words(w->head_size, x, u);
+        if (row + STRIP < rows)
+            load_strip(w, row + STRIP);
+        if (add_unit_values(w->head_size_v, x, before, u, ok)) {
+            before = u;
+        } else {
+            *left = 1;
+            leave_pipeline(w, &t, NULL);
+            before = NULL;
+        }
+    }
+    if (before)
+        add_unit_values(w->head_size_v, x, before, NULL, 1);
+    if (before && before->m == x->m)
+        close_partial_state(w, rows - rows % STRIP, rows % STRIP);
+}
