@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AMX's pipeline (native/kernel/amx/pipeline.h), whose softmax is of integers: every shape that it takes, and numbers at
-the edges of what its words of 16 bits hold, where strips of query rows leave it."""
+"""AMX's pipeline (native/kernel/amx/pipeline.h), whose softmax is of integers: every shape that it takes, and numbers
+at the edges of what its words of 16 bits hold, where strips of query rows leave it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Floats = NDArray[np.float32]
 
 # ---- shapes ----
 
-# Strips have 32 rows, tasks 512; blocks have 1024 keys, 512 at a head size of 256. 17 rows are the fewest that go through.
+# Strips have 32 rows, tasks 512; blocks have 1024 keys, 512 at a head size of 256. Fewer than 17 rows go by scores.
 QUERIES = {"17 rows": (17, 1), "32": (8, 4), "33": (33, 1), "63": (21, 3), "two strips": (16, 4), "two tasks": (131, 4)}
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {},
