@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from typing import Any
 
 import numpy as np
@@ -104,11 +105,24 @@ def test_threads() -> None:
     assert [kind.name for kind in profiled["profile"].totals][-1] == "attention_with_kv_cache"
 
 
+def module(name: str) -> Any:
+    """A script of docs/."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec and spec.loader
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
 def test_pictures() -> None:
     """They are those of docs/figures.py."""
-    spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    drawn = {f"{name}.svg": draw() for name, draw in module.PICTURES.items()}
+    drawn = {f"{name}.svg": draw() for name, draw in module("figures").PICTURES.items()}
     assert drawn == {file.name: file.read_text(encoding="utf-8") for file in (DOCS / "figures").glob("*.svg")}
+
+
+def test_tables() -> None:
+    """Pages have those that docs/tables.py makes of docs/reports, each in one place."""
+    tables = module("tables")
+    pages = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
+    assert tables.filled(pages) == pages
+    assert sorted(re.findall(r"<!-- begin: docs/tables.py (\S+) -->", pages)) == sorted(tables.TABLES)
