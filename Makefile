@@ -65,9 +65,9 @@ integration-tests:
 model-sweep:
 	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) $(INTEGRATIONS)/test $(INTEGRATIONS)/transformers
 	@cd $(INTEGRATIONS) && bin/python -m cpu_attn.tests.model_sweep --json $(CURDIR)/build/model_sweep.json \
-		--markdown $(CURDIR)/docs/transformers.md \
+		--markdown $(CURDIR)/docs/reference/architectures.md \
 		|| { echo "make model-sweep: FAILED, see above"; exit 1; }
-	@echo "make model-sweep: passed, build/model_sweep.json; its table is in docs/transformers.md"
+	@echo "make model-sweep: passed, build/model_sweep.json; its table is in docs/reference/architectures.md"
 
 # Its table is in docs/quality.md.
 quality:
