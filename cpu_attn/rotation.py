@@ -47,7 +47,7 @@ def rotate(x: Any, back: bool = False) -> NDArray[np.floating[Any]]:
         ValueError: ``x`` has no last axis, or an empty one.
         TypeError: ``x`` is no array, or has another dtype.
 
-    Maths: QuaRot, arXiv:2404.00456; docs/contract.md has the signs.
+    Maths: QuaRot, arXiv:2404.00456; docs/reference/cache_memory.md has the signs.
 
     Example:
         >>> import numpy as np

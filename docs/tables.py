@@ -20,7 +20,7 @@ from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 REPORTS = DOCS / "reports"
-PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
+PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")), REPORTS / "README.md")
 NAMES = {"onednn": "oneDNN", "vllm": "vLLM"}
 Report = dict[str, Any]
 Rows = list[list[str]]

@@ -312,7 +312,7 @@ def transformers_inputs(model: str) -> list[dict[str, Any]]:
 
 
 def stored(x: Any, kv_cache_dtype: str) -> Any:
-    """Keys or values [..., D] as a cache gives them back: docs/contract.md, "Cache memory"."""
+    """Keys or values [..., D] as a cache gives them back: docs/reference/cache_memory.md."""
     import torch
 
     if kv_cache_dtype.startswith("fp8"):

@@ -30,8 +30,8 @@ class CacheDescriptor:
 
     Args:
         version: of the descriptor; 2.
-        layout: what lies in a block: ``lanes-v2`` or ``pairs-v1`` (docs/contract.md), or ``HND`` or ``NHD``, plain
-            rows.
+        layout: what lies in a block: ``lanes-v2`` or ``pairs-v1`` (docs/reference/cache_memory.md), or ``HND`` or
+            ``NHD``, plain rows.
         dtype: of keys and values: ``float32``, ``float16`` or ``bfloat16``.
         kv_cache_dtype: as in :class:`PagedKVCache`.
         num_blocks: N.
