@@ -65,6 +65,9 @@ def test_files_that_comments_name() -> None:
         for comment in re.findall(r"/\*.*?\*/", path.read_text(encoding="utf-8"), re.DOTALL):
             for name in re.findall(r"\b\w+\.(?:inc|h|c)\b(?!\w)", comment):
                 assert name in names or not re.search(r"\.(inc|c)$", name), f"{path.relative_to(ROOT)} names {name}"
+            for name in re.findall(r"(?:\w+/)*\w+\.md\b", comment):
+                found = any((folder / name).exists() for folder in (*BELOW, NATIVE / "kernel" / "simd"))
+                assert found, f"{path.relative_to(ROOT)} names {name}"
 
 
 def test_measurements_that_comments_name() -> None:

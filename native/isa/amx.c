@@ -6,7 +6,7 @@
  * emulated: -O1 -mavx2 -mfma -Wno-psabi -DEMULATED -DEMULATED_BF16
  *
  * This isa multiplies bf16 by TDPBF16PS (Sapphire Rapids and newer), with AVX-512's softmax, in the layout of avx512's
- * bf16 caches. `cpu-attn verify` passed on an Emerald Rapids (CONTRIBUTING.md). Caches of integers go through tiles
+ * bf16 caches. `cpu-attn verify` passed on an Emerald Rapids (kernel/README.md). Caches of integers go through tiles
  * where there are more than CA_FEW_ROWS rows, else through the kernel of avx512_bf16.c. */
 #include "cpu/cpu.h"
 #include "avx512.h"

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The vocabulary (kernel/vocabulary.md) in AVX-512 registers, for every isa file that has them. Nothing beyond
+ * The vocabulary (kernel/simd/vocabulary.md) in AVX-512 registers, for every isa file that has them. Nothing beyond
  * F, BW, DQ, VL, FMA and F16C, and BF16 and VBMI where the file has them too; but v_dot_words is VPDPWSSD, in assembly,
  * for files with INTEGERS. With EMULATED all of it on AVX2, with EMULATED_BF16 also BF16 and VBMI. */
 #include "kernel/simd/inline.h"
