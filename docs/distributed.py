@@ -147,7 +147,7 @@ def ray() -> None:
 
 @main.command()
 def draw() -> None:
-    """Draw docs/distributed.svg, and print the table of the page."""
+    """Draw docs/distributed.svg, and print what is drawn as a table."""
     import matplotlib
 
     matplotlib.use("svg")
