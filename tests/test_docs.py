@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,3 +128,25 @@ def test_tables() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
     assert tables.filled(pages) == pages
     assert sorted(re.findall(r"<!-- begin: docs/tables.py (\S+) -->", pages)) == sorted(tables.TABLES)
+
+
+def test_rows_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs as ``cpu-attn bench --save`` writes them: means, the unit that a limit has, and what the others take."""
+
+    def run(seconds: float) -> dict[str, Any]:
+        prefill = {"workload": "prefill-2k", "gflops": 300.0, "kv_gbps": 1.0, "limit_of": "vdpbf16ps"}
+        decode = {"workload": "decode-8x8k", "gflops": 9.0, "kv_gbps": 31.5, "limit_of": "read_gbps"}
+        call = {"workload": "call-tiny", "gflops": 2.0, "kv_gbps": 3.0, "limit_of": None, "fraction_of_limit": None}
+        fractions = {"seconds_min": seconds, "fraction_of_limit": 0.5}
+        own = [{"engine": "native", **fractions, **row} for row in (prefill, decode, call)]
+        return {"results": [*own, *({**row, "engine": "torch", "seconds_min": 6e-6} for row in own[:2])]}
+
+    tables = module("tables")
+    (tmp_path / "some.json").write_text(json.dumps({"runs": [run(2e-6), run(3e-6)]}))
+    monkeypatch.setattr(tables, "REPORTS", tmp_path)
+    assert tables.compared("some", engines="torch", columns=tables.LIMIT) == [
+        ["workload", "own kernels", "of the limit", "torch takes"],
+        ["prefill-2k", "300 GF", "0.50", "2.5"],  # the mean of 3 and 2
+        ["decode-8x8k", "31.5 GB/s", "0.50", "2.5"],
+        ["call-tiny", "2.5 us", "", ""],
+    ]
