@@ -26,6 +26,7 @@
 #define TALL 8
 #define NG 4
 #define NDV 4
+#define SOFTMAX_ROWS 6
 #define ROWS 96
 #define KEYS 256
 #define FEW_KEYS 256

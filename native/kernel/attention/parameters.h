@@ -12,6 +12,8 @@
  *                        until FMA has enough sums that do not wait for one another
  *   TILE_VECTORS(mr)     vectors of V's columns of such a tile
  *   NHD_KEYS, NHD_BYTES  the same as FEW_KEYS over NHD caches (kernel.h)
+ *   SOFTMAX_ROWS         rows whose logits become weights together: maxima, exponentials and sums of a row wait for one
+ *                        another
  *   SUM_GROUPS           groups whose P V has a sum of its own in float32: of V that is one number all products are
  *                        alike and rounded to the same side, and one sum over 1024 keys takes 4 times the error
  *                        budget, sums over 64 take 0.4
@@ -42,13 +44,15 @@
 #ifndef SUM_GROUPS
 #define SUM_GROUPS 4
 #endif
+#ifndef SOFTMAX_ROWS
+#define SOFTMAX_ROWS 4
+#endif
 #define MAX_GROUPS (KEYS / CA_LANES) /* of a score block */
 #define NV (NG * CA_LANES / VL)      /* vectors of logits of a register tile */
 #define S_STRIDE (KEYS + 16)         /* from row to row of logits: no power of two, so that rows share no cache sets */
 /* Dimensions of q k that one sum takes: one over 576 dimensions took 0.93 of float32's error budget (the worst of 1200
  * random requests). */
 #define QK_DIMS 128
-#define SOFTMAX_ROWS 4 /* rows whose logits become weights together */
 
 _Static_assert(MR <= TALL && TALL <= 8, "FOR_ROWS has cases for up to 8 rows");
 _Static_assert(CA_LANES % VL == 0 && KEYS % CA_LANES == 0 && FEW_KEYS <= KEYS && NHD_KEYS <= KEYS, "groups are whole");
@@ -72,6 +76,8 @@ _Static_assert(CA_LANES % VL == 0 && KEYS % CA_LANES == 0 && FEW_KEYS <= KEYS &&
 #define CASES_UP_TO(n) GLUE(CASES, n)
 #define FOR_ROWS(mr, call)                                                                                             \
     switch (mr) { CASES_UP_TO(TALL)(call) }
+#define FOR_SOFTMAX_ROWS(n, call)                                                                                      \
+    switch (n) { CASES_UP_TO(SOFTMAX_ROWS)(call) }
 #define FOR_WIDE_ROWS(mr, call)                                                                                        \
     switch (mr) { CASES_UP_TO(MR)(call) }
 #endif
