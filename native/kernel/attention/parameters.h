@@ -12,6 +12,7 @@
  *                        until FMA has enough sums that do not wait for one another
  *   TILE_VECTORS(mr)     vectors of V's columns of such a tile
  *   NHD_KEYS, NHD_BYTES  the same as FEW_KEYS over NHD caches (kernel.h)
+ *   TILE_ROWS            rows of a tile where a task has more than TALL; MR unless told
  *   SOFTMAX_ROWS         rows whose logits become weights together: maxima, exponentials and sums of a row wait for one
  *                        another
  *   SUM_GROUPS           groups whose P V has a sum of its own in float32: of V that is one number all products are
@@ -41,6 +42,9 @@
 #define TILE_GROUPS(mr) ((mr) <= MR ? NG : NG / 2)
 #define TILE_VECTORS(mr) ((mr) <= MR ? NDV : NDV / 2)
 #endif
+#ifndef TILE_ROWS
+#define TILE_ROWS MR
+#endif
 #ifndef SUM_GROUPS
 #define SUM_GROUPS 4
 #endif
@@ -54,7 +58,7 @@
  * random requests). */
 #define QK_DIMS 128
 
-_Static_assert(MR <= TALL && TALL <= 8, "FOR_ROWS has cases for up to 8 rows");
+_Static_assert(MR <= TALL && TILE_ROWS <= TALL && TALL <= 12, "FOR_ROWS has cases for up to 12 rows");
 _Static_assert(CA_LANES % VL == 0 && KEYS % CA_LANES == 0 && FEW_KEYS <= KEYS && NHD_KEYS <= KEYS, "groups are whole");
 
 /* The rows of a register tile, up to TALL or, of a wide one, up to MR, as a constant M, so that loops over them unroll.
@@ -73,6 +77,10 @@ _Static_assert(CA_LANES % VL == 0 && KEYS % CA_LANES == 0 && FEW_KEYS <= KEYS &&
 #define CASES_6(call) CASES_5(call) ROW_CASE(6, call)
 #define CASES_7(call) CASES_6(call) ROW_CASE(7, call)
 #define CASES_8(call) CASES_7(call) ROW_CASE(8, call)
+#define CASES_9(call) CASES_8(call) ROW_CASE(9, call)
+#define CASES_10(call) CASES_9(call) ROW_CASE(10, call)
+#define CASES_11(call) CASES_10(call) ROW_CASE(11, call)
+#define CASES_12(call) CASES_11(call) ROW_CASE(12, call)
 #define CASES_UP_TO(n) GLUE(CASES, n)
 #define FOR_ROWS(mr, call)                                                                                             \
     switch (mr) { CASES_UP_TO(TALL)(call) }
