@@ -7,7 +7,9 @@
  * emulated: -O1 -mavx2 -mfma -mf16c -Wno-psabi -DEMULATED
  *
  * This isa is AVX-512 without any matrix unit: fp32 FMA over widened 16-bit elements (Skylake-X and newer, Zen 4 and
- * newer). A register tile takes 6 x 4 accumulators of the 32 registers, 4 for K or V, and 1 to broadcast.
+ * newer). A register tile takes 6 x 4 accumulators of the 32 registers, 4 for K or V, and 1 to broadcast; of tasks with
+ * more than 12 rows 12 x 2, which read half of the bytes of K and V and convert half of their halves for a product, on
+ * the ports of FMA where the core is Intel's.
  *
  * A core of Cascade Lake waits for few lines at a time, and its hardware prefetches behind a few reads of a page. So
  * the products ask for the first half of a page, evenly, a step ahead (kernel/MEASUREMENTS.md: prefetch). Narrow caches
@@ -23,10 +25,12 @@
 #define METHOD "FP32 FMA, 16 lanes; 16-bit elements widened in registers"
 #endif
 #define MR 6
-#define TALL 8
+#define TALL 12
+#define TILE_ROWS 12
 #define NG 4
 #define NDV 4
-#define ROWS 96
+#define SOFTMAX_ROWS 6
+#define ROWS 192
 #define KEYS 256
 #define FEW_KEYS 256
 #define NHD_KEYS 64

@@ -13,6 +13,9 @@
  *   TILE_VECTORS(mr)     vectors of V's columns of such a tile
  *   BLOCK_KEYS           keys whose groups are listed at once, KEYS or more
  *   NHD_KEYS, NHD_BYTES  the same as FEW_KEYS over NHD caches (kernel.h)
+ *   TILE_ROWS            rows of a tile where a task has more than TALL; MR unless told
+ *   SOFTMAX_ROWS         rows whose logits become weights together: maxima, exponentials and sums of a row wait for one
+ *                        another
  *   SUM_GROUPS           groups whose P V has a sum of its own in float32: of V that is one number all products are
  *                        alike and rounded to the same side, and one sum over 1024 keys takes 4 times the error
  *                        budget, sums over 64 take 0.4
@@ -43,8 +46,14 @@
 #define TILE_GROUPS(mr) ((mr) <= MR ? NG : NG / 2)
 #define TILE_VECTORS(mr) ((mr) <= MR ? NDV : NDV / 2)
 #endif
+#ifndef TILE_ROWS
+#define TILE_ROWS MR
+#endif
 #ifndef SUM_GROUPS
 #define SUM_GROUPS 4
+#endif
+#ifndef SOFTMAX_ROWS
+#define SOFTMAX_ROWS 4
 #endif
 #define MAX_GROUPS (BLOCK_KEYS / CA_LANES) /* of a block */
 #define NV (NG * CA_LANES / VL)            /* vectors of logits of a register tile */
@@ -52,9 +61,8 @@
 /* Dimensions of q k that one sum takes: one over 576 dimensions took 0.93 of float32's error budget (the worst of 1200
  * random requests). */
 #define QK_DIMS 128
-#define SOFTMAX_ROWS 4 /* rows whose logits become weights together */
 
-_Static_assert(MR <= TALL && TALL <= 8, "FOR_ROWS has cases for up to 8 rows");
+_Static_assert(MR <= TALL && TILE_ROWS <= TALL && TALL <= 12, "FOR_ROWS has cases for up to 12 rows");
 _Static_assert(CA_LANES % VL == 0 && KEYS % CA_LANES == 0 && FEW_KEYS <= KEYS && NHD_KEYS <= KEYS, "groups are whole");
 
 /* The rows of a register tile, up to TALL or, of a wide one, up to MR, as a constant M, so that loops over them unroll.
@@ -73,9 +81,15 @@ _Static_assert(CA_LANES % VL == 0 && KEYS % CA_LANES == 0 && FEW_KEYS <= KEYS &&
 #define CASES_6(call) CASES_5(call) ROW_CASE(6, call)
 #define CASES_7(call) CASES_6(call) ROW_CASE(7, call)
 #define CASES_8(call) CASES_7(call) ROW_CASE(8, call)
+#define CASES_9(call) CASES_8(call) ROW_CASE(9, call)
+#define CASES_10(call) CASES_9(call) ROW_CASE(10, call)
+#define CASES_11(call) CASES_10(call) ROW_CASE(11, call)
+#define CASES_12(call) CASES_11(call) ROW_CASE(12, call)
 #define CASES_UP_TO(n) GLUE(CASES, n)
 #define FOR_ROWS(mr, call)                                                                                             \
     switch (mr) { CASES_UP_TO(TALL)(call) }
+#define FOR_SOFTMAX_ROWS(n, call)                                                                                      \
+    switch (n) { CASES_UP_TO(SOFTMAX_ROWS)(call) }
 #define FOR_WIDE_ROWS(mr, call)                                                                                        \
     switch (mr) { CASES_UP_TO(MR)(call) }
 #endif

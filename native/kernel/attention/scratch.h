@@ -164,6 +164,14 @@ INLINE vf keep_seen(vf x, const group *g, int lane, int64_t lo, int64_t hi) {
     return v_keep(x, (int)ca_min64(first, VL), (int)ca_min64(ca_max64(end, 0), VL));
 }
 
+/* -inf to the scores of a row's keys outside [lo, hi), group by group where some are. */
+INLINE void hide_unseen(float *s, const group *g, int num_groups, int64_t lo, int64_t hi) {
+    for (int i = 0; i < num_groups; i++, s += CA_LANES)
+        if (g[i].key < lo || g[i].key + CA_LANES > hi || g[i].n < CA_LANES)
+            for (int lane = 0; lane < CA_LANES; lane += VL)
+                v_store(s + lane, keep_seen(v_load_f32(s + lane), g + i, lane, lo, hi));
+}
+
 /* -inf to the scores of what a row of a tree mask does not see. */
 INLINE void mask_tree(const scratch *x, int64_t row, const group *g, int num_groups, float *s) {
     for (int i = 0; x->tree && i < num_groups; i++)
