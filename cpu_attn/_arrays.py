@@ -98,6 +98,8 @@ def view(name: str, x: Any, dtypes: Sequence[str] = tuple(DTYPES)) -> Array:
     dtypes: what is said to be expected where it has none of DTYPES."""
     try:
         return _placed(_read(x))
+    except MemoryError:
+        raise
     except _UnknownDtypeError as e:
         raise TypeError(f"{name}: {e}, expected {' or '.join(dtypes)}") from None
     except (TypeError, ValueError) as e:
@@ -206,6 +208,13 @@ def describe(a: Array) -> Any:
     return ffi.from_buffer("ca_array[]", a.described())
 
 
+def address(x: np.ndarray[Any, Any]) -> int:
+    """Where the first element lies. ``x.__array_interface__`` ends the process where memory ends (NumPy 2.4.6), and
+    ``x.ctypes`` raises SystemError. The buffer protocol takes no strides here, and no dtype that is not NumPy's."""
+    first = x[(slice(1),) * x.ndim or ...]
+    return int(ffi.cast("uintptr_t", ffi.from_buffer(first.reshape(-1).view(np.uint8))))
+
+
 def _of_numpy(x: Any) -> Array:
     x = np.asarray(x)  # a subclass may say anything of itself
     dtype = NAMES.get(x.dtype)
@@ -215,7 +224,7 @@ def _of_numpy(x: Any) -> Array:
     if any(s % size for s in x.strides):
         raise ValueError(f"strides {x.strides} are not whole elements of {size} bytes")
     strides = tuple(s // size for s in x.strides)
-    return Array(x.__array_interface__["data"][0], x.shape, strides, dtype, x.flags.writeable, x)
+    return Array(address(x), x.shape, strides, dtype, x.flags.writeable, x)
 
 
 def _of_tensor(x: Any) -> Array:
@@ -267,7 +276,10 @@ def _capsule_pointer(capsule: Any, name: bytes) -> int | None:
     valid, pointer = ctypes.pythonapi.PyCapsule_IsValid, ctypes.pythonapi.PyCapsule_GetPointer
     valid.argtypes = pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
     pointer.restype = ctypes.c_void_p
-    return pointer(capsule, name) if valid(capsule, name) else None
+    try:
+        return pointer(capsule, name) if valid(capsule, name) else None
+    except ctypes.ArgumentError:  # which ctypes makes of the MemoryError of a conversion that takes any object
+        raise MemoryError from None
 
 
 def _of_dlpack(x: Any) -> Array:
@@ -292,9 +304,10 @@ def _of_dlpack(x: Any) -> Array:
         raise _UnknownDtypeError(f"DLPack dtype {tensor.code}/{tensor.bits}")
     if tensor.ndim < 0 or (tensor.ndim and not tensor.shape):
         raise TypeError(f"DLPack tensor of {tensor.ndim} axes{'' if tensor.shape else ', without a shape'}")
-    shape = tuple(tensor.shape[: tensor.ndim])
+    # One by one: a slice of a pointer of ctypes has holes where memory ends, and what reads these ends the process.
+    shape = tuple([tensor.shape[i] for i in range(tensor.ndim)])
     if tensor.strides:
-        strides = tuple(tensor.strides[: tensor.ndim])
+        strides = tuple([tensor.strides[i] for i in range(tensor.ndim)])
     else:
         strides = tuple(prod(shape[i + 1 :]) for i in range(tensor.ndim))
     address = (tensor.data or 0) + tensor.byte_offset

@@ -18,16 +18,20 @@ from cpu_attn._errors import UnavailableError
 from cpu_attn._native import ffi, lib
 
 
-def _numbers(listed: str) -> list[int]:
-    """Of a list as Linux writes it: "0-3,8"."""
-    ranges = (part.partition("-") for part in listed.strip().split(",") if part)
-    return [i for first, _, last in ranges for i in range(int(first), int(last or first) + 1)]
+def _cpus(file: Path) -> list[int]:
+    """Those below CA_CPUS of a list as Linux writes it, "0-3,8"; none where the file holds something else."""
+    try:
+        ranges = [part.partition("-") for part in file.read_text().strip().split(",") if part]
+        bounds = [(max(int(first), 0), min(int(last or first) + 1, lib.CA_CPUS)) for first, _, last in ranges]
+    except (OSError, ValueError):
+        return []
+    return [cpu for bound in bounds for cpu in range(*bound)]
 
 
 def read(root: Path = Path("/")) -> dict[int, list[int]]:
     """The CPUs of each node; nothing where the system knows no nodes. root: for tests."""
-    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    return dict(sorted((int(folder.name[4:]), _numbers((folder / "cpulist").read_text())) for folder in folders))
+    folders = [root / f"sys/devices/system/node/node{node}" for node in range(lib.CA_NODES)]
+    return {node: _cpus(folder / "cpulist") for node, folder in enumerate(folders) if os.path.isdir(folder)}
 
 
 @functools.cache
@@ -42,7 +46,7 @@ def tell(cpus: dict[int, list[int]]) -> None:
     """What C goes by when it looks for the node of a thread."""
     nodes = np.zeros(lib.CA_CPUS, np.int32)
     for node, own in cpus.items():
-        nodes[[cpu for cpu in own if cpu < len(nodes)]] = node
+        nodes[own] = node
     lib.ca_set_cpu_nodes(ffi.from_buffer("int32_t[]", nodes), len(nodes))
 
 

@@ -69,8 +69,9 @@ class Description:
 
 
 # Of threads that need oneDNN first one opens it, which takes 40 ms, and the others wait: oneDNN refuses streams of one
-# of its engines for primitives of another. fork() waits, too, so that no child has half of it.
-_loading = threading.Lock()
+# of its engines for primitives of another. fork() waits, too, so that no child has half of it. A signal handler that
+# interrupts one of them does not wait for itself: what it opens then is what that one finds open.
+_loading = threading.RLock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_loading.acquire, after_in_parent=_loading.release, after_in_child=_loading.release)
 

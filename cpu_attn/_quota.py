@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+UNLIMITED = 2**31 - 1  # CPUs, the most that C holds
+PATH_MAX = 4096  # Linux opens no longer one
+
 
 def _groups(root: Path) -> Iterator[tuple[Path, str]]:
     """The folder of each group that this process is in, with those above it, and what its mount is called: "" in
@@ -17,7 +20,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, str]]:
     path."""
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if (controllers and "cpu" not in controllers.split(",")) or len(path) > PATH_MAX:
             continue
         mount = "cpu" if controllers else ""
         top = root / "sys/fs/cgroup" / mount
@@ -26,22 +29,23 @@ def _groups(root: Path) -> Iterator[tuple[Path, str]]:
             yield top / folder, mount
 
 
-def _granted(folder: Path, mount: str) -> float:
-    """CPUs' time in CPUs; infinite where the group has no limit of its own."""
+def _granted(folder: Path, mount: str) -> int:
+    """CPUs' time in CPUs, rounded up; UNLIMITED where the group says no limit that C can hold."""
     try:
         if mount:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            said = [(folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
         else:
-            quota, period = (folder / "cpu.max").read_text().split()
-        return float(quota) / float(period) if quota not in ("max", "-1") else float("inf")
-    except (OSError, ValueError, ZeroDivisionError):
-        return float("inf")
+            said = (folder / "cpu.max").read_text().split()
+        quota, period = map(int, said)
+    except (OSError, ValueError):  # "max" is no number
+        return UNLIMITED
+    return min(-(-quota // period), UNLIMITED) if quota > 0 and period > 0 else UNLIMITED
 
 
 def cpu_quota(root: Path = Path("/")) -> int:
     """How many CPUs' time this process gets at most, rounded up; 0 where nothing limits it. root: for tests."""
     try:
-        least = min((_granted(*group) for group in _groups(root)), default=float("inf"))
+        least = min((_granted(*group) for group in _groups(root)), default=UNLIMITED)
     except (OSError, ValueError):
         return 0
-    return 0 if least == float("inf") else max(1, -int(-least // 1))
+    return 0 if least == UNLIMITED else least

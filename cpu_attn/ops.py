@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch, profiling
-from cpu_attn._arrays import described, new_beside, objects, view
+from cpu_attn._arrays import address, described, new_beside, objects, view
 from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, FORMATS, dtype_name, is_scaled
 from cpu_attn._native import ffi, lib
 from cpu_attn.plan import SchedulerMetadata
@@ -27,7 +27,7 @@ class _Thread(threading.local):
         """A 64-byte aligned workspace of at least this size."""
         if self.workspace[1] < size:
             memory = np.empty(size + 64, np.uint8)
-            self.workspace = ffi.from_buffer(memory[-memory.ctypes.data % 64 :]), size
+            self.workspace = ffi.from_buffer(memory[-address(memory) % 64 :]), size
 
 
 thread_state = _Thread()

@@ -120,7 +120,7 @@ def score_pages(
     scores = np.empty((table.shape[0], heads, table.shape[1]), np.float32)
     threads = _threads.get_num_threads()
     scratch = np.empty(threads * lib.ca_score_floats(q.shape[2]), np.float32)
-    room = ffi.cast("float *", scratch.ctypes.data)
+    room = ffi.from_buffer("float[]", scratch)
     given = described([view("scores", scores), *arrays[1:]])
     lib.ca_score_pages(given, resolved.index, block_size, room, threads, fault)
     _check.raise_fault(fault)
@@ -222,7 +222,7 @@ def select_pages(
     most, inf = np.finfo(np.float32).max, np.float32(np.inf)
     score = np.nan_to_num(found.numpy(), nan=most, posinf=most, neginf=-most)
     score = np.where((column < always_first) | (column >= end - always_last), inf, score)
-    score = np.where(column < end, score, -inf)
+    score = np.where(column < end, score, np.float32(-np.inf))
     size = min(num_pages, columns)
     if not size:
         return np.empty((*score.shape[:2], 0), np.int32)

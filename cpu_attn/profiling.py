@@ -58,6 +58,40 @@ class Total:
     num_tokens: int = 0
     num_threads: int = 0
 
+    def __add__(self, other: Total) -> Total:
+        return Total(
+            self.calls + other.calls,
+            self.nanoseconds + other.nanoseconds,
+            self.num_tokens + other.num_tokens,
+            max(self.num_threads, other.num_threads),
+        )
+
+
+class _Tally:
+    """Totals without a lock: a signal handler or a finalizer may run between any two bytecodes of a thread that holds
+    one, call in, and wait for it for ever. Whoever adds takes a part for itself, or begins one where all are taken;
+    there are as many as were ever taken at once. Only methods of C change what several threads see."""
+
+    def __init__(self) -> None:
+        self._parts: list[dict[Kind, Total]] = []
+        self._free: deque[dict[Kind, Total]] = deque()
+
+    def add(self, kind: Kind, one: Total) -> None:
+        try:
+            part = self._free.pop()
+        except IndexError:
+            part = {}
+            self._parts.append(part)
+        part[kind] = part.get(kind, Total()) + one
+        self._free.append(part)
+
+    def totals(self) -> dict[Kind, Total]:
+        found: dict[Kind, Total] = {}
+        for part in self._parts.copy():
+            for kind, total in part.copy().items():
+                found[kind] = found.get(kind, Total()) + total
+        return found
+
 
 @dataclass(eq=False)
 class Profile:
@@ -69,22 +103,25 @@ class Profile:
     """
 
     calls: deque[Call] = field(default_factory=lambda: deque(maxlen=MOST_CALLS))
-    totals: dict[Kind, Total] = field(default_factory=dict)
     start: int = field(default_factory=now)
     end: int = 0  # 0 while it runs
+    _tally: _Tally = field(default_factory=_Tally, repr=False)
+
+    @property
+    def totals(self) -> dict[Kind, Total]:
+        return self._tally.totals()
 
     def add(self, call: Call) -> None:
-        with _lock:
-            self.calls.append(call)
-            total = self.totals.setdefault(call.kind, Total())
-            total.calls += 1
-            total.nanoseconds += call.end - call.start
-            total.num_tokens += call.num_tokens
-            total.num_threads = max(total.num_threads, call.num_threads)
+        self.calls.append(call)
+        self._tally.add(call.kind, Total(1, call.end - call.start, call.num_tokens, call.num_threads))
+
+    def begin_anew(self) -> None:
+        """Forgets the calls. What is being added meanwhile may stay among them, never in the totals."""
+        self.calls.clear()
+        self._tally = _Tally()
 
     def __str__(self) -> str:
-        with _lock:
-            ranked = sorted(self.totals.items(), key=lambda item: -item[1].nanoseconds)
+        ranked = sorted(self.totals.items(), key=lambda item: -item[1].nanoseconds)
         wall = max((self.end or now()) - self.start, 1)
         lines = [f"{wall / 1e9:.3f} s, of which calls took", ""]
         lines += [f"{'calls':>8} {'ms':>10} {'of all':>7} {'us each':>9} {'threads':>7}  what"]
@@ -102,8 +139,6 @@ class Profile:
     def trace(self) -> dict[str, Any]:
         """The calls in Chrome's format of traces, which chrome://tracing and https://ui.perfetto.dev show."""
         pid = os.getpid()
-        with _lock:
-            calls = list(self.calls)
         events = [
             {
                 "name": call.kind.name,
@@ -116,7 +151,7 @@ class Profile:
                 "args": asdict(call.kind)
                 | {name: getattr(call, name) for name in ("num_threads", "num_reqs", "num_tokens")},
             }
-            for call in calls
+            for call in self.calls.copy()
         ]
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -129,23 +164,13 @@ class Profile:
         Path(path).write_text(json.dumps(self.trace()), encoding="utf-8")
 
 
-_profiles: tuple[Profile, ...] = ()  # that run; replaced as a whole
-_lock = threading.Lock()
-
-
-def _change(add: tuple[Profile, ...] = (), remove: Profile | None = None) -> None:
-    global _profiles
-    with _lock:
-        _profiles = (*(p for p in _profiles if p is not remove), *add)
+_profiles: dict[Profile, None] = {}  # that run, as an ordered set
 
 
 def _begin_anew() -> None:
-    """In the child of a fork: what the parent has called is not the child's, and another thread may hold the lock."""
-    global _lock
-    _lock = threading.Lock()
-    for running in _profiles:
-        running.calls.clear()
-        running.totals.clear()
+    """In the child of a fork: what the parent has called is not the child's."""
+    for running in _profiles.copy():
+        running.begin_anew()
 
 
 if hasattr(os, "register_at_fork"):
@@ -177,11 +202,11 @@ def profile() -> Iterator[Profile]:
         >>> profile.save("/dev/null")  # a trace for chrome://tracing or https://ui.perfetto.dev
     """
     running = Profile()
-    _change(add=(running,))
+    _profiles[running] = None
     try:
         yield running
     finally:
-        _change(remove=running)
+        _profiles.pop(running, None)
         running.end = now()
 
 
@@ -205,7 +230,7 @@ def record(
     """Adds a call that ends now to every profile that runs; start: of clock(), not 0."""
     kind = Kind(name, engine, isa, kernel, dtype, kv_cache_dtype)
     call = Call(kind, start, now(), threading.get_native_id(), num_threads, num_reqs, num_tokens)
-    for running in _profiles:
+    for running in _profiles.copy():
         running.add(call)
 
 
@@ -226,7 +251,7 @@ def _kernel(engine: str, isa: str, dtype: str) -> str:
 
 def _profile_all(path: Path) -> None:
     running = Profile()
-    _change(add=(running,))
+    _profiles[running] = None
 
     def save() -> None:
         if running.calls:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cpu_attn import PagedKVCache
+from cpu_attn import CacheDescriptor, PagedKVCache
 
 from .formats import numpy_dtype
 from .layout_caches import NARROW, contents, filled, scales_for
@@ -50,6 +51,23 @@ def test_torch_reads_files(tmp_path: Path, dtype: str, kv_cache_dtype: str) -> N
     theirs = load_file(tmp_path / "cache.safetensors")["key_cache"]
     assert str(theirs.dtype).removeprefix("torch.") == cache.key_cache.dtype.name
     assert theirs.view(torch.uint8).numpy().tobytes() == cache.key_cache.tobytes()
+
+
+@pytest.mark.parametrize("kept", [3, 40, 0.3, 0.99])
+def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: float) -> None:
+    """After safetensors has found it to be sound; kept: bytes, or a part of all."""
+    cache, _, _ = filled("float32")
+    file = tmp_path / "cache.safetensors"
+    cache.save(file)
+    sound = CacheDescriptor.from_json
+
+    def cut(said: str) -> CacheDescriptor:
+        os.truncate(file, int(kept if kept > 1 else kept * file.stat().st_size))
+        return sound(said)
+
+    monkeypatch.setattr(CacheDescriptor, "from_json", cut)
+    with pytest.raises(ValueError, match=f"{file}: ends before its tensors do"):
+        PagedKVCache.load(file)
 
 
 def test_files_of_somebody_else(tmp_path: Path) -> None:

@@ -30,16 +30,26 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("engine", [e.name for e in cpu_attn.engines() if e.available and e.name != "reference"])
-def test_a_call_survives_whichever_allocation_fails(failing: Path, engine: str, dtype: str) -> None:
+def sweep(failing: Path, *arguments: str, **env: str) -> None:
+    """In a process of its own, which has to say of each sweep that allocations did fail."""
     done = subprocess.run(
-        [sys.executable, "-m", "cpu_attn.tests.memory_ends", engine, dtype],
-        env={**os.environ, "LD_PRELOAD": str(failing)},
+        [sys.executable, "-m", "cpu_attn.tests.memory_ends", *arguments],
+        env={**os.environ, "LD_PRELOAD": str(failing), **env},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, f"{done.returncode} after:\n{done.stdout}{done.stderr}"
     counts = [json.loads(line.split(" ", 1)[1]) for line in done.stdout.splitlines()]
-    assert len(counts) == 3 and all(c["MemoryError"] for c in counts), done.stdout  # some did fail
+    assert len(counts) == len(arguments) - 2 and all(c["MemoryError"] for c in counts), done.stdout
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("engine", [e.name for e in cpu_attn.engines() if e.available and e.name != "reference"])
+def test_a_call_survives_whichever_allocation_fails(failing: Path, engine: str, dtype: str) -> None:
+    sweep(failing, engine, dtype, "from_some_on", "at_random", "one_by_one")
+
+
+@pytest.mark.parametrize("allocator", ["pymalloc", "malloc"])
+def test_every_entry_survives_whichever_allocation_fails(failing: Path, allocator: str) -> None:
+    sweep(failing, "native", "float32", "each_entry", PYTHONMALLOC=allocator)

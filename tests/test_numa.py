@@ -69,6 +69,15 @@ def test_nodes_are_as_linux_lists_them(tmp_path: Path) -> None:
     assert _numa.read(tmp_path / "nothing") == {}
 
 
+@pytest.mark.parametrize(
+    ("listed", "cpus"),
+    [("0-99999999999", 4096), ("-3--1", 0), ("words", 0), ("9-3", 0), ("4095,4096", 1), ("9" * 5000, 0)],
+)
+def test_lists_that_no_machine_has(tmp_path: Path, listed: str, cpus: int) -> None:
+    found = _numa.read(fake(tmp_path, {0: listed, 70: "1"}))
+    assert found.keys() == {0} and len(found[0]) == cpus  # CA_NODES and CA_CPUS bound them
+
+
 @LINUX
 def test_this_machine() -> None:
     known = _numa.read()

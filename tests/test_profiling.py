@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -105,6 +106,84 @@ def test_calls_of_all_threads() -> None:
         calls = [call for call in profile.calls if call.kind == kind]
         assert total.nanoseconds == sum(call.end - call.start for call in calls)
         assert total.num_tokens == sum(call.num_tokens for call in calls)
+
+
+# A trace function runs wherever a signal handler may: between two bytecodes of whoever is interrupted.
+HANDLER = """
+import random, sys
+import numpy as np
+import cpu_attn
+from cpu_attn import profiling
+
+parts = np.ones((2, 5, 1, 8), np.float32), np.zeros((2, 1, 5), np.float32)
+calls, odds, inside = 0, random.Random(1), False
+
+def call():
+    global calls
+    cpu_attn.merge_states(*parts)
+    calls += 1
+
+def handler(frame, event, argument):
+    global inside
+    frame.f_trace_opcodes = True
+    if event == "opcode" and not inside and odds.random() < 0.25:
+        inside = True
+        with cpu_attn.profile() as own:
+            call()
+            assert [c.kind.name for c in own.calls] == ["merge_states"] and "merge_states" in str(own)
+        str(profile), profile.trace(), profile.totals
+        inside = False
+    return handler if frame.f_code.co_filename == profiling.__file__ else None
+
+with cpu_attn.profile() as profile:
+    sys.settrace(handler)
+    for _ in range(8):
+        call()
+    str(profile)
+    sys.settrace(None)
+assert calls > 150, calls
+(total,) = profile.totals.values()
+assert total.calls == len(profile.calls) == len(profile.trace()["traceEvents"]) == calls, (total, calls)
+assert total.nanoseconds == sum(c.end - c.start for c in profile.calls)
+"""
+
+
+def test_a_handler_calls_in_at_any_bytecode() -> None:
+    """Nothing hangs, and every call is counted once."""
+    done = subprocess.run([sys.executable, "-c", HANDLER], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no interval timers")
+def test_a_signal_that_keeps_coming() -> None:
+    script = """
+import signal, time
+import numpy as np
+import cpu_attn
+engines = [e.name for e in cpu_attn.engines() if e.available]
+loc, lens = np.array([0, 1], np.int32), np.array([8], np.int32)
+begun = handled = 0
+def call():
+    global begun
+    begun += 1
+    cpu_attn.get_scheduler_metadata(1, 1, 1, 8, lens, "float32", loc, engine=engines[begun % len(engines)])
+def handler(*_):
+    global handled
+    handled += 1
+    call()
+    signal.setitimer(signal.ITIMER_REAL, 2e-5)
+signal.signal(signal.SIGALRM, handler)
+with cpu_attn.profile() as profile:
+    signal.setitimer(signal.ITIMER_REAL, 2e-5)
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        call()
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+assert handled > 1000 and len(profile.calls) > 2 * handled, (handled, len(profile.calls))
+assert sum(total.calls for total in profile.totals.values()) >= len(profile.calls)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_trace(tmp_path: Path) -> None:

@@ -219,6 +219,33 @@ def test_openmp_is_controlled_from_outside() -> None:
     assert done.stdout.strip() == "3"
 
 
+# libgomp keeps 64 bits of the number and hands out the lower 32: 2^31 reads as -2^31, 2^32 as 0, 2^63 - 1 as -1.
+@pytest.mark.parametrize("number", [100_000, 2**31, 2**32, 2**63 - 1])
+def test_more_threads_than_can_be_had(number: int) -> None:
+    """No number in OMP_NUM_THREADS ends a call, and none is given back smaller than it was."""
+    script = f"""
+import numpy as np, cpu_attn
+from click.testing import CliRunner
+from cpu_attn.cli import main
+asked = cpu_attn.get_num_threads()
+loc, lens, table = np.array([0, 40], np.int32), np.array([64], np.int32), np.arange(4, dtype=np.int32)[None]
+query, cache = np.ones((40, 2, 32), np.float32), cpu_attn.PagedKVCache(4, 16, 2, 32, "float32")
+keys = np.zeros(cpu_attn.get_index_cache_shape(4, 16, 32, "float32"), np.float32)
+for engine in {ENGINES}:
+    cache.update(query, query, np.arange(40))
+    cache.attend(query, table, cache.plan(loc, lens, 2, engine=engine))
+cpu_attn.select_tokens(query, keys, np.ones((40, 2), np.float32), loc, lens, table, 8)
+cpu_attn.score_pages(query, *[np.ones((4, 2, 32), np.float32)] * 2, table, lens, loc, 16)
+cpu_attn.merge_states([np.ones((400, 4, 512), np.float32)] * 8, [np.zeros((4, 400), np.float32)] * 8)
+info = CliRunner().invoke(main, ["info"], catch_exceptions=False)
+print(asked, cpu_attn.get_num_threads(), info.exit_code)
+"""
+    env = {**os.environ, "OMP_NUM_THREADS": str(number)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    most = max(64, 8 * len(os.sched_getaffinity(0)))
+    assert (done.returncode, done.stdout.split()) == (0, [str(most), str(most), "0"]), done.stderr
+
+
 # Of the variable before Python starts: OpenMP reads it once.
 SMALL_STACK = """
 import numpy as np, cpu_attn

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn._arrays import Array, describe, numpy_view, view
+from cpu_attn._arrays import Array, address, describe, numpy_view, view
 from cpu_attn._check.faults import misfit, new_fault
 from cpu_attn._dtypes import CODES, DTYPES
 from cpu_attn._native import ffi, lib
@@ -168,4 +168,4 @@ def apart(names: Sequence[str], arrays: Sequence[Array | None], num_outputs: int
 
 def pointer(kind: str, a: Array | np.ndarray[Any, Any]) -> Any:
     """``a`` as a C pointer; the caller keeps ``a`` alive."""
-    return ffi.cast(kind, a.address if isinstance(a, Array) else a.ctypes.data)
+    return ffi.cast(kind, a.address if isinstance(a, Array) else address(a))

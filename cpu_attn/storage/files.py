@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -102,20 +103,26 @@ class StoredCache:
         return cls(descriptor, key_cache, value_cache)
 
 
+def _fill(opened: io.BufferedReader, buffer: Any) -> None:
+    """Reads as many bytes as ``buffer`` has. A file may be cut after safetensors has found it to be sound."""
+    if opened.readinto(buffer) < memoryview(buffer).nbytes:
+        raise ValueError(f"{opened.name}: ends before its tensors do")
+
+
 def _tensor(file: str | os.PathLike[str], name: str, dtype: np.dtype[Any]) -> Memory:
     """A tensor of a file that safetensors has found to be sound; its NumPy bridge knows no float8."""
     import json  # as late as in CacheDescriptor
 
     with open(file, "rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        tensor = json.loads(opened.read(size))[name]
-    if tensor["dtype"] != SAFETENSORS[dtype.name]:
-        raise ValueError(f"{name}: holds {tensor['dtype']}, the descriptor says {dtype.name}")
-    first, end = tensor["data_offsets"]
-    array = aligned_zeros((end - first,), np.dtype(np.uint8))
-    with open(file, "rb") as opened:
-        opened.seek(8 + size + first)
-        opened.readinto(array.data)
+        _fill(opened, size := bytearray(8))
+        _fill(opened, header := bytearray(int.from_bytes(size, "little")))
+        tensor = json.loads(header)[name]
+        if tensor["dtype"] != SAFETENSORS[dtype.name]:
+            raise ValueError(f"{name}: holds {tensor['dtype']}, the descriptor says {dtype.name}")
+        first, end = tensor["data_offsets"]
+        array = aligned_zeros((end - first,), np.dtype(np.uint8))
+        opened.seek(first, os.SEEK_CUR)
+        _fill(opened, array.data)
     found: Memory = array.view(dtype).reshape(tensor["shape"])
     return found
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check
+from cpu_attn._arrays import address
 from cpu_attn._dtypes import DTYPES
 from cpu_attn._numa import Placement
 
@@ -40,9 +41,9 @@ def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any], placement: Place
         memory = np.frombuffer(pages, np.uint8)
     else:
         memory = np.zeros(size + align, np.uint8)
-    memory = memory[-memory.ctypes.data % align :][:size]
+    memory = memory[-address(memory) % align :][:size]
     if placement and size:
-        placement.apply(memory.ctypes.data, size, shape[0])
+        placement.apply(address(memory), size, shape[0])
     return memory.view(dtype).reshape(shape)
 
 

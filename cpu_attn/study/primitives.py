@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _onednn_loader
-from cpu_attn._arrays import view
+from cpu_attn._arrays import address, view
 from cpu_attn._dtypes import DTYPES, dtype_name
 from cpu_attn.ops import gather
 
@@ -128,12 +128,12 @@ def _aligned(shape: tuple[int, ...], dtype: str) -> Array:
     """Uninitialised memory that starts at a multiple of 64 bytes."""
     size = prod(shape) * DTYPES[dtype].itemsize
     memory = np.empty(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
+    start = -address(memory) % 64
     return memory[start : start + size].view(DTYPES[dtype]).reshape(shape)
 
 
 def _dense(x: Array, dtype: str) -> Array:
-    if x.flags.c_contiguous and x.ctypes.data % 64 == 0 and x.dtype == DTYPES[dtype]:
+    if x.flags.c_contiguous and address(x) % 64 == 0 and x.dtype == DTYPES[dtype]:
         return x
     copy = _aligned(x.shape, dtype)
     copy[...] = x
@@ -151,7 +151,7 @@ def _code(module: Any, dtype: str) -> int:
 
 
 def _pointers(module: Any, *arrays: Array, kind: str = "void *") -> list[Any]:
-    return [module.ffi.cast(kind, a.ctypes.data) for a in arrays]
+    return [module.ffi.cast(kind, address(a)) for a in arrays]
 
 
 def _call(module: Any, function: Any, *arguments: Any) -> tuple[int, str]:

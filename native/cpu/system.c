@@ -41,6 +41,8 @@ static void read_caches(ca_cpu_info *out) {
         READ("type", "%15s", type)
         READ("size", "%ldK", &kib)
 #undef READ
+        if (kib < 0 || kib > INT32_MAX)
+            continue;
         if (level == 1 && type[0] == 'D')
             out->l1d = kib * 1024;
         if (level == 2)

@@ -67,17 +67,25 @@ static void merge_row(const merging *m, int64_t t, int64_t h) {
     ((float *)lse->address)[h * lse->strides[0] + t] = top == -INFINITY ? top : top + logf(total);
 }
 
+static void merge_token(const merging *m, int64_t t) {
+    for (int64_t h = 0; h < m->outs[m->num_parts].shape[1]; h++)
+        merge_row(m, t, h);
+}
+
 void ca_merge_states(int64_t num_parts, const ca_array *outs, const ca_array *lses) {
     merging m = {num_parts, outs, lses};
     int64_t tokens = outs[num_parts].shape[0], heads = outs[num_parts].shape[1];
     /* A thread merges 2 elements a nanosecond in float16, which is the slowest, and 5 in float32 from its caches. */
     double elements = (double)num_parts * (double)(tokens * heads) * (double)outs[num_parts].shape[2];
     int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for(elements / 2)));
-    (void)team;
+    /* A team of one takes memory, too, and libgomp ends the process where there is none. */
+    if (team > 1) {
 #ifdef _OPENMP
-#pragma omp parallel for num_threads(team) if (team > 1)
+#pragma omp parallel for num_threads(team)
+        for (int64_t t = 0; t < tokens; t++)
+            merge_token(&m, t);
 #endif
-    for (int64_t t = 0; t < tokens; t++)
-        for (int64_t h = 0; h < heads; h++)
-            merge_row(&m, t, h);
+    } else
+        for (int64_t t = 0; t < tokens; t++)
+            merge_token(&m, t);
 }

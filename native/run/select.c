@@ -91,9 +91,11 @@ static void select_best(const uint32_t *rank, int64_t lo, int64_t hi, int64_t mo
         to[m++] = -1;
 }
 
-/* Scores a piece of the keys of a task, whose ranks take the place of the scores. */
-static void score_piece(const selection *s, const ca_task *t, int64_t piece, int64_t row, int thread) {
+/* Scores piece number i of the keys of these tasks, whose ranks take the place of the scores. */
+static void score_piece(const selection *s, const ca_task *tasks, int64_t i, int thread) {
+    const int64_t pieces = ca_div_up(s->stride, PIECE), piece = i % pieces, row = i / pieces * s->tokens;
     const ca_plan *p = s->plan;
+    const ca_task *t = &tasks[i / pieces];
     int64_t first, end; /* keys that some token of the task may see, then those of the piece */
     ca_task_keys(p, t, &first, &end);
     first = ca_max64(first, piece * PIECE);
@@ -108,7 +110,9 @@ static void score_piece(const selection *s, const ca_task *t, int64_t piece, int
         rank(scores + first, end - first);
 }
 
-static void select_of(const selection *s, const ca_task *t, int64_t token, int64_t row, int thread) {
+static void select_of(const selection *s, const ca_task *tasks, int64_t row, int thread) {
+    const ca_task *t = &tasks[row / s->tokens];
+    const int64_t token = row % s->tokens;
     const int64_t at = s->plan->query_start_loc[t->request] + t->token + token, most = s->out->shape[1];
     int64_t lo, hi;
     if (token >= t->num_tokens)
@@ -119,17 +123,24 @@ static void select_of(const selection *s, const ca_task *t, int64_t token, int64
 }
 
 /* One thread's part of the work, which every thread of a team does. */
-static void run(const selection *s, int thread) {
-    const int64_t pieces = ca_div_up(s->stride, PIECE);
+static void run(const selection *s, int thread, int team) {
     for (int64_t first = 0; first < s->num_tasks; first += s->tasks_at_once) {
         const ca_task *tasks = s->tasks + first;
         const int64_t n = ca_min64(s->tasks_at_once, s->num_tasks - first);
+        const int64_t scored = n * ca_div_up(s->stride, PIECE), selected = n * s->tokens;
+        if (team <= 1) { /* libgomp takes memory for loops that it shares, and ends the process where there is none */
+            for (int64_t i = 0; i < scored; i++)
+                score_piece(s, tasks, i, thread);
+            for (int64_t i = 0; i < selected; i++)
+                select_of(s, tasks, i, thread);
+            continue;
+        }
         OMP(omp for schedule(dynamic))
-        for (int64_t i = 0; i < n * pieces; i++)
-            score_piece(s, &tasks[i / pieces], i % pieces, i / pieces * s->tokens, thread);
+        for (int64_t i = 0; i < scored; i++)
+            score_piece(s, tasks, i, thread);
         OMP(omp for schedule(dynamic))
-        for (int64_t i = 0; i < n * s->tokens; i++)
-            select_of(s, &tasks[i / s->tokens], i % s->tokens, i, thread);
+        for (int64_t i = 0; i < selected; i++)
+            select_of(s, tasks, i, thread);
     }
 }
 
@@ -192,11 +203,11 @@ static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *x, fl
                        .num_selected = -1};
     if (!ca_check_stack(team, fault)) {
         if (team <= 1)
-            run(&s, 0);
+            run(&s, 0, 1);
         else {
 #ifdef _OPENMP
 #pragma omp parallel num_threads(team)
-            run(&s, omp_get_thread_num());
+            run(&s, omp_get_thread_num(), team);
 #endif
         }
     }

@@ -25,9 +25,16 @@ __attribute__((constructor)) static void watch_fork(void) { pthread_atfork(NULL,
 #define STRING(x) #x
 #define TEXT(x) STRING(x)
 const char *ca_threading(void) { return "OpenMP " TEXT(_OPENMP); }
+/* libgomp keeps 64 bits of OMP_NUM_THREADS and gives the lower 32: a number below 1 stands for one that no int holds.
+ */
+static int openmps_number(void) {
+    const int n = omp_get_max_threads();
+    return n > 0 ? n : INT_MAX;
+}
+
 /* The number is bounded, because libgomp ends the process where the system refuses it a thread. */
 static int threads_of(int asked) {
-    int n = asked ? abs(asked) : (int)ca_min64(omp_get_max_threads(), atomic_load(&cpu_quota));
+    int n = asked ? abs(asked) : (int)ca_min64(openmps_number(), atomic_load(&cpu_quota));
     return n <= 64 ? n : (int)ca_min64(n, ca_max64(64, 8 * (int64_t)omp_get_num_procs()));
 }
 #else

@@ -3,6 +3,7 @@
 #include "guard.h"
 #include "reserve.h"
 #include <errno.h>
+#include <limits.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -50,12 +51,13 @@ const char *ca_onednn_text(int status) {
     }
 }
 
+/* libgomp's number is below 1 where OMP_NUM_THREADS is more than an int holds; given back, it would mean 1. */
 int ca_prim_enter(void) {
     if (!set_threads)
         return 0;
-    int threads = get_threads();
+    const int threads = get_threads();
     set_threads(1);
-    return threads;
+    return threads > 0 ? threads : INT_MAX;
 }
 
 void ca_prim_leave(int threads) {
@@ -362,10 +364,8 @@ static void make_gemm_kernels(void) {
     ca_prim *p;
     float *memory = aligned_alloc(64, 64 * 1024 * sizeof *memory);
     if (memory && !ca_prim_new(&key, NULL, &p)) {
-        const int threads = ca_prim_enter();
         memset(memory, 0, 64 * 1024 * sizeof *memory);
         ca_prim_run(p, 1, memory, memory + 64 * 256, memory + 64 * 512, NULL, 0);
-        ca_prim_leave(threads);
         ca_prim_put(p);
     }
     free(memory);
@@ -377,9 +377,10 @@ int ca_onednn_open(int (*get)(void), void (*set)(int)) {
     if (cpu)
         return CA_ONEDNN_OK;
     ca_guard_memory_of((uintptr_t)ca_onednn_bound(), (uintptr_t)get);
+    const int threads = ca_prim_enter();
     ca_guarded(create_engine, NULL);
-    if (!cpu)
-        return CA_ONEDNN_NOT_OPEN;
-    make_gemm_kernels();
-    return CA_ONEDNN_OK;
+    if (cpu)
+        make_gemm_kernels();
+    ca_prim_leave(threads);
+    return cpu ? CA_ONEDNN_OK : CA_ONEDNN_NOT_OPEN;
 }
