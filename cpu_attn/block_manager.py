@@ -52,8 +52,22 @@ class NoFreeBlocksError(RuntimeError):
         self.missing = needed - free
 
 
-def _hash(before: bytes, data: bytes) -> bytes:
-    return sha256(before + data).digest()
+def _hash(kind: bytes, before: bytes, data: bytes) -> bytes:
+    """Of a root or a block. All that is hashed can be read back from these bytes in one way: the first of them says
+    which of the two it is, and with that the length of ``before``; that of ``data`` stands ahead of it. So no key has
+    the hash of a block, and blocks behind different keys have different hashes, unless SHA-256 itself collides."""
+    return sha256(kind + before + len(data).to_bytes(8, "little") + data).digest()
+
+
+def _root(salt: int, extra_key: str | bytes) -> bytes:
+    """What the first blocks of requests with this key come after."""
+    key = extra_key.encode(errors="surrogatepass") if isinstance(extra_key, str) else extra_key
+    return _hash(b"root", salt.to_bytes(8, "little"), key)
+
+
+def _child(before: bytes, ids: Array) -> bytes:
+    """The hash of a block of these ids behind a root or another block, int64 [block_size]."""
+    return _hash(b"block", before, ids.tobytes())
 
 
 @dataclass
@@ -196,7 +210,7 @@ class BlockManager:
             tokens: ids, integers [n]. The last of them is always left to be computed, as its logits are needed. An id
                 may be any int64: what stands for an image takes ids made from the image's hash.
             extra_key: what else keys and values depend on, such as a LoRA's name: requests with different ones share
-                nothing.
+                nothing. A str counts as its UTF-8 bytes.
 
         Returns:
             How many of the tokens are in blocks that were found. The rest is given to :meth:`step`, at once or in
@@ -210,11 +224,10 @@ class BlockManager:
         if not isinstance(extra_key, (str, bytes)):
             raise TypeError(f"extra_key: expected str or bytes, got {type(extra_key).__name__}")
         self._check_new(request)
-        key = extra_key.encode(errors="surrogatepass") if isinstance(extra_key, str) else extra_key
-        here = root = _hash(b"%d " % self._salt, key)
+        here = root = _root(self._salt, extra_key)
         new, blocks = _Request(root), []
         for start in range(0, len(ids) - self.block_size if self.enable_prefix_caching else 0, self.block_size):
-            here = _hash(here, ids[start : start + self.block_size].tobytes())
+            here = _child(here, ids[start : start + self.block_size])
             if here not in self._block_of:
                 break
             new.hashes.append(here)
@@ -486,7 +499,7 @@ class BlockManager:
         blocks = self._table[rows, columns]
         for row, block, ids in zip(rows.tolist(), blocks.tolist(), self._token_ids[blocks], strict=True):
             request = self._requests[row]
-            here = _hash(request.hashes[-1] if request.hashes else request.root, ids.tobytes())
+            here = _child(request.hashes[-1] if request.hashes else request.root, ids)
             request.hashes.append(here)
             if here not in self._block_of:
                 self._block_of[here], self._hash_of[block] = block, here

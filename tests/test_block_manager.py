@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cpu_attn import BlockManager, NoFreeBlocksError, PagedKVCache, reference
+from cpu_attn.block_manager import _root
 
 from .blocks_model import Model, walk
 
@@ -168,6 +170,50 @@ def test_what_is_found() -> None:
     manager.step([("again", [8]), ("after", prompt)])
     assert manager.allocate("later", prompt) == 8
     assert (manager.get_block_ids("later") == manager.get_block_ids("after")[:2]).all()
+
+
+def test_a_key_whose_bytes_are_a_block() -> None:
+    """A root of sha256(b"0 " + key) and blocks of sha256(the hash before + ids) are the same function: one first token
+    in 65,536 gives a hash that begins with b"0 ", and the rest of the second block's bytes is then a key."""
+    manager = small(num_blocks=16)
+    head, ids = [80523, 1, 2, 3], np.arange(8)
+    before = sha256(sha256(b"0 ").digest() + np.array(head).tobytes()).digest()
+    assert before.startswith(b"0 ")
+    manager.allocate("victim")
+    manager.step([("victim", [*head, *ids, 8])])
+    key = before[2:] + ids[:4].tobytes()
+    assert manager.allocate("other", [*ids[4:], 8], extra_key=key) == 0
+
+
+KEYS = st.one_of(st.text(max_size=4), st.binary(max_size=40))
+PROMPTS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=9)
+
+
+@given(keys=st.tuples(KEYS, KEYS), prompts=st.tuples(PROMPTS, PROMPTS), data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_chains_of_different_keys_never_meet(keys: Any, prompts: Any, data: st.DataObject) -> None:
+    """Any two chains, also where the second one's key is made from the bytes and the hashes of the first."""
+
+    def chain(key: Any, prompt: list[int]) -> list[bytes]:
+        manager = small(block_size=1, num_blocks=9)
+        manager.allocate(0, extra_key=key)
+        manager.step([(0, prompt)])
+        return [_root(0, key), *manager._block_of]
+
+    first = chain(keys[0], prompts[0])
+    parts = [*first, *(np.int64(i).tobytes() for i in prompts[0]), *map(as_bytes, keys)]
+    made = b"".join(data.draw(st.lists(st.sampled_from(parts), max_size=3)))
+    made = made[data.draw(st.integers(0, 2)) :]
+    for key in (keys[1], made):
+        for prompt in prompts:
+            second, same = chain(key, prompt), as_bytes(key) == as_bytes(keys[0])
+            begun = [a == b for a, b in zip(prompts[0], prompt, strict=False)]
+            shared = 1 + (begun.index(False) if False in begun else len(begun))
+            assert len(set(first) & set(second)) == (shared if same else 0)
+
+
+def as_bytes(key: str | bytes) -> bytes:
+    return key.encode() if isinstance(key, str) else key
 
 
 def test_after_a_reset() -> None:
