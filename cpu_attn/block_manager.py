@@ -59,10 +59,10 @@ def _hash(kind: bytes, before: bytes, data: bytes) -> bytes:
     return sha256(kind + before + len(data).to_bytes(8, "little") + data).digest()
 
 
-def _root(salt: int, extra_key: str | bytes) -> bytes:
+def _root(extra_key: str | bytes) -> bytes:
     """What the first blocks of requests with this key come after."""
     key = extra_key.encode(errors="surrogatepass") if isinstance(extra_key, str) else extra_key
-    return _hash(b"root", salt.to_bytes(8, "little"), key)
+    return _hash(b"root", b"", key)
 
 
 def _child(before: bytes, ids: Array) -> bytes:
@@ -72,10 +72,10 @@ def _child(before: bytes, ids: Array) -> bytes:
 
 @dataclass
 class _Request:
-    """root: what the hash of its first block begins with; hashes: of its full blocks, each over the one before; saved:
-    what swap_out has copied, token ids first."""
+    """root: what its first block comes after, None where it was there before a reset of the prefix cache; hashes: of its
+    full blocks, each over the one before, none without a root; saved: what swap_out has copied, token ids first."""
 
-    root: bytes
+    root: bytes | None
     hashes: list[bytes] = field(default_factory=list)
     saved: list[Array] = field(default_factory=list)
 
@@ -170,7 +170,6 @@ class BlockManager:
         self._hash_of: dict[int, bytes] = {}  # the prefix cache, which has a block of each hash
         self._block_of: dict[bytes, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()  # blocks that it alone has, the next to go first
-        self._salt = 0
         ids = (self.num_blocks, self.block_size) if self.enable_prefix_caching else (self.num_blocks, 0)
         self._token_ids = np.zeros(ids, np.int64)  # which are in the blocks
 
@@ -224,7 +223,7 @@ class BlockManager:
         if not isinstance(extra_key, (str, bytes)):
             raise TypeError(f"extra_key: expected str or bytes, got {type(extra_key).__name__}")
         self._check_new(request)
-        here = root = _root(self._salt, extra_key)
+        here = root = _root(extra_key)
         new, blocks = _Request(root), []
         for start in range(0, len(ids) - self.block_size if self.enable_prefix_caching else 0, self.block_size):
             here = _child(here, ids[start : start + self.block_size])
@@ -408,11 +407,13 @@ class BlockManager:
     def reset_prefix_cache(self) -> None:
         """Forgets all that was cached, as a change of the weights asks for.
 
-        Requests that are there go on. New ones find nothing of theirs (:meth:`allocate`).
+        Requests that are there go on, swapped out or not, with the keys and values that they have. Nobody finds these
+        any more, nor what is computed after them, which depends on both weights.
         """
-        self._salt += 1
         for block in list(self._hash_of):
             self._forget(block)
+        for row in self._row_of.values():
+            self._requests[row].root, self._requests[row].hashes = None, []
 
     def _find(self, name: str, request: Hashable) -> int:
         try:
@@ -499,6 +500,8 @@ class BlockManager:
         blocks = self._table[rows, columns]
         for row, block, ids in zip(rows.tolist(), blocks.tolist(), self._token_ids[blocks], strict=True):
             request = self._requests[row]
+            if request.root is None:
+                continue
             here = _child(request.hashes[-1] if request.hashes else request.root, ids)
             request.hashes.append(here)
             if here not in self._block_of:

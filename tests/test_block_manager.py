@@ -198,7 +198,7 @@ def test_chains_of_different_keys_never_meet(keys: Any, prompts: Any, data: st.D
         manager = small(block_size=1, num_blocks=9)
         manager.allocate(0, extra_key=key)
         manager.step([(0, prompt)])
-        return [_root(0, key), *manager._block_of]
+        return [_root(key), *manager._block_of]
 
     first = chain(keys[0], prompts[0])
     parts = [*first, *(np.int64(i).tobytes() for i in prompts[0]), *map(as_bytes, keys)]
@@ -226,6 +226,27 @@ def test_after_a_reset() -> None:
     manager.step([("new", prompt), ("old", [8, 9, 10, 11])])
     assert manager.allocate("later", range(13)) == 8
     assert (manager.get_block_ids("later") == manager.get_block_ids("new")).all()
+
+
+def test_swapped_out_over_a_reset() -> None:
+    """Two requests of the same tokens from before. One of them is computed again, by other weights."""
+    manager, prompt = small(num_blocks=6), list(range(8))
+    (cache,) = manager.caches
+
+    def compute(request: str, weights: float) -> None:
+        key = np.full((8, 1, 2), weights, np.float32)
+        cache.update(key, key, manager.step([(request, prompt)]))
+
+    for request in ("out", "again"):
+        manager.allocate(request)
+        compute(request, 1)
+    manager.swap_out("out")
+    manager.reset_prefix_cache()
+    manager.truncate("again", 0)
+    compute("again", 2)
+    manager.swap_in("out")
+    key, value = cache.gather(manager.get_block_ids("out"), 8)
+    assert (key == 1).all() and (value == 1).all()
 
 
 def test_a_step_that_is_not_computed() -> None:
