@@ -277,20 +277,20 @@ class BlockManager:
             raise ValueError(f"batch[{new.argmax()}]: {new.max()} tokens in all, expected at most {_check.INT32_MAX}")
         had, has = self._num_blocks(old), self._num_blocks(new)
 
-        fresh, last = has - had, self._table[rows, had - 1]
-        copied = self._shared_writers(last, (had * self.block_size > old) & (counts > 0))
+        fresh, begun = has - had, np.flatnonzero((had * self.block_size > old) & (counts > 0))
+        copied, last = self._shared_writers(begun, self._table[rows[begun], had[begun] - 1])
         wanted = np.concatenate([np.ones(len(copied), np.int64), fresh])
         ready = self._ready("batch", np.concatenate([rows[copied], rows]), wanted)
         blocks, copies = ready[len(copied) :], ready[: len(copied)]
         self._make_columns(int(has.max(initial=0)))
-        if copied:
-            self._copy(last[copied], copies)
+        if len(copied):
+            self._copy(last, copies)
 
         # From here on nothing raises.
         self._take(ready)
-        if copied:
+        if len(copied):
             self._table[rows[copied], had[copied] - 1] = copies
-            self._release(last[copied])
+            self._release(last)
         behind = had - np.cumsum(fresh) + fresh
         self._table[np.repeat(rows, fresh), np.arange(len(blocks)) + np.repeat(behind, fresh)] = blocks
         self._seq_lens[rows] = new
@@ -554,16 +554,16 @@ class BlockManager:
             elif left == 1 and block in self._hash_of:
                 self._evictable[block] = None
 
-    def _shared_writers(self, last: Array, writes: Array) -> list[int]:
-        """Which requests of a batch go on inside a last block that somebody else has, too. Of all who have a block, the
-        last to write may do so in place."""
+    def _shared_writers(self, begun: Array, last: Array) -> tuple[Array, Array]:
+        """Of requests that go on inside their last block, those whose block somebody else has, too, and which it is. Of
+        all who have a block, the last to write may do so in place."""
         writers: Counter[int] = Counter()
-        found = []
-        for i in np.flatnonzero(writes & (self._ref_cnt[last] > 1)).tolist():
+        copied = []
+        for i in np.flatnonzero(self._ref_cnt[last] > 1).tolist():
             writers[last[i]] += 1
             if writers[last[i]] < self._ref_cnt[last[i]]:
-                found.append(i)
-        return found
+                copied.append(i)
+        return begun[copied], last[copied]
 
     def _drop_behind_window(self, rows: Array, old: Array) -> None:
         """Gives back what no token from ``old`` on sees."""

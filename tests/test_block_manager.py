@@ -436,6 +436,21 @@ def test_counts_that_are_refused() -> None:
         manager.step([("b", 2**31 - 1)])
 
 
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_caches_without_blocks(enable_prefix_caching: bool) -> None:
+    manager = small(num_blocks=0, enable_prefix_caching=enable_prefix_caching)
+    assert manager.allocate("a", range(9)) == 0 and manager.num_free_blocks == 0
+    with pytest.raises(NoFreeBlocksError, match=r"^batch: needs 2 blocks, 0 are free"):
+        manager.step([("a", range(5))])
+    assert manager.step([("a", [])]).block_table.shape == (1, 0)
+    manager.fork("a", "b")
+    manager.swap_out("a")
+    manager.swap_in("a")
+    manager.truncate("a", 0)
+    manager.reset_prefix_cache()
+    manager.free("a")
+
+
 def test_steps_of_nothing() -> None:
     manager = small(enable_prefix_caching=False)
     manager.allocate("a")
