@@ -157,6 +157,7 @@ class BlockManager:
         self._seq_lens = np.zeros(0, np.int64)  # [rows]
         self._num_dropped = np.zeros(0, np.int64)  # [rows]: how many of its first blocks lay behind the window
         self._swapped = np.zeros(0, bool)  # [rows]
+        self._prompts: dict[int, Array] = {}  # of rows: tokens of which some were found, until a step has had the last
         self._home = np.zeros(0, np.int64)  # [rows]: the node that its blocks should be of
 
         # Nodes are counted from 0 on here, also where the machine's have other numbers.
@@ -213,7 +214,7 @@ class BlockManager:
 
         Returns:
             How many of the tokens are in blocks that were found. The rest is given to :meth:`step`, at once or in
-            parts.
+            parts; where some were found, that refuses other ids.
 
         Raises:
             ValueError: the request is there already, or a token is out of range.
@@ -231,8 +232,11 @@ class BlockManager:
                 break
             new.hashes.append(here)
             blocks.append(self._block_of[here])
-        self._enter(request, new, np.array(blocks, np.int32), len(blocks) * self.block_size, 0)
-        return len(blocks) * self.block_size
+        found = len(blocks) * self.block_size
+        row = self._enter(request, new, np.array(blocks, np.int32), found, 0)
+        if found:
+            self._prompts[row] = ids.copy()
+        return found
 
     def fork(self, request: Hashable, new_request: Hashable) -> None:
         """Makes a new request with the tokens of another, in the same blocks.
@@ -266,7 +270,8 @@ class BlockManager:
 
         Raises:
             NoFreeBlocksError: blocks are missing. The manager is as it was before, here and below.
-            ValueError: a request is not there, swapped out or named twice, or a token is out of range.
+            ValueError: a request is not there, swapped out or named twice, a token is out of range, or tokens are not
+                those of a prompt that come after what :meth:`allocate` found of it: all of its tokens, say.
             TypeError: the batch is no pairs, or tokens are no ids.
         """
         requests, counts, ids = _check.batch("batch", batch, self.enable_prefix_caching)
@@ -275,6 +280,8 @@ class BlockManager:
         new = old + counts
         if len(new) and new.max() > _check.INT32_MAX:
             raise ValueError(f"batch[{new.argmax()}]: {new.max()} tokens in all, expected at most {_check.INT32_MAX}")
+        if self._prompts and ids is not None:
+            self._check_continuations(rows, ids, counts)
         had, has = self._num_blocks(old), self._num_blocks(new)
 
         fresh, begun = has - had, np.flatnonzero((had * self.block_size > old) & (counts > 0))
@@ -294,6 +301,8 @@ class BlockManager:
         behind = had - np.cumsum(fresh) + fresh
         self._table[np.repeat(rows, fresh), np.arange(len(blocks)) + np.repeat(behind, fresh)] = blocks
         self._seq_lens[rows] = new
+        for row in [row for row, prompt in self._prompts.items() if self._seq_lens[row] >= len(prompt)]:
+            del self._prompts[row]
 
         query_start_loc = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_start_loc[1:])
@@ -342,6 +351,8 @@ class BlockManager:
         self._table[row, columns] = -1
         del self._requests[row].hashes[full:]
         self._seq_lens[row] = seq_len
+        if not seq_len:
+            self._prompts.pop(row, None)
 
     def free(self, request: Hashable) -> None:
         """Ends a request. Its full blocks stay in the prefix cache until their memory is needed.
@@ -356,6 +367,7 @@ class BlockManager:
         if not self._swapped[row]:
             self._leave(row)
         self._requests[row] = _Request(b"")
+        self._prompts.pop(row, None)
         self._free_rows.append(row)
         del self._row_of[request]
 
@@ -449,6 +461,13 @@ class BlockManager:
             raise ValueError(f"batch[{i}][0]: {requests[i]!r} is swapped out")
         return rows
 
+    def _check_continuations(self, rows: Array, ids: Array, counts: Array) -> None:
+        end = np.cumsum(counts)
+        for i, row in enumerate(rows.tolist()):
+            if row in self._prompts:
+                given = ids[end[i] - counts[i] : end[i]]
+                _check.continuation(f"batch[{i}][1]", given, self._prompts[row], int(self._seq_lens[row]))
+
     def _num_blocks(self, seq_lens: Any) -> Any:
         return -(-seq_lens // self.block_size)
 
@@ -469,7 +488,7 @@ class BlockManager:
             grown[:, : self._table.shape[1]] = self._table
             self._table = grown
 
-    def _enter(self, request: Hashable, new: _Request, blocks: Array, seq_len: int, num_dropped: int) -> None:
+    def _enter(self, request: Hashable, new: _Request, blocks: Array, seq_len: int, num_dropped: int) -> int:
         if not self._free_rows:
             rows = max(8, len(self._table))
             self._table = np.pad(self._table, [(0, rows), (0, 0)], constant_values=-1)
@@ -487,6 +506,7 @@ class BlockManager:
         self._table[row, : len(blocks)] = blocks
         self._seq_lens[row], self._num_dropped[row], self._swapped[row] = seq_len, num_dropped, False
         self._acquire(blocks[num_dropped:].tolist())
+        return row
 
     def _leave(self, row: int) -> None:
         self._release(self._held(row))

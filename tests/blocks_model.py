@@ -41,6 +41,7 @@ class Model:
         self.rng = np.random.default_rng(0)
         self.states = self.rng.standard_normal((LAYERS, 2, STATES, KV_HEADS, head_size), np.float32)
         self.tokens: dict[int, list[int]] = {}
+        self.rest: dict[int, list[int]] = {}  # of a prompt of which some was found: what steps have to be given
         self.roots: dict[int, int] = {}
         self.swapped: set[int] = set()
         self.before: dict[int, int] = {}  # tokens before the last step
@@ -62,17 +63,19 @@ class Model:
         assert found % self.block_size == 0 and found <= max(len(prompt) - 1, 0)
         self.counts["found"] += found
         self.tokens[request], self.roots[request] = prompt[:found], key * 31 + self.epoch
+        self.rest[request] = prompt[found:] if found else []
         return request
 
     def fork(self, request: int) -> int:
         new, self.made = self.made, self.made + 1
         self.manager.fork(request, new)
         self.tokens[new], self.roots[new] = self.tokens[request].copy(), self.roots[request]
-        self.before[new] = self.before.get(request, 0)
+        self.before[new], self.rest[new] = self.before.get(request, 0), []
         return new
 
     def step(self, batch: list[tuple[int, list[int]]]) -> bool:
-        """Whether there were blocks enough."""
+        """Whether there were blocks enough. A prompt that was begun goes on in place of as many tokens."""
+        batch = [(r, self.rest[r][: len(new)] or new) for r, new in batch]
         needed, free, state = self.needed(batch), self.manager.num_free_blocks, self.state()
         given: Any = batch if self.caching else [(r, len(new)) for r, new in batch]
         try:
@@ -86,6 +89,7 @@ class Model:
         for request, new in batch:
             self.before[request] = len(self.tokens[request])
             self.tokens[request] += new
+            del self.rest[request][: len(new)]
         lens = [len(self.tokens[r]) for r, _ in batch]
         assert step.requests == tuple(r for r, _ in batch) and step.seq_lens.tolist() == lens
         assert np.diff(step.query_start_loc).tolist() == [len(new) for _, new in batch]
@@ -111,6 +115,8 @@ class Model:
 
     def truncate(self, request: int, seq_len: int) -> None:
         self.manager.truncate(request, seq_len)
+        if self.rest[request]:
+            self.rest[request] = self.tokens[request][seq_len:] + self.rest[request] if seq_len else []
         del self.tokens[request][seq_len:]
         self.before[request] = min(self.before.get(request, 0), seq_len)
 

@@ -379,6 +379,8 @@ def test_caches_that_are_refused(caches: Any, options: dict[str, Any], words: st
         (lambda m: m.step([("a", [1]), 7]), r"batch\[1\]: expected a sequence, got int"),
         (lambda m: m.step([("a", [1], 2)]), r"batch\[0\]: expected \(request, tokens\)"),
         (lambda m: m.step("a"), "batch: expected a sequence"),
+        (lambda m: m.step([("found", range(9))]), r"batch\[0\]\[1\]\[0\]: id 0, expected 4: 4 of the 9 tokens"),
+        (lambda m: m.step([("a", [1]), ("found", [4, 5, 9])]), r"batch\[1\]\[1\]\[2\]: id 9, expected 6: 4 of the 9"),
         (lambda m: m.step([("a", [1]), ("b", 3)]), r"batch\[1\]\[1\]: expected token ids, got 3"),
         (lambda m: m.step([("a", [1]), ("b", [1.5])]), r"batch\[1\]\[1\]: dtype float64"),
         (lambda m: m.step([("a", [1]), ("b", [[1]])]), r"batch\[1\]\[1\]: 2 axes"),
@@ -411,11 +413,58 @@ def test_calls_that_are_refused(call: Any, words: str) -> None:
         manager.allocate(request)
         manager.step([(request, range(5))])
         model.tokens[request] = []  # type: ignore[index]
+    manager.allocate("found", range(9))
+    model.tokens["found"] = []  # type: ignore[index]
     model.swap_out("gone")  # type: ignore[arg-type]
     state = model.state()
     with pytest.raises((ValueError, TypeError), match=f"^{words}"):
         call(manager)
     assert model.state() == state
+
+
+NO_IDS = ["hello", [None], {3: 4}, [1.5], [0.0], np.zeros(2), {1, 2}, [[1]], b"ab", [2**63]]
+
+
+@pytest.mark.parametrize("tokens", NO_IDS, ids=str)
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_tokens_that_are_no_ids(tokens: Any, enable_prefix_caching: bool) -> None:
+    manager = small(enable_prefix_caching=enable_prefix_caching)
+    manager.allocate("a")
+    manager.allocate("b")
+    with pytest.raises((ValueError, TypeError), match=r"^batch\[1\]\[1\]: "):
+        manager.step([("a", [1]), ("b", tokens)])
+    assert manager.seq_len("a") == manager.seq_len("b") == 0
+
+
+def test_a_prompt_of_which_some_is_there() -> None:
+    """Its tokens from the beginning, at once or in parts, would stand behind those that were found."""
+    manager, prompt = small(num_blocks=32), [*range(12), 0, 0]
+    manager.allocate("first")
+    manager.step([("first", prompt)])
+    assert manager.allocate("a", prompt) == 12
+    for wrong in (prompt, prompt[:5], prompt[11:], [0, 1], [*prompt, 7]):
+        manager.allocate("right", prompt)
+        manager.step([("right", prompt[12:])])
+        with pytest.raises(ValueError, match=r"12 of the 14 tokens given to allocate|tokens\[12\] on"):
+            manager.step([("right", [1]), ("a", wrong)])
+        assert manager.seq_len("a") == 12
+        manager.free("right")
+    manager.step([("a", prompt[12:13])])
+    manager.truncate("a", 12)  # as after a step that was not computed
+    with pytest.raises(ValueError, match="expected those from|12 of the 14"):
+        manager.step([("a", prompt)])
+    manager.step([("a", [*prompt[12:], 7])])
+    manager.step([("a", prompt)])  # which is text as any now
+    assert manager.seq_len("a") == 29
+
+    same = [5] * 14
+    manager.allocate("same")
+    manager.step([("same", same)])
+    assert manager.allocate("b", same) == 12
+    with pytest.raises(ValueError, match=r"^batch\[0\]\[1\]: all 14 tokens .* from tokens\[12\] on: 12 are there"):
+        manager.step([("b", same)])
+    manager.truncate("b", 0)
+    manager.step([("b", [1, 2])])  # and begins anew
 
 
 def test_counts_that_are_refused() -> None:
