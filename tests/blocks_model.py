@@ -164,7 +164,7 @@ class Model:
             if old % size and new:
                 writers[self.manager.get_block_ids(request)[-1]] += 1
         for block, n in writers.items():
-            count += n if held[block] + (block in self.manager._hash_of) > n else n - 1
+            count += n if held[block] + (block in self.manager._pool.hash_of) > n else n - 1
         return count
 
     def check(self, request: int) -> None:
@@ -185,22 +185,26 @@ class Model:
 
     def check_blocks(self) -> None:
         """Each block is free, in the prefix cache alone, or with requests; and is counted."""
-        m = self.manager
+        m, pool = self.manager, self.manager._pool
         held = Counter(b for r in self.here() for b in m.get_block_ids(r).tolist() if b >= 0)
-        assert [held[b] + (b in m._hash_of) for b in range(m.num_blocks)] == m._ref_cnt.tolist()
-        free = [block for blocks in m._free for block in blocks]
-        assert len(set(free)) == len(free) and not set(free) & (held.keys() | m._hash_of.keys())
-        assert all(m._node_of[block] == node for node, blocks in enumerate(m._free) for block in blocks)
-        assert set(m._evictable) == m._hash_of.keys() - held.keys()
+        assert [held[b] + (b in pool.hash_of) for b in range(m.num_blocks)] == pool.ref_cnt.tolist()
+        free = [block for blocks in pool.free for block in blocks]
+        assert len(set(free)) == len(free) and not set(free) & (held.keys() | pool.hash_of.keys())
+        assert all(pool.node_of[block] == node for node, blocks in enumerate(pool.free) for block in blocks)
+        assert set(pool.evictable) == pool.hash_of.keys() - held.keys()
+        assert list(pool.evictable.values()) == sorted(pool.evictable.values())
         assert m.num_free_blocks == m.num_blocks - len(held)
-        assert {h: b for b, h in m._hash_of.items()} == m._block_of
+        assert {h: b for b, h in pool.hash_of.items()} == pool.block_of
         assert sorted([*m._row_of.values(), *m._free_rows]) == list(range(len(m._table)))
-        assert (m._table[m._free_rows] == -1).all()
+        assert m._requests.keys() == set(m._row_of.values()) and not m._journal
+        assert m._saved.keys() == {m._row_of[r] for r in self.swapped}
+        assert all((m._table[m._row_of[r], len(m.get_block_ids(r)) :] == -1).all() for r in self.here())
 
     def state(self) -> Any:
         m = self.manager
         there = {r: None if r in self.swapped else m.get_block_ids(r).tolist() for r in self.tokens}
-        lists = ([x.copy() for x in m._free], list(m._evictable), m._hash_of.copy(), m._ref_cnt.tolist())
+        pool = m._pool
+        lists = ([x.copy() for x in pool.free], list(pool.evictable), pool.hash_of.copy(), pool.ref_cnt.tolist())
         return there, {r: m.seq_len(r) for r in there}, lists, [c.key_cache.tobytes() for c in self.caches]
 
 

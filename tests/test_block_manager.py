@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cpu_attn import BlockManager, NoFreeBlocksError, PagedKVCache, reference
-from cpu_attn.block_manager import _root
+from cpu_attn.block_pool import root
 
 from .blocks_model import Model, walk
 
@@ -198,7 +198,7 @@ def test_chains_of_different_keys_never_meet(keys: Any, prompts: Any, data: st.D
         manager = small(block_size=1, num_blocks=9)
         manager.allocate(0, extra_key=key)
         manager.step([(0, prompt)])
-        return [_root(key), *manager._block_of]
+        return [root(key), *manager._pool.block_of]
 
     first = chain(keys[0], prompts[0])
     parts = [*first, *(np.int64(i).tobytes() for i in prompts[0]), *map(as_bytes, keys)]
@@ -451,7 +451,7 @@ def test_a_prompt_of_which_some_is_there() -> None:
         manager.free("right")
     manager.step([("a", prompt[12:13])])
     manager.truncate("a", 12)  # as after a step that was not computed
-    with pytest.raises(ValueError, match="expected those from|12 of the 14"):
+    with pytest.raises(ValueError, match=r"expected those from|12 of the 14"):
         manager.step([("a", prompt)])
     manager.step([("a", [*prompt[12:], 7])])
     manager.step([("a", prompt)])  # which is text as any now

@@ -60,8 +60,8 @@ def continuation(name: str, given: Array, prompt: Array, there: int) -> None:
     rest = prompt[there : there + len(given)]
     for i in np.flatnonzero(given[: len(rest)] != rest)[:1]:
         raise ValueError(
-            f"{name}[{i}]: id {given[i]}, expected {rest[i]}: {there} of the {len(prompt)} tokens given to allocate are "
-            f"there already, a step takes those from tokens[{there}] on"
+            f"{name}[{i}]: id {given[i]}, expected {rest[i]}: {there} of the {len(prompt)} tokens given to allocate "
+            f"are there already, a step takes those from tokens[{there}] on"
         )
     if there and len(given) >= len(prompt) and (given[: len(prompt)] == prompt).all():
         raise ValueError(
