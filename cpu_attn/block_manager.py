@@ -35,8 +35,8 @@ class BlockManager:
     """Blocks of caches for requests that come, grow, share and go, and the arrays of their steps.
 
     A request is whatever its user calls it by, anything hashable. Which requests run, wait or give way is the user's
-    choice: a call that needs more blocks than are free raises :class:`NoFreeBlocksError` and changes nothing. A manager
-    serves one thread at a time.
+    choice: a call that needs more blocks than are free raises :class:`NoFreeBlocksError`. A call that raises has
+    changed nothing. A manager serves one thread at a time.
 
     Args:
         caches: the :class:`PagedKVCache` of each layer, or one cache. All have the same num_blocks and block_size, and

@@ -57,9 +57,9 @@ class At:
 
 
 def made(scale: int = 1, **options: Any) -> BlockManager:
-    """A manager with requests of each kind, and no block that was not in use once. a and b share a block that both are
-    within, "out" is swapped out, "begun" was found, and the prefix cache alone has some. scale: an odd number, how much
-    of all there is."""
+    """A manager with requests of each kind. a and b share a block that both are within, "out" is swapped out, "begun"
+    was found, and the prefix cache alone has all that no request has, so that whoever takes a block evicts one. scale:
+    an odd number, how much of all there is."""
     caches = [PagedKVCache(22 * scale, 2, 1, 2) for _ in range(2)]
     manager, rng = BlockManager(caches, **options), np.random.default_rng(0)
     for request, first, end in (("a", 0, 7), ("gone", 50, 58), ("out", 20, 29), ("full", 30, 49)):
@@ -75,6 +75,9 @@ def made(scale: int = 1, **options: Any) -> BlockManager:
     manager.swap_out("out")
     manager.truncate("full", 9 * scale)
     manager.allocate("begun", [*range(30 * scale, 36 * scale), -1, -2])
+    if manager._pool.evictable:
+        manager.allocate("rest")
+        manager.step([("rest", range(-2 * len(manager._pool.free[0]), 0))])
     return manager
 
 
@@ -89,9 +92,10 @@ def state(manager: BlockManager) -> dict[str, Any]:
         if not there:
             assert not m._swapped[row]
             held, left = m._held(row), size - dropped * m.block_size
-            there += [m._table[row, : m._num_blocks(size)].tolist(), set(m._table[row, m._num_blocks(size) :].tolist())]
+            assert (m._table[row, m._num_blocks(size) :] == -1).all()
+            there += [m._table[row, : m._num_blocks(size)].tolist()]
             there += [m._token_ids[held].reshape(-1)[:left].tolist()]
-            there += [x.tobytes() for cache in m.caches for x in cache.gather(held.astype(np.int32), left)]
+            there += [x[held].tobytes() for x in m._memory()]
         requests[request] = size, dropped, chain.root, list(chain.hashes), prompt is None or prompt.tolist(), there
     assert {here: block for block, here in pool.hash_of.items()} == pool.block_of
     assert sorted([*m._row_of.values(), *m._free_rows]) == list(range(len(m._seq_lens)))
@@ -123,7 +127,7 @@ def many(manager: BlockManager) -> None:
 
 
 def one(manager: BlockManager) -> None:
-    for request in ("a", "b", "full", "begun"):
+    for request in ("a", "b", "full", "begun", "rest"):
         manager.free(request)
     manager.allocate("new")
 

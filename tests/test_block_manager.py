@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cpu_attn import BlockManager, NoFreeBlocksError, PagedKVCache, reference
 from cpu_attn.block_pool import root
@@ -19,7 +19,7 @@ from .blocks_model import Model, walk
 
 KINDS: list[dict[str, Any]] = [
     *({}, {"caching": False}, {"block_size": 1}, {"num_blocks": 3}, {"nodes": 2}),
-    *({"window": 1, "num_blocks": 16}, {"window": 6, "num_blocks": 16}),
+    *({"window": 1, "num_blocks": 16}, {"window": 6, "num_blocks": 16}, {"ranks": 2, "block_size": 2}),
 ]
 
 
@@ -46,54 +46,75 @@ TOKENS = st.lists(st.integers(0, 1), max_size=18)
 WHICH = st.integers(0, 99)
 
 
+FAILS = st.one_of(st.none(), st.integers(0, 250))
+MACHINES: list[dict[str, Any]] = [
+    *({}, {"caching": False}, {"block_size": 1}, {"nodes": 2}, {"window": 6, "num_blocks": 14}),
+    *({"ranks": 2, "block_size": 2}, {"ranks": 3, "block_size": 1, "window": 5, "num_blocks": 12}),
+]
+
+
 class Operations(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Model()
+    """Any operations in any order, each of which may fail at any line before it is done."""
+
+    @initialize(options=st.sampled_from(MACHINES))
+    def begin(self, options: dict[str, Any]) -> None:
+        self.model = Model(**options)
 
     def one(self, which: int) -> int:
         here = self.model.here()
         return here[which % len(here)]
 
-    @rule(tokens=TOKENS, key=st.integers(0, 1))
-    def allocate(self, tokens: list[int], key: int) -> None:
+    @rule(tokens=TOKENS, like=st.one_of(st.none(), WHICH), key=st.integers(0, 7), fails=FAILS)
+    def allocate(self, tokens: list[int], like: int | None, key: int, fails: int | None) -> None:
+        """like: what another request has comes first, which is found or not."""
+        if like is not None and self.model.here():
+            tokens = self.model.tokens[self.one(like)] + tokens
+        self.model.fails_at, key = fails, key // 7
         request = self.model.allocate(tokens, key)
+        self.model.fails_at = fails
         self.model.step([(request, tokens[len(self.model.tokens[request]) :])])
 
-    @rule(given=st.lists(TOKENS, max_size=5))
-    def step(self, given: list[list[int]]) -> None:
+    @rule(given=st.lists(TOKENS, max_size=5), fails=FAILS)
+    def step(self, given: list[list[int]], fails: int | None) -> None:
+        self.model.fails_at = fails
         self.model.step(list(zip(self.model.here(), given, strict=False)))
 
     @precondition(lambda self: self.model.here())
-    @rule(which=WHICH)
-    def fork(self, which: int) -> None:
+    @rule(which=WHICH, fails=FAILS)
+    def fork(self, which: int, fails: int | None) -> None:
+        self.model.fails_at = fails
         self.model.fork(self.one(which))
 
     @precondition(lambda self: self.model.here())
-    @rule(which=WHICH, left=st.integers(0, 20))
-    def truncate(self, which: int, left: int) -> None:
-        request = self.one(which)
-        self.model.truncate(request, min(left, len(self.model.tokens[request])))
+    @rule(which=WHICH, left=st.integers(0, 20), fails=FAILS)
+    def truncate(self, which: int, left: int, fails: int | None) -> None:
+        self.model.fails_at, request = fails, self.one(which)
+        self.model.truncate(request, max(self.model.least(request), min(left, len(self.model.tokens[request]))))
 
     @precondition(lambda self: self.model.here())
-    @rule(which=WHICH)
-    def free(self, which: int) -> None:
+    @rule(which=WHICH, fails=FAILS)
+    def free(self, which: int, fails: int | None) -> None:
+        self.model.fails_at = fails
         self.model.free(self.one(which))
 
     @precondition(lambda self: self.model.here())
-    @rule(which=WHICH)
-    def swap_out(self, which: int) -> None:
+    @rule(which=WHICH, fails=FAILS)
+    def swap_out(self, which: int, fails: int | None) -> None:
+        self.model.fails_at = fails
         self.model.swap_out(self.one(which))
 
     @precondition(lambda self: self.model.swapped)
-    @rule(which=WHICH, back=st.booleans())
-    def swap_in_or_free(self, which: int, back: bool) -> None:
+    @rule(which=WHICH, back=st.booleans(), fails=FAILS)
+    def swap_in_or_free(self, which: int, back: bool, fails: int | None) -> None:
+        self.model.fails_at = fails
         request = sorted(self.model.swapped)[which % len(self.model.swapped)]
         (self.model.swap_in if back else self.model.free)(request)
 
-    @rule()
-    def reset(self) -> None:
+    @rule(given=st.lists(TOKENS, min_size=1, max_size=3), fails=FAILS)
+    def reset_and_go_on(self, given: list[list[int]], fails: int | None) -> None:
+        self.model.fails_at = fails
         self.model.reset()
+        self.step(given, None)
 
     @invariant()
     def holds(self) -> None:
@@ -104,7 +125,7 @@ class Operations(RuleBasedStateMachine):
 
 TestOperations = Operations.TestCase
 TestOperations.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=100, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
@@ -192,7 +213,7 @@ PROMPTS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=9)
 @given(keys=st.tuples(KEYS, KEYS), prompts=st.tuples(PROMPTS, PROMPTS), data=st.data())
 @settings(max_examples=300, deadline=None)
 def test_chains_of_different_keys_never_meet(keys: Any, prompts: Any, data: st.DataObject) -> None:
-    """Any two chains, also where the second one's key is made from the bytes and the hashes of the first."""
+    """Any two chains, also where the second one's key is what a block of the first is made from."""
 
     def chain(key: Any, prompt: list[int]) -> list[bytes]:
         manager = small(block_size=1, num_blocks=9)
@@ -201,9 +222,8 @@ def test_chains_of_different_keys_never_meet(keys: Any, prompts: Any, data: st.D
         return [root(key), *manager._pool.block_of]
 
     first = chain(keys[0], prompts[0])
-    parts = [*first, *(np.int64(i).tobytes() for i in prompts[0]), *map(as_bytes, keys)]
-    made = b"".join(data.draw(st.lists(st.sampled_from(parts), max_size=3)))
-    made = made[data.draw(st.integers(0, 2)) :]
+    at = data.draw(st.integers(0, len(prompts[0]) - 1))
+    made = first[at] + np.int64(prompts[0][at]).tobytes()
     for key in (keys[1], made):
         for prompt in prompts:
             second, same = chain(key, prompt), as_bytes(key) == as_bytes(keys[0])
