@@ -21,7 +21,7 @@ except ModuleNotFoundError as e:
 
 from cpu_attn import _self_test  # noqa: F401  # by which _dispatch goes
 from cpu_attn._dispatch import engines, isas
-from cpu_attn._errors import UnavailableError
+from cpu_attn._errors import NoFreeBlocksError, UnavailableError
 from cpu_attn._threads import get_num_threads, set_num_threads
 from cpu_attn.backend import (
     AttentionType,
@@ -34,7 +34,7 @@ from cpu_attn.backend import (
     make_alibi_bias,
     make_sliding_window_bias,
 )
-from cpu_attn.block_manager import BlockManager, NoFreeBlocksError
+from cpu_attn.block_manager import BlockManager
 from cpu_attn.indexer import get_index_cache_shape, index_and_cache, select_tokens
 from cpu_attn.mla import attention_mla, concat_and_cache_mla
 from cpu_attn.ops import attention_with_kv_cache, merge_states, reshape_and_cache

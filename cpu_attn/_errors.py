@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one exception of our own."""
+"""Exceptions of our own."""
 
 
 class UnavailableError(RuntimeError):
@@ -17,3 +17,39 @@ class UnavailableError(RuntimeError):
         ... else:
         ...     reason = "every isa is here"
     """
+
+
+class NoFreeBlocksError(RuntimeError):
+    """There are fewer free blocks than a call needs. The call has changed nothing.
+
+    ``missing`` says how many there are too few.
+
+    Args:
+        name: the argument that needs them.
+        needed: how many blocks the call needs.
+        free: how many there are.
+
+    This class raises no errors itself.
+
+    Example:
+        >>> from cpu_attn import BlockManager, NoFreeBlocksError, PagedKVCache
+        >>> manager = BlockManager(PagedKVCache(num_blocks=2, block_size=16, num_kv_heads=1, head_size=64))
+        >>> manager.allocate("a")
+        0
+        >>> try:
+        ...     step = manager.step([("a", range(40))])
+        ... except NoFreeBlocksError as e:
+        ...     print(e.missing)
+        1
+    """
+
+    def __init__(self, name: str, needed: int, free: int) -> None:
+        super().__init__(name, needed, free)  # which copies and pickles make it from
+        self.missing = needed - free
+
+    def __str__(self) -> str:
+        name, needed, free = self.args
+        return (
+            f"{name}: needs {needed} blocks, {free} are free, {self.missing} are missing: free requests, or swap them "
+            "out"
+        )

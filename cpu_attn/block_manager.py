@@ -3,75 +3,40 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import copy
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
-from itertools import chain
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from cpu_attn import _check
 from cpu_attn._arrays import view
+from cpu_attn.block_pool import BlockPool, child, root
+from cpu_attn.journal import Journal, all_or_nothing
 from cpu_attn.step import Step
 from cpu_attn.storage import PagedKVCache
 
 Array = np.ndarray[Any, Any]
 
 
-class NoFreeBlocksError(RuntimeError):
-    """There are fewer free blocks than a call needs. The call has changed nothing.
-
-    ``missing`` says how many there are too few.
-
-    Args:
-        name: the argument that needs them.
-        needed: how many blocks the call needs.
-        free: how many there are.
-
-    This class raises no errors itself.
-
-    Example:
-        >>> from cpu_attn import BlockManager, NoFreeBlocksError, PagedKVCache
-        >>> manager = BlockManager(PagedKVCache(num_blocks=2, block_size=16, num_kv_heads=1, head_size=64))
-        >>> manager.allocate("a")
-        0
-        >>> try:
-        ...     step = manager.step([("a", range(40))])
-        ... except NoFreeBlocksError as e:
-        ...     print(e.missing)
-        1
-    """
-
-    def __init__(self, name: str, needed: int, free: int) -> None:
-        super().__init__(
-            f"{name}: needs {needed} blocks, {free} are free, {needed - free} are missing: free requests, or swap them "
-            "out"
-        )
-        self.missing = needed - free
-
-
-def _hash(before: bytes, data: bytes) -> bytes:
-    return sha256(before + data).digest()
-
-
 @dataclass
 class _Request:
-    """root: what the hash of its first block begins with; hashes: of its full blocks, each over the one before; saved:
-    what swap_out has copied, token ids first."""
+    """root: what its first block comes after, None where it was there before a reset of the prefix cache; hashes: of
+    its full blocks, each over the one before, none without a root."""
 
-    root: bytes
+    root: bytes | None
     hashes: list[bytes] = field(default_factory=list)
-    saved: list[Array] = field(default_factory=list)
 
 
 class BlockManager:
     """Blocks of caches for requests that come, grow, share and go, and the arrays of their steps.
 
     A request is whatever its user calls it by, anything hashable. Which requests run, wait or give way is the user's
-    choice: a call that needs more blocks than are free raises :class:`NoFreeBlocksError` and changes nothing. A manager
-    serves one thread at a time.
+    choice: a call that needs more blocks than are free raises :class:`NoFreeBlocksError`. A call that raises has
+    changed nothing. A manager serves one thread at a time.
 
     Args:
         caches: the :class:`PagedKVCache` of each layer, or one cache. All have the same num_blocks and block_size, and
@@ -135,36 +100,40 @@ class BlockManager:
         if self.sliding_window == 0:
             raise ValueError("sliding_window: 0 would see nothing; -1 turns it off")
 
-        # Each request has a row of the arrays.
+        # Each request has a row of the arrays. What a row holds that no request has means nothing.
         self._row_of: dict[Hashable, int] = {}
         self._free_rows: list[int] = []
-        self._requests: list[_Request] = []  # [rows]
         self._table = np.zeros((0, 1), np.int32)  # [rows, columns]: its blocks, then -1
         self._seq_lens = np.zeros(0, np.int64)  # [rows]
         self._num_dropped = np.zeros(0, np.int64)  # [rows]: how many of its first blocks lay behind the window
         self._swapped = np.zeros(0, bool)  # [rows]
         self._home = np.zeros(0, np.int64)  # [rows]: the node that its blocks should be of
+        self._requests: dict[int, _Request] = {}
+        self._prompts: dict[int, Array] = {}  # tokens of which some were found, until a step has had the last
+        self._saved: dict[int, list[Array]] = {}  # what swap_out has copied, token ids first
 
-        # Nodes are counted from 0 on here, also where the machine's have other numbers.
         nodes = np.zeros(self.num_blocks) if layers[0].block_nodes is None else layers[0].block_nodes
-        self._node_of = np.unique(nodes, return_inverse=True)[1]
-        self._free: list[list[int]] = [[] for _ in range(self._node_of.max(initial=0) + 1)]
-        for block in range(self.num_blocks - 1, -1, -1):
-            self._free[self._node_of[block]].append(block)
-        # Of each block the requests that have it, and one more where it is in the prefix cache.
-        self._ref_cnt = np.zeros(self.num_blocks, np.int64)
-        self._hash_of: dict[int, bytes] = {}  # the prefix cache, which has a block of each hash
-        self._block_of: dict[bytes, int] = {}
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # blocks that it alone has, the next to go first
-        self._salt = 0
+        self._journal = Journal()
+        self._pool = BlockPool(nodes, self._journal)
         ids = (self.num_blocks, self.block_size) if self.enable_prefix_caching else (self.num_blocks, 0)
         self._token_ids = np.zeros(ids, np.int64)  # which are in the blocks
 
+    def __copy__(self) -> BlockManager:
+        """A manager that goes on from here by itself, over the same caches and with the same names of requests."""
+        return copy.deepcopy(self, {id(x): x for x in (*self.caches, *self._row_of)})
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._journal:
+            self._journal.undo()
+        return vars(self)
+
     @property
+    @all_or_nothing
     def num_free_blocks(self) -> int:
         """Blocks that no request has; the prefix cache may still know some of them."""
-        return sum(map(len, self._free)) + len(self._evictable)
+        return self._pool.num_free
 
+    @all_or_nothing
     def seq_len(self, request: Hashable) -> int:
         """Returns how many tokens the request has, in blocks or swapped out.
 
@@ -174,8 +143,9 @@ class BlockManager:
         Raises:
             ValueError: the request is not there.
         """
-        return int(self._seq_lens[self._find("request", request)])
+        return self._seq_lens.item(self._find("request", request))
 
+    @all_or_nothing
     def get_block_ids(self, request: Hashable) -> Array:
         """Returns int32 [M], the blocks of the request, -1 where one was behind the sliding window.
 
@@ -185,9 +155,9 @@ class BlockManager:
         Raises:
             ValueError: the request is not there, or swapped out.
         """
-        row = self._present("request", request)
-        return np.array(self._table[row, : self._num_blocks(self._seq_lens[row])])
+        return self._blocks(self._present("request", request))
 
+    @all_or_nothing
     def allocate(self, request: Hashable, tokens: Any = (), *, extra_key: str | bytes = b"") -> int:
         """Makes a new request, with the blocks of the prefix cache that begin its tokens.
 
@@ -196,11 +166,11 @@ class BlockManager:
             tokens: ids, integers [n]. The last of them is always left to be computed, as its logits are needed. An id
                 may be any int64: what stands for an image takes ids made from the image's hash.
             extra_key: what else keys and values depend on, such as a LoRA's name: requests with different ones share
-                nothing.
+                nothing. A str counts as its UTF-8 bytes.
 
         Returns:
             How many of the tokens are in blocks that were found. The rest is given to :meth:`step`, at once or in
-            parts.
+            parts; where some were found, that refuses other ids.
 
         Raises:
             ValueError: the request is there already, or a token is out of range.
@@ -210,18 +180,21 @@ class BlockManager:
         if not isinstance(extra_key, (str, bytes)):
             raise TypeError(f"extra_key: expected str or bytes, got {type(extra_key).__name__}")
         self._check_new(request)
-        key = extra_key.encode(errors="surrogatepass") if isinstance(extra_key, str) else extra_key
-        here = root = _hash(b"%d " % self._salt, key)
-        new, blocks = _Request(root), []
+        here = root(extra_key)
+        new, blocks = _Request(here), []
         for start in range(0, len(ids) - self.block_size if self.enable_prefix_caching else 0, self.block_size):
-            here = _hash(here, ids[start : start + self.block_size].tobytes())
-            if here not in self._block_of:
+            here = child(here, ids[start : start + self.block_size])
+            if here not in self._pool.block_of:
                 break
             new.hashes.append(here)
-            blocks.append(self._block_of[here])
-        self._enter(request, new, np.array(blocks, np.int32), len(blocks) * self.block_size, 0)
-        return len(blocks) * self.block_size
+            blocks.append(self._pool.block_of[here])
+        found = len(blocks) * self.block_size
+        row = self._enter(request, new, np.array(blocks, np.int32), found, 0)
+        if found:
+            self._journal.put(self._prompts, row, ids.copy())
+        return found
 
+    @all_or_nothing
     def fork(self, request: Hashable, new_request: Hashable) -> None:
         """Makes a new request with the tokens of another, in the same blocks.
 
@@ -238,8 +211,9 @@ class BlockManager:
         row = self._present("request", request)
         self._check_new(new_request, "new_request")
         new = _Request(self._requests[row].root, self._requests[row].hashes.copy())
-        self._enter(new_request, new, self.get_block_ids(request), self._seq_lens[row], self._num_dropped[row])
+        self._enter(new_request, new, self._blocks(row), self._seq_lens.item(row), self._num_dropped.item(row))
 
+    @all_or_nothing
     def step(self, batch: Iterable[tuple[Hashable, Any]]) -> Step:
         """Appends tokens to requests, and gives the arrays with which every layer writes and attends them.
 
@@ -254,7 +228,8 @@ class BlockManager:
 
         Raises:
             NoFreeBlocksError: blocks are missing. The manager is as it was before, here and below.
-            ValueError: a request is not there, swapped out or named twice, or a token is out of range.
+            ValueError: a request is not there, swapped out or named twice, a token is out of range, or tokens are not
+                those of a prompt that come after what :meth:`allocate` found of it: all of its tokens, say.
             TypeError: the batch is no pairs, or tokens are no ids.
         """
         requests, counts, ids = _check.batch("batch", batch, self.enable_prefix_caching)
@@ -263,25 +238,29 @@ class BlockManager:
         new = old + counts
         if len(new) and new.max() > _check.INT32_MAX:
             raise ValueError(f"batch[{new.argmax()}]: {new.max()} tokens in all, expected at most {_check.INT32_MAX}")
+        if self._prompts and ids is not None:
+            self._check_continuations(rows, ids, counts)
         had, has = self._num_blocks(old), self._num_blocks(new)
 
-        fresh, last = has - had, self._table[rows, had - 1]
-        copied = self._shared_writers(last, (had * self.block_size > old) & (counts > 0))
+        fresh, begun = has - had, np.flatnonzero((had * self.block_size > old) & (counts > 0))
+        copied, last = self._shared_writers(begun, self._table[rows[begun], had[begun] - 1].astype(np.int64))
         wanted = np.concatenate([np.ones(len(copied), np.int64), fresh])
-        ready = self._ready("batch", np.concatenate([rows[copied], rows]), wanted)
-        blocks, copies = ready[len(copied) :], ready[: len(copied)]
+        taken = self._pool.take("batch", self._home[np.concatenate([rows[copied], rows])], wanted)
+        filled = taken.astype(np.int32)
+        blocks, copies = filled[len(copied) :], taken[: len(copied)]
         self._make_columns(int(has.max(initial=0)))
-        if copied:
-            self._copy(last[copied], copies)
 
-        # From here on nothing raises.
-        self._take(ready)
-        if copied:
-            self._table[rows[copied], had[copied] - 1] = copies
-            self._release(last[copied])
+        put = self._journal.put
+        if len(copied):
+            put(self._table, (rows[copied], had[copied] - 1), filled[: len(copied)])
+            put(self._token_ids, copies, self._token_ids[last])
+            self._pool.release(last)
         behind = had - np.cumsum(fresh) + fresh
-        self._table[np.repeat(rows, fresh), np.arange(len(blocks)) + np.repeat(behind, fresh)] = blocks
-        self._seq_lens[rows] = new
+        put(self._table, (np.repeat(rows, fresh), np.arange(len(blocks)) + np.repeat(behind, fresh)), blocks)
+        put(self._seq_lens, rows, new)
+        self._journal.drop(
+            self._prompts, [r for r, prompt in self._prompts.items() if self._seq_lens[r] >= len(prompt)]
+        )
 
         query_start_loc = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(counts, out=query_start_loc[1:])
@@ -299,11 +278,14 @@ class BlockManager:
             sliding_window=self.sliding_window,
         )
         if ids is not None:
-            self._token_ids.reshape(-1)[slot_mapping] = ids
+            put(self._token_ids.reshape(-1), slot_mapping, ids)
             self._publish(rows, old // self.block_size, new // self.block_size)
         self._drop_behind_window(rows, old)
+        if len(copied):
+            self._write(copies, (memory[last] for memory in self._memory()))
         return step
 
+    @all_or_nothing
     def truncate(self, request: Hashable, seq_len: int) -> None:
         """Takes the last tokens of a request back: drafts that were rejected, or a step that was not computed.
 
@@ -317,20 +299,23 @@ class BlockManager:
             TypeError: ``seq_len`` is no integer.
         """
         row, least = self._present("request", request), 0
-        old = int(self._seq_lens[row])
-        if self._num_dropped[row]:
-            least = int(self._num_dropped[row]) * self.block_size + self.sliding_window - 1
+        old, dropped = self._seq_lens.item(row), self._num_dropped.item(row)
+        if dropped:
+            least = dropped * self.block_size + self.sliding_window - 1
         seq_len = _check.integer("seq_len", seq_len, least, old)
         full = seq_len // self.block_size
-        for block in self._table[row, full : old // self.block_size].tolist():
-            if block in self._hash_of and self._ref_cnt[block] == 2:  # its tokens may never have been computed
-                self._forget(block)
+        known = [b for b in self._table[row, full : old // self.block_size].tolist() if b in self._pool.hash_of]
+        # Nobody else has these, so their tokens may never have been computed.
+        self._pool.forget([block for block in known if self._pool.ref_cnt.item(block) == 2])
         columns = slice(self._num_blocks(seq_len), self._num_blocks(old))
-        self._release(self._table[row, columns])
-        self._table[row, columns] = -1
-        del self._requests[row].hashes[full:]
-        self._seq_lens[row] = seq_len
+        self._pool.release(self._table[row, columns])
+        self._journal.put(self._table, (row, columns), -1)
+        self._journal.put(self._requests[row].hashes, slice(full, None), [])
+        self._journal.put(self._seq_lens, row, seq_len)
+        if not seq_len:
+            self._journal.drop(self._prompts, [row])
 
+    @all_or_nothing
     def free(self, request: Hashable) -> None:
         """Ends a request. Its full blocks stay in the prefix cache until their memory is needed.
 
@@ -342,11 +327,13 @@ class BlockManager:
         """
         row = self._find("request", request)
         if not self._swapped[row]:
-            self._leave(row)
-        self._requests[row] = _Request(b"")
-        self._free_rows.append(row)
-        del self._row_of[request]
+            self._pool.release(self._held(row))
+        for of_rows in (self._requests, self._prompts, self._saved):
+            self._journal.drop(of_rows, [row])
+        self._journal.put(self._free_rows, slice(len(self._free_rows), None), [row])
+        self._journal.drop(self._row_of, [request])
 
+    @all_or_nothing
     def swap_out(self, request: Hashable) -> None:
         """Copies the keys and values of a request out of all caches, into memory of their own, and gives its blocks
         back.
@@ -359,10 +346,11 @@ class BlockManager:
         """
         row = self._present("request", request)
         blocks = self._held(row)
-        self._requests[row].saved = [memory[blocks] for memory in self._memory()]
-        self._leave(row)
-        self._swapped[row] = True
+        self._journal.put(self._saved, row, [memory[blocks] for memory in (self._token_ids, *self._memory())])
+        self._pool.release(blocks)
+        self._journal.put(self._swapped, row, True)
 
+    @all_or_nothing
     def swap_in(self, request: Hashable) -> None:
         """Brings a request back that was swapped out, so that it can go on.
 
@@ -378,28 +366,26 @@ class BlockManager:
         row = self._find("request", request)
         if not self._swapped[row]:
             raise ValueError(f"request: {request!r} is not swapped out")
-        found, there = self._requests[row], []
-        for here in found.hashes[self._num_dropped[row] :]:
-            if here not in self._block_of:
-                break
-            there.append(self._block_of[here])
-        count = len(found.saved[0])
-        blocks = self._ready("request", np.array([row]), np.array([count - len(there)]), there)
-        for memory, saved in zip(self._memory(), found.saved, strict=True):
-            memory[blocks] = saved[len(there) :]
-        self._acquire(there)
-        self._take(blocks)
-        self._table[row, self._num_dropped[row] :][:count] = [*there, *blocks.tolist()]
-        found.saved, self._swapped[row] = [], False
+        (ids, *saved), dropped = self._saved[row], self._num_dropped.item(row)
+        hashes = takewhile(self._pool.block_of.__contains__, self._requests[row].hashes[dropped:])
+        there = [self._pool.block_of[here] for here in hashes]
+        blocks = self._pool.take("request", self._home[[row]], np.array([len(ids) - len(there)]), there)
+        self._pool.acquire(there)
+        self._journal.put(self._table, (row, slice(dropped, dropped + len(ids))), [*there, *blocks.tolist()])
+        self._journal.put(self._token_ids, blocks, ids[len(there) :])
+        self._journal.drop(self._saved, [row])
+        self._journal.put(self._swapped, row, False)
+        self._write(blocks, (memory[len(there) :] for memory in saved))
 
+    @all_or_nothing
     def reset_prefix_cache(self) -> None:
         """Forgets all that was cached, as a change of the weights asks for.
 
-        Requests that are there go on. New ones find nothing of theirs (:meth:`allocate`).
+        Requests that are there go on, swapped out or not, with the keys and values that they have. Nobody finds these
+        any more, nor what is computed after them, which depends on both weights.
         """
-        self._salt += 1
-        for block in list(self._hash_of):
-            self._forget(block)
+        self._pool.forget(list(self._pool.hash_of))
+        self._journal.update(self._requests, self._requests.keys(), [_Request(None) for _ in self._requests])
 
     def _find(self, name: str, request: Hashable) -> int:
         try:
@@ -435,19 +421,35 @@ class BlockManager:
             raise ValueError(f"batch[{i}][0]: {requests[i]!r} is swapped out")
         return rows
 
+    def _check_continuations(self, rows: Array, ids: Array, counts: Array) -> None:
+        end = 0
+        for i, (row, count) in enumerate(zip(rows.tolist(), counts.tolist(), strict=True)):
+            end += count
+            if row in self._prompts:
+                there = self._seq_lens.item(row)
+                _check.continuation(f"batch[{i}][1]", ids[end - count : end], self._prompts[row], there)
+
     def _num_blocks(self, seq_lens: Any) -> Any:
         return -(-seq_lens // self.block_size)
 
+    def _blocks(self, row: int) -> Array:
+        return np.array(self._table[row, : self._num_blocks(self._seq_lens.item(row))])
+
     def _held(self, row: int) -> Array:
-        return self._table[row, self._num_dropped[row] : self._num_blocks(self._seq_lens[row])]
+        """int64, as whatever indexes arrays here: where memory ends, NumPy 2.4 dies of indices and of indexed values
+        that it has to convert."""
+        first, end = self._num_dropped.item(row), self._num_blocks(self._seq_lens.item(row))
+        return self._table[row, first:end].astype(np.int64)
 
     def _memory(self) -> list[Array]:
-        """All that a block has."""
-        return [self._token_ids, *(x for cache in self.caches for x in (cache.key_cache, cache.value_cache))]
+        """What the caches hold of blocks."""
+        return [x for cache in self.caches for x in (cache.key_cache, cache.value_cache)]
 
-    def _copy(self, sources: Array, destinations: Array) -> None:
-        for memory in self._memory():
-            memory[destinations] = memory[sources]
+    def _write(self, blocks: Array, contents: Iterable[Array]) -> None:
+        """The last change of a call, for what was there before is not kept."""
+        self._journal.settle()
+        for memory, content in zip(self._memory(), contents, strict=True):
+            memory[blocks] = content
 
     def _make_columns(self, count: int) -> None:
         if count > self._table.shape[1]:
@@ -455,107 +457,64 @@ class BlockManager:
             grown[:, : self._table.shape[1]] = self._table
             self._table = grown
 
-    def _enter(self, request: Hashable, new: _Request, blocks: Array, seq_len: int, num_dropped: int) -> None:
+    def _enter(self, request: Hashable, new: _Request, blocks: Array, seq_len: int, num_dropped: int) -> int:
         if not self._free_rows:
-            rows = max(8, len(self._table))
-            self._table = np.pad(self._table, [(0, rows), (0, 0)], constant_values=-1)
-            arrays = (self._seq_lens, self._num_dropped, self._swapped, self._home)
-            self._seq_lens, self._num_dropped, self._swapped, self._home = (np.pad(x, (0, rows)) for x in arrays)
-            self._free_rows = list(range(len(self._table) - 1, len(self._requests) - 1, -1))
-            self._requests += [new] * rows
+            have, rows = len(self._table), max(8, len(self._table))
+            free = list(range(have + rows - 1, have - 1, -1))
+            names = ("_table", "_seq_lens", "_num_dropped", "_swapped", "_home")
+            arrays = [getattr(self, name) for name in names]
+            grown = [np.append(x, np.zeros((rows, *x.shape[1:]), x.dtype), 0) for x in arrays]
+            self._journal.update(vars(self), ("_free_rows", *names), (free, *grown))
         self._make_columns(len(blocks))
-        row = self._free_rows.pop()
-        if len(self._free) > 1:
+        row = self._free_rows[-1]
+        if len(self._pool.free) > 1:
             homes = self._home[list(self._row_of.values())]
-            self._home[row] = np.bincount(homes, minlength=len(self._free)).argmin()
-        self._row_of[request] = row
-        self._requests[row] = new
-        self._table[row, : len(blocks)] = blocks
+            self._home[row] = np.bincount(homes, minlength=len(self._pool.free)).argmin()
+        self._table[row], self._table[row, : len(blocks)] = -1, blocks
         self._seq_lens[row], self._num_dropped[row], self._swapped[row] = seq_len, num_dropped, False
-        self._acquire(blocks[num_dropped:].tolist())
-
-    def _leave(self, row: int) -> None:
-        self._release(self._held(row))
-        self._table[row] = -1
+        self._pool.acquire(blocks[num_dropped:].tolist())
+        self._journal.put(self._free_rows, slice(len(self._free_rows) - 1, None), [])
+        self._journal.put(self._requests, row, new)
+        self._journal.put(self._row_of, request, row)
+        return row
 
     def _publish(self, rows: Array, first: Array, end: Array) -> None:
         """Blocks first to end of each row, which have become full, go into the prefix cache, those excepted that it has
         under another number."""
-        counts = end - first
-        rows, columns = np.repeat(rows, counts), np.repeat(end - np.cumsum(counts), counts) + np.arange(counts.sum())
-        blocks = self._table[rows, columns]
-        for row, block, ids in zip(rows.tolist(), blocks.tolist(), self._token_ids[blocks], strict=True):
-            request = self._requests[row]
-            here = _hash(request.hashes[-1] if request.hashes else request.root, ids.tobytes())
-            request.hashes.append(here)
-            if here not in self._block_of:
-                self._block_of[here], self._hash_of[block] = block, here
-                self._ref_cnt[block] += 1
+        published, hashes = [], []
+        for row, begin, stop in np.stack([rows, first, end])[:, end > first].T.tolist():
+            blocks, request = self._table[row, begin:stop].astype(np.int64), self._requests[row]
+            if request.root is None:
+                continue
+            chained = [request.hashes[-1] if request.hashes else request.root]
+            for ids in self._token_ids[blocks]:
+                chained.append(child(chained[-1], ids))
+            self._journal.put(request.hashes, slice(len(request.hashes), None), chained[1:])
+            published += blocks.tolist()
+            hashes += chained[1:]
+        if hashes:
+            self._pool.publish(published, hashes)
 
-    def _forget(self, block: int) -> None:
-        """The prefix cache no longer has the block."""
-        del self._block_of[self._hash_of.pop(block)]
-        self._ref_cnt[block] -= 1
-        if block in self._evictable:
-            del self._evictable[block]
-            self._free[self._node_of[block]].append(block)
-
-    def _ready(self, name: str, rows: Array, counts: Array, wanted: Sequence[int] = ()) -> Array:
-        """So many free blocks for each of the rows, for :meth:`_take`, beside those that are ``wanted`` from the prefix
-        cache."""
-        count, free = int(counts.sum()), self.num_free_blocks - sum(block in self._evictable for block in wanted)
-        if count > free:
-            raise NoFreeBlocksError(name, count, free)
-        for block in wanted:
-            if block in self._evictable:
-                self._evictable.move_to_end(block)
-        for _ in range(count - sum(map(len, self._free))):
-            self._forget(next(iter(self._evictable)))
-        if len(self._free) == 1:
-            return np.array(self._free[0][: -count - 1 : -1], np.int32)
-        piles = [reversed(free) for free in self._free]
-        homes = (chain(piles[home], *piles) for home in self._home[np.repeat(rows, counts)].tolist())
-        return np.fromiter(map(next, homes), np.int32, count)
-
-    def _take(self, blocks: Array) -> None:
-        """What :meth:`_ready` gave."""
-        self._ref_cnt[blocks] = 1
-        counts = np.bincount(self._node_of[blocks], minlength=len(self._free)).tolist()
-        for free, count in zip(self._free, counts, strict=True):
-            del free[len(free) - count :]
-
-    def _acquire(self, blocks: Sequence[int]) -> None:
-        self._ref_cnt[blocks] += 1
-        for block in blocks:
-            self._evictable.pop(block, None)
-
-    def _release(self, blocks: Array) -> None:
-        np.subtract.at(self._ref_cnt, blocks, 1)
-        backwards = blocks[::-1]  # the end of a prefix is evicted before its beginning
-        for block, left in zip(backwards.tolist(), self._ref_cnt[backwards].tolist(), strict=True):
-            if left == 0:
-                self._free[self._node_of[block]].append(block)
-            elif left == 1 and block in self._hash_of:
-                self._evictable[block] = None
-
-    def _shared_writers(self, last: Array, writes: Array) -> list[int]:
-        """Which requests of a batch go on inside a last block that somebody else has, too. Of all who have a block, the
-        last to write may do so in place."""
+    def _shared_writers(self, begun: Array, last: Array) -> tuple[Array, Array]:
+        """Of requests that go on inside their last block, those whose block somebody else has, too, and which it is. Of
+        all who have a block, the last to write may do so in place."""
         writers: Counter[int] = Counter()
-        found = []
-        for i in np.flatnonzero(writes & (self._ref_cnt[last] > 1)).tolist():
-            writers[last[i]] += 1
-            if writers[last[i]] < self._ref_cnt[last[i]]:
-                found.append(i)
-        return found
+        copied = []
+        for i in np.flatnonzero(self._pool.ref_cnt[last] > 1).tolist():
+            block = last.item(i)
+            writers[block] += 1
+            if writers[block] < self._pool.ref_cnt.item(block):
+                copied.append(i)
+        return begun[copied], last[copied]
 
     def _drop_behind_window(self, rows: Array, old: Array) -> None:
         """Gives back what no token from ``old`` on sees."""
         if self.sliding_window < 0:
             return
         end = np.maximum(old - self.sliding_window + 1, 0) // self.block_size
-        for row, last in zip(rows[end > self._num_dropped[rows]], end[end > self._num_dropped[rows]], strict=True):
-            columns = slice(self._num_dropped[row], last)
-            self._release(self._table[row, columns])
-            self._table[row, columns] = -1
-            self._num_dropped[row] = last
+        dropped = self._num_dropped[rows]
+        for row, first, last in np.stack([rows, dropped, end])[:, end > dropped].T.tolist():
+            columns = slice(first, last)
+            self._pool.release(self._table[row, columns])
+            self._journal.put(self._table, (row, columns), -1)
+            self._journal.put(self._num_dropped, row, last)

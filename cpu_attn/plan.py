@@ -124,6 +124,14 @@ class SchedulerMetadata(_check.Plan):
         )
 
 
+class Plans(dict[Any, Any]):
+    """Plans that are kept with what they were made for. Whoever copies or pickles that makes them anew: a plan is
+    memory of its process."""
+
+    def __reduce__(self) -> Any:
+        return Plans, ()
+
+
 def get_scheduler_metadata(
     num_reqs: int,
     num_heads: int,

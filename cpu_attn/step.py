@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from cpu_attn.plan import Plans
+
 Array = np.ndarray[Any, Any]
 
 
@@ -52,7 +54,7 @@ class Step:
     block_size: int
     sliding_window: int = -1
     ranks: tuple[int, int, int] = (1, 0, 1)
-    _plans: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    _plans: Plans = field(default_factory=Plans, init=False, repr=False)
 
     num_reqs = property(lambda self: len(self.seq_lens), doc="R")
     num_tokens = property(lambda self: len(self.slot_mapping), doc="T, the new tokens")

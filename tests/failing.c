@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Preloaded, the allocator of the process, which fails when it is told to: tests/memory_ends.py. */
 #include <errno.h>
+#include <limits.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -11,9 +12,9 @@ void *__libc_calloc(size_t, size_t);
 void *__libc_realloc(void *, size_t);
 void *__libc_memalign(size_t, size_t);
 
-enum mode { NEVER, ONCE, FROM_THERE, AT_RANDOM };
+enum mode { NEVER, IN_A_ROW, AT_RANDOM };
 static atomic_int mode;
-static atomic_llong asked, failed, which;
+static atomic_llong asked, failed, first, end;
 static atomic_uint per_mille;
 static atomic_ullong state;
 
@@ -22,17 +23,18 @@ static void begin(enum mode m) {
     mode = m;
 }
 
-/* Allocation number n from here on fails. */
-void failing_at(long long n) {
-    which = n;
-    begin(ONCE);
+/* Allocation number n from here on fails, and so many in all. */
+void failing_in_a_row(long long n, long long count) {
+    first = n;
+    end = n + count;
+    begin(IN_A_ROW);
 }
 
-/* It and all that follow fail. */
-void failing_from(long long n) {
-    which = n;
-    begin(FROM_THERE);
-}
+/* It alone. */
+void failing_at(long long n) { failing_in_a_row(n, 1); }
+
+/* It and all that follow. */
+void failing_from(long long n) { failing_in_a_row(n, LLONG_MAX - n); }
 
 /* Each fails with this probability. */
 void failing_at_random(unsigned p, unsigned long long seed) {
@@ -60,7 +62,7 @@ static int fails(void) {
     x ^= x >> 7;
     x ^= x << 17;
     state = x;
-    if (now == ONCE ? n != which : now == FROM_THERE ? n < which : (x >> 20) % 1000 >= per_mille)
+    if (now == IN_A_ROW ? n < first || n >= end : (x >> 20) % 1000 >= per_mille)
         return 0;
     failed++;
     errno = ENOMEM;

@@ -25,6 +25,7 @@ from cpu_attn.tests.formats import numpy_dtype
 from cpu_attn.tests.judge import same_bits
 
 _failing = ctypes.CDLL(None)
+_failing.failing_in_a_row.argtypes = (ctypes.c_longlong, ctypes.c_longlong)
 _failing.failing_at.argtypes = (ctypes.c_longlong,)
 _failing.failing_from.argtypes = (ctypes.c_longlong,)
 _failing.failing_at_random.argtypes = (ctypes.c_uint, ctypes.c_ulonglong)

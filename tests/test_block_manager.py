@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cpu_attn import BlockManager, NoFreeBlocksError, PagedKVCache, reference
+from cpu_attn.block_pool import root
 
 from .blocks_model import Model, walk
 
 KINDS: list[dict[str, Any]] = [
     *({}, {"caching": False}, {"block_size": 1}, {"num_blocks": 3}, {"nodes": 2}),
-    *({"window": 1, "num_blocks": 16}, {"window": 6, "num_blocks": 16}),
+    *({"window": 1, "num_blocks": 16}, {"window": 6, "num_blocks": 16}, {"ranks": 2, "block_size": 2}),
 ]
 
 
@@ -44,54 +46,75 @@ TOKENS = st.lists(st.integers(0, 1), max_size=18)
 WHICH = st.integers(0, 99)
 
 
+FAILS = st.one_of(st.none(), st.integers(0, 250))
+MACHINES: list[dict[str, Any]] = [
+    *({}, {"caching": False}, {"block_size": 1}, {"nodes": 2}, {"window": 6, "num_blocks": 14}),
+    *({"ranks": 2, "block_size": 2}, {"ranks": 3, "block_size": 1, "window": 5, "num_blocks": 12}),
+]
+
+
 class Operations(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Model()
+    """Any operations in any order, each of which may fail at any line before it is done."""
+
+    @initialize(options=st.sampled_from(MACHINES))
+    def begin(self, options: dict[str, Any]) -> None:
+        self.model = Model(**options)
 
     def one(self, which: int) -> int:
         here = self.model.here()
         return here[which % len(here)]
 
-    @rule(tokens=TOKENS, key=st.integers(0, 1))
-    def allocate(self, tokens: list[int], key: int) -> None:
+    @rule(tokens=TOKENS, like=st.one_of(st.none(), WHICH), key=st.integers(0, 7), fails=FAILS)
+    def allocate(self, tokens: list[int], like: int | None, key: int, fails: int | None) -> None:
+        """like: what another request has comes first, which is found or not."""
+        if like is not None and self.model.here():
+            tokens = self.model.tokens[self.one(like)] + tokens
+        self.model.fails_at, key = fails, key // 7
         request = self.model.allocate(tokens, key)
+        self.model.fails_at = fails
         self.model.step([(request, tokens[len(self.model.tokens[request]) :])])
 
-    @rule(given=st.lists(TOKENS, max_size=5))
-    def step(self, given: list[list[int]]) -> None:
+    @rule(given=st.lists(TOKENS, max_size=5), fails=FAILS)
+    def step(self, given: list[list[int]], fails: int | None) -> None:
+        self.model.fails_at = fails
         self.model.step(list(zip(self.model.here(), given, strict=False)))
 
     @precondition(lambda self: self.model.here())
-    @rule(which=WHICH)
-    def fork(self, which: int) -> None:
+    @rule(which=WHICH, fails=FAILS)
+    def fork(self, which: int, fails: int | None) -> None:
+        self.model.fails_at = fails
         self.model.fork(self.one(which))
 
     @precondition(lambda self: self.model.here())
-    @rule(which=WHICH, left=st.integers(0, 20))
-    def truncate(self, which: int, left: int) -> None:
-        request = self.one(which)
-        self.model.truncate(request, min(left, len(self.model.tokens[request])))
+    @rule(which=WHICH, left=st.integers(0, 20), fails=FAILS)
+    def truncate(self, which: int, left: int, fails: int | None) -> None:
+        self.model.fails_at, request = fails, self.one(which)
+        self.model.truncate(request, max(self.model.least(request), min(left, len(self.model.tokens[request]))))
 
     @precondition(lambda self: self.model.here())
-    @rule(which=WHICH)
-    def free(self, which: int) -> None:
+    @rule(which=WHICH, fails=FAILS)
+    def free(self, which: int, fails: int | None) -> None:
+        self.model.fails_at = fails
         self.model.free(self.one(which))
 
     @precondition(lambda self: self.model.here())
-    @rule(which=WHICH)
-    def swap_out(self, which: int) -> None:
+    @rule(which=WHICH, fails=FAILS)
+    def swap_out(self, which: int, fails: int | None) -> None:
+        self.model.fails_at = fails
         self.model.swap_out(self.one(which))
 
     @precondition(lambda self: self.model.swapped)
-    @rule(which=WHICH, back=st.booleans())
-    def swap_in_or_free(self, which: int, back: bool) -> None:
+    @rule(which=WHICH, back=st.booleans(), fails=FAILS)
+    def swap_in_or_free(self, which: int, back: bool, fails: int | None) -> None:
+        self.model.fails_at = fails
         request = sorted(self.model.swapped)[which % len(self.model.swapped)]
         (self.model.swap_in if back else self.model.free)(request)
 
-    @rule()
-    def reset(self) -> None:
+    @rule(given=st.lists(TOKENS, min_size=1, max_size=3), fails=FAILS)
+    def reset_and_go_on(self, given: list[list[int]], fails: int | None) -> None:
+        self.model.fails_at = fails
         self.model.reset()
+        self.step(given, None)
 
     @invariant()
     def holds(self) -> None:
@@ -102,7 +125,7 @@ class Operations(RuleBasedStateMachine):
 
 TestOperations = Operations.TestCase
 TestOperations.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=100, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
@@ -170,6 +193,49 @@ def test_what_is_found() -> None:
     assert (manager.get_block_ids("later") == manager.get_block_ids("after")[:2]).all()
 
 
+def test_a_key_whose_bytes_are_a_block() -> None:
+    """A root of sha256(b"0 " + key) and blocks of sha256(the hash before + ids) are the same function: one first token
+    in 65,536 gives a hash that begins with b"0 ", and the rest of the second block's bytes is then a key."""
+    manager = small(num_blocks=16)
+    head, ids = [80523, 1, 2, 3], np.arange(8)
+    before = sha256(sha256(b"0 ").digest() + np.array(head).tobytes()).digest()
+    assert before.startswith(b"0 ")
+    manager.allocate("victim")
+    manager.step([("victim", [*head, *ids, 8])])
+    key = before[2:] + ids[:4].tobytes()
+    assert manager.allocate("other", [*ids[4:], 8], extra_key=key) == 0
+
+
+KEYS = st.one_of(st.text(max_size=4), st.binary(max_size=40))
+PROMPTS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=9)
+
+
+@given(keys=st.tuples(KEYS, KEYS), prompts=st.tuples(PROMPTS, PROMPTS), data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_chains_of_different_keys_never_meet(keys: Any, prompts: Any, data: st.DataObject) -> None:
+    """Any two chains, also where the second one's key is what a block of the first is made from."""
+
+    def chain(key: Any, prompt: list[int]) -> list[bytes]:
+        manager = small(block_size=1, num_blocks=9)
+        manager.allocate(0, extra_key=key)
+        manager.step([(0, prompt)])
+        return [root(key), *manager._pool.block_of]
+
+    first = chain(keys[0], prompts[0])
+    at = data.draw(st.integers(0, len(prompts[0]) - 1))
+    made = first[at] + np.int64(prompts[0][at]).tobytes()
+    for key in (keys[1], made):
+        for prompt in prompts:
+            second, same = chain(key, prompt), as_bytes(key) == as_bytes(keys[0])
+            begun = [a == b for a, b in zip(prompts[0], prompt, strict=False)]
+            shared = 1 + (begun.index(False) if False in begun else len(begun))
+            assert len(set(first) & set(second)) == (shared if same else 0)
+
+
+def as_bytes(key: str | bytes) -> bytes:
+    return key.encode() if isinstance(key, str) else key
+
+
 def test_after_a_reset() -> None:
     """What a request computes then depends on its keys from before."""
     manager, prompt = small(num_blocks=12), list(range(8))
@@ -180,6 +246,27 @@ def test_after_a_reset() -> None:
     manager.step([("new", prompt), ("old", [8, 9, 10, 11])])
     assert manager.allocate("later", range(13)) == 8
     assert (manager.get_block_ids("later") == manager.get_block_ids("new")).all()
+
+
+def test_swapped_out_over_a_reset() -> None:
+    """Two requests of the same tokens from before. One of them is computed again, by other weights."""
+    manager, prompt = small(num_blocks=6), list(range(8))
+    (cache,) = manager.caches
+
+    def compute(request: str, weights: float) -> None:
+        key = np.full((8, 1, 2), weights, np.float32)
+        cache.update(key, key, manager.step([(request, prompt)]))
+
+    for request in ("out", "again"):
+        manager.allocate(request)
+        compute(request, 1)
+    manager.swap_out("out")
+    manager.reset_prefix_cache()
+    manager.truncate("again", 0)
+    compute("again", 2)
+    manager.swap_in("out")
+    key, value = cache.gather(manager.get_block_ids("out"), 8)
+    assert (key == 1).all() and (value == 1).all()
 
 
 def test_a_step_that_is_not_computed() -> None:
@@ -312,6 +399,8 @@ def test_caches_that_are_refused(caches: Any, options: dict[str, Any], words: st
         (lambda m: m.step([("a", [1]), 7]), r"batch\[1\]: expected a sequence, got int"),
         (lambda m: m.step([("a", [1], 2)]), r"batch\[0\]: expected \(request, tokens\)"),
         (lambda m: m.step("a"), "batch: expected a sequence"),
+        (lambda m: m.step([("found", range(9))]), r"batch\[0\]\[1\]\[0\]: id 0, expected 4: 4 of the 9 tokens"),
+        (lambda m: m.step([("a", [1]), ("found", [4, 5, 9])]), r"batch\[1\]\[1\]\[2\]: id 9, expected 6: 4 of the 9"),
         (lambda m: m.step([("a", [1]), ("b", 3)]), r"batch\[1\]\[1\]: expected token ids, got 3"),
         (lambda m: m.step([("a", [1]), ("b", [1.5])]), r"batch\[1\]\[1\]: dtype float64"),
         (lambda m: m.step([("a", [1]), ("b", [[1]])]), r"batch\[1\]\[1\]: 2 axes"),
@@ -344,11 +433,58 @@ def test_calls_that_are_refused(call: Any, words: str) -> None:
         manager.allocate(request)
         manager.step([(request, range(5))])
         model.tokens[request] = []  # type: ignore[index]
+    manager.allocate("found", range(9))
+    model.tokens["found"] = []  # type: ignore[index]
     model.swap_out("gone")  # type: ignore[arg-type]
     state = model.state()
     with pytest.raises((ValueError, TypeError), match=f"^{words}"):
         call(manager)
     assert model.state() == state
+
+
+NO_IDS = ["hello", [None], {3: 4}, [1.5], [0.0], np.zeros(2), {1, 2}, [[1]], b"ab", [2**63]]
+
+
+@pytest.mark.parametrize("tokens", NO_IDS, ids=str)
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_tokens_that_are_no_ids(tokens: Any, enable_prefix_caching: bool) -> None:
+    manager = small(enable_prefix_caching=enable_prefix_caching)
+    manager.allocate("a")
+    manager.allocate("b")
+    with pytest.raises((ValueError, TypeError), match=r"^batch\[1\]\[1\]: "):
+        manager.step([("a", [1]), ("b", tokens)])
+    assert manager.seq_len("a") == manager.seq_len("b") == 0
+
+
+def test_a_prompt_of_which_some_is_there() -> None:
+    """Its tokens from the beginning, at once or in parts, would stand behind those that were found."""
+    manager, prompt = small(num_blocks=32), [*range(12), 0, 0]
+    manager.allocate("first")
+    manager.step([("first", prompt)])
+    assert manager.allocate("a", prompt) == 12
+    for wrong in (prompt, prompt[:5], prompt[11:], [0, 1], [*prompt, 7]):
+        manager.allocate("right", prompt)
+        manager.step([("right", prompt[12:])])
+        with pytest.raises(ValueError, match=r"12 of the 14 tokens given to allocate|tokens\[12\] on"):
+            manager.step([("right", [1]), ("a", wrong)])
+        assert manager.seq_len("a") == 12
+        manager.free("right")
+    manager.step([("a", prompt[12:13])])
+    manager.truncate("a", 12)  # as after a step that was not computed
+    with pytest.raises(ValueError, match=r"expected those from|12 of the 14"):
+        manager.step([("a", prompt)])
+    manager.step([("a", [*prompt[12:], 7])])
+    manager.step([("a", prompt)])  # which is text as any now
+    assert manager.seq_len("a") == 29
+
+    same = [5] * 14
+    manager.allocate("same")
+    manager.step([("same", same)])
+    assert manager.allocate("b", same) == 12
+    with pytest.raises(ValueError, match=r"^batch\[0\]\[1\]: all 14 tokens .* from tokens\[12\] on: 12 are there"):
+        manager.step([("b", same)])
+    manager.truncate("b", 0)
+    manager.step([("b", [1, 2])])  # and begins anew
 
 
 def test_counts_that_are_refused() -> None:
@@ -367,6 +503,21 @@ def test_counts_that_are_refused() -> None:
         manager.step([("a", 2**31 - 1), ("b", 2**31 - 1)])
     with pytest.raises(NoFreeBlocksError, match=r"^batch: needs 536870912 blocks, 7 are free"):
         manager.step([("b", 2**31 - 1)])
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_caches_without_blocks(enable_prefix_caching: bool) -> None:
+    manager = small(num_blocks=0, enable_prefix_caching=enable_prefix_caching)
+    assert manager.allocate("a", range(9)) == 0 and manager.num_free_blocks == 0
+    with pytest.raises(NoFreeBlocksError, match=r"^batch: needs 2 blocks, 0 are free"):
+        manager.step([("a", range(5))])
+    assert manager.step([("a", [])]).block_table.shape == (1, 0)
+    manager.fork("a", "b")
+    manager.swap_out("a")
+    manager.swap_in("a")
+    manager.truncate("a", 0)
+    manager.reset_prefix_cache()
+    manager.free("a")
 
 
 def test_steps_of_nothing() -> None:

@@ -50,7 +50,7 @@ def encoded(model: Any) -> list[list[int]]:
 def forward(model: Any, text: list[int], rows: Any) -> Any:
     """Logits of one request, all at once, in blocks that lie anyhow."""
     manager = cpu_attn.BlockManager(model.caches(-(-len(text) // module.BLOCK_SIZE)))
-    np.random.default_rng(3).shuffle(manager._free[0])
+    np.random.default_rng(3).shuffle(manager._pool.free[0])
     manager.allocate(0)
     return model.forward(text, manager.step([(0, text)]), manager.caches, rows)
 

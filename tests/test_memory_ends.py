@@ -53,3 +53,15 @@ def test_a_call_survives_whichever_allocation_fails(failing: Path, engine: str, 
 @pytest.mark.parametrize("allocator", ["pymalloc", "malloc"])
 def test_every_entry_survives_whichever_allocation_fails(failing: Path, allocator: str) -> None:
     sweep(failing, "native", "float32", "each_entry", PYTHONMALLOC=allocator)
+
+
+def test_a_block_manager_survives_whichever_allocation_fails(failing: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cpu_attn.tests.blocks_failing", "step", "step with copies", "swap_in", "fork a row"],
+        env={**os.environ, "LD_PRELOAD": str(failing)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{done.returncode} after:\n{done.stdout}{done.stderr}"
+    assert done.stdout.count('"raised"') == 8, done.stdout

@@ -34,7 +34,7 @@ from cpu_attn._check.arrays import (
     with_one_head,
     writable,
 )
-from cpu_attn._check.batches import batch, tokens
+from cpu_attn._check.batches import batch, continuation, tokens
 from cpu_attn._check.calls import (
     ATTENTION,
     INDEX,
@@ -127,6 +127,7 @@ __all__ = [
     "cache_sizes",
     "cache_width",
     "caches",
+    "continuation",
     "copied",
     "disjoint",
     "instance",

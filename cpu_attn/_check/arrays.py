@@ -51,6 +51,8 @@ def listed(name: str, x: Sequence[Any], dtype: Any = None) -> np.ndarray[Any, An
     """A list of numbers, or of such lists, as an array."""
     try:
         return np.asarray(x, dtype)
+    except MemoryError:
+        raise
     except Exception as e:
         raise ValueError(f"{name}: {e}") from None
 

@@ -22,7 +22,7 @@ def tokens(name: str, x: Any) -> Array:
 
 def batch(name: str, x: Any, ids: bool) -> tuple[tuple[Hashable, ...], Array, Array | None]:
     """(request, tokens) pairs: the requests, how many tokens each has (int64 [R]) and, where ``ids``, which these are
-    (int64 [T]). Without ids, tokens may also be their number."""
+    (int64 [T]). Tokens may also be their number where not ``ids``, which are looked at all the same."""
     pairs = sequence(name, x)
     try:
         requests, given = zip(*pairs, strict=True) if pairs else ((), ())
@@ -31,14 +31,14 @@ def batch(name: str, x: Any, ids: bool) -> tuple[tuple[Hashable, ...], Array, Ar
         raise ValueError(f"{name}[{wrong}]: expected (request, tokens), got {pairs[wrong]!r}") from None
     try:
         counts = np.fromiter(map(len, given), np.int64, len(given))
-        found = _joined(given) if ids else None
+        found = _joined(given)
     except (TypeError, ValueError):  # a number of tokens among them, or what has to be named
         each = [_tokens(f"{name}[{i}][1]", t, ids) for i, t in enumerate(given)]
         counts = np.array([t if isinstance(t, int) else len(t) for t in each], np.int64)
-        found = np.concatenate([np.zeros(0, np.int64), *each]) if ids else None
+        found = np.concatenate([np.zeros(0, np.int64), *each]) if ids else np.zeros(0, np.int64)
     if counts.sum() > INT32_MAX:
         raise ValueError(f"{name}: {counts.sum()} tokens, expected at most {INT32_MAX}")
-    return requests, counts, found
+    return requests, counts, found if ids else None
 
 
 def _joined(given: Sequence[Any]) -> Array:
@@ -53,3 +53,18 @@ def _tokens(name: str, x: Any, ids: bool) -> Any:
     if ids:
         raise TypeError(f"{name}: expected token ids, got {x!r}")
     return integer(name, x, 0)
+
+
+def continuation(name: str, given: Array, prompt: Array, there: int) -> None:
+    """``given`` goes on with ``prompt`` where ``there`` tokens of it are there already; past its end it is free."""
+    rest = prompt[there : there + len(given)]
+    for i in np.flatnonzero(given[: len(rest)] != rest)[:1]:
+        raise ValueError(
+            f"{name}[{i}]: id {given[i]}, expected {rest[i]}: {there} of the {len(prompt)} tokens given to allocate "
+            f"are there already, a step takes those from tokens[{there}] on"
+        )
+    if there and len(given) >= len(prompt) and (given[: len(prompt)] == prompt).all():
+        raise ValueError(
+            f"{name}: all {len(prompt)} tokens given to allocate, expected those from tokens[{there}] on: {there} are "
+            "there already"
+        )

@@ -44,6 +44,8 @@ def number(name: str, x: Any, low: float = -math.inf) -> float:
         value = float(x)
     except OverflowError:  # of an int
         value = math.inf if x > 0 else -math.inf
+    except MemoryError:
+        raise
     except Exception:
         raise TypeError(f"{name}: expected a number, got {type(x).__name__}") from None
     if not abs(value) <= HUGE or value < low:

@@ -13,7 +13,7 @@ import numpy as np
 from cpu_attn import _check
 from cpu_attn._check import integers
 from cpu_attn.backend.paged_attention import Array
-from cpu_attn.plan import SchedulerMetadata, get_scheduler_metadata
+from cpu_attn.plan import Plans, SchedulerMetadata, get_scheduler_metadata
 
 NONE = np.zeros(0, np.int32)
 
@@ -128,9 +128,7 @@ class CPUAttentionMetadata:
     attn_bias: list[Any] | None = field(default=None, init=False, repr=False)
     encoder_attn_bias: list[Any] | None = field(default=None, init=False, repr=False)
     cross_attn_bias: list[Any] | None = field(default=None, init=False, repr=False)
-    _plans: dict[Any, tuple[bytes, Array | None, SchedulerMetadata]] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    _plans: Plans = field(default_factory=Plans, init=False, repr=False)  # (lengths, table, plan) of each kind
 
     def __post_init__(self) -> None:
         for name in ("num_prefills", "num_prefill_tokens", "num_decode_tokens"):
@@ -325,7 +323,8 @@ class CPUAttentionMetadata:
             )
             kept = table.copy() if table is not None and plan.num_shared else None
             known = self._plans[key] = (lengths, kept, plan)
-        return known[2]
+        found: SchedulerMetadata = known[2]
+        return found
 
 
 def _needed(name: str, x: Any) -> Any:

@@ -35,6 +35,8 @@ class RankError(RuntimeError):
 class Group(ABC):
     """Ranks that send one another messages of the same size. A library's group is a subclass of a few lines.
 
+    A copy is the group itself. It cannot be pickled, since it is a connection of this process (TypeError).
+
     Args:
         rank: which of the ranks this is.
         world_size: how many there are.
@@ -57,6 +59,16 @@ class Group(ABC):
         self.rank = _check.integer("rank", rank, 0, self.world_size - 1)
         self.timeout = _check.number("timeout", timeout, 0.0)
         self._broken = ""
+
+    def __copy__(self) -> Group:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Group:
+        return self
+
+    def __reduce__(self) -> Any:
+        name = type(self).__name__
+        raise TypeError(f"{name}: cannot be pickled, it connects this process to others; make a group in each of them")
 
     def all_gather(self, message: Array) -> Array:
         """Gives every rank the messages of all ranks.

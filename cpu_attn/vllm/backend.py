@@ -28,6 +28,7 @@ from cpu_attn import (
     reshape_and_cache,
 )
 from cpu_attn._dtypes import is_fp8, is_scaled
+from cpu_attn.plan import Plans
 from cpu_attn.storage import LANES, lined_up
 
 SCRATCH_BLOCK_SIZE = 128  # of an encoder's keys, which no cache holds
@@ -112,7 +113,7 @@ class Metadata:
     causal: bool
     dynamic_causal: torch.Tensor | None
     mm_prefix_range: dict[int, list[tuple[int, int]]] | None
-    plans: dict[Any, SchedulerMetadata] = field(default_factory=dict)
+    plans: dict[Any, SchedulerMetadata] = field(default_factory=Plans)
     scratch: Scratch | None = None
 
     def plan(

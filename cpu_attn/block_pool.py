@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks are free, which are in use how often, and which of them the prefix cache has."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from hashlib import sha256
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+
+from cpu_attn._errors import NoFreeBlocksError
+from cpu_attn.journal import Journal
+
+Array = np.ndarray[Any, Any]
+
+
+def _hash(kind: bytes, before: bytes, data: bytes) -> bytes:
+    """Of a root or a block. All that is hashed can be read back from these bytes in one way: the first of them says
+    which of the two it is, and with that the length of ``before``; that of ``data`` stands ahead of it. So no key has
+    the hash of a block, and blocks behind different keys have different hashes, unless SHA-256 itself collides."""
+    data = kind + before + len(data).to_bytes(8, "little") + data
+    try:
+        return sha256(data).digest()
+    except ValueError as error:  # OpenSSL's, where it has no memory for its state
+        raise MemoryError(f"SHA-256: {error}") from None
+
+
+def root(extra_key: str | bytes) -> bytes:
+    """What the first blocks of requests with this key come after."""
+    key = extra_key.encode(errors="surrogatepass") if isinstance(extra_key, str) else extra_key
+    return _hash(b"root", b"", key)
+
+
+def child(before: bytes, ids: Array) -> bytes:
+    """The hash of a block of these ids behind a root or another block, int64 [block_size]."""
+    return _hash(b"block", before, ids.tobytes())
+
+
+class BlockPool:
+    """Each block is free, or in use ``ref_cnt`` times: once by every request that has it, and once by the prefix cache.
+
+    Args:
+        nodes: [num_blocks], the NUMA node of each.
+        journal: where all changes are written down.
+    """
+
+    def __init__(self, nodes: Array, journal: Journal) -> None:
+        self._journal = journal
+        # Nodes are counted from 0 on here, also where the machine's have other numbers.
+        self.node_of = np.unique(nodes, return_inverse=True)[1]
+        self.free: list[list[int]] = [[] for _ in range(self.node_of.max(initial=0) + 1)]  # of each node
+        for block in range(len(nodes) - 1, -1, -1):
+            self.free[self.node_of[block]].append(block)
+        self.ref_cnt = np.zeros(len(nodes), np.int64)
+        self.hash_of: dict[int, bytes] = {}  # the prefix cache, which has a block of each hash
+        self.block_of: dict[bytes, int] = {}
+        self.evictable: OrderedDict[int, int] = OrderedDict()  # blocks that it alone has, and since when, oldest first
+        self._time = 0
+
+    @property
+    def num_free(self) -> int:
+        return sum(map(len, self.free)) + len(self.evictable)
+
+    def take(self, name: str, homes: Array, counts: Array, spared: Collection[int] = ()) -> Array:
+        """So many blocks for each of the homes, which are nodes, of other nodes where these have none left. The first
+        change of a call: it evicts what it has to, ``spared`` excepted.
+
+        Raises:
+            NoFreeBlocksError: so many are not free.
+        """
+        count, free = int(counts.sum()), self.num_free - sum(block in self.evictable for block in spared)
+        if count > free:
+            raise NoFreeBlocksError(name, count, free)
+        missing = max(0, count - sum(map(len, self.free)))
+        self.forget(list(islice((block for block in self.evictable if block not in spared), missing)))
+        self._journal.evicted = len(self._journal)
+        if len(self.free) == 1:
+            blocks = np.array(self.free[0][: -count - 1 : -1], np.int64)
+        else:
+            piles = [reversed(free) for free in self.free]
+            turns = (chain(piles[home], *piles) for home in np.repeat(homes, counts).tolist())
+            blocks = np.fromiter(map(next, turns), np.int64, count)
+        self._journal.put(self.ref_cnt, blocks, 1)
+        for pile, taken in zip(
+            self.free, np.bincount(self.node_of[blocks], minlength=len(self.free)).tolist(), strict=True
+        ):
+            if taken:
+                self._journal.put(pile, slice(len(pile) - taken, None), [])
+        return blocks
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """Somebody more has them."""
+        self._journal.put(self.ref_cnt, blocks, self.ref_cnt[blocks] + 1)
+        self._journal.drop(self.evictable, blocks)
+
+    def release(self, blocks: Array) -> None:
+        """Somebody less has them, as often as each is named."""
+        blocks = blocks.astype(np.int64)  # a copy, too: a table may change before the journal is read
+        self._journal.keep(self.ref_cnt, blocks)
+        np.subtract.at(self.ref_cnt, blocks, 1)
+        backwards = blocks[::-1]  # the end of a prefix is evicted before its beginning
+        left = list(zip(backwards.tolist(), self.ref_cnt[backwards].tolist(), strict=True))
+        self._give_back([block for block, count in left if count == 0])
+        known = [block for block, count in left if count == 1 and block in self.hash_of]
+        self._journal.update(self.evictable, known, range(self._time, self._time + len(known)))
+        self._time += len(known)
+
+    def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """They go into the prefix cache, those excepted whose hash it has, of another block."""
+        new = {here: block for block, here in zip(blocks, hashes, strict=True) if here not in self.block_of}
+        self._journal.update(self.block_of, new.keys(), new.values())
+        self._journal.update(self.hash_of, new.values(), new.keys())
+        at = list(new.values())
+        self._journal.put(self.ref_cnt, at, self.ref_cnt[at] + 1)
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """The prefix cache no longer has them."""
+        self._journal.drop(self.block_of, [self.hash_of[block] for block in blocks])
+        self._journal.drop(self.hash_of, blocks)
+        self._journal.put(self.ref_cnt, blocks, self.ref_cnt[blocks] - 1)
+        self._give_back([block for block in blocks if block in self.evictable])
+        self._journal.drop(self.evictable, blocks)
+
+    def _give_back(self, blocks: list[int]) -> None:
+        for node, pile in enumerate(self.free):
+            own = blocks if len(self.free) == 1 else [block for block in blocks if self.node_of.item(block) == node]
+            if own:
+                self._journal.put(pile, slice(len(pile), None), own)
