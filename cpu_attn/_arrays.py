@@ -12,6 +12,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from math import prod
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,8 @@ def _placed(a: Array) -> Array:
     first, end = a.extent()
     if a.size and not 0 < first < end < 2**63:
         raise ValueError(f"its elements would lie from {first:#x} to {end:#x}, where no memory is")
+    if a.address < 0 or max((a.address, *a.shape, *map(abs, a.strides))) >= 2**63:
+        raise ValueError(f"no memory has address {a.address:#x}, shape {a.shape}, strides {a.strides}")
     return a
 
 
@@ -230,7 +233,11 @@ def _of_tensor(x: Any) -> Array:
         raise ValueError("requires grad; pass it detached")
     if hasattr(x, "is_neg") and x.is_neg():
         raise ValueError("is the negative of what lies in its memory; pass its resolve_neg()")
-    return Array(x.data_ptr(), tuple(x.shape), tuple(x.stride()), dtype, True, x)
+    # torch's numbers are integers; what only looks like a tensor may say anything
+    shape, strides = tuple(map(index, x.shape)), tuple(map(index, x.stride()))
+    if len(strides) != len(shape):
+        raise TypeError(f"{len(strides)} strides, expected {len(shape)}, as many as axes")
+    return Array(index(x.data_ptr()), shape, strides, dtype, True, x)
 
 
 class _DLTensor(ctypes.Structure):

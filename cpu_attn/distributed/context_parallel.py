@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check
-from cpu_attn._arrays import new_beside, numpy_view, view
+from cpu_attn._arrays import new_beside, view
 from cpu_attn.distributed.group import Group
 from cpu_attn.ops import merge_stacked
 from cpu_attn.step import Step
+from cpu_attn.storage import PagedKVCache
 
 Array = np.ndarray[Any, Any]
 
@@ -160,6 +161,7 @@ class ContextParallel:
                 a RankError then, unless they find the same fault.
             TypeError: as :meth:`cpu_attn.PagedKVCache.attend` says.
         """
+        _check.instance("cache", cache, PagedKVCache)
         if isinstance(block_table, Step) and plan is None:
             axes = [("T", None), ("num_heads", None), ("head_size", None)]
             plan = block_table._plan_for_all(cache, _check.array("query", query, _check.FLOATS, axes).shape[1])
@@ -199,9 +201,13 @@ class ContextParallel:
 
         Raises:
             RankError: a rank is dead or hangs.
-            TypeError: ``x`` is no array.
+            ValueError: ``x`` has other axes.
+            TypeError: ``x`` is no array, or has another dtype.
         """
-        return np.concatenate(self.group.all_gather(numpy_view("x", x)), axis=1)
+        heads = view("x", x)
+        if len(heads.shape) != 3:
+            raise ValueError(f"x: {len(heads.shape)} axes, expected 3: [T, num_heads, head_size]")
+        return np.concatenate(self.group.all_gather(heads.numpy()), axis=1)
 
 
 def _split(messages: Array, shape: tuple[int, int, int]) -> tuple[Array, Array]:
