@@ -214,4 +214,5 @@ def _split(messages: Array, shape: tuple[int, int, int]) -> tuple[Array, Array]:
     """Outputs [S, T, Hq, Dv] and lses [S, Hq, T] of ranks, whose messages are the rows."""
     tokens, heads, size = shape
     end = tokens * heads * size
-    return messages[:, :end].reshape(-1, *shape), messages[:, end:].reshape(-1, heads, tokens)
+    sets = len(messages)
+    return messages[:, :end].reshape(sets, *shape), messages[:, end:].reshape(sets, heads, tokens)
