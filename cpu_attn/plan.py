@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
 from cpu_attn import _check, _dispatch, _numa, _threads, profiling
-from cpu_attn._arrays import addresses, bridged
+from cpu_attn._arrays import addresses, bridged, view
 from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, FORMATS, dtype_name
 from cpu_attn._native import ffi, lib
 
@@ -34,6 +35,7 @@ class SchedulerMetadata(_check.Plan):
 
     __slots__ = (
         "__weakref__",
+        "_checksum",
         "_info",
         "_pointer",
         "_shape",
@@ -46,6 +48,7 @@ class SchedulerMetadata(_check.Plan):
         "kv_dtypes",
         "narrow",
     )
+    _checksum: bytes  # of what all ranks have to have alike; empty where no ranks share the keys
     _info: Any
     _pointer: Any
     _shape: Any
@@ -60,7 +63,7 @@ class SchedulerMetadata(_check.Plan):
 
     def __init__(
         self,
-        pointer: Any,
+        made: tuple[Any, bytes],
         shape: Any,
         dtype: str,
         kvs: tuple[str, ...],
@@ -70,12 +73,14 @@ class SchedulerMetadata(_check.Plan):
         kv_cache_rotation: str,
         words: tuple[Any, ...],
     ) -> None:
+        pointer, checksum = made
         info, keep = ffi.new("ca_plan_info *"), object.__setattr__
         lib.ca_plan_describe(pointer, info)
         keep(self, "_pointer", pointer)
         keep(self, "_shape", shape)
         keep(self, "_info", info)
         keep(self, "_words", words)
+        keep(self, "_checksum", checksum)
         keep(self, "dtype", DTYPES[dtype])
         keep(self, "kv_dtypes", kvs)
         keep(self, "narrow", kvs != (dtype, dtype))
@@ -290,7 +295,7 @@ def get_scheduler_metadata(
 
 # On its own: a frame object of more than 512 bytes, as get_scheduler_metadata's would be with these names too, is one
 # more that memory may not be there for, and CPython 3.11 then forgets which exception it is for.
-def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Masks | None) -> Any:
+def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Masks | None) -> tuple[Any, bytes]:
     start, fault = profiling.clock(), ffi.new("ca_fault *")
     masks = masks_struct(given_masks) if given_masks else ffi.NULL
     found = step if type(step[1]) is np.ndarray else bridged(step)
@@ -299,7 +304,21 @@ def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Ma
         where, given, alive = _check.reread(fault, _check.STEP, step, given, alive)
     if start:
         profiling.record("get_scheduler_metadata", start, num_reqs=shape.num_reqs)
-    return ffi.gc(pointer, lib.ca_plan_free)
+    made = ffi.gc(pointer, lib.ca_plan_free)
+    return made, _checksum(shape, step[:3], given_masks) if shape.cp_world_size > 1 else b""
+
+
+def _checksum(shape: Any, lengths: tuple[Any, ...], masks: _check.Masks | None) -> bytes:
+    """Of what all ranks have to have alike. Isa, threads and what its cache holds are each rank's own affair."""
+    sizes = (shape.num_reqs, shape.num_heads, shape.num_kv_heads, shape.head_size, shape.head_size_v, shape.dtype)
+    sees = (shape.causal, shape.window_left, shape.window_right, shape.query_block_size, shape.select_by_query_head)
+    found = blake2b(repr((*sizes, *sees, shape.cp_interleave, masks and masks.clamped)).encode(), digest_size=8)
+    arrays = [x if x is None else view("lengths", x).numpy() for x in lengths]
+    if masks:
+        arrays += [masks.spans, masks.documents, None if masks.tree is None else masks.tree.numpy()]
+    for x in arrays:
+        found.update(b"none" if x is None else repr(x.shape).encode() + x.tobytes())
+    return found.digest()
 
 
 def masks_struct(found: _check.Masks) -> Any:
