@@ -190,24 +190,27 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Args]]] = {
 }
 
 
-def arguments(call: str) -> list[str]:
+def arguments(function: Callable[..., Any]) -> list[str]:
     """All but those that are handed on to others (**options)."""
-    kinds = inspect.signature(CALLS[call][0]).parameters.values()
-    return [p.name for p in kinds if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    kinds = inspect.signature(function).parameters.values()
+    return [p.name for p in kinds if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
 
 
-@pytest.mark.parametrize(("call", "name"), [(call, name) for call in CALLS for name in arguments(call)])
-def test_every_argument(call: str, name: str) -> None:
-    function, make = CALLS[call]
+def refused_by_name_or_taken(function: Callable[..., Any], make: Callable[[], Args], name: str, odd: Args) -> None:
     function(**make())
-    named = re.compile(rf"({'|'.join(arguments(call))})\b")
-    for odd, x in ODD.items():
+    named = re.compile(rf"({'|'.join(arguments(function))})\b")
+    for what, x in odd.items():
         try:
             function(**make() | {name: x})
         except (ValueError, TypeError) as error:
-            assert named.match(str(error)), f"{odd}: {error}"
+            assert named.match(str(error)), f"{what}: {error}"
         except Exception as error:
-            pytest.fail(f"{odd}: {error!r}")
+            pytest.fail(f"{what}: {error!r}")
+
+
+@pytest.mark.parametrize(("call", "name"), [(call, name) for call, (f, _) in CALLS.items() for name in arguments(f)])
+def test_every_argument(call: str, name: str) -> None:
+    refused_by_name_or_taken(*CALLS[call], name, ODD)
 
 
 @pytest.mark.parametrize("name", ["kv_cache_dtype", "kv_cache_layout", "kv_cache_rotation"])
