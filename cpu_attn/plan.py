@@ -48,7 +48,7 @@ class SchedulerMetadata(_check.Plan):
         "kv_dtypes",
         "narrow",
     )
-    _checksum: bytes  # of what all ranks have to have alike; empty where no ranks share the keys
+    _checksum: bytes  # of what all ranks have to have alike; only where ranks share the keys
     _info: Any
     _pointer: Any
     _shape: Any
@@ -63,7 +63,7 @@ class SchedulerMetadata(_check.Plan):
 
     def __init__(
         self,
-        made: tuple[Any, bytes],
+        pointer: Any,
         shape: Any,
         dtype: str,
         kvs: tuple[str, ...],
@@ -73,14 +73,12 @@ class SchedulerMetadata(_check.Plan):
         kv_cache_rotation: str,
         words: tuple[Any, ...],
     ) -> None:
-        pointer, checksum = made
         info, keep = ffi.new("ca_plan_info *"), object.__setattr__
         lib.ca_plan_describe(pointer, info)
         keep(self, "_pointer", pointer)
         keep(self, "_shape", shape)
         keep(self, "_info", info)
         keep(self, "_words", words)
-        keep(self, "_checksum", checksum)
         keep(self, "dtype", DTYPES[dtype])
         keep(self, "kv_dtypes", kvs)
         keep(self, "narrow", kvs != (dtype, dtype))
@@ -280,7 +278,7 @@ def get_scheduler_metadata(
         _numa.cpus_of_nodes()
     found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window)
     words = (sliding_window, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
-    return SchedulerMetadata(
+    made = SchedulerMetadata(
         _plan(shape, engine_pointer, (query_start_loc, seq_lens, dynamic_causal, block_table, block_nodes), found),
         shape,
         dtype,
@@ -291,11 +289,14 @@ def get_scheduler_metadata(
         kv_cache_rotation,
         words,
     )
+    if cp_world_size != 1:
+        object.__setattr__(made, "_checksum", _checksum(shape, (query_start_loc, seq_lens, dynamic_causal), found))
+    return made
 
 
 # On its own: a frame object of more than 512 bytes, as get_scheduler_metadata's would be with these names too, is one
 # more that memory may not be there for, and CPython 3.11 then forgets which exception it is for.
-def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Masks | None) -> tuple[Any, bytes]:
+def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Masks | None) -> Any:
     start, fault = profiling.clock(), ffi.new("ca_fault *")
     masks = masks_struct(given_masks) if given_masks else ffi.NULL
     found = step if type(step[1]) is np.ndarray else bridged(step)
@@ -304,8 +305,7 @@ def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Ma
         where, given, alive = _check.reread(fault, _check.STEP, step, given, alive)
     if start:
         profiling.record("get_scheduler_metadata", start, num_reqs=shape.num_reqs)
-    made = ffi.gc(pointer, lib.ca_plan_free)
-    return made, _checksum(shape, step[:3], given_masks) if shape.cp_world_size > 1 else b""
+    return ffi.gc(pointer, lib.ca_plan_free)
 
 
 def _checksum(shape: Any, lengths: tuple[Any, ...], masks: _check.Masks | None) -> bytes:
