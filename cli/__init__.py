@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
 import click
 
 from cpu_attn import __version__
@@ -11,7 +16,21 @@ from cpu_attn.cli.info import info
 from cpu_attn.cli.verify import verify
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Commands whose output may find no room."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:
+            click.echo(f"Error: {error}", err=True)
+            # What stdout still holds back would be written when Python ends, which fails again and says so.
+            with suppress(OSError):  # a stream that is no file
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="cpu-attn")
 def main() -> None:
     """Paged attention on CPUs: what runs here, and whether it is right, and how fast."""

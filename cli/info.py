@@ -118,9 +118,13 @@ def onednn() -> dict[str, Any]:
 def nodes(num_threads: int) -> list[dict[str, Any]]:
     """NUMA's: their CPUs, whether calls may run there, and how many of a call's threads do at present."""
     known = _numa.cpus_of_nodes()
-    may, threads = (_numa.cpus(), _numa.thread_nodes(num_threads)) if known else (set(), [])
+    threads = _numa.thread_nodes(num_threads) if known else []
+    try:
+        usable = {node: len(_numa.cpus() & set(own)) for node, own in known.items()}
+    except cpu_attn.UnavailableError:  # a container that does not say on which CPUs it may run
+        usable = {}
     return [
-        {"node": node, "cpus": len(own), "usable_cpus": len(may & set(own)), "threads": threads.count(node)}
+        {"node": node, "cpus": len(own), "usable_cpus": usable.get(node), "threads": threads.count(node)}
         for node, own in known.items()
     ]
 
@@ -186,7 +190,8 @@ def _machine(data: dict[str, Any]) -> Iterator[tuple[str | Text, str | Text]]:
     yield "features", " ".join(k for k, v in c["features"].items() if v)
     yield "threads", f"{data['threads']['count']} ({data['threads']['runtime']})"
     for n in data["numa"]:
-        yield f"NUMA node {n['node']}", f"{n['usable_cpus']} of {n['cpus']} cpus, {n['threads']} threads at present"
+        usable = "unknown which" if n["usable_cpus"] is None else n["usable_cpus"]
+        yield f"NUMA node {n['node']}", f"{usable} of {n['cpus']} cpus, {n['threads']} threads at present"
     yield "AMX permission", c["amx_permission"] + (f" ({c['amx_reason']})" if c["amx_reason"] else "")
 
 

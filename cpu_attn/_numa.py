@@ -55,7 +55,10 @@ def cpus() -> set[int]:
     places = ffi.new("uint8_t[]", lib.CA_CPUS)
     if lib.ca_place_cpus(places):
         return {cpu for cpu, there in enumerate(places) if there}
-    return set(os.sched_getaffinity(0))
+    try:
+        return set(os.sched_getaffinity(0))
+    except OSError as error:
+        raise _refused("sched_getaffinity", error.errno or 0) from None
 
 
 def thread_nodes(n: int) -> list[int]:
@@ -98,8 +101,8 @@ class Placement:
 
 def _refused(call: str, error: int) -> UnavailableError:
     return UnavailableError(
-        f"numa: this system refuses {call} ({os.strerror(error)}), by which memory is placed; a container may need the "
-        "capability SYS_NICE for it, and None asks for nothing"
+        f"numa: this system refuses {call} ({os.strerror(error)}), which placing memory takes; a container may need "
+        "the capability SYS_NICE for it, and None asks for nothing"
     )
 
 

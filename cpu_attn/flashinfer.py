@@ -20,6 +20,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from cpu_attn import _check, ops  # noqa: E402
+from cpu_attn._dtypes import dtype_name  # noqa: E402
 from cpu_attn.plan import get_scheduler_metadata  # noqa: E402
 from cpu_attn.torch.entry import axes, entry, optional, stand_in, tensors  # noqa: E402
 from cpu_attn.torch.packed import Int32, int32, starts_of  # noqa: E402
@@ -89,9 +90,10 @@ class _Wrapper:
     """What both wrappers have."""
 
     def __init__(self, kv_layout: str, use_cuda_graph: bool, jit_args: Any):
-        if kv_layout not in ("NHD", "HND"):
+        if not (isinstance(kv_layout, str) and kv_layout in ("NHD", "HND")):
             raise ValueError(f"kv_layout: {kv_layout!r}, expected 'NHD' or 'HND'")
-        for name, x in (("use_cuda_graph", use_cuda_graph), ("jit_args", jit_args)):
+        wanted = {"use_cuda_graph": _check.boolean("use_cuda_graph", use_cuda_graph), "jit_args": jit_args is not None}
+        for name, x in wanted.items():
             if x:
                 raise ValueError(f"{name}: there is no such thing on a CPU")
         self._kv_layout = kv_layout
@@ -109,10 +111,10 @@ class _Wrapper:
         logits_soft_cap: float | None,
         dtypes: tuple[Any, Any, Any],
         sm_scale: float | None,
-        split: bool,
+        disable_split_kv: bool,
         custom_mask: Tensor | None = None,
     ) -> None:
-        if pos_encoding_mode != "NONE":
+        if not (isinstance(pos_encoding_mode, str) and pos_encoding_mode == "NONE"):
             raise ValueError(
                 f"pos_encoding_mode: {pos_encoding_mode!r}, expected 'NONE': rotate queries and keys before"
             )
@@ -123,7 +125,8 @@ class _Wrapper:
         counts = np.diff(indptr)
         table = np.zeros((len(counts), int(counts.max(initial=0))), np.int32)
         table[np.arange(table.shape[1]) < counts[:, None]] = indices[: indptr[-1]]
-        q_dtype, kv_dtype, o_dtype = (_dtype(x or dtypes[0]) for x in dtypes)
+        q_dtype = dtype_name(dtypes[0], "q_data_type")
+        kv_dtype, o_dtype = (q_dtype if x is None else _dtype(x) for x in dtypes[1:])
         if o_dtype != q_dtype:
             raise ValueError(f"o_data_type: {o_dtype}, expected {q_dtype}, as q_data_type")
         if kv_dtype != q_dtype and kv_dtype not in _QUANTISED:
@@ -131,15 +134,16 @@ class _Wrapper:
                 f"kv_data_type: {kv_dtype}, expected {q_dtype}, as q_data_type, or {', '.join(_QUANTISED)}"
             )
         left, (num_heads, num_kv_heads, head_size, head_size_v) = _check.integer("window_left", window_left, -1), heads
-        self._scale = max(1, head_size) ** -0.5 if sm_scale is None else _check.number("sm_scale", sm_scale)
-        self._softcap = max(0.0, _check.number("logits_soft_cap", logits_soft_cap or 0.0))
+        head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
+        self._scale = head_size**-0.5 if sm_scale is None else _check.number("sm_scale", sm_scale)
+        self._softcap = max(0.0, 0.0 if logits_soft_cap is None else _check.number("logits_soft_cap", logits_soft_cap))
         self._bias = None if custom_mask is None else _mask_bias(custom_mask, np.diff(starts), lens)
         # The right side of a window is closed only if causal, which a mask takes the place of.
         self._plan = get_scheduler_metadata(
             *(len(lens), num_heads, num_kv_heads, head_size, lens, q_dtype, starts),
             causal=_check.boolean("causal", causal) and custom_mask is None,
             sliding_window=(left, -1),
-            enable_kv_split=split,
+            enable_kv_split=not _check.boolean("disable_split_kv", disable_split_kv),
             kv_cache_dtype=_QUANTISED.get(kv_dtype, "auto") if kv_dtype != q_dtype else "auto",
             head_size_v=head_size_v,
             kv_cache_layout=self._kv_layout,
@@ -159,15 +163,18 @@ class _Wrapper:
     ) -> Any:
         if self._plan is None:
             raise RuntimeError("run() before plan()")
-        if window_left not in (None, self._window_left):
+        if window_left is not None and _check.integer("window_left", window_left, -1) != self._window_left:
             raise ValueError(f"window_left: {window_left}, plan() was given {self._window_left}")
-        plan, (query,) = self._plan, tensors(q=q)
+        plan, (query,), return_lse = self._plan, tensors(q=q), _check.boolean("return_lse", return_lse)
         if isinstance(paged_kv_cache, torch.Tensor):
             (cache,) = tensors(paged_kv_cache=paged_kv_cache)
             axes("paged_kv_cache", cache, pages=None, two=2, a=None, b=None, head_dim=None)
             key, value = cache.unbind(1)
         else:
-            key, value = (tensors(paged_kv_cache=x)[0] for x in paged_kv_cache)
+            pair = _check.sequence("paged_kv_cache", paged_kv_cache)
+            if len(pair) != 2:
+                raise ValueError(f"paged_kv_cache: expected a tensor or (K, V), got {len(pair)} values")
+            key, value = (tensors(paged_kv_cache=x)[0] for x in pair)
         size = key.shape[1 if self._kv_layout == "NHD" else 2] if key.dim() == 4 else None
         if size not in (None, self._page_size):
             raise ValueError(f"paged_kv_cache: pages of {size} tokens, plan() was given page_size {self._page_size}")
@@ -294,7 +301,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         """
         if data_type is not None:
             q_data_type = data_type
-        starts = np.arange(len(last_page_len) + 1) * _check.integer("q_len_per_req", q_len_per_req, 1)
+        num_reqs = len(int32("last_page_len", last_page_len))
+        starts = np.arange(num_reqs + 1) * _check.integer("q_len_per_req", q_len_per_req, 1)
         self._planned(
             starts.astype(np.int32),
             (indptr, indices, last_page_len),
@@ -306,7 +314,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             logits_soft_cap,
             (q_data_type, kv_data_type, o_data_type),
             sm_scale,
-            not disable_split_kv,
+            disable_split_kv,
         )
 
     begin_forward = plan
@@ -432,7 +440,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             logits_soft_cap,
             (q_data_type, kv_data_type, o_data_type),
             sm_scale,
-            not disable_split_kv,
+            disable_split_kv,
             mask,
         )
 
@@ -472,9 +480,15 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     return _merged([v_a, v_b], [s_a, s_b])
 
 
+@entry(v_a="v", s_a="s", v_b="v_other", s_b="s_other")
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
     """:func:`merge_state`, into v and s; mask: bool [T], the tokens of which that is done, None for all."""
     merged = merge_state(v, s, v_other, s_other)
+    (mask,) = optional(mask=mask)
+    if mask is not None:
+        axes("mask", mask, T=len(v))
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask: dtype {mask.dtype}, expected torch.bool")
     for x, new in zip((v, s), merged, strict=True):
         x.copy_(new if mask is None else torch.where(mask.unflatten(0, (-1, *[1] * (x.dim() - 1))), new, x))
 

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
 from cpu_attn import _check, _dispatch, _numa, _threads, profiling
-from cpu_attn._arrays import addresses, bridged
+from cpu_attn._arrays import addresses, bridged, view
 from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, FORMATS, dtype_name
 from cpu_attn._native import ffi, lib
 
@@ -34,6 +35,7 @@ class SchedulerMetadata(_check.Plan):
 
     __slots__ = (
         "__weakref__",
+        "_checksum",
         "_info",
         "_pointer",
         "_shape",
@@ -46,6 +48,7 @@ class SchedulerMetadata(_check.Plan):
         "kv_dtypes",
         "narrow",
     )
+    _checksum: bytes  # of what all ranks have to have alike; only where ranks share the keys
     _info: Any
     _pointer: Any
     _shape: Any
@@ -283,7 +286,7 @@ def get_scheduler_metadata(
         _numa.cpus_of_nodes()
     found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window)
     words = (sliding_window, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
-    return SchedulerMetadata(
+    made = SchedulerMetadata(
         _plan(shape, engine_pointer, (query_start_loc, seq_lens, dynamic_causal, block_table, block_nodes), found),
         shape,
         dtype,
@@ -294,6 +297,9 @@ def get_scheduler_metadata(
         kv_cache_rotation,
         words,
     )
+    if cp_world_size != 1:
+        object.__setattr__(made, "_checksum", _checksum(shape, (query_start_loc, seq_lens, dynamic_causal), found))
+    return made
 
 
 # On its own: a frame object of more than 512 bytes, as get_scheduler_metadata's would be with these names too, is one
@@ -308,6 +314,19 @@ def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Ma
     if start:
         profiling.record("get_scheduler_metadata", start, num_reqs=shape.num_reqs)
     return ffi.gc(pointer, lib.ca_plan_free)
+
+
+def _checksum(shape: Any, lengths: tuple[Any, ...], masks: _check.Masks | None) -> bytes:
+    """Of what all ranks have to have alike. Isa, threads and what its cache holds are each rank's own affair."""
+    sizes = (shape.num_reqs, shape.num_heads, shape.num_kv_heads, shape.head_size, shape.head_size_v, shape.dtype)
+    sees = (shape.causal, shape.window_left, shape.window_right, shape.query_block_size, shape.select_by_query_head)
+    found = blake2b(repr((*sizes, *sees, shape.cp_interleave, masks and masks.clamped)).encode(), digest_size=8)
+    arrays = [x if x is None else view("lengths", x).numpy() for x in lengths]
+    if masks:
+        arrays += [masks.spans, masks.documents, None if masks.tree is None else masks.tree.numpy()]
+    for x in arrays:
+        found.update(b"none" if x is None else repr(x.shape).encode() + x.tobytes())
+    return found.digest()
 
 
 def masks_struct(found: _check.Masks) -> Any:

@@ -67,9 +67,9 @@ def rotate(x: Any, back: bool = False) -> NDArray[np.floating[Any]]:
             part *= signs[block]
         h = 1
         while h < part.shape[-1]:
-            pairs = part.reshape(*part.shape[:-1], -1, 2, h)
+            pairs = part.reshape(*part.shape[:-1], part.shape[-1] // (2 * h), 2, h)  # no -1: there may be no heads
             part = np.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], -2)
-            part = part.reshape(*y.shape[:-1], -1)
+            part = part.reshape(*y.shape[:-1], block.stop - block.start)
             h *= 2
         y[..., block] = part
     return y * signs if back else y

@@ -329,3 +329,79 @@ def test_stacked_parts_merge_as_listed_ones_do() -> None:
     out, lse = np.empty_like(want), np.empty_like(want_lse)
     merge_stacked(outs, lses, out, lse)
     assert same_bits(out, want) and same_bits(lse, want_lse)
+
+
+class Counting(ThreadGroup):
+    """How many messages of each size there were."""
+
+    sizes: list[int]
+
+    def _all_gather(self, message: Any, gathered: Any) -> None:
+        self.__dict__.setdefault("sizes", []).append(message.nbytes)
+        super()._all_gather(message, gathered)
+
+
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "lengths": ({"seq_lens": [20, 30]}, {"seq_lens": [21, 30]}),
+    "starts": ({"starts": [0, 3, 6]}, {"starts": [0, 2, 6]}),
+    "tokens": ({"starts": [0, 3, 6]}, {"starts": [0, 3, 7]}),
+    "no tokens": ({"starts": [0, 3, 6]}, {"starts": [0, 0, 0]}),
+    "causal": ({"causal": True}, {"causal": False}),
+    "requests that are causal": ({"dynamic_causal": [1, 0]}, {"dynamic_causal": [0, 1]}),
+    "windows": ({"sliding_window": 7}, {"sliding_window": 8}),
+    "spans": ({"mm_prefix_range": {0: [(0, 3)]}}, {"mm_prefix_range": {1: [(0, 3)]}}),
+    "documents": ({"document_start_loc": {0: [0, 5]}}, {"document_start_loc": {0: [0, 6]}}),
+    "trees": ({"tree_mask": [1, 3, 5] * 2}, {"tree_mask": [1, 3, 7] * 2}),
+    "heads": ({"num_heads": 4}, {"num_heads": 8}),
+}
+
+
+def _one_step(group: Group, starts: Any, seq_lens: Any, num_heads: int, options: dict[str, Any]) -> Any:
+    """Attends on a rank, two layers of one plan."""
+    ranks, cache = ContextParallel(group), PagedKVCache(8, 16, 2, 64)
+    given = {name: np.array(x, np.int32) for name, x in options.items() if name == "dynamic_causal"}
+    given |= {name: np.array(x, np.uint8)[:, None] for name, x in options.items() if name == "tree_mask"}
+    size, rank, _ = ranks.ranks
+    loc, lens = np.array(starts, np.int32), np.array(seq_lens, np.int32)
+    plan = cache.plan(loc, lens, num_heads, **options | given, cp_world_size=size, cp_rank=rank)
+    output = np.full((loc[-1], num_heads, 64), 7, np.float32)
+    try:
+        for _ in range(2):
+            ranks.attend(cache, np.ones_like(output), np.array([[0, 1], [2, 3]], np.int32), plan, output=output)
+    except ValueError as error:
+        return str(error), output
+    return "", output
+
+
+def _steps(makes: list[dict[str, Any]]) -> tuple[list[Any], list[Group]]:
+    groups = Counting.make(len(makes), timeout=20)
+
+    def work(group: Group) -> Any:
+        options = dict(makes[group.rank])
+        sizes = [options.pop(name, x) for name, x in (("starts", [0, 3, 6]), ("seq_lens", [20, 30]), ("num_heads", 4))]
+        return _one_step(group, *sizes, options)
+
+    with ThreadPoolExecutor(len(makes)) as pool:
+        return list(pool.map(work, groups)), [*groups]
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_disagree(what: str) -> None:
+    """All of them find it, before a byte is written, and the group goes on."""
+    one, other = DIFFERENT[what]
+    found, groups = _steps([one, one, other])
+    for rank, (error, output) in enumerate(found):
+        assert error.startswith(f"plan: rank {0 if rank == 2 else 2} has another one than rank {rank}: for other")
+        assert (output == 7).all()
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda g: g.all_gather(np.array([g.rank])).ravel().tolist(), groups)) == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_agree(what: str) -> None:
+    """They say so once for all layers of a plan, in 8 bytes."""
+    found, groups = _steps([DIFFERENT[what][1]] * 2)
+    for (error, output), group in zip(found, groups, strict=True):
+        assert not error and not output.any()
+        assert isinstance(group, Counting) and group.sizes[0] == 8 and all(n > 8 for n in group.sizes[1:])
+        assert len(group.sizes) == (3 if len(output) else 1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import errno
 import json
 import mmap
 import multiprocessing
@@ -166,6 +167,7 @@ def test_names_that_are_refused() -> None:
 
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
 MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
+GETAFFINITY = {"x86_64": 204, "aarch64": 123}.get(platform.machine())
 DEFAULT, PREFERRED, INTERLEAVE = 0, 1, 3
 NODE, ADDR = 1, 2
 
@@ -274,6 +276,33 @@ def test_a_system_that_refuses(name: str) -> None:
     assert len(lines) == 2
     for line in lines:
         assert line.startswith(f"numa: this system refuses {name} (Operation not permitted)") and "SYS_NICE" in line
+
+
+@pytest.mark.skipif(GETAFFINITY is None, reason="the system call's number here is not known")
+def test_a_system_that_does_not_say_where_it_may_run() -> None:
+    """By which blocks take to nodes; pages in turns need no CPUs."""
+    command = [sys.executable, "-c", REFUSING, str(GETAFFINITY)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) == 2 and (lines[0] == "placed" or "get_mempolicy" in lines[0])
+    assert lines[1] == lines[0] or lines[1].startswith("numa: this system refuses sched_getaffinity (Operation not")
+
+
+def test_info_where_nobody_says_where_calls_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from click.testing import CliRunner
+
+    from cpu_attn.cli import main
+
+    def refuse(_: int) -> Any:
+        raise PermissionError(errno.EPERM, "no")
+
+    monkeypatch.setattr("os.sched_getaffinity", refuse)
+    monkeypatch.setattr(_numa, "memory_nodes", lambda: [0, 1])
+    monkeypatch.setattr(_numa, "cpus_of_nodes", lambda: {0: [0], 1: [1]})
+    with pytest.raises(cpu_attn.UnavailableError, match="numa: this system refuses sched_getaffinity"):
+        cpu_attn.PagedKVCache(*SIZES, numa="blocks")
+    as_json = CliRunner().invoke(main, ["info", "--json"]).output
+    assert [n["usable_cpus"] for n in json.loads(as_json)["numa"]] == [None, None]
+    assert "unknown which of 1 cpus" in CliRunner().invoke(main, ["info"]).output
 
 
 # Which thread takes which task.

@@ -242,7 +242,7 @@ def oracle(
                 for h in range(heads * group):
                     block, kv = table[r, m], h // group
                     bound = np.maximum(q[t, h] * low[block, kv], q[t, h] * high[block, kv]).sum()
-                    scores[r, kv, m] = max(scores[r, kv, m], bound)
+                    scores[r, kv, m] = max(scores[r, kv, m], bound if np.isfinite(bound) else np.inf)
     return scores
 
 
@@ -289,6 +289,29 @@ def test_what_is_not_finite_cannot_be_ruled_out(isa: str, dtype: str, bad: float
     args["query"][0, 2, 5] = bad
     got = cpu_attn.score_pages(**args, isa=isa)
     assert (got[0, 0, :5] == np.inf).all() and np.isfinite(got[0, 1, :5]).all()
+
+
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
+@pytest.mark.parametrize(("group", "head_size"), [(1, 7), (3, 40), (4, 64)])
+def test_scores_over_infinite_keys(isa: str, dtype: str, group: int, head_size: int) -> None:
+    """An infinite bound that a query leaves out by its sign does not count. Request 0's heads all leave them out, but
+    for one block where it has to multiply one by 0."""
+    args = scored(dtype, group, head_size)
+    rng = np.random.default_rng([group, head_size, 1])
+    up = rng.random(head_size) < 0.5
+    query, bad = args["query"], rng.random((11, 2, head_size)) < 2 / head_size
+    query[0] = np.where(up, np.abs(query[0]), -np.abs(query[0]))
+    args["page_min"][bad & up] = -np.inf
+    args["page_max"][bad & ~up] = np.inf
+    query[0, :, 1] = 0
+    args["page_min"][:, :, 1], args["page_max"][:, :, 1] = -1, 1
+    args["page_max"][10, 1, 1] = np.inf
+    with np.errstate(invalid="ignore"):
+        got, want = cpu_attn.score_pages(**args, isa=isa), oracle(*args.values())
+    finite = np.isfinite(want)
+    assert finite[0, :, :5].sum() == 9 and want[0, 1, 2] == np.inf and not finite[1, :, 0].all()
+    assert np.array_equal(got[~finite], want[~finite])
+    assert np.allclose(got[finite], want[finite], rtol=2e-6, atol=2e-6 * head_size)
 
 
 def test_scores_of_a_request_are_its_own() -> None:

@@ -19,6 +19,7 @@ import cpu_attn
 
 from .backend_steps import MIXED, Step, layer
 from .steps import attention_args, write_args
+from .test_arguments import rotary_args
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations
@@ -151,7 +152,7 @@ def test_tensors_without_memory() -> None:
             return {k: torch.tensor(v) if isinstance(v, np.ndarray) else v for k, v in make().items()}
 
         def refused(call, name, arguments):
-            with pytest.raises((ValueError, TypeError), match=f"^{name}: .*(no memory|does not say)"):
+            with pytest.raises((ValueError, TypeError), match=f"^{name}: .*(no memory|does not say|storage)"):
                 call(**arguments)
 
         for make, call in (
@@ -183,6 +184,62 @@ def test_tensors_without_memory() -> None:
             refused(cpu_attn.attention_with_kv_cache, "query", {**args, "query": freed})
     """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def _tensors(make: Any) -> dict[str, Any]:
+    return {k: torch.tensor(v) if isinstance(v, np.ndarray) else v for k, v in make().items()}
+
+
+def _states() -> dict[str, Any]:
+    out = {"out": np.zeros((3, 4, 8), np.float32), "lse": np.zeros((4, 3), np.float32)}
+    return {"outs": np.zeros((2, 3, 4, 8), np.float32), "lses": np.zeros((2, 4, 3), np.float32), **out}
+
+
+def _bounds() -> dict[str, Any]:
+    key = {"key": np.ones((3, 2, 8), np.float32), "slot_mapping": np.arange(3), "block_size": 16}
+    return key | {name: np.zeros((4, 2, 8), np.float32) for name in ("page_min", "page_max")}
+
+
+def _indexed() -> dict[str, Any]:
+    key = {"k": np.ones((3, 8), np.float32), "slot_mapping": np.arange(3)}
+    return key | {"index_cache": np.zeros((4, 16, 8), np.float32)}
+
+
+WRITTEN = [
+    (cpu_attn.reshape_and_cache, write_args, ("key_cache", "value_cache")),
+    (cpu_attn.rotary_reshape_and_cache, rotary_args, ("key_cache", "value_cache", "query_out")),
+    (cpu_attn.attention_with_kv_cache, attention_args, ("output", "lse")),
+    (cpu_attn.merge_states, _states, ("out", "lse")),
+    (cpu_attn.update_page_bounds, _bounds, ("page_min", "page_max")),
+    (cpu_attn.index_and_cache, _indexed, ("index_cache",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "make", "name"), [(call, make, name) for call, make, names in WRITTEN for name in names]
+)
+def test_a_storage_that_shrank(call: Any, make: Any, name: str) -> None:
+    """Whether it is the tensor's own or one that begins before it, and where the tensor has gaps. A storage that holds
+    all but what lies behind the last element is no fault."""
+    args, x = _tensors(make), _tensors(make)[name]
+    call(**args)
+    for spread in (lambda: x.clone(), lambda: torch.cat([x, x])[len(x) :], lambda: torch.stack([x, x], 1)[:, 0]):
+        whole, cut = spread(), spread()  # each met once: NumPy's bridge makes a storage that is not resizable
+        size = whole.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(whole.shape, whole.stride(), strict=True))
+        size *= whole.itemsize
+        whole.untyped_storage().resize_(size)
+        call(**args | {name: whole})
+        cut.untyped_storage().resize_(size - 4)
+        with pytest.raises(ValueError, match=rf"^{name}: its elements end {size} bytes into a storage of {size - 4}$"):
+            call(**args | {name: cut})
+
+
+def test_a_cache_that_shrank_is_not_copied_into() -> None:
+    """By NumPy, which writes as far as a view of it goes."""
+    flat = torch.zeros(2, 4, 2 * 16 * 8)
+    flat.untyped_storage().resize_(flat.nbytes - 4)
+    with pytest.raises(ValueError, match=r"kv_caches\[0\].*a storage of 8188"):
+        cpu_attn.PagedAttention.copy_blocks([flat], np.array([[0, 1]]))
 
 
 @pytest.mark.parametrize("name", ["query", "key_cache", "value_cache", "output", "lse"])

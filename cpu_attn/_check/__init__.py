@@ -96,6 +96,7 @@ from cpu_attn._check.values import (
     number,
     sequence,
     softcap,
+    timeout,
     window,
 )
 
@@ -174,6 +175,7 @@ __all__ = [
     "softcap",
     "states",
     "table_block_size",
+    "timeout",
     "tokens",
     "update_page_bounds",
     "width",

@@ -43,8 +43,8 @@ def copied(a: Array) -> Array:
 
 def length(name: str, x: Any) -> int:
     """The size of the first axis. An array without one is for native/check to refuse."""
-    shape = x.shape if hasattr(x, "shape") else view(name, x).shape
-    return int(shape[0]) if len(shape) else 0
+    found = numpy_view(name, x)
+    return len(found) if found.ndim else 0
 
 
 def listed(name: str, x: Sequence[Any], dtype: Any = None) -> np.ndarray[Any, Any]:

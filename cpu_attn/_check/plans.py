@@ -84,10 +84,13 @@ def selections(
 def same_call(
     plan: Any, sliding_window: Any, kv_cache_dtype: Any, kv_cache_layout: Any, kv_cache_rotation: Any
 ) -> None:
-    """What the plan was made for. Said in the same words it is not looked at any further: 0.1 us instead of 0.6."""
-    words = (sliding_window, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
-    if type(sliding_window) in (int, tuple) and words == plan._words:
-        return
+    """What the plan was made for. Said in the same words it is not looked at any further: 0.1 us instead of 0.6. Words
+    are the same by identity, since an array that is compared with a name may be equal to it, or raise."""
+    planned_window, kv_dtype, layout, rotation = plan._words
+    if kv_cache_dtype is kv_dtype and kv_cache_layout is layout and kv_cache_rotation is rotation:
+        kind = type(sliding_window)
+        if sliding_window == planned_window if kind is int else kind is tuple and sliding_window is planned_window:
+            return
     shape = plan._shape
     asked, planned = window(sliding_window), (shape.window_left, shape.window_right)
     if asked != planned and not (shape.all_causal and asked[0] == planned[0]):  # a causal request never looks right
@@ -110,16 +113,13 @@ def latent(plan: Any) -> None:
 
 
 def same_kv_dtypes(plan: Any, kv_cache_dtype: Any) -> None:
-    if kv_cache_dtype == "auto" and not plan.narrow:
-        return
-    if kv_dtypes(kv_cache_dtype, plan.dtype) != plan.kv_dtypes:
+    if kv_cache_dtype is not plan._words[1] and kv_dtypes(kv_cache_dtype, plan.dtype) != plan.kv_dtypes:
         made_for = "/".join(dict.fromkeys(plan.kv_dtypes))
         raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r}, scheduler_metadata was made for {made_for}")
 
 
 def same_kv_cache_layout(plan: Any, layout: Any) -> None:
-    if layout != plan.kv_cache_layout:
-        kv_cache_layout(layout)
+    if layout is not plan.kv_cache_layout and kv_cache_layout(layout) != plan.kv_cache_layout:
         raise ValueError(f"kv_cache_layout: {layout!r}, scheduler_metadata was made for {plan.kv_cache_layout!r}")
 
 

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +16,7 @@ TINY, HUGE = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32)
 LOG2E = math.log2(math.e)
 SOFTCAP_MAX = 0.69 * HUGE  # times log2(e) it is finite
 MOST_FACTOR = 0.999 * HUGE  # whichever way it is rounded on its way
+LONGEST = min(INT32_MAX, int(threading.TIMEOUT_MAX))  # seconds, which every library that waits can count
 MAX_SIZE = 2**16  # of heads and head sizes: keeps every product of sizes within int64
 
 
@@ -27,7 +28,9 @@ def integer(name: str, x: Any, low: int, high: int = INT32_MAX) -> int:
         raise TypeError(f"{name}: expected an integer, got {x!r}")
     try:
         value = operator.index(x)
-    except TypeError:
+    except MemoryError:
+        raise
+    except Exception:
         raise TypeError(f"{name}: expected an integer, got {type(x).__name__}") from None
     if not low <= value <= high:
         raise ValueError(f"{name}: {value} is outside {low}..{high}")
@@ -50,6 +53,14 @@ def number(name: str, x: Any, low: float = -math.inf) -> float:
         raise TypeError(f"{name}: expected a number, got {type(x).__name__}") from None
     if not abs(value) <= HUGE or value < low:
         raise ValueError(f"{name}: {value} is not a finite float32" + (f" >= {low}" if low > -math.inf else ""))
+    return value
+
+
+def timeout(name: str, x: Any) -> float:
+    """``x`` seconds."""
+    value = number(name, x, 0.0)
+    if value > LONGEST:
+        raise ValueError(f"{name}: {value} s is outside 0..{LONGEST}")
     return value
 
 
@@ -83,10 +94,15 @@ def boolean(name: str, x: Any) -> bool:
 
 def sequence(name: str, x: Any) -> list[Any]:
     """The items of a list, a tuple, an array, ..."""
+    cause = None
     if not isinstance(x, (str, bytes, Mapping)):
-        with contextlib.suppress(TypeError):  # 0 axes
+        try:
             return list(x)
-    raise TypeError(f"{name}: expected a sequence, got {type(x).__name__}")
+        except MemoryError:
+            raise
+        except Exception as e:  # 0 axes, or what an object of somebody's raises
+            cause = e
+    raise TypeError(f"{name}: expected a sequence, got {type(x).__name__}") from cause
 
 
 def window(x: Any, name: str = "sliding_window") -> tuple[int, int]:

@@ -36,9 +36,9 @@ def make_alibi_bias(alibi_slopes: Any, dtype: Any, seq_lens: Sequence[int]) -> l
         >>> make_alibi_bias([0.5], "float32", [2])[0][0, 0].tolist()
         [[0.0, -inf], [-0.5, 0.0]]
     """
-    if isinstance(alibi_slopes, (list, tuple)):
-        alibi_slopes = _check.listed("alibi_slopes", alibi_slopes, np.float32)
-    slopes = numpy_view("alibi_slopes", alibi_slopes)
+    if not isinstance(alibi_slopes, (list, tuple)):
+        alibi_slopes = numpy_view("alibi_slopes", alibi_slopes)
+    slopes = _check.listed("alibi_slopes", alibi_slopes, np.float32)
     if slopes.ndim != 1:
         raise ValueError(f"alibi_slopes: {slopes.ndim} axes, expected 1: [num_heads]")
     slopes, kind = slopes.astype(np.float64)[:, None, None], DTYPES[dtype_name(dtype)]

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
 from cpu_attn import _check
-from cpu_attn._arrays import new_beside, numpy_view, view
+from cpu_attn._arrays import new_beside, view
 from cpu_attn.distributed.group import Group
 from cpu_attn.ops import merge_stacked
 from cpu_attn.step import Step
+from cpu_attn.storage import PagedKVCache
 
 Array = np.ndarray[Any, Any]
 
@@ -21,6 +23,7 @@ class ContextParallel:
     """Attention over requests whose keys are spread over the ranks of a group.
 
     Every rank makes the same calls with the same arguments: queries, lengths and masks are those of the whole problem.
+    Before the first layer of a plan the ranks compare its lengths and masks; arguments of a call they do not compare.
     Position p of a request belongs to rank ``p // cp_kv_cache_interleave_size % group.world_size``. A block of the
     engine holds ``block_size * group.world_size`` positions, of which each rank has ``block_size`` in its own cache's
     block of the same number, so that one block table serves all ranks (vLLM's decode context parallel).
@@ -61,6 +64,7 @@ class ContextParallel:
         self.group = group
         size, rank = group.world_size, group.rank
         self.ranks = _check.ranks(size, rank, cp_kv_cache_interleave_size)
+        self._agreed: WeakSet[Any] = WeakSet()  # plans that all ranks have alike
 
     def local_seq_lens(self, seq_lens: Any) -> Array:
         """Says how many keys of each request this rank has.
@@ -157,9 +161,11 @@ class ContextParallel:
         Raises:
             RankError: a rank is dead or hangs. ``output`` and ``lse`` are as before.
             ValueError: as :meth:`cpu_attn.PagedKVCache.attend` says, or the plan is not this rank's. Other ranks raise
-                a RankError then, unless they find the same fault.
+                a RankError then, unless they find the same fault. Or the ranks' plans are not for the same lengths,
+                masks, heads and windows, which all of them find before the first layer of a plan.
             TypeError: as :meth:`cpu_attn.PagedKVCache.attend` says.
         """
+        _check.instance("cache", cache, PagedKVCache)
         if isinstance(block_table, Step) and plan is None:
             axes = [("T", None), ("num_heads", None), ("head_size", None)]
             plan = block_table._plan_for_all(cache, _check.array("query", query, _check.FLOATS, axes).shape[1])
@@ -177,6 +183,7 @@ class ContextParallel:
         _check.disjoint("output", to, {"lse": log, **inputs})
         _check.disjoint("lse", log, inputs)
 
+        self._agree(plan)
         message = np.empty(plan.num_heads * plan.num_tokens * (plan.head_size_v + 1), np.float32)
         (own_out,), (own_lse,) = _split(message[None], shape)
         sinks = s_aux if self.group.rank == 0 else None
@@ -187,6 +194,19 @@ class ContextParallel:
             merge_stacked(outs, lses, merged, log.numpy())
             to.numpy()[...] = merged
         return output
+
+    def _agree(self, plan: Any) -> None:
+        """8 bytes of each rank, once for all layers of a plan. They are as many whatever the plan, so that ranks whose
+        messages would differ in size find that here, where no library ends a process for it."""
+        if self.group.world_size == 1 or plan in self._agreed:
+            return
+        found = self.group.all_gather(np.frombuffer(plan._checksum, np.uint64))[:, 0]
+        for other in np.flatnonzero(found != found[self.group.rank])[:1]:
+            raise ValueError(
+                f"plan: rank {other} has another one than rank {self.group.rank}: for other lengths, masks, heads or "
+                "windows"
+            )
+        self._agreed.add(plan)
 
     def all_gather_heads(self, x: Any) -> Array:
         """Puts the heads of all ranks side by side, for ranks that are tensor parallel, too, and have some heads each.
@@ -199,13 +219,18 @@ class ContextParallel:
 
         Raises:
             RankError: a rank is dead or hangs.
-            TypeError: ``x`` is no array.
+            ValueError: ``x`` has other axes.
+            TypeError: ``x`` is no array, or has another dtype.
         """
-        return np.concatenate(self.group.all_gather(numpy_view("x", x)), axis=1)
+        heads = view("x", x)
+        if len(heads.shape) != 3:
+            raise ValueError(f"x: {len(heads.shape)} axes, expected 3: [T, num_heads, head_size]")
+        return np.concatenate(self.group.all_gather(heads.numpy()), axis=1)
 
 
 def _split(messages: Array, shape: tuple[int, int, int]) -> tuple[Array, Array]:
     """Outputs [S, T, Hq, Dv] and lses [S, Hq, T] of ranks, whose messages are the rows."""
     tokens, heads, size = shape
     end = tokens * heads * size
-    return messages[:, :end].reshape(-1, *shape), messages[:, end:].reshape(-1, heads, tokens)
+    sets = len(messages)
+    return messages[:, :end].reshape(sets, *shape), messages[:, end:].reshape(sets, heads, tokens)

@@ -35,7 +35,7 @@ class GlooGroup(Group):
     def __init__(self, group: Any = None, timeout: float = 30.0) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
         ranks = dist.get_process_group_ranks(group)
-        self._group = dist.new_group(ranks, timedelta(seconds=timeout), "gloo", use_local_synchronization=True)
+        self._group = dist.new_group(ranks, timedelta(seconds=self.timeout), "gloo", use_local_synchronization=True)
 
     def _all_gather(self, message: Array, gathered: Array) -> None:
         dist.all_gather_single(torch.from_numpy(gathered), torch.from_numpy(message), self._group)

@@ -57,7 +57,7 @@ class Group(ABC):
     def __init__(self, rank: int, world_size: int, timeout: float = 30.0) -> None:
         self.world_size = _check.integer("world_size", world_size, 1, _check.MAX_SIZE)
         self.rank = _check.integer("rank", rank, 0, self.world_size - 1)
-        self.timeout = _check.number("timeout", timeout, 0.0)
+        self.timeout = _check.timeout("timeout", timeout)
         self._broken = ""
 
     def __copy__(self) -> Group:
@@ -149,8 +149,8 @@ class ThreadGroup(Group):
             ValueError: a number is out of range.
         """
         parts: list[Any] = [None] * _check.integer("world_size", world_size, 1, _check.MAX_SIZE)
-        barrier = threading.Barrier(world_size)
-        return [cls(rank, parts, barrier, timeout) for rank in range(world_size)]
+        barrier = threading.Barrier(len(parts))
+        return [cls(rank, parts, barrier, timeout) for rank in range(len(parts))]
 
     def _all_gather(self, message: Array, gathered: Array) -> None:
         self._parts[self.rank] = message

@@ -145,7 +145,7 @@ def _append_rotated(
 
 
 @entry(
-    **NAMES,
+    **NAMES | {"with_lse": "return_softmax_lse"},
     query="q",
     query_out="q",
     key="k",

@@ -19,6 +19,7 @@ from cpu_attn.torch.packed import Int32, Part
 
 # What errors call the arguments that all of the functions have.
 NAMES = {"scale": "softmax_scale", "sliding_window": "window_size", "isa": "CPU_ATTN_ISA", "output": "out"}
+NAMES |= {"with_lse": "return_attn_probs"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def logits_of(
     with_lse: bool,
     num_splits: int = 0,
 ) -> Logits:
-    if dropout_p:
+    if _check.number("dropout_p", dropout_p):
         raise ValueError(f"dropout_p: {dropout_p}, expected 0.0: cpu_attn is for inference")
     sides = _check.sequence("window_size", window_size)
     if len(sides) != 2:
@@ -56,7 +57,8 @@ def logits_of(
     cap = max(0.0, _check.number("softcap", softcap))
     split = _check.integer("num_splits", num_splits, 0) != 1
     (slopes,) = optional(alibi_slopes=alibi_slopes)
-    return Logits(scale, causal, (left, -1 if causal else right), cap, slopes, bool(with_lse), split)
+    with_lse = _check.boolean("with_lse", with_lse)
+    return Logits(scale, causal, (left, -1 if causal else right), cap, slopes, with_lse, split)
 
 
 def _alibi_bias(slopes: NDArray[np.float32], q_lens: Int32, lens: Int32) -> NDArray[np.float32]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cpu_attn import UnavailableError, _check
+from cpu_attn._arrays import stored
 
 Run = TypeVar("Run", bound=Callable[..., Any])
 
@@ -41,6 +42,12 @@ def tensors(**named: Any) -> list[Tensor]:
     """The tensors without what only a backward pass would need."""
     for name, x in named.items():
         _check.instance(name, x, torch.Tensor)
+        if x.layout != torch.strided or x.is_nested:
+            raise TypeError(f"{name}: layout {x.layout}, expected a dense tensor, neither sparse nor nested")
+        try:
+            stored(x)
+        except ValueError as e:
+            raise ValueError(f"{name}: {e}") from None
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name}: requires grad, for which there is no backward pass; call it under torch.no_grad(), or pass "
