@@ -85,6 +85,8 @@ TOUCHING = {
 ISAS = ((), ("scalar",), ("scalar", "avx2"), ("scalar", "avx512"), ("scalar", "avx512", "avx512_bf16"), ("amx",))
 # For pytest's -k: what is compiled once is tried through the best isa alone.
 BEST = " and ".join(f"not {isa.name}-" for isa in [isa for isa in cpu_attn.isas() if isa.supported][1:])
+# Of a kernel's mutant, which is built with few isas, no test that wants several.
+SEVERAL = "not test_a_plan_for_another_layout_is_refused and not test_isa_that_is_not_there_says_what_is"
 LIMIT, LIMIT_OF_A_TEST = 1800, 300  # seconds, of random mutants
 # Whoever reads what gcc says sees these: arguments of other types, a function that ends without its value.
 MISFIT = re.compile(r"\[-W(?:int-conversion|incompatible-pointer-types|return-type)\]")
@@ -253,7 +255,7 @@ class Workshop:
         for isas in ISAS[1:] if kernel else ISAS[:1]:
             if kernel and mutant.file not in included(f"native/isa/{isas[-1]}.c"):
                 continue
-            mutant = dataclasses.replace(mutant, isas=isas, select="" if kernel else BEST)
+            mutant = dataclasses.replace(mutant, isas=isas, select=SEVERAL if kernel else BEST)
             if mutant.missing:
                 continue
             base = self.base(isas)
