@@ -370,6 +370,7 @@ SELECTED_TOKENS: dict[str, dict[str, Any]] = {
     "half-int6-int5": {**HALF, "kv_cache_dtype": "int6/int5", "head_size": 40},
     "half-rotated": {**HALF, "kv_cache_dtype": "int8", "kv_cache_rotation": "hadamard"},
     "half-bias": {**HALF, "bias": "heads", "alibi": 0.25, "fill": "masked"},
+    "half-bias-alone": {**HALF, "bias": "heads", "fill": "masked"},
     "half-spans": {**SPANS, "selected_tokens": 0.5, "sliding_window": 5, "fill": "masked"},
     "half-documents": {**MASKS["documents-everything"], "selected_tokens": 0.5},
     "half-tree": {**TREE, "selected_tokens": 0.5, "tree": "binary", "sliding_window": 30, "fill": "masked"},

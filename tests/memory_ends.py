@@ -34,7 +34,8 @@ _failing.failing_end.restype = ctypes.c_longlong
 
 
 def calls(dtype: str, engine: str, head_size: int) -> Callable[[], tuple[Any, Any]]:
-    """Tokens written, with rotary and without, and attended by a new plan; everything else is there before."""
+    """Tokens written, with rotary and without, and attended by a new plan, beside another one, with spans, in which
+    requests share their keys; everything else is there before."""
     rng, np_dtype = np.random.default_rng(head_size), numpy_dtype(dtype)
     starts, lens, heads, blocks = np.array([0, 1, 34, 41], np.int32), np.array([600, 300, 90], np.int32), 2, 38
     rows = [rng.standard_normal((600, heads, head_size)).astype(np_dtype) for _ in range(2)]
@@ -43,11 +44,16 @@ def calls(dtype: str, engine: str, head_size: int) -> Callable[[], tuple[Any, An
     key_cache, value_cache = (rng.standard_normal(shape).astype(np_dtype) for _ in range(2))
     slots, cos_sin = np.arange(600), rng.standard_normal((600, head_size // 2 * 2)).astype(np.float32)
     table = np.arange(3 * blocks, dtype=np.int32).reshape(3, blocks)
+    shared, two = np.arange(70, dtype=np.int32)[None].repeat(2, axis=0), np.arange(3, dtype=np.int32)
+    sharing = (2, 2 * heads, heads, head_size, np.array([1100, 1120], np.int32), dtype, two)
     turned, output, lse = np.empty_like(rows[0]), np.empty_like(query), np.empty((2 * heads, 41), np.float32)
 
     def call() -> tuple[Any, Any]:
         plan = cpu_attn.get_scheduler_metadata(
             *(3, 2 * heads, heads, head_size, lens, dtype, starts), block_table=table, block_size=16, engine=engine
+        )
+        cpu_attn.get_scheduler_metadata(
+            *sharing, block_table=shared, block_size=16, engine=engine, mm_prefix_range={0: [(5, 9)]}
         )
         cpu_attn.rotary_reshape_and_cache(
             *(rows[0], rows[0], rows[1], key_cache, value_cache, slots, slots, cos_sin), query_out=turned

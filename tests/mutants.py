@@ -5,10 +5,15 @@ to fail then. ``make mutants`` runs it.
 The package of the environment is copied to build/mutants/overlay, where tests find it first, and only this copy is
 changed: a Python file in place; for native files what build_ext links of a copy of the sources, through ccache where
 that is there. A mutant whose library (an adapter's) or isa is not here is left out.
+
+With --random the mutants are drawn from all places of native/ that tests/mutate.py knows how to break. One whose types
+do not fit, or whose modules have the bytes of the unchanged ones, is none and is left out.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import filecmp
 import fnmatch
 import importlib.util
 import os
@@ -20,6 +25,7 @@ import sys
 import venv
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,6 +33,7 @@ from typing import Any
 import click
 
 import cpu_attn
+from cpu_attn.tests import mutate
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,6 +51,45 @@ ADAPTERS = {
 TO_BUILD = ("native", "build_ffi.py", "pyproject.toml", "README.md", "LICENSE", "cpu_attn/__init__.py")  # its version
 BUILD_EXT = "import setuptools; setuptools.setup()"
 KILLED, SURVIVED, STALE, TIMEOUT, BROKEN, LEFT_OUT = "killed", "SURVIVED", "STALE", "timeout", "BROKEN", "left out"
+# What of native/ no random mutant breaks: what cffi reads, what only bench asks for, what stands in for instructions.
+UNTOUCHED = ("native/cpu_attn.h", "native/limits/", "native/kernel/emulation/")
+# Files of tests that a random mutant of a file has to pass, quick ones first. The longest name counts.
+TOUCHING = {
+    "native/cache/": "write leaks cache quantised fp8 layout rotary selected layout_convert",
+    "native/cache/hadamard.c": "rotated quantised",
+    "native/cache/pages.c": "selected leaks query_heads query_blocks",
+    "native/cache/turns.c": "rotary leaks rotated write",
+    "native/check/": "errors leaks arguments repeated mla selected_tokens query_blocks indexer context_parallel "
+    "cascade",
+    "native/cpu/": "info threads variants self_test",
+    "native/cpu/nodes.c": "numa info",
+    "native/engines/": "context_parallel onednn attention",
+    "native/engines/onednn/": "onednn quantised numbers attention memory_ends",
+    "native/isa/": "quantised fp8 indexer context_parallel write attention numbers",
+    "native/kernel/": "quantised mla selected indexer context_parallel attention numbers",
+    "native/kernel/cache_write/": "write rotary rotated quantised",
+    "native/kernel/kv_formats/": "quantised fp8 context_parallel attention numbers",
+    "native/kernel/attention/page_scores.inc": "selected query_heads",
+    "native/kernel/attention/token_scores.inc": "indexer",
+    "native/kernel/attention/token_sums.inc": "indexer",
+    "native/plan/": "query_blocks leaks query_heads errors threads context_parallel cascade attention",
+    "native/plan/by_node.c": "numa leaks",
+    "native/plan/masks.c": "masks leaks errors context_parallel cascade",
+    "native/plan/share.c": "cascade leaks masks memory_ends",
+    "native/run/": "repeated leaks masks mla selected query_heads threads context_parallel cascade rotated attention",
+    "native/run/merge_states.c": "merge_states context_parallel",
+    "native/run/select.c": "indexer leaks query_heads",
+    "native/run/selected.c": "selected_tokens context_parallel",
+    "native/run/threads.c": "threads quota info",
+}
+ISAS = ((), ("scalar",), ("scalar", "avx2"), ("scalar", "avx512"), ("scalar", "avx512", "avx512_bf16"), ("amx",))
+# For pytest's -k: what is compiled once is tried through the best isa alone.
+BEST = " and ".join(f"not {isa.name}-" for isa in [isa for isa in cpu_attn.isas() if isa.supported][1:])
+# Of a kernel's mutant, which is built with few isas, no test that wants several.
+SEVERAL = "not test_a_plan_for_another_layout_is_refused and not test_isa_that_is_not_there_says_what_is"
+LIMIT, LIMIT_OF_A_TEST = 1800, 300  # seconds, of random mutants
+# Whoever reads what gcc says sees these: arguments of other types, a function that ends without its value.
+MISFIT = re.compile(r"\[-W(?:int-conversion|incompatible-pointer-types|return-type)\]")
 
 
 @dataclass(frozen=True)
@@ -102,6 +148,33 @@ def read() -> list[Mutant]:
     for name, entry in entries.items():
         fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in entry.items()}
         found.append(Mutant(name, **fields))
+    return found
+
+
+@cache
+def included(file: str) -> frozenset[str]:
+    """The file and what of native/ it includes, and so on."""
+    named = re.findall(r'^#include "(.+)"', (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+    found = {str(folder / name) for name in named for folder in (Path("native"), Path(file).parent)}
+    return frozenset({file}).union(*(included(name) for name in found if (ROOT / name).is_file()))
+
+
+def drawn(number: int, seed: int) -> list[Mutant]:
+    """Mutants of native/ at random: the same ones for the same sources, number and seed."""
+    files = (
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "native").rglob("*")
+        if path.suffix in (".c", ".h", ".inc")
+    )
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in files if not file.startswith(UNTOUCHED)}
+    found = []
+    for i, (kind, file, change) in enumerate(mutate.draw(texts, number, seed)):
+        text = texts[file]
+        name = max((name for name in TOUCHING if file.startswith(name)), key=len)
+        tests = tuple(f"test_{test}.py" for test in TOUCHING[name].split())
+        place, old = f"{file}:{text.count(chr(10), 0, change.start) + 1}", text[change.start : change.end]
+        breaks = " ".join(f"{place}: {kind}: {old} -> {change.replacement}".split())
+        found.append(Mutant(f"random-{seed}-{i:03}", file, *mutate.as_texts(text, change), tests, breaks))
     return found
 
 
@@ -169,6 +242,34 @@ class Workshop:
             raise BrokenError(f"did not build: {log}")
         return target
 
+    def base(self, isas: tuple[str, ...]) -> Path:
+        """What build gives of the unchanged sources."""
+        if isas not in self.built:
+            self.built[isas] = self.build(isas)
+        return self.built[isas]
+
+    def compiled(self, mutant: Mutant) -> tuple[Mutant, Path] | None:
+        """The mutant, with the fewest isas in whose modules it is to be seen, and its build; None where it is in none
+        of them, or where gcc says what is wrong."""
+        kernel = mutant.file.startswith("native/isa/") or not mutant.file.endswith(".c")
+        for isas in ISAS[1:] if kernel else ISAS[:1]:
+            if kernel and mutant.file not in included(f"native/isa/{isas[-1]}.c"):
+                continue
+            mutant = dataclasses.replace(mutant, isas=isas, select=SEVERAL if kernel else BEST)
+            if mutant.missing:
+                continue
+            base = self.base(isas)
+            try:
+                made = self.build(isas, mutant)
+            except BrokenError:
+                return None
+            if MISFIT.search((WORK / f"{mutant.name}.build.log").read_text(encoding="utf-8")):
+                return None
+            modules = [path.name for path in (base / "cpu_attn").glob("*.so")]
+            if filecmp.cmpfiles(base / "cpu_attn", made / "cpu_attn", modules, shallow=False)[1]:
+                return mutant, made
+        return None
+
     def builder(self) -> Path:
         """Python of an environment that has what a build needs."""
         folder, log = WORK / "builder", WORK / "builder.log"
@@ -184,6 +285,7 @@ class Workshop:
     def test(self, mutant: Mutant, limit: float | None, log: Path) -> int:
         marks = "integrations" if mutant.library else "not packaging and not integrations"
         command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-x", "-m", marks]
+        command += ["-o", f"faulthandler_timeout={LIMIT_OF_A_TEST}", "-o", "faulthandler_exit_on_timeout=true"]
         command += ["-p", "no:cacheprovider", *(["-k", mutant.select] if mutant.select else [])]
         command += [ROOT / "tests" / name for name in mutant.tests]
         environment = {**os.environ, "PYTHONPATH": str(OVERLAY), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -194,24 +296,23 @@ class Workshop:
         key = (mutant.tests, mutant.select, mutant.isas, mutant.library)
         if key not in self.seconds:
             if mutant.isas:
-                if mutant.isas not in self.built:
-                    self.built[mutant.isas] = self.build(mutant.isas)
-                self.put(self.built[mutant.isas])
+                self.put(self.base(mutant.isas))
             start, log = perf_counter(), WORK / f"{mutant.name}.unchanged.log"
             if status := self.test(mutant, None, log):
                 raise BrokenError(f"its tests end with {status} without it: {log}")
             self.seconds[key] = perf_counter() - start
         return self.seconds[key]
 
-    def outcome(self, mutant: Mutant) -> tuple[str, str]:
-        """What became of it, and which test failed or what went wrong."""
+    def outcome(self, mutant: Mutant, library: Path | None = None) -> tuple[str, str]:
+        """What became of it, and which test failed or what went wrong. library: the build of a random one, whose tests
+        are known to pass without it."""
         if mutant.missing:
             return LEFT_OUT, f"needs {mutant.missing}"
         try:
             text = mutant.applied()
-            limit = 60 + 5 * self.unchanged(mutant)
+            limit = LIMIT if library else 60 + 5 * self.unchanged(mutant)
             if mutant.native:
-                self.put(self.build(mutant.isas, mutant))
+                self.put(library or self.build(mutant.isas, mutant))
             else:
                 (OVERLAY / mutant.installed).write_text(text, encoding="utf-8")
             log = WORK / f"{mutant.name}.log"
@@ -226,10 +327,11 @@ class Workshop:
             self.restore()
         if status == 0:
             return SURVIVED, mutant.breaks
-        if status == 1 or status < 0:  # a test failed, or the process crashed
-            failed = re.search(
-                r"^(?:FAILED|ERROR) (?:\S*tests/)?(.+?)(?: - |$)", log.read_text(encoding="utf-8"), re.MULTILINE
-            )
+        if status in (1, 2) or status < 0:  # a test failed, none could be collected, or the process crashed
+            said = log.read_text(encoding="utf-8")
+            if re.search(r"Timeout \(\d+:\d+:\d+\)!$", said, re.MULTILINE):
+                return TIMEOUT, f"a test takes more than {LIMIT_OF_A_TEST} s"
+            failed = re.search(r"^(?:FAILED|ERROR) (?:\S*tests/)?(.+?)(?: - |$)", said, re.MULTILINE)
             return KILLED, failed[1] if failed else f"ended with {status}"
         return BROKEN, f"pytest ended with {status}: {log}"
 
@@ -237,13 +339,15 @@ class Workshop:
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--list", "only_list", is_flag=True, help="Say what there is.")
-def main(names: tuple[str, ...], only_list: bool) -> None:
+@click.option("--random", "number", type=click.IntRange(1), help="Draw so many mutants of native/ instead.")
+@click.option("--seed", default=0, show_default=True, help="Which ones --random draws.")
+def main(names: tuple[str, ...], only_list: bool, number: int | None, seed: int) -> None:
     """Break the package as tests/mutants.toml says, one mutant after the other, and see whether tests fail.
 
     NAME is that of a mutant, or a pattern like 'plan-*'; all unless said. Exits with 1 if a mutant survived, if its
     text is no longer in its file, or if it does not build or its tests fail without it.
     """
-    mutants = read()
+    mutants = drawn(number, seed) if number else read()
     for name in names:
         if not fnmatch.filter([m.name for m in mutants], name):
             raise click.UsageError(f"no mutant {name!r}; --list says which there are")
@@ -259,7 +363,8 @@ def main(names: tuple[str, ...], only_list: bool) -> None:
     try:
         for mutant in chosen:
             start = perf_counter()
-            outcome, why = workshop.outcome(mutant)
+            built = workshop.compiled(mutant) if number else (mutant,)
+            outcome, why = workshop.outcome(*built) if built else (LEFT_OUT, f"none: {mutant.breaks}")
             found.append(outcome)
             click.echo(f"{outcome:8}  {mutant.name:{width}}  {perf_counter() - start:5.0f} s  {why}")
     except KeyboardInterrupt:

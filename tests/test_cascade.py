@@ -20,6 +20,7 @@ from .case_problem import Problem, build
 from .case_run import run
 from .judge import check, same_bits
 from .kernels import KERNELS, ONE_DTYPE
+from .numa_engine import Recorder, decode
 
 CASCADES = [case.name for case in cases("default") if case.name.startswith("cascade-")]
 ENGINES = [e.name for e in cpu_attn.engines() if e.available]
@@ -149,6 +150,7 @@ WHOLE = 64  # blocks of 16 in a segment
         ([(0, 0), (0, WHOLE)], [1024, 1023], {}, 0),
         ([(0, 0), (0, 100), (0, 100)], [2048, 2048, 900], {}, 1),
         ([(0, 0), (0, WHOLE), (1, 3 * WHOLE)], [4000, 4000, 4000], {}, 1 + 2),  # past the first, segment by segment
+        ([(0, 0), (0, WHOLE), (0, 2 * WHOLE)], [2100, 1100, 2100], {}, 2),  # one table begins another
         ([(0, 0), (0, 2 * WHOLE), (0, 0), (2, WHOLE)], [3000, 3000, 3000, 3000], {}, 2),
         ([(0, 0), (0, 2 * WHOLE)], [3000, 3000], {"sliding_window": 2999}, 0),
         ([(0, 0), (0, 2 * WHOLE)], [3000, 3000], {"sliding_window": 3000}, 1),
@@ -172,6 +174,50 @@ def test_a_large_group_is_cut_by_the_rows_of_the_engine() -> None:
     plan = plan_of(table, [1100] * 300, engine="onednn" if "onednn" in ENGINES else "native")
     assert 1 < plan.num_shared <= 300 * 4 // 32 + 1
     assert plan.num_splits == 300
+
+
+class Shares(Recorder):
+    """sizes: how many query tokens each task has that is for several requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def segment(self, plan: Any, call: Any, task: Any, *rest: Any) -> int:
+        self.sizes += [task.num_tokens] if task.shared else []
+        return super().segment(plan, call, task, *rest)
+
+
+@pytest.mark.parametrize(
+    ("groups", "sizes"),
+    [
+        ([[1] * 34, [1] * 34], [10, 10, 12, 12, 12, 12]),
+        ([[8, 8]], [16]),
+        ([[7, 7, 7]], [7, 14]),
+        ([[1] * 17], [8, 9]),
+    ],
+)
+def test_as_many_tasks_as_the_rows_of_the_engine_ask_for(groups: list[list[int]], sizes: list[int]) -> None:
+    """About equal ones of at most 16 rows, for requests with these query tokens."""
+    query_lens = [n for group in groups for n in group]
+    first = [sum(map(len, groups[:i])) for i, group in enumerate(groups) for _ in group]
+    table, lens = prefixes(*((source, WHOLE) for source in first), columns=80), [1100] * len(query_lens)
+    recorder, cache = Shares(), cpu_attn.PagedKVCache(table.size, 16, 1, 16)
+    with recorder.installed(), threads(1, forced=True):
+        plan = plan_of(table, lens, query_lens, num_heads=1)
+        cache.attend(np.zeros((sum(query_lens), 1, 16), np.float32), table, plan)
+    assert sorted(recorder.sizes) == sizes
+
+
+def test_the_longest_task_comes_first() -> None:
+    """A task costs its keys times 8 more than its rows (LOAD, native/plan/plan.h). A shared task is one segment where
+    others come before it. What a request has for itself behind shared segments follows when these are merged."""
+    table = prefixes((0, 0), (0, WHOLE), (1, 3 * WHOLE), (3, 0), (4, 0))
+    whole, parts, long, short = 1024 * (3 + 8), 1024 * (2 + 8), 1200 * (1 + 8), 1050 * (1 + 8)
+    assert whole > long > parts > short
+    ran = decode(Recorder(), [4000, 4000, 4000, 1200, 1050], table, [0] * table.size, 1, 1)
+    order = [(request if request > 2 else "shared", segment) for request, segment, _ in ran]
+    assert order[:7] == [("shared", 0), (3, 0), (3, 1), ("shared", 1), ("shared", 2), (4, 0), (4, 1)]
 
 
 def test_less_to_do() -> None:

@@ -55,6 +55,14 @@ def test_what_goes_by_positions(engine: str, isa: str, dtype: str) -> None:
     assert len(by_position) > 20 and not failures(by_position, isa, engine)
 
 
+@pytest.mark.parametrize("tree", ["forest", "bits"])
+def test_a_tree_on_one_rank(tree: str) -> None:
+    """Its rows are whole bytes, and the other rank has none of its tokens: a bit too many would be the next token's."""
+    problem = build(Case("tree", (16, 16), (48, 16), num_heads=4, num_kv_heads=2, head_size=64, tree=tree))
+    result = check(problem, *run_ranks(problem, 2, 16))
+    assert result.ok, result.message
+
+
 class Model:
     """A layer's attention over a prompt in two chunks, then two tokens one by one, in two requests."""
 

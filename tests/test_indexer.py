@@ -270,9 +270,19 @@ def test_select_tokens_refuses(spoiled: dict[str, Any], error: type[Exception], 
     refuses(cpu_attn.select_tokens, args | spoiled, error, *words)
 
 
+@pytest.mark.parametrize("name", ["query", "index_cache", "weights", "query_start_loc", "seq_lens", "block_table"])
+def test_select_tokens_wants_every_array(name: str) -> None:
+    wrong = Indexer("float32").args | {name: None}
+    refuses(cpu_attn.select_tokens, wrong, TypeError, f"{name}: expected an array on the CPU, got NoneType")
+
+
 @pytest.mark.parametrize(
     ("spoiled", "error", "words"),
     [
+        *(
+            ({name: None}, TypeError, [f"{name}: expected an array on the CPU, got NoneType"])
+            for name in ("k", "index_cache", "slot_mapping")
+        ),
         ({"k": np.zeros((3, 7), F32)}, ValueError, ["index_cache", "axis 2 is 8", "expected 7"]),
         ({"k": np.zeros((3, 1, 8), F32)}, ValueError, ["k", "3 axes, expected 2"]),
         ({"k": np.zeros((2, 8), F32)}, ValueError, ["slot_mapping", "axis 0 is 3", "T = 2"]),

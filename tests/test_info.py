@@ -35,11 +35,12 @@ def info(**env: str) -> dict[str, Any]:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
 def test_features_are_those_in_cpuinfo() -> None:
-    flags = set()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            flags = set(line.split(":")[1].split())
-    features = info()["cpu"]["features"]
+    lines = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
+    said = {name.strip(): words.split() for name, words in lines}
+    cpu, flags = info()["cpu"], set(said["flags"])
+    assert cpu["brand"].split() == said["model name"]
+    assert [[str(cpu["family"])], [str(cpu["model"])]] == [said["cpu family"], said["model"]]
+    features = cpu["features"]
     x86 = {k: v for k, v in features.items() if k not in ("neon", "bf16_arm", "i8mm", "sve")}
     assert len(x86) >= 12
     assert {k for k, v in x86.items() if v} == set(x86) & flags

@@ -372,6 +372,35 @@ def test_bound_threads_take_what_lies_on_their_node() -> None:
     assert {node for _, node in found["stolen"]} == {0, 1}
 
 
+# Preloaded, it says on which CPU threads run. C is told that all CPUs, and more than it keeps, are on node 7.
+ELSEWHERE = "static int cpu; void elsewhere(int n) { cpu = n; } int sched_getcpu(void) { return cpu; }"
+CPUS_PAST_THE_TABLE = """
+import ctypes
+import numpy as np
+from cpu_attn import _numa
+from cpu_attn._native import ffi, lib
+from cpu_attn.tests.numa_engine import Recorder, decode
+_numa.cpus_of_nodes()  # which tells C by itself, once
+table, nodes = np.arange(2, dtype=np.int32)[:, None], np.full(lib.CA_CPUS + 2, 7, np.int32)
+lib.ca_set_cpu_nodes(ffi.from_buffer("int32_t[]", nodes), len(nodes))
+for cpu in (0, lib.CA_CPUS - 1, lib.CA_CPUS, 2**31 - 1, -1):
+    ctypes.CDLL(None).elsewhere(cpu)
+    print([request for request, _, _ in decode(Recorder(), [16, 16], table, [0, 7], 1, 1)])
+"""
+
+
+@LINUX
+def test_cpus_past_the_table_are_on_node_0(tmp_path: Path) -> None:
+    """The first one past it is read from other memory where that is not so: only the sanitizers are sure to see it."""
+    library = tmp_path / "elsewhere.so"
+    compiler = os.environ.get("CC", "cc").split()
+    subprocess.run([*compiler, "-shared", "-fPIC", "-xc", "-", "-o", library], input=ELSEWHERE, text=True, check=True)
+    env = {**os.environ, "LD_PRELOAD": " ".join(filter(None, (os.environ.get("LD_PRELOAD"), str(library))))}
+    done = subprocess.run([sys.executable, "-c", CPUS_PAST_THE_TABLE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[1, 0]"] * 2 + ["[0, 1]"] * 3
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_bit_depends_on_nodes(all_on: Any, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     cases = [case for case in invariant("quick", dtype) if not (case.selected_tokens or case.query_block)]

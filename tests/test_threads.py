@@ -203,6 +203,17 @@ def test_what_was_asked_for_is_so_again() -> None:
     run(problem(), num_threads=2)
     with threadpoolctl.threadpool_limits(3, user_api="openmp"):
         assert cpu_attn.get_num_threads() == 3
+        assert plan_of([16]).num_threads == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_call_leaves_openmp_its_number(engine: str) -> None:
+    """Of this thread, on which a small call runs. oneDNN is to compute on one, on which all that follows would stay."""
+    small = build(Case("small", (1,), (16,)))
+    cpu_attn.set_num_threads(0)
+    with threadpoolctl.threadpool_limits(3, user_api="openmp"):
+        run(small, engine=engine)
+        assert cpu_attn.get_num_threads() == 3
 
 
 def test_openmp_is_controlled_from_outside() -> None:
