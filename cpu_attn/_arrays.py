@@ -105,8 +105,6 @@ def view(name: str, x: Any, dtypes: Sequence[str] = tuple(DTYPES)) -> Array:
         raise TypeError(f"{name}: {e}, expected {' or '.join(dtypes)}") from None
     except (TypeError, ValueError) as e:
         raise (TypeError if isinstance(e, TypeError) else ValueError)(f"{name}: {e}") from None
-    except MemoryError:
-        raise
     except Exception as e:
         raise TypeError(f"{name}: {type(x).__name__} does not say where it lies: {e!r}") from e
 

@@ -82,6 +82,8 @@ TOUCHING = {
     "native/run/selected.c": "selected_tokens context_parallel",
     "native/run/threads.c": "threads quota info",
 }
+# Builds of few isas, the quickest first.
+ISAS: tuple[tuple[str, ...], ...]
 ISAS = ((), ("scalar",), ("scalar", "avx2"), ("scalar", "avx512"), ("scalar", "avx512", "avx512_bf16"), ("amx",))
 # For pytest's -k: what is compiled once is tried through the best isa alone.
 BEST = " and ".join(f"not {isa.name}-" for isa in [isa for isa in cpu_attn.isas() if isa.supported][1:])
