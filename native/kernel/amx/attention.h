@@ -11,6 +11,7 @@
  * begins with keys that nothing has prefetched; over NHD each head goes by itself. */
 
 #include <stdatomic.h>
+#include <stddef.h>
 
 #define DEPTH 32 /* dimensions or keys of one product of tiles */
 #define STEPS_V (MAX_GROUPS / 2)

@@ -40,7 +40,7 @@ typedef struct word_rows {
     float octaves[STRIP];             /* the references, in units of 1 / V_OCTAVE */
     /* What words are taken from, twice, once their row's reference has grown; the first 8 rows follow once more. */
     int16_t ceiling[STRIP + 8][2];
-} word_rows;
+} __attribute__((aligned(64))) word_rows;
 
 INLINE vf logits(logit_scale scale, vf scores) {
     return scale.capped ? v_cap_bf16(v_mul(scores, v_set1(scale.factor))) : scores;
