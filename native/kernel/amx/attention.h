@@ -137,6 +137,8 @@ static int run_block(tile_work *w, score_block b, int64_t rows) {
     w->regular = whole(b.groups, b.num_groups) &&
                  b.groups[b.num_groups - 1].key - b.groups->key == (b.num_groups - 1) * CA_LANES;
     if (w->pipe) {
+        if (values_are_tiny(w, b.num_groups))
+            memset(w->left, 1, (size_t)ca_div_up(rows, STRIP));
         run_units(w, &b, rows);
         return 1;
     }

@@ -62,3 +62,18 @@ static int take_values(tile_work *w, const score_block *b, int64_t rows) {
     }
     return 1;
 }
+
+/* Are the values of a block all less than 2^-60, and some not 0? Those of models are not, of which this looks at one
+ * vector. */
+static int values_are_tiny(const tile_work *w, int num_groups) {
+    const vf zero = v_set1(0), large = v_set1(0x1p-60f);
+    int some = 0;
+    for (int i = 0; i < (num_groups + 1) / 2; i++)
+        for (int64_t c = 0; c < DEPTH * w->head_size_v; c += 2 * VL) {
+            const vf even = v_abs(v_even_bf16(w->v[i] + c)), odd = v_abs(v_odd_bf16(w->v[i] + c));
+            if (v_any_less(large, v_max(even, odd)))
+                return 0;
+            some |= v_any_less(zero, v_max(even, odd));
+        }
+    return some;
+}

@@ -14,14 +14,14 @@
  *
  * A reference is a multiple of 1 / V_OCTAVE; a logit that equals it weighs 1. At first it lies LEAD above a logit among
  * the first that the row sees, so that other logits may be larger than this one by more than LEAD. When all of a unit's
- * words are there, `grow` moves it, so that the largest logit of a row weighs 2^-12 (LEAD). With less of a lead more
- * strips leave the pipeline; with more of it products of tiny values, from 2^-100 on, are subnormal, which tiles take
- * for 0. */
+ * words are there, `grow` moves it, so that the largest logit of a row weighs 2^-30 (LEAD). Of Gemma 3 270M's units
+ * over 1727 tokens 22 % left the pipeline with a lead of 12 octaves, 0.7 % with 20, none with 30. Weights so small ask
+ * for values that are not, since tiles take products below 2^-126 for 0 (values_are_tiny). */
 
 enum {
     WORD_MAX = 65535,
-    LEAD = 12 * V_OCTAVE,
-    SLACK = V_OCTAVE / 2 /* Weights may exceed 2^-12 by a factor of 2^(1/2) before O and l follow a larger reference. */
+    LEAD = 30 * V_OCTAVE,
+    SLACK = V_OCTAVE / 2 /* Weights may exceed 2^-30 by a factor of 2^(1/2) before O and l follow a larger reference. */
 };
 #define STRIP 32     /* query rows under one pair of B tiles: two tiles of A */
 #define STEP_KEYS 32 /* keys of a step of the pipeline: two groups */
@@ -93,7 +93,7 @@ static NOINLINE int find_references(word_rows *x, const float *m, logit_scale sc
                 v_max(v_keep_bits(v_load_f32(s), seen[r + i]), v_keep_bits(v_load_f32(s + VL), seen[r + i] >> VL));
         }
         const vf top = v_hmax_of_each(rows), known = v_load_f32(m + r);
-        /* One unit less than LEAD, so that with the dither no row's largest logit weighs less than 2^-12. */
+        /* One unit less than LEAD, so that with the dither no row's largest logit weighs less than 2^-30. */
         vf first = v_add(v_round(v_mul(logits(scale, top), v_set1(scale.units))), v_set1(LEAD - 1));
         first = v_less(none, top, first, v_set1(LEAD));
         const vf octaves = v_less(none, known, v_mul(known, v_set1(V_OCTAVE)), first);
