@@ -7,7 +7,7 @@
 
 /* Describes integers that share a unit (integers.h). */
 typedef struct unit {
-    float one;     /* the value of the integer 1 */
+    float step;    /* the value of the integer 1 */
     int32_t start; /* what their sums of products begin with, as a format's zero point asks for */
     float from;    /* They count for keys whose scale is larger than this. */
 } unit;
