@@ -40,7 +40,7 @@ typedef struct ca_turns {
 static inline int ca_turns_rows(const ca_turns *turns, int kv) {
     return (kv == K && turns->cos_sin) || turns->hadamard >> kv & 1;
 }
-int ca_turns_begin(ca_turns *turns, int team); /* allocates what a team of threads needs; may return CA_NO_MEMORY */
+int ca_turns_begin(ca_turns *turns, int team); /* allocates what a team of threads needs, or returns CA_NO_MEMORY */
 void ca_turns_end(ca_turns *turns);
 void ca_turn_queries(const ca_turns *turns, int thread, int team); /* handles this thread's share of the queries */
 /* Returns K or V of one head of the n <= 16 tokens from t on: row i of the result is token t + i, in float32 where the
@@ -100,7 +100,7 @@ struct ca_kernel {
 /* Holds what a file of native/isa offers, as `const ca_isa_row ca_isa_NAME`. */
 typedef struct ca_isa_row {
     const char *(*missing)(
-        void); /* names a feature that this machine lacks, or says why the isa cannot run; NULL: it can */
+        void); /* a feature that this machine lacks, or another reason, in words; NULL: the isa runs */
     const ca_kernel *kernels[CA_DTYPES];
 } ca_isa_row;
 

@@ -60,8 +60,7 @@
 #endif
 #define MAX_GROUPS (BLOCK_KEYS / CA_LANES) /* groups that are listed at once */
 #define NV (NG * CA_LANES / VL)            /* vectors of logits of a register tile */
-#define S_STRIDE (KEYS + 16) /* from row to row of logits: no power of two, since rows would share sets of the cache   \
-                              */
+#define S_STRIDE (KEYS + 16) /* from row to row of logits: no power of two, lest rows share sets of the cache */
 /* One sum of q k takes so many dimensions: a sum over 576 took 0.93 of float32's error budget in the worst of 1200
  * random requests. */
 #define QK_DIMS 128

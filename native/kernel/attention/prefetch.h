@@ -38,10 +38,10 @@ INLINE prefetch_policy policy(void) { return (prefetch_policy)PREFETCH; }
 /* Says which lines of K, or of V, the products prefetch. `narrower` is log2 of how much smaller the cached bytes are
  * than the unpacked ones that the products read. Of each chunk of `half_of` bytes, a power of two, only the first half
  * is prefetched; 0: all bytes are. */
-typedef struct asked {
+typedef struct part_to_fetch {
     int narrower;
     unsigned half_of;
-} asked;
+} part_to_fetch;
 
 /* Says what is prefetched while products run, for a segment; choose_feeds (feed.inc) settles it for each score block.
  */
@@ -52,7 +52,7 @@ typedef struct prefetch {
     int by_unpacking; /* Do groups that are unpacked prefetch what comes next, in place of the products? */
     int share; /* Two row tiles may share the prefetching: 1 is the first, 2 the second. 0: the first does all. */
     struct {
-        asked lines;
+        part_to_fetch part;
         int64_t scales; /* scales of a token, where products read these in the cache */
     } kv[2];
 } prefetch;
@@ -60,7 +60,7 @@ typedef struct prefetch {
 /* Holds the groups that a step of the products prefetches. */
 typedef struct ahead {
     const char *at[NG];
-    asked lines;
+    part_to_fetch part;
 } ahead;
 
 /* ---- by the products ---- */
@@ -70,20 +70,20 @@ typedef struct ahead {
 INLINE void prefetch_lines(const ahead *next, int i, int n, int64_t at, int64_t bytes) {
     for (int end = i + n; next && i < end; i++) {
         const char *p = next->at[i] + at;
-        if (MAY_HALVE && next->lines.half_of)
-            p -= ((uintptr_t)p & (next->lines.half_of - 1)) / 2;
+        if (MAY_HALVE && next->part.half_of)
+            p -= ((uintptr_t)p & (next->part.half_of - 1)) / 2;
         prefetch_bytes(p, bytes);
     }
 }
 /* Returns which byte of a cached group corresponds to byte `at` of what the products read. narrow: the coming groups
  * may be quantised. */
 INLINE int64_t prefetch_at(int narrow, const ahead *next, int64_t at) {
-    return narrow && next ? at >> next->lines.narrower : at;
+    return narrow && next ? at >> next->part.narrower : at;
 }
 /* A step prefetches as many bytes as it reads if the number of its first dimension or key has none of these bits; other
  * steps prefetch nothing. */
 INLINE int prefetch_mask(int narrow, const ahead *next) {
-    return (narrow || MAY_HALVE) && next ? (2 << next->lines.narrower << (next->lines.half_of > 0)) - 1 : 0;
+    return (narrow || MAY_HALVE) && next ? (2 << next->part.narrower << (next->part.half_of > 0)) - 1 : 0;
 }
 /* Prefetches the share of steps [i, end), of all `steps`, in the 16 rows of a plain cache's groups. Rows lie ld bytes
  * apart. */
@@ -122,7 +122,7 @@ static inline const ahead *look_ahead(const prefetch *f, const score_block *b, c
         const int kv = at >= count;
         const group *here = (behind ? b->next : g) + (kv ? ca_min64(at, 2 * count - 1) - count : at);
         next->at[j] = here->kv[kv].at;
-        next->lines = f->kv[kv].lines;
+        next->part = f->kv[kv].part;
         for (int64_t s = 0; s < f->kv[kv].scales; s += 2)
             __builtin_prefetch(here->kv[kv].scales + s * CA_LANES * 2, 0, 2);
     }
@@ -162,11 +162,11 @@ INLINE int64_t share_of(int64_t bytes, int64_t n) { return ca_round_up(ca_div_up
 /* Says which lines of a side to prefetch. With HALF_PAGES it is the first half of each page or, where a block is half a
  * page, of each block. Smaller blocks are prefetched whole, since reading 1 KiB at a time leaves the hardware no time,
  * and so are the rows of heads that go together, which are not read in order. */
-static inline asked lines_of(const ca_plan *plan, const ca_call *call, int together, int kv) {
+static inline part_to_fetch part_of(const ca_plan *plan, const ca_call *call, int together, int kv) {
     const ca_group_form f = ca_kv_form(plan, kv);
     const int dtype = ca_kv_dtype(&plan->shape, kv);
     const int64_t block = ca_div_up(call->block_size, CA_LANES) * f.bytes;
-    asked l = {.narrower = !PREFETCHES_NARROW ? 0 : ca_is_nibbles(dtype) ? 2 : ca_is_narrow(dtype)};
+    part_to_fetch l = {.narrower = !PREFETCHES_NARROW ? 0 : ca_is_nibbles(dtype) ? 2 : ca_is_narrow(dtype)};
     if (HALF_PAGES && !together && !f.scales)
         l.half_of = block % PAGE == 0 ? PAGE : block == PAGE / 2 ? PAGE / 2 : 0;
     return l;
@@ -179,7 +179,7 @@ static inline prefetch prefetch_of(const ca_plan *plan, const ca_call *call, int
                                : ca_any_narrow(&plan->shape) ? p.narrow_steps
                                                              : p.steps,
                       .together = together,
-                      .kv = {{lines_of(plan, call, together, K), 0}, {lines_of(plan, call, together, V), 0}}};
+                      .kv = {{part_of(plan, call, together, K), 0}, {part_of(plan, call, together, V), 0}}};
 }
 
 /* Is V a part of K's rows, as in MLA, whose rows are latent ones? */

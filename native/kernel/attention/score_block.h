@@ -94,8 +94,7 @@ static inline int64_t row_bytes(const ca_shape *s, int kv) {
     return ca_kv_head_size(s, kv) * ca_dtype_size(ca_kv_dtype(s, kv));
 }
 
-#define COPIED_AHEAD                                                                                                   \
-    64 /* keys from a row that is copied to the one prefetched: with 32, copying takes 1.2 times as long */
+#define COPIED_AHEAD 64 /* keys from the copied row to the prefetched one; with 32, copying takes 1.2 times as long */
 
 /* Does what list_groups does for a plain cache whose blocks hold no whole groups (MEASUREMENTS.md: copied groups). Rows
  * are copied to `room`, so that a group has the keys from one multiple of 16 to the next, as far as these follow one

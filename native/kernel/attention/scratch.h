@@ -11,8 +11,7 @@ typedef struct unit {
     int32_t start; /* what their sums of products begin with, as a format's zero point asks for */
     float from;    /* They count for keys whose scale is larger than this. */
 } unit;
-#define INTEGERS_WIDTH(head_size)                                                                                      \
-    (2 * ca_round_up(head_size, 8)) /* a row's integers, then those of its rounding errors */
+#define INTEGERS_WIDTH(head_size) (2 * ca_round_up(head_size, 8)) /* a row's integers, then those of its errors */
 
 /* Holds what each query row sees and how, and room for what is computed. Arrays [heads] start with the kv head at hand.
  */

@@ -35,8 +35,7 @@ INLINE void put_halves(uint16_t *dst, int64_t gap, vh x) {
 #if 2 * VL > CA_LANES
     if (gap != CA_LANES) {
         typedef uint16_t row __attribute__((vector_size(2 * CA_LANES)));
-#if __has_builtin(__builtin_shufflevector) /* Without this builtin gcc 12 goes through the stack; gcc 11 does not have \
-                                              it. */
+#if __has_builtin(__builtin_shufflevector) /* Without it gcc 12 goes through the stack; gcc 11 lacks it. */
         row low = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         row high = __builtin_shufflevector(x, x, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
 #else

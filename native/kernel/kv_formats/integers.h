@@ -171,7 +171,7 @@ INLINE void qk_unit_tiles(int nibbles, int add, int rest, int mr, integer_operan
 }
 
 /* Does what qk_unit does for any number of rows and for ng groups, 1 or NG, rounding errors included. from: the least
- * scale from which on those of any row count. */
+ * scale from which on the errors of any row count. */
 INLINE void qk_unit_rows(int nibbles, int mr, int ng, integer_operands q, qk_operands t, int64_t d, int64_t end,
                          int64_t scale, float from) {
     if (ng == 1)
@@ -323,8 +323,7 @@ INLINE void pv_strip(int nibbles, int each, int lie, int mr, int nv, const work 
             next = look_ahead(&w->f, &w->b, t.g, t.num_groups, t.num_groups + i - i % NG, &found);
         for (unsigned key = 0; key < CA_LANES; key += 4) {
             const unsigned lane = (unsigned)(i - t.first) * CA_LANES + key, n = lane / VL;
-            const unsigned at =
-                n / 2 * 2 * VL + n % 2 * 4 + 2 * (lane % VL); /* where v_pack_words has put the weights */
+            const unsigned at = n / 2 * 2 * VL + n % 2 * 4 + 2 * (lane % VL); /* v_pack_words has put weights there */
             prefetch_lines(next, i % NG, 1, integer_bytes(nibbles, c * CA_LANES + key * nv * VL),
                            integer_bytes(nibbles, 4 * nv * VL));
             EACH(odd, 2) {
