@@ -12,18 +12,24 @@
  *
  * These parameters are optional:
  *
- *   TILE_GROUPS(mr)       is how many groups a register tile of mr rows takes, a divisor of NG. Tiles of fewer rows
- * need more groups, until there are enough sums that do not wait for one another. TILE_VECTORS(mr)      is how many
- * vectors of V's columns such a tile takes. Both are given, or neither. BLOCK_KEYS            is how many keys are
- * listed as groups at once, KEYS or more; by default KEYS. NHD_KEYS, NHD_BYTES   take the place of FEW_KEYS over NHD
- * caches (kernel.h); NHD_KEYS is at most KEYS. TILE_ROWS             is the number of rows of a tile where a task has
- * more than TALL rows, at most TALL; by default MR. SOFTMAX_ROWS          is how many rows of logits become weights
- * together, since the maximum, the exponentials and the sum of a single row wait for one another. It is at most 12, by
- * default 4. SUM_GROUPS            is how many groups share one float32 sum of P V; by default 4. If V is one number,
- * all products are alike and rounded to the same side: one sum over 1024 keys then takes 4 times the error budget, sums
- * over 64 keys take 0.4. PREFETCH, HALF_PAGES  say what is prefetched when (prefetch.h). INTEGERS              is the
- * address of an int which says whether this machine multiplies int8 to int4 caches of 16-bit dtypes as integers.h does.
- *   INTEGERS_BY           is a string that names the instruction for that; it goes with INTEGERS.
+ *   TILE_GROUPS(mr)   is how many groups a register tile of mr rows takes, a divisor of NG. Tiles of fewer rows need
+ *                     more groups, until there are enough sums that do not wait for one another.
+ *   TILE_VECTORS(mr)  is how many vectors of V's columns such a tile takes. It is defined if TILE_GROUPS is.
+ *   BLOCK_KEYS        is how many keys are listed as groups at once, at least KEYS and by default KEYS.
+ *   NHD_KEYS          takes the place of FEW_KEYS over NHD caches. It is at most KEYS, by default FEW_KEYS.
+ *   NHD_BYTES         limits the bytes of K and V in a score block of all heads there (kernel.h), by default 256 KiB.
+ *   TILE_ROWS         is the number of rows of a tile where a task has more than TALL rows. It is at most TALL, by
+ *                     default MR.
+ *   SOFTMAX_ROWS      is how many rows of logits become weights together, since the maximum, the exponentials and the
+ *                     sum of a single row wait for one another. It is at most 12, by default 4.
+ *   SUM_GROUPS        is how many groups share one float32 sum of P V, by default 4. If V is one number, all products
+ *                     are alike and rounded to the same side: one sum over 1024 keys then takes 4 times the error
+ *                     budget, sums over 64 keys take 0.4.
+ *   PREFETCH          says how far ahead lines are prefetched, by default {2, 2, 3, 0} (prefetch.h).
+ *   HALF_PAGES        is not 0 if only the first halves of pages are to be prefetched, by default 0 (prefetch.h).
+ *   INTEGERS          is the address of an int which says whether this machine multiplies int8 to int4 caches of
+ *                     16-bit dtypes as integers.h does. Without it none are.
+ *   INTEGERS_BY       is a string that names the instruction for that. It is defined if INTEGERS is.
  *
  * These values are tested: MR 2 and 6; TALL 2, 6, 8 and 12; NG 1 and 4; NDV 4 and 8; VL 1, 4, 8 and 16. */
 #ifndef CPU_ATTN_PARAMETERS_H

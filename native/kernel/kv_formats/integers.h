@@ -23,7 +23,7 @@
 
 #define MOST 32767
 _Static_assert((int64_t)MOST * 240 * KEYS <= INT32_MAX,
-               "sums over a score block fit, of nibbles 16 times as large, too");
+               "Sums over a score block fit into 32 bits, even those of nibbles that count 16 times.");
 
 /* Returns how many dimensions of a query share a unit, as those of a key share a scale, and how many units that makes.
  */
