@@ -65,8 +65,8 @@ typedef struct ahead {
 
 /* ---- by the products ---- */
 
-/* Prefetches bytes [at, at + bytes) of n groups from the i-th on. Where only first halves of chunks are prefetched, it
- * is the line as far through that half as `at` is through the chunk. */
+/* Prefetches bytes [at, at + bytes) of n groups from the i-th on. Where only first halves of chunks are prefetched,
+ * the offset into a chunk is halved. */
 INLINE void prefetch_lines(const ahead *next, int i, int n, int64_t at, int64_t bytes) {
     for (int end = i + n; next && i < end; i++) {
         const char *p = next->at[i] + at;
