@@ -1,9 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
- * All kernels of an isa, by FP32 FMA. The including file has defined its vocabulary, what parameters.h asks for, ISA
- * (its name) and METHOD. */
+ * This file makes the kernels of all dtypes by FP32 FMA, and the isa's ca_isa_row. The including file defines:
+ *
+ *   the vocabulary (simd/vocabulary.md) and the parameters of attention/parameters.h;
+ *   ISA           is the isa's name, as in ca_isa_NAME.
+ *   METHOD        is a string that says in words how products are formed, for `cpu-attn info`.
+ *   ONLY_16_BITS  is defined by a variant, which has kernels for f16 and bf16 only (avx2_vnni.c).
+ *   V_ACCUMULATE  is defined if the file has a v_accumulate of its own. */
 #define MICROKERNEL "kernel/attention/fma.inc"
 #define FACTOR float
-/* Narrow caches are multiplied as float16, by its kernel: not in plain C, whose conversion takes longer. */
+/* Quantised caches are multiplied as float16 by f16's products, but not in plain C, where the conversion takes longer.
+ */
 #if VL > 1
 #define HALVES
 #endif
@@ -18,7 +24,7 @@ INLINE vf v_accumulate(vf sum, vf a, vf b) { return v_fma(a, b, sum); }
 #define PAIRS 0
 #include "dtype.inc"
 
-#ifndef ONLY_16_BITS /* a variant's */
+#ifndef ONLY_16_BITS
 #define DTYPE f32
 #define ELEM float
 #define DIGITS 24

@@ -1,124 +1,131 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What an isa offers, dtype by dtype. */
+ * This file defines what an isa offers for each dtype: the functions that the rest of native/ calls. */
 #ifndef CPU_ATTN_KERNEL_H
 #define CPU_ATTN_KERNEL_H
 #include "run/engine.h"
 #include "cache/layout.h"
 
-#define CA_PAGE_ROWS 4 /* query rows that share a page's way through the registers */
+#define CA_PAGE_ROWS 4 /* query rows that meet a page while it is in registers */
 
-/* What is done to one head of one token on its way, in float32, in this order. */
+/* Says what is done to one head of one token, in float32 and in this order: norm, rotary embedding, rotation. */
 typedef struct ca_turn {
     int64_t head_size;
-    const float *weight; /* of the norm; NULL: none */
+    const float *weight; /* of the RMS norm; NULL: there is none */
     float eps;
-    const float *cos_sin; /* of the rotary embedding: rot_dim / 2 cos, then as many sin; NULL: none */
+    const float *cos_sin; /* of the rotary embedding: rot_dim / 2 cos, then as many sin; NULL: there is none */
     int64_t rot_dim;
     int32_t is_neox, hadamard; /* hadamard: the rotation of the cache */
 } ca_turn;
 
-/* What a write does to rows on their way. */
+/* Says what a write does to rows of K and V before they are in the cache, and to queries. */
 typedef struct ca_turns {
     const ca_kernel *kernel;
     const ca_array *rows[2]; /* key, value */
     int32_t num_kv_heads;
     int hadamard; /* ca_shape's */
-    int wide;     /* of these the narrow caches: their rows stay float32, which the cache's format rounds, once */
-    /* rotary_reshape_and_cache alone: */
-    const ca_array *query, *query_out, *cos_sin; /* cos_sin NULL: nothing of it is done */
-    const ca_array *weights;                     /* of the norms of Q and K; absent: no norm */
+    int wide; /* bit mask of K and V: the sides whose rotated rows stay float32, so that they are rounded only once */
+    /* Only rotary_reshape_and_cache sets these: */
+    const ca_array *query, *query_out, *cos_sin; /* cos_sin NULL: none of it is done */
+    const ca_array *weights;                     /* of the norms of Q and K; absent: there is none */
     const int64_t *positions;
     int32_t num_heads, is_neox;
     float eps;
-    /* by ca_turns_begin: */
+    /* ca_turns_begin sets these: */
     const float *weight[2]; /* of Q and K as float32, or NULL */
     char *memory;           /* thread_bytes for each thread */
     int64_t thread_bytes;
 } ca_turns;
 
-/* Does K, or V, go otherwise into the cache than it comes? */
+/* Is K, or V, changed before it is written to the cache? */
 static inline int ca_turns_rows(const ca_turns *turns, int kv) {
     return (kv == K && turns->cos_sin) || turns->hadamard >> kv & 1;
 }
-int ca_turns_begin(ca_turns *turns, int team); /* allocates what a team needs; CA_NO_MEMORY */
+int ca_turns_begin(ca_turns *turns, int team); /* allocates what a team of threads needs, or returns CA_NO_MEMORY */
 void ca_turns_end(ca_turns *turns);
-void ca_turn_queries(const ca_turns *turns, int thread, int team); /* this thread's share */
-/* K or V of one head of n <= 16 tokens from t on: row i of the result is token t + i, float32 where that is wide.
- * first: no other head of these tokens came before. */
+void ca_turn_queries(const ca_turns *turns, int thread, int team); /* handles this thread's share of the queries */
+/* Returns K or V of one head of the n <= 16 tokens from t on: row i of the result is token t + i, in float32 where the
+ * side is `wide`. first: this is the first head of these tokens. */
 ca_array ca_turn_rows(const ca_turns *turns, int kv, int thread, int head, int first, int64_t t, int n);
 
-/* What an isa file offers for one dtype. */
+/* Holds what an isa file offers for one dtype. */
 struct ca_kernel {
     ca_kernel_info info;
     int64_t (*scratch_bytes)(const ca_plan *plan);
     ca_segment_fn *segment;
-    /* over NHD several kv heads go through the keys together, with the same bits: by nhd_keys keys at a time, or fewer
-     * where K and V of so many, for all heads, are more than nhd_bytes; 0: each head goes by itself */
+    /* Over NHD caches several kv heads go through the keys together, with the same bits. A score block then has
+     * nhd_keys keys, or fewer where K and V of so many keys, for all heads, exceed nhd_bytes. 0: each head goes by
+     * itself. */
     int64_t nhd_keys, nhd_bytes;
-    /* into = merge(into, from), in this order: float results depend on it */
+    /* into = merge(into, from). The order matters, since sums of floats depend on it. */
     void (*merge)(const ca_state *into, const ca_state *from, int64_t rows, int64_t head_size_v);
-    /* state -> output and lse: sinks join here, o/l is rounded to the output's dtype */
+    /* Turns a state into output and lse: sinks join here, and o/l is rounded to the output's dtype. */
     void (*finish)(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, const ca_state *state);
-    /* tokens [token, token + n) of one group of 16 of one block of one kv head, from rows ld elements apart;
-     * meanwhile as many rows are fetched from `ahead`, whatever lies there, unless it is NULL; stream: past the caches
-     */
+    /* Writes tokens [token, token + n) of one group of 16, in one block of one kv head, from rows that lie ld elements
+     * apart. Meanwhile as many rows are prefetched from `ahead`, whatever lies there, unless it is NULL. stream: the
+     * stores go past the caches. */
     void (*write[2])(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld,
                      const void *ahead, int stream);
-    /* tokens [t0, t1) of one block of one kv head, widened to float32:
-     * K to dst[d * ld + (t - t0)] (transposed), V to dst[(t - t0) * ld + d] */
+    /* Widens tokens [t0, t1) of one block of one kv head to float32: K goes to dst[d * ld + (t - t0)] (transposed), V
+     * to dst[(t - t0) * ld + d]. */
     void (*widen[2])(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
-    /* one query row times factor, as float32 */
+    /* Widens one query row to float32 and multiplies it by factor. */
     void (*widen_row)(const void *src, int64_t n, float factor, float *dst);
-    /* the first n tokens of a group, K or V, that is not ca_side_ready, as a group of the kernel's own layout and
-     * dtype, exactly, without its scales; rows: ca_rows_bytes; meanwhile as much is fetched from `ahead`, whatever lies
-     * there */
+    /* Unpacks the first n tokens of a group of K, or of V, that is not ca_side_ready to a group of the kernel's own
+     * layout and dtype, exactly, without applying scales. rows: room of ca_rows_bytes. Meanwhile as much is prefetched
+     * from `ahead`, whatever lies there. */
     void (*unpack)(const ca_plan *plan, int kv, const void *src, int64_t ld, int n, void *dst, void *rows,
                    const void *ahead);
-    /* n numbers over scale as such elements, a byte each (fp8): nearest even, saturating */
+    /* Quantises n numbers, divided by scale, to fp8, a byte each: to nearest even, saturating. */
     void (*pack)(const void *src, int64_t n, float scale, int kv_dtype, uint8_t *dst);
-    /* of one token of integers the scales, of a rotated one by its root mean square, too; and the integers, as pack */
+    /* `scale` finds the scales of one token of an integer format; of a rotated token the root mean square counts, too.
+     * `quantise` makes the integers, a byte each. */
     void (*scale)(const void *src, int64_t n, int kv_dtype, int rotated, uint16_t *scales);
     void (*quantise)(const void *src, int64_t n, int kv_dtype, const uint16_t *scales, uint8_t *dst);
-    /* one head, to x as float32 and, unless dst is NULL, rounded to dst, which may be src */
+    /* Does what `how` says to one head. The result goes to x as float32 and, unless dst is NULL, rounded to dst, which
+     * may be src. */
     void (*turn)(const ca_turn *how, const void *src, float *x, void *dst);
-    /* scores [M] of one request's pages for one head of the scores, of the arrays of ca_score_pages; scratch:
-     * ca_score_floats */
+    /* Makes the scores [M] of one request's pages for one head of the scores, from the arrays of ca_score_pages.
+     * scratch: room of ca_score_floats. */
     void (*score_pages)(const ca_array *arrays, int64_t block_size, int64_t request, int64_t head, float *scratch);
-    /* scores of the keys [k0, k1) for a task's query tokens, as an indexer has them: scores[i * stride + j] is token
-     * i's of key j, the sum of weights times relu(q.k) over its heads, whose weights are weights[i * num_heads ...] */
+    /* Makes an indexer's scores of the keys [k0, k1) for a task's query tokens: scores[i * stride + j] is the score of
+     * key j for token i, the sum over the token's heads of weight times relu(q.k). The weights of token i are
+     * weights[i * num_heads ...]. */
     void (*score_tokens)(const ca_plan *plan, const ca_call *call, const ca_task *task, const float *weights,
                          int64_t k0, int64_t k1, float *scores, int64_t stride, void *scratch);
-    const int *integers; /* are int8 to int4 caches multiplied as pairs of integers? NULL: no */
-    int rounds_weights;  /* to bfloat16 before they meet V? */
+    const int *integers; /* Are int8 to int4 caches multiplied as pairs of integers? NULL: they never are. */
+    int rounds_weights;  /* Are weights rounded to bfloat16 before they meet V? */
     int opens;           /* Segment writes o of its states, whatever that held. */
 };
 
-/* What a file of native/isa offers, as `const ca_isa_row ca_isa_NAME`. */
+/* Holds what a file of native/isa offers, as `const ca_isa_row ca_isa_NAME`. */
 typedef struct ca_isa_row {
-    const char *(*missing)(void); /* a feature that this machine lacks, or why not, in words; NULL: nothing */
+    const char *(*missing)(
+        void); /* a feature that this machine lacks, or another reason, in words; NULL: the isa runs */
     const ca_kernel *kernels[CA_DTYPES];
 } ca_isa_row;
 
 const ca_isa_row *ca_isa_get(int isa);
-/* Who attends. Weights rounded to 8 bits are as far off as an output rounded to as many, which leaves room in the error
- * budget while V has many columns. Where it has few all of them may nearly cancel: of requests of one token and one
- * head over 100 or 200 keys 27 % went past the budget with one column, 7 % with 4, 0.24 % with 16, 0.025 % with 24, 1
- * of 24,000 with 32 (1.05 of it). So those of fewer go by FMA. */
+/* Returns the kernel whose attention a shape takes. Rounding weights to 8 bits costs as much accuracy as rounding the
+ * output to 8 bits, which leaves room in the error budget while V has many columns. If V has few, all of them may
+ * nearly cancel: over requests of one token and one head with 100 or 200 keys, 27 % exceeded the budget with one
+ * column, 7 % with 4, 0.24 % with 16, 0.025 % with 24, and 1 of 24,000 with 32 (it took 1.05 of the budget). So shapes
+ * with fewer columns go by FMA. */
 const ca_kernel *ca_attention_kernel(const ca_shape *shape);
 #define CA_FEW_COLUMNS 32
-/* An isa's kernel for a dtype, or where it has none that of the next best isa that this machine has. */
+/* Returns an isa's kernel for a dtype. Where the isa has none, it is the kernel of the next best isa that this machine
+ * has. */
 const ca_kernel *ca_kernel_for(int isa, int dtype);
 
 static inline int ca_any_narrow(const ca_shape *s) { return ca_is_narrow(s->k_dtype) || ca_is_narrow(s->v_dtype); }
 
-/* Of K, or of V. */
+/* These describe one side of the cache, K or V. */
 static inline int ca_kv_dtype(const ca_shape *s, int kv) { return kv ? s->v_dtype : s->k_dtype; }
 static inline int64_t ca_kv_head_size(const ca_shape *s, int kv) { return kv ? s->head_size_v : s->head_size; }
 static inline ca_group_form ca_kv_form(const ca_plan *plan, int kv) {
     const ca_shape *s = &plan->shape;
     return ca_group_form_of(plan->kernel->info.layout, ca_kv_dtype(s, kv), ca_kv_head_size(s, kv), kv);
 }
-/* From a group of 16 tokens to the next one of its block, in bytes. */
+/* Returns the bytes from a group of 16 tokens to the next group of its block. */
 static inline int64_t ca_kv_group_step(const ca_plan *plan, const ca_call *c, int kv) {
     const int64_t row = c->kv[kv].ld * ca_dtype_size(ca_kv_dtype(&plan->shape, kv));
     return plan->shape.kv_cache_layout == CA_PACKED ? ca_kv_form(plan, kv).bytes : CA_LANES * row;
@@ -128,12 +135,12 @@ static inline const char *ca_kv_block(const ca_plan *plan, const ca_call *c, int
     const ca_kv *side = &c->kv[kv];
     return ca_block(side->cache, side->stride_n, side->stride_h, block, kv_head / plan->readers, dtype);
 }
-/* Can the kernels read K, or V, as it lies? Both? */
+/* Can the products read K, or V, or both, in the cache without any conversion? */
 static inline int ca_side_ready(const ca_plan *plan, int kv) {
     return !ca_is_narrow(ca_kv_dtype(&plan->shape, kv)) && plan->shape.kv_cache_layout == CA_PACKED;
 }
 static inline int ca_ready(const ca_plan *plan) { return ca_side_ready(plan, 0) && ca_side_ready(plan, 1); }
-/* Room for a group of a plain, narrow cache that is widened and not yet packed. */
+/* Returns the room for a group of a plain, quantised cache whose rows are widened and not yet packed. */
 static inline int64_t ca_rows_bytes(const ca_plan *plan) {
     int narrow = ca_any_narrow(&plan->shape);
     int needed = narrow && plan->shape.kv_cache_layout != CA_PACKED;
@@ -141,7 +148,7 @@ static inline int64_t ca_rows_bytes(const ca_plan *plan) {
            ca_dtype_size(plan->shape.dtype);
 }
 
-/* The ca_state of one kv head. */
+/* Returns the size of one kv head's ca_state. */
 static inline int64_t ca_state_floats(const ca_plan *plan, int64_t rows) {
     return rows * ((int64_t)plan->shape.head_size_v + 2);
 }
@@ -149,20 +156,21 @@ static inline int64_t ca_state_bytes(const ca_plan *plan, int64_t rows) {
     return ca_round_up(ca_state_floats(plan, rows) * (int64_t)sizeof(float), 64);
 }
 
-/* K and V of a token and kv head, in a cache without scales. */
+/* Returns the bytes of K and V for one token and kv head, in a cache without scales. */
 static inline int64_t ca_token_bytes(const ca_shape *s) {
     return s->head_size * ca_dtype_size(s->k_dtype) + s->head_size_v * ca_dtype_size(s->v_dtype);
 }
-/* `keys`, halved until K and V of so many, for all kv heads, are no more than `bytes`, or a group is left. */
+/* Halves `keys` until K and V of so many keys, for all kv heads, fit into `bytes`, or only a group is left. */
 static inline int64_t ca_nhd_keys(const ca_shape *s, int64_t keys, int64_t bytes) {
     while (keys >= 2 * CA_LANES && keys * s->num_kv_heads * ca_token_bytes(s) > bytes)
         keys /= 2;
     return keys;
 }
-#define CA_HEADS 64 /* most kv heads that go together */
+#define CA_HEADS 64 /* the most kv heads that go through the keys together */
 
-/* Results of so many bytes go past the caches. Measured on Zen 4 with 32 MiB of L3, one thread, write and then a decode
- * step that reads it all, streamed against not: 4 MiB 17.5 and 20.3 GB/s written, 705 and 442 us for both; 8 MiB 18.6
- * and 20.8, 1339 and 838; 16 MiB 20.6 and 12.5, 2579 and 2781; 32 MiB 18.6 and 9.2, 5779 and 7565. */
+/* Writes of at least so many bytes are streamed past the caches. On Zen 4 with 32 MiB of L3 and one thread, a write
+ * followed by a decode step that reads all of it took, streamed and not streamed: for 4 MiB 705 and 442 us (the write
+ * alone ran at 17.5 and 20.3 GB/s), for 8 MiB 1339 and 838 us (18.6 and 20.8), for 16 MiB 2579 and 2781 us (20.6 and
+ * 12.5), for 32 MiB 5779 and 7565 us (18.6 and 9.2). */
 #define CA_STREAM_BYTES (16 << 20)
 #endif

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The state of an online softmax (Milakov and Gimelshein, arXiv:1805.02867), for every dtype: per query row o, the sum
- * of weights times V, m, the reference max in units of log2, and l, the sum of weights. */
+ * This file keeps the state of an online softmax (Milakov and Gimelshein, arXiv:1805.02867), for every dtype. Each
+ * query row has o, the sum of weights times V; m, the reference max (row_max) in units of log2; and l, the sum of
+ * weights (row_sum). */
 #ifndef CPU_ATTN_ONLINE_SOFTMAX_H
 #define CPU_ATTN_ONLINE_SOFTMAX_H
 #include "parameters.h"
@@ -21,12 +22,13 @@ INLINE void add_row(float *o, const float *x, int64_t n) {
         v_storen_f32(o + i, v_add(v_loadn_f32(o + i, (int)(n - i)), v_loadn_f32(x + i, (int)(n - i))), (int)(n - i));
 }
 
-/* -inf - -inf would be NaN: rows that have seen nothing refer to 0. */
+/* Rows that have seen no key refer to 0, since -inf - -inf would be NaN. */
 INLINE float reference(float m) { return m == -INFINITY ? 0 : m; }
 
-/* A score times a factor is up to half a unit of its last place more or less than the same product as a reference,
- * rounded; that is an exponent. Where the unit may be above 2^-4, or the factor has no room to grow, rows are referred
- * with each step rounded. */
+/* Is the reference so far from 0 that scores must be multiplied and subtracted in two steps, each rounded (refer_row)?
+ * An FMA does not round the product, while the reference is a rounded product, so the exponent of a weight may be off
+ * by half a unit in the reference's last place. That is too much where the unit may exceed 2^-4. A factor so large that
+ * its product with an octave might overflow needs the two steps, too. */
 INLINE int is_far(float m, float factor) { return !(fabsf(m) < 0x1p20f && factor < 0x1p100f); }
 INLINE void refer_row(float *s, int64_t n, float factor, float to) {
     scale_row(s, n, factor);
@@ -34,8 +36,8 @@ INLINE void refer_row(float *s, int64_t n, float factor, float to) {
         v_store(s + i, v_sub(v_load_f32(s + i), v_set1(to)));
 }
 
-/* into.o = into.o * 2^(into.m - m) + from.o * 2^(from.m - m), m the larger of the two. What has seen nothing leaves the
- * other as it is: a zero keeps its sign. */
+/* into.o = into.o * 2^(into.m - m) + from.o * 2^(from.m - m), where m is the larger of both. A state that has seen no
+ * key leaves the other as it is, so that a zero keeps its sign. */
 static void merge(const ca_state *into, const ca_state *from, int64_t rows, int64_t head_size_v) {
     for (int64_t r = 0; r < rows; r++) {
         float a = into->m[r], b = from->m[r], m = a > b ? a : b;
@@ -61,7 +63,8 @@ static void merge(const ca_state *into, const ca_state *from, int64_t rows, int6
     }
 }
 
-/* The sink joins max and sum, with no value (contract: s_aux). Returns 1 / sum, 0 for an empty row. */
+/* Adds the sink, which has no value, to max and sum (contract: s_aux). Returns what o is to be multiplied by: 1 / sum,
+ * and 0 for an empty row. */
 INLINE float close_row(float *m, float *l, const float *s_aux, int64_t head) {
     float factor = 1;
     if (s_aux) {

@@ -1,26 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Which lines are fetched while others are computed with: the only file that knows. Parameters: parameters.h.
+ * This file alone decides which lines are prefetched while others are computed with. It takes parameters.h.
  *
- * Pages lie anywhere, so the hardware's prefetchers lose the trail at each. Every step of the products therefore asks
- * for as many lines of the groups that come next as it reads itself, into L2, since L1 waits for few lines at a time
- * (MEASUREMENTS.md: prefetch). */
+ * Pages lie anywhere, so the hardware's prefetchers lose the trail at each. Every step of the products therefore
+ * prefetches as many lines of coming groups as it reads itself. The lines go into L2, since L1 can wait for few lines
+ * at a time (MEASUREMENTS.md: prefetch). */
 #ifndef CPU_ATTN_PREFETCH_H
 #define CPU_ATTN_PREFETCH_H
 #include "score_block.h"
 
-/* What an isa file says as PREFETCH. */
+/* Holds what an isa file defines as PREFETCH. */
 typedef struct prefetch_policy {
-    int steps;         /* of NG groups ahead of what is read */
-    int narrow_steps;  /* the same where a cache is narrow */
-    int integer_steps; /* and where integers.h multiplies, which does less for every line */
-    int paced_rows;    /* up to so many query rows a step waits for what it has read: wait_for_line */
+    int steps;         /* steps, of NG groups each, from what is read to what is prefetched */
+    int narrow_steps;  /* takes the place of `steps` where a cache is quantised */
+    int integer_steps; /* takes the place of both where integers.h multiplies, which does less work for every line */
+    int paced_rows;    /* up to so many query rows, a step waits for what it has read (wait_for_line) */
 } prefetch_policy;
 #ifndef PREFETCH
 #define PREFETCH {2, 2, 3, 0}
 #endif
 INLINE prefetch_policy policy(void) { return (prefetch_policy)PREFETCH; }
-/* What an isa file says as HALF_PAGES, if it may ever be so: the hardware fetches the second half of a page whose first
- * half is asked for. */
+/* An isa file defines HALF_PAGES if the hardware of some machines fetches the second half of a page by itself once the
+ * first half has been prefetched; its value, at run time, says whether this machine does. */
 #ifdef HALF_PAGES
 #define MAY_HALVE 1
 #else
@@ -29,80 +29,86 @@ INLINE prefetch_policy policy(void) { return (prefetch_policy)PREFETCH; }
 #endif
 
 #ifdef HALVES
-#define PREFETCHES_NARROW 1 /* do the products fetch what halves.h will unpack? */
+#define PREFETCHES_NARROW 1 /* Do the products prefetch what halves.h will unpack? */
 #else
 #define PREFETCHES_NARROW 0
 #endif
 #define PAGE 4096
 
-/* Which lines of K, or of V, the products ask for: 1/2^narrower of the bytes that they read; of half_of bytes at a
- * multiple of as many, a power of two, the first half, unless it is 0. */
-typedef struct asked {
+/* Says which lines of K, or of V, the products prefetch. `narrower` is log2 of how much smaller the cached bytes are
+ * than the unpacked ones that the products read. Of each chunk of `half_of` bytes, a power of two, only the first half
+ * is prefetched; 0: all bytes are. */
+typedef struct part_to_fetch {
     int narrower;
     unsigned half_of;
-} asked;
+} part_to_fetch;
 
-/* What is fetched meanwhile, for a segment and, where it says so, for a score block. */
+/* Says what is prefetched while products run, for a segment; choose_feeds (feed.inc) settles it for each score block.
+ */
 typedef struct prefetch {
-    int steps;        /* of the policy */
-    int together;     /* kv heads that fetch for one another, or 0 */
-    int block_ahead;  /* of a block: not so many steps, but a block ahead */
-    int by_unpacking; /* of a block: what is next is asked for as groups are unpacked, not by the products */
-    int share;        /* of two tiles that share what is asked for the first, 1, or the second; 0: the first asks */
+    int steps;        /* steps ahead, as the policy has them */
+    int together;     /* the number of kv heads that prefetch for one another, or 0 */
+    int block_ahead;  /* Is the next score block prefetched, in place of what is `steps` ahead? */
+    int by_unpacking; /* Do groups that are unpacked prefetch what comes next, in place of the products? */
+    int share; /* Two row tiles may share the prefetching: 1 is the first, 2 the second. 0: the first does all. */
     struct {
-        asked lines;
-        int64_t scales; /* of a token, where these are read as they lie */
+        part_to_fetch part;
+        int64_t scales; /* scales of a token, where products read these in the cache */
     } kv[2];
 } prefetch;
 
-/* The groups that a step of the products asks for. */
+/* Holds the groups that a step of the products prefetches. */
 typedef struct ahead {
     const char *at[NG];
-    asked lines;
+    part_to_fetch part;
 } ahead;
 
 /* ---- by the products ---- */
 
-/* Bytes of n groups from the i-th on, or of the first halves of them, where these are as far. */
+/* Prefetches bytes [at, at + bytes) of n groups from the i-th on. Where only first halves of chunks are prefetched,
+ * the offset into a chunk is halved. */
 INLINE void prefetch_lines(const ahead *next, int i, int n, int64_t at, int64_t bytes) {
     for (int end = i + n; next && i < end; i++) {
         const char *p = next->at[i] + at;
-        if (MAY_HALVE && next->lines.half_of)
-            p -= ((uintptr_t)p & (next->lines.half_of - 1)) / 2;
+        if (MAY_HALVE && next->part.half_of)
+            p -= ((uintptr_t)p & (next->part.half_of - 1)) / 2;
         prefetch_bytes(p, bytes);
     }
 }
-/* Byte `at` of what the products read is this one in the cache; narrow: could a narrow one be next? */
+/* Returns which byte of a cached group corresponds to byte `at` of what the products read. narrow: the coming groups
+ * may be quantised. */
 INLINE int64_t prefetch_at(int narrow, const ahead *next, int64_t at) {
-    return narrow && next ? at >> next->lines.narrower : at;
+    return narrow && next ? at >> next->part.narrower : at;
 }
-/* Which steps ask, 2 each: those whose number has none of these bits. */
+/* A step prefetches as many bytes as it reads if the number of its first dimension or key has none of these bits; other
+ * steps prefetch nothing. */
 INLINE int prefetch_mask(int narrow, const ahead *next) {
-    return (narrow || MAY_HALVE) && next ? (2 << next->lines.narrower << (next->lines.half_of > 0)) - 1 : 0;
+    return (narrow || MAY_HALVE) && next ? (2 << next->part.narrower << (next->part.half_of > 0)) - 1 : 0;
 }
-/* Of a plain cache's groups as many rows as belong to [i, end) of `steps`, row by row, ld bytes apart. */
+/* Prefetches the share of steps [i, end), of all `steps`, in the 16 rows of a plain cache's groups. Rows lie ld bytes
+ * apart. */
 INLINE void prefetch_rows(const ahead *next, int which, int groups, int64_t ld, int64_t bytes, int64_t i, int64_t end,
                           int64_t steps) {
     for (int64_t r = i * CA_LANES / steps; r < end * CA_LANES / steps; r++)
         prefetch_lines(next, which, groups, r * ld, bytes);
 }
 
-/* 0, once what the products have just read is there: the address of the step after the next one waits for it. Where few
- * rows leave the core time to run ahead of memory, it reaches lines that it has not asked for, and waits for these in
- * place of asking (MEASUREMENTS.md: paced rows). */
+/* Returns 0, but only once the bytes at p, which the products have just read, have arrived: the address of the step
+ * after the next one depends on it. With few rows the core would run ahead of memory, reach lines that have not been
+ * prefetched, and wait for these in place of prefetching others (MEASUREMENTS.md: paced rows). */
 INLINE int64_t wait_for_line(int mr, const ahead *next, const void *p) {
     int64_t zero = 0;
     int32_t there = 0;
     if (mr > policy().paced_rows || !next)
         return 0;
-    __asm__("" : "+r"(zero)); /* the compiler does not know what it is */
+    __asm__("" : "+r"(zero)); /* The compiler must not know that it is 0. */
     memcpy(&there, p, sizeof there);
     return there & zero;
 }
 
-/* In a walk over K of n groups, V of them, K and V of the next block: what comes so many steps after the i-th, and its
- * scales. Of two tiles that share it each asks for half of the groups and, in place of the others, for what it reads.
- */
+/* Fills `next` with the groups to prefetch at the i-th place of a walk over K of n groups, V of these, then K and V of
+ * the next block; it prefetches their scales at once. Where two row tiles share the prefetching, each issues half of
+ * it. Its other slots repeat an address that it is reading, so that the loop has no branch. */
 static inline const ahead *look_ahead(const prefetch *f, const score_block *b, const group *g, int n, int i,
                                       ahead *next) {
     const int far = i + (f->block_ahead || f->steps * NG > 2 * n ? 2 * n : f->steps * NG), m = b->num_next;
@@ -116,7 +122,7 @@ static inline const ahead *look_ahead(const prefetch *f, const score_block *b, c
         const int kv = at >= count;
         const group *here = (behind ? b->next : g) + (kv ? ca_min64(at, 2 * count - 1) - count : at);
         next->at[j] = here->kv[kv].at;
-        next->lines = f->kv[kv].lines;
+        next->part = f->kv[kv].part;
         for (int64_t s = 0; s < f->kv[kv].scales; s += 2)
             __builtin_prefetch(here->kv[kv].scales + s * CA_LANES * 2, 0, 2);
     }
@@ -125,9 +131,9 @@ static inline const ahead *look_ahead(const prefetch *f, const score_block *b, c
 
 /* ---- by unpacking ---- */
 
-#define GROUPS_AHEAD 4 /* of the one that is unpacked */
-/* The group to fetch while the i-th of a block is unpacked. What the products have asked for is in L2: rows of K that
- * follow one another are fetched from there. */
+#define GROUPS_AHEAD 4 /* from the group that is unpacked to the one that is prefetched */
+/* Returns the group to prefetch while the i-th of a block is unpacked, or NULL. What the products have prefetched is in
+ * L2 already; from there dense rows of K are prefetched once more. */
 static inline const group *while_unpacking(const ca_plan *plan, const prefetch *f, const score_block *b, int kv,
                                            int i) {
     const group *g = &b->groups[i];
@@ -146,44 +152,45 @@ static inline void prefetch_group(const ca_plan *plan, int kv, const group *g) {
         prefetch_bytes(g->kv[kv].at + row * ld, bytes);
 }
 
-/* ---- in shares, by the tiles of amx ---- */
+/* ---- by the tiles of amx, in shares ---- */
 
-/* Whole lines of which n are at least these bytes. */
+/* Returns the size of one of n equal shares, in whole lines, that together have at least these bytes. */
 INLINE int64_t share_of(int64_t bytes, int64_t n) { return ca_round_up(ca_div_up(bytes, n), 64); }
 
 /* ---- what a segment fetches, and when ---- */
 
-/* Half of pages, or of half pages where these lie by themselves. What is read 1 KiB at a time leaves the hardware no
- * time; the rows of heads that go together are not read in order. */
-static inline asked lines_of(const ca_plan *plan, const ca_call *call, int together, int kv) {
+/* Says which lines of a side to prefetch. With HALF_PAGES it is the first half of each page or, where a block is half a
+ * page, of each block. Smaller blocks are prefetched whole, since reading 1 KiB at a time leaves the hardware no time,
+ * and so are the rows of heads that go together, which are not read in order. */
+static inline part_to_fetch part_of(const ca_plan *plan, const ca_call *call, int together, int kv) {
     const ca_group_form f = ca_kv_form(plan, kv);
     const int dtype = ca_kv_dtype(&plan->shape, kv);
     const int64_t block = ca_div_up(call->block_size, CA_LANES) * f.bytes;
-    asked l = {.narrower = !PREFETCHES_NARROW ? 0 : ca_is_nibbles(dtype) ? 2 : ca_is_narrow(dtype)};
+    part_to_fetch l = {.narrower = !PREFETCHES_NARROW ? 0 : ca_is_nibbles(dtype) ? 2 : ca_is_narrow(dtype)};
     if (HALF_PAGES && !together && !f.scales)
         l.half_of = block % PAGE == 0 ? PAGE : block == PAGE / 2 ? PAGE / 2 : 0;
     return l;
 }
 
-/* integers: is K or V multiplied so? */
+/* integers: K or V is multiplied as integers. */
 static inline prefetch prefetch_of(const ca_plan *plan, const ca_call *call, int together, int integers) {
     const prefetch_policy p = policy();
     return (prefetch){.steps = integers                      ? p.integer_steps
                                : ca_any_narrow(&plan->shape) ? p.narrow_steps
                                                              : p.steps,
                       .together = together,
-                      .kv = {{lines_of(plan, call, together, K), 0}, {lines_of(plan, call, together, V), 0}}};
+                      .kv = {{part_of(plan, call, together, K), 0}, {part_of(plan, call, together, V), 0}}};
 }
 
-/* Are K's rows latent ones, V being a part of them (MLA)? */
+/* Is V a part of K's rows, as in MLA, whose rows are latent ones? */
 static inline int v_is_in_k(const ca_plan *plan, const ca_call *call) {
     const uintptr_t at = (uintptr_t)call->kv[V].cache - (uintptr_t)call->kv[K].cache;
     return call->kv[V].ld == call->kv[K].ld && at < (uintptr_t)row_bytes(&plan->shape, K);
 }
 
-/* While products run memory has time for what comes next, if that is lines that follow one another: a group of a packed
- * cache; rows of a plain one where they are dense; or, since heads that go together bring what the others need, a share
- * of the rows of all of them. Otherwise unpacking fetches, and waits for it (MEASUREMENTS.md: prefetch by products or
+/* Do the products prefetch? They leave memory time for what comes next if its lines follow one another: groups of a
+ * packed cache, dense rows of a plain one, or, where heads that go together prefetch for one another, a share of the
+ * rows of all these heads. Otherwise unpacking prefetches, and waits for it (MEASUREMENTS.md: prefetch by products or
  * by unpacking). */
 static inline int products_prefetch(const ca_plan *plan, const ca_call *call, int together) {
     const ca_shape *s = &plan->shape;
@@ -198,8 +205,9 @@ static inline int products_prefetch(const ca_plan *plan, const ca_call *call, in
            (call->kv[V].ld == heads * s->head_size_v || v_is_in_k(plan, call));
 }
 
-/* What is fetched while the h-th of some kv heads is at work: what lies next, the keys of the next head, or of the
- * first one in the next block; a share of the rows of all heads there, where these fetch for one another. */
+/* Lists in `room`, as b->next, what is prefetched while the h-th of num_heads kv heads is computed: the same keys of
+ * the next head or, for the last head, the next block of the first one. Where heads prefetch for one another, it is a
+ * share of the rows that all of them have in the next block. */
 static inline void list_coming(const ca_plan *plan, const ca_call *call, int together, int h, int num_heads,
                                group *room, score_block *b) {
     const int here = !together && h + 1 < num_heads;

@@ -1,34 +1,34 @@
 /* SPDX-License-Identifier: Apache-2.0
- * A score block: the keys that a tile of queries meets at once, as groups of 16 keys that lie together, and how K and V
- * of these groups reach the products. Parameters: parameters.h. */
+ * This file lists a score block, the keys that a tile of queries meets at once, as groups of 16 keys that lie together.
+ * It takes parameters.h. */
 #ifndef CPU_ATTN_SCORE_BLOCK_H
 #define CPU_ATTN_SCORE_BLOCK_H
 #include "parameters.h"
 
-/* How K, or V, of a score block reach the products: choose_feeds decides (feed.inc). */
+/* Says how K, or V, of a score block reaches the products. choose_feeds (feed.inc) decides. */
 typedef enum feed {
     IN_PLACE,      /* the products read the cache */
     UNPACK_BLOCK,  /* all groups are unpacked before the first tile, for many rows */
-    UNPACK_GROUPS, /* NG groups are unpacked for the products at hand, for one tile; what could be read in place is only
-                      fetched on the way */
-    ROWS_IN_PLACE, /* the same of V whose rows the products read in a plain cache */
+    UNPACK_GROUPS, /* NG groups at a time are unpacked right before their product, for one tile; a side that could be
+                      read in place is only prefetched then */
+    ROWS_IN_PLACE, /* as UNPACK_GROUPS, but V's rows are read where they lie in a plain cache */
     IN_REGISTERS,  /* packed bytes and rows become vectors in the steps of the product: in_registers.inc */
     AS_INTEGERS    /* int8 and int4 are multiplied as they lie: integers.h */
 } feed;
 
-/* Up to 16 keys that lie together: lanes [0, n) are keys key, key + 1, ... */
+/* Holds up to 16 keys that lie together: lanes [0, n) are keys key, key + 1, ... */
 typedef struct group {
     struct {
         const char *at;
-        const char *scales; /* [scales of a token][16] bfloat16, at any address */
-        int64_t ld;         /* of rows: elements from a token to the next one */
+        const char *scales; /* [scales of a token][16] in bfloat16, maybe unaligned */
+        int64_t ld;         /* elements from a token's row to the next one */
     } kv[2];
     int64_t key;
     int32_t n;
-    int32_t last; /* of SUM_GROUPS */
+    int32_t last; /* Does the group end a sum over SUM_GROUPS groups? */
 } group;
 
-/* The keys [k0, k1) that count; `next` are the groups of the score block behind it, to be fetched meanwhile. */
+/* The keys [k0, k1) of a score block count. `next` lists the groups of the following block, which are prefetched. */
 typedef struct score_block {
     int64_t k0, k1;
     feed feed[2];
@@ -38,14 +38,14 @@ typedef struct score_block {
 
 static inline int is_plain(const ca_plan *p) { return p->shape.kv_cache_layout != CA_PACKED; }
 
-/* Has every group 16 tokens? */
+/* Has every one of these groups 16 tokens? */
 static inline int whole(const group *g, int num_groups) {
     while (num_groups > 0 && g[num_groups - 1].n == CA_LANES)
         num_groups--;
     return num_groups == 0;
 }
 
-/* How many of them are summed up together. */
+/* Returns how many groups, from the first on, share one sum. */
 static inline int up_to_last(const group *g, int num_groups) {
     int n = 1;
     while (n < num_groups && !g[n - 1].last)
@@ -53,7 +53,7 @@ static inline int up_to_last(const group *g, int num_groups) {
     return n;
 }
 
-/* Where the keys end that the thread of this task will look at. */
+/* Returns where the keys end that the thread of this task will read. */
 static inline int64_t keys_end(const ca_plan *plan, const ca_task *task) {
     int64_t begin, end;
     ca_task_keys(plan, task, &begin, &end);
@@ -62,7 +62,7 @@ static inline int64_t keys_end(const ca_plan *plan, const ca_task *task) {
     return end;
 }
 
-/* Where a key lies among the blocks that count. */
+/* Says where a key lies among the blocks that count: the block's number among them and in the request. */
 typedef struct place {
     int64_t which, block, key;
 } place;
@@ -70,7 +70,7 @@ static inline place place_of(ca_blocks blocks, int64_t size, int64_t key) {
     const int64_t which = ca_find_block(blocks, key / size), block = ca_nth_block(blocks, which);
     return (place){which, block, ca_max64(key, block * size)};
 }
-/* The one n keys on, or where its block ends. */
+/* Returns the place n keys further on, or the start of the next block that counts if p's block ends before. */
 static inline place next_place(ca_blocks blocks, int64_t size, place p, int64_t n) {
     p.key += n;
     if (p.key < (p.block + 1) * size)
@@ -80,7 +80,7 @@ static inline place next_place(ca_blocks blocks, int64_t size, place p, int64_t 
     return p;
 }
 
-/* A key's row of K, or of V. */
+/* Returns the address of a key's row of K, or of V. */
 static inline const char *row_at(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int kv,
                                  place p) {
     const int64_t block = ca_block_of(call, task->request, p.block);
@@ -89,16 +89,16 @@ static inline const char *row_at(const ca_plan *plan, const ca_call *call, const
            token * call->kv[kv].ld * ca_dtype_size(ca_kv_dtype(&plan->shape, kv));
 }
 
-/* Bytes of a token's row in a plain cache. */
+/* Returns the bytes of a token's row in a plain cache. */
 static inline int64_t row_bytes(const ca_shape *s, int kv) {
     return ca_kv_head_size(s, kv) * ca_dtype_size(ca_kv_dtype(s, kv));
 }
 
-#define COPIED_AHEAD 64 /* keys whose rows are fetched while one's is copied: half as many take 1.2 times as long */
+#define COPIED_AHEAD 64 /* keys from the copied row to the prefetched one; with 32, copying takes 1.2 times as long */
 
-/* list_groups of a plain cache whose blocks hold no whole groups (MEASUREMENTS.md: copied groups), in `room`: rows are
- * copied, so that a group has the keys from a multiple of 16 to the next one, as far as they follow one another, and 0
- * for those before k0 and from k1 on, which no row sees. */
+/* Does what list_groups does for a plain cache whose blocks hold no whole groups (MEASUREMENTS.md: copied groups). Rows
+ * are copied to `room`, so that a group has the keys from one multiple of 16 to the next, as far as these follow one
+ * another. The rows of keys before k0 and from k1 on, which no query row sees, are 0. */
 static inline int copy_groups(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int64_t k0,
                               int64_t k1, int most, char *room, group *g, int64_t *end) {
     const ca_blocks blocks = ca_blocks_of(plan, call, task, kv_head);
@@ -139,14 +139,15 @@ static inline int copies_groups(const ca_plan *plan, const ca_call *call) {
     return is_plain(plan) && call->block_size % CA_LANES;
 }
 
-/* How far groups are listed that are fetched while the thread works on keys up to k1; copies would be made for nothing.
- */
+/* Returns the end of the keys whose groups are listed for prefetching while the thread works on keys up to k1. Groups
+ * that have to be copied are not: the copies would be made for nothing. */
 static inline int64_t listed_end(const ca_plan *plan, const ca_call *call, const ca_task *task, int64_t k1) {
     return copies_groups(plan, call) ? k1 : keys_end(plan, task);
 }
 
-/* Groups that hold the keys from k0 on, at most `most`, of the blocks that count; copies: room for their rows where
- * these have to be copied. Returns how many; *end is the first key that counts after them, or k1. */
+/* Lists the groups that hold the keys [k0, k1) of the blocks that count, but at most `most` groups. copies: room for
+ * their rows where these have to be copied. Returns how many groups there are; *end becomes the first key that counts
+ * after them, or k1. */
 static inline int list_groups(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int64_t k0,
                               int64_t k1, int most, char *copies, group *g, int64_t *end) {
     if (copies_groups(plan, call))
@@ -176,7 +177,7 @@ static inline int list_groups(const ca_plan *plan, const ca_call *call, const ca
     return n;
 }
 
-/* The same groups of the kv head that is so many heads on, and so many rows. */
+/* Lists in `to` the groups that lie so many kv heads, and so many rows, behind those of `from`. */
 static inline void move_groups(const ca_plan *plan, const ca_call *call, int heads, int rows, const group *from, int n,
                                group *to) {
     const ca_shape *s = &plan->shape;
@@ -192,7 +193,7 @@ static inline void move_groups(const ca_plan *plan, const ca_call *call, int hea
     }
 }
 
-/* The one behind it, whose groups are those that were next. */
+/* Returns the following score block, whose groups are b's `next`. */
 static inline score_block next_block(const score_block *b, int64_t end) {
     return (score_block){.k0 = b->k1, .k1 = end, .groups = b->next, .next = b->groups, .num_groups = b->num_next};
 }

@@ -1,45 +1,44 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The memory of one thread's segment and what its query rows see of a score block, for every dtype. Parameters:
- * parameters.h. */
+ * This file lays out the memory of a thread that computes a segment, and says what query rows see of a score block, for
+ * every dtype. It takes parameters.h. */
 #ifndef CPU_ATTN_SCRATCH_H
 #define CPU_ATTN_SCRATCH_H
 #include "prefetch.h"
 
-/* Integers that share a unit (integers.h); what their sums begin with, which is not in the query; the scales of keys
- * from which on they count. */
+/* Describes integers that share a unit (integers.h). */
 typedef struct unit {
-    float one;
-    int32_t start;
-    float from;
+    float step;    /* the value of the integer 1 */
+    int32_t start; /* what their sums of products begin with, as a format's zero point asks for */
+    float from;    /* They count for keys whose scale is larger than this. */
 } unit;
-#define INTEGERS_WIDTH(head_size) (2 * ca_round_up(head_size, 8)) /* with what is left of a row when it is rounded */
+#define INTEGERS_WIDTH(head_size) (2 * ca_round_up(head_size, 8)) /* a row's integers, then those of its errors */
 
-/* Per query row: where it may look and how. What differs between kv heads that go together starts with the one at hand.
+/* Holds what each query row sees and how, and room for what is computed. Arrays [heads] start with the kv head at hand.
  */
 typedef struct scratch {
-    const void **query;   /* [heads][rows] as they are given */
-    void *q;              /* [heads][rows][head_size], as the products like it */
-    int64_t q_bytes;      /* of one of these */
-    int integers;         /* are they integers? */
-    unit *units;          /* [heads][rows][q_units] of them, then */
-    int64_t q_units;      /* for every 32 dimensions 2 */
-    float *from;          /* [q_units / 2] the least of all rows' and heads' */
-    float q_factor;       /* of what is given, in q */
-    float factor;         /* of the scores that they give: the scale, where it is not in q */
-    float octaves;        /* a logit, in units of log2, is at most so many times a score */
-    int64_t *lo, *hi;     /* [rows] keys visible */
-    float *slope;         /* [heads][rows] ALiBi, in units of log2 */
-    int64_t *pos;         /* [rows] position of the query among the keys */
-    const float **bias;   /* [heads][rows] ca_bias_row */
-    float *s;             /* [TALL][S_STRIDE] scores, then weights */
-    float *p[2];          /* [TALL][S_STRIDE] weights times the scales of some columns of V, and of the next */
-    float *sums;          /* [TALL][head_size_v] of SUM_GROUPS groups */
-    char *unpacked[2];    /* [MAX_GROUPS] of K, of V: what has to be unpacked */
-    void *rows;           /* of one group, before: ca_rows_bytes, or staged_bytes */
-    group *groups[4];     /* [MAX_GROUPS] of this score block, the next one, this one unpacked, and the next head */
-    char *copies[2];      /* copies_bytes, of the first two of these: copy_groups */
-    const uint8_t **tree; /* [rows] of a tree mask: ca_tree_row; else NULL */
-    int64_t context;
+    const void **query; /* [heads][rows] as they are given */
+    void *q;            /* [heads][rows][head_size], as the products take it */
+    int64_t q_bytes;    /* bytes of a row of q */
+    int integers;       /* Does q hold integers? */
+    unit *units;        /* [heads][rows][q_units], if it does */
+    int64_t q_units;    /* 2 for every 32 dimensions, or 0 */
+    float *from;        /* [q_units / 2] the least `from` of all rows and heads */
+    float q_factor;     /* what a query is multiplied by when it becomes q */
+    float factor;       /* what scores are then still to be multiplied by */
+    float octaves;      /* A logit, in units of log2, is at most so many times a score. */
+    int64_t *lo, *hi;   /* [rows] keys visible */
+    float *slope;       /* [heads][rows] ALiBi, in units of log2 */
+    int64_t *pos;       /* [rows] position of the query among the keys */
+    const float **bias; /* [heads][rows] ca_bias_row */
+    float *s;           /* [TALL][S_STRIDE] scores, then weights */
+    float *p[2];        /* [TALL][S_STRIDE] weights times the scales of some columns of V, and of the next columns */
+    float *sums;        /* [TALL][head_size_v] sums over SUM_GROUPS groups */
+    char *unpacked[2];  /* [MAX_GROUPS] groups of K, and of V, that had to be unpacked */
+    void *rows;         /* rows of one group before it is packed (ca_rows_bytes), or its bytes (staged_bytes) */
+    group *groups[4];   /* [MAX_GROUPS] of this score block, of the next one, of this one unpacked, of the next head */
+    char *copies[2];    /* copied rows of the first two of these (copy_groups), copies_bytes each */
+    const uint8_t **tree; /* [rows] ca_tree_row; NULL: there is no tree mask */
+    int64_t context;      /* ca_context_keys: keys before those that a tree mask covers */
 } scratch;
 
 /* Is K, or V, multiplied as integers.h does? */
@@ -48,30 +47,32 @@ static inline int by_integers(const ca_plan *p, int kv) {
     const int dtype = ca_kv_dtype(&p->shape, kv);
     return integers && *integers && ca_is_scaled(dtype) && (kv == K || p->shape.head_size_v % CA_LANES == 0);
 }
-/* Can the products read it in the cache? */
+/* Can the products read K, or V, in the cache? */
 static inline int in_place(const ca_plan *p, int kv) { return ca_side_ready(p, kv) || by_integers(p, kv); }
 
-/* Bytes of a group, unpacked; 0: it never is, as rows of V are not where they lie as LANES has them. */
+/* Returns the bytes of an unpacked group. They are 0 where a group is never unpacked, as plain rows of V are not, which
+ * lie as the layout LANES has them. */
 static inline int64_t unpacked_bytes(const ca_plan *p, int kv) {
     const int as_lanes = kv == V && p->kernel->info.layout == CA_LAYOUT_LANES && !ca_is_narrow(p->shape.v_dtype);
     return as_lanes || in_place(p, kv) ? 0 : ca_kv_form(p, kv).elements * ca_dtype_size(p->shape.dtype);
 }
-/* Bytes of a group as it meets the products, if that is not in the cache: unpacked, or bytes of int8 of what is
- * shorter; 0: it does. */
+/* Do the products take bytes of the cache, not elements of the query's dtype? */
 static inline int feeds_bytes(feed feed) { return feed == AS_INTEGERS || feed == IN_REGISTERS; }
+/* Returns the bytes of scratch that a group needs before the products: for the unpacked group, or for bytes of int8
+ * made of shorter integers. They are 0 where the products read the cache. */
 static inline int64_t fed_bytes(const ca_plan *p, feed feed, int kv) {
     if (feeds_bytes(feed))
         return ca_is_short_int8(ca_kv_dtype(&p->shape, kv)) ? ca_kv_form(p, kv).elements : 0;
     return feed == ROWS_IN_PLACE ? 0 : unpacked_bytes(p, kv);
 }
 
-/* Bytes of a group whose elements are packed, one for each. */
+/* Returns the bytes of a group whose elements, of 4 to 6 bits in the cache, have become a byte each. */
 static inline int64_t staged_bytes(const ca_plan *p) {
     return ca_max64(ca_is_packed(p->shape.k_dtype) ? ca_kv_form(p, K).elements : 0,
                     ca_is_packed(p->shape.v_dtype) ? ca_kv_form(p, V).elements : 0);
 }
 
-/* BLOCK_KEYS rows of K, then of V, of a plain cache. */
+/* Returns the bytes of BLOCK_KEYS rows of K, and of V, in a plain cache. */
 static inline int64_t copies_bytes(const ca_plan *p) {
     return is_plain(p) ? BLOCK_KEYS * ca_token_bytes(&p->shape) : 0;
 }
@@ -112,7 +113,7 @@ static inline int64_t carve(scratch *x, uintptr_t base, const ca_plan *plan) {
     return at;
 }
 
-/* A segment at work: the plan and the call, its scratch, the score block at hand and what is fetched meanwhile. */
+/* Holds a segment that is being computed: plan and call, scratch, the score block at hand, and what is prefetched. */
 typedef struct work {
     const ca_plan *plan;
     const ca_call *call;
@@ -121,8 +122,8 @@ typedef struct work {
     prefetch f;
 } work;
 
-/* The rows of a task, and of its tiles; two: there are two, which share what is asked for (MEASUREMENTS.md: two tiles).
- */
+/* Holds the number of rows of a task and of its tiles. two: there are two tiles, which share the prefetching
+ * (MEASUREMENTS.md: two tiles). */
 typedef struct tiling {
     int64_t rows, tall;
     int two;
@@ -133,7 +134,7 @@ static inline int64_t scratch_bytes(const ca_plan *plan) {
     return carve(&unused, 0, plan);
 }
 
-/* Of the keys of a score block, those that some of the rows see, [lo, hi), and those that all of them do. */
+/* Names the keys of a score block that some of the rows see, [lo, hi), and that all of them see, [all_lo, all_hi). */
 typedef struct edges {
     int64_t lo, all_lo, all_hi, hi;
 } edges;
@@ -149,7 +150,7 @@ INLINE edges edges_of(const scratch *x, const score_block *b, int64_t row, int64
     return (edges){ca_max64(b->k0, e.lo), ca_max64(b->k0, e.all_lo), ca_min64(b->k1, e.all_hi), ca_min64(b->k1, e.hi)};
 }
 
-/* Does every one of these rows see all of a block, which is whole? */
+/* Does every one of these rows see all keys of a block whose groups are all full? */
 static inline int sees_all(const scratch *x, const score_block *b, int64_t rows) {
     if (b->num_groups == 0 || !whole(b->groups, b->num_groups))
         return 0;
@@ -157,14 +158,14 @@ static inline int sees_all(const scratch *x, const score_block *b, int64_t rows)
     return e.all_lo <= b->groups->key && e.all_hi >= b->groups[b->num_groups - 1].key + CA_LANES;
 }
 
-/* The scores x of a group's keys from one of its lanes on: -inf in place of those outside [lo, hi), whatever they are.
- */
+/* x holds the scores of a group's keys from one of its lanes on. Those of keys outside [lo, hi) become -inf, whatever
+ * they are. */
 INLINE vf keep_seen(vf x, const group *g, int lane, int64_t lo, int64_t hi) {
     const int64_t key = g->key + lane, first = ca_max64(lo - key, 0), end = ca_min64(hi - key, g->n - lane);
     return v_keep(x, (int)ca_min64(first, VL), (int)ca_min64(ca_max64(end, 0), VL));
 }
 
-/* -inf to the scores of a row's keys outside [lo, hi), group by group where some are. */
+/* Sets the scores of a row's keys outside [lo, hi) to -inf, in the groups that have such keys. */
 INLINE void hide_unseen(float *s, const group *g, int num_groups, int64_t lo, int64_t hi) {
     for (int i = 0; i < num_groups; i++, s += CA_LANES)
         if (g[i].key < lo || g[i].key + CA_LANES > hi || g[i].n < CA_LANES)
@@ -172,7 +173,7 @@ INLINE void hide_unseen(float *s, const group *g, int num_groups, int64_t lo, in
                 v_store(s + lane, keep_seen(v_load_f32(s + lane), g + i, lane, lo, hi));
 }
 
-/* -inf to the scores of what a row of a tree mask does not see. */
+/* Sets the scores of keys that a row of a tree mask does not see to -inf. */
 INLINE void mask_tree(const scratch *x, int64_t row, const group *g, int num_groups, float *s) {
     for (int i = 0; x->tree && i < num_groups; i++)
         ca_hide(x->tree[row], x->context, g[i].key, ca_min64(g[i].n, x->hi[row] - g[i].key), s + i * CA_LANES);

@@ -1,18 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The rotation of a cache: R = H S, with S = diag(+1 or -1) and H a Walsh-Hadamard matrix over the square root of its
- * size. R is orthogonal: R q . R k = q . k, and R^T takes a sum of rotated values back. Each element of R x is a sum of
- * all elements of x, so one channel that is far larger than the others, as a model's keys have it, spreads over the
- * head, and a scale fits all of it (Ashkboos et al., QuaRot, arXiv:2404.00456). Without S the elements of a row that is
- * nearly constant would meet in one.
+ * This file rotates heads for a cache, by R = H S with S = diag(+1 or -1) and H a Walsh-Hadamard matrix over the square
+ * root of its size. R is orthogonal: R q . R k = q . k, and R^T takes a sum of rotated values back. Each element of R x
+ * is a sum of all elements of x, so one channel that is far larger than the others, as a model's keys have it, spreads
+ * over the head, and a scale fits all of it (Ashkboos et al., QuaRot, arXiv:2404.00456). Without S a row that is nearly
+ * constant would gather in one element.
  *
- * A head that is no power of two is a row of blocks that are, the largest first: 80 is 64 and 16.
- * The sums of a level have the same operands in every vector width: R x has the same bits on every isa. */
+ * If the head size is no power of two, the head is cut into blocks whose sizes are, the largest first: 80 becomes 64
+ * and
+ * 16. Each sum of a level has the same operands in every vector width, so R x has the same bits on every isa. */
 #ifndef CPU_ATTN_HADAMARD_H
 #define CPU_ATTN_HADAMARD_H
 
 #define LANE_LEVELS (VL == 16 ? 4 : VL == 8 ? 3 : VL == 4 ? 2 : 0)
 
-/* The levels within a vector, of blocks of n elements: lane i and lane i ^ h become their sum and their difference. */
+/* Does the levels within a vector, in blocks of n elements: lanes i and i ^ h become their sum and their difference. */
 INLINE vf hadamard_lanes(vf x, int64_t n) {
     static const float signs[4][16] = {{1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1},
                                        {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
@@ -22,7 +23,8 @@ INLINE vf hadamard_lanes(vf x, int64_t n) {
     return x;
 }
 
-/* A vector, or n elements, of float32 or of bfloat16: of a dtype that is a constant. Not every file has binary16. */
+/* These load a vector, or n elements, of float32 or bfloat16; the dtype is a constant. Float16 is left out, since not
+ * every file can load it. */
 INLINE vf load_of(int dtype, const void *x, int64_t i) {
     return dtype == CA_F32 ? v_load_f32((const float *)x + i) : v_load_bf16((const uint16_t *)x + i);
 }
@@ -30,8 +32,8 @@ INLINE vf loadn_of(int dtype, const void *x, int64_t i, int n) {
     return dtype == CA_F32 ? v_loadn_f32((const float *)x + i, n) : v_loadn_bf16((const uint16_t *)x + i, n);
 }
 
-/* The first levels of nv vectors of src from the i-th element on, a power of two, in registers: those within vectors,
- * then those between them. signs: those of S, or NULL. */
+/* Does the first levels of nv vectors, a power of two, of src from element `at` on, in registers: the levels within
+ * vectors, then those between them. signs: those of S, or NULL. */
 #define PANEL (VL == 16 ? 16 : 8)
 INLINE void hadamard_panel(int dtype, const void *src, int64_t at, float *x, int nv, const float *signs, vf factor) {
     vf y[PANEL];
@@ -54,7 +56,7 @@ INLINE void hadamard_panel(int dtype, const void *src, int64_t at, float *x, int
     EACH(i, nv) v_store(x + at + i * VL, y[i]);
 }
 
-/* The levels between panels, two at a time while there are two. */
+/* Does the levels between panels, two at a time while there are two. */
 static void hadamard_panels(float *x, int64_t n) {
     int64_t h = PANEL * VL;
     for (; 4 * h <= n; h *= 4)
@@ -74,7 +76,7 @@ static void hadamard_panels(float *x, int64_t n) {
     }
 }
 
-/* A block of src to the same place of x: n is a power of two. */
+/* Transforms the block of n elements, a power of two, that begins at element `at` of src and of x. */
 #define FACTOR_OF(n) v_set1((float)(1 / sqrt((double)(n))))
 #define PANEL_CASE(nv)                                                                                                 \
     case (nv) * VL:                                                                                                    \
@@ -96,7 +98,7 @@ INLINE void hadamard_block(int dtype, const void *src, int64_t at, float *x, int
 }
 #undef PANEL_CASE
 
-/* R x, or back: R^T x; of src, n elements of a dtype, to x, which may be src. */
+/* Stores R src, or R^T src if `back`, in x, which may be src. src has n elements of a dtype. */
 INLINE void hadamard_of(int dtype, const void *src, float *x, int64_t n, int back) {
     for (int64_t at = 0, size; at < n; at += size) {
         size = (int64_t)1 << (63 - __builtin_clzll((unsigned long long)(n - at)));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * RMS norm (Zhang and Sennrich, arXiv:1910.07467) and rotary embedding (Su et al., arXiv:2104.09864) of one head, in
- * float32, where it lies. */
+ * This file applies RMS norm (Zhang and Sennrich, arXiv:1910.07467) and rotary embedding (Su et al., arXiv:2104.09864)
+ * to one head, in float32 and in place. */
 
 #ifndef CPU_ATTN_ROTARY_H
 #define CPU_ATTN_ROTARY_H
@@ -19,7 +19,7 @@ static void norm_head(float *restrict x, int64_t n, const float *restrict weight
         x[i] = x[i] * factor * weight[i];
 }
 
-/* The pairs (a[i * step], b[i * step]) by the angles of which cos and sin are. */
+/* Rotates each pair (a[i * step], b[i * step]) by the angle whose cosine and sine are cos[i] and sin[i]. */
 INLINE void rotate_pairs(float *restrict a, float *restrict b, const float *restrict cos, const float *restrict sin,
                          int64_t n, int step) {
     for (int64_t i = 0; i < n; i++) {

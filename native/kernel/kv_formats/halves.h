@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Elements of a narrow cache as binary16, for the FMA kernels: whatever their dtype, float16's kernel reads K and V
- * from there, which is one instruction for a vector, as it is from bfloat16.
+ * This file turns elements of a quantised cache into binary16, for the FMA kernels. Whatever the query's dtype, f16's
+ * products then read K and V, where loading a vector is one instruction, as it is with bfloat16.
  *
- * A byte needs no table for that: moved to its place it is the number over a power of two (formats.h), which goes into
- * the query and into the weights of V; no product or sum of them is rounded otherwise for that. Nibbles become bytes of
- * e5m2 by a table of 16, and what is NaN but not as a half is mended afterwards.
+ * A byte of fp8 or int8 needs no table: shifted to its place it is the number over a power of two (formats.h). That
+ * power goes into the query, or into the weights of V, which changes no rounding. Nibbles become bytes of e5m2 by a
+ * table of 16. Bytes that are NaN, but would not be as binary16, are mended afterwards.
  *
- * Bytes lie in pairs for every dtype: two vectors of halves come from one of bytes by shifts, where bytes in rows have
- * to be spread first. While bytes become halves memory cannot answer as fast as it is asked, so the products ask
- * (attention/prefetch.h). Measurements: narrow caches, in MEASUREMENTS.md. */
+ * Bytes lie in pairs for every dtype, since two vectors of binary16 come from one vector of pairs by shifts, while
+ * bytes in rows would have to be spread first. During the conversion memory could not answer as fast as it would be
+ * asked, so the products prefetch (attention/prefetch.h). MEASUREMENTS.md has the measurements under "narrow caches".
+ */
 
 #ifndef CPU_ATTN_HALVES_H
 #define CPU_ATTN_HALVES_H
@@ -21,7 +22,7 @@ typedef uint8_t bytes_of_halves __attribute__((vector_size(2 * VL)));
 
 static float half_unit(int kv_dtype) { return ca_elements[ca_formats[kv_dtype].element].unit; }
 
-/* Of bytes that are the upper ones of words, whatever the lower ones hold. */
+/* Turns the upper byte of each word into binary16; the lower byte may hold anything. */
 INLINE vh as_halves(int element, vh x) { return (vh)CA_HALF(ca_elements[element].shift, (vh_signed)x); }
 INLINE uint16_t as_half(int element, uint8_t byte) {
     vh x = {0};
@@ -29,12 +30,12 @@ INLINE uint16_t as_half(int element, uint8_t byte) {
     return as_halves(element, x)[0];
 }
 
-/* 2 * VL words to rows of 16, `gap` words from each other. */
+/* Stores 2 * VL words in rows of 16 that begin `gap` words apart. */
 INLINE void put_halves(uint16_t *dst, int64_t gap, vh x) {
 #if 2 * VL > CA_LANES
     if (gap != CA_LANES) {
         typedef uint16_t row __attribute__((vector_size(2 * CA_LANES)));
-#if __has_builtin(__builtin_shufflevector) /* by name, or gcc 12 goes through the stack; gcc 11 has to */
+#if __has_builtin(__builtin_shufflevector) /* Without it gcc 12 goes through the stack; gcc 11 lacks it. */
         row low = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         row high = __builtin_shufflevector(x, x, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
 #else
@@ -51,7 +52,7 @@ INLINE void put_halves(uint16_t *dst, int64_t gap, vh x) {
     memcpy(dst, &x, sizeof x);
 }
 
-/* Only 0x7f, without its sign, reaches that by adding 1 to the rest. */
+/* Marks NaN in `found`: adding 1 to a byte without its sign sets the top bit only if the byte is 0x7f. */
 INLINE void look_for_nan(int element, vh x, vh *found) {
     if (ca_elements[element].nan)
         *found |= (x & 0x7f7f) + 0x0101;
@@ -63,8 +64,9 @@ static int any_nan(vh found) {
     return (all & 0x8080808080808080) != 0;
 }
 
-/* The first and the second bytes of n pairs, each to rows of 16 halves, `gap` halves from each other. What is less than
- * a vector at the end is done with as much before it, once more: one by one 16 of 80 took 0.4 of decode's time. */
+/* Stores the first and the second bytes of n pairs as binary16, in rows of 16 that begin `gap` elements apart. What is
+ * less than a vector at the end is converted once more together with elements before it: 16 of 80 elements, one by one,
+ * took 0.4 of decode's time. */
 INLINE void unzip_vector(int element, const uint8_t *src, int64_t i, uint16_t *first, uint16_t *second, int64_t gap,
                          const char *ahead, vh *found) {
     const int64_t at = i / CA_LANES * gap + i % CA_LANES;
@@ -115,7 +117,7 @@ INLINE void widen_to_halves(int element, const uint8_t *src, int64_t n, uint16_t
     }
 }
 
-/* v_look_up of halves' bytes; vi may be a type of another kind. */
+/* Does v_look_up for the bytes of x; vi may be another type of vector. */
 INLINE vh look_up(const uint8_t *table, vh x) {
     vi bytes;
     memcpy(&bytes, &x, sizeof x);
@@ -124,7 +126,7 @@ INLINE vh look_up(const uint8_t *table, vh x) {
     return x;
 }
 
-/* n nibbles to e5m2, which has all of -8..7. */
+/* Turns n nibbles into bytes of e5m2, which can represent each of -8..7. */
 static void nibbles_to_bytes(const uint8_t *src, int64_t n, uint8_t *dst, const char *ahead) {
     static const uint8_t number[16] = {0xc8, 0xc7, 0xc6, 0xc5, 0xc4, 0xc2, 0xc0, 0xbc,
                                        0,    0x3c, 0x40, 0x42, 0x44, 0x45, 0x46, 0x47};
@@ -141,7 +143,7 @@ static void nibbles_to_bytes(const uint8_t *src, int64_t n, uint8_t *dst, const 
     }
 }
 
-/* K or V of n tokens of a group, NaN apart. Could one be NaN? */
+/* Converts K or V of n tokens of a group, all but NaN. Returns whether one of them may be NaN. */
 INLINE int halves_of_bytes(int element, int kv, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
                            const char *ahead) {
     const int64_t words = ca_div_up(head_size, 2) * CA_LANES;
@@ -165,7 +167,8 @@ static void put_nan(int kv, const uint8_t *src, int n, int64_t head_size, uint16
         }
 }
 
-/* A group of n tokens as a group of float16's layout. stage: its bytes, where elements are packed. */
+/* Converts a group of n tokens to a group of f16's layout. stage: room for its bytes, if elements have less than 8
+ * bits. */
 static void halves_of_group(int kv_dtype, int kv, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
                             uint8_t *stage, const char *ahead) {
     int element = ca_formats[kv_dtype].element, nan = 0;
@@ -184,7 +187,7 @@ static void halves_of_group(int kv_dtype, int kv, const uint8_t *src, int n, int
         put_nan(kv, src, n, head_size, dst);
 }
 
-/* A row of n bytes of fp8. */
+/* Converts a row of n bytes of fp8. */
 static void halves_of_row(int kv_dtype, const uint8_t *src, int64_t n, uint16_t *dst, const char *ahead) {
     vh found = {0};
     FOR_FP8(ca_formats[kv_dtype].element, widen_to_halves(BYTE, src, n, dst, ahead, &found))

@@ -1,19 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Both products over bytes and nibbles as they lie in the cache, by dot products of pairs of 16-bit integers, exact in
- * 32 bits (VPMADDWD, VPDPWSSD). Parameters: parameters.h; the words are in simd/vocabulary.md.
+ * This file forms both products over bytes and nibbles in the cache, by dot products of pairs of 16-bit integers, which
+ * are exact in 32 bits (VPMADDWD, VPDPWSSD). It takes parameters.h; the words are in simd/vocabulary.md.
  *
- * The other side becomes integers up to 32767: a query by 32 or 64 dimensions that share a unit, weights times the
- * scales of V by rows of a score block; a key whose V is small, by its scale, takes no room from others. Weights are
- * not all rounded to the same side, or thousands of small ones that meet a V which is large in one column would take 10
- * times the error budget.
+ * The other operand is quantised to integers up to 32767. In a query, 32 or 64 dimensions share a unit. Weights are
+ * multiplied by the scales of V first, and share a unit by rows of a score block, so a key whose V is small takes no
+ * room from others. A dither is added before weights are rounded: thousands of small weights rounded to the same side
+ * would take 10 times the error budget where they meet a V that is large in one column.
  *
- * A query's unit is a power of two, so that of float16 what has 1/16 of the largest number is exact, of bfloat16 1/128.
- * What it loses follows with a unit of its own, for keys whose scale says that it may change their logit by a share of
- * the error budget. Without it outliers and channels as SmoothQuant describes them took 19 budgets.
+ * The unit of a query is a power of two, so numbers from 1/16 of the largest on are exact in float16, and from 1/128 on
+ * in bfloat16. What a query loses by rounding is multiplied with a unit of its own, for keys whose scale says that it
+ * may change their logit by a share of the error budget. Without that, outliers and channels as SmoothQuant describes
+ * them took 19 budgets.
  *
- * Weights have a unit for `span` / columns keys, at least 16: where a few keys outweigh the others and have V in a
- * column of their own, the error is about 0.5 sqrt(span) / 32767 of the output. Measurements: integers, in
- * MEASUREMENTS.md. */
+ * `span` / columns keys, but at least 16, share a unit of weights. Where a few keys outweigh the others and have V in a
+ * column of their own, the error is about 0.5 sqrt(span) / 32767 of the output. MEASUREMENTS.md has the measurements
+ * under "integers". */
 #ifndef CPU_ATTN_INTEGERS_H
 #define CPU_ATTN_INTEGERS_H
 #include "cache/half.h"
@@ -22,21 +23,22 @@
 
 #define MOST 32767
 _Static_assert((int64_t)MOST * 240 * KEYS <= INT32_MAX,
-               "sums over a score block fit, of nibbles 16 times as large, too");
+               "Sums over a score block fit into 32 bits, even those of nibbles that count 16 times.");
 
-/* Dimensions of a query that share a unit, of keys a scale, and how many units that makes. */
+/* Returns how many dimensions of a query share a unit, as those of a key share a scale, and how many units that makes.
+ */
 static int64_t unit_dims(int kv_dtype) { return ca_min64(64, ca_scale_elements(kv_dtype, 64)); }
 static int64_t units_of(int kv_dtype, int64_t head_size) { return ca_div_up(head_size, unit_dims(kv_dtype)); }
-/* Bytes of n elements, nibbles or bytes. */
+/* Returns the bytes of n elements, which are nibbles or bytes. */
 INLINE int64_t integer_bytes(int nibbles, int64_t n) { return nibbles ? n / 2 : n; }
 
-/* How numbers become integers: times boost, times by; one is what 1 is worth. */
+/* Says how numbers are quantised: q = round(x * boost * inv_step). `step` is the value of one unit. */
 typedef struct fit {
-    float boost, by, one;
+    float boost, inv_step, step;
 } fit;
 
-/* For numbers of which the largest is the float with these bits; NaN where one of them is not finite. Where that is
- * small its reciprocal would be infinite. */
+/* Returns the fit for numbers whose largest magnitude is the float with the bits `top`; its step is NaN if one of them
+ * is not finite. Small numbers get a boost, without which the reciprocal might be infinite. */
 INLINE fit fit_to(uint32_t top) {
     const float boost = top < ca_as_bits(0x1p-60f) ? 0x1p64f : 1, most = ca_as_float(top) * boost;
     if (top == 0 || top >= 0x7f800000)
@@ -44,17 +46,18 @@ INLINE fit fit_to(uint32_t top) {
     return (fit){boost, MOST / most, most / MOST / boost};
 }
 
-/* The same with a power of two for a unit: numbers of at most 11 digits are exact down to 1/16 of the largest one, and
- * their integers are at most MOST. */
+/* Does what fit_to does, with a power of two as the step. Numbers with significands of at most 11 bits are then exact
+ * from 1/16 of the largest one on, and their integers are at most MOST. */
 INLINE fit fit_octaves(uint32_t top) {
     const fit f = fit_to(top);
     const float octave = ca_as_float(ca_as_bits(ca_as_float(top) * f.boost) & 0x7f800000);
-    return f.by > 0 ? (fit){f.boost, 0x1p14f / octave, octave * 0x1p-14f / f.boost} : f;
+    return f.inv_step > 0 ? (fit){f.boost, 0x1p14f / octave, octave * 0x1p-14f / f.boost} : f;
 }
 
-/* n elements of a query, zeros up to a multiple of 8 behind them, as integers, and with a second unit what was rounded
- * off. That counts for keys whose scale is so large that it may change a logit by more than `error` of an octave: a key
- * is up to 127 (7; where it is rotated -8) scales in every dimension. What stands for 0 has to leave their sums. */
+/* Quantises n elements of a query, followed by zeros up to a multiple of 8, to `whole`, and their rounding errors to
+ * `rest` with a unit of their own. The latter count for keys whose scale is so large that they may change a logit by
+ * more than `error` of an octave: in each dimension a key is up to ca_largest_of scales, or one more in a rotated cache
+ * of nibbles, which also has -8. `start` takes the format's zero point out of the sums. */
 static void put_unit(int kv_dtype, float error, float octaves, int64_t n, const float *x, int16_t *restrict whole,
                      int16_t *restrict rest, unit *of) {
     const fit fit = fit_octaves(ca_top_bits(x, n));
@@ -62,7 +65,7 @@ static void put_unit(int kv_dtype, float error, float octaves, int64_t n, const 
     int32_t sum = 0, rests = 0;
     float lost = 0;
     for (int64_t i = 0; i < ca_round_up(n, 8); i++) {
-        const float y = x[i] * fit.boost * fit.by;
+        const float y = x[i] * fit.boost * fit.inv_step;
         const int32_t near = ca_nearest(y), off = ca_nearest((y - (float)near) * 0x1p15f);
         whole[i] = (int16_t)near;
         rest[i] = (int16_t)off;
@@ -70,13 +73,15 @@ static void put_unit(int kv_dtype, float error, float octaves, int64_t n, const 
         sum += whole[i];
         rests += rest[i];
     }
-    of[0] = (unit){fit.one, -zero * sum, 0};
-    of[1] = (unit){fit.one * 0x1p-15f, -zero * rests, error / (fit.one * octaves * lost * ca_largest_of(kv_dtype))};
+    of[0] = (unit){fit.step, -zero * sum, 0};
+    of[1] = (unit){fit.step * 0x1p-15f, -zero * rests, error / (fit.step * octaves * lost * ca_largest_of(kv_dtype))};
 }
 
-/* What is added before weights are rounded, ((37 k) mod 64 + 1/2) / 64 - 1/2: many that are small and alike would all
- * be rounded to the same side. Of the odd factors 37 is among those whose sums over every second, third, ... 32nd key
- * stay smallest: with van der Corput's order V of turning signs came to 13 times the error budget. 0 stays 0. */
+/* SPREAD(k) is the dither of the k-th weight, ((37 k) mod 64 + 1/2) / 64 - 1/2. Without it many weights that are small
+ * and alike would all be rounded to the same side. Among odd factors 37 is one of those whose sums over every second,
+ * third,
+ * ... 32nd key stay smallest; with van der Corput's order a V of alternating signs took 13 times the error budget. A
+ * weight of 0 stays 0. */
 #define SPREAD(k) ((37 * (k)) % 64 + 0.5f) / 64 - 0.5f
 #define SPREAD_4(k) SPREAD(k), SPREAD((k) + 1), SPREAD((k) + 2), SPREAD((k) + 3)
 #define SPREAD_16(k) SPREAD_4(k), SPREAD_4((k) + 4), SPREAD_4((k) + 8), SPREAD_4((k) + 12)
@@ -84,15 +89,16 @@ static const float spread[4 * CA_LANES] = {SPREAD_16(0), SPREAD_16(16), SPREAD_1
 
 /* ---- S = Q K^T ---- */
 
-/* What qk takes besides the operands: queries as integers. */
+/* Holds what qk takes besides its operands: queries as integers. */
 typedef struct integer_operands {
     const int16_t *q;
-    int64_t width; /* from row to row; what was rounded off lies half of it behind */
+    int64_t width; /* integers from row to row; the rounding errors follow half of it behind */
     const unit *units;
-    int64_t units_ld; /* of a row */
+    int64_t units_ld; /* units of a row */
 } integer_operands;
 
-/* Sums over 32 bytes of each group: two dimensions of bytes, or of nibbles two and the two that are 4 on. */
+/* Adds the products over 32 bytes of each group: two dimensions of bytes, or four of nibbles, two of which are 4
+ * dimensions further on. */
 INLINE void qk_bytes_step(int nibbles, int mr, int nv, const int16_t *q, int64_t width, const group *g, int64_t at,
                           vi acc[TALL][NV]) {
     const int halves = nibbles ? 2 : 1;
@@ -108,15 +114,16 @@ INLINE void qk_bytes_step(int nibbles, int mr, int nv, const int16_t *q, int64_t
     }
 }
 
-/* The largest ones of ng groups' scales; NaN, of unused slots, is left out as the first operand of v_max. */
+/* Returns, lane by lane, the largest scales of ng groups. Unused slots may hold NaN, which v_max leaves out as its
+ * first operand. */
 INLINE vf largest_scales(const group *g, int ng, int64_t scale) {
     vf top = v_set1(0);
     EACH(v, ng * CA_LANES / VL) top = v_max(scales_of(g, K, scale, v * VL), top);
     return top;
 }
 
-/* S[mr][ng * 16] (+)= q k^T over the dimensions [d, end), which share a unit, times the scale-th scales. rest: of what
- * was rounded off, for keys whose scale is so large. */
+/* S[mr][ng * 16] (+)= q k^T over the dimensions [d, end), which share a unit, times the scale-th scales. rest: q is the
+ * rounding errors, which count for keys with large enough scales. */
 INLINE void qk_unit(int nibbles, int add, int rest, int mr, int ng, integer_operands q, qk_operands t, int which,
                     int64_t d, int64_t end, int64_t scale) {
     const int nv = ng * CA_LANES / VL;
@@ -137,7 +144,7 @@ INLINE void qk_unit(int nibbles, int add, int rest, int mr, int ng, integer_oper
         EACH(r, mr) {
             const unit of = q.units[r * q.units_ld];
             float *to = t.s + r * S_STRIDE + v * VL;
-            vf x = v_mul(v_float(acc[r][v]), v_set1(of.one)), before = add ? v_load_f32(to) : v_set1(0);
+            vf x = v_mul(v_float(acc[r][v]), v_set1(of.step)), before = add ? v_load_f32(to) : v_set1(0);
             v_store(to, rest  ? v_less(v_set1(of.from), by, v_fma(x, by, before), before)
                         : add ? v_fma(x, by, before)
                               : v_mul(x, by));
@@ -145,7 +152,7 @@ INLINE void qk_unit(int nibbles, int add, int rest, int mr, int ng, integer_oper
     }
 }
 
-/* What was rounded off, of one row. */
+/* Adds the products of one row's rounding errors. */
 static NOINLINE void qk_rest(int nibbles, int ng, integer_operands q, qk_operands t, int64_t d, int64_t end,
                              int64_t scale) {
     for (int i = 0; i < ng; i++, t.g++, t.s += CA_LANES)
@@ -163,7 +170,8 @@ INLINE void qk_unit_tiles(int nibbles, int add, int rest, int mr, integer_operan
         qk_unit(nibbles, add, rest, mr, TILE_GROUPS(mr), q, qk_from(t, 0, i), i, d, end, scale);
 }
 
-/* The same for any number of rows, of ng groups, 1 or NG. from: the least of them. */
+/* Does what qk_unit does for any number of rows and for ng groups, 1 or NG, rounding errors included. from: the least
+ * scale from which on the errors of any row count. */
 INLINE void qk_unit_rows(int nibbles, int mr, int ng, integer_operands q, qk_operands t, int64_t d, int64_t end,
                          int64_t scale, float from) {
     if (ng == 1)
@@ -184,7 +192,7 @@ INLINE void qk_unit_rows(int nibbles, int mr, int ng, integer_operands q, qk_ope
         qk_rest(nibbles, ng, q, t, d, end, scale);
 }
 
-/* S of ng groups, 1 or NG. */
+/* Makes S of ng groups, 1 or NG. */
 static void qk_integers(const ca_plan *plan, const scratch *x, int64_t row, int mr, int ng,
                         const qk_operands *operands) {
     const qk_operands t = *operands;
@@ -204,8 +212,8 @@ static void qk_integers(const ca_plan *plan, const scratch *x, int64_t row, int 
 
 /* ---- O += P V ---- */
 
-/* Weights times the scale-th scales of V, as pairs of integers. What weighs 0 stays 0: the scale of a key that no row
- * sees may be NaN. */
+/* Stores weights times the scale-th scales of V, quantised, as pairs of integers. A weight of 0 stays 0, since the
+ * scale of a key that no row sees may be NaN. */
 INLINE void put_weights_of_scales(int zero, int mr, const float *s, const group *g, int num_groups, int64_t scale,
                                   float *p, unit *of) {
     const int vectors = num_groups * CA_LANES / VL;
@@ -224,12 +232,12 @@ INLINE void put_weights_of_scales(int zero, int mr, const float *s, const group 
     EACH(r, mr) {
         float *x = p + r * S_STRIDE;
         const fit fit = fit_to(v_htop(top[r]));
-        of[r].one = fit.one;
-        by[r] = v_set1(fit.by);
+        of[r].step = fit.step;
+        by[r] = v_set1(fit.inv_step);
         if (vectors % 2)
             v_store(x + vectors * VL, v_set1(0));
         if (fit.boost != 1)
-            for (int i = 0; i < vectors * VL; i++) /* 0 * NaN would be no integer */
+            for (int i = 0; i < vectors * VL; i++) /* 0 * NaN would not be 0 */
                 x[i] = fit.boost > 0 ? x[i] * fit.boost : 0;
     }
     for (int v = 0; v < vectors; v += 2)
@@ -250,20 +258,22 @@ static void put_weights_any(int zero, int mr, const float *s, const group *g, in
     FOR_ROWS(mr, put_weights_of_scales(zero, M, s, g, num_groups, scale, p, of))
 }
 
-/* How the columns of a strip lie in V, from key to key: as bytes, or all of them in the lower or in the upper halves of
- * bytes; 64 in both halves; 16 now in these and then in those. */
+/* Says how the columns of a strip lie in V, for each key: IN_LINE, as bytes or all in the lower, or all in the upper,
+ * nibbles of bytes; IN_BOTH_HALVES, 64 columns in both nibbles; BY_TURNS, 16 columns now in lower and then in upper
+ * ones.
+ */
 enum { IN_LINE, IN_BOTH_HALVES, BY_TURNS };
 static int lie_of(int nibbles, int64_t strip, int64_t head_size_v) {
     return !nibbles ? IN_LINE : head_size_v % 64 ? BY_TURNS : strip == 64 ? IN_BOTH_HALVES : IN_LINE;
 }
-/* Columns of a strip from column c on. */
+/* Returns the number of columns of the strip that begins at column c. */
 INLINE int64_t strip_of(int nibbles, int mr, int64_t c, int64_t head_size_v) {
     const int64_t most = ca_min64(TILE_VECTORS(mr) * VL, head_size_v - c);
     return most < 32 || (nibbles && head_size_v % 64) ? 16 : most < 64 ? 32 : 64;
 }
 
-/* The sums over two keys: words of V in `nv` vectors of columns, element `at` of a group being the first. mask: the
- * halves of bytes that are meant. w: the weights of the keys. */
+/* Adds the products over two keys, for `nv` vectors of columns; element `at` of the group is the first. mask: which
+ * nibbles of bytes are meant. w: the weights of the keys. */
 INLINE void pv_of_keys(int nibbles, int each, int lie, int mr, int nv, const int16_t *const *w, const char *v,
                        int64_t at, vi mask, vi acc[TALL][NDV]) {
     const int weights = each && nv * VL > 32 ? 2 : 1;
@@ -285,8 +295,8 @@ INLINE void pv_of_keys(int nibbles, int each, int lie, int mr, int nv, const int
     }
 }
 
-/* What a strip of columns takes: the groups [first, end) of g, which share a unit; weights and units, of each 32
- * columns or of all. */
+/* Holds what a strip of columns takes: the groups [first, end) of g, which share a unit, and weights and units, for
+ * each 32 columns or for all. */
 typedef struct strip_operands {
     float *const *p;
     const unit *const *units;
@@ -297,8 +307,8 @@ typedef struct strip_operands {
     int64_t head_size_v;
 } strip_operands;
 
-/* O[mr][c .. c + nv * VL) += P V. each: 32 columns have weights of their own. Upper halves of bytes stay where they
- * are: 16 times what they stand for. */
+/* O[mr][c .. c + nv * VL) += P V. each: every 32 columns have weights of their own. Upper nibbles are multiplied where
+ * they are, as 16 times their value, which the unit makes up for. */
 INLINE void pv_strip(int nibbles, int each, int lie, int mr, int nv, const work *w, strip_operands t, int64_t c) {
     const int upper = nibbles && lie == IN_LINE && ca_nibble_shift(2 * c);
     const int64_t first = nibbles && lie != BY_TURNS ? ca_nibble_byte(2 * c) : 2 * c;
@@ -313,7 +323,7 @@ INLINE void pv_strip(int nibbles, int each, int lie, int mr, int nv, const work 
             next = look_ahead(&w->f, &w->b, t.g, t.num_groups, t.num_groups + i - i % NG, &found);
         for (unsigned key = 0; key < CA_LANES; key += 4) {
             const unsigned lane = (unsigned)(i - t.first) * CA_LANES + key, n = lane / VL;
-            const unsigned at = n / 2 * 2 * VL + n % 2 * 4 + 2 * (lane % VL); /* as v_pack_words leaves the weights */
+            const unsigned at = n / 2 * 2 * VL + n % 2 * 4 + 2 * (lane % VL); /* v_pack_words has put weights there */
             prefetch_lines(next, i % NG, 1, integer_bytes(nibbles, c * CA_LANES + key * nv * VL),
                            integer_bytes(nibbles, 4 * nv * VL));
             EACH(odd, 2) {
@@ -326,7 +336,7 @@ INLINE void pv_strip(int nibbles, int each, int lie, int mr, int nv, const work 
     }
     EACH(r, mr) EACH(j, nv) {
         float *to = t.o + r * t.head_size_v + c + j * VL;
-        const float one = t.units[each ? j * VL / 32 : 0][r].one * (upper ? 1.0f / 16 : 1);
+        const float one = t.units[each ? j * VL / 32 : 0][r].step * (upper ? 1.0f / 16 : 1);
         v_store(to, v_fma(v_float(acc[r][j]), v_set1(one), v_load_f32(to)));
     }
 }
@@ -357,7 +367,7 @@ INLINE void pv_integer_rows(int nibbles, int each, const work *w, int mr, const 
             const unit *const of[2] = {units[0][i], units[1][i]};
             end = (int)ca_min64(num_groups, i + most);
             for (int h = 0; 32 * h < strip; h++)
-                if ((c + 32 * h) % shared == 0) /* the scales are others than before */
+                if ((c + 32 * h) % shared == 0) /* These columns have other scales. */
                     put_weights_any(zero, mr, x->s + at, g + i, end - i, (c + 32 * h) / shared, p[h], units[h][i]);
             const strip_operands t = {p, of, g, num_groups, i, end, fetches && w->b.num_next, o, dv};
             if (lie == IN_LINE)
@@ -370,12 +380,12 @@ INLINE void pv_integer_rows(int nibbles, int each, const work *w, int mr, const 
     }
 }
 
-/* Is there a dtype of bytes of which 32 share a scale? No code is made for what there is not. */
+/* Is there a dtype of 8 bits of which 32 elements share a scale? If not, no code is made for it. */
 #define SHARES(dtype, bits, element, shared, step) || ((bits) == 8 && (shared) == 32)
 enum { BYTES_SHARE = 0 CA_FORMATS(SHARES) };
 #undef SHARES
 
-/* O += P V of mr rows over a score block; span: columns times keys whose weights become integers of one unit. */
+/* O += P V of mr rows over a score block. span: keys times columns whose weights, as integers, share a unit. */
 static void pv_integers(const work *w, int mr, const group *g, int num_groups, int fetches, int64_t span, float *o) {
     const int v_dtype = w->plan->shape.v_dtype;
     if (ca_is_nibbles(v_dtype) && ca_has_scales(v_dtype))

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Elements of narrow caches (cache/formats.h) as floats, VL at a time, in the words of simd/vocabulary.md. */
+ * This file turns elements of quantised caches (cache/formats.h) into floats and back, VL at a time, in the words of
+ * simd/vocabulary.md. */
 #ifndef CPU_ATTN_NUMBERS_H
 #define CPU_ATTN_NUMBERS_H
 #include "cache/layout.h"
@@ -13,7 +14,7 @@ typedef int16_t vw;
 typedef int32_t vq;
 #endif
 
-/* n bytes, each the upper half of a word. */
+/* Loads n bytes as the upper halves of words. */
 INLINE vw upper_bytes(const uint8_t *p, int n) {
 #if VL > 1
     vw_bytes x = {0};
@@ -29,13 +30,14 @@ INLINE vf floats_of_halves(vw x) {
     return v_load_f16(halves);
 }
 
-/* Upper bytes of words as numbers; any NaN for NaN. */
+/* Turns the upper bytes of words into numbers; a NaN may become any NaN. */
 INLINE vf v_number(int element, vw x) {
     const vf half = floats_of_halves((vw)CA_HALF(ca_elements[element].shift, x));
     const vf number = v_mul(half, v_set1(ca_elements[element].unit)), most = v_set1(ca_elements[element].largest);
     return ca_elements[element].nan ? v_less(most, v_abs(number), v_set1(NAN), number) : number;
 }
-/* Their lower (shift 0) or upper (4) halves. 0x6400 is 1024, whose last bit is worth 1. */
+/* Turns the lower (shift 0) or the upper (shift 4) nibbles of these bytes into numbers. 0x6400 is 1024 in binary16,
+ * where 1 is the unit in the last place. */
 INLINE vf v_nibble(int zero, vw x, int shift) {
 #if VL > 1
     return v_sub(floats_of_halves((vw)((x >> (8 + shift) & 15) | 0x6400)), v_set1((float)(1024 + zero)));
@@ -46,7 +48,7 @@ INLINE vf v_nibble(int zero, vw x, int shift) {
 
 /* ---- elements of 5 and 6 bits ---- */
 
-/* 16 bytes, CHUNKS times; a lane of the shifts says by how much a chunk of its own is shifted. */
+/* Loads 16 bytes CHUNKS times, since the lanes of each copy will be shifted by other amounts. */
 #define CHUNKS (VL >= 4 ? VL / 4 : 1)
 typedef uint32_t chunk __attribute__((vector_size(16)));
 typedef uint32_t chunks __attribute__((vector_size(16 * CHUNKS)));
@@ -64,8 +66,8 @@ INLINE chunks repeated(const uint8_t *src) {
     return all;
 }
 
-/* 128 of them as bytes of int8. A bit goes to its place by one shift of words: what comes from another byte is masked
- * off. */
+/* Unpacks 128 elements to bytes of int8. One shift of 32-bit words brings a bit of every byte to its place; bits that
+ * come from a neighbouring byte are masked off. */
 INLINE void int8_of_bits(int bits, const uint8_t *src, uint8_t *dst) {
     chunks plane[2], x, half;
     EACH(j, bits - 4) plane[j] = repeated(src + 64 + 16 * j);
@@ -85,7 +87,7 @@ INLINE void int8_of_bits(int bits, const uint8_t *src, uint8_t *dst) {
         memcpy(dst + 16 * CHUNKS * i, &half, sizeof half);
     }
 }
-/* n of them, a multiple of 128. */
+/* Unpacks n elements of 5 or 6 bits, a multiple of 128, to bytes of int8. */
 static void int8_of_packed(int dtype, const uint8_t *src, int64_t n, uint8_t *dst, const char *ahead) {
     const int64_t step = ca_bytes_of(dtype, CA_NIBBLES);
     for (int64_t i = 0; i < n; i += CA_NIBBLES, src += step, dst += CA_NIBBLES, ahead += step) {
@@ -100,7 +102,8 @@ static void int8_of_packed(int dtype, const uint8_t *src, int64_t n, uint8_t *ds
 
 /* ---- on the way into a cache ---- */
 
-/* Of whole rows: sums of every 16th square, then of these by halves, the same bits for every VL. */
+/* A sum of squares first adds every 16th square, then these 16 sums by halves, so that it has the same bits for every
+ * VL. */
 #define SUMS (CA_LANES / VL)
 INLINE void add_square(vf x, vf *top, vf *sum) {
     *top = v_max(*top, v_abs(x));
@@ -116,14 +119,14 @@ INLINE float sum_of_16(vf *sum) {
     return v_first(sum[0]);
 }
 
-/* n <= VL bytes. */
+/* Stores the first n bytes of x, but at most VL. */
 INLINE void put_some_bytes(uint8_t *dst, vf x, int64_t n) {
     uint8_t bytes[VL];
     v_put_bytes(bytes, x);
     memcpy(dst, bytes, (size_t)(n < VL ? n : VL));
 }
 
-/* Whole numbers in -128..127 as a sign and a magnitude, or plus zero, where that is not 0. */
+/* Turns integers in -128..127 into sign and magnitude or, if zero is not 0, adds zero to them. */
 INLINE void put_signs(int zero, uint8_t *x, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         const int8_t y = (int8_t)x[i];
@@ -131,8 +134,8 @@ INLINE void put_signs(int zero, uint8_t *x, int64_t n) {
     }
 }
 
-/* Numbers as bytes of fp8: nearest even, saturating, infinities too. Adding 2^23 units rounds, a unit being that of the
- * exponent or, where numbers are subnormal, of the least, 2^-14 in a binary16. */
+/* Turns numbers into bytes of fp8, to nearest even, saturating, infinities too. Adding 2^23 units rounds. The unit is
+ * that of the number's exponent or, for a subnormal number, of the least exponent, which is 2^-14 in binary16. */
 INLINE vf v_fp8(int element, vf f) {
     const int fraction = 2 + ca_elements[element].shift;
     const float least = ca_elements[element].unit * 0x1p-14f;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Register tiles exist only where the compiler inlines and unrolls, so both are asked for by name. What is rare is kept
- * out of them, by name, too. */
+ * INLINE and EACH demand inlining and unrolling, without which arrays of vectors would not stay in registers. NOINLINE
+ * keeps rare code out of such functions. */
 #ifndef CPU_ATTN_INLINE_H
 #define CPU_ATTN_INLINE_H
 #include <stdint.h>
@@ -14,7 +14,7 @@
 #define EACH(i, n) PRAGMA(GCC unroll 16) for (int i = 0; i < (n); i++)
 #endif
 
-/* Asks for the cache lines of so many bytes, into L2. */
+/* Prefetches the cache lines of so many bytes into L2. */
 INLINE void prefetch_bytes(const void *p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64)
         __builtin_prefetch((const char *)p + i, 0, 2);
