@@ -303,9 +303,9 @@ INLINE vf v_keep_bits(vf x, uint32_t bits) {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(-INFINITY), x);
 }
 
-/* Of 16 vectors v: the largest, or least, lane of v[i] in lane i, by a transposition that compares on the way. Rounds
- * one and two bring quarters of v[i], v[4 + i], v[8 + i] and v[12 + i] together, three and four lanes within quarters.
- */
+/* Returns in lane i the largest, or least, lane of v[i], for 16 vectors v. A transposition compares on the way: its
+ * first two rounds bring quarters of v[i], v[4 + i], v[8 + i] and v[12 + i] together, its last two lanes within
+ * quarters. */
 #define OF_EACH(name, better)                                                                                          \
     INLINE __m512i name(const __m512i *v) {                                                                            \
         __m512i quarters[4], pairs[2];                                                                                 \
@@ -452,7 +452,8 @@ INLINE void v_zip_pairs(const uint16_t *a, const uint16_t *b, vp *out) {
     EACH(j, 2) out[j] = _mm512_permutex2var_epi16(x, _mm512_loadu_si512(turns + 32 * j), y);
 }
 
-/* The same of bytes. In every 128 bits words_of_turned makes the first half words of out[0], the other of out[1]. */
+/* These do with bytes what the functions above do with words. words_of_turned makes out[0] of the low half of every 128
+ * bits of bytes and out[1] of the high half, so bytes are first put in an order in which that is right. */
 INLINE void v_quads_of_rows(const char *src, int64_t ld, vp *out) { transpose(src, ld, 8, out); }
 INLINE void v_pairs_of_quads(vp x, const v_table *t, vp *out) {
     const __m512i pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
