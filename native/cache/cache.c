@@ -6,9 +6,6 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 typedef struct cache {
     void *data;
@@ -206,7 +203,8 @@ static void write_part(const write_call *w, int thread, int head0, int head1, in
 static int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 
 /* Does one thread's share of the queries of rotary_reshape_and_cache, then of the cache. */
-static void write_share(const write_call *w, int thread, int team) {
+static void write_share(void *work, int thread, int team) {
+    const write_call *w = work;
     int heads = w->turns->num_kv_heads, groups = gcd(heads, team), parts = team / groups, each = heads / groups;
     if (w->turns->cos_sin)
         ca_turn_queries(w->turns, thread, team);
@@ -230,15 +228,7 @@ static int write_all(const cache caches[2], const int64_t *slots, ca_turns *turn
         return fault->status;
     if (turned && ca_turns_begin(turns, (int)ca_max64(1, team)))
         return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
-    if (team <= 1)
-        write_share(&w, 0, 1);
-    else {
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(team)
-#endif
-        for (int i = 0; i < team; i++)
-            write_share(&w, i, team);
-    }
+    ca_run_team(team, write_share, &w);
     ca_turns_end(turns);
     return CA_OK;
 }

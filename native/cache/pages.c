@@ -3,10 +3,8 @@
 #include "check/check.h"
 #include "kernel/kernel.h"
 #include "run/threads.h"
+#include <stdatomic.h>
 #include <stdlib.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 /* Floats are compared as integers that have their order (-0 before 0), because SSE2 compares eight such halves at once.
  * A bound that is NaN stays NaN, and a key that is NaN makes its bounds NaN. */
@@ -91,6 +89,21 @@ static double nanoseconds(const ca_array *a) {
     return (double)query->shape[0] * query->shape[1] * query->shape[2] * scores->shape[2] * 2 / 20;
 }
 
+typedef struct scoring {
+    const ca_array *arrays;
+    const ca_kernel *kernel;
+    int64_t block_size, heads, items, floats; /* floats: scratch of a thread */
+    float *scratch;
+    atomic_llong next_item; /* one head of one request */
+} scoring;
+
+static void score_items(void *work, int thread, int team) {
+    scoring *s = work;
+    (void)team;
+    for (int64_t i; (i = atomic_fetch_add(&s->next_item, 1)) < s->items;)
+        s->kernel->score_pages(s->arrays, s->block_size, i / s->heads, i % s->heads, s->scratch + thread * s->floats);
+}
+
 int64_t ca_score_floats(int64_t head_size) { return ca_round_up(2 * CA_PAGE_ROWS * head_size, CA_LANES); }
 
 int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *scratch, int num_threads,
@@ -98,25 +111,20 @@ int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *s
     ca_array a[CA_SCORES_ARRAYS];
     memcpy(a, arrays, sizeof a);
     const ca_array *query = &a[CA_SCORES_QUERY];
-    const ca_kernel *kernel = ca_isa_get(isa)->kernels[query->dtype];
-    int64_t heads = a[CA_SCORES].shape[1], items = a[CA_SCORES_BLOCK_TABLE].shape[0] * heads;
-    int64_t floats = ca_score_floats(query->shape[2]);
-    (void)floats;
+    const int64_t heads = a[CA_SCORES].shape[1];
+    scoring s = {.arrays = a,
+                 .kernel = ca_isa_get(isa)->kernels[query->dtype],
+                 .block_size = block_size,
+                 .heads = heads,
+                 .items = a[CA_SCORES_BLOCK_TABLE].shape[0] * heads,
+                 .floats = ca_score_floats(query->shape[2]),
+                 .scratch = scratch};
     int32_t *memory = take_scored(a, block_size, fault);
     if (!memory)
         return fault->status;
-    int team = ca_team((int)ca_min64(ca_min64(num_threads, ca_threads_for(nanoseconds(a))), items));
-    const int bad = ca_check_stack(team, fault);
-    if (team <= 1) {
-        for (int64_t i = 0; i < items; i++)
-            kernel->score_pages(a, block_size, i / heads, i % heads, scratch);
-    } else if (!bad) {
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(team) schedule(dynamic)
-        for (int64_t i = 0; i < items; i++)
-            kernel->score_pages(a, block_size, i / heads, i % heads, scratch + omp_get_thread_num() * floats);
-#endif
-    }
+    const int team = ca_team((int)ca_min64(ca_min64(num_threads, ca_threads_for(nanoseconds(a))), s.items));
+    if (!ca_check_stack(team, fault))
+        ca_run_team(team, score_items, &s);
     free(memory);
     return fault->status;
 }

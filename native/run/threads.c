@@ -95,3 +95,24 @@ int64_t ca_small_stack(int team) {
 #endif
 
 int ca_team(int wanted) { return atomic_load(&forked) ? 1 : wanted; }
+
+void ca_run_team(int threads, ca_team_fn *fn, void *work) {
+#ifdef _OPENMP
+    if (threads > 1) {
+#pragma omp parallel num_threads(threads)
+        fn(work, omp_get_thread_num(), omp_get_num_threads());
+        return;
+    }
+#endif
+    (void)threads;
+    fn(work, 0, 1);
+}
+
+void ca_wait_for_team(int team) {
+    (void)team;
+#ifdef _OPENMP
+    if (team > 1) { /* else the barrier would be that of a team to which the caller belongs */
+#pragma omp barrier
+    }
+#endif
+}
