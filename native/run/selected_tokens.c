@@ -2,7 +2,7 @@
  * This file attends the keys that a query token selects. It copies a segment of them into one block, as they lie in the
  * cache, where the engine meets them as it meets any request: one of a single query token that sees all of its keys.
  * What goes by a key's position is done here: keys that a mask hides are not copied, and ALiBi becomes a bias. */
-#include "selected.h"
+#include "selected_tokens.h"
 #include "kernel/kernel.h"
 #include "plan/keys.h"
 
