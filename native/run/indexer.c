@@ -201,7 +201,7 @@ static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *x, fl
     return fault->status;
 }
 
-/* What a plan for the one kv head of an indexer is made for. */
+/* Returns the shape of a plan for the one kv head of an indexer. */
 static ca_shape shape_of(const ca_fit *fit, int causal) {
     const int32_t head_size = (int32_t)fit->sizes[CA_HEAD_SIZE], kv_dtype = fit->kv_dtype[K];
     return (ca_shape){.num_reqs = (int32_t)fit->sizes[CA_NUM_REQS],

@@ -36,8 +36,8 @@ static int64_t carve(work *w, uintptr_t base, const ca_plan *p) {
     return at;
 }
 
-/* What a segment is to the engine: the plan of one request, of one query token and so many keys of one kv head. `step`
- * holds its lengths. */
+/* Returns the plan that a segment has for the engine: one request of one query token and so many keys of one kv head.
+ * `step` holds its lengths. */
 static ca_plan plan_alone(const ca_plan *p, int64_t keys, int32_t step[4]) {
     ca_plan alone = *p;
     step[0] = 0;

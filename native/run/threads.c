@@ -25,8 +25,8 @@ __attribute__((constructor)) static void watch_fork(void) { pthread_atfork(NULL,
 #define STRING(x) #x
 #define TEXT(x) STRING(x)
 const char *ca_threading(void) { return "OpenMP " TEXT(_OPENMP); }
-/* libgomp keeps 64 bits of OMP_NUM_THREADS and gives the lower 32: a number below 1 stands for one that no int holds.
- */
+/* libgomp keeps 64 bits of OMP_NUM_THREADS and returns the lower 32, so a number below 1 stands for one that no int
+ * holds. */
 static int openmps_number(void) {
     const int n = omp_get_max_threads();
     return n > 0 ? n : INT_MAX;
