@@ -115,10 +115,10 @@ enum ca_symbol {
     CA_OR_1 = 32 /* added to a symbol below CA_FREE: a size of 1 will do, too */
 };
 
-/* Says where a check failed. Of request, position, value, bound, heads, query_block and token (both of the step),
- * those that the status does not use are -1; a list of blocks has a kv_head or a query_head, and a query_block where
- * the plan has these. The caller hands over zeros, which mean CA_OK, and a check that finds no fault writes nothing.
- */
+/* Says where a check failed. request, position, value, bound, kv_head, query_head, query_block and token (a query block
+ * and a token are numbered through the step) are -1 where the status does not use them; a list of blocks has a kv_head
+ * or a query_head, and a query_block where the plan has these. The caller hands over zeros, which mean CA_OK, and a
+ * check that finds no fault writes nothing. */
 typedef struct ca_fault {
     int32_t status;
     int64_t request, position, value, bound;
@@ -146,8 +146,9 @@ typedef struct ca_shape {
     int32_t max_selected_tokens;  /* most columns of selected_tokens; 0: calls have none, else all of them have some */
     int32_t query_block_size;     /* query tokens that share a list of selected_blocks; 0: all of their request */
     int32_t select_by_query_head; /* whether query heads have lists of selected_blocks, in place of kv heads */
-    /* Of the positions of a request cp_interleave in a row belong to one rank, as many after them to the next one, in
-     * turns. The caches hold the keys of cp_rank alone. cp_world_size 0 or 1: they hold all. */
+    /* Ranks share the positions of a request: rank 0 has the first cp_interleave of them, rank 1 as many after these,
+     * and so on, and after the last rank it is rank 0 again. The caches hold the keys of cp_rank alone; where
+     * cp_world_size is 0 or 1 they hold all keys. */
     int32_t cp_world_size, cp_rank, cp_interleave;
 } ca_shape;
 

@@ -78,8 +78,8 @@ TOUCHING = {
     "native/plan/share.c": "cascade leaks masks memory_ends",
     "native/run/": "repeated leaks masks mla selected query_heads threads context_parallel cascade rotated attention",
     "native/run/merge_states.c": "merge_states context_parallel",
-    "native/run/select.c": "indexer leaks query_heads",
-    "native/run/selected.c": "selected_tokens context_parallel",
+    "native/run/indexer.c": "indexer leaks query_heads",
+    "native/run/selected_tokens.c": "selected_tokens context_parallel",
     "native/run/threads.c": "threads quota info",
 }
 # Builds of few isas, the quickest first.

@@ -1,30 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Slots and blocks: writes tokens into the cache and gathers them back. */
+ * This file writes tokens into the slots of a cache and gathers them back. */
 #include "check/check.h"
 #include "kernel/kernel.h"
 #include "run/threads.h"
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 typedef struct cache {
     void *data;
     int64_t stride_n, stride_h, ld; /* ld: from token to token of a plain cache; packed: head_size */
     int64_t num_blocks, block_size;
     int32_t num_kv_heads, head_size;
-    int32_t dtype, kv_dtype; /* of the tokens that come and of the queries; of the memory */
+    int32_t dtype, kv_dtype; /* dtype: that of new tokens and of queries; kv_dtype: what the memory holds */
     int32_t isa, layout;     /* enum ca_layout */
-    const ca_kernel *kernel; /* of isa, for dtype */
+    const ca_kernel *kernel; /* the isa's kernel for dtype */
     float scale;             /* an fp8 cache holds x / scale */
     int rotated;
 } cache;
 
 typedef struct write_call {
     const cache *caches;   /* [2] */
-    const ca_turns *turns; /* [T, Hkv, D] of K and of V, and what is done to them first */
+    const ca_turns *turns; /* rows [T, Hkv, D] of K and of V, and what is done to them first */
     const int64_t *slots;
     int64_t num_tokens;
     int stream;
@@ -39,7 +36,7 @@ static int64_t offset_of(const cache *c, int kv, int64_t token, int64_t d) {
     return kv ? ca_v_offset(c->layout, token, d, c->ld) : ca_k_offset(c->layout, token, d, c->ld);
 }
 
-/* The scales of n tokens of one group. */
+/* Writes the scales of n tokens of one group. */
 static void put_scales(const cache *c, const ca_group_form *f, char *block, int64_t token, int n,
                        const uint16_t *scales, int64_t ld) {
     char *to = block + ca_scales_at(f, c->block_size, token / CA_LANES) + token % CA_LANES * 2;
@@ -48,7 +45,7 @@ static void put_scales(const cache *c, const ca_group_form *f, char *block, int6
             memcpy(to + (s * CA_LANES + t) * 2, &scales[t * ld + s], 2);
 }
 
-/* A token's scales, and its elements, a byte each. */
+/* These make a token's scales, and its elements, a byte each. */
 static void scale_row(const cache *c, const char *row, uint16_t *scales) {
     if (ca_is_scaled(c->kv_dtype))
         c->kernel->scale(row, c->head_size, c->kv_dtype, c->rotated, scales);
@@ -60,7 +57,7 @@ static void narrow_row(const cache *c, const char *row, const uint16_t *scales, 
         c->kernel->pack(row, c->head_size, c->scale, c->kv_dtype, bytes);
 }
 
-/* One token of a plain cache. */
+/* Writes one token of a plain cache. */
 static void write_plain(const cache *c, int kv, char *block, int64_t token, const char *row) {
     char *to = block + offset_of(c, kv, token, 0) * ca_dtype_size(c->kv_dtype);
     if (ca_is_narrow(c->kv_dtype))
@@ -69,7 +66,8 @@ static void write_plain(const cache *c, int kv, char *block, int64_t token, cons
         memcpy(to, row, (size_t)c->head_size * ca_dtype_size(c->dtype));
 }
 
-/* One token of a packed, narrow cache. An odd last d of K is paired with zero where the other could be NaN. */
+/* Writes one token of a packed cache of fp8 or integers. In K of an odd head size the element beside the last one is
+ * set to zero where it could be NaN. */
 static void write_narrow(const cache *c, int kv, char *block, int64_t token, const char *row) {
     uint8_t bytes[c->head_size]; /* at most _check.MAX_SIZE */
     uint16_t scales[ca_div_up(c->head_size, CA_SHARED)];
@@ -86,8 +84,8 @@ static void write_narrow(const cache *c, int kv, char *block, int64_t token, con
 
 #define WIDE 512 /* elements of a token that are written 16 tokens at a time */
 
-/* Bytes of 16 tokens in the order of their group. Two bytes side by side are moved as one 16-bit element: so K in pairs
- * of bytes lies as K of half as many halves does in lanes. */
+/* Puts the bytes of 16 tokens in the order of their group. K in pairs of bytes lies as K of half as many 16-bit
+ * elements does in lanes, so that the kernel of float16 moves it. */
 static void arrange(const cache *c, int kv, uint8_t bytes[CA_LANES][WIDE], uint8_t *to, int stream) {
     const int64_t n = c->head_size;
     if (!kv) {
@@ -101,7 +99,7 @@ static void arrange(const cache *c, int kv, uint8_t bytes[CA_LANES][WIDE], uint8
         }
 }
 
-/* 128 elements, a byte each, as layout.h packs them. A bit goes to its place by one shift of 16-bit words: what comes
+/* Packs 128 elements, a byte each, as layout.h says. A bit goes to its place by one shift of 16-bit words; what comes
  * from the other byte is masked off. */
 static void pack_elements(int dtype, const uint8_t *from, uint8_t *to) {
     typedef uint16_t words __attribute__((vector_size(16)));
@@ -118,7 +116,7 @@ static void pack_elements(int dtype, const uint8_t *from, uint8_t *to) {
     }
 }
 
-/* A whole group; 0: it has to go token by token. */
+/* Writes a whole group. Returns 0 where that has to be written token by token. */
 static int write_narrow_group(const cache *c, int kv, char *block, int64_t token, const char *rows, int64_t ld,
                               int stream) {
     uint8_t bytes[CA_LANES][WIDE], stage[CA_LANES * WIDE + CA_NIBBLES];
@@ -128,12 +126,12 @@ static int write_narrow_group(const cache *c, int kv, char *block, int64_t token
     if (c->head_size > WIDE || c->head_size % 2)
         return 0;
     for (int t = 0; t < CA_LANES; t++) {
-        /* the next group's rows, as in write.inc */
+        /* The next group's rows are prefetched, as in write.inc. */
         for (int64_t i = 0; i < c->head_size * ca_dtype_size(c->dtype); i += 64)
             __builtin_prefetch(rows + (t + CA_LANES) * ld + i, 0, 2);
         scale_row(c, rows + t * ld, scales[t]);
     }
-    for (int t = 0; t < CA_LANES; t++) /* by themselves: no row waits for its own scales */
+    for (int t = 0; t < CA_LANES; t++) /* in a loop of its own, so that no row waits for its own scales */
         narrow_row(c, rows + t * ld, scales[t], bytes[t]);
     if (ca_is_packed(c->kv_dtype)) {
         memset(stage + ca_max64(0, f.elements - CA_NIBBLES), 0, CA_NIBBLES);
@@ -163,7 +161,7 @@ static void write_run(const cache *c, int kv, const ca_array *rows, int head, in
             write_narrow(c, kv, block, token + i, row + i * ld);
 }
 
-/* Tokens from t on, at most one K group of them, that lie one after another in one block. */
+/* Returns how many tokens from t on, at most one K group of them, lie one after another in one block. */
 static int run_length(const write_call *w, int64_t t, int64_t block_size) {
     int64_t token = w->slots[t] % block_size;
     int64_t most = ca_min64(w->num_tokens - t, ca_min64(block_size - token, CA_LANES - token % CA_LANES));
@@ -173,9 +171,9 @@ static int run_length(const write_call *w, int64_t t, int64_t block_size) {
     return n;
 }
 
-/* The share of one thread: some heads, and every so many-th K group. All heads of a run before the next run, so that
- * the source is read in the order of memory. A slot of a head has one thread, which goes in order of tokens: of those
- * that share a slot the last one stays, whole. */
+/* Writes the share of one thread: some heads, and every parts-th K group. All heads of a run come before the next run,
+ * so that the source is read in the order of memory. Each slot of a head belongs to one thread, which goes in order of
+ * tokens, so that the last token of those that share a slot stays, whole. */
 static void write_part(const write_call *w, int thread, int head0, int head1, int64_t part, int64_t parts) {
     int64_t block_size = w->caches[K].block_size;
     for (int64_t t = 0, n; t < w->num_tokens; t += n) {
@@ -204,8 +202,9 @@ static void write_part(const write_call *w, int thread, int head0, int head1, in
 
 static int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 
-/* The queries of a rotary_reshape_and_cache, then the share of the cache. */
-static void write_share(const write_call *w, int thread, int team) {
+/* Does one thread's share of the queries of rotary_reshape_and_cache, then of the cache. */
+static void write_share(void *work, int thread, int team) {
+    const write_call *w = work;
     int heads = w->turns->num_kv_heads, groups = gcd(heads, team), parts = team / groups, each = heads / groups;
     if (w->turns->cos_sin)
         ca_turn_queries(w->turns, thread, team);
@@ -222,27 +221,19 @@ static int write_all(const cache caches[2], const int64_t *slots, ca_turns *turn
     }
     int stream = num_tokens * work * ca_dtype_size(caches[K].kv_dtype) >= CA_STREAM_BYTES;
     write_call w = {caches, turns, slots, num_tokens, stream, last};
-    /* 8 elements a nanosecond: bfloat16 in runs, on a Zen 4 core; token by token it is a tenth of that */
+    /* A Zen 4 core writes 8 elements of bfloat16 a nanosecond in runs, and a tenth of that token by token. */
     const double cost = (double)(num_tokens * (work + 2 * turned)) / 8;
     int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for(cost)));
     if (ca_check_stack(team, fault))
         return fault->status;
     if (turned && ca_turns_begin(turns, (int)ca_max64(1, team)))
         return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
-    if (team <= 1)
-        write_share(&w, 0, 1);
-    else {
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(team)
-#endif
-        for (int i = 0; i < team; i++)
-            write_share(&w, i, team);
-    }
+    ca_run_team(team, write_share, &w);
     ca_turns_end(turns);
     return CA_OK;
 }
 
-/* rows: the tokens that come; wide: as float32. */
+/* `rows` are the tokens to write; where `wide` is set they come as float32. */
 static cache cache_of(const ca_array *a, const ca_array *rows, int wide, int isa, int kv_dtype, int kv_cache_layout,
                       float scale) {
     const ca_axes axes = ca_cache_axes(a, kv_cache_layout, rows->shape[2]);
@@ -267,7 +258,8 @@ static cache cache_of(const ca_array *a, const ca_array *rows, int wide, int isa
     };
 }
 
-/* The caches, and the part of turns that every write has. value NULL: there is none, nor a cache of it. */
+/* Describes the caches, and the part of turns that every write has. value is NULL where there is neither V nor a cache
+ * of V. */
 static void begin(const ca_fit *fit, const ca_array *caches, const ca_array *key, const ca_array *value,
                   int kv_cache_layout, int hadamard, float k_scale, float v_scale, cache out[2], ca_turns *turns) {
     const int isa = fit->isa, k_dtype = fit->kv_dtype[K], v_dtype = fit->kv_dtype[V];
@@ -282,7 +274,7 @@ static void begin(const ca_fit *fit, const ca_array *caches, const ca_array *key
                         .wide = wide};
 }
 
-/* Writes what has been accepted. */
+/* Writes rows whose arguments have been checked. */
 static int write_rows(const ca_fit *fit, const ca_array *caches, const ca_array *key, const ca_array *value,
                       const ca_array *slot_mapping, int hadamard, float k_scale, float v_scale, ca_fault *fault) {
     cache out[2];
@@ -348,7 +340,7 @@ int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *
     return fault->status;
 }
 
-/* n elements of 1, 2 or 4 bytes, step bytes apart. */
+/* Copies n elements of 1, 2 or 4 bytes that lie `step` bytes apart. */
 static void copy_apart(char *dst, const char *src, int64_t n, int64_t step, int size) {
     if (size == 1)
         for (int64_t i = 0; i < n; i++)
@@ -361,7 +353,7 @@ static void copy_apart(char *dst, const char *src, int64_t n, int64_t step, int 
             memcpy(dst + i * 4, src + i * step, 4);
 }
 
-/* Integers times their scales: exact in float32. */
+/* The product of an integer and its scale is exact in float32. */
 static void gather_scaled(const cache *c, int kv, const char *block, int64_t token, float *dst) {
     for (int64_t d = 0; d < c->head_size; d++)
         dst[d] = ca_scaled_element(c->kv_dtype, c->head_size, kv, block, c->block_size, token, d);
@@ -383,7 +375,7 @@ static void gather_token(const cache *c, int kv, const char *block, int64_t toke
     }
 }
 
-/* Head by head over the tokens of a K group, whose lines stay in L1 so. */
+/* Goes head by head over the tokens of a K group, so that the group's lines stay in L1. */
 int ca_gather(const ca_array *a, int kv, int isa, int dtype, int kv_dtype, int kv_cache_layout, ca_fault *fault) {
     const ca_array *out = &a[CA_GATHERED], *table = &a[CA_GATHER_BLOCK_TABLE];
     ca_array written = *out; /* tokens of this shape; out has the dtype that is stored */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The signs of kernel/cache_write/hadamard.h. */
+ * This file makes the signs of kernel/cache_write/hadamard.h. */
 #include "layout.h"
 
 _Alignas(64) float ca_signs[CA_SIGNS]; /* written once, when the library loads */

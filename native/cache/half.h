@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * float32 from and to IEEE binary16 and bfloat16, by integers: nearest even, subnormals kept. */
+ * These functions convert float32 from and to IEEE binary16 and bfloat16 by integer arithmetic. They round to nearest
+ * even and keep subnormals. */
 #ifndef CPU_ATTN_HALF_H
 #define CPU_ATTN_HALF_H
 #include "cpu_attn.h"
@@ -32,7 +33,7 @@ static inline float ca_from_f16(uint16_t h) {
         return ca_as_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
     return ca_as_float(sign | ca_as_bits(ca_as_float(rest << 13) * 0x1p112f));
 }
-/* Below 2^-14 the unit is 2^-24: adding 0.5, whose own unit that is, rounds there. */
+/* Below 2^-14 the unit of binary16 is 2^-24, which is also the float32 unit of 0.5: adding 0.5 rounds there. */
 static inline uint16_t ca_to_f16(float f) {
     uint32_t u = ca_as_bits(f), sign = u >> 16 & 0x8000, rest = u & 0x7fffffff;
     if (rest > 0x7f800000)
@@ -44,7 +45,7 @@ static inline uint16_t ca_to_f16(float f) {
     return (uint16_t)(sign | (((rest + 0xfff + (rest >> 13 & 1)) >> 13) - (112 << 10)));
 }
 
-/* The largest magnitude of n numbers, as its bits: infinity above all numbers, NaN above that. */
+/* Returns the bits of the largest magnitude of n numbers. Infinity is above all numbers, and NaN above infinity. */
 static inline uint32_t ca_top_bits(const float *x, int64_t n) {
     uint32_t top = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -53,6 +54,6 @@ static inline uint32_t ca_top_bits(const float *x, int64_t n) {
     }
     return top;
 }
-/* The integer nearest to x, |x| < 2^22, ties to even: 1 is the unit of 1.5 * 2^23. */
+/* Returns the integer nearest to x, ties to even, for |x| < 2^22. Adding 1.5 * 2^23 rounds, because its unit is 1. */
 static inline int32_t ca_nearest(float x) { return (int32_t)(ca_as_bits(x + 0x1.8p23f) - ca_as_bits(0x1.8p23f)); }
 #endif

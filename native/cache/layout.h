@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Where the elements of a cache lie. */
+ * These functions say where the elements of a cache lie. */
 #ifndef CPU_ATTN_LAYOUT_H
 #define CPU_ATTN_LAYOUT_H
 #include "formats.h"
 
 #define CA_LANES 16 /* tokens of a K group in every layout */
 
-/* Of what there is one for keys and one for values: kv[K], kv[V]; `kv` alone says which of the two. */
+/* These index arrays that hold one thing for keys and one for values, such as kv[K] and kv[V]; `kv` alone is one of the
+ * two. */
 enum { K, V };
 
 static inline int64_t ca_min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -14,11 +15,11 @@ static inline int64_t ca_max64(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t ca_div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t ca_round_up(int64_t a, int64_t b) { return ca_div_up(a, b) * b; }
 
-/* Of an array [T, heads, any]. */
+/* Returns the row of a token and a head of an array [T, heads, any]. */
 static inline char *ca_row_of(const ca_array *rows, int64_t t, int64_t head) {
     return (char *)rows->address + (t * rows->strides[0] + head * rows->strides[1]) * rows->itemsize;
 }
-/* The one truth about the layouts: where element (token, d) of a block lies. In ROWS head_size is ld. */
+/* These two alone say where element (token, d) of a block lies in each layout. In ROWS head_size is ld. */
 static inline int64_t ca_k_offset(int layout, int64_t token, int64_t d, int64_t head_size) {
     int64_t group = token / CA_LANES, lane = token % CA_LANES;
     if (layout == CA_LAYOUT_ROWS)
@@ -31,7 +32,7 @@ static inline int64_t ca_v_offset(int layout, int64_t token, int64_t d, int64_t 
     return layout != CA_LAYOUT_PAIRS ? token * head_size + d : (token / 2 * head_size + d) * 2 + token % 2;
 }
 
-/* The axes of a cache, whatever their order. */
+/* Holds the axes of a cache, whatever their order. */
 typedef struct ca_axes {
     int64_t num_blocks, num_kv_heads, block_size;
     int64_t stride_n, stride_h, ld;
@@ -52,16 +53,17 @@ static inline int ca_layout_of(int kv_cache_layout, int layout, int kv_dtype) {
     return kv_cache_layout == CA_PACKED ? ca_layout_of_kind(layout, kv_dtype) : CA_LAYOUT_ROWS;
 }
 
-/* Of 128 elements of fewer than 8 bits, in the order of the layout, byte b of 64 holds the lowest 4 bits of element b
- * in its low half and of element 64 + b in the other. Of 5 or 6 bits 16 bytes follow for each further one: bit i of
- * byte b is that of element 16 i + b. The last bit is the sign, which is bit 7 of a byte of int8. */
+/* Elements of fewer than 8 bits are packed by 128, in the order of the layout. 64 bytes hold their lowest 4 bits: byte
+ * b has those of element b in its low half, and those of element 64 + b in its high half. For 5 or 6 bits, 16 bytes
+ * follow for each further bit: bit i of byte b belongs to element 16 i + b. The last bit is the sign, which is bit 7 of
+ * a byte of int8. */
 #define CA_NIBBLES 128
 static inline int64_t ca_nibble_byte(int64_t element) { return element / 128 * 64 + element % 64; }
 static inline int ca_nibble_shift(int64_t element) { return element % 128 < 64 ? 0 : 4; }
 
-/* Where bit `bit` of an element of so many bits is in a byte of int8. */
+/* Returns which bit of a byte of int8 is bit `bit` of an element of so many bits. */
 static inline int ca_plane_bit(int bits, int bit) { return bit == bits - 1 ? 7 : bit; }
-/* Element i as a nibble, or as a byte. */
+/* Returns the bits of element i, those of fewer than 8 bits as ca_plane_bit places them. */
 static inline int ca_element(int dtype, const uint8_t *data, int64_t i) {
     if (!ca_is_packed(dtype))
         return data[i];
@@ -83,8 +85,8 @@ static inline void ca_put_element(int dtype, uint8_t *data, int64_t i, int x) {
         ca_put_bit(p + bit * 16 + i % 16, (int)(i % CA_NIBBLES / 16), x >> ca_plane_bit(ca_formats[dtype].bits, bit));
 }
 
-/* What a group of 16 tokens of one kv head takes, K or V: elements in the order of its layout, their bytes, and how
- * many scales each token has. A block of a cache with scales holds whole groups, and behind all of them
+/* Says what a group of 16 tokens of one kv head takes, in K or V: elements in the order of its layout, their bytes, and
+ * how many scales each token has. A block of a cache with scales holds whole groups, and behind all of them
  * [groups][scales][16] bfloat16. */
 typedef struct ca_group_form {
     int64_t elements, bytes, scales;
@@ -98,7 +100,7 @@ static inline ca_group_form ca_group_form_of(int layout, int kv_dtype, int64_t h
     return (ca_group_form){n, ca_bytes_of(kv_dtype, n),
                            ca_is_scaled(kv_dtype) ? ca_div_up(head_size, ca_scale_elements(kv_dtype, head_size)) : 0};
 }
-/* Where the scales of a group lie in its block. */
+/* Returns where the scales of a group lie in its block, in bytes. */
 static inline int64_t ca_scales_at(const ca_group_form *f, int64_t block_size, int64_t group) {
     return ca_div_up(block_size, CA_LANES) * f->bytes + group * f->scales * CA_LANES * 2;
 }
@@ -108,10 +110,12 @@ static inline const char *ca_block(const void *base, int64_t stride_n, int64_t s
     return (const char *)base + (block * stride_n + kv_head * stride_h) * ca_dtype_size(dtype);
 }
 
-/* Element d of a token of a dtype with scales, its own applied. */
+/* Returns element d of a token of a dtype with scales, multiplied by its scale. */
 float ca_scaled_element(int kv_dtype, int64_t head_size, int kv, const char *block, int64_t block_size, int64_t token,
                         int64_t d);
-/* [128] bytes without their sign as binary16 or bfloat16; of nibbles the 16 numbers, eight times */
+/* Returns [128]: what each byte without its sign is, as binary16 or bfloat16; for nibbles the 16 numbers, eight times.
+ */
 const uint16_t *ca_narrow_words(int kv_dtype, int bf16);
-const uint8_t *ca_narrow_bytes(int kv_dtype); /* of bfloat16: [128] low ones, [128] high ones */
+/* Returns the bytes of these numbers in bfloat16: [128] low ones, then [128] high ones. */
+const uint8_t *ca_narrow_bytes(int kv_dtype);
 #endif

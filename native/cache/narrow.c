@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Elements of the narrow caches as tables of 16-bit words, for kernels that unpack by permutation. */
+ * This file has the elements of fp8 and integer caches in tables of 16-bit words, for kernels that unpack by
+ * permutation, and returns single elements with their scale. */
 #include "layout.h"
 
 #define KINDS (CA_CACHE_DTYPES - CA_DTYPES)
-/* binary16, bfloat16; the bytes of bfloat16, low ones first: written once, when the library loads */
+/* words[kind] holds the numbers as binary16, then as bfloat16; bytes[kind] has the bytes of bfloat16, low ones first.
+ * Both are written once, when the library loads. */
 static uint16_t words[KINDS][2][128];
 static uint8_t bytes[KINDS][2][128];
 

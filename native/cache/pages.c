@@ -1,15 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Bounds of the keys of each block, kept as tokens are written, and the scores that they give to queries. */
+ * This file keeps bounds of the keys of each block as tokens are written, and scores blocks by them for queries. */
 #include "check/check.h"
 #include "kernel/kernel.h"
 #include "run/threads.h"
+#include <stdatomic.h>
 #include <stdlib.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
-/* Bits as integers in the order of the floats that they are (-0 before 0), and which of them are NaN: SSE2 compares
- * these, eight halves at once. A bound that is NaN stays so, and a key that is makes it so. */
+/* Floats are compared as integers that have their order (-0 before 0), because SSE2 compares eight such halves at once.
+ * A bound that is NaN stays NaN, and a key that is NaN makes its bounds NaN. */
 #define FOLD(name, UINT, INT, SIGN, INF)                                                                               \
     static INT name##_order(UINT x) { return (INT)(x & SIGN ? x ^ (SIGN - 1) : x); }                                   \
     static int name##_nan(UINT x) { return (x & (SIGN - 1)) > INF; }                                                   \
@@ -45,7 +43,7 @@ int ca_update_page_bounds(const ca_array *a, int64_t block_size, ca_fault *fault
     int64_t *slots = ca_take_slots(&a[CA_BOUNDS_SLOT_MAPPING], a[CA_BOUNDS_MIN].shape[0] * block_size, few, fault);
     if (!slots)
         return fault->status;
-    /* first the blocks that start anew, wherever in the call their first token is */
+    /* Blocks that start anew come first, wherever in the call their first token is. */
     for (int begun = 0; begun < 2; begun++)
         for (int64_t t = 0; t < num_tokens; t++)
             for (int64_t h = 0; slots[t] >= 0 && h < heads; h++)
@@ -55,8 +53,8 @@ int ca_update_page_bounds(const ca_array *a, int64_t block_size, ca_fault *fault
     return CA_OK;
 }
 
-/* Lengths and the blocks that they ask for, checked, in memory of the call, to which those of a[] are turned. NULL:
- * *fault says why not. */
+/* Copies the lengths and the blocks that they ask for to memory of the call, checks the copies, and makes a[] refer to
+ * them. Returns the memory, or NULL where *fault says why not. */
 static int32_t *take_scored(ca_array *a, int64_t block_size, ca_fault *fault) {
     ca_array *table = &a[CA_SCORES_BLOCK_TABLE], *starts = &a[CA_SCORES_QUERY_START_LOC],
              *lens = &a[CA_SCORES_SEQ_LENS];
@@ -85,10 +83,25 @@ static int32_t *take_scored(ca_array *a, int64_t block_size, ca_fault *fault) {
     return NULL;
 }
 
-/* 20 multiplications and additions a nanosecond, on a Zen 4 core. */
+/* A Zen 4 core takes 20 multiplications and additions a nanosecond. */
 static double nanoseconds(const ca_array *a) {
     const ca_array *query = &a[CA_SCORES_QUERY], *scores = &a[CA_SCORES];
     return (double)query->shape[0] * query->shape[1] * query->shape[2] * scores->shape[2] * 2 / 20;
+}
+
+typedef struct scoring {
+    const ca_array *arrays;
+    const ca_kernel *kernel;
+    int64_t block_size, heads, items, floats; /* floats: scratch of a thread */
+    float *scratch;
+    atomic_llong next_item; /* one head of one request */
+} scoring;
+
+static void score_items(void *work, int thread, int team) {
+    scoring *s = work;
+    (void)team;
+    for (int64_t i; (i = atomic_fetch_add(&s->next_item, 1)) < s->items;)
+        s->kernel->score_pages(s->arrays, s->block_size, i / s->heads, i % s->heads, s->scratch + thread * s->floats);
 }
 
 int64_t ca_score_floats(int64_t head_size) { return ca_round_up(2 * CA_PAGE_ROWS * head_size, CA_LANES); }
@@ -98,25 +111,20 @@ int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *s
     ca_array a[CA_SCORES_ARRAYS];
     memcpy(a, arrays, sizeof a);
     const ca_array *query = &a[CA_SCORES_QUERY];
-    const ca_kernel *kernel = ca_isa_get(isa)->kernels[query->dtype];
-    int64_t heads = a[CA_SCORES].shape[1], items = a[CA_SCORES_BLOCK_TABLE].shape[0] * heads;
-    int64_t floats = ca_score_floats(query->shape[2]);
-    (void)floats;
+    const int64_t heads = a[CA_SCORES].shape[1];
+    scoring s = {.arrays = a,
+                 .kernel = ca_isa_get(isa)->kernels[query->dtype],
+                 .block_size = block_size,
+                 .heads = heads,
+                 .items = a[CA_SCORES_BLOCK_TABLE].shape[0] * heads,
+                 .floats = ca_score_floats(query->shape[2]),
+                 .scratch = scratch};
     int32_t *memory = take_scored(a, block_size, fault);
     if (!memory)
         return fault->status;
-    int team = ca_team((int)ca_min64(ca_min64(num_threads, ca_threads_for(nanoseconds(a))), items));
-    const int bad = ca_check_stack(team, fault);
-    if (team <= 1) {
-        for (int64_t i = 0; i < items; i++)
-            kernel->score_pages(a, block_size, i / heads, i % heads, scratch);
-    } else if (!bad) {
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(team) schedule(dynamic)
-        for (int64_t i = 0; i < items; i++)
-            kernel->score_pages(a, block_size, i / heads, i % heads, scratch + omp_get_thread_num() * floats);
-#endif
-    }
+    const int team = ca_team((int)ca_min64(ca_min64(num_threads, ca_threads_for(nanoseconds(a))), s.items));
+    if (!ca_check_stack(team, fault))
+        ca_run_team(team, score_items, &s);
     free(memory);
     return fault->status;
 }

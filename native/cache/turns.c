@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Rows on their way: queries to where the caller wants them, keys and values into the cache. A run of keys or values is
- * turned into a stage, whose rows the cache write takes for the caller's (native/cache/cache.c): layouts and quantised
- * caches are its affair alone. */
+ * This file transforms rows (norm, rotary embedding, Hadamard transform) on their way: queries to where the caller
+ * wants them, keys and values into the cache. A run of keys or values is transformed into a stage, whose rows the cache
+ * write then takes in place of the caller's (native/cache/cache.c), so that it alone knows layouts and quantised
+ * caches. */
 #include "cpu/system.h"
 #include "kernel/kernel.h"
 
-/* What a thread works in: a head, the rows of cos_sin_cache for 16 tokens, 16 tokens of a kv head. */
+/* A thread works in these: a head, the rows of cos_sin_cache for 16 tokens, and 16 tokens of a kv head. */
 typedef struct room {
     float *head, *cos_sin;
     char *stage;
@@ -46,8 +47,8 @@ int ca_turns_begin(ca_turns *t, int team) {
 
 void ca_turns_end(ca_turns *t) { ca_aligned_free(t->memory); }
 
-/* Of the queries (0) or the keys (1) of a token. wide: room for its row of cos_sin_cache, where it is not float32; new:
- * that does not lie there yet. */
+/* Returns how the queries (which 0) or the keys (which 1) of a token are rotated and normed. `wide` has room for the
+ * token's row of cos_sin_cache where that is not float32; `new` says that the row does not lie there yet. */
 static ca_turn rotary(const ca_turns *t, int which, int64_t token, float *wide, int new) {
     const ca_array *table = t->cos_sin;
     const char *row = ca_row_of(table, t->positions[token], 0);

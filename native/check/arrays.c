@@ -55,8 +55,8 @@ static const numpy_array *as_numpy(uintptr_t object) {
     return ((const uintptr_t *)body)[-1] == numpy.ndarray ? (const numpy_array *)body : NULL;
 }
 
-/* Of a tensor whose memory is gone torch's bridge makes an array with memory of its own: it can be told because it owns
- * its memory and yet has a base. */
+/* Returns whether an array stands for a tensor whose memory is gone. torch's bridge gives such an array memory of its
+ * own, so that it owns its memory and yet has a base, which no other array does. */
 static int is_torn(const numpy_array *x) {
     for (; x && x->base; x = as_numpy((uintptr_t)x->base))
         if (x->flags & OWNDATA)

@@ -100,7 +100,7 @@ static void blocks_of_list(const ca_plan *p, int64_t r, int64_t i, int64_t block
     *end = k0 < k1 ? ca_div_up(k1, block_size) : *first;
 }
 
-/* Copies and checks the lists of request r, whose table is copied. Of a list only as many entries are kept as the
+/* Copies and checks the lists of request r, whose table is copied. A list keeps only as many entries as the
  * longest request has blocks: all entries behind these have to be -1. */
 static int take_selected(const ca_plan *p, const ca_array *selected, int64_t r, int64_t cols, int64_t num_blocks,
                          int64_t block_size, ca_indices *x, ca_fault *fault) {

@@ -12,7 +12,7 @@ void ca_system_hwcaps(unsigned long hwcaps[2]);
 void ca_system_describe(ca_cpu_info *out);
 /* Asks for the state of AMX tiles. Returns NULL where this process has it now, else why not. */
 const char *ca_system_refuses_tiles(void);
-/* Memory that begins at a cache line, or NULL. Only ca_aligned_free frees it. */
+/* Returns memory that begins at a cache line, or NULL. Only ca_aligned_free frees it. */
 void *ca_aligned_alloc(int64_t bytes);
 void ca_aligned_free(void *memory);
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The vocabulary of vectors of 8 lanes, by AVX2, FMA and F16C, and the block sizes, for avx2.c and its variant. With
- * VNNI v_dot_words is VPDPWSSD of AVX-VNNI; with EMULATED too it is what AVX2 has. */
+ * This is the vocabulary of vectors of 8 lanes, by AVX2, FMA and F16C, and the block sizes, for avx2.c and its variant.
+ * With VNNI v_dot_words is VPDPWSSD of AVX-VNNI; with EMULATED as well it is what AVX2 has. */
 #include "cpu/cpu.h"
 #include <immintrin.h>
 #include <math.h>
@@ -31,7 +31,7 @@ INLINE vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 INLINE vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 INLINE vf v_div(vf a, vf b) { return _mm256_div_ps(a, b); }
 INLINE vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
-/* By the intrinsic gcc 12 puts sums over what it has broadcast, and spills. */
+/* This is assembly because gcc 12, given the intrinsic, puts sums over what it has broadcast, and spills. */
 #define V_ACCUMULATE
 INLINE vf v_accumulate(vf sum, vf a, vf b) {
     __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));

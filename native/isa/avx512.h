@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The vocabulary (kernel/simd/vocabulary.md) in AVX-512 registers, for every isa file that has them. Nothing beyond
- * F, BW, DQ, VL, FMA and F16C, and BF16 and VBMI where the file has them too; but v_dot_words is VPDPWSSD, in assembly,
- * for files with INTEGERS. With EMULATED all of it on AVX2, with EMULATED_BF16 also BF16 and VBMI. */
+ * This is the vocabulary (kernel/simd/vocabulary.md) in AVX-512 registers, for every isa file that has them. It needs
+ * F, BW, DQ, VL, FMA and F16C, and uses BF16 and VBMI where the file has them; v_dot_words alone is VPDPWSSD, in
+ * assembly, for files with INTEGERS. With EMULATED all of it runs on AVX2, with EMULATED_BF16 also BF16 and VBMI. */
 #include "kernel/simd/inline.h"
 #include <immintrin.h>
 #include <math.h>
@@ -85,7 +85,7 @@ INLINE vf v_even_bf16(const uint16_t *p) { return even_half(_mm512_loadu_si512(p
 INLINE vf v_odd_bf16(const uint16_t *p) { return odd_half(_mm512_loadu_si512(p)); }
 INLINE vf v_evenn_bf16(const uint16_t *p, int n) { return even_half(_mm512_maskz_loadu_epi32(first_lanes(n), p)); }
 INLINE vf v_oddn_bf16(const uint16_t *p, int n) { return odd_half(_mm512_maskz_loadu_epi32(first_lanes(n), p)); }
-/* Nearest even by integers: VCVTNEPS2BF16 would flush subnormals. NaN becomes the quiet NaN. */
+/* Rounds to nearest even by integers, because VCVTNEPS2BF16 would flush subnormals. NaN becomes the quiet NaN. */
 INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
     __m512i u = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
     __m512i r = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
@@ -139,9 +139,10 @@ INLINE vi v_dot_words(vi sum, vi a, vi b) {
 }
 
 #ifdef HAS_VBMI
-/* 64 bytes through a table of 128 words, its low and its high bytes in two registers each, the sign apart. Low and high
- * bytes meet within 128 bits, for which the source is put in order: VPERMT2B out of both registers is slower
- * (kernel/MEASUREMENTS.md: narrow caches). */
+/* These look up 64 bytes in a table of 128 words, which lies in two registers of low bytes and two of high ones, and
+ * add the sign. Low and high bytes meet within 128 bits: out[0] is of the low half of every 128 bits of x, out[1] of
+ * the high half. words_of_bytes puts x in the order in which that is right, since VPERMT2B out of both registers is
+ * slower (kernel/MEASUREMENTS.md: narrow caches). */
 INLINE void words_of_turned(__m512i x, const __m512i *low, const __m512i *high, __m512i *out) {
     __m512i l = _mm512_permutex2var_epi8(low[0], x, low[1]), h = _mm512_permutex2var_epi8(high[0], x, high[1]);
     h = _mm512_ternarylogic_epi32(h, x, _mm512_set1_epi8((char)0x80), 0xf8); /* h | x & 0x80 */
@@ -152,7 +153,7 @@ INLINE void words_of_bytes(__m512i x, const __m512i *low, const __m512i *high, _
     words_of_turned(_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), x), low, high, out);
 }
 #endif
-/* n bytes through a table of 128 words, the sign apart. */
+/* Looks up n bytes in a table of 128 words, and adds the sign. */
 #define UNPACK_WORDS
 INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *ahead) {
     __m512i t[4];
@@ -185,7 +186,7 @@ INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, u
     }
 }
 
-/* n / 2 bytes of int4 through a table of 16 words, twice in 32: an index's upper bits do not matter. */
+/* Looks up n numbers of int4 in a table of 16 words, which stands twice in 32: an index's upper bits do not matter. */
 INLINE void unpack_nibbles(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *ahead) {
     const __m512i t = _mm512_loadu_si512(table);
     for (int64_t i = 0; i < n; i += 128, src += 64, ahead += 64) {
@@ -247,7 +248,7 @@ INLINE vf v_turns(void) {
     const float turn = 0.25f;
     return _mm512_setr4_ps(-turn, turn, -turn, turn);
 }
-/* The word of 1; 2 rounds the two bits that are dropped. */
+/* `one` is the word of 1; adding 2 rounds the two bits that are dropped. */
 #define V_ONE (127 * V_OCTAVE + 2)
 typedef struct v_powers_table {
     __m512i low, high;
@@ -266,7 +267,7 @@ INLINE vp v_powers(vf a, vf b) {
     const __m512i one = _mm512_set1_epi32(V_ONE);
     const __m512i x =
         _mm512_packus_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(a), one), _mm512_add_epi32(_mm512_cvtps_epi32(b), one));
-    /* 4 of a, 4 of b, ... become all of a, all of b. */
+    /* This puts 4 of a, 4 of b, ... in the order all of a, all of b. */
     const v_powers_table table = v_load_powers();
     return v_powers_of_words(&table, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), x));
 }
@@ -279,7 +280,7 @@ INLINE void v_store_words(uint16_t *p, vi x) { _mm512_storeu_si512(p, x); }
 INLINE vi v_min_words(vi a, vi b) { return _mm512_min_epu16(a, b); }
 INLINE vi v_sub_words(vi a, vi b) { return _mm512_subs_epu16(a, b); }
 
-/* What v_words keeps in registers. */
+/* v_words keeps these in registers. */
 typedef struct v_word_order {
     __m512i order, hidden;
 } v_word_order;
@@ -303,9 +304,9 @@ INLINE vf v_keep_bits(vf x, uint32_t bits) {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(-INFINITY), x);
 }
 
-/* Of 16 vectors v: the largest, or least, lane of v[i] in lane i, by a transposition that compares on the way. Rounds
- * one and two bring quarters of v[i], v[4 + i], v[8 + i] and v[12 + i] together, three and four lanes within quarters.
- */
+/* Returns in lane i the largest, or least, lane of v[i], for 16 vectors v. A transposition compares on the way: its
+ * first two rounds bring quarters of v[i], v[4 + i], v[8 + i] and v[12 + i] together, its last two lanes within
+ * quarters. */
 #define OF_EACH(name, better)                                                                                          \
     INLINE __m512i name(const __m512i *v) {                                                                            \
         __m512i quarters[4], pairs[2];                                                                                 \
@@ -336,7 +337,7 @@ INLINE vf v_hmin_words_of_each(const vi *v) {
 
 /* ---- words of amx/output.h ---- */
 
-/* Nearest even by integers, as v_storen_bf16 has it, but for NaN. */
+/* Rounds to nearest even by integers, as v_storen_bf16 does, but for NaN. */
 INLINE vp v_bf16_of(vf a, vf b) {
     static const uint16_t upper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                        33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
@@ -386,7 +387,7 @@ INLINE void v_narrow_pairs(int halves, const uint8_t *p, int half, const v_table
 /* ---- words of the cache write ---- */
 
 #define LINES 16
-/* Up to 8 words of rows r and 8 + r. */
+/* Loads up to 8 words of rows r and 8 + r. */
 INLINE __m512i two_rows(const char *row, int64_t ld, int n) {
     const __mmask8 there = (__mmask8)((1u << n) - 1);
     __m256i low = n == 8 ? _mm256_loadu_si256((const void *)row) : _mm256_maskz_loadu_epi32(there, row);
@@ -394,7 +395,7 @@ INLINE __m512i two_rows(const char *row, int64_t ld, int n) {
     __m256i high = n == 8 ? _mm256_loadu_si256((const void *)row) : _mm256_maskz_loadu_epi32(there, row);
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
-/* 16x8 words transposed: 4x4 in each 128-bit lane, then the lanes, of which the loads have placed half. All four rounds
+/* Transposes 16x8 words: 4x4 in each 128-bit lane, then the lanes, of which the loads have placed half. All four rounds
  * in registers, 64 shuffles for 16x16, take twice as long (kernel/MEASUREMENTS.md: cache write). */
 INLINE void transpose(const char *src, int64_t ld, int n, __m512i *line) {
     const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13),
@@ -439,10 +440,10 @@ INLINE void v_stream_line(void *to, const void *from) { _mm512_stream_si512(to, 
 #ifdef V_NARROW_PAIRS
 /* ---- words of dot.inc for rows ---- */
 
-/* Pairs of 16 dimensions of 16 keys, ld elements apart. */
+/* Makes 8 vectors of pairs of 16 dimensions, a lane for each of 16 keys, which lie ld elements apart. */
 INLINE void v_pairs_of_rows(const char *src, int64_t ld, vp *out) { transpose(src, 2 * ld, 8, out); }
 
-/* 32 elements of each, taking turns. */
+/* Interleaves 32 elements of a and of b. */
 INLINE void v_zip_pairs(const uint16_t *a, const uint16_t *b, vp *out) {
     static const uint16_t turns[64] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                        8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
@@ -452,7 +453,8 @@ INLINE void v_zip_pairs(const uint16_t *a, const uint16_t *b, vp *out) {
     EACH(j, 2) out[j] = _mm512_permutex2var_epi16(x, _mm512_loadu_si512(turns + 32 * j), y);
 }
 
-/* The same of bytes. In every 128 bits words_of_turned makes the first half words of out[0], the other of out[1]. */
+/* These do with bytes what the functions above do with words. They put bytes in the order in which words_of_turned's
+ * halves are what they want. */
 INLINE void v_quads_of_rows(const char *src, int64_t ld, vp *out) { transpose(src, ld, 8, out); }
 INLINE void v_pairs_of_quads(vp x, const v_table *t, vp *out) {
     const __m512i pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));

@@ -4,7 +4,7 @@
  * rank:  0
  * flags:
  *
- * Plain C: one lane, any machine. What the compiler makes of it is its own affair. */
+ * This isa is plain C of one lane, for any machine. The compiler decides which instructions it becomes. */
 #include "cpu/cpu.h"
 #include "cache/half.h"
 #include "cache/layout.h"

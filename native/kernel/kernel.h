@@ -121,6 +121,18 @@ static inline int ca_any_narrow(const ca_shape *s) { return ca_is_narrow(s->k_dt
 /* These describe one side of the cache, K or V. */
 static inline int ca_kv_dtype(const ca_shape *s, int kv) { return kv ? s->v_dtype : s->k_dtype; }
 static inline int64_t ca_kv_head_size(const ca_shape *s, int kv) { return kv ? s->head_size_v : s->head_size; }
+/* Returns the bytes of a token's row in a plain cache. */
+static inline int64_t ca_kv_row_bytes(const ca_shape *s, int kv) {
+    return ca_kv_head_size(s, kv) * ca_dtype_size(ca_kv_dtype(s, kv));
+}
+/* Returns whether each of V's rows in a plain cache is a part of K's row of the same token (MLA's latent rows). */
+static inline int ca_v_is_in_k(const ca_shape *s, const ca_call *c) {
+    const ca_kv *k = &c->kv[K], *v = &c->kv[V];
+    const uintptr_t at = (uintptr_t)v->cache - (uintptr_t)k->cache;
+    const int64_t rest = ca_kv_row_bytes(s, K) - ca_kv_row_bytes(s, V);
+    return s->kv_cache_layout != CA_PACKED && s->k_dtype == s->v_dtype && k->stride_n == v->stride_n &&
+           k->stride_h == v->stride_h && k->ld == v->ld && rest >= 0 && at <= (uintptr_t)rest;
+}
 static inline ca_group_form ca_kv_form(const ca_plan *plan, int kv) {
     const ca_shape *s = &plan->shape;
     return ca_group_form_of(plan->kernel->info.layout, ca_kv_dtype(s, kv), ca_kv_head_size(s, kv), kv);

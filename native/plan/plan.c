@@ -4,7 +4,7 @@
  * and segments of keys at its first key. */
 #include "check/check.h"
 #include "plan.h"
-#include "run/selected.h"
+#include "run/selected_tokens.h"
 #include "run/threads.h"
 #include <stdlib.h>
 #include <string.h>
@@ -235,7 +235,7 @@ static int fill(ca_plan *p, const ca_array *table, const ca_array *nodes, int64_
     free(list.members);
     p->state_bytes = ca_max64(ca_state_bytes(p, p->rows), p->heads_together * ca_state_bytes(p, p->few_rows));
     p->scratch_bytes = ca_round_up(selects ? ca_selected_bytes(p) : p->engine->scratch_bytes(p), 64);
-    /* Of lists a segment may be one block of any size. */
+    /* A segment of a list of selected blocks may be one block of any size. */
     const int64_t segment = p->shape.query_block_size ? ca_longest(p) : ca_segment_keys(ca_longest(p));
     const int chains = !selects && segment > CA_CHAIN_KEYS;
     p->thread_bytes = (2 + chains) * p->state_bytes + p->scratch_bytes;

@@ -12,9 +12,9 @@ typedef struct ca_costed {
     int32_t whole;   /* it is one task that finishes at once, without parts to merge */
     int32_t pieces;  /* tasks that it becomes: num_segments where it hands them out one by one, 1, or 0 where all are
                         left to the merge */
-    int32_t shared;  /* of a query block: parts of it that come from shared tasks */
-    int32_t members; /* of a shared task: how many query blocks it is for */
-    /* of a shared task: where these start in ca_list.members; of a query block: where its next part goes */
+    int32_t shared;  /* parts of a query block that come from shared tasks */
+    int32_t members; /* query blocks that a shared task is for */
+    /* A shared task has its members from here on in ca_list.members; the next part of a query block goes here. */
     int32_t first;
 } ca_costed;
 

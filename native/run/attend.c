@@ -6,12 +6,9 @@
 #include "kernel/kernel.h"
 #include "plan/keys.h"
 #include "cpu/nodes.h"
-#include "selected.h"
+#include "selected_tokens.h"
 #include "threads.h"
 #include <stdatomic.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 typedef struct run {
     const ca_plan *plan;
@@ -253,24 +250,34 @@ static char *rotated_queries(const ca_plan *p, void *workspace) {
     return (char *)workspace + p->num_threads * p->thread_bytes + p->partial_bytes;
 }
 
-/* Rotates one share of `shares` of the queries, once for all tasks that will read them. */
-static void rotate_queries(const run *w, int thread, int share, int shares) {
+/* Rotates one thread's share of the queries, once for all tasks that will read them. */
+static void rotate_queries(const run *w, int thread, int team) {
     const ca_plan *p = w->plan;
     const ca_call *c = w->given;
     const ca_turn how = {.head_size = p->shape.head_size, .hadamard = 1};
     const int64_t size = ca_dtype_size(p->shape.dtype), heads = p->shape.num_heads, rows = p->num_tokens * heads;
     float *x = (float *)(w->workspace + thread * p->thread_bytes);
     char *to = rotated_queries(p, w->workspace);
-    for (int64_t r = rows * share / shares; r < rows * (share + 1) / shares; r++) {
+    for (int64_t r = rows * thread / team; r < rows * (thread + 1) / team; r++) {
         const int64_t at = r / heads * c->q_stride_t + r % heads * c->q_stride_h;
         p->kernel->turn(&how, (const char *)c->query + at * size, x, to + r * how.head_size * size);
     }
 }
 
+static void attend_share(void *work, int thread, int team) {
+    run *w = work;
+    if (w->plan->shape.hadamard & 1 << K) {
+        rotate_queries(w, thread, team);
+        ca_wait_for_team(team);
+    }
+    run_tasks(w, thread);
+    ca_wait_for_team(team);
+    run_merges(w, thread);
+}
+
 static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_fault *fault) {
-    const int rotates = plan->shape.hadamard & 1 << K;
     ca_call rotated = *call;
-    if (rotates) {
+    if (plan->shape.hadamard & 1 << K) {
         rotated.query = rotated_queries(plan, workspace);
         rotated.q_stride_h = plan->shape.head_size;
         rotated.q_stride_t = plan->shape.num_heads * rotated.q_stride_h;
@@ -281,26 +288,7 @@ static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_
     w.groups = head_groups(plan, team);
     if (ca_check_stack(team, fault))
         return fault->status;
-    if (team <= 1) {
-        if (rotates)
-            rotate_queries(&w, 0, 0, 1);
-        run_tasks(&w, 0);
-        run_merges(&w, 0);
-    } else {
-#ifdef _OPENMP
-#pragma omp parallel num_threads(team)
-        {
-            if (rotates) {
-#pragma omp for
-                for (int i = 0; i < team; i++)
-                    rotate_queries(&w, omp_get_thread_num(), i, team);
-            }
-            run_tasks(&w, omp_get_thread_num());
-#pragma omp barrier
-            run_merges(&w, omp_get_thread_num());
-        }
-#endif
-    }
+    ca_run_team(team, attend_share, &w);
     if (!w.failed)
         return CA_OK;
     return ca_fail(fault, CA_ENGINE_FAILED, -1, -1, w.failed, -1);

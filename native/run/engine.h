@@ -115,8 +115,8 @@ struct ca_plan {
     const ca_engine *engine;
     const ca_kernel *kernel;
     int64_t num_tokens, group_size; /* group_size: query heads of a kv head */
-    /* Of the plan's kv heads so many read the same keys. It is 1, but where query heads have lists of their own: each
-     * of these is a kv head to the plan, that is to tasks, states and lists, and only the caches have fewer
+    /* So many of the plan's kv heads read the same keys. It is 1 except where query heads have lists of their own: then
+     * each query head is a kv head to the plan, that is to tasks, states and lists, and only the caches have fewer
      * (ca_kv_block). */
     int32_t readers;
     int32_t *query_start_loc, *seq_lens, *causal; /* seq_lens: keys in the caches; causal[r]: resolved */

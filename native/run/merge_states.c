@@ -67,9 +67,12 @@ static void merge_row(const merging *m, int64_t t, int64_t h) {
     ((float *)lse->address)[h * lse->strides[0] + t] = top == -INFINITY ? top : top + logf(total);
 }
 
-static void merge_token(const merging *m, int64_t t) {
-    for (int64_t h = 0; h < m->outs[m->num_parts].shape[1]; h++)
-        merge_row(m, t, h);
+static void merge_share(void *work, int thread, int team) {
+    const merging *m = work;
+    const int64_t tokens = m->outs[m->num_parts].shape[0], heads = m->outs[m->num_parts].shape[1];
+    for (int64_t t = tokens * thread / team; t < tokens * (thread + 1) / team; t++)
+        for (int64_t h = 0; h < heads; h++)
+            merge_row(m, t, h);
 }
 
 void ca_merge_states(int64_t num_parts, const ca_array *outs, const ca_array *lses) {
@@ -77,15 +80,5 @@ void ca_merge_states(int64_t num_parts, const ca_array *outs, const ca_array *ls
     int64_t tokens = outs[num_parts].shape[0], heads = outs[num_parts].shape[1];
     /* A thread merges 2 elements a nanosecond in float16, which is the slowest, and 5 in float32 from its caches. */
     double elements = (double)num_parts * (double)(tokens * heads) * (double)outs[num_parts].shape[2];
-    int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for(elements / 2)));
-    /* A team of one takes memory, too, and libgomp ends the process where there is none. */
-    if (team > 1) {
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(team)
-        for (int64_t t = 0; t < tokens; t++)
-            merge_token(&m, t);
-#endif
-    } else
-        for (int64_t t = 0; t < tokens; t++)
-            merge_token(&m, t);
+    ca_run_team(ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for(elements / 2))), merge_share, &m);
 }

@@ -25,8 +25,8 @@ __attribute__((constructor)) static void watch_fork(void) { pthread_atfork(NULL,
 #define STRING(x) #x
 #define TEXT(x) STRING(x)
 const char *ca_threading(void) { return "OpenMP " TEXT(_OPENMP); }
-/* libgomp keeps 64 bits of OMP_NUM_THREADS and gives the lower 32: a number below 1 stands for one that no int holds.
- */
+/* libgomp keeps 64 bits of OMP_NUM_THREADS and returns the lower 32, so a number below 1 stands for one that no int
+ * holds. */
 static int openmps_number(void) {
     const int n = omp_get_max_threads();
     return n > 0 ? n : INT_MAX;
@@ -95,3 +95,24 @@ int64_t ca_small_stack(int team) {
 #endif
 
 int ca_team(int wanted) { return atomic_load(&forked) ? 1 : wanted; }
+
+void ca_run_team(int threads, ca_team_fn *fn, void *work) {
+#ifdef _OPENMP
+    if (threads > 1) {
+#pragma omp parallel num_threads(threads)
+        fn(work, omp_get_thread_num(), omp_get_num_threads());
+        return;
+    }
+#endif
+    (void)threads;
+    fn(work, 0, 1);
+}
+
+void ca_wait_for_team(int team) {
+    (void)team;
+#ifdef _OPENMP
+    if (team > 1) { /* else the barrier would be that of a team to which the caller belongs */
+#pragma omp barrier
+    }
+#endif
+}

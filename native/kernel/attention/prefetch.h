@@ -146,7 +146,7 @@ static inline const group *while_unpacking(const ca_plan *plan, const prefetch *
 }
 
 static inline void prefetch_group(const ca_plan *plan, int kv, const group *g) {
-    const int64_t bytes = is_plain(plan) ? row_bytes(&plan->shape, kv) : ca_kv_form(plan, kv).bytes;
+    const int64_t bytes = is_plain(plan) ? ca_kv_row_bytes(&plan->shape, kv) : ca_kv_form(plan, kv).bytes;
     const int64_t ld = g->kv[kv].ld * ca_dtype_size(ca_kv_dtype(&plan->shape, kv));
     for (int row = 0; row < (is_plain(plan) ? g->n : 1); row++)
         prefetch_bytes(g->kv[kv].at + row * ld, bytes);
@@ -182,12 +182,6 @@ static inline prefetch prefetch_of(const ca_plan *plan, const ca_call *call, int
                       .kv = {{part_of(plan, call, together, K), 0}, {part_of(plan, call, together, V), 0}}};
 }
 
-/* Is V a part of K's rows, as in MLA, whose rows are latent ones? */
-static inline int v_is_in_k(const ca_plan *plan, const ca_call *call) {
-    const uintptr_t at = (uintptr_t)call->kv[V].cache - (uintptr_t)call->kv[K].cache;
-    return call->kv[V].ld == call->kv[K].ld && at < (uintptr_t)row_bytes(&plan->shape, K);
-}
-
 /* Do the products prefetch? They leave memory time for what comes next if its lines follow one another: groups of a
  * packed cache, dense rows of a plain one, or, where heads that go together prefetch for one another, a share of the
  * rows of all these heads. Otherwise unpacking prefetches, and waits for it (MEASUREMENTS.md: prefetch by products or
@@ -202,7 +196,7 @@ static inline int products_prefetch(const ca_plan *plan, const ca_call *call, in
     if (together && call->kv[K].stride_h != s->head_size)
         return 0;
     return call->kv[K].ld == heads * s->head_size &&
-           (call->kv[V].ld == heads * s->head_size_v || v_is_in_k(plan, call));
+           (call->kv[V].ld == heads * s->head_size_v || ca_v_is_in_k(s, call));
 }
 
 /* Lists in `room`, as b->next, what is prefetched while the h-th of num_heads kv heads is computed: the same keys of

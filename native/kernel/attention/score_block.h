@@ -89,11 +89,6 @@ static inline const char *row_at(const ca_plan *plan, const ca_call *call, const
            token * call->kv[kv].ld * ca_dtype_size(ca_kv_dtype(&plan->shape, kv));
 }
 
-/* Returns the bytes of a token's row in a plain cache. */
-static inline int64_t row_bytes(const ca_shape *s, int kv) {
-    return ca_kv_head_size(s, kv) * ca_dtype_size(ca_kv_dtype(s, kv));
-}
-
 #define COPIED_AHEAD 64 /* keys from the copied row to the prefetched one; with 32, copying takes 1.2 times as long */
 
 /* Does what list_groups does for a plain cache whose blocks hold no whole groups (MEASUREMENTS.md: copied groups). Rows
@@ -103,7 +98,7 @@ static inline int copy_groups(const ca_plan *plan, const ca_call *call, const ca
                               int64_t k1, int most, char *room, group *g, int64_t *end) {
     const ca_blocks blocks = ca_blocks_of(plan, call, task, kv_head);
     const ca_shape *s = &plan->shape;
-    const int64_t bytes[2] = {row_bytes(s, K), row_bytes(s, V)};
+    const int64_t bytes[2] = {ca_kv_row_bytes(s, K), ca_kv_row_bytes(s, V)};
     place at = place_of(blocks, call->block_size, k0), ahead = place_of(blocks, call->block_size, k0 + COPIED_AHEAD);
     const int64_t past = keys_end(plan, task);
     int n = 0;
@@ -183,7 +178,7 @@ static inline void move_groups(const ca_plan *plan, const ca_call *call, int hea
     const ca_shape *s = &plan->shape;
     int64_t by[2];
     EACH(kv, 2)
-    by[kv] = heads * call->kv[kv].stride_h * ca_dtype_size(ca_kv_dtype(s, kv)) + rows * row_bytes(s, kv);
+    by[kv] = heads * call->kv[kv].stride_h * ca_dtype_size(ca_kv_dtype(s, kv)) + rows * ca_kv_row_bytes(s, kv);
     for (int i = 0; i < n; i++) {
         to[i] = from[i];
         EACH(kv, 2) {

@@ -2,7 +2,7 @@
  * This file attends the keys that a query token selects. It copies a segment of them into one block, as they lie in the
  * cache, where the engine meets them as it meets any request: one of a single query token that sees all of its keys.
  * What goes by a key's position is done here: keys that a mask hides are not copied, and ALiBi becomes a bias. */
-#include "selected.h"
+#include "selected_tokens.h"
 #include "kernel/kernel.h"
 #include "plan/keys.h"
 
@@ -16,14 +16,10 @@ typedef struct work {
 
 static int is_packed(const ca_plan *p) { return p->shape.kv_cache_layout == CA_PACKED; }
 
-static int64_t row_bytes(const ca_plan *p, int kv) {
-    return ca_kv_head_size(&p->shape, kv) * ca_dtype_size(ca_kv_dtype(&p->shape, kv));
-}
-
 static int64_t block_bytes(const ca_plan *p, int kv) {
     const ca_group_form f = ca_kv_form(p, kv);
     return is_packed(p) ? ca_scales_at(&f, CA_SELECTED_KEYS, CA_SELECTED_KEYS / CA_LANES)
-                        : CA_SELECTED_KEYS * row_bytes(p, kv);
+                        : CA_SELECTED_KEYS * ca_kv_row_bytes(&p->shape, kv);
 }
 
 static int64_t carve(work *w, uintptr_t base, const ca_plan *p) {
@@ -40,8 +36,8 @@ static int64_t carve(work *w, uintptr_t base, const ca_plan *p) {
     return at;
 }
 
-/* What a segment is to the engine: the plan of one request, of one query token and so many keys of one kv head. `step`
- * holds its lengths. */
+/* Returns the plan that a segment has for the engine: one request of one query token and so many keys of one kv head.
+ * `step` holds its lengths. */
 static ca_plan plan_alone(const ca_plan *p, int64_t keys, int32_t step[4]) {
     ca_plan alone = *p;
     step[0] = 0;
@@ -95,7 +91,7 @@ static const char *find_key(const ca_plan *p, const ca_call *c, const ca_task *t
 
 static void copy_rows(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int kv, const int32_t *key,
                       int64_t n, char *to) {
-    const int64_t bytes = row_bytes(p, kv), ld = c->kv[kv].ld * ca_dtype_size(ca_kv_dtype(&p->shape, kv));
+    const int64_t bytes = ca_kv_row_bytes(&p->shape, kv), ld = c->kv[kv].ld * ca_dtype_size(ca_kv_dtype(&p->shape, kv));
     int64_t token;
     for (int64_t i = 0; i < n + COPIED_AHEAD; i++) {
         if (i < n) {
@@ -169,18 +165,9 @@ static void copy_packed(const ca_plan *p, const ca_call *c, const ca_task *t, in
     }
 }
 
-/* Says whether V's rows are a part of K's (MLA): then one copy is both. */
-static int v_is_in_k(const ca_plan *p, const ca_call *c) {
-    const ca_kv *k = &c->kv[K], *v = &c->kv[V];
-    const uintptr_t at = (uintptr_t)v->cache - (uintptr_t)k->cache;
-    const int64_t rest = row_bytes(p, K) - row_bytes(p, V);
-    return !is_packed(p) && p->shape.k_dtype == p->shape.v_dtype && k->stride_n == v->stride_n &&
-           k->stride_h == v->stride_h && k->ld == v->ld && rest >= 0 && at <= (uintptr_t)rest;
-}
-
 static void copy_keys(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int64_t n, const work *w,
                       ca_kv kv[2]) {
-    const int latent = v_is_in_k(p, c);
+    const int latent = ca_v_is_in_k(&p->shape, c); /* one copy is both */
     for (int i = K; i <= (latent ? K : V); i++) {
         (is_packed(p) ? copy_packed : copy_rows)(p, c, t, kv_head, i, w->key, n, w->block[i]);
         kv[i] = (ca_kv){w->block[i], 0, 0, ca_kv_head_size(&p->shape, i)};

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * These functions attend the keys that a query token selects (selected_tokens). */
-#ifndef CPU_ATTN_SELECTED_H
-#define CPU_ATTN_SELECTED_H
+#ifndef CPU_ATTN_SELECTED_TOKENS_H
+#define CPU_ATTN_SELECTED_TOKENS_H
 #include "engine.h"
 
 /* Returns the scratch that ca_attend_selected needs, that of the engine included. */

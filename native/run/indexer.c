@@ -7,12 +7,7 @@
 #include "kernel/kernel.h"
 #include "plan/plan.h"
 #include "threads.h"
-#ifdef _OPENMP
-#include <omp.h>
-#define OMP(directive) _Pragma(#directive)
-#else
-#define OMP(directive)
-#endif
+#include <stdatomic.h>
 
 #define PIECE 1024       /* keys that a thread scores at a time */
 #define SCORES (1 << 20) /* scores that there is room for, unless one query token has more */
@@ -28,8 +23,9 @@ typedef struct selection {
     int64_t stride;            /* scores of a query token */
     float *scores;             /* [tasks_at_once * tokens][stride], or their ranks */
     int64_t tasks_at_once;
-    int32_t *keys; /* [stride] of each thread */
-    char *scratch; /* of each thread */
+    int32_t *keys;                     /* [stride] of each thread */
+    char *scratch;                     /* of each thread */
+    atomic_llong next_piece, next_row; /* 0 wherever a loop over these begins */
 } selection;
 
 /* Makes of scores integers of the same order, in their place: NaN is +inf, and -0 is 0. */
@@ -122,25 +118,23 @@ static void select_of(const selection *s, const ca_task *tasks, int64_t row, int
                 (int32_t *)s->out->address + at * s->out->strides[0]);
 }
 
-/* One thread's part of the work, which every thread of a team does. */
-static void run(const selection *s, int thread, int team) {
+/* Does one thread's part of the work. A counter is set back where the threads are at the loop over the other one. */
+static void select_share(void *work, int thread, int team) {
+    selection *s = work;
     for (int64_t first = 0; first < s->num_tasks; first += s->tasks_at_once) {
         const ca_task *tasks = s->tasks + first;
         const int64_t n = ca_min64(s->tasks_at_once, s->num_tasks - first);
         const int64_t scored = n * ca_div_up(s->stride, PIECE), selected = n * s->tokens;
-        if (team <= 1) { /* libgomp takes memory for loops that it shares, and ends the process where there is none */
-            for (int64_t i = 0; i < scored; i++)
-                score_piece(s, tasks, i, thread);
-            for (int64_t i = 0; i < selected; i++)
-                select_of(s, tasks, i, thread);
-            continue;
-        }
-        OMP(omp for schedule(dynamic))
-        for (int64_t i = 0; i < scored; i++)
+        for (int64_t i; (i = atomic_fetch_add(&s->next_piece, 1)) < scored;)
             score_piece(s, tasks, i, thread);
-        OMP(omp for schedule(dynamic))
-        for (int64_t i = 0; i < selected; i++)
+        ca_wait_for_team(team);
+        if (thread == 0)
+            atomic_store(&s->next_piece, 0);
+        for (int64_t i; (i = atomic_fetch_add(&s->next_row, 1)) < selected;)
             select_of(s, tasks, i, thread);
+        ca_wait_for_team(team);
+        if (thread == 0)
+            atomic_store(&s->next_row, 0);
     }
 }
 
@@ -201,21 +195,13 @@ static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *x, fl
                        .k_scale = 1,
                        .v_scale = 1,
                        .num_selected = -1};
-    if (!ca_check_stack(team, fault)) {
-        if (team <= 1)
-            run(&s, 0, 1);
-        else {
-#ifdef _OPENMP
-#pragma omp parallel num_threads(team)
-            run(&s, omp_get_thread_num(), team);
-#endif
-        }
-    }
+    if (!ca_check_stack(team, fault))
+        ca_run_team(team, select_share, &s);
     ca_aligned_free(memory);
     return fault->status;
 }
 
-/* What a plan for the one kv head of an indexer is made for. */
+/* Returns the shape of a plan for the one kv head of an indexer. */
 static ca_shape shape_of(const ca_fit *fit, int causal) {
     const int32_t head_size = (int32_t)fit->sizes[CA_HEAD_SIZE], kv_dtype = fit->kv_dtype[K];
     return (ca_shape){.num_reqs = (int32_t)fit->sizes[CA_NUM_REQS],
