@@ -116,8 +116,8 @@ def dense_rows(x: Any) -> Any:
 
 
 def numpy_view(name: str, x: Any, dtypes: Sequence[str] = tuple(DTYPES)) -> np.ndarray[Any, Any]:
-    """Gives ``x`` as a NumPy array of the same memory. An array of NumPy's is not checked here: the calls that it goes
-    to do so."""
+    """Gives ``x`` as a NumPy array of the same memory. A NumPy array is not checked here, since the call that it goes
+    to checks it."""
     if isinstance(x, np.ndarray):
         return x
     (a,) = bridged((x,), 1)
@@ -173,8 +173,9 @@ def addresses(arrays: tuple[Any, ...]) -> int:
 
 def objects(arrays: tuple[Any, ...]) -> tuple[int, Any, Any]:
     """Gives the address at which C finds the addresses of ``arrays``, the descriptions that it takes in place of some,
-    and what keeps both alive. It asks only the third array for its type, which a model has just computed: where that
-    one is NumPy's, so are the others nearly always, and the rest costs time alone."""
+    and what keeps both alive. Only the third array is asked for its type, since a model has just computed it: where
+    that one is NumPy's, the others are taken for NumPy's, too, and one that is not costs a second attempt
+    (_check.reread)."""
     found = arrays if type(arrays[2]) is np.ndarray else bridged(arrays, WRITTEN)
     return addresses(found), ffi.NULL, found
 

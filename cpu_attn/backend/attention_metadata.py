@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step looks like: metadata in vLLM's fields."""
+"""This module describes a step in vLLM's fields."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def attention_type(attn_type: Any) -> AttentionType:
 
 
 class Part(NamedTuple):
-    """Requests that one call serves. Row ``first`` is their first query row, and their first key row where
-    block_table is None: then their K and V are in no cache but those that forward was given."""
+    """Requests that one call serves. ``first`` is the row of their first query token. Where block_table is None it is
+    also the row of their first key, since their K and V are then only in the arrays that forward was given."""
 
     first: int
     query_start_loc: Array
@@ -142,7 +142,8 @@ class CPUAttentionMetadata:
 
     @property
     def is_all_cross_attn_metadata_set(self) -> bool:
-        """Whether cross attention has the same, its slots and its block tables, which it needs."""
+        """Whether cross attention has what encoder attention needs, its slots and its block tables, all of which it
+        needs."""
         return (
             self.is_all_encoder_attn_metadata_set
             and self.cross_slot_mapping is not None
@@ -226,7 +227,7 @@ class CPUAttentionMetadata:
         return self.num_prefill_tokens + self.num_decode_tokens
 
     def _query_starts(self) -> Array:
-        """query_start_loc [R+1] of prefills and decodes."""
+        """Gives query_start_loc [R + 1] of prefills and decodes."""
         prefills = self.num_prefills
         if self.query_start_loc is not None:
             name, starts = "query_start_loc", integers("query_start_loc", self.query_start_loc)
@@ -251,7 +252,7 @@ class CPUAttentionMetadata:
         return starts
 
     def _decoder_parts(self) -> list[Part]:
-        """One part, or, where the prefills have no block tables, one for them and one for the decodes."""
+        """Gives one part, or two where the prefills have no block tables: one for them and one for the decodes."""
         starts, prefills = self._query_starts(), self.num_prefills
         decodes, parts = len(starts) - 1 - prefills, []
         if prefills:
@@ -306,8 +307,8 @@ class CPUAttentionMetadata:
             raise ValueError(f"attn_metadata: {kind} attention needs {', '.join(missing)}")
 
     def _plan(self, part: Part, kind: AttentionType, block_size: int | None = None, **shape: Any) -> SchedulerMetadata:
-        """The plan for some requests of this step, made by the first layer of a shape and kept for the others, as long
-        as lengths and, where requests share blocks, tables are the same."""
+        """Gives the plan for some requests of this step. The first layer of a shape makes it, and the others find it as
+        long as the lengths are the same and, where requests share blocks, the tables, too."""
         key = (part.first, kind, block_size, *shape.values())
         lengths = part.query_start_loc.tobytes() + part.seq_lens.tobytes()
         known = self._plans.get(key)
@@ -343,7 +344,7 @@ def running_sum(lens: Array) -> Array:
 
 
 def _table(name: str, x: Any, lens: Array) -> Array | None:
-    """Block table of requests with so many keys; None where there is none and they have keys."""
+    """Gives the block table of requests with so many keys; None where there is no table although they have keys."""
     if x is None or (table := integers(name, x, ndim=None)).size == 0:
         return None if lens.any() else np.zeros((len(lens), 0), np.int32)
     if len(lens) and (table.ndim != 2 or len(table) != len(lens)):
@@ -352,7 +353,7 @@ def _table(name: str, x: Any, lens: Array) -> Array | None:
 
 
 def _stacked(first: Array, second: Array) -> Array:
-    """One table after the other; the narrower one's missing entries name no block."""
+    """Puts one table under the other. The entries that the narrower one lacks name no block."""
     table = np.full((len(first) + len(second), max(first.shape[1], second.shape[1])), -1, np.int32)
     table[: len(first), : first.shape[1]] = first
     table[len(first) :, : second.shape[1]] = second
@@ -360,5 +361,5 @@ def _stacked(first: Array, second: Array) -> Array:
 
 
 def _other_table(then: Any, now: Any) -> bool:
-    """Is this not the table whose shared blocks a plan was made for? None: it looked at no table."""
+    """Says whether this is not the table whose shared blocks a plan was made for. None stands for no table."""
     return then is not None and (now is None or not np.array_equal(then, now))

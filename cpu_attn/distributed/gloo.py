@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that torch.distributed connects, by gloo."""
+"""This module connects ranks by torch.distributed's gloo."""
 
 from __future__ import annotations
 
