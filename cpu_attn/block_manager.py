@@ -482,8 +482,8 @@ class BlockManager:
         return row
 
     def _publish(self, rows: Array, first: Array, end: Array) -> None:
-        """Puts blocks ``first`` to ``end`` of each row, which have become full, into the prefix cache. A block whose
-        hash it has of another block stays out."""
+        """Puts blocks ``first`` to ``end`` of each row, which have become full, into the prefix cache. Where it has
+        another block of the same hash, the new one stays out."""
         published, hashes = [], []
         for row, begin, stop in np.stack([rows, first, end])[:, end > first].T.tolist():
             blocks, request = self._table[row, begin:stop].astype(np.int64), self._requests[row]

@@ -59,7 +59,7 @@ class BlockPool:
         self.ref_cnt = np.zeros(len(nodes), np.int64)
         self.hash_of: dict[int, bytes] = {}  # the prefix cache, which has one block for each hash
         self.block_of: dict[bytes, int] = {}
-        self.evictable: OrderedDict[int, int] = OrderedDict()  # blocks that it alone has, and when they came, oldest first
+        self.evictable: OrderedDict[int, int] = OrderedDict()  # blocks that it alone has, and since when, oldest first
         self._time = 0
 
     @property
@@ -112,7 +112,7 @@ class BlockPool:
         self._time += len(known)
 
     def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Puts blocks into the prefix cache. A block whose hash it has of another block stays out."""
+        """Puts blocks into the prefix cache. Where it has another block of the same hash, the new one stays out."""
         new = {here: block for block, here in zip(blocks, hashes, strict=True) if here not in self.block_of}
         self._journal.update(self.block_of, new.keys(), new.values())
         self._journal.update(self.hash_of, new.values(), new.keys())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a step: made once by :func:`get_scheduler_metadata`, used by every layer."""
+"""This module makes the plan of a step: :func:`get_scheduler_metadata` makes it once, and every layer uses it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SchedulerMetadata(_check.Plan):
         "kv_dtypes",
         "narrow",
     )
-    _checksum: bytes  # of what all ranks have to have alike; only where ranks share the keys
+    _checksum: bytes  # of what must be the same on all ranks; only where ranks share the keys
     _info: Any
     _pointer: Any
     _shape: Any
@@ -128,8 +128,8 @@ class SchedulerMetadata(_check.Plan):
 
 
 class Plans(dict[Any, Any]):
-    """Plans that are kept with what they were made for. Whoever copies or pickles that makes them anew: a plan is
-    memory of its process."""
+    """Keeps plans with what they were made for. A copy or a pickle of it is empty, since a plan is memory of its
+    process."""
 
     def __reduce__(self) -> Any:
         return Plans, ()
@@ -302,8 +302,9 @@ def get_scheduler_metadata(
     return made
 
 
-# On its own: a frame object of more than 512 bytes, as get_scheduler_metadata's would be with these names too, is one
-# more that memory may not be there for, and CPython 3.11 then forgets which exception it is for.
+# This is a function of its own to keep frames small: get_scheduler_metadata's would be a frame object of more than 512
+# bytes with these names, too. Such an object needs memory that may not be there, and CPython 3.11 then forgets which
+# exception it was to raise.
 def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Masks | None) -> Any:
     start, fault = profiling.clock(), ffi.new("ca_fault *")
     masks = masks_struct(given_masks) if given_masks else ffi.NULL
@@ -317,7 +318,8 @@ def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Ma
 
 
 def _checksum(shape: Any, lengths: tuple[Any, ...], masks: _check.Masks | None) -> bytes:
-    """Of what all ranks have to have alike. Isa, threads and what its cache holds are each rank's own affair."""
+    """Hashes what has to be the same on all ranks. The isa, the threads and what the cache holds are each rank's own
+    affair."""
     sizes = (shape.num_reqs, shape.num_heads, shape.num_kv_heads, shape.head_size, shape.head_size_v, shape.dtype)
     sees = (shape.causal, shape.window_left, shape.window_right, shape.query_block_size, shape.select_by_query_head)
     found = blake2b(repr((*sizes, *sees, shape.cp_interleave, masks and masks.clamped)).encode(), digest_size=8)
@@ -330,7 +332,7 @@ def _checksum(shape: Any, lengths: tuple[Any, ...], masks: _check.Masks | None) 
 
 
 def masks_struct(found: _check.Masks) -> Any:
-    """For C, as long as ``found`` is there."""
+    """Gives the masks as C takes them. The struct is valid as long as ``found`` lives."""
     masks = ffi.new("ca_masks *", {"tree_rows": -1, "clamp_spans": found.clamped})
     masks.spans, masks.num_spans = _check.pointer("int32_t *", found.spans), len(found.spans)
     masks.documents, masks.num_documents = _check.pointer("int32_t *", found.documents), len(found.documents)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands between a model's projections and attention, in one call: norm, rotary embedding, cache write."""
+"""This module does what stands between a model's projections and attention in one call: norm, rotary embedding, cache
+write."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a cache's memory, as data."""
+"""This module describes what lies in a cache's memory, as data."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LAYOUT_NAMES = {lib.CA_LAYOUT_LANES: "lanes-v2", lib.CA_LAYOUT_PAIRS: "pairs-v1"
 
 @cache
 def layout_of(isa: int, dtype: str) -> str | None:
-    """What an isa's kernels read; None where it has none for the dtype."""
+    """Gives the layout that an isa's kernels read; None where it has none for the dtype."""
     kernel = ffi.new("ca_kernel_info *")
     return LAYOUT_NAMES[kernel.layout] if lib.ca_isa_kernel(isa, DTYPE_CODES[dtype], kernel) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheDescriptor:
-    """All that it takes to read the memory of a cache, on this machine or another, as data.
+    """Says all that it takes to read the memory of a cache, on this machine or another, as data.
 
     Args:
         version: of the descriptor; 2.
@@ -138,7 +138,7 @@ class CacheDescriptor:
 
     def to_json(self) -> str:
         """Writes the fields as a JSON object, which :meth:`from_json` reads."""
-        import json  # in functions: it takes 1.5 ms to import, and few keep a cache
+        import json  # imported in functions: it takes 1.5 ms, and few keep a cache
 
         return json.dumps(dataclasses.asdict(self))
 
@@ -165,7 +165,7 @@ class CacheDescriptor:
             raise ValueError(f"descriptor: expected an object, got {type(fields).__name__}")
         if fields.get("version") == 1 and "kv_cache_rotation" not in fields:
             fields = {**fields, "version": VERSION, "kv_cache_rotation": "none"}
-        if fields.get("version", VERSION) != VERSION:  # whose fields may be others
+        if fields.get("version", VERSION) != VERSION:  # another version may have other fields
             raise ValueError(f"version: {fields['version']!r}, this library knows {VERSION}")
         known = [field.name for field in dataclasses.fields(cls)]
         for name in known:
