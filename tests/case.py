@@ -42,7 +42,7 @@ class Case:
     # are apart, too, and blocks run backwards.
     strided: bool = False
     pieces: int = 1  # how many calls write the cache
-    kv_cache_dtype: str = "auto"  # the argument; all but "auto" have the scales of formats.SCALES
+    kv_cache_dtype: str = "auto"  # the argument; fp8 has the scales of formats.SCALES
     kv_cache_layout: str = "packed"  # the argument
     kv_cache_rotation: str = "none"  # the argument, for quantised caches
     latent: bool = False  # whether V is the first head_size_v columns of K

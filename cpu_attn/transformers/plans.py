@@ -71,7 +71,7 @@ class Requests:
 
     @cached_property
     def all_causal(self) -> Requests:
-        """The same attention as causal requests alone: each token of a request that is not causal becomes a request."""
+        """Requests of the same meaning that are all causal: each token of one that is not becomes a request."""
         tokens, flags = np.diff(self.query_start_loc), self.dynamic_causal
         if flags is None or flags.all():
             return self
