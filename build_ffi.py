@@ -51,7 +51,7 @@ SANITIZE_KERNELS = ["-fno-sanitize=null,object-size,alignment,pointer-overflow"]
 
 @dataclass(frozen=True)
 class FlaggedFile:
-    """A file of FLAGGED and what its first lines say."""
+    """Holds a file of FLAGGED and what its first lines say."""
 
     path: Path
     arch: str

@@ -364,7 +364,7 @@ def machine() -> dict[str, Any]:
 
 
 class Number(click.FloatRange):
-    """A range of numbers; click's own has NaN in it."""
+    """Takes a range of numbers; click's own has NaN in it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         found: float = super().convert(value, param, ctx)

@@ -25,9 +25,9 @@ LEAST_BYTES = 2**16  # a limit is measured over no less
 
 @dataclass(frozen=True)
 class Contestant:
-    """What runs a workload. engine: of ENGINES or RIVALS; isa: of ours, None for others; threads: how many it was made
-    for and runs on; limits: the fastest of them bounds it; roof: where it attends, its products and reads, of which the
-    slower binds it; call: one run, for which all is made that can be made before."""
+    """Holds what runs a workload. engine: of ENGINES or RIVALS; isa: of ours, None for others; threads: how many it was
+    made for and runs on; limits: the fastest of them bounds it; roof: where it attends, its products and reads, of
+    which the slower binds it; call: one run, for which all is made that can be made before."""
 
     step: Step
     engine: str

@@ -35,7 +35,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {  # the type of the result, then thos
     "ggml_get_data": (c_void_p, c_void_p),
     "ggml_quantize_chunk": (c_size_t, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "ggml_new_tensor_4d": (c_void_p, c_void_p, c_int, *[c_int64] * 4),
-    "ggml_view_4d": (c_void_p, c_void_p, c_void_p, *[c_int64] * 4, *[c_size_t] * 4),  # no first stride; the offset
+    "ggml_view_4d": (c_void_p, c_void_p, c_void_p, *[c_int64] * 4, *[c_size_t] * 4),  # all strides but one, offset
     "ggml_flash_attn_ext": (c_void_p, *[c_void_p] * 5, *[c_float] * 3),
     "ggml_flash_attn_ext_add_sinks": (None, c_void_p, c_void_p),
     "ggml_new_graph_custom": (c_void_p, c_void_p, c_size_t, c_bool),

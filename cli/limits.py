@@ -22,7 +22,7 @@ SECONDS = 0.01  # one look at a product takes so long
 
 @dataclass(frozen=True)
 class Probe:
-    """A row of native/limits/probe. reason: what it lacks here, "" for nothing."""
+    """Holds a row of native/limits/probe. reason: what it lacks here, "" for nothing."""
 
     index: int
     name: str
@@ -35,8 +35,8 @@ class Probe:
 
 @dataclass(frozen=True)
 class Limit:
-    """What is to be measured: a limit of ``kind`` (a key of UNITS) on so many threads, with a probe or over this many
-    bytes."""
+    """Names what is to be measured: a limit of ``kind`` (a key of UNITS) on so many threads, with a probe or over this
+    many bytes."""
 
     kind: str
     threads: int

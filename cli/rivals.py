@@ -22,10 +22,10 @@ from cpu_attn.cli.workloads import BINARY, Step, Workload
 
 @dataclass(frozen=True)
 class Rival:
-    """Another library's attention. name: of what is called. load: raises ImportError where it is not here. lacks: says
-    what of a workload it has no notion of, over caches of some kind and blocks of some size. call: gives one run, for
-    which all is made that can be made before. uses_matrix: whether it may multiply on the matrix unit, where there is
-    one."""
+    """Holds another library's attention. name: of what is called. load: raises ImportError where it is not here. lacks:
+    says what of a workload it has no notion of, over caches of some kind and blocks of some size. call: gives one run,
+    for which all is made that can be made before. uses_matrix: whether it may multiply on the matrix unit, where there
+    is one."""
 
     name: str
     load: Callable[[], Any]

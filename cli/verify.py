@@ -69,7 +69,7 @@ class Failure:
 
 @dataclass
 class Tally:
-    """What became of one combination. worst: the largest error in units of the budget."""
+    """Says what became of one combination. worst: the largest error in units of the budget."""
 
     combo: Combo
     ran: int = 0
@@ -199,8 +199,8 @@ def _verify_one(problem: Problem, combo: Combo, memory: Memory, compare_bits: bo
 
 
 class Job(NamedTuple):
-    """A case, what it is checked on, and whether bits are compared, too. The oracle computes once for all, and caches
-    are written once for all engines that read them."""
+    """Holds a case, what it is checked on, and whether bits are compared, too. The oracle computes once for all, and
+    caches are written once for all engines that read them."""
 
     case: Case
     combos: list[Combo]

@@ -21,7 +21,7 @@ INDEX_HEADS, INDEX_SIZE = 64, 128  # DeepSeek-V3.2's indexer
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of causal attention, or what serves it.
+    """Describes one step of causal attention, or what serves it.
 
     kind: prefill, decode, cascade (decode of requests that share a prefix), write (reshape_and_cache of all tokens,
     with rotary rotary_reshape_and_cache, queries in place), plan (get_scheduler_metadata) or call (too little to be
@@ -62,7 +62,7 @@ class Workload:
 
     @property
     def cascades(self) -> bool:
-        """Whether the plan is told what is shared."""
+        """Says whether the plan is told what is shared."""
         return self.shared > 0 and not self.no_cascade
 
     @cached_property
@@ -76,8 +76,8 @@ class Workload:
 
     @property
     def flops(self) -> int:
-        """2 * D for q.k and 2 * Dv for p*v, for each (query head, query, key) that the mask leaves and an indexer
-        selects; 2 * INDEX_SIZE for each that it scores."""
+        """Counts 2 * D for q.k and 2 * Dv for p*v, for each (query head, query, key) that the mask leaves and an
+        indexer selects, and 2 * INDEX_SIZE for each that it scores."""
         pairs = scored = 0
         for q_len, kv_len in self.lens:
             seen = np.arange(kv_len - q_len + 1, kv_len + 1)  # keys up to each query's own
@@ -199,7 +199,7 @@ class Step:
 
     @cached_property
     def selected_blocks(self) -> NDArray[np.int32] | None:
-        """[R, Hkv, S]: the share of each request's blocks that the workload says, at random; or the share of the blocks
+        """Selects [R, Hkv, S] at random: the share of each request's blocks that the workload says, or of the blocks
         that each query block sees."""
         w, lens = self.workload, self.seq_lens
         if w.selected is None:
@@ -216,7 +216,7 @@ class Step:
 
     @cached_property
     def indexer(self) -> dict[str, Any]:
-        """The arguments of select_tokens, over packed keys of the step's dtype."""
+        """Gives the arguments of select_tokens, over packed keys of the step's dtype."""
         w, sizes = self.workload, (self.block_size, INDEX_SIZE, self.dtype, self.isa)
         cache = np.empty(cpu_attn.get_index_cache_shape(self.num_blocks, *sizes), numpy_dtype(self.dtype))
         for r, n in enumerate(self.seq_lens):
@@ -235,7 +235,7 @@ class Step:
 
     @cached_property
     def attn_bias(self) -> NDArray[np.float32] | None:
-        """[1, Hq, Q, K], as T5 has one for the whole batch."""
+        """Gives [1, Hq, Q, K], as T5 has one for the whole batch."""
         w = self.workload
         if not w.attn_bias:
             return None
@@ -243,8 +243,8 @@ class Step:
 
     @property
     def itemsize(self) -> float:
-        """Bytes of an element that moves: of keys and values on their way into a cache, else of K and V in it, scales
-        counted."""
+        """Gives the bytes of an element that moves: of keys and values on their way into a cache, else of K and V in
+        it, scales counted."""
         if self.workload.kind == "write":
             return numpy_dtype(self.dtype).itemsize
         size = self.workload.head_size
@@ -264,7 +264,7 @@ class Step:
 
     @cached_property
     def cache(self) -> cpu_attn.PagedKVCache:
-        """The cache, with every token of every request in it; for a write it is empty."""
+        """Gives the cache, with every token of every request in it; for a write it is empty."""
         w = self.workload
         cache = cpu_attn.PagedKVCache(
             self.num_blocks,
@@ -295,7 +295,7 @@ class Step:
 
     @property
     def cos_sin_cache(self) -> NDArray[np.float32]:
-        """The rows of all positions, with the whole head rotated; theta is 10,000."""
+        """Gives the rows of all positions, with the whole head rotated; theta is 10,000."""
         size = self.workload.head_size
         angles = np.arange(self.seq_lens.max())[:, None] / 1e4 ** (np.arange(0, size, 2) / size)
         return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
@@ -312,7 +312,7 @@ class Step:
 
     @property
     def masks(self) -> dict[str, Any]:
-        """The masks as get_scheduler_metadata and compose.attention take them, and who selects."""
+        """Gives the masks as get_scheduler_metadata and compose.attention take them, and who selects."""
         found: dict[str, Any] = {"query_block_size": self.workload.query_block} if self.workload.query_block else {}
         if self.workload.tree:
             q_lens = np.diff(self.query_start_loc)
@@ -343,7 +343,7 @@ class Step:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of attention_with_kv_cache, but for the plan."""
+        """Gives the arguments of attention_with_kv_cache, but for the plan."""
         w = self.workload
         return {
             "query": self.query,

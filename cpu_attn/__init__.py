@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention of language models on CPUs: vLLM's three calls, fused kernels per isa, a oneDNN engine.
+"""This package computes paged attention of language models on CPUs: vLLM's three calls, fused kernels per isa, a oneDNN
+engine.
 
 A step makes a plan with :func:`get_scheduler_metadata`; every layer calls :func:`reshape_and_cache` and then
 :func:`attention_with_kv_cache`. :class:`PagedKVCache` is a friendlier form of these. Arrays are NumPy arrays, torch CPU

@@ -31,11 +31,11 @@ ABSENT = bytes(FIELDS[0].size)
 
 
 class _UnknownDtypeError(Exception):
-    """The array's dtype is none of DTYPES."""
+    """Says that an array's dtype is none of DTYPES."""
 
 
 class _Memory:
-    """An Array as NumPy's protocol describes it. The protocol cannot name all dtypes, so elements pass as bytes."""
+    """Describes an Array by NumPy's protocol. That cannot name all dtypes, so elements pass as bytes."""
 
     def __init__(self, a: Array) -> None:
         self.owner = a.owner
@@ -49,7 +49,7 @@ class _Memory:
 
 
 class Array:
-    """The address, shape and strides (in elements) of somebody's memory, and the object that keeps it alive."""
+    """Holds the address, shape and strides (in elements) of somebody's memory, and the object that keeps it alive."""
 
     __slots__ = ("_described", "address", "dtype", "owner", "shape", "strides", "writable")
 
@@ -278,7 +278,7 @@ def _of_tensor(x: Any) -> Array:
 
 
 class _DLTensor(ctypes.Structure):
-    """The struct DLTensor of dlpack.h 1.0."""
+    """Lays out the struct DLTensor of dlpack.h 1.0."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -295,7 +295,7 @@ class _DLTensor(ctypes.Structure):
 
 
 class _DLVersioned(ctypes.Structure):
-    """The struct DLManagedTensorVersioned of dlpack.h 1.0, whose flag 1 means read-only."""
+    """Lays out the struct DLManagedTensorVersioned of dlpack.h 1.0, whose flag 1 means read-only."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),

@@ -22,7 +22,7 @@ _FUSED = lib.ca_fused_engine()
 
 @dataclass(frozen=True)
 class Isa:
-    """One isa of the table. ``reason`` says why it cannot run here, and is empty where it can."""
+    """Describes one isa of the table. ``reason`` says why it cannot run here, and is empty where it can."""
 
     name: str
     unit: str
@@ -34,7 +34,7 @@ class Isa:
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine. ``reason`` says why it is not there, and is empty where it is."""
+    """Describes one engine. ``reason`` says why it is not there, and is empty where it is."""
 
     name: str
     available: bool

@@ -14,7 +14,7 @@ from cpu_attn._native import lib
 
 
 class KVFormat(NamedTuple):
-    """What a quantised cache holds: a row of ca_formats (native/cache/formats.h), as Python needs it."""
+    """Describes what a quantised cache holds: a row of ca_formats (native/cache/formats.h), as Python needs it."""
 
     code: int  # enum ca_dtype
     memory: tuple[str, ...]  # the dtypes that its memory may have; new caches get the first
@@ -27,7 +27,7 @@ class KVFormat(NamedTuple):
 
     @property
     def scaled(self) -> bool:
-        """Whether it has scales of its own, for which only a packed cache has a place."""
+        """Says whether it has scales of its own, for which only a packed cache has a place."""
         return self.largest > 0
 
     def places(self, elements: int) -> int:

@@ -75,7 +75,7 @@ def thread_nodes(n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Placement:
-    """A rule that says on which node each block of a cache lies."""
+    """Says on which node each block of a cache lies."""
 
     numa: str
     nodes: tuple[int, ...]

@@ -45,7 +45,7 @@ ISAS = {
 
 
 class _Version(ctypes.Structure):
-    """The struct dnnl_version_t."""
+    """Lays out the struct dnnl_version_t."""
 
     _fields_ = (
         ("major", ctypes.c_int),
@@ -59,7 +59,7 @@ class _Version(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Description:
-    """What ``cpu-attn info`` says of oneDNN. The last two fields name the implementations of a 256 x 512 x 128
+    """Holds what ``cpu-attn info`` says of oneDNN. The last two fields name the implementations of a 256 x 512 x 128
     matmul."""
 
     version: str

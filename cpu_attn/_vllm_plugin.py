@@ -23,8 +23,8 @@ KEPT = {
 
 
 class MLAPlatform:
-    """A class that is put before the class of vLLM's platform and changes its answers about MLA, of which the registry
-    of backends is but one. Sparse attention (``index_topk``) stays with vLLM."""
+    """Changes the answers of vLLM's platform about MLA, of which the registry of backends is but one: it is put before
+    the platform's class. Sparse attention (``index_topk``) stays with vLLM."""
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None) -> Any:

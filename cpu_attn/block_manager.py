@@ -24,9 +24,9 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class _Request:
-    """What is hashed of a request. root: the hash that its first block comes after, None where the request was there
-    before the prefix cache was reset. hashes: one for each of its full blocks, each over the one before; none without a
-    root."""
+    """Holds what is hashed of a request. root: the hash that its first block comes after, None where the request was
+    there before the prefix cache was reset. hashes: one for each of its full blocks, each over the one before; none
+    without a root."""
 
     root: bytes | None
     hashes: list[bytes] = field(default_factory=list)
@@ -132,7 +132,7 @@ class BlockManager:
     @property
     @all_or_nothing
     def num_free_blocks(self) -> int:
-        """How many blocks no request has; the prefix cache may still know some of them."""
+        """Says how many blocks no request has; the prefix cache may still know some of them."""
         return self._pool.num_free
 
     @all_or_nothing

@@ -3,8 +3,8 @@
 layer.
 
 The arguments are those of FlashInfer 0.6, and what they mean; docs/flashinfer.md says which are refused. lse is in base
-2, [T, Hq], -inf where a row sees no key. ValueError or TypeError for what does not fit, before anything is written, and
-for tensors that require grad while grad mode is on. torch.compile breaks its graph at a call.
+2, [T, Hq], -inf where a row sees no key. ValueError or TypeError is raised for what does not fit, before anything is
+written, and for tensors that require grad while grad mode is on. torch.compile breaks its graph at a call.
 """
 
 from __future__ import annotations
@@ -340,7 +340,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
 
         Args:
             q: [T, Hq, D], one sequence after another.
-            paged_kv_cache: (keys, values) in ``kv_layout``, or one tensor [N, 2, ...] of both. Read where they lie.
+            paged_kv_cache: (keys, values) in ``kv_layout``, or one tensor [N, 2, ...] of both. They are read where they
+                lie.
             q_scale: a factor of the logits.
             k_scale: a factor of the logits.
             v_scale: a factor of the values of float8 pages, else 1.

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 
 class Journal(list[tuple[Any, Any, Any]]):
-    """A list of (where, key, what was there) for all that a call changes, each written down before its change.
+    """Lists (where, key, what was there) for all that a call changes, each written down before its change.
 
     Where is an array, a list or a dict; a list is changed by slices, and a dict holds no None, which stands for a key
     that was not there. To undo is to put back what was there, the last change first. That may be done again from the

@@ -113,8 +113,8 @@ def attention_mla(
         query: [T, Hq, L + P]: [q_nope W_UK | q_pe] of each head.
         kv_cache: [N, B, L + P], read where it lies.
         output: [T, Hq, L], written: what W_UV is still to be applied to.
-        query_start_loc: int32 [R + 1]. As the plan has it.
-        seq_lens: int32 [R]. As the plan has it.
+        query_start_loc: int32 [R + 1], as the plan has it.
+        seq_lens: int32 [R], as the plan has it.
         scale: the factor of q.k, of the heads before absorption: 1 / sqrt(128 + 64) in DeepSeek's models.
         causal: as the plan has it.
         block_table: int32 [R, M], the blocks of each request in order.

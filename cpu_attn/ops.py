@@ -202,11 +202,11 @@ def attention_with_kv_cache(
         key_cache: [N, Hkv, B, width], as :func:`reshape_and_cache` wrote it with the plan's isa.
         value_cache: the same for values. In plain layouts it may be a view of ``key_cache``.
         output: [T, Hq, Dv] of the plan's dtype or float32, written. The last axis is dense, other strides are free.
-        query_start_loc: int32 [R + 1], where each request's query tokens start; the last number is T. As the plan has
+        query_start_loc: int32 [R + 1], where each request's query tokens start; the last number is T, as the plan has
             it.
-        seq_lens: int32 [R], how many keys each request has, this step's among them. As the plan has it.
+        seq_lens: int32 [R], how many keys each request has, this step's among them, as the plan has it.
         scale: the factor of q.k, finite in float32; usually 1 / sqrt(D).
-        causal: whether query token i of a request sees the keys up to ``seq_len - q_len + i`` only. As the plan has it.
+        causal: whether query token i of a request sees the keys up to ``seq_len - q_len + i`` only, as the plan has it.
         alibi_slopes: float32 [Hq], or None. Adds slope * (key position - query position) to the logits.
         sliding_window: as the plan has it: -1, w or (left, right).
         block_table: int32 [R, M], the blocks of each request in order. Entries that a request does not need are
@@ -216,7 +216,7 @@ def attention_with_kv_cache(
             k_scale * log2(e)`` has to be.
         scheduler_metadata: the plan, of :func:`get_scheduler_metadata`.
         s_aux: [Hq], or None. Attention sinks: one logit more for each head in the softmax, which has no value.
-        dynamic_causal: int32 [R], or None. As the plan has it.
+        dynamic_causal: int32 [R], or None, as the plan has it.
         k_scale: as :func:`reshape_and_cache` had it.
         v_scale: as :func:`reshape_and_cache` had it.
         kv_cache_dtype: as the plan and :func:`reshape_and_cache` had it.
@@ -237,7 +237,7 @@ def attention_with_kv_cache(
         selected_tokens: int32 [T, S], or None for all. Which keys of its request each query token attends, of those
             that masks leave it: strictly ascending, then -1. No other key is read. S is at most the plan's
             ``max_selected_tokens``; such a plan is for calls that select tokens, and others are for calls that do not.
-            Not with ``selected_blocks``. :func:`select_tokens` chooses.
+            It does not go with ``selected_blocks``. :func:`select_tokens` chooses.
 
     Returns:
         ``output``. A row that sees no key is 0, and its lse is -inf, or the sink where there is one.
@@ -297,7 +297,8 @@ def attend(
     attn_bias: Any = None,
     selected_tokens: Any = None,
 ) -> None:
-    """:func:`attention_with_kv_cache` for who made the plan and knows its lengths to be right. scales: of K and V."""
+    """Does what :func:`attention_with_kv_cache` does for callers that made the plan and know its lengths to be right.
+    scales: of K and V."""
     features = (alibi_slopes, s_aux, selected_blocks, attn_bias, selected_tokens)
     arrays = (output, lse, query, key_cache, value_cache, block_table, None, None, None, *features)
     run_attention(plan, arrays, scale, softcap, scales)

@@ -16,7 +16,7 @@ from cpu_attn._native import ffi, lib
 
 
 class SchedulerMetadata(_check.Plan):
-    """The plan of a step: its lengths and masks, checked and cut into tasks for threads.
+    """Holds the plan of a step: its lengths and masks, checked and cut into tasks for threads.
 
     :func:`get_scheduler_metadata` makes it, once a step; all layers of one shape use it. A plan is immutable, and any
     number of threads may use it at once. It cannot be pickled, since it is memory of this process for its CPU
@@ -116,7 +116,7 @@ class SchedulerMetadata(_check.Plan):
 
     @property
     def visible_pairs(self) -> int:
-        """How many (query, key) pairs the masks leave, over all query heads. Each takes 2 * (D + Dv) flops."""
+        """Says how many (query, key) pairs the masks leave, over all query heads. Each takes 2 * (D + Dv) flops."""
         return int(lib.ca_plan_visible_pairs(self._pointer))
 
     def __repr__(self) -> str:
@@ -201,7 +201,7 @@ def get_scheduler_metadata(
         tree_mask: uint8 [T, W], or None. Bit j of row t (``numpy.packbits(..., bitorder="little")``) says whether query
             token t sees the key of its request's query token j, in place of ``causal`` among these. The position of a
             token, by which windows go, is ``seq_len - q_len`` plus the number of query tokens that it sees besides
-            itself. Requests are causal. Not with ALiBi, ``mm_prefix_range`` or ``document_start_loc``.
+            itself. Requests are causal. It does not go with ALiBi, ``mm_prefix_range`` or ``document_start_loc``.
         block_table: int32 [R, M], or None. With it, requests whose tables start with the same blocks read these once,
             in whole segments of 1024 keys, where few query rows meet them (decode). The bits of results are the same,
             of ``onednn`` they stay within the error budgets. The table of a call must then have the same blocks in
@@ -212,7 +212,7 @@ def get_scheduler_metadata(
         mm_prefix_clamp_sliding_window: whether the left side of ``sliding_window`` holds within spans, too (Gemma 4).
         kv_cache_rotation: ``none`` or ``hadamard``, as :func:`reshape_and_cache` wrote the caches.
         max_selected_tokens: S, or None. The plan is for calls with ``selected_tokens`` of up to S columns, and for no
-            others; every query token is a task of its own then. Not with ``block_table``.
+            others; every query token is a task of its own then. It does not go with ``block_table``.
         cp_world_size: how many ranks share the keys of each request; 1: none do. With more, ``seq_lens``,
             ``query_start_loc`` and the masks are the same on all ranks and go by positions, while caches,
             ``block_table``, ``selected_blocks``, ``selected_tokens`` and the last axis of ``attn_bias`` have this
@@ -224,9 +224,9 @@ def get_scheduler_metadata(
             only then. Threads then take tasks first whose blocks are on their own node; no bit changes.
         query_block_size: query tokens of a query block, or None. ``selected_blocks`` then has lists for each query
             block in place of each request. The blocks of a request start at its first query token of the step; the last
-            one may have fewer tokens. Not with ``block_table`` or ``max_selected_tokens``.
+            one may have fewer tokens. It does not go with ``block_table`` or ``max_selected_tokens``.
         select_by_query_head: whether ``selected_blocks`` has lists for each query head in place of each kv head. Every
-            query head then reads its keys for itself. Not with ``block_table`` or ``max_selected_tokens``.
+            query head then reads its keys for itself. It does not go with ``block_table`` or ``max_selected_tokens``.
 
     Returns:
         The plan.

@@ -39,8 +39,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Call:
-    """One call. start, end: nanoseconds of time.perf_counter_ns; thread: the Python thread's native id; num_threads:
-    most threads that computed it; num_tokens: query tokens, or those written."""
+    """Describes one call. start, end: nanoseconds of time.perf_counter_ns; thread: the Python thread's native id;
+    num_threads: most threads that computed it; num_tokens: query tokens, or those written."""
 
     kind: Kind
     start: int
@@ -53,7 +53,7 @@ class Call:
 
 @dataclass
 class Total:
-    """The sum over all calls of a kind."""
+    """Holds the sums over all calls of a kind."""
 
     calls: int = 0
     nanoseconds: int = 0
@@ -98,7 +98,7 @@ class _Tally:
 
 @dataclass(eq=False)
 class Profile:
-    """What a program called while it was profiled.
+    """Holds what a program called while it was profiled.
 
     ``totals``: a :class:`Total` of every :class:`Kind`; ``calls``: the latest hundred thousand :class:`Call`, in the
     order in which they ended; ``start``, ``end``: nanoseconds of ``time.perf_counter_ns``, ``end`` 0 while it runs.
@@ -140,7 +140,7 @@ class Profile:
         return "\n".join(lines)
 
     def trace(self) -> dict[str, Any]:
-        """The calls in Chrome's format of traces, which chrome://tracing and https://ui.perfetto.dev show."""
+        """Gives the calls in Chrome's format of traces, which chrome://tracing and https://ui.perfetto.dev show."""
         pid = os.getpid()
         events = [
             {

@@ -21,7 +21,8 @@ BIASES = ("heads", "batch", "holes", "one")
 
 @dataclass(frozen=True)
 class Case:
-    """A call of attention_with_kv_cache in numbers. Fields that name an argument hold what it takes, unless said."""
+    """Holds a call of attention_with_kv_cache in numbers. Fields that name an argument hold what it takes, unless
+    said."""
 
     name: str  # unique among the cases; it seeds what is random beside `seed`
     query_lens: tuple[int, ...]  # query tokens of each request
@@ -31,33 +32,33 @@ class Case:
     head_size: int = 32  # elements of a head of queries and keys
     head_size_v: int | None = None  # elements of a head of values; None: head_size
     block_size: int = 16  # tokens of a block of the cache
-    causal: bool = True  # the argument, where dynamic_causal is None
+    causal: bool = True  # of all requests, unless dynamic_causal says it of each
     dynamic_causal: tuple[int, ...] | None = None  # a flag for each request, in place of causal
     sliding_window: Window = -1  # w or (left, right); -1: off
     alibi: float = 0.0  # the largest slope; 0: none
-    softcap: float = 0.0  # the argument; 0: off
+    softcap: float = 0.0  # 0: off
     sinks: str | None = None  # "moderate", "huge" (nothing else counts), "absent" (-inf), "mixed" (all three); None
     fill: str = "normal"  # what the numbers are like, a name from case_fills.FILLS
     # K and V of a block interleave in one array; tokens, output and lse are parts of wider rows. In plain layouts rows
     # are apart, too, and blocks run backwards.
     strided: bool = False
     pieces: int = 1  # how many calls write the cache
-    kv_cache_dtype: str = "auto"  # the argument; fp8 has the scales of formats.SCALES
-    kv_cache_layout: str = "packed"  # the argument
-    kv_cache_rotation: str = "none"  # the argument, for quantised caches
+    kv_cache_dtype: str = "auto"  # "auto" or a format; fp8 has the scales of formats.SCALES
+    kv_cache_layout: str = "packed"  # or plain rows, "HND" or "NHD"
+    kv_cache_rotation: str = "none"  # of K and V, for quantised caches
     latent: bool = False  # whether V is the first head_size_v columns of K
-    dtype: str = "float32"  # of queries, keys, values and output
-    seed: int = 0  # of all that is random
+    dtype: str = "float32"  # the dtype of queries, keys, values and output
+    seed: int = 0  # the seed of all that is random
     rotary: str | None = None  # how queries and keys are rotated on their way (rotation.py); None: not at all
-    mm_prefix_range: tuple[tuple[tuple[int, int], ...], ...] | None = None  # of each request, () for none
-    document_start_loc: tuple[tuple[int, ...], ...] | None = None  # of each request, () for none
-    clamped: bool = False  # mm_prefix_clamp_sliding_window
+    mm_prefix_range: tuple[tuple[tuple[int, int], ...], ...] | None = None  # for each request, () for none
+    document_start_loc: tuple[tuple[int, ...], ...] | None = None  # for each request, () for none
+    clamped: bool = False  # the argument mm_prefix_clamp_sliding_window
     tree: str | None = None  # the tree of each request's query tokens, a name from case_trees.TREES
     selected: float | None = None  # the share of a request's blocks that a head attends, at random; None: no selection
     query_block: int | None = None  # so many query tokens select blocks together; None: all of a request do
     select_by_query_head: bool = False  # whether query heads select blocks; else kv heads do
     selected_tokens: float | None = None  # the share of a request's keys that each query token attends, at random
-    shared: tuple[tuple[int, int], ...] = ()  # of each request an earlier one, and how many blocks both start with
+    shared: tuple[tuple[int, int], ...] = ()  # for each request an earlier one, and how many blocks both start with
     bias: str | None = None  # an attn_bias, a name from BIASES
 
     @property
@@ -75,7 +76,7 @@ class Case:
 
     @property
     def masks(self) -> dict[str, Any]:
-        """The masks as get_scheduler_metadata takes them."""
+        """Gives the masks as get_scheduler_metadata takes them."""
         found: dict[str, Any] = {
             name: {r: x for r, x in enumerate(kind) if x}
             for name, kind in (
@@ -97,7 +98,7 @@ class Case:
 
     @property
     def selecting_heads(self) -> int:
-        """Hkv or Hq: how many heads select."""
+        """Says how many heads select, Hkv or Hq."""
         return self.num_heads if self.select_by_query_head else self.num_kv_heads
 
     def chosen(self, r: int) -> NDArray[np.bool_]:

@@ -15,8 +15,9 @@ from cpu_attn._check.values import INT32_MAX, boolean, integer, sequence
 
 
 class Masks(NamedTuple):
-    """The masks of a step besides causal and window. spans is int32 [n, 3]: request, first key, last key. documents is
-    int32 [m, 2]: request, first key. Both ascend. clamped says that spans reach no further back than the window."""
+    """Holds the masks of a step besides causal and window. spans is int32 [n, 3]: request, first key, last key.
+    documents is int32 [m, 2]: request, first key. Both ascend. clamped says that spans reach no further back than the
+    window."""
 
     spans: np.ndarray[Any, Any]
     documents: np.ndarray[Any, Any]

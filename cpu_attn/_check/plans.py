@@ -14,7 +14,7 @@ from cpu_attn._native import lib
 
 
 class Plan:
-    """A base class by which plans are known here: get_scheduler_metadata returns an instance of it."""
+    """Makes plans known to this package: get_scheduler_metadata returns an instance of a subclass."""
 
     __slots__ = ()
 
@@ -135,7 +135,8 @@ def selected_tokens(x: Any, num_tokens: int) -> Array | None:
 
 
 def selected_blocks(x: Any, lists: tuple[str, int], heads: tuple[str, int]) -> Array | None:
-    """lists: the name and the size of the first axis, which counts the lists; heads: those of the second axis."""
+    """Checks selected_blocks. lists: the name and the size of the first axis, which counts the lists; heads: those of
+    the second axis."""
     axes = [lists, heads, ("blocks", None)]
     return None if x is None else array("selected_blocks", x, ["int32"], axes)
 

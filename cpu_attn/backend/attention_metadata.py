@@ -19,7 +19,7 @@ NONE = np.zeros(0, np.int32)
 
 
 class AttentionType(str, Enum):
-    """What a layer attends to, under vLLM's names. Plain strings of the same value do as well.
+    """Names what a layer attends to, as vLLM does. Plain strings of the same value do as well.
 
     Raises:
         ValueError: a name is none of the four.
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 @dataclass(eq=False)
 class CPUAttentionMetadata:
-    """The metadata of one step: P prefills first, then the decodes; R requests and T tokens in all.
+    """Holds the metadata of one step: P prefills first, then the decodes; R requests and T tokens in all.
 
     Lengths, tables and slots are lists or arrays of int32 or int64. The query tokens of a prefill are its last ones:
     where it has more keys than queries, that is chunked prefill or a cached prefix. An engine may advance the arrays in
@@ -136,14 +136,14 @@ class CPUAttentionMetadata:
 
     @property
     def is_all_encoder_attn_metadata_set(self) -> bool:
-        """Whether encoder attention has ``encoder_seq_lens``, its array and its maximum, which it needs."""
+        """Says whether encoder attention has ``encoder_seq_lens``, its array and its maximum, which it needs."""
         fields = (self.encoder_seq_lens, self.encoder_seq_lens_tensor, self.max_encoder_seq_len)
         return all(x is not None for x in fields)
 
     @property
     def is_all_cross_attn_metadata_set(self) -> bool:
-        """Whether cross attention has what encoder attention needs, its slots and its block tables, all of which it
-        needs."""
+        """Says whether cross attention has what it needs: what encoder attention needs, its slots and its block
+        tables."""
         return (
             self.is_all_encoder_attn_metadata_set
             and self.cross_slot_mapping is not None
@@ -152,12 +152,12 @@ class CPUAttentionMetadata:
 
     @property
     def prefill_metadata(self) -> CPUAttentionMetadata | None:
-        """This object where there are prefills, else None."""
+        """Gives this object where there are prefills, else None."""
         return self if self.num_prefill_tokens else None
 
     @property
     def decode_metadata(self) -> CPUAttentionMetadata | None:
-        """This object where there are decodes, else None."""
+        """Gives this object where there are decodes, else None."""
         return self if self.num_decode_tokens else None
 
     def get_seq_lens(self, attn_type: str) -> tuple[Any, Any]:

@@ -174,7 +174,7 @@ class CPUAttentionBackendImpl:
         if caches is not None and k is not None and v is not None and self.kv_sharing_target_layer_name is None:
             slots = self._slots(attn_metadata, len(k))
             write = (k[: len(slots)], v[: len(slots)], *caches, slots, self.kv_cache_dtype, *scales)
-        for call in calls:  # so that errors come before the cache is written
+        for call in calls:  # errors come before the cache is written
             call(only_check=True)
         if write:
             self.paged_attn_impl.write_to_paged_cache(*write)

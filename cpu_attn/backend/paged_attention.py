@@ -47,7 +47,7 @@ def _writable(name: str, kv_cache: Any) -> tuple[Array, Array]:
 
 
 class PagedAttention:
-    """Paged attention under the names of vLLM's older CPU backend: for every head size and dtype.
+    """Computes paged attention under the names of vLLM's older CPU backend, for every head size and dtype.
 
     The class attributes ``engine`` and ``isa`` say what computes: ``auto`` follows CPU_ATTN_ENGINE and CPU_ATTN_ISA,
     then takes the native kernels of the best isa. ``kv_cache_rotation`` is that of the caches. Arrays are NumPy arrays,
@@ -348,7 +348,7 @@ class PagedAttention:
 
 
 class OneDNNPagedAttention(PagedAttention):
-    """:class:`PagedAttention` over the ``onednn`` engine.
+    """Computes what :class:`PagedAttention` does with the ``onednn`` engine.
 
     Raises:
         UnavailableError: oneDNN is not here.

@@ -183,7 +183,7 @@ def flash_attn_with_kvcache(
     Args:
         q: [B, S_q, Hq, D].
         k_cache: [N, S, Hkv, D], N at least B; with ``block_table`` pages [N, page_block_size, Hkv, D] of any size. The
-            last axis is dense. Never copied.
+            last axis is dense. It is never copied.
         v_cache: [N, S, Hkv, Dv], or pages likewise.
         k: [B, S_new, Hkv, D] to append, or None.
         v: [B, S_new, Hkv, Dv] to append, or None.
@@ -194,9 +194,9 @@ def flash_attn_with_kvcache(
         cache_seqlens: how many tokens of each sequence the cache holds before the call: an int or int32 [B]. None,
             where nothing is appended: as many as there are slots.
         cache_batch_idx: int32 [B], or None: which sequences of the cache these are. Where two are the same one and
-            write to the same slot, one of them is there. Not with ``block_table``.
+            write to the same slot, one of them is there. It does not go with ``block_table``.
         cache_leftpad: int32 [B], or None: the slots before a sequence's first key, which ``cache_seqlens`` counts, too.
-            Each sequence is then a call by itself. Not with ``block_table``.
+            Each sequence is then a call by itself. It does not go with ``block_table``.
         block_table: int32 [B, M], or None: the pages of each sequence.
         softmax_scale: the factor of q.k; 1 / sqrt(D) unless said.
         causal: whether a token sees the keys up to its own place only. The last query stands at the last key.

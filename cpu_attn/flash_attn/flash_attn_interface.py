@@ -19,8 +19,8 @@ All of them:
 - K and V are read where they lie, whatever their strides. They are copied where their last axis is not dense, but for
   pages and caches, whose last axis must be; queries also where they lie by heads ([B, H, S, D].transpose(1, 2) with
   more than one sequence).
-- ValueError or TypeError for what does not fit, before anything is written, and for tensors that require grad while
-  grad mode is on: there is no backward pass. torch.compile breaks its graph at a call.
+- ValueError or TypeError is raised for what does not fit, before anything is written, and for tensors that require
+  grad while grad mode is on: there is no backward pass. torch.compile breaks its graph at a call.
 """
 
 from __future__ import annotations

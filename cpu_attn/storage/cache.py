@@ -22,7 +22,7 @@ from cpu_attn.storage.memory import aligned_copy, aligned_zeros, memory_dtype, m
 
 
 class PagedKVCache:
-    """K and V of one layer in pages, which know their layout: the friendly layer over the three calls.
+    """Holds K and V of one layer in pages, which know their layout: it is the friendly layer over the three calls.
 
     A step calls :meth:`plan` once, then :meth:`update` and :meth:`attend` for the cache of every layer.
 

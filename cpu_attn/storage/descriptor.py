@@ -93,17 +93,17 @@ class CacheDescriptor:
 
     @property
     def kv_cache_layout(self) -> str:
-        """The layout's name in the calls, which is ``packed``, ``HND`` or ``NHD``."""
+        """Gives the layout's name in the calls, which is ``packed``, ``HND`` or ``NHD``."""
         return self.layout if self.layout in PLAIN else "packed"
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """What the memory of K and of V holds."""
+        """Says what the memory of K and of V holds."""
         return _check.kv_dtypes(self.kv_cache_dtype, self.dtype)
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
-        """The shapes of K's and of V's memory, [N, Hkv, B, width], of ``NHD`` [N, B, Hkv, D].
+        """Gives the shapes of K's and of V's memory, [N, Hkv, B, width]; in ``NHD`` [N, B, Hkv, D].
 
         Packed room for K is room for V of that size, too.
         """

@@ -29,22 +29,23 @@ class Form(NamedTuple):
 
     @property
     def format(self) -> KVFormat | None:
-        """The row of FORMATS; None where elements are those of the kernels."""
+        """Gives the row of FORMATS; None where elements are those of the kernels."""
         return FORMATS.get(self.kind)
 
     @property
     def packed(self) -> int:
-        """Bits of an element that is less than a byte, else 0."""
+        """Gives the bits of an element that is less than a byte, else 0."""
         return self.format.bits if self.format and self.format.bits < 8 else 0
 
     @property
     def pairs(self) -> int:
-        """How many neighbours lie side by side. Bytes lie in pairs in every layout."""
+        """Says how many neighbours lie side by side. Bytes lie in pairs in every layout."""
         return 2 if self.format else PAIRS[self.layout]
 
     @property
     def axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The axes of a group, and the order of these in which the elements of a token are in a row."""
+        """Gives the axes of a group, and the order in which these make tokens of it, each with its elements in a
+        row."""
         if self.value:
             return (LANES // self.pairs, self.head_size, self.pairs), (0, 2, 1)
         return (-(-self.head_size // self.pairs), LANES, self.pairs), (1, 0, 2)
@@ -56,17 +57,17 @@ class Form(NamedTuple):
 
     @property
     def places(self) -> int:
-        """How many items of the memory's dtype a group takes."""
+        """Says how many items of the memory's dtype a group takes."""
         return self.format.places(self.elements) if self.format else self.elements
 
     @property
     def scale_elements(self) -> int:
-        """How many elements of a token share a scale."""
+        """Says how many elements of a token share a scale."""
         return (self.format.shared if self.format else 0) or self.head_size
 
     @property
     def scales(self) -> int:
-        """How many scales a token has."""
+        """Says how many scales a token has."""
         return -(-self.head_size // self.scale_elements) if is_scaled(self.kind) else 0
 
 

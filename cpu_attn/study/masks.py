@@ -33,7 +33,7 @@ class Tree:
 
     @cached_property
     def depth(self) -> Array:
-        """[T], how many query tokens each one sees besides itself."""
+        """Gives [T], how many query tokens each one sees besides itself."""
         depth = np.zeros(len(self.mask), np.int64)
         for r in range(len(self.seq_lens)):
             rows = self.mask[self.tokens(r)]
@@ -42,7 +42,7 @@ class Tree:
         return depth
 
     def ranges(self) -> Array:
-        """[T, 2], the first key and the one after the last that a token may see; `shows` says which of these it
+        """Gives [T, 2], the first key and the one after the last that a token may see; `shows` says which of these it
         sees."""
         q_lens: Array = np.diff(self.query_start_loc)
         end = np.repeat(self.seq_lens, q_lens).astype(np.int64)

@@ -50,7 +50,7 @@ class Step:
 
     @property
     def group(self) -> int:
-        """How many query heads read one kv head."""
+        """Says how many query heads read one kv head."""
         return int(self.query.shape[1] // self.key_cache.shape[1])
 
 

@@ -86,7 +86,8 @@ def _attend(
 
 
 def flash_attention_forward_out(out: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """Is ``aten::_flash_attention_forward_no_dropout_inplace``: out [T_q, Hq, D] is written, lse [Hq, T_q] returned."""
+    """Serves as ``aten::_flash_attention_forward_no_dropout_inplace``: out [T_q, Hq, D] is written, lse [Hq, T_q]
+    returned."""
     try:
         tensors, names = [x.detach() if x.requires_grad else x for x in args[:3]], ("query", "key", "value")
         inputs = [_arrays.view(*x, _check.FLOATS) for x in zip(names, tensors, strict=True)]
@@ -98,7 +99,7 @@ def flash_attention_forward_out(out: torch.Tensor, *args: Any, **options: Any) -
 
 
 def flash_attention_forward(query: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
-    """Is ``aten::_flash_attention_forward``: it gives out, lse [Hq, T_q], and what only dropout would need."""
+    """Serves as ``aten::_flash_attention_forward``: it gives out, lse [Hq, T_q], and what only dropout would need."""
     out = torch.empty_like(query, requires_grad=False)
     lse = flash_attention_forward_out(out, query, *args, **options)
     none = torch.zeros((), dtype=torch.uint64)

@@ -94,13 +94,13 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Gives output [B, T, H, Dv] of query [B, H, T, D] over key [B, Hkv, S, D] and value [B, Hkv, S, Dv], any strides.
 
-    What transformers' models call, for inference. A batch of 1 in one of the three stands for B. attention_mask [B or
-    1, H or 1, T or 1, S or 1]: ours, which mostly is a plan; None; or any other, boolean or to be added. position_bias
-    of such a shape. indices [B, T, k]: the only keys that a query may see, of those that the mask shows it; -1 is none.
-    block_indices [B, Hkv, T, k]: the same of each kv head's queries, by blocks of the size that module's indexer has.
-    RuntimeError for training, ValueError or TypeError for dropout, for attention weights, for a head_mask, for sinks
-    other than s_aux [H] and for what does not fit, UnavailableError for what CPU_ATTN_ISA or CPU_ATTN_ENGINE asks for
-    in vain.
+    transformers' models call it, for inference. A batch of 1 in one of the three stands for B. attention_mask [B or 1,
+    H or 1, T or 1, S or 1] is ours, which mostly is a plan; None; or any other, boolean or to be added. position_bias
+    has such a shape, too. indices [B, T, k] are the only keys that a query may see, of those that the mask shows it; -1
+    is none. block_indices [B, Hkv, T, k] say the same of each kv head's queries, by blocks of the size that module's
+    indexer has. It raises RuntimeError for training, ValueError or TypeError for dropout, for attention weights, for a
+    head_mask, for sinks other than s_aux [H] and for what does not fit, and UnavailableError for what CPU_ATTN_ISA or
+    CPU_ATTN_ENGINE asks for in vain.
     """
     if dropout:
         raise ValueError(f"dropout: {dropout}, cpu_attn is for inference; expected 0.0 (model.eval())")
@@ -146,8 +146,8 @@ def attention(
 
 
 def continuous_attention(*args: Any, cache: Any = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Is :func:`attention` for generate_batch, which gives a cache and no mask. It raises ValueError without a
-    cache."""
+    """Does what :func:`attention` does for generate_batch, which gives a cache and no mask. It raises ValueError
+    without a cache."""
     if cache is None:
         raise ValueError(f"cache: None, {CONTINUOUS} is for generate_batch; other calls take {NAME}")
     attended: tuple[torch.Tensor, None] = attention(*args, cache=cache, **kwargs)

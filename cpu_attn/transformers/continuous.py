@@ -128,8 +128,8 @@ class Step:
 
 @dataclass
 class Prompt:
-    """New tokens that are more than the ring has place for. They attend their own keys as they came and, up to the
-    window, the old ones in the ring; both results merge."""
+    """Holds new tokens that are more than the ring has place for. They attend their own keys as they came and, up to
+    the window, the old ones in the ring; both results merge."""
 
     tokens: slice
     own: Requests

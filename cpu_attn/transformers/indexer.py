@@ -135,11 +135,11 @@ class Recorded(LazyTensor):
 
 
 class RecordedKeys(Recorded, ReadOnly):
-    """Keys that are in the pages."""
+    """Stands for keys that are in the pages."""
 
 
 class Best(NamedTuple):
-    """The result of ``topk``."""
+    """Holds the result of ``topk``."""
 
     values: torch.Tensor
     indices: torch.Tensor
@@ -170,7 +170,7 @@ def formula_of(indices: torch.Tensor, mask: torch.Tensor | None, requests: Reque
 
 
 class IndexPages(PagedKVCache):
-    """Pages of keys alone, of one head; its values are these keys."""
+    """Holds pages of keys alone, of one head; its values are these keys."""
 
     def _hold(self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any) -> None:
         super()._hold(descriptor, key_cache, key_cache)

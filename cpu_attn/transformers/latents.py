@@ -24,7 +24,7 @@ from cpu_attn.transformers.plans import Logits, Requests
 
 
 class LatentRows(PagedKVCache):
-    """Pages of plain rows [latent | rotated key], which hold latents once: values are a part of keys."""
+    """Holds pages of plain rows [latent | rotated key], which have latents once: values are a part of keys."""
 
     def _hold(self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any) -> None:
         super()._hold(descriptor, key_cache, key_cache[..., : descriptor.head_size_v])
@@ -66,7 +66,7 @@ class LatentLayer(PagedLayer):
 
 
 class IndexedLatentLayer(IndexedLayer, LatentLayer):
-    """A LatentLayer with the keys of an indexer."""
+    """Adds the keys of an indexer to a LatentLayer."""
 
 
 class Rotated(ReadOnly):

@@ -34,7 +34,7 @@ class LazyTensor(torch.Tensor):  # type: ignore[misc]
     @staticmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Any:
-        """strides: of dense(), dense ones unless said."""
+        """Makes a tensor without memory. strides: those of dense(), dense ones unless said."""
         return torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype)
 
     def dense(self) -> torch.Tensor:
@@ -42,7 +42,7 @@ class LazyTensor(torch.Tensor):  # type: ignore[misc]
 
     @property
     def data(self) -> torch.Tensor:
-        """Cannot be set, as dense() would not notice."""
+        """Gives a detached tensor. It cannot be set, as dense() would not notice."""
         return self.detach()
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:

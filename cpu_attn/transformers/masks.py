@@ -216,8 +216,8 @@ def as_bias(mask: torch.Tensor) -> torch.Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def mask_function(**arguments: Any) -> Mask | None:
-    """Is what AttentionMaskInterface calls, with the arguments of ``sdpa_mask``. It gives None, as others do, where
-    every key is seen and the caller allows that: a model may change the length of its tokens after that."""
+    """Serves AttentionMaskInterface, which calls it with the arguments of ``sdpa_mask``. It gives None, as others do,
+    where every key is seen and the caller allows that: a model may change the length of its tokens after that."""
     for name in ("q_offset", "kv_offset"):  # a StaticCache gives tensors, which its next update changes
         arguments[name] = int(arguments.get(name, 0))
     if arguments.get("allow_is_bidirectional_skip"):
@@ -278,7 +278,7 @@ _FAR = 1 << 40
 
 
 class Part(NamedTuple):
-    """A request: tokens of a row of the batch that see some of its keys below seq_len, and where documents start.
+    """Holds a request: tokens of a row of the batch that see some of its keys below seq_len, and where documents start.
     causal: whether they are as the pattern says; if not, each token sees all keys."""
 
     row: int

@@ -84,7 +84,7 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the pages in use take, in all layers."""
+        """Says how many bytes the pages in use take, in all layers."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, PagedLayer))
 
     def crop(self, tokens_to_remove: int) -> None:

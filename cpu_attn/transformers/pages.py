@@ -305,7 +305,8 @@ class StateLayer(private.LinearAttentionLayer):  # type: ignore[misc]
     """Holds the states of a layer of linear attention or of short convolutions, as transformers keeps them."""
 
     def can_crop(self) -> bool:
-        """Whether it can crop: convolutions can, of which earlier inputs were kept (``activate_past_recording``)."""
+        """Says whether it can crop: convolutions can, of which earlier inputs were kept
+        (``activate_past_recording``)."""
         return not any(self.has_previous_state.values()) or (self.record_past and self.is_croppable)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -71,7 +71,7 @@ class Requests:
 
     @cached_property
     def all_causal(self) -> Requests:
-        """Requests of the same meaning that are all causal: each token of one that is not becomes a request."""
+        """Gives requests of the same meaning that are all causal: each token of one that is not becomes a request."""
         tokens, flags = np.diff(self.query_start_loc), self.dynamic_causal
         if flags is None or flags.all():
             return self
@@ -129,7 +129,7 @@ class Logits:
 
     @property
     def max_selected_tokens(self) -> int | None:
-        """The number that a plan has to be made for."""
+        """Gives the number that a plan has to be made for."""
         return None if self.selected_tokens is None else max(1, self.selected_tokens.shape[1])
 
 

@@ -65,7 +65,7 @@ class Backend(CPUAttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return []  # all
+        return []  # it means every size
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -267,8 +267,8 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
         """Computes attention of query [T, Hq, D] into output [T, Hq, Dv], which is returned; rows past the plan's are
         padding.
 
-        key and value are an encoder's; others' are in kv_cache already. attn_metadata None is a warm-up: zeros. Raises
-        NotImplementedError for output scales.
+        key and value are an encoder's; others' are in kv_cache already. Where attn_metadata is None, which is a warm-up,
+        output is zeros. It raises NotImplementedError for output scales.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale, output_block_scale: the output is not quantised here")

@@ -33,7 +33,7 @@ class MLABackend(MLACommonBackend):  # type: ignore[misc]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return []  # all
+        return []  # it means every size
 
     @staticmethod
     def get_name() -> str:
