@@ -267,8 +267,8 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
         """Computes attention of query [T, Hq, D] into output [T, Hq, Dv], which is returned; rows past the plan's are
         padding.
 
-        key and value are an encoder's; others' are in kv_cache already. Where attn_metadata is None, which is a warm-up,
-        output is zeros. It raises NotImplementedError for output scales.
+        key and value are an encoder's; others' are in kv_cache already. Where attn_metadata is None, a warm-up, output
+        is zeros. It raises NotImplementedError for output scales.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale, output_block_scale: the output is not quantised here")
