@@ -383,8 +383,8 @@ class BlockManager:
     def reset_prefix_cache(self) -> None:
         """Forgets all that was cached, as a change of the weights asks for.
 
-        Requests that are there go on, swapped out or not, with the keys and values that they have. :meth:`allocate` finds
-        neither these any more nor what is computed after them, which depends on both weights.
+        Requests that are there go on, swapped out or not, with the keys and values that they have. :meth:`allocate`
+        finds neither these any more nor what is computed after them, which depends on both weights.
         """
         self._pool.forget(list(self._pool.hash_of))
         self._journal.update(self._requests, self._requests.keys(), [_Request(None) for _ in self._requests])
