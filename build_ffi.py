@@ -2,7 +2,7 @@
 """Builds the two extension modules through cffi's API mode (one stable-ABI file each).
 
 ``cpu_attn._native``: the core. Every file of ``native/isa`` and ``native/limits/probe`` is compiled with the flags its
-first lines state; what this compiler or architecture cannot build is left out with the reason, which ``cpu-attn
+first lines state. What this compiler or architecture cannot build is left out with the reason, which ``cpu-attn
 info`` shows. ``cpu_attn._onednn``: the engine on oneDNN, where its headers are found.
 
 Environment, read at build time:
@@ -37,29 +37,29 @@ ROOT = Path(__file__).resolve().parent
 NATIVE = ROOT / "native"
 ONEDNN = NATIVE / "engines" / "onednn"
 FLAGGED = (NATIVE / "isa", NATIVE / "limits" / "probe")  # folders whose files state their own flags
-# No contraction: a row's bits must not depend on which expressions the compiler chose to fuse. No debug information,
-# which Python's own flags ask for: it was 24.9 of the module's 27.5 MB.
+# Contraction is off, as a row's bits must not depend on which expressions the compiler chose to fuse. Debug
+# information, which Python's own flags ask for, is off, too: it was 24.9 of the module's 27.5 MB.
 BASE_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
-# An isa file takes 65 s to compile so at -O3, 55 s at -O1, 20 s at -O1 without the -fwrapv of Python's own flags, which
-# would also hide signed overflow.
+# With these flags an isa file takes 65 s to compile at -O3, 55 s at -O1, and 20 s at -O1 without the -fwrapv of
+# Python's own flags, which would also hide signed overflow.
 SANITIZE = ["-O1", "-fno-wrapv", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g"]
 SANITIZE += ["-fno-omit-frame-pointer"]
-# Of the unrolled kernels without what the hardware says itself: avx2.c takes 42 s so, else 90 s (Cascade Lake).
-# Calls in place of inline checks of addresses compile faster still, but a test of minutes then takes many.
+# The unrolled kernels go without the checks of what the hardware traps itself: avx2.c takes 42 s so, else 90 s (Cascade
+# Lake). Calls in place of inline checks of addresses compile faster still, but a test of minutes then takes many.
 SANITIZE_KERNELS = ["-fno-sanitize=null,object-size,alignment,pointer-overflow"]
 
 
 @dataclass(frozen=True)
 class FlaggedFile:
-    """A file of FLAGGED and what its first lines say."""
+    """Holds a file of FLAGGED and what its first lines say."""
 
     path: Path
     arch: str
     unit: str
     rank: int
-    flags: tuple[str, ...]  # or the emulated ones, where the environment asks for them
+    flags: tuple[str, ...]  # the emulated ones where the environment asks for them
     of: tuple[str, ...]  # the isa and the ca_dtypes whose kernels it replaces where it can run; empty for none
-    guarded: tuple[str, ...]  # flags of instructions that it has beyond these, where a check at run time allows them
+    guarded: tuple[str, ...]  # flags of further instructions, which it runs only where a check at run time allows them
 
     @classmethod
     def read(cls, path: Path) -> FlaggedFile:
@@ -84,12 +84,12 @@ def sanitizing() -> bool:
 
 
 def flagged_files(folder: Path) -> list[FlaggedFile]:
-    """Best first: the order in which ``auto`` looks."""
+    """Lists a folder's files, best first, which is the order in which ``auto`` looks."""
     return sorted(map(FlaggedFile.read, folder.glob("*.c")), key=lambda f: -f.rank)
 
 
 def cdef(header: Path) -> str:
-    """The part of a header that cffi reads."""
+    """Gives the part of a header that cffi reads."""
     return header.read_text().split("/* cffi: begin */")[1].split("/* cffi: end */")[0]
 
 
@@ -134,7 +134,8 @@ class BuildExt(build_ext):  # type: ignore[misc]
         self.assemble(ext, NATIVE / "cpu_attn.h", sources, common)
 
     def choose(self, folder: Path) -> list[FlaggedFile]:
-        """The files that can be built here; they and, with the reason, the others into a header for C."""
+        """Gives the files that can be built here, and writes a header for C that lists them and, with the reason, the
+        others."""
         built, absent = [], []
         for file in flagged_files(folder):
             if file.arch not in ("any", platform.machine()):
@@ -158,8 +159,8 @@ class BuildExt(build_ext):  # type: ignore[misc]
         return built
 
     def build_onednn(self, ext: Extension) -> None:
-        """Left out where no oneDNN is found: the engine is optional, and ``cpu-attn info`` says so. One that was
-        asked for by ONEDNN_ROOT must be there."""
+        """Builds the engine, or leaves it out where no oneDNN is found: it is optional, and ``cpu-attn info`` says so.
+        One that was asked for by ONEDNN_ROOT must be there."""
         found = find_onednn()
         if isinstance(found, str):
             if os.environ.get("ONEDNN_ROOT") and os.environ.get("CPU_ATTN_NO_ONEDNN") != "1":
@@ -187,7 +188,7 @@ class BuildExt(build_ext):  # type: ignore[misc]
         ffi.set_source(ext.name, f'#include "{header.relative_to(NATIVE)}"')
         glue = self.temp / f"{ext.name}.c"
         ffi.emit_c_code(str(glue))
-        # Relative, so that a compiler cache knows the same sources in another folder.
+        # The path is relative, so that a compiler cache knows the same sources in another folder.
         include = [os.path.relpath(NATIVE), str(self.temp), *(include_dirs or []), *self.compiler.include_dirs]
         macros = [("Py_LIMITED_API", "0x030a0000")]
 
@@ -210,7 +211,7 @@ class BuildExt(build_ext):  # type: ignore[misc]
 
 
 class BuildPy(build_py):  # type: ignore[misc]
-    """Of tests/, a wheel holds what ``verify`` and ``bench`` share with the tests, not the tests."""
+    """Packs of tests/ only what ``verify`` and ``bench`` share with the tests."""
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         modules: list[tuple[str, str, str]] = super().find_package_modules(package, package_dir)
@@ -218,8 +219,8 @@ class BuildPy(build_py):  # type: ignore[misc]
 
 
 class Sdist(sdist):  # type: ignore[misc]
-    """With SOURCE_DATE_EPOCH (https://reproducible-builds.org/specs/source-date-epoch) the same sources give the same
-    bytes: every file has that time and nobody's name."""
+    """Gives the same bytes for the same sources where SOURCE_DATE_EPOCH is set
+    (https://reproducible-builds.org/specs/source-date-epoch): every file has that time and nobody's name."""
 
     def make_archive(self, base_name: str, format: str, root_dir: Any = None, base_dir: Any = None, **more: Any) -> str:
         epoch = os.environ.get("SOURCE_DATE_EPOCH")
@@ -237,12 +238,12 @@ class Sdist(sdist):  # type: ignore[misc]
             gzip.GzipFile("", "wb", fileobj=file, mtime=int(epoch)) as packed,
             tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive,
         ):
-            archive.add(base_dir, filter=timeless)  # in the order of names
+            archive.add(base_dir, filter=timeless)  # it adds files in the order of their names
         return path
 
 
 def find_onednn() -> tuple[Path, Path] | str:
-    """Include folder and library file of a oneDNN v3 to build against, or why there is none."""
+    """Gives the include folder and the library file of a oneDNN v3 to build against, or says why there is none."""
     if os.environ.get("CPU_ATTN_NO_ONEDNN") == "1":
         return "CPU_ATTN_NO_ONEDNN is set"
     if root := os.environ.get("ONEDNN_ROOT"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``cpu-attn info``, ``cpu-attn verify`` and ``cpu-attn bench``."""
+"""This package is the command line: ``cpu-attn info``, ``cpu-attn verify`` and ``cpu-attn bench``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cpu_attn.cli.verify import verify
 
 
 class _Commands(click.Group):
-    """Commands whose output may find no room."""
+    """Runs commands whose output may find no room."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
         try:
@@ -25,7 +25,7 @@ class _Commands(click.Group):
         except OSError as error:
             click.echo(f"Error: {error}", err=True)
             # What stdout still holds back would be written when Python ends, which fails again and says so.
-            with suppress(OSError):  # a stream that is no file
+            with suppress(OSError):  # stdout may be a stream that is no file
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
 

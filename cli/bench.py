@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpu-attn bench``: how fast the engines are, beside limits that are measured in the same run."""
+"""``cpu-attn bench`` measures how fast the engines are, beside limits that are measured in the same run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ from cpu_attn.cli.rivals import RIVALS
 from cpu_attn.cli.workloads import GROUPS, WORKLOADS, Step, Workload
 from cpu_attn.tests.formats import DTYPES
 
-# Seconds and runs of one contestant on one workload, unless --repeat says how many. TURN: before the next has its turn.
+# One contestant has so many seconds and runs on one workload, unless --repeat says how many. After TURN seconds the
+# next one has its turn.
 BUDGET, LONG, MIN_RUNS, MAX_RUNS = 0.8, 4.0, 3, 20_000
 TURN = 0.05
 Options = dict[str, Any]
-Engines = dict[tuple[str, str], list[str]]  # who takes part, for each (isa, dtype)
+Engines = dict[tuple[str, str], list[str]]  # the engines that take part, for each (isa, dtype)
 Measured = tuple[dict[str, Any], tuple[Limit, ...]]
 
 
@@ -45,8 +46,8 @@ Measured = tuple[dict[str, Any], tuple[Limit, ...]]
 
 
 def chosen(names: Sequence[str], shape: Options, kvs: Collection[str] = ()) -> list[Workload]:
-    """Workloads by name or group with heads and features changed as asked, or one of a free shape. What cannot be is
-    left out of a group, otherwise an error."""
+    """Gives the workloads of these names or groups with heads and features changed as asked, or one of a free shape.
+    What cannot be is left out of a group; otherwise it is an error."""
     shape = {k: v for k, v in shape.items() if v}
     lens = {k: shape.pop(k) for k in ("q_len", "kv_len", "batch") if k in shape}
     if names and lens:
@@ -68,7 +69,7 @@ def chosen(names: Sequence[str], shape: Options, kvs: Collection[str] = ()) -> l
 
 
 def impossible(w: Workload, kvs: Collection[str] = ()) -> str:
-    """Why a workload cannot be, "" if it can. kvs: what such caches are to hold."""
+    """Says why a workload cannot be, "" if it can. kvs: what such caches are to hold."""
     integers = sorted(filter(is_scaled, kvs))
     reasons = {
         f"--num-kv-heads {w.num_kv_heads} does not divide {w.num_heads} heads": w.num_heads % w.num_kv_heads,
@@ -92,7 +93,8 @@ def _by_name(names: Sequence[str]) -> list[Workload]:
 
 
 def _free(q_len: int | None = None, kv_len: int | None = None, batch: int = 1) -> Workload:
-    """q_len: 1, unless nothing is said of kv_len: as many."""
+    """Makes a workload of a free shape. q_len is 1 unless said; kv_len is q_len unless said, and 1024 where neither
+    is."""
     kv_len = kv_len or q_len or 1024
     q_len = q_len or 1
     if q_len > kv_len:
@@ -102,7 +104,7 @@ def _free(q_len: int | None = None, kv_len: int | None = None, batch: int = 1) -
 
 
 def _changed(w: Workload, shape: Options) -> Workload:
-    """The name says what is not as it was."""
+    """Changes a workload, and puts into its name what is not as it was."""
     changed = replace(w, **shape)
     differing = {k: v for k, v in shape.items() if v != getattr(w, k)}
     return replace(changed, name=" ".join([w.name, *(k if v is True else f"{k}={v:g}" for k, v in differing.items())]))
@@ -111,7 +113,8 @@ def _changed(w: Workload, shape: Options) -> Workload:
 def engines_here(
     asked: Sequence[str], rivals: Sequence[str], isa: str, dtype: str, head_sizes: Collection[int]
 ) -> list[str]:
-    """Without ``asked``: native beside oneDNN. What was asked for and is not here is an error."""
+    """Lists the engines to run: native beside oneDNN where nothing was asked for. It is an error where one was asked
+    for and is not here."""
     found = []
     for engine in [*(asked or ("native", "onednn")), *rivals]:
         reason = contest.missing(engine, isa, dtype, head_sizes)
@@ -129,7 +132,8 @@ def engines_here(
 def refuse_idle(
     workloads: Sequence[Workload], engines: Engines, asked: Sequence[str], kv_cache_dtype: str, block_size: int
 ) -> None:
-    """A workload that nobody runs is an error, and so is an engine or a rival that was asked for and runs none."""
+    """Raises an error for a workload that nobody runs, and for an engine or a rival that was asked for and runs
+    none."""
     cache = (kv_cache_dtype, block_size)
     for engine in asked:
         reasons = [_idle(engine, w, *cache) for w in workloads]
@@ -142,7 +146,7 @@ def refuse_idle(
 
 
 def _idle(engine: str, w: Workload, kv_cache_dtype: str, block_size: int) -> str:
-    """Why an engine has nothing to do with a workload, "" if it has."""
+    """Says why an engine has nothing to do with a workload, "" if it has."""
     if engine in contest.takes_part([engine], w.kind):
         return contest.unable(engine, w, kv_cache_dtype, block_size)
     return f"{w.name}: {engine} has no part in it"
@@ -153,8 +157,8 @@ def _idle(engine: str, w: Workload, kv_cache_dtype: str, block_size: int) -> str
 
 @dataclass
 class Timer:
-    """The runs of one call. The first is not counted, unless it is so long that it has to be the only one. under:
-    what each of its turns is taken under. turns: the shortest run of each, or the only one."""
+    """Times the runs of one call. The first is not counted, unless it is so long that it has to be the only one. under:
+    a context in which each of its turns runs. turns: the shortest run of each turn, or the only one."""
 
     call: Callable[[], Any]
     repeat: int | None
@@ -194,8 +198,8 @@ class Timer:
 
 
 def times(timers: Sequence[Timer], between: Callable[[], Any] = lambda: None) -> list[list[float]]:
-    """Seconds of each call's runs, by turns: what slows the machine for a while slows them all, and what is done
-    before, between and after the rounds."""
+    """Gives the seconds of each call's runs. The calls take turns, so that what slows the machine for a while slows
+    them all. ``between`` is called before, between and after the rounds."""
     between()
     while left := [timer for timer in timers if not timer.done]:
         for timer in left:
@@ -206,7 +210,7 @@ def times(timers: Sequence[Timer], between: Callable[[], Any] = lambda: None) ->
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """No garbage collection."""
+    """Turns garbage collection off."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -217,7 +221,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def there_are(threads: Collection[int]) -> list[int]:
-    """Ascending, each at most what a call uses."""
+    """Gives these numbers of threads in ascending order, each at most what a call uses."""
     found = set()
     for n in threads:
         with _threads.threads(n):
@@ -226,7 +230,8 @@ def there_are(threads: Collection[int]) -> list[int]:
 
 
 def _always(workloads: Sequence[Workload], dtypes: Sequence[str], threads: int) -> list[Limit]:
-    """The best of this machine, whoever reaches for it; memory where no workload says how much."""
+    """Lists the limits that every report has: the best products of this machine, whoever reaches for them, and memory
+    where no workload says how much."""
     kinds = {w.kind for w in workloads if not w.latent_rank}
     found = [limit for d in dtypes for matrix in (True, False) for limit in products(best_isa(d, matrix), d, threads)]
     found += [Limit("read_gbps", threads, num_bytes=DEFAULT_BYTES)] if "decode" not in kinds else []
@@ -237,8 +242,8 @@ def _always(workloads: Sequence[Workload], dtypes: Sequence[str], threads: int) 
 def _one_workload(
     steps: Sequence[Step], engines: Sequence[str], threads: Sequence[int], limits: Limits, repeat: int | None
 ) -> Iterator[Measured]:
-    """The same workload over some caches, by some numbers of threads: all of them by turns, but for engines that
-    cannot."""
+    """Measures one workload over some caches, by some numbers of threads. All contestants take turns; engines that
+    cannot run it are left out."""
     rows: list[contest.Contestant] = []
     for step in steps:
         reasons = {e: contest.unable(e, step.workload, step.kv_cache_dtype, step.block_size) for e in engines}
@@ -258,8 +263,8 @@ def _one_workload(
 
 
 def under_roof(row: contest.Contestant, turns: Sequence[float], looks: Sequence[dict[Limit, float]]) -> dict[str, Any]:
-    """What binds it, and the part of its speed that it reaches: the median of its turns, each against what was seen
-    right before and after it, since memory, above all, is not always as fast."""
+    """Gives what binds a contestant, and which part of that speed it reaches: the median of its turns, each against
+    what was seen right before and after it, since memory, above all, is not always as fast."""
     if not row.roof:
         return {"roof_of": None, "fraction_of_roof": None}
     w, found = row.step.workload, []
@@ -272,7 +277,7 @@ def under_roof(row: contest.Contestant, turns: Sequence[float], looks: Sequence[
 
 
 def _result(row: contest.Contestant, timer: Timer, looks: Sequence[dict[Limit, float]]) -> dict[str, Any]:
-    """All but the limit, which may still rise."""
+    """Gives a contestant's result without the limit, which may still rise."""
     step, runs = row.step, timer.seconds
     best = min(runs)
     w = step.workload
@@ -299,7 +304,7 @@ def _result(row: contest.Contestant, timer: Timer, looks: Sequence[dict[Limit, f
 
 
 def _bound(result: dict[str, Any], limits: Limits, of: Iterable[Limit]) -> dict[str, Any]:
-    """The result beside its limit, the fastest of ``of``."""
+    """Gives the result beside its limit, the fastest of ``of``."""
     limit = limits.fastest(of)
     if limit is None:
         return result
@@ -315,8 +320,8 @@ def run(
     repeat: int | None,
     caches: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The report; after Ctrl-C, of the workloads that were done by then. caches: what a Step takes besides workload,
-    isa and dtype."""
+    """Makes the report; after Ctrl-C it has the workloads that were done by then. caches: what a Step takes besides
+    workload, isa and dtype."""
     measured: list[Measured] = []
     limits, todo, begun, stopped = Limits(), list(product(workloads, engines)), perf_counter(), True
     always = _always(workloads, [dtype for _, dtype in engines], max(threads))
@@ -359,7 +364,7 @@ def machine() -> dict[str, Any]:
 
 
 class Number(click.FloatRange):
-    """A range of numbers; click's own has NaN in it."""
+    """Takes a range of numbers; click's own has NaN in it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         found: float = super().convert(value, param, ctx)
@@ -369,7 +374,7 @@ class Number(click.FloatRange):
 
 
 def _options(command: Callable[..., None]) -> Callable[..., None]:
-    """Those that describe the shape: of the workloads named, or of a free one."""
+    """Adds the options that describe the shape: of the workloads named, or of a free one."""
     size, length = click.IntRange(1, MAX_SIZE), click.IntRange(1, INT32_MAX)
     for option in reversed(
         [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who runs a workload in ``cpu-attn bench``: a call to time, and what bounds it."""
+"""This module says who runs a workload in ``cpu-attn bench``: a call to time, and what bounds it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from cpu_attn.cli.limits import Limit, best_isa, products
 from cpu_attn.cli.rivals import RIVALS
 from cpu_attn.cli.workloads import Step, Workload
 
-PLANNED = ("native", "onednn", "reference")  # by get_scheduler_metadata
+PLANNED = ("native", "onednn", "reference")  # these have a plan of get_scheduler_metadata
 ENGINES = ("native", "onednn", "onednn-python", "reference")
-LEAST_BYTES = 2**16  # read or copied to measure a limit
+LEAST_BYTES = 2**16  # a limit is measured over no less
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """engine: of ENGINES or RIVALS; isa: of ours, None for others; threads: how many it was made for and runs on;
-    limits: the fastest of them bounds it; roof: products and reads, whichever takes longer, where it attends; call: one
-    run, all that can be made before made."""
+    """Holds what runs a workload. engine: of ENGINES or RIVALS; isa: of ours, None for others; threads: how many it was
+    made for and runs on; limits: the fastest of them bounds it; roof: where it attends, its products and reads, of
+    which the slower binds it; call: one run, for which all is made that can be made before."""
 
     step: Step
     engine: str
@@ -40,7 +40,7 @@ class Contestant:
 
 
 def missing(engine: str, isa: str, dtype: str, head_sizes: Iterable[int] = (16,)) -> str:
-    """Why a combination cannot run here, "" if it can."""
+    """Says why a combination cannot run here, "" if it can."""
     try:
         if engine in RIVALS:
             RIVALS[engine].load()
@@ -54,13 +54,14 @@ def missing(engine: str, isa: str, dtype: str, head_sizes: Iterable[int] = (16,)
 
 
 def unable(engine: str, workload: Workload, kv_cache_dtype: str, block_size: int) -> str:
-    """What of a workload an engine has no notion of, "" if nothing."""
+    """Says what of a workload an engine has no notion of, "" if nothing."""
     odd = RIVALS[engine].lacks(workload, kv_cache_dtype, block_size) if engine in RIVALS else []
     return f"{RIVALS[engine].name} has no {' and no '.join(odd)}" if odd else ""
 
 
 def takes_part(engines: Sequence[str], kind: str) -> list[str]:
-    """Who has something to do. Whichever engine reads a cache, reshape_and_cache writes it: it runs once, as native."""
+    """Lists the engines that have something to do. Whichever engine reads a cache, reshape_and_cache writes it: it runs
+    once, as native."""
     here = [engine for engine in engines if engine not in RIVALS or kind in RIVALS[engine].kinds]
     if kind == "write":
         return ["native", *(engine for engine in here if engine in RIVALS)]
@@ -71,7 +72,7 @@ def takes_part(engines: Sequence[str], kind: str) -> list[str]:
 
 @contextmanager
 def threads(n: int) -> Iterator[None]:
-    """So many of ours and of the rivals', and then as many as before."""
+    """Sets the number of our threads and of the rivals', and on leaving sets what was there before."""
     torch = sys.modules.get("torch")
     before = torch.get_num_threads() if torch else 0
     with _threads.threads(n):
@@ -86,7 +87,7 @@ def threads(n: int) -> Iterator[None]:
 
 def contestants(step: Step, engines: Sequence[str], num_threads: int) -> list[Contestant]:
     found = []
-    with threads(num_threads):  # plans depend on them
+    with threads(num_threads):  # plans depend on their number
         for engine in takes_part(engines, step.workload.kind):
             call, workspace_bytes, isa = _prepare(step, engine)
             limits, roof = _limits(step, engine, isa, num_threads)
@@ -95,7 +96,7 @@ def contestants(step: Step, engines: Sequence[str], num_threads: int) -> list[Co
 
 
 def _limits(step: Step, engine: str, isa: str | None, threads: int) -> tuple[tuple[Limit, ...], tuple[Limit, ...]]:
-    """Limits and roof of a Contestant."""
+    """Gives limits and roof of a Contestant."""
     w = step.workload
     num_bytes = max(w.kv_bytes(step.itemsize), LEAST_BYTES)
     if w.kind == "write":
@@ -110,14 +111,14 @@ def _limits(step: Step, engine: str, isa: str | None, threads: int) -> tuple[tup
 
 
 def _uses_matrix(engine: str, step: Step) -> bool:
-    """May it multiply on the matrix unit, where there is one? oneDNN says itself what it took."""
+    """Says whether it may multiply on the matrix unit, where there is one. oneDNN says itself what it took."""
     if engine == "onednn" and step.dtype in ("bfloat16", "float32"):
         return "amx" in getattr(_onednn_loader.describe(), step.dtype)
     return engine in RIVALS and RIVALS[engine].uses_matrix(step)
 
 
 def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, str | None]:
-    """The call, the memory that it needs besides, and the isa, where it is ours."""
+    """Gives the call, the memory that it needs besides, and the isa, where it is ours."""
     if engine in RIVALS:
         return RIVALS[engine].call(step), None, None
     plan = step.plan("native" if engine == "onednn-python" else engine)

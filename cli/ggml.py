@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ggml, which llama.cpp computes with, through ctypes: as much of it as attention on a CPU takes.
+"""This module calls ggml, which llama.cpp computes with, through ctypes: as much of it as attention on a CPU takes.
 
 Its tensors, contexts, graphs and backends are pointers here, and no more is known of them.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Of enum ggml_type, whose numbers stand in files of models and stay as they are.
+# These are numbers of enum ggml_type, which stand in files of models and so never change.
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 30, "q4_0": 2, "q5_0": 6, "q8_0": 8}
 Q_BLOCK = 32  # elements of a row that have a scale in common in q4_0, q5_0 and q8_0
 
@@ -26,7 +26,7 @@ class _InitParams(ctypes.Structure):
     _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
 
 
-_SIGNATURES: dict[str, tuple[Any, ...]] = {  # the result, the arguments
+_SIGNATURES: dict[str, tuple[Any, ...]] = {  # the type of the result, then those of the arguments
     "ggml_tensor_overhead": (c_size_t,),
     "ggml_graph_overhead_custom": (c_size_t, c_size_t, c_bool),
     "ggml_row_size": (c_size_t, c_int, c_int64),
@@ -35,7 +35,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {  # the result, the arguments
     "ggml_get_data": (c_void_p, c_void_p),
     "ggml_quantize_chunk": (c_size_t, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "ggml_new_tensor_4d": (c_void_p, c_void_p, c_int, *[c_int64] * 4),
-    "ggml_view_4d": (c_void_p, c_void_p, c_void_p, *[c_int64] * 4, *[c_size_t] * 4),  # strides but the first, offset
+    "ggml_view_4d": (c_void_p, c_void_p, c_void_p, *[c_int64] * 4, *[c_size_t] * 4),  # all strides but one, offset
     "ggml_flash_attn_ext": (c_void_p, *[c_void_p] * 5, *[c_float] * 3),
     "ggml_flash_attn_ext_add_sinks": (None, c_void_p, c_void_p),
     "ggml_new_graph_custom": (c_void_p, c_void_p, c_size_t, c_bool),
@@ -51,7 +51,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {  # the result, the arguments
 
 @cache
 def load() -> Any:
-    """The libraries that llama-cpp-python was built with, which is not imported. ImportError without them."""
+    """Loads the libraries that llama-cpp-python was built with, and does not import it. It raises ImportError without
+    them."""
     found = importlib.util.find_spec("llama_cpp")
     if found is None:
         raise ImportError(
@@ -62,7 +63,7 @@ def load() -> Any:
     if not paths:
         raise ImportError(f"no ggml-cpu in {' or '.join(map(str, folders))}")
     try:
-        library = ctypes.CDLL(str(paths[0]))  # and ggml-base, on which it depends
+        library = ctypes.CDLL(str(paths[0]))  # this loads ggml-base, too, on which it depends
         for name, (result, *arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
@@ -72,7 +73,7 @@ def load() -> Any:
 
 
 class Graph:
-    """Attention of some requests, each call a node. The outputs lie in memory of the graph's.
+    """Holds the attention of some requests, each call a node. The outputs lie in memory of the graph's.
 
     Query, key and value are [n, heads, tokens, columns]. Caches of llama.cpp's own have tokens before heads, which
     takes longer to decode: this is the better of what ggml can do."""
@@ -91,7 +92,7 @@ class Graph:
         self._outputs: list[tuple[int, tuple[int, ...]]] = []
 
     def _tensor(self, array: NDArray[Any], kind: str = "float32") -> int:
-        """Of the array's shape, which ggml names from the last axis on; :meth:`allocate` fills it."""
+        """Makes a tensor of the array's shape, whose axes ggml names from the last on; :meth:`allocate` fills it."""
         shape = (*array.shape[::-1], *[1] * (4 - array.ndim))
         made: int = self._lib.ggml_new_tensor_4d(self._context, TYPES[kind], *shape)
         self._filled.append((made, array, kind))
@@ -117,8 +118,8 @@ class Graph:
         sinks: NDArray[Any] | None = None,
         is_latent: bool = False,
     ) -> None:
-        """kinds: of TYPES, for K and V. mask: what is added to the logits, [heads or 1, query tokens, keys]. is_latent:
-        V is the first columns of K."""
+        """Adds a call. kinds: of TYPES, for K and V. mask: what is added to the logits, [heads or 1, query tokens,
+        keys]. is_latent: V is the first columns of K."""
         lib, context = self._lib, self._context
         q, k = self._tensor(query), self._tensor(key, kinds[0])
         columns = (key.shape, kinds[0], value.shape[3])
@@ -132,7 +133,8 @@ class Graph:
         self._outputs.append((output, (n, tokens, heads, value.shape[3])))
 
     def allocate(self) -> list[NDArray[np.float32]]:
-        """Once, after the last call: [n, query tokens, heads, columns of V] of each."""
+        """Allocates all tensors, once, after the last call, and gives the output of each call: [n, query tokens, heads,
+        columns of V]."""
         lib = self._lib
         buffer = lib.ggml_backend_alloc_ctx_tensors(self._context, self._backend)
         if not buffer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpu-attn info``: what this machine has, what was built, and what a call would use."""
+"""``cpu-attn info`` shows what this machine has, what was built, and what a call would use."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def emulated(isa: _dispatch.Isa) -> bool:
 
 
 def isas(amx_permission: str) -> list[dict[str, Any]]:
-    """compiled: the file is in this build; supported: CPU and system have the instructions; permitted: the
-    kernel lets this process use them (only AMX needs asking); emulated: this build has them in software, for tests."""
+    """Lists the isas. compiled: the file is in this build; supported: CPU and system have the instructions; permitted:
+    the kernel lets this process use them (only AMX needs asking); emulated: this build has them in software, for
+    tests."""
     return [
         {
             "name": i.name,
@@ -71,7 +72,7 @@ def _asked(variable: str) -> str:
 
 
 def engine() -> dict[str, Any]:
-    """What ``auto`` picks, and why."""
+    """Gives the engine that ``auto`` picks, and why."""
     try:
         name, _ = _dispatch.resolve_engine("auto")
     except (ValueError, cpu_attn.UnavailableError) as e:
@@ -80,7 +81,7 @@ def engine() -> dict[str, Any]:
 
 
 def kernels() -> list[dict[str, Any]]:
-    """What ``auto`` picks for each dtype, and why."""
+    """Gives what ``auto`` picks for each dtype, and why."""
     found, k = [], ffi.new("ca_kernel_info *")
     for dtype, code in DTYPE_CODES.items():
         try:
@@ -93,7 +94,7 @@ def kernels() -> list[dict[str, Any]]:
         if k.variant:
             why += f"; without its variant {ffi.string(k.variant).decode()}: {_dispatch.reason_of(k.reason)}"
         method = ffi.string(k.method).decode()
-        if k.integers:  # tiles are for more rows than decode has
+        if k.integers:  # tiles need more rows than a decode has
             where = " in decode" if isa.unit == "matrix" else ""
             method += f"; int8 to int4 caches{where}: 16-bit integers ({ffi.string(k.integers).decode()})"
         found.append({"dtype": dtype, "isa": isa.name, "method": method, "why": why})
@@ -101,13 +102,13 @@ def kernels() -> list[dict[str, Any]]:
 
 
 def failed(dtype: str) -> str:
-    """Which isas ``auto`` leaves out, and why."""
+    """Says which isas ``auto`` leaves out, and why."""
     tested = {i.name: _dispatch.self_test(i, dtype) for i in _dispatch.able(dtype) if i.unit == "matrix"}
     return "".join(f"; not {name}, whose self-test fails: {why}" for name, why in tested.items() if why)
 
 
 def onednn() -> dict[str, Any]:
-    """The library found, and which implementations two probe matmuls (256 x 512 x 128) really got."""
+    """Describes the library found, and which implementations two probe matmuls (256 x 512 x 128) really got."""
     try:
         found = dataclasses.asdict(_onednn_loader.describe())
     except cpu_attn.UnavailableError as e:
@@ -116,12 +117,12 @@ def onednn() -> dict[str, Any]:
 
 
 def nodes(num_threads: int) -> list[dict[str, Any]]:
-    """NUMA's: their CPUs, whether calls may run there, and how many of a call's threads do at present."""
+    """Lists NUMA nodes: their CPUs, whether calls may run there, and how many of a call's threads do at present."""
     known = _numa.cpus_of_nodes()
     threads = _numa.thread_nodes(num_threads) if known else []
     try:
         usable = {node: len(_numa.cpus() & set(own)) for node, own in known.items()}
-    except cpu_attn.UnavailableError:  # a container that does not say on which CPUs it may run
+    except cpu_attn.UnavailableError:  # a container may hide on which CPUs it may run
         usable = {}
     return [
         {"node": node, "cpus": len(own), "usable_cpus": usable.get(node), "threads": threads.count(node)}
@@ -155,11 +156,11 @@ def _size(n: int) -> str:
     return f"{n / 2**20:g} MiB" if n >= 2**20 else f"{n / 2**10:g} KiB"
 
 
-WIDTH = 80  # columns, of a pipe too
+WIDTH = 80  # columns, also where stdout is a pipe
 
 
 def _print(console: Console, title: str, rows: Iterable[tuple[str | Text, str | Text]]) -> None:
-    """A paragraph of names and what is said of each, folded to WIDTH."""
+    """Prints a paragraph of names and what is said of each, folded to WIDTH."""
     grid = Table.grid(Column(overflow="fold", max_width=WIDTH // 3), Column(overflow="fold"), padding=(0, 2, 0, 0))
     for name, said in rows:
         grid.add_row(name, said)
@@ -169,7 +170,7 @@ def _print(console: Console, title: str, rows: Iterable[tuple[str | Text, str | 
 
 
 def _what_runs(data: dict[str, Any]) -> Iterator[tuple[str | Text, str | Text]]:
-    """For each dtype the isa, what multiplies, and why; then the engine, and AMX."""
+    """Gives for each dtype the isa, what multiplies, and why; then the engine, and AMX."""
     for k in data["auto"]:
         what = f"{k['isa']}: {k['method'].split(';')[0]} ({k['why']})" if k["isa"] else Text(f"none: {k['why']}", "red")
         yield Text(k["dtype"], "bold"), what

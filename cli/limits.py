@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limits of this machine by the library's own probes (native/limits/probe.c), the best of all looks kept."""
+"""This module measures the limits of this machine by the library's own probes (native/limits/probe.c), and keeps the
+best of all looks."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from cpu_attn._dtypes import DTYPE_CODES
 from cpu_attn._native import ffi, lib
 
 UNITS = {"matrix_gflops": "GFLOP/s", "vector_gflops": "GFLOP/s", "read_gbps": "GB/s", "memcpy_gbps": "GB/s"}
-DEFAULT_BYTES = 256 * 2**20  # read and copied where no workload says how much
-LOOKS = 3  # at a limit, each time that it is measured
-SECONDS = 0.01  # of one look at a product
+DEFAULT_BYTES = 256 * 2**20  # so many are read and copied where no workload says how many
+LOOKS = 3  # a limit is looked at so often each time that it is measured
+SECONDS = 0.01  # one look at a product takes so long
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A row of native/limits/probe. reason: what it lacks here, "" for nothing."""
+    """Holds a row of native/limits/probe. reason: what it lacks here, "" for nothing."""
 
     index: int
     name: str
@@ -34,7 +35,8 @@ class Probe:
 
 @dataclass(frozen=True)
 class Limit:
-    """What is to be measured: of ``kind`` (a key of UNITS) on so many threads, with a probe or over this many bytes."""
+    """Names what is to be measured: a limit of ``kind`` (a key of UNITS) on so many threads, with a probe or over this
+    many bytes."""
 
     kind: str
     threads: int
@@ -48,7 +50,7 @@ class Limit:
 
 @cache
 def probes() -> tuple[Probe, ...]:
-    """All of them, best first."""
+    """Lists all of them, best first."""
     found: list[Probe] = []
     info = ffi.new("ca_probe_info *")
     while lib.ca_probe(len(found), info):
@@ -61,7 +63,7 @@ def probes() -> tuple[Probe, ...]:
 
 
 def products(isa: str | None, dtype: str, threads: int) -> list[Limit]:
-    """The ways in which the kernels of an isa might multiply: the fastest of them is their limit."""
+    """Lists the ways in which the kernels of an isa might multiply: the fastest of them is their limit."""
     return [
         Limit("matrix_gflops" if p.unit == "matrix" else "vector_gflops", threads, p)
         for p in probes()
@@ -70,13 +72,13 @@ def products(isa: str | None, dtype: str, threads: int) -> list[Limit]:
 
 
 def best_isa(dtype: str, matrix: bool) -> str:
-    """The best isa that can run here; without a matrix unit unless told so."""
+    """Gives the best isa that can run here, without a matrix unit unless told so."""
     return next(p.isa for p in probes() if not p.reason and dtype in p.dtypes and (matrix or p.unit != "matrix"))
 
 
 def roof(flops: float, num_bytes: float, seen: Mapping[Limit, float]) -> tuple[float, str]:
-    """Seconds that so much work takes at least, and what binds it, a key of UNITS: the fastest of its products, or
-    reading. seen: limits, and what was measured of them."""
+    """Gives the seconds that so much work takes at least, and what binds it, a key of UNITS: the fastest of its
+    products, or reading. seen: limits, and what was measured of them."""
     peak, product = max((value, limit.kind) for limit, value in seen.items() if limit.probe)
     reads, reading = max((value, limit.kind) for limit, value in seen.items() if not limit.probe)
     return max((flops * 1e-9 / peak, product), (num_bytes * 1e-9 / reads, reading))
@@ -90,7 +92,7 @@ class Limits:
         self._memory = np.zeros(0, np.uint8)
 
     def measure(self, limits: Iterable[Limit]) -> dict[Limit, float]:
-        """Looks a few times at each. Returns what it sees now."""
+        """Looks a few times at each, and returns what it sees now."""
         found = {limit: self._look(limit) for limit in limits}
         for limit, value in found.items():
             self.kept[limit] = max(self.kept.get(limit, 0.0), value)
@@ -116,8 +118,8 @@ class Limits:
         return max(limits, key=lambda limit: self.kept[limit], default=None)
 
     def summary(self) -> dict[str, float | None]:
-        """One number for each kind, of the most threads: the fastest product, memory of the largest size. None: not
-        measured here."""
+        """Gives one number for each kind, of the most threads: the fastest product, memory of the largest size. None
+        means that it was not measured here."""
         found: dict[str, float | None] = {}
         for kind in UNITS:
             of_kind = [limit for limit in self.kept if limit.kind == kind]
@@ -126,7 +128,7 @@ class Limits:
         return found
 
     def details(self) -> list[dict[str, Any]]:
-        """Every limit that was measured, and the products that could not be, with the reason."""
+        """Lists every limit that was measured, and the products that could not be, with the reason."""
         rows: list[dict[str, Any]] = [
             {
                 "limit": limit.kind,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpu-attn bench --plot``: the roofline, speed over intensity under ceilings that were measured; or how speed grows
-with threads, where several numbers of them were asked for."""
+"""``cpu-attn bench --plot`` draws the roofline, which is speed over intensity under ceilings that were measured; or how
+speed grows with threads, where several numbers of them were asked for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from cpu_attn.cli.report import SAME, kind, per_thread, thread_counts
 
-# Okabe and Ito's colours, told apart by everyone; an engine has one colour and one marker.
+# These are Okabe and Ito's colours, which everyone can tell apart; an engine has one colour and one marker.
 STYLES = {
     "native": ("#0072B2", "o"),
     "onednn": ("#D55E00", "s"),
@@ -27,10 +27,11 @@ STYLES = {
     "vllm": ("#CC79A7", "D"),
 }
 WIDTH, HEIGHT = 11.0, 6.5  # inches
-LABEL = 8.0  # points; labels are 1.5 of it apart
+LABEL = 8.0  # points; labels stand 1.5 times as far apart
 MARKER = 7.0  # points across
-# Of the roofline, in inches: from the left to the axes, their width, from the bottom to them, from there to the table,
-# which leaves room for the names of the ceilings; between its lines, of its columns, of a letter.
+# These are the measures of the roofline in inches. The first four: from the left to the axes, their width, from the
+# bottom to them, and from them to the table, which leaves room for the names of the ceilings. The others are the
+# table's: between its lines, of its columns, of a letter.
 LEFT, ACROSS, BELOW, BESIDE = 0.8, 6.6, 0.65, 1.35
 LINE, COLUMN, LETTER = 0.2, 0.55, 0.078
 Result = dict[str, Any]
@@ -38,13 +39,13 @@ Rows = dict[str, dict[str, Result]]
 
 
 def check(path: Path, kinds: set[str]) -> None:
-    """Refuses before anything is measured."""
+    """Refuses, before anything is measured, what could not be drawn or written."""
     if not kinds & {"prefill", "decode", "cascade"}:
         raise click.UsageError("--plot: only prefill, decode and cascade have a place in a roofline")
     if importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install 'cpu-attn[plot]'")
     known = set(importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg.get_supported_filetypes())
-    known.discard("pgf")  # needs TeX
+    known.discard("pgf")  # it needs TeX
     if path.suffix[1:].lower() not in known:
         raise click.UsageError(f"--plot {path}: the name must end in one of {', '.join(sorted(known))}")
 
@@ -59,13 +60,13 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _placed(results: list[Result]) -> list[Result]:
-    """Those with flops, bytes and a limit."""
+    """Gives the results that have flops, bytes and a limit."""
     return [r for r in results if r["gflops"] and r["limit"]]
 
 
 def scaling(report: Result) -> Any:
-    """Speed, as a multiple of one thread of the fewest, over threads: a line for each workload and engine, dashed what
-    limits it. Names stand at the ends of the lines."""
+    """Draws speed, as a multiple of one thread of the fewest, over threads: a line for each workload and engine, and
+    dashed what limits it. Names stand at the ends of the lines."""
     figure = _figure(WIDTH, HEIGHT)
     axes = figure.add_axes((0.07, 0.09, 0.64, 0.82))
     counts, ends = thread_counts(report), {}
@@ -90,7 +91,7 @@ def scaling(report: Result) -> Any:
 
 
 def _curves(results: list[Result]) -> list[tuple[str, list[Result]]]:
-    """Engine, and results that differ in nothing but threads, in the order in which these ascend."""
+    """Gives each engine with results that differ in nothing but threads, in the order in which these ascend."""
     found: dict[tuple[Any, ...], list[Result]] = {}
     for r in _placed(results):
         found.setdefault(tuple(r[k] for k in SAME), []).append(r)
@@ -98,7 +99,7 @@ def _curves(results: list[Result]) -> list[tuple[str, list[Result]]]:
 
 
 def _names_at_ends(axes: Any, ends: dict[tuple[str, str], tuple[float, float]]) -> None:
-    """In the engines' colours."""
+    """Writes names in the engines' colours."""
     to_axes = axes.transData + axes.transAxes.inverted()
     order = sorted(ends, key=lambda who: ends[who][1])
     heights = spread([float(to_axes.transform(ends[who])[1]) for who in order], _gap(axes), 0.02, 0.98)
@@ -110,8 +111,8 @@ def _names_at_ends(axes: Any, ends: dict[tuple[str, str], tuple[float, float]]) 
 
 
 def roofline(report: Result) -> Any:
-    """Points under ceilings, each workload numbered at its best one; beside them what the numbers mean, and percents of
-    the roofs that bind."""
+    """Draws points under ceilings, each workload numbered at its best one; beside them it says what the numbers mean,
+    and percents of the roofs that bind."""
     rows = _rows(report["results"])
     rows = dict(sorted(rows.items(), key=lambda row: _best(row[1])))
     engines = list(dict.fromkeys(engine for row in rows.values() for engine in row))
@@ -132,7 +133,7 @@ def roofline(report: Result) -> Any:
 
 
 def _rows(results: list[dict[str, Any]]) -> Rows:
-    """By workload (with isa and kind, where there are several), by engine."""
+    """Groups results by workload (with isa and kind, where there are several), then by engine."""
     isas = list(dict.fromkeys(r["isa"] for r in results if r["isa"]))
     several_kinds = len({kind(r) for r in results}) > 1
     rows: Rows = {}
@@ -145,7 +146,7 @@ def _rows(results: list[dict[str, Any]]) -> Rows:
 
 
 def _place(r: Result) -> tuple[float, float]:
-    """Flops for each byte of K and V that is read once, and GFLOP/s."""
+    """Gives flops for each byte of K and V that is read once, and GFLOP/s."""
     return r["gflops"] / r["kv_gbps"], r["gflops"]
 
 
@@ -154,8 +155,8 @@ def _best(row: dict[str, Result]) -> tuple[float, float]:
 
 
 def _frame(axes: Any, report: Result, points: list[Result]) -> tuple[Any, Any]:
-    """Axes and ceilings: what is read as slopes, products as level lines from where they begin to bind. Returns boxes:
-    of the slopes' names, and along the lines."""
+    """Draws axes and ceilings: what is read as slopes, products as level lines from where they begin to bind. It
+    returns boxes: of the slopes' names, and along the lines."""
     slopes = {p["limit"] for p in points if p["limit_of"] == "read_gbps"} or {report["limits"]["read_gbps"]}
     used = {p["limit"] for p in points} | set(report["limits"].values())
     levels = {
@@ -195,7 +196,7 @@ def _frame(axes: Any, report: Result, points: list[Result]) -> tuple[Any, Any]:
 
 
 def _name_slopes(axes: Any, words: str, start: Any, end: Any) -> Any:
-    """Above the line from start to end, near its end. Returns boxes along the words."""
+    """Writes words above the line from start to end, near its end, and returns boxes along them."""
     text = axes.annotate(
         words, end, xytext=(-17, 4), textcoords="offset points", ha="right", va="bottom", fontsize=LABEL,
         rotation_mode="anchor",
@@ -210,7 +211,7 @@ def _name_slopes(axes: Any, words: str, start: Any, end: Any) -> Any:
 
 
 def _along(ends: Any, half: float) -> Any:
-    """Boxes on a line, one behind the other: (left, bottom, right, top), half as wide and high as that."""
+    """Gives boxes on a line, one behind the other: (left, bottom, right, top), half as wide and high as that."""
     start, end = ends
     steps = np.linspace(start, end, 2 + int(math.dist(start, end) / 4))
     return np.hstack([steps - half, steps + half])
@@ -223,13 +224,13 @@ def _bare(axes: Any) -> None:
 
 
 def _gap(axes: Any) -> float:
-    """Between labels under each other, of the axes' height."""
+    """Gives the distance between labels under each other, as a part of the axes' height."""
     return float(1.5 * LABEL / 72 / (HEIGHT * axes.get_position().height))
 
 
 def _number(axes: Any, rows: Rows, texts: Any, lines: Any) -> None:
-    """Numbers, from 1 on, as near to the best point of each workload as there is room beside points, texts, lines and
-    the strokes that lead to numbers, which cross no text. All in boxes of pixels [n, 4]."""
+    """Writes numbers, from 1 on, as near to the best point of each workload as there is room beside points, texts,
+    lines and the strokes that lead to numbers, which cross no text. All of these are boxes of pixels [n, 4]."""
     half = MARKER / 2 * axes.figure.dpi / 72 + 1
     points = axes.transData.transform([_place(r) for row in rows.values() for r in row.values()])
     (left, bottom), (right, top), far = axes.bbox.min, axes.bbox.max, np.inf
@@ -253,13 +254,13 @@ def _number(axes: Any, rows: Rows, texts: Any, lines: Any) -> None:
 
 
 def _meet(some: Any, others: Any) -> Any:
-    """Which of some boxes [n, 4] meet any of the others."""
+    """Says which of some boxes [n, 4] meet any of the others."""
     return ((some[:, None, :2] < others[:, 2:]) & (others[:, :2] < some[:, None, 2:])).all(2).any(1)
 
 
 def _table(figure: Any, rows: Rows, engines: list[str], corner: tuple[float, float], room: float) -> None:
-    """From its upper left corner, in inches: the engines, and for each workload its number, its name, for which there
-    is ``room``, and, in the engines' colours, percents."""
+    """Writes the table from its upper left corner, in inches: the engines, and for each workload its number, its name,
+    for which there is ``room``, and, in the engines' colours, percents."""
     width, height = figure.get_size_inches()
 
     def put(x: float, line: int, text: str, **style: Any) -> None:
@@ -286,7 +287,7 @@ def _table(figure: Any, rows: Rows, engines: list[str], corner: tuple[float, flo
 
 
 def spread(wanted: list[float], gap: float, low: float, high: float) -> list[float]:
-    """Ascending places near the ascending ``wanted``, ``gap`` apart, from ``low`` up to ``high`` if they fit."""
+    """Gives ascending places near the ascending ``wanted``, ``gap`` apart, from ``low`` up to ``high`` if they fit."""
     places: list[float] = []
     for w in wanted:
         places.append(max(w, places[-1] + gap if places else low))

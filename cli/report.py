@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ``cpu-attn bench`` tells what it measured: a table, CSV, and one report against another."""
+"""This module tells what ``cpu-attn bench`` measured: a table, CSV, and one report against another."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-MOST = 2**24  # characters of a report; a device may have no end
+MOST = 2**24  # the most characters of a report; a device may have no end
 INTERRUPTED = 130  # exit status after Ctrl-C, as a shell has it of a command that the signal ended
-NO_TERMINAL = 10_000  # columns of a file or a pipe: more than anything has
+NO_TERMINAL = 10_000  # columns of a file or a pipe: more than any table has
 RESULT_FIELDS = (
     "workload",
     "engine",
@@ -40,14 +40,14 @@ RESULT_FIELDS = (
     "fraction_of_roof",
     "workspace_bytes",
 )
-# What makes two results comparable.
+# Two results can be compared where these are the same.
 SAME = ("workload", "engine", "isa", "dtype", "kv_cache_dtype", "kv_cache_layout", "kv_cache_rotation")
-Columns = dict[str, Callable[[dict[str, Any]], str | Text]]  # of a table: headers, and what a result has there
+Columns = dict[str, Callable[[dict[str, Any]], str | Text]]  # for each header of a table, what a result has there
 MACHINE = ("brand", "vendor", "family", "model", "stepping", "cpus", "amx_permission")
 
 
 def new_console() -> Console:
-    """Of stdout. Names and reasons from elsewhere are no markup; whatever has a style is a Text."""
+    """Makes a console for stdout. Names and reasons from elsewhere are no markup; whatever has a style is a Text."""
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = NO_TERMINAL
@@ -55,7 +55,7 @@ def new_console() -> Console:
 
 
 def new_table(*names: str, numbers: Sequence[str]) -> Table:
-    """Where it is too wide, names are folded, and nothing is cut off."""
+    """Makes a table. Where it is too wide, names are folded, and nothing is cut off."""
     left = (Column(name, overflow="fold") for name in names)
     right = (Column(name, justify="right", no_wrap=True) for name in numbers)
     return Table(*left, *right, box=box.SIMPLE_HEAD, show_edge=False, padding=0)
@@ -69,25 +69,25 @@ def seconds(x: float) -> str:
 
 
 def cache(result: dict[str, Any]) -> str:
-    """What its cache holds where that is something else than its dtype, and whether it is rotated."""
+    """Says what a result's cache holds where that is something else than its dtype, and whether it is rotated."""
     held, rotation = result["kv_cache_dtype"], result["kv_cache_rotation"]
     return " ".join([*([held] if held != "auto" else []), *([rotation] if rotation != "none" else [])])
 
 
 def kind(result: dict[str, Any]) -> str:
-    """Its dtype, and what is said of its cache."""
+    """Gives a result's dtype, and what is said of its cache."""
     return f"{result['dtype']} {cache(result)}".strip()
 
 
 def speed(result: dict[str, Any]) -> str:
-    """The figure that its limit bounds."""
+    """Gives the figure that a result's limit bounds."""
     if result["limit_of"] in ("read_gbps", "memcpy_gbps"):
         return f"{result['kv_gbps']:.3g} GB/s"
     return "" if result["limit_of"] is None else f"{result['gflops']:.4g} GF"
 
 
 def of_roof(result: dict[str, Any]) -> str:
-    """How near it comes to the roof that binds it, and which this is."""
+    """Says how near a result comes to the roof that binds it, and which this is."""
     if result["roof_of"] is None:
         return ""
     return f"{result['fraction_of_roof']:.1%} {'reads' if result['roof_of'] == 'read_gbps' else 'products'}"
@@ -98,7 +98,7 @@ def thread_counts(report: dict[str, Any]) -> list[int]:
 
 
 def per_thread(result: dict[str, Any], report: dict[str, Any]) -> float:
-    """Its speed for each thread, as a part of what that is on the fewest threads."""
+    """Gives a result's speed for each thread, as a part of what that is on the fewest threads."""
     same = (r for r in report["results"] if all(r[k] == result[k] for k in SAME))
     cost, least = (r["seconds_min"] * r["threads"] for r in (result, min(same, key=lambda r: int(r["threads"]))))
     return float(least / cost)
@@ -113,7 +113,7 @@ def show_limits(report: dict[str, Any], console: Console) -> None:
 
 
 def show(report: dict[str, Any]) -> None:
-    """The table; ``x native``: how many times as fast as our own kernels."""
+    """Prints the table; ``x native`` says how many times as fast as our own kernels."""
     machine, counts, console = report["machine"], thread_counts(report), new_console()
     console.print(f"cpu-attn {machine['version']} on {machine['brand']}, {' and '.join(map(str, counts))} threads")
     show_limits(report, console)
@@ -136,17 +136,18 @@ def show(report: dict[str, Any]) -> None:
 
 
 def _names(result: dict[str, Any]) -> dict[str, str]:
-    """What a row is called besides its workload."""
+    """Gives what a row is called besides its workload."""
     on = {"threads": f"on {result['threads']}"} if "threads" in result else {}
     names = {"engine": result["engine"], "isa": result["isa"] or "", "dtype": result["dtype"], "cache": cache(result)}
     return {**names, **on}
 
 
 def _show_rows(results: Sequence[dict[str, Any]], columns: Columns, console: Console) -> None:
-    """A table of numbers. Names that all rows have in common are said once above it, a workload's above its rows."""
+    """Prints a table of numbers. Names that all rows have in common are said once above it, a workload's above its
+    rows."""
     names = [_names(r) for r in results]
     found = {key: {n[key] for n in names} for key in names[0]}
-    found["isa"].discard("")  # a rival's
+    found["isa"].discard("")  # a rival has none
     same = {key: " ".join(values) for key, values in found.items() if len(values) < 2}
     if common := ", ".join(f"{key} {value}" for key, value in same.items() if value and key != "threads"):
         console.print("all rows: " + common)
@@ -162,7 +163,7 @@ def _show_rows(results: Sequence[dict[str, Any]], columns: Columns, console: Con
 
 
 def _together(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Did they run on the same arrays? A rival has no isa of ours."""
+    """Says whether they ran on the same arrays. A rival has no isa of ours."""
     same = all(a[k] == b[k] for k in ("workload", "dtype", "kv_cache_dtype", "kv_cache_rotation", "threads"))
     return same and b["isa"] in (None, a["isa"])
 
@@ -179,12 +180,12 @@ def as_csv(report: dict[str, Any]) -> str:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A report that --save or --json wrote."""
+    """Reads a report that --save or --json wrote."""
     try:
         with path.open() as file:
             report: dict[str, Any] = json.loads(file.read(MOST))
         for row in report["results"]:
-            row.setdefault("kv_cache_rotation", "none")  # which earlier reports did not know
+            row.setdefault("kv_cache_rotation", "none")  # earlier reports did not know it
         for row in compare(report, report)["results"]:
             seconds(row["seconds_then"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -193,7 +194,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def compare(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Ratios of what both reports hold, and what else differs between them.
+    """Gives ratios of what both reports hold, and what else differs between them.
 
     speedup: seconds then / seconds now. of_limit: fraction of the limit now / then, which a slower or busier machine
     changes less. machine: what is not the same, then and now; limits: now / then. Numbers of threads are compared with

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other people's attention, for ``cpu-attn bench --rival``: what each takes part in, and a call of it to time."""
+"""This module runs other people's attention for ``cpu-attn bench --rival``: what each takes part in, and a call of it
+to time."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ from cpu_attn.cli.workloads import BINARY, Step, Workload
 
 @dataclass(frozen=True)
 class Rival:
-    """name: of what is called. load: ImportError where it is not here. lacks: what it has no notion of, of a workload
-    over caches of some kind and blocks of some size. call: all that can be made before made. uses_matrix: may it
-    multiply on the matrix unit, where there is one?"""
+    """Holds another library's attention. name: of what is called. load: raises ImportError where it is not here. lacks:
+    says what of a workload it has no notion of, over caches of some kind and blocks of some size. call: gives one run,
+    for which all is made that can be made before. uses_matrix: whether it may multiply on the matrix unit, where there
+    is one."""
 
     name: str
     load: Callable[[], Any]
@@ -38,7 +40,7 @@ def _torch_load() -> Any:
 
 
 def _tensor(array: NDArray[Any]) -> Any:
-    """Of the same memory; torch reads no bfloat16 of NumPy's."""
+    """Gives a tensor of the same memory; torch reads no bfloat16 of NumPy's."""
     torch = _torch_load()
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -49,13 +51,14 @@ def _tensor(array: NDArray[Any]) -> Any:
 
 
 def _batches(step: Step) -> list[list[int]]:
-    """All requests where they are alike, else each by itself."""
+    """Gives all requests as one batch where they are alike, else each by itself."""
     requests = list(range(len(step.workload.lens)))
     return [requests] if len(set(step.workload.lens)) == 1 else [[r] for r in requests]
 
 
 def _arrays(step: Step, requests: list[int]) -> list[NDArray[Any]]:
-    """query [n, Hq, q_len, D], key [n, Hkv, kv_len, D] and value [n, Hkv, kv_len, Dv] of requests that are alike."""
+    """Gives query [n, Hq, q_len, D], key [n, Hkv, kv_len, D] and value [n, Hkv, kv_len, Dv] of requests that are
+    alike."""
     ends = step.query_start_loc.tolist()
     pages = [step.cache.gather(step.block_table[r], int(step.seq_lens[r])) for r in requests]
     queries = [step.query[ends[r] : ends[r + 1]] for r in requests]
@@ -63,18 +66,18 @@ def _arrays(step: Step, requests: list[int]) -> list[NDArray[Any]]:
 
 
 def _is_plain(step: Step, kv_len: int) -> bool:
-    """Is it causal, and no more?"""
+    """Says whether the mask is causal, and no more."""
     w = step.workload
     return not (w.alibi or w.attn_bias or w.tree or 0 <= w.sliding_window < kv_len)
 
 
 def _distance(q_len: int, kv_len: int) -> NDArray[Any]:
-    """Of each key from each query, negative before it."""
+    """Gives the distance of each key from each query, which is negative before it."""
     return np.arange(kv_len) - np.arange(kv_len - q_len, kv_len)[:, None]
 
 
 def _seen(step: Step, q_len: int, kv_len: int) -> NDArray[np.bool_]:
-    """[q_len, kv_len]"""
+    """Says which keys each query sees: [q_len, kv_len]."""
     window = step.workload.sliding_window
     if step.workload.tree:
         return np.concatenate([np.ones((q_len, kv_len - q_len), np.bool_), BINARY(q_len)], axis=1)
@@ -84,7 +87,8 @@ def _seen(step: Step, q_len: int, kv_len: int) -> NDArray[np.bool_]:
 
 
 def _bias(step: Step, q_len: int, kv_len: int) -> NDArray[np.float32]:
-    """[Hq, q_len, kv_len], [1, q_len, kv_len] where heads do not differ; -inf hides."""
+    """Gives what is added to logits: [Hq, q_len, kv_len], or [1, q_len, kv_len] where heads do not differ; -inf
+    hides."""
     bias: Any = np.zeros((1, 1, 1), np.float32)
     if step.workload.alibi:
         bias = step.alibi_slopes[:, None, None] * _distance(q_len, kv_len)
@@ -106,7 +110,7 @@ def _torch(step: Step) -> Callable[[], Any]:
 
 
 def _sdpa(step: Step, attention: Callable[..., Any], takes_bool: bool = True) -> Callable[[], Any]:
-    """One call a batch. takes_bool: where a mask only hides."""
+    """Makes one call for each batch. takes_bool: whether it takes a mask of booleans where that only hides."""
     calls = [_torch_arguments(step, requests, takes_bool) for requests in _batches(step)]
     scale = step.workload.head_size**-0.5
 
@@ -119,7 +123,7 @@ def _sdpa(step: Step, attention: Callable[..., Any], takes_bool: bool = True) ->
 def _torch_arguments(
     step: Step, requests: list[int], takes_bool: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[int, ...]]:
-    """query, key and value, mask, shape of the output.
+    """Gives query, key and value, the mask, and the shape of the output.
 
     The heads of a group are rows of one query where the mask can say so: enable_gqa copies K and V for each of them,
     which takes 20 times as long in decode-8x8k."""
@@ -133,13 +137,13 @@ def _torch_arguments(
         return (query, key, value), {}, shape
     mask = _torch_mask(step, q_len, kv_len, query.dtype, takes_bool)
     group = num_heads // num_kv_heads
-    # 2 or 4 axes: 3 take 5 to 10 times as long.
+    # The mask has 2 or 4 axes, since 3 take 5 to 10 times as long.
     mask = mask.repeat(group, 1) if mask.dim() == 2 else mask.reshape(1, num_kv_heads, -1, kv_len)
     return (query, key, value), {"attn_mask": mask}, shape
 
 
 def _torch_mask(step: Step, q_len: int, kv_len: int, dtype: Any, takes_bool: bool) -> Any:
-    """[q_len, kv_len] where heads do not differ, [Hq, q_len, kv_len] where they do."""
+    """Gives the mask as [q_len, kv_len] where heads do not differ, [Hq, q_len, kv_len] where they do."""
     torch = _torch_load()
     if takes_bool and not (step.workload.alibi or step.workload.attn_bias):
         return torch.from_numpy(_seen(step, q_len, kv_len))
@@ -160,7 +164,7 @@ def _zentorch_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[s
 
 
 def _zentorch(step: Step) -> Callable[[], Any]:
-    """Of K and V as they are, whatever the groups of heads."""
+    """Makes the call of K and V as they are, whatever the groups of heads."""
     op = _zentorch_load()
 
     def attention(query: Any, key: Any, value: Any, enable_gqa: bool = False, **how: Any) -> Any:
@@ -184,7 +188,7 @@ def _ggml_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[str]:
 
 
 def _ggml(step: Step) -> Callable[[], Any]:
-    """One graph of all batches. Queries and outputs are float32."""
+    """Makes one graph of all batches. Queries and outputs are float32."""
     w, batches = step.workload, _batches(step)
     graph = ggml.Graph(len(batches), cpu_attn.get_num_threads())
     kinds = tuple(_GGML_KV.get(kv, kv) for kv in kv_dtypes(step.kv_cache_dtype, step.dtype))
@@ -207,7 +211,7 @@ def _ggml(step: Step) -> Callable[[], Any]:
 
 
 def _vllm_load() -> Any:
-    """``torch.ops._C`` with them; vLLM for CPUs registers them when asked to, others have none."""
+    """Gives ``torch.ops._C`` with them; vLLM for CPUs registers them when asked to, others have none."""
     _adapters.require("vllm")
     ops = _torch_load().ops._C
     if not hasattr(ops, "cpu_attention_with_kv_cache"):
@@ -236,7 +240,7 @@ def _vllm_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[str]:
 
 
 def _vllm_isa(step: Step) -> str:
-    """What its backend would take."""
+    """Gives the isa that vLLM's backend would take."""
     kv = None if step.kv_cache_dtype == "auto" else step.kv_cache_dtype
     sizes = (step.block_size, step.workload.head_size)
     isa: str = _vllm_backend()._get_attn_isa(getattr(_torch_load(), step.dtype), *sizes, kv)
@@ -244,7 +248,8 @@ def _vllm_isa(step: Step) -> str:
 
 
 def _vllm(step: Step) -> Callable[[], Any]:
-    """As the backend calls them: get_scheduler_metadata once a step, K and V of a kv head one after the other."""
+    """Calls the kernels as the backend does: get_scheduler_metadata once a step, K and V of a kv head one after the
+    other."""
     torch, ops = _torch_load(), _vllm_load()
     w, isa, kv, dtype = step.workload, _vllm_isa(step), step.kv_cache_dtype, getattr(torch, step.dtype)
     if isa.startswith("amx"):

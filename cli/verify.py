@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cpu-attn verify: every engine and isa that this machine can run, against the float64 oracle."""
+"""``cpu-attn verify`` checks every engine and isa that this machine can run against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from cpu_attn.tests.formats import DTYPES
 from cpu_attn.tests.judge import check, same_bits
 
 ENGINES = ("native", "onednn", "onednn-python", "reference")
-# Python over oneDNN's primitives, which the engine onednn takes through every case. Without options it runs the cases
-# of --quick: through all of them it took a quarter of the time.
+# This is Python over oneDNN's primitives, which the engine onednn takes through every case. Without options it runs the
+# cases of --quick: through all of them it took a quarter of the time.
 SLOW = "onednn-python"
 ISA_HINTS = ("auto", "vec", "vec16")
 THREADS = (1, 2, 3, 5)
-Memory = Callable[[str, int | None], Written]  # what so many threads wrote for an isa
-# What must not change a bit, by engine. onednn picks its kernels by the shapes of a whole step.
+Memory = Callable[[str, int | None], Written]  # gives what so many threads wrote for an isa
+# This is what must not change a bit, by engine. onednn picks its kernels by the shapes of a whole step.
 SAME_BITS = {
     "native": ("batch", "threads", "split"),
     "reference": ("batch", "threads", "split"),
@@ -69,7 +69,7 @@ class Failure:
 
 @dataclass
 class Tally:
-    """What became of one combination. worst: the largest error in units of the budget."""
+    """Says what became of one combination. worst: the largest error in units of the budget."""
 
     combo: Combo
     ran: int = 0
@@ -102,7 +102,7 @@ class Tally:
 
 
 def _missing(combo: Combo) -> str:
-    """Why a combination cannot run here, "" if it can."""
+    """Says why a combination cannot run here, "" if it can."""
     engine = "onednn" if combo.engine == "onednn-python" else combo.engine
     for row in cpu_attn.isas():
         if row.name == combo.isa and not row.supported:
@@ -118,7 +118,7 @@ def _missing(combo: Combo) -> str:
 
 
 def _combos(engines: Sequence[str], isas: Sequence[str], dtypes: Sequence[str]) -> tuple[list[Combo], dict[Combo, str]]:
-    """What runs, and what does not with its reason. Unless told otherwise the engines that are not made of isa
+    """Gives what runs, and what does not with its reason. Unless told otherwise the engines that are not made of isa
     kernels run over one cache layout only."""
     runs, missing = [], {}
     for engine in engines or ENGINES:
@@ -134,7 +134,7 @@ def _combos(engines: Sequence[str], isas: Sequence[str], dtypes: Sequence[str]) 
 
 
 def _refuse_missing(asked: dict[str, Sequence[str]], runs: Sequence[Combo], missing: dict[Combo, str]) -> None:
-    """An engine, isa or dtype that was asked for by name and runs in no combination is an error."""
+    """Raises an error for an engine, isa or dtype that was asked for by name and runs in no combination."""
     for option, names in asked.items():
         for name in names:
             if not any(getattr(combo, option) == name for combo in runs):
@@ -143,7 +143,7 @@ def _refuse_missing(asked: dict[str, Sequence[str]], runs: Sequence[Combo], miss
 
 
 def _select(level: str, names: Sequence[str], dtype: str, seed: int) -> tuple[list[Case], set[str]]:
-    """The cases to run, and the names of those on which bits are compared too."""
+    """Gives the cases to run, and the names of those on which bits are compared too."""
     if not names:
         return cases(level, dtype, seed), {case.name for case in invariant(level, dtype, seed)}
     known = {case.name: case for case in cases("full", dtype, seed)}
@@ -163,7 +163,7 @@ def _holds(combo: Combo, case: Case) -> bool:
 
 
 def _differences(problem: Problem, combo: Combo, memory: Memory, output: Any, lse: Any) -> Iterator[str]:
-    """What changes the bits of a result and must not."""
+    """Gives what changes the bits of a result and must not."""
     promised = SAME_BITS.get(combo.engine, ())
 
     def same(p: Problem, wanted: Any, **options: Any) -> bool:
@@ -186,7 +186,7 @@ def _differences(problem: Problem, combo: Combo, memory: Memory, output: Any, ls
 
 
 def _verify_one(problem: Problem, combo: Combo, memory: Memory, compare_bits: bool) -> tuple[float, list[str]]:
-    """The worst error in units of the budget, and what is wrong."""
+    """Gives the worst error in units of the budget, and what is wrong."""
     try:
         got = run(problem, combo.isa, combo.engine, memory=memory(combo.isa, None))
         result = check(problem, *got)
@@ -199,8 +199,8 @@ def _verify_one(problem: Problem, combo: Combo, memory: Memory, compare_bits: bo
 
 
 class Job(NamedTuple):
-    """A case, what it is checked on, and whether bits are compared, too. The oracle computes once for all, and caches
-    are written once for all engines that read them."""
+    """Holds a case, what it is checked on, and whether bits are compared, too. The oracle computes once for all, and
+    caches are written once for all engines that read them."""
 
     case: Case
     combos: list[Combo]
@@ -234,17 +234,18 @@ def _num_checks(jobs: Sequence[Job]) -> int:
 
 
 def _processes(num_checks: int) -> int:
-    """A check is small and takes one core. Few of them are done before another process has begun."""
+    """Gives the number of processes. A check is small and takes one core, and few of them are done before another
+    process has begun."""
     return min(8, cpu()["cpus"]) if num_checks > 3000 else 1
 
 
 def _outcomes(jobs: Sequence[Job], processes: int) -> Generator[list[tuple[float, list[str]]], None, None]:
-    """Of each job, in their order."""
+    """Gives the outcomes of each job, in their order."""
     if processes == 1:
         yield from map(_verify_job, jobs)
         return
-    # Threads that wait must not spin on a core that another process needs, nor those of NumPy's products; read where
-    # OpenMP and OpenBLAS are loaded.
+    # Threads that wait must not spin on a core that another process needs, nor those of NumPy's products. The variables
+    # are read where OpenMP and OpenBLAS are loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     pool = ProcessPoolExecutor(processes, get_context("spawn"))
@@ -261,7 +262,7 @@ def _outcomes(jobs: Sequence[Job], processes: int) -> Generator[list[tuple[float
 
 
 def _verify(jobs: Sequence[Job], processes: int, console: Console) -> list[Tally]:
-    """All cases of all combinations, or those that were done when Ctrl-C came."""
+    """Runs all cases of all combinations, and gives those that were done where Ctrl-C came."""
     tallies = {combo: Tally(combo) for job in jobs for combo in job.combos}
     columns = TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn(), "left"
     progress = Progress(
@@ -286,7 +287,7 @@ def _verify(jobs: Sequence[Job], processes: int, console: Console) -> list[Tally
 
 
 def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequence[Failure], num_checks: int) -> None:
-    """num_checks: all that were to be made."""
+    """Prints what became of the checks. num_checks: how many were to be made."""
     table = new_table("engine", "isa", "dtype", numbers=("cases", "worst\nerror", "budget"))
     table.add_column("in case", overflow="fold")
     table.add_column("", no_wrap=True)

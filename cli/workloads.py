@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``cpu-attn bench`` runs: shapes by name, what they cost, and the arrays of one step."""
+"""This module has what ``cpu-attn bench`` runs: shapes by name, what they cost, and the arrays of one step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INDEX_HEADS, INDEX_SIZE = 64, 128  # DeepSeek-V3.2's indexer
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of causal attention, or what serves it.
+    """Describes one step of causal attention, or what serves it.
 
     kind: prefill, decode, cascade (decode of requests that share a prefix), write (reshape_and_cache of all tokens,
     with rotary rotary_reshape_and_cache, queries in place), plan (get_scheduler_metadata) or call (too little to be
@@ -49,8 +49,8 @@ class Workload:
     query_block: int = 0
     shared: int = 0
     no_cascade: bool = False
-    latent_rank: int = 0  # not 0: V is the first so many columns of K (MLA)
-    topk_tokens: int = 0  # not 0: an indexer selects so many keys for each query token, in the same call
+    latent_rank: int = 0  # if not 0, V is the first so many columns of K (MLA)
+    topk_tokens: int = 0  # if not 0, an indexer selects so many keys for each query token, in the same call
 
     @property
     def head_size_v(self) -> int:
@@ -62,7 +62,7 @@ class Workload:
 
     @property
     def cascades(self) -> bool:
-        """Is the plan told what is shared?"""
+        """Says whether the plan is told what is shared."""
         return self.shared > 0 and not self.no_cascade
 
     @cached_property
@@ -76,8 +76,8 @@ class Workload:
 
     @property
     def flops(self) -> int:
-        """2 * D for q.k and 2 * Dv for p*v, for each (query head, query, key) that the mask leaves and an indexer
-        selects; 2 * INDEX_SIZE for each that it scores."""
+        """Counts 2 * D for q.k and 2 * Dv for p*v, for each (query head, query, key) that the mask leaves and an
+        indexer selects, and 2 * INDEX_SIZE for each that it scores."""
         pairs = scored = 0
         for q_len, kv_len in self.lens:
             seen = np.arange(kv_len - q_len + 1, kv_len + 1)  # keys up to each query's own
@@ -95,7 +95,8 @@ class Workload:
         return 1.0 if self.selected is None or not self.attends else self.selected
 
     def kv_bytes(self, itemsize: float) -> int:
-        """Bytes of K and V that some query sees (write: that are written, rotated queries too), each counted once."""
+        """Gives the bytes of K and V that some query sees, each counted once; of a write those that are written, with
+        rotated queries."""
         q_lens, kv_lens = self._lens
         keys = kv_lens
         if self.sliding_window >= 0:
@@ -115,7 +116,7 @@ def _same(kind: str, num_reqs: int, q_len: int, kv_len: int, **shape: Any) -> di
 
 
 def _various(num_reqs: int, low: int, high: int) -> tuple[tuple[int, int], ...]:
-    """Decode requests over contexts of all lengths."""
+    """Gives decode requests over contexts of all lengths."""
     return tuple((1, int(s)) for s in np.random.default_rng(SEED).integers(low, high + 1, num_reqs))
 
 
@@ -166,7 +167,8 @@ GROUPS = {
 
 @dataclass
 class Step:
-    """A workload's arrays in one dtype, in the cache of one isa. Blocks lie in random order, all of them owned."""
+    """Holds a workload's arrays in one dtype, in the cache of one isa. Blocks lie in random order, all of them
+    owned."""
 
     workload: Workload
     isa: str
@@ -197,8 +199,8 @@ class Step:
 
     @cached_property
     def selected_blocks(self) -> NDArray[np.int32] | None:
-        """[R, Hkv, S]: of each request's blocks the share that the workload says, at random. Or of the blocks that each
-        query block sees."""
+        """Selects [R, Hkv, S] at random: the share of each request's blocks that the workload says, or of the blocks
+        that each query block sees."""
         w, lens = self.workload, self.seq_lens
         if w.selected is None:
             return None
@@ -214,7 +216,7 @@ class Step:
 
     @cached_property
     def indexer(self) -> dict[str, Any]:
-        """Arguments of select_tokens, over packed keys of the step's dtype."""
+        """Gives the arguments of select_tokens, over packed keys of the step's dtype."""
         w, sizes = self.workload, (self.block_size, INDEX_SIZE, self.dtype, self.isa)
         cache = np.empty(cpu_attn.get_index_cache_shape(self.num_blocks, *sizes), numpy_dtype(self.dtype))
         for r, n in enumerate(self.seq_lens):
@@ -233,7 +235,7 @@ class Step:
 
     @cached_property
     def attn_bias(self) -> NDArray[np.float32] | None:
-        """[1, Hq, Q, K], as T5 has one for the whole batch."""
+        """Gives [1, Hq, Q, K], as T5 has one for the whole batch."""
         w = self.workload
         if not w.attn_bias:
             return None
@@ -241,8 +243,8 @@ class Step:
 
     @property
     def itemsize(self) -> float:
-        """Bytes of an element of what moves: keys and values on their way into a cache, else K and V in it, scales
-        counted."""
+        """Gives the bytes of an element that moves: of keys and values on their way into a cache, else of K and V in
+        it, scales counted."""
         if self.workload.kind == "write":
             return numpy_dtype(self.dtype).itemsize
         size = self.workload.head_size
@@ -262,7 +264,7 @@ class Step:
 
     @cached_property
     def cache(self) -> cpu_attn.PagedKVCache:
-        """The cache, every token of every request in it; of a write, empty."""
+        """Gives the cache, with every token of every request in it; for a write it is empty."""
         w = self.workload
         cache = cpu_attn.PagedKVCache(
             self.num_blocks,
@@ -293,13 +295,13 @@ class Step:
 
     @property
     def cos_sin_cache(self) -> NDArray[np.float32]:
-        """Of all positions, the whole head rotated; theta is 10,000."""
+        """Gives the rows of all positions, with the whole head rotated; theta is 10,000."""
         size = self.workload.head_size
         angles = np.arange(self.seq_lens.max())[:, None] / 1e4 ** (np.arange(0, size, 2) / size)
         return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
     def key_value(self, r: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Random K and V [seq_len, Hkv, D] of request r."""
+        """Gives random K and V [seq_len, Hkv, D] of request r."""
         shape = (int(self.seq_lens[r]), self.workload.num_kv_heads, self.workload.head_size)
         return self.random(*shape), self.random(*shape)
 
@@ -310,7 +312,7 @@ class Step:
 
     @property
     def masks(self) -> dict[str, Any]:
-        """Of get_scheduler_metadata, and of compose.attention; and who selects."""
+        """Gives the masks as get_scheduler_metadata and compose.attention take them, and who selects."""
         found: dict[str, Any] = {"query_block_size": self.workload.query_block} if self.workload.query_block else {}
         if self.workload.tree:
             q_lens = np.diff(self.query_start_loc)
@@ -341,7 +343,7 @@ class Step:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Of attention_with_kv_cache, but for the plan."""
+        """Gives the arguments of attention_with_kv_cache, but for the plan."""
         w = self.workload
         return {
             "query": self.query,
@@ -365,7 +367,8 @@ class Step:
         }
 
     def random(self, *shape: int) -> NDArray[Any]:
-        """+-[0.5, 2), every mantissa as likely: toggles as many bits as real data, and costs a tenth of a normal."""
+        """Gives +-[0.5, 2), every mantissa as likely: that toggles as many bits as real data, and costs a tenth of a
+        normal."""
         dtype = numpy_dtype(self.dtype)
         keep, exponent = {
             "float32": (0x80FFFFFF, 0x3F000000),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention of language models on CPUs: vLLM's three calls, fused kernels per isa, a oneDNN engine.
+"""This package computes paged attention of language models on CPUs: vLLM's three calls, fused kernels per isa, a oneDNN
+engine.
 
 A step makes a plan with :func:`get_scheduler_metadata`; every layer calls :func:`reshape_and_cache` and then
 :func:`attention_with_kv_cache`. :class:`PagedKVCache` is a friendlier form of these. Arrays are NumPy arrays, torch CPU
@@ -10,7 +11,7 @@ a head of queries and keys, Dv of values; N blocks of a cache, of B tokens each;
 """
 
 try:
-    from cpu_attn._native import lib as _lib  # noqa: F401  # before those who take it for granted
+    from cpu_attn._native import lib as _lib  # noqa: F401  # the modules below need it
 except ModuleNotFoundError as e:
     if e.name != "cpu_attn._native":
         raise
@@ -19,7 +20,7 @@ except ModuleNotFoundError as e:
         "install .) and start Python in another folder, or pip install -e . to run from here"
     ) from None
 
-from cpu_attn import _self_test  # noqa: F401  # by which _dispatch goes
+from cpu_attn import _self_test  # noqa: F401  # _dispatch calls its test
 from cpu_attn._dispatch import engines, isas
 from cpu_attn._errors import NoFreeBlocksError, UnavailableError
 from cpu_attn._threads import get_num_threads, set_num_threads

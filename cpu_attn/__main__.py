@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m cpu_attn``: the command line."""
+"""``python -m cpu_attn`` is the command line."""
 
 from cpu_attn.cli import main
 

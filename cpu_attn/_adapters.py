@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which libraries cpu-attn has an adapter for, in the versions that each was tested with, and whether they are here.
+"""This module says which libraries cpu-attn has an adapter for, in which versions each was tested, and whether they are
+here.
 
-By the metadata of what is installed: nothing is imported.
+It reads the metadata of what is installed, and imports nothing.
 """
 
 from __future__ import annotations
@@ -12,28 +13,29 @@ import warnings
 from functools import cache
 from importlib import metadata
 
-# Distribution: the oldest version tested, without which an adapter does not work, and the first one that nobody has
-# tested, with which it most likely does. The extras in pyproject.toml ask for the oldest; vLLM and SGLang have none:
-# an index has their builds for CUDA.
+# For each distribution: the oldest version tested, older than which an adapter does not work, and the first version
+# that nobody has tested, with which it most likely works. The extras in pyproject.toml ask for the oldest. vLLM and
+# SGLang have no extra, since an index has their builds for CUDA.
 TESTED = {
     **{"torch": ("2.13", "2.16"), "transformers": ("5.23", "5.25")},
     **{"vllm": ("0.33", "0.34"), "sglang": ("0.5.23", "0.5.24")},
 }
-# Distribution: versions from the oldest on that an adapter does not work with, by how they begin, and why.
+# For each distribution: the versions from the oldest on with which an adapter does not work, by how they begin, and
+# why.
 BROKEN: dict[str, dict[str, str]] = {}
-# cpu_attn.NAME and what it needs, its own library first. vLLM and SGLang pin a torch of their own (0.33 and 0.5.23 that
-# of 2.14), and what is asked of tensors there is their memory alone.
+# This is what cpu_attn.NAME needs, its own library first. vLLM and SGLang pin a torch of their own (0.33 and 0.5.23 pin
+# 2.14), which need not be one that was tested: their adapters use only the memory of tensors.
 NEEDS = {"torch": ("torch",), "transformers": ("transformers", "torch"), "vllm": ("vllm",), "sglang": ("sglang",)}
 
 
 def tested(distribution: str) -> str:
-    """The range as pip writes it."""
+    """Gives the range of tested versions as pip writes it."""
     low, high = TESTED[distribution]
     return f">={low},<{high}"
 
 
 def version(distribution: str) -> str | None:
-    """What is installed of it."""
+    """Gives the version that is installed, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -41,7 +43,7 @@ def version(distribution: str) -> str | None:
 
 
 def missing(name: str) -> str:
-    """Why ``cpu_attn.NAME`` cannot be imported here; empty where it can."""
+    """Says why ``cpu_attn.NAME`` cannot be imported here; the answer is empty where it can."""
     for distribution in NEEDS[name]:
         found = version(distribution)
         if found is None:
@@ -59,15 +61,15 @@ def missing(name: str) -> str:
 
 
 def untested(name: str) -> list[str]:
-    """What ``cpu_attn.NAME`` needs and finds in versions newer than those tested."""
+    """Lists what ``cpu_attn.NAME`` needs and finds in versions newer than those tested."""
     found = {d: version(d) or "" for d in NEEDS[name]}
     newer = [d for d, v in found.items() if not _release(v) or _release(v) >= _release(TESTED[d][1])]
     return [f"{d} is {found[d]}, newer than those that cpu-attn was tested with ({tested(d)})" for d in newer]
 
 
 def require(name: str) -> None:
-    """ImportError unless what ``cpu_attn.NAME`` needs is installed in a version that it works with, as far as anybody
-    knows; one warning in a process for each that nobody has tested."""
+    """Raises ImportError unless what ``cpu_attn.NAME`` needs is installed in a version that is not known to fail, and
+    warns once in a process of each version that nobody has tested."""
     if reason := missing(name):
         raise ImportError(f"cpu_attn.{name}: {reason}")
     for text in untested(name):
@@ -76,16 +78,16 @@ def require(name: str) -> None:
 
 @cache
 def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=4)  # of whoever imports the adapter
+    warnings.warn(text, stacklevel=4)  # the line that imports the adapter
 
 
 def vllm_enabled() -> bool:
-    """What the environment says of the vLLM plugin, which is on by itself."""
+    """Says whether the environment leaves the vLLM plugin on, which is its default."""
     return os.environ.get("CPU_ATTN_VLLM") != "0"
 
 
 def _vllm_state() -> str:
-    """What vLLM does when it looks for plugins (``vllm.plugins``: VLLM_PLUGINS names those that it loads)."""
+    """Says what vLLM does when it looks for plugins. VLLM_PLUGINS names those that it loads (``vllm.plugins``)."""
     plugins = {p.name for p in metadata.entry_points(group="vllm.general_plugins") if p.value.startswith("cpu_attn.")}
     wanted = os.environ.get("VLLM_PLUGINS")
     if not plugins:
@@ -105,7 +107,7 @@ _ON_REQUEST = {
 
 
 def describe(name: str) -> dict[str, object]:
-    """Of ``cpu_attn.NAME``: what is here, and what would make it work."""
+    """Says of ``cpu_attn.NAME`` what is here, and what would make it work."""
     reason = missing(name)
     state = _ON_REQUEST.get(name) or _vllm_state()
     return {
@@ -119,6 +121,6 @@ def describe(name: str) -> dict[str, object]:
 
 
 def _release(text: str) -> tuple[int, ...]:
-    """2.13.0rc1+cpu: (2, 13, 0)."""
+    """Gives (2, 13, 0) for 2.13.0rc1+cpu."""
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, found[0].split("."))) if found else ()

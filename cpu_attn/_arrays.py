@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Foreign arrays in, zero-copy: NumPy, anything with ``data_ptr`` (torch), DLPack or ``__array_interface__``.
+"""This module reads foreign arrays without a copy: NumPy's, those with ``data_ptr`` (torch), with DLPack or with
+``__array_interface__``.
 
 torch is never imported: its tensors are known by their methods, bfloat16 by the dtype's name. NumPy's own
 bridges (``np.from_dlpack``, ``tensor.numpy()``) refuse bfloat16, so the DLPack capsule is read directly.
@@ -20,21 +21,21 @@ import numpy as np
 from cpu_attn._dtypes import CODES, DTYPES, NAMES
 from cpu_attn._native import ffi, lib
 
-# DLDataTypeCode and bits, of dlpack.h 1.1
+# The keys are the DLDataTypeCode of dlpack.h 1.1 and the number of bits.
 _DLPACK = {(2, 32): "float32", (2, 16): "float16", (4, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64"}
 _DLPACK |= {(10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2", (1, 8): "uint8"}
 
-# Of ca_array in native/cpu_attn.h, by the number of axes.
+# These write the fields of ca_array in native/cpu_attn.h, one for each number of axes.
 FIELDS = [struct.Struct(f"=Q {n}q {32 - 8 * n}x {n}q {32 - 8 * n}x 4i") for n in range(5)]
 ABSENT = bytes(FIELDS[0].size)
 
 
 class _UnknownDtypeError(Exception):
-    """None of DTYPES."""
+    """Says that an array's dtype is none of DTYPES."""
 
 
 class _Memory:
-    """An Array as NumPy reads it; dtypes that the protocol cannot name pass as bytes."""
+    """Describes an Array by NumPy's protocol. That cannot name all dtypes, so elements pass as bytes."""
 
     def __init__(self, a: Array) -> None:
         self.owner = a.owner
@@ -48,7 +49,7 @@ class _Memory:
 
 
 class Array:
-    """Address, shape and strides (in elements) of somebody's memory, and what keeps it alive."""
+    """Holds the address, shape and strides (in elements) of somebody's memory, and the object that keeps it alive."""
 
     __slots__ = ("_described", "address", "dtype", "owner", "shape", "strides", "writable")
 
@@ -72,7 +73,7 @@ class Array:
         return prod(self.shape)
 
     def extent(self) -> tuple[int, int]:
-        """First byte and the byte after the last."""
+        """Gives the addresses of the first byte and of the one behind the last."""
         if not self.size:
             return self.address, self.address
         steps = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
@@ -80,7 +81,7 @@ class Array:
         return self.address + low * self.itemsize, self.address + (high + 1) * self.itemsize
 
     def described(self) -> bytes:
-        """A ``ca_array``. One of more axes than four is like none that is ever accepted."""
+        """Gives the memory as a ``ca_array``. More than four axes are cut off, since no call accepts so many."""
         if self._described is None:
             n = min(len(self.shape), 4)
             code, size = CODES[self.dtype]
@@ -89,14 +90,14 @@ class Array:
         return self._described
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """A NumPy view of the same memory."""
+        """Gives a NumPy view of the memory."""
         dtype = DTYPES[self.dtype]
         return np.asarray(_Memory(self)).view(dtype) if self.size else np.empty(self.shape, dtype)
 
 
 def view(name: str, x: Any, dtypes: Sequence[str] = tuple(DTYPES)) -> Array:
-    """The memory of ``x``, which is called ``name`` in errors. What a foreign object raises is a TypeError here.
-    dtypes: what is said to be expected where it has none of DTYPES."""
+    """Gives the memory of ``x``, which errors call ``name``. Whatever a foreign object raises becomes a TypeError, but
+    for ValueError and MemoryError. dtypes: what the error says is expected where the dtype is none of DTYPES."""
     try:
         return _placed(_read(x))
     except MemoryError:
@@ -110,12 +111,13 @@ def view(name: str, x: Any, dtypes: Sequence[str] = tuple(DTYPES)) -> Array:
 
 
 def dense_rows(x: Any) -> Any:
-    """A tensor of torch's as it is, or copied where its last axis is not dense."""
+    """Gives a torch tensor as it is, or a copy where its last axis is not dense."""
     return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
 
 
 def numpy_view(name: str, x: Any, dtypes: Sequence[str] = tuple(DTYPES)) -> np.ndarray[Any, Any]:
-    """``x`` as a NumPy array of the same memory; what is one already is checked by the calls that it goes to."""
+    """Gives ``x`` as a NumPy array of the same memory. A NumPy array is not checked here, since the call that it goes
+    to checks it."""
     if isinstance(x, np.ndarray):
         return x
     (a,) = bridged((x,), 1)
@@ -137,7 +139,7 @@ def _read(x: Any) -> Array:
 
 
 def _placed(a: Array) -> Array:
-    """Sizes and addresses that memory can have."""
+    """Checks that the sizes and addresses are such as memory can have."""
     if min(a.shape, default=0) < 0:
         raise ValueError(f"shape {a.shape} has a negative axis")
     if a.address % CODES[a.dtype][1]:
@@ -150,49 +152,54 @@ def _placed(a: Array) -> Array:
     return a
 
 
-# Of the arrays of any call, the first ones: no other is written.
+# A call writes none of its arrays but the first three.
 WRITTEN = 3
 
-# From the beginning of a tuple to the addresses of its items: 10 ns, where a list of what id() says takes 700.
+# This is the offset of a tuple's items. To read their addresses there takes 10 ns, where a list of what id() says takes
+# 700.
 _ITEMS = tuple.__basicsize__
 
 
 def new_beside(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """An array of x's dtype that a call returns: a tensor where x is one, else NumPy's, of dtype."""
+    """Makes an array for a call to return: a tensor of x's dtype where x is one, else a NumPy array of ``dtype``."""
     return x.new_empty(shape) if hasattr(x, "new_empty") else np.empty(shape, dtype)
 
 
 def addresses(arrays: tuple[Any, ...]) -> int:
-    """Where C finds the addresses of NumPy arrays and None, while ``arrays`` lives."""
+    """Gives the address at which C finds the addresses of NumPy arrays and of None. It is valid while ``arrays``
+    lives."""
     return id(arrays) + _ITEMS
 
 
 def objects(arrays: tuple[Any, ...]) -> tuple[int, Any, Any]:
-    """Where C finds the addresses of ``arrays``, what it takes instead of them, and what keeps both alive. The third
-    array is what a model has just computed: where that one is NumPy's they all are, or it takes longer."""
+    """Gives the address at which C finds the addresses of ``arrays``, the descriptions that it takes in place of some,
+    and what keeps both alive. Only the third array is asked for its type, since a model has just computed it: where
+    that one is NumPy's, the others are taken for NumPy's, too, and one that is not costs a second attempt
+    (_check.reread)."""
     found = arrays if type(arrays[2]) is np.ndarray else bridged(arrays, WRITTEN)
     return addresses(found), ffi.NULL, found
 
 
 def bridged(arrays: tuple[Any, ...], written: int = 0) -> tuple[Any, ...]:
-    """The same as NumPy arrays, through torch's own bridge; ``arrays`` itself where one of them has none. written: so
-    many, from the first one on, are looked at whether their memory is all there."""
+    """Gives the arrays as NumPy arrays through torch's own bridge, or ``arrays`` itself where the bridge fails for one
+    of them. written: how many of the first arrays are checked for storages that end too early."""
     try:
         for x in arrays[:written]:
             if not (x is None or type(x) is np.ndarray):
                 stored(x)
         return tuple([x if x is None or type(x) is np.ndarray else _bridged(x) for x in arrays])
-    except Exception:  # torch has as many kinds of error as reasons; what is wrong is said by those who look again
+    except Exception:  # torch raises many kinds of error; view() looks again and says what is wrong
         return arrays
 
 
-# By class and dtype of torch's tensors that have been met: the torch dtype of the same bits, where NumPy has to be told
-# what they are.
+# For each class and dtype of a tensor that was met: the torch dtype of the same width and the NumPy dtype to view the
+# bits as, or None twice where torch's bridge knows the dtype.
 _BITS: dict[tuple[type, Any], tuple[Any, Any]] = {}
 
 
 def _bridged(x: Any) -> np.ndarray[Any, Any]:
-    """A tensor through its own bridge to NumPy, in half the time (0.7 us; bfloat16 1.5 us) that :func:`view` takes."""
+    """Gives a tensor through its own bridge to NumPy, in half the time that :func:`view` takes: 0.7 us, in bfloat16 1.5
+    us."""
     kind = (type(x), x.dtype)
     if kind not in _BITS:
         torch = sys.modules["torch"]
@@ -202,15 +209,15 @@ def _bridged(x: Any) -> np.ndarray[Any, Any]:
         foreign = name == "bfloat16" or name.startswith("float8")
         _BITS[kind] = (getattr(torch, f"uint{8 * x.itemsize}"), DTYPES[name]) if foreign else (None, None)
     bits, dtype = _BITS[kind]
-    if x.requires_grad:  # numpy() takes it under no_grad, and its bits do not
+    if x.requires_grad:  # under no_grad, numpy() would take it, but a view of its bits would not
         raise ValueError("requires grad")
     array: np.ndarray[Any, Any] = x.numpy() if bits is None else x.view(bits).numpy().view(dtype)
     return array
 
 
 def stored(x: Any) -> None:
-    """ValueError where a tensor's storage was made smaller than the tensor (``resize_``). torch itself does not look:
-    it reads and writes past the end. 0.25 us."""
+    """Raises ValueError where a tensor's storage was made smaller than the tensor (``resize_``). torch itself does not
+    check, and reads and writes past the end. This takes 0.25 us."""
     there = x.untyped_storage().nbytes()
     first, size = x.storage_offset(), x.nbytes // x.itemsize
     if size and not x.is_contiguous():
@@ -220,24 +227,25 @@ def stored(x: Any) -> None:
 
 
 def described(arrays: Sequence[Array | None]) -> Any:
-    """``ca_array`` of each."""
+    """Gives an array of ``ca_array``, one for each of the arrays."""
     return ffi.from_buffer("ca_array[]", b"".join([ABSENT if a is None else a.described() for a in arrays]))
 
 
 def describe(a: Array) -> Any:
-    """``ca_array`` of one."""
+    """Gives one array as a ``ca_array``."""
     return ffi.from_buffer("ca_array[]", a.described())
 
 
 def address(x: np.ndarray[Any, Any]) -> int:
-    """Where the first element lies. ``x.__array_interface__`` ends the process where memory ends (NumPy 2.4.6), and
-    ``x.ctypes`` raises SystemError. The buffer protocol takes no strides here, and no dtype that is not NumPy's."""
+    """Gives the address of the first element. Where memory runs out, ``x.__array_interface__`` ends the process (NumPy
+    2.4.6) and ``x.ctypes`` raises SystemError, so the buffer protocol is used. It takes neither strides nor a dtype
+    that is not NumPy's, so it is asked for the bytes of one element."""
     first = x[(slice(1),) * x.ndim or ...]
     return int(ffi.cast("uintptr_t", ffi.from_buffer(first.reshape(-1).view(np.uint8))))
 
 
 def _of_numpy(x: Any) -> Array:
-    x = np.asarray(x)  # a subclass may say anything of itself
+    x = np.asarray(x)  # a subclass may describe itself wrongly
     dtype = NAMES.get(x.dtype)
     if dtype is None:
         raise _UnknownDtypeError(f"dtype {x.dtype}")
@@ -262,7 +270,7 @@ def _of_tensor(x: Any) -> Array:
         raise ValueError("is the negative of what lies in its memory; pass its resolve_neg()")
     if hasattr(x, "untyped_storage"):
         stored(x)
-    # torch's numbers are integers; what only looks like a tensor may say anything
+    # torch gives integers here, but an object that only looks like a tensor may give anything.
     shape, strides = tuple(map(index, x.shape)), tuple(map(index, x.stride()))
     if len(strides) != len(shape):
         raise TypeError(f"{len(strides)} strides, expected {len(shape)}, as many as axes")
@@ -270,7 +278,7 @@ def _of_tensor(x: Any) -> Array:
 
 
 class _DLTensor(ctypes.Structure):
-    """DLTensor of dlpack.h 1.0."""
+    """Lays out the struct DLTensor of dlpack.h 1.0."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -287,7 +295,7 @@ class _DLTensor(ctypes.Structure):
 
 
 class _DLVersioned(ctypes.Structure):
-    """DLManagedTensorVersioned of dlpack.h 1.0; flag 1: read-only."""
+    """Lays out the struct DLManagedTensorVersioned of dlpack.h 1.0, whose flag 1 means read-only."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -305,7 +313,7 @@ def _capsule_pointer(capsule: Any, name: bytes) -> int | None:
     pointer.restype = ctypes.c_void_p
     try:
         return pointer(capsule, name) if valid(capsule, name) else None
-    except ctypes.ArgumentError:  # which ctypes makes of the MemoryError of a conversion that takes any object
+    except ctypes.ArgumentError:  # ctypes makes it of a MemoryError, as py_object takes any object
         raise MemoryError from None
 
 
@@ -331,7 +339,8 @@ def _of_dlpack(x: Any) -> Array:
         raise _UnknownDtypeError(f"DLPack dtype {tensor.code}/{tensor.bits}")
     if tensor.ndim < 0 or (tensor.ndim and not tensor.shape):
         raise TypeError(f"DLPack tensor of {tensor.ndim} axes{'' if tensor.shape else ', without a shape'}")
-    # One by one: a slice of a pointer of ctypes has holes where memory ends, and what reads these ends the process.
+    # The sizes are read one by one: where memory runs out, a slice of a ctypes pointer has holes, and reading these
+    # ends the process.
     shape = tuple([tensor.shape[i] for i in range(tensor.ndim)])
     if tensor.strides:
         strides = tuple([tensor.strides[i] for i in range(tensor.ndim)])
@@ -342,7 +351,8 @@ def _of_dlpack(x: Any) -> Array:
 
 
 def _let_c_read_numpy() -> None:
-    """Elsewhere than in CPython, or should tuples or arrays ever lie differently, Python goes on reading arrays."""
+    """Tells C how NumPy arrays and tuples lie in memory. Python reads the arrays itself wherever that is not known to
+    hold: in other Pythons than CPython, and where the layout of tuples or arrays has changed."""
     if sys.implementation.name != "cpython":
         return
     items = (None, np.ndarray)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which isas and engines are there, and which one a name means here."""
+"""This module says which isas and engines are there, and which one a name means here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FUSED = lib.ca_fused_engine()
 
 @dataclass(frozen=True)
 class Isa:
-    """One isa of the table. ``reason``: why it cannot run here, empty when it can."""
+    """Describes one isa of the table. ``reason`` says why it cannot run here, and is empty where it can."""
 
     name: str
     unit: str
@@ -34,7 +34,7 @@ class Isa:
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine. ``reason``: why it is not there, empty when it is."""
+    """Describes one engine. ``reason`` says why it is not there, and is empty where it is."""
 
     name: str
     available: bool
@@ -42,9 +42,9 @@ class Engine:
 
 
 def reason_of(text: Any) -> str:
-    """What a ``missing`` of native/isa said, in words."""
+    """Gives in words what a ``missing`` of native/isa said."""
     reason: str = ffi.string(text).decode()
-    lacks = reason and " " not in reason  # a feature's name; else a sentence of its own
+    lacks = reason and " " not in reason  # one word is the name of a feature, more are a whole reason
     return f"this CPU or its operating system lacks {reason}" if lacks else reason
 
 
@@ -70,7 +70,8 @@ def isas() -> tuple[Isa, ...]:
 
 
 def _onednn() -> ModuleType:
-    """What finds oneDNN, and imports importlib.metadata, which would take 20 of the package's 100 ms at every start."""
+    """Imports the module that finds oneDNN as late as it can: it needs importlib.metadata, which would take 20 of the
+    package's 100 ms at every start."""
     from cpu_attn import _onednn_loader
 
     return _onednn_loader
@@ -97,7 +98,7 @@ def engines() -> tuple[Engine, ...]:
 
 
 def asked(argument: str, name: Any, variable: str) -> str:
-    """What ``auto`` means in this environment."""
+    """Gives the name that ``auto`` stands for in this environment, or else the name itself."""
     if not isinstance(name, str):
         raise TypeError(f"{argument}: expected a name, got {type(name).__name__}")
     return os.environ.get(variable) or "auto" if name == "auto" else name
@@ -108,7 +109,7 @@ def _who_asked(argument: str, name: str, variable: str) -> str:
 
 
 def resolve_isa(name: str, dtype: str, head_size: int) -> Isa:
-    """The isa that ``name`` means here; ``auto`` follows CPU_ATTN_ISA, then takes the best."""
+    """Gives the isa that ``name`` means here; ``auto`` follows CPU_ATTN_ISA, then takes the best."""
     name = asked("isa", name, "CPU_ATTN_ISA")
     return _resolve_isa(name, dtype, name == "vec16" and head_size % 16 != 0)
 
@@ -120,7 +121,7 @@ _testing = threading.RLock()
 
 def _renew_lock() -> None:
     global _testing
-    _testing = threading.RLock()  # a thread that is not in this child may have held the other one
+    _testing = threading.RLock()  # the old lock may be held by a thread that this child does not have
 
 
 if hasattr(os, "register_at_fork"):
@@ -128,15 +129,15 @@ if hasattr(os, "register_at_fork"):
 
 
 def set_self_test(fault: Callable[[str, str], str]) -> None:
-    """What :func:`self_test` goes by. cpu_attn/_self_test.py says it, whose calls ask here for their isa: it cannot be
-    imported here."""
+    """Sets the function that :func:`self_test` calls. cpu_attn/_self_test.py provides it and cannot be imported here,
+    since its calls ask this module for their isa."""
     global _fault
     _fault = fault
 
 
 def self_test(isa: Isa, dtype: str) -> str:
-    """What is wrong with a matrix isa's results in this process, "" if nothing is. Tested once for each dtype; what is
-    found then is also a RuntimeWarning."""
+    """Says what is wrong with a matrix isa's results in this process, "" if nothing is. Each dtype is tested once, and
+    a fault is also a RuntimeWarning then."""
     key = (isa.name, dtype)
     with _testing:
         known = key in _found
@@ -149,13 +150,13 @@ def self_test(isa: Isa, dtype: str) -> str:
 
 
 def able(dtype: str) -> list[Isa]:
-    """The isas that run here and have kernels for a dtype, best first."""
+    """Lists the isas that run here and have kernels for a dtype, best first."""
     kernel = ffi.new("ca_kernel_info *")
     return [i for i in isas() if i.supported and lib.ca_isa_kernel(i.index, DTYPE_CODES[dtype], kernel)]
 
 
 def automatic(dtype: str) -> Iterator[Isa]:
-    """Of these what ``auto`` may take: one with a matrix unit only where it passes its self-test."""
+    """Gives those of :func:`able` that ``auto`` may take: an isa with a matrix unit has to pass its self-test."""
     return (i for i in able(dtype) if i.unit != "matrix" or not self_test(i, dtype))
 
 
@@ -181,7 +182,7 @@ def _resolve_isa(name: str, dtype: str, odd_vec16: bool) -> Isa:
 
 
 def serves(isa: str, dtype: str) -> bool:
-    """Whether there are kernels for the dtype, here."""
+    """Says whether ``isa`` has kernels for the dtype here."""
     try:
         resolve_isa(isa, dtype, 16)
     except UnavailableError:
@@ -190,7 +191,7 @@ def serves(isa: str, dtype: str) -> bool:
 
 
 def resolve_engine(name: str) -> tuple[str, Any]:
-    """Name and ``ca_engine *`` of an engine; ``auto`` follows CPU_ATTN_ENGINE, then means native."""
+    """Gives the name and the ``ca_engine *`` of an engine; ``auto`` follows CPU_ATTN_ENGINE, then means native."""
     name = asked("engine", name, "CPU_ATTN_ENGINE")
     if name in ("auto", "native"):
         return "native", _FUSED

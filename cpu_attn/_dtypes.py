@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dtypes: the names that this library has for them, NumPy's and ml_dtypes' objects, and the numbers that C knows."""
+"""This module lists the dtypes: this library's names, the objects of NumPy and ml_dtypes, and the numbers that C
+knows."""
 
 from __future__ import annotations
 
@@ -13,24 +14,24 @@ from cpu_attn._native import lib
 
 
 class KVFormat(NamedTuple):
-    """What a narrow cache holds: a row of ca_formats (native/cache/formats.h), as Python asks for it."""
+    """Describes what a quantised cache holds: a row of ca_formats (native/cache/formats.h), as Python needs it."""
 
     code: int  # enum ca_dtype
-    memory: tuple[str, ...]  # dtypes that its memory may have, ours first
+    memory: tuple[str, ...]  # the dtypes that its memory may have; new caches get the first
     aliases: tuple[str, ...] = ()
-    bits: int = 8  # of an element: 5 and 6 of a byte's, which is sign and magnitude; nibbles are plus `zero`
-    largest: int = 0  # whole number, over scales of its own; 0: it is fp8, over k_scale and v_scale
-    shared: int = 0  # elements of a token that share a scale of its own; 0: all of them
-    zero: int = 0  # what stands for 0
-    step: float = 0  # the scale that is best for a rotated row, over its root mean square
+    bits: int = 8  # bits of an element: 5 and 6 are sign and magnitude, 4 have `zero` added
+    largest: int = 0  # the largest integer, if it has scales of its own; 0: fp8, with k_scale and v_scale
+    shared: int = 0  # how many elements of a token share a scale; 0: all of them
+    zero: int = 0  # the stored number that means 0
+    step: float = 0  # the best scale of a rotated row, divided by the row's root mean square
 
     @property
     def scaled(self) -> bool:
-        """Has it scales of its own? Then only a packed cache has a place for them."""
+        """Says whether it has scales of its own, for which only a packed cache has a place."""
         return self.largest > 0
 
     def places(self, elements: int) -> int:
-        """Of the memory's dtype."""
+        """Gives how many items of the memory's dtype so many elements take."""
         return elements * self.bits // 8
 
 
@@ -44,7 +45,7 @@ FORMATS = {
     "int4_per_token_head": KVFormat(lib.CA_I4_TOKEN, ("uint8",), bits=4, largest=7, zero=8, step=0.3386),
 }
 
-# Of queries, keys and values: what kernels compute in.
+# Queries, keys and values have one of these dtypes, in which kernels compute.
 DTYPE_CODES = {"float32": lib.CA_F32, "float16": lib.CA_F16, "bfloat16": lib.CA_BF16}
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -62,7 +63,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# enum ca_dtype and itemsize; the last ones hold what a narrow cache does, or indices.
+# Each dtype has its number in enum ca_dtype and its itemsize. The last five hold quantised caches or indices.
 CODES = {
     name: (code, DTYPES[name].itemsize)
     for name, code in {
@@ -74,25 +75,26 @@ CODES = {
         "int64": lib.CA_I64,
     }.items()
 }
-# What a narrow cache holds, whatever its memory is called.
+# These are the formats of quantised caches, whatever dtype their memory has.
 CODES |= {name: (kv.code, 1) for name, kv in FORMATS.items()}
 
 
 def is_scaled(kv: str) -> bool:
-    """Has what a cache holds scales of its own?"""
+    """Says whether a cache of ``kv`` has scales of its own."""
     return kv in FORMATS and FORMATS[kv].scaled
 
 
 def is_fp8(kv: str) -> bool:
-    """Is it divided by k_scale or v_scale?"""
+    """Says whether a cache of ``kv`` is divided by k_scale or v_scale."""
     return kv in FORMATS and not FORMATS[kv].scaled
 
 
 def dtype_name(dtype: Any, argument: str = "dtype") -> str:
-    """float32, float16 or bfloat16, of a NumPy dtype, a torch dtype or a string; TypeError for others."""
+    """Gives float32, float16 or bfloat16 for a NumPy dtype, a torch dtype or a string. It raises TypeError for
+    others."""
     name = NAMES.get(dtype, "") if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        with contextlib.suppress(Exception):  # np.dtype parses: SyntaxError, ValueError, ...
+        with contextlib.suppress(Exception):  # np.dtype parses, and raises SyntaxError, ValueError, ...
             name = NAMES.get(np.dtype(dtype), name)
     if name not in DTYPE_CODES:
         raise TypeError(f"{argument}: {dtype!r} is none of {', '.join(DTYPE_CODES)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions of our own."""
+"""This module defines the library's own exceptions."""
 
 
 class UnavailableError(RuntimeError):
@@ -44,7 +44,7 @@ class NoFreeBlocksError(RuntimeError):
     """
 
     def __init__(self, name: str, needed: int, free: int) -> None:
-        super().__init__(name, needed, free)  # which copies and pickles make it from
+        super().__init__(name, needed, free)  # copies and pickles are made from these
         self.missing = needed - free
 
     def __str__(self) -> str:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NUMA nodes: which CPUs each has, which of them this process may use, and on which a cache's memory lies."""
+"""This module says which CPUs each NUMA node has, which nodes this process may use, and on which of them a cache's
+memory lies."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from cpu_attn._native import ffi, lib
 
 
 def _cpus(file: Path) -> list[int]:
-    """Those below CA_CPUS of a list as Linux writes it, "0-3,8"; none where the file holds something else."""
+    """Reads a list of CPUs as Linux writes it, "0-3,8", and gives those below CA_CPUS; none where the file holds
+    something else."""
     try:
         ranges = [part.partition("-") for part in file.read_text().strip().split(",") if part]
         bounds = [(max(int(first), 0), min(int(last or first) + 1, lib.CA_CPUS)) for first, _, last in ranges]
@@ -29,21 +31,22 @@ def _cpus(file: Path) -> list[int]:
 
 
 def read(root: Path = Path("/")) -> dict[int, list[int]]:
-    """The CPUs of each node; nothing where the system knows no nodes. root: for tests."""
+    """Gives the CPUs of each node; nothing where the system knows no nodes. root: another top of the file system, for
+    tests."""
     folders = [root / f"sys/devices/system/node/node{node}" for node in range(lib.CA_NODES)]
     return {node: _cpus(folder / "cpulist") for node, folder in enumerate(folders) if os.path.isdir(folder)}
 
 
 @functools.cache
 def cpus_of_nodes() -> dict[int, list[int]]:
-    """:func:`read`, of which C knows from here on, too."""
+    """Does what :func:`read` does once in a process, and tells C."""
     found = read()
     tell(found)
     return found
 
 
 def tell(cpus: dict[int, list[int]]) -> None:
-    """What C goes by when it looks for the node of a thread."""
+    """Sets what C goes by when it looks for the node of a thread."""
     nodes = np.zeros(lib.CA_CPUS, np.int32)
     for node, own in cpus.items():
         nodes[own] = node
@@ -51,7 +54,8 @@ def tell(cpus: dict[int, list[int]]) -> None:
 
 
 def cpus() -> set[int]:
-    """Where calls may run: OpenMP's places, where it binds its threads, the one that asks among them."""
+    """Gives the CPUs on which calls may run: OpenMP's places where it binds its threads, else those of the calling
+    thread."""
     places = ffi.new("uint8_t[]", lib.CA_CPUS)
     if lib.ca_place_cpus(places):
         return {cpu for cpu, there in enumerate(places) if there}
@@ -62,7 +66,7 @@ def cpus() -> set[int]:
 
 
 def thread_nodes(n: int) -> list[int]:
-    """Where each of n threads of a call runs at present."""
+    """Gives the node on which each of n threads of a call runs at present."""
     found = ffi.new("int32_t[]", [-1] * n)
     lib.ca_thread_cpus(found, n)
     node_of = {cpu: node for node, own in cpus_of_nodes().items() for cpu in own}
@@ -71,20 +75,20 @@ def thread_nodes(n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the blocks of a cache lie."""
+    """Says on which node each block of a cache lies."""
 
     numa: str
     nodes: tuple[int, ...]
 
     def block_nodes(self, num_blocks: int) -> np.ndarray[Any, Any] | None:
-        """int32 [N], the node of each block; None where all are on one node, or a block may be on several."""
+        """Gives int32 [N], the node of each block; None where all are on one node, or a block may be on several."""
         if self.numa != "blocks" or len(self.nodes) == 1:
             return None
         return np.array(self.nodes, np.int32)[np.arange(num_blocks) * len(self.nodes) // num_blocks]
 
     def apply(self, address: int, size: int, num_blocks: int) -> None:
-        """To memory that nobody has touched, of blocks of one size, from the beginning of a page on. A page in which
-        blocks of two nodes meet goes to the second."""
+        """Places memory that nobody has touched and that starts with a page: num_blocks blocks of one size. A page in
+        which blocks of two nodes meet goes to the second."""
         if self.numa == "interleave":
             return self._place(address, address + size, self.nodes)
         n = len(self.nodes)
@@ -107,7 +111,7 @@ def _refused(call: str, error: int) -> UnavailableError:
 
 
 def memory_nodes() -> list[int]:
-    """Those of whose memory this process may have some: by its cpuset, and by its policy (numactl --membind)."""
+    """Lists the nodes that this process may have memory of, by its cpuset and by its policy (numactl --membind)."""
     allowed = ffi.new("uint64_t *")
     if error := lib.ca_memory_nodes(allowed):
         raise _refused("get_mempolicy", error)
@@ -115,7 +119,7 @@ def memory_nodes() -> list[int]:
 
 
 def placement(numa: Any) -> Placement | None:
-    """What PagedKVCache's argument means for this process."""
+    """Gives what PagedKVCache's argument means for this process."""
     if _check.numa(numa) is None:
         return None
     nodes = memory_nodes()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds oneDNN, judges it, and only then imports the engine's module, which is linked to it.
+"""This module finds oneDNN, judges it, and only then imports the engine's module, which is linked to it.
 
-Looked for in this order: CPU_ATTN_ONEDNN (a library file, or a prefix with lib/), the package onednn-cpu-gomp,
+It looks in this order: CPU_ATTN_ONEDNN (a library file, or a prefix with lib/), the package onednn-cpu-gomp,
 ONEDNN_ROOT (a prefix), the system's libraries. The first that is set or installed decides; there is no second try.
 """
 
@@ -24,9 +24,10 @@ from cpu_attn._native import ffi as core
 
 PACKAGE = "onednn-cpu-gomp"
 NAMES = ("libdnnl.so.3", "libdnnl.3.dylib")
-# dnnl_config.h: DNNL_RUNTIME_*. TBB (4), SYCL (512) and others bring threads that OpenMP regions cannot hold.
+# These are the DNNL_RUNTIME_* of dnnl_config.h that work. TBB (4), SYCL (512) and others bring threads that OpenMP
+# regions cannot hold.
 RUNTIMES = {1: "sequential", 2: "OpenMP", 8: "threadpool"}
-# dnnl_types.h: dnnl_cpu_isa_t.
+# This is the enum dnnl_cpu_isa_t of dnnl_types.h.
 ISAS = {
     0x0: "default",
     0x1: "sse41",
@@ -44,7 +45,7 @@ ISAS = {
 
 
 class _Version(ctypes.Structure):
-    """dnnl_version_t."""
+    """Lays out the struct dnnl_version_t."""
 
     _fields_ = (
         ("major", ctypes.c_int),
@@ -58,7 +59,8 @@ class _Version(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Description:
-    """What ``cpu-attn info`` says of oneDNN. The two last: implementations of a 256 x 512 x 128 matmul."""
+    """Holds what ``cpu-attn info`` says of oneDNN. The last two fields name the implementations of a 256 x 512 x 128
+    matmul."""
 
     version: str
     library: str
@@ -68,9 +70,10 @@ class Description:
     float32: str
 
 
-# Of threads that need oneDNN first one opens it, which takes 40 ms, and the others wait: oneDNN refuses streams of one
-# of its engines for primitives of another. fork() waits, too, so that no child has half of it. A signal handler that
-# interrupts one of them does not wait for itself: what it opens then is what that one finds open.
+# One thread opens oneDNN, which takes 40 ms, and others that need it wait: oneDNN refuses to mix streams and primitives
+# of two of its engines. fork() waits, too, so that no child has half of it. A signal handler that interrupts the thread
+# that opens it must not wait for that thread, so the lock is reentrant; the thread then finds open what the handler
+# opened.
 _loading = threading.RLock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_loading.acquire, after_in_parent=_loading.release, after_in_child=_loading.release)
@@ -85,7 +88,8 @@ def _outcome() -> ModuleType | str:
 
 
 def load() -> ModuleType:
-    """The module ``cpu_attn._onednn``, opened. UnavailableError, always with the same reason, where it is not there."""
+    """Gives the module ``cpu_attn._onednn``, opened. It raises UnavailableError, always with the same reason, where
+    oneDNN is not there."""
     with _loading:
         found = _outcome()
     if isinstance(found, str):
@@ -94,25 +98,25 @@ def load() -> ModuleType:
 
 
 def engine() -> Any:
-    """The engine as the core's ``ca_engine *``. The modules share no type: only the address passes."""
+    """Gives the engine as the core's ``ca_engine *``. The modules share no type: only the address passes."""
     module = load()
     return core.cast("ca_engine *", int(module.ffi.cast("uintptr_t", module.lib.ca_onednn_engine())))
 
 
 def status_text(status: int) -> str:
-    """What a status of the engine means (the value of CA_ENGINE_FAILED)."""
+    """Gives in words a status of the engine, which is the value of CA_ENGINE_FAILED."""
     module = load()
     return str(module.ffi.string(module.lib.ca_onednn_text(status)).decode())
 
 
 def failure(who: str, status: int) -> Exception:
-    """A status that is not CA_ONEDNN_OK as an exception."""
+    """Gives an exception for a status that is not CA_ONEDNN_OK."""
     kind = MemoryError if status == load().lib.CA_ONEDNN_NO_MEMORY else RuntimeError
     return kind(f"{who}: {status_text(status)}")
 
 
 def describe() -> Description:
-    """UnavailableError where oneDNN is not there."""
+    """Describes the library that was found. It raises UnavailableError where oneDNN is not there."""
     module = load()
     path, library = _library()
     version = _version(library)
@@ -194,7 +198,7 @@ def _find() -> str:
 
 
 def _under(path: Path, variable: str) -> str:
-    """A library file, or one under a prefix."""
+    """Gives a library file, or the one under a prefix."""
     if path.is_file():
         return str(path.resolve())
     folders = [path / "lib", path / "lib64", *sorted((path / "lib").glob("*-linux-gnu")), path]
@@ -228,7 +232,8 @@ def _address(function: Any) -> int:
 
 
 def _thread_functions(path: str, library: ctypes.CDLL) -> tuple[int, int]:
-    """omp_get_max_threads, omp_set_num_threads of the OpenMP that this libdnnl is linked to, whichever it is."""
+    """Gives the addresses of omp_get_max_threads and omp_set_num_threads in the OpenMP that this libdnnl is linked to,
+    or 0 where it has none."""
     if _version(library).cpu_runtime != 2:
         return 0, 0
     try:

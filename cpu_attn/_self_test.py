@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few small calls of an isa against the float64 oracle: ``auto`` takes a matrix isa only where these hold."""
+"""This module compares a few small calls of an isa with the float64 oracle: ``auto`` takes a matrix isa only where they
+agree."""
 
 from __future__ import annotations
 
@@ -12,25 +13,25 @@ from cpu_attn._dtypes import DTYPES, FORMATS
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
 from cpu_attn.plan import get_kv_cache_shape, get_scheduler_metadata
 
-# A prompt, a decode over more than one score block, a chunk.
+# The requests are a prompt, a decode over more than one score block, and a chunk of a prompt.
 QUERY_LENS, SEQ_LENS = (40, 1, 20), (40, 600, 75)
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 64, 16
-# What a cache holds, the largest number in it, and how often it comes: integers then have scales of 1 and lose
-# nothing.
+# Each row is a format of a cache, the largest number in it, and after how many elements that number comes again. So
+# each scale of integers is 1, and quantising loses nothing.
 CACHES = (("auto", 127, SIZE), *((kv, row.largest, row.shared or SIZE) for kv, row in FORMATS.items() if row.scaled))
 
 
 def fault(isa: str, dtype: str) -> str:
-    """What is wrong with the results of this isa for this dtype, "" if nothing is."""
+    """Says what is wrong with the results of this isa for this dtype, "" if nothing is."""
     for softcap, (kv_cache_dtype, largest, every) in zip(cycle((0.0, 5.0)), CACHES):
         error = _errors(isa, dtype, kv_cache_dtype, largest, every, softcap)
-        if not error <= 1:  # NaN, too
+        if not error <= 1:  # also where it is NaN
             return f"over a cache of {kv_cache_dtype} its error is {error:.3g} of the budget"
     return ""
 
 
 def _errors(isa: str, dtype: str, kv_cache_dtype: str, largest: int, every: int, softcap: float) -> float:
-    """The worst error of output and lse in units of the budget."""
+    """Gives the worst error of output and lse in units of the budget."""
     rng = np.random.default_rng(0)
     start = np.concatenate([[0], np.cumsum(QUERY_LENS)]).astype(np.int32)
     seq_lens = np.array(SEQ_LENS, np.int32)
@@ -84,7 +85,7 @@ def _errors(isa: str, dtype: str, kv_cache_dtype: str, largest: int, every: int,
 
 
 def _numbers(rng: np.random.Generator, n: int, largest: int, every: int) -> reference.Float64:
-    """[n, KV_HEADS, SIZE] whole numbers."""
+    """Gives [n, KV_HEADS, SIZE] random whole numbers."""
     x = rng.integers(-largest, largest, (n, KV_HEADS, SIZE), endpoint=True).astype(np.float64)
     x[..., ::every] = largest
     return x

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang calls in every process where cpu-attn is installed (entry point ``sglang.srt.plugins``).
+"""SGLang calls this module in every process where cpu-attn is installed (entry point ``sglang.srt.plugins``).
 
-Apart from :mod:`cpu_attn.sglang`, which raises where it cannot work: a plugin is loaded for users who never asked for
-it, on any platform. It adds a name to choose from and changes nothing for whoever does not choose it.
+It is apart from :mod:`cpu_attn.sglang`, which raises where it cannot work: a plugin is loaded for users who never asked
+for it, on any platform. It adds a name to choose from and changes nothing for whoever does not choose it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ NAME, BACKEND = "cpu_attn", "cpu_attn.sglang:Backend"
 
 
 def register() -> None:
-    """``--attention-backend cpu_attn`` is :class:`cpu_attn.sglang.Backend`. With a version that it does not work with
-    it logs one warning, and the name is not there."""
+    """Makes ``--attention-backend cpu_attn`` mean :class:`cpu_attn.sglang.Backend`. With a version that it does not
+    work with it logs one warning, and the name is not there."""
     if reason := _adapters.missing("sglang"):
         logging.getLogger(__name__).warning("cpu-attn %s stays away from SGLang: %s", __version__, reason)
         return

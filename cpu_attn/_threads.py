@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many threads a call may use."""
+"""This module says how many threads a call may use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cpu_attn import _check
 from cpu_attn._native import lib
 from cpu_attn._quota import cpu_quota
 
-# Whoever sets OpenMP's number knows better.
+# The quota does not count where a user has set OpenMP's number.
 if "OMP_NUM_THREADS" not in os.environ and (quota := cpu_quota()):
     lib.ca_set_cpu_quota(quota)
 
@@ -71,7 +71,8 @@ def _tell(n: int) -> None:
 
 @contextmanager
 def threads(n: int, forced: bool = False) -> Iterator[None]:
-    """set_num_threads, or force_num_threads, and then again what was said before."""
+    """Sets the number as set_num_threads or force_num_threads does, and on leaving sets the one that was told
+    before."""
     before = _told
     (force_num_threads if forced else set_num_threads)(n)
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM calls in every process where cpu-attn is installed (entry point ``vllm.general_plugins``).
+"""vLLM calls this module in every process where cpu-attn is installed (entry point ``vllm.general_plugins``).
 
-Apart from :mod:`cpu_attn.vllm`, which raises where it cannot work: a plugin is loaded for users who never asked for it,
-on any platform, and may at most say why it stays away.
+It is apart from :mod:`cpu_attn.vllm`, which raises where it cannot work: a plugin is loaded for users who never asked
+for it, on any platform, and may at most say why it stays away.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from cpu_attn import __version__, _adapters
 
 BACKEND = "cpu_attn.vllm.Backend"
 MLA_BACKEND = "cpu_attn.vllm.MLABackend"
-# Each a part of a VllmConfig, and what of it vLLM's CPU platform sets for the limits of its own MLA backend: whole
-# prompts without those found in the cache, in blocks of 16.
+# vLLM's CPU platform sets these fields of a VllmConfig to what its own MLA backend can do: whole prompts, none of them
+# found in the cache, and blocks of 16. Here they keep what the user asked for.
 KEPT = {
     "cache_config": ("enable_prefix_caching", "block_size"),
     "scheduler_config": ("enable_chunked_prefill", "max_num_batched_tokens"),
@@ -23,8 +23,8 @@ KEPT = {
 
 
 class MLAPlatform:
-    """Put before the class of vLLM's platform: its answers about MLA, of which the registry of backends is but one.
-    Not about sparse attention (``index_topk``), which stays with vLLM."""
+    """Changes the answers of vLLM's platform about MLA, of which the registry of backends is but one: it is put before
+    the platform's class. Sparse attention (``index_topk``) stays with vLLM."""
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None) -> Any:
@@ -51,7 +51,8 @@ class MLAPlatform:
 
 
 def _fault() -> str:
-    """Why vLLM could not import the backend, which it does where a fault ends the engine; empty where it can."""
+    """Says why vLLM could not import the backend, which vLLM does at a point where an error ends the engine; empty
+    where it can."""
     try:
         pkgutil.resolve_name(BACKEND)
     except Exception as e:
@@ -63,7 +64,7 @@ def register() -> None:
     """Puts :class:`cpu_attn.vllm.Backend` in the place of vLLM's ``CPU_ATTN`` and :class:`cpu_attn.vllm.MLABackend` in
     that of its backends for MLA, for the process.
 
-    Does nothing where ``CPU_ATTN_VLLM=0`` or the platform is not a CPU. With a version that it does not work with it
+    It does nothing where ``CPU_ATTN_VLLM=0`` or the platform is not a CPU. With a version that it does not work with it
     logs one warning, and vLLM's own backend stays.
     """
     if not _adapters.vllm_enabled():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which block of a paged cache holds which tokens of which request."""
+"""This module knows which block of a paged cache holds which tokens of which request."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class _Request:
-    """root: what its first block comes after, None where it was there before a reset of the prefix cache; hashes: of
-    its full blocks, each over the one before, none without a root."""
+    """Holds what is hashed of a request. root: the hash that its first block comes after, None where the request was
+    there before the prefix cache was reset. hashes: one for each of its full blocks, each over the one before; none
+    without a root."""
 
     root: bytes | None
     hashes: list[bytes] = field(default_factory=list)
 
 
 class BlockManager:
-    """Blocks of caches for requests that come, grow, share and go, and the arrays of their steps.
+    """Gives requests that come, grow, share and go their blocks of caches, and makes the arrays of their steps.
 
     A request is whatever its user calls it by, anything hashable. Which requests run, wait or give way is the user's
     choice: a call that needs more blocks than are free raises :class:`NoFreeBlocksError`. A call that raises has
@@ -100,26 +101,27 @@ class BlockManager:
         if self.sliding_window == 0:
             raise ValueError("sliding_window: 0 would see nothing; -1 turns it off")
 
-        # Each request has a row of the arrays. What a row holds that no request has means nothing.
+        # Each request has a row of the arrays. A row that no request has holds nothing of meaning.
         self._row_of: dict[Hashable, int] = {}
         self._free_rows: list[int] = []
-        self._table = np.zeros((0, 1), np.int32)  # [rows, columns]: its blocks, then -1
+        self._table = np.zeros((0, 1), np.int32)  # [rows, columns]: the blocks of a request, then -1
         self._seq_lens = np.zeros(0, np.int64)  # [rows]
-        self._num_dropped = np.zeros(0, np.int64)  # [rows]: how many of its first blocks lay behind the window
+        self._num_dropped = np.zeros(0, np.int64)  # [rows]: how many of its first blocks are behind the window
         self._swapped = np.zeros(0, bool)  # [rows]
         self._home = np.zeros(0, np.int64)  # [rows]: the node that its blocks should be of
         self._requests: dict[int, _Request] = {}
-        self._prompts: dict[int, Array] = {}  # tokens of which some were found, until a step has had the last
+        self._prompts: dict[int, Array] = {}  # prompts of which some tokens were found, until a step has the last
         self._saved: dict[int, list[Array]] = {}  # what swap_out has copied, token ids first
 
         nodes = np.zeros(self.num_blocks) if layers[0].block_nodes is None else layers[0].block_nodes
         self._journal = Journal()
         self._pool = BlockPool(nodes, self._journal)
         ids = (self.num_blocks, self.block_size) if self.enable_prefix_caching else (self.num_blocks, 0)
-        self._token_ids = np.zeros(ids, np.int64)  # which are in the blocks
+        self._token_ids = np.zeros(ids, np.int64)  # the ids of the tokens in each block
 
     def __copy__(self) -> BlockManager:
-        """A manager that goes on from here by itself, over the same caches and with the same names of requests."""
+        """Gives a manager that goes on from here by itself, over the same caches and with the same names of
+        requests."""
         return copy.deepcopy(self, {id(x): x for x in (*self.caches, *self._row_of)})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,7 +132,7 @@ class BlockManager:
     @property
     @all_or_nothing
     def num_free_blocks(self) -> int:
-        """Blocks that no request has; the prefix cache may still know some of them."""
+        """Says how many blocks no request has; the prefix cache may still know some of them."""
         return self._pool.num_free
 
     @all_or_nothing
@@ -305,7 +307,7 @@ class BlockManager:
         seq_len = _check.integer("seq_len", seq_len, least, old)
         full = seq_len // self.block_size
         known = [b for b in self._table[row, full : old // self.block_size].tolist() if b in self._pool.hash_of]
-        # Nobody else has these, so their tokens may never have been computed.
+        # Nobody else has these blocks, so their tokens may never have been computed.
         self._pool.forget([block for block in known if self._pool.ref_cnt.item(block) == 2])
         columns = slice(self._num_blocks(seq_len), self._num_blocks(old))
         self._pool.release(self._table[row, columns])
@@ -381,8 +383,8 @@ class BlockManager:
     def reset_prefix_cache(self) -> None:
         """Forgets all that was cached, as a change of the weights asks for.
 
-        Requests that are there go on, swapped out or not, with the keys and values that they have. Nobody finds these
-        any more, nor what is computed after them, which depends on both weights.
+        Requests that are there go on, swapped out or not, with the keys and values that they have. :meth:`allocate`
+        finds neither these any more nor what is computed after them, which depends on both weights.
         """
         self._pool.forget(list(self._pool.hash_of))
         self._journal.update(self._requests, self._requests.keys(), [_Request(None) for _ in self._requests])
@@ -436,17 +438,18 @@ class BlockManager:
         return np.array(self._table[row, : self._num_blocks(self._seq_lens.item(row))])
 
     def _held(self, row: int) -> Array:
-        """int64, as whatever indexes arrays here: where memory ends, NumPy 2.4 dies of indices and of indexed values
-        that it has to convert."""
+        """Gives the blocks that a row has, as int64. All indices and indexed values here are int64: where memory runs
+        out, NumPy 2.4 crashes on those that it has to convert."""
         first, end = self._num_dropped.item(row), self._num_blocks(self._seq_lens.item(row))
         return self._table[row, first:end].astype(np.int64)
 
     def _memory(self) -> list[Array]:
-        """What the caches hold of blocks."""
+        """Lists the arrays of all caches."""
         return [x for cache in self.caches for x in (cache.key_cache, cache.value_cache)]
 
     def _write(self, blocks: Array, contents: Iterable[Array]) -> None:
-        """The last change of a call, for what was there before is not kept."""
+        """Writes blocks into the caches. It has to be the last change of a call, since what was there before is not
+        kept."""
         self._journal.settle()
         for memory, content in zip(self._memory(), contents, strict=True):
             memory[blocks] = content
@@ -479,8 +482,8 @@ class BlockManager:
         return row
 
     def _publish(self, rows: Array, first: Array, end: Array) -> None:
-        """Blocks first to end of each row, which have become full, go into the prefix cache, those excepted that it has
-        under another number."""
+        """Puts blocks ``first`` to ``end`` of each row, which have become full, into the prefix cache. Where it has
+        another block of the same hash, the new one stays out."""
         published, hashes = [], []
         for row, begin, stop in np.stack([rows, first, end])[:, end > first].T.tolist():
             blocks, request = self._table[row, begin:stop].astype(np.int64), self._requests[row]
@@ -496,8 +499,8 @@ class BlockManager:
             self._pool.publish(published, hashes)
 
     def _shared_writers(self, begun: Array, last: Array) -> tuple[Array, Array]:
-        """Of requests that go on inside their last block, those whose block somebody else has, too, and which it is. Of
-        all who have a block, the last to write may do so in place."""
+        """Finds the requests that go on inside a last block that others have, too, and gives them and these blocks. The
+        last of all owners of a block to write may do so in place, and is left out."""
         writers: Counter[int] = Counter()
         copied = []
         for i in np.flatnonzero(self._pool.ref_cnt[last] > 1).tolist():
@@ -508,7 +511,7 @@ class BlockManager:
         return begun[copied], last[copied]
 
     def _drop_behind_window(self, rows: Array, old: Array) -> None:
-        """Gives back what no token from ``old`` on sees."""
+        """Gives back the blocks that no token from ``old`` on sees."""
         if self.sliding_window < 0:
             return
         end = np.maximum(old - self.sliding_window + 1, 0) // self.block_size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks are free, which are in use how often, and which of them the prefix cache has."""
+"""This module knows which blocks are free, how often each other block is in use, and which the prefix cache has."""
 
 from __future__ import annotations
 
@@ -18,29 +18,31 @@ Array = np.ndarray[Any, Any]
 
 
 def _hash(kind: bytes, before: bytes, data: bytes) -> bytes:
-    """Of a root or a block. All that is hashed can be read back from these bytes in one way: the first of them says
-    which of the two it is, and with that the length of ``before``; that of ``data`` stands ahead of it. So no key has
-    the hash of a block, and blocks behind different keys have different hashes, unless SHA-256 itself collides."""
+    """Hashes a root or a block. The bytes that are hashed can be read back in one way only: the first of them say which
+    of the two it is and with that how long ``before`` is, and the length of ``data`` stands ahead of ``data``. So no
+    key has the hash of a block, and blocks behind different keys have different hashes, unless SHA-256 itself
+    collides."""
     data = kind + before + len(data).to_bytes(8, "little") + data
     try:
         return sha256(data).digest()
-    except ValueError as error:  # OpenSSL's, where it has no memory for its state
+    except ValueError as error:  # OpenSSL raises it where it has no memory for its state
         raise MemoryError(f"SHA-256: {error}") from None
 
 
 def root(extra_key: str | bytes) -> bytes:
-    """What the first blocks of requests with this key come after."""
+    """Gives the hash that the first blocks of requests with this key come after."""
     key = extra_key.encode(errors="surrogatepass") if isinstance(extra_key, str) else extra_key
     return _hash(b"root", b"", key)
 
 
 def child(before: bytes, ids: Array) -> bytes:
-    """The hash of a block of these ids behind a root or another block, int64 [block_size]."""
+    """Gives the hash of a block of these ids, int64 [block_size], behind a root or another block."""
     return _hash(b"block", before, ids.tobytes())
 
 
 class BlockPool:
-    """Each block is free, or in use ``ref_cnt`` times: once by every request that has it, and once by the prefix cache.
+    """Keeps for each block whether it is free or in use ``ref_cnt`` times: once by every request that has it, and once
+    by the prefix cache.
 
     Args:
         nodes: [num_blocks], the NUMA node of each.
@@ -49,13 +51,13 @@ class BlockPool:
 
     def __init__(self, nodes: Array, journal: Journal) -> None:
         self._journal = journal
-        # Nodes are counted from 0 on here, also where the machine's have other numbers.
+        # Nodes are numbered from 0 on here, whatever their numbers in the machine are.
         self.node_of = np.unique(nodes, return_inverse=True)[1]
-        self.free: list[list[int]] = [[] for _ in range(self.node_of.max(initial=0) + 1)]  # of each node
+        self.free: list[list[int]] = [[] for _ in range(self.node_of.max(initial=0) + 1)]  # a list for each node
         for block in range(len(nodes) - 1, -1, -1):
             self.free[self.node_of[block]].append(block)
         self.ref_cnt = np.zeros(len(nodes), np.int64)
-        self.hash_of: dict[int, bytes] = {}  # the prefix cache, which has a block of each hash
+        self.hash_of: dict[int, bytes] = {}  # the prefix cache, which has one block for each hash
         self.block_of: dict[bytes, int] = {}
         self.evictable: OrderedDict[int, int] = OrderedDict()  # blocks that it alone has, and since when, oldest first
         self._time = 0
@@ -65,8 +67,9 @@ class BlockPool:
         return sum(map(len, self.free)) + len(self.evictable)
 
     def take(self, name: str, homes: Array, counts: Array, spared: Collection[int] = ()) -> Array:
-        """So many blocks for each of the homes, which are nodes, of other nodes where these have none left. The first
-        change of a call: it evicts what it has to, ``spared`` excepted.
+        """Takes as many blocks for each home, which is a node, as ``counts`` says, from other nodes where that one has
+        none left. It has to be the first change of a call: it evicts blocks of the prefix cache where too few are free,
+        but none of ``spared``.
 
         Raises:
             NoFreeBlocksError: so many are not free.
@@ -92,13 +95,13 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """Somebody more has them."""
+        """Counts one more owner of each block."""
         self._journal.put(self.ref_cnt, blocks, self.ref_cnt[blocks] + 1)
         self._journal.drop(self.evictable, blocks)
 
     def release(self, blocks: Array) -> None:
-        """Somebody less has them, as often as each is named."""
-        blocks = blocks.astype(np.int64)  # a copy, too: a table may change before the journal is read
+        """Counts one owner less of each block, as often as the block is named."""
+        blocks = blocks.astype(np.int64)  # this copies, too: a table may change before the journal is read
         self._journal.keep(self.ref_cnt, blocks)
         np.subtract.at(self.ref_cnt, blocks, 1)
         backwards = blocks[::-1]  # the end of a prefix is evicted before its beginning
@@ -109,7 +112,7 @@ class BlockPool:
         self._time += len(known)
 
     def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """They go into the prefix cache, those excepted whose hash it has, of another block."""
+        """Puts blocks into the prefix cache. Where it has another block of the same hash, the new one stays out."""
         new = {here: block for block, here in zip(blocks, hashes, strict=True) if here not in self.block_of}
         self._journal.update(self.block_of, new.keys(), new.values())
         self._journal.update(self.hash_of, new.values(), new.keys())
@@ -117,7 +120,7 @@ class BlockPool:
         self._journal.put(self.ref_cnt, at, self.ref_cnt[at] + 1)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """The prefix cache no longer has them."""
+        """Takes blocks out of the prefix cache."""
         self._journal.drop(self.block_of, [self.hash_of[block] for block in blocks])
         self._journal.drop(self.hash_of, blocks)
         self._journal.put(self.ref_cnt, blocks, self.ref_cnt[blocks] - 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public name of what :mod:`cpu_attn.study` composes."""
+"""This is the public name of what :mod:`cpu_attn.study` composes."""
 
 from cpu_attn.study import attention
 

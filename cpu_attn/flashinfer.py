@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's attention over paged caches on CPUs, for torch tensors: plan once a step, run for each layer.
+"""This module is FlashInfer's attention over paged caches on CPUs, for torch tensors: plan once a step, run for each
+layer.
 
 The arguments are those of FlashInfer 0.6, and what they mean; docs/flashinfer.md says which are refused. lse is in base
-2, [T, Hq], -inf where a row sees no key. ValueError or TypeError for what does not fit, before anything is written, and
-for tensors that require grad while grad mode is on. torch.compile breaks its graph at a call.
+2, [T, Hq], -inf where a row sees no key. ValueError or TypeError is raised for what does not fit, before anything is
+written, and for tensors that require grad while grad mode is on. torch.compile breaks its graph at a call.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _RUN = {
     "scale": "sm_scale",
     "softcap": "logits_soft_cap",
 }
-# FlashInfer's dtypes of caches that are not those of queries.
+# These are FlashInfer's dtypes of caches that are not those of queries.
 _QUANTISED = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 
@@ -71,7 +72,7 @@ def _lengths(indptr: Int32, last_page_len: Int32, page_size: int) -> Int32:
 
 
 def _mask_bias(mask: Tensor, q_lens: Int32, lens: Int32) -> Tensor:
-    """attn_bias [B, 1, Q, K] of custom_mask, bool, the [q_len, kv_len] of each sequence, flattened."""
+    """Gives attn_bias [B, 1, Q, K] of custom_mask, bool, the [q_len, kv_len] of each sequence, flattened."""
     axes("custom_mask", mask, pairs=int((q_lens.astype(np.int64) * lens).sum()))
     if mask.dtype != torch.bool:
         raise TypeError(f"custom_mask: dtype {mask.dtype}, expected torch.bool")
@@ -87,7 +88,7 @@ def _mask_bias(mask: Tensor, q_lens: Int32, lens: Int32) -> Tensor:
 
 
 class _Wrapper:
-    """What both wrappers have."""
+    """Holds what both wrappers have in common."""
 
     def __init__(self, kv_layout: str, use_cuda_graph: bool, jit_args: Any):
         if not (isinstance(kv_layout, str) and kv_layout in ("NHD", "HND")):
@@ -180,7 +181,7 @@ class _Wrapper:
             raise ValueError(f"paged_kv_cache: pages of {size} tokens, plan() was given page_size {self._page_size}")
         named = zip(("q_scale", "k_scale", "v_scale"), scales, strict=True)
         q_scale, k_scale, v_scale = (1.0 if x is None else _check.number(name, x) for name, x in named)
-        if not plan.narrow:  # k_scale is then a factor of the logits as any
+        if not plan.narrow:  # k_scale is then a factor of the logits like any other
             q_scale, k_scale = q_scale * k_scale, 1.0
         written, sinks, given = optional(out=out, sinks=sinks, lse=lse)
         num_tokens, num_heads = plan.num_tokens, plan.num_heads
@@ -209,7 +210,7 @@ class _Wrapper:
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    """The last query token of each sequence, or its last ``q_len_per_req``, over pages.
+    """Attends with the last query token of each sequence, or with its last ``q_len_per_req``, over pages.
 
     Args:
         float_workspace_buffer: not needed.
@@ -238,8 +239,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         backend: str = "auto",
         jit_args: Any = None,
     ) -> None:
-        """kv_layout: of pages, ``NHD`` [N, page_size, Hkv, D] or ``HND`` [N, Hkv, page_size, D]. Nothing is needed of
-        the buffers, nor do use_tensor_cores and backend mean anything here."""
+        """Makes a wrapper for pages in kv_layout, ``NHD`` [N, page_size, Hkv, D] or ``HND`` [N, Hkv, page_size, D]. It
+        needs none of the buffers, and use_tensor_cores and backend mean nothing here."""
         super().__init__(kv_layout, use_cuda_graph, jit_args)
 
     @entry(**_PLANNED)
@@ -339,7 +340,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
 
         Args:
             q: [T, Hq, D], one sequence after another.
-            paged_kv_cache: (keys, values) in ``kv_layout``, or one tensor [N, 2, ...] of both. Read where they lie.
+            paged_kv_cache: (keys, values) in ``kv_layout``, or one tensor [N, 2, ...] of both. They are read where they
+                lie.
             q_scale: a factor of the logits.
             k_scale: a factor of the logits.
             v_scale: a factor of the values of float8 pages, else 1.
@@ -361,13 +363,13 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         return self._attend(q, paged_kv_cache, (q_scale, k_scale, v_scale), out, lse, return_lse, window_left, sinks)
 
     def run_return_lse(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """(out, lse) of :meth:`run`."""
+        """Gives (out, lse) of :meth:`run`."""
         found: tuple[Tensor, Tensor] = self.run(*args, return_lse=True, **options)
         return found
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    """The last query tokens of each sequence, any number of them, over pages."""
+    """Attends with the last query tokens of each sequence, any number of them, over pages."""
 
     def __init__(
         self,
@@ -384,7 +386,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         jit_args: Any = None,
         jit_kwargs: Any = None,
     ) -> None:
-        """As in :class:`BatchDecodeWithPagedKVCacheWrapper`."""
+        """Takes the arguments that :class:`BatchDecodeWithPagedKVCacheWrapper` takes, and more buffers, none of which
+        it needs."""
         super().__init__(kv_layout, use_cuda_graph, jit_args)
 
     @entry(**_PLANNED, indptr="paged_kv_indptr", indices="paged_kv_indices", last_page_len="paged_kv_last_page_len")
@@ -453,7 +456,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
 
 def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """By lse in base 2, [T, Hq]; the core's is natural, [Hq, T]."""
+    """Merges by lse in base 2, [T, Hq]; the core's is natural, [Hq, T]."""
     logs = [(s.float() / LOG2E).T.contiguous() for s in lses]
     out, lse = ops.merge_states(outs, logs)
     return out, (lse * LOG2E).T.contiguous()
@@ -461,8 +464,8 @@ def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 @entry(outs="v", lses="s")
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over several sets of keys, (V [T, Hq, D], S [T, Hq]), from that over each: v [T, sets, Hq, D], s [T,
-    sets, Hq], whose lse is in base 2. See :func:`cpu_attn.merge_states`."""
+    """Gives attention over several sets of keys, (V [T, Hq, D], S [T, Hq]), from that over each: v [T, sets, Hq, D], s
+    [T, sets, Hq], whose lse is in base 2. See :func:`cpu_attn.merge_states`."""
     v, s = tensors(v=v, s=s)
     axes("v", v, T=None, sets=None, num_heads=None, head_dim=None)
     axes("s", s, T=v.shape[0], sets=v.shape[1], num_heads=v.shape[2])
@@ -471,7 +474,7 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 @entry(outs="v", lses="s")
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`merge_states` of two: v_a and v_b [T, Hq, D], s_a and s_b [T, Hq]."""
+    """Does what :func:`merge_states` does for two sets: v_a and v_b [T, Hq, D], s_a and s_b [T, Hq]."""
     v_a, s_a, v_b, s_b = tensors(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     axes("v_a", v_a, T=None, num_heads=None, head_dim=None)
     axes("v_b", v_b, T=v_a.shape[0], num_heads=v_a.shape[1], head_dim=v_a.shape[2])
@@ -482,7 +485,8 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 
 @entry(v_a="v", s_a="s", v_b="v_other", s_b="s_other")
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
-    """:func:`merge_state`, into v and s; mask: bool [T], the tokens of which that is done, None for all."""
+    """Does what :func:`merge_state` does, and writes into v and s. mask: bool [T], the tokens for which that is done,
+    None for all."""
     merged = merge_state(v, s, v_other, s_other)
     (mask,) = optional(mask=mask)
     if mask is not None:

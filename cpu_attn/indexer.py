@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens are worth attending: the lightning indexer of DeepSeek-V3.2, for ``selected_tokens``.
+"""This module selects the tokens that are worth attending by the lightning indexer of DeepSeek-V3.2, for
+``selected_tokens``.
 
     index_and_cache(k, index_cache, slot_mapping)                              beside concat_and_cache_mla
     selected = select_tokens(q, index_cache, weights, query_start_loc, seq_lens, block_table, 2048, scale)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a method of several changes makes all of them or none."""
+"""This module lets a method that makes several changes make all of them or none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 
 class Journal(list[tuple[Any, Any, Any]]):
-    """(where, key, what was there) of all that a call changes, each written down before its change.
+    """Lists (where, key, what was there) for all that a call changes, each written down before its change.
 
     Where is an array, a list or a dict; a list is changed by slices, and a dict holds no None, which stands for a key
     that was not there. To undo is to put back what was there, the last change first. That may be done again from the
@@ -34,14 +34,14 @@ class Journal(list[tuple[Any, Any, Any]]):
         where.update(zip(keys, values, strict=True))
 
     def drop(self, where: dict[Any, Any], keys: Iterable[Any]) -> None:
-        """Those of the keys that are there."""
+        """Deletes those of the keys that are there."""
         there = [key for key in keys if key in where]
         self += [(where, key, where[key]) for key in there]
         for key in there:
             del where[key]
 
     def settle(self) -> None:
-        """Whatever happens, what was evicted stays so: bytes are about to be written there."""
+        """Makes what was evicted stay so, whatever happens: bytes are about to be written into those blocks."""
         del self[: self.evicted]
 
     def undo(self) -> None:
@@ -51,7 +51,7 @@ class Journal(list[tuple[Any, Any, Any]]):
             else:
                 where[key] = old
         for ordered in {id(where): where for where, _, _ in self if isinstance(where, OrderedDict)}.values():
-            for key in sorted(ordered, key=ordered.__getitem__):  # what came back stands behind the others
+            for key in sorted(ordered, key=ordered.__getitem__):  # an entry that came back stands behind the others
                 ordered.move_to_end(key)
         self.clear()
 
@@ -68,7 +68,7 @@ Result = TypeVar("Result")
 def all_or_nothing(
     method: Callable[Concatenate[Self, Arguments], Result],
 ) -> Callable[Concatenate[Self, Arguments], Result]:
-    """A method that writes its changes into ``_journal``: where anything is raised within it, they are undone.
+    """Wraps a method that writes its changes into ``_journal``: where it raises anything, they are undone.
 
     Nothing may be allocated between the last change and the end of the journal, which is what makes the changes count.
     """

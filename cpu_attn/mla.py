@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) over its cache of latent rows, weights absorbed.
+"""This module computes multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) over its cache of latent rows, with
+absorbed weights.
 
 A token's row is its latent kv_c beside its rotated key k_pe, shared by all heads: [kv_c | k_pe], 512 + 64 columns in
 DeepSeek's models. With W_UK absorbed into the query and W_UV into what follows, every head is attention over the same
@@ -18,7 +19,7 @@ from cpu_attn import _check, ops
 from cpu_attn._arrays import view
 from cpu_attn.plan import SchedulerMetadata
 
-# What the calls underneath say, in the words of their callers.
+# These are the names of arguments in the calls underneath, and those that our callers know.
 _WRITTEN = {"key": "kv_c", "value": "k_pe", "key_cache": "kv_cache", "value_cache": "kv_cache"}
 _WRITTEN |= {"k_scale": "scale", "v_scale": "scale"}
 _READ = {"key_cache": "kv_cache"}
@@ -32,7 +33,8 @@ def concat_and_cache_mla(
     kv_cache_dtype: str = "auto",
     scale: float = 1.0,
 ) -> None:
-    """Writes the latent rows [kv_c | k_pe] of T tokens into their slots: the cache write of MLA. vLLM's name and order.
+    """Writes the latent rows [kv_c | k_pe] of T tokens into their slots. It is the cache write of MLA, with vLLM's name
+    and order of arguments.
 
     Symbols: L elements of a latent (512 in DeepSeek's models), P of the rotated key that all heads share (64), N blocks
     of B tokens.
@@ -111,8 +113,8 @@ def attention_mla(
         query: [T, Hq, L + P]: [q_nope W_UK | q_pe] of each head.
         kv_cache: [N, B, L + P], read where it lies.
         output: [T, Hq, L], written: what W_UV is still to be applied to.
-        query_start_loc: int32 [R + 1]. As the plan has it.
-        seq_lens: int32 [R]. As the plan has it.
+        query_start_loc: int32 [R + 1], as the plan has it.
+        seq_lens: int32 [R], as the plan has it.
         scale: the factor of q.k, of the heads before absorption: 1 / sqrt(128 + 64) in DeepSeek's models.
         causal: as the plan has it.
         block_table: int32 [R, M], the blocks of each request in order.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls that move data: vLLM's names, order and meaning (``cpu_attn_reshape_and_cache``,
+"""This module has the calls that move data, with vLLM's names, order and meaning (``cpu_attn_reshape_and_cache``,
 ``cpu_attention_with_kv_cache`` in its ``_custom_ops.py``). The plan is made in :mod:`cpu_attn.plan`."""
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from cpu_attn.plan import SchedulerMetadata
 
 
 class _Thread(threading.local):
-    """What a Python thread keeps from call to call: scratch that grows."""
+    """Keeps what a Python thread has from call to call: scratch that grows."""
 
     def __init__(self) -> None:
-        self.workspace: tuple[Any, int] = (ffi.NULL, 0)  # and its bytes; lives as long as whoever holds it
+        self.workspace: tuple[Any, int] = (ffi.NULL, 0)  # the memory and its bytes; it lives while somebody holds it
 
     def grow(self, size: int) -> None:
-        """A 64-byte aligned workspace of at least this size."""
+        """Makes the workspace at least this large. It is aligned to 64 bytes."""
         if self.workspace[1] < size:
             memory = np.empty(size + 64, np.uint8)
             self.workspace = ffi.from_buffer(memory[-address(memory) % 64 :]), size
 
 
 thread_state = _Thread()
-# By isa, kv_cache_dtype and kv_cache_layout as writes name them: what C goes by.
+# What C goes by in a write, for each isa, kv_cache_dtype and kv_cache_layout that was named.
 _meanings: dict[tuple[str, str, str], Any] = {}
 _NOTHING = ffi.new("ca_meaning *", {"head_sizes": 1})
 _S_AUX = _check.ATTENTION.index("s_aux")
-_RECORDED = {  # as what, and by which of its arrays
+_RECORDED = {  # the name of a call in profiles, and the array that tells dtype and tokens
     lib.ca_write: ("reshape_and_cache", "key"),
     lib.ca_rotary_write: ("rotary_reshape_and_cache", "key"),
     lib.ca_index_and_cache: ("index_and_cache", "k"),
     lib.ca_select_tokens: ("select_tokens", "query"),
 }
-ONLY_CHECK = (ffi.NULL, 2**63 - 1)  # a workspace without which ca_attend computes nothing
+ONLY_CHECK = (ffi.NULL, 2**63 - 1)  # ca_attend has no workspace here: it checks and computes nothing
 
 
 def reshape_and_cache(
@@ -120,7 +120,7 @@ def run_write(
     kv_cache_rotation: str,
     *more: Any,
 ) -> None:
-    """more: what C takes of this call alone, behind what every write has."""
+    """Runs a call that writes a cache. more: what C takes of this call alone, behind what every write has."""
     kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
     rotated = _check.kv_cache_rotation(kv_cache_rotation)
     scales = _check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2])
@@ -130,7 +130,8 @@ def run_write(
 def run_by_names(
     call: Any, names: Sequence[str], arrays: tuple[Any, ...], isa: str, kv_cache_dtype: str, layout: str, *how: Any
 ) -> None:
-    """A call that has no plan: what isa and kv_cache_dtype mean is known by the dtype of its arrays."""
+    """Runs a call that has no plan. What isa and kv_cache_dtype mean depends on the dtype of its arrays, which C reads:
+    where it does not know the meaning yet, it asks and is called again."""
     start, fault = profiling.clock(), ffi.new("ca_fault *")
     code = _check.LAYOUTS[_check.kv_cache_layout(layout)]
     kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
@@ -151,7 +152,7 @@ def run_by_names(
 
 
 def _meaning(before: Any, fault: Any, isa: str, kv_cache_dtype: Any, layout: str) -> Any:
-    """What C knows, and what the names mean for the dtype and the head size that it asks for."""
+    """Adds to what C knows already what the names mean for the dtype and the head size that it asks for."""
     dtype = next(name for name, code in DTYPE_CODES.items() if code == fault.value)
     kvs = _check.kv_dtypes(kv_cache_dtype, dtype)
     resolved = _dispatch.resolve_isa(isa, dtype, fault.bound)
@@ -201,11 +202,11 @@ def attention_with_kv_cache(
         key_cache: [N, Hkv, B, width], as :func:`reshape_and_cache` wrote it with the plan's isa.
         value_cache: the same for values. In plain layouts it may be a view of ``key_cache``.
         output: [T, Hq, Dv] of the plan's dtype or float32, written. The last axis is dense, other strides are free.
-        query_start_loc: int32 [R + 1], where each request's query tokens start; the last number is T. As the plan has
+        query_start_loc: int32 [R + 1], where each request's query tokens start; the last number is T, as the plan has
             it.
-        seq_lens: int32 [R], how many keys each request has, this step's among them. As the plan has it.
+        seq_lens: int32 [R], how many keys each request has, this step's among them, as the plan has it.
         scale: the factor of q.k, finite in float32; usually 1 / sqrt(D).
-        causal: whether query token i of a request sees the keys up to ``seq_len - q_len + i`` only. As the plan has it.
+        causal: whether query token i of a request sees the keys up to ``seq_len - q_len + i`` only, as the plan has it.
         alibi_slopes: float32 [Hq], or None. Adds slope * (key position - query position) to the logits.
         sliding_window: as the plan has it: -1, w or (left, right).
         block_table: int32 [R, M], the blocks of each request in order. Entries that a request does not need are
@@ -215,7 +216,7 @@ def attention_with_kv_cache(
             k_scale * log2(e)`` has to be.
         scheduler_metadata: the plan, of :func:`get_scheduler_metadata`.
         s_aux: [Hq], or None. Attention sinks: one logit more for each head in the softmax, which has no value.
-        dynamic_causal: int32 [R], or None. As the plan has it.
+        dynamic_causal: int32 [R], or None, as the plan has it.
         k_scale: as :func:`reshape_and_cache` had it.
         v_scale: as :func:`reshape_and_cache` had it.
         kv_cache_dtype: as the plan and :func:`reshape_and_cache` had it.
@@ -236,7 +237,7 @@ def attention_with_kv_cache(
         selected_tokens: int32 [T, S], or None for all. Which keys of its request each query token attends, of those
             that masks leave it: strictly ascending, then -1. No other key is read. S is at most the plan's
             ``max_selected_tokens``; such a plan is for calls that select tokens, and others are for calls that do not.
-            Not with ``selected_blocks``. :func:`select_tokens` chooses.
+            It does not go with ``selected_blocks``. :func:`select_tokens` chooses.
 
     Returns:
         ``output``. A row that sees no key is 0, and its lse is -inf, or the sink where there is one.
@@ -296,7 +297,8 @@ def attend(
     attn_bias: Any = None,
     selected_tokens: Any = None,
 ) -> None:
-    """:func:`attention_with_kv_cache` for who made the plan and knows its lengths to be right. scales: of K and V."""
+    """Does what :func:`attention_with_kv_cache` does for callers that made the plan and know its lengths to be right.
+    scales: of K and V."""
     features = (alibi_slopes, s_aux, selected_blocks, attn_bias, selected_tokens)
     arrays = (output, lse, query, key_cache, value_cache, block_table, None, None, None, *features)
     run_attention(plan, arrays, scale, softcap, scales)
@@ -312,8 +314,9 @@ def run_attention(
     only_check: bool = False,
     latent: bool = False,
 ) -> None:
-    """The arrays are those of _check.ATTENTION. causal -1: no lengths among them, the plan's are right. only_check:
-    nothing is computed. latent: the arrays are those of _check.MLA, whose second kv_cache is None."""
+    """Runs an attention over the arrays of _check.ATTENTION. causal: -1 says that the plan's lengths are right, and
+    that there are none among the arrays. only_check: nothing is computed. latent: the arrays are those of _check.MLA,
+    whose second kv_cache is None."""
     thread, fault, start = thread_state, ffi.new("ca_fault *"), profiling.clock()
     sinks = arrays[_S_AUX]
     if sinks is not None and not (type(sinks) is np.ndarray and sinks.dtype == np.float32):
@@ -321,7 +324,7 @@ def run_attention(
         arrays = (*arrays[:_S_AUX], sinks, *arrays[_S_AUX + 1 :])
     numbers = (latent, causal, *_check.logit_factors(scale, softcap, scales[0]), *scales)
     addresses, given, alive = objects(arrays)
-    # held here: what Python runs meanwhile (__del__) may call us, too
+    # A Python finalizer may make a call meanwhile and replace the workspace, so this one is held here.
     room = ONLY_CHECK if only_check else thread.workspace
     while status := lib.ca_attend(plan._pointer, addresses, given, *numbers, *room, fault):
         if status == lib.CA_SMALL_WORKSPACE:
@@ -336,7 +339,7 @@ def run_attention(
 
 
 def _first(parts: Any) -> Any:
-    """One of the arrays, or the one that holds all of them, which need not have items."""
+    """Gives one of the arrays, or the array that holds all of them, which need not have items."""
     return parts[0] if isinstance(parts, (list, tuple)) else parts
 
 
@@ -390,8 +393,8 @@ def merge_states(outs: Any, lses: Any, *, out: Any = None, lse: Any = None) -> t
 def merge_stacked(
     outs: np.ndarray[Any, Any], lses: np.ndarray[Any, Any], out: np.ndarray[Any, Any], lse: np.ndarray[Any, Any]
 ) -> None:
-    """:func:`merge_states` of arrays [S, T, Hq, Dv] and [S, Hq, T] that are known to be right. It takes no longer to
-    ask for 64 parts than for two; arrays that are checked one by one take 10 us each."""
+    """Does what :func:`merge_states` does for arrays [S, T, Hq, Dv] and [S, Hq, T] that are known to be right. Their
+    number costs no time here, whereas arrays that are checked one by one take 10 us each."""
     start = profiling.clock()
     lib.ca_merge_states(len(outs), _stacked(outs, out), _stacked(lses, lse))
     if start:
@@ -399,7 +402,8 @@ def merge_stacked(
 
 
 def _stacked(parts: np.ndarray[Any, Any], to: np.ndarray[Any, Any]) -> Any:
-    """``ca_array`` of each part, which differ in their addresses alone, and of where they go."""
+    """Gives a ``ca_array`` of each part, which differ in their addresses alone, and one of the array that they are
+    merged into."""
     each = np.frombuffer(view("parts", parts[0]).described() * len(parts), np.uint8).reshape(len(parts), -1).copy()
     each[:, :8].view(np.uint64)[:, 0] += np.arange(len(parts), dtype=np.uint64) * np.uint64(parts.strides[0])
     return ffi.from_buffer("ca_array[]", each.tobytes() + view("to", to).described())
@@ -418,8 +422,8 @@ def gather(
     kv_cache_dtype: str = "auto",
     kv_cache_layout: str = "packed",
 ) -> np.ndarray[Any, Any]:
-    """The first seq_len tokens of one request out of its pages, plain: [seq_len, Hkv, head_size], as they are stored,
-    rotated where they were; integers in float32, times their scales, exactly.
+    """Reads the first seq_len tokens of one request out of its pages as plain rows [seq_len, Hkv, head_size]. They are
+    as they are stored, rotated where they were; integers become float32, times their scales, exactly.
 
     cache [N, Hkv, B, width] as written with ``isa``, or what kv_cache_layout says; block_table int32 [M]; value: a
     value cache, else a key cache.
@@ -431,7 +435,7 @@ def gather(
     value, written = bool(value), dtype_name(first.dtype if dtype is None else dtype)
     head_size = _check.integer("head_size", head_size, 1, _check.MAX_SIZE)
     resolved, code = _dispatch.resolve_isa(isa, written, head_size), DTYPE_CODES[written]
-    if kv_cache_dtype == "auto":  # a float8 array says itself what it holds
+    if kv_cache_dtype == "auto":  # the dtype of a float8 array says what it holds
         kv_cache_dtype = next((kv for kv, row in FORMATS.items() if first.dtype in row.memory), "auto")
     kv = _check.kv_dtypes(kv_cache_dtype, written)[value]
     if first.dtype not in _check.memory(kv):

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pages are worth attending: Quest's bounds (Tang et al., arXiv:2406.10774), for ``selected_blocks``.
+"""This module scores pages by Quest's bounds (Tang et al., arXiv:2406.10774) and selects those that are worth
+attending, for ``selected_blocks``.
 
     update_page_bounds(key, slot_mapping, page_min, page_max, block_size)             beside reshape_and_cache
     scores = score_pages(query, page_min, page_max, block_table, seq_lens, query_start_loc, block_size)
     selected_blocks = select_pages(scores, seq_lens, block_size, num_pages)
     attention_with_kv_cache(..., selected_blocks=selected_blocks)
 
-Of each physical block and kv head two rows are kept, the least and the largest that its keys are in each dimension. No
+Two rows are kept for each physical block and kv head: the least and the largest of its keys in each dimension. No
 q.k over the block exceeds ``sum_d max(q_d * min_d, q_d * max_d)``.
 """
 
@@ -167,7 +168,7 @@ def query_blocks(
         raise ValueError(f"seq_lens[{r}]: {keys[r]}, expected at least 0")
     counts = -(-np.diff(begin) // size)
     requests = np.repeat(np.arange(len(keys)), counts)
-    number = np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)  # in its request
+    number = np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)  # counted within each request
     end = np.minimum(begin[:-1][requests] + (number + 1) * size, begin[1:][requests])
     seen = np.maximum(0, keys[requests] - (begin[1:][requests] - end))
     return np.append(0, end).astype(np.int32), seen.astype(np.int32), requests

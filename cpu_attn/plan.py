@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a step: made once by :func:`get_scheduler_metadata`, used by every layer."""
+"""This module makes the plan of a step: :func:`get_scheduler_metadata` makes it once, and every layer uses it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cpu_attn._native import ffi, lib
 
 
 class SchedulerMetadata(_check.Plan):
-    """The plan of a step: its lengths and masks, checked and cut into tasks for threads.
+    """Holds the plan of a step: its lengths and masks, checked and cut into tasks for threads.
 
     :func:`get_scheduler_metadata` makes it, once a step; all layers of one shape use it. A plan is immutable, and any
     number of threads may use it at once. It cannot be pickled, since it is memory of this process for its CPU
@@ -48,7 +48,7 @@ class SchedulerMetadata(_check.Plan):
         "kv_dtypes",
         "narrow",
     )
-    _checksum: bytes  # of what all ranks have to have alike; only where ranks share the keys
+    _checksum: bytes  # of what must be the same on all ranks; only where ranks share the keys
     _info: Any
     _pointer: Any
     _shape: Any
@@ -116,7 +116,7 @@ class SchedulerMetadata(_check.Plan):
 
     @property
     def visible_pairs(self) -> int:
-        """How many (query, key) pairs the masks leave, over all query heads. Each takes 2 * (D + Dv) flops."""
+        """Says how many (query, key) pairs the masks leave, over all query heads. Each takes 2 * (D + Dv) flops."""
         return int(lib.ca_plan_visible_pairs(self._pointer))
 
     def __repr__(self) -> str:
@@ -128,8 +128,8 @@ class SchedulerMetadata(_check.Plan):
 
 
 class Plans(dict[Any, Any]):
-    """Plans that are kept with what they were made for. Whoever copies or pickles that makes them anew: a plan is
-    memory of its process."""
+    """Keeps plans with what they were made for. A copy or a pickle of it is empty, since a plan is memory of its
+    process."""
 
     def __reduce__(self) -> Any:
         return Plans, ()
@@ -201,7 +201,7 @@ def get_scheduler_metadata(
         tree_mask: uint8 [T, W], or None. Bit j of row t (``numpy.packbits(..., bitorder="little")``) says whether query
             token t sees the key of its request's query token j, in place of ``causal`` among these. The position of a
             token, by which windows go, is ``seq_len - q_len`` plus the number of query tokens that it sees besides
-            itself. Requests are causal. Not with ALiBi, ``mm_prefix_range`` or ``document_start_loc``.
+            itself. Requests are causal. It does not go with ALiBi, ``mm_prefix_range`` or ``document_start_loc``.
         block_table: int32 [R, M], or None. With it, requests whose tables start with the same blocks read these once,
             in whole segments of 1024 keys, where few query rows meet them (decode). The bits of results are the same,
             of ``onednn`` they stay within the error budgets. The table of a call must then have the same blocks in
@@ -212,7 +212,7 @@ def get_scheduler_metadata(
         mm_prefix_clamp_sliding_window: whether the left side of ``sliding_window`` holds within spans, too (Gemma 4).
         kv_cache_rotation: ``none`` or ``hadamard``, as :func:`reshape_and_cache` wrote the caches.
         max_selected_tokens: S, or None. The plan is for calls with ``selected_tokens`` of up to S columns, and for no
-            others; every query token is a task of its own then. Not with ``block_table``.
+            others; every query token is a task of its own then. It does not go with ``block_table``.
         cp_world_size: how many ranks share the keys of each request; 1: none do. With more, ``seq_lens``,
             ``query_start_loc`` and the masks are the same on all ranks and go by positions, while caches,
             ``block_table``, ``selected_blocks``, ``selected_tokens`` and the last axis of ``attn_bias`` have this
@@ -224,9 +224,9 @@ def get_scheduler_metadata(
             only then. Threads then take tasks first whose blocks are on their own node; no bit changes.
         query_block_size: query tokens of a query block, or None. ``selected_blocks`` then has lists for each query
             block in place of each request. The blocks of a request start at its first query token of the step; the last
-            one may have fewer tokens. Not with ``block_table`` or ``max_selected_tokens``.
+            one may have fewer tokens. It does not go with ``block_table`` or ``max_selected_tokens``.
         select_by_query_head: whether ``selected_blocks`` has lists for each query head in place of each kv head. Every
-            query head then reads its keys for itself. Not with ``block_table`` or ``max_selected_tokens``.
+            query head then reads its keys for itself. It does not go with ``block_table`` or ``max_selected_tokens``.
 
     Returns:
         The plan.
@@ -302,8 +302,9 @@ def get_scheduler_metadata(
     return made
 
 
-# On its own: a frame object of more than 512 bytes, as get_scheduler_metadata's would be with these names too, is one
-# more that memory may not be there for, and CPython 3.11 then forgets which exception it is for.
+# This is a function of its own to keep frames small: get_scheduler_metadata's would be a frame object of more than 512
+# bytes with these names, too. Such an object needs memory that may not be there, and CPython 3.11 then forgets which
+# exception it was to raise.
 def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Masks | None) -> Any:
     start, fault = profiling.clock(), ffi.new("ca_fault *")
     masks = masks_struct(given_masks) if given_masks else ffi.NULL
@@ -317,7 +318,8 @@ def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Ma
 
 
 def _checksum(shape: Any, lengths: tuple[Any, ...], masks: _check.Masks | None) -> bytes:
-    """Of what all ranks have to have alike. Isa, threads and what its cache holds are each rank's own affair."""
+    """Hashes what has to be the same on all ranks. The isa, the threads and what the cache holds are each rank's own
+    affair."""
     sizes = (shape.num_reqs, shape.num_heads, shape.num_kv_heads, shape.head_size, shape.head_size_v, shape.dtype)
     sees = (shape.causal, shape.window_left, shape.window_right, shape.query_block_size, shape.select_by_query_head)
     found = blake2b(repr((*sizes, *sees, shape.cp_interleave, masks and masks.clamped)).encode(), digest_size=8)
@@ -330,7 +332,7 @@ def _checksum(shape: Any, lengths: tuple[Any, ...], masks: _check.Masks | None) 
 
 
 def masks_struct(found: _check.Masks) -> Any:
-    """For C, as long as ``found`` is there."""
+    """Gives the masks as C takes them. The struct is valid as long as ``found`` lives."""
     masks = ffi.new("ca_masks *", {"tree_rows": -1, "clamp_spans": found.clamped})
     masks.spans, masks.num_spans = _check.pointer("int32_t *", found.spans), len(found.spans)
     masks.documents, masks.num_documents = _check.pointer("int32_t *", found.documents), len(found.documents)

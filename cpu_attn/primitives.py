@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public name of what :mod:`cpu_attn.study` is made of."""
+"""This is the public name of what :mod:`cpu_attn.study` is made of."""
 
 from cpu_attn.study import gather_pages, matmul, softmax
 

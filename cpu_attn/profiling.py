@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the calls of a running program took, and by which kernels: :func:`profile`, or ``CPU_ATTN_PROFILE=FILE``."""
+"""This module tells how long the calls of a running program took, and by which kernels: :func:`profile`, or
+``CPU_ATTN_PROFILE=FILE``."""
 
 from __future__ import annotations
 
@@ -20,12 +21,13 @@ from cpu_attn import _dispatch
 from cpu_attn._dtypes import DTYPE_CODES
 from cpu_attn._native import ffi, lib
 
-MOST_CALLS = 100_000  # that a profile keeps one by one, the latest
+MOST_CALLS = 100_000  # a profile keeps so many one by one, the latest
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What calls have in common that a profile counts together. kernel: what multiplies, in the words of ``info``."""
+    """Calls that a profile counts together have these fields in common. kernel: what multiplies, in the words of
+    ``info``."""
 
     name: str
     engine: str
@@ -37,8 +39,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Call:
-    """One call. start, end: nanoseconds of time.perf_counter_ns; thread: the Python thread's native id; num_threads:
-    most threads that computed it; num_tokens: query tokens, or those written."""
+    """Describes one call. start, end: nanoseconds of time.perf_counter_ns; thread: the Python thread's native id;
+    num_threads: most threads that computed it; num_tokens: query tokens, or those written."""
 
     kind: Kind
     start: int
@@ -51,7 +53,7 @@ class Call:
 
 @dataclass
 class Total:
-    """Of all calls of a kind."""
+    """Holds the sums over all calls of a kind."""
 
     calls: int = 0
     nanoseconds: int = 0
@@ -68,9 +70,10 @@ class Total:
 
 
 class _Tally:
-    """Totals without a lock: a signal handler or a finalizer may run between any two bytecodes of a thread that holds
-    one, call in, and wait for it for ever. Whoever adds takes a part for itself, or begins one where all are taken;
-    there are as many as were ever taken at once. Only methods of C change what several threads see."""
+    """Adds up totals without a lock. Were there one, a signal handler or a finalizer, which may run between any two
+    bytecodes of the thread that holds it, could make a call and wait for ever. Whoever adds takes a part for itself, or
+    begins one where all are taken, so there are as many parts as were ever taken at once. All that several threads see
+    changes by methods of C only."""
 
     def __init__(self) -> None:
         self._parts: list[dict[Kind, Total]] = []
@@ -95,7 +98,7 @@ class _Tally:
 
 @dataclass(eq=False)
 class Profile:
-    """What a program called while it was profiled.
+    """Holds what a program called while it was profiled.
 
     ``totals``: a :class:`Total` of every :class:`Kind`; ``calls``: the latest hundred thousand :class:`Call`, in the
     order in which they ended; ``start``, ``end``: nanoseconds of ``time.perf_counter_ns``, ``end`` 0 while it runs.
@@ -137,7 +140,7 @@ class Profile:
         return "\n".join(lines)
 
     def trace(self) -> dict[str, Any]:
-        """The calls in Chrome's format of traces, which chrome://tracing and https://ui.perfetto.dev show."""
+        """Gives the calls in Chrome's format of traces, which chrome://tracing and https://ui.perfetto.dev show."""
         pid = os.getpid()
         events = [
             {
@@ -164,11 +167,11 @@ class Profile:
         Path(path).write_text(json.dumps(self.trace()), encoding="utf-8")
 
 
-_profiles: dict[Profile, None] = {}  # that run, as an ordered set
+_profiles: dict[Profile, None] = {}  # the profiles that run; a dict is an ordered set
 
 
 def _begin_anew() -> None:
-    """In the child of a fork: what the parent has called is not the child's."""
+    """Empties all profiles in the child of a fork: what the parent has called is not the child's."""
     for running in _profiles.copy():
         running.begin_anew()
 
@@ -211,7 +214,7 @@ def profile() -> Iterator[Profile]:
 
 
 def clock() -> int:
-    """When a call starts, 0 where nobody asks."""
+    """Gives the time at which a call starts, or 0 where no profile runs."""
     return now() if _profiles else 0
 
 
@@ -227,7 +230,7 @@ def record(
     num_tokens: int = 0,
     kernel: str = "",
 ) -> None:
-    """Adds a call that ends now to every profile that runs; start: of clock(), not 0."""
+    """Adds a call that ends now to every profile that runs. start: what clock() gave, which was not 0."""
     kind = Kind(name, engine, isa, kernel, dtype, kv_cache_dtype)
     call = Call(kind, start, now(), threading.get_native_id(), num_threads, num_reqs, num_tokens)
     for running in _profiles.copy():
@@ -235,7 +238,7 @@ def record(
 
 
 def record_plan(name: str, start: int, plan: Any) -> None:
-    """The same of a call that a plan describes."""
+    """Does what :func:`record` does for a call that a plan describes."""
     kvs = "/".join(dict.fromkeys(plan.kv_dtypes)) if plan.narrow else "auto"
     which = plan.engine, plan.isa, str(plan.dtype)
     record(name, start, *which, kvs, plan.num_threads, plan.num_reqs, plan.num_tokens, _kernel(*which))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a paged cache, defined in float64 NumPy. Slow, short, and what every engine is measured against.
+"""This module defines attention over a paged cache in float64 NumPy. It is slow and short, and every engine is measured
+against it.
 
 Query token i of a request with q_len query tokens and seq_len keys stands at position
 ``pos = seq_len - q_len + i``. Its logit for key j is
@@ -36,17 +37,18 @@ from numpy.typing import NDArray
 Float64 = NDArray[np.float64]
 Window = int | tuple[int, int]
 
-# Relative RMS error that a request may have, by dtype of query and cache.
+# A request may have this relative RMS error, by dtype of query and cache.
 BUDGET = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 4e-3}
 
-# |lse - expected| / max(1, |expected|). Whoever merges partial results by lse multiplies them by exp(lse), so an
-# error e in lse is a relative error e in the output: it gets the output's budget. Past 1 it grows with the
+# This bounds |lse - expected| / max(1, |expected|). Whoever merges partial results by lse multiplies them by exp(lse),
+# so an error e in lse is a relative error e in the output: it gets the output's budget. Past 1 it grows with the
 # float32 that holds it.
 LSE_BUDGET = BUDGET
 
 
 def window_sides(sliding_window: Window, causal: bool) -> tuple[int, int]:
-    """Keys visible to the left and to the right of a query token, -1: all. An int w counts the token itself."""
+    """Gives how many keys are visible to the left and to the right of a query token, -1 for all. An int w counts the
+    token itself."""
     if not isinstance(sliding_window, int | np.integer):
         left, right = (int(side) for side in sliding_window)
         if min(left, right) < -1:
@@ -69,9 +71,9 @@ def visible(
     tree: NDArray[np.bool_] | None = None,
     clamped: bool = False,
 ) -> NDArray[np.bool_]:
-    """[q_len, seq_len]: may query token i see key j? spans: (first, last) key of each; documents: where they start;
-    tree [q_len, q_len]: may query token i see that of query token j? clamped: do spans keep to the left
-    side of the window?"""
+    """Says which keys the query tokens see: [q_len, seq_len]. spans: first and last key of each; documents: where they
+    start; tree [q_len, q_len]: which query tokens see the key of which; clamped: whether spans keep to the left side of
+    the window."""
     if tree is not None:
         return _visible_tree(seq_len, window_sides(sliding_window, True)[0], tree)
     position, key = seq_len - q_len + np.arange(q_len)[:, None], np.arange(seq_len)
@@ -110,12 +112,13 @@ def _visible_range(q_len: int, seq_len: int, causal: bool, sliding_window: Windo
 
 
 def unpack_tree(rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """One request's rows of a tree_mask as [q_len, q_len]."""
+    """Gives one request's rows of a tree_mask as [q_len, q_len]."""
     return np.unpackbits(rows, axis=1, count=len(rows), bitorder="little").astype(np.bool_)
 
 
 def _weighted_sum(p: Float64, value: Float64, mask: NDArray[np.bool_]) -> Float64:
-    """p [q_len, group, seq_len] times value [seq_len, Dv]; a NaN or inf in value reaches only the rows that see it."""
+    """Multiplies p [q_len, group, seq_len] by value [seq_len, Dv]; a NaN or inf in value reaches only the rows that see
+    it."""
     finite = np.isfinite(value)
     out = p @ np.where(finite, value, 0.0)
     for j in np.flatnonzero(~finite.all(axis=1) & mask.any(axis=0)):
@@ -134,8 +137,8 @@ def _one_head(
     softcap: float,
     sinks: Float64,
 ) -> tuple[Float64, Float64]:
-    """One kv head of one request: query [q_len, group, D] -> output [q_len, group, Dv], lse [q_len, group].
-    bias [q_len, group, seq_len]"""
+    """Computes one kv head of one request from query [q_len, group, D] and bias [q_len, group, seq_len], and gives
+    output [q_len, group, Dv] and lse [q_len, group]."""
     q_len, seq_len = mask.shape
     s = scale * (query @ key.T)
     if softcap > 0:
@@ -155,7 +158,7 @@ def _one_head(
 
 
 def _chosen(lists: NDArray[np.int32], own: NDArray[np.int64], seq_len: int, block_size: int) -> NDArray[np.bool_]:
-    """[n, seq_len]: is a key's block in the token's own list? lists [.., S] of blocks, own [n]."""
+    """Says which keys are in blocks that a token's own list has: [n, seq_len]. lists [.., S] of blocks, own [n]."""
     block, (which, at) = np.arange(seq_len) // block_size, np.unique(own, return_inverse=True)
     found = np.array([np.isin(block, lists[i]) for i in which], np.bool_).reshape(len(which), seq_len)
     chosen: NDArray[np.bool_] = found[at]
@@ -186,7 +189,7 @@ def attention(
     selected_tokens: NDArray[np.int32] | None = None,
     query_block_size: int | None = None,
 ) -> tuple[Float64, Float64]:
-    """The definition above, request by request.
+    """Computes the definition above, request by request.
 
     query [T, Hq, D]; key and value: for each request [seq_len, Hkv, D] and [seq_len, Hkv, Dv] as the cache holds
     them, already rounded to its dtype. query_start_loc [R+1], seq_lens [R], alibi_slopes and s_aux [Hq].
@@ -210,7 +213,7 @@ def attention(
     bias = None
     if attn_bias is not None:
         bias = np.broadcast_to(attn_bias.astype(np.float64), (len(seq_lens), num_heads, *attn_bias.shape[2:]))
-    lists = 0  # of selected_blocks, that the requests before have
+    lists = 0  # how many lists of selected_blocks earlier requests have
     with np.errstate(all="ignore"):
         for r, seq_len in enumerate(seq_lens):
             rows = slice(int(query_start_loc[r]), int(query_start_loc[r + 1]))
@@ -254,8 +257,8 @@ def attention(
 
 
 def index_scores(query: NDArray[Any], key: NDArray[Any], weights: NDArray[np.float32], scale: float) -> Float64:
-    """[n, S]: sum_h weights_h * relu(scale * q_h.k), an indexer's scores of keys [S, D] for query tokens [n, H, D] and
-    weights [n, H] of one request."""
+    """Gives [n, S], an indexer's scores sum_h weights_h * relu(scale * q_h.k) of keys [S, D] for query tokens [n, H, D]
+    and weights [n, H] of one request."""
     products = scale * query.astype(np.float64) @ key.astype(np.float64).T
     scores: Float64 = np.einsum("nh,nhs->ns", weights.astype(np.float64), np.maximum(products, 0))
     return scores
@@ -269,8 +272,9 @@ def rotary(
     weight: NDArray[Any] | None = None,
     eps: float = 1e-6,
 ) -> Float64:
-    """x [T, H, D], each head over its RMS and times weight [D] if there is one (arXiv:1910.07467), then its pairs of
-    dimensions turned by the angles of its token's row (arXiv:2104.09864), as complex numbers."""
+    """Rotates x [T, H, D]: divides each head by its RMS and multiplies it by weight [D] if there is one
+    (arXiv:1910.07467), then turns its pairs of dimensions, as complex numbers, by the angles of its token's row
+    (arXiv:2104.09864)."""
     turned = x.astype(np.float64)
     if weight is not None:
         turned = turned / np.sqrt(np.mean(turned**2, axis=2, keepdims=True) + eps) * weight.astype(np.float64)
@@ -283,7 +287,8 @@ def rotary(
 
 
 def relative_rms(actual: NDArray[Any], expected: Float64, query_start_loc: NDArray[np.int32]) -> Float64:
-    """[R]: RMS of actual - expected over RMS of expected, for each request; 0 for a request without query tokens.
+    """Gives [R]: the RMS of actual - expected over the RMS of expected, for each request; 0 for a request without query
+    tokens.
 
     The divisor is never less than the smallest normal number of actual's dtype: below it a float has no relative
     precision to give. So where all of expected is 0, anything but (nearly) 0 is a huge error.
@@ -300,6 +305,6 @@ def relative_rms(actual: NDArray[Any], expected: Float64, query_start_loc: NDArr
 
 
 def rms(x: Float64) -> float:
-    """Root mean square. Scaled by the largest magnitude first: squares of subnormals would vanish."""
+    """Gives the root mean square. It scales by the largest magnitude first, as squares of subnormals would vanish."""
     largest = float(np.abs(x).max())
     return largest * float(np.sqrt(np.mean(np.square(x / largest)))) if largest > 0 else largest

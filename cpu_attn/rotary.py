@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands between a model's projections and attention, in one call: norm, rotary embedding, cache write."""
+"""This module does what stands between a model's projections and attention in one call: norm, rotary embedding, cache
+write."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def rotary_reshape_and_cache(
     one by one. Symbols: as in :func:`reshape_and_cache`.
 
     Args:
-        query: [T, Hq, D] of float32, float16 or bfloat16. The last axis is dense. Rotated where it lies, unless
-            ``query_out`` is given; also for tokens with a negative slot.
+        query: [T, Hq, D] of float32, float16 or bfloat16. The last axis is dense. It is rotated where it lies, unless
+            ``query_out`` is given, also for tokens with a negative slot.
         key: [T, Hkv, D], of the same dtype. The last axis is dense. Keys go rotated into the cache and stay as they
             are.
         value: [T, Hkv, Dv], of the same dtype. The last axis is dense.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What helps a quantised cache: the rotation of heads, in NumPy, and factors that make queries and keys alike."""
+"""This module helps quantised caches: it rotates heads in NumPy, and finds factors that make queries and keys alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cpu_attn._native import ffi, lib
 
 
 def _blocks(n: int) -> list[slice]:
-    """A head as blocks of powers of two, the largest first."""
+    """Cuts a head into blocks of powers of two, the largest first."""
     found, at = [], 0
     while at < n:
         size = 1 << (n - at).bit_length() - 1
@@ -24,7 +24,7 @@ def _blocks(n: int) -> list[slice]:
 
 
 def _signs(n: int) -> NDArray[np.float32]:
-    """+1 or -1 for each dimension; they repeat."""
+    """Gives +1 or -1 for each dimension; they repeat."""
     signs = np.frombuffer(ffi.buffer(lib.ca_signs), np.float32)
     return np.resize(signs, n)
 
@@ -67,7 +67,7 @@ def rotate(x: Any, back: bool = False) -> NDArray[np.floating[Any]]:
             part *= signs[block]
         h = 1
         while h < part.shape[-1]:
-            pairs = part.reshape(*part.shape[:-1], part.shape[-1] // (2 * h), 2, h)  # no -1: there may be no heads
+            pairs = part.reshape(*part.shape[:-1], part.shape[-1] // (2 * h), 2, h)  # -1 fails where no heads are
             part = np.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], -2)
             part = part.reshape(*y.shape[:-1], block.stop - block.start)
             h *= 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's attention on CPUs: ``--attention-backend cpu_attn``. See docs/sglang.md.
+"""This module is SGLang's attention on CPUs: ``--attention-backend cpu_attn``. See docs/sglang.md.
 
 SGLang's cache is a pool of token slots, [slots, Hkv, D] for K and for V of each layer, and a table that says in which
 slot each token of a request lies. Slots are given out in pages of ``--page-size`` tokens, which lie side by side: to
@@ -29,7 +29,8 @@ MODES = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE)
 
 
 class Backend(AttentionBackend):  # type: ignore[misc]
-    """All layers of a model. Prefill, chunks of it, decode, and both in one batch are the same call."""
+    """Computes the attention of all layers of a model. Prefill, chunks of it, decode, and both in one batch are the
+    same call."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
         return False
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """What the layers of a step share: query_start_loc, seq_lens, block_table, and their plans."""
+        """Makes what the layers of a step share: query_start_loc, seq_lens, block_table, and their plans."""
         mode = forward_batch.forward_mode
         if mode.is_idle():
             return
@@ -73,7 +74,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
         sinks: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Attention of q [T, Hq * D] over the pool, in which k and v [T, Hkv, D] are written first: [T, Hq * Dv]."""
+        """Writes k and v [T, Hkv, D] into the pool and computes attention of q [T, Hq * D] over it: [T, Hq * Dv]."""
         asked = [name for name, value in others.items() if value is not None]
         if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER or layer.xai_temperature_len > 0:
             asked.append(f"layer {layer.layer_id}")

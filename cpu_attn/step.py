@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays of one step, which :class:`cpu_attn.BlockManager` makes and every layer uses."""
+"""This module has the arrays of one step, which :class:`cpu_attn.BlockManager` makes and every layer uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The new tokens of R requests, T in all, one request's after another's, and where their keys and values go.
+    """Holds the new tokens of R requests, T in all, one request's after another's, and where their keys and values go.
 
     :meth:`BlockManager.step` makes it; ``num_reqs`` is R, ``num_tokens`` is T.
 
@@ -88,7 +88,8 @@ class Step:
         return cache.plan(self.query_start_loc, self.seq_lens, num_heads, **options)
 
     def _plan_for_all(self, cache: Any, num_heads: int) -> Any:
-        """The plan without options, made for the first of the layers whose heads, dtype and layout are the same."""
+        """Gives the plan without options, which the first of the layers makes whose heads, dtype and layout are the
+        same."""
         kind = (cache.num_kv_heads, cache.head_size, cache.head_size_v, cache.dtype, cache.kv_cache_dtype)
         key = (num_heads, *kind, cache.isa, cache.kv_cache_layout, cache.kv_cache_rotation, cache.numa)
         if key not in self._plans:
@@ -96,7 +97,7 @@ class Step:
         return self._plans[key]
 
     def _arrays_for(self, cache: Any) -> Step:
-        """The step itself, once it is known to be of the cache's block_size."""
+        """Gives the step itself, once it is known to be of the cache's block_size."""
         if cache.block_size != self.block_size:
             raise ValueError(f"step: for blocks of {self.block_size} tokens, this cache has {cache.block_size}")
         return self

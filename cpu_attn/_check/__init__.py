@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of foreign input that are Python's affair: names, numbers, masks, arrays of the calls that have no table in
-native/check/arguments.c. What native/check finds of arrays and of what they hold becomes an exception here. All of it
-runs before a byte is written.
+"""This package checks foreign input in Python: names, numbers, masks, and the arrays of calls that have no table in
+native/check/arguments.c. It also makes exceptions of what native/check finds. All of it runs before a byte is written.
 
 Each module imports only those above it:
 

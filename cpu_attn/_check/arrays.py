@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any array: dtype, shape, strides, and which memory it shares."""
+"""Checks of any array: its dtype, its shape, its strides, and the memory that it shares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 
 def array(name: str, x: Any, dtypes: Sequence[str], axes: Sequence[tuple[str, int | None]]) -> Array:
-    """``x`` as memory of one of the dtypes and of the shape ``axes`` = (what, size or None: any), last axis dense."""
+    """Gives ``x`` as memory of one of the dtypes. Its shape is ``axes`` = (name, size, or None for any size), and its
+    last axis is dense."""
     a, fault, expected = view(name, x, dtypes), new_fault(), 0
     for kind in dtypes:
         expected |= 1 << CODES[kind][0]
@@ -30,25 +31,25 @@ def array(name: str, x: Any, dtypes: Sequence[str], axes: Sequence[tuple[str, in
 def with_one_head(
     name: str, x: Any, dtypes: Sequence[str], axes: Sequence[tuple[str, int | None]]
 ) -> np.ndarray[Any, Any]:
-    """``x`` as a NumPy view, with an axis for its one kv head before the last."""
+    """Gives ``x`` as a NumPy view with one more axis, that of its one kv head, before the last."""
     memory = array(name, x, dtypes, axes)
     found = x if isinstance(x, np.ndarray) else memory.numpy().view(DTYPES[memory.dtype])
     return found[..., None, :]
 
 
 def copied(a: Array) -> Array:
-    """The same in memory that no other thread writes into between its check and its use."""
+    """Gives a copy, which no other thread can write to between its check and its use."""
     return view("", a.numpy().copy())
 
 
 def length(name: str, x: Any) -> int:
-    """The size of the first axis. An array without one is for native/check to refuse."""
+    """Gives the size of the first axis. native/check refuses an array that has none, so it counts as 0 here."""
     found = numpy_view(name, x)
     return len(found) if found.ndim else 0
 
 
 def listed(name: str, x: Sequence[Any], dtype: Any = None) -> np.ndarray[Any, Any]:
-    """A list of numbers, or of such lists, as an array."""
+    """Gives a list of numbers, or of such lists, as an array."""
     try:
         return np.asarray(x, dtype)
     except MemoryError:
@@ -58,7 +59,8 @@ def listed(name: str, x: Sequence[Any], dtype: Any = None) -> np.ndarray[Any, An
 
 
 def integers(name: str, x: Any, dtype: Any = np.int32, ndim: int | None = 1) -> np.ndarray[Any, Any]:
-    """``x``, a sequence or an array of int32 or int64, as ``dtype``. What does not fit stays out of every range."""
+    """Gives ``x``, a sequence or an array of int32 or int64, as ``dtype``. A number that does not fit is clipped, and
+    so stays outside every range that a caller checks."""
     if isinstance(x, (list, tuple, range)):
         a = listed(name, x) if len(x) else np.zeros(0, np.int64)
     else:
@@ -75,7 +77,7 @@ def integers(name: str, x: Any, dtype: Any = np.int32, ndim: int | None = 1) -> 
 
 
 def rising(name: str, starts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Where requests start: from 0, never less than before."""
+    """Checks where requests start: the first at 0, and none before the one ahead of it."""
     if not len(starts):
         raise ValueError(f"{name}: is empty, expected 0 first")
     if starts[0] != 0:
@@ -88,7 +90,8 @@ def rising(name: str, starts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def moves(
     name: str, x: Any, num_sources: int, num_destinations: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Sources and destinations from {source: destination or [destinations]}, pairs or [n, 2], copied; all in range."""
+    """Reads sources and destinations from {source: destination or [destinations]}, from pairs or from [n, 2]. Both are
+    copies and in range, and no destination comes twice."""
     if isinstance(x, Mapping):
         x = [(s, d) for s, to in x.items() for d in (to if getattr(to, "ndim", isinstance(to, Iterable)) else [to])]
     pairs = integers(name, list(x) if isinstance(x, (Iterator, Set)) else x, np.int64, None).copy()
@@ -108,7 +111,7 @@ def moves(
 
 
 def small_floats(name: str, x: Any, dtypes: Sequence[str], num_heads: int) -> np.ndarray[Any, Any] | None:
-    """A float32 copy of one number for each query head."""
+    """Gives a float32 copy of an array that has one number for each query head."""
     if x is None:
         return None
     a = array(name, x, dtypes, [("num_heads", num_heads)])
@@ -116,7 +119,7 @@ def small_floats(name: str, x: Any, dtypes: Sequence[str], num_heads: int) -> np
 
 
 def rows(name: str, x: Any) -> np.ndarray[Any, Any]:
-    """x [..., D] of floats, float64 among them."""
+    """Checks that ``x`` is [..., D] of floats, which may be float64 here."""
     a = numpy_view(name, x, FLOATS)
     if str(a.dtype) not in (*FLOATS, "float64"):
         raise TypeError(f"{name}: dtype {a.dtype}, expected {', '.join(FLOATS)} or float64")
@@ -126,7 +129,7 @@ def rows(name: str, x: Any) -> np.ndarray[Any, Any]:
 
 
 def sizes(name: str, x: Any) -> np.ndarray[Any, Any]:
-    """A float64 copy of x [..., D], of numbers that are finite and not negative."""
+    """Gives a float64 copy of x [..., D], whose numbers must be finite and not negative."""
     found: np.ndarray[Any, Any] = rows(name, x).astype(np.float64)
     for where in np.argwhere(~(np.isfinite(found) & (found >= 0)))[:1]:
         at = ", ".join(map(str, where))
@@ -135,7 +138,7 @@ def sizes(name: str, x: Any) -> np.ndarray[Any, Any]:
 
 
 def writable(name: str, a: Array) -> Array:
-    """Memory that may be written and in which no two elements coincide."""
+    """Checks that the memory may be written and that no two elements coincide in it."""
     fault = new_fault()
     if lib.ca_check_written(describe(a), fault):
         raise misfit(fault, name, a)
@@ -143,7 +146,7 @@ def writable(name: str, a: Array) -> Array:
 
 
 def disjoint(name: str, a: Array, others: Mapping[str, Array | None]) -> None:
-    """No byte of ``a`` may be one of another array's."""
+    """Checks that no byte of ``a`` belongs to another array, too."""
     first, end = a.extent()
     for other, b in others.items():
         if b is None or not a.size or not b.size:
@@ -154,14 +157,14 @@ def disjoint(name: str, a: Array, others: Mapping[str, Array | None]) -> None:
 
 
 def apart_from(name: str, a: np.ndarray[Any, Any], others: Mapping[str, np.ndarray[Any, Any] | None]) -> None:
-    """:func:`disjoint` of NumPy arrays, in 0.3 us for each that is nowhere near."""
+    """Does what :func:`disjoint` does for NumPy arrays, in 0.3 us for each that lies nowhere near."""
     for other, b in others.items():
         if b is not None and np.may_share_memory(a, b):
             disjoint(name, view(name, a), {other: view(other, b)})
 
 
 def apart(names: Sequence[str], arrays: Sequence[Array | None], num_outputs: int) -> None:
-    """The first num_outputs arrays share no byte with one another or with the rest."""
+    """Checks that the first num_outputs arrays share no byte with one another or with the rest."""
     for i in range(num_outputs):
         a = arrays[i]
         if a is not None:
@@ -169,5 +172,5 @@ def apart(names: Sequence[str], arrays: Sequence[Array | None], num_outputs: int
 
 
 def pointer(kind: str, a: Array | np.ndarray[Any, Any]) -> Any:
-    """``a`` as a C pointer; the caller keeps ``a`` alive."""
+    """Gives ``a`` as a C pointer; the caller keeps ``a`` alive."""
     return ffi.cast(kind, a.address if isinstance(a, Array) else address(a))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step is made from: requests and their tokens."""
+"""Checks of what a step is made from: requests and their tokens."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ Array = np.ndarray[Any, Any]
 
 
 def tokens(name: str, x: Any) -> Array:
-    """Token ids, int64 [n]."""
+    """Gives token ids as int64 [n]."""
     return integers(name, x, np.int64)
 
 
 def batch(name: str, x: Any, ids: bool) -> tuple[tuple[Hashable, ...], Array, Array | None]:
-    """(request, tokens) pairs: the requests, how many tokens each has (int64 [R]) and, where ``ids``, which these are
-    (int64 [T]). Tokens may also be their number where not ``ids``, which are looked at all the same."""
+    """Reads (request, tokens) pairs: the requests, how many tokens each has (int64 [R]) and, where ``ids`` is set, all
+    token ids (int64 [T]), else None. Where it is not set, a number of tokens may stand for the ids; ids that are given
+    are checked all the same."""
     pairs = sequence(name, x)
     try:
         requests, given = zip(*pairs, strict=True) if pairs else ((), ())
@@ -32,7 +33,7 @@ def batch(name: str, x: Any, ids: bool) -> tuple[tuple[Hashable, ...], Array, Ar
     try:
         counts = np.fromiter(map(len, given), np.int64, len(given))
         found = _joined(given)
-    except (TypeError, ValueError):  # a number of tokens among them, or what has to be named
+    except (TypeError, ValueError):  # one of them is a number of tokens, or is wrong and has to be named
         each = [_tokens(f"{name}[{i}][1]", t, ids) for i, t in enumerate(given)]
         counts = np.array([t if isinstance(t, int) else len(t) for t in each], np.int64)
         found = np.concatenate([np.zeros(0, np.int64), *each]) if ids else np.zeros(0, np.int64)
@@ -42,7 +43,7 @@ def batch(name: str, x: Any, ids: bool) -> tuple[tuple[Hashable, ...], Array, Ar
 
 
 def _joined(given: Sequence[Any]) -> Array:
-    if set(map(type, given)) <= {list}:  # one array of them all takes a tenth of the time of an array of each
+    if set(map(type, given)) <= {list}:  # one array for all of them takes a tenth of the time of one for each
         return tokens("", list(chain.from_iterable(given)))
     return np.concatenate([tokens("", t) for t in given])
 
@@ -56,7 +57,8 @@ def _tokens(name: str, x: Any, ids: bool) -> Any:
 
 
 def continuation(name: str, given: Array, prompt: Array, there: int) -> None:
-    """``given`` goes on with ``prompt`` where ``there`` tokens of it are there already; past its end it is free."""
+    """Checks that ``given`` goes on with ``prompt``, ``there`` tokens of which are in blocks already. Tokens past the
+    end of the prompt are free."""
     rest = prompt[there : there + len(given)]
     for i in np.flatnonzero(given[: len(rest)] != rest)[:1]:
         raise ValueError(

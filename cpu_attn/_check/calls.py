@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of each call's arrays, and the checks of those that have no table in native/check/arguments.c."""
+"""This module names the arrays of each call, and checks those that have no table in native/check/arguments.c."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cpu_attn._check.arrays import FLOATS, apart, array, disjoint, writable
 from cpu_attn._check.plans import lengths
 from cpu_attn._check.values import MAX_SIZE, integer, sequence
 
-# In the order that native/cpu_attn.h has them in, too: those that a call writes first.
+# Each tuple has the order of native/cpu_attn.h: the arrays that a call writes come first.
 _LENGTHS = ("query_start_loc", "seq_lens", "dynamic_causal")
 _FEATURES = ("alibi_slopes", "s_aux", "selected_blocks", "attn_bias", "selected_tokens")
 ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *_LENGTHS, *_FEATURES)
@@ -25,7 +25,7 @@ ROTARY = ("key_cache", "value_cache", "query_out", "query", "key", "value", "slo
 
 
 def attention_arrays(**given: Any) -> tuple[Any, ...]:
-    """The arrays of an attention in the order of ATTENTION, None for those that are not given."""
+    """Gives the arrays of an attention in the order of ATTENTION, and None for those that are not given."""
     return tuple(given.pop(name, None) for name in ATTENTION)
 
 
@@ -34,7 +34,7 @@ SCORES = ("scores", "query", "page_min", "page_max", "block_table", "query_start
 
 
 def bounds(page_min: Any, page_max: Any, dtypes: Sequence[str]) -> tuple[Array, Array]:
-    """Both [N, Hkv, D]."""
+    """Checks page_min and page_max, both [N, Hkv, D]."""
     low = array("page_min", page_min, dtypes, [("num_blocks", None), ("num_kv_heads", None), ("head_size", None)])
     blocks, heads, head_size = low.shape
     sizes = [("num_blocks", blocks), ("num_kv_heads", heads), ("head_size", head_size)]
@@ -44,7 +44,7 @@ def bounds(page_min: Any, page_max: Any, dtypes: Sequence[str]) -> tuple[Array, 
 
 
 def update_page_bounds(key: Any, slot_mapping: Any, page_min: Any, page_max: Any) -> list[Array | None]:
-    """The arrays as BOUNDS names them."""
+    """Checks the arrays of that call and gives them in the order of BOUNDS."""
     low, high = bounds(page_min, page_max, FLOATS)
     k = array("key", key, [low.dtype], [("T", None), ("num_kv_heads", low.shape[1]), ("head_size", low.shape[2])])
     slots = array("slot_mapping", slot_mapping, ["int64"], [("T", k.shape[0])])
@@ -56,7 +56,8 @@ def update_page_bounds(key: Any, slot_mapping: Any, page_min: Any, page_max: Any
 def score_pages(
     query: Any, page_min: Any, page_max: Any, block_table: Any, seq_lens: Any, query_start_loc: Any
 ) -> list[Array | None]:
-    """The arrays as SCORES names them, but for the first, which is new."""
+    """Checks the arrays of that call and gives them in the order of SCORES; None stands for the first, which the call
+    makes."""
     q = array("query", query, FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
     low, high = bounds(page_min, page_max, [q.dtype])
     if q.shape[2] != low.shape[2]:
@@ -72,7 +73,7 @@ def score_pages(
 
 
 def _parts(name: str, x: Any, dtypes: Sequence[str]) -> list[Any]:
-    """A list or a tuple of arrays, or the arrays along the first axis of one."""
+    """Reads several arrays: a list or a tuple of them, or one array that holds them along its first axis."""
     found = sequence(name, x if isinstance(x, (list, tuple)) else view(name, x, dtypes).numpy())
     if not found:
         raise ValueError(f"{name}: no parts, expected at least one")
@@ -80,7 +81,7 @@ def _parts(name: str, x: Any, dtypes: Sequence[str]) -> list[Any]:
 
 
 def states(outs: Any, lses: Any) -> tuple[list[Array], list[Array]]:
-    """Outputs [T, Hq, Dv] of one dtype and lses [Hq, T] of several sets of keys."""
+    """Checks outputs [T, Hq, Dv] of one dtype and their lses [Hq, T], one of each for every set of keys."""
     parts, logs = _parts("outs", outs, FLOATS), _parts("lses", lses, ["float32"])
     if len(parts) != len(logs):
         raise ValueError(f"lses: {len(logs)} parts, outs has {len(parts)}")
@@ -94,7 +95,8 @@ def states(outs: Any, lses: Any) -> tuple[list[Array], list[Array]]:
 
 
 def merged(parts: Sequence[Array], logs: Sequence[Array], out: Any, lse: Any) -> tuple[Array, Array]:
-    """Where states go to: of their shapes, apart from them."""
+    """Checks the arrays that merged states are written to: they have the shapes of the states and share no memory with
+    them."""
     tokens, heads, size = zip(("T", "num_heads", "head_size_v"), parts[0].shape, strict=True)
     to = writable("out", array("out", out, [parts[0].dtype], [tokens, heads, size]))
     log = writable("lse", array("lse", lse, ["float32"], [heads, tokens]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What native/check and the engines found, as exceptions; what is of another class; other words for both."""
+"""This module makes exceptions of what native/check and the engines found, and gives errors the caller's words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cpu_attn._arrays import Array, view
 from cpu_attn._dtypes import CODES, DTYPES
 from cpu_attn._native import ffi, lib
 
-# enum ca_symbol
+# This is what errors call the sizes of enum ca_symbol.
 _AXES = {
     lib.CA_T: "T",
     lib.CA_NUM_REQS: "num_reqs",
@@ -35,13 +35,13 @@ _LAYOUTS = {lib.CA_HND: "HND", lib.CA_NHD: "NHD"}
 
 
 def instance(name: str, x: Any, *kinds: type) -> None:
-    """TypeError for what is of none of these classes."""
+    """Raises TypeError unless ``x`` is an instance of one of these classes."""
     if not isinstance(x, kinds):
         raise TypeError(f"{name}: expected {' or '.join(k.__name__ for k in kinds)}, got {type(x).__name__}")
 
 
 def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
-    """The error of a call whose arguments were called otherwise by who called us: our names to theirs."""
+    """Gives the same error with other names of arguments: our caller may call them otherwise. names: ours to theirs."""
     return type(error)(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error)))
 
 
@@ -52,8 +52,8 @@ def new_fault() -> Any:
 def misfit(
     fault: Any, name: str, a: Array, dtypes: Sequence[str] = (), axes: Sequence[str] = (), other: str = ""
 ) -> Exception:
-    """What native/check/arguments.c found wrong with an array. dtypes, axes: what it should have; other: with which it
-    shares memory."""
+    """Gives the exception for what native/check/arguments.c found wrong with an array. dtypes, axes: what the array
+    should have; other: the name of the array with which it shares memory."""
     status, axis, value, bound = fault.status, fault.position, fault.value, fault.bound
     if status == lib.CA_WRONG_DTYPE:
         return TypeError(f"{name}: dtype {a.dtype}, expected {' or '.join(dtypes)}")
@@ -91,8 +91,9 @@ def _expected(fault: Any) -> list[str]:
 
 
 def reread(fault: Any, names: Sequence[str], arrays: Sequence[Any], given: Any, alive: Any) -> tuple[int, Any, Any]:
-    """What _arrays.objects said of ``arrays``, or this before, with one more that Python reads, as C could not; raises
-    what else C found."""
+    """Replaces one array that C could not read by a description that Python makes, and returns the arguments for a
+    second attempt, as _arrays.objects does. given, alive: what _arrays.objects returned, or the attempt before this
+    one. Any other fault that C found is raised."""
     if fault.status != lib.CA_UNREAD:
         raise_fault(fault, names, arrays)
     if given == ffi.NULL:
@@ -101,7 +102,7 @@ def reread(fault: Any, names: Sequence[str], arrays: Sequence[Any], given: Any, 
     i = fault.argument
     if i in views:
         raise RuntimeError("nothing was computed: native code does not take what Python has read")
-    if arrays[i] is not None or not addresses[i]:  # None may only be new to C where it does not know NumPy
+    if arrays[i] is not None or not addresses[i]:  # where C does not know NumPy, it does not know None either
         views[i] = view(names[i], arrays[i], _expected(fault))
         ffi.memmove(given + i, views[i].described(), ffi.sizeof("ca_array"))
     addresses[i] = 0
@@ -109,7 +110,7 @@ def reread(fault: Any, names: Sequence[str], arrays: Sequence[Any], given: Any, 
 
 
 def raise_fault(fault: Any, names: Sequence[str] = (), arrays: Sequence[Any] = ()) -> None:
-    """The exception for what native/check found, if it found anything. names, arrays: of the call."""
+    """Raises the exception for what native/check found, if it found anything. names, arrays: those of the call."""
     if fault.status == lib.CA_OK:
         return
     if lib.CA_WRONG_DTYPE <= fault.status <= lib.CA_SHARES_MEMORY:
@@ -120,7 +121,7 @@ def raise_fault(fault: Any, names: Sequence[str] = (), arrays: Sequence[Any] = (
     if fault.status == lib.CA_NO_MEMORY:
         raise MemoryError("no memory for the call")
     if fault.status == lib.CA_ENGINE_FAILED:
-        from cpu_attn import _onednn_loader  # of the only engine that can fail, as late as in _dispatch
+        from cpu_attn import _onednn_loader  # no other engine can fail; _dispatch imports it as late
 
         raise _onednn_loader.failure("engine onednn", fault.value)
     if fault.status == lib.CA_SMALL_STACK:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches: what they hold, in which layout, at which scale, of which sizes."""
+"""Checks of caches: what they hold, their layouts, their scales and their sizes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cpu_attn._check.values import TINY, number
 from cpu_attn._dtypes import CODES, FORMATS, dtype_name, is_scaled
 from cpu_attn._native import lib
 
-LAYOUTS = {"packed": lib.CA_PACKED, "HND": lib.CA_HND, "NHD": lib.CA_NHD}  # the last two: vLLM's names
+LAYOUTS = {"packed": lib.CA_PACKED, "HND": lib.CA_HND, "NHD": lib.CA_NHD}  # vLLM has the last two names, too
 ROTATIONS = ("none", "hadamard")
-# Names of what a narrow cache holds, and what they mean.
+# These are the names that users have for the formats of quantised caches; several may mean the same format.
 NARROW = {name: kv for kv, row in FORMATS.items() for name in (*row.aliases, kv)}
 
 
-@functools.cache  # of the names that there are: it keeps nothing of a call that raises
+@functools.cache  # there are few names, and a call that raises leaves nothing in it
 def _kv_dtypes(kv_cache_dtype: str, dtype: str) -> tuple[str, ...]:
     names = kv_cache_dtype.split("/")
     found = tuple(dtype if name in ("auto", dtype) else NARROW.get(name, "") for name in names)
@@ -35,14 +35,14 @@ def _kv_dtypes(kv_cache_dtype: str, dtype: str) -> tuple[str, ...]:
 
 
 def kv_dtypes(kv_cache_dtype: Any, dtype: Any) -> tuple[str, ...]:
-    """What the caches of K and of V hold: ``dtype``, or a name of FORMATS."""
+    """Says what the cache of K and the cache of V hold: ``dtype``, or a name of FORMATS."""
     if not isinstance(kv_cache_dtype, str):
         raise TypeError(f"kv_cache_dtype: expected a name, got {type(kv_cache_dtype).__name__}")
     return _kv_dtypes(kv_cache_dtype, dtype if isinstance(dtype, str) else dtype_name(dtype))
 
 
 def keys_alone(kv_cache_dtype: Any) -> str:
-    """What a cache of keys without values holds. Names that kv_dtypes does not know are its affair."""
+    """Says what a cache of keys without values holds. A name that is unknown passes, since kv_dtypes refuses it."""
     if not isinstance(kv_cache_dtype, str):
         return "?"
     found = list(dict.fromkeys(NARROW.get(kv, kv) for kv in kv_cache_dtype.split("/")))
@@ -52,7 +52,7 @@ def keys_alone(kv_cache_dtype: Any) -> str:
 
 
 def kv_cache_layout(x: Any, kvs: Sequence[str] = ()) -> str:
-    """kvs: what the caches are to hold, as kv_dtypes says it."""
+    """Checks the name of a layout. kvs: what the caches are to hold, as kv_dtypes says it."""
     if not isinstance(x, str):
         raise TypeError(f"kv_cache_layout: expected a name, got {type(x).__name__}")
     if x not in LAYOUTS:
@@ -63,7 +63,7 @@ def kv_cache_layout(x: Any, kvs: Sequence[str] = ()) -> str:
     return x
 
 
-@functools.cache  # as above
+@functools.cache  # there are as few rotations
 def _rotated(rotation: str) -> int:
     names = rotation.split("/")
     if len(names) > 2 or any(name not in ROTATIONS for name in names):
@@ -72,14 +72,14 @@ def _rotated(rotation: str) -> int:
 
 
 def kv_cache_rotation(x: Any) -> int:
-    """1 where K is to be rotated and 2 where V is, as ca_shape.hadamard has them."""
+    """Gives the bits of ca_shape.hadamard: 1 where K is to be rotated, and 2 where V is."""
     if not isinstance(x, str):
         raise TypeError(f"kv_cache_rotation: expected a name, got {type(x).__name__}")
     return _rotated(x)
 
 
 def numa(x: Any) -> str | None:
-    """How a cache's memory lies on NUMA nodes."""
+    """Checks the name of the way in which a cache's memory lies on NUMA nodes."""
     if x is None:
         return None
     if not isinstance(x, str):
@@ -90,13 +90,13 @@ def numa(x: Any) -> str | None:
 
 
 def memory(kv: str) -> tuple[str, ...]:
-    """The dtypes that an array may have whose memory holds ``kv``."""
+    """Gives the dtypes that an array may have whose memory holds ``kv``."""
     return FORMATS[kv].memory if kv in FORMATS else (kv,)
 
 
 def scales(k_scale: Any, v_scale: Any, kvs: Sequence[str]) -> tuple[float, float]:
-    """Both as floats: positive, and 1 unless the cache is fp8. kvs: what kv_dtypes says; names that it does not know
-    are its affair."""
+    """Gives both scales as floats. They are positive, and 1 unless the cache is fp8. kvs: what kv_dtypes says; a name
+    that is unknown passes, since kv_dtypes refuses it."""
     if type(k_scale) is float and type(v_scale) is float and k_scale == v_scale == 1.0:
         return k_scale, v_scale
     found = number("k_scale", k_scale), number("v_scale", v_scale)
@@ -118,7 +118,8 @@ def cache(
     block_size: int | None,
     layout: str = "packed",
 ) -> Array:
-    """A cache [N, Hkv, B, width], or [N, B, Hkv, D] (NHD). Strides are free; a packed block of a head is dense."""
+    """Checks a cache [N, Hkv, B, width], or [N, B, Hkv, D] in layout NHD. Strides are free, but a packed block of a
+    head is dense."""
     axes = [("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads), ("block_size", block_size), ("width", None)]
     if layout == "NHD":
         axes[1], axes[2] = axes[2], axes[1]
@@ -131,14 +132,15 @@ def cache(
 def caches(
     key_cache: Any, value_cache: Any, kvs: Sequence[str], num_kv_heads: int | None, layout: str
 ) -> tuple[Array, Array]:
-    """Both, of the same sizes but for the last axis."""
+    """Checks both caches, whose sizes are the same but for the last axis."""
     k = cache("key_cache", key_cache, kvs[0], num_kv_heads, None, None, layout)
     num_blocks, num_kv_heads, block_size = cache_sizes(k.shape, layout)
     return k, cache("value_cache", value_cache, kvs[1], num_kv_heads, num_blocks, block_size, layout)
 
 
 def cache_sizes(shape: Sequence[int], layout: str) -> tuple[int, int, int]:
-    """Of a cache's shape num_blocks, num_kv_heads and block_size; and of these, by the same exchange, the shape's."""
+    """Gives num_blocks, num_kv_heads and block_size of a cache's shape. The exchange undoes itself, so it also gives
+    the first axes of a shape from these three."""
     n, h, b = shape[:3]
     return (n, b, h) if layout == "NHD" else (n, h, b)
 
@@ -146,7 +148,7 @@ def cache_sizes(shape: Sequence[int], layout: str) -> tuple[int, int, int]:
 def pages(
     arrays: Sequence[Any], shapes: Sequence[tuple[int, ...]], kvs: Sequence[str], layout: str
 ) -> list[np.ndarray[Any, Any]]:
-    """The memory of K and of V, which has these shapes, as NumPy arrays."""
+    """Gives the memory of K and of V, which must have these shapes, as NumPy arrays."""
     found = {}
     for name, x, kv, shape in zip(("key_cache", "value_cache"), arrays, kvs, shapes, strict=True):
         num_blocks, num_kv_heads, block_size = cache_sizes(shape, layout)
@@ -161,7 +163,8 @@ def pages(
 
 
 def width(isa: int, dtype: int, kv: str, block_size: int, head_size: int) -> int:
-    """Last axis of a cache so that a block of block_size * width elements holds K or V in the isa's layout."""
+    """Gives the size of a cache's last axis: a block of block_size * width elements has room for K or V in the isa's
+    layout."""
     return int(lib.ca_cache_width(isa, dtype, CODES[kv][0], block_size, head_size))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks besides causal and window."""
+"""Checks of the masks besides causal and window."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from cpu_attn._check.values import INT32_MAX, boolean, integer, sequence
 
 
 class Masks(NamedTuple):
-    """Masks besides causal and window: spans int32 [n, 3] request, first and last key; documents int32 [m, 2] request,
-    first key; both in ascending order. clamped: spans do not reach further back than the window."""
+    """Holds the masks of a step besides causal and window. spans is int32 [n, 3]: request, first key, last key.
+    documents is int32 [m, 2]: request, first key. Both ascend. clamped says that spans reach no further back than the
+    window."""
 
     spans: np.ndarray[Any, Any]
     documents: np.ndarray[Any, Any]
@@ -31,7 +32,8 @@ def masks(
     tree_mask: Any,
     mm_prefix_clamp_sliding_window: Any = False,
 ) -> Masks | None:
-    """What get_scheduler_metadata was given of them, None: nothing. plan/masks.c looks at what depends on lengths."""
+    """Checks the masks that get_scheduler_metadata was given, and gives None where it was given none. plan/masks.c
+    checks what depends on lengths."""
     clamped = boolean("mm_prefix_clamp_sliding_window", mm_prefix_clamp_sliding_window)
     if mm_prefix_range is None and document_start_loc is None and tree_mask is None:
         return None
@@ -58,7 +60,7 @@ def _flat(found: dict[int, Ranges], width: int) -> np.ndarray[Any, Any]:
 
 
 def _by_request(name: str, x: Any, num_reqs: int, read: Callable[[str, Any], Ranges]) -> dict[int, Ranges]:
-    """A mapping by request, ascending."""
+    """Reads a mapping by request, and gives it in ascending order."""
     if x is None:
         return {}
     if not isinstance(x, Mapping):
@@ -73,7 +75,7 @@ def _by_request(name: str, x: Any, num_reqs: int, read: Callable[[str, Any], Ran
 
 
 def _spans(name: str, x: list[Any]) -> Ranges:
-    """(start, end), end inclusive, as vLLM has them: ascending, apart."""
+    """Reads pairs (start, end) whose end is inclusive, as in vLLM. They ascend and do not touch one another."""
     found: Ranges = []
     for i, pair in enumerate(x):
         ends = sequence(f"{name}[{i}]", pair)
@@ -85,7 +87,7 @@ def _spans(name: str, x: list[Any]) -> Ranges:
 
 
 def _documents(name: str, x: list[Any]) -> Ranges:
-    """Where documents start: at 0, then ever later."""
+    """Reads where documents start: the first at 0, and each later than the one before."""
     found: Ranges = []
     for i, start in enumerate(x):
         found.append((integer(f"{name}[{i}]", start, found[-1][0] + 1 if found else 0, INT32_MAX if found else 0),))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan is made of, and what comes later and has to fit it."""
+"""Checks of what a plan is made of, and of what later has to fit a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cpu_attn._native import lib
 
 
 class Plan:
-    """What get_scheduler_metadata returns is one."""
+    """Makes plans known to this package: get_scheduler_metadata returns an instance of a subclass."""
 
     __slots__ = ()
 
@@ -28,7 +28,7 @@ def plan(name: str, x: Any) -> Any:
 def lengths(
     num_reqs: int, query_start_loc: Any, seq_lens: Any, dynamic_causal: Any
 ) -> tuple[Array, Array, Array | None]:
-    """The three int32 arrays that say which requests a step has."""
+    """Checks the three int32 arrays that say which requests a step has."""
     reqs = [("num_reqs", num_reqs)]
     lens = array("seq_lens", seq_lens, ["int32"], reqs)
     starts = array("query_start_loc", query_start_loc, ["int32"], [("num_reqs + 1", num_reqs + 1)])
@@ -43,7 +43,8 @@ def table_block_size(block_table: Any, block_size: Any) -> int:
 
 
 def ranks(world_size: Any, rank: Any, interleave: Any) -> tuple[int, int, int]:
-    """Of context parallel: how many there are, which one this is, and how many positions in a row each has."""
+    """Checks the ranks of context parallelism: how many there are, which one this is, and how many consecutive
+    positions each has."""
     if type(world_size) is type(interleave) is type(rank) is int and world_size == interleave == 1 and rank == 0:
         return 1, 0, 1
     size = integer("cp_world_size", world_size, 1, MAX_SIZE)
@@ -51,7 +52,7 @@ def ranks(world_size: Any, rank: Any, interleave: Any) -> tuple[int, int, int]:
 
 
 def plan_of_ranks(name: str, x: Any, ranks: tuple[int, int, int]) -> Any:
-    """A plan for this rank's keys, and for no others."""
+    """Checks that a plan was made for this rank's keys."""
     shape = plan(name, x)._shape
     made_for = (shape.cp_world_size, shape.cp_rank, shape.cp_interleave)
     if made_for != ranks:
@@ -64,7 +65,8 @@ def plan_of_ranks(name: str, x: Any, ranks: tuple[int, int, int]) -> Any:
 def selections(
     max_selected_tokens: Any, query_block_size: Any, select_by_query_head: Any, block_size: int
 ) -> tuple[int, int, bool]:
-    """What a plan is told of them, 0 for nothing. block_size: not 0 where the plan shares prefixes."""
+    """Checks what a plan is told of selections, and gives 0 for what it is not told. block_size is not 0 where the plan
+    shares prefixes."""
     most = 0 if max_selected_tokens is None else integer("max_selected_tokens", max_selected_tokens, 1)
     size = 0 if query_block_size is None else integer("query_block_size", query_block_size, 1)
     by_head = boolean("select_by_query_head", select_by_query_head)
@@ -84,8 +86,8 @@ def selections(
 def same_call(
     plan: Any, sliding_window: Any, kv_cache_dtype: Any, kv_cache_layout: Any, kv_cache_rotation: Any
 ) -> None:
-    """What the plan was made for. Said in the same words it is not looked at any further: 0.1 us instead of 0.6. Words
-    are the same by identity, since an array that is compared with a name may be equal to it, or raise."""
+    """Checks that a call is what its plan was made for. The words of the plan are compared by identity first, which
+    takes 0.1 us in place of 0.6: to compare by value could mislead or raise where an argument is an array."""
     planned_window, kv_dtype, layout, rotation = plan._words
     if kv_cache_dtype is kv_dtype and kv_cache_layout is layout and kv_cache_rotation is rotation:
         kind = type(sliding_window)
@@ -101,7 +103,7 @@ def same_call(
 
 
 def latent(plan: Any) -> None:
-    """A plan for rows of which V is a part of K."""
+    """Checks that a plan is for rows of which V is a part of K."""
     shape, kvs = plan._shape, plan.kv_dtypes
     if shape.num_kv_heads != 1 or shape.head_size_v > shape.head_size:
         raise ValueError(
@@ -133,7 +135,8 @@ def selected_tokens(x: Any, num_tokens: int) -> Array | None:
 
 
 def selected_blocks(x: Any, lists: tuple[str, int], heads: tuple[str, int]) -> Array | None:
-    """lists: what has one of its own for each of the heads, and how many there are."""
+    """Checks selected_blocks. lists: the name and the size of the first axis, which counts the lists; heads: those of
+    the second axis."""
     axes = [lists, heads, ("blocks", None)]
     return None if x is None else array("selected_blocks", x, ["int32"], axes)
 
@@ -146,15 +149,15 @@ def block_table(
     blocks: Array | None = None,
     tokens: Array | None = None,
 ) -> None:
-    """Every block that the plan will look for is there; blocks and tokens that are selected are those of their
-    requests."""
+    """Checks that every block that the plan will look for is there, and that the blocks and tokens that are selected
+    are those of their requests."""
     fault, given = new_fault(), described([table, blocks, tokens])
     lib.ca_check_table(plan._pointer, given, given + 1, given + 2, num_blocks, block_size, fault)
     raise_fault(fault)
 
 
 def attn_bias(plan: Any, x: Any) -> Array | None:
-    """[R or 1, Hq or 1, Q, K], Q and K no less than what any request of the plan needs."""
+    """Checks a bias [R or 1, Hq or 1, Q, K], whose Q and K are no less than any request of the plan needs."""
     if x is None:
         return None
     a = array("attn_bias", x, ["float32"], [("num_reqs", None), ("num_heads", None), ("Q", None), ("K", None)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers, booleans, windows."""
+"""Checks of numbers, booleans, sequences and windows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import numpy as np
 INT32_MAX = 2**31 - 1
 TINY, HUGE = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))  # normal float32
 LOG2E = math.log2(math.e)
-SOFTCAP_MAX = 0.69 * HUGE  # times log2(e) it is finite
-MOST_FACTOR = 0.999 * HUGE  # whichever way it is rounded on its way
-LONGEST = min(INT32_MAX, int(threading.TIMEOUT_MAX))  # seconds, which every library that waits can count
-MAX_SIZE = 2**16  # of heads and head sizes: keeps every product of sizes within int64
+SOFTCAP_MAX = 0.69 * HUGE  # it stays finite times log2(e)
+MOST_FACTOR = 0.999 * HUGE  # it leaves room for the roundings of the product
+LONGEST = min(INT32_MAX, int(threading.TIMEOUT_MAX))  # seconds; every library that waits can count as many
+MAX_SIZE = 2**16  # the most heads and head size, so that products of sizes fit in int64
 
 
 def integer(name: str, x: Any, low: int, high: int = INT32_MAX) -> int:
-    """``x`` as an int in [low, high]."""
+    """Gives ``x`` as an int in [low, high]."""
     if type(x) is int and low <= x <= high:
         return x
     if isinstance(x, (bool, np.bool_)):
@@ -38,14 +38,14 @@ def integer(name: str, x: Any, low: int, high: int = INT32_MAX) -> int:
 
 
 def number(name: str, x: Any, low: float = -math.inf) -> float:
-    """``x`` as a float that is finite in float32 and at least ``low``."""
+    """Gives ``x`` as a float that is finite in float32 and at least ``low``."""
     if type(x) is float and low <= x and -HUGE <= x <= HUGE:
         return x
     if isinstance(x, (str, bytes, bool)):
         raise TypeError(f"{name}: expected a number, got {x!r}")
     try:
         value = float(x)
-    except OverflowError:  # of an int
+    except OverflowError:  # an int may be larger than any float
         value = math.inf if x > 0 else -math.inf
     except MemoryError:
         raise
@@ -57,7 +57,7 @@ def number(name: str, x: Any, low: float = -math.inf) -> float:
 
 
 def timeout(name: str, x: Any) -> float:
-    """``x`` seconds."""
+    """Gives ``x`` as a float of seconds."""
     value = number(name, x, 0.0)
     if value > LONGEST:
         raise ValueError(f"{name}: {value} s is outside 0..{LONGEST}")
@@ -65,7 +65,7 @@ def timeout(name: str, x: Any) -> float:
 
 
 def softcap(name: str, x: Any) -> float:
-    """0 is off. C divides by it, and multiplies it by log2(e)."""
+    """Checks a softcap, of which 0 is off. C divides by it, and multiplies it by log2(e)."""
     if type(x) is float and (x == 0.0 or TINY <= x <= SOFTCAP_MAX):
         return x
     value = number(name, x, 0.0)
@@ -75,7 +75,8 @@ def softcap(name: str, x: Any) -> float:
 
 
 def logit_factors(scale: Any, softcap_: Any, k_scale: float) -> tuple[float, float]:
-    """scale and softcap. C multiplies q.k by scale * k_scale over softcap, or without one times log2(e), in float32."""
+    """Checks scale and softcap together. In float32 C multiplies q.k by scale * k_scale / softcap or, without a
+    softcap, by scale * k_scale * log2(e)."""
     factor, cap = number("scale", scale), softcap("softcap", softcap_)
     product = factor * k_scale / cap if cap else factor * k_scale * LOG2E
     if not -MOST_FACTOR <= product <= MOST_FACTOR:
@@ -93,20 +94,21 @@ def boolean(name: str, x: Any) -> bool:
 
 
 def sequence(name: str, x: Any) -> list[Any]:
-    """The items of a list, a tuple, an array, ..."""
+    """Gives the items of a list, a tuple, an array or whatever else can be iterated."""
     cause = None
     if not isinstance(x, (str, bytes, Mapping)):
         try:
             return list(x)
         except MemoryError:
             raise
-        except Exception as e:  # 0 axes, or what an object of somebody's raises
+        except Exception as e:  # an array has no axes, or a foreign object raises
             cause = e
     raise TypeError(f"{name}: expected a sequence, got {type(x).__name__}") from cause
 
 
 def window(x: Any, name: str = "sliding_window") -> tuple[int, int]:
-    """(left, right) keys visible beside the query, -1 for all; from vLLM's int (own key counted) or a pair."""
+    """Gives how many keys are visible to the left and to the right of the query, -1 for all. ``x`` is such a pair, or
+    vLLM's int, which counts the query's own key."""
     if isinstance(x, (tuple, list)):
         if len(x) != 2:
             raise ValueError(f"{name}: expected (left, right), got {len(x)} values")

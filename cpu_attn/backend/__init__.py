@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes that an inference engine programs against, under the names of vLLM's older CPU backend, without torch.
+"""This package has the classes that an inference engine programs against, under the names of vLLM's older CPU backend,
+without torch.
 
 Each module imports only those above it:
 

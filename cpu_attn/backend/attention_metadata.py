@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step looks like: metadata in vLLM's fields."""
+"""This module describes a step in vLLM's fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NONE = np.zeros(0, np.int32)
 
 
 class AttentionType(str, Enum):
-    """What a layer attends to, under vLLM's names. Plain strings of the same value do as well.
+    """Names what a layer attends to, as vLLM does. Plain strings of the same value do as well.
 
     Raises:
         ValueError: a name is none of the four.
@@ -45,8 +45,8 @@ def attention_type(attn_type: Any) -> AttentionType:
 
 
 class Part(NamedTuple):
-    """Requests that one call serves. Row ``first`` is their first query row, and their first key row where
-    block_table is None: then their K and V are in no cache but those that forward was given."""
+    """Requests that one call serves. ``first`` is the row of their first query token. Where block_table is None it is
+    also the row of their first key, since their K and V are then only in the arrays that forward was given."""
 
     first: int
     query_start_loc: Array
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 @dataclass(eq=False)
 class CPUAttentionMetadata:
-    """The metadata of one step: P prefills first, then the decodes; R requests and T tokens in all.
+    """Holds the metadata of one step: P prefills first, then the decodes; R requests and T tokens in all.
 
     Lengths, tables and slots are lists or arrays of int32 or int64. The query tokens of a prefill are its last ones:
     where it has more keys than queries, that is chunked prefill or a cached prefix. An engine may advance the arrays in
@@ -136,13 +136,14 @@ class CPUAttentionMetadata:
 
     @property
     def is_all_encoder_attn_metadata_set(self) -> bool:
-        """Whether encoder attention has ``encoder_seq_lens``, its array and its maximum, which it needs."""
+        """Says whether encoder attention has ``encoder_seq_lens``, its array and its maximum, which it needs."""
         fields = (self.encoder_seq_lens, self.encoder_seq_lens_tensor, self.max_encoder_seq_len)
         return all(x is not None for x in fields)
 
     @property
     def is_all_cross_attn_metadata_set(self) -> bool:
-        """Whether cross attention has the same, its slots and its block tables, which it needs."""
+        """Says whether cross attention has what it needs: what encoder attention needs, its slots and its block
+        tables."""
         return (
             self.is_all_encoder_attn_metadata_set
             and self.cross_slot_mapping is not None
@@ -151,12 +152,12 @@ class CPUAttentionMetadata:
 
     @property
     def prefill_metadata(self) -> CPUAttentionMetadata | None:
-        """This object where there are prefills, else None."""
+        """Gives this object where there are prefills, else None."""
         return self if self.num_prefill_tokens else None
 
     @property
     def decode_metadata(self) -> CPUAttentionMetadata | None:
-        """This object where there are decodes, else None."""
+        """Gives this object where there are decodes, else None."""
         return self if self.num_decode_tokens else None
 
     def get_seq_lens(self, attn_type: str) -> tuple[Any, Any]:
@@ -226,7 +227,7 @@ class CPUAttentionMetadata:
         return self.num_prefill_tokens + self.num_decode_tokens
 
     def _query_starts(self) -> Array:
-        """query_start_loc [R+1] of prefills and decodes."""
+        """Gives query_start_loc [R + 1] of prefills and decodes."""
         prefills = self.num_prefills
         if self.query_start_loc is not None:
             name, starts = "query_start_loc", integers("query_start_loc", self.query_start_loc)
@@ -251,7 +252,7 @@ class CPUAttentionMetadata:
         return starts
 
     def _decoder_parts(self) -> list[Part]:
-        """One part, or, where the prefills have no block tables, one for them and one for the decodes."""
+        """Gives one part, or two where the prefills have no block tables: one for them and one for the decodes."""
         starts, prefills = self._query_starts(), self.num_prefills
         decodes, parts = len(starts) - 1 - prefills, []
         if prefills:
@@ -306,8 +307,8 @@ class CPUAttentionMetadata:
             raise ValueError(f"attn_metadata: {kind} attention needs {', '.join(missing)}")
 
     def _plan(self, part: Part, kind: AttentionType, block_size: int | None = None, **shape: Any) -> SchedulerMetadata:
-        """The plan for some requests of this step, made by the first layer of a shape and kept for the others, as long
-        as lengths and, where requests share blocks, tables are the same."""
+        """Gives the plan for some requests of this step. The first layer of a shape makes it, and the others find it as
+        long as the lengths are the same and, where requests share blocks, the tables, too."""
         key = (part.first, kind, block_size, *shape.values())
         lengths = part.query_start_loc.tobytes() + part.seq_lens.tobytes()
         known = self._plans.get(key)
@@ -343,7 +344,7 @@ def running_sum(lens: Array) -> Array:
 
 
 def _table(name: str, x: Any, lens: Array) -> Array | None:
-    """Block table of requests with so many keys; None where there is none and they have keys."""
+    """Gives the block table of requests with so many keys; None where there is no table although they have keys."""
     if x is None or (table := integers(name, x, ndim=None)).size == 0:
         return None if lens.any() else np.zeros((len(lens), 0), np.int32)
     if len(lens) and (table.ndim != 2 or len(table) != len(lens)):
@@ -352,7 +353,7 @@ def _table(name: str, x: Any, lens: Array) -> Array | None:
 
 
 def _stacked(first: Array, second: Array) -> Array:
-    """One table after the other; the narrower one's missing entries name no block."""
+    """Puts one table under the other. The entries that the narrower one lacks name no block."""
     table = np.full((len(first) + len(second), max(first.shape[1], second.shape[1])), -1, np.int32)
     table[: len(first), : first.shape[1]] = first
     table[len(first) :, : second.shape[1]] = second
@@ -360,5 +361,5 @@ def _stacked(first: Array, second: Array) -> Array:
 
 
 def _other_table(then: Any, now: Any) -> bool:
-    """Is this not the table whose shared blocks a plan was made for? None: it looked at no table."""
+    """Says whether this is not the table whose shared blocks a plan was made for. None stands for no table."""
     return then is not None and (now is None or not np.array_equal(then, now))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which classes belong together."""
+"""This module says which classes belong together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cpu_attn.backend.paged_attention import PagedAttention
 
 
 class CPUAttentionBackend:
-    """Says which classes and caches belong together. Every head size from 1 on, every group, any block size.
+    """Says which classes and caches belong together. It has every head size from 1 on, every group and any block size.
 
     An engine asks it once for the other classes. docs/backend.md has the guide.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense biases, for tests and for engines that need them; no layer here builds one."""
+"""This module makes dense biases for tests and for engines that need them; no layer here makes one."""
 
 from __future__ import annotations
 

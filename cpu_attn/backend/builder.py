@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metadata of a step out of what vLLM has of it."""
+"""This module makes the metadata of a step from vLLM's description of it."""
 
 from __future__ import annotations
 

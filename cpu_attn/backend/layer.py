@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one layer.
+"""This module computes the attention of one layer.
 
 A step's tokens stand prefills first, then decodes. Both go through one ``attention_with_kv_cache``; chunked prefill and
 prefix caching are nothing but lengths and block tables there. Keys and values that no cache of the engine holds
-(encoders, profiling) pass through pages of our own.
+(encoders, profiling) pass through pages that a layer makes for the call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCRATCH_BLOCK_SIZE = 64
 
 
 class CPUAttentionBackendImpl:
-    """Attention of one layer.
+    """Computes the attention of one layer.
 
     The class attribute ``paged_attn_impl`` says which engine computes: :class:`PagedAttention` or
     :class:`OneDNNPagedAttention`.
@@ -174,7 +174,7 @@ class CPUAttentionBackendImpl:
         if caches is not None and k is not None and v is not None and self.kv_sharing_target_layer_name is None:
             slots = self._slots(attn_metadata, len(k))
             write = (k[: len(slots)], v[: len(slots)], *caches, slots, self.kv_cache_dtype, *scales)
-        for call in calls:  # what is wrong with them is said before the cache is written
+        for call in calls:  # errors come before the cache is written
             call(only_check=True)
         if write:
             self.paged_attn_impl.write_to_paged_cache(*write)
@@ -183,7 +183,7 @@ class CPUAttentionBackendImpl:
         return output
 
     def _rows(self, name: str, x: Any, num_heads: int, head_size: int | None) -> Array:
-        """[T, num_heads, head_size] of that or of [T, num_heads * head_size], in the same memory."""
+        """Gives [T, num_heads, head_size] of such an array or of [T, num_heads * head_size], in the same memory."""
         a = numpy_view(name, x, _check.FLOATS)
         if a.ndim == 2 and a.shape[1] % num_heads == 0:
             a = a.reshape(len(a), num_heads, a.shape[1] // num_heads)  # to split an axis never copies
@@ -197,7 +197,8 @@ class CPUAttentionBackendImpl:
         return self.attn_type is AttentionType.ENCODER_DECODER
 
     def _scales(self, layer: Any, dtype: str) -> tuple[float, float]:
-        """Of fp8; a checkpoint may have some that its cache does not use."""
+        """Gives the scales of an fp8 cache, and 1 for any other: a checkpoint may have scales that its cache does not
+        use."""
         kvs = _check.kv_dtypes(self.kv_cache_dtype, dtype)
         k_scale, v_scale = (
             _scale(layer, name) if is_fp8(kv) else 1.0 for name, kv in zip(("_k_scale", "_v_scale"), kvs, strict=True)
@@ -244,7 +245,7 @@ class CPUAttentionBackendImpl:
         output: Array,
         caches: tuple[Array, Array] | None,
     ) -> None:
-        """What no call looks at: each of them sees the rows of one part."""
+        """Checks what no call can check, since each of them sees the rows of one part only."""
         tokens = max((part.rows.stop for part in parts), default=0)
         for name, rows in (("query", query), ("output", output)):
             if len(rows) < tokens:
@@ -272,7 +273,7 @@ class CPUAttentionBackendImpl:
         caches: tuple[Array, Array] | None,
         scales: tuple[float, float],
     ) -> partial[None]:
-        """The attention of some of the requests."""
+        """Prepares the attention of some of the requests."""
         if caches is None or part.block_table is None:
             self._check_given(part, key, caches is not None)
             pages, scales, block_size = self._scratch(part, key, value), (1.0, 1.0), None
@@ -294,7 +295,7 @@ class CPUAttentionBackendImpl:
         return partial(run_attention, plan, arrays, self.scale, self.logits_soft_cap, scales, self._causal(metadata))
 
     def _check_given(self, part: Part, key: Array | None, has_cache: bool) -> None:
-        """Do the keys that forward was given hold all keys of requests that have no blocks?"""
+        """Checks that the keys that forward was given are all the keys of requests that have no blocks."""
         if has_cache and (self._is_cross or self.kv_sharing_target_layer_name is not None):
             name = "cross_block_tables" if self._is_cross else "block_tables"
             raise ValueError(f"{name}: needed, this layer's keys are in the cache")
@@ -312,7 +313,8 @@ class CPUAttentionBackendImpl:
             raise ValueError(f"key: {len(key)} tokens, attn_metadata says {needed}")
 
     def _slots(self, metadata: CPUAttentionMetadata, num_keys: int) -> Array:
-        """Where the given keys go. Cross attention's are all meant; a decoder's may be followed by padding."""
+        """Gives the slots of the given keys. In cross attention every key has one; a decoder's keys may be followed by
+        padding."""
         if self._is_cross:
             slots = _check.integers("cross_slot_mapping", metadata.cross_slot_mapping, np.int64, None).reshape(-1)
             if len(slots) != num_keys:
@@ -325,7 +327,8 @@ class CPUAttentionBackendImpl:
         return slots[:tokens]
 
     def _scratch(self, part: Part, key: Any, value: Any) -> tuple[Array, Array, Array]:
-        """Pages of our own with the keys of some requests, one after the other, and their block table."""
+        """Writes the keys of some requests one after the other into new pages, and gives these and their block
+        table."""
         isa = self.paged_attn_impl.isa
         num_blocks, table, slots = lined_up(part.seq_lens, SCRATCH_BLOCK_SIZE)
         size = (num_blocks, SCRATCH_BLOCK_SIZE, self.num_kv_heads)
@@ -351,7 +354,7 @@ def _scale(layer: Any, name: str) -> float:
 
 
 def _zeros_like(query: Any, dtype: Any, rows: int, columns: int) -> Any:
-    """A tensor where query is one (it makes its own kind), else a NumPy array, of query's dtype."""
+    """Gives zeros of query's dtype: a tensor where query is one, made by itself, else a NumPy array."""
     if hasattr(query, "new_zeros"):
         return query.new_zeros((rows, columns))
     return np.zeros((rows, columns), dtype)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention under the names of vLLM's older CPU backend: shapes of caches, writing, decoding, whole blocks.
+"""This module has paged attention under the names of vLLM's older CPU backend: shapes of caches, writing, decoding,
+whole blocks.
 
 A ``kv_cache`` of one layer is one of
 
@@ -27,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 
 def _blocks(name: str, kv_cache: Any) -> tuple[Array, Array]:
-    """K and V with their blocks along axis 0, as views."""
+    """Gives K and V as views whose axis 0 counts blocks."""
     if isinstance(kv_cache, (tuple, list)):
         both = [numpy_view(name, x) for x in kv_cache]
     else:
@@ -46,7 +47,7 @@ def _writable(name: str, kv_cache: Any) -> tuple[Array, Array]:
 
 
 class PagedAttention:
-    """Paged attention under the names of vLLM's older CPU backend: for every head size and dtype.
+    """Computes paged attention under the names of vLLM's older CPU backend, for every head size and dtype.
 
     The class attributes ``engine`` and ``isa`` say what computes: ``auto`` follows CPU_ATTN_ENGINE and CPU_ATTN_ISA,
     then takes the native kernels of the best isa. ``kv_cache_rotation`` is that of the caches. Arrays are NumPy arrays,
@@ -316,7 +317,7 @@ class PagedAttention:
         num_blocks = min((len(half) for layer in layers for half in layer), default=_check.INT32_MAX)
         sources, destinations = _check.moves("src_to_dists", src_to_dists, num_blocks, num_blocks)
         halves = [half for layer in layers for half in layer]
-        chained = np.isin(sources, destinations)  # other sources are never written: of those, any order will do
+        chained = np.isin(sources, destinations)  # no move writes the other sources, so their order is free
         move_blocks(halves, halves, (sources[chained], destinations[chained]))
         for half in halves:
             half[destinations[~chained]] = half[sources[~chained]]
@@ -347,7 +348,7 @@ class PagedAttention:
 
 
 class OneDNNPagedAttention(PagedAttention):
-    """:class:`PagedAttention` over the ``onednn`` engine.
+    """Computes what :class:`PagedAttention` does with the ``onednn`` engine.
 
     Raises:
         UnavailableError: oneDNN is not here.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallel: the keys of each request are spread over ranks, every rank attends its own, and the results merge.
+"""Context parallelism spreads the keys of each request over ranks, every rank attends its own, and the results merge.
 
 :class:`ContextParallel` knows which rank has which token and merges; a :class:`Group` carries one message of each rank
 to all ranks. Three libraries do that, each in a module of its own, which nothing else imports:

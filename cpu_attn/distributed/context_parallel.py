@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank has which token, and how the ranks' results become one."""
+"""This module knows which rank has which token, and merges the results of the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 
 class ContextParallel:
-    """Attention over requests whose keys are spread over the ranks of a group.
+    """Computes attention over requests whose keys are spread over the ranks of a group.
 
     Every rank makes the same calls with the same arguments: queries, lengths and masks are those of the whole problem.
     Before the first layer of a plan the ranks compare its lengths and masks; arguments of a call they do not compare.
@@ -64,7 +64,7 @@ class ContextParallel:
         self.group = group
         size, rank = group.world_size, group.rank
         self.ranks = _check.ranks(size, rank, cp_kv_cache_interleave_size)
-        self._agreed: WeakSet[Any] = WeakSet()  # plans that all ranks have alike
+        self._agreed: WeakSet[Any] = WeakSet()  # the plans that are known to be alike on all ranks
 
     def local_seq_lens(self, seq_lens: Any) -> Array:
         """Says how many keys of each request this rank has.
@@ -102,7 +102,7 @@ class ContextParallel:
         size, rank, step = self.ranks
         if _check.integer("block_size", block_size, 1) % step:
             raise ValueError(f"block_size: {block_size} is no multiple of cp_kv_cache_interleave_size = {step}")
-        turn, place = np.divmod(slots, size * step)  # blocks hold whole turns
+        turn, place = np.divmod(slots, size * step)  # a block holds whole turns of the ranks
         found: Array = turn * step + place % step
         found[(place // step != rank) | (slots < 0)] = -1
         return found
@@ -196,8 +196,8 @@ class ContextParallel:
         return output
 
     def _agree(self, plan: Any) -> None:
-        """8 bytes of each rank, once for all layers of a plan. They are as many whatever the plan, so that ranks whose
-        messages would differ in size find that here, where no library ends a process for it."""
+        """Compares 8 bytes of each rank, once for all layers of a plan. Their number does not depend on the plan, so
+        ranks whose later messages would differ in size find that here, where no library ends a process for it."""
         if self.group.world_size == 1 or plan in self._agreed:
             return
         found = self.group.all_gather(np.frombuffer(plan._checksum, np.uint64))[:, 0]
@@ -229,7 +229,7 @@ class ContextParallel:
 
 
 def _split(messages: Array, shape: tuple[int, int, int]) -> tuple[Array, Array]:
-    """Outputs [S, T, Hq, Dv] and lses [S, Hq, T] of ranks, whose messages are the rows."""
+    """Gives outputs [S, T, Hq, Dv] and lses [S, Hq, T] of the ranks' messages, one a row."""
     tokens, heads, size = shape
     end = tokens * heads * size
     sets = len(messages)

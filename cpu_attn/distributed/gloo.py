@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that torch.distributed connects, by gloo."""
+"""This module connects ranks by torch.distributed's gloo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["GlooGroup"]
 
 
 class GlooGroup(Group):
-    """A group of gloo among processes that have called ``torch.distributed.init_process_group``.
+    """Connects processes that have called ``torch.distributed.init_process_group``, by gloo.
 
     gloo ends a call on the ranks that are left as soon as the connection to a rank that died breaks, and after
     ``timeout`` where a rank hangs or a network falls silent. Both become a :class:`cpu_attn.distributed.RankError`.

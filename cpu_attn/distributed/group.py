@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What context parallel asks of a library that connects processes, and the same between threads."""
+"""This module says what context parallelism asks of a library that connects processes, and does the same between
+threads."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class RankError(RuntimeError):
 
 
 class Group(ABC):
-    """Ranks that send one another messages of the same size. A library's group is a subclass of a few lines.
+    """Connects ranks that send one another messages of the same size. A library's group is a subclass of a few lines.
 
     A copy is the group itself. It cannot be pickled, since it is a connection of this process (TypeError).
 
@@ -52,7 +53,7 @@ class Group(ABC):
         [True, True]
     """
 
-    errors: ClassVar[tuple[type[Exception], ...]] = (RuntimeError,)  # what the library raises for a rank that is lost
+    errors: ClassVar[tuple[type[Exception], ...]] = (RuntimeError,)  # the library raises these where a rank is lost
 
     def __init__(self, rank: int, world_size: int, timeout: float = 30.0) -> None:
         self.world_size = _check.integer("world_size", world_size, 1, _check.MAX_SIZE)
@@ -107,11 +108,11 @@ class Group(ABC):
 
     @abstractmethod
     def _all_gather(self, message: Array, gathered: Array) -> None:
-        """Bytes of this rank, and where those of all ranks go."""
+        """Sends the bytes of this rank, and writes those of all ranks to ``gathered``."""
 
 
 class ThreadGroup(Group):
-    """Ranks that are threads of one process, to try things out and to test them: :meth:`make` makes them.
+    """Connects ranks that are threads of one process, to try things out and to test them: :meth:`make` makes them.
 
     Args:
         rank: which of the ranks this is.
@@ -156,4 +157,4 @@ class ThreadGroup(Group):
         self._parts[self.rank] = message
         self._wait(self.timeout)
         np.concatenate(self._parts, out=gathered)
-        self._wait(self.timeout)  # until all have read
+        self._wait(self.timeout)  # no rank may go on until all have read

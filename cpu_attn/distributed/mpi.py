@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that MPI connects, by mpi4py."""
+"""This module connects ranks by MPI, through mpi4py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["MPIGroup"]
 
 
 class MPIGroup(Group):
-    """A group over a copy of an MPI communicator.
+    """Connects ranks by a copy of an MPI communicator.
 
     MPI itself has no timeouts: what makes a call end after ``timeout`` is that it asks, over and over, whether the
     message has come. Where a process dies, ``mpiexec`` ends all others, unless it is told otherwise; then they, too,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that are actors of Ray."""
+"""This module connects ranks that are actors of Ray."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["RayGroup"]
 
 
 class RayGroup(GlooGroup):
-    """A group of actors, each of which makes it in its own process and keeps its shard of the keys for as long as it
-    lives.
+    """Connects actors, each of which makes the group in its own process and keeps its shard of the keys for as long as
+    it lives.
 
     Ray places the actors, lets them find one another, and tells their owner of those that died. Messages go by the gloo
     of ``ray.util.collective``, which is torch.distributed's, so that what

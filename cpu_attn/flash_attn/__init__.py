@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of flash-attn 2.8 on CPUs, over torch's tensors.
+"""This package has the functions of flash-attn 2.8 on CPUs, over torch's tensors.
 
 from cpu_attn.flash_attn import flash_attn_func
 cpu_attn.flash_attn.install()  # from here on also: from flash_attn import flash_attn_func
@@ -32,7 +32,7 @@ __all__ = [
     "install",
 ]
 
-__version__ = "2.8.3"  # whose functions these are; callers ask flash_attn for it
+__version__ = "2.8.3"  # the release that these functions are like; callers ask flash_attn for it
 
 _FUNCTIONS = {name: getattr(flash_attn_interface, name) for name in flash_attn_interface.__all__}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padded batches as packed sequences, and back: flash_attn.bert_padding, in plain torch."""
+"""This module turns padded batches into packed sequences and back: flash_attn.bert_padding, in plain torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """The rows of input [N, ...] that int64 indices name."""
+    """Gives the rows of input [N, ...] that int64 indices name."""
     return input.index_select(0, indices)
 
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens of hidden_states [B, S, ...] for which attention_mask [B, S], or else unused_mask, is not 0.
+    """Packs the tokens of hidden_states [B, S, ...] for which attention_mask [B, S], or else unused_mask, is not 0.
 
     Returns them packed [T, ...], their places int64 [T] in the flattened batch, cu_seqlens int32 [B + 1], the length of
     the longest sequence, and int32 [B], how many tokens attention_mask alone leaves each (seqused).
@@ -30,6 +30,6 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """[batch, seqlen, ...] of packed tokens [T, ...]; 0 where there is none."""
+    """Gives [batch, seqlen, ...] of packed tokens [T, ...]; 0 where there is none."""
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))

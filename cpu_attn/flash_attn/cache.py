@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flash_attn_with_kvcache: new keys and values into a cache, then attention over it."""
+"""This module has flash_attn_with_kvcache: it writes new keys and values into a cache, then attends over it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Int64 = NDArray[np.int64]
 
 
 class _Cache:
-    """key [N, S, Hkv, D] and value, and where in them B sequences lie: table [B, M], which came as ``name``."""
+    """Holds key [N, S, Hkv, D] and value, and says where in them B sequences lie: table [B, M], which the caller gave
+    as ``name``."""
 
     def __init__(self, key: Tensor, value: Tensor, batch_size: int, head_size: int, batch_idx: Any, block_table: Any):
         paged = block_table is not None
@@ -44,7 +45,7 @@ class _Cache:
         self.capacity = self.table.shape[1] * key.shape[1]
 
     def lengths(self, cache_seqlens: Any, new: int) -> Int64:
-        """How many tokens of each sequence are there before the new ones."""
+        """Gives how many tokens of each sequence are there before the new ones."""
         batch_size = len(self.table)
         if isinstance(cache_seqlens, torch.Tensor):
             lens = int32("cache_seqlens", cache_seqlens, batch_size).astype(np.int64)
@@ -57,7 +58,7 @@ class _Cache:
         return lens
 
     def slots(self, positions: Int64) -> Int64:
-        """[B * n], of the tokens at these places [B, n] of their sequences."""
+        """Gives the slots [B * n] of the tokens at these places [B, n] of their sequences."""
         size = max(1, self.key.shape[1])
         columns = positions // size
         blocks = np.take_along_axis(self.table, columns, 1).astype(np.int64)
@@ -67,8 +68,8 @@ class _Cache:
         return slots
 
     def parts(self, ends: Int64, leftpad: Any, lens: Int64) -> tuple[Int32, list[Part]]:
-        """How many keys sequences have that end there, and where. Behind a leftpad, which is at most lens, each one is
-        a block of just its length."""
+        """Gives how many keys sequences have that end at ``ends``, and where these lie. Behind a leftpad, which is at
+        most lens, each sequence is one block of just its length."""
         if leftpad is None:
             return ends.astype(np.int32), [(0, len(ends), self.key, self.value, self.table)]
         if self.paged:
@@ -84,7 +85,7 @@ class _Cache:
 
 
 def _check_new(query: Tensor, cache: _Cache, cache_seqlens: Any, k: Any, v: Any, cos: Any, sin: Any) -> None:
-    """What is to be appended, and what has to come with it."""
+    """Checks what is to be appended, and what has to come with it."""
     if k is None:
         for name, x in (("v", v), ("rotary_cos", cos), ("rotary_sin", sin)):
             if x is not None:
@@ -104,7 +105,8 @@ def _check_new(query: Tensor, cache: _Cache, cache_seqlens: Any, k: Any, v: Any,
 
 
 class _Turns:
-    """Rotary embedding by cos and sin [positions, rot_dim / 2], of which a call takes the rows that it needs."""
+    """Holds a rotary embedding by cos and sin [positions, rot_dim / 2], of which a call takes the rows that it
+    needs."""
 
     def __init__(self, cos: Tensor, sin: Tensor | None, interleaved: bool):
         if sin is None:
@@ -116,7 +118,7 @@ class _Turns:
         self.cos, self.sin, self.is_neox = cos, sin, not _check.boolean("rotary_interleaved", interleaved)
 
     def rows(self, positions: Int64) -> Tensor:
-        """[B * n, rot_dim], cos and then sin."""
+        """Gives the rows of these positions, cos and then sin: [B * n, rot_dim]."""
         last = int(positions.max(initial=-1))
         if last >= len(self.cos):
             raise ValueError(f"rotary_cos: axis 0 is {len(self.cos)}, expected at least {last + 1}, for the last token")
@@ -127,8 +129,8 @@ class _Turns:
 def _append_rotated(
     query: Tensor, out: Tensor, new: tuple[Tensor, Tensor], cache: _Cache, positions: Int64, at: Int64, turns: _Turns
 ) -> None:
-    """Queries [T, Hq, D] at places ``at`` go rotated into out, new keys [T_new, Hkv, D] into the cache. Where places
-    differ that takes two calls: one that writes no key, and one that rotates a head of the keys for nothing."""
+    """Rotates queries [T, Hq, D] at places ``at`` into out, and new keys [T_new, Hkv, D] into the cache. Where their
+    places differ that takes two calls: one that writes no key, and one that rotates a head of the keys for nothing."""
     rows, query_rows, slots = turns.rows(positions), turns.rows(at), cache.slots(positions)
 
     def rotate(query: Tensor, out: Tensor, new: list[Tensor], slots: Int64, rows: Tensor) -> None:
@@ -181,7 +183,7 @@ def flash_attn_with_kvcache(
     Args:
         q: [B, S_q, Hq, D].
         k_cache: [N, S, Hkv, D], N at least B; with ``block_table`` pages [N, page_block_size, Hkv, D] of any size. The
-            last axis is dense. Never copied.
+            last axis is dense. It is never copied.
         v_cache: [N, S, Hkv, Dv], or pages likewise.
         k: [B, S_new, Hkv, D] to append, or None.
         v: [B, S_new, Hkv, Dv] to append, or None.
@@ -192,9 +194,9 @@ def flash_attn_with_kvcache(
         cache_seqlens: how many tokens of each sequence the cache holds before the call: an int or int32 [B]. None,
             where nothing is appended: as many as there are slots.
         cache_batch_idx: int32 [B], or None: which sequences of the cache these are. Where two are the same one and
-            write to the same slot, one of them is there. Not with ``block_table``.
+            write to the same slot, one of them is there. It does not go with ``block_table``.
         cache_leftpad: int32 [B], or None: the slots before a sequence's first key, which ``cache_seqlens`` counts, too.
-            Each sequence is then a call by itself. Not with ``block_table``.
+            Each sequence is then a call by itself. It does not go with ``block_table``.
         block_table: int32 [B, M], or None: the pages of each sequence.
         softmax_scale: the factor of q.k; 1 / sqrt(D) unless said.
         causal: whether a token sees the keys up to its own place only. The last query stands at the last key.
@@ -230,7 +232,7 @@ def flash_attn_with_kvcache(
         states = query.new_empty(query.shape)
     call = Attention(states, one_length(batch_size, q_length), seq_lens, parts, v_cache.shape[3], logits)
     if k is not None and v is not None:
-        call.run(only_check=True)  # before a byte of the cache is written
+        call.run(only_check=True)  # this raises before a byte of the cache is written
         pair, positions = (dense_rows(k).flatten(0, 1), dense_rows(v).flatten(0, 1)), lens[:, None] + np.arange(new)
         if turns:
             step = int(logits.causal or logits.window != (-1, -1))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the functions of flash-attn have in common: their checks, ALiBi as flash-attn has it, and the call itself."""
+"""This module has what the functions of flash-attn have in common: their checks, ALiBi as flash-attn has it, and the
+call itself."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from cpu_attn.plan import get_scheduler_metadata
 from cpu_attn.torch.entry import optional
 from cpu_attn.torch.packed import Int32, Part
 
-# What errors call the arguments that all of the functions have.
+# Errors use these names for the arguments that all of the functions have.
 NAMES = {"scale": "softmax_scale", "sliding_window": "window_size", "isa": "CPU_ATTN_ISA", "output": "out"}
 NAMES |= {"with_lse": "return_attn_probs"}
 
 
 @dataclass(frozen=True)
 class Logits:
-    """What becomes of q.k. window: a side of -1 is open; alibi_slopes float32 [Hq] or [B, Hq]."""
+    """Says what becomes of q.k. window: a side of -1 is open; alibi_slopes: float32 [Hq] or [B, Hq]."""
 
     scale: float
     causal: bool
@@ -62,8 +63,9 @@ def logits_of(
 
 
 def _alibi_bias(slopes: NDArray[np.float32], q_lens: Int32, lens: Int32) -> NDArray[np.float32]:
-    """attn_bias for -slope * |distance|, slopes [R or 1, Hq]. It is the same along a request's diagonals, which are all
-    that is stored, Q + K numbers for each request and head: row i is a view that begins one number before row i - 1."""
+    """Gives attn_bias for -slope * |distance|, slopes [R or 1, Hq]. It is the same along a request's diagonals, which
+    are all that is stored, Q + K numbers for each request and head: row i is a view that begins one number before row i
+    - 1."""
     num_rows, num_keys = int(q_lens.max()), int(lens.max())
     first = lens - q_lens  # the place of a request's first query token
     if len(slopes) == 1 and (first == first[0]).all():
@@ -78,8 +80,8 @@ def _alibi_bias(slopes: NDArray[np.float32], q_lens: Int32, lens: Int32) -> NDAr
 def _alibi(
     logits: Logits, num_heads: int, starts: Int32, lens: Int32
 ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
-    """The core's alibi_slopes, [Hq] or for each request [R, Hq], or its attn_bias where it has no such ALiBi: where a
-    token may see keys to its right, which gain there what those to the left lose."""
+    """Gives the core's alibi_slopes, [Hq] or for each request [R, Hq], or its attn_bias where a token may see keys to
+    its right: flash-attn takes off the distance on both sides, while slopes would add it on the right."""
     slopes, num_reqs = logits.alibi_slopes, len(lens)
     if slopes is None:
         return None, None
@@ -95,15 +97,15 @@ def _alibi(
 
 
 def _each(parts: Iterable[Part]) -> Iterator[Part]:
-    """Every request by itself."""
+    """Makes every request a part by itself."""
     for first, end, key, value, table in parts:
         for r in range(first, end):
             yield r, r + 1, key, value, table[r - first : r - first + 1]
 
 
 class Attention:
-    """A call that is planned and not yet run. query [T, Hq, D], starts and lens as query_start_loc and seq_lens; parts
-    cover all requests. Tokens past the last request's give 0."""
+    """Holds a call that is planned and not yet run. query [T, Hq, D]; starts and lens are query_start_loc and seq_lens;
+    parts cover all requests. Tokens past the last request's give 0."""
 
     def __init__(
         self, query: Tensor, starts: Int32, lens: Int32, parts: Iterable[Part], head_size_v: int, logits: Logits
@@ -143,11 +145,11 @@ class Attention:
             try:
                 factors = (self.logits.scale, self.logits.softcap, (1.0, 1.0))
                 ops.run_attention(plan, arrays, *factors, only_check=only_check)
-            except ValueError as e:  # requests of a part are counted from its first one
+            except ValueError as e:  # a part counts requests from its first one
                 raise ValueError(str(e).replace("request 0:", f"request {first}:")) from None
 
     def results(self) -> tuple[Tensor, Tensor | None]:
-        """out [T, Hq, Dv], lse [Hq, T]."""
+        """Gives out [T, Hq, Dv] and lse [Hq, T]."""
         self.run()
         if self.used < len(self.out):
             self.out[self.used :] = 0
@@ -157,7 +159,7 @@ class Attention:
         return self.out, self.lse
 
     def batch(self, batch_size: int, q_length: int) -> tuple[Tensor, Tensor | None]:
-        """out [B, S, Hq, Dv], lse [B, Hq, S]."""
+        """Gives out [B, S, Hq, Dv] and lse [B, Hq, S]."""
         out, lse = self.results()
         if lse is not None:
             lse = lse.unflatten(1, (batch_size, q_length)).transpose(0, 1).contiguous()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of flash-attn 2.8, each one call of cpu-attn, or one for each part of it that lies by itself.
+"""This module has the functions of flash-attn 2.8. Each is one call of cpu-attn, or one for each part of it that lies
+by itself.
 
 Symbols: B sequences of S tokens, T tokens of packed sequences, Hq and Hkv heads of D (of V: Dv, which may differ).
 
@@ -18,8 +19,8 @@ All of them:
 - K and V are read where they lie, whatever their strides. They are copied where their last axis is not dense, but for
   pages and caches, whose last axis must be; queries also where they lie by heads ([B, H, S, D].transpose(1, 2) with
   more than one sequence).
-- ValueError or TypeError for what does not fit, before anything is written, and for tensors that require grad while
-  grad mode is on: there is no backward pass. torch.compile breaks its graph at a call.
+- ValueError or TypeError is raised for what does not fit, before anything is written, and for tensors that require
+  grad while grad mode is on: there is no backward pass. torch.compile breaks its graph at a call.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-# What errors call the arguments of which packed tensors are made, and where packed sequences start.
+# Errors use these names for the arguments of which packed tensors are made, and for where packed sequences start.
 _STATES = ("query", "key", "value", "k", "v", "key_cache", "value_cache")
 _CALLED = {"cu_seq_k": "cu_seqlens_k", "seq_lens": "cu_seqlens_k", "query_start_loc": "cu_seqlens_q"}
 
@@ -60,7 +61,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
     axes("k", key, batch_size=batch_size, seqlen_k=None, num_kv_heads=None, head_size=head_size)
     axes("v", value, batch_size=batch_size, seqlen_k=key.shape[1], num_kv_heads=key.shape[2], head_size_v=None)
     logits, kv_length = logits_of(query, *options), key.shape[1]
-    if not kv_length:  # a block has a token at least
+    if not kv_length:  # a block has at least one token
         key, value = (x.reshape(0, 1, *x.shape[2:]) for x in (key, value))
     part = (0, batch_size, dense_rows(key), dense_rows(value), np.arange(batch_size, dtype=np.int32)[:, None])
     lens = np.full(batch_size, kv_length, np.int32)
@@ -168,7 +169,7 @@ def _varlen(
     if block_table is not None and seqused_k is None:
         lens = np.diff(starts_of("cu_seqlens_k", cu_seqlens_k, _check.INT32_MAX, num_reqs + 1))
         seqused_k = torch.from_numpy(lens)
-    if block_table is None:  # nobody wants a copy of all pages
+    if block_table is None:  # to copy all pages would cost too much
         key, value = dense_rows(key), dense_rows(value)
     lens, parts = parts_of(key, value, cu_seqlens_k, seqused_k, block_table, num_reqs)
     if block_table is not None:

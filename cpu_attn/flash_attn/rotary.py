@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding of queries or keys: flash_attn.layers.rotary.apply_rotary_emb, in plain torch."""
+"""This module rotates queries or keys: flash_attn.layers.rotary.apply_rotary_emb, in plain torch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """x [B, S, H, D], or packed [T, H, D] with cu_seqlens int32 [B + 1], its dimensions below rot_dim turned in pairs.
+    """Turns the dimensions below rot_dim in pairs, of x [B, S, H, D], or packed [T, H, D] with cu_seqlens int32 [B +
+    1].
 
     cos, sin: [positions, rot_dim / 2]; a token turns by the row of its place in its sequence plus seqlen_offsets, an
     int or an int tensor [B]. interleaved: dimension 2 i turns with 2 i + 1, else i with i + rot_dim / 2. inplace: x
-    itself is written and returned. Computed in float32, rounded once. max_seqlen is not needed.
+    itself is written and returned. All is computed in float32 and rounded once. max_seqlen is not needed.
     """
     if cu_seqlens is None:
         places = torch.arange(x.shape[1]).expand(x.shape[:2])

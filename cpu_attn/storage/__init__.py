@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches as they are kept: memory and what lies in it, whichever machine reads it.
+"""This package keeps caches: memory and what lies in it, whichever machine reads it.
 
 Each module imports only those above it:
 

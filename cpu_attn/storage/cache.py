@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The friendly layer: a paged KV cache that knows its own layout."""
+"""This module has the friendly layer: a paged KV cache that knows its own layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cpu_attn.storage.memory import aligned_copy, aligned_zeros, memory_dtype, m
 
 
 class PagedKVCache:
-    """K and V of one layer in pages, which know their layout: the friendly layer over the three calls.
+    """Holds K and V of one layer in pages, which know their layout: it is the friendly layer over the three calls.
 
     A step calls :meth:`plan` once, then :meth:`update` and :meth:`attend` for the cache of every layer.
 
@@ -128,7 +128,7 @@ class PagedKVCache:
         k, v = (aligned_zeros(x, memory_dtype(kv), self._placement) for x, kv in zip(shapes, kvs, strict=True))
         self._hold(descriptor, k, v)
 
-    _placement: _numa.Placement | None = None  # of memory that is there already
+    _placement: _numa.Placement | None = None  # None: the memory is there already
 
     def _hold(self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any) -> None:
         d = self.descriptor = descriptor
@@ -200,13 +200,13 @@ class PagedKVCache:
         return cls.open(stored.descriptor, stored.key_cache, stored.value_cache, isa)
 
     def __copy__(self) -> PagedKVCache:
-        """Another cache over the same memory."""
+        """Gives another cache over the same memory."""
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
-        """A cache over copies of the memory, which begin at cache lines as a new cache's does."""
+        """Gives a cache over copies of the memory, which begin at cache lines as a new cache's does."""
         for memory in (self.key_cache, self.value_cache):
             if id(memory) not in memo:
                 memo[id(memory)] = aligned_copy(memory, self._placement)
@@ -215,7 +215,8 @@ class PagedKVCache:
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a pickle, whose arrays begin wherever NumPy puts them, and which may be another machine's."""
+        """Reads a pickle. NumPy puts its arrays anywhere, so they are moved to cache lines; the pickle may be another
+        machine's."""
         self.__dict__.update(state)
         self._placement = _numa.placement(self.numa)
         k, v = (aligned_copy(x, self._placement) for x in (self.key_cache, self.value_cache))
@@ -255,7 +256,7 @@ class PagedKVCache:
 
     def _same_sizes(self, name: str, x: Any, head_size: int) -> None:
         sizes = (self.num_kv_heads, head_size)
-        if type(x) is np.ndarray and x.dtype == self.dtype and x.shape[1:] == sizes:  # 0.2 us, what follows 8
+        if type(x) is np.ndarray and x.dtype == self.dtype and x.shape[1:] == sizes:  # 0.2 us; what follows takes 8
             return
         axes = [("T", None), *zip(("num_kv_heads", "head size"), sizes, strict=True)]
         _check.array(name, x, [str(self.dtype)], axes)
@@ -403,7 +404,7 @@ class PagedKVCache:
         _check.same_kv_dtypes(plan, self.kv_cache_dtype)
         _check.same_kv_cache_rotation(plan, self.kv_cache_rotation)
         planned, sizes = (plan.head_size, plan.head_size_v), (self.head_size, self.head_size_v)
-        if planned != sizes:  # which may have the same width
+        if planned != sizes:  # other sizes may have the same width
             raise ValueError(f"plan: made for heads of {planned}, this cache has heads of {sizes} (K, V)")
         if output is None:
             output = new_beside(query, (plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache in another layout, dtype or quantisation: conversion from any to any other, in NumPy."""
+"""This module converts a cache to another layout, dtype or quantisation, from any to any other, in NumPy."""
 
 from __future__ import annotations
 
@@ -115,12 +115,12 @@ def _convert_pages(source: Memory, target: Memory, old: CacheDescriptor, new: Ca
 
 
 def _scale(x: float) -> float:
-    """As C takes it: a float32."""
+    """Rounds a scale to float32, as C takes it."""
     return float(np.float32(x))
 
 
 def _numbers(elements: Memory, scales: Memory, form: Form, scale: float) -> NDArray[np.float64]:
-    """What elements mean, exactly; a NaN scale makes all of them NaN."""
+    """Gives what elements mean, exactly; a NaN scale makes all of them NaN."""
     if not form.scales:
         return elements.astype(np.float64) * scale
     each = np.repeat(_widened(scales), form.scale_elements, axis=-1)[..., : form.head_size]
@@ -128,7 +128,7 @@ def _numbers(elements: Memory, scales: Memory, form: Form, scale: float) -> NDAr
 
 
 def _whole_numbers(row: KVFormat) -> NDArray[np.float64]:
-    """What integers mean before their scale, by how they are stored."""
+    """Gives what integers mean before their scale, by how they are stored."""
     if row.zero:
         return np.arange(2.0**row.bits) - row.zero
     return np.append(np.arange(128.0), 0 - np.arange(128.0))
@@ -141,7 +141,7 @@ def _widened(bits: Memory) -> NDArray[np.float32]:
 def _stored(
     numbers: NDArray[np.float64], to: CacheDescriptor, form: Form, scale: float, rotated: bool
 ) -> tuple[Memory, Memory]:
-    """Elements and scales, as pack wants them."""
+    """Gives elements and scales as pack wants them."""
     dtype, none = memory_dtype(form.kind), np.zeros((*numbers.shape[:3], 0), np.uint16)
     if form.scales:
         return _integers(numbers.astype(np.float32), form, rotated)
@@ -153,9 +153,9 @@ def _stored(
 
 
 def _integers(x: NDArray[np.float32], form: Form, rotated: bool) -> tuple[Memory, Memory]:
-    """As kv_formats/narrow.inc quantises: the largest magnitude over the largest integer, of a rotated row at most
-    `step` times the root mean square, rounded up to bfloat16, is the scale; x times its reciprocal, where that is a
-    float, goes to the nearest even integer that there is."""
+    """Quantises as kv_formats/narrow.inc does. The scale is the largest magnitude over the largest integer, in a
+    rotated row at most `step` times the root mean square, rounded up to bfloat16. An integer is x times the reciprocal
+    of the scale, or x over the scale where that has no normal reciprocal, rounded to nearest even and clipped."""
     (n, heads, size, _), row = x.shape, FORMATS[form.kind]
     x = padded(x, size, form.scales * form.scale_elements).reshape(n, heads, size, form.scales, -1)
     top = np.abs(x).max(axis=-1)
@@ -176,7 +176,8 @@ def _integers(x: NDArray[np.float32], form: Form, rotated: bool) -> tuple[Memory
 
 
 def _sum_of_squares(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Over the last axis, in the order of kv_formats/numbers.h: of every 16th, then of these by halves."""
+    """Sums squares over the last axis in the order of kv_formats/numbers.h: 16 sums of every 16th square, then these by
+    halves."""
     square = np.pad(x * x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 16)])
     sums = np.zeros((*x.shape[:-1], 16), np.float32)
     for first in range(0, square.shape[-1], 16):
@@ -188,8 +189,8 @@ def _sum_of_squares(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _round_once(numbers: NDArray[np.float64], dtype: np.dtype[Any]) -> Memory:
-    """ml_dtypes takes doubles by way of float32; so they go there rounded to odd, which leaves the last rounding to the
-    second step (Boldo and Melquiond, "When double rounding is odd")."""
+    """Rounds doubles to a dtype once. ml_dtypes takes them by way of float32, so they are first rounded to odd there,
+    which leaves the last rounding to the second step (Boldo and Melquiond, "When double rounding is odd")."""
     if dtype.kind == "f" and dtype.itemsize <= 8 and dtype != DTYPES["bfloat16"]:
         return numbers.astype(dtype)
     single = numbers.astype(np.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a cache's memory, as data."""
+"""This module describes what lies in a cache's memory, as data."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LAYOUT_NAMES = {lib.CA_LAYOUT_LANES: "lanes-v2", lib.CA_LAYOUT_PAIRS: "pairs-v1"
 
 @cache
 def layout_of(isa: int, dtype: str) -> str | None:
-    """What an isa's kernels read; None where it has none for the dtype."""
+    """Gives the layout that an isa's kernels read; None where it has none for the dtype."""
     kernel = ffi.new("ca_kernel_info *")
     return LAYOUT_NAMES[kernel.layout] if lib.ca_isa_kernel(isa, DTYPE_CODES[dtype], kernel) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheDescriptor:
-    """All that it takes to read the memory of a cache, on this machine or another, as data.
+    """Says all that it takes to read the memory of a cache, on this machine or another, as data.
 
     Args:
         version: of the descriptor; 2.
@@ -93,17 +93,17 @@ class CacheDescriptor:
 
     @property
     def kv_cache_layout(self) -> str:
-        """The layout's name in the calls, which is ``packed``, ``HND`` or ``NHD``."""
+        """Gives the layout's name in the calls, which is ``packed``, ``HND`` or ``NHD``."""
         return self.layout if self.layout in PLAIN else "packed"
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """What the memory of K and of V holds."""
+        """Says what the memory of K and of V holds."""
         return _check.kv_dtypes(self.kv_cache_dtype, self.dtype)
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
-        """The shapes of K's and of V's memory, [N, Hkv, B, width], of ``NHD`` [N, B, Hkv, D].
+        """Gives the shapes of K's and of V's memory, [N, Hkv, B, width]; in ``NHD`` [N, B, Hkv, D].
 
         Packed room for K is room for V of that size, too.
         """
@@ -138,7 +138,7 @@ class CacheDescriptor:
 
     def to_json(self) -> str:
         """Writes the fields as a JSON object, which :meth:`from_json` reads."""
-        import json  # in functions: it takes 1.5 ms to import, and few keep a cache
+        import json  # imported in functions: it takes 1.5 ms, and few keep a cache
 
         return json.dumps(dataclasses.asdict(self))
 
@@ -165,7 +165,7 @@ class CacheDescriptor:
             raise ValueError(f"descriptor: expected an object, got {type(fields).__name__}")
         if fields.get("version") == 1 and "kv_cache_rotation" not in fields:
             fields = {**fields, "version": VERSION, "kv_cache_rotation": "none"}
-        if fields.get("version", VERSION) != VERSION:  # whose fields may be others
+        if fields.get("version", VERSION) != VERSION:  # another version may have other fields
             raise ValueError(f"version: {fields['version']!r}, this library knows {VERSION}")
         known = [field.name for field in dataclasses.fields(cls)]
         for name in known:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache as memory and descriptor, and as a file."""
+"""This module keeps a cache as memory and descriptor, and as a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAFETENSORS |= {"float8_e5m2": "F8_E5M2", "uint8": "U8"}
 
 @dataclass(frozen=True, eq=False)
 class StoredCache:
-    """Memory of a cache and what it holds, whether or not an isa of this machine reads it.
+    """Holds the memory of a cache and what lies in it, whether or not an isa of this machine reads it.
 
     This is what a file holds, and what :func:`convert` takes.
 
@@ -110,8 +110,8 @@ def _fill(opened: io.BufferedReader, buffer: Any) -> None:
 
 
 def _tensor(file: str | os.PathLike[str], name: str, dtype: np.dtype[Any]) -> Memory:
-    """A tensor of a file that safetensors has found to be sound; its NumPy bridge knows no float8."""
-    import json  # as late as in CacheDescriptor
+    """Reads a tensor of a file that safetensors has found to be sound; its NumPy bridge knows no float8."""
+    import json  # imported as late as in CacheDescriptor
 
     with open(file, "rb") as opened:
         _fill(opened, size := bytearray(8))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a cache's blocks lie in memory: elements and their scales in and out of a layout, in NumPy."""
+"""This module moves elements and their scales into and out of the layouts of a cache's blocks, in NumPy."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 from cpu_attn._dtypes import FORMATS, KVFormat, is_scaled
 from cpu_attn.storage.memory import Memory
 
-# As native/cpu_attn.h describes them: so many neighbours (of d in K, of tokens in V) lie side by side.
+# This says how many neighbours (of d in K, of tokens in V) lie side by side, as native/cpu_attn.h describes it.
 PAIRS = {"lanes-v2": 1, "pairs-v1": 2}
-PLAIN = ("HND", "NHD")  # rows as anybody has them
+PLAIN = ("HND", "NHD")  # plain rows, which other libraries have, too
 LANES = 16  # tokens that lie together: where these divide a block, its width does not depend on its size
 TOGETHER = 128  # elements of fewer than 8 bits that are packed together, 4 of their bits in 64 bytes
 
 
 class Form(NamedTuple):
-    """How 16 tokens of one kv head lie, K or V: ca_group_form of cache/layout.h. Groups follow one another; behind
-    them, of integers, their scales [groups][scales][16] in bfloat16."""
+    """Says how a group of 16 tokens of one kv head lies, K or V: ca_group_form of cache/layout.h. Groups follow one
+    another. Behind the groups of a block lie the scales of integers, [groups][scales][16] in bfloat16."""
 
     layout: str
     kind: str
@@ -29,22 +29,23 @@ class Form(NamedTuple):
 
     @property
     def format(self) -> KVFormat | None:
-        """None: elements are those of the kernels."""
+        """Gives the row of FORMATS; None where elements are those of the kernels."""
         return FORMATS.get(self.kind)
 
     @property
     def packed(self) -> int:
-        """Bits of an element that is less than a byte, else 0."""
+        """Gives the bits of an element that is less than a byte, else 0."""
         return self.format.bits if self.format and self.format.bits < 8 else 0
 
     @property
     def pairs(self) -> int:
-        """Bytes lie in pairs in every layout."""
+        """Says how many neighbours lie side by side. Bytes lie in pairs in every layout."""
         return 2 if self.format else PAIRS[self.layout]
 
     @property
     def axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of a group, and their order that makes tokens of it, and a group of tokens."""
+        """Gives the axes of a group, and the order in which these make tokens of it, each with its elements in a
+        row."""
         if self.value:
             return (LANES // self.pairs, self.head_size, self.pairs), (0, 2, 1)
         return (-(-self.head_size // self.pairs), LANES, self.pairs), (1, 0, 2)
@@ -56,17 +57,17 @@ class Form(NamedTuple):
 
     @property
     def places(self) -> int:
-        """Of the memory's dtype."""
+        """Says how many items of the memory's dtype a group takes."""
         return self.format.places(self.elements) if self.format else self.elements
 
     @property
     def scale_elements(self) -> int:
-        """Of a token, that share a scale."""
+        """Says how many elements of a token share a scale."""
         return (self.format.shared if self.format else 0) or self.head_size
 
     @property
     def scales(self) -> int:
-        """Of a token."""
+        """Says how many scales a token has."""
         return -(-self.head_size // self.scale_elements) if is_scaled(self.kind) else 0
 
 
@@ -75,13 +76,13 @@ def groups_of(block_size: int) -> int:
 
 
 def _by_head(memory: Memory, layout: str) -> Memory:
-    """[N, Hkv, B, D] of plain rows, in the same memory."""
+    """Gives plain rows as [N, Hkv, B, D], in the same memory."""
     return memory.swapaxes(1, 2) if layout == "NHD" else memory
 
 
 def unpack(memory: Memory, form: Form) -> tuple[Memory, Memory]:
-    """Elements [N, Hkv, B, head_size] and scales [N, Hkv, B, form.scales] of memory [N, Hkv, B, width], as they are
-    stored: integers as bytes of their own, their scales as the bits of bfloat16."""
+    """Reads elements [N, Hkv, B, head_size] and scales [N, Hkv, B, form.scales] of memory [N, Hkv, B, width], as they
+    are stored: integers as bytes of their own, their scales as the bits of bfloat16."""
     if form.layout in PLAIN:
         rows = _by_head(memory, form.layout)
         return rows, np.zeros((*rows.shape[:3], 0), np.uint16)
@@ -100,7 +101,8 @@ def unpack(memory: Memory, form: Form) -> tuple[Memory, Memory]:
 
 
 def pack(elements: Memory, scales: Memory, form: Form, memory: Memory) -> None:
-    """The way back, into memory that is zero: lanes and an odd last d that belong to nobody stay so."""
+    """Writes what :func:`unpack` reads into memory that is zero. Lanes that have no token, and a last d that an odd
+    head size lacks, stay zero."""
     if form.layout in PLAIN:
         _by_head(memory, form.layout)[...] = elements
         return
@@ -120,12 +122,12 @@ def pack(elements: Memory, scales: Memory, form: Form, memory: Memory) -> None:
 
 
 def _places(bits: int) -> list[int]:
-    """Where bits from the fifth on are in a byte: the last one is its sign."""
+    """Says where the bits of an element from the fifth on are in its byte: the last one is the sign."""
     return [*range(4, bits - 1), 7][: bits - 4]
 
 
 def _bytes_of_bits(x: Memory, bits: int) -> Memory:
-    """[..., 128] elements of [..., 16 * bits] bytes, as cache/layout.h packs them."""
+    """Gives [..., 128] elements of [..., 16 * bits] bytes, as cache/layout.h packs them."""
     low = (x[..., None, :64] >> np.array([[0], [4]], np.uint8) & 15).reshape(*x.shape[:-1], TOGETHER)
     for plane, place in enumerate(_places(bits), 4):
         high = x[..., None, 16 * plane : 16 * plane + 16] >> np.arange(8, dtype=np.uint8)[:, None] & 1
@@ -134,7 +136,7 @@ def _bytes_of_bits(x: Memory, bits: int) -> Memory:
 
 
 def _bits_of_bytes(x: Memory, bits: int) -> Memory:
-    """The way back."""
+    """Does the reverse of :func:`_bytes_of_bits`."""
     parts = [x[..., :64] & 15 | x[..., 64:] << 4]
     for place in _places(bits):
         high = (x >> np.uint8(place) & 1).reshape(*x.shape[:-1], 8, 16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of caches: what NumPy calls it, where it begins, and whole blocks of it."""
+"""This module makes the memory of caches, moves whole blocks of it, and knows what NumPy calls it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Memory = np.ndarray[Any, Any]
 
 
 def memory_dtype(kind: str) -> np.dtype[Any]:
-    """Of memory that holds ``kind``."""
+    """Gives the dtype of memory that holds ``kind``."""
     return DTYPES[_check.memory(kind)[0]]
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any], placement: Placement | None = None) -> Memory:
-    """Zeros from the beginning of a cache line on: NumPy's own begin 16 bytes into one, which costs a cache write 8 %
-    of its speed in bfloat16, 20 % in float32 (kernel/cache_write/write.inc). In huge pages where the system has them:
-    1 to 4 % of decode's speed (Cascade Lake). placement: of shape[0] blocks."""
+    """Gives zeros that begin at a cache line. NumPy's own begin 16 bytes into one, which costs a cache write 8 % of its
+    speed in bfloat16, 20 % in float32 (kernel/cache_write/write.inc). They are in huge pages where the system has them,
+    which is 1 to 4 % of decode's speed (Cascade Lake). placement: where each of shape[0] blocks lies."""
     size, align = prod(shape) * dtype.itemsize, 64
     if (size >= HUGE_PAGE or placement) and hasattr(mmap, "MADV_HUGEPAGE"):
         align = HUGE_PAGE
@@ -36,7 +36,7 @@ def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any], placement: Place
             pages = mmap.mmap(-1, size + align, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError):
             raise MemoryError(f"no memory for {size} bytes") from None
-        with contextlib.suppress(OSError):  # of a kernel that was built without them
+        with contextlib.suppress(OSError):  # the kernel may have been built without them
             pages.madvise(mmap.MADV_HUGEPAGE)
         memory = np.frombuffer(pages, np.uint8)
     else:
@@ -54,7 +54,7 @@ def aligned_copy(x: Memory, placement: Placement | None = None) -> Memory:
 
 
 def move_blocks(sources: Sequence[Memory], destinations: Sequence[Memory], moves: tuple[Any, Any]) -> None:
-    """Blocks of K and V; all are read before one is written, which V as a view of K needs."""
+    """Copies blocks of K and V; all are read before one is written, which V as a view of K needs."""
     from_blocks, to_blocks = moves
     found = [source[from_blocks] for source in sources]
     for destination, blocks in zip(destinations, found, strict=True):
@@ -62,8 +62,8 @@ def move_blocks(sources: Sequence[Memory], destinations: Sequence[Memory], moves
 
 
 def lined_up(seq_lens: Memory, block_size: int) -> tuple[int, Memory, Memory]:
-    """Pages for the tokens of some requests, one after the other: how many, block_table int32 [R, M] and slot_mapping
-    int64 [T]."""
+    """Puts the tokens of some requests into pages, one after the other, and gives how many pages, block_table int32 [R,
+    M] and slot_mapping int64 [T]."""
     lens = seq_lens.astype(np.int64)
     blocks = -(-lens // block_size)
     first = np.cumsum(blocks) - blocks

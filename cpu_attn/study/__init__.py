@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to read and to experiment with: the computation in plain Python, over calls that do one thing each.
+"""This package is attention to read and to experiment with: the computation in plain Python, over calls that do one
+thing each.
 
 Read compose first; each module imports only those below it:
 
@@ -8,7 +9,7 @@ step        the arguments of a call and their checks
 masks       which keys a token sees
 primitives  :func:`gather_pages`, :func:`matmul`, :func:`softmax`: pages out of a cache, and oneDNN
 
-Their public names are those of ``cpu_attn.compose`` and ``cpu_attn.primitives``. What a result has to be says
+Their public names are those of ``cpu_attn.compose`` and ``cpu_attn.primitives``. The definition of results is
 :mod:`cpu_attn.reference`.
 """
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention in plain Python, made of three calls: gather_pages, matmul, softmax. To read and to experiment.
+"""This module composes paged attention in plain Python of three calls: gather_pages, matmul, softmax. It is to read and
+to experiment with.
 
 This is native/engines/onednn/segment.c without threads, buckets and packing. A request's query tokens are taken ROWS
 query rows at a time (a decode step is a single token), its keys KEYS at a time:
@@ -31,7 +32,7 @@ from cpu_attn.study.primitives import gather_pages, matmul, softmax
 from cpu_attn.study.step import Step, checked
 
 ROWS, KEYS = 256, 512
-CHAIN = 128  # keys of one sum in float32: native/engines/onednn/segment.c
+CHAIN = 128  # keys that one float32 sum may have: native/engines/onednn/segment.c
 
 
 def attention(
@@ -67,12 +68,13 @@ def attention(
     query_block_size: int | None = None,
     select_by_query_head: bool = False,
 ) -> Any:
-    """:func:`cpu_attn.attention_with_kv_cache` without a plan: same arguments, shapes, dtypes, meaning and errors.
+    """Does what :func:`cpu_attn.attention_with_kv_cache` does, without a plan: arguments, shapes, dtypes, meaning and
+    errors are the same.
 
     isa: the one that the caches were written with. mm_prefix_range, document_start_loc, tree_mask,
     mm_prefix_clamp_sliding_window, query_block_size, select_by_query_head: those of
-    :func:`cpu_attn.get_scheduler_metadata`. Runs on the calling thread, in float32 whatever the dtype; output and lse
-    are written when all of it is done. UnavailableError where oneDNN is not there.
+    :func:`cpu_attn.get_scheduler_metadata`. It runs on the calling thread, in float32; output and lse
+    are written when all of it is done. It raises UnavailableError where oneDNN is not there.
     """
     step, out, log = checked(
         *(query, key_cache, value_cache, output, query_start_loc, seq_lens, scale, causal, alibi_slopes),
@@ -118,7 +120,7 @@ def _every_request(step: Step) -> tuple[Array, Array]:
 
 
 def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
-    """Output [n, Hq, Dv] and lse [n, Hq] of some of request r's tokens."""
+    """Gives output [n, Hq, Dv] and lse [n, Hq] of some of request r's tokens."""
     query = step.query[rows].astype(np.float32)
     n, num_heads, _ = query.shape
     output, lse = np.zeros((n, num_heads, step.head_size_v)), np.full((n, num_heads), -np.inf)
@@ -140,8 +142,8 @@ def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
 
 
 def _chunks(step: Step, r: int, rows: slice) -> Iterator[tuple[Array, Array, Array]]:
-    """Key numbers [n], K [n, Hkv, D] and V [n, Hkv, Dv] in float32, of all blocks with a key that some of the tokens
-    sees and has chosen, or one of its heads, KEYS at a time."""
+    """Gives key numbers [n], K [n, Hkv, D] and V [n, Hkv, Dv] in float32, KEYS at a time, of all blocks with a key that
+    some of the tokens see and that they, or one of their heads, have chosen."""
     sees = step.sees[rows]
     block_size, start = step.key_cache.shape[2], int(sees[:, 0].min())
     end = min(int(sees[:, 1].max()), step.block_table.shape[1] * block_size)
@@ -166,7 +168,7 @@ def _chunks(step: Step, r: int, rows: slice) -> Iterator[tuple[Array, Array, Arr
 
 
 def _bias(step: Step, r: int, rows: slice, keys: Array) -> Array:
-    """[n, Hq, keys]: what ALiBi and attn_bias add to logits."""
+    """Gives what ALiBi and attn_bias add to logits: [n, Hq, keys]."""
     distance = (keys - step.position[rows, None]).astype(np.float32)
     bias: Array = step.alibi_slopes[:, None] * distance[:, None]
     if step.attn_bias is not None:
@@ -176,8 +178,8 @@ def _bias(step: Step, r: int, rows: slice, keys: Array) -> Array:
 
 
 def _one_head(step: Step, query: Array, key: Array, value: Array, mask: Array, bias: Array) -> tuple[Array, Array]:
-    """Output [n, group, Dv] and lse [n, group] over these keys alone. query [n, group, D], key [keys, D],
-    value [keys, Dv], mask [n, keys], bias [n, group, keys]."""
+    """Gives output [n, group, Dv] and lse [n, group] over these keys alone, of query [n, group, D], key [keys, D],
+    value [keys, Dv], mask [n, keys] and bias [n, group, keys]."""
     n, group, head_size = query.shape
     product, _ = matmul(query.reshape(n * group, head_size) * np.float32(step.scale), key, transpose_b=True)
     s = product.reshape(n, group, -1)
@@ -192,8 +194,8 @@ def _one_head(step: Step, query: Array, key: Array, value: Array, mask: Array, b
 
 
 def _weighted_sum(p: Array, value: Array, mask: Array) -> Array:
-    """p [n, group, keys] times value [keys, Dv]. A weight of 0 does not hide NaN or inf: a key that holds one and
-    that not all rows see is left out of the product and added to the rows that see it."""
+    """Multiplies p [n, group, keys] by value [keys, Dv]. A weight of 0 does not hide NaN or inf: a key that holds one
+    and that not all rows see is left out of the product and added to the rows that see it."""
     n, group, num_keys = p.shape
     odd = np.logical_not(mask.all(axis=0) | np.isfinite(value).all(axis=1))
     weights, known = p.reshape(n * group, num_keys), np.where(odd[:, None], np.float32(0), value)

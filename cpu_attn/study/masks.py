@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys a token sees, worked out before any key is read."""
+"""This module works out which keys a token sees, before any key is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Tree:
-    """mask [T, W]: tree_mask; left: keys that the window leaves before a token's own, -1: all."""
+    """Holds a tree_mask. mask: [T, W]; left: how many keys before a token's own its window leaves, -1 for all."""
 
     mask: Array
     query_start_loc: Array
@@ -28,12 +28,12 @@ class Tree:
         return slice(*self.query_start_loc[r : r + 2].tolist())
 
     def context(self, r: int) -> int:
-        """Keys before those of request r's query tokens."""
+        """Gives how many keys stand before those of request r's query tokens."""
         return int(self.seq_lens[r] - len(self.mask[self.tokens(r)]))
 
     @cached_property
     def depth(self) -> Array:
-        """[T]: query tokens that each one sees besides itself."""
+        """Gives [T], how many query tokens each one sees besides itself."""
         depth = np.zeros(len(self.mask), np.int64)
         for r in range(len(self.seq_lens)):
             rows = self.mask[self.tokens(r)]
@@ -42,7 +42,8 @@ class Tree:
         return depth
 
     def ranges(self) -> Array:
-        """[T, 2]: first key and the one after its last, of which `shows` says more."""
+        """Gives [T, 2], the first key and the one after the last that a token may see; `shows` says which of these it
+        sees."""
         q_lens: Array = np.diff(self.query_start_loc)
         end = np.repeat(self.seq_lens, q_lens).astype(np.int64)
         context = end - np.repeat(q_lens, q_lens)
@@ -50,7 +51,7 @@ class Tree:
         return np.stack([low, end], axis=1)
 
     def shows(self, r: int, rows: slice, keys: Array) -> Array:
-        """[n, keys]: which keys some tokens of request r see, of those in their range."""
+        """Says which keys in their range some tokens of request r see: [n, keys]."""
         is_new, new = keys >= self.context(r), np.maximum(keys - self.context(r), 0)
         seen = self.mask[rows][:, new // 8] >> (new % 8).astype(np.uint8) & 1 == 1
         if self.left >= 0 and is_new.any():
@@ -62,7 +63,8 @@ class Tree:
 def visible(
     starts: Array, lens: Array, causal: bool, flags: Any, sliding_window: int | tuple[int, int]
 ) -> tuple[Array, Array]:
-    """Positions and visible keys of all tokens: pos - left <= key <= pos + right, key <= pos where causal."""
+    """Gives the positions and the visible keys of all tokens: pos - left <= key <= pos + right, and key <= pos where
+    causal."""
     left, right = _check.window(sliding_window)
     q_lens: Array = starts[1:].astype(np.int64) - starts[:-1]
     ends = np.repeat(lens.astype(np.int64), q_lens)
@@ -75,7 +77,7 @@ def visible(
 
 
 def with_masks(masks: _check.Masks, starts: Array, lens: Array, position: Array, sees: Array) -> Array:
-    """sees [T, 2] with the spans that tokens lie in, and without others' documents."""
+    """Adds to sees [T, 2] the spans that tokens lie in, and takes off the documents of others."""
     low, high = sees.T.copy()
     for r, first, last in masks.spans.tolist():
         rows = slice(starts[r], starts[r + 1])
@@ -93,7 +95,7 @@ def with_masks(masks: _check.Masks, starts: Array, lens: Array, position: Array,
 
 
 def list_of_token(starts: Array, query_block_size: int | None) -> Array:
-    """[T]: by which list of selected_blocks each token goes: that of its query block, or of its request."""
+    """Gives by which list of selected_blocks each token goes, [T]: that of its query block, or of its request."""
     q_lens: Array = np.diff(starts).astype(np.int64)
     if query_block_size is None:
         return np.repeat(np.arange(len(q_lens)), q_lens)
@@ -104,7 +106,7 @@ def list_of_token(starts: Array, query_block_size: int | None) -> Array:
 
 
 def chosen_blocks(selected: Memory | None, num_lists: int, num_heads: int, blocks: int) -> Array:
-    """[lists, heads that select, blocks]: does a block count?"""
+    """Says which blocks count: [lists, heads that select, blocks]."""
     chosen = np.full((num_lists, num_heads, blocks + 1), selected is None)
     if selected is not None:
         named = selected.numpy().astype(np.int64)
@@ -113,7 +115,7 @@ def chosen_blocks(selected: Memory | None, num_lists: int, num_heads: int, block
 
 
 def chosen_tokens(selected: Array, keys: Array) -> Array:
-    """[n, keys]: which of these keys, which ascend, are among those that each of n tokens has selected?"""
+    """Says which of these keys, which ascend, each of n tokens has selected: [n, keys]."""
     chosen = np.zeros((len(selected), len(keys)), np.bool_)
     at = np.minimum(np.searchsorted(keys, selected), len(keys) - 1)
     row, column = np.nonzero(keys[at] == selected)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Building blocks: pages out of the cache, matmul and softmax by oneDNN. :mod:`cpu_attn.study.compose` is made of them.
+"""This module has the building blocks of :mod:`cpu_attn.study.compose`: pages out of the cache, and matmul and softmax
+by oneDNN.
 
 matmul and softmax run on the calling thread alone, with the GIL released, and say which of oneDNN's
 implementations ran. Inputs are NumPy arrays or anything that :func:`cpu_attn.attention_with_kv_cache` takes; what
@@ -34,13 +35,13 @@ def gather_pages(
     kv_cache_dtype: str = "auto",
     kv_cache_layout: str = "packed",
 ) -> Array:
-    """Keys (or values) of one request's first seq_len tokens, plain: [seq_len, Hkv, head_size] in the cache's dtype;
-    of integers (``int8``, ...) in float32, times their scales.
+    """Gives the keys (or values) of one request's first seq_len tokens as plain rows [seq_len, Hkv, head_size] in the
+    cache's dtype; integers (``int8``, ...) become float32, times their scales.
 
     cache: a key cache [N, Hkv, B, width] as written with ``isa``, or a value cache with ``value=True``.
     block_table_row: int32 [M], the request's blocks. out: written and returned where given. dtype: of the tokens that
     were written to a quantised cache, which holds kv_cache_dtype. kv_cache_layout: of the cache.
-    Raises ValueError or TypeError for shapes, dtypes and blocks out of range, before anything is written.
+    It raises ValueError or TypeError for shapes, dtypes and blocks out of range, before anything is written.
     """
     value = _check.boolean("value", value)
     more: Any = {"out": out, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "kv_cache_layout": kv_cache_layout}
@@ -51,12 +52,13 @@ def gather_pages(
 
 
 def matmul(a: Any, b: Any, *, transpose_b: bool = False, out_dtype: Any = None) -> tuple[Array, str]:
-    """a [M, K] times b [K, N] (or [N, K] with transpose_b), and the name of the implementation that ran.
+    """Multiplies a [M, K] by b [K, N] (or [N, K] with transpose_b), and gives the product and the name of the
+    implementation that ran.
 
     a and b: float32, float16 or bfloat16, the same for both; sums are float32. out_dtype: float32 or that of a,
     which it is unless said. A dtype for which oneDNN has nothing but its reference loops here runs as float32.
 
-    Raises ValueError or TypeError for shapes and dtypes, UnavailableError where oneDNN is not there.
+    It raises ValueError or TypeError for shapes and dtypes, UnavailableError where oneDNN is not there.
     """
     module = _onednn_loader.load()
     transpose_b = _check.boolean("transpose_b", transpose_b)
@@ -83,12 +85,12 @@ def matmul(a: Any, b: Any, *, transpose_b: bool = False, out_dtype: Any = None) 
 
 
 def softmax(x: Any, axis: int = -1) -> tuple[Array, str]:
-    """exp(x) / sum of exp(x) along one axis, in x's dtype, and the name of the implementation that ran.
+    """Gives exp(x) / sum of exp(x) along one axis, in x's dtype, and the name of the implementation that ran.
 
-    x: float32, float16 or bfloat16, any number of axes but none; computed in float32. Where all of x is -inf
+    x: float32, float16 or bfloat16, of at least one axis. It is computed in float32. Where all of x is -inf
     nothing is to be weighed and the result is 0 (oneDNN says NaN); NaN or +inf make all of their row NaN.
 
-    Raises ValueError or TypeError for x and axis, UnavailableError where oneDNN is not there.
+    It raises ValueError or TypeError for x and axis, UnavailableError where oneDNN is not there.
     """
     module = _onednn_loader.load()
     source, dtype = _floats("x", x)
@@ -110,7 +112,7 @@ def softmax(x: Any, axis: int = -1) -> tuple[Array, str]:
 
 
 def _floats(name: str, x: Any) -> tuple[Array, str]:
-    """A NumPy view of x, and the name of its dtype."""
+    """Gives a NumPy view of x, and the name of its dtype."""
     a = view(name, x)
     if a.dtype not in _check.FLOATS:
         raise TypeError(f"{name}: dtype {a.dtype}, expected {' or '.join(_check.FLOATS)}")
@@ -125,7 +127,7 @@ def _matrix(name: str, x: Any) -> tuple[Array, str]:
 
 
 def _aligned(shape: tuple[int, ...], dtype: str) -> Array:
-    """Uninitialised memory that starts at a multiple of 64 bytes."""
+    """Gives uninitialised memory that starts at a multiple of 64 bytes."""
     size = prod(shape) * DTYPES[dtype].itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -address(memory) % 64

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of one call and their checks: those of attention_with_kv_cache, which has a plan to check against."""
+"""This module has the arguments of one call and checks them: those of attention_with_kv_cache, which has a plan to
+check against."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from cpu_attn.study.masks import Array, Tree, chosen_blocks, list_of_token, visi
 
 @dataclass(frozen=True)
 class Step:
-    """One call's arguments, checked, as NumPy views; caches [N, Hkv, B, width], so that kv_cache_layout is never NHD.
-    sees [T, 2]: first key of a token and the one after its last; position [T]: where a token itself stands among its
-    request's keys; chosen [lists, Hkv or Hq, M]: blocks that count; lists [T]: by which of these a token goes;
+    """Holds one call's arguments, checked, as NumPy views. Caches are [N, Hkv, B, width], so kv_cache_layout is never
+    NHD. sees [T, 2]: first key of a token and the one after its last; position [T]: where a token itself stands among
+    its request's keys; chosen [lists, Hkv or Hq, M]: blocks that count; lists [T]: by which of these a token goes;
     selected_tokens [T, S] or None; attn_bias [R, Hq, Q, K]."""
 
     query: Array
@@ -49,7 +50,7 @@ class Step:
 
     @property
     def group(self) -> int:
-        """Query heads that read the same kv head."""
+        """Says how many query heads read one kv head."""
         return int(self.query.shape[1] // self.key_cache.shape[1])
 
 
@@ -141,7 +142,7 @@ def checked(
     factor, cap = _check.logit_factors(scale, softcap, kv_scales[0])
     hadamard = plan._shape.hadamard
     asked = q.numpy()
-    if hadamard & 1:  # as they meet the keys in the calls
+    if hadamard & 1:  # the calls rotate queries as they do keys
         with np.errstate(over="ignore", invalid="ignore"):
             asked = rotate(rotate(asked).astype(asked.dtype), back=True)
     step = Step(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cpu-attn for torch: a provider for its paged attention API, and the three calls as ops::
+"""This package is cpu-attn for torch: a provider for its paged attention API, and the three calls as ops::
 
     import cpu_attn.torch
     torch.nn.attention.activate_flash_attention_impl("cpu_attn")  # varlen_attn now runs on the CPU

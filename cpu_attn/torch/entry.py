@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in for another library's functions: its words in errors, checks of tensors, its modules' names."""
+"""This module has what stands in for another library's functions: its words in errors, checks of tensors, its modules'
+names."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ Run = TypeVar("Run", bound=Callable[..., Any])
 
 
 def entry(**names: str) -> Callable[[Run], Run]:
-    """For a function that users call: errors name its arguments as it does, and dynamo does not trace what is behind
-    it. (torch.compiler.disable, which is public, imports dynamo at once; that takes as long as torch's own import.)"""
+    """Decorates a function that users call: errors name its arguments as it does, and dynamo does not trace what is
+    behind it. (torch.compiler.disable, which is public, imports dynamo at once; that takes as long as torch's own
+    import.)"""
 
     def wrapped(run: Run) -> Run:
         @functools.wraps(run)
@@ -39,7 +41,7 @@ def entry(**names: str) -> Callable[[Run], Run]:
 
 
 def tensors(**named: Any) -> list[Tensor]:
-    """The tensors without what only a backward pass would need."""
+    """Gives the tensors without what only a backward pass would need."""
     for name, x in named.items():
         _check.instance(name, x, torch.Tensor)
         if x.layout != torch.strided or x.is_nested:
@@ -57,12 +59,12 @@ def tensors(**named: Any) -> list[Tensor]:
 
 
 def optional(**named: Any) -> list[Any]:
-    """:func:`tensors` some of which may be None."""
+    """Does what :func:`tensors` does where some of them may be None."""
     return [x if x is None else tensors(**{name: x})[0] for name, x in named.items()]
 
 
 def axes(name: str, x: Tensor, **sizes: int | None) -> None:
-    """What the axes are called, and how many there are to be of each, None where that is free."""
+    """Checks a tensor's axes: their names and sizes, a size of None being free."""
     if x.dim() != len(sizes):
         raise ValueError(f"{name}: {x.dim()} axes, expected {len(sizes)}: [{', '.join(sizes)}]")
     for axis, (have, (what, size)) in enumerate(zip(x.shape, sizes.items(), strict=True)):
@@ -71,8 +73,9 @@ def axes(name: str, x: Tensor, **sizes: int | None) -> None:
 
 
 def stand_in(modules: Mapping[str, Mapping[str, Any]]) -> None:
-    """Makes these modules importable, by name what is in each, in this process. The first is the library, which must
-    not be here otherwise (RuntimeError), but for us; a module that others are in comes before them."""
+    """Makes these modules importable in this process. modules: what is in each, by name. The first is the library,
+    which must not be here otherwise (RuntimeError), but for a stand-in of ours; a module that others are in comes
+    before them."""
     library = next(iter(modules))
     there = sys.modules.get(library)
     if there is not None and modules[library].items() <= vars(there).items():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.ops.cpu_attn``: the three calls as ops of torch, under vLLM's names and with vLLM's arguments in its order
-(those of its ``torch.ops._C``); what cpu-attn has besides is keyword-only, so that only the namespace changes::
+"""This module is ``torch.ops.cpu_attn``: the three calls as ops of torch, under vLLM's names and with vLLM's arguments
+in its order (those of its ``torch.ops._C``). What cpu-attn has besides is keyword-only, so that only the namespace
+changes::
 
     get_scheduler_metadata       the plan of a step, as a tensor
     cpu_attn_reshape_and_cache   writes key_cache and value_cache
@@ -50,14 +51,15 @@ _SCHEMAS = (
 # ---- plans as tensors ----
 
 
-# By numbers that nobody guesses, which are what the tensors hold. A plan lives as long as the memory of its tensor.
+# The tensors hold numbers that nobody guesses, and the plans are found by these. A plan lives as long as the memory of
+# its tensor.
 _plans: dict[int, tuple[SchedulerMetadata, weakref.ref[Any]]] = {}
 _numbers = itertools.count(int.from_bytes(os.urandom(8), "big") >> 2)
 
 
 def tensor_of(plan: SchedulerMetadata) -> torch.Tensor:
-    """A plan of :func:`cpu_attn.get_scheduler_metadata` as the ops take it. What the op of that name does, without the
-    time that torch takes to hand it its arguments."""
+    """Gives a plan of :func:`cpu_attn.get_scheduler_metadata` as the ops take it. The op of that name does the same,
+    and takes the time that torch needs to hand it its arguments besides."""
     number, forget = next(_numbers), _plans.pop
     memory = np.array([number], np.int64)
     _plans[number] = plan, weakref.ref(memory, lambda _: forget(number))
@@ -65,7 +67,7 @@ def tensor_of(plan: SchedulerMetadata) -> torch.Tensor:
 
 
 def plan_of(scheduler_metadata: torch.Tensor) -> SchedulerMetadata:
-    """The plan that a tensor of ``get_scheduler_metadata`` stands for; ValueError where it stands for none."""
+    """Gives the plan that a tensor of ``get_scheduler_metadata`` stands for; ValueError where it stands for none."""
     try:
         return _plans[scheduler_metadata.item()][0]
     except (AttributeError, KeyError, RuntimeError):  # torch takes None for a tensor
@@ -78,7 +80,7 @@ def plan_of(scheduler_metadata: torch.Tensor) -> SchedulerMetadata:
 # ---- the ops ----
 
 
-# vLLM's names of what the core calls otherwise.
+# These are the core's names of arguments and vLLM's.
 _PLAN_NAMES = {
     "num_reqs": "num_req",
     "num_heads": "num_heads_q",
@@ -95,7 +97,7 @@ def _window(x: list[int]) -> Any:
 
 
 def _rows(name: str, x: torch.Tensor | None, width: int) -> dict[int, list[Any]] | None:
-    """Rows (request, ...) as the mapping by request that the core takes."""
+    """Gives rows (request, ...) as the mapping by request that the core takes."""
     if x is None:
         return None
     found: dict[int, list[Any]] = {}
@@ -202,8 +204,8 @@ def _fake_metadata(
 
 
 def _fake_of(run: Callable[..., None]) -> Callable[..., None]:
-    """It writes into arguments and returns nothing. A graph would hand the kernel its inputs detached, so what needs
-    gradients is refused here."""
+    """Makes the fake of a kernel, which writes into arguments and returns nothing. A graph would hand the kernel its
+    inputs detached, so what needs gradients is refused here."""
     names = tuple(inspect.signature(run).parameters)
 
     def fake(*args: Any, **kwargs: Any) -> None:
@@ -227,10 +229,10 @@ _IMPLEMENTATIONS = (
 library = Library("cpu_attn", "FRAGMENT")
 for _schema, (_run, _shapes, *_tags) in zip(_SCHEMAS, _IMPLEMENTATIONS, strict=True):
     _name = library.define(_schema, tags=_tags)
-    # Hides it from dynamo, which else traces what an op calls, where that op is called between graphs.
+    # This hides the kernel from dynamo, which else traces what an op calls where that op is called between graphs.
     register_kernel(f"cpu_attn::{_name}", "cpu", _run, lib=library)
     register_fake(f"cpu_attn::{_name}", _shapes, lib=library)
-    # Refuses meta tensors by name, where the kernel that register_fake leaves there would pass over them.
+    # The kernel refuses meta tensors by name, whereas the one that register_fake leaves there would pass over them.
     library.impl(_name, _run, "Meta", allow_override=True)
-    if not _tags:  # else torch.func.grad and jvp would pass by what they write
+    if not _tags:  # torch.func.grad and jvp would else pass over what they write
         library.impl(_name, _transformed, "FuncTorchDynamicLayerFrontMode")

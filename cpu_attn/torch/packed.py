@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the keys and values of requests lie in torch's tensors, as NHD caches, without a copy.
+"""This module finds where the keys and values of requests lie in torch's tensors, as NHD caches, without a copy.
 
 Pages [N, B, Hkv, D] are an NHD cache. Packed ones [T_k, Hkv, D] are seen as the NHD cache whose block n is tokens n to
 n + 63, blocks that overlap, so that a request's blocks may start at any token. The last block of a request then reads
@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 
 from cpu_attn import _arrays, _check
 
-BLOCK = 64  # decode over 8 x 2048 keys: 13.9 ms, with 16 20 ms, with 128 13.9 ms (Zen 4, bfloat16, two threads)
+BLOCK = 64  # decode of 8 x 2048 keys takes 13.9 ms, as with 128; with 16 20 ms (Zen 4, bfloat16, two threads)
 Int32 = NDArray[np.int32]
-# A part of a call: requests [first, end) over two NHD caches and their block table.
+# A part of a call is requests [first, end) over two NHD caches and their block table.
 Part = tuple[int, int, torch.Tensor, torch.Tensor, Any]
 
 
 def int32(name: str, x: Any, size: int | None = None) -> Int32:
-    """A tensor [size] as an array."""
+    """Gives a tensor [size] as an array."""
     if x is None:
         raise ValueError(f"{name}: is None")
     _check.instance(name, x, torch.Tensor)
@@ -38,7 +38,7 @@ def int32(name: str, x: Any, size: int | None = None) -> Int32:
 
 
 def starts_of(name: str, x: Any, num_tokens: int, size: int | None = None) -> Int32:
-    """Where requests start, ascending from 0 to at most num_tokens."""
+    """Checks where requests start, ascending from 0 to at most num_tokens."""
     starts = _check.rising(name, int32(name, x, size))
     if starts[-1] > num_tokens:
         raise ValueError(f"{name}[{len(starts) - 1}]: {starts[-1]}, the tensor has {num_tokens} tokens")
@@ -46,7 +46,7 @@ def starts_of(name: str, x: Any, num_tokens: int, size: int | None = None) -> In
 
 
 def overlapping(x: torch.Tensor, size: int) -> torch.Tensor:
-    """[T, Hkv, D] as blocks of ``size`` tokens, one from each token on."""
+    """Gives [T, Hkv, D] as blocks of ``size`` tokens, one from each token on."""
     token, head, element = x.stride()
     shape = (max(0, x.shape[0] - size + 1), size, *x.shape[1:])
     return x.as_strided(shape, (token, token, head, element))
@@ -69,7 +69,7 @@ def _packed(key: torch.Tensor, value: torch.Tensor, starts: Int32, lens: Int32) 
 def parts_of(
     key: torch.Tensor, value: torch.Tensor, cum_seq_k: Any, seqused_k: Any, block_table: Any, num_reqs: int
 ) -> tuple[Int32, Iterator[Part]]:
-    """How many keys the requests have, and where."""
+    """Gives how many keys the requests have, and the parts of the call."""
     axes = 3 if block_table is None else 4
     for name, x in (("key", key), ("value", value)):
         if x.dim() != axes:

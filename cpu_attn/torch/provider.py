@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's flash attention on the CPU: what ``torch.nn.attention.varlen`` and ``aten::_flash_attention_forward`` call.
+"""This module is torch's flash attention on the CPU: what ``torch.nn.attention.varlen`` and
+``aten::_flash_attention_forward`` call.
 
 Keys and values are read where they lie.
 """
@@ -18,7 +19,7 @@ from cpu_attn.plan import get_scheduler_metadata
 from cpu_attn.torch.packed import parts_of, starts_of
 
 NAME = "cpu_attn"
-# torch's names of what the core calls otherwise.
+# These are the core's names of arguments and torch's.
 _NAMES = {
     "query_start_loc": "cu_seq_q",
     "seq_lens": "seqused_k",
@@ -50,7 +51,7 @@ def _attend(
     block_table: Any = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """Writes out, returns lse float32 [Hq, T_q]. max_q and max_k are not needed: the lengths are there."""
+    """Writes out, and returns lse float32 [Hq, T_q]. max_q and max_k are not needed: the lengths are there."""
     left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
     causal = is_causal or right == 0
     if dropout_p:
@@ -70,7 +71,7 @@ def _attend(
         raise ValueError(f"query: {len(query)} tokens, expected cu_seq_q[-1] = {starts[-1]}")
     lens, parts = parts_of(key, value, cum_seq_k, seqused_k, block_table, len(starts) - 1)
     lse = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
-    scale = max(1, query.shape[2]) ** -0.5 if scale is None else scale  # a head size of 0 is refused by the plan
+    scale = max(1, query.shape[2]) ** -0.5 if scale is None else scale  # the plan refuses a head size of 0
     for first, end, k, v, table in parts:
         tokens = slice(int(starts[first]), int(starts[end]))
         plan = get_scheduler_metadata(
@@ -85,19 +86,20 @@ def _attend(
 
 
 def flash_attention_forward_out(out: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """``aten::_flash_attention_forward_no_dropout_inplace``: out [T_q, Hq, D] is written, lse [Hq, T_q] returned."""
+    """Serves as ``aten::_flash_attention_forward_no_dropout_inplace``: out [T_q, Hq, D] is written, lse [Hq, T_q]
+    returned."""
     try:
         tensors, names = [x.detach() if x.requires_grad else x for x in args[:3]], ("query", "key", "value")
         inputs = [_arrays.view(*x, _check.FLOATS) for x in zip(names, tensors, strict=True)]
         memory = [_arrays.view("out", out, _check.FLOATS), *inputs]
-        _check.apart(("out", *names), memory, 1)  # all of them, before the first part is written
+        _check.apart(("out", *names), memory, 1)  # all are checked before the first part is written
         return _attend(out, *tensors, *args[3:], **options)
     except (TypeError, ValueError, UnavailableError) as e:
         raise _check.renamed(e, _NAMES) from None
 
 
 def flash_attention_forward(query: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
-    """``aten::_flash_attention_forward``: out, lse [Hq, T_q], and what only dropout would need."""
+    """Serves as ``aten::_flash_attention_forward``: it gives out, lse [Hq, T_q], and what only dropout would need."""
     out = torch.empty_like(query, requires_grad=False)
     lse = flash_attention_forward_out(out, query, *args, **options)
     none = torch.zeros((), dtype=torch.uint64)
@@ -114,7 +116,7 @@ class _Handle:
     register_kernel hides the kernels."""
 
     def __init__(self) -> None:
-        importlib.import_module("torch.nn.attention.varlen")  # which tells dynamo so; inductor cannot compile that form
+        importlib.import_module("torch.nn.attention.varlen")  # it tells dynamo so; inductor cannot compile that form
         self.library = Library("aten", "IMPL", "CPU")
         for name, run in (
             ("forward", flash_attention_forward),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers over cpu-attn: ``attn_implementation="cpu_attn"``, a paged cache for ``generate``, continuous batching
-in place. See docs/transformers.md."""
+"""This package runs transformers over cpu-attn: ``attn_implementation="cpu_attn"``, a paged cache for ``generate``, and
+continuous batching in place. See docs/transformers.md."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention function, and where transformers is told of it."""
+"""This module has the attention function, and tells transformers of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from cpu_attn.transformers.pages import Pages, is_held
 from cpu_attn.transformers.plans import Logits, Requests, autocast, run, unmasked
 
 NAME = "cpu_attn"
-# generate_batch takes an implementation of one's own only by a name that contains "flash". It needs no masks.
+# generate_batch takes an implementation that transformers does not have only by a name that contains "flash". It needs
+# no masks.
 CONTINUOUS = "cpu_flash_attn"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _TENSORS = ("query", "key", "value", "attention_mask", "s_aux", "position_bias", "indices", "block_indices")
@@ -31,7 +32,7 @@ _REFUSED = {
     "sinks": "sinks are s_aux, a number for each head",
     "head_mask": "attn_implementation='eager' has",
 }
-# What a caller knows as something else.
+# These are the core's names of arguments and those that a caller knows.
 _NAMES = {"scale": "scaling", "output": "query", "key_cache": "key", "value_cache": "value", "isa": "CPU_ATTN_ISA"}
 
 
@@ -62,7 +63,7 @@ def continuous_batching(model: Any) -> Iterator[Any]:
     """
     enable()
     private.leave_pages_to(CONTINUOUS)
-    config = model.config.get_text_config()  # of a composite model, the one that generates
+    config = model.config.get_text_config()  # of a composite model this is the part that generates
     before = {id(c): (c, private.implementation(c)) for c in (model.config, config)}
     for c, _ in before.values():
         private.set_implementation(c, CONTINUOUS)
@@ -91,15 +92,15 @@ def attention(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Output [B, T, H, Dv] of query [B, H, T, D] over key [B, Hkv, S, D] and value [B, Hkv, S, Dv], any strides.
+    """Gives output [B, T, H, Dv] of query [B, H, T, D] over key [B, Hkv, S, D] and value [B, Hkv, S, Dv], any strides.
 
-    What transformers' models call, for inference. A batch of 1 in one of the three stands for B. attention_mask [B or
-    1, H or 1, T or 1, S or 1]: ours, which mostly is a plan; None; or any other, boolean or to be added. position_bias
-    of such a shape. indices [B, T, k]: the only keys that a query may see, of those that the mask shows it; -1 is none.
-    block_indices [B, Hkv, T, k]: the same of each kv head's queries, by blocks of the size that module's indexer has.
-    RuntimeError for training, ValueError or TypeError for dropout, for attention weights, for a head_mask, for sinks
-    other than s_aux [H] and for what does not fit, UnavailableError for what CPU_ATTN_ISA or CPU_ATTN_ENGINE asks for
-    in vain.
+    transformers' models call it, for inference. A batch of 1 in one of the three stands for B. attention_mask [B or 1,
+    H or 1, T or 1, S or 1] is ours, which mostly is a plan; None; or any other, boolean or to be added. position_bias
+    has such a shape, too. indices [B, T, k] are the only keys that a query may see, of those that the mask shows it; -1
+    is none. block_indices [B, Hkv, T, k] say the same of each kv head's queries, by blocks of the size that module's
+    indexer has. It raises RuntimeError for training, ValueError or TypeError for dropout, for attention weights, for a
+    head_mask, for sinks other than s_aux [H] and for what does not fit, and UnavailableError for what CPU_ATTN_ISA or
+    CPU_ATTN_ENGINE asks for in vain.
     """
     if dropout:
         raise ValueError(f"dropout: {dropout}, cpu_attn is for inference; expected 0.0 (model.eval())")
@@ -145,7 +146,8 @@ def attention(
 
 
 def continuous_attention(*args: Any, cache: Any = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """:func:`attention` for generate_batch, which gives a cache and no mask. ValueError without one."""
+    """Does what :func:`attention` does for generate_batch, which gives a cache and no mask. It raises ValueError
+    without a cache."""
     if cache is None:
         raise ValueError(f"cache: None, {CONTINUOUS} is for generate_batch; other calls take {NAME}")
     attended: tuple[torch.Tensor, None] = attention(*args, cache=cache, **kwargs)
@@ -153,7 +155,7 @@ def continuous_attention(*args: Any, cache: Any = None, **kwargs: Any) -> tuple[
 
 
 def _one_batch(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As matrix products broadcast: learned queries are one batch for all (GraniteSpeech)."""
+    """Broadcasts the batch as matrix products do: learned queries are one batch for all (GraniteSpeech)."""
     sizes = {x.shape[0] for x in states if x.dim() == 4} - {1}
     if len(sizes) != 1:
         return states
@@ -180,7 +182,7 @@ def _check_states(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 
 
 def _check_bias(name: str, x: torch.Tensor, query: torch.Tensor, kv_length: int) -> None:
-    """A mask or a bias [B or 1, H or 1, T or 1, S or 1]."""
+    """Checks a mask or a bias [B or 1, H or 1, T or 1, S or 1]."""
     sizes = (*query.shape[:3], kv_length)
     if x.dim() != 4 or any(have not in (1, size) for have, size in zip(x.shape, sizes, strict=True)):
         expected = ", ".join(f"{size} or 1" for size in sizes)
@@ -200,13 +202,13 @@ def _attend(
     indices: torch.Tensor | None,
     blocks: np.ndarray[Any, Any] | None = None,
 ) -> torch.Tensor:
-    """blocks: [B * T, Hkv, k], of the pages that keys and values are in."""
+    """Attends with a mask, a bias or a selection. blocks: [B * T, Hkv, k], of the pages that keys and values are in."""
     (batch_size, _, q_length, _), num_keys = query.shape, key.shape[2]
     if position_bias is not None:
         _check_bias("position_bias", position_bias, query, key.shape[2])
         logits = replace(logits, attn_bias=_spread(as_bias(position_bias), q_length, key.shape[2]))
-    causal = causal and q_length > 1 and mask is None  # sdpa's rule: a model without a mask means its own is_causal
-    if causal and key.shape[2] > q_length:  # and its keys from the first one on
+    causal = causal and q_length > 1 and mask is None  # sdpa's rule: without a mask, is_causal counts
+    if causal and key.shape[2] > q_length:  # sdpa's causal keys begin with the first
         key, value = key[:, :, :q_length], value[:, :, :q_length]
         if logits.attn_bias is not None:
             logits = replace(logits, attn_bias=logits.attn_bias[..., :q_length])
@@ -236,7 +238,7 @@ def _attend(
         return key.held.attend(query, requests, logits)
     if is_expansion(key, value) and key.expansion.is_worse(q_length, logits.max_selected_tokens):
         return key.expansion.attend(query, requests, logits)
-    if not kv_length:  # keys that are no block of a cache
+    if not kv_length:  # no keys make no block of a cache
         return query.new_zeros(batch_size, q_length, query.shape[1], value.shape[3])
     key, value = (x.dense() if isinstance(x, LazyTensor) else x for x in (key, value))
     key, value = dense_rows(key), dense_rows(value)
@@ -255,8 +257,8 @@ def _attend_blocks(
     block_indices: torch.Tensor,
     block_size: int,
 ) -> torch.Tensor:
-    """Over pages, of which a block is some, in one call. Elsewhere each kv head by itself, over the keys of its own
-    blocks."""
+    """Attends over selected blocks: over pages, of which a block is some, in one call; over other keys each kv head by
+    itself, with the keys of its own blocks."""
     (batch_size, num_heads, q_length, _), (num_kv_heads, kv_length) = query.shape, key.shape[1:3]
     sizes, found = (batch_size, num_kv_heads, q_length), block_indices
     if found.dim() != 4 or found.shape[:3] != sizes or found.is_floating_point():
@@ -265,7 +267,7 @@ def _attend_blocks(
     blocks = -(-kv_length // block_size)
     if found.numel() and (int(found.min()) < -1 or int(found.max()) >= blocks):
         raise ValueError(f"block_indices: {int(found.min())}..{int(found.max())}, expected -1..{blocks - 1}")
-    planned = mask is not None or q_length == 1  # else keys may be cut before they are attended
+    planned = mask is not None or q_length == 1  # otherwise _attend may cut the keys
     if is_held(key, value) and planned and block_size % key.held.pages.block_size == 0:
         pages = _parts(found.detach(), block_size // key.held.pages.block_size)
         lists = _ascending(pages.transpose(1, 2).flatten(0, 1), blocks * block_size)
@@ -283,13 +285,14 @@ def _attend_blocks(
 
 
 def _parts(blocks: torch.Tensor, size: int) -> torch.Tensor:
-    """Of blocks [..., k] the ``size`` parts of each, [..., k * size]; -1 is none."""
+    """Splits blocks [..., k] into the ``size`` parts of each, [..., k * size]; -1 is none."""
     parts = blocks[..., None].long() * size + torch.arange(size)
     return parts.where(blocks[..., None] >= 0, -1).flatten(-2)
 
 
 def _ascending(lists: torch.Tensor, bound: int) -> np.ndarray[Any, Any]:
-    """int32 [..., k] of lists of numbers below ``bound``, -1 is none: ascending, each once, then ``bound``."""
+    """Sorts lists of numbers below ``bound``, of which -1 is none: int32 [..., k] that ascend, each number once, then
+    ``bound``."""
     found: np.ndarray[Any, Any] = lists.numpy().astype(np.int32)
     found[found < 0] = bound
     found.sort()
@@ -301,8 +304,8 @@ def _ascending(lists: torch.Tensor, bound: int) -> np.ndarray[Any, Any]:
 
 
 def _chosen(indices: torch.Tensor, batch_size: int, q_length: int, kv_length: int) -> np.ndarray[Any, Any] | None:
-    """The keys that an indexer has chosen for each query token, int32 [B * T, k], ascending, each once, then kv_length;
-    None where they are all that there are."""
+    """Gives the keys that an indexer has chosen for each query token, int32 [B * T, k], ascending, each once, then
+    kv_length; None where they are all that there are."""
     if indices.dim() != 3 or indices.shape[:2] != (batch_size, q_length) or indices.is_floating_point():
         found = f"{tuple(indices.shape)} of {indices.dtype}"
         raise ValueError(f"indices: {found}, expected integers [{batch_size}, {q_length}, k]")
@@ -316,16 +319,18 @@ def _chosen(indices: torch.Tensor, batch_size: int, q_length: int, kv_length: in
 def _masked(
     mask: torch.Tensor, batch_size: int, q_length: int, kv_length: int, logits: Logits
 ) -> tuple[Requests, Logits]:
-    """The mask as a plan, which hides keys for nothing, or, where there is none, as a bias over all of a row's keys."""
+    """Gives the mask as a plan, which hides keys at no cost, or, where no plan can say it, as a bias over all of a
+    row's keys."""
     if isinstance(mask, Mask) and mask.shape == (batch_size, 1, q_length, kv_length):
         with suppress(UnplannableError):
             requests = mask.requests()
-            # A bias goes by query tokens of a request: those of a row without its padding are others.
+            # A bias counts query tokens within a request, and those of a row without its padding would be counted
+            # otherwise.
             if logits.attn_bias is None or (len(requests.rows) == batch_size and requests.seq_lens.all()):
                 return requests, logits
     if logits.attn_bias is None:
         bias = mask.bias() if isinstance(mask, Mask) else as_bias(mask)
-    else:  # sdpa's rule beside a position_bias: what is hidden everywhere is seen everywhere
+    else:  # sdpa's rule beside a position_bias: a row with every key hidden sees every key
         seen = mask.seen() if isinstance(mask, Mask) else mask
         bias = logits.attn_bias.where(seen, LEAST) if seen.dtype == torch.bool else logits.attn_bias + as_bias(seen)
     bias = _spread(bias, q_length, kv_length)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the pages of transformers' continuous batching, where they lie.
+"""This module attends over the pages of transformers' continuous batching, where they lie.
 
 Its PagedAttentionCache keeps K and V of a layer as rows [Hkv, D] of one tensor, pages of them for each request, and
 says in ``read_index`` and ``write_index`` in which rows a step's tokens are. Every ``block`` rows are a block of an NHD
@@ -36,7 +36,8 @@ def attend(
     block_table: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Writes key and value [1, Hkv, T, D] into the layer's pages; output [1, T, H, D] of query [1, H, T, D]."""
+    """Writes key and value [1, Hkv, T, D] into the layer's pages, and gives output [1, T, H, D] of query [1, H, T,
+    D]."""
     if block_table is not None:
         raise ValueError("block_table: cpu_attn takes read_index and write_index (max_blocks_per_request=0)")
     allocator, rows = private.pages(cache, layer_idx)
@@ -50,8 +51,8 @@ def attend(
 
 
 def _blocks(rows: Ints, block: int) -> tuple[Ints, int]:
-    """Blocks that hold these rows, a request's tokens in order, and how many keys that makes: those before the first
-    token in its block count, and are out of every query's window."""
+    """Gives the blocks that hold these rows, a request's tokens in order, and how many keys that makes. Those before
+    the first token in its block are counted, and lie outside every query's window."""
     if not len(rows):
         return rows, 0
     before = int(rows[0] % block)
@@ -64,8 +65,8 @@ def _lengths(*counts: int) -> np.ndarray[Any, Any]:
 
 @dataclass
 class Step:
-    """What the layers of an allocator share in a step: which blocks each request reads once its tokens are written.
-    ``prompts``: those whose tokens drive keys out of the ring that their first ones see."""
+    """Holds what the layers of an allocator share in a step: which blocks each request reads once its tokens are
+    written. ``prompts``: those whose tokens drive keys out of the ring that their first ones see."""
 
     block: int
     write: torch.Tensor
@@ -76,13 +77,13 @@ class Step:
     @classmethod
     def of(cls, allocator: Any, cu_q: Ints, cu_k: Ints, read: Ints, write: torch.Tensor) -> Step:
         window = getattr(allocator, "sliding_window", 0)
-        # Blocks that neither a page nor the ring's end cuts.
+        # Neither a page nor the ring's end cuts a block of this size.
         block = math.gcd(window, allocator.tokens_per_page)
         tables, lengths, prompts = [], [], []
         for r in range(len(cu_q) - 1):
             tokens = slice(int(cu_q[r]), int(cu_q[r + 1]))
             new, keys = tokens.stop - tokens.start, int(cu_k[r + 1] - cu_k[r])
-            rows = read[cu_k[r] : cu_k[r] + keys - new]  # nothing, where no request of the step has a past
+            rows = read[cu_k[r] : cu_k[r] + keys - new]  # empty where no request of the step has a past
             if window and keys > window:
                 prompts.append(Prompt.of(tokens, *_blocks(rows, block), window))
                 rows = rows[:0]
@@ -110,13 +111,13 @@ class Step:
     ) -> torch.Tensor:
         count = min(map(len, rows)) // self.block
         caches = [x[: count * self.block].unflatten(0, (count, self.block)) for x in rows]
-        # Before the keys that they still see are written over.
+        # These attend before the keys that they still see are written over.
         early = [(p.tokens, p.attend(query, key, value, caches, logits)) for p in self.prompts]
         for to, states in zip(rows, (key, value), strict=True):
             to.index_copy_(0, self.write, states[0].transpose(0, 1))
         sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
         plan = self.requests.plan(*sizes, query.dtype, "NHD")
-        real = plan.num_tokens  # compiled steps are padded
+        real = plan.num_tokens  # a compiled step is padded
         output = run(plan, query[:, :, :real], caches[0], caches[1], self.table, logits)
         if real < query.shape[2]:
             output = torch.cat([output, output.new_zeros(1, query.shape[2] - real, *output.shape[2:])], 1)
@@ -127,8 +128,8 @@ class Step:
 
 @dataclass
 class Prompt:
-    """New tokens that are more than the ring has place for: they attend their own keys as they came, then, up to the
-    window, the old ones in the ring; both merge."""
+    """Holds new tokens that are more than the ring has place for. They attend their own keys as they came and, up to
+    the window, the old ones in the ring; both results merge."""
 
     tokens: slice
     own: Requests
@@ -139,7 +140,8 @@ class Prompt:
     def of(cls, tokens: slice, blocks: Ints, length: int, window: int) -> Prompt:
         one, new = np.zeros(1, np.int64), tokens.stop - tokens.start
         own = Requests(one, _lengths(0, new), _lengths(new), True, (window - 1, -1))
-        # Query i stands at key length + i, but to a bidirectional plan of so many at length - reach + i.
+        # In truth query i stands at key length + i. A bidirectional plan of ``reach`` query tokens puts it at length -
+        # reach + i, so the left side of its window is that much shorter.
         reach = min(new, window - 1)
         old = Requests(one, _lengths(0, reach), _lengths(length), False, (window - 1 - reach, -1))
         return cls(tokens, own, old, blocks.astype(np.int32)[None])
@@ -162,7 +164,7 @@ class Prompt:
             return own
         old_lse = torch.empty_like(own_lse[:, :reach])
         plan = self.old.plan(*sizes, "NHD")
-        without = replace(logits, s_aux=None)  # which is in own
+        without = replace(logits, s_aux=None)  # the result over the own keys has it
         first = run(plan, query[:, :, :reach], caches[0], caches[1], self.table, without, lse=old_lse)
         own[0, :reach] = merge_states(
             [first[0], own[0, :reach]], [old_lse, own_lse[:, :reach]], out=torch.empty_like(first[0])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The indexer of a sparse layer (DeepSeek-V3.2) over a PagedCache: select_tokens scores its keys, which are in pages.
+"""This module is the indexer of a sparse layer (DeepSeek-V3.2) over a PagedCache: select_tokens scores its keys, which
+are in pages.
 
 A model's indexer asks its cache for all of its keys, and makes scores and indices of them by operations of torch. What
 the cache gives it records these operations. Where they are the formula of ``cpu_attn.select_tokens``, and the indices
@@ -26,8 +27,8 @@ from cpu_attn.transformers.plans import Requests
 
 @dataclass(frozen=True)
 class Formula:
-    """How far operations are those of select_tokens over keys [B, 1, S, D], and what they have brought: query
-    [B, T, H, D] of the keys' dtype, scale, weights [B, T, 1, H], the mask, how many keys are selected."""
+    """Says how far operations are those of select_tokens over keys [B, 1, S, D], and holds what they have brought:
+    query [B, T, H, D] of the keys' dtype, scale, weights [B, T, 1, H], the mask, how many keys are selected."""
 
     keys: Pages
     step: str = "keys"
@@ -39,7 +40,8 @@ class Formula:
     found: list[Any] = field(default_factory=list, init=False)  # the plan of a mask, and what is selected under it
 
     def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Formula, tuple[int, ...]] | None:
-        """What it is after an operation, and the shape of that; None, where the operation is not the next one."""
+        """Gives what the formula is after an operation, and the shape of its result; None where the operation is not
+        the next one."""
         batch_size, _, length, size = self.keys.shape
         tokens, heads = self.query.shape[1:3] if self.query is not None else (0, 0)
         match self.step, func, args, tuple(kwargs.items()):
@@ -75,7 +77,7 @@ class Formula:
         return None
 
     def selected(self, requests: Requests) -> np.ndarray[Any, Any]:
-        """selected_tokens under the plan of the mask, made once where layers share the indices (GLM-MoE-DSA)."""
+        """Gives selected_tokens under the plan of the mask, made once where layers share the indices (GLM-MoE-DSA)."""
         if not (self.found and self.found[0] is requests):
             held, each = self.keys.held, requests.all_causal
             tokens = select_tokens(
@@ -96,7 +98,8 @@ class Formula:
 
 
 class Recorded(LazyTensor):
-    """What an operation makes, which torch does once somebody looks. Its operands may not change before that."""
+    """Stands for what an operation makes, which torch computes once somebody looks. Its operands may not change before
+    that."""
 
     @staticmethod
     def __new__(
@@ -110,7 +113,7 @@ class Recorded(LazyTensor):
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
-    formula: Formula | None  # of whom nobody has looked at
+    formula: Formula | None  # None once somebody has looked
     make: Callable[[], torch.Tensor]
     _made: torch.Tensor | None
 
@@ -132,11 +135,11 @@ class Recorded(LazyTensor):
 
 
 class RecordedKeys(Recorded, ReadOnly):
-    """Keys, which are in the pages."""
+    """Stands for keys that are in the pages."""
 
 
 class Best(NamedTuple):
-    """Of ``topk``."""
+    """Holds the result of ``topk``."""
 
     values: torch.Tensor
     indices: torch.Tensor
@@ -154,8 +157,8 @@ def _recorded(formula: Formula, shape: tuple[int, ...], func: Any, args: Any, kw
 
 
 def formula_of(indices: torch.Tensor, mask: torch.Tensor | None, requests: Requests) -> Formula | None:
-    """Of indices that are recorded, which nobody has looked at, of keys that a layer holds now, under the mask whose
-    plan ``requests`` is."""
+    """Gives the formula of indices that are recorded and that nobody has looked at, if their keys are those that a
+    layer holds now and their mask is the one whose plan ``requests`` is."""
     formula = indices.formula if isinstance(indices, Recorded) else None
     if formula is None or formula.step != "indices" or formula.mask is not mask or not formula.keys.held.current:
         return None
@@ -167,7 +170,7 @@ def formula_of(indices: torch.Tensor, mask: torch.Tensor | None, requests: Reque
 
 
 class IndexPages(PagedKVCache):
-    """Pages of keys alone, of one head: values are these keys."""
+    """Holds pages of keys alone, of one head; its values are these keys."""
 
     def _hold(self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any) -> None:
         super()._hold(descriptor, key_cache, key_cache)
@@ -177,29 +180,29 @@ class IndexPages(PagedKVCache):
 
 
 class IndexKeys(PagedLayer):
-    """Keys of an indexer, in the model's dtype, whatever the pages beside them hold."""
+    """Holds the keys of an indexer in the model's dtype, whatever the pages beside them hold."""
 
     def _pages(self, num_kv_heads: int, head_size: int, head_size_v: int, dtype: str) -> PagedKVCache:
         return IndexPages(0, self.block_size, num_kv_heads, head_size, dtype)
 
 
 class IndexedLayer(PagedLayer):
-    """Pages, and beside them those of an indexer's keys."""
+    """Holds pages and, beside them, those of an indexer's keys."""
 
     def __init__(self, block_size: int, **options: Any) -> None:
         super().__init__(block_size, **options)
         self.index = IndexKeys(block_size)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """All keys [B, S, D] of the indexer (DeepSeek-V3.2), with those that are new, [B, T, D]."""
+        """Gives all keys [B, S, D] of the indexer (DeepSeek-V3.2), with those that are new, [B, T, D]."""
         keys = self.update_index(indexer_key_states[:, None])
-        if not isinstance(keys, Pages) or keys.requires_grad:  # whose backward pass is an error
+        if not isinstance(keys, Pages) or keys.requires_grad:  # their backward pass is an error
             return keys[:, 0]
         batch_size, _, length, size = keys.shape
         return Recorded(Formula(keys), (batch_size, length, size), keys.dtype, lambda: keys.dense()[:, 0])
 
     def update_index(self, idx_k: torch.Tensor) -> torch.Tensor:
-        """All keys [B, 1, S, D] of an indexer that selects blocks (MiniMax M3), with those that are new."""
+        """Gives all keys [B, 1, S, D] of an indexer that selects blocks (MiniMax M3), with those that are new."""
         return self.index.update(idx_k, idx_k)[0]
 
     @property

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) over a PagedCache, without its expansion where that pays.
+"""This module does multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) over a PagedCache, without its expansion
+where that pays.
 
-A model's attention caches of each token a latent and a rotated key, one head of each, and expands all of them to keys
+A model's attention caches a latent and a rotated key of each token, one head of each, and expands all of them to keys
 and values of every head in its method ``expand_kv``. Absorbed into the query and applied to the output instead, the
 weights of that leave attention of all heads over the same rows: keys are [latent | rotated key], values latents."""
 
@@ -23,7 +24,7 @@ from cpu_attn.transformers.plans import Logits, Requests
 
 
 class LatentRows(PagedKVCache):
-    """Pages of plain rows [latent | rotated key], which hold latents once: values are a part of keys."""
+    """Holds pages of plain rows [latent | rotated key], which have latents once: values are a part of keys."""
 
     def _hold(self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any) -> None:
         super()._hold(descriptor, key_cache, key_cache[..., : descriptor.head_size_v])
@@ -45,8 +46,8 @@ class LatentRows(PagedKVCache):
 
 
 class LatentLayer(PagedLayer):
-    """Rows [latent | rotated key] as keys, latents as values. Integers, which plain rows have no place for, and kinds
-    that differ for K and V are in packed pages, latents twice."""
+    """Holds rows [latent | rotated key] as keys and latents as values. Integers, which plain rows have no place for,
+    and kinds that differ for K and V are in packed pages, which hold latents twice."""
 
     def _pages(self, num_kv_heads: int, head_size: int, head_size_v: int, dtype: str) -> PagedKVCache:
         k, v = _check.kv_dtypes(self.options["kv_cache_dtype"], dtype)
@@ -59,17 +60,17 @@ class LatentLayer(PagedLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of latents [B, 1, T, L] and rotated keys [B, 1, T, P]."""
+        """Writes latents [B, 1, T, L] and rotated keys [B, 1, T, P], and gives all of both."""
         keys, latents = super().update(torch.cat([key_states, value_states], -1), key_states)
         return latents, Rotated(keys)
 
 
 class IndexedLatentLayer(IndexedLayer, LatentLayer):
-    """The same, with the keys of an indexer."""
+    """Adds the keys of an indexer to a LatentLayer."""
 
 
 class Rotated(ReadOnly):
-    """The rotated keys [B, 1, S, P] of a layer."""
+    """Stands for the rotated keys [B, 1, S, P] of a layer."""
 
     @staticmethod
     def __new__(cls, keys: Pages) -> Rotated:
@@ -89,7 +90,7 @@ class Rotated(ReadOnly):
 
 
 class Expansion:
-    """Keys and values of all heads that an attention module would make of a layer's latents."""
+    """Stands for the keys and values of all heads that an attention module would make of a layer's latents."""
 
     def __init__(self, make: Callable[..., Any], weights: Any, latents: Pages, rotated: Rotated) -> None:
         self.held: Held = latents.held
@@ -98,7 +99,7 @@ class Expansion:
         self.sizes = self.to_latents.shape[1] + rotated.shape[3], self.from_latents.shape[2]
 
     def states(self) -> tuple[Expanded, Expanded]:
-        """Keys and values, made when somebody looks."""
+        """Gives keys and values, which are made when somebody looks."""
         return Expanded(self, 0), Expanded(self, 1)
 
     @cached_property
@@ -107,8 +108,8 @@ class Expansion:
         return found
 
     def is_worse(self, q_length: int, most: int | None) -> bool:
-        """Whether it takes more multiplications than attention over the latents does, absorption included. most: keys
-        that a query token attends, where they are not all of them."""
+        """Says whether it takes more multiplications than attention over the latents does, absorption included. most:
+        how many keys a query token attends, None for all."""
         (_, nope, rank), size = self.to_latents.shape, self.from_latents.shape[2]
         rotated, weights = self.held.pages.head_size - rank, rank * (nope + size)
         pairs = q_length * (self.held.length if most is None else most)
@@ -116,7 +117,7 @@ class Expansion:
         return bool(expanded > q_length * weights + pairs * (2 * rank + rotated))
 
     def attend(self, query: torch.Tensor, requests: Requests, logits: Logits) -> torch.Tensor:
-        """Output [B, T, H, Dv] of query [B, H, T, nope + P], over the latents."""
+        """Gives output [B, T, H, Dv] of query [B, H, T, nope + P] over the latents."""
         nope = self.to_latents.shape[1]
         absorbed = torch.cat([query[..., :nope] @ self.to_latents, query[..., nope:]], -1)
         output = self.held.attend(absorbed, requests, logits)
@@ -124,7 +125,7 @@ class Expansion:
 
 
 class Expanded(LazyTensor):
-    """Its keys (index 0) or values (1)."""
+    """Stands for the keys (index 0) or the values (1) of an expansion."""
 
     @staticmethod
     def __new__(cls, expansion: Expansion, index: int) -> Expanded:
@@ -145,15 +146,15 @@ class Expanded(LazyTensor):
 
 
 def is_expansion(key: torch.Tensor, value: torch.Tensor) -> TypeGuard[Expanded]:
-    """Whether these are the keys and the values of one, of what its layer holds now."""
+    """Says whether these are the keys and the values of one expansion, of what its layer holds now."""
     if not (isinstance(key, Expanded) and isinstance(value, Expanded)):
         return False
     return key.expansion is value.expansion and (key.index, value.index) == (0, 1) and key.expansion.held.current
 
 
 def layer_classes(config: Any) -> dict[type[PagedLayer], type[PagedLayer]]:
-    """What layers of a model of such a configuration are in place of others: of one that caches latents. Its attention
-    classes are from now on aware of LatentLayer."""
+    """Gives the classes of layers that replace others in a model of such a configuration, which there are where it
+    caches latents. From then on its attention classes know LatentLayer."""
     found = private.latent_attention(config)
     for attention in found:
         if not hasattr(attention.expand_kv, "__wrapped__"):

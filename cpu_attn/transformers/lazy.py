@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that say what they would hold, and hold it only once somebody looks."""
+"""This module has tensors that say what they would hold, and hold it only once somebody looks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Inference(torch.autograd.Function):  # type: ignore[misc]
-    """What is made of inputs that need gradients: models run without no_grad, but no backward pass goes unnoticed."""
+    """Makes tensors of inputs that need gradients: models run without no_grad, but no backward pass goes unnoticed."""
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], torch.Tensor], *inputs: Any) -> torch.Tensor:
@@ -29,12 +29,12 @@ class LazyTensor(torch.Tensor):  # type: ignore[misc]
     So a model, or another attention function, that slices a mask or reads keys gets the right numbers, only slower.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # its results would be of this class
+    __torch_function__ = torch._C._disabled_torch_function_impl  # its results would be instances of this class
 
     @staticmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Any:
-        """strides: of dense(), dense ones unless said."""
+        """Makes a tensor without memory. strides: those of dense(), dense ones unless said."""
         return torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype)
 
     def dense(self) -> torch.Tensor:
@@ -42,7 +42,7 @@ class LazyTensor(torch.Tensor):  # type: ignore[misc]
 
     @property
     def data(self) -> torch.Tensor:
-        """Not to be set, which dense() would not notice."""
+        """Gives a detached tensor. It cannot be set, as dense() would not notice."""
         return self.detach()
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
@@ -75,7 +75,7 @@ class LazyTensor(torch.Tensor):  # type: ignore[misc]
 
 
 class ReadOnly(LazyTensor):
-    """RuntimeError for operations that would change it, or a view of it."""
+    """Raises RuntimeError for operations that would change it, or a view of it."""
 
     @staticmethod
     def __new__(cls, dense: torch.Tensor) -> ReadOnly:
@@ -99,7 +99,7 @@ def _is_view(x: torch.Tensor, held: list[torch.Tensor]) -> bool:
 
 
 def _writes(arguments: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation of such arguments changes one that is read-only."""
+    """Says whether an operation of such arguments changes one that is read-only."""
     given = dict(zip((x.name for x in arguments), args, strict=False)) | kwargs
     written = [given.get(x.name) for x in arguments if x.alias_info and x.alias_info.is_write]
     return any(isinstance(x, ReadOnly) for x in tree_leaves(written))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' masks as requests of a plan: lengths, window and documents in place of [B, 1, T, S] booleans."""
+"""This module turns transformers' masks into requests of a plan: lengths, window and documents in place of [B, 1, T, S]
+booleans."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from cpu_attn.transformers.plans import Ints, Requests
 
 
 class UnplannableError(Exception):
-    """Why a mask is no plan."""
+    """Says why a mask is no plan."""
 
 
 @dataclass
 class Pattern:
-    """What a mask function says, padding apart. chunks: their size, and the padding [B] before the first one; packed:
-    which sequence a token [B, T] is of."""
+    """Holds what a mask function says, padding apart. chunks: their size, and the padding [B] before the first one;
+    packed: which sequence a token [B, T] is of."""
 
     causal: bool = False
     left: int = -1
@@ -64,14 +65,14 @@ def _narrower(*sides: int) -> int:
 
 # ---- the mask ----
 
-# Hides a key beside any that is seen, and stays finite times log2(e), where float32's own least number does not.
+# This hides a key beside any that is seen, and stays finite times log2(e), where float32's own least number does not.
 LEAST = -1e38
 _ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
 def eager_only(config: Any) -> bool:
-    """Whether the models of such a configuration are not made for sdpa: they take every mask for what eager adds to
-    scores, and none for every key."""
+    """Says whether the models of such a configuration are not made for sdpa: they take every mask for what eager adds
+    to scores, and none for every key."""
     config_class: Any = type(config)
     module = private.modeling(config)
     return module is not None and _eager_only(config_class, module)
@@ -85,8 +86,8 @@ def _eager_only(config_class: Any, module: Any) -> bool:
 
 
 class Mask(LazyTensor):
-    """[B, 1, T, S], as ``sdpa_mask`` makes it of the same arguments, bool; or, for models that know no other, as
-    ``eager_mask`` does, of numbers to be added. ``requests()`` is the same as lengths.
+    """Stands for [B, 1, T, S], as ``sdpa_mask`` makes it of these arguments, bool; or, for models that know no other,
+    as ``eager_mask`` does, of numbers to be added. ``requests()`` says the same by lengths.
 
     All who look see one tensor, which they may change in place; ``requests()`` and ``bias()`` do not know of that. A
     model with attention of its own that adds a boolean one to scores, as it would add eager's, gets what hides keys.
@@ -125,7 +126,7 @@ class Mask(LazyTensor):
         return self._found is requests
 
     def seen(self) -> torch.Tensor:
-        """Booleans, whatever it is to others."""
+        """Gives booleans, whatever the mask is to others."""
         if self._seen is None:
             arguments = self._arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             self._seen = private.sdpa_mask(**arguments)
@@ -140,17 +141,18 @@ class Mask(LazyTensor):
         return self._dense[0]
 
     def changed(self) -> bool:
-        """By value: tensors of inference_mode count no versions, and none counts changes by ``data`` or an array."""
+        """Says whether somebody has changed the values. It compares them: tensors of inference_mode count no versions,
+        and none counts changes by ``data`` or an array."""
         return self._dense is not None and not self._dense[0].equal(self._dense[1])
 
     def bias(self) -> torch.Tensor:
-        """As :func:`as_bias` has it, made once for all layers."""
+        """Gives what :func:`as_bias` makes of it, once for all layers."""
         if self._bias is None:
             self._bias = as_bias(self.seen())
         return self._bias
 
     def requests(self) -> Requests:
-        """UnplannableError, where a plan cannot say it."""
+        """Gives the mask as requests. It raises UnplannableError where a plan cannot say it."""
         if self._found is None:
             try:
                 self._found = _requests(**self._arguments)
@@ -162,7 +164,7 @@ class Mask(LazyTensor):
 
 
 def _is_one_head(index: Any) -> bool:
-    """Whether it is [:, 0] of a mask, with or without the axes behind that."""
+    """Says whether the index is [:, 0] of a mask, with or without the axes behind that."""
     everything = slice(None)
     if not (isinstance(index, tuple) and 2 <= len(index) <= 4 and type(index[1]) is int and index[1] == 0):
         return False
@@ -170,7 +172,7 @@ def _is_one_head(index: Any) -> bool:
 
 
 class MaskRows(LazyTensor):
-    """[B, T, S] of a mask, or what that hides: as indexers mask their scores."""
+    """Stands for [B, T, S] of a mask, or for what it hides, as indexers mask their scores."""
 
     @staticmethod
     def __new__(cls, mask: Mask, hides: bool = False) -> MaskRows:
@@ -193,16 +195,17 @@ class MaskRows(LazyTensor):
 
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As ``eager_mask`` has it: by the least number, so that a softmax over nothing else is none of NaN."""
+    """Adds the least number for what is hidden, as ``eager_mask`` does, so that a softmax over hidden keys alone gives
+    no NaN."""
     if mask.dtype != torch.bool:
         return mask
     return mask.new_zeros((), dtype=dtype).where(mask, torch.finfo(dtype).min)
 
 
 def as_bias(mask: torch.Tensor) -> torch.Tensor:
-    """What a dense mask adds to logits, float32, its last axis dense; True is seen.
+    """Gives what a dense mask adds to logits, float32, its last axis dense; True is seen.
 
-    Of a row that numbers hide throughout, as eager's masks do it by the least of a dtype, every key is seen alike: what
+    Where numbers hide a whole row, as eager's masks do by the least number of a dtype, every key is seen alike: what
     is finite stays so times log2(e).
     """
     if mask.dtype != torch.bool:
@@ -213,9 +216,9 @@ def as_bias(mask: torch.Tensor) -> torch.Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def mask_function(**arguments: Any) -> Mask | None:
-    """What AttentionMaskInterface calls, with the arguments of ``sdpa_mask``. None where every key is seen and it may
-    be, as others do: a model may change the length of its tokens after that."""
-    for name in ("q_offset", "kv_offset"):  # of a StaticCache: tensors that its next update changes
+    """Serves AttentionMaskInterface, which calls it with the arguments of ``sdpa_mask``. It gives None, as others do,
+    where every key is seen and the caller allows that: a model may change the length of its tokens after that."""
+    for name in ("q_offset", "kv_offset"):  # a StaticCache gives tensors, which its next update changes
         arguments[name] = int(arguments.get(name, 0))
     if arguments.get("allow_is_bidirectional_skip"):
         lengths = arguments["kv_length"], arguments["kv_offset"], arguments.get("local_size")
@@ -225,10 +228,10 @@ def mask_function(**arguments: Any) -> Mask | None:
         return Mask(arguments)
     try:
         Pattern().read(arguments.get("mask_function", private.causal_mask_function))
-        return Mask(arguments | {"use_vmap": False})  # functions of indices, each of them
+        return Mask(arguments | {"use_vmap": False})  # each of them is a function of indices
     except UnplannableError:
         mask = Mask(arguments)
-        mask.seen()  # where somebody looks at it, inside an operation of torch, there is no vmap
+        mask.seen()  # made now: inside an operation of torch, where somebody looks, there is no vmap
         return mask
 
 
@@ -244,14 +247,15 @@ def _requests(
 ) -> Requests:
     pattern = Pattern()
     pattern.read(mask_function)
-    # Where the first query stands among the keys, and where they end for the last one if it is causal.
+    # ``origin`` is where the first query stands among the keys, ``seen`` where they end for the last one if it is
+    # causal.
     origin = q_offset - kv_offset
     seen = origin + q_length if pattern.causal else kv_length
     if not 0 <= seen <= kv_length:
         raise UnplannableError("a causal mask whose queries end past the keys")
     first, end = _valid(attention_mask, batch_size, kv_offset, kv_length, seen)
-    if pattern == Pattern():  # positions mean nothing: padded rows attend, too
-        if first.any():  # queries may be other tokens than keys, of whatever length
+    if pattern == Pattern():  # positions mean nothing, so padded rows attend, too
+        if first.any():  # queries may be other tokens than keys, and any number
             raise UnplannableError("padding on the left of keys that every query sees")
         starts = np.arange(batch_size + 1, dtype=np.int32) * np.int32(q_length)
         return Requests(np.arange(batch_size), starts, end.astype(np.int32), False)
@@ -274,8 +278,8 @@ _FAR = 1 << 40
 
 
 class Part(NamedTuple):
-    """A request: tokens of a row of the batch that see some of its keys below seq_len, and where documents start.
-    causal: as the pattern is; else each token sees all of them."""
+    """Holds a request: tokens of a row of the batch that see some of its keys below seq_len, and where documents start.
+    causal: whether they are as the pattern says; if not, each token sees all keys."""
 
     row: int
     tokens: int
@@ -287,9 +291,9 @@ class Part(NamedTuple):
 def _parts(
     pattern: Pattern, row: int, first: int, end: int, origin: int, q_length: int, kv_offset: int
 ) -> Iterator[Part]:
-    """The tokens whose own keys are in [first, end) are one request. Padding, before and behind them, stands where the
-    plan has no key: what sees the same keys from the first one on is one request, or what sees nothing, else a token.
-    """
+    """Cuts a row into requests. The tokens whose own keys are in [first, end) are one. The plan has no keys of padding,
+    before and behind them: tokens of padding that see nothing, or the same keys from the first one on, are one request,
+    and any other is one by itself."""
     before = min(max(first - origin, 0), q_length)
     tokens = min(max(end - origin, before), q_length) - before
     borders = _borders(pattern, row, origin + q_length, kv_offset)
@@ -301,7 +305,7 @@ def _parts(
 
 
 def _padding(pattern: Pattern, row: int, first: int, end: int, borders: list[int], at: Ints) -> Iterator[Part]:
-    """at: where the tokens stand among the keys."""
+    """Cuts tokens of padding into requests. at: where they stand among the keys."""
     edges = np.array([-_FAR, *borders, _FAR])
     document = np.searchsorted(edges, at, "right")
     low, high = np.maximum(first, edges[document - 1]), np.minimum(end, edges[document])
@@ -322,10 +326,10 @@ def _padding(pattern: Pattern, row: int, first: int, end: int, borders: list[int
 def _valid(
     attention_mask: torch.Tensor | None, batch_size: int, kv_offset: int, kv_length: int, seen: int
 ) -> tuple[Ints, Ints]:
-    """Of each row the first key that is no padding, and the one after the last, of those below ``seen``."""
+    """Gives for each row the first key that is no padding, and the one after the last, among those below ``seen``."""
     if attention_mask is None:
         return np.zeros(batch_size, np.int64), np.full(batch_size, seen)
-    # transformers fills up a mask that is too short with padding
+    # transformers fills up a mask that is too short with padding.
     valid = attention_mask[:, kv_offset : kv_offset + min(kv_length, seen)].numpy()
     if valid.shape[0] != batch_size:
         raise UnplannableError("an attention_mask of another batch size")
@@ -340,7 +344,7 @@ def _valid(
 
 
 def _borders(pattern: Pattern, row: int, end: int, kv_offset: int) -> list[int]:
-    """Where documents start among the keys below ``end``, but for 0."""
+    """Says where documents start among the keys below ``end``, but for 0."""
     borders: set[int] = set()
     if pattern.chunks:
         size, padding = pattern.chunks

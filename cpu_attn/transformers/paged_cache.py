@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A paged KV cache for ``generate(past_key_values=...)``, quantised on request."""
+"""This module has a paged KV cache for ``generate(past_key_values=...)``, quantised on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from cpu_attn.transformers.indexer import IndexedLayer
 from cpu_attn.transformers.latents import layer_classes
 from cpu_attn.transformers.pages import HybridLayer, PagedLayer, StateLayer
 
-# What a layer keeps, by transformers' names for kinds of them; a dummy layer is one that shares another's keys.
+# These are the classes of what a layer keeps, by transformers' names for kinds of layers; a dummy layer is one that
+# shares another's keys.
 LAYERS: dict[str, Any] = {
     "full_attention": PagedLayer,
     "sliding_attention": PagedLayer,
@@ -30,7 +31,7 @@ LAYERS: dict[str, Any] = {
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """A cache of packed pages for ``generate(past_key_values=...)``.
+    """Holds a cache of packed pages for ``generate(past_key_values=...)``.
 
     A layer of attention keeps all its tokens; one with a window or with chunks gives back the pages before what queries
     to come may see. A layer of linear attention has the states that transformers' own caches have; one that shares
@@ -69,7 +70,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         for layer_type, _ in kinds:
             if layer_type not in LAYERS:
                 raise ValueError(f"config: a layer of {layer_type!r}, PagedCache has {', '.join(LAYERS)}")
-        # Which isa there is for it shows in the first step: a model need not be of its config's dtype.
+        # The first step shows which isa there is for it: a model need not be of its config's dtype.
         _check.instance("kv_cache_dtype", kv_cache_dtype, str)
         kvs = _check.kv_dtypes(kv_cache_dtype, dtype_name(config.dtype or "float32"))
         block_size = _check.integer("block_size", block_size, 1)
@@ -83,7 +84,7 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the pages in use take, in all layers."""
+        """Says how many bytes the pages in use take, in all layers."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, PagedLayer))
 
     def crop(self, tokens_to_remove: int) -> None:

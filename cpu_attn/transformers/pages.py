@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer of a PagedCache holds: pages, or the states of linear attention, or both."""
+"""This module has what a layer of a PagedCache holds: pages, or the states of linear attention, or both."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from cpu_attn.transformers.plans import Logits, Requests, autocast, by_token, ru
 
 @dataclass(eq=False)
 class Held:
-    """What a layer holds at one moment: ``length`` tokens of each row from its token ``start`` on, in the blocks of
-    ``table`` int32 [B, blocks]. Rows share blocks after beam search or repetition, until one of them writes into such a
-    block. To attention and to masks the keys begin at ``start``."""
+    """Says what a layer holds at one moment: ``length`` tokens of each row from its token ``start`` on, in the blocks
+    of ``table`` int32 [B, blocks]. Rows share blocks after beam search or repetition, until one of them writes into
+    such a block. To attention and to masks the keys begin at ``start``."""
 
     pages: PagedKVCache
     table: np.ndarray[Any, Any]
@@ -44,8 +44,8 @@ class Held:
         return len(np.unique(self.table)) * block
 
     def with_room(self, tokens: int) -> Held:
-        """As much longer, what is new not yet written: in blocks of each row's own, the one that it shares and would
-        write into a copy."""
+        """Gives room for so many more tokens, which are not yet written. They go into blocks of each row's own; a
+        shared last block, which they would go into, is copied."""
         block_size, have = self.pages.block_size, self.table.shape[1]
         length = self.length + tokens
         more = -(-length // block_size) - have
@@ -60,13 +60,13 @@ class Held:
         return Held(pages, np.concatenate([self.table[:, : have - shared], free], 1), length, self.dtype, self.start)
 
     def since(self, position: int) -> Held:
-        """Without the blocks that hold nothing but tokens before ``position``, which are free then."""
+        """Drops the blocks that hold nothing but tokens before ``position``, which are free then."""
         blocks = max(0, min(position, self.end) - self.start) // self.pages.block_size
         dropped = blocks * self.pages.block_size
         return replace(self, table=self.table[:, blocks:], length=self.length - dropped, start=self.start + dropped)
 
     def moved(self, num_blocks: int) -> Held:
-        """In memory of its own, of so many blocks, no fewer than it has."""
+        """Copies the blocks to memory of their own, which has room for num_blocks, no fewer than these."""
         blocks, table = np.unique(self.table, return_inverse=True)
         pages = _alike(self.pages, num_blocks)
         pages.key_cache[: len(blocks)] = self.pages.key_cache[blocks]
@@ -74,7 +74,7 @@ class Held:
         return replace(self, pages=pages, table=table.reshape(self.table.shape).astype(np.int32))
 
     def _free(self, count: int) -> tuple[PagedKVCache, np.ndarray[Any, Any]]:
-        """As many blocks that no row has, and the memory that they are in: twice as large where they ran out."""
+        """Gives so many blocks that no row has, and the memory that they are in: twice as large where they ran out."""
         had = pages = self.pages
         free = np.setdiff1d(np.arange(had.num_blocks, dtype=np.int32), self.table)
         if len(free) < count:
@@ -85,13 +85,13 @@ class Held:
         return pages, free[:count]
 
     def slots(self, start: int) -> np.ndarray[Any, Any]:
-        """Of the tokens from ``start`` on, row after row."""
+        """Gives the slots of the tokens from ``start`` on, row after row."""
         block_size, positions = self.pages.block_size, np.arange(start, self.length)
         blocks = self.table[:, positions // block_size].astype(np.int64)
         return (blocks * block_size + positions % block_size).ravel()
 
     def attend(self, query: torch.Tensor, requests: Requests, logits: Logits) -> torch.Tensor:
-        """Output [B, T, H, Dv] of query [B, H, T, D] over the pages."""
+        """Gives output [B, T, H, Dv] of query [B, H, T, D] over the pages."""
         pages = self.pages
         head_sizes = pages.head_size, pages.head_size_v
         kind = self.dtype, pages.kv_cache_layout, pages.kv_cache_dtype, pages.kv_cache_rotation
@@ -102,7 +102,8 @@ class Held:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gather(self, value: bool) -> torch.Tensor:
-        """Keys [B, Hkv, S, D] or values [B, Hkv, S, Dv], times their scales: dense, as models view them by heads."""
+        """Gives keys [B, Hkv, S, D] or values [B, Hkv, S, Dv], times their scales: dense, as models view them by
+        heads."""
         pages = self.pages
         memory, head_size = (pages.value_cache, pages.head_size_v) if value else (pages.key_cache, pages.head_size)
         integers = is_scaled(pages.descriptor.stored[value])
@@ -121,11 +122,11 @@ class Held:
         if rotated or states.dtype != pages.dtype:  # quantised
             states = states.astype(np.float32) * np.float32(pages.v_scale if value else pages.k_scale)
             states = (rotate(states, back=True) if rotated else states).astype(pages.dtype)
-        return torch.from_numpy(states.view(np.uint8)).view(self.dtype)  # NumPy's bfloat16 is none of torch's
+        return torch.from_numpy(states.view(np.uint8)).view(self.dtype)  # torch does not know NumPy's bfloat16
 
 
 def _alike(pages: PagedKVCache, num_blocks: int) -> PagedKVCache:
-    """Empty ones of the same kind."""
+    """Makes empty pages of the same kind."""
     return type(pages)(
         *(num_blocks, pages.block_size, pages.num_kv_heads, pages.head_size, pages.dtype, pages.isa),
         head_size_v=pages.head_size_v,
@@ -138,7 +139,7 @@ def _alike(pages: PagedKVCache, num_blocks: int) -> PagedKVCache:
 
 
 class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
-    """K and V of a layer, as transformers asks for them and writes them.
+    """Holds K and V of a layer, as transformers asks for them and writes them.
 
     sliding_window: how many keys, its own among them, a query sees at most: blocks with none of those that queries to
     come may see are given back. The masks of a step begin where the first block does that is left, as those of
@@ -155,30 +156,30 @@ class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
         self.is_sliding = sliding_window is not None
 
     def activate_past_recording(self) -> None:
-        """From now on a window's older keys are given back by ``crop`` alone (assisted generation)."""
+        """Leaves it from now on to ``crop`` alone to give back a window's older keys (assisted generation)."""
         self.record_past = True
 
     def _first(self, end: int) -> int:
-        """The first token that queries from ``end`` on may see."""
+        """Gives the first token that queries from ``end`` on may see."""
         return 0 if self.sliding_window is None else max(0, end - self.sliding_window + 1)
 
     def _left(self) -> Held | None:
-        """What a step finds, before it writes."""
+        """Gives what a step finds, before it writes."""
         return self.held if self.held is None or self.record_past else self.held.since(self._first(self.held.end))
 
     def _kept(self, held: Held) -> Held:
-        """What stays of it behind a step."""
+        """Gives what stays of it behind a step."""
         return held if self.sliding_window is None or self.record_past else self._shrunk(held, self.sliding_window)
 
     def _shrunk(self, held: Held, sliding_window: int) -> Held:
-        """Behind a prompt that is much longer than the window, memory for the window alone. Twice as much as steps of
-        one token need may stay, so that longer ones (chunks of a prompt) do not move every time."""
+        """Moves what a window needs to smaller memory, behind a prompt that is much longer than the window. Twice as
+        much as steps of one token need may stay, so that longer ones (chunks of a prompt) do not move every time."""
         columns = -(-(sliding_window + self.block_size - 2) // self.block_size) + 1
         most = len(held.table) * columns
         return held.since(self._first(held.end)).moved(most) if held.pages.num_blocks > 2 * most else held
 
     def _hold(self, held: Held | None) -> None:
-        """From now on. Keys and values of what was held before are an error for whoever looks at them."""
+        """Holds this from now on. Keys and values of what was held before are an error for whoever looks at them."""
         if self.held:
             self.held.current = False
         self.held, self.is_initialized = held, held is not None
@@ -189,7 +190,7 @@ class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
         self._hold(None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, which make their own keys and values: what those hold is in the pages."""
+        """Leaves keys and values out of copies, which make their own: what these hold is in the pages."""
         return self.__dict__ | {"keys": None, "values": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -217,8 +218,8 @@ class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes key_states [B, Hkv, T, D] and value_states [B, Hkv, T, Dv] behind what is there. Raises ValueError or
-        TypeError for shapes and dtypes other than those that it holds, and leaves the layer as it was."""
+        """Writes key_states [B, Hkv, T, D] and value_states [B, Hkv, T, Dv] behind what is there. It raises ValueError
+        or TypeError for shapes and dtypes other than those that it holds, and leaves the layer as it was then."""
         dtype = self.held.dtype if self.held else torch.get_autocast_dtype("cpu")
         key_states, value_states = autocast(dtype, key_states, value_states)
         self._check(key_states, value_states)
@@ -255,7 +256,7 @@ class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """ValueError, where there are not so many tokens, or keys are gone that would be in the window again."""
+        """Raises ValueError where there are not so many tokens, or keys are gone that would be in the window again."""
         if not self.held:
             return
         end = self.held.end
@@ -276,7 +277,7 @@ class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
             self._hold(self._shrunk(self.held.since(self._first(self.held.end)), self.sliding_window))
 
     def _select(self, rows: Any, name: str = "rows", tokens_to_remove: int = 0) -> None:
-        """Those rows of the batch, with the blocks that their tokens are in; ``rows`` as an index of a tensor."""
+        """Keeps those rows of the batch, with the blocks that their tokens are in; ``rows`` is an index of a tensor."""
         if not self.held:
             return
         try:
@@ -301,10 +302,11 @@ class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
 
 
 class StateLayer(private.LinearAttentionLayer):  # type: ignore[misc]
-    """The states of a layer of linear attention or of short convolutions, as transformers keeps them."""
+    """Holds the states of a layer of linear attention or of short convolutions, as transformers keeps them."""
 
     def can_crop(self) -> bool:
-        """Convolutions can, of which earlier inputs were kept (``activate_past_recording``)."""
+        """Says whether it can crop: convolutions can, of which earlier inputs were kept
+        (``activate_past_recording``)."""
         return not any(self.has_previous_state.values()) or (self.record_past and self.is_croppable)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -323,7 +325,7 @@ class StateLayer(private.LinearAttentionLayer):  # type: ignore[misc]
 
 
 class HybridLayer(StateLayer, PagedLayer):
-    """A layer that has both, side by side (Falcon-H1, Zamba 2)."""
+    """Holds both, side by side (Falcon-H1, Zamba 2)."""
 
     is_compileable = False
 
@@ -353,8 +355,8 @@ class HybridLayer(StateLayer, PagedLayer):
 
 
 class Pages(ReadOnly):
-    """Keys [B, Hkv, S, D] or values [B, Hkv, S, Dv] of what a layer holds; once it holds something else, an error for
-    whoever looks."""
+    """Stands for keys [B, Hkv, S, D] or values [B, Hkv, S, Dv] of what a layer holds. Once the layer holds something
+    else, whoever looks gets an error."""
 
     @staticmethod
     def __new__(cls, held: Held, *, value: bool) -> Pages:
@@ -376,7 +378,7 @@ class Pages(ReadOnly):
 
 
 def is_held(key: torch.Tensor, value: torch.Tensor) -> TypeGuard[Pages]:
-    """Whether these are the keys and the values that one layer holds now."""
+    """Says whether these are the keys and the values that one layer holds now."""
     if not (isinstance(key, Pages) and isinstance(value, Pages)):
         return False
     return key.held is value.held and key.held.current and not key.value and value.value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of a step, made once for its layers, and the call that runs them over a batch."""
+"""This module makes the plans of a step, once for its layers, and runs them over a batch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass
 class Requests:
-    """What a plan is made of. rows: of which row of the batch each request is; documents: where a request's documents
-    start; dynamic_causal: for each request, or None: all are as ``causal`` says; shared: block_table and block_size,
-    for prefixes that requests have in common."""
+    """Holds what a plan is made of. rows: of which row of the batch each request is; documents: where a request's
+    documents start; dynamic_causal: for each request, or None: all are as ``causal`` says; shared: block_table and
+    block_size, for prefixes that requests have in common."""
 
     rows: Ints
     query_start_loc: np.ndarray[Any, Any]
@@ -49,7 +49,7 @@ class Requests:
         max_selected_tokens: int | None = None,
         query_block_size: int | None = None,
     ) -> SchedulerMetadata:
-        """Made once for all layers of a kind."""
+        """Gives the plan, which is made once for all layers of a kind."""
         cache = (kv_cache_layout, kv_cache_dtype, kv_cache_rotation, max_selected_tokens, query_block_size)
         key = (num_heads, num_kv_heads, head_size, head_size_v, dtype, *cache, get_num_threads())
         if key not in self.plans:
@@ -71,7 +71,7 @@ class Requests:
 
     @cached_property
     def all_causal(self) -> Requests:
-        """The same of causal requests alone: of one that is not, a request for each of its tokens."""
+        """Gives requests of the same meaning that are all causal: each token of one that is not becomes a request."""
         tokens, flags = np.diff(self.query_start_loc), self.dynamic_causal
         if flags is None or flags.all():
             return self
@@ -82,12 +82,12 @@ class Requests:
         return Requests(self.rows.repeat(each), starts, self.seq_lens.repeat(each), True, self.window, documents)
 
     def those_there(self, chosen: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """``selected_tokens`` of ascending keys [tokens, k] of the rows: -1 from the first one on that is past the keys
-        of the token's request."""
+        """Gives ``selected_tokens`` of ascending keys [tokens, k] of the rows: -1 from the first one on that is past
+        the keys of the token's request."""
         return self._within(chosen, self.seq_lens)
 
     def blocks_there(self, chosen: np.ndarray[Any, Any], block_size: int) -> np.ndarray[Any, Any]:
-        """``selected_blocks`` of ascending blocks [tokens, Hkv, k], alike."""
+        """Gives ``selected_blocks`` of ascending blocks [tokens, Hkv, k] in the same way."""
         return self._within(chosen, -(-self.seq_lens // block_size))
 
     def _within(self, chosen: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -97,20 +97,20 @@ class Requests:
 
 @lru_cache(maxsize=64)
 def unmasked(batch_size: int, q_length: int, kv_length: int, causal: bool) -> Requests:
-    """Every row sees all keys, or those up to its own."""
+    """Gives requests of which every row sees all keys, or those up to its own."""
     starts = np.arange(batch_size + 1, dtype=np.int32) * np.int32(q_length)
     lengths = np.full(batch_size, kv_length, np.int32)
     return Requests(np.arange(batch_size), starts, lengths, causal)
 
 
 def by_token(states: torch.Tensor) -> torch.Tensor:
-    """[B * T, H, D] of [B, H, T, D], the last axis dense: a view, but of batches that lie by heads."""
+    """Gives [B * T, H, D] of [B, H, T, D], its last axis dense. It is a view, but for batches that lie by heads."""
     dense: torch.Tensor = dense_rows(states.transpose(1, 2).flatten(0, 1))
     return dense
 
 
 def autocast(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors, in ``dtype`` where autocast is on, which leaves float64 as it is."""
+    """Gives the tensors, in ``dtype`` where autocast is on, which leaves float64 as it is."""
     if not torch.is_autocast_enabled("cpu"):
         return tensors
     return tuple(x if x.dtype in (dtype, torch.float64) else x.to(dtype) for x in tensors)
@@ -118,7 +118,7 @@ def autocast(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, 
 
 @dataclass(frozen=True)
 class Logits:
-    """What a model makes of q.k, and of which keys: as in :func:`cpu_attn.attention_with_kv_cache`."""
+    """Says what a model makes of q.k, and of which keys, in the words of :func:`cpu_attn.attention_with_kv_cache`."""
 
     scale: float
     softcap: float = 0.0
@@ -129,7 +129,7 @@ class Logits:
 
     @property
     def max_selected_tokens(self) -> int | None:
-        """What a plan has to be made for."""
+        """Gives the number that a plan has to be made for."""
         return None if self.selected_tokens is None else max(1, self.selected_tokens.shape[1])
 
 
@@ -143,7 +143,7 @@ def run(
     scales: tuple[float, float] = (1.0, 1.0),
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Output [B, T, H, Dv] of query [B, H, T, D]: the tokens of a plan, row after row of the batch."""
+    """Gives output [B, T, H, Dv] of query [B, H, T, D]: the tokens of a plan, row after row of the batch."""
     batch_size, num_heads, q_length, _ = query.shape
     output = query.new_empty(batch_size, q_length, num_heads, plan.head_size_v)
     ops.attend(

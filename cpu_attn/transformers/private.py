@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that these adapters use of transformers and that it promises to nobody: names in its modules, attributes, and
-what the closures of its mask functions hold. tests/test_transformers_private.py says which of it a version lacks."""
+"""This module has all that these adapters use of transformers and that it promises to nobody: names in its modules,
+attributes, and what the closures of its mask functions hold. tests/test_transformers_private.py says which of it a
+version lacks."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ get_layer_types_and_kwargs = cache_utils.get_layer_types_and_kwargs
 
 sdpa_mask = masking_utils.sdpa_mask
 causal_mask_function = masking_utils.causal_mask_function
-# The mask functions that a plan can express: how to make one, and which variables of its closure say the rest. Those of
-# one maker share their code.
+# A plan can express these mask functions. Each has a way to make one, and the variables of its closure that say the
+# rest. Those of one maker share their code.
 _MADE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "causal": (masking_utils.causal_mask_function, ()),
     "bidirectional": (masking_utils.bidirectional_mask_function, ()),
@@ -43,7 +44,7 @@ MASK_FUNCTIONS = {made.__code__: (kind, names) for kind, (made, names) in _MADE.
 
 
 def mask_function(function: Any) -> tuple[str, list[Any]]:
-    """Which of MASK_FUNCTIONS it is, and the variables of its closure; an empty name for any other."""
+    """Says which of MASK_FUNCTIONS it is, and gives the variables of its closure; the name is empty for any other."""
     code: Any = getattr(function, "__code__", None)
     kind, names = MASK_FUNCTIONS.get(code, ("", ()))
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True)) if names else {}
@@ -51,7 +52,7 @@ def mask_function(function: Any) -> tuple[str, list[Any]]:
 
 
 def hides_nothing(attention_mask: Any, kv_length: int, kv_offset: int, local_size: int | None) -> bool:
-    """Whether sdpa needs no mask for bidirectional attention."""
+    """Says whether sdpa needs no mask for bidirectional attention."""
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     return bool(masking_utils._ignore_bidirectional_mask_sdpa(padding, kv_length, local_size))
 
@@ -60,19 +61,19 @@ def hides_nothing(attention_mask: Any, kv_length: int, kv_offset: int, local_siz
 
 
 def modeling(config: Any) -> Any:
-    """The module of the models of such a configuration; None where it has not been imported."""
+    """Gives the module of the models of such a configuration; None where it has not been imported."""
     return sys.modules.get(type(config).__module__.replace("configuration_", "modeling_"))
 
 
 def latent_attention(config: Any) -> list[Any]:
-    """The classes of attention among them that cache latents, and expand them in a method of their own."""
+    """Lists the classes of attention among them that cache latents, and expand them in a method of their own."""
     module = modeling(config)
     return [x for x in vars(module).values() if isinstance(x, type) and hasattr(x, "expand_kv")] if module else []
 
 
 def latent_weights(module: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Of a module of such a class: what makes keys of latents, [H, nope, L], and values, [H, L, Dv], as views. None
-    where something else than a plain product does."""
+    """Gives, of a module of such a class, what makes keys of latents, [H, nope, L], and values, [H, L, Dv], as views.
+    It gives None where something else than a plain product makes them."""
     made = module.kv_b_proj
     if type(made) is not torch.nn.Linear or made.bias is not None:
         return None
@@ -82,7 +83,7 @@ def latent_weights(module: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def index_block_size(module: Any) -> int:
-    """How many keys are in a block that a module's indexer selects (MiniMax M3)."""
+    """Gives how many keys are in a block that a module's indexer selects (MiniMax M3)."""
     return int(module.indexer.block_size)
 
 
@@ -92,7 +93,8 @@ def implementation(config: Any) -> str | None:
 
 
 def set_implementation(config: Any, name: str | None) -> None:
-    """Of this config alone, unchecked: set_attn_implementation looks for a flash_attn package by the name."""
+    """Sets the name in this config alone, unchecked: set_attn_implementation looks for a flash_attn package by the
+    name."""
     config._attn_implementation_internal = name
 
 
@@ -105,9 +107,9 @@ def supports_sdpa(model_class: Any) -> bool:
 
 @cache
 def leave_pages_to(name: str) -> None:
-    """From now on models of that implementation get the pages themselves from ``PagedAttentionCache.update``, as its
-    attention function's ``cache``, and what they would write into them: models of 5.24 call that before they attend,
-    those of 5.23 hand the cache over."""
+    """Makes ``PagedAttentionCache.update`` give models of that implementation the pages themselves, as its attention
+    function's ``cache``, and what they would write into them. Models of 5.24 call that before they attend, those of
+    5.23 hand the cache over."""
     update = PagedAttentionCache.update
     if hasattr(update, "leaves_pages_to"):  # an earlier call has done it
         return
@@ -125,7 +127,7 @@ def leave_pages_to(name: str) -> None:
 
 
 def pages(paged: Any, layer_idx: int) -> tuple[Any, list[torch.Tensor]]:
-    """Of a layer: its allocator (index, layer_type, tokens_per_page, and sliding_window where it has one), and K and V
-    as rows [tokens, Hkv, D]."""
+    """Gives a layer's allocator (index, layer_type, tokens_per_page, and sliding_window where it has one), and its K
+    and V as rows [tokens, Hkv, D]."""
     allocator = paged.layer_to_allocator[layer_idx]
     return allocator, list(allocator._kv_token_views[layer_idx])

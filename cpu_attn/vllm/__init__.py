@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's attention on CPUs by cpu_attn. Installed beside a CPU vLLM it is active by itself: see docs/vllm.md."""
+"""This package is vLLM's attention on CPUs by cpu_attn. Installed beside a CPU vLLM it is active by itself: see
+docs/vllm.md."""
 
 from cpu_attn import _adapters
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's interface over the three calls: ``Backend`` says what there is and how large a page is, ``MetadataBuilder``
-makes the ``Metadata`` of a step, ``Impl`` is the attention of one layer.
+"""This module is vLLM's interface over the three calls: ``Backend`` says what there is and how large a page is,
+``MetadataBuilder`` makes the ``Metadata`` of a step, ``Impl`` is the attention of one layer.
 
-A page of vLLM's is [Hkv, B, C]. Of each kv head it holds B tokens' keys, then their values, packed as
+A page of vLLM's is [Hkv, B, C]. For each kv head it holds B tokens' keys, then their values, packed as
 :func:`cpu_attn.reshape_and_cache` does it.
 """
 
@@ -31,8 +31,8 @@ from cpu_attn._dtypes import is_fp8, is_scaled
 from cpu_attn.plan import Plans
 from cpu_attn.storage import LANES, lined_up
 
-SCRATCH_BLOCK_SIZE = 128  # of an encoder's keys, which no cache holds
-# vLLM's kv_cache_dtype: ours.
+SCRATCH_BLOCK_SIZE = 128  # for an encoder's keys, which no cache holds
+# These are vLLM's names of kv_cache_dtype, and ours.
 KV_CACHE_DTYPES = {
     "auto": "auto",
     "float16": "float16",
@@ -51,7 +51,7 @@ QUANTISED = {
 
 
 class Backend(CPUAttentionBackend):  # type: ignore[misc]
-    """In the place of vLLM's own, whose name, layout (LBHNC), dtypes and kinds of attention it has."""
+    """Stands in the place of vLLM's own, whose name, layout (LBHNC), dtypes and kinds of attention it has."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
 
@@ -65,7 +65,7 @@ class Backend(CPUAttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return []  # all
+        return []  # it means every size
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -77,10 +77,10 @@ class Backend(CPUAttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """The bytes that a token and kv head take: more than K and V for odd head sizes, fewer as int4."""
+        """Sets how many bytes a token and kv head take: more than K and V for odd head sizes, fewer as int4."""
         if spec.kv_quant_mode == KVQuantMode.NONE:
             kv, dtype = "auto", spec.dtype
-        else:  # the spec does not say of which dtype keys are, and it makes no difference
+        else:  # the spec does not say which dtype keys have; it makes no difference
             kv, dtype = QUANTISED[spec.kv_quant_mode], torch.bfloat16
         width = _width(spec.head_size, dtype, kv) + _width(spec.head_size_v, dtype, kv)
         return replace(spec, state_content_bytes=width * spec.dtype.itemsize)
@@ -96,14 +96,14 @@ class Backend(CPUAttentionBackend):  # type: ignore[misc]
 
 @functools.cache
 def _width(head_size: int, dtype: torch.dtype, kv: str) -> int:
-    """Elements of the cache's dtype for a token of K or V."""
+    """Gives how many elements of the cache's dtype a token of K or V takes."""
     return get_kv_cache_shape(1, LANES, 1, head_size, dtype, kv_cache_dtype=kv)[3]
 
 
 @dataclass
 class Metadata:
-    """A step of the layers that share a block table. A plan is made by the first layer that needs it: layers of a group
-    may differ in their windows."""
+    """Describes a step to the layers that share a block table. The first layer that needs a plan makes it: layers of a
+    group may differ in their windows."""
 
     num_reqs: int
     query_start_loc: torch.Tensor
@@ -119,7 +119,8 @@ class Metadata:
     def plan(
         self, shape: tuple[int, int, int, int], dtype: torch.dtype, block_table: Any, **options: Any
     ) -> SchedulerMetadata:
-        """shape: num_heads, num_kv_heads, head_size, sliding_window. options: of get_scheduler_metadata."""
+        """Gives the plan of a shape: num_heads, num_kv_heads, head_size, sliding_window. options: those of
+        get_scheduler_metadata."""
         key = (*shape, dtype, *options.items())
         if key not in self.plans:
             num_heads, num_kv_heads, head_size, sliding_window = shape
@@ -152,7 +153,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
             )
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        """What :class:`Impl` needs of a CommonAttentionMetadata, without a copy."""
+        """Takes what :class:`Impl` needs of a CommonAttentionMetadata, without a copy."""
         common = common_attn_metadata
         if common.rswa_prefix_lens is not None:
             raise NotImplementedError("rswa_prefix_lens: there is no reference sliding window attention here")
@@ -172,7 +173,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
 
 @dataclass
 class Pages:
-    """Keys and values as the calls take them, and where those of each request lie."""
+    """Holds keys and values as the calls take them, and says where those of each request lie."""
 
     key_cache: torch.Tensor
     value_cache: torch.Tensor
@@ -183,7 +184,7 @@ class Pages:
 
 @dataclass
 class Scratch(Pages):
-    """Pages of a step for keys that no cache holds; layers write into the same ones, one after the other."""
+    """Holds pages of a step for keys that no cache holds; layers write into the same ones, one after the other."""
 
     slot_mapping: Any
 
@@ -197,7 +198,8 @@ class Scratch(Pages):
 
 
 class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
-    """One layer. Arguments as vLLM has them; sinks [Hq] are read in every call, since weights are loaded later."""
+    """Computes the attention of one layer. Arguments are as vLLM has them; sinks [Hq] are read in every call, since
+    weights are loaded later."""
 
     def __init__(
         self,
@@ -262,10 +264,11 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of query [T, Hq, D] into output [T, Hq, Dv], which is returned; rows past the plan's are padding.
+        """Computes attention of query [T, Hq, D] into output [T, Hq, Dv], which is returned; rows past the plan's are
+        padding.
 
-        key and value are an encoder's; others' are in kv_cache already. attn_metadata None is a warm-up: zeros. Raises
-        NotImplementedError for output scales.
+        key and value are an encoder's; others' are in kv_cache already. Where attn_metadata is None, a warm-up, output
+        is zeros. It raises NotImplementedError for output scales.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale, output_block_scale: the output is not quantised here")
@@ -311,11 +314,12 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
         return output
 
     def _scales(self, layer: Any, pages: Pages) -> tuple[float, float]:
-        """Of fp8; a checkpoint may have some that its cache does not use."""
+        """Gives the scales of an fp8 cache, and 1 for any other: a checkpoint may have scales that its cache does not
+        use."""
         return (layer._k_scale_float, layer._v_scale_float) if is_fp8(pages.kv_cache_dtype) else (1.0, 1.0)
 
     def _pages(self, kv_cache: torch.Tensor, dtype: torch.dtype, head_size_v: int, block_table: Any) -> Pages:
-        """kv_cache [N, Hkv, B, C] in two; a block of a head is dense."""
+        """Splits kv_cache [N, Hkv, B, C] in two; a block of a head is dense."""
         kv = KV_CACHE_DTYPES[self.kv_cache_dtype]
         (blocks, heads, size, width), strides = kv_cache.shape, kv_cache.stride()
         k_width, v_width = (_width(d, dtype, kv) for d in (self.head_size, head_size_v))

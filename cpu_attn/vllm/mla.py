@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head latent attention in vLLM (DeepSeek-V2 and V3, and models that share their layer), by attention_mla.
+"""This module does multi-head latent attention in vLLM (DeepSeek-V2 and V3, and models that share their layer), by
+attention_mla.
 
 vLLM's layer (``MLAAttention.forward_impl``) knows two ways. Queries of a decode are multiplied by W_UK and attend over
 latents, and what comes out is multiplied by W_UV. Queries of a prefill attend over keys and values that were made of
@@ -24,15 +25,15 @@ from cpu_attn.vllm.backend import KV_CACHE_DTYPES, MetadataBuilder
 
 
 class MLABackend(MLACommonBackend):  # type: ignore[misc]
-    """In the place of vLLM's CPU_MLA and AMX_MLA. Any head size and block size; the rows of a cache lie as vLLM has
-    them, which leaves no place for the scales of integers."""
+    """Stands in the place of vLLM's CPU_MLA and AMX_MLA. It takes any head size and block size; the rows of a cache lie
+    as vLLM has them, which leaves no place for the scales of integers."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = [kv for kv in KV_CACHE_DTYPES if not kv.startswith("int")]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return []  # all
+        return []  # it means every size
 
     @staticmethod
     def get_name() -> str:
@@ -49,8 +50,8 @@ class MLABackend(MLACommonBackend):  # type: ignore[misc]
 
 class MLAMetadataBuilder(MetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLACommonMetadata:
-        """A step of decodes, however many tokens each has. ``decode``, which is the backend's own affair, is our
-        Metadata."""
+        """Describes a step as one of decodes, however many tokens each has. ``decode``, which is the backend's own
+        affair, is our Metadata."""
         common = common_attn_metadata
         return MLACommonMetadata(
             num_reqs=common.num_reqs,
@@ -67,8 +68,8 @@ class MLAMetadataBuilder(MetadataBuilder):
 
 
 class MLAImpl(MLAAttentionImpl[MLACommonMetadata]):  # type: ignore[misc]
-    """One layer. Arguments as vLLM has them; of mla_args only kv_lora_rank matters, since the layer itself absorbs the
-    weights."""
+    """Computes the attention of one layer. Arguments are as vLLM has them; of mla_args only kv_lora_rank matters, since
+    the layer itself absorbs the weights."""
 
     supports_pcp = False
 
@@ -127,7 +128,7 @@ class MLAImpl(MLAAttentionImpl[MLACommonMetadata]):  # type: ignore[misc]
         attn_metadata: MLACommonMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attention of q, [T, Hq, L + P] or its two parts, over latents: [T, Hq, L]. No lse."""
+        """Computes attention of q, [T, Hq, L + P] or its two parts, over latents: [T, Hq, L]. It gives no lse."""
         query = q if isinstance(q, torch.Tensor) else torch.cat(q, dim=-1)
         rows, step = self._rows(kv_c_and_k_pe_cache), attn_metadata.decode
         plan = step.plan(
@@ -159,5 +160,5 @@ class MLAImpl(MLAAttentionImpl[MLACommonMetadata]):  # type: ignore[misc]
         return output, None
 
     def _rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """The bytes of an fp8 cache, which vLLM views as float8_e4m3fn, whatever its kind."""
+        """Gives the bytes of an fp8 cache, which vLLM views as float8_e4m3fn, whatever its kind."""
         return kv_cache.view(torch.uint8) if is_fp8(self._stored) else kv_cache
