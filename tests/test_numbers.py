@@ -220,6 +220,35 @@ def test_errors_of_equal_weights_do_not_add_up(isa: str, dtype: str) -> None:
     assert np.abs(lse[0] - want).max() <= reference.LSE_BUDGET[dtype]
 
 
+@pytest.mark.parametrize(("isa", "dtype"), [k for k in KERNELS if k[1] == "bfloat16"])
+def test_weights_are_as_near_as_by_the_best_table(isa: str, dtype: str) -> None:
+    """1 + w/512 stands for 2^(w/512), less an entry of a table for every four w: each is the best, but for that of 1,
+    which stays 1. lse says what the second of two weights is, in an even lane and in an odd one."""
+    n, real, powers = 512, numpy_dtype(dtype), np.arange(512)
+    k = np.zeros((2, n, 2, 32), real)
+    for second in range(2):
+        k[second, :, second, 0], k[second, :, second, 1] = -(powers % 256), -(powers // 256 * 256)
+    k = k.reshape(-1, 1, 32)
+    cache = cpu_attn.PagedKVCache(2 * n, 2, 1, 32, dtype, isa)
+    cache.update(k, k, np.arange(4 * n))
+    plan = cache.plan(np.arange(2 * n + 1, dtype=np.int32), np.full(2 * n, 2, np.int32), 1)
+    q, table, lse = np.ones((2 * n, 1, 32), real), np.arange(2 * n, dtype=np.int32)[:, None], np.empty((1, 2 * n), "f4")
+    cache.attend(q, table, plan, scale=np.log(2) / 512, lse=lse)
+
+    word = 127 * 512 + 2 - powers  # of bfloat16's bits and two more; 2 rounds those
+    four = word // 4 % 128
+
+    def squares(weights: NDArray[Any]) -> NDArray[np.float64]:
+        sums = np.zeros(128)
+        np.add.at(sums, four, (weights * 2.0 ** (powers / 512) - 1) ** 2)
+        return sums
+
+    entries = [((word - entry) // 4 * 2**16).astype(np.uint32).view(np.float32) for entry in range(64)]
+    best = np.min([squares(weights) for weights in entries], axis=0)
+    for weights in np.exp(lse.reshape(2, n).astype(np.float64)) - 1:
+        assert (squares(weights)[1:] <= 1.03 * best[1:]).all()
+
+
 @pytest.mark.parametrize("engine", [e.name for e in cpu_attn.engines() if e.available])
 def test_logits_past_float32(engine: str) -> None:
     """In units of log2 2.4e38 is infinite, which makes the row NaN, and so its lse."""
