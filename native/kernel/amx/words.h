@@ -3,8 +3,7 @@
  *
  * While tiles multiply, the multiplier of port 5 is theirs, so that two instructions of the FMA unit take two cycles,
  * not one; integer additions, logic and permutations keep their rate. The vector kernels' softmax (softmax.inc) has 14
- * instructions of that unit for 32 scores, this one has 4 (MEASUREMENTS.md: AMX). Comparisons into mask registers are
- * dear there, too, so none looks at every score.
+ * instructions of that unit for 32 scores, this one has 4 (MEASUREMENTS.md: AMX).
  *
  * A score becomes a word of 16 bits, which says by how much its logit is less than the largest that words can hold: by
  * word / V_OCTAVE, in units of log2. What is further away becomes WORD_MAX and weighs nothing. A larger logit, NaN and
