@@ -142,8 +142,8 @@ class CPUAttentionMetadata:
 
     @property
     def is_all_cross_attn_metadata_set(self) -> bool:
-        """Says whether cross attention has what it needs: what encoder attention needs, its slots and its block
-        tables."""
+        """Says whether cross attention has all that it needs, which is what encoder attention needs, its slots and its
+        block tables."""
         return (
             self.is_all_encoder_attn_metadata_set
             and self.cross_slot_mapping is not None
