@@ -121,7 +121,7 @@ emulate:
 	@echo "make emulate: passed"
 
 # What `verify` runs again is left out (test_attention), and what no isa changes.
-emulated-tests: TESTS = $(patsubst %,tests/test_%.py,arrays cache cascade emulation fp8 indexer info numbers objects property quantised \
+emulated-tests: TESTS = $(patsubst %,tests/test_%.py,arrays cache cascade emulation fp8 indexer info numbers objects pipeline property quantised \
 	repeated self_test threads write)
 emulated-tests:
 	@$(BIN)/cpu-attn verify --isa amx --isa avx512 --engine native
