@@ -179,7 +179,7 @@ with cpu_attn.profile() as profile:
     while time.monotonic() < end:
         call()
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
-assert handled > 1000 and len(profile.calls) > 2 * handled, (handled, len(profile.calls))
+assert handled > 100 and len(profile.calls) > handled, (handled, len(profile.calls))
 assert sum(total.calls for total in profile.totals.values()) >= len(profile.calls)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
