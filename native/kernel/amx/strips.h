@@ -40,7 +40,7 @@ INLINE ahead_of look_ahead_of(const tile_work *w, const strip *t, int g) {
     return a;
 }
 
-/* Of the i-th product. What lies behind a group's last byte is asked for in vain. */
+/* Prefetches the share of the i-th product. What lies behind a group's last byte is asked for in vain. */
 INLINE void prefetch_ahead(const tile_work *w, const ahead_of *a, int64_t i) {
     const int64_t share = w->kv[K].share;
     EACH(j, 2) if (a->next[j]) prefetch_bytes(a->next[j] + i * share, share);

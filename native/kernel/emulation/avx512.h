@@ -144,7 +144,8 @@ INLINE __m512i emulated_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int 
 
 /* ---- masks ---- */
 
-/* Of 16 lanes of 32 bits, of 32 lanes of 16, of 16 in half a register: all bits where the mask has one. */
+/* All bits of a lane are set where the mask has one: of 16 lanes of 32 bits, or of 16 lanes of 16 bits, which are half
+ * a register. */
 INLINE __m512i emulated_lanes_32(__mmask16 k) {
     const __m256i low = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), high = _mm256_slli_epi32(low, 8);
     const __m256i all = _mm256_set1_epi32(k);
@@ -327,7 +328,7 @@ INLINE __m512 emulated_cvtph_ps(__m256i x) {
 
 /* ---- permutations, element by element ---- */
 
-/* Of one table (t elements) or of two, one after the other. */
+/* Elements come from one table (t elements), or from two, one after the other. */
 #define EMULATE_PERMUTE(bits, element)                                                                                 \
     INLINE __m512i emulated_permutex2var_epi##bits(__m512i a, __m512i index, __m512i b) {                              \
         enum { n = 512 / bits };                                                                                       \

@@ -69,7 +69,7 @@ static void tile_store(int t, void *p, int64_t stride) {
         memcpy((char *)p + r * stride, from->row[r], tiles.shape.row_bytes[t]);
 }
 
-/* Of each pair of A and each of B the low halves, or the high ones, as floats. */
+/* Returns the low halves of pairs, or the high ones, as floats. */
 INLINE __m256 tile_halves(__m256i pairs, int high) {
     return _mm256_castsi256_ps(high ? _mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000))
                                     : _mm256_slli_epi32(pairs, 16));
