@@ -42,7 +42,7 @@ def child(before: bytes, ids: Array) -> bytes:
 
 class BlockPool:
     """Keeps for each block whether it is free or in use ``ref_cnt`` times: once by every request that has it, and once
-    by the prefix cache.
+    by the prefix cache. ``num_evicted`` counts the blocks that the prefix cache gave up for others, int64 [1].
 
     Args:
         nodes: [num_blocks], the NUMA node of each.
@@ -61,24 +61,26 @@ class BlockPool:
         self.block_of: dict[bytes, int] = {}
         self.evictable: OrderedDict[int, int] = OrderedDict()  # blocks that it alone has, and since when, oldest first
         self._time = 0
+        self.num_evicted = np.zeros(1, np.int64)
 
     @property
     def num_free(self) -> int:
         return sum(map(len, self.free)) + len(self.evictable)
 
-    def take(self, name: str, homes: Array, counts: Array, spared: Collection[int] = ()) -> Array:
+    def take(self, name: str, homes: Array, counts: Array, spared: Collection[int] = (), too_long: str = "") -> Array:
         """Takes as many blocks for each home, which is a node, as ``counts`` says, from other nodes where that one has
         none left. It has to be the first change of a call: it evicts blocks of the prefix cache where too few are free,
-        but none of ``spared``.
+        but none of ``spared``. too_long: what the error says of a request that never fits.
 
         Raises:
             NoFreeBlocksError: so many are not free.
         """
         count, free = int(counts.sum()), self.num_free - sum(block in self.evictable for block in spared)
         if count > free:
-            raise NoFreeBlocksError(name, count, free)
+            raise NoFreeBlocksError(name, count, free, too_long)
         missing = max(0, count - sum(map(len, self.free)))
         self.forget(list(islice((block for block in self.evictable if block not in spared), missing)))
+        self._journal.put(self.num_evicted, 0, self.num_evicted[0] + missing)
         self._journal.evicted = len(self._journal)
         if len(self.free) == 1:
             blocks = np.array(self.free[0][: -count - 1 : -1], np.int64)
