@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cpu_attn import _check
 from cpu_attn._arrays import view
-from cpu_attn.block_pool import BlockPool, child, root
+from cpu_attn.block_pool import BlockPool, BlockStats, child, root
 from cpu_attn.journal import Journal, all_or_nothing
 from cpu_attn.step import Step
 from cpu_attn.storage import PagedKVCache
@@ -30,43 +30,6 @@ class _Request:
 
     root: bytes | None
     hashes: list[bytes] = field(default_factory=list)
-
-
-class BlockStats(NamedTuple):
-    """Says what a manager's blocks are used for, and what its prefix cache was worth: :meth:`BlockManager.stats`.
-
-    Args:
-        num_blocks: how many blocks each cache has.
-        num_free_blocks: how many of them no request has.
-        num_used_blocks: how many of them requests have; a block that several share counts once.
-        num_cached_blocks: how many of them the prefix cache knows, whether a request has them or not.
-        prefix_cache_queries: how many tokens :meth:`BlockManager.allocate` was given since the manager was made; 0
-            without prefix caching. The names of this and the next are vLLM's.
-        prefix_cache_hits: how many of these tokens it found.
-        num_evictions: how many blocks the prefix cache gave up since then, because a request needed their memory.
-
-    This class raises no errors itself.
-
-    Example:
-        >>> from cpu_attn import BlockManager, PagedKVCache
-        >>> manager = BlockManager(PagedKVCache(num_blocks=8, block_size=16, num_kv_heads=1, head_size=64))
-        >>> for request in ("a", "b"):
-        ...     found = manager.allocate(request, range(40))
-        ...     step = manager.step([(request, range(found, 40))])
-        >>> stats = manager.stats()
-        >>> stats.num_used_blocks, stats.num_free_blocks, stats.num_cached_blocks
-        (4, 4, 2)
-        >>> stats.prefix_cache_hits, stats.prefix_cache_queries
-        (32, 80)
-    """
-
-    num_blocks: int
-    num_free_blocks: int
-    num_used_blocks: int
-    num_cached_blocks: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    num_evictions: int
 
 
 class BlockManager:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from hashlib import sha256
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,43 @@ def root(extra_key: str | bytes) -> bytes:
 def child(before: bytes, ids: Array) -> bytes:
     """Gives the hash of a block of these ids, int64 [block_size], behind a root or another block."""
     return _hash(b"block", before, ids.tobytes())
+
+
+class BlockStats(NamedTuple):
+    """Says what a manager's blocks are used for, and what its prefix cache was worth: :meth:`BlockManager.stats`.
+
+    Args:
+        num_blocks: how many blocks each cache has.
+        num_free_blocks: how many of them no request has.
+        num_used_blocks: how many of them requests have; a block that several share counts once.
+        num_cached_blocks: how many of them the prefix cache knows, whether a request has them or not.
+        prefix_cache_queries: how many tokens :meth:`BlockManager.allocate` was given since the manager was made; 0
+            without prefix caching. The names of this and the next are vLLM's.
+        prefix_cache_hits: how many of these tokens it found.
+        num_evictions: how many blocks the prefix cache gave up since then, because a request needed their memory.
+
+    This class raises no errors itself.
+
+    Example:
+        >>> from cpu_attn import BlockManager, PagedKVCache
+        >>> manager = BlockManager(PagedKVCache(num_blocks=8, block_size=16, num_kv_heads=1, head_size=64))
+        >>> for request in ("a", "b"):
+        ...     found = manager.allocate(request, range(40))
+        ...     step = manager.step([(request, range(found, 40))])
+        >>> stats = manager.stats()
+        >>> stats.num_used_blocks, stats.num_free_blocks, stats.num_cached_blocks
+        (4, 4, 2)
+        >>> stats.prefix_cache_hits, stats.prefix_cache_queries
+        (32, 80)
+    """
+
+    num_blocks: int
+    num_free_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_evictions: int
 
 
 class BlockPool:

@@ -514,7 +514,9 @@ def test_what_can_never_fit() -> None:
     manager.allocate("a")
     manager.step([("a", range(5))])
     manager.allocate("b", range(100, 117))
-    with pytest.raises(NoFreeBlocksError, match="2 are free, 1 are missing: free requests, or swap them out$") as error:
+    with pytest.raises(
+        NoFreeBlocksError, match=r"2 are free, 1 are missing: free requests, or swap them out$"
+    ) as error:
         manager.step([("b", range(100, 112))])
     assert not error.value.never_fits and error.value.missing == 1
     told = r"5 blocks, 2 are free, 3 are missing: batch\[1\] with 17 tokens needs 5 of 4 blocks, never fits$"
