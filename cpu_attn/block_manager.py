@@ -222,7 +222,7 @@ class BlockManager:
         if found:
             self._journal.put(self._prompts, row, ids.copy())
         if self.enable_prefix_caching:
-            self._journal.put(self._hits, slice(None), self._hits + (len(ids), found))
+            self._journal.put(self._hits, slice(None), np.add(self._hits, (len(ids), found)))
         return found
 
     @all_or_nothing

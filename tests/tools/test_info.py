@@ -225,7 +225,7 @@ def test_what_is_said_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = joined(CliRunner().invoke(main, ["info"]).output)
     assert joined("vllm is not installed; docs/vllm.md says how to install its build for CPUs, >=0.33,<0.34") in shown
     del here["torch"]
-    assert _adapters.missing("torch").startswith("torch is not installed; pip install '.[torch]' in a checkout")
+    assert _adapters.missing("torch").startswith("torch is not installed; pip install 'cpu-attn[torch]' brings it")
 
 
 VERSIONS = {"2.13": "tested", "2.12.9": "refused", "2.13.9+cpu": "tested", "2.99.0a0+git1": "new", "unknown": "new"}

@@ -47,7 +47,7 @@ def missing(name: str) -> str:
     for distribution in NEEDS[name]:
         found = version(distribution)
         if found is None:
-            how = f"pip install '.[{name}]' in a checkout of cpu-attn brings it"
+            how = f"pip install 'cpu-attn[{name}]' brings it"
             if name in ("vllm", "sglang"):
                 how = f"docs/{name}.md says how to install its build for CPUs, {tested(distribution)}"
             return f"{distribution} is not installed; {how}"
