@@ -99,14 +99,15 @@ def cdef(header: Path) -> str:
     return header.read_text().split("/* cffi: begin */")[1].split("/* cffi: end */")[0]
 
 
-def processes() -> int:
-    """Says how many compilers run at once: one for each CPU that this process may use and is granted the time of."""
+def processes(root: Path = Path("/")) -> int:
+    """Says how many compilers run at once: one for each CPU that this process may use and is granted the time of. root:
+    another top of the file system, for tests."""
     spec = importlib.util.spec_from_file_location("_quota", ROOT / "cpu_attn" / "_quota.py")
     assert spec and spec.loader
     quota = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(quota)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cpus, quota.cpu_quota() or cpus)
+    return min(cpus, quota.cpu_quota(root) or cpus)
 
 
 class Progress:
