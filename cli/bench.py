@@ -400,7 +400,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command()
+@click.command(short_help="Time attention beside this machine's limits.")
 @click.argument(
     "names",
     nargs=-1,

@@ -61,6 +61,11 @@ def new_table(*names: str, numbers: Sequence[str]) -> Table:
     return Table(*left, *right, box=box.SIMPLE_HEAD, show_edge=False, padding=0)
 
 
+def counted(n: int, what: str) -> str:
+    """Gives "1 check", "2 checks"."""
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
 def seconds(x: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if x >= size:
@@ -188,8 +193,11 @@ def load(path: Path) -> dict[str, Any]:
             row.setdefault("kv_cache_rotation", "none")  # earlier reports did not know it
         for row in compare(report, report)["results"]:
             seconds(row["seconds_then"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise click.UsageError(f"{path} is no report of cpu-attn bench: {error!r}") from None
+    except OSError as error:
+        raise click.UsageError(f"--compare {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise click.UsageError(f"--compare {path}: no report that bench --save wrote ({why})") from None
     return report
 
 

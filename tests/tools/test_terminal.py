@@ -77,6 +77,33 @@ def test_nothing_of_verify_is_cut_off() -> None:
 def test_help_fits(command: str) -> None:
     result = CliRunner().invoke(main, [*command.split(), "--help"], env=EIGHTY)
     assert result.exit_code == 0 and max(map(len, result.stdout.splitlines())) <= 80
+    assert "..." not in result.stdout.replace("WORKLOAD]...", "").replace("[ARGS]...", "").replace(", ...)", "")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "bench decode-8x8",
+        "bench decode-8x8k --kv-cache-dtype int9",
+        "bench decode-8x8k --plot x.none",
+        "verify --isa sse9",
+        "verify --case decode-head-64 --dtype float8",
+        "verify --nonsense-that-is-longer-than-a-line-of-a-terminal-of-eighty-columns-and-so-on",
+    ],
+)
+def test_errors_break_between_words(options: str) -> None:
+    """A line of the terminal ends with a whole word, unless a word by itself is longer."""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execve(sys.executable, [sys.executable, "-m", "cpu_attn", *options.split()], {**os.environ, "COLUMNS": "80"})
+    shown = ""
+    with suppress(OSError):
+        while more := os.read(terminal, 2**16):
+            shown += more.decode()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    told = CliRunner().invoke(main, options.split(), prog_name="cpu-attn").stderr
+    assert shown.split() == told.split()  # no word is broken
+    assert all(len(line) <= 80 or " " not in line.removeprefix("Error: ") for line in shown.splitlines())
 
 
 @pytest.mark.parametrize("command", ["info", "verify", "bench"])

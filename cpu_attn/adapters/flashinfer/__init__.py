@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from cpu_attn._adapters import require
 
-require("torch")
+require("flashinfer")
 
 import math  # noqa: E402
 from typing import Any  # noqa: E402
