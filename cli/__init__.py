@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,6 +14,7 @@ import click
 from cpu_attn import __version__
 from cpu_attn.cli.bench import bench
 from cpu_attn.cli.info import info
+from cpu_attn.cli.report import fold
 from cpu_attn.cli.verify import verify
 
 
@@ -25,12 +24,8 @@ def _folded() -> Iterator[None]:
     try:
         yield
     except click.ClickException as error:
-        if sys.stderr.isatty():
-            room, begin = shutil.get_terminal_size().columns, "Error: "
-            fold = textwrap.TextWrapper(room, begin, break_on_hyphens=False, break_long_words=False)
-            lines = fold.wrap(error.format_message())
-            text = "\n".join(lines).removeprefix(begin)
-            error.format_message = lambda: text  # type: ignore[method-assign]
+        text = fold(error.format_message(), "Error: ").removeprefix("Error: ")
+        error.format_message = lambda: text  # type: ignore[method-assign]
         raise
 
 

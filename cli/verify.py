@@ -149,11 +149,8 @@ def _select(level: str, names: Sequence[str], dtype: str, seed: int) -> tuple[li
     known = {case.name: case for case in cases("full", dtype, seed)}
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 3)
-            some = (
-                f"did you mean {' or '.join(near)}?" if near else f"there are {len(known)}, such as {next(iter(known))}"
-            )
-            raise click.UsageError(f"no case {name!r}; {some}")
+            near = difflib.get_close_matches(name, known, 3) or [f"one of {len(known)} others, {next(iter(known))} say"]
+            raise click.UsageError(f"no case {name!r}: did you mean {' or '.join(near)}?")
     return [known[name] for name in names], set(names)
 
 

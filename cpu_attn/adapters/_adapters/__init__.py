@@ -24,8 +24,8 @@ TESTED = {
 # why.
 BROKEN: dict[str, dict[str, str]] = {}
 # This is what cpu_attn.NAME needs, its own library first. vLLM and SGLang pin a torch of their own (0.33 and 0.5.23 pin
-# 2.14), which need not be one that was tested: their adapters use only the memory of tensors. The functions of flash-attn
-# and FlashInfer need torch, and not these libraries.
+# 2.14), which need not be one that was tested: their adapters use only the memory of tensors. The functions of
+# flash-attn and FlashInfer need torch, and not these libraries.
 NEEDS = {
     **{"torch": ("torch",), "transformers": ("transformers", "torch"), "vllm": ("vllm",), "sglang": ("sglang",)},
     **{"flash_attn": ("torch",), "flashinfer": ("torch",)},
