@@ -278,8 +278,8 @@ def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Ma
 def _checksum(shape: Any, lengths: tuple[Any, ...], masks: _check.Masks | None) -> bytes:
     """Hashes what has to be the same on all ranks. The isa, the threads and what the cache holds are each rank's own
     affair."""
-    same = ("num_reqs", "num_heads", "num_kv_heads", "head_size", "head_size_v", "dtype", "causal", "window_left")
-    same += ("window_right", *(row.name for row in PLAN.fields if row.name != "cp_rank"))
+    same = ["num_reqs", "num_heads", "num_kv_heads", "head_size", "head_size_v", "dtype", "causal", "window_left"]
+    same += ["window_right", *(row.name for row in PLAN.fields if row.name != "cp_rank")]
     found = blake2b(repr([getattr(shape, name) for name in same]).encode(), digest_size=8)
     arrays = [x if x is None else view("lengths", x).numpy() for x in lengths]
     if masks:
