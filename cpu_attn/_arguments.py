@@ -314,6 +314,14 @@ PLAN = Call(
             False,
             field="whether query heads have lists of selected_blocks, in place of kv heads",
         ),
+        Scalar(
+            *("attention_chunk_size", "int | None"),
+            "Positions of a chunk, or None. A query sees keys of its own chunk only, of those that ``causal`` and "
+            "``sliding_window`` leave it: chunks are [0, size), [size, 2 size), ... of each request's positions (Llama "
+            "4). It does not go with ``tree_mask``.",
+            None,
+            field="positions of a chunk, of whose keys alone a query sees any; 0: of all",
+        ),
     ),
 )
 

@@ -172,6 +172,7 @@ def get_scheduler_metadata(
     block_nodes: Any = None,
     query_block_size: int | None = None,
     select_by_query_head: bool = False,
+    attention_chunk_size: int | None = None,
 ) -> SchedulerMetadata:
     """Plans the attention of one step, once for all layers of one shape.
 
@@ -237,7 +238,10 @@ def get_scheduler_metadata(
         cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
         query_block_size=query_block_size,
         select_by_query_head=select_by_query_head,
+        attention_chunk_size=attention_chunk_size,
     )
+    if shape.attention_chunk_size and tree_mask is not None:
+        raise ValueError("tree_mask: does not go with attention_chunk_size")
     if block_nodes is not None:
         if not shape.block_size:
             raise ValueError("block_table: is None, block_nodes is given, which needs it")
