@@ -19,10 +19,13 @@ typedef struct ca_conv_call ca_conv_call;
 /* Holds what an isa, or the reference engine, offers. */
 typedef struct ca_linear_kernel {
     int64_t (*scratch_bytes)(const ca_linear_plan *plan); /* of a thread, a multiple of 64 */
-    /* Takes value heads [head, end), which share a key head, through all tokens of a request. */
-    void (*run)(const ca_linear_call *call, int32_t request, int32_t head, int32_t end, void *scratch);
-    /* Takes channels [channel, end), at most CA_CONV_CHANNELS, through all tokens of a request. */
-    void (*conv)(const ca_conv_call *call, int32_t request, int64_t channel, int64_t end, void *scratch);
+    /* Takes value heads [head, end), which share a key head, through all tokens of a request. ahead: a state of the same
+     * cache that this thread will read next, to be prefetched, or NULL. */
+    void (*run)(const ca_linear_call *call, int32_t request, int32_t head, int32_t end, const void *ahead,
+                void *scratch);
+    /* Takes channels [channel, end), at most CA_CONV_CHANNELS, through all tokens of some requests. */
+    void (*conv)(const ca_conv_call *call, const int32_t *requests, int64_t num_requests, int64_t channel, int64_t end,
+                 void *scratch);
 } ca_linear_kernel;
 extern const ca_linear_kernel ca_linear_reference;
 #define CA_CONV_CHANNELS 512

@@ -116,11 +116,13 @@ static void move_state(const ca_linear_call *c, int64_t slot, int32_t head, doub
         }
 }
 
-static void run(const ca_linear_call *c, int32_t request, int32_t head, int32_t end, void *scratch) {
+static void run(const ca_linear_call *c, int32_t request, int32_t head, int32_t end, const void *ahead,
+                void *scratch) {
     const ca_linear_plan *p = c->plan;
     const ca_states *s = c->states;
     const int64_t dk = p->shape.head_k_dim, dv = p->shape.head_v_dim;
     double *state = scratch, *rest = state + dk * dv;
+    (void)ahead;
     token x = {rest, rest + dk, rest + 2 * dk, rest + 3 * dk, rest + 4 * dk, rest + 4 * dk + dv};
     for (; head < end; head++) {
         int32_t next = s->first_checkpoint[request];
@@ -175,10 +177,12 @@ static void conv_channel(const ca_conv_call *c, int32_t request, int64_t channel
         keep(c, last, channel, s->to[request]);
 }
 
-static void conv(const ca_conv_call *c, int32_t request, int64_t channel, int64_t end, void *scratch) {
+static void conv(const ca_conv_call *c, const int32_t *requests, int64_t num_requests, int64_t channel, int64_t end,
+                 void *scratch) {
     (void)scratch;
-    for (; channel < end; channel++)
-        conv_channel(c, request, channel);
+    for (int64_t r = 0; r < num_requests; r++)
+        for (int64_t i = channel; i < end; i++)
+            conv_channel(c, requests[r], i);
 }
 
 const ca_linear_kernel ca_linear_reference = {scratch_bytes, run, conv};

@@ -9,39 +9,74 @@
 #define ELEMENTS_OF_A_NANOSECOND 10
 #define INPUTS_OF_A_NANOSECOND 1 /* of a convolution */
 
+#define FEW_TOKENS 16 /* requests of fewer tokens are taken together */
+#define MOST_TOGETHER 16
+
 typedef struct running {
     const ca_linear_call *call; /* or a convolution */
     const ca_conv_call *conv;
     const ca_linear_plan *plan;
-    int64_t num_items, parts; /* parts: items of a request */
+    int64_t num_items, parts; /* parts: items of a request, or of several that a convolution takes together */
+    int64_t together;         /* items that a thread takes at once, or requests of an item of a convolution */
     char *workspace;
     atomic_llong next;
 } running;
 
-static void attend_item(const running *run, int64_t item, void *scratch) {
+/* Says which value heads of which request an item is. */
+typedef struct heads {
+    int32_t request, first, end;
+} heads;
+
+static heads heads_of(const running *run, int64_t item) {
     const ca_linear_plan *p = run->plan;
     const int64_t group = ca_linear_group(p), parts = ca_div_up(group, p->heads);
-    const int64_t part = item % run->parts, key_head = part / parts;
-    const int64_t first = part % parts * p->heads, end = ca_min64(group, first + p->heads);
-    p->kernel->run(run->call, p->order[item / run->parts], (int32_t)(key_head * group + first),
-                   (int32_t)(key_head * group + end), scratch);
+    const int64_t part = item % run->parts, key_head = part / parts, first = part % parts * p->heads;
+    return (heads){p->order[item / run->parts], (int32_t)(key_head * group + first),
+                   (int32_t)(key_head * group + ca_min64(group, first + p->heads))};
 }
 
-static void conv_item(const running *run, int64_t item, void *scratch) {
-    const int64_t channel = item % run->parts * CA_CONV_CHANNELS, channels = run->conv->a[CA_CONV_X].shape[1];
-    run->plan->kernel->conv(run->conv, run->plan->order[item / run->parts], channel,
-                            ca_min64(channels, channel + CA_CONV_CHANNELS), scratch);
+/* Takes items [first, end). A state is prefetched while the one before it is written. */
+static void attend_items(const running *run, int64_t first, int64_t end, void *scratch) {
+    const ca_linear_plan *p = run->plan;
+    const int32_t *from = run->call->states->from;
+    heads here = heads_of(run, first);
+    for (int64_t i = first; i < end; i++) {
+        const heads next = heads_of(run, i + 1 < end ? i + 1 : i);
+        const void *ahead = NULL;
+        if (i + 1 < end && from[next.request] >= 0)
+            ahead = ca_state_at(&run->call->a[CA_LINEAR_STATE_CACHE], from[next.request], next.first);
+        p->kernel->run(run->call, here.request, here.first, here.end, ahead, scratch);
+        here = next;
+    }
+}
+
+static void conv_items(const running *run, int64_t first, int64_t end, void *scratch) {
+    const int64_t channels = run->conv->a[CA_CONV_X].shape[1], active = run->plan->num_active;
+    for (; first < end; first++) {
+        const int64_t channel = first % run->parts * CA_CONV_CHANNELS, request = first / run->parts * run->together;
+        run->plan->kernel->conv(run->conv, run->plan->order + request, ca_min64(run->together, active - request),
+                                channel, ca_min64(channels, channel + CA_CONV_CHANNELS), scratch);
+    }
 }
 
 static void run_share(void *work, int thread, int team) {
     running *run = work;
     void *scratch = run->workspace + thread * run->plan->thread_bytes;
+    const int64_t step = run->call ? run->together : 1;
     (void)team;
-    for (int64_t i; (i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->num_items;)
+    for (int64_t i; (i = step * atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->num_items;) {
+        const int64_t end = ca_min64(run->num_items, i + step);
         if (run->call)
-            attend_item(run, i, scratch);
+            attend_items(run, i, end, scratch);
         else
-            conv_item(run, i, scratch);
+            conv_items(run, i, end, scratch);
+    }
+}
+
+/* Returns how many items, or requests, are taken together: few enough that all threads have some. */
+static int64_t together_of(const ca_linear_plan *p, int64_t count) {
+    const int64_t most = p->longest < FEW_TOKENS ? MOST_TOGETHER : 1;
+    return ca_max64(1, ca_min64(most, count / (4 * (int64_t)p->shape.num_threads)));
 }
 
 static int team_of(const ca_linear_plan *plan, int64_t num_items, double nanoseconds) {
@@ -109,6 +144,7 @@ int ca_linear_attend(const ca_linear_plan *p, uintptr_t objects, const ca_array 
     running run = {.call = &call, .plan = p};
     run.parts = p->shape.num_k_heads * ca_div_up(ca_linear_group(p), p->heads);
     run.num_items = run.parts * p->num_active;
+    run.together = together_of(p, run.num_items);
     const double elements = (double)p->num_tokens * p->shape.num_v_heads * p->shape.head_k_dim * p->shape.head_v_dim;
     return run_items(&run, elements / ELEMENTS_OF_A_NANOSECOND, &states, workspace, workspace_bytes, fault);
 }
@@ -132,7 +168,8 @@ int ca_causal_conv1d(const ca_linear_plan *p, uintptr_t objects, const ca_array 
     ca_take_states(p, a, CA_CONV_STATE_INDICES, sizes[CA_NUM_SLOTS], &states, fault);
     const ca_conv_call conv = {p, a, silu, channels_last, width, length, &states};
     running run = {.conv = &conv, .plan = p, .parts = ca_div_up(sizes[CA_CHANNELS], CA_CONV_CHANNELS)};
-    run.num_items = run.parts * p->num_active;
+    run.together = together_of(p, p->num_active * run.parts);
+    run.num_items = run.parts * ca_div_up(p->num_active, run.together);
     const double inputs = (double)p->num_tokens * (double)sizes[CA_CHANNELS];
     return run_items(&run, inputs / INPUTS_OF_A_NANOSECOND, &states, workspace, workspace_bytes, fault);
 }

@@ -6,28 +6,22 @@
  *     o_i = D(i) q_i^T S + sum over j <= i of P(i, j) w_j                  P(i, j) = D(i, j) q_i^T k_j
  *     S   = D(n) S + sum over j of D(n, j) k_j w_j^T
  *
- * (the UT transform of arXiv:2406.06484 and 2412.06464, solved in place of inverted). Decays are products of at most 64
- * factors, each by one FMA with the decay less 1: no exponential of a sum is taken, so nothing overflows, and what
- * underflows is 0. A row goes by FMA through whole tiles up to the 16 tokens before its own, and token by token through
+ * (the UT transform of arXiv:2406.06484 and 2412.06464, solved in place of inverted). D are products of at most 64
+ * decays: no exponential of a sum is taken, so nothing overflows, and what underflows is 0. D(n) of the state also comes
+ * less 1 (linear_split), so that rounding does not add up over chunks. A row goes by FMA through whole tiles up to the 16 tokens before its own, and token by token through
  * these, so that no number of a later token, NaN say, meets an earlier one. */
 
-/* d[j] = D(m - 1, j) for j < m, and returns D(m) - 1. d is [80]. */
+/* Makes of d[j] = D(i - 1, j) for j < i those of i. d is [80]. */
 static void linear_decay_row(const float *decay, int64_t i, float *d) {
     const vf by = v_set1(decay[i]);
     for (int64_t j = 0; j < i; j += VL)
-        v_store(d + j, v_fma(v_load_f32(d + j), by, v_load_f32(d + j)));
+        v_store(d + j, v_mul(v_load_f32(d + j), by));
     d[i] = 1;
     for (int64_t j = i + 1; j < LINEAR_PAD(i + 1); j++)
         d[j] = 0;
 }
-static float linear_decay_to(const float *decay, int64_t m, float *d) {
-    float total = 0;
-    for (int64_t i = 0; i < m; i++) {
-        linear_decay_row(decay, i, d);
-        total = v_first(v_fma(v_set1(total), v_set1(decay[i]), v_set1(total + decay[i])));
-    }
-    return total;
-}
+/* Of two products less 1 that of both: (1 + x)(1 + y) - 1. */
+INLINE vf linear_both_less(vf x, vf y) { return v_fma(x, y, v_add(x, y)); }
 
 /* Keys [n][kp] as [groups][kp][16]. */
 static void linear_transpose_keys(const linear_item *it, const float *k, int64_t n) {
@@ -43,7 +37,7 @@ static void linear_solve(const linear_item *it, int64_t n) {
         const linear_y w = {it->w, CA_LANES, vp};
         if (i0 && it->delta)
             linear_product(rows, vp, i0, (linear_x){it->a + i0 * CA_CHUNK, CA_CHUNK, 1}, w, it->w + i0 * vp, vp,
-                           LINEAR_SUB, it->factor, 0);
+                           LINEAR_SUB, it->factor, it->kept, 0);
         for (int64_t i = i0; it->delta && i < i1; i++)
             for (int64_t c = 0; c < vp; c += VL) {
                 vf sum = v_load_f32(it->w + i * vp + c);
@@ -53,7 +47,7 @@ static void linear_solve(const linear_item *it, int64_t n) {
             }
         if (i0)
             linear_product(rows, vp, i0, (linear_x){it->p + i0 * CA_CHUNK, CA_CHUNK, 1}, w, it->o + i0 * vp, vp,
-                           LINEAR_ADD, it->factor, 0);
+                           LINEAR_ADD, it->factor, it->kept, 0);
         for (int64_t i = i0; i < i1; i++)
             for (int64_t c = 0; c < vp; c += VL) {
                 vf sum = v_load_f32(it->o + i * vp + c);
@@ -89,18 +83,18 @@ static void linear_open_chunk(const linear_item *it, int64_t t, int64_t n) {
         return;
     const linear_y keys = {it->keys, CA_LANES * it->kp, CA_LANES};
     linear_transpose_keys(it, it->k, n);
-    linear_product(n, n, it->dk, (linear_x){it->q, it->kp, 1}, keys, it->qk, CA_CHUNK, LINEAR_SET, it->factor, 1);
+    linear_product(n, n, it->dk, (linear_x){it->q, it->kp, 1}, keys, it->qk, CA_CHUNK, LINEAR_SET, it->factor, it->kept, 1);
     if (it->delta && !it->erases)
-        linear_product(n, n, it->dk, (linear_x){it->k, it->kp, 1}, keys, it->kk, CA_CHUNK, LINEAR_SET, it->factor, 1);
+        linear_product(n, n, it->dk, (linear_x){it->k, it->kp, 1}, keys, it->kk, CA_CHUNK, LINEAR_SET, it->factor, it->kept, 1);
 }
 
 /* Makes a and p of the products, and the factors by which rows of u and o decay. */
 static void linear_weigh(const linear_item *it, int64_t n, const float *decay, const float *beta) {
-    float *d = it->numbers[2], total = 0;
+    float *d = it->numbers[3], total = 1;
     for (int64_t i = 0; i < n; i++) {
         linear_decay_row(decay, i, d);
-        total = v_first(v_fma(v_set1(total), v_set1(decay[i]), v_set1(total + decay[i])));
-        const vf by = v_set1(it->erases ? 1 : beta[i]), since = v_set1(1 + total);
+        total *= decay[i];
+        const vf by = v_set1(it->erases ? 1 : beta[i]), since = v_set1(total);
         for (int64_t j = 0; j <= i; j += VL) {
             const vf x = v_load_f32(d + j);
             if (it->delta)
@@ -117,23 +111,32 @@ static void linear_weigh(const linear_item *it, int64_t n, const float *decay, c
 }
 
 /* state = D(m) state + what the first m tokens wrote. */
-static void linear_advance(const linear_item *it, int64_t m, const float *decay, float *state) {
-    float *d = it->numbers[2];
-    const float total = linear_decay_to(decay, m, d);
+static void linear_advance(const linear_item *it, int64_t m, float *state) {
+    const float *decay = it->numbers[0], *less = it->numbers[1];
+    float *d = it->numbers[3];
+    vf total = v_set1(1), total_less = v_set1(0), kept;
+    for (int64_t i = 0; i < m; i++) {
+        linear_decay_row(decay, i, d);
+        total = v_mul(total, v_set1(decay[i]));
+        total_less = linear_both_less(total_less, v_set1(less[i]));
+    }
+    total = linear_split(total, total_less, &kept);
     for (int64_t j = 0; j < m; j++)
         for (int64_t c = 0; c < it->vp; c += VL)
             v_store(it->w_left + j * it->vp + c, v_mul(v_set1(d[j]), v_load_f32(it->w + j * it->vp + c)));
-    for (int64_t i = 0; i < it->kp; i += VL)
-        v_store(it->factor + i, v_set1(total));
+    for (int64_t i = 0; i < it->kp; i += VL) {
+        v_store(it->factor + i, total);
+        v_store(it->kept + i, kept);
+    }
     linear_product(it->dk, it->vp, m, (linear_x){it->k, 1, it->kp}, (linear_y){it->w_left, CA_LANES, it->vp}, state,
-                   it->vp, LINEAR_DECAY, it->factor, 0);
+                   it->vp, LINEAR_DECAY, it->factor, it->kept, 0);
 }
 
 /* A chunk of one value head whose tokens have one decay each. */
 static void linear_chunk(const linear_item *it, const linear_head *h, int64_t t, int64_t n) {
     const linear_y state = {linear_state(it, h->head), CA_LANES, it->vp};
-    float *decay = it->numbers[0], *beta = it->numbers[1];
-    linear_numbers(it->c, h, t, n, decay, beta);
+    float *decay = it->numbers[0], *beta = it->numbers[2];
+    linear_numbers(it->c, h, t, n, decay, it->numbers[1], beta);
     for (int64_t i = 0; i < n; i++) {
         linear_value(it->c, h, t + i, beta[i], it->w + i * it->vp, it->x.u);
         if (it->erases)
@@ -141,11 +144,11 @@ static void linear_chunk(const linear_item *it, const linear_head *h, int64_t t,
     }
     if (it->erases)
         linear_product(n, n, it->dk, (linear_x){it->e, it->kp, 1}, (linear_y){it->keys, CA_LANES * it->kp, CA_LANES},
-                       it->kk, CA_CHUNK, LINEAR_SET, it->factor, 1);
+                       it->kk, CA_CHUNK, LINEAR_SET, it->factor, it->kept, 1);
     if (it->delta)
         linear_product(n, it->vp, it->dk, (linear_x){it->erases ? it->e : it->k, it->kp, 1}, state, it->u, it->vp,
-                       LINEAR_SET, it->factor, 0);
-    linear_product(n, it->vp, it->dk, (linear_x){it->q, it->kp, 1}, state, it->o, it->vp, LINEAR_SET, it->factor, 0);
+                       LINEAR_SET, it->factor, it->kept, 0);
+    linear_product(n, it->vp, it->dk, (linear_x){it->q, it->kp, 1}, state, it->o, it->vp, LINEAR_SET, it->factor, it->kept, 0);
     linear_weigh(it, n, decay, beta);
     linear_solve(it, n);
     linear_put_outputs(it, h, t, n);

@@ -8,20 +8,35 @@ typedef struct linear_conv_rows {
     float *room;                       /* [CA_MOST_WIDTH + 1][CA_CONV_CHANNELS] */
 } linear_conv_rows;
 
-/* Reads [n][columns], rows ld elements apart, as columns: dst[c * CA_CONV_CHANNELS + r]. */
+/* Reads n rows [columns], which lie ld elements apart, as columns: dst[c * CA_CONV_CHANNELS + r]. */
 static void linear_read_columns(const char *src, int dtype, int64_t ld, int64_t n, int64_t columns, float *dst) {
     const int64_t size = dtype == CA_F32 ? 4 : 2;
     float rows[CA_LANES * CA_MOST_WIDTH + CA_LANES];
     for (int64_t r = 0; r < n; r += CA_LANES) {
-        const int64_t here = ca_min64(CA_LANES, n - r);
+        const int here = (int)ca_min64(CA_LANES, n - r), wide = (int)columns;
         if (ld == columns)
             linear_widen(src + r * ld * size, dtype, here * columns, rows);
-        for (int64_t i = 0; ld != columns && i < here; i++)
-            for (int64_t c = 0; c < columns; c++)
-                rows[i * columns + c] = linear_number(src + (r + i) * ld * size, dtype, c);
-        for (int64_t i = 0; i < here; i++)
-            for (int64_t c = 0; c < columns; c++)
-                dst[c * CA_CONV_CHANNELS + r + i] = rows[i * columns + c];
+        for (int i = 0; ld != columns && i < here; i++)
+            for (int c = 0; c < wide; c++)
+                rows[i * wide + c] = linear_number(src + (r + i) * ld * size, dtype, c);
+        for (int c = 0; c < wide; c++)
+            for (int i = 0; i < here; i++)
+                dst[c * CA_CONV_CHANNELS + r + i] = rows[i * wide + c];
+    }
+}
+/* Writes columns as such rows. */
+static void linear_write_columns(float *const *src, int64_t n, int64_t columns, int dtype, int64_t ld, char *dst) {
+    const int64_t size = dtype == CA_F32 ? 4 : 2;
+    float rows[CA_LANES * CA_MOST_WIDTH + CA_LANES];
+    for (int64_t r = 0; r < n; r += CA_LANES) {
+        const int here = (int)ca_min64(CA_LANES, n - r), wide = (int)columns;
+        for (int c = 0; c < wide; c++)
+            for (int i = 0; i < here; i++)
+                rows[i * wide + c] = src[c][r + i];
+        if (ld == columns)
+            linear_narrow(rows, here * columns, dtype, dst + r * ld * size);
+        for (int i = 0; ld != columns && i < here; i++)
+            linear_narrow(rows + i * wide, columns, dtype, dst + (r + i) * ld * size);
     }
 }
 
@@ -40,14 +55,10 @@ static void linear_store_inputs(const ca_conv_call *c, int64_t slot, int64_t cha
                                 const linear_conv_rows *x) {
     const ca_array *a = &c->a[CA_CONV_STATE];
     char *to = (char *)a->address + slot * a->strides[0] * a->itemsize;
-    float row[CA_LANES] = {0};
     for (int64_t i = 0; c->channels_last && i < c->length; i++)
         linear_narrow(x->input[i], n, a->dtype, to + (i * a->strides[1] + channel) * a->itemsize);
-    for (int64_t r = 0; !c->channels_last && r < n; r++) {
-        for (int64_t i = 0; i < c->length; i++)
-            row[i] = x->input[i][r];
-        linear_narrow(row, c->length, a->dtype, to + (channel + r) * a->strides[1] * a->itemsize);
-    }
+    if (!c->channels_last)
+        linear_write_columns(x->input, n, c->length, a->dtype, a->strides[1], to + channel * a->strides[1] * a->itemsize);
 }
 
 INLINE void linear_convolve(int width, const linear_conv_rows *x, const float *const *input, int silu, int64_t n) {
@@ -63,24 +74,18 @@ INLINE void linear_convolve(int width, const linear_conv_rows *x, const float *c
         linear_convolve(W, &x, input, c->silu, n);                                                                     \
         break;
 
-static void linear_conv(const ca_conv_call *c, int32_t request, int64_t channel, int64_t end, void *scratch) {
-    const ca_array *in = &c->a[CA_CONV_X], *out = &c->a[CA_CONV_OUTPUT], *bias = &c->a[CA_CONV_BIAS];
-    const ca_array *weight = &c->a[CA_CONV_WEIGHT];
+static void linear_conv_request(const ca_conv_call *c, int32_t request, int64_t channel, int64_t n,
+                                const linear_conv_rows *shared) {
+    const ca_array *in = &c->a[CA_CONV_X], *out = &c->a[CA_CONV_OUTPUT];
     const ca_states *s = c->states;
-    const int64_t n = end - channel, length = c->length, first = c->plan->query_start_loc[request];
-    linear_conv_rows x = {.weight = scratch};
-    x.bias = x.weight + CA_MOST_WIDTH * CA_CONV_CHANNELS;
-    x.out = x.bias + CA_CONV_CHANNELS;
-    x.room = x.out + CA_CONV_CHANNELS;
-    memset(scratch, 0, sizeof(float) * (2 * CA_MOST_WIDTH + 3) * CA_CONV_CHANNELS);
+    const int64_t length = c->length, first = c->plan->query_start_loc[request];
+    linear_conv_rows x = *shared;
     for (int64_t i = 0; i <= length; i++)
         x.input[i] = x.room + i * CA_CONV_CHANNELS;
-    linear_read_columns((const char *)weight->address + channel * weight->strides[0] * weight->itemsize, weight->dtype,
-                        weight->strides[0], n, c->width, x.weight);
-    if (bias->itemsize)
-        linear_widen((const char *)bias->address + channel * bias->itemsize, bias->dtype, n, x.bias);
     if (s->from[request] >= 0)
         linear_load_inputs(c, s->from[request], channel, n, &x);
+    else
+        memset(x.room, 0, (size_t)(length * CA_CONV_CHANNELS) * sizeof *x.room);
     int32_t next = s->first_checkpoint[request];
     for (int64_t t = 0; t < ca_linear_q_len(c->plan, request); t++) {
         const float *const *input = (const float *const *)&x.input[length + 1 - c->width];
@@ -106,4 +111,21 @@ static void linear_conv(const ca_conv_call *c, int32_t request, int64_t channel,
     }
     if (s->to[request] >= 0)
         linear_store_inputs(c, s->to[request], channel, n, &x);
+}
+
+static void linear_conv(const ca_conv_call *c, const int32_t *requests, int64_t num_requests, int64_t channel,
+                        int64_t end, void *scratch) {
+    const ca_array *bias = &c->a[CA_CONV_BIAS], *weight = &c->a[CA_CONV_WEIGHT];
+    const int64_t n = end - channel;
+    linear_conv_rows x = {.weight = scratch};
+    x.bias = x.weight + CA_MOST_WIDTH * CA_CONV_CHANNELS;
+    x.out = x.bias + CA_CONV_CHANNELS;
+    x.room = x.out + CA_CONV_CHANNELS;
+    memset(x.weight, 0, sizeof(float) * (CA_MOST_WIDTH + 2) * CA_CONV_CHANNELS);
+    linear_read_columns((const char *)weight->address + channel * weight->strides[0] * weight->itemsize, weight->dtype,
+                        weight->strides[0], n, c->width, x.weight);
+    if (bias->itemsize)
+        linear_widen((const char *)bias->address + channel * bias->itemsize, bias->dtype, n, x.bias);
+    for (int64_t r = 0; r < num_requests; r++)
+        linear_conv_request(c, requests[r], channel, n, &x);
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Decays and betas out of what a call gives. A decay a is kept as a - 1: a state becomes S + (a - 1) S, so that decays
- * near 1, which take thousands of tokens to matter, keep all of their digits. */
+ * Decays and betas out of what a call gives. Beside a decay a there is a - 1: a state becomes S + (a - 1) S where a is at
+ * least 1/2, so that decays near 1, which take thousands of tokens to matter, keep all of their digits, and a S where
+ * it is less. */
 
 #define LINEAR_LN2_127 88.0297f /* 127 ln 2, and a little less than the largest float's logarithm */
 #define LINEAR_LOG2E_LOW 1.92596299e-8f /* log2(e) less the float CA_LOG2E */
@@ -15,16 +16,22 @@ INLINE vf linear_power(vf x, vf *n) {
     return v_mul(p, f);
 }
 INLINE vf linear_bounded(vf x) { return v_min(v_set1(88), v_max(v_set1(-LINEAR_LN2_127), x)); } /* NaN stays */
-/* e^x - 1, exactly -1 from -127 ln 2 down. */
-INLINE vf linear_expm1(vf x) {
+/* Returns e^x, exactly 0 from -127 ln 2 down; *less gets e^x - 1. */
+INLINE vf linear_exp_and_less(vf x, vf *less) {
     vf n;
     const vf f = linear_power(linear_bounded(x), &n);
-    return v_add(v_scale(f, n), v_sub(v_scale(v_set1(1), n), v_set1(1)));
+    *less = v_add(v_scale(f, n), v_sub(v_scale(v_set1(1), n), v_set1(1)));
+    return v_scale(v_add(f, v_set1(1)), n);
 }
 INLINE vf linear_exp(vf x) {
-    vf n;
-    const vf f = linear_power(linear_bounded(x), &n);
-    return v_scale(v_add(f, v_set1(1)), n);
+    vf less;
+    return linear_exp_and_less(x, &less);
+}
+/* Splits a decay into factors such that a S is kept S + factor S. */
+INLINE vf linear_split(vf a, vf less, vf *kept) {
+    const vf half = v_set1(-0.5f);
+    *kept = v_less(half, less, v_set1(1), v_set1(0));
+    return v_less(half, less, less, a);
 }
 /* log(1 + t) for t in 0..1, which is 2 atanh(z) of z = t / (2 + t): the series ends where z^14 / 15 is below 2^-25. */
 INLINE vf linear_log1p(vf t) {
@@ -70,9 +77,10 @@ static linear_head linear_open_head(const ca_linear_call *c, int32_t head, float
     return h;
 }
 
-/* Turns n numbers of g into decays less 1; bias: one, or n of them. dt, where it is not NULL, gets softplus(...). */
+/* Turns n numbers of g into decays, and less gets these less 1; biases: n of them, or NULL. dt, where it is not NULL,
+ * gets softplus(...). */
 static void linear_decays(const ca_linear_how *how, const linear_head *h, const float *biases, int64_t n, float *g,
-                          float *dt) {
+                          float *less, float *dt) {
     for (int64_t i = 0; i < n; i += VL) {
         vf x = v_load_f32(g + i);
         if (how->gate != CA_GATE_LOG) {
@@ -83,7 +91,8 @@ static void linear_decays(const ca_linear_how *how, const linear_head *h, const 
                 v_store(dt + i, x);
             x = v_mul(x, v_set1(h->rate));
         }
-        v_store(g + i, linear_expm1(x));
+        v_store(g + i, linear_exp_and_less(x, &x));
+        v_store(less + i, x);
     }
 }
 
@@ -100,18 +109,19 @@ static void linear_gather(const ca_array *a, int64_t t, int64_t n, int32_t head,
         dst[i] = i < n ? linear_number(ca_gate_at(a, t + i, head), a->dtype, 0) : 0;
 }
 
-/* Fills in one decay less 1, and one beta, for each of n <= CA_CHUNK tokens from t on; a wide g or beta is left out. */
+/* Fills in one decay, and that less 1, and one beta, for each of n <= CA_CHUNK tokens from t on; a wide g or beta is
+ * left out. */
 static void linear_numbers(const ca_linear_call *c, const linear_head *h, int64_t t, int64_t n, float *decay,
-                           float *beta) {
+                           float *less, float *beta) {
     const ca_array *g = &c->a[CA_LINEAR_G], *b = &c->a[CA_LINEAR_BETA];
     const int by_dt = c->how->gate == CA_GATE_DT;
     for (int64_t i = 0; i < LINEAR_PAD(n); i++) {
-        decay[i] = 0;
-        beta[i] = 1;
+        decay[i] = beta[i] = 1;
+        less[i] = 0;
     }
     if (g->itemsize && !ca_is_wide(g)) {
         linear_gather(g, t, n, h->head, decay);
-        linear_decays(c->how, h, NULL, n, decay, by_dt ? beta : NULL);
+        linear_decays(c->how, h, NULL, n, decay, less, by_dt ? beta : NULL);
     }
     if (b->itemsize && !ca_is_wide(b)) {
         linear_gather(b, t, n, h->head, beta);
@@ -119,13 +129,14 @@ static void linear_numbers(const ca_linear_call *c, const linear_head *h, int64_
     }
 }
 
-/* Fills in a decay less 1 for each key channel of one token. */
-static void linear_wide_decay(const ca_linear_call *c, const linear_head *h, int64_t t, float *decay) {
+/* Fills in a decay, and that less 1, for each key channel of one token. */
+static void linear_wide_decay(const ca_linear_call *c, const linear_head *h, int64_t t, float *decay, float *less) {
     const ca_array *g = &c->a[CA_LINEAR_G];
-    linear_widen(ca_gate_at(g, t, h->head), g->dtype, c->plan->shape.head_k_dim, decay);
-    linear_decays(c->how, h, h->biases, c->plan->shape.head_k_dim, decay, NULL);
-    for (int64_t i = c->plan->shape.head_k_dim; i < LINEAR_PAD(c->plan->shape.head_k_dim); i++)
-        decay[i] = 0;
+    const int64_t dk = c->plan->shape.head_k_dim;
+    linear_widen(ca_gate_at(g, t, h->head), g->dtype, dk, decay);
+    linear_decays(c->how, h, h->biases, dk, decay, less, NULL);
+    for (int64_t i = dk; i < LINEAR_PAD(dk); i++)
+        decay[i] = less[i] = 0;
 }
 
 /* value gets beta v of one token. room: for a beta of each channel. */
@@ -171,8 +182,10 @@ static void linear_read(const ca_linear_call *c, int index, int64_t t, int32_t k
 
 /* Holds one token of one value head, as a step takes it. */
 typedef struct linear_token {
-    float *k, *qa, *ea, *decay; /* [Dk]: key; query and eraser times the decay; the decay less 1 */
+    float *k, *qa, *ea;         /* [Dk]: key; query and eraser times the decay */
+    float *factor, *kept;       /* [Dk]: the decay, split (linear_split) */
     float *v, *u, *w, *o;       /* [Dv]: beta v; what the token reads of the state, writes to it, and gives out */
     float kq;                   /* the product of key and query */
+    const void *ahead;          /* a state to be prefetched, whose rows lie as this one's do */
     int delta;
 } linear_token;

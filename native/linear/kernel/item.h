@@ -18,7 +18,7 @@ typedef struct linear_item {
     int64_t state_floats;
     int turned;
     /* These are of a chunk. */
-    float *k, *q, *e, *decay; /* [64][kp] */
+    float *k, *q, *e, *decay, *less; /* [64][kp] */
     float *keys;              /* [4][kp][16]: the keys, transposed, by groups of 16 tokens */
     float *kk, *qk;           /* [64][64]: products of erasers, or keys, and of queries with keys */
     float *a, *p;             /* [64][64]: these with their decays */
@@ -26,8 +26,8 @@ typedef struct linear_item {
     float *ek, *qg;           /* [64][kp]: erasers and queries times their decays */
     float *left;              /* [64][kp]: keys times the decays that follow */
     float *one, *two;         /* [kp] */
-    float *factor;            /* [dk] */
-    float *numbers[4];        /* [80] */
+    float *factor, *kept;     /* [kp]: of the state (linear_split) */
+    float *numbers[4];        /* [80]: decay, decay less 1, beta, room */
 } linear_item;
 
 static float *linear_take(char *base, int64_t *at, int64_t floats) {
@@ -44,9 +44,10 @@ static int64_t linear_lay_out(const ca_linear_plan *plan, char *base, linear_ite
     it->kp = LINEAR_PAD(it->dk);
     it->vp = LINEAR_PAD(it->dv);
     it->state_floats = it->kp * it->vp;
-    float **of_channels[] = {&it->x.k, &it->x.qa, &it->x.ea, &it->x.decay, &it->one, &it->two, &it->factor};
+    float **of_channels[] = {&it->x.k,  &it->x.qa, &it->x.ea, &it->x.factor, &it->x.kept,
+                             &it->one, &it->two,  &it->factor, &it->kept};
     float **of_values[] = {&it->x.v, &it->x.u, &it->x.w, &it->x.o};
-    for (int i = 0; i < 7; i++)
+    for (int i = 0; i < 9; i++)
         *of_channels[i] = linear_take(base, &at, it->kp);
     for (int i = 0; i < 4; i++)
         *of_values[i] = linear_take(base, &at, it->vp);
@@ -57,10 +58,11 @@ static int64_t linear_lay_out(const ca_linear_plan *plan, char *base, linear_ite
     it->spare = linear_take(base, &at, it->state_floats);
     it->turned_spare = linear_take(base, &at, it->state_floats);
     const int64_t rows = plan->longest < LINEAR_FEW ? LINEAR_FEW : ca_min64(CA_CHUNK, LINEAR_PAD(plan->longest));
-    float **rows_of_channels[] = {&it->k, &it->q, &it->e, &it->decay, &it->keys, &it->ek, &it->qg, &it->left};
+    float **rows_of_channels[] = {&it->k,    &it->q,  &it->e,  &it->decay, &it->less,
+                                  &it->keys, &it->ek, &it->qg, &it->left};
     float **rows_of_values[] = {&it->u, &it->o, &it->w, &it->w_left};
     float **squares[] = {&it->kk, &it->qk, &it->a, &it->p};
-    for (int i = 0; i < 8; i++)
+    for (int i = 0; i < 9; i++)
         *rows_of_channels[i] = linear_take(base, &at, rows * it->kp);
     for (int i = 0; i < 4; i++)
         *rows_of_values[i] = linear_take(base, &at, rows * it->vp);

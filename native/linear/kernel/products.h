@@ -8,7 +8,7 @@
 #define LINEAR_FMA(sum, a, b) v_fma(a, b, sum)
 #endif
 
-/* What becomes of a product XY: C = XY, C + XY, C - XY, or C + factor C + XY with a factor for each row. */
+/* What becomes of a product XY: C = XY, C + XY, C - XY, or kept C + factor C + XY with such numbers for each row. */
 enum linear_mode { LINEAR_SET, LINEAR_ADD, LINEAR_SUB, LINEAR_DECAY };
 
 /* Element (i, k) of X is x[i * row + k * column]. Column c of Y lies in group c / 16: element (k, c) is y[c / 16 * group +
@@ -24,7 +24,7 @@ typedef struct linear_y {
 
 INLINE void linear_tile(int mr, int nv, int64_t depth, const float *x, int64_t row, int64_t column, const float *y,
                         int64_t group, int64_t ld, float *c, int64_t ld_c, enum linear_mode mode,
-                        const float *factor) {
+                        const float *factor, const float *kept) {
     vf acc[LINEAR_MR][LINEAR_NV];
     EACH(r, mr) EACH(v, nv) acc[r][v] = v_set1(0);
     for (int64_t k = 0; k < depth; k++) {
@@ -44,12 +44,13 @@ INLINE void linear_tile(int mr, int nv, int64_t depth, const float *x, int64_t r
         else if (mode == LINEAR_SUB)
             v_store(to, v_sub(v_load_f32(to), acc[r][v]));
         else
-            v_store(to, v_add(v_fma(v_load_f32(to), v_set1(factor[r]), v_load_f32(to)), acc[r][v]));
+            v_store(to, v_add(v_fma(v_load_f32(to), v_set1(factor[r]), v_mul(v_load_f32(to), v_set1(kept[r]))),
+                              acc[r][v]));
     }
 }
 
 #define LINEAR_TILE(M, N)                                                                                              \
-    linear_tile(M, N, depth, at, x.row, x.column, y_at, y.group, y.ld, c_at, ld_c, mode, factor + m)
+    linear_tile(M, N, depth, at, x.row, x.column, y_at, y.group, y.ld, c_at, ld_c, mode, factor + m, kept + m)
 #define LINEAR_WIDTH(M)                                                                                                \
     switch (nv) {                                                                                                      \
     case LINEAR_NV:                                                                                                    \
@@ -84,7 +85,8 @@ INLINE void linear_tile(int mr, int nv, int64_t depth, const float *x, int64_t r
 /* C [rows, columns] from X [rows, depth] and Y [depth, columns], columns rounded up to 16. lower: of each row only the
  * columns up to the row's own number count, and the others may get anything, or stay. */
 static NOINLINE void linear_product(int64_t rows, int64_t columns, int64_t depth, linear_x x, linear_y y, float *c,
-                                    int64_t ld_c, enum linear_mode mode, const float *factor, int lower) {
+                                    int64_t ld_c, enum linear_mode mode, const float *factor, const float *kept,
+                                    int lower) {
     columns = LINEAR_PAD(columns);
     for (int64_t n = 0; n < columns; n += LINEAR_NV * VL)
         for (int64_t m = 0; m < rows; m += LINEAR_MR) {

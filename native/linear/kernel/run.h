@@ -4,24 +4,25 @@
 /* Fills in one token of one head; k and q are those of its key head. */
 static void linear_open_token(linear_item *it, const linear_head *h, int64_t t, const float *k, const float *q) {
     linear_token *x = &it->x;
-    float *decay = it->numbers[0], *beta = it->numbers[1];
-    linear_numbers(it->c, h, t, 1, decay, beta);
+    float *decay = it->numbers[0], *less = it->numbers[1], *beta = it->numbers[2];
+    linear_numbers(it->c, h, t, 1, decay, less, beta);
     if (it->wide)
-        linear_wide_decay(it->c, h, t, x->decay);
-    else
-        for (int64_t i = 0; i < it->kp; i += VL)
-            v_store(x->decay + i, v_set1(decay[0]));
+        linear_wide_decay(it->c, h, t, x->factor, x->kept);
     linear_value(it->c, h, t, beta[0], x->v, x->u);
     if (it->delta)
         linear_eraser(it->c, h, t, beta[0], k, x->ea);
     vf kq = v_set1(0);
     for (int64_t i = 0; i < it->kp; i += VL) {
-        const vf a = v_load_f32(x->decay + i), key = v_load_f32(k + i), query = v_load_f32(q + i);
+        const vf a = it->wide ? v_load_f32(x->factor + i) : v_set1(decay[0]);
+        const vf key = v_load_f32(k + i), query = v_load_f32(q + i);
+        vf kept;
+        v_store(x->factor + i, linear_split(a, it->wide ? v_load_f32(x->kept + i) : v_set1(less[0]), &kept));
+        v_store(x->kept + i, kept);
         kq = v_fma(key, query, kq);
         v_store(x->k + i, key);
-        v_store(x->qa + i, v_fma(query, a, query));
+        v_store(x->qa + i, v_mul(query, a));
         if (it->delta)
-            v_store(x->ea + i, v_fma(v_load_f32(x->ea + i), a, v_load_f32(x->ea + i)));
+            v_store(x->ea + i, v_mul(v_load_f32(x->ea + i), a));
     }
     x->kq = v_hsum(kq);
     x->delta = it->delta;
@@ -57,7 +58,7 @@ static void linear_step(const linear_item *it, int dtype, const void *from, int6
 }
 
 /* One token, out of a slot and into a slot. */
-static void linear_decode(linear_item *it, int64_t t, int32_t from, int32_t to) {
+static void linear_decode(linear_item *it, int64_t t, int32_t from, int32_t to, const void *ahead) {
     const ca_array *cache = &it->c->a[CA_LINEAR_STATE_CACHE];
     const int64_t ld = cache->strides[2], rows = linear_is_vk(it) ? it->dv : it->dk;
     const int64_t n = linear_is_vk(it) ? it->dk : it->dv;
@@ -69,6 +70,7 @@ static void linear_decode(linear_item *it, int64_t t, int32_t from, int32_t to) 
         for (int64_t i = 0; from < 0 && i < rows; i++)
             memset(dst + i * ld * cache->itemsize, 0, (size_t)(n * cache->itemsize));
         linear_open_token(it, h, t, it->one, it->two);
+        it->x.ahead = head + 1 < it->end && from >= 0 ? ca_state_at(cache, from, head + 1) : ahead ? ahead : src;
         linear_step(it, cache->dtype, src, ld, dst, ld);
         linear_put_output(it, h, t);
     }
@@ -95,6 +97,7 @@ static int32_t linear_steps(linear_item *it, int64_t first, int64_t n, int32_t n
             const linear_head *h = &it->heads[head - it->first];
             float *state = linear_state(it, head);
             linear_open_token(it, h, t + i, it->one, it->two);
+            it->x.ahead = state;
             linear_step(it, CA_F32, state, ld, state, ld);
             linear_put_output(it, h, t + i);
         }
@@ -112,7 +115,7 @@ static void linear_keep_within(linear_item *it, int32_t next, const linear_head 
         if (it->wide)
             linear_advance_channels(it, m, it->spare);
         else
-            linear_advance(it, m, it->numbers[0], it->spare);
+            linear_advance(it, m, it->spare);
         if (linear_is_vk(it)) {
             linear_transpose(it->spare, it->vp, it->kp, it->vp, it->turned_spare, it->kp);
             linear_store_state(it, s->checkpoints[next].slot, h->head, it->turned_spare);
@@ -136,14 +139,15 @@ static int32_t linear_chunks(linear_item *it, int64_t first, int64_t n, int32_t 
         if (it->wide)
             linear_advance_channels(it, n, linear_state(it, head));
         else
-            linear_advance(it, n, it->numbers[0], linear_state(it, head));
+            linear_advance(it, n, linear_state(it, head));
     }
     while (next < s->first_checkpoint[it->request + 1] && s->checkpoints[next].token < first + n)
         next++;
     return linear_keep(it, next, first + n);
 }
 
-static void linear_run(const ca_linear_call *c, int32_t request, int32_t head, int32_t end, void *scratch) {
+static void linear_run(const ca_linear_call *c, int32_t request, int32_t head, int32_t end, const void *ahead,
+                       void *scratch) {
     const ca_linear_plan *p = c->plan;
     const ca_states *s = c->states;
     const int64_t n = ca_linear_q_len(p, request);
@@ -156,7 +160,7 @@ static void linear_run(const ca_linear_call *c, int32_t request, int32_t head, i
         it.heads[i] = linear_open_head(c, head + i, it.biases + i * it.kp);
     int32_t next = s->first_checkpoint[request];
     if (n == 1 && to >= 0 && next == s->first_checkpoint[request + 1]) {
-        linear_decode(&it, p->query_start_loc[request], from, to);
+        linear_decode(&it, p->query_start_loc[request], from, to, ahead);
         return;
     }
     memset(it.states, 0, (size_t)((end - head) * it.state_floats) * sizeof *it.states);
