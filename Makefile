@@ -11,6 +11,8 @@ SITE = build/docs
 # Which of them to install and to test.
 WITH = torch transformers vllm
 SOURCES := build_ffi.py pyproject.toml $(shell find native cpu_attn cli tests -name '*.py' -o -name '*.[ch]' -o -name '*.inc')
+# The files of tests/*/ with these names.
+files = $(foreach name,$(1),$(wildcard tests/*/test_$(name).py))
 # Away from the sources, so that every process the tests start imports what is installed. Whole files to a process, for
 # what a file builds once. Threads that wait must not spin on cores that another process needs: two processes on two
 # cores take 164 s so for the suite, spinning 189 s, one process 241 s.
@@ -56,8 +58,8 @@ test-integrations:
 	@echo "make test-integrations: passed ($(WITH))"
 
 # With torch also what other files test with it. SGLang is imported only where tests/sglang_harness.py stands in for parts.
-integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/test_$(name)*.py)) \
-	$(if $(filter torch,$(WITH)),$(patsubst %,tests/test_%.py,flash_attn flashinfer layout_files plain workloads)))
+integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/adapters/test_$(name)*.py)) \
+	$(if $(filter torch,$(WITH)),$(call files,flash_attn flashinfer layout_files plain workloads)))
 integration-tests:
 	@cd $(VENV) && for name in $(filter-out sglang,$(WITH)); do VLLM_TARGET_DEVICE=cpu bin/python -c "import $$name, cpu_attn.$$name" || exit 1; done
 	@$(PYTEST) -m integrations
@@ -106,7 +108,7 @@ sanitize:
 sanitized-tests:
 	@export LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 		UBSAN_OPTIONS=print_stacktrace=1 && $(PYTEST) --capture=sys -k "not reference and not onednn and not stack" \
-		$(patsubst %,--ignore=$(CURDIR)/tests/test_%.py,objects cross gemma minilm quality verify bench plot workloads oracle backend_models compose memory_ends)
+		$(patsubst %,--ignore=$(CURDIR)/%,$(call files,objects cross gemma minilm quality verify bench plot workloads oracle backend_models compose memory_ends))
 
 # auto is amx in bfloat16 there, as it would be on tiles, and avx512 otherwise. The ordinary build beside it is for
 # comparing bits.
@@ -121,7 +123,7 @@ emulate:
 	@echo "make emulate: passed"
 
 # What `verify` runs again is left out (test_attention), and what no isa changes.
-emulated-tests: TESTS = $(patsubst %,tests/test_%.py,arrays cache cascade emulation fp8 indexer info numbers objects pipeline property quantised \
+emulated-tests: TESTS = $(call files,arrays cache cascade emulation fp8 indexer info numbers objects pipeline property quantised \
 	repeated self_test threads write)
 emulated-tests:
 	@$(BIN)/cpu-attn verify --isa amx --isa avx512 --engine native
@@ -131,7 +133,7 @@ emulated-tests:
 	@export CPU_ATTN_ISA=avx512 CPU_ATTN_VDPBF16PS=1 && $(PYTEST) -k "test_cascade or test_quantised or test_numbers"
 
 # What goes through isa="auto", with ISA in its place.
-forced-tests: TESTS = $(patsubst %,tests/test_%.py,arrays attention cache compose errors property threads)
+forced-tests: TESTS = $(call files,arrays attention cache compose errors property threads)
 forced-tests:
 	@export CPU_ATTN_ISA=$(ISA) && $(PYTEST) -k "not native"
 

@@ -211,7 +211,15 @@ class BuildExt(build_ext):  # type: ignore[misc]
 
 
 class BuildPy(build_py):  # type: ignore[misc]
-    """Packs of tests/ only what ``verify`` and ``bench`` share with the tests."""
+    """Packs each folder of cpu_attn/adapters as cpu_attn.NAME, and of tests/ only what ``verify`` and ``bench``
+    share with the tests."""
+
+    def finalize_options(self) -> None:
+        for door in sorted((ROOT / "cpu_attn" / "adapters").glob("*/__init__.py")):
+            name = f"cpu_attn.{door.parent.name}"
+            self.distribution.packages.append(name)
+            self.distribution.package_dir[name] = str(door.parent.relative_to(ROOT))
+        super().finalize_options()
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         modules: list[tuple[str, str, str]] = super().find_package_modules(package, package_dir)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How Gemma 3 270M continues a few texts: data that transformers 5.23.0 and torch 2.13.0 made on a CPU, in float32,
-with eager attention. tests/test_transformers_gemma.py makes it again.
+with eager attention. tests/adapters/test_transformers_gemma.py makes it again.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ MISFIT = re.compile(r"\[-W(?:int-conversion|incompatible-pointer-types|return-ty
 @dataclass(frozen=True)
 class Mutant:
     """file: of the repository; find: what stands in it exactly once; replace: what comes in its place; tests: files of
-    tests/, or ``file::test``; select: for pytest's -k; breaks: what is wrong then; isas: files of native/isa to build
+    tests/*/, or ``file::test``; select: for pytest's -k; breaks: what is wrong then; isas: files of native/isa to build
     it with, all of them unless said (a file takes a minute)."""
 
     name: str
@@ -116,7 +116,7 @@ class Mutant:
     @property
     def library(self) -> str:
         """Without which neither the file nor its tests run, "" for none."""
-        return "" if self.native else ADAPTERS.get(Path(Path(self.file).parts[1]).stem, "")
+        return ADAPTERS.get(Path(self.file).parts[2], "") if self.file.startswith("cpu_attn/adapters/") else ""
 
     @property
     def missing(self) -> str:
@@ -129,7 +129,7 @@ class Mutant:
     @property
     def installed(self) -> str:
         """The file's place in the package."""
-        return re.sub(r"^(cli|tests)/", r"cpu_attn/\1/", self.file)
+        return re.sub(r"^(?:(cli|tests)|cpu_attn/adapters/(\w+))/", r"cpu_attn/\1\2/", self.file)
 
     def applied(self) -> str:
         """The file's text with the change. ValueError unless there is one place for it."""
@@ -141,6 +141,13 @@ class Mutant:
 
 class BrokenError(Exception):
     """A mutant that says nothing of the tests: it does not build, or they fail without it."""
+
+
+def place(test: str) -> str:
+    """Gives ``file::test`` as pytest takes it, wherever below tests/ the file is."""
+    file, *name = test.split("::")
+    (path,) = (ROOT / "tests").glob(f"*/{file}")
+    return "::".join((str(path), *name))
 
 
 def read() -> list[Mutant]:
@@ -289,7 +296,7 @@ class Workshop:
         command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-x", "-m", marks]
         command += ["-o", f"faulthandler_timeout={LIMIT_OF_A_TEST}", "-o", "faulthandler_exit_on_timeout=true"]
         command += ["-p", "no:cacheprovider", *(["-k", mutant.select] if mutant.select else [])]
-        command += [ROOT / "tests" / name for name in mutant.tests]
+        command += map(place, mutant.tests)
         environment = {**os.environ, "PYTHONPATH": str(OVERLAY), "PYTHONDONTWRITEBYTECODE": "1"}
         return ended(command, log, limit, cwd=WORK, env={**environment, "OMP_WAIT_POLICY": "passive"})
 

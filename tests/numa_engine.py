@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine that computes nothing and says which task ran when, and on which CPU. As a program it shows what threads
-that OpenMP has bound take: tests/test_numa.py."""
+that OpenMP has bound take: tests/native/test_numa.py."""
 
 from __future__ import annotations
 

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This module has what stands in for another library's functions: its words in errors, checks of tensors, its modules'
+names."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from cpu_attn import UnavailableError, _check
+from cpu_attn._arrays import stored
+from torch import Tensor
+
+Run = TypeVar("Run", bound=Callable[..., Any])
+
+
+def entry(**names: str) -> Callable[[Run], Run]:
+    """Decorates a function that users call: errors name its arguments as it does, and dynamo does not trace what is
+    behind it. (torch.compiler.disable, which is public, imports dynamo at once; that takes as long as torch's own
+    import.)"""
+
+    def wrapped(run: Run) -> Run:
+        @functools.wraps(run)
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                return run(*args, **options)
+            except (TypeError, ValueError, UnavailableError) as e:
+                raise _check.renamed(e, names) from None
+
+        hidden: Run = torch._disable_dynamo(call)
+        return hidden
+
+    return wrapped
+
+
+def tensors(**named: Any) -> list[Tensor]:
+    """Gives the tensors without what only a backward pass would need."""
+    for name, x in named.items():
+        _check.instance(name, x, torch.Tensor)
+        if x.layout != torch.strided or x.is_nested:
+            raise TypeError(f"{name}: layout {x.layout}, expected a dense tensor, neither sparse nor nested")
+        try:
+            stored(x)
+        except ValueError as e:
+            raise ValueError(f"{name}: {e}") from None
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name}: requires grad, for which there is no backward pass; call it under torch.no_grad(), or pass "
+                "it detached"
+            )
+    return [x.detach() for x in named.values()]
+
+
+def optional(**named: Any) -> list[Any]:
+    """Does what :func:`tensors` does where some of them may be None."""
+    return [x if x is None else tensors(**{name: x})[0] for name, x in named.items()]
+
+
+def axes(name: str, x: Tensor, **sizes: int | None) -> None:
+    """Checks a tensor's axes: their names and sizes, a size of None being free."""
+    if x.dim() != len(sizes):
+        raise ValueError(f"{name}: {x.dim()} axes, expected {len(sizes)}: [{', '.join(sizes)}]")
+    for axis, (have, (what, size)) in enumerate(zip(x.shape, sizes.items(), strict=True)):
+        if size not in (None, have):
+            raise ValueError(f"{name}: axis {axis} is {have}, expected {what} = {size}")
+
+
+def stand_in(modules: Mapping[str, Mapping[str, Any]]) -> None:
+    """Makes these modules importable in this process. modules: what is in each, by name. The first is the library,
+    which must not be here otherwise (RuntimeError), but for a stand-in of ours; a module that others are in comes
+    before them."""
+    library = next(iter(modules))
+    there = sys.modules.get(library)
+    if there is not None and modules[library].items() <= vars(there).items():
+        return
+    if found := there or importlib.util.find_spec(library):
+        where = getattr(found, "__file__", None) or getattr(found, "origin", None)
+        raise RuntimeError(f"{library}: another one is here ({where}), which install() does not replace")
+    for name, contents in modules.items():
+        parent, _, child = name.rpartition(".")
+        module, package = ModuleType(name), any(other.startswith(f"{name}.") for other in modules)
+        module.__spec__ = ModuleSpec(name, None, origin="cpu_attn", is_package=package)
+        module.__package__ = module.__spec__.parent
+        if package:
+            module.__path__ = []
+        vars(module).update(contents)
+        sys.modules[name] = module
+        if parent:
+            setattr(sys.modules[parent], child, module)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This module has all that these adapters use of transformers and that it promises to nobody: names in its modules,
+attributes, and what the closures of its mask functions hold. tests/adapters/test_transformers_private.py says which of
+it a version lacks."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache, wraps
+from typing import Any
+
+import torch
+
+from transformers import cache_utils, masking_utils
+from transformers.generation.continuous_batching import PagedAttentionCache
+
+# ---- caches ----
+
+CacheLayerMixin = cache_utils.CacheLayerMixin
+LinearAttentionLayer = cache_utils.LinearAttentionLayer
+DummyLayer = cache_utils.DummyLayer
+get_layer_types_and_kwargs = cache_utils.get_layer_types_and_kwargs
+
+
+# ---- masks ----
+
+sdpa_mask = masking_utils.sdpa_mask
+causal_mask_function = masking_utils.causal_mask_function
+# A plan can express these mask functions. Each has a way to make one, and the variables of its closure that say the
+# rest. Those of one maker share their code.
+_MADE: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "causal": (masking_utils.causal_mask_function, ()),
+    "bidirectional": (masking_utils.bidirectional_mask_function, ()),
+    "and": (masking_utils.and_masks(masking_utils.causal_mask_function), ("mask_functions",)),
+    "window": (masking_utils.sliding_window_overlay(1), ("sliding_window",)),
+    "window on both sides": (masking_utils.sliding_window_bidirectional_overlay(1), ("sliding_window",)),
+    "chunks": (masking_utils.chunked_overlay(1, torch.zeros(1)), ("chunk_size", "left_padding")),
+    "packed": (masking_utils.packed_sequence_mask_function(torch.zeros(1, 1)), ("packed_sequence_mask",)),
+    "remapped": (
+        masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, torch.zeros(1, 1)),
+        ("mask_function",),
+    ),
+}
+MASK_FUNCTIONS = {made.__code__: (kind, names) for kind, (made, names) in _MADE.items()}
+
+
+def mask_function(function: Any) -> tuple[str, list[Any]]:
+    """Says which of MASK_FUNCTIONS it is, and gives the variables of its closure; the name is empty for any other."""
+    code: Any = getattr(function, "__code__", None)
+    kind, names = MASK_FUNCTIONS.get(code, ("", ()))
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True)) if names else {}
+    return kind, [cells[name].cell_contents for name in names]
+
+
+def hides_nothing(attention_mask: Any, kv_length: int, kv_offset: int, local_size: int | None) -> bool:
+    """Says whether sdpa needs no mask for bidirectional attention."""
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    return bool(masking_utils._ignore_bidirectional_mask_sdpa(padding, kv_length, local_size))
+
+
+# ---- models ----
+
+
+def modeling(config: Any) -> Any:
+    """Gives the module of the models of such a configuration; None where it has not been imported."""
+    return sys.modules.get(type(config).__module__.replace("configuration_", "modeling_"))
+
+
+def latent_attention(config: Any) -> list[Any]:
+    """Lists the classes of attention among them that cache latents, and expand them in a method of their own."""
+    module = modeling(config)
+    return [x for x in vars(module).values() if isinstance(x, type) and hasattr(x, "expand_kv")] if module else []
+
+
+def latent_weights(module: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Gives, of a module of such a class, what makes keys of latents, [H, nope, L], and values, [H, L, Dv], as views.
+    It gives None where something else than a plain product makes them."""
+    made = module.kv_b_proj
+    if type(made) is not torch.nn.Linear or made.bias is not None:
+        return None
+    sizes = module.qk_nope_head_dim, module.v_head_dim
+    keys, values = made.weight.detach().unflatten(0, (-1, sum(sizes))).split(sizes, 1)
+    return keys, values.mT
+
+
+def index_block_size(module: Any) -> int:
+    """Gives how many keys are in a block that a module's indexer selects (MiniMax M3)."""
+    return int(module.indexer.block_size)
+
+
+def implementation(config: Any) -> str | None:
+    name: str | None = config._attn_implementation
+    return name
+
+
+def set_implementation(config: Any, name: str | None) -> None:
+    """Sets the name in this config alone, unchecked: set_attn_implementation looks for a flash_attn package by the
+    name."""
+    config._attn_implementation_internal = name
+
+
+def supports_sdpa(model_class: Any) -> bool:
+    return bool(model_class._supports_sdpa)
+
+
+# ---- continuous batching ----
+
+
+@cache
+def leave_pages_to(name: str) -> None:
+    """Makes ``PagedAttentionCache.update`` give models of that implementation the pages themselves, as its attention
+    function's ``cache``, and what they would write into them. Models of 5.24 call that before they attend, those of
+    5.23 hand the cache over."""
+    update = PagedAttentionCache.update
+    if hasattr(update, "leaves_pages_to"):  # an earlier call has done it
+        return
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @wraps(update)
+    def updated(self: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]) -> Any:
+        if implementation(self.config) != name:
+            return update(self, key_states, value_states, layer_idx, kwargs)
+        kwargs["cache"] = self
+        return key_states, value_states
+
+    updated.leaves_pages_to = name
+    PagedAttentionCache.update = updated
+
+
+def pages(paged: Any, layer_idx: int) -> tuple[Any, list[torch.Tensor]]:
+    """Gives a layer's allocator (index, layer_type, tokens_per_page, and sliding_window where it has one), and its K
+    and V as rows [tokens, Hkv, D]."""
+    allocator = paged.layer_to_allocator[layer_idx]
+    return allocator, list(allocator._kv_token_views[layer_idx])

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The snippets of docs/transformers.md run as they stand, but for the model that they load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ..snippets import ROOT, run
+
+torch = pytest.importorskip("torch")
+hf = pytest.importorskip("transformers")
+
+from cpu_attn import ops  # noqa: E402
+from cpu_attn.tests import hf_models  # noqa: E402
+
+pytestmark = pytest.mark.integrations
+
+
+def test_snippets(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    real = ops.attend
+    monkeypatch.setattr(ops, "attend", lambda plan, *rest, **more: (calls.append(plan), real(plan, *rest, **more))[1])
+    model = hf_models.model.__wrapped__("qwen3")
+
+    def load(name: str, attn_implementation: str) -> Any:
+        model.set_attn_implementation(attn_implementation)
+        return model
+
+    def tokenizer(texts: Any, return_tensors: str | None = None) -> Any:
+        ids = [[3 + ord(letter) % 90 for letter in text] for text in ([texts] if isinstance(texts, str) else texts)]
+        return {"input_ids": torch.tensor(ids) if return_tensors else ids}
+
+    monkeypatch.setattr(hf.AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(hf.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
+    ran = []
+    for names in run(ROOT / "docs" / "transformers.md"):
+        ran.append(names.get("outputs", names["ids"]))
+        assert calls
+        calls.clear()
+    first, quantised, batched = ran
+    model.set_attn_implementation("eager")
+    assert first.equal(model.generate(**names["inputs"], max_new_tokens=8))
+    assert quantised.shape == first.shape == (1, len("Attention is") + 8)
+    assert all(len(found.generated_tokens) == 8 for found in batched.values()) and len(batched) == 2

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cpu_attn.vllm in the real engine: transformers' tokens, whatever vLLM does with its cache meanwhile.
+
+The engines run one after the other in a process of their own (vllm_harness.py), where vLLM's own attention cannot run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.integrations
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+pytest.importorskip("vllm")
+
+from .. import gemma_texts, vllm_harness  # noqa: E402
+
+QUANTISED = ("fp8", "fp8_e5m2", "int8_per_token_head", "int4_per_token_head")
+GENERATE = {
+    "llama": ["decoder auto -1"],
+    "qwen3": ["decoder auto -1"],
+    "mistral": ["decoder auto 24"],
+    "gemma2": ["decoder auto -1", "decoder auto 24"],
+    "bloom": ["decoder auto -1"],
+    "odd": ["decoder auto -1"],
+    "gpt_oss": ["decoder auto -1", "decoder auto 24"],
+    "llama4": ["decoder auto -1"],
+    "gemma3": ["decoder auto -1", "decoder auto 24"],
+    "deepseek_v2": ["mla auto -1"],
+    "deepseek_v3": ["mla auto -1"],
+}
+# The eight requests want 32 blocks, and prompts have up to 70 tokens.
+TIGHT = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 48}
+
+Job = dict[str, Any]
+JOBS: dict[str, Job] = {
+    **{name: {"model": name, **TIGHT} for name in GENERATE},
+    **{f"{name} reference": {"kind": "reference", "model": name} for name in GENERATE},
+    **{kv: {"model": "llama", "kv_cache_dtype": kv} for kv in QUANTISED},
+    **{f"{kv} reference": {"kind": "reference", "model": "llama", "kv_cache_dtype": kv} for kv in QUANTISED},
+    "fp8 latents": {"model": "deepseek_v3", "kv_cache_dtype": "fp8"},
+    "fp8 latents reference": {"kind": "reference", "model": "deepseek_v3", "kv_cache_dtype": "fp8"},
+    "compiled latents": {"model": "deepseek_v2", "enforce_eager": False},
+    "bfloat16": {"model": "llama", "dtype": "bfloat16"},
+    "compiled": {"model": "llama", "enforce_eager": False},
+    "two processes": {"model": "llama", "tensor_parallel_size": 2},
+    "bert": {
+        **{"model": "bert", "runner": "pooling", "convert": "embed", "enable_prefix_caching": False},
+        "pooler_config": {"pooling_type": "CLS", "use_activation": False},
+    },
+    # With an encoder vLLM takes prompts whole, and finds none in the cache.
+    "whisper": {"model": "whisper", "num_gpu_blocks_override": 40, "max_num_batched_tokens": 128},
+    "whisper reference": {"kind": "reference", "model": "whisper"},
+    "bert reference": {"kind": "embedded", "model": "bert"},
+    vllm_harness.REAL: {
+        **{"model": vllm_harness.REAL, "texts": gemma_texts.PROMPTS, "new_tokens": len(gemma_texts.TOKENS[0])},
+        **{"max_model_len": 1024, "max_num_batched_tokens": 256, "kv_cache_memory_bytes": 1 << 28},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """What a job found."""
+    folder = tmp_path_factory.mktemp("vllm")
+    file = folder / "results.json"
+    command = [sys.executable, str(folder / "vllm_harness.py"), str(file)]
+    done = subprocess.run(
+        command,
+        **{"input": json.dumps(JOBS), "env": vllm_harness.environment(folder), "text": True},
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT},
+    )
+    found = json.loads(file.read_text()) if file.exists() else {}
+    print(done.stdout)  # with a failure pytest shows it
+
+    def result(name: str) -> Any:
+        assert name in found, f"the process of the engines ended with {done.returncode}"
+        return found[name]
+
+    return result
+
+
+def generated(result: Any, calls: list[str], processes: int = 1) -> list[list[int]]:
+    """Tokens, the same in the second round, of layers that all were ours."""
+    assert "error" not in result, result["error"]
+    assert len(result["calls"]) == processes
+    for counted in result["calls"]:
+        assert sorted(counted) == calls and min(counted.values()) > 2 * vllm_harness.NEW_TOKENS
+    first, again = result["tokens"]
+    assert first == again
+    assert sum(len(set(tokens)) for tokens in first) > 3 * len(first)  # or attention has no say in them
+    return first
+
+
+@pytest.mark.parametrize("name", GENERATE)
+def test_tokens_with_a_cache_too_small(results: Callable[[str], Any], name: str) -> None:
+    """Continuous batches, chunked prefill, prefixes found in the cache, requests thrown out of it and resumed."""
+    result = results(name)
+    assert generated(result, GENERATE[name]) == results(f"{name} reference")
+    assert result["preempted"] > 0 and result["cached"] > 0
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_caches(results: Callable[[str], Any], name: str) -> None:
+    """Against keys and values rounded as the cache rounds them. One that lies between two of its numbers may go either
+    way, and a token with it: one request of eight may differ."""
+    tokens = generated(results(name), [f"decoder {name} -1"])
+    equal = [a == b for a, b in zip(tokens, results(f"{name} reference"), strict=True)]
+    plain = [a == b for a, b in zip(tokens, results("llama reference"), strict=True)]
+    assert sum(equal) >= 7 and sum(plain) <= 4
+
+
+def test_fp8_latents(results: Callable[[str], Any]) -> None:
+    """Against latents rounded as the cache rounds them; as above one request may differ."""
+    tokens = generated(results("fp8 latents"), ["mla fp8 -1"])
+    equal, plain = (
+        [a == b for a, b in zip(tokens, results(f"{name} reference"), strict=True)]
+        for name in ("fp8 latents", "deepseek_v3")
+    )
+    assert sum(equal) >= 7 and sum(plain) <= 4
+
+
+def test_bfloat16(results: Callable[[str], Any]) -> None:
+    """Rounded everywhere: the first tokens, which depend on prompts alone, are those of float32."""
+    tokens = generated(results("bfloat16"), ["decoder auto -1"])
+    assert [t[0] for t in tokens] == [t[0] for t in results("llama reference")]
+
+
+def test_compiled(results: Callable[[str], Any]) -> None:
+    """As vLLM runs where nobody says otherwise: the model goes through torch.compile, after a warm-up."""
+    assert generated(results("compiled"), ["decoder auto -1"]) == results("llama reference")
+    assert generated(results("compiled latents"), ["mla auto -1"]) == results("deepseek_v2 reference")
+
+
+def test_tensor_parallel(results: Callable[[str], Any]) -> None:
+    assert generated(results("two processes"), ["decoder auto -1"], processes=2) == results("llama reference")
+
+
+def test_cross_attention(results: Callable[[str], Any]) -> None:
+    """Sounds differ by request, and requests are thrown out of the cache and resumed."""
+    result = results("whisper")
+    assert generated(result, ["decoder auto -1", "encoder_decoder auto -1"]) == results("whisper reference")
+    assert result["preempted"] > 0
+
+
+def test_real_weights(results: Callable[[str], Any]) -> None:
+    """Gemma 3 270M: the tokens of transformers' eager attention, the longest prompt in three chunks."""
+    tokens = generated(results(vllm_harness.REAL), ["decoder auto -1", "decoder auto 512"])
+    assert tokens == [list(t) for t in gemma_texts.TOKENS]
+
+
+def test_encoder_only(results: Callable[[str], Any]) -> None:
+    result = results("bert")
+    assert "error" not in result, result["error"]
+    assert list(result["calls"][0]) == ["encoder_only auto -1"]
+    np.testing.assert_allclose(result["embeddings"], results("bert reference"), atol=1e-4)
