@@ -26,7 +26,6 @@
 
 #include "rows.h"
 #include "gates.h"
-#include "products.h"
 
 #define STATE f32
 #define STATE_ELEM float
@@ -39,6 +38,7 @@
 #include "step.inc"
 
 #include "item.h"
+#include "products.h"
 #include "chunk.h"
 #include "channels.h"
 #include "run.h"

@@ -41,10 +41,10 @@ static void linear_left_of_block(const linear_item *it, int64_t i0, int64_t i1) 
     }
     const linear_y keys = {it->keys, CA_LANES * kp, CA_LANES};
     if (it->delta)
-        linear_product(i1 - i0, i0, it->dk, (linear_x){it->left, kp, 1}, keys, it->a + i0 * CA_CHUNK, CA_CHUNK,
-                       LINEAR_SET, it->factor, it->kept, 0);
-    linear_product(i1 - i0, i0, it->dk, (linear_x){it->left + CA_LANES * kp, kp, 1}, keys, it->p + i0 * CA_CHUNK,
-                   CA_CHUNK, LINEAR_SET, it->factor, it->kept, 0);
+        linear_product(it, i1 - i0, i0, it->dk, (linear_x){it->left, kp, 1}, keys, it->a + i0 * CA_CHUNK, CA_CHUNK,
+                       LINEAR_SET, 0);
+    linear_product(it, i1 - i0, i0, it->dk, (linear_x){it->left + CA_LANES * kp, kp, 1}, keys, it->p + i0 * CA_CHUNK,
+                   CA_CHUNK, LINEAR_SET, 0);
 }
 
 /* Fills in columns [j, j + columns) of the rows from j on to i1, one key at a time. */
@@ -87,8 +87,8 @@ static void linear_advance_channels(const linear_item *it, int64_t m, float *sta
         v_store(it->factor + c, linear_split(v_load_f32(by + c), v_load_f32(it->factor + c), &kept));
         v_store(it->kept + c, kept);
     }
-    linear_product(it->dk, it->vp, m, (linear_x){it->left, 1, kp}, (linear_y){it->w, CA_LANES, it->vp}, state, it->vp,
-                   LINEAR_DECAY, it->factor, it->kept, 0);
+    linear_product(it, it->dk, it->vp, m, (linear_x){it->left, 1, kp}, (linear_y){it->w, CA_LANES, it->vp}, state, it->vp,
+                   LINEAR_DECAY, 0);
 }
 
 static void linear_chunk_channels(const linear_item *it, const linear_head *h, int64_t t, int64_t n) {
@@ -106,8 +106,8 @@ static void linear_chunk_channels(const linear_item *it, const linear_head *h, i
         linear_times(it, by, it->q + i * kp, it->qg + i * kp);
     }
     if (it->delta)
-        linear_product(n, it->vp, it->dk, (linear_x){it->ek, kp, 1}, state, it->w, it->vp, LINEAR_SUB, it->factor, it->kept, 0);
-    linear_product(n, it->vp, it->dk, (linear_x){it->qg, kp, 1}, state, it->o, it->vp, LINEAR_SET, it->factor, it->kept, 0);
+        linear_product(it, n, it->vp, it->dk, (linear_x){it->ek, kp, 1}, state, it->w, it->vp, LINEAR_SUB, 0);
+    linear_product(it, n, it->vp, it->dk, (linear_x){it->qg, kp, 1}, state, it->o, it->vp, LINEAR_SET, 0);
     for (int64_t i0 = 0; i0 < n; i0 += CA_LANES) {
         const int64_t i1 = ca_min64(n, i0 + CA_LANES);
         if (i0)

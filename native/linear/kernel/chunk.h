@@ -29,6 +29,15 @@ static void linear_transpose_keys(const linear_item *it, const float *k, int64_t
         linear_transpose(k + g * it->kp, it->kp, CA_LANES, it->kp, it->keys + g * it->kp, CA_LANES);
 }
 
+/* Says that the rows of the next chunk, from token t on, are to be prefetched. */
+static void linear_look_ahead(const linear_item *it, int slot, int index, int64_t t, int32_t head) {
+    const ca_array *a = &it->c->a[index];
+    it->ahead[slot] = (linear_ahead){0};
+    if (t < it->last && a->ndim == 3)
+        it->ahead[slot] = (linear_ahead){ca_row_of(a, t, head), a->strides[0] * a->itemsize,
+                                         a->shape[2] * a->itemsize, ca_min64(CA_CHUNK, it->last - t)};
+}
+
 /* Solves for w and adds what tokens of the chunk give to o, which holds what the state gives. */
 static void linear_solve(const linear_item *it, int64_t n) {
     const int64_t vp = it->vp;
@@ -36,8 +45,8 @@ static void linear_solve(const linear_item *it, int64_t n) {
         const int64_t rows = ca_min64(CA_LANES, n - i0), i1 = i0 + rows;
         const linear_y w = {it->w, CA_LANES, vp};
         if (i0 && it->delta)
-            linear_product(rows, vp, i0, (linear_x){it->a + i0 * CA_CHUNK, CA_CHUNK, 1}, w, it->w + i0 * vp, vp,
-                           LINEAR_SUB, it->factor, it->kept, 0);
+            linear_product(it, rows, vp, i0, (linear_x){it->a + i0 * CA_CHUNK, CA_CHUNK, 1}, w, it->w + i0 * vp, vp,
+                           LINEAR_SUB, 0);
         for (int64_t i = i0; it->delta && i < i1; i++)
             for (int64_t c = 0; c < vp; c += VL) {
                 vf sum = v_load_f32(it->w + i * vp + c);
@@ -46,8 +55,8 @@ static void linear_solve(const linear_item *it, int64_t n) {
                 v_store(it->w + i * vp + c, sum);
             }
         if (i0)
-            linear_product(rows, vp, i0, (linear_x){it->p + i0 * CA_CHUNK, CA_CHUNK, 1}, w, it->o + i0 * vp, vp,
-                           LINEAR_ADD, it->factor, it->kept, 0);
+            linear_product(it, rows, vp, i0, (linear_x){it->p + i0 * CA_CHUNK, CA_CHUNK, 1}, w, it->o + i0 * vp, vp,
+                           LINEAR_ADD, 0);
         for (int64_t i = i0; i < i1; i++)
             for (int64_t c = 0; c < vp; c += VL) {
                 vf sum = v_load_f32(it->o + i * vp + c);
@@ -83,9 +92,9 @@ static void linear_open_chunk(const linear_item *it, int64_t t, int64_t n) {
         return;
     const linear_y keys = {it->keys, CA_LANES * it->kp, CA_LANES};
     linear_transpose_keys(it, it->k, n);
-    linear_product(n, n, it->dk, (linear_x){it->q, it->kp, 1}, keys, it->qk, CA_CHUNK, LINEAR_SET, it->factor, it->kept, 1);
+    linear_product(it, n, n, it->dk, (linear_x){it->q, it->kp, 1}, keys, it->qk, CA_CHUNK, LINEAR_SET, 1);
     if (it->delta && !it->erases)
-        linear_product(n, n, it->dk, (linear_x){it->k, it->kp, 1}, keys, it->kk, CA_CHUNK, LINEAR_SET, it->factor, it->kept, 1);
+        linear_product(it, n, n, it->dk, (linear_x){it->k, it->kp, 1}, keys, it->kk, CA_CHUNK, LINEAR_SET, 1);
 }
 
 /* Makes a and p of the products, and the factors by which rows of u and o decay. */
@@ -128,8 +137,8 @@ static void linear_advance(const linear_item *it, int64_t m, float *state) {
         v_store(it->factor + i, total);
         v_store(it->kept + i, kept);
     }
-    linear_product(it->dk, it->vp, m, (linear_x){it->k, 1, it->kp}, (linear_y){it->w_left, CA_LANES, it->vp}, state,
-                   it->vp, LINEAR_DECAY, it->factor, it->kept, 0);
+    linear_product(it, it->dk, it->vp, m, (linear_x){it->k, 1, it->kp}, (linear_y){it->w_left, CA_LANES, it->vp}, state,
+                   it->vp, LINEAR_DECAY, 0);
 }
 
 /* A chunk of one value head whose tokens have one decay each. */
@@ -143,12 +152,12 @@ static void linear_chunk(const linear_item *it, const linear_head *h, int64_t t,
             linear_eraser(it->c, h, t + i, beta[i], it->k + i * it->kp, it->e + i * it->kp);
     }
     if (it->erases)
-        linear_product(n, n, it->dk, (linear_x){it->e, it->kp, 1}, (linear_y){it->keys, CA_LANES * it->kp, CA_LANES},
-                       it->kk, CA_CHUNK, LINEAR_SET, it->factor, it->kept, 1);
+        linear_product(it, n, n, it->dk, (linear_x){it->e, it->kp, 1}, (linear_y){it->keys, CA_LANES * it->kp, CA_LANES},
+                       it->kk, CA_CHUNK, LINEAR_SET, 1);
     if (it->delta)
-        linear_product(n, it->vp, it->dk, (linear_x){it->erases ? it->e : it->k, it->kp, 1}, state, it->u, it->vp,
-                       LINEAR_SET, it->factor, it->kept, 0);
-    linear_product(n, it->vp, it->dk, (linear_x){it->q, it->kp, 1}, state, it->o, it->vp, LINEAR_SET, it->factor, it->kept, 0);
+        linear_product(it, n, it->vp, it->dk, (linear_x){it->erases ? it->e : it->k, it->kp, 1}, state, it->u, it->vp,
+                       LINEAR_SET, 0);
+    linear_product(it, n, it->vp, it->dk, (linear_x){it->q, it->kp, 1}, state, it->o, it->vp, LINEAR_SET, 0);
     linear_weigh(it, n, decay, beta);
     linear_solve(it, n);
     linear_put_outputs(it, h, t, n);

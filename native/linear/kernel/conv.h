@@ -8,35 +8,61 @@ typedef struct linear_conv_rows {
     float *room;                       /* [CA_MOST_WIDTH + 1][CA_CONV_CHANNELS] */
 } linear_conv_rows;
 
+/* Turns 16 rows [columns] in `rows` into columns, or back. The number of columns is a constant, so that the loops become
+ * shuffles. */
+INLINE void linear_columns_of(int columns, const float *rows, float *dst) {
+    for (int c = 0; c < columns; c++)
+        for (int i = 0; i < CA_LANES; i++)
+            dst[c * CA_CONV_CHANNELS + i] = rows[i * columns + c];
+}
+INLINE void linear_rows_of(int columns, float *const *src, int64_t r, float *rows) {
+    for (int c = 0; c < columns; c++)
+        for (int i = 0; i < CA_LANES; i++)
+            rows[i * columns + c] = src[c][r + i];
+}
+#define LINEAR_COLUMN_CASE(n, call)                                                                                    \
+    case n: {                                                                                                          \
+        enum { COLUMNS = n };                                                                                          \
+        call;                                                                                                          \
+        break;                                                                                                         \
+    }
+#define LINEAR_FOR_COLUMNS(n, call)                                                                                    \
+    switch (n) {                                                                                                       \
+        LINEAR_COLUMN_CASE(1, call)                                                                                    \
+        LINEAR_COLUMN_CASE(2, call)                                                                                    \
+        LINEAR_COLUMN_CASE(3, call)                                                                                    \
+        LINEAR_COLUMN_CASE(4, call)                                                                                    \
+        LINEAR_COLUMN_CASE(5, call)                                                                                    \
+        LINEAR_COLUMN_CASE(6, call)                                                                                    \
+        LINEAR_COLUMN_CASE(7, call)                                                                                    \
+        LINEAR_COLUMN_CASE(8, call)                                                                                    \
+    }
+
 /* Reads n rows [columns], which lie ld elements apart, as columns: dst[c * CA_CONV_CHANNELS + r]. */
-static void linear_read_columns(const char *src, int dtype, int64_t ld, int64_t n, int64_t columns, float *dst) {
+static void linear_rows_to_columns(const char *src, int dtype, int64_t ld, int64_t n, int64_t columns, float *dst) {
     const int64_t size = dtype == CA_F32 ? 4 : 2;
-    float rows[CA_LANES * CA_MOST_WIDTH + CA_LANES];
+    float rows[CA_LANES * (CA_MOST_WIDTH + 1)] = {0};
     for (int64_t r = 0; r < n; r += CA_LANES) {
-        const int here = (int)ca_min64(CA_LANES, n - r), wide = (int)columns;
+        const int64_t here = ca_min64(CA_LANES, n - r);
         if (ld == columns)
             linear_widen(src + r * ld * size, dtype, here * columns, rows);
-        for (int i = 0; ld != columns && i < here; i++)
-            for (int c = 0; c < wide; c++)
-                rows[i * wide + c] = linear_number(src + (r + i) * ld * size, dtype, c);
-        for (int c = 0; c < wide; c++)
-            for (int i = 0; i < here; i++)
-                dst[c * CA_CONV_CHANNELS + r + i] = rows[i * wide + c];
+        for (int64_t i = 0; ld != columns && i < here; i++)
+            for (int64_t c = 0; c < columns; c++)
+                rows[i * columns + c] = linear_number(src + (r + i) * ld * size, dtype, c);
+        LINEAR_FOR_COLUMNS(columns, linear_columns_of(COLUMNS, rows, dst + r));
     }
 }
 /* Writes columns as such rows. */
-static void linear_write_columns(float *const *src, int64_t n, int64_t columns, int dtype, int64_t ld, char *dst) {
+static void linear_columns_to_rows(float *const *src, int64_t n, int64_t columns, int dtype, int64_t ld, char *dst) {
     const int64_t size = dtype == CA_F32 ? 4 : 2;
-    float rows[CA_LANES * CA_MOST_WIDTH + CA_LANES];
+    float rows[CA_LANES * (CA_MOST_WIDTH + 1)] = {0};
     for (int64_t r = 0; r < n; r += CA_LANES) {
-        const int here = (int)ca_min64(CA_LANES, n - r), wide = (int)columns;
-        for (int c = 0; c < wide; c++)
-            for (int i = 0; i < here; i++)
-                rows[i * wide + c] = src[c][r + i];
+        const int64_t here = ca_min64(CA_LANES, n - r);
+        LINEAR_FOR_COLUMNS(columns, linear_rows_of(COLUMNS, src, r, rows));
         if (ld == columns)
             linear_narrow(rows, here * columns, dtype, dst + r * ld * size);
-        for (int i = 0; ld != columns && i < here; i++)
-            linear_narrow(rows + i * wide, columns, dtype, dst + (r + i) * ld * size);
+        for (int64_t i = 0; ld != columns && i < here; i++)
+            linear_narrow(rows + i * columns, columns, dtype, dst + (r + i) * ld * size);
     }
 }
 
@@ -44,7 +70,7 @@ static void linear_load_inputs(const ca_conv_call *c, int64_t slot, int64_t chan
     const ca_array *a = &c->a[CA_CONV_STATE];
     const char *from = (const char *)a->address + slot * a->strides[0] * a->itemsize;
     if (!c->channels_last)
-        linear_read_columns(from + channel * a->strides[1] * a->itemsize, a->dtype, a->strides[1], n, c->length,
+        linear_rows_to_columns(from + channel * a->strides[1] * a->itemsize, a->dtype, a->strides[1], n, c->length,
                             x->input[0]);
     else
         for (int64_t i = 0; i < c->length; i++)
@@ -58,7 +84,7 @@ static void linear_store_inputs(const ca_conv_call *c, int64_t slot, int64_t cha
     for (int64_t i = 0; c->channels_last && i < c->length; i++)
         linear_narrow(x->input[i], n, a->dtype, to + (i * a->strides[1] + channel) * a->itemsize);
     if (!c->channels_last)
-        linear_write_columns(x->input, n, c->length, a->dtype, a->strides[1], to + channel * a->strides[1] * a->itemsize);
+        linear_columns_to_rows(x->input, n, c->length, a->dtype, a->strides[1], to + channel * a->strides[1] * a->itemsize);
 }
 
 INLINE void linear_convolve(int width, const linear_conv_rows *x, const float *const *input, int silu, int64_t n) {
@@ -122,7 +148,7 @@ static void linear_conv(const ca_conv_call *c, const int32_t *requests, int64_t 
     x.out = x.bias + CA_CONV_CHANNELS;
     x.room = x.out + CA_CONV_CHANNELS;
     memset(x.weight, 0, sizeof(float) * (CA_MOST_WIDTH + 2) * CA_CONV_CHANNELS);
-    linear_read_columns((const char *)weight->address + channel * weight->strides[0] * weight->itemsize, weight->dtype,
+    linear_rows_to_columns((const char *)weight->address + channel * weight->strides[0] * weight->itemsize, weight->dtype,
                         weight->strides[0], n, c->width, x.weight);
     if (bias->itemsize)
         linear_widen((const char *)bias->address + channel * bias->itemsize, bias->dtype, n, x.bias);

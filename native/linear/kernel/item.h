@@ -4,9 +4,18 @@
 /* A chunk of fewer tokens goes step by step. */
 #define LINEAR_FEW 4
 
+/* Rows that the next chunk reads, `step` bytes apart. They are prefetched one by one between the tiles of products, since
+ * the rows of a head lie so far apart that no hardware finds them. */
+typedef struct linear_ahead {
+    const char *at;
+    int64_t step, bytes, rows;
+} linear_ahead;
+#define LINEAR_AHEAD 4 /* of values and gates, and of queries and keys */
+
 typedef struct linear_item {
     const ca_linear_call *c;
     int32_t request, first, end; /* value heads [first, end) */
+    int64_t last;                /* the token behind the request's last */
     int64_t dk, dv, kp, vp;      /* the sizes, and as multiples of 16 */
     int delta, wide, erases;     /* wide: each key channel has a decay of its own */
     linear_token x;
@@ -27,6 +36,7 @@ typedef struct linear_item {
     float *left;              /* [64][kp]: keys times the decays that follow */
     float *one, *two;         /* [kp] */
     float *factor, *kept;     /* [kp]: of the state (linear_split) */
+    linear_ahead *ahead;      /* [LINEAR_AHEAD] */
     float *numbers[4];        /* [80]: decay, decay less 1, beta, room */
 } linear_item;
 

@@ -82,11 +82,21 @@ INLINE void linear_tile(int mr, int nv, int64_t depth, const float *x, int64_t r
 #define LINEAR_HEIGHTS LINEAR_HEIGHT(1) LINEAR_HEIGHT(2)
 #endif
 
+INLINE void linear_prefetch_row(linear_ahead *ahead) {
+    for (int i = 0; i < LINEAR_AHEAD; i++)
+        if (ahead[i].rows) {
+            prefetch_bytes(ahead[i].at, ahead[i].bytes);
+            ahead[i].at += ahead[i].step;
+            ahead[i].rows--;
+            break;
+        }
+}
+
 /* C [rows, columns] from X [rows, depth] and Y [depth, columns], columns rounded up to 16. lower: of each row only the
  * columns up to the row's own number count, and the others may get anything, or stay. */
-static NOINLINE void linear_product(int64_t rows, int64_t columns, int64_t depth, linear_x x, linear_y y, float *c,
-                                    int64_t ld_c, enum linear_mode mode, const float *factor, const float *kept,
-                                    int lower) {
+static NOINLINE void linear_product(const linear_item *it, int64_t rows, int64_t columns, int64_t depth, linear_x x,
+                                    linear_y y, float *c, int64_t ld_c, enum linear_mode mode, int lower) {
+    const float *factor = it->factor, *kept = it->kept;
     columns = LINEAR_PAD(columns);
     for (int64_t n = 0; n < columns; n += LINEAR_NV * VL)
         for (int64_t m = 0; m < rows; m += LINEAR_MR) {
@@ -95,6 +105,8 @@ static NOINLINE void linear_product(int64_t rows, int64_t columns, int64_t depth
             const int64_t nv = ca_min64(LINEAR_NV, (end - n) / VL);
             const float *at = x.at + m * x.row, *y_at = y.at + n / CA_LANES * y.group + n % CA_LANES;
             float *c_at = c + m * ld_c + n;
+
+            linear_prefetch_row(it->ahead);
             if (nv > 0)
                 switch (mr) { LINEAR_HEIGHTS }
         }

@@ -131,6 +131,12 @@ static int32_t linear_chunks(linear_item *it, int64_t first, int64_t n, int32_t 
     linear_open_chunk(it, t, n);
     for (int32_t head = it->first; head < it->end; head++) {
         const linear_head *h = &it->heads[head - it->first];
+        linear_look_ahead(it, 0, CA_LINEAR_VALUE, t + n, head);
+        linear_look_ahead(it, 1, CA_LINEAR_G, t + n, head);
+        if (head + 1 == it->end) {
+            linear_look_ahead(it, 2, CA_LINEAR_KEY, t + n, head / ca_linear_group(it->c->plan));
+            linear_look_ahead(it, 3, CA_LINEAR_QUERY, t + n, head / ca_linear_group(it->c->plan));
+        }
         if (it->wide)
             linear_chunk_channels(it, h, t, n);
         else
@@ -153,9 +159,12 @@ static void linear_run(const ca_linear_call *c, int32_t request, int32_t head, i
     const int64_t n = ca_linear_q_len(p, request);
     const int32_t from = s->from[request], to = s->to[request];
     linear_item it = {.c = c, .request = request, .first = head, .end = end, .delta = c->how->delta_rule};
+    it.last = p->query_start_loc[request + 1];
     it.wide = c->a[CA_LINEAR_G].itemsize && ca_is_wide(&c->a[CA_LINEAR_G]);
     it.erases = it.delta && c->a[CA_LINEAR_ERASE].itemsize;
+    linear_ahead rows[LINEAR_AHEAD] = {{0}};
     linear_lay_out(p, scratch, &it);
+    it.ahead = rows;
     for (int32_t i = 0; i < end - head; i++)
         it.heads[i] = linear_open_head(c, head + i, it.biases + i * it.kp);
     int32_t next = s->first_checkpoint[request];
