@@ -471,8 +471,8 @@ int ca_linear_num_threads(const ca_linear_plan *plan);
 /* This is linear_attention_with_state_cache; objects and given are those of ca_attend. */
 int ca_linear_attend(const ca_linear_plan *plan, uintptr_t objects, const ca_array *given, const ca_linear_how *how,
                      void *workspace, int64_t workspace_bytes, ca_fault *fault);
-/* This is causal_conv1d. silu: whether outputs x become x sigmoid(x). channels_last: whether a state is [L, C], in place
- * of [C, L]. */
+/* This is causal_conv1d. silu: whether outputs x become x sigmoid(x). channels_last: whether a state is [L, C], in
+ * place of [C, L]. */
 int ca_causal_conv1d(const ca_linear_plan *plan, uintptr_t objects, const ca_array *given, int silu, int channels_last,
                      void *workspace, int64_t workspace_bytes, ca_fault *fault);
 

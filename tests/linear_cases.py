@@ -68,11 +68,14 @@ def gates_of(case: Case, rng: np.random.Generator) -> dict[str, Any]:
         | {"dt_bias": normal(heads), "dt_limit": (0.01, 2.0), "D": normal(heads), "scale": 1.0},
         "gdn": {"g": decay(tokens, heads), "beta": unit(tokens, heads)} | norm,
         "gdn_raw": {"g": normal(tokens, heads), "beta": normal(tokens, heads), "dt_bias": normal(heads)}
-        | {"allow_neg_eigval": True} | raw | norm,
+        | {"allow_neg_eigval": True}
+        | raw
+        | norm,
         "erase": {"g": decay(tokens, heads), "beta": unit(tokens, heads), "erase": unit(tokens, heads, dk)} | norm,
         "kda": {"g": decay(tokens, heads, dk), "beta": unit(tokens, heads)} | norm,
         "kda_raw": {"g": normal(tokens, heads, dk), "beta": normal(tokens, heads), "dt_bias": normal(heads, dk)}
-        | raw | norm,
+        | raw
+        | norm,
         "gdn2": {"g": decay(tokens, heads, dk), "beta": unit(tokens, heads, dv), "erase": unit(tokens, heads, dk)}
         | norm,
     }
@@ -230,7 +233,9 @@ def relative(got: NDArray[Any], want: reference.Float64) -> float:
 
 def cases(level: str, dtype: str, seed: int = 0) -> list[Case]:
     """What ``verify`` runs; a level has the cases of the one before. The levels are quick, default and full."""
-    mixed = Case(lens=(1, 70, 3, 0, 130, 64), dtype=dtype, seed=seed, checkpoints=((1, 17), (4, 64), (4, 100), (4, 130)))
+    mixed = Case(
+        lens=(1, 70, 3, 0, 130, 64), dtype=dtype, seed=seed, checkpoints=((1, 17), (4, 64), (4, 100), (4, 130))
+    )
     found = [replace(mixed, variant=v) for v in ("gdn_raw", "kda", "ssd_raw")]
     found += [Case(v, (1, 1, 1, 1, 1), dtype=dtype, seed=seed, state_layout="VK") for v in ("gdn", "kda_raw", "ssd")]
     if level == "quick":

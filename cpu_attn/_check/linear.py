@@ -11,7 +11,7 @@ import numpy as np
 
 from cpu_attn._arrays import numpy_view
 from cpu_attn._check.arrays import array, integers, rising
-from cpu_attn._check.values import HUGE, MAX_SIZE, INT32_MAX, integer, number
+from cpu_attn._check.values import HUGE, INT32_MAX, MAX_SIZE, integer, number
 from cpu_attn._native import lib
 
 # These have the order of native/cpu_attn.h.

@@ -45,8 +45,8 @@ class LinearAttentionMetadata:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "LinearAttentionMetadata: cannot be pickled, it is memory of this process for its CPU; make a new plan from "
-            "the same lengths where it is needed"
+            "LinearAttentionMetadata: cannot be pickled, it is memory of this process for its CPU; make a new plan "
+            "from the same lengths where it is needed"
         )
 
     num_reqs = property(lambda self: int(self._shape.num_reqs), doc="R")

@@ -110,9 +110,7 @@ def linear_attention(
     if use_qk_l2norm_in_kernel:
         q, k = (x / np.sqrt((x * x).sum(axis=2, keepdims=True) + norm_eps) for x in (q, k))
     q = q * (dk**-0.5 if scale is None else scale)
-    a, b = gates(
-        tokens, heads, g, beta, gate, A_log, dt_bias, dt_limit, use_beta_sigmoid_in_kernel, allow_neg_eigval
-    )
+    a, b = gates(tokens, heads, g, beta, gate, A_log, dt_bias, dt_limit, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     e = k * (b if erase is None else erase.astype(np.float64)) if delta_rule else k
     skip = np.zeros((heads, 1)) if D is None else np.asarray(D).astype(np.float64)[:, None]
     output, after, kept = np.zeros((tokens, heads, dv)), [], {}

@@ -44,7 +44,7 @@ INLINE vf v_accumulate(vf sum, vf a, vf b) { return v_fma(a, b, sum); }
 #define PAIRS 1
 #include "dtype.inc"
 
-const ca_isa_row GLUE(ca_isa, ISA) = {
-    .missing = missing,
-    .kernels = {[CA_F32] = KERNEL_F32, [CA_F16] = &kernel_f16, [CA_BF16] = &kernel_bf16},
-    .linear = LINEAR_KERNEL};
+const ca_isa_row GLUE(ca_isa,
+                      ISA) = {.missing = missing,
+                              .kernels = {[CA_F32] = KERNEL_F32, [CA_F16] = &kernel_f16, [CA_BF16] = &kernel_bf16},
+                              .linear = LINEAR_KERNEL};

@@ -42,7 +42,8 @@ const ca_linear_table ca_linear_attention_table = {
         {OWN, CA_LINEAR_KEY, 0, KEY_AXES},
         {OWN, CA_LINEAR_VALUE, 0, VALUE_AXES},
         {OWN | FLOAT32, CA_LINEAR_OUTPUT, WRITTEN, VALUE_AXES},
-        {FLOATS, CA_LINEAR_STATE_CACHE, WRITTEN | SWAPS, AXES(4, CA_NUM_SLOTS, CA_NUM_V_HEADS, CA_HEAD_K_DIM, CA_HEAD_V_DIM)},
+        {FLOATS, CA_LINEAR_STATE_CACHE, WRITTEN | SWAPS,
+         AXES(4, CA_NUM_SLOTS, CA_NUM_V_HEADS, CA_HEAD_K_DIM, CA_HEAD_V_DIM)},
         {FLOATS, CA_LINEAR_G, OPTIONAL | WIDER, AXES(2, CA_T, CA_NUM_V_HEADS, CA_HEAD_K_DIM)},
         {FLOATS, CA_LINEAR_BETA, OPTIONAL | WIDER, AXES(2, CA_T, CA_NUM_V_HEADS, CA_HEAD_V_DIM)},
         {FLOATS, CA_LINEAR_ERASE, OPTIONAL, AXES(3, CA_T, CA_NUM_V_HEADS, CA_HEAD_K_DIM)},
@@ -117,8 +118,8 @@ static int check_apart(const ca_linear_table *table, int in_place, const ca_arra
                        ca_fault *fault) {
     for (int o = 0; o < table->num_outputs; o++)
         for (int i = o + 1; i < table->num_arrays; i++)
-            if (at[o].first < at[i].end && at[i].first < at[o].end && !(o == 0 && i == in_place && is_same(&a[o], &a[i])) &&
-                ca_meet(&a[o], at[o], &a[i], at[i])) {
+            if (at[o].first < at[i].end && at[i].first < at[o].end &&
+                !(o == 0 && i == in_place && is_same(&a[o], &a[i])) && ca_meet(&a[o], at[o], &a[i], at[i])) {
                 ca_refuse(fault, CA_SHARES_MEMORY, -1, i, -1);
                 fault->argument = o;
                 return CA_SHARES_MEMORY;
@@ -162,7 +163,8 @@ int ca_linear_refuse_axes(const ca_linear_table *table, int index, const ca_arra
     return CA_OK;
 }
 
-/* A table of the slots that a call writes, and for which request: places that hold `slot + 1, request`, 0 where free. */
+/* A table of the slots that a call writes, and for which request: places that hold `slot + 1, request`, 0 where free.
+ */
 static int32_t *place_of(int32_t *table, int64_t places, int32_t slot) {
     uint64_t i = (uint64_t)slot * UINT64_C(0x9e3779b97f4a7c15) >> 32;
     while (table[2 * (i &= (uint64_t)places - 1)] && table[2 * i] != slot + 1)

@@ -19,8 +19,8 @@ typedef struct ca_conv_call ca_conv_call;
 /* Holds what an isa, or the reference engine, offers. */
 typedef struct ca_linear_kernel {
     int64_t (*scratch_bytes)(const ca_linear_plan *plan); /* of a thread, a multiple of 64 */
-    /* Takes value heads [head, end), which share a key head, through all tokens of a request. ahead: a state of the same
-     * cache that this thread will read next, to be prefetched, or NULL. */
+    /* Takes value heads [head, end), which share a key head, through all tokens of a request. ahead: a state of the
+     * same cache that this thread will read next, to be prefetched, or NULL. */
     void (*run)(const ca_linear_call *call, int32_t request, int32_t head, int32_t end, const void *ahead,
                 void *scratch);
     /* Takes channels [channel, end), at most CA_CONV_CHANNELS, through all tokens of some requests. */
@@ -56,7 +56,7 @@ typedef struct ca_checkpoint {
 
 /* Holds what one call reads of the indices of states, copied and checked. */
 typedef struct ca_states {
-    int32_t *from, *to;        /* [R]: the slot that a request begins from (-1: zeros), and leaves its state in (-1: none) */
+    int32_t *from, *to; /* [R]: the slot that a request begins from (-1: zeros), and leaves its state in (-1: none) */
     int32_t *first_checkpoint; /* [R + 1] */
     ca_checkpoint *checkpoints;
     int32_t *memory; /* `few`, or memory for more than fits there */

@@ -5,9 +5,9 @@
 #include "run/threads.h"
 #include <stdlib.h>
 
-#define MOST_HEADS 4              /* value heads of an item: what they share is a small part of what they take */
-#define STATES_BYTES (1 << 18)    /* states of an item that lie side by side, unless it has only one */
-#define ITEMS_OF_A_THREAD 4       /* fewer leave threads idle at the end */
+#define MOST_HEADS 4           /* value heads of an item: what they share is a small part of what they take */
+#define STATES_BYTES (1 << 18) /* states of an item that lie side by side, unless it has only one */
+#define ITEMS_OF_A_THREAD 4    /* fewer leave threads idle at the end */
 
 /* Sorts requests that have tokens by their number, the longest first; others keep their order. */
 static void sort_requests(ca_linear_plan *p) {
@@ -24,7 +24,8 @@ static void sort_requests(ca_linear_plan *p) {
             const int32_t middle = (int32_t)ca_min64(n, i + (int64_t)width);
             const int32_t end = (int32_t)ca_min64(n, i + 2 * (int64_t)width);
             for (int32_t a = i, b = middle, to = i; to < end; to++) {
-                const int first = b >= end || (a < middle && ca_linear_q_len(p, order[a]) >= ca_linear_q_len(p, order[b]));
+                const int first =
+                    b >= end || (a < middle && ca_linear_q_len(p, order[a]) >= ca_linear_q_len(p, order[b]));
                 spare[to] = first ? order[a++] : order[b++];
             }
         }
@@ -37,8 +38,8 @@ static int32_t heads_of_an_item(const ca_linear_plan *p) {
     const ca_linear_shape *s = &p->shape;
     const int64_t group = ca_linear_group(p), state = 4 * (int64_t)s->head_k_dim * s->head_v_dim;
     int64_t heads = ca_max64(1, ca_min64(ca_min64(group, MOST_HEADS), STATES_BYTES / state));
-    while (heads > 1 &&
-           (int64_t)p->num_active * s->num_k_heads * ca_div_up(group, heads) < (int64_t)s->num_threads * ITEMS_OF_A_THREAD)
+    while (heads > 1 && (int64_t)p->num_active * s->num_k_heads * ca_div_up(group, heads) <
+                            (int64_t)s->num_threads * ITEMS_OF_A_THREAD)
         heads = ca_div_up(heads, 2);
     return (int32_t)heads;
 }

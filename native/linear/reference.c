@@ -25,7 +25,8 @@ static double gate(const ca_array *a, int64_t t, int64_t head, int64_t d, double
 }
 
 typedef struct token {
-    double *q, *k, *e, *a, *v, *b; /* [Dk] 4 times, [Dv] twice: scaled query, key, what to erase, decay, value, beta v */
+    double *q, *k, *e, *a, *v,
+        *b; /* [Dk] 4 times, [Dv] twice: scaled query, key, what to erase, decay, value, beta v */
 } token;
 
 static int64_t doubles(const ca_linear_plan *p) {
@@ -47,7 +48,7 @@ static void read_row(const ca_array *a, int64_t t, int64_t head, int64_t n, cons
 
 /* Reads A_log or D, [Hv], or dt_bias, [Hv] or [Hv, Dk]. */
 static double of_head(const ca_array *a, int64_t head, int64_t d, double absent) {
-    return !a->itemsize  ? absent
+    return !a->itemsize   ? absent
            : a->ndim == 1 ? element((const void *)a->address, a->dtype, head)
                           : element((const char *)a->address + head * a->strides[0] * a->itemsize, a->dtype, d);
 }
@@ -116,8 +117,7 @@ static void move_state(const ca_linear_call *c, int64_t slot, int32_t head, doub
         }
 }
 
-static void run(const ca_linear_call *c, int32_t request, int32_t head, int32_t end, const void *ahead,
-                void *scratch) {
+static void run(const ca_linear_call *c, int32_t request, int32_t head, int32_t end, const void *ahead, void *scratch) {
     const ca_linear_plan *p = c->plan;
     const ca_states *s = c->states;
     const int64_t dk = p->shape.head_k_dim, dv = p->shape.head_v_dim;
@@ -166,7 +166,8 @@ static void conv_channel(const ca_conv_call *c, int32_t request, int64_t channel
         last[c->length] = element(row, x->dtype, channel);
         for (int64_t i = 0; i < c->width; i++)
             y += last[c->length + 1 - c->width + i] *
-                 element((const char *)weight->address + channel * weight->strides[0] * weight->itemsize, weight->dtype, i);
+                 element((const char *)weight->address + channel * weight->strides[0] * weight->itemsize, weight->dtype,
+                         i);
         put((char *)out->address + (first + t) * out->strides[0] * out->itemsize, out->dtype, channel,
             c->silu ? y * sigmoid(y) : y);
         memmove(last, last + 1, (size_t)c->length * sizeof *last);

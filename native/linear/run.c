@@ -159,8 +159,14 @@ int ca_causal_conv1d(const ca_linear_plan *p, uintptr_t objects, const ca_array 
         return fault->status;
     const int64_t width = sizes[CA_WIDTH], length = sizes[CA_STATE_LEN];
     if (width < 2 || width > CA_MOST_WIDTH) {
-        *fault = (ca_fault){.status = CA_OUTSIDE, .position = 1, .value = width, .bound = CA_MOST_WIDTH, .least = 2,
-                            .argument = CA_CONV_WEIGHT, .ndim = 2, .axes = {CA_CHANNELS, CA_WIDTH}};
+        *fault = (ca_fault){.status = CA_OUTSIDE,
+                            .position = 1,
+                            .value = width,
+                            .bound = CA_MOST_WIDTH,
+                            .least = 2,
+                            .argument = CA_CONV_WEIGHT,
+                            .ndim = 2,
+                            .axes = {CA_CHANNELS, CA_WIDTH}};
         return fault->status;
     }
     if (length < width - 1 || length > CA_MOST_WIDTH)

@@ -105,9 +105,7 @@ def test_negative_slots(isa: str, dtype: str, tokens: int) -> None:
     cache = np.full((2, 4, 32, 32), np.nan, F32)
     a, output = problem.arrays, np.empty_like(problem.arrays["value"])
     slots = np.array([-1, -7], np.int32)
-    linear_attention_with_state_cache(
-        a["query"], a["key"], a["value"], output, cache, slots, plan, **problem.options
-    )
+    linear_attention_with_state_cache(a["query"], a["key"], a["value"], output, cache, slots, plan, **problem.options)
     assert np.isnan(cache).all() and (output == want.output).all()
 
 

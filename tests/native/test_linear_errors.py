@@ -189,7 +189,9 @@ PLAN: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
 @pytest.mark.parametrize(("changed", "error", "words"), PLAN)
 def test_plans(changed: dict[str, Any], error: type[Exception], words: list[str]) -> None:
     sizes = {"num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 8, "head_v_dim": 16}
-    refuses(get_linear_attention_metadata, {"query_start_loc": LOC, "dtype": "float32", **sizes} | changed, error, *words)
+    refuses(
+        get_linear_attention_metadata, {"query_start_loc": LOC, "dtype": "float32", **sizes} | changed, error, *words
+    )
 
 
 def test_engines_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * A chunk whose tokens have a decay for each key channel. D(i, j) is then a vector within the products A and P. For a
- * block of 16 rows it is split at the block's first token r: D(i, j) = D(i, r) D(r, j), both at most 1, so that products
- * with the keys before the block are matrix products; within the block it is multiplied up token by token. */
+ * block of 16 rows it is split at the block's first token r: D(i, j) = D(i, r) D(r, j), both at most 1, so that
+ * products with the keys before the block are matrix products; within the block it is multiplied up token by token. */
 
 INLINE void linear_times(const linear_item *it, const float *x, const float *y, float *to) {
     for (int64_t c = 0; c < it->kp; c += VL)
@@ -87,8 +87,8 @@ static void linear_advance_channels(const linear_item *it, int64_t m, float *sta
         v_store(it->factor + c, linear_split(v_load_f32(by + c), v_load_f32(it->factor + c), &kept));
         v_store(it->kept + c, kept);
     }
-    linear_product(it, it->dk, it->vp, m, (linear_x){it->left, 1, kp}, (linear_y){it->w, CA_LANES, it->vp}, state, it->vp,
-                   LINEAR_DECAY, 0);
+    linear_product(it, it->dk, it->vp, m, (linear_x){it->left, 1, kp}, (linear_y){it->w, CA_LANES, it->vp}, state,
+                   it->vp, LINEAR_DECAY, 0);
 }
 
 static void linear_chunk_channels(const linear_item *it, const linear_head *h, int64_t t, int64_t n) {

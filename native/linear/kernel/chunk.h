@@ -7,9 +7,10 @@
  *     S   = D(n) S + sum over j of D(n, j) k_j w_j^T
  *
  * (the UT transform of arXiv:2406.06484 and 2412.06464, solved in place of inverted). D are products of at most 64
- * decays: no exponential of a sum is taken, so nothing overflows, and what underflows is 0. D(n) of the state also comes
- * less 1 (linear_split), so that rounding does not add up over chunks. A row goes by FMA through whole tiles up to the 16 tokens before its own, and token by token through
- * these, so that no number of a later token, NaN say, meets an earlier one. */
+ * decays: no exponential of a sum is taken, so nothing overflows, and what underflows is 0. D(n) of the state also
+ * comes less 1 (linear_split), so that rounding does not add up over chunks. A row goes by FMA through whole tiles up
+ * to the 16 tokens before its own, and token by token through these, so that no number of a later token, NaN say, meets
+ * an earlier one. */
 
 /* Makes of d[j] = D(i - 1, j) for j < i those of i. d is [80]. */
 static void linear_decay_row(const float *decay, int64_t i, float *d) {
@@ -34,8 +35,8 @@ static void linear_look_ahead(const linear_item *it, int slot, int index, int64_
     const ca_array *a = &it->c->a[index];
     it->ahead[slot] = (linear_ahead){0};
     if (t < it->last && a->ndim == 3)
-        it->ahead[slot] = (linear_ahead){ca_row_of(a, t, head), a->strides[0] * a->itemsize,
-                                         a->shape[2] * a->itemsize, ca_min64(CA_CHUNK, it->last - t)};
+        it->ahead[slot] = (linear_ahead){ca_row_of(a, t, head), a->strides[0] * a->itemsize, a->shape[2] * a->itemsize,
+                                         ca_min64(CA_CHUNK, it->last - t)};
 }
 
 /* Solves for w and adds what tokens of the chunk give to o, which holds what the state gives. */
@@ -152,8 +153,8 @@ static void linear_chunk(const linear_item *it, const linear_head *h, int64_t t,
             linear_eraser(it->c, h, t + i, beta[i], it->k + i * it->kp, it->e + i * it->kp);
     }
     if (it->erases)
-        linear_product(it, n, n, it->dk, (linear_x){it->e, it->kp, 1}, (linear_y){it->keys, CA_LANES * it->kp, CA_LANES},
-                       it->kk, CA_CHUNK, LINEAR_SET, 1);
+        linear_product(it, n, n, it->dk, (linear_x){it->e, it->kp, 1},
+                       (linear_y){it->keys, CA_LANES * it->kp, CA_LANES}, it->kk, CA_CHUNK, LINEAR_SET, 1);
     if (it->delta)
         linear_product(it, n, it->vp, it->dk, (linear_x){it->erases ? it->e : it->k, it->kp, 1}, state, it->u, it->vp,
                        LINEAR_SET, 0);

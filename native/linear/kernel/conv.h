@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
- * A depthwise convolution over the tokens of a request, for some channels: output t is bias + sum over i of weight[i] times
- * input t - (width - 1) + i. Inputs before the first token are those of the state. */
+ * A depthwise convolution over the tokens of a request, for some channels: output t is bias + sum over i of weight[i]
+ * times input t - (width - 1) + i. Inputs before the first token are those of the state. */
 
 typedef struct linear_conv_rows {
-    float *weight, *bias, *out;        /* [width][CA_CONV_CHANNELS], [CA_CONV_CHANNELS] twice */
-    float *input[CA_MOST_WIDTH + 1];   /* the inputs of the state, the oldest first, then that of the token */
-    float *room;                       /* [CA_MOST_WIDTH + 1][CA_CONV_CHANNELS] */
+    float *weight, *bias, *out;      /* [width][CA_CONV_CHANNELS], [CA_CONV_CHANNELS] twice */
+    float *input[CA_MOST_WIDTH + 1]; /* the inputs of the state, the oldest first, then that of the token */
+    float *room;                     /* [CA_MOST_WIDTH + 1][CA_CONV_CHANNELS] */
 } linear_conv_rows;
 
-/* Turns 16 rows [columns] in `rows` into columns, or back. The number of columns is a constant, so that the loops become
- * shuffles. */
+/* Turns 16 rows [columns] in `rows` into columns, or back. The number of columns is a constant, so that the loops
+ * become shuffles. */
 INLINE void linear_columns_of(int columns, const float *rows, float *dst) {
     for (int c = 0; c < columns; c++)
         for (int i = 0; i < CA_LANES; i++)
@@ -71,7 +71,7 @@ static void linear_load_inputs(const ca_conv_call *c, int64_t slot, int64_t chan
     const char *from = (const char *)a->address + slot * a->strides[0] * a->itemsize;
     if (!c->channels_last)
         linear_rows_to_columns(from + channel * a->strides[1] * a->itemsize, a->dtype, a->strides[1], n, c->length,
-                            x->input[0]);
+                               x->input[0]);
     else
         for (int64_t i = 0; i < c->length; i++)
             linear_widen(from + (i * a->strides[1] + channel) * a->itemsize, a->dtype, n, x->input[i]);
@@ -84,7 +84,8 @@ static void linear_store_inputs(const ca_conv_call *c, int64_t slot, int64_t cha
     for (int64_t i = 0; c->channels_last && i < c->length; i++)
         linear_narrow(x->input[i], n, a->dtype, to + (i * a->strides[1] + channel) * a->itemsize);
     if (!c->channels_last)
-        linear_columns_to_rows(x->input, n, c->length, a->dtype, a->strides[1], to + channel * a->strides[1] * a->itemsize);
+        linear_columns_to_rows(x->input, n, c->length, a->dtype, a->strides[1],
+                               to + channel * a->strides[1] * a->itemsize);
 }
 
 INLINE void linear_convolve(int width, const linear_conv_rows *x, const float *const *input, int silu, int64_t n) {
@@ -148,8 +149,8 @@ static void linear_conv(const ca_conv_call *c, const int32_t *requests, int64_t 
     x.out = x.bias + CA_CONV_CHANNELS;
     x.room = x.out + CA_CONV_CHANNELS;
     memset(x.weight, 0, sizeof(float) * (CA_MOST_WIDTH + 2) * CA_CONV_CHANNELS);
-    linear_rows_to_columns((const char *)weight->address + channel * weight->strides[0] * weight->itemsize, weight->dtype,
-                        weight->strides[0], n, c->width, x.weight);
+    linear_rows_to_columns((const char *)weight->address + channel * weight->strides[0] * weight->itemsize,
+                           weight->dtype, weight->strides[0], n, c->width, x.weight);
     if (bias->itemsize)
         linear_widen((const char *)bias->address + channel * bias->itemsize, bias->dtype, n, x.bias);
     for (int64_t r = 0; r < num_requests; r++)

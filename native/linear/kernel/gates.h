@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Decays and betas out of what a call gives. Beside a decay a there is a - 1: a state becomes S + (a - 1) S where a is at
- * least 1/2, so that decays near 1, which take thousands of tokens to matter, keep all of their digits, and a S where
- * it is less. */
+ * Decays and betas out of what a call gives. Beside a decay a there is a - 1: a state becomes S + (a - 1) S where a is
+ * at least 1/2, so that decays near 1, which take thousands of tokens to matter, keep all of their digits, and a S
+ * where it is less. */
 
-#define LINEAR_LN2_127 88.0297f /* 127 ln 2, and a little less than the largest float's logarithm */
+#define LINEAR_LN2_127 88.0297f         /* 127 ln 2, and a little less than the largest float's logarithm */
 #define LINEAR_LOG2E_LOW 1.92596299e-8f /* log2(e) less the float CA_LOG2E */
 
 /* Splits e^x for |x| <= 88 into a power of two and 2^f - 1 for |f| <= 1/2, which a polynomial (exp2_full) gives to all
@@ -47,9 +47,7 @@ INLINE vf linear_log1p(vf t) {
 INLINE vf linear_softplus(vf x) {
     return v_add(v_max(v_set1(0), x), linear_log1p(linear_exp(v_sub(v_set1(0), v_abs(x)))));
 }
-INLINE vf linear_sigmoid(vf x) {
-    return v_div(v_set1(1), v_add(v_set1(1), linear_exp(v_sub(v_set1(0), x))));
-}
+INLINE vf linear_sigmoid(vf x) { return v_div(v_set1(1), v_add(v_set1(1), linear_exp(v_sub(v_set1(0), x)))); }
 
 /* Holds what a value head has for all tokens. */
 typedef struct linear_head {
@@ -182,10 +180,10 @@ static void linear_read(const ca_linear_call *c, int index, int64_t t, int32_t k
 
 /* Holds one token of one value head, as a step takes it. */
 typedef struct linear_token {
-    float *k, *qa, *ea;         /* [Dk]: key; query and eraser times the decay */
-    float *factor, *kept;       /* [Dk]: the decay, split (linear_split) */
-    float *v, *u, *w, *o;       /* [Dv]: beta v; what the token reads of the state, writes to it, and gives out */
-    float kq;                   /* the product of key and query */
-    const void *ahead;          /* a state to be prefetched, whose rows lie as this one's do */
+    float *k, *qa, *ea;   /* [Dk]: key; query and eraser times the decay */
+    float *factor, *kept; /* [Dk]: the decay, split (linear_split) */
+    float *v, *u, *w, *o; /* [Dv]: beta v; what the token reads of the state, writes to it, and gives out */
+    float kq;             /* the product of key and query */
+    const void *ahead;    /* a state to be prefetched, whose rows lie as this one's do */
     int delta;
 } linear_token;

@@ -4,8 +4,8 @@
 /* A chunk of fewer tokens goes step by step. */
 #define LINEAR_FEW 4
 
-/* Rows that the next chunk reads, `step` bytes apart. They are prefetched one by one between the tiles of products, since
- * the rows of a head lie so far apart that no hardware finds them. */
+/* Rows that the next chunk reads, `step` bytes apart. They are prefetched one by one between the tiles of products,
+ * since the rows of a head lie so far apart that no hardware finds them. */
 typedef struct linear_ahead {
     const char *at;
     int64_t step, bytes, rows;
@@ -28,16 +28,16 @@ typedef struct linear_item {
     int turned;
     /* These are of a chunk. */
     float *k, *q, *e, *decay, *less; /* [64][kp] */
-    float *keys;              /* [4][kp][16]: the keys, transposed, by groups of 16 tokens */
-    float *kk, *qk;           /* [64][64]: products of erasers, or keys, and of queries with keys */
-    float *a, *p;             /* [64][64]: these with their decays */
-    float *u, *o, *w, *w_left; /* [64][vp] */
-    float *ek, *qg;           /* [64][kp]: erasers and queries times their decays */
-    float *left;              /* [64][kp]: keys times the decays that follow */
-    float *one, *two;         /* [kp] */
-    float *factor, *kept;     /* [kp]: of the state (linear_split) */
-    linear_ahead *ahead;      /* [LINEAR_AHEAD] */
-    float *numbers[4];        /* [80]: decay, decay less 1, beta, room */
+    float *keys;                     /* [4][kp][16]: the keys, transposed, by groups of 16 tokens */
+    float *kk, *qk;                  /* [64][64]: products of erasers, or keys, and of queries with keys */
+    float *a, *p;                    /* [64][64]: these with their decays */
+    float *u, *o, *w, *w_left;       /* [64][vp] */
+    float *ek, *qg;                  /* [64][kp]: erasers and queries times their decays */
+    float *left;                     /* [64][kp]: keys times the decays that follow */
+    float *one, *two;                /* [kp] */
+    float *factor, *kept;            /* [kp]: of the state (linear_split) */
+    linear_ahead *ahead;             /* [LINEAR_AHEAD] */
+    float *numbers[4];               /* [80]: decay, decay less 1, beta, room */
 } linear_item;
 
 static float *linear_take(char *base, int64_t *at, int64_t floats) {
@@ -54,7 +54,7 @@ static int64_t linear_lay_out(const ca_linear_plan *plan, char *base, linear_ite
     it->kp = LINEAR_PAD(it->dk);
     it->vp = LINEAR_PAD(it->dv);
     it->state_floats = it->kp * it->vp;
-    float **of_channels[] = {&it->x.k,  &it->x.qa, &it->x.ea, &it->x.factor, &it->x.kept,
+    float **of_channels[] = {&it->x.k, &it->x.qa, &it->x.ea,   &it->x.factor, &it->x.kept,
                              &it->one, &it->two,  &it->factor, &it->kept};
     float **of_values[] = {&it->x.v, &it->x.u, &it->x.w, &it->x.o};
     for (int i = 0; i < 9; i++)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Products of small matrices of float32 by FMA. Every element of a result is one sum in the order of k, whatever tile it
- * falls into, so that its bits depend on nothing but its row and its column. */
+ * Products of small matrices of float32 by FMA. Every element of a result is one sum in the order of k, whatever tile
+ * it falls into, so that its bits depend on nothing but its row and its column. */
 
 #ifdef V_ACCUMULATE
 #define LINEAR_FMA(sum, a, b) v_accumulate(sum, a, b)
@@ -11,8 +11,8 @@
 /* What becomes of a product XY: C = XY, C + XY, C - XY, or kept C + factor C + XY with such numbers for each row. */
 enum linear_mode { LINEAR_SET, LINEAR_ADD, LINEAR_SUB, LINEAR_DECAY };
 
-/* Element (i, k) of X is x[i * row + k * column]. Column c of Y lies in group c / 16: element (k, c) is y[c / 16 * group +
- * k * ld + c % 16]; rows that follow one another have group 16. */
+/* Element (i, k) of X is x[i * row + k * column]. Column c of Y lies in group c / 16: element (k, c) is y[c / 16 *
+ * group + k * ld + c % 16]; rows that follow one another have group 16. */
 typedef struct linear_x {
     const float *at;
     int64_t row, column;
@@ -23,8 +23,8 @@ typedef struct linear_y {
 } linear_y;
 
 INLINE void linear_tile(int mr, int nv, int64_t depth, const float *x, int64_t row, int64_t column, const float *y,
-                        int64_t group, int64_t ld, float *c, int64_t ld_c, enum linear_mode mode,
-                        const float *factor, const float *kept) {
+                        int64_t group, int64_t ld, float *c, int64_t ld_c, enum linear_mode mode, const float *factor,
+                        const float *kept) {
     vf acc[LINEAR_MR][LINEAR_NV];
     EACH(r, mr) EACH(v, nv) acc[r][v] = v_set1(0);
     for (int64_t k = 0; k < depth; k++) {
@@ -44,8 +44,8 @@ INLINE void linear_tile(int mr, int nv, int64_t depth, const float *x, int64_t r
         else if (mode == LINEAR_SUB)
             v_store(to, v_sub(v_load_f32(to), acc[r][v]));
         else
-            v_store(to, v_add(v_fma(v_load_f32(to), v_set1(factor[r]), v_mul(v_load_f32(to), v_set1(kept[r]))),
-                              acc[r][v]));
+            v_store(to,
+                    v_add(v_fma(v_load_f32(to), v_set1(factor[r]), v_mul(v_load_f32(to), v_set1(kept[r]))), acc[r][v]));
     }
 }
 
@@ -77,7 +77,8 @@ INLINE void linear_tile(int mr, int nv, int64_t depth, const float *x, int64_t r
         LINEAR_WIDTH(M)                                                                                                \
         break;
 #if LINEAR_MR == 6
-#define LINEAR_HEIGHTS LINEAR_HEIGHT(1) LINEAR_HEIGHT(2) LINEAR_HEIGHT(3) LINEAR_HEIGHT(4) LINEAR_HEIGHT(5) LINEAR_HEIGHT(6)
+#define LINEAR_HEIGHTS                                                                                                 \
+    LINEAR_HEIGHT(1) LINEAR_HEIGHT(2) LINEAR_HEIGHT(3) LINEAR_HEIGHT(4) LINEAR_HEIGHT(5) LINEAR_HEIGHT(6)
 #else
 #define LINEAR_HEIGHTS LINEAR_HEIGHT(1) LINEAR_HEIGHT(2)
 #endif
