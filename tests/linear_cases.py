@@ -4,15 +4,18 @@ oracle."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cpu_attn._threads import threads
 from cpu_attn.linear import get_linear_attention_metadata, linear_attention_with_state_cache, reference
 
 from .formats import numpy_dtype
+from .judge import same_bits
 
 F32 = np.float32
 VARIANTS = ("none", "lightning", "ssd", "ssd_raw", "gdn", "gdn_raw", "erase", "kda", "kda_raw", "gdn2")
@@ -96,6 +99,10 @@ class Problem:
     kept: dict[tuple[int, int], int] = field(default_factory=dict)  # slots of checkpoints
 
     @property
+    def starts(self) -> tuple[int, ...]:
+        return starts_of(self.case)
+
+    @property
     def brings(self) -> NDArray[np.bool_]:
         return np.array([state is not None for state in self.before], np.bool_)
 
@@ -143,6 +150,10 @@ def _spoil(case: Case, arrays: dict[str, NDArray[Any]], options: dict[str, Any])
         raise ValueError(case.fill)
 
 
+def starts_of(case: Case) -> tuple[int, ...]:
+    return case.starts or tuple(-1 if r % 3 == 1 else 7 * r for r in range(len(case.lens)))
+
+
 def build(case: Case) -> Problem:
     rng = np.random.default_rng([case.seed, len(case.lens), sum(case.lens)])
     tokens, kind = sum(case.lens), numpy_dtype(case.dtype)
@@ -154,7 +165,7 @@ def build(case: Case) -> Problem:
     }
     options = gates_of(case, rng)
     _spoil(case, arrays, options)
-    starts = case.starts or tuple(-1 if r % 3 == 1 else 7 * r for r in range(len(case.lens)))
+    starts = starts_of(case)
     shape = (case.num_v_heads, case.head_k_dim, case.head_v_dim)
     size = F32(1e30) if case.fill == "large" else F32(1)
     before = [
@@ -179,8 +190,7 @@ class Result:
 def run(problem: Problem, isa: str = "auto", engine: str = "auto", **changed: Any) -> Result:
     """Calls with a cache of its own. changed: arguments in place of the problem's."""
     c, a = problem.case, problem.arrays
-    starts = c.starts or tuple(0 if state is None else 7 * r for r, state in enumerate(problem.before))
-    lens = (np.maximum(starts, 0) + np.array(c.lens)).astype(np.int32)
+    lens = (np.maximum(problem.starts, 0) + np.array(c.lens)).astype(np.int32)
     sizes = (c.num_k_heads, c.num_v_heads, c.head_k_dim, c.head_v_dim)
     plan = get_linear_attention_metadata(
         problem.query_start_loc,
@@ -229,6 +239,40 @@ def relative(got: NDArray[Any], want: reference.Float64) -> float:
     difference = (got.astype(np.float64) - want) / max(top, 1e-300)
     size = float(np.sqrt(np.mean(np.square(want / max(top, 1e-300)))))
     return float(np.sqrt(np.mean(np.square(difference)))) / size if top > 1e-30 else float(np.abs(difference).max() > 1)
+
+
+def alone(problem: Problem, r: int) -> Problem:
+    """One request by itself."""
+    loc, c = problem.query_start_loc, problem.case
+    rows = slice(int(loc[r]), int(loc[r + 1]))
+    arrays = {name: x[rows] for name, x in problem.arrays.items()}
+    tokens = int(loc[-1])
+    options = {
+        name: x[rows] if isinstance(x, np.ndarray) and x.ndim > 1 and len(x) == tokens else x
+        for name, x in problem.options.items()
+    }
+    case = replace(c, lens=(c.lens[r],), starts=problem.starts[r : r + 1], checkpoints=())
+    loc = np.array([0, c.lens[r]], np.int32)
+    return Problem(case, loc, arrays, options, problem.before[r : r + 1], np.zeros(1, np.int32))
+
+
+def differences(problem: Problem, want: Result, isa: str, numbers: Sequence[int]) -> Iterator[str]:
+    """What changes the bits of a result and must not: so many threads, and the batch around a request."""
+
+    def same(got: Result, outputs: NDArray[Any], states: Sequence[NDArray[Any]]) -> bool:
+        return same_bits(got.output, outputs) and all(map(same_bits, got.states, states))
+
+    for n in numbers:
+        with threads(n, forced=True):
+            got = run(problem, isa)
+        kept = all(map(same_bits, got.checkpoints.values(), want.checkpoints.values()))
+        if not (kept and same(got, want.output, want.states)):
+            yield f"{n} threads give other bits"
+    loc = problem.query_start_loc
+    for r in range(len(problem.case.lens)):
+        one = run(alone(problem, r), isa)
+        if problem.case.lens[r] and not same(one, want.output[loc[r] : loc[r + 1]], want.states[r : r + 1]):
+            yield f"request {r} alone gives other bits than in its batch"
 
 
 def cases(level: str, dtype: str, seed: int = 0) -> list[Case]:
