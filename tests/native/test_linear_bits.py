@@ -72,6 +72,7 @@ def test_cuts(isa: str, variant: str, layout: str) -> None:
     want = prompt.run([194])
     for cuts in ([64, 130], [128, 66], [64, 64, 64, 2], [192, 2]):
         assert all(map(same_bits, prompt.run(cuts), want)), cuts
+    assert all(map(same_bits, prompt.run([100, 94]), prompt.run([100, 28, 66])))  # chunks begin where the request's do
     for cuts in ([100, 94], [1] * 194, [63, 1, 65, 65]):
         output, cache = prompt.run(cuts)
         state = cache[0] if layout == "KV" else cache[0].transpose(0, 2, 1)
