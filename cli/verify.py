@@ -255,10 +255,10 @@ def _jobs(runs: Sequence[Combo], level: str, names: Sequence[str], seed: int) ->
         jobs += [job for job in found if job.combos]
         linear = [combo for combo in runs if combo.dtype == dtype and combo.engine in LINEAR]
         of = linear_cases.cases("full" if names else level, dtype, seed)
-        for case in of if linear else ():
-            if not names or case.name in names:
-                even = case.head_k_dim % 16 == 0
-                jobs.append(Job(case, [c for c in linear if even or c.isa != "vec16"], True))
+        for one in of if linear else ():
+            if not names or one.name in names:
+                even = one.head_k_dim % 16 == 0
+                jobs.append(Job(one, [c for c in linear if even or c.isa != "vec16"], True))
     return jobs
 
 
@@ -362,7 +362,9 @@ def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequenc
     multiple=True,
     metavar="NAME",
     shell_complete=lambda ctx, param, text: [
-        case.name for case in (*cases("full"), *linear_cases.cases("full")) if case.name.startswith(text)
+        name
+        for name in (*(c.name for c in cases("full")), *(c.name for c in linear_cases.cases("full")))
+        if name.startswith(text)
     ],
     help="Only this case. Repeatable.",
 )

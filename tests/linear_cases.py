@@ -118,7 +118,8 @@ class Problem:
         return cache
 
     def expected(self) -> reference.Expected:
-        a, wanted = self.arrays, {}
+        a = self.arrays
+        wanted: dict[int, list[int]] = {}
         for request, tokens in self.kept:
             wanted.setdefault(request, []).append(tokens)
         qkv = (a["query"], a["key"], a["value"], self.query_start_loc)
@@ -275,7 +276,7 @@ def differences(problem: Problem, want: Result, isa: str, numbers: Sequence[int]
             yield f"request {r} alone gives other bits than in its batch"
 
 
-def cases(level: str, dtype: str, seed: int = 0) -> list[Case]:
+def cases(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     """What ``verify`` runs; a level has the cases of the one before. The levels are quick, default and full."""
     mixed = Case(
         lens=(1, 70, 3, 0, 130, 64), dtype=dtype, seed=seed, checkpoints=((1, 17), (4, 64), (4, 100), (4, 130))
@@ -284,13 +285,13 @@ def cases(level: str, dtype: str, seed: int = 0) -> list[Case]:
     found += [Case(v, (1, 1, 1, 1, 1), dtype=dtype, seed=seed, state_layout="VK") for v in ("gdn", "kda_raw", "ssd")]
     if level == "quick":
         return found
-    odd = {"num_k_heads": 1, "num_v_heads": 3, "head_k_dim": 19, "head_v_dim": 37}
+    odd: dict[str, Any] = {"num_k_heads": 1, "num_v_heads": 3, "head_k_dim": 19, "head_v_dim": 37}
     found += [replace(mixed, variant=v, **odd, state_layout=s) for v in VARIANTS for s in ("KV", "VK")]
     found += [replace(mixed, variant=v, state_dtype=s) for v in ("gdn", "gdn2") for s in ("float16", "bfloat16")]
     found += [replace(mixed, variant=v, fill="g_edges") for v in ("gdn", "kda", "ssd")]
     if level == "default":
         return found
-    large = {"head_k_dim": 128, "head_v_dim": 128, "num_k_heads": 1, "num_v_heads": 2}
+    large: dict[str, Any] = {"head_k_dim": 128, "head_v_dim": 128, "num_k_heads": 1, "num_v_heads": 2}
     found += [replace(mixed, variant=v, lens=(1000, 5), checkpoints=(), **large) for v in VARIANTS]
     found += [Case("gdn", (4096,), dtype=dtype, seed=seed, num_k_heads=1, num_v_heads=1)]
     return found

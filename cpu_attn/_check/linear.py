@@ -60,9 +60,10 @@ def linear_heads(num_k_heads: Any, num_v_heads: Any, head_k_dim: Any, head_v_dim
 
 
 def linear_plan(name: str, x: Any, kind: type, with_heads: bool) -> Any:
-    if not isinstance(x, kind):
+    shape = getattr(x, "_shape", None)
+    if not isinstance(x, kind) or shape is None:
         raise TypeError(f"{name}: expected get_linear_attention_metadata's result, got {type(x).__name__}")
-    if with_heads and not x._shape.num_k_heads:
+    if with_heads and not shape.num_k_heads:
         raise ValueError(f"{name}: was made without heads, for convolutions alone")
     return x
 

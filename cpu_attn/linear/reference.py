@@ -113,7 +113,9 @@ def linear_attention(
     a, b = gates(tokens, heads, g, beta, gate, A_log, dt_bias, dt_limit, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     e = k * (b if erase is None else erase.astype(np.float64)) if delta_rule else k
     skip = np.zeros((heads, 1)) if D is None else np.asarray(D).astype(np.float64)[:, None]
-    output, after, kept = np.zeros((tokens, heads, dv)), [], {}
+    output = np.zeros((tokens, heads, dv))
+    after: list[Float64] = []
+    kept: dict[tuple[int, int], Float64] = {}
     for r, start in enumerate(states):
         s = np.zeros((heads, dk, dv)) if start is None else start.astype(np.float64)
         first, end = int(query_start_loc[r]), int(query_start_loc[r + 1])
@@ -143,7 +145,9 @@ def causal_conv1d(
 ) -> Expected:
     """Computes what the call of that name does. states: what each request begins from, [C, length], None: zeros."""
     width, w = weight.shape[1], weight.astype(np.float64)
-    output, after, kept = np.zeros(x.shape), [], {}
+    output = np.zeros(x.shape)
+    after: list[Float64] = []
+    kept: dict[tuple[int, int], Float64] = {}
     for r, start in enumerate(states):
         first, end = int(query_start_loc[r]), int(query_start_loc[r + 1])
         before = np.zeros((x.shape[1], length)) if start is None else start.astype(np.float64)
