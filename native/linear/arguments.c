@@ -113,7 +113,7 @@ static int is_same(const ca_array *a, const ca_array *b) {
     return same;
 }
 
-/* in_place: the array that the first output may be; -1: there is none. */
+/* Checks that outputs share no memory. in_place is the array that the first output may be; -1: there is none. */
 static int check_apart(const ca_linear_table *table, int in_place, const ca_array *a, const ca_extent *at,
                        ca_fault *fault) {
     for (int o = 0; o < table->num_outputs; o++)
@@ -163,8 +163,8 @@ int ca_linear_refuse_axes(const ca_linear_table *table, int index, const ca_arra
     return CA_OK;
 }
 
-/* A table of the slots that a call writes, and for which request: places that hold `slot + 1, request`, 0 where free.
- */
+/* Finds the place of a slot in a table of those that a call writes: a place holds `slot + 1, request`, or 0 where it is
+ * free. */
 static int32_t *place_of(int32_t *table, int64_t places, int32_t slot) {
     uint64_t i = (uint64_t)slot * UINT64_C(0x9e3779b97f4a7c15) >> 32;
     while (table[2 * (i &= (uint64_t)places - 1)] && table[2 * i] != slot + 1)

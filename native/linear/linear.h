@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Linear attention: a request has one state [Dk, Dv] for each value head in place of keys and values. Per token
+ * In linear attention a request has one state [Dk, Dv] for each value head in place of keys and values. A token does
  *
  *     S = diag(a) S;   w = beta v - (e k)^T S, without the delta rule beta v;   S = S + k w^T;   o = scale q^T S + D v
  *
@@ -29,6 +29,7 @@ typedef struct ca_linear_kernel {
 } ca_linear_kernel;
 extern const ca_linear_kernel ca_linear_reference;
 #define CA_CONV_CHANNELS 512
+#define CA_LINEAR_HEADS 4 /* most value heads of an item: what they share is a small part of what they take */
 
 struct ca_linear_plan {
     ca_linear_shape shape;
@@ -84,7 +85,7 @@ static inline char *ca_state_at(const ca_array *cache, int64_t slot, int64_t hea
 }
 /* Returns element (t, h, 0) of an array [T, H] or [T, H, any]. */
 static inline const char *ca_gate_at(const ca_array *a, int64_t t, int64_t head) { return ca_row_of(a, t, head); }
-/* Has an array [T, H] one more axis, of channels? */
+/* Says whether an array [T, H] has one more axis, of channels. */
 static inline int ca_is_wide(const ca_array *a) { return a->ndim == 3; }
 
 typedef struct ca_linear_table ca_linear_table;

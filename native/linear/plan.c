@@ -5,7 +5,6 @@
 #include "run/threads.h"
 #include <stdlib.h>
 
-#define MOST_HEADS 4           /* value heads of an item: what they share is a small part of what they take */
 #define STATES_BYTES (1 << 18) /* states of an item that lie side by side, unless it has only one */
 #define ITEMS_OF_A_THREAD 4    /* fewer leave threads idle at the end */
 
@@ -37,7 +36,7 @@ static void sort_requests(ca_linear_plan *p) {
 static int32_t heads_of_an_item(const ca_linear_plan *p) {
     const ca_linear_shape *s = &p->shape;
     const int64_t group = ca_linear_group(p), state = 4 * (int64_t)s->head_k_dim * s->head_v_dim;
-    int64_t heads = ca_max64(1, ca_min64(ca_min64(group, MOST_HEADS), STATES_BYTES / state));
+    int64_t heads = ca_max64(1, ca_min64(ca_min64(group, CA_LINEAR_HEADS), STATES_BYTES / state));
     while (heads > 1 && (int64_t)p->num_active * s->num_k_heads * ca_div_up(group, heads) <
                             (int64_t)s->num_threads * ITEMS_OF_A_THREAD)
         heads = ca_div_up(heads, 2);

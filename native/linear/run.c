@@ -5,7 +5,7 @@
 #include "run/threads.h"
 #include <stdatomic.h>
 
-/* One thread updates 10 elements of a state a nanosecond where these come from memory, and multiplies 20 in prefill. */
+/* A thread takes 5 elements of a state a nanosecond through a token of decode, and 20 in prefill (Zen 5). */
 #define ELEMENTS_OF_A_NANOSECOND 10
 #define INPUTS_OF_A_NANOSECOND 1 /* of a convolution */
 

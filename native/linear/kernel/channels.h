@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * A chunk whose tokens have a decay for each key channel. D(i, j) is then a vector within the products A and P. For a
- * block of 16 rows it is split at the block's first token r: D(i, j) = D(i, r) D(r, j), both at most 1, so that
+ * This is a chunk whose tokens have a decay for each key channel. D(i, j) is a vector within the products A and P. For
+ * a block of 16 rows it is split at the block's first token r: D(i, j) = D(i, r) D(r, j), both at most 1, so that
  * products with the keys before the block are matrix products; within the block it is multiplied up token by token. */
 
 INLINE void linear_times(const linear_item *it, const float *x, const float *y, float *to) {
@@ -76,7 +76,7 @@ static void linear_advance_channels(const linear_item *it, int64_t m, float *sta
         linear_times(it, by, it->k + j * kp, it->left + j * kp);
         linear_times(it, by, it->decay + j * kp, by);
     }
-    linear_fill(it, it->factor, 0); /* D(m) - 1, from the first token on */
+    linear_fill(it, it->factor, 0); /* becomes D(m) - 1 */
     for (int64_t j = 0; j < m; j++)
         for (int64_t c = 0; c < kp; c += VL) {
             const vf less = v_load_f32(it->less + j * kp + c);

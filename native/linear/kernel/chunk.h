@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * A chunk of n <= 64 tokens at once. With D(i, j) the product of the decays of the tokens j + 1 to i, and D(i) that of
- * all tokens up to i,
+ * These functions take a chunk of n <= 64 tokens at once. With D(i, j) the product of the decays of the tokens j + 1 to
+ * i, and D(i) that of all tokens up to i,
  *
  *     w_i = beta_i v_i - D(i) e_i^T S - sum over j < i of A(i, j) w_j      A(i, j) = D(i, j) e_i^T k_j
  *     o_i = D(i) q_i^T S + sum over j <= i of P(i, j) w_j                  P(i, j) = D(i, j) q_i^T k_j
@@ -21,10 +21,10 @@ static void linear_decay_row(const float *decay, int64_t i, float *d) {
     for (int64_t j = i + 1; j < LINEAR_PAD(i + 1); j++)
         d[j] = 0;
 }
-/* Of two products less 1 that of both: (1 + x)(1 + y) - 1. */
+/* Multiplies numbers that are kept less 1: (1 + x)(1 + y) - 1. */
 INLINE vf linear_both_less(vf x, vf y) { return v_fma(x, y, v_add(x, y)); }
 
-/* Keys [n][kp] as [groups][kp][16]. */
+/* Transposes keys [n][kp] to [groups][kp][16]. */
 static void linear_transpose_keys(const linear_item *it, const float *k, int64_t n) {
     for (int64_t g = 0; g < n; g += CA_LANES)
         linear_transpose(k + g * it->kp, it->kp, CA_LANES, it->kp, it->keys + g * it->kp, CA_LANES);
@@ -120,7 +120,7 @@ static void linear_weigh(const linear_item *it, int64_t n, const float *decay, c
     }
 }
 
-/* state = D(m) state + what the first m tokens wrote. */
+/* Makes of the state before the chunk that after its first m tokens. */
 static void linear_advance(const linear_item *it, int64_t m, float *state) {
     const float *decay = it->numbers[0], *less = it->numbers[1];
     float *d = it->numbers[3];
@@ -142,7 +142,7 @@ static void linear_advance(const linear_item *it, int64_t m, float *state) {
                    it->vp, LINEAR_DECAY, 0);
 }
 
-/* A chunk of one value head whose tokens have one decay each. */
+/* Computes a chunk of one value head whose tokens have one decay each. */
 static void linear_chunk(const linear_item *it, const linear_head *h, int64_t t, int64_t n) {
     const linear_y state = {linear_state(it, h->head), CA_LANES, it->vp};
     float *decay = it->numbers[0], *beta = it->numbers[2];

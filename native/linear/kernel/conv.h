@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * A depthwise convolution over the tokens of a request, for some channels: output t is bias + sum over i of weight[i]
- * times input t - (width - 1) + i. Inputs before the first token are those of the state. */
+ * This is a depthwise convolution over the tokens of a request, for some channels: output t is bias + sum over i of
+ * weight[i] times input t - (width - 1) + i. Inputs before the first token are those of the state. */
 
 typedef struct linear_conv_rows {
     float *weight, *bias, *out;      /* [width][CA_CONV_CHANNELS], [CA_CONV_CHANNELS] twice */

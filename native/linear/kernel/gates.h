@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Decays and betas out of what a call gives. Beside a decay a there is a - 1: a state becomes S + (a - 1) S where a is
- * at least 1/2, so that decays near 1, which take thousands of tokens to matter, keep all of their digits, and a S
- * where it is less. */
+ * These functions make decays and betas of what a call gives. Beside a decay a there is a - 1: a state becomes S + (a -
+ * 1) S where a is at least 1/2, so that decays near 1, which take thousands of tokens to matter, keep all of their
+ * digits, and a S where it is less. */
 
 #define LINEAR_LN2_127 88.0297f         /* 127 ln 2, and a little less than the largest float's logarithm */
 #define LINEAR_LOG2E_LOW 1.92596299e-8f /* log2(e) less the float CA_LOG2E */
@@ -33,7 +33,8 @@ INLINE vf linear_split(vf a, vf less, vf *kept) {
     *kept = v_less(half, less, v_set1(1), v_set1(0));
     return v_less(half, less, less, a);
 }
-/* log(1 + t) for t in 0..1, which is 2 atanh(z) of z = t / (2 + t): the series ends where z^14 / 15 is below 2^-25. */
+/* Returns log(1 + t) for t in 0..1, which is 2 atanh(z) of z = t / (2 + t): the series ends where z^14 / 15 is below
+ * 2^-25. */
 INLINE vf linear_log1p(vf t) {
     const vf z = v_div(t, v_add(t, v_set1(2))), u = v_mul(z, z);
     vf p = v_set1(1.0f / 13);
@@ -60,7 +61,7 @@ static float linear_of_head(const ca_array *a, int32_t head, float absent) {
     return a->itemsize ? linear_number((const void *)a->address, a->dtype, head) : absent;
 }
 
-/* room: for dt_bias of each channel. */
+/* `room` is for a dt_bias of each channel. */
 static linear_head linear_open_head(const ca_linear_call *c, int32_t head, float *room) {
     const ca_array *bias = &c->a[CA_LINEAR_DT_BIAS];
     linear_head h = {.head = head};
@@ -137,7 +138,7 @@ static void linear_wide_decay(const ca_linear_call *c, const linear_head *h, int
         decay[i] = less[i] = 0;
 }
 
-/* value gets beta v of one token. room: for a beta of each channel. */
+/* Puts beta v of one token into `value`; `room` is for a beta of each channel. */
 static void linear_value(const ca_linear_call *c, const linear_head *h, int64_t t, float beta, float *value,
                          float *room) {
     const ca_array *v = &c->a[CA_LINEAR_VALUE], *b = &c->a[CA_LINEAR_BETA];
@@ -152,7 +153,7 @@ static void linear_value(const ca_linear_call *c, const linear_head *h, int64_t 
         v_store(value + j, v_mul(v_load_f32(value + j), wide ? v_load_f32(room + j) : v_set1(beta)));
 }
 
-/* erase gets what a token's key is multiplied by, channel by channel, where it reads: beta k, or erase k. */
+/* Puts what a token reads the state by into `erase`: beta k, or erase k. */
 static void linear_eraser(const ca_linear_call *c, const linear_head *h, int64_t t, float beta, const float *key,
                           float *erase) {
     const ca_array *e = &c->a[CA_LINEAR_ERASE];

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
- * An item's memory: the states of its value heads, and what a chunk of tokens needs. */
+ * This is an item's memory: the states of its value heads, and what a chunk of tokens needs. */
 
 /* A chunk of fewer tokens goes step by step. */
 #define LINEAR_FEW 4
 
-/* Rows that the next chunk reads, `step` bytes apart. They are prefetched one by one between the tiles of products,
- * since the rows of a head lie so far apart that no hardware finds them. */
+/* Names rows that the next chunk reads, `step` bytes apart. They are prefetched one by one between the tiles of
+ * products, since the rows of a head lie so far apart that no hardware finds them. */
 typedef struct linear_ahead {
     const char *at;
     int64_t step, bytes, rows;
@@ -19,7 +19,7 @@ typedef struct linear_item {
     int64_t dk, dv, kp, vp;      /* the sizes, and as multiples of 16 */
     int delta, wide, erases;     /* wide: each key channel has a decay of its own */
     linear_token x;
-    linear_head heads[4];
+    linear_head heads[CA_LINEAR_HEADS];
     float *biases; /* [heads][kp] */
     /* States lie as the cache has them, [Dk][vp] or [Dv][kp], or while `turned` as [Dk][vp] where the cache has the
      * other. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Products of small matrices of float32 by FMA. Every element of a result is one sum in the order of k, whatever tile
- * it falls into, so that its bits depend on nothing but its row and its column. */
+ * These are products of small matrices of float32 by FMA. Every element of a result is one sum in the order of k,
+ * whatever tile it falls into, so that its bits depend on nothing but its row and its column. */
 
 #ifdef V_ACCUMULATE
 #define LINEAR_FMA(sum, a, b) v_accumulate(sum, a, b)
@@ -8,7 +8,8 @@
 #define LINEAR_FMA(sum, a, b) v_fma(a, b, sum)
 #endif
 
-/* What becomes of a product XY: C = XY, C + XY, C - XY, or kept C + factor C + XY with such numbers for each row. */
+/* Says what becomes of a product XY: C = XY, C + XY, C - XY, or kept C + factor C + XY with such numbers for each row.
+ */
 enum linear_mode { LINEAR_SET, LINEAR_ADD, LINEAR_SUB, LINEAR_DECAY };
 
 /* Element (i, k) of X is x[i * row + k * column]. Column c of Y lies in group c / 16: element (k, c) is y[c / 16 *
@@ -93,8 +94,8 @@ INLINE void linear_prefetch_row(linear_ahead *ahead) {
         }
 }
 
-/* C [rows, columns] from X [rows, depth] and Y [depth, columns], columns rounded up to 16. lower: of each row only the
- * columns up to the row's own number count, and the others may get anything, or stay. */
+/* Multiplies X [rows, depth] by Y [depth, columns], columns rounded up to 16. lower: of each row only the columns up to
+ * the row's own number count, and the others may get anything, or stay. */
 static NOINLINE void linear_product(const linear_item *it, int64_t rows, int64_t columns, int64_t depth, linear_x x,
                                     linear_y y, float *c, int64_t ld_c, enum linear_mode mode, int lower) {
     const float *factor = it->factor, *kept = it->kept;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * An item: value heads that share a key head go through all tokens of a request. */
+ * This is the way of an item: value heads that share a key head go through all tokens of a request. */
 
 /* Fills in one token of one head; k and q are those of its key head. */
 static void linear_open_token(linear_item *it, const linear_head *h, int64_t t, const float *k, const float *q) {
@@ -57,7 +57,7 @@ static void linear_step(const linear_item *it, int dtype, const void *from, int6
         LINEAR_STEP(bf16, uint16_t);
 }
 
-/* One token, out of a slot and into a slot. */
+/* Takes one token, out of a slot and into a slot. */
 static void linear_decode(linear_item *it, int64_t t, int32_t from, int32_t to, const void *ahead) {
     const ca_array *cache = &it->c->a[CA_LINEAR_STATE_CACHE];
     const int64_t ld = cache->strides[2], rows = linear_is_vk(it) ? it->dv : it->dk;
@@ -87,7 +87,7 @@ static int32_t linear_keep(linear_item *it, int32_t next, int64_t token) {
     return next;
 }
 
-/* Few tokens, from number `first` of the request on: step by step. */
+/* Takes few tokens, from number `first` of the request on, step by step. */
 static int32_t linear_steps(linear_item *it, int64_t first, int64_t n, int32_t next) {
     const int64_t t = it->c->plan->query_start_loc[it->request] + first, ld = linear_is_vk(it) ? it->kp : it->vp;
     linear_turn(it, 0);
