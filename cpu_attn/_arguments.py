@@ -40,6 +40,9 @@ FREE_AXES = {
     "Q": "Q",
     "K": "K",
     "tokens": "S",
+    # Those of linear attention (native/linear/arguments.c).
+    **{name: name for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "num_slots", "channels")},
+    **{name: name for name in ("inputs", "checkpoints", "(request, tokens, slot)")},
 }
 OR_1 = " or 1"  # behind the name of an axis: a size of 1 will do, too
 REQUIRED = object()  # the default of an argument that has none
@@ -110,7 +113,7 @@ Argument = Array | Scalar
 
 def c_name(axis: str) -> str:
     """Gives an axis as C names it: ``CA_NUM_REQS_1`` for ``num_reqs + 1``."""
-    return "CA_" + re.sub(r"\W+", "_", axis).upper()
+    return "CA_" + re.sub(r"\W+", "_", axis).strip("_").upper()
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ TOUCHING = {
     "native/kernel/attention/page_scores.inc": "selected query_heads",
     "native/kernel/attention/token_scores.inc": "indexer",
     "native/kernel/attention/token_sums.inc": "indexer",
+    "native/linear/": "linear_errors linear_conv linear_bits linear",
     "native/plan/": "query_blocks leaks query_heads errors threads context_parallel cascade attention",
     "native/plan/by_node.c": "numa leaks",
     "native/plan/masks.c": "masks leaks errors context_parallel cascade",
