@@ -112,8 +112,8 @@ REFUSED = {
 
 
 def _same(x: Any, default: Any) -> bool:
-    """Says whether an argument asks for nothing: it is the default, None or False."""
-    if x is default or x is None or x is False:
+    """Says whether an argument asks for nothing: it is the default, or None, or False where the default is None."""
+    if x is default or x is None or (x is False and default is None):
         return True
     return not isinstance(x, torch.Tensor) and type(x) is type(default) and bool(x == default)
 
