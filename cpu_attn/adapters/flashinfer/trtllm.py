@@ -205,7 +205,7 @@ def trtllm_batch_context_with_kv_cache(
 
 
 @interface(
-    {"o_sf_scale"},
+    {"is_causal", "o_sf_scale"},
     **_NAMES | {"key_cache": "key", "value_cache": "value", "num_kv_heads": "key", "kv_data_type": "key"},
 )
 def trtllm_ragged_attention_deepseek(
