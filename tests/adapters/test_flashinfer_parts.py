@@ -95,11 +95,11 @@ def test_append_latents(whole: bool) -> None:
 def test_cascade(q_lens: list[int], dtype: str) -> None:
     """A prefix of all, one of two groups, and keys of each, in one pool: as all of them in a row."""
     all_pages = Pages([48, 32, 16, 40, 7, 0, 133, 11], 16, "NHD", dtype)
-    level = lambda a, b: (
-        all_pages.indptr[a : b + 1] - all_pages.indptr[a],
-        all_pages.indices[all_pages.indptr[a] : all_pages.indptr[b]],
-        all_pages.last[a:b],
-    )
+
+    def level(a: int, b: int) -> Any:
+        where = all_pages.indptr[a : b + 1]
+        return where - where[0], all_pages.indices[where[0] : where[-1]], all_pages.last[a:b]
+
     groups = [sum(q_lens[:2]), sum(q_lens[2:])]
     parts = [level(0, 1), level(1, 3), level(3, 8)]
     wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(3, WORKSPACE, "NHD")

@@ -80,7 +80,7 @@ class BatchAttention(PagedWrapper):
         logits_soft_cap: float = 0.0,
         profiler_buffer: Tensor | None = None,
         kv_cache_sf: Any = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Any:
         """Computes attention of one layer with the plan, as ``BatchPrefillWithPagedKVCacheWrapper.run`` does, and gives
         (out, lse). ``logits_soft_cap`` is that of :meth:`plan`, or 0."""
         step = self._ready()
@@ -88,7 +88,7 @@ class BatchAttention(PagedWrapper):
         if cap > 0 and cap != self._logits.softcap:
             raise ValueError(f"logits_soft_cap: {cap}, plan() was given {self._logits.softcap}")
         factors = step.factors(None, k_scale, v_scale)
-        return self._run_pages(q, kv_cache, factors, Results(out, lse, True))  # type: ignore[no-any-return]
+        return self._run_pages(q, kv_cache, factors, Results(out, lse, True))
 
 
 def check_pages(name: str, lens: Any, where: Any, page_size: int) -> None:
@@ -140,7 +140,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         logits_of(None, False, window_left, None, pos_encoding_mode)  # raises what is out of range
 
     @interface(**RUN, key_cache="paged_kv_cache", value_cache="paged_kv_cache")
-    def run(  # type: ignore[override]
+    def run(
         self,
         q: Tensor,
         paged_kv_cache: Any,
@@ -165,7 +165,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         the factor of q.k; both may be left out."""
         if len(args) > 2:
             raise TypeError(f"args: expected sinks and sm_scale, got {len(args)}")
-        sinks, scale = (*args, *(sinks, None)[len(args) :])
+        sinks, scale = (args[0] if args else sinks), (args[1] if len(args) > 1 else None)
         results = Results(out, lse, return_lse, lse_base, lse_layout)
         factors = self._ready().factors(q_scale, k_scale, v_scale)
         return self._run_pages(q, paged_kv_cache, factors, results, window_left, sinks, scale)

@@ -281,7 +281,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
     ) -> None:
         """Plans a step, as ``BatchPrefillWithPagedKVCacheWrapper.plan`` does. The dtype is that of the queries of
         :meth:`forward`."""
-        where = [
+        where: Any = [
             x.clone() for x in tensors(a=qo_indptr, b=paged_kv_indptr, c=paged_kv_indices, d=paged_kv_last_page_len)
         ]
         sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
@@ -308,8 +308,14 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         shared = single_prefill_with_kv_cache(
             q, k_shared, v_shared, o_dtype=torch.float32, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True
         )
-        changed = {"causal": causal, "sm_scale": sm_scale, "q_data_type": q.dtype, "o_data_type": torch.float32}
+        changed: dict[str, Any] = {
+            "causal": causal,
+            "sm_scale": sm_scale,
+            "q_data_type": q.dtype,
+            "o_data_type": torch.float32,
+        }
         if self._changed != changed:
-            self._unique.plan(*self._planned, **changed)
+            plan: Any = self._unique.plan
+            plan(*self._planned, **changed)
             self._changed = changed
         return merge_state(*shared, *self._unique.run(q, unique_kv_cache, return_lse=True))[0].to(q.dtype)

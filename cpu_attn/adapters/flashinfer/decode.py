@@ -289,7 +289,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         """Does what :meth:`run` does, with arguments of :meth:`plan` in place of those that it was given."""
         changed = (pos_encoding_mode, rope_scale, rope_theta)
         self._again(sm_scale, True, window_left, logits_soft_cap, *changed)
-        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)  # type: ignore[no-any-return]
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
 
     @interface(**RUN, key_cache="paged_kv_cache", value_cache="paged_kv_cache")
     def forward_return_lse(
@@ -305,12 +305,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Any:
         """Does what :meth:`forward` does, and returns (out, lse)."""
         changed = (pos_encoding_mode, rope_scale, rope_theta)
         self._again(sm_scale, True, window_left, logits_soft_cap, *changed)
         scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        return self.run(q, paged_kv_cache, return_lse=True, **scales)  # type: ignore[no-any-return]
+        return self.run(q, paged_kv_cache, return_lse=True, **scales)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

@@ -89,4 +89,5 @@ def _integers(name: str, x: Any) -> np.ndarray[Any, Any]:
     axes(name, x, numbers=None)
     if x.is_floating_point() or x.dtype == torch.bool:
         raise TypeError(f"{name}: dtype {x.dtype}, expected integers")
-    return x.to(torch.int64).numpy()
+    found: np.ndarray[Any, Any] = x.to(torch.int64).numpy()
+    return found

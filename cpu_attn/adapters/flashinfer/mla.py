@@ -210,7 +210,12 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         """
         if output_scale != "none":
             raise NotImplementedError(f"output_scale: expected 'none', got {output_scale!r}; outputs are not of 8 bits")
-        given = {"num_heads": num_heads, "head_dim_ckv": head_dim_ckv, "head_dim_kpe": head_dim_kpe, "causal": causal}
+        given: dict[str, Any] = {
+            "num_heads": num_heads,
+            "head_dim_ckv": head_dim_ckv,
+            "head_dim_kpe": head_dim_kpe,
+            "causal": causal,
+        }
         given |= {"page_size": page_size, "sm_scale": sm_scale, "q_data_type": q_data_type}
         for name, x in given.items():
             if x is None:
@@ -405,19 +410,27 @@ def trtllm_batch_decode_with_kv_cache_mla(
     sizes = (query.shape[1], kv_lora_rank, qk_rope_head_dim)
     found = Latents.planned(starts, lens, table, sizes, (query.dtype, rows.dtype), True)
     axes("kv_cache", rows, pages=None, page_size=None, row=found.rank + found.rope)
-    flat = [
-        x if x is None else x.reshape(len(query), *x.shape[x.dim() - n :])
-        for x, n in zip(optional(out=out, lse=lse), (2, 1), strict=True)
-    ]
-    results = (
-        *flat,
-        return_lse,
-        "base2" if return_lse_base is None else choice("return_lse_base", return_lse_base, "base2", "basee"),
-    )
+    to = _flat("out", out, (*shape, found.rank), 2), _flat("lse", lse, shape, 1)
+    base = "base2" if return_lse_base is None else choice("return_lse_base", return_lse_base, "base2", "basee")
+    results = (*to, return_lse, base)
     scale, times = factor("bmm1_scale", bmm1_scale), factor("bmm2_scale", bmm2_scale)
     got = found.attend(query, rows, table, scale, 1.0, sinks_of("sinks", sinks), results, times)
     new = (got[0] if return_lse else got).view(*shape, found.rank) if out is None else out
     return (new, got[1] if lse is None else lse) if return_lse else new
+
+
+def _flat(name: str, x: Any, shape: Any, kept: int) -> Any:
+    """Gives a view [T, ...] of what is to be written, which has this shape, or is [T, ...] already; kept: how many of
+    its axes are not tokens."""
+    (x,) = optional(**{name: x})
+    if x is None:
+        return None
+    flat = (int(np.prod(shape[: len(shape) - kept])), *shape[len(shape) - kept :])
+    if tuple(x.shape) not in (tuple(shape), flat):
+        raise ValueError(f"{name}: shape {tuple(x.shape)}, expected {tuple(shape)}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name}: is not contiguous")
+    return x.view(flat)
 
 
 def _selected(block_tables: Any, seq_lens: Any, starts: Int32) -> tuple[Int32, Int32, Int32]:

@@ -266,7 +266,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         """Does what :meth:`run` does, with arguments of :meth:`plan` in place of those that it was given."""
         changed = (pos_encoding_mode, rope_scale, rope_theta)
         self._again(sm_scale, causal, window_left, logits_soft_cap, *changed)
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)  # type: ignore[no-any-return]
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
 
     @interface(**RUN, key_cache="paged_kv_cache", value_cache="paged_kv_cache")
     def forward_return_lse(
@@ -283,8 +283,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Any:
         """Does what :meth:`forward` does, and returns (out, lse)."""
         changed = (pos_encoding_mode, rope_scale, rope_theta)
         self._again(sm_scale, causal, window_left, logits_soft_cap, *changed)
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)  # type: ignore[no-any-return]
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)

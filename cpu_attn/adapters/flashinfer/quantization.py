@@ -32,7 +32,7 @@ def packbits(x: Tensor, bitorder: str = "big") -> Tensor:
     (x,) = tensors(x=x)
     axes("x", x, n=None)
     order = choice("bitorder", bitorder, "big", "little")
-    return torch.from_numpy(np.packbits(x.numpy() != 0, bitorder=order))  # type: ignore[arg-type]
+    return torch.from_numpy(np.packbits(x.numpy() != 0, bitorder="big" if order == "big" else "little"))
 
 
 @interface()

@@ -185,7 +185,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         """Does what :meth:`run` does, with arguments of :meth:`plan` in place of those that it was given."""
         changed = (pos_encoding_mode, rope_scale, rope_theta)
         self._again(sm_scale, causal, window_left, logits_soft_cap, *changed)
-        return self.run(q, k, v)  # type: ignore[no-any-return]
+        return self.run(q, k, v)
 
     @interface(**RUN, key_cache="k", value_cache="v")
     def forward_return_lse(
@@ -201,11 +201,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Any:
         """Does what :meth:`forward` does, and returns (out, lse)."""
         changed = (pos_encoding_mode, rope_scale, rope_theta)
         self._again(sm_scale, causal, window_left, logits_soft_cap, *changed)
-        return self.run(q, k, v, return_lse=True)  # type: ignore[no-any-return]
+        return self.run(q, k, v, return_lse=True)
 
 
 def _lens(seq_lens: Any, lens: Int32) -> Int32:
@@ -217,4 +217,5 @@ def _lens(seq_lens: Any, lens: Int32) -> Int32:
         raise ValueError(f"seq_lens: {len(used)} numbers, expected {len(lens)}")
     for b in np.flatnonzero((used < 0) | (used > lens)):
         raise ValueError(f"seq_lens[{b}]: {used[b]}, outside 0..{lens[b]}, the keys that kv_indptr leaves it")
-    return used.copy()
+    found: Int32 = used.copy()
+    return found

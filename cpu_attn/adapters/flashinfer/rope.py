@@ -103,7 +103,8 @@ def _dims(rotary_dim: Any, head_dim: int) -> int:
 def _apply(q: Any, k: Any, places: Any, rotary_dim: Any, interleave: Any, kind: tuple[Any, ...]) -> list[Tensor]:
     """Rotates both. places: (indptr, offsets) or (pos_ids,); kind: rope_scale, rope_theta, and Llama 3.1's three."""
     states = _states(q, k)
-    positions = (_positions if len(places) == 2 else _pos_ids)(*places, len(states[0]))
+    size = len(states[0])
+    positions = _positions(places[0], places[1], size) if len(places) == 2 else _pos_ids(places[0], size)
     scale = _check.number("rope_scale", kind[0], _check.TINY)
     theta = _check.number("rope_theta", kind[1], _check.TINY)
     dims = _dims(rotary_dim, states[0].shape[2])

@@ -199,7 +199,7 @@ class BlockSparseAttentionWrapper(Wrapper):
         parts = [(0, len(step.lens), *pages, table)]
         factors = step.factors(scale_q, scale_k, scale_v, names="scale_q").times(self._scales)
         results = Results(out, lse, return_lse)
-        return step.attend(q, "NHD", parts, self._logits, factors, results, self._bias)  # type: ignore[arg-type]
+        return step.attend(q, "NHD", parts, self._logits, factors, results, self._bias)
 
     @interface(**RUN, key_cache="k", value_cache="v")
     def forward(
@@ -221,7 +221,7 @@ class BlockSparseAttentionWrapper(Wrapper):
         self._ready()
         changed = (pos_encoding_mode, rope_scale, rope_theta)
         self._again(sm_scale, self._logits.causal, -1, logits_soft_cap, *changed)
-        return self.run(q, k, v, scale_q, scale_k, scale_v)  # type: ignore[no-any-return]
+        return self.run(q, k, v, scale_q, scale_k, scale_v)
 
 
 class VariableBlockSparseAttentionWrapper(Wrapper):
@@ -355,7 +355,7 @@ class VariableBlockSparseAttentionWrapper(Wrapper):
         rows = q.unflatten(0, (kv_heads, -1)).transpose(1, 2).reshape(kv_heads * queries, -1, step.head_size)
         parts = [(0, len(step.lens), *pages, table)]
         factors, results = step.factors(), Results(return_lse=True)
-        found = step.attend(rows, "NHD", parts, self._logits, factors, results)  # type: ignore[arg-type]
+        found = step.attend(rows, "NHD", parts, self._logits, factors, results)
         new = [x.unflatten(0, (kv_heads, queries)).transpose(1, 2).flatten(0, 1) for x in found]
         for x, each in ((to, new[0]), (log, new[1])):
             if x is not None:
@@ -380,7 +380,7 @@ class VariableBlockSparseAttentionWrapper(Wrapper):
         self._ready()
         changed = (pos_encoding_mode, rope_scale, rope_theta)
         self._again(sm_scale, self._logits.causal, -1, logits_soft_cap, *changed)
-        return self.run(q, k, v)  # type: ignore[no-any-return]
+        return self.run(q, k, v)
 
 
 def _sizes(name: str, x: Tensor, kv_heads: int, blocks: int) -> tuple[Any, int]:
