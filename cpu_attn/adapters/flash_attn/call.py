@@ -4,7 +4,8 @@ call itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,34 @@ from torch import Tensor
 
 from cpu_attn import _check, ops
 from cpu_attn.plan import get_scheduler_metadata
-from cpu_attn.torch.entry import optional
+from cpu_attn.torch.entry import Run, optional
+from cpu_attn.torch.entry import entry as named
 from cpu_attn.torch.packed import Int32, Part
 
 # Errors use these names for the arguments that all of the functions have.
 NAMES = {"scale": "softmax_scale", "sliding_window": "window_size", "isa": "CPU_ATTN_ISA", "output": "out"}
 NAMES |= {"with_lse": "return_attn_probs"}
+
+
+class ArgumentError(ValueError, RuntimeError):
+    """An argument does not fit: flash-attn's extension raises RuntimeError for it, cpu-attn ValueError."""
+
+
+def entry(**names: str) -> Callable[[Run], Run]:
+    """Decorates a function of flash-attn's as :func:`cpu_attn.torch.entry.entry` does; its ValueErrors are
+    ArgumentErrors."""
+
+    def wrapped(run: Run) -> Run:
+        @functools.wraps(run)
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                return run(*args, **options)
+            except ValueError as e:
+                raise ArgumentError(str(e)) from None
+
+        return named(**names)(call)  # type: ignore[return-value]
+
+    return wrapped
 
 
 @dataclass(frozen=True)

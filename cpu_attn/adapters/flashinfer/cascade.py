@@ -284,7 +284,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         where: Any = [
             x.clone() for x in tensors(a=qo_indptr, b=paged_kv_indptr, c=paged_kv_indices, d=paged_kv_last_page_len)
         ]
-        sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        sizes: Any = (num_qo_heads, num_kv_heads, head_dim, page_size)
         self._unique.plan(*where, *sizes)  # raises what does not fit
         self._planned, self._changed = (*where, *sizes), {}
 

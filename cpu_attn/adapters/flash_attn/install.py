@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This module puts the names of flash-attn where programs find them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cpu_attn.flash_attn import bert_padding, flash_attn_3, flash_attn_interface, rotary
+from cpu_attn.torch.entry import stand_in
+
+__version__ = "2.8.3"  # the release that these functions are like; callers ask flash_attn for it
+
+_FUNCTIONS = {name: getattr(flash_attn_interface, name) for name in flash_attn_interface.__all__}
+_ROTARY = ("apply_rotary_emb", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_")
+MODULES: dict[str, dict[str, Any]] = {
+    "flash_attn": {name: x for name, x in _FUNCTIONS.items() if not name.startswith("_")},
+    "flash_attn.flash_attn_interface": _FUNCTIONS,
+    "flash_attn.bert_padding": {
+        name: getattr(bert_padding, name) for name in ("index_first_axis", "pad_input", "unpad_input")
+    },
+    "flash_attn.layers": {},
+    "flash_attn.layers.rotary": {name: getattr(rotary, name) for name in _ROTARY},
+    "flash_attn_interface": {name: getattr(flash_attn_3, name) for name in flash_attn_3.__all__},
+}
+
+
+def install() -> None:
+    """Makes ``import flash_attn`` find these functions, in this process. It may be called again.
+
+    Importable are then flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding and
+    flash_attn.layers.rotary, and, as flash-attn 3 has it, flash_attn_interface.
+
+    Raises:
+        RuntimeError: another flash_attn is imported, or could be.
+    """
+    stand_in(MODULES | {"flash_attn": MODULES["flash_attn"] | {"__version__": __version__}})
