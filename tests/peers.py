@@ -30,7 +30,7 @@ from cpu_attn.flashinfer.install import MODULES as FLASHINFER
 
 _MLA = ("mla/_core.py", "mla/_batch_mla/_wrapper.py", "mla/_batch_mla/_contracts.py")
 # The files of a package in which the names of a module are defined.
-_FLASHINFER = {
+_FLASHINFER: dict[str, tuple[str, ...]] = {
     f"flashinfer.{name}": (f"flashinfer/{name}.py",)
     for name in ("cascade", "decode", "page", "pod", "prefill", "rope", "sparse")
 }
@@ -39,7 +39,7 @@ _FLASHINFER |= {
     "flashinfer.mla": tuple(f"flashinfer/{file}" for file in _MLA),
     "flashinfer.quantization": ("flashinfer/quantization/packbits.py",),
 }
-_FLASH_ATTN = {
+_FLASH_ATTN: dict[str, tuple[str, ...]] = {
     "flash_attn.flash_attn_interface": ("flash_attn/flash_attn_interface.py",),
     "flash_attn.bert_padding": ("flash_attn/bert_padding.py",),
     "flash_attn.layers.rotary": ("flash_attn/layers/rotary.py",),
@@ -146,9 +146,9 @@ def differences(name: str, function: Any, there: Parameters) -> Iterator[str]:
         elif mine.kind is mine.KEYWORD_ONLY and not keyword:
             yield f"{name}: {parameter} is a keyword only"
     places = [p for p, (keyword, _) in there.items() if not keyword]
-    mine = [p for p, x in here.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
-    if mine[: len(places)] != places and all(p in mine for p in places):
-        yield f"{name}: the order is {mine}, theirs {places}"
+    first = [p for p, x in here.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    if first[: len(places)] != places and all(p in first for p in places):
+        yield f"{name}: the order is {first}, theirs {places}"
     for parameter, x in here.items():
         more = parameter not in there and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
         if more and f"{name}.{parameter}" not in _MORE:

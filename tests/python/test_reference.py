@@ -23,13 +23,8 @@ if not PAGES.is_dir():
     pytest.skip("these tests belong to a source tree", allow_module_level=True)
 
 ADAPTERS = (
-    "flash_attn/__init__.py",
-    "flashinfer.py",
-    "torch/__init__.py",
-    "transformers/__init__.py",
-    "vllm/__init__.py",
-    "sglang.py",
-    "distributed/__init__.py",
+    *(f"adapters/{name}" for name in ("flash_attn", "flashinfer", "torch", "transformers", "vllm", "sglang")),
+    "distributed",
 )
 MADE_BY_OTHERS = {"SchedulerMetadata", "UnavailableError", "RankError"}  # nobody calls these classes
 HERE = {module.__name__: module for module in (cpu_attn, cpu_attn.distributed)}  # without other libraries
@@ -37,13 +32,13 @@ NAMES = [(module, name) for module, what in HERE.items() for name in what.__all_
 SECTION = r"^{}:\n((?:    .*\n|\n)+)"
 
 
-def public(file: str) -> set[str]:
+def public(folder: str) -> set[str]:
     """What ``__all__`` of an adapter's source says, whose library need not be here."""
-    for node in ast.parse((SOURCES / file).read_text(encoding="utf-8")).body:
+    for node in ast.parse((SOURCES / folder / "__init__.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            module = "cpu_attn." + file.split("/")[0].removesuffix(".py")
+            module = "cpu_attn." + folder.removeprefix("adapters/")
             return {f"{module}.{name}" for name in ast.literal_eval(node.value)}
-    raise AssertionError(f"{file} has no __all__")
+    raise AssertionError(f"{folder} has no __all__")
 
 
 def section(doc: str, title: str) -> str:

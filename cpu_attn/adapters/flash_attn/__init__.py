@@ -18,10 +18,10 @@ from cpu_attn.flash_attn.flash_attn_interface import (  # noqa: E402
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from cpu_attn.flash_attn.install import __version__, install  # noqa: E402
+from cpu_attn.flash_attn.install import __version__ as __version__  # noqa: E402
+from cpu_attn.flash_attn.install import install  # noqa: E402
 
 __all__ = [
-    "__version__",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

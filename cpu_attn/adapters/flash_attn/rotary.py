@@ -57,8 +57,8 @@ def apply_rotary_emb_qkv_(
     num_heads_q: int | None = None,
 ) -> Tensor:
     """Rotates, in place, the queries and keys of qkv [B, S, 3, H, D], or of [B, S, Hq + 2 Hkv, D] with num_heads_q =
-    Hq, and returns qkv. cos_k, sin_k: those of keys, where they are others; the rest is as :func:`apply_rotary_emb` has it.
-    ValueError is raised for other shapes."""
+    Hq, and returns qkv. cos_k, sin_k: those of keys, where they are others; the rest is as :func:`apply_rotary_emb` has
+    it. ValueError is raised for other shapes."""
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         query, key = qkv[:, :, 0], qkv[:, :, 1]
     elif qkv.dim() == 4 and num_heads_q is not None and 0 < num_heads_q < qkv.shape[2]:
