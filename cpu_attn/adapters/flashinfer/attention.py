@@ -105,7 +105,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         float_workspace_buffer: not needed.
         kv_layout: as there; so are ``use_cuda_graph`` and the buffers.
         pos_encoding_mode: ``NONE``: the plan says what is encoded.
-        q_data_type: what :meth:`plan` has, too; so are the other dtypes, head sizes and ``window_left``.
+        q_data_type: what ``plan`` has, too; so are the other dtypes, head sizes and ``window_left``.
 
     Raises:
         ValueError: a name is unknown, or a buffer is missing.

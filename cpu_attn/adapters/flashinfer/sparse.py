@@ -109,7 +109,7 @@ class BlockSparseAttentionWrapper(Wrapper):
             num_kv_heads: Hkv.
             head_dim: D, of values, too.
             mask: bool [nnz, R, C], or None: what each block leaves, in place of ``causal``. M is a multiple of R then.
-            packed_mask: uint8, in place of it: bits of what :func:`convert_bsr_mask_layout` gives, lowest first, each
+            packed_mask: uint8, in place of it: bits of what ``convert_bsr_mask_layout`` gives, lowest first, each
                 row of blocks from a byte of its own on.
             causal: whether, of the keys of its row of blocks, counted without gaps, the last token sees all, the one
                 before one fewer, and so on.
