@@ -76,7 +76,7 @@ peers: $(PEERS)/fetched
 $(PEERS)/fetched: Makefile
 	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) $(INTEGRATIONS)/test $(INTEGRATIONS)/torch
 	@rm -rf $(PEERS) && mkdir -p $(PEERS) && FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(INTEGRATIONS)/bin/pip download --quiet \
-		--no-deps --no-build-isolation -d $(PEERS) flashinfer-python==0.7.2.post1 flash-attn==2.8.3.post2
+		--no-deps --no-build-isolation -d $(PEERS) flashinfer-python==0.7.2.post1 flash-attn==2.8.3.post2 flash-attn-4==4.0.0b36
 	@touch $@
 
 # 41 of them are in test-integrations.

@@ -45,9 +45,11 @@ _FLASH_ATTN: dict[str, tuple[str, ...]] = {
     "flash_attn.layers.rotary": ("flash_attn/layers/rotary.py",),
     "flash_attn_interface": ("hopper/flash_attn_interface.py",),
 }
+_FOUR: dict[str, tuple[str, ...]] = {"flash_attn.cute": ("flash_attn/cute/interface.py",)}
 PEERS = {
     "flashinfer": ("flashinfer_python-*.whl", _FLASHINFER, FLASHINFER),
     "flash_attn": ("flash_attn-2*.tar.gz", _FLASH_ATTN, FLASH_ATTN),
+    "flash_attn_4": ("flash_attn_4-*.whl", _FOUR, FLASH_ATTN),
 }
 # What takes any arguments and hands them on.
 _BEHIND = {"BatchDecodeWithPagedKVCacheWrapper.plan": "BatchDecodeWithPagedKVCacheWrapper._plan_impl"}
@@ -225,7 +227,7 @@ def main() -> int:
     for peer in PEERS:
         faults, missing = compared(peer, options.folder)
         wrong += faults
-        page = options.docs / f"{peer}.md"
+        page = options.docs / f"{peer.removesuffix('_4')}.md"
         before = page.read_text(encoding="utf-8")
         after = filled(before, peer, table(peer, missing))
         if options.write:

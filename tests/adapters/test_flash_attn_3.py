@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations
 from cpu_attn import flash_attn  # noqa: E402
-from cpu_attn.flash_attn import flash_attn_3, flash_attn_interface, rotary  # noqa: E402
+from cpu_attn.flash_attn import flash_attn_3, flash_attn_4, flash_attn_interface, rotary  # noqa: E402
 
 from .flashinfer_case import attend64, close, indptr, turned  # noqa: E402
 
@@ -61,6 +63,49 @@ def test_queries_of_values(beside: bool) -> None:
     close(out, want)
     one = attend64(torch.cat([qv, q], -1)[0], rows[0], rows[0, ..., :192], scale=256**-0.5)[1]
     assert np.allclose(lse[0].double().T.numpy() / math.log(2), one, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sinks_of_flash_attn_4(dtype: Any) -> None:
+    """Dense, packed and over pages, beside a window that is open on one side."""
+    q, k, v, sinks = states((2, 9, 4, 64), (2, 32, 2, 64), (2, 32, 2, 64), (4,), dtype=dtype)
+    options = {"causal": True, "left": 12, "sinks": sinks.double().numpy()}
+    want, lses = zip(*(attend64(*one, **options) for one in zip(q, k, v, strict=True)), strict=True)
+    more = {"window_size": (12, None), "causal": True, "learnable_sink": sinks}
+    out, lse = flash_attn_4.flash_attn_func(q, k, v, return_lse=True, **more)
+    close(out, np.stack(want))
+    assert np.allclose(lse[1].double().T.numpy() / math.log(2), lses[1], atol=1e-2)
+    out, lse = flash_attn_4.flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in (q, k, v)), cu_seqlens_q=indptr([9, 9]), cu_seqlens_k=indptr([32, 32]), **more
+    )
+    close(out.unflatten(0, (2, 9)), np.stack(want))
+    assert lse is None
+    table, lens = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.tensor([32, 32], dtype=torch.int32)
+    pages = [x.reshape(4, 16, 2, 64) for x in (k, v)]
+    where = {"cu_seqlens_q": indptr([9, 9]), "seqused_k": lens, "page_table": table}
+    out, _ = flash_attn_4.flash_attn_varlen_func(q.flatten(0, 1), *pages, **where, **more)
+    close(out.unflatten(0, (2, 9)), np.stack(want))
+    with pytest.raises(NotImplementedError, match=r"^mask_mod: expected None; no kernel is compiled"):
+        flash_attn_4.flash_attn_func(q, k, v, mask_mod=max)
+    with pytest.raises(RuntimeError, match=r"^learnable_sink: axis 0 is 3"):
+        flash_attn_4.flash_attn_func(q, k, v, learnable_sink=sinks[:3])
+
+
+def test_install() -> None:
+    code = """
+from cpu_attn import flash_attn as ours
+ours.install()
+ours.install()
+import flash_attn.cute.interface, flash_attn_interface
+from flash_attn.layers.rotary import apply_rotary_emb_qkv_
+from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
+from flash_attn.cute import flash_attn_varlen_func
+assert flash_attn_interface.flash_attn_func.__module__.endswith("flash_attn_3")
+assert flash_attn_varlen_func is flash_attn.cute.interface.flash_attn_varlen_func
+print(flash_attn.__version__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "2.8.3", done.stderr
 
 
 def test_combine() -> None:

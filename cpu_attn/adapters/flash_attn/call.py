@@ -48,7 +48,7 @@ def entry(**names: str) -> Callable[[Run], Run]:
 
 @dataclass(frozen=True)
 class Logits:
-    """Says what becomes of q.k. window: a side of -1 is open; alibi_slopes: float32 [Hq] or [B, Hq]."""
+    """Says what becomes of q.k. window: a side of -1 is open; alibi_slopes: float32 [Hq] or [B, Hq]; s_aux: [Hq]."""
 
     scale: float
     causal: bool
@@ -57,6 +57,7 @@ class Logits:
     alibi_slopes: Tensor | None
     with_lse: bool
     split: bool = True
+    s_aux: Tensor | None = None
 
 
 def logits_of(
@@ -69,6 +70,7 @@ def logits_of(
     alibi_slopes: Tensor | None,
     with_lse: bool,
     num_splits: int = 0,
+    s_aux: Tensor | None = None,
 ) -> Logits:
     if _check.number("dropout_p", dropout_p):
         raise ValueError(f"dropout_p: {dropout_p}, expected 0.0: cpu_attn is for inference")
@@ -80,9 +82,9 @@ def logits_of(
     scale = max(1, query.shape[-1]) ** -0.5 if softmax_scale is None else _check.number("softmax_scale", softmax_scale)
     cap = max(0.0, _check.number("softcap", softcap))
     split = _check.integer("num_splits", num_splits, 0) != 1
-    (slopes,) = optional(alibi_slopes=alibi_slopes)
+    slopes, sinks = optional(alibi_slopes=alibi_slopes, s_aux=s_aux)
     with_lse = _check.boolean("with_lse", with_lse)
-    return Logits(scale, causal, (left, -1 if causal else right), cap, slopes, with_lse, split)
+    return Logits(scale, causal, (left, -1 if causal else right), cap, slopes, with_lse, split, sinks)
 
 
 def _alibi_bias(slopes: NDArray[np.float32], q_lens: Int32, lens: Int32) -> NDArray[np.float32]:
@@ -157,6 +159,7 @@ class Attention:
                 key_cache=key,
                 value_cache=value,
                 block_table=table,
+                s_aux=logits.s_aux,
                 alibi_slopes=slopes[first] if slopes is not None and by_request else slopes,
                 attn_bias=bias if bias is None or len(bias) == 1 else bias[first:end],
             )

@@ -49,7 +49,7 @@ def _refuse(**given: Any) -> None:
             raise NotImplementedError(f"{name}: expected {0 if name == 'attention_chunk' else None}; {_REFUSED[name]}")
 
 
-def _with_qv(q: Any, k: Any, v: Any, qv: Any, softmax_scale: float | None) -> tuple[Tensor, Tensor, float | None]:
+def with_qv(q: Any, k: Any, v: Any, qv: Any, softmax_scale: float | None) -> tuple[Tensor, Tensor, float | None]:
     """Gives queries and keys whose product is q.k + qv.v, and the factor."""
     (qv,) = optional(qv=qv)
     if qv is None:
@@ -197,7 +197,7 @@ def flash_attn_with_kvcache(
 
 @entry()
 def _checked_qv(q: Any, k: Any, v: Any, qv: Any, softmax_scale: float | None) -> Any:
-    return _with_qv(q, k, v, qv, softmax_scale)
+    return with_qv(q, k, v, qv, softmax_scale)
 
 
 @entry(outs="out_partial", lses="lse_partial")

@@ -58,7 +58,7 @@ _CALLED = {"cu_seq_k": "cu_seqlens_k", "seq_lens": "cu_seqlens_k", "query_start_
 # ---- sequences of one length ----
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
+def dense(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
     axes("q", query, batch_size=None, seqlen_q=None, num_heads=None, head_size=None)
     batch_size, q_length, _, head_size = query.shape
     axes("k", key, batch_size=batch_size, seqlen_k=None, num_kv_heads=None, head_size=head_size)
@@ -110,7 +110,7 @@ def flash_attn_func(
         TypeError: an argument is no tensor, or has another dtype.
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _dense(*tensors(q=q, k=k, v=v), *options)
+    return dense(*tensors(q=q, k=k, v=v), *options)
 
 
 @entry(**NAMES, **dict.fromkeys(("q", *_STATES), "qkv"))
@@ -129,7 +129,7 @@ def flash_attn_qkvpacked_func(
     (qkv,) = tensors(qkv=qkv)
     axes("qkv", qkv, batch_size=None, seqlen=None, three=3, num_heads=None, head_size=None)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _dense(*qkv.unbind(2), *options)
+    return dense(*qkv.unbind(2), *options)
 
 
 @entry(**NAMES, **dict.fromkeys(_STATES, "kv") | {"query": "q"})
@@ -149,13 +149,13 @@ def flash_attn_kvpacked_func(
     q, kv = tensors(q=q, kv=kv)
     axes("kv", kv, batch_size=None, seqlen_k=None, two=2, num_kv_heads=None, head_size=None)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _dense(q, *kv.unbind(2), *options)
+    return dense(q, *kv.unbind(2), *options)
 
 
 # ---- packed sequences ----
 
 
-def _varlen(
+def varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -239,7 +239,7 @@ def flash_attn_varlen_func(
     states = tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
     keys = optional(cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _varlen(*states, *keys, *options)
+    return varlen(*states, *keys, *options)
 
 
 @entry(**NAMES, **dict.fromkeys(("q", *_STATES), "qkv") | dict.fromkeys((*_CALLED, *_CALLED.values()), "cu_seqlens"))
@@ -260,7 +260,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv, cu_seqlens = tensors(qkv=qkv, cu_seqlens=cu_seqlens)
     axes("qkv", qkv, T=None, three=3, num_heads=None, head_size=None)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _varlen(*qkv.unbind(1), cu_seqlens, cu_seqlens, None, None, *options)
+    return varlen(*qkv.unbind(1), cu_seqlens, cu_seqlens, None, None, *options)
 
 
 @entry(**NAMES, **dict.fromkeys(_STATES, "kv") | _CALLED | {"query": "q"})
@@ -284,7 +284,7 @@ def flash_attn_varlen_kvpacked_func(
     q, kv, cu_seqlens_q, cu_seqlens_k = tensors(q=q, kv=kv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     axes("kv", kv, T_k=None, two=2, num_kv_heads=None, head_size=None)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _varlen(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, None, None, *options)
+    return varlen(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, None, None, *options)
 
 
 # ---- what others import, though it is not public ----

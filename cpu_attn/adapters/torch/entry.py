@@ -22,8 +22,8 @@ Run = TypeVar("Run", bound=Callable[..., Any])
 
 def entry(**names: str) -> Callable[[Run], Run]:
     """Decorates a function that users call: errors name its arguments as it does, and dynamo does not trace what is
-    behind it, unless that is a constructor. (torch.compiler.disable, which is public, imports dynamo at once; that takes
-    as long as torch's own import.)"""
+    behind it, unless that is a constructor. (torch.compiler.disable, which is public, imports dynamo at once; that
+    takes as long as torch's own import.)"""
 
     def wrapped(run: Run) -> Run:
         @functools.wraps(run)
