@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cpu_attn import _check, ops
 from cpu_attn.plan import get_scheduler_metadata
-from cpu_attn.torch.entry import Run, optional
+from cpu_attn.torch.entry import RefusedError, Run, optional
 from cpu_attn.torch.entry import entry as named
 from cpu_attn.torch.packed import Int32, Part
 
@@ -38,6 +38,8 @@ def entry(**names: str) -> Callable[[Run], Run]:
         def call(*args: Any, **options: Any) -> Any:
             try:
                 return run(*args, **options)
+            except RefusedError:
+                raise
             except ValueError as e:
                 raise ArgumentError(str(e)) from None
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from cpu_attn import _check, ops
 from cpu_attn.flash_attn import flash_attn_interface
 from cpu_attn.flash_attn.call import entry
-from cpu_attn.torch.entry import axes, optional, tensors
+from cpu_attn.torch.entry import RefusedError, axes, optional, tensors
 
 __all__ = [
     "flash_attn_combine",
@@ -46,7 +46,7 @@ _REFUSED = {
 def _refuse(**given: Any) -> None:
     for name, x in given.items():
         if x is not None and not (isinstance(x, int) and x == 0):
-            raise NotImplementedError(f"{name}: expected {0 if name == 'attention_chunk' else None}; {_REFUSED[name]}")
+            raise RefusedError(f"{name}: expected {0 if name == 'attention_chunk' else None}; {_REFUSED[name]}")
 
 
 def with_qv(q: Any, k: Any, v: Any, qv: Any, softmax_scale: float | None) -> tuple[Tensor, Tensor, float | None]:
@@ -187,7 +187,7 @@ def flash_attn_with_kvcache(
     _refuse(attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     _refuse(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens)
     if qv is not None and k is not None:
-        raise NotImplementedError("qv: expected None where k is given; append before")
+        raise RefusedError("qv: expected None where k is given; append before")
     q, k_cache, scale = _checked_qv(q, k_cache, v_cache, qv, softmax_scale)
     return flash_attn_interface.flash_attn_with_kvcache(
         *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table),

@@ -23,7 +23,7 @@ from cpu_attn import _check
 from cpu_attn.flash_attn.call import NAMES, entry
 from cpu_attn.flash_attn.flash_attn_3 import with_qv
 from cpu_attn.flash_attn.flash_attn_interface import dense, varlen
-from cpu_attn.torch.entry import optional, tensors
+from cpu_attn.torch.entry import RefusedError, optional, tensors
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
@@ -45,7 +45,7 @@ _REFUSED = {
 def _refuse(**given: Any) -> None:
     for name, x in given.items():
         if x is not None:
-            raise NotImplementedError(f"{name}: expected None; {_REFUSED[name]}")
+            raise RefusedError(f"{name}: expected None; {_REFUSED[name]}")
 
 
 def _window(window_size: Any) -> list[Any]:

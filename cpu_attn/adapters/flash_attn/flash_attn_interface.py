@@ -36,7 +36,7 @@ from cpu_attn import _check
 from cpu_attn._arrays import dense_rows
 from cpu_attn.flash_attn.cache import flash_attn_with_kvcache
 from cpu_attn.flash_attn.call import NAMES, Attention, entry, logits_of, one_length, returned
-from cpu_attn.torch.entry import axes, optional, tensors
+from cpu_attn.torch.entry import RefusedError, axes, optional, tensors
 from cpu_attn.torch.packed import parts_of, starts_of
 
 __all__ = [
@@ -334,7 +334,7 @@ def _flash_attn_varlen_forward(
     """Gives (out, softmax_lse, an empty S_dmask, rng_state) of :func:`flash_attn_varlen_func`, as
     :func:`_flash_attn_forward` does. leftpad_k is None, else NotImplementedError; zero_tensors is not looked at."""
     if leftpad_k is not None:
-        raise NotImplementedError("leftpad_k: expected None; cu_seqlens_k says where keys start")
+        raise RefusedError("leftpad_k: expected None; cu_seqlens_k says where keys start")
     where = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     out = flash_attn_varlen_func(*where, *options, False, True, block_table, seqused_k=seqused_k)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cpu_attn import _check
-from cpu_attn.torch.entry import Run, entry
+from cpu_attn.torch.entry import RefusedError, Run, entry
 
 _SCRATCH = "calls have scratch of their own"
 _LENGTHS = "lengths are read from where sequences start"
@@ -137,7 +137,7 @@ def interface(taken: Collection[str] = (), **names: str) -> Callable[[Run], Run]
                 if place is not None and place < len(args):
                     x = args[place]
                 if not _same(x, default):
-                    raise NotImplementedError(f"{name}: expected {default!r}; {REFUSED[name]}")
+                    raise RefusedError(f"{name}: expected {default!r}; {REFUSED[name]}")
             return run(*args, **options)
 
         call.refused = [name for name, _, _ in refused]  # type: ignore[attr-defined]

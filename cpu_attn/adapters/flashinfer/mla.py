@@ -17,7 +17,7 @@ from cpu_attn.flashinfer.attention import check_pages
 from cpu_attn.flashinfer.latent import Latents, joined, rows_of
 from cpu_attn.flashinfer.trtllm import factor, sinks_of
 from cpu_attn.flashinfer.wrapper import Wrapper, check_lens, table_of, tables
-from cpu_attn.torch.entry import axes, optional, tensors
+from cpu_attn.torch.entry import RefusedError, axes, optional, tensors
 from cpu_attn.torch.packed import Int32, int32, starts_of
 
 __all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata", "trtllm_batch_decode_with_kv_cache_mla"]
@@ -209,7 +209,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             NotImplementedError: an argument asks for what is not here.
         """
         if output_scale != "none":
-            raise NotImplementedError(f"output_scale: expected 'none', got {output_scale!r}; outputs are not of 8 bits")
+            raise RefusedError(f"output_scale: expected 'none', got {output_scale!r}; outputs are not of 8 bits")
         given: dict[str, Any] = {
             "num_heads": num_heads,
             "head_dim_ckv": head_dim_ckv,
@@ -312,7 +312,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             1.0 if x is None else factor(name, x) for name, x in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale))
         ]
         if scales[0] != scales[1]:
-            raise NotImplementedError(f"kpe_scale: {scales[1]}, expected ckv_scale = {scales[0]}; rows have one scale")
+            raise RefusedError(f"kpe_scale: {scales[1]}, expected ckv_scale = {scales[0]}; rows have one scale")
         scale = self._sm_scale if bmm1_scale is None else factor("bmm1_scale", bmm1_scale)
         results = (
             out,

@@ -15,6 +15,7 @@ from cpu_attn.flashinfer.arguments import interface
 from cpu_attn.flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from cpu_attn.flashinfer.masks import custom_bias
 from cpu_attn.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+from cpu_attn.torch.entry import RefusedError
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
@@ -137,9 +138,9 @@ class PODWithPagedKVCacheWrapper:
         """
         for name, x in (("custom_mask_d", custom_mask_d), ("packed_custom_mask_d", packed_custom_mask_d)):
             if x is not None:
-                raise NotImplementedError(f"{name}: expected None; decodes have no mask")
+                raise RefusedError(f"{name}: expected None; decodes have no mask")
         if args:
-            raise NotImplementedError(f"args: expected none, got {len(args)}; no kernel is compiled at run time")
+            raise RefusedError(f"args: expected none, got {len(args)}; no kernel is compiled at run time")
         self._decode._ready()
         prefill = single_prefill_with_kv_cache(
             *(q_p, k_p, v_p),

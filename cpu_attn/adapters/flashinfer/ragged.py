@@ -16,7 +16,7 @@ from cpu_attn.flashinfer.arguments import interface
 from cpu_attn.flashinfer.call import PLANNED, RUN, Results, Step, logits_of
 from cpu_attn.flashinfer.masks import custom_bias, item_bias
 from cpu_attn.flashinfer.wrapper import Wrapper
-from cpu_attn.torch.entry import axes, tensors
+from cpu_attn.torch.entry import RefusedError, axes, tensors
 from cpu_attn.torch.packed import Int32, packed, starts_of
 
 __all__ = ["BatchPrefillWithRaggedKVCacheWrapper"]
@@ -153,7 +153,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             NotImplementedError: an argument asks for what is not here.
         """
         if args:
-            raise NotImplementedError(f"args: expected none, got {len(args)}; no kernel is compiled at run time")
+            raise RefusedError(f"args: expected none, got {len(args)}; no kernel is compiled at run time")
         step = self._ready()
         k, v = tensors(k=k, v=v)
         axes("k", k, nnz=None, num_kv_heads=step.num_kv_heads, head_dim=step.head_size)

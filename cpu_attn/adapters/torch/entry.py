@@ -20,6 +20,10 @@ from torch import Tensor
 Run = TypeVar("Run", bound=Callable[..., Any])
 
 
+class RefusedError(NotImplementedError, ValueError):
+    """An argument asks for what has no meaning here. The text says why."""
+
+
 def entry(**names: str) -> Callable[[Run], Run]:
     """Decorates a function that users call: errors name its arguments as it does, and dynamo does not trace what is
     behind it, unless that is a constructor. (torch.compiler.disable, which is public, imports dynamo at once; that
