@@ -21,12 +21,14 @@ PYTEST = cd $(VENV) && OMP_WAIT_POLICY=passive bin/pytest -n auto --maxprocesses
 	-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(addprefix $(CURDIR)/,$(TESTS))
 SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
-.PHONY: help verify docs test test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel systems clean always
+.PHONY: help verify docs peers test test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel systems clean always
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
 	@echo "make test       the whole test suite"
 	@echo "make test-integrations  real torch, transformers, vLLM; WITH='torch transformers' for some of them, or with sglang"
+	@echo "make peers      are the signatures of cpu_attn.flashinfer and cpu_attn.flash_attn those of the libraries? WRITE=1: write"
+	@echo "                the tables of docs/flashinfer.md and docs/flash_attn.md"
 	@echo "make model-sweep  every architecture of transformers, made tiny, beside eager and sdpa (ten minutes)"
 	@echo "make quality    what every kv_cache_dtype costs a language model: build/quality.json, build/quality.svg (an hour or two)"
 	@echo "make docs       the site, in build/docs; make docs SERVE=1 also serves it at http://localhost:8000"
@@ -59,10 +61,23 @@ test-integrations:
 
 # With torch also what other files test with it. SGLang is imported only where tests/sglang_harness.py stands in for parts.
 integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/adapters/test_$(name)*.py)) \
-	$(if $(filter torch,$(WITH)),$(call files,flash_attn flashinfer layout_files plain workloads)))
+	$(if $(filter torch,$(WITH)),$(call files,flash_attn* flashinfer* layout_files plain workloads)))
 integration-tests:
 	@cd $(VENV) && for name in $(filter-out sglang,$(WITH)); do VLLM_TARGET_DEVICE=cpu bin/python -c "import $$name, cpu_attn.$$name" || exit 1; done
 	@$(PYTEST) -m integrations
+
+# Packages of the index, which are read and not installed. flash-attn's says what it is by importing torch.
+PEERS = build/peers
+peers: $(PEERS)/fetched
+	@cd $(INTEGRATIONS) && bin/python -m cpu_attn.tests.peers $(CURDIR)/$(PEERS) --docs $(CURDIR)/docs $(if $(WRITE),--write) \
+		|| { echo "make peers: FAILED, see above"; exit 1; }
+	@echo "make peers: passed"
+
+$(PEERS)/fetched: Makefile
+	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) $(INTEGRATIONS)/test $(INTEGRATIONS)/torch
+	@rm -rf $(PEERS) && mkdir -p $(PEERS) && FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(INTEGRATIONS)/bin/pip download --quiet \
+		--no-deps --no-build-isolation -d $(PEERS) flashinfer-python==0.7.2.post1 flash-attn==2.8.3.post2 flash-attn-4==4.0.0b36
+	@touch $@
 
 # 41 of them are in test-integrations.
 model-sweep:
