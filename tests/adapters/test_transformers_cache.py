@@ -296,6 +296,24 @@ def test_dense_keys_of_rotated_pages(kind: str, error: float, dtype: Any) -> Non
         assert (got.double() - want).square().mean().sqrt() <= (error + rounded) * want.square().mean().sqrt()
 
 
+@pytest.mark.parametrize(
+    ("kind", "rotation"),
+    [("auto", "none"), ("fp8_e4m3", "none"), ("int8", "hadamard"), ("int6/auto", "hadamard/none")],
+)
+def test_integers_are_rotated_unless_told_otherwise(kind: str, rotation: str) -> None:
+    """Pages have the bytes of those that are told so."""
+    key, value = torch.randn(2, 2, 2, 21, 16, generator=torch.Generator().manual_seed(6))
+    unsaid, said, other = (
+        paged("llama", kv_cache_dtype=kind, **how).layers[0]
+        for how in ({}, {"kv_cache_rotation": rotation}, {"kv_cache_rotation": "none/hadamard"})
+    )
+    for layer in (unsaid, said, other):
+        layer.update(key, value)
+    assert unsaid.keys[:].equal(said.keys[:]) and unsaid.values[:].equal(said.values[:])
+    assert unsaid.held.pages.kv_cache_rotation == rotation
+    assert unsaid.keys[:].equal(other.keys[:]) == (rotation == "none")
+
+
 @pytest.mark.parametrize("tracked", [False, True])
 def test_its_memory_goes_with_it(tracked: bool) -> None:
     """At once, without the garbage collector; keys that somebody still has go on by themselves."""
