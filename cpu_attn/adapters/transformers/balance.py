@@ -121,12 +121,14 @@ def balance(model: Any, inputs: dict[str, Any] | None = None) -> list[str]:
         >>> model.generate(**inputs, past_key_values=PagedCache(model.config, kv_cache_dtype="int6/int4"))
     """
     _check.instance("model", model, torch.nn.Module)
-    if before := getattr(model, STATE, None):
-        for parameter, data in before:
+    if hasattr(model, STATE):
+        for parameter, data in getattr(model, STATE):
             parameter.data = data
         delattr(model, STATE)
         return []
-    before, names, reasons = [], [], []
+    before: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+    names: list[str] = []
+    reasons: list[str] = []
     owners = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     with _attending(model) as probe, torch.no_grad():
         for group in _groups(_layers(model, inputs, probe, reasons), reasons):
@@ -331,7 +333,7 @@ def _has_channels(module: torch.nn.Module) -> bool:
 
 def _channels(weight: torch.Tensor, output: torch.Tensor) -> int:
     """Says how many channels an output has: a norm may have weights [H, D] for each token."""
-    return weight.numel() if weight.shape == output.shape[-2:] else output.shape[-1]
+    return int(weight.numel() if weight.shape == output.shape[-2:] else output.shape[-1])
 
 
 def _made(states: torch.Tensor, outputs: dict[str, torch.Tensor], channels: dict[str, int]) -> dict[str, Bools]:
@@ -377,8 +379,9 @@ def _factors(group: list[Layer]) -> Factors:
     )
     counts = np.bincount(together)
     alike = [np.sqrt(np.bincount(together, np.square(x).ravel()) / counts)[together].reshape(x.shape) for x in sizes]
-    logs = np.log(cpu_attn.balance(*(x.astype(np.float32) for x in alike), rot_dim=0)).ravel()
-    return np.exp((np.bincount(together, logs) / counts)[together]).reshape(heads, size).astype(np.float32)
+    logs = np.log(cpu_attn.balance(alike[0], alike[1], rot_dim=0)).ravel()
+    factors: Factors = np.exp((np.bincount(together, logs) / counts)[together]).reshape(heads, size).astype(np.float32)
+    return factors
 
 
 def _by_kv_head(made: Bools, heads: int) -> Bools:
