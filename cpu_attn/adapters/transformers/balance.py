@@ -118,7 +118,7 @@ def balance(model: Any, inputs: dict[str, Any] | None = None) -> list[str]:
 
     Example:
         >>> names = balance(model)
-        >>> model.generate(**inputs, past_key_values=PagedCache(model.config, kv_cache_dtype="int6/int4"))
+        >>> model.generate(**inputs, cache=PagedCache(model.config, kv_cache_dtype="int6/int4"))
     """
     _check.instance("model", model, torch.nn.Module)
     if hasattr(model, STATE):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module has a paged KV cache for ``generate(past_key_values=...)``, quantised on request."""
+"""This module has a paged KV cache for ``generate(cache=...)``, quantised on request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYERS: dict[str, Any] = {
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """Holds a cache of packed pages for ``generate(past_key_values=...)``.
+    """Holds a cache of packed pages for ``generate(cache=...)``.
 
     A layer of attention keeps all its tokens; one with a window or with chunks gives back the pages before what queries
     to come may see. A layer of linear attention has the states that transformers' own caches have; one that shares
@@ -53,7 +53,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         TypeError: an argument has another type.
 
     Example:
-        >>> model.generate(**inputs, past_key_values=PagedCache(model.config, kv_cache_dtype="int8"))
+        >>> model.generate(**inputs, cache=PagedCache(model.config, kv_cache_dtype="int8"))
     """
 
     def __init__(
