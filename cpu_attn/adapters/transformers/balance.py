@@ -392,11 +392,12 @@ def _by_kv_head(made: Bools, heads: int) -> Bools:
 
 def _together(sets: Bools) -> np.ndarray[Any, Any]:
     """Numbers the parts of what sets [n, N] of N things hold together: two things of a set are in one part."""
-    sets = sets[sets.any(1)]
+    of_set, things = np.nonzero(sets)
     part = np.arange(sets.shape[1])
     while True:
-        least = np.where(sets, part, sets.shape[1]).min(1)
-        found = np.minimum(part, np.where(sets, least[:, None], sets.shape[1]).min(0))
+        least, found = np.full(len(sets), sets.shape[1]), part.copy()
+        np.minimum.at(least, of_set, part[things])
+        np.minimum.at(found, things, least[of_set])
         if (found == part).all():
             return np.unique(part, return_inverse=True)[1].ravel()
         part = found
