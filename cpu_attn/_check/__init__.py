@@ -72,6 +72,7 @@ from cpu_attn._check.plans import (
     block_table,
     latent,
     lengths,
+    options,
     plan,
     plan_of_ranks,
     ranks,
@@ -81,7 +82,6 @@ from cpu_attn._check.plans import (
     same_kv_dtypes,
     selected_blocks,
     selected_tokens,
-    selections,
     table_block_size,
 )
 from cpu_attn._check.values import (
@@ -149,6 +149,7 @@ __all__ = [
     "new_fault",
     "numa",
     "number",
+    "options",
     "pages",
     "plan",
     "plan_of_ranks",
@@ -167,7 +168,6 @@ __all__ = [
     "score_pages",
     "selected_blocks",
     "selected_tokens",
-    "selections",
     "sequence",
     "sizes",
     "small_floats",
