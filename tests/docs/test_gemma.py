@@ -40,7 +40,7 @@ def model() -> Any:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemma3.PagedKVCache", PoisonedCache)
+    monkeypatch.setattr("decoder.PagedKVCache", PoisonedCache)
 
 
 def encoded(model: Any) -> list[list[int]]:
