@@ -253,6 +253,11 @@ def _common(results: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str]], di
     return names, same, ", ".join(f"{key} {value}" for key, value in same.items() if value and key != "threads")
 
 
+def _differing(names: dict[str, str], same: dict[str, str]) -> str:
+    """Gives what a row is called besides its workload and what all rows have in common."""
+    return " ".join(value for key, value in names.items() if value and key not in same)
+
+
 def _show_rows(results: Sequence[dict[str, Any]], columns: Columns, console: Console) -> None:
     """Prints a table of numbers. Names that all rows have in common are said once above it, a workload's above its
     rows."""
@@ -262,7 +267,7 @@ def _show_rows(results: Sequence[dict[str, Any]], columns: Columns, console: Con
     cells = {header: column for header, of in columns.items() if any(column := [of(r) for r in results])}
     table, workload = new_table("workload", numbers=list(cells)), None
     for r, n, *row in zip(results, names, *cells.values(), strict=True):
-        name = " ".join(value for key, value in n.items() if value and key not in same)
+        name = _differing(n, same)
         if name and workload != r["workload"]:
             table.add_row(Text(r["workload"], "bold"))
         table.add_row(Padding(name, (0, 0, 0, 2)) if name else r["workload"], *row)
@@ -294,7 +299,7 @@ def as_markdown(report: dict[str, Any]) -> str:
     lines = [f"cpu-attn {machine['version']} on {machine['brand']}{'; ' * bool(common)}{common}.", ""]
     lines += ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * len(cells)]
     for r, n, *row in zip(results, names, *cells.values(), strict=True):
-        name = " ".join([r["workload"], *(value for key, value in n.items() if value and key not in same)])
+        name = f"{r['workload']} {_differing(n, same)}".strip()
         lines.append("| " + " | ".join([name, *map(str, row)]) + " |")
     models = of_models(results)
     return "\n".join([*lines, *([""] * bool(models)), *models, ""])
