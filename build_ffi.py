@@ -11,17 +11,24 @@ Environment, read at build time:
     CPU_ATTN_SANITIZE=1    address and undefined-behaviour sanitizers
     CPU_ATTN_EMULATE=1     files that state `emulated` flags are compiled with these: avx512 and amx run on AVX2,
                            slowly. For tests
+    CPU_ATTN_PROGRESS      a file or a terminal that is told which source was compiled, and how many are left: pip shows
+                           nothing of a build that succeeds
 """
 
 from __future__ import annotations
 
 import gzip
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
+import runpy
 import tarfile
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,8 +96,88 @@ def flagged_files(folder: Path) -> list[FlaggedFile]:
 
 
 def cdef(header: Path) -> str:
-    """Gives the part of a header that cffi reads."""
-    return header.read_text().split("/* cffi: begin */")[1].split("/* cffi: end */")[0]
+    """Gives the part of a header that cffi reads, with what it takes from arguments.h."""
+    text = header.read_text().split("/* cffi: begin */")[1].split("/* cffi: end */")[0]
+    if "CA_PLAN_FIELDS" not in text:
+        return text
+    enums, fields, _ = arguments()
+    return enums + text.replace("CA_PLAN_FIELDS", fields)
+
+
+def arguments() -> tuple[str, str, str]:
+    """Gives C the table of cpu_attn/_arguments.py: enums of axes and of each call's arrays, the fields of ca_shape that
+    hold the options of a plan, and the rows of native/check/arguments.c."""
+    table = runpy.run_path(str(ROOT / "cpu_attn" / "_arguments.py"))
+    c_name = table["c_name"]
+    shared, (first, *free) = (list(map(c_name, table[f"{kind}_AXES"])) for kind in ("SHARED", "FREE"))
+    axes = [*shared, "CA_FREE", f"{first} = CA_FREE", *free, "CA_AXES", "CA_OR_1 = 32"]
+    enums = f"enum ca_axis {{ {', '.join(axes)} }};\n"
+    rows = ""
+    for call in table["CALLS"]:
+        prefix = "_".join(filter(None, ("CA", call.prefix)))
+        index = {name: f"{prefix}_{name.upper()}" for name in call.names}
+        kind = (call.prefix or "attention").lower()
+        enums += f"enum ca_{kind}_arrays {{ {', '.join(index.values())}, CA_{kind.upper()}_ARRAYS }};\n"
+        written = sum(table["WRITTEN"] in array.flags for array in call.arrays)
+        checked = [c_row(row, index[row.name], table) for row in call.rows if isinstance(row, table["Array"])]
+        rows += f"#define CA_{kind.upper()}_ROWS {{ {len(checked)}, {written}, {{ {', '.join(checked)} }} }}\n"
+    fields = " ".join(f"int32_t {row.name}; /* {row.field} */" for row in table["PLAN"].fields)
+    return enums, fields, rows
+
+
+def c_row(row: Any, index: str, table: dict[str, Any]) -> str:
+    """Gives an array's row as native/check/arguments.c has it."""
+    kinds = [kind.upper() for kind in row.kinds if kind != table["CACHE"]]
+    flags = [*row.flags, *(["CACHE"] if table["CACHE"] in row.kinds else [])]
+    c_name, or_1 = table["c_name"], table["OR_1"]
+    axes = [c_name(axis.removesuffix(or_1)) + " | CA_OR_1" * axis.endswith(or_1) for axis in row.axes]
+    return f"{{ {' | '.join(kinds) or 0}, {index}, {' | '.join(flags) or 0}, {len(axes)}, {{ {', '.join(axes)} }} }}"
+
+
+def write_arguments(folder: Path) -> None:
+    """Writes arguments.h, which cpu_attn.h includes, and argument_rows.h, which check/arguments.c does."""
+    enums, fields, rows = arguments()
+    (folder / "arguments.h").write_text(f"{enums}#define CA_PLAN_FIELDS {fields}\n")
+    (folder / "argument_rows.h").write_text(rows)
+
+
+def processes(root: Path = Path("/")) -> int:
+    """Says how many compilers run at once: one for each CPU that this process may use and is granted the time of. root:
+    another top of the file system, for tests."""
+    spec = importlib.util.spec_from_file_location("_quota", ROOT / "cpu_attn" / "_quota.py")
+    assert spec and spec.loader
+    quota = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(quota)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cpus, quota.cpu_quota(root) or cpus)
+
+
+class Progress:
+    """Tells CPU_ATTN_PROGRESS of each of ``total`` files of ``module`` that was compiled. A terminal has one line of
+    it, which the next one replaces."""
+
+    def __init__(self, module: str, total: int) -> None:
+        self.module, self.total, self.done, self.begun = module, total, 0, time.monotonic()
+        self.path, self.lock = os.environ.get("CPU_ATTN_PROGRESS"), threading.Lock()
+        self.tell("")
+
+    def tell(self, source: str) -> None:
+        if not self.path:
+            return
+        line = f"{self.module}: {self.done} of {self.total} files compiled, {time.monotonic() - self.begun:.0f} s"
+        line += f" ({source})" * bool(source)
+        # There may be no way to it: a socket has a name in /proc and cannot be opened.
+        with suppress(OSError), open(self.path, "a") as file:
+            if file.isatty():
+                end = "\n" if self.done == self.total else ""
+                file.write(f"\r{line[:79]:79}{end}")
+            else:
+                file.write(line + "\n")
+
+    def count(self, source: str) -> None:
+        with self.lock:
+            self.done += 1
+            self.tell(source)
 
 
 class BuildExt(build_ext):  # type: ignore[misc]
@@ -129,6 +216,7 @@ class BuildExt(build_ext):  # type: ignore[misc]
         sanitized = SANITIZE_KERNELS if sanitizing() else []
         elsewhere = (*FLAGGED, ONEDNN)
         sources = {path: common for path in sorted(NATIVE.rglob("*.c")) if path.parent not in elsewhere}
+        write_arguments(self.temp)
         for folder in FLAGGED:
             sources |= {file.path: [*common, *sanitized, *file.flags] for file in self.choose(folder)}
         self.assemble(ext, NATIVE / "cpu_attn.h", sources, common)
@@ -192,16 +280,21 @@ class BuildExt(build_ext):  # type: ignore[misc]
         include = [os.path.relpath(NATIVE), str(self.temp), *(include_dirs or []), *self.compiler.include_dirs]
         macros = [("Py_LIMITED_API", "0x030a0000")]
 
-        def compile_one(source: Path, flags: list[str]) -> list[str]:
+        sources = {**sources, glue: [f for f in link_flags if f not in ("-Wall", "-Wextra")]}
+        progress = Progress(ext.name, len(sources))
+
+        def compile_one(source: Path) -> list[str]:
             name = source.relative_to(ROOT) if source.is_relative_to(ROOT) else source
-            made: list[str] = self.compiler.compile(
-                [str(name)], output_dir=self.build_temp, macros=macros, include_dirs=include, extra_postargs=flags
-            )
+            how: dict[str, Any] = {"output_dir": self.build_temp, "macros": macros, "include_dirs": include}
+            made: list[str] = self.compiler.compile([str(name)], extra_postargs=sources[source], **how)
+            progress.count(source.name)
             return made
 
-        sources = {**sources, glue: [f for f in link_flags if f not in ("-Wall", "-Wextra")]}
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = [o for some in pool.map(compile_one, sources, sources.values()) for o in some]
+        # The files of isas take longest by far, so they begin first, while there is something to do beside them.
+        order = sorted(sources, key=lambda path: path.parent != FLAGGED[0])
+        with ThreadPoolExecutor(processes()) as pool:
+            made = dict(zip(order, pool.map(compile_one, order), strict=True))
+        objects = [o for source in sources for o in made[source]]
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shared = [f for f in link_flags if f == "-fopenmp" or f.startswith("-fsanitize=")]

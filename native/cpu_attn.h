@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  * This is the whole C ABI. cffi reads what stands between the two markers; nothing else is public.
+ * arguments.h has the arrays of each call and the axes of these, which build_ffi.py writes from cpu_attn/_arguments.py.
  * In shapes R is num_reqs, T num_tokens, Hq num_heads, Hkv num_kv_heads, D head_size, Dv head_size_v, N num_blocks, B
  * block_size, and M is how many blocks of a request a block table holds. Strides count elements, not bytes. */
 #ifndef CPU_ATTN_H
 #define CPU_ATTN_H
 #include <stddef.h>
 #include <stdint.h>
+#include "arguments.h"
 /* cffi: begin */
 /* The dtypes that queries and caches may have come first. Those of caches alone follow: fp8 (e4m3 without infinities
  * and e5m2: arXiv:2209.05433), and integers with bfloat16 scales, of which int4 has one for each 32 elements of a
@@ -86,33 +88,14 @@ enum ca_status {
     CA_OTHER_SELECTED,      /* value = columns of selected_tokens, -1: there are none; bound = the plan's most, or 0 */
     CA_BIAS_SMALL,          /* request, position = axis, value, bound = what the request needs */
     CA_BAD_NODE,            /* position = block, value, bound: 0 <= value < bound */
-    CA_SMALL_STACK          /* value = bytes of an OpenMP thread's stack, bound = those that a call may take */
-};
-
-/* An axis counts one of these, and faults name it so. A symbol below CA_FREE stands for a size that is the same
- * throughout the call: the plan says it, or the first argument that has it. The other symbols stand for no size that
- * arguments share. */
-enum ca_symbol {
-    CA_T,
-    CA_NUM_REQS,
-    CA_NUM_REQS_1, /* num_reqs + 1 */
-    CA_NUM_HEADS,
-    CA_NUM_KV_HEADS,
-    CA_HEAD_SIZE,
-    CA_HEAD_SIZE_V,
-    CA_NUM_BLOCKS,
-    CA_BLOCK_SIZE,
-    CA_QUERY_BLOCKS, /* query blocks of all requests */
-    CA_FREE,
-    CA_ROT_DIM = CA_FREE, /* even, from 2 to the head size */
-    CA_BLOCKS,
-    CA_MAX_POSITION,
-    CA_WIDTH, /* the last axis of a cache */
-    CA_QUERIES,
-    CA_KEYS,
-    CA_SELECTED,
-    CA_SYMBOLS,
-    CA_OR_1 = 32 /* added to a symbol below CA_FREE: a size of 1 will do, too */
+    CA_SMALL_STACK,         /* value = bytes of an OpenMP thread's stack, bound = those that a call may take */
+    /* The statuses below are those of linear attention. */
+    CA_BAD_STATE,        /* argument, position, value, bound: value < bound */
+    CA_STATE_TWICE,      /* argument, position, value: a call writes a slot once */
+    CA_STATE_WRITTEN,    /* position, value: the call writes the slot for another request */
+    CA_BAD_CHECKPOINT,   /* position, token = axis, value, least, bound: least <= value <= bound */
+    CA_CHECKPOINT_ORDER, /* position */
+    CA_STATE_LENGTH      /* value = inputs that a state of a convolution holds, bound = the least, at most 8 */
 };
 
 /* Says where a check failed. request, position, value, bound, kv_head, query_head, query_block and token (a query block
@@ -124,7 +107,7 @@ typedef struct ca_fault {
     int64_t request, position, value, bound;
     int64_t kv_head, query_head, query_block, token;
     /* The fields below are used where the fault is about an argument. */
-    int32_t argument, ndim, axes[4]; /* argument: its place among the call's arrays; axes: enum ca_symbol */
+    int32_t argument, ndim, axes[4]; /* argument: its place among the call's arrays; axes: enum ca_axis */
     uint64_t expected;               /* 1 << ca_dtype for each dtype that it may have */
     int64_t least, head_size;
     int32_t kv_cache_layout;
@@ -140,16 +123,10 @@ typedef struct ca_shape {
     int32_t window_left, window_right; /* keys visible to each side of the query, -1: all */
     int32_t enable_kv_split;
     int32_t num_threads;
-    int32_t kv_cache_layout;      /* enum ca_kv_cache_layout */
-    int32_t hadamard;             /* 1 for a rotated cache of K, 2 of V, 3 of both: kernel/cache_write/hadamard.h */
-    int32_t block_size;           /* block size of the table that the plan was given; 0: it was given none */
-    int32_t max_selected_tokens;  /* most columns of selected_tokens; 0: calls have none, else all of them have some */
-    int32_t query_block_size;     /* query tokens that share a list of selected_blocks; 0: all of their request */
-    int32_t select_by_query_head; /* whether query heads have lists of selected_blocks, in place of kv heads */
-    /* Ranks share the positions of a request: rank 0 has the first cp_interleave of them, rank 1 as many after these,
-     * and so on, and after the last rank it is rank 0 again. The caches hold the keys of cp_rank alone; where
-     * cp_world_size is 0 or 1 they hold all keys. */
-    int32_t cp_world_size, cp_rank, cp_interleave;
+    int32_t kv_cache_layout; /* enum ca_kv_cache_layout */
+    int32_t hadamard;        /* 1 for a rotated cache of K, 2 of V, 3 of both: kernel/cache_write/hadamard.h */
+    int32_t block_size;      /* block size of the table that the plan was given; 0: it was given none */
+    CA_PLAN_FIELDS           /* its options, of cpu_attn/_arguments.py */
 } ca_shape;
 
 /* Holds the masks besides causal and window, as _check.masks has accepted them. Both lists ascend by request, then by
@@ -159,7 +136,6 @@ typedef struct ca_masks {
     const int32_t *documents; /* [num_documents][2]: request, first key */
     const uint8_t *tree;      /* [tree_rows][tree_bytes]; tree_rows -1: there is none */
     int64_t num_spans, num_documents, tree_rows, tree_bytes, tree_stride;
-    int32_t clamp_spans; /* whether spans end at the left side of the window */
 } ca_masks;
 
 typedef struct ca_plan ca_plan;
@@ -177,50 +153,6 @@ typedef struct ca_array {
     int64_t shape[4], strides[4];
     int32_t ndim, dtype, itemsize, writable;
 } ca_array;
-
-/* The arrays of each call come in the order of _check.ATTENTION, STEP, WRITE, INDEX, ROTARY and SELECT: first those
- * that the call writes. The tables of native/check/arguments.c say what each has to be. */
-enum ca_attention_arrays {
-    CA_OUTPUT,
-    CA_LSE,
-    CA_QUERY,
-    CA_KEY_CACHE,
-    CA_VALUE_CACHE,
-    CA_BLOCK_TABLE,
-    CA_QUERY_START_LOC,
-    CA_SEQ_LENS,
-    CA_DYNAMIC_CAUSAL,
-    CA_ALIBI_SLOPES,
-    CA_S_AUX,
-    CA_SELECTED_BLOCKS,
-    CA_ATTN_BIAS,
-    CA_SELECTED_TOKENS,
-    CA_ATTENTION_ARRAYS
-};
-enum ca_step_arrays {
-    CA_STEP_QUERY_START_LOC,
-    CA_STEP_SEQ_LENS,
-    CA_STEP_DYNAMIC_CAUSAL,
-    CA_STEP_BLOCK_TABLE,
-    CA_STEP_BLOCK_NODES, /* the NUMA node of each block */
-    CA_STEP_ARRAYS
-};
-enum ca_write_arrays { CA_TO_KEY_CACHE, CA_TO_VALUE_CACHE, CA_KEY, CA_VALUE, CA_SLOT_MAPPING, CA_WRITE_ARRAYS };
-enum ca_index_arrays { CA_INDEX_CACHE, CA_INDEX_KEY, CA_INDEX_SLOT_MAPPING, CA_INDEX_ARRAYS };
-enum ca_rotary_arrays {
-    CA_ROTARY_KEY_CACHE,
-    CA_ROTARY_VALUE_CACHE,
-    CA_ROTARY_QUERY_OUT,
-    CA_ROTARY_QUERY,
-    CA_ROTARY_KEY,
-    CA_ROTARY_VALUE,
-    CA_ROTARY_SLOT_MAPPING,
-    CA_POSITIONS,
-    CA_COS_SIN_CACHE,
-    CA_Q_WEIGHT,
-    CA_K_WEIGHT,
-    CA_ROTARY_ARRAYS
-};
 
 /* Says what the caller's names of an isa and of a kv_cache_dtype mean for keys of each dtype. Python resolves a name
  * when it is first needed; `known` says for which dtypes it has. */
@@ -374,18 +306,80 @@ int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *s
 int64_t ca_score_floats(int64_t head_size);
 
 /* This is select_tokens. scale, which is positive, is that of q.k and of the cache together. masks may be NULL. */
-enum ca_select_arrays {
-    CA_SELECT_OUT,
-    CA_SELECT_QUERY,
-    CA_SELECT_CACHE,
-    CA_SELECT_WEIGHTS,
-    CA_SELECT_QUERY_START_LOC,
-    CA_SELECT_SEQ_LENS,
-    CA_SELECT_BLOCK_TABLE,
-    CA_SELECT_ARRAYS
-};
 int ca_select_tokens(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
                      int causal, float scale, const ca_masks *masks, ca_fault *fault);
+
+/* ---- linear attention: native/linear ---- */
+
+/* Says what a plan of linear attention was made for. */
+typedef struct ca_linear_shape {
+    int32_t num_reqs;
+    int32_t num_k_heads, num_v_heads, head_k_dim, head_v_dim; /* all 0: the plan is for convolutions alone */
+    int32_t dtype, isa, num_threads;
+    int32_t reference; /* whether the engine is the reference */
+} ca_linear_shape;
+
+/* These say how a call comes by the logarithms of its decays.
+ * CA_GATE_LOG: g holds them. CA_GATE_SOFTPLUS: they are -exp(A_log) softplus(g + dt_bias). CA_GATE_DT: as the one
+ * before, with softplus(...) kept within dt_limit, and beta is that, too (Mamba-2). */
+enum ca_gate { CA_GATE_LOG, CA_GATE_SOFTPLUS, CA_GATE_DT };
+/* These say which axis of a state is dense: [Dk, Dv] or [Dv, Dk]. */
+enum ca_state_layout { CA_STATE_KV, CA_STATE_VK };
+
+typedef struct ca_linear_how {
+    int32_t gate;         /* enum ca_gate */
+    int32_t delta_rule;   /* whether a token first takes from the state what its key reads there */
+    int32_t l2norm;       /* whether queries and keys are divided by their norms */
+    int32_t beta_sigmoid; /* whether beta is the sigmoid of what is given */
+    int32_t state_layout; /* enum ca_state_layout */
+    float scale, beta_scale, norm_eps, dt_min, dt_max;
+} ca_linear_how;
+
+typedef struct ca_linear_plan ca_linear_plan;
+enum ca_linear_arrays {
+    CA_LINEAR_OUTPUT,
+    CA_LINEAR_STATE_CACHE,
+    CA_LINEAR_QUERY,
+    CA_LINEAR_KEY,
+    CA_LINEAR_VALUE,
+    CA_LINEAR_G,
+    CA_LINEAR_BETA,
+    CA_LINEAR_ERASE,
+    CA_LINEAR_A_LOG,
+    CA_LINEAR_DT_BIAS,
+    CA_LINEAR_D,
+    CA_LINEAR_STATE_INDICES,
+    CA_LINEAR_INITIAL_STATE_INDICES,
+    CA_LINEAR_CHECKPOINTS,
+    CA_LINEAR_ARRAYS
+};
+enum ca_conv_arrays {
+    CA_CONV_OUTPUT,
+    CA_CONV_STATE,
+    CA_CONV_X,
+    CA_CONV_WEIGHT,
+    CA_CONV_BIAS,
+    CA_CONV_STATE_INDICES,
+    CA_CONV_INITIAL_STATE_INDICES,
+    CA_CONV_CHECKPOINTS,
+    CA_CONV_ARRAYS
+};
+
+/* Makes a plan, or returns NULL where there is no memory. query_start_loc [R + 1] ascends from 0; first_token [R]: how
+ * many tokens a request had before this step; has_initial_state [R]. cpu_attn/_check has accepted all of it. */
+ca_linear_plan *ca_linear_plan_new(const ca_linear_shape *shape, const int32_t *query_start_loc,
+                                   const int32_t *first_token, const uint8_t *has_initial_state);
+void ca_linear_plan_free(ca_linear_plan *plan);
+int64_t ca_linear_workspace_bytes(const ca_linear_plan *plan);
+int ca_linear_num_threads(const ca_linear_plan *plan);
+
+/* This is linear_attention_with_state_cache; objects and given are those of ca_attend. */
+int ca_linear_attend(const ca_linear_plan *plan, uintptr_t objects, const ca_array *given, const ca_linear_how *how,
+                     void *workspace, int64_t workspace_bytes, ca_fault *fault);
+/* This is causal_conv1d. silu: whether outputs x become x sigmoid(x). channels_last: whether a state is [L, C], in
+ * place of [C, L]. */
+int ca_causal_conv1d(const ca_linear_plan *plan, uintptr_t objects, const ca_array *given, int silu, int channels_last,
+                     void *workspace, int64_t workspace_bytes, ca_fault *fault);
 
 /* Describes a way to multiply that `cpu-attn bench` measures: a file of native/limits/probe. The best come first. */
 typedef struct ca_probe_info {

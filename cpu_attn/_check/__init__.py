@@ -10,6 +10,7 @@ arrays      any array: dtype, shape, strides, aliases; lists of integers
 kv_cache    caches: what they hold, layouts, scales, sizes
 masking     masks besides causal and window
 plans       what a plan is made of and what has to fit it
+linear      linear attention: plans, gates, layouts of states
 calls       which arrays each call has
 batches     what a step of a BlockManager is made from
 """
@@ -65,6 +66,18 @@ from cpu_attn._check.kv_cache import (
     scales,
     width,
 )
+from cpu_attn._check.linear import (
+    CONV,
+    LINEAR,
+    activation,
+    each_token,
+    limits,
+    linear_gates,
+    linear_heads,
+    linear_plan,
+    linear_step,
+    state_layout,
+)
 from cpu_attn._check.masking import Masks, masks
 from cpu_attn._check.plans import (
     Plan,
@@ -72,6 +85,7 @@ from cpu_attn._check.plans import (
     block_table,
     latent,
     lengths,
+    options,
     plan,
     plan_of_ranks,
     ranks,
@@ -81,7 +95,6 @@ from cpu_attn._check.plans import (
     same_kv_dtypes,
     selected_blocks,
     selected_tokens,
-    selections,
     table_block_size,
 )
 from cpu_attn._check.values import (
@@ -101,10 +114,12 @@ from cpu_attn._check.values import (
 
 __all__ = [
     "ATTENTION",
+    "CONV",
     "FLOATS",
     "INDEX",
     "INT32_MAX",
     "LAYOUTS",
+    "LINEAR",
     "MAX_SIZE",
     "MLA",
     "ROTARY",
@@ -115,6 +130,7 @@ __all__ = [
     "WRITE",
     "Masks",
     "Plan",
+    "activation",
     "apart",
     "apart_from",
     "array",
@@ -130,6 +146,7 @@ __all__ = [
     "continuation",
     "copied",
     "disjoint",
+    "each_token",
     "instance",
     "integer",
     "integers",
@@ -140,6 +157,11 @@ __all__ = [
     "latent",
     "length",
     "lengths",
+    "limits",
+    "linear_gates",
+    "linear_heads",
+    "linear_plan",
+    "linear_step",
     "listed",
     "logit_factors",
     "masks",
@@ -149,6 +171,7 @@ __all__ = [
     "new_fault",
     "numa",
     "number",
+    "options",
     "pages",
     "plan",
     "plan_of_ranks",
@@ -167,11 +190,11 @@ __all__ = [
     "score_pages",
     "selected_blocks",
     "selected_tokens",
-    "selections",
     "sequence",
     "sizes",
     "small_floats",
     "softcap",
+    "state_layout",
     "states",
     "table_block_size",
     "timeout",

@@ -7,30 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cpu_attn._arguments import FREE_AXES, SHARED_AXES, c_name
 from cpu_attn._arrays import Array, view
 from cpu_attn._dtypes import CODES, DTYPES
 from cpu_attn._native import ffi, lib
 
-# This is what errors call the sizes of enum ca_symbol.
-_AXES = {
-    lib.CA_T: "T",
-    lib.CA_NUM_REQS: "num_reqs",
-    lib.CA_NUM_REQS_1: "num_reqs + 1",
-    lib.CA_NUM_HEADS: "num_heads",
-    lib.CA_NUM_KV_HEADS: "num_kv_heads",
-    lib.CA_HEAD_SIZE: "head_size",
-    lib.CA_HEAD_SIZE_V: "head_size_v",
-    lib.CA_NUM_BLOCKS: "num_blocks",
-    lib.CA_BLOCK_SIZE: "block_size",
-    lib.CA_QUERY_BLOCKS: "query blocks",
-    lib.CA_ROT_DIM: "rot_dim",
-    lib.CA_BLOCKS: "blocks",
-    lib.CA_MAX_POSITION: "max_position",
-    lib.CA_WIDTH: "width",
-    lib.CA_QUERIES: "Q",
-    lib.CA_KEYS: "K",
-    lib.CA_SELECTED: "tokens",
-}
+# This is what errors call the sizes of enum ca_axis.
+_AXES = {getattr(lib, c_name(axis)): axis for axis in (*SHARED_AXES, *FREE_AXES)}
 _LAYOUTS = {lib.CA_HND: "HND", lib.CA_NHD: "NHD"}
 
 
@@ -109,6 +92,20 @@ def reread(fault: Any, names: Sequence[str], arrays: Sequence[Any], given: Any, 
     return int(ffi.cast("uintptr_t", addresses)), given, alive
 
 
+def _of_states(fault: Any, names: Sequence[str]) -> str:
+    """Gives in words what native/linear found wrong with slots."""
+    at, value, bound, column = fault.position, fault.value, fault.bound, ("request", "tokens", "slot")[fault.token % 3]
+    name = names[fault.argument]
+    return {
+        lib.CA_BAD_STATE: f"{name}[{at}]: {value}, expected less than num_slots = {bound}",
+        lib.CA_STATE_TWICE: f"{name}[{at}]: slot {value} is written twice",
+        lib.CA_STATE_WRITTEN: f"{name}[{at}]: slot {value} is written for request {bound} in this call",
+        lib.CA_BAD_CHECKPOINT: f"{name}[{at}]: {column} is {value}, outside {fault.least}..{bound}",
+        lib.CA_CHECKPOINT_ORDER: f"{name}[{at}]: rows have to ascend by request, then by tokens",
+        lib.CA_STATE_LENGTH: f"conv_state: holds {value} inputs, expected {bound}..8 for this weight",
+    }[fault.status]
+
+
 def raise_fault(fault: Any, names: Sequence[str] = (), arrays: Sequence[Any] = ()) -> None:
     """Raises the exception for what native/check found, if it found anything. names, arrays: those of the call."""
     if fault.status == lib.CA_OK:
@@ -129,6 +126,8 @@ def raise_fault(fault: Any, names: Sequence[str] = (), arrays: Sequence[Any] = (
             f"OMP_STACKSIZE: OpenMP's threads have {fault.value} bytes of stack, a call may take {fault.bound}; set it "
             "(or ulimit -s) higher, or set_num_threads(1)"
         )
+    if fault.status >= lib.CA_BAD_STATE:
+        raise ValueError(_of_states(fault, names))
     request, position, value, bound = fault.request, fault.position, fault.value, fault.bound
     where = f"request {request}: " if request >= 0 else ""
     list_of = f"query block {fault.query_block}: " if fault.query_block >= 0 else ""

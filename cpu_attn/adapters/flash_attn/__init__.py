@@ -7,7 +7,7 @@ cpu_attn.flash_attn.install()  # from here on also: from flash_attn import flash
 
 from cpu_attn._adapters import require
 
-require("torch")
+require("flash_attn")
 
 from cpu_attn.flash_attn.flash_attn_interface import (  # noqa: E402
     flash_attn_func,

@@ -9,7 +9,7 @@ graph at a call.
 
 from cpu_attn._adapters import require
 
-require("torch")
+require("flashinfer")
 
 from cpu_attn.flashinfer.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper  # noqa: E402
 from cpu_attn.flashinfer.cascade import (  # noqa: E402
