@@ -20,6 +20,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import runpy
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -89,8 +90,49 @@ def flagged_files(folder: Path) -> list[FlaggedFile]:
 
 
 def cdef(header: Path) -> str:
-    """Gives the part of a header that cffi reads."""
-    return header.read_text().split("/* cffi: begin */")[1].split("/* cffi: end */")[0]
+    """Gives the part of a header that cffi reads, with what it takes from arguments.h."""
+    text = header.read_text().split("/* cffi: begin */")[1].split("/* cffi: end */")[0]
+    if "CA_PLAN_FIELDS" not in text:
+        return text
+    enums, fields, _ = arguments()
+    return enums + text.replace("CA_PLAN_FIELDS", fields)
+
+
+def arguments() -> tuple[str, str, str]:
+    """Gives C the table of cpu_attn/_arguments.py: enums of axes and of each call's arrays, the fields of ca_shape that
+    hold the options of a plan, and the rows of native/check/arguments.c."""
+    table = runpy.run_path(str(ROOT / "cpu_attn" / "_arguments.py"))
+    c_name = table["c_name"]
+    shared, (first, *free) = (list(map(c_name, table[f"{kind}_AXES"])) for kind in ("SHARED", "FREE"))
+    axes = [*shared, "CA_FREE", f"{first} = CA_FREE", *free, "CA_AXES", "CA_OR_1 = 32"]
+    enums = f"enum ca_axis {{ {', '.join(axes)} }};\n"
+    rows = ""
+    for call in table["CALLS"]:
+        prefix = "_".join(filter(None, ("CA", call.prefix)))
+        index = {name: f"{prefix}_{name.upper()}" for name in call.names}
+        kind = (call.prefix or "attention").lower()
+        enums += f"enum ca_{kind}_arrays {{ {', '.join(index.values())}, CA_{kind.upper()}_ARRAYS }};\n"
+        written = sum(table["WRITTEN"] in array.flags for array in call.arrays)
+        checked = [c_row(row, index[row.name], table) for row in call.rows if isinstance(row, table["Array"])]
+        rows += f"#define CA_{kind.upper()}_ROWS {{ {len(checked)}, {written}, {{ {', '.join(checked)} }} }}\n"
+    fields = " ".join(f"int32_t {row.name}; /* {row.field} */" for row in table["PLAN"].fields)
+    return enums, fields, rows
+
+
+def c_row(row: Any, index: str, table: dict[str, Any]) -> str:
+    """Gives an array's row as native/check/arguments.c has it."""
+    kinds = [kind.upper() for kind in row.kinds if kind != table["CACHE"]]
+    flags = [*row.flags, *(["CACHE"] if table["CACHE"] in row.kinds else [])]
+    c_name, or_1 = table["c_name"], table["OR_1"]
+    axes = [c_name(axis.removesuffix(or_1)) + " | CA_OR_1" * axis.endswith(or_1) for axis in row.axes]
+    return f"{{ {' | '.join(kinds) or 0}, {index}, {' | '.join(flags) or 0}, {len(axes)}, {{ {', '.join(axes)} }} }}"
+
+
+def write_arguments(folder: Path) -> None:
+    """Writes arguments.h, which cpu_attn.h includes, and argument_rows.h, which check/arguments.c does."""
+    enums, fields, rows = arguments()
+    (folder / "arguments.h").write_text(f"{enums}#define CA_PLAN_FIELDS {fields}\n")
+    (folder / "argument_rows.h").write_text(rows)
 
 
 class BuildExt(build_ext):  # type: ignore[misc]
@@ -129,6 +171,7 @@ class BuildExt(build_ext):  # type: ignore[misc]
         sanitized = SANITIZE_KERNELS if sanitizing() else []
         elsewhere = (*FLAGGED, ONEDNN)
         sources = {path: common for path in sorted(NATIVE.rglob("*.c")) if path.parent not in elsewhere}
+        write_arguments(self.temp)
         for folder in FLAGGED:
             sources |= {file.path: [*common, *sanitized, *file.flags] for file in self.choose(folder)}
         self.assemble(ext, NATIVE / "cpu_attn.h", sources, common)

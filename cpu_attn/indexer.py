@@ -180,7 +180,7 @@ def select_tokens(
     k_scale, _ = _check.scales(k_scale, 1.0, (kv, kv))
     factor, _ = _check.logit_factors(_check.number("scale", scale, _check.TINY), 0.0, k_scale)
     selected = np.empty((_check.length("query", query), _check.integer("topk_tokens", topk_tokens, 1)), np.int32)
-    arrays = (selected, query, index_cache, weights, query_start_loc, seq_lens, block_table)
+    arrays = (selected, query, index_cache, seq_lens, query_start_loc, block_table, weights)
     names = (isa, kv_cache_dtype, kv_cache_layout)
     found = _check.masks(_check.length("seq_lens", seq_lens), None, document_start_loc, None)
     how = (_check.boolean("causal", causal), factor * k_scale, masks_struct(found) if found else ffi.NULL)

@@ -158,9 +158,8 @@ def attention_mla(
     """
     plan = _check.plan("scheduler_metadata", scheduler_metadata)
     _check.latent(plan)
-    step = (query_start_loc, seq_lens, dynamic_causal)
-    features = (None, s_aux, selected_blocks, None, selected_tokens)
-    arrays = (output, lse, query, kv_cache, None, block_table, *step, *features)
+    step = (query_start_loc, seq_lens, None, block_table, s_aux, dynamic_causal)
+    arrays = (output, lse, query, kv_cache, None, *step, selected_blocks, None, selected_tokens)
     try:
         _check.same_call(plan, sliding_window, kv_cache_dtype, "NHD", "none")
         scales = _check.scales(k_scale, k_scale, plan.kv_dtypes)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch, profiling
+from cpu_attn._arguments import ATTENTION, WRITE, documented
 from cpu_attn._arrays import address, described, new_beside, objects, view
 from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, FORMATS, dtype_name, is_scaled
 from cpu_attn._native import ffi, lib
@@ -44,6 +45,7 @@ _RECORDED = {  # the name of a call in profiles, and the array that tells dtype 
 ONLY_CHECK = (ffi.NULL, 2**63 - 1)  # ca_attend has no workspace here: it checks and computes nothing
 
 
+@documented(WRITE)
 def reshape_and_cache(
     key: Any,
     value: Any,
@@ -64,29 +66,7 @@ def reshape_and_cache(
     elements (in values: Dv), N blocks of B tokens.
 
     Args:
-        key: [T, Hkv, D] of float32, float16 or bfloat16. The last axis is dense, the other strides are free.
-        value: [T, Hkv, Dv], of the same dtype. The last axis is dense, the other strides are free.
-        key_cache: [N, Hkv, B, width], changed in place. :func:`get_kv_cache_shape` says the width. The strides of N and
-            Hkv are free, so that K and V of a block may interleave.
-        value_cache: the same for values.
-        slot_mapping: int64 [T], block * B + place in the block. A token with a negative slot is skipped. Where tokens
-            share a slot, one of them is stored, whole.
-        isa: whose layout to write; ``auto`` follows CPU_ATTN_ISA, then takes the best isa of this machine. Whoever
-            reads the cache has to name the same isa.
-        k_scale: what keys are divided by in fp8 caches: positive, normal and finite in float32. 1 for other caches.
-        v_scale: the same for values.
-        kv_cache_dtype: what the caches hold. ``auto``: elements of the dtype of ``key``. ``fp8_e4m3`` (``fp8``) or
-            ``fp8_e5m2``, in arrays of that float8 dtype or of uint8: key / k_scale and value / v_scale, rounded to
-            nearest even, saturating, subnormals kept. ``int8``, ``int6``, ``int5``, ``int4_per_token_head`` or
-            ``int4``, in arrays of uint8: integers, rounded to nearest even, and bfloat16 scales, one for each token and
-            kv head, in ``int4`` one for 32 elements of these. Two names as ``K/V``: one for keys, one for values.
-        kv_cache_layout: ``packed``, or plain rows, which hold no integers: ``HND`` [N, Hkv, B, D] or ``NHD`` [N, B,
-            Hkv, D]. In plain rows all strides but the last axis's are free, and every isa reads the same.
-        kv_cache_rotation: ``hadamard`` stores each head of K and V after an orthogonal transform in float32
-            (:func:`rotate`), so that channels which are larger than the others do not cost the others their digits. It
-            is meant for quantised caches; docs/quality.md has figures. ``hadamard/none`` and ``none/hadamard``
-            transform K alone or V alone. Whoever reads the cache names the same rotation. A head of which one element
-            is not finite comes back as NaN throughout.
+        {arguments}
 
     Raises:
         ValueError: a shape, a stride, a slot or a number is out of range, a name is unknown, or memory overlaps.
@@ -163,6 +143,7 @@ def _meaning(before: Any, fault: Any, isa: str, kv_cache_dtype: Any, layout: str
     return meaning
 
 
+@documented(ATTENTION)
 def attention_with_kv_cache(
     query: Any,
     key_cache: Any,
@@ -197,47 +178,7 @@ def attention_with_kv_cache(
     of values, N blocks of B tokens, M columns of the block table.
 
     Args:
-        query: [T, Hq, D] of the plan's dtype, one request after another. The last axis is dense, other strides are
-            free.
-        key_cache: [N, Hkv, B, width], as :func:`reshape_and_cache` wrote it with the plan's isa.
-        value_cache: the same for values. In plain layouts it may be a view of ``key_cache``.
-        output: [T, Hq, Dv] of the plan's dtype or float32, written. The last axis is dense, other strides are free.
-        query_start_loc: int32 [R + 1], where each request's query tokens start; the last number is T, as the plan has
-            it.
-        seq_lens: int32 [R], how many keys each request has, this step's among them, as the plan has it.
-        scale: the factor of q.k, finite in float32; usually 1 / sqrt(D).
-        causal: whether query token i of a request sees the keys up to ``seq_len - q_len + i`` only, as the plan has it.
-        alibi_slopes: float32 [Hq], or None. Adds slope * (key position - query position) to the logits.
-        sliding_window: as the plan has it: -1, w or (left, right).
-        block_table: int32 [R, M], the blocks of each request in order. Entries that a request does not need are
-            ignored.
-        softcap: 0 turns it off. Otherwise logits become softcap * tanh(logit / softcap), and softcap is within
-            1.18e-38..2.34e38. ``scale * k_scale / softcap`` has to be finite in float32; without softcap, ``scale *
-            k_scale * log2(e)`` has to be.
-        scheduler_metadata: the plan, of :func:`get_scheduler_metadata`.
-        s_aux: [Hq], or None. Attention sinks: one logit more for each head in the softmax, which has no value.
-        dynamic_causal: int32 [R], or None, as the plan has it.
-        k_scale: as :func:`reshape_and_cache` had it.
-        v_scale: as :func:`reshape_and_cache` had it.
-        kv_cache_dtype: as the plan and :func:`reshape_and_cache` had it.
-        lse: float32 [Hq, T], or None. Receives the natural log of each softmax's denominator, with the sink in it.
-        selected_blocks: int32 [R, Hkv, S], or None for all. Which blocks each kv head attends: columns of its request's
-            row of ``block_table``, strictly ascending, then -1. Keys of other blocks do not count and cost nothing, and
-            entries of ``block_table`` that no head selects are ignored. :func:`select_pages` chooses. With a plan that
-            has a ``query_block_size`` the first axis counts the query blocks of all requests, one request after
-            another: each attends blocks of its own. With a plan that has ``select_by_query_head`` the second axis
-            counts query heads.
-        attn_bias: float32 [R or 1, Hq or 1, Q, K], or None. ``attn_bias[r, h, i, j]`` is added to the logit of query
-            token i of request r for its key j, after softcap. Q and K are no less than any request needs. The last axis
-            is dense, other strides are free and may be 0. -inf hides a key, though not NaN or inf in the key or its
-            value. Entries for keys that a token does not see are ignored.
-        kv_cache_layout: as the plan has it. ``HND`` and ``NHD`` are read where they lie, whoever wrote them.
-        kv_cache_rotation: as the plan has it. Queries are rotated like keys and rounded to their dtype, and the output
-            is turned back.
-        selected_tokens: int32 [T, S], or None for all. Which keys of its request each query token attends, of those
-            that masks leave it: strictly ascending, then -1. No other key is read. S is at most the plan's
-            ``max_selected_tokens``; such a plan is for calls that select tokens, and others are for calls that do not.
-            It does not go with ``selected_blocks``. :func:`select_tokens` chooses.
+        {arguments}
 
     Returns:
         ``output``. A row that sees no key is 0, and its lse is -inf, or the sink where there is one.
@@ -272,9 +213,8 @@ def attention_with_kv_cache(
     plan = _check.plan("scheduler_metadata", scheduler_metadata)
     _check.same_call(plan, sliding_window, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
     scales = _check.scales(k_scale, v_scale, plan.kv_dtypes)
-    step = (query_start_loc, seq_lens, dynamic_causal)
-    features = (alibi_slopes, s_aux, selected_blocks, attn_bias, selected_tokens)
-    arrays = (output, lse, query, key_cache, value_cache, block_table, *step, *features)
+    step = (query_start_loc, seq_lens, alibi_slopes, block_table, s_aux, dynamic_causal)
+    arrays = (output, lse, query, key_cache, value_cache, *step, selected_blocks, attn_bias, selected_tokens)
     run_attention(plan, arrays, scale, softcap, scales, _check.boolean("causal", causal))
     return output
 
@@ -299,8 +239,8 @@ def attend(
 ) -> None:
     """Does what :func:`attention_with_kv_cache` does for callers that made the plan and know its lengths to be right.
     scales: of K and V."""
-    features = (alibi_slopes, s_aux, selected_blocks, attn_bias, selected_tokens)
-    arrays = (output, lse, query, key_cache, value_cache, block_table, None, None, None, *features)
+    step = (None, None, alibi_slopes, block_table, s_aux, None)
+    arrays = (output, lse, query, key_cache, value_cache, *step, selected_blocks, attn_bias, selected_tokens)
     run_attention(plan, arrays, scale, softcap, scales)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import _check, _dispatch, _numa, _threads, profiling
+from cpu_attn._arguments import PLAN, documented
 from cpu_attn._arrays import addresses, bridged, view
 from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, FORMATS, dtype_name
 from cpu_attn._native import ffi, lib
@@ -127,6 +128,9 @@ class SchedulerMetadata(_check.Plan):
         )
 
 
+_DEFAULTS = {row.name: int(row.default or 0) for row in PLAN.fields}
+
+
 class Plans(dict[Any, Any]):
     """Keeps plans with what they were made for. A copy or a pickle of it is empty, since a plan is memory of its
     process."""
@@ -135,6 +139,7 @@ class Plans(dict[Any, Any]):
         return Plans, ()
 
 
+@documented(PLAN)
 def get_scheduler_metadata(
     num_reqs: int,
     num_heads: int,
@@ -174,59 +179,7 @@ def get_scheduler_metadata(
     and order of the arguments follow vLLM's ``cpu_attn_get_scheduler_metadata``.
 
     Args:
-        num_reqs: R, the number of requests.
-        num_heads: Hq, query heads, 1 to 65536.
-        num_kv_heads: Hkv, kv heads; divides ``num_heads``. Query head h reads kv head h // (Hq // Hkv).
-        head_size: D, elements of a head of queries and keys, 1 to 65536.
-        seq_lens: int32 [R], how many keys each request has, this step's among them.
-        dtype: of queries, keys and values: float32, float16 or bfloat16, as NumPy dtype, torch dtype or name.
-        query_start_loc: int32 [R + 1], where each request's query tokens start; the last number is T.
-        causal: whether query token i of a request sees the keys up to ``seq_len - q_len + i`` only.
-        sliding_window: -1: off. w: the last w keys, the query's own among them, and w - 1 keys ahead where not causal.
-            (left, right): so many keys on each side of the query's own, -1 for all.
-        isa: whose kernels; ``auto`` follows CPU_ATTN_ISA, then takes the best isa of this machine; ``vec`` is the best
-            without a matrix unit; ``vec16`` is the same for head sizes that are multiples of 16.
-        enable_kv_split: whether long requests may be split over their keys where threads would idle. The bits of
-            results are the same either way.
-        dynamic_causal: int32 [R], or None. Whether each request is causal (not 0) or bidirectional (0), in place of
-            ``causal``.
-        kv_cache_dtype: what the caches hold: ``auto``, ``fp8_e4m3`` (``fp8``), ``fp8_e5m2``, ``int8``, ``int6``,
-            ``int5``, ``int4``, ``int4_per_token_head``, or two of these as ``K/V``.
-        head_size_v: Dv, elements of a head of values and of the output; ``head_size`` unless said.
-        engine: ``auto`` follows CPU_ATTN_ENGINE, then means ``native``; ``onednn``; ``reference``.
-        mm_prefix_range: {request: [(start, end), ...]}, ascending spans of keys, end inclusive. The tokens of a span
-            see one another, whatever ``causal`` and ``sliding_window`` say. A prefix-LM is one span from 0.
-        document_start_loc: {request: [0, ...]}, ascending first keys of the documents that are packed in a request. A
-            query sees keys of its own document only. No span crosses a border, and every query has a key of its own.
-        tree_mask: uint8 [T, W], or None. Bit j of row t (``numpy.packbits(..., bitorder="little")``) says whether query
-            token t sees the key of its request's query token j, in place of ``causal`` among these. The position of a
-            token, by which windows go, is ``seq_len - q_len`` plus the number of query tokens that it sees besides
-            itself. Requests are causal. It does not go with ALiBi, ``mm_prefix_range`` or ``document_start_loc``.
-        block_table: int32 [R, M], or None. With it, requests whose tables start with the same blocks read these once,
-            in whole segments of 1024 keys, where few query rows meet them (decode). The bits of results are the same,
-            of ``onednn`` they stay within the error budgets. The table of a call must then have the same blocks in
-            common.
-        block_size: B, tokens of a block; with ``block_table``, and only then.
-        kv_cache_layout: ``packed``, as :func:`reshape_and_cache` writes it for the isa, or plain rows, which hold no
-            integers: ``HND`` [N, Hkv, B, D] or ``NHD`` [N, B, Hkv, D].
-        mm_prefix_clamp_sliding_window: whether the left side of ``sliding_window`` holds within spans, too (Gemma 4).
-        kv_cache_rotation: ``none`` or ``hadamard``, as :func:`reshape_and_cache` wrote the caches.
-        max_selected_tokens: S, or None. The plan is for calls with ``selected_tokens`` of up to S columns, and for no
-            others; every query token is a task of its own then. It does not go with ``block_table``.
-        cp_world_size: how many ranks share the keys of each request; 1: none do. With more, ``seq_lens``,
-            ``query_start_loc`` and the masks are the same on all ranks and go by positions, while caches,
-            ``block_table``, ``selected_blocks``, ``selected_tokens`` and the last axis of ``attn_bias`` have this
-            rank's keys alone. :func:`merge_states` merges the results of all ranks.
-        cp_rank: which of them this is. Its keys are those of the positions p of a request with
-            ``p // cp_kv_cache_interleave_size % cp_world_size == cp_rank``, counted without gaps.
-        cp_kv_cache_interleave_size: how many positions in a row have their keys on the same rank.
-        block_nodes: int32 [N], or None. The NUMA node on which the memory of each block lies, with ``block_table``, and
-            only then. Threads then take tasks first whose blocks are on their own node; no bit changes.
-        query_block_size: query tokens of a query block, or None. ``selected_blocks`` then has lists for each query
-            block in place of each request. The blocks of a request start at its first query token of the step; the last
-            one may have fewer tokens. It does not go with ``block_table`` or ``max_selected_tokens``.
-        select_by_query_head: whether ``selected_blocks`` has lists for each query head in place of each kv head. Every
-            query head then reads its keys for itself. It does not go with ``block_table`` or ``max_selected_tokens``.
+        {arguments}
 
     Returns:
         The plan.
@@ -250,7 +203,7 @@ def get_scheduler_metadata(
         (26, 'native')
     """
     num_reqs = _check.integer("num_reqs", num_reqs, 0)
-    shape = ffi.new("ca_shape *")
+    shape = ffi.new("ca_shape *", _DEFAULTS)
     shape.num_reqs = num_reqs
     shape.num_heads = _check.integer("num_heads", num_heads, 1, _check.MAX_SIZE)
     shape.num_kv_heads = _check.integer("num_kv_heads", num_kv_heads, 1, shape.num_heads)
@@ -274,20 +227,25 @@ def get_scheduler_metadata(
     shape.hadamard = _check.kv_cache_rotation(kv_cache_rotation)
     if block_table is not None or block_size is not None:
         shape.block_size = _check.table_block_size(block_table, block_size)
-    shape.max_selected_tokens, shape.query_block_size, shape.select_by_query_head = _check.selections(
-        max_selected_tokens, query_block_size, select_by_query_head, shape.block_size
-    )
-    shape.cp_world_size, shape.cp_rank, shape.cp_interleave = _check.ranks(
-        cp_world_size, cp_rank, cp_kv_cache_interleave_size
+    _check.ranks(cp_world_size, cp_rank, cp_kv_cache_interleave_size)
+    _check.options(
+        shape,
+        mm_prefix_clamp_sliding_window=mm_prefix_clamp_sliding_window,
+        max_selected_tokens=max_selected_tokens,
+        cp_world_size=cp_world_size,
+        cp_rank=cp_rank,
+        cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
+        query_block_size=query_block_size,
+        select_by_query_head=select_by_query_head,
     )
     if block_nodes is not None:
         if not shape.block_size:
             raise ValueError("block_table: is None, block_nodes is given, which needs it")
         _numa.cpus_of_nodes()
-    found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window)
+    found = _check.masks(num_reqs, mm_prefix_range, document_start_loc, tree_mask)
     words = (sliding_window, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
     made = SchedulerMetadata(
-        _plan(shape, engine_pointer, (query_start_loc, seq_lens, dynamic_causal, block_table, block_nodes), found),
+        _plan(shape, engine_pointer, (seq_lens, query_start_loc, dynamic_causal, block_table, block_nodes), found),
         shape,
         dtype,
         kvs,
@@ -308,7 +266,7 @@ def get_scheduler_metadata(
 def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Masks | None) -> Any:
     start, fault = profiling.clock(), ffi.new("ca_fault *")
     masks = masks_struct(given_masks) if given_masks else ffi.NULL
-    found = step if type(step[1]) is np.ndarray else bridged(step)
+    found = step if type(step[0]) is np.ndarray else bridged(step)
     where, given, alive = addresses(found), ffi.NULL, found
     while not (pointer := lib.ca_plan_new(shape, engine, where, given, masks, fault)):
         where, given, alive = _check.reread(fault, _check.STEP, step, given, alive)
@@ -320,9 +278,9 @@ def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Ma
 def _checksum(shape: Any, lengths: tuple[Any, ...], masks: _check.Masks | None) -> bytes:
     """Hashes what has to be the same on all ranks. The isa, the threads and what the cache holds are each rank's own
     affair."""
-    sizes = (shape.num_reqs, shape.num_heads, shape.num_kv_heads, shape.head_size, shape.head_size_v, shape.dtype)
-    sees = (shape.causal, shape.window_left, shape.window_right, shape.query_block_size, shape.select_by_query_head)
-    found = blake2b(repr((*sizes, *sees, shape.cp_interleave, masks and masks.clamped)).encode(), digest_size=8)
+    same = ["num_reqs", "num_heads", "num_kv_heads", "head_size", "head_size_v", "dtype", "causal", "window_left"]
+    same += ["window_right", *(row.name for row in PLAN.fields if row.name != "cp_rank")]
+    found = blake2b(repr([getattr(shape, name) for name in same]).encode(), digest_size=8)
     arrays = [x if x is None else view("lengths", x).numpy() for x in lengths]
     if masks:
         arrays += [masks.spans, masks.documents, None if masks.tree is None else masks.tree.numpy()]
@@ -333,7 +291,7 @@ def _checksum(shape: Any, lengths: tuple[Any, ...], masks: _check.Masks | None) 
 
 def masks_struct(found: _check.Masks) -> Any:
     """Gives the masks as C takes them. The struct is valid as long as ``found`` lives."""
-    masks = ffi.new("ca_masks *", {"tree_rows": -1, "clamp_spans": found.clamped})
+    masks = ffi.new("ca_masks *", {"tree_rows": -1})
     masks.spans, masks.num_spans = _check.pointer("int32_t *", found.spans), len(found.spans)
     masks.documents, masks.num_documents = _check.pointer("int32_t *", found.documents), len(found.documents)
     if found.tree is not None:

@@ -91,8 +91,8 @@ def rotary_reshape_and_cache(
         (True, True)
     """
     out = query if query_out is None else query_out
-    turns = (positions, cos_sin_cache, q_weight, k_weight)
-    arrays = (key_cache, value_cache, out, query, key, value, slot_mapping, *turns)
+    turns = (cos_sin_cache, positions, q_weight, k_weight)
+    arrays = (key_cache, value_cache, out, key, value, slot_mapping, query, *turns)
     names = _IN_PLACE if out is query else _check.ROTARY
     cache = (isa, k_scale, v_scale, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
     how = (_check.boolean("is_neox", is_neox), _check.number("eps", eps, 0.0))

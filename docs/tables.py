@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of measured figures into the pages: ``python docs/tables.py``.
+"""Writes the tables of measured figures, and of the calls' arguments, into the pages: ``python docs/tables.py``, where
+cpu_attn is installed.
 
 A page has each table between two comments that name it. A file of docs/reports has reports of ``cpu-attn bench``
 (``--save``) as its ``runs``, beside the machine, the date, the command, and the commit that brought the figures.
@@ -17,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from cpu_attn import _arguments
 
 DOCS = Path(__file__).resolve().parent
 REPORTS = DOCS / "reports"
@@ -130,6 +133,19 @@ def as_it_stands(name: str) -> Rows:
         return list(csv.reader(line for line in file if not line.startswith("#")))
 
 
+def arguments(call: _arguments.Call) -> Rows:
+    """The rows of a call in cpu_attn/_arguments.py: name, dtype and shape or type, and default."""
+    rows = [["argument", "what", "default"]]
+    for row in call.rows:
+        if isinstance(row, _arguments.Array):
+            form = row.form.removesuffix(".").removesuffix(", or None")
+            rows.append([f"`{row.name}`", form, "`None`" if row.optional else ""])
+        else:
+            given = "" if row.default is _arguments.REQUIRED else f"`{row.default!r}`"
+            rows.append([f"`{row.name}`", f"`{row.type}`".replace("|", "\\|"), given.replace("'", '"')])
+    return rows
+
+
 OWN: dict[str, Callable[[list[Report]], str]] = {"own kernels": speed}
 LIMIT = {**OWN, "of the limit": fraction}
 ROOF = {**OWN, "of the roof": partial(fraction, field="fraction_of_roof")}
@@ -143,6 +159,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "emerald-rapids": lambda: compared("emerald-rapids", engines="onednn torch", columns=LIMIT),
     "emerald-rapids-threads": lambda: by_threads("emerald-rapids-threads"),
     "cascade-lake": lambda: compared("cascade-lake", "cascade-lake-torch", engines="onednn torch", columns=LIMIT),
+    **{call.name: partial(arguments, call) for call in (_arguments.PLAN, _arguments.WRITE, _arguments.ATTENTION)},
     **{file.stem: partial(as_it_stands, file.stem) for file in REPORTS.glob("*.csv")},
 }
 

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  * This is the whole C ABI. cffi reads what stands between the two markers; nothing else is public.
+ * arguments.h has the arrays of each call and the axes of these, which build_ffi.py writes from cpu_attn/_arguments.py.
  * In shapes R is num_reqs, T num_tokens, Hq num_heads, Hkv num_kv_heads, D head_size, Dv head_size_v, N num_blocks, B
  * block_size, and M is how many blocks of a request a block table holds. Strides count elements, not bytes. */
 #ifndef CPU_ATTN_H
 #define CPU_ATTN_H
 #include <stddef.h>
 #include <stdint.h>
+#include "arguments.h"
 /* cffi: begin */
 /* The dtypes that queries and caches may have come first. Those of caches alone follow: fp8 (e4m3 without infinities
  * and e5m2: arXiv:2209.05433), and integers with bfloat16 scales, of which int4 has one for each 32 elements of a
@@ -96,42 +98,6 @@ enum ca_status {
     CA_STATE_LENGTH      /* value = inputs that a state of a convolution holds, bound = the least, at most 8 */
 };
 
-/* An axis counts one of these, and faults name it so. A symbol below CA_FREE stands for a size that is the same
- * throughout the call: the plan says it, or the first argument that has it. The other symbols stand for no size that
- * arguments share. */
-enum ca_symbol {
-    CA_T,
-    CA_NUM_REQS,
-    CA_NUM_REQS_1, /* num_reqs + 1 */
-    CA_NUM_HEADS,
-    CA_NUM_KV_HEADS,
-    CA_HEAD_SIZE,
-    CA_HEAD_SIZE_V,
-    CA_NUM_BLOCKS,
-    CA_BLOCK_SIZE,
-    CA_QUERY_BLOCKS, /* query blocks of all requests */
-    CA_FREE,
-    CA_ROT_DIM = CA_FREE, /* even, from 2 to the head size */
-    CA_BLOCKS,
-    CA_MAX_POSITION,
-    CA_WIDTH, /* the last axis of a cache */
-    CA_QUERIES,
-    CA_KEYS,
-    CA_SELECTED,
-    /* The symbols below are those of linear attention. */
-    CA_NUM_K_HEADS,
-    CA_NUM_V_HEADS,
-    CA_HEAD_K_DIM,
-    CA_HEAD_V_DIM,
-    CA_NUM_SLOTS,
-    CA_CHANNELS,
-    CA_STATE_LEN, /* inputs that the state of a convolution holds */
-    CA_CHECKPOINTS,
-    CA_REQUEST_TOKEN_SLOT, /* the 3 columns of checkpoints */
-    CA_SYMBOLS,
-    CA_OR_1 = 32 /* added to a symbol below CA_FREE: a size of 1 will do, too */
-};
-
 /* Says where a check failed. request, position, value, bound, kv_head, query_head, query_block and token (a query block
  * and a token are numbered through the step) are -1 where the status does not use them; a list of blocks has a kv_head
  * or a query_head, and a query_block where the plan has these. The caller hands over zeros, which mean CA_OK, and a
@@ -141,7 +107,7 @@ typedef struct ca_fault {
     int64_t request, position, value, bound;
     int64_t kv_head, query_head, query_block, token;
     /* The fields below are used where the fault is about an argument. */
-    int32_t argument, ndim, axes[4]; /* argument: its place among the call's arrays; axes: enum ca_symbol */
+    int32_t argument, ndim, axes[4]; /* argument: its place among the call's arrays; axes: enum ca_axis */
     uint64_t expected;               /* 1 << ca_dtype for each dtype that it may have */
     int64_t least, head_size;
     int32_t kv_cache_layout;
@@ -157,16 +123,10 @@ typedef struct ca_shape {
     int32_t window_left, window_right; /* keys visible to each side of the query, -1: all */
     int32_t enable_kv_split;
     int32_t num_threads;
-    int32_t kv_cache_layout;      /* enum ca_kv_cache_layout */
-    int32_t hadamard;             /* 1 for a rotated cache of K, 2 of V, 3 of both: kernel/cache_write/hadamard.h */
-    int32_t block_size;           /* block size of the table that the plan was given; 0: it was given none */
-    int32_t max_selected_tokens;  /* most columns of selected_tokens; 0: calls have none, else all of them have some */
-    int32_t query_block_size;     /* query tokens that share a list of selected_blocks; 0: all of their request */
-    int32_t select_by_query_head; /* whether query heads have lists of selected_blocks, in place of kv heads */
-    /* Ranks share the positions of a request: rank 0 has the first cp_interleave of them, rank 1 as many after these,
-     * and so on, and after the last rank it is rank 0 again. The caches hold the keys of cp_rank alone; where
-     * cp_world_size is 0 or 1 they hold all keys. */
-    int32_t cp_world_size, cp_rank, cp_interleave;
+    int32_t kv_cache_layout; /* enum ca_kv_cache_layout */
+    int32_t hadamard;        /* 1 for a rotated cache of K, 2 of V, 3 of both: kernel/cache_write/hadamard.h */
+    int32_t block_size;      /* block size of the table that the plan was given; 0: it was given none */
+    CA_PLAN_FIELDS           /* its options, of cpu_attn/_arguments.py */
 } ca_shape;
 
 /* Holds the masks besides causal and window, as _check.masks has accepted them. Both lists ascend by request, then by
@@ -176,7 +136,6 @@ typedef struct ca_masks {
     const int32_t *documents; /* [num_documents][2]: request, first key */
     const uint8_t *tree;      /* [tree_rows][tree_bytes]; tree_rows -1: there is none */
     int64_t num_spans, num_documents, tree_rows, tree_bytes, tree_stride;
-    int32_t clamp_spans; /* whether spans end at the left side of the window */
 } ca_masks;
 
 typedef struct ca_plan ca_plan;
@@ -194,50 +153,6 @@ typedef struct ca_array {
     int64_t shape[4], strides[4];
     int32_t ndim, dtype, itemsize, writable;
 } ca_array;
-
-/* The arrays of each call come in the order of _check.ATTENTION, STEP, WRITE, INDEX, ROTARY and SELECT: first those
- * that the call writes. The tables of native/check/arguments.c say what each has to be. */
-enum ca_attention_arrays {
-    CA_OUTPUT,
-    CA_LSE,
-    CA_QUERY,
-    CA_KEY_CACHE,
-    CA_VALUE_CACHE,
-    CA_BLOCK_TABLE,
-    CA_QUERY_START_LOC,
-    CA_SEQ_LENS,
-    CA_DYNAMIC_CAUSAL,
-    CA_ALIBI_SLOPES,
-    CA_S_AUX,
-    CA_SELECTED_BLOCKS,
-    CA_ATTN_BIAS,
-    CA_SELECTED_TOKENS,
-    CA_ATTENTION_ARRAYS
-};
-enum ca_step_arrays {
-    CA_STEP_QUERY_START_LOC,
-    CA_STEP_SEQ_LENS,
-    CA_STEP_DYNAMIC_CAUSAL,
-    CA_STEP_BLOCK_TABLE,
-    CA_STEP_BLOCK_NODES, /* the NUMA node of each block */
-    CA_STEP_ARRAYS
-};
-enum ca_write_arrays { CA_TO_KEY_CACHE, CA_TO_VALUE_CACHE, CA_KEY, CA_VALUE, CA_SLOT_MAPPING, CA_WRITE_ARRAYS };
-enum ca_index_arrays { CA_INDEX_CACHE, CA_INDEX_KEY, CA_INDEX_SLOT_MAPPING, CA_INDEX_ARRAYS };
-enum ca_rotary_arrays {
-    CA_ROTARY_KEY_CACHE,
-    CA_ROTARY_VALUE_CACHE,
-    CA_ROTARY_QUERY_OUT,
-    CA_ROTARY_QUERY,
-    CA_ROTARY_KEY,
-    CA_ROTARY_VALUE,
-    CA_ROTARY_SLOT_MAPPING,
-    CA_POSITIONS,
-    CA_COS_SIN_CACHE,
-    CA_Q_WEIGHT,
-    CA_K_WEIGHT,
-    CA_ROTARY_ARRAYS
-};
 
 /* Says what the caller's names of an isa and of a kv_cache_dtype mean for keys of each dtype. Python resolves a name
  * when it is first needed; `known` says for which dtypes it has. */
@@ -391,16 +306,6 @@ int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *s
 int64_t ca_score_floats(int64_t head_size);
 
 /* This is select_tokens. scale, which is positive, is that of q.k and of the cache together. masks may be NULL. */
-enum ca_select_arrays {
-    CA_SELECT_OUT,
-    CA_SELECT_QUERY,
-    CA_SELECT_CACHE,
-    CA_SELECT_WEIGHTS,
-    CA_SELECT_QUERY_START_LOC,
-    CA_SELECT_SEQ_LENS,
-    CA_SELECT_BLOCK_TABLE,
-    CA_SELECT_ARRAYS
-};
 int ca_select_tokens(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
                      int causal, float scale, const ca_masks *masks, ca_fault *fault);
 

@@ -48,7 +48,10 @@ ADAPTERS = {
     **{name: name for name in ("torch", "transformers", "vllm", "sglang")},
     **{"flash_attn": "torch", "flashinfer": "torch"},
 }
-TO_BUILD = ("native", "build_ffi.py", "pyproject.toml", "README.md", "LICENSE", "cpu_attn/__init__.py")  # its version
+TO_BUILD = (
+    *("native", "build_ffi.py", "pyproject.toml", "README.md", "LICENSE"),
+    *("cpu_attn/__init__.py", "cpu_attn/_arguments.py"),  # its version, its table
+)
 BUILD_EXT = "import setuptools; setuptools.setup()"
 KILLED, SURVIVED, STALE, TIMEOUT, BROKEN, LEFT_OUT = "killed", "SURVIVED", "STALE", "timeout", "BROKEN", "left out"
 # What of native/ no random mutant breaks: what cffi reads, what only bench asks for, what stands in for instructions.
@@ -112,7 +115,7 @@ class Mutant:
 
     @property
     def native(self) -> bool:
-        return self.file.startswith("native/")
+        return self.file.startswith("native/") or self.file == "cpu_attn/_arguments.py"
 
     @property
     def library(self) -> str:

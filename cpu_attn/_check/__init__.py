@@ -85,6 +85,7 @@ from cpu_attn._check.plans import (
     block_table,
     latent,
     lengths,
+    options,
     plan,
     plan_of_ranks,
     ranks,
@@ -94,7 +95,6 @@ from cpu_attn._check.plans import (
     same_kv_dtypes,
     selected_blocks,
     selected_tokens,
-    selections,
     table_block_size,
 )
 from cpu_attn._check.values import (
@@ -171,6 +171,7 @@ __all__ = [
     "new_fault",
     "numa",
     "number",
+    "options",
     "pages",
     "plan",
     "plan_of_ranks",
@@ -189,7 +190,6 @@ __all__ = [
     "score_pages",
     "selected_blocks",
     "selected_tokens",
-    "selections",
     "sequence",
     "sizes",
     "small_floats",

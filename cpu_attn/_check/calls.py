@@ -1,27 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module names the arrays of each call, and checks those that have no table in native/check/arguments.c."""
+"""This module names the arrays of each call, and checks those of calls that have no rows in _arguments.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from cpu_attn._arguments import CALLS
 from cpu_attn._arrays import Array, view
 from cpu_attn._check.arrays import FLOATS, apart, array, disjoint, writable
 from cpu_attn._check.plans import lengths
 from cpu_attn._check.values import MAX_SIZE, integer, sequence
 
-# Each tuple has the order of native/cpu_attn.h: the arrays that a call writes come first.
-_LENGTHS = ("query_start_loc", "seq_lens", "dynamic_causal")
-_FEATURES = ("alibi_slopes", "s_aux", "selected_blocks", "attn_bias", "selected_tokens")
-ATTENTION = ("output", "lse", "query", "key_cache", "value_cache", "block_table", *_LENGTHS, *_FEATURES)
+# Each tuple has the order in which C has the arrays of a call: those that it writes come first.
+ATTENTION, STEP, WRITE, INDEX, ROTARY, SELECT = (call.names for call in CALLS)
 MLA = tuple("kv_cache" if name in ("key_cache", "value_cache") else name for name in ATTENTION)
-STEP = (*_LENGTHS, "block_table", "block_nodes")
-WRITE = ("key_cache", "value_cache", "key", "value", "slot_mapping")
-INDEX = ("index_cache", "k", "slot_mapping")
-SELECT = ("selected", "query", "index_cache", "weights", "query_start_loc", "seq_lens", "block_table")
-_TURNS = ("positions", "cos_sin_cache", "q_weight", "k_weight")
-ROTARY = ("key_cache", "value_cache", "query_out", "query", "key", "value", "slot_mapping", *_TURNS)
 
 
 def attention_arrays(**given: Any) -> tuple[Any, ...]:

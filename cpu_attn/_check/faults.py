@@ -7,39 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cpu_attn._arguments import FREE_AXES, SHARED_AXES, c_name
 from cpu_attn._arrays import Array, view
 from cpu_attn._dtypes import CODES, DTYPES
 from cpu_attn._native import ffi, lib
 
-# This is what errors call the sizes of enum ca_symbol.
-_AXES = {
-    lib.CA_T: "T",
-    lib.CA_NUM_REQS: "num_reqs",
-    lib.CA_NUM_REQS_1: "num_reqs + 1",
-    lib.CA_NUM_HEADS: "num_heads",
-    lib.CA_NUM_KV_HEADS: "num_kv_heads",
-    lib.CA_HEAD_SIZE: "head_size",
-    lib.CA_HEAD_SIZE_V: "head_size_v",
-    lib.CA_NUM_BLOCKS: "num_blocks",
-    lib.CA_BLOCK_SIZE: "block_size",
-    lib.CA_QUERY_BLOCKS: "query blocks",
-    lib.CA_ROT_DIM: "rot_dim",
-    lib.CA_BLOCKS: "blocks",
-    lib.CA_MAX_POSITION: "max_position",
-    lib.CA_WIDTH: "width",
-    lib.CA_QUERIES: "Q",
-    lib.CA_KEYS: "K",
-    lib.CA_SELECTED: "tokens",
-    lib.CA_NUM_K_HEADS: "num_k_heads",
-    lib.CA_NUM_V_HEADS: "num_v_heads",
-    lib.CA_HEAD_K_DIM: "head_k_dim",
-    lib.CA_HEAD_V_DIM: "head_v_dim",
-    lib.CA_NUM_SLOTS: "num_slots",
-    lib.CA_CHANNELS: "channels",
-    lib.CA_STATE_LEN: "inputs",
-    lib.CA_CHECKPOINTS: "checkpoints",
-    lib.CA_REQUEST_TOKEN_SLOT: "(request, tokens, slot)",
-}
+# This is what errors call the sizes of enum ca_axis.
+_AXES = {getattr(lib, c_name(axis)): axis for axis in (*SHARED_AXES, *FREE_AXES)}
 _LAYOUTS = {lib.CA_HND: "HND", lib.CA_NHD: "NHD"}
 
 

@@ -11,18 +11,16 @@ import numpy as np
 
 from cpu_attn._arrays import Array
 from cpu_attn._check.arrays import array
-from cpu_attn._check.values import INT32_MAX, boolean, integer, sequence
+from cpu_attn._check.values import INT32_MAX, integer, sequence
 
 
 class Masks(NamedTuple):
     """Holds the masks of a step besides causal and window. spans is int32 [n, 3]: request, first key, last key.
-    documents is int32 [m, 2]: request, first key. Both ascend. clamped says that spans reach no further back than the
-    window."""
+    documents is int32 [m, 2]: request, first key. Both ascend."""
 
     spans: np.ndarray[Any, Any]
     documents: np.ndarray[Any, Any]
     tree: Array | None
-    clamped: bool = False
 
 
 def masks(
@@ -30,11 +28,9 @@ def masks(
     mm_prefix_range: Any,
     document_start_loc: Any,
     tree_mask: Any,
-    mm_prefix_clamp_sliding_window: Any = False,
 ) -> Masks | None:
     """Checks the masks that get_scheduler_metadata was given, and gives None where it was given none. plan/masks.c
     checks what depends on lengths."""
-    clamped = boolean("mm_prefix_clamp_sliding_window", mm_prefix_clamp_sliding_window)
     if mm_prefix_range is None and document_start_loc is None and tree_mask is None:
         return None
     spans = _by_request("mm_prefix_range", mm_prefix_range, num_reqs, _spans)
@@ -43,7 +39,7 @@ def masks(
         for (start, end), (border,) in product(found, documents.get(r, ())):
             if start < border <= end:
                 raise ValueError(f"mm_prefix_range[{r}]: ({start}, {end}) crosses the start of a document, {border}")
-    ranges = Masks(_flat(spans, 3), _flat(documents, 2), None, clamped)
+    ranges = Masks(_flat(spans, 3), _flat(documents, 2), None)
     if tree_mask is None:
         return ranges
     for name, rows in (("mm_prefix_range", ranges.spans), ("document_start_loc", ranges.documents)):

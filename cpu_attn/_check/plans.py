@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cpu_attn._arguments import PLAN
 from cpu_attn._arrays import Array, describe, described
 from cpu_attn._check.arrays import array
 from cpu_attn._check.faults import new_fault, raise_fault
@@ -54,7 +55,7 @@ def ranks(world_size: Any, rank: Any, interleave: Any) -> tuple[int, int, int]:
 def plan_of_ranks(name: str, x: Any, ranks: tuple[int, int, int]) -> Any:
     """Checks that a plan was made for this rank's keys."""
     shape = plan(name, x)._shape
-    made_for = (shape.cp_world_size, shape.cp_rank, shape.cp_interleave)
+    made_for = (shape.cp_world_size, shape.cp_rank, shape.cp_kv_cache_interleave_size)
     if made_for != ranks:
         raise ValueError(
             f"{name}: made for (cp_world_size, cp_rank, cp_kv_cache_interleave_size) = {made_for}, expected {ranks}"
@@ -62,25 +63,27 @@ def plan_of_ranks(name: str, x: Any, ranks: tuple[int, int, int]) -> Any:
     return x
 
 
-def selections(
-    max_selected_tokens: Any, query_block_size: Any, select_by_query_head: Any, block_size: int
-) -> tuple[int, int, bool]:
-    """Checks what a plan is told of selections, and gives 0 for what it is not told. block_size is not 0 where the plan
-    shares prefixes."""
-    most = 0 if max_selected_tokens is None else integer("max_selected_tokens", max_selected_tokens, 1)
-    size = 0 if query_block_size is None else integer("query_block_size", query_block_size, 1)
-    by_head = boolean("select_by_query_head", select_by_query_head)
-    if most and block_size:
+_OPTIONS = {row.name: row for row in PLAN.fields}
+
+
+def options(shape: Any, **given: Any) -> None:
+    """Checks the options of a plan that ca_shape holds, and puts there those that are not the defaults, which it has.
+    Its block_size is not 0 where the plan shares prefixes."""
+    for name, x in given.items():
+        row = _OPTIONS[name]
+        if x is not row.default:
+            setattr(shape, name, boolean(name, x) if row.type == "bool" else integer(name, x, row.least))
+    most, size, by_head = shape.max_selected_tokens, shape.query_block_size, shape.select_by_query_head
+    if most and shape.block_size:
         raise ValueError("max_selected_tokens: query tokens that select their keys share no prefixes (block_table)")
-    if size and block_size:
+    if size and shape.block_size:
         raise ValueError("query_block_size: query blocks that select their keys share no prefixes (block_table)")
-    if by_head and block_size:
+    if by_head and shape.block_size:
         raise ValueError("select_by_query_head: query heads that select their keys share no prefixes (block_table)")
     if size and most:
         raise ValueError("query_block_size: query tokens select their keys (max_selected_tokens); a plan takes one")
     if by_head and most:
         raise ValueError("select_by_query_head: query tokens select their keys (max_selected_tokens); a plan takes one")
-    return most, size, by_head
 
 
 def same_call(

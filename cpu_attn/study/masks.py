@@ -76,13 +76,13 @@ def visible(
     return position, np.stack([low, np.maximum(low, high)], axis=1)
 
 
-def with_masks(masks: _check.Masks, starts: Array, lens: Array, position: Array, sees: Array) -> Array:
+def with_masks(masks: _check.Masks, clamped: bool, starts: Array, lens: Array, position: Array, sees: Array) -> Array:
     """Adds to sees [T, 2] the spans that tokens lie in, and takes off the documents of others."""
     low, high = sees.T.copy()
     for r, first, last in masks.spans.tolist():
         rows = slice(starts[r], starts[r + 1])
         inside = (first <= position[rows]) & (position[rows] <= last)
-        if not masks.clamped:
+        if not clamped:
             low[rows] = np.where(inside, np.minimum(low[rows], first), low[rows])
         high[rows] = np.where(inside, np.maximum(high[rows], min(lens[r], last + 1)), high[rows])
     for r in np.unique(masks.documents[:, 0]):

@@ -128,6 +128,7 @@ def checked(
     if log is not None:
         _check.disjoint("lse", _check.writable("lse", log), {**inputs, "output": out})
     position, sees = visible(starts.numpy(), lens.numpy(), causal, flags, sliding_window)
+    clamped = masks.pop("mm_prefix_clamp_sliding_window")
     found, tree = _check.masks(num_reqs, **masks), None
     if found and found.tree is not None:
         if alibi_slopes is not None:
@@ -135,7 +136,7 @@ def checked(
         tree = Tree(found.tree.numpy(), starts.numpy(), lens.numpy(), _check.window(sliding_window)[0])
         sees = tree.ranges()
     elif found:
-        sees = with_masks(found, starts.numpy(), lens.numpy(), position, sees)
+        sees = with_masks(found, clamped, starts.numpy(), lens.numpy(), position, sees)
     slopes = _check.small_floats("alibi_slopes", alibi_slopes, ["float32"], num_heads)
     sinks = _check.small_floats("s_aux", s_aux, _check.FLOATS, num_heads)
     kv_scales = _check.scales(k_scale, v_scale, kvs)

@@ -296,7 +296,8 @@ int ca_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning
     fit.meaning = meaning;
     if (ca_check_arguments(&ca_write_table, &fit, objects, given, a, fault))
         return fault->status;
-    return write_rows(&fit, a, &a[CA_KEY], &a[CA_VALUE], &a[CA_SLOT_MAPPING], hadamard, k_scale, v_scale, fault);
+    return write_rows(&fit, a, &a[CA_WRITE_KEY], &a[CA_WRITE_VALUE], &a[CA_WRITE_SLOT_MAPPING], hadamard, k_scale,
+                      v_scale, fault);
 }
 
 int ca_index_and_cache(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
@@ -306,7 +307,7 @@ int ca_index_and_cache(uintptr_t objects, const ca_array *given, const ca_meanin
     fit.meaning = meaning;
     if (ca_check_arguments(&ca_index_table, &fit, objects, given, a, fault))
         return fault->status;
-    return write_rows(&fit, a, &a[CA_INDEX_KEY], NULL, &a[CA_INDEX_SLOT_MAPPING], hadamard, k_scale, v_scale, fault);
+    return write_rows(&fit, a, &a[CA_INDEX_K], NULL, &a[CA_INDEX_SLOT_MAPPING], hadamard, k_scale, v_scale, fault);
 }
 
 int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
@@ -316,14 +317,14 @@ int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *
     fit.meaning = meaning;
     if (ca_check_arguments(&ca_rotary_table, &fit, objects, given, a, fault))
         return fault->status;
-    const ca_array *queries = &a[CA_ROTARY_QUERY], *table = &a[CA_COS_SIN_CACHE];
+    const ca_array *queries = &a[CA_ROTARY_QUERY], *table = &a[CA_ROTARY_COS_SIN_CACHE];
     cache caches[2];
     ca_turns turns;
     begin(&fit, a, &a[CA_ROTARY_KEY], &a[CA_ROTARY_VALUE], kv_cache_layout, hadamard, k_scale, v_scale, caches, &turns);
     turns.query = queries;
     turns.query_out = &a[CA_ROTARY_QUERY_OUT];
     turns.cos_sin = table;
-    turns.weights = &a[CA_Q_WEIGHT];
+    turns.weights = &a[CA_ROTARY_Q_WEIGHT];
     turns.num_heads = (int32_t)queries->shape[1];
     turns.is_neox = is_neox;
     turns.eps = eps;
@@ -331,7 +332,7 @@ int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *
     int64_t *slots =
         ca_take_slots(&a[CA_ROTARY_SLOT_MAPPING], caches[K].num_blocks * caches[K].block_size, few[0], fault);
     if (slots)
-        positions = ca_take_positions(&a[CA_POSITIONS], table->shape[0], few[1], fault);
+        positions = ca_take_positions(&a[CA_ROTARY_POSITIONS], table->shape[0], few[1], fault);
     turns.positions = positions;
     if (positions)
         write_all(caches, slots, &turns, fault);

@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
- * This file says what the arrays of each call have to be: each call has a table, with a row for each argument in the
- * order in which they are checked, and ca_check_arguments goes through every table alike. */
+ * This file checks the arrays of a call. Each call has a table, with a row for each array in the order in which they
+ * are checked, and ca_check_arguments goes through every table alike. The rows are those of cpu_attn/_arguments.py, out
+ * of which build_ffi.py makes argument_rows.h. */
 #include "check.h"
+#include "argument_rows.h"
 #include "cache/layout.h"
 
 /* No call has more heads, nor a larger head size, so that every product of sizes is within int64. This is
@@ -20,7 +22,7 @@ enum {
     WRITTEN = 4,
     CACHE = 8,     /* a cache, of K unless OF_V is set; its dtype follows from what it holds */
     OF_V = 16,     /* the cache of V; that of K is in the row before */
-    IN_PLACE = 32, /* may be the very array that is next in the call */
+    IN_PLACE = 32, /* may be the very array that is in the row before */
     ONE_HEAD = 64, /* comes without the axis of kv heads, of which there is one; V of such a cache is a part of K */
     LISTS = 128,   /* its first axis counts query blocks where fit->sizes has these, its second one heads that select */
 };
@@ -36,96 +38,12 @@ struct ca_table {
     ca_argument rows[CA_ATTENTION_ARRAYS]; /* CA_ATTENTION_ARRAYS is the most that a call has */
 };
 
-#define AXES(n, ...)                                                                                                   \
-    (n), { __VA_ARGS__ }
-#define CACHE_AXES AXES(4, CA_NUM_BLOCKS, CA_NUM_KV_HEADS, CA_BLOCK_SIZE, CA_WIDTH)
-
-const ca_table ca_attention_table = {
-    CA_ATTENTION_ARRAYS,
-    2,
-    {
-        {INT32, CA_SEQ_LENS, LENGTHS, AXES(1, CA_NUM_REQS)},
-        {INT32, CA_QUERY_START_LOC, LENGTHS, AXES(1, CA_NUM_REQS_1)},
-        {INT32, CA_DYNAMIC_CAUSAL, OPTIONAL, AXES(1, CA_NUM_REQS)},
-        {OWN, CA_QUERY, 0, AXES(3, CA_T, CA_NUM_HEADS, CA_HEAD_SIZE)},
-        {FLOAT32 | OWN, CA_OUTPUT, WRITTEN, AXES(3, CA_T, CA_NUM_HEADS, CA_HEAD_SIZE_V)},
-        {0, CA_KEY_CACHE, CACHE, CACHE_AXES},
-        {0, CA_VALUE_CACHE, CACHE | OF_V, CACHE_AXES},
-        {FLOAT32, CA_LSE, OPTIONAL | WRITTEN, AXES(2, CA_NUM_HEADS, CA_T)},
-        {INT32, CA_BLOCK_TABLE, 0, AXES(2, CA_NUM_REQS, CA_BLOCKS)},
-        {FLOAT32, CA_ALIBI_SLOPES, OPTIONAL, AXES(1, CA_NUM_HEADS)},
-        {FLOAT32, CA_S_AUX, OPTIONAL, AXES(1, CA_NUM_HEADS)},
-        {INT32, CA_SELECTED_BLOCKS, OPTIONAL | LISTS, AXES(3, CA_NUM_REQS, CA_NUM_KV_HEADS, CA_BLOCKS)},
-        {FLOAT32, CA_ATTN_BIAS, OPTIONAL, AXES(4, CA_OR_1 + CA_NUM_REQS, CA_OR_1 + CA_NUM_HEADS, CA_QUERIES, CA_KEYS)},
-        {INT32, CA_SELECTED_TOKENS, OPTIONAL, AXES(2, CA_T, CA_SELECTED)},
-    },
-};
-
-const ca_table ca_step_table = {
-    CA_STEP_ARRAYS,
-    0,
-    {
-        {INT32, CA_STEP_SEQ_LENS, 0, AXES(1, CA_NUM_REQS)},
-        {INT32, CA_STEP_QUERY_START_LOC, 0, AXES(1, CA_NUM_REQS_1)},
-        {INT32, CA_STEP_DYNAMIC_CAUSAL, OPTIONAL, AXES(1, CA_NUM_REQS)},
-        {INT32, CA_STEP_BLOCK_TABLE, OPTIONAL, AXES(2, CA_NUM_REQS, CA_BLOCKS)},
-        {INT32, CA_STEP_BLOCK_NODES, OPTIONAL, AXES(1, CA_NUM_BLOCKS)},
-    },
-};
-
-const ca_table ca_write_table = {
-    CA_WRITE_ARRAYS,
-    2,
-    {
-        {OWN, CA_KEY, 0, AXES(3, CA_T, CA_NUM_KV_HEADS, CA_HEAD_SIZE)},
-        {OWN, CA_VALUE, 0, AXES(3, CA_T, CA_NUM_KV_HEADS, CA_HEAD_SIZE_V)},
-        {0, CA_TO_KEY_CACHE, CACHE | WRITTEN, CACHE_AXES},
-        {0, CA_TO_VALUE_CACHE, CACHE | OF_V | WRITTEN, CACHE_AXES},
-        {INT64, CA_SLOT_MAPPING, 0, AXES(1, CA_T)},
-    },
-};
-
-const ca_table ca_index_table = {
-    CA_INDEX_ARRAYS,
-    1,
-    {
-        {OWN, CA_INDEX_KEY, ONE_HEAD, AXES(3, CA_T, CA_NUM_KV_HEADS, CA_HEAD_SIZE)},
-        {0, CA_INDEX_CACHE, CACHE | WRITTEN | ONE_HEAD, CACHE_AXES},
-        {INT64, CA_INDEX_SLOT_MAPPING, 0, AXES(1, CA_T)},
-    },
-};
-
-const ca_table ca_select_table = {
-    CA_SELECT_ARRAYS,
-    1,
-    {
-        {OWN, CA_SELECT_QUERY, 0, AXES(3, CA_T, CA_NUM_HEADS, CA_HEAD_SIZE)},
-        {0, CA_SELECT_CACHE, CACHE | ONE_HEAD, CACHE_AXES},
-        {INT32, CA_SELECT_SEQ_LENS, 0, AXES(1, CA_NUM_REQS)},
-        {INT32, CA_SELECT_QUERY_START_LOC, 0, AXES(1, CA_NUM_REQS_1)},
-        {INT32, CA_SELECT_BLOCK_TABLE, 0, AXES(2, CA_NUM_REQS, CA_BLOCKS)},
-        {FLOAT32, CA_SELECT_WEIGHTS, 0, AXES(2, CA_T, CA_NUM_HEADS)},
-        {INT32, CA_SELECT_OUT, WRITTEN, AXES(2, CA_T, CA_SELECTED)},
-    },
-};
-
-const ca_table ca_rotary_table = {
-    CA_ROTARY_ARRAYS,
-    3,
-    {
-        {OWN, CA_ROTARY_KEY, 0, AXES(3, CA_T, CA_NUM_KV_HEADS, CA_HEAD_SIZE)},
-        {OWN, CA_ROTARY_VALUE, 0, AXES(3, CA_T, CA_NUM_KV_HEADS, CA_HEAD_SIZE_V)},
-        {0, CA_ROTARY_KEY_CACHE, CACHE | WRITTEN, CACHE_AXES},
-        {0, CA_ROTARY_VALUE_CACHE, CACHE | OF_V | WRITTEN, CACHE_AXES},
-        {INT64, CA_ROTARY_SLOT_MAPPING, 0, AXES(1, CA_T)},
-        {OWN, CA_ROTARY_QUERY, 0, AXES(3, CA_T, CA_NUM_HEADS, CA_HEAD_SIZE)},
-        {OWN, CA_ROTARY_QUERY_OUT, WRITTEN | IN_PLACE, AXES(3, CA_T, CA_NUM_HEADS, CA_HEAD_SIZE)},
-        {FLOAT32 | OWN, CA_COS_SIN_CACHE, 0, AXES(2, CA_MAX_POSITION, CA_ROT_DIM)},
-        {INT64, CA_POSITIONS, 0, AXES(1, CA_T)},
-        {FLOAT32 | OWN, CA_Q_WEIGHT, OPTIONAL, AXES(1, CA_HEAD_SIZE)},
-        {FLOAT32 | OWN, CA_K_WEIGHT, OPTIONAL, AXES(1, CA_HEAD_SIZE)},
-    },
-};
+const ca_table ca_attention_table = CA_ATTENTION_ROWS;
+const ca_table ca_step_table = CA_STEP_ROWS;
+const ca_table ca_write_table = CA_WRITE_ROWS;
+const ca_table ca_index_table = CA_INDEX_ROWS;
+const ca_table ca_select_table = CA_SELECT_ROWS;
+const ca_table ca_rotary_table = CA_ROTARY_ROWS;
 
 int ca_check_array(const ca_array *a, uint64_t expected, int ndim, const int64_t *sizes, ca_fault *fault) {
     if (!(expected >> a->dtype & 1))
@@ -306,11 +224,14 @@ static int is_same(const ca_array *a, const ca_array *b) {
     return same;
 }
 
-static int check_apart(const ca_table *table, int in_place, const ca_array *a, const ca_extent *at, ca_fault *fault) {
+/* in_place[0] may be the very array in_place[1]. */
+static int check_apart(const ca_table *table, const int *in_place, const ca_array *a, const ca_extent *at,
+                       ca_fault *fault) {
     for (int o = 0; o < table->num_outputs; o++)
         for (int i = o + 1; i < table->num_arrays; i++)
             if (at[o].first < at[i].end && at[i].first < at[o].end &&
-                !(in_place == o && i == o + 1 && is_same(&a[o], &a[i])) && ca_meet(&a[o], at[o], &a[i], at[i])) {
+                !(in_place[0] == o && in_place[1] == i && is_same(&a[o], &a[i])) &&
+                ca_meet(&a[o], at[o], &a[i], at[i])) {
                 ca_refuse(fault, CA_SHARES_MEMORY, -1, i, -1);
                 fault->argument = o;
                 return CA_SHARES_MEMORY;
@@ -321,7 +242,7 @@ static int check_apart(const ca_table *table, int in_place, const ca_array *a, c
 int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, const ca_array *given, ca_array *a,
                        ca_fault *fault) {
     ca_extent at[CA_ATTENTION_ARRAYS];
-    int in_place = -1;
+    int in_place[2] = {-1, -1};
     fault->status = CA_OK; /* an attempt before this one may have left CA_UNREAD */
     for (int i = 0; i < table->num_arrays; i++) {
         const ca_argument *row = &table->rows[i];
@@ -358,8 +279,10 @@ int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, co
             return fault->status;
         if (row->flags & CACHE && one_head && check_memory(row, x, fit, fault))
             return fault->status;
-        if (row->flags & IN_PLACE)
-            in_place = row->index;
+        if (row->flags & IN_PLACE) {
+            in_place[0] = row->index;
+            in_place[1] = row[-1].index;
+        }
     }
     return check_apart(table, in_place, a, at, fault);
 }

@@ -55,7 +55,7 @@ int ca_check_step(const ca_plan *plan, const int32_t *seq_lens, const int32_t *q
 
 /* Holds what the arguments of a call have to fit, and what has been found of it so far. */
 typedef struct ca_fit {
-    int64_t sizes[CA_SYMBOLS];       /* -1: any */
+    int64_t sizes[CA_AXES];          /* -1: any */
     int32_t dtype, isa, kv_dtype[2]; /* -1: dtype is that of the first argument, and `meaning` says the others */
     int32_t kv_cache_layout;
     int32_t without_lengths;      /* the lengths may be absent */

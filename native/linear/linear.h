@@ -91,7 +91,7 @@ static inline int ca_is_wide(const ca_array *a) { return a->ndim == 3; }
 typedef struct ca_linear_table ca_linear_table;
 extern const ca_linear_table ca_linear_attention_table, ca_conv_table;
 /* Reads the call's arrays into `a` and checks all but what indices hold. swapped: whether the last two axes of states
- * come the other way round; sizes [CA_SYMBOLS]: what is known, else -1. */
+ * come the other way round; sizes [CA_AXES]: what is known, else -1. */
 int ca_linear_check(const ca_linear_table *table, int swapped, int64_t *sizes, int32_t dtype, uintptr_t objects,
                     const ca_array *given, ca_array *a, ca_fault *fault);
 /* Refuses an array because it has to have so many axes. */

@@ -105,7 +105,7 @@ static int run_items(running *run, double nanoseconds, ca_states *states, void *
 
 static void known_sizes(const ca_linear_plan *p, int64_t *sizes) {
     const ca_linear_shape *s = &p->shape;
-    for (int i = 0; i < CA_SYMBOLS; i++)
+    for (int i = 0; i < CA_AXES; i++)
         sizes[i] = -1;
     sizes[CA_T] = p->num_tokens;
     sizes[CA_NUM_REQS] = s->num_reqs;
@@ -113,7 +113,7 @@ static void known_sizes(const ca_linear_plan *p, int64_t *sizes) {
     sizes[CA_NUM_V_HEADS] = s->num_v_heads;
     sizes[CA_HEAD_K_DIM] = s->head_k_dim;
     sizes[CA_HEAD_V_DIM] = s->head_v_dim;
-    sizes[CA_REQUEST_TOKEN_SLOT] = 3;
+    sizes[CA_REQUEST_TOKENS_SLOT] = 3;
 }
 
 /* Checks that arrays which may have an axis of channels have it where the others ask for it. */
@@ -133,7 +133,7 @@ int ca_linear_attend(const ca_linear_plan *p, uintptr_t objects, const ca_array 
                      void *workspace, int64_t workspace_bytes, ca_fault *fault) {
     ca_array a[CA_LINEAR_ARRAYS];
     ca_states states;
-    int64_t sizes[CA_SYMBOLS];
+    int64_t sizes[CA_AXES];
     known_sizes(p, sizes);
     if (ca_linear_check(&ca_linear_attention_table, how->state_layout == CA_STATE_VK, sizes, p->shape.dtype, objects,
                         given, a, fault) ||
@@ -153,11 +153,11 @@ int ca_causal_conv1d(const ca_linear_plan *p, uintptr_t objects, const ca_array 
                      void *workspace, int64_t workspace_bytes, ca_fault *fault) {
     ca_array a[CA_CONV_ARRAYS];
     ca_states states;
-    int64_t sizes[CA_SYMBOLS];
+    int64_t sizes[CA_AXES];
     known_sizes(p, sizes);
     if (ca_linear_check(&ca_conv_table, channels_last, sizes, p->shape.dtype, objects, given, a, fault))
         return fault->status;
-    const int64_t width = sizes[CA_WIDTH], length = sizes[CA_STATE_LEN];
+    const int64_t width = sizes[CA_WIDTH], length = sizes[CA_INPUTS];
     if (width < 2 || width > CA_MOST_WIDTH) {
         *fault = (ca_fault){.status = CA_OUTSIDE,
                             .position = 1,

@@ -21,7 +21,7 @@ static inline int32_t ca_longest(const ca_plan *plan) {
 static inline int64_t ca_local_keys(const ca_shape *s, int64_t n) {
     if (s->cp_world_size <= 1)
         return n;
-    const int64_t step = s->cp_interleave, turn = step * s->cp_world_size;
+    const int64_t step = s->cp_kv_cache_interleave_size, turn = step * s->cp_world_size;
     return n / turn * step + ca_max64(0, ca_min64(n % turn - s->cp_rank * step, step));
 }
 
@@ -29,7 +29,7 @@ static inline int64_t ca_local_keys(const ca_shape *s, int64_t n) {
 static inline int64_t ca_key_position(const ca_shape *s, int64_t key) {
     if (s->cp_world_size <= 1)
         return key;
-    const int64_t step = s->cp_interleave;
+    const int64_t step = s->cp_kv_cache_interleave_size;
     return (key / step * s->cp_world_size + s->cp_rank) * step + key % step;
 }
 

@@ -42,7 +42,7 @@ static void fill_ranges(const ca_plan *p, const ca_masks *m, int32_t *to_lo, int
             while (span < spans_end && (span[0] < r || (span[0] == r && span[2] < pos)))
                 span += 3;
             if (span < spans_end && span[0] == r && span[1] <= pos) {
-                lo = m->clamp_spans ? lo : ca_min64(lo, span[1]);
+                lo = p->shape.mm_prefix_clamp_sliding_window ? lo : ca_min64(lo, span[1]);
                 hi = ca_max64(hi, ca_min64(len, (int64_t)span[2] + 1));
             }
             while (doc < docs_end && (doc[0] < r || (doc + 2 < docs_end && doc[2] == r && doc[3] <= pos)))

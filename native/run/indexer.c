@@ -158,10 +158,11 @@ static void scale_weights(const ca_array *a, float scale, float *to) {
 }
 
 static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *x, float scale, ca_fault *fault) {
-    const ca_array *q = &a[CA_SELECT_QUERY], *cache = &a[CA_SELECT_CACHE];
+    const ca_array *q = &a[CA_SELECT_QUERY], *cache = &a[CA_SELECT_INDEX_CACHE];
     const ca_axes k = ca_cache_axes(cache, p->shape.kv_cache_layout, p->shape.head_size);
     const ca_kv kv = {(const void *)cache->address, k.stride_n, k.stride_h, k.ld};
-    selection s = {.plan = p, .out = &a[CA_SELECT_OUT], .stride = ca_round_up(ca_max64(1, ca_longest(p)), CA_LANES)};
+    selection s = {
+        .plan = p, .out = &a[CA_SELECT_SELECTED], .stride = ca_round_up(ca_max64(1, ca_longest(p)), CA_LANES)};
     s.tokens = ca_max64(1, ca_min64(ca_block_tokens(p), SCORES / s.stride));
     s.num_tasks = list_tasks(p, s.tokens, NULL);
     s.tasks_at_once = ca_max64(1, ca_min64(s.num_tasks, SCORES / (s.tokens * s.stride)));
@@ -223,7 +224,7 @@ static ca_shape shape_of(const ca_fit *fit, int causal) {
 int ca_select_tokens(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
                      int causal, float scale, const ca_masks *masks, ca_fault *fault) {
     ca_array a[CA_SELECT_ARRAYS];
-    const ca_array none = {0}, *cache = &a[CA_SELECT_CACHE];
+    const ca_array none = {0}, *cache = &a[CA_SELECT_INDEX_CACHE];
     ca_fit fit = ca_fit_anything(kv_cache_layout);
     ca_indices x;
     fit.meaning = meaning;

@@ -140,8 +140,7 @@ int main(int argc, char **argv) {
                             .num_documents = f[DOCUMENTS],
                             .tree_rows = tree_rows,
                             .tree_bytes = f[TREE_BYTES],
-                            .tree_stride = f[TREE_BYTES],
-                            .clamp_spans = (int32_t)f[CLAMPED]};
+                            .tree_stride = f[TREE_BYTES]};
     const int masked = f[SPANS] + f[DOCUMENTS] > 0 || tree_rows >= 0;
     ca_array output = array(dtype, item, 3, (int64_t[]){f[TOKENS], f[HEADS], f[SIZE_V]}, 0xff);
     ca_array lse = array(CA_F32, 4, 2, (int64_t[]){f[HEADS], f[TOKENS]}, 0xff);
@@ -164,6 +163,7 @@ int main(int argc, char **argv) {
                       .window_left = (int32_t)f[LEFT],
                       .window_right = (int32_t)f[RIGHT],
                       .enable_kv_split = 1,
+                      .mm_prefix_clamp_sliding_window = (int32_t)f[CLAMPED],
                       .num_threads = 1,
                       .kv_cache_layout = (int32_t)f[KV_CACHE_LAYOUT],
                       .hadamard = (int32_t)f[HADAMARD],
@@ -172,8 +172,24 @@ int main(int argc, char **argv) {
                       .query_block_size = (int32_t)f[QUERY_BLOCK],
                       .select_by_query_head = (int32_t)f[BY_QUERY_HEAD]};
     const ca_array written[] = {kc, vc, k, v, slots};
-    const ca_array step[CA_STEP_ARRAYS] = {starts, lens, flags, f[SHARED] ? table : (ca_array){0}};
-    const ca_array call[] = {output, lse, q, kc, vc, table, starts, lens, flags, slopes, sinks, selected, bias, tokens};
+    const ca_array step[CA_STEP_ARRAYS] = {[CA_STEP_QUERY_START_LOC] = starts,
+                                           [CA_STEP_SEQ_LENS] = lens,
+                                           [CA_STEP_DYNAMIC_CAUSAL] = flags,
+                                           [CA_STEP_BLOCK_TABLE] = f[SHARED] ? table : (ca_array){0}};
+    const ca_array call[CA_ATTENTION_ARRAYS] = {[CA_OUTPUT] = output,
+                                                [CA_LSE] = lse,
+                                                [CA_QUERY] = q,
+                                                [CA_KEY_CACHE] = kc,
+                                                [CA_VALUE_CACHE] = vc,
+                                                [CA_BLOCK_TABLE] = table,
+                                                [CA_QUERY_START_LOC] = starts,
+                                                [CA_SEQ_LENS] = lens,
+                                                [CA_DYNAMIC_CAUSAL] = flags,
+                                                [CA_ALIBI_SLOPES] = slopes,
+                                                [CA_S_AUX] = sinks,
+                                                [CA_SELECTED_BLOCKS] = selected,
+                                                [CA_ATTN_BIAS] = bias,
+                                                [CA_SELECTED_TOKENS] = tokens};
     ca_plan_info info;
     ca_write(0, written, &meaning, (int)f[KV_CACHE_LAYOUT], (int)f[HADAMARD], x[2], x[3], &fault);
     ca_plan *plan =

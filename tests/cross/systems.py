@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-from build_ffi import BASE_FLAGS, FLAGGED, ONEDNN, FlaggedFile, flagged_files  # noqa: E402
+from build_ffi import BASE_FLAGS, FLAGGED, ONEDNN, FlaggedFile, flagged_files, write_arguments  # noqa: E402
 
 TARGETS = {"x86_64-linux-musl": "x86_64", "aarch64-macos": "aarch64", "x86_64-windows-gnu": "x86_64"}
 FLAGS = [flag for flag in BASE_FLAGS if flag != "-O3"] + ["-Werror", "-O0", f"-I{ROOT / 'native'}"]
@@ -38,6 +38,7 @@ def main() -> None:
         arch = TARGETS[target]
         folder = ROOT / "build/systems" / target
         folder.mkdir(parents=True, exist_ok=True)
+        write_arguments(folder)
         plain = (p for p in (ROOT / "native").rglob("*.c") if p.parent not in (*FLAGGED, ONEDNN))
         sources: dict[Path, tuple[str, ...]] = dict.fromkeys(plain, ())
         for of in FLAGGED:

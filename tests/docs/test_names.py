@@ -18,7 +18,7 @@ if not NATIVE.is_dir():
 
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *NATIVE.rglob("*.md")]
 SOURCES = [p for kind in ("c", "h", "inc") for p in NATIVE.rglob(f"*.{kind}")]
-MADE = {"isa_list.h", "probe_list.h"}  # by build_ffi.py
+MADE = {"isa_list.h", "probe_list.h", "arguments.h", "argument_rows.h"}  # by build_ffi.py
 FOREIGN = {"Python.h", "omp.h", "native/isa/NAME.c", "cpu_attn.py"}
 # As they are in this repository, or from native, native/kernel or cpu_attn on; of more than one place, {a,b}.
 BELOW = (

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("aarch64")
     for name, text in LISTS.items():
         (folder / name).write_text(f"#define {text}\n")
+    pytest.importorskip("setuptools", reason="build_ffi.py needs setuptools")
+    sys.path.insert(0, str(ROOT))
+    importlib.import_module("build_ffi").write_arguments(folder)
+    sys.path.remove(str(ROOT))
     flagged, native = ("isa", "limits/probe"), ROOT / "native"
     apart = [native / folder for folder in (*flagged, "engines/onednn")]
     sources = [ROOT / "tests/cross/run_case.c", *(c for c in native.rglob("*.c") if c.parent not in apart)]
@@ -87,14 +93,14 @@ def arrays(problem: Problem) -> bytes:
     fields += [x is not None for x in optional]
     fields += [-1, 0] if selected is None else [selected.shape[2], len(selected)]
     fields += [case.query_block or 0, case.select_by_query_head]
-    three = dict.fromkeys(("mm_prefix_range", "document_start_loc", "tree_mask"))
-    masks = _check.masks(len(problem.seq_lens), **{**three, **case.masks}) or _check.Masks(
+    three = ("mm_prefix_range", "document_start_loc", "tree_mask")
+    masks = _check.masks(len(problem.seq_lens), **{name: case.masks.get(name) for name in three}) or _check.Masks(
         *np.zeros((2, 0), np.int32), None
     )
     tree = None if masks.tree is None else masks.tree.numpy()
     fields += [_check.LAYOUTS[case.kv_cache_layout], _check.kv_cache_rotation(case.kv_cache_rotation)]
     fields += [bool(case.shared), len(masks.spans), len(masks.documents)]
-    fields += [-1 if tree is None else tree.shape[1], masks.clamped]
+    fields += [-1 if tree is None else tree.shape[1], case.clamped]
     fields += [-1 if tokens_of is None else tokens_of.shape[1]]
     fields += [0] * 4 if problem.attn_bias is None else problem.attn_bias.shape
     numbers = [problem.scale, case.softcap, *problem.scales]

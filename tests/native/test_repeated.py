@@ -313,7 +313,7 @@ def test_lengths_may_not_be_missing_where_a_cache_had_none() -> None:
     cache = cpu_attn.PagedKVCache(4, 16, 2, 8)
     for _ in range(2):
         cache.attend(good["query"], good["block_table"], good["scheduler_metadata"], output=good["output"])
-    refuses(attention, good | {"seq_lens": None, "query_start_loc": None, "lse": None}, TypeError, "seq_lens")
+    refuses(attention, good | {"seq_lens": None, "query_start_loc": None, "lse": None}, TypeError, "query_start_loc")
 
 
 @pytest.mark.parametrize("kind", WRAP)

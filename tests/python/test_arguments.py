@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import cpu_attn
-from cpu_attn import _arrays, _check
+from cpu_attn import _arguments, _arrays, _check
+from cpu_attn._arguments import ATTENTION, PLAN, REQUIRED, WRITE, Array, Call
 from cpu_attn._native import lib
 
 from ..native.test_repeated import full_attention_args, selecting_args
@@ -274,3 +276,25 @@ def test_sizes_that_no_memory_has(ndim: int, size: int, stride: int, address: in
     a = _arrays.Array(address * 4, (size,) * ndim, (stride,) * ndim, "float32", True, None)
     b = _arrays.Array(4096, (4,), (1,), "float32", True, None)
     assert lib.ca_share_memory(_arrays.described([a]), _arrays.described([b])) in (0, 1)
+
+
+@pytest.mark.parametrize("call", [PLAN, WRITE, ATTENTION], ids=lambda call: call.name)
+def test_functions_take_what_the_table_says(call: Call) -> None:
+    """Names, order and defaults; and the docstring has every row."""
+    function = getattr(cpu_attn, call.name)
+    parameters = inspect.signature(function).parameters
+    assert list(parameters) == [row.name for row in call.rows]
+    for row in call.rows:
+        default = parameters[row.name].default
+        if isinstance(row, Array):
+            assert default in (inspect.Parameter.empty, None)
+            assert row.optional or default is inspect.Parameter.empty
+        else:
+            assert default == (inspect.Parameter.empty if row.default is REQUIRED else row.default), row.name
+        assert f"\n        {row.name}: " in function.__doc__
+
+
+def test_no_sentence_of_the_table_is_unfinished() -> None:
+    for call in _arguments.CALLS:
+        for row in call.rows:
+            assert row.what.endswith("."), row

@@ -9,6 +9,7 @@ import doctest
 import enum
 import inspect
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,27 +23,18 @@ SOURCES, PAGES = ROOT / "cpu_attn", ROOT / "docs" / "reference"
 if not PAGES.is_dir():
     pytest.skip("these tests belong to a source tree", allow_module_level=True)
 
-ADAPTERS = (
-    "flash_attn/__init__.py",
-    "flashinfer.py",
-    "torch/__init__.py",
-    "transformers/__init__.py",
-    "vllm/__init__.py",
-    "sglang.py",
-    "distributed/__init__.py",
-)
+ADAPTERS = [*(SOURCES / "adapters").glob("[!_]*/__init__.py"), SOURCES / "distributed" / "__init__.py"]
 MADE_BY_OTHERS = {"SchedulerMetadata", "UnavailableError", "RankError"}  # nobody calls these classes
 HERE = {module.__name__: module for module in (cpu_attn, cpu_attn.distributed)}  # without other libraries
 NAMES = [(module, name) for module, what in HERE.items() for name in what.__all__]
 SECTION = r"^{}:\n((?:    .*\n|\n)+)"
 
 
-def public(file: str) -> set[str]:
+def public(file: Path) -> set[str]:
     """What ``__all__`` of an adapter's source says, whose library need not be here."""
-    for node in ast.parse((SOURCES / file).read_text(encoding="utf-8")).body:
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            module = "cpu_attn." + file.split("/")[0].removesuffix(".py")
-            return {f"{module}.{name}" for name in ast.literal_eval(node.value)}
+            return {f"cpu_attn.{file.parent.name}.{name}" for name in ast.literal_eval(node.value)}
     raise AssertionError(f"{file} has no __all__")
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import os
 import weakref
 from collections.abc import Callable
@@ -23,29 +24,37 @@ from typing import Any
 import numpy as np
 
 import torch
-from cpu_attn import UnavailableError, _check, ops
+from cpu_attn import UnavailableError, _arguments, _check, ops
 from cpu_attn.plan import SchedulerMetadata
 from cpu_attn.plan import get_scheduler_metadata as make_plan
 from torch.library import Library, register_fake, register_kernel
 
+
+def _options(call: _arguments.Call) -> str:
+    """Gives what a call takes besides vLLM's arguments, which end with kv_cache_dtype, in torch's schema language."""
+    first = 1 + [row.name for row in call.rows].index("kv_cache_dtype")
+    found = []
+    for row in call.rows[first:]:
+        if isinstance(row, _arguments.Array):
+            kind, default = "Tensor(b!)?" if _arguments.WRITTEN in row.flags else "Tensor?", None
+        else:
+            kind, default = row.schema, row.default
+        found.append(f"{kind} {row.name}={json.dumps(default) if isinstance(default, str) else default}")
+    return ", ".join(found)
+
+
 _SCHEMAS = (
     "get_scheduler_metadata(SymInt num_req, SymInt num_heads_q, SymInt num_heads_kv, SymInt head_dim, Tensor seq_lens, "
     "ScalarType dtype, Tensor query_start_loc, bool casual, int[1] window_size, str isa_hint, bool enable_kv_split, "
-    'Tensor? dynamic_causal, str kv_cache_dtype="auto", *, SymInt? head_size_v=None, str engine="auto", '
-    "Tensor? mm_prefix_range=None, Tensor? document_start_loc=None, Tensor? tree_mask=None, Tensor? block_table=None, "
-    'SymInt? block_size=None, str kv_cache_layout="packed", bool mm_prefix_clamp_sliding_window=False, '
-    'str kv_cache_rotation="none", SymInt? max_selected_tokens=None, SymInt cp_world_size=1, SymInt cp_rank=0, '
-    "SymInt cp_kv_cache_interleave_size=1, Tensor? block_nodes=None, SymInt? query_block_size=None, "
-    "bool select_by_query_head=False) -> Tensor",
+    f'Tensor? dynamic_causal, str kv_cache_dtype="auto", *, {_options(_arguments.PLAN)}) -> Tensor',
     "cpu_attn_reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     'Tensor slot_mapping, str isa, float k_scale=1.0, float v_scale=1.0, str kv_cache_dtype="auto", *, '
-    'str kv_cache_layout="packed", str kv_cache_rotation="none") -> ()',
+    f"{_options(_arguments.WRITE)}) -> ()",
     "cpu_attention_with_kv_cache(Tensor query, Tensor key_cache, Tensor value_cache, Tensor(a!) output, "
     "Tensor query_start_loc, Tensor seq_lens, float scale, bool causal, Tensor? alibi_slopes, "
     "int[1] sliding_window_size, Tensor block_table, float softcap, Tensor scheduler_metadata, Tensor? s_aux, "
     'Tensor? dynamic_causal, float k_scale=1.0, float v_scale=1.0, str kv_cache_dtype="auto", *, '
-    "Tensor(b!)? lse=None, Tensor? selected_blocks=None, Tensor? attn_bias=None, "
-    'str kv_cache_layout="packed", str kv_cache_rotation="none", Tensor? selected_tokens=None) -> ()',
+    f"{_options(_arguments.ATTENTION)}) -> ()",
 )
 
 # ---- plans as tensors ----
@@ -158,13 +167,7 @@ def _attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     kv_cache_dtype: str = "auto",
-    *,
-    lse: Any = None,
-    selected_blocks: Any = None,
-    attn_bias: Any = None,
-    kv_cache_layout: str = "packed",
-    kv_cache_rotation: str = "none",
-    selected_tokens: Any = None,
+    **options: Any,
 ) -> None:
     try:
         ops.attention_with_kv_cache(
@@ -186,12 +189,7 @@ def _attention(
             k_scale,
             v_scale,
             kv_cache_dtype,
-            lse=lse,
-            selected_blocks=selected_blocks,
-            attn_bias=attn_bias,
-            kv_cache_layout=kv_cache_layout,
-            kv_cache_rotation=kv_cache_rotation,
-            selected_tokens=selected_tokens,
+            **options,
         )
     except (TypeError, ValueError) as e:
         raise _check.renamed(e, _ATTENTION_NAMES) from None

@@ -1,0 +1,571 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This module is the one table of what the calls take.
+
+From a row follow, when build_ffi.py runs this file alone: the C enum of a call's arrays, the rows by which
+native/check/arguments.c checks them, and the fields of ``ca_shape`` that hold a plan's options. In Python these follow:
+the order in which C is handed the arrays, the checks of options and their defaults, the words of errors, the schemas of
+torch's ops, the docstrings of the three calls, and the tables of docs/contract.md (docs/tables.py).
+
+What an argument means stays with the code that means it: masks in native/plan, the maths in reference.py.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+# A size that is the same throughout a call: the plan says it, or the first array that has it. Each has the symbol that
+# docstrings use for it.
+SHARED_AXES = {
+    "T": "T",
+    "num_reqs": "R",
+    "num_reqs + 1": "R + 1",
+    "num_heads": "Hq",
+    "num_kv_heads": "Hkv",
+    "head_size": "D",
+    "head_size_v": "Dv",
+    "num_blocks": "N",
+    "block_size": "B",
+    "query blocks": "query blocks",
+}
+# The others stand for no size that arrays share.
+FREE_AXES = {
+    "rot_dim": "rot_dim",
+    "blocks": "M",
+    "max_position": "max_position",
+    "width": "width",
+    "Q": "Q",
+    "K": "K",
+    "tokens": "S",
+    # Those of linear attention, whose calls have tables of their own (native/linear/arguments.c).
+    "num_k_heads": "Hk",
+    "num_v_heads": "Hv",
+    "head_k_dim": "Dk",
+    "head_v_dim": "Dv",
+    "num_slots": "num_slots",
+    "channels": "C",
+    "inputs": "L",
+    "checkpoints": "checkpoints",
+    "request, tokens, slot": "3",
+}
+OR_1 = " or 1"  # behind the name of an axis: a size of 1 will do, too
+REQUIRED = object()  # the default of an argument that has none
+
+# Of an array's `kinds` these are dtypes by name, and two words: OWN is the call's dtype, which the plan says or the
+# first array that has it; CACHE follows from kv_cache_dtype.
+OWN, CACHE = "own", "cache"
+
+# Flags of arrays; native/check/arguments.c says what each means.
+OPTIONAL, LENGTHS, WRITTEN, OF_V, IN_PLACE, ONE_HEAD, LISTS = (
+    *("OPTIONAL", "LENGTHS", "WRITTEN", "OF_V", "IN_PLACE", "ONE_HEAD", "LISTS"),
+)
+
+
+@dataclass(frozen=True)
+class Array:
+    """A row: an array that C checks. kinds: its dtypes; axes: names of SHARED_AXES and FREE_AXES; what: whole
+    sentences."""
+
+    name: str
+    kinds: tuple[str, ...]
+    axes: tuple[str, ...]
+    what: str
+    flags: tuple[str, ...] = ()
+
+    @property
+    def optional(self) -> bool:
+        return OPTIONAL in self.flags
+
+    @property
+    def form(self) -> str:
+        """Says dtypes and shape: ``int32 [R + 1], or None.``"""
+        kinds = [kind for kind in self.kinds if kind not in (OWN, CACHE)]
+        symbols = [{**SHARED_AXES, **FREE_AXES}[axis.removesuffix(OR_1)] for axis in self.axes]
+        sizes = [s + OR_1 * axis.endswith(OR_1) for s, axis in zip(symbols, self.axes, strict=True)]
+        shape = f"[{', '.join(sizes)}]"
+        if OWN in self.kinds:
+            shape += " of the call's dtype" + (f" or {kinds[0]}" if kinds else "")
+        elif kinds:
+            shape = f"{' or '.join(kinds)} {shape}"
+        return f"{shape}{', or None' * self.optional}."
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A row: a number, a name, or what Python reads by itself. type: the annotation; torch: how torch's schema has it
+    where that does not follow from the annotation; field: a comment, where ``ca_shape`` holds the number or flag as
+    int32_t, None being 0 there; least: of such numbers."""
+
+    name: str
+    type: str
+    what: str
+    default: Any = REQUIRED
+    torch: str = ""
+    field: str = ""
+    least: int = 1
+
+    @property
+    def schema(self) -> str:
+        """The type in torch's schema language."""
+        plain, _, rest = self.type.partition(" | ")
+        kinds = {"int": "SymInt", "float": "float", "bool": "bool", "str": "str"}
+        return self.torch or kinds[plain] + "?" * (rest == "None")
+
+
+Argument = Array | Scalar
+
+
+def c_name(axis: str) -> str:
+    """Gives an axis as C names it: ``CA_NUM_REQS_1`` for ``num_reqs + 1``."""
+    return "CA_" + re.sub(r"\W+", "_", axis).upper()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call: its rows, in the order of the Python function's arguments, in which C checks the arrays."""
+
+    name: str  # the Python function
+    prefix: str  # of the C names: CA_WRITE_KEY
+    rows: tuple[Argument, ...]
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays in the order in which C has them: first those that the call writes."""
+        arrays = [row for row in self.rows if isinstance(row, Array)]
+        return tuple(sorted(arrays, key=lambda array: WRITTEN not in array.flags))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(array.name for array in self.arrays)
+
+    @property
+    def fields(self) -> tuple[Scalar, ...]:
+        """The options that ``ca_shape`` holds."""
+        return tuple(row for row in self.rows if isinstance(row, Scalar) and row.field)
+
+
+INT32, INT64, FLOAT32 = ("int32",), ("int64",), ("float32",)
+FLOAT32_OR_OWN, FLOATS = ("float32", OWN), (OWN,)
+CACHE_AXES = ("num_blocks", "num_kv_heads", "block_size", "width")
+SPANS = "Mapping[int, Sequence[tuple[int, int]]] | None"
+STARTS = "Mapping[int, Sequence[int]] | None"
+NAMES_OF_KINDS = (
+    "``auto``, ``fp8_e4m3`` (``fp8``), ``fp8_e5m2``, ``int8``, ``int6``, ``int5``, ``int4``, ``int4_per_token_head``, "
+    "or two of these as ``K/V``"
+)
+
+_query_start_loc = Array(
+    *("query_start_loc", INT32, ("num_reqs + 1",)),
+    "Where each request's query tokens start; the last number is T.",
+)
+_seq_lens = Array("seq_lens", INT32, ("num_reqs",), "How many keys each request has, this step's among them.")
+_dynamic_causal = Array(
+    *("dynamic_causal", INT32, ("num_reqs",)),
+    "Whether each request is causal (not 0) or bidirectional (0), in place of ``causal``.",
+    (OPTIONAL,),
+)
+
+# ---- the plan ----
+
+PLAN = Call(
+    "get_scheduler_metadata",
+    "STEP",
+    (
+        Scalar("num_reqs", "int", "R, the number of requests."),
+        Scalar("num_heads", "int", "Hq, query heads, 1 to 65536."),
+        Scalar(
+            *("num_kv_heads", "int"),
+            "Hkv, kv heads; divides ``num_heads``. Query head h reads kv head h // (Hq // Hkv).",
+        ),
+        Scalar("head_size", "int", "D, elements of a head of queries and keys, 1 to 65536."),
+        Array(_seq_lens.name, INT32, _seq_lens.axes, _seq_lens.what),
+        Scalar(
+            *("dtype", "Any"),
+            "Of queries, keys and values: float32, float16 or bfloat16, as NumPy dtype, torch dtype or name.",
+            torch="ScalarType",
+        ),
+        Array(_query_start_loc.name, INT32, _query_start_loc.axes, _query_start_loc.what),
+        Scalar(
+            *("causal", "bool", "Whether query token i of a request sees the keys up to ``seq_len - q_len + i`` only."),
+            True,
+        ),
+        Scalar(
+            *("sliding_window", "int | tuple[int, int]"),
+            "-1: off. w: the last w keys, the query's own among them, and w - 1 keys ahead where not causal. (left, "
+            "right): so many keys on each side of the query's own, -1 for all.",
+            -1,
+            torch="int[1]",
+        ),
+        Scalar(
+            *("isa", "str"),
+            "Whose kernels; ``auto`` follows CPU_ATTN_ISA, then takes the best isa of this machine; ``vec`` is the "
+            "best without a matrix unit; ``vec16`` is the same for head sizes that are multiples of 16.",
+            "auto",
+        ),
+        Scalar(
+            *("enable_kv_split", "bool"),
+            "Whether long requests may be split over their keys where threads would idle. The bits of results are the "
+            "same either way.",
+            True,
+        ),
+        _dynamic_causal,
+        Scalar("kv_cache_dtype", "str", f"What the caches hold: {NAMES_OF_KINDS}.", "auto"),
+        Scalar(
+            *("head_size_v", "int | None"),
+            "Dv, elements of a head of values and of the output; ``head_size`` unless said.",
+            None,
+        ),
+        Scalar(
+            *("engine", "str"),
+            "``auto`` follows CPU_ATTN_ENGINE, then means ``native``; ``onednn``; ``reference``.",
+            "auto",
+        ),
+        Scalar(
+            *("mm_prefix_range", SPANS),
+            "{request: [(start, end), ...]}, ascending spans of keys, end inclusive. The tokens of a span see one "
+            "another, whatever ``causal`` and ``sliding_window`` say. A prefix-LM is one span from 0.",
+            None,
+            torch="Tensor?",
+        ),
+        Scalar(
+            *("document_start_loc", STARTS),
+            "{request: [0, ...]}, ascending first keys of the documents that are packed in a request. A query sees "
+            "keys of its own document only. No span crosses a border, and every query has a key of its own.",
+            None,
+            torch="Tensor?",
+        ),
+        Scalar(
+            *("tree_mask", "Any"),
+            'uint8 [T, W], or None. Bit j of row t (``numpy.packbits(..., bitorder="little")``) says whether query '
+            "token t sees the key of its request's query token j, in place of ``causal`` among these. The position of "
+            "a token, by which windows go, is ``seq_len - q_len`` plus the number of query tokens that it sees "
+            "besides itself. Requests are causal. It does not go with ALiBi, ``mm_prefix_range`` or "
+            "``document_start_loc``.",
+            None,
+            torch="Tensor?",
+        ),
+        Array(
+            *("block_table", INT32, ("num_reqs", "blocks")),
+            "With it, requests whose tables start with the same blocks read these once, in whole segments of 1024 "
+            "keys, where few query rows meet them (decode). The bits of results are the same, of ``onednn`` they stay "
+            "within the error budgets. The table of a call must then have the same blocks in common.",
+            (OPTIONAL,),
+        ),
+        Scalar("block_size", "int | None", "B, tokens of a block; with ``block_table``, and only then.", None),
+        Scalar(
+            *("kv_cache_layout", "str"),
+            "``packed``, as :func:`reshape_and_cache` writes it for the isa, or plain rows, which hold no integers: "
+            "``HND`` [N, Hkv, B, D] or ``NHD`` [N, B, Hkv, D].",
+            "packed",
+        ),
+        Scalar(
+            *("mm_prefix_clamp_sliding_window", "bool"),
+            "Whether the left side of ``sliding_window`` holds within spans, too (Gemma 4).",
+            False,
+            field="whether spans end at the left side of the window",
+        ),
+        Scalar(
+            *("kv_cache_rotation", "str"),
+            "``none`` or ``hadamard``, as :func:`reshape_and_cache` wrote the caches.",
+            "none",
+        ),
+        Scalar(
+            *("max_selected_tokens", "int | None"),
+            "S, or None. The plan is for calls with ``selected_tokens`` of up to S columns, and for no others; every "
+            "query token is a task of its own then. It does not go with ``block_table``.",
+            None,
+            field="most columns of selected_tokens; 0: calls have none, else all of them have some",
+        ),
+        Scalar(
+            *("cp_world_size", "int"),
+            "How many ranks share the keys of each request; 1: none do. With more, ``seq_lens``, ``query_start_loc`` "
+            "and the masks are the same on all ranks and go by positions, while caches, ``block_table``, "
+            "``selected_blocks``, ``selected_tokens`` and the last axis of ``attn_bias`` have this rank's keys alone. "
+            ":func:`merge_states` merges the results of all ranks.",
+            1,
+            field="how many ranks share the positions of a request: the first has the first "
+            "cp_kv_cache_interleave_size of them, the next one as many after these, and so on in turns; 0 and 1: none",
+        ),
+        Scalar(
+            *("cp_rank", "int"),
+            "Which of them this is. Its keys are those of the positions p of a request with ``p // "
+            "cp_kv_cache_interleave_size % cp_world_size == cp_rank``, counted without gaps.",
+            0,
+            field="the rank whose keys alone the caches hold",
+            least=0,
+        ),
+        Scalar(
+            *("cp_kv_cache_interleave_size", "int"),
+            "How many positions in a row have their keys on the same rank.",
+            1,
+            field="consecutive positions that a rank has",
+        ),
+        Array(
+            *("block_nodes", INT32, ("num_blocks",)),
+            "The NUMA node on which the memory of each block lies, with ``block_table``, and only then. Threads then "
+            "take tasks first whose blocks are on their own node; no bit changes.",
+            (OPTIONAL,),
+        ),
+        Scalar(
+            *("query_block_size", "int | None"),
+            "Query tokens of a query block, or None. ``selected_blocks`` then has lists for each query block in place "
+            "of each request. The blocks of a request start at its first query token of the step; the last one may "
+            "have fewer tokens. It does not go with ``block_table`` or ``max_selected_tokens``.",
+            None,
+            field="query tokens that share a list of selected_blocks; 0: all of their request",
+        ),
+        Scalar(
+            *("select_by_query_head", "bool"),
+            "Whether ``selected_blocks`` has lists for each query head in place of each kv head. Every query head "
+            "then reads its keys for itself. It does not go with ``block_table`` or ``max_selected_tokens``.",
+            False,
+            field="whether query heads have lists of selected_blocks, in place of kv heads",
+        ),
+    ),
+)
+
+# ---- writes of caches ----
+
+_isa_of_cache = Scalar(
+    *("isa", "str"),
+    "Whose layout to write; ``auto`` follows CPU_ATTN_ISA, then takes the best isa of this machine. Whoever reads the "
+    "cache has to name the same isa.",
+    "auto",
+)
+_written = "As :func:`reshape_and_cache` had it."
+
+WRITE = Call(
+    "reshape_and_cache",
+    "WRITE",
+    (
+        Array(
+            *("key", FLOATS, ("T", "num_kv_heads", "head_size")),
+            "The dtype is float32, float16 or bfloat16. The last axis is dense, the other strides are free.",
+        ),
+        Array(
+            *("value", FLOATS, ("T", "num_kv_heads", "head_size_v")),
+            "The last axis is dense, the other strides are free.",
+        ),
+        Array(
+            *("key_cache", (CACHE,), CACHE_AXES),
+            "Changed in place. :func:`get_kv_cache_shape` says the width. The strides of N and Hkv are free, so that "
+            "K and V of a block may interleave.",
+            (WRITTEN,),
+        ),
+        Array("value_cache", (CACHE,), CACHE_AXES, "The same for values.", (WRITTEN, OF_V)),
+        Array(
+            *("slot_mapping", INT64, ("T",)),
+            "Slots: block * B + place in the block. A token with a negative slot is skipped. Where tokens share a "
+            "slot, one of them is stored, whole.",
+        ),
+        _isa_of_cache,
+        Scalar(
+            *("k_scale", "float"),
+            "What keys are divided by in fp8 caches: positive, normal and finite in float32. 1 for other caches.",
+            1.0,
+        ),
+        Scalar("v_scale", "float", "The same for values.", 1.0),
+        Scalar(
+            *("kv_cache_dtype", "str"),
+            "What the caches hold. ``auto``: elements of the dtype of ``key``. ``fp8_e4m3`` (``fp8``) or "
+            "``fp8_e5m2``, in arrays of that float8 dtype or of uint8: key / k_scale and value / v_scale, rounded to "
+            "nearest even, saturating, subnormals kept. ``int8``, ``int6``, ``int5``, ``int4_per_token_head`` or "
+            "``int4``, in arrays of uint8: integers, rounded to nearest even, and bfloat16 scales, one for each token "
+            "and kv head, in ``int4`` one for 32 elements of these. Two names as ``K/V``: one for keys, one for "
+            "values.",
+            "auto",
+        ),
+        Scalar(
+            *("kv_cache_layout", "str"),
+            "``packed``, or plain rows, which hold no integers: ``HND`` [N, Hkv, B, D] or ``NHD`` [N, B, Hkv, D]. In "
+            "plain rows all strides but the last axis's are free, and every isa reads the same.",
+            "packed",
+        ),
+        Scalar(
+            *("kv_cache_rotation", "str"),
+            "``hadamard`` stores each head of K and V after an orthogonal transform in float32 (:func:`rotate`), so "
+            "that channels which are larger than the others do not cost the others their digits. It is meant for "
+            "quantised caches; docs/quality.md has figures. ``hadamard/none`` and ``none/hadamard`` transform K alone "
+            "or V alone. Whoever reads the cache names the same rotation. A head of which one element is not finite "
+            "comes back as NaN throughout.",
+            "none",
+        ),
+    ),
+)
+
+_at_k_and_v = WRITE.rows[:5]  # key, value, key_cache, value_cache, slot_mapping
+
+ROTARY = Call(
+    "rotary_reshape_and_cache",
+    "ROTARY",
+    (
+        *_at_k_and_v,
+        Array("query", FLOATS, ("T", "num_heads", "head_size"), "Rotated where it lies unless ``query_out`` is given."),
+        Array(
+            *("query_out", FLOATS, ("T", "num_heads", "head_size")),
+            "Receives the queries; it is ``query`` itself or memory apart from all inputs.",
+            (WRITTEN, IN_PLACE),
+        ),
+        Array(
+            *("cos_sin_cache", FLOAT32_OR_OWN, ("max_position", "rot_dim")),
+            "A row is rot_dim / 2 cosines, then as many sines.",
+        ),
+        Array("positions", INT64, ("T",), "Rows of ``cos_sin_cache``."),
+        Array("q_weight", FLOAT32_OR_OWN, ("head_size",), "Of the norm of queries.", (OPTIONAL,)),
+        Array("k_weight", FLOAT32_OR_OWN, ("head_size",), "Of the norm of keys.", (OPTIONAL,)),
+    ),
+)
+
+INDEX = Call(
+    "index_and_cache",
+    "INDEX",
+    (
+        Array("k", FLOATS, ("T", "num_kv_heads", "head_size"), "An indexer's keys.", (ONE_HEAD,)),
+        Array("index_cache", (CACHE,), CACHE_AXES, "Changed in place.", (WRITTEN, ONE_HEAD)),
+        Array("slot_mapping", INT64, ("T",), _at_k_and_v[4].what),
+    ),
+)
+
+SELECT = Call(
+    "select_tokens",
+    "SELECT",
+    (
+        Array("query", FLOATS, ("T", "num_heads", "head_size"), "An indexer's queries."),
+        Array("index_cache", (CACHE,), CACHE_AXES, "As :func:`index_and_cache` wrote it.", (ONE_HEAD,)),
+        Array("seq_lens", INT32, _seq_lens.axes, _seq_lens.what),
+        Array("query_start_loc", INT32, _query_start_loc.axes, _query_start_loc.what),
+        Array("block_table", INT32, ("num_reqs", "blocks"), "The blocks of each request in order."),
+        Array("weights", FLOAT32, ("T", "num_heads"), "Of each query head."),
+        Array("selected", INT32, ("T", "tokens"), "Receives the positions, ascending, then -1.", (WRITTEN,)),
+    ),
+)
+
+# ---- attention ----
+
+ATTENTION = Call(
+    "attention_with_kv_cache",
+    "",
+    (
+        Array(
+            *("query", FLOATS, ("T", "num_heads", "head_size")),
+            "One request after another. The last axis is dense, other strides are free.",
+        ),
+        Array("key_cache", (CACHE,), CACHE_AXES, "As :func:`reshape_and_cache` wrote it with the plan's isa."),
+        Array(
+            *("value_cache", (CACHE,), CACHE_AXES),
+            "The same for values. In plain layouts it may be a view of ``key_cache``.",
+            (OF_V,),
+        ),
+        Array(
+            *("output", FLOAT32_OR_OWN, ("T", "num_heads", "head_size_v")),
+            "Written. The last axis is dense, other strides are free.",
+            (WRITTEN,),
+        ),
+        Array(*("query_start_loc", INT32, _query_start_loc.axes), "As the plan has it.", (LENGTHS,)),
+        Array(*("seq_lens", INT32, _seq_lens.axes), "As the plan has it.", (LENGTHS,)),
+        Scalar("scale", "float", "The factor of q.k, finite in float32; usually 1 / sqrt(D)."),
+        Scalar("causal", "bool", "As the plan has it."),
+        Array(
+            *("alibi_slopes", FLOAT32, ("num_heads",)),
+            "Adds slope * (key position - query position) to the logits.",
+            (OPTIONAL,),
+        ),
+        Scalar(
+            *("sliding_window", "int | tuple[int, int]", "As the plan has it: -1, w or (left, right)."), torch="int[1]"
+        ),
+        Array(
+            *("block_table", INT32, ("num_reqs", "blocks")),
+            "The blocks of each request in order. Entries that a request does not need are ignored.",
+        ),
+        Scalar(
+            *("softcap", "float"),
+            "0 turns it off. Otherwise logits become softcap * tanh(logit / softcap), and softcap is within "
+            "1.18e-38..2.34e38. ``scale * k_scale / softcap`` has to be finite in float32; without softcap, ``scale * "
+            "k_scale * log2(e)`` has to be.",
+        ),
+        Scalar(
+            *("scheduler_metadata", "SchedulerMetadata", "The plan, of :func:`get_scheduler_metadata`."), torch="Tensor"
+        ),
+        Array(
+            *("s_aux", FLOAT32, ("num_heads",)),
+            "Attention sinks: one logit more for each head in the softmax, which has no value. float16 and bfloat16 "
+            "will do, too.",
+            (OPTIONAL,),
+        ),
+        Array(_dynamic_causal.name, INT32, _dynamic_causal.axes, "As the plan has it.", (OPTIONAL,)),
+        Scalar("k_scale", "float", _written, 1.0),
+        Scalar("v_scale", "float", _written, 1.0),
+        Scalar("kv_cache_dtype", "str", "As the plan and :func:`reshape_and_cache` had it.", "auto"),
+        Array(
+            *("lse", FLOAT32, ("num_heads", "T")),
+            "Receives the natural log of each softmax's denominator, with the sink in it.",
+            (OPTIONAL, WRITTEN),
+        ),
+        Array(
+            *("selected_blocks", INT32, ("num_reqs", "num_kv_heads", "blocks")),
+            "Which blocks each kv head attends, None for all: columns of its request's row of ``block_table``, "
+            "strictly ascending, then -1. Keys of other blocks do not count and cost nothing, and entries of "
+            "``block_table`` that no head selects are ignored. :func:`select_pages` chooses. With a plan that has a "
+            "``query_block_size`` the first axis counts the query blocks of all requests, one request after another: "
+            "each attends blocks of its own. With a plan that has ``select_by_query_head`` the second axis counts "
+            "query heads.",
+            (OPTIONAL, LISTS),
+        ),
+        Array(
+            *("attn_bias", FLOAT32, ("num_reqs or 1", "num_heads or 1", "Q", "K")),
+            "``attn_bias[r, h, i, j]`` is added to the logit of query token i of request r for its key j, after "
+            "softcap. Q and K are no less than any request needs. The last axis is dense, other strides are free and "
+            "may be 0. -inf hides a key, though not NaN or inf in the key or its value. Entries for keys that a token "
+            "does not see are ignored.",
+            (OPTIONAL,),
+        ),
+        Scalar(
+            *("kv_cache_layout", "str"),
+            "As the plan has it. ``HND`` and ``NHD`` are read where they lie, whoever wrote them.",
+            "packed",
+        ),
+        Scalar(
+            *("kv_cache_rotation", "str"),
+            "As the plan has it. Queries are rotated like keys and rounded to their dtype, and the output is turned "
+            "back.",
+            "none",
+        ),
+        Array(
+            *("selected_tokens", INT32, ("T", "tokens")),
+            "Which keys of its request each query token attends, None for all, of those that masks leave it: strictly "
+            "ascending, then -1. No other key is read. S is at most the plan's ``max_selected_tokens``; such a plan "
+            "is for calls that select tokens, and others are for calls that do not. It does not go with "
+            "``selected_blocks``. :func:`select_tokens` chooses.",
+            (OPTIONAL,),
+        ),
+    ),
+)
+
+CALLS = (ATTENTION, PLAN, WRITE, INDEX, ROTARY, SELECT)
+
+# ---- docstrings ----
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def sentences(row: Argument) -> str:
+    """What a docstring or a table says of an argument."""
+    return f"{row.form} {row.what}" if isinstance(row, Array) else row.what
+
+
+def documented(call: Call) -> Callable[[Function], Function]:
+    """Puts the rows of a call in the place of ``{arguments}`` in the docstring of its function."""
+
+    def put(function: Function) -> Function:
+        rows = [
+            textwrap.fill(f"{row.name}: {sentences(row)}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+            for row in call.rows
+        ]
+        if function.__doc__:  # python -OO leaves none
+            function.__doc__ = re.sub(r"^ *\{arguments\}", lambda _: "\n".join(rows), function.__doc__, flags=re.M)
+        return function
+
+    return put
