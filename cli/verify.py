@@ -91,7 +91,7 @@ class Tally:
         self.failures += [Failure(**asdict(combo), case=case.name, message=m, rerun=rerun) for m in messages]
 
     def summary(self) -> dict[str, Any]:
-        budget = (linear_cases.reference.BUDGET if self.combo.engine in LINEAR else BUDGET)[self.combo.dtype]
+        budget = (linear_cases.BUDGET if self.combo.engine in LINEAR else BUDGET)[self.combo.dtype]
         error = self.worst * budget
         return {
             **asdict(self.combo),
