@@ -26,7 +26,7 @@ from rich.text import Text
 import cpu_attn
 from cpu_attn import _dispatch
 from cpu_attn.cli.info import cpu
-from cpu_attn.cli.report import INTERRUPTED, new_console, new_table
+from cpu_attn.cli.report import INTERRUPTED, counted, new_console, new_table
 from cpu_attn.linear import get_linear_attention_metadata
 from cpu_attn.reference import BUDGET
 from cpu_attn.tests import linear_cases
@@ -160,7 +160,8 @@ def _select(level: str, names: Sequence[str], dtype: str, seed: int) -> tuple[li
     for name in names:
         if name not in known and name not in others:
             near = difflib.get_close_matches(name, [*known, *others], 3)
-            raise click.UsageError(f"no case {name!r}" + (f"; near it: {', '.join(near)}" if near else ""))
+            near = near or [f"one of {len(known) + len(others)} others, {next(iter(known))} say"]
+            raise click.UsageError(f"no case {name!r}: did you mean {' or '.join(near)}?")
     return [known[name] for name in names if name in known], set(names)
 
 
@@ -325,9 +326,9 @@ def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequenc
     table.add_column("", no_wrap=True)
     for tally in tallies:
         row = tally.summary()
-        error = "infinite" if row["worst_error"] is None else f"{row['worst_error']:.2g}"
+        error = "infinite" if row["worst_error"] is None else f"{row['worst_error']:.1e}"
         verdict = Text("ok", "green") if row["ok"] else Text(f"{len(tally.failures)} failed", "red")
-        numbers = (str(row["cases"]), error, f"{row['budget']:.0e}")
+        numbers = (str(row["cases"]), error, f"{row['budget']:.1e}")
         table.add_row(row["engine"], row["isa"], row["dtype"], *numbers, row["worst_case"], verdict)
     console = new_console()
     if tallies:
@@ -342,14 +343,16 @@ def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequenc
     ran = sum(tally.ran for tally in tallies)
     if failures:
         bad = len({(f.engine, f.isa, f.dtype, f.case) for f in failures})
-        click.echo(f"FAILED: {bad} of {ran} checks; each has a line above that runs it again.")
+        click.echo(f"FAILED: {bad} of {counted(ran, 'check')}; each has a line above that runs it again.")
     elif ran:
-        click.echo(f"All {ran} checks passed on {len(tallies)} combinations of engine, isa and dtype.")
+        on = counted(len(tallies), "combination")
+        click.echo(f"{'The' if ran == 1 else 'All'} {counted(ran, 'check')} passed on {on} of engine, isa and dtype.")
     if ran < num_checks:
-        click.echo(f"INTERRUPTED: {num_checks - ran} of {num_checks} checks were not made.")
+        left = counted(num_checks, "check")
+        click.echo(f"INTERRUPTED: {num_checks - ran} of {left} {'was' if num_checks - ran == 1 else 'were'} not made.")
 
 
-@click.command()
+@click.command(short_help="Check engines and isas against an oracle.")
 @click.option("--engine", multiple=True, type=click.Choice(ENGINES), help="Only this engine. Repeatable.")
 @click.option("--isa", multiple=True, help="Only this isa. Repeatable.")
 @click.option("--dtype", multiple=True, type=click.Choice(DTYPES), help="Only this dtype. Repeatable.")

@@ -131,8 +131,8 @@ def test_ctrl_c_leaves_what_was_checked(monkeypatch: pytest.MonkeyPatch) -> None
     result = call(*args)
     assert result.exit_code == 130
     assert result.stdout.splitlines()[-2:] == [
-        "All 1 checks passed on 1 combinations of engine, isa and dtype.",
-        "INTERRUPTED: 1 of 2 checks were not made.",
+        "The 1 check passed on 1 combination of engine, isa and dtype.",
+        "INTERRUPTED: 1 of 2 checks was not made.",
     ]
     seen = 2
     found = report(*args)
@@ -150,7 +150,7 @@ def test_a_failure_before_ctrl_c_is_a_failure(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(verify_module, "run", run)
     result = call("--case", "mixed-plain", "--case", "chunk-alibi", "--engine", "reference", "--dtype", "float32")
-    assert result.exit_code == 1 and "FAILED: 1 of 1 checks" in result.stdout and "INTERRUPTED: 1 of 2" in result.stdout
+    assert result.exit_code == 1 and "FAILED: 1 of 1 check;" in result.stdout and "INTERRUPTED: 1 of 2" in result.stdout
 
 
 def test_a_broken_kernel_is_found_and_its_line_runs_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
