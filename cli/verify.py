@@ -28,7 +28,6 @@ from cpu_attn import _dispatch
 from cpu_attn.cli.info import cpu
 from cpu_attn.cli.report import INTERRUPTED, counted, new_console, new_table
 from cpu_attn.linear import get_linear_attention_metadata
-from cpu_attn.linear import reference as linear_reference
 from cpu_attn.reference import BUDGET
 from cpu_attn.tests import linear_cases
 from cpu_attn.tests.case import Case
@@ -92,7 +91,7 @@ class Tally:
         self.failures += [Failure(**asdict(combo), case=case.name, message=m, rerun=rerun) for m in messages]
 
     def summary(self) -> dict[str, Any]:
-        budget = (linear_reference.BUDGET if self.combo.engine in LINEAR else BUDGET)[self.combo.dtype]
+        budget = (linear_cases.BUDGET if self.combo.engine in LINEAR else BUDGET)[self.combo.dtype]
         error = self.worst * budget
         return {
             **asdict(self.combo),
