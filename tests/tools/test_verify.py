@@ -110,7 +110,7 @@ def test_the_slow_engine_is_left_out_of_what_it_has_no_argument_for() -> None:
     odd = ("bias-one", "chunk-selected", "tokens-half", "masks-tree-everything", "rotated-int4-everything")
     odd = tuple(case.name for case in cases("default") if case.name in odd)
     assert len(odd) > 3 and not any(case.composable for case in cases("default") if case.name in odd)
-    assert all(case.composable for case in cases("default") if case.name.startswith(("mixed", "int4-", "NHD-head")))
+    assert all(case.composable for case in cases("default") if case.name.startswith(("mixed-", "int4-head", "NHD-head")))
     native, slow = (verify_module.Combo(engine, "auto", "float32") for engine in ("native", verify_module.SLOW))
     jobs = verify_module._jobs([native, slow], "default", (*odd, "mixed-plain"), 0)
     assert {job.case.name for job in jobs if slow in job.combos} == {"mixed-plain"}
