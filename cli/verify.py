@@ -26,8 +26,10 @@ from rich.text import Text
 import cpu_attn
 from cpu_attn import _dispatch
 from cpu_attn.cli.info import cpu
-from cpu_attn.cli.report import INTERRUPTED, new_console, new_table
+from cpu_attn.cli.report import INTERRUPTED, counted, new_console, new_table
+from cpu_attn.linear import get_linear_attention_metadata
 from cpu_attn.reference import BUDGET
+from cpu_attn.tests import linear_cases
 from cpu_attn.tests.case import Case
 from cpu_attn.tests.case_levels import cases, invariant
 from cpu_attn.tests.case_problem import Problem, alone, build
@@ -35,7 +37,8 @@ from cpu_attn.tests.case_run import Written, run, written
 from cpu_attn.tests.formats import DTYPES
 from cpu_attn.tests.judge import check, same_bits
 
-ENGINES = ("native", "onednn", "onednn-python", "reference")
+ENGINES = ("native", "onednn", "onednn-python", "reference", "linear", "linear-reference")
+LINEAR = {"linear": "native", "linear-reference": "reference"}  # linear attention, by these engines of its own
 # This is Python over oneDNN's primitives, which the engine onednn takes through every case. It runs the cases that are
 # composable, and without options only those of --quick: through all of them it took a quarter of the time.
 SLOW = "onednn-python"
@@ -47,6 +50,7 @@ SAME_BITS = {
     "native": ("batch", "threads", "split"),
     "reference": ("batch", "threads", "split"),
     "onednn": ("threads", "split"),
+    "linear": ("batch", "threads"),
 }
 
 
@@ -77,7 +81,7 @@ class Tally:
     worst_case: str = ""
     failures: list[Failure] = field(default_factory=list)
 
-    def add(self, case: Case, worst: float, messages: Sequence[str]) -> None:
+    def add(self, case: Case | linear_cases.Case, worst: float, messages: Sequence[str]) -> None:
         self.ran += 1
         if worst > self.worst:
             self.worst, self.worst_case = worst, case.name
@@ -87,12 +91,13 @@ class Tally:
         self.failures += [Failure(**asdict(combo), case=case.name, message=m, rerun=rerun) for m in messages]
 
     def summary(self) -> dict[str, Any]:
-        error = self.worst * BUDGET[self.combo.dtype]
+        budget = (linear_cases.reference.BUDGET if self.combo.engine in LINEAR else BUDGET)[self.combo.dtype]
+        error = self.worst * budget
         return {
             **asdict(self.combo),
             "cases": self.ran,
             "worst_error": error if math.isfinite(error) else None,
-            "budget": BUDGET[self.combo.dtype],
+            "budget": budget,
             "worst_case": self.worst_case,
             "ok": not self.failures,
         }
@@ -108,6 +113,10 @@ def _missing(combo: Combo) -> str:
         if row.name == combo.isa and not row.supported:
             return row.reason
     try:
+        if combo.engine in LINEAR:
+            loc, engine = np.zeros(1, np.int32), LINEAR[combo.engine]
+            get_linear_attention_metadata(loc, combo.dtype, 1, 1, 16, 16, isa=combo.isa, engine=engine)
+            return ""
         none = np.zeros(0, np.int32)
         cpu_attn.get_scheduler_metadata(
             0, 1, 1, 16, none, combo.dtype, np.zeros(1, np.int32), isa=combo.isa, engine=engine
@@ -122,7 +131,7 @@ def _combos(engines: Sequence[str], isas: Sequence[str], dtypes: Sequence[str]) 
     kernels run over one cache layout only."""
     runs, missing = [], {}
     for engine in engines or ENGINES:
-        for isa in isas or ([row.name for row in cpu_attn.isas()] if engine == "native" else ["auto"]):
+        for isa in isas or ([row.name for row in cpu_attn.isas()] if engine in ("native", "linear") else ["auto"]):
             for dtype in dtypes or DTYPES:
                 combo = Combo(engine, isa, dtype)
                 reason = _missing(combo)
@@ -147,11 +156,13 @@ def _select(level: str, names: Sequence[str], dtype: str, seed: int) -> tuple[li
     if not names:
         return cases(level, dtype, seed), {case.name for case in invariant(level, dtype, seed)}
     known = {case.name: case for case in cases("full", dtype, seed)}
+    others = [case.name for case in linear_cases.cases("full", dtype, seed)]
     for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 3)
-            raise click.UsageError(f"no case {name!r}" + (f"; near it: {', '.join(near)}" if near else ""))
-    return [known[name] for name in names], set(names)
+        if name not in known and name not in others:
+            near = difflib.get_close_matches(name, [*known, *others], 3)
+            near = near or [f"one of {len(known) + len(others)} others, {next(iter(known))} say"]
+            raise click.UsageError(f"no case {name!r}: did you mean {' or '.join(near)}?")
+    return [known[name] for name in names if name in known], set(names)
 
 
 def _takes(combo: Combo, case: Case) -> bool:
@@ -200,16 +211,32 @@ def _verify_one(problem: Problem, combo: Combo, memory: Memory, compare_bits: bo
     return result.worst, messages
 
 
+def _verify_linear(problem: linear_cases.Problem, combo: Combo, compare_bits: bool) -> tuple[float, list[str]]:
+    """Does for linear attention what _verify_one does."""
+    try:
+        got = linear_cases.run(problem, combo.isa, LINEAR[combo.engine])
+        worst, where = linear_cases.errors(problem, got)
+        messages = [] if worst <= 1 else [f"{worst:.3g} of the budget in the {where}"]
+        if compare_bits and combo.engine in SAME_BITS:
+            messages += linear_cases.differences(problem, got, combo.isa, THREADS)
+    except Exception as error:
+        return math.inf, [f"{type(error).__name__}: {error}"]
+    return worst, messages
+
+
 class Job(NamedTuple):
     """Holds a case, what it is checked on, and whether bits are compared, too. The oracle computes once for all, and
     caches are written once for all engines that read them."""
 
-    case: Case
+    case: Case | linear_cases.Case
     combos: list[Combo]
     compare_bits: bool
 
 
 def _verify_job(job: Job) -> list[tuple[float, list[str]]]:
+    if isinstance(job.case, linear_cases.Case):
+        made = linear_cases.build(job.case)
+        return [_verify_linear(made, combo, job.compare_bits) for combo in job.combos]
     problem = build(job.case)
     memory = lru_cache(1 + len(THREADS))(partial(written, problem))  # engines of an isa follow one another
     return [_verify_one(problem, combo, memory, job.compare_bits) for combo in job.combos]
@@ -220,13 +247,13 @@ def _jobs(runs: Sequence[Combo], level: str, names: Sequence[str], seed: int, en
     jobs = []
     for dtype in dict.fromkeys(combo.dtype for combo in runs):
         selected, compared = _select(level, names, dtype, seed)
-        here = [combo for combo in runs if combo.dtype == dtype]
+        here = [combo for combo in runs if combo.dtype == dtype and combo.engine not in LINEAR]
         few = {*names, *(case.name for case in cases("quick" if level == "default" else level, dtype, seed))}
         found = []
         for case in selected:
             combos = [c for c in here if _takes(c, case) and (c.engine != SLOW or case.name in few)]
             found.append(Job(case, combos, case.name in compared))
-        for combo in set(here).difference(*(job.combos for job in found)):
+        for combo in set(here).difference(*(job.combos for job in found)) if selected else ():
             if combo.engine != SLOW or any(case.composable for case in selected):
                 raise click.UsageError(f"--case {' '.join(names)}: vec16 is for head sizes that are multiples of 16")
             if SLOW in engines:
@@ -235,6 +262,12 @@ def _jobs(runs: Sequence[Combo], level: str, names: Sequence[str], seed: int, en
                     "selection and no kv_cache_rotation"
                 )
         jobs += [job for job in found if job.combos]
+        linear = [combo for combo in runs if combo.dtype == dtype and combo.engine in LINEAR]
+        of = linear_cases.cases("full" if names else level, dtype, seed)
+        for one in of if linear else ():
+            if not names or one.name in names:
+                even = one.head_k_dim % 16 == 0
+                jobs.append(Job(one, [c for c in linear if even or c.isa != "vec16"], True))
     return jobs
 
 
@@ -302,9 +335,9 @@ def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequenc
     table.add_column("", no_wrap=True)
     for tally in tallies:
         row = tally.summary()
-        error = "infinite" if row["worst_error"] is None else f"{row['worst_error']:.2g}"
+        error = "infinite" if row["worst_error"] is None else f"{row['worst_error']:.1e}"
         verdict = Text("ok", "green") if row["ok"] else Text(f"{len(tally.failures)} failed", "red")
-        numbers = (str(row["cases"]), error, f"{row['budget']:.0e}")
+        numbers = (str(row["cases"]), error, f"{row['budget']:.1e}")
         table.add_row(row["engine"], row["isa"], row["dtype"], *numbers, row["worst_case"], verdict)
     console = new_console()
     if tallies:
@@ -319,14 +352,16 @@ def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequenc
     ran = sum(tally.ran for tally in tallies)
     if failures:
         bad = len({(f.engine, f.isa, f.dtype, f.case) for f in failures})
-        click.echo(f"FAILED: {bad} of {ran} checks; each has a line above that runs it again.")
+        click.echo(f"FAILED: {bad} of {counted(ran, 'check')}; each has a line above that runs it again.")
     elif ran:
-        click.echo(f"All {ran} checks passed on {len(tallies)} combinations of engine, isa and dtype.")
+        on = counted(len(tallies), "combination")
+        click.echo(f"{'The' if ran == 1 else 'All'} {counted(ran, 'check')} passed on {on} of engine, isa and dtype.")
     if ran < num_checks:
-        click.echo(f"INTERRUPTED: {num_checks - ran} of {num_checks} checks were not made.")
+        left = counted(num_checks, "check")
+        click.echo(f"INTERRUPTED: {num_checks - ran} of {left} {'was' if num_checks - ran == 1 else 'were'} not made.")
 
 
-@click.command()
+@click.command(short_help="Check engines and isas against an oracle.")
 @click.option("--engine", multiple=True, type=click.Choice(ENGINES), help="Only this engine. Repeatable.")
 @click.option("--isa", multiple=True, help="Only this isa. Repeatable.")
 @click.option("--dtype", multiple=True, type=click.Choice(DTYPES), help="Only this dtype. Repeatable.")
@@ -337,7 +372,11 @@ def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequenc
     "names",
     multiple=True,
     metavar="NAME",
-    shell_complete=lambda ctx, param, text: [case.name for case in cases("full") if case.name.startswith(text)],
+    shell_complete=lambda ctx, param, text: [
+        name
+        for name in (*(c.name for c in cases("full")), *(c.name for c in linear_cases.cases("full")))
+        if name.startswith(text)
+    ],
     help="Only this case. Repeatable.",
 )
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of all random numbers.")

@@ -51,6 +51,7 @@ class Workload:
     no_cascade: bool = False
     latent_rank: int = 0  # if not 0, V is the first so many columns of K (MLA)
     topk_tokens: int = 0  # if not 0, an indexer selects so many keys for each query token, in the same call
+    layers: int = 0  # if not 0, so many layers of a model are of this shape
 
     @property
     def head_size_v(self) -> int:

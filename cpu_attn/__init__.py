@@ -36,6 +36,7 @@ from cpu_attn.backend import (
     make_sliding_window_bias,
 )
 from cpu_attn.block_manager import BlockManager
+from cpu_attn.block_pool import BlockStats
 from cpu_attn.indexer import get_index_cache_shape, index_and_cache, select_tokens
 from cpu_attn.mla import attention_mla, concat_and_cache_mla
 from cpu_attn.ops import attention_with_kv_cache, merge_states, reshape_and_cache
@@ -52,6 +53,7 @@ __version__ = "0.2.0"
 __all__ = [
     "AttentionType",
     "BlockManager",
+    "BlockStats",
     "CPUAttentionBackend",
     "CPUAttentionBackendImpl",
     "CPUAttentionMetadata",

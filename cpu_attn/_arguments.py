@@ -40,6 +40,9 @@ FREE_AXES = {
     "Q": "Q",
     "K": "K",
     "tokens": "S",
+    # Those of linear attention (native/linear/arguments.c).
+    **{name: name for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "num_slots", "channels")},
+    **{name: name for name in ("inputs", "checkpoints", "(request, tokens, slot)")},
 }
 OR_1 = " or 1"  # behind the name of an axis: a size of 1 will do, too
 REQUIRED = object()  # the default of an argument that has none
@@ -110,7 +113,7 @@ Argument = Array | Scalar
 
 def c_name(axis: str) -> str:
     """Gives an axis as C names it: ``CA_NUM_REQS_1`` for ``num_reqs + 1``."""
-    return "CA_" + re.sub(r"\W+", "_", axis).upper()
+    return "CA_" + re.sub(r"\W+", "_", axis).strip("_").upper()
 
 
 @dataclass(frozen=True)
@@ -313,6 +316,14 @@ PLAN = Call(
             "then reads its keys for itself. It does not go with ``block_table`` or ``max_selected_tokens``.",
             False,
             field="whether query heads have lists of selected_blocks, in place of kv heads",
+        ),
+        Scalar(
+            *("attention_chunk_size", "int | None"),
+            "Positions of a chunk, or None. A query sees keys of its own chunk only, of those that ``causal`` and "
+            "``sliding_window`` leave it: chunks are [0, size), [size, 2 size), ... of each request's positions (Llama "
+            "4). It does not go with ``tree_mask``.",
+            None,
+            field="positions of a chunk, of whose keys alone a query sees any; 0: of all",
         ),
     ),
 )

@@ -5,6 +5,7 @@ knows."""
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -82,6 +83,12 @@ CODES |= {name: (kv.code, 1) for name, kv in FORMATS.items()}
 def is_scaled(kv: str) -> bool:
     """Says whether a cache of ``kv`` has scales of its own."""
     return kv in FORMATS and FORMATS[kv].scaled
+
+
+def rotation_of(kvs: Sequence[str]) -> str:
+    """Gives the kv_cache_rotation that loses least with caches of K and V that hold ``kvs``: integers are rotated."""
+    names = ["hadamard" if is_scaled(kv) else "none" for kv in kvs]
+    return "/".join(dict.fromkeys(names))
 
 
 def is_fp8(kv: str) -> bool:

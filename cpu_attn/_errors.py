@@ -22,12 +22,14 @@ class UnavailableError(RuntimeError):
 class NoFreeBlocksError(RuntimeError):
     """There are fewer free blocks than a call needs. The call has changed nothing.
 
-    ``missing`` says how many there are too few.
+    ``missing`` says how many there are too few, and ``never_fits`` whether a request needs more blocks by itself than
+    the caches have, so that it would not help to free others.
 
     Args:
         name: the argument that needs them.
         needed: how many blocks the call needs.
         free: how many there are.
+        too_long: which request never fits, and why, for the message; "" where it would help to free others.
 
     This class raises no errors itself.
 
@@ -39,17 +41,15 @@ class NoFreeBlocksError(RuntimeError):
         >>> try:
         ...     step = manager.step([("a", range(40))])
         ... except NoFreeBlocksError as e:
-        ...     print(e.missing)
-        1
+        ...     print(e.missing, e.never_fits)
+        1 True
     """
 
-    def __init__(self, name: str, needed: int, free: int) -> None:
-        super().__init__(name, needed, free)  # copies and pickles are made from these
-        self.missing = needed - free
+    def __init__(self, name: str, needed: int, free: int, too_long: str = "") -> None:
+        super().__init__(name, needed, free, too_long)  # copies and pickles are made from these
+        self.missing, self.never_fits = needed - free, bool(too_long)
 
     def __str__(self) -> str:
-        name, needed, free = self.args
-        return (
-            f"{name}: needs {needed} blocks, {free} are free, {self.missing} are missing: free requests, or swap them "
-            "out"
-        )
+        name, needed, free, too_long = self.args
+        help = too_long or "free requests, or swap them out"
+        return f"{name}: needs {needed} blocks, {free} are free, {self.missing} are missing: {help}"

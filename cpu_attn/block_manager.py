@@ -14,7 +14,7 @@ import numpy as np
 
 from cpu_attn import _check
 from cpu_attn._arrays import view
-from cpu_attn.block_pool import BlockPool, child, root
+from cpu_attn.block_pool import BlockPool, BlockStats, child, root
 from cpu_attn.journal import Journal, all_or_nothing
 from cpu_attn.step import Step
 from cpu_attn.storage import PagedKVCache
@@ -54,7 +54,7 @@ class BlockManager:
             block_size tokens, and steps are for all ranks: ``ContextParallel.step`` makes them this rank's.
 
     Raises:
-        ValueError: caches do not go together, or are read-only.
+        ValueError: caches do not go together, are read-only, or have no blocks.
         TypeError: an argument has another type.
 
     Example:
@@ -91,6 +91,8 @@ class BlockManager:
             for size in ("num_blocks", "block_size"):
                 if getattr(cache, size) != getattr(layers[0], size):
                     raise ValueError(f"caches[{i}]: {size} {getattr(cache, size)}, expected {getattr(layers[0], size)}")
+            if not cache.num_blocks:
+                raise ValueError(f"caches[{i}]: has no blocks, so that no request could have a token")
             for name in ("key_cache", "value_cache"):
                 _check.writable(f"caches[{i}].{name}", view(name, getattr(cache, name)))
         self.caches: tuple[PagedKVCache, ...] = tuple(layers)
@@ -118,6 +120,16 @@ class BlockManager:
         self._pool = BlockPool(nodes, self._journal)
         ids = (self.num_blocks, self.block_size) if self.enable_prefix_caching else (self.num_blocks, 0)
         self._token_ids = np.zeros(ids, np.int64)  # the ids of the tokens in each block
+        self._hits = np.zeros(2, np.int64)  # how many tokens allocate was given, and how many of them it found
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        cached = f", {stats.num_cached_blocks} cached" if self.enable_prefix_caching else ""
+        window = f", sliding_window {self.sliding_window}" if self.sliding_window >= 0 else ""
+        return (
+            f"BlockManager({self.num_blocks} blocks of {self.block_size}: {stats.num_free_blocks} free, "
+            f"{stats.num_used_blocks} used{cached}; requests: {len(self._row_of)}, caches: {len(self.caches)}{window})"
+        )
 
     def __copy__(self) -> BlockManager:
         """Gives a manager that goes on from here by itself, over the same caches and with the same names of
@@ -134,6 +146,21 @@ class BlockManager:
     def num_free_blocks(self) -> int:
         """Says how many blocks no request has; the prefix cache may still know some of them."""
         return self._pool.num_free
+
+    @all_or_nothing
+    def stats(self) -> BlockStats:
+        """Counts blocks, and what the prefix cache found.
+
+        Returns:
+            The :class:`BlockStats`.
+
+        The method raises no errors.
+        """
+        pool, num_free, (queries, hits) = self._pool, self._pool.num_free, self._hits.tolist()
+        num_used, num_cached = self.num_blocks - num_free, len(pool.hash_of)
+        return BlockStats(
+            self.num_blocks, num_free, num_used, num_cached, queries, hits, num_evictions=pool.num_evicted.item()
+        )
 
     @all_or_nothing
     def seq_len(self, request: Hashable) -> int:
@@ -194,6 +221,8 @@ class BlockManager:
         row = self._enter(request, new, np.array(blocks, np.int32), found, 0)
         if found:
             self._journal.put(self._prompts, row, ids.copy())
+        if self.enable_prefix_caching:
+            self._journal.put(self._hits, slice(None), np.add(self._hits, (len(ids), found)))
         return found
 
     @all_or_nothing
@@ -213,7 +242,11 @@ class BlockManager:
         row = self._present("request", request)
         self._check_new(new_request, "new_request")
         new = _Request(self._requests[row].root, self._requests[row].hashes.copy())
-        self._enter(new_request, new, self._blocks(row), self._seq_lens.item(row), self._num_dropped.item(row))
+        entered = self._enter(
+            new_request, new, self._blocks(row), self._seq_lens.item(row), self._num_dropped.item(row)
+        )
+        if row in self._prompts:
+            self._journal.put(self._prompts, entered, self._prompts[row])
 
     @all_or_nothing
     def step(self, batch: Iterable[tuple[Hashable, Any]]) -> Step:
@@ -229,7 +262,8 @@ class BlockManager:
             The :class:`Step`, its requests in the order of the batch.
 
         Raises:
-            NoFreeBlocksError: blocks are missing. The manager is as it was before, here and below.
+            NoFreeBlocksError: blocks are missing; ``never_fits`` says that one request alone needs more than there are.
+                The manager is as it was before, here and below.
             ValueError: a request is not there, swapped out or named twice, a token is out of range, or tokens are not
                 those of a prompt that come after what :meth:`allocate` found of it: all of its tokens, say.
             TypeError: the batch is no pairs, or tokens are no ids.
@@ -247,7 +281,8 @@ class BlockManager:
         fresh, begun = has - had, np.flatnonzero((had * self.block_size > old) & (counts > 0))
         copied, last = self._shared_writers(begun, self._table[rows[begun], had[begun] - 1].astype(np.int64))
         wanted = np.concatenate([np.ones(len(copied), np.int64), fresh])
-        taken = self._pool.take("batch", self._home[np.concatenate([rows[copied], rows])], wanted)
+        homes = self._home[np.concatenate([rows[copied], rows])]
+        taken = self._pool.take("batch", homes, wanted, too_long=self._too_long(has - self._num_dropped[rows], new))
         filled = taken.astype(np.int32)
         blocks, copies = filled[len(copied) :], taken[: len(copied)]
         self._make_columns(int(has.max(initial=0)))
@@ -430,6 +465,15 @@ class BlockManager:
             if row in self._prompts:
                 there = self._seq_lens.item(row)
                 _check.continuation(f"batch[{i}][1]", ids[end - count : end], self._prompts[row], there)
+
+    def _too_long(self, blocks: Array, seq_lens: Array) -> str:
+        """Says which request of a batch needs more blocks by itself than there are, "" where none does. blocks: [R],
+        how many each then has; seq_lens: [R], how many tokens."""
+        if not blocks.size or blocks.max() <= self.num_blocks:
+            return ""
+        i = blocks.argmax()
+        parts = "" if self.sliding_window < 0 else " at once: give it in parts, between which blocks come free"
+        return f"batch[{i}] with {seq_lens[i]} tokens needs {blocks[i]} of {self.num_blocks} blocks, never fits{parts}"
 
     def _num_blocks(self, seq_lens: Any) -> Any:
         return -(-seq_lens // self.block_size)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from hashlib import sha256
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,9 +40,46 @@ def child(before: bytes, ids: Array) -> bytes:
     return _hash(b"block", before, ids.tobytes())
 
 
+class BlockStats(NamedTuple):
+    """Says what a manager's blocks are used for, and what its prefix cache was worth: :meth:`BlockManager.stats`.
+
+    Args:
+        num_blocks: how many blocks each cache has.
+        num_free_blocks: how many of them no request has.
+        num_used_blocks: how many of them requests have; a block that several share counts once.
+        num_cached_blocks: how many of them the prefix cache knows, whether a request has them or not.
+        prefix_cache_queries: how many tokens :meth:`BlockManager.allocate` was given since the manager was made; 0
+            without prefix caching. The names of this and the next are vLLM's.
+        prefix_cache_hits: how many of these tokens it found.
+        num_evictions: how many blocks the prefix cache gave up since then, because a request needed their memory.
+
+    This class raises no errors itself.
+
+    Example:
+        >>> from cpu_attn import BlockManager, PagedKVCache
+        >>> manager = BlockManager(PagedKVCache(num_blocks=8, block_size=16, num_kv_heads=1, head_size=64))
+        >>> for request in ("a", "b"):
+        ...     found = manager.allocate(request, range(40))
+        ...     step = manager.step([(request, range(found, 40))])
+        >>> stats = manager.stats()
+        >>> stats.num_used_blocks, stats.num_free_blocks, stats.num_cached_blocks
+        (4, 4, 2)
+        >>> stats.prefix_cache_hits, stats.prefix_cache_queries
+        (32, 80)
+    """
+
+    num_blocks: int
+    num_free_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_evictions: int
+
+
 class BlockPool:
     """Keeps for each block whether it is free or in use ``ref_cnt`` times: once by every request that has it, and once
-    by the prefix cache.
+    by the prefix cache. ``num_evicted`` counts the blocks that the prefix cache gave up for others, int64 [1].
 
     Args:
         nodes: [num_blocks], the NUMA node of each.
@@ -61,24 +98,26 @@ class BlockPool:
         self.block_of: dict[bytes, int] = {}
         self.evictable: OrderedDict[int, int] = OrderedDict()  # blocks that it alone has, and since when, oldest first
         self._time = 0
+        self.num_evicted = np.zeros(1, np.int64)
 
     @property
     def num_free(self) -> int:
         return sum(map(len, self.free)) + len(self.evictable)
 
-    def take(self, name: str, homes: Array, counts: Array, spared: Collection[int] = ()) -> Array:
+    def take(self, name: str, homes: Array, counts: Array, spared: Collection[int] = (), too_long: str = "") -> Array:
         """Takes as many blocks for each home, which is a node, as ``counts`` says, from other nodes where that one has
         none left. It has to be the first change of a call: it evicts blocks of the prefix cache where too few are free,
-        but none of ``spared``.
+        but none of ``spared``. too_long: what the error says of a request that never fits.
 
         Raises:
             NoFreeBlocksError: so many are not free.
         """
         count, free = int(counts.sum()), self.num_free - sum(block in self.evictable for block in spared)
         if count > free:
-            raise NoFreeBlocksError(name, count, free)
+            raise NoFreeBlocksError(name, count, free, too_long)
         missing = max(0, count - sum(map(len, self.free)))
         self.forget(list(islice((block for block in self.evictable if block not in spared), missing)))
+        self._journal.put(self.num_evicted, 0, self.num_evicted[0] + missing)
         self._journal.evicted = len(self._journal)
         if len(self.free) == 1:
             blocks = np.array(self.free[0][: -count - 1 : -1], np.int64)

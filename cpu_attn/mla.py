@@ -17,6 +17,7 @@ from typing import Any
 
 from cpu_attn import _check, ops
 from cpu_attn._arrays import view
+from cpu_attn.ops import Written
 from cpu_attn.plan import SchedulerMetadata
 
 # These are the names of arguments in the calls underneath, and those that our callers know.
@@ -86,7 +87,7 @@ def concat_and_cache_mla(
 def attention_mla(
     query: Any,
     kv_cache: Any,
-    output: Any,
+    output: Written,
     query_start_loc: Any,
     seq_lens: Any,
     scale: float,
@@ -103,7 +104,7 @@ def attention_mla(
     lse: Any = None,
     selected_blocks: Any = None,
     selected_tokens: Any = None,
-) -> Any:
+) -> Written:
     """Computes MLA with absorbed weights over latent rows, into ``output``, which is returned.
 
     Every head attends over the same rows: K is the whole row [kv_c | k_pe], V is its first L elements. The plan is made

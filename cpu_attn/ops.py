@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from cpu_attn._arrays import address, described, new_beside, objects, view
 from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, FORMATS, dtype_name, is_scaled
 from cpu_attn._native import ffi, lib
 from cpu_attn.plan import SchedulerMetadata
+
+Written = TypeVar("Written")  # the class of the caller's arrays: NumPy's or torch's
 
 
 class _Thread(threading.local):
@@ -148,7 +150,7 @@ def attention_with_kv_cache(
     query: Any,
     key_cache: Any,
     value_cache: Any,
-    output: Any,
+    output: Written,
     query_start_loc: Any,
     seq_lens: Any,
     scale: float,
@@ -170,7 +172,7 @@ def attention_with_kv_cache(
     kv_cache_layout: str = "packed",
     kv_cache_rotation: str = "none",
     selected_tokens: Any = None,
-) -> Any:
+) -> Written:
     """Computes attention of every query token over its request's pages, into ``output``, which is returned.
 
     Every layer calls this with the plan of the step. One call serves prefill, decode and any mixture of them. Symbols:

@@ -103,17 +103,60 @@ class SchedulerMetadata(_check.Plan):
             "same lengths where it is needed"
         )
 
-    num_reqs = property(lambda self: int(self._shape.num_reqs), doc="R")
-    num_heads = property(lambda self: int(self._shape.num_heads), doc="Hq")
-    num_kv_heads = property(lambda self: int(self._shape.num_kv_heads), doc="Hkv")
-    head_size = property(lambda self: int(self._shape.head_size), doc="D")
-    head_size_v = property(lambda self: int(self._shape.head_size_v), doc="Dv")
-    num_tokens = property(lambda self: int(self._info.num_tokens), doc="T, query tokens of the step")
-    num_threads = property(lambda self: int(self._info.num_threads), doc="most threads a call will use")
-    num_tasks = property(lambda self: int(self._info.num_tasks), doc="pieces of work for each kv head")
-    num_shared = property(lambda self: int(self._info.num_shared), doc="tasks that serve several requests")
-    num_splits = property(lambda self: int(self._info.num_splits), doc="query blocks whose keys are split")
-    workspace_bytes = property(lambda self: int(self._info.workspace_bytes), doc="all the memory a call needs")
+    @property
+    def num_reqs(self) -> int:
+        """Is R, the requests of the step."""
+        return int(self._shape.num_reqs)
+
+    @property
+    def num_heads(self) -> int:
+        """Is Hq."""
+        return int(self._shape.num_heads)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Is Hkv."""
+        return int(self._shape.num_kv_heads)
+
+    @property
+    def head_size(self) -> int:
+        """Is D."""
+        return int(self._shape.head_size)
+
+    @property
+    def head_size_v(self) -> int:
+        """Is Dv."""
+        return int(self._shape.head_size_v)
+
+    @property
+    def num_tokens(self) -> int:
+        """Is T, the query tokens of the step."""
+        return int(self._info.num_tokens)
+
+    @property
+    def num_threads(self) -> int:
+        """Says how many threads a call uses at most."""
+        return int(self._info.num_threads)
+
+    @property
+    def num_tasks(self) -> int:
+        """Counts the pieces of work for each kv head."""
+        return int(self._info.num_tasks)
+
+    @property
+    def num_shared(self) -> int:
+        """Counts the tasks that serve several requests."""
+        return int(self._info.num_shared)
+
+    @property
+    def num_splits(self) -> int:
+        """Counts the query blocks whose keys are split."""
+        return int(self._info.num_splits)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Says how much memory a call needs, in bytes."""
+        return int(self._info.workspace_bytes)
 
     @property
     def visible_pairs(self) -> int:
@@ -172,6 +215,7 @@ def get_scheduler_metadata(
     block_nodes: Any = None,
     query_block_size: int | None = None,
     select_by_query_head: bool = False,
+    attention_chunk_size: int | None = None,
 ) -> SchedulerMetadata:
     """Plans the attention of one step, once for all layers of one shape.
 
@@ -237,7 +281,10 @@ def get_scheduler_metadata(
         cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
         query_block_size=query_block_size,
         select_by_query_head=select_by_query_head,
+        attention_chunk_size=attention_chunk_size,
     )
+    if shape.attention_chunk_size and tree_mask is not None:
+        raise ValueError("tree_mask: does not go with attention_chunk_size")
     if block_nodes is not None:
         if not shape.block_size:
             raise ValueError("block_table: is None, block_nodes is given, which needs it")
@@ -278,8 +325,8 @@ def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Ma
 def _checksum(shape: Any, lengths: tuple[Any, ...], masks: _check.Masks | None) -> bytes:
     """Hashes what has to be the same on all ranks. The isa, the threads and what the cache holds are each rank's own
     affair."""
-    same = ("num_reqs", "num_heads", "num_kv_heads", "head_size", "head_size_v", "dtype", "causal", "window_left")
-    same += ("window_right", *(row.name for row in PLAN.fields if row.name != "cp_rank"))
+    same = ["num_reqs", "num_heads", "num_kv_heads", "head_size", "head_size_v", "dtype", "causal", "window_left"]
+    same += ["window_right", *(row.name for row in PLAN.fields if row.name != "cp_rank")]
     found = blake2b(repr([getattr(shape, name) for name in same]).encode(), digest_size=8)
     arrays = [x if x is None else view("lengths", x).numpy() for x in lengths]
     if masks:

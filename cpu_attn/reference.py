@@ -10,7 +10,8 @@ Query token i of a request with q_len query tokens and seq_len keys stands at po
     s = s + slope_h * (j - pos)        if alibi_slopes are given (Press et al., arXiv:2108.12409)
     s = s + attn_bias[r, h, i, j]      if it is given
 
-It sees key j where ``pos - left <= j <= pos + right``, a side of -1 being open, and, if causal, ``j <= pos``.
+It sees key j where ``pos - left <= j <= pos + right``, a side of -1 being open, and, if causal, ``j <= pos``; with an
+``attention_chunk_size`` of c only where, besides, ``j // c == pos // c``.
 Besides, where given: it sees the keys of the span of ``mm_prefix_range`` that pos lies in (with
 ``mm_prefix_clamp_sliding_window``: those with ``j >= pos - left``); of all these only those of the document of
 ``document_start_loc`` that pos lies in. With a ``tree_mask`` the q_len newest keys are the query tokens', of which it
@@ -70,14 +71,17 @@ def visible(
     documents: Sequence[int] = (),
     tree: NDArray[np.bool_] | None = None,
     clamped: bool = False,
+    chunk_size: int | None = None,
 ) -> NDArray[np.bool_]:
     """Says which keys the query tokens see: [q_len, seq_len]. spans: first and last key of each; documents: where they
     start; tree [q_len, q_len]: which query tokens see the key of which; clamped: whether spans keep to the left side of
-    the window."""
+    the window; chunk_size: attention_chunk_size."""
     if tree is not None:
         return _visible_tree(seq_len, window_sides(sliding_window, True)[0], tree)
     position, key = seq_len - q_len + np.arange(q_len)[:, None], np.arange(seq_len)
     mask = _visible_range(q_len, seq_len, causal, sliding_window)
+    if chunk_size is not None:
+        mask &= key // chunk_size == position // chunk_size
     left = window_sides(sliding_window, causal)[0]
     kept = key >= position - left if clamped and left >= 0 else np.True_
     for start, end in spans:
@@ -188,6 +192,7 @@ def attention(
     attn_bias: NDArray[np.float32] | None = None,
     selected_tokens: NDArray[np.int32] | None = None,
     query_block_size: int | None = None,
+    attention_chunk_size: int | None = None,
 ) -> tuple[Float64, Float64]:
     """Computes the definition above, request by request.
 
@@ -195,7 +200,7 @@ def attention(
     them, already rounded to its dtype. query_start_loc [R+1], seq_lens [R], alibi_slopes and s_aux [Hq].
     dynamic_causal [R] takes the place of causal, request by request. sliding_window: keys that a token sees, itself
     among them (-1: all; to both sides where not causal), or (left, right).
-    mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window: those of
+    mm_prefix_range, document_start_loc, tree_mask, mm_prefix_clamp_sliding_window, attention_chunk_size: those of
     :func:`cpu_attn.get_scheduler_metadata`. selected_blocks [R, Hkv or Hq, S]: of block_size keys each, -1 is none;
     None: all. attn_bias [R or 1, Hq or 1, Q, K]. selected_tokens [T, S]: keys, -1 is none; None: all.
     query_block_size: the first axis of selected_blocks counts query blocks of so many tokens.
@@ -230,6 +235,7 @@ def attention(
                 (document_start_loc or {}).get(r, ()),
                 None if tree_mask is None else unpack_tree(tree_mask[rows]),
                 mm_prefix_clamp_sliding_window,
+                attention_chunk_size,
             )
             for i, keys in enumerate([] if selected_tokens is None else selected_tokens[rows]):
                 mask[i] &= np.isin(np.arange(int(seq_len)), keys)

@@ -8,13 +8,13 @@ from typing import Any
 
 from cpu_attn import _check
 from cpu_attn._native import lib
-from cpu_attn.ops import run_write
+from cpu_attn.ops import Written, run_write
 
 _IN_PLACE = tuple("query" if name == "query_out" else name for name in _check.ROTARY)
 
 
 def rotary_reshape_and_cache(
-    query: Any,
+    query: Written,
     key: Any,
     value: Any,
     key_cache: Any,
@@ -31,10 +31,10 @@ def rotary_reshape_and_cache(
     v_scale: float = 1.0,
     kv_cache_dtype: str = "auto",
     *,
-    query_out: Any = None,
+    query_out: Written | None = None,
     kv_cache_layout: str = "packed",
     kv_cache_rotation: str = "none",
-) -> Any:
+) -> Written:
     """Norms and rotates queries and keys, and writes keys and values into their slots, in one pass.
 
     This is vLLM's ``fused_qk_norm_rope`` (or ``rotary_embedding``) and :func:`reshape_and_cache` together. All of it is

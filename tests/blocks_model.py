@@ -115,7 +115,7 @@ class Model:
         self.every("fork", request, new)
         self.tokens[new], self.keys[new] = self.tokens[request].copy(), self.keys[request]
         self.computed[new] = self.computed[request].copy()
-        self.before[new], self.rest[new] = self.before.get(request, 0), []
+        self.before[new], self.rest[new] = self.before.get(request, 0), self.rest[request].copy()
         return new
 
     def step(self, batch: list[tuple[int, list[int]]]) -> bool:

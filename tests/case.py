@@ -53,6 +53,7 @@ class Case:
     mm_prefix_range: tuple[tuple[tuple[int, int], ...], ...] | None = None  # for each request, () for none
     document_start_loc: tuple[tuple[int, ...], ...] | None = None  # for each request, () for none
     clamped: bool = False  # the argument mm_prefix_clamp_sliding_window
+    chunk: int | None = None  # the argument attention_chunk_size
     tree: str | None = None  # the tree of each request's query tokens, a name from case_trees.TREES
     selected: float | None = None  # the share of a request's blocks that a head attends, at random; None: no selection
     query_block: int | None = None  # so many query tokens select blocks together; None: all of a request do
@@ -71,8 +72,8 @@ class Case:
         spans = self.mm_prefix_range[r] if self.mm_prefix_range else ()
         documents = self.document_start_loc[r] if self.document_start_loc else ()
         tree = TREES[self.tree](self.query_lens[r]) if self.tree else None
-        window = self.sliding_window
-        return visible(self.query_lens[r], self.seq_lens[r], causal, window, spans, documents, tree, self.clamped)
+        lens, window = (self.query_lens[r], self.seq_lens[r]), self.sliding_window
+        return visible(*lens, causal, window, spans, documents, tree, self.clamped, self.chunk)
 
     @property
     def masks(self) -> dict[str, Any]:
@@ -87,6 +88,8 @@ class Case:
         }
         if self.clamped:
             found["mm_prefix_clamp_sliding_window"] = True
+        if self.chunk:
+            found["attention_chunk_size"] = self.chunk
         if self.tree:
             rows = [pack_tree(TREES[self.tree](n), max(self.query_lens)) for n in self.query_lens]
             found["tree_mask"] = np.concatenate(rows)

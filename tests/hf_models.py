@@ -4,12 +4,15 @@ attention is nearly uniform, and a wrong mask would hardly change a token."""
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import Any
 
 import torch
 import transformers as hf
 
+# What forward and generate call a cache: past_key_values before transformers 5.24.
+CACHE = "cache" if "cache" in inspect.signature(hf.LlamaForCausalLM.forward).parameters else "past_key_values"
 VOCABULARY = 97
 WINDOW = 8
 COMMON = {

@@ -48,8 +48,10 @@ ADAPTERS = {
     **{name: name for name in ("torch", "transformers", "vllm", "sglang")},
     **{"flash_attn": "torch", "flashinfer": "torch"},
 }
-TO_BUILD = ("native", "build_ffi.py", "pyproject.toml", "README.md", "LICENSE")
-TO_BUILD += ("cpu_attn/__init__.py", "cpu_attn/_arguments.py")  # its version, its table
+TO_BUILD = (
+    *("native", "build_ffi.py", "pyproject.toml", "README.md", "LICENSE"),
+    *("cpu_attn/__init__.py", "cpu_attn/_arguments.py"),  # its version, its table
+)
 BUILD_EXT = "import setuptools; setuptools.setup()"
 KILLED, SURVIVED, STALE, TIMEOUT, BROKEN, LEFT_OUT = "killed", "SURVIVED", "STALE", "timeout", "BROKEN", "left out"
 # What of native/ no random mutant breaks: what cffi reads, what only bench asks for, what stands in for instructions.
@@ -73,6 +75,7 @@ TOUCHING = {
     "native/kernel/attention/page_scores.inc": "selected query_heads",
     "native/kernel/attention/token_scores.inc": "indexer",
     "native/kernel/attention/token_sums.inc": "indexer",
+    "native/linear/": "linear_errors linear_conv linear_bits linear",
     "native/plan/": "query_blocks leaks query_heads errors threads context_parallel cascade attention",
     "native/plan/by_node.c": "numa leaks",
     "native/plan/masks.c": "masks leaks errors context_parallel cascade",

@@ -179,6 +179,11 @@ class Worker:
     def counted(self) -> Any:
         return Worker.calls  # type: ignore[attr-defined]
 
+    def norms(self) -> Any:
+        """The weights of heads' norms, by name."""
+        parameters = self.model_runner.model.named_parameters()  # type: ignore[attr-defined]
+        return {name: p.tolist() for name, p in parameters if name.endswith(("q_norm.weight", "k_norm.weight"))}
+
 
 def without_torchvision() -> None:
     """vLLM's Gemma3 takes the name of an image processor, for its annotations, from a module that imports torchvision;
@@ -215,6 +220,9 @@ def save_model(name: str) -> Path:
             model.get_input_embeddings().weight.data *= 0.01
         if name == "gemma3":  # else zeros, and all images are alike
             model.model.multi_modal_projector.mm_input_projection_weight.data.normal_()
+        for parameter_name, parameter in model.named_parameters():  # else ones
+            if name == "qwen3" and parameter_name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.data = 2 ** torch.empty_like(parameter).uniform_(-2, 2)
         # As published checkpoints have it; transformers reads both, vLLM this one.
         weights = {k.replace("vision_tower", "vision_tower.vision_model"): x for k, x in model.state_dict().items()}
         model.save_pretrained(folder, state_dict=weights)
@@ -313,19 +321,17 @@ def transformers_inputs(model: str) -> list[dict[str, Any]]:
 
 def stored(x: Any, kv_cache_dtype: str) -> Any:
     """Keys or values [..., D] as a cache gives them back: docs/reference/cache_memory.md."""
+    import numpy as np
     import torch
 
     if kv_cache_dtype.startswith("fp8"):
         kind = torch.float8_e5m2 if kv_cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn
         most = torch.finfo(kind).max
         return x.clamp(-most, most).to(kind).float()
-    most, group = (127, x.shape[-1]) if kv_cache_dtype.startswith("int8") else (7, 32)
-    parts = []
-    for part in x.split(group, dim=-1):
-        scale = part.abs().amax(-1, keepdim=True) / most
-        scale = ((scale.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)  # up to bfloat16
-        parts.append((part * (1 / scale)).round() * scale)
-    return torch.cat(parts, -1)
+    from cpu_attn.tests.formats import hadamard, integers
+
+    whole = integers(hadamard(x.numpy()), kv_cache_dtype.split("_")[0], rotated=True)
+    return torch.from_numpy(hadamard(whole.astype(np.float32), back=True))
 
 
 def reference(model: str, kv_cache_dtype: str = "auto") -> list[list[int]]:
@@ -398,6 +404,7 @@ def run(model: str, new_tokens: int = NEW_TOKENS, texts: Sequence[str] = (), **o
             "cached": sum(o.num_cached_tokens or 0 for o in both[1]),
             "preempted": len(preempted),
             "calls": llm.collective_rpc("counted"),
+            "norms": llm.collective_rpc("norms")[0],
         }
     finally:
         Scheduler._preempt_request = preempt

@@ -10,6 +10,7 @@ arrays      any array: dtype, shape, strides, aliases; lists of integers
 kv_cache    caches: what they hold, layouts, scales, sizes
 masking     masks besides causal and window
 plans       what a plan is made of and what has to fit it
+linear      linear attention: plans, gates, layouts of states
 calls       which arrays each call has
 batches     what a step of a BlockManager is made from
 """
@@ -64,6 +65,18 @@ from cpu_attn._check.kv_cache import (
     scales,
     width,
 )
+from cpu_attn._check.linear import (
+    CONV,
+    LINEAR,
+    activation,
+    each_token,
+    limits,
+    linear_gates,
+    linear_heads,
+    linear_plan,
+    linear_step,
+    state_layout,
+)
 from cpu_attn._check.masking import Masks, masks
 from cpu_attn._check.plans import (
     Plan,
@@ -96,10 +109,12 @@ from cpu_attn._check.values import (
 
 __all__ = [
     "ATTENTION",
+    "CONV",
     "FLOATS",
     "INDEX",
     "INT32_MAX",
     "LAYOUTS",
+    "LINEAR",
     "MAX_SIZE",
     "MLA",
     "ROTARY",
@@ -110,6 +125,7 @@ __all__ = [
     "WRITE",
     "Masks",
     "Plan",
+    "activation",
     "apart",
     "apart_from",
     "array",
@@ -122,6 +138,7 @@ __all__ = [
     "caches",
     "continuation",
     "disjoint",
+    "each_token",
     "instance",
     "integer",
     "integers",
@@ -132,6 +149,11 @@ __all__ = [
     "latent",
     "length",
     "lengths",
+    "limits",
+    "linear_gates",
+    "linear_heads",
+    "linear_plan",
+    "linear_step",
     "listed",
     "logit_factors",
     "masks",
@@ -162,6 +184,7 @@ __all__ = [
     "sizes",
     "small_floats",
     "softcap",
+    "state_layout",
     "states",
     "table_block_size",
     "timeout",

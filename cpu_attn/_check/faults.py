@@ -92,6 +92,20 @@ def reread(fault: Any, names: Sequence[str], arrays: Sequence[Any], given: Any, 
     return int(ffi.cast("uintptr_t", addresses)), given, alive
 
 
+def _of_states(fault: Any, names: Sequence[str]) -> str:
+    """Gives in words what native/linear found wrong with slots."""
+    at, value, bound, column = fault.position, fault.value, fault.bound, ("request", "tokens", "slot")[fault.token % 3]
+    name = names[fault.argument]
+    return {
+        lib.CA_BAD_STATE: f"{name}[{at}]: {value}, expected less than num_slots = {bound}",
+        lib.CA_STATE_TWICE: f"{name}[{at}]: slot {value} is written twice",
+        lib.CA_STATE_WRITTEN: f"{name}[{at}]: slot {value} is written for request {bound} in this call",
+        lib.CA_BAD_CHECKPOINT: f"{name}[{at}]: {column} is {value}, outside {fault.least}..{bound}",
+        lib.CA_CHECKPOINT_ORDER: f"{name}[{at}]: rows have to ascend by request, then by tokens",
+        lib.CA_STATE_LENGTH: f"conv_state: holds {value} inputs, expected {bound}..8 for this weight",
+    }[fault.status]
+
+
 def raise_fault(fault: Any, names: Sequence[str] = (), arrays: Sequence[Any] = ()) -> None:
     """Raises the exception for what native/check found, if it found anything. names, arrays: those of the call."""
     if fault.status == lib.CA_OK:
@@ -112,6 +126,8 @@ def raise_fault(fault: Any, names: Sequence[str] = (), arrays: Sequence[Any] = (
             f"OMP_STACKSIZE: OpenMP's threads have {fault.value} bytes of stack, a call may take {fault.bound}; set it "
             "(or ulimit -s) higher, or set_num_threads(1)"
         )
+    if fault.status >= lib.CA_BAD_STATE:
+        raise ValueError(_of_states(fault, names))
     request, position, value, bound = fault.request, fault.position, fault.value, fault.bound
     where = f"request {request}: " if request >= 0 else ""
     list_of = f"query block {fault.query_block}: " if fault.query_block >= 0 else ""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -12,7 +12,8 @@ import numpy as np
 from cpu_attn import _check
 from cpu_attn._arrays import new_beside, view
 from cpu_attn.distributed.group import Group
-from cpu_attn.ops import merge_stacked
+from cpu_attn.ops import Written, merge_stacked
+from cpu_attn.plan import SchedulerMetadata
 from cpu_attn.step import Step
 from cpu_attn.storage import PagedKVCache
 
@@ -131,16 +132,16 @@ class ContextParallel:
 
     def attend(
         self,
-        cache: Any,
-        query: Any,
+        cache: PagedKVCache,
+        query: Written,
         block_table: Any,
-        plan: Any = None,
+        plan: SchedulerMetadata | None = None,
         *,
         s_aux: Any = None,
-        output: Any = None,
+        output: Written | None = None,
         lse: Any = None,
         **options: Any,
-    ) -> Any:
+    ) -> Written:
         """Computes attention over the keys of all ranks: each attends its own, sends one message, and merges all.
 
         Args:
@@ -172,7 +173,7 @@ class ContextParallel:
         plan = _check.plan_of_ranks("plan", plan, self.ranks)
         shape = (plan.num_tokens, plan.num_heads, plan.head_size_v)
         if output is None:
-            output = new_beside(query, shape, cache.dtype)
+            output = cast(Written, new_beside(query, shape, cache.dtype))
         if lse is None:
             lse = np.empty((plan.num_heads, plan.num_tokens), np.float32)
         sizes = list(zip(("T", "num_heads", "head_size_v"), shape, strict=True))

@@ -14,11 +14,12 @@ import numpy as np
 from cpu_attn import _check, _dispatch, _numa, ops
 from cpu_attn._arrays import bridged, new_beside, view
 from cpu_attn._dtypes import DTYPES, dtype_name
+from cpu_attn.ops import Written
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
 from cpu_attn.step import Step
 from cpu_attn.storage.descriptor import CacheDescriptor, layout_of
 from cpu_attn.storage.files import StoredCache
-from cpu_attn.storage.memory import aligned_copy, aligned_zeros, memory_dtype, move_blocks
+from cpu_attn.storage.memory import Memory, aligned_copy, aligned_zeros, memory_dtype, move_blocks
 
 
 class PagedKVCache:
@@ -137,7 +138,8 @@ class PagedKVCache:
         self.kv_cache_rotation = d.kv_cache_rotation
         self.num_blocks, self.block_size, self.num_kv_heads = d.num_blocks, d.block_size, d.num_kv_heads
         self.head_size, self.head_size_v, self.k_scale, self.v_scale = d.head_size, d.head_size_v, d.k_scale, d.v_scale
-        self.key_cache, self.value_cache = key_cache, value_cache
+        self.key_cache: Memory = key_cache
+        self.value_cache: Memory = value_cache
         self.numa = self._placement.numa if self._placement else None
         self.block_nodes = self._placement.block_nodes(d.num_blocks) if self._placement else None
 
@@ -346,7 +348,7 @@ class PagedKVCache:
 
     def attend(
         self,
-        query: Any,
+        query: Written,
         block_table: Any,
         plan: SchedulerMetadata | None = None,
         *,
@@ -354,12 +356,12 @@ class PagedKVCache:
         alibi_slopes: Any = None,
         softcap: float = 0.0,
         s_aux: Any = None,
-        output: Any = None,
+        output: Written | None = None,
         lse: Any = None,
         selected_blocks: Any = None,
         attn_bias: Any = None,
         selected_tokens: Any = None,
-    ) -> Any:
+    ) -> Written:
         """Computes attention over the pages of each request: :func:`attention_with_kv_cache` for this cache.
 
         Args:
@@ -407,7 +409,7 @@ class PagedKVCache:
         if planned != sizes:  # other sizes may have the same width
             raise ValueError(f"plan: made for heads of {planned}, this cache has heads of {sizes} (K, V)")
         if output is None:
-            output = new_beside(query, (plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype)
+            output = cast(Written, new_beside(query, (plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype))
         ops.attend(
             *(plan, query, self.key_cache, self.value_cache, output, block_table),
             self.head_size**-0.5 if scale is None else scale,

@@ -132,6 +132,6 @@ def _safetensors() -> Any:
         import safetensors
         import safetensors.numpy
     except ImportError as error:
-        how = "pip install '.[safetensors]' in a checkout of cpu-attn"
+        how = "pip install 'cpu-attn[safetensors]'"
         raise UnavailableError(f"files need safetensors: {how} ({error})") from None
     return safetensors

@@ -48,5 +48,6 @@ static const char *missing(void) {
 #include "kernel/dtype.inc"
 
 #include "kernel/amx/attention.h"
+#include "linear/kernel/all.h"
 
-const ca_isa_row ca_isa_amx = {.missing = missing, .kernels = {[CA_BF16] = &kernel_amx}};
+const ca_isa_row ca_isa_amx = {.missing = missing, .kernels = {[CA_BF16] = &kernel_amx}, .linear = &linear_kernel};

@@ -31,8 +31,11 @@ INLINE vf v_accumulate(vf sum, vf a, vf b) { return v_fma(a, b, sum); }
 #define PAIRS 0
 #include "dtype.inc"
 #define KERNEL_F32 &kernel_f32
+#include "linear/kernel/all.h"
+#define LINEAR_KERNEL &linear_kernel
 #else
 #define KERNEL_F32 NULL
+#define LINEAR_KERNEL NULL
 #endif
 
 #define DTYPE bf16
@@ -41,5 +44,7 @@ INLINE vf v_accumulate(vf sum, vf a, vf b) { return v_fma(a, b, sum); }
 #define PAIRS 1
 #include "dtype.inc"
 
-const ca_isa_row GLUE(ca_isa, ISA) = {
-    .missing = missing, .kernels = {[CA_F32] = KERNEL_F32, [CA_F16] = &kernel_f16, [CA_BF16] = &kernel_bf16}};
+const ca_isa_row GLUE(ca_isa,
+                      ISA) = {.missing = missing,
+                              .kernels = {[CA_F32] = KERNEL_F32, [CA_F16] = &kernel_f16, [CA_BF16] = &kernel_bf16},
+                              .linear = LINEAR_KERNEL};

@@ -102,6 +102,7 @@ typedef struct ca_isa_row {
     const char *(*missing)(
         void); /* a feature that this machine lacks, or another reason, in words; NULL: the isa runs */
     const ca_kernel *kernels[CA_DTYPES];
+    const struct ca_linear_kernel *linear; /* for every dtype; NULL in a variant */
 } ca_isa_row;
 
 const ca_isa_row *ca_isa_get(int isa);

@@ -57,6 +57,11 @@ static inline void ca_visible(const ca_plan *plan, int r, int64_t i, int64_t *lo
     *hi = right < 0 ? len : ca_min64(len, pos + right + 1);
     if (plan->causal[r])
         *hi = ca_min64(*hi, pos + 1);
+    if (plan->shape.attention_chunk_size) {
+        const int64_t size = plan->shape.attention_chunk_size, chunk = pos < 0 ? -1 : pos / size;
+        *lo = ca_max64(*lo, chunk * size);
+        *hi = ca_min64(*hi, (chunk + 1) * size);
+    }
     if (*hi < *lo)
         *hi = *lo;
 }

@@ -19,31 +19,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations
 from cpu_attn import flashinfer  # noqa: E402
 
-I32 = {"dtype": torch.int32}
-WORKSPACE = torch.empty(0, dtype=torch.uint8)
-
-
-class Pages:
-    """Random keys and values of sequences in shuffled pages; what is not theirs holds NaN."""
-
-    def __init__(self, lens: list[int], page_size: int, layout: str, dtype: str, kv_heads: int = 2, d: int = 64):
-        g = torch.Generator().manual_seed(sum(lens))
-        kind = getattr(torch, dtype)
-        self.lens, self.page_size, self.dtype = lens, page_size, dtype
-        self.states = [torch.randn(2, n, kv_heads, d, generator=g).to(kind) for n in lens]
-        counts = [-(-n // page_size) for n in lens]
-        self.indptr = torch.tensor([0, *np.cumsum(counts)], **I32)
-        self.indices = torch.randperm(sum(counts) + 3, generator=g).int()[: sum(counts)]
-        self.last = torch.tensor([(n - 1) % page_size + 1 if n else 0 for n in lens], **I32)
-        pool = torch.full((sum(counts) + 3, 2, page_size, kv_heads, d), torch.nan).to(kind)
-        for b, states in enumerate(self.states):
-            for i, page in enumerate(states.split(page_size, 1) if lens[b] else ()):
-                pool[self.indices[self.indptr[b] + i], :, : page.shape[1]] = page
-        self.cache = pool if layout == "NHD" else pool.transpose(2, 3).contiguous()
-
-    @property
-    def where(self) -> tuple[Any, Any, Any]:
-        return self.indptr, self.indices, self.last
+from .flashinfer_case import I32, LENS, WORKSPACE, Pages  # noqa: E402
 
 
 def check(
@@ -77,9 +53,6 @@ def check(
     assert error.max(initial=0) <= reference.LSE_BUDGET[dtype]
 
 
-LENS = [40, 1, 0, 133, 16, 300]
-
-
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("left", "softcap"), [(-1, 0.0), (20, 0.0), (-1, 30.0), (7, 30.0)])
@@ -104,7 +77,7 @@ def test_decode(page_size: int, left: int, softcap: float, dtype: str, layout: s
 def test_several_tokens_each_with_sinks_and_scales() -> None:
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "HND")
     pages = Pages([40, 3, 133], 16, "HND", "float32")
-    wrapper.plan(*pages.where, 4, 2, 64, 16, data_type="float32", q_len_per_req=3, sm_scale=0.2)
+    wrapper.plan(*pages.where, 4, 2, 64, 16, q_data_type=None, data_type="float32", q_len_per_req=3, sm_scale=0.2)
     q, sinks = torch.randn(9, 4, 64), torch.randn(4)
     got = wrapper.run(q, pages.cache, return_lse=True, sinks=sinks, q_scale=0.5, k_scale=3.0)
     check(got, q, [3] * 3, pages, scale=0.2 * 0.5 * 3.0, s_aux=sinks.numpy())
@@ -214,11 +187,11 @@ def test_what_is_refused() -> None:
     q = torch.zeros(2, 4, 64)
     for options, words in (
         ({"kv_layout": "ND"}, "^kv_layout: 'ND', expected 'NHD' or 'HND'"),
-        ({"use_cuda_graph": True}, "^use_cuda_graph: there is no such thing"),
-        ({"jit_args": [1]}, "^jit_args: there is no such thing"),
+        ({"use_cuda_graph": True}, "^(paged_kv_indptr_buffer|qo_indptr_buf): is None"),
+        ({"jit_args": [1]}, "^jit_args: expected None; no kernel is compiled"),
     ):
         for wrapper in (decode, prefill):
-            with pytest.raises(ValueError, match=words):
+            with pytest.raises((ValueError, NotImplementedError), match=words):
                 wrapper(WORKSPACE, **options)
     one = decode(WORKSPACE)
     with pytest.raises(RuntimeError, match="before plan"):
@@ -235,9 +208,11 @@ def test_what_is_refused() -> None:
         ({"num_kv_heads": 3}, ValueError, "^num_kv_heads: 3 does not divide num_qo_heads = 4"),
         ({"page_size": 0}, ValueError, "^page_size: 0 is outside"),
         ({"page_size": 2**30}, ValueError, r"^indptr\[1\]: 3 pages of 1073741824 tokens are more"),
-        ({"pos_encoding_mode": "ALIBI"}, ValueError, "^pos_encoding_mode: 'ALIBI', expected 'NONE'"),
+        ({"pos_encoding_mode": "ROPE"}, ValueError, "^pos_encoding_mode: 'ROPE', expected 'NONE' or"),
         ({"window_left": -2}, ValueError, "^window_left: -2 is outside"),
-        ({"o_data_type": "float16"}, ValueError, "^o_data_type: float16, expected float32"),
+        ({"o_data_type": "int8"}, TypeError, "^o_data_type: int8 is none of"),
+        ({"window_right": 3}, NotImplementedError, "^window_right: expected 0; windows end"),
+        ({"is_causal": True}, NotImplementedError, "^is_causal: expected None"),
         ({"kv_data_type": "float16"}, ValueError, "^kv_data_type: float16, expected float32"),
         ({"q_data_type": "float64"}, TypeError, "float64"),
         ({"sm_scale": math.inf}, ValueError, "^sm_scale: inf is not a finite float32"),
@@ -254,9 +229,11 @@ def test_what_is_refused() -> None:
         ({"paged_kv_cache": pages.cache[:, :, :8]}, ValueError, "^paged_kv_cache: pages of 8 tokens"),
         ({"paged_kv_cache": pages.cache[:, 0]}, ValueError, "^paged_kv_cache: 4 axes, expected 5"),
         ({"paged_kv_cache": pages.cache.bfloat16()}, TypeError, "^paged_kv_cache: dtype bfloat16, expected float32"),
-        ({"v_scale": 0.5}, ValueError, "v_scale"),
+        ({"kv_cache_sf": q}, NotImplementedError, "^kv_cache_sf: expected None; caches of 4 bits"),
+        ({"v_scale": math.nan}, ValueError, "^v_scale: nan"),
+        ({"q_len_per_req": 2}, ValueError, "^q_len_per_req: 2, plan.. has 2 tokens of 2 sequences"),
         ({"k_scale": "2"}, TypeError, "^k_scale: expected a number"),
-        ({"window_left": 3}, ValueError, "^window_left: 3, plan.. was given -1"),
+        ({"window_left": -3}, ValueError, "^window_left: -3 is outside"),
         ({"sinks": torch.zeros(3)}, ValueError, "^sinks: axis 0 is 3"),
         ({"lse": torch.zeros(4, 2)}, ValueError, "^lse: axis 0 is 4, expected T = 2"),
         ({"lse": torch.zeros(2, 4).half()}, TypeError, "^lse: dtype torch.float16"),
@@ -273,7 +250,7 @@ def test_what_is_refused() -> None:
             "^custom_mask: axis 0 is 80, expected pairs = 83",
         ),
         ({"custom_mask": torch.ones(83)}, TypeError, "^custom_mask: dtype torch.float32, expected torch.bool"),
-        ({"packed_custom_mask": torch.ones(11, dtype=torch.uint8)}, ValueError, "^packed_custom_mask: expected None"),
+        ({"packed_custom_mask": torch.ones(12, dtype=torch.uint8)}, ValueError, "^packed_custom_mask: axis 0 is 12"),
         ({"paged_kv_last_page_len": torch.tensor([17, 3], **I32)}, ValueError, r"^paged_kv_last_page_len\[0\]: 17"),
     ):
         given = {"paged_kv_last_page_len": pages.last, "q_data_type": "float32"} | options
@@ -309,11 +286,12 @@ import importlib.util
 from cpu_attn import flashinfer as ours
 ours.install()
 ours.install()
-import flashinfer.cascade, flashinfer.decode, flashinfer.prefill
+import flashinfer.cascade, flashinfer.decode, flashinfer.mla, flashinfer.page, flashinfer.prefill, flashinfer.sparse
 assert flashinfer.BatchDecodeWithPagedKVCacheWrapper is ours.BatchDecodeWithPagedKVCacheWrapper
 assert flashinfer.cascade.merge_state is ours.merge_state
 assert importlib.util.find_spec("flashinfer").name == "flashinfer"
-print(importlib.util.find_spec("flashinfer.page"))
+assert flashinfer.page.get_seq_lens is ours.get_seq_lens and flashinfer.__version__.startswith("0.7")
+print(importlib.util.find_spec("flashinfer.gemm"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "None", done.stderr

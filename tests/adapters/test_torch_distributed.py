@@ -26,7 +26,8 @@ from ..case_problem import Problem, build
 from ..forked import run, separate_hosts, unplug
 from ..judge import check
 from ..ranks import merged, spreads
-from ..snippets import printed
+from ..snippets import ROOT, printed
+from ..snippets import run as run_snippets
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations
@@ -225,3 +226,16 @@ def test_ray(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = re.findall(r"rank (\d) of 3: no message of every other rank within 1\.5 s", done.stdout)
     assert said == ["0", "2"], done.stdout
+
+
+def test_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that torch's launcher has told that it is the only one computes what the threads of the guide do."""
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    try:
+        *_, names = run_snippets(ROOT / "docs" / "distributed.md")
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert isinstance(names["output"], np.ndarray) and np.allclose(names["output"], names["outputs"][0], atol=1e-6)

@@ -16,7 +16,7 @@ hf = pytest.importorskip("transformers")
 import cpu_attn.transformers as adapter  # noqa: E402
 from cpu_attn import UnavailableError, ops  # noqa: E402
 from cpu_attn.tests import hf_models  # noqa: E402
-from cpu_attn.tests.hf_models import DECODERS, tokens  # noqa: E402
+from cpu_attn.tests.hf_models import CACHE, DECODERS, tokens  # noqa: E402
 from cpu_attn.transformers import attention as module  # noqa: E402
 
 pytestmark = pytest.mark.integrations
@@ -106,7 +106,7 @@ def test_prompt_in_chunks_continues_a_cache(name: str, calls: list[Any]) -> None
     def run(model: Any) -> Any:
         cache, logits = hf.DynamicCache(config=model.config), []
         for start, end in ((0, 5), (5, 18), (18, 19), (19, 30)):
-            out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+            out = model(ids[:, start:end], attention_mask=mask[:, :end], **{CACHE: cache}, use_cache=True)
             logits.append(out.logits)
         return torch.cat(logits, 1)
 
@@ -248,7 +248,7 @@ def test_autocast(name: str, kind: Any, before: int, dtype: Any, calls: list[Any
     ids = tokens(20)["input_ids"]
 
     def run(model: Any, kind: Any) -> Any:
-        more = {"past_key_values": kind(config=model.config)} if kind else {"use_cache": False}
+        more = {CACHE: kind(config=model.config)} if kind else {"use_cache": False}
         logits = [model(ids[:, :before], **more).logits] if before else []
         with torch.autocast("cpu", dtype):
             parts = (slice(before, 19), slice(19, 20)) if kind else (slice(0, 20),)
@@ -273,7 +273,7 @@ def test_defaults_of_torch_do_not_matter(kind: str, dtype: Any, device: str) -> 
     with implementation(hf_models.model("llama"), "cpu_attn") as model, torch.device(device):
         torch.set_default_dtype(dtype)
         try:
-            close(model(**inputs, past_key_values=cache, use_cache=bool(cache)).logits, want)
+            close(model(**inputs, **{CACHE: cache}, use_cache=bool(cache)).logits, want)
         finally:
             torch.set_default_dtype(torch.float32)
 
@@ -315,7 +315,7 @@ def test_no_gradient_goes_unnoticed(name: str, implementation: str, trained: tup
     if name == "t5":
         inputs["decoder_input_ids"] = inputs["input_ids"]
     if paged:
-        inputs |= {"past_key_values": adapter.PagedCache(model.config), "use_cache": True}
+        inputs |= {CACHE: adapter.PagedCache(model.config), "use_cache": True}
     model.set_attn_implementation(implementation)
     try:
         for parameter, x in model.named_parameters():

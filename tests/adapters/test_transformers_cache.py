@@ -20,7 +20,7 @@ hf = pytest.importorskip("transformers")
 import cpu_attn  # noqa: E402
 import cpu_attn.transformers as adapter  # noqa: E402
 from cpu_attn.tests import hf_models  # noqa: E402
-from cpu_attn.tests.hf_models import DECODERS, tokens  # noqa: E402
+from cpu_attn.tests.hf_models import CACHE, DECODERS, tokens  # noqa: E402
 from cpu_attn.transformers import PagedCache  # noqa: E402
 from cpu_attn.transformers.attention import attention  # noqa: E402
 from cpu_attn.transformers.masks import mask_function  # noqa: E402
@@ -44,7 +44,7 @@ def implementation(name: str, attention: str) -> Iterator[Any]:
 
 def generate(name: str, attention: str, cache: Any, inputs: Any, **options: Any) -> Any:
     with implementation(name, attention) as model:
-        return model.generate(**inputs, past_key_values=cache, **GREEDY, **options)
+        return model.generate(**inputs, **{CACHE: cache}, **GREEDY, **options)
 
 
 def paged(name: str, **options: Any) -> PagedCache:
@@ -89,7 +89,7 @@ def test_a_model_with_attention_of_its_own(gathers: list[Any]) -> None:
     for kind in ("auto", "float32/auto"):
         gathers.clear()
         found = [
-            model.generate(**inputs, past_key_values=cache, max_new_tokens=6, **GREEDY)
+            model.generate(**inputs, **{CACHE: cache}, max_new_tokens=6, **GREEDY)
             for cache in (PagedCache(config, kv_cache_dtype=kind), hf.DynamicCache())
         ]
         assert found[0].equal(found[1]) and len(gathers) == 6 * 2 * 2
@@ -163,7 +163,7 @@ def test_compiled_model(attention: str) -> None:
     with implementation("llama", attention) as model:
         compiled = torch.compile(model, backend=lambda graph, _: (nodes.extend(graph.graph.nodes), graph.forward)[1])
         cache, parts = paged("llama", block_size=8), (slice(0, 6), slice(6, 7), slice(7, 8), slice(8, 10))
-        logits = [compiled(ids[:, part], past_key_values=cache).logits for part in parts]
+        logits = [compiled(ids[:, part], **{CACHE: cache}).logits for part in parts]
         assert torch.allclose(torch.cat(logits, 1), model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-4)
     traces = [node.stack_trace or "" for node in nodes]
     assert any("modeling_llama.py" in trace for trace in traces)
@@ -177,10 +177,10 @@ def test_copies_of_a_prompts_cache_go_on_by_themselves(copied: Any, attention: s
     prompt, *rests = (tokens(n, n, seed=n)["input_ids"] for n in (11, 7, 8, 9))
     with implementation("llama", attention) as model:
         cache = paged("llama", block_size=8)
-        model(prompt, past_key_values=cache)
+        model(prompt, **{CACHE: cache})
         caches = [copied(cache), cache, copied(cache)]
         for part in (slice(0, 1), slice(1, None)):
-            logits = [model(x[:, part], past_key_values=c).logits for x, c in zip(rests, caches, strict=True)]
+            logits = [model(x[:, part], **{CACHE: c}).logits for x, c in zip(rests, caches, strict=True)]
     with implementation("llama", "eager") as model:
         for rest, got in zip(rests, logits, strict=True):
             want = model(torch.cat([prompt, rest], 1), use_cache=False).logits[:, 12:]
@@ -277,8 +277,8 @@ def test_quantised_generation_stays_near(kind: str) -> None:
     logits = []
     with implementation("llama", "cpu_attn") as model:
         for cache in (paged("llama"), paged("llama", kv_cache_dtype=kind)):
-            model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
-            logits.append(model(ids[:, 20:], attention_mask=mask, past_key_values=cache).logits)
+            model(ids[:, :20], attention_mask=mask[:, :20], **{CACHE: cache})
+            logits.append(model(ids[:, 20:], attention_mask=mask, **{CACHE: cache}).logits)
     error = (logits[0] - logits[1]).square().mean().sqrt() / logits[0].square().mean().sqrt()
     assert 0 < error < {"int8": 0.03, "int4": 0.5, "fp8_e4m3": 0.15}[kind]
 
@@ -294,6 +294,24 @@ def test_dense_keys_of_rotated_pages(kind: str, error: float, dtype: Any) -> Non
         got, want = pages.dense(), states.double()
         assert got.dtype == dtype
         assert (got.double() - want).square().mean().sqrt() <= (error + rounded) * want.square().mean().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rotation"),
+    [("auto", "none"), ("fp8_e4m3", "none"), ("int8", "hadamard"), ("int6/auto", "hadamard/none")],
+)
+def test_integers_are_rotated_unless_told_otherwise(kind: str, rotation: str) -> None:
+    """Pages have the bytes of those that are told so."""
+    key, value = torch.randn(2, 2, 2, 21, 16, generator=torch.Generator().manual_seed(6))
+    unsaid, said, other = (
+        paged("llama", kv_cache_dtype=kind, **how).layers[0]
+        for how in ({}, {"kv_cache_rotation": rotation}, {"kv_cache_rotation": "none/hadamard"})
+    )
+    for layer in (unsaid, said, other):
+        layer.update(key, value)
+    assert unsaid.keys[:].equal(said.keys[:]) and unsaid.values[:].equal(said.values[:])
+    assert unsaid.held.pages.kv_cache_rotation == rotation
+    assert unsaid.keys[:].equal(other.keys[:]) == (rotation == "none")
 
 
 @pytest.mark.parametrize("tracked", [False, True])

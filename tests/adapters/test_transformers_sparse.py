@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 import cpu_attn.transformers as adapter  # noqa: E402
 from cpu_attn import ops  # noqa: E402
 from cpu_attn.tests import hf_tiny, model_sweep  # noqa: E402
-from cpu_attn.tests.hf_models import tokens  # noqa: E402
+from cpu_attn.tests.hf_models import CACHE, tokens  # noqa: E402
 from cpu_attn.transformers import PagedCache, latents  # noqa: E402
 from cpu_attn.transformers import attention as module  # noqa: E402
 from cpu_attn.transformers.indexer import IndexedLayer  # noqa: E402
@@ -49,7 +49,7 @@ def generate(name: str, implementation: str, cache: Any, inputs: Any, **options:
     made = model(name)
     made.set_attn_implementation(implementation)
     with torch.no_grad():
-        return made.generate(**inputs, past_key_values=cache, **GREEDY, **options).tolist()
+        return made.generate(**inputs, **{CACHE: cache}, **GREEDY, **options).tolist()
 
 
 @cache
@@ -156,7 +156,7 @@ def test_rows_and_copies_go_on_by_themselves(copied: Any) -> None:
     made.set_attn_implementation("cpu_attn")
     with torch.no_grad():
         pages = PagedCache(made.config, block_size=4)
-        made(first, past_key_values=pages)
+        made(first, **{CACHE: pages})
         twin = copied(pages)
         pages.batch_repeat_interleave(2)  # 0 0 1 1
         pages.batch_select_indices(torch.tensor([3, 0, 2]))
@@ -165,9 +165,9 @@ def test_rows_and_copies_go_on_by_themselves(copied: Any) -> None:
         want = made(torch.cat([first[[1, 0, 1], :13], rest], 1)).logits[:, -1:]
         for found in (pages, twin):
             found.crop(-4)
-            assert torch.allclose(made(rest, past_key_values=found).logits, want, rtol=1e-4, atol=1e-4)
+            assert torch.allclose(made(rest, **{CACHE: found}).logits, want, rtol=1e-4, atol=1e-4)
         pages.reset()
         assert pages.nbytes == pages.get_seq_length() == 0
-        made(first, past_key_values=pages)
+        made(first, **{CACHE: pages})
         layer = pages.layers[0]
         assert isinstance(layer, IndexedLayer) and layer.index.get_seq_length() == 17

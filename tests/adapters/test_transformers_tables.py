@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 
 import cpu_attn.transformers as adapter  # noqa: E402
 from cpu_attn.tests import hf_tiny, model_sweep  # noqa: E402
+from cpu_attn.tests.hf_models import CACHE  # noqa: E402
 from cpu_attn.tests.hf_odd_models import floats, ids  # noqa: E402
 from cpu_attn.transformers import PagedCache  # noqa: E402
 
@@ -100,5 +101,5 @@ def test_a_paged_cache_all_the_same(name: str) -> None:
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
         caches = hf.DynamicCache(config=model.config), PagedCache(model.config)
-        want, found = (model.generate(**given, past_key_values=cache, **options) for cache in caches)
+        want, found = (model.generate(**given, **{CACHE: cache}, **options) for cache in caches)
     assert found.equal(want)

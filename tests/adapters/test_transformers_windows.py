@@ -16,7 +16,7 @@ hf = pytest.importorskip("transformers")
 
 import cpu_attn.transformers as adapter  # noqa: E402
 from cpu_attn.tests import hf_models  # noqa: E402
-from cpu_attn.tests.hf_models import WINDOW, tokens  # noqa: E402
+from cpu_attn.tests.hf_models import CACHE, WINDOW, tokens  # noqa: E402
 from cpu_attn.transformers import PagedCache  # noqa: E402
 from cpu_attn.transformers.pages import PagedLayer  # noqa: E402
 
@@ -34,7 +34,7 @@ def generate(name: str, implementation: str, cache: Any, inputs: Any, **options:
     made.set_attn_implementation(implementation)
     try:
         with torch.no_grad():
-            return made.generate(**inputs, past_key_values=cache, **{**GREEDY, **options}).tolist()
+            return made.generate(**inputs, **{CACHE: cache}, **{**GREEDY, **options}).tolist()
     finally:
         made.set_attn_implementation("eager")
 
@@ -77,7 +77,7 @@ def test_prompts_in_parts_and_rows(name: str) -> None:
         try:
             cache, found = paged(name), []
             for start, end in ((0, 3), (3, 30), (30, 31), (31, 32), (32, 41), (41, 42)):
-                found.append(made(ids[:, start:end], past_key_values=cache).logits)
+                found.append(made(ids[:, start:end], **{CACHE: cache}).logits)
             assert torch.allclose(torch.cat(found, 1), want[:, :42], rtol=1e-4, atol=1e-4)
             twin = copy.deepcopy(cache)
             cache.batch_repeat_interleave(2)  # 0 0 1 1
@@ -86,7 +86,7 @@ def test_prompts_in_parts_and_rows(name: str) -> None:
             rows = torch.tensor([1, 0, 1])
             for start, end in ((42, 43), (43, 60)):
                 for c in (cache, twin):
-                    got = made(ids[rows, start:end], past_key_values=c).logits
+                    got = made(ids[rows, start:end], **{CACHE: c}).logits
                     assert torch.allclose(got, want[rows, start:end], rtol=1e-4, atol=1e-4)
         finally:
             made.set_attn_implementation("eager")

@@ -48,6 +48,8 @@ JOBS: dict[str, Job] = {
     "fp8 latents": {"model": "deepseek_v3", "kv_cache_dtype": "fp8"},
     "fp8 latents reference": {"kind": "reference", "model": "deepseek_v3", "kv_cache_dtype": "fp8"},
     "compiled latents": {"model": "deepseek_v2", "enforce_eager": False},
+    "balanced": {"model": "qwen3", "load_format": "cpu_attn_balanced", **TIGHT},
+    "balanced without norms": {"model": "llama", "load_format": "cpu_attn_balanced"},
     "bfloat16": {"model": "llama", "dtype": "bfloat16"},
     "compiled": {"model": "llama", "enforce_eager": False},
     "two processes": {"model": "llama", "tensor_parallel_size": 2},
@@ -115,6 +117,24 @@ def test_quantised_caches(results: Callable[[str], Any], name: str) -> None:
     equal = [a == b for a, b in zip(tokens, results(f"{name} reference"), strict=True)]
     plain = [a == b for a, b in zip(tokens, results("llama reference"), strict=True)]
     assert sum(equal) >= 7 and sum(plain) <= 4
+
+
+def test_balanced_norms(results: Callable[[str], Any]) -> None:
+    """The tokens are those of the weights that were read, and a rotary pair, D / 2 apart, has queries and keys of one
+    size: a step of either, alone, would change tokens."""
+    assert generated(results("balanced"), ["decoder auto -1"]) == results("qwen3 reference")
+    plain, balanced = (results(name)["norms"] for name in ("qwen3", "balanced"))
+    assert len(plain) == 4 and plain.keys() == balanced.keys()
+    for name in (name for name in plain if name.endswith("q_norm.weight")):
+        before, after = ([np.array(x[n]) for n in (name, name.replace("q_norm", "k_norm"))] for x in (plain, balanced))
+        np.testing.assert_allclose(after[0] * after[1], before[0] * before[1], rtol=1e-5)
+        sizes = [np.hypot(*np.split(x, 2)) for x in (*before, *after)]
+        assert np.ptp(np.log(sizes[1] / sizes[0])) > 1
+        np.testing.assert_allclose(sizes[2], sizes[3], rtol=1e-4)
+
+
+def test_a_model_without_norms_stays(results: Callable[[str], Any]) -> None:
+    assert generated(results("balanced without norms"), ["decoder auto -1"]) == results("llama reference")
 
 
 def test_fp8_latents(results: Callable[[str], Any]) -> None:

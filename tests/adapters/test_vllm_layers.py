@@ -78,6 +78,24 @@ def test_quantised_caches_are_near(kv_cache_dtype: str, least: float, most: floa
     assert least < error < most
 
 
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "said", "rotation"),
+    [
+        ("auto", "", "none"),
+        ("fp8", "", "none"),
+        ("int8_per_token_head", "", "hadamard"),
+        ("int4_per_token_head", "none", "none"),
+        ("fp8", "hadamard/none", "hadamard/none"),
+    ],
+)
+def test_integers_are_rotated_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str, said: str, rotation: str
+) -> None:
+    monkeypatch.setenv("CPU_ATTN_KV_CACHE_ROTATION", said)
+    layer = Backend.get_impl_cls()(4, 16, 0.25, 2, kv_cache_dtype=kv_cache_dtype)
+    assert layer.kv_cache_rotation == rotation
+
+
 def test_scales_of_fp8_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint's scales: 4 takes values up to 1792 into an fp8 cache, and a plain one has none."""
     monkeypatch.setattr(LAYER, "_k_scale_float", 2.0)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from cpu_attn import get_num_threads, reference
+from cpu_attn.linear import reference as linear_attention
 
 from ..snippets import ROOT, run
 
@@ -98,6 +99,17 @@ def test_sparse() -> None:
     rows = [[*range(1024), *range(1024 + 5 * r, 1029 + 5 * r)] for r in range(4)]
     check(names, [names["key"][row] for row in rows], [names["value"][row] for row in rows])
     assert next(document, None) is None
+
+
+def test_linear_attention() -> None:
+    (names,) = run(DOCS / "linear_attention.md")
+    loc, options = names["query_start_loc"], names["options"]
+    want = linear_attention.linear_attention(names["query"], names["key"], names["value"], loc, [None, None], **options)
+    assert np.abs(want.output).max() > 0.01
+    assert (reference.relative_rms(names["output"], want.output, loc) <= linear_attention.BUDGET["float32"]).all()
+    for slot, state in zip(names["slots"], want.states, strict=True):
+        assert np.abs(names["state_cache"][slot] - state).max() <= 1e-5 * np.abs(state).max()
+        assert names["conv_state"][slot].any()
 
 
 def test_threads() -> None:

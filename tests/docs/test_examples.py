@@ -14,7 +14,7 @@ from ..snippets import EXAMPLES, example
 
 # The others: test_{minilm,gemma,quality,torch_examples,torch_distributed}.py, test_transformers_{examples,gemma}.py.
 TESTED = {
-    *("embed_sentences", "gemma3", "generate", "quality", "torch_paged", "transformers_batching"),
+    *("embed_sentences", "decoder", "gemma3", "generate", "quality", "smollm2", "torch_paged", "transformers_batching"),
     *("transformers_chat", "transformers_long", "transformers_sparse", "vllm_generate", "long_context"),
 }
 

@@ -40,7 +40,7 @@ def model() -> Any:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemma3.PagedKVCache", PoisonedCache)
+    monkeypatch.setattr("decoder.PagedKVCache", PoisonedCache)
 
 
 def encoded(model: Any) -> list[list[int]]:
@@ -164,12 +164,36 @@ def test_command(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == [("bfloat16", "int8", "auto", "auto", "none")]
     texts = [text + model.tokenizer.decode(tokens[:6]) for text, tokens in zip(PROMPTS, TOKENS, strict=True)]
     assert result.stdout == "".join(f"{text}\n\n" for text in texts)
-    assert "tokens of prompts, 0 of them found in the prefix cache; the first new token after" in result.stderr
+    assert result.stderr.startswith("loading the weights and the tokenizer of Gemma 3 270M: ")
+    assert "tokens of prompts; the first new token after" in result.stderr  # none of them was found
     assert result.stderr.endswith(" tokens/s\n")
 
     result = CliRunner().invoke(module.main, ["--max-tokens", "2", "--prefix", "and on " * 32, "a", "b"])
     assert result.exit_code == 0, result.output
     assert " 64 of them found" in result.stderr and result.stdout.count("and on and on") >= 2
 
+    seen: list[int] = []
+    monkeypatch.setattr(module, "Gemma3", lambda *options: (seen.append(cpu_attn.get_num_threads()), model)[1])
+    before = cpu_attn.get_num_threads()
+    result = CliRunner().invoke(module.main, ["--max-tokens", "1", "--threads", "1", "Hi"])
+    assert result.exit_code == 0 and seen == [1] and cpu_attn.get_num_threads() == before
+
     result = CliRunner().invoke(module.main, ["--max-tokens", "32767", "Hi"])
     assert result.exit_code == 2 and "32769 tokens" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--kv-cache-dtype int9", "kv_cache_dtype: 'int9' is none of"),
+        ("--isa sse9", "isa: 'sse9' is none of"),
+        ("--engine cuda", "engine: 'cuda' is none of"),
+        ("--rotated --kv-cache-dtype int7", "kv_cache_dtype: 'int7'"),
+        ("--threads 0", "'--threads'"),
+    ],
+)
+def test_wrong_options(options: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused before the weights are loaded."""
+    monkeypatch.setattr(module, "Gemma3", lambda *given: pytest.fail("the weights are loaded"))
+    result = CliRunner().invoke(module.main, options.split())
+    assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output

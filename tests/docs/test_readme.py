@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 
 from cpu_attn import reference
+from cpu_attn.cli import main
 
 from ..snippets import DOCUMENTS, ROOT, run, snippets
 
 PROMPTS = {ROOT / "README.md": 2, ROOT / "docs" / "backend.md": 1}  # attention over what a step brings
 # Those of test_{serving,torch,transformers}_docs.py, test_flash_attn.py, test_flashinfer.py, test_docs.py and
 # test_context_parallel.py.
-ELSEWHERE = "serving torch transformers flash_attn flashinfer tutorial sparse threads distributed"
+ELSEWHERE = "serving torch transformers flash_attn flashinfer tutorial sparse linear_attention threads distributed"
 OTHERS = {ROOT / "docs" / f"{name}.md" for name in ELSEWHERE.split()}
 
 
@@ -37,3 +41,26 @@ def test_prompts(document: Path) -> None:
         assert (reference.relative_rms(output, want, loc) <= reference.BUDGET["float32"]).all()
         ran += 1
     assert ran == PROMPTS[document]
+
+
+def test_fences_have_languages() -> None:
+    """What can run is python, which tests run, or sh; "py" would be neither."""
+    said = {line for document in DOCUMENTS for line in document.read_text().splitlines() if line.startswith("```")}
+    assert {line[3:] for line in said} <= {"", "python", "sh", "text", "{eval-rst}", "{toctree}"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_commands(document: Path) -> None:
+    """Commands of cpu-attn and of examples/ have the options that the documents give them."""
+    text = document.read_text(encoding="utf-8")
+    lines = [
+        *"\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).splitlines(),
+        *re.findall(r"`([^`\n]+)`", text),
+    ]
+    for line in lines:
+        words = shlex.split(line, comments=True) if line.startswith(("cpu-attn ", "python examples/")) else []
+        if words[:1] == ["cpu-attn"] and len(words) > 1 and words[1] in main.commands:
+            command = main.commands[words[1]]
+            command.make_parser(click.Context(command)).parse_args(words[2:])
+        elif words:
+            assert words[0] != "python" or (ROOT / words[1]).exists(), line

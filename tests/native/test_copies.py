@@ -101,11 +101,13 @@ IMPL, STEP, PROFILE = impl(), metadata(), profiled()
 # How each is made, what shows that another is the same, and the classes that the table stands for.
 OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "NoFreeBlocksError": (lambda: NoFreeBlocksError("batch", 3, 1), raised),
+    "NoFreeBlocksError of what never fits": (lambda: NoFreeBlocksError("batch", 3, 1, "batch[0]"), raised),
     "NoFreeBlocksError raised": (refused, raised),
     "UnavailableError": (lambda: UnavailableError("no amx"), raised),
     "RankError": (lambda: RankError("rank 0 of 2"), raised),
     "Step": (lambda: stepped()[2], lambda x: attended(CACHE, x)),
     "Step used": (used(lambda: stepped()[2], lambda x: attended(CACHE, x)), lambda x: attended(CACHE, x)),
+    "BlockStats": (lambda: stepped()[1].stats(), tuple),
     "BlockManager": (lambda: stepped()[1], same_manager),
     "BlockManager swapped": (used(lambda: stepped()[1], lambda m: m.swap_out("a")), lambda m: m.swap_in("a")),
     "PagedKVCache": (lambda: stepped()[0], lambda x: attended(x, stepped()[2])),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from hashlib import sha256
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cpu_attn import BlockManager, NoFreeBlocksError, PagedKVCache, reference
+from cpu_attn import BlockManager, BlockStats, NoFreeBlocksError, PagedKVCache, reference
 from cpu_attn.block_pool import root
 
 from ..blocks_model import Model, walk
@@ -368,6 +369,7 @@ def test_a_step_of_another_block_size() -> None:
 CACHE = PagedKVCache(8, 4, 1, 2)
 READ_ONLY = PagedKVCache(8, 4, 1, 2)
 READ_ONLY.value_cache.flags.writeable = False
+EMPTY = PagedKVCache(0, 4, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -379,6 +381,7 @@ READ_ONLY.value_cache.flags.writeable = False
         ([CACHE, PagedKVCache(9, 4, 1, 2)], {}, r"caches\[1\]: num_blocks 9, expected 8"),
         ([CACHE, PagedKVCache(8, 5, 1, 2)], {}, r"caches\[1\]: block_size 5, expected 4"),
         ([CACHE, READ_ONLY], {}, r"caches\[1\].value_cache: is read-only"),
+        (EMPTY, {}, r"caches\[0\]: has no blocks"),
         (CACHE, {"sliding_window": 0}, "sliding_window: 0"),
         (CACHE, {"sliding_window": -2}, "sliding_window: -2"),
         (CACHE, {"enable_prefix_caching": 2}, "enable_prefix_caching: "),
@@ -495,7 +498,7 @@ def test_counts_that_are_refused() -> None:
             manager.step([("a", tokens)])
     manager.step([("a", 3)])
     too_many = r"batch\[0\]: 2147483650 tokens in all"
-    for tokens, words in ((2**31 - 1, too_many), (30, "batch: needs 8 blocks, 7 are free")):
+    for tokens, words in ((2**31 - 1, too_many), (30, "batch: needs 8 blocks, 7 are free, 1 are missing: batch")):
         with pytest.raises((ValueError, NoFreeBlocksError), match=f"^{words}"):
             manager.step([("a", tokens)])
     manager.allocate("b")
@@ -505,19 +508,69 @@ def test_counts_that_are_refused() -> None:
         manager.step([("b", 2**31 - 1)])
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
-def test_caches_without_blocks(enable_prefix_caching: bool) -> None:
-    manager = small(num_blocks=0, enable_prefix_caching=enable_prefix_caching)
-    assert manager.allocate("a", range(9)) == 0 and manager.num_free_blocks == 0
-    with pytest.raises(NoFreeBlocksError, match=r"^batch: needs 2 blocks, 0 are free"):
-        manager.step([("a", range(5))])
-    assert manager.step([("a", [])]).block_table.shape == (1, 0)
-    manager.fork("a", "b")
-    manager.swap_out("a")
-    manager.swap_in("a")
-    manager.truncate("a", 0)
-    manager.reset_prefix_cache()
+def test_what_can_never_fit() -> None:
+    """However many requests are freed. A window lets a longer prompt through, in parts."""
+    manager = small(num_blocks=4)
+    manager.allocate("a")
+    manager.step([("a", range(5))])
+    manager.allocate("b", range(100, 117))
+    with pytest.raises(
+        NoFreeBlocksError, match=r"2 are free, 1 are missing: free requests, or swap them out$"
+    ) as error:
+        manager.step([("b", range(100, 112))])
+    assert not error.value.never_fits and error.value.missing == 1
+    told = r"5 blocks, 2 are free, 3 are missing: batch\[1\] with 17 tokens needs 5 of 4 blocks, never fits$"
+    with pytest.raises(NoFreeBlocksError, match=told) as error:
+        manager.step([("a", []), ("b", range(100, 117))])
+    assert error.value.never_fits
+    windowed = small(num_blocks=4, sliding_window=4)
+    windowed.allocate("a")
+    with pytest.raises(NoFreeBlocksError, match="never fits at once: give it in parts"):
+        windowed.step([("a", range(17))])
+    for first in range(0, 100, 5):
+        windowed.step([("a", range(first, first + 5))])
+    with pytest.raises(NoFreeBlocksError, match=r"batch\[0\] with 117 tokens needs 7 of 4"):
+        windowed.step([("a", range(17))])
+
+
+def test_what_is_counted() -> None:
+    manager = small(num_blocks=6)
+    manager.allocate("a", range(9))
+    manager.step([("a", range(9))])
+    assert manager.allocate("b", [*range(8), 50, 51]) == 8
+    assert manager.stats() == BlockStats(6, 3, 3, 2, 19, 8, 0)
+    manager.step([("b", [50, 51])])
+    with pytest.raises(ValueError, match="is there already"):
+        manager.allocate("b", range(9))
+    with pytest.raises(NoFreeBlocksError):
+        manager.step([("a", range(40))])
+    assert manager.stats() == BlockStats(6, 2, 4, 2, 19, 8, 0)
+    assert repr(manager) == "BlockManager(6 blocks of 4: 2 free, 4 used, 2 cached; requests: 2, caches: 1)"
     manager.free("a")
+    manager.free("b")
+    manager.allocate("c", range(70, 90))
+    manager.step([("c", range(70, 90))])  # takes the four blocks that nobody knows, and one of the cached ones
+    assert manager.stats() == BlockStats(6, 1, 5, 6, 39, 8, 1)
+    other = copy.deepcopy(manager)
+    other.allocate("d", range(70, 90))
+    assert (other.stats().prefix_cache_hits, manager.stats().prefix_cache_hits) == (24, 8)
+    plain = small(num_blocks=6, enable_prefix_caching=False, sliding_window=8)
+    plain.allocate("a", range(9))
+    assert plain.stats() == BlockStats(6, 6, 0, 0, 0, 0, 0)
+    assert repr(plain) == "BlockManager(6 blocks of 4: 6 free, 0 used; requests: 1, caches: 1, sliding_window 8)"
+
+
+def test_a_fork_of_what_was_found() -> None:
+    """It takes the rest of the prompt, as the other one does."""
+    manager, prompt = small(num_blocks=32), [*range(12), 0, 0]
+    manager.allocate("first")
+    manager.step([("first", prompt)])
+    assert manager.allocate("a", prompt) == 12
+    manager.fork("a", "b")
+    for request in ("b", "a"):
+        with pytest.raises(ValueError, match="12 of the 14 tokens given to allocate are there already"):
+            manager.step([(request, prompt)])
+        assert manager.step([(request, prompt[12:])]).seq_lens.tolist() == [14]
 
 
 def test_steps_of_nothing() -> None:

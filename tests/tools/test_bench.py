@@ -21,11 +21,12 @@ from click.testing import CliRunner, Result
 
 import cpu_attn
 from cpu_attn import _threads
-from cpu_attn.cli import contest, ggml, limits, main, plot, report
+from cpu_attn.cli import choose, contest, ggml, limits, main, plot, report
 from cpu_attn.cli.bench import bench
 from cpu_attn.cli.workloads import GROUPS, WORKLOADS, Workload
 
 bench_module: Any = sys.modules[bench.callback.__module__]
+UNKNOWN = {"spread": None, "tokens_per_second": None, "layers": None, "fraction_of_roof": None}
 DECODE = ("--kv-len", "40", "--num-heads", "4", "--num-kv-heads", "2", "--head-size", "16", "--repeat", "2")
 FREE = ("--q-len", "5", *DECODE)
 
@@ -112,7 +113,7 @@ def test_limits_are_looked_at_while_their_workload_runs(monkeypatch: pytest.Monk
 
 def test_json() -> None:
     found = run(*FREE, "--threads", "1")
-    assert set(found) == {"machine", "limits", "probes", "results", "stopped"}
+    assert set(found) == {"machine", "limits", "probes", "results", "warnings", "stopped"}
     assert list(found["limits"]) == ["matrix_gflops", "vector_gflops", "read_gbps", "memcpy_gbps"]
     matrix = any(p.unit == "matrix" and not p.reason for p in limits.probes())
     assert (found["limits"]["matrix_gflops"] is None) == (not matrix)
@@ -125,7 +126,9 @@ def test_json() -> None:
         assert tuple(r) == report.RESULT_FIELDS
         assert r["workload"] == "1x(5,40) num_heads=4 num_kv_heads=2 head_size=16"
         assert (r["dtype"], r["kv_cache_dtype"], r["threads"]) == ("bfloat16", "auto", 1)
-        assert 0 < r["seconds_min"] <= r["seconds_median"]
+        assert 0 < r["seconds_min"] <= r["seconds_median"] and r["runs"] == 2 and r["layers"] is None
+        assert r["spread"] == pytest.approx(r["seconds_median"] / r["seconds_min"] - 1)
+        assert r["tokens_per_second"] == pytest.approx(5 / r["seconds_min"])
         assert r["gflops"] == pytest.approx(w.flops / r["seconds_min"] / 1e9)
         assert r["kv_gbps"] == pytest.approx(w.kv_bytes(2) / r["seconds_min"] / 1e9)
         assert r["limit"] == found["limits"][r["limit_of"]]
@@ -208,7 +211,7 @@ def test_csv() -> None:
 
 
 def test_rows_say_what_their_cache_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    """And are as many times as fast as our own kernels over the same."""
+    """And take as many times as long as our own kernels over the same."""
     rows = [
         {**sample(seconds, 0.5)["results"][0], "engine": engine, "kv_cache_dtype": kind}
         for kind, engine, seconds in (
@@ -218,12 +221,12 @@ def test_rows_say_what_their_cache_holds(capsys: pytest.CaptureFixture[str]) -> 
             ("int8", "onednn", 4.0),
         )
     ]
-    more = {"seconds_median": 1.0, "limit": None, "limit_of": None, "roof_of": None}
+    more = {**UNKNOWN, "limit": None, "limit_of": None, "roof_of": None}
     found = {"machine": {"version": "0", "brand": "A"}, "probes": [], "results": [r | more for r in rows]}
     report.show(found)
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if re.match("  (native|onednn) ", line)]
     assert [line[1] == "int8" for line in lines] == [False, False, True, True]
-    assert [line[-1] for line in lines[1::2]] == ["0.50", "0.75"]
+    assert [line[-1] for line in lines[1::2]] == ["2.00", "1.33"]
     both = {"results": rows, "limits": {}, "machine": {}}
     report.show_comparison(report.compare(both, both))
     assert "  native int8 " in capsys.readouterr().out
@@ -233,7 +236,10 @@ def test_speed_is_the_figure_that_its_limit_bounds() -> None:
     write: dict[str, Any] = {"kv_gbps": 12.34, "gflops": None}
     said = [report.speed(write | {"limit_of": limit}) for limit in ("read_gbps", "memcpy_gbps", None)]
     assert said == ["12.3 GB/s", "12.3 GB/s", ""]
-    assert report.speed({"kv_gbps": 12.34, "gflops": 456.78, "limit_of": "vector_gflops"}) == "456.8 GF"
+    found = [report.speed({"gflops": n, "limit_of": "vector_gflops"}) for n in (456.78, 9999.0, 12345.6)]
+    assert found == ["456.8 GF", "9999 GF", "12.35 TF"]
+    rates = (None, 3.21, 950.4, 999.9, 12_340.0, 999_900.0, 1_234_000.0)
+    assert [report.tokens({"tokens_per_second": n}) for n in rates] == ["", "3.21", "950", "1k", "12.3k", "1M", "1.23M"]
 
 
 def test_threads_are_used_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +263,7 @@ def test_threads_are_used_and_given_back(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_scaling(capsys: pytest.CaptureFixture[str]) -> None:
     """A quarter of the time on eight threads is half the speed for each."""
     rows = [
-        {**sample(seconds, 0.5, threads=n)["results"][0], "engine": engine, "seconds_median": 1.0, "roof_of": None}
+        {**sample(seconds, 0.5, threads=n)["results"][0], "engine": engine, **UNKNOWN, "roof_of": None}
         for n, engine, seconds in ((1, "native", 4.0), (1, "onednn", 8.0), (8, "native", 1.0), (8, "onednn", 1.0))
     ]
     rows = [r | {"limit": None, "limit_of": None} for r in rows]
@@ -269,7 +275,7 @@ def test_scaling(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split() for line in out.splitlines() if " on 1 " in line or " on 8 " in line]
     assert [line[:3] for line in lines[:2]] == [["native", "on", "1"], ["onednn", "on", "1"]]
     assert [line[-1] for line in lines] == ["1.00", "1.00", "0.50", "1.00"]
-    assert [line[-2] for line in lines[1::2]] == ["0.50", "1.00"]  # x native, on as many threads
+    assert [line[-2] for line in lines[1::2]] == ["2.00", "1.00"]  # x as long, on as many threads
     both = {"results": rows, "limits": {}, "machine": {}}
     assert [r["threads"] for r in report.compare(both, both)["results"]] == [1, 1, 8, 8]
     assert [r["threads"] for r in report.compare(sample(1.0, 0.5, threads=8), both)["results"]] == [8]
@@ -288,16 +294,119 @@ def test_limits_and_report_count_the_threads_that_there_are(monkeypatch: pytest.
 
 
 def test_shape_options_change_named_workloads() -> None:
-    found = bench_module.chosen(["prefill-2k"], {"num_heads": 16, "sliding_window": 64, "sinks": True, "softcap": None})
+    found = choose.chosen(["prefill-2k"], {"num_heads": 16, "sliding_window": 64, "sinks": True, "softcap": None})
     (w,) = found
     assert w.name == "prefill-2k num_heads=16 sliding_window=64 sinks"
     assert (w.lens, w.num_heads, w.sliding_window, w.sinks, w.softcap) == (((2048, 2048),), 16, 64, True, 0.0)
-    assert [w.name for w in bench_module.chosen(["decode", "decode-8x8k"], {})] == [w.name for w in GROUPS["decode"]]
-    assert len(bench_module.chosen([], {})) == len(WORKLOADS)
-    (w,) = bench_module.chosen([], {"q_len": 7, "batch": 3})
+    assert [w.name for w in choose.chosen(["decode", "decode-8x8k"], {})] == [w.name for w in GROUPS["decode"]]
+    assert len(choose.chosen([], {})) == len(WORKLOADS)
+    (w,) = choose.chosen([], {"q_len": 7, "batch": 3})
     assert (w.lens, w.kind) == (((7, 7),) * 3, "prefill")
-    (w,) = bench_module.chosen([], {"kv_len": 7})
+    (w,) = choose.chosen([], {"kv_len": 7})
     assert (w.lens, w.kind) == (((1, 7),), "decode")
+
+
+def test_list() -> None:
+    result = CliRunner().invoke(main, ["bench", "--list"], env={"COLUMNS": "80", "FORCE_COLOR": "1", "TERM": "dumb"})
+    assert result.exit_code == 0 and max(map(len, result.stdout.splitlines())) <= 80
+    first = [line.split()[0] for line in result.stdout.splitlines()[2:] if line.strip() and line[2:3].strip()]
+    assert set(first) >= set(WORKLOADS)
+    assert "1 x 2048 of 2048" in result.stdout and "576" in result.stdout
+
+
+GEMMA = {"model_type": "gemma9", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256}
+GEMMA |= {"hidden_size": 640, "num_hidden_layers": 6, "sliding_window": 512, "attn_logit_softcapping": 50.0}
+GEMMA |= {"layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+GPT2 = {"model_type": "gpt2", "n_head": 12, "n_embd": 768, "n_layer": 3}
+DEEPSEEK = {"model_type": "deepseek", "num_attention_heads": 16, "num_hidden_layers": 2}
+DEEPSEEK |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+QWEN = {**GPT2, "model_type": "qwen9", "sliding_window": 64, "use_sliding_window": False}
+
+
+def config(folder: Path, data: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (GEMMA, [(4, 1, 256, 512, 50.0, 5), (4, 1, 256, -1, 50.0, 1)]),
+        ({"text_config": GEMMA}, [(4, 1, 256, 512, 50.0, 5), (4, 1, 256, -1, 50.0, 1)]),
+        (GPT2, [(12, 12, 64, -1, 0.0, 3)]),
+        (QWEN, [(12, 12, 64, -1, 0.0, 3)]),
+        ({**QWEN, "use_sliding_window": True}, [(12, 12, 64, 64, 0.0, 3)]),
+        (DEEPSEEK, [(16, 1, 576, -1, 0.0, 2)]),
+        ({**GPT2, "layer_types": ["linear_attention", "full_attention"]}, [(12, 12, 64, -1, 0.0, 1)]),
+    ],
+)
+def test_shapes_of_a_model(data: Any, expected: list[Any], tmp_path: Path) -> None:
+    found = choose.chosen(["decode-8x8k"], {}, model=config(tmp_path, data))
+    fields = ("num_heads", "num_kv_heads", "head_size", "sliding_window", "softcap", "layers")
+    assert [tuple(getattr(w, name) for name in fields) for w in found] == expected
+    assert all(w.lens == WORKLOADS["decode-8x8k"].lens and w.name.startswith("decode-8x8k ") for w in found)
+    assert len({w.name for w in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ([], "no config.json of a model"),
+        ({}, "lacks num_attention_heads"),
+        ({"num_attention_heads": 4, "num_hidden_layers": 2}, "lacks hidden_size"),
+        ({**GPT2, "n_head": "many"}, "no config.json of a model (num_attention_heads: 'many')"),
+        ({**GPT2, "layer_types": ["linear_attention"]}, "no layers of full or sliding attention"),
+    ],
+)
+def test_no_model(data: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(click.UsageError, match=re.escape(words)):
+        choose.chosen([], {}, model=config(tmp_path, data))
+
+
+def test_a_model_and_its_layers(tmp_path: Path) -> None:
+    """Its options may still be changed, and the time of all layers is the sum of those of its kinds."""
+    path = config(tmp_path, GEMMA)
+    result = call("--kv-len", "600", "--model-config", str(path), "--engine", "native", "--repeat", "2", "--json")
+    rows = json.loads(result.stdout)["results"]
+    assert [r["layers"] for r in rows] == [5, 1]
+    took = 5 * rows[0]["seconds_min"] + rows[1]["seconds_min"]
+    (line,) = report.of_models(rows)
+    assert line.startswith("1x(1,600) gemma9, native ") and f"takes {report.seconds(took)} (5 x " in line
+    assert line.endswith(f", {report.tokens({'tokens_per_second': 1 / took})} tokens/s")
+    (w,) = choose.chosen(["prefill-2k"], {"head_size": 64}, model=config(tmp_path, GPT2))
+    assert w.name == "prefill-2k gpt2" and w.head_size == 64
+    names = {w.name for w in choose.chosen([], {}, model=config(tmp_path, GPT2))}
+    assert not any(name.startswith("mla") for name in names)
+
+
+def test_what_is_doubted() -> None:
+    row = {"workload": "w", "engine": "native", "spread": 0.1, "fraction_of_roof": 0.9, "fraction_of_limit": 1.0}
+    assert report.warnings([row, {**row, "spread": None, "fraction_of_roof": None, "fraction_of_limit": None}]) == []
+    (busy,) = report.warnings([row, {**row, "spread": 0.3}, {**row, "engine": "onednn", "spread": 29.0}])
+    assert "in 2 of 3 figures" in busy and "w onednn 30 times" in busy
+    (over,) = report.warnings([row, {**row, "fraction_of_roof": 1.24}])
+    assert "w native 124%" in over and "over 100 %" in over
+    (over,) = report.warnings([{**row, "fraction_of_limit": 1.3}])
+    assert "w native 130%" in over
+
+
+def test_warnings_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(report, "warnings", lambda results: ["the machine was busy"])
+    saved = tmp_path / "report.json"
+    result = call(*FREE, "--engine", "native", "--save", str(saved))
+    assert result.stderr.endswith(f"warning: the machine was busy\nwritten: {saved}\n")
+    assert json.loads(saved.read_text())["warnings"] == ["the machine was busy"]
+
+
+def test_markdown() -> None:
+    result = call(*FREE, "--engine", "native", "--engine", "reference", "--markdown")
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("cpu-attn ") and "dtype bfloat16" in lines[0]
+    heads, rule, *rows = (line.strip("|").split("|") for line in lines[2:])
+    assert [h.strip() for h in heads][:3] == ["workload", "min", "spread"] and "x as long" in lines[2]
+    assert len(rows) == 2 and {len(row) for row in (heads, rule, *rows)} == {len(heads)}
+    assert rows[1][0].strip().endswith("head_size=16 reference") and float(rows[1][-1]) > 0
 
 
 MLA, TREES, CASCADES = ({n for n in WORKLOADS if n.startswith(kind)} for kind in ("mla-", "tree-", "cascade-"))
@@ -319,12 +428,12 @@ MLA, TREES, CASCADES = ({n for n in WORKLOADS if n.startswith(kind)} for kind in
 def test_a_group_leaves_out_what_cannot_be(
     shape: dict[str, Any], kvs: set[str], without: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = {w.name.split()[0] for w in bench_module.chosen([], shape, kvs)}
+    found = {w.name.split()[0] for w in choose.chosen([], shape, kvs)}
     told = {line.removeprefix("without ").split(":")[0].split()[0] for line in capsys.readouterr().err.splitlines()}
     assert told == without == WORKLOADS.keys() - found
     for name in without:
         with pytest.raises(click.UsageError, match=f"^{name}"):
-            bench_module.chosen(["all", name], shape, kvs)
+            choose.chosen(["all", name], shape, kvs)
 
 
 # ---- errors ----
@@ -339,9 +448,9 @@ def test_a_group_leaves_out_what_cannot_be(
         (["--kv-len", "9", "--num-heads", "3"], "does not divide 3 heads"),
         (["--kv-len", "9", "--json", "--csv"], "exclude each other"),
         (["--kv-len", "9", "--isa", "neon64"], "neon64"),
-        (["--kv-len", "9", "--compare", "/nowhere.json"], "is no report"),
-        (["--kv-len", "9", "--compare", "/dev/zero"], "is no report"),
-        (["--kv-len", "9", "--save", "/nowhere/x.json"], "no such folder"),
+        (["--kv-len", "9", "--compare", "/nowhere.json"], "Error: --compare /nowhere.json: No such file or directory"),
+        (["--kv-len", "9", "--compare", "/dev/zero"], "no report that bench --save wrote"),
+        (["--kv-len", "9", "--save", "/nowhere/x.json"], "there is no folder /nowhere"),
         (["--kv-len", "9", "--rival", "torch", "--softcap", "3"], "torch"),
         (["plan-256", "--engine", "onednn-python"], "has no part in it"),
         (["mla-8x4k-h16", "--head-size", "64"], "--head-size 64: at least 513"),
@@ -354,7 +463,12 @@ def test_a_group_leaves_out_what_cannot_be(
             "head sizes that are multiples of 16",
         ),
         (["--batch", "65536", "--q-len", "32769"], "2147549184 query tokens, at most 2147483647"),
-        (["--kv-len", "9", "--kv-cache-dtype", "fp9"], "--kv-cache-dtype fp9"),
+        (["--kv-len", "9", "--kv-cache-dtype", "fp9"], "Error: --kv-cache-dtype: 'fp9' is none of"),
+        (["--kv-len", "9", "--kv-cache-rotation", "fft"], "Error: --kv-cache-rotation: 'fft' is none of"),
+        (["--kv-len", "9", "--markdown", "--csv"], "exclude each other"),
+        (["decode-8x8"], "no workload 'decode-8x8': did you mean decode-8x8k"),
+        (["--model-config", "/nowhere.json"], "Error: --model-config /nowhere.json: No such file or directory"),
+        (["--model-config", "/dev/zero"], "no config.json of a model"),
         (["--kv-len", "9", "--save", ""], "a folder, expected a file"),
         (["--kv-len", "9", "--plot", "/"], "is a directory"),
         (["--head-size", "65537"], "--head-size"),
@@ -544,7 +658,7 @@ def test_no_report_to_compare_with(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     result = call(*FREE, "--compare", str(path))
     assert result.exit_code == 2
-    assert "is no report of cpu-attn bench" in " ".join(result.output.split())
+    assert "no report that bench --save wrote" in " ".join(result.output.split())
 
 
 # ---- the roofline ----

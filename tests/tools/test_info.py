@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 import cpu_attn
 from cpu_attn import _adapters
@@ -149,6 +150,27 @@ def test_the_first_lines_say_what_computes_and_why() -> None:
     assert lines[4].startswith("Is AMX used?")
 
 
+@pytest.mark.parametrize("height", [20, 200])
+def test_what_runs_is_in_sight(height: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a terminal whose first lines scroll away it comes last."""
+    console = Console(markup=False, force_terminal=True, no_color=True, width=80, height=height)
+    show(info(), console)
+    lines = capsys.readouterr().out.splitlines()
+    seen = lines[-height + 1 :] if height == 20 else lines[:12]
+    for words in ("float32", "float16", "bfloat16", "engine", "Is AMX used?"):
+        assert any(words in line.split("  ")[0] for line in seen), words
+    assert any("isas that can run" in line for line in lines)
+
+
+def test_json_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has what the text says, and what a report of a fault needs."""
+    monkeypatch.setenv("CPU_ATTN_ISA", "scalar")
+    found = info()
+    assert found["environment"]["CPU_ATTN_ISA"] == "scalar" and found["python"] == platform.python_version()
+    assert set(found["amx_used"]) == {"native", "onednn"} and not found["amx_used"]["native"]
+    assert {a["name"] for a in found["adapters"]} == set(_adapters.NEEDS) >= {"flash_attn", "flashinfer"}
+
+
 def test_nothing_is_cut_off() -> None:
     shown = CliRunner(charset="ascii").invoke(main, ["info"], env={"COLUMNS": "80"})
     assert shown.exit_code == 0, shown.exception
@@ -203,7 +225,7 @@ def test_adapters_are_those_of_the_extras() -> None:
             extras.setdefault(found[3], {})[found[1]] = found[2]
     for name, needs in _adapters.NEEDS.items():
         oldest = {d: f">={_adapters.TESTED[d][0]}" for d in needs}
-        assert extras.get(name) == (None if name in ("vllm", "sglang") else oldest)
+        assert extras.get(name) == (oldest if name in ("torch", "transformers") else None)
 
 
 OLD = "transformers is 5.22.2, older than those tested (>=5.23,<5.25)"
@@ -212,10 +234,12 @@ OLD = "transformers is 5.22.2, older than those tested (>=5.23,<5.25)"
 def test_what_is_said_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"torch": "2.13.4+cpu", "transformers": "5.22.2"}
     monkeypatch.setattr(_adapters, "version", here.get)
-    torch, transformers, vllm, sglang = info()["adapters"]
+    torch, transformers, vllm, sglang, flash_attn, flashinfer = info()["adapters"]
     assert torch["usable"] and torch["version"] == "2.13.4+cpu" and "activate_flash_attention_impl" in torch["state"]
     assert not transformers["usable"] and transformers["reason"] == OLD
     assert not vllm["usable"] and vllm["version"] is None and "vllm is not installed" in vllm["reason"]
+    for functions in (flash_attn, flashinfer):
+        assert functions["usable"] and f"cpu_attn.{functions['name']}.install()" in functions["state"]
     assert not sglang["usable"] and "sglang is not installed; docs/sglang.md says how" in sglang["reason"]
     with pytest.raises(ImportError, match=f"cpu_attn.transformers: {re.escape(OLD)}"):
         _adapters.require("transformers")
@@ -225,7 +249,8 @@ def test_what_is_said_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = joined(CliRunner().invoke(main, ["info"]).output)
     assert joined("vllm is not installed; docs/vllm.md says how to install its build for CPUs, >=0.33,<0.34") in shown
     del here["torch"]
-    assert _adapters.missing("torch").startswith("torch is not installed; pip install '.[torch]' in a checkout")
+    for name in ("torch", "flash_attn", "flashinfer"):
+        assert _adapters.missing(name) == "torch is not installed; pip install 'cpu-attn[torch]' brings it"
 
 
 VERSIONS = {"2.13": "tested", "2.12.9": "refused", "2.13.9+cpu": "tested", "2.99.0a0+git1": "new", "unknown": "new"}

@@ -31,7 +31,8 @@ def results() -> list[dict[str, Any]]:
     """What takes the most room: names of every kind, numbers of all digits."""
     workloads = ("decode-8x8k num_heads=128 num_kv_heads=128 head_size=128 sliding_window=1024 softcap=30", "write-8k")
     names = product(workloads, ("native", "onednn-graph"), ("avx512", "amx"), ("bfloat16", "float32"), (1, 16))
-    numbers = {"seconds_min": 0.12345678, "seconds_median": 0.00012345, "gflops": 12345.6, "kv_gbps": 123.4}
+    numbers = {"seconds_min": 0.12345678, "spread": 12.3456, "tokens_per_second": 123456.7, "layers": None}
+    numbers |= {"gflops": 12345.6, "kv_gbps": 123.4}
     fractions = {"limit_of": "matrix_gflops", "fraction_of_limit": 1.2345, "limit": 1.0, "fraction_of_roof": 1.2345}
     return [
         {
@@ -58,7 +59,7 @@ def test_nothing_of_bench_is_cut_off(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert joined(r["workload"]) in shown
         assert joined(f"{r['engine']} {r['isa']} {r['dtype']} on {r['threads']}") in shown
     assert "all rows: cache int4_per_token_head/fp8_e5m2 hadamard/none" in out
-    for text in ("123.5 ms", "123 us", "1.235e+04 GF", "123.4%", "123.4% products", "1.00x"):
+    for text in ("123.5 ms", "+1235%", "12.35 TF", "123%", "123% products", "123k", "1.00x"):
         assert f" {text}" in out
 
 
@@ -78,6 +79,33 @@ def test_nothing_of_verify_is_cut_off() -> None:
 def test_help_fits(command: str) -> None:
     result = CliRunner().invoke(main, [*command.split(), "--help"], env=EIGHTY)
     assert result.exit_code == 0 and max(map(len, result.stdout.splitlines())) <= 80
+    assert "..." not in result.stdout.replace("WORKLOAD]...", "").replace("[ARGS]...", "").replace(", ...)", "")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "bench decode-8x8",
+        "bench decode-8x8k --kv-cache-dtype int9",
+        "bench decode-8x8k --plot x.none",
+        "verify --isa sse9",
+        "verify --case decode-head-64 --dtype float8",
+        "verify --nonsense-that-is-longer-than-a-line-of-a-terminal-of-eighty-columns-and-so-on",
+    ],
+)
+def test_errors_break_between_words(options: str) -> None:
+    """A line of the terminal ends with a whole word, unless a word by itself is longer."""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execve(sys.executable, [sys.executable, "-m", "cpu_attn", *options.split()], {**os.environ, "COLUMNS": "80"})
+    shown = ""
+    with suppress(OSError):
+        while more := os.read(terminal, 2**16):
+            shown += more.decode()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    told = CliRunner().invoke(main, options.split(), prog_name="cpu-attn").stderr
+    assert shown.split() == told.split()  # no word is broken
+    assert all(len(line) <= 80 or " " not in line.removeprefix("Error: ") for line in shown.splitlines())
 
 
 @pytest.mark.parametrize("command", ["info", "verify", "bench"])

@@ -110,7 +110,9 @@ def test_the_slow_engine_is_left_out_of_what_it_has_no_argument_for() -> None:
     odd = ("bias-one", "chunk-selected", "tokens-half", "masks-tree-everything", "rotated-int4-everything")
     odd = tuple(case.name for case in cases("default") if case.name in odd)
     assert len(odd) > 3 and not any(case.composable for case in cases("default") if case.name in odd)
-    assert all(case.composable for case in cases("default") if case.name.startswith(("mixed-", "int4-head", "NHD-head")))
+    assert all(
+        case.composable for case in cases("default") if case.name.startswith(("mixed-", "int4-head", "NHD-head"))
+    )
     native, slow = (verify_module.Combo(engine, "auto", "float32") for engine in ("native", verify_module.SLOW))
     jobs = verify_module._jobs([native, slow], "default", (*odd, "mixed-plain"), 0)
     assert {job.case.name for job in jobs if slow in job.combos} == {"mixed-plain"}
@@ -146,8 +148,8 @@ def test_ctrl_c_leaves_what_was_checked(monkeypatch: pytest.MonkeyPatch) -> None
     result = call(*args)
     assert result.exit_code == 130
     assert result.stdout.splitlines()[-2:] == [
-        "All 1 checks passed on 1 combinations of engine, isa and dtype.",
-        "INTERRUPTED: 1 of 2 checks were not made.",
+        "The 1 check passed on 1 combination of engine, isa and dtype.",
+        "INTERRUPTED: 1 of 2 checks was not made.",
     ]
     seen = 2
     found = report(*args)
@@ -165,7 +167,7 @@ def test_a_failure_before_ctrl_c_is_a_failure(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(verify_module, "run", run)
     result = call("--case", "mixed-plain", "--case", "chunk-alibi", "--engine", "reference", "--dtype", "float32")
-    assert result.exit_code == 1 and "FAILED: 1 of 1 checks" in result.stdout and "INTERRUPTED: 1 of 2" in result.stdout
+    assert result.exit_code == 1 and "FAILED: 1 of 1 check;" in result.stdout and "INTERRUPTED: 1 of 2" in result.stdout
 
 
 def test_a_broken_kernel_is_found_and_its_line_runs_it_again(monkeypatch: pytest.MonkeyPatch) -> None:

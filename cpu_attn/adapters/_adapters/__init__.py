@@ -24,8 +24,12 @@ TESTED = {
 # why.
 BROKEN: dict[str, dict[str, str]] = {}
 # This is what cpu_attn.NAME needs, its own library first. vLLM and SGLang pin a torch of their own (0.33 and 0.5.23 pin
-# 2.14), which need not be one that was tested: their adapters use only the memory of tensors.
-NEEDS = {"torch": ("torch",), "transformers": ("transformers", "torch"), "vllm": ("vllm",), "sglang": ("sglang",)}
+# 2.14), which need not be one that was tested: their adapters use only the memory of tensors. The functions of
+# flash-attn and FlashInfer need torch, and not these libraries.
+NEEDS = {
+    **{"torch": ("torch",), "transformers": ("transformers", "torch"), "vllm": ("vllm",), "sglang": ("sglang",)},
+    **{"flash_attn": ("torch",), "flashinfer": ("torch",)},
+}
 
 
 def tested(distribution: str) -> str:
@@ -47,7 +51,7 @@ def missing(name: str) -> str:
     for distribution in NEEDS[name]:
         found = version(distribution)
         if found is None:
-            how = f"pip install '.[{name}]' in a checkout of cpu-attn brings it"
+            how = f"pip install 'cpu-attn[{name if name in TESTED else distribution}]' brings it"
             if name in ("vllm", "sglang"):
                 how = f"docs/{name}.md says how to install its build for CPUs, {tested(distribution)}"
             return f"{distribution} is not installed; {how}"
@@ -103,6 +107,8 @@ _ON_REQUEST = {
     "torch": 'on request: import cpu_attn.torch; torch.nn.attention.activate_flash_attention_impl("cpu_attn")',
     "transformers": 'on request: cpu_attn.transformers.enable(); attn_implementation="cpu_attn"',
     "sglang": "on request: --attention-backend cpu_attn",
+    "flash_attn": "on request: cpu_attn.flash_attn.install(); import flash_attn",
+    "flashinfer": "on request: cpu_attn.flashinfer.install(); import flashinfer",
 }
 
 

@@ -14,6 +14,7 @@ from cpu_attn import __version__, _adapters
 
 BACKEND = "cpu_attn.vllm.Backend"
 MLA_BACKEND = "cpu_attn.vllm.MLABackend"
+BALANCED, LOADER = "cpu_attn_balanced", "cpu_attn.vllm.balance.Loader"  # a --load-format
 # vLLM's CPU platform sets these fields of a VllmConfig to what its own MLA backend can do: whole prompts, none of them
 # found in the cache, and blocks of 16. Here they keep what the user asked for.
 KEPT = {
@@ -60,6 +61,13 @@ def _fault() -> str:
     return ""
 
 
+def _register_loader() -> None:
+    from vllm.model_executor import model_loader
+
+    if BALANCED not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:  # it warns of a second time
+        model_loader.register_model_loader(BALANCED)(pkgutil.resolve_name(LOADER))
+
+
 def register() -> None:
     """Puts :class:`cpu_attn.vllm.Backend` in the place of vLLM's ``CPU_ATTN`` and :class:`cpu_attn.vllm.MLABackend` in
     that of its backends for MLA, for the process.
@@ -84,6 +92,7 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    _register_loader()
     if not isinstance(current_platform, MLAPlatform):
         platform = type(current_platform)
         current_platform.__class__ = type(platform.__name__, (MLAPlatform, platform), {})

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cpu_attn import _check, ops
 from cpu_attn._arrays import dense_rows
-from cpu_attn.flash_attn.call import NAMES, Attention, logits_of, one_length
+from cpu_attn.flash_attn.call import NAMES, Attention, entry, logits_of, one_length
 from cpu_attn.rotary import rotary_reshape_and_cache
-from cpu_attn.torch.entry import axes, entry, optional, tensors
+from cpu_attn.torch.entry import axes, optional, tensors
 from cpu_attn.torch.packed import Int32, Part, int32, overlapping
 
 Int64 = NDArray[np.int64]

@@ -4,7 +4,8 @@ call itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from cpu_attn import _check, ops
 from cpu_attn.plan import get_scheduler_metadata
-from cpu_attn.torch.entry import optional
+from cpu_attn.torch.entry import RefusedError, Run, optional
+from cpu_attn.torch.entry import entry as named
 from cpu_attn.torch.packed import Int32, Part
 
 # Errors use these names for the arguments that all of the functions have.
@@ -23,9 +25,32 @@ NAMES = {"scale": "softmax_scale", "sliding_window": "window_size", "isa": "CPU_
 NAMES |= {"with_lse": "return_attn_probs"}
 
 
+class ArgumentError(ValueError, RuntimeError):
+    """An argument does not fit: flash-attn's extension raises RuntimeError for it, cpu-attn ValueError."""
+
+
+def entry(**names: str) -> Callable[[Run], Run]:
+    """Decorates a function of flash-attn's as :func:`cpu_attn.torch.entry.entry` does; its ValueErrors are
+    ArgumentErrors."""
+
+    def wrapped(run: Run) -> Run:
+        @functools.wraps(run)
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                return run(*args, **options)
+            except RefusedError:
+                raise
+            except ValueError as e:
+                raise ArgumentError(str(e)) from None
+
+        return named(**names)(call)  # type: ignore[return-value]
+
+    return wrapped
+
+
 @dataclass(frozen=True)
 class Logits:
-    """Says what becomes of q.k. window: a side of -1 is open; alibi_slopes: float32 [Hq] or [B, Hq]."""
+    """Says what becomes of q.k. window: a side of -1 is open; alibi_slopes: float32 [Hq] or [B, Hq]; s_aux: [Hq]."""
 
     scale: float
     causal: bool
@@ -34,6 +59,7 @@ class Logits:
     alibi_slopes: Tensor | None
     with_lse: bool
     split: bool = True
+    s_aux: Tensor | None = None
 
 
 def logits_of(
@@ -46,6 +72,7 @@ def logits_of(
     alibi_slopes: Tensor | None,
     with_lse: bool,
     num_splits: int = 0,
+    s_aux: Tensor | None = None,
 ) -> Logits:
     if _check.number("dropout_p", dropout_p):
         raise ValueError(f"dropout_p: {dropout_p}, expected 0.0: cpu_attn is for inference")
@@ -57,9 +84,9 @@ def logits_of(
     scale = max(1, query.shape[-1]) ** -0.5 if softmax_scale is None else _check.number("softmax_scale", softmax_scale)
     cap = max(0.0, _check.number("softcap", softcap))
     split = _check.integer("num_splits", num_splits, 0) != 1
-    (slopes,) = optional(alibi_slopes=alibi_slopes)
+    slopes, sinks = optional(alibi_slopes=alibi_slopes, s_aux=s_aux)
     with_lse = _check.boolean("with_lse", with_lse)
-    return Logits(scale, causal, (left, -1 if causal else right), cap, slopes, with_lse, split)
+    return Logits(scale, causal, (left, -1 if causal else right), cap, slopes, with_lse, split, sinks)
 
 
 def _alibi_bias(slopes: NDArray[np.float32], q_lens: Int32, lens: Int32) -> NDArray[np.float32]:
@@ -134,6 +161,7 @@ class Attention:
                 key_cache=key,
                 value_cache=value,
                 block_table=table,
+                s_aux=logits.s_aux,
                 alibi_slopes=slopes[first] if slopes is not None and by_request else slopes,
                 attn_bias=bias if bias is None or len(bias) == 1 else bias[first:end],
             )

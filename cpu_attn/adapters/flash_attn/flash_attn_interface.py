@@ -19,8 +19,9 @@ All of them:
 - K and V are read where they lie, whatever their strides. They are copied where their last axis is not dense, but for
   pages and caches, whose last axis must be; queries also where they lie by heads ([B, H, S, D].transpose(1, 2) with
   more than one sequence).
-- ValueError or TypeError is raised for what does not fit, before anything is written, and for tensors that require
-  grad while grad mode is on: there is no backward pass. torch.compile breaks its graph at a call.
+- ValueError, which is a RuntimeError, too, as flash-attn raises, or TypeError is raised for what does not fit, before
+  anything is written, and for tensors that require grad while grad mode is on: there is no backward pass. torch.compile
+  breaks its graph at a call.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ from torch import Tensor
 from cpu_attn import _check
 from cpu_attn._arrays import dense_rows
 from cpu_attn.flash_attn.cache import flash_attn_with_kvcache
-from cpu_attn.flash_attn.call import NAMES, Attention, logits_of, one_length, returned
-from cpu_attn.torch.entry import axes, entry, optional, tensors
+from cpu_attn.flash_attn.call import NAMES, Attention, entry, logits_of, one_length, returned
+from cpu_attn.torch.entry import RefusedError, axes, optional, tensors
 from cpu_attn.torch.packed import parts_of, starts_of
 
 __all__ = [
+    "_flash_attn_forward",
+    "_flash_attn_varlen_forward",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -55,7 +58,7 @@ _CALLED = {"cu_seq_k": "cu_seqlens_k", "seq_lens": "cu_seqlens_k", "query_start_
 # ---- sequences of one length ----
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
+def dense(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
     axes("q", query, batch_size=None, seqlen_q=None, num_heads=None, head_size=None)
     batch_size, q_length, _, head_size = query.shape
     axes("k", key, batch_size=batch_size, seqlen_k=None, num_kv_heads=None, head_size=head_size)
@@ -107,7 +110,7 @@ def flash_attn_func(
         TypeError: an argument is no tensor, or has another dtype.
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _dense(*tensors(q=q, k=k, v=v), *options)
+    return dense(*tensors(q=q, k=k, v=v), *options)
 
 
 @entry(**NAMES, **dict.fromkeys(("q", *_STATES), "qkv"))
@@ -126,7 +129,7 @@ def flash_attn_qkvpacked_func(
     (qkv,) = tensors(qkv=qkv)
     axes("qkv", qkv, batch_size=None, seqlen=None, three=3, num_heads=None, head_size=None)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _dense(*qkv.unbind(2), *options)
+    return dense(*qkv.unbind(2), *options)
 
 
 @entry(**NAMES, **dict.fromkeys(_STATES, "kv") | {"query": "q"})
@@ -146,13 +149,13 @@ def flash_attn_kvpacked_func(
     q, kv = tensors(q=q, kv=kv)
     axes("kv", kv, batch_size=None, seqlen_k=None, two=2, num_kv_heads=None, head_size=None)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _dense(q, *kv.unbind(2), *options)
+    return dense(q, *kv.unbind(2), *options)
 
 
 # ---- packed sequences ----
 
 
-def _varlen(
+def varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -236,7 +239,7 @@ def flash_attn_varlen_func(
     states = tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
     keys = optional(cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _varlen(*states, *keys, *options)
+    return varlen(*states, *keys, *options)
 
 
 @entry(**NAMES, **dict.fromkeys(("q", *_STATES), "qkv") | dict.fromkeys((*_CALLED, *_CALLED.values()), "cu_seqlens"))
@@ -257,7 +260,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv, cu_seqlens = tensors(qkv=qkv, cu_seqlens=cu_seqlens)
     axes("qkv", qkv, T=None, three=3, num_heads=None, head_size=None)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _varlen(*qkv.unbind(1), cu_seqlens, cu_seqlens, None, None, *options)
+    return varlen(*qkv.unbind(1), cu_seqlens, cu_seqlens, None, None, *options)
 
 
 @entry(**NAMES, **dict.fromkeys(_STATES, "kv") | _CALLED | {"query": "q"})
@@ -281,4 +284,58 @@ def flash_attn_varlen_kvpacked_func(
     q, kv, cu_seqlens_q, cu_seqlens_k = tensors(q=q, kv=kv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     axes("kv", kv, T_k=None, two=2, num_kv_heads=None, head_size=None)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return _varlen(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, None, None, *options)
+    return varlen(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, None, None, *options)
+
+
+# ---- what others import, though it is not public ----
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gives (out, softmax_lse, an empty S_dmask, rng_state) of :func:`flash_attn_func`. No dropout reads rng_state,
+    int64 [2], which is 0; return_softmax is not looked at."""
+    window = (window_size_left, window_size_right)
+    out = flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, False, True)
+    return (*out, torch.zeros(2, dtype=torch.int64))
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gives (out, softmax_lse, an empty S_dmask, rng_state) of :func:`flash_attn_varlen_func`, as
+    :func:`_flash_attn_forward` does. leftpad_k is None, else NotImplementedError; zero_tensors is not looked at."""
+    if leftpad_k is not None:
+        raise RefusedError("leftpad_k: expected None; cu_seqlens_k says where keys start")
+    where = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    out = flash_attn_varlen_func(*where, *options, False, True, block_table, seqused_k=seqused_k)
+    return (*out, torch.zeros(2, dtype=torch.int64))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module rotates queries or keys: flash_attn.layers.rotary.apply_rotary_emb, in plain torch."""
+"""This module rotates queries or keys: functions of flash_attn.layers.rotary, in plain torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from cpu_attn.flash_attn.call import ArgumentError
 
 
 def apply_rotary_emb(
@@ -42,3 +44,42 @@ def apply_rotary_emb(
     out = x if inplace else x.clone()
     out[..., first], out[..., second] = a * c - b * s, b * c + a * s
     return out
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """Rotates, in place, the queries and keys of qkv [B, S, 3, H, D], or of [B, S, Hq + 2 Hkv, D] with num_heads_q =
+    Hq, and returns qkv. cos_k, sin_k: those of keys, where they are others; the rest is as :func:`apply_rotary_emb` has
+    it. ValueError is raised for other shapes."""
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        query, key = qkv[:, :, 0], qkv[:, :, 1]
+    elif qkv.dim() == 4 and num_heads_q is not None and 0 < num_heads_q < qkv.shape[2]:
+        if (qkv.shape[2] - num_heads_q) % 2:
+            raise ArgumentError(f"qkv: {qkv.shape[2]} heads, of which {num_heads_q} of queries leave an odd number")
+        query, key = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : (qkv.shape[2] + num_heads_q) // 2]
+    else:
+        shape = "[B, S, 3, H, D], or [B, S, Hq + 2 Hkv, D] with num_heads_q"
+        raise ArgumentError(f"qkv: shape {tuple(qkv.shape)}, num_heads_q {num_heads_q}, expected {shape}")
+    of_keys = (cos if cos_k is None else cos_k), (sin if sin_k is None else sin_k)
+    for x, angles in ((query, (cos, sin)), (key, of_keys)):
+        apply_rotary_emb(x, *angles, interleaved, True, seqlen_offsets)
+    return qkv
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
+) -> Tensor:
+    """Rotates, in place, the keys of kv [B, S, 2, H, D], and returns kv. The rest is as :func:`apply_rotary_emb` has
+    it. ValueError is raised for other shapes."""
+    if kv.dim() != 5 or kv.shape[2] != 2:
+        raise ArgumentError(f"kv: shape {tuple(kv.shape)}, expected [B, S, 2, H, D]")
+    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
+    return kv

@@ -20,10 +20,14 @@ from torch import Tensor
 Run = TypeVar("Run", bound=Callable[..., Any])
 
 
+class RefusedError(NotImplementedError, ValueError):
+    """An argument asks for what has no meaning here. The text says why."""
+
+
 def entry(**names: str) -> Callable[[Run], Run]:
     """Decorates a function that users call: errors name its arguments as it does, and dynamo does not trace what is
-    behind it. (torch.compiler.disable, which is public, imports dynamo at once; that takes as long as torch's own
-    import.)"""
+    behind it, unless that is a constructor. (torch.compiler.disable, which is public, imports dynamo at once; that
+    takes as long as torch's own import.)"""
 
     def wrapped(run: Run) -> Run:
         @functools.wraps(run)
@@ -33,7 +37,7 @@ def entry(**names: str) -> Callable[[Run], Run]:
             except (TypeError, ValueError, UnavailableError) as e:
                 raise _check.renamed(e, names) from None
 
-        hidden: Run = torch._disable_dynamo(call)
+        hidden: Run = call if run.__name__ == "__init__" else torch._disable_dynamo(call)  # type: ignore[assignment]
         return hidden
 
     return wrapped

@@ -52,7 +52,7 @@ def overlapping(x: torch.Tensor, size: int) -> torch.Tensor:
     return x.as_strided(shape, (token, token, head, element))
 
 
-def _packed(key: torch.Tensor, value: torch.Tensor, starts: Int32, lens: Int32) -> Iterator[Part]:
+def packed(key: torch.Tensor, value: torch.Tensor, starts: Int32, lens: Int32) -> Iterator[Part]:
     blocks = -(-lens // BLOCK)
     past = np.flatnonzero(starts[:-1] + blocks * BLOCK > key.shape[0])
     fit = int(past[0]) if len(past) else len(lens)
@@ -86,4 +86,4 @@ def parts_of(
         for r in np.flatnonzero((used < 0) | (used > lens)):
             raise ValueError(f"seqused_k[{r}]: {used[r]}, outside 0..{lens[r]}, the keys that cu_seq_k leaves it")
         lens = used
-    return lens, _packed(key, value, starts, lens)
+    return lens, packed(key, value, starts, lens)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module has a paged KV cache for ``generate(past_key_values=...)``, quantised on request."""
+"""This module has a paged KV cache for ``generate(cache=...)``, quantised on request."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from cpu_attn import _check
-from cpu_attn._dtypes import dtype_name
+from cpu_attn._dtypes import dtype_name, rotation_of
 from cpu_attn.transformers import private
 from cpu_attn.transformers.indexer import IndexedLayer
 from cpu_attn.transformers.latents import layer_classes
@@ -30,7 +30,7 @@ LAYERS: dict[str, Any] = {
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """Holds a cache of packed pages for ``generate(past_key_values=...)``.
+    """Holds a cache of packed pages for ``generate(cache=...)``.
 
     A layer of attention keeps all its tokens; one with a window or with chunks gives back the pages before what queries
     to come may see. A layer of linear attention has the states that transformers' own caches have; one that shares
@@ -45,14 +45,15 @@ class PagedCache(Cache):  # type: ignore[misc]
         block_size: tokens of a page.
         k_scale: what keys are divided by in fp8 pages; 1 for others.
         v_scale: what values are divided by in fp8 pages; 1 for others.
-        kv_cache_rotation: ``hadamard`` for quantised pages, which hold a model's keys better so: docs/quality.md.
+        kv_cache_rotation: ``hadamard``, ``none``, or a word for each of K and V; unless said, integers are rotated,
+            which hold a model's keys and values better so (docs/quality.md), and nothing else is.
 
     Raises:
         ValueError: a layer is of a kind that is not named above, or an argument is out of range.
         TypeError: an argument has another type.
 
     Example:
-        >>> model.generate(**inputs, past_key_values=PagedCache(model.config, kv_cache_dtype="int8"))
+        >>> model.generate(**inputs, cache=PagedCache(model.config, kv_cache_dtype="int8"))
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         block_size: int = 32,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
-        kv_cache_rotation: str = "none",
+        kv_cache_rotation: str | None = None,
     ) -> None:
         config = config.get_text_config(decoder=True)
         kinds = list(zip(*private.get_layer_types_and_kwargs(config), strict=True))
@@ -74,6 +75,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         kvs = _check.kv_dtypes(kv_cache_dtype, dtype_name(config.dtype or "float32"))
         block_size = _check.integer("block_size", block_size, 1)
         k_scale, v_scale = _check.scales(k_scale, v_scale, kvs)
+        kv_cache_rotation = rotation_of(kvs) if kv_cache_rotation is None else kv_cache_rotation
         _check.kv_cache_rotation(kv_cache_rotation)
         options = {"kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
         options["kv_cache_rotation"] = kv_cache_rotation

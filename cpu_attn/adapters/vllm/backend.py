@@ -24,7 +24,7 @@ from cpu_attn import (
     get_scheduler_metadata,
     reshape_and_cache,
 )
-from cpu_attn._dtypes import is_fp8, is_scaled
+from cpu_attn._dtypes import is_fp8, is_scaled, rotation_of
 from cpu_attn.plan import Plans
 from cpu_attn.storage import LANES, lined_up
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType, MultipleOf
@@ -223,7 +223,9 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
         self.alibi_slopes = None if alibi_slopes is None else np.array(alibi_slopes, np.float32)
         self.sliding_window = -1 if sliding_window is None else sliding_window
         self.kv_cache_dtype = kv_cache_dtype
-        self.kv_cache_rotation = os.environ.get("CPU_ATTN_KV_CACHE_ROTATION") or "none"
+        self.kv_cache_rotation = os.environ.get("CPU_ATTN_KV_CACHE_ROTATION") or rotation_of(
+            [KV_CACHE_DTYPES[kv_cache_dtype]]
+        )
         self.logits_soft_cap = logits_soft_cap or 0.0
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name

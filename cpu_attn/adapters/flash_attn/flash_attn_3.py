@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This module has the functions of flash-attn 3, which it calls ``flash_attn_interface``. They are those of flash-attn
+2.8 but for these arguments:
+
+- qv: [..., Hq, Dv] or None. q.k gets qv.v added, as MLA with absorbed weights has it, and softmax_scale is 1 / sqrt(D +
+  Dv) unless said. Queries are copied; so are keys and values, unless they lie beside one another in one tensor, values
+  first.
+- attention_chunk: 0. q_descale, k_descale, v_descale: None. NotImplementedError is raised for others.
+- num_splits, pack_gqa, sm_margin, deterministic and scheduler_metadata are not looked at: the bits are always the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpu_attn import _check, ops
+from cpu_attn.flash_attn import flash_attn_interface
+from cpu_attn.flash_attn.call import entry
+from cpu_attn.torch.entry import RefusedError, axes, optional, tensors
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+_REFUSED = {
+    "attention_chunk": "there is no mask of chunks",
+    "q_descale": "queries are not of 8 bits",
+    "k_descale": "keys are not of 8 bits",
+    "v_descale": "values are not of 8 bits",
+    "seqused_q": "cu_seqlens_q says how many query tokens there are",
+    "num_heads_q": "qkv has as many heads of queries as of keys",
+    "cu_seqlens_q": "sequences have as many query tokens each",
+    "cu_seqlens_k_new": "sequences have as many new tokens each",
+    "rotary_seqlens": "new tokens turn by their slots",
+}
+
+
+def _refuse(**given: Any) -> None:
+    for name, x in given.items():
+        if x is not None and not (isinstance(x, int) and x == 0):
+            raise RefusedError(f"{name}: expected {0 if name == 'attention_chunk' else None}; {_REFUSED[name]}")
+
+
+def with_qv(q: Any, k: Any, v: Any, qv: Any, softmax_scale: float | None) -> tuple[Tensor, Tensor, float | None]:
+    """Gives queries and keys whose product is q.k + qv.v, and the factor."""
+    (qv,) = optional(qv=qv)
+    if qv is None:
+        return q, k, softmax_scale
+    q, k, v = tensors(q=q, k=k, v=v)
+    if qv.shape != (*q.shape[:-1], v.shape[-1]):
+        raise ValueError(f"qv: shape {tuple(qv.shape)}, expected {(*q.shape[:-1], v.shape[-1])}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"v: shape {tuple(v.shape)}, expected {(*k.shape[:-1], v.shape[-1])}")
+    scale = (q.shape[-1] + qv.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale
+    beside = v.data_ptr() + v.shape[-1] * v.element_size() == k.data_ptr() and v.dtype == k.dtype
+    if beside and k.stride() == v.stride() and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr():
+        key = v.as_strided((*v.shape[:-1], v.shape[-1] + k.shape[-1]), v.stride(), v.storage_offset())
+    else:
+        key = torch.cat([v, k], -1)
+    return torch.cat([qv, q], -1), key, scale
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> Tensor:
+    """Gives out of :func:`cpu_attn.flash_attn.flash_attn_func`: [B, S_q, Hq, Dv]."""
+    _refuse(attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    q, k, scale = _checked_qv(q, k, v, qv, softmax_scale)
+    out: Tensor = flash_attn_interface.flash_attn_func(q, k, v, 0.0, scale, causal, window_size, softcap)
+    return out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """Gives out of :func:`flash_attn_func` of q, k and v that are parts of qkv [B, S, 3, H, D], without a copy."""
+    _refuse(attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(num_heads_q=num_heads_q)
+    packed = flash_attn_interface.flash_attn_qkvpacked_func
+    out: Tensor = packed(qkv, 0.0, softmax_scale, causal, window_size, softcap)
+    return out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> Tensor:
+    """Gives out of :func:`cpu_attn.flash_attn.flash_attn_varlen_func`: [T_q, Hq, Dv]. seqused_q: None."""
+    _refuse(attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(seqused_q=seqused_q)
+    q, k, scale = _checked_qv(q, k, v, qv, softmax_scale)
+    where = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = (0.0, scale, causal, window_size, softcap)
+    out: Tensor = flash_attn_interface.flash_attn_varlen_func(*where, *options, seqused_k=seqused_k)
+    return out
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Does what :func:`cpu_attn.flash_attn.flash_attn_with_kvcache` does; page_table is its block_table. qv is for
+    calls that append nothing, and copies the caches unless they are parts of one tensor. cu_seqlens_q, cu_seqlens_k_new
+    and rotary_seqlens are None, else NotImplementedError."""
+    _refuse(attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens)
+    if qv is not None and k is not None:
+        raise RefusedError("qv: expected None where k is given; append before")
+    q, k_cache, scale = _checked_qv(q, k_cache, v_cache, qv, softmax_scale)
+    return flash_attn_interface.flash_attn_with_kvcache(
+        *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table),
+        *(scale, causal, window_size, softcap, rotary_interleaved, None, 0, return_softmax_lse),
+    )
+
+
+@entry()
+def _checked_qv(q: Any, k: Any, v: Any, qv: Any, softmax_scale: float | None) -> Any:
+    return with_qv(q, k, v, qv, softmax_scale)
+
+
+@entry(outs="out_partial", lses="lse_partial")
+def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor, out: Any = None, out_dtype: Any = None) -> Any:
+    """Merges attention over several sets of keys.
+
+    Args:
+        out_partial: [sets, B, S, H, D] or [sets, T, H, D] of float32, float16 or bfloat16.
+        lse_partial: float32 [sets, B, S, H] or [sets, T, H], natural logarithms.
+        out: [B, S, H, D] or [T, H, D] to write to, or None.
+        out_dtype: of the output; None: that of ``out``, else of ``out_partial``.
+
+    Returns:
+        (out, lse), lse float32 [B, S, H] or [T, H].
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: an argument is no tensor, or has another dtype.
+
+    Maths: arXiv:2501.01005; see :func:`cpu_attn.merge_states`.
+    """
+    parts, logs = tensors(out_partial=out_partial, lse_partial=lse_partial)
+    (to,) = optional(out=out)
+    if parts.dim() not in (4, 5):
+        raise ValueError(f"out_partial: {parts.dim()} axes, expected [sets, B, S, H, D] or [sets, T, H, D]")
+    shape = parts.shape[1:]
+    axes("lse_partial", logs, **dict(zip(("sets", "a", "b", "c"), parts.shape[:-1], strict=False)))
+    if to is not None and to.shape != shape:
+        raise ValueError(f"out: shape {tuple(to.shape)}, expected {tuple(shape)}")
+    kind = out_dtype or (parts.dtype if to is None else to.dtype)
+    _check.instance("out_dtype", kind, torch.dtype)
+    flat = parts.float().reshape(len(parts), -1, *shape[-2:])
+    merged, lse = ops.merge_states([*flat], [x.T.contiguous() for x in logs.float().reshape(len(parts), -1, shape[-2])])
+    merged, lse = merged.reshape(shape).to(kind), lse.T.reshape(shape[:-1]).contiguous()
+    if to is None:
+        return merged, lse
+    to.copy_(merged)
+    return out, lse
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """Gives an empty int32 tensor: calls here plan for themselves, and do not look at scheduler_metadata. Nothing is
+    looked at but attention_chunk, which is 0, else NotImplementedError."""
+    _refuse(attention_chunk=attention_chunk)
+    return torch.zeros(0, dtype=torch.int32)

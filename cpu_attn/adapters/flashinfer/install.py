@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This module puts FlashInfer's names where programs find them."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from cpu_attn.flashinfer import attention, cascade, decode, mla, page, pod, prefill, quantization, rope, sparse
+from cpu_attn.torch.entry import stand_in
+
+
+def _names(module: ModuleType) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in module.__all__}
+
+
+_PARTS = {m.__name__.rpartition(".")[2]: m for m in (attention, cascade, decode, mla, page, pod, prefill, rope, sparse)}
+# These are only in modules, as in FlashInfer.
+_NOT_ABOVE = ("MLAPlanMetadata", "convert_bsr_mask_layout")
+_ABOVE = {
+    name: x
+    for module in (*_PARTS.values(), quantization)
+    for name, x in _names(module).items()
+    if name not in _NOT_ABOVE and not name.startswith("trtllm_")
+}
+MODULES: dict[str, dict[str, Any]] = {"flashinfer": _ABOVE}
+MODULES |= {f"flashinfer.{name}": _names(module) for name, module in _PARTS.items()}
+MODULES["flashinfer.quantization"] = _names(quantization)
+__version__ = "0.7.2"  # the release that these functions are like; callers ask flashinfer for it
+
+
+def install() -> None:
+    """Makes ``import flashinfer`` find these, in this process. It may be called again.
+
+    Importable are then flashinfer and its modules attention, cascade, decode, mla, page, pod, prefill, quantization,
+    rope and sparse.
+
+    Raises:
+        RuntimeError: another flashinfer is imported, or could be.
+    """
+    library = MODULES["flashinfer"] | {"__version__": __version__}
+    stand_in(MODULES | {"flashinfer": library})

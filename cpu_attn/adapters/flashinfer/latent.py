@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This module computes multi-head latent attention over rows [ckv | kpe] for FlashInfer's calls: see
+:func:`cpu_attn.attention_mla`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpu_attn import _check
+from cpu_attn.flashinfer.arguments import choice
+from cpu_attn.flashinfer.call import LOG2E, dtype_of, fp8_name
+from cpu_attn.mla import attention_mla
+from cpu_attn.plan import get_scheduler_metadata
+from cpu_attn.torch.entry import axes, optional
+from cpu_attn.torch.packed import Int32
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def joined(a: Tensor, b: Tensor) -> Tensor | None:
+    """Gives [a | b] where they lie beside one another in memory, without a copy, else None."""
+    beside = a.data_ptr() + a.shape[-1] * a.element_size() == b.data_ptr()
+    same = a.stride() == b.stride() and a.stride(-1) == 1 and a.dtype == b.dtype
+    if not (beside and same and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()):
+        return None
+    return a.as_strided((*a.shape[:-1], a.shape[-1] + b.shape[-1]), a.stride(), a.storage_offset())
+
+
+def rows_of(ckv: Tensor, kpe: Tensor, table: Int32, lens: Int32) -> tuple[Tensor, Int32]:
+    """Gives pages of rows [ckv | kpe] and their table: those of the caller, where they are one tensor, else a copy of
+    the pages that are needed."""
+    found = joined(ckv, kpe)
+    if found is not None:
+        return found, table
+    needed = np.arange(table.shape[1]) < -(-lens // max(1, ckv.shape[1]))[:, None]
+    pages, at = np.unique(table[needed], return_inverse=True)
+    for page in pages[(pages < 0) | (pages >= len(ckv))]:
+        raise ValueError(f"kv_indices: page {page} is outside 0..{len(ckv) - 1}")
+    taken = torch.from_numpy(pages.astype(np.int64))
+    new = np.zeros(table.shape, np.int32)
+    new[needed] = at.ravel()
+    if not len(pages):
+        return ckv.new_zeros(1, max(1, ckv.shape[1]), ckv.shape[2] + kpe.shape[2]), new
+    return torch.cat([ckv[taken], kpe[taken]], -1), new
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Says what is attended: where query tokens of sequences start, how many keys each has, its pages; heads, elements
+    of a latent and of a rotated key."""
+
+    starts: Int32
+    lens: Int32
+    table: Int32
+    num_heads: int
+    rank: int
+    rope: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    causal: bool
+    plan: Any
+
+    @classmethod
+    def planned(
+        cls, starts: Int32, lens: Int32, table: Int32, sizes: tuple[Any, Any, Any], dtypes: tuple[Any, Any], causal: Any
+    ) -> Latents:
+        """Plans it. sizes: heads, elements of a latent and of a rotated key; dtypes: of queries and of rows."""
+        heads = _check.integer("num_heads", sizes[0], 1, _check.MAX_SIZE)
+        rank = _check.integer("head_dim_ckv", sizes[1], 1, _check.MAX_SIZE)
+        rope = _check.integer("head_dim_kpe", sizes[2], 0, _check.MAX_SIZE - rank)
+        dtype = dtype_of("q_data_type", dtypes[0], *_FLOATS)
+        kv_dtype = dtype_of("kv_data_type", dtypes[1])
+        kind = fp8_name(kv_dtype)
+        if kind is None and kv_dtype != dtype:
+            names = [str(x).removeprefix("torch.") for x in (kv_dtype, dtype)]
+            raise ValueError(f"kv_data_type: {names[0]}, expected {names[1]}, as q_data_type, or float8")
+        causal = _check.boolean("causal", causal)
+        plan = get_scheduler_metadata(
+            *(len(lens), heads, 1, rank + rope, lens, dtype, starts, causal),
+            kv_cache_dtype=kind or "auto",
+            head_size_v=rank,
+            kv_cache_layout="NHD",
+        )
+        return cls(starts, lens, table, heads, rank, rope, dtype, kv_dtype, causal, plan)
+
+    def attend(
+        self,
+        query: Tensor,
+        rows: Tensor,
+        table: Int32,
+        scale: float,
+        row_scale: float,
+        sinks: Any,
+        results: tuple[Any, Any, Any, str],
+        factor: float = 1.0,
+    ) -> Any:
+        """Runs it. query [T, H, L + P]; rows [N, page_size, L + P], which row_scale multiplies; results: out [T, H, L]
+        or None, lse [T, H] or None, whether to return lse, and its base; factor: of the output."""
+        given, log, return_lse, base = results
+        return_lse, size = _check.boolean("return_lse", return_lse), len(query)
+        (to, found, sinks) = optional(out=given, lse=log, sinks=sinks)
+        out = torch.empty(size, self.num_heads, self.rank, dtype=self.dtype) if to is None else to
+        axes("out", out, T=size, num_heads=self.num_heads, head_dim_ckv=self.rank)
+        if out.dtype != self.dtype:
+            raise TypeError(f"out: dtype {out.dtype}, expected {self.dtype}")
+        if found is not None:
+            axes("lse", found, T=size, num_heads=self.num_heads)
+            if found.dtype != torch.float32:
+                raise TypeError(f"lse: dtype {found.dtype}, expected torch.float32")
+        logs = torch.empty(self.num_heads, size) if return_lse or found is not None else None
+        kind = fp8_name(self.kv_dtype)
+        if kind is None:  # then row_scale is a factor like any other
+            scale, factor, row_scale = scale * row_scale, factor * row_scale, 1.0
+        plain = factor == 1.0
+        attend_to = out if plain else torch.empty(out.shape)
+        attention_mla(
+            *(query, rows, attend_to, self.starts, self.lens, scale, self.causal, table, self.plan),
+            kv_cache_dtype=kind or "auto",
+            k_scale=row_scale,
+            s_aux=sinks,
+            lse=logs,
+        )
+        if not plain:
+            out.copy_(attend_to * factor)
+        if logs is None:
+            return out if given is None else given
+        logs = logs.T * (1.0 if choice("lse base", base, "base2", "basee") == "basee" else LOG2E)
+        if found is not None:
+            found.copy_(logs)
+        out = out if given is None else given
+        return (out, logs.contiguous() if log is None else log) if return_lse else out

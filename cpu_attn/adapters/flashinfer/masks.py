@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This module makes attn_bias [B, 1, Q, K] of FlashInfer's masks: 0 where a token sees a key, -inf where it does not.
+Q and K are the most query tokens and the most keys of a sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpu_attn import _check
+from cpu_attn.torch.entry import axes, optional
+from cpu_attn.torch.packed import Int32
+
+
+def _bias(seen: list[Tensor], q_lens: Int32, lens: Int32) -> Tensor:
+    """seen: bool [q_len, kv_len] of each sequence."""
+    bias = torch.zeros(len(lens), 1, int(q_lens.max(initial=0)), int(lens.max(initial=0)))
+    for b, each in enumerate(seen):
+        bias[b, 0, : each.shape[0], : each.shape[1]].masked_fill_(~each, -torch.inf)
+    return bias
+
+
+def custom_bias(custom_mask: Any, packed_custom_mask: Any, q_lens: Int32, lens: Int32, one: bool = False) -> Any:
+    """Gives the bias of either mask, or None where there is none. custom_mask: bool, the [q_len, kv_len] of each
+    sequence, flattened, one after another; or, of one sequence, [q_len, kv_len]. packed_custom_mask: uint8, the same
+    bits, lowest first, each sequence from a byte of its own on; it comes before custom_mask."""
+    custom_mask, packed = optional(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
+    if custom_mask is None and packed is None:
+        return None
+    sizes = q_lens.astype(np.int64) * lens
+    if packed is not None:
+        counts = -(-sizes // 8)
+        axes("packed_custom_mask", packed, bytes=int(counts.sum()))
+        if packed.dtype != torch.uint8:
+            raise TypeError(f"packed_custom_mask: dtype {packed.dtype}, expected torch.uint8")
+        flat, counts = torch.from_numpy(np.unpackbits(packed.numpy(), bitorder="little")).bool(), counts * 8
+    else:
+        if one and custom_mask.dim() == 2:
+            axes("custom_mask", custom_mask, qo_len=int(q_lens[0]), kv_len=int(lens[0]))
+            custom_mask = custom_mask.flatten()
+        axes("custom_mask", custom_mask, pairs=int(sizes.sum()))
+        if custom_mask.dtype != torch.bool:
+            raise TypeError(f"custom_mask: dtype {custom_mask.dtype}, expected torch.bool")
+        flat, counts = custom_mask, sizes
+    parts = flat.split(counts.tolist()) if len(counts) else ()
+    shapes = zip(parts, q_lens.tolist(), lens.tolist(), strict=True)
+    return _bias([part[: rows * keys].reshape(rows, keys) for part, rows, keys in shapes], q_lens, lens)
+
+
+def item_bias(prefix_len_ptr: Any, token_pos_in_items_ptr: Any, row_len: Any, q_lens: Int32, lens: Int32) -> Any:
+    """Gives the bias of multi-item scoring, or None where prefix_len_ptr is: behind the first prefix_len tokens of a
+    sequence, which all see, lie items, and a token sees those of its own item only. token_pos_in_items_ptr: for each
+    sequence row_len numbers, how many tokens of its item come before a token behind the prefix, counted from the
+    delimiter before it, which is 0 and sees the prefix alone. Causal is left to the plan."""
+    if prefix_len_ptr is None:
+        return None
+    prefix, places = (
+        _integers("prefix_len_ptr", prefix_len_ptr),
+        _integers("token_pos_in_items_ptr", token_pos_in_items_ptr),
+    )
+    row_len = _check.integer("token_pos_in_items_len", row_len, 0) or (len(places) if len(lens) == 1 else 0)
+    for name, x, size in (
+        ("prefix_len_ptr", prefix, len(lens)),
+        ("token_pos_in_items_ptr", places, len(lens) * row_len),
+    ):
+        if len(x) != size:
+            raise ValueError(f"{name}: {len(x)} numbers, expected {size}")
+    seen = []
+    for b, (first, rows, keys) in enumerate(zip(prefix.tolist(), q_lens.tolist(), lens.tolist(), strict=True)):
+        if first < 0 or keys - first > row_len:
+            raise ValueError(f"prefix_len_ptr[{b}]: {first}, outside {max(0, keys - row_len)}..{keys}")
+        at = torch.arange(keys - rows, keys)  # of the query tokens
+        key = torch.arange(keys)
+        row = torch.from_numpy(places[b * row_len : (b + 1) * row_len])
+        inside = row[(at - first).clamp(0, max(0, row_len - 1))] if row_len else torch.zeros(rows, dtype=torch.int64)
+        own = key > (at - inside)[:, None]
+        seen.append(own | (key < first) | (at < first)[:, None])
+    return _bias(seen, q_lens, lens)
+
+
+def _integers(name: str, x: Any) -> np.ndarray[Any, Any]:
+    """Gives a tensor of any integers, as int64."""
+    if x is None:
+        raise ValueError(f"{name}: is None, prefix_len_ptr is not")
+    (x,) = optional(**{name: x})
+    axes(name, x, numbers=None)
+    if x.is_floating_point() or x.dtype == torch.bool:
+        raise TypeError(f"{name}: dtype {x.dtype}, expected integers")
+    found: np.ndarray[Any, Any] = x.to(torch.int64).numpy()
+    return found

@@ -1,0 +1,125 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * This is an item's memory: the states of its value heads, and what a chunk of tokens needs. */
+
+/* A chunk of fewer tokens goes step by step. */
+#define LINEAR_FEW 4
+
+/* Names rows that the next chunk reads, `step` bytes apart. They are prefetched one by one between the tiles of
+ * products, since the rows of a head lie so far apart that no hardware finds them. */
+typedef struct linear_ahead {
+    const char *at;
+    int64_t step, bytes, rows;
+} linear_ahead;
+#define LINEAR_AHEAD 4 /* of values and gates, and of queries and keys */
+
+typedef struct linear_item {
+    const ca_linear_call *c;
+    int32_t request, first, end; /* value heads [first, end) */
+    int64_t last;                /* the token behind the request's last */
+    int64_t dk, dv, kp, vp;      /* the sizes, and as multiples of 16 */
+    int delta, wide, erases;     /* wide: each key channel has a decay of its own */
+    linear_token x;
+    linear_head heads[CA_LINEAR_HEADS];
+    float *biases; /* [heads][kp] */
+    /* States lie as the cache has them, [Dk][vp] or [Dv][kp], or while `turned` as [Dk][vp] where the cache has the
+     * other. */
+    float *states, *spare, *turned_spare; /* [heads][state_floats], [state_floats] twice */
+    int64_t state_floats;
+    int turned;
+    /* These are of a chunk. */
+    float *k, *q, *e, *decay, *less; /* [64][kp] */
+    float *keys;                     /* [4][kp][16]: the keys, transposed, by groups of 16 tokens */
+    float *kk, *qk;                  /* [64][64]: products of erasers, or keys, and of queries with keys */
+    float *a, *p;                    /* [64][64]: these with their decays */
+    float *u, *o, *w, *w_left;       /* [64][vp] */
+    float *ek, *qg;                  /* [64][kp]: erasers and queries times their decays */
+    float *left;                     /* [64][kp]: keys times the decays that follow */
+    float *one, *two;                /* [kp] */
+    float *factor, *kept;            /* [kp]: of the state (linear_split) */
+    linear_ahead *ahead;             /* [LINEAR_AHEAD] */
+    float *numbers[4];               /* [80]: decay, decay less 1, beta, room */
+} linear_item;
+
+static float *linear_take(char *base, int64_t *at, int64_t floats) {
+    float *here = (float *)(void *)(base + *at);
+    *at += ca_round_up(floats * 4, 64);
+    return here;
+}
+
+/* Lays out an item's memory, and returns its bytes. */
+static int64_t linear_lay_out(const ca_linear_plan *plan, char *base, linear_item *it) {
+    int64_t at = 0;
+    it->dk = plan->shape.head_k_dim;
+    it->dv = plan->shape.head_v_dim;
+    it->kp = LINEAR_PAD(it->dk);
+    it->vp = LINEAR_PAD(it->dv);
+    it->state_floats = it->kp * it->vp;
+    float **of_channels[] = {&it->x.k, &it->x.qa, &it->x.ea,   &it->x.factor, &it->x.kept,
+                             &it->one, &it->two,  &it->factor, &it->kept};
+    float **of_values[] = {&it->x.v, &it->x.u, &it->x.w, &it->x.o};
+    for (int i = 0; i < 9; i++)
+        *of_channels[i] = linear_take(base, &at, it->kp);
+    for (int i = 0; i < 4; i++)
+        *of_values[i] = linear_take(base, &at, it->vp);
+    for (int i = 0; i < 4; i++)
+        it->numbers[i] = linear_take(base, &at, CA_CHUNK + CA_LANES);
+    it->biases = linear_take(base, &at, plan->heads * it->kp);
+    it->states = linear_take(base, &at, plan->heads * it->state_floats);
+    it->spare = linear_take(base, &at, it->state_floats);
+    it->turned_spare = linear_take(base, &at, it->state_floats);
+    const int64_t rows = plan->longest < LINEAR_FEW ? LINEAR_FEW : ca_min64(CA_CHUNK, LINEAR_PAD(plan->longest));
+    float **rows_of_channels[] = {&it->k,    &it->q,  &it->e,  &it->decay, &it->less,
+                                  &it->keys, &it->ek, &it->qg, &it->left};
+    float **rows_of_values[] = {&it->u, &it->o, &it->w, &it->w_left};
+    float **squares[] = {&it->kk, &it->qk, &it->a, &it->p};
+    for (int i = 0; i < 9; i++)
+        *rows_of_channels[i] = linear_take(base, &at, rows * it->kp);
+    for (int i = 0; i < 4; i++)
+        *rows_of_values[i] = linear_take(base, &at, rows * it->vp);
+    for (int i = 0; i < 4; i++)
+        *squares[i] = linear_take(base, &at, rows * CA_CHUNK);
+    return at;
+}
+
+static int64_t linear_scratch_bytes(const ca_linear_plan *plan) {
+    linear_item it;
+    return ca_max64(linear_lay_out(plan, NULL, &it), (2 * CA_MOST_WIDTH + 4) * CA_CONV_CHANNELS * 4);
+}
+
+static float *linear_state(const linear_item *it, int32_t head) {
+    return it->states + (head - it->first) * it->state_floats;
+}
+
+static int linear_is_vk(const linear_item *it) { return it->c->how->state_layout == CA_STATE_VK; }
+
+/* Copies rows between a state in the cache and memory of our own, in the cache's order. */
+static void linear_load_state(const linear_item *it, int64_t slot, int32_t head, float *to) {
+    const ca_array *cache = &it->c->a[CA_LINEAR_STATE_CACHE];
+    const char *from = ca_state_at(cache, slot, head);
+    const int64_t rows = linear_is_vk(it) ? it->dv : it->dk, n = linear_is_vk(it) ? it->dk : it->dv;
+    for (int64_t i = 0; i < rows; i++)
+        linear_widen(from + i * cache->strides[2] * cache->itemsize, cache->dtype, n, to + i * LINEAR_PAD(n));
+}
+static void linear_store_state(const linear_item *it, int64_t slot, int32_t head, const float *from) {
+    const ca_array *cache = &it->c->a[CA_LINEAR_STATE_CACHE];
+    char *to = ca_state_at(cache, slot, head);
+    const int64_t rows = linear_is_vk(it) ? it->dv : it->dk, n = linear_is_vk(it) ? it->dk : it->dv;
+    for (int64_t i = 0; i < rows; i++)
+        linear_narrow(from + i * LINEAR_PAD(n), n, cache->dtype, to + i * cache->strides[2] * cache->itemsize);
+}
+
+/* Transposes a state of our own out of, or into, the cache's order [Dv][kp], and what lies in `spare` with it. */
+static void linear_turn_state(linear_item *it, float *state, int turn) {
+    if (turn)
+        linear_transpose(state, it->kp, it->vp, it->kp, it->spare, it->vp);
+    else
+        linear_transpose(state, it->vp, it->kp, it->vp, it->spare, it->kp);
+    memcpy(state, it->spare, (size_t)it->state_floats * sizeof *state);
+}
+static void linear_turn(linear_item *it, int turn) {
+    if (!linear_is_vk(it) || it->turned == turn)
+        return;
+    for (int32_t head = it->first; head < it->end; head++)
+        linear_turn_state(it, linear_state(it, head), turn);
+    it->turned = turn;
+}

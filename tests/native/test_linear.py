@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear attention against the recurrence in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cpu_attn
+from cpu_attn.linear import get_linear_attention_metadata, linear_attention_with_state_cache, reference
+
+from .. import linear_cases
+from ..kernels import KERNELS, ONE_DTYPE
+from ..linear_cases import VARIANTS, Case, build, errors, run
+
+F32 = np.float32
+ENGINES = [(isa, dtype, "native") for isa, dtype in KERNELS] + [("auto", "float32", "reference")]
+
+
+def holds(case: Case, isa: str, engine: str = "native") -> None:
+    problem = build(case)
+    worst, where = errors(problem, run(problem, isa, engine))
+    assert worst <= 1, f"{case.name} on {engine} {isa}: {worst} of its budget in the {where}"
+
+
+@pytest.mark.parametrize(("isa", "dtype", "engine"), ENGINES)
+def test_cases(isa: str, dtype: str, engine: str) -> None:
+    for case in linear_cases.cases("default", dtype):
+        holds(case, isa, engine)
+
+
+@pytest.mark.parametrize(("isa", "dtype"), ONE_DTYPE)
+@pytest.mark.parametrize("layout", ["KV", "VK"])
+def test_sizes(isa: str, dtype: str, layout: str) -> None:
+    """Sizes around the lanes of a vector, few tokens and chunks, groups of value heads."""
+    for dk, dv in ((1, 1), (8, 16), (15, 17), (33, 5), (64, 128), (130, 24)):
+        for variant in ("gdn", "kda", "ssd"):
+            case = Case(variant, (1, 4, 33), dtype=dtype, head_k_dim=dk, head_v_dim=dv, state_layout=layout)
+            holds(replace(case, num_k_heads=1, num_v_heads=1), isa)
+    for heads in (2, 5, 8):
+        holds(Case("gdn", (1, 66), dtype=dtype, num_k_heads=1, num_v_heads=heads, state_layout=layout), isa)
+
+
+@pytest.mark.parametrize(("isa", "dtype"), [kernel for kernel in KERNELS if kernel[1] == "float32"])
+@pytest.mark.parametrize("variant", ["gdn", "kda", "erase"])
+def test_adversarial(isa: str, dtype: str, variant: str) -> None:
+    fills = ["g_edges", "g_minus_infinity", "beta_edges", "zero_keys", "large"]
+    fills += [] if variant == "erase" else ["beta_two"]
+    for fill in fills:
+        holds(Case(variant, (130, 2, 64), dtype=dtype, fill=fill), isa)
+
+
+@pytest.mark.parametrize(("isa", "dtype"), [kernel for kernel in KERNELS if kernel[1] == "float32"])
+def test_equal_keys(isa: str, dtype: str) -> None:
+    for variant in ("gdn", "kda"):
+        holds(Case(variant, (1000,), dtype=dtype, fill="equal_keys", num_k_heads=1, num_v_heads=2), isa)
+
+
+@pytest.mark.parametrize("variant", ["gdn", "kda", "lightning", "ssd_raw"])
+def test_long(variant: str) -> None:
+    """65,536 tokens on the best isa: errors do not add up."""
+    holds(Case(variant, (65536,), num_k_heads=1, num_v_heads=1, head_k_dim=16, head_v_dim=16), "auto")
+
+
+@pytest.mark.parametrize("isa", [isa for isa, dtype in KERNELS if dtype == "float32"])
+def test_slow_decay(isa: str) -> None:
+    """Decays so near 1 that float32 holds few digits of the difference: what a thousand decodes, or a prompt, keep."""
+    case = Case("gdn", (1024,), num_k_heads=1, num_v_heads=1, head_k_dim=16, head_v_dim=16, starts=(0,))
+    problem = build(case)
+    problem.options["g"][...] = -3.3e-7
+    problem.options["beta"][...] = 0  # so that nothing but the decay touches the state
+    got = run(problem, isa)
+    assert errors(problem, got)[0] <= 0.3
+    before = problem.before[0]
+    assert before is not None
+    shrunk = 1 - float((got.states[0].astype(np.float64) / before).mean())
+    assert abs(shrunk / (1 - np.exp(-3.3e-7 * 1024)) - 1) < 0.05
+
+
+def test_nothing_to_do() -> None:
+    """No requests, no tokens, requests without tokens: slots stay as they are."""
+    sizes: tuple[int, ...] = (1, 2, 8, 8)
+    for loc in ([0], [0, 0, 0]):
+        reqs = len(loc) - 1
+        plan = get_linear_attention_metadata(np.array(loc, np.int32), "float32", *sizes)
+        cache = np.full((3, 2, 8, 8), 5, F32)
+        key, value = np.empty((0, 1, 8), F32), np.empty((0, 2, 8), F32)
+        slots = np.arange(reqs, dtype=np.int32)
+        linear_attention_with_state_cache(key, key, value, np.empty_like(value), cache, slots, plan)
+        assert (cache == 5).all()
+
+
+@pytest.mark.parametrize(("isa", "dtype"), ONE_DTYPE)
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_negative_slots(isa: str, dtype: str, tokens: int) -> None:
+    """A request whose slot is negative begins from zeros and keeps nothing, even if it is said to bring a state."""
+    problem = build(Case("gdn", (tokens, tokens), dtype=dtype, starts=(-1, -1)))
+    want = run(problem, isa)
+    plan = get_linear_attention_metadata(
+        problem.query_start_loc, dtype, 2, 4, 32, 32, isa=isa, has_initial_state=np.array([1, 1], np.int32)
+    )
+    cache = np.full((2, 4, 32, 32), np.nan, F32)
+    a, output = problem.arrays, np.empty_like(problem.arrays["value"])
+    slots = np.array([-1, -7], np.int32)
+    linear_attention_with_state_cache(a["query"], a["key"], a["value"], output, cache, slots, plan, **problem.options)
+    assert np.isnan(cache).all() and (output == want.output).all()
+
+
+@pytest.mark.parametrize(("isa", "dtype"), ONE_DTYPE)
+def test_nan_stays_in_its_token(isa: str, dtype: str) -> None:
+    """NaN in one token's value reaches no token before it, no other value channel and no other request."""
+    for variant in ("gdn", "kda", "ssd"):
+        problem = build(Case(variant, (64, 20), dtype=dtype))
+        want = run(problem, isa)
+        problem.arrays["value"][37, 1, 5] = np.nan
+        got = run(problem, isa)
+        spoilt = np.isnan(got.output.astype(F32))
+        may = np.zeros_like(spoilt)
+        may[37:64, 1, 5] = True
+        assert spoilt[37, 1, 5] and not (spoilt & ~may).any()
+        assert (got.output[~may] == want.output[~may]).all()
+
+
+@pytest.mark.parametrize(("isa", "dtype"), ONE_DTYPE)
+def test_strides_and_slots_that_differ(isa: str, dtype: str) -> None:
+    """States of a cache with free strides, read from one slot and left in another, two requests from the same."""
+    problem = build(Case("gdn", (1, 1, 70), dtype=dtype, starts=(9, 9, 9)))
+    problem.before[1] = problem.before[0]
+    want = problem.expected()
+    memory = np.full((9, 5, 40, 48), np.nan, F32)
+    cache = memory[1:, :4, :32, :32]
+    assert problem.before[0] is not None and problem.before[2] is not None
+    cache[0], cache[1] = problem.before[0], problem.before[2]
+    plan = get_linear_attention_metadata(
+        problem.query_start_loc, dtype, 2, 4, 32, 32, isa=isa, has_initial_state=np.ones(3, np.bool_)
+    )
+    a, output = problem.arrays, np.empty_like(problem.arrays["value"])
+    to, of = np.array([3, 4, 5], np.int32), np.array([0, 0, 1], np.int32)
+    options: dict[str, Any] = problem.options | {"initial_state_indices": of}
+    linear_attention_with_state_cache(a["query"], a["key"], a["value"], output, cache, to, plan, **options)
+    assert linear_cases.relative(output, want.output) <= reference.BUDGET[dtype]
+    for slot, state in zip(to, want.states, strict=True):
+        assert linear_cases.relative(cache[slot], state) <= reference.BUDGET["float32"]
+    assert (cache[0] == problem.before[0]).all() and (cache[1] == problem.before[2]).all()
+    assert np.isnan(memory[:, 4:]).all() and np.isnan(memory[:, :, 32:]).all() and np.isnan(memory[:, :, :, 32:]).all()
+
+
+def test_outputs_in_float32() -> None:
+    problem = build(Case("gdn", (30,), dtype="bfloat16"))
+    a, output = problem.arrays, np.empty(problem.arrays["value"].shape, F32)
+    plan = get_linear_attention_metadata(
+        problem.query_start_loc, "bfloat16", 2, 4, 32, 32, has_initial_state=problem.brings
+    )
+    qkv = (a["query"], a["key"], a["value"])
+    linear_attention_with_state_cache(*qkv, output, problem.cache(), problem.slots, plan, **problem.options)
+    assert linear_cases.relative(output, problem.expected().output) <= reference.BUDGET["float32"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gates_in_16_bits(variant: str) -> None:
+    problem = build(Case(variant, (70,), dtype="bfloat16"))
+    for name in ("g", "beta", "erase", "A_log", "dt_bias", "D"):
+        if name in problem.options:
+            problem.options[name] = problem.options[name].astype(problem.arrays["query"].dtype)
+    assert errors(problem, run(problem))[0] <= 1
+
+
+def test_profile() -> None:
+    with cpu_attn.profile() as profile:
+        run(build(Case("gdn", (3, 4))))
+    assert [(c.kind.name, c.num_reqs, c.num_tokens) for c in profile.calls] == [
+        ("linear_attention_with_state_cache", 2, 7)
+    ]

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear attention for another architecture, compiled by a cross compiler and run by qemu, against the float64
+oracle."""
+
+from __future__ import annotations
+
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cpu_attn import _check
+from cpu_attn._dtypes import CODES, NAMES
+from cpu_attn._native import lib
+
+from ..formats import DTYPES
+from ..linear_cases import Problem, Result, build, cases, errors
+from .test_cross import COMPILER, EMULATOR, FLAGS, LISTS, ROOT, pytestmark  # noqa: F401
+
+GATES = {"log": lib.CA_GATE_LOG, "softplus": lib.CA_GATE_SOFTPLUS, "dt": lib.CA_GATE_DT}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("aarch64")
+    for name, text in LISTS.items():
+        (folder / name).write_text(f"#define {text}\n")
+    flagged, native = ("isa", "limits/probe"), ROOT / "native"
+    apart = [native / folder for folder in (*flagged, "engines/onednn")]
+    sources = [ROOT / "tests/cross/run_linear.c", *(c for c in native.rglob("*.c") if c.parent not in apart)]
+    sources += [native / kind / f"{name}.c" for kind in flagged for name in ("neon", "scalar")]
+    common = [COMPILER, *FLAGS, f"-I{ROOT / 'native'}", f"-I{folder}"]
+
+    def compile_one(source: Path) -> str:
+        target = folder / f"{source.parent.name}-{source.stem}.o"
+        subprocess.run([*common, "-c", str(source), "-o", str(target)], check=True)
+        return str(target)
+
+    with ThreadPoolExecutor() as pool:
+        objects = list(pool.map(compile_one, sources))
+    subprocess.run([*common, *objects, "-lm", "-lpthread", "-o", str(folder / "run_linear")], check=True)
+    return folder / "run_linear"
+
+
+def described(x: NDArray[Any] | None) -> bytes:
+    if x is None:
+        return np.zeros(7, np.int64).tobytes()
+    code, size = CODES[NAMES[x.dtype]]
+    head = [code, size, x.ndim, *x.shape, *[0] * (4 - x.ndim)]
+    return np.array(head, np.int64).tobytes() + np.ascontiguousarray(x).tobytes()
+
+
+def run(program: Path, problem: Problem, isa: str) -> Result:
+    c, options = problem.case, problem.options
+    sizes = (c.num_k_heads, c.num_v_heads, c.head_k_dim, c.head_v_dim)
+    shape = [len(c.lens), *sizes, CODES[c.dtype][0], 0, 1, 0]
+    flags = [options.get(name, default) for name, default in (("delta_rule", 1), ("use_qk_l2norm_in_kernel", 0))]
+    flags += [options.get("use_beta_sigmoid_in_kernel", 0), c.state_layout == "VK"]
+    least, most = options.get("dt_limit", (0.0, np.inf))
+    numbers = [options.get("scale", c.head_k_dim**-0.5), 2.0 if options.get("allow_neg_eigval") else 1.0, 1e-6]
+    cache, value = problem.cache(), problem.arrays["value"]
+    rows = [(*key, slot) for key, slot in problem.kept.items()]
+    given = problem.arrays | {n: x for n, x in options.items() if isinstance(x, np.ndarray)}
+    given |= {"output": np.zeros_like(value), "state_cache": cache, "state_indices": problem.slots}
+    given["checkpoints"] = np.array(rows, np.int32).reshape(-1, 3)
+    given["g"] = _check.each_token(given.get("g"), len(value))
+    parts = [np.array(shape, np.int32), np.array([GATES[options.get("gate", "log")], *flags], np.int32)]
+    parts += [np.array([*numbers, least, most], np.float32), problem.query_start_loc]
+    parts += [np.maximum(problem.starts, 0).astype(np.int32), problem.brings.astype(np.uint8)]
+    body = b"".join(x.tobytes() for x in parts) + b"".join(described(given.get(name)) for name in _check.LINEAR)
+    done = subprocess.run([str(EMULATOR), str(program), isa], input=body, capture_output=True, check=False)
+    assert done.returncode == 0, (c.name, done.stderr)
+    output = np.frombuffer(done.stdout[: value.nbytes], value.dtype).reshape(value.shape)
+    states = np.frombuffer(done.stdout[value.nbytes :], cache.dtype).reshape(cache.shape)
+    states = states if c.state_layout == "KV" else states.transpose(0, 1, 3, 2)
+    return Result(output, [states[s] for s in problem.slots], {key: states[s] for key, s in problem.kept.items()})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ["neon", "scalar"])
+def test_aarch64(program: Path, isa: str, dtype: str) -> None:
+    for case in cases("default", dtype):
+        problem = build(case)
+        worst, where = errors(problem, run(program, problem, isa))
+        assert worst <= 1, (case.name, worst, where)

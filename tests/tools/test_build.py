@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Building: how many compilers run, what is said meanwhile, and how make ends after Ctrl-C."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+if not (ROOT / "build_ffi.py").exists():
+    pytest.skip("these tests belong to a source tree", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def build_ffi() -> Any:
+    spec = importlib.util.spec_from_file_location("build_ffi", ROOT / "build_ffi.py")
+    assert spec and spec.loader
+    module = sys.modules["build_ffi"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("cpus", "limit", "expected"), [(8, "max", 8), (8, "300000", 3), (2, "300000", 2)])
+def test_compilers(
+    build_ffi: Any, cpus: int, limit: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
+    for name, text in {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{limit} 100000\n"}.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    assert build_ffi.processes(tmp_path) == expected
+
+
+def told(build_ffi: Any) -> None:
+    progress = build_ffi.Progress("cpu_attn._native", 2)
+    progress.count("avx2.c")
+    progress.count("check.c")
+
+
+def test_progress(build_ffi: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = ["0 of 2 files compiled, 0 s", "1 of 2 files compiled, 0 s (avx2.c)", "2 of 2 files compiled, 0 s (check.c)"]
+    monkeypatch.delenv("CPU_ATTN_PROGRESS", raising=False)
+    told(build_ffi)
+    monkeypatch.setenv("CPU_ATTN_PROGRESS", str(tmp_path / "file"))
+    told(build_ffi)
+    assert (tmp_path / "file").read_text().splitlines() == [f"cpu_attn._native: {line}" for line in want]
+    monkeypatch.setenv("CPU_ATTN_PROGRESS", str(tmp_path))  # which cannot be written to
+    told(build_ffi)
+    controller, terminal = pty.openpty()
+    monkeypatch.setenv("CPU_ATTN_PROGRESS", os.ttyname(terminal))
+    told(build_ffi)
+    shown = os.read(controller, 4096).decode().removesuffix("\r\n").split("\r")
+    assert [line.rstrip() for line in shown] == ["", *(f"cpu_attn._native: {line}" for line in want)]
+    assert {len(line) for line in shown[1:]} == {79}  # each covers the one before
+
+
+@pytest.mark.parametrize(("interrupted", "says"), [(True, "make verify: stopped"), (False, "make verify: FAILED")])
+def test_make_verify(interrupted: bool, says: str, tmp_path: Path) -> None:
+    command = tmp_path / "bin" / "cpu-attn"
+    command.parent.mkdir()
+    (command.parent / "python").touch()
+    wait = "echo ready; trap 'exit 130' INT; while :; do sleep 0.1; done"
+    command.write_text(f"#!/bin/sh\n{wait if interrupted else 'echo ready; exit 1'}\n")
+    command.chmod(0o755)
+    (tmp_path / "installed").touch()
+    make = subprocess.Popen(
+        ["make", "verify", f"VENV={tmp_path}"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert make.stdout and make.stdout.readline() == "ready\n"
+    if interrupted:
+        os.killpg(make.pid, signal.SIGINT)
+    lines = make.communicate(timeout=60)[0].splitlines()
+    assert any(line.startswith(says) for line in lines) and make.returncode
+    assert sum("FAILED" in line or "stopped" in line for line in lines) == 1
