@@ -60,8 +60,10 @@ def checked(
     key_cache, _ = _check.caches(arrays["key_cache"], arrays["value_cache"], kvs, None, layout)
     _, num_kv_heads, block_size = _check.cache_sizes(key_cache.shape, layout)
     (_, num_heads, head_size), blocks = query.shape, table.numpy().copy()
-    names = ("query_start_loc", "seq_lens", "dynamic_causal")
-    starts, lens, flags = (x if x is None else view(n, x).numpy().copy() for n, x in ((n, arrays[n]) for n in names))
+    starts, lens = (view(name, arrays[name]).numpy().copy() for name in ("query_start_loc", "seq_lens"))
+    flags = arrays["dynamic_causal"]
+    if flags is not None:
+        flags = view("dynamic_causal", flags).numpy().copy()
     plan = get_scheduler_metadata(
         *(len(blocks), num_heads, num_kv_heads, head_size, lens, query.dtype, starts, causal, sliding_window),
         **cache,
