@@ -26,9 +26,12 @@ STYLES = {
     "ggml": ("#56B4E9", "P"),
     "vllm": ("#CC79A7", "D"),
 }
+COLOURS = [colour for colour, _ in STYLES.values()]
+LIMITS = {"matrix_gflops": "products", "vector_gflops": "products", "read_gbps": "reads", "memcpy_gbps": "copies"}
 WIDTH, HEIGHT = 11.0, 6.5  # inches
 LABEL = 8.0  # points; labels stand 1.5 times as far apart
 MARKER = 7.0  # points across
+ROOM = 0.35  # this part of the axes, on the left of where the products begin to bind, holds the name of the slopes
 # These are the measures of the roofline in inches. The first four: from the left to the axes, their width, from the
 # bottom to them, and from them to the table, which leaves room for the names of the ceilings. The others are the
 # table's: between its lines, of its columns, of a letter.
@@ -66,25 +69,31 @@ def _placed(results: list[Result]) -> list[Result]:
 
 def scaling(report: Result) -> Any:
     """Draws speed, as a multiple of one thread of the fewest, over threads: a line for each workload and engine, and
-    dashed what limits it. Names stand at the ends of the lines."""
+    dashed what limits a workload. A workload has a colour, an engine its marker. Names stand at the ends of the
+    lines."""
     figure = _figure(WIDTH, HEIGHT)
     axes = figure.add_axes((0.07, 0.09, 0.64, 0.82))
     counts, ends = thread_counts(report), {}
+    colours: dict[str, str] = {}
     for engine, rows in _curves(report["results"]):
-        colour, marker = STYLES[engine]
+        name = f"{rows[0]['workload']} {rows[0]['isa'] or ''} {kind(rows[0])}"
+        colour = colours.setdefault(rows[0]["workload"], COLOURS[len(colours) % len(COLOURS)])
         threads = [r["threads"] for r in rows]
         speeds = [r["threads"] * per_thread(r, report) for r in rows]
-        axes.plot(threads, speeds, marker=marker, color=colour, markersize=5, zorder=3)
-        name = f"{rows[0]['workload']} {rows[0]['isa'] or ''} {kind(rows[0])}"
-        ends[name, engine] = (threads[-1], speeds[-1])
-        limits = [r["limit"] / rows[0]["limit"] * rows[0]["threads"] for r in rows]
-        axes.plot(threads, limits, "--", color="0.6", linewidth=1.0, zorder=2)
+        axes.plot(threads, speeds, marker=STYLES[engine][1], color=colour, markersize=5, zorder=3)
+        ends[f"{name}, {engine}", colour] = (threads[-1], speeds[-1])
+        bound = f"limit of {rows[0]['workload']}: {LIMITS[rows[0]['limit_of']]}", colour
+        if bound not in ends:
+            limits = [r["limit"] / rows[0]["limit"] * rows[0]["threads"] for r in rows]
+            axes.plot(threads, limits, "--", color=colour, linewidth=1.0, zorder=2)
+            ends[bound] = (threads[-1], limits[-1])
     axes.plot([0, counts[-1]], [0, counts[-1]], color="black", linewidth=1.0, zorder=1)
+    ends["as many times as threads", "black"] = (counts[-1], counts[-1])
     axes.set(xlim=(0, counts[-1] * 1.02), ylim=(0, None), xticks=counts, xlabel="threads")
     axes.set_ylabel(
         "speed, as a multiple of one thread's" if counts[0] == 1 else f"speed; {counts[0]} threads have {counts[0]}"
     )
-    axes.set_title(f"{report['machine']['brand']}; dashed: what limits them", loc="left")
+    axes.set_title(report["machine"]["brand"], loc="left")
     _bare(axes)
     _names_at_ends(axes, ends)
     return figure
@@ -99,14 +108,14 @@ def _curves(results: list[Result]) -> list[tuple[str, list[Result]]]:
 
 
 def _names_at_ends(axes: Any, ends: dict[tuple[str, str], tuple[float, float]]) -> None:
-    """Writes names in the engines' colours."""
+    """Writes names in their colours."""
     to_axes = axes.transData + axes.transAxes.inverted()
     order = sorted(ends, key=lambda who: ends[who][1])
     heights = spread([float(to_axes.transform(ends[who])[1]) for who in order], _gap(axes), 0.02, 0.98)
-    for (name, engine), height in zip(order, heights, strict=True):
+    for (name, colour), height in zip(order, heights, strict=True):
         axes.annotate(
-            f"{name}, {engine}", (1.01, height), xycoords="axes fraction", va="center", fontsize=LABEL,
-            color=STYLES[engine][0], annotation_clip=False,
+            name, (1.01, height), xycoords="axes fraction", va="center", fontsize=LABEL, color=colour,
+            annotation_clip=False,
         )  # fmt: skip
 
 
@@ -163,7 +172,9 @@ def _frame(axes: Any, report: Result, points: list[Result]) -> tuple[Any, Any]:
         p["value"]: p["what"] for p in report["probes"] if p["unit"] == "GFLOP/s" and p["value"] and p["value"] in used
     }
     x, y = zip(*map(_place, points), strict=True)
-    low, high = min(*x, max(levels) / max(slopes)) / 4, max(*x, max(levels) / min(slopes)) * 2
+    ridge = max(levels) / max(slopes)
+    low, high = min(*x, ridge) / 4, max(*x, max(levels) / min(slopes)) * 2
+    low = min(low, ridge / (high / ridge) ** (ROOM / (1 - ROOM)))
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(min(y) / 2, max(levels) * 2))
     over = {p["value"]: p["what"] for p in report["probes"] if p["limit"] == "read_gbps"}
     drawn = sorted({min(slopes), max(slopes)} if max(slopes) > 1.1 * min(slopes) else {max(slopes)}, reverse=True)

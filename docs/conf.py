@@ -5,7 +5,9 @@ The source folder is the repository itself. So a relative link means the same to
 ``make docs`` turns warnings into errors: a link, an anchor or a cross-reference that leads nowhere ends the build.
 """
 
+import re
 from importlib import metadata
+from typing import Any
 
 from cpu_attn import _adapters
 
@@ -15,9 +17,11 @@ _adapters.require = lambda name: None
 
 project = html_title = "cpu-attn"
 release = metadata.version("cpu-attn")
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+copybutton_prompt_text = r">>> |\.\.\. "  # an example is copied as it is typed
+copybutton_prompt_is_regexp = True
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**.md", "native/**.md"]
+include_patterns = ["*.md", "docs/**.md", "examples/*.md", "native/**.md"]
 exclude_patterns = [".*", "build", "dist", "native/kernel/MEASUREMENTS.md"]
 nitpicky = True
 
@@ -32,3 +36,12 @@ html_theme = "furo"
 html_theme_options = {"light_css_variables": {"code-font-size": "78%"}}
 html_static_path = html_css_files = ["site.css"]
 html_copy_source = html_show_copyright = False
+
+
+def link_pages(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Makes links of the pages that a docstring names by their files."""
+    lines[:] = [re.sub(r"\bdocs/([\w/]+)\.md\b", r":doc:`/docs/\1`", line) for line in lines]
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", link_pages)

@@ -38,16 +38,21 @@ def logits_of(names: dict[str, Any], tokens: list[int]) -> np.ndarray[Any, Any]:
     return logits
 
 
-def test_tutorial() -> None:
-    for step, names in enumerate(run(DOCS / "tutorial.md")):
-        if step == 2:
-            assert names["blocks"] == [5, 2]
-        if step == 3:
-            assert names["slot_mapping"].tolist() == [*range(80, 96), *range(32, 41)]
-        if step == 6:
-            assert len(names["prompt"]) + len(names["tokens"]) - 1 == 34 and len(names["blocks"]) == 3
+def test_tutorial(capsys: pytest.CaptureFixture[str]) -> None:
+    for snippet, names in enumerate(run(DOCS / "tutorial.md")):
+        if snippet == 2:
+            assert names["step"].block_table.tolist() == [[5, 2]]
+            assert names["step"].slot_mapping.tolist() == [*range(80, 96), *range(32, 41)]
+        if snippet == 6:
+            plain, logits = names["plain_logits"](names["prompt"]), names["logits"][0]
+            assert np.abs(plain - logits).max() <= 1e-5 * np.abs(logits).max()
+        if snippet == 7:
+            assert names["manager"].seq_len("first") == 34 and names["step"].block_table.tolist() == [[5, 2, 1]]
+    printed = capsys.readouterr().out
+    for line in ("8 free, 0 used", "[[5 2]]", "34 [[5 2 1]]", "[ 0  1 21] [35 20]", "\n6\n"):
+        assert line in printed
     for row, (prompt, tokens) in enumerate((("prompt", "tokens"), ("second_prompt", "second_tokens"))):
-        text = [*names[prompt].tolist(), *names[tokens]]
+        text = [*names[prompt], *names[tokens]]
         want = logits_of(names, text[:-1])[len(names[prompt]) - 1 :]
         assert np.abs(names["logits"][row] - want[-1]).max() <= 1e-5 * np.abs(want).max()
         best = np.sort(want, axis=1)[:, -2:]

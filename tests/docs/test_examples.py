@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,6 +22,10 @@ TESTED = {
 
 def test_all_have_one() -> None:
     assert {file.stem for file in EXAMPLES.glob("*.py")} == TESTED
+
+
+def test_the_index_has_all() -> None:
+    assert set(re.findall(r"\]\((\w+)\.py\)", (EXAMPLES / "README.md").read_text())) == TESTED
 
 
 class LLM:

@@ -687,6 +687,11 @@ def test_plot_of_several_numbers_of_threads_is_how_they_scale(tmp_path: Path) ->
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         found = run(*DECODE, *engines, "--threads", "1", "--threads", "3", "--plot", str(path))
         text = path.read_text()
+    for name in {r["workload"] for r in found["results"]}:
+        assert text.count(f">limit of {name}: reads<") == 1  # both engines have the same
+    colours = set(re.findall(r"stroke: (#[0-9a-f]{6})", text))
+    assert {plot.COLOURS[0].lower()} <= colours and plot.COLOURS[1].lower() not in colours
+    assert ">as many times as threads<" in text
     for r in found["results"]:
         assert f"{r['workload']} {r['isa']} bfloat16, {r['engine']}" in text
     assert ">threads<" in text and "multiple of one thread" in text and "roofline" not in text

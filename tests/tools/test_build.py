@@ -78,6 +78,6 @@ def test_make_verify(interrupted: bool, says: str, tmp_path: Path) -> None:
     assert make.stdout and make.stdout.readline() == "ready\n"
     if interrupted:
         os.killpg(make.pid, signal.SIGINT)
-    lines = make.communicate(timeout=60)[0].splitlines()
-    assert any(line.startswith(says) for line in lines) and make.returncode
+    lines = make.stdout.read().splitlines()
+    assert make.wait(timeout=60) and any(line.startswith(says) for line in lines)
     assert sum("FAILED" in line or "stopped" in line for line in lines) == 1

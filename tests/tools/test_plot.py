@@ -26,9 +26,14 @@ def test_labels_are_spread(wanted: list[float]) -> None:
 
 
 def full_report(
-    engines: list[str], caches: tuple[str, ...] = ("auto",), reads: tuple[float, ...] = (57.3, 41.2)
+    engines: list[str],
+    caches: tuple[str, ...] = ("auto",),
+    reads: tuple[float, ...] = (57.3, 41.2),
+    tiles: float = 0.0,
+    only: str = "",
 ) -> Any:
-    """Every workload, at about the share of its roof that an engine reaches: decodes lie close together."""
+    """Every workload, at about the share of its roof that an engine reaches: decodes lie close together. tiles: GFLOP/s
+    of a matrix unit, if there is one. only: one workload alone."""
     shares = {
         "native": 0.85,
         "onednn": 0.52,
@@ -41,13 +46,14 @@ def full_report(
     rng = random.Random(1)
     results = []
     for w, cache, engine in product(WORKLOADS.values(), caches, engines):
-        if not w.attends or w.kind == "call":
+        if not w.attends or w.kind == "call" or only not in ("", w.name):
             continue
         intensity, read = (
             w.flops / w.kv_bytes(2.0 if cache == "auto" else 1.0),
             reads["8x8k" in w.name and len(reads) - 1],
         )
-        of, limit = ("gflops", 468.0) if intensity * read > 468 else ("read_gbps", read)
+        peak = tiles or 468.0
+        of, limit = ("gflops", peak) if intensity * read > peak else ("read_gbps", read)
         share = shares[engine] * rng.uniform(0.85, 1.1)
         gflops = share * limit * (1 if of == "gflops" else intensity)
         results.append(
@@ -55,11 +61,18 @@ def full_report(
              "kv_cache_dtype": cache, "kv_cache_rotation": "none", "threads": 2, "gflops": gflops,
              "kv_gbps": gflops / intensity, "limit": limit, "limit_of": of, "fraction_of_roof": share}
         )  # fmt: skip
-    probes = [{"what": "VDPBF16PS", "unit": "GFLOP/s", "value": 468.0, "limit": "gflops"}]
+    probes = [{"what": "VDPBF16PS, 16 lanes", "unit": "GFLOP/s", "value": 468.0, "limit": "gflops"}]
+    if tiles:
+        probes += [{"what": "TDPBF16PS, 16x16x32", "unit": "GFLOP/s", "value": tiles, "limit": "matrix_gflops"}]
     probes += [{"what": f"over {n} MiB", "unit": "GB/s", "value": n, "limit": "read_gbps"} for n in reads]
     return {
         "machine": {"brand": "A machine"},
-        "limits": {"gflops": 468.0, "read_gbps": max(reads), "memcpy_gbps": 29.0},
+        "limits": {
+            "gflops": 468.0,
+            **({"matrix_gflops": tiles} if tiles else {}),
+            "read_gbps": max(reads),
+            "memcpy_gbps": 29.0,
+        },
         "probes": probes,
         "results": results,
     }
@@ -87,8 +100,24 @@ def outline(text: Any) -> Any:
         full_report(["native", "onednn", "vllm", "torch", "zentorch", "ggml"]),
         full_report(["native", "onednn", "reference"], reads=(57.3,)),
         full_report(["native", "onednn"], caches=("auto", "int8")),
+        full_report(["native", "onednn"], tiles=3712.0),
+        full_report(["native", "onednn", "vllm", "torch"], reads=(13.5,), tiles=2100.0),
+        full_report(["native"], reads=(310.0, 250.0), tiles=520.0),
+        full_report(["native"], reads=(25.8,), tiles=3700.0, only="prefill-2k"),
+        full_report(["native"], reads=(9.85,), tiles=2000.0, only="mla-8x4k-h16"),
     ],
-    ids=["native", "rivals", "all rivals", "reference", "caches"],
+    ids=[
+        "native",
+        "rivals",
+        "all rivals",
+        "reference",
+        "caches",
+        "tiles",
+        "slow reads",
+        "like peaks",
+        "tiles, one prefill",
+        "tiles, one mla",
+    ],
 )
 def test_labels_of_a_roofline_overlap_nothing(report: dict[str, Any]) -> None:
     """No other label, no point, and they lie in the picture."""
