@@ -64,11 +64,16 @@ def engines_here(
 
 
 def refuse_idle(
-    workloads: Sequence[Workload], engines: Engines, asked: Sequence[str], kv_cache_dtype: str, block_size: int
+    workloads: Sequence[Workload],
+    engines: Engines,
+    asked: Sequence[str],
+    kv_cache_dtype: str,
+    block_size: int,
+    kv_cache_rotation: str = "none",
 ) -> None:
     """Raises an error for a workload that nobody runs, and for an engine or a rival that was asked for and runs
     none."""
-    cache = (kv_cache_dtype, block_size)
+    cache = (kv_cache_dtype, block_size, kv_cache_rotation)
     for engine in asked:
         reasons = [_idle(engine, w, *cache) for w in workloads]
         if all(reasons):
@@ -79,10 +84,10 @@ def refuse_idle(
             raise click.UsageError(_idle(some[0], w, *cache))
 
 
-def _idle(engine: str, w: Workload, kv_cache_dtype: str, block_size: int) -> str:
+def _idle(engine: str, w: Workload, *cache: Any) -> str:
     """Says why an engine has nothing to do with a workload, "" if it has."""
     if engine in contest.takes_part([engine], w.kind):
-        return contest.unable(engine, w, kv_cache_dtype, block_size)
+        return contest.unable(engine, w, *cache)
     return f"{w.name}: {engine} has no part in it"
 
 
@@ -180,7 +185,8 @@ def _one_workload(
     cannot run it are left out."""
     rows: list[contest.Contestant] = []
     for step in steps:
-        reasons = {e: contest.unable(e, step.workload, step.kv_cache_dtype, step.block_size) for e in engines}
+        cache = (step.kv_cache_dtype, step.block_size, step.kv_cache_rotation)
+        reasons = {e: contest.unable(e, step.workload, *cache) for e in engines}
         for engine in filter(reasons.get, engines):
             click.echo(f"  without {engine}: {reasons[engine]}", err=True, nl=False)
         able = [e for e in engines if not reasons[e]]
@@ -475,8 +481,8 @@ def bench(
         raise click.UsageError("--kv-cache-rotation: mla has K and V in the same rows, which are not rotated")
     sizes = {w.head_size for w in workloads}
     engines = {(i, d): engines_here(engine, rival, i, d, sizes) for i, d in product(*map(dict.fromkeys, (isa, dtype)))}
-    for kind in kv_cache_dtype:
-        refuse_idle(workloads, engines, engine + rival, kind, block_size)
+    for kind, rotation in product(kv_cache_dtype, kv_cache_rotation):
+        refuse_idle(workloads, engines, engine + rival, kind, block_size, rotation)
     if plot_to:
         plot.check(plot_to, {w.kind for w in workloads})
     cache = {"block_size": block_size, "kv_cache_layout": kv_cache_layout}

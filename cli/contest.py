@@ -53,10 +53,17 @@ def missing(engine: str, isa: str, dtype: str, head_sizes: Iterable[int] = (16,)
     return ""
 
 
-def unable(engine: str, workload: Workload, kv_cache_dtype: str, block_size: int) -> str:
+def unable(
+    engine: str, workload: Workload, kv_cache_dtype: str, block_size: int, kv_cache_rotation: str = "none"
+) -> str:
     """Says what of a workload an engine has no notion of, "" if nothing."""
-    odd = RIVALS[engine].lacks(workload, kv_cache_dtype, block_size) if engine in RIVALS else []
-    return f"{RIVALS[engine].name} has no {' and no '.join(odd)}" if odd else ""
+    name, odd = engine, []
+    if engine in RIVALS:
+        name, odd = RIVALS[engine].name, RIVALS[engine].lacks(workload, kv_cache_dtype, block_size)
+    elif engine == "onednn-python":
+        odd = [what for what in ("attn_bias", "tree", "selected", "topk_tokens") if getattr(workload, what)]
+        odd += ["kv_cache_rotation"] * (kv_cache_rotation != "none")
+    return f"{name} has no {' and no '.join(odd)}" if odd else ""
 
 
 def takes_part(engines: Sequence[str], kind: str) -> list[str]:
@@ -133,12 +140,12 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
         turns = (np.arange(len(step.query)), step.cos_sin_cache)
         return partial(cpu_attn.rotary_reshape_and_cache, step.query, *tokens, *turns, **how), None, plan.isa
     arguments = step.arguments()
-    call = partial(cpu_attn.attention_with_kv_cache, **arguments, scheduler_metadata=plan)
     if engine == "onednn-python":
-        call = partial(study.attention, **arguments, isa=plan.isa, **step.masks)
+        return partial(study.attention, **arguments, isa=plan.isa), None, plan.isa
+    call = partial(cpu_attn.attention_with_kv_cache, **arguments, scheduler_metadata=plan)
     if step.workload.topk_tokens:
         call = partial(_select_and_attend, step.indexer, call)
-    return call, None if engine == "onednn-python" else plan.workspace_bytes, plan.isa
+    return call, plan.workspace_bytes, plan.isa
 
 
 def _select_and_attend(indexer: dict[str, Any], attend: Callable[..., Any]) -> Any:

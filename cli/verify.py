@@ -39,8 +39,8 @@ from cpu_attn.tests.judge import check, same_bits
 
 ENGINES = ("native", "onednn", "onednn-python", "reference", "linear", "linear-reference")
 LINEAR = {"linear": "native", "linear-reference": "reference"}  # linear attention, by these engines of its own
-# This is Python over oneDNN's primitives, which the engine onednn takes through every case. Without options it runs the
-# cases of --quick: through all of them it took a quarter of the time.
+# This is Python over oneDNN's primitives, which the engine onednn takes through every case. It runs the cases that are
+# composable, and without options only those of --quick: through all of them it took a quarter of the time.
 SLOW = "onednn-python"
 ISA_HINTS = ("auto", "vec", "vec16")
 THREADS = (1, 2, 3, 5)
@@ -165,7 +165,9 @@ def _select(level: str, names: Sequence[str], dtype: str, seed: int) -> tuple[li
     return [known[name] for name in names if name in known], set(names)
 
 
-def _holds(combo: Combo, case: Case) -> bool:
+def _takes(combo: Combo, case: Case) -> bool:
+    if combo.engine == SLOW and not case.composable:
+        return False
     isa = _dispatch.asked("isa", combo.isa, "CPU_ATTN_ISA")
     return isa != "vec16" or case.head_size % 16 == case.value_size % 16 == 0
 
@@ -240,7 +242,8 @@ def _verify_job(job: Job) -> list[tuple[float, list[str]]]:
     return [_verify_one(problem, combo, memory, job.compare_bits) for combo in job.combos]
 
 
-def _jobs(runs: Sequence[Combo], level: str, names: Sequence[str], seed: int) -> list[Job]:
+def _jobs(runs: Sequence[Combo], level: str, names: Sequence[str], seed: int, engines: Sequence[str] = ()) -> list[Job]:
+    """Gives all jobs. engines: those that were asked for by name, for which there have to be some."""
     jobs = []
     for dtype in dict.fromkeys(combo.dtype for combo in runs):
         selected, compared = _select(level, names, dtype, seed)
@@ -248,10 +251,16 @@ def _jobs(runs: Sequence[Combo], level: str, names: Sequence[str], seed: int) ->
         few = {*names, *(case.name for case in cases("quick" if level == "default" else level, dtype, seed))}
         found = []
         for case in selected:
-            combos = [c for c in here if _holds(c, case) and (c.engine != SLOW or case.name in few)]
+            combos = [c for c in here if _takes(c, case) and (c.engine != SLOW or case.name in few)]
             found.append(Job(case, combos, case.name in compared))
-        if selected and set(here).difference(*(job.combos for job in found)):
-            raise click.UsageError(f"--case {' '.join(names)}: vec16 is for head sizes that are multiples of 16")
+        for combo in set(here).difference(*(job.combos for job in found)) if selected else ():
+            if combo.engine != SLOW or any(case.composable for case in selected):
+                raise click.UsageError(f"--case {' '.join(names)}: vec16 is for head sizes that are multiples of 16")
+            if SLOW in engines:
+                raise click.UsageError(
+                    f"--case {' '.join(names)}: {SLOW} has causal and sliding_window, no other masks, no attn_bias, no "
+                    "selection and no kv_cache_rotation"
+                )
         jobs += [job for job in found if job.combos]
         linear = [combo for combo in runs if combo.dtype == dtype and combo.engine in LINEAR]
         of = linear_cases.cases("full" if names else level, dtype, seed)
@@ -399,7 +408,7 @@ def verify(
     level = "quick" if quick else "full" if full else "default"
     runs, missing = _combos(engine, isa, dtype)
     _refuse_missing({"engine": engine, "isa": isa, "dtype": dtype}, runs, missing)
-    work = _jobs(runs, level, names, seed)
+    work = _jobs(runs, level, names, seed, engine)
     num_checks = _num_checks(work)
     tallies = _verify(work, jobs or _processes(num_checks), Console(stderr=True))
     interrupted = sum(tally.ran for tally in tallies) < num_checks

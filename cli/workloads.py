@@ -313,7 +313,7 @@ class Step:
 
     @property
     def masks(self) -> dict[str, Any]:
-        """Gives the masks as get_scheduler_metadata and compose.attention take them, and who selects."""
+        """Gives the masks as get_scheduler_metadata takes them, and who selects."""
         found: dict[str, Any] = {"query_block_size": self.workload.query_block} if self.workload.query_block else {}
         if self.workload.tree:
             q_lens = np.diff(self.query_start_loc)
@@ -344,9 +344,10 @@ class Step:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Gives the arguments of attention_with_kv_cache, but for the plan."""
+        """Gives the arguments of attention_with_kv_cache, but for the plan, and without those that say nothing and that
+        compose.attention does not have."""
         w = self.workload
-        return {
+        found = {
             "query": self.query,
             "key_cache": self.cache.key_cache,
             "value_cache": self.cache.value_cache,
@@ -362,10 +363,14 @@ class Step:
             "s_aux": self.s_aux if w.sinks else None,
             "kv_cache_dtype": self.kv_cache_dtype,
             "kv_cache_layout": self.kv_cache_layout,
-            "kv_cache_rotation": self.kv_cache_rotation,
-            "selected_blocks": self.selected_blocks,
-            "attn_bias": self.attn_bias,
         }
+        if self.kv_cache_rotation != "none":
+            found["kv_cache_rotation"] = self.kv_cache_rotation
+        if self.selected_blocks is not None:
+            found["selected_blocks"] = self.selected_blocks
+        if self.attn_bias is not None:
+            found["attn_bias"] = self.attn_bias
+        return found
 
     def random(self, *shape: int) -> NDArray[Any]:
         """Gives +-[0.5, 2), every mantissa as likely: that toggles as many bits as real data, and costs a tenth of a

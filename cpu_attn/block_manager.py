@@ -149,7 +149,7 @@ class BlockManager:
 
     @all_or_nothing
     def stats(self) -> BlockStats:
-        """Counts blocks, and what the prefix cache found.
+        """Counts blocks, and what :meth:`allocate` found in the prefix cache.
 
         Returns:
             The :class:`BlockStats`.

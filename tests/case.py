@@ -95,6 +95,13 @@ class Case:
             found["tree_mask"] = np.concatenate(rows)
         return found
 
+    @property
+    def composable(self) -> bool:
+        """Says whether cpu_attn.compose.attention, the engine "onednn-python", takes it: that has no masks besides
+        causal and window, no bias, no selection and no rotation."""
+        selects = (self.selected, self.selected_tokens, self.query_block) != (None,) * 3 or self.select_by_query_head
+        return not (self.masks or self.bias or selects) and self.kv_cache_rotation == "none"
+
     def lists(self, r: int) -> int:
         """Gives how many query blocks of request r select, or 1 where it selects itself."""
         return 1 if self.query_block is None else -(-self.query_lens[r] // self.query_block)

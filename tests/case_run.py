@@ -40,8 +40,9 @@ def run(
     num_threads: int | None = None,
     memory: Written | None = None,
 ) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """Output [T, Hq, Dv] and lse [Hq, T] by the public calls. engine "onednn-python" is cpu_attn.compose.attention.
-    num_threads: so many, however little there is to do. memory: what was written before for this isa."""
+    """Output [T, Hq, Dv] and lse [Hq, T] by the public calls. engine "onednn-python" is cpu_attn.compose.attention,
+    for cases that are composable. num_threads: so many, however little there is to do. memory: what was written before
+    for this isa."""
     memory = memory or written(problem, isa, num_threads)
     with _threads(num_threads):
         return _attend(problem, memory, isa, engine, enable_kv_split)
@@ -104,17 +105,20 @@ def _attend(
         "v_scale": problem.scales[1],
         "kv_cache_dtype": case.kv_cache_dtype,
         "lse": lse,
-        "selected_blocks": problem.selected_blocks,
-        "selected_tokens": problem.selected_tokens,
         "kv_cache_layout": case.kv_cache_layout,
-        "kv_cache_rotation": case.kv_cache_rotation,
-        "attn_bias": None if problem.attn_bias is None else copy_of(problem.attn_bias, case.strided),
     }
     if engine == "onednn-python":
-        common |= {"query_block_size": case.query_block, "select_by_query_head": case.select_by_query_head}
-        compose.attention(**common, isa=isa, **case.masks)
+        assert case.composable, case.name
+        compose.attention(**common, isa=isa)
     else:
-        cpu_attn.attention_with_kv_cache(**common, scheduler_metadata=plan_of(problem, isa, engine, enable_kv_split))
+        cpu_attn.attention_with_kv_cache(
+            **common,
+            scheduler_metadata=plan_of(problem, isa, engine, enable_kv_split),
+            selected_blocks=problem.selected_blocks,
+            selected_tokens=problem.selected_tokens,
+            kv_cache_rotation=case.kv_cache_rotation,
+            attn_bias=None if problem.attn_bias is None else copy_of(problem.attn_bias, case.strided),
+        )
     forbid_outside("output", output, case.strided)
     forbid_outside("lse", lse, case.strided)
     return output, lse

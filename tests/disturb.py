@@ -112,17 +112,14 @@ def _attend(engine: str, selected: str = "", **options: Any) -> Calls:
 def _compose() -> Calls:
     (key, value), step, table, query = _caches(), _step(), _table(), _floats(T, 2 * HEADS, SIZE)
     output = np.empty_like(query)
-    chosen = _shared(np.arange(2, dtype=np.int32) + np.zeros((R, HEADS, 1), np.int32))
-    lists = {"block_table": table, "selected_blocks": chosen}
 
     def call() -> None:
         compose.attention(
             *(query, key.array, value.array, output, step["query_start_loc"], step["seq_lens"], 0.1, True, None, -1),
             *(table, 0.0, None, step["dynamic_causal"]),
-            selected_blocks=chosen,
         )
 
-    return Calls(call, {**step, **lists}, [key, value])
+    return Calls(call, {**step, "block_table": table}, [key, value])
 
 
 def _make_plans() -> Calls:

@@ -18,6 +18,7 @@ from .formats import numpy_dtype
 from .judge import same_bits
 
 F32 = np.float32
+BUDGET = reference.BUDGET
 VARIANTS = ("none", "lightning", "ssd", "ssd_raw", "gdn", "gdn_raw", "erase", "kda", "kda_raw", "gdn2")
 
 BUDGET = reference.BUDGET  # which verify asks for

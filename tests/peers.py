@@ -54,7 +54,7 @@ PEERS = {
 # What takes any arguments and hands them on.
 _BEHIND = {"BatchDecodeWithPagedKVCacheWrapper.plan": "BatchDecodeWithPagedKVCacheWrapper._plan_impl"}
 # Names of older releases, which programs still call, and what is inherited here.
-_OLD = ("end_forward", "reset_workspace_buffer")
+_OLD = ("end_forward", "prewarm_paged_kv_stride_variant", "reset_workspace_buffer")
 # Parameters that differ on purpose: a keyword of vLLM's flash-attn.
 _MORE = {"flash_attn_varlen_func.seqused_k"}
 # What is no part of the interface: functions that compile kernels, and classes that hold a backward pass.
@@ -185,6 +185,14 @@ def compared(peer: str, folder: Path) -> tuple[list[str], dict[str, list[str]]]:
             and not _INSIDE.fullmatch(name)
             and (signature or f"{name}.__init__" in names)
             and name not in modules[module]
+        )
+        missing[module] += sorted(
+            name
+            for name in names
+            if "." in name
+            and (owner := modules[module].get(name.partition(".")[0]))
+            and not name.partition(".")[2].startswith("_")
+            and not hasattr(owner, name.partition(".")[2])
         )
     return wrong, missing
 

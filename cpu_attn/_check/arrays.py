@@ -37,11 +37,6 @@ def with_one_head(
     return found[..., None, :]
 
 
-def copied(a: Array) -> Array:
-    """Gives a copy, which no other thread can write to between its check and its use."""
-    return view("", a.numpy().copy())
-
-
 def length(name: str, x: Any) -> int:
     """Gives the size of the first axis. native/check refuses an array that has none, so it counts as 0 here."""
     found = numpy_view(name, x)

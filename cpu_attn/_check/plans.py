@@ -6,12 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from cpu_attn._arguments import PLAN
-from cpu_attn._arrays import Array, describe, described
+from cpu_attn._arrays import Array
 from cpu_attn._check.arrays import array
-from cpu_attn._check.faults import new_fault, raise_fault
 from cpu_attn._check.kv_cache import kv_cache_layout, kv_cache_rotation, kv_dtypes
 from cpu_attn._check.values import MAX_SIZE, boolean, integer, window
-from cpu_attn._native import lib
 
 
 class Plan:
@@ -131,43 +129,3 @@ def same_kv_cache_layout(plan: Any, layout: Any) -> None:
 def same_kv_cache_rotation(plan: Any, rotation: Any) -> None:
     if kv_cache_rotation(rotation) != plan._shape.hadamard:
         raise ValueError(f"kv_cache_rotation: {rotation!r}, scheduler_metadata was made for {plan.kv_cache_rotation!r}")
-
-
-def selected_tokens(x: Any, num_tokens: int) -> Array | None:
-    return None if x is None else array("selected_tokens", x, ["int32"], [("T", num_tokens), ("tokens", None)])
-
-
-def selected_blocks(x: Any, lists: tuple[str, int], heads: tuple[str, int]) -> Array | None:
-    """Checks selected_blocks. lists: the name and the size of the first axis, which counts the lists; heads: those of
-    the second axis."""
-    axes = [lists, heads, ("blocks", None)]
-    return None if x is None else array("selected_blocks", x, ["int32"], axes)
-
-
-def block_table(
-    plan: Any,
-    table: Array,
-    num_blocks: int,
-    block_size: int,
-    blocks: Array | None = None,
-    tokens: Array | None = None,
-) -> None:
-    """Checks that every block that the plan will look for is there, and that the blocks and tokens that are selected
-    are those of their requests."""
-    fault, given = new_fault(), described([table, blocks, tokens])
-    lib.ca_check_table(plan._pointer, given, given + 1, given + 2, num_blocks, block_size, fault)
-    raise_fault(fault)
-
-
-def attn_bias(plan: Any, x: Any) -> Array | None:
-    """Checks a bias [R or 1, Hq or 1, Q, K], whose Q and K are no less than any request of the plan needs."""
-    if x is None:
-        return None
-    a = array("attn_bias", x, ["float32"], [("num_reqs", None), ("num_heads", None), ("Q", None), ("K", None)])
-    for axis, (what, size) in enumerate((("num_reqs", plan.num_reqs), ("num_heads", plan.num_heads))):
-        if a.shape[axis] not in (1, size):
-            raise ValueError(f"attn_bias: axis {axis} is {a.shape[axis]}, expected {what} = {size}, or 1")
-    fault = new_fault()
-    lib.ca_check_bias(plan._pointer, describe(a), fault)
-    raise_fault(fault)
-    return a

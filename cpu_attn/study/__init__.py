@@ -5,8 +5,7 @@ thing each.
 Read compose first; each module imports only those below it:
 
 compose     :func:`attention`: chunks of keys, softmax, merging
-step        the arguments of a call and their checks
-masks       which keys a token sees
+step        the arguments of a call, their checks, and which keys a token sees
 primitives  :func:`gather_pages`, :func:`matmul`, :func:`softmax`: pages out of a cache, and oneDNN
 
 Their public names are those of ``cpu_attn.compose`` and ``cpu_attn.primitives``. The definition of results is

@@ -5,10 +5,10 @@ to experiment with.
 This is native/engines/onednn/segment.c without threads, buckets and packing. A request's query tokens are taken ROWS
 query rows at a time (a decode step is a single token), its keys KEYS at a time:
 
-    s = q k^T                   matmul      [rows, D] x [keys, D]^T
-    softcap, ALiBi, bias, mask  NumPy
-    p = softmax(s)              softmax     over these keys alone
-    o = p v                     matmul      [rows, keys] x [keys, Dv]
+    s = q k^T              matmul      [rows, D] x [keys, D]^T
+    softcap, ALiBi, mask   NumPy
+    p = softmax(s)         softmax     over these keys alone
+    o = p v                matmul      [rows, keys] x [keys, Dv]
 
 Results over different keys merge by their log-sum-exps: with l = log(exp(l1) + exp(l2)),
 
@@ -20,16 +20,14 @@ largest score s* tells it: p* = exp(s* - lse). No array grows with rows times co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from cpu_attn.rotation import rotate
-from cpu_attn.study.masks import Array, chosen_tokens
 from cpu_attn.study.primitives import gather_pages, matmul, softmax
-from cpu_attn.study.step import Step, checked
+from cpu_attn.study.step import Array, Step, checked
 
 ROWS, KEYS = 256, 512
 CHAIN = 128  # keys that one float32 sum may have: native/engines/onednn/segment.c
@@ -56,125 +54,61 @@ def attention(
     *,
     lse: Any = None,
     isa: str = "auto",
-    mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None = None,
-    document_start_loc: Mapping[int, Sequence[int]] | None = None,
-    tree_mask: Any = None,
-    selected_blocks: Any = None,
-    attn_bias: Any = None,
     kv_cache_layout: str = "packed",
-    mm_prefix_clamp_sliding_window: bool = False,
-    kv_cache_rotation: str = "none",
-    selected_tokens: Any = None,
-    query_block_size: int | None = None,
-    select_by_query_head: bool = False,
 ) -> Any:
-    """Does what :func:`cpu_attn.attention_with_kv_cache` does, without a plan: arguments, shapes, dtypes, meaning and
-    errors are the same.
+    """Does what :func:`cpu_attn.attention_with_kv_cache` does with these arguments, without a plan: shapes, dtypes,
+    meaning and errors are the same.
 
-    isa: the one that the caches were written with. mm_prefix_range, document_start_loc, tree_mask,
-    mm_prefix_clamp_sliding_window, query_block_size, select_by_query_head: those of
-    :func:`cpu_attn.get_scheduler_metadata`. It runs on the calling thread, in float32; output and lse
-    are written when all of it is done. It raises UnavailableError where oneDNN is not there.
+    isa: the one that the caches were written with. It runs on the calling thread, in float32; output and lse are
+    written when all of it is done. It has none of the other masks and selections, and reads no rotated caches. It
+    raises UnavailableError where oneDNN is not there.
     """
-    step, out, log = checked(
-        *(query, key_cache, value_cache, output, query_start_loc, seq_lens, scale, causal, alibi_slopes),
-        sliding_window,
-        *(block_table, softcap, s_aux, dynamic_causal),
-        k_scale,
-        v_scale,
-        kv_cache_dtype,
-        lse,
-        isa,
-        selected_blocks,
-        attn_bias,
-        {
-            "mm_prefix_range": mm_prefix_range,
-            "document_start_loc": document_start_loc,
-            "tree_mask": tree_mask,
-            "mm_prefix_clamp_sliding_window": mm_prefix_clamp_sliding_window,
-        },
-        kv_cache_layout,
-        kv_cache_rotation,
-        selected_tokens,
-        query_block_size,
-        select_by_query_head,
-    )
-    result, result_lse = _every_request(step)
-    out.numpy()[...] = result
-    if log is not None:
-        log.numpy()[...] = result_lse
-    return output
-
-
-def _every_request(step: Step) -> tuple[Array, Array]:
-    tokens, num_heads, _ = step.query.shape
-    output = np.zeros((tokens, num_heads, step.head_size_v))
-    lse = np.full((tokens, num_heads), -np.inf)
+    arrays = {"query": query, "key_cache": key_cache, "value_cache": value_cache, "output": output, "lse": lse}
+    arrays |= {"query_start_loc": query_start_loc, "seq_lens": seq_lens, "dynamic_causal": dynamic_causal}
+    arrays |= {"block_table": block_table, "alibi_slopes": alibi_slopes, "s_aux": s_aux}
+    cache = {"isa": isa, "kv_cache_dtype": kv_cache_dtype, "kv_cache_layout": kv_cache_layout}
+    step = checked(arrays, cache, scale, causal, sliding_window, softcap, k_scale, v_scale)
+    result, result_lse = np.zeros(step.output.shape), np.zeros(step.query.shape[:2])
     at_once = max(1, ROWS // step.group)
     with np.errstate(all="ignore"):
         for r, (start, stop) in enumerate(pairwise(step.query_start_loc.tolist())):
             for first in range(start, stop, at_once):
                 rows = slice(first, min(first + at_once, stop))
-                output[rows], lse[rows] = _some_tokens(step, r, rows)
-    return output, lse.T
+                result[rows], result_lse[rows] = _some_tokens(step, r, rows)
+    step.output[...] = result
+    if step.lse is not None:
+        step.lse[...] = result_lse.T
+    return output
 
 
 def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
     """Gives output [n, Hq, Dv] and lse [n, Hq] of some of request r's tokens."""
     query = step.query[rows].astype(np.float32)
-    n, num_heads, _ = query.shape
-    output, lse = np.zeros((n, num_heads, step.head_size_v)), np.full((n, num_heads), -np.inf)
+    output, lse = np.zeros(step.output[rows].shape), np.full(query.shape[:2], -np.inf)
     for keys, key, value in _chunks(step, r, rows):
-        seen = (step.sees[rows, :1] <= keys) & (keys < step.sees[rows, 1:])
-        if step.selected_tokens is not None:
-            seen &= chosen_tokens(step.selected_tokens[rows], keys)
-        if step.tree:
-            seen &= step.tree.shows(r, rows, keys)
-        chosen = step.chosen[step.lists[rows, None], :, keys // step.key_cache.shape[2]]
-        bias = _bias(step, r, rows, keys)
-        group = num_heads // chosen.shape[2]
-        for h in range(chosen.shape[2]):
-            heads, kv_head = slice(h * group, (h + 1) * group), h * group // step.group
-            mine = seen & chosen[:, :, h]
-            part = _one_head(step, query[:, heads], key[:, kv_head], value[:, kv_head], mine, bias[:, heads])
+        mask = (step.sees[rows, :1] <= keys) & (keys < step.sees[rows, 1:])
+        distance = (keys - step.position[rows, None]).astype(np.float32)
+        bias = step.alibi_slopes[:, None] * distance[:, None]
+        for h in range(key.shape[1]):
+            heads = slice(h * step.group, (h + 1) * step.group)
+            part = _one_head(step, query[:, heads], key[:, h], value[:, h], mask, bias[:, heads])
             output[:, heads], lse[:, heads] = _merge(output[:, heads], lse[:, heads], *part)
     return _merge(output, lse, np.zeros_like(output), np.broadcast_to(step.s_aux, lse.shape))
 
 
 def _chunks(step: Step, r: int, rows: slice) -> Iterator[tuple[Array, Array, Array]]:
-    """Gives key numbers [n], K [n, Hkv, D] and V [n, Hkv, Dv] in float32, KEYS at a time, of all blocks with a key that
-    some of the tokens see and that they, or one of their heads, have chosen."""
-    sees = step.sees[rows]
-    block_size, start = step.key_cache.shape[2], int(sees[:, 0].min())
-    end = min(int(sees[:, 1].max()), step.block_table.shape[1] * block_size)
-    seen = np.arange(start // block_size, -(-end // block_size))
-    chosen = step.chosen[step.lists[rows, None], :, seen].any(axis=2)  # [n, blocks]
-    chosen &= (sees[:, :1] < (seen + 1) * block_size) & (seen * block_size < sees[:, 1:]) & (sees[:, :1] < sees[:, 1:])
-    blocks, at_once = seen[chosen.any(axis=0)], max(1, KEYS // block_size)
-    if step.selected_tokens is not None:
-        own = step.selected_tokens[rows]
-        blocks = np.unique(own[(sees[:, :1] <= own) & (own < sees[:, 1:])] // block_size)
-    common: Any = {"isa": step.isa, "dtype": step.dtype, "kv_cache_layout": step.kv_cache_layout}
-    for some in (blocks[i : i + at_once] for i in range(0, len(blocks), at_once)):
-        keys = (some[:, None] * block_size + np.arange(block_size)).reshape(-1)
-        keys, pages = keys[keys < end], step.block_table[r, some]
-        k_dtype, v_dtype = ({**common, "kv_cache_dtype": kv} for kv in step.kv_dtypes)
-        key = gather_pages(step.key_cache, pages, len(keys), head_size=step.query.shape[2], **k_dtype)
-        value = gather_pages(step.value_cache, pages, len(keys), head_size=step.head_size_v, value=True, **v_dtype)
-        key, value = (x.astype(np.float32) * np.float32(s) for x, s in zip((key, value), step.kv_scales, strict=True))
-        key, value = (rotate(x, back=True) if r else x for x, r in zip((key, value), step.rotated, strict=True))
-        for part in (slice(i, i + KEYS) for i in range(int(np.searchsorted(keys, start)), len(keys), KEYS)):
-            yield keys[part], key[part], value[part]
-
-
-def _bias(step: Step, r: int, rows: slice, keys: Array) -> Array:
-    """Gives what ALiBi and attn_bias add to logits: [n, Hq, keys]."""
-    distance = (keys - step.position[rows, None]).astype(np.float32)
-    bias: Array = step.alibi_slopes[:, None] * distance[:, None]
-    if step.attn_bias is not None:
-        first = rows.start - step.query_start_loc[r]
-        bias = bias + step.attn_bias[r][:, first : first + len(distance), keys].swapaxes(0, 1)
-    return bias
+    """Gives key numbers [n], K [n, Hkv, D] and V [n, Hkv, Dv] in float32, KEYS at a time, of all keys that some of the
+    tokens see."""
+    block_size, sizes = step.block_size, (step.query.shape[2], step.output.shape[2])
+    first_seen, end = int(step.sees[rows, 0].min()), int(step.sees[rows, 1].max())
+    for first in range(first_seen, end, KEYS):
+        last = min(first + KEYS, end)
+        begin = first // block_size * block_size  # of the first page
+        pages, found = step.block_table[r, first // block_size : -(-last // block_size)], []
+        for i, (cache, scale) in enumerate(zip(step.caches, step.scales, strict=True)):
+            x = gather_pages(cache, pages, last - begin, head_size=sizes[i], value=i == 1, **step.cache)
+            found.append(x[first - begin :].astype(np.float32) * np.float32(scale))
+        yield np.arange(first, last), *found
 
 
 def _one_head(step: Step, query: Array, key: Array, value: Array, mask: Array, bias: Array) -> tuple[Array, Array]:

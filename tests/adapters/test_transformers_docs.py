@@ -43,8 +43,8 @@ def test_snippets(monkeypatch: pytest.MonkeyPatch) -> None:
         ran.append(names.get("outputs", names["ids"]))
         assert calls
         calls.clear()
-    first, quantised, batched = ran
+    first, quantised, balanced, batched = ran
     model.set_attn_implementation("eager")
     assert first.equal(model.generate(**names["inputs"], max_new_tokens=8))
-    assert quantised.shape == first.shape == (1, len("Attention is") + 8)
+    assert quantised.shape == balanced.shape == first.shape == (1, len("Attention is") + 8)
     assert all(len(found.generated_tokens) == 8 for found in batched.values()) and len(batched) == 2

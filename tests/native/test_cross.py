@@ -42,7 +42,11 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("aarch64")
+    return compiled(tmp_path_factory.mktemp("aarch64"), "run_case")
+
+
+def compiled(folder: Path, driver: str) -> Path:
+    """A program of tests/cross."""
     for name, text in LISTS.items():
         (folder / name).write_text(f"#define {text}\n")
     pytest.importorskip("setuptools", reason="build_ffi.py needs setuptools")
@@ -51,7 +55,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sys.path.remove(str(ROOT))
     flagged, native = ("isa", "limits/probe"), ROOT / "native"
     apart = [native / folder for folder in (*flagged, "engines/onednn")]
-    sources = [ROOT / "tests/cross/run_case.c", *(c for c in native.rglob("*.c") if c.parent not in apart)]
+    sources = [ROOT / "tests/cross" / f"{driver}.c", *(c for c in native.rglob("*.c") if c.parent not in apart)]
     sources += [native / kind / f"{name}.c" for kind in flagged for name in ("neon", "scalar")]
     common = [COMPILER, *FLAGS, f"-I{ROOT / 'native'}", f"-I{folder}"]
 
@@ -62,8 +66,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     with ThreadPoolExecutor() as pool:
         objects = list(pool.map(compile_one, sources))
-    subprocess.run([*common, *objects, "-lm", "-lpthread", "-o", str(folder / "run_case")], check=True)
-    return folder / "run_case"
+    subprocess.run([*common, *objects, "-lm", "-lpthread", "-o", str(folder / driver)], check=True)
+    return folder / driver
 
 
 def arrays(problem: Problem) -> bytes:

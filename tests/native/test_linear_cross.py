@@ -5,7 +5,6 @@ oracle."""
 from __future__ import annotations
 
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +18,14 @@ from cpu_attn._native import lib
 
 from ..formats import DTYPES
 from ..linear_cases import Problem, Result, build, cases, errors
-from .test_cross import COMPILER, EMULATOR, FLAGS, LISTS, ROOT, pytestmark  # noqa: F401
+from .test_cross import EMULATOR, compiled, pytestmark  # noqa: F401
 
 GATES = {"log": lib.CA_GATE_LOG, "softplus": lib.CA_GATE_SOFTPLUS, "dt": lib.CA_GATE_DT}
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("aarch64")
-    for name, text in LISTS.items():
-        (folder / name).write_text(f"#define {text}\n")
-    flagged, native = ("isa", "limits/probe"), ROOT / "native"
-    apart = [native / folder for folder in (*flagged, "engines/onednn")]
-    sources = [ROOT / "tests/cross/run_linear.c", *(c for c in native.rglob("*.c") if c.parent not in apart)]
-    sources += [native / kind / f"{name}.c" for kind in flagged for name in ("neon", "scalar")]
-    common = [COMPILER, *FLAGS, f"-I{ROOT / 'native'}", f"-I{folder}"]
-
-    def compile_one(source: Path) -> str:
-        target = folder / f"{source.parent.name}-{source.stem}.o"
-        subprocess.run([*common, "-c", str(source), "-o", str(target)], check=True)
-        return str(target)
-
-    with ThreadPoolExecutor() as pool:
-        objects = list(pool.map(compile_one, sources))
-    subprocess.run([*common, *objects, "-lm", "-lpthread", "-o", str(folder / "run_linear")], check=True)
-    return folder / "run_linear"
+    return compiled(tmp_path_factory.mktemp("aarch64"), "run_linear")
 
 
 def described(x: NDArray[Any] | None) -> bytes:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cpu_attn
-from cpu_attn import compose, reference
+from cpu_attn import reference
 
 from ..case import Case
 from ..case_problem import build
@@ -216,7 +216,3 @@ def test_alibi_with_a_tree_is_refused_also_after_the_same_call_without_one() -> 
     slopes = {"alibi_slopes": np.ones(4, np.float32)}
     cpu_attn.attention_with_kv_cache(**attention_args() | slopes)
     refuses(cpu_attn.attention_with_kv_cache, attention_args(tree_mask=TREE) | slopes, ValueError, "alibi_slopes")
-    args = attention_args() | slopes | {"tree_mask": TREE}
-    del args["scheduler_metadata"]
-    if "onednn" in ENGINES:
-        refuses(compose.attention, args, ValueError, "alibi_slopes")

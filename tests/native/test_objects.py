@@ -146,6 +146,7 @@ def test_what_the_compiler_lacks_is_said(build_ffi: Any, tmp_path: Path, monkeyp
     assert f'ABSENT(avx512, "vector", "{why}' in text
     assert f'ABSENT_VARIANT(avx512_bf16, avx512, CA_BF16, "{why}' in text
     assert all(f'ABSENT_VARIANT(avx2_vnni, avx2, {dtype}, "{why}' in text for dtype in ("CA_F16", "CA_BF16"))
+    build_ffi.write_arguments(tmp_path)
     native = ROOT / "native"
     flags = ("-fsyntax-only", "-Werror", "-Wall", "-Wextra", f"-I{native}", f"-I{tmp_path}")
     tool(*compiler(), *flags, native / "cpu" / "choose.c")

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn import compose, reference
+from cpu_attn import reference
 from cpu_attn._threads import threads
 from cpu_attn.cli.workloads import Step, Workload
 
@@ -65,9 +65,6 @@ def selecting(selected: Any = FINE, size: int | None = 2) -> dict[str, Any]:
 def test_refused(selected: Any, words: list[str]) -> None:
     cpu_attn.attention_with_kv_cache(**selecting())
     refuses(cpu_attn.attention_with_kv_cache, selecting(selected), ValueError, "selected_blocks", *words)
-    composed = selecting(selected) | {"query_block_size": 2}
-    del composed["scheduler_metadata"]
-    refuses(compose.attention, composed, ValueError, "selected_blocks", *words)
 
 
 def test_a_plan_says_whose_lists_they_are() -> None:

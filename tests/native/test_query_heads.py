@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn import compose, reference
+from cpu_attn import reference
 
 from ..case_levels import cases
 from ..case_problem import Problem, build
@@ -57,9 +57,6 @@ def selecting(selected: Any = FINE, by_head: bool = True) -> dict[str, Any]:
 def test_refused(selected: Any, words: list[str]) -> None:
     cpu_attn.attention_with_kv_cache(**selecting())
     refuses(cpu_attn.attention_with_kv_cache, selecting(selected), ValueError, "selected_blocks", *words)
-    composed = selecting(selected) | {"select_by_query_head": True}
-    del composed["scheduler_metadata"]
-    refuses(compose.attention, composed, ValueError, "selected_blocks", *words)
 
 
 def test_a_plan_says_whose_lists_they_are() -> None:

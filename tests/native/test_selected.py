@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn import compose, reference
+from cpu_attn import reference
 from cpu_attn._threads import threads
 from cpu_attn.cli.workloads import Step, Workload
 from cpu_attn.tests.case_levels import cases
@@ -126,17 +126,6 @@ def test_strides_are_free() -> None:
         cpu_attn.attention_with_kv_cache(**args, selected_blocks=x)
         results.append(args["output"])
     assert np.array_equal(*results)
-
-
-def test_compose_checks_what_it_takes() -> None:
-    args = attention_args()
-    del args["scheduler_metadata"]
-    with pytest.raises(ValueError, match="selected_blocks: request 0: kv head 1: position 0 holds block 2"):
-        compose.attention(**args, selected_blocks=np.array([[[0], [2]], [[0], [0]]], np.int32))
-    args["query_start_loc"] = np.array([0, 0, 4], np.int32)
-    args["seq_lens"] = np.array([2**31 - 1, 7], np.int32)
-    if any(e.name == "onednn" and e.available for e in cpu_attn.engines()):
-        compose.attention(**args, selected_blocks=np.array([[[2**27 - 1], [0]], [[0], [0]]], np.int32))
 
 
 def test_the_bench_attends_the_share_it_says() -> None:

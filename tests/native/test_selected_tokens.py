@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn import compose, reference
+from cpu_attn import reference
 from cpu_attn._threads import threads
 
 from ..case_levels import cases
@@ -168,17 +168,6 @@ def test_paged_kv_cache_takes_them() -> None:
     got = cache.attend(query, table, plan, selected_tokens=selected)
     want, _ = reference.attention(query, [key], [value], starts, lens, 0.25, selected_tokens=selected)
     assert reference.relative_rms(got, want, starts).max() <= reference.BUDGET["float32"]
-
-
-@pytest.mark.skipif(not any(e.name == "onednn" and e.available for e in cpu_attn.engines()), reason="no oneDNN here")
-def test_compose_refuses_what_the_call_refuses() -> None:
-    args = selecting()
-    del args["scheduler_metadata"]
-    compose.attention(**args)
-    both = args | {"selected_blocks": np.zeros((2, 2, 1), np.int32)}
-    refuses(compose.attention, both, ValueError, "selected_tokens: selected_blocks are given, too")
-    wrong = args | {"selected_tokens": tokens([0, 5, 20], *FINE[1:])}
-    refuses(compose.attention, wrong, ValueError, "selected_tokens: request 0: query token 0: position 2")
 
 
 def test_a_case_fails_where_a_token_attends_what_it_did_not_select() -> None:

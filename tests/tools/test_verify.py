@@ -97,11 +97,28 @@ def test_the_slow_engine_runs_most_cases_with_full_only() -> None:
         jobs = verify_module._jobs([native, slow], level, asked, 0)
         return {job.case.name for job in jobs if combo in job.combos}
 
-    quick, default, full = ({case.name for case in cases(level)} for level in LEVELS)
-    assert names(slow, "quick") == names(slow, "default") == quick
-    assert names(native, "default") == default
-    assert names(slow, "full") == names(native, "full") == full
+    quick, default, full = (cases(level) for level in LEVELS)
+    assert names(slow, "quick") == names(slow, "default") == {case.name for case in quick if case.composable}
+    assert names(native, "default") == {case.name for case in default}
+    assert names(native, "full") == {case.name for case in full}
+    assert names(slow, "full") == {case.name for case in full if case.composable}
     assert names(slow, "default", "chunk-alibi", "full-70000") == {"chunk-alibi", "full-70000"}
+
+
+def test_the_slow_engine_is_left_out_of_what_it_has_no_argument_for() -> None:
+    """Unless it is asked for by name. What it takes counts every other field of a case."""
+    odd = ("bias-one", "chunk-selected", "tokens-half", "masks-tree-everything", "rotated-int4-everything")
+    odd = tuple(case.name for case in cases("default") if case.name in odd)
+    assert len(odd) > 3 and not any(case.composable for case in cases("default") if case.name in odd)
+    assert all(
+        case.composable for case in cases("default") if case.name.startswith(("mixed-", "int4-head", "NHD-head"))
+    )
+    native, slow = (verify_module.Combo(engine, "auto", "float32") for engine in ("native", verify_module.SLOW))
+    jobs = verify_module._jobs([native, slow], "default", (*odd, "mixed-plain"), 0)
+    assert {job.case.name for job in jobs if slow in job.combos} == {"mixed-plain"}
+    assert all(job.combos == [native] for job in verify_module._jobs([native, slow], "default", odd, 0))
+    with pytest.raises(click.UsageError, match="onednn-python has causal and sliding_window, no other masks"):
+        verify_module._jobs([native, slow], "default", odd, 0, ["native", verify_module.SLOW])
 
 
 def test_processes_find_what_one_finds() -> None:

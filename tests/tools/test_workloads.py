@@ -25,6 +25,8 @@ from cpu_attn.tests.formats import DTYPES, numpy_dtype
 # The oracle's input: all features, requests of all kinds, blocks that are not full.
 ODD = Workload("odd", "prefill", ((5, 40), (1, 33), (17, 17)), 6, 2, 24, 11, 7.0, True, True, True)
 DRAFTS = Workload("drafts", "decode", ((5, 40), (1, 33), (17, 17)), 6, 2, 24, softcap=7.0, sinks=True, tree=True)
+UNBIASED = replace(ODD, name="unbiased", attn_bias=False)
+LATENT = Workload("latent", "decode", ((1, 40), (1, 7)), 6, 1, 24, latent_rank=16)
 BIASED_DRAFTS = replace(DRAFTS, name="biased drafts", attn_bias=True)
 PLAIN = Workload("plain", "prefill", ((3, 30), (3, 30)), 4, 2, 16)
 
@@ -163,9 +165,9 @@ def assert_right(step: Step, output: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("engine", contest.ENGINES)
-@pytest.mark.parametrize("workload", [ODD, DRAFTS], ids=lambda w: w.name)
+@pytest.mark.parametrize("workload", [ODD, DRAFTS, UNBIASED, LATENT], ids=lambda w: w.name)
 def test_contestants_compute_attention(engine: str, dtype: str, workload: Workload) -> None:
-    if reason := contest.missing(engine, "auto", dtype):
+    if reason := contest.missing(engine, "auto", dtype) or contest.unable(engine, workload, "auto", 16):
         pytest.skip(reason)
     step = Step(workload, "auto", dtype, block_size=16)
     (row,) = contest.contestants(step, [engine], 2)
@@ -232,6 +234,15 @@ def test_ggml_computes_the_same_attention(workload: Workload, dtype: str, kv_cac
     wanted = expected(step)[0]
     assert (row.isa, output.shape) == (None, wanted.shape)
     assert (reference.relative_rms(output, wanted, step.query_start_loc) <= budget).all()
+
+
+def test_python_says_what_it_lacks() -> None:
+    assert not contest.unable("onednn-python", UNBIASED, "int8", 16)
+    for workload, lacking in ((ODD, "attn_bias"), (BIASED_DRAFTS, "attn_bias and no tree")):
+        assert contest.unable("onednn-python", workload, "auto", 16) == f"onednn-python has no {lacking}"
+    sparse = ("prefill-32k-sparse", "select-1x64k", "mla-1x64k-sparse")
+    assert all(contest.unable("onednn-python", WORKLOADS[name], "auto", 16) for name in sparse)
+    assert contest.unable("onednn-python", PLAIN, "auto", 16, "hadamard").endswith("has no kv_cache_rotation")
 
 
 def test_ggml_says_what_it_lacks() -> None:

@@ -151,7 +151,7 @@ class Step:
         dtypes: tuple[Any, Any, Any],
         split: bool = True,
     ):
-        self.starts, self.lens, self.split = starts, lens, split
+        self.starts, self.lens, self.split = starts.copy(), lens.copy(), split  # callers may write to theirs
         self.num_heads = _check.integer("num_qo_heads", heads[0], 1, _check.MAX_SIZE)
         self.num_kv_heads = _check.integer("num_kv_heads", heads[1], 1, _check.MAX_SIZE)
         if self.num_heads % self.num_kv_heads:

@@ -123,6 +123,9 @@ class MultiLevelCascadeAttentionWrapper:
     def end_forward(self) -> None:
         """Does nothing, as in FlashInfer."""
 
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Does nothing: no kernel is compiled at run time."""
+
     @interface(paged_kv_last_page_len="paged_kv_last_page_len")
     def plan(
         self,
@@ -214,6 +217,9 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
     def end_forward(self) -> None:
         """Does nothing, as in FlashInfer."""
 
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Does nothing: no kernel is compiled at run time."""
+
     @interface(indptr="unique_kv_indptr", indices="unique_kv_indices", last_page_len="unique_kv_last_page_len")
     def begin_forward(
         self,
@@ -266,6 +272,9 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
 
     def end_forward(self) -> None:
         """Does nothing, as in FlashInfer."""
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Does nothing: no kernel is compiled at run time."""
 
     @interface()
     def begin_forward(

@@ -86,7 +86,7 @@ class Latents:
             head_size_v=rank,
             kv_cache_layout="NHD",
         )
-        return cls(starts, lens, table, heads, rank, rope, dtype, kv_dtype, causal, plan)
+        return cls(starts.copy(), lens.copy(), table, heads, rank, rope, dtype, kv_dtype, causal, plan)
 
     def attend(
         self,

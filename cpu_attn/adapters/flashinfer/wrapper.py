@@ -55,7 +55,7 @@ def tables(name: str, x: Any, num_reqs: int | None = None) -> Int32:
     axes(name, x, batch_size=num_reqs, pages=None)
     if x.dtype not in (torch.int32, torch.uint32):
         raise TypeError(f"{name}: dtype {x.dtype}, expected torch.int32")
-    found: Int32 = np.ascontiguousarray(x.view(torch.int32).numpy())
+    found: Int32 = x.view(torch.int32).numpy().copy()
     return found
 
 
@@ -104,6 +104,9 @@ class Wrapper:
 
     def end_forward(self) -> None:
         """Does nothing, as in FlashInfer."""
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Does nothing: no kernel is compiled at run time."""
 
     def _keep(self, *arrays: Any) -> None:
         """Writes a plan's arrays into the fixed buffers, once all fit; those of indices may be longer."""
