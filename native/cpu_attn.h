@@ -228,10 +228,6 @@ void ca_plan_free(ca_plan *plan);
 void ca_plan_describe(const ca_plan *plan, ca_plan_info *out);
 int64_t ca_plan_visible_pairs(const ca_plan *plan); /* (query, key) pairs that the masks leave, over all query heads */
 
-/* Checks that CA_BLOCK_TABLE of a call names blocks below num_blocks wherever the plan will look, and the same blocks
- * for requests that share them in the plan. CA_SELECTED_BLOCKS and CA_SELECTED_TOKENS of the call are checked, too. */
-int ca_check_table(const ca_plan *plan, const ca_array *table, const ca_array *blocks, const ca_array *tokens,
-                   int64_t num_blocks, int64_t block_size, ca_fault *fault);
 /* Checks that CA_ATTN_BIAS of a call has every query token and every key of every request. */
 int ca_check_bias(const ca_plan *plan, const ca_array *bias, ca_fault *fault);
 

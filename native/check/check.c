@@ -243,14 +243,6 @@ void ca_give_back(void *memory, void *few) {
         free(memory);
 }
 
-int ca_check_table(const ca_plan *p, const ca_array *table, const ca_array *blocks, const ca_array *tokens,
-                   int64_t num_blocks, int64_t block_size, ca_fault *fault) {
-    ca_indices x;
-    ca_take_indices(p, table, blocks, tokens, num_blocks, block_size, &x, fault);
-    ca_give_back(x.memory, x.few);
-    return fault->status;
-}
-
 int ca_check_bias(const ca_plan *p, const ca_array *bias, ca_fault *fault) {
     for (int r = 0; bias->itemsize && r < p->shape.num_reqs; r++) {
         const int64_t q_len = ca_q_len(p, r);
