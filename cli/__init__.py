@@ -38,7 +38,9 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         with _folded():
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+        sys.stdout.flush()  # here an error of it is one of the command
+        return result
 
     def main(self, *args: Any, **extra: Any) -> Any:
         try:
