@@ -224,11 +224,10 @@ static int is_same(const ca_array *a, const ca_array *b) {
     return same;
 }
 
-/* in_place[0] may be the very array in_place[1]. */
-static int check_apart(const ca_table *table, const int *in_place, const ca_array *a, const ca_extent *at,
-                       ca_fault *fault) {
-    for (int o = 0; o < table->num_outputs; o++)
-        for (int i = o + 1; i < table->num_arrays; i++)
+int ca_check_apart(int num_outputs, int num_arrays, const int in_place[2], const ca_array *a, const ca_extent *at,
+                   ca_fault *fault) {
+    for (int o = 0; o < num_outputs; o++)
+        for (int i = o + 1; i < num_arrays; i++)
             if (at[o].first < at[i].end && at[i].first < at[o].end &&
                 !(in_place[0] == o && in_place[1] == i && is_same(&a[o], &a[i])) &&
                 ca_meet(&a[o], at[o], &a[i], at[i])) {
@@ -284,5 +283,5 @@ int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, co
             in_place[1] = row[-1].index;
         }
     }
-    return check_apart(table, in_place, a, at, fault);
+    return ca_check_apart(table->num_outputs, table->num_arrays, in_place, a, at, fault);
 }

@@ -86,4 +86,8 @@ typedef struct ca_extent {
 } ca_extent;
 int ca_find_extent(const ca_array *a, ca_extent *out); /* 0: no memory can be there */
 int ca_meet(const ca_array *a, ca_extent of_a, const ca_array *b, ca_extent of_b);
+/* Checks that the outputs, which are the first of the arrays, share no memory with one another and with the rest. Array
+ * in_place[0] may be the very array in_place[1]; -1: there is none. */
+int ca_check_apart(int num_outputs, int num_arrays, const int in_place[2], const ca_array *a, const ca_extent *at,
+                   ca_fault *fault);
 #endif

@@ -106,31 +106,10 @@ static int check_row(const argument *row, const ca_array *a, int swapped, int64_
     return CA_OK;
 }
 
-static int is_same(const ca_array *a, const ca_array *b) {
-    int same = a->address == b->address;
-    for (int i = 0; i < a->ndim; i++)
-        same &= a->shape[i] == b->shape[i] && (a->shape[i] <= 1 || a->strides[i] == b->strides[i]);
-    return same;
-}
-
-/* Checks that outputs share no memory. in_place is the array that the first output may be; -1: there is none. */
-static int check_apart(const ca_linear_table *table, int in_place, const ca_array *a, const ca_extent *at,
-                       ca_fault *fault) {
-    for (int o = 0; o < table->num_outputs; o++)
-        for (int i = o + 1; i < table->num_arrays; i++)
-            if (at[o].first < at[i].end && at[i].first < at[o].end &&
-                !(o == 0 && i == in_place && is_same(&a[o], &a[i])) && ca_meet(&a[o], at[o], &a[i], at[i])) {
-                ca_refuse(fault, CA_SHARES_MEMORY, -1, i, -1);
-                fault->argument = o;
-                return CA_SHARES_MEMORY;
-            }
-    return CA_OK;
-}
-
 int ca_linear_check(const ca_linear_table *table, int swapped, int64_t *sizes, int32_t dtype, uintptr_t objects,
                     const ca_array *given, ca_array *a, ca_fault *fault) {
     ca_extent at[CA_LINEAR_ARRAYS];
-    int in_place = -1;
+    int in_place[2] = {0, -1};
     fault->status = CA_OK; /* an attempt before this one may have left CA_UNREAD */
     for (int i = 0; i < table->num_arrays; i++) {
         const argument *row = &table->rows[i];
@@ -148,9 +127,9 @@ int ca_linear_check(const ca_linear_table *table, int swapped, int64_t *sizes, i
         if (check_row(row, x, swapped, sizes, dtype, fault))
             return fault->status;
         if (row->flags & IN_PLACE)
-            in_place = row->index;
+            in_place[1] = row->index;
     }
-    return check_apart(table, in_place, a, at, fault);
+    return ca_check_apart(table->num_outputs, table->num_arrays, in_place, a, at, fault);
 }
 
 int ca_linear_refuse_axes(const ca_linear_table *table, int index, const ca_array *a, int ndim, ca_fault *fault) {
