@@ -76,8 +76,9 @@ def test_make_verify(interrupted: bool, says: str, tmp_path: Path) -> None:
     command.chmod(0o755)
     (tmp_path / "installed").touch()
     make = subprocess.Popen(
-        ["make", "verify", f"VENV={tmp_path}"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        ["make", "--no-print-directory", "verify", f"VENV={tmp_path}"], cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert make.stdout and make.stdout.readline() == "ready\n"
     if interrupted:
