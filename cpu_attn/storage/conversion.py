@@ -59,7 +59,7 @@ def convert(
 
     Example:
         >>> import numpy as np
-        >>> from cpu_attn import PagedKVCache, convert
+        >>> from cpu_attn.storage import PagedKVCache, convert
         >>> cache = PagedKVCache(4, 16, num_kv_heads=2, head_size=64, dtype="float32")
         >>> cache.update(np.ones((1, 2, 64), np.float32), np.ones((1, 2, 64), np.float32), np.array([5]))
         >>> rows = convert(cache, kv_cache_layout="NHD")
