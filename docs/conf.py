@@ -14,7 +14,7 @@ from typing import Any
 from cpu_attn import _adapters
 
 sys.path.insert(0, str(Path(__file__).parent))
-import tables  # noqa: E402
+import tables
 
 # The adapters' docstrings are read without the libraries that the adapters need.
 autodoc_mock_imports = ["torch", "transformers", "vllm", "sglang", "mpi4py", "ray"]

@@ -139,7 +139,7 @@ def as_it_stands(name: str) -> Rows:
 
 def arguments(call: _arguments.Call) -> Rows:
     """The rows of a call in cpu_attn/_arguments.py: name, dtype and shape or type, and default."""
-    rows = [["argument", "what", "default"]]
+    rows = [[f"argument of `{call.name}`", "what", "default"]]
     for row in call.rows:
         if isinstance(row, _arguments.Array):
             form = row.form.removesuffix(".").removesuffix(", or None")
