@@ -156,7 +156,7 @@ def test_a_table_of_arguments() -> None:
     assert lines[:2] == ["a", ""] and lines[-2:] == ["", "b"]
     assert "| `query` | [T, Hq, D] of the call's dtype | |" in lines
     assert "| `sliding_window` | `int \\| tuple[int, int]` | |" in lines
-    assert "| `kv_cache_dtype` | `str` | `\"auto\"` |" in lines
+    assert '| `kv_cache_dtype` | `str` | `"auto"` |' in lines
     names = [line.split("`")[1] for line in lines if line.startswith("| `")]
     assert names == list(inspect.signature(attention_with_kv_cache).parameters)
 
