@@ -62,7 +62,7 @@ test-integrations:
 	@$(heed) $(MAKE) --no-print-directory VENV=$(INTEGRATIONS) integration-tests $(call or_say,test-integrations)
 	@echo "make test-integrations: passed ($(WITH))"
 
-# With torch also what other files test with it. SGLang is imported only where tests/sglang_harness.py stands in for parts.
+# With torch also what other files test with it. SGLang is imported only where tests/models/sglang_harness.py stands in for parts.
 integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/adapters/test_$(name)*.py)) \
 	$(if $(filter torch,$(WITH)),$(call files,flash_attn* flashinfer* layout_files plain workloads)))
 integration-tests:
@@ -85,7 +85,7 @@ $(PEERS)/fetched: Makefile
 # 41 of them are in test-integrations.
 model-sweep:
 	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) $(INTEGRATIONS)/test $(INTEGRATIONS)/transformers
-	@$(heed) cd $(INTEGRATIONS) && bin/python -m cpu_attn.tests.model_sweep --json $(CURDIR)/build/model_sweep.json \
+	@$(heed) cd $(INTEGRATIONS) && bin/python -m cpu_attn.tests.models.model_sweep --json $(CURDIR)/build/model_sweep.json \
 		--markdown $(CURDIR)/docs/reference/architectures.md $(call or_say,model-sweep)
 	@echo "make model-sweep: passed, build/model_sweep.json; its table is in docs/reference/architectures.md"
 
@@ -241,7 +241,7 @@ $(VENV)/torch $(VENV)/transformers: $(VENV)/installed $(VENV)/versions
 $(VENV)/versions: $(VENV)/installed always
 	@echo $(TORCH) $(TRANSFORMERS) | cmp -s - $@ || echo $(TORCH) $(TRANSFORMERS) > $@
 
-# Of vLLM for CPUs its Python alone, out of its sources: tests/vllm_harness.py has the few operators that it then lacks.
+# Of vLLM for CPUs its Python alone, out of its sources: tests/models/vllm_harness.py has the few operators that it then lacks.
 # What it needs at run time comes after it, without what cpu-attn asks for in other versions, and without certifi, of
 # which it wants one so new that an index may not have it.
 VLLM = 0.33.0
@@ -253,7 +253,7 @@ $(VENV)/vllm: $(VENV)/transformers
 		print(*(r for r in m.requires('vllm') if not re.match('transformers|certifi|.*extra ==', r)), sep='\n')" > $@.txt
 	@$(BIN)/pip install --quiet -r $@.txt torch==$(TORCH) transformers==$(TRANSFORMERS) && touch $@
 
-# Of SGLang its Python alone, without what it asks for on GPUs: tests/sglang_harness.py stands in for its kernels. Then
+# Of SGLang its Python alone, without what it asks for on GPUs: tests/models/sglang_harness.py stands in for its kernels. Then
 # what its engine imports on a CPU.
 SGLANG = 0.5.23
 $(VENV)/sglang: $(VENV)/transformers

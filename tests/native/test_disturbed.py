@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import cpu_attn
-from cpu_attn.tests.disturb import CALLS
+from cpu_attn.tests.programs.disturb import CALLS
 
 ABSENT = [f"attend-{e.name}" for e in cpu_attn.engines() if not e.available]
 
@@ -17,6 +17,9 @@ ABSENT = [f"attend-{e.name}" for e in cpu_attn.engines() if not e.available]
 @pytest.mark.parametrize("call", [call for call in CALLS if not call.startswith(tuple(ABSENT))])
 def test_no_index_that_changes_during_a_call_crashes_it(call: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "cpu_attn.tests.disturb", call, "2"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "cpu_attn.tests.programs.disturb", call, "2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, f"{done.returncode} after:\n{done.stdout}{done.stderr}"

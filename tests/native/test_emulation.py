@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ..case_levels import cases
+from ..cases.levels import cases
 
 SOURCE = Path(__file__).resolve().parents[1] / "emulation" / "check.c"
 FLAGS = ("-std=gnu11", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", f"-I{SOURCE.parents[2] / 'native'}")
@@ -80,7 +80,7 @@ def test_the_definitions_are_those_of_this_machine(compiler: list[str], tmp_path
 
 def bits(python: str, dtype: str, vdpbf16ps: str) -> dict[str, str]:
     env = {**os.environ, "CPU_ATTN_VDPBF16PS": vdpbf16ps}
-    command = [python, "-m", "cpu_attn.tests.call_bits", "avx512", dtype]
+    command = [python, "-m", "cpu_attn.tests.programs.call_bits", "avx512", dtype]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout)

@@ -14,11 +14,11 @@ import cpu_attn
 from cpu_attn import reference
 from cpu_attn._threads import threads
 
-from ..case import Case
-from ..case_problem import build
-from ..case_run import run
-from ..formats import DTYPES, numpy_dtype
-from ..judge import check, same_bits
+from ..cases.case import Case
+from ..cases.formats import DTYPES, numpy_dtype
+from ..cases.judge import check, same_bits
+from ..cases.problem import build
+from ..cases.run import run
 from ..python.test_arrays import Capsule
 
 TOKENS, HEADS, SIZE = 5, 3, 40

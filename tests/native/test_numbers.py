@@ -14,8 +14,8 @@ import cpu_attn
 from cpu_attn import reference
 from cpu_attn._threads import threads
 
-from ..formats import DTYPES, numpy_dtype
-from ..kernels import BF16_PRODUCTS, KERNELS
+from ..cases.formats import DTYPES, numpy_dtype
+from ..harness.kernels import BF16_PRODUCTS, KERNELS
 
 KINDS = ("auto", "int8", "int6", "int5", "int4", "int4_per_token_head")
 COMBINATIONS = [("native", *k) for k in KERNELS] + [

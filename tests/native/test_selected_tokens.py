@@ -14,12 +14,12 @@ import cpu_attn
 from cpu_attn import reference
 from cpu_attn._threads import threads
 
-from ..case_levels import cases
-from ..case_problem import build
-from ..case_run import run, written
-from ..judge import check, same_bits
+from ..cases.judge import check, same_bits
+from ..cases.levels import cases
+from ..cases.problem import build
+from ..cases.run import run, written
+from ..harness.steps import attention_args, plan_args
 from ..python.test_errors import refuses
-from ..steps import attention_args, plan_args
 
 F32 = np.float32
 CASES = [case.name for case in cases("default") if case.name.startswith("tokens-")]

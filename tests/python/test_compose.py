@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn import compose, primitives, reference
 
-from ..case import Case
-from ..case_levels import cases
-from ..case_problem import build
-from ..case_run import run, written
-from ..formats import DTYPES, numpy_dtype
-from ..judge import check
-from ..kernels import KERNELS
+from ..cases.case import Case
+from ..cases.formats import DTYPES, numpy_dtype
+from ..cases.judge import check
+from ..cases.levels import cases
+from ..cases.problem import build
+from ..cases.run import run, written
+from ..harness.kernels import KERNELS
 
 AVAILABLE = next(e for e in cpu_attn.engines() if e.name == "onednn")
 pytestmark = pytest.mark.skipif(not AVAILABLE.available, reason=AVAILABLE.reason)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from .case import Case
-from .case_random import random_case
-from .case_tables import (
+from .draw import random_case
+from .tables import (
     BIAS,
     BLOCK_SIZES,
     BY_BLOCK,
