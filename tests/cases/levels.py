@@ -322,6 +322,13 @@ def cases(level: str = "default", dtype: str = "float32", seed: int = 0) -> list
     return [dataclasses.replace(case, dtype=dtype, seed=seed) for case in found.values()]
 
 
+def added(level: str, dtype: str = "float32") -> list[Case]:
+    """The cases of a level that the level before it lacks."""
+    depth = LEVELS.index(level)
+    before = {case.name for case in cases(LEVELS[depth - 1], dtype)} if depth else set()
+    return [case for case in cases(level, dtype) if case.name not in before]
+
+
 def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:
     """The cases on which thread counts, splits and batches are varied, bit for bit."""
     wanted = {"mixed-plain", "mixed-everything", "long-3000", "fp8_e4m3-everything", "int4-everything", "int8-3000"}

@@ -34,10 +34,13 @@ LISTS = {
     "probe_list.h": 'CA_PROBE_LIST PROBE(neon, "vector") PROBE(scalar, "scalar")\n#define CA_PROBE_ABSENT',
 }
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which(COMPILER) and EMULATOR and (ROOT / "native").is_dir()),
-    reason=f"needs {COMPILER}, qemu-user and a source tree",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (shutil.which(COMPILER) and EMULATOR and (ROOT / "native").is_dir()),
+        reason=f"needs {COMPILER}, qemu-user and a source tree",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,12 @@ BF16 = ("-mavx512bf16", "-mavx512vbmi")
 # The Python of a build without CPU_ATTN_EMULATE, for make emulate.
 NATIVE = os.environ.get("CPU_ATTN_NATIVE_PYTHON", "")
 
-pytestmark = pytest.mark.skipif(
-    platform.machine() != "x86_64" or not SOURCE.exists(), reason="the instructions are those of x86-64"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        platform.machine() != "x86_64" or not SOURCE.exists(), reason="the instructions are those of x86-64"
+    ),
+]
 
 
 def cpu_has(*features: str) -> bool:

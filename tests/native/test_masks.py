@@ -181,6 +181,7 @@ ERRORS = [
     ),
     ({"tree_mask": TREE, "mm_prefix_range": {0: [(0, 1)]}}, ValueError, ["tree_mask", "mm_prefix_range"]),
     ({"tree_mask": TREE, "document_start_loc": {1: [0]}}, ValueError, ["tree_mask", "document_start_loc"]),
+    ({"tree_mask": TREE, "attention_chunk_size": 16}, ValueError, ["tree_mask", "attention_chunk_size"]),
     ({"tree_mask": TREE[:3]}, ValueError, ["tree_mask", "axis 0 is 3", "T = 4"]),
     ({"tree_mask": TREE[:, :0]}, ValueError, ["tree_mask", "request 0", "3 query tokens", "0 bits"]),
     ({"tree_mask": TREE[:, 0]}, ValueError, ["tree_mask", "1 axes", "2"]),

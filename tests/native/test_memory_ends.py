@@ -45,7 +45,7 @@ def sweep(failing: Path, *arguments: str, **env: str) -> None:
     assert len(counts) == len(arguments) - 2 and all(c["MemoryError"] for c in counts), done.stdout
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", [e.name for e in cpu_attn.engines() if e.available and e.name != "reference"])
 def test_a_call_survives_whichever_allocation_fails(failing: Path, engine: str, dtype: str) -> None:
     sweep(failing, engine, dtype, "from_some_on", "at_random", "one_by_one")

@@ -139,7 +139,7 @@ print(_onednn_loader.describe().isa)
 
 @needs_onednn
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="names x86 ISAs")
-@pytest.mark.parametrize("isa", ["sse41", "avx2"])
+@pytest.mark.parametrize("isa", [pytest.param("sse41", marks=pytest.mark.slow), "avx2"])
 def test_where_onednn_has_less(isa: str) -> None:
     """Without AVX-512 v3.2 multiplies float32 by gemm, which wants K as plain rows: another form."""
     assert _python(FORMS, ONEDNN_MAX_CPU_ISA=isa.upper()).split() == [isa]

@@ -18,7 +18,7 @@ from cpu_attn import compose, primitives, reference
 from ..cases.case import Case
 from ..cases.formats import DTYPES, numpy_dtype
 from ..cases.judge import check
-from ..cases.levels import cases
+from ..cases.levels import added
 from ..cases.problem import build
 from ..cases.run import run, written
 from ..harness.kernels import KERNELS
@@ -158,10 +158,11 @@ def test_gather_pages(isa: str, dtype: str, value: bool) -> None:
 # ---- attention ----
 
 
+@pytest.mark.parametrize("level", ["quick", pytest.param("default", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("isa", "dtype"), KERNELS)
-def test_cases(isa: str, dtype: str) -> None:
+def test_cases(isa: str, dtype: str, level: str) -> None:
     failed = []
-    for case in cases("default", dtype):
+    for case in added(level, dtype):
         if not case.composable:
             continue
         problem = build(case)

@@ -141,12 +141,14 @@ def test_labels_of_a_roofline_overlap_nothing(report: dict[str, Any]) -> None:
     across = plot.MARKER * figure.dpi / 72
     markers = [transforms.Bbox.from_bounds(x - across / 2, y - across / 2, across, across) for x, y in points]
     outlines = list(map(outline, labels))
+    boxes = [path.get_extents() for path in outlines]
     for number, (label, one) in enumerate(zip(labels, outlines, strict=True)):
         x, y = one.vertices.T
         assert min(x.min(), y.min()) >= 0 and x.max() <= figure.bbox.x1 and y.max() <= figure.bbox.y1, label
         assert not any(one.intersects_bbox(marker) for marker in markers), label
-        for other, two in zip(labels[number + 1 :], outlines[number + 1 :], strict=True):
-            assert not one.intersects_path(two, filled=True), (label, other)
+        for other, two, box in list(zip(labels, outlines, boxes, strict=True))[number + 1 :]:
+            apart = not box.overlaps(boxes[number])
+            assert apart or not one.intersects_path(two, filled=True), (label, other)
     workloads = len(report["results"]) // len({r["engine"] for r in report["results"]})
     numbers = [t.get_text() for t in labels if t.axes is axes and t.get_text().isdigit() and t.get_weight() == "bold"]
     assert sorted(map(int, numbers)) == list(range(1, workloads + 1))
