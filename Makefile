@@ -154,7 +154,7 @@ emulated-tests:
 # What goes through isa="auto", with ISA in its place.
 forced-tests: TESTS = $(call files,arrays attention cache compose errors property threads)
 forced-tests:
-	@export CPU_ATTN_ISA=$(ISA) && $(PYTEST) $(WITH_SLOW) -k "not native"
+	@export CPU_ATTN_ISA=$(ISA) && $(PYTEST) -k "not native"
 
 # One after the other. Those of the adapters run where their libraries are: VENV=$(INTEGRATIONS).
 mutants: $(VENV)/test

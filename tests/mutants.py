@@ -51,7 +51,7 @@ ADAPTERS = {
 }
 TO_BUILD = (
     *("native", "build_ffi.py", "pyproject.toml", "README.md", "LICENSE"),
-    *("cpu_attn/__init__.py", "cpu_attn/_arguments.py"),  # its version, its table
+    *("cpu_attn/__init__.py", "cpu_attn/_arguments.py", "cpu_attn/_quota.py"),  # its version, its table, its CPUs
 )
 BUILD_EXT = "import setuptools; setuptools.setup()"
 KILLED, SURVIVED, STALE, TIMEOUT, BROKEN, LEFT_OUT = "killed", "SURVIVED", "STALE", "timeout", "BROKEN", "left out"
