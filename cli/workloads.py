@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 import cpu_attn
 from cpu_attn import sparse
-from cpu_attn.tests.case_trees import TREES, pack_tree
-from cpu_attn.tests.formats import numpy_dtype
+from cpu_attn.tests.cases.formats import numpy_dtype
+from cpu_attn.tests.cases.trees import TREES, pack_tree
 
 SEED, BINARY = 0, TREES["binary"]
 INDEX_HEADS, INDEX_SIZE = 64, 128  # DeepSeek-V3.2's indexer

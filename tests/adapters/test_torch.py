@@ -18,9 +18,9 @@ import pytest
 import cpu_attn
 from cpu_attn import sparse
 
-from ..backend_steps import MIXED, Step, layer
+from ..harness.backend_steps import MIXED, Step, layer
+from ..harness.steps import attention_args, write_args
 from ..python.test_arguments import rotary_args
-from ..steps import attention_args, write_args
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations
@@ -146,7 +146,7 @@ def test_tensors_without_memory() -> None:
     code = """if True:
         import numpy as np, pytest, torch
         import cpu_attn
-        from cpu_attn.tests.steps import attention_args, plan_args, write_args
+        from cpu_attn.tests.harness.steps import attention_args, plan_args, write_args
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         def arguments(make):

@@ -13,8 +13,8 @@ import cpu_attn
 from cpu_attn import reference, sparse
 from cpu_attn._threads import threads
 
-from ..formats import integers, numpy_dtype, quantised
-from ..kernels import KERNELS, ONE_DTYPE
+from ..cases.formats import integers, numpy_dtype, quantised
+from ..harness.kernels import KERNELS, ONE_DTYPE
 from ..python.test_errors import refuses
 
 F32 = np.float32

@@ -15,8 +15,8 @@ import cpu_attn
 from cpu_attn import sparse
 from cpu_attn._threads import threads
 
+from ..harness.steps import attention_args, plan_args, write_args
 from ..native.test_indexer import Indexer
-from ..steps import attention_args, plan_args, write_args
 
 
 class Mallinfo2(ctypes.Structure):

@@ -17,13 +17,13 @@ from cpu_attn import reference, sparse
 from cpu_attn._threads import threads
 from cpu_attn.cli.workloads import Step, Workload
 
-from ..case_levels import cases
-from ..case_problem import Problem, build
-from ..case_run import run, written
-from ..judge import check, same_bits
-from ..kernels import KERNELS
+from ..cases.judge import check, same_bits
+from ..cases.levels import cases
+from ..cases.problem import Problem, build
+from ..cases.run import run, written
+from ..harness.kernels import KERNELS
+from ..harness.steps import attention_args, plan_args
 from ..python.test_errors import refuses
-from ..steps import attention_args, plan_args
 
 F32 = np.float32
 TABLE: dict[str, Any] = {"block_table": np.zeros((2, 2), np.int32), "block_size": 16}

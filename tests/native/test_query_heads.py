@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn import reference, sparse
 
-from ..case_levels import cases
-from ..case_problem import Problem, build
-from ..case_run import run
-from ..judge import same_bits
-from ..kernels import KERNELS
+from ..cases.judge import same_bits
+from ..cases.levels import cases
+from ..cases.problem import Problem, build
+from ..cases.run import run
+from ..harness.kernels import KERNELS
+from ..harness.steps import attention_args, plan_args
 from ..native.test_selected import oracle, scored
 from ..python.test_errors import refuses
-from ..steps import attention_args, plan_args
 
 F32 = np.float32
 TABLE: dict[str, Any] = {"block_table": np.zeros((2, 2), np.int32), "block_size": 16}

@@ -18,15 +18,15 @@ import cpu_attn
 from cpu_attn import reference, sparse
 from cpu_attn._threads import threads
 from cpu_attn.cli.workloads import Step, Workload
-from cpu_attn.tests.case_levels import cases
-from cpu_attn.tests.case_memory import slots_of
-from cpu_attn.tests.case_problem import build
-from cpu_attn.tests.case_run import run
-from cpu_attn.tests.formats import DTYPES
-from cpu_attn.tests.judge import check, same_bits
-from cpu_attn.tests.kernels import KERNELS, ONE_DTYPE
+from cpu_attn.tests.cases.formats import DTYPES
+from cpu_attn.tests.cases.judge import check, same_bits
+from cpu_attn.tests.cases.levels import cases
+from cpu_attn.tests.cases.memory import slots_of
+from cpu_attn.tests.cases.problem import build
+from cpu_attn.tests.cases.run import run
+from cpu_attn.tests.harness.kernels import KERNELS, ONE_DTYPE
 
-from ..steps import attention_args
+from ..harness.steps import attention_args
 
 F32, BF16 = np.float32, ml_dtypes.bfloat16
 

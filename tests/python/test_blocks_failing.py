@@ -11,7 +11,7 @@ import pytest
 
 from cpu_attn.serving.journal import Journal
 
-from ..blocks_failing import CALLS, WRITING, At, at, made, state, sweep, without_evicted
+from ..programs.blocks_failing import CALLS, WRITING, At, at, made, state, sweep, without_evicted
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ import cpu_attn
 from cpu_attn import sparse
 from cpu_attn.distributed import ContextParallel, Group, ThreadGroup
 
+from ..harness.steps import attention_args, plan_args, write_args
 from ..python.test_arguments import rotary_args
-from ..steps import attention_args, plan_args, write_args
 
 F32 = np.float32
 Args = dict[str, Any]

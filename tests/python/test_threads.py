@@ -18,12 +18,12 @@ import threadpoolctl
 import cpu_attn
 from cpu_attn._threads import force_num_threads, threads
 
-from ..case import Case
-from ..case_levels import invariant
-from ..case_problem import Problem, alone, build
-from ..case_run import run
-from ..judge import check, same_bits
-from ..kernels import ONE_DTYPE
+from ..cases.case import Case
+from ..cases.judge import check, same_bits
+from ..cases.levels import invariant
+from ..cases.problem import Problem, alone, build
+from ..cases.run import run
+from ..harness.kernels import ONE_DTYPE
 
 ENGINES = [e.name for e in cpu_attn.engines() if e.available]
 
@@ -157,7 +157,7 @@ def test_a_request_alone_gives_the_bits_of_its_rows_in_a_batch(isa: str, dtype: 
 
 
 def test_a_plan_is_shared_by_threads_and_outlives_a_change_of_their_number() -> None:
-    from ..steps import attention_args
+    from ..harness.steps import attention_args
 
     args = attention_args()
     cpu_attn.attention_with_kv_cache(**args)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cpu_attn import reference
 
-from .case_problem import Problem
+from .problem import Problem
 
 # One (token, head) row may have this many times the budget of its request, so that one wrong row cannot hide.
 ROW_SLACK = 4.0

@@ -13,7 +13,7 @@ import numpy as np
 from cpu_attn import BlockManager, NoFreeBlocksError, PagedKVCache, reference
 from cpu_attn.distributed import ContextParallel, ThreadGroup
 
-from .blocks_failing import At, state, without_evicted
+from ..programs.blocks_failing import At, state, without_evicted
 
 STATES = 8191  # what a token and those before it can amount to; a key and a value for each
 LAYERS, KV_HEADS, HEADS = 2, 1, 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cases are put together from (case_levels.py): fields of Case by name, "dynamic" for a dynamic_causal that
+"""What the cases are put together from (levels.py): fields of Case by name, "dynamic" for a dynamic_causal that
 alternates from request to request."""
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import cpu_attn
 from cpu_attn._dtypes import DTYPE_CODES
 from cpu_attn._native import ffi, lib
 
-from .formats import DTYPES
+from ..cases.formats import DTYPES
 
 # (isa, dtype) of every kernel that runs here; of these one for each isa.
 KERNELS = [

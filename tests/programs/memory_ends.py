@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls while memory ends: `LD_PRELOAD=failing.so python -m cpu_attn.tests.memory_ends ENGINE DTYPE SWEEP ...`.
+"""Calls while memory ends: `LD_PRELOAD=failing.so python -m cpu_attn.tests.programs.memory_ends ENGINE DTYPE SWEEP`.
 
 Whichever allocation of a call fails, the call answers as ever or raises MemoryError, and with memory there again it
 gives the bits that it gave before. The process ends with 0 if so.
@@ -22,8 +22,8 @@ import cpu_attn
 from cpu_attn import sparse
 from cpu_attn._arrays import view
 from cpu_attn._threads import force_num_threads
-from cpu_attn.tests.formats import numpy_dtype
-from cpu_attn.tests.judge import same_bits
+from cpu_attn.tests.cases.formats import numpy_dtype
+from cpu_attn.tests.cases.judge import same_bits
 
 _failing = ctypes.CDLL(None)
 _failing.failing_in_a_row.argtypes = (ctypes.c_longlong, ctypes.c_longlong)

@@ -13,9 +13,9 @@ import cpu_attn
 from cpu_attn import compose
 from cpu_attn._threads import threads
 
-from .case_memory import caches_of, copy_of, forbid_outside, wider, write
-from .case_problem import Problem
 from .formats import numpy_dtype
+from .memory import caches_of, copy_of, forbid_outside, wider, write
+from .problem import Problem
 
 
 class Written(NamedTuple):

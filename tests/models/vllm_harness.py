@@ -328,7 +328,7 @@ def stored(x: Any, kv_cache_dtype: str) -> Any:
         kind = torch.float8_e5m2 if kv_cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn
         most = torch.finfo(kind).max
         return x.clamp(-most, most).to(kind).float()
-    from cpu_attn.tests.formats import hadamard, integers
+    from cpu_attn.tests.cases.formats import hadamard, integers
 
     whole = integers(hadamard(x.numpy()), kv_cache_dtype.split("_")[0], rotated=True)
     return torch.from_numpy(hadamard(whole.astype(np.float32), back=True))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from cpu_attn import reference
 
 from .case import Case, ranges
-from .case_fills import FILLS
+from .fills import FILLS
 from .formats import SCALES, hadamard, integers, kinds_of, numpy_dtype, quantised, rotates
 from .rotation import Rotation, by_oracle, few_digits
 

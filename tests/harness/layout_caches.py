@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cpu_attn import PagedKVCache
 
-from .formats import INTEGERS, integers, kinds_of, numpy_dtype, quantised
+from ..cases.formats import INTEGERS, integers, kinds_of, numpy_dtype, quantised
 
 NARROW = ["fp8_e4m3", "fp8_e5m2", "int8", "int4", "int8/int4", "int6/int5", "fp8/auto", "auto/int4"]
 NARROW += ["int4_per_token_head"]

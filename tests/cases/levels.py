@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from .case import Case
-from .case_random import random_case
-from .case_tables import (
+from .draw import random_case
+from .tables import (
     BIAS,
     BLOCK_SIZES,
     BY_BLOCK,
@@ -320,6 +320,13 @@ def cases(level: str = "default", dtype: str = "float32", seed: int = 0) -> list
     for index in range(RANDOM_CASES[level]):
         found[f"random-{index}"] = random_case(index, seed)
     return [dataclasses.replace(case, dtype=dtype, seed=seed) for case in found.values()]
+
+
+def added(level: str, dtype: str = "float32") -> list[Case]:
+    """The cases of a level that the level before it lacks."""
+    depth = LEVELS.index(level)
+    before = {case.name for case in cases(LEVELS[depth - 1], dtype)} if depth else set()
+    return [case for case in cases(level, dtype) if case.name not in before]
 
 
 def invariant(level: str, dtype: str = "float32", seed: int = 0) -> list[Case]:

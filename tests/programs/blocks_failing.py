@@ -2,9 +2,9 @@
 """Calls of a BlockManager that fail: whatever raises MemoryError within a method, nothing has changed.
 
 Two ways to fail: a line, or a bytecode, of its modules raises MemoryError in place of what it does (:class:`At`); and
-with `LD_PRELOAD=failing.so python -m cpu_attn.tests.blocks_failing` each allocation that the system is asked for fails,
-alone or with those that follow. Python's own small ones, of PYTHONMALLOC=malloc, NumPy does not survive: `array > 1`
-ends the process there.
+with `LD_PRELOAD=failing.so python -m cpu_attn.tests.programs.blocks_failing` each allocation that the system is asked
+for fails, alone or with those that follow. Python's own small ones, of PYTHONMALLOC=malloc, NumPy does not survive:
+`array > 1` ends the process there.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def at(unit: str) -> Callable[[Callable[[], Any], int], tuple[bool, bool]]:
 
 
 def in_a_row(count: int) -> Callable[[Callable[[], Any], int], tuple[bool, bool]]:
-    from cpu_attn.tests.memory_ends import _failing
+    from cpu_attn.tests.programs.memory_ends import _failing
 
     def fails(call: Callable[[], Any], n: int) -> tuple[bool, bool]:
         raised = True

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cpu_attn.reference import Window, visible
 
-from .case_trees import TREES, pack_tree
+from .trees import TREES, pack_tree
 
 # An attn_bias may differ for each request and head, for each head, for each request with -inf in it, or be one for all.
 BIASES = ("heads", "batch", "holes", "one")
@@ -38,7 +38,7 @@ class Case:
     alibi: float = 0.0  # the largest slope; 0: none
     softcap: float = 0.0  # 0: off
     sinks: str | None = None  # "moderate", "huge" (nothing else counts), "absent" (-inf), "mixed" (all three); None
-    fill: str = "normal"  # what the numbers are like, a name from case_fills.FILLS
+    fill: str = "normal"  # what the numbers are like, a name from fills.FILLS
     # K and V of a block interleave in one array; tokens, output and lse are parts of wider rows. In plain layouts rows
     # are apart, too, and blocks run backwards.
     strided: bool = False
@@ -54,7 +54,7 @@ class Case:
     document_start_loc: tuple[tuple[int, ...], ...] | None = None  # for each request, () for none
     clamped: bool = False  # the argument mm_prefix_clamp_sliding_window
     chunk: int | None = None  # the argument attention_chunk_size
-    tree: str | None = None  # the tree of each request's query tokens, a name from case_trees.TREES
+    tree: str | None = None  # the tree of each request's query tokens, a name from trees.TREES
     selected: float | None = None  # the share of a request's blocks that a head attends, at random; None: no selection
     query_block: int | None = None  # so many query tokens select blocks together; None: all of a request do
     select_by_query_head: bool = False  # whether query heads select blocks; else kv heads do

@@ -18,7 +18,7 @@ from .case import Case
 from .formats import rotates
 
 if TYPE_CHECKING:
-    from .case_problem import Problem
+    from .problem import Problem
 
 EPS = 1e-5
 

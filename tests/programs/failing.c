@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Preloaded, the allocator of the process, which fails when it is told to: tests/memory_ends.py. */
+ * Preloaded, the allocator of the process, which fails when it is told to: tests/programs/memory_ends.py. */
 #include <errno.h>
 #include <limits.h>
 #include <stdatomic.h>

@@ -12,7 +12,7 @@ import numpy as np
 
 from cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata, PagedAttention, reference
 
-from .formats import numpy_dtype
+from ..cases.formats import numpy_dtype
 
 Array = np.ndarray[Any, Any]
 LAYER = SimpleNamespace(_k_scale=1.0, _v_scale=np.array(1.0, np.float32))

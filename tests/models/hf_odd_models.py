@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from transformers.models.gemma4.configuration_gemma4 import Gemma4AudioConfig
 
-from cpu_attn.tests.hf_tiny import build
+from cpu_attn.tests.models.hf_tiny import build
 
 Made = tuple[Any, dict[str, torch.Tensor]]
 TEXT = {

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 import cpu_attn
 
-from .case_problem import Problem
 from .formats import kinds_of, memory_dtype
+from .problem import Problem
 from .rotation import tokens_of, write_rotated
 
 

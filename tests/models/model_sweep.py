@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every architecture of transformers, made tiny and random, with attn_implementation="cpu_attn" beside "eager".
 
-``python -m cpu_attn.tests.model_sweep`` goes through all of them (``make model-sweep``), ``... llama bert`` through
-some, and prints a table. Outcomes, the worst of what was run of a model:
+``python -m cpu_attn.tests.models.model_sweep`` goes through all of them (``make model-sweep``), ``... llama bert``
+through some, and prints a table. Outcomes, the worst of what was run of a model:
 
 - equal: cpu_attn's outputs are those of eager or sdpa, padding included, or, where sdpa does not run or differs, those
   of eager without padding;
@@ -39,8 +39,8 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import cpu_attn.transformers as adapter
-from cpu_attn.tests.hf_odd_models import ODD
-from cpu_attn.tests.hf_tiny import MELS, VOCABULARY, build, tiny
+from cpu_attn.tests.models.hf_odd_models import ODD
+from cpu_attn.tests.models.hf_tiny import MELS, VOCABULARY, build, tiny
 from cpu_attn.transformers import attention as module
 
 TOKENS, BATCH = 21, 2

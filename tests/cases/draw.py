@@ -12,8 +12,8 @@ import numpy as np
 from cpu_attn.reference import Window
 
 from .case import BIASES, Case
-from .case_tables import BLOCK_SIZES, FILLS, HEAD_SIZES, LARGE_SCORES
-from .case_trees import TREES
+from .tables import BLOCK_SIZES, FILLS, HEAD_SIZES, LARGE_SCORES
+from .trees import TREES
 
 # Multiply-adds of a random case, so that the plain C engine takes milliseconds.
 WORK = 2e6

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn.distributed import Group
 
-from .case import Case
-from .case_memory import forbid_outside, wider
-from .case_problem import Problem
-from .case_run import written
-from .formats import numpy_dtype
+from ..cases.case import Case
+from ..cases.formats import numpy_dtype
+from ..cases.memory import forbid_outside, wider
+from ..cases.problem import Problem
+from ..cases.run import written
 
 Ranks = tuple[int, int, int]  # cp_world_size, cp_rank, cp_kv_cache_interleave_size
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls while another thread writes into what they read: `python -m cpu_attn.tests.disturb CALL SECONDS`.
+"""Calls while another thread writes into what they read: `python -m cpu_attn.tests.programs.disturb CALL SECONDS`.
 
 While it calls again and again, a process that shares the memory (no lock of Python's in its way) fills one of the
 call's arrays of indices with nonsense and puts back what was there, for some seconds an array. A call may then refuse,
@@ -25,7 +25,7 @@ import cpu_attn
 from cpu_attn import compose, pages
 from cpu_attn._threads import force_num_threads
 
-from .guard import Guarded
+from ..harness.guard import Guarded
 
 R, HEADS, SIZE, BLOCK, CONTEXT = 4, 2, 32, 16, 1500
 LENS, STARTS = np.array([CONTEXT, CONTEXT - 300, 700, 40], np.int32), np.array([0, 1, 4, 8, 9], np.int32)

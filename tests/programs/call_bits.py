@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hashes of whole calls' results, to compare two builds: ``python -m cpu_attn.tests.call_bits ISA DTYPE``."""
+"""Hashes of whole calls' results, to compare two builds: ``python -m cpu_attn.tests.programs.call_bits ISA DTYPE``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .case_levels import cases
-from .case_problem import build
-from .case_run import run
+from ..cases.levels import cases
+from ..cases.problem import build
+from ..cases.run import run
 
 
 def same_for_any_nan(x: NDArray[Any]) -> bytes:

@@ -9,7 +9,7 @@ import numpy as np
 
 import cpu_attn
 
-from .formats import numpy_dtype
+from ..cases.formats import numpy_dtype
 
 PLAN = ("num_reqs", "num_heads", "num_kv_heads", "head_size", "seq_lens", "dtype", "query_start_loc")
 
