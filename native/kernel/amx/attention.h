@@ -28,16 +28,18 @@ typedef struct tile_work {
     const ca_plan *plan;
     const ca_call *call;
     const ca_task *task;
-    const ca_state *state;
+    const ca_state *states, *state; /* [heads]; that of the head at hand */
+    int64_t k0;                     /* the segment's first key */
     int64_t head_size, head_size_v;
-    int64_t products, passes; /* of 32 dimensions, for the scores; of 32 columns of V, for the output */
-    int64_t v_now;            /* bytes of a group of this block's V that one product asks for where `cold` */
-    int opening, cold;        /* the block is the segment's first; besides, nothing has prefetched it */
-    int regular;              /* the block's groups are whole, and follow one another */
-    int64_t loaded;           /* queries up to this row are in x.q */
-    pipeline *pipe;           /* NULL: all strips go by scores */
-    float *partial_o;         /* [STRIP][head_size_v], for pipe->o */
-    uint8_t *left;            /* of each strip: has it left the pipeline? */
+    int64_t products, passes;     /* of 32 dimensions, for the scores; of 32 columns of V, for the output */
+    int64_t v_now;                /* bytes of a group of this block's V that one product asks for where `cold` */
+    int opening, cold;            /* the block is the segment's first; besides, nothing has prefetched it */
+    int regular;                  /* the block's groups are whole, and follow one another */
+    int64_t loaded;               /* queries up to this row are in x.q */
+    pipeline *pipe;               /* NULL: all strips go by scores */
+    float *partial_o;             /* [STRIP][head_size_v], for pipe->o */
+    uint8_t *left;                /* of each strip: has it left the pipeline? */
+    uint8_t by_vectors[CA_HEADS]; /* heads that the vector kernel computes from the start */
     scratch x;
     float *s; /* [STRIP][S_STRIDE] scores, then weights, bf16 */
     /* copies is [STEPS_V][DEPTH / 2][Dv][2]. kv[V].wide follows it, and both come once more for second parts. */
@@ -115,22 +117,21 @@ static int64_t work_bytes(const ca_plan *plan) {
 
 /* ---- a segment ---- */
 
-/* Brings K, or V, of a block to where tiles find it; its groups may be changed. */
-static void bring(tile_work *w, const score_block *b, int kv) {
-    if (ca_is_scaled(ca_kv_dtype(&w->plan->shape, kv)))
-        take_scaled(w, b, kv);
-    else
-        unpack_groups_bf16(w->plan, &w->x, &(prefetch){.by_unpacking = 1}, b, kv, 0, b->num_groups, w->x.unpacked[kv],
-                           b->groups);
+/* Brings K of a block, and V unless `last` is K, to where tiles find it. */
+static void bring(tile_work *w, score_block *b, int last) {
+    b->groups = memcpy(w->x.groups[2], b->groups, (size_t)b->num_groups * sizeof(group));
+    for (int kv = K; kv <= last; kv++)
+        if (ca_is_scaled(ca_kv_dtype(&w->plan->shape, kv)))
+            take_scaled(w, b, kv);
+        else
+            unpack_groups_bf16(w->plan, &w->x, &(prefetch){.by_unpacking = 1}, b, kv, 0, b->num_groups,
+                               w->x.unpacked[kv], b->groups);
 }
 
 /* Computes a block of one head. Returns 0 where take_values does. */
 static int run_block(tile_work *w, score_block b, int64_t rows) {
-    if (!ca_ready(w->plan)) {
-        b.groups = memcpy(w->x.groups[2], b.groups, (size_t)b.num_groups * sizeof(group));
-        bring(w, &b, K);
+    if (!ca_ready(w->plan))
         bring(w, &b, V);
-    }
     if (!take_values(w, &b, rows))
         return 0;
     w->loaded = w->opening ? 0 : INT64_MAX;
@@ -185,6 +186,20 @@ static int goes_by_units(const ca_plan *plan, const ca_call *call, const ca_task
            !call->attn_bias && factor > 0 && factor < 0x1p100f;
 }
 
+static int begin_block(void *segment, score_block *b) {
+    tile_work *w = segment;
+    w->opening = b->k0 == w->k0;
+    return 0;
+}
+
+static void attend_block(void *segment, const score_block *b, int h) {
+    tile_work *w = segment;
+    w->state = w->states + h;
+    w->cold = w->opening && h == 0;
+    if (!w->by_vectors[h])
+        w->by_vectors[h] = !run_block(w, *b, ca_rows_of(w->plan, w->task));
+}
+
 static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
                    int64_t k0, int64_t k1, const ca_state *states, void *memory) {
     const int quantised = ca_is_scaled(plan->shape.k_dtype) || ca_is_scaled(plan->shape.v_dtype);
@@ -206,32 +221,23 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
         for (int h = 0; h < num_heads; h++)
             ca_clear(states + h, rows, w.head_size_v);
     }
-    const int most = most_groups(&w);
-    const int64_t past = listed_end(plan, call, task, k1);
-    char spoilt[CA_HEADS] = {0};
-    score_block b = {.k0 = k0, .groups = w.x.groups[0], .next = w.x.groups[1]};
-    b.num_groups = list_groups(plan, call, task, kv_head, k0, k1, most, w.x.copies[0], b.groups, &b.k1);
-    for (int64_t end, i = 1; b.k0 < k1; b = next_block(&b, end), i++) {
-        b.num_next =
-            list_groups(plan, call, task, kv_head, b.k1, b.k1 < k1 ? k1 : past, most, w.x.copies[i % 2], b.next, &end);
-        w.opening = b.k0 == k0;
-        for (int h = 0; h < num_heads; h++) {
-            move_heads_bf16(plan, call, rows, h > 0, &w.x, &b);
-            score_block here = b;
-            if (num_heads > 1)
-                list_coming(plan, call, 0, h, num_heads, w.x.groups[3], &here);
-            w.state = states + h;
-            w.cold = w.opening && h == 0;
-            if (!spoilt[h])
-                spoilt[h] = !run_block(&w, here, rows);
-        }
-        move_heads_bf16(plan, call, rows, 1 - num_heads, &w.x, &b);
-    }
+    w.states = states;
+    w.k0 = k0;
+    const block_walk walk = {.plan = plan,
+                             .call = call,
+                             .task = task,
+                             .kv_head = kv_head,
+                             .num_heads = num_heads,
+                             .max_groups = most_groups(&w),
+                             .k0 = k0,
+                             .k1 = k1,
+                             .listed_end = listed_end(plan, call, task, k1)};
+    walk_blocks(&walk, &w.x, begin_block, attend_block, &w);
     /* Other code in this process configures tiles, too, and a context switch need not save unused ones. */
     tile_release();
     int status = 0;
     for (int h = 0; h < num_heads && !status; h++)
-        if (spoilt[h]) {
+        if (w.by_vectors[h]) {
             ca_clear(states + h, rows, w.head_size_v);
             status = vector_kernel()->segment(plan, call, task, kv_head + h, 1, k0, k1, states + h, memory);
         }

@@ -113,6 +113,13 @@ static inline int64_t carve(scratch *x, uintptr_t base, const ca_plan *plan) {
     return at;
 }
 
+/* Holds the number of rows of a task and of its tiles. two: there are two tiles, which share the prefetching
+ * (MEASUREMENTS.md: two tiles). */
+typedef struct tiling {
+    int64_t rows, tall;
+    int two;
+} tiling;
+
 /* Holds a segment that is being computed: plan and call, scratch, the score block at hand, and what is prefetched. */
 typedef struct work {
     const ca_plan *plan;
@@ -120,14 +127,20 @@ typedef struct work {
     scratch x;
     score_block b;
     prefetch f;
+    tiling t;
+    int together;           /* kv heads that go through the keys together over an NHD cache, or 0 */
+    int unpacks;            /* Are groups of the block unpacked before its first tile? */
+    const ca_state *states; /* [heads], of attention */
 } work;
 
-/* Holds the number of rows of a task and of its tiles. two: there are two tiles, which share the prefetching
- * (MEASUREMENTS.md: two tiles). */
-typedef struct tiling {
-    int64_t rows, tall;
-    int two;
-} tiling;
+/* Holds an indexer's scores that are being computed. */
+typedef struct token_work {
+    work w;
+    int32_t num_tokens;
+    const float *weights; /* [num_tokens][rows of a token] */
+    float *scores;        /* [num_tokens], stride apart */
+    int64_t stride;
+} token_work;
 
 static inline int64_t scratch_bytes(const ca_plan *plan) {
     scratch unused;
