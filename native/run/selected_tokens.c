@@ -36,32 +36,46 @@ static int64_t carve(work *w, uintptr_t base, const ca_plan *p) {
     return at;
 }
 
-/* Returns the plan that a segment has for the engine: one request of one query token and so many keys of one kv head.
- * `step` holds its lengths. */
-static ca_plan plan_alone(const ca_plan *p, int64_t keys, int32_t step[4]) {
-    ca_plan alone = *p;
+/* Makes the plan that a segment has for the engine: one request of one query token and so many keys of one kv head. Of
+ * the step's plan it has what is written here, which are sizes, dtypes and the kernel, and none of the masks. `step`
+ * holds its lengths. */
+static ca_plan segment_plan(const ca_plan *p, int64_t keys, int32_t step[4]) {
+    const ca_shape *s = &p->shape;
     step[0] = 0;
     step[1] = 1;
     step[2] = (int32_t)keys;
     step[3] = 0;
-    alone.query_start_loc = step;
-    alone.seq_lens = alone.all_lens = step + 2;
-    alone.causal = step + 3;
-    alone.lo = alone.hi = NULL;
-    alone.tree = NULL;
-    alone.shape.num_reqs = alone.shape.num_kv_heads = 1;
-    alone.shape.num_heads = (int32_t)p->group_size;
-    alone.shape.window_left = alone.shape.window_right = -1;
-    alone.shape.max_selected_tokens = alone.shape.cp_world_size = 0;
-    if (!is_packed(p))
-        alone.shape.kv_cache_layout = CA_HND;
-    return alone;
+    return (ca_plan){.shape = {.num_reqs = 1,
+                               .num_heads = (int32_t)p->group_size,
+                               .num_kv_heads = 1,
+                               .head_size = s->head_size,
+                               .head_size_v = s->head_size_v,
+                               .dtype = s->dtype,
+                               .k_dtype = s->k_dtype,
+                               .v_dtype = s->v_dtype,
+                               .isa = s->isa,
+                               .window_left = -1,
+                               .window_right = -1,
+                               .kv_cache_layout = is_packed(p) ? CA_PACKED : CA_HND,
+                               .hadamard = s->hadamard},
+                     .engine = p->engine,
+                     .kernel = p->kernel,
+                     .num_tokens = 1,
+                     .group_size = p->group_size,
+                     .readers = 1,
+                     .query_start_loc = step,
+                     .seq_lens = step + 2,
+                     .all_lens = step + 2,
+                     .causal = step + 3,
+                     .rows = p->rows,
+                     .few_rows = p->few_rows,
+                     .heads_together = 1};
 }
 
 int64_t ca_selected_bytes(const ca_plan *p) {
     int32_t step[4];
     work unused;
-    const ca_plan alone = plan_alone(p, CA_SELECTED_KEYS, step);
+    const ca_plan alone = segment_plan(p, CA_SELECTED_KEYS, step);
     return carve(&unused, 0, p) + p->engine->scratch_bytes(&alone);
 }
 
@@ -201,13 +215,18 @@ int ca_attend_selected(const ca_plan *p, const ca_call *c, const ca_task *t, int
     const int64_t n = list_keys(p, c, t, &row, segment, w.key);
     if (!n)
         return 0;
-    const ca_plan alone = plan_alone(p, n, step);
-    ca_call call = *c;
-    call.query = row.query;
-    call.block_size = CA_SELECTED_KEYS;
-    call.block_table = &table;
-    call.table_at = &table_at;
-    call.alibi_slopes = NULL;
+    const ca_plan alone = segment_plan(p, n, step);
+    ca_call call = {.query = row.query,
+                    .q_stride_t = c->q_stride_t,
+                    .q_stride_h = c->q_stride_h,
+                    .block_size = CA_SELECTED_KEYS,
+                    .block_table = &table,
+                    .table_at = &table_at,
+                    .scale = c->scale,
+                    .softcap = c->softcap,
+                    .k_scale = c->k_scale,
+                    .v_scale = c->v_scale,
+                    .num_selected = -1};
     copy_keys(p, c, t, kv_head, n, &w, call.kv);
     if (c->alibi_slopes || c->attn_bias) {
         fill_bias(p, c, t, kv_head, row, n, &w);

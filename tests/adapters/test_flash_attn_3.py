@@ -42,6 +42,24 @@ def test_dense_and_packed(causal: bool, dtype: Any) -> None:
     close(flash_attn_3.flash_attn_qkvpacked_func(qkv, **options), wanted(*qkv.unbind(2), causal=causal, softcap=20.0))
 
 
+def test_chunks() -> None:
+    """attention_chunk: dense, of one tensor, packed and over a cache whose sequences begin behind padding."""
+    q, k, v = states((2, 9, 4, 64), (2, 30, 2, 64), (2, 30, 2, 64))
+    place, key = np.arange(21, 30)[:, None], np.arange(30)
+    seen = (key <= place) & (key // 8 == place // 8)
+    want, options = wanted(q, k, v, mask=seen), {"causal": True, "attention_chunk": 8}
+    close(flash_attn_3.flash_attn_func(q, k, v, **options), want)
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    out = flash_attn_3.flash_attn_varlen_func(*flat, indptr([9, 9]), indptr([30, 30]), 9, 30, **options)
+    close(out.unflatten(0, (2, 9)), want)
+    padded = [torch.cat([torch.full_like(x[:, :3], torch.nan), x], 1) for x in (k, v)]
+    where = {"cache_seqlens": 33, "cache_leftpad": torch.tensor([3, 3], dtype=torch.int32)}
+    close(flash_attn_3.flash_attn_with_kvcache(q, *padded, **where, **options), want)
+    both = np.arange(9)[:, None] // 4 == np.arange(9) // 4
+    out = flash_attn_3.flash_attn_qkvpacked_func(torch.stack([q, q.flip(1), q], 2), attention_chunk=4)
+    close(out, wanted(q, q.flip(1), q, mask=both))
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_queries_of_values(beside: bool) -> None:
     """qv: MLA with absorbed weights, over rows in one tensor and in two; dense, packed and over pages."""
@@ -124,12 +142,10 @@ def test_combine() -> None:
 
 def test_what_is_refused() -> None:
     q, k, v = states((2, 9, 4, 64), (2, 30, 2, 64), (2, 30, 2, 64))
-    for options, words in (
-        ({"attention_chunk": 16}, "^attention_chunk: expected 0; there is no mask of chunks"),
-        ({"k_descale": torch.ones(2, 2)}, "^k_descale: expected None; keys are not of 8 bits"),
-    ):
-        with pytest.raises(NotImplementedError, match=words):
-            flash_attn_3.flash_attn_func(q, k, v, **options)
+    with pytest.raises(NotImplementedError, match=r"^k_descale: expected None; keys are not of 8 bits"):
+        flash_attn_3.flash_attn_func(q, k, v, k_descale=torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"^attention_chunk: -1 is outside 0"):
+        flash_attn_3.flash_attn_func(q, k, v, attention_chunk=-1)
     with pytest.raises(NotImplementedError, match=r"^rotary_seqlens: expected None"):
         flash_attn_3.flash_attn_with_kvcache(q, k, v, rotary_seqlens=torch.zeros(2))
     with pytest.raises(ValueError, match=r"^qv: shape \(2, 9, 4, 32\), expected \(2, 9, 4, 64\)"):

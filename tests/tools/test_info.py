@@ -223,9 +223,10 @@ def test_adapters_are_those_of_the_extras() -> None:
     for line in metadata.requires("cpu-attn") or []:
         if found := re.fullmatch(r"""([\w-]+)([<>=,.\d]+); extra == ["'](\w+)["']""", line.replace(" ;", ";")):
             extras.setdefault(found[3], {})[found[1]] = found[2]
-    for name, needs in _adapters.NEEDS.items():
-        oldest = {d: f">={_adapters.TESTED[d][0]}" for d in needs}
-        assert extras.get(name) == (oldest if name in ("torch", "transformers") else None)
+    for row in _adapters.ADAPTERS:
+        oldest = {d: f">={_adapters.TESTED[d][0]}" for d in row.needs}
+        assert extras.get(row.name) == (oldest if row.tested and not row.docs else None)
+        assert not row.docs or (Path(__file__).resolve().parents[2] / row.docs).is_file()
 
 
 OLD = "transformers is 5.22.2, older than those tested (>=5.23,<5.25)"

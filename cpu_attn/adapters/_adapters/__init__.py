@@ -10,26 +10,78 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 
-# For each distribution: the oldest version tested, older than which an adapter does not work, and the first version
-# that nobody has tested, with which it most likely works. The extras in pyproject.toml ask for the oldest. vLLM and
-# SGLang have no extra, since an index has their builds for CUDA.
-TESTED = {
-    **{"torch": ("2.13", "2.16"), "transformers": ("5.23", "5.25")},
-    **{"vllm": ("0.33", "0.34"), "sglang": ("0.5.23", "0.5.24")},
-}
-# For each distribution: the versions from the oldest on with which an adapter does not work, by how they begin, and
-# why.
-BROKEN: dict[str, dict[str, str]] = {}
-# This is what cpu_attn.NAME needs, its own library first. vLLM and SGLang pin a torch of their own (0.33 and 0.5.23 pin
-# 2.14), which need not be one that was tested: their adapters use only the memory of tensors. The functions of
-# flash-attn and FlashInfer need torch, and not these libraries.
-NEEDS = {
-    **{"torch": ("torch",), "transformers": ("transformers", "torch"), "vllm": ("vllm",), "sglang": ("sglang",)},
-    **{"flash_attn": ("torch",), "flashinfer": ("torch",)},
-}
+
+@dataclass(frozen=True)
+class Adapter:
+    """Is the registry's row of ``cpu_attn.NAME``.
+
+    name: NAME, which is that of its folder.
+    needs: distributions, its own library's first.
+    state: what a user does to have it used, or a function that says whether it is.
+    tested: of its own library the oldest version tested, older than which the adapter does not work, and the first
+        version that nobody has tested, with which it most likely works. None where it does not need that library.
+    docs: the page that says how to install the library's build for CPUs, of which an index has none; "" where an extra
+        of pyproject.toml brings the library, from the oldest version tested on.
+    broken: the versions from the oldest on with which it does not work, by how they begin, and why.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    state: str | Callable[[], str]
+    tested: tuple[str, str] | None = None
+    docs: str = ""
+    broken: dict[str, str] = field(default_factory=dict)
+
+
+def vllm_enabled() -> bool:
+    """Says whether the environment leaves the vLLM plugin on, which is its default."""
+    return os.environ.get("CPU_ATTN_VLLM") != "0"
+
+
+def _vllm_state() -> str:
+    """Says what vLLM does when it looks for plugins. VLLM_PLUGINS names those that it loads (``vllm.plugins``)."""
+    plugins = {p.name for p in metadata.entry_points(group="vllm.general_plugins") if p.value.startswith("cpu_attn.")}
+    wanted = os.environ.get("VLLM_PLUGINS")
+    if not plugins:
+        return "off: this installation of cpu-attn registers no vllm.general_plugins entry point"
+    if not vllm_enabled():
+        return "off: CPU_ATTN_VLLM=0"
+    if wanted is not None and not plugins & set(wanted.split(",")):
+        return f"off: VLLM_PLUGINS={wanted} leaves out {', '.join(sorted(plugins))}"
+    return "on: vLLM loads it by itself; CPU_ATTN_VLLM=0 turns it off"
+
+
+# vLLM and SGLang pin a torch of their own (0.33 and 0.5.23 pin 2.14), which need not be one that was tested: their
+# adapters use only the memory of tensors. The functions of flash-attn and FlashInfer need torch, and not these
+# libraries.
+ADAPTERS = (
+    Adapter(
+        *("torch", ("torch",)),
+        'on request: import cpu_attn.torch; torch.nn.attention.activate_flash_attention_impl("cpu_attn")',
+        ("2.13", "2.16"),
+    ),
+    Adapter(
+        *("transformers", ("transformers", "torch")),
+        'on request: cpu_attn.transformers.enable(); attn_implementation="cpu_attn"',
+        ("5.23", "5.25"),
+    ),
+    Adapter("vllm", ("vllm",), _vllm_state, ("0.33", "0.34"), docs="docs/vllm.md"),
+    Adapter(
+        *("sglang", ("sglang",), "on request: --attention-backend cpu_attn", ("0.5.23", "0.5.24")),
+        docs="docs/sglang.md",
+    ),
+    Adapter("flash_attn", ("torch",), "on request: cpu_attn.flash_attn.install(); import flash_attn"),
+    Adapter("flashinfer", ("torch",), "on request: cpu_attn.flashinfer.install(); import flashinfer"),
+)
+NEEDS = {row.name: row.needs for row in ADAPTERS}
+TESTED = {row.name: row.tested for row in ADAPTERS if row.tested}
+BROKEN = {row.name: row.broken for row in ADAPTERS}
+_ROWS = {row.name: row for row in ADAPTERS}
 
 
 def tested(distribution: str) -> str:
@@ -52,8 +104,8 @@ def missing(name: str) -> str:
         found = version(distribution)
         if found is None:
             how = f"pip install 'cpu-attn[{name if name in TESTED else distribution}]' brings it"
-            if name in ("vllm", "sglang"):
-                how = f"docs/{name}.md says how to install its build for CPUs, {tested(distribution)}"
+            if docs := _ROWS[name].docs:
+                how = f"{docs} says how to install its build for CPUs, {tested(distribution)}"
             return f"{distribution} is not installed; {how}"
         release, oldest = _release(found), _release(TESTED[distribution][0])
         if release and release < oldest:
@@ -85,44 +137,17 @@ def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=4)  # the line that imports the adapter
 
 
-def vllm_enabled() -> bool:
-    """Says whether the environment leaves the vLLM plugin on, which is its default."""
-    return os.environ.get("CPU_ATTN_VLLM") != "0"
-
-
-def _vllm_state() -> str:
-    """Says what vLLM does when it looks for plugins. VLLM_PLUGINS names those that it loads (``vllm.plugins``)."""
-    plugins = {p.name for p in metadata.entry_points(group="vllm.general_plugins") if p.value.startswith("cpu_attn.")}
-    wanted = os.environ.get("VLLM_PLUGINS")
-    if not plugins:
-        return "off: this installation of cpu-attn registers no vllm.general_plugins entry point"
-    if not vllm_enabled():
-        return "off: CPU_ATTN_VLLM=0"
-    if wanted is not None and not plugins & set(wanted.split(",")):
-        return f"off: VLLM_PLUGINS={wanted} leaves out {', '.join(sorted(plugins))}"
-    return "on: vLLM loads it by itself; CPU_ATTN_VLLM=0 turns it off"
-
-
-_ON_REQUEST = {
-    "torch": 'on request: import cpu_attn.torch; torch.nn.attention.activate_flash_attention_impl("cpu_attn")',
-    "transformers": 'on request: cpu_attn.transformers.enable(); attn_implementation="cpu_attn"',
-    "sglang": "on request: --attention-backend cpu_attn",
-    "flash_attn": "on request: cpu_attn.flash_attn.install(); import flash_attn",
-    "flashinfer": "on request: cpu_attn.flashinfer.install(); import flashinfer",
-}
-
-
 def describe(name: str) -> dict[str, object]:
     """Says of ``cpu_attn.NAME`` what is here, and what would make it work."""
     reason = missing(name)
-    state = _ON_REQUEST.get(name) or _vllm_state()
+    state = _ROWS[name].state
     return {
         "name": name,
         "version": version(NEEDS[name][0]),
         "tested": ", ".join(d * (i > 0) + tested(d) for i, d in enumerate(NEEDS[name])),
         "usable": not reason,
         "reason": reason,
-        "state": "" if reason else "; ".join([state, *untested(name)]),
+        "state": "" if reason else "; ".join([state if isinstance(state, str) else state(), *untested(name)]),
     }
 
 

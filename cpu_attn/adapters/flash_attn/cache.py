@@ -146,17 +146,12 @@ def _append_rotated(
     rotate(head, torch.empty_like(head), [*new], slots, rows)
 
 
-@entry(
-    **NAMES | {"with_lse": "return_softmax_lse"},
-    query="q",
-    query_out="q",
-    key="k",
-    value="v",
-    key_cache="k_cache",
-    value_cache="v_cache",
-    cos_sin_cache="rotary_cos",
-    seq_lens="cache_seqlens",
-)
+# Errors use these names for the arguments of flash_attn_with_kvcache.
+CACHED = NAMES | {"with_lse": "return_softmax_lse", "query": "q", "query_out": "q", "key": "k", "value": "v"}
+CACHED |= {"key_cache": "k_cache", "value_cache": "v_cache", "cos_sin_cache": "rotary_cos", "seq_lens": "cache_seqlens"}
+
+
+@entry(**CACHED)
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -215,11 +210,21 @@ def flash_attn_with_kvcache(
             not been written then.
         TypeError: an argument is no tensor, or has another dtype. The cache has not been written then.
     """
+    new = (k, v, rotary_cos, rotary_sin)
+    where = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    options = (softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse, num_splits)
+    return cached(q, k_cache, v_cache, new, where, rotary_interleaved, *options)
+
+
+def cached(
+    q: Any, k_cache: Any, v_cache: Any, new_states: Any, where: Any, rotary_interleaved: bool, *options: Any
+) -> Any:
+    """Does what :func:`flash_attn_with_kvcache` does. options: those of :func:`logits_of`."""
+    cache_seqlens, cache_batch_idx, cache_leftpad, block_table = where
     query, k_cache, v_cache = tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    k, v, cos, sin = optional(k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    k, v, cos, sin = optional(**dict(zip(("k", "v", "rotary_cos", "rotary_sin"), new_states, strict=True)))
     axes("q", query, batch_size=None, seqlen_q=None, num_heads=None, head_size=None)
     batch_size, q_length, _, head_size = query.shape
-    options = (softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse, num_splits)
     logits = logits_of(query, 0.0, *options)
     cache = _Cache(k_cache, v_cache, batch_size, head_size, cache_batch_idx, block_table)
     _check_new(query, cache, cache_seqlens, k, v, cos, sin)

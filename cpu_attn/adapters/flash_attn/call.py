@@ -50,7 +50,8 @@ def entry(**names: str) -> Callable[[Run], Run]:
 
 @dataclass(frozen=True)
 class Logits:
-    """Says what becomes of q.k. window: a side of -1 is open; alibi_slopes: float32 [Hq] or [B, Hq]; s_aux: [Hq]."""
+    """Says what becomes of q.k. window: a side of -1 is open; alibi_slopes: float32 [Hq] or [B, Hq]; s_aux: [Hq].
+    chunk: attention_chunk_size."""
 
     scale: float
     causal: bool
@@ -60,6 +61,7 @@ class Logits:
     with_lse: bool
     split: bool = True
     s_aux: Tensor | None = None
+    chunk: int | None = None
 
 
 def logits_of(
@@ -73,6 +75,7 @@ def logits_of(
     with_lse: bool,
     num_splits: int = 0,
     s_aux: Tensor | None = None,
+    attention_chunk: int = 0,
 ) -> Logits:
     if _check.number("dropout_p", dropout_p):
         raise ValueError(f"dropout_p: {dropout_p}, expected 0.0: cpu_attn is for inference")
@@ -86,7 +89,8 @@ def logits_of(
     split = _check.integer("num_splits", num_splits, 0) != 1
     slopes, sinks = optional(alibi_slopes=alibi_slopes, s_aux=s_aux)
     with_lse = _check.boolean("with_lse", with_lse)
-    return Logits(scale, causal, (left, -1 if causal else right), cap, slopes, with_lse, split, sinks)
+    chunk = _check.integer("attention_chunk", attention_chunk, 0) or None
+    return Logits(scale, causal, (left, -1 if causal else right), cap, slopes, with_lse, split, sinks, chunk)
 
 
 def _alibi_bias(slopes: NDArray[np.float32], q_lens: Int32, lens: Int32) -> NDArray[np.float32]:
@@ -153,6 +157,7 @@ class Attention:
                 enable_kv_split=logits.split,
                 head_size_v=head_size_v,
                 kv_cache_layout="NHD",
+                attention_chunk_size=logits.chunk,
             )
             arrays = _check.attention_arrays(
                 output=self.out[tokens],

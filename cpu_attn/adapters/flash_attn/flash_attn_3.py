@@ -5,7 +5,8 @@
 - qv: [..., Hq, Dv] or None. q.k gets qv.v added, as MLA with absorbed weights has it, and softmax_scale is 1 / sqrt(D +
   Dv) unless said. Queries are copied; so are keys and values, unless they lie beside one another in one tensor, values
   first.
-- attention_chunk: 0. q_descale, k_descale, v_descale: None. NotImplementedError is raised for others.
+- attention_chunk: so many places are a chunk, and a query sees keys of its own chunk only; 0: of all.
+- q_descale, k_descale, v_descale: None. NotImplementedError is raised for others.
 - num_splits, pack_gqa, sm_margin, deterministic and scheduler_metadata are not looked at: the bits are always the same.
 """
 
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from cpu_attn import _check, ops
-from cpu_attn.flash_attn import flash_attn_interface
-from cpu_attn.flash_attn.call import entry
+from cpu_attn.flash_attn.cache import CACHED, cached
+from cpu_attn.flash_attn.call import NAMES, entry
+from cpu_attn.flash_attn.flash_attn_interface import CALLED, STATES, dense, varlen
 from cpu_attn.torch.entry import RefusedError, axes, optional, tensors
 
 __all__ = [
@@ -31,7 +33,6 @@ __all__ = [
 ]
 
 _REFUSED = {
-    "attention_chunk": "there is no mask of chunks",
     "q_descale": "queries are not of 8 bits",
     "k_descale": "keys are not of 8 bits",
     "v_descale": "values are not of 8 bits",
@@ -45,8 +46,8 @@ _REFUSED = {
 
 def _refuse(**given: Any) -> None:
     for name, x in given.items():
-        if x is not None and not (isinstance(x, int) and x == 0):
-            raise RefusedError(f"{name}: expected {0 if name == 'attention_chunk' else None}; {_REFUSED[name]}")
+        if x is not None:
+            raise RefusedError(f"{name}: expected None; {_REFUSED[name]}")
 
 
 def with_qv(q: Any, k: Any, v: Any, qv: Any, softmax_scale: float | None) -> tuple[Tensor, Tensor, float | None]:
@@ -68,6 +69,14 @@ def with_qv(q: Any, k: Any, v: Any, qv: Any, softmax_scale: float | None) -> tup
     return torch.cat([qv, q], -1), key, scale
 
 
+def _options(
+    scale: float | None, causal: bool, window_size: Any, softcap: float, attention_chunk: int, with_lse: bool = False
+) -> tuple[Any, ...]:
+    """Gives the arguments of logits_of behind the query."""
+    return (0.0, scale, causal, window_size, softcap, None, with_lse, 0, None, attention_chunk)
+
+
+@entry(**NAMES, query="q", key_cache="k", value_cache="v")
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -87,12 +96,14 @@ def flash_attn_func(
     sm_margin: int = 0,
 ) -> Tensor:
     """Gives out of :func:`cpu_attn.flash_attn.flash_attn_func`: [B, S_q, Hq, Dv]."""
-    _refuse(attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    q, k, scale = _checked_qv(q, k, v, qv, softmax_scale)
-    out: Tensor = flash_attn_interface.flash_attn_func(q, k, v, 0.0, scale, causal, window_size, softcap)
+    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    q, k, v = tensors(q=q, k=k, v=v)
+    q, k, scale = with_qv(q, k, v, qv, softmax_scale)
+    out: Tensor = dense(q, k, v, *_options(scale, causal, window_size, softcap, attention_chunk))
     return out
 
 
+@entry(**NAMES, **dict.fromkeys(("q", *STATES), "qkv"))
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     softmax_scale: float | None = None,
@@ -108,13 +119,15 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
 ) -> Tensor:
     """Gives out of :func:`flash_attn_func` of q, k and v that are parts of qkv [B, S, 3, H, D], without a copy."""
-    _refuse(attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     _refuse(num_heads_q=num_heads_q)
-    packed = flash_attn_interface.flash_attn_qkvpacked_func
-    out: Tensor = packed(qkv, 0.0, softmax_scale, causal, window_size, softcap)
+    (qkv,) = tensors(qkv=qkv)
+    axes("qkv", qkv, batch_size=None, seqlen=None, three=3, num_heads=None, head_size=None)
+    out: Tensor = dense(*qkv.unbind(2), *_options(softmax_scale, causal, window_size, softcap, attention_chunk))
     return out
 
 
+@entry(**NAMES, **CALLED, query="q", key="k", value="v", key_cache="k", value_cache="v")
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -140,15 +153,17 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
 ) -> Tensor:
     """Gives out of :func:`cpu_attn.flash_attn.flash_attn_varlen_func`: [T_q, Hq, Dv]. seqused_q: None."""
-    _refuse(attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     _refuse(seqused_q=seqused_q)
-    q, k, scale = _checked_qv(q, k, v, qv, softmax_scale)
-    where = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = (0.0, scale, causal, window_size, softcap)
-    out: Tensor = flash_attn_interface.flash_attn_varlen_func(*where, *options, seqused_k=seqused_k)
+    q, k, v, cu_seqlens_q = tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
+    keys = (*optional(cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k), None)
+    q, k, scale = with_qv(q, k, v, qv, softmax_scale)
+    options = _options(scale, causal, window_size, softcap, attention_chunk)
+    out: Tensor = varlen(q, k, v, cu_seqlens_q, *keys, *options)
     return out
 
 
+@entry(**CACHED, block_table="page_table")
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -184,20 +199,15 @@ def flash_attn_with_kvcache(
     """Does what :func:`cpu_attn.flash_attn.flash_attn_with_kvcache` does; page_table is its block_table. qv is for
     calls that append nothing, and copies the caches unless they are parts of one tensor. cu_seqlens_q, cu_seqlens_k_new
     and rotary_seqlens are None, else NotImplementedError."""
-    _refuse(attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     _refuse(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens)
     if qv is not None and k is not None:
         raise RefusedError("qv: expected None where k is given; append before")
-    q, k_cache, scale = _checked_qv(q, k_cache, v_cache, qv, softmax_scale)
-    return flash_attn_interface.flash_attn_with_kvcache(
-        *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table),
-        *(scale, causal, window_size, softcap, rotary_interleaved, None, 0, return_softmax_lse),
-    )
-
-
-@entry()
-def _checked_qv(q: Any, k: Any, v: Any, qv: Any, softmax_scale: float | None) -> Any:
-    return with_qv(q, k, v, qv, softmax_scale)
+    q, k_cache, v_cache = tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    q, k_cache, scale = with_qv(q, k_cache, v_cache, qv, softmax_scale)
+    where = (cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
+    options = _options(scale, causal, window_size, softcap, attention_chunk, return_softmax_lse)
+    return cached(q, k_cache, v_cache, (k, v, rotary_cos, rotary_sin), where, rotary_interleaved, *options[1:])
 
 
 @entry(outs="out_partial", lses="lse_partial")
@@ -262,6 +272,5 @@ def get_scheduler_metadata(
     sm_margin: int = 0,
 ) -> Tensor:
     """Gives an empty int32 tensor: calls here plan for themselves, and do not look at scheduler_metadata. Nothing is
-    looked at but attention_chunk, which is 0, else NotImplementedError."""
-    _refuse(attention_chunk=attention_chunk)
+    looked at."""
     return torch.zeros(0, dtype=torch.int32)

@@ -52,8 +52,8 @@ __all__ = [
 ]
 
 # Errors use these names for the arguments of which packed tensors are made, and for where packed sequences start.
-_STATES = ("query", "key", "value", "k", "v", "key_cache", "value_cache")
-_CALLED = {"cu_seq_k": "cu_seqlens_k", "seq_lens": "cu_seqlens_k", "query_start_loc": "cu_seqlens_q"}
+STATES = ("query", "key", "value", "k", "v", "key_cache", "value_cache")
+CALLED = {"cu_seq_k": "cu_seqlens_k", "seq_lens": "cu_seqlens_k", "query_start_loc": "cu_seqlens_q"}
 
 # ---- sequences of one length ----
 
@@ -113,7 +113,7 @@ def flash_attn_func(
     return dense(*tensors(q=q, k=k, v=v), *options)
 
 
-@entry(**NAMES, **dict.fromkeys(("q", *_STATES), "qkv"))
+@entry(**NAMES, **dict.fromkeys(("q", *STATES), "qkv"))
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -132,7 +132,7 @@ def flash_attn_qkvpacked_func(
     return dense(*qkv.unbind(2), *options)
 
 
-@entry(**NAMES, **dict.fromkeys(_STATES, "kv") | {"query": "q"})
+@entry(**NAMES, **dict.fromkeys(STATES, "kv") | {"query": "q"})
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -186,7 +186,7 @@ def varlen(
     return returned(*call.results())
 
 
-@entry(**NAMES, **_CALLED, query="q", key="k", value="v", key_cache="k", value_cache="v")
+@entry(**NAMES, **CALLED, query="q", key="k", value="v", key_cache="k", value_cache="v")
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -242,7 +242,7 @@ def flash_attn_varlen_func(
     return varlen(*states, *keys, *options)
 
 
-@entry(**NAMES, **dict.fromkeys(("q", *_STATES), "qkv") | dict.fromkeys((*_CALLED, *_CALLED.values()), "cu_seqlens"))
+@entry(**NAMES, **dict.fromkeys(("q", *STATES), "qkv") | dict.fromkeys((*CALLED, *CALLED.values()), "cu_seqlens"))
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -263,7 +263,7 @@ def flash_attn_varlen_qkvpacked_func(
     return varlen(*qkv.unbind(1), cu_seqlens, cu_seqlens, None, None, *options)
 
 
-@entry(**NAMES, **dict.fromkeys(_STATES, "kv") | _CALLED | {"query": "q"})
+@entry(**NAMES, **dict.fromkeys(STATES, "kv") | CALLED | {"query": "q"})
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
