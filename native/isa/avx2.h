@@ -18,7 +18,7 @@
 #define FEW_KEYS 128
 #define SUM_GROUPS 8
 #define NHD_KEYS 64
-#define PREFETCH {.steps = 2, .narrow_steps = 2, .integer_steps = 3, .paced_rows = ca_cpu_intel ? 0 : 4}
+#define PREFETCH {.steps = 2, .quantised_steps = 2, .integer_steps = 3, .paced_rows = ca_cpu_intel ? 0 : 4}
 #include "kernel/simd/inline.h"
 
 typedef __m256 vf;
@@ -116,7 +116,7 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
     store_words(p, _mm256_castsi256_si128(packed), n);
 }
 
-/* ---- words of the narrow caches ---- */
+/* ---- words of quantised caches ---- */
 
 typedef __m256i vi;
 INLINE vi v_look_up(const uint8_t *table, vi x) {

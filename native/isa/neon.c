@@ -105,7 +105,7 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
     store_words(p, vmovn_u32(vbslq_u32(vceqq_f32(x, x), r, vdupq_n_u32(0x7fc0))), n);
 }
 
-/* ---- words of the narrow caches ---- */
+/* ---- words of quantised caches ---- */
 
 typedef uint8x16_t vi;
 INLINE vi v_look_up(const uint8_t *table, vi x) { return vqtbl1q_u8(vld1q_u8(table), x); }

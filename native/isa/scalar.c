@@ -80,16 +80,16 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
         *p = ca_to_bf16(x);
 }
 
-/* ---- words of the narrow caches ---- */
+/* ---- words of quantised caches ---- */
 
 #define UNPACK_WORDS
-INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *ahead) {
-    (void)ahead;
+INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *next_src) {
+    (void)next_src;
     for (int64_t i = 0; i < n; i++)
         dst[i] = (uint16_t)(table[src[i] & 127] | (src[i] & 128) << 8);
 }
-INLINE void unpack_nibbles(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *ahead) {
-    (void)ahead;
+INLINE void unpack_nibbles(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *next_src) {
+    (void)next_src;
     for (int64_t i = 0; i < n; i += 128, src += 64)
         for (int j = 0; j < 64; j += 8) /* one by one gcc makes vectors of them, which takes four times as long */
             EACH(k, 8) {

@@ -22,13 +22,13 @@ typedef struct strip {
 
 /* What the products of a strip's scores of two groups ask for, each its share: of the next block's K and, while the
  * first block's scores are formed, of these groups' V. */
-typedef struct ahead_of {
+typedef struct share_targets {
     const char *next[2], *v[2];
-} ahead_of;
+} share_targets;
 
 /* The next strip's queries are asked for here, a few rows for every two groups. */
-INLINE ahead_of look_ahead_of(const tile_work *w, const strip *t, int g) {
-    ahead_of a = {{NULL, NULL}, {NULL, NULL}};
+INLINE share_targets list_share_targets(const tile_work *w, const strip *t, int g) {
+    share_targets a = {{NULL, NULL}, {NULL, NULL}};
     EACH(j, 2) {
         if (g + j < t->num_next)
             a.next[j] = t->next[g + j].kv[K].at + t->number * w->products * w->kv[K].share;
@@ -41,7 +41,7 @@ INLINE ahead_of look_ahead_of(const tile_work *w, const strip *t, int g) {
 }
 
 /* Prefetches the share of the i-th product. What lies behind a group's last byte is asked for in vain. */
-INLINE void prefetch_ahead(const tile_work *w, const ahead_of *a, int64_t i) {
+INLINE void prefetch_share(const tile_work *w, const share_targets *a, int64_t i) {
     const int64_t share = w->kv[K].share;
     EACH(j, 2) if (a->next[j]) prefetch_bytes(a->next[j] + i * share, share);
     EACH(j, 2) if (a->v[j]) prefetch_bytes(a->v[j] + i * w->v_now, w->v_now);
@@ -56,14 +56,14 @@ INLINE void tile_scores(int whole, tile_work *w, const strip *t, int64_t d, int6
     for (int g = 0; g < num_groups; g += 2) {
         const int wide = whole || g + 1 < num_groups;
         const uint16_t *k0 = (const uint16_t *)t->g[g].kv[K].at, *k1 = (const uint16_t *)t->g[g + wide].kv[K].at;
-        const ahead_of ahead = look_ahead_of(w, t, g);
+        const share_targets targets = list_share_targets(w, t, g);
         float *s = w->s + g * CA_LANES;
         if (d == 0)
             zero_sums(tall, wide);
         else
             load_sums(tall, wide, s, S_STRIDE);
         for (int64_t at = d; at < end; at += DEPTH) {
-            prefetch_ahead(w, &ahead, at / DEPTH);
+            prefetch_share(w, &targets, at / DEPTH);
             for (int64_t part = 0, from = at * CA_LANES; part < parts; part++, from += apart)
                 multiply(tall, wide, q + at, ld, k0 + from, k1 + from, CA_LANES);
         }

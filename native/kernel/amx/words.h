@@ -34,7 +34,7 @@ typedef struct logit_scale {
 } logit_scale;
 
 typedef struct word_rows {
-    float reference[STRIP][VL];       /* of words that are 0, in units of 1 / V_OCTAVE, and a dither (v_turns) */
+    float reference[STRIP][VL];       /* of words that are 0, in units of 1 / V_OCTAVE, and a dither (v_dither) */
     uint16_t least[STRIP][STEP_KEYS]; /* the least words of a row, by columns */
     float octaves[STRIP];             /* the references, in units of 1 / V_OCTAVE */
     /* What words are taken from, twice, once their row's reference has grown; the first 8 rows follow once more. */
@@ -99,7 +99,7 @@ static NOINLINE int find_references(word_rows *x, const float *m, logit_scale sc
         far = v_less(v_abs(octaves), v_set1(0x1p21f), far, v_set1(1));
         v_store(x->octaves + r, octaves);
         v_store(at, v_add(octaves, v_set1(WORD_MAX - V_ONE)));
-        EACH(i, VL) v_store(x->reference[r + i], v_add(v_set1(at[i]), v_turns()));
+        EACH(i, VL) v_store(x->reference[r + i], v_add(v_set1(at[i]), v_dither()));
     }
     return v_hmax(far) == 0;
 }

@@ -53,17 +53,17 @@ static inline int in_place(const ca_plan *p, int kv) { return ca_side_ready(p, k
 /* Returns the bytes of an unpacked group. They are 0 where a group is never unpacked, as plain rows of V are not, which
  * lie as the layout LANES has them. */
 static inline int64_t unpacked_bytes(const ca_plan *p, int kv) {
-    const int as_lanes = kv == V && p->kernel->info.layout == CA_LAYOUT_LANES && !ca_is_narrow(p->shape.v_dtype);
+    const int as_lanes = kv == V && p->kernel->info.layout == CA_LAYOUT_LANES && !ca_is_quantised(p->shape.v_dtype);
     return as_lanes || in_place(p, kv) ? 0 : ca_kv_form(p, kv).elements * ca_dtype_size(p->shape.dtype);
 }
 /* Do the products take bytes of the cache, not elements of the query's dtype? */
-static inline int feeds_bytes(feed feed) { return feed == AS_INTEGERS || feed == IN_REGISTERS; }
+static inline int reads_bytes(operand_source source) { return source == AS_INTEGERS || source == IN_REGISTERS; }
 /* Returns the bytes of scratch that a group needs before the products: for the unpacked group, or for bytes of int8
  * made of shorter integers. They are 0 where the products read the cache. */
-static inline int64_t fed_bytes(const ca_plan *p, feed feed, int kv) {
-    if (feeds_bytes(feed))
+static inline int64_t group_scratch_bytes(const ca_plan *p, operand_source source, int kv) {
+    if (reads_bytes(source))
         return ca_is_short_int8(ca_kv_dtype(&p->shape, kv)) ? ca_kv_form(p, kv).elements : 0;
-    return feed == ROWS_IN_PLACE ? 0 : unpacked_bytes(p, kv);
+    return source == ROWS_IN_PLACE ? 0 : unpacked_bytes(p, kv);
 }
 
 /* Returns the bytes of a group whose elements, of 4 to 6 bits in the cache, have become a byte each. */
@@ -98,8 +98,8 @@ static inline int64_t carve(scratch *x, uintptr_t base, const ca_plan *plan) {
     TAKE(p[0], v.scales ? TALL * S_STRIDE * 4 : 0)
     TAKE(p[1], v.scales ? TALL * S_STRIDE * 4 : 0)
     TAKE(sums, NG < SUM_GROUPS ? TALL * plan->shape.head_size_v * 4 : 0)
-    TAKE(unpacked[K], MAX_GROUPS * ca_max64(unpacked_bytes(plan, K), fed_bytes(plan, AS_INTEGERS, K)))
-    TAKE(unpacked[V], MAX_GROUPS * ca_max64(unpacked_bytes(plan, V), fed_bytes(plan, AS_INTEGERS, V)))
+    TAKE(unpacked[K], MAX_GROUPS * ca_max64(unpacked_bytes(plan, K), group_scratch_bytes(plan, AS_INTEGERS, K)))
+    TAKE(unpacked[V], MAX_GROUPS * ca_max64(unpacked_bytes(plan, V), group_scratch_bytes(plan, AS_INTEGERS, V)))
     TAKE(rows, ca_max64(ca_rows_bytes(plan), staged_bytes(plan)))
     for (int i = 0; i < 4; i++) {
         TAKE(groups[i], MAX_GROUPS * (int64_t)sizeof(group))

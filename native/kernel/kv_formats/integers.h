@@ -313,14 +313,14 @@ INLINE void pv_strip(int nibbles, int each, int lie, int mr, int nv, const work 
     const int upper = nibbles && lie == IN_LINE && ca_nibble_shift(2 * c);
     const int64_t first = nibbles && lie != BY_TURNS ? ca_nibble_byte(2 * c) : 2 * c;
     const vi mask = v_set1_int(upper ? 0xf000f0 : 0xf000f);
-    ahead found;
-    const ahead *next = NULL;
+    prefetch_targets found;
+    const prefetch_targets *next = NULL;
     vi acc[TALL][NDV];
     EACH(r, mr)
     EACH(j, nv) acc[r][j] = v_set1_int(nibbles ? t.units[each ? j * VL / 32 : 0][r].start * (upper ? 16 : 1) : 0);
     for (int i = t.first; i < t.end; i++) {
         if ((i == t.first || i % NG == 0) && t.fetches)
-            next = look_ahead(&w->f, &w->b, t.g, t.num_groups, t.num_groups + i - i % NG, &found);
+            next = list_targets(&w->f, &w->b, t.g, t.num_groups, t.num_groups + i - i % NG, &found);
         for (unsigned key = 0; key < CA_LANES; key += 4) {
             const unsigned lane = (unsigned)(i - t.first) * CA_LANES + key, n = lane / VL;
             const unsigned at = n / 2 * 2 * VL + n % 2 * 4 + 2 * (lane % VL); /* v_pack_words has put weights there */

@@ -101,8 +101,8 @@ TEST(v_powers) {
               exp2(x / V_OCTAVE));
     }
 }
-TEST(v_turns) {
-    const float *got = lanes_of(v_turns());
+TEST(v_dither) {
+    const float *got = lanes_of(v_dither());
     LANES(i) check(fabsf(got[i]) <= 0.25f && got[i] * got[i ^ 1] < 0, i, got[i], got[i ^ 1]);
 }
 TEST(v_any_nan) {
@@ -212,7 +212,7 @@ TEST(v_stream_pairs) {
 
 /* ---- quantised elements and rows in registers ---- */
 
-#ifdef V_NARROW_PAIRS
+#ifdef V_QUANTISED_PAIRS
 /* Makes the table of 128 words as v_table has it: all low bytes, then all high ones. */
 static v_table table_of_bytes(uint16_t *table) {
     uint8_t bytes[256];
@@ -235,29 +235,29 @@ TEST(v_load_table) {
     SAME_BITS(0, memcmp(got, bytes, sizeof got), 0);
     SAME_BITS(0, memcmp(&one, bytes, 64), 0);
 }
-TEST(v_narrow_vector) {
+TEST(v_quantised_vector) {
     uint16_t table[128];
     const int half = random_bits() % 2;
     uint8_t *p = before_guard(32);
     random_bytes(p, 32);
     v_table t = table_of_bytes(table);
-    EACH_WORD_IS(v_narrow_vector(0, p, 0, &t), word_of_byte(table, p[i]));
+    EACH_WORD_IS(v_quantised_vector(0, p, 0, &t), word_of_byte(table, p[i]));
     t = table_of_halves(table);
-    EACH_WORD_IS(v_narrow_vector(1, p, half, &t), table[HALF_OF(p[i], half)]);
+    EACH_WORD_IS(v_quantised_vector(1, p, half, &t), table[HALF_OF(p[i], half)]);
 }
-TEST(v_narrow_pairs) {
+TEST(v_quantised_pairs) {
     uint16_t table[128];
     vp out[2];
     const int half = random_bits() % 2;
     uint8_t *p = before_guard((size_t)(64 + 64 * half));
     random_bytes(p, (size_t)(64 + 64 * half));
     v_table t = table_of_bytes(table);
-    v_narrow_pairs(0, p, half, &t, out);
+    v_quantised_pairs(0, p, half, &t, out);
     for (int j = 0; j < 2; j++)
         EACH_WORD_IS(out[j], word_of_byte(table, p[64 * half + 32 * j + i]));
     p = before_guard(64);
     t = table_of_halves(table);
-    v_narrow_pairs(1, p, half, &t, out);
+    v_quantised_pairs(1, p, half, &t, out);
     for (int j = 0; j < 2; j++)
         EACH_WORD_IS(out[j], table[HALF_OF(p[32 * j + i], half)]);
 }
