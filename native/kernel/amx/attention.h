@@ -31,16 +31,16 @@ typedef struct tile_work {
     const ca_state *states, *state; /* [heads]; that of the head at hand */
     int64_t k0;                     /* the segment's first key */
     int64_t head_size, head_size_v;
-    int64_t products, passes;     /* of 32 dimensions, for the scores; of 32 columns of V, for the output */
-    int64_t v_now;                /* bytes of a group of this block's V that one product asks for where `cold` */
-    int opening, cold;            /* the block is the segment's first; besides, nothing has prefetched it */
-    int regular;                  /* the block's groups are whole, and follow one another */
-    int64_t loaded;               /* queries up to this row are in x.q */
-    pipeline *pipe;               /* NULL: all strips go by scores */
-    float *partial_o;             /* [STRIP][head_size_v], for pipe->o */
-    uint8_t *left;                /* of each strip: has it left the pipeline? */
+    int64_t products, passes;  /* of 32 dimensions, for the scores; of 32 columns of V, for the output */
+    int64_t v_now;             /* bytes of a group of this block's V that one product asks for where `unprefetched` */
+    int opening, unprefetched; /* the block is the segment's first; besides, nothing has prefetched it */
+    int regular;               /* the block's groups are whole, and follow one another */
+    int64_t loaded;            /* queries up to this row are in x.q */
+    pipeline *pipe;            /* NULL: all strips go by scores */
+    float *partial_o;          /* [STRIP][head_size_v], for pipe->o */
+    uint8_t *left;             /* of each strip: has it left the pipeline? */
     uint8_t by_vectors[CA_HEADS]; /* heads that the vector kernel computes from the start */
-    scratch x;
+    scratch scratch;
     float *s; /* [STRIP][S_STRIDE] scores, then weights, bf16 */
     /* copies is [STEPS_V][DEPTH / 2][Dv][2]. kv[V].wide follows it, and both come once more for second parts. */
     uint16_t *copies;
@@ -79,24 +79,20 @@ static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
     const int64_t k_elements = ca_is_scaled(k_dtype) ? MAX_GROUPS * ca_kv_form(plan, K).elements : 0;
     const int64_t staged = ca_max64(ca_has_scales(k_dtype) ? ca_kv_form(plan, K).elements : 0,
                                     ca_has_scales(v_dtype) ? ca_kv_form(plan, V).elements : 0);
-    int64_t at = carve(&w->x, base, plan);
+    int64_t at = carve(&w->scratch, base, plan);
     w->kv[K].scaled = has_one_scale(k_dtype);
     w->kv[V].scaled = has_one_scale(v_dtype);
     w->kv[K].parts = ca_has_scales(k_dtype) ? 2 : 1;
     w->kv[V].parts = ca_has_scales(v_dtype) ? 2 : 1;
     w->kv[K].apart = k_elements;
     w->kv[V].apart = v_elements(plan);
-#define TAKE(field, bytes)                                                                                             \
-    w->field = (void *)(base + (uintptr_t)at);                                                                         \
-    at = ca_round_up(at + (bytes), 64);
-    TAKE(s, STRIP * S_STRIDE * 4)
-    TAKE(copies, w->kv[V].parts * w->kv[V].apart * 2)
-    TAKE(kv[K].wide, w->kv[K].parts * w->kv[K].apart * 2)
-    TAKE(stage, staged ? (staged + 2 * VL) * 2 : 0)
-    TAKE(pipe, may_pipe(plan) ? sizeof *w->pipe : 0)
-    TAKE(partial_o, may_pipe(plan) ? STRIP * plan->shape.head_size_v * 4 : 0)
-    TAKE(left, ca_div_up(plan->rows, STRIP))
-#undef TAKE
+    CARVE(w->s, STRIP * S_STRIDE * 4)
+    CARVE(w->copies, w->kv[V].parts * w->kv[V].apart * 2)
+    CARVE(w->kv[K].wide, w->kv[K].parts * w->kv[K].apart * 2)
+    CARVE(w->stage, staged ? (staged + 2 * VL) * 2 : 0)
+    CARVE(w->pipe, may_pipe(plan) ? sizeof *w->pipe : 0)
+    CARVE(w->partial_o, may_pipe(plan) ? STRIP * plan->shape.head_size_v * 4 : 0)
+    CARVE(w->left, ca_div_up(plan->rows, STRIP))
     w->kv[V].wide = w->copies + STEPS_V * DEPTH * (int64_t)plan->shape.head_size_v;
     return at;
 }
@@ -119,13 +115,13 @@ static int64_t work_bytes(const ca_plan *plan) {
 
 /* Brings K of a block, and V unless `last` is K, to where tiles find it. */
 static void bring(tile_work *w, score_block *b, int last) {
-    b->groups = memcpy(w->x.groups[2], b->groups, (size_t)b->num_groups * sizeof(group));
+    b->groups = memcpy(w->scratch.groups[2], b->groups, (size_t)b->num_groups * sizeof(group));
     for (int kv = K; kv <= last; kv++)
         if (ca_is_scaled(ca_kv_dtype(&w->plan->shape, kv)))
             take_scaled(w, b, kv);
         else
-            unpack_groups_bf16(w->plan, &w->x, &(prefetch){.by_unpacking = 1}, b, kv, 0, b->num_groups,
-                               w->x.unpacked[kv], b->groups);
+            unpack_groups_bf16(w->plan, &w->scratch, &(prefetch){.by_unpacking = 1}, b, kv, 0, b->num_groups,
+                               w->scratch.unpacked[kv], b->groups);
 }
 
 /* Computes a block of one head. Returns 0 where take_values does. */
@@ -166,9 +162,9 @@ static tile_work begin_work(const ca_plan *plan, const ca_call *call, const ca_t
     w.kv[V].share = share_of(w.kv[V].bytes, num_strips * w.passes);
     w.v_now = share_of(w.kv[V].bytes, w.products);
     carve_work(&w, (uintptr_t)memory, plan);
-    w.x.integers = 0;
-    w.x.q_bytes = query_width_bf16(w.head_size) * 2;
-    load_rows_bf16(plan, call, task, kv_head, num_heads, &w.x);
+    w.scratch.integers = 0;
+    w.scratch.q_bytes = query_width_bf16(w.head_size) * 2;
+    load_rows_bf16(plan, call, task, kv_head, num_heads, &w.scratch);
     return w;
 }
 
@@ -195,7 +191,7 @@ static int begin_block(void *segment, score_block *b) {
 static void attend_block(void *segment, const score_block *b, int h) {
     tile_work *w = segment;
     w->state = w->states + h;
-    w->cold = w->opening && h == 0;
+    w->unprefetched = w->opening && h == 0;
     if (!w->by_vectors[h])
         w->by_vectors[h] = !run_block(w, *b, ca_rows_of(w->plan, w->task));
 }
@@ -211,11 +207,11 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
         return vector_kernel()->segment(plan, call, task, kv_head, num_heads, k0, k1, states, memory);
     }
     tile_work w = begin_work(plan, call, task, kv_head, num_heads, ca_div_up(rows, STRIP), memory);
-    if (goes_by_units(plan, call, task, w.x.factor)) {
+    if (goes_by_units(plan, call, task, w.scratch.factor)) {
         begin_pipeline(w.pipe, w.partial_o);
         memset(w.left, 0, (size_t)ca_div_up(rows, STRIP));
         for (int64_t r = 0; r < ca_min64(rows, 2 * STRIP); r++)
-            prefetch_bytes(w.x.query[r], w.head_size * 2);
+            prefetch_bytes(w.scratch.query[r], w.head_size * 2);
     } else {
         w.pipe = NULL;
         for (int h = 0; h < num_heads; h++)
@@ -232,7 +228,7 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
                              .k0 = k0,
                              .k1 = k1,
                              .listed_end = listed_end(plan, call, task, k1)};
-    walk_blocks(&walk, &w.x, begin_block, attend_block, &w);
+    walk_blocks(&walk, &w.scratch, begin_block, attend_block, &w);
     /* Other code in this process configures tiles, too, and a context switch need not save unused ones. */
     tile_release();
     int status = 0;

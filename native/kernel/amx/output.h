@@ -7,10 +7,10 @@
 
 /* Rounds n columns of o times a factor. Returns 0 where one is NaN, for which these bits are not right. */
 INLINE int put_row(int streams, const float *o, int64_t n, float factor, uint16_t *to) {
-    const vf by = v_set1(factor);
+    const vf factors = v_set1(factor);
     int nan = 0;
     for (int64_t c = 0; c < n; c += 2 * VL) {
-        const vf a = v_mul(v_load_f32(o + c), by), b = v_mul(v_load_f32(o + c + VL), by);
+        const vf a = v_mul(v_load_f32(o + c), factors), b = v_mul(v_load_f32(o + c + VL), factors);
         nan |= v_any_nan(a, b);
         if (streams)
             v_stream_pairs(to + c, v_bf16_of(a, b));

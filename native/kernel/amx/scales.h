@@ -16,8 +16,8 @@ INLINE void put_parts(uint16_t *to, int64_t apart, vf even, vf odd) {
 static void put_k_parts(const uint16_t *from, const char *scales, int64_t head_size, int64_t shared, int64_t apart,
                         uint16_t *to) {
     for (int64_t d = 0; d < head_size; d += 2, from += 2 * VL, to += 2 * VL) {
-        vf by = v_load_bf16((const void *)(scales + d / shared * CA_LANES * 2));
-        put_parts(to, apart, v_mul(v_even_bf16(from), by), v_mul(v_odd_bf16(from), by));
+        vf scale = v_load_bf16((const void *)(scales + d / shared * CA_LANES * 2));
+        put_parts(to, apart, v_mul(v_even_bf16(from), scale), v_mul(v_odd_bf16(from), scale));
     }
 }
 

@@ -6,10 +6,10 @@
 typedef struct strip {
     int64_t row; /* number of its first row in the task */
     int rows, number;
-    int opening, cold; /* the block is the segment's first, whose queries are still to be prefetched; V, too */
-    int shaped;        /* scores are more than products: softcap, ALiBi, a tree, ... */
-    int masked;        /* some row does not see all of the groups */
-    const group *g;    /* groups that some row sees, from an even one on */
+    int opening, unprefetched; /* the block is the segment's first, whose queries are still to be prefetched; V, too */
+    int shaped;                /* scores are more than products: softcap, ALiBi, a tree, ... */
+    int masked;                /* some row does not see all of the groups */
+    const group *g;            /* groups that some row sees, from an even one on */
     int num_groups;
     const group *next; /* the next block's groups at the same places */
     int num_next;
@@ -32,11 +32,11 @@ INLINE share_targets list_share_targets(const tile_work *w, const strip *t, int 
     EACH(j, 2) {
         if (g + j < t->num_next)
             a.next[j] = t->next[g + j].kv[K].at + t->number * w->products * w->kv[K].share;
-        if (t->cold && t->number == 0 && g + j < t->num_groups)
+        if (t->unprefetched && t->number == 0 && g + j < t->num_groups)
             a.v[j] = t->g[g + j].kv[V].at;
     }
     for (int64_t r = g / 2 * t->queries; t->opening && r < ca_min64((g / 2 + 1) * t->queries, t->rows_next); r++)
-        prefetch_bytes(w->x.query[t->row + STRIP + r], w->head_size * 2);
+        prefetch_bytes(w->scratch.query[t->row + STRIP + r], w->head_size * 2);
     return a;
 }
 
@@ -51,7 +51,7 @@ INLINE void prefetch_share(const tile_work *w, const share_targets *a, int64_t i
 INLINE void tile_scores(int whole, tile_work *w, const strip *t, int64_t d, int64_t end) {
     const int tall = whole || t->rows > 16, num_groups = t->num_groups;
     const int64_t ld = query_width_bf16(w->head_size), parts = whole ? 1 : w->kv[K].parts, apart = w->kv[K].apart;
-    const uint16_t *q = (const uint16_t *)w->x.q + t->row * ld;
+    const uint16_t *q = (const uint16_t *)w->scratch.q + t->row * ld;
     shape_tiles(&w->sizes, t->rows, (int)ca_min64(DEPTH, ca_round_up(end - d, 2)), CA_LANES);
     for (int g = 0; g < num_groups; g += 2) {
         const int wide = whole || g + 1 < num_groups;
@@ -120,14 +120,14 @@ static NOINLINE void add_values(tile_work *w, const strip *t) {
  * groups. */
 static strip make_strip(const tile_work *w, const score_block *b, int64_t row) {
     const int rows = (int)ca_min64(STRIP, ca_rows_of(w->plan, w->task) - row);
-    const edges sees = edges_of(&w->x, b, row, rows);
+    const edges sees = edges_of(&w->scratch, b, row, rows);
     strip t = {.row = row,
                .rows = rows,
                .number = (int)(row / STRIP),
                .opening = w->opening,
-               .cold = w->cold,
-               .shaped =
-                   w->call->softcap > 0 || w->call->alibi_slopes || w->call->attn_bias || w->x.tree || w->x.factor == 0,
+               .unprefetched = w->unprefetched,
+               .shaped = w->call->softcap > 0 || w->call->alibi_slopes || w->call->attn_bias || w->scratch.tree ||
+                         w->scratch.factor == 0,
                .g = b->groups,
                .next = b->next,
                .v = w->v,
@@ -157,9 +157,9 @@ static void load_strip(tile_work *w, int64_t row) {
     const int64_t rows = ca_min64(STRIP, ca_rows_of(w->plan, w->task) - row), width = query_width_bf16(w->head_size);
     if (row < w->loaded)
         return;
-    load_queries_bf16(w->plan, &w->x, row, rows);
+    load_queries_bf16(w->plan, &w->scratch, row, rows);
     if (w->pipe) /* x.q has room for floats, so for twice the rows. */
-        memset((uint16_t *)w->x.q + (row + rows) * width, 0, (size_t)((STRIP - rows) * width) * 2);
+        memset((uint16_t *)w->scratch.q + (row + rows) * width, 0, (size_t)((STRIP - rows) * width) * 2);
     w->loaded = row + STRIP;
 }
 

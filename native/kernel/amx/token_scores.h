@@ -28,7 +28,7 @@ static void score_keys(tile_work *w, const score_block *b, int64_t row, int firs
 
 /* Holds an indexer's scores that are being computed by tiles, as token_work does for vectors. */
 typedef struct tile_token_work {
-    tile_work w;
+    tile_work tiles;
     const float *weights;
     float *scores;
     int64_t stride;
@@ -42,33 +42,33 @@ static int begin_key_block(void *tokens, score_block *b) {
 
 static void score_key_block(void *tokens, const score_block *b, int h) {
     tile_token_work *t = tokens;
-    const int64_t heads = t->w.plan->group_size;
+    const int64_t heads = t->tiles.plan->group_size;
     const int strips = (int)ca_div_up(heads, STRIP);
     score_block here = *b;
     (void)h; /* an index cache has one kv head */
-    if (!ca_side_ready(t->w.plan, K))
-        bring(&t->w, &here, K);
-    for (int32_t i = 0; i < t->w.task->num_tokens; i++)
-        score_keys(&t->w, &here, i * heads, i * strips, t->weights + i * heads, t->scores + i * t->stride);
+    if (!ca_side_ready(t->tiles.plan, K))
+        bring(&t->tiles, &here, K);
+    for (int32_t i = 0; i < t->tiles.task->num_tokens; i++)
+        score_keys(&t->tiles, &here, i * heads, i * strips, t->weights + i * heads, t->scores + i * t->stride);
 }
 
 static void score_tokens(const ca_plan *plan, const ca_call *call, const ca_task *task, const float *weights,
                          int64_t k0, int64_t k1, float *scores, int64_t stride, void *memory) {
     const int64_t strips = ca_div_up(plan->group_size, STRIP);
-    tile_token_work t = {.w = begin_work(plan, call, task, 0, 1, task->num_tokens * strips, memory),
+    tile_token_work t = {.tiles = begin_work(plan, call, task, 0, 1, task->num_tokens * strips, memory),
                          .weights = weights,
                          .scores = scores,
                          .stride = stride};
-    t.w.pipe = NULL;
+    t.tiles.pipe = NULL;
     const block_walk walk = {.plan = plan,
                              .call = call,
                              .task = task,
                              .num_heads = 1,
-                             .max_groups = most_groups(&t.w),
+                             .max_groups = most_groups(&t.tiles),
                              .k0 = k0,
                              .k1 = k1,
                              .listed_end = k1};
-    load_queries_bf16(plan, &t.w.x, 0, ca_rows_of(plan, task));
-    walk_blocks(&walk, &t.w.x, begin_key_block, score_key_block, &t);
+    load_queries_bf16(plan, &t.tiles.scratch, 0, ca_rows_of(plan, task));
+    walk_blocks(&walk, &t.tiles.scratch, begin_key_block, score_key_block, &t);
     tile_release();
 }

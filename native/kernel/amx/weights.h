@@ -19,7 +19,7 @@ static void scale_scores(const strip *t, float *s) {
 
 /* Prepares a row of scores for the softmax. Returns what they are still to be multiplied by. */
 static float prepare(const tile_work *w, const strip *t, float *s, int64_t row) {
-    const scratch *x = &w->x;
+    const scratch *x = &w->scratch;
     const int64_t lo = ca_max64(t->k0, x->lo[row]), hi = ca_min64(t->k1, x->hi[row]);
     if (w->kv[K].scaled)
         scale_scores(t, s);

@@ -178,14 +178,14 @@ static inline int list_groups(const ca_plan *plan, const ca_call *call, const ca
 static inline void move_groups(const ca_plan *plan, const ca_call *call, int heads, int rows, const group *from, int n,
                                group *to) {
     const ca_shape *s = &plan->shape;
-    int64_t by[2];
+    int64_t offset[2];
     EACH(kv, 2)
-    by[kv] = heads * call->kv[kv].stride_h * ca_dtype_size(ca_kv_dtype(s, kv)) + rows * ca_kv_row_bytes(s, kv);
+    offset[kv] = heads * call->kv[kv].stride_h * ca_dtype_size(ca_kv_dtype(s, kv)) + rows * ca_kv_row_bytes(s, kv);
     for (int i = 0; i < n; i++) {
         to[i] = from[i];
         EACH(kv, 2) {
-            to[i].kv[kv].at += by[kv];
-            to[i].kv[kv].scales += by[kv];
+            to[i].kv[kv].at += offset[kv];
+            to[i].kv[kv].scales += offset[kv];
         }
     }
 }

@@ -78,9 +78,9 @@ INLINE void int8_of_bits(int bits, const uint8_t *src, uint8_t *dst) {
             const int to = ca_plane_bit(bits, 4 + j);
             chunks left, right;
             EACH(k, 4 * CHUNKS) {
-                const int by = to - i * CHUNKS - k / 4;
-                left[k] = by > 0 ? (uint32_t)by : 0;
-                right[k] = by < 0 ? (uint32_t)-by : 0;
+                const int shift = to - i * CHUNKS - k / 4;
+                left[k] = shift > 0 ? (uint32_t)shift : 0;
+                right[k] = shift < 0 ? (uint32_t)-shift : 0;
             }
             half |= (plane[j] << left >> right) & (0x01010101u << to);
         }
