@@ -231,11 +231,11 @@ INLINE void v_put_pairs(uint16_t *p, vf even, vf odd) {
 #ifdef HAS_VBMI
 /* ---- weights without floats ---- */
 
-/* 2^(x/512) by integers. x = 512 n + w stands for 2^n (1 + w/512), which is too much by what a table has for every four
- * w, in units of 2^-9 (the best for the sum of the squares of relative errors); of what is left the last two bits are
- * dropped, 2 being added before. A quarter is added to every other x and taken from the others: equal weights do not
- * all become more or all less. Relative errors of a weight: 0.475 % at most, RMS 0.174 % (rounded to nearest: 0.39 and
- * 0.166); of the sum of 256 equal ones 0.395 % (0.38). */
+/* Computes 2^(x/512) by integers. x = 512 n + w stands for 2^n (1 + w/512), which is too much by what a table has for
+ * every four w, in units of 2^-9 (the best for the sum of the squares of relative errors); of what is left the last two
+ * bits are dropped, 2 being added before. A quarter is added to every other x and taken from the others: equal weights
+ * do not all become more or all less. Relative errors of a weight: 0.475 % at most, RMS 0.174 % (rounded to nearest:
+ * 0.39 and 0.166); of the sum of 256 equal ones 0.395 % (0.38). */
 #define V_OCTAVE 512
 static const uint8_t above_power[128] = {
     0,  1,  3,  4,  5,  6,  8,  8,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 24, 25, 26,
@@ -280,7 +280,7 @@ INLINE void v_store_words(uint16_t *p, vi x) { _mm512_storeu_si512(p, x); }
 INLINE vi v_min_words(vi a, vi b) { return _mm512_min_epu16(a, b); }
 INLINE vi v_sub_words(vi a, vi b) { return _mm512_subs_epu16(a, b); }
 
-/* v_words keeps these in registers. */
+/* Holds what v_words keeps in registers. */
 typedef struct v_word_order {
     __m512i order, hidden;
 } v_word_order;
@@ -363,7 +363,7 @@ INLINE v_table v_load_table(int n, const void *table) {
     return t;
 }
 
-/* A vector of pairs out of 32 bytes, or out of half of their halves. */
+/* Makes a vector of pairs of 32 bytes, or of one half of each. */
 INLINE vp v_quantised_vector(int halves, const uint8_t *p, int half, const v_table *t) {
     const __m256i bytes = _mm256_loadu_si256((const void *)p);
     __m512i x[2] = {_mm512_zextsi256_si512(bytes)};
@@ -374,7 +374,7 @@ INLINE vp v_quantised_vector(int halves, const uint8_t *p, int half, const v_tab
     words_of_bytes(x[0], t->t, t->t + 2, x);
     return x[0];
 }
-/* Two, out of 64. */
+/* Makes two vectors of 64. */
 INLINE void v_quantised_pairs(int halves, const uint8_t *p, int half, const v_table *t, vp *out) {
     if (halves)
         EACH(j, 2) out[j] = v_quantised_vector(1, p + 32 * j, half, t);

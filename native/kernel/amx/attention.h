@@ -31,14 +31,14 @@ typedef struct tile_work {
     const ca_state *states, *state; /* [heads]; that of the head at hand */
     int64_t k0;                     /* the segment's first key */
     int64_t head_size, head_size_v;
-    int64_t products, passes;  /* of 32 dimensions, for the scores; of 32 columns of V, for the output */
-    int64_t v_now;             /* bytes of a group of this block's V that one product asks for where `unprefetched` */
-    int opening, unprefetched; /* the block is the segment's first; besides, nothing has prefetched it */
-    int regular;               /* the block's groups are whole, and follow one another */
-    int64_t loaded;            /* queries up to this row are in x.q */
-    pipeline *pipe;            /* NULL: all strips go by scores */
-    float *partial_o;          /* [STRIP][head_size_v], for pipe->o */
-    uint8_t *left;             /* of each strip: has it left the pipeline? */
+    int64_t products, passes;     /* of 32 dimensions, for the scores; of 32 columns of V, for the output */
+    int64_t v_now;                /* bytes of a group of this block's V that one product prefetches if `unprefetched` */
+    int opening, unprefetched;    /* the block is the segment's first; besides, nothing has prefetched it */
+    int regular;                  /* the block's groups are whole, and follow one another */
+    int64_t loaded;               /* queries up to this row are in x.q */
+    pipeline *pipe;               /* NULL: all strips go by scores */
+    float *partial_o;             /* [STRIP][head_size_v], for pipe->o */
+    uint8_t *left;                /* of each strip: has it left the pipeline? */
     uint8_t by_vectors[CA_HEADS]; /* heads that the vector kernel computes from the start */
     scratch scratch;
     float *s; /* [STRIP][S_STRIDE] scores, then weights, bf16 */
@@ -47,7 +47,7 @@ typedef struct tile_work {
     const uint16_t *v[STEPS_V]; /* V of each two groups: in the cache, unpacked or in copies */
     tile_sizes sizes;           /* those of the tiles as configured; 0: they are not yet */
     struct {
-        /* bytes is what a group takes, and share what one product or pass asks for of a group of the next block. */
+        /* bytes is what a group takes, and share what one product or pass prefetches of a group of the next block. */
         int64_t bytes, share;
         uint16_t *wide; /* [MAX_GROUPS] groups of integers as bf16 */
         int parts;      /* 2 where a number times its scale is the sum of two bf16 numbers, else 1 */
@@ -113,22 +113,22 @@ static int64_t work_bytes(const ca_plan *plan) {
 
 /* ---- a segment ---- */
 
-/* Brings K of a block, and V unless `last` is K, to where tiles find it. */
-static void bring(tile_work *w, score_block *b, int last) {
+/* Unpacks K of a block, and V unless `last` is K, to where tiles read it. */
+static void unpack_block(tile_work *w, score_block *b, int last) {
     b->groups = memcpy(w->scratch.groups[2], b->groups, (size_t)b->num_groups * sizeof(group));
     for (int kv = K; kv <= last; kv++)
         if (ca_is_scaled(ca_kv_dtype(&w->plan->shape, kv)))
-            take_scaled(w, b, kv);
+            dequantise(w, b, kv);
         else
             unpack_groups_bf16(w->plan, &w->scratch, &(prefetch){.by_unpacking = 1}, b, kv, 0, b->num_groups,
                                w->scratch.unpacked[kv], b->groups);
 }
 
-/* Computes a block of one head. Returns 0 where take_values does. */
+/* Computes a block of one head. Returns 0 where lay_out_values does. */
 static int run_block(tile_work *w, score_block b, int64_t rows) {
     if (!ca_ready(w->plan))
-        bring(w, &b, V);
-    if (!take_values(w, &b, rows))
+        unpack_block(w, &b, V);
+    if (!lay_out_values(w, &b, rows))
         return 0;
     w->loaded = w->opening ? 0 : INT64_MAX;
     w->regular = whole(b.groups, b.num_groups) &&
@@ -146,7 +146,7 @@ static int run_block(tile_work *w, score_block b, int64_t rows) {
     return 1;
 }
 
-/* Work on a task: num_strips go through a block. */
+/* Begins the work on a task, of which num_strips strips go through a block. */
 static tile_work begin_work(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
                             int64_t num_strips, void *memory) {
     tile_work w = {.plan = plan,
@@ -168,7 +168,8 @@ static tile_work begin_work(const ca_plan *plan, const ca_call *call, const ca_t
     return w;
 }
 
-/* How many groups of a block stay in L2 with those of the next one, or in L1 where few rows read them unpacked. */
+/* Returns how many groups of a block stay in L2 with those of the next one, or in L1 where few rows read them unpacked.
+ */
 static int most_groups(const tile_work *w) {
     const int few = !ca_ready(w->plan) && ca_rows_of(w->plan, w->task) <= CA_FEW_ROWS;
     const int64_t fit =
@@ -176,7 +177,7 @@ static int most_groups(const tile_work *w) {
     return (int)ca_max64(2, ca_min64(w->pipe ? MAX_GROUPS : KEYS / CA_LANES, fit - fit % 2));
 }
 
-/* Units hold logits that are products times a positive factor, or those capped. */
+/* Do the strips of a task go by units? These hold logits that are products times a positive factor, or capped ones. */
 static int goes_by_units(const ca_plan *plan, const ca_call *call, const ca_task *task, float factor) {
     return may_pipe(plan) && !task->shared && ca_rows_of(plan, task) > CA_FEW_ROWS && !call->alibi_slopes &&
            !call->attn_bias && factor > 0 && factor < 0x1p100f;
@@ -229,7 +230,7 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
                              .k1 = k1,
                              .listed_end = listed_end(plan, call, task, k1)};
     walk_blocks(&walk, &w.scratch, begin_block, attend_block, &w);
-    /* Other code in this process configures tiles, too, and a context switch need not save unused ones. */
+    /* Other code in this process may configure tiles, too, and a context switch need not save unused ones. */
     tile_release();
     int status = 0;
     for (int h = 0; h < num_heads && !status; h++)

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
- * A task's output in whole vectors, for amx/attention.h. It goes past the caches where all of a call's output is more
- * than these keep for whoever reads it next: 1.04 times the speed of a prefill of 2048 tokens (MEASUREMENTS.md: AMX).
+ * This file stores a task's output in whole vectors, for amx/attention.h. Where all of a call's output is more than the
+ * caches keep for whoever reads it next, it is streamed past them: a prefill of 2048 tokens has 1.04 times the speed so
+ * (MEASUREMENTS.md: AMX).
  */
 
-#define TOKENS_AHEAD 4 /* whose output lines are asked for, where it does not */
+#define TOKENS_AHEAD                                                                                                   \
+    4 /* from the token that is stored to the one whose output lines are prefetched, where nothing is streamed */
 
 /* Rounds n columns of o times a factor. Returns 0 where one is NaN, for which these bits are not right. */
 INLINE int put_row(int streams, const float *o, int64_t n, float factor, uint16_t *to) {

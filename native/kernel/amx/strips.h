@@ -1,32 +1,32 @@
 /* SPDX-License-Identifier: Apache-2.0
- * A strip is up to STRIP query rows against a block of keys. Here strips of any shape form scores, turn them to weights
- * in place by the softmax of the vector kernels, KEYS at a time, and add values, for amx/attention.h; pipeline.h does
- * it for most of those of whole tiles. */
+ * A strip is up to STRIP query rows against a block of keys. This file takes strips of any shape through a block, KEYS
+ * keys at a time, for amx/attention.h: it forms scores, turns them into weights in place by the softmax of the vector
+ * kernels, and adds values. pipeline.h does this for most strips of whole tiles. */
 
 typedef struct strip {
     int64_t row; /* number of its first row in the task */
     int rows, number;
-    int opening, unprefetched; /* the block is the segment's first, whose queries are still to be prefetched; V, too */
+    int opening, unprefetched; /* the block is the segment's first, and queries are still to be prefetched; so is V */
     int shaped;                /* scores are more than products: softcap, ALiBi, a tree, ... */
     int masked;                /* some row does not see all of the groups */
     const group *g;            /* groups that some row sees, from an even one on */
     int num_groups;
     const group *next; /* the next block's groups at the same places */
     int num_next;
-    int64_t queries, rows_next; /* rows of the next strip whose queries two groups ask for, and all rows of it */
+    int64_t queries, rows_next; /* rows of the next strip that are prefetched with two groups, and all of its rows */
     const uint16_t *const *v;   /* V of each two groups */
     int64_t k0, k1;
 } strip;
 
 #include "weights.h"
 
-/* What the products of a strip's scores of two groups ask for, each its share: of the next block's K and, while the
- * first block's scores are formed, of these groups' V. */
+/* Holds what the products of a strip's scores of two groups prefetch, each its share: the next block's K and, while the
+ * first block's scores are formed, these groups' V. */
 typedef struct share_targets {
     const char *next[2], *v[2];
 } share_targets;
 
-/* The next strip's queries are asked for here, a few rows for every two groups. */
+/* Lists these targets, and prefetches the next strip's queries, a few rows for every two groups. */
 INLINE share_targets list_share_targets(const tile_work *w, const strip *t, int g) {
     share_targets a = {{NULL, NULL}, {NULL, NULL}};
     EACH(j, 2) {
@@ -40,7 +40,7 @@ INLINE share_targets list_share_targets(const tile_work *w, const strip *t, int 
     return a;
 }
 
-/* Prefetches the share of the i-th product. What lies behind a group's last byte is asked for in vain. */
+/* Prefetches the share of the i-th product. The last shares of a group may reach behind its last byte, in vain. */
 INLINE void prefetch_share(const tile_work *w, const share_targets *a, int64_t i) {
     const int64_t share = w->kv[K].share;
     EACH(j, 2) if (a->next[j]) prefetch_bytes(a->next[j] + i * share, share);
@@ -83,7 +83,7 @@ static NOINLINE void form_scores(tile_work *w, const strip *t) {
         tile_scores(0, w, t, square, w->head_size);
 }
 
-/* O += P V, two tiles of columns at a time. Each pass asks for the strip's share of the next block's V. whole: there
+/* O += P V, two tiles of columns at a time. Each pass prefetches the strip's share of the next block's V. whole: there
  * are STRIP rows, a multiple of 32 columns and one part. */
 INLINE void tile_values(int whole, tile_work *w, const strip *t) {
     const int tall = whole || t->rows > 16, steps = (t->num_groups + 1) / 2, num_next = t->num_next;
@@ -149,7 +149,7 @@ static strip make_strip(const tile_work *w, const score_block *b, int64_t row) {
     t.queries = ca_div_up(STRIP, ca_max64(1, ca_div_up(t.num_groups, 2)));
     t.masked = t.num_groups > 0 && (sees.all_lo > t.g->key || sees.all_hi < t.g[t.num_groups - 1].key + CA_LANES ||
                                     (!w->regular && !whole(t.g, t.num_groups)));
-    return t; /* it has no groups only between blocks that are selected */
+    return t; /* It has no groups only between blocks that are selected. */
 }
 
 /* Copies queries of a strip, unless that is done, and fills it up with rows of zeros. */

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Here tiles form the scores by which an indexer selects keys (attention/token_sums.inc), for amx/attention.h. The
+ * This file forms by tiles the scores by which an indexer selects keys (attention/token_sums.inc). The
  * heads of a query token are rows of strips, which share each block of keys with the task's other query tokens. */
 
-/* Scores of the block's keys for one query token, whose heads are rows from `row` on. first: number of its first strip.
- */
+/* Makes the scores of the block's keys for one query token, whose heads are the rows from `row` on. first: the number
+ * of its first strip. */
 static void score_keys(tile_work *w, const score_block *b, int64_t row, int first, const float *weights,
                        float *scores) {
     const int64_t heads = w->plan->group_size;
@@ -47,7 +47,7 @@ static void score_key_block(void *tokens, const score_block *b, int h) {
     score_block here = *b;
     (void)h; /* an index cache has one kv head */
     if (!ca_side_ready(t->tiles.plan, K))
-        bring(&t->tiles, &here, K);
+        unpack_block(&t->tiles, &here, K);
     for (int32_t i = 0; i < t->tiles.task->num_tokens; i++)
         score_keys(&t->tiles, &here, i * heads, i * strips, t->weights + i * heads, t->scores + i * t->stride);
 }

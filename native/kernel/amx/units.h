@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Here the strips of a task become units of the pipeline, where words can hold their logits: those with ALiBi, a bias
- * or a tree mask go by scores (strips.h), as do strips whose words turn out not to do. Such a strip does so until its
- * segment ends, since references of the pipeline are integers.
+ * This file makes units of the pipeline of a task's strips, where words can hold their logits. Strips with ALiBi, a
+ * bias or a tree mask go by scores (strips.h), as do strips whose words turn out not to do. Such a strip does so until
+ * its segment ends, since references of the pipeline are integers.
  *
  * Whether a strip leaves the pipeline depends on all of its rows, which are one request's. So the bits of a row depend
  * on its request alone; tasks that hold rows of several requests go by scores. */
@@ -26,7 +26,7 @@ static uint32_t seen_of_group(const group *g, int64_t lo, int64_t hi) {
     return end > first ? (1u << end) - (1u << first) : 0;
 }
 
-/* Which keys of a step each row of a strip sees. */
+/* Finds which keys of a step each row of a strip sees. */
 static void see_step(const tile_work *w, const strip *t, int i, uint32_t *seen) {
     const scratch *x = &w->scratch;
     const group *g = t->g + 2 * i, *h = 2 * i + 1 < t->num_groups ? g + 1 : NULL;
@@ -56,8 +56,8 @@ static int choose_first_step(const tile_work *w, const strip *t, pipe_unit *u) {
     return sees[0] || sees[1];
 }
 
-/* Sets which keys the rows see, where some do not see all: of steps that some row does not see whole, and of those
- * whose words are made with masks in any case, the last two, and all where logits are capped. */
+/* Sets which keys the rows see, for the steps that some row does not see whole, and for those whose words are made with
+ * masks in any case: the first two, the last two and, where logits are capped, all. */
 static int see_keys(const tile_work *w, const strip *t, pipe_unit *u) {
     const edges e = edges_of(&w->scratch, &(score_block){.k0 = t->k0, .k1 = t->k1}, t->row, t->rows);
     /* All rows see the steps [open, close) whole. */
@@ -76,7 +76,8 @@ static int see_keys(const tile_work *w, const strip *t, pipe_unit *u) {
     return !u->masked[0] || choose_first_step(w, t, u);
 }
 
-/* A strip of fewer than STRIP rows has a state of its own, which is full, and comes back when its unit is done. */
+/* Copies the state of a strip of fewer than STRIP rows to one of STRIP rows, which close_partial_state copies back when
+ * the strip's unit is done. */
 static void open_partial_state(const tile_work *w, const strip *t) {
     pipeline *x = w->pipe;
     const int64_t dv = w->head_size_v, n = t->rows;
@@ -97,7 +98,7 @@ static void close_partial_state(const tile_work *w, int64_t row, int64_t n) {
     memcpy(w->state->o + row * dv, x->o, (size_t)(n * dv) * sizeof *x->o);
 }
 
-/* Makes a unit of a strip. Returns 0 where it has to go by scores. */
+/* Makes a unit of a strip. Returns 0 if the strip has to go by scores. */
 static int make_unit(const tile_work *w, const score_block *b, const strip *t, const pipe_unit *before, pipe_unit *u) {
     pipeline *x = w->pipe;
     const float softcap = w->call->softcap;
@@ -131,7 +132,7 @@ static int make_unit(const tile_work *w, const score_block *b, const strip *t, c
     return see_keys(w, t, u);
 }
 
-/* A strip goes by scores, once the unit before it is done, whose tiles have other sizes. */
+/* Takes a strip by scores, once the unit before it is done, whose tiles have other sizes. */
 static void leave_pipeline(tile_work *w, const strip *t, const pipe_unit *before) {
     if (before)
         add_unit_values(w->head_size_v, w->pipe, before, NULL, 1);
@@ -141,7 +142,7 @@ static void leave_pipeline(tile_work *w, const strip *t, const pipe_unit *before
     shape_tiles(&w->sizes, STRIP, DEPTH, CA_LANES);
 }
 
-/* The task's strips go through a block, each one's softmax beside the values of the one before. */
+/* Takes the task's strips through a block, each one's softmax beside the values of the one before. */
 static void run_units(tile_work *w, const score_block *b, int64_t rows) {
     pipeline *x = w->pipe;
     pipe_unit units[2];

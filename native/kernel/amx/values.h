@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Here V of a block comes to where tiles find it, for amx/attention.h. */
+ * This file lays out V of a block for the tiles, for amx/attention.h. */
 
 static int in_segment(const group *g, int t, int64_t k0, int64_t k1) {
     return t < g->n && g->key + t >= k0 && g->key + t < k1;
 }
 
-/* Copies V of a group's keys in the segment, from element `at` on, and 0 for other keys, whose V may be NaN. */
+/* Copies V of a group's keys in the segment, from element `at` on. Other keys, whose V may be NaN, become 0. */
 static void copy_values(const group *g, int64_t at, int64_t k0, int64_t k1, int64_t head_size_v, uint16_t *to) {
     const uint16_t *from = (const uint16_t *)g->kv[V].at + at;
     const size_t bytes = (size_t)head_size_v * 4;
@@ -20,10 +20,9 @@ static void copy_values(const group *g, int64_t at, int64_t k0, int64_t k1, int6
     }
 }
 
-/* Sets where tiles find the V of a score block, two groups at a time. Keys that a row may not see weigh 0 there, which
- * is as good as skipping them unless V is not finite. Returns 0 where such a key, which some of the task's rows see,
- * might spoil the others. */
-static int take_values(tile_work *w, const score_block *b, int64_t rows) {
+/* Sets where tiles read V of a score block, two groups at a time. Keys that a row may not see weigh 0 there, which
+ * equals skipping them if V is finite. Returns 0 if V of a key that only some of the task's rows see is not finite. */
+static int lay_out_values(tile_work *w, const score_block *b, int64_t rows) {
     const int64_t dv = w->head_size_v, group_bytes = CA_LANES * dv * 2;
     const edges e = edges_of(&w->scratch, b, 0, rows);
     for (int i = 0; i < b->num_groups; i += 2) {
