@@ -40,11 +40,11 @@ typedef struct ca_transforms {
 static inline int ca_transforms_rows(const ca_transforms *transforms, int kv) {
     return (kv == K && transforms->cos_sin) || transforms->hadamard >> kv & 1;
 }
-int ca_transforms_begin(ca_transforms *transforms,
-                        int team); /* allocates what a team of threads needs, or returns CA_NO_MEMORY */
+/* Allocates what a team of threads needs, or returns CA_NO_MEMORY. */
+int ca_transforms_begin(ca_transforms *transforms, int team);
 void ca_transforms_end(ca_transforms *transforms);
-void ca_transform_queries(const ca_transforms *transforms, int thread,
-                          int team); /* handles this thread's share of the queries */
+/* Transforms this thread's share of the queries. */
+void ca_transform_queries(const ca_transforms *transforms, int thread, int team);
 /* Returns K or V of one head of the n <= 16 tokens from t on: row i of the result is token t + i, in float32 where the
  * side is `wide`. first: this is the first head of these tokens. */
 ca_array ca_transform_rows(const ca_transforms *transforms, int kv, int thread, int head, int first, int64_t t, int n);

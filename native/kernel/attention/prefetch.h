@@ -44,8 +44,7 @@ typedef struct part_to_fetch {
 } part_to_fetch;
 
 /* Says what is prefetched while products run, for a segment; choose_sources (operand_sources.inc) settles it for each
- * score block.
- */
+ * score block. */
 typedef struct prefetch {
     int steps;        /* steps ahead, as the policy has them */
     int together;     /* the number of kv heads that prefetch for one another, or 0 */
