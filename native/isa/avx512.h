@@ -58,11 +58,11 @@ INLINE vf v_keep(vf x, int first, int end) {
 }
 INLINE float v_hmax(vf x) { return _mm512_reduce_max_ps(x); }
 INLINE float v_hsum(vf x) { return _mm512_reduce_add_ps(x); }
-INLINE vf v_exchange(vf x, int by) {
-    return by == 1   ? _mm512_permute_ps(x, 0xb1)
-           : by == 2 ? _mm512_permute_ps(x, 0x4e)
-           : by == 4 ? _mm512_shuffle_f32x4(x, x, 0xb1)
-                     : _mm512_shuffle_f32x4(x, x, 0x4e);
+INLINE vf v_exchange(vf x, int distance) {
+    return distance == 1   ? _mm512_permute_ps(x, 0xb1)
+           : distance == 2 ? _mm512_permute_ps(x, 0x4e)
+           : distance == 4 ? _mm512_shuffle_f32x4(x, x, 0xb1)
+                           : _mm512_shuffle_f32x4(x, x, 0x4e);
 }
 
 INLINE vf v_load_f32(const float *p) { return _mm512_loadu_ps(p); }
@@ -115,8 +115,8 @@ INLINE vf v_float(vi x) { return _mm512_cvtepi32_ps(x); }
 INLINE int32_t v_hsum_int(vi x) { return _mm512_reduce_add_epi32(x); }
 INLINE vi v_top(vi top, vf x) { return _mm512_max_epu32(top, _mm512_castps_si512(x)); }
 INLINE uint32_t v_htop(vi x) { return _mm512_reduce_max_epu32(x); }
-INLINE vf v_mul_unless_0(vf x, vf by) {
-    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ), x, by);
+INLINE vf v_mul_unless_0(vf x, vf factor) {
+    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ), x, factor);
 }
 INLINE vi v_bytes(const uint8_t *p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)p)); }
 INLINE vi v_int8(vi x) {

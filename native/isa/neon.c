@@ -53,7 +53,7 @@ INLINE vf v_keep(vf x, int first, int end) {
 }
 INLINE float v_hmax(vf x) { return vmaxvq_f32(x); }
 INLINE float v_hsum(vf x) { return vaddvq_f32(x); }
-INLINE vf v_exchange(vf x, int by) { return by == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2); }
+INLINE vf v_exchange(vf x, int distance) { return distance == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2); }
 
 /* There is no masked access: the ends of rows go through the stack. */
 INLINE vf v_load_f32(const float *p) { return vld1q_f32(p); }

@@ -50,7 +50,7 @@ INLINE vf v_less(vf a, vf b, vf yes, vf no) { return a < b ? yes : no; }
 INLINE vf v_keep(vf x, int first, int end) { return first <= 0 && end > 0 ? x : -INFINITY; }
 INLINE float v_hmax(vf x) { return x; }
 INLINE float v_hsum(vf x) { return x; }
-INLINE vf v_exchange(vf x, int by) { return (void)by, x; }
+INLINE vf v_exchange(vf x, int distance) { return (void)distance, x; }
 
 INLINE vf v_load_f32(const float *p) { return *p; }
 INLINE vf v_loadn_f32(const float *p, int n) { return n ? *p : 0; }

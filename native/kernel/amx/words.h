@@ -78,9 +78,9 @@ INLINE void weigh_words(const word_rows *x, const v_powers_table *powers, int r,
     }
 }
 
-/* Takes the references that the state has, m, or for rows that have seen nothing some from the scores of a step.
+/* Takes the references that the state has, row_max, or for rows that have seen nothing some from the scores of a step.
  * Returns 0 where one is so large that a word could not say by how much a logit is less. */
-static NOINLINE int find_references(word_rows *x, const float *m, logit_scale scale, const float *scores,
+static NOINLINE int find_references(word_rows *x, const float *row_max, logit_scale scale, const float *scores,
                                     const uint32_t *seen) {
     const vf none = v_set1(-INFINITY);
     vf far = v_set1(0);
@@ -92,7 +92,7 @@ static NOINLINE int find_references(word_rows *x, const float *m, logit_scale sc
             rows[i] =
                 v_max(v_keep_bits(v_load_f32(s), seen[r + i]), v_keep_bits(v_load_f32(s + VL), seen[r + i] >> VL));
         }
-        const vf top = v_hmax_of_each(rows), known = v_load_f32(m + r);
+        const vf top = v_hmax_of_each(rows), known = v_load_f32(row_max + r);
         /* It is one unit less than LEAD, so that with the dither no row's largest logit weighs less than 2^-30. */
         vf first = v_add(v_round(v_mul(logits(scale, top), v_set1(scale.units))), v_set1(LEAD - 1));
         first = v_less(none, top, first, v_set1(LEAD));
@@ -105,17 +105,17 @@ static NOINLINE int find_references(word_rows *x, const float *m, logit_scale sc
     return v_hmax(far) == 0;
 }
 
-/* Brings the references of m to the words of a whole block, and O and l after them. fresh: O and l are still to be
- * written. Returns 0 where words do not do, having changed nothing: one is 0, or a row's first keys do not say how
- * large its logits are. */
-static NOINLINE int grow(word_rows *x, float *m, float *l, float *o, int64_t head_size_v, int fresh) {
+/* Brings the references of row_max to the words of a whole block, and O and row_sum after them. fresh: O and row_sum
+ * are still to be written. Returns 0 where words do not do, having changed nothing: one is 0, or a row's first keys do
+ * not say how large its logits are. */
+static NOINLINE int grow(word_rows *x, float *row_max, float *row_sum, float *o, int64_t head_size_v, int fresh) {
     const vf none = v_set1(-INFINITY), zero = v_set1(0), one = v_set1(1);
     float to[STRIP], growth[STRIP];
     vf lost = zero;
     for (int r = 0; r < STRIP; r += VL) {
         vi rows[VL];
         EACH(i, VL) rows[i] = v_load_words(x->least[r + i]);
-        const vf known = v_load_f32(m + r), least = v_hmin_words_of_each(rows);
+        const vf known = v_load_f32(row_max + r), least = v_hmin_words_of_each(rows);
         const vf over = v_sub(v_set1(WORD_MAX - V_ONE + LEAD), least); /* by which the largest logit weighs too much */
         const vf some = v_less(least, v_set1(WORD_MAX), one, zero), first = v_less(none, known, zero, some);
         lost = v_max(lost, v_max(v_less(zero, least, zero, one), v_less(over, zero, first, zero)));
@@ -129,12 +129,12 @@ static NOINLINE int grow(word_rows *x, float *m, float *l, float *o, int64_t hea
         return 0;
     for (int r = 0; r < STRIP; r++) {
         x->ceiling[r][0] = x->ceiling[r][1] = (int16_t)(uint16_t)(WORD_MAX - growth[r]);
-        if (!fresh && to[r] != m[r] && m[r] != -INFINITY) {
-            const float alpha = exp2_one(m[r] - to[r]);
+        if (!fresh && to[r] != row_max[r] && row_max[r] != -INFINITY) {
+            const float alpha = exp2_one(row_max[r] - to[r]);
             scale_row(o + r * head_size_v, head_size_v, alpha);
-            l[r] *= alpha;
+            row_sum[r] *= alpha;
         }
-        m[r] = to[r];
+        row_max[r] = to[r];
     }
     memcpy(x->ceiling[STRIP], x->ceiling[0], sizeof x->ceiling - sizeof x->ceiling[0] * STRIP);
     return 1;
