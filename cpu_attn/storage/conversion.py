@@ -153,7 +153,7 @@ def _stored(
 
 
 def _integers(x: NDArray[np.float32], form: Form, rotated: bool) -> tuple[Memory, Memory]:
-    """Quantises as kv_formats/narrow.inc does. The scale is the largest magnitude over the largest integer, in a
+    """Quantises as kv_formats/quantised.inc does. The scale is the largest magnitude over the largest integer, in a
     rotated row at most `step` times the root mean square, rounded up to bfloat16. An integer is x times the reciprocal
     of the scale, or x over the scale where that has no normal reciprocal, rounded to nearest even and clipped."""
     (n, heads, size, _), row = x.shape, FORMATS[form.kind]
