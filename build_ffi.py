@@ -304,8 +304,8 @@ class BuildExt(build_ext):  # type: ignore[misc]
 
 
 class BuildPy(build_py):  # type: ignore[misc]
-    """Packs each folder of cpu_attn/adapters as cpu_attn.NAME, and of tests/ only what ``verify`` and ``bench``
-    share with the tests."""
+    """Packs each folder of cpu_attn/adapters as cpu_attn.NAME, and of tests/ only what tests share with one another,
+    with ``verify`` and with ``bench``."""
 
     def finalize_options(self) -> None:
         for door in sorted((ROOT / "cpu_attn" / "adapters").glob("*/__init__.py")):

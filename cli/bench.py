@@ -31,7 +31,7 @@ from cpu_attn.cli.info import cpu, onednn
 from cpu_attn.cli.limits import DEFAULT_BYTES, Limit, Limits, best_isa, products, roof
 from cpu_attn.cli.rivals import RIVALS
 from cpu_attn.cli.workloads import GROUPS, WORKLOADS, Step, Workload
-from cpu_attn.tests.formats import DTYPES
+from cpu_attn.tests.cases.formats import DTYPES
 
 # One contestant has so many seconds and runs on one workload, unless --repeat says how many. After TURN seconds the
 # next one has its turn.

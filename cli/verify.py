@@ -29,13 +29,13 @@ from cpu_attn.cli.info import cpu
 from cpu_attn.cli.report import INTERRUPTED, counted, new_console, new_table
 from cpu_attn.linear import get_linear_attention_metadata
 from cpu_attn.reference import BUDGET
-from cpu_attn.tests import linear_cases
-from cpu_attn.tests.case import Case
-from cpu_attn.tests.case_levels import cases, invariant
-from cpu_attn.tests.case_problem import Problem, alone, build
-from cpu_attn.tests.case_run import Written, run, written
-from cpu_attn.tests.formats import DTYPES
-from cpu_attn.tests.judge import check, same_bits
+from cpu_attn.tests.cases import linear_cases
+from cpu_attn.tests.cases.case import Case
+from cpu_attn.tests.cases.formats import DTYPES
+from cpu_attn.tests.cases.judge import check, same_bits
+from cpu_attn.tests.cases.levels import cases, invariant
+from cpu_attn.tests.cases.problem import Problem, alone, build
+from cpu_attn.tests.cases.run import Written, run, written
 
 ENGINES = ("native", "onednn", "onednn-python", "reference", "linear", "linear-reference")
 LINEAR = {"linear": "native", "linear-reference": "reference"}  # linear attention, by these engines of its own

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests, and the cases that they share with `cpu-attn verify` and `cpu-attn bench`.
+"""Tests lie in adapters, docs, native, python and tools, as what they test does. They share these packages:
 
-    for case in cases("quick", "bfloat16"):
-        problem = build(case)
-        result = check(problem, *run(problem, isa="avx512", engine="native"))
-        assert result.ok, result.message
+- cases: the calls that the tests have in common with `cpu-attn verify` and `cpu-attn bench`, and their judge;
+- harness: what tests of several files stand on;
+- models: models, engines and steps of the libraries that the adapters join;
+- programs: what tests start in a process of its own.
 
-case.py says what a case is, case_levels.py which there are, case_problem.py what its arrays are, case_run.py how it is
-run, judge.py whether the result is right. A case depends on its name, dtype and seed alone.
+Commands of the Makefile lie beside this file: mutants.py breaks the package, in places that mutants.toml names or
+mutate.py draws, and peers.py compares signatures.
 """

@@ -17,6 +17,7 @@ import filecmp
 import fnmatch
 import importlib.util
 import os
+import random
 import re
 import shutil
 import signal
@@ -50,7 +51,7 @@ ADAPTERS = {
 }
 TO_BUILD = (
     *("native", "build_ffi.py", "pyproject.toml", "README.md", "LICENSE"),
-    *("cpu_attn/__init__.py", "cpu_attn/_arguments.py"),  # its version, its table
+    *("cpu_attn/__init__.py", "cpu_attn/_arguments.py", "cpu_attn/_quota.py"),  # its version, its table, its CPUs
 )
 BUILD_EXT = "import setuptools; setuptools.setup()"
 KILLED, SURVIVED, STALE, TIMEOUT, BROKEN, LEFT_OUT = "killed", "SURVIVED", "STALE", "timeout", "BROKEN", "left out"
@@ -61,7 +62,7 @@ TOUCHING = {
     "native/cache/": "write leaks cache quantised fp8 layout rotary selected layout_convert",
     "native/cache/hadamard.c": "rotated quantised",
     "native/cache/pages.c": "selected leaks query_heads query_blocks",
-    "native/cache/turns.c": "rotary leaks rotated write",
+    "native/cache/transforms.c": "rotary leaks rotated write",
     "native/check/": "errors leaks arguments repeated mla selected_tokens query_blocks indexer context_parallel "
     "cascade",
     "native/cpu/": "info threads variants self_test",
@@ -349,12 +350,19 @@ class Workshop:
         return BROKEN, f"pytest ended with {status}: {log}"
 
 
+def sampled(mutants: Sequence[Mutant], number: int, seed: int) -> list[Mutant]:
+    """Gives so many of the mutants, or all where there are no more, in their order."""
+    places = random.Random(seed).sample(range(len(mutants)), min(number, len(mutants)))
+    return [mutants[place] for place in sorted(places)]
+
+
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--list", "only_list", is_flag=True, help="Say what there is.")
 @click.option("--random", "number", type=click.IntRange(1), help="Draw so many mutants of native/ instead.")
-@click.option("--seed", default=0, show_default=True, help="Which ones --random draws.")
-def main(names: tuple[str, ...], only_list: bool, number: int | None, seed: int) -> None:
+@click.option("--sample", type=click.IntRange(1), help="Take so many of those that can run here.")
+@click.option("--seed", default=0, show_default=True, help="Which ones --random and --sample draw.")
+def main(names: tuple[str, ...], only_list: bool, number: int | None, sample: int | None, seed: int) -> None:
     """Break the package as tests/mutants.toml says, one mutant after the other, and see whether tests fail.
 
     NAME is that of a mutant, or a pattern like 'plan-*'; all unless said. Exits with 1 if a mutant survived, if its
@@ -365,6 +373,8 @@ def main(names: tuple[str, ...], only_list: bool, number: int | None, seed: int)
         if not fnmatch.filter([m.name for m in mutants], name):
             raise click.UsageError(f"no mutant {name!r}; --list says which there are")
     chosen = [m for m in mutants if not names or any(fnmatch.fnmatch(m.name, name) for name in names)]
+    if sample:
+        chosen = sampled([m for m in chosen if not m.missing], sample, seed)
     width = max(len(m.name) for m in chosen)
     if only_list:
         for mutant in chosen:

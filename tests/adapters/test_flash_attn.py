@@ -15,8 +15,8 @@ import pytest
 
 from cpu_attn import ops, reference
 
-from ..guard import Guarded
-from ..snippets import ROOT, run
+from ..harness.guard import Guarded
+from ..harness.snippets import ROOT, run
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations

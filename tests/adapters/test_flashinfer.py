@@ -13,7 +13,7 @@ import pytest
 
 from cpu_attn import ops, reference
 
-from ..snippets import ROOT, run
+from ..harness.snippets import ROOT, run
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations

@@ -17,7 +17,7 @@ import pytest
 pytestmark = pytest.mark.integrations
 pytest.importorskip("sglang")
 
-from .. import sglang_harness, vllm_harness  # noqa: E402
+from ..models import sglang_harness, vllm_harness  # noqa: E402
 
 # Prompts have up to 70 tokens: chunks of them go together with tokens of other requests.
 CHUNKED = {"chunked_prefill_size": 48, "enable_mixed_chunk": True, "max_total_tokens": 1024}

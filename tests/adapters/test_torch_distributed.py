@@ -21,13 +21,13 @@ import pytest
 
 from cpu_attn.distributed import RankError
 
-from ..case_levels import cases
-from ..case_problem import Problem, build
-from ..forked import run, separate_hosts, unplug
-from ..judge import check
-from ..ranks import merged, spreads
-from ..snippets import ROOT, printed
-from ..snippets import run as run_snippets
+from ..cases.judge import check
+from ..cases.levels import cases
+from ..cases.problem import Problem, build
+from ..harness.forked import run, separate_hosts, unplug
+from ..harness.ranks import merged, spreads
+from ..harness.snippets import ROOT, printed
+from ..harness.snippets import run as run_snippets
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations
@@ -178,9 +178,9 @@ def test_mpi(what: str, tmp_path: Path) -> None:
 RAY_RANKS = """
 import os
 import ray
-from cpu_attn.tests.case_levels import cases
-from cpu_attn.tests.case_problem import build
-from cpu_attn.tests.judge import check
+from cpu_attn.tests.cases.levels import cases
+from cpu_attn.tests.cases.problem import build
+from cpu_attn.tests.cases.judge import check
 
 problem = next(build(case) for case in cases("quick", "bfloat16") if case.name == "mixed-everything")
 
@@ -193,7 +193,7 @@ class Rank:
         self.group = RayGroup(rank, 3, timeout=1.5)
 
     def attend(self):
-        from cpu_attn.tests.ranks import merged
+        from cpu_attn.tests.harness.ranks import merged
 
         return merged(problem, self.group, 16)
 

@@ -10,7 +10,7 @@ import pytest
 
 from cpu_attn import reference
 
-from ..snippets import ROOT, run
+from ..harness.snippets import ROOT, run
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ..snippets import printed
+from ..harness.snippets import printed
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations

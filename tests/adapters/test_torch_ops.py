@@ -21,11 +21,11 @@ import pytest
 
 import cpu_attn
 
-from ..case_levels import cases
-from ..case_problem import build
-from ..case_run import run
-from ..judge import check
-from ..steps import PLAN, attention_args, plan_args, write_args
+from ..cases.judge import check
+from ..cases.levels import cases
+from ..cases.problem import build
+from ..cases.run import run
+from ..harness.steps import PLAN, attention_args, plan_args, write_args
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations

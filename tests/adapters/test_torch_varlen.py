@@ -13,7 +13,7 @@ import pytest
 
 from cpu_attn import ops, reference
 
-from ..guard import Guarded
+from ..harness.guard import Guarded
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations

@@ -15,8 +15,8 @@ hf = pytest.importorskip("transformers")
 
 import cpu_attn.transformers as adapter  # noqa: E402
 from cpu_attn import UnavailableError, ops  # noqa: E402
-from cpu_attn.tests import hf_models  # noqa: E402
-from cpu_attn.tests.hf_models import CACHE, DECODERS, tokens  # noqa: E402
+from cpu_attn.tests.models import hf_models  # noqa: E402
+from cpu_attn.tests.models.hf_models import CACHE, DECODERS, tokens  # noqa: E402
 from cpu_attn.transformers import attention as module  # noqa: E402
 
 pytestmark = pytest.mark.integrations

@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
 import cpu_attn.transformers as adapter  # noqa: E402
-from cpu_attn.tests import hf_models, model_sweep  # noqa: E402
-from cpu_attn.tests.hf_models import CACHE, CONTINUOUS, DECODERS, tokens  # noqa: E402
-from cpu_attn.tests.hf_odd_models import ODD  # noqa: E402
-from cpu_attn.tests.hf_tiny import build, tiny  # noqa: E402
+from cpu_attn.tests.models import hf_models, model_sweep  # noqa: E402
+from cpu_attn.tests.models.hf_models import CACHE, CONTINUOUS, DECODERS, tokens  # noqa: E402
+from cpu_attn.tests.models.hf_odd_models import ODD  # noqa: E402
+from cpu_attn.tests.models.hf_tiny import build, tiny  # noqa: E402
 from cpu_attn.transformers import PagedCache, balance  # noqa: E402
 from cpu_attn.transformers.attention import attention  # noqa: E402
 

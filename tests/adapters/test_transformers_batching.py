@@ -16,8 +16,8 @@ hf = pytest.importorskip("transformers")
 from transformers.generation.continuous_batching import cache_allocators  # noqa: E402
 
 from cpu_attn import ops  # noqa: E402
-from cpu_attn.tests import hf_models  # noqa: E402
-from cpu_attn.tests.hf_models import WINDOW, tokens  # noqa: E402
+from cpu_attn.tests.models import hf_models  # noqa: E402
+from cpu_attn.tests.models.hf_models import WINDOW, tokens  # noqa: E402
 from cpu_attn.transformers import continuous, continuous_batching  # noqa: E402
 from cpu_attn.transformers.plans import Logits  # noqa: E402
 

@@ -19,8 +19,8 @@ hf = pytest.importorskip("transformers")
 
 import cpu_attn  # noqa: E402
 import cpu_attn.transformers as adapter  # noqa: E402
-from cpu_attn.tests import hf_models  # noqa: E402
-from cpu_attn.tests.hf_models import CACHE, DECODERS, tokens  # noqa: E402
+from cpu_attn.tests.models import hf_models  # noqa: E402
+from cpu_attn.tests.models.hf_models import CACHE, DECODERS, tokens  # noqa: E402
 from cpu_attn.transformers import PagedCache  # noqa: E402
 from cpu_attn.transformers.attention import attention  # noqa: E402
 from cpu_attn.transformers.masks import mask_function  # noqa: E402

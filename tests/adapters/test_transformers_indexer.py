@@ -16,8 +16,8 @@ hf = pytest.importorskip("transformers")
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 from cpu_attn import ops, reference  # noqa: E402
-from cpu_attn.tests import hf_tiny  # noqa: E402
-from cpu_attn.tests.hf_models import CACHE, tokens  # noqa: E402
+from cpu_attn.tests.models import hf_tiny  # noqa: E402
+from cpu_attn.tests.models.hf_models import CACHE, tokens  # noqa: E402
 from cpu_attn.transformers import PagedCache, enable  # noqa: E402
 from cpu_attn.transformers.indexer import IndexedLayer, formula_of  # noqa: E402
 from cpu_attn.transformers.masks import mask_function  # noqa: E402

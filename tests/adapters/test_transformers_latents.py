@@ -19,8 +19,8 @@ hf = pytest.importorskip("transformers")
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 import cpu_attn.transformers as adapter  # noqa: E402
-from cpu_attn.tests import hf_models, hf_tiny, model_sweep  # noqa: E402
-from cpu_attn.tests.hf_models import CACHE, tokens  # noqa: E402
+from cpu_attn.tests.models import hf_models, hf_tiny, model_sweep  # noqa: E402
+from cpu_attn.tests.models.hf_models import CACHE, tokens  # noqa: E402
 from cpu_attn.transformers import PagedCache, latents  # noqa: E402
 from cpu_attn.transformers.attention import attention  # noqa: E402
 from cpu_attn.transformers.pages import Held, PagedLayer  # noqa: E402

@@ -19,8 +19,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 
 import cpu_attn.transformers as adapter  # noqa: E402
 from cpu_attn import ops  # noqa: E402
-from cpu_attn.tests import hf_tiny, model_sweep  # noqa: E402
-from cpu_attn.tests.hf_models import CACHE, tokens  # noqa: E402
+from cpu_attn.tests.models import hf_tiny, model_sweep  # noqa: E402
+from cpu_attn.tests.models.hf_models import CACHE, tokens  # noqa: E402
 from cpu_attn.transformers import PagedCache, latents  # noqa: E402
 from cpu_attn.transformers import attention as module  # noqa: E402
 from cpu_attn.transformers.indexer import IndexedLayer  # noqa: E402

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from cpu_attn.tests import model_sweep
+from cpu_attn.tests.models import model_sweep
 
 pytestmark = pytest.mark.integrations
 ARCHITECTURES = (

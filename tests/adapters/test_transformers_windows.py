@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
 import cpu_attn.transformers as adapter  # noqa: E402
-from cpu_attn.tests import hf_models  # noqa: E402
-from cpu_attn.tests.hf_models import CACHE, WINDOW, tokens  # noqa: E402
+from cpu_attn.tests.models import hf_models  # noqa: E402
+from cpu_attn.tests.models.hf_models import CACHE, WINDOW, tokens  # noqa: E402
 from cpu_attn.transformers import PagedCache  # noqa: E402
 from cpu_attn.transformers.pages import PagedLayer  # noqa: E402
 

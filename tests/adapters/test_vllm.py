@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integrations
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 pytest.importorskip("vllm")
 
-from .. import gemma_texts, vllm_harness  # noqa: E402
+from ..models import gemma_texts, vllm_harness  # noqa: E402
 
 QUANTISED = ("fp8", "fp8_e5m2", "int8_per_token_head", "int4_per_token_head")
 GENERATE = {

@@ -31,7 +31,7 @@ from cpu_attn import _adapters, reference  # noqa: E402
 from cpu_attn._adapters import vllm_plugin  # noqa: E402
 from cpu_attn.vllm import Backend  # noqa: E402
 
-from ..vllm_steps import CONFIG, LAYER, Step  # noqa: E402
+from ..models.vllm_steps import CONFIG, LAYER, Step  # noqa: E402
 
 SLOPES = [0.5, 0.25, 0.0625, 0.125]
 SINKS = [0.5, -1.0, 2.0, 0.0]

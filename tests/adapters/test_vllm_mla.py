@@ -25,7 +25,7 @@ from cpu_attn import reference  # noqa: E402
 from cpu_attn._adapters import vllm_plugin  # noqa: E402
 from cpu_attn.vllm import MLABackend  # noqa: E402
 
-from ..vllm_steps import CONFIG, HEADS, LAYER, Step  # noqa: E402
+from ..models.vllm_steps import CONFIG, HEADS, LAYER, Step  # noqa: E402
 
 RANK, ROPE = 40, 8
 SCALE = 0.2  # of the heads before absorption; not what the width of a row would give

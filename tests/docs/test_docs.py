@@ -16,7 +16,7 @@ import pytest
 from cpu_attn import attention_with_kv_cache, get_num_threads, reference
 from cpu_attn.linear import reference as linear_attention
 
-from ..snippets import ROOT, run
+from ..harness.snippets import ROOT, run
 
 DOCS = ROOT / "docs"
 if not DOCS.is_dir():

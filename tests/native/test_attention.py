@@ -10,23 +10,26 @@ import pytest
 import cpu_attn
 from cpu_attn import reference
 
-from ..case_levels import cases
-from ..case_problem import build
-from ..case_run import run
-from ..formats import DTYPES, numpy_dtype
-from ..guard import Guarded
-from ..judge import check
-from ..kernels import KERNELS
+from ..cases.formats import DTYPES, numpy_dtype
+from ..cases.judge import check
+from ..cases.levels import added
+from ..cases.problem import build
+from ..cases.run import run
+from ..harness.guard import Guarded
+from ..harness.kernels import KERNELS
 
 ENGINES = [e.name for e in cpu_attn.engines() if e.available]
 COMBINATIONS = [("native", isa, dtype) for isa, dtype in KERNELS]
 COMBINATIONS += [(engine, "auto", dtype) for engine in ENGINES if engine != "native" for dtype in DTYPES]
+# `make verify` runs the default level, too, but under no sanitizer.
+LEVELS = [(*combination, "quick") for combination in COMBINATIONS]
+LEVELS += [pytest.param("native", *kernel, "default", marks=pytest.mark.slow) for kernel in KERNELS]
 
 
-@pytest.mark.parametrize(("engine", "isa", "dtype"), COMBINATIONS)
-def test_cases(engine: str, isa: str, dtype: str) -> None:
+@pytest.mark.parametrize(("engine", "isa", "dtype", "level"), LEVELS)
+def test_cases(engine: str, isa: str, dtype: str, level: str) -> None:
     failed = []
-    for case in cases("default" if engine == "native" else "quick", dtype):
+    for case in added(level, dtype):
         problem = build(case)
         result = check(problem, *run(problem, isa, engine))
         if not result.ok:

@@ -15,8 +15,8 @@ import cpu_attn
 from cpu_attn import reference
 from cpu_attn._threads import threads
 
-from ..formats import numpy_dtype
-from ..kernels import KERNELS, ONE_DTYPE
+from ..cases.formats import numpy_dtype
+from ..harness.kernels import KERNELS, ONE_DTYPE
 
 
 def tokens(n: int, heads: int, size: int, dtype: str, seed: int = 0) -> Any:

@@ -15,14 +15,14 @@ from cpu_attn import BlockManager, PagedKVCache, reference
 from cpu_attn.distributed import ContextParallel, Group, RankError, ThreadGroup
 from cpu_attn.ops import merge_stacked
 
-from ..case import Case
-from ..case_levels import cases
-from ..case_problem import build
-from ..formats import numpy_dtype
-from ..judge import check, same_bits
-from ..kernels import KERNELS, ONE_DTYPE
-from ..ranks import owned, run_ranks, spreads
-from ..snippets import ROOT, run
+from ..cases.case import Case
+from ..cases.formats import numpy_dtype
+from ..cases.judge import check, same_bits
+from ..cases.levels import cases
+from ..cases.problem import build
+from ..harness.kernels import KERNELS, ONE_DTYPE
+from ..harness.ranks import owned, run_ranks, spreads
+from ..harness.snippets import ROOT, run
 
 # Ranks and interleave: one position by turns; whole groups of 16; ranks without keys; an odd number.
 SPLITS = [(2, 1), (3, 16), (4, 64), (3, 5)]

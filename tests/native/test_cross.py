@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from cpu_attn import _check
 from cpu_attn._dtypes import CODES
 
-from ..case_levels import cases
-from ..case_memory import slots_of
-from ..case_problem import Problem, build
-from ..formats import DTYPES, numpy_dtype, rotates
-from ..judge import check
+from ..cases.formats import DTYPES, numpy_dtype, rotates
+from ..cases.judge import check
+from ..cases.levels import cases
+from ..cases.memory import slots_of
+from ..cases.problem import Problem, build
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = "aarch64-linux-gnu-gcc"
@@ -34,10 +34,13 @@ LISTS = {
     "probe_list.h": 'CA_PROBE_LIST PROBE(neon, "vector") PROBE(scalar, "scalar")\n#define CA_PROBE_ABSENT',
 }
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which(COMPILER) and EMULATOR and (ROOT / "native").is_dir()),
-    reason=f"needs {COMPILER}, qemu-user and a source tree",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (shutil.which(COMPILER) and EMULATOR and (ROOT / "native").is_dir()),
+        reason=f"needs {COMPILER}, qemu-user and a source tree",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

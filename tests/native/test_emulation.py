@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ..case_levels import cases
+from ..cases.levels import cases
 
 SOURCE = Path(__file__).resolve().parents[1] / "emulation" / "check.c"
 FLAGS = ("-std=gnu11", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", f"-I{SOURCE.parents[2] / 'native'}")
@@ -24,9 +24,12 @@ BF16 = ("-mavx512bf16", "-mavx512vbmi")
 # The Python of a build without CPU_ATTN_EMULATE, for make emulate.
 NATIVE = os.environ.get("CPU_ATTN_NATIVE_PYTHON", "")
 
-pytestmark = pytest.mark.skipif(
-    platform.machine() != "x86_64" or not SOURCE.exists(), reason="the instructions are those of x86-64"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        platform.machine() != "x86_64" or not SOURCE.exists(), reason="the instructions are those of x86-64"
+    ),
+]
 
 
 def cpu_has(*features: str) -> bool:
@@ -80,7 +83,7 @@ def test_the_definitions_are_those_of_this_machine(compiler: list[str], tmp_path
 
 def bits(python: str, dtype: str, vdpbf16ps: str) -> dict[str, str]:
     env = {**os.environ, "CPU_ATTN_VDPBF16PS": vdpbf16ps}
-    command = [python, "-m", "cpu_attn.tests.call_bits", "avx512", dtype]
+    command = [python, "-m", "cpu_attn.tests.programs.call_bits", "avx512", dtype]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout)

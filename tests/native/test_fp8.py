@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn import reference
 
-from ..formats import numpy_dtype, quantised
-from ..kernels import KERNELS
+from ..cases.formats import numpy_dtype, quantised
+from ..harness.kernels import KERNELS
 
 KINDS = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 

@@ -12,9 +12,9 @@ import pytest
 import cpu_attn
 from cpu_attn.linear import get_linear_attention_metadata, linear_attention_with_state_cache, reference
 
-from .. import linear_cases
-from ..kernels import KERNELS, ONE_DTYPE
-from ..linear_cases import VARIANTS, Case, build, errors, run
+from ..cases import linear_cases
+from ..cases.linear_cases import VARIANTS, Case, build, errors, run
+from ..harness.kernels import KERNELS, ONE_DTYPE
 
 F32 = np.float32
 ENGINES = [(isa, dtype, "native") for isa, dtype in KERNELS] + [("auto", "float32", "reference")]

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from cpu_attn.linear import get_linear_attention_metadata, linear_attention_with_state_cache
 
-from ..judge import same_bits
-from ..kernels import ONE_DTYPE
-from ..linear_cases import Case, Problem, build, differences, errors, run
+from ..cases.judge import same_bits
+from ..cases.linear_cases import Case, Problem, build, differences, errors, run
+from ..harness.kernels import ONE_DTYPE
 
 F32 = np.float32
 MIXED = Case(lens=(1, 70, 3, 130, 64, 1), checkpoints=((1, 17), (3, 64), (3, 130)))

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from cpu_attn._threads import threads
 from cpu_attn.linear import causal_conv1d, get_linear_attention_metadata, reference
 
-from ..formats import numpy_dtype
-from ..guard import Guarded
-from ..judge import same_bits
-from ..kernels import KERNELS, ONE_DTYPE
-from ..linear_cases import relative
+from ..cases.formats import numpy_dtype
+from ..cases.judge import same_bits
+from ..cases.linear_cases import relative
+from ..harness.guard import Guarded
+from ..harness.kernels import KERNELS, ONE_DTYPE
 
 F32, I32 = np.float32, np.int32
 ENGINES = [(isa, dtype, "native") for isa, dtype in KERNELS] + [("auto", "float32", "reference")]

@@ -16,8 +16,8 @@ from cpu_attn import _check
 from cpu_attn._dtypes import CODES, NAMES
 from cpu_attn._native import lib
 
-from ..formats import DTYPES
-from ..linear_cases import Problem, Result, build, cases, errors
+from ..cases.formats import DTYPES
+from ..cases.linear_cases import Problem, Result, build, cases, errors
 from .test_cross import EMULATOR, compiled, pytestmark  # noqa: F401
 
 GATES = {"log": lib.CA_GATE_LOG, "softplus": lib.CA_GATE_SOFTPLUS, "dt": lib.CA_GATE_DT}

@@ -19,9 +19,9 @@ from cpu_attn.linear import (
     reference,
 )
 
-from ..guard import Guarded
-from ..kernels import ONE_DTYPE
-from ..linear_cases import Case, build, relative, run
+from ..cases.linear_cases import Case, build, relative, run
+from ..harness.guard import Guarded
+from ..harness.kernels import ONE_DTYPE
 from ..python.test_errors import refuses
 
 F32, I32 = np.float32, np.int32

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks of a plan besides causal and window: spans, documents and trees of drafts. What they mean in every engine, isa
-and dtype is among the cases (case_tables.MASKS); here are trees as what they are for, edges and errors."""
+and dtype is among the cases (tables.MASKS); here are trees as what they are for, edges and errors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 import cpu_attn
 from cpu_attn import reference
 
-from ..case import Case
-from ..case_problem import build
-from ..case_run import plan_of
-from ..case_tables import MASKS
-from ..case_trees import TREES, ancestors, pack_tree
-from ..formats import numpy_dtype
-from ..kernels import KERNELS
+from ..cases.case import Case
+from ..cases.formats import numpy_dtype
+from ..cases.problem import build
+from ..cases.run import plan_of
+from ..cases.tables import MASKS
+from ..cases.trees import TREES, ancestors, pack_tree
+from ..harness.kernels import KERNELS
+from ..harness.steps import attention_args, plan_args
 from ..python.test_errors import refuses
-from ..steps import attention_args, plan_args
 
 ENGINES = [e.name for e in cpu_attn.engines() if e.available]
 COMBINATIONS = [("native", isa, dtype) for isa, dtype in KERNELS] + [(e, "auto", "float32") for e in ENGINES]
@@ -181,6 +181,7 @@ ERRORS = [
     ),
     ({"tree_mask": TREE, "mm_prefix_range": {0: [(0, 1)]}}, ValueError, ["tree_mask", "mm_prefix_range"]),
     ({"tree_mask": TREE, "document_start_loc": {1: [0]}}, ValueError, ["tree_mask", "document_start_loc"]),
+    ({"tree_mask": TREE, "attention_chunk_size": 16}, ValueError, ["tree_mask", "attention_chunk_size"]),
     ({"tree_mask": TREE[:3]}, ValueError, ["tree_mask", "axis 0 is 3", "T = 4"]),
     ({"tree_mask": TREE[:, :0]}, ValueError, ["tree_mask", "request 0", "3 query tokens", "0 bits"]),
     ({"tree_mask": TREE[:, 0]}, ValueError, ["tree_mask", "1 axes", "2"]),

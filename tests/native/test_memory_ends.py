@@ -14,6 +14,7 @@ import pytest
 
 import cpu_attn
 
+PROGRAMS = "cpu_attn.tests.programs"
 pytestmark = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc" or platform.machine() != "x86_64",
     reason="the failing allocator stands on glibc's; oneDNN's exceptions are caught on x86-64",
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 def failing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library that is preloaded."""
     library = tmp_path_factory.mktemp("failing") / "failing.so"
-    source = Path(__file__).parents[1] / "failing.c"
+    source = Path(__file__).parents[1] / "programs" / "failing.c"
     compiler = os.environ.get("CC", "cc").split()
     subprocess.run([*compiler, "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
     return library
@@ -33,7 +34,7 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sweep(failing: Path, *arguments: str, **env: str) -> None:
     """In a process of its own, which has to say of each sweep that allocations did fail."""
     done = subprocess.run(
-        [sys.executable, "-m", "cpu_attn.tests.memory_ends", *arguments],
+        [sys.executable, "-m", f"{PROGRAMS}.memory_ends", *arguments],
         env={**os.environ, "LD_PRELOAD": str(failing), **env},
         capture_output=True,
         text=True,
@@ -44,7 +45,7 @@ def sweep(failing: Path, *arguments: str, **env: str) -> None:
     assert len(counts) == len(arguments) - 2 and all(c["MemoryError"] for c in counts), done.stdout
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", [e.name for e in cpu_attn.engines() if e.available and e.name != "reference"])
 def test_a_call_survives_whichever_allocation_fails(failing: Path, engine: str, dtype: str) -> None:
     sweep(failing, engine, dtype, "from_some_on", "at_random", "one_by_one")
@@ -57,7 +58,7 @@ def test_every_entry_survives_whichever_allocation_fails(failing: Path, allocato
 
 def test_a_block_manager_survives_whichever_allocation_fails(failing: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "cpu_attn.tests.blocks_failing", "step", "step with copies", "swap_in", "fork a row"],
+        [sys.executable, "-m", f"{PROGRAMS}.blocks_failing", "step", "step with copies", "swap_in", "fork a row"],
         env={**os.environ, "LD_PRELOAD": str(failing)},
         capture_output=True,
         text=True,

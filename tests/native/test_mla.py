@@ -11,8 +11,8 @@ import pytest
 import cpu_attn
 from cpu_attn import reference
 
-from ..formats import numpy_dtype
-from ..judge import same_bits
+from ..cases.formats import numpy_dtype
+from ..cases.judge import same_bits
 from ..python.test_errors import refuses
 
 # A decode, a chunk and a request without query tokens; 6 heads over rows of 16 + 8 in blocks of 16.

@@ -28,12 +28,12 @@ import cpu_attn
 from cpu_attn import _numa
 from cpu_attn._threads import threads
 
-from ..case_levels import invariant
-from ..case_problem import build
-from ..case_run import run
-from ..judge import check, same_bits
-from ..numa_engine import Recorder, decode, faked
-from ..steps import plan_args
+from ..cases.judge import check, same_bits
+from ..cases.levels import invariant
+from ..cases.problem import build
+from ..cases.run import run
+from ..harness.steps import plan_args
+from ..programs.numa_engine import Recorder, decode, faked
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is placed on Linux")
 SIZES: tuple[Any, ...] = (6, 16, 2, 64)
@@ -361,7 +361,7 @@ def test_bound_threads_take_what_lies_on_their_node() -> None:
         pytest.skip("one CPU")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     env["OMP_PLACES"] = f"{{{cpus[0]}}},{{{cpus[-1]}}}"
-    command = [sys.executable, "-m", "cpu_attn.tests.numa_engine"]
+    command = [sys.executable, "-m", "cpu_attn.tests.programs.numa_engine"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert found["cpus"] == [cpus[0], cpus[-1]]  # not the first place alone, to which this thread is bound
@@ -379,7 +379,7 @@ import ctypes
 import numpy as np
 from cpu_attn import _numa
 from cpu_attn._native import ffi, lib
-from cpu_attn.tests.numa_engine import Recorder, decode
+from cpu_attn.tests.programs.numa_engine import Recorder, decode
 _numa.cpus_of_nodes()  # which tells C by itself, once
 table, nodes = np.arange(2, dtype=np.int32)[:, None], np.full(lib.CA_CPUS + 2, 7, np.int32)
 lib.ca_set_cpu_nodes(ffi.from_buffer("int32_t[]", nodes), len(nodes))

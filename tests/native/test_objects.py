@@ -50,6 +50,8 @@ WIDER = {
     "__AMX_TILE__": r"%tmm|\t((ld|st)tilecfg|tilerelease)",
     "__AMX_BF16__": r"\ttdpbf16ps",
 }
+# Where no ccache has what `make verify` compiled, this takes minutes.
+slow = pytest.mark.slow
 x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the table of instructions is for x86-64")
 
 
@@ -126,6 +128,7 @@ def flagged(build_ffi: Any) -> list[Any]:
     return [file for file in files if file.arch in ("any", platform.machine())]
 
 
+@slow
 def test_every_source_is_looked_at(build_ffi: Any, objects: dict[str, Path], flagged: list[Any]) -> None:
     apart = (*build_ffi.FLAGGED, build_ffi.ONEDNN)
     sources = {str(p.relative_to(ROOT)) for p in (ROOT / "native").rglob("*.c") if p.parent not in apart}
@@ -152,12 +155,14 @@ def test_what_the_compiler_lacks_is_said(build_ffi: Any, tmp_path: Path, monkeyp
     tool(*compiler(), *flags, native / "cpu" / "choose.c")
 
 
+@slow
 def test_no_weak_symbols(objects: dict[str, Path]) -> None:
     for source, path in objects.items():
         names = [line for line in tool("nm", path).splitlines() if re.search(r" [VvWwu] ", line)]
         assert not names, f"{source}: weak symbols {names}"
 
 
+@slow
 @x86_64
 def test_no_wider_instruction(objects: dict[str, Path], flagged: list[Any]) -> None:
     flags = {file.source: (*file.flags, *file.guarded) for file in flagged}
@@ -168,6 +173,7 @@ def test_no_wider_instruction(objects: dict[str, Path], flagged: list[Any]) -> N
         assert not wider, f"{source}: {len(wider)} instructions beyond its flags: {wider[:5]}"
 
 
+@slow
 @x86_64
 def test_table_sees_every_flag(objects: dict[str, Path], flagged: list[Any]) -> None:
     for file in flagged:
@@ -179,6 +185,7 @@ def test_table_sees_every_flag(objects: dict[str, Path], flagged: list[Any]) -> 
             assert found, f"{file.source} uses nothing of {flag}, or the table does not know it"
 
 
+@slow
 @x86_64
 def test_asking_needs_no_isa(objects: dict[str, Path], flagged: list[Any]) -> None:
     """`missing` runs on every machine, whatever its file was compiled for."""
@@ -189,6 +196,7 @@ def test_asking_needs_no_isa(objects: dict[str, Path], flagged: list[Any]) -> No
             assert instructions and not wider, f"{file.source}: missing(): {wider}"
 
 
+@slow
 @x86_64
 def test_tiles_are_released(objects: dict[str, Path]) -> None:
     """By each function that uses tiles, or by all that call it. Emulation cannot tell: others in the process use tiles
@@ -205,6 +213,7 @@ def test_tiles_are_released(objects: dict[str, Path]) -> None:
         assert not left, f"{source}: tiles are left in use by {left}"
 
 
+@slow
 def test_exported_symbols(built: Path) -> None:
     modules = list((built / "lib" / "cpu_attn").glob("*.so"))
     assert modules

@@ -27,12 +27,12 @@ import pytest
 import cpu_attn
 from cpu_attn import _onednn_loader, primitives
 
-from ..case import Case
-from ..case_levels import cases
-from ..case_problem import build
-from ..case_run import run
-from ..formats import DTYPES
-from ..judge import check
+from ..cases.case import Case
+from ..cases.formats import DTYPES
+from ..cases.judge import check
+from ..cases.levels import cases
+from ..cases.problem import build
+from ..cases.run import run
 
 AVAILABLE = next(e for e in cpu_attn.engines() if e.name == "onednn")
 needs_onednn = pytest.mark.skipif(not AVAILABLE.available, reason=AVAILABLE.reason)
@@ -123,11 +123,11 @@ def test_nan_reaches_exactly_the_rows_that_see_it(engine: str, dtype: str, windo
 FORMS = """
 import sys
 from cpu_attn import _onednn_loader
-from cpu_attn.tests.case_levels import cases
-from cpu_attn.tests.case_problem import build
-from cpu_attn.tests.case_run import run
-from cpu_attn.tests.formats import DTYPES
-from cpu_attn.tests.judge import check
+from cpu_attn.tests.cases.levels import cases
+from cpu_attn.tests.cases.problem import build
+from cpu_attn.tests.cases.run import run
+from cpu_attn.tests.cases.formats import DTYPES
+from cpu_attn.tests.cases.judge import check
 for dtype in DTYPES:
     for case in cases("quick", dtype):
         problem = build(case)
@@ -139,7 +139,7 @@ print(_onednn_loader.describe().isa)
 
 @needs_onednn
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="names x86 ISAs")
-@pytest.mark.parametrize("isa", ["sse41", "avx2"])
+@pytest.mark.parametrize("isa", [pytest.param("sse41", marks=pytest.mark.slow), "avx2"])
 def test_where_onednn_has_less(isa: str) -> None:
     """Without AVX-512 v3.2 multiplies float32 by gemm, which wants K as plain rows: another form."""
     assert _python(FORMS, ONEDNN_MAX_CPU_ISA=isa.upper()).split() == [isa]
@@ -149,10 +149,10 @@ THREADS = """
 import threading
 import numpy as np
 import cpu_attn
-from cpu_attn.tests.case import Case
-from cpu_attn.tests.case_problem import build
-from cpu_attn.tests.case_run import run
-from cpu_attn.tests.judge import check
+from cpu_attn.tests.cases.case import Case
+from cpu_attn.tests.cases.problem import build
+from cpu_attn.tests.cases.run import run
+from cpu_attn.tests.cases.judge import check
 sizes = [1, 7, 16, 40, 64, 72, 96, 130]
 problems = [build(Case(f"cold-{d}", (1, 40, 3), (90, 40, 600), head_size=d)) for d in sizes]
 for p in problems:
@@ -194,9 +194,9 @@ GROWTH = """
 import dataclasses, itertools, resource
 import numpy as np
 from cpu_attn import primitives
-from cpu_attn.tests.case import Case
-from cpu_attn.tests.case_problem import build
-from cpu_attn.tests.case_run import run
+from cpu_attn.tests.cases.case import Case
+from cpu_attn.tests.cases.problem import build
+from cpu_attn.tests.cases.run import run
 p = build(Case("growth", (1, 20), (90, 600), num_heads=4))
 halves = build(Case("growth", (1, 20), (90, 600), num_heads=4, dtype="bfloat16"))
 scales = itertools.count(1)
@@ -258,10 +258,10 @@ def test_the_callers_thread_count_is_left_alone() -> None:
 ABSENT = """
 import numpy as np
 import cpu_attn
-from cpu_attn.tests.case_levels import cases
-from cpu_attn.tests.case_problem import build
-from cpu_attn.tests.case_run import run
-from cpu_attn.tests.judge import check
+from cpu_attn.tests.cases.levels import cases
+from cpu_attn.tests.cases.problem import build
+from cpu_attn.tests.cases.run import run
+from cpu_attn.tests.cases.judge import check
 engine = {e.name: e for e in cpu_attn.engines()}["onednn"]
 assert not engine.available
 for use in ("onednn", "onednn-python"):

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn import reference
 
-from ..case import Case
-from ..case_fills import FILLS
-from ..case_problem import alone, build
-from ..case_run import run
-from ..formats import numpy_dtype
-from ..judge import check, same_bits
+from ..cases.case import Case
+from ..cases.fills import FILLS
+from ..cases.formats import numpy_dtype
+from ..cases.judge import check, same_bits
+from ..cases.problem import alone, build
+from ..cases.run import run
 
 ISAS = [isa.name for isa in cpu_attn.isas() if isa.supported and isa.unit == "matrix"]
 pytestmark = pytest.mark.skipif(not ISAS, reason="no isa here has tiles")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain caches (HND, NHD) and latent ones: whose memory they are, what is read and written of it, and errors. The maths
-is in the cases (case_tables.PLAIN and LATENT)."""
+is in the cases (tables.PLAIN and LATENT)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn import ops, reference
 
-from ..formats import numpy_dtype
-from ..guard import Guarded
-from ..kernels import KERNELS
+from ..cases.formats import numpy_dtype
+from ..harness.guard import Guarded
+from ..harness.kernels import KERNELS
 
 SHAPES = {"HND": (3, 2, 24, 20), "NHD": (3, 24, 2, 20)}
 TABLE = np.array([[2, 0, 1]], np.int32)

@@ -21,9 +21,9 @@ from numpy.lib.stride_tricks import as_strided
 import cpu_attn
 from cpu_attn import ops, reference
 
-from ..formats import numpy_dtype
-from ..guard import Guarded
-from ..kernels import KERNELS
+from ..cases.formats import numpy_dtype
+from ..harness.guard import Guarded
+from ..harness.kernels import KERNELS
 
 REFUSALS = (ValueError, TypeError, cpu_attn.UnavailableError)
 ENGINES = [e.name for e in cpu_attn.engines() if e.available]

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn.primitives import gather_pages
 
-from ..formats import INTEGERS, hadamard, integers, numpy_dtype
-from ..kernels import KERNELS, ONE_DTYPE
+from ..cases.formats import INTEGERS, hadamard, integers, numpy_dtype
+from ..harness.kernels import KERNELS, ONE_DTYPE
 
 KINDS = tuple(INTEGERS)
 

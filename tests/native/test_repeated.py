@@ -16,10 +16,10 @@ import cpu_attn
 from cpu_attn import _arrays, _check, _dtypes, ops, rotary
 from cpu_attn._native import ffi, lib
 
-from ..kernels import KERNELS
+from ..harness.kernels import KERNELS
+from ..harness.steps import attention_args, plan_args, write_args
 from ..python.test_arrays import WRAP, Tensor
 from ..python.test_errors import ATTENTION, WRITE, refuses
-from ..steps import attention_args, plan_args, write_args
 
 F32, F16, BF16 = np.float32, np.float16, ml_dtypes.bfloat16
 attention, write = cpu_attn.attention_with_kv_cache, cpu_attn.reshape_and_cache

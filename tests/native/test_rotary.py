@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn import _threads, ops, reference
 
-from ..formats import integers, numpy_dtype, quantised
-from ..guard import Guarded
-from ..kernels import KERNELS, ONE_DTYPE
+from ..cases.formats import integers, numpy_dtype, quantised
+from ..cases.rotation import Rotation
+from ..harness.guard import Guarded
+from ..harness.kernels import KERNELS, ONE_DTYPE
 from ..python.test_errors import refuses
-from ..rotation import Rotation
 
 SHAPES = [(2, 2), (7, 4), (16, 16), (33, 32), (40, 8), (80, 80), (128, 128), (128, 64), (576, 64)]  # D, rot_dim
 
@@ -308,7 +308,7 @@ def test_one_token_in_place() -> None:
 
 def test_rotation_of_a_case_is_exact_where_it_must_be() -> None:
     """What quantised cases count on: cos and sin of 8 digits."""
-    from ..case_levels import cases
+    from ..cases.levels import cases
 
     case = next(c for c in cases("quick") if c.name == "rotary-fp8")
     table = Rotation.of(case, np.dtype(np.float32)).cos_sin_cache

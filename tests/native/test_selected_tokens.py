@@ -14,15 +14,14 @@ import cpu_attn
 from cpu_attn import reference
 from cpu_attn._threads import threads
 
-from ..case_levels import cases
-from ..case_problem import build
-from ..case_run import run, written
-from ..judge import check, same_bits
+from ..cases.judge import check, same_bits
+from ..cases.levels import cases
+from ..cases.problem import build
+from ..cases.run import run, written
+from ..harness.steps import attention_args, plan_args
 from ..python.test_errors import refuses
-from ..steps import attention_args, plan_args
 
 F32 = np.float32
-CASES = [case.name for case in cases("default") if case.name.startswith("tokens-")]
 Rows = list[list[int]]
 
 
@@ -57,15 +56,6 @@ def selecting(selected: Any = FINE, most: int | None = 3) -> dict[str, Any]:
 def test_refused(selected: Any, words: list[str]) -> None:
     cpu_attn.attention_with_kv_cache(**selecting())
     refuses(cpu_attn.attention_with_kv_cache, selecting(selected), ValueError, "selected_tokens", *words)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CASES)
-def test_cases(name: str, dtype: str) -> None:
-    """ALiBi and a bias, each alone and both; scales of quantised caches; every layout."""
-    problem = build(next(case for case in cases("default", dtype) if case.name == name))
-    result = check(problem, *run(problem))
-    assert result.ok, result.message
 
 
 def test_a_plan_is_for_a_selection_or_for_none() -> None:

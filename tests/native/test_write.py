@@ -20,9 +20,9 @@ from cpu_attn._dtypes import DTYPE_CODES
 from cpu_attn._native import ffi, lib
 from cpu_attn._threads import threads
 
-from ..formats import numpy_dtype
-from ..guard import Guarded
-from ..kernels import KERNELS
+from ..cases.formats import numpy_dtype
+from ..harness.guard import Guarded
+from ..harness.kernels import KERNELS
 
 Index = NDArray[np.int64]
 

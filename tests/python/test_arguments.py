@@ -17,9 +17,9 @@ from cpu_attn import _arguments, _arrays, _check
 from cpu_attn._arguments import ATTENTION, PLAN, REQUIRED, WRITE, Array, Call
 from cpu_attn._native import lib
 
+from ..harness.steps import plan_args, write_args
 from ..native.test_repeated import full_attention_args, selecting_args
 from ..python.test_errors import refuses
-from ..steps import plan_args, write_args
 
 F32 = np.float32
 Args = dict[str, Any]

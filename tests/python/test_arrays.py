@@ -14,7 +14,7 @@ import pytest
 import cpu_attn
 from cpu_attn import _arrays
 
-from ..steps import attention_args
+from ..harness.steps import attention_args
 
 
 class Capsule:

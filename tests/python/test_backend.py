@@ -11,9 +11,9 @@ import pytest
 import cpu_attn
 from cpu_attn import OneDNNPagedAttention, PagedAttention
 
-from ..backend_steps import FEATURES, LAYER, MIXED, Step, layer
-from ..formats import DTYPES
-from ..judge import same_bits
+from ..cases.formats import DTYPES
+from ..cases.judge import same_bits
+from ..harness.backend_steps import FEATURES, LAYER, MIXED, Step, layer
 from ..python.test_arrays import Tensor
 
 REASON = next(e.reason for e in cpu_attn.engines() if e.name == "onednn")

@@ -10,8 +10,8 @@ import pytest
 
 from cpu_attn import CPUAttentionMetadata, PagedAttention
 
-from ..backend_steps import FEATURES, Cross, Step, layer
-from ..formats import DTYPES
+from ..cases.formats import DTYPES
+from ..harness.backend_steps import FEATURES, Cross, Step, layer
 from ..python.test_backend import PAGED
 
 # ---- encoders ----

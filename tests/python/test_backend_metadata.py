@@ -12,7 +12,7 @@ import pytest
 from cpu_attn import CPUAttentionMetadata
 from cpu_attn.backend import attention_metadata
 
-from ..backend_steps import FEATURES, LAYER, MIXED, Cross, Step, empty_cache, layer
+from ..harness.backend_steps import FEATURES, LAYER, MIXED, Cross, Step, empty_cache, layer
 from ..python.test_arrays import Capsule, Tensor
 
 METADATA: dict[str, tuple[Any, dict[str, Any]]] = {

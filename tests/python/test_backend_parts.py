@@ -21,7 +21,8 @@ from cpu_attn import (
 )
 from cpu_attn.backend import paged_attention
 
-from ..backend_steps import (
+from ..cases.formats import DTYPES, numpy_dtype
+from ..harness.backend_steps import (
     FEATURES,
     MIXED,
     SLOPES,
@@ -31,7 +32,6 @@ from ..backend_steps import (
     empty_cache,
     layer,
 )
-from ..formats import DTYPES, numpy_dtype
 from ..python.test_arrays import Tensor
 from ..python.test_backend import ONEDNN, PAGED
 

@@ -15,8 +15,8 @@ from cpu_attn import PagedAttention
 from cpu_attn.backend import attention_metadata, paged_attention
 from cpu_attn.backend import layer as layer_module
 
-from ..backend_steps import MIXED, Step, layer
-from ..formats import DTYPES, quantised
+from ..cases.formats import DTYPES, quantised
+from ..harness.backend_steps import MIXED, Step, layer
 from ..python.test_arrays import Capsule
 from ..python.test_backend import PAGED
 

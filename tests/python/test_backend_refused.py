@@ -13,7 +13,7 @@ import pytest
 
 from cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadata, CPUAttentionMetadataBuilder
 
-from ..backend_steps import LAYER, MIXED, Step, layer
+from ..harness.backend_steps import LAYER, MIXED, Step, layer
 
 NOTHING: dict[str, Any] = {"key": None, "value": None, "kv_cache": None, "attn_metadata": None}
 BAD: dict[str, tuple[type[Exception], str, Callable[[Step], tuple[dict[str, Any], dict[str, Any]]]]] = {

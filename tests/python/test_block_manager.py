@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cpu_attn import BlockManager, BlockStats, NoFreeBlocksError, PagedKVCache, reference
-from cpu_attn.block_pool import root
+from cpu_attn.serving.block_pool import root
 
-from ..blocks_model import Model, walk
+from ..harness.blocks_model import Model, walk
 
 KINDS: list[dict[str, Any]] = [
     *({}, {"caching": False}, {"block_size": 1}, {"num_blocks": 3}, {"nodes": 2}),

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn import compose, primitives, reference
 
-from ..case import Case
-from ..case_levels import cases
-from ..case_problem import build
-from ..case_run import run, written
-from ..formats import DTYPES, numpy_dtype
-from ..judge import check
-from ..kernels import KERNELS
+from ..cases.case import Case
+from ..cases.formats import DTYPES, numpy_dtype
+from ..cases.judge import check
+from ..cases.levels import added
+from ..cases.problem import build
+from ..cases.run import run, written
+from ..harness.kernels import KERNELS
 
 AVAILABLE = next(e for e in cpu_attn.engines() if e.name == "onednn")
 pytestmark = pytest.mark.skipif(not AVAILABLE.available, reason=AVAILABLE.reason)
@@ -158,10 +158,11 @@ def test_gather_pages(isa: str, dtype: str, value: bool) -> None:
 # ---- attention ----
 
 
+@pytest.mark.parametrize("level", ["quick", pytest.param("default", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("isa", "dtype"), KERNELS)
-def test_cases(isa: str, dtype: str) -> None:
+def test_cases(isa: str, dtype: str, level: str) -> None:
     failed = []
-    for case in cases("default", dtype):
+    for case in added(level, dtype):
         if not case.composable:
             continue
         problem = build(case)

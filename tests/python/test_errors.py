@@ -17,7 +17,7 @@ import pytest
 
 import cpu_attn
 
-from ..steps import attention_args, plan_args, write_args
+from ..harness.steps import attention_args, plan_args, write_args
 
 F32, F16, BF16 = np.float32, np.float16, ml_dtypes.bfloat16
 

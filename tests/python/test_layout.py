@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from cpu_attn import CacheDescriptor, PagedKVCache, StoredCache, reference
 
-from ..formats import kinds_of, memory_dtype
-from ..kernels import KERNELS
-from ..layout_caches import GOOD, NARROW, contents, filled, held, scales_for
+from ..cases.formats import kinds_of, memory_dtype
+from ..harness.kernels import KERNELS
+from ..harness.layout_caches import GOOD, NARROW, contents, filled, held, scales_for
 
 # ---- descriptors ----
 

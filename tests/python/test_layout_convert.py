@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from cpu_attn import CacheDescriptor, PagedKVCache, StoredCache, convert
 from cpu_attn.storage import conversion
 
-from ..formats import INTEGERS, integers, kinds_of, numpy_dtype, quantised
-from ..kernels import KERNELS
-from ..layout_caches import GOOD, contents, filled, held, scales_for
+from ..cases.formats import INTEGERS, integers, kinds_of, numpy_dtype, quantised
+from ..harness.kernels import KERNELS
+from ..harness.layout_caches import GOOD, contents, filled, held, scales_for
 from ..native.test_quantised import rows as roundings
 
 LAYOUTS = ("lanes-v2", "pairs-v1")

@@ -11,8 +11,8 @@ import pytest
 
 from cpu_attn import CacheDescriptor, PagedKVCache
 
-from ..formats import numpy_dtype
-from ..layout_caches import NARROW, contents, filled, scales_for
+from ..cases.formats import numpy_dtype
+from ..harness.layout_caches import NARROW, contents, filled, scales_for
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

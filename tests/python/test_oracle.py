@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from cpu_attn import reference
-from cpu_attn.tests.case import Case
-from cpu_attn.tests.case_levels import LEVELS, cases, invariant
-from cpu_attn.tests.case_problem import Problem, alone, build
-from cpu_attn.tests.case_trees import TREES
-from cpu_attn.tests.formats import DTYPES, numpy_dtype
-from cpu_attn.tests.judge import check, same_bits
+from cpu_attn.tests.cases.case import Case
+from cpu_attn.tests.cases.formats import DTYPES, numpy_dtype
+from cpu_attn.tests.cases.judge import check, same_bits
+from cpu_attn.tests.cases.levels import LEVELS, cases, invariant
+from cpu_attn.tests.cases.problem import Problem, alone, build
+from cpu_attn.tests.cases.trees import TREES
 
 SMALL = [
     Case("plain", (3, 1), (5, 4), 4, 2, 3),

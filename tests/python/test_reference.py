@@ -17,7 +17,7 @@ import pytest
 import cpu_attn
 import cpu_attn.distributed
 
-from ..snippets import ROOT
+from ..harness.snippets import ROOT
 
 SOURCES, PAGES = ROOT / "cpu_attn", ROOT / "docs" / "reference"
 if not PAGES.is_dir():

@@ -20,7 +20,7 @@ import cpu_attn
 from cpu_attn import _dispatch, _self_test
 from cpu_attn.cli import main
 
-from ..kernels import KERNELS
+from ..harness.kernels import KERNELS
 
 ISAS = [isa for isa in cpu_attn.isas() if isa.supported]
 EMULATED_TILES = any(

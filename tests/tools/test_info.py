@@ -24,7 +24,7 @@ from cpu_attn import _adapters
 from cpu_attn.cli import main, report
 from cpu_attn.cli.info import show
 
-from ..kernels import KERNELS
+from ..harness.kernels import KERNELS
 
 
 def info(**env: str) -> dict[str, Any]:

@@ -86,6 +86,8 @@ def test_a_change_as_a_text_that_is_there_once() -> None:
 
 
 def test_random_mutants_are_those_of_their_seed() -> None:
+    assert mutants.sampled(MUTANTS, 5, 1) == mutants.sampled(MUTANTS, 5, 1) != mutants.sampled(MUTANTS, 5, 2)
+    assert mutants.sampled(MUTANTS, 10**6, 1) == MUTANTS
     some, others = mutants.drawn(8, 1), mutants.drawn(8, 2)
     assert some == mutants.drawn(8, 1) and {m.find for m in some} != {m.find for m in others}
     for mutant in some:

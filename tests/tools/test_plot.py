@@ -92,32 +92,25 @@ def outline(text: Any) -> Any:
     return paths.Path(corners[[0, 1, 3, 2, 0]])
 
 
+# A second or two each.
+REPORTS = {
+    "native": full_report(["native"]),
+    "rivals": full_report(["native", "onednn", "vllm", "torch"]),
+    "all rivals": full_report(["native", "onednn", "vllm", "torch", "zentorch", "ggml"]),
+    "reference": full_report(["native", "onednn", "reference"], reads=(57.3,)),
+    "caches": full_report(["native", "onednn"], caches=("auto", "int8")),
+    "tiles": full_report(["native", "onednn"], tiles=3712.0),
+    "slow reads": full_report(["native", "onednn", "vllm", "torch"], reads=(13.5,), tiles=2100.0),
+    "like peaks": full_report(["native"], reads=(310.0, 250.0), tiles=520.0),
+    "tiles, one prefill": full_report(["native"], reads=(25.8,), tiles=3700.0, only="prefill-2k"),
+    "tiles, one mla": full_report(["native"], reads=(9.85,), tiles=2000.0, only="mla-8x4k-h16"),
+}
+QUICK = ("all rivals", "tiles, one mla")
+
+
 @pytest.mark.parametrize(
     "report",
-    [
-        full_report(["native"]),
-        full_report(["native", "onednn", "vllm", "torch"]),
-        full_report(["native", "onednn", "vllm", "torch", "zentorch", "ggml"]),
-        full_report(["native", "onednn", "reference"], reads=(57.3,)),
-        full_report(["native", "onednn"], caches=("auto", "int8")),
-        full_report(["native", "onednn"], tiles=3712.0),
-        full_report(["native", "onednn", "vllm", "torch"], reads=(13.5,), tiles=2100.0),
-        full_report(["native"], reads=(310.0, 250.0), tiles=520.0),
-        full_report(["native"], reads=(25.8,), tiles=3700.0, only="prefill-2k"),
-        full_report(["native"], reads=(9.85,), tiles=2000.0, only="mla-8x4k-h16"),
-    ],
-    ids=[
-        "native",
-        "rivals",
-        "all rivals",
-        "reference",
-        "caches",
-        "tiles",
-        "slow reads",
-        "like peaks",
-        "tiles, one prefill",
-        "tiles, one mla",
-    ],
+    [pytest.param(r, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, r in REPORTS.items()],
 )
 def test_labels_of_a_roofline_overlap_nothing(report: dict[str, Any]) -> None:
     """No other label, no point, and they lie in the picture."""

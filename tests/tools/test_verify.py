@@ -17,11 +17,11 @@ from click.testing import CliRunner, Result
 import cpu_attn
 from cpu_attn.cli.verify import verify
 from cpu_attn.reference import BUDGET
-from cpu_attn.tests.case_levels import LEVELS, cases
-from cpu_attn.tests.case_problem import Problem
-from cpu_attn.tests.case_run import run as right_run
-from cpu_attn.tests.formats import DTYPES
-from cpu_attn.tests.kernels import KERNELS
+from cpu_attn.tests.cases.formats import DTYPES
+from cpu_attn.tests.cases.levels import LEVELS, cases
+from cpu_attn.tests.cases.problem import Problem
+from cpu_attn.tests.cases.run import run as right_run
+from cpu_attn.tests.harness.kernels import KERNELS
 
 SCALAR = ("--engine", "native", "--isa", "scalar", "--dtype", "bfloat16")
 verify_module = sys.modules[verify.callback.__module__]

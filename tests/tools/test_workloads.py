@@ -20,7 +20,7 @@ from cpu_attn._native import ffi, lib
 from cpu_attn.cli import contest, limits
 from cpu_attn.cli.limits import Limit, Limits
 from cpu_attn.cli.workloads import GROUPS, WORKLOADS, Step, Workload
-from cpu_attn.tests.formats import DTYPES, numpy_dtype
+from cpu_attn.tests.cases.formats import DTYPES, numpy_dtype
 
 # The oracle's input: all features, requests of all kinds, blocks that are not full.
 ODD = Workload("odd", "prefill", ((5, 40), (1, 33), (17, 17)), 6, 2, 24, 11, 7.0, True, True, True)

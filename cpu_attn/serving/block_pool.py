@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This module knows which blocks are free, how often each other block is in use, and which the prefix cache has."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from hashlib import sha256
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cpu_attn._errors import NoFreeBlocksError
+from cpu_attn.serving.journal import Journal
+
+Array = np.ndarray[Any, Any]
+
+
+def _hash(kind: bytes, before: bytes, data: bytes) -> bytes:
+    """Hashes a root or a block. The bytes that are hashed can be read back in one way only: the first of them say which
+    of the two it is and with that how long ``before`` is, and the length of ``data`` stands ahead of ``data``. So no
+    key has the hash of a block, and blocks behind different keys have different hashes, unless SHA-256 itself
+    collides."""
+    data = kind + before + len(data).to_bytes(8, "little") + data
+    try:
+        return sha256(data).digest()
+    except ValueError as error:  # OpenSSL raises it where it has no memory for its state
+        raise MemoryError(f"SHA-256: {error}") from None
+
+
+def root(extra_key: str | bytes) -> bytes:
+    """Gives the hash that the first blocks of requests with this key come after."""
+    key = extra_key.encode(errors="surrogatepass") if isinstance(extra_key, str) else extra_key
+    return _hash(b"root", b"", key)
+
+
+def child(before: bytes, ids: Array) -> bytes:
+    """Gives the hash of a block of these ids, int64 [block_size], behind a root or another block."""
+    return _hash(b"block", before, ids.tobytes())
+
+
+class BlockStats(NamedTuple):
+    """Says what a manager's blocks are used for, and what its prefix cache was worth: :meth:`BlockManager.stats`.
+
+    Args:
+        num_blocks: how many blocks each cache has.
+        num_free_blocks: how many of them no request has.
+        num_used_blocks: how many of them requests have; a block that several share counts once.
+        num_cached_blocks: how many of them the prefix cache knows, whether a request has them or not.
+        prefix_cache_queries: how many tokens :meth:`BlockManager.allocate` was given since the manager was made; 0
+            without prefix caching. The names of this and the next are vLLM's.
+        prefix_cache_hits: how many of these tokens it found.
+        num_evictions: how many blocks the prefix cache gave up since then, because a request needed their memory.
+
+    This class raises no errors itself.
+
+    Example:
+        >>> from cpu_attn import PagedKVCache
+        >>> from cpu_attn.serving import BlockManager
+        >>> manager = BlockManager(PagedKVCache(num_blocks=8, block_size=16, num_kv_heads=1, head_size=64))
+        >>> for request in ("a", "b"):
+        ...     found = manager.allocate(request, range(40))
+        ...     step = manager.step([(request, range(found, 40))])
+        >>> stats = manager.stats()
+        >>> stats.num_used_blocks, stats.num_free_blocks, stats.num_cached_blocks
+        (4, 4, 2)
+        >>> stats.prefix_cache_hits, stats.prefix_cache_queries
+        (32, 80)
+    """
+
+    num_blocks: int
+    num_free_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_evictions: int
+
+
+class BlockPool:
+    """Keeps for each block whether it is free or in use ``ref_cnt`` times: once by every request that has it, and once
+    by the prefix cache. ``num_evicted`` counts the blocks that the prefix cache gave up for others, int64 [1].
+
+    Args:
+        nodes: [num_blocks], the NUMA node of each.
+        journal: where all changes are written down.
+    """
+
+    def __init__(self, nodes: Array, journal: Journal) -> None:
+        self._journal = journal
+        # Nodes are numbered from 0 on here, whatever their numbers in the machine are.
+        self.node_of = np.unique(nodes, return_inverse=True)[1]
+        self.free: list[list[int]] = [[] for _ in range(self.node_of.max(initial=0) + 1)]  # a list for each node
+        for block in range(len(nodes) - 1, -1, -1):
+            self.free[self.node_of[block]].append(block)
+        self.ref_cnt = np.zeros(len(nodes), np.int64)
+        self.hash_of: dict[int, bytes] = {}  # the prefix cache, which has one block for each hash
+        self.block_of: dict[bytes, int] = {}
+        self.evictable: OrderedDict[int, int] = OrderedDict()  # blocks that it alone has, and since when, oldest first
+        self._time = 0
+        self.num_evicted = np.zeros(1, np.int64)
+
+    @property
+    def num_free(self) -> int:
+        return sum(map(len, self.free)) + len(self.evictable)
+
+    def take(self, name: str, homes: Array, counts: Array, spared: Collection[int] = (), too_long: str = "") -> Array:
+        """Takes as many blocks for each home, which is a node, as ``counts`` says, from other nodes where that one has
+        none left. It has to be the first change of a call: it evicts blocks of the prefix cache where too few are free,
+        but none of ``spared``. too_long: what the error says of a request that never fits.
+
+        Raises:
+            NoFreeBlocksError: so many are not free.
+        """
+        count, free = int(counts.sum()), self.num_free - sum(block in self.evictable for block in spared)
+        if count > free:
+            raise NoFreeBlocksError(name, count, free, too_long)
+        missing = max(0, count - sum(map(len, self.free)))
+        self.forget(list(islice((block for block in self.evictable if block not in spared), missing)))
+        self._journal.put(self.num_evicted, 0, self.num_evicted[0] + missing)
+        self._journal.evicted = len(self._journal)
+        if len(self.free) == 1:
+            blocks = np.array(self.free[0][: -count - 1 : -1], np.int64)
+        else:
+            piles = [reversed(free) for free in self.free]
+            turns = (chain(piles[home], *piles) for home in np.repeat(homes, counts).tolist())
+            blocks = np.fromiter(map(next, turns), np.int64, count)
+        self._journal.put(self.ref_cnt, blocks, 1)
+        for pile, taken in zip(
+            self.free, np.bincount(self.node_of[blocks], minlength=len(self.free)).tolist(), strict=True
+        ):
+            if taken:
+                self._journal.put(pile, slice(len(pile) - taken, None), [])
+        return blocks
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """Counts one more owner of each block."""
+        self._journal.put(self.ref_cnt, blocks, self.ref_cnt[blocks] + 1)
+        self._journal.drop(self.evictable, blocks)
+
+    def release(self, blocks: Array) -> None:
+        """Counts one owner less of each block, as often as the block is named."""
+        blocks = blocks.astype(np.int64)  # this copies, too: a table may change before the journal is read
+        self._journal.keep(self.ref_cnt, blocks)
+        np.subtract.at(self.ref_cnt, blocks, 1)
+        backwards = blocks[::-1]  # the end of a prefix is evicted before its beginning
+        left = list(zip(backwards.tolist(), self.ref_cnt[backwards].tolist(), strict=True))
+        self._give_back([block for block, count in left if count == 0])
+        known = [block for block, count in left if count == 1 and block in self.hash_of]
+        self._journal.update(self.evictable, known, range(self._time, self._time + len(known)))
+        self._time += len(known)
+
+    def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Puts blocks into the prefix cache. Where it has another block of the same hash, the new one stays out."""
+        new = {here: block for block, here in zip(blocks, hashes, strict=True) if here not in self.block_of}
+        self._journal.update(self.block_of, new.keys(), new.values())
+        self._journal.update(self.hash_of, new.values(), new.keys())
+        at = list(new.values())
+        self._journal.put(self.ref_cnt, at, self.ref_cnt[at] + 1)
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Takes blocks out of the prefix cache."""
+        self._journal.drop(self.block_of, [self.hash_of[block] for block in blocks])
+        self._journal.drop(self.hash_of, blocks)
+        self._journal.put(self.ref_cnt, blocks, self.ref_cnt[blocks] - 1)
+        self._give_back([block for block in blocks if block in self.evictable])
+        self._journal.drop(self.evictable, blocks)
+
+    def _give_back(self, blocks: list[int]) -> None:
+        for node, pile in enumerate(self.free):
+            own = blocks if len(self.free) == 1 else [block for block in blocks if self.node_of.item(block) == node]
+            if own:
+                self._journal.put(pile, slice(len(pile), None), own)

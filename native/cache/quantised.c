@@ -1,0 +1,38 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * This file has the elements of fp8 and integer caches in tables of 16-bit words, for kernels that unpack by
+ * permutation, and returns single elements with their scale. */
+#include "layout.h"
+
+#define KINDS (CA_CACHE_DTYPES - CA_DTYPES)
+/* words[kind] holds the numbers as binary16, then as bfloat16; bytes[kind] has the bytes of bfloat16, low ones first.
+ * Both are written once, when the library loads. */
+static uint16_t words[KINDS][2][128];
+static uint8_t bytes[KINDS][2][128];
+
+__attribute__((constructor)) static void fill(void) {
+    for (int kind = 0; kind < KINDS; kind++)
+        for (int i = 0; i < 128; i++) {
+            const int dtype = CA_DTYPES + kind;
+            const float x = ca_number(dtype, ca_is_nibbles(dtype) ? i % 16 : i);
+            words[kind][0][i] = ca_to_f16(x);
+            words[kind][1][i] = ca_to_bf16(x);
+            bytes[kind][0][i] = words[kind][1][i] & 0xff;
+            bytes[kind][1][i] = (uint8_t)(words[kind][1][i] >> 8);
+        }
+}
+
+float ca_scaled_element(int kv_dtype, int64_t head_size, int value, const char *block, int64_t block_size,
+                        int64_t token, int64_t d) {
+    const int layout = CA_LAYOUT_PAIRS;
+    const ca_group_form f = ca_group_form_of(layout, kv_dtype, head_size, value);
+    const int64_t group = token / CA_LANES, lane = token % CA_LANES, s = d / ca_scale_elements(kv_dtype, head_size);
+    const int64_t at = value ? ca_v_offset(layout, lane, d, head_size) : ca_k_offset(layout, lane, d, head_size);
+    const uint8_t *data = (const uint8_t *)block + group * f.bytes;
+    uint16_t scale;
+    memcpy(&scale, block + ca_scales_at(&f, block_size, group) + (s * CA_LANES + lane) * 2, 2);
+    return ca_number(kv_dtype, ca_element(kv_dtype, data, at)) * ca_from_bf16(scale);
+}
+
+const uint16_t *ca_quantised_words(int kv_dtype, int bf16) { return words[kv_dtype - CA_DTYPES][bf16]; }
+
+const uint8_t *ca_quantised_bytes(int kv_dtype) { return bytes[kv_dtype - CA_DTYPES][0]; }
