@@ -53,6 +53,16 @@ def fill_tables(app: Any, page: str, source: list[str]) -> None:
     source[0] = tables.filled(source[0])
 
 
+def find_elsewhere(app: Any, env: Any, node: Any, contnode: Any) -> Any:
+    """Links a name of Python that a docstring says without its module, where one module alone has it."""
+    domain = env.get_domain("py")
+    found = [name for name in domain.objects if name.endswith(f".{node['reftarget']}")]
+    if node.get("refdomain") != "py" or len(found) != 1:
+        return None
+    return domain.resolve_xref(env, node["refdoc"], app.builder, node["reftype"], found[0], node, contnode)
+
+
 def setup(app: Any) -> None:
     app.connect("source-read", fill_tables)
+    app.connect("missing-reference", find_elsewhere)
     app.connect("autodoc-process-docstring", link_pages)
