@@ -87,9 +87,9 @@ def balance(query: Any, key: Any, rot_dim: int | None = None, is_neox: bool = Tr
             weights that make them: of the norm before the rotary embedding (Qwen3; Gemma 3 with 1 + its weight), or the
             norms of the rows of the projection. The factors are multiplied into the same weights.
         key: [..., D]: the same for keys. A query head's are those of its kv head.
-        rot_dim: of the rotary embedding, as in :func:`rotary_reshape_and_cache`; D unless said. The two channels that
-            the embedding turns into one another share a factor.
-        is_neox: as in :func:`rotary_reshape_and_cache`.
+        rot_dim: of the rotary embedding, as in :func:`cpu_attn.rotary_reshape_and_cache`; D unless said. The two
+            channels that the embedding turns into one another share a factor.
+        is_neox: as in :func:`cpu_attn.rotary_reshape_and_cache`.
 
     Returns:
         float32 [..., D]: the factors of the queries. A size below 0.01 of the mean counts as 0.01 of it.

@@ -75,10 +75,10 @@ class Step:
         ``max_selected_tokens``, ``query_block_size`` or ``select_by_query_head``.
 
         Args:
-            cache: a :class:`PagedKVCache` with the step's block_size.
+            cache: a :class:`cpu_attn.PagedKVCache` with the step's block_size.
             num_heads: query heads.
-            **options: those of :func:`get_scheduler_metadata` (``causal``, ``engine``, ``sliding_window``, which is the
-                manager's unless said, ...).
+            **options: those of :func:`cpu_attn.get_scheduler_metadata` (``causal``, ``engine``, ``sliding_window``,
+                which is the manager's unless said, ...).
 
         Returns:
             The plan.

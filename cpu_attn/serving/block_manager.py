@@ -40,10 +40,10 @@ class BlockManager:
     changed nothing. A manager serves one thread at a time.
 
     Args:
-        caches: the :class:`PagedKVCache` of each layer, or one cache. All have the same num_blocks and block_size, and
-            a block has the same number in each of them. The manager copies and swaps the blocks of all caches. Where
-            the first has ``block_nodes``, a request's blocks are of one NUMA node as long as that has free ones, and
-            requests are dealt out to the nodes evenly.
+        caches: the :class:`cpu_attn.PagedKVCache` of each layer, or one cache. All have the same num_blocks and
+            block_size, and a block has the same number in each of them. The manager copies and swaps the blocks of all
+            caches. Where the first has ``block_nodes``, a request's blocks are of one NUMA node as long as that has
+            free ones, and requests are dealt out to the nodes evenly.
         enable_prefix_caching: whether full blocks are found again by the token ids in them and before them, also once
             their request is gone, until their memory is needed: those unused for longest go first. Without it, tokens
             may be given by their number.

@@ -27,7 +27,7 @@ def update_block_bounds(key: Any, slot_mapping: Any, block_min: Any, block_max: 
 
     Call it beside every cache write. The bounds of a block start anew with the call that writes its first slot, so
     memory that holds anything will do to begin with. Whoever copies blocks copies their rows of the bounds. Symbols: as
-    in :func:`reshape_and_cache`.
+    in :func:`cpu_attn.reshape_and_cache`.
 
     Args:
         key: [T, Hkv, D] of float32, float16 or bfloat16, as it goes into the cache. The last axis is dense.
@@ -133,8 +133,8 @@ def query_blocks(
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Takes the query blocks of a step for requests, so that each of them may have scores and a selection of its own.
 
-    :func:`score_blocks` and :func:`select_blocks` then give what :func:`attention_with_kv_cache` takes with a plan that
-    has this ``query_block_size``. Symbols: n query blocks of all requests.
+    :func:`score_blocks` and :func:`select_blocks` then give what :func:`cpu_attn.attention_with_kv_cache` takes with a
+    plan that has this ``query_block_size``. Symbols: n query blocks of all requests.
 
     Args:
         query_start_loc: int32 [R + 1], where each request's query tokens start.
@@ -196,7 +196,8 @@ def select_blocks(
 
     Returns:
         int32 [R, Hkv or Hq, S], S the smaller of ``max_selected_blocks`` and M: columns of the block table, ascending,
-        then -1 where the request has fewer blocks. :func:`attention_with_kv_cache` takes it as ``selected_blocks``.
+        then -1 where the request has fewer blocks. :func:`cpu_attn.attention_with_kv_cache` takes it as
+        ``selected_blocks``.
 
     Raises:
         ValueError: ``max_selected_blocks`` is less than ``always_last + always_first``, or a request has more blocks

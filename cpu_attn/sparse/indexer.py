@@ -38,7 +38,7 @@ def get_index_cache_shape(
 ) -> tuple[int, int, int]:
     """Says what to allocate for an indexer's keys.
 
-    It is what :func:`get_kv_cache_shape` says for K of one kv head, without the axis of that head.
+    It is what :func:`cpu_attn.get_kv_cache_shape` says for K of one kv head, without the axis of that head.
 
     Args:
         num_blocks: N.
@@ -150,12 +150,13 @@ def select_tokens(
         k_scale: as :func:`index_and_cache` had it.
         kv_cache_dtype: as :func:`index_and_cache` had it.
         kv_cache_layout: as :func:`index_and_cache` had it.
-        document_start_loc: {request: [0, ...]}, as in :func:`get_scheduler_metadata`: a query token scores keys of its
-            own document only. ``{0: [0, 5]}`` hides the first 5 keys of request 0 from the tokens behind them.
+        document_start_loc: {request: [0, ...]}, as in :func:`cpu_attn.get_scheduler_metadata`: a query token scores
+            keys of its own document only. ``{0: [0, 5]}`` hides the first 5 keys of request 0 from the tokens behind
+            them.
 
     Returns:
         int32 [T, k], ascending, then -1 where a token sees fewer keys: what ``selected_tokens`` of
-        :func:`attention_with_kv_cache` and :func:`attention_mla` takes.
+        :func:`cpu_attn.attention_with_kv_cache` and :func:`cpu_attn.attention_mla` takes.
 
     Raises:
         ValueError: a length, a block, a scale or a shape is out of range.

@@ -160,8 +160,8 @@ class PagedKVCache:
             The cache.
 
         Raises:
-            ValueError: an array does not fit, or no such isa reads the layout; :func:`convert` makes a layout of this
-                machine.
+            ValueError: an array does not fit, or no such isa reads the layout; :func:`cpu_attn.storage.convert` makes a
+                layout of this machine.
             TypeError: an argument has another type or dtype.
             UnavailableError: this machine does not have the isa.
         """
@@ -239,7 +239,7 @@ class PagedKVCache:
             key: [T, Hkv, D] of the cache's dtype.
             value: [T, Hkv, Dv] of the cache's dtype.
             slot_mapping: int64 [T], block * B + place in the block; a token with a negative slot is skipped. Or a
-                :class:`Step`, which has one.
+                :class:`cpu_attn.serving.Step`, which has one.
 
         Raises:
             ValueError: a shape, a stride or a slot is out of range, memory overlaps, or the step is of another
@@ -269,8 +269,9 @@ class PagedKVCache:
             seq_len: how many tokens to read.
 
         Returns:
-            (K [seq_len, Hkv, D], V [seq_len, Hkv, Dv]), as they are stored: rotated heads stay rotated (:func:`rotate`
-            turns them back), fp8 stays fp8, integers become float32, times their scales.
+            (K [seq_len, Hkv, D], V [seq_len, Hkv, Dv]), as they are stored: rotated heads stay rotated
+            (:func:`cpu_attn.rotation.rotate` turns them back), fp8 stays fp8, integers become float32, times their
+            scales.
 
         Raises:
             ValueError: ``seq_len`` or a block is out of range.
@@ -364,9 +365,11 @@ class PagedKVCache:
 
         Args:
             query: [T, Hq, D] of the cache's dtype.
-            block_table: int32 [R, M], the blocks of each request in order. Or a :class:`Step`, which has one.
+            block_table: int32 [R, M], the blocks of each request in order. Or a :class:`cpu_attn.serving.Step`, which
+                has one.
             plan: of :meth:`plan`, of this cache or one of the same shape. A step makes one without options for the
-                first layer and keeps it for the others; layers with options take one of :meth:`Step.plan`.
+                first layer and keeps it for the others; layers with options take one of
+                :meth:`cpu_attn.serving.Step.plan`.
             scale: the factor of q.k; 1 / sqrt(D) unless said.
             alibi_slopes: float32 [Hq], or None.
             softcap: 0 is off.

@@ -36,10 +36,10 @@ def convert(
 
     What has the same kind, scale and rotation keeps its bits, scales of integers among them. Other numbers are exact
     where the new cache can hold them, and are rounded once to nearest even where not. Into a quantised cache they go as
-    :func:`reshape_and_cache` would write float32. Besides the new cache it takes a few megabytes.
+    :func:`cpu_attn.reshape_and_cache` would write float32. Besides the new cache it takes a few megabytes.
 
     Args:
-        cache: a :class:`PagedKVCache`, or a :class:`StoredCache` of any machine.
+        cache: a :class:`cpu_attn.PagedKVCache`, or a :class:`StoredCache` of any machine.
         isa: whose layout; ``auto`` takes the best isa of this machine.
         dtype: of keys and values; what the old cache has unless said.
         kv_cache_dtype: what the old cache has unless said.
@@ -52,7 +52,7 @@ def convert(
         The new cache.
 
     Raises:
-        ValueError: :class:`PagedKVCache` refuses what is asked for.
+        ValueError: :class:`cpu_attn.PagedKVCache` refuses what is asked for.
         TypeError: an argument has another type.
         UnavailableError: this machine does not have the isa.
         MemoryError: there is no memory for the new cache.

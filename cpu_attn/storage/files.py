@@ -27,8 +27,8 @@ class StoredCache:
 
     Args:
         descriptor: what the memory holds.
-        key_cache: memory of keys, as :meth:`PagedKVCache.open` takes it.
-        value_cache: memory of values, as :meth:`PagedKVCache.open` takes it.
+        key_cache: memory of keys, as :meth:`cpu_attn.PagedKVCache.open` takes it.
+        value_cache: memory of values, as :meth:`cpu_attn.PagedKVCache.open` takes it.
 
     Raises:
         ValueError: an array does not fit the descriptor.
