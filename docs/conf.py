@@ -53,6 +53,20 @@ def fill_tables(app: Any, page: str, source: list[str]) -> None:
     source[0] = tables.filled(source[0])
 
 
+def find_elsewhere(app: Any, env: Any, node: Any, contnode: Any) -> Any:
+    """Links a name of Python that a docstring says without its module, where one module alone has it."""
+    if node.get("refdomain") != "py":
+        return None
+    domain, name = env.get_domain("py"), f".{node['reftarget']}"
+    kinds = domain.objtypes_for_role(node["reftype"]) or ()
+    there = ((full, x) for full, x in domain.objects.items() if full.endswith(name) and not x.aliased)
+    found = [full for full, x in there if x.objtype in kinds]
+    if len(found) != 1:
+        return None
+    return domain.resolve_xref(env, node["refdoc"], app.builder, node["reftype"], found[0], node, contnode)
+
+
 def setup(app: Any) -> None:
     app.connect("source-read", fill_tables)
+    app.connect("missing-reference", find_elsewhere)
     app.connect("autodoc-process-docstring", link_pages)
