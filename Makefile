@@ -34,7 +34,7 @@ help:
 	@echo "make test-all   the whole test suite, as CI runs it"
 	@echo "make test-integrations  real torch, transformers, vLLM; WITH='torch transformers' for some of them, or with sglang"
 	@echo "make peers      are the signatures of cpu_attn.flashinfer and cpu_attn.flash_attn those of the libraries? WRITE=1: write"
-	@echo "                the tables of docs/flashinfer.md and docs/flash_attn.md"
+	@echo "                the tables of their pages"
 	@echo "make model-sweep  every architecture of transformers, made tiny, beside eager and sdpa (ten minutes)"
 	@echo "make quality    what every kv_cache_dtype costs two language models: build/quality.json, build/quality.svg (hours)"
 	@echo "make docs       the site, in build/docs; make docs SERVE=1 also serves it at http://localhost:8000"
@@ -89,8 +89,8 @@ $(PEERS)/fetched: Makefile
 model-sweep:
 	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) $(INTEGRATIONS)/test $(INTEGRATIONS)/transformers
 	@$(heed) cd $(INTEGRATIONS) && bin/python -m cpu_attn.tests.models.model_sweep --json $(CURDIR)/build/model_sweep.json \
-		--markdown $(CURDIR)/docs/reference/architectures.md $(call or_say,model-sweep)
-	@echo "make model-sweep: passed, build/model_sweep.json; its table is in docs/reference/architectures.md"
+		--csv $(CURDIR)/docs/reference/architectures.csv $(call or_say,model-sweep)
+	@echo "make model-sweep: passed, build/model_sweep.json; its table is docs/reference/architectures.csv"
 
 # Its figures are in docs/quality.md and docs/reports/README.md.
 quality:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import cpu_attn
-from cpu_attn import _onednn_loader, _threads, study
+from cpu_attn import _onednn_loader, _threads, sparse, study
 from cpu_attn.cli.limits import Limit, best_isa, products
 from cpu_attn.cli.rivals import RIVALS
 from cpu_attn.cli.workloads import Step, Workload
@@ -149,4 +149,4 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
 
 
 def _select_and_attend(indexer: dict[str, Any], attend: Callable[..., Any]) -> Any:
-    return attend(selected_tokens=cpu_attn.select_tokens(**indexer))
+    return attend(selected_tokens=sparse.select_tokens(**indexer))

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cpu_attn
+from cpu_attn import sparse
 from cpu_attn.tests.cases.formats import numpy_dtype
 from cpu_attn.tests.cases.trees import TREES, pack_tree
 
@@ -206,7 +207,7 @@ class Step:
         if w.selected is None:
             return None
         if w.query_block:
-            _, lens, _ = cpu_attn.query_blocks(self.query_start_loc, lens, w.query_block)
+            _, lens, _ = sparse.query_blocks(self.query_start_loc, lens, w.query_block)
         blocks = -(-lens // self.block_size)
         counts = np.maximum(1, np.rint(blocks * w.selected)).astype(int)
         selected = np.full((len(blocks), w.num_kv_heads, counts.max()), -1, np.int32)
@@ -219,9 +220,9 @@ class Step:
     def indexer(self) -> dict[str, Any]:
         """Gives the arguments of select_tokens, over packed keys of the step's dtype."""
         w, sizes = self.workload, (self.block_size, INDEX_SIZE, self.dtype, self.isa)
-        cache = np.empty(cpu_attn.get_index_cache_shape(self.num_blocks, *sizes), numpy_dtype(self.dtype))
+        cache = np.empty(sparse.get_index_cache_shape(self.num_blocks, *sizes), numpy_dtype(self.dtype))
         for r, n in enumerate(self.seq_lens):
-            cpu_attn.index_and_cache(self.random(int(n), INDEX_SIZE), cache, self.slots(r), self.isa)
+            sparse.index_and_cache(self.random(int(n), INDEX_SIZE), cache, self.slots(r), self.isa)
         return {
             "query": self.random(w.num_tokens, INDEX_HEADS, INDEX_SIZE),
             "index_cache": cache,

@@ -6,9 +6,16 @@ A step makes a plan with :func:`get_scheduler_metadata`; every layer calls :func
 :func:`attention_with_kv_cache`. :class:`PagedKVCache` is a friendlier form of these. Arrays are NumPy arrays, torch CPU
 tensors or anything with DLPack, and are never copied.
 
+What not everybody meets is in modules of its own: :mod:`cpu_attn.serving` (blocks of requests), :mod:`cpu_attn.sparse`
+(which keys to read), :mod:`cpu_attn.storage` (caches in files and in other layouts), :mod:`cpu_attn.rotation`,
+:mod:`cpu_attn.distributed`, :mod:`cpu_attn.linear`, :mod:`cpu_attn.profiling`.
+
 Symbols: R requests of a step; T query tokens, one request after another; Hq query heads and Hkv kv heads; D elements of
 a head of queries and keys, Dv of values; N blocks of a cache, of B tokens each; M columns of a block table.
 """
+
+from importlib import import_module
+from typing import Any
 
 try:
     from cpu_attn._native import lib as _lib  # noqa: F401  # the modules below need it
@@ -22,7 +29,7 @@ except ModuleNotFoundError as e:
 
 from cpu_attn import _self_test  # noqa: F401  # _dispatch calls its test
 from cpu_attn._dispatch import engines, isas
-from cpu_attn._errors import NoFreeBlocksError, UnavailableError
+from cpu_attn._errors import UnavailableError
 from cpu_attn._threads import get_num_threads, set_num_threads
 from cpu_attn.backend import (
     AttentionType,
@@ -35,62 +42,58 @@ from cpu_attn.backend import (
     make_alibi_bias,
     make_sliding_window_bias,
 )
-from cpu_attn.block_manager import BlockManager
-from cpu_attn.block_pool import BlockStats
-from cpu_attn.indexer import get_index_cache_shape, index_and_cache, select_tokens
 from cpu_attn.mla import attention_mla, concat_and_cache_mla
 from cpu_attn.ops import attention_with_kv_cache, merge_states, reshape_and_cache
-from cpu_attn.pages import query_blocks, score_pages, select_pages, update_page_bounds
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata, kv_cache_dtypes
-from cpu_attn.profiling import profile
 from cpu_attn.rotary import rotary_reshape_and_cache
-from cpu_attn.rotation import balance, rotate
-from cpu_attn.step import Step
-from cpu_attn.storage import CacheDescriptor, PagedKVCache, StoredCache, convert
+from cpu_attn.storage import CacheDescriptor, PagedKVCache
 
 __version__ = "0.2.0"
 
 __all__ = [
     "AttentionType",
-    "BlockManager",
-    "BlockStats",
     "CPUAttentionBackend",
     "CPUAttentionBackendImpl",
     "CPUAttentionMetadata",
     "CPUAttentionMetadataBuilder",
     "CacheDescriptor",
-    "NoFreeBlocksError",
     "OneDNNPagedAttention",
     "PagedAttention",
     "PagedKVCache",
     "SchedulerMetadata",
-    "Step",
-    "StoredCache",
     "UnavailableError",
     "attention_mla",
     "attention_with_kv_cache",
-    "balance",
     "concat_and_cache_mla",
-    "convert",
     "engines",
-    "get_index_cache_shape",
     "get_kv_cache_shape",
     "get_num_threads",
     "get_scheduler_metadata",
-    "index_and_cache",
     "isas",
     "kv_cache_dtypes",
     "make_alibi_bias",
     "make_sliding_window_bias",
     "merge_states",
-    "profile",
-    "query_blocks",
     "reshape_and_cache",
     "rotary_reshape_and_cache",
-    "rotate",
-    "score_pages",
-    "select_pages",
-    "select_tokens",
     "set_num_threads",
-    "update_page_bounds",
 ]
+
+# These names of modules of their own are found here, too, three of them by the names that they had.
+_ELSEWHERE = {
+    "serving": ("BlockManager", "BlockStats", "NoFreeBlocksError", "Step"),
+    "sparse": ("get_index_cache_shape", "index_and_cache", "query_blocks", "select_tokens"),
+    "storage": ("StoredCache", "convert"),
+    "rotation": ("balance", "rotate"),
+    "profiling": ("profile",),
+}
+_RENAMED = {"score_pages": "score_blocks", "select_pages": "select_blocks", "update_page_bounds": "update_block_bounds"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        return getattr(import_module("cpu_attn.sparse"), _RENAMED[name])
+    for module, names in _ELSEWHERE.items():
+        if name in names:
+            return getattr(import_module(f"cpu_attn.{module}"), name)
+    raise AttributeError(f"module 'cpu_attn' has no attribute {name!r}")

@@ -320,8 +320,8 @@ PLAN = Call(
         Scalar(
             *("attention_chunk_size", "int | None"),
             "Positions of a chunk, or None. A query sees keys of its own chunk only, of those that ``causal`` and "
-            "``sliding_window`` leave it: chunks are [0, size), [size, 2 size), ... of each request's positions (Llama "
-            "4). It does not go with ``tree_mask``.",
+            "``sliding_window`` leave it: chunks are [0, size), [size, 2 size), ... of each request's positions "
+            "(Llama 4). It does not go with ``tree_mask``.",
             None,
             field="positions of a chunk, of whose keys alone a query sees any; 0: of all",
         ),
@@ -387,11 +387,11 @@ WRITE = Call(
         ),
         Scalar(
             *("kv_cache_rotation", "str"),
-            "``hadamard`` stores each head of K and V after an orthogonal transform in float32 (:func:`rotate`), so "
-            "that channels which are larger than the others do not cost the others their digits. It is meant for "
-            "quantised caches; docs/quality.md has figures. ``hadamard/none`` and ``none/hadamard`` transform K alone "
-            "or V alone. Whoever reads the cache names the same rotation. A head of which one element is not finite "
-            "comes back as NaN throughout.",
+            "``hadamard`` stores each head of K and V after an orthogonal transform in float32 "
+            "(:func:`cpu_attn.rotation.rotate`), so that channels which are larger than the others do not cost the "
+            "others their digits. It is meant for quantised caches; docs/quality.md has figures. ``hadamard/none`` "
+            "and ``none/hadamard`` transform K alone or V alone. Whoever reads the cache names the same rotation. A "
+            "head of which one element is not finite comes back as NaN throughout.",
             "none",
         ),
     ),
@@ -435,7 +435,7 @@ SELECT = Call(
     "SELECT",
     (
         Array("query", FLOATS, ("T", "num_heads", "head_size"), "An indexer's queries."),
-        Array("index_cache", (CACHE,), CACHE_AXES, "As :func:`index_and_cache` wrote it.", (ONE_HEAD,)),
+        Array("index_cache", (CACHE,), CACHE_AXES, "As :func:`cpu_attn.sparse.index_and_cache` wrote it.", (ONE_HEAD,)),
         Array("seq_lens", INT32, _seq_lens.axes, _seq_lens.what),
         Array("query_start_loc", INT32, _query_start_loc.axes, _query_start_loc.what),
         Array("block_table", INT32, ("num_reqs", "blocks"), "The blocks of each request in order."),
@@ -509,10 +509,10 @@ ATTENTION = Call(
             *("selected_blocks", INT32, ("num_reqs", "num_kv_heads", "blocks")),
             "Which blocks each kv head attends, None for all: columns of its request's row of ``block_table``, "
             "strictly ascending, then -1. Keys of other blocks do not count and cost nothing, and entries of "
-            "``block_table`` that no head selects are ignored. :func:`select_pages` chooses. With a plan that has a "
-            "``query_block_size`` the first axis counts the query blocks of all requests, one request after another: "
-            "each attends blocks of its own. With a plan that has ``select_by_query_head`` the second axis counts "
-            "query heads.",
+            "``block_table`` that no head selects are ignored. :func:`cpu_attn.sparse.select_blocks` chooses. With a "
+            "plan that has a ``query_block_size`` the first axis counts the query blocks of all requests, one request "
+            "after another: each attends blocks of its own. With a plan that has ``select_by_query_head`` the second "
+            "axis counts query heads.",
             (OPTIONAL, LISTS),
         ),
         Array(
@@ -539,7 +539,7 @@ ATTENTION = Call(
             "Which keys of its request each query token attends, None for all, of those that masks leave it: strictly "
             "ascending, then -1. No other key is read. S is at most the plan's ``max_selected_tokens``; such a plan "
             "is for calls that select tokens, and others are for calls that do not. It does not go with "
-            "``selected_blocks``. :func:`select_tokens` chooses.",
+            "``selected_blocks``. :func:`cpu_attn.sparse.select_tokens` chooses.",
             (OPTIONAL,),
         ),
     ),

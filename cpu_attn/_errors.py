@@ -34,7 +34,8 @@ class NoFreeBlocksError(RuntimeError):
     This class raises no errors itself.
 
     Example:
-        >>> from cpu_attn import BlockManager, NoFreeBlocksError, PagedKVCache
+        >>> from cpu_attn import PagedKVCache
+        >>> from cpu_attn.serving import BlockManager, NoFreeBlocksError
         >>> manager = BlockManager(PagedKVCache(num_blocks=2, block_size=16, num_kv_heads=1, head_size=64))
         >>> manager.allocate("a")
         0

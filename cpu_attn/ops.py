@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +20,55 @@ from cpu_attn._native import ffi, lib
 from cpu_attn.plan import SchedulerMetadata
 
 Written = TypeVar("Written")  # the class of the caller's arrays: NumPy's or torch's
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFormat:
+    """Says how a cache holds what is written to it, in the words of :func:`reshape_and_cache`; they are checked when it
+    is made. kinds: what is said of K and of V; code and rotated: what C takes of layout and rotation."""
+
+    isa: str = "auto"
+    kv_cache_dtype: Any = "auto"  # what it means depends on the dtype of the arrays, which C reads: kv_dtypes
+    kv_cache_layout: str = "packed"
+    kv_cache_rotation: str = "none"
+    kinds: tuple[str, ...] = field(init=False)
+    code: int = field(init=False)
+    rotated: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        keep, kind = object.__setattr__, self.kv_cache_dtype if isinstance(self.kv_cache_dtype, str) else "?"
+        keep(self, "kinds", tuple((kind.split("/") * 2)[:2]))
+        keep(self, "rotated", _check.kv_cache_rotation(self.kv_cache_rotation))
+        keep(self, "code", _check.LAYOUTS[_check.kv_cache_layout(self.kv_cache_layout)])
+
+
+_known_format = lru_cache(maxsize=32)(CacheFormat)
+
+
+def cache_format(*words: Any) -> CacheFormat:
+    """Makes a CacheFormat, once for the same words."""
+    try:
+        return _known_format(*words)
+    except TypeError:  # a word cannot be hashed, or is none, which the next line says
+        return CacheFormat(*words)
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Says what becomes of q.k, and which keys count, in the words of :func:`attention_with_kv_cache`."""
+
+    scale: float
+    softcap: float = 0.0
+    alibi_slopes: Any = None
+    s_aux: Any = None
+    attn_bias: Any = None
+    selected_blocks: Any = None
+    selected_tokens: Any = None
+
+    @property
+    def max_selected_tokens(self) -> int | None:
+        """Gives the number that a plan has to be made for."""
+        return None if self.selected_tokens is None else max(1, self.selected_tokens.shape[1])
 
 
 class _Thread(threading.local):
@@ -35,7 +86,7 @@ class _Thread(threading.local):
 
 thread_state = _Thread()
 # What C goes by in a write, for each isa, kv_cache_dtype and kv_cache_layout that was named.
-_meanings: dict[tuple[str, str, str], Any] = {}
+_meanings: dict[tuple[str, tuple[str, ...], str], Any] = {}
 _NOTHING = ffi.new("ca_meaning *", {"head_sizes": 1})
 _S_AUX = _check.ATTENTION.index("s_aux")
 _RECORDED = {  # the name of a call in profiles, and the array that tells dtype and tokens
@@ -86,51 +137,35 @@ def reshape_and_cache(
         256.0
     """
     arrays = (key_cache, value_cache, key, value, slot_mapping)
-    cache = (isa, k_scale, v_scale, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
-    run_write(lib.ca_write, _check.WRITE, arrays, *cache)
+    form = cache_format(isa, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
+    run_write(lib.ca_write, _check.WRITE, arrays, form, k_scale, v_scale)
 
 
 def run_write(
-    call: Any,
-    names: Sequence[str],
-    arrays: tuple[Any, ...],
-    isa: str,
-    k_scale: float,
-    v_scale: float,
-    kv_cache_dtype: str,
-    kv_cache_layout: str,
-    kv_cache_rotation: str,
-    *more: Any,
+    call: Any, names: Sequence[str], arrays: tuple[Any, ...], form: CacheFormat, k_scale: Any, v_scale: Any, *more: Any
 ) -> None:
     """Runs a call that writes a cache. more: what C takes of this call alone, behind what every write has."""
-    kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
-    rotated = _check.kv_cache_rotation(kv_cache_rotation)
-    scales = _check.scales(k_scale, v_scale, (kind.split("/") * 2)[:2])
-    run_by_names(call, names, arrays, isa, kv_cache_dtype, kv_cache_layout, rotated, *scales, *more)
+    run_by_names(call, names, arrays, form, form.rotated, *_check.scales(k_scale, v_scale, form.kinds), *more)
 
 
-def run_by_names(
-    call: Any, names: Sequence[str], arrays: tuple[Any, ...], isa: str, kv_cache_dtype: str, layout: str, *how: Any
-) -> None:
+def run_by_names(call: Any, names: Sequence[str], arrays: tuple[Any, ...], form: CacheFormat, *how: Any) -> None:
     """Runs a call that has no plan. What isa and kv_cache_dtype mean depends on the dtype of its arrays, which C reads:
     where it does not know the meaning yet, it asks and is called again."""
     start, fault = profiling.clock(), ffi.new("ca_fault *")
-    code = _check.LAYOUTS[_check.kv_cache_layout(layout)]
-    kind = kv_cache_dtype if isinstance(kv_cache_dtype, str) else "?"
-    isa = _dispatch.asked("isa", isa, "CPU_ATTN_ISA")
-    asked = (isa, kind, layout)
+    isa = _dispatch.asked("isa", form.isa, "CPU_ATTN_ISA")
+    asked = (isa, form.kinds, form.kv_cache_layout)
     meaning = _meanings.get(asked, _NOTHING)
     addresses, given, alive = objects(arrays)
-    while status := call(addresses, given, meaning, code, *how, fault):
+    while status := call(addresses, given, meaning, form.code, *how, fault):
         if status == lib.CA_UNNAMED:
-            meaning = _meanings[asked] = _meaning(meaning, fault, isa, kv_cache_dtype, layout)
+            meaning = _meanings[asked] = _meaning(meaning, fault, isa, form.kv_cache_dtype, form.kv_cache_layout)
         else:
             addresses, given, alive = _check.reread(fault, names, arrays, given, alive)
     if start:
         name, by = _RECORDED[call]
         a = view(by, arrays[names.index(by)])
         resolved = _dispatch.resolve_isa(isa, a.dtype, a.shape[-1]).name
-        profiling.record(name, start, "native", resolved, a.dtype, kind, num_tokens=a.shape[0])
+        profiling.record(name, start, "native", resolved, a.dtype, form.kv_cache_dtype, num_tokens=a.shape[0])
 
 
 def _meaning(before: Any, fault: Any, isa: str, kv_cache_dtype: Any, layout: str) -> Any:
@@ -228,22 +263,16 @@ def attend(
     value_cache: Any,
     output: Any,
     block_table: Any,
-    scale: float,
-    softcap: float = 0.0,
+    logits: Logits,
     scales: tuple[float, float] = (1.0, 1.0),
-    *,
     lse: Any = None,
-    alibi_slopes: Any = None,
-    s_aux: Any = None,
-    selected_blocks: Any = None,
-    attn_bias: Any = None,
-    selected_tokens: Any = None,
 ) -> None:
     """Does what :func:`attention_with_kv_cache` does for callers that made the plan and know its lengths to be right.
     scales: of K and V."""
-    step = (None, None, alibi_slopes, block_table, s_aux, None)
-    arrays = (output, lse, query, key_cache, value_cache, *step, selected_blocks, attn_bias, selected_tokens)
-    run_attention(plan, arrays, scale, softcap, scales)
+    x = logits
+    step = (None, None, x.alibi_slopes, block_table, x.s_aux, None)
+    arrays = (output, lse, query, key_cache, value_cache, *step, x.selected_blocks, x.attn_bias, x.selected_tokens)
+    run_attention(plan, arrays, x.scale, x.softcap, scales)
 
 
 def run_attention(

@@ -197,9 +197,9 @@ def profile() -> Iterator[Profile]:
 
     Example:
         >>> import numpy as np
-        >>> import cpu_attn
-        >>> with cpu_attn.profile() as profile:
-        ...     output, lse = cpu_attn.merge_states(np.ones((2, 5, 1, 8), np.float32), np.zeros((2, 1, 5), np.float32))
+        >>> from cpu_attn import merge_states, profiling
+        >>> with profiling.profile() as profile:
+        ...     output, lse = merge_states(np.ones((2, 5, 1, 8), np.float32), np.zeros((2, 1, 5), np.float32))
         >>> [call.kind.name for call in profile.calls]  # print(profile) shows a table
         ['merge_states']
         >>> profile.save("/dev/null")  # a trace for chrome://tracing or https://ui.perfetto.dev

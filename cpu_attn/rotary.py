@@ -8,7 +8,7 @@ from typing import Any
 
 from cpu_attn import _check
 from cpu_attn._native import lib
-from cpu_attn.ops import Written, run_write
+from cpu_attn.ops import Written, cache_format, run_write
 
 _IN_PLACE = tuple("query" if name == "query_out" else name for name in _check.ROTARY)
 
@@ -94,7 +94,7 @@ def rotary_reshape_and_cache(
     turns = (cos_sin_cache, positions, q_weight, k_weight)
     arrays = (key_cache, value_cache, out, key, value, slot_mapping, query, *turns)
     names = _IN_PLACE if out is query else _check.ROTARY
-    cache = (isa, k_scale, v_scale, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
+    form = cache_format(isa, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
     how = (_check.boolean("is_neox", is_neox), _check.number("eps", eps, 0.0))
-    run_write(lib.ca_rotary_write, names, arrays, *cache, *how)
+    run_write(lib.ca_rotary_write, names, arrays, form, k_scale, v_scale, *how)
     return out

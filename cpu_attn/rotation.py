@@ -51,7 +51,7 @@ def rotate(x: Any, back: bool = False) -> NDArray[np.floating[Any]]:
 
     Example:
         >>> import numpy as np
-        >>> from cpu_attn import rotate
+        >>> from cpu_attn.rotation import rotate
         >>> x = np.array([0, 0, 0, 4], np.float32)
         >>> np.abs(rotate(x)).tolist()
         [2.0, 2.0, 2.0, 2.0]
@@ -102,7 +102,7 @@ def balance(query: Any, key: Any, rot_dim: int | None = None, is_neox: bool = Tr
 
     Example:
         >>> import numpy as np
-        >>> from cpu_attn import balance
+        >>> from cpu_attn.rotation import balance
         >>> balance(np.array([1.0, 1.0]), np.array([4.0, 1.0]), rot_dim=0).tolist()
         [2.0, 1.0]
     """

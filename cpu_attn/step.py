@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module has the arrays of one step, which :class:`cpu_attn.BlockManager` makes and every layer uses."""
+"""This module has the arrays of one step, which :class:`cpu_attn.serving.BlockManager` makes and every layer uses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Step:
     This class raises no errors itself.
 
     Example:
-        >>> from cpu_attn import BlockManager, PagedKVCache
+        >>> from cpu_attn import PagedKVCache
+        >>> from cpu_attn.serving import BlockManager
         >>> manager = BlockManager(PagedKVCache(num_blocks=4, block_size=16, num_kv_heads=1, head_size=64))
         >>> manager.allocate("a"), manager.allocate("b")
         (0, 0)

@@ -6,10 +6,15 @@ The source folder is the repository itself. So a relative link means the same to
 """
 
 import re
+import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from cpu_attn import _adapters
+
+sys.path.insert(0, str(Path(__file__).parent))
+import tables
 
 # The adapters' docstrings are read without the libraries that the adapters need.
 autodoc_mock_imports = ["torch", "transformers", "vllm", "sglang", "mpi4py", "ray"]
@@ -43,5 +48,11 @@ def link_pages(app: Any, what: str, name: str, obj: Any, options: Any, lines: li
     lines[:] = [re.sub(r"\bdocs/([\w/]+)\.md\b", r":doc:`/docs/\1`", line) for line in lines]
 
 
+def fill_tables(app: Any, page: str, source: list[str]) -> None:
+    """Puts tables where a page names them."""
+    source[0] = tables.filled(source[0])
+
+
 def setup(app: Any) -> None:
+    app.connect("source-read", fill_tables)
     app.connect("autodoc-process-docstring", link_pages)

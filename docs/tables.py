@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of measured figures, and of the calls' arguments, into the pages: ``python docs/tables.py``, where
-cpu_attn is installed.
+"""Makes the tables of the pages: of measured figures, of the calls' arguments, and of CSV files.
 
-A page has each table between two comments that name it. A file of docs/reports has reports of ``cpu-attn bench``
-(``--save``) as its ``runs``, beside the machine, the date, the command, and the commit that brought the figures.
-Results that were kept only as the ratio to the own kernels' time have it in ``takes``. A file of CSV is a table as it
-stands, below lines of ``#`` that say the same of it.
+A page says ``<!-- table: NAME -->`` where ``make docs`` shows that table. Where cpu_attn is installed, ``python
+docs/tables.py NAME`` prints it, and ``python docs/tables.py`` writes README.md's, which stands between two comments.
+
+A file of docs/reports has reports of ``cpu-attn bench`` (``--save``) as its ``runs``, beside the machine, the date, the
+command, and the commit that brought the figures. Results that were kept only as the ratio to the own kernels' time have
+it in ``takes``. A file of CSV is a table as it stands, below lines of ``#`` that say the same of it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,9 @@ from cpu_attn import _arguments
 
 DOCS = Path(__file__).resolve().parent
 REPORTS = DOCS / "reports"
-PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")), REPORTS / "README.md")
+README = DOCS.parent / "README.md"
+PAGES = (README, *sorted(DOCS.rglob("*.md")))
+CSV = {file.stem: file for file in DOCS.rglob("*.csv")}
 NAMES = {"onednn": "oneDNN", "vllm": "vLLM"}
 Report = dict[str, Any]
 Rows = list[list[str]]
@@ -129,13 +133,13 @@ def rivals(name: str) -> Rows:
 
 
 def as_it_stands(name: str) -> Rows:
-    with (REPORTS / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+    with CSV[name].open(encoding="utf-8", newline="") as file:
         return list(csv.reader(line for line in file if not line.startswith("#")))
 
 
 def arguments(call: _arguments.Call) -> Rows:
     """The rows of a call in cpu_attn/_arguments.py: name, dtype and shape or type, and default."""
-    rows = [["argument", "what", "default"]]
+    rows = [[f"argument of `{call.name}`", "what", "default"]]
     for row in call.rows:
         if isinstance(row, _arguments.Array):
             form = row.form.removesuffix(".").removesuffix(", or None")
@@ -160,7 +164,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "emerald-rapids-threads": lambda: by_threads("emerald-rapids-threads"),
     "cascade-lake": lambda: compared("cascade-lake", "cascade-lake-torch", engines="onednn torch", columns=LIMIT),
     **{call.name: partial(arguments, call) for call in (_arguments.PLAN, _arguments.WRITE, _arguments.ATTENTION)},
-    **{file.stem: partial(as_it_stands, file.stem) for file in REPORTS.glob("*.csv")},
+    **{name: partial(as_it_stands, name) for name in CSV},
 }
 
 
@@ -170,7 +174,12 @@ def markdown(name: str) -> str:
 
 
 def filled(page: str) -> str:
-    """The page with every table in its place."""
+    """The page with every table in its place, as the site shows it."""
+    return re.sub(r"^<!-- table: (\S+) -->$", lambda place: markdown(place[1]), page, flags=re.MULTILINE)
+
+
+def written(page: str) -> str:
+    """The page with what stands between comments made again."""
     return re.sub(
         r"(<!-- begin: docs/tables.py (\S+) -->\n).*?(<!-- end: docs/tables.py -->)",
         lambda place: f"{place[1]}\n{markdown(place[2])}\n\n{place[3]}",
@@ -180,7 +189,7 @@ def filled(page: str) -> str:
 
 
 if __name__ == "__main__":
-    for path in PAGES:
-        text = path.read_text(encoding="utf-8")
-        if (new := filled(text)) != text:
-            path.write_text(new, encoding="utf-8")
+    for name in sys.argv[1:]:
+        print(markdown(name))
+    if not sys.argv[1:]:
+        README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")

@@ -16,7 +16,9 @@ import numpy as np
 from gguf import GGUFReader, dequantize
 from numpy.typing import NDArray
 
-from cpu_attn import BlockManager, PagedKVCache, SchedulerMetadata, Step, balance, rotary_reshape_and_cache
+from cpu_attn import PagedKVCache, SchedulerMetadata, rotary_reshape_and_cache
+from cpu_attn.rotation import balance
+from cpu_attn.serving import BlockManager, Step
 
 Array = NDArray[np.float32]
 Ints = NDArray[np.integer[Any]]
@@ -156,7 +158,7 @@ class Decoder:
 
     def balanced(self, tokens: int = 61) -> Any:
         """The same model with keys that quantise better: queries times, and keys over, the factors that
-        cpu_attn.balance finds for the sizes that their channels have over random tokens."""
+        cpu_attn.rotation.balance finds for the sizes that their channels have over random tokens."""
         probe = copy.copy(self)
         probe.dtype, probe.kv_cache_dtype, probe.kv_cache_rotation, probe.queries = "float32", "auto", "none", []
         vocabulary = len(self.weights["token_embd"])

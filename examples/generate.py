@@ -6,8 +6,8 @@
 
 The model (gemma3.py) continues texts and follows no instructions; Google's terms for Gemma apply to it. Several prompts
 make one batch: a step takes the next token of every request that decodes, and parts of prompts, --max-batch-tokens in
-all. cpu_attn.BlockManager gives requests their blocks. Prompts that begin alike share those of their beginning, which
-are computed once.
+all. cpu_attn.serving.BlockManager gives requests their blocks. Prompts that begin alike share those of their beginning,
+which are computed once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from gemma3 import Gemma3
 from threadpoolctl import threadpool_limits
 from tokenizers.decoders import DecodeStream
 
-from cpu_attn import BlockManager, PagedKVCache, UnavailableError
+from cpu_attn import PagedKVCache, UnavailableError
+from cpu_attn.serving import BlockManager
 
 PROMPTS = (
     "The old lighthouse keeper opened the door and",

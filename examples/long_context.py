@@ -23,9 +23,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from threadpoolctl import threadpool_limits
 
-from cpu_attn import BlockManager, PagedKVCache, set_num_threads
+from cpu_attn import PagedKVCache, set_num_threads
 from cpu_attn.distributed import ContextParallel
 from cpu_attn.distributed.gloo import GlooGroup
+from cpu_attn.serving import BlockManager
 
 LAYERS, HIDDEN, VOCABULARY = 4, 256, 512
 HEADS, KV_HEADS, HEAD_SIZE = 16, 4, 128

@@ -39,7 +39,8 @@ from rich.progress import track
 from smollm2 import SmolLM2
 
 import cpu_attn
-from cpu_attn import BlockManager, PagedKVCache
+from cpu_attn import PagedKVCache
+from cpu_attn.serving import BlockManager
 
 MODELS = {"gemma3": Gemma3, "smollm2": SmolLM2}
 CHUNK = 128  # tokens; their logits take 134 MB

@@ -17,7 +17,8 @@ import numpy as np
 from decoder import Array, Decoder, Ints, dense, rms_norm, rotary_table
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from cpu_attn import PagedKVCache, Step
+from cpu_attn import PagedKVCache
+from cpu_attn.serving import Step
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -62,7 +62,7 @@ TOUCHING = {
     "native/cache/": "write leaks cache quantised fp8 layout rotary selected layout_convert",
     "native/cache/hadamard.c": "rotated quantised",
     "native/cache/pages.c": "selected leaks query_heads query_blocks",
-    "native/cache/turns.c": "rotary leaks rotated write",
+    "native/cache/transforms.c": "rotary leaks rotated write",
     "native/check/": "errors leaks arguments repeated mla selected_tokens query_blocks indexer context_parallel "
     "cascade",
     "native/cpu/": "info threads variants self_test",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the signatures that cpu_attn.flashinfer and cpu_attn.flash_attn offer with those of the libraries, read from
-what a package index has, and writes the tables of docs/flashinfer.md and docs/flash_attn.md.
+what a package index has, and writes the tables of docs/flashinfer.md and docs/flash_attn.md, docs/reference/*_*.csv.
 
     python -m cpu_attn.tests.peers build/peers          # says what differs, exit status 1 if something does
     python -m cpu_attn.tests.peers build/peers --write  # and writes the tables
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import csv
 import inspect
+import io
 import math
 import re
 import sys
@@ -62,6 +64,7 @@ _INSIDE = re.compile(
     r"get_\w+_module|\w*(Func|_|Residual|Axis|Runner|Module)|fmha_varlen_plan|make_\w+|maybe_\w+|round_\w+"
 )
 
+Table = list[list[str]]
 Parameters = dict[str, tuple[bool, Any]]  # whether it is a keyword only, and its default
 NEEDED = inspect.Parameter.empty
 
@@ -197,51 +200,53 @@ def compared(peer: str, folder: Path) -> tuple[list[str], dict[str, list[str]]]:
     return wrong, missing
 
 
-def _grouped(reasons: dict[str, str], used: set[str]) -> str:
+def _grouped(reasons: dict[str, str], used: set[str]) -> Table:
     rows: dict[str, list[str]] = {}
     for name, why in reasons.items():
         if name in used:
-            rows.setdefault(why, []).append(f"`{name}`")
-    return "".join(f"| {', '.join(names)} | {why} |\n" for why, names in rows.items())
+            rows.setdefault(why, []).append(name)
+    return [[_code(names), why] for why, names in rows.items()]
 
 
-def table(peer: str, missing: dict[str, list[str]]) -> str:
-    """What a page says of a library."""
-    text = ""
+def _code(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def tables(peer: str, missing: dict[str, list[str]]) -> dict[str, Table]:
+    """What the page of a library says, by the names of its tables."""
+    found = {
+        f"{peer}_missing": [["module", "names that are not here"]]
+        + [[f"`{module}`", _code(names)] for module, names in missing.items() if names]
+    }
     if peer == "flashinfer":
         used = {p for m in FLASHINFER.values() for _, f in ours(m) for p in inspect.signature(f).parameters}
-        text += f"| not looked at | why |\n|---|---|\n{_grouped(arguments.IGNORED, used)}\n"
-        text += f"| NotImplementedError where given | why |\n|---|---|\n{_grouped(arguments.REFUSED, used)}\n"
-    text += "| module | names that are not here |\n|---|---|\n"
-    for module, names in missing.items():
-        if names:
-            text += f"| `{module}` | {', '.join(f'`{name}`' for name in names)} |\n"
-    return text
+        found["flashinfer_ignored"] = [["not looked at", "why"], *_grouped(arguments.IGNORED, used)]
+        found["flashinfer_refused"] = [["NotImplementedError where given", "why"], *_grouped(arguments.REFUSED, used)]
+    return found
 
 
-def filled(page: str, peer: str, text: str) -> str:
-    begin, end = f"<!-- begin: tests/peers.py {peer} -->\n", "<!-- end: tests/peers.py -->"
-    head, _, rest = page.partition(begin)
-    return head + begin + "\n" + text + "\n" + end + rest.partition(end)[2]
+def as_csv(table: Table) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(table)
+    return text.getvalue()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("folder", type=Path, help="where the packages are")
-    parser.add_argument("--docs", type=Path, required=True, help="the folder of the pages")
-    parser.add_argument("--write", action="store_true", help="write the tables into them")
+    parser.add_argument("--docs", type=Path, required=True, help="docs/, which has the tables")
+    parser.add_argument("--write", action="store_true", help="write the tables")
     options = parser.parse_args()
     wrong: list[str] = []
     for peer in PEERS:
         faults, missing = compared(peer, options.folder)
         wrong += faults
-        page = options.docs / f"{peer.removesuffix('_4')}.md"
-        before = page.read_text(encoding="utf-8")
-        after = filled(before, peer, table(peer, missing))
-        if options.write:
-            page.write_text(after, encoding="utf-8")
-        elif after != before:
-            wrong.append(f"{page.name}: its table is another; make peers WRITE=1 writes it")
+        for name, table in tables(peer, missing).items():
+            file, after = options.docs / "reference" / f"{name}.csv", as_csv(table)
+            if options.write:
+                file.write_text(after, encoding="utf-8")
+            elif after != file.read_text(encoding="utf-8"):
+                wrong.append(f"{file.name}: the table is another; make peers WRITE=1 writes it")
     print("\n".join(wrong) or "the signatures are theirs")
     return bool(wrong)
 

@@ -44,9 +44,9 @@ from cpu_attn._check.calls import (
     WRITE,
     attention_arrays,
     merged,
-    score_pages,
+    score_blocks,
     states,
-    update_page_bounds,
+    update_block_bounds,
 )
 from cpu_attn._check.faults import instance, new_fault, raise_fault, renamed, reread
 from cpu_attn._check.kv_cache import (
@@ -179,7 +179,7 @@ __all__ = [
     "same_kv_cache_rotation",
     "same_kv_dtypes",
     "scales",
-    "score_pages",
+    "score_blocks",
     "sequence",
     "sizes",
     "small_floats",
@@ -189,7 +189,7 @@ __all__ = [
     "table_block_size",
     "timeout",
     "tokens",
-    "update_page_bounds",
+    "update_block_bounds",
     "width",
     "window",
     "with_one_head",

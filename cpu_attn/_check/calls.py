@@ -22,42 +22,42 @@ def attention_arrays(**given: Any) -> tuple[Any, ...]:
     return tuple(given.pop(name, None) for name in ATTENTION)
 
 
-BOUNDS = ("page_min", "page_max", "key", "slot_mapping")
-SCORES = ("scores", "query", "page_min", "page_max", "block_table", "query_start_loc", "seq_lens")
+BOUNDS = ("block_min", "block_max", "key", "slot_mapping")
+SCORES = ("scores", "query", "block_min", "block_max", "block_table", "query_start_loc", "seq_lens")
 
 
-def bounds(page_min: Any, page_max: Any, dtypes: Sequence[str]) -> tuple[Array, Array]:
-    """Checks page_min and page_max, both [N, Hkv, D]."""
-    low = array("page_min", page_min, dtypes, [("num_blocks", None), ("num_kv_heads", None), ("head_size", None)])
+def bounds(block_min: Any, block_max: Any, dtypes: Sequence[str]) -> tuple[Array, Array]:
+    """Checks block_min and block_max, both [N, Hkv, D]."""
+    low = array("block_min", block_min, dtypes, [("num_blocks", None), ("num_kv_heads", None), ("head_size", None)])
     blocks, heads, head_size = low.shape
     sizes = [("num_blocks", blocks), ("num_kv_heads", heads), ("head_size", head_size)]
-    integer("page_min: num_kv_heads", heads, 1, MAX_SIZE)
-    integer("page_min: head_size", head_size, 1, MAX_SIZE)
-    return low, array("page_max", page_max, [low.dtype], sizes)
+    integer("block_min: num_kv_heads", heads, 1, MAX_SIZE)
+    integer("block_min: head_size", head_size, 1, MAX_SIZE)
+    return low, array("block_max", block_max, [low.dtype], sizes)
 
 
-def update_page_bounds(key: Any, slot_mapping: Any, page_min: Any, page_max: Any) -> list[Array | None]:
+def update_block_bounds(key: Any, slot_mapping: Any, block_min: Any, block_max: Any) -> list[Array | None]:
     """Checks the arrays of that call and gives them in the order of BOUNDS."""
-    low, high = bounds(page_min, page_max, FLOATS)
+    low, high = bounds(block_min, block_max, FLOATS)
     k = array("key", key, [low.dtype], [("T", None), ("num_kv_heads", low.shape[1]), ("head_size", low.shape[2])])
     slots = array("slot_mapping", slot_mapping, ["int64"], [("T", k.shape[0])])
-    found: list[Array | None] = [writable("page_min", low), writable("page_max", high), k, slots]
+    found: list[Array | None] = [writable("block_min", low), writable("block_max", high), k, slots]
     apart(BOUNDS, found, 2)
     return found
 
 
-def score_pages(
-    query: Any, page_min: Any, page_max: Any, block_table: Any, seq_lens: Any, query_start_loc: Any
+def score_blocks(
+    query: Any, block_min: Any, block_max: Any, block_table: Any, seq_lens: Any, query_start_loc: Any
 ) -> list[Array | None]:
     """Checks the arrays of that call and gives them in the order of SCORES; None stands for the first, which the call
     makes."""
     q = array("query", query, FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
-    low, high = bounds(page_min, page_max, [q.dtype])
+    low, high = bounds(block_min, block_max, [q.dtype])
     if q.shape[2] != low.shape[2]:
-        raise ValueError(f"page_min: axis 2 is {low.shape[2]}, expected head_size = {q.shape[2]}")
+        raise ValueError(f"block_min: axis 2 is {low.shape[2]}, expected head_size = {q.shape[2]}")
     integer("query: num_heads", q.shape[1], 1, MAX_SIZE)
     if q.shape[1] % low.shape[1]:
-        raise ValueError(f"page_min: {low.shape[1]} kv heads do not divide num_heads = {q.shape[1]}")
+        raise ValueError(f"block_min: {low.shape[1]} kv heads do not divide num_heads = {q.shape[1]}")
     table = array("block_table", block_table, ["int32"], [("num_reqs", None), ("blocks", None)])
     starts, lens, _ = lengths(table.shape[0], query_start_loc, seq_lens, None)
     if starts.numpy()[-1] != q.shape[0]:

@@ -41,7 +41,8 @@ class ContextParallel:
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor
         >>> import numpy as np
-        >>> from cpu_attn import BlockManager, PagedKVCache
+        >>> from cpu_attn import PagedKVCache
+        >>> from cpu_attn.serving import BlockManager
         >>> from cpu_attn.distributed import ContextParallel, ThreadGroup
         >>> rng = np.random.default_rng(0)
         >>> query, key, value = rng.standard_normal((3, 100, 2, 64), np.float32)
@@ -112,7 +113,7 @@ class ContextParallel:
         """Turns a step of the engine into this rank's, with which every layer writes and attends.
 
         Args:
-            step: of a :class:`cpu_attn.BlockManager` with ``decode_context_parallel_size=group.world_size``.
+            step: of a :class:`cpu_attn.serving.BlockManager` with ``decode_context_parallel_size=group.world_size``.
 
         Returns:
             The same requests, lengths, positions and blocks, with this rank's slots. Its plans are this rank's.

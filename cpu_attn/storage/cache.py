@@ -14,6 +14,7 @@ import numpy as np
 from cpu_attn import _check, _dispatch, _numa, ops
 from cpu_attn._arrays import bridged, new_beside, view
 from cpu_attn._dtypes import DTYPES, dtype_name
+from cpu_attn._native import lib
 from cpu_attn.ops import Written
 from cpu_attn.plan import SchedulerMetadata, get_kv_cache_shape, get_scheduler_metadata
 from cpu_attn.step import Step
@@ -138,6 +139,7 @@ class PagedKVCache:
         self.kv_cache_rotation = d.kv_cache_rotation
         self.num_blocks, self.block_size, self.num_kv_heads = d.num_blocks, d.block_size, d.num_kv_heads
         self.head_size, self.head_size_v, self.k_scale, self.v_scale = d.head_size, d.head_size_v, d.k_scale, d.v_scale
+        self._format = ops.CacheFormat(d.isa, d.kv_cache_dtype, d.kv_cache_layout, d.kv_cache_rotation)
         self.key_cache: Memory = key_cache
         self.value_cache: Memory = value_cache
         self.numa = self._placement.numa if self._placement else None
@@ -249,12 +251,8 @@ class PagedKVCache:
         key, value, slot_mapping = bridged((key, value, slot_mapping))
         self._same_sizes("key", key, self.head_size)
         self._same_sizes("value", value, self.head_size_v)
-        scales = self.k_scale, self.v_scale, self.kv_cache_dtype
-        ops.reshape_and_cache(
-            *(key, value, self.key_cache, self.value_cache, slot_mapping, self.isa, *scales),
-            kv_cache_layout=self.kv_cache_layout,
-            kv_cache_rotation=self.kv_cache_rotation,
-        )
+        arrays = (self.key_cache, self.value_cache, key, value, slot_mapping)
+        ops.run_write(lib.ca_write, _check.WRITE, arrays, self._format, self.k_scale, self.v_scale)
 
     def _same_sizes(self, name: str, x: Any, head_size: int) -> None:
         sizes = (self.num_kv_heads, head_size)
@@ -410,18 +408,11 @@ class PagedKVCache:
             raise ValueError(f"plan: made for heads of {planned}, this cache has heads of {sizes} (K, V)")
         if output is None:
             output = cast(Written, new_beside(query, (plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype))
-        ops.attend(
-            *(plan, query, self.key_cache, self.value_cache, output, block_table),
-            self.head_size**-0.5 if scale is None else scale,
-            softcap,
-            (self.k_scale, self.v_scale),
-            lse=lse,
-            alibi_slopes=alibi_slopes,
-            s_aux=s_aux,
-            selected_blocks=selected_blocks,
-            attn_bias=attn_bias,
-            selected_tokens=selected_tokens,
-        )
+        lengths = (None, None, alibi_slopes, block_table, s_aux, None)
+        states = (output, lse, query, self.key_cache, self.value_cache)
+        factor = self.head_size**-0.5 if scale is None else scale
+        arrays = (*states, *lengths, selected_blocks, attn_bias, selected_tokens)
+        ops.run_attention(plan, arrays, factor, softcap, (self.k_scale, self.v_scale))
         return output
 
 

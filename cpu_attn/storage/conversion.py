@@ -59,7 +59,7 @@ def convert(
 
     Example:
         >>> import numpy as np
-        >>> from cpu_attn import PagedKVCache, convert
+        >>> from cpu_attn.storage import PagedKVCache, convert
         >>> cache = PagedKVCache(4, 16, num_kv_heads=2, head_size=64, dtype="float32")
         >>> cache.update(np.ones((1, 2, 64), np.float32), np.ones((1, 2, 64), np.float32), np.array([5]))
         >>> rows = convert(cache, kv_cache_layout="NHD")
@@ -153,7 +153,7 @@ def _stored(
 
 
 def _integers(x: NDArray[np.float32], form: Form, rotated: bool) -> tuple[Memory, Memory]:
-    """Quantises as kv_formats/narrow.inc does. The scale is the largest magnitude over the largest integer, in a
+    """Quantises as kv_formats/quantised.inc does. The scale is the largest magnitude over the largest integer, in a
     rotated row at most `step` times the root mean square, rounded up to bfloat16. An integer is x times the reciprocal
     of the scale, or x over the scale where that has no normal reciprocal, rounded to nearest even and clipped."""
     (n, heads, size, _), row = x.shape, FORMATS[form.kind]

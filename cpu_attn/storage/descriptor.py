@@ -134,7 +134,7 @@ class CacheDescriptor:
             if reads == self.layout or (reads and self.layout in PLAIN):
                 return row
         who = "no isa of this machine reads" if isa == "auto" else f"isa {resolved.name} does not read"
-        raise ValueError(f"layout: {who} {self.dtype} in {self.layout}; cpu_attn.convert does")
+        raise ValueError(f"layout: {who} {self.dtype} in {self.layout}; cpu_attn.storage.convert does")
 
     def to_json(self) -> str:
         """Writes the fields as a JSON object, which :meth:`from_json` reads."""

@@ -35,7 +35,7 @@ class StoredCache:
         TypeError: an argument has another type or dtype.
 
     Example:
-        >>> from cpu_attn import PagedKVCache, StoredCache, convert
+        >>> from cpu_attn.storage import PagedKVCache, StoredCache, convert
         >>> cache = PagedKVCache(4, 16, 2, 64, "float32")
         >>> stored = StoredCache(cache.descriptor, cache.key_cache, cache.value_cache)
         >>> str(convert(stored, dtype="bfloat16").dtype)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from cpu_attn.study.primitives import gather_pages, matmul, softmax
-from cpu_attn.study.step import Array, Step, checked
+from cpu_attn.study.step import Arguments, Array, checked
 
 ROWS, KEYS = 256, 512
 CHAIN = 128  # keys that one float32 sum may have: native/engines/onednn/segment.c
@@ -81,7 +81,7 @@ def attention(
     return output
 
 
-def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
+def _some_tokens(step: Arguments, r: int, rows: slice) -> tuple[Array, Array]:
     """Gives output [n, Hq, Dv] and lse [n, Hq] of some of request r's tokens."""
     query = step.query[rows].astype(np.float32)
     output, lse = np.zeros(step.output[rows].shape), np.full(query.shape[:2], -np.inf)
@@ -96,7 +96,7 @@ def _some_tokens(step: Step, r: int, rows: slice) -> tuple[Array, Array]:
     return _merge(output, lse, np.zeros_like(output), np.broadcast_to(step.s_aux, lse.shape))
 
 
-def _chunks(step: Step, r: int, rows: slice) -> Iterator[tuple[Array, Array, Array]]:
+def _chunks(step: Arguments, r: int, rows: slice) -> Iterator[tuple[Array, Array, Array]]:
     """Gives key numbers [n], K [n, Hkv, D] and V [n, Hkv, Dv] in float32, KEYS at a time, of all keys that some of the
     tokens see."""
     block_size, sizes = step.block_size, (step.query.shape[2], step.output.shape[2])
@@ -111,7 +111,7 @@ def _chunks(step: Step, r: int, rows: slice) -> Iterator[tuple[Array, Array, Arr
         yield np.arange(first, last), *found
 
 
-def _one_head(step: Step, query: Array, key: Array, value: Array, mask: Array, bias: Array) -> tuple[Array, Array]:
+def _one_head(step: Arguments, query: Array, key: Array, value: Array, mask: Array, bias: Array) -> tuple[Array, Array]:
     """Gives output [n, group, Dv] and lse [n, group] over these keys alone, of query [n, group, D], key [keys, D],
     value [keys, Dv], mask [n, keys] and bias [n, group, keys]."""
     n, group, head_size = query.shape

@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Step:
+class Arguments:
     """Holds one call's arguments, checked. position [T]: where a token itself stands among its request's keys; sees
     [T, 2]: the first key that it sees, and the one after the last."""
 
@@ -48,7 +48,7 @@ def checked(
     softcap: float,
     k_scale: float,
     v_scale: float,
-) -> Step:
+) -> Arguments:
     """Checks what attention_with_kv_cache would, against a plan of the same sizes. Lengths and block table are copied
     first, so that no other thread changes what was checked. cache: isa, kv_cache_dtype and kv_cache_layout."""
     rows = [("T", None), ("num_heads", None)]
@@ -77,7 +77,7 @@ def checked(
     slopes = _check.small_floats("alibi_slopes", arrays["alibi_slopes"], ["float32"], num_heads)
     sinks = _check.small_floats("s_aux", arrays["s_aux"], _check.FLOATS, num_heads)
     lse, (position, sees) = arrays["lse"], visible(starts, lens, causal, flags, sliding_window)
-    return Step(
+    return Arguments(
         query=query.numpy(),
         caches=(arrays["key_cache"], arrays["value_cache"]),
         cache={**cache, "isa": plan.isa, "dtype": query.dtype},

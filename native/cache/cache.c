@@ -20,8 +20,8 @@ typedef struct cache {
 } cache;
 
 typedef struct write_call {
-    const cache *caches;   /* [2] */
-    const ca_turns *turns; /* rows [T, Hkv, D] of K and of V, and what is done to them first */
+    const cache *caches;             /* [2] */
+    const ca_transforms *transforms; /* rows [T, Hkv, D] of K and of V, and what is done to them first */
     const int64_t *slots;
     int64_t num_tokens;
     int stream;
@@ -50,7 +50,7 @@ static void scale_row(const cache *c, const char *row, uint16_t *scales) {
     if (ca_is_scaled(c->kv_dtype))
         c->kernel->scale(row, c->head_size, c->kv_dtype, c->rotated, scales);
 }
-static void narrow_row(const cache *c, const char *row, const uint16_t *scales, uint8_t *bytes) {
+static void quantise_row(const cache *c, const char *row, const uint16_t *scales, uint8_t *bytes) {
     if (ca_is_scaled(c->kv_dtype))
         c->kernel->quantise(row, c->head_size, c->kv_dtype, scales, bytes);
     else
@@ -60,7 +60,7 @@ static void narrow_row(const cache *c, const char *row, const uint16_t *scales, 
 /* Writes one token of a plain cache. */
 static void write_plain(const cache *c, int kv, char *block, int64_t token, const char *row) {
     char *to = block + offset_of(c, kv, token, 0) * ca_dtype_size(c->kv_dtype);
-    if (ca_is_narrow(c->kv_dtype))
+    if (ca_is_quantised(c->kv_dtype))
         c->kernel->pack(row, c->head_size, c->scale, c->kv_dtype, (uint8_t *)to);
     else
         memcpy(to, row, (size_t)c->head_size * ca_dtype_size(c->dtype));
@@ -68,13 +68,13 @@ static void write_plain(const cache *c, int kv, char *block, int64_t token, cons
 
 /* Writes one token of a packed cache of fp8 or integers. In K of an odd head size the element beside the last one is
  * set to zero where it could be NaN. */
-static void write_narrow(const cache *c, int kv, char *block, int64_t token, const char *row) {
+static void write_quantised(const cache *c, int kv, char *block, int64_t token, const char *row) {
     uint8_t bytes[c->head_size]; /* at most _check.MAX_SIZE */
     uint16_t scales[ca_div_up(c->head_size, CA_SHARED)];
     const ca_group_form f = form_of(c, kv);
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
     scale_row(c, row, scales);
-    narrow_row(c, row, scales, bytes);
+    quantise_row(c, row, scales, bytes);
     for (int64_t d = 0; d < c->head_size; d++)
         ca_put_element(c->kv_dtype, group, offset_of(c, kv, token % CA_LANES, d), bytes[d]);
     put_scales(c, &f, block, token, 1, scales, 0);
@@ -117,8 +117,8 @@ static void pack_elements(int dtype, const uint8_t *from, uint8_t *to) {
 }
 
 /* Writes a whole group. Returns 0 where that has to be written token by token. */
-static int write_narrow_group(const cache *c, int kv, char *block, int64_t token, const char *rows, int64_t ld,
-                              int stream) {
+static int write_quantised_group(const cache *c, int kv, char *block, int64_t token, const char *rows, int64_t ld,
+                                 int stream) {
     uint8_t bytes[CA_LANES][WIDE], stage[CA_LANES * WIDE + CA_NIBBLES];
     uint16_t scales[CA_LANES][WIDE / CA_SHARED];
     const ca_group_form f = form_of(c, kv);
@@ -132,7 +132,7 @@ static int write_narrow_group(const cache *c, int kv, char *block, int64_t token
         scale_row(c, rows + t * ld, scales[t]);
     }
     for (int t = 0; t < CA_LANES; t++) /* in a loop of its own, so that no row waits for its own scales */
-        narrow_row(c, rows + t * ld, scales[t], bytes[t]);
+        quantise_row(c, rows + t * ld, scales[t], bytes[t]);
     if (ca_is_packed(c->kv_dtype)) {
         memset(stage + ca_max64(0, f.elements - CA_NIBBLES), 0, CA_NIBBLES);
         arrange(c, kv, bytes, stage, 0);
@@ -154,11 +154,11 @@ static void write_run(const cache *c, int kv, const ca_array *rows, int head, in
     if (c->layout == CA_LAYOUT_ROWS)
         for (int i = 0; i < n; i++)
             write_plain(c, kv, block, token + i, row + i * ld);
-    else if (!ca_is_narrow(c->kv_dtype))
+    else if (!ca_is_quantised(c->kv_dtype))
         kernel->write[kv](block, c->head_size, token, n, row, rows->strides[0], row + CA_LANES * ld, stream);
-    else if (n < CA_LANES || !write_narrow_group(c, kv, block, token, row, ld, stream))
+    else if (n < CA_LANES || !write_quantised_group(c, kv, block, token, row, ld, stream))
         for (int i = 0; i < n; i++)
-            write_narrow(c, kv, block, token + i, row + i * ld);
+            write_quantised(c, kv, block, token + i, row + i * ld);
 }
 
 /* Returns how many tokens from t on, at most one K group of them, lie one after another in one block. */
@@ -185,13 +185,13 @@ static void write_part(const write_call *w, int thread, int head0, int head1, in
         if (parts > 1 && (slot / block_size + slot % block_size / CA_LANES) % parts != part)
             continue;
         for (int kv = K; kv <= w->last; kv++) {
-            const int turned = ca_turns_rows(w->turns, kv);
+            const int transformed = ca_transforms_rows(w->transforms, kv);
             for (int h = head0; h < head1; h++) {
                 ca_array staged;
-                if (turned)
-                    staged = ca_turn_rows(w->turns, kv, thread, h, h == head0, t, (int)n);
-                write_run(&w->caches[kv], kv, turned ? &staged : w->turns->rows[kv], h, slot, turned ? 0 : t, (int)n,
-                          w->stream);
+                if (transformed)
+                    staged = ca_transform_rows(w->transforms, kv, thread, h, h == head0, t, (int)n);
+                write_run(&w->caches[kv], kv, transformed ? &staged : w->transforms->rows[kv], h, slot,
+                          transformed ? 0 : t, (int)n, w->stream);
             }
         }
     }
@@ -205,31 +205,31 @@ static int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 /* Does one thread's share of the queries of rotary_reshape_and_cache, then of the cache. */
 static void write_share(void *work, int thread, int team) {
     const write_call *w = work;
-    int heads = w->turns->num_kv_heads, groups = gcd(heads, team), parts = team / groups, each = heads / groups;
-    if (w->turns->cos_sin)
-        ca_turn_queries(w->turns, thread, team);
+    int heads = w->transforms->num_kv_heads, groups = gcd(heads, team), parts = team / groups, each = heads / groups;
+    if (w->transforms->cos_sin)
+        ca_transform_queries(w->transforms, thread, team);
     write_part(w, thread, thread / parts * each, (thread / parts + 1) * each, thread % parts, parts);
 }
 
-static int write_all(const cache caches[2], const int64_t *slots, ca_turns *turns, ca_fault *fault) {
-    const int64_t num_tokens = turns->rows[K]->shape[0], heads = caches[K].num_kv_heads;
-    int64_t work = 0, turned = turns->cos_sin ? turns->num_heads * caches[K].head_size : 0;
-    const int last = turns->rows[V] ? V : K;
+static int write_all(const cache caches[2], const int64_t *slots, ca_transforms *transforms, ca_fault *fault) {
+    const int64_t num_tokens = transforms->rows[K]->shape[0], heads = caches[K].num_kv_heads;
+    int64_t work = 0, transformed = transforms->cos_sin ? transforms->num_heads * caches[K].head_size : 0;
+    const int last = transforms->rows[V] ? V : K;
     for (int kv = K; kv <= last; kv++) {
         work += heads * caches[kv].head_size;
-        turned += ca_turns_rows(turns, kv) ? heads * caches[kv].head_size : 0;
+        transformed += ca_transforms_rows(transforms, kv) ? heads * caches[kv].head_size : 0;
     }
     int stream = num_tokens * work * ca_dtype_size(caches[K].kv_dtype) >= CA_STREAM_BYTES;
-    write_call w = {caches, turns, slots, num_tokens, stream, last};
+    write_call w = {caches, transforms, slots, num_tokens, stream, last};
     /* A Zen 4 core writes 8 elements of bfloat16 a nanosecond in runs, and a tenth of that token by token. */
-    const double cost = (double)(num_tokens * (work + 2 * turned)) / 8;
+    const double cost = (double)(num_tokens * (work + 2 * transformed)) / 8;
     int team = ca_team((int)ca_min64(ca_get_num_threads(), ca_threads_for(cost)));
     if (ca_check_stack(team, fault))
         return fault->status;
-    if (turned && ca_turns_begin(turns, (int)ca_max64(1, team)))
+    if (transformed && ca_transforms_begin(transforms, (int)ca_max64(1, team)))
         return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
     ca_run_team(team, write_share, &w);
-    ca_turns_end(turns);
+    ca_transforms_end(transforms);
     return CA_OK;
 }
 
@@ -258,33 +258,34 @@ static cache cache_of(const ca_array *a, const ca_array *rows, int wide, int isa
     };
 }
 
-/* Describes the caches, and the part of turns that every write has. value is NULL where there is neither V nor a cache
- * of V. */
+/* Describes the caches, and the part of transforms that every write has. value is NULL where there is neither V nor a
+ * cache of V. */
 static void begin(const ca_fit *fit, const ca_array *caches, const ca_array *key, const ca_array *value,
-                  int kv_cache_layout, int hadamard, float k_scale, float v_scale, cache out[2], ca_turns *turns) {
+                  int kv_cache_layout, int hadamard, float k_scale, float v_scale, cache out[2],
+                  ca_transforms *transforms) {
     const int isa = fit->isa, k_dtype = fit->kv_dtype[K], v_dtype = fit->kv_dtype[V];
-    const int wide = hadamard & (ca_is_narrow(k_dtype) << K | ca_is_narrow(v_dtype) << V);
+    const int wide = hadamard & (ca_is_quantised(k_dtype) << K | ca_is_quantised(v_dtype) << V);
     out[K] = cache_of(&caches[K], key, wide & 1 << K, isa, k_dtype, kv_cache_layout, k_scale);
     if (value)
         out[V] = cache_of(&caches[V], value, wide & 1 << V, isa, v_dtype, kv_cache_layout, v_scale);
-    *turns = (ca_turns){.kernel = ca_isa_get(isa)->kernels[key->dtype],
-                        .rows = {key, value},
-                        .num_kv_heads = out[K].num_kv_heads,
-                        .hadamard = hadamard,
-                        .wide = wide};
+    *transforms = (ca_transforms){.kernel = ca_isa_get(isa)->kernels[key->dtype],
+                                  .rows = {key, value},
+                                  .num_kv_heads = out[K].num_kv_heads,
+                                  .hadamard = hadamard,
+                                  .wide = wide};
 }
 
 /* Writes rows whose arguments have been checked. */
 static int write_rows(const ca_fit *fit, const ca_array *caches, const ca_array *key, const ca_array *value,
                       const ca_array *slot_mapping, int hadamard, float k_scale, float v_scale, ca_fault *fault) {
     cache out[2];
-    ca_turns turns;
-    begin(fit, caches, key, value, fit->kv_cache_layout, hadamard, k_scale, v_scale, out, &turns);
+    ca_transforms transforms;
+    begin(fit, caches, key, value, fit->kv_cache_layout, hadamard, k_scale, v_scale, out, &transforms);
     int64_t few[CA_FEW_INDICES];
     int64_t *slots = ca_take_slots(slot_mapping, out[K].num_blocks * out[K].block_size, few, fault);
     if (!slots)
         return fault->status;
-    write_all(out, slots, &turns, fault);
+    write_all(out, slots, &transforms, fault);
     ca_give_back(slots, few);
     return fault->status;
 }
@@ -319,23 +320,24 @@ int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *
         return fault->status;
     const ca_array *queries = &a[CA_ROTARY_QUERY], *table = &a[CA_ROTARY_COS_SIN_CACHE];
     cache caches[2];
-    ca_turns turns;
-    begin(&fit, a, &a[CA_ROTARY_KEY], &a[CA_ROTARY_VALUE], kv_cache_layout, hadamard, k_scale, v_scale, caches, &turns);
-    turns.query = queries;
-    turns.query_out = &a[CA_ROTARY_QUERY_OUT];
-    turns.cos_sin = table;
-    turns.weights = &a[CA_ROTARY_Q_WEIGHT];
-    turns.num_heads = (int32_t)queries->shape[1];
-    turns.is_neox = is_neox;
-    turns.eps = eps;
+    ca_transforms transforms;
+    begin(&fit, a, &a[CA_ROTARY_KEY], &a[CA_ROTARY_VALUE], kv_cache_layout, hadamard, k_scale, v_scale, caches,
+          &transforms);
+    transforms.query = queries;
+    transforms.query_out = &a[CA_ROTARY_QUERY_OUT];
+    transforms.cos_sin = table;
+    transforms.weights = &a[CA_ROTARY_Q_WEIGHT];
+    transforms.num_heads = (int32_t)queries->shape[1];
+    transforms.is_neox = is_neox;
+    transforms.eps = eps;
     int64_t few[2][CA_FEW_INDICES], *positions = NULL;
     int64_t *slots =
         ca_take_slots(&a[CA_ROTARY_SLOT_MAPPING], caches[K].num_blocks * caches[K].block_size, few[0], fault);
     if (slots)
         positions = ca_take_positions(&a[CA_ROTARY_POSITIONS], table->shape[0], few[1], fault);
-    turns.positions = positions;
+    transforms.positions = positions;
     if (positions)
-        write_all(caches, slots, &turns, fault);
+        write_all(caches, slots, &transforms, fault);
     ca_give_back(positions, few[1]);
     ca_give_back(slots, few[0]);
     return fault->status;

@@ -65,7 +65,7 @@ static const struct {
 #undef ROW
 };
 
-static inline int ca_is_narrow(int dtype) { return dtype >= CA_DTYPES; }
+static inline int ca_is_quantised(int dtype) { return dtype >= CA_DTYPES; }
 static inline int ca_is_nibbles(int dtype) { return ca_formats[dtype].bits == 4; }
 /* Returns whether an element shares its byte, or lies in several. */
 static inline int ca_is_packed(int dtype) { return ca_formats[dtype].bits < 8; }

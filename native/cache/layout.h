@@ -44,10 +44,10 @@ static inline ca_axes ca_cache_axes(const ca_array *a, int kv_cache_layout, int6
                      a->strides[0], a->strides[h], kv_cache_layout == CA_PACKED ? head_size : a->strides[b]};
 }
 
-/* Narrow caches lie in pairs whatever the dtype: so kernel/kv_formats/integers.h multiplies integers, and halves.h
+/* Quantised caches lie in pairs whatever the dtype: so kernel/kv_formats/integers.h multiplies integers, and halves.h
  * makes two vectors of halves of one of bytes by shifts alone. */
 static inline int ca_layout_of_kind(int layout, int kv_dtype) {
-    return ca_is_narrow(kv_dtype) ? CA_LAYOUT_PAIRS : layout;
+    return ca_is_quantised(kv_dtype) ? CA_LAYOUT_PAIRS : layout;
 }
 static inline int ca_layout_of(int kv_cache_layout, int layout, int kv_dtype) {
     return kv_cache_layout == CA_PACKED ? ca_layout_of_kind(layout, kv_dtype) : CA_LAYOUT_ROWS;
@@ -115,7 +115,7 @@ float ca_scaled_element(int kv_dtype, int64_t head_size, int kv, const char *blo
                         int64_t d);
 /* Returns [128]: what each byte without its sign is, as binary16 or bfloat16; for nibbles the 16 numbers, eight times.
  */
-const uint16_t *ca_narrow_words(int kv_dtype, int bf16);
+const uint16_t *ca_quantised_words(int kv_dtype, int bf16);
 /* Returns the bytes of these numbers in bfloat16: [128] low ones, then [128] high ones. */
-const uint8_t *ca_narrow_bytes(int kv_dtype);
+const uint8_t *ca_quantised_bytes(int kv_dtype);
 #endif

@@ -91,7 +91,7 @@ int ca_check_width(const ca_array *a, int kv_cache_layout, int isa, int dtype, i
 /* Returns the dtypes that the memory of a cache may have: that of fp8 may also be called bytes, and that of integers
  * has to be. */
 static uint64_t memory_of(int kv_dtype) {
-    return (ca_is_scaled(kv_dtype) ? 0 : ONE(kv_dtype)) | (ca_is_narrow(kv_dtype) ? ONE(CA_U8) : 0);
+    return (ca_is_scaled(kv_dtype) ? 0 : ONE(kv_dtype)) | (ca_is_quantised(kv_dtype) ? ONE(CA_U8) : 0);
 }
 
 /* Finds the isa, and what caches hold, from the names that the caller has for them. Returns 0 where Python has not said

@@ -5,7 +5,7 @@
 #include "plan/keys.h"
 
 static float element(const void *base, int64_t i, int dtype) {
-    if (ca_is_narrow(dtype))
+    if (ca_is_quantised(dtype))
         return ca_number(dtype, ((const uint8_t *)base)[i]);
     if (dtype == CA_F32)
         return ((const float *)base)[i];

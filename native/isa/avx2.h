@@ -18,7 +18,7 @@
 #define FEW_KEYS 128
 #define SUM_GROUPS 8
 #define NHD_KEYS 64
-#define PREFETCH {.steps = 2, .narrow_steps = 2, .integer_steps = 3, .paced_rows = ca_cpu_intel ? 0 : 4}
+#define PREFETCH {.steps = 2, .quantised_steps = 2, .integer_steps = 3, .paced_rows = ca_cpu_intel ? 0 : 4}
 #include "kernel/simd/inline.h"
 
 typedef __m256 vf;
@@ -64,10 +64,10 @@ INLINE float v_hsum(vf x) {
     h = _mm_add_ps(h, _mm_movehl_ps(h, h));
     return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h)));
 }
-INLINE vf v_exchange(vf x, int by) {
-    return by == 1   ? _mm256_permute_ps(x, 0xb1)
-           : by == 2 ? _mm256_permute_ps(x, 0x4e)
-                     : _mm256_permute2f128_ps(x, x, 1);
+INLINE vf v_exchange(vf x, int distance) {
+    return distance == 1   ? _mm256_permute_ps(x, 0xb1)
+           : distance == 2 ? _mm256_permute_ps(x, 0x4e)
+                           : _mm256_permute2f128_ps(x, x, 1);
 }
 
 INLINE vf v_load_f32(const float *p) { return _mm256_loadu_ps(p); }
@@ -116,7 +116,7 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
     store_words(p, _mm256_castsi256_si128(packed), n);
 }
 
-/* ---- words of the narrow caches ---- */
+/* ---- words of quantised caches ---- */
 
 typedef __m256i vi;
 INLINE vi v_look_up(const uint8_t *table, vi x) {
@@ -157,8 +157,8 @@ INLINE uint32_t v_htop(vi x) {
     h = _mm_max_epu32(h, _mm_unpackhi_epi64(h, h));
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(h, _mm_shuffle_epi32(h, 1)));
 }
-INLINE vf v_mul_unless_0(vf x, vf by) {
-    return _mm256_and_ps(_mm256_mul_ps(x, by), _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_UQ));
+INLINE vf v_mul_unless_0(vf x, vf factor) {
+    return _mm256_and_ps(_mm256_mul_ps(x, factor), _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_UQ));
 }
 INLINE vi v_bytes(const uint8_t *p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)p)); }
 INLINE vi v_int8(vi x) {

@@ -12,9 +12,9 @@
  * the ports of FMA where the core is Intel's.
  *
  * A core of Cascade Lake waits for few lines at a time, and its hardware prefetches behind a few reads of a page. So
- * the products ask for the first half of a page, evenly, a step ahead (kernel/MEASUREMENTS.md: prefetch). Narrow caches
- * go by kernel/kv_formats/halves.h; those of integers, with 16-bit dtypes, go by kernel/kv_formats/integers.h where
- * there is AVX512_VNNI. */
+ * the products ask for the first half of a page, evenly, a step ahead (kernel/MEASUREMENTS.md: prefetch). Quantised
+ * caches go by kernel/kv_formats/halves.h; those of integers, with 16-bit dtypes, go by kernel/kv_formats/integers.h
+ * where there is AVX512_VNNI. */
 #include "cpu/cpu.h"
 #include "avx512.h"
 
@@ -36,7 +36,7 @@
 #define NHD_KEYS 64
 #define PREFETCH                                                                                                       \
     {.steps = 1,                                                                                                       \
-     .narrow_steps = ca_cpu_intel ? 1 : 2,                                                                             \
+     .quantised_steps = ca_cpu_intel ? 1 : 2,                                                                          \
      .integer_steps = ca_cpu_intel ? 3 : 16,                                                                           \
      .paced_rows = ca_cpu_intel ? 0 : 4}
 #define HALF_PAGES ca_cpu_intel

@@ -58,11 +58,11 @@ INLINE vf v_keep(vf x, int first, int end) {
 }
 INLINE float v_hmax(vf x) { return _mm512_reduce_max_ps(x); }
 INLINE float v_hsum(vf x) { return _mm512_reduce_add_ps(x); }
-INLINE vf v_exchange(vf x, int by) {
-    return by == 1   ? _mm512_permute_ps(x, 0xb1)
-           : by == 2 ? _mm512_permute_ps(x, 0x4e)
-           : by == 4 ? _mm512_shuffle_f32x4(x, x, 0xb1)
-                     : _mm512_shuffle_f32x4(x, x, 0x4e);
+INLINE vf v_exchange(vf x, int distance) {
+    return distance == 1   ? _mm512_permute_ps(x, 0xb1)
+           : distance == 2 ? _mm512_permute_ps(x, 0x4e)
+           : distance == 4 ? _mm512_shuffle_f32x4(x, x, 0xb1)
+                           : _mm512_shuffle_f32x4(x, x, 0x4e);
 }
 
 INLINE vf v_load_f32(const float *p) { return _mm512_loadu_ps(p); }
@@ -93,7 +93,7 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
     _mm256_mask_storeu_epi16(p, first_lanes(n), _mm512_cvtepi32_epi16(r));
 }
 
-/* ---- words of the narrow caches ---- */
+/* ---- words of quantised caches ---- */
 
 typedef __m512i vi;
 INLINE vi v_look_up(const uint8_t *table, vi x) {
@@ -115,8 +115,8 @@ INLINE vf v_float(vi x) { return _mm512_cvtepi32_ps(x); }
 INLINE int32_t v_hsum_int(vi x) { return _mm512_reduce_add_epi32(x); }
 INLINE vi v_top(vi top, vf x) { return _mm512_max_epu32(top, _mm512_castps_si512(x)); }
 INLINE uint32_t v_htop(vi x) { return _mm512_reduce_max_epu32(x); }
-INLINE vf v_mul_unless_0(vf x, vf by) {
-    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ), x, by);
+INLINE vf v_mul_unless_0(vf x, vf factor) {
+    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ), x, factor);
 }
 INLINE vi v_bytes(const uint8_t *p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)p)); }
 INLINE vi v_int8(vi x) {
@@ -142,20 +142,20 @@ INLINE vi v_dot_words(vi sum, vi a, vi b) {
 /* These look up 64 bytes in a table of 128 words, which lies in two registers of low bytes and two of high ones, and
  * add the sign. Low and high bytes meet within 128 bits: out[0] is of the low half of every 128 bits of x, out[1] of
  * the high half. words_of_bytes puts x in the order in which that is right, since VPERMT2B out of both registers is
- * slower (kernel/MEASUREMENTS.md: narrow caches). */
-INLINE void words_of_turned(__m512i x, const __m512i *low, const __m512i *high, __m512i *out) {
+ * slower (kernel/MEASUREMENTS.md: quantised caches). */
+INLINE void words_of_ordered(__m512i x, const __m512i *low, const __m512i *high, __m512i *out) {
     __m512i l = _mm512_permutex2var_epi8(low[0], x, low[1]), h = _mm512_permutex2var_epi8(high[0], x, high[1]);
     h = _mm512_ternarylogic_epi32(h, x, _mm512_set1_epi8((char)0x80), 0xf8); /* h | x & 0x80 */
     out[0] = _mm512_unpacklo_epi8(l, h);
     out[1] = _mm512_unpackhi_epi8(l, h);
 }
 INLINE void words_of_bytes(__m512i x, const __m512i *low, const __m512i *high, __m512i *out) {
-    words_of_turned(_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), x), low, high, out);
+    words_of_ordered(_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), x), low, high, out);
 }
 #endif
 /* Looks up n bytes in a table of 128 words, and adds the sign. */
 #define UNPACK_WORDS
-INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *ahead) {
+INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *next_src) {
     __m512i t[4];
     EACH(i, 4) t[i] = _mm512_loadu_si512(table + 32 * i);
     int64_t i = 0;
@@ -169,14 +169,14 @@ INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, u
         high[j] = _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
     }
     for (; i + 64 <= n; i += 64) {
-        __builtin_prefetch(ahead + i, 0, 2);
+        __builtin_prefetch(next_src + i, 0, 2);
         __m512i words[2];
         words_of_bytes(_mm512_loadu_si512(src + i), low, high, words);
         EACH(j, 2) _mm512_storeu_si512(dst + i + 32 * j, words[j]);
     }
 #endif
     for (; i < n; i += 32) {
-        __builtin_prefetch(ahead + i, 0, 2);
+        __builtin_prefetch(next_src + i, 0, 2);
         __mmask32 there = n - i < 32 ? (1u << (n - i)) - 1 : ~0u;
         __m512i x = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(there, src + i));
         __m512i l = _mm512_permutex2var_epi16(t[0], x, t[1]), h = _mm512_permutex2var_epi16(t[2], x, t[3]);
@@ -187,10 +187,10 @@ INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, u
 }
 
 /* Looks up n numbers of int4 in a table of 16 words, which stands twice in 32: an index's upper bits do not matter. */
-INLINE void unpack_nibbles(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *ahead) {
+INLINE void unpack_nibbles(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *next_src) {
     const __m512i t = _mm512_loadu_si512(table);
-    for (int64_t i = 0; i < n; i += 128, src += 64, ahead += 64) {
-        __builtin_prefetch(ahead, 0, 2);
+    for (int64_t i = 0; i < n; i += 128, src += 64, next_src += 64) {
+        __builtin_prefetch(next_src, 0, 2);
         EACH(j, 2) {
             __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(src + 32 * j)));
             _mm512_storeu_si512(dst + i + 32 * j, _mm512_permutexvar_epi16(x, t));
@@ -231,11 +231,11 @@ INLINE void v_put_pairs(uint16_t *p, vf even, vf odd) {
 #ifdef HAS_VBMI
 /* ---- weights without floats ---- */
 
-/* 2^(x/512) by integers. x = 512 n + w stands for 2^n (1 + w/512), which is too much by what a table has for every four
- * w, in units of 2^-9 (the best for the sum of the squares of relative errors); of what is left the last two bits are
- * dropped, 2 being added before. A quarter is added to every other x and taken from the others: equal weights do not
- * all become more or all less. Relative errors of a weight: 0.475 % at most, RMS 0.174 % (rounded to nearest: 0.39 and
- * 0.166); of the sum of 256 equal ones 0.395 % (0.38). */
+/* Computes 2^(x/512) by integers. x = 512 n + w stands for 2^n (1 + w/512), which is too much by what a table has for
+ * every four w, in units of 2^-9 (the best for the sum of the squares of relative errors); of what is left the last two
+ * bits are dropped, 2 being added before. A quarter is added to every other x and taken from the others: equal weights
+ * do not all become more or all less. Relative errors of a weight: 0.475 % at most, RMS 0.174 % (rounded to nearest:
+ * 0.39 and 0.166); of the sum of 256 equal ones 0.395 % (0.38). */
 #define V_OCTAVE 512
 static const uint8_t above_power[128] = {
     0,  1,  3,  4,  5,  6,  8,  8,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 24, 25, 26,
@@ -244,9 +244,9 @@ static const uint8_t above_power[128] = {
     43, 43, 43, 43, 42, 42, 42, 41, 41, 41, 40, 39, 39, 38, 38, 37, 37, 36, 35, 35, 34, 33, 33, 32, 31, 30,
     30, 29, 27, 27, 26, 25, 23, 23, 22, 21, 19, 18, 17, 15, 14, 14, 13, 11, 10, 9,  6,  5,  3,  2,
 };
-INLINE vf v_turns(void) {
-    const float turn = 0.25f;
-    return _mm512_setr4_ps(-turn, turn, -turn, turn);
+INLINE vf v_dither(void) {
+    const float quarter = 0.25f;
+    return _mm512_setr4_ps(-quarter, quarter, -quarter, quarter);
 }
 /* `one` is the word of 1; adding 2 rounds the two bits that are dropped. */
 #define V_ONE (127 * V_OCTAVE + 2)
@@ -280,7 +280,7 @@ INLINE void v_store_words(uint16_t *p, vi x) { _mm512_storeu_si512(p, x); }
 INLINE vi v_min_words(vi a, vi b) { return _mm512_min_epu16(a, b); }
 INLINE vi v_sub_words(vi a, vi b) { return _mm512_subs_epu16(a, b); }
 
-/* v_words keeps these in registers. */
+/* Holds what v_words keeps in registers. */
 typedef struct v_word_order {
     __m512i order, hidden;
 } v_word_order;
@@ -351,7 +351,7 @@ INLINE void v_stream_pairs(uint16_t *p, vp x) { _mm512_stream_si512((void *)p, x
 
 /* ---- words of in_registers.inc ---- */
 
-#define V_NARROW_PAIRS
+#define V_QUANTISED_PAIRS
 typedef struct v_table {
     __m512i t[4];
 } v_table;
@@ -363,8 +363,8 @@ INLINE v_table v_load_table(int n, const void *table) {
     return t;
 }
 
-/* A vector of pairs out of 32 bytes, or out of half of their halves. */
-INLINE vp v_narrow_vector(int halves, const uint8_t *p, int half, const v_table *t) {
+/* Makes a vector of pairs of 32 bytes, or of one half of each. */
+INLINE vp v_quantised_vector(int halves, const uint8_t *p, int half, const v_table *t) {
     const __m256i bytes = _mm256_loadu_si256((const void *)p);
     __m512i x[2] = {_mm512_zextsi256_si512(bytes)};
     if (halves) {
@@ -374,10 +374,10 @@ INLINE vp v_narrow_vector(int halves, const uint8_t *p, int half, const v_table 
     words_of_bytes(x[0], t->t, t->t + 2, x);
     return x[0];
 }
-/* Two, out of 64. */
-INLINE void v_narrow_pairs(int halves, const uint8_t *p, int half, const v_table *t, vp *out) {
+/* Makes two vectors of 64. */
+INLINE void v_quantised_pairs(int halves, const uint8_t *p, int half, const v_table *t, vp *out) {
     if (halves)
-        EACH(j, 2) out[j] = v_narrow_vector(1, p + 32 * j, half, t);
+        EACH(j, 2) out[j] = v_quantised_vector(1, p + 32 * j, half, t);
     else
         words_of_bytes(_mm512_loadu_si512(p + 64 * half), t->t, t->t + 2, out);
 }
@@ -437,7 +437,7 @@ INLINE void v_zip_bf16(uint16_t *dst, const uint16_t *a, const uint16_t *b, int 
 #define STREAMS 1
 INLINE void v_stream_line(void *to, const void *from) { _mm512_stream_si512(to, _mm512_loadu_si512(from)); }
 
-#ifdef V_NARROW_PAIRS
+#ifdef V_QUANTISED_PAIRS
 /* ---- words of dot.inc for rows ---- */
 
 /* Makes 8 vectors of pairs of 16 dimensions, a lane for each of 16 keys, which lie ld elements apart. */
@@ -445,28 +445,28 @@ INLINE void v_pairs_of_rows(const char *src, int64_t ld, vp *out) { transpose(sr
 
 /* Interleaves 32 elements of a and of b. */
 INLINE void v_zip_pairs(const uint16_t *a, const uint16_t *b, vp *out) {
-    static const uint16_t turns[64] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                       8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
-                                       16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
-                                       24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+    static const uint16_t interleaved[64] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                             8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
+                                             16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
+                                             24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
     const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
-    EACH(j, 2) out[j] = _mm512_permutex2var_epi16(x, _mm512_loadu_si512(turns + 32 * j), y);
+    EACH(j, 2) out[j] = _mm512_permutex2var_epi16(x, _mm512_loadu_si512(interleaved + 32 * j), y);
 }
 
-/* These do with bytes what the functions above do with words. They put bytes in the order in which words_of_turned's
+/* These do with bytes what the functions above do with words. They put bytes in the order in which words_of_ordered's
  * halves are what they want. */
 INLINE void v_quads_of_rows(const char *src, int64_t ld, vp *out) { transpose(src, ld, 8, out); }
 INLINE void v_pairs_of_quads(vp x, const v_table *t, vp *out) {
     const __m512i pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
-    words_of_turned(_mm512_shuffle_epi8(x, pairs), t->t, t->t + 2, out);
+    words_of_ordered(_mm512_shuffle_epi8(x, pairs), t->t, t->t + 2, out);
 }
 INLINE void v_zip_bytes(const uint8_t *a, const uint8_t *b, const v_table *t, vp *out) {
-    static const uint8_t turns[64] = {0,  32, 1,  33, 2,  34, 3,  35, 16, 48, 17, 49, 18, 50, 19, 51,
-                                      4,  36, 5,  37, 6,  38, 7,  39, 20, 52, 21, 53, 22, 54, 23, 55,
-                                      8,  40, 9,  41, 10, 42, 11, 43, 24, 56, 25, 57, 26, 58, 27, 59,
-                                      12, 44, 13, 45, 14, 46, 15, 47, 28, 60, 29, 61, 30, 62, 31, 63};
+    static const uint8_t interleaved[64] = {0,  32, 1,  33, 2,  34, 3,  35, 16, 48, 17, 49, 18, 50, 19, 51,
+                                            4,  36, 5,  37, 6,  38, 7,  39, 20, 52, 21, 53, 22, 54, 23, 55,
+                                            8,  40, 9,  41, 10, 42, 11, 43, 24, 56, 25, 57, 26, 58, 27, 59,
+                                            12, 44, 13, 45, 14, 46, 15, 47, 28, 60, 29, 61, 30, 62, 31, 63};
     const __m256i x = _mm256_loadu_si256((const void *)a), y = _mm256_loadu_si256((const void *)b);
     const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1);
-    words_of_turned(_mm512_permutexvar_epi8(_mm512_loadu_si512(turns), both), t->t, t->t + 2, out);
+    words_of_ordered(_mm512_permutexvar_epi8(_mm512_loadu_si512(interleaved), both), t->t, t->t + 2, out);
 }
 #endif

@@ -23,7 +23,7 @@
 #define ROWS 192
 #define KEYS 256
 #define FEW_KEYS 128
-#define PREFETCH {.steps = 1, .narrow_steps = 4, .integer_steps = 3, .paced_rows = 4}
+#define PREFETCH {.steps = 1, .quantised_steps = 4, .integer_steps = 3, .paced_rows = 4}
 #define NHD_BYTES (512 << 10) /* 128 keys of 8 heads, which were timed */
 
 /* This kernel alone does not multiply integers: where VDPBF16PS is fast it takes less time without. amx, which has this

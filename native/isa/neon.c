@@ -53,7 +53,7 @@ INLINE vf v_keep(vf x, int first, int end) {
 }
 INLINE float v_hmax(vf x) { return vmaxvq_f32(x); }
 INLINE float v_hsum(vf x) { return vaddvq_f32(x); }
-INLINE vf v_exchange(vf x, int by) { return by == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2); }
+INLINE vf v_exchange(vf x, int distance) { return distance == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2); }
 
 /* There is no masked access: the ends of rows go through the stack. */
 INLINE vf v_load_f32(const float *p) { return vld1q_f32(p); }
@@ -105,7 +105,7 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
     store_words(p, vmovn_u32(vbslq_u32(vceqq_f32(x, x), r, vdupq_n_u32(0x7fc0))), n);
 }
 
-/* ---- words of the narrow caches ---- */
+/* ---- words of quantised caches ---- */
 
 typedef uint8x16_t vi;
 INLINE vi v_look_up(const uint8_t *table, vi x) { return vqtbl1q_u8(vld1q_u8(table), x); }

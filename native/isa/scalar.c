@@ -50,7 +50,7 @@ INLINE vf v_less(vf a, vf b, vf yes, vf no) { return a < b ? yes : no; }
 INLINE vf v_keep(vf x, int first, int end) { return first <= 0 && end > 0 ? x : -INFINITY; }
 INLINE float v_hmax(vf x) { return x; }
 INLINE float v_hsum(vf x) { return x; }
-INLINE vf v_exchange(vf x, int by) { return (void)by, x; }
+INLINE vf v_exchange(vf x, int distance) { return (void)distance, x; }
 
 INLINE vf v_load_f32(const float *p) { return *p; }
 INLINE vf v_loadn_f32(const float *p, int n) { return n ? *p : 0; }
@@ -80,16 +80,16 @@ INLINE void v_storen_bf16(uint16_t *p, vf x, int n) {
         *p = ca_to_bf16(x);
 }
 
-/* ---- words of the narrow caches ---- */
+/* ---- words of quantised caches ---- */
 
 #define UNPACK_WORDS
-INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *ahead) {
-    (void)ahead;
+INLINE void unpack_words(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *next_src) {
+    (void)next_src;
     for (int64_t i = 0; i < n; i++)
         dst[i] = (uint16_t)(table[src[i] & 127] | (src[i] & 128) << 8);
 }
-INLINE void unpack_nibbles(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *ahead) {
-    (void)ahead;
+INLINE void unpack_nibbles(const uint8_t *src, int64_t n, const uint16_t *table, uint16_t *dst, const char *next_src) {
+    (void)next_src;
     for (int64_t i = 0; i < n; i += 128, src += 64)
         for (int j = 0; j < 64; j += 8) /* one by one gcc makes vectors of them, which takes four times as long */
             EACH(k, 8) {

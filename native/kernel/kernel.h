@@ -8,17 +8,17 @@
 #define CA_PAGE_ROWS 4 /* query rows that meet a page while it is in registers */
 
 /* Says what is done to one head of one token, in float32 and in this order: norm, rotary embedding, rotation. */
-typedef struct ca_turn {
+typedef struct ca_transform {
     int64_t head_size;
     const float *weight; /* of the RMS norm; NULL: there is none */
     float eps;
     const float *cos_sin; /* of the rotary embedding: rot_dim / 2 cos, then as many sin; NULL: there is none */
     int64_t rot_dim;
     int32_t is_neox, hadamard; /* hadamard: the rotation of the cache */
-} ca_turn;
+} ca_transform;
 
 /* Says what a write does to rows of K and V before they are in the cache, and to queries. */
-typedef struct ca_turns {
+typedef struct ca_transforms {
     const ca_kernel *kernel;
     const ca_array *rows[2]; /* key, value */
     int32_t num_kv_heads;
@@ -30,22 +30,24 @@ typedef struct ca_turns {
     const int64_t *positions;
     int32_t num_heads, is_neox;
     float eps;
-    /* ca_turns_begin sets these: */
+    /* ca_transforms_begin sets these: */
     const float *weight[2]; /* of Q and K as float32, or NULL */
     char *memory;           /* thread_bytes for each thread */
     int64_t thread_bytes;
-} ca_turns;
+} ca_transforms;
 
 /* Is K, or V, changed before it is written to the cache? */
-static inline int ca_turns_rows(const ca_turns *turns, int kv) {
-    return (kv == K && turns->cos_sin) || turns->hadamard >> kv & 1;
+static inline int ca_transforms_rows(const ca_transforms *transforms, int kv) {
+    return (kv == K && transforms->cos_sin) || transforms->hadamard >> kv & 1;
 }
-int ca_turns_begin(ca_turns *turns, int team); /* allocates what a team of threads needs, or returns CA_NO_MEMORY */
-void ca_turns_end(ca_turns *turns);
-void ca_turn_queries(const ca_turns *turns, int thread, int team); /* handles this thread's share of the queries */
+/* Allocates what a team of threads needs, or returns CA_NO_MEMORY. */
+int ca_transforms_begin(ca_transforms *transforms, int team);
+void ca_transforms_end(ca_transforms *transforms);
+/* Transforms this thread's share of the queries. */
+void ca_transform_queries(const ca_transforms *transforms, int thread, int team);
 /* Returns K or V of one head of the n <= 16 tokens from t on: row i of the result is token t + i, in float32 where the
  * side is `wide`. first: this is the first head of these tokens. */
-ca_array ca_turn_rows(const ca_turns *turns, int kv, int thread, int head, int first, int64_t t, int n);
+ca_array ca_transform_rows(const ca_transforms *transforms, int kv, int thread, int head, int first, int64_t t, int n);
 
 /* Holds what an isa file offers for one dtype. */
 struct ca_kernel {
@@ -61,10 +63,10 @@ struct ca_kernel {
     /* Turns a state into output and lse: sinks join here, and o/l is rounded to the output's dtype. */
     void (*finish)(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, const ca_state *state);
     /* Writes tokens [token, token + n) of one group of 16, in one block of one kv head, from rows that lie ld elements
-     * apart. Meanwhile as many rows are prefetched from `ahead`, whatever lies there, unless it is NULL. stream: the
+     * apart. Meanwhile as many rows are prefetched from `next_src`, whatever lies there, unless it is NULL. stream: the
      * stores go past the caches. */
     void (*write[2])(void *block, int64_t head_size, int64_t token, int n, const void *src, int64_t ld,
-                     const void *ahead, int stream);
+                     const void *next_src, int stream);
     /* Widens tokens [t0, t1) of one block of one kv head to float32: K goes to dst[d * ld + (t - t0)] (transposed), V
      * to dst[(t - t0) * ld + d]. */
     void (*widen[2])(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
@@ -72,9 +74,9 @@ struct ca_kernel {
     void (*widen_row)(const void *src, int64_t n, float factor, float *dst);
     /* Unpacks the first n tokens of a group of K, or of V, that is not ca_side_ready to a group of the kernel's own
      * layout and dtype, exactly, without applying scales. rows: room of ca_rows_bytes. Meanwhile as much is prefetched
-     * from `ahead`, whatever lies there. */
+     * from `next_src`, whatever lies there. */
     void (*unpack)(const ca_plan *plan, int kv, const void *src, int64_t ld, int n, void *dst, void *rows,
-                   const void *ahead);
+                   const void *next_src);
     /* Quantises n numbers, divided by scale, to fp8, a byte each: to nearest even, saturating. */
     void (*pack)(const void *src, int64_t n, float scale, int kv_dtype, uint8_t *dst);
     /* `scale` finds the scales of one token of an integer format; of a rotated token the root mean square counts, too.
@@ -83,7 +85,7 @@ struct ca_kernel {
     void (*quantise)(const void *src, int64_t n, int kv_dtype, const uint16_t *scales, uint8_t *dst);
     /* Does what `how` says to one head. The result goes to x as float32 and, unless dst is NULL, rounded to dst, which
      * may be src. */
-    void (*turn)(const ca_turn *how, const void *src, float *x, void *dst);
+    void (*transform)(const ca_transform *how, const void *src, float *x, void *dst);
     /* Makes the scores [M] of one request's pages for one head of the scores, from the arrays of ca_score_pages.
      * scratch: room of ca_score_floats. */
     void (*score_pages)(const ca_array *arrays, int64_t block_size, int64_t request, int64_t head, float *scratch);
@@ -117,7 +119,9 @@ const ca_kernel *ca_attention_kernel(const ca_shape *shape);
  * has. */
 const ca_kernel *ca_kernel_for(int isa, int dtype);
 
-static inline int ca_any_narrow(const ca_shape *s) { return ca_is_narrow(s->k_dtype) || ca_is_narrow(s->v_dtype); }
+static inline int ca_any_quantised(const ca_shape *s) {
+    return ca_is_quantised(s->k_dtype) || ca_is_quantised(s->v_dtype);
+}
 
 /* These describe one side of the cache, K or V. */
 static inline int ca_kv_dtype(const ca_shape *s, int kv) { return kv ? s->v_dtype : s->k_dtype; }
@@ -150,13 +154,13 @@ static inline const char *ca_kv_block(const ca_plan *plan, const ca_call *c, int
 }
 /* Can the products read K, or V, or both, in the cache without any conversion? */
 static inline int ca_side_ready(const ca_plan *plan, int kv) {
-    return !ca_is_narrow(ca_kv_dtype(&plan->shape, kv)) && plan->shape.kv_cache_layout == CA_PACKED;
+    return !ca_is_quantised(ca_kv_dtype(&plan->shape, kv)) && plan->shape.kv_cache_layout == CA_PACKED;
 }
 static inline int ca_ready(const ca_plan *plan) { return ca_side_ready(plan, 0) && ca_side_ready(plan, 1); }
 /* Returns the room for a group of a plain, quantised cache whose rows are widened and not yet packed. */
 static inline int64_t ca_rows_bytes(const ca_plan *plan) {
-    int narrow = ca_any_narrow(&plan->shape);
-    int needed = narrow && plan->shape.kv_cache_layout != CA_PACKED;
+    int quantised = ca_any_quantised(&plan->shape);
+    int needed = quantised && plan->shape.kv_cache_layout != CA_PACKED;
     return needed * CA_LANES * ca_max64(plan->shape.head_size, plan->shape.head_size_v) *
            ca_dtype_size(plan->shape.dtype);
 }

@@ -21,8 +21,8 @@ static inline int32_t ca_longest(const ca_plan *plan) {
 static inline int64_t ca_local_keys(const ca_shape *s, int64_t n) {
     if (s->cp_world_size <= 1)
         return n;
-    const int64_t step = s->cp_kv_cache_interleave_size, turn = step * s->cp_world_size;
-    return n / turn * step + ca_max64(0, ca_min64(n % turn - s->cp_rank * step, step));
+    const int64_t step = s->cp_kv_cache_interleave_size, period = step * s->cp_world_size;
+    return n / period * step + ca_max64(0, ca_min64(n % period - s->cp_rank * step, step));
 }
 
 /* Returns the position of a key. */

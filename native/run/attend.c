@@ -254,13 +254,13 @@ static char *rotated_queries(const ca_plan *p, void *workspace) {
 static void rotate_queries(const run *w, int thread, int team) {
     const ca_plan *p = w->plan;
     const ca_call *c = w->given;
-    const ca_turn how = {.head_size = p->shape.head_size, .hadamard = 1};
+    const ca_transform how = {.head_size = p->shape.head_size, .hadamard = 1};
     const int64_t size = ca_dtype_size(p->shape.dtype), heads = p->shape.num_heads, rows = p->num_tokens * heads;
     float *x = (float *)(w->workspace + thread * p->thread_bytes);
     char *to = rotated_queries(p, w->workspace);
     for (int64_t r = rows * thread / team; r < rows * (thread + 1) / team; r++) {
         const int64_t at = r / heads * c->q_stride_t + r % heads * c->q_stride_h;
-        p->kernel->turn(&how, (const char *)c->query + at * size, x, to + r * how.head_size * size);
+        p->kernel->transform(&how, (const char *)c->query + at * size, x, to + r * how.head_size * size);
     }
 }
 

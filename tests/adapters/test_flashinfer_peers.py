@@ -18,6 +18,7 @@ pytestmark = pytest.mark.integrations
 from cpu_attn.flashinfer import arguments  # noqa: E402
 
 from .. import peers  # noqa: E402
+from ..snippets import ROOT  # noqa: E402
 
 TEXT = """
 @overload
@@ -77,6 +78,16 @@ def test_reasons_are_of_arguments() -> None:
 
 
 def test_tables() -> None:
-    page = peers.filled("head\n<!-- begin: tests/peers.py x -->\nold<!-- end: tests/peers.py -->\ntail", "x", "new")
-    assert page == "head\n<!-- begin: tests/peers.py x -->\n\nnew\n<!-- end: tests/peers.py -->\ntail"
-    assert peers.table("flash_attn", {"a": ["b", "c"], "d": []}).endswith("| `a` | `b`, `c` |\n")
+    """One of a library: modules that lack nothing have no row."""
+    found = peers.tables("flash_attn", {"a": ["b", "c"], "d": []})
+    assert found == {"flash_attn_missing": [["module", "names that are not here"], ["`a`", "`b`, `c`"]]}
+    assert peers.as_csv(found["flash_attn_missing"]).endswith('\n`a`,"`b`, `c`"\n')
+
+
+@pytest.mark.parametrize(("name", "reasons"), [("ignored", arguments.IGNORED), ("refused", arguments.REFUSED)])
+def test_tables_are_written(name: str, reasons: dict[str, str]) -> None:
+    """The page's tables have the reasons that errors have."""
+    file = ROOT / "docs" / "reference" / f"flashinfer_{name}.csv"
+    if not file.is_file():
+        pytest.skip("a source tree has it")
+    assert file.read_text(encoding="utf-8") == peers.as_csv(peers.tables("flashinfer", {})[f"flashinfer_{name}"])

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import cpu_attn
+from cpu_attn import sparse
 
 from ..harness.backend_steps import MIXED, Step, layer
 from ..harness.steps import attention_args, write_args
@@ -197,7 +198,7 @@ def _states() -> dict[str, Any]:
 
 def _bounds() -> dict[str, Any]:
     key = {"key": np.ones((3, 2, 8), np.float32), "slot_mapping": np.arange(3), "block_size": 16}
-    return key | {name: np.zeros((4, 2, 8), np.float32) for name in ("page_min", "page_max")}
+    return key | {name: np.zeros((4, 2, 8), np.float32) for name in ("block_min", "block_max")}
 
 
 def _indexed() -> dict[str, Any]:
@@ -210,8 +211,8 @@ WRITTEN = [
     (cpu_attn.rotary_reshape_and_cache, rotary_args, ("key_cache", "value_cache", "query_out")),
     (cpu_attn.attention_with_kv_cache, attention_args, ("output", "lse")),
     (cpu_attn.merge_states, _states, ("out", "lse")),
-    (cpu_attn.update_page_bounds, _bounds, ("page_min", "page_max")),
-    (cpu_attn.index_and_cache, _indexed, ("index_cache",)),
+    (sparse.update_block_bounds, _bounds, ("block_min", "block_max")),
+    (sparse.index_and_cache, _indexed, ("index_cache",)),
 ]
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpu_attn import get_num_threads, reference
+from cpu_attn import attention_with_kv_cache, get_num_threads, reference
 from cpu_attn.linear import reference as linear_attention
 
 from ..harness.snippets import ROOT, run
@@ -140,11 +141,24 @@ def test_pictures() -> None:
 
 
 def test_tables() -> None:
-    """Pages have those that docs/tables.py makes of docs/reports, each in one place."""
+    """README's table is the one that docs/tables.py makes, and the site shows each of the others in one place."""
     tables = module("tables")
+    readme = tables.README.read_text(encoding="utf-8")
+    assert tables.written(readme) == readme
     pages = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
-    assert tables.filled(pages) == pages
-    assert sorted(re.findall(r"<!-- begin: docs/tables.py (\S+) -->", pages)) == sorted(tables.TABLES)
+    shown = re.findall(r"^<!-- (?:begin: docs/tables.py|table:) (\S+) -->$", pages, re.MULTILINE)
+    assert sorted(shown) == sorted(tables.TABLES)
+
+
+def test_a_table_of_arguments() -> None:
+    """Names, shapes and defaults are those of the call."""
+    lines = module("tables").filled("a\n\n<!-- table: attention_with_kv_cache -->\n\nb\n").splitlines()
+    assert lines[:2] == ["a", ""] and lines[-2:] == ["", "b"]
+    assert "| `query` | [T, Hq, D] of the call's dtype | |" in lines
+    assert "| `sliding_window` | `int \\| tuple[int, int]` | |" in lines
+    assert '| `kv_cache_dtype` | `str` | `"auto"` |' in lines
+    names = [line.split("`")[1] for line in lines if line.startswith("| `")]
+    assert names == list(inspect.signature(attention_with_kv_cache).parameters)
 
 
 def test_rows_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

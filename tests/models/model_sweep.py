@@ -12,12 +12,13 @@ through some, and prints a table. Outcomes, the worst of what was run of a model
 - not reached: the model never calls the attention function that it was told of;
 - not driven: no tiny model could be made here, or eager itself fails with it.
 
-``--markdown FILE`` writes them into that file, as a section with a table, behind or in place of the one that is there.
+``--csv FILE`` writes the table of docs/reference/architectures.md, a row for each outcome and reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import inspect
 import json
 import re
@@ -65,7 +66,6 @@ REASONS = (
     ("to sdpa, which is ", "as sdpa has it, from which eager differs"),
     ("to eager, which is ", "as eager has it, from which sdpa differs"),
 )
-BEGIN, END = "\n<!-- begin: make model-sweep -->\n", "<!-- end: make model-sweep -->\n"
 
 
 # ---- what a model is given ----
@@ -327,18 +327,17 @@ def architectures() -> dict[str, str]:
 # ---- all of them ----
 
 
-def markdown(results: list[Result]) -> str:
-    """A section with a row for each outcome and reason, and the architectures that it is of."""
+def table(results: list[Result]) -> list[list[str]]:
+    """A row for each outcome and reason, with the architectures that it is of, below the names of the columns."""
     rows: dict[tuple[int, str], list[str]] = {}
     for x in results:
         other = "no tiny model" if x.outcome == "not driven" else x.why.replace("|", "\\|")
         why = next((text for pattern, text in REASONS if re.search(pattern, x.why)), other)
         rows.setdefault((RANK.index(x.outcome), why), []).append(x.architecture)
-    lines = [f"## Every architecture of transformers {hf.__version__}", ""]
-    lines += ["| outcome | why | how many | architectures |", "|---|---|---|---|"]
-    for (rank, why), names in sorted(rows.items(), key=lambda row: (row[0][0], -len(row[1]))):
-        lines.append(f"| {RANK[rank]} | {why} | {len(names)} | {', '.join(names)} |")
-    return "\n".join(lines) + "\n"
+    return [["outcome", "why", "how many", f"architectures of transformers {hf.__version__}"]] + [
+        [RANK[rank], why, str(len(names)), ", ".join(names)]
+        for (rank, why), names in sorted(rows.items(), key=lambda row: (row[0][0], -len(row[1])))
+    ]
 
 
 def _one(item: tuple[str, str]) -> Result:
@@ -366,7 +365,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("names", nargs="*", help="architectures; all, if there is none")
     parser.add_argument("--json", help="a file for the results")
-    parser.add_argument("--markdown", type=Path, help="a file that gets them as a section with a table")
+    parser.add_argument("--csv", type=Path, help="a file for a table of the outcomes")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args(arguments)
     items = [x for x in architectures().items() if not options.names or x[0] in options.names]
@@ -378,10 +377,9 @@ def main(arguments: list[str]) -> int:
     if options.json:
         with open(options.json, "w") as file:
             json.dump([asdict(x) for x in results], file, indent=1)
-    if options.markdown:
-        before, _, rest = options.markdown.read_text().partition(BEGIN)
-        after = rest.partition(END)[2]
-        options.markdown.write_text(f"{before}{BEGIN}\n{markdown(results)}\n{END}{after}")
+    if options.csv:
+        with options.csv.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(table(results))
     counts = Counter(x.outcome for x in results)
     print(", ".join(f"{counts[x]} {x}" for x in RANK if counts[x]))
     return int(bool(counts["error"] or counts["different"]))

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn import reference
+from cpu_attn import reference, sparse
 from cpu_attn._threads import threads
 
 from ..cases.formats import integers, numpy_dtype, quantised
@@ -47,7 +47,7 @@ class Indexer:
             return rng.integers(-2, 3, shape).astype(F32) if whole else rng.standard_normal(shape, F32)
 
         blocks = -(-LENS // block_size)
-        shape = cpu_attn.get_index_cache_shape(
+        shape = sparse.get_index_cache_shape(
             int(blocks.sum()) + 2, block_size, head_size, dtype, isa, kv, kv_cache_layout=layout
         )
         memory = kind if kv == "auto" else np.dtype(np.uint8)
@@ -60,7 +60,7 @@ class Indexer:
             table[r, :n] = [next(order) for _ in range(n)]
             token = np.arange(LENS[r])
             slots = table[r, token // block_size].astype(np.int64) * block_size + token % block_size
-            cpu_attn.index_and_cache(self.keys[r], cache, slots, **how)
+            sparse.index_and_cache(self.keys[r], cache, slots, **how)
         if kv.startswith("int"):
             self.keys = [integers(k[:, None], kv, False)[:, 0] for k in self.keys]
         elif kv != "auto":
@@ -78,7 +78,7 @@ class Indexer:
         }
 
     def select(self, **changed: Any) -> NDArray[np.int32]:
-        selected = cpu_attn.select_tokens(**self.args | changed)
+        selected = sparse.select_tokens(**self.args | changed)
         assert selected.dtype == np.int32
         return selected
 
@@ -160,16 +160,16 @@ def test_long() -> None:
     rng = np.random.default_rng(8)
     keys, queries = rng.integers(-2, 3, (9000, 16)).astype(F32), rng.integers(-2, 3, (260, 3, 16)).astype(F32)
     weights, table = rng.integers(-2, 3, (260, 3)).astype(F32), rng.permutation(282).astype(np.int32)[None]
-    cache = np.zeros(cpu_attn.get_index_cache_shape(282, 32, 16, "float32"), F32)
+    cache = np.zeros(sparse.get_index_cache_shape(282, 32, 16, "float32"), F32)
     token = np.arange(9000)
-    cpu_attn.index_and_cache(keys, cache, table[0, token // 32].astype(np.int64) * 32 + token % 32)
+    sparse.index_and_cache(keys, cache, table[0, token // 32].astype(np.int64) * 32 + token % 32)
     step = np.array([0, 260], np.int32), np.array([9000], np.int32), table
-    got = cpu_attn.select_tokens(queries, cache, weights, *step, 700)
+    got = sparse.select_tokens(queries, cache, weights, *step, 700)
     scores = reference.index_scores(queries, keys, weights, 1.0)
     for i in (0, 1, 100, 258, 259):
         assert got[i].tolist() == best(scores[i, : 9000 - 259 + i], 700)
     with threads(3, forced=True):
-        assert np.array_equal(cpu_attn.select_tokens(queries, cache, weights, *step, 700), got)
+        assert np.array_equal(sparse.select_tokens(queries, cache, weights, *step, 700), got)
 
 
 @pytest.mark.parametrize(("isa", "dtype"), KERNELS)
@@ -266,14 +266,14 @@ def test_from_keys_to_attention() -> None:
 )
 def test_select_tokens_refuses(spoiled: dict[str, Any], error: type[Exception], words: list[str]) -> None:
     args = Indexer("float32").args
-    cpu_attn.select_tokens(**args)
-    refuses(cpu_attn.select_tokens, args | spoiled, error, *words)
+    sparse.select_tokens(**args)
+    refuses(sparse.select_tokens, args | spoiled, error, *words)
 
 
 @pytest.mark.parametrize("name", ["query", "index_cache", "weights", "query_start_loc", "seq_lens", "block_table"])
 def test_select_tokens_wants_every_array(name: str) -> None:
     wrong = Indexer("float32").args | {name: None}
-    refuses(cpu_attn.select_tokens, wrong, TypeError, f"{name}: expected an array on the CPU, got NoneType")
+    refuses(sparse.select_tokens, wrong, TypeError, f"{name}: expected an array on the CPU, got NoneType")
 
 
 @pytest.mark.parametrize(
@@ -302,9 +302,9 @@ def test_index_and_cache_refuses(spoiled: dict[str, Any], error: type[Exception]
         "index_cache": np.zeros((4, 16, 8), F32),
         "slot_mapping": np.array([0, -1, 63]),
     }
-    cpu_attn.index_and_cache(**args)
+    sparse.index_and_cache(**args)
     assert args["index_cache"].sum() == 16
-    refuses(cpu_attn.index_and_cache, args | spoiled, error, *words)
+    refuses(sparse.index_and_cache, args | spoiled, error, *words)
     memory = np.zeros((4, 16, 8), F32)
     both = args | {"index_cache": memory, "k": memory[0, :3]}
-    refuses(cpu_attn.index_and_cache, both, ValueError, "index_cache: shares memory with k")
+    refuses(sparse.index_and_cache, both, ValueError, "index_cache: shares memory with k")

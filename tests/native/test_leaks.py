@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import cpu_attn
+from cpu_attn import sparse
 from cpu_attn._threads import threads
 
 from ..harness.steps import attention_args, plan_args, write_args
@@ -68,9 +69,9 @@ def rotary() -> Callable[[], Any]:
 
 def pages(**changed: Any) -> Callable[[], Any]:
     args = {name: x for name, x in attention_args().items() if name in ("query", "query_start_loc", "seq_lens")}
-    args |= {"page_min": np.ones((4, 2, 8), np.float32), "page_max": np.ones((4, 2, 8), np.float32), "block_size": 16}
+    args |= {"block_min": np.ones((4, 2, 8), np.float32), "block_max": np.ones((4, 2, 8), np.float32), "block_size": 16}
     args |= {"block_table": np.array([[1, 3], [2, 0]], np.int32)} | changed
-    return lambda: cpu_attn.score_pages(**args)
+    return lambda: sparse.score_blocks(**args)
 
 
 def wide_table(block: int) -> Callable[[], Any]:

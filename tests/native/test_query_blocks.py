@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn import reference
+from cpu_attn import reference, sparse
 from cpu_attn._threads import threads
 from cpu_attn.cli.workloads import Step, Workload
 
@@ -122,7 +122,7 @@ def test_a_query_block_has_the_bits_of_a_chunk(isa: str) -> None:
     problem = problem_of("2300")
     memory, size = written(problem, isa), problem.case.query_block
     output, lse = run(problem, isa, memory=memory)
-    starts, lens, _ = cpu_attn.query_blocks(problem.query_start_loc, problem.seq_lens, size)
+    starts, lens, _ = sparse.query_blocks(problem.query_start_loc, problem.seq_lens, size)
     assert problem.selected_blocks is not None and problem.alibi_slopes is not None
     for i, (first, last) in enumerate(pairwise(starts)):
         selected = problem.selected_blocks[i : i + 1]
@@ -185,14 +185,14 @@ def test_paged_kv_cache_takes_them() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
 def test_query_blocks_one_by_one(size: int) -> None:
     starts, lens = np.array([0, 5, 5, 6, 10], np.int32), np.array([9, 3, 4, 2], np.int32)
-    found, want = cpu_attn.query_blocks(starts, lens, size), []
+    found, want = sparse.query_blocks(starts, lens, size), []
     for r, (first, last) in enumerate(pairwise(starts.tolist())):
         for begin in range(first, last, size):
             end = min(begin + size, last)
             want.append((begin, end, max(0, int(lens[r]) - (last - end)), r))
     assert [(*span, int(n), int(r)) for span, n, r in zip(pairwise(found[0].tolist()), *found[1:], strict=True)] == want
     assert [x.dtype for x in found] == [np.int32, np.int32, np.int64]
-    none = cpu_attn.query_blocks(np.zeros(1, np.int32), np.zeros(0, np.int32), size)
+    none = sparse.query_blocks(np.zeros(1, np.int32), np.zeros(0, np.int32), size)
     assert [x.tolist() for x in none] == [[0], [], []]
 
 
@@ -209,7 +209,7 @@ def test_query_blocks_one_by_one(size: int) -> None:
 def test_query_blocks_refuse(spoiled: dict[str, Any], words: str) -> None:
     fine = {"query_start_loc": np.array([0, 2, 3], np.int32), "seq_lens": np.array([4, 5], np.int32)}
     with pytest.raises(ValueError, match=re.escape(words)):
-        cpu_attn.query_blocks(**{**fine, "query_block_size": 2} | spoiled)
+        sparse.query_blocks(**{**fine, "query_block_size": 2} | spoiled)
 
 
 def test_from_keys_to_attention() -> None:
@@ -219,11 +219,11 @@ def test_from_keys_to_attention() -> None:
     slots = [problem.block_table[r, np.arange(n) // 16] * 16 + np.arange(n) % 16 for r, n in enumerate(step[1])]
     shape = problem.num_blocks, case.num_kv_heads, case.head_size
     low, high = np.empty(shape, F32), np.empty(shape, F32)
-    cpu_attn.update_page_bounds(np.concatenate(problem.key), np.concatenate(slots), low, high, 16)
-    starts, lens, requests = cpu_attn.query_blocks(*step, case.query_block)
-    scores = cpu_attn.score_pages(problem.query, low, high, problem.block_table[requests], lens, starts, 16)
+    sparse.update_block_bounds(np.concatenate(problem.key), np.concatenate(slots), low, high, 16)
+    starts, lens, requests = sparse.query_blocks(*step, case.query_block)
+    scores = sparse.score_blocks(problem.query, low, high, problem.block_table[requests], lens, starts, 16)
     assert scores.shape[:2] == (len(lens), case.num_kv_heads)
-    selected = cpu_attn.select_pages(scores, lens, 16, num_pages=3, always_last=2)
+    selected = sparse.select_blocks(scores, lens, 16, max_selected_blocks=3, always_last=2)
     chosen = dataclasses.replace(problem, selected_blocks=selected)
     assert check(chosen, *run(chosen)).ok
     assert not same_bits(run(chosen)[0], run(problem)[0])

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn import reference
+from cpu_attn import reference, sparse
 
 from ..cases.judge import same_bits
 from ..cases.levels import cases
@@ -101,8 +101,8 @@ def test_heads_of_one_kv_head_each_are_kv_heads(num_heads: int, query_block: int
 @pytest.mark.parametrize(("group", "head_size"), [(1, 128), (3, 20), (5, 33)])
 def test_scores_by_query_head(isa: str, dtype: str, group: int, head_size: int) -> None:
     args = scored(dtype, group, head_size)
-    got = cpu_attn.score_pages(**args, isa=isa, by_query_head=True)
-    each = {name: args[name].repeat(group, axis=1) for name in ("page_min", "page_max")}
+    got = sparse.score_blocks(**args, isa=isa, by_query_head=True)
+    each = {name: args[name].repeat(group, axis=1) for name in ("block_min", "block_max")}
     want = oracle(*(args | each).values())
     assert got.shape == want.shape and np.array_equal(np.isinf(got), np.isinf(want))
     finite = np.isfinite(want)
@@ -120,11 +120,11 @@ def test_from_keys_to_attention() -> None:
     manager.allocate("a")
     step = manager.step([("a", range(100))])
     cache.update(key, value, step)
-    cpu_attn.update_page_bounds(key, step.slot_mapping, low, high, 16)
-    starts, lens, requests = cpu_attn.query_blocks(step.query_start_loc, step.seq_lens, 32)
+    sparse.update_block_bounds(key, step.slot_mapping, low, high, 16)
+    starts, lens, requests = sparse.query_blocks(step.query_start_loc, step.seq_lens, 32)
     table = step.block_table[requests]
-    scores = cpu_attn.score_pages(query, low, high, table, lens, starts, 16, by_query_head=True)
-    selected = cpu_attn.select_pages(scores, lens, 16, num_pages=4, always_last=3)
+    scores = sparse.score_blocks(query, low, high, table, lens, starts, 16, by_query_head=True)
+    selected = sparse.select_blocks(scores, lens, 16, max_selected_blocks=4, always_last=3)
     assert selected.shape == (4, 6, 4) and (selected[:, 0] != selected[:, 1]).any()
     plan = step.plan(cache, 6, query_block_size=32, select_by_query_head=True)
     got = cache.attend(query, step, plan, selected_blocks=selected)

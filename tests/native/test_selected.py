@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn import reference
+from cpu_attn import reference, sparse
 from cpu_attn._threads import threads
 from cpu_attn.cli.workloads import Step, Workload
 from cpu_attn.tests.cases.formats import DTYPES
@@ -160,7 +160,7 @@ def test_bounds_are_those_of_the_tokens_written(dtype: str, pieces: int) -> None
     slots[20:] = -1
     least, most = (np.full((6, 3, 19), np.nan, DTYPES[dtype]) for _ in range(2))
     for part in np.array_split(np.arange(40), pieces):
-        cpu_attn.update_page_bounds(key[part], slots[part], least, most, 8)
+        sparse.update_block_bounds(key[part], slots[part], least, most, 8)
     for block in range(4):
         low, high = bounds_of(key[5 * block : 5 * block + 5])
         assert np.array_equal(least[block].astype(np.float64), low, equal_nan=True)
@@ -175,12 +175,12 @@ def test_bounds_start_anew_where_a_block_does() -> None:
     for _ in range(3):
         key = rng.standard_normal((4, 1, 4)).astype(F32)
         order = rng.permutation(4)
-        cpu_attn.update_page_bounds(key[order], order + 4, least, most, 4)
+        sparse.update_block_bounds(key[order], order + 4, least, most, 4)
         assert np.array_equal([least[1], most[1]], bounds_of(key))
     more = np.full((1, 1, 4), 50, F32)
-    cpu_attn.update_page_bounds(more, np.array([6]), least, most, 4)
+    sparse.update_block_bounds(more, np.array([6]), least, most, 4)
     assert (most[1] == 50).all() and np.array_equal(least[1], key.min(axis=0))
-    cpu_attn.update_page_bounds(key[:1], np.array([4]), least, most, 4)
+    sparse.update_block_bounds(key[:1], np.array([4]), least, most, 4)
     assert np.array_equal([least[1], most[1]], bounds_of(key[:1]))
     assert not least[0].any() and not most[0].any()
 
@@ -193,9 +193,9 @@ def test_bounds_start_anew_where_a_block_does() -> None:
         ({"slot_mapping": np.arange(3, dtype=np.int32)}, TypeError, ["slot_mapping", "int32"]),
         ({"key": np.zeros((3, 2, 5), F32)}, ValueError, ["key", "axis 2 is 5", "head_size = 6"]),
         ({"key": np.zeros((3, 2, 6), BF16)}, TypeError, ["key", "bfloat16", "float32"]),
-        ({"page_max": np.zeros((4, 2, 7), F32)}, ValueError, ["page_max", "axis 2 is 7"]),
-        ({"page_max": np.zeros((4, 2, 6), np.float16)}, TypeError, ["page_max", "float16"]),
-        ({"page_min": np.broadcast_to(F32(0), (4, 2, 6))}, ValueError, ["page_min"]),
+        ({"block_max": np.zeros((4, 2, 7), F32)}, ValueError, ["block_max", "axis 2 is 7"]),
+        ({"block_max": np.zeros((4, 2, 6), np.float16)}, TypeError, ["block_max", "float16"]),
+        ({"block_min": np.broadcast_to(F32(0), (4, 2, 6))}, ValueError, ["block_min"]),
         ({"block_size": 0}, ValueError, ["block_size", "0"]),
     ],
 )
@@ -203,16 +203,16 @@ def test_bounds_refuse(spoiled: dict[str, Any], error: type[Exception], words: l
     args: dict[str, Any] = {
         "key": np.ones((3, 2, 6), F32),
         "slot_mapping": np.array([0, -1, 1]),
-        "page_min": np.zeros((4, 2, 6), F32),
-        "page_max": np.zeros((4, 2, 6), F32),
+        "block_min": np.zeros((4, 2, 6), F32),
+        "block_max": np.zeros((4, 2, 6), F32),
         "block_size": 4,
     }
-    cpu_attn.update_page_bounds(**args)
+    sparse.update_block_bounds(**args)
     with pytest.raises(error) as caught:
-        cpu_attn.update_page_bounds(**args | spoiled)
+        sparse.update_block_bounds(**args | spoiled)
     assert all(word in str(caught.value) for word in words), str(caught.value)
-    with pytest.raises(ValueError, match="page_min: shares memory with page_max"):
-        cpu_attn.update_page_bounds(**args | {"page_max": args["page_min"]})
+    with pytest.raises(ValueError, match="block_min: shares memory with block_max"):
+        sparse.update_block_bounds(**args | {"block_max": args["block_min"]})
 
 
 # ---- scores of pages ----
@@ -236,7 +236,7 @@ def oracle(
 
 
 def scored(dtype: str, group: int, head_size: int, block_size: int = 4) -> dict[str, Any]:
-    """Arguments of score_pages; blocks past a request's own are not blocks at all."""
+    """Arguments of score_blocks; blocks past a request's own are not blocks at all."""
     rng = np.random.default_rng([group, head_size])
     kind, heads = DTYPES[dtype], 2
     both = np.sort(rng.standard_normal((2, 11, heads, head_size)), axis=0).astype(kind)
@@ -244,8 +244,8 @@ def scored(dtype: str, group: int, head_size: int, block_size: int = 4) -> dict[
     table[0, :5], table[1, :1], table[3, :3] = [3, 0, 10, 7, 7], [1], [9, 8, 2]
     return {
         "query": rng.standard_normal((9, heads * group, head_size)).astype(kind),
-        "page_min": both[0],
-        "page_max": both[1],
+        "block_min": both[0],
+        "block_max": both[1],
         "block_table": table,
         "seq_lens": np.array([5 * block_size - 1, 1, 0, 2 * block_size + 1], np.int32),
         "query_start_loc": np.array([0, 1, 8, 9, 9], np.int32),
@@ -257,7 +257,7 @@ def scored(dtype: str, group: int, head_size: int, block_size: int = 4) -> dict[
 @pytest.mark.parametrize(("group", "head_size"), [(1, 1), (1, 128), (3, 20), (4, 64), (5, 33), (8, 7)])
 def test_scores(isa: str, dtype: str, group: int, head_size: int) -> None:
     args = scored(dtype, group, head_size)
-    got, want = cpu_attn.score_pages(**args, isa=isa), oracle(*args.values())
+    got, want = sparse.score_blocks(**args, isa=isa), oracle(*args.values())
     assert got.dtype == np.float32
     assert np.array_equal(np.isinf(got), np.isinf(want))
     finite = np.isfinite(want)
@@ -268,15 +268,15 @@ def test_scores(isa: str, dtype: str, group: int, head_size: int) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_cannot_be_ruled_out(isa: str, dtype: str, bad: float) -> None:
     args = scored(dtype, 3, 20)
-    args["page_min"][10, 1, 4] = bad
-    args["page_max"][10, 1, 4] = bad
-    args["page_min"][0, 0, 19], args["page_max"][0, 0, 19] = -np.inf, np.inf
-    got = cpu_attn.score_pages(**args, isa=isa)
+    args["block_min"][10, 1, 4] = bad
+    args["block_max"][10, 1, 4] = bad
+    args["block_min"][0, 0, 19], args["block_max"][0, 0, 19] = -np.inf, np.inf
+    got = sparse.score_blocks(**args, isa=isa)
     assert got[0, 1, 2] == np.inf and got[0, 0, 1] == np.inf
     assert np.isfinite(got[0, 0, [0, 2, 3, 4]]).all() and np.isfinite(got[0, 1, [0, 1, 3, 4]]).all()
     args = scored(dtype, 3, 20)
     args["query"][0, 2, 5] = bad
-    got = cpu_attn.score_pages(**args, isa=isa)
+    got = sparse.score_blocks(**args, isa=isa)
     assert (got[0, 0, :5] == np.inf).all() and np.isfinite(got[0, 1, :5]).all()
 
 
@@ -290,13 +290,13 @@ def test_scores_over_infinite_keys(isa: str, dtype: str, group: int, head_size: 
     up = rng.random(head_size) < 0.5
     query, bad = args["query"], rng.random((11, 2, head_size)) < 2 / head_size
     query[0] = np.where(up, np.abs(query[0]), -np.abs(query[0]))
-    args["page_min"][bad & up] = -np.inf
-    args["page_max"][bad & ~up] = np.inf
+    args["block_min"][bad & up] = -np.inf
+    args["block_max"][bad & ~up] = np.inf
     query[0, :, 1] = 0
-    args["page_min"][:, :, 1], args["page_max"][:, :, 1] = -1, 1
-    args["page_max"][10, 1, 1] = np.inf
+    args["block_min"][:, :, 1], args["block_max"][:, :, 1] = -1, 1
+    args["block_max"][10, 1, 1] = np.inf
     with np.errstate(invalid="ignore"):
-        got, want = cpu_attn.score_pages(**args, isa=isa), oracle(*args.values())
+        got, want = sparse.score_blocks(**args, isa=isa), oracle(*args.values())
     finite = np.isfinite(want)
     assert finite[0, :, :5].sum() == 9 and want[0, 1, 2] == np.inf and not finite[1, :, 0].all()
     assert np.array_equal(got[~finite], want[~finite])
@@ -306,12 +306,12 @@ def test_scores_over_infinite_keys(isa: str, dtype: str, group: int, head_size: 
 def test_scores_of_a_request_are_its_own() -> None:
     """Whatever the batch and the threads."""
     args = scored("float32", 4, 64)
-    want = cpu_attn.score_pages(**args)
+    want = sparse.score_blocks(**args)
     one = args | {"query": args["query"][1:8], "query_start_loc": np.array([0, 7], np.int32)}
     one |= {"block_table": args["block_table"][1:2, :1], "seq_lens": args["seq_lens"][1:2]}
-    assert np.array_equal(cpu_attn.score_pages(**one)[0], want[1, :, :1])
+    assert np.array_equal(sparse.score_blocks(**one)[0], want[1, :, :1])
     with threads(3, forced=True):
-        assert np.array_equal(cpu_attn.score_pages(**args), want)
+        assert np.array_equal(sparse.score_blocks(**args), want)
 
 
 @pytest.mark.parametrize(
@@ -326,58 +326,60 @@ def test_scores_of_a_request_are_its_own() -> None:
         ({"query_start_loc": np.array([0, 2, 3, 9, 10], np.int32)}, ValueError, ["query", "axis 0 is 9", "10"]),
         ({"query": np.zeros((9, 3, 20), F32)}, ValueError, ["2 kv heads", "num_heads = 3"]),
         ({"query": np.zeros((9, 0, 20), F32)}, ValueError, ["num_heads", "0"]),
-        ({"query": np.zeros((9, 4, 21), F32)}, ValueError, ["page_min", "axis 2 is 20", "head_size = 21"]),
-        ({"page_max": np.zeros((10, 2, 20), F32)}, ValueError, ["page_max", "axis 0 is 10"]),
-        ({"page_min": np.zeros((11, 2, 20), BF16)}, TypeError, ["page_min", "bfloat16"]),
+        ({"query": np.zeros((9, 4, 21), F32)}, ValueError, ["block_min", "axis 2 is 20", "head_size = 21"]),
+        ({"block_max": np.zeros((10, 2, 20), F32)}, ValueError, ["block_max", "axis 0 is 10"]),
+        ({"block_min": np.zeros((11, 2, 20), BF16)}, TypeError, ["block_min", "bfloat16"]),
         ({"block_size": 2**40}, ValueError, ["block_size"]),
         ({"isa": "sse9"}, ValueError, ["isa", "sse9"]),
     ],
 )
 def test_scores_refuse(spoiled: dict[str, Any], error: type[Exception], words: list[str]) -> None:
     with pytest.raises(error) as caught:
-        cpu_attn.score_pages(**scored("float32", 2, 20) | spoiled)
+        sparse.score_blocks(**scored("float32", 2, 20) | spoiled)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 # ---- selecting ----
 
 
-def best(scores: NDArray[Any], blocks: int, num_pages: int, last: int, first: int) -> list[int]:
+def best(scores: NDArray[Any], blocks: int, max_selected_blocks: int, last: int, first: int) -> list[int]:
     """By sorting; of equal scores the first block."""
     forced = [i for i in range(blocks) if i < first or i >= blocks - last]
     rest = sorted((i for i in range(blocks) if i not in forced), key=lambda i: (-scores[i], i))
-    return sorted((forced + rest)[:num_pages])
+    return sorted((forced + rest)[:max_selected_blocks])
 
 
-@pytest.mark.parametrize(("num_pages", "last", "first"), [(1, 1, 0), (3, 1, 1), (4, 0, 0), (6, 2, 3), (99, 1, 0)])
-def test_the_best_pages(num_pages: int, last: int, first: int) -> None:
+@pytest.mark.parametrize(
+    ("max_selected_blocks", "last", "first"), [(1, 1, 0), (3, 1, 1), (4, 0, 0), (6, 2, 3), (99, 1, 0)]
+)
+def test_the_best_pages(max_selected_blocks: int, last: int, first: int) -> None:
     rng = np.random.default_rng(5)
     scores = rng.integers(-3, 4, (5, 3, 12)).astype(F32)  # many are equal
     scores[0, 0, 3], scores[0, 1, 2], scores[1, 2, 1] = np.nan, np.inf, -np.inf
     lens = np.array([48, 45, 8, 1, 0], np.int32)
-    got = cpu_attn.select_pages(scores, lens, 4, num_pages, last, first)
-    assert got.dtype == np.int32 and got.shape == (5, 3, min(num_pages, 12))
+    got = sparse.select_blocks(scores, lens, 4, max_selected_blocks, last, first)
+    assert got.dtype == np.int32 and got.shape == (5, 3, min(max_selected_blocks, 12))
     for r, seq_len in enumerate(lens):
         for h in range(3):
             plain = np.where(np.isnan(scores[r, h]), np.inf, scores[r, h])
-            want = best(plain, -(-int(seq_len) // 4), num_pages, last, first)
+            want = best(plain, -(-int(seq_len) // 4), max_selected_blocks, last, first)
             assert got[r, h].tolist() == want + [-1] * (got.shape[2] - len(want)), (r, h)
 
 
 def test_what_is_selected_does_not_depend_on_the_batch() -> None:
     scores = np.random.default_rng(6).integers(0, 3, (4, 2, 40)).astype(F32)
     lens = np.array([160, 20, 77, 99], np.int32)
-    got = cpu_attn.select_pages(scores, lens, 4, 7)
+    got = sparse.select_blocks(scores, lens, 4, 7)
     for r, seq_len in enumerate(lens):
-        alone = cpu_attn.select_pages(scores[r : r + 1, :, : -(-seq_len // 4)], lens[r : r + 1], 4, 7)
+        alone = sparse.select_blocks(scores[r : r + 1, :, : -(-seq_len // 4)], lens[r : r + 1], 4, 7)
         assert np.array_equal(alone[0], got[r, :, : alone.shape[2]])
 
 
 @pytest.mark.parametrize(
     ("spoiled", "words"),
     [
-        ({"num_pages": 0}, ["num_pages", "0"]),
-        ({"num_pages": 3, "always_last": 2, "always_first": 2}, ["num_pages", "3 is outside 4"]),
+        ({"max_selected_blocks": 0}, ["max_selected_blocks", "0"]),
+        ({"max_selected_blocks": 3, "always_last": 2, "always_first": 2}, ["max_selected_blocks", "3 is outside 4"]),
         ({"always_last": -1}, ["always_last"]),
         ({"seq_lens": np.array([49, 1], np.int32)}, ["seq_lens[0]", "49", "0..48"]),
         ({"seq_lens": np.array([1, -1], np.int32)}, ["seq_lens[1]", "-1"]),
@@ -386,23 +388,23 @@ def test_what_is_selected_does_not_depend_on_the_batch() -> None:
 def test_select_refuses(spoiled: dict[str, Any], words: list[str]) -> None:
     args = {"scores": np.zeros((2, 1, 12), F32), "seq_lens": np.array([4, 5], np.int32), "block_size": 4}
     with pytest.raises(ValueError, match=".*".join(re.escape(word) for word in words)):
-        cpu_attn.select_pages(**{**args, "num_pages": 4} | spoiled)
+        sparse.select_blocks(**{**args, "max_selected_blocks": 4} | spoiled)
 
 
 # ---- all together ----
 
 
 @pytest.mark.parametrize("name", ["mixed-plain", "long-3000", "fp8_e4m3-decode"])
-@pytest.mark.parametrize("num_pages", [2, 5, 1000])
-def test_from_keys_to_attention(name: str, num_pages: int) -> None:
+@pytest.mark.parametrize("max_selected_blocks", [2, 5, 1000])
+def test_from_keys_to_attention(name: str, max_selected_blocks: int) -> None:
     """Bounds bound, what they select is attended, and a budget for all pages gives what no selection gives."""
     case = next(c for c in cases("quick", "float32") if c.name == name)
     problem, size = build(case), case.block_size
     shape = problem.num_blocks, case.num_kv_heads, case.head_size
     least, most = np.empty(shape, F32), np.empty(shape, F32)
-    cpu_attn.update_page_bounds(np.concatenate(problem.key), slots_of(problem), least, most, size)
+    sparse.update_block_bounds(np.concatenate(problem.key), slots_of(problem), least, most, size)
     step = problem.block_table, problem.seq_lens, problem.query_start_loc
-    scores = cpu_attn.score_pages(problem.query, least, most, *step, size)
+    scores = sparse.score_blocks(problem.query, least, most, *step, size)
     group = case.num_heads // case.num_kv_heads
     for r, (first, last) in enumerate(pairwise(problem.query_start_loc)):
         for h in range(case.num_kv_heads):
@@ -410,11 +412,11 @@ def test_from_keys_to_attention(name: str, num_pages: int) -> None:
             products = rows.astype(np.float64) @ problem.key[r][:, h].astype(np.float64).T
             for j in range(products.shape[1] if len(rows) else 0):
                 assert products[:, j].max() <= scores[r, h, j // size] + 1e-4
-    selected = cpu_attn.select_pages(scores, problem.seq_lens, size, num_pages)
+    selected = sparse.select_blocks(scores, problem.seq_lens, size, max_selected_blocks)
     chosen = dataclasses.replace(problem, selected_blocks=selected)
     output, lse = run(chosen)
     assert check(chosen, output, lse).ok
-    if num_pages == 1000:
+    if max_selected_blocks == 1000:
         assert all(map(same_bits, (output, lse), run(problem)))
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn import BlockManager, PagedKVCache, block_manager, block_pool, journal
+from cpu_attn import PagedKVCache
+from cpu_attn.serving import BlockManager, block_manager, block_pool, journal
 
 FILES = {module.__file__ for module in (block_manager, block_pool, journal)}
 Call = Callable[[BlockManager, int], Any]

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import cpu_attn
+from cpu_attn import sparse
 from cpu_attn._arrays import view
 from cpu_attn._threads import force_num_threads
 from cpu_attn.tests.cases.formats import numpy_dtype
@@ -101,13 +102,13 @@ def written(call: Callable[..., Any], arguments: tuple[Any, ...], *arrays: Any) 
 def entries() -> dict[str, Callable[[], Any]]:
     """Entries of the package, over arrays that are there before; called again each gives the same bits. Those are left
     out whose arithmetic is NumPy's: where a ufunc finds no memory for its buffers, NumPy 2.4.6 loses the exception
-    (select_pages) or touches Python's state without the GIL, which ends the process (rotate, convert)."""
+    (select_blocks) or touches Python's state without the GIL, which ends the process (rotate, convert)."""
     rng = np.random.default_rng(7)
     rows, wide = (rng.standard_normal((40, n, 32), np.float32) for n in (2, 4))
     starts, lens, slots = np.array([0, 1, 40], np.int32), np.array([30, 64], np.int32), np.arange(40)
     table, heads = np.arange(8, dtype=np.int32).reshape(2, 4), np.ones((40, 2), np.float32)
     cache = cpu_attn.PagedKVCache(8, 16, 2, 32, "float32")
-    index = np.zeros(cpu_attn.get_index_cache_shape(8, 16, 32, "float32"), np.float32)
+    index = np.zeros(sparse.get_index_cache_shape(8, 16, 32, "float32"), np.float32)
     latents, up = np.zeros((8, 16, 40), np.float32), rng.standard_normal((40, 40), np.float32)
     low, high = (np.zeros((8, 2, 32), np.float32) for _ in range(2))
     turned, parts, logs = np.empty_like(wide), np.ones((2, 40, 4, 32), np.float32), np.zeros((2, 4, 40), np.float32)
@@ -141,11 +142,11 @@ def entries() -> dict[str, Callable[[], Any]]:
         "rotary": lambda: cpu_attn.rotary_reshape_and_cache(
             *(wide, rows, rows, cache.key_cache, cache.value_cache, slots, slots, cos_sin), query_out=turned
         ),
-        "index_and_cache": written(cpu_attn.index_and_cache, (rows[:, 0], index, slots), index),
-        "select_tokens": lambda: cpu_attn.select_tokens(rows, index, heads, starts, lens, table, 8),
-        "update_page_bounds": written(cpu_attn.update_page_bounds, (rows, slots, low, high, 16), low, high),
-        "score_pages": lambda: cpu_attn.score_pages(wide, low, high, table, lens, starts, 16),
-        "query_blocks": lambda: cpu_attn.query_blocks(starts, lens, 16),
+        "index_and_cache": written(sparse.index_and_cache, (rows[:, 0], index, slots), index),
+        "select_tokens": lambda: sparse.select_tokens(rows, index, heads, starts, lens, table, 8),
+        "update_block_bounds": written(sparse.update_block_bounds, (rows, slots, low, high, 16), low, high),
+        "score_blocks": lambda: sparse.score_blocks(wide, low, high, table, lens, starts, 16),
+        "query_blocks": lambda: sparse.query_blocks(starts, lens, 16),
         "merge_states": lambda: cpu_attn.merge_states(parts, logs),
         "mla": latent,
         "DLPack": foreign(DLPack),

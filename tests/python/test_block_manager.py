@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cpu_attn import BlockManager, BlockStats, NoFreeBlocksError, PagedKVCache, reference
-from cpu_attn.block_pool import root
+from cpu_attn.serving.block_pool import root
 
 from ..harness.blocks_model import Model, walk
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cpu_attn.journal import Journal
+from cpu_attn.serving.journal import Journal
 
 from ..programs.blocks_failing import CALLS, WRITING, At, at, made, state, sweep, without_evicted
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cpu_attn
-from cpu_attn import BlockManager, PagedKVCache, StoredCache, convert
+from cpu_attn import BlockManager, PagedKVCache, StoredCache, convert, sparse
 from cpu_attn.distributed import ContextParallel, ThreadGroup
 
 F32 = np.float32
@@ -96,17 +96,17 @@ def test_other_calls(num_tokens: int, num_blocks: int, num_reqs: int, columns: i
     starts[1:] = num_tokens
     slots = np.full(num_tokens, -1)
     step = (starts, lens, table)
-    cpu_attn.index_and_cache(zeros(num_tokens, 8), zeros(num_blocks, 16, 8), slots)
+    sparse.index_and_cache(zeros(num_tokens, 8), zeros(num_blocks, 16, 8), slots)
     query, weights = zeros(num_tokens, 2, 8), zeros(num_tokens, 2)
-    selected = cpu_attn.select_tokens(query, zeros(num_blocks, 16, 8), weights, *step, 3)
+    selected = sparse.select_tokens(query, zeros(num_blocks, 16, 8), weights, *step, 3)
     assert selected.shape == (num_tokens, 3) and (selected == -1).all()
     bounds = zeros(num_blocks, 2, 8), zeros(num_blocks, 2, 8)
-    cpu_attn.update_page_bounds(zeros(num_tokens, 2, 8), slots, *bounds, 16)
-    scores = cpu_attn.score_pages(zeros(num_tokens, 4, 8), *bounds, table, lens, starts, 16)
+    sparse.update_block_bounds(zeros(num_tokens, 2, 8), slots, *bounds, 16)
+    scores = sparse.score_blocks(zeros(num_tokens, 4, 8), *bounds, table, lens, starts, 16)
     assert scores.shape == (num_reqs, 2, columns) and (scores == -np.inf).all()
-    pages = cpu_attn.select_pages(scores, lens, 16, 2)
+    pages = sparse.select_blocks(scores, lens, 16, 2)
     assert pages.shape == (num_reqs, 2, columns) and (pages == -1).all()
-    assert cpu_attn.query_blocks(starts, lens, 4)[0].tolist() == [0, num_tokens][: 1 + bool(num_tokens)]
+    assert sparse.query_blocks(starts, lens, 4)[0].tolist() == [0, num_tokens][: 1 + bool(num_tokens)]
     cpu_attn.concat_and_cache_mla(zeros(num_tokens, 6), zeros(num_tokens, 2), zeros(num_blocks, 16, 8), slots)
     rows: Any = {"head_size_v": 6, "kv_cache_layout": "NHD"}
     plan = cpu_attn.get_scheduler_metadata(num_reqs, 4, 1, 8, lens, "float32", starts, **rows)

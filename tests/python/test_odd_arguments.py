@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import cpu_attn
+from cpu_attn import sparse
 from cpu_attn.distributed import ContextParallel, Group, ThreadGroup
 
 from ..harness.steps import attention_args, plan_args, write_args
@@ -101,7 +102,7 @@ def select_args() -> Args:
 
 
 def bounds(**more: Any) -> Args:
-    return {**{name: np.zeros((4, 2, 8), F32) for name in ("page_min", "page_max")}, "block_size": 16, **more}
+    return {**{name: np.zeros((4, 2, 8), F32) for name in ("block_min", "block_max")}, "block_size": 16, **more}
 
 
 def score_args() -> Args:
@@ -133,21 +134,21 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Args]]] = {
     "attention": (cpu_attn.attention_with_kv_cache, attention_args),
     "latents": (cpu_attn.concat_and_cache_mla, latent_args),
     "shape": (cpu_attn.get_kv_cache_shape, lambda: dict(SIZES)),
-    "index shape": (cpu_attn.get_index_cache_shape, lambda: dict(KEYS_OF_INDEXER)),
-    "index": (cpu_attn.index_and_cache, index_args),
-    "select": (cpu_attn.select_tokens, select_args),
+    "index shape": (sparse.get_index_cache_shape, lambda: dict(KEYS_OF_INDEXER)),
+    "index": (sparse.index_and_cache, index_args),
+    "select": (sparse.select_tokens, select_args),
     "bounds": (
-        cpu_attn.update_page_bounds,
+        sparse.update_block_bounds,
         lambda: bounds(key=np.zeros((3, 2, 8), F32), slot_mapping=np.arange(3)),
     ),
-    "score": (cpu_attn.score_pages, score_args),
+    "score": (sparse.score_blocks, score_args),
     "query blocks": (
-        cpu_attn.query_blocks,
+        sparse.query_blocks,
         lambda: {"query_start_loc": STARTS, "seq_lens": LENS, "query_block_size": 2},
     ),
     "select pages": (
-        cpu_attn.select_pages,
-        lambda: {"scores": np.zeros((2, 2, 4), F32), "seq_lens": LENS, "block_size": 16, "num_pages": 2},
+        sparse.select_blocks,
+        lambda: {"scores": np.zeros((2, 2, 4), F32), "seq_lens": LENS, "block_size": 16, "max_selected_blocks": 2},
     ),
     "merge": (
         cpu_attn.merge_states,

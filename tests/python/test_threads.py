@@ -241,12 +241,12 @@ from cpu_attn.cli import main
 asked = cpu_attn.get_num_threads()
 loc, lens, table = np.array([0, 40], np.int32), np.array([64], np.int32), np.arange(4, dtype=np.int32)[None]
 query, cache = np.ones((40, 2, 32), np.float32), cpu_attn.PagedKVCache(4, 16, 2, 32, "float32")
-keys = np.zeros(cpu_attn.get_index_cache_shape(4, 16, 32, "float32"), np.float32)
+keys = np.zeros(sparse.get_index_cache_shape(4, 16, 32, "float32"), np.float32)
 for engine in {ENGINES}:
     cache.update(query, query, np.arange(40))
     cache.attend(query, table, cache.plan(loc, lens, 2, engine=engine))
-cpu_attn.select_tokens(query, keys, np.ones((40, 2), np.float32), loc, lens, table, 8)
-cpu_attn.score_pages(query, *[np.ones((4, 2, 32), np.float32)] * 2, table, lens, loc, 16)
+sparse.select_tokens(query, keys, np.ones((40, 2), np.float32), loc, lens, table, 8)
+sparse.score_blocks(query, *[np.ones((4, 2, 32), np.float32)] * 2, table, lens, loc, 16)
 cpu_attn.merge_states([np.ones((400, 4, 512), np.float32)] * 8, [np.zeros((4, 400), np.float32)] * 8)
 info = CliRunner().invoke(main, ["info"], catch_exceptions=False)
 print(asked, cpu_attn.get_num_threads(), info.exit_code)
@@ -269,7 +269,7 @@ bounds = [np.ones((8, 2, 32), np.float32)] * 2
 calls = {
     "write": lambda: cache.update(key, key, np.arange(64)),
     "attend": lambda: cache.attend(key[:1], table, cache.plan(starts, lens, 2)),
-    "score": lambda: cpu_attn.score_pages(key[:1], *bounds, table, lens, starts, 16),
+    "score": lambda: sparse.score_blocks(key[:1], *bounds, table, lens, starts, 16),
 }
 for name, call in calls.items():
     try:

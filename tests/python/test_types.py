@@ -64,7 +64,7 @@ SHOWN = {
     "attention_with_kv_cache(query, 0, 0, query, 0, 0, 1.0, True, None, -1, 0, 0.0, plan)": "ndarray",
     "attention_mla(tensor, 0, tensor, 0, 0, 1.0, True, 0, plan)": "Tensor",
     "rotary_reshape_and_cache(query, 0, 0, 0, 0, 0, 0, 0)": "ndarray",
-    "select_pages(0, 0, 0, 0, 16)": "ndarray",
+    "select_blocks(0, 0, 0, 0, 16)": "ndarray",
     "isas()[0].name": "str",
     "engines()[0].available": "bool",
     "get_num_threads()": "int",

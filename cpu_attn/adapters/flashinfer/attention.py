@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import interface
-from cpu_attn.flashinfer.call import PLANNED, RUN, Results, Step, logits_of
+from cpu_attn.flashinfer.call import PLANNED, RUN, Results, Sequences, logits_of
 from cpu_attn.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from cpu_attn.flashinfer.wrapper import PagedWrapper, check_lens, table_of
 from cpu_attn.torch.packed import int32, starts_of
@@ -66,7 +66,7 @@ class BatchAttention(PagedWrapper):
         check_pages("kv_len_arr", lens, where, size)
         logits = logits_of(sm_scale, causal, -1, logits_soft_cap)
         heads, dtypes = (num_qo_heads, num_kv_heads), (q_data_type, kv_data_type, None)
-        self._plan_pages(Step(starts, lens, heads, (head_dim_qk, head_dim_vo), dtypes), table, size, logits)
+        self._plan_pages(Sequences(starts, lens, heads, (head_dim_qk, head_dim_vo), dtypes), table, size, logits)
 
     @interface(**RUN, key_cache="kv_cache", value_cache="kv_cache", paged_kv_cache="kv_cache")
     def run(

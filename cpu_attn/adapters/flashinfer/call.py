@@ -137,7 +137,7 @@ def _factor(name: str, x: Any, num_heads: int) -> Any:
     return x.float()
 
 
-class Step:
+class Sequences:
     """Holds the lengths of a step, and its plans. starts: where the query tokens of sequences start, [B + 1]; lens: how
     many keys each has, [B]; heads: Hq, Hkv; sizes: D of keys, D of values, or None for the same; dtypes: of queries,
     pages, outputs, the latter None for that of queries."""
@@ -279,13 +279,10 @@ class Step:
         for first, end, key, value, table in parts:
             tokens = slice(int(self.starts[first]), int(self.starts[end]))
             plan = self.plan(first, end, logits, layout, query.dtype, kv_dtype)
-            ops.attend(
-                *(plan, query[tokens], key, value, out[tokens], table, scale, logits.softcap, scales),
-                lse=None if lse is None else lse[:, tokens],
-                alibi_slopes=slopes,
-                s_aux=sinks,
-                attn_bias=None if bias is None else bias[first:end],
-            )
+            own_bias = None if bias is None else bias[first:end]
+            own = ops.Logits(scale, logits.softcap, slopes, sinks, own_bias)
+            own_lse = None if lse is None else lse[:, tokens]
+            ops.attend(plan, query[tokens], key, value, out[tokens], table, own, scales, own_lse)
         if not plain:
             out *= v if isinstance(v, float) else v.repeat_interleave(self.num_heads // self.num_kv_heads)[:, None]
         return results.end(out, lse)
@@ -308,7 +305,7 @@ class Results:
     lse_base: Any = "log2"
     lse_layout: Any = "NH"
 
-    def begin(self, step: Step, dtype: torch.dtype, plain: bool) -> tuple[Tensor, Tensor | None]:
+    def begin(self, step: Sequences, dtype: torch.dtype, plain: bool) -> tuple[Tensor, Tensor | None]:
         """Checks them, and gives where to compute: out itself if it holds products of this dtype as they are (plain),
         else float32; and lse [Hq, T]."""
         self.return_lse = _check.boolean("return_lse", self.return_lse)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import interface, layout_of
-from cpu_attn.flashinfer.call import PLANNED, RUN, Results, Step, logits_of
+from cpu_attn.flashinfer.call import PLANNED, RUN, Results, Sequences, logits_of
 from cpu_attn.flashinfer.trtllm import trtllm_batch_decode_with_kv_cache
 from cpu_attn.flashinfer.wrapper import PagedWrapper, part_of_one
 from cpu_attn.torch.entry import axes, tensors
@@ -77,7 +77,7 @@ def single_decode_with_kv_cache(
     tokens, heads = (0, 1) if layout == "NHD" else (1, 0)
     lens = np.array([k.shape[tokens]], np.int32)
     dtypes = (q.dtype, k.dtype, None)
-    step = Step(np.array([0, 1], np.int32), lens, (q.shape[0], k.shape[heads]), (q.shape[1], v.shape[2]), dtypes)
+    step = Sequences(np.array([0, 1], np.int32), lens, (q.shape[0], k.shape[heads]), (q.shape[1], v.shape[2]), dtypes)
     logits = logits_of(sm_scale, True, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta)
     results, factors = Results(return_lse=return_lse), step.factors(q_scale, k_scale, v_scale)
     found = step.attend(q[None], layout, part_of_one(k, v, layout), logits, factors, results)
@@ -206,7 +206,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         logits = logits_of(sm_scale, True, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta)
         heads, dtypes = (num_qo_heads, num_kv_heads), (q_data_type, kv_data_type, o_data_type)
         split = not _check.boolean("disable_split_kv", disable_split_kv)
-        step = Step(starts.astype(np.int32), lens, heads, (head_dim, None), dtypes, split)
+        step = Sequences(starts.astype(np.int32), lens, heads, (head_dim, None), dtypes, split)
         self._plan_pages(step, table, page_size, logits)
         self._keep(*where)
 

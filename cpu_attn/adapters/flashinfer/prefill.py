@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import interface, layout_of
-from cpu_attn.flashinfer.call import PLANNED, RUN, Results, Step, logits_of
+from cpu_attn.flashinfer.call import PLANNED, RUN, Results, Sequences, logits_of
 from cpu_attn.flashinfer.masks import custom_bias, item_bias
 from cpu_attn.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from cpu_attn.flashinfer.trtllm import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
@@ -96,7 +96,7 @@ def single_prefill_with_kv_cache(
     tokens, heads = (0, 1) if layout == "NHD" else (1, 0)
     starts, lens = np.array([0, len(q)], np.int32), np.array([k.shape[tokens]], np.int32)
     sizes = (q.shape[2], v.shape[2])
-    step = Step(starts, lens, (q.shape[1], k.shape[heads]), sizes, (q.dtype, k.dtype, o_dtype))
+    step = Sequences(starts, lens, (q.shape[1], k.shape[heads]), sizes, (q.dtype, k.dtype, o_dtype))
     bias = custom_bias(custom_mask, packed_custom_mask, np.diff(starts), lens, True)
     causal = _check.boolean("causal", causal) and bias is None
     logits = logits_of(sm_scale, causal, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta)
@@ -206,7 +206,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         logits = logits_of(sm_scale, causal, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta)
         heads, dtypes = (num_qo_heads, num_kv_heads), (q_data_type, kv_data_type, o_data_type)
         split = not _check.boolean("disable_split_kv", disable_split_kv)
-        step = Step(starts, lens, heads, (head_dim_qk, head_dim_vo), dtypes, split)
+        step = Sequences(starts, lens, heads, (head_dim_qk, head_dim_vo), dtypes, split)
         self._plan_pages(step, table, page_size, logits, bias, items)
         self._keep(qo_indptr, *where)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from cpu_attn import _check
 from cpu_attn._arrays import dense_rows
 from cpu_attn.flashinfer.arguments import interface
-from cpu_attn.flashinfer.call import PLANNED, RUN, Results, Step, logits_of
+from cpu_attn.flashinfer.call import PLANNED, RUN, Results, Sequences, logits_of
 from cpu_attn.flashinfer.masks import custom_bias, item_bias
 from cpu_attn.flashinfer.wrapper import Wrapper
 from cpu_attn.torch.entry import RefusedError, axes, tensors
@@ -98,7 +98,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         logits = logits_of(sm_scale, causal, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta)
         heads, dtypes = (num_qo_heads, num_kv_heads), (q_data_type, kv_data_type, o_data_type)
         split = not _check.boolean("disable_split_kv", disable_split_kv)
-        step = Step(starts, lens, heads, (head_dim_qk, head_dim_vo), dtypes, split)
+        step = Sequences(starts, lens, heads, (head_dim_qk, head_dim_vo), dtypes, split)
         self._planned(step, logits, bias, items)
         self._kv_starts = kv_starts.copy()
         self._keep(qo_indptr, kv_indptr)

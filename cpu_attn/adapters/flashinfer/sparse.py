@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import interface
-from cpu_attn.flashinfer.call import PLANNED, RUN, Results, Step, logits_of
+from cpu_attn.flashinfer.call import PLANNED, RUN, Results, Sequences, logits_of
 from cpu_attn.flashinfer.masks import custom_bias
 from cpu_attn.flashinfer.wrapper import Wrapper, table_of
 from cpu_attn.torch.entry import axes, optional, tensors
@@ -147,7 +147,7 @@ class BlockSparseAttentionWrapper(Wrapper):
         bias = custom_bias(mask, packed, np.diff(starts), lens)
         logits = logits_of(sm_scale, causal, -1, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta)
         dtypes = (q_data_type, kv_data_type, o_data_type)
-        step = Step(starts, lens, (num_qo_heads, num_kv_heads), (head_dim, None), dtypes)
+        step = Sequences(starts, lens, (num_qo_heads, num_kv_heads), (head_dim, None), dtypes)
         self._scales = step.factors(q_scale, k_scale, v_scale)
         self._planned(step, logits, bias)
         self._blocks = table_of(where, found), keys, columns
@@ -300,7 +300,7 @@ class VariableBlockSparseAttentionWrapper(Wrapper):
         where = np.append(0, np.cumsum(counts)).astype(np.int32)
         starts, lens = np.append(0, np.cumsum(row)).astype(np.int32), (counts * size).astype(np.int32)
         logits = logits_of(sm_scale, causal, -1, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta)
-        step = Step(starts, lens, (heads // kv_heads, 1), (head_dim, None), (q_data_type, kv_data_type, None))
+        step = Sequences(starts, lens, (heads // kv_heads, 1), (head_dim, None), (q_data_type, kv_data_type, None))
         self._planned(step, logits)
         self._pages = table_of(where, page.astype(np.int32)), queries, keys, size
         self._heads = heads, kv_heads

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import interface, items, layout_of
-from cpu_attn.flashinfer.call import Results, Step, logits_of
+from cpu_attn.flashinfer.call import Results, Sequences, logits_of
 from cpu_attn.flashinfer.wrapper import check_lens, pair_of, tables
 from cpu_attn.torch.entry import axes, optional, tensors
 from cpu_attn.torch.packed import Int32, packed, starts_of
@@ -77,7 +77,7 @@ def _paged(
     (out,) = optional(out=results.out)
     o_dtype = out.dtype if out is not None and out_dtype is None else out_dtype
     dtypes, sizes = (query.dtype, key.dtype, o_dtype), (query.shape[2], value.shape[3])
-    step = Step(starts, lens, (query.shape[1], heads), sizes, dtypes)
+    step = Sequences(starts, lens, (query.shape[1], heads), sizes, dtypes)
     logits = logits_of(factor("bmm1_scale", scales[0]), causal, window_left, None)
     factors = step.factors(None, None, factor("bmm2_scale", scales[1]))
     parts = [(0, len(lens), key, value, table)]
@@ -253,7 +253,7 @@ def trtllm_ragged_attention_deepseek(
     kv_starts = starts_of("cum_seq_lens_kv", cum_seq_lens_kv, len(key), len(starts))
     (to,) = optional(out=out)
     dtypes, sizes = (query.dtype, key.dtype, None if to is None else to.dtype), (query.shape[2], value.shape[2])
-    step = Step(starts, np.diff(kv_starts), (query.shape[1], key.shape[1]), sizes, dtypes)
+    step = Sequences(starts, np.diff(kv_starts), (query.shape[1], key.shape[1]), sizes, dtypes)
     logits = logits_of(factor("bmm1_scale", bmm1_scale), is_causal, window_left, None)
     factors = step.factors(None, None, factor("bmm2_scale", bmm2_scale))
     parts = [*packed(key, value, kv_starts, step.lens)]

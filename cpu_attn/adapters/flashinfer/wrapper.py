@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import layout_of
-from cpu_attn.flashinfer.call import Factors, Logits, Results, Step, logits_of
+from cpu_attn.flashinfer.call import Factors, Logits, Results, Sequences, logits_of
 from cpu_attn.torch.entry import axes, tensors
 from cpu_attn.torch.packed import Int32, Part, int32, starts_of
 
@@ -82,7 +82,7 @@ class Wrapper:
     """Holds a plan. buffers: those that a graph of a GPU would read, which a plan with use_cuda_graph fills: its arrays
     in the order in which plan has them, the first of which fix the number of sequences."""
 
-    _step: Step | None = None
+    _step: Sequences | None = None
     _logits: Logits
     _bias: Tensor | None = None
     _masks: tuple[Tensor | None, Tensor | None]
@@ -116,7 +116,9 @@ class Wrapper:
         for buffer, x in zip(self._buffers.values(), arrays, strict=False):
             buffer[: len(x)] = torch.as_tensor(x)
 
-    def _planned(self, step: Step, logits: Logits, mask: Tensor | None = None, items: Tensor | None = None) -> None:
+    def _planned(
+        self, step: Sequences, logits: Logits, mask: Tensor | None = None, items: Tensor | None = None
+    ) -> None:
         """Keeps a plan, and the bias of a mask, which takes the place of causal, or of items, which are causal."""
         self._step, self._bias, self._masks = step, mask if items is None else items, (mask, items)
         self._logits = self._masked(logits)
@@ -125,7 +127,7 @@ class Wrapper:
         mask, items = self._masks
         return replace(logits, causal=items is not None or (logits.causal and mask is None))
 
-    def _ready(self) -> Step:
+    def _ready(self) -> Sequences:
         if self._step is None:
             raise RuntimeError("run() before plan()")
         return self._step
@@ -157,7 +159,7 @@ class PagedWrapper(Wrapper):
             lens = check_lens("seq_lens", given, table, page_size)
         return lens, table, page_size
 
-    def _plan_pages(self, step: Step, table: Int32, page_size: int, logits: Logits, *masks: Tensor | None) -> None:
+    def _plan_pages(self, step: Sequences, table: Int32, page_size: int, logits: Logits, *masks: Tensor | None) -> None:
         self._planned(step, logits, *masks)
         self._table, self._page_size = table, page_size
         if logits.pos_encoding_mode != "ROPE_LLAMA":  # which is planned over copies, when it is run

@@ -80,7 +80,7 @@ def _attend(
             kv_cache_layout="NHD",
         )
         arrays = (query[tokens], k, v, out[tokens], table)
-        ops.attend(plan, *arrays, scale, lse=lse[:, tokens], alibi_slopes=alibi_slopes)
+        ops.attend(plan, *arrays, ops.Logits(scale, alibi_slopes=alibi_slopes), lse=lse[:, tokens])
     return lse
 
 

@@ -13,13 +13,14 @@ import torch
 
 from cpu_attn import UnavailableError, _check
 from cpu_attn._arrays import dense_rows
+from cpu_attn.ops import Logits
 from cpu_attn.transformers import continuous, private
 from cpu_attn.transformers.indexer import formula_of
 from cpu_attn.transformers.latents import is_expansion
 from cpu_attn.transformers.lazy import Inference, LazyTensor
 from cpu_attn.transformers.masks import LEAST, Mask, UnplannableError, as_bias, eager_only, mask_function
 from cpu_attn.transformers.pages import Pages, is_held
-from cpu_attn.transformers.plans import Logits, Requests, autocast, run, unmasked
+from cpu_attn.transformers.plans import Requests, autocast, run, unmasked
 from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "cpu_attn"
@@ -123,7 +124,7 @@ def attention(
     _check_states(query, key, value)
     scale = max(1, query.shape[3]) ** -0.5 if scaling is None else _check.number("scaling", scaling)
     sinks = None if s_aux is None else s_aux.detach()
-    logits = Logits(scale, _check.softcap("softcap", softcap or 0.0), sinks)
+    logits = Logits(scale, _check.softcap("softcap", softcap or 0.0), s_aux=sinks)
     try:
         if cache is not None:
             if not all(x is None for x in (attention_mask, position_bias, indices, block_indices)):

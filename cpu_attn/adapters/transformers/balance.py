@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-import cpu_attn
-from cpu_attn import _check
+from cpu_attn import _check, rotation
 from cpu_attn.transformers import private
 from cpu_attn.transformers.attention import attention
 from cpu_attn.transformers.lazy import LazyTensor
@@ -93,10 +92,10 @@ def balance(model: Any, inputs: dict[str, Any] | None = None) -> list[str]:
     """Makes the channels of a model's queries and keys alike, which helps quantised caches; a second call undoes it.
 
     Where the weights that make them last (projections, or the norms of heads) can take factors in, queries are
-    multiplied by those of :func:`cpu_attn.balance` and keys divided by them. q.k stays as it is, and so do the model's
-    outputs, to the rounding of its dtype. How large a channel is shows in a forward pass of 61 random tokens, the same
-    in every call, so that the factors are a function of the weights. The weights before are kept until the second call,
-    which puts them back, bit for bit.
+    multiplied by those of :func:`cpu_attn.rotation.balance` and keys divided by them. q.k stays as it is, and so do the
+    model's outputs, to the rounding of its dtype. How large a channel is shows in a forward pass of 61 random tokens,
+    the same in every call, so that the factors are a function of the weights. The weights before are kept until the
+    second call, which puts them back, bit for bit.
 
     A cache that is in use holds keys of the weights that made them: balance before the first token.
 
@@ -114,7 +113,7 @@ def balance(model: Any, inputs: dict[str, Any] | None = None) -> list[str]:
             ``input_ids`` alone and there are no ``inputs``.
         TypeError: ``model`` is no module of torch.
 
-    Maths: :func:`cpu_attn.balance`.
+    Maths: :func:`cpu_attn.rotation.balance`.
 
     Example:
         >>> names = balance(model)
@@ -379,7 +378,7 @@ def _factors(group: list[Layer]) -> Factors:
     )
     counts = np.bincount(together)
     alike = [np.sqrt(np.bincount(together, np.square(x).ravel()) / counts)[together].reshape(x.shape) for x in sizes]
-    logs = np.log(cpu_attn.balance(alike[0], alike[1], rot_dim=0)).ravel()
+    logs = np.log(rotation.balance(alike[0], alike[1], rot_dim=0)).ravel()
     factors: Factors = np.exp((np.bincount(together, logs) / counts)[together]).reshape(heads, size).astype(np.float32)
     return factors
 

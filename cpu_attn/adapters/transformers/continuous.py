@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from cpu_attn import merge_states
+from cpu_attn.ops import Logits
 from cpu_attn.transformers import private
-from cpu_attn.transformers.plans import Ints, Logits, Requests, run
+from cpu_attn.transformers.plans import Ints, Requests, run
 
 
 def attend(
@@ -46,7 +47,7 @@ def attend(
     if allocator.index not in steps:
         lengths = cu_seq_lens_q.numpy(), cu_seq_lens_k[allocator.layer_type].numpy()
         indices = read_index[allocator.index].numpy(), write_index[allocator.index]
-        steps[allocator.index] = Step.of(allocator, *lengths, *indices)
+        steps[allocator.index] = BatchOfPages.of(allocator, *lengths, *indices)
     return steps[allocator.index].attend(rows, query, key, value, logits)
 
 
@@ -64,7 +65,7 @@ def _lengths(*counts: int) -> np.ndarray[Any, Any]:
 
 
 @dataclass
-class Step:
+class BatchOfPages:
     """Holds what the layers of an allocator share in a step: which blocks each request reads once its tokens are
     written. ``prompts``: those whose tokens drive keys out of the ring that their first ones see."""
 
@@ -75,7 +76,7 @@ class Step:
     prompts: list[Prompt]
 
     @classmethod
-    def of(cls, allocator: Any, cu_q: Ints, cu_k: Ints, read: Ints, write: torch.Tensor) -> Step:
+    def of(cls, allocator: Any, cu_q: Ints, cu_k: Ints, read: Ints, write: torch.Tensor) -> BatchOfPages:
         window = getattr(allocator, "sliding_window", 0)
         # Neither a page nor the ring's end cuts a block of this size.
         block = math.gcd(window, allocator.tokens_per_page)

@@ -3,8 +3,9 @@
 are in pages.
 
 A model's indexer asks its cache for all of its keys, and makes scores and indices of them by operations of torch. What
-the cache gives it records these operations. Where they are the formula of ``cpu_attn.select_tokens``, and the indices
-get to our attention function, torch computes none of them. To everything else, each is the tensor that torch makes."""
+the cache gives it records these operations. Where they are the formula of ``cpu_attn.sparse.select_tokens``, and the
+indices get to our attention function, torch computes none of them. To everything else, each is the tensor that torch
+makes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from cpu_attn import CacheDescriptor, PagedKVCache, index_and_cache, select_tokens
+from cpu_attn import CacheDescriptor, PagedKVCache
+from cpu_attn.sparse import index_and_cache, select_tokens
 from cpu_attn.transformers.lazy import LazyTensor, ReadOnly
 from cpu_attn.transformers.masks import Mask, MaskRows
 from cpu_attn.transformers.pages import PagedLayer, Pages

@@ -16,11 +16,12 @@ import torch
 
 from cpu_attn import CacheDescriptor, PagedKVCache, _check, concat_and_cache_mla
 from cpu_attn._dtypes import is_scaled
+from cpu_attn.ops import Logits
 from cpu_attn.transformers import private
 from cpu_attn.transformers.indexer import IndexedLayer
 from cpu_attn.transformers.lazy import LazyTensor, ReadOnly
 from cpu_attn.transformers.pages import Held, PagedLayer, Pages
-from cpu_attn.transformers.plans import Logits, Requests
+from cpu_attn.transformers.plans import Requests
 
 
 class LatentRows(PagedKVCache):

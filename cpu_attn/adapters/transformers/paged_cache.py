@@ -35,8 +35,8 @@ class PagedCache(Cache):  # type: ignore[misc]
     A layer of attention keeps all its tokens; one with a window or with chunks gives back the pages before what queries
     to come may see. A layer of linear attention has the states that transformers' own caches have; one that shares
     another's keys has nothing. With ``attn_implementation="cpu_attn"`` attention reads the pages where they lie,
-    latents among them (DeepSeek-V3), and :func:`cpu_attn.select_tokens` those of an indexer's keys, which are of the
-    model's dtype (DeepSeek-V3.2). Any other implementation gets keys and values gathered anew in every step.
+    latents among them (DeepSeek-V3), and :func:`cpu_attn.sparse.select_tokens` those of an indexer's keys, which are of
+    the model's dtype (DeepSeek-V3.2). Any other implementation gets keys and values gathered anew in every step.
 
     Args:
         config: of the model; of a composite model its decoder's counts.

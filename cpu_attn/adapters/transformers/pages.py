@@ -14,10 +14,11 @@ import torch
 from cpu_attn import PagedKVCache, _check, ops
 from cpu_attn._arrays import dense_rows
 from cpu_attn._dtypes import dtype_name, is_scaled
+from cpu_attn.ops import Logits
 from cpu_attn.rotation import rotate
 from cpu_attn.transformers import private
 from cpu_attn.transformers.lazy import Inference, LazyTensor, ReadOnly
-from cpu_attn.transformers.plans import Logits, Requests, autocast, by_token, run
+from cpu_attn.transformers.plans import Requests, autocast, by_token, run
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ import torch
 
 from cpu_attn import get_num_threads, ops
 from cpu_attn._arrays import dense_rows
+from cpu_attn.ops import Logits
 from cpu_attn.plan import SchedulerMetadata, get_scheduler_metadata
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -116,23 +117,6 @@ def autocast(dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, 
     return tuple(x if x.dtype in (dtype, torch.float64) else x.to(dtype) for x in tensors)
 
 
-@dataclass(frozen=True)
-class Logits:
-    """Says what a model makes of q.k, and of which keys, in the words of :func:`cpu_attn.attention_with_kv_cache`."""
-
-    scale: float
-    softcap: float = 0.0
-    s_aux: torch.Tensor | None = None
-    attn_bias: torch.Tensor | None = None
-    selected_tokens: np.ndarray[Any, Any] | None = None
-    selected_blocks: np.ndarray[Any, Any] | None = None
-
-    @property
-    def max_selected_tokens(self) -> int | None:
-        """Gives the number that a plan has to be made for."""
-        return None if self.selected_tokens is None else max(1, self.selected_tokens.shape[1])
-
-
 def run(
     plan: Any,
     query: torch.Tensor,
@@ -146,13 +130,5 @@ def run(
     """Gives output [B, T, H, Dv] of query [B, H, T, D]: the tokens of a plan, row after row of the batch."""
     batch_size, num_heads, q_length, _ = query.shape
     output = query.new_empty(batch_size, q_length, num_heads, plan.head_size_v)
-    ops.attend(
-        *(plan, by_token(query), key_cache, value_cache, output.flatten(0, 1), block_table),
-        *(logits.scale, logits.softcap, scales),
-        lse=lse,
-        s_aux=logits.s_aux,
-        attn_bias=logits.attn_bias,
-        selected_tokens=logits.selected_tokens,
-        selected_blocks=logits.selected_blocks,
-    )
+    ops.attend(*(plan, by_token(query), key_cache, value_cache, output.flatten(0, 1), block_table, logits, scales, lse))
     return output

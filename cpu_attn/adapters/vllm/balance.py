@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import cpu_attn
+from cpu_attn import __version__, rotation
 from vllm.config import replace
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
@@ -32,7 +32,7 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         model = super().load_model(vllm_config, model_config, prefix)
         names = balance(model)
-        logger.info("cpu-attn %s balanced %d layers of %s", cpu_attn.__version__, len(names), type(model).__name__)
+        logger.info("cpu-attn %s balanced %d layers of %s", __version__, len(names), type(model).__name__)
         return model
 
 
@@ -69,7 +69,7 @@ def _balance(module: Any, attn: Any, norms: list[Any]) -> bool:
     before = [norm.weight.data for norm in norms]
     weights = [x.float() + one for x, one in zip(before, ones, strict=True)]
     sizes = [x.abs().numpy() for x in weights]
-    factors = torch.from_numpy(cpu_attn.balance(sizes[0], sizes[1], rotary.rotary_dim, rotary.is_neox_style))
+    factors = torch.from_numpy(rotation.balance(sizes[0], sizes[1], rotary.rotary_dim, rotary.is_neox_style))
     states = _states(module, attn, before[0].dtype)
     scales = factors, 1 / factors
     for norm, weight, one, scale in zip(norms, weights, ones, scales, strict=True):

@@ -28,24 +28,26 @@ typedef struct tile_work {
     const ca_plan *plan;
     const ca_call *call;
     const ca_task *task;
-    const ca_state *state;
+    const ca_state *states, *state; /* [heads]; that of the head at hand */
+    int64_t k0;                     /* the segment's first key */
     int64_t head_size, head_size_v;
-    int64_t products, passes; /* of 32 dimensions, for the scores; of 32 columns of V, for the output */
-    int64_t v_now;            /* bytes of a group of this block's V that one product asks for where `cold` */
-    int opening, cold;        /* the block is the segment's first; besides, nothing has prefetched it */
-    int regular;              /* the block's groups are whole, and follow one another */
-    int64_t loaded;           /* queries up to this row are in x.q */
-    pipeline *pipe;           /* NULL: all strips go by scores */
-    float *partial_o;         /* [STRIP][head_size_v], for pipe->o */
-    uint8_t *left;            /* of each strip: has it left the pipeline? */
-    scratch x;
+    int64_t products, passes;     /* of 32 dimensions, for the scores; of 32 columns of V, for the output */
+    int64_t v_now;                /* bytes of a group of this block's V that one product prefetches if `unprefetched` */
+    int opening, unprefetched;    /* the block is the segment's first; besides, nothing has prefetched it */
+    int regular;                  /* the block's groups are whole, and follow one another */
+    int64_t loaded;               /* queries up to this row are in x.q */
+    pipeline *pipe;               /* NULL: all strips go by scores */
+    float *partial_o;             /* [STRIP][head_size_v], for pipe->o */
+    uint8_t *left;                /* of each strip: has it left the pipeline? */
+    uint8_t by_vectors[CA_HEADS]; /* heads that the vector kernel computes from the start */
+    scratch scratch;
     float *s; /* [STRIP][S_STRIDE] scores, then weights, bf16 */
     /* copies is [STEPS_V][DEPTH / 2][Dv][2]. kv[V].wide follows it, and both come once more for second parts. */
     uint16_t *copies;
     const uint16_t *v[STEPS_V]; /* V of each two groups: in the cache, unpacked or in copies */
     tile_sizes sizes;           /* those of the tiles as configured; 0: they are not yet */
     struct {
-        /* bytes is what a group takes, and share what one product or pass asks for of a group of the next block. */
+        /* bytes is what a group takes, and share what one product or pass prefetches of a group of the next block. */
         int64_t bytes, share;
         uint16_t *wide; /* [MAX_GROUPS] groups of integers as bf16 */
         int parts;      /* 2 where a number times its scale is the sum of two bf16 numbers, else 1 */
@@ -77,24 +79,20 @@ static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
     const int64_t k_elements = ca_is_scaled(k_dtype) ? MAX_GROUPS * ca_kv_form(plan, K).elements : 0;
     const int64_t staged = ca_max64(ca_has_scales(k_dtype) ? ca_kv_form(plan, K).elements : 0,
                                     ca_has_scales(v_dtype) ? ca_kv_form(plan, V).elements : 0);
-    int64_t at = carve(&w->x, base, plan);
+    int64_t at = carve(&w->scratch, base, plan);
     w->kv[K].scaled = has_one_scale(k_dtype);
     w->kv[V].scaled = has_one_scale(v_dtype);
     w->kv[K].parts = ca_has_scales(k_dtype) ? 2 : 1;
     w->kv[V].parts = ca_has_scales(v_dtype) ? 2 : 1;
     w->kv[K].apart = k_elements;
     w->kv[V].apart = v_elements(plan);
-#define TAKE(field, bytes)                                                                                             \
-    w->field = (void *)(base + (uintptr_t)at);                                                                         \
-    at = ca_round_up(at + (bytes), 64);
-    TAKE(s, STRIP * S_STRIDE * 4)
-    TAKE(copies, w->kv[V].parts * w->kv[V].apart * 2)
-    TAKE(kv[K].wide, w->kv[K].parts * w->kv[K].apart * 2)
-    TAKE(stage, staged ? (staged + 2 * VL) * 2 : 0)
-    TAKE(pipe, may_pipe(plan) ? sizeof *w->pipe : 0)
-    TAKE(partial_o, may_pipe(plan) ? STRIP * plan->shape.head_size_v * 4 : 0)
-    TAKE(left, ca_div_up(plan->rows, STRIP))
-#undef TAKE
+    CARVE(w->s, STRIP * S_STRIDE * 4)
+    CARVE(w->copies, w->kv[V].parts * w->kv[V].apart * 2)
+    CARVE(w->kv[K].wide, w->kv[K].parts * w->kv[K].apart * 2)
+    CARVE(w->stage, staged ? (staged + 2 * VL) * 2 : 0)
+    CARVE(w->pipe, may_pipe(plan) ? sizeof *w->pipe : 0)
+    CARVE(w->partial_o, may_pipe(plan) ? STRIP * plan->shape.head_size_v * 4 : 0)
+    CARVE(w->left, ca_div_up(plan->rows, STRIP))
     w->kv[V].wide = w->copies + STEPS_V * DEPTH * (int64_t)plan->shape.head_size_v;
     return at;
 }
@@ -115,23 +113,22 @@ static int64_t work_bytes(const ca_plan *plan) {
 
 /* ---- a segment ---- */
 
-/* Brings K, or V, of a block to where tiles find it; its groups may be changed. */
-static void bring(tile_work *w, const score_block *b, int kv) {
-    if (ca_is_scaled(ca_kv_dtype(&w->plan->shape, kv)))
-        take_scaled(w, b, kv);
-    else
-        unpack_groups_bf16(w->plan, &w->x, &(prefetch){.by_unpacking = 1}, b, kv, 0, b->num_groups, w->x.unpacked[kv],
-                           b->groups);
+/* Unpacks K of a block, and V unless `last` is K, to where tiles read it. */
+static void unpack_block(tile_work *w, score_block *b, int last) {
+    b->groups = memcpy(w->scratch.groups[2], b->groups, (size_t)b->num_groups * sizeof(group));
+    for (int kv = K; kv <= last; kv++)
+        if (ca_is_scaled(ca_kv_dtype(&w->plan->shape, kv)))
+            dequantise(w, b, kv);
+        else
+            unpack_groups_bf16(w->plan, &w->scratch, &(prefetch){.by_unpacking = 1}, b, kv, 0, b->num_groups,
+                               w->scratch.unpacked[kv], b->groups);
 }
 
-/* Computes a block of one head. Returns 0 where take_values does. */
+/* Computes a block of one head. Returns 0 where lay_out_values does. */
 static int run_block(tile_work *w, score_block b, int64_t rows) {
-    if (!ca_ready(w->plan)) {
-        b.groups = memcpy(w->x.groups[2], b.groups, (size_t)b.num_groups * sizeof(group));
-        bring(w, &b, K);
-        bring(w, &b, V);
-    }
-    if (!take_values(w, &b, rows))
+    if (!ca_ready(w->plan))
+        unpack_block(w, &b, V);
+    if (!lay_out_values(w, &b, rows))
         return 0;
     w->loaded = w->opening ? 0 : INT64_MAX;
     w->regular = whole(b.groups, b.num_groups) &&
@@ -149,7 +146,7 @@ static int run_block(tile_work *w, score_block b, int64_t rows) {
     return 1;
 }
 
-/* Work on a task: num_strips go through a block. */
+/* Begins the work on a task, of which num_strips strips go through a block. */
 static tile_work begin_work(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
                             int64_t num_strips, void *memory) {
     tile_work w = {.plan = plan,
@@ -165,13 +162,14 @@ static tile_work begin_work(const ca_plan *plan, const ca_call *call, const ca_t
     w.kv[V].share = share_of(w.kv[V].bytes, num_strips * w.passes);
     w.v_now = share_of(w.kv[V].bytes, w.products);
     carve_work(&w, (uintptr_t)memory, plan);
-    w.x.integers = 0;
-    w.x.q_bytes = query_width_bf16(w.head_size) * 2;
-    load_rows_bf16(plan, call, task, kv_head, num_heads, &w.x);
+    w.scratch.integers = 0;
+    w.scratch.q_bytes = query_width_bf16(w.head_size) * 2;
+    load_rows_bf16(plan, call, task, kv_head, num_heads, &w.scratch);
     return w;
 }
 
-/* How many groups of a block stay in L2 with those of the next one, or in L1 where few rows read them unpacked. */
+/* Returns how many groups of a block stay in L2 with those of the next one, or in L1 where few rows read them unpacked.
+ */
 static int most_groups(const tile_work *w) {
     const int few = !ca_ready(w->plan) && ca_rows_of(w->plan, w->task) <= CA_FEW_ROWS;
     const int64_t fit =
@@ -179,10 +177,24 @@ static int most_groups(const tile_work *w) {
     return (int)ca_max64(2, ca_min64(w->pipe ? MAX_GROUPS : KEYS / CA_LANES, fit - fit % 2));
 }
 
-/* Units hold logits that are products times a positive factor, or those capped. */
+/* Do the strips of a task go by units? These hold logits that are products times a positive factor, or capped ones. */
 static int goes_by_units(const ca_plan *plan, const ca_call *call, const ca_task *task, float factor) {
     return may_pipe(plan) && !task->shared && ca_rows_of(plan, task) > CA_FEW_ROWS && !call->alibi_slopes &&
            !call->attn_bias && factor > 0 && factor < 0x1p100f;
+}
+
+static int begin_block(void *segment, score_block *b) {
+    tile_work *w = segment;
+    w->opening = b->k0 == w->k0;
+    return 0;
+}
+
+static void attend_block(void *segment, const score_block *b, int h) {
+    tile_work *w = segment;
+    w->state = w->states + h;
+    w->unprefetched = w->opening && h == 0;
+    if (!w->by_vectors[h])
+        w->by_vectors[h] = !run_block(w, *b, ca_rows_of(w->plan, w->task));
 }
 
 static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
@@ -196,42 +208,33 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
         return vector_kernel()->segment(plan, call, task, kv_head, num_heads, k0, k1, states, memory);
     }
     tile_work w = begin_work(plan, call, task, kv_head, num_heads, ca_div_up(rows, STRIP), memory);
-    if (goes_by_units(plan, call, task, w.x.factor)) {
+    if (goes_by_units(plan, call, task, w.scratch.factor)) {
         begin_pipeline(w.pipe, w.partial_o);
         memset(w.left, 0, (size_t)ca_div_up(rows, STRIP));
         for (int64_t r = 0; r < ca_min64(rows, 2 * STRIP); r++)
-            prefetch_bytes(w.x.query[r], w.head_size * 2);
+            prefetch_bytes(w.scratch.query[r], w.head_size * 2);
     } else {
         w.pipe = NULL;
         for (int h = 0; h < num_heads; h++)
             ca_clear(states + h, rows, w.head_size_v);
     }
-    const int most = most_groups(&w);
-    const int64_t past = listed_end(plan, call, task, k1);
-    char spoilt[CA_HEADS] = {0};
-    score_block b = {.k0 = k0, .groups = w.x.groups[0], .next = w.x.groups[1]};
-    b.num_groups = list_groups(plan, call, task, kv_head, k0, k1, most, w.x.copies[0], b.groups, &b.k1);
-    for (int64_t end, i = 1; b.k0 < k1; b = next_block(&b, end), i++) {
-        b.num_next =
-            list_groups(plan, call, task, kv_head, b.k1, b.k1 < k1 ? k1 : past, most, w.x.copies[i % 2], b.next, &end);
-        w.opening = b.k0 == k0;
-        for (int h = 0; h < num_heads; h++) {
-            move_heads_bf16(plan, call, rows, h > 0, &w.x, &b);
-            score_block here = b;
-            if (num_heads > 1)
-                list_coming(plan, call, 0, h, num_heads, w.x.groups[3], &here);
-            w.state = states + h;
-            w.cold = w.opening && h == 0;
-            if (!spoilt[h])
-                spoilt[h] = !run_block(&w, here, rows);
-        }
-        move_heads_bf16(plan, call, rows, 1 - num_heads, &w.x, &b);
-    }
-    /* Other code in this process configures tiles, too, and a context switch need not save unused ones. */
+    w.states = states;
+    w.k0 = k0;
+    const block_walk walk = {.plan = plan,
+                             .call = call,
+                             .task = task,
+                             .kv_head = kv_head,
+                             .num_heads = num_heads,
+                             .max_groups = most_groups(&w),
+                             .k0 = k0,
+                             .k1 = k1,
+                             .listed_end = listed_end(plan, call, task, k1)};
+    walk_blocks(&walk, &w.scratch, begin_block, attend_block, &w);
+    /* Other code in this process may configure tiles, too, and a context switch need not save unused ones. */
     tile_release();
     int status = 0;
     for (int h = 0; h < num_heads && !status; h++)
-        if (spoilt[h]) {
+        if (w.by_vectors[h]) {
             ca_clear(states + h, rows, w.head_size_v);
             status = vector_kernel()->segment(plan, call, task, kv_head + h, 1, k0, k1, states + h, memory);
         }
@@ -256,7 +259,7 @@ static const ca_kernel kernel_amx = {
     .pack = pack_bf16,
     .scale = scale_bf16,
     .quantise = quantise_bf16,
-    .turn = turn_bf16,
+    .transform = transform_bf16,
     .score_pages = score_pages_bf16,
     .score_tokens = score_tokens,
     .integers = &integers,

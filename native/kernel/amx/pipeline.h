@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Strips of 32 query rows meet a block of keys here so that vector instructions run between products of tiles. A unit
- * is a strip against a block, in steps of 32 keys. The softmax of a unit (words.h) is spread over its own scores and
- * the values of the unit before it:
+ * This file takes strips of 32 query rows through a block of keys so that vector instructions run between products of
+ * tiles. A unit is a strip against a block, in steps of 32 keys. The softmax of a unit (words.h) is spread over its own
+ * scores and the values of the unit before it:
  *
  *     tiles                                         vectors meanwhile
  *     scores of unit n, steps 0 and 1
@@ -19,7 +19,7 @@
  * - About 130 vector instructions are in flight beside products. So after each product there are a few rows of words or
  *   weights, never a block of them.
  * - A tile that is loaded right after its lines were written waits, one that was written a step before does not. So
- *   scores lie in two buffers that take turns, and weights are ready a unit before their products. */
+ *   scores lie in two buffers by turns, and weights are ready a unit before their products. */
 
 typedef struct pipe_unit {
     int steps;
@@ -33,11 +33,11 @@ typedef struct pipe_unit {
     uint16_t *words; /* [STEPS][STRIP][STEP_KEYS], then weights */
     logit_scale scale;
     uint8_t masked[STEPS]; /* Does a row not see some key of the step? */
-    /* What comes next is asked for in shares: the next block's groups from a byte on, so many bytes by each product of
-     * scores or each 32 columns of O; and where nothing has asked for this block's V, that. */
+    /* What comes next is prefetched in shares: the next block's groups from a byte on, so many bytes by each product of
+     * scores or each 32 columns of O. This block's V is, too, if nothing has prefetched it (v_now bytes a product). */
     const char *const *k_next, *const *v_next;
     int64_t k_from, v_from, k_share, v_share, v_now;
-    const void *const *queries; /* rows as they are given, of which each step asks for some */
+    const void *const *queries; /* rows as they are given, some of which each step prefetches */
     int num_queries, queries_of_step;
     const float *o_before; /* O of the unit before, which comes into L1 while scores are formed; or NULL */
 } pipe_unit;
@@ -49,10 +49,10 @@ typedef struct pipeline {
     uint16_t ones[CA_LANES][2 * CA_LANES];
     uint32_t seen[STEPS][STRIP]; /* which keys of a masked step each row sees */
     uint16_t words[2][STEPS * STEP_WORDS];
-    /* A block's groups, as units have them, and one more. */
+    /* These are a block's groups, as units have them, and one more. */
     const uint16_t *k[MAX_GROUPS + 1];
     const char *k_next[MAX_GROUPS + 1], *v_next[MAX_GROUPS + 1];
-    /* A state of STRIP rows for a strip of fewer. */
+    /* This is a state of STRIP rows for a strip of fewer. */
     float m[STRIP], l[STRIP], *o;
 } __attribute__((aligned(64))) pipeline;
 
@@ -65,14 +65,14 @@ WHOLE_LINES(sums);
 WHOLE_LINES(ones);
 WHOLE_LINES(words);
 
-/* The step that comes at-th. */
+/* Returns the step that comes at-th. */
 INLINE int step_at(const pipe_unit *u, int at) { return u->swapped && at < 2 ? 1 - at : at; }
 
 /* ---- scores, and words of the scores two steps before ---- */
 
 enum { NO_WORDS, ALL_SEEN, MASKED, CAPPED };
 
-/* Words of the scores of the at-th step; kind is a constant. */
+/* Says how words are made of the scores of the at-th step; kind is a constant. */
 INLINE word_maker words_of_step(int kind, pipeline *x, const pipe_unit *u, int at) {
     const int i = kind == NO_WORDS ? 0 : step_at(u, at);
     word_maker w = {.order = v_load_word_order(),
@@ -85,14 +85,14 @@ INLINE word_maker words_of_step(int kind, pipeline *x, const pipe_unit *u, int a
     return w;
 }
 
-/* Asks for a share of the queries of the strip after the next one, and for O of the unit before. */
+/* Prefetches a share of the queries of the strip after the next one, and O of the unit before. */
 INLINE void prefetch_by_step(int depth, const pipe_unit *u, int at) {
     for (int j = at * u->queries_of_step; j < u->num_queries && j < (at + 1) * u->queries_of_step; j++)
         EACH(d, depth) __builtin_prefetch((const char *)u->queries[j] + 64 * d, 0, 2);
     for (int j = 4 * at; j < 4 * at + 4 && j < STRIP && u->o_before; j++)
         EACH(c, 2) __builtin_prefetch(u->o_before + j * u->head_size_v + 16 * c, 1, 3);
 }
-/* Asks for a share of the next block's K, and of V, and of the lines that the next step's words go to: words of a unit
+/* Prefetches a share of the next block's K, of V, and of the lines that the next step's words go to: words of a unit
  * are more than L1 holds, and stores of tiles wait behind those that wait for L2 (0.92 to 0.99 of the time). */
 INLINE void prefetch_by_depth(int depth, const pipe_unit *u, int i, int d, const uint16_t *words) {
     for (int r = d * STRIP / depth; words && r < (d + 1) * STRIP / depth; r++)
@@ -190,7 +190,7 @@ INLINE void store_last_scores(pipeline *x, int steps) {
 
 enum { NOTHING, WORDS, CAPPED_WORDS, WEIGHTS };
 
-/* What vectors make of unit n meanwhile: rows [at, end) of words or weights, counted over all steps. */
+/* Says what vectors make of unit n meanwhile: rows [at, end) of words or weights, counted over all steps. */
 typedef struct meanwhile {
     const pipe_unit *n;
     unsigned at, end;
@@ -210,7 +210,7 @@ INLINE meanwhile make_meanwhile(int kind, pipeline *x, const pipe_unit *n, unsig
     return m;
 }
 
-/* Makes so many rows, which divide a step where they are words. */
+/* Makes so many rows; where these are words, their number divides a step. */
 INLINE void make_some(int kind, unsigned rows, pipeline *x, meanwhile *m) {
     const int r = m->at % STRIP;
     if (kind == NOTHING || m->at + rows > m->end)
@@ -368,7 +368,7 @@ static NOINLINE void make_rest_of_weights(pipeline *x, const pipe_unit *n, unsig
         return ok;                                                                                                     \
     }
 
-/* The head sizes for which there are pipelines, by 32. Others go by scores (attention.h). */
+/* These are the head sizes, over 32, for which there are pipelines. Others go by scores (attention.h). */
 #define FOR_PIPELINES(case) case (2) case (3) case (4) case (6) case (8)
 FOR_PIPELINES(FORM_WORDS)
 FOR_PIPELINES(ADD_VALUES)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Here K and V of integers with scales become bf16, for amx/attention.h.
+ * This file makes bf16 of K and V of integers with scales, for amx/attention.h.
  *
  * Where a token has one scale, as in int8, tiles multiply the integers, which bf16 holds exactly; K's scales go to the
  * scores and V's to the weights.
@@ -7,7 +7,8 @@
  * Where it has several, as in int4, the up to 7 bits of an integer times the 8 of a scale are the sum of two bf16
  * numbers: tiles multiply one, then the other, which takes twice the products. */
 
-/* Puts pairs of numbers of up to 16 bits: the first 8 at `to`, what is left of them `apart` elements further. */
+/* Stores pairs of numbers of up to 16 bits as two parts: their first 8 bits at `to`, and what is left `apart` elements
+ * further. */
 INLINE void put_parts(uint16_t *to, int64_t apart, vf even, vf odd) {
     v_put_pairs(to, even, odd);
     v_put_pairs(to + apart, v_sub(even, v_even_bf16(to)), v_sub(odd, v_odd_bf16(to)));
@@ -16,8 +17,8 @@ INLINE void put_parts(uint16_t *to, int64_t apart, vf even, vf odd) {
 static void put_k_parts(const uint16_t *from, const char *scales, int64_t head_size, int64_t shared, int64_t apart,
                         uint16_t *to) {
     for (int64_t d = 0; d < head_size; d += 2, from += 2 * VL, to += 2 * VL) {
-        vf by = v_load_bf16((const void *)(scales + d / shared * CA_LANES * 2));
-        put_parts(to, apart, v_mul(v_even_bf16(from), by), v_mul(v_odd_bf16(from), by));
+        vf scale = v_load_bf16((const void *)(scales + d / shared * CA_LANES * 2));
+        put_parts(to, apart, v_mul(v_even_bf16(from), scale), v_mul(v_odd_bf16(from), scale));
     }
 }
 
@@ -38,8 +39,8 @@ static void put_v_parts(const uint16_t *from, const char *scales, int64_t head_s
         }
 }
 
-/* Puts K, or V, of a score block where tiles find it. */
-static void take_scaled(tile_work *w, const score_block *b, int kv) {
+/* Dequantises K, or V, of a score block to where tiles read it. */
+static void dequantise(tile_work *w, const score_block *b, int kv) {
     const ca_shape *s = &w->plan->shape;
     const int kv_dtype = ca_kv_dtype(s, kv);
     const ca_group_form f = ca_kv_form(w->plan, kv);

@@ -1,47 +1,47 @@
 /* SPDX-License-Identifier: Apache-2.0
- * A strip is up to STRIP query rows against a block of keys. Here strips of any shape form scores, turn them to weights
- * in place by the softmax of the vector kernels, KEYS at a time, and add values, for amx/attention.h; pipeline.h does
- * it for most of those of whole tiles. */
+ * A strip is up to STRIP query rows against a block of keys. This file takes strips of any shape through a block, KEYS
+ * keys at a time, for amx/attention.h: it forms scores, turns them into weights in place by the softmax of the vector
+ * kernels, and adds values. pipeline.h does this for most strips of whole tiles. */
 
 typedef struct strip {
     int64_t row; /* number of its first row in the task */
     int rows, number;
-    int opening, cold; /* the block is the segment's first, whose queries are still to be prefetched; V, too */
-    int shaped;        /* scores are more than products: softcap, ALiBi, a tree, ... */
-    int masked;        /* some row does not see all of the groups */
-    const group *g;    /* groups that some row sees, from an even one on */
+    int opening, unprefetched; /* the block is the segment's first, and queries are still to be prefetched; so is V */
+    int shaped;                /* scores are more than products: softcap, ALiBi, a tree, ... */
+    int masked;                /* some row does not see all of the groups */
+    const group *g;            /* groups that some row sees, from an even one on */
     int num_groups;
     const group *next; /* the next block's groups at the same places */
     int num_next;
-    int64_t queries, rows_next; /* rows of the next strip whose queries two groups ask for, and all rows of it */
+    int64_t queries, rows_next; /* rows of the next strip that are prefetched with two groups, and all of its rows */
     const uint16_t *const *v;   /* V of each two groups */
     int64_t k0, k1;
 } strip;
 
 #include "weights.h"
 
-/* What the products of a strip's scores of two groups ask for, each its share: of the next block's K and, while the
- * first block's scores are formed, of these groups' V. */
-typedef struct ahead_of {
+/* Holds what the products of a strip's scores of two groups prefetch, each its share: the next block's K and, while the
+ * first block's scores are formed, these groups' V. */
+typedef struct share_targets {
     const char *next[2], *v[2];
-} ahead_of;
+} share_targets;
 
-/* The next strip's queries are asked for here, a few rows for every two groups. */
-INLINE ahead_of look_ahead_of(const tile_work *w, const strip *t, int g) {
-    ahead_of a = {{NULL, NULL}, {NULL, NULL}};
+/* Lists these targets, and prefetches the next strip's queries, a few rows for every two groups. */
+INLINE share_targets list_share_targets(const tile_work *w, const strip *t, int g) {
+    share_targets a = {{NULL, NULL}, {NULL, NULL}};
     EACH(j, 2) {
         if (g + j < t->num_next)
             a.next[j] = t->next[g + j].kv[K].at + t->number * w->products * w->kv[K].share;
-        if (t->cold && t->number == 0 && g + j < t->num_groups)
+        if (t->unprefetched && t->number == 0 && g + j < t->num_groups)
             a.v[j] = t->g[g + j].kv[V].at;
     }
     for (int64_t r = g / 2 * t->queries; t->opening && r < ca_min64((g / 2 + 1) * t->queries, t->rows_next); r++)
-        prefetch_bytes(w->x.query[t->row + STRIP + r], w->head_size * 2);
+        prefetch_bytes(w->scratch.query[t->row + STRIP + r], w->head_size * 2);
     return a;
 }
 
-/* Prefetches the share of the i-th product. What lies behind a group's last byte is asked for in vain. */
-INLINE void prefetch_ahead(const tile_work *w, const ahead_of *a, int64_t i) {
+/* Prefetches the share of the i-th product. The last shares of a group may reach behind its last byte, in vain. */
+INLINE void prefetch_share(const tile_work *w, const share_targets *a, int64_t i) {
     const int64_t share = w->kv[K].share;
     EACH(j, 2) if (a->next[j]) prefetch_bytes(a->next[j] + i * share, share);
     EACH(j, 2) if (a->v[j]) prefetch_bytes(a->v[j] + i * w->v_now, w->v_now);
@@ -51,19 +51,19 @@ INLINE void prefetch_ahead(const tile_work *w, const ahead_of *a, int64_t i) {
 INLINE void tile_scores(int whole, tile_work *w, const strip *t, int64_t d, int64_t end) {
     const int tall = whole || t->rows > 16, num_groups = t->num_groups;
     const int64_t ld = query_width_bf16(w->head_size), parts = whole ? 1 : w->kv[K].parts, apart = w->kv[K].apart;
-    const uint16_t *q = (const uint16_t *)w->x.q + t->row * ld;
+    const uint16_t *q = (const uint16_t *)w->scratch.q + t->row * ld;
     shape_tiles(&w->sizes, t->rows, (int)ca_min64(DEPTH, ca_round_up(end - d, 2)), CA_LANES);
     for (int g = 0; g < num_groups; g += 2) {
         const int wide = whole || g + 1 < num_groups;
         const uint16_t *k0 = (const uint16_t *)t->g[g].kv[K].at, *k1 = (const uint16_t *)t->g[g + wide].kv[K].at;
-        const ahead_of ahead = look_ahead_of(w, t, g);
+        const share_targets targets = list_share_targets(w, t, g);
         float *s = w->s + g * CA_LANES;
         if (d == 0)
             zero_sums(tall, wide);
         else
             load_sums(tall, wide, s, S_STRIDE);
         for (int64_t at = d; at < end; at += DEPTH) {
-            prefetch_ahead(w, &ahead, at / DEPTH);
+            prefetch_share(w, &targets, at / DEPTH);
             for (int64_t part = 0, from = at * CA_LANES; part < parts; part++, from += apart)
                 multiply(tall, wide, q + at, ld, k0 + from, k1 + from, CA_LANES);
         }
@@ -83,7 +83,7 @@ static NOINLINE void form_scores(tile_work *w, const strip *t) {
         tile_scores(0, w, t, square, w->head_size);
 }
 
-/* O += P V, two tiles of columns at a time. Each pass asks for the strip's share of the next block's V. whole: there
+/* O += P V, two tiles of columns at a time. Each pass prefetches the strip's share of the next block's V. whole: there
  * are STRIP rows, a multiple of 32 columns and one part. */
 INLINE void tile_values(int whole, tile_work *w, const strip *t) {
     const int tall = whole || t->rows > 16, steps = (t->num_groups + 1) / 2, num_next = t->num_next;
@@ -120,14 +120,14 @@ static NOINLINE void add_values(tile_work *w, const strip *t) {
  * groups. */
 static strip make_strip(const tile_work *w, const score_block *b, int64_t row) {
     const int rows = (int)ca_min64(STRIP, ca_rows_of(w->plan, w->task) - row);
-    const edges sees = edges_of(&w->x, b, row, rows);
+    const edges sees = edges_of(&w->scratch, b, row, rows);
     strip t = {.row = row,
                .rows = rows,
                .number = (int)(row / STRIP),
                .opening = w->opening,
-               .cold = w->cold,
-               .shaped =
-                   w->call->softcap > 0 || w->call->alibi_slopes || w->call->attn_bias || w->x.tree || w->x.factor == 0,
+               .unprefetched = w->unprefetched,
+               .shaped = w->call->softcap > 0 || w->call->alibi_slopes || w->call->attn_bias || w->scratch.tree ||
+                         w->scratch.factor == 0,
                .g = b->groups,
                .next = b->next,
                .v = w->v,
@@ -149,7 +149,7 @@ static strip make_strip(const tile_work *w, const score_block *b, int64_t row) {
     t.queries = ca_div_up(STRIP, ca_max64(1, ca_div_up(t.num_groups, 2)));
     t.masked = t.num_groups > 0 && (sees.all_lo > t.g->key || sees.all_hi < t.g[t.num_groups - 1].key + CA_LANES ||
                                     (!w->regular && !whole(t.g, t.num_groups)));
-    return t; /* it has no groups only between blocks that are selected */
+    return t; /* It has no groups only between blocks that are selected. */
 }
 
 /* Copies queries of a strip, unless that is done, and fills it up with rows of zeros. */
@@ -157,9 +157,9 @@ static void load_strip(tile_work *w, int64_t row) {
     const int64_t rows = ca_min64(STRIP, ca_rows_of(w->plan, w->task) - row), width = query_width_bf16(w->head_size);
     if (row < w->loaded)
         return;
-    load_queries_bf16(w->plan, &w->x, row, rows);
+    load_queries_bf16(w->plan, &w->scratch, row, rows);
     if (w->pipe) /* x.q has room for floats, so for twice the rows. */
-        memset((uint16_t *)w->x.q + (row + rows) * width, 0, (size_t)((STRIP - rows) * width) * 2);
+        memset((uint16_t *)w->scratch.q + (row + rows) * width, 0, (size_t)((STRIP - rows) * width) * 2);
     w->loaded = row + STRIP;
 }
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Here tiles form the scores by which an indexer selects keys (attention/token_sums.inc), for amx/attention.h. The
+ * This file forms by tiles the scores by which an indexer selects keys (attention/token_sums.inc). The
  * heads of a query token are rows of strips, which share each block of keys with the task's other query tokens. */
 
-/* Scores of the block's keys for one query token, whose heads are rows from `row` on. first: number of its first strip.
- */
+/* Makes the scores of the block's keys for one query token, whose heads are the rows from `row` on. first: the number
+ * of its first strip. */
 static void score_keys(tile_work *w, const score_block *b, int64_t row, int first, const float *weights,
                        float *scores) {
     const int64_t heads = w->plan->group_size;
@@ -26,25 +26,49 @@ static void score_keys(tile_work *w, const score_block *b, int64_t row, int firs
     put_token_scores_bf16(b, sum, scores);
 }
 
+/* Holds an indexer's scores that are being computed by tiles, as token_work does for vectors. */
+typedef struct tile_token_work {
+    tile_work tiles;
+    const float *weights;
+    float *scores;
+    int64_t stride;
+} tile_token_work;
+
+static int begin_key_block(void *tokens, score_block *b) {
+    (void)tokens;
+    (void)b;
+    return 0;
+}
+
+static void score_key_block(void *tokens, const score_block *b, int h) {
+    tile_token_work *t = tokens;
+    const int64_t heads = t->tiles.plan->group_size;
+    const int strips = (int)ca_div_up(heads, STRIP);
+    score_block here = *b;
+    (void)h; /* an index cache has one kv head */
+    if (!ca_side_ready(t->tiles.plan, K))
+        unpack_block(&t->tiles, &here, K);
+    for (int32_t i = 0; i < t->tiles.task->num_tokens; i++)
+        score_keys(&t->tiles, &here, i * heads, i * strips, t->weights + i * heads, t->scores + i * t->stride);
+}
+
 static void score_tokens(const ca_plan *plan, const ca_call *call, const ca_task *task, const float *weights,
                          int64_t k0, int64_t k1, float *scores, int64_t stride, void *memory) {
-    const int64_t heads = plan->group_size;
-    const int strips = (int)ca_div_up(heads, STRIP);
-    tile_work w = begin_work(plan, call, task, 0, 1, task->num_tokens * strips, memory);
-    w.pipe = NULL;
-    const int most = most_groups(&w);
-    score_block b = {.k0 = k0, .groups = w.x.groups[0], .next = w.x.groups[1]};
-    load_queries_bf16(plan, &w.x, 0, ca_rows_of(plan, task));
-    b.num_groups = list_groups(plan, call, task, 0, k0, k1, most, w.x.copies[0], b.groups, &b.k1);
-    for (int64_t end, i = 1; b.k0 < k1; b = next_block(&b, end), i++) {
-        b.num_next = list_groups(plan, call, task, 0, b.k1, k1, most, w.x.copies[i % 2], b.next, &end);
-        score_block here = b;
-        if (!ca_side_ready(plan, K)) {
-            here.groups = memcpy(w.x.groups[2], b.groups, (size_t)b.num_groups * sizeof(group));
-            bring(&w, &here, K);
-        }
-        for (int32_t t = 0; t < task->num_tokens; t++)
-            score_keys(&w, &here, t * heads, t * strips, weights + t * heads, scores + t * stride);
-    }
+    const int64_t strips = ca_div_up(plan->group_size, STRIP);
+    tile_token_work t = {.tiles = begin_work(plan, call, task, 0, 1, task->num_tokens * strips, memory),
+                         .weights = weights,
+                         .scores = scores,
+                         .stride = stride};
+    t.tiles.pipe = NULL;
+    const block_walk walk = {.plan = plan,
+                             .call = call,
+                             .task = task,
+                             .num_heads = 1,
+                             .max_groups = most_groups(&t.tiles),
+                             .k0 = k0,
+                             .k1 = k1,
+                             .listed_end = k1};
+    load_queries_bf16(plan, &t.tiles.scratch, 0, ca_rows_of(plan, task));
+    walk_blocks(&walk, &t.tiles.scratch, begin_key_block, score_key_block, &t);
     tile_release();
 }

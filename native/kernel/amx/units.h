@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Here the strips of a task become units of the pipeline, where words can hold their logits: those with ALiBi, a bias
- * or a tree mask go by scores (strips.h), as do strips whose words turn out not to do. Such a strip does so until its
- * segment ends, since references of the pipeline are integers.
+ * This file makes units of the pipeline of a task's strips, where words can hold their logits. Strips with ALiBi, a
+ * bias or a tree mask go by scores (strips.h), as do strips whose words turn out not to do. Such a strip does so until
+ * its segment ends, since references of the pipeline are integers.
  *
  * Whether a strip leaves the pipeline depends on all of its rows, which are one request's. So the bits of a row depend
  * on its request alone; tasks that hold rows of several requests go by scores. */
@@ -26,9 +26,9 @@ static uint32_t seen_of_group(const group *g, int64_t lo, int64_t hi) {
     return end > first ? (1u << end) - (1u << first) : 0;
 }
 
-/* Which keys of a step each row of a strip sees. */
+/* Finds which keys of a step each row of a strip sees. */
 static void see_step(const tile_work *w, const strip *t, int i, uint32_t *seen) {
-    const scratch *x = &w->x;
+    const scratch *x = &w->scratch;
     const group *g = t->g + 2 * i, *h = 2 * i + 1 < t->num_groups ? g + 1 : NULL;
     memset(seen, 0, STRIP * sizeof *seen);
     for (int r = 0; r < t->rows; r++) {
@@ -43,7 +43,7 @@ static void see_step(const tile_work *w, const strip *t, int i, uint32_t *seen) 
 /* Decides which step says how large logits are: one where every row that has seen nothing, but now sees keys, sees one.
  * Returns 0 where neither of the first two does. */
 static int choose_first_step(const tile_work *w, const strip *t, pipe_unit *u) {
-    const scratch *x = &w->x;
+    const scratch *x = &w->scratch;
     const group *last = t->g + t->num_groups - 1;
     int sees[2] = {1, u->steps > 1};
     for (int r = 0; r < t->rows; r++) {
@@ -56,10 +56,10 @@ static int choose_first_step(const tile_work *w, const strip *t, pipe_unit *u) {
     return sees[0] || sees[1];
 }
 
-/* Sets which keys the rows see, where some do not see all: of steps that some row does not see whole, and of those
- * whose words are made with masks in any case, the last two, and all where logits are capped. */
+/* Sets which keys the rows see, for the steps that some row does not see whole, and for those whose words are made with
+ * masks in any case: the first two, the last two and, where logits are capped, all. */
 static int see_keys(const tile_work *w, const strip *t, pipe_unit *u) {
-    const edges e = edges_of(&w->x, &(score_block){.k0 = t->k0, .k1 = t->k1}, t->row, t->rows);
+    const edges e = edges_of(&w->scratch, &(score_block){.k0 = t->k0, .k1 = t->k1}, t->row, t->rows);
     /* All rows see the steps [open, close) whole. */
     const int64_t open = w->regular ? ca_div_up(ca_max64(0, e.all_lo - t->g->key), STEP_KEYS) : u->steps;
     const int64_t close = ca_min64(t->num_groups / 2, ca_max64(0, e.all_hi - t->g->key) / STEP_KEYS);
@@ -76,7 +76,8 @@ static int see_keys(const tile_work *w, const strip *t, pipe_unit *u) {
     return !u->masked[0] || choose_first_step(w, t, u);
 }
 
-/* A strip of fewer than STRIP rows has a state of its own, which is full, and comes back when its unit is done. */
+/* Copies the state of a strip of fewer than STRIP rows to one of STRIP rows, which close_partial_state copies back when
+ * the strip's unit is done. */
 static void open_partial_state(const tile_work *w, const strip *t) {
     pipeline *x = w->pipe;
     const int64_t dv = w->head_size_v, n = t->rows;
@@ -97,7 +98,7 @@ static void close_partial_state(const tile_work *w, int64_t row, int64_t n) {
     memcpy(w->state->o + row * dv, x->o, (size_t)(n * dv) * sizeof *x->o);
 }
 
-/* Makes a unit of a strip. Returns 0 where it has to go by scores. */
+/* Makes a unit of a strip. Returns 0 if the strip has to go by scores. */
 static int make_unit(const tile_work *w, const score_block *b, const strip *t, const pipe_unit *before, pipe_unit *u) {
     pipeline *x = w->pipe;
     const float softcap = w->call->softcap;
@@ -107,7 +108,7 @@ static int make_unit(const tile_work *w, const score_block *b, const strip *t, c
     u->steps = (t->num_groups + 1) / 2;
     u->fresh = t->opening;
     u->q_ld = query_width_bf16(w->head_size);
-    u->q = (const uint16_t *)w->x.q + t->row * u->q_ld;
+    u->q = (const uint16_t *)w->scratch.q + t->row * u->q_ld;
     u->k = x->k + first;
     u->v = t->v;
     u->o = t->rows < STRIP ? x->o : w->state->o + t->row * w->head_size_v;
@@ -115,22 +116,23 @@ static int make_unit(const tile_work *w, const score_block *b, const strip *t, c
     u->l = t->rows < STRIP ? x->l : w->state->l + t->row;
     u->head_size_v = w->head_size_v;
     u->words = x->words[t->number % 2];
-    u->scale = (logit_scale){w->x.factor, V_OCTAVE * (softcap > 0 ? softcap * CA_LOG2E : w->x.factor), softcap > 0};
+    u->scale = (logit_scale){w->scratch.factor, V_OCTAVE * (softcap > 0 ? softcap * CA_LOG2E : w->scratch.factor),
+                             softcap > 0};
     u->k_next = x->k_next + first;
     u->v_next = x->v_next + first;
     u->k_share = w->kv[K].share;
     u->v_share = w->kv[V].share;
     u->k_from = t->number * w->products * u->k_share;
     u->v_from = t->number * w->passes * u->v_share;
-    u->v_now = t->cold && t->number == 0 ? w->v_now : 0;
-    u->queries = (const void *const *)(w->x.query + t->row + 2 * STRIP);
+    u->v_now = t->unprefetched && t->number == 0 ? w->v_now : 0;
+    u->queries = (const void *const *)(w->scratch.query + t->row + 2 * STRIP);
     u->num_queries = t->opening ? (int)ca_min64(STRIP, after_next) : 0;
     u->queries_of_step = (STRIP + u->steps - 1) / u->steps;
     u->o_before = before ? before->o : NULL;
     return see_keys(w, t, u);
 }
 
-/* A strip goes by scores, once the unit before it is done, whose tiles have other sizes. */
+/* Takes a strip by scores, once the unit before it is done, whose tiles have other sizes. */
 static void leave_pipeline(tile_work *w, const strip *t, const pipe_unit *before) {
     if (before)
         add_unit_values(w->head_size_v, w->pipe, before, NULL, 1);
@@ -140,7 +142,7 @@ static void leave_pipeline(tile_work *w, const strip *t, const pipe_unit *before
     shape_tiles(&w->sizes, STRIP, DEPTH, CA_LANES);
 }
 
-/* The task's strips go through a block, each one's softmax beside the values of the one before. */
+/* Takes the task's strips through a block, each one's softmax beside the values of the one before. */
 static void run_units(tile_work *w, const score_block *b, int64_t rows) {
     pipeline *x = w->pipe;
     pipe_unit units[2];

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Here V of a block comes to where tiles find it, for amx/attention.h. */
+ * This file lays out V of a block for the tiles, for amx/attention.h. */
 
 static int in_segment(const group *g, int t, int64_t k0, int64_t k1) {
     return t < g->n && g->key + t >= k0 && g->key + t < k1;
 }
 
-/* Copies V of a group's keys in the segment, from element `at` on, and 0 for other keys, whose V may be NaN. */
+/* Copies V of a group's keys in the segment, from element `at` on. Other keys, whose V may be NaN, become 0. */
 static void copy_values(const group *g, int64_t at, int64_t k0, int64_t k1, int64_t head_size_v, uint16_t *to) {
     const uint16_t *from = (const uint16_t *)g->kv[V].at + at;
     const size_t bytes = (size_t)head_size_v * 4;
@@ -20,30 +20,17 @@ static void copy_values(const group *g, int64_t at, int64_t k0, int64_t k1, int6
     }
 }
 
-/* x - x is 0 where x is finite, NaN else. */
-static int all_finite(const uint16_t *pairs, int64_t n) {
-    vf even = v_set1(0), odd = v_set1(0);
-    for (int64_t i = 0; i < n; i += VL) {
-        int lanes = (int)ca_min64(VL, n - i);
-        vf x = v_evenn_bf16(pairs + 2 * i, lanes), y = v_oddn_bf16(pairs + 2 * i, lanes);
-        even = v_add(even, v_sub(x, x));
-        odd = v_add(odd, v_sub(y, y));
-    }
-    return v_hsum(v_add(even, odd)) == 0;
-}
-
-/* Sets where tiles find the V of a score block, two groups at a time. Keys that a row may not see weigh 0 there, which
- * is as good as skipping them unless V is not finite. Returns 0 where such a key, which some of the task's rows see,
- * might spoil the others. */
-static int take_values(tile_work *w, const score_block *b, int64_t rows) {
+/* Sets where tiles read V of a score block, two groups at a time. Keys that a row may not see weigh 0 there, which
+ * equals skipping them if V is finite. Returns 0 if V of a key that only some of the task's rows see is not finite. */
+static int lay_out_values(tile_work *w, const score_block *b, int64_t rows) {
     const int64_t dv = w->head_size_v, group_bytes = CA_LANES * dv * 2;
-    const edges e = edges_of(&w->x, b, 0, rows);
+    const edges e = edges_of(&w->scratch, b, 0, rows);
     for (int i = 0; i < b->num_groups; i += 2) {
         const group *g = b->groups + i, *h = i + 1 < b->num_groups ? g + 1 : NULL;
         int64_t first = ca_max64(g->key, b->k0), end = ca_min64((h ? h : g)->key + (h ? h : g)->n, b->k1);
         uint16_t *copy = w->copies + i / 2 * DEPTH * dv;
-        int lie_together = h && g->n == CA_LANES && h->n == CA_LANES && h->kv[V].at == g->kv[V].at + group_bytes;
-        if (lie_together && first == g->key && end == h->key + CA_LANES) {
+        int contiguous = h && g->n == CA_LANES && h->n == CA_LANES && h->kv[V].at == g->kv[V].at + group_bytes;
+        if (contiguous && first == g->key && end == h->key + CA_LANES) {
             w->v[i / 2] = (const uint16_t *)g->kv[V].at;
         } else {
             w->v[i / 2] = copy;
@@ -57,7 +44,7 @@ static int take_values(tile_work *w, const score_block *b, int64_t rows) {
             }
         }
         int ragged = first < e.all_lo || end > e.all_hi;
-        if (ragged && !all_finite(w->v[i / 2], DEPTH / 2 * dv))
+        if (ragged && !all_finite_bf16(w->v[i / 2], DEPTH * dv))
             return 0;
     }
     return 1;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Here a strip's scores become weights in place, for amx/attention.h, a few rows at a time. */
+ * This file turns a strip's scores into weights in place, for amx/attention.h, a few rows at a time. */
 
-/* Scores that a row may not see become -inf, whatever they are. */
+/* Makes the scores of keys that a row may not see -inf, whatever they are. */
 static void hide(const strip *t, float *s, int64_t lo, int64_t hi) {
     for (const group *g = t->g; g < t->g + t->num_groups; g++, s += CA_LANES) {
         if (g->key >= lo && g->key + CA_LANES <= hi && g->n == CA_LANES)
@@ -11,7 +11,7 @@ static void hide(const strip *t, float *s, int64_t lo, int64_t hi) {
     }
 }
 
-/* Where integers were multiplied in place of keys, a row's scores are still to meet the keys' scales. */
+/* Multiplies a row's scores by the keys' scales, where integers were multiplied in place of keys. */
 static void scale_scores(const strip *t, float *s) {
     for (int i = 0; i < t->num_groups * CA_LANES; i += VL)
         v_store(s + i, v_mul(v_load_f32(s + i), scales_of(t->g, K, 0, i)));
@@ -19,7 +19,7 @@ static void scale_scores(const strip *t, float *s) {
 
 /* Prepares a row of scores for the softmax. Returns what they are still to be multiplied by. */
 static float prepare(const tile_work *w, const strip *t, float *s, int64_t row) {
-    const scratch *x = &w->x;
+    const scratch *x = &w->scratch;
     const int64_t lo = ca_max64(t->k0, x->lo[row]), hi = ca_min64(t->k1, x->hi[row]);
     if (w->kv[K].scaled)
         scale_scores(t, s);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The softmax of pipeline.h is made of integers and permutations.
+ * This file makes the softmax of pipeline.h of integers and permutations.
  *
  * While tiles multiply, the multiplier of port 5 is theirs, so that two instructions of the FMA unit take two cycles,
  * not one; integer additions, logic and permutations keep their rate. The vector kernels' softmax (softmax.inc) has 14
@@ -27,17 +27,18 @@ enum {
 #define STEPS (BLOCK_KEYS / STEP_KEYS)
 #define STEP_WORDS (STRIP * STEP_KEYS)
 
-/* A logit is units times a score, or, capped, units times cap(score times factor). */
+/* Says how a score becomes a logit: times `units` or, if capped, by cap(score times factor) times `units`. */
 typedef struct logit_scale {
     float factor, units;
     int capped;
 } logit_scale;
 
 typedef struct word_rows {
-    float reference[STRIP][VL];       /* of words that are 0, in units of 1 / V_OCTAVE, and a dither (v_turns) */
+    float reference[STRIP][VL];       /* of words that are 0, in units of 1 / V_OCTAVE, and a dither (v_dither) */
     uint16_t least[STRIP][STEP_KEYS]; /* the least words of a row, by columns */
     float octaves[STRIP];             /* the references, in units of 1 / V_OCTAVE */
-    /* What words are taken from, twice, once their row's reference has grown; the first 8 rows follow once more. */
+    /* Words are subtracted from this, which stands twice, once their row's reference has grown. The first 8 rows follow
+     * once more. */
     int16_t ceiling[STRIP + 8][2];
 } __attribute__((aligned(64))) word_rows;
 
@@ -45,7 +46,7 @@ INLINE vf logits(logit_scale scale, vf scores) {
     return scale.capped ? v_cap_bf16(v_mul(scores, v_set1(scale.factor))) : scores;
 }
 
-/* How the scores of a step become words; what does not change from row to row is in registers. */
+/* Says how the scores of a step become words. What does not change from row to row stays in registers. */
 typedef struct word_maker {
     v_word_order order;
     vf units; /* negated */
@@ -56,7 +57,7 @@ typedef struct word_maker {
     uint16_t *to;         /* [STRIP][STEP_KEYS] */
 } word_maker;
 
-/* Words of n rows from r on. */
+/* Makes the words of n rows from r on. */
 INLINE void put_words(word_rows *x, const word_maker *w, int r, int n) {
     EACH(j, n) {
         const float *s = w->scores + (r + j) * STEP_KEYS;
@@ -77,9 +78,9 @@ INLINE void weigh_words(const word_rows *x, const v_powers_table *powers, int r,
     }
 }
 
-/* Takes the references that the state has, m, or for rows that have seen nothing some from the scores of a step.
+/* Takes the references that the state has, row_max, or for rows that have seen nothing some from the scores of a step.
  * Returns 0 where one is so large that a word could not say by how much a logit is less. */
-static NOINLINE int find_references(word_rows *x, const float *m, logit_scale scale, const float *scores,
+static NOINLINE int find_references(word_rows *x, const float *row_max, logit_scale scale, const float *scores,
                                     const uint32_t *seen) {
     const vf none = v_set1(-INFINITY);
     vf far = v_set1(0);
@@ -91,30 +92,30 @@ static NOINLINE int find_references(word_rows *x, const float *m, logit_scale sc
             rows[i] =
                 v_max(v_keep_bits(v_load_f32(s), seen[r + i]), v_keep_bits(v_load_f32(s + VL), seen[r + i] >> VL));
         }
-        const vf top = v_hmax_of_each(rows), known = v_load_f32(m + r);
-        /* One unit less than LEAD, so that with the dither no row's largest logit weighs less than 2^-30. */
+        const vf top = v_hmax_of_each(rows), known = v_load_f32(row_max + r);
+        /* It is one unit less than LEAD, so that with the dither no row's largest logit weighs less than 2^-30. */
         vf first = v_add(v_round(v_mul(logits(scale, top), v_set1(scale.units))), v_set1(LEAD - 1));
         first = v_less(none, top, first, v_set1(LEAD));
         const vf octaves = v_less(none, known, v_mul(known, v_set1(V_OCTAVE)), first);
         far = v_less(v_abs(octaves), v_set1(0x1p21f), far, v_set1(1));
         v_store(x->octaves + r, octaves);
         v_store(at, v_add(octaves, v_set1(WORD_MAX - V_ONE)));
-        EACH(i, VL) v_store(x->reference[r + i], v_add(v_set1(at[i]), v_turns()));
+        EACH(i, VL) v_store(x->reference[r + i], v_add(v_set1(at[i]), v_dither()));
     }
     return v_hmax(far) == 0;
 }
 
-/* Brings the references of m to the words of a whole block, and O and l after them. fresh: O and l are still to be
- * written. Returns 0 where words do not do, having changed nothing: one is 0, or a row's first keys do not say how
- * large its logits are. */
-static NOINLINE int grow(word_rows *x, float *m, float *l, float *o, int64_t head_size_v, int fresh) {
+/* Brings the references of row_max to the words of a whole block, and O and row_sum after them. fresh: O and row_sum
+ * are still to be written. Returns 0 where words do not do, having changed nothing: one is 0, or a row's first keys do
+ * not say how large its logits are. */
+static NOINLINE int grow(word_rows *x, float *row_max, float *row_sum, float *o, int64_t head_size_v, int fresh) {
     const vf none = v_set1(-INFINITY), zero = v_set1(0), one = v_set1(1);
     float to[STRIP], growth[STRIP];
     vf lost = zero;
     for (int r = 0; r < STRIP; r += VL) {
         vi rows[VL];
         EACH(i, VL) rows[i] = v_load_words(x->least[r + i]);
-        const vf known = v_load_f32(m + r), least = v_hmin_words_of_each(rows);
+        const vf known = v_load_f32(row_max + r), least = v_hmin_words_of_each(rows);
         const vf over = v_sub(v_set1(WORD_MAX - V_ONE + LEAD), least); /* by which the largest logit weighs too much */
         const vf some = v_less(least, v_set1(WORD_MAX), one, zero), first = v_less(none, known, zero, some);
         lost = v_max(lost, v_max(v_less(zero, least, zero, one), v_less(over, zero, first, zero)));
@@ -128,12 +129,12 @@ static NOINLINE int grow(word_rows *x, float *m, float *l, float *o, int64_t hea
         return 0;
     for (int r = 0; r < STRIP; r++) {
         x->ceiling[r][0] = x->ceiling[r][1] = (int16_t)(uint16_t)(WORD_MAX - growth[r]);
-        if (!fresh && to[r] != m[r] && m[r] != -INFINITY) {
-            const float rescale = exp2_one(m[r] - to[r]);
-            scale_row(o + r * head_size_v, head_size_v, rescale);
-            l[r] *= rescale;
+        if (!fresh && to[r] != row_max[r] && row_max[r] != -INFINITY) {
+            const float alpha = exp2_one(row_max[r] - to[r]);
+            scale_row(o + r * head_size_v, head_size_v, alpha);
+            row_sum[r] *= alpha;
         }
-        m[r] = to[r];
+        row_max[r] = to[r];
     }
     memcpy(x->ceiling[STRIP], x->ceiling[0], sizeof x->ceiling - sizeof x->ceiling[0] * STRIP);
     return 1;

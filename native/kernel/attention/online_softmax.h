@@ -41,7 +41,7 @@ INLINE void refer_row(float *s, int64_t n, float factor, float to) {
 static void merge(const ca_state *into, const ca_state *from, int64_t rows, int64_t head_size_v) {
     for (int64_t r = 0; r < rows; r++) {
         float a = into->m[r], b = from->m[r], m = a > b ? a : b;
-        float fa = exp2_one(a - reference(m)), fb = exp2_one(b - reference(m));
+        float alpha_into = exp2_one(a - reference(m)), alpha_from = exp2_one(b - reference(m));
         float *x = into->o + r * head_size_v, *y = from->o + r * head_size_v;
         if (b == -INFINITY && from->l[r] == 0)
             continue;
@@ -53,12 +53,14 @@ static void merge(const ca_state *into, const ca_state *from, int64_t rows, int6
         }
         int64_t i = 0;
         for (; i + VL <= head_size_v; i += VL)
-            v_store(x + i, v_fma(v_load_f32(y + i), v_set1(fb), v_mul(v_load_f32(x + i), v_set1(fa))));
+            v_store(x + i, v_fma(v_load_f32(y + i), v_set1(alpha_from), v_mul(v_load_f32(x + i), v_set1(alpha_into))));
         if (i < head_size_v) {
             int n = (int)(head_size_v - i);
-            v_storen_f32(x + i, v_fma(v_loadn_f32(y + i, n), v_set1(fb), v_mul(v_loadn_f32(x + i, n), v_set1(fa))), n);
+            v_storen_f32(
+                x + i,
+                v_fma(v_loadn_f32(y + i, n), v_set1(alpha_from), v_mul(v_loadn_f32(x + i, n), v_set1(alpha_into))), n);
         }
-        into->l[r] = into->l[r] * fa + from->l[r] * fb;
+        into->l[r] = into->l[r] * alpha_into + from->l[r] * alpha_from;
         into->m[r] = m;
     }
 }

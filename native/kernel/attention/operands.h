@@ -18,11 +18,11 @@ INLINE vf scales_of(const group *g, int kv, int64_t scale, int lane) {
 
 /* Holds what one call of the product of queries and keys reads and writes. */
 typedef struct qk_operands {
-    const operand *q;  /* query rows */
-    int64_t q_ld;      /* elements from row to row */
-    const group *g;    /* groups of K */
-    const ahead *next; /* groups to prefetch, or NULL */
-    float *s;          /* scores, S_STRIDE apart */
+    const operand *q;             /* query rows */
+    int64_t q_ld;                 /* elements from row to row */
+    const group *g;               /* groups of K */
+    const prefetch_targets *next; /* groups to prefetch, or NULL */
+    float *s;                     /* scores, S_STRIDE apart */
 } qk_operands;
 
 /* Returns the operands of the rows from r on and the groups from the i-th on. */
@@ -39,10 +39,10 @@ typedef struct pv_operands {
     int64_t apart, first;
     const group *g;
     int num_groups;
-    int64_t lo, hi;    /* the keys [lo, hi) count */
-    int from_zero;     /* sums begin with 0, not with O */
-    const ahead *next; /* groups to prefetch, or NULL */
-    float *o;          /* sums, head_size_v apart */
+    int64_t lo, hi;               /* the keys [lo, hi) count */
+    int from_zero;                /* sums begin with 0, not with O */
+    const prefetch_targets *next; /* groups to prefetch, or NULL */
+    float *o;                     /* sums, head_size_v apart */
     int64_t head_size_v;
 } pv_operands;
 #endif

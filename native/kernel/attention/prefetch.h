@@ -10,10 +10,10 @@
 
 /* Holds what an isa file defines as PREFETCH. */
 typedef struct prefetch_policy {
-    int steps;         /* steps, of NG groups each, from what is read to what is prefetched */
-    int narrow_steps;  /* takes the place of `steps` where a cache is quantised */
-    int integer_steps; /* takes the place of both where integers.h multiplies, which does less work for every line */
-    int paced_rows;    /* up to so many query rows, a step waits for what it has read (wait_for_line) */
+    int steps;           /* steps, of NG groups each, from what is read to what is prefetched */
+    int quantised_steps; /* takes the place of `steps` where a cache is quantised */
+    int integer_steps;   /* takes the place of both where integers.h multiplies, which does less work for every line */
+    int paced_rows;      /* up to so many query rows, a step waits for what it has read (wait_for_line) */
 } prefetch_policy;
 #ifndef PREFETCH
 #define PREFETCH {2, 2, 3, 0}
@@ -29,22 +29,22 @@ INLINE prefetch_policy policy(void) { return (prefetch_policy)PREFETCH; }
 #endif
 
 #ifdef HALVES
-#define PREFETCHES_NARROW 1 /* Do the products prefetch what halves.h will unpack? */
+#define PREFETCHES_QUANTISED 1 /* Do the products prefetch what halves.h will unpack? */
 #else
-#define PREFETCHES_NARROW 0
+#define PREFETCHES_QUANTISED 0
 #endif
 #define PAGE 4096
 
-/* Says which lines of K, or of V, the products prefetch. `narrower` is log2 of how much smaller the cached bytes are
+/* Says which lines of K, or of V, the products prefetch. `shift` is log2 of how much smaller the cached bytes are
  * than the unpacked ones that the products read. Of each chunk of `half_of` bytes, a power of two, only the first half
  * is prefetched; 0: all bytes are. */
 typedef struct part_to_fetch {
-    int narrower;
+    int shift;
     unsigned half_of;
 } part_to_fetch;
 
-/* Says what is prefetched while products run, for a segment; choose_feeds (feed.inc) settles it for each score block.
- */
+/* Says what is prefetched while products run, for a segment; choose_sources (operand_sources.inc) settles it for each
+ * score block. */
 typedef struct prefetch {
     int steps;        /* steps ahead, as the policy has them */
     int together;     /* the number of kv heads that prefetch for one another, or 0 */
@@ -58,16 +58,16 @@ typedef struct prefetch {
 } prefetch;
 
 /* Holds the groups that a step of the products prefetches. */
-typedef struct ahead {
+typedef struct prefetch_targets {
     const char *at[NG];
     part_to_fetch part;
-} ahead;
+} prefetch_targets;
 
 /* ---- by the products ---- */
 
 /* Prefetches bytes [at, at + bytes) of n groups from the i-th on. Where only first halves of chunks are prefetched,
  * the offset into a chunk is halved. */
-INLINE void prefetch_lines(const ahead *next, int i, int n, int64_t at, int64_t bytes) {
+INLINE void prefetch_lines(const prefetch_targets *next, int i, int n, int64_t at, int64_t bytes) {
     for (int end = i + n; next && i < end; i++) {
         const char *p = next->at[i] + at;
         if (MAY_HALVE && next->part.half_of)
@@ -75,20 +75,20 @@ INLINE void prefetch_lines(const ahead *next, int i, int n, int64_t at, int64_t 
         prefetch_bytes(p, bytes);
     }
 }
-/* Returns which byte of a cached group corresponds to byte `at` of what the products read. narrow: the coming groups
+/* Returns which byte of a cached group corresponds to byte `at` of what the products read. quantised: the coming groups
  * may be quantised. */
-INLINE int64_t prefetch_at(int narrow, const ahead *next, int64_t at) {
-    return narrow && next ? at >> next->part.narrower : at;
+INLINE int64_t prefetch_at(int quantised, const prefetch_targets *next, int64_t at) {
+    return quantised && next ? at >> next->part.shift : at;
 }
 /* A step prefetches as many bytes as it reads if the number of its first dimension or key has none of these bits; other
  * steps prefetch nothing. */
-INLINE int prefetch_mask(int narrow, const ahead *next) {
-    return (narrow || MAY_HALVE) && next ? (2 << next->part.narrower << (next->part.half_of > 0)) - 1 : 0;
+INLINE int prefetch_mask(int quantised, const prefetch_targets *next) {
+    return (quantised || MAY_HALVE) && next ? (2 << next->part.shift << (next->part.half_of > 0)) - 1 : 0;
 }
 /* Prefetches the share of steps [i, end), of all `steps`, in the 16 rows of a plain cache's groups. Rows lie ld bytes
  * apart. */
-INLINE void prefetch_rows(const ahead *next, int which, int groups, int64_t ld, int64_t bytes, int64_t i, int64_t end,
-                          int64_t steps) {
+INLINE void prefetch_rows(const prefetch_targets *next, int which, int groups, int64_t ld, int64_t bytes, int64_t i,
+                          int64_t end, int64_t steps) {
     for (int64_t r = i * CA_LANES / steps; r < end * CA_LANES / steps; r++)
         prefetch_lines(next, which, groups, r * ld, bytes);
 }
@@ -96,7 +96,7 @@ INLINE void prefetch_rows(const ahead *next, int which, int groups, int64_t ld, 
 /* Returns 0, but only once the bytes at p, which the products have just read, have arrived: the address of the step
  * after the next one depends on it. With few rows the core would run ahead of memory, reach lines that have not been
  * prefetched, and wait for these in place of prefetching others (MEASUREMENTS.md: paced rows). */
-INLINE int64_t wait_for_line(int mr, const ahead *next, const void *p) {
+INLINE int64_t wait_for_line(int mr, const prefetch_targets *next, const void *p) {
     int64_t zero = 0;
     int32_t there = 0;
     if (mr > policy().paced_rows || !next)
@@ -109,8 +109,8 @@ INLINE int64_t wait_for_line(int mr, const ahead *next, const void *p) {
 /* Fills `next` with the groups to prefetch at the i-th place of a walk over K of n groups, V of these, then K and V of
  * the next block; it prefetches their scales at once. Where two row tiles share the prefetching, each issues half of
  * it. Its other slots repeat an address that it is reading, so that the loop has no branch. */
-static inline const ahead *look_ahead(const prefetch *f, const score_block *b, const group *g, int n, int i,
-                                      ahead *next) {
+static inline const prefetch_targets *list_targets(const prefetch *f, const score_block *b, const group *g, int n,
+                                                   int i, prefetch_targets *next) {
     const int far = i + (f->block_ahead || f->steps * NG > 2 * n ? 2 * n : f->steps * NG), m = b->num_next;
     const char *read = i < n ? g[i].kv[K].at : g[i - n].kv[V].at;
     for (int j = 0; j < NG; j++) {
@@ -166,7 +166,7 @@ static inline part_to_fetch part_of(const ca_plan *plan, const ca_call *call, in
     const ca_group_form f = ca_kv_form(plan, kv);
     const int dtype = ca_kv_dtype(&plan->shape, kv);
     const int64_t block = ca_div_up(call->block_size, CA_LANES) * f.bytes;
-    part_to_fetch l = {.narrower = !PREFETCHES_NARROW ? 0 : ca_is_nibbles(dtype) ? 2 : ca_is_narrow(dtype)};
+    part_to_fetch l = {.shift = !PREFETCHES_QUANTISED ? 0 : ca_is_nibbles(dtype) ? 2 : ca_is_quantised(dtype)};
     if (HALF_PAGES && !together && !f.scales)
         l.half_of = block % PAGE == 0 ? PAGE : block == PAGE / 2 ? PAGE / 2 : 0;
     return l;
@@ -175,9 +175,9 @@ static inline part_to_fetch part_of(const ca_plan *plan, const ca_call *call, in
 /* integers: K or V is multiplied as integers. */
 static inline prefetch prefetch_of(const ca_plan *plan, const ca_call *call, int together, int integers) {
     const prefetch_policy p = policy();
-    return (prefetch){.steps = integers                      ? p.integer_steps
-                               : ca_any_narrow(&plan->shape) ? p.narrow_steps
-                                                             : p.steps,
+    return (prefetch){.steps = integers                         ? p.integer_steps
+                               : ca_any_quantised(&plan->shape) ? p.quantised_steps
+                                                                : p.steps,
                       .together = together,
                       .kv = {{part_of(plan, call, together, K), 0}, {part_of(plan, call, together, V), 0}}};
 }
@@ -189,7 +189,7 @@ static inline prefetch prefetch_of(const ca_plan *plan, const ca_call *call, int
 static inline int products_prefetch(const ca_plan *plan, const ca_call *call, int together) {
     const ca_shape *s = &plan->shape;
     const int64_t heads = together ? together : 1;
-    if (ca_any_narrow(s) && !(PREFETCHES_NARROW && (!is_plain(plan) || together)))
+    if (ca_any_quantised(s) && !(PREFETCHES_QUANTISED && (!is_plain(plan) || together)))
         return 0;
     if (!is_plain(plan))
         return 1;

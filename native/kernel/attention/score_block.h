@@ -5,8 +5,8 @@
 #define CPU_ATTN_SCORE_BLOCK_H
 #include "parameters.h"
 
-/* Says how K, or V, of a score block reaches the products. choose_feeds (feed.inc) decides. */
-typedef enum feed {
+/* Says how K, or V, of a score block reaches the products. choose_sources (operand_sources.inc) decides. */
+typedef enum operand_source {
     IN_PLACE,      /* the products read the cache */
     UNPACK_BLOCK,  /* all groups are unpacked before the first tile, for many rows */
     UNPACK_GROUPS, /* NG groups at a time are unpacked right before their product, for one tile; a side that could be
@@ -14,7 +14,7 @@ typedef enum feed {
     ROWS_IN_PLACE, /* as UNPACK_GROUPS, but V's rows are read where they lie in a plain cache */
     IN_REGISTERS,  /* packed bytes and rows become vectors in the steps of the product: in_registers.inc */
     AS_INTEGERS    /* int8 and int4 are multiplied as they lie: integers.h */
-} feed;
+} operand_source;
 
 /* Holds up to 16 keys that lie together: lanes [0, n) are keys key, key + 1, ... */
 typedef struct group {
@@ -31,7 +31,7 @@ typedef struct group {
 /* The keys [k0, k1) of a score block count. `next` lists the groups of the following block, which are prefetched. */
 typedef struct score_block {
     int64_t k0, k1;
-    feed feed[2];
+    operand_source source[2];
     group *groups, *next;
     int num_groups, num_next;
 } score_block;
@@ -89,7 +89,8 @@ static inline const char *row_at(const ca_plan *plan, const ca_call *call, const
            token * call->kv[kv].ld * ca_dtype_size(ca_kv_dtype(&plan->shape, kv));
 }
 
-#define COPIED_AHEAD 64 /* keys from the copied row to the prefetched one; with 32, copying takes 1.2 times as long */
+/* This is the number of keys from the copied row to the prefetched one. With 32, copying takes 1.2 times as long. */
+#define PREFETCHED_ROWS 64
 
 /* Does what list_groups does for a plain cache whose blocks hold no whole groups (MEASUREMENTS.md: copied groups). Rows
  * are copied to `room`, so that a group has the keys from one multiple of 16 to the next, as far as these follow one
@@ -99,7 +100,8 @@ static inline int copy_groups(const ca_plan *plan, const ca_call *call, const ca
     const ca_blocks blocks = ca_blocks_of(plan, call, task, kv_head);
     const ca_shape *s = &plan->shape;
     const int64_t bytes[2] = {ca_kv_row_bytes(s, K), ca_kv_row_bytes(s, V)};
-    place at = place_of(blocks, call->block_size, k0), ahead = place_of(blocks, call->block_size, k0 + COPIED_AHEAD);
+    place at = place_of(blocks, call->block_size, k0),
+          prefetched = place_of(blocks, call->block_size, k0 + PREFETCHED_ROWS);
     const int64_t past = keys_end(plan, task);
     int n = 0;
     for (; n < most && at.key < k1; n++) {
@@ -110,12 +112,12 @@ static inline int copy_groups(const ca_plan *plan, const ca_call *call, const ca
         EACH(kv, 2) memset(copy[kv], 0, (size_t)(there * bytes[kv]));
         for (; at.key == first + there && at.key < last; there++) {
             EACH(kv, 2) {
-                const char *far = row_at(plan, call, task, kv_head, kv, ahead.key < past ? ahead : at);
+                const char *far = row_at(plan, call, task, kv_head, kv, prefetched.key < past ? prefetched : at);
                 prefetch_bytes(far, bytes[kv]);
                 memcpy(copy[kv] + there * bytes[kv], row_at(plan, call, task, kv_head, kv, at), (size_t)bytes[kv]);
             }
             at = next_place(blocks, call->block_size, at, 1);
-            ahead = next_place(blocks, call->block_size, ahead, 1);
+            prefetched = next_place(blocks, call->block_size, prefetched, 1);
         }
         if (first + there == k1) {
             EACH(kv, 2) memset(copy[kv] + there * bytes[kv], 0, (size_t)((CA_LANES - there) * bytes[kv]));
@@ -176,14 +178,14 @@ static inline int list_groups(const ca_plan *plan, const ca_call *call, const ca
 static inline void move_groups(const ca_plan *plan, const ca_call *call, int heads, int rows, const group *from, int n,
                                group *to) {
     const ca_shape *s = &plan->shape;
-    int64_t by[2];
+    int64_t offset[2];
     EACH(kv, 2)
-    by[kv] = heads * call->kv[kv].stride_h * ca_dtype_size(ca_kv_dtype(s, kv)) + rows * ca_kv_row_bytes(s, kv);
+    offset[kv] = heads * call->kv[kv].stride_h * ca_dtype_size(ca_kv_dtype(s, kv)) + rows * ca_kv_row_bytes(s, kv);
     for (int i = 0; i < n; i++) {
         to[i] = from[i];
         EACH(kv, 2) {
-            to[i].kv[kv].at += by[kv];
-            to[i].kv[kv].scales += by[kv];
+            to[i].kv[kv].at += offset[kv];
+            to[i].kv[kv].scales += offset[kv];
         }
     }
 }

@@ -53,17 +53,17 @@ static inline int in_place(const ca_plan *p, int kv) { return ca_side_ready(p, k
 /* Returns the bytes of an unpacked group. They are 0 where a group is never unpacked, as plain rows of V are not, which
  * lie as the layout LANES has them. */
 static inline int64_t unpacked_bytes(const ca_plan *p, int kv) {
-    const int as_lanes = kv == V && p->kernel->info.layout == CA_LAYOUT_LANES && !ca_is_narrow(p->shape.v_dtype);
+    const int as_lanes = kv == V && p->kernel->info.layout == CA_LAYOUT_LANES && !ca_is_quantised(p->shape.v_dtype);
     return as_lanes || in_place(p, kv) ? 0 : ca_kv_form(p, kv).elements * ca_dtype_size(p->shape.dtype);
 }
 /* Do the products take bytes of the cache, not elements of the query's dtype? */
-static inline int feeds_bytes(feed feed) { return feed == AS_INTEGERS || feed == IN_REGISTERS; }
+static inline int reads_bytes(operand_source source) { return source == AS_INTEGERS || source == IN_REGISTERS; }
 /* Returns the bytes of scratch that a group needs before the products: for the unpacked group, or for bytes of int8
  * made of shorter integers. They are 0 where the products read the cache. */
-static inline int64_t fed_bytes(const ca_plan *p, feed feed, int kv) {
-    if (feeds_bytes(feed))
+static inline int64_t group_scratch_bytes(const ca_plan *p, operand_source source, int kv) {
+    if (reads_bytes(source))
         return ca_is_short_int8(ca_kv_dtype(&p->shape, kv)) ? ca_kv_form(p, kv).elements : 0;
-    return feed == ROWS_IN_PLACE ? 0 : unpacked_bytes(p, kv);
+    return source == ROWS_IN_PLACE ? 0 : unpacked_bytes(p, kv);
 }
 
 /* Returns the bytes of a group whose elements, of 4 to 6 bits in the cache, have become a byte each. */
@@ -77,50 +77,42 @@ static inline int64_t copies_bytes(const ca_plan *p) {
     return is_plain(p) ? BLOCK_KEYS * ca_token_bytes(&p->shape) : 0;
 }
 
+/* Places a field of a struct at `base` + at, and moves at past so many bytes, to the next line. */
+#define CARVE(field, bytes)                                                                                            \
+    field = (void *)(base + (uintptr_t)at);                                                                            \
+    at = ca_round_up(at + (bytes), 64);
+
 static inline int64_t carve(scratch *x, uintptr_t base, const ca_plan *plan) {
     const ca_group_form v = ca_kv_form(plan, V);
     int64_t at = 0, rows = plan->rows, head_size = plan->shape.head_size;
     const int64_t all = ca_max64(rows, plan->heads_together * plan->few_rows);
-#define TAKE(field, count)                                                                                             \
-    x->field = (void *)(base + (uintptr_t)at);                                                                         \
-    at = ca_round_up(at + (count), 64);
-    TAKE(s, TALL * S_STRIDE * 4)
-    TAKE(query, all * (int64_t)sizeof *x->query)
-    TAKE(q, all * ca_max64(ca_round_up(head_size, 2) * 4, INTEGERS_WIDTH(head_size) * 2))
+    CARVE(x->s, TALL * S_STRIDE * 4)
+    CARVE(x->query, all * (int64_t)sizeof *x->query)
+    CARVE(x->q, all * ca_max64(ca_round_up(head_size, 2) * 4, INTEGERS_WIDTH(head_size) * 2))
     x->q_units = by_integers(plan, K) ? ca_div_up(head_size, 32) * 2 : 0;
-    TAKE(units, all * x->q_units * (int64_t)sizeof *x->units)
-    TAKE(from, x->q_units / 2 * (int64_t)sizeof *x->from)
-    TAKE(lo, rows * 8)
-    TAKE(hi, rows * 8)
-    TAKE(slope, all * 4)
-    TAKE(pos, rows * 8)
-    TAKE(bias, all * (int64_t)sizeof *x->bias)
-    TAKE(p[0], v.scales ? TALL * S_STRIDE * 4 : 0)
-    TAKE(p[1], v.scales ? TALL * S_STRIDE * 4 : 0)
-    TAKE(sums, NG < SUM_GROUPS ? TALL * plan->shape.head_size_v * 4 : 0)
-    TAKE(unpacked[K], MAX_GROUPS * ca_max64(unpacked_bytes(plan, K), fed_bytes(plan, AS_INTEGERS, K)))
-    TAKE(unpacked[V], MAX_GROUPS * ca_max64(unpacked_bytes(plan, V), fed_bytes(plan, AS_INTEGERS, V)))
-    TAKE(rows, ca_max64(ca_rows_bytes(plan), staged_bytes(plan)))
+    CARVE(x->units, all * x->q_units * (int64_t)sizeof *x->units)
+    CARVE(x->from, x->q_units / 2 * (int64_t)sizeof *x->from)
+    CARVE(x->lo, rows * 8)
+    CARVE(x->hi, rows * 8)
+    CARVE(x->slope, all * 4)
+    CARVE(x->pos, rows * 8)
+    CARVE(x->bias, all * (int64_t)sizeof *x->bias)
+    CARVE(x->p[0], v.scales ? TALL * S_STRIDE * 4 : 0)
+    CARVE(x->p[1], v.scales ? TALL * S_STRIDE * 4 : 0)
+    CARVE(x->sums, NG < SUM_GROUPS ? TALL * plan->shape.head_size_v * 4 : 0)
+    CARVE(x->unpacked[K], MAX_GROUPS * ca_max64(unpacked_bytes(plan, K), group_scratch_bytes(plan, AS_INTEGERS, K)))
+    CARVE(x->unpacked[V], MAX_GROUPS * ca_max64(unpacked_bytes(plan, V), group_scratch_bytes(plan, AS_INTEGERS, V)))
+    CARVE(x->rows, ca_max64(ca_rows_bytes(plan), staged_bytes(plan)))
     for (int i = 0; i < 4; i++) {
-        TAKE(groups[i], MAX_GROUPS * (int64_t)sizeof(group))
+        CARVE(x->groups[i], MAX_GROUPS * (int64_t)sizeof(group))
     }
-    TAKE(copies[0], copies_bytes(plan))
-    TAKE(copies[1], copies_bytes(plan))
-    TAKE(tree, plan->tree ? rows * (int64_t)sizeof *x->tree : 0)
-#undef TAKE
+    CARVE(x->copies[0], copies_bytes(plan))
+    CARVE(x->copies[1], copies_bytes(plan))
+    CARVE(x->tree, plan->tree ? rows * (int64_t)sizeof *x->tree : 0)
     if (!plan->tree)
         x->tree = NULL;
     return at;
 }
-
-/* Holds a segment that is being computed: plan and call, scratch, the score block at hand, and what is prefetched. */
-typedef struct work {
-    const ca_plan *plan;
-    const ca_call *call;
-    scratch x;
-    score_block b;
-    prefetch f;
-} work;
 
 /* Holds the number of rows of a task and of its tiles. two: there are two tiles, which share the prefetching
  * (MEASUREMENTS.md: two tiles). */
@@ -128,6 +120,28 @@ typedef struct tiling {
     int64_t rows, tall;
     int two;
 } tiling;
+
+/* Holds a segment that is being computed: plan and call, scratch, the score block at hand, and what is prefetched. */
+typedef struct segment_work {
+    const ca_plan *plan;
+    const ca_call *call;
+    scratch scratch;
+    score_block block;
+    prefetch prefetch;
+    tiling tiling;
+    int together;           /* kv heads that go through the keys together over an NHD cache, or 0 */
+    int unpacks;            /* Are groups of the block unpacked before its first tile? */
+    const ca_state *states; /* [heads], of attention */
+} segment_work;
+
+/* Holds an indexer's scores that are being computed. */
+typedef struct token_work {
+    segment_work segment;
+    int32_t num_tokens;
+    const float *weights; /* [num_tokens][rows of a token] */
+    float *scores;        /* [num_tokens], stride apart */
+    int64_t stride;
+} token_work;
 
 static inline int64_t scratch_bytes(const ca_plan *plan) {
     scratch unused;

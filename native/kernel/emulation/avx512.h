@@ -22,7 +22,7 @@ typedef struct emulated_ints {
 #define __m512 emulated_floats
 #define __m512i emulated_ints
 
-/* One function a name: emulated_NAME, and _mm512_NAME means it. */
+/* Each name has one function, emulated_NAME, and _mm512_NAME means it. */
 #define EMULATE_1(to, name, from, half)                                                                                \
     INLINE to emulated_##name(from a) { return (to){{half(a.h[0]), half(a.h[1])}}; }
 #define EMULATE_2(type, name, half)                                                                                    \
@@ -144,7 +144,7 @@ INLINE __m512i emulated_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int 
 
 /* ---- masks ---- */
 
-/* All bits of a lane are set where the mask has one: of 16 lanes of 32 bits, or of 16 lanes of 16 bits, which are half
+/* All bits of a lane are set if the mask has one: of 16 lanes of 32 bits, or of 16 lanes of 16 bits, which are half
  * a register. */
 INLINE __m512i emulated_lanes_32(__mmask16 k) {
     const __m256i low = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), high = _mm256_slli_epi32(low, 8);
@@ -157,7 +157,7 @@ INLINE __m256i emulated_lanes_16(__mmask16 k) {
         _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, (int16_t)32768);
     return _mm256_cmpeq_epi16(_mm256_and_si256(_mm256_set1_epi16((int16_t)k), bit), bit);
 }
-/* The upper bits of lanes, as a mask. */
+/* Returns the upper bits of lanes as a mask. */
 INLINE __mmask16 emulated_mask_16(__m256i x) {
     x = _mm256_permute4x64_epi64(_mm256_packs_epi16(x, _mm256_setzero_si256()), 0xd8);
     return (__mmask16)_mm256_movemask_epi8(x);
@@ -298,7 +298,7 @@ INLINE __m512i emulated_inserti64x4(__m512i x, __m256i half, int upper) {
 EMULATE_WIDEN(cvtepu8_epi16, _mm256_cvtepu8_epi16)
 EMULATE_WIDEN(cvtepu16_epi32, _mm256_cvtepu16_epi32)
 EMULATE_WIDEN(cvtepi16_epi32, _mm256_cvtepi16_epi32)
-/* The lower halves of lanes. Packing takes turns between 64 bits of each half. */
+/* Returns the lower halves of lanes. Packing alternates between 64 bits of each half. */
 INLINE __m256i emulated_cvtepi32_epi16(__m512i x) {
     x = emulated_and_si512(x, emulated_set1_epi32(0xffff));
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(x.h[0], x.h[1]), 0xd8);
@@ -413,7 +413,8 @@ INLINE float emulated_cvtss_f32(__m512 x) { return _mm256_cvtss_f32(x.h[0]); }
 
 /* ---- arithmetic that AVX2 has nothing like ---- */
 
-/* 1 / x cut off after 14 bits of fraction, as far off as 2^-14 allows: cores differ in the bits of theirs. */
+/* Returns 1 / x cut off after 14 bits of fraction, which is as far off as 2^-14 allows: cores differ in the bits of
+ * theirs. */
 INLINE __m512 emulated_rcp14_ps(__m512 x) {
     __m512i r = emulated_castps_si512(emulated_div_ps(emulated_set1_ps(1), x));
     return emulated_castsi512_ps(emulated_and_si512(r, emulated_set1_epi32(-512)));

@@ -29,7 +29,7 @@ INLINE __m256 emulated_even_bf16(__m256i pairs) {
     return emulated_flush(_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)));
 }
 
-/* The high halves of pairs first, then the low ones. */
+/* Adds the high halves of pairs first, then the low ones. */
 INLINE __m512 emulated_dpbf16_ps(__m512 sum, __m512i a, __m512i b) {
     for (int j = 0; j < 2; j++) {
         __m256 s = emulated_flush(sum.h[j]);
@@ -39,7 +39,7 @@ INLINE __m512 emulated_dpbf16_ps(__m512 sum, __m512i a, __m512i b) {
     return sum;
 }
 
-/* To nearest even; NaN stays one. */
+/* Rounds to nearest even; NaN stays NaN. */
 INLINE __m256i emulated_round_bf16(__m256 x) {
     __m256i u = _mm256_castps_si256(emulated_flush(x)), quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));

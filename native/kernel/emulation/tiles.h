@@ -31,7 +31,7 @@ static void tile_fault(const char *what) {
     if (!(condition))                                                                                                  \
     tile_fault(#condition)
 
-/* #GP where a reserved byte is set, or only one of a tile's two sizes is 0. */
+/* It is #GP if a reserved byte is set, or only one of a tile's two sizes is 0. */
 static void tile_configure(const tile_config *c) {
     TILE_NEEDS(c->palette == 1 && c->start_row == 0);
     for (int i = 0; i < 14; i++)
@@ -46,7 +46,7 @@ static void tile_configure(const tile_config *c) {
 
 static void tile_release(void) { memset(&tiles, 0, sizeof tiles); }
 
-/* #UD where no configuration is loaded or it leaves the tile out. */
+/* It is #UD if no configuration is loaded or it leaves the tile out. */
 static tile *tile_at(int t) {
     TILE_NEEDS(tiles.shape.palette == 1);
     TILE_NEEDS(t >= 0 && t < 8 && tiles.shape.rows[t] > 0);

@@ -8,7 +8,8 @@
  *
  * Bytes lie in pairs for every dtype, since two vectors of binary16 come from one vector of pairs by shifts, while
  * bytes in rows would have to be spread first. During the conversion memory could not answer as fast as it would be
- * asked, so the products prefetch (attention/prefetch.h). MEASUREMENTS.md has the measurements under "narrow caches".
+ * asked, so the products prefetch (attention/prefetch.h). MEASUREMENTS.md has the measurements under "quantised
+ * caches".
  */
 
 #ifndef CPU_ATTN_HALVES_H
@@ -68,22 +69,22 @@ static int any_nan(vh found) {
  * less than a vector at the end is converted once more together with elements before it: 16 of 80 elements, one by one,
  * took 0.4 of decode's time. */
 INLINE void unzip_vector(int element, const uint8_t *src, int64_t i, uint16_t *first, uint16_t *second, int64_t gap,
-                         const char *ahead, vh *found) {
+                         const char *next_src, vh *found) {
     const int64_t at = i / CA_LANES * gap + i % CA_LANES;
     vh x;
     memcpy(&x, src + 2 * i, sizeof x);
-    __builtin_prefetch(ahead + 2 * i, 0, 2);
+    __builtin_prefetch(next_src + 2 * i, 0, 2);
     look_for_nan(element, x, found);
     put_halves(first + at, gap, as_halves(element, x << 8));
     put_halves(second + at, gap, as_halves(element, x));
 }
 INLINE void unzip_halves(int element, const uint8_t *src, int64_t n, uint16_t *first, uint16_t *second, int64_t gap,
-                         const char *ahead, vh *found) {
+                         const char *next_src, vh *found) {
     int64_t i = 0;
     for (; i + 2 * VL <= n; i += 2 * VL)
-        unzip_vector(element, src, i, first, second, gap, ahead, found);
+        unzip_vector(element, src, i, first, second, gap, next_src, found);
     if (i && i < n) {
-        unzip_vector(element, src, n - 2 * VL, first, second, gap, ahead, found);
+        unzip_vector(element, src, n - 2 * VL, first, second, gap, next_src, found);
         return;
     }
     for (; i < n; i++) {
@@ -94,21 +95,22 @@ INLINE void unzip_halves(int element, const uint8_t *src, int64_t n, uint16_t *f
     }
 }
 
-INLINE void widen_vector(int element, const uint8_t *src, uint16_t *dst, const char *ahead, vh *found) {
+INLINE void widen_vector(int element, const uint8_t *src, uint16_t *dst, const char *next_src, vh *found) {
     bytes_of_halves x;
     memcpy(&x, src, sizeof x);
-    __builtin_prefetch(ahead, 0, 2);
+    __builtin_prefetch(next_src, 0, 2);
     vh words = __builtin_convertvector(x, vh);
     look_for_nan(element, words, found);
     put_halves(dst, CA_LANES, as_halves(element, words << 8));
 }
-INLINE void widen_to_halves(int element, const uint8_t *src, int64_t n, uint16_t *dst, const char *ahead, vh *found) {
+INLINE void widen_to_halves(int element, const uint8_t *src, int64_t n, uint16_t *dst, const char *next_src,
+                            vh *found) {
     int64_t i = 0;
     for (; i + 2 * VL <= n; i += 2 * VL)
-        widen_vector(element, src + i, dst + i, ahead + i, found);
+        widen_vector(element, src + i, dst + i, next_src + i, found);
     if (i && i < n) {
         i = n - 2 * VL;
-        widen_vector(element, src + i, dst + i, ahead + i, found);
+        widen_vector(element, src + i, dst + i, next_src + i, found);
         return;
     }
     for (; i < n; i++) {
@@ -127,11 +129,11 @@ INLINE vh look_up(const uint8_t *table, vh x) {
 }
 
 /* Turns n nibbles into bytes of e5m2, which can represent each of -8..7. */
-static void nibbles_to_bytes(const uint8_t *src, int64_t n, uint8_t *dst, const char *ahead) {
+static void nibbles_to_bytes(const uint8_t *src, int64_t n, uint8_t *dst, const char *next_src) {
     static const uint8_t number[16] = {0xc8, 0xc7, 0xc6, 0xc5, 0xc4, 0xc2, 0xc0, 0xbc,
                                        0,    0x3c, 0x40, 0x42, 0x44, 0x45, 0x46, 0x47};
-    for (int64_t i = 0; i < n; i += CA_NIBBLES, src += 64, dst += CA_NIBBLES, ahead += 64) {
-        __builtin_prefetch(ahead, 0, 2);
+    for (int64_t i = 0; i < n; i += CA_NIBBLES, src += 64, dst += CA_NIBBLES, next_src += 64) {
+        __builtin_prefetch(next_src, 0, 2);
         EACH(j, 16 / VL) {
             vh x, low, high;
             memcpy(&x, src + 4 * VL * j, sizeof x);
@@ -145,14 +147,14 @@ static void nibbles_to_bytes(const uint8_t *src, int64_t n, uint8_t *dst, const 
 
 /* Converts K or V of n tokens of a group, all but NaN. Returns whether one of them may be NaN. */
 INLINE int halves_of_bytes(int element, int kv, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
-                           const char *ahead) {
+                           const char *next_src) {
     const int64_t words = ca_div_up(head_size, 2) * CA_LANES;
     vh found = {0};
     if (!kv)
-        unzip_halves(element, src, words, dst, dst + CA_LANES, 2 * CA_LANES, ahead, &found);
+        unzip_halves(element, src, words, dst, dst + CA_LANES, 2 * CA_LANES, next_src, &found);
     for (int64_t t = 0; kv && t < n; t += 2)
         unzip_halves(element, src + t * head_size, head_size, dst + t * head_size, dst + (t + 1) * head_size, CA_LANES,
-                     ahead + t * head_size, &found);
+                     next_src + t * head_size, &found);
     return any_nan(found);
 }
 
@@ -170,27 +172,27 @@ static void put_nan(int kv, const uint8_t *src, int n, int64_t head_size, uint16
 /* Converts a group of n tokens to a group of f16's layout. stage: room for its bytes, if elements have less than 8
  * bits. */
 static void halves_of_group(int kv_dtype, int kv, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
-                            uint8_t *stage, const char *ahead) {
+                            uint8_t *stage, const char *next_src) {
     int element = ca_formats[kv_dtype].element, nan = 0;
     if (ca_is_packed(kv_dtype)) {
         const int64_t elements = ca_group_form_of(CA_LAYOUT_PAIRS, kv_dtype, head_size, kv).elements;
         if (ca_is_nibbles(kv_dtype))
-            nibbles_to_bytes(src, elements, stage, ahead);
+            nibbles_to_bytes(src, elements, stage, next_src);
         else
-            int8_of_packed(kv_dtype, src, elements, stage, ahead);
+            int8_of_packed(kv_dtype, src, elements, stage, next_src);
         src = stage;
-        ahead = (const char *)stage;
+        next_src = (const char *)stage;
         element = ca_is_nibbles(kv_dtype) ? CA_AS_E5M2 : element;
     }
-    FOR_BYTE(element, nan = halves_of_bytes(BYTE, kv, src, n, head_size, dst, ahead))
+    FOR_BYTE(element, nan = halves_of_bytes(BYTE, kv, src, n, head_size, dst, next_src))
     if (nan)
         put_nan(kv, src, n, head_size, dst);
 }
 
 /* Converts a row of n bytes of fp8. */
-static void halves_of_row(int kv_dtype, const uint8_t *src, int64_t n, uint16_t *dst, const char *ahead) {
+static void halves_of_row(int kv_dtype, const uint8_t *src, int64_t n, uint16_t *dst, const char *next_src) {
     vh found = {0};
-    FOR_FP8(ca_formats[kv_dtype].element, widen_to_halves(BYTE, src, n, dst, ahead, &found))
+    FOR_FP8(ca_formats[kv_dtype].element, widen_to_halves(BYTE, src, n, dst, next_src, &found))
     for (int64_t i = any_nan(found) ? 0 : n; i < n; i++)
         if ((src[i] & 0x7f) == 0x7f)
             dst[i] = 0x7e00;

@@ -140,14 +140,14 @@ INLINE void qk_unit(int nibbles, int add, int rest, int mr, int ng, integer_oper
             qk_bytes_step(nibbles, mr, nv, q.q + d + 2 * h, q.width, t.g, at + 32 * h, acc);
     }
     EACH(v, nv) {
-        vf by = scales_of(t.g, K, scale, v * VL);
+        vf scales = scales_of(t.g, K, scale, v * VL);
         EACH(r, mr) {
             const unit of = q.units[r * q.units_ld];
             float *to = t.s + r * S_STRIDE + v * VL;
             vf x = v_mul(v_float(acc[r][v]), v_set1(of.step)), before = add ? v_load_f32(to) : v_set1(0);
-            v_store(to, rest  ? v_less(v_set1(of.from), by, v_fma(x, by, before), before)
-                        : add ? v_fma(x, by, before)
-                              : v_mul(x, by));
+            v_store(to, rest  ? v_less(v_set1(of.from), scales, v_fma(x, scales, before), before)
+                        : add ? v_fma(x, scales, before)
+                              : v_mul(x, scales));
         }
     }
 }
@@ -219,7 +219,7 @@ INLINE void put_weights_of_scales(int zero, int mr, const float *s, const group 
     const int vectors = num_groups * CA_LANES / VL;
     const vi ones = v_set1_int(0x10001);
     vi top[TALL], sum[TALL];
-    vf by[TALL];
+    vf inv_step[TALL];
     EACH(r, mr) top[r] = sum[r] = v_set1_int(0);
     for (int v = 0; v < vectors; v++) {
         vf x = scales_of(g, V, scale, v * VL);
@@ -233,7 +233,7 @@ INLINE void put_weights_of_scales(int zero, int mr, const float *s, const group 
         float *x = p + r * S_STRIDE;
         const fit fit = fit_to(v_htop(top[r]));
         of[r].step = fit.step;
-        by[r] = v_set1(fit.inv_step);
+        inv_step[r] = v_set1(fit.inv_step);
         if (vectors % 2)
             v_store(x + vectors * VL, v_set1(0));
         if (fit.boost != 1)
@@ -244,8 +244,8 @@ INLINE void put_weights_of_scales(int zero, int mr, const float *s, const group 
         EACH(r, mr) {
             const float *x = p + r * S_STRIDE + v * VL, *add = spread + v * VL % (4 * CA_LANES);
             int16_t *to = (int16_t *)(p + r * S_STRIDE) + v * VL;
-            vi a = v_integers(v_fma(v_load_f32(x), by[r], v_load_f32(add)));
-            vi b = v_integers(v_fma(v_load_f32(x + VL), by[r], v_load_f32(add + VL)));
+            vi a = v_integers(v_fma(v_load_f32(x), inv_step[r], v_load_f32(add)));
+            vi b = v_integers(v_fma(v_load_f32(x + VL), inv_step[r], v_load_f32(add + VL)));
             a = v_pack_words(a, b);
             sum[r] = v_dot_words(sum[r], a, ones);
             v_store_int(to, a);
@@ -289,9 +289,9 @@ INLINE void pv_of_keys(int nibbles, int each, int lie, int mr, int nv, const int
             x[nv / 2 + j] = v_halves_of_bytes(z, 1);
     }
     EACH(r, mr) {
-        vi by[2];
-        EACH(h, weights) by[h] = v_set1_words(w[h] + r * 2 * S_STRIDE);
-        EACH(j, nv) acc[r][j] = v_dot_words(acc[r][j], by[each ? j * VL / 32 : 0], x[j]);
+        vi weight[2];
+        EACH(h, weights) weight[h] = v_set1_words(w[h] + r * 2 * S_STRIDE);
+        EACH(j, nv) acc[r][j] = v_dot_words(acc[r][j], weight[each ? j * VL / 32 : 0], x[j]);
     }
 }
 
@@ -309,18 +309,19 @@ typedef struct strip_operands {
 
 /* O[mr][c .. c + nv * VL) += P V. each: every 32 columns have weights of their own. Upper nibbles are multiplied where
  * they are, as 16 times their value, which the unit makes up for. */
-INLINE void pv_strip(int nibbles, int each, int lie, int mr, int nv, const work *w, strip_operands t, int64_t c) {
+INLINE void pv_strip(int nibbles, int each, int lie, int mr, int nv, const segment_work *w, strip_operands t,
+                     int64_t c) {
     const int upper = nibbles && lie == IN_LINE && ca_nibble_shift(2 * c);
     const int64_t first = nibbles && lie != BY_TURNS ? ca_nibble_byte(2 * c) : 2 * c;
     const vi mask = v_set1_int(upper ? 0xf000f0 : 0xf000f);
-    ahead found;
-    const ahead *next = NULL;
+    prefetch_targets found;
+    const prefetch_targets *next = NULL;
     vi acc[TALL][NDV];
     EACH(r, mr)
     EACH(j, nv) acc[r][j] = v_set1_int(nibbles ? t.units[each ? j * VL / 32 : 0][r].start * (upper ? 16 : 1) : 0);
     for (int i = t.first; i < t.end; i++) {
         if ((i == t.first || i % NG == 0) && t.fetches)
-            next = look_ahead(&w->f, &w->b, t.g, t.num_groups, t.num_groups + i - i % NG, &found);
+            next = list_targets(&w->prefetch, &w->block, t.g, t.num_groups, t.num_groups + i - i % NG, &found);
         for (unsigned key = 0; key < CA_LANES; key += 4) {
             const unsigned lane = (unsigned)(i - t.first) * CA_LANES + key, n = lane / VL;
             const unsigned at = n / 2 * 2 * VL + n % 2 * 4 + 2 * (lane % VL); /* v_pack_words has put weights there */
@@ -341,7 +342,7 @@ INLINE void pv_strip(int nibbles, int each, int lie, int mr, int nv, const work 
     }
 }
 
-INLINE void pv_strip_of(int nibbles, int each, int lie, int mr, int64_t strip, const work *w, strip_operands t,
+INLINE void pv_strip_of(int nibbles, int each, int lie, int mr, int64_t strip, const segment_work *w, strip_operands t,
                         int64_t c) {
     if (lie == (nibbles ? IN_BOTH_HALVES : IN_LINE) && TILE_VECTORS(mr) * VL >= 64 && strip == 64)
         pv_strip(nibbles, each, lie, mr, 64 / VL, w, t, c);
@@ -351,9 +352,9 @@ INLINE void pv_strip_of(int nibbles, int each, int lie, int mr, int64_t strip, c
         pv_strip(nibbles, each, lie, mr, 16 / VL, w, t, c);
 }
 
-INLINE void pv_integer_rows(int nibbles, int each, const work *w, int mr, const group *g, int num_groups, int fetches,
-                            int64_t span, float *o) {
-    const scratch *x = &w->x;
+INLINE void pv_integer_rows(int nibbles, int each, const segment_work *w, int mr, const group *g, int num_groups,
+                            int fetches, int64_t span, float *o) {
+    const scratch *x = &w->scratch;
     const int v_dtype = w->plan->shape.v_dtype, zero = ca_zero_of(v_dtype);
     const int64_t dv = w->plan->shape.head_size_v, shared = ca_scale_elements(v_dtype, dv);
     unit units[2][MAX_GROUPS][TALL];
@@ -369,7 +370,7 @@ INLINE void pv_integer_rows(int nibbles, int each, const work *w, int mr, const 
             for (int h = 0; 32 * h < strip; h++)
                 if ((c + 32 * h) % shared == 0) /* These columns have other scales. */
                     put_weights_any(zero, mr, x->s + at, g + i, end - i, (c + 32 * h) / shared, p[h], units[h][i]);
-            const strip_operands t = {p, of, g, num_groups, i, end, fetches && w->b.num_next, o, dv};
+            const strip_operands t = {p, of, g, num_groups, i, end, fetches && w->block.num_next, o, dv};
             if (lie == IN_LINE)
                 FOR_ROWS(mr, pv_strip_of(nibbles, each, IN_LINE, M, strip, w, t, c))
             else if (nibbles && lie == IN_BOTH_HALVES)
@@ -386,7 +387,8 @@ enum { BYTES_SHARE = 0 CA_FORMATS(SHARES) };
 #undef SHARES
 
 /* O += P V of mr rows over a score block. span: keys times columns whose weights, as integers, share a unit. */
-static void pv_integers(const work *w, int mr, const group *g, int num_groups, int fetches, int64_t span, float *o) {
+static void pv_integers(const segment_work *w, int mr, const group *g, int num_groups, int fetches, int64_t span,
+                        float *o) {
     const int v_dtype = w->plan->shape.v_dtype;
     if (ca_is_nibbles(v_dtype) && ca_has_scales(v_dtype))
         pv_integer_rows(1, 1, w, mr, g, num_groups, fetches, span, o);

@@ -78,9 +78,9 @@ INLINE void int8_of_bits(int bits, const uint8_t *src, uint8_t *dst) {
             const int to = ca_plane_bit(bits, 4 + j);
             chunks left, right;
             EACH(k, 4 * CHUNKS) {
-                const int by = to - i * CHUNKS - k / 4;
-                left[k] = by > 0 ? (uint32_t)by : 0;
-                right[k] = by < 0 ? (uint32_t)-by : 0;
+                const int shift = to - i * CHUNKS - k / 4;
+                left[k] = shift > 0 ? (uint32_t)shift : 0;
+                right[k] = shift < 0 ? (uint32_t)-shift : 0;
             }
             half |= (plane[j] << left >> right) & (0x01010101u << to);
         }
@@ -88,11 +88,11 @@ INLINE void int8_of_bits(int bits, const uint8_t *src, uint8_t *dst) {
     }
 }
 /* Unpacks n elements of 5 or 6 bits, a multiple of 128, to bytes of int8. */
-static void int8_of_packed(int dtype, const uint8_t *src, int64_t n, uint8_t *dst, const char *ahead) {
+static void int8_of_packed(int dtype, const uint8_t *src, int64_t n, uint8_t *dst, const char *next_src) {
     const int64_t step = ca_bytes_of(dtype, CA_NIBBLES);
-    for (int64_t i = 0; i < n; i += CA_NIBBLES, src += step, dst += CA_NIBBLES, ahead += step) {
-        __builtin_prefetch(ahead, 0, 2);
-        __builtin_prefetch(ahead + 64, 0, 2);
+    for (int64_t i = 0; i < n; i += CA_NIBBLES, src += step, dst += CA_NIBBLES, next_src += step) {
+        __builtin_prefetch(next_src, 0, 2);
+        __builtin_prefetch(next_src + 64, 0, 2);
         if (ca_formats[dtype].bits == 5)
             int8_of_bits(5, src, dst);
         else

@@ -2,9 +2,9 @@
 """This module scores pages by Quest's bounds (Tang et al., arXiv:2406.10774) and selects those that are worth
 attending, for ``selected_blocks``.
 
-    update_page_bounds(key, slot_mapping, page_min, page_max, block_size)             beside reshape_and_cache
-    scores = score_pages(query, page_min, page_max, block_table, seq_lens, query_start_loc, block_size)
-    selected_blocks = select_pages(scores, seq_lens, block_size, num_pages)
+    update_block_bounds(key, slot_mapping, block_min, block_max, block_size)             beside reshape_and_cache
+    scores = score_blocks(query, block_min, block_max, block_table, seq_lens, query_start_loc, block_size)
+    selected_blocks = select_blocks(scores, seq_lens, block_size, max_selected_blocks)
     attention_with_kv_cache(..., selected_blocks=selected_blocks)
 
 Two rows are kept for each physical block and kv head: the least and the largest of its keys in each dimension. No
@@ -22,7 +22,7 @@ from cpu_attn._arrays import described, view
 from cpu_attn._native import ffi, lib
 
 
-def update_page_bounds(key: Any, slot_mapping: Any, page_min: Any, page_max: Any, block_size: int) -> None:
+def update_block_bounds(key: Any, slot_mapping: Any, block_min: Any, block_max: Any, block_size: int) -> None:
     """Keeps the bounds of each block's keys: its smallest and its largest value of each dimension.
 
     Call it beside every cache write. The bounds of a block start anew with the call that writes its first slot, so
@@ -32,9 +32,9 @@ def update_page_bounds(key: Any, slot_mapping: Any, page_min: Any, page_max: Any
     Args:
         key: [T, Hkv, D] of float32, float16 or bfloat16, as it goes into the cache. The last axis is dense.
         slot_mapping: int64 [T], block * B + place in the block; a token with a negative slot is skipped.
-        page_min: [N, Hkv, D], of the same dtype, changed in place: the smallest values. The last axis is dense. A NaN
+        block_min: [N, Hkv, D], of the same dtype, changed in place: the smallest values. The last axis is dense. A NaN
             in a key makes both bounds NaN there.
-        page_max: [N, Hkv, D], of the same dtype, changed in place: the largest values. The last axis is dense.
+        block_max: [N, Hkv, D], of the same dtype, changed in place: the largest values. The last axis is dense.
         block_size: B, tokens of a block.
 
     Raises:
@@ -45,23 +45,23 @@ def update_page_bounds(key: Any, slot_mapping: Any, page_min: Any, page_max: Any
 
     Example:
         >>> import numpy as np
-        >>> from cpu_attn import update_page_bounds
-        >>> page_min, page_max = np.zeros((2, 4, 1, 2), np.float32)  # 4 blocks, 1 kv head of 2
+        >>> from cpu_attn.sparse import update_block_bounds
+        >>> block_min, block_max = np.zeros((2, 4, 1, 2), np.float32)  # 4 blocks, 1 kv head of 2
         >>> key = np.array([[[1, 5]], [[3, 2]]], np.float32)
-        >>> update_page_bounds(key, np.array([16, 17]), page_min, page_max, block_size=16)  # both tokens are in block 1
-        >>> page_min[1].tolist(), page_max[1].tolist()
+        >>> update_block_bounds(key, np.array([16, 17]), block_min, block_max, block_size=16)  # both are in block 1
+        >>> block_min[1].tolist(), block_max[1].tolist()
         ([[1.0, 2.0]], [[3.0, 5.0]])
     """
-    fault, arrays = _check.new_fault(), _check.update_page_bounds(key, slot_mapping, page_min, page_max)
+    fault, arrays = _check.new_fault(), _check.update_block_bounds(key, slot_mapping, block_min, block_max)
     block_size = _check.integer("block_size", block_size, 1)
     lib.ca_update_page_bounds(described(arrays), block_size, fault)
     _check.raise_fault(fault)
 
 
-def score_pages(
+def score_blocks(
     query: Any,
-    page_min: Any,
-    page_max: Any,
+    block_min: Any,
+    block_max: Any,
     block_table: Any,
     seq_lens: Any,
     query_start_loc: Any,
@@ -72,14 +72,14 @@ def score_pages(
 ) -> np.ndarray[Any, Any]:
     """Scores the blocks of each request: no q.k over a block exceeds its score.
 
-    The score of a block is the sum over d of max(q_d * page_min_d, q_d * page_max_d), the largest over the query heads
-    of a kv head and over the query tokens of the request. Scale, softcap and ALiBi are not in it. Over a quantised
-    cache q.k may exceed the score by what quantisation rounds.
+    The score of a block is the sum over d of max(q_d * block_min_d, q_d * block_max_d), the largest over the query
+    heads of a kv head and over the query tokens of the request. Scale, softcap and ALiBi are not in it. Over a
+    quantised cache q.k may exceed the score by what quantisation rounds.
 
     Args:
         query: [T, Hq, D] of float32, float16 or bfloat16.
-        page_min: [N, Hkv, D], of the same dtype, of :func:`update_page_bounds`.
-        page_max: [N, Hkv, D], of the same dtype, of :func:`update_page_bounds`.
+        block_min: [N, Hkv, D], of the same dtype, of :func:`update_block_bounds`.
+        block_max: [N, Hkv, D], of the same dtype, of :func:`update_block_bounds`.
         block_table: int32 [R, M], the blocks of each request in order; entries past them are ignored.
         seq_lens: int32 [R], how many keys each request has.
         query_start_loc: int32 [R + 1], where each request's query tokens start.
@@ -101,17 +101,17 @@ def score_pages(
 
     Example:
         >>> import numpy as np
-        >>> from cpu_attn import score_pages
-        >>> page_min = np.array([[[-1, 0]], [[2, 2]]], np.float32)  # 2 blocks, 1 kv head of 2
-        >>> page_max = np.array([[[1, 1]], [[3, 2]]], np.float32)
+        >>> from cpu_attn.sparse import score_blocks
+        >>> block_min = np.array([[[-1, 0]], [[2, 2]]], np.float32)  # 2 blocks, 1 kv head of 2
+        >>> block_max = np.array([[[1, 1]], [[3, 2]]], np.float32)
         >>> query = np.array([[[1, -1]]], np.float32)
         >>> table, lens, loc = np.array([[0, 1]], np.int32), np.array([32], np.int32), np.array([0, 1], np.int32)
-        >>> score_pages(query, page_min, page_max, table, lens, loc, block_size=16).tolist()
+        >>> score_blocks(query, block_min, block_max, table, lens, loc, block_size=16).tolist()
         [[[1.0, 1.0]]]
     """
     fault, arrays = (
         _check.new_fault(),
-        _check.score_pages(query, page_min, page_max, block_table, seq_lens, query_start_loc),
+        _check.score_blocks(query, block_min, block_max, block_table, seq_lens, query_start_loc),
     )
     block_size = _check.integer("block_size", block_size, 1)
     q, low, table = arrays[1], arrays[2], arrays[4]
@@ -133,7 +133,7 @@ def query_blocks(
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Takes the query blocks of a step for requests, so that each of them may have scores and a selection of its own.
 
-    :func:`score_pages` and :func:`select_pages` then give what :func:`attention_with_kv_cache` takes with a plan that
+    :func:`score_blocks` and :func:`select_blocks` then give what :func:`attention_with_kv_cache` takes with a plan that
     has this ``query_block_size``. Symbols: n query blocks of all requests.
 
     Args:
@@ -152,7 +152,7 @@ def query_blocks(
 
     Example:
         >>> import numpy as np
-        >>> from cpu_attn import query_blocks
+        >>> from cpu_attn.sparse import query_blocks
         >>> query_start_loc, seq_lens = np.array([0, 5, 6], np.int32), np.array([9, 4], np.int32)
         >>> for x in query_blocks(query_start_loc, seq_lens, query_block_size=2):
         ...     print(x.tolist())
@@ -174,47 +174,47 @@ def query_blocks(
     return np.append(0, end).astype(np.int32), seen.astype(np.int32), requests
 
 
-def select_pages(
+def select_blocks(
     scores: Any,
     seq_lens: Any,
     block_size: int,
-    num_pages: int,
+    max_selected_blocks: int,
     always_last: int = 1,
     always_first: int = 0,
 ) -> np.ndarray[Any, Any]:
     """Selects the best blocks of each request and head by their scores.
 
     Args:
-        scores: float32 [R, Hkv, M] or [R, Hq, M], of :func:`score_pages` or of a rule of your own. Of equal scores the
+        scores: float32 [R, Hkv, M] or [R, Hq, M], of :func:`score_blocks` or of a rule of your own. Of equal scores the
             first counts more; NaN counts as +inf.
         seq_lens: int32 [R], how many keys each request has.
         block_size: B, tokens of a block.
-        num_pages: how many blocks to select, those that are always selected among them.
+        max_selected_blocks: how many blocks to select, those that are always selected among them.
         always_last: how many blocks at the end of each request are always selected: the newest keys. A chunk of q_len
             query tokens stands in up to ceil(q_len / block_size) + 1 last blocks.
         always_first: how many blocks at the start of each request are always selected: attention sinks.
 
     Returns:
-        int32 [R, Hkv or Hq, S], S the smaller of ``num_pages`` and M: columns of the block table, ascending, then -1
-        where the request has fewer blocks. :func:`attention_with_kv_cache` takes it as ``selected_blocks``.
+        int32 [R, Hkv or Hq, S], S the smaller of ``max_selected_blocks`` and M: columns of the block table, ascending,
+        then -1 where the request has fewer blocks. :func:`attention_with_kv_cache` takes it as ``selected_blocks``.
 
     Raises:
-        ValueError: ``num_pages`` is less than ``always_last + always_first``, or a request has more blocks than
-            ``scores`` has columns.
+        ValueError: ``max_selected_blocks`` is less than ``always_last + always_first``, or a request has more blocks
+            than ``scores`` has columns.
         TypeError: an argument is no array, or has another dtype.
 
     Example:
         >>> import numpy as np
-        >>> from cpu_attn import select_pages
+        >>> from cpu_attn.sparse import select_blocks
         >>> scores = np.array([[[0.1, 0.9, 0.5, 0.2]]], np.float32)  # 4 blocks
-        >>> select_pages(scores, np.array([60], np.int32), block_size=16, num_pages=2).tolist()  # the last one always
+        >>> select_blocks(scores, np.array([60], np.int32), block_size=16, max_selected_blocks=2).tolist()
         [[[1, 3]]]
     """
     found = _check.array("scores", scores, ["float32"], [("num_reqs", None), ("heads", None), ("blocks", None)])
     block_size = _check.integer("block_size", block_size, 1)
     always_last = _check.integer("always_last", always_last, 0)
     always_first = _check.integer("always_first", always_first, 0)
-    num_pages = _check.integer("num_pages", num_pages, max(1, always_last + always_first))
+    max_selected_blocks = _check.integer("max_selected_blocks", max_selected_blocks, max(1, always_last + always_first))
     lens = _check.array("seq_lens", seq_lens, ["int32"], [("num_reqs", found.shape[0])]).numpy().astype(np.int64)
     blocks, columns = -(-lens // block_size), found.shape[2]
     for r in np.flatnonzero((lens < 0) | (blocks > columns))[:1]:
@@ -224,7 +224,7 @@ def select_pages(
     score = np.nan_to_num(found.numpy(), nan=most, posinf=most, neginf=-most)
     score = np.where((column < always_first) | (column >= end - always_last), inf, score)
     score = np.where(column < end, score, np.float32(-np.inf))
-    size = min(num_pages, columns)
+    size = min(max_selected_blocks, columns)
     if not size:
         return np.empty((*score.shape[:2], 0), np.int32)
     least = np.partition(score, columns - size, axis=2)[:, :, columns - size, None]

@@ -33,6 +33,6 @@ float ca_scaled_element(int kv_dtype, int64_t head_size, int value, const char *
     return ca_number(kv_dtype, ca_element(kv_dtype, data, at)) * ca_from_bf16(scale);
 }
 
-const uint16_t *ca_narrow_words(int kv_dtype, int bf16) { return words[kv_dtype - CA_DTYPES][bf16]; }
+const uint16_t *ca_quantised_words(int kv_dtype, int bf16) { return words[kv_dtype - CA_DTYPES][bf16]; }
 
-const uint8_t *ca_narrow_bytes(int kv_dtype) { return bytes[kv_dtype - CA_DTYPES][0]; }
+const uint8_t *ca_quantised_bytes(int kv_dtype) { return bytes[kv_dtype - CA_DTYPES][0]; }

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cpu_attn._errors import NoFreeBlocksError
-from cpu_attn.journal import Journal
+from cpu_attn.serving.journal import Journal
 
 Array = np.ndarray[Any, Any]
 
@@ -56,7 +56,8 @@ class BlockStats(NamedTuple):
     This class raises no errors itself.
 
     Example:
-        >>> from cpu_attn import BlockManager, PagedKVCache
+        >>> from cpu_attn import PagedKVCache
+        >>> from cpu_attn.serving import BlockManager
         >>> manager = BlockManager(PagedKVCache(num_blocks=8, block_size=16, num_kv_heads=1, head_size=64))
         >>> for request in ("a", "b"):
         ...     found = manager.allocate(request, range(40))

@@ -58,7 +58,7 @@ def get_index_cache_shape(
         UnavailableError: this machine does not have the isa.
 
     Example:
-        >>> from cpu_attn import get_index_cache_shape
+        >>> from cpu_attn.sparse import get_index_cache_shape
         >>> get_index_cache_shape(64, 16, 128, "float32")
         (64, 16, 128)
     """
@@ -100,15 +100,15 @@ def index_and_cache(
 
     Example:
         >>> import numpy as np
-        >>> from cpu_attn import get_index_cache_shape, index_and_cache
+        >>> from cpu_attn.sparse import get_index_cache_shape, index_and_cache
         >>> index_cache = np.zeros(get_index_cache_shape(2, 16, 64, "float32"), np.float32)
         >>> index_and_cache(np.ones((3, 64), np.float32), index_cache, np.array([0, 1, 2]))
         >>> float(index_cache.sum())
         192.0
     """
     _check.keys_alone(kv_cache_dtype)
-    how = (isa, k_scale, 1.0, kv_cache_dtype, kv_cache_layout, "none")
-    ops.run_write(lib.ca_index_and_cache, _check.INDEX, (index_cache, k, slot_mapping), *how)
+    form = ops.cache_format(isa, kv_cache_dtype, kv_cache_layout)
+    ops.run_write(lib.ca_index_and_cache, _check.INDEX, (index_cache, k, slot_mapping), form, k_scale, 1.0)
 
 
 def select_tokens(
@@ -167,7 +167,7 @@ def select_tokens(
 
     Example:
         >>> import numpy as np
-        >>> from cpu_attn import get_index_cache_shape, index_and_cache, select_tokens
+        >>> from cpu_attn.sparse import get_index_cache_shape, index_and_cache, select_tokens
         >>> index_cache = np.zeros(get_index_cache_shape(1, 16, 64, "float32"), np.float32)
         >>> keys = np.outer([1, 3, 2, 3, 0], np.ones(64)).astype(np.float32)
         >>> index_and_cache(keys, index_cache, np.arange(5))
@@ -176,13 +176,13 @@ def select_tokens(
         >>> select_tokens(query, index_cache, weights, loc, lens, table, 3).tolist()  # scores 1, 3, 2, 3, 0
         [[1, 2, 3]]
     """
-    kv = _check.keys_alone(kv_cache_dtype)
-    k_scale, _ = _check.scales(k_scale, 1.0, (kv, kv))
+    _check.keys_alone(kv_cache_dtype)
+    form = ops.cache_format(isa, kv_cache_dtype, kv_cache_layout)
+    k_scale, _ = _check.scales(k_scale, 1.0, form.kinds)
     factor, _ = _check.logit_factors(_check.number("scale", scale, _check.TINY), 0.0, k_scale)
     selected = np.empty((_check.length("query", query), _check.integer("topk_tokens", topk_tokens, 1)), np.int32)
     arrays = (selected, query, index_cache, seq_lens, query_start_loc, block_table, weights)
-    names = (isa, kv_cache_dtype, kv_cache_layout)
     found = _check.masks(_check.length("seq_lens", seq_lens), None, document_start_loc, None)
     how = (_check.boolean("causal", causal), factor * k_scale, masks_struct(found) if found else ffi.NULL)
-    ops.run_by_names(lib.ca_select_tokens, _check.SELECT, arrays, *names, *how)
+    ops.run_by_names(lib.ca_select_tokens, _check.SELECT, arrays, form, *how)
     return selected

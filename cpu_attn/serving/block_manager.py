@@ -14,8 +14,8 @@ import numpy as np
 
 from cpu_attn import _check
 from cpu_attn._arrays import view
-from cpu_attn.block_pool import BlockPool, BlockStats, child, root
-from cpu_attn.journal import Journal, all_or_nothing
+from cpu_attn.serving.block_pool import BlockPool, BlockStats, child, root
+from cpu_attn.serving.journal import Journal, all_or_nothing
 from cpu_attn.step import Step
 from cpu_attn.storage import PagedKVCache
 
@@ -59,7 +59,8 @@ class BlockManager:
 
     Example:
         >>> import numpy as np
-        >>> from cpu_attn import BlockManager, PagedKVCache
+        >>> from cpu_attn import PagedKVCache
+        >>> from cpu_attn.serving import BlockManager
         >>> caches = [PagedKVCache(num_blocks=8, block_size=16, num_kv_heads=2, head_size=64) for _ in range(2)]
         >>> manager = BlockManager(caches)
         >>> prompt = list(range(20))

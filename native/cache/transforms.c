@@ -12,7 +12,7 @@ typedef struct room {
     char *stage;
 } room;
 
-static int64_t divide(const ca_turns *t, uintptr_t base, room *out) {
+static int64_t divide(const ca_transforms *t, uintptr_t base, room *out) {
     const int64_t most = ca_max64(t->rows[K]->shape[2], t->rows[V]->shape[2]);
     const int64_t head = ca_round_up(most * (int64_t)sizeof(float), 64);
     const int64_t cos_sin = t->cos_sin ? ca_round_up(CA_LANES * t->cos_sin->shape[1] * (int64_t)sizeof(float), 64) : 0;
@@ -20,13 +20,13 @@ static int64_t divide(const ca_turns *t, uintptr_t base, room *out) {
     return head + cos_sin + CA_LANES * head;
 }
 
-static room room_of(const ca_turns *t, int thread) {
+static room room_of(const ca_transforms *t, int thread) {
     room found;
     divide(t, (uintptr_t)(t->memory + thread * t->thread_bytes), &found);
     return found;
 }
 
-int ca_turns_begin(ca_turns *t, int team) {
+int ca_transforms_begin(ca_transforms *t, int team) {
     const int64_t head_size = t->rows[K]->shape[2], weight = ca_round_up(head_size * 4, 64);
     room unused;
     t->thread_bytes = divide(t, 0, &unused);
@@ -45,17 +45,17 @@ int ca_turns_begin(ca_turns *t, int team) {
     return CA_OK;
 }
 
-void ca_turns_end(ca_turns *t) { ca_aligned_free(t->memory); }
+void ca_transforms_end(ca_transforms *t) { ca_aligned_free(t->memory); }
 
 /* Returns how the queries (which 0) or the keys (which 1) of a token are rotated and normed. `wide` has room for the
  * token's row of cos_sin_cache where that is not float32; `new` says that the row does not lie there yet. */
-static ca_turn rotary(const ca_turns *t, int which, int64_t token, float *wide, int new) {
+static ca_transform rotary(const ca_transforms *t, int which, int64_t token, float *wide, int new) {
     const ca_array *table = t->cos_sin;
     const char *row = ca_row_of(table, t->positions[token], 0);
     const int64_t rot_dim = table->shape[1];
     if (table->dtype != CA_F32 && new)
         t->kernel->widen_row(row, rot_dim, 1.0f, wide);
-    return (ca_turn){
+    return (ca_transform){
         .head_size = t->rows[K]->shape[2],
         .weight = t->weight[which],
         .eps = t->eps,
@@ -65,17 +65,17 @@ static ca_turn rotary(const ca_turns *t, int which, int64_t token, float *wide, 
     };
 }
 
-void ca_turn_queries(const ca_turns *t, int thread, int team) {
+void ca_transform_queries(const ca_transforms *t, int thread, int team) {
     const room at = room_of(t, thread);
     const int64_t num_tokens = t->cos_sin ? t->query->shape[0] : 0, end = num_tokens * (thread + 1) / team;
     for (int64_t i = num_tokens * thread / team; i < end; i++) {
-        const ca_turn how = rotary(t, 0, i, at.cos_sin, 1);
+        const ca_transform how = rotary(t, 0, i, at.cos_sin, 1);
         for (int h = 0; h < t->num_heads; h++)
-            t->kernel->turn(&how, ca_row_of(t->query, i, h), at.head, ca_row_of(t->query_out, i, h));
+            t->kernel->transform(&how, ca_row_of(t->query, i, h), at.head, ca_row_of(t->query_out, i, h));
     }
 }
 
-ca_array ca_turn_rows(const ca_turns *t, int kv, int thread, int head, int first, int64_t token, int n) {
+ca_array ca_transform_rows(const ca_transforms *t, int kv, int thread, int head, int first, int64_t token, int n) {
     const room at = room_of(t, thread);
     const int wide = t->wide >> kv & 1;
     ca_array staged = *t->rows[kv];
@@ -88,11 +88,12 @@ ca_array ca_turn_rows(const ca_turns *t, int kv, int thread, int head, int first
     staged.strides[1] = 0; /* one head */
     for (int i = 0; i < n; i++) {
         char *to = ca_row_of(&staged, i, 0);
-        ca_turn how = {.head_size = staged.shape[2]};
+        ca_transform how = {.head_size = staged.shape[2]};
         if (kv == K && t->cos_sin)
             how = rotary(t, 1, token + i, at.cos_sin + i * t->cos_sin->shape[1], first);
         how.hadamard = t->hadamard >> kv & 1;
-        t->kernel->turn(&how, ca_row_of(t->rows[kv], token + i, head), wide ? (float *)to : at.head, wide ? NULL : to);
+        t->kernel->transform(&how, ca_row_of(t->rows[kv], token + i, head), wide ? (float *)to : at.head,
+                             wide ? NULL : to);
     }
     return staged;
 }
