@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integrations
 from cpu_attn.flashinfer import arguments  # noqa: E402
 
 from .. import peers  # noqa: E402
-from ..snippets import ROOT  # noqa: E402
+from ..harness.snippets import ROOT  # noqa: E402
 
 TEXT = """
 @overload
