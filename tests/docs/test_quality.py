@@ -56,6 +56,7 @@ def test_every_format_has_a_bar() -> None:
     assert quality.kv_cache_dtypes() == list(BARS)
 
 
+@pytest.mark.slow
 def test_quick_form_within_bars(tmp_path: Path) -> None:
     report, picture = tmp_path / "quality.json", tmp_path / "quality.svg"
     result = CliRunner().invoke(quality.main, ["--quick", "--json", str(report), "--plot", str(picture)])
