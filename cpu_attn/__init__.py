@@ -14,9 +14,6 @@ Symbols: R requests of a step; T query tokens, one request after another; Hq que
 a head of queries and keys, Dv of values; N blocks of a cache, of B tokens each; M columns of a block table.
 """
 
-from importlib import import_module
-from typing import Any
-
 try:
     from cpu_attn._native import lib as _lib  # noqa: F401  # the modules below need it
 except ModuleNotFoundError as e:
@@ -27,7 +24,14 @@ except ModuleNotFoundError as e:
         "install .) and start Python in another folder, or pip install -e . to run from here"
     ) from None
 
-from cpu_attn import _self_test  # noqa: F401  # _dispatch calls its test
+from cpu_attn import (
+    _self_test,  # noqa: F401  # _dispatch calls its test
+    profiling,
+    rotation,
+    serving,
+    sparse,
+    storage,
+)
 from cpu_attn._dispatch import engines, isas
 from cpu_attn._errors import UnavailableError
 from cpu_attn._threads import get_num_threads, set_num_threads
@@ -49,6 +53,24 @@ from cpu_attn.rotary import rotary_reshape_and_cache
 from cpu_attn.storage import CacheDescriptor, PagedKVCache
 
 __version__ = "0.2.0"
+
+# These are of modules of their own, and are found here, too, three of them by the names that they had.
+BlockManager = serving.BlockManager
+BlockStats = serving.BlockStats
+NoFreeBlocksError = serving.NoFreeBlocksError
+Step = serving.Step
+StoredCache = storage.StoredCache
+balance = rotation.balance
+convert = storage.convert
+get_index_cache_shape = sparse.get_index_cache_shape
+index_and_cache = sparse.index_and_cache
+profile = profiling.profile
+query_blocks = sparse.query_blocks
+rotate = rotation.rotate
+score_pages = sparse.score_blocks
+select_pages = sparse.select_blocks
+select_tokens = sparse.select_tokens
+update_page_bounds = sparse.update_block_bounds
 
 __all__ = [
     "AttentionType",
@@ -78,22 +100,3 @@ __all__ = [
     "rotary_reshape_and_cache",
     "set_num_threads",
 ]
-
-# These names of modules of their own are found here, too, three of them by the names that they had.
-_ELSEWHERE = {
-    "serving": ("BlockManager", "BlockStats", "NoFreeBlocksError", "Step"),
-    "sparse": ("get_index_cache_shape", "index_and_cache", "query_blocks", "select_tokens"),
-    "storage": ("StoredCache", "convert"),
-    "rotation": ("balance", "rotate"),
-    "profiling": ("profile",),
-}
-_RENAMED = {"score_pages": "score_blocks", "select_pages": "select_blocks", "update_page_bounds": "update_block_bounds"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        return getattr(import_module("cpu_attn.sparse"), _RENAMED[name])
-    for module, names in _ELSEWHERE.items():
-        if name in names:
-            return getattr(import_module(f"cpu_attn.{module}"), name)
-    raise AttributeError(f"module 'cpu_attn' has no attribute {name!r}")

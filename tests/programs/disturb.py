@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cpu_attn
-from cpu_attn import compose, pages
+from cpu_attn import compose, sparse
 from cpu_attn._threads import force_num_threads
 
 from ..harness.guard import Guarded
@@ -184,7 +184,7 @@ def _copy() -> Calls:
 def _bounds() -> Calls:
     slots = _slots()
     key, least, most = _floats(len(slots), HEADS, SIZE), *(Guarded(_floats(N, HEADS, SIZE)) for _ in range(2))
-    call = lambda: pages.update_block_bounds(key, slots, least.array, most.array, BLOCK)  # noqa: E731
+    call = lambda: sparse.update_block_bounds(key, slots, least.array, most.array, BLOCK)  # noqa: E731
     return Calls(call, {"slot_mapping": slots}, [least, most])
 
 
@@ -194,8 +194,8 @@ def _scores() -> Calls:
     lens, starts = step["seq_lens"], step["query_start_loc"]
 
     def call() -> None:
-        scores = pages.score_blocks(query, least.array, most.array, table, lens, starts, BLOCK)
-        pages.select_blocks(scores, lens, BLOCK, 5)
+        scores = sparse.score_blocks(query, least.array, most.array, table, lens, starts, BLOCK)
+        sparse.select_blocks(scores, lens, BLOCK, 5)
 
     indices = {"block_table": table, "seq_lens": lens, "query_start_loc": starts}
     return Calls(call, indices, [least, most])

@@ -236,6 +236,7 @@ def test_more_threads_than_can_be_had(number: int) -> None:
     """No number in OMP_NUM_THREADS ends a call, and none is given back smaller than it was."""
     script = f"""
 import numpy as np, cpu_attn
+from cpu_attn import sparse
 from click.testing import CliRunner
 from cpu_attn.cli import main
 asked = cpu_attn.get_num_threads()
@@ -260,6 +261,7 @@ print(asked, cpu_attn.get_num_threads(), info.exit_code)
 # Of the variable before Python starts: OpenMP reads it once.
 SMALL_STACK = """
 import numpy as np, cpu_attn
+from cpu_attn import sparse
 from cpu_attn._threads import force_num_threads
 force_num_threads(2)
 key = np.ones((64, 2, 32), np.float32)

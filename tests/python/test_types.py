@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from cpu_attn import *
 from cpu_attn.distributed import ContextParallel, ThreadGroup
+from cpu_attn.serving import *
+from cpu_attn.sparse import *
 
 class Tensor:
     def new_empty(self, shape: tuple[int, ...]) -> "Tensor": ...
