@@ -185,7 +185,7 @@ def profile() -> Iterator[Profile]:
     """Records the calls of all threads of this process that end within it.
 
     It tells which engine, isa and kernel each attention, cache write, selection of tokens, plan and merge took, how
-    many threads, requests and tokens, and how long. The bounds of pages are not recorded. A call costs a few
+    many threads, requests and tokens, and how long. The bounds of blocks are not recorded. A call costs a few
     microseconds more while it is recorded. A program that cannot be changed is profiled by ``CPU_ATTN_PROFILE=FILE``:
     each of its processes then writes a trace to FILE, with its number before the suffix, when it ends as Python
     programs do.

@@ -61,7 +61,7 @@ UNTOUCHED = ("native/cpu_attn.h", "native/limits/", "native/kernel/emulation/")
 TOUCHING = {
     "native/cache/": "write leaks cache quantised fp8 layout rotary selected layout_convert",
     "native/cache/hadamard.c": "rotated quantised",
-    "native/cache/pages.c": "selected leaks query_heads query_blocks",
+    "native/cache/block_bounds.c": "selected leaks query_heads query_blocks",
     "native/cache/transforms.c": "rotary leaks rotated write",
     "native/check/": "errors leaks arguments repeated mla selected_tokens query_blocks indexer context_parallel "
     "cascade",
@@ -73,7 +73,7 @@ TOUCHING = {
     "native/kernel/": "quantised mla selected indexer context_parallel attention numbers",
     "native/kernel/cache_write/": "write rotary rotated quantised",
     "native/kernel/kv_formats/": "quantised fp8 context_parallel attention numbers",
-    "native/kernel/attention/page_scores.inc": "selected query_heads",
+    "native/kernel/attention/block_scores.inc": "selected query_heads",
     "native/kernel/attention/token_scores.inc": "indexer",
     "native/kernel/attention/token_sums.inc": "indexer",
     "native/linear/": "linear_errors linear_conv linear_bits linear",

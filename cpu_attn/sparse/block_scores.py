@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module scores pages by Quest's bounds (Tang et al., arXiv:2406.10774) and selects those that are worth
+"""This module scores blocks by Quest's bounds (Tang et al., arXiv:2406.10774) and selects those that are worth
 attending, for ``selected_blocks``.
 
     update_block_bounds(key, slot_mapping, block_min, block_max, block_size)             beside reshape_and_cache
@@ -54,7 +54,7 @@ def update_block_bounds(key: Any, slot_mapping: Any, block_min: Any, block_max: 
     """
     fault, arrays = _check.new_fault(), _check.update_block_bounds(key, slot_mapping, block_min, block_max)
     block_size = _check.integer("block_size", block_size, 1)
-    lib.ca_update_page_bounds(described(arrays), block_size, fault)
+    lib.ca_update_block_bounds(described(arrays), block_size, fault)
     _check.raise_fault(fault)
 
 
@@ -123,7 +123,7 @@ def score_blocks(
     scratch = np.empty(threads * lib.ca_score_floats(q.shape[2]), np.float32)
     room = ffi.from_buffer("float[]", scratch)
     given = described([view("scores", scores), *arrays[1:]])
-    lib.ca_score_pages(given, resolved.index, block_size, room, threads, fault)
+    lib.ca_score_blocks(given, resolved.index, block_size, room, threads, fault)
     _check.raise_fault(fault)
     return scores
 

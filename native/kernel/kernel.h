@@ -5,7 +5,7 @@
 #include "run/engine.h"
 #include "cache/layout.h"
 
-#define CA_PAGE_ROWS 4 /* query rows that meet a page while it is in registers */
+#define CA_SCORED_ROWS 4 /* query rows that meet the bounds of a block while it is in registers */
 
 /* Says what is done to one head of one token, in float32 and in this order: norm, rotary embedding, rotation. */
 typedef struct ca_transform {
@@ -86,9 +86,9 @@ struct ca_kernel {
     /* Does what `how` says to one head. The result goes to x as float32 and, unless dst is NULL, rounded to dst, which
      * may be src. */
     void (*transform)(const ca_transform *how, const void *src, float *x, void *dst);
-    /* Makes the scores [M] of one request's pages for one head of the scores, from the arrays of ca_score_pages.
+    /* Makes the scores [M] of one request's blocks for one head of the scores, from the arrays of ca_score_blocks.
      * scratch: room of ca_score_floats. */
-    void (*score_pages)(const ca_array *arrays, int64_t block_size, int64_t request, int64_t head, float *scratch);
+    void (*score_blocks)(const ca_array *arrays, int64_t block_size, int64_t request, int64_t head, float *scratch);
     /* Makes an indexer's scores of the keys [k0, k1) for a task's query tokens: scores[i * stride + j] is the score of
      * key j for token i, the sum over the token's heads of weight times relu(q.k). The weights of token i are
      * weights[i * num_heads ...]. */

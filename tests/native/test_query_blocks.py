@@ -213,7 +213,7 @@ def test_query_blocks_refuse(spoiled: dict[str, Any], words: str) -> None:
 
 
 def test_from_keys_to_attention() -> None:
-    """Bounds of pages, their scores for each query block, what these select, attended."""
+    """Bounds of blocks, their scores for each query block, what these select, attended."""
     problem = problem_of("all")
     case, step = problem.case, (problem.query_start_loc, problem.seq_lens)
     slots = [problem.block_table[r, np.arange(n) // 16] * 16 + np.arange(n) % 16 for r, n in enumerate(step[1])]

@@ -110,7 +110,7 @@ def test_scores_by_query_head(isa: str, dtype: str, group: int, head_size: int) 
 
 
 def test_from_keys_to_attention() -> None:
-    """Bounds of pages, their scores for each query block and head, what these select, over a cache and a step."""
+    """Bounds of blocks, their scores for each query block and head, what these select, over a cache and a step."""
     rng = np.random.default_rng(3)
     cache = cpu_attn.PagedKVCache(16, 16, num_kv_heads=2, head_size=32)
     manager = cpu_attn.BlockManager(cache)

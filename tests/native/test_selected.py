@@ -138,7 +138,7 @@ def test_the_bench_attends_the_share_it_says() -> None:
     assert (step.workload.flops, step.workload.kv_bytes(4)) == (whole.flops // 4, whole.kv_bytes(4) // 4)
 
 
-# ---- bounds of pages ----
+# ---- bounds of blocks ----
 
 DTYPES = {"float32": F32, "float16": np.float16, "bfloat16": BF16}
 
@@ -215,7 +215,7 @@ def test_bounds_refuse(spoiled: dict[str, Any], error: type[Exception], words: l
         sparse.update_block_bounds(**args | {"block_max": args["block_min"]})
 
 
-# ---- scores of pages ----
+# ---- scores of blocks ----
 
 
 def oracle(

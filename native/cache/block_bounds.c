@@ -38,7 +38,7 @@ static void fold(const ca_array *a, int64_t t, int64_t head, int64_t block, int 
         (key->dtype == CA_F16 ? fold_f16 : fold_bf16)(k, head_size, least, most);
 }
 
-int ca_update_page_bounds(const ca_array *a, int64_t block_size, ca_fault *fault) {
+int ca_update_block_bounds(const ca_array *a, int64_t block_size, ca_fault *fault) {
     int64_t num_tokens = a[CA_BOUNDS_KEY].shape[0], heads = a[CA_BOUNDS_KEY].shape[1], few[CA_FEW_INDICES];
     int64_t *slots = ca_take_slots(&a[CA_BOUNDS_SLOT_MAPPING], a[CA_BOUNDS_MIN].shape[0] * block_size, few, fault);
     if (!slots)
@@ -101,13 +101,13 @@ static void score_items(void *work, int thread, int team) {
     scoring *s = work;
     (void)team;
     for (int64_t i; (i = atomic_fetch_add(&s->next_item, 1)) < s->items;)
-        s->kernel->score_pages(s->arrays, s->block_size, i / s->heads, i % s->heads, s->scratch + thread * s->floats);
+        s->kernel->score_blocks(s->arrays, s->block_size, i / s->heads, i % s->heads, s->scratch + thread * s->floats);
 }
 
-int64_t ca_score_floats(int64_t head_size) { return ca_round_up(2 * CA_PAGE_ROWS * head_size, CA_LANES); }
+int64_t ca_score_floats(int64_t head_size) { return ca_round_up(2 * CA_SCORED_ROWS * head_size, CA_LANES); }
 
-int ca_score_pages(const ca_array *arrays, int isa, int64_t block_size, float *scratch, int num_threads,
-                   ca_fault *fault) {
+int ca_score_blocks(const ca_array *arrays, int isa, int64_t block_size, float *scratch, int num_threads,
+                    ca_fault *fault) {
     ca_array a[CA_SCORES_ARRAYS];
     memcpy(a, arrays, sizeof a);
     const ca_array *query = &a[CA_SCORES_QUERY];
