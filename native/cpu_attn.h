@@ -281,8 +281,9 @@ int ca_gather(const ca_array *arrays, int value, int isa, int dtype, int kv_dtyp
 enum { CA_SIGNS = 1024 };
 extern float ca_signs[1024];
 
-/* These keep and use the bounds of blocks (cpu_attn/sparse/block_scores.py). The arrays come in the order of _check.BOUNDS and
- * _check.SCORES, where they have been accepted; what indices hold is checked here, before a byte is written. */
+/* These keep and use the bounds of blocks (cpu_attn/sparse/block_scores.py). The arrays come in the order of
+ * _check.BOUNDS and _check.SCORES, where they have been accepted; what indices hold is checked here, before a byte is
+ * written. */
 enum ca_bounds_arrays { CA_BOUNDS_MIN, CA_BOUNDS_MAX, CA_BOUNDS_KEY, CA_BOUNDS_SLOT_MAPPING, CA_BOUNDS_ARRAYS };
 enum ca_scores_arrays {
     CA_SCORES,
@@ -298,7 +299,7 @@ int ca_update_block_bounds(const ca_array *arrays, int64_t block_size, ca_fault 
 /* scores have as many heads as the bounds, or as the queries. scratch holds ca_score_floats floats for each of
  * num_threads. */
 int ca_score_blocks(const ca_array *arrays, int isa, int64_t block_size, float *scratch, int num_threads,
-                   ca_fault *fault);
+                    ca_fault *fault);
 int64_t ca_score_floats(int64_t head_size);
 
 /* This is select_tokens. scale, which is positive, is that of q.k and of the cache together. masks may be NULL. */
