@@ -171,7 +171,7 @@ class SchedulerMetadata(_check.Plan):
         )
 
 
-_DEFAULTS = {row.name: int(row.default or 0) for row in PLAN.fields}
+_DEFAULTS = ffi.new("ca_shape *", {row.name: int(row.default or 0) for row in PLAN.fields})
 
 
 class Plans(dict[Any, Any]):
@@ -247,7 +247,7 @@ def get_scheduler_metadata(
         (26, 'native')
     """
     num_reqs = _check.integer("num_reqs", num_reqs, 0)
-    shape = ffi.new("ca_shape *", _DEFAULTS)
+    shape = ffi.new("ca_shape *", _DEFAULTS[0])
     shape.num_reqs = num_reqs
     shape.num_heads = _check.integer("num_heads", num_heads, 1, _check.MAX_SIZE)
     shape.num_kv_heads = _check.integer("num_kv_heads", num_kv_heads, 1, shape.num_heads)
