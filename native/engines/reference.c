@@ -37,14 +37,14 @@ static double score(const ca_plan *p, const ca_call *c, const float *query, cons
 
 /* A thread works in these: a row of the output, one of queries, and a chain of K and V, those keys that are selected. A
  * key becomes floats once for all rows of a task, which is four times as fast as once for each row. */
-typedef struct work {
+typedef struct row_work {
     double *o;
     float *query, *key, *value;
-} work;
+} row_work;
 
 /* Computes one row over the keys that it sees among [k0, k1), which w holds. */
 static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int64_t r, int kv_head, int64_t k0,
-                       int64_t k1, const ca_state *state, const work *w) {
+                       int64_t k1, const ca_state *state, const row_work *w) {
     const int64_t group = p->group_size, d_end = p->shape.head_size, dv = p->shape.head_size_v;
     const ca_query_row row = ca_query_row_of(p, c, ca_token_at(p, t, r / group), kv_head * group + r % group);
     double m = -INFINITY, l = 0, *o = w->o;
@@ -91,7 +91,7 @@ static int segment(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_
     (void)num_heads;
     const int64_t rows = ca_rows_of(p, t), d_end = p->shape.head_size, dv = p->shape.head_size_v;
     float *query = (float *)((double *)scratch + dv), *key = query + d_end;
-    const work w = {scratch, query, key, key + chain_keys(p) * d_end};
+    const row_work w = {scratch, query, key, key + chain_keys(p) * d_end};
     int64_t n = 0;
     for (int64_t j, next = k0; (j = ca_next_key(p, c, t, kv_head, next, k1)) < k1; next = j + 1, n++) {
         read_key(p, c, K, t->request, kv_head, j, w.key + n * d_end);

@@ -108,6 +108,11 @@ static inline void ca_clear(const ca_state *s, int64_t rows, int64_t head_size_v
     ca_open(s, rows);
 }
 
+/* Places a field of a struct at `base` + at, and moves at past so many bytes, to the next line. */
+#define CA_CARVE(field, bytes)                                                                                         \
+    field = (void *)(base + (uintptr_t)at);                                                                            \
+    at = ca_round_up(at + (int64_t)(bytes), 64);
+
 typedef struct ca_kernel ca_kernel;
 
 struct ca_plan {

@@ -7,12 +7,12 @@
 #include "plan/keys.h"
 
 /* A thread works in these. */
-typedef struct work {
+typedef struct copy_work {
     int32_t *key;   /* [CA_SELECTED_KEYS] */
     float *bias;    /* [group_size][CA_SELECTED_KEYS] */
     char *block[2]; /* of K, of V: CA_SELECTED_KEYS tokens */
     void *scratch;  /* the engine's */
-} work;
+} copy_work;
 
 static int is_packed(const ca_plan *p) { return p->shape.kv_cache_layout == CA_PACKED; }
 
@@ -22,17 +22,13 @@ static int64_t block_bytes(const ca_plan *p, int kv) {
                         : CA_SELECTED_KEYS * ca_kv_row_bytes(&p->shape, kv);
 }
 
-static int64_t carve(work *w, uintptr_t base, const ca_plan *p) {
+static int64_t carve(copy_work *w, uintptr_t base, const ca_plan *p) {
     int64_t at = 0;
-#define TAKE(field, bytes)                                                                                             \
-    w->field = (void *)(base + (uintptr_t)at);                                                                         \
-    at = ca_round_up(at + (int64_t)(bytes), 64);
-    TAKE(key, CA_SELECTED_KEYS * sizeof *w->key)
-    TAKE(bias, p->group_size * CA_SELECTED_KEYS * (int64_t)sizeof *w->bias)
-    TAKE(block[K], block_bytes(p, K))
-    TAKE(block[V], block_bytes(p, V))
-    TAKE(scratch, 0)
-#undef TAKE
+    CA_CARVE(w->key, CA_SELECTED_KEYS * sizeof *w->key)
+    CA_CARVE(w->bias, p->group_size * CA_SELECTED_KEYS * (int64_t)sizeof *w->bias)
+    CA_CARVE(w->block[K], block_bytes(p, K))
+    CA_CARVE(w->block[V], block_bytes(p, V))
+    CA_CARVE(w->scratch, 0)
     return at;
 }
 
@@ -74,7 +70,7 @@ static ca_plan segment_plan(const ca_plan *p, int64_t keys, int32_t step[4]) {
 
 int64_t ca_selected_bytes(const ca_plan *p) {
     int32_t step[4];
-    work unused;
+    copy_work unused;
     const ca_plan alone = segment_plan(p, CA_SELECTED_KEYS, step);
     return carve(&unused, 0, p) + p->engine->scratch_bytes(&alone);
 }
@@ -179,7 +175,7 @@ static void copy_packed(const ca_plan *p, const ca_call *c, const ca_task *t, in
     }
 }
 
-static void copy_keys(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int64_t n, const work *w,
+static void copy_keys(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int64_t n, const copy_work *w,
                       ca_kv kv[2]) {
     const int latent = ca_v_is_in_k(&p->shape, c); /* one copy is both */
     for (int i = K; i <= (latent ? K : V); i++) {
@@ -192,7 +188,7 @@ static void copy_keys(const ca_plan *p, const ca_call *c, const ca_task *t, int 
 
 /* Adds up, for each query head and key, what depends on the key's position. */
 static void fill_bias(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, ca_query_row row, int64_t n,
-                      const work *w) {
+                      const copy_work *w) {
     for (int64_t g = 0; g < p->group_size; g++) {
         float *bias = w->bias + g * CA_SELECTED_KEYS;
         ca_query_row_move(p, c, (ca_token){t->request, t->token}, kv_head * p->group_size + g, &row);
@@ -210,7 +206,7 @@ int ca_attend_selected(const ca_plan *p, const ca_call *c, const ca_task *t, int
     const int32_t table = 0;
     const ca_task task = {.num_tokens = 1, .num_segments = 1, .partial = -1};
     int32_t step[4];
-    work w;
+    copy_work w;
     carve(&w, (uintptr_t)memory, p);
     const int64_t n = list_keys(p, c, t, &row, segment, w.key);
     if (!n)

@@ -105,7 +105,7 @@ static ca_array cache(int isa, int value) {
         shape[1] = f[BLOCK_SIZE];
         shape[2] = f[KV_HEADS];
     }
-    return array(ca_is_narrow(kv_dtype) ? CA_U8 : kv_dtype, ca_dtype_size(kv_dtype), 4, shape, 0xff);
+    return array(ca_is_quantised(kv_dtype) ? CA_U8 : kv_dtype, ca_dtype_size(kv_dtype), 4, shape, 0xff);
 }
 
 int main(int argc, char **argv) {

@@ -22,7 +22,7 @@
  * so. Elsewhere it loses time (kernel/MEASUREMENTS.md: oneDNN). */
 static const char *bf16_needs(const ca_plan *plan) { return plan->kernel->info.bf16_products ? "bf16" : "amx"; }
 
-typedef struct work {
+typedef struct gemm_work {
     ca_pages pages;
     const ca_task *task;
     ca_form form;
@@ -39,7 +39,7 @@ typedef struct work {
     const uint8_t **tree; /* of each row: ca_tree_row */
     const float **bias;   /* of each row: ca_bias_row */
     int64_t context;
-} work;
+} gemm_work;
 
 /* Rounds rows up to 1, 2, 4, ... 32 or a multiple of 32: these are at most 13 sizes, with little padding. */
 static int64_t row_bucket(int64_t rows) {
@@ -53,36 +53,32 @@ static int64_t key_bucket(int64_t keys) {
     return keys <= 256 ? ca_round_up(ca_max64(keys, 1), 64) : ca_round_up(keys, 128);
 }
 
-static int64_t carve(work *w, uintptr_t base, const ca_plan *plan) {
+static int64_t carve(gemm_work *w, uintptr_t base, const ca_plan *plan) {
     int64_t at = 0, rows = plan->rows, padded = row_bucket(ca_min64(rows, ROWS));
     int64_t q_rows = ca_round_up(rows, padded);
-#define TAKE(field, bytes)                                                                                             \
-    w->field = (void *)(base + (uintptr_t)at);                                                                         \
-    at = ca_round_up(at + (int64_t)(bytes), 64);
-    TAKE(q, q_rows * ca_max64(w->head_size * 4, ca_round_up(w->head_size, 32) * 2))
-    TAKE(k, ca_form_k_bytes(w->head_size, KEYS))
-    TAKE(v, ca_form_v_bytes(w->head_size_v, KEYS))
-    TAKE(s, padded * KEYS * 4)
-    TAKE(p, padded * KEYS * 2)
-    TAKE(part.o, padded * w->head_size_v * 4 * (KEYS / CHAIN))
-    TAKE(part.m, padded * 4)
-    TAKE(part.l, padded * 4)
-    TAKE(top, padded * 4)
-    TAKE(slope, rows * 4)
-    TAKE(lo, rows * sizeof(int64_t))
-    TAKE(hi, rows * sizeof(int64_t))
-    TAKE(pos, rows * sizeof(int64_t))
-    TAKE(tree, rows * sizeof *w->tree)
-    TAKE(bias, rows * sizeof *w->bias)
-    TAKE(pad, PAD)
-    TAKE(pages.wide, ca_wide_bytes(plan))
-    TAKE(pages.key, KEYS * sizeof(int32_t))
-#undef TAKE
+    CA_CARVE(w->q, q_rows * ca_max64(w->head_size * 4, ca_round_up(w->head_size, 32) * 2))
+    CA_CARVE(w->k, ca_form_k_bytes(w->head_size, KEYS))
+    CA_CARVE(w->v, ca_form_v_bytes(w->head_size_v, KEYS))
+    CA_CARVE(w->s, padded * KEYS * 4)
+    CA_CARVE(w->p, padded * KEYS * 2)
+    CA_CARVE(w->part.o, padded * w->head_size_v * 4 * (KEYS / CHAIN))
+    CA_CARVE(w->part.m, padded * 4)
+    CA_CARVE(w->part.l, padded * 4)
+    CA_CARVE(w->top, padded * 4)
+    CA_CARVE(w->slope, rows * 4)
+    CA_CARVE(w->lo, rows * sizeof(int64_t))
+    CA_CARVE(w->hi, rows * sizeof(int64_t))
+    CA_CARVE(w->pos, rows * sizeof(int64_t))
+    CA_CARVE(w->tree, rows * sizeof *w->tree)
+    CA_CARVE(w->bias, rows * sizeof *w->bias)
+    CA_CARVE(w->pad, PAD)
+    CA_CARVE(w->pages.wide, ca_wide_bytes(plan))
+    CA_CARVE(w->pages.key, KEYS * sizeof(int32_t))
     return at;
 }
 
 static int64_t scratch_bytes(const ca_plan *plan) {
-    work w = {.head_size = plan->shape.head_size, .head_size_v = plan->shape.head_size_v};
+    gemm_work w = {.head_size = plan->shape.head_size, .head_size_v = plan->shape.head_size_v};
     return carve(&w, 0, plan);
 }
 
@@ -93,7 +89,7 @@ static int engine_rows(const ca_kernel *kernel) {
 
 /* ---- the primitives ---- */
 
-static int matmul(const work *w, int64_t m, int64_t n, int64_t k, int64_t parts, int packed, int tanh, int scaled,
+static int matmul(const gemm_work *w, int64_t m, int64_t n, int64_t k, int64_t parts, int packed, int tanh, int scaled,
                   ca_prim **prim) {
     int bf16 = w->form == CA_FORM_BF16;
     int32_t type = bf16 ? dnnl_bf16 : dnnl_f32;
@@ -102,29 +98,29 @@ static int matmul(const work *w, int64_t m, int64_t n, int64_t k, int64_t parts,
     return ca_prim_get(&key, bf16 ? bf16_needs(w->pages.plan) : NULL, prim);
 }
 
-static int qk(const work *w, int64_t m, int64_t n, ca_prim **prim) {
+static int qk(const gemm_work *w, int64_t m, int64_t n, ca_prim **prim) {
     return matmul(w, m, n, ca_form_head_size(w->form, w->head_size), 1, w->form != CA_FORM_PLAIN,
                   w->pages.call->softcap > 0, w->factor != 1, prim);
 }
 
 /* bf16's error budget has room for one sum. */
-static int64_t chains(const work *w, int64_t keys) {
+static int64_t chains(const gemm_work *w, int64_t keys) {
     return w->form == CA_FORM_BF16 ? 1 : keys % CHAIN == 0 ? keys / CHAIN : keys / 64;
 }
 
-static int pv(const work *w, int64_t m, int64_t n, ca_prim **prim) {
+static int pv(const gemm_work *w, int64_t m, int64_t n, ca_prim **prim) {
     return matmul(w, m, w->head_size_v, n, chains(w, n), w->form == CA_FORM_BF16, 0, 0, prim);
 }
 
-static int softmax(const work *w, int64_t m, int64_t n, ca_prim **prim) {
+static int softmax(const gemm_work *w, int64_t m, int64_t n, ca_prim **prim) {
     (void)w;
     ca_prim_key key = {CA_PRIM_SOFTMAX, dnnl_f32, dnnl_f32, dnnl_ab, 0, 0, m, n, 0, 1};
     return ca_prim_get(&key, NULL, prim);
 }
 
-typedef int primitive_fn(const work *w, int64_t m, int64_t n, ca_prim **prim);
+typedef int primitive_fn(const gemm_work *w, int64_t m, int64_t n, ca_prim **prim);
 
-static int run(const work *w, primitive_fn *primitive, int64_t m, int64_t n, const void *src, const void *weights,
+static int run(const gemm_work *w, primitive_fn *primitive, int64_t m, int64_t n, const void *src, const void *weights,
                void *dst) {
     ca_prim *p;
     int status = primitive(w, m, n, &p);
@@ -136,7 +132,7 @@ static int run(const work *w, primitive_fn *primitive, int64_t m, int64_t n, con
 }
 
 /* Takes the next columns: keys from `key` on, of the blocks that count. Returns how many it took. */
-static int64_t take_keys(const work *w, int64_t key) {
+static int64_t take_keys(const gemm_work *w, int64_t key) {
     const ca_pages *g = &w->pages;
     int64_t n = 0, size = g->call->block_size;
     while (n < KEYS && (key = ca_next_key(g->plan, g->call, w->task, g->kv_head, key, w->k1)) < w->k1)
@@ -145,11 +141,11 @@ static int64_t take_keys(const work *w, int64_t key) {
     return n;
 }
 
-static int64_t first_chunk(const work *w) { return w->form == CA_FORM_BF16 ? w->k0 & ~(int64_t)1 : w->k0; }
+static int64_t first_chunk(const gemm_work *w) { return w->form == CA_FORM_BF16 ? w->k0 & ~(int64_t)1 : w->k0; }
 
 /* Asks for all primitives that a segment will need, so that no form is given up half way. Returns a
  * ca_onednn_status. */
-static int form_is_there(const work *w) {
+static int form_is_there(const gemm_work *w) {
     static primitive_fn *const all[] = {qk, pv, softmax};
     if (!ca_form_fits(w->form, &w->pages))
         return CA_ONEDNN_NO_PRIMITIVE;
@@ -167,7 +163,7 @@ static int form_is_there(const work *w) {
     return CA_ONEDNN_OK;
 }
 
-static int choose_form(work *w) {
+static int choose_form(gemm_work *w) {
     const ca_call *c = w->pages.call;
     const double scale = (double)c->scale * c->k_scale, factor = c->softcap > 0 ? scale / c->softcap : scale;
     int status = CA_ONEDNN_NO_PRIMITIVE;
@@ -184,7 +180,7 @@ static int choose_form(work *w) {
 
 /* ---- queries ---- */
 
-static void take_rows(work *w) {
+static void take_rows(gemm_work *w) {
     const ca_plan *plan = w->pages.plan;
     int64_t columns = ca_form_head_size(w->form, w->head_size);
     w->context = ca_context_keys(plan, w->task->request);
@@ -207,7 +203,7 @@ static void take_rows(work *w) {
 }
 
 /* Sets the rows behind the last one, up to the matmul's size, to zero, so that they cost no more than others. */
-static void pad_rows(work *w, int64_t r0, int64_t rows) {
+static void pad_rows(gemm_work *w, int64_t r0, int64_t rows) {
     int64_t row = ca_form_head_size(w->form, w->head_size) * (w->form == CA_FORM_BF16 ? 2 : 4);
     if (rows > 0)
         memset((char *)w->q + (r0 + rows) * row, 0, (size_t)((row_bucket(rows) - rows) * row));
@@ -259,7 +255,7 @@ static float largest(const float *x, int64_t n) {
 }
 
 /* Returns how many of the chunk's n columns have keys before this one. */
-static int64_t columns_before(const work *w, int64_t n, int64_t key) {
+static int64_t columns_before(const gemm_work *w, int64_t n, int64_t key) {
     const int32_t *keys = w->pages.key;
     int64_t low = keys[n - 1] < key ? n : 0, high = n; /* most rows see all columns */
     while (low < high) {
@@ -273,14 +269,14 @@ static int64_t columns_before(const work *w, int64_t n, int64_t key) {
 }
 
 /* Columns [a, b) are what the row sees. */
-static void seen(const work *w, int64_t row, int64_t n, int64_t *a, int64_t *b) {
+static void seen(const gemm_work *w, int64_t row, int64_t n, int64_t *a, int64_t *b) {
     *a = columns_before(w, n, w->lo[row]);
     *b = ca_max64(*a, columns_before(w, n, w->hi[row]));
 }
 
 /* Applies softcap's factor, ALiBi, bias and the mask. A row whose scores are all -inf, or of which one is NaN or +inf,
  * becomes zeros; w->top tells these apart. */
-static void finish_scores(work *w, int64_t r0, int64_t r, int64_t n, int64_t keys) {
+static void finish_scores(gemm_work *w, int64_t r0, int64_t r, int64_t n, int64_t keys) {
     float *s = w->s + r * keys, cap = w->pages.call->softcap, slope = w->slope[r0 + r];
     const ca_shape *shape = &w->pages.plan->shape;
     int64_t a, b, pos = w->pos[r0 + r];
@@ -322,7 +318,7 @@ static float round_weights(const float *x, int64_t n, uint16_t *to) {
 
 /* After softmax, m is L until finish_row has the reference max, and l is the sum of the weights that pv takes, times L.
  * Weights that count nowhere become 0. */
-static void finish_weights(work *w, int64_t r, int64_t keys) {
+static void finish_weights(gemm_work *w, int64_t r, int64_t keys) {
     float *p = w->s + r * keys, sum = 1;
     int counts = w->top[r] > -INFINITY;
     if (!counts)
@@ -336,7 +332,7 @@ static void finish_weights(work *w, int64_t r, int64_t keys) {
 /* ---- results ---- */
 
 /* Adds the other chains of a row to the first; each chain has m rows. */
-static void add_chains(work *w, int64_t r, int64_t m, int64_t keys) {
+static void add_chains(gemm_work *w, int64_t r, int64_t m, int64_t keys) {
     const int64_t dv = w->head_size_v;
     float *restrict o = w->part.o + r * dv;
     for (int64_t i = 1; i < chains(w, keys); i++) {
@@ -355,7 +351,7 @@ static int all_finite(const float *x, int64_t n) {
 
 /* Weighs the keys that the row sees one by one. A key that it may not see, but that others may, holds NaN or inf in V,
  * and 0 * NaN is NaN. */
-static void weigh_seen(work *w, int64_t r0, int64_t r, int64_t a, int64_t b, int64_t keys) {
+static void weigh_seen(gemm_work *w, int64_t r0, int64_t r, int64_t a, int64_t b, int64_t keys) {
     const float *p = w->s + r * keys;
     const uint8_t *bits = w->tree[r0 + r];
     float *o = w->part.o + r * w->head_size_v;
@@ -368,7 +364,7 @@ static void weigh_seen(work *w, int64_t r0, int64_t r, int64_t a, int64_t b, int
     }
 }
 
-static void finish_row(work *w, int64_t r0, int64_t r, int64_t n, int64_t keys) {
+static void finish_row(gemm_work *w, int64_t r0, int64_t r, int64_t n, int64_t keys) {
     float *o = w->part.o + r * w->head_size_v, *m = &w->part.m[r], *l = &w->part.l[r];
     int64_t a, b;
     if (!(w->top[r] > -INFINITY)) {
@@ -395,7 +391,7 @@ static void finish_row(work *w, int64_t r0, int64_t r, int64_t n, int64_t keys) 
         o[d] *= share;
 }
 
-static int sees_any(const work *w, int64_t r0, int64_t rows, int64_t n) {
+static int sees_any(const gemm_work *w, int64_t r0, int64_t rows, int64_t n) {
     for (int64_t r = r0; r < r0 + rows; r += w->group) {
         int64_t a, b;
         seen(w, r, n, &a, &b);
@@ -406,7 +402,7 @@ static int sees_any(const work *w, int64_t r0, int64_t rows, int64_t n) {
 }
 
 /* Computes rows [r0, r0 + rows) against the chunk, and merges them into the state. */
-static int run_rows(work *w, int64_t r0, int64_t rows, int64_t n, const ca_state *state) {
+static int run_rows(gemm_work *w, int64_t r0, int64_t rows, int64_t n, const ca_state *state) {
     int64_t m = row_bucket(rows), keys = key_bucket(n);
     const ca_state into = {state->o + r0 * w->head_size_v, state->m + r0, state->l + r0};
     const int64_t q_row = ca_form_head_size(w->form, w->head_size) * (w->form == CA_FORM_BF16 ? 2 : 4);
@@ -430,7 +426,7 @@ static int run_rows(work *w, int64_t r0, int64_t rows, int64_t n, const ca_state
     return status;
 }
 
-static int run_chunks(work *w, const ca_state *state) {
+static int run_chunks(gemm_work *w, const ca_state *state) {
     int status = choose_form(w);
     if (status)
         return status;
@@ -454,14 +450,14 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     int64_t group = plan->group_size, rows = ca_rows_of(plan, task);
     if (k1 <= k0)
         return CA_ONEDNN_OK;
-    work w = {.pages = {plan, call, task->request, kv_head, NULL, NULL},
-              .task = task,
-              .rows = rows,
-              .group = group,
-              .head_size = plan->shape.head_size,
-              .head_size_v = plan->shape.head_size_v,
-              .k0 = k0,
-              .k1 = k1};
+    gemm_work w = {.pages = {plan, call, task->request, kv_head, NULL, NULL},
+                   .task = task,
+                   .rows = rows,
+                   .group = group,
+                   .head_size = plan->shape.head_size,
+                   .head_size_v = plan->shape.head_size_v,
+                   .k0 = k0,
+                   .k1 = k1};
     carve(&w, (uintptr_t)scratch, plan);
     int threads = ca_prim_enter(), status = run_chunks(&w, state);
     ca_prim_leave(threads);

@@ -86,13 +86,13 @@ static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
     w->kv[V].parts = ca_has_scales(v_dtype) ? 2 : 1;
     w->kv[K].apart = k_elements;
     w->kv[V].apart = v_elements(plan);
-    CARVE(w->s, STRIP * S_STRIDE * 4)
-    CARVE(w->copies, w->kv[V].parts * w->kv[V].apart * 2)
-    CARVE(w->kv[K].wide, w->kv[K].parts * w->kv[K].apart * 2)
-    CARVE(w->stage, staged ? (staged + 2 * VL) * 2 : 0)
-    CARVE(w->pipe, may_pipe(plan) ? sizeof *w->pipe : 0)
-    CARVE(w->partial_o, may_pipe(plan) ? STRIP * plan->shape.head_size_v * 4 : 0)
-    CARVE(w->left, ca_div_up(plan->rows, STRIP))
+    CA_CARVE(w->s, STRIP * S_STRIDE * 4)
+    CA_CARVE(w->copies, w->kv[V].parts * w->kv[V].apart * 2)
+    CA_CARVE(w->kv[K].wide, w->kv[K].parts * w->kv[K].apart * 2)
+    CA_CARVE(w->stage, staged ? (staged + 2 * VL) * 2 : 0)
+    CA_CARVE(w->pipe, may_pipe(plan) ? sizeof *w->pipe : 0)
+    CA_CARVE(w->partial_o, may_pipe(plan) ? STRIP * plan->shape.head_size_v * 4 : 0)
+    CA_CARVE(w->left, ca_div_up(plan->rows, STRIP))
     w->kv[V].wide = w->copies + STEPS_V * DEPTH * (int64_t)plan->shape.head_size_v;
     return at;
 }

@@ -77,38 +77,33 @@ static inline int64_t copies_bytes(const ca_plan *p) {
     return is_plain(p) ? BLOCK_KEYS * ca_token_bytes(&p->shape) : 0;
 }
 
-/* Places a field of a struct at `base` + at, and moves at past so many bytes, to the next line. */
-#define CARVE(field, bytes)                                                                                            \
-    field = (void *)(base + (uintptr_t)at);                                                                            \
-    at = ca_round_up(at + (bytes), 64);
-
 static inline int64_t carve(scratch *x, uintptr_t base, const ca_plan *plan) {
     const ca_group_form v = ca_kv_form(plan, V);
     int64_t at = 0, rows = plan->rows, head_size = plan->shape.head_size;
     const int64_t all = ca_max64(rows, plan->heads_together * plan->few_rows);
-    CARVE(x->s, TALL * S_STRIDE * 4)
-    CARVE(x->query, all * (int64_t)sizeof *x->query)
-    CARVE(x->q, all * ca_max64(ca_round_up(head_size, 2) * 4, INTEGERS_WIDTH(head_size) * 2))
+    CA_CARVE(x->s, TALL * S_STRIDE * 4)
+    CA_CARVE(x->query, all * (int64_t)sizeof *x->query)
+    CA_CARVE(x->q, all * ca_max64(ca_round_up(head_size, 2) * 4, INTEGERS_WIDTH(head_size) * 2))
     x->q_units = by_integers(plan, K) ? ca_div_up(head_size, 32) * 2 : 0;
-    CARVE(x->units, all * x->q_units * (int64_t)sizeof *x->units)
-    CARVE(x->from, x->q_units / 2 * (int64_t)sizeof *x->from)
-    CARVE(x->lo, rows * 8)
-    CARVE(x->hi, rows * 8)
-    CARVE(x->slope, all * 4)
-    CARVE(x->pos, rows * 8)
-    CARVE(x->bias, all * (int64_t)sizeof *x->bias)
-    CARVE(x->p[0], v.scales ? TALL * S_STRIDE * 4 : 0)
-    CARVE(x->p[1], v.scales ? TALL * S_STRIDE * 4 : 0)
-    CARVE(x->sums, NG < SUM_GROUPS ? TALL * plan->shape.head_size_v * 4 : 0)
-    CARVE(x->unpacked[K], MAX_GROUPS * ca_max64(unpacked_bytes(plan, K), group_scratch_bytes(plan, AS_INTEGERS, K)))
-    CARVE(x->unpacked[V], MAX_GROUPS * ca_max64(unpacked_bytes(plan, V), group_scratch_bytes(plan, AS_INTEGERS, V)))
-    CARVE(x->rows, ca_max64(ca_rows_bytes(plan), staged_bytes(plan)))
+    CA_CARVE(x->units, all * x->q_units * (int64_t)sizeof *x->units)
+    CA_CARVE(x->from, x->q_units / 2 * (int64_t)sizeof *x->from)
+    CA_CARVE(x->lo, rows * 8)
+    CA_CARVE(x->hi, rows * 8)
+    CA_CARVE(x->slope, all * 4)
+    CA_CARVE(x->pos, rows * 8)
+    CA_CARVE(x->bias, all * (int64_t)sizeof *x->bias)
+    CA_CARVE(x->p[0], v.scales ? TALL * S_STRIDE * 4 : 0)
+    CA_CARVE(x->p[1], v.scales ? TALL * S_STRIDE * 4 : 0)
+    CA_CARVE(x->sums, NG < SUM_GROUPS ? TALL * plan->shape.head_size_v * 4 : 0)
+    CA_CARVE(x->unpacked[K], MAX_GROUPS * ca_max64(unpacked_bytes(plan, K), group_scratch_bytes(plan, AS_INTEGERS, K)))
+    CA_CARVE(x->unpacked[V], MAX_GROUPS * ca_max64(unpacked_bytes(plan, V), group_scratch_bytes(plan, AS_INTEGERS, V)))
+    CA_CARVE(x->rows, ca_max64(ca_rows_bytes(plan), staged_bytes(plan)))
     for (int i = 0; i < 4; i++) {
-        CARVE(x->groups[i], MAX_GROUPS * (int64_t)sizeof(group))
+        CA_CARVE(x->groups[i], MAX_GROUPS * (int64_t)sizeof(group))
     }
-    CARVE(x->copies[0], copies_bytes(plan))
-    CARVE(x->copies[1], copies_bytes(plan))
-    CARVE(x->tree, plan->tree ? rows * (int64_t)sizeof *x->tree : 0)
+    CA_CARVE(x->copies[0], copies_bytes(plan))
+    CA_CARVE(x->copies[1], copies_bytes(plan))
+    CA_CARVE(x->tree, plan->tree ? rows * (int64_t)sizeof *x->tree : 0)
     if (!plan->tree)
         x->tree = NULL;
     return at;
