@@ -168,7 +168,7 @@ def test_blocks(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model selects blocks of 4 keys: pages of 8 have no such blocks."""
     lists: list[Any] = []
     real = ops.attend
-    monkeypatch.setattr(ops, "attend", lambda *x, **has: (lists.append(has["selected_blocks"]), real(*x, **has))[1])
+    monkeypatch.setattr(ops, "attend", lambda *x: (lists.append(x[6].selected_blocks), real(*x))[1])
     pages = PagedCache(minimax().config, block_size=block_size)
     assert generate("cpu_attn", pages, tokens(18, 18)) == wanted()
     of_blocks = [x for x in lists if x is not None]

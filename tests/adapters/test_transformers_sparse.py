@@ -71,10 +71,11 @@ class Calls(list[Any]):
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     found, real = Calls(), ops.attend
 
-    def attend(*args: Any, **options: Any) -> None:
-        assert options["attn_bias"] is None
-        found.append(options["selected_tokens"])
-        real(*args, **options)
+    def attend(*args: Any) -> None:
+        logits = args[6]
+        assert logits.attn_bias is None
+        found.append(logits.selected_tokens)
+        real(*args)
 
     monkeypatch.setattr(ops, "attend", attend)
     return found
