@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cpu_attn._adapters import ADAPTERS
 from cpu_attn._dtypes import FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +20,7 @@ if not NATIVE.is_dir():
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *NATIVE.rglob("*.md")]
 SOURCES = [p for kind in ("c", "h", "inc") for p in NATIVE.rglob(f"*.{kind}")]
 MADE = {"isa_list.h", "probe_list.h", "arguments.h", "argument_rows.h"}  # by build_ffi.py
-FOREIGN = {"Python.h", "omp.h", "native/isa/NAME.c", "cpu_attn.py"}
+FOREIGN = {"Python.h", "omp.h", "cpu_attn.py"}
 # As they are in this repository, or from native, native/kernel or cpu_attn on; of more than one place, {a,b}.
 BELOW = (
     ROOT,
@@ -55,8 +56,19 @@ def test_files_that_documents_name(document: Path) -> None:
     }
     everywhere |= {p.name for p in ROOT.iterdir()}
     for name in files_named(document.read_text(encoding="utf-8")) - MADE - FOREIGN:
+        if "NAME" in name:  # of a file to be added
+            continue
         found = any((folder / name).exists() for folder in (*BELOW, document.parent))
         assert found or ("/" not in name and name in everywhere), f"{name} is not there"
+
+
+@pytest.mark.parametrize("name", [row.name for row in ADAPTERS])
+def test_what_an_adapter_is(name: str) -> None:
+    """The files of CONTRIBUTING's list."""
+    assert (ROOT / "cpu_attn" / "adapters" / name / "__init__.py").is_file() and (
+        ROOT / "docs" / f"{name}.md"
+    ).is_file()
+    assert (ROOT / "tests" / "adapters" / f"test_{name}.py").is_file()
 
 
 def test_files_that_comments_name() -> None:
