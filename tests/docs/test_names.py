@@ -65,10 +65,8 @@ def test_files_that_documents_name(document: Path) -> None:
 @pytest.mark.parametrize("name", [row.name for row in ADAPTERS])
 def test_what_an_adapter_is(name: str) -> None:
     """The files of CONTRIBUTING's list."""
-    assert (ROOT / "cpu_attn" / "adapters" / name / "__init__.py").is_file() and (
-        ROOT / "docs" / f"{name}.md"
-    ).is_file()
-    assert (ROOT / "tests" / "adapters" / f"test_{name}.py").is_file()
+    for file in (f"cpu_attn/adapters/{name}/__init__.py", f"docs/{name}.md", f"tests/adapters/test_{name}.py"):
+        assert (ROOT / file).is_file(), file
 
 
 def test_files_that_comments_name() -> None:
