@@ -25,18 +25,21 @@ Written = TypeVar("Written")  # the class of the caller's arrays: NumPy's or tor
 @dataclass(frozen=True, slots=True)
 class CacheFormat:
     """Says how a cache holds what is written to it, in the words of :func:`reshape_and_cache`; they are checked when it
-    is made. kinds: what is said of K and of V; code and rotated: what C takes of layout and rotation."""
+    is made. kind: kv_cache_dtype, "?" where that is no name; kinds: what it says of K and of V; code and rotated: what
+    C takes of layout and rotation."""
 
     isa: str = "auto"
     kv_cache_dtype: Any = "auto"  # what it means depends on the dtype of the arrays, which C reads: kv_dtypes
     kv_cache_layout: str = "packed"
     kv_cache_rotation: str = "none"
+    kind: str = field(init=False)
     kinds: tuple[str, ...] = field(init=False)
     code: int = field(init=False)
     rotated: int = field(init=False)
 
     def __post_init__(self) -> None:
         keep, kind = object.__setattr__, self.kv_cache_dtype if isinstance(self.kv_cache_dtype, str) else "?"
+        keep(self, "kind", kind)
         keep(self, "kinds", tuple((kind.split("/") * 2)[:2]))
         keep(self, "rotated", _check.kv_cache_rotation(self.kv_cache_rotation))
         keep(self, "code", _check.LAYOUTS[_check.kv_cache_layout(self.kv_cache_layout)])
@@ -86,7 +89,7 @@ class _Thread(threading.local):
 
 thread_state = _Thread()
 # What C goes by in a write, for each isa, kv_cache_dtype and kv_cache_layout that was named.
-_meanings: dict[tuple[str, tuple[str, ...], str], Any] = {}
+_meanings: dict[tuple[str, str, str], Any] = {}
 _NOTHING = ffi.new("ca_meaning *", {"head_sizes": 1})
 _S_AUX = _check.ATTENTION.index("s_aux")
 _RECORDED = {  # the name of a call in profiles, and the array that tells dtype and tokens
@@ -153,7 +156,7 @@ def run_by_names(call: Any, names: Sequence[str], arrays: tuple[Any, ...], form:
     where it does not know the meaning yet, it asks and is called again."""
     start, fault = profiling.clock(), ffi.new("ca_fault *")
     isa = _dispatch.asked("isa", form.isa, "CPU_ATTN_ISA")
-    asked = (isa, form.kinds, form.kv_cache_layout)
+    asked = (isa, form.kind, form.kv_cache_layout)
     meaning = _meanings.get(asked, _NOTHING)
     addresses, given, alive = objects(arrays)
     while status := call(addresses, given, meaning, form.code, *how, fault):
@@ -165,7 +168,7 @@ def run_by_names(call: Any, names: Sequence[str], arrays: tuple[Any, ...], form:
         name, by = _RECORDED[call]
         a = view(by, arrays[names.index(by)])
         resolved = _dispatch.resolve_isa(isa, a.dtype, a.shape[-1]).name
-        profiling.record(name, start, "native", resolved, a.dtype, form.kv_cache_dtype, num_tokens=a.shape[0])
+        profiling.record(name, start, "native", resolved, a.dtype, form.kind, num_tokens=a.shape[0])
 
 
 def _meaning(before: Any, fault: Any, isa: str, kv_cache_dtype: Any, layout: str) -> Any:
@@ -269,10 +272,10 @@ def attend(
 ) -> None:
     """Does what :func:`attention_with_kv_cache` does for callers that made the plan and know its lengths to be right.
     scales: of K and V."""
-    x = logits
-    step = (None, None, x.alibi_slopes, block_table, x.s_aux, None)
-    arrays = (output, lse, query, key_cache, value_cache, *step, x.selected_blocks, x.attn_bias, x.selected_tokens)
-    run_attention(plan, arrays, x.scale, x.softcap, scales)
+    step = (None, None, logits.alibi_slopes, block_table, logits.s_aux, None)
+    last = (logits.selected_blocks, logits.attn_bias, logits.selected_tokens)
+    arrays = (output, lse, query, key_cache, value_cache, *step, *last)
+    run_attention(plan, arrays, logits.scale, logits.softcap, scales)
 
 
 def run_attention(

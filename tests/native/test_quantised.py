@@ -141,3 +141,13 @@ def test_a_plan_is_for_what_the_cache_holds() -> None:
     plan = cache.plan(np.array([0, 1], np.int32), np.array([1], np.int32), 1)
     with pytest.raises(ValueError, match="kv_cache_dtype: 'int8', scheduler_metadata was made for int8/int4"):
         other.attend(np.zeros((1, 1, 32), np.float32), np.zeros((1, 1), np.int32), plan)
+
+
+def test_a_third_name_is_refused_after_the_two_before_it() -> None:
+    """A write keeps what names mean that it knows."""
+    cache = cpu_attn.PagedKVCache(2, 16, 2, 64, "float32", kv_cache_dtype="int8/int4")
+    rows = np.ones((3, 2, 64), np.float32)
+    arrays = (rows, rows, cache.key_cache, cache.value_cache, np.arange(3))
+    cpu_attn.reshape_and_cache(*arrays, kv_cache_dtype="int8/int4")
+    with pytest.raises(ValueError, match="kv_cache_dtype: 'int8/int4/int8'"):
+        cpu_attn.reshape_and_cache(*arrays, kv_cache_dtype="int8/int4/int8")

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from itertools import product
 from typing import Any
 
@@ -292,6 +294,13 @@ def test_functions_take_what_the_table_says(call: Call) -> None:
         else:
             assert default == (inspect.Parameter.empty if row.default is REQUIRED else row.default), row.name
         assert f"\n        {row.name}: " in function.__doc__
+
+
+def test_options_are_checked_in_the_order_of_the_table() -> None:
+    """_check.options compares them with the defaults by their places."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cpu_attn.get_scheduler_metadata)))
+    calls = [x for x in ast.walk(body) if isinstance(x, ast.Call) and ast.unparse(x.func) == "_check.options"]
+    assert [[k.arg for k in x.keywords] for x in calls] == [[row.name for row in PLAN.fields]]
 
 
 def test_no_sentence_of_the_table_is_unfinished() -> None:

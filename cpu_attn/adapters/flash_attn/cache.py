@@ -210,7 +210,7 @@ def flash_attn_with_kvcache(
             not been written then.
         TypeError: an argument is no tensor, or has another dtype. The cache has not been written then.
     """
-    new = (k, v, rotary_cos, rotary_sin)
+    new = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     where = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     options = (softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse, num_splits)
     return cached(q, k_cache, v_cache, new, where, rotary_interleaved, *options)
@@ -222,7 +222,7 @@ def cached(
     """Does what :func:`flash_attn_with_kvcache` does. options: those of :func:`logits_of`."""
     cache_seqlens, cache_batch_idx, cache_leftpad, block_table = where
     query, k_cache, v_cache = tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    k, v, cos, sin = optional(**dict(zip(("k", "v", "rotary_cos", "rotary_sin"), new_states, strict=True)))
+    k, v, cos, sin = optional(**new_states)
     axes("q", query, batch_size=None, seqlen_q=None, num_heads=None, head_size=None)
     batch_size, q_length, _, head_size = query.shape
     logits = logits_of(query, 0.0, *options)

@@ -207,7 +207,8 @@ def flash_attn_with_kvcache(
     q, k_cache, scale = with_qv(q, k_cache, v_cache, qv, softmax_scale)
     where = (cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
     options = _options(scale, causal, window_size, softcap, attention_chunk, return_softmax_lse)
-    return cached(q, k_cache, v_cache, (k, v, rotary_cos, rotary_sin), where, rotary_interleaved, *options[1:])
+    new = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    return cached(q, k_cache, v_cache, new, where, rotary_interleaved, *options[1:])
 
 
 @entry(outs="out_partial", lses="lse_partial")
