@@ -20,16 +20,17 @@ class UnavailableError(RuntimeError):
 
 
 class NoFreeBlocksError(RuntimeError):
-    """There are fewer free blocks than a call needs. The call has changed nothing.
+    """There are fewer free blocks, or slots of states, than a call needs. The call has changed nothing.
 
-    ``missing`` says how many there are too few, and ``never_fits`` whether a request needs more blocks by itself than
-    the caches have, so that it would not help to free others.
+    ``missing`` says how many there are too few, and ``never_fits`` whether a request needs more of them by itself than
+    there are, so that it would not help to free others.
 
     Args:
         name: the argument that needs them.
         needed: how many blocks the call needs.
         free: how many there are.
         too_long: which request never fits, and why, for the message; "" where it would help to free others.
+        what: what is missing.
 
     This class raises no errors itself.
 
@@ -46,11 +47,11 @@ class NoFreeBlocksError(RuntimeError):
         1 True
     """
 
-    def __init__(self, name: str, needed: int, free: int, too_long: str = "") -> None:
-        super().__init__(name, needed, free, too_long)  # copies and pickles are made from these
+    def __init__(self, name: str, needed: int, free: int, too_long: str = "", what: str = "blocks") -> None:
+        super().__init__(name, needed, free, too_long, what)  # copies and pickles are made from these
         self.missing, self.never_fits = needed - free, bool(too_long)
 
     def __str__(self) -> str:
-        name, needed, free, too_long = self.args
+        name, needed, free, too_long, what = self.args
         help = too_long or "free requests, or swap them out"
-        return f"{name}: needs {needed} blocks, {free} are free, {self.missing} are missing: {help}"
+        return f"{name}: needs {needed} {what}, {free} are free, {self.missing} are missing: {help}"

@@ -32,6 +32,10 @@ class Step:
         sliding_window: of plans that are not told another; -1 is none.
         ranks: (cp_world_size, cp_rank, cp_kv_cache_interleave_size) of its plans:
             :meth:`cpu_attn.distributed.ContextParallel.step`.
+        state_indices: int32 [R], and the two below, None without states: what the calls of :mod:`cpu_attn.linear` take.
+            Where each request leaves its state; -1 where it has no new tokens.
+        initial_state_indices: int32 [R], where its state comes from; -1: it begins from zeros.
+        checkpoints: int32 [C, 3], snapshots for the prefix cache, and states that drafts may be taken back to.
 
     This class raises no errors itself.
 
@@ -55,6 +59,9 @@ class Step:
     block_size: int
     sliding_window: int = -1
     ranks: tuple[int, int, int] = (1, 0, 1)
+    state_indices: Array | None = None
+    initial_state_indices: Array | None = None
+    checkpoints: Array | None = None
     _plans: Plans = field(default_factory=Plans, init=False, repr=False)
 
     @property

@@ -33,7 +33,7 @@ from cpu_attn._check.arrays import (
     with_one_head,
     writable,
 )
-from cpu_attn._check.batches import batch, continuation, tokens
+from cpu_attn._check.batches import batch, continuation, draft_tokens, state_arrays, tokens
 from cpu_attn._check.calls import (
     ATTENTION,
     INDEX,
@@ -137,6 +137,8 @@ __all__ = [
     "cache_width",
     "caches",
     "continuation",
+    "draft_tokens",
+    "state_arrays",
     "disjoint",
     "each_token",
     "instance",

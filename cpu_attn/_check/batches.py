@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn._check.arrays import integers
+from cpu_attn._arrays import numpy_view, view
+from cpu_attn._check.arrays import integers, writable
 from cpu_attn._check.values import INT32_MAX, integer, sequence
 
 Array = np.ndarray[Any, Any]
@@ -54,6 +55,33 @@ def _tokens(name: str, x: Any, ids: bool) -> Any:
     if ids:
         raise TypeError(f"{name}: expected token ids, got {x!r}")
     return integer(name, x, 0)
+
+
+def state_arrays(name: str, x: Any) -> tuple[Array, ...]:
+    """Reads arrays of states, [num_slots, ...] each, as NumPy arrays of the same memory."""
+    found: list[Array] = []
+    for i, given in enumerate(sequence(name, x)):
+        here = f"{name}[{i}]"
+        a = writable(here, view(here, given))
+        if not a.shape:
+            raise ValueError(f"{here}: 0 axes, expected at least 1")
+        slots = len(found[0]) if found else a.shape[0]
+        if a.shape[0] != slots or not slots:
+            raise ValueError(f"{here}: {a.shape[0]} slots, expected {slots if found else 'at least 1'}")
+        found.append(numpy_view(here, given))
+    return tuple(found)
+
+
+def draft_tokens(name: str, x: Any, counts: Array) -> Array:
+    """Reads how many of its ``counts`` tokens each request may have to take back, int64 [R]."""
+    if x is None:
+        return np.zeros_like(counts)
+    found = integers(name, x, np.int64)
+    if len(found) != len(counts):
+        raise ValueError(f"{name}: {len(found)} numbers, expected {len(counts)}, one for each request of the batch")
+    for i in np.flatnonzero((found < 0) | (found > counts))[:1]:
+        raise ValueError(f"{name}[{i}]: {found[i]} is outside 0..{counts[i]}")
+    return found
 
 
 def continuation(name: str, given: Array, prompt: Array, there: int) -> None:

@@ -16,6 +16,7 @@ from cpu_attn import _check
 from cpu_attn._arrays import view
 from cpu_attn.serving.block_pool import BlockPool, BlockStats, child, root
 from cpu_attn.serving.journal import Journal, all_or_nothing
+from cpu_attn.serving.state_slots import StateSlots
 from cpu_attn.step import Step
 from cpu_attn.storage import PagedKVCache
 
@@ -52,9 +53,14 @@ class BlockManager:
         decode_context_parallel_size: how many ranks share the keys of a request, each in caches and with a manager of
             its own (:class:`cpu_attn.distributed.ContextParallel`). A block then holds so many times the caches'
             block_size tokens, and steps are for all ranks: ``ContextParallel.step`` makes them this rank's.
+        states: of a model with layers of :mod:`cpu_attn.linear`, the ``state_cache`` and ``conv_state`` of each of
+            these, [num_slots, ...]. A slot has the same number in each of them. A request that has tokens has a slot,
+            and the prefix cache has snapshots in others: a prefix is found up to the last of its snapshots.
+        state_interval: tokens between snapshots, a multiple of 64 and of the block size.
 
     Raises:
-        ValueError: caches do not go together, are read-only, or have no blocks.
+        ValueError: caches or states do not go together, are read-only, or have no blocks or slots; ``state_interval``
+            is no such multiple.
         TypeError: an argument has another type.
 
     Example:
@@ -82,6 +88,8 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         sliding_window: int = -1,
         decode_context_parallel_size: int = 1,
+        states: Sequence[Any] = (),
+        state_interval: int = 512,
     ) -> None:
         layers = [caches] if isinstance(caches, PagedKVCache) else _check.sequence("caches", caches)
         if not layers:
@@ -103,6 +111,10 @@ class BlockManager:
         self.sliding_window = _check.integer("sliding_window", sliding_window, -1)
         if self.sliding_window == 0:
             raise ValueError("sliding_window: 0 would see nothing; -1 turns it off")
+        self.states = _check.state_arrays("states", states)
+        self.state_interval = _check.integer("state_interval", state_interval, 1)
+        if self.states and self.state_interval % np.lcm(64, self.block_size):
+            raise ValueError(f"state_interval: {self.state_interval}, expected a multiple of 64 and of {self.block_size}")
 
         # Each request has a row of the arrays. A row that no request has holds nothing of meaning.
         self._row_of: dict[Hashable, int] = {}
@@ -118,7 +130,8 @@ class BlockManager:
 
         nodes = np.zeros(self.num_blocks) if layers[0].block_nodes is None else layers[0].block_nodes
         self._journal = Journal()
-        self._pool = BlockPool(nodes, self._journal)
+        self._states = StateSlots(self.states, self.state_interval, self._journal)
+        self._pool = BlockPool(nodes, self._journal, attached=self._states.pool)
         ids = (self.num_blocks, self.block_size) if self.enable_prefix_caching else (self.num_blocks, 0)
         self._token_ids = np.zeros(ids, np.int64)  # the ids of the tokens in each block
         self._hits = np.zeros(2, np.int64)  # how many tokens allocate was given, and how many of them it found
@@ -135,7 +148,7 @@ class BlockManager:
     def __copy__(self) -> BlockManager:
         """Gives a manager that goes on from here by itself, over the same caches and with the same names of
         requests."""
-        return copy.deepcopy(self, {id(x): x for x in (*self.caches, *self._row_of)})
+        return copy.deepcopy(self, {id(x): x for x in (*self.caches, *self.states, *self._row_of)})
 
     def __getstate__(self) -> dict[str, Any]:
         if self._journal:
@@ -158,9 +171,10 @@ class BlockManager:
         The method raises no errors.
         """
         pool, num_free, (queries, hits) = self._pool, self._pool.num_free, self._hits.tolist()
-        num_used, num_cached = self.num_blocks - num_free, len(pool.hash_of)
+        num_used, num_cached, slots = self.num_blocks - num_free, len(pool.hash_of), self._states.pool
         return BlockStats(
-            self.num_blocks, num_free, num_used, num_cached, queries, hits, num_evictions=pool.num_evicted.item()
+            *(self.num_blocks, num_free, num_used, num_cached, queries, hits, pool.num_evicted.item()),
+            *(len(slots.ref_cnt), slots.num_free, len(slots.hash_of)),
         )
 
     @all_or_nothing
@@ -218,8 +232,13 @@ class BlockManager:
                 break
             new.hashes.append(here)
             blocks.append(self._pool.block_of[here])
-        found = len(blocks) * self.block_size
-        row = self._enter(request, new, np.array(blocks, np.int32), found, 0)
+        slot, snapshots = -1, self._states.pool.block_of
+        if self.states:
+            while new.hashes and new.hashes[-1] not in snapshots:
+                new.hashes.pop()
+            slot = snapshots[new.hashes[-1]] if new.hashes else -1
+        found = len(new.hashes) * self.block_size
+        row = self._enter(request, new, np.array(blocks[: len(new.hashes)], np.int32), found, 0, slot)
         if found:
             self._journal.put(self._prompts, row, ids.copy())
         if self.enable_prefix_caching:
@@ -243,14 +262,14 @@ class BlockManager:
         row = self._present("request", request)
         self._check_new(new_request, "new_request")
         new = _Request(self._requests[row].root, self._requests[row].hashes.copy())
-        entered = self._enter(
-            new_request, new, self._blocks(row), self._seq_lens.item(row), self._num_dropped.item(row)
-        )
+        dropped, slot = self._num_dropped.item(row), self._states.slot.item(row)
+        entered = self._enter(new_request, new, self._blocks(row), self._seq_lens.item(row), dropped, slot)
+        self._states.fork(row, entered)
         if row in self._prompts:
             self._journal.put(self._prompts, entered, self._prompts[row])
 
     @all_or_nothing
-    def step(self, batch: Iterable[tuple[Hashable, Any]]) -> Step:
+    def step(self, batch: Iterable[tuple[Hashable, Any]], *, num_draft_tokens: Sequence[int] | None = None) -> Step:
         """Appends tokens to requests, and gives the arrays with which every layer writes and attends them.
 
         The tokens count as computed from now on: a step that is not computed is taken back by :meth:`truncate`.
@@ -258,18 +277,22 @@ class BlockManager:
         Args:
             batch: (request, tokens) pairs, each request once. tokens: ids, integers [n]; without prefix caching also
                 their number.
+            num_draft_tokens: [R], how many of these tokens of each request :meth:`truncate` may take back; None: none.
+                A manager with states keeps the states before them, in as many more slots, until the request is
+                truncated or its next step is made. Keys and values can be taken back without.
 
         Returns:
             The :class:`Step`, its requests in the order of the batch.
 
         Raises:
-            NoFreeBlocksError: blocks are missing; ``never_fits`` says that one request alone needs more than there are.
+            NoFreeBlocksError: blocks or slots of states are missing; ``never_fits`` says that one request alone needs more than there are.
                 The manager is as it was before, here and below.
             ValueError: a request is not there, swapped out or named twice, a token is out of range, or tokens are not
                 those of a prompt that come after what :meth:`allocate` found of it: all of its tokens, say.
             TypeError: the batch is no pairs, or tokens are no ids.
         """
         requests, counts, ids = _check.batch("batch", batch, self.enable_prefix_caching)
+        drafts = _check.draft_tokens("num_draft_tokens", num_draft_tokens, counts)
         rows = self._rows(requests)
         old = self._seq_lens[rows]
         new = old + counts
@@ -283,7 +306,11 @@ class BlockManager:
         copied, last = self._shared_writers(begun, self._table[rows[begun], had[begun] - 1].astype(np.int64))
         wanted = np.concatenate([np.ones(len(copied), np.int64), fresh])
         homes = self._home[np.concatenate([rows[copied], rows])]
-        taken = self._pool.take("batch", homes, wanted, too_long=self._too_long(has - self._num_dropped[rows], new))
+        too_long = self._too_long(has - self._num_dropped[rows], new)
+        self._pool.make_room("batch", int(wanted.sum()), too_long=too_long)
+        moved = self._states.make_room(rows, counts, drafts) if self.states else None
+        self._journal.keep_evictions()
+        taken = self._pool.take(homes, wanted)
         filled = taken.astype(np.int32)
         blocks, copies = filled[len(copied) :], taken[: len(copied)]
         self._make_columns(int(has.max(initial=0)))
@@ -305,6 +332,9 @@ class BlockManager:
         positions = np.arange(query_start_loc[-1]) + np.repeat(old - query_start_loc[:-1], counts)
         column, offset = np.divmod(positions, self.block_size)
         slot_mapping = self._table[np.repeat(rows, counts), column] * np.int64(self.block_size) + offset
+        if ids is not None:
+            put(self._token_ids.reshape(-1), slot_mapping, ids)
+            self._publish(rows, old // self.block_size, new // self.block_size)
         step = Step(
             query_start_loc=query_start_loc,
             seq_lens=new.astype(np.int32),
@@ -314,10 +344,8 @@ class BlockManager:
             requests=requests,
             block_size=self.block_size,
             sliding_window=self.sliding_window,
+            **(self._state_arrays(rows, old, counts, moved) if moved else {}),
         )
-        if ids is not None:
-            put(self._token_ids.reshape(-1), slot_mapping, ids)
-            self._publish(rows, old // self.block_size, new // self.block_size)
         self._drop_behind_window(rows, old)
         if len(copied):
             self._write(copies, (memory[last] for memory in self._memory()))
@@ -332,8 +360,9 @@ class BlockManager:
             seq_len: how many tokens it then has.
 
         Raises:
-            ValueError: the request is not there or swapped out, ``seq_len`` is more than it has, or its sliding window
-                would begin in a block that was given back.
+            ValueError: the request is not there or swapped out, ``seq_len`` is more than it has, its sliding window
+                would begin in a block that was given back, or there is no state after so many tokens: states are kept
+                for ``num_draft_tokens``, at snapshots and for 0.
             TypeError: ``seq_len`` is no integer.
         """
         row, least = self._present("request", request), 0
@@ -341,6 +370,8 @@ class BlockManager:
         if dropped:
             least = dropped * self.block_size + self.sliding_window - 1
         seq_len = _check.integer("seq_len", seq_len, least, old)
+        if self.states:
+            self._states.truncate(row, old, seq_len, self._requests[row].hashes, self.block_size)
         full = seq_len // self.block_size
         known = [b for b in self._table[row, full : old // self.block_size].tolist() if b in self._pool.hash_of]
         # Nobody else has these blocks, so their tokens may never have been computed.
@@ -366,15 +397,16 @@ class BlockManager:
         row = self._find("request", request)
         if not self._swapped[row]:
             self._pool.release(self._held(row))
-        for of_rows in (self._requests, self._prompts, self._saved):
+            self._states.leave(row)
+        for of_rows in (self._requests, self._prompts, self._saved, self._states.saved):
             self._journal.drop(of_rows, [row])
         self._journal.put(self._free_rows, slice(len(self._free_rows), None), [row])
         self._journal.drop(self._row_of, [request])
 
     @all_or_nothing
     def swap_out(self, request: Hashable) -> None:
-        """Copies the keys and values of a request out of all caches, into memory of their own, and gives its blocks
-        back.
+        """Copies the keys and values of a request out of all caches, and its state, into memory of their own, and gives
+        its blocks and slots back.
 
         Args:
             request: what it was allocated as.
@@ -386,6 +418,7 @@ class BlockManager:
         blocks = self._held(row)
         self._journal.put(self._saved, row, [memory[blocks] for memory in (self._token_ids, *self._memory())])
         self._pool.release(blocks)
+        self._states.swap_out(row)
         self._journal.put(self._swapped, row, True)
 
     @all_or_nothing
@@ -398,7 +431,7 @@ class BlockManager:
             request: what it was allocated as.
 
         Raises:
-            NoFreeBlocksError: blocks are missing. Nothing has changed then.
+            NoFreeBlocksError: blocks are missing, or a slot of states. Nothing has changed then.
             ValueError: the request is not there, or not swapped out.
         """
         row = self._find("request", request)
@@ -407,13 +440,17 @@ class BlockManager:
         (ids, *saved), dropped = self._saved[row], self._num_dropped.item(row)
         hashes = takewhile(self._pool.block_of.__contains__, self._requests[row].hashes[dropped:])
         there = [self._pool.block_of[here] for here in hashes]
-        blocks = self._pool.take("request", self._home[[row]], np.array([len(ids) - len(there)]), there)
+        count = np.array([len(ids) - len(there)])
+        self._pool.make_room("request", count.item(), there)
+        self._states.pool.make_room("request", int(row in self._states.saved))
+        self._journal.keep_evictions()
+        blocks, (slot, state) = self._pool.take(self._home[[row]], count), self._states.swap_in(row)
         self._pool.acquire(there)
         self._journal.put(self._table, (row, slice(dropped, dropped + len(ids))), [*there, *blocks.tolist()])
         self._journal.put(self._token_ids, blocks, ids[len(there) :])
         self._journal.drop(self._saved, [row])
         self._journal.put(self._swapped, row, False)
-        self._write(blocks, (memory[len(there) :] for memory in saved))
+        self._write(blocks, (memory[len(there) :] for memory in saved), slot, state)
 
     @all_or_nothing
     def reset_prefix_cache(self) -> None:
@@ -492,10 +529,14 @@ class BlockManager:
         """Lists the arrays of all caches."""
         return [x for cache in self.caches for x in (cache.key_cache, cache.value_cache)]
 
-    def _write(self, blocks: Array, contents: Iterable[Array]) -> None:
-        """Writes blocks into the caches. It has to be the last change of a call, since what was there before is not
-        kept."""
+    def _write(
+        self, blocks: Array, contents: Iterable[Array], slot: Array | None = None, state: Iterable[Array] = ()
+    ) -> None:
+        """Writes blocks into the caches, and a state into its slot. It has to be the last change of a call, since what
+        was there before is not kept."""
         self._journal.settle()
+        for memory, content in zip(self.states, state, strict=False):
+            memory[slot] = content
         for memory, content in zip(self._memory(), contents, strict=True):
             memory[blocks] = content
 
@@ -505,7 +546,14 @@ class BlockManager:
             grown[:, : self._table.shape[1]] = self._table
             self._table = grown
 
-    def _enter(self, request: Hashable, new: _Request, blocks: Array, seq_len: int, num_dropped: int) -> int:
+    def _state_arrays(self, rows: Array, old: Array, counts: Array, moved: Any) -> dict[str, Array]:
+        """Gives what a step says of states. Its blocks have been published."""
+        hashes = [self._requests[row].hashes for row in rows.tolist()] if self.enable_prefix_caching else []
+        return self._states.advance(rows, old, counts, moved, hashes, self.block_size)
+
+    def _enter(
+        self, request: Hashable, new: _Request, blocks: Array, seq_len: int, num_dropped: int, slot: int
+    ) -> int:
         if not self._free_rows:
             have, rows = len(self._table), max(8, len(self._table))
             free = list(range(have + rows - 1, have - 1, -1))
@@ -513,6 +561,7 @@ class BlockManager:
             arrays = [getattr(self, name) for name in names]
             grown = [np.append(x, np.zeros((rows, *x.shape[1:]), x.dtype), 0) for x in arrays]
             self._journal.update(vars(self), ("_free_rows", *names), (free, *grown))
+            self._states.grow(rows)
         self._make_columns(len(blocks))
         row = self._free_rows[-1]
         if len(self._pool.free) > 1:
@@ -521,6 +570,7 @@ class BlockManager:
         self._table[row], self._table[row, : len(blocks)] = -1, blocks
         self._seq_lens[row], self._num_dropped[row], self._swapped[row] = seq_len, num_dropped, False
         self._pool.acquire(blocks[num_dropped:].tolist())
+        self._states.enter(row, slot)
         self._journal.put(self._free_rows, slice(len(self._free_rows) - 1, None), [])
         self._journal.put(self._requests, row, new)
         self._journal.put(self._row_of, request, row)

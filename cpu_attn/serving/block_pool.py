@@ -52,6 +52,9 @@ class BlockStats(NamedTuple):
             without prefix caching. The names of this and the next are vLLM's.
         prefix_cache_hits: how many of these tokens it found.
         num_evictions: how many blocks the prefix cache gave up since then, because a request needed their memory.
+        num_state_slots: how many slots of states there are; 0, as the next two are, for a manager without states.
+        num_free_state_slots: how many of them no request has.
+        num_snapshots: how many of them hold a state that the prefix cache knows.
 
     This class raises no errors itself.
 
@@ -76,6 +79,9 @@ class BlockStats(NamedTuple):
     prefix_cache_queries: int
     prefix_cache_hits: int
     num_evictions: int
+    num_state_slots: int = 0
+    num_free_state_slots: int = 0
+    num_snapshots: int = 0
 
 
 class BlockPool:
@@ -85,10 +91,14 @@ class BlockPool:
     Args:
         nodes: [num_blocks], the NUMA node of each.
         journal: where all changes are written down.
+        what: what errors call the blocks.
+        attached: another pool, whose cached blocks have hashes of blocks here and are forgotten with these.
     """
 
-    def __init__(self, nodes: Array, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(
+        self, nodes: Array, journal: Journal, what: str = "blocks", attached: BlockPool | None = None
+    ) -> None:
+        self._journal, self._what, self._attached = journal, what, attached
         # Nodes are numbered from 0 on here, whatever their numbers in the machine are.
         self.node_of = np.unique(nodes, return_inverse=True)[1]
         self.free: list[list[int]] = [[] for _ in range(self.node_of.max(initial=0) + 1)]  # a list for each node
@@ -105,21 +115,24 @@ class BlockPool:
     def num_free(self) -> int:
         return sum(map(len, self.free)) + len(self.evictable)
 
-    def take(self, name: str, homes: Array, counts: Array, spared: Collection[int] = (), too_long: str = "") -> Array:
-        """Takes as many blocks for each home, which is a node, as ``counts`` says, from other nodes where that one has
-        none left. It has to be the first change of a call: it evicts blocks of the prefix cache where too few are free,
-        but none of ``spared``. too_long: what the error says of a request that never fits.
+    def make_room(self, name: str, count: int, spared: Collection[int] = (), too_long: str = "") -> None:
+        """Evicts blocks of the prefix cache where fewer than ``count`` are free, but none of ``spared``. too_long: what
+        the error says of a request that never fits.
 
         Raises:
             NoFreeBlocksError: so many are not free.
         """
-        count, free = int(counts.sum()), self.num_free - sum(block in self.evictable for block in spared)
+        free = self.num_free - sum(block in self.evictable for block in spared)
         if count > free:
-            raise NoFreeBlocksError(name, count, free, too_long)
+            raise NoFreeBlocksError(name, count, free, too_long, self._what)
         missing = max(0, count - sum(map(len, self.free)))
         self.forget(list(islice((block for block in self.evictable if block not in spared), missing)))
         self._journal.put(self.num_evicted, 0, self.num_evicted[0] + missing)
-        self._journal.evicted = len(self._journal)
+
+    def take(self, homes: Array, counts: Array) -> Array:
+        """Takes as many blocks for each home, which is a node, as ``counts`` says, from other nodes where that one has
+        none left. :meth:`make_room` comes first."""
+        count = int(counts.sum())
         if len(self.free) == 1:
             blocks = np.array(self.free[0][: -count - 1 : -1], np.int64)
         else:
@@ -145,9 +158,9 @@ class BlockPool:
         self._journal.keep(self.ref_cnt, blocks)
         np.subtract.at(self.ref_cnt, blocks, 1)
         backwards = blocks[::-1]  # the end of a prefix is evicted before its beginning
-        left = list(zip(backwards.tolist(), self.ref_cnt[backwards].tolist(), strict=True))
-        self._give_back([block for block, count in left if count == 0])
-        known = [block for block, count in left if count == 1 and block in self.hash_of]
+        left = dict(zip(backwards.tolist(), self.ref_cnt[backwards].tolist(), strict=True))
+        self._give_back([block for block, count in left.items() if count == 0])
+        known = [block for block, count in left.items() if count == 1 and block in self.hash_of]
         self._journal.update(self.evictable, known, range(self._time, self._time + len(known)))
         self._time += len(known)
 
@@ -161,6 +174,9 @@ class BlockPool:
 
     def forget(self, blocks: Sequence[int]) -> None:
         """Takes blocks out of the prefix cache."""
+        if self._attached:
+            known = self._attached.block_of
+            self._attached.forget([known[here] for here in map(self.hash_of.__getitem__, blocks) if here in known])
         self._journal.drop(self.block_of, [self.hash_of[block] for block in blocks])
         self._journal.drop(self.hash_of, blocks)
         self._journal.put(self.ref_cnt, blocks, self.ref_cnt[blocks] - 1)

@@ -40,6 +40,10 @@ class Journal(list[tuple[Any, Any, Any]]):
         for key in there:
             del where[key]
 
+    def keep_evictions(self) -> None:
+        """Marks all that has changed up to here as evictions."""
+        self.evicted = len(self)
+
     def settle(self) -> None:
         """Makes what was evicted stay so, whatever happens: bytes are about to be written into those blocks."""
         del self[: self.evicted]

@@ -26,7 +26,8 @@ class Model:
     changes: what requests have is what they computed, and what they find is what they would compute.
 
     attending: steps are attended and compared with the oracle; else the caches are only written. ranks: each of them
-    has caches and a manager, all of which do the same.
+    has caches and a manager, all of which do the same. slots: how many slots of states each manager has; 0: no states.
+    interval: tokens between snapshots, of any number of blocks.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class Model:
         attending: bool = False,
         nodes: int = 1,
         ranks: int = 1,
+        slots: int = 0,
+        interval: int = 4,
     ) -> None:
         sizes = (num_blocks, block_size, KV_HEADS, head_size)
         options: Any = {"enable_prefix_caching": caching, "sliding_window": window}
@@ -48,7 +51,9 @@ class Model:
             caches = [PagedKVCache(*sizes) for _ in range(LAYERS)]
             if nodes > 1:
                 caches[0].block_nodes = np.arange(num_blocks, dtype=np.int32) * nodes // num_blocks
+            options["states"] = [np.zeros((slots, *shape), np.float32) for shape in ((), (2, 1)) if slots]
             self.managers.append(BlockManager(caches, decode_context_parallel_size=ranks, **options))
+            self.managers[-1]._states.interval = interval  # what 64 is for is not looked at here
         self.manager, self.parallel = self.managers[0], [ContextParallel(g) for g in ThreadGroup.make(ranks)]
         self.block_size, self.caching, self.window, self.attending = block_size * ranks, caching, window, attending
         self.rng = np.random.default_rng(0)
@@ -60,6 +65,7 @@ class Model:
         self.keys: dict[int, int] = {}
         self.swapped: set[int] = set()
         self.before: dict[int, int] = {}  # tokens before the last step
+        self.drafted: dict[int, int] = {}  # how many of them the last step said were drafts
         self.counts: Counter[str] = Counter()
         self.made = self.epoch = 0
 
@@ -116,25 +122,35 @@ class Model:
         self.tokens[new], self.keys[new] = self.tokens[request].copy(), self.keys[request]
         self.computed[new] = self.computed[request].copy()
         self.before[new], self.rest[new] = self.before.get(request, 0), self.rest[request].copy()
+        self.drafted[new] = self.drafted.get(request, 0)
         return new
 
-    def step(self, batch: list[tuple[int, list[int]]]) -> bool:
+    def step(self, batch: list[tuple[int, list[int]]], most_drafts: int = 0) -> bool:
         """Whether there were blocks enough. A prompt that was begun goes on in place of as many tokens."""
         batch = [(r, self.rest[r][: len(new)] or new) for r, new in batch]
+        drafts = [min(len(new), most_drafts) for _, new in batch]
         needed, free, before = self.needed(batch), self.manager.num_free_blocks, self.state()
         given: Any = batch if self.caching else [(r, len(new)) for r, new in batch]
         try:
-            step, *others = self.every("step", given)
+            step, *others = self.every("step", given, num_draft_tokens=drafts)
         except NoFreeBlocksError as error:
-            assert error.missing == needed - free > 0 and f"{error.missing} are missing" in str(error)
+            what, lacking = "blocks", needed - free
+            if lacking <= 0:
+                what, lacking = "state slots", self.needed_slots(batch, drafts) - self.manager._states.pool.num_free
+            assert error.missing == lacking > 0 and f"{lacking} are missing" in str(error) and what in str(error)
             assert self.state() == before
-            self.counts["refused"] += 1
+            self.counts[f"refused {what}"] += 1
             return False
         assert needed <= free
-        for request, new in batch:
+        begun = {r: self.computed[r][-1] if self.computed[r] else self.keys[r] for r, _ in batch}
+        for (request, new), count in zip(batch, drafts, strict=True):
             self.before[request] = len(self.tokens[request])
+            if new:
+                self.drafted[request] = count
             self.compute(request, new)
             del self.rest[request][: len(new)]
+        for manager, its_step in zip(self.managers, [step, *others], strict=True):
+            self.compute_states(manager, its_step, batch, begun)
         lens = [len(self.tokens[r]) for r, _ in batch]
         assert step.requests == tuple(r for r, _ in batch) and step.seq_lens.tolist() == lens
         assert np.diff(step.query_start_loc).tolist() == [len(new) for _, new in batch]
@@ -150,6 +166,31 @@ class Model:
                     self.attend(cache, step, query, keys, its_values)
         return True
 
+    def compute_states(
+        self, manager: BlockManager, step: Any, batch: list[tuple[int, list[int]]], begun: dict[int, int]
+    ) -> None:
+        """As the calls of cpu_attn.linear do: all states are read before one is written, each slot is written once."""
+        if not manager.states:
+            assert step.state_indices is None and step.checkpoints is None
+            return
+        after, before, checkpoints = step.state_indices, step.initial_state_indices, step.checkpoints.tolist()
+        assert all(x.dtype == np.int32 for x in (after, before, step.checkpoints))
+        assert checkpoints == sorted(checkpoints)
+        written = [*after[after >= 0].tolist(), *(slot for _, _, slot in checkpoints)]
+        assert len(set(written)) == len(written)
+        for (request, new), to, of in zip(batch, after.tolist(), before.tolist(), strict=True):
+            assert (to >= 0) == bool(new) and (of >= 0) == bool(new and len(self.tokens[request]) > len(new))
+            assert of == to or of not in written
+            assert of < 0 or all((x[of] == begun[request]).all() for x in manager.states)
+        for states in manager.states:
+            for (request, new), to in zip(batch, after.tolist(), strict=True):
+                if new:
+                    states[to] = self.computed[request][-1]
+            for i, count, slot in checkpoints:
+                request, new = batch[i]
+                assert 1 <= count <= len(new)
+                states[slot] = self.computed[request][len(self.tokens[request]) - len(new) + count - 1]
+
     def attend(self, cache: PagedKVCache, step: Any, query: Any, keys: Any, values: Any) -> None:
         output = cache.attend(query, step)
         seen = [self.values(r) for r in step.requests]
@@ -161,7 +202,21 @@ class Model:
         assert (errors[np.diff(step.query_start_loc) > 0] <= reference.BUDGET["float32"]).all(), errors
 
     def truncate(self, request: int, seq_len: int) -> None:
-        self.every("truncate", request, seq_len)
+        """Back to so many tokens or, with states, to the next before of which there is one."""
+        before = self.state()
+        try:
+            self.every("truncate", request, seq_len)
+        except ValueError as error:
+            assert self.manager.states and f"no state after {seq_len} tokens" in str(error) and self.state() == before
+            last = int(str(error).split()[-1])
+            assert seq_len != 0 and last < seq_len < len(self.tokens[request])
+            assert seq_len < len(self.tokens[request]) - self.drafted.get(request, 0)
+            self.counts["without a state"] += 1
+            if last < self.least(request):
+                return
+            seq_len = last
+            self.every("truncate", request, seq_len)
+        self.drafted[request] = 0
         if self.rest[request]:
             self.rest[request] = self.tokens[request][seq_len:] + self.rest[request] if seq_len else []
         del self.tokens[request][seq_len:], self.computed[request][seq_len:]
@@ -175,6 +230,7 @@ class Model:
     def swap_out(self, request: int) -> None:
         self.every("swap_out", request)
         self.swapped.add(request)
+        self.drafted[request] = 0
 
     def swap_in(self, request: int) -> None:
         before = self.state()
@@ -216,6 +272,19 @@ class Model:
             count += n if held[block] + (block in self.manager._pool.hash_of) > n else n - 1
         return count
 
+    def needed_slots(self, batch: list[tuple[int, list[int]]], drafts: list[int]) -> int:
+        """Slots of states that the step needs, by whoever has which. A snapshot that one request begins from is given
+        up for it if need be."""
+        states, count, own = self.manager._states, 0, 0
+        for (request, new), back in zip(batch, drafts, strict=True):
+            slot = states.slot.item(self.manager._row_of[request])
+            if new:
+                count += min(back, len(new) - 1)
+                shared = slot >= 0 and states.pool.ref_cnt[slot] > 1
+                count += slot < 0 or back == len(new) or shared
+                own += shared and back < len(new) and states.pool.ref_cnt[slot] == 2 and slot in states.pool.hash_of
+        return count - min(own, max(0, count - states.pool.num_free))
+
     def check(self, request: int) -> None:
         assert all(manager.seq_len(request) == len(self.tokens[request]) for manager in self.managers)
         if request in self.swapped:
@@ -231,6 +300,9 @@ class Model:
         for rank, manager in enumerate(self.managers):
             assert (manager.get_block_ids(request) == blocks).all()
             own = values[rank :: len(self.managers)]
+            slot = manager._states.slot.item(manager._row_of[request])
+            assert (slot >= 0) == bool(manager.states and self.tokens[request])
+            assert slot < 0 or all((x[slot] == self.computed[request][-1]).all() for x in manager.states)
             for cache, (keys, its_values) in zip(manager.caches, self.states, strict=True):
                 got = cache.gather(blocks[first:], len(own))
                 assert (got[0] == keys[own]).all() and (got[1] == its_values[own]).all()
@@ -250,15 +322,35 @@ class Model:
         assert {h: b for b, h in pool.hash_of.items()} == pool.block_of
         assert sorted([*m._row_of.values(), *m._free_rows]) == list(range(len(m._table)))
         assert m._requests.keys() == set(m._row_of.values()) and not m._journal
+        self.check_slots()
         assert m._saved.keys() == {m._row_of[r] for r in self.swapped}
         assert all((m._table[m._row_of[r], len(m.get_block_ids(r)) :] == -1).all() for r in self.here())
+
+    def check_slots(self) -> None:
+        """Each slot is free, a snapshot, or with requests; and is counted. A snapshot is at the end of a cached
+        block."""
+        m, states, pool = self.manager, self.manager._states, self.manager._states.pool
+        rows = {m._row_of[r] for r in self.here()}
+        held = Counter(slot for row in rows for slot in [states.slot.item(row), *states.earlier.get(row, {}).values()])
+        del held[-1]
+        assert [held[x] + (x in pool.hash_of) for x in range(len(pool.ref_cnt))] == pool.ref_cnt.tolist()
+        assert states.earlier.keys() <= rows and pool.block_of.keys() <= m._pool.block_of.keys()
+        assert sorted([*pool.free[0], *pool.evictable, *held]) == list(range(len(pool.ref_cnt)))
+        assert set(pool.evictable) == pool.hash_of.keys() - held.keys()
+        assert states.saved.keys() <= {m._row_of[r] for r in self.swapped}
+        for request in self.here():
+            for i, here in enumerate(m._requests[m._row_of[request]].hashes, 1):
+                if here in pool.block_of:
+                    assert self.computed[request][i * self.block_size - 1] == m.states[0][pool.block_of[here]]
 
     def state(self) -> Any:
         m = self.manager
         there = {r: None if r in self.swapped else m.get_block_ids(r).tolist() for r in self.tokens}
         pool = m._pool
         lists = ([x.copy() for x in pool.free], list(pool.evictable), pool.hash_of.copy(), pool.ref_cnt.tolist())
-        return there, {r: m.seq_len(r) for r in there}, lists, [c.key_cache.tobytes() for c in m.caches]
+        states = m._states
+        slots = (states.slot.tolist(), dict(states.earlier), states.pool.hash_of.copy(), states.pool.ref_cnt.tolist())
+        return there, {r: m.seq_len(r) for r in there}, lists, slots, [c.key_cache.tobytes() for c in m.caches]
 
 
 def walk(model: Model, operations: int, seed: int = 0) -> None:
@@ -275,7 +367,7 @@ def walk(model: Model, operations: int, seed: int = 0) -> None:
             model.allocate(tokens(4 * model.block_size), rng.randrange(8) // 7)
         elif kind < 0.6:
             batch = [(r, tokens(6)) for r in rng.sample(here, rng.randrange(len(here)) + 1)]
-            model.step(batch)
+            model.step(batch, rng.choice((0, 0, 1, 3)) if model.manager.states else 0)
         elif kind < 0.68:
             if len(model.tokens) < 8:
                 model.fork(some)
@@ -298,3 +390,4 @@ def walk(model: Model, operations: int, seed: int = 0) -> None:
         model.free(request)
     model.check_blocks()
     assert model.manager.num_free_blocks == model.manager.num_blocks
+    assert model.manager._states.pool.num_free == model.manager.stats().num_state_slots

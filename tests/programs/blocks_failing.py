@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import PagedKVCache
-from cpu_attn.serving import BlockManager, block_manager, block_pool, journal
+from cpu_attn.serving import BlockManager, block_manager, block_pool, journal, state_slots
 
-FILES = {module.__file__ for module in (block_manager, block_pool, journal)}
+FILES = {module.__file__ for module in (block_manager, block_pool, journal, state_slots)}
 Call = Callable[[BlockManager, int], Any]
 
 
@@ -57,12 +57,14 @@ class At:
         return self._at
 
 
-def made(scale: int = 1, **options: Any) -> BlockManager:
+def made(scale: int = 1, num_slots: int = 0, **options: Any) -> BlockManager:
     """A manager with requests of each kind. a and b share a block that both are within, "out" is swapped out, "begun"
     was found, and the prefix cache alone has all that no request has, so that whoever takes a block evicts one. scale:
-    an odd number, how much of all there is."""
-    caches = [PagedKVCache(22 * scale, 2, 1, 2) for _ in range(2)]
-    manager, rng = BlockManager(caches, **options), np.random.default_rng(0)
+    an odd number, how much of all there is. num_slots: of states with a snapshot at each block."""
+    caches, rng = [PagedKVCache(22 * scale, 2, 1, 2) for _ in range(2)], np.random.default_rng(0)
+    states = [rng.standard_normal((num_slots, 2), np.float32)] if num_slots else []
+    manager = BlockManager(caches, states=states, **options)
+    manager._states.interval = 2
     for request, first, end in (("a", 0, 7), ("gone", 50, 58), ("out", 20, 29), ("full", 30, 49)):
         tokens = range(first * scale, end * scale)
         manager.allocate(request, tokens)
@@ -74,7 +76,7 @@ def made(scale: int = 1, **options: Any) -> BlockManager:
             manager.free("gone")
     manager.fork("a", "b")
     manager.swap_out("out")
-    manager.truncate("full", 9 * scale)
+    manager.truncate("full", 9 * scale // 2 * 2 if num_slots else 9 * scale)
     manager.allocate("begun", [*range(30 * scale, 36 * scale), -1, -2])
     if manager._pool.evictable:
         manager.allocate("rest")
@@ -97,16 +99,25 @@ def state(manager: BlockManager) -> dict[str, Any]:
             there += [m._table[row, : m._num_blocks(size)].tolist()]
             there += [m._token_ids[held].reshape(-1)[:left].tolist()]
             there += [x[held].tobytes() for x in m._memory()]
+        if m.states and not m._swapped[row]:
+            slot, earlier = m._states.slot.item(row), m._states.earlier.get(row, {})
+            there += [slot, dict(earlier), m.states[0][[slot, *earlier.values()]].tobytes()]
+        there += [x.tobytes() for x in m._states.saved.get(row, ())]
         requests[request] = size, dropped, chain.root, list(chain.hashes), prompt is None or prompt.tolist(), there
-    assert {here: block for block, here in pool.hash_of.items()} == pool.block_of
+    slots = m._states.pool
+    for each in (pool, slots):
+        assert {here: block for block, here in each.hash_of.items()} == each.block_of
+        assert list(each.evictable.values()) == sorted(each.evictable.values())
     assert sorted([*m._row_of.values(), *m._free_rows]) == list(range(len(m._seq_lens)))
-    assert list(pool.evictable.values()) == sorted(pool.evictable.values())
     return {
         "requests": requests,
         "ref_cnt": pool.ref_cnt.tolist(),
         "free": sorted(block for pile in pool.free for block in pile),
         "evictable": list(pool.evictable),
         "stats": manager.stats(),
+        "slot_ref_cnt": slots.ref_cnt.tolist(),
+        "free_slots": sorted(slots.free[0]),
+        "snapshots": {slot: (here, m.states[0][slot].tobytes()) for slot, here in slots.hash_of.items()},
         "cached": {b: (h, [x[b].tobytes() for x in (m._token_ids, *m._memory())]) for b, h in pool.hash_of.items()},
     }
 
@@ -114,7 +125,13 @@ def state(manager: BlockManager) -> dict[str, Any]:
 def without_evicted(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """``before``, had the prefix cache given up the blocks that it has not got in ``after``."""
     gone = set(before["evictable"]) - set(after["evictable"])
+    lost = set(before["snapshots"]) - set(after["snapshots"])
+    counts = [n - (slot in lost) for slot, n in enumerate(before["slot_ref_cnt"])]
+    free = sorted([*before["free_slots"], *(slot for slot in lost if not counts[slot])])
     return before | {
+        "slot_ref_cnt": counts,
+        "free_slots": free,
+        "snapshots": {slot: x for slot, x in before["snapshots"].items() if slot not in lost},
         "ref_cnt": [n - (block in gone) for block, n in enumerate(before["ref_cnt"])],
         "free": sorted([*before["free"], *gone]),
         "evictable": [block for block in before["evictable"] if block not in gone],
@@ -122,6 +139,8 @@ def without_evicted(before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
         "stats": before["stats"]._replace(
             num_cached_blocks=before["stats"].num_cached_blocks - len(gone),
             num_evictions=before["stats"].num_evictions + len(gone),
+            num_free_state_slots=len(free) + sum(counts[slot] == 1 for slot in set(before["snapshots"]) - lost),
+            num_snapshots=before["stats"].num_snapshots - len(lost),
         ),
     }
 
@@ -148,7 +167,8 @@ CALLS: dict[str, tuple[Callable[[BlockManager], Any] | None, Call]] = {
     "step to the end": (None, lambda m, k: m.step([("begun", [-1, -2, *range(k)])])),
     "step far": (one, lambda m, k: m.step([("new", range(40 * k))])),
     "step with copies": (None, lambda m, k: m.step([("a", range(3 * k)), ("b", [4]), ("full", [1])])),
-    "truncate": (None, lambda m, k: m.truncate("full", 1)),
+    "step with drafts": (None, lambda m, k: m.step([("a", range(3 * k)), ("full", [1])], num_draft_tokens=[1, 1])),
+    "truncate": (None, lambda m, k: m.truncate("full", 2 if m.states else 1)),
     "truncate to 0": (None, lambda m, k: m.truncate("begun", 0)),
     "free": (None, lambda m, k: m.free("full")),
     "free swapped": (None, lambda m, k: m.free("out")),
@@ -157,7 +177,7 @@ CALLS: dict[str, tuple[Callable[[BlockManager], Any] | None, Call]] = {
     "reset_prefix_cache": (None, lambda m, k: m.reset_prefix_cache()),
 }
 # Those that write bytes into blocks, which the prefix cache then no longer has.
-WRITING = ("step with copies", "swap_in")
+WRITING = ("step with copies", "step with drafts", "swap_in")
 
 
 def sweep(

@@ -14,8 +14,17 @@ from cpu_attn.serving.journal import Journal
 from ..programs.blocks_failing import CALLS, WRITING, At, at, made, state, sweep, without_evicted
 
 
+STATEFUL = ("allocate", "allocate a row", "fork", "step", "step far", "truncate", "free", "swap_out", "swap_in")
+
+
 @pytest.mark.parametrize(
-    ("name", "options"), [*((name, {}) for name in CALLS), ("step", {"sliding_window": 3})], ids=str
+    ("name", "options"),
+    [
+        *((name, {"num_slots": 14} if "drafts" in name else {}) for name in CALLS),
+        ("step", {"sliding_window": 3}),
+        *((name, {"num_slots": 14}) for name in STATEFUL),
+    ],
+    ids=str,
 )
 def test_whichever_line_fails(name: str, options: dict[str, Any]) -> None:
     outcomes = sweep(name, at("line"), **options)
