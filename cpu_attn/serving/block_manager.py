@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -114,7 +114,9 @@ class BlockManager:
         self.states = _check.state_arrays("states", states)
         self.state_interval = _check.integer("state_interval", state_interval, 1)
         if self.states and self.state_interval % np.lcm(64, self.block_size):
-            raise ValueError(f"state_interval: {self.state_interval}, expected a multiple of 64 and of {self.block_size}")
+            raise ValueError(
+                f"state_interval: {self.state_interval}, expected a multiple of 64 and of {self.block_size}"
+            )
 
         # Each request has a row of the arrays. A row that no request has holds nothing of meaning.
         self._row_of: dict[Hashable, int] = {}
@@ -148,7 +150,8 @@ class BlockManager:
     def __copy__(self) -> BlockManager:
         """Gives a manager that goes on from here by itself, over the same caches and with the same names of
         requests."""
-        return copy.deepcopy(self, {id(x): x for x in (*self.caches, *self.states, *self._row_of)})
+        shared: Iterable[Any] = (*self.caches, *self.states, *self._row_of)
+        return copy.deepcopy(self, {id(x): x for x in shared})
 
     def __getstate__(self) -> dict[str, Any]:
         if self._journal:
@@ -285,10 +288,11 @@ class BlockManager:
             The :class:`Step`, its requests in the order of the batch.
 
         Raises:
-            NoFreeBlocksError: blocks or slots of states are missing; ``never_fits`` says that one request alone needs more than there are.
-                The manager is as it was before, here and below.
-            ValueError: a request is not there, swapped out or named twice, a token is out of range, or tokens are not
-                those of a prompt that come after what :meth:`allocate` found of it: all of its tokens, say.
+            NoFreeBlocksError: blocks or slots of states are missing; ``never_fits`` says that one request alone needs
+                more than there are. The manager is as it was before, here and below.
+            ValueError: a request is not there, swapped out or named twice, a token or a number of drafts is out of
+                range, or tokens are not those of a prompt that come after what :meth:`allocate` found of it: all of its
+                tokens, say.
             TypeError: the batch is no pairs, or tokens are no ids.
         """
         requests, counts, ids = _check.batch("batch", batch, self.enable_prefix_caching)
@@ -344,8 +348,9 @@ class BlockManager:
             requests=requests,
             block_size=self.block_size,
             sliding_window=self.sliding_window,
-            **(self._state_arrays(rows, old, counts, moved) if moved else {}),
         )
+        if moved:
+            step = replace(step, **self._state_arrays(rows, old, counts, moved))
         self._drop_behind_window(rows, old)
         if len(copied):
             self._write(copies, (memory[last] for memory in self._memory()))
@@ -551,9 +556,7 @@ class BlockManager:
         hashes = [self._requests[row].hashes for row in rows.tolist()] if self.enable_prefix_caching else []
         return self._states.advance(rows, old, counts, moved, hashes, self.block_size)
 
-    def _enter(
-        self, request: Hashable, new: _Request, blocks: Array, seq_len: int, num_dropped: int, slot: int
-    ) -> int:
+    def _enter(self, request: Hashable, new: _Request, blocks: Array, seq_len: int, num_dropped: int, slot: int) -> int:
         if not self._free_rows:
             have, rows = len(self._table), max(8, len(self._table))
             free = list(range(have + rows - 1, have - 1, -1))

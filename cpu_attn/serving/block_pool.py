@@ -95,9 +95,7 @@ class BlockPool:
         attached: another pool, whose cached blocks have hashes of blocks here and are forgotten with these.
     """
 
-    def __init__(
-        self, nodes: Array, journal: Journal, what: str = "blocks", attached: BlockPool | None = None
-    ) -> None:
+    def __init__(self, nodes: Array, journal: Journal, what: str = "blocks", attached: BlockPool | None = None) -> None:
         self._journal, self._what, self._attached = journal, what, attached
         # Nodes are numbered from 0 on here, whatever their numbers in the machine are.
         self.node_of = np.unique(nodes, return_inverse=True)[1]

@@ -21,7 +21,12 @@ from ..harness.blocks_model import Model, walk
 KINDS: list[dict[str, Any]] = [
     *({}, {"caching": False}, {"block_size": 1}, {"num_blocks": 3}, {"nodes": 2}),
     *({"window": 1, "num_blocks": 16}, {"window": 6, "num_blocks": 16}, {"ranks": 2, "block_size": 2}),
-    *({"slots": 14}, {"slots": 24, "interval": 8, "num_blocks": 14}, {"slots": 12, "caching": False}, {"slots": 4, "block_size": 1}),
+    *(
+        {"slots": 14},
+        {"slots": 24, "interval": 8, "num_blocks": 14},
+        {"slots": 12, "caching": False},
+        {"slots": 30, "interval": 2, "block_size": 1},
+    ),
     *({"slots": 30, "window": 6, "num_blocks": 16}, {"slots": 12, "ranks": 2, "block_size": 2}),
 ]
 

@@ -84,7 +84,9 @@ def test_few_slots() -> None:
     to, of, _ = arrays(manager.step([("b", prompt[64:]), ("c", [1])]))
     assert to[0] == of[0] != to[1] and of[1] == -1
     manager.allocate("d")
-    with pytest.raises(NoFreeBlocksError, match="^batch: needs 1 state slots, 0 are free, 1 are missing: free") as error:
+    with pytest.raises(
+        NoFreeBlocksError, match=r"^batch: needs 1 state slots, 0 are free, 1 are missing: free"
+    ) as error:
         manager.step([("d", [1])])
     assert error.value.missing == 1 and not error.value.never_fits
     told = r"batch\[0\] needs 4 of 2 state slots, never fits$"
@@ -119,11 +121,11 @@ def test_drafts() -> None:
         manager.truncate("a", back)
         assert manager.stats().num_free_state_slots == 7
         assert arrays(manager.step([("a", [9])]))[:2] == ([slot], [slot])
-    with pytest.raises(ValueError, match="^seq_len: there is no state after 2 tokens; the last before it is after 0"):
+    with pytest.raises(ValueError, match=r"^seq_len: there is no state after 2 tokens; the last before it is after 0"):
         other.truncate("a", 2)
     other.step([("a", [7])])
     assert other.stats().num_free_state_slots == 7
-    with pytest.raises(ValueError, match="^seq_len: there is no state after 6 tokens"):
+    with pytest.raises(ValueError, match=r"^seq_len: there is no state after 6 tokens"):
         other.truncate("a", 6)
     other.truncate("a", 0)
     assert other.stats().num_free_state_slots == 8
@@ -165,7 +167,7 @@ def test_swapped_states_come_back() -> None:
     for name in range(8):
         manager.allocate(name)
     manager.step([(name, [name]) for name in range(8)])
-    with pytest.raises(NoFreeBlocksError, match="^request: needs 1 state slots, 0 are free"):
+    with pytest.raises(NoFreeBlocksError, match=r"^request: needs 1 state slots, 0 are free"):
         manager.swap_in("a")
     manager.free(5)
     manager.swap_in("a")
@@ -199,8 +201,8 @@ def test_states_that_are_refused(options: dict[str, Any], words: str) -> None:
     ("drafts", "words"),
     [
         ([1], r"num_draft_tokens: 1 numbers, expected 2"),
-        ([1, 3], r"num_draft_tokens\[1\]: 3 is outside 0..2"),
-        ([-1, 0], r"num_draft_tokens\[0\]: -1 is outside 0..1"),
+        ([1, 3], r"num_draft_tokens\[1\]: 3 is outside 0\.\.2"),
+        ([-1, 0], r"num_draft_tokens\[0\]: -1 is outside 0\.\.1"),
         ([0.5, 0], "num_draft_tokens: dtype float64"),
         (2, "num_draft_tokens: "),
     ],

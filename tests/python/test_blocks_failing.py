@@ -13,7 +13,6 @@ from cpu_attn.serving.journal import Journal
 
 from ..programs.blocks_failing import CALLS, WRITING, At, at, made, state, sweep, without_evicted
 
-
 STATEFUL = ("allocate", "allocate a row", "fork", "step", "step far", "truncate", "free", "swap_out", "swap_in")
 
 
