@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -348,9 +348,8 @@ class BlockManager:
             requests=requests,
             block_size=self.block_size,
             sliding_window=self.sliding_window,
+            **(self._state_arrays(rows, old, counts, moved) if moved else {}),
         )
-        if moved:
-            step = replace(step, **self._state_arrays(rows, old, counts, moved))
         self._drop_behind_window(rows, old)
         if len(copied):
             self._write(copies, (memory[last] for memory in self._memory()))
@@ -551,7 +550,7 @@ class BlockManager:
             grown[:, : self._table.shape[1]] = self._table
             self._table = grown
 
-    def _state_arrays(self, rows: Array, old: Array, counts: Array, moved: Any) -> dict[str, Array]:
+    def _state_arrays(self, rows: Array, old: Array, counts: Array, moved: Any) -> dict[str, Any]:
         """Gives what a step says of states. Its blocks have been published."""
         hashes = [self._requests[row].hashes for row in rows.tolist()] if self.enable_prefix_caching else []
         return self._states.advance(rows, old, counts, moved, hashes, self.block_size)
