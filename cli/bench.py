@@ -221,7 +221,8 @@ def _result(row: contest.Contestant, timer: Timer, looks: Sequence[dict[Limit, f
     step, runs = row.step, timer.seconds
     best = min(runs)
     w = step.workload
-    moves = w.attends or w.kind == "write"
+    computes = w.attends or w.linear
+    moves = computes or w.kind == "write"
     return {
         "workload": w.name,
         "engine": row.engine,
@@ -237,7 +238,7 @@ def _result(row: contest.Contestant, timer: Timer, looks: Sequence[dict[Limit, f
         "spread": statistics.median(runs) / best - 1 if len(runs) > 1 else None,
         "tokens_per_second": w.num_tokens / best if moves else None,
         "layers": w.layers or None,
-        "gflops": w.flops / best * 1e-9 if w.attends else None,
+        "gflops": w.flops / best * 1e-9 if computes else None,
         "kv_gbps": w.kv_bytes(step.itemsize) / best * 1e-9 if moves else None,
         "limit": None,
         "limit_of": None,
@@ -447,11 +448,12 @@ def bench(
 ) -> None:
     """Time attention, cache writes and plans beside the limits of this machine, measured in the same run.
 
-    WORKLOAD is a name (prefill-2k, decode-8x8k, write-8k, ...), or prefill, decode, mla, cascade or all; all unless
-    told. Own kernels and oneDNN take turns. The limit of a prefill, of mla, and of decodes that share most of their
-    keys (cascade), is the peak of its isa's products, of a decode the read bandwidth, of a cache write memcpy. The roof
-    that binds is whichever takes longer, products or reads, and was measured right before and after. After Ctrl-C the
-    workloads that were done are shown and saved, and the exit status is 130.
+    WORKLOAD is a name (prefill-2k, decode-8x8k, write-8k, ...), or prefill, decode, mla, cascade, linear or all; all
+    unless told. Own kernels and oneDNN take turns. The limit of a prefill, of mla, and of decodes that share most of
+    their keys (cascade), is the peak of its isa's products, of a decode the read bandwidth, of a cache write memcpy, as
+    of decodes and convolutions of linear. The roof that binds is whichever takes longer, products or memory, and was
+    measured right before and after. After Ctrl-C the workloads that were done are shown and saved, and the exit status
+    is 130.
     """
     if as_list:
         show_list()

@@ -19,6 +19,7 @@ from cpu_attn._check import INT32_MAX
 from cpu_attn._dtypes import is_scaled
 from cpu_attn.cli.report import counted, new_console, new_table
 from cpu_attn.cli.workloads import GROUPS, WORKLOADS, Workload
+from cpu_attn.tests.cases.formats import DTYPES
 
 Options = dict[str, Any]
 MOST = 2**24  # the most characters of a config.json; a device may have no end
@@ -63,9 +64,13 @@ def chosen(
 def impossible(w: Workload, kvs: Collection[str] = ()) -> str:
     """Says why a workload cannot be, "" if it can. kvs: what such caches are to hold."""
     integers = sorted(filter(is_scaled, kvs))
+    features = ("sliding_window", "softcap", "sinks", "alibi", "attn_bias", "selected", "no_cascade")
+    odd = [k for k in features if w.linear and getattr(w, k) not in (None, False, 0.0, -1)]
+    odd += ["KV cache"] if w.linear and not set(kvs) <= set(DTYPES) else []
     reasons = {
         f"--num-kv-heads {w.num_kv_heads} does not divide {w.num_heads} heads": w.num_heads % w.num_kv_heads,
         f"--batch, --q-len: {w.num_tokens} query tokens, at most {INT32_MAX}": w.num_tokens > INT32_MAX,
+        f"linear attention has no {' and no '.join(odd)}": odd,
         f"--head-size {w.head_size}: at least {w.latent_rank + 1}, V is a part of K": w.head_size <= w.latent_rank,
         f"--head-size {w.head_size} is odd: rotary_reshape_and_cache turns pairs": w.rotary and w.head_size % 2,
         "--selected needs --no-cascade: requests may select other blocks": w.cascades and w.selected is not None,
@@ -166,6 +171,8 @@ def _of_model(w: Workload, kind: Options) -> Workload:
 def _no_model(w: Workload, kind: Options) -> str:
     """Says why a workload is not for a kind of layers, "" if it is."""
     latent = bool(kind.get("latent_rank"))
+    if w.linear and kind:
+        return f"{w.name}: --model-config has the shapes of attention"
     if w.latent_rank and not latent:
         return f"{w.name}: it is MLA, and this model is not"
     if latent and w.kind != "decode":
@@ -206,6 +213,7 @@ def _add(table: Any, w: Workload) -> None:
         "drafts": w.tree,
         "norm and rotary": w.rotary,
         w.kind: w.kind in ("write", "plan", "call"),
+        f"{w.linear and w.linear.rule}, states": w.linear,
     }
     heads = f"{w.num_heads}/{w.num_kv_heads}"
     table.add_row(f"  {w.name}", said, heads, str(w.head_size), ", ".join(k for k, there in features.items() if there))

@@ -14,6 +14,7 @@ import numpy as np
 
 import cpu_attn
 from cpu_attn import _onednn_loader, _threads, sparse, study
+from cpu_attn.cli import linear
 from cpu_attn.cli.limits import Limit, best_isa, products
 from cpu_attn.cli.rivals import RIVALS
 from cpu_attn.cli.workloads import Step, Workload
@@ -26,8 +27,8 @@ LEAST_BYTES = 2**16  # a limit is measured over no less
 @dataclass(frozen=True)
 class Contestant:
     """Holds what runs a workload. engine: of ENGINES or RIVALS; isa: of ours, None for others; threads: how many it was
-    made for and runs on; limits: the fastest of them bounds it; roof: where it attends, its products and reads, of
-    which the slower binds it; call: one run, for which all is made that can be made before."""
+    made for and runs on; limits: the fastest of them bounds it; roof: where it computes a layer, its products and
+    reads or copies, of which the slower binds it; call: one run, for which all is made that can be made before."""
 
     step: Step
     engine: str
@@ -60,6 +61,8 @@ def unable(
     name, odd = engine, []
     if engine in RIVALS:
         name, odd = RIVALS[engine].name, RIVALS[engine].lacks(workload, kv_cache_dtype, block_size)
+    elif workload.linear:
+        odd = ["linear attention"] * (engine not in ("native", "reference"))
     elif engine == "onednn-python":
         odd = [what for what in ("attn_bias", "tree", "selected", "topk_tokens") if getattr(workload, what)]
         odd += ["kv_cache_rotation"] * (kv_cache_rotation != "none")
@@ -106,13 +109,17 @@ def _limits(step: Step, engine: str, isa: str | None, threads: int) -> tuple[tup
     """Gives limits and roof of a Contestant."""
     w = step.workload
     num_bytes = max(w.kv_bytes(step.itemsize), LEAST_BYTES)
+    copies = Limit("memcpy_gbps", threads, num_bytes=num_bytes)
     if w.kind == "write":
-        return (Limit("memcpy_gbps", threads, num_bytes=num_bytes),), ()
-    if w.kind not in ("prefill", "decode", "cascade"):
+        return (copies,), ()
+    if not w.linear and w.kind not in ("prefill", "decode", "cascade"):
         return (), ()
     if engine != "native":
         isa = best_isa(step.dtype, _uses_matrix(engine, step))
-    reads, multiplies = Limit("read_gbps", threads, num_bytes=num_bytes), products(isa, step.dtype, threads)
+    multiplies = products(isa, step.dtype, threads)
+    if w.linear:
+        return tuple(multiplies) if w.kind == "linear-prefill" else (copies,), (*multiplies, copies)
+    reads = Limit("read_gbps", threads, num_bytes=num_bytes)
     is_read = w.kind == "decode" and not w.latent_rank  # latent rows serve so many heads that products limit them
     return (reads,) if is_read else tuple(multiplies), (*multiplies, reads)
 
@@ -128,6 +135,8 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
     """Gives the call, the memory that it needs besides, and the isa, where it is ours."""
     if engine in RIVALS:
         return RIVALS[engine].call(step), None, None
+    if step.workload.linear:
+        return linear.prepare(step, engine)
     plan = step.plan("native" if engine == "onednn-python" else engine)
     if step.workload.kind == "plan":
         return partial(step.plan, engine), plan.workspace_bytes, plan.isa

@@ -22,6 +22,9 @@ TYPES = {"float32": 0, "float16": 1, "bfloat16": 30, "q4_0": 2, "q5_0": 6, "q8_0
 Q_BLOCK = 32  # elements of a row that have a scale in common in q4_0, q5_0 and q8_0
 
 
+DELTA_RULE = "ggml_gated_delta_net"
+
+
 class _InitParams(ctypes.Structure):
     _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
 
@@ -38,6 +41,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {  # the type of the result, then thos
     "ggml_view_4d": (c_void_p, c_void_p, c_void_p, *[c_int64] * 4, *[c_size_t] * 4),  # all strides but one, offset
     "ggml_flash_attn_ext": (c_void_p, *[c_void_p] * 5, *[c_float] * 3),
     "ggml_flash_attn_ext_add_sinks": (None, c_void_p, c_void_p),
+    "ggml_gated_delta_net": (c_void_p, *[c_void_p] * 7, c_int64),
     "ggml_new_graph_custom": (c_void_p, c_void_p, c_size_t, c_bool),
     "ggml_build_forward_expand": (None, c_void_p, c_void_p),
     "ggml_backend_cpu_init": (c_void_p,),
@@ -63,11 +67,17 @@ def load() -> Any:
     try:
         library = ctypes.CDLL(str(paths[0]))  # this loads ggml-base, too, on which it depends
         for name, (result, *arguments) in _SIGNATURES.items():
+            if name == DELTA_RULE and not hasattr(library, name):
+                continue  # a ggml from before it
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         raise ImportError(str(error)) from None
     return library
+
+
+def lacks_delta_rule() -> list[str]:
+    return [] if hasattr(load(), DELTA_RULE) else [DELTA_RULE]
 
 
 class Graph:
@@ -78,7 +88,7 @@ class Graph:
 
     def __init__(self, calls: int, threads: int) -> None:
         self._lib = lib = load()
-        tensors = 6 * calls  # query, key, value, mask, sinks, output
+        tensors = 7 * calls  # query, key, value, mask, sinks, output; or of states, those of gated_delta_net
         size = tensors * lib.ggml_tensor_overhead() + lib.ggml_graph_overhead_custom(tensors, False)
         self._context = lib.ggml_init(_InitParams(size, None, True))
         weakref.finalize(self, lib.ggml_free, self._context)
@@ -129,6 +139,14 @@ class Graph:
         lib.ggml_build_forward_expand(self._graph, output)
         n, heads, tokens, _ = query.shape
         self._outputs.append((output, (n, tokens, heads, value.shape[3])))
+
+    def gated_delta_net(self, *arrays: NDArray[Any]) -> None:
+        """Adds a call of the delta rule: query, key, value, decays, betas, states, as linear.ggml_arrays says. Its
+        output has a row [Hv * Dv] of each token, and below these the states [R, Hv, Dv, Dk]."""
+        requests, tokens, heads, size = arrays[2].shape
+        output = self._lib.ggml_gated_delta_net(self._context, *map(self._tensor, arrays), 1)
+        self._lib.ggml_build_forward_expand(self._graph, output)
+        self._outputs.append((output, (requests * (tokens + size), heads * size)))
 
     def allocate(self) -> list[NDArray[np.float32]]:
         """Allocates all tensors, once, after the last call, and gives the output of each call: [n, query tokens, heads,

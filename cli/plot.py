@@ -13,6 +13,7 @@ from typing import Any
 import click
 import numpy as np
 
+from cpu_attn.cli.linear import KINDS
 from cpu_attn.cli.report import SAME, kind, per_thread, thread_counts
 
 # These are Okabe and Ito's colours, which everyone can tell apart; an engine has one colour and one marker.
@@ -28,6 +29,7 @@ STYLES = {
 }
 COLOURS = [colour for colour, _ in STYLES.values()]
 LIMITS = {"matrix_gflops": "products", "vector_gflops": "products", "read_gbps": "reads", "memcpy_gbps": "copies"}
+MOVES = {"read_gbps": "read", "memcpy_gbps": "copy"}
 WIDTH, HEIGHT = 11.0, 6.5  # inches
 LABEL = 8.0  # points; labels stand 1.5 times as far apart
 MARKER = 7.0  # points across
@@ -43,8 +45,8 @@ Rows = dict[str, dict[str, Result]]
 
 def check(path: Path, kinds: set[str]) -> None:
     """Refuses, before anything is measured, what could not be drawn or written."""
-    if not kinds & {"prefill", "decode", "cascade"}:
-        raise click.UsageError("--plot: only prefill, decode and cascade have a place in a roofline")
+    if not kinds & {"prefill", "decode", "cascade", *KINDS}:
+        raise click.UsageError("--plot: only prefill, decode and cascade have a place in a roofline, and linear")
     if importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install 'cpu-attn[plot]'")
     known = set(importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg.get_supported_filetypes())
@@ -155,7 +157,7 @@ def _rows(results: list[dict[str, Any]]) -> Rows:
 
 
 def _place(r: Result) -> tuple[float, float]:
-    """Gives flops for each byte of K and V that is read once, and GFLOP/s."""
+    """Gives flops for each byte of K and V, or of states, that is moved once, and GFLOP/s."""
     return r["gflops"] / r["kv_gbps"], r["gflops"]
 
 
@@ -166,7 +168,7 @@ def _best(row: dict[str, Result]) -> tuple[float, float]:
 def _frame(axes: Any, report: Result, points: list[Result]) -> tuple[Any, Any]:
     """Draws axes and ceilings: what is read as slopes, products as level lines from where they begin to bind. It
     returns boxes: of the slopes' names, and along the lines."""
-    slopes = {p["limit"] for p in points if p["limit_of"] == "read_gbps"} or {report["limits"]["read_gbps"]}
+    slopes = {p["limit"] for p in points if p["limit_of"] in MOVES} or {report["limits"]["read_gbps"]}
     used = {p["limit"] for p in points} | set(report["limits"].values())
     levels = {
         p["value"]: p["what"] for p in report["probes"] if p["unit"] == "GFLOP/s" and p["value"] and p["value"] in used
@@ -176,10 +178,12 @@ def _frame(axes: Any, report: Result, points: list[Result]) -> tuple[Any, Any]:
     low, high = min(*x, ridge) / 4, max(*x, max(levels) / min(slopes)) * 2
     low = min(low, ridge / (high / ridge) ** (ROOM / (1 - ROOM)))
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(min(y) / 2, max(levels) * 2))
-    over = {p["value"]: p["what"] for p in report["probes"] if p["limit"] == "read_gbps"}
+    over = {p["value"]: (MOVES[p["limit"]], p["what"]) for p in report["probes"] if p["limit"] in MOVES}
     drawn = sorted({min(slopes), max(slopes)} if max(slopes) > 1.1 * min(slopes) else {max(slopes)}, reverse=True)
     lines = [[(low, low * slope), (max(levels) / slope, max(levels))] for slope in drawn]
-    name = _name_slopes(axes, "\n".join(f"read {slope:.3g} GB/s {over[slope]}" for slope in drawn), *lines[0])
+    name = _name_slopes(
+        axes, "\n".join("{0} {2:.3g} GB/s {1}".format(*over[slope], slope) for slope in drawn), *lines[0]
+    )
     lines += [[(level / max(slopes), level), (high, level)] for level in levels]
     for line in lines:
         axes.plot(*zip(*line, strict=True), color="black", linewidth=1.2)
@@ -195,7 +199,7 @@ def _frame(axes: Any, report: Result, points: list[Result]) -> tuple[Any, Any]:
     axes.set_title(
         f"{machine['brand']}, {some['threads']} threads, {', '.join({p['dtype'] for p in points})}", loc="left"
     )
-    axes.set_xlabel("useful flops for each byte of K and V")
+    axes.set_xlabel("useful flops for each byte of K and V, or of states")
     axes.set_ylabel("GFLOP/s")
     _bare(axes)
     ticker = importlib.import_module("matplotlib.ticker")

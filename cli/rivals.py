@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import cpu_attn
 from cpu_attn import _adapters
 from cpu_attn._check import kv_dtypes
-from cpu_attn.cli import ggml
+from cpu_attn.cli import ggml, linear
 from cpu_attn.cli.workloads import BINARY, Step, Workload
 
 
@@ -101,11 +101,15 @@ def _bias(step: Step, q_len: int, kv_len: int) -> NDArray[np.float32]:
 
 
 def _torch_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[str]:
+    if w.linear:
+        return linear.torch_lacks(w.linear)
     odd = [name for name in ("softcap", "sinks", "selected", "topk_tokens") if getattr(w, name)]
     return odd + [kv_cache_dtype] * (kv_cache_dtype != "auto")
 
 
 def _torch(step: Step) -> Callable[[], Any]:
+    if step.workload.linear:
+        return linear.torch_call(step, _tensor)
     return _sdpa(step, _torch_load().nn.functional.scaled_dot_product_attention)
 
 
@@ -179,6 +183,8 @@ _GGML_KV = {"int8": "q8_0", "int5": "q5_0", "int4": "q4_0"}
 
 
 def _ggml_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[str]:
+    if w.linear:
+        return linear.ggml_lacks(w.linear, w.head_size) or ggml.lacks_delta_rule()
     names = kv_cache_dtype.split("/")
     odd = [name for name in ("selected", "topk_tokens") if getattr(w, name)]
     odd += [name for name in dict.fromkeys(names) if name not in ("auto", *ggml.TYPES, *_GGML_KV)]
@@ -189,6 +195,10 @@ def _ggml_lacks(w: Workload, kv_cache_dtype: str, block_size: int) -> list[str]:
 
 def _ggml(step: Step) -> Callable[[], Any]:
     """Makes one graph of all batches. Queries and outputs are float32."""
+    if step.workload.linear:
+        delta_rule = ggml.Graph(1, cpu_attn.get_num_threads())
+        delta_rule.gated_delta_net(*linear.ggml_arrays(step))
+        return _run_graph(delta_rule)
     w, batches = step.workload, _batches(step)
     graph = ggml.Graph(len(batches), cpu_attn.get_num_threads())
     kinds = tuple(_GGML_KV.get(kv, kv) for kv in kv_dtypes(step.kv_cache_dtype, step.dtype))
@@ -198,6 +208,10 @@ def _ggml(step: Step) -> Callable[[], Any]:
         mask = None if q_len == 1 and _is_plain(step, kv_len) else _bias(step, q_len, kv_len)
         how: Any = {"scale": w.head_size**-0.5, "softcap": w.softcap, "mask": mask, "is_latent": w.latent_rank > 0}
         graph.attend(query, key, value, kinds, **how, sinks=step.s_aux if w.sinks else None)
+    return _run_graph(graph)
+
+
+def _run_graph(graph: ggml.Graph) -> Callable[[], Any]:
     outputs = graph.allocate()
 
     def run() -> list[NDArray[np.float32]]:
@@ -293,8 +307,17 @@ def _vllm_uses_matrix(step: Step) -> bool:
 _ATTENDS = frozenset({"prefill", "decode", "cascade", "call"})
 _ALL = _ATTENDS | {"plan", "write"}
 RIVALS = {
-    "torch": Rival("torch's scaled_dot_product_attention", _torch_load, _ATTENDS, _torch_lacks, _torch, lambda _: True),
+    "torch": Rival(
+        "torch's scaled_dot_product_attention",
+        _torch_load,
+        _ATTENDS | set(linear.KINDS),
+        _torch_lacks,
+        _torch,
+        lambda _: True,
+    ),
     "zentorch": Rival("zentorch's attention", _zentorch_load, _ATTENDS, _zentorch_lacks, _zentorch, lambda _: True),
-    "ggml": Rival("ggml's flash attention", ggml.load, _ATTENDS, _ggml_lacks, _ggml, lambda _: False),
+    "ggml": Rival(
+        "ggml's flash attention", ggml.load, _ATTENDS | set(linear.KINDS), _ggml_lacks, _ggml, lambda _: False
+    ),
     "vllm": Rival("vLLM's CPU attention", _vllm_load, _ALL, _vllm_lacks, _vllm, _vllm_uses_matrix),
 }

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 import cpu_attn
 from cpu_attn import sparse
+from cpu_attn.cli.linear import Arrays, Layer
 from cpu_attn.tests.cases.formats import numpy_dtype
 from cpu_attn.tests.cases.trees import TREES, pack_tree
 
@@ -25,12 +26,12 @@ class Workload:
     """Describes one step of causal attention, or what serves it.
 
     kind: prefill, decode, cascade (decode of requests that share a prefix), write (reshape_and_cache of all tokens,
-    with rotary rotary_reshape_and_cache, queries in place), plan (get_scheduler_metadata) or call (too little to be
-    limited by anything but the call). lens: (q_len, kv_len) of each request. tree: its query tokens are drafts, each
-    behind the one of half its number. selected: the share of the blocks that each kv head attends, at random; None: all
-    without a selection. query_block: so many query tokens select from the blocks that they see, others of their own; 0:
-    all of a request select together. shared: keys that all requests have in common, in the same blocks; no_cascade: the
-    plan is not told so.
+    with rotary rotary_reshape_and_cache, queries in place), plan (get_scheduler_metadata), call (too little to be
+    limited by anything but the call), or one of linear.KINDS: a layer of states in place of attention, ``linear``.
+    lens: (q_len, kv_len) of each request. tree: its query tokens are drafts, each behind the one of half its number.
+    selected: the share of the blocks that each kv head attends, at random; None: all without a selection. query_block:
+    so many query tokens select from the blocks that they see, others of their own; 0: all of a request select together.
+    shared: keys that all requests have in common, in the same blocks; no_cascade: the plan is not told so.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Workload:
     latent_rank: int = 0  # if not 0, V is the first so many columns of K (MLA)
     topk_tokens: int = 0  # if not 0, an indexer selects so many keys for each query token, in the same call
     layers: int = 0  # if not 0, so many layers of a model are of this shape
+    linear: Layer | None = None
 
     @property
     def head_size_v(self) -> int:
@@ -80,6 +82,8 @@ class Workload:
     def flops(self) -> int:
         """Counts 2 * D for q.k and 2 * Dv for p*v, for each (query head, query, key) that the mask leaves and an
         indexer selects, and 2 * INDEX_SIZE for each that it scores."""
+        if self.linear:
+            return self.num_tokens * self.linear.flops(self.num_heads, self.num_kv_heads, self.head_size)
         pairs = scored = 0
         for q_len, kv_len in self.lens:
             seen = np.arange(kv_len - q_len + 1, kv_len + 1)  # keys up to each query's own
@@ -98,7 +102,10 @@ class Workload:
 
     def kv_bytes(self, itemsize: float) -> int:
         """Gives the bytes of K and V that some query sees, each counted once; of a write those that are written, with
-        rotated queries."""
+        rotated queries; of a layer of states what that says."""
+        if self.linear:
+            sizes = (self.num_heads, self.num_kv_heads, self.head_size)
+            return math.ceil(self.linear.bytes(len(self.lens), self.num_tokens, *sizes, itemsize))
         q_lens, kv_lens = self._lens
         keys = kv_lens
         if self.sliding_window >= 0:
@@ -123,6 +130,8 @@ def _various(num_reqs: int, low: int, high: int) -> tuple[tuple[int, int], ...]:
 
 
 MLA: dict[str, Any] = {"num_kv_heads": 1, "head_size": 576, "latent_rank": 512}  # DeepSeek's
+GDN: dict[str, Any] = {"num_kv_heads": 16, "linear": Layer("gdn", 128)}  # Qwen3.5's
+SSD: dict[str, Any] = {"num_heads": 128, "num_kv_heads": 8, "linear": Layer("ssd", 64)}  # Nemotron-H's
 LONG_PROMPT: dict[str, Any] = _same("prefill", 1, 32768, 32768, num_heads=4, num_kv_heads=1)
 MIXED = ((992, 2456), (1, 1234), (98, 1145), (1, 4162), (2345, 2345))
 WORKLOADS = {
@@ -156,6 +165,13 @@ WORKLOADS = {
         "rope-write-8k": _same("write", 1, 8192, 8192, rotary=True),
         "plan-256": {"kind": "plan", "lens": _various(256, 512, 4096)},
         "call-tiny": _same("call", 1, 1, 16),
+        "gdn-prefill-2k": _same("linear-prefill", 1, 2048, 2048, **GDN),
+        "gdn-decode-64": _same("linear-decode", 64, 1, 1024, **GDN),
+        "gdn-decode-1": _same("linear-decode", 1, 1, 1024, **GDN),
+        "kda-prefill-2k": _same("linear-prefill", 1, 2048, 2048, num_kv_heads=32, linear=Layer("kda", 128)),
+        "ssd-prefill-2k": _same("linear-prefill", 1, 2048, 2048, **SSD),
+        "ssd-decode-64": _same("linear-decode", 64, 1, 1024, **SSD),
+        "conv-prefill-2k": _same("conv", 1, 2048, 2048, num_kv_heads=16, linear=Layer("conv", 128)),
     }.items()
 }
 GROUPS = {
@@ -163,6 +179,7 @@ GROUPS = {
     "decode": [w for w in WORKLOADS.values() if w.kind == "decode" and not w.latent_rank],
     "mla": [w for w in WORKLOADS.values() if w.latent_rank],
     "cascade": [w for w in WORKLOADS.values() if w.kind == "cascade"],
+    "linear": [w for w in WORKLOADS.values() if w.linear],
     "all": list(WORKLOADS.values()),
 }
 
@@ -245,9 +262,9 @@ class Step:
 
     @property
     def itemsize(self) -> float:
-        """Gives the bytes of an element that moves: of keys and values on their way into a cache, else of K and V in
-        it, scales counted."""
-        if self.workload.kind == "write":
+        """Gives the bytes of an element that moves: of keys and values on their way into a cache, of the inputs of a
+        layer of states, else of K and V in the cache, scales counted."""
+        if self.workload.kind == "write" or self.workload.linear:
             return numpy_dtype(self.dtype).itemsize
         size = self.workload.head_size
         cache = cpu_attn.PagedKVCache(
@@ -255,6 +272,12 @@ class Step:
         )
         width: int = sum(x.shape[3] * x.itemsize for x in (cache.key_cache, cache.value_cache))
         return width / (2 * size)
+
+    @cached_property
+    def arrays_of_layer(self) -> Arrays:
+        """Gives the arrays of a layer of states."""
+        assert self.workload.linear
+        return Arrays(self, self.workload.linear)
 
     @cached_property
     def query(self) -> NDArray[Any]:

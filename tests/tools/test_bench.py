@@ -409,6 +409,7 @@ def test_markdown() -> None:
     assert rows[1][0].strip().endswith("head_size=16 reference") and float(rows[1][-1]) > 0
 
 
+LINEAR = {n for n, w in WORKLOADS.items() if w.linear}
 MLA, TREES, CASCADES = ({n for n in WORKLOADS if n.startswith(kind)} for kind in ("mla-", "tree-", "cascade-"))
 
 
@@ -417,12 +418,12 @@ MLA, TREES, CASCADES = ({n for n in WORKLOADS if n.startswith(kind)} for kind in
     [
         ({"head_size": 512}, set(), MLA),
         ({"head_size": 513}, set(), {"rope-write-8k"}),
-        ({"selected": 0.5}, set(), {*CASCADES, "mla-1x64k-sparse"}),
-        ({"selected": 0.5, "no_cascade": True}, set(), {"mla-1x64k-sparse"}),
-        ({"num_heads": 8}, set(), {n for n, w in WORKLOADS.items() if w.num_kv_heads == 16}),
-        ({"alibi": True}, set(), TREES),
-        ({"sliding_window": 9}, set(), TREES),
-        ({}, {"bfloat16", "int8"}, MLA),
+        ({"selected": 0.5}, set(), {*CASCADES, *LINEAR, "mla-1x64k-sparse"}),
+        ({"selected": 0.5, "no_cascade": True}, set(), {*LINEAR, "mla-1x64k-sparse"}),
+        ({"num_heads": 8}, set(), {n for n, w in WORKLOADS.items() if w.num_kv_heads > 8}),
+        ({"alibi": True}, set(), TREES | LINEAR),
+        ({"sliding_window": 9}, set(), TREES | LINEAR),
+        ({}, {"bfloat16", "int8"}, MLA | LINEAR),
     ],
 )
 def test_a_group_leaves_out_what_cannot_be(

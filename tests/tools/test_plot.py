@@ -46,7 +46,7 @@ def full_report(
     rng = random.Random(1)
     results = []
     for w, cache, engine in product(WORKLOADS.values(), caches, engines):
-        if not w.attends or w.kind == "call" or only not in ("", w.name):
+        if not (w.attends or w.linear) or w.kind == "call" or only not in ("", w.name):
             continue
         intensity, read = (
             w.flops / w.kv_bytes(2.0 if cache == "auto" else 1.0),
