@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,6 @@ from cpu_attn.linear import (
     linear_attention_with_state_cache,
 )
 from cpu_attn.tests.cases.formats import numpy_dtype
-
-if TYPE_CHECKING:
-    from cpu_attn.cli.workloads import Step
 
 KINDS = ("linear-prefill", "linear-decode", "conv")
 WIDTH = 4  # inputs of an output of a convolution
@@ -66,7 +63,7 @@ class Arrays:
     """Holds the arrays of a step of such a layer, the same for all who run it. Gates are as models have them: most of a
     state is left after a token."""
 
-    step: Step
+    step: Any
     layer: Layer
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
@@ -92,7 +89,8 @@ class Arrays:
 
     @cached_property
     def value(self) -> NDArray[Any]:
-        return self.step.random(self.tokens, self.heads, self.layer.size_v)
+        found: NDArray[Any] = self.step.random(self.tokens, self.heads, self.layer.size_v)
+        return found
 
     @cached_property
     def g(self) -> NDArray[np.float32]:
@@ -122,7 +120,7 @@ class Arrays:
         return get_linear_attention_metadata(step.query_start_loc, step.dtype, *heads, **how)
 
 
-def prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int, str]:
+def prepare(step: Any, engine: str) -> tuple[Callable[[], Any], int, str]:
     """Gives the own call, the memory that it needs besides, and its isa."""
     arrays = step.arrays_of_layer
     plan, layer = arrays.plan(engine), arrays.layer
@@ -167,7 +165,7 @@ def torch_lacks(layer: Layer) -> list[str]:
     return []
 
 
-def torch_call(step: Step, tensor: Callable[[NDArray[Any]], Any]) -> Callable[[], Any]:
+def torch_call(step: Any, tensor: Callable[[NDArray[Any]], Any]) -> Callable[[], Any]:
     """Makes the call of transformers' function over requests that are alike, which gives the states, or of a
     convolution as its models call it. tensor: gives a tensor of an array's memory."""
     arrays, torch = step.arrays_of_layer, importlib.import_module("torch")
@@ -192,7 +190,7 @@ def ggml_lacks(layer: Layer, size: int) -> list[str]:
     return odd + [f"heads of {size} and {layer.size_v}"] * (not odd and size != layer.size_v)
 
 
-def ggml_arrays(step: Step) -> tuple[NDArray[np.float32], ...]:
+def ggml_arrays(step: Any) -> tuple[NDArray[np.float32], ...]:
     """Gives queries, keys and values [R, tokens, heads, D], decays and betas [R, tokens, Hv, Dk or 1], and states
     [R, Hv, Dv, Dk], all in float32. Its value heads have the keys of head h % Hk, so the values come in that order."""
     arrays = step.arrays_of_layer

@@ -113,7 +113,8 @@ def of_roof(result: dict[str, Any]) -> str:
     """Says how near a result comes to the roof that binds it, and which this is."""
     if result["roof_of"] is None:
         return ""
-    return f"{result['fraction_of_roof']:.0%} {'reads' if result['roof_of'] == 'read_gbps' else 'products'}"
+    words = {"read_gbps": "reads", "memcpy_gbps": "copies"}
+    return f"{result['fraction_of_roof']:.0%} {words.get(result['roof_of'], 'products')}"
 
 
 def of_limit(result: dict[str, Any]) -> str:

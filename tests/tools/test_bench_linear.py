@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from cpu_attn.__main__ import main
-from cpu_attn.cli import choose, contest, ggml, limits, linear
+from cpu_attn.cli import choose, contest, ggml, limits, linear, report
 from cpu_attn.cli.limits import Limit
 from cpu_attn.cli.linear import WIDTH, Layer
 from cpu_attn.cli.rivals import RIVALS
@@ -146,3 +146,10 @@ def test_the_command() -> None:
     assert (decode["limit_of"], conv["limit_of"]) == ("memcpy_gbps", "memcpy_gbps")
     assert decode["kv_gbps"] == pytest.approx(64 * 2 * 16 * 128 * 4 / decode["seconds_min"] / 1e9)
     assert decode["gflops"] > 0 and decode["fraction_of_roof"] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"), [("read_gbps", "reads"), ("memcpy_gbps", "copies"), ("matrix_gflops", "products")]
+)
+def test_what_binds_in_words(kind: str, word: str) -> None:
+    assert report.of_roof({"roof_of": kind, "fraction_of_roof": 0.5}) == f"50% {word}"
