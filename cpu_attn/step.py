@@ -33,7 +33,7 @@ class Step:
         sliding_window: of plans that are not told another; -1 is none.
         ranks: cp_world_size, cp_rank and cp_kv_cache_interleave_size of its plans:
             :meth:`cpu_attn.distributed.ContextParallel.step`.
-        state_indices: int32 [R], and the two below, None without states: what the calls of :mod:`cpu_attn.linear` take.
+        state_indices: int32 [R], and the two below, None without states: what the calls of ``cpu_attn.linear`` take.
             Where each request leaves its state; -1 where it has no new tokens.
         initial_state_indices: int32 [R], where its state comes from; -1: it begins from zeros.
         checkpoints: int32 [C, 3], snapshots for the prefix cache, and states that drafts may be taken back to.

@@ -53,7 +53,7 @@ class BlockManager:
         decode_context_parallel_size: how many ranks share the keys of a request, each in caches and with a manager of
             its own (:class:`cpu_attn.distributed.ContextParallel`). A block then holds so many times the caches'
             block_size tokens, and steps are for all ranks: ``ContextParallel.step`` makes them this rank's.
-        states: of a model with layers of :mod:`cpu_attn.linear`, the ``state_cache`` and ``conv_state`` of each of
+        states: of a model with layers of ``cpu_attn.linear``, the ``state_cache`` and ``conv_state`` of each of
             these, [num_slots, ...]. A slot has the same number in each of them. A request that has tokens has a slot,
             and the prefix cache has snapshots in others: a prefix is found up to the last of its snapshots.
         state_interval: tokens between snapshots, a multiple of 64 and of the block size.
