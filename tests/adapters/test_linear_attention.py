@@ -321,7 +321,7 @@ def test_conv_update_in_a_ring(ring: int) -> None:
 def scanned(x: Any, dt: Any, a: Any, b: Any, c: Any, starts: Any, initial: Any, d: Any = None, z: Any = None) -> Any:
     """Of packed tokens; dt is ready, states are [N, H, P, N]. By the recurrence as mamba_ssm writes it."""
     x, dt, a, b, c = (f64(y) for y in (x, dt, a, b, c))
-    tokens, heads, size = x.shape
+    _, heads, size = x.shape
     b, c = (np.repeat(y, heads // y.shape[1], axis=1) for y in (b, c))
     out, states = np.zeros(x.shape), []
     for r, start in enumerate(starts[:-1]):
@@ -342,7 +342,7 @@ def steps(dt: Any, bias: Any, limit: tuple[float, float] = (0.0, np.inf)) -> Any
 
 
 class Spaces:
-    """H heads of 24 channels, two groups, 16 numbers of a state."""
+    """H heads of 24 channels, two groups, 16 elements of a state."""
 
     def __init__(self, seed: int, dtype: str = "float32", batch: int = B, length: int = T):
         draw, heads, size = Draw(seed, dtype), 4, 24
@@ -427,7 +427,7 @@ def test_state_update(dtype: str, full: bool) -> None:
 
 @pytest.mark.parametrize("heads", [False, True])
 def test_state_update_by_channel(heads: bool) -> None:
-    """Mamba-1: a decay for each channel and number of a state. In plain torch in float64."""
+    """Mamba-1: a decay for each channel and element of a state. In plain torch in float64."""
     draw = Draw(18)
     (h, p, n), shape = (3, 8, 16), (2, 3, 8)
     state, x, dt = draw.randn(2, h, p, n), draw.randn(*shape), draw.randn(*shape)

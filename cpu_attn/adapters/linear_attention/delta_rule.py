@@ -9,7 +9,7 @@ All of them:
 - Tensors are on the CPU; q, k and v of one dtype, float32, float16 or bfloat16; gates and states each of any of these.
 - Every call is computed alike, by chunks where there are tokens for it (docs/linear_attention.md): that a function is
   called ``chunk`` or ``fused_recurrent`` makes no difference, and neither does ``chunk_size``.
-- ``initial_state`` stays as it is. The final state is float32, of what memory holds it is new.
+- ``initial_state`` stays as it is. The final state is float32, in new memory.
 - ValueError or TypeError is raised for what does not fit, before anything is computed, and for tensors that require
   grad while grad mode is on: there is no backward pass. torch.compile breaks its graph at a call.
 """
@@ -83,7 +83,7 @@ def chunk_gated_delta_rule(
     state_v_first = _extra(kwargs, state_v_first, (16, 32, 64))
     if g is None or beta is None:
         raise ValueError(f"{'g' if g is None else 'beta'}: is None")
-    return _run(
+    return run(
         *(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel),
         *(use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens),
         **gate,
@@ -151,7 +151,7 @@ def fused_recurrent_gated_delta_rule(
         if g_ is not None:
             axes("g", g_, **dict(zip(("B", "T", "HV"), gk_.shape[:3], strict=True)))
         g = gk_ if g_ is None else gk_.float() + g_.float().unsqueeze(3)
-    return _run(
+    return run(
         *(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel),
         *(use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens),
         **{"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias},
@@ -229,7 +229,7 @@ def chunk_kda(
         bound = _check.number("lower_bound", lower_bound)
         if not -5 <= bound < 0:
             raise ValueError(f"lower_bound: {bound}, expected -5 to below 0 with safe_gate")
-    return _run(
+    return run(
         *(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel),
         *(use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens),
         **{**gate, "use_gate_in_kernel": use_gate_in_kernel, "lower_bound": lower_bound},
@@ -287,7 +287,7 @@ def fused_recurrent_kda(
         TypeError: an argument is no tensor, or has another dtype.
     """
     state_v_first = _extra(kwargs, state_v_first)
-    return _run(
+    return run(
         *(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel),
         *(use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens),
         **{"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound},
@@ -341,20 +341,20 @@ def _gate(
     return raw.sigmoid() * _check.number("lower_bound", lower_bound), {}
 
 
-def _run(
+def run(
     q: Any,
     k: Any,
     v: Any,
-    g: Any,
-    beta: Any,
-    scale: Any,
-    initial_state: Any,
-    output_final_state: Any,
-    l2norm: Any,
-    beta_sigmoid: Any,
-    allow_neg_eigval: Any,
-    state_v_first: bool,
-    cu_seqlens: Any,
+    g: Any = None,
+    beta: Any = None,
+    scale: Any = None,
+    initial_state: Any = None,
+    output_final_state: Any = False,
+    use_qk_l2norm_in_kernel: Any = False,
+    use_beta_sigmoid_in_kernel: Any = False,
+    allow_neg_eigval: Any = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
     *,
     use_gate_in_kernel: Any = False,
     A_log: Any = None,  # noqa: N803
@@ -363,8 +363,8 @@ def _run(
     by_channel: bool = False,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Does what all of them do. by_channel: g has a decay for each key channel. in_place: a float32 initial_state may
-    be changed to become the final one."""
+    """Does what all of them do, with their arguments. by_channel: g has a decay for each key channel. in_place: the
+    final state may be the memory of a float32 initial_state."""
     q, k, v = tensors(q=q, k=k, v=v)
     g, beta, initial_state = optional(g=g, beta=beta, initial_state=initial_state)
     axes("q", q, B=None, T=None, H=None, K=None)
@@ -376,7 +376,7 @@ def _run(
         axes("g", g, **each_head, **({"K": k_size} if by_channel else {}))
     if beta is not None:
         axes("beta", beta, **each_head)
-    if _check.boolean("allow_neg_eigval", allow_neg_eigval) and not beta_sigmoid:
+    if _check.boolean("allow_neg_eigval", allow_neg_eigval) and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: it goes with use_beta_sigmoid_in_kernel")
     starts = starts_of(batch_size, length, cu_seqlens)
     sizes = (v.shape[3], k_size) if state_v_first else (k_size, v.shape[3])
@@ -392,8 +392,8 @@ def _run(
         g=None if g is None else packed(g),
         beta=None if beta is None else packed(beta),
         scale=scale,
-        use_qk_l2norm_in_kernel=l2norm,
-        use_beta_sigmoid_in_kernel=beta_sigmoid,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         state_layout="VK" if state_v_first else "KV",
         **gate,

@@ -2,8 +2,8 @@
 """This module has the scans of mamba_ssm 2.3: state space models with a decay for each head (Mamba-2), and in
 ``selective_state_update`` also with one for each channel and state (Mamba-1).
 
-Symbols: B sequences of T tokens; H heads of P channels; G groups of heads, which share B and C; N numbers of a channel's
-state.
+Symbols: B sequences of T tokens; H heads of P channels; G groups of heads, which share B and C; N elements of a
+channel's state.
 
 Both of them take tensors of float32, float16 or bfloat16 on the CPU; x, B and C are of one dtype. They raise ValueError
 or TypeError for what does not fit, before anything is written, and for tensors that require grad while grad mode is on.
