@@ -168,7 +168,11 @@ def test_json_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     found = info()
     assert found["environment"]["CPU_ATTN_ISA"] == "scalar" and found["python"] == platform.python_version()
     assert set(found["amx_used"]) == {"native", "onednn"} and not found["amx_used"]["native"]
-    assert {a["name"] for a in found["adapters"]} == set(_adapters.NEEDS) >= {"flash_attn", "flashinfer", "linear_attention"}
+    assert (
+        {a["name"] for a in found["adapters"]}
+        == set(_adapters.NEEDS)
+        >= {"flash_attn", "flashinfer", "linear_attention"}
+    )
 
 
 def test_nothing_is_cut_off() -> None:
