@@ -67,7 +67,7 @@ test-integrations:
 
 # With torch also what other files test with it. SGLang is imported only where tests/models/sglang_harness.py stands in for parts.
 integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/adapters/test_$(name)*.py)) \
-	$(if $(filter torch,$(WITH)),$(call files,flash_attn* flashinfer* layout_files plain workloads)))
+	$(if $(filter torch,$(WITH)),$(call files,flash_attn* flashinfer* linear_attention* layout_files plain workloads)))
 integration-tests:
 	@cd $(VENV) && for name in $(filter-out sglang,$(WITH)); do VLLM_TARGET_DEVICE=cpu bin/python -c "import $$name, cpu_attn.$$name" || exit 1; done
 	@$(PYTEST) -m integrations

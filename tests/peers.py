@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the signatures that cpu_attn.flashinfer, cpu_attn.flash_attn and cpu_attn.linear_attention offer with those
-of the libraries, read from what a package index has, and writes the tables of docs/flashinfer.md and docs/flash_attn.md,
-docs/reference/*_*.csv.
+of the libraries, read from what a package index has, and writes the tables of docs/flashinfer.md and
+docs/flash_attn.md, docs/reference/*_*.csv.
 
     python -m cpu_attn.tests.peers build/peers          # says what differs, exit status 1 if something does
     python -m cpu_attn.tests.peers build/peers --write  # and writes the tables
