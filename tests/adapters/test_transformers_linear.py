@@ -35,7 +35,6 @@ SPACES = ("granitemoehybrid", "nemotron_h", "falcon_h1", "bamba", "zamba2", "mam
 # Mamba-1's scan has no function here, MiniMax' layers call none.
 MODELS = dict.fromkeys(GATED + SPACES, BOTH) | dict.fromkeys(("lfm2", "lfm2_moe", "mamba", "jamba"), ALONE)
 MODELS |= {name: BOTH for name in ("bailing_hybrid", "lara_mini") if name in CONFIG_MAPPING}
-MODELS |= {"lfm3": ALONE} if "lfm3" in CONFIG_MAPPING else {}
 OWN: dict[str, Callable[[], Any]] = {
     "mamba2": lambda: hf.Mamba2Config(
         **SPECIAL | {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2},

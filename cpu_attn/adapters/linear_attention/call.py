@@ -108,7 +108,7 @@ class States:
         self, initial: Tensor | None, shape: tuple[int, ...], keep: bool, dtype: torch.dtype, in_place: bool = False
     ) -> None:
         numbers = np.arange(shape[0], dtype=np.int32)
-        self.brings = initial is not None
+        self.brings: NDArray[np.bool_] | bool = initial is not None
         self.indices = numbers if keep else np.full(shape[0], -1, np.int32)
         self.initial_indices = None if keep or initial is None else numbers
         if initial is None:

@@ -154,7 +154,9 @@ def fused_recurrent_gated_delta_rule(
     return run(
         *(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel),
         *(use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens),
-        **{"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias},
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
         by_channel=gk is not None,
     )
 
@@ -232,7 +234,9 @@ def chunk_kda(
     return run(
         *(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel),
         *(use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens),
-        **{**gate, "use_gate_in_kernel": use_gate_in_kernel, "lower_bound": lower_bound},
+        use_gate_in_kernel=use_gate_in_kernel,
+        lower_bound=lower_bound,
+        **gate,
         by_channel=True,
     )
 
@@ -290,7 +294,10 @@ def fused_recurrent_kda(
     return run(
         *(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel),
         *(use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens),
-        **{"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound},
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
         by_channel=True,
     )
 
