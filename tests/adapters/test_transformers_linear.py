@@ -140,12 +140,11 @@ def test_everything_is_given_back() -> None:
 
     with torch.no_grad():
         before, logits = state(), made(**inputs).logits
-        for _ in range(2):
-            adapter.enable()
-        assert state() != before and not made(**inputs).logits.equal(logits)
-        for _ in range(2):
-            adapter.disable()
-        assert state() == before and made(**inputs).logits.equal(logits)
+        for change in (adapter.enable, adapter.disable, adapter.enable, adapter.disable):
+            for _ in range(2):
+                change()
+            enabled = change is adapter.enable
+            assert (state() == before) != enabled and made(**inputs).logits.equal(logits) != enabled
     assert all(vars(module)[name] is x for name, x in functions.items())
 
 
