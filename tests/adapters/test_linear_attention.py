@@ -543,12 +543,13 @@ def test_install(tmp_path: Path) -> None:
         ours.install()
         ours.install()
         from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, chunk_gdn, fused_recurrent_gated_delta_rule
         from fla.ops.kda import chunk_kda, fused_recurrent_kda
         from mamba_ssm.ops.triton.selective_state_update import selective_state_update
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
         found = {x for name, x in globals().items() if hasattr(x, "__wrapped__")}
+        assert chunk_gdn is chunk_gated_delta_rule
         assert found == {getattr(ours, name) for name in ours.__all__ if name != "install"}
     """
     run(code, tmp_path)

@@ -30,10 +30,12 @@ pytestmark = pytest.mark.integrations
 
 RULE, CONV = "linear_attention_with_state_cache", "causal_conv1d"
 BOTH, ALONE = {RULE, CONV}, {CONV}
+NONE: set[str] = set()
 GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear")
 SPACES = ("granitemoehybrid", "nemotron_h", "falcon_h1", "bamba", "zamba2", "mamba2")
-# Mamba-1's scan has no function here, MiniMax' layers call none.
+# Mamba-1's scan has no function here, and the layers of MiniMax-01 call none.
 MODELS = dict.fromkeys(GATED + SPACES, BOTH) | dict.fromkeys(("lfm2", "lfm2_moe", "mamba", "jamba"), ALONE)
+MODELS |= {"minimax": NONE}
 MODELS |= {name: BOTH for name in ("bailing_hybrid", "lara_mini") if name in CONFIG_MAPPING}
 OWN: dict[str, Callable[[], Any]] = {
     "mamba2": lambda: hf.Mamba2Config(
@@ -111,7 +113,7 @@ def test_generation(name: str) -> None:
     close(torch.stack(ours.logits), torch.stack(theirs.logits))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("mamba", "jamba")])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("mamba", "jamba", "minimax")])
 def test_prompt_in_parts(name: str) -> None:
     """States of a cache after each part, which a copy of it keeps while the other goes on."""
     made, inputs = model(name), tokens(90, 90)["input_ids"]
@@ -159,12 +161,12 @@ def test_gradients_are_the_models_own() -> None:
             made(ids, labels=ids).loss.backward()
         return weight.grad.clone()
 
-    ours, theirs = both(run, set())
+    ours, theirs = both(run, NONE)
     assert ours.equal(theirs) and theirs.any()
     made.zero_grad()
 
 
-@pytest.mark.parametrize(("dtype", "called"), [("bfloat16", BOTH), ("float64", set())])
+@pytest.mark.parametrize(("dtype", "called"), [("bfloat16", BOTH), ("float64", NONE)])
 def test_dtypes(dtype: str, called: set[str]) -> None:
     """float64 is left to the model."""
     made, inputs = copy.deepcopy(model("qwen3_5_text")).to(getattr(torch, dtype)), tokens(80)
@@ -177,7 +179,7 @@ def test_convolutions_that_are_too_wide() -> None:
     """Nine inputs are left to the model."""
     config = hf.Lfm2Config(**LAYERS, layer_types=["conv", "full_attention"] * 2, conv_L_cache=9)
     made, inputs = hf_tiny.build(hf.Lfm2ForCausalLM, config), tokens(30)
-    ours, theirs = both(lambda: made.generate(**inputs, **GREEDY), set())
+    ours, theirs = both(lambda: made.generate(**inputs, **GREEDY), NONE)
     assert ours.equal(theirs)
 
 

@@ -45,7 +45,7 @@ def plan(starts: Int32, brings: NDArray[np.bool_] | bool, dtype: torch.dtype, *h
 def each(batch_size: int, length: int) -> Int32:
     """Gives where sequences of one length start."""
     if batch_size * length > _check.INT32_MAX:
-        raise ValueError(f"q: {batch_size * length} tokens, expected at most {_check.INT32_MAX}")
+        raise ValueError(f"{batch_size} sequences of {length} tokens: expected at most {_check.INT32_MAX} tokens")
     return (np.arange(batch_size + 1) * length).astype(np.int32)
 
 

@@ -11,6 +11,8 @@ from cpu_attn.linear_attention import conv, delta_rule, mamba
 from cpu_attn.torch.entry import stand_in
 
 _GATED = {x.__name__: x for x in (delta_rule.chunk_gated_delta_rule, delta_rule.fused_recurrent_gated_delta_rule)}
+_GATED |= {"chunk_gdn": delta_rule.chunk_gated_delta_rule}  # fla's shorter names of the same
+_GATED |= {"fused_recurrent_gdn": delta_rule.fused_recurrent_gated_delta_rule}
 _KDA = {x.__name__: x for x in (delta_rule.chunk_kda, delta_rule.fused_recurrent_kda)}
 _CONV = {x.__name__: x for x in (conv.causal_conv1d_fn, conv.causal_conv1d_update)}
 _SSD = {"mamba_chunk_scan_combined": mamba.mamba_chunk_scan_combined}
