@@ -16,11 +16,12 @@ from torch import Tensor
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import interface
 from cpu_attn.linear import linear_attention_with_state_cache
-from cpu_attn.linear_attention.call import Int32, each, packed, plan, starts_of
-from cpu_attn.torch.entry import axes, optional, tensors
+from cpu_attn.linear_attention.call import Int32, each, floats, optional, packed, plan, starts_of, tensors
+from cpu_attn.torch.entry import axes
 
 __all__ = ["chunk_gated_delta_rule", "gated_delta_rule_decode", "gated_delta_rule_decode_pretranspose"]
 
+_DECODE = {"use_qk_l2norm_in_kernel": "use_qk_l2norm", "g": "a", "beta": "b"}
 _NAMES = {"query": "q", "key": "k", "value": "v", "state_cache": "initial_state", "isa": "CPU_ATTN_ISA"}
 
 
@@ -122,7 +123,7 @@ def chunk_gated_delta_rule(
     axes("output", out, T=len(q), H=heads, V=sizes["V"])
     linear_attention_with_state_cache(
         *(packed(q[None]), packed(k[None]), packed(v[None]), out, states),
-        *(np.arange(number, dtype=np.int32), plan(starts, initial is not None, v.dtype, *_heads(q, v))),
+        *(np.arange(number, dtype=np.int32), plan(starts, initial is not None, floats("v", v), *_heads(q, v))),
         g=None if g is None else g.float().log(),
         beta=beta,
         scale=scale,
@@ -138,7 +139,7 @@ def chunk_gated_delta_rule(
     return out, target
 
 
-@interface(**_NAMES | {"state_cache": "state"})
+@interface(**_NAMES | _DECODE | {"state_cache": "state"})
 def gated_delta_rule_decode(
     q: Tensor,
     k: Tensor,
@@ -177,7 +178,7 @@ def gated_delta_rule_decode(
         ValueError: a shape or an argument does not fit, or a tensor requires grad while grad mode is on.
         TypeError: an argument is no tensor, or has another dtype.
     """
-    _check.instance("q", q, Tensor)
+    (q,) = tensors(q=q)
     if q.dim() == 4 and q.shape[1] != 1:
         raise ValueError(f"q: T = {q.shape[1]}, expected 1")
     slots = np.arange(q.shape[0] if q.dim() else 0, dtype=np.int32)
@@ -185,7 +186,7 @@ def gated_delta_rule_decode(
     return out, state
 
 
-@interface(**_NAMES | {"state_indices": "output_state_indices"})
+@interface(**_NAMES | _DECODE | {"state_indices": "output_state_indices"})
 def gated_delta_rule_decode_pretranspose(
     q: Tensor,
     k: Tensor,
@@ -239,7 +240,7 @@ def gated_delta_rule_decode_pretranspose(
     if initial_state is None and output_state_indices is not None:
         raise ValueError("output_state_indices: given without initial_state")
     states: Any = state if initial_state is None else initial_state
-    _check.instance("q", q, Tensor)
+    (q,) = tensors(q=q)
     _check.instance("state" if initial_state is None else "initial_state", states, Tensor)
     numbers = np.arange(q.shape[0] if q.dim() else 0, dtype=np.int32)
     of = (
@@ -293,7 +294,7 @@ def _decode(
     brings = of >= 0
     linear_attention_with_state_cache(
         *(packed(q), packed(k), packed(v), own.flatten(0, 1), state, to),
-        plan(each(batch_size, length), brings, v.dtype, q.shape[2], heads, size, v.shape[3]),
+        plan(each(batch_size, length), brings, floats("v", v), q.shape[2], heads, size, v.shape[3]),
         g=packed(a),
         beta=packed(b),
         gate="softplus",

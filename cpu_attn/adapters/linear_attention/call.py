@@ -20,9 +20,34 @@ from cpu_attn.linear import (
     get_linear_attention_metadata,
     linear_attention_with_state_cache,
 )
+from cpu_attn.torch import entry
 from cpu_attn.torch.entry import RefusedError
 
 Int32 = NDArray[np.int32]
+
+
+# ---- tensors ----
+
+
+def tensors(**named: Any) -> list[Tensor]:
+    """Does what :func:`cpu_attn.torch.entry.tensors` does, for tensors with which torch computes, too."""
+    found = entry.tensors(**named)
+    for name, x in named.items():
+        if x.device.type != "cpu":
+            raise TypeError(f"{name}: is on device {x.device}, expected cpu")
+    return found
+
+
+def optional(**named: Any) -> list[Any]:
+    """Does the same where some of them may be None."""
+    return [x if x is None else tensors(**{name: x})[0] for name, x in named.items()]
+
+
+def floats(name: str, x: Tensor) -> torch.dtype:
+    """Gives the dtype of a tensor whose dtype is the plan's."""
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"{name}: dtype {x.dtype}, expected torch.float32, torch.float16 or torch.bfloat16")
+    return x.dtype
 
 
 # ---- sequences ----
@@ -138,11 +163,11 @@ def attend(
 ) -> Tensor:
     """Computes linear attention of query, key [B, T, Hk, Dk] and value [B, T, Hv, Dv]: gives [B, T, Hv, Dv]. options:
     of :func:`cpu_attn.linear.linear_attention_with_state_cache`, tensors among them packed."""
-    heads = (key.shape[2], value.shape[2], key.shape[3], value.shape[3])
-    output = torch.empty(value.shape, dtype=out_dtype or value.dtype)
+    heads, dtype = (key.shape[2], value.shape[2], key.shape[3], value.shape[3]), floats("value", value)
+    output = torch.empty(value.shape, dtype=out_dtype or dtype)
     linear_attention_with_state_cache(
         *(packed(query), packed(key), packed(value), output.flatten(0, 1)),
-        *(states.cache, states.indices, plan(starts, states.brings, value.dtype, *heads)),
+        *(states.cache, states.indices, plan(starts, states.brings, dtype, *heads)),
         state_layout=state_layout,
         initial_state_indices=states.initial_indices,
         **options,
@@ -154,7 +179,7 @@ def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, starts: Int32, states: States, silu: bool, **options: Any
 ) -> Tensor:
     """Convolves x [B, T, C]: gives [B, T, C]. options: of :func:`cpu_attn.linear.causal_conv1d`."""
-    output = torch.empty(x.shape, dtype=x.dtype)
+    output = torch.empty(x.shape, dtype=floats("x", x))
     brings = options.pop("brings", states.brings)
     weight, bias = (y if y is None or y.dtype == x.dtype else y.float() for y in (weight, bias))
     causal_conv1d(

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from cpu_attn import _check
-from cpu_attn.linear_attention.call import States, convolve, each, only, runs
-from cpu_attn.torch.entry import axes, entry, optional, tensors
+from cpu_attn.linear_attention.call import States, convolve, each, only, optional, runs, tensors
+from cpu_attn.torch.entry import axes, entry
 
 _NAMES = {"conv_state": "initial_states", "output": "x", "state_indices": "conv_state_indices", "isa": "CPU_ATTN_ISA"}
 

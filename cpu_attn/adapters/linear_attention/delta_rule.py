@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from cpu_attn import _check
-from cpu_attn.linear_attention.call import States, attend, only, packed, starts_of
-from cpu_attn.torch.entry import RefusedError, axes, entry, optional, tensors
+from cpu_attn.linear_attention.call import States, attend, only, optional, packed, starts_of, tensors
+from cpu_attn.torch.entry import RefusedError, axes, entry
 
 _NAMES = {"query": "q", "key": "k", "value": "v", "state_cache": "initial_state", "query_start_loc": "cu_seqlens"}
 _NAMES |= {"num_v_heads": "HV", "num_k_heads": "H", "head_k_dim": "K", "head_v_dim": "V", "isa": "CPU_ATTN_ISA"}
@@ -144,7 +144,7 @@ def fused_recurrent_gated_delta_rule(
     only("gv", gv, None, "a state has one decay, or K of them, and none for each of V")
     state_v_first = _extra(kwargs, state_v_first)
     if gk is not None:
-        if use_gate_in_kernel:
+        if _check.boolean("use_gate_in_kernel", use_gate_in_kernel):
             raise RefusedError("gk: given, but use_gate_in_kernel makes the decays of g alone")
         q_, gk_, g_ = *tensors(q=q, gk=gk), *optional(g=g)
         axes("gk", gk_, B=None, T=None, HV=None, K=q_.shape[-1])
@@ -227,7 +227,7 @@ def chunk_kda(
     only("return_intermediate_states", return_intermediate_states, False, "no state is kept after each chunk")
     gate = {name: kwargs.pop(name, None) for name in ("A_log", "dt_bias")}
     state_v_first = _extra(kwargs, state_v_first, (32, 64))
-    if safe_gate and use_gate_in_kernel:
+    if _check.boolean("safe_gate", safe_gate) and _check.boolean("use_gate_in_kernel", use_gate_in_kernel):
         bound = _check.number("lower_bound", lower_bound)
         if not -5 <= bound < 0:
             raise ValueError(f"lower_bound: {bound}, expected -5 to below 0 with safe_gate")
@@ -309,17 +309,18 @@ def _extra(kwargs: dict[str, Any], state_v_first: bool, chunk_sizes: tuple[int, 
     """Reads fla's arguments without a name in its signature, and gives state_v_first, which had another name."""
     if "head_first" in kwargs:
         raise RefusedError("head_first: fla has removed it; tensors are [B, T, H, ...]")
+    state_v_first = _check.boolean("state_v_first", state_v_first)
     if "transpose_state_layout" in kwargs:
         if state_v_first:
             raise ValueError("transpose_state_layout: given beside state_v_first, its newer name")
-        state_v_first = kwargs.pop("transpose_state_layout")
+        state_v_first = _check.boolean("transpose_state_layout", kwargs.pop("transpose_state_layout"))
     if chunk_sizes and "chunk_size" in kwargs:
         size = kwargs.pop("chunk_size")
         if size not in chunk_sizes:
             raise ValueError(f"chunk_size: {size!r}, expected one of {', '.join(map(str, chunk_sizes))}")
     for name in kwargs:
         raise TypeError(f"{name}: there is no such argument")
-    return _check.boolean("state_v_first", state_v_first)
+    return state_v_first
 
 
 def _gate(
@@ -383,7 +384,8 @@ def run(
         axes("g", g, **each_head, **({"K": k_size} if by_channel else {}))
     if beta is not None:
         axes("beta", beta, **each_head)
-    if _check.boolean("allow_neg_eigval", allow_neg_eigval) and not use_beta_sigmoid_in_kernel:
+    sigmoid = _check.boolean("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
+    if _check.boolean("allow_neg_eigval", allow_neg_eigval) and not sigmoid:
         raise ValueError("allow_neg_eigval: it goes with use_beta_sigmoid_in_kernel")
     starts = starts_of(batch_size, length, cu_seqlens)
     sizes = (v.shape[3], k_size) if state_v_first else (k_size, v.shape[3])
@@ -400,7 +402,7 @@ def run(
         beta=None if beta is None else packed(beta),
         scale=scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        use_beta_sigmoid_in_kernel=sigmoid,
         allow_neg_eigval=allow_neg_eigval,
         state_layout="VK" if state_v_first else "KV",
         **gate,

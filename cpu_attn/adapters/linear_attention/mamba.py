@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from cpu_attn import _check
-from cpu_attn.linear_attention.call import States, attend, each, packed, runs, starts_of
-from cpu_attn.torch.entry import axes, entry, optional, tensors
+from cpu_attn.linear_attention.call import States, attend, each, optional, packed, runs, starts_of, tensors
+from cpu_attn.torch.entry import axes, entry
 
 _NAMES = {"query": "C", "key": "B", "value": "x", "state_cache": "initial_states", "num_k_heads": "G"}
 _NAMES |= {"num_v_heads": "H", "head_k_dim": "N", "head_v_dim": "P", "isa": "CPU_ATTN_ISA"}
