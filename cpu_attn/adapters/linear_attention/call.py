@@ -35,6 +35,8 @@ def tensors(**named: Any) -> list[Tensor]:
     for name, x in named.items():
         if x.device.type != "cpu":
             raise TypeError(f"{name}: is on device {x.device}, expected cpu")
+        if x.is_complex():
+            raise TypeError(f"{name}: dtype {x.dtype}, expected real numbers")
     return found
 
 
