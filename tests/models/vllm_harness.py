@@ -9,6 +9,7 @@ As a script: reads jobs as JSON from stdin, runs them one after the other, write
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
 import sys
@@ -94,6 +95,8 @@ def register() -> None:
     from torch.nn.functional import linear
 
     without_torchvision()
+    if importlib.util.find_spec("vllm._C"):  # a build with operators
+        importlib.import_module("vllm.platforms").current_platform.import_kernels()
     if hasattr(torch.ops._C, "greedy_argmax"):
         return
     library = torch.library.Library("_C", "FRAGMENT")
