@@ -34,8 +34,8 @@ help:
 	@echo "make test       the test suite without what is slow and seldom fails alone: minutes"
 	@echo "make test-all   the whole test suite, as CI runs it"
 	@echo "make test-integrations  real torch, transformers, vLLM; WITH='torch transformers' for some of them, or with sglang"
-	@echo "make peers      are the signatures of cpu_attn.flashinfer and cpu_attn.flash_attn those of the libraries? WRITE=1: write"
-	@echo "                the tables of their pages"
+	@echo "make peers      are the signatures of cpu_attn.flashinfer, flash_attn and linear_attention those of the libraries?"
+	@echo "                WRITE=1: write the tables of their pages"
 	@echo "make model-sweep  every architecture of transformers, made tiny, beside eager and sdpa (ten minutes)"
 	@echo "make gains      two real models through transformers, vLLM and llama.cpp, with cpu-attn and without (hours)"
 	@echo "make quality    what every kv_cache_dtype costs two language models: build/quality.json, build/quality.svg (hours)"
@@ -69,7 +69,7 @@ test-integrations:
 
 # With torch also what other files test with it. SGLang is imported only where tests/models/sglang_harness.py stands in for parts.
 integration-tests: TESTS = $(sort $(foreach name,$(WITH),$(wildcard tests/adapters/test_$(name)*.py)) \
-	$(if $(filter torch,$(WITH)),$(call files,flash_attn* flashinfer* layout_files plain workloads)))
+	$(if $(filter torch,$(WITH)),$(call files,flash_attn* flashinfer* linear_attention* layout_files plain workloads)))
 integration-tests:
 	@cd $(VENV) && for name in $(filter-out sglang,$(WITH)); do VLLM_TARGET_DEVICE=cpu bin/python -c "import $$name, cpu_attn.$$name" || exit 1; done
 	@$(PYTEST) -m integrations
@@ -83,8 +83,10 @@ peers: $(PEERS)/fetched
 
 $(PEERS)/fetched: Makefile
 	@$(MAKE) --no-print-directory VENV=$(INTEGRATIONS) $(INTEGRATIONS)/test $(INTEGRATIONS)/torch
-	@rm -rf $(PEERS) && mkdir -p $(PEERS) && FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(INTEGRATIONS)/bin/pip download --quiet \
-		--no-deps --no-build-isolation -d $(PEERS) flashinfer-python==0.7.2.post1 flash-attn==2.8.3.post2 flash-attn-4==4.0.0b36
+	@rm -rf $(PEERS) && mkdir -p $(PEERS) && FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE \
+		MAMBA_SKIP_CUDA_BUILD=TRUE $(INTEGRATIONS)/bin/pip download --quiet --no-deps --no-build-isolation -d $(PEERS) \
+		flashinfer-python==0.7.2.post1 flash-attn==2.8.3.post2 flash-attn-4==4.0.0b36 fla-core==0.6.0 \
+		causal-conv1d==1.7.0 mamba-ssm==2.3.2.post1
 	@touch $@
 
 # 41 of them are in test-integrations.

@@ -47,7 +47,7 @@ WORK = ROOT / "build" / "mutants"
 OVERLAY, SOURCE = WORK / "overlay", WORK / "source"
 ADAPTERS = {
     **{name: name for name in ("torch", "transformers", "vllm", "sglang")},
-    **{"flash_attn": "torch", "flashinfer": "torch"},
+    **dict.fromkeys(("flash_attn", "flashinfer", "linear_attention"), "torch"),
 }
 TO_BUILD = (
     *("native", "build_ffi.py", "pyproject.toml", "README.md", "LICENSE"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the signatures that cpu_attn.flashinfer and cpu_attn.flash_attn offer with those of the libraries, read from
-what a package index has, and writes the tables of docs/flashinfer.md and docs/flash_attn.md, docs/reference/*_*.csv.
+"""Compares the signatures that cpu_attn.flashinfer, cpu_attn.flash_attn and cpu_attn.linear_attention offer with those
+of the libraries, read from what a package index has, and writes the tables of docs/flashinfer.md and
+docs/flash_attn.md, docs/reference/*_*.csv.
 
     python -m cpu_attn.tests.peers build/peers          # says what differs, exit status 1 if something does
     python -m cpu_attn.tests.peers build/peers --write  # and writes the tables
@@ -29,12 +30,13 @@ import torch
 from cpu_attn.flash_attn.install import MODULES as FLASH_ATTN
 from cpu_attn.flashinfer import arguments
 from cpu_attn.flashinfer.install import MODULES as FLASHINFER
+from cpu_attn.linear_attention.install import MODULES as LINEAR
 
 _MLA = ("mla/_core.py", "mla/_batch_mla/_wrapper.py", "mla/_batch_mla/_contracts.py")
 # The files of a package in which the names of a module are defined.
 _FLASHINFER: dict[str, tuple[str, ...]] = {
     f"flashinfer.{name}": (f"flashinfer/{name}.py",)
-    for name in ("cascade", "decode", "page", "pod", "prefill", "rope", "sparse")
+    for name in ("cascade", "decode", "gdn_decode", "gdn_prefill", "page", "pod", "prefill", "rope", "sparse")
 }
 _FLASHINFER |= {
     "flashinfer.attention": ("flashinfer/attention/_core.py",),
@@ -48,10 +50,22 @@ _FLASH_ATTN: dict[str, tuple[str, ...]] = {
     "flash_attn_interface": ("hopper/flash_attn_interface.py",),
 }
 _FOUR: dict[str, tuple[str, ...]] = {"flash_attn.cute": ("flash_attn/cute/interface.py",)}
+_FLA: dict[str, tuple[str, ...]] = {
+    f"fla.ops.{name}": tuple(f"fla/ops/{name}/{kind}.py" for kind in ("chunk", "fused_recurrent"))
+    for name in ("gated_delta_rule", "kda")
+}
+_CONV: dict[str, tuple[str, ...]] = {"causal_conv1d": ("causal_conv1d/causal_conv1d_interface.py",)}
+_MAMBA: dict[str, tuple[str, ...]] = {
+    f"mamba_ssm.ops.triton.{name}": (f"mamba_ssm/ops/triton/{name}.py",)
+    for name in ("selective_state_update", "ssd_combined")
+}
 PEERS = {
     "flashinfer": ("flashinfer_python-*.whl", _FLASHINFER, FLASHINFER),
     "flash_attn": ("flash_attn-2*.tar.gz", _FLASH_ATTN, FLASH_ATTN),
     "flash_attn_4": ("flash_attn_4-*.whl", _FOUR, FLASH_ATTN),
+    "fla": ("fla_core-*.whl", _FLA, LINEAR["fla"]),
+    "causal_conv1d": ("causal_conv1d-*.tar.gz", _CONV, LINEAR["causal_conv1d"]),
+    "mamba_ssm": ("mamba_ssm-*.tar.gz", _MAMBA, LINEAR["mamba_ssm"]),
 }
 # What takes any arguments and hands them on.
 _BEHIND = {"BatchDecodeWithPagedKVCacheWrapper.plan": "BatchDecodeWithPagedKVCacheWrapper._plan_impl"}
@@ -59,6 +73,8 @@ _BEHIND = {"BatchDecodeWithPagedKVCacheWrapper.plan": "BatchDecodeWithPagedKVCac
 _OLD = ("end_forward", "prewarm_paged_kv_stride_variant", "reset_workspace_buffer")
 # Parameters that differ on purpose: a keyword of vLLM's flash-attn.
 _MORE = {"flash_attn_varlen_func.seqused_k"}
+# Of these libraries a few functions are here, which their page lists.
+_FEW = ("fla", "causal_conv1d", "mamba_ssm")
 # What is no part of the interface: functions that compile kernels, and classes that hold a backward pass.
 _INSIDE = re.compile(
     r"get_\w+_module|\w*(Func|_|Residual|Axis|Runner|Module)|fmha_varlen_plan|make_\w+|maybe_\w+|round_\w+"
@@ -241,7 +257,7 @@ def main() -> int:
     for peer in PEERS:
         faults, missing = compared(peer, options.folder)
         wrong += faults
-        for name, table in tables(peer, missing).items():
+        for name, table in {} if peer in _FEW else tables(peer, missing).items():
             file, after = options.docs / "reference" / f"{name}.csv", as_csv(table)
             if options.write:
                 file.write_text(after, encoding="utf-8")

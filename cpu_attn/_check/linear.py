@@ -104,7 +104,7 @@ def state_layout(x: Any, known: Sequence[str]) -> bool:
 
 def activation(x: Any) -> bool:
     """Says whether SiLU is asked for."""
-    if x is not None and x not in ("silu", "swish"):
+    if x is not None and not (isinstance(x, str) and x in ("silu", "swish")):
         raise ValueError(f"activation: {x!r} is none of silu, swish, None")
     return x is not None
 

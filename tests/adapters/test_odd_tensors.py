@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tests/python/test_odd_arguments.py for flash-attn's functions and FlashInfer's, and the tensors of torch that they do
-not expect."""
+"""tests/python/test_odd_arguments.py for the functions of flash-attn, FlashInfer and linear attention, and the tensors
+of torch that they do not expect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ pytestmark = [
     pytest.mark.integrations,
     pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors|Converting a tensor).*"),
 ]
-from cpu_attn import flash_attn, flashinfer  # noqa: E402
+from cpu_attn import flash_attn, flashinfer, linear_attention  # noqa: E402
+from cpu_attn.flashinfer import gdn  # noqa: E402
 
 zeros, F32 = torch.zeros, torch.float32
 
@@ -57,6 +58,11 @@ def plan_args() -> Args:
 Q, K, PACKED_Q, PACKED_K, STARTS = zeros(2, 3, 4, 8), zeros(2, 3, 2, 8), zeros(6, 4, 8), zeros(6, 2, 8), ints(0, 3, 6)
 LENGTHS = {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS, "max_seqlen_q": 3, "max_seqlen_k": 3}
 NEW = {"k": K, "v": K, "cache_seqlens": 2, "rotary_cos": zeros(9, 4), "rotary_sin": zeros(9, 4)}
+RULE = {"q": zeros(2, 3, 2, 8), "k": zeros(2, 3, 2, 8), "v": zeros(2, 3, 4, 8), "beta": zeros(2, 3, 4)}
+GATES = {"A_log": zeros(4), "a": zeros(2, 1, 4), "dt_bias": zeros(4), "b": zeros(2, 1, 4)}
+TOKEN = {"q": zeros(2, 1, 2, 8), "k": zeros(2, 1, 2, 8), "v": zeros(2, 1, 4, 8), **GATES}
+SCAN = {"x": zeros(2, 3, 4, 8), "dt": zeros(2, 3, 4), "A": zeros(4), "B": zeros(2, 3, 2, 5), "C": zeros(2, 3, 2, 5)}
+UPDATE = {"x": zeros(2, 4, 8), "dt": zeros(2, 4, 8), "A": zeros(4, 8, 5), "B": zeros(2, 2, 5), "C": zeros(2, 2, 5)}
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Args]]] = {
     "func": (flash_attn.flash_attn_func, lambda: {"q": Q, "k": K, "v": K}),
     "qkvpacked": (flash_attn.flash_attn_qkvpacked_func, lambda: {"qkv": zeros(2, 3, 3, 4, 8)}),
@@ -92,6 +98,26 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Args]]] = {
         lambda: {"v": zeros(3, 4, 8), "s": zeros(3, 4), "v_other": zeros(3, 4, 8), "s_other": zeros(3, 4)},
     ),
     "merge_states": (flashinfer.merge_states, lambda: {"v": zeros(3, 2, 4, 8), "s": zeros(3, 2, 4)}),
+    "gated": (linear_attention.chunk_gated_delta_rule, lambda: RULE | {"g": zeros(2, 3, 4)}),
+    "gated_recurrent": (linear_attention.fused_recurrent_gated_delta_rule, lambda: RULE | {"g": zeros(2, 3, 4)}),
+    "kda": (linear_attention.chunk_kda, lambda: RULE | {"g": zeros(2, 3, 4, 8)}),
+    "kda_recurrent": (linear_attention.fused_recurrent_kda, lambda: RULE | {"g": zeros(2, 3, 4, 8)}),
+    "conv": (linear_attention.causal_conv1d_fn, lambda: {"x": zeros(2, 8, 3), "weight": zeros(8, 4)}),
+    "conv_update": (
+        linear_attention.causal_conv1d_update,
+        lambda: {"x": zeros(2, 8, 1), "weight": zeros(8, 4), "conv_state": zeros(2, 8, 4)},
+    ),
+    "scan": (linear_attention.mamba_chunk_scan_combined, lambda: SCAN | {"chunk_size": 64}),
+    "state_update": (linear_attention.selective_state_update, lambda: UPDATE | {"state": zeros(2, 4, 8, 5)}),
+    "gdn": (
+        gdn.chunk_gated_delta_rule,
+        lambda: {"q": PACKED_Q, "k": PACKED_Q, "v": PACKED_Q, "cu_seqlens": STARTS},
+    ),
+    "gdn_decode": (gdn.gated_delta_rule_decode, lambda: TOKEN | {"state": zeros(2, 4, 8, 8)}),
+    "gdn_decode_pretranspose": (
+        gdn.gated_delta_rule_decode_pretranspose,
+        lambda: TOKEN | {"state": zeros(2, 4, 8, 8)},
+    ),
 }
 
 

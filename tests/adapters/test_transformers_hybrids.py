@@ -50,6 +50,7 @@ def tokens(*lengths: int, seed: int = 3) -> dict[str, torch.Tensor]:
 def generate(name: str, attention: str, cache: Any, inputs: Any, **options: Any) -> Any:
     made = model(name)
     made.set_attn_implementation(attention)
+    (adapter.disable if attention == "eager" else adapter.enable)()
     with torch.no_grad():
         return made.generate(**inputs, **{CACHE: cache}, **GREEDY, **options).tolist()
 

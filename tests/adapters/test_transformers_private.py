@@ -70,6 +70,14 @@ def test_variables_of_mask_functions(name: str) -> None:
         assert variable in made.__code__.co_freevars, lacks(f"variable {variable} in masking_utils.{name}")
 
 
+def test_variables_of_functions_of_linear_attention() -> None:
+    decorate = hf.integrations.hub_kernels.use_kernel_func_from_hub_with_fallback
+    made = decorate("causal_conv1d_fn", "no_such_package")(lambda: None)
+    assert made.__globals__ is vars(hf.integrations.hub_kernels)
+    for variable in ("func_name", "implementation", "applicable_params", "is_new_implementation"):
+        assert variable in made.__code__.co_freevars, lacks(f"variable {variable} in {decorate.__name__}")
+
+
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_attributes_of_continuous_batching(name: str) -> None:
     source = "".join(inspect.getsource(importlib.import_module(module)) for module in ATTRIBUTES[name])

@@ -42,6 +42,7 @@ import cpu_attn.transformers as adapter
 from cpu_attn.tests.models.hf_odd_models import ODD
 from cpu_attn.tests.models.hf_tiny import MELS, VOCABULARY, build, tiny
 from cpu_attn.transformers import attention as module
+from cpu_attn.transformers import linear
 
 TOKENS, BATCH = 21, 2
 MOST_SECONDS, MOST_BYTES = 60, 12 << 30
@@ -217,6 +218,7 @@ def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 
 def under(model: Any, implementation: str, run: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
+    (linear.enable if implementation == "cpu_attn" else linear.disable)()
     model.set_attn_implementation(implementation)
     # As from_pretrained does: a model whose attention is its own gets the masks of what it is told of.
     for config in {id(x.config): x.config for x in model.modules() if isinstance(x, hf.PreTrainedModel)}.values():

@@ -168,7 +168,11 @@ def test_json_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     found = info()
     assert found["environment"]["CPU_ATTN_ISA"] == "scalar" and found["python"] == platform.python_version()
     assert set(found["amx_used"]) == {"native", "onednn"} and not found["amx_used"]["native"]
-    assert {a["name"] for a in found["adapters"]} == set(_adapters.NEEDS) >= {"flash_attn", "flashinfer"}
+    assert (
+        {a["name"] for a in found["adapters"]}
+        == set(_adapters.NEEDS)
+        >= {"flash_attn", "flashinfer", "linear_attention"}
+    )
 
 
 def test_nothing_is_cut_off() -> None:
@@ -235,12 +239,13 @@ OLD = "transformers is 5.22.2, older than those tested (>=5.23,<5.25)"
 def test_what_is_said_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     here = {"torch": "2.13.4+cpu", "transformers": "5.22.2"}
     monkeypatch.setattr(_adapters, "version", here.get)
-    torch, transformers, vllm, sglang, flash_attn, flashinfer = info()["adapters"]
+    torch, transformers, vllm, sglang, *functions = info()["adapters"]
     assert torch["usable"] and torch["version"] == "2.13.4+cpu" and "activate_flash_attention_impl" in torch["state"]
     assert not transformers["usable"] and transformers["reason"] == OLD
     assert not vllm["usable"] and vllm["version"] is None and "vllm is not installed" in vllm["reason"]
-    for functions in (flash_attn, flashinfer):
-        assert functions["usable"] and f"cpu_attn.{functions['name']}.install()" in functions["state"]
+    assert {row["name"] for row in functions} == {"flash_attn", "flashinfer", "linear_attention"}
+    for row in functions:
+        assert row["usable"] and f"cpu_attn.{row['name']}.install()" in row["state"]
     assert not sglang["usable"] and "sglang is not installed; docs/sglang.md says how" in sglang["reason"]
     with pytest.raises(ImportError, match=f"cpu_attn.transformers: {re.escape(OLD)}"):
         _adapters.require("transformers")
@@ -248,9 +253,9 @@ def test_what_is_said_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.simplefilter("error")
         _adapters.require("torch")
     shown = joined(CliRunner().invoke(main, ["info"]).output)
-    assert joined("vllm is not installed; docs/vllm.md says how to install its build for CPUs, >=0.33,<0.34") in shown
+    assert joined("vllm is not installed; docs/vllm.md says how to install its build for CPUs, >=0.32,<0.34") in shown
     del here["torch"]
-    for name in ("torch", "flash_attn", "flashinfer"):
+    for name in ("torch", "flash_attn", "flashinfer", "linear_attention"):
         assert _adapters.missing(name) == "torch is not installed; pip install 'cpu-attn[torch]' brings it"
 
 

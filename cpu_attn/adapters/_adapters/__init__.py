@@ -59,8 +59,8 @@ def _vllm_state() -> str:
 
 
 # vLLM and SGLang pin a torch of their own (0.33 and 0.5.23 pin 2.14), which need not be one that was tested: their
-# adapters use only the memory of tensors. The functions of flash-attn and FlashInfer need torch, and not these
-# libraries.
+# adapters use only the memory of tensors. The functions of flash-attn, FlashInfer and those of linear attention need
+# torch, and not these libraries.
 ADAPTERS = (
     Adapter(
         *("torch", ("torch",)),
@@ -79,6 +79,7 @@ ADAPTERS = (
     ),
     Adapter("flash_attn", ("torch",), "on request: cpu_attn.flash_attn.install(); import flash_attn"),
     Adapter("flashinfer", ("torch",), "on request: cpu_attn.flashinfer.install(); import flashinfer"),
+    Adapter("linear_attention", ("torch",), "on request: cpu_attn.linear_attention.install(); import fla"),
 )
 NEEDS = {row.name: row.needs for row in ADAPTERS}
 TESTED = {row.name: row.tested for row in ADAPTERS if row.tested}

@@ -26,6 +26,7 @@ from cpu_attn.flashinfer.decode import (  # noqa: E402
     fast_decode_plan,
     single_decode_with_kv_cache,
 )
+from cpu_attn.flashinfer.gdn import chunk_gated_delta_rule  # noqa: E402
 from cpu_attn.flashinfer.install import install  # noqa: E402
 from cpu_attn.flashinfer.mla import BatchMLAPagedAttentionWrapper  # noqa: E402
 from cpu_attn.flashinfer.page import (  # noqa: E402
@@ -83,6 +84,7 @@ __all__ = [
     "apply_rope_pos_ids_inplace",
     "apply_rope_with_cos_sin_cache",
     "apply_rope_with_cos_sin_cache_inplace",
+    "chunk_gated_delta_rule",
     "fast_decode_plan",
     "get_batch_indices_positions",
     "get_seq_lens",

@@ -70,6 +70,9 @@ IGNORED = {
     "use_sinks": "`run` has the sinks",
     "scale_mode": "`run` has the scales",
     "kv_scale_format": "it is for packed caches of one GPU",
+    "use_cp": "threads share the work of a call",
+    "_cp_chunk_len": "threads share the work of a call",
+    "max_seqlen": _LENGTHS,
 }
 _FP4 = "caches of 4 bits with scales of blocks are a format of GPUs"
 _SKIP = "no key that a mask leaves is skipped"
@@ -108,6 +111,7 @@ REFUSED = {
     "q2k_num": _CAKE,
     "kv_splits": _CAKE,
     "use_clc": _CAKE,
+    "intermediate_states_buffer": "`cpu_attn.linear` keeps states after given tokens (`checkpoints`)",
 }
 
 

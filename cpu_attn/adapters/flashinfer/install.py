@@ -6,7 +6,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from cpu_attn.flashinfer import attention, cascade, decode, mla, page, pod, prefill, quantization, rope, sparse
+from cpu_attn.flashinfer import attention, cascade, decode, gdn, mla, page, pod, prefill, quantization, rope, sparse
 from cpu_attn.torch.entry import stand_in
 
 
@@ -17,7 +17,9 @@ def _names(module: ModuleType) -> dict[str, Any]:
 _PARTS = {m.__name__.rpartition(".")[2]: m for m in (attention, cascade, decode, mla, page, pod, prefill, rope, sparse)}
 # These are only in modules, as in FlashInfer.
 _NOT_ABOVE = ("MLAPlanMetadata", "convert_bsr_mask_layout")
-_ABOVE = {
+_GDN = _names(gdn)
+_PREFILL = {"chunk_gated_delta_rule": _GDN.pop("chunk_gated_delta_rule")}
+_ABOVE = _PREFILL | {
     name: x
     for module in (*_PARTS.values(), quantization)
     for name, x in _names(module).items()
@@ -26,14 +28,15 @@ _ABOVE = {
 MODULES: dict[str, dict[str, Any]] = {"flashinfer": _ABOVE}
 MODULES |= {f"flashinfer.{name}": _names(module) for name, module in _PARTS.items()}
 MODULES["flashinfer.quantization"] = _names(quantization)
+MODULES |= {"flashinfer.gdn_prefill": _PREFILL, "flashinfer.gdn_decode": _GDN}
 __version__ = "0.7.2"  # the release that these functions are like; callers ask flashinfer for it
 
 
 def install() -> None:
     """Makes ``import flashinfer`` find these, in this process. It may be called again.
 
-    Importable are then flashinfer and its modules attention, cascade, decode, mla, page, pod, prefill, quantization,
-    rope and sparse.
+    Importable are then flashinfer and its modules attention, cascade, decode, gdn_decode, gdn_prefill, mla, page, pod,
+    prefill, quantization, rope and sparse.
 
     Raises:
         RuntimeError: another flashinfer is imported, or could be.

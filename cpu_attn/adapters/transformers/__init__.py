@@ -8,8 +8,8 @@ from cpu_attn import _adapters
 
 _adapters.require("transformers")
 
-from cpu_attn.transformers.attention import continuous_batching, enable  # noqa: E402
+from cpu_attn.transformers.attention import continuous_batching, disable, enable  # noqa: E402
 from cpu_attn.transformers.balance import balance  # noqa: E402
 from cpu_attn.transformers.paged_cache import PagedCache  # noqa: E402
 
-__all__ = ["PagedCache", "balance", "continuous_batching", "enable"]
+__all__ = ["PagedCache", "balance", "continuous_batching", "disable", "enable"]

@@ -14,7 +14,7 @@ import torch
 from cpu_attn import UnavailableError, _check
 from cpu_attn._arrays import dense_rows
 from cpu_attn.ops import Logits
-from cpu_attn.transformers import continuous, private
+from cpu_attn.transformers import continuous, linear, private
 from cpu_attn.transformers.indexer import formula_of
 from cpu_attn.transformers.latents import is_expansion
 from cpu_attn.transformers.lazy import Inference, LazyTensor
@@ -38,11 +38,27 @@ _NAMES = {"scale": "scaling", "output": "query", "key_cache": "key", "value_cach
 
 
 def enable() -> None:
-    """Makes ``attn_implementation="cpu_attn"`` known to transformers. It changes nothing else and may be called again.
+    """Makes ``attn_implementation="cpu_attn"`` known to transformers, and gives all models cpu-attn's functions of
+    linear attention. It may be called again.
 
     A model with that implementation raises ValueError or TypeError where it asks for something that is not there, such
     as dropout. ``cpu_flash_attn``, which :func:`continuous_batching` uses, becomes known, too.
+
+    Functions of linear attention (gated delta nets, KDA, Mamba-2, short convolutions) are the same for models of any
+    implementation, those imported later among them. Where gradients are wanted transformers' own are called, and for
+    other devices and dtypes.
     """
+    _register()
+    linear.enable()
+
+
+def disable() -> None:
+    """Gives all models transformers' own functions of linear attention back. ``attn_implementation="cpu_attn"`` stays
+    known, for models that have it. It may be called again."""
+    linear.disable()
+
+
+def _register() -> None:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask_function)
     AttentionInterface.register(CONTINUOUS, continuous_attention)
@@ -62,7 +78,7 @@ def continuous_batching(model: Any) -> Iterator[Any]:
         >>> with continuous_batching(model):
         ...     outputs = model.generate_batch(inputs, generation_config)
     """
-    enable()
+    _register()
     private.leave_pages_to(CONTINUOUS)
     config = model.config.get_text_config()  # of a composite model this is the part that generates
     before = {id(c): (c, private.implementation(c)) for c in (model.config, config)}

@@ -6,13 +6,16 @@ it a version lacks."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from functools import cache, wraps
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 
-from transformers import cache_utils, masking_utils
+from transformers import cache_utils, integrations, masking_utils
 from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.integrations import hub_kernels
 
 # ---- caches ----
 
@@ -132,3 +135,90 @@ def pages(paged: Any, layer_idx: int) -> tuple[Any, list[torch.Tensor]]:
     and V as rows [tokens, Hkv, D]."""
     allocator = paged.layer_to_allocator[layer_idx]
     return allocator, list(allocator._kv_token_views[layer_idx])
+
+
+# ---- functions of linear attention ----
+
+# Models decorate their functions with this. What it makes keeps in cells which implementation it calls.
+_DECORATOR = "use_kernel_func_from_hub_with_fallback"
+_decorator = getattr(hub_kernels, _DECORATOR)
+_CELLS = ("func_name", "implementation", "applicable_params", "is_new_implementation")
+_given: dict[FunctionType, dict[str, Any]] = {}  # what was in the cells of functions that have another implementation
+
+
+class _Everything:
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def _cells(x: Any) -> tuple[FunctionType, dict[str, CellType]] | None:
+    """Gives the function that the decorator made, and its cells, of a name in a model's module: it is there as it is
+    or, with the package `kernels`, in the forward of a torch module."""
+    function = x if isinstance(x, FunctionType) else getattr(type(x), "forward", None)
+    if not isinstance(function, FunctionType):
+        return None
+    around = [c.cell_contents for c in function.__closure__ or () if function.__globals__ is not vars(hub_kernels)]
+    for found in (function, *around):
+        if isinstance(found, FunctionType) and found.__globals__ is vars(hub_kernels):
+            cells = dict(zip(found.__code__.co_freevars, found.__closure__ or (), strict=True))
+            if all(name in cells for name in _CELLS):
+                return found, cells
+    return None
+
+
+def _give(x: Any, make: Callable[[str, Any], Any]) -> None:
+    found = _cells(x)
+    if not found or found[0] in _given:
+        return
+    function, cells = found
+    own = tuple(CellType(c.cell_contents) for c in function.__closure__ or ())
+    before = FunctionType(function.__code__, function.__globals__, function.__name__, None, own)
+    instead = make(cells["func_name"].cell_contents, before)
+    if instead is not None:
+        _given[function] = {name: cells[name].cell_contents for name in _CELLS}
+        cells["implementation"].cell_contents = instead
+        cells["applicable_params"].cell_contents = _Everything()
+        cells["is_new_implementation"].cell_contents = True
+
+
+def _functions() -> Iterator[Any]:
+    """Gives what is in the modules of models that have been imported, those of the hub's own code among them."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("transformers.", "transformers_modules.")) and ".modeling_" in name:
+            yield from list(vars(module).values())
+
+
+def give_functions(make: Callable[[str, Any], Any]) -> None:
+    """Gives models other functions of linear attention, also those models that are imported later.
+
+    Args:
+        make: is called with a function's name in the library that transformers would take it from, and with
+            transformers' function, and gives what is called instead, with any arguments, or None.
+    """
+
+    @wraps(_decorator)
+    def decorator(*args: Any, **kwargs: Any) -> Any:
+        decorate = _decorator(*args, **kwargs)
+
+        def decorated(function: Any) -> Any:
+            found = decorate(function)
+            _give(found, make)
+            return found
+
+        return decorated
+
+    for x in _functions():
+        _give(x, make)
+    for module in (hub_kernels, integrations):
+        setattr(module, _DECORATOR, decorator)
+
+
+def take_functions_back() -> None:
+    """Undoes what :func:`give_functions` did."""
+    for module in (hub_kernels, integrations):
+        setattr(module, _DECORATOR, _decorator)
+    for function, before in _given.items():
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        for name, x in before.items():
+            cells[name].cell_contents = x
+    _given.clear()

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of linear attention of transformers' models, with our functions after enable(), against the models' own."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+hf = pytest.importorskip("transformers")
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+
+import cpu_attn.transformers as adapter  # noqa: E402
+from cpu_attn import profiling  # noqa: E402
+from cpu_attn.tests.models import hf_tiny, model_sweep  # noqa: E402
+from cpu_attn.tests.models.hf_models import CACHE  # noqa: E402
+from cpu_attn.tests.models.hf_odd_models import LAYERS, ODD, SPECIAL  # noqa: E402
+from cpu_attn.transformers import private  # noqa: E402
+
+pytestmark = pytest.mark.integrations
+
+RULE, CONV = "linear_attention_with_state_cache", "causal_conv1d"
+BOTH, ALONE = {RULE, CONV}, {CONV}
+NONE: set[str] = set()
+GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear")
+SPACES = ("granitemoehybrid", "nemotron_h", "falcon_h1", "bamba", "zamba2", "mamba2")
+# Mamba-1's scan has no function here, and the layers of MiniMax-01 call none.
+MODELS = dict.fromkeys(GATED + SPACES, BOTH) | dict.fromkeys(("lfm2", "lfm2_moe", "mamba", "jamba"), ALONE)
+MODELS |= {"minimax": NONE}
+MODELS |= {name: BOTH for name in ("bailing_hybrid", "lara_mini") if name in CONFIG_MAPPING}
+OWN: dict[str, Callable[[], Any]] = {
+    "mamba2": lambda: hf.Mamba2Config(
+        **SPECIAL | {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2},
+        **{"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 16},
+    ),
+    "lfm2_moe": lambda: hf.Lfm2MoeConfig(
+        **LAYERS,
+        **{"layer_types": ["conv", "full_attention"] * 2, "moe_intermediate_size": 32},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1},
+    ),
+}
+GREEDY = {"do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 9}
+
+
+@pytest.fixture(autouse=True)
+def _disabled() -> Iterator[None]:
+    adapter.disable()
+    yield
+    adapter.disable()
+
+
+@cache
+def model(name: str) -> Any:
+    if name in ODD:
+        return ODD[name]()[0]
+    config = OWN[name]() if name in OWN else hf_tiny.tiny(CONFIG_MAPPING[name])
+    return hf_tiny.build(getattr(hf, model_sweep.architectures()[name]), config)
+
+
+def tokens(*lengths: int, right: bool = False) -> dict[str, Any]:
+    """Padded on the left unless said."""
+    most, lens = max(lengths), torch.tensor(lengths)[:, None]
+    ids = torch.randint(4, hf_tiny.VOCABULARY - 28, (len(lengths), most), generator=torch.Generator().manual_seed(3))
+    mask = torch.arange(most) < lens if right else torch.arange(most) >= most - lens
+    return {"input_ids": ids * mask, "attention_mask": mask.long()}
+
+
+def close(ours: Any, theirs: Any) -> None:
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    error = (ours - theirs).double().norm() / theirs.double().norm()
+    assert error < 2e-5, error
+
+
+def both(run: Callable[[], Any], called: set[str]) -> tuple[Any, Any]:
+    """The result with our functions, and the models' own. called: which of ours have to run."""
+    with torch.no_grad():
+        adapter.disable()
+        with profiling.profile() as profile:
+            theirs = run()
+        assert not {kind.name for kind in profile.totals} & BOTH
+        adapter.enable()
+        with profiling.profile() as profile:
+            ours = run()
+        assert {kind.name for kind in profile.totals} & BOTH == called
+    return ours, theirs
+
+
+@pytest.mark.parametrize("padded", ["", "left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts(name: str, padded: str) -> None:
+    """Of more than a chunk."""
+    made, inputs = model(name), tokens(*((150, 70, 5) if padded else (130, 130)), right=padded == "right")
+    ours, theirs = both(lambda: made(**inputs).logits, MODELS[name])
+    mask = inputs["attention_mask"].bool()
+    close(ours[mask], theirs[mask])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generation(name: str) -> None:
+    made, inputs = model(name), tokens(19, 5, 13)
+    run: Any = lambda: made.generate(**inputs, **GREEDY, output_logits=True, return_dict_in_generate=True)  # noqa: E731
+    ours, theirs = both(run, MODELS[name])
+    assert ours.sequences.tolist() == theirs.sequences.tolist()
+    close(torch.stack(ours.logits), torch.stack(theirs.logits))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("mamba", "jamba", "minimax")])
+def test_prompt_in_parts(name: str) -> None:
+    """States of a cache after each part, which a copy of it keeps while the other goes on."""
+    made, inputs = model(name), tokens(90, 90)["input_ids"]
+
+    def run() -> list[Any]:
+        held = hf.DynamicCache(config=made.config)
+        found = [made(inputs[:, a:b], **{CACHE: held}).logits for a, b in ((0, 70), (70, 71), (71, 90))]
+        other = copy.deepcopy(held)
+        for x in (held, other):
+            found += [made(inputs[:, :1], **{CACHE: x}).logits for _ in range(2)]
+        assert found[3].equal(found[5]) and found[4].equal(found[6])
+        return found
+
+    for ours, theirs in zip(*both(run, MODELS[name]), strict=True):
+        close(ours, theirs)
+
+
+def test_everything_is_given_back() -> None:
+    made, inputs = model("qwen3_next"), tokens(40)
+    module = sys.modules[type(made).__module__]
+    functions = {name: x for name, x in vars(module).items() if private._cells(x)}
+    assert set(functions) >= {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"}
+
+    def state() -> Any:
+        return {name: {n: c.cell_contents for n, c in private._cells(x)[1].items()} for name, x in functions.items()}
+
+    with torch.no_grad():
+        before, logits = state(), made(**inputs).logits
+        for change in (adapter.enable, adapter.disable, adapter.enable, adapter.disable):
+            for _ in range(2):
+                change()
+            enabled = change is adapter.enable
+            assert (state() == before) != enabled and made(**inputs).logits.equal(logits) != enabled
+    assert all(vars(module)[name] is x for name, x in functions.items())
+
+
+def test_gradients_are_the_models_own() -> None:
+    """In training, and out of it without no_grad."""
+    made, ids = model("qwen3_next"), tokens(30)["input_ids"]
+    weight = made.model.layers[0].linear_attn.A_log
+
+    def run() -> Any:
+        made.zero_grad()
+        with torch.enable_grad():
+            made(ids, labels=ids).loss.backward()
+        return weight.grad.clone()
+
+    ours, theirs = both(run, NONE)
+    assert ours.equal(theirs) and theirs.any()
+    made.zero_grad()
+
+
+@pytest.mark.parametrize(("dtype", "called"), [("bfloat16", BOTH), ("float64", NONE)])
+def test_dtypes(dtype: str, called: set[str]) -> None:
+    """float64 is left to the model."""
+    made, inputs = copy.deepcopy(model("qwen3_5_text")).to(getattr(torch, dtype)), tokens(80)
+    ours, theirs = both(lambda: made(**inputs).logits, called)
+    error = (ours - theirs).double().norm() / theirs.double().norm()
+    assert error < (0.05 if called else 1e-300)
+
+
+def test_convolutions_that_are_too_wide() -> None:
+    """Nine inputs are left to the model."""
+    config = hf.Lfm2Config(**LAYERS, layer_types=["conv", "full_attention"] * 2, conv_L_cache=9)
+    made, inputs = hf_tiny.build(hf.Lfm2ForCausalLM, config), tokens(30)
+    ours, theirs = both(lambda: made.generate(**inputs, **GREEDY), NONE)
+    assert ours.equal(theirs)
+
+
+def test_models_that_are_imported_later(tmp_path: Path) -> None:
+    code = """
+        import sys
+
+        import torch
+
+        import cpu_attn.transformers as adapter
+        from cpu_attn import profiling
+
+        adapter.enable()
+        assert "transformers.models.lfm2.modeling_lfm2" not in sys.modules
+        from transformers import Lfm2Config, Lfm2ForCausalLM
+
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+        sizes |= {"vocab_size": 64, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+        made = Lfm2ForCausalLM(Lfm2Config(**sizes)).eval()
+        for called in (True, False):
+            with torch.no_grad(), profiling.profile() as profile:
+                made(torch.ones(1, 5, dtype=torch.int64))
+            assert {kind.name for kind in profile.totals} == ({"causal_conv1d"} if called else set())
+            adapter.disable()
+        from transformers import integrations
+        from transformers.integrations import hub_kernels
+
+        decorator = hub_kernels.use_kernel_func_from_hub_with_fallback
+        assert decorator is integrations.use_kernel_func_from_hub_with_fallback
+        assert not hasattr(decorator, "__wrapped__")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_functions_that_are_modules() -> None:
+    """What the package `kernels` makes of a function: an instance of a class whose forward calls it."""
+    function = private._decorator("causal_conv1d_fn", "no_such_package")(lambda *args, **kwargs: args)
+
+    class Func(torch.nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+    made = Func()
+    private._give(made, lambda name, before: lambda *args, **kwargs: (name, before(*args), kwargs))
+    assert made(1, other=2) == ("causal_conv1d_fn", (1,), {"other": 2})
+    private.take_functions_back()
+    assert made(1, 2) == (1, 2)
