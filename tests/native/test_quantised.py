@@ -49,18 +49,15 @@ def test_every_rounding(isa: str, dtype: str, head_size: int, kv_cache_dtype: st
 @pytest.mark.parametrize("kv_cache_dtype", KINDS)
 @pytest.mark.parametrize("head_size", [64, 33, 600])
 @pytest.mark.parametrize(("isa", "dtype"), ONE_DTYPE)
-def test_scales_of_rotated_rows(isa: str, dtype: str, head_size: int, kv_cache_dtype: str) -> None:
-    """By the root mean square: the same bits on every isa, and from convert; something is clipped."""
+def test_rotated_rows(isa: str, dtype: str, head_size: int, kv_cache_dtype: str) -> None:
+    """The same bits on every isa, and from convert."""
     spikes = hadamard(np.eye(head_size, dtype=np.float32)[:3, None], back=True).astype(numpy_dtype(dtype))
     x = np.concatenate([rows(dtype, head_size)[::3], spikes])
     how: Any = {"kv_cache_dtype": kv_cache_dtype, "kv_cache_rotation": "hadamard"}
     cache = cpu_attn.PagedKVCache(-(-len(x) // 48), 48, 1, head_size, dtype, isa, **how)
     cache.update(x, x, np.arange(len(x)))
     with np.errstate(invalid="ignore", over="ignore"):
-        turned = hadamard(x.astype(np.float32))
-        want = integers(turned, kv_cache_dtype, True)
-    plain = integers(turned, kv_cache_dtype)
-    assert not np.array_equal(want, plain, equal_nan=True)
+        want = integers(hadamard(x.astype(np.float32)), kv_cache_dtype)
     plain_cache = cpu_attn.PagedKVCache(cache.num_blocks, 48, 1, head_size, dtype)
     plain_cache.update(x, x, np.arange(len(x)))
     table = np.arange(cache.num_blocks, dtype=np.int32)
