@@ -66,6 +66,26 @@ def test_rotated_rows(isa: str, dtype: str, head_size: int, kv_cache_dtype: str)
             assert np.array_equal(got.astype(np.float64), want, equal_nan=True)
 
 
+# Of the squared error by the largest magnitude over the largest integer as it is, not rounded to bfloat16.
+SHARES = {"int8": 1.04, "int6": 0.97, "int5": 0.95, "int4": 0.76, "int4_per_token_head": 0.74}
+
+
+@pytest.mark.parametrize("kv_cache_dtype", KINDS)
+@pytest.mark.parametrize("isa", sorted({isa for isa, _ in KERNELS}))
+def test_a_search_loses_less(isa: str, kv_cache_dtype: str) -> None:
+    """Whichever sign the largest magnitude has."""
+    row, x = INTEGERS[kv_cache_dtype], np.random.default_rng(12).standard_normal((512, 1, 64)).astype(np.float32)
+    cache = cpu_attn.PagedKVCache(32, 16, 1, 64, "float32", isa, kv_cache_dtype=kv_cache_dtype)
+    cache.update(x, x, np.arange(512))
+    parts = x.astype(np.float64).reshape(512, -1, row.shared or 64)
+    scale = np.abs(parts).max(axis=-1, keepdims=True) / row.largest
+    simple = np.square(np.rint(parts / scale) * scale - parts)
+    for got in cache.gather(np.arange(32, dtype=np.int32), 512):
+        lost = np.square(got.reshape(parts.shape) - parts)
+        for which in (parts.max(axis=-1) > -parts.min(axis=-1), parts.max(axis=-1) < -parts.min(axis=-1)):
+            assert lost[which].mean() < SHARES[kv_cache_dtype] * simple[which].mean()
+
+
 @pytest.mark.parametrize("kv_cache_dtype", KINDS)
 @pytest.mark.parametrize("head_size", [5, 40, 600])
 @pytest.mark.parametrize(("isa", "dtype"), ONE_DTYPE)
