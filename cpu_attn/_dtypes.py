@@ -42,12 +42,8 @@ FORMATS = {
     "int8": KVFormat(lib.CA_I8, ("uint8",), largest=127, divisors=(127,)),
     "int6": KVFormat(lib.CA_I6, ("uint8",), bits=6, largest=31, divisors=(31, 31.5, 32, 32.5)),
     "int5": KVFormat(lib.CA_I5, ("uint8",), bits=5, largest=15, divisors=(15, 15.5, 16, 16.5)),
-    "int4": KVFormat(
-        lib.CA_I4, ("uint8",), bits=4, largest=7, shared=32, zero=8, divisors=(7, 7.5, 8, 8.5)
-    ),
-    "int4_per_token_head": KVFormat(
-        lib.CA_I4_TOKEN, ("uint8",), bits=4, largest=7, zero=8, divisors=(8, 8.5, 9, 9.5)
-    ),
+    "int4": KVFormat(lib.CA_I4, ("uint8",), bits=4, largest=7, shared=32, zero=8, divisors=(7, 7.5, 8, 8.5)),
+    "int4_per_token_head": KVFormat(lib.CA_I4_TOKEN, ("uint8",), bits=4, largest=7, zero=8, divisors=(8, 8.5, 9, 9.5)),
 }
 
 # Queries, keys and values have one of these dtypes, in which kernels compute.

@@ -120,7 +120,7 @@ def _scale(x: float) -> float:
 
 
 def _numbers(elements: Memory, scales: Memory, form: Form, scale: float) -> NDArray[np.float64]:
-    """Gives what elements mean, exactly; a NaN scale makes all of them NaN. Zero times a negative scale is 0, not -0."""
+    """Gives what elements mean, exactly: 0, not -0, times a negative scale; a NaN scale makes all of them NaN."""
     if not form.scales:
         return elements.astype(np.float64) * scale
     each = np.repeat(_widened(scales), form.scale_elements, axis=-1)[..., : form.head_size]
@@ -151,8 +151,8 @@ def _stored(numbers: NDArray[np.float64], to: CacheDescriptor, form: Form, scale
 
 
 def _integers(x: NDArray[np.float32], form: Form) -> tuple[Memory, Memory]:
-    """Quantises as kv_formats/quantised.inc does. An integer is x times the reciprocal of the scale, or x over the scale
-    where that has no normal reciprocal, rounded to nearest even and clipped."""
+    """Quantises as kv_formats/quantised.inc does. An integer is x times the reciprocal of the scale, or x over the
+    scale where that has no normal reciprocal, rounded to nearest even and clipped."""
     (n, heads, size, _), row = x.shape, FORMATS[form.kind]
     x = padded(x, size, form.scales * form.scale_elements).reshape(n, heads, size, form.scales, -1)
     scales = _scales_of(x, row)

@@ -61,7 +61,7 @@ static const struct {
     int element, shared;
     float divisor;
 } ca_formats[CA_CACHE_DTYPES] = {
-#define ROW(dtype, bits, element, shared, divisor)                                                                      \
+#define ROW(dtype, bits, element, shared, divisor)                                                                     \
     [dtype] = {bits, (bits) < 8 ? 1 : (bits) / 8, element, shared, divisor},
     CA_FORMATS(ROW)
 #undef ROW

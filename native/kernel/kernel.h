@@ -79,8 +79,8 @@ struct ca_kernel {
                    const void *next_src);
     /* Quantises n numbers, divided by scale, to fp8, a byte each: to nearest even, saturating. */
     void (*pack)(const void *src, int64_t n, float scale, int kv_dtype, uint8_t *dst);
-    /* `scale` finds the scales of rows of an integer format, each of n numbers; rows begin ld elements apart, their scales
-     * scales_ld. `quantise` makes the integers of one row, a byte each. */
+    /* `scale` finds the scales of rows of an integer format, each of n numbers; rows begin ld elements apart, their
+     * scales scales_ld. `quantise` makes the integers of one row, a byte each. */
     void (*scale)(const void *src, int64_t ld, int tokens, int64_t n, int kv_dtype, uint16_t *scales,
                   int64_t scales_ld);
     void (*quantise)(const void *src, int64_t n, int kv_dtype, const uint16_t *scales, uint8_t *dst);

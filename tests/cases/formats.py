@@ -75,12 +75,13 @@ def integers(x: NDArray[Any], kind: str) -> NDArray[np.float64]:
             peak = np.maximum(most, -least)
             if -row.least > row.largest:
                 peak = np.where(most > -least, -peak, peak)
+            normal = (np.abs(peak) > 2.0**-50) & (np.abs(peak) < 2.0**50)
             found, lowest = np.zeros_like(part), np.zeros_like(peak)
             for i, divisor in enumerate(row.divisors):
                 scale = _scales(peak / np.float32(divisor))
                 off = part * (np.float32(1) / scale)
                 lost = _sum_of_squares(off - np.rint(np.clip(off, row.least, row.largest))) * (scale * scale)
-                take = (lost < lowest) & (2.0**-50 < np.abs(peak)) & (np.abs(peak) < 2.0**50) if i else np.full(peak.shape, True)
+                take = normal & (lost < lowest) if i else np.full(peak.shape, True)
                 found, lowest = np.where(take, _held(part, scale, row), found), np.where(take, lost, lowest)
             found[~np.isfinite(part).all(axis=-1)] = np.nan
             out[..., first : first + step] = found

@@ -104,9 +104,7 @@ static void int8_of_packed(int dtype, const uint8_t *src, int64_t n, uint8_t *ds
 
 /* Adding 1.5 * 2^23, whose unit in the last place is 1, rounds to the nearest whole number, ties to even (ca_nearest),
  * which is then in the lowest bits. */
-INLINE vf v_whole_bits(vf x, vf least, vf largest) {
-    return v_add(v_min(v_max(x, least), largest), v_set1(0x1.8p23f));
-}
+INLINE vf v_whole_bits(vf x, vf least, vf largest) { return v_add(v_min(v_max(x, least), largest), v_set1(0x1.8p23f)); }
 
 /* Stores the first n bytes of x, but at most VL. */
 INLINE void put_some_bytes(uint8_t *dst, vf x, int64_t n) {
