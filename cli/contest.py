@@ -137,8 +137,8 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
         how |= {"kv_cache_layout": step.kv_cache_layout, "kv_cache_rotation": step.kv_cache_rotation}
         if not step.workload.rotary:
             return partial(cpu_attn.reshape_and_cache, *tokens, **how), None, plan.isa
-        turns = (np.arange(len(step.query)), step.cos_sin_cache)
-        return partial(cpu_attn.rotary_reshape_and_cache, step.query, *tokens, *turns, **how), None, plan.isa
+        rotary = (np.arange(len(step.query)), step.cos_sin_cache)
+        return partial(cpu_attn.rotary_reshape_and_cache, step.query, *tokens, *rotary, **how), None, plan.isa
     arguments = step.arguments()
     if engine == "onednn-python":
         return partial(study.attention, **arguments, isa=plan.isa), None, plan.isa

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cpu_attn._check import Ranks
 from cpu_attn.plan import Plans, SchedulerMetadata
 
 Array = np.ndarray[Any, Any]
@@ -30,7 +31,7 @@ class Step:
         requests: what the requests are called by.
         block_size: tokens of a block.
         sliding_window: of plans that are not told another; -1 is none.
-        ranks: (cp_world_size, cp_rank, cp_kv_cache_interleave_size) of its plans:
+        ranks: cp_world_size, cp_rank and cp_kv_cache_interleave_size of its plans:
             :meth:`cpu_attn.distributed.ContextParallel.step`.
 
     This class raises no errors itself.
@@ -54,7 +55,7 @@ class Step:
     requests: tuple[Hashable, ...]
     block_size: int
     sliding_window: int = -1
-    ranks: tuple[int, int, int] = (1, 0, 1)
+    ranks: Ranks = Ranks()  # noqa: RUF009  # it is immutable
     _plans: Plans = field(default_factory=Plans, init=False, repr=False)
 
     @property
@@ -95,7 +96,7 @@ class Step:
         if (shared or cache.block_nodes is not None) and not selects:
             options.setdefault("block_table", self.block_table)
         options.setdefault("sliding_window", self.sliding_window)
-        options |= zip(("cp_world_size", "cp_rank", "cp_kv_cache_interleave_size"), self.ranks, strict=True)
+        options |= Ranks(*self.ranks)._asdict()
         plan: SchedulerMetadata = cache.plan(self.query_start_loc, self.seq_lens, num_heads, **options)
         return plan
 

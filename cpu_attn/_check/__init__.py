@@ -80,6 +80,7 @@ from cpu_attn._check.linear import (
 from cpu_attn._check.masking import Masks, masks
 from cpu_attn._check.plans import (
     Plan,
+    Ranks,
     latent,
     lengths,
     options,
@@ -125,6 +126,7 @@ __all__ = [
     "WRITE",
     "Masks",
     "Plan",
+    "Ranks",
     "activation",
     "apart",
     "apart_from",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from cpu_attn._arguments import PLAN
 from cpu_attn._arrays import Array
@@ -42,23 +42,34 @@ def table_block_size(block_table: Any, block_size: Any) -> int:
     return integer("block_size", block_size, 1)
 
 
-def ranks(world_size: Any, rank: Any, interleave: Any) -> tuple[int, int, int]:
-    """Checks the ranks of context parallelism: how many there are, which one this is, and how many consecutive
-    positions each has."""
+class Ranks(NamedTuple):
+    """Says how the ranks of context parallelism share the keys of a request, in the words of get_scheduler_metadata:
+    how many ranks there are, which one this is, and how many consecutive positions each has."""
+
+    cp_world_size: int = 1
+    cp_rank: int = 0
+    cp_kv_cache_interleave_size: int = 1
+
+    def __str__(self) -> str:
+        return f"({', '.join(self._fields)}) = {tuple(self)}"
+
+
+def ranks(world_size: Any, rank: Any, interleave: Any) -> Ranks:
     if type(world_size) is type(interleave) is type(rank) is int and world_size == interleave == 1 and rank == 0:
-        return 1, 0, 1
+        return _NO_RANKS
     size = integer("cp_world_size", world_size, 1, MAX_SIZE)
-    return size, integer("cp_rank", rank, 0, size - 1), integer("cp_kv_cache_interleave_size", interleave, 1)
+    return Ranks(size, integer("cp_rank", rank, 0, size - 1), integer("cp_kv_cache_interleave_size", interleave, 1))
 
 
-def plan_of_ranks(name: str, x: Any, ranks: tuple[int, int, int]) -> Any:
+_NO_RANKS = Ranks()
+
+
+def plan_of_ranks(name: str, x: Any, ranks: Ranks) -> Any:
     """Checks that a plan was made for this rank's keys."""
     shape = plan(name, x)._shape
-    made_for = (shape.cp_world_size, shape.cp_rank, shape.cp_kv_cache_interleave_size)
+    made_for = Ranks(*(getattr(shape, field) for field in Ranks._fields))
     if made_for != ranks:
-        raise ValueError(
-            f"{name}: made for (cp_world_size, cp_rank, cp_kv_cache_interleave_size) = {made_for}, expected {ranks}"
-        )
+        raise ValueError(f"{name}: made for {made_for}, expected {tuple(ranks)}")
     return x
 
 

@@ -123,9 +123,9 @@ class ContextParallel:
         """
         _check.instance("step", step, Step)
         block_size, rest = divmod(step.block_size, self.group.world_size)
-        if rest or step.ranks != (1, 0, 1):
+        if rest or step.ranks != _check.Ranks():
             raise ValueError(
-                f"step: blocks of {step.block_size} positions for ranks {step.ranks}, expected those of a BlockManager "
+                f"step: blocks of {step.block_size} positions, {step.ranks}, expected those of a BlockManager "
                 f"with decode_context_parallel_size = {self.group.world_size}"
             )
         slots = self.slot_mapping(step.slot_mapping, block_size)

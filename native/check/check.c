@@ -72,10 +72,11 @@ static int take_list(const int32_t *from, int64_t all, int64_t n, int64_t bound,
 
 /* Requests that share blocks in the plan have to share them in the call's table. They see all of their first keys, so
  * that these blocks are copied. */
-static int check_shared(const ca_plan *p, const ca_indices *x, ca_fault *fault) {
+static int check_shared(const ca_plan *p, const ca_indices *indices, ca_fault *fault) {
     for (int64_t n = 0; n < p->num_same; n++) {
         const ca_same *s = &p->same[n];
-        const int32_t *here = x->blocks + x->table_at[s->request], *there = x->blocks + x->table_at[s->other];
+        const int32_t *here = indices->blocks + indices->table_at[s->request],
+                      *there = indices->blocks + indices->table_at[s->other];
         if (memcmp(here, there, (size_t)s->num_blocks * sizeof *here) == 0)
             continue;
         int64_t i = 0;
@@ -91,10 +92,10 @@ static void blocks_of_list(const ca_plan *p, int64_t r, int64_t i, int64_t block
     const int64_t size = p->shape.query_block_size;
     int64_t k0 = p->first_key[r], k1 = p->end_key[r];
     if (size) {
-        const ca_task t = {.request = (int32_t)r,
-                           .token = (int32_t)(i * size),
-                           .num_tokens = (int32_t)ca_min64(size, ca_q_len(p, (int)r) - i * size)};
-        ca_task_keys(p, &t, &k0, &k1);
+        const ca_task task = {.request = (int32_t)r,
+                              .token = (int32_t)(i * size),
+                              .num_tokens = (int32_t)ca_min64(size, ca_q_len(p, (int)r) - i * size)};
+        ca_task_keys(p, &task, &k0, &k1);
     }
     *first = k0 / block_size;
     *end = k0 < k1 ? ca_div_up(k1, block_size) : *first;
@@ -103,13 +104,13 @@ static void blocks_of_list(const ca_plan *p, int64_t r, int64_t i, int64_t block
 /* Copies and checks the lists of request r, whose table is copied. A list keeps only as many entries as the
  * longest request has blocks: all entries behind these have to be -1. */
 static int take_selected(const ca_plan *p, const ca_array *selected, int64_t r, int64_t cols, int64_t num_blocks,
-                         int64_t block_size, ca_indices *x, ca_fault *fault) {
+                         int64_t block_size, ca_indices *indices, ca_fault *fault) {
     const int64_t heads = selected->shape[1], lists = p->first_list[r + 1] - p->first_list[r];
-    const int64_t seq_blocks = ca_div_up(p->seq_lens[r], block_size), n = x->num_selected;
+    const int64_t seq_blocks = ca_div_up(p->seq_lens[r], block_size), n = indices->num_selected;
     for (int64_t k = 0; k < lists * heads; k++) {
         const int64_t at = p->first_list[r] + k / heads, h = k % heads;
         const int32_t *from = (const int32_t *)selected->address + at * selected->strides[0] + h * selected->strides[1];
-        int32_t *list = x->selected + (at * heads + h) * n;
+        int32_t *list = indices->selected + (at * heads + h) * n;
         int64_t first, end;
         if (take_list(from, selected->shape[2], n, seq_blocks, list, fault)) {
             fault->request = r;
@@ -120,7 +121,8 @@ static int take_selected(const ca_plan *p, const ca_array *selected, int64_t r, 
         blocks_of_list(p, r, k / heads, block_size, &first, &end);
         for (int64_t i = 0; i < n; i++)
             if (list[i] >= first && list[i] < end &&
-                check_blocks(&x->blocks[x->table_at[r] + list[i]], r, list[i], list[i] + 1, cols, num_blocks, fault))
+                check_blocks(&indices->blocks[indices->table_at[r] + list[i]], r, list[i], list[i] + 1, cols,
+                             num_blocks, fault))
                 return fault->status;
     }
     return CA_OK;
@@ -129,11 +131,11 @@ static int take_selected(const ca_plan *p, const ca_array *selected, int64_t r, 
 /* Copies and checks what the query tokens of request r select, whose table is copied, and the blocks of the keys that a
  * token sees of these. */
 static int take_selected_tokens(const ca_plan *p, const ca_array *tokens, int64_t r, int64_t cols, int64_t num_blocks,
-                                int64_t block_size, ca_indices *x, ca_fault *fault) {
-    const int64_t n = x->num_selected_tokens;
+                                int64_t block_size, ca_indices *indices, ca_fault *fault) {
+    const int64_t n = indices->num_selected_tokens;
     for (int64_t i = 0; i < ca_q_len(p, (int)r); i++) {
         const int64_t t = p->query_start_loc[r] + i;
-        int32_t *list = x->selected_tokens + t * n;
+        int32_t *list = indices->selected_tokens + t * n;
         int64_t lo, hi, end = 0; /* blocks that end up to there have been looked at */
         if (take_list((const int32_t *)tokens->address + t * tokens->strides[0], tokens->shape[1], n, p->seq_lens[r],
                       list, fault)) {
@@ -146,7 +148,8 @@ static int take_selected_tokens(const ca_plan *p, const ca_array *tokens, int64_
             if (list[j] < lo || list[j] < end)
                 continue;
             const int64_t block = list[j] / block_size;
-            if (check_blocks(&x->blocks[x->table_at[r] + block], r, block, block + 1, cols, num_blocks, fault))
+            if (check_blocks(&indices->blocks[indices->table_at[r] + block], r, block, block + 1, cols, num_blocks,
+                             fault))
                 return fault->status;
             end = (block + 1) * block_size;
         }
@@ -156,23 +159,25 @@ static int take_selected_tokens(const ca_plan *p, const ca_array *tokens, int64_
 
 /* Makes room for what a call reads of its table and its selections. Returns 0 where there is no memory. */
 static int make_room(const ca_plan *p, const ca_array *table, const ca_array *selected, const ca_array *tokens,
-                     int64_t block_size, ca_indices *x) {
+                     int64_t block_size, ca_indices *indices) {
     const int64_t num_reqs = p->shape.num_reqs;
     /* A range of n keys lies in up to n / block_size + 2 blocks. */
     double entries =
         fmin((double)(p->num_keys / block_size + 2 * num_reqs), (double)num_reqs * (double)table->shape[1]);
-    x->num_selected = -1;
+    indices->num_selected = -1;
     if (selected->itemsize) {
-        x->num_selected = ca_min64(selected->shape[2], ca_div_up(ca_longest(p), block_size));
-        entries += (double)p->first_list[num_reqs] * (double)selected->shape[1] * (double)x->num_selected;
+        indices->num_selected = ca_min64(selected->shape[2], ca_div_up(ca_longest(p), block_size));
+        entries += (double)p->first_list[num_reqs] * (double)selected->shape[1] * (double)indices->num_selected;
     }
-    x->num_selected_tokens = ca_min64(tokens->shape[1], ca_longest(p));
-    entries += (double)p->num_tokens * (double)x->num_selected_tokens;
-    const double bytes = (double)num_reqs * sizeof *x->table_at + entries * sizeof *x->blocks;
-    x->memory = bytes <= sizeof x->few ? x->few : bytes < (double)PTRDIFF_MAX ? malloc((size_t)bytes) : NULL;
-    x->table_at = x->memory;
-    x->blocks = (int32_t *)(x->table_at + num_reqs);
-    return x->memory != NULL;
+    indices->num_selected_tokens = ca_min64(tokens->shape[1], ca_longest(p));
+    entries += (double)p->num_tokens * (double)indices->num_selected_tokens;
+    const double bytes = (double)num_reqs * sizeof *indices->table_at + entries * sizeof *indices->blocks;
+    indices->memory = bytes <= sizeof indices->few  ? indices->few
+                      : bytes < (double)PTRDIFF_MAX ? malloc((size_t)bytes)
+                                                    : NULL;
+    indices->table_at = indices->memory;
+    indices->blocks = (int32_t *)(indices->table_at + num_reqs);
+    return indices->memory != NULL;
 }
 
 /* Copies n blocks, and returns whether all of the copies are below num_blocks: then neither a block nor its distance to
@@ -206,35 +211,35 @@ static int check_selects(const ca_plan *p, const ca_array *selected, const ca_ar
 }
 
 int ca_take_indices(const ca_plan *p, const ca_array *table, const ca_array *selected, const ca_array *tokens,
-                    int64_t num_blocks, int64_t block_size, ca_indices *x, ca_fault *fault) {
+                    int64_t num_blocks, int64_t block_size, ca_indices *indices, ca_fault *fault) {
     const int64_t cols = table->shape[1];
     const int selects = selected->itemsize || tokens->itemsize;
     int64_t taken = 0;
     int status = CA_OK;
-    x->memory = NULL;
+    indices->memory = NULL;
     if (p->shape.block_size && block_size != p->shape.block_size)
         return ca_fail(fault, CA_OTHER_BLOCK_SIZE, -1, -1, block_size, p->shape.block_size);
     if (check_selects(p, selected, tokens, fault))
         return fault->status;
-    if (!make_room(p, table, selected, tokens, block_size, x))
+    if (!make_room(p, table, selected, tokens, block_size, indices))
         return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
     for (int r = 0; r < p->shape.num_reqs && !status; r++) {
         const int64_t first = p->first_key[r] / block_size, end = ca_div_up(p->end_key[r], block_size);
         const int32_t *row = (const int32_t *)table->address + r * table->strides[0];
-        int32_t *to = x->blocks + taken;
+        int32_t *to = indices->blocks + taken;
         if (selects) /* which of the blocks count is not known yet */
             memcpy(to, row + first, (size_t)there(first, end, cols) * sizeof *to);
         else
             status = ca_take_blocks(row, r, first, end, cols, num_blocks, to, fault);
-        x->table_at[r] = taken - first;
+        indices->table_at[r] = taken - first;
         taken += there(first, end, cols);
     }
     if (!selects)
-        return status ? status : check_shared(p, x, fault);
-    x->selected = x->selected_tokens = x->blocks + taken;
+        return status ? status : check_shared(p, indices, fault);
+    indices->selected = indices->selected_tokens = indices->blocks + taken;
     for (int r = 0; r < p->shape.num_reqs && !status; r++)
-        status = selected->itemsize ? take_selected(p, selected, r, cols, num_blocks, block_size, x, fault)
-                                    : take_selected_tokens(p, tokens, r, cols, num_blocks, block_size, x, fault);
+        status = selected->itemsize ? take_selected(p, selected, r, cols, num_blocks, block_size, indices, fault)
+                                    : take_selected_tokens(p, tokens, r, cols, num_blocks, block_size, indices, fault);
     return status;
 }
 

@@ -35,7 +35,7 @@ typedef struct ca_indices {
 /* Copies and checks the blocks that hold a key some row may see: they have to be below num_blocks, and the same for
  * requests that share them in the plan. Whether this succeeds or not, ca_give_back(x->memory, x->few) has to follow. */
 int ca_take_indices(const ca_plan *plan, const ca_array *table, const ca_array *selected, const ca_array *tokens,
-                    int64_t num_blocks, int64_t block_size, ca_indices *x, ca_fault *fault);
+                    int64_t num_blocks, int64_t block_size, ca_indices *indices, ca_fault *fault);
 /* These copy int64 [T], to `few`, which holds CA_FEW_INDICES, where they fit, and check the copy. They return NULL
  * where *fault says why. */
 #define CA_FEW_INDICES 256

@@ -43,18 +43,18 @@ typedef struct row_work {
 } row_work;
 
 /* Computes one row over the keys that it sees among [k0, k1), which w holds. */
-static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *t, int64_t r, int kv_head, int64_t k0,
+static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *task, int64_t r, int kv_head, int64_t k0,
                        int64_t k1, const ca_state *state, const row_work *w) {
     const int64_t group = p->group_size, d_end = p->shape.head_size, dv = p->shape.head_size_v;
-    const ca_query_row row = ca_query_row_of(p, c, ca_token_at(p, t, r / group), kv_head * group + r % group);
+    const ca_query_row row = ca_query_row_of(p, c, ca_token_at(p, task, r / group), kv_head * group + r % group);
     double m = -INFINITY, l = 0, *o = w->o;
     for (int64_t d = 0; d < d_end; d++)
         w->query[d] = element(row.query, d, p->shape.dtype);
     memset(o, 0, (size_t)dv * sizeof *o);
     const int64_t hi = ca_min64(row.hi, k1);
     int64_t n = 0;
-    for (int64_t j, next = k0; (j = ca_next_key(p, c, t, kv_head, next, hi)) < hi; next = j + 1, n++) {
-        if (j < row.lo || (row.tree && !ca_sees(row.tree, ca_context_keys(p, t->request), j)))
+    for (int64_t j, next = k0; (j = ca_next_key(p, c, task, kv_head, next, hi)) < hi; next = j + 1, n++) {
+        if (j < row.lo || (row.tree && !ca_sees(row.tree, ca_context_keys(p, task->request), j)))
             continue;
         const float *v = w->value + n * dv;
         double s = score(p, c, w->query, w->key + n * d_end), old = m;
@@ -86,19 +86,19 @@ static int64_t chain_keys(const ca_plan *p) {
     return ca_min64(ca_longest(p), ca_min64(segment, CA_CHAIN_KEYS));
 }
 
-static int segment(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int num_heads, int64_t k0,
+static int segment(const ca_plan *p, const ca_call *c, const ca_task *task, int kv_head, int num_heads, int64_t k0,
                    int64_t k1, const ca_state *state, void *scratch) {
     (void)num_heads;
-    const int64_t rows = ca_rows_of(p, t), d_end = p->shape.head_size, dv = p->shape.head_size_v;
+    const int64_t rows = ca_rows_of(p, task), d_end = p->shape.head_size, dv = p->shape.head_size_v;
     float *query = (float *)((double *)scratch + dv), *key = query + d_end;
     const row_work w = {scratch, query, key, key + chain_keys(p) * d_end};
     int64_t n = 0;
-    for (int64_t j, next = k0; (j = ca_next_key(p, c, t, kv_head, next, k1)) < k1; next = j + 1, n++) {
-        read_key(p, c, K, t->request, kv_head, j, w.key + n * d_end);
-        read_key(p, c, V, t->request, kv_head, j, w.value + n * dv);
+    for (int64_t j, next = k0; (j = ca_next_key(p, c, task, kv_head, next, k1)) < k1; next = j + 1, n++) {
+        read_key(p, c, K, task->request, kv_head, j, w.key + n * d_end);
+        read_key(p, c, V, task->request, kv_head, j, w.value + n * dv);
     }
     for (int64_t r = 0; r < rows; r++)
-        attend_row(p, c, t, r, kv_head, k0, k1, state, &w);
+        attend_row(p, c, task, r, kv_head, k0, k1, state, &w);
     return 0;
 }
 

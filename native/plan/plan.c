@@ -48,13 +48,13 @@ static double list_blocks(ca_plan *p, ca_costed *c) {
                 .task = {.request = r, .token = (int32_t)i, .num_tokens = (int32_t)(next - i), .partial = -1},
                 .whole = 1,
                 .pieces = 1};
-            ca_task *t = &c->task;
-            const int32_t rows = (int32_t)ca_rows_of(p, t);
+            ca_task *task = &c->task;
+            const int32_t rows = (int32_t)ca_rows_of(p, task);
             p->rows = (int32_t)ca_max64(p->rows, rows);
             if (rows <= CA_FEW_ROWS)
                 p->few_rows = (int32_t)ca_max64(p->few_rows, rows);
             int64_t k0, k1, size = ca_plan_segment_keys(p, r);
-            ca_task_keys(p, t, &k0, &k1);
+            ca_task_keys(p, task, &k0, &k1);
             if (k0 < k1) {
                 first = ca_min64(first, k0);
                 end = ca_max64(end, k1);
@@ -63,10 +63,10 @@ static double list_blocks(ca_plan *p, ca_costed *c) {
                 k1 = ca_min64(p->shape.max_selected_tokens, k1 - k0);
                 k0 = 0;
             }
-            c->cost = ca_cost_of(p, t, k1 - k0);
+            c->cost = ca_cost_of(p, task, k1 - k0);
             k0 = list_tokens ? 0 : k0; /* segments are those of the list, which begins anywhere before k0 */
-            t->segment = segment_of((int32_t)k0, (int32_t)size);
-            t->num_segments = k1 > k0 ? segment_of((int32_t)k1 - 1, (int32_t)size) + 1 - t->segment : 0;
+            task->segment = segment_of((int32_t)k0, (int32_t)size);
+            task->num_segments = k1 > k0 ? segment_of((int32_t)k1 - 1, (int32_t)size) + 1 - task->segment : 0;
             total += (double)c->cost;
         }
         first = ca_min64(first, end);

@@ -37,8 +37,8 @@ static inline int64_t ca_block_tokens(const ca_plan *p) {
  * GB/s and computes 230 GFLOP/s in bfloat16, reading costs as much as 6 rows. */
 #define LOAD 8
 
-static inline int64_t ca_cost_of(const ca_plan *p, const ca_task *t, int64_t keys) {
-    return ca_max64(1, keys) * (ca_rows_of(p, t) + LOAD);
+static inline int64_t ca_cost_of(const ca_plan *p, const ca_task *task, int64_t keys) {
+    return ca_max64(1, keys) * (ca_rows_of(p, task) + LOAD);
 }
 
 /* Fills lo, hi and tree of a plan that has none yet, for its lengths and window. */

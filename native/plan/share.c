@@ -49,18 +49,18 @@ static int64_t find_sharers(const ca_plan *p, const ca_array *table, const ca_li
                             ca_fault *fault) {
     int64_t n = 0, block_size = p->shape.block_size;
     for (int64_t i = 0; i < list->num_blocks && !p->tree; i++) { /* a tree mask may hide keys below hi */
-        const ca_task *t = &list->at[i].task;
-        int64_t lo, hi, unused, size = ca_segment_keys(p->seq_lens[t->request]);
-        ca_visible(p, t->request, t->token, &unused, &hi);
-        ca_visible(p, t->request, t->token + t->num_tokens - 1, &lo, &unused);
-        if (lo > 0 || hi < size || ca_rows_of(p, t) > CA_FEW_ROWS || 2 * t->num_tokens > ca_block_tokens(p))
+        const ca_task *task = &list->at[i].task;
+        int64_t lo, hi, unused, size = ca_segment_keys(p->seq_lens[task->request]);
+        ca_visible(p, task->request, task->token, &unused, &hi);
+        ca_visible(p, task->request, task->token + task->num_tokens - 1, &lo, &unused);
+        if (lo > 0 || hi < size || ca_rows_of(p, task) > CA_FEW_ROWS || 2 * task->num_tokens > ca_block_tokens(p))
             continue;
         int64_t num_blocks = ca_div_up(hi / size * size, block_size);
         if (num_blocks > table->shape[1]) {
-            ca_fail(fault, CA_BLOCK_TABLE_SHORT, t->request, -1, num_blocks, table->shape[1]);
+            ca_fail(fault, CA_BLOCK_TABLE_SHORT, task->request, -1, num_blocks, table->shape[1]);
             return -1;
         }
-        memcpy(blocks, (const int32_t *)table->address + t->request * table->strides[0],
+        memcpy(blocks, (const int32_t *)table->address + task->request * table->strides[0],
                (size_t)num_blocks * sizeof *blocks);
         x[n++] = (sharer){.blocks = blocks,
                           .num_blocks = num_blocks,
@@ -99,14 +99,14 @@ static int keep(ca_plan *p, ca_list *list, sharer *x, int64_t n, int64_t neighbo
         return CA_NO_MEMORY;
     tokens = 0;
     for (int64_t i = 0; i < n; i++) {
-        const ca_task *t = &list->at[x[i].listed].task;
+        const ca_task *task = &list->at[x[i].listed].task;
         list->members[i] = x[i].listed;
         x[i].token = tokens;
-        for (int32_t j = 0; j < t->num_tokens; j++)
-            p->tokens[tokens++] = ca_token_at(p, t, j);
+        for (int32_t j = 0; j < task->num_tokens; j++)
+            p->tokens[tokens++] = ca_token_at(p, task, j);
         if (x[i].common > 0)
             p->same[p->num_same++] =
-                (ca_same){t->request, list->at[x[i + 1].listed].task.request,
+                (ca_same){task->request, list->at[x[i + 1].listed].task.request,
                           (int32_t)ca_div_up((int64_t)x[i].common * x[i].size, p->shape.block_size)};
     }
     return CA_OK;

@@ -34,15 +34,16 @@ static ca_state part_at(const run *w, ca_part part, int kv_head) {
 
 /* Moves [*k0, *k1) to the next chain where query blocks have lists. A segment is then so many blocks of the list in a
  * row: by position it would hold few keys that are selected, and to begin and to merge it takes as long as ever. */
-static int next_chain_of_list(const run *w, const ca_task *t, int kv_head, int64_t segment, int64_t *k0, int64_t *k1) {
-    const ca_blocks b = ca_blocks_of(w->plan, w->call, t, kv_head);
+static int next_chain_of_list(const run *w, const ca_task *task, int kv_head, int64_t segment, int64_t *k0,
+                              int64_t *k1) {
+    const ca_blocks b = ca_blocks_of(w->plan, w->call, task, kv_head);
     const int64_t size = w->call->block_size, chain = CA_CHAIN_KEYS / size;
-    const int64_t blocks = ca_div_up(ca_segment_keys(w->plan->seq_lens[t->request]), size), from = segment * blocks;
+    const int64_t blocks = ca_div_up(ca_segment_keys(w->plan->seq_lens[task->request]), size), from = segment * blocks;
     int64_t first, end;
-    ca_task_keys(w->plan, t, &first, &end);
+    ca_task_keys(w->plan, task, &first, &end);
     first = ca_max64(ca_max64(first, ca_nth_block(b, from) * size), *k1);
     end = ca_min64(end, ca_nth_block(b, from + blocks) * size);
-    *k0 = ca_next_key(w->plan, w->call, t, kv_head, first, end);
+    *k0 = ca_next_key(w->plan, w->call, task, kv_head, first, end);
     if (*k0 >= end)
         return 0;
     *k1 = (*k0 / CA_CHAIN_KEYS + 1) * CA_CHAIN_KEYS;
@@ -54,41 +55,41 @@ static int next_chain_of_list(const run *w, const ca_task *t, int kv_head, int64
 
 /* Moves [*k0, *k1) to the next chain of a segment's keys: it begins with the first key from *k1 on that the task may
  * see and that is selected. Returns 0 where there is none. */
-static int next_chain(const run *w, const ca_task *t, int kv_head, int64_t segment, int64_t *k0, int64_t *k1) {
-    int64_t size = ca_segment_keys(w->plan->seq_lens[t->request]), start = segment * size, first, end;
+static int next_chain(const run *w, const ca_task *task, int kv_head, int64_t segment, int64_t *k0, int64_t *k1) {
+    int64_t size = ca_segment_keys(w->plan->seq_lens[task->request]), start = segment * size, first, end;
     if (w->plan->shape.query_block_size)
-        return next_chain_of_list(w, t, kv_head, segment, k0, k1);
-    ca_task_keys(w->plan, t, &first, &end);
+        return next_chain_of_list(w, task, kv_head, segment, k0, k1);
+    ca_task_keys(w->plan, task, &first, &end);
     end = ca_min64(end, start + size);
-    *k0 = ca_next_key(w->plan, w->call, t, kv_head, ca_max64(ca_max64(first, start), *k1), end);
+    *k0 = ca_next_key(w->plan, w->call, task, kv_head, ca_max64(ca_max64(first, start), *k1), end);
     *k1 = ca_min64(end, start + ((*k0 - start) / CA_CHAIN_KEYS + 1) * CA_CHAIN_KEYS);
     return *k0 < *k1;
 }
 
 /* Returns whether several kv heads can go through the keys of a task together. */
-static int together(const run *w, const ca_task *t) {
-    return ca_rows_of(w->plan, t) <= CA_FEW_ROWS && !t->shared && w->call->num_selected < 0 &&
+static int together(const run *w, const ca_task *task) {
+    return ca_rows_of(w->plan, task) <= CA_FEW_ROWS && !task->shared && w->call->num_selected < 0 &&
            w->call->block_size % CA_LANES == 0;
 }
 
 /* Computes the chains of a segment into the states, the first one directly, each other one by way of `part`, from which
  * it is merged. Returns how many chains there are, or the engine's status, negated, where it fails. */
-static int run_segment(run *w, const ca_task *t, int kv_head, int num_heads, int64_t segment, const ca_state *total,
+static int run_segment(run *w, const ca_task *task, int kv_head, int num_heads, int64_t segment, const ca_state *total,
                        const ca_state *part, void *scratch) {
     const ca_plan *p = w->plan;
-    const int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v;
+    const int64_t rows = ca_rows_of(p, task), dv = p->shape.head_size_v;
     const int opens = p->engine == ca_fused_engine() && p->kernel->opens;
     int n = 0;
     if (p->shape.max_selected_tokens)
-        return ca_attend_selected(p, w->call, t, kv_head, segment, total, scratch);
-    for (int64_t k0, k1 = 0; next_chain(w, t, kv_head, segment, &k0, &k1); n++) {
+        return ca_attend_selected(p, w->call, task, kv_head, segment, total, scratch);
+    for (int64_t k0, k1 = 0; next_chain(w, task, kv_head, segment, &k0, &k1); n++) {
         const ca_state *to = n ? part : total;
         for (int h = 0; h < num_heads; h++)
             if (opens)
                 ca_open(&to[h], rows);
             else
                 ca_clear(&to[h], rows, dv);
-        int status = p->engine->segment(p, w->call, t, kv_head, num_heads, k0, k1, to, scratch);
+        int status = p->engine->segment(p, w->call, task, kv_head, num_heads, k0, k1, to, scratch);
         if (status)
             return -status;
         for (int h = 0; h < num_heads && n; h++)
@@ -99,17 +100,17 @@ static int run_segment(run *w, const ca_task *t, int kv_head, int num_heads, int
 
 /* Computes the task's segments in order, those that hold a key that counts, and merges them with what the states hold,
  * if they hold anything. */
-static int run_segments(run *w, const ca_task *t, int kv_head, int num_heads, const ca_state *total, int holds,
+static int run_segments(run *w, const ca_task *task, int kv_head, int num_heads, const ca_state *total, int holds,
                         char *memory) {
     const ca_plan *p = w->plan;
-    const int64_t rows = ca_rows_of(p, t), dv = p->shape.head_size_v;
+    const int64_t rows = ca_rows_of(p, task), dv = p->shape.head_size_v;
     char *scratch = memory + p->thread_bytes - p->scratch_bytes;
     ca_state part[2][CA_HEADS]; /* part[0] is for a segment, part[1] for a chain */
     for (int h = 0; h < num_heads; h++)
         for (int i = 0; i < 2; i++)
             part[i][h] = state_at(memory + (i + 1) * p->state_bytes + h * ca_state_bytes(p, rows), rows, dv);
-    for (int32_t s = 0; s < t->num_segments; s++) {
-        int n = run_segment(w, t, kv_head, num_heads, t->segment + s, holds ? part[0] : total, part[1], scratch);
+    for (int32_t s = 0; s < task->num_segments; s++) {
+        int n = run_segment(w, task, kv_head, num_heads, task->segment + s, holds ? part[0] : total, part[1], scratch);
         if (n < 0)
             return -n;
         for (int h = 0; h < num_heads && holds && n; h++)
@@ -125,19 +126,19 @@ static int run_segments(run *w, const ca_task *t, int kv_head, int num_heads, co
  * in longer runs, and only the first head begins with keys that nothing has prefetched. Over NHD their keys lie side by
  * side, so that the cache lines that one head reads hold the next head's keys, too (MEASUREMENTS.md: prefetch by
  * products or by unpacking). */
-static int run_heads(run *w, const ca_task *t, int first, int end, char *memory) {
+static int run_heads(run *w, const ca_task *task, int first, int end, char *memory) {
     const ca_plan *p = w->plan;
-    const int64_t rows = ca_rows_of(p, t);
+    const int64_t rows = ca_rows_of(p, task);
     ca_state total[CA_HEADS];
     int h = first;
     do
-        total[h - first] = t->partial < 0
+        total[h - first] = task->partial < 0
                                ? state_at(memory + (h - first) * ca_state_bytes(p, rows), rows, p->shape.head_size_v)
-                               : part_at(w, (ca_part){t->partial, (int32_t)rows, 0}, h);
+                               : part_at(w, (ca_part){task->partial, (int32_t)rows, 0}, h);
     while (++h < end);
-    int status = run_segments(w, t, first, end - first, total, 0, memory);
-    for (h = first; h < end && !status && t->partial < 0; h++)
-        p->kernel->finish(p, w->call, t, h, &total[h - first]);
+    int status = run_segments(w, task, first, end - first, total, 0, memory);
+    for (h = first; h < end && !status && task->partial < 0; h++)
+        p->kernel->finish(p, w->call, task, h, &total[h - first]);
     return status;
 }
 
@@ -170,12 +171,12 @@ static int merge_item(run *w, const ca_merge *m, int kv_head, char *memory) {
 
 static int64_t take(atomic_llong *counter) { return atomic_fetch_add_explicit(counter, 1, memory_order_relaxed); }
 
-static int run_task(run *w, const ca_task *t, int first, int end, char *memory) {
+static int run_task(run *w, const ca_task *task, int first, int end, char *memory) {
     int status = 0;
-    if (end - first > 1 && together(w, t))
-        return run_heads(w, t, first, end, memory);
+    if (end - first > 1 && together(w, task))
+        return run_heads(w, task, first, end, memory);
     for (int h = first; h < end && !status; h++)
-        status = run_heads(w, t, h, h + 1, memory);
+        status = run_heads(w, task, h, h + 1, memory);
     return status;
 }
 
@@ -212,7 +213,7 @@ static void run_merges(run *w, int thread) {
     run_items(w, &w->next_merge, NULL, w->plan->merges, w->plan->num_merges, thread);
 }
 
-static ca_call call_of(const ca_array *a, const ca_shape *s, const ca_indices *x) {
+static ca_call call_of(const ca_array *a, const ca_shape *s, const ca_indices *indices) {
     const ca_array *q = &a[CA_QUERY], *out = &a[CA_OUTPUT], *kc = &a[CA_KEY_CACHE], *vc = &a[CA_VALUE_CACHE];
     const ca_array *bias = &a[CA_ATTN_BIAS];
     const ca_axes k = ca_cache_axes(kc, s->kv_cache_layout, s->head_size);
@@ -230,14 +231,14 @@ static ca_call call_of(const ca_array *a, const ca_shape *s, const ca_indices *x
         .o_stride_h = out->strides[1],
         .lse = (float *)a[CA_LSE].address,
         .lse_stride_h = a[CA_LSE].strides[0],
-        .block_table = x->blocks,
-        .table_at = x->table_at,
+        .block_table = indices->blocks,
+        .table_at = indices->table_at,
         .alibi_slopes = (const float *)a[CA_ALIBI_SLOPES].address,
         .s_aux = (const float *)a[CA_S_AUX].address,
-        .selected = x->selected,
-        .num_selected = x->num_selected,
-        .selected_tokens = x->selected_tokens,
-        .num_selected_tokens = x->num_selected_tokens,
+        .selected = indices->selected,
+        .num_selected = indices->num_selected,
+        .selected_tokens = indices->selected_tokens,
+        .num_selected_tokens = indices->num_selected_tokens,
         .attn_bias = (const float *)bias->address,
         .bias_stride_r = bias->shape[0] > 1 ? bias->strides[0] : 0,
         .bias_stride_h = bias->shape[1] > 1 ? bias->strides[1] : 0,
@@ -335,12 +336,12 @@ int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int
         ca_check_step(plan, (const int32_t *)a[CA_SEQ_LENS].address, (const int32_t *)a[CA_QUERY_START_LOC].address,
                       causal, (const int32_t *)a[CA_DYNAMIC_CAUSAL].address, fault))
         return fault->status;
-    ca_indices x;
+    ca_indices indices;
     const int64_t block_size = ca_cache_axes(&a[CA_KEY_CACHE], s->kv_cache_layout, s->head_size).block_size;
     if (!ca_take_indices(plan, &a[CA_BLOCK_TABLE], &a[CA_SELECTED_BLOCKS], &a[CA_SELECTED_TOKENS],
-                         a[CA_KEY_CACHE].shape[0], block_size, &x, fault) &&
+                         a[CA_KEY_CACHE].shape[0], block_size, &indices, fault) &&
         !ca_check_bias(plan, &a[CA_ATTN_BIAS], fault) && workspace) {
-        ca_call call = call_of(a, s, &x);
+        ca_call call = call_of(a, s, &indices);
         call.scale = scale;
         /* A larger softcap would make scale over softcap subnormal. Since tanh(u) is about u (1 - u^2/3), a softcap
          * changes no logit below 2^-12 of itself by as much as float32 rounds: this one bends only logits from 2^68
@@ -350,6 +351,6 @@ int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int
         call.v_scale = v_scale;
         attend(plan, &call, workspace, fault);
     }
-    ca_give_back(x.memory, x.few);
+    ca_give_back(indices.memory, indices.few);
     return fault->status;
 }

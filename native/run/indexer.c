@@ -91,29 +91,29 @@ static void select_best(const uint32_t *rank, int64_t lo, int64_t hi, int64_t mo
 static void score_piece(const selection *s, const ca_task *tasks, int64_t i, int thread) {
     const int64_t pieces = ca_div_up(s->stride, PIECE), piece = i % pieces, row = i / pieces * s->tokens;
     const ca_plan *p = s->plan;
-    const ca_task *t = &tasks[i / pieces];
+    const ca_task *task = &tasks[i / pieces];
     int64_t first, end; /* keys that some token of the task may see, then those of the piece */
-    ca_task_keys(p, t, &first, &end);
+    ca_task_keys(p, task, &first, &end);
     first = ca_max64(first, piece * PIECE);
     end = ca_min64(end, (piece + 1) * PIECE);
-    const float *weights = s->weights + (p->query_start_loc[t->request] + t->token) * p->shape.num_heads;
+    const float *weights = s->weights + (p->query_start_loc[task->request] + task->token) * p->shape.num_heads;
     float *scores = s->scores + row * s->stride;
     if (first >= end)
         return;
-    p->kernel->score_tokens(p, &s->call, t, weights, first, end, scores, s->stride,
+    p->kernel->score_tokens(p, &s->call, task, weights, first, end, scores, s->stride,
                             s->scratch + thread * p->scratch_bytes);
-    for (int32_t token = 0; token < t->num_tokens; token++, scores += s->stride)
+    for (int32_t token = 0; token < task->num_tokens; token++, scores += s->stride)
         rank(scores + first, end - first);
 }
 
 static void select_of(const selection *s, const ca_task *tasks, int64_t row, int thread) {
-    const ca_task *t = &tasks[row / s->tokens];
+    const ca_task *task = &tasks[row / s->tokens];
     const int64_t token = row % s->tokens;
-    const int64_t at = s->plan->query_start_loc[t->request] + t->token + token, most = s->out->shape[1];
+    const int64_t at = s->plan->query_start_loc[task->request] + task->token + token, most = s->out->shape[1];
     int64_t lo, hi;
-    if (token >= t->num_tokens)
+    if (token >= task->num_tokens)
         return;
-    ca_visible(s->plan, t->request, t->token + token, &lo, &hi);
+    ca_visible(s->plan, task->request, task->token + token, &lo, &hi);
     select_best((const uint32_t *)s->scores + row * s->stride, lo, hi, most, s->keys + thread * s->stride,
                 (int32_t *)s->out->address + at * s->out->strides[0]);
 }
@@ -157,7 +157,7 @@ static void scale_weights(const ca_array *a, float scale, float *to) {
             *to++ = ((const float *)a->address)[t * a->strides[0] + h] * scale;
 }
 
-static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *x, float scale, ca_fault *fault) {
+static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *indices, float scale, ca_fault *fault) {
     const ca_array *q = &a[CA_SELECT_QUERY], *cache = &a[CA_SELECT_INDEX_CACHE];
     const ca_axes k = ca_cache_axes(cache, p->shape.kv_cache_layout, p->shape.head_size);
     const ca_kv kv = {(const void *)cache->address, k.stride_n, k.stride_h, k.ld};
@@ -190,8 +190,8 @@ static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *x, fl
                        .q_stride_h = q->strides[1],
                        .kv = {kv, kv},
                        .block_size = k.block_size,
-                       .block_table = x->blocks,
-                       .table_at = x->table_at,
+                       .block_table = indices->blocks,
+                       .table_at = indices->table_at,
                        .scale = 1,
                        .k_scale = 1,
                        .v_scale = 1,
@@ -226,7 +226,7 @@ int ca_select_tokens(uintptr_t objects, const ca_array *given, const ca_meaning 
     ca_array a[CA_SELECT_ARRAYS];
     const ca_array none = {0}, *cache = &a[CA_SELECT_INDEX_CACHE];
     ca_fit fit = ca_fit_anything(kv_cache_layout);
-    ca_indices x;
+    ca_indices indices;
     fit.meaning = meaning;
     if (ca_check_arguments(&ca_select_table, &fit, objects, given, a, fault))
         return fault->status;
@@ -240,9 +240,9 @@ int ca_select_tokens(uintptr_t objects, const ca_array *given, const ca_meaning 
     if (p->num_tokens != tokens)
         ca_fail(fault, CA_OTHER_TOKENS, -1, -1, tokens, p->num_tokens);
     else {
-        if (!ca_take_indices(p, &a[CA_SELECT_BLOCK_TABLE], &none, &none, cache->shape[0], block_size, &x, fault))
-            run_plan(p, a, &x, scale, fault);
-        ca_give_back(x.memory, x.few);
+        if (!ca_take_indices(p, &a[CA_SELECT_BLOCK_TABLE], &none, &none, cache->shape[0], block_size, &indices, fault))
+            run_plan(p, a, &indices, scale, fault);
+        ca_give_back(indices.memory, indices.few);
     }
     ca_plan_free(p);
     return fault->status;

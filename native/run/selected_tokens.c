@@ -76,41 +76,41 @@ int64_t ca_selected_bytes(const ca_plan *p) {
 }
 
 /* Lists the keys of a segment, and returns how many there are. */
-static int64_t list_keys(const ca_plan *p, const ca_call *c, const ca_task *t, const ca_query_row *row, int64_t segment,
-                         int32_t *key) {
+static int64_t list_keys(const ca_plan *p, const ca_call *c, const ca_task *task, const ca_query_row *row,
+                         int64_t segment, int32_t *key) {
     const int64_t columns = c->num_selected_tokens;
     const ca_blocks list = {c->selected_tokens + row->token * columns, columns}; /* of one key each */
     const int64_t first = ca_find_block(list, row->lo) + segment * CA_SELECTED_KEYS;
     const int64_t end = ca_min64(ca_find_block(list, row->hi), first + CA_SELECTED_KEYS);
     int64_t n = 0;
     for (int64_t i = first; i < end; i++)
-        if (!row->tree || ca_sees(row->tree, ca_context_keys(p, t->request), list.selected[i]))
+        if (!row->tree || ca_sees(row->tree, ca_context_keys(p, task->request), list.selected[i]))
             key[n++] = list.selected[i];
     return n;
 }
 
 /* Finds the block of the cache that holds a key, and which of the block's tokens the key is. */
-static const char *find_key(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int kv, int32_t key,
+static const char *find_key(const ca_plan *p, const ca_call *c, const ca_task *task, int kv_head, int kv, int32_t key,
                             int64_t *token) {
     const uint32_t size = (uint32_t)c->block_size, block = (uint32_t)key / size;
     *token = (uint32_t)key % size;
-    return ca_kv_block(p, c, kv, ca_block_of(c, t->request, block), kv_head);
+    return ca_kv_block(p, c, kv, ca_block_of(c, task->request, block), kv_head);
 }
 
 #define COPIED_AHEAD 16 /* keys whose rows are fetched while one's is copied */
 
-static void copy_rows(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int kv, const int32_t *key,
+static void copy_rows(const ca_plan *p, const ca_call *c, const ca_task *task, int kv_head, int kv, const int32_t *key,
                       int64_t n, char *to) {
     const int64_t bytes = ca_kv_row_bytes(&p->shape, kv), ld = c->kv[kv].ld * ca_dtype_size(ca_kv_dtype(&p->shape, kv));
     int64_t token;
     for (int64_t i = 0; i < n + COPIED_AHEAD; i++) {
         if (i < n) {
-            const char *ahead = find_key(p, c, t, kv_head, kv, key[i], &token) + token * ld;
+            const char *ahead = find_key(p, c, task, kv_head, kv, key[i], &token) + token * ld;
             for (int64_t at = 0; at < bytes; at += 64)
                 __builtin_prefetch(ahead + at);
         }
         if (i >= COPIED_AHEAD) {
-            const char *row = find_key(p, c, t, kv_head, kv, key[i - COPIED_AHEAD], &token) + token * ld;
+            const char *row = find_key(p, c, task, kv_head, kv, key[i - COPIED_AHEAD], &token) + token * ld;
             memcpy(to + (i - COPIED_AHEAD) * bytes, row, (size_t)bytes);
         }
     }
@@ -156,12 +156,12 @@ static void copy_elements(const ca_plan *p, int kv, const char *from, int64_t to
         memcpy(to, from, (size_t)(n * size));
 }
 
-static void copy_packed(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int kv, const int32_t *key,
-                        int64_t n, char *to) {
+static void copy_packed(const ca_plan *p, const ca_call *c, const ca_task *task, int kv_head, int kv,
+                        const int32_t *key, int64_t n, char *to) {
     const ca_group_form f = ca_kv_form(p, kv);
     for (int64_t i = 0; i < n; i++) {
         int64_t token, as = i % CA_LANES;
-        const char *block = find_key(p, c, t, kv_head, kv, key[i], &token);
+        const char *block = find_key(p, c, task, kv_head, kv, key[i], &token);
         const char *scales = block + ca_scales_at(&f, c->block_size, token / CA_LANES) + token % CA_LANES * 2;
         char *group = to + i / CA_LANES * f.bytes;
         char *to_scales = to + ca_scales_at(&f, CA_SELECTED_KEYS, i / CA_LANES);
@@ -175,11 +175,11 @@ static void copy_packed(const ca_plan *p, const ca_call *c, const ca_task *t, in
     }
 }
 
-static void copy_keys(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int64_t n, const copy_work *w,
-                      ca_kv kv[2]) {
+static void copy_keys(const ca_plan *p, const ca_call *c, const ca_task *task, int kv_head, int64_t n,
+                      const copy_work *w, ca_kv kv[2]) {
     const int latent = ca_v_is_in_k(&p->shape, c); /* one copy is both */
     for (int i = K; i <= (latent ? K : V); i++) {
-        (is_packed(p) ? copy_packed : copy_rows)(p, c, t, kv_head, i, w->key, n, w->block[i]);
+        (is_packed(p) ? copy_packed : copy_rows)(p, c, task, kv_head, i, w->key, n, w->block[i]);
         kv[i] = (ca_kv){w->block[i], 0, 0, ca_kv_head_size(&p->shape, i)};
     }
     if (latent)
@@ -187,11 +187,11 @@ static void copy_keys(const ca_plan *p, const ca_call *c, const ca_task *t, int 
 }
 
 /* Adds up, for each query head and key, what depends on the key's position. */
-static void fill_bias(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, ca_query_row row, int64_t n,
+static void fill_bias(const ca_plan *p, const ca_call *c, const ca_task *task, int kv_head, ca_query_row row, int64_t n,
                       const copy_work *w) {
     for (int64_t g = 0; g < p->group_size; g++) {
         float *bias = w->bias + g * CA_SELECTED_KEYS;
-        ca_query_row_move(p, c, (ca_token){t->request, t->token}, kv_head * p->group_size + g, &row);
+        ca_query_row_move(p, c, (ca_token){task->request, task->token}, kv_head * p->group_size + g, &row);
         for (int64_t i = 0; i < n; i++) {
             const float distance = (float)(ca_key_position(&p->shape, w->key[i]) - row.pos);
             bias[i] = (row.slope != 0 ? row.slope * distance : 0) + (row.bias ? row.bias[w->key[i]] : 0);
@@ -199,16 +199,17 @@ static void fill_bias(const ca_plan *p, const ca_call *c, const ca_task *t, int 
     }
 }
 
-int ca_attend_selected(const ca_plan *p, const ca_call *c, const ca_task *t, int kv_head, int64_t segment,
+int ca_attend_selected(const ca_plan *p, const ca_call *c, const ca_task *task, int kv_head, int64_t segment,
                        const ca_state *state, void *memory) {
-    const ca_query_row row = ca_query_row_of(p, c, (ca_token){t->request, t->token}, (int64_t)kv_head * p->group_size);
+    const ca_query_row row =
+        ca_query_row_of(p, c, (ca_token){task->request, task->token}, (int64_t)kv_head * p->group_size);
     const int64_t table_at = 0;
     const int32_t table = 0;
-    const ca_task task = {.num_tokens = 1, .num_segments = 1, .partial = -1};
+    const ca_task whole = {.num_tokens = 1, .num_segments = 1, .partial = -1};
     int32_t step[4];
     copy_work w;
     carve(&w, (uintptr_t)memory, p);
-    const int64_t n = list_keys(p, c, t, &row, segment, w.key);
+    const int64_t n = list_keys(p, c, task, &row, segment, w.key);
     if (!n)
         return 0;
     const ca_plan alone = segment_plan(p, n, step);
@@ -223,13 +224,13 @@ int ca_attend_selected(const ca_plan *p, const ca_call *c, const ca_task *t, int
                     .k_scale = c->k_scale,
                     .v_scale = c->v_scale,
                     .num_selected = -1};
-    copy_keys(p, c, t, kv_head, n, &w, call.kv);
+    copy_keys(p, c, task, kv_head, n, &w, call.kv);
     if (c->alibi_slopes || c->attn_bias) {
-        fill_bias(p, c, t, kv_head, row, n, &w);
+        fill_bias(p, c, task, kv_head, row, n, &w);
         call.attn_bias = w.bias;
         call.bias_stride_h = CA_SELECTED_KEYS;
     }
     ca_clear(state, p->group_size, p->shape.head_size_v);
-    const int status = p->engine->segment(&alone, &call, &task, 0, 1, 0, n, state, w.scratch);
+    const int status = p->engine->segment(&alone, &call, &whole, 0, 1, 0, n, state, w.scratch);
     return status ? -status : 1;
 }

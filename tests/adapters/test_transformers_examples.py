@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from ..harness.snippets import printed
+from ..harness.snippets import example, printed
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -29,3 +32,27 @@ def test_sparse() -> None:
     ways = ["eager", "sdpa", "cpu_attn", "paged"]
     assert [line.split()[0] for line in found] == ["prefill", *ways, "decode", *ways]
     assert all(line.endswith("1 of 1 tokens as eager") for line in found[6:])
+
+
+def test_gains_runs_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 97}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.5)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "hf")
+    (tmp_path / "tokens.json").write_text(json.dumps([1, *(7 * i % 90 + 3 for i in range(200))]))
+    gains = example("gains_engines")
+    prompts = gains.prompts_of(tmp_path, 2, 40)
+    wanted = model.generate(torch.tensor(prompts), max_new_tokens=5, min_new_tokens=5, do_sample=False)[:, 40:]
+    names = [name for name, row in gains.ENGINES.items() if row[0] == "transformers"]
+    for name in names:
+        _, kind, options = gains.ENGINES[name]
+        run = kind(folder=tmp_path, dtype="float32", **options).run(prompts, 5)
+        assert "int8" in name or run.tokens == wanted.tolist(), name
+        assert run.first > 0 and len(run.steps) == 4 and len(run.tokens[1]) == 5
+        plain = 2 * 2 * 2 * 16 * 44 * 4  # rows, K and V, layers, head size, tokens; bytes
+        assert run.cache == plain if "PagedCache" not in name and "int8" not in name else run.cache < 2 * plain
+    assert len(names) == 6

@@ -13,10 +13,18 @@ from click.testing import CliRunner
 
 from ..harness.snippets import EXAMPLES, example
 
-# The others: test_{minilm,gemma,quality,torch_examples,torch_distributed}.py, test_transformers_{examples,gemma}.py.
+# The others: test_{gains,minilm,gemma,quality,torch_examples,torch_distributed}.py, test_transformers_{examples,gemma}.py.
 TESTED = {
     *("embed_sentences", "decoder", "gemma3", "generate", "quality", "smollm2", "torch_paged", "transformers_batching"),
-    *("transformers_chat", "transformers_long", "transformers_sparse", "vllm_generate", "long_context"),
+    *(
+        "gains",
+        "gains_engines",
+        "transformers_chat",
+        "transformers_long",
+        "transformers_sparse",
+        "vllm_generate",
+        "long_context",
+    ),
 }
 
 

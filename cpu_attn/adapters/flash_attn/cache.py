@@ -104,7 +104,7 @@ def _check_new(query: Tensor, cache: _Cache, cache_seqlens: Any, k: Any, v: Any,
             raise TypeError(f"{name}: dtype {x.dtype}, expected {query.dtype}, that of q")
 
 
-class _Turns:
+class _Rotary:
     """Holds a rotary embedding by cos and sin [positions, rot_dim / 2], of which a call takes the rows that it
     needs."""
 
@@ -127,15 +127,15 @@ class _Turns:
 
 
 def _append_rotated(
-    query: Tensor, out: Tensor, new: tuple[Tensor, Tensor], cache: _Cache, positions: Int64, at: Int64, turns: _Turns
+    query: Tensor, out: Tensor, new: tuple[Tensor, Tensor], cache: _Cache, positions: Int64, at: Int64, rotary: _Rotary
 ) -> None:
     """Rotates queries [T, Hq, D] at places ``at`` into out, and new keys [T_new, Hkv, D] into the cache. Where their
     places differ that takes two calls: one that writes no key, and one that rotates a head of the keys for nothing."""
-    rows, query_rows, slots = turns.rows(positions), turns.rows(at), cache.slots(positions)
+    rows, query_rows, slots = rotary.rows(positions), rotary.rows(at), cache.slots(positions)
 
     def rotate(query: Tensor, out: Tensor, new: list[Tensor], slots: Int64, rows: Tensor) -> None:
         arrays = (query, new[0], new[1], cache.key, cache.value, slots, np.arange(len(slots)), rows)
-        rotary_reshape_and_cache(*arrays, turns.is_neox, query_out=out, kv_cache_layout="NHD")
+        rotary_reshape_and_cache(*arrays, rotary.is_neox, query_out=out, kv_cache_layout="NHD")
 
     if np.array_equal(positions, at):
         rotate(query, out, [*new], slots, rows)
@@ -228,21 +228,21 @@ def cached(
     logits = logits_of(query, 0.0, *options)
     cache = _Cache(k_cache, v_cache, batch_size, head_size, cache_batch_idx, block_table)
     _check_new(query, cache, cache_seqlens, k, v, cos, sin)
-    turns = None if cos is None else _Turns(cos, sin, rotary_interleaved)
+    rotary = None if cos is None else _Rotary(cos, sin, rotary_interleaved)
     new = 0 if k is None else k.shape[1]
     lens = cache.lengths(cache_seqlens, new)
     seq_lens, parts = cache.parts(lens + new, cache_leftpad, lens)
     query = states = dense_rows(query).flatten(0, 1)
-    if turns:
+    if rotary:
         states = query.new_empty(query.shape)
     call = Attention(states, one_length(batch_size, q_length), seq_lens, parts, v_cache.shape[3], logits)
     if k is not None and v is not None:
         call.run(only_check=True)  # this raises before a byte of the cache is written
         pair, positions = (dense_rows(k).flatten(0, 1), dense_rows(v).flatten(0, 1)), lens[:, None] + np.arange(new)
-        if turns:
+        if rotary:
             step = int(logits.causal or logits.window != (-1, -1))
             at = lens[:, None] + step * np.arange(q_length)
-            _append_rotated(query, states, pair, cache, positions, at, turns)
+            _append_rotated(query, states, pair, cache, positions, at, rotary)
         else:
             ops.reshape_and_cache(*pair, cache.key, cache.value, cache.slots(positions), kv_cache_layout="NHD")
     out, lse = call.batch(batch_size, q_length)

@@ -225,7 +225,7 @@ class Sequences:
     def _turned(self, query: Tensor, logits: Logits, layout: str, parts: Sequence[Part]) -> tuple[Tensor, list[Part]]:
         """Gives queries rotated by their positions, and a copy of all keys and values as NHD pages, rotated, in the
         dtype of the queries."""
-        turns = frequencies(self.head_size, logits.rope_scale, logits.rope_theta)
+        inv_freq = frequencies(self.head_size, logits.rope_scale, logits.rope_theta)
         q_lens = np.diff(self.starts)
         first = np.repeat(self.lens - self.starts[1:], q_lens)
         found: list[Part] = []
@@ -243,12 +243,12 @@ class Sequences:
                 raise ValueError(f"indices: page {page} is outside 0..{len(key) - 1}")
             at = torch.from_numpy(pages.astype(np.int64))
             position = (column * size + np.zeros_like(counts)[:, None])[needed][:, None] + np.arange(size)
-            key = rotated(key[at].to(query.dtype), torch.from_numpy(position), turns)
+            key = rotated(key[at].to(query.dtype), torch.from_numpy(position), inv_freq)
             new = np.zeros(needed.shape, np.int32)
             new[needed] = np.arange(len(pages))
             found.append((begin, end, key, value[at].to(query.dtype), new))
         positions = torch.from_numpy(first.astype(np.int64) + np.arange(self.num_tokens))
-        return rotated(query, positions, turns), found
+        return rotated(query, positions, inv_freq), found
 
     def attend(
         self,

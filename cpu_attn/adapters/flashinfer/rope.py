@@ -58,9 +58,9 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool = False) -> Ten
     return out
 
 
-def rotated(x: Tensor, positions: Tensor, turns: Tensor, interleave: bool = False) -> Tensor:
-    """Gives x [..., heads, D] rotated to positions [...]; turns: what :func:`frequencies` says."""
-    angles = positions.double().unsqueeze(-1) * turns
+def rotated(x: Tensor, positions: Tensor, inv_freq: Tensor, interleave: bool = False) -> Tensor:
+    """Gives x [..., heads, D] rotated to positions [...]; inv_freq: what :func:`frequencies` says."""
+    angles = positions.double().unsqueeze(-1) * inv_freq
     return turned(x, angles.cos().float(), angles.sin().float(), interleave)
 
 
@@ -108,14 +108,14 @@ def _apply(q: Any, k: Any, places: Any, rotary_dim: Any, interleave: Any, kind: 
     scale = _check.number("rope_scale", kind[0], _check.TINY)
     theta = _check.number("rope_theta", kind[1], _check.TINY)
     dims = _dims(rotary_dim, states[0].shape[2])
-    turns = frequencies(dims, 1.0 if kind[2:] else scale, theta)
+    inv_freq = frequencies(dims, 1.0 if kind[2:] else scale, theta)
     if kind[2:]:
         low, high = _check.number("low_freq_factor", kind[2]), _check.number("high_freq_factor", kind[3])
         if low >= high:
             raise ValueError(f"high_freq_factor: {high}, expected more than low_freq_factor = {low}")
-        turns = _llama31(turns, scale, low, high, _check.integer("old_context_len", kind[4], 1))
+        inv_freq = _llama31(inv_freq, scale, low, high, _check.integer("old_context_len", kind[4], 1))
     interleave = _check.boolean("interleave", interleave)
-    return [rotated(x, positions, turns, interleave) for x in states]
+    return [rotated(x, positions, inv_freq, interleave) for x in states]
 
 
 def _write(to: tuple[Tensor, ...], found: list[Tensor]) -> None:

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user gains: real models through transformers, vLLM and llama.cpp, with and without cpu-attn.
+
+    make gains    # installs what it compares, each in an environment of its own: build/gains.json, build/gains.svg
+    python examples/gains.py --environment transformers=$(which python) --model smollm2 --shape 1x2048
+
+The same weights and prompts go through every engine (gains_engines.py), each in a process of its own, one after the
+other: the time until all rows of a batch have a token, the median time of the tokens after it, the bytes of keys and
+values, and how many tokens are those of the first engine. An engine that is not installed is named, with the reason.
+A shape is left out where the engine, as fast as before, would take longer than --limit.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from gains_engines import ENGINES, WEIGHTS
+
+HERE = Path(__file__).resolve().parent
+SHAPES = ("1x512", "1x2048", "1x8192", "1x32000", "8x512", "8x2048", "8x8192", "32x512", "32x2048")
+MOST = {"gemma3": 32768, "smollm2": 8192}  # tokens of a context
+Result = dict[str, Any]
+
+
+def run(python: str, *arguments: str) -> Iterator[str]:
+    """Gives the lines of a run of gains_engines.py. It raises an error with the last words of one that fails."""
+    with tempfile.TemporaryFile("w+") as errors:
+        command = [python, str(HERE / "gains_engines.py"), *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            assert process.stdout
+            yield from process.stdout
+        if process.returncode:
+            errors.seek(0)
+            words = errors.read().strip().splitlines() or [f"exit status {process.returncode}"]
+            raise click.ClickException(words[-1])
+
+
+def has(python: str | None, package: str) -> str:
+    """Says why an environment cannot run an engine; empty where it can."""
+    if python is None:
+        return f"no --environment {package}=PYTHON"
+    command = [python, "-c", f"import importlib.util as u; raise SystemExit(u.find_spec({package!r}) is None)"]
+    return f"{package} is not installed in it" if subprocess.run(command, capture_output=True).returncode else ""
+
+
+def measure(
+    model: str,
+    folder: Path,
+    environments: dict[str, str],
+    engines: Sequence[str],
+    shapes: Sequence[str],
+    options: Sequence[str],
+) -> Iterator[Result]:
+    """Gives what each engine took for each shape, or why it has none."""
+    fitting = [x for x in shapes if int(x.split("x")[1]) + 64 <= MOST[model]]
+    asked = [word for shape in fitting for word in ("--shape", shape)]
+    first: dict[tuple[int, int], list[list[int]]] = {}
+    for engine in engines:
+        package = ENGINES[engine][0]
+        said: Result = {"model": model, "engine": engine}
+        if reason := has(environments.get(package), package):
+            yield said | {"missing": reason}
+            continue
+        try:
+            for line in run(environments[package], engine, str(folder), *asked, *options):
+                found = json.loads(line)
+                tokens = found.pop("tokens", None)
+                if tokens:
+                    expected = first.setdefault((found["batch"], found["context"]), tokens)
+                    found["same"] = agreement(tokens, expected)
+                yield said | found
+        except click.ClickException as reason:
+            yield said | {"missing": reason.message}
+
+
+def agreement(tokens: list[list[int]], expected: list[list[int]]) -> float:
+    """Gives the part of the rows' tokens up to the first one that differs: after that a row reads another text."""
+    alike = 0
+    for row, other in zip(tokens, expected, strict=True):
+        alike += next((i for i, (x, y) in enumerate(zip(row, other, strict=True)) if x != y), len(row))
+    return alike / sum(map(len, tokens))
+
+
+def table(results: Sequence[Result]) -> list[list[str]]:
+    """Gives a row for each engine and batch: seconds until the first token and milliseconds a token of each context,
+    and at the longest one the cache and how many tokens are those of the first engine."""
+    contexts = sorted({r["context"] for r in results if "context" in r})
+    rows = [["model", "engine", "rows", *map(str, contexts), "cache", "same tokens"]]
+    for model, engine, batch in dict.fromkeys((r["model"], r["engine"], r.get("batch")) for r in results):
+        its = [r for r in results if (r["model"], r["engine"], r.get("batch")) == (model, engine, batch)]
+        if "missing" in its[0]:
+            rows.append([model, engine, "", its[0]["missing"], *[""] * (len(contexts) + 1)])
+            continue
+        by_context = {r["context"]: r for r in its}
+        cells = [cell(by_context[c]) if c in by_context else "" for c in contexts]
+        done = [r for r in its if "first" in r]
+        size = f"{done[-1]['cache'] / 2**20:.1f} MiB" if done and done[-1]["cache"] else ""
+        same = f"{100 * min(r['same'] for r in done):.0f} %" if done else ""
+        rows.append([model, engine, str(batch), *cells, size, same])
+    return rows
+
+
+def cell(result: Result) -> str:
+    if "first" not in result:
+        return "too slow"
+    return f"{result['first']:.2f} s, {result['step'] * 1e3:.1f} ms"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def draw(results: Sequence[Result], path: Path) -> None:
+    """The time of a token against the context, a line an engine, a panel for each model and batch."""
+    shown = [r for r in results if "step" in r]
+    panels = list(dict.fromkeys((r["model"], r["batch"]) for r in shown))
+    panels = [key for key in panels if len({r["context"] for r in shown if (r["model"], r["batch"]) == key}) > 1]
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(4.6 * len(panels), 4.6), layout="constrained")
+    names = list(dict.fromkeys(r["engine"] for r in shown))
+    for axes, (model, batch) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for i, name in enumerate(names):
+            rows = [r for r in shown if (r["model"], r["batch"], r["engine"]) == (model, batch, name)]
+            points = [r["context"] for r in rows], [r["step"] * 1e3 for r in rows]
+            ours = "cpu_attn" in name
+            axes.plot(*points, "o-" if ours else "s--", color=f"C{i}", label=name, linewidth=2 if ours else 1)
+        axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="ms a token of all rows")
+        contexts = sorted({r["context"] for r in shown if (r["model"], r["batch"]) == (model, batch)})
+        axes.set_xticks(contexts, contexts)
+        axes.minorticks_off()
+        axes.set_title(f"{model}, {batch} {'row' if batch == 1 else 'rows'}")
+        axes.grid(which="both", alpha=0.25)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small")
+    figure.savefig(path)
+
+
+def environment(_: Any, __: Any, given: Sequence[str]) -> dict[str, str]:
+    found = dict(text.partition("=")[::2] for text in given)
+    for name, python in found.items():
+        if name not in {x[0] for x in ENGINES.values()} or not Path(python).exists():
+            raise click.BadParameter(f"{name}={python}: expected transformers, vllm or llama_cpp, and a Python")
+    return found
+
+
+@click.command()
+@click.option(
+    "--environment", "environments", multiple=True, callback=environment, help="NAME=PYTHON, for each library."
+)
+@click.option("--model", "models", multiple=True, default=tuple(WEIGHTS), type=click.Choice(list(WEIGHTS)))
+@click.option("--engine", "engines", multiple=True, default=tuple(ENGINES), type=click.Choice(list(ENGINES)))
+@click.option("--shape", "shapes", multiple=True, default=SHAPES, show_default=True, help="BATCHxCONTEXT")
+@click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float32"]))
+@click.option("--new-tokens", default=16, show_default=True, type=click.IntRange(2))
+@click.option("--limit", default=60.0, show_default=True, help="Seconds that a shape's prompts may take.")
+@click.option("--weights", type=click.Path(path_type=Path), help="Where the weights are, or are to be, laid out.")
+@click.option(
+    "--json", "as_json", type=click.Path(dir_okay=False, path_type=Path), help="Also write the figures there."
+)
+@click.option("--csv", "as_csv", type=click.Path(dir_okay=False, path_type=Path), help="Also write the table there.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Also draw them there.")
+def main(
+    environments: dict[str, str],
+    models: Sequence[str],
+    engines: Sequence[str],
+    shapes: Sequence[str],
+    dtype: str,
+    new_tokens: int,
+    limit: float,
+    weights: Path | None,
+    as_json: Path | None,
+    as_csv: Path | None,
+    plot: Path | None,
+) -> None:
+    """Compare engines with and without cpu-attn."""
+    if "transformers" not in environments:
+        raise click.UsageError("--environment transformers=PYTHON lays out the weights, and is not given")
+    options = ["--dtype", dtype, "--new-tokens", str(new_tokens), "--limit", str(limit)]
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for model in models:
+            folder = (weights or Path(temporary)) / model
+            if not (folder / "tokens.json").exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                list(run(environments["transformers"], "prepare", str(folder), "--model", model, "--dtype", dtype))
+            for found in measure(model, folder, environments, engines, shapes, options):
+                results.append(found)
+                print(json.dumps(found), file=sys.stderr)
+                if as_json:
+                    report = {"machine": platform.machine(), "dtype": dtype, "new_tokens": new_tokens}
+                    as_json.write_text(json.dumps({**report, "results": results}, indent=1) + "\n")
+                if plot and any("step" in r for r in results):
+                    draw(results, plot)
+    rows = table(results)
+    if as_csv:
+        with as_csv.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
+    click.echo(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()
