@@ -71,11 +71,14 @@ SHARES = {"int8": 1.04, "int6": 0.97, "int5": 0.95, "int4": 0.76, "int4_per_toke
 
 
 @pytest.mark.parametrize("kv_cache_dtype", KINDS)
-@pytest.mark.parametrize("isa", sorted({isa for isa, _ in KERNELS}))
-def test_a_search_loses_less(isa: str, kv_cache_dtype: str) -> None:
+@pytest.mark.parametrize(("isa", "dtype"), ONE_DTYPE)
+def test_a_search_loses_less(isa: str, dtype: str, kv_cache_dtype: str) -> None:
     """Whichever sign the largest magnitude has."""
-    row, x = INTEGERS[kv_cache_dtype], np.random.default_rng(12).standard_normal((512, 1, 64)).astype(np.float32)
-    cache = cpu_attn.PagedKVCache(32, 16, 1, 64, "float32", isa, kv_cache_dtype=kv_cache_dtype)
+    row, x = (
+        INTEGERS[kv_cache_dtype],
+        np.random.default_rng(12).standard_normal((512, 1, 64)).astype(numpy_dtype(dtype)),
+    )
+    cache = cpu_attn.PagedKVCache(32, 16, 1, 64, dtype, isa, kv_cache_dtype=kv_cache_dtype)
     cache.update(x, x, np.arange(512))
     parts = x.astype(np.float64).reshape(512, -1, row.shared or 64)
     scale = np.abs(parts).max(axis=-1, keepdims=True) / row.largest
