@@ -175,8 +175,9 @@ def _scales_of(x: NDArray[np.float32], row: KVFormat) -> Memory:
     for divisor in row.divisors:
         up = (peak / np.float32(divisor)).view(np.uint32) + np.uint32(0xFFFF) >> 16
         scale = _widened(up)
-        over = x * (1 / scale)[..., None]
-        lost = _sum_of_squares(over - np.rint(np.clip(over, -row.zero or -row.largest, row.largest)))
+        over = x * (np.float32(1) / scale)[..., None]
+        off: NDArray[np.float32] = over - np.rint(np.clip(over, -row.zero or -row.largest, row.largest))
+        lost = _sum_of_squares(off)
         lost *= scale * scale
         better = normal & (lost < lowest) if divisor > row.divisors[0] else np.full(peak.shape, True)
         best, lowest = np.where(better, up, best), np.where(better, lost, lowest)

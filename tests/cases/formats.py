@@ -90,7 +90,8 @@ def integers(x: NDArray[Any], kind: str) -> NDArray[np.float64]:
 
 def _scales(x: NDArray[np.float32]) -> NDArray[np.float32]:
     """Away from 0 to bfloat16."""
-    return ((x.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32) * (x != 0)
+    rounded: NDArray[np.float32] = ((x.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+    return np.where(x == 0, np.float32(0), rounded)
 
 
 def _held(x: NDArray[np.float32], scale: NDArray[np.float32], row: Whole) -> NDArray[np.float32]:
