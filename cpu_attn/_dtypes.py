@@ -24,7 +24,7 @@ class KVFormat(NamedTuple):
     largest: int = 0  # the largest integer, if it has scales of its own; 0: fp8, with k_scale and v_scale
     shared: int = 0  # how many elements of a token share a scale; 0: all of them
     zero: int = 0  # the stored number that means 0
-    step: float = 0  # the best scale of a rotated row, divided by the row's root mean square
+    divisors: tuple[float, ...] = ()  # the scales that are tried are the largest magnitude over these
 
     @property
     def scaled(self) -> bool:
@@ -39,11 +39,11 @@ class KVFormat(NamedTuple):
 FORMATS = {
     "fp8_e4m3": KVFormat(lib.CA_E4M3, ("float8_e4m3fn", "uint8"), ("fp8",)),
     "fp8_e5m2": KVFormat(lib.CA_E5M2, ("float8_e5m2", "uint8")),
-    "int8": KVFormat(lib.CA_I8, ("uint8",), largest=127, step=0.0309),
-    "int6": KVFormat(lib.CA_I6, ("uint8",), bits=6, largest=31, step=0.1055),
-    "int5": KVFormat(lib.CA_I5, ("uint8",), bits=5, largest=15, step=0.1932),
-    "int4": KVFormat(lib.CA_I4, ("uint8",), bits=4, largest=7, shared=32, zero=8, step=0.3386),
-    "int4_per_token_head": KVFormat(lib.CA_I4_TOKEN, ("uint8",), bits=4, largest=7, zero=8, step=0.3386),
+    "int8": KVFormat(lib.CA_I8, ("uint8",), largest=127, divisors=(127,)),
+    "int6": KVFormat(lib.CA_I6, ("uint8",), bits=6, largest=31, divisors=(31, 31.5, 32, 32.5)),
+    "int5": KVFormat(lib.CA_I5, ("uint8",), bits=5, largest=15, divisors=(15, 15.5, 16, 16.5)),
+    "int4": KVFormat(lib.CA_I4, ("uint8",), bits=4, largest=7, shared=32, zero=8, divisors=(7, 7.5, 8, 8.5)),
+    "int4_per_token_head": KVFormat(lib.CA_I4_TOKEN, ("uint8",), bits=4, largest=7, zero=8, divisors=(8, 8.5, 9, 9.5)),
 }
 
 # Queries, keys and values have one of these dtypes, in which kernels compute.

@@ -16,28 +16,31 @@ from cpu_attn.plan import get_kv_cache_shape, get_scheduler_metadata
 # The requests are a prompt, a decode over more than one score block, and a chunk of a prompt.
 QUERY_LENS, SEQ_LENS = (40, 1, 20), (40, 600, 75)
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 64, 16
-# Each row is a format of a cache, the largest number in it, and after how many elements that number comes again. So
-# each scale of integers is 1, and quantising loses nothing.
-CACHES = (("auto", 127, SIZE), *((kv, row.largest, row.shared or SIZE) for kv, row in FORMATS.items() if row.scaled))
+# Each row is a format of a cache, the number that is furthest from 0 in it, and after how many elements that number
+# comes again. So each scale of integers is 1, and quantising loses nothing.
+CACHES = (
+    ("auto", 127, SIZE),
+    *((kv, -row.zero or row.largest, row.shared or SIZE) for kv, row in FORMATS.items() if row.scaled),
+)
 
 
 def fault(isa: str, dtype: str) -> str:
     """Says what is wrong with the results of this isa for this dtype, "" if nothing is."""
-    for softcap, (kv_cache_dtype, largest, every) in zip(cycle((0.0, 5.0)), CACHES):
-        error = _errors(isa, dtype, kv_cache_dtype, largest, every, softcap)
+    for softcap, (kv_cache_dtype, furthest, every) in zip(cycle((0.0, 5.0)), CACHES):
+        error = _errors(isa, dtype, kv_cache_dtype, furthest, every, softcap)
         if not error <= 1:  # also where it is NaN
             return f"over a cache of {kv_cache_dtype} its error is {error:.3g} of the budget"
     return ""
 
 
-def _errors(isa: str, dtype: str, kv_cache_dtype: str, largest: int, every: int, softcap: float) -> float:
+def _errors(isa: str, dtype: str, kv_cache_dtype: str, furthest: int, every: int, softcap: float) -> float:
     """Gives the worst error of output and lse in units of the budget."""
     rng = np.random.default_rng(0)
     start = np.concatenate([[0], np.cumsum(QUERY_LENS)]).astype(np.int32)
     seq_lens = np.array(SEQ_LENS, np.int32)
     query = rng.standard_normal((start[-1], HEADS, SIZE)).astype(DTYPES[dtype])
-    keys, values = ([_numbers(rng, n, largest, every) for n in SEQ_LENS] for _ in "kv")
-    scale = 1 / (largest * SIZE**0.5)
+    keys, values = ([_numbers(rng, n, furthest, every) for n in SEQ_LENS] for _ in "kv")
+    scale = 1 / (abs(furthest) * SIZE**0.5)
 
     blocks = -(-seq_lens // BLOCK)
     table = np.zeros((len(SEQ_LENS), blocks.max()), np.int32)
@@ -84,10 +87,11 @@ def _errors(isa: str, dtype: str, kv_cache_dtype: str, largest: int, every: int,
     return float(np.maximum(errors.max(), off.max()))
 
 
-def _numbers(rng: np.random.Generator, n: int, largest: int, every: int) -> reference.Float64:
+def _numbers(rng: np.random.Generator, n: int, furthest: int, every: int) -> reference.Float64:
     """Gives [n, KV_HEADS, SIZE] random whole numbers."""
-    x = rng.integers(-largest, largest, (n, KV_HEADS, SIZE), endpoint=True).astype(np.float64)
-    x[..., ::every] = largest
+    most = furthest if furthest > 0 else -furthest - 1
+    x = rng.integers(-most, most, (n, KV_HEADS, SIZE), endpoint=True).astype(np.float64)
+    x[..., ::every] = furthest
     return x
 
 

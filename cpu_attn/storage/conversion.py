@@ -110,7 +110,7 @@ def _convert_pages(source: Memory, target: Memory, old: CacheDescriptor, new: Ca
                 if rotated[0] != rotated[1]:
                     turned = rotate(numbers if rotated[0] else numbers.astype(np.float32), back=rotated[0] > 0)
                     numbers = turned.astype(np.float64)
-                stored = _stored(numbers, new, forms[1], scales[1], rotated[1] > 0)
+                stored = _stored(numbers, new, forms[1], scales[1])
             pack(*stored, forms[1], target[blocks])
 
 
@@ -120,11 +120,11 @@ def _scale(x: float) -> float:
 
 
 def _numbers(elements: Memory, scales: Memory, form: Form, scale: float) -> NDArray[np.float64]:
-    """Gives what elements mean, exactly; a NaN scale makes all of them NaN."""
+    """Gives what elements mean, exactly: 0, not -0, times a negative scale; a NaN scale makes all of them NaN."""
     if not form.scales:
         return elements.astype(np.float64) * scale
     each = np.repeat(_widened(scales), form.scale_elements, axis=-1)[..., : form.head_size]
-    return _whole_numbers(FORMATS[form.kind])[elements] * each
+    return _whole_numbers(FORMATS[form.kind])[elements] * each + 0.0
 
 
 def _whole_numbers(row: KVFormat) -> NDArray[np.float64]:
@@ -138,13 +138,11 @@ def _widened(bits: Memory) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _stored(
-    numbers: NDArray[np.float64], to: CacheDescriptor, form: Form, scale: float, rotated: bool
-) -> tuple[Memory, Memory]:
+def _stored(numbers: NDArray[np.float64], to: CacheDescriptor, form: Form, scale: float) -> tuple[Memory, Memory]:
     """Gives elements and scales as pack wants them."""
     dtype, none = memory_dtype(form.kind), np.zeros((*numbers.shape[:3], 0), np.uint16)
     if form.scales:
-        return _integers(numbers.astype(np.float32), form, rotated)
+        return _integers(numbers.astype(np.float32), form)
     if form.kind == to.dtype:
         return _round_once(numbers, dtype), none
     most = float(ml_dtypes.finfo(dtype).max)
@@ -152,27 +150,39 @@ def _stored(
     return np.clip(divided, -most, most).astype(dtype), none
 
 
-def _integers(x: NDArray[np.float32], form: Form, rotated: bool) -> tuple[Memory, Memory]:
-    """Quantises as kv_formats/quantised.inc does. The scale is the largest magnitude over the largest integer, in a
-    rotated row at most `step` times the root mean square, rounded up to bfloat16. An integer is x times the reciprocal
-    of the scale, or x over the scale where that has no normal reciprocal, rounded to nearest even and clipped."""
+def _integers(x: NDArray[np.float32], form: Form) -> tuple[Memory, Memory]:
+    """Quantises as kv_formats/quantised.inc does. An integer is x times the reciprocal of the scale, or x over the
+    scale where that has no normal reciprocal, rounded to nearest even and clipped."""
     (n, heads, size, _), row = x.shape, FORMATS[form.kind]
     x = padded(x, size, form.scales * form.scale_elements).reshape(n, heads, size, form.scales, -1)
-    top = np.abs(x).max(axis=-1)
-    scale = top / np.float32(row.largest)
-    if rotated:
-        squares = _sum_of_squares(x)
-        counts = np.minimum(form.head_size - np.arange(form.scales) * form.scale_elements, form.scale_elements)
-        best = np.float32(row.step) * np.sqrt(squares / counts.astype(np.float32))
-        scale = np.where((squares > 2.0**-100) & (best < scale), best, scale)
-    up = scale.view(np.uint32) + np.uint32(0xFFFF) >> 16
-    scales = np.where(np.isfinite(top), up, 0x7FC0).astype(np.uint16)
+    scales = _scales_of(x, row)
     over = _widened(np.where(scales == 0, 0x3F80, scales))[..., None]
-    whole = np.rint(np.where(over >= 2.0**-126, x * (1 / over), x / over))
+    whole = np.rint(np.where(np.abs(over) >= 2.0**-126, x * (1 / over), x / over))
     whole = np.where(np.isnan(over), 0, np.clip(whole, -row.zero or -row.largest, row.largest))
     whole = whole.reshape(n, heads, size, -1)[..., : form.head_size]
     stored = whole + row.zero if row.zero else np.where(whole < 0, 128 - whole, whole)
     return stored.astype(np.uint8), scales
+
+
+def _scales_of(x: NDArray[np.float32], row: KVFormat) -> Memory:
+    """Finds a scale for each last axis of x as kv_formats/scales.inc does: of the largest magnitude over each divisor,
+    rounded away from 0 to bfloat16, the one that loses least. Where there are more integers below 0 than above, it has
+    the sign that makes one of them of the largest magnitude."""
+    above, below = x.max(axis=-1), -x.min(axis=-1)
+    peak = np.where(above > below, -above if row.zero else above, below)
+    normal = (np.abs(peak) > 2.0**-50) & (np.abs(peak) < 2.0**50)
+    best, lowest = np.zeros(peak.shape, np.uint32), np.full(peak.shape, np.nan, np.float32)
+    for divisor in row.divisors:
+        up = (peak / np.float32(divisor)).view(np.uint32) + np.uint32(0xFFFF) >> 16
+        scale = _widened(up)
+        over = x * (np.float32(1) / scale)[..., None]
+        off: NDArray[np.float32] = over - np.rint(np.clip(over, -row.zero or -row.largest, row.largest))
+        lost = _sum_of_squares(off)
+        lost *= scale * scale
+        better = normal & (lost < lowest) if divisor > row.divisors[0] else np.full(peak.shape, True)
+        best, lowest = np.where(better, up, best), np.where(better, lost, lowest)
+    best[best == 0x8000] = 0  # -0
+    return np.where(np.isfinite(x).all(axis=-1), best, 0x7FC0).astype(np.uint16)
 
 
 def _sum_of_squares(x: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -16,7 +16,6 @@ typedef struct cache {
     int32_t isa, layout;     /* enum ca_layout */
     const ca_kernel *kernel; /* the isa's kernel for dtype */
     float scale;             /* an fp8 cache holds x / scale */
-    int rotated;
 } cache;
 
 typedef struct write_call {
@@ -45,10 +44,10 @@ static void put_scales(const cache *c, const ca_group_form *f, char *block, int6
             memcpy(to + (s * CA_LANES + t) * 2, &scales[t * ld + s], 2);
 }
 
-/* These make a token's scales, and its elements, a byte each. */
-static void scale_row(const cache *c, const char *row, uint16_t *scales) {
+/* These make the scales of tokens that lie ld bytes apart, and a token's elements, a byte each. */
+static void scale_rows(const cache *c, const char *rows, int64_t ld, int n, uint16_t *scales, int64_t scales_ld) {
     if (ca_is_scaled(c->kv_dtype))
-        c->kernel->scale(row, c->head_size, c->kv_dtype, c->rotated, scales);
+        c->kernel->scale(rows, ld / ca_dtype_size(c->dtype), n, c->head_size, c->kv_dtype, scales, scales_ld);
 }
 static void quantise_row(const cache *c, const char *row, const uint16_t *scales, uint8_t *bytes) {
     if (ca_is_scaled(c->kv_dtype))
@@ -73,7 +72,7 @@ static void write_quantised(const cache *c, int kv, char *block, int64_t token, 
     uint16_t scales[ca_div_up(c->head_size, CA_SHARED)];
     const ca_group_form f = form_of(c, kv);
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
-    scale_row(c, row, scales);
+    scale_rows(c, row, 0, 1, scales, 0);
     quantise_row(c, row, scales, bytes);
     for (int64_t d = 0; d < c->head_size; d++)
         ca_put_element(c->kv_dtype, group, offset_of(c, kv, token % CA_LANES, d), bytes[d]);
@@ -125,13 +124,11 @@ static int write_quantised_group(const cache *c, int kv, char *block, int64_t to
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
     if (c->head_size > WIDE || c->head_size % 2)
         return 0;
-    for (int t = 0; t < CA_LANES; t++) {
-        /* The next group's rows are prefetched, as in write.inc. */
+    for (int t = 0; t < CA_LANES; t++) /* The next group's rows are prefetched, as in write.inc. */
         for (int64_t i = 0; i < c->head_size * ca_dtype_size(c->dtype); i += 64)
             __builtin_prefetch(rows + (t + CA_LANES) * ld + i, 0, 2);
-        scale_row(c, rows + t * ld, scales[t]);
-    }
-    for (int t = 0; t < CA_LANES; t++) /* in a loop of its own, so that no row waits for its own scales */
+    scale_rows(c, rows, ld, CA_LANES, scales[0], WIDE / CA_SHARED);
+    for (int t = 0; t < CA_LANES; t++)
         quantise_row(c, rows + t * ld, scales[t], bytes[t]);
     if (ca_is_packed(c->kv_dtype)) {
         memset(stage + ca_max64(0, f.elements - CA_NIBBLES), 0, CA_NIBBLES);
@@ -254,7 +251,6 @@ static cache cache_of(const ca_array *a, const ca_array *rows, int wide, int isa
         .layout = ca_layout_of(kv_cache_layout, kernel->info.layout, kv_dtype),
         .kernel = kernel,
         .scale = scale,
-        .rotated = wide != 0,
     };
 }
 

@@ -40,27 +40,29 @@ static const struct {
 
 #define CA_TOKEN (-1)
 #define CA_SHARED 32 /* elements that share a scale are a multiple of this */
-/* X(dtype, bits, element, shared, step) says of a dtype how many bits an element has, how it is a number, how many
- * elements of a token share a scale (0: they have no scale, CA_TOKEN: all of them share one), and which scale loses
- * least of numbers from a normal distribution, which a rotated row is like, in units of their root mean square. */
+/* X(dtype, bits, element, shared, divisor) says of a dtype how many bits an element has, how it is a number, how many
+ * elements of a token share a scale (0: they have no scale, CA_TOKEN: all of them share one), and the least of the
+ * CA_TRIED numbers, half apart, by which the largest magnitude is divided for scales to try (8 bits try it alone). */
+#define CA_TRIED 4
 #define CA_FORMATS(X)                                                                                                  \
     X(CA_F32, 32, CA_AS_IT_IS, 0, 0)                                                                                   \
     X(CA_F16, 16, CA_AS_IT_IS, 0, 0)                                                                                   \
     X(CA_BF16, 16, CA_AS_IT_IS, 0, 0)                                                                                  \
     X(CA_E4M3, 8, CA_AS_E4M3, 0, 0)                                                                                    \
     X(CA_E5M2, 8, CA_AS_E5M2, 0, 0)                                                                                    \
-    X(CA_I8, 8, CA_AS_INT8, CA_TOKEN, 0.0309f)                                                                         \
-    X(CA_I6, 6, CA_AS_INT8, CA_TOKEN, 0.1055f)                                                                         \
-    X(CA_I5, 5, CA_AS_INT8, CA_TOKEN, 0.1932f)                                                                         \
-    X(CA_I4, 4, CA_AS_INT4, 32, 0.3386f)                                                                               \
-    X(CA_I4_TOKEN, 4, CA_AS_INT4, CA_TOKEN, 0.3386f)
+    X(CA_I8, 8, CA_AS_INT8, CA_TOKEN, 127)                                                                             \
+    X(CA_I6, 6, CA_AS_INT8, CA_TOKEN, 31)                                                                              \
+    X(CA_I5, 5, CA_AS_INT8, CA_TOKEN, 15)                                                                              \
+    X(CA_I4, 4, CA_AS_INT4, 32, 7)                                                                                     \
+    X(CA_I4_TOKEN, 4, CA_AS_INT4, CA_TOKEN, 8)
 
 static const struct {
     int bits, size; /* size: bytes of an element, 1 where it has fewer bits */
     int element, shared;
-    float step;
+    float divisor;
 } ca_formats[CA_CACHE_DTYPES] = {
-#define ROW(dtype, bits, element, shared, step) [dtype] = {bits, (bits) < 8 ? 1 : (bits) / 8, element, shared, step},
+#define ROW(dtype, bits, element, shared, divisor)                                                                     \
+    [dtype] = {bits, (bits) < 8 ? 1 : (bits) / 8, element, shared, divisor},
     CA_FORMATS(ROW)
 #undef ROW
 };
@@ -83,7 +85,7 @@ static inline int64_t ca_scale_elements(int dtype, int64_t head_size) {
 static inline int ca_zero_of(int dtype) { return ca_elements[ca_formats[dtype].element].zero; }
 /* Returns the largest integer of a dtype with scales. */
 static inline float ca_largest_of(int dtype) { return (float)((1 << (ca_formats[dtype].bits - 1)) - 1); }
-/* Returns the least integer of a dtype with scales; that of nibbles occurs only in a rotated row, which is clipped. */
+/* Returns the least integer of a dtype with scales. */
 static inline float ca_least_of(int dtype) {
     return ca_zero_of(dtype) ? (float)-ca_zero_of(dtype) : -ca_largest_of(dtype);
 }

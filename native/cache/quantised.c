@@ -30,7 +30,7 @@ float ca_scaled_element(int kv_dtype, int64_t head_size, int value, const char *
     const uint8_t *data = (const uint8_t *)block + group * f.bytes;
     uint16_t scale;
     memcpy(&scale, block + ca_scales_at(&f, block_size, group) + (s * CA_LANES + lane) * 2, 2);
-    return ca_number(kv_dtype, ca_element(kv_dtype, data, at)) * ca_from_bf16(scale);
+    return ca_number(kv_dtype, ca_element(kv_dtype, data, at)) * ca_from_bf16(scale) + 0.0f; /* no -0 */
 }
 
 const uint16_t *ca_quantised_words(int kv_dtype, int bf16) { return words[kv_dtype - CA_DTYPES][bf16]; }

@@ -79,9 +79,10 @@ struct ca_kernel {
                    const void *next_src);
     /* Quantises n numbers, divided by scale, to fp8, a byte each: to nearest even, saturating. */
     void (*pack)(const void *src, int64_t n, float scale, int kv_dtype, uint8_t *dst);
-    /* `scale` finds the scales of one token of an integer format; of a rotated token the root mean square counts, too.
-     * `quantise` makes the integers, a byte each. */
-    void (*scale)(const void *src, int64_t n, int kv_dtype, int rotated, uint16_t *scales);
+    /* `scale` finds the scales of rows of an integer format, each of n numbers; rows begin ld elements apart, their
+     * scales scales_ld. `quantise` makes the integers of one row, a byte each. */
+    void (*scale)(const void *src, int64_t ld, int tokens, int64_t n, int kv_dtype, uint16_t *scales,
+                  int64_t scales_ld);
     void (*quantise)(const void *src, int64_t n, int kv_dtype, const uint16_t *scales, uint8_t *dst);
     /* Does what `how` says to one head. The result goes to x as float32 and, unless dst is NULL, rounded to dst, which
      * may be src. */

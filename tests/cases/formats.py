@@ -15,22 +15,21 @@ SCALES = (0.00634765625, 0.37109375)
 
 
 class Whole(NamedTuple):
-    """Whole numbers with scales of their own: the least, the largest that a scale is made for; how many elements of a
-    row share a scale (None: all); the scale of a rotated row, over its root mean square, that is best if its numbers
-    are from a normal distribution."""
+    """Whole numbers with scales of their own: the least and the largest; how many elements of a row share a scale
+    (None: all); what the largest magnitude is divided by for the scales that are tried."""
 
     least: int
     largest: int
     shared: int | None
-    step: float
+    divisors: tuple[float, ...]
 
 
 INTEGERS = {
-    "int8": Whole(-127, 127, None, 0.0309),
-    "int6": Whole(-31, 31, None, 0.1055),
-    "int5": Whole(-15, 15, None, 0.1932),
-    "int4": Whole(-8, 7, 32, 0.3386),
-    "int4_per_token_head": Whole(-8, 7, None, 0.3386),
+    "int8": Whole(-127, 127, None, (127,)),
+    "int6": Whole(-31, 31, None, (31, 31.5, 32, 32.5)),
+    "int5": Whole(-15, 15, None, (15, 15.5, 16, 16.5)),
+    "int4": Whole(-8, 7, 32, (7, 7.5, 8, 8.5)),
+    "int4_per_token_head": Whole(-8, 7, None, (8, 8.5, 9, 9.5)),
 }
 _FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
@@ -60,27 +59,45 @@ def quantised(x: NDArray[Any], kv_cache_dtype: str, scale: float) -> NDArray[Any
     return rounded
 
 
-def integers(x: NDArray[Any], kind: str, rotated: bool = False) -> NDArray[np.float64]:
-    """x as a kind of INTEGERS holds it. The scale is the largest magnitude over the largest number in float32, of a
-    rotated row at most `step` times the root mean square, rounded up to bfloat16; x times its reciprocal, in float32,
-    goes to the nearest even integer that there is. NaN where what shares a scale is not finite."""
+def integers(x: NDArray[Any], kind: str) -> NDArray[np.float64]:
+    """x as a kind of INTEGERS holds it. A scale is the largest magnitude over one of the divisors, in float32, rounded
+    up to bfloat16; 4 bits give it the sign that makes an integer below 0 of that number. Of these scales the first one
+    that loses least is taken, or the first of all unless that number lies between 2^-50 and 2^50: the sum of squared
+    errors in units of the scale, times the scale's square, in float32. x times its reciprocal, in float32, goes to the
+    nearest even integer that there is. NaN where what shares a scale is not finite."""
     row = INTEGERS[kind]
     step = row.shared or x.shape[-1]
     out = np.zeros(x.shape)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore"):
         for first in range(0, x.shape[-1], step):
             part = x[..., first : first + step].astype(np.float32)
-            scale = np.abs(part).max(axis=-1, keepdims=True) / np.float32(row.largest)
-            if rotated:
-                squares = _sum_of_squares(part)
-                best = np.float32(row.step) * np.sqrt(squares / np.float32(part.shape[-1]))
-                scale = np.where(squares > 2.0**-100, np.minimum(scale, best), scale)
-            scale = ((scale.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
-            scale[~np.isfinite(part).all(axis=-1)] = np.nan
-            safe = np.where(scale == 0, np.float32(1), scale)
-            whole = np.rint(np.where(safe >= 2.0**-126, part * (np.float32(1) / safe), part / safe))
-            out[..., first : first + step] = np.clip(whole, row.least, row.largest).astype(np.float64) * scale
+            most, least = part.max(axis=-1, keepdims=True), part.min(axis=-1, keepdims=True)
+            peak = np.maximum(most, -least)
+            if -row.least > row.largest:
+                peak = np.where(most > -least, -peak, peak)
+            normal = (np.abs(peak) > 2.0**-50) & (np.abs(peak) < 2.0**50)
+            found, lowest = np.zeros_like(part), np.zeros_like(peak)
+            for i, divisor in enumerate(row.divisors):
+                scale = _scales(peak / np.float32(divisor))
+                off = part * (np.float32(1) / scale)
+                lost = _sum_of_squares(off - np.rint(np.clip(off, row.least, row.largest))) * (scale * scale)
+                take = normal & (lost < lowest) if i else np.full(peak.shape, True)
+                found, lowest = np.where(take, _held(part, scale, row), found), np.where(take, lost, lowest)
+            found[~np.isfinite(part).all(axis=-1)] = np.nan
+            out[..., first : first + step] = found
     return out
+
+
+def _scales(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Away from 0 to bfloat16."""
+    rounded: NDArray[np.float32] = ((x.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+    return np.where(x == 0, np.float32(0), rounded)
+
+
+def _held(x: NDArray[np.float32], scale: NDArray[np.float32], row: Whole) -> NDArray[np.float32]:
+    safe = np.where(scale == 0, np.float32(1), scale)
+    whole = np.rint(np.where(np.abs(safe) >= 2.0**-126, x * (np.float32(1) / safe), x / safe))
+    return np.clip(whole, row.least, row.largest) * scale
 
 
 def _sum_of_squares(x: NDArray[np.float32]) -> NDArray[np.float32]:

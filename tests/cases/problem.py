@@ -56,7 +56,7 @@ class Problem:
         if rotated:
             rows = [hadamard(x.astype(np.float32)) for x in rows]
         if kind.startswith("int"):
-            rows = [integers(x, kind, rotated) for x in rows]
+            rows = [integers(x, kind) for x in rows]
         elif kind.startswith("fp8"):
             rows = [quantised(x, kind, scale).astype(np.float64) * scale for x in rows]
         else:

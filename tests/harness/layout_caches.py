@@ -45,10 +45,10 @@ def scales_for(kv_cache_dtype: str, k_scale: float, v_scale: float) -> dict[str,
     return {name: scale for name, scale, kind in named if kind.startswith("fp8")}
 
 
-def held(x: NDArray[Any], kind: str, scale: float, rotated: bool = False) -> NDArray[np.float64]:
-    """The numbers that a cache holds of x, which is rotated if that is."""
+def held(x: NDArray[Any], kind: str, scale: float) -> NDArray[np.float64]:
+    """The numbers that a cache holds of x."""
     if kind in INTEGERS:
-        return integers(x, kind, rotated) + 0.0  # an integer has no negative zero
+        return integers(x, kind) + 0.0  # an integer has no negative zero
     if kind.startswith("fp8"):
         numbers: NDArray[np.float64] = quantised(x, kind, scale).astype(np.float64) * np.float64(np.float32(scale))
         return numbers

@@ -333,7 +333,7 @@ def stored(x: Any, kv_cache_dtype: str) -> Any:
         return x.clamp(-most, most).to(kind).float()
     from cpu_attn.tests.cases.formats import hadamard, integers
 
-    whole = integers(hadamard(x.numpy()), kv_cache_dtype.split("_")[0], rotated=True)
+    whole = integers(hadamard(x.numpy()), kv_cache_dtype.split("_")[0])
     return torch.from_numpy(hadamard(whole.astype(np.float32), back=True))
 
 

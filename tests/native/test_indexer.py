@@ -62,7 +62,7 @@ class Indexer:
             slots = table[r, token // block_size].astype(np.int64) * block_size + token % block_size
             sparse.index_and_cache(self.keys[r], cache, slots, **how)
         if kv.startswith("int"):
-            self.keys = [integers(k[:, None], kv, False)[:, 0] for k in self.keys]
+            self.keys = [integers(k[:, None], kv)[:, 0] for k in self.keys]
         elif kv != "auto":
             self.keys = [quantised(k, kv, k_scale).astype(np.float64) * k_scale for k in self.keys]
         self.args = {

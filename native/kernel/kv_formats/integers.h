@@ -56,8 +56,8 @@ INLINE fit fit_octaves(uint32_t top) {
 
 /* Quantises n elements of a query, followed by zeros up to a multiple of 8, to `whole`, and their rounding errors to
  * `rest` with a unit of their own. The latter count for keys whose scale is so large that they may change a logit by
- * more than `error` of an octave: in each dimension a key is up to ca_largest_of scales, or one more in a rotated cache
- * of nibbles, which also has -8. `start` takes the format's zero point out of the sums. */
+ * more than `error` of an octave: in each dimension a key is up to ca_largest_of scales, or one more where it is the
+ * least integer of nibbles. `start` takes the format's zero point out of the sums. */
 static void put_unit(int kv_dtype, float error, float octaves, int64_t n, const float *x, int16_t *restrict whole,
                      int16_t *restrict rest, unit *of) {
     const fit fit = fit_octaves(ca_top_bits(x, n));
@@ -114,11 +114,11 @@ INLINE void qk_bytes_step(int nibbles, int mr, int nv, const int16_t *q, int64_t
     }
 }
 
-/* Returns, lane by lane, the largest scales of ng groups. Unused slots may hold NaN, which v_max leaves out as its
- * first operand. */
+/* Returns, lane by lane, the largest magnitudes of the scales of ng groups. Unused slots may hold NaN, which v_max
+ * leaves out as its first operand. */
 INLINE vf largest_scales(const group *g, int ng, int64_t scale) {
     vf top = v_set1(0);
-    EACH(v, ng * CA_LANES / VL) top = v_max(scales_of(g, K, scale, v * VL), top);
+    EACH(v, ng * CA_LANES / VL) top = v_max(v_abs(scales_of(g, K, scale, v * VL)), top);
     return top;
 }
 
@@ -145,7 +145,7 @@ INLINE void qk_unit(int nibbles, int add, int rest, int mr, int ng, integer_oper
             const unit of = q.units[r * q.units_ld];
             float *to = t.s + r * S_STRIDE + v * VL;
             vf x = v_mul(v_float(acc[r][v]), v_set1(of.step)), before = add ? v_load_f32(to) : v_set1(0);
-            v_store(to, rest  ? v_less(v_set1(of.from), scales, v_fma(x, scales, before), before)
+            v_store(to, rest  ? v_less(v_set1(of.from), v_abs(scales), v_fma(x, scales, before), before)
                         : add ? v_fma(x, scales, before)
                               : v_mul(x, scales));
         }
@@ -225,7 +225,7 @@ INLINE void put_weights_of_scales(int zero, int mr, const float *s, const group 
         vf x = scales_of(g, V, scale, v * VL);
         EACH(r, mr) {
             vf w = v_mul_unless_0(v_load_f32(s + r * S_STRIDE + v * VL), x);
-            top[r] = v_top(top[r], w);
+            top[r] = v_top(top[r], v_abs(w));
             v_store(p + r * S_STRIDE + v * VL, w);
         }
     }
@@ -382,7 +382,7 @@ INLINE void pv_integer_rows(int nibbles, int each, const segment_work *w, int mr
 }
 
 /* Is there a dtype of 8 bits of which 32 elements share a scale? If not, no code is made for it. */
-#define SHARES(dtype, bits, element, shared, step) || ((bits) == 8 && (shared) == 32)
+#define SHARES(dtype, bits, element, shared, divisor) || ((bits) == 8 && (shared) == 32)
 enum { BYTES_SHARE = 0 CA_FORMATS(SHARES) };
 #undef SHARES
 

@@ -102,22 +102,9 @@ static void int8_of_packed(int dtype, const uint8_t *src, int64_t n, uint8_t *ds
 
 /* ---- on the way into a cache ---- */
 
-/* A sum of squares first adds every 16th square, then these 16 sums by halves, so that it has the same bits for every
- * VL. */
-#define SUMS (CA_LANES / VL)
-INLINE void add_square(vf x, vf *top, vf *sum) {
-    *top = v_max(*top, v_abs(x));
-    *sum = v_add(*sum, v_mul(x, x));
-}
-INLINE float sum_of_16(vf *sum) {
-    EACH(level, 4) {
-        const int h = CA_LANES / 2 >> level;
-        EACH(j, SUMS) if (h >= VL && j < h / VL) sum[j] = v_add(sum[j], sum[j + h / VL]);
-        if (h < VL)
-            sum[0] = v_add(sum[0], v_exchange(sum[0], h));
-    }
-    return v_first(sum[0]);
-}
+/* Adding 1.5 * 2^23, whose unit in the last place is 1, rounds to the nearest whole number, ties to even (ca_nearest),
+ * which is then in the lowest bits. */
+INLINE vf v_whole_bits(vf x, vf least, vf largest) { return v_add(v_min(v_max(x, least), largest), v_set1(0x1.8p23f)); }
 
 /* Stores the first n bytes of x, but at most VL. */
 INLINE void put_some_bytes(uint8_t *dst, vf x, int64_t n) {
