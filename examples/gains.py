@@ -126,6 +126,8 @@ def draw(results: Sequence[Result], path: Path) -> None:
     shown = [r for r in results if "step" in r]
     panels = list(dict.fromkeys((r["model"], r["batch"]) for r in shown))
     panels = [key for key in panels if len({r["context"] for r in shown if (r["model"], r["batch"]) == key}) > 1]
+    if not panels:  # none yet
+        return
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(4.6 * len(panels), 4.6), layout="constrained")
     names = list(dict.fromkeys(r["engine"] for r in shown))
     for axes, (model, batch) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -199,7 +201,7 @@ def main(
                 if as_json:
                     report = {"machine": platform.machine(), "dtype": dtype, "new_tokens": new_tokens}
                     as_json.write_text(json.dumps({**report, "results": results}, indent=1) + "\n")
-                if plot and any("step" in r for r in results):
+                if plot:
                     draw(results, plot)
     rows = table(results)
     if as_csv:
