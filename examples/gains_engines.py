@@ -301,14 +301,15 @@ def main(
     _, kind, options = ENGINES[engine]
     runner = kind(folder=folder, dtype=dtype, most=most, rows=rows, threads=threads, **options)
     runner.run(prompts_of(folder, 1, 64), 4)
-    rate = 0.0  # seconds a prompt's token, as the slowest shape so far had them
+    rates: dict[int, float] = {}  # seconds a prompt's token, by context
     for batch, context in asked:
         found: dict[str, Any] = {"batch": batch, "context": context}
-        if rate * batch * context > limit:
-            found["skipped"] = f"would take about {rate * batch * context:.0f} s"
+        expected = max((rate for size, rate in rates.items() if size <= context), default=0.0) * batch * context
+        if expected > limit:
+            found["skipped"] = f"would take {expected:.0f} s or more"
         else:
             run = runner.run(prompts_of(folder, batch, context), new_tokens)
-            rate = max(rate, run.first / (batch * context))
+            rates[context] = run.first / (batch * context)
             found |= {"first": run.first, "step": statistics.median(run.steps), "cache": run.cache}
             found["tokens"] = run.tokens
         print(json.dumps(found), file=out, flush=True)
