@@ -28,6 +28,7 @@ from gains_engines import ENGINES, WEIGHTS
 
 HERE = Path(__file__).resolve().parent
 SHAPES = ("1x512", "1x2048", "1x8192", "1x32000", "8x512", "8x2048", "8x8192", "32x512", "32x2048")
+NAMES = {"gemma3": "Gemma 3 270M", "smollm2": "SmolLM2 135M"}
 MOST = {"gemma3": 32768, "smollm2": 8192}  # tokens of a context
 Result = dict[str, Any]
 
@@ -99,14 +100,14 @@ def table(results: Sequence[Result]) -> list[list[str]]:
     for model, engine, batch in dict.fromkeys((r["model"], r["engine"], r.get("batch")) for r in results):
         its = [r for r in results if (r["model"], r["engine"], r.get("batch")) == (model, engine, batch)]
         if "missing" in its[0]:
-            rows.append([model, engine, "", its[0]["missing"], *[""] * (len(contexts) + 1)])
+            rows.append([NAMES[model], engine, "", its[0]["missing"], *[""] * (len(contexts) + 1)])
             continue
         by_context = {r["context"]: r for r in its}
         cells = [cell(by_context[c]) if c in by_context else "" for c in contexts]
         done = [r for r in its if "first" in r]
         size = f"{done[-1]['cache'] / 2**20:.1f} MiB" if done and done[-1]["cache"] else ""
         same = f"{100 * min(r['same'] for r in done):.0f} %" if done else ""
-        rows.append([model, engine, str(batch), *cells, size, same])
+        rows.append([NAMES[model], engine, str(batch), *cells, size, same])
     return rows
 
 
@@ -122,29 +123,49 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """The time of a token against the context, a line an engine, a panel for each model and batch."""
+    """The time of a prompt, and of a token after it, against the context: a line an engine, a column for each model and
+    batch of more than one context."""
     shown = [r for r in results if "step" in r]
-    panels = list(dict.fromkeys((r["model"], r["batch"]) for r in shown))
-    panels = [key for key in panels if len({r["context"] for r in shown if (r["model"], r["batch"]) == key}) > 1]
-    if not panels:  # none yet
+    columns = [
+        key
+        for key in dict.fromkeys((r["model"], r["batch"]) for r in shown)
+        if len({r["context"] for r in shown if (r["model"], r["batch"]) == key}) > 1
+    ]
+    if not columns:  # none yet
         return
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(4.6 * len(panels), 4.6), layout="constrained")
-    names = list(dict.fromkeys(r["engine"] for r in shown))
-    for axes, (model, batch) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for i, name in enumerate(names):
-            rows = [r for r in shown if (r["model"], r["batch"], r["engine"]) == (model, batch, name)]
-            points = [r["context"] for r in rows], [r["step"] * 1e3 for r in rows]
-            ours = "cpu_attn" in name
-            axes.plot(*points, "o-" if ours else "s--", color=f"C{i}", label=name, linewidth=2 if ours else 1)
-        axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="ms a token of all rows")
-        contexts = sorted({r["context"] for r in shown if (r["model"], r["batch"]) == (model, batch)})
-        axes.set_xticks(contexts, contexts)
-        axes.minorticks_off()
-        axes.set_title(f"{model}, {batch} {'row' if batch == 1 else 'rows'}")
-        axes.grid(which="both", alpha=0.25)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small")
+    size = 3.6 * len(columns), 6.4
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(2, len(columns), squeeze=False, sharex="col")
+    for (model, batch), pair in zip(columns, panels.T, strict=True):
+        its = [r for r in shown if (r["model"], r["batch"]) == (model, batch)]
+        pair[0].set_title(f"{NAMES[model]}, {batch} {'row' if batch == 1 else 'rows'}")
+        pair[1].set_xlabel("tokens of context")
+        for axes, field, factor in zip(pair, ("first", "step"), (1, 1e3), strict=True):
+            panel(axes, its, field, factor)
+    panels[0, 0].set_ylabel("seconds until the first token")
+    panels[1, 0].set_ylabel("milliseconds a token")
+    lines = {line.get_label(): line for axes in panels.flat for line in axes.get_lines()}
+    order = [name for name in ENGINES if name in lines]
+    figure.legend([lines[name] for name in order], order, loc="outside lower center", ncols=3, fontsize="small")
     figure.savefig(path)
+
+
+def panel(axes: Any, results: Sequence[Result], field: str, factor: float) -> None:
+    ticker = importlib.import_module("matplotlib.ticker")
+    for i, name in enumerate(ENGINES):
+        rows = [r for r in results if r["engine"] == name]
+        points = [r["context"] for r in rows], [r[field] * factor for r in rows]
+        style = {"marker": "o", "linewidth": 2} if "cpu_attn" in name else {"marker": "s", "linestyle": "--"}
+        if rows:
+            axes.plot(*points, color=f"C{i}", label=name, markersize=4, **style)
+    contexts = sorted({r["context"] for r in results})
+    axes.set(xscale="log", yscale="log")
+    axes.set_xticks(contexts, contexts)
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_locator(ticker.NullLocator())
+    axes.grid(alpha=0.25)
 
 
 def environment(_: Any, __: Any, given: Sequence[str]) -> dict[str, str]:
