@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from gains_engines import ENGINES, WEIGHTS
+from gains_engines import ENGINES, WEIGHTS, shape_of
 
 HERE = Path(__file__).resolve().parent
 SHAPES = ("1x512", "1x2048", "1x8192", "1x32000", "8x512", "8x2048", "8x8192", "32x512", "32x2048")
@@ -63,7 +63,7 @@ def measure(
     options: Sequence[str],
 ) -> Iterator[Result]:
     """Gives what each engine took for each shape, or why it has none."""
-    fitting = [x for x in shapes if int(x.split("x")[1]) + 64 <= MOST[model]]
+    fitting = [x for x in shapes if shape_of(x)[1] + 64 <= MOST[model]]
     asked = [word for shape in fitting for word in ("--shape", shape)]
     first: dict[tuple[int, int], list[list[int]]] = {}
     for engine in engines:

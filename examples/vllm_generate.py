@@ -67,13 +67,13 @@ def generate(model: str, random: bool, requests: int, prompt_tokens: int, new_to
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=not random)
     runs = [run(llm.llm_engine, f"{i}", prompts, params) for i in range(repeat + 1)][1:]
     prefill, decode = min(r[0] for r in runs), min(statistics.median(r[1]) for r in runs)
-    click.echo(f"{AttentionBackendEnum.CPU_ATTN.get_path()}\n  first tokens: {runs[0][2][:12]}")
+    click.echo(f"{AttentionBackendEnum.CPU_ATTN.get_path()}\n  first tokens: {runs[0][2][0][:12]}")
     click.echo(f"  prefill {requests * prompt_tokens / prefill:.1f} tokens/s")
     click.echo(f"  decode  {requests / decode:.1f} tokens/s, a step {decode * 1e3:.1f} ms")
 
 
-def run(engine: Any, name: str, prompts: list[Any], params: Any) -> tuple[float, list[float], list[int]]:
-    """Seconds until every request has a token, of each step after that, and the tokens of the first request."""
+def run(engine: Any, name: str, prompts: list[Any], params: Any) -> tuple[float, list[float], list[list[int]]]:
+    """Seconds until every request has a token, of each step after that, and the tokens of each request."""
     tokens: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
         engine.add_request(f"{name}-{i}", prompt, params)
@@ -86,7 +86,7 @@ def run(engine: Any, name: str, prompts: list[Any], params: Any) -> tuple[float,
             prefill = time.perf_counter() - start
         else:
             steps.append(time.perf_counter() - before)
-    return prefill, steps, tokens[f"{name}-0"]
+    return prefill, steps, [tokens[f"{name}-{i}"] for i in range(len(prompts))]
 
 
 @click.command()

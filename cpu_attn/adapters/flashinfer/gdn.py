@@ -122,8 +122,8 @@ def chunk_gated_delta_rule(
     out = torch.empty(len(q), heads, sizes["V"], dtype=v.dtype) if out is None else out
     axes("output", out, T=len(q), H=heads, V=sizes["V"])
     linear_attention_with_state_cache(
-        *(packed(q[None]), packed(k[None]), packed(v[None]), out, states),
-        *(np.arange(number, dtype=np.int32), plan(starts, initial is not None, floats("v", v), *_heads(q, v))),
+        *(packed(q[None]), packed(k[None]), packed(v[None]), out, states, np.arange(number, dtype=np.int32)),
+        plan(starts, initial is not None, floats("v", v), q.shape[1], heads, sizes["K"], sizes["V"]),
         g=None if g is None else g.float().log(),
         beta=beta,
         scale=scale,
@@ -309,10 +309,6 @@ def _decode(
     if not brings.all():
         own[torch.from_numpy(~brings)] = 0
     return out if own is out else out.copy_(own)
-
-
-def _heads(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
-    return q.shape[1], v.shape[1], q.shape[2], v.shape[2]
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -145,6 +145,14 @@ class States:
         else:
             self.cache = torch.empty(shape, dtype=dtype).copy_(initial)
 
+    @classmethod
+    def at(cls, cache: Tensor, slots: Int32) -> States:
+        """Gives the states of sequences that have these slots of a cache, which is changed in place. Negative: a
+        sequence begins from zeros, and keeps nothing."""
+        states = cls.__new__(cls)
+        states.cache, states.indices, states.initial_indices, states.brings = cache, slots, None, slots >= 0
+        return states
+
     def after(self, keep: bool) -> Tensor | None:
         return self.cache if keep else None
 
@@ -182,11 +190,10 @@ def convolve(
 ) -> Tensor:
     """Convolves x [B, T, C]: gives [B, T, C]. options: of :func:`cpu_attn.linear.causal_conv1d`."""
     output = torch.empty(x.shape, dtype=floats("x", x))
-    brings = options.pop("brings", states.brings)
     weight, bias = (y if y is None or y.dtype == x.dtype else y.float() for y in (weight, bias))
     causal_conv1d(
         *(packed(x), dense_rows(weight), bias, output.flatten(0, 1)),
-        *(states.cache, states.indices, plan(starts, brings, x.dtype)),
+        *(states.cache, states.indices, plan(starts, states.brings, x.dtype)),
         activation="silu" if silu else None,
         initial_state_indices=states.initial_indices,
         **options,

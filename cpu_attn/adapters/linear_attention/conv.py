@@ -143,10 +143,8 @@ def _in_place(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, sil
     by_channel = state.stride(2) == 1 or state.stride(1) != 1
     memory = state if by_channel else state.transpose(1, 2)
     cache = memory.contiguous() if memory.stride(2) != 1 else memory
-    held = States(None, (len(slots), 0), False, x.dtype)
-    held.cache, held.indices = cache, slots
-    options = {"state_layout": "CL" if by_channel else "LC", "brings": slots >= 0}
-    out = convolve(x.transpose(1, 2), weight, bias, each(x.shape[0], x.shape[2]), held, silu, **options)
+    held, layout = States.at(cache, slots), "CL" if by_channel else "LC"
+    out = convolve(x.transpose(1, 2), weight, bias, each(x.shape[0], x.shape[2]), held, silu, state_layout=layout)
     if cache is not memory:
         memory.copy_(cache)
     if (slots < 0).any():

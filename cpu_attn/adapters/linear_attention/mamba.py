@@ -110,7 +110,7 @@ def mamba_chunk_scan_combined(
         given = torch.zeros(shape, dtype=torch.float32)
         given[torch.from_numpy(firsts).long()] = initial_states.float()
     states = States(given, shape, keep, torch.float32)
-    out = _scan(x, dt, A, B, C, D, z, starts, states)
+    out = _scan(x, dt * A.float(), dt, B, C, D, z, starts, states)
     found: list[Tensor] = []
     if each_row:
         last = np.append(firsts[1:], shape[0]) - 1
@@ -184,9 +184,7 @@ def selective_state_update(
     if indices is not None:
         slots = _check.array("state_batch_indices", indices, ["int32"], [("B", batch_size)]).numpy()
     cache = state if state.stride(3) == 1 else state.contiguous()
-    held = States(None, (batch_size, 0), False, torch.float32)
-    held.cache, held.indices, held.brings = cache, slots, slots >= 0
-    out = _update(held, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
+    out = _update(States.at(cache, slots), x, dt, A, B, C, D, z, dt_bias, dt_softplus)
     if cache is not state:
         state.copy_(cache)
     return out.squeeze(1) if one_head else out
@@ -213,13 +211,14 @@ def _update(
         if d is not None and _one(d, (1,)):
             d = d[:, 0]
         z = z if z is None else z.unsqueeze(1)
-        return _scan(x.unsqueeze(1), step, a[:, 0, 0], b, c, d, z, starts, held).squeeze(1)
+        g = step * a[:, 0, 0].float()
+        return _scan(x.unsqueeze(1), g, step, b, c, d, z, starts, held).squeeze(1)
     step = _step(dt, dt_bias, dt_softplus).flatten(1).unsqueeze(1)
     g = step.unsqueeze(3) * a.float().flatten(0, 1)
     held.cache = held.cache.flatten(1, 2).unsqueeze(2)
     d, z = d if d is None else d.flatten().unsqueeze(1), z if z is None else z.reshape(batch_size, 1, -1, 1)
     values = x.reshape(batch_size, 1, heads * size, 1)
-    return _finish(values, g, step, b, c, d, z, starts, held).view(batch_size, heads, size)
+    return _scan(values, g, step, b, c, d, z, starts, held).view(batch_size, heads, size)
 
 
 def _one(x: Tensor, over: tuple[int, ...]) -> bool:
@@ -239,20 +238,6 @@ def _step(dt: Tensor, dt_bias: Tensor | None, with_softplus: bool) -> Tensor:
 
 
 def _scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    z: Tensor | None,
-    starts: Any,
-    states: States,
-) -> Tensor:
-    return _finish(x, dt * a.float(), dt, b, c, d, z, starts, states)
-
-
-def _finish(
     x: Tensor,
     g: Tensor,
     dt: Tensor,
