@@ -9,9 +9,11 @@
 typedef int16_t vw __attribute__((vector_size(2 * VL)));
 typedef uint8_t vw_bytes __attribute__((vector_size(VL)));
 typedef int32_t vq __attribute__((vector_size(4 * VL)));
+typedef uint32_t vq_unsigned __attribute__((vector_size(4 * VL)));
 #else
 typedef int16_t vw;
 typedef int32_t vq;
+typedef uint32_t vq_unsigned;
 #endif
 
 /* Loads n bytes as the upper halves of words. */
