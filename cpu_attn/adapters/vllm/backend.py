@@ -19,9 +19,9 @@ import torch
 from cpu_attn import (
     SchedulerMetadata,
     _check,
-    attention_with_kv_cache,
     get_kv_cache_shape,
     get_scheduler_metadata,
+    ops,
     reshape_and_cache,
 )
 from cpu_attn._arrays import numpy_view
@@ -223,13 +223,13 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
             raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} is none of {', '.join(KV_CACHE_DTYPES)}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.alibi_slopes = None if alibi_slopes is None else np.array(alibi_slopes, np.float32)
         self.sliding_window = -1 if sliding_window is None else sliding_window
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_cache_rotation = os.environ.get("CPU_ATTN_KV_CACHE_ROTATION") or rotation_of(
             [KV_CACHE_DTYPES[kv_cache_dtype]]
         )
-        self.logits_soft_cap = logits_soft_cap or 0.0
+        slopes = None if alibi_slopes is None else np.array(alibi_slopes, np.float32)
+        self._logits = ops.Logits(self.scale, logits_soft_cap or 0.0, slopes)
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
@@ -297,28 +297,11 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
             kv_cache_rotation=pages.kv_cache_rotation,
             mm_prefix_clamp_sliding_window=bool(getattr(layer, "mm_prefix_clamp_sliding_window", False)),
         )
-        k_scale, v_scale = self._scales(layer, pages)
-        attention_with_kv_cache(
-            query[: plan.num_tokens],
-            pages.key_cache,
-            pages.value_cache,
-            output[: plan.num_tokens],
-            attn_metadata.query_start_loc,
-            attn_metadata.seq_lens,
-            self.scale,
-            attn_metadata.causal,
-            self.alibi_slopes,
-            self.sliding_window,
-            block_table,
-            self.logits_soft_cap,
-            plan,
-            None if self.sinks is None else self.sinks.detach(),
-            attn_metadata.dynamic_causal,
-            k_scale,
-            v_scale,
-            pages.kv_cache_dtype,
-            kv_cache_rotation=pages.kv_cache_rotation,
-        )
+        sinks = None if self.sinks is None else self.sinks.detach()
+        tokens, logits = plan.num_tokens, self._logits if sinks is None else replace(self._logits, s_aux=sinks)
+        scales = _check.scales(*self._scales(layer, pages), plan.kv_dtypes)
+        caches = pages.key_cache, pages.value_cache
+        ops.attend(plan, query[:tokens], *caches, output[:tokens], block_table, logits, scales)
         return output
 
     def _scales(self, layer: Any, pages: Pages) -> tuple[float, float]:
