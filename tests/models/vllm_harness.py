@@ -189,12 +189,15 @@ class Worker:
 
 
 def without_torchvision() -> None:
-    """vLLM's Gemma3 takes the name of an image processor, for its annotations, from a module that imports torchvision;
-    without that transformers has another one."""
+    """vLLM's Gemma3 and Qwen3.5 take names of image processors from modules that import torchvision; without that
+    transformers has others."""
     from transformers.models.gemma3 import image_processing_pil_gemma3 as there
 
     there.Gemma3ImageProcessor = there.Gemma3ImageProcessorPil
     sys.modules.setdefault("transformers.models.gemma3.image_processing_gemma3", there)
+    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
+
+    sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", pil)
 
 
 def save_model(name: str) -> Path:
