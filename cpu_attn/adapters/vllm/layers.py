@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+import torch
+
 from cpu_attn import __version__
 from cpu_attn.vllm import linear
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.triton_utils import HAS_TRITON
-from vllm.utils.torch_utils import _resolve_layer_name
+from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 from vllm.v1.worker import mamba_utils
@@ -32,7 +34,10 @@ _GATED = {"prefix", "tp_size", "conv1d", "activation", "A_log", "dt_bias"}
 _GATED |= {"key_dim", "value_dim", "head_k_dim", "head_v_dim"}
 
 
-def _core(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: Any) -> None:
+# torch makes an operator of it, whose schema it reads from these annotations.
+def _core(
+    mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor, layer_name: LayerNameType
+) -> None:
     layer = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
     linear.gated_delta_net(layer, mixed_qkv, b, a, core_attn_out)
 
@@ -82,7 +87,7 @@ class Kind:
         if getattr(owner, name) is not self.ours:
             setattr(owner, name, wraps(getattr(owner, name))(self.ours))
         path = f"{self.our_backend.__module__}.{self.our_backend.__qualname__}"
-        register_backend(MambaAttentionBackendEnum[self.backend], path)
+        register_backend(MambaAttentionBackendEnum[self.backend], path, is_mamba=True)
 
 
 def _attributes(layer: type) -> set[str]:
