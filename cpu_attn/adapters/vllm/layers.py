@@ -7,7 +7,6 @@ registry: both or neither. A layer whose code is not as it was in the versions t
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import pkgutil
 from collections.abc import Callable
@@ -21,11 +20,9 @@ from cpu_attn import __version__
 from cpu_attn.vllm import linear
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
-from vllm.triton_utils import HAS_TRITON
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
-from vllm.v1.worker import mamba_utils
 
 logger = init_logger("vllm.plugins.cpu_attn")  # vLLM has handlers for its own namespace only
 _LAYERS = "vllm.model_executor.layers.mamba"
@@ -118,12 +115,6 @@ KINDS = {
 }
 
 
-def _copy(src_ptrs: Any, dst_ptrs: Any, sizes: Any) -> None:
-    """Copies states from block to block, for which vLLM has a kernel in Triton alone."""
-    for source, target, size in zip(*(x.tolist() for x in (src_ptrs, dst_ptrs, sizes)), strict=True):
-        ctypes.memmove(target, source, size)
-
-
 def give() -> None:
     """Gives every kind of layer ours, or logs why it stays vLLM's."""
     given = []
@@ -133,6 +124,4 @@ def give() -> None:
         else:
             kind.give()
             given.append(name)
-    if given and not HAS_TRITON:
-        mamba_utils.batch_memcpy = _copy
     logger.info("cpu-attn %s runs %s", __version__, ", ".join(given) or "no linear attention")

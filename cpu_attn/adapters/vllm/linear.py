@@ -153,9 +153,7 @@ def step_of(layer: Any) -> Step | None:
     return None if metadata is None else metadata.step
 
 
-def convolve(
-    step: Step, layer: Any, conv: Any, x: torch.Tensor, activation: str | None, columns: slice = slice(None)
-) -> torch.Tensor:
+def convolve(step: Step, layer: Any, conv: Any, x: torch.Tensor, activation: str | None) -> torch.Tensor:
     """Convolves x [T, C] with the weights of ``conv`` and the first state of the layer: gives [T, C]."""
     output = torch.empty(x.shape, dtype=x.dtype)
     weight = getattr(conv, "_cpu_unpacked_conv_weight", conv.weight).detach()  # vLLM may have packed the other
@@ -220,7 +218,7 @@ def attend(step: Step, query: Any, key: Any, value: Any, output: Any, state_cach
     )
 
 
-def gated_delta_net(layer: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, **options: Any) -> None:
+def gated_delta_net(layer: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> None:
     """Does what lies between a layer's projections: mixed_qkv [T, C], b and a [T, Hv] to core_attn_out [T, Hv, Dv]."""
     step = step_of(layer)
     if step is None:
@@ -242,7 +240,6 @@ def gated_delta_net(layer: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: A
         dt_bias=layer.dt_bias.detach(),
         use_qk_l2norm_in_kernel=True,
         use_beta_sigmoid_in_kernel=True,
-        **options,
     )
 
 
