@@ -34,7 +34,7 @@ WITH_DRAFTS = {"enable_prefix_caching": False, "speculative_config": DRAFTS}
 Job = dict[str, Any]
 JOBS: dict[str, Job] = {
     **{
-        name: {"model": name, "num_gpu_blocks_override": BLOCKS.get(name, 30), "max_num_batched_tokens": 48}
+        name: {"model": name, "enable_prefix_caching": True, "num_gpu_blocks_override": BLOCKS.get(name, 30), "max_num_batched_tokens": 48}
         for name in MODELS
     },
     **{f"{name} reference": {"kind": "reference", "model": name} for name in MODELS},

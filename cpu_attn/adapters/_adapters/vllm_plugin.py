@@ -94,8 +94,9 @@ def register() -> None:
 
     register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
     _register_loader()
-    pkgutil.resolve_name(LAYERS)()
+    layers = pkgutil.resolve_name(LAYERS)()
     if not isinstance(current_platform, MLAPlatform):
         platform = type(current_platform)
         current_platform.__class__ = type(platform.__name__, (MLAPlatform, platform), {})
-    logger.info("cpu-attn %s runs the attention (CPU_ATTN_VLLM=0 turns it off)", __version__)
+    runs = ", ".join(["the attention", *layers])
+    logger.info("cpu-attn %s runs %s (CPU_ATTN_VLLM=0 turns it off)", __version__, runs)

@@ -77,10 +77,14 @@ class Kind:
             return f"CommonAttentionMetadata has no {', '.join(sorted(missing))}"
         return "" if issubclass(self.our_backend, backend) else f"{backend.__name__} makes its metadata"
 
+    def place(self) -> tuple[Any, str]:
+        """Gives the module or class where vLLM looks for the function, and its name there."""
+        owner, _, name = f"{_LAYERS}.{self.function}".replace(":", ".").rpartition(".")
+        return pkgutil.resolve_name(owner), name
+
     def give(self) -> None:
         """Puts ours in the place of both."""
-        module, _, name = f"{_LAYERS}.{self.function}".replace(":", ".").rpartition(".")
-        owner = pkgutil.resolve_name(module)
+        owner, name = self.place()
         if getattr(owner, name) is not self.ours:
             setattr(owner, name, wraps(getattr(owner, name))(self.ours))
         path = f"{self.our_backend.__module__}.{self.our_backend.__qualname__}"
@@ -115,8 +119,8 @@ KINDS = {
 }
 
 
-def give() -> None:
-    """Gives every kind of layer ours, or logs why it stays vLLM's."""
+def give() -> list[str]:
+    """Gives every kind of layer ours, or logs why it stays vLLM's. Gives the kinds that have ours."""
     given = []
     for name, kind in KINDS.items():
         if differs := kind.differs():
@@ -124,4 +128,4 @@ def give() -> None:
         else:
             kind.give()
             given.append(name)
-    logger.info("cpu-attn %s runs %s", __version__, ", ".join(given) or "no linear attention")
+    return given
