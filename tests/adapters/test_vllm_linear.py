@@ -28,15 +28,13 @@ MODELS = {
 # Blocks too few for the eight requests; those of Mamba-2's models have 32 tokens. One without attention needs as many
 # blocks for the last token as for the first, so that none of its requests is thrown out.
 BLOCKS = {"falcon_h1": 20, "nemotron_h": 20, "mamba2": 64}
+TIGHT = {"enable_prefix_caching": True, "max_num_batched_tokens": 48}
 DRAFTS = {"method": "custom_class", "model": "vllm_harness.Drafts", "num_speculative_tokens": 3}
 WITH_DRAFTS = {"enable_prefix_caching": False, "speculative_config": DRAFTS}
 
 Job = dict[str, Any]
 JOBS: dict[str, Job] = {
-    **{
-        name: {"model": name, "enable_prefix_caching": True, "num_gpu_blocks_override": BLOCKS.get(name, 30), "max_num_batched_tokens": 48}
-        for name in MODELS
-    },
+    **{name: {"model": name, **TIGHT, "num_gpu_blocks_override": BLOCKS.get(name, 30)} for name in MODELS},
     **{f"{name} reference": {"kind": "reference", "model": name} for name in MODELS},
     "without caching": {"model": "qwen3_next", "enable_prefix_caching": False},
     **{f"{name} with drafts": {"model": name, **WITH_DRAFTS} for name in ("qwen3_next", "falcon_h1", "lfm2")},

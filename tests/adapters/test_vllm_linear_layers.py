@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,9 +148,7 @@ def test_checkpoints(monkeypatch: pytest.MonkeyPatch, kind: str, drafts: int) ->
     it = Layer(kind, drafts=drafts)
     monkeypatch.setattr(linear, "is_conv_state_dim_first", lambda: False)
     names = ("request_rows", "checkpoint_offsets", "state_indices")
-    checkpoint = SimpleNamespace(
-        **{k: torch.tensor(x) for k, x in zip(names, ([0, 1], [0, 64], [9, 5]), strict=True)}
-    )
+    checkpoint = SimpleNamespace(**{k: torch.tensor(x) for k, x in zip(names, ([0, 1], [0, 64], [9, 5]), strict=True)})
     table = [[3] + [0] * drafts, [7] + [0] * drafts]
     step = step_of([(0, 40), (0, 150)], table, checkpoint=checkpoint)
     it.run(monkeypatch, step, torch.cat([it.x[1], it.x[0]]))
@@ -188,7 +185,7 @@ def test_drafts(monkeypatch: pytest.MonkeyPatch, kind: str, rows_first: bool) ->
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def own(monkeypatch: pytest.MonkeyPatch) -> list[logging.LogRecord]:
     """Has vLLM's code as it is without us, and gives what the plugin logs."""
     monkeypatch.setattr(registry, "_MAMBA_ATTN_OVERRIDES", {})
     for kind in layers.KINDS.values():
@@ -197,7 +194,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(owner, name, getattr(theirs, "__wrapped__", theirs))
     said: list[logging.LogRecord] = []
     monkeypatch.setattr(layers.logger, "handle", said.append)
-    yield said
+    return said
 
 
 def test_both_or_neither(own: Any) -> None:

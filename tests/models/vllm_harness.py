@@ -509,11 +509,9 @@ def run_jobs(jobs: dict[str, dict[str, Any]], folder: Path) -> Callable[[str], A
     """Runs jobs in a process of their own: gives a function that says what a job found."""
     file = folder / "results.json"
     command = [sys.executable, str(folder / "vllm_harness.py"), str(file)]
-    done = subprocess.run(
-        command,
-        **{"input": json.dumps(jobs), "env": environment(folder), "text": True},
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT},
-    )
+    given, env = json.dumps(jobs), environment(folder)
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    done = subprocess.run(command, input=given, env=env, text=True, stdout=pipe, stderr=both)
     found = json.loads(file.read_text()) if file.exists() else {}
     print(done.stdout)  # with a failure pytest shows it
 
@@ -530,8 +528,8 @@ def generated(result: Any, calls: list[str], processes: int = 1, least: int = 2 
     assert len(result["calls"]) == processes
     for counted in result["calls"]:
         assert sorted(counted) == calls and min(counted.values()) > least
-    first, again = result["tokens"]
-    assert first == again
+    first: list[list[int]] = result["tokens"][0]
+    assert first == result["tokens"][1]
     assert sum(len(set(tokens)) for tokens in first) > 3 * len(first)  # or attention has no say in them
     return first
 

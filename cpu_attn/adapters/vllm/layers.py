@@ -93,7 +93,7 @@ class Kind:
 
 def _attributes(layer: type) -> set[str]:
     """Gives the names that the constructors of a class and of its bases mention."""
-    constructors = (inspect.unwrap(c.__init__) for c in layer.__mro__ if "__init__" in vars(c))
+    constructors = (inspect.unwrap(vars(c)["__init__"]) for c in layer.__mro__ if "__init__" in vars(c))
     return {name for f in constructors if inspect.isfunction(f) for name in f.__code__.co_names}
 
 

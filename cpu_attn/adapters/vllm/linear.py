@@ -63,7 +63,7 @@ class Step:
         self.state_indices: Int32 = slots[rows, last]
         self.initial_state_indices: Int32 | None = slots[rows, self.offsets] if self.drafting.any() else None
         self.within = _within(checkpoint)
-        made = [(r, t + 1, int(slots[r, t])) for r in np.flatnonzero(self.drafting) for t in range(last[r])]
+        made = [(int(r), t + 1, int(slots[r, t])) for r in np.flatnonzero(self.drafting) for t in range(last[r])]
         self.checkpoints = _rows(sorted(made + self.within))
         self._plans: dict[Any, LinearAttentionMetadata] = Plans()
 
@@ -163,7 +163,7 @@ def convolve(step: Step, layer: Any, conv: Any, x: torch.Tensor, activation: str
     bias = None if conv.bias is None else conv.bias.detach()
     state, layout = layer.kv_cache[0], "CL" if is_conv_state_dim_first() else "LC"
     plan, wide = step.plan(x.dtype), state.shape[2 if layout == "CL" else 1] > weight.shape[1] - 1
-    options = {"activation": activation, "state_layout": layout}
+    options: dict[str, Any] = {"activation": activation, "state_layout": layout}
     if not wide:
         causal_conv1d(
             x, weight, bias, output, state, step.state_indices, plan, checkpoints=_rows(step.within), **options
