@@ -486,8 +486,9 @@ def run(
             outs = llm.embed(given, use_tqdm=False)
             return {"embeddings": [o.outputs.embedding for o in outs], "calls": llm.collective_rpc("counted")}
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-        both = [llm.generate(given, params, use_tqdm=False)]
         drafts = importlib.import_module("vllm_harness").Drafts  # vLLM's, this module may be a script
+        drafts.known = ()
+        both = [llm.generate(given, params, use_tqdm=False)]
         drafts.known = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in both[0]]
         both.append(llm.generate(given, params, use_tqdm=False))
         return {
