@@ -17,7 +17,7 @@ files = $(foreach name,$(1),$(wildcard tests/*/test_$(name).py))
 # Away from the sources, so that every process the tests start imports what is installed. Whole files to a process, for
 # what a file builds once. Threads that wait must not spin on cores that another process needs.
 TESTS = tests
-PYTEST = cd $(VENV) && OMP_WAIT_POLICY=passive bin/pytest -n auto --maxprocesses 4 --dist loadfile \
+PYTEST = cd $(VENV) && OMP_WAIT_POLICY=passive bin/pytest -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadfile \
 	-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(addprefix $(CURDIR)/,$(TESTS))
 # The tests marked slow, too, which PYTEST alone leaves out (pyproject.toml).
 WITH_SLOW = -m "not packaging and not integrations"

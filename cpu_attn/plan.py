@@ -271,19 +271,20 @@ def get_scheduler_metadata(
     shape.hadamard = _check.kv_cache_rotation(kv_cache_rotation)
     if block_table is not None or block_size is not None:
         shape.block_size = _check.table_block_size(block_table, block_size)
-    _check.ranks(cp_world_size, cp_rank, cp_kv_cache_interleave_size)
     _check.options(
         shape,
-        mm_prefix_clamp_sliding_window=mm_prefix_clamp_sliding_window,
-        max_selected_tokens=max_selected_tokens,
-        cp_world_size=cp_world_size,
-        cp_rank=cp_rank,
-        cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
-        query_block_size=query_block_size,
-        select_by_query_head=select_by_query_head,
-        attention_chunk_size=attention_chunk_size,
+        (
+            mm_prefix_clamp_sliding_window,
+            max_selected_tokens,
+            cp_world_size,
+            cp_rank,
+            cp_kv_cache_interleave_size,
+            query_block_size,
+            select_by_query_head,
+            attention_chunk_size,
+        ),
     )
-    if shape.attention_chunk_size and tree_mask is not None:
+    if tree_mask is not None and shape.attention_chunk_size:
         raise ValueError("tree_mask: does not go with attention_chunk_size")
     if block_nodes is not None:
         if not shape.block_size:

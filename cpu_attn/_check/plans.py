@@ -77,12 +77,14 @@ _OPTIONS = {row.name: row for row in PLAN.fields}
 _DEFAULTS = tuple(row.default for row in PLAN.fields)
 
 
-def options(shape: Any, **given: Any) -> None:
+def options(shape: Any, given: tuple[Any, ...]) -> None:
     """Checks the options of a plan that ca_shape holds, in the order of the table, and puts there those that are not
     the defaults, which it has. Its block_size is not 0 where the plan shares prefixes."""
-    if all(map(is_, given.values(), _DEFAULTS)):  # 0.3 us in place of 0.9
+    if all(map(is_, given, _DEFAULTS)):  # 0.2 us
         return
-    for name, x in given.items():
+    named = dict(zip(_OPTIONS, given, strict=True))
+    ranks(*(named[field] for field in Ranks._fields))
+    for name, x in named.items():
         row = _OPTIONS[name]
         if x is not row.default:
             setattr(shape, name, boolean(name, x) if row.type == "bool" else integer(name, x, row.least))

@@ -208,6 +208,17 @@ def test_pages_that_do_not_fit(shape: tuple[int, ...], head_size: int) -> None:
     assert (cache == before).all()
 
 
+def test_a_layer_whose_cache_moves() -> None:
+    """A layer keeps how its cache is split, for as long as that is the one that it is given."""
+    step = Step()
+    layer, spec = step.layer(), step.spec()
+    caches = [step.cache(spec) for _ in range(2)]
+    for token, cache in enumerate((caches[0], caches[1], caches[0])):
+        before = cache.clone()
+        layer.do_kv_cache_update(LAYER, step.keys[0], step.values[0], cache, torch.tensor([16 + token]))
+        assert not torch.equal(cache.view(torch.uint8), before.view(torch.uint8))
+
+
 def test_what_is_refused() -> None:
     step = Step()
     with pytest.raises(ValueError, match="kv_cache_dtype: 'nvfp4' is none of"):
