@@ -6,10 +6,7 @@ The engines run one after the other in a process of their own (vllm_harness.py),
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +18,7 @@ os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 pytest.importorskip("vllm")
 
 from ..models import gemma_texts, vllm_harness  # noqa: E402
+from ..models.vllm_harness import generated  # noqa: E402
 
 QUANTISED = ("fp8", "fp8_e5m2", "int8_per_token_head", "int4_per_token_head")
 GENERATE = {
@@ -71,34 +69,7 @@ JOBS: dict[str, Job] = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """What a job found."""
-    folder = tmp_path_factory.mktemp("vllm")
-    file = folder / "results.json"
-    command = [sys.executable, str(folder / "vllm_harness.py"), str(file)]
-    done = subprocess.run(
-        command,
-        **{"input": json.dumps(JOBS), "env": vllm_harness.environment(folder), "text": True},
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT},
-    )
-    found = json.loads(file.read_text()) if file.exists() else {}
-    print(done.stdout)  # with a failure pytest shows it
-
-    def result(name: str) -> Any:
-        assert name in found, f"the process of the engines ended with {done.returncode}"
-        return found[name]
-
-    return result
-
-
-def generated(result: Any, calls: list[str], processes: int = 1) -> list[list[int]]:
-    """Tokens, the same in the second round, of layers that all were ours."""
-    assert "error" not in result, result["error"]
-    assert len(result["calls"]) == processes
-    for counted in result["calls"]:
-        assert sorted(counted) == calls and min(counted.values()) > 2 * vllm_harness.NEW_TOKENS
-    first, again = result["tokens"]
-    assert first == again
-    assert sum(len(set(tokens)) for tokens in first) > 3 * len(first)  # or attention has no say in them
-    return first
+    return vllm_harness.run_jobs(JOBS, tmp_path_factory.mktemp("vllm"))
 
 
 @pytest.mark.parametrize("name", GENERATE)

@@ -12,6 +12,7 @@ import gc
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -37,6 +38,13 @@ MLA = {
 CHUNKED = {"attention_chunk_size": 32, "no_rope_layers": [1, 0], "intermediate_size_mlp": 128, "num_experts_per_tok": 1}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # of what positions do, a part goes into the scale of attention
+# Layers of linear attention before one of attention; states are smaller than a block of keys and values is, or vLLM
+# makes blocks larger.
+GATED = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{**LLAMA, "head_dim": 32, "layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4},
+}
+SSD = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_ssm": 128}
 # Others: AutoModelForCausalLM.
 AUTO = {"bert": "AutoModel", "whisper": "AutoModelForSpeechSeq2Seq", "gemma3": "AutoModelForImageTextToText"}
 RATE, MELS = 16000, 16  # a second of sound; Whisper hears 50 tokens in it
@@ -84,6 +92,24 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "gemma3_text", **LLAMA, "sliding_window": 24, "query_pre_attn_scalar": 16},
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "qwen3_next": {
+        **{"model_type": "qwen3_next", **GATED, "num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "partial_rotary_factor": 0.5},
+    },
+    "qwen3_5": {"model_type": "qwen3_5_text", **GATED},
+    "falcon_h1": {"model_type": "falcon_h1", **LLAMA, **SSD, "head_dim": 32, "mamba_chunk_size": 16},
+    "nemotron_h": {
+        **{"model_type": "nemotron_h", **LLAMA, "head_dim": 32, "layers_block_type": ["mamba", "attention"]},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 16},
+    },
+    "mamba2": {
+        **{"model_type": "mamba2", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": VOCAB, "num_heads": 8},
+        **{"head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 16},
+    },
+    "lfm2": {
+        **{"model_type": "lfm2", **LLAMA, "layer_types": ["conv", "full_attention"], "conv_dim": 64, "block_dim": 64},
+        **{"block_ff_dim": 128, "block_multiple_of": 8, "block_auto_adjust_ff_dim": False},
+    },
     "bert": {"model_type": "bert", **SMALL, "intermediate_size": 128, "max_position_embeddings": 128},
 }
 REAL = "gemma-3-270m"  # which has weights of its own, and reads texts
@@ -129,6 +155,14 @@ def register() -> None:
     def prepack(weight: Any, output: Any, isa: str) -> None:
         output.copy_(weight)
 
+    def reject(out: Any, ends: Any, drafts: Any, wanted: Any, more: Any, greedy: Any, most: int) -> None:
+        for r, end in enumerate(ends.tolist()):
+            start = int(ends[r - 1]) if r else 0
+            equal = (drafts[start:end] == wanted[start:end]).long().cumprod(0).sum()
+            out[r, : end - start] = torch.where(torch.arange(end - start) <= equal, wanted[start:end], -1)
+            if equal == end - start:
+                out[r, equal] = more.flatten()[r]
+
     def init_cpu_memory_env(nodes: list[int]) -> None:
         pass
 
@@ -141,6 +175,12 @@ def register() -> None:
             "Tensor(a!) slot_mapping, SymInt block_size) -> ()",
             slots,
         ),
+        (
+            "rejection_greedy_sample_kernel_impl(Tensor(a!) out, Tensor ends, Tensor drafts, Tensor wanted, "
+            "Tensor more, Tensor? greedy, SymInt most) -> ()",
+            reject,
+        ),
+        ("causal_conv1d_weight_pack(Tensor weight) -> Tensor", lambda weight: weight.clone()),
         ("prepack_moe_weight(Tensor weight, Tensor(a!) output, str isa) -> ()", prepack),
         (
             "cpu_fused_moe(Tensor(a!) output, Tensor input, Tensor w13, Tensor w2, Tensor? w13_bias, Tensor? w2_bias, "
@@ -155,8 +195,8 @@ def register() -> None:
 class Worker:
     """vLLM mixes it into its workers: which layers of ours ran in each process, and how often."""
 
-    def count(self) -> None:
-        from cpu_attn.vllm import Impl, MLAImpl
+    def count(self, disturbed: str = "") -> None:
+        from cpu_attn.vllm import Impl, MLAImpl, linear
 
         calls = Worker.calls = {}  # type: ignore[attr-defined]
         inner = getattr(Impl.forward, "inner", Impl.forward)
@@ -175,6 +215,23 @@ class Worker:
             note(self, "mla")
             return mqa(self, *args)
 
+        def noted(name: str) -> Any:
+            function = getattr(linear, name)
+            theirs = getattr(function, "inner", function)
+
+            def counts(step: Any, *args: Any, **kwargs: Any) -> Any:
+                calls[name] = calls.get(name, 0) + 1
+                if name == disturbed == "attend":
+                    args[4][step.state_indices] *= 1.5  # what earlier steps left
+                result = theirs(step, *args, **kwargs)
+                if name == disturbed == "convolve":
+                    result += result.roll(1, dims=1)
+                return result
+
+            counts.inner = theirs  # type: ignore[attr-defined]
+            return counts
+
+        linear.attend, linear.convolve = noted("attend"), noted("convolve")
         forward.inner, forward_mqa.inner = inner, mqa  # type: ignore[attr-defined]
         Impl.forward = forward  # type: ignore[method-assign, assignment]
         MLAImpl.forward_mqa = forward_mqa  # type: ignore[method-assign, assignment]
@@ -189,12 +246,15 @@ class Worker:
 
 
 def without_torchvision() -> None:
-    """vLLM's Gemma3 takes the name of an image processor, for its annotations, from a module that imports torchvision;
-    without that transformers has another one."""
+    """vLLM's Gemma3 and Qwen3.5 take names of image processors from modules that import torchvision; without that
+    transformers has others."""
     from transformers.models.gemma3 import image_processing_pil_gemma3 as there
 
     there.Gemma3ImageProcessor = there.Gemma3ImageProcessorPil
     sys.modules.setdefault("transformers.models.gemma3.image_processing_gemma3", there)
+    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
+
+    sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", pil)
 
 
 def save_model(name: str) -> Path:
@@ -374,8 +434,33 @@ def embedded(model: str) -> Any:
         return [loaded(torch.tensor([p])).last_hidden_state[0, 0].tolist() for p in prompts()]
 
 
-def run(model: str, new_tokens: int = NEW_TOKENS, texts: Sequence[str] = (), **options: Any) -> dict[str, Any]:
-    """One engine from start to end: all prompts at once, twice. texts: in place of the prompts that are made up."""
+class Drafts:
+    """vLLM's ``custom_class``: drafts of what is known to follow, every third of them wrong from its second token on;
+    of anything, where nothing is known."""
+
+    known: Sequence[list[int]] = ()
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.count = vllm_config.speculative_config.num_speculative_tokens
+
+    def load_model(self, model: Any) -> None:
+        pass
+
+    def propose(self, sampled: Any, lens: Any, tokens: Any, **_: Any) -> list[list[int]]:
+        found = []
+        for new, length, row in zip(sampled, lens.tolist(), tokens.tolist(), strict=False):
+            draft = next((text[length:] for text in Drafts.known if text[:length] == row[:length]), [1] * self.count)
+            if length % 3 == 0:
+                draft = [*draft[:1], *((t + 1) % VOCAB for t in draft[1:])]
+            found.append(draft[: self.count] if new else [])
+        return found
+
+
+def run(
+    model: str, new_tokens: int = NEW_TOKENS, texts: Sequence[str] = (), disturbed: str = "", **options: Any
+) -> dict[str, Any]:
+    """One engine from start to end: all prompts at once, twice. texts: in place of the prompts that are made up.
+    disturbed: a function of linear attention whose results are spoiled."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -395,13 +480,17 @@ def run(model: str, new_tokens: int = NEW_TOKENS, texts: Sequence[str] = (), **o
     }
     llm = LLM(model=str(save_model(model)), **settings)
     try:
-        llm.collective_rpc("count")
+        llm.collective_rpc("count", args=(disturbed,))
         given: Sequence[Any] = texts or vllm_inputs(model)
         if settings.get("runner") == "pooling":
             outs = llm.embed(given, use_tqdm=False)
             return {"embeddings": [o.outputs.embedding for o in outs], "calls": llm.collective_rpc("counted")}
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-        both = [llm.generate(given, params, use_tqdm=False) for _ in range(2)]
+        drafts = importlib.import_module("vllm_harness").Drafts  # vLLM's, this module may be a script
+        drafts.known = ()
+        both = [llm.generate(given, params, use_tqdm=False)]
+        drafts.known = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in both[0]]
+        both.append(llm.generate(given, params, use_tqdm=False))
         return {
             "tokens": [[list(o.outputs[0].token_ids) for o in outs] for outs in both],
             "cached": sum(o.num_cached_tokens or 0 for o in both[1]),
@@ -415,6 +504,35 @@ def run(model: str, new_tokens: int = NEW_TOKENS, texts: Sequence[str] = (), **o
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+def run_jobs(jobs: dict[str, dict[str, Any]], folder: Path) -> Callable[[str], Any]:
+    """Runs jobs in a process of their own: gives a function that says what a job found."""
+    file = folder / "results.json"
+    command = [sys.executable, str(folder / "vllm_harness.py"), str(file)]
+    given, env = json.dumps(jobs), environment(folder)
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    done = subprocess.run(command, input=given, env=env, text=True, stdout=pipe, stderr=both)
+    found = json.loads(file.read_text()) if file.exists() else {}
+    print(done.stdout)  # with a failure pytest shows it
+
+    def result(name: str) -> Any:
+        assert name in found, f"the process of the engines ended with {done.returncode}"
+        return found[name]
+
+    return result
+
+
+def generated(result: Any, calls: list[str], processes: int = 1, least: int = 2 * NEW_TOKENS) -> list[list[int]]:
+    """Tokens, the same in the second round, of layers that all were ours, and were called more than ``least`` times."""
+    assert "error" not in result, result["error"]
+    assert len(result["calls"]) == processes
+    for counted in result["calls"]:
+        assert sorted(counted) == calls and min(counted.values()) > least
+    first: list[list[int]] = result["tokens"][0]
+    assert first == result["tokens"][1]
+    assert sum(len(set(tokens)) for tokens in first) > 3 * len(first)  # or attention has no say in them
+    return first
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -14,6 +14,7 @@ from cpu_attn import __version__, _adapters
 
 BACKEND = "cpu_attn.vllm.Backend"
 MLA_BACKEND = "cpu_attn.vllm.MLABackend"
+LAYERS = "cpu_attn.vllm.layers:give"
 BALANCED, LOADER = "cpu_attn_balanced", "cpu_attn.vllm.balance.Loader"  # a --load-format
 # vLLM's CPU platform sets these fields of a VllmConfig to what its own MLA backend can do: whole prompts, none of them
 # found in the cache, and blocks of 16. Here they keep what the user asked for.
@@ -93,7 +94,9 @@ def register() -> None:
 
     register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
     _register_loader()
+    layers = pkgutil.resolve_name(LAYERS)()
     if not isinstance(current_platform, MLAPlatform):
         platform = type(current_platform)
         current_platform.__class__ = type(platform.__name__, (MLAPlatform, platform), {})
-    logger.info("cpu-attn %s runs the attention (CPU_ATTN_VLLM=0 turns it off)", __version__)
+    runs = ", ".join(["the attention", *layers])
+    logger.info("cpu-attn %s runs %s (CPU_ATTN_VLLM=0 turns it off)", __version__, runs)
