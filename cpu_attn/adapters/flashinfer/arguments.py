@@ -82,6 +82,7 @@ REFUSED = {
     "kv_cache_sf": _FP4,
     "o_sf_scale": _FP4,
     "o_sf_vec_size": _FP4,
+    "block_scale": _FP4,
     "o_scale": "outputs of 8 bits are not written",
     "output_scale": "outputs of 8 bits are not written",
     "skip_softmax": _SKIP,

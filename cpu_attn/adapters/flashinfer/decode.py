@@ -375,9 +375,10 @@ def fast_decode_plan(
     q_len_per_req: int = 1,
     global_override_indptr_cpu: Any = None,
 ) -> None:
-    """Plans a step, as :meth:`BatchDecodeWithPagedKVCacheWrapper.plan` of ``self`` does."""
-    self.plan(
-        *(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
+    """Plans a step, as :meth:`BatchDecodeWithPagedKVCacheWrapper.plan` does. Callers put it in the place of that method
+    of ``self``."""
+    BatchDecodeWithPagedKVCacheWrapper.plan(
+        *(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
         *(pos_encoding_mode, window_left, logits_soft_cap, q_data_type, kv_data_type, None, data_type),
         *(sm_scale, rope_scale, rope_theta),
         disable_split_kv=disable_split_kv,
