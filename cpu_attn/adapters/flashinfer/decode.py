@@ -181,7 +181,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             logits_soft_cap: None and 0 are off.
             q_data_type: of queries: float32, float16, bfloat16 or float8; None: ``data_type``, else float16.
             kv_data_type: of pages: that of queries, or float8; None: ``data_type``, else that of queries.
-            o_data_type: of the output: float32, float16 or bfloat16; None: that of queries, of float8 float16.
+            o_data_type: of the output: float32, float16, bfloat16 or float8; None: that of queries, of float8 float16.
             data_type: what the other two are where they are None.
             sm_scale: the factor of q.k; 1 / sqrt(D) unless said.
             rope_scale: what angles of ``ROPE_LLAMA`` are divided by; 1 unless said.
