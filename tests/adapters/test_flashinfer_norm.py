@@ -52,7 +52,9 @@ def test_norms(dtype: str, shape: tuple[int, ...]) -> None:
     y = rms64(x, weight)
     close(flashinfer.fused_rmsnorm_silu(x, weight), y / (1 + np.exp(-y)))
     centred = x.double().numpy() - x.double().numpy().mean(-1, keepdims=True)
-    want = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * weight.double().numpy() + beta.double().numpy()
+    want = (
+        centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * weight.double().numpy() + beta.double().numpy()
+    )
     if shape[-1] > 1:
         close(flashinfer.layernorm(x, weight, beta), want)
 
@@ -127,7 +129,9 @@ def test_rotations_into_eight_bits(kind: Any, latent: bool, interleave: bool) ->
     wanted = [rotated64(x, at, interleave) for x in given[:2]] + [x.double().numpy() for x in given[2:]]
     for x, want, factor in zip(found, wanted, [3.0, 0.25] * 2, strict=True):
         near(x, want * factor)
-    again = rope_quantize.mla_rope_quantize_fp8(*given, table(32), torch.tensor(at, **I32), quantize_dtype=kind, **options)
+    again = rope_quantize.mla_rope_quantize_fp8(
+        *given, table(32), torch.tensor(at, **I32), quantize_dtype=kind, **options
+    )
     assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(found, again, strict=True))
     few = rope_quantize.rope_quantize_fp8(*given[:2], None, None, table(32), torch.tensor(at))
     assert few[2].shape == (5, 4, 0) and few[3].shape == given[3][..., :0].shape
@@ -169,7 +173,7 @@ def test_rotations_into_pages(latent: bool, layout: str) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             run(*given, v, table(turn), torch.tensor(at), tuple(caches), *where, **options | change)
-    with pytest.raises(ValueError, match="^v: "):
+    with pytest.raises(ValueError, match=r"^v: "):
         run(*given, torch.randn(4, 2, 24) if latent else None, table(turn), torch.tensor(at), caches, *where, **options)
     with pytest.raises(ValueError, match=r"^pos_ids\[2\]: 100, outside 0..99"):
         rope_quantize.rope_quantize_fp8(*given, table(turn), torch.tensor([0, 0, 100, 0]))

@@ -376,12 +376,14 @@ def test_what_serving_engines_say_otherwise() -> None:
         assert out.dtype == kind and np.abs(out.double().numpy() - clipped).max() <= 0.6 * info.eps * info.max
     pool = pages.cache.flatten(0, 1)  # keys and values take turns
     both = torch.stack([2 * where[2], 2 * where[2] + 1], 1)
-    close(run(q, (pool, pool), WORKSPACE, both, *where[3:], 0.2, q_len_per_req=4, uses_shared_paged_kv_idx=False), plain)
+    close(
+        run(q, (pool, pool), WORKSPACE, both, *where[3:], 0.2, q_len_per_req=4, uses_shared_paged_kv_idx=False), plain
+    )
     swapped = (pages.cache.flip(1).flatten(0, 1),) * 2
     turn = both.flip(1).contiguous()
     close(run(q, swapped, WORKSPACE, turn, *where[3:], 0.2, q_len_per_req=4, uses_shared_paged_kv_idx=False), plain)
     both[0, 1, 0] += 1
-    with pytest.raises(NotImplementedError, match="^block_tables: values lie 1 to 2 pages behind"):
+    with pytest.raises(NotImplementedError, match=r"^block_tables: values lie 1 to 2 pages behind"):
         run(q, (pool, pool), WORKSPACE, both, *where[3:], 0.2, q_len_per_req=4, uses_shared_paged_kv_idx=False)
 
 

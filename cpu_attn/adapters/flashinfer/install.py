@@ -29,8 +29,7 @@ def _names(module: ModuleType) -> dict[str, Any]:
 
 
 _PARTS = {
-    m.__name__.rpartition(".")[2]: m
-    for m in (attention, cascade, decode, mla, norm, page, pod, prefill, rope, sparse)
+    m.__name__.rpartition(".")[2]: m for m in (attention, cascade, decode, mla, norm, page, pod, prefill, rope, sparse)
 }
 # These are only in modules, as in FlashInfer.
 _NOT_ABOVE = ("MLAPlanMetadata", "convert_bsr_mask_layout")

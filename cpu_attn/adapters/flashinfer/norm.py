@@ -191,9 +191,7 @@ def layernorm(input: Tensor, gemma: Tensor, beta: Tensor, eps: float = 1e-6) -> 
 
 
 @interface()
-def layernorm_quant(
-    out: Tensor, input: Tensor, gemma: Tensor, beta: Tensor, scale: Any, eps: float = 1e-6
-) -> None:
+def layernorm_quant(out: Tensor, input: Tensor, gemma: Tensor, beta: Tensor, scale: Any, eps: float = 1e-6) -> None:
     """Does what :func:`layernorm` does, divides by ``scale``, a number or a tensor of one, and writes float8. As in
     FlashInfer it is rounded to the dtype of ``input`` before the division."""
     x, gemma, beta = _given(input, gemma=gemma, beta=beta)

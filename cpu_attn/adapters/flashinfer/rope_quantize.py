@@ -58,9 +58,7 @@ class _States:
             plain_k.float(),
         ]
         factors = _factors(*scales) * 2
-        return {
-            name: to_fp8(x * factor, dtype) for name, x, factor in zip(self.named, found, factors, strict=True)
-        }
+        return {name: to_fp8(x * factor, dtype) for name, x, factor in zip(self.named, found, factors, strict=True)}
 
 
 def floats(name: str, x: Tensor) -> None:
@@ -210,26 +208,28 @@ def rope_quantize_fp8_append_paged_kv_cache(
     dtype, to = _outputs(states, quantize_dtype, **{f"{name}_out": x for name, x in given.items()})
     (v,) = optional(v=v)
     if (v is None) != states.latent:
-        raise ValueError(f"v: {'not beside' if states.latent else 'is None, expected values beside'} a k_rope of "
-                         f"{states.named['k_rope'].dim()} axes")  # fmt: skip
+        what = "is not for" if states.latent else "is None, expected values beside"
+        raise ValueError(f"v: {what} a k_rope of {states.named['k_rope'].dim()} axes")
     pages = [tensors(paged_kv_cache=x)[0] for x in _check.sequence("paged_kv_cache", paged_kv_cache)]
+    if len(pages) != 2:
+        raise ValueError(f"paged_kv_cache: {len(pages)} tensors, expected two")
+    first, second = pages
     size = _check.integer("page_size", page_size, 1)
     axis = 1 if states.latent or kv_layout == "NHD" else 2
     for x in pages:
         if x.dtype != dtype or x.dim() <= axis or x.shape[axis] != size:
             raise ValueError(f"paged_kv_cache: {x.dtype} {tuple(x.shape)}, expected {dtype} in pages of {size} tokens")
     found = states.rounded(cos_sin_cache, pos_ids, is_neox, (quant_scale_q, quant_scale_kv), dtype)
-    indptr = tensors(kv_indptr=kv_indptr)[0]
+    (indptr,) = tensors(kv_indptr=kv_indptr)
+    axes("kv_indptr", indptr, starts=None)
     last = indptr.new_zeros(max(0, len(indptr) - 1), dtype=torch.int32)
     where = (kv_indices, kv_indptr, last)
     if states.latent:
-        if len(pages) != 2:
-            raise ValueError(f"paged_kv_cache: {len(pages)} tensors, expected latents and rotated keys")
-        append_paged_mla_kv_cache(found["k_nope"], found["k_rope"], batch_indices, positions, *pages, *where)
+        append_paged_mla_kv_cache(found["k_nope"], found["k_rope"], batch_indices, positions, first, second, *where)
     else:
         floats("v", v)
         key = torch.cat([found["k_rope"].view(torch.uint8), found["k_nope"].view(torch.uint8)], -1).view(dtype)
         value = to_fp8(v.float() * _factors(quant_scale_q, quant_scale_kv)[1], dtype)
-        append_paged_kv_cache(key, value, batch_indices, positions, tuple(pages), *where, kv_layout)
+        append_paged_kv_cache(key, value, batch_indices, positions, (first, second), *where, kv_layout)
     a, b = _write(found, to, given)
     return a, b

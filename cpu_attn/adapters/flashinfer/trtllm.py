@@ -200,7 +200,7 @@ def trtllm_batch_decode_with_kv_cache(
     where, results = (block_tables, seq_lens), Results(out, lse, return_lse)
     if bmm1_scale_log2 is not None:
         bmm1_scale = factor("bmm1_scale_log2", bmm1_scale_log2) * math.log(2)
-    how = ((bmm1_scale, bmm2_scale), True, window_left, results, out_dtype, sinks, uses_shared_paged_kv_idx, mask)
+    how: Any = ((bmm1_scale, bmm2_scale), True, window_left, results, out_dtype, sinks, uses_shared_paged_kv_idx, mask)
     return _paged(query, kv_cache, kv_layout, starts, *where, *how)
 
 
@@ -242,7 +242,7 @@ def trtllm_batch_context_with_kv_cache(
     only."""
     starts = starts_of("cum_seq_lens_q", cum_seq_lens_q, _check.INT32_MAX)
     where, results = (block_tables, seq_lens), Results(out, lse, return_lse)
-    how = ((bmm1_scale, bmm2_scale), causal, window_left, results, out_dtype, sinks, uses_shared_paged_kv_idx)
+    how: Any = ((bmm1_scale, bmm2_scale), causal, window_left, results, out_dtype, sinks, uses_shared_paged_kv_idx)
     return _paged(query, kv_cache, kv_layout, starts, *where, *how)
 
 
@@ -285,8 +285,8 @@ def trtllm_ragged_attention_deepseek(
 
     ``query`` [T, Hq, D], ``key`` [nnz, Hkv, D] and ``value`` [nnz, Hkv, Dv] start where ``cum_seq_lens_q`` and
     ``cum_seq_lens_kv`` say, int32 [B + 1]. ``value`` may be float8 where ``key`` is not, and is copied then. The output
-    has the dtype of ``out``, else of the queries; of float8 it is bfloat16. ``o_sf_scale`` is not looked at. Other arguments and errors are those of
-    ``trtllm_batch_context_with_kv_cache``.
+    has the dtype of ``out``, else of the queries; of float8 it is bfloat16. ``o_sf_scale`` is not looked at. Other
+    arguments and errors are those of ``trtllm_batch_context_with_kv_cache``.
     """
     query, key, value = tensors(query=query, key=key, value=value)
     axes("query", query, T=None, num_heads=None, head_dim=None)
