@@ -41,6 +41,7 @@ _FLASHINFER: dict[str, tuple[str, ...]] = {
 _FLASHINFER |= {
     "flashinfer.attention": ("flashinfer/attention/_core.py",),
     "flashinfer.mla": tuple(f"flashinfer/{file}" for file in _MLA),
+    "flashinfer.norm": ("flashinfer/norm/__init__.py",),
     "flashinfer.quantization": ("flashinfer/quantization/packbits.py",),
 }
 _FLASH_ATTN: dict[str, tuple[str, ...]] = {

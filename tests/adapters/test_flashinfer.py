@@ -231,7 +231,7 @@ def test_what_is_refused() -> None:
         ({"paged_kv_cache": pages.cache.bfloat16()}, TypeError, "^paged_kv_cache: dtype bfloat16, expected float32"),
         ({"kv_cache_sf": q}, NotImplementedError, "^kv_cache_sf: expected None; caches of 4 bits"),
         ({"v_scale": math.nan}, ValueError, "^v_scale: nan"),
-        ({"q_len_per_req": 2}, ValueError, "^q_len_per_req: 2, plan.. has 2 tokens of 2 sequences"),
+        ({"q_len_per_req": 2}, ValueError, "^q: axis 0 is 2, expected T = 4: 2 sequences, q_len_per_req = 2"),
         ({"k_scale": "2"}, TypeError, "^k_scale: expected a number"),
         ({"window_left": -3}, ValueError, "^window_left: -3 is outside"),
         ({"sinks": torch.zeros(3)}, ValueError, "^sinks: axis 0 is 3"),

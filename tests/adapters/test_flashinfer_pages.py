@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -295,6 +296,16 @@ def test_other_ways_to_plan() -> None:
     wrapper.begin_forward(*pages.where, 4, 2, 64, 16, "NONE", 9)
     close(wrapper.run(q, pages.cache), narrow)
     close(wrapper.run(q, pages.cache, window_left=-1), want)
+    wrapper.plan = functools.partial(flashinfer.fast_decode_plan, wrapper)  # as serving engines do
+    wrapper.plan(*pages.where, 4, 2, 64, 16, window_left=9)
+    close(wrapper.run(q, pages.cache), narrow)
+    q = queries([3] * len(LENS), 4, 64, torch.float16)
+    close(wrapper.run(q, pages.cache, q_len_per_req=3), wanted(q, [3] * len(LENS), *keys_of(pages), left=9)[0])
+    wrapper.plan(*pages.where, 4, 2, 64, 16, q_len_per_req=2)
+    with pytest.raises(ValueError, match=r"^q_len_per_req: 3, plan\(\) was given 2"):
+        wrapper.run(q, pages.cache, q_len_per_req=3)
+    with pytest.raises(ValueError, match=r"^q: axis 0 is 18, expected T = 12: 6 sequences, q_len_per_req = 2"):
+        wrapper.run(q, pages.cache)
 
 
 def test_a_plan_keeps_what_it_was_given() -> None:

@@ -341,10 +341,63 @@ def test_calls_of_serving_engines(stored: Any, layout: str) -> None:
         out = prefill.trtllm_batch_context_with_kv_cache(*where, indptr(Q_LENS), indptr(LENS), **more)
         assert out.dtype == torch.float32
         close(out.bfloat16(), wanted(q, Q_LENS, keys, values, scale=0.2, causal=causal)[0])
-    with pytest.raises(NotImplementedError, match=r"^uses_shared_paged_kv_idx: expected True; K and V"):
-        decoding.trtllm_batch_decode_with_kv_cache(*where[:4], lens, 300, uses_shared_paged_kv_idx=False)
     with pytest.raises(TypeError, match=r"^seq_lens: dtype torch.int64, expected torch.int32"):
         decoding.trtllm_batch_decode_with_kv_cache(*where[:4], lens.long(), 300)
+
+
+def test_what_serving_engines_say_otherwise() -> None:
+    """A tree of drafts; the factor in base 2; outputs of float8; tables of keys and of values in one tensor."""
+    lens, run = [40, 4, 133], decoding.trtllm_batch_decode_with_kv_cache
+    pages = Pages(lens, 16, "HND", "bfloat16", 2, 64)
+    (keys, values), q = keys_of(pages), queries([4] * 3, dtype=torch.bfloat16)
+    where = (pages.cache, WORKSPACE, table_of(pages), torch.tensor(lens, **I32), 133)
+    seen = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
+    words = torch.tensor([1, 3, 5, 13], **I32).view(torch.uint16).reshape(1, 4, 2).expand(3, 4, 2)
+    masks = [torch.cat([torch.ones(4, n - 4, dtype=torch.bool), seen], 1) for n in lens]
+    want = wanted(q, [4] * 3, keys, values, scale=0.2, mask=masks)[0]
+    log2 = torch.tensor([0.2 / math.log(2)])
+    close(run(q, *where, 7.0, bmm1_scale_log2=log2, mask=words, q_len_per_req=4, o_scale=3.0), want)
+    flat = words.reshape(12, 2).contiguous().view(torch.uint32)
+    starts = indptr([4] * 3)
+    close(run(q, *where, 0.2, mask=flat, cum_seq_lens_q=starts, skip_softmax_threshold_scale_factor=1.0), want)
+    for bad, kind, text in (
+        (words[:, :3], ValueError, "^mask: axis 1 is 3, expected q_len = 4"),
+        (words.int(), TypeError, "^mask: dtype torch.int32"),
+        (words[..., :0], ValueError, "^mask: 0 words of 16 bits"),
+    ):
+        with pytest.raises(kind, match=text):
+            run(q, *where, 0.2, mask=bad, q_len_per_req=4)
+
+    plain = wanted(q, [4] * 3, keys, values, scale=0.2)[0]
+    for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
+        out = run(q, *where, 0.2, 1000.0, out_dtype=kind, q_len_per_req=4)
+        info = torch.finfo(kind)
+        clipped = np.clip(plain * 1000, -info.max, info.max)
+        assert out.dtype == kind and np.abs(out.double().numpy() - clipped).max() <= 0.6 * info.eps * info.max
+    pool = pages.cache.flatten(0, 1)  # keys and values take turns
+    both = torch.stack([2 * where[2], 2 * where[2] + 1], 1)
+    close(
+        run(q, (pool, pool), WORKSPACE, both, *where[3:], 0.2, q_len_per_req=4, uses_shared_paged_kv_idx=False), plain
+    )
+    swapped = (pages.cache.flip(1).flatten(0, 1),) * 2
+    turn = both.flip(1).contiguous()
+    close(run(q, swapped, WORKSPACE, turn, *where[3:], 0.2, q_len_per_req=4, uses_shared_paged_kv_idx=False), plain)
+    both[0, 1, 0] += 1
+    with pytest.raises(NotImplementedError, match=r"^block_tables: values lie 1 to 2 pages behind"):
+        run(q, (pool, pool), WORKSPACE, both, *where[3:], 0.2, q_len_per_req=4, uses_shared_paged_kv_idx=False)
+
+
+def test_packed_values_of_eight_bits() -> None:
+    lens = [70, 33]
+    q, k, v = queries(lens, 4, 64, torch.bfloat16), torch.randn(103, 4, 64), torch.randn(103, 4, 64)
+    k, v = k.bfloat16(), v.to(torch.float8_e4m3fn)
+    where = (WORKSPACE, torch.tensor(lens, **I32), 70, 70, 0.1, 2.0, -1.0, 2, -1)
+    rest = (indptr(lens), indptr(lens), None, True, False)
+    for q_, k_ in ((q, k), (q.to(v.dtype), k.to(v.dtype))):
+        out = prefill.trtllm_ragged_attention_deepseek(q_, k_, v, *where, *rest)
+        parts = [2.0 * x for x in v.double().split(lens)]
+        assert out.dtype == torch.bfloat16
+        close(out, wanted(q_.double(), lens, k_.double().split(lens), parts, scale=0.1)[0])
 
 
 def test_packed_heads_of_deepseek() -> None:

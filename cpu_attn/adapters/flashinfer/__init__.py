@@ -29,6 +29,17 @@ from cpu_attn.flashinfer.decode import (  # noqa: E402
 from cpu_attn.flashinfer.gdn import chunk_gated_delta_rule  # noqa: E402
 from cpu_attn.flashinfer.install import install  # noqa: E402
 from cpu_attn.flashinfer.mla import BatchMLAPagedAttentionWrapper  # noqa: E402
+from cpu_attn.flashinfer.norm import (  # noqa: E402
+    fused_add_rmsnorm,
+    fused_add_rmsnorm_quant,
+    fused_rmsnorm_silu,
+    gemma_fused_add_rmsnorm,
+    gemma_rmsnorm,
+    layernorm,
+    layernorm_quant,
+    rmsnorm,
+    rmsnorm_quant,
+)
 from cpu_attn.flashinfer.page import (  # noqa: E402
     append_paged_kv_cache,
     append_paged_mla_kv_cache,
@@ -86,13 +97,22 @@ __all__ = [
     "apply_rope_with_cos_sin_cache_inplace",
     "chunk_gated_delta_rule",
     "fast_decode_plan",
+    "fused_add_rmsnorm",
+    "fused_add_rmsnorm_quant",
+    "fused_rmsnorm_silu",
+    "gemma_fused_add_rmsnorm",
+    "gemma_rmsnorm",
     "get_batch_indices_positions",
     "get_seq_lens",
     "install",
+    "layernorm",
+    "layernorm_quant",
     "merge_state",
     "merge_state_in_place",
     "merge_states",
     "packbits",
+    "rmsnorm",
+    "rmsnorm_quant",
     "segment_packbits",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",

@@ -16,6 +16,7 @@ from cpu_attn.torch.entry import RefusedError, Run, entry
 
 _SCRATCH = "calls have scratch of their own"
 _LENGTHS = "lengths are read from where sequences start"
+_SKIP = "no key that a mask leaves is skipped, so that results are exact"
 _BITS = "results always have the same bits"
 IGNORED = {
     "float_workspace_buffer": _SCRATCH,
@@ -71,22 +72,22 @@ IGNORED = {
     "scale_mode": "`run` has the scales",
     "kv_scale_format": "it is for packed caches of one GPU",
     "use_cp": "threads share the work of a call",
+    "skip_softmax": _SKIP,
+    "skip_softmax_threshold_scale_factor": _SKIP,
+    "uses_spcompress": _SKIP,
     "_cp_chunk_len": "threads share the work of a call",
     "max_seqlen": _LENGTHS,
 }
 _FP4 = "caches of 4 bits with scales of blocks are a format of GPUs"
-_SKIP = "no key that a mask leaves is skipped"
 _CAKE = "it is for kernels of one GPU"
 REFUSED = {
     "jit_args": "no kernel is compiled at run time",
     "kv_cache_sf": _FP4,
     "o_sf_scale": _FP4,
     "o_sf_vec_size": _FP4,
-    "o_scale": "outputs of 8 bits are not written",
-    "output_scale": "outputs of 8 bits are not written",
-    "skip_softmax": _SKIP,
-    "skip_softmax_threshold_scale_factor": _SKIP,
-    "uses_spcompress": _SKIP,
+    "block_scale": _FP4,
+    "o_scale": "`v_scale` is the factor of the output",
+    "output_scale": "outputs of latent attention are not of 8 bits",
     "sage_attn_sfs": "queries and keys of 8 bits with scales of blocks are a format of GPUs",
     "num_elts_per_sage_attn_blk": "queries and keys of 8 bits with scales of blocks are a format of GPUs",
     "window_right": "windows end at the query's own key",
@@ -95,7 +96,6 @@ REFUSED = {
     "o_indptr": "outputs lie as queries do",
     "mask": "the query tokens of a sequence are its last ones, causal",
     "uses_shared_paged_kv_idx": "K and V of a page have one index",
-    "bmm1_scale_log2": "`bmm1_scale` is the factor",
     "enable_block_sparse_attention": "`BlockSparseAttentionWrapper` selects blocks",
     "causal_seqlens_kv_global": "`cpu_attn.get_scheduler_metadata(cp_world_size=...)` plans ranks that share keys",
     "cp_world": "`cpu_attn.get_scheduler_metadata(cp_world_size=...)` plans ranks that share keys",

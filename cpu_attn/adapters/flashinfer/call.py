@@ -4,8 +4,9 @@ queries, keys and values, and the call itself.
 
 Of everything that these functions compute:
 
-- Queries are float32, float16 or bfloat16, or float8, which is converted exactly to the dtype of the output. Keys and
-  values have the dtype of the queries, or are float8.
+- Queries are float32, float16 or bfloat16, or float8, which is converted exactly to the dtype of the output, or to
+  float16 if that is float8, too. Keys and values have the dtype of the queries, or are float8.
+- An output of float8 is rounded from float32, once; what is too large becomes the largest number.
 - With ALIBI, slope * (key's position - query's position) is added to the logits, behind logits_soft_cap. Slopes are
   those of the ALiBi paper, a geometric sequence, with every second one of a sequence twice as dense where the number of
   heads is no power of 2.
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from cpu_attn import _check, ops
 from cpu_attn.flashinfer.arguments import choice
+from cpu_attn.flashinfer.norm import to_fp8
 from cpu_attn.flashinfer.rope import frequencies, rotated
 from cpu_attn.plan import SchedulerMetadata, get_scheduler_metadata
 from cpu_attn.torch.entry import axes, optional, tensors
@@ -163,8 +165,9 @@ class Sequences:
         self.q_dtype = dtype_of("q_data_type", dtypes[0])
         self.kv_dtype = self.q_dtype if dtypes[1] is None else dtype_of("kv_data_type", dtypes[1])
         default = self.q_dtype if self.q_dtype in _FLOATS else torch.float16
-        self.o_dtype = default if dtypes[2] is None else dtype_of("o_data_type", dtypes[2], *_FLOATS)
-        self.dtype = self.q_dtype if self.q_dtype in _FLOATS else self.o_dtype  # of the products
+        self.o_dtype = default if dtypes[2] is None else dtype_of("o_data_type", dtypes[2])
+        wide = self.o_dtype if self.o_dtype in _FLOATS else torch.float16
+        self.dtype = self.q_dtype if self.q_dtype in _FLOATS else wide  # of the products
         if self.kv_dtype not in _FP8 and self.kv_dtype != self.dtype:
             names = [str(x).removeprefix("torch.") for x in (self.kv_dtype, self.dtype, *_FP8)]
             raise ValueError(
@@ -172,6 +175,12 @@ class Sequences:
                 f"or {', '.join(names[2:])}"
             )
         self._plans: dict[Any, SchedulerMetadata] = {}
+
+    def with_starts(self, starts: Any) -> Sequences:
+        """Gives the same sequences with other query tokens."""
+        sizes, dtypes = (self.head_size, self.head_size_v), (self.q_dtype, self.kv_dtype, self.o_dtype)
+        heads = (self.num_heads, self.num_kv_heads)
+        return Sequences(starts.astype(np.int32), self.lens, heads, sizes, dtypes, self.split)
 
     @property
     def num_tokens(self) -> int:
@@ -331,7 +340,7 @@ class Results:
 
     def end(self, out: Tensor, lse: Tensor | None) -> Any:
         if out is not self._out:
-            self._out.copy_(out)
+            self._out.copy_(to_fp8(out, self._out.dtype) if self._out.dtype in _FP8 else out)
         if lse is None:
             return self.out
         lse = lse * self._factor

@@ -103,6 +103,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         NotImplementedError: ``jit_args`` is given.
     """
 
+    _q_len = 1
+    _by_q_len: dict[int, Sequences]
+
     @interface()
     def __init__(
         self,
@@ -178,7 +181,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             logits_soft_cap: None and 0 are off.
             q_data_type: of queries: float32, float16, bfloat16 or float8; None: ``data_type``, else float16.
             kv_data_type: of pages: that of queries, or float8; None: ``data_type``, else that of queries.
-            o_data_type: of the output: float32, float16 or bfloat16; None: that of queries, of float8 float16.
+            o_data_type: of the output: float32, float16, bfloat16 or float8; None: that of queries, of float8 float16.
             data_type: what the other two are where they are None.
             sm_scale: the factor of q.k; 1 / sqrt(D) unless said.
             rope_scale: what angles of ``ROPE_LLAMA`` are divided by; 1 unless said.
@@ -200,7 +203,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         q_data_type = (data_type or "float16") if q_data_type is None else q_data_type
         kv_data_type = data_type if kv_data_type is None else kv_data_type
         num_reqs = len(int32("last_page_len", last_page_len))
-        starts = np.arange(num_reqs + 1) * _check.integer("q_len_per_req", q_len_per_req, 1)
+        size = _check.integer("q_len_per_req", q_len_per_req, 1)
+        starts = np.arange(num_reqs + 1) * size
         where = (indptr, indices, last_page_len)
         lens, table, page_size = self._pages(*where, page_size, seq_lens, block_tables, num_reqs + 1)
         logits = logits_of(sm_scale, True, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta)
@@ -208,6 +212,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         split = not _check.boolean("disable_split_kv", disable_split_kv)
         step = Sequences(starts.astype(np.int32), lens, heads, (head_dim, None), dtypes, split)
         self._plan_pages(step, table, page_size, logits)
+        self._q_len, self._by_q_len = size, {}
         self._keep(*where)
 
     begin_forward = plan
@@ -246,7 +251,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             enable_pdl: not looked at.
             window_left: in place of that of :meth:`plan`, or None.
             sinks: float32 [Hq], or None: logits without a value, which lse includes.
-            q_len_per_req: what :meth:`plan` was given, or None.
+            q_len_per_req: what :meth:`plan` was given, or None; in place of its 1 any number.
             skip_softmax_threshold_scale_factor: None.
             kv_cache_sf: None.
 
@@ -259,15 +264,26 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             RuntimeError: there is no plan yet.
             NotImplementedError: an argument asks for what is not here.
         """
-        step = self._ready()
-        if q_len_per_req is not None:
-            size = _check.integer("q_len_per_req", q_len_per_req, 1)
-            if size * len(step.lens) != step.num_tokens:
-                raise ValueError(
-                    f"q_len_per_req: {size}, plan() has {step.num_tokens} tokens of {len(step.lens)} sequences"
-                )
+        step = self._step_of(q, q_len_per_req)
         factors, results = step.factors(q_scale, k_scale, v_scale), Results(out, lse, return_lse)
-        return self._run_pages(q, paged_kv_cache, factors, results, window_left, sinks)
+        return self._run_pages(q, paged_kv_cache, factors, results, window_left, sinks, step=step)
+
+    def _step_of(self, q: Any, q_len_per_req: Any) -> Sequences:
+        """Gives the step of the plan, or, where that has one token of each sequence, that of so many."""
+        step, planned = self._ready(), self._q_len
+        size = planned if q_len_per_req is None else _check.integer("q_len_per_req", q_len_per_req, 1)
+        if size != planned and planned > 1:
+            raise ValueError(f"q_len_per_req: {size}, plan() was given {planned}")
+        num_tokens = size * len(step.lens)
+        if isinstance(q, Tensor) and q.dim() == 3 and len(q) != num_tokens:
+            raise ValueError(
+                f"q: axis 0 is {len(q)}, expected T = {num_tokens}: {len(step.lens)} sequences, q_len_per_req = {size}"
+            )
+        if size == planned:
+            return step
+        if size not in self._by_q_len:
+            self._by_q_len[size] = step.with_starts(np.arange(len(step.lens) + 1) * size)
+        return self._by_q_len[size]
 
     run_return_lse = partialmethod(run, return_lse=True)
 
@@ -375,9 +391,10 @@ def fast_decode_plan(
     q_len_per_req: int = 1,
     global_override_indptr_cpu: Any = None,
 ) -> None:
-    """Plans a step, as :meth:`BatchDecodeWithPagedKVCacheWrapper.plan` of ``self`` does."""
-    self.plan(
-        *(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
+    """Plans a step, as :meth:`BatchDecodeWithPagedKVCacheWrapper.plan` does. Callers put it in the place of that method
+    of ``self``."""
+    BatchDecodeWithPagedKVCacheWrapper.plan(
+        *(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size),
         *(pos_encoding_mode, window_left, logits_soft_cap, q_data_type, kv_data_type, None, data_type),
         *(sm_scale, rope_scale, rope_theta),
         disable_split_kv=disable_split_kv,

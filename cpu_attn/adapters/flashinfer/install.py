@@ -6,7 +6,21 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from cpu_attn.flashinfer import attention, cascade, decode, gdn, mla, page, pod, prefill, quantization, rope, sparse
+from cpu_attn.flashinfer import (
+    attention,
+    cascade,
+    decode,
+    gdn,
+    mla,
+    norm,
+    page,
+    pod,
+    prefill,
+    quantization,
+    rope,
+    rope_quantize,
+    sparse,
+)
 from cpu_attn.torch.entry import stand_in
 
 
@@ -14,7 +28,9 @@ def _names(module: ModuleType) -> dict[str, Any]:
     return {name: getattr(module, name) for name in module.__all__}
 
 
-_PARTS = {m.__name__.rpartition(".")[2]: m for m in (attention, cascade, decode, mla, page, pod, prefill, rope, sparse)}
+_PARTS = {
+    m.__name__.rpartition(".")[2]: m for m in (attention, cascade, decode, mla, norm, page, pod, prefill, rope, sparse)
+}
 # These are only in modules, as in FlashInfer.
 _NOT_ABOVE = ("MLAPlanMetadata", "convert_bsr_mask_layout")
 _GDN = _names(gdn)
@@ -27,6 +43,7 @@ _ABOVE = _PREFILL | {
 }
 MODULES: dict[str, dict[str, Any]] = {"flashinfer": _ABOVE}
 MODULES |= {f"flashinfer.{name}": _names(module) for name, module in _PARTS.items()}
+MODULES["flashinfer.rope"] |= _names(rope_quantize)
 MODULES["flashinfer.quantization"] = _names(quantization)
 MODULES |= {"flashinfer.gdn_prefill": _PREFILL, "flashinfer.gdn_decode": _GDN}
 __version__ = "0.7.2"  # the release that these functions are like; callers ask flashinfer for it
@@ -35,8 +52,8 @@ __version__ = "0.7.2"  # the release that these functions are like; callers ask 
 def install() -> None:
     """Makes ``import flashinfer`` find these, in this process. It may be called again.
 
-    Importable are then flashinfer and its modules attention, cascade, decode, gdn_decode, gdn_prefill, mla, page, pod,
-    prefill, quantization, rope and sparse.
+    Importable are then flashinfer and its modules attention, cascade, decode, gdn_decode, gdn_prefill, mla, norm, page,
+    pod, prefill, quantization, rope and sparse.
 
     Raises:
         RuntimeError: another flashinfer is imported, or could be.

@@ -62,6 +62,8 @@ def item_bias(prefix_len_ptr: Any, token_pos_in_items_ptr: Any, row_len: Any, q_
         _integers("token_pos_in_items_ptr", token_pos_in_items_ptr),
     )
     row_len = _check.integer("token_pos_in_items_len", row_len, 0) or (len(places) if len(lens) == 1 else 0)
+    if len(lens) == 1 and len(places) < row_len:  # one sequence needs no padding
+        places = np.pad(places, (0, row_len - len(places)))
     for name, x, size in (
         ("prefix_len_ptr", prefix, len(lens)),
         ("token_pos_in_items_ptr", places, len(lens) * row_len),
@@ -81,11 +83,44 @@ def item_bias(prefix_len_ptr: Any, token_pos_in_items_ptr: Any, row_len: Any, q_
     return _bias(seen, q_lens, lens)
 
 
+def draft_bias(mask: Any, starts: Int32, lens: Int32) -> Any:
+    """Gives the bias of masks among the query tokens of sequences, their last tokens, or None where mask is. They see
+    all keys before them. mask: [B, q_len, words] or, one sequence after another, [T, words] of uint16 or uint32: bit i
+    of a row, lowest first, says whether its token sees token i of the query tokens of its sequence."""
+    (mask,) = optional(mask=mask)
+    if mask is None:
+        return None
+    q_lens = np.diff(starts)
+    if mask.dim() == 3:
+        sizes = {"batch_size": len(lens), "q_len": int(q_lens.max(initial=0)), "words": None}
+        axes("mask", mask, **sizes)
+        for b in np.flatnonzero(q_lens != mask.shape[1]):
+            raise ValueError(f"mask: {mask.shape[1]} rows, sequence {b} has {q_lens[b]} query tokens")
+    else:
+        axes("mask", mask, T=int(starts[-1]), words=None)
+    if mask.dtype not in (torch.uint16, torch.uint32):
+        raise TypeError(f"mask: dtype {mask.dtype}, expected torch.uint16 or torch.uint32")
+    most, bits = int(q_lens.max(initial=0)), 8 * mask.dtype.itemsize
+    if mask.shape[-1] * bits < most:
+        raise ValueError(f"mask: {mask.shape[-1]} words of {bits} bits, sequences have {most} query tokens")
+    rows = np.ascontiguousarray(mask.reshape(int(starts[-1]), mask.shape[-1]).numpy()).view(np.uint8)
+    flat = torch.from_numpy(np.unpackbits(rows, axis=-1, bitorder="little")).bool()
+    seen = []
+    for first, rows_of, keys in zip(starts[:-1].tolist(), q_lens.tolist(), lens.tolist(), strict=True):
+        if keys < rows_of:
+            raise ValueError(f"seq_lens: {keys} keys, the sequence has {rows_of} query tokens")
+        own = torch.ones(rows_of, keys, dtype=torch.bool)
+        own[:, keys - rows_of :] = flat[first : first + rows_of, :rows_of]
+        seen.append(own)
+    return _bias(seen, q_lens, lens)
+
+
 def _integers(name: str, x: Any) -> np.ndarray[Any, Any]:
     """Gives a tensor of any integers, as int64."""
     if x is None:
         raise ValueError(f"{name}: is None, prefix_len_ptr is not")
     (x,) = optional(**{name: x})
+    x = x.reshape(1) if x.dim() == 0 else x  # of one sequence
     axes(name, x, numbers=None)
     if x.is_floating_point() or x.dtype == torch.bool:
         raise TypeError(f"{name}: dtype {x.dtype}, expected integers")

@@ -13,7 +13,7 @@ from cpu_attn import _check, ops
 from cpu_attn.flashinfer.arguments import interface, layout_of
 from cpu_attn.flashinfer.wrapper import pair_of
 from cpu_attn.torch.entry import axes, optional, tensors
-from cpu_attn.torch.packed import int32, starts_of
+from cpu_attn.torch.packed import int32, narrowed, starts_of
 
 __all__ = [
     "append_paged_kv_cache",
@@ -28,8 +28,8 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     """Says how many tokens sequences have in their pages.
 
     Args:
-        kv_indptr: int32 [B + 1], where the pages of each sequence start.
-        kv_last_page_len: int32 [B], tokens of each sequence's last page.
+        kv_indptr: int32 or int64 [B + 1], where the pages of each sequence start.
+        kv_last_page_len: int32 or int64 [B], tokens of each sequence's last page.
         page_size: tokens of a page.
 
     Returns:
@@ -39,8 +39,8 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
         ValueError: a shape or a number is out of range.
         TypeError: an argument is no tensor, or has another dtype.
     """
-    starts = int32("kv_indptr", kv_indptr)
-    last = int32("kv_last_page_len", kv_last_page_len, len(starts) - 1)
+    starts = int32("kv_indptr", narrowed(kv_indptr))
+    last = int32("kv_last_page_len", narrowed(kv_last_page_len), len(starts) - 1)
     pages = np.maximum(np.diff(starts).astype(np.int64) - 1, 0)
     full = pages * _check.integer("page_size", page_size, 1)
     lens = np.where(np.diff(starts) > 0, full + last, 0)
@@ -58,7 +58,7 @@ def get_batch_indices_positions(
     """Says of new tokens which sequence they belong to, and at which position of it they are: its last ones.
 
     Args:
-        append_indptr: int32 [B + 1], where the new tokens of each sequence start.
+        append_indptr: int32 or int64 [B + 1], where the new tokens of each sequence start.
         seq_lens: int32 or int64 [B], how many tokens each sequence has with them.
         nnz: how many new tokens there are. Those past the last sequence get -1 and 0.
         batch_indices: int32 [nnz] to write to, or None.
@@ -72,7 +72,7 @@ def get_batch_indices_positions(
         TypeError: an argument is no tensor, or has another dtype.
     """
     nnz = _check.integer("nnz", nnz, 0)
-    starts = starts_of("append_indptr", append_indptr, nnz).astype(np.int64)
+    starts = starts_of("append_indptr", narrowed(append_indptr), nnz).astype(np.int64)
     lens = _check.integers("seq_lens", seq_lens, np.int64)
     if len(lens) != len(starts) - 1:
         raise ValueError(f"seq_lens: {len(lens)} numbers, append_indptr has {len(starts) - 1} sequences")
@@ -99,11 +99,11 @@ def _slots(
     """Gives the slots of new tokens, int64 [T]; -1 where batch_indices is negative. sizes: how many pages there are,
     and the tokens of each."""
     num_pages, page_size = sizes
-    found = int32("kv_indices", indices)
-    starts = starts_of("kv_indptr", indptr, len(found))
-    int32("kv_last_page_len", last_page_len, len(starts) - 1)
-    owner = int32("batch_indices", batch_indices, num_tokens).astype(np.int64)
-    place = int32("positions", positions, num_tokens).astype(np.int64)
+    found = int32("kv_indices", narrowed(indices))
+    starts = starts_of("kv_indptr", narrowed(indptr), len(found))
+    int32("kv_last_page_len", narrowed(last_page_len), len(starts) - 1)
+    owner = int32("batch_indices", narrowed(batch_indices), num_tokens).astype(np.int64)
+    place = int32("positions", narrowed(positions), num_tokens).astype(np.int64)
     for t in np.flatnonzero(owner >= len(starts) - 1):
         raise ValueError(f"batch_indices[{t}]: {owner[t]}, kv_indptr has {len(starts) - 1} sequences")
     kept = np.flatnonzero(owner >= 0)
@@ -136,12 +136,12 @@ def append_paged_kv_cache(
     Args:
         append_key: [T, Hkv, D] of the dtype of the pages.
         append_value: [T, Hkv, Dv] likewise.
-        batch_indices: int32 [T], the sequence of each token; a token of a negative one is skipped.
-        positions: int32 [T], its position there.
+        batch_indices: int32 or int64 [T], the sequence of each token; a token of a negative one is skipped.
+        positions: int32 or int64 [T], its position there.
         paged_kv_cache: (keys, values) in ``kv_layout``, or one tensor [N, 2, ...] of both, written.
-        kv_indices: int32, the pages of one sequence after another.
-        kv_indptr: int32 [B + 1], where the pages of each sequence start.
-        kv_last_page_len: int32 [B]; only its shape counts.
+        kv_indices: int32 or int64, the pages of one sequence after another.
+        kv_indptr: int32 or int64 [B + 1], where the pages of each sequence start.
+        kv_last_page_len: int32 or int64 [B]; only its shape counts.
         kv_layout: ``NHD`` [N, page_size, Hkv, D] or ``HND`` [N, Hkv, page_size, D].
 
     Raises:
@@ -186,13 +186,13 @@ def append_paged_mla_kv_cache(
     Args:
         append_ckv: [T, L] of the dtype of the pages.
         append_kpe: [T, P] likewise.
-        batch_indices: int32 [T], the sequence of each token; a token of a negative one is skipped.
-        positions: int32 [T], its position there.
+        batch_indices: int32 or int64 [T], the sequence of each token; a token of a negative one is skipped.
+        positions: int32 or int64 [T], its position there.
         ckv_cache: [N, page_size, L], written, or None.
         kpe_cache: [N, page_size, P], written, or None. Both may be parts of one tensor [N, page_size, L + P].
-        kv_indices: int32, the pages of one sequence after another.
-        kv_indptr: int32 [B + 1], where the pages of each sequence start.
-        kv_last_page_len: int32 [B]; only its shape counts.
+        kv_indices: int32 or int64, the pages of one sequence after another.
+        kv_indptr: int32 or int64 [B + 1], where the pages of each sequence start.
+        kv_last_page_len: int32 or int64 [B]; only its shape counts.
 
     Raises:
         ValueError: a shape, a position or a page is out of range. Nothing has been written then.

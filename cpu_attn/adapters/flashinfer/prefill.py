@@ -64,7 +64,7 @@ def single_prefill_with_kv_cache(
         scale_q: float32 [Hq], or None: factors of the logits of each query head.
         scale_k: float32 [Hkv], or None: factors of the logits of each kv head.
         scale_v: float32 [Hkv], or None: factors of the output of each kv head.
-        o_dtype: of the output: float32, float16 or bfloat16; None: that of ``q``, of float8 float16.
+        o_dtype: of the output: float32, float16, bfloat16 or float8; None: that of ``q``, of float8 float16.
         custom_mask: bool [qo_len, kv_len], or flattened, or None: which keys tokens see, in place of ``causal``. Values
             that only it hides must be finite.
         packed_custom_mask: uint8, in place of it: the bits of the flattened mask, lowest first.

@@ -17,7 +17,7 @@ from torch import Tensor
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import interface
 from cpu_attn.torch.entry import axes, tensors
-from cpu_attn.torch.packed import starts_of
+from cpu_attn.torch.packed import narrowed, starts_of
 
 __all__ = [
     "apply_llama31_rope",
@@ -76,7 +76,7 @@ def _states(q: Any, k: Any) -> list[Tensor]:
 
 def _positions(indptr: Any, offsets: Any, num_tokens: int) -> Tensor:
     """Gives the position of each token: its place in its sequence, after offsets [B]."""
-    starts = starts_of("indptr", indptr, num_tokens)
+    starts = starts_of("indptr", narrowed(indptr), num_tokens)
     if starts[-1] != num_tokens:
         raise ValueError(f"indptr[{len(starts) - 1}]: {starts[-1]}, expected {num_tokens}, the tokens of q")
     first = _check.integers("offsets", offsets, np.int64)
@@ -139,7 +139,7 @@ def apply_rope(
     Args:
         q: [nnz, Hq, D] of float32, float16 or bfloat16.
         k: [nnz, Hkv, D].
-        indptr: int32 [B + 1], where each sequence starts; the last number is nnz.
+        indptr: int32 or int64 [B + 1], where each sequence starts; the last number is nnz.
         offsets: int32 or int64 [B], the position of each sequence's first token.
         rotary_dim: how many dimensions turn, from the first on; None: all.
         interleave: whether dimension 2 i turns with 2 i + 1, else i turns with i + rotary_dim / 2.
@@ -279,17 +279,25 @@ def apply_llama31_rope_pos_ids_inplace(
     _write((q, k), _apply(q, k, (pos_ids,), rotary_dim, interleave, kind))
 
 
-def _by_cache(positions: Any, query: Any, key: Any, head_size: Any, cache: Any, is_neox: Any) -> list[Tensor]:
-    query, key, cache = tensors(query=query, key=key, cos_sin_cache=cache)
-    head_size = _check.integer("head_size", head_size, 1)
+def cos_and_sin(cache: Any, positions: Any, num_tokens: int, head_dim: int, name: str) -> tuple[Tensor, Tensor]:
+    """Gives the rows of a table, float32 [max_seq_len, rotary_dim], at positions [num_tokens], which are called
+    ``name``: cosines and sines [num_tokens, rotary_dim / 2]."""
+    (cache,) = tensors(cos_sin_cache=cache)
     axes("cos_sin_cache", cache, max_seq_len=None, rotary_dim=None)
     if cache.dtype != torch.float32:
         raise ValueError(f"cos_sin_cache: dtype {cache.dtype}, expected torch.float32")
-    places = _pos_ids(positions, len(query))
+    places = _pos_ids(positions, num_tokens)
     for i in torch.nonzero((places < 0) | (places >= len(cache))).flatten().tolist():
-        raise ValueError(f"positions[{i}]: {places[i]}, outside 0..{len(cache) - 1}, the rows of cos_sin_cache")
-    _dims(cache.shape[1], head_size)
+        raise ValueError(f"{name}[{i}]: {places[i]}, outside 0..{len(cache) - 1}, the rows of cos_sin_cache")
+    _dims(cache.shape[1], head_dim)
     cos, sin = cache[places].chunk(2, -1)
+    return cos, sin
+
+
+def _by_cache(positions: Any, query: Any, key: Any, head_size: Any, cache: Any, is_neox: Any) -> list[Tensor]:
+    query, key = tensors(query=query, key=key)
+    head_size = _check.integer("head_size", head_size, 1)
+    cos, sin = cos_and_sin(cache, positions, len(query), head_size, "positions")
     found = []
     for name, x in (("query", query), ("key", key)):
         if x.dim() != 2 or len(x) != len(query) or x.shape[1] % head_size:

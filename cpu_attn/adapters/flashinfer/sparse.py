@@ -120,7 +120,7 @@ class BlockSparseAttentionWrapper(Wrapper):
             rope_theta: the base of its frequencies; 10000 unless said.
             q_data_type: of queries: float32, float16, bfloat16 or float8.
             kv_data_type: of keys and values: that of queries, or float8; None: that of queries.
-            o_data_type: of the output: float32, float16 or bfloat16; None: that of queries.
+            o_data_type: of the output: float32, float16, bfloat16 or float8; None: that of queries.
             q_scale: float32 [Hq], or a number, or None: factors of the logits.
             k_scale: float32 [Hkv], or a number, or None: factors of the logits.
             v_scale: float32 [Hkv], or a number, or None: factors of the output.

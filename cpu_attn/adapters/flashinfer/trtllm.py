@@ -7,6 +7,7 @@ bmm1_scale is the whole factor of the logits, 1 / sqrt(D) in it, and bmm2_scale 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import interface, items, layout_of
-from cpu_attn.flashinfer.call import Results, Sequences, logits_of
+from cpu_attn.flashinfer.call import Results, Sequences, fp8_name, logits_of
+from cpu_attn.flashinfer.masks import draft_bias
 from cpu_attn.flashinfer.wrapper import check_lens, pair_of, tables
-from cpu_attn.torch.entry import axes, optional, tensors
+from cpu_attn.torch.entry import RefusedError, axes, optional, tensors
 from cpu_attn.torch.packed import Int32, packed, starts_of
 
 __all__ = [
@@ -50,6 +52,28 @@ def sinks_of(name: str, sinks: Any) -> Any:
     return items(name, sinks, 1)[0] if isinstance(sinks, (list, tuple)) else sinks
 
 
+def _two(block_tables: Any) -> list[Tensor]:
+    """Gives the tables of keys and of values in [B, 2, M]."""
+    (x,) = tensors(block_tables=block_tables)
+    axes("block_tables", x, batch_size=None, two=2, pages=None)
+    return [*x.unbind(1)]
+
+
+def _apart(key: Tensor, value: Tensor, keys: Int32, values: Int32, counts: Int32) -> tuple[Tensor, Tensor, Int32]:
+    """Gives keys and values without the first pages, so that those of a page have one index, the lower one, and the
+    table of that. counts: how many pages of each sequence count."""
+    needed = np.arange(keys.shape[1]) < counts[:, None]
+    distances = np.unique(values[needed].astype(np.int64) - keys[needed])
+    if len(distances) > 1:
+        raise RefusedError(
+            f"block_tables: values lie {distances[0]} to {distances[-1]} pages behind their keys, expected one distance"
+        )
+    distance = int(distances[0]) if len(distances) else 0
+    key, value = key[max(0, -distance) :], value[max(0, distance) :]
+    shared = min(len(key), len(value))
+    return key[:shared], value[:shared], np.minimum(keys, values)
+
+
 def _paged(
     query: Any,
     kv_cache: Any,
@@ -63,6 +87,8 @@ def _paged(
     results: Results,
     out_dtype: Any,
     sinks: Any,
+    uses_shared_paged_kv_idx: Any,
+    mask: Any = None,
 ) -> Any:
     """Attends over pages with the last tokens of each sequence."""
     layout = layout_of(layout)
@@ -72,19 +98,26 @@ def _paged(
         kv_cache = (kv_cache[:, 0], kv_cache[:, 0])
     key, value = pair_of(kv_cache, layout, None)
     size, heads = (key.shape[1], key.shape[2]) if layout == "NHD" else (key.shape[2], key.shape[1])
-    table = tables("block_tables", block_tables, len(starts) - 1)
+    one = _check.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx)
+    table, *others = [
+        tables("block_tables", x, len(starts) - 1) for x in ([block_tables] if one else _two(block_tables))
+    ]
     lens = check_lens("seq_lens", seq_lens, table, size)
+    for other in others:
+        key, value, table = _apart(key, value, table, other, -(-lens // size))
     (out,) = optional(out=results.out)
-    o_dtype = out.dtype if out is not None and out_dtype is None else out_dtype
+    o_dtype = out_dtype if out_dtype is not None else query.dtype if out is None else out.dtype
     dtypes, sizes = (query.dtype, key.dtype, o_dtype), (query.shape[2], value.shape[3])
     step = Sequences(starts, lens, (query.shape[1], heads), sizes, dtypes)
+    bias = draft_bias(mask, starts, lens)
+    causal = _check.boolean("causal", causal) and bias is None
     logits = logits_of(factor("bmm1_scale", scales[0]), causal, window_left, None)
     factors = step.factors(None, None, factor("bmm2_scale", scales[1]))
     parts = [(0, len(lens), key, value, table)]
-    return step.attend(query, layout, parts, logits, factors, results, sinks=sinks_of("sinks", sinks))
+    return step.attend(query, layout, parts, logits, factors, results, bias, sinks_of("sinks", sinks))
 
 
-@interface(**_NAMES)
+@interface({"mask", "o_scale", "uses_shared_paged_kv_idx"}, **_NAMES)
 def trtllm_batch_decode_with_kv_cache(
     query: Tensor,
     kv_cache: Any,
@@ -129,18 +162,25 @@ def trtllm_batch_decode_with_kv_cache(
         query: [T, Hq, D].
         kv_cache: (keys, values) in ``kv_layout``, or one tensor [N, 2, ...] of both, or [N, 1, ...] of keys that are
             the values, too.
-        block_tables: int32 [B, M], the pages of each sequence.
+        block_tables: int32 [B, M], the pages of each sequence; or [B, 2, M], those of keys and of values, which lie one
+            distance apart.
         seq_lens: int32 [B], how many keys each has.
         bmm1_scale: the factor of q.k, with those of queries and keys in it.
+        bmm1_scale_log2: float32, one number, or None: in place of ``bmm1_scale``, which is it * ln(2).
         bmm2_scale: the factor of the output.
         window_left: how many keys before its own a query sees; -1: all.
         out: [T, Hq, Dv] to write to, or None.
-        out_dtype: of the output: float32, float16 or bfloat16; None: that of ``out``, else of the queries.
+        out_dtype: of the output: float32, float16, bfloat16 or float8; None: that of ``out``, else of the queries.
+        o_scale: not looked at: as in FlashInfer, callers have divided ``bmm2_scale`` by it.
+        mask: uint16 or uint32 [B, q_len, words] or [T, words], or None: which query tokens of its sequence each of them
+            sees, in place of causal, lowest bit first. It is a bias of B * the most query tokens * the most keys
+            numbers.
         sinks: float32 [Hq], or a list of it, or None.
         kv_layout: ``HND`` or ``NHD``.
         q_len_per_req: query tokens of each sequence.
         cum_seq_lens_q: int32 [B + 1], or None: where the query tokens of each sequence start, in place of
             ``q_len_per_req``.
+        uses_shared_paged_kv_idx: whether ``block_tables`` has two axes, else three.
         lse: float32 [T, Hq] to write to, or None.
         return_lse: whether to return (out, lse).
 
@@ -158,11 +198,13 @@ def trtllm_batch_decode_with_kv_cache(
     else:
         starts = starts_of("cum_seq_lens_q", cum_seq_lens_q, _check.INT32_MAX)
     where, results = (block_tables, seq_lens), Results(out, lse, return_lse)
-    scales = (bmm1_scale, bmm2_scale)
-    return _paged(query, kv_cache, kv_layout, starts, *where, scales, True, window_left, results, out_dtype, sinks)
+    if bmm1_scale_log2 is not None:
+        bmm1_scale = factor("bmm1_scale_log2", bmm1_scale_log2) * math.log(2)
+    how: Any = ((bmm1_scale, bmm2_scale), True, window_left, results, out_dtype, sinks, uses_shared_paged_kv_idx, mask)
+    return _paged(query, kv_cache, kv_layout, starts, *where, *how)
 
 
-@interface(**_NAMES)
+@interface({"uses_shared_paged_kv_idx"}, **_NAMES)
 def trtllm_batch_context_with_kv_cache(
     query: Tensor,
     kv_cache: Any,
@@ -200,8 +242,8 @@ def trtllm_batch_context_with_kv_cache(
     only."""
     starts = starts_of("cum_seq_lens_q", cum_seq_lens_q, _check.INT32_MAX)
     where, results = (block_tables, seq_lens), Results(out, lse, return_lse)
-    scales = (bmm1_scale, bmm2_scale)
-    return _paged(query, kv_cache, kv_layout, starts, *where, scales, causal, window_left, results, out_dtype, sinks)
+    how: Any = ((bmm1_scale, bmm2_scale), causal, window_left, results, out_dtype, sinks, uses_shared_paged_kv_idx)
+    return _paged(query, kv_cache, kv_layout, starts, *where, *how)
 
 
 @interface(
@@ -242,8 +284,9 @@ def trtllm_ragged_attention_deepseek(
     """Attends over keys that lie packed, one sequence after another, with head sizes of their own for keys and values.
 
     ``query`` [T, Hq, D], ``key`` [nnz, Hkv, D] and ``value`` [nnz, Hkv, Dv] start where ``cum_seq_lens_q`` and
-    ``cum_seq_lens_kv`` say, int32 [B + 1]. ``o_sf_scale`` is not looked at. Other arguments and errors are those of
-    ``trtllm_batch_context_with_kv_cache``.
+    ``cum_seq_lens_kv`` say, int32 [B + 1]. ``value`` may be float8 where ``key`` is not, and is copied then. The output
+    has the dtype of ``out``, else of the queries; of float8 it is bfloat16. ``o_sf_scale`` is not looked at. Other
+    arguments and errors are those of ``trtllm_batch_context_with_kv_cache``.
     """
     query, key, value = tensors(query=query, key=key, value=value)
     axes("query", query, T=None, num_heads=None, head_dim=None)
@@ -252,7 +295,11 @@ def trtllm_ragged_attention_deepseek(
     starts = starts_of("cum_seq_lens_q", cum_seq_lens_q, _check.INT32_MAX)
     kv_starts = starts_of("cum_seq_lens_kv", cum_seq_lens_kv, len(key), len(starts))
     (to,) = optional(out=out)
-    dtypes, sizes = (query.dtype, key.dtype, None if to is None else to.dtype), (query.shape[2], value.shape[2])
+    fp8 = query.dtype.itemsize == 1
+    o_dtype = to.dtype if to is not None else torch.bfloat16 if fp8 else query.dtype
+    dtypes, sizes = (query.dtype, key.dtype, o_dtype), (query.shape[2], value.shape[2])
+    if fp8_name(value.dtype) and not fp8_name(key.dtype):
+        value = value.to(key.dtype)
     step = Sequences(starts, np.diff(kv_starts), (query.shape[1], key.shape[1]), sizes, dtypes)
     logits = logits_of(factor("bmm1_scale", bmm1_scale), is_causal, window_left, None)
     factors = step.factors(None, None, factor("bmm2_scale", bmm2_scale))

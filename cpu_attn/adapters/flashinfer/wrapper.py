@@ -174,8 +174,10 @@ class PagedWrapper(Wrapper):
         window_left: Any = None,
         sinks: Any = None,
         scale: Any = None,
+        step: Sequences | None = None,
     ) -> Any:
-        step, logits = self._ready(), self._logits
+        """step: in place of that of the plan, which has the same sequences."""
+        step, logits = step or self._ready(), self._logits
         if window_left is not None:
             logits = replace(logits, window_left=_check.integer("window_left", window_left, -1))
         if scale is not None:

@@ -37,6 +37,14 @@ def int32(name: str, x: Any, size: int | None = None) -> Int32:
     return _arrays.view(name, x).numpy()
 
 
+def narrowed(x: Any) -> Any:
+    """Gives a tensor of int64 as int32, for arguments that may be either. What does not fit becomes the nearest number,
+    which checks of a range then refuse."""
+    if isinstance(x, torch.Tensor) and x.dtype == torch.int64 and x.device.type == "cpu":
+        return x.clamp(-_check.INT32_MAX, _check.INT32_MAX).to(torch.int32)
+    return x
+
+
 def starts_of(name: str, x: Any, num_tokens: int, size: int | None = None) -> Int32:
     """Checks where requests start, ascending from 0 to at most num_tokens."""
     starts = _check.rising(name, int32(name, x, size))
