@@ -61,6 +61,7 @@ NoFreeBlocksError = serving.NoFreeBlocksError
 Step = serving.Step
 StoredCache = storage.StoredCache
 balance = rotation.balance
+error_feedback = rotation.error_feedback
 convert = storage.convert
 get_index_cache_shape = sparse.get_index_cache_shape
 index_and_cache = sparse.index_and_cache

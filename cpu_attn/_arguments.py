@@ -394,9 +394,17 @@ WRITE = Call(
             "head of which one element is not finite comes back as NaN throughout.",
             "none",
         ),
+        Array(
+            *("k_feedback", FLOAT32, ("num_kv_heads", "head_size", "head_size")),
+            "For keys of integers: what channel j of a key loses in rounding, times ``k_feedback[h, j, d]``, is taken "
+            "from each later channel d before that is rounded. Entries without d > j are ignored. Of "
+            ":func:`cpu_attn.rotation.error_feedback`; docs/reference/cache_memory.md has the formula.",
+            (OPTIONAL,),
+        ),
     ),
 )
 
+_k_feedback = WRITE.rows[-1]
 _at_k_and_v = WRITE.rows[:5]  # key, value, key_cache, value_cache, slot_mapping
 
 ROTARY = Call(
@@ -417,6 +425,7 @@ ROTARY = Call(
         Array("positions", INT64, ("T",), "Rows of ``cos_sin_cache``."),
         Array("q_weight", FLOAT32_OR_OWN, ("head_size",), "Of the norm of queries.", (OPTIONAL,)),
         Array("k_weight", FLOAT32_OR_OWN, ("head_size",), "Of the norm of keys.", (OPTIONAL,)),
+        _k_feedback,
     ),
 )
 

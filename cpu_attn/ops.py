@@ -115,6 +115,7 @@ def reshape_and_cache(
     *,
     kv_cache_layout: str = "packed",
     kv_cache_rotation: str = "none",
+    k_feedback: Any = None,
 ) -> None:
     """Writes the keys and values of a step's tokens into their slots of a paged cache.
 
@@ -139,7 +140,7 @@ def reshape_and_cache(
         >>> float(value_cache.sum())  # 2 tokens of 2 heads of 64 ones
         256.0
     """
-    arrays = (key_cache, value_cache, key, value, slot_mapping)
+    arrays = (key_cache, value_cache, key, value, slot_mapping, k_feedback)
     form = cache_format(isa, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
     run_write(lib.ca_write, _check.WRITE, arrays, form, k_scale, v_scale)
 
@@ -148,6 +149,8 @@ def run_write(
     call: Any, names: Sequence[str], arrays: tuple[Any, ...], form: CacheFormat, k_scale: Any, v_scale: Any, *more: Any
 ) -> None:
     """Runs a call that writes a cache. more: what C takes of this call alone, behind what every write has."""
+    if names[-1] == "k_feedback" and arrays[-1] is not None:
+        _check.feeds_back("k_feedback", form.kinds[0])
     run_by_names(call, names, arrays, form, form.rotated, *_check.scales(k_scale, v_scale, form.kinds), *more)
 
 

@@ -34,6 +34,7 @@ def rotary_reshape_and_cache(
     query_out: Written | None = None,
     kv_cache_layout: str = "packed",
     kv_cache_rotation: str = "none",
+    k_feedback: Any = None,
 ) -> Written:
     """Norms and rotates queries and keys, and writes keys and values into their slots, in one pass.
 
@@ -66,6 +67,7 @@ def rotary_reshape_and_cache(
         query_out: [T, Hq, D] to write the queries to, or None. It is ``query`` itself or memory apart from all inputs.
         kv_cache_layout: as in :func:`reshape_and_cache`.
         kv_cache_rotation: as in :func:`reshape_and_cache`. The queries that are returned do not have it.
+        k_feedback: as in :func:`reshape_and_cache`.
 
     Returns:
         ``query_out`` where given, else ``query``.
@@ -92,7 +94,7 @@ def rotary_reshape_and_cache(
     """
     out = query if query_out is None else query_out
     turns = (cos_sin_cache, positions, q_weight, k_weight)
-    arrays = (key_cache, value_cache, out, key, value, slot_mapping, query, *turns)
+    arrays = (key_cache, value_cache, out, key, value, slot_mapping, query, *turns, k_feedback)
     names = _IN_PLACE if out is query else _check.ROTARY
     form = cache_format(isa, kv_cache_dtype, kv_cache_layout, kv_cache_rotation)
     how = (_check.boolean("is_neox", is_neox), _check.number("eps", eps, 0.0))

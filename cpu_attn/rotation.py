@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module helps quantised caches: it rotates heads in NumPy, and finds factors that make queries and keys alike."""
+"""This module helps quantised caches: it rotates heads in NumPy, finds factors that make queries and keys alike, and
+those by which errors of rounding keys are fed back."""
 
 from __future__ import annotations
 
@@ -121,3 +122,49 @@ def balance(query: Any, key: Any, rot_dim: int | None = None, is_neox: bool = Tr
     with np.errstate(divide="ignore", invalid="ignore"):
         factors = np.sqrt(sizes[1] / sizes[0])
     return np.where(np.isfinite(factors) & (factors > 0), factors, 1).astype(np.float32)  # 1: a side that is all 0
+
+
+def error_feedback(weights: Any, kv_cache_rotation: str = "hadamard") -> NDArray[np.float32]:
+    """Finds the factors by which a write feeds the errors of rounding a key's channels back into its later channels.
+
+    What q.k loses is q.e, e being the error of the key as it is stored, and its mean square over queries is e H e^T,
+    where H is the second moment of the queries, rotated like the keys. With H = M S M^T, where M is upper triangular
+    with ones on its diagonal and S is diagonal, that is the sum of S_d (e M)_d^2. Where each error of rounding is fed
+    back by its row of M's inverse, (e M)_d is what rounding channel d loses by itself, however much was lost before.
+
+    Args:
+        weights: [Hkv, D] of floats, not negative: the mean square of each channel in the queries, before the rotation
+            of the cache; the mean of both channels of a rotary pair is steadier. Of a balanced model (:func:`balance`)
+            that of the keys will do.
+        kv_cache_rotation: of the cache, as in :func:`cpu_attn.reshape_and_cache`; what it says of K counts.
+
+    Returns:
+        float32 [Hkv, D, D], ``k_feedback`` of :func:`cpu_attn.reshape_and_cache`: at [h, j, d], d > j, what a number of
+        channel d loses for each unit by which channel j of the key was rounded down, and 0 elsewhere. Without rotation
+        H is diagonal and all of it is 0. A hundredth of the mean weight is added to each weight.
+
+    Raises:
+        ValueError: ``weights`` is not [Hkv, D], a weight is negative or not finite, or a name is unknown.
+        TypeError: an argument is no array or no name, or has another dtype.
+
+    Maths: GPTQ, arXiv:2210.17323; LDLQ of QuIP, arXiv:2307.13304; in float64.
+
+    Example:
+        >>> import numpy as np
+        >>> from cpu_attn.rotation import error_feedback
+        >>> error_feedback(np.array([[3.0, 1.0]])).round(3).tolist()  # errors of both channels count by their product
+        [[[0.0, 0.495], [0.0, 0.0]]]
+    """
+    sigma = _check.sizes("weights", weights)
+    if sigma.ndim != 2:
+        raise ValueError(f"weights: {sigma.ndim} axes, expected 2: [Hkv, D]")
+    n = sigma.shape[-1]
+    turns = rotate(np.eye(n)) if _check.kv_cache_rotation(kv_cache_rotation) & 1 else np.eye(n)
+    most = sigma.max(-1, keepdims=True)
+    sigma = np.divide(sigma, most, where=most > 0, out=np.ones_like(sigma))  # a head that counts nothing is all alike
+    sigma += 0.01 * sigma.mean(-1, keepdims=True)
+    inverse = np.einsum("di,hd,dj->hij", turns, 1 / sigma, turns)
+    factor = np.linalg.cholesky(inverse).swapaxes(-1, -2)
+    factor /= np.diagonal(factor, axis1=-2, axis2=-1)[..., None]
+    factors: NDArray[np.float32] = np.triu(factor, 1).astype(np.float32)
+    return factors

@@ -17,7 +17,7 @@ from gguf import GGUFReader, dequantize
 from numpy.typing import NDArray
 
 from cpu_attn import PagedKVCache, SchedulerMetadata, rotary_reshape_and_cache
-from cpu_attn.rotation import balance
+from cpu_attn.rotation import balance, error_feedback
 from cpu_attn.serving import BlockManager, Step
 
 Array = NDArray[np.float32]
@@ -103,6 +103,7 @@ class Decoder:
             w["ffn_gate_up"] = np.concatenate([w.pop("ffn_gate"), w.pop("ffn_up")])
         self.head_size: int = len(self.layers[0]["attn_qkv"]) // (self.num_heads + 2 * self.num_kv_heads)
         self.queries: list[Array] | None = None  # of each layer, where somebody wants to see them
+        self.feedback: list[Array] | None = None  # of each layer, for keys of integers (balanced)
 
     def config(self, name: str) -> Any:
         return self.fields[f"{self.fields['general.architecture']}.{name}"]
@@ -121,13 +122,15 @@ class Decoder:
     def caches(self, num_blocks: int) -> list[PagedKVCache]:
         """A cache for each layer, with room for num_blocks * BLOCK_SIZE tokens."""
         sizes = (num_blocks, BLOCK_SIZE, self.num_kv_heads, self.head_size)
+        feeds = self.feedback and self.kv_cache_dtype.startswith("int") and self.kv_cache_rotation == "hadamard"
         return [
             PagedKVCache(
                 *(*sizes, self.dtype, self.isa),
                 kv_cache_dtype=self.kv_cache_dtype,
                 kv_cache_rotation=self.kv_cache_rotation,
+                k_feedback=table,
             )
-            for _ in range(self.num_layers)
+            for table in (self.feedback if feeds else [None] * self.num_layers)
         ]
 
     def attend(
@@ -151,6 +154,7 @@ class Decoder:
             v_scale=cache.v_scale,
             kv_cache_dtype=cache.kv_cache_dtype,
             kv_cache_rotation=cache.kv_cache_rotation,
+            k_feedback=cache.k_feedback,
         )
         if self.queries is not None:
             self.queries.append(query.astype(np.float32))
@@ -158,7 +162,8 @@ class Decoder:
 
     def balanced(self, tokens: int = 61) -> Any:
         """The same model with keys that quantise better: queries times, and keys over, the factors that
-        cpu_attn.rotation.balance finds for the sizes that their channels have over random tokens."""
+        cpu_attn.rotation.balance finds for the sizes that their channels have over random tokens. Rotated caches of
+        integers feed errors back by these sizes."""
         probe = copy.copy(self)
         probe.dtype, probe.kv_cache_dtype, probe.kv_cache_rotation, probe.queries = "float32", "auto", "none", []
         vocabulary = len(self.weights["token_embd"])
@@ -168,10 +173,15 @@ class Decoder:
         step = manager.step([("probe", tokens)])
         probe.forward(ids, step, list(manager.caches), [0])
         model = copy.copy(self)
-        model.layers = []
+        model.layers, model.feedback = [], []
         for w, query, cache in zip(self.layers, probe.queries, manager.caches, strict=True):
             query = query.reshape(tokens, self.num_kv_heads, -1, self.head_size)
             key, _ = cache.gather(step.block_table[0], tokens)
             sizes = np.sqrt(np.square(query).mean((0, 2))), np.sqrt(np.square(key).mean(0))
-            model.layers.append(self.scaled(w, balance(*sizes, is_neox=self.is_neox)))
+            factors = balance(*sizes, is_neox=self.is_neox)
+            model.layers.append(self.scaled(w, factors))
+            squares = np.square(sizes[0] * factors)
+            pairs = squares.reshape(self.num_kv_heads, *((2, -1) if self.is_neox else (-1, 2)))
+            pairs[...] = pairs.mean(1 if self.is_neox else 2, keepdims=True)
+            model.feedback.append(error_feedback(squares))
         return model

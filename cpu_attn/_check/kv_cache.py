@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpu_attn._arrays import Array, describe
 from cpu_attn._check.arrays import FLOATS, array, disjoint
@@ -106,6 +107,25 @@ def scales(k_scale: Any, v_scale: Any, kvs: Sequence[str]) -> tuple[float, float
             raise ValueError(f"{name}: {x} applies to fp8 caches, this one holds {holds}; expected 1.0")
         if x < TINY:
             raise ValueError(f"{name}: {x} is not a positive, normal float32 >= {TINY}")
+    return found
+
+
+def feeds_back(name: str, kv: str) -> None:
+    """Raises ValueError unless errors of rounding can be fed back in a cache of K that holds ``kv``. A name that is
+    unknown passes, since kv_dtypes refuses it."""
+    if kv in ("auto", *FLOATS) or (kv in NARROW and not is_scaled(NARROW[kv])):
+        names = ", ".join(name for name in FORMATS if is_scaled(name))
+        raise ValueError(f"{name}: applies to keys of integers ({names}), this cache's are {kv}; expected None")
+
+
+def feedback(name: str, x: Any, kv: str, num_kv_heads: int | None, head_size: int | None) -> NDArray[np.float32]:
+    """Gives a copy of factors for :func:`feeds_back`, which have to be finite."""
+    feeds_back(name, kv)
+    sizes = [("num_kv_heads", num_kv_heads), ("head_size", head_size), ("head_size", head_size)]
+    found = np.array(array(name, x, ["float32"], sizes).numpy())
+    for where in np.argwhere(~np.isfinite(found))[:1]:
+        at = ", ".join(map(str, where))
+        raise ValueError(f"{name}[{at}]: {found[tuple(where)]}, expected a finite number")
     return found
 
 

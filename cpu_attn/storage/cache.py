@@ -10,6 +10,7 @@ from os import PathLike
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpu_attn import _check, _dispatch, _numa, ops
 from cpu_attn._arrays import bridged, new_beside, view
@@ -44,6 +45,9 @@ class PagedKVCache:
         kv_cache_layout: ``packed``, or ``HND`` or ``NHD`` for plain rows. Plain rows are slower to read, and are there
             to share the memory with others.
         kv_cache_rotation: ``hadamard`` for quantised caches, which keep a model's quality better so: docs/quality.md.
+        k_feedback: float32 [Hkv, D, D] for keys of integers, finite, or None: the factors by which :meth:`update` feeds
+            errors of rounding back (:func:`cpu_attn.rotation.error_feedback`). It belongs to writing alone, so files
+            and descriptors do not have it.
         numa: on which NUMA nodes the memory lies. None: each page on the node of the thread that first writes to it.
             ``interleave``: pages take turns over the nodes that the process may have memory of. ``blocks``: each of
             these nodes on whose CPUs calls may run has an equal run of blocks. docs/threads.md says what for.
@@ -53,7 +57,10 @@ class PagedKVCache:
         value_cache: the array of values.
         isa: the isa that ``auto`` meant.
         layout: what lies in a block. A plan for another layout is refused.
-        descriptor: the :class:`CacheDescriptor`: all but ``numa`` as data, for files and other machines.
+        descriptor: the :class:`CacheDescriptor`: all but ``k_feedback`` and ``numa`` as data, for files and other
+            machines.
+        k_feedback: the factors that :meth:`update` goes by, or None; a cache that is opened or loaded has none until
+            they are set here.
         block_nodes: int32 [N], the node of each block, where ``numa`` is ``blocks`` and there are several; else None.
 
     Raises:
@@ -93,6 +100,7 @@ class PagedKVCache:
         v_scale: float = 1.0,
         kv_cache_layout: str = "packed",
         kv_cache_rotation: str = "none",
+        k_feedback: Any = None,
         numa: str | None = None,
     ) -> None:
         name = dtype_name(dtype)
@@ -126,11 +134,14 @@ class PagedKVCache:
             isa=resolved.name,
             kv_cache_rotation=kv_cache_rotation,
         )
+        if k_feedback is not None:
+            self.k_feedback = _check.feedback("k_feedback", k_feedback, kvs[0], num_kv_heads, head_size)
         self._placement = _numa.placement(numa)
         k, v = (aligned_zeros(x, memory_dtype(kv), self._placement) for x, kv in zip(shapes, kvs, strict=True))
         self._hold(descriptor, k, v)
 
     _placement: _numa.Placement | None = None  # None: the memory is there already
+    k_feedback: NDArray[np.float32] | None = None
 
     def _hold(self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any) -> None:
         d = self.descriptor = descriptor
@@ -251,7 +262,7 @@ class PagedKVCache:
         key, value, slot_mapping = bridged((key, value, slot_mapping))
         self._same_sizes("key", key, self.head_size)
         self._same_sizes("value", value, self.head_size_v)
-        arrays = (self.key_cache, self.value_cache, key, value, slot_mapping)
+        arrays = (self.key_cache, self.value_cache, key, value, slot_mapping, self.k_feedback)
         ops.run_write(lib.ca_write, _check.WRITE, arrays, self._format, self.k_scale, self.v_scale)
 
     def _same_sizes(self, name: str, x: Any, head_size: int) -> None:

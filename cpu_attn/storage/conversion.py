@@ -19,6 +19,7 @@ from cpu_attn.storage.layout import LANES, Form, groups_of, pack, padded, unpack
 from cpu_attn.storage.memory import Memory, memory_dtype
 
 CHUNK = 1 << 20  # elements converted at a time
+Factors = NDArray[np.float32]
 
 
 def convert(
@@ -31,6 +32,7 @@ def convert(
     v_scale: float | None = None,
     kv_cache_layout: str | None = None,
     kv_cache_rotation: str | None = None,
+    k_feedback: Any = None,
 ) -> PagedKVCache:
     """Makes a new cache of the same tokens in the same slots, for another isa, dtype, quantisation or layout.
 
@@ -47,6 +49,8 @@ def convert(
         v_scale: what the old cache has unless said; 1 where the new one is not fp8.
         kv_cache_layout: ``packed``, ``HND`` or ``NHD``; what the old cache has unless said.
         kv_cache_rotation: what the old cache has unless said.
+        k_feedback: of the new cache, as :class:`cpu_attn.PagedKVCache` takes it; the old one's is not taken over. Keys
+            that keep their bits are as they were.
 
     Returns:
         The new cache.
@@ -85,15 +89,18 @@ def convert(
         v_scale=v_scale if v_scale is not None else old.v_scale if fp8[1] else 1.0,
         kv_cache_layout=old.kv_cache_layout if kv_cache_layout is None else kv_cache_layout,
         kv_cache_rotation=old.kv_cache_rotation if kv_cache_rotation is None else kv_cache_rotation,
+        k_feedback=k_feedback,
     )
     for value, (source, target) in enumerate(
         ((cache.key_cache, new.key_cache), (cache.value_cache, new.value_cache)),
     ):
-        _convert_pages(source, target, old, new.descriptor, bool(value))
+        _convert_pages(source, target, old, new.descriptor, bool(value), None if value else new.k_feedback)
     return new
 
 
-def _convert_pages(source: Memory, target: Memory, old: CacheDescriptor, new: CacheDescriptor, value: bool) -> None:
+def _convert_pages(
+    source: Memory, target: Memory, old: CacheDescriptor, new: CacheDescriptor, value: bool, feedback: Factors | None
+) -> None:
     head_size = old.head_size_v if value else old.head_size
     forms = [Form(d.layout, d.stored[value], head_size, value) for d in (old, new)]
     scales = [_scale(d.v_scale if value else d.k_scale) for d in (old, new)]
@@ -110,7 +117,7 @@ def _convert_pages(source: Memory, target: Memory, old: CacheDescriptor, new: Ca
                 if rotated[0] != rotated[1]:
                     turned = rotate(numbers if rotated[0] else numbers.astype(np.float32), back=rotated[0] > 0)
                     numbers = turned.astype(np.float64)
-                stored = _stored(numbers, new, forms[1], scales[1])
+                stored = _stored(numbers, new, forms[1], scales[1], feedback)
             pack(*stored, forms[1], target[blocks])
 
 
@@ -138,11 +145,13 @@ def _widened(bits: Memory) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _stored(numbers: NDArray[np.float64], to: CacheDescriptor, form: Form, scale: float) -> tuple[Memory, Memory]:
+def _stored(
+    numbers: NDArray[np.float64], to: CacheDescriptor, form: Form, scale: float, feedback: Factors | None
+) -> tuple[Memory, Memory]:
     """Gives elements and scales as pack wants them."""
     dtype, none = memory_dtype(form.kind), np.zeros((*numbers.shape[:3], 0), np.uint16)
     if form.scales:
-        return _integers(numbers.astype(np.float32), form)
+        return _integers(numbers.astype(np.float32), form, feedback)
     if form.kind == to.dtype:
         return _round_once(numbers, dtype), none
     most = float(ml_dtypes.finfo(dtype).max)
@@ -150,18 +159,36 @@ def _stored(numbers: NDArray[np.float64], to: CacheDescriptor, form: Form, scale
     return np.clip(divided, -most, most).astype(dtype), none
 
 
-def _integers(x: NDArray[np.float32], form: Form) -> tuple[Memory, Memory]:
-    """Quantises as kv_formats/quantised.inc does. An integer is x times the reciprocal of the scale, or x over the
-    scale where that has no normal reciprocal, rounded to nearest even and clipped."""
+def _integers(x: NDArray[np.float32], form: Form, feedback: Factors | None) -> tuple[Memory, Memory]:
+    """Quantises as kv_formats/quantised.inc does, and feeds errors back as kv_formats/feedback.inc does."""
     (n, heads, size, _), row = x.shape, FORMATS[form.kind]
     x = padded(x, size, form.scales * form.scale_elements).reshape(n, heads, size, form.scales, -1)
-    scales = _scales_of(x, row)
-    over = _widened(np.where(scales == 0, 0x3F80, scales))[..., None]
-    whole = np.rint(np.where(np.abs(over) >= 2.0**-126, x * (1 / over), x / over))
-    whole = np.where(np.isnan(over), 0, np.clip(whole, -row.zero or -row.largest, row.largest))
-    whole = whole.reshape(n, heads, size, -1)[..., : form.head_size]
+    scales = _scales_of(x, row) if feedback is None else _feed_back(x, form, feedback)
+    whole = _rounded(x, scales[..., None], row).reshape(n, heads, size, -1)[..., : form.head_size]
     stored = whole + row.zero if row.zero else np.where(whole < 0, 128 - whole, whole)
     return stored.astype(np.uint8), scales
+
+
+def _rounded(x: NDArray[np.float32], scales: Memory, row: KVFormat) -> NDArray[np.float32]:
+    """Gives the integers of x: x times the reciprocal of the scale, or x over the scale where that has no normal
+    reciprocal, rounded to nearest even and clipped."""
+    over = _widened(np.where(scales == 0, 0x3F80, scales))
+    whole = np.rint(np.where(np.abs(over) >= 2.0**-126, x * (1 / over), x / over))
+    return np.where(np.isnan(over), 0, np.clip(whole, -row.zero or -row.largest, row.largest))
+
+
+def _feed_back(x: NDArray[np.float32], form: Form, feedback: Factors) -> Memory:
+    """Makes of x [N, Hkv, B, parts, elements] what is rounded where errors are fed back, and gives the scales."""
+    row, flat = FORMATS[form.kind], x.reshape(*x.shape[:3], -1)
+    scales = np.zeros(x.shape[:4], np.uint16)
+    for j in range(form.head_size):
+        part, at = divmod(j, x.shape[4])
+        if not at:
+            scales[..., part] = _scales_of(x[..., part, :], row)
+        its = scales[..., part]
+        error = flat[..., j] - _rounded(flat[..., j], its, row) * _widened(its)
+        flat[..., j + 1 : form.head_size] -= error[..., None] * feedback[:, None, j, j + 1 :]
+    return scales
 
 
 def _scales_of(x: NDArray[np.float32], row: KVFormat) -> Memory:

@@ -65,14 +65,18 @@ static void write_plain(const cache *c, int kv, char *block, int64_t token, cons
         memcpy(to, row, (size_t)c->head_size * ca_dtype_size(c->dtype));
 }
 
-/* Writes one token of a packed cache of fp8 or integers. In K of an odd head size the element beside the last one is
- * set to zero where it could be NaN. */
-static void write_quantised(const cache *c, int kv, char *block, int64_t token, const char *row) {
+/* Writes one token of a packed cache of fp8 or integers. scales: the row's, or NULL, which is to find them. In K of an
+ * odd head size the element beside the last one is set to zero where it could be NaN. */
+static void write_quantised(const cache *c, int kv, char *block, int64_t token, const char *row,
+                            const uint16_t *scales) {
     uint8_t bytes[c->head_size]; /* at most _check.MAX_SIZE */
-    uint16_t scales[ca_div_up(c->head_size, CA_SHARED)];
+    uint16_t found[ca_div_up(c->head_size, CA_SHARED)];
     const ca_group_form f = form_of(c, kv);
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
-    scale_rows(c, row, 0, 1, scales, 0);
+    if (!scales) {
+        scale_rows(c, row, 0, 1, found, 0);
+        scales = found;
+    }
     quantise_row(c, row, scales, bytes);
     for (int64_t d = 0; d < c->head_size; d++)
         ca_put_element(c->kv_dtype, group, offset_of(c, kv, token % CA_LANES, d), bytes[d]);
@@ -115,11 +119,11 @@ static void pack_elements(int dtype, const uint8_t *from, uint8_t *to) {
     }
 }
 
-/* Writes a whole group. Returns 0 where that has to be written token by token. */
+/* Writes a whole group; scales as above. Returns 0 where that has to be written token by token. */
 static int write_quantised_group(const cache *c, int kv, char *block, int64_t token, const char *rows, int64_t ld,
-                                 int stream) {
+                                 const uint16_t *scales, int stream) {
     uint8_t bytes[CA_LANES][WIDE], stage[CA_LANES * WIDE + CA_NIBBLES];
-    uint16_t scales[CA_LANES][WIDE / CA_SHARED];
+    uint16_t found[CA_LANES * WIDE / CA_SHARED];
     const ca_group_form f = form_of(c, kv);
     uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
     if (c->head_size > WIDE || c->head_size % 2)
@@ -127,9 +131,12 @@ static int write_quantised_group(const cache *c, int kv, char *block, int64_t to
     for (int t = 0; t < CA_LANES; t++) /* The next group's rows are prefetched, as in write.inc. */
         for (int64_t i = 0; i < c->head_size * ca_dtype_size(c->dtype); i += 64)
             __builtin_prefetch(rows + (t + CA_LANES) * ld + i, 0, 2);
-    scale_rows(c, rows, ld, CA_LANES, scales[0], WIDE / CA_SHARED);
+    if (!scales) {
+        scale_rows(c, rows, ld, CA_LANES, found, f.scales);
+        scales = found;
+    }
     for (int t = 0; t < CA_LANES; t++)
-        quantise_row(c, rows + t * ld, scales[t], bytes[t]);
+        quantise_row(c, rows + t * ld, scales + t * f.scales, bytes[t]);
     if (ca_is_packed(c->kv_dtype)) {
         memset(stage + ca_max64(0, f.elements - CA_NIBBLES), 0, CA_NIBBLES);
         arrange(c, kv, bytes, stage, 0);
@@ -138,12 +145,12 @@ static int write_quantised_group(const cache *c, int kv, char *block, int64_t to
     } else {
         arrange(c, kv, bytes, group, stream);
     }
-    put_scales(c, &f, block, token, CA_LANES, scales[0], WIDE / CA_SHARED);
+    put_scales(c, &f, block, token, CA_LANES, scales, f.scales);
     return 1;
 }
 
 static void write_run(const cache *c, int kv, const ca_array *rows, int head, int64_t slot, int64_t t, int n,
-                      int stream) {
+                      const uint16_t *scales, int stream) {
     const ca_kernel *kernel = c->kernel;
     char *block = (char *)ca_block(c->data, c->stride_n, c->stride_h, slot / c->block_size, head, c->kv_dtype);
     const char *row = ca_row_of(rows, t, head);
@@ -153,9 +160,9 @@ static void write_run(const cache *c, int kv, const ca_array *rows, int head, in
             write_plain(c, kv, block, token + i, row + i * ld);
     else if (!ca_is_quantised(c->kv_dtype))
         kernel->write[kv](block, c->head_size, token, n, row, rows->strides[0], row + CA_LANES * ld, stream);
-    else if (n < CA_LANES || !write_quantised_group(c, kv, block, token, row, ld, stream))
+    else if (n < CA_LANES || !write_quantised_group(c, kv, block, token, row, ld, scales, stream))
         for (int i = 0; i < n; i++)
-            write_quantised(c, kv, block, token + i, row + i * ld);
+            write_quantised(c, kv, block, token + i, row + i * ld, scales ? scales + i * form_of(c, kv).scales : NULL);
 }
 
 /* Returns how many tokens from t on, at most one K group of them, lie one after another in one block. */
@@ -184,11 +191,15 @@ static void write_part(const write_call *w, int thread, int head0, int head1, in
         for (int kv = K; kv <= w->last; kv++) {
             const int transformed = ca_transforms_rows(w->transforms, kv);
             for (int h = head0; h < head1; h++) {
+                const cache *c = &w->caches[kv];
+                const uint16_t *scales = NULL;
                 ca_array staged;
                 if (transformed)
                     staged = ca_transform_rows(w->transforms, kv, thread, h, h == head0, t, (int)n);
-                write_run(&w->caches[kv], kv, transformed ? &staged : w->transforms->rows[kv], h, slot,
-                          transformed ? 0 : t, (int)n, w->stream);
+                if (kv == K && w->transforms->feedback)
+                    scales = ca_feed_back(w->transforms, thread, h, (int)n, &staged, c->isa, c->kv_dtype);
+                write_run(c, kv, transformed ? &staged : w->transforms->rows[kv], h, slot, transformed ? 0 : t, (int)n,
+                          scales, w->stream);
             }
         }
     }
@@ -255,12 +266,13 @@ static cache cache_of(const ca_array *a, const ca_array *rows, int wide, int isa
 }
 
 /* Describes the caches, and the part of transforms that every write has. value is NULL where there is neither V nor a
- * cache of V. */
+ * cache of V; feedback is absent where errors are not fed back. */
 static void begin(const ca_fit *fit, const ca_array *caches, const ca_array *key, const ca_array *value,
-                  int kv_cache_layout, int hadamard, float k_scale, float v_scale, cache out[2],
-                  ca_transforms *transforms) {
+                  const ca_array *feedback, int kv_cache_layout, int hadamard, float k_scale, float v_scale,
+                  cache out[2], ca_transforms *transforms) {
     const int isa = fit->isa, k_dtype = fit->kv_dtype[K], v_dtype = fit->kv_dtype[V];
-    const int wide = hadamard & (ca_is_quantised(k_dtype) << K | ca_is_quantised(v_dtype) << V);
+    const int feeds = feedback && feedback->itemsize;
+    const int wide = (hadamard & (ca_is_quantised(k_dtype) << K | ca_is_quantised(v_dtype) << V)) | feeds << K;
     out[K] = cache_of(&caches[K], key, wide & 1 << K, isa, k_dtype, kv_cache_layout, k_scale);
     if (value)
         out[V] = cache_of(&caches[V], value, wide & 1 << V, isa, v_dtype, kv_cache_layout, v_scale);
@@ -268,15 +280,17 @@ static void begin(const ca_fit *fit, const ca_array *caches, const ca_array *key
                                   .rows = {key, value},
                                   .num_kv_heads = out[K].num_kv_heads,
                                   .hadamard = hadamard,
-                                  .wide = wide};
+                                  .wide = wide,
+                                  .feedback = feeds ? feedback : NULL};
 }
 
 /* Writes rows whose arguments have been checked. */
 static int write_rows(const ca_fit *fit, const ca_array *caches, const ca_array *key, const ca_array *value,
-                      const ca_array *slot_mapping, int hadamard, float k_scale, float v_scale, ca_fault *fault) {
+                      const ca_array *slot_mapping, const ca_array *feedback, int hadamard, float k_scale,
+                      float v_scale, ca_fault *fault) {
     cache out[2];
     ca_transforms transforms;
-    begin(fit, caches, key, value, fit->kv_cache_layout, hadamard, k_scale, v_scale, out, &transforms);
+    begin(fit, caches, key, value, feedback, fit->kv_cache_layout, hadamard, k_scale, v_scale, out, &transforms);
     int64_t few[CA_FEW_INDICES];
     int64_t *slots = ca_take_slots(slot_mapping, out[K].num_blocks * out[K].block_size, few, fault);
     if (!slots)
@@ -293,8 +307,8 @@ int ca_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning
     fit.meaning = meaning;
     if (ca_check_arguments(&ca_write_table, &fit, objects, given, a, fault))
         return fault->status;
-    return write_rows(&fit, a, &a[CA_WRITE_KEY], &a[CA_WRITE_VALUE], &a[CA_WRITE_SLOT_MAPPING], hadamard, k_scale,
-                      v_scale, fault);
+    return write_rows(&fit, a, &a[CA_WRITE_KEY], &a[CA_WRITE_VALUE], &a[CA_WRITE_SLOT_MAPPING], &a[CA_WRITE_K_FEEDBACK],
+                      hadamard, k_scale, v_scale, fault);
 }
 
 int ca_index_and_cache(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
@@ -304,7 +318,8 @@ int ca_index_and_cache(uintptr_t objects, const ca_array *given, const ca_meanin
     fit.meaning = meaning;
     if (ca_check_arguments(&ca_index_table, &fit, objects, given, a, fault))
         return fault->status;
-    return write_rows(&fit, a, &a[CA_INDEX_K], NULL, &a[CA_INDEX_SLOT_MAPPING], hadamard, k_scale, v_scale, fault);
+    return write_rows(&fit, a, &a[CA_INDEX_K], NULL, &a[CA_INDEX_SLOT_MAPPING], NULL, hadamard, k_scale, v_scale,
+                      fault);
 }
 
 int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
@@ -317,8 +332,8 @@ int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *
     const ca_array *queries = &a[CA_ROTARY_QUERY], *table = &a[CA_ROTARY_COS_SIN_CACHE];
     cache caches[2];
     ca_transforms transforms;
-    begin(&fit, a, &a[CA_ROTARY_KEY], &a[CA_ROTARY_VALUE], kv_cache_layout, hadamard, k_scale, v_scale, caches,
-          &transforms);
+    begin(&fit, a, &a[CA_ROTARY_KEY], &a[CA_ROTARY_VALUE], &a[CA_ROTARY_K_FEEDBACK], kv_cache_layout, hadamard, k_scale,
+          v_scale, caches, &transforms);
     transforms.query = queries;
     transforms.query_out = &a[CA_ROTARY_QUERY_OUT];
     transforms.cos_sin = table;

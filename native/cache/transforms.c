@@ -6,18 +6,22 @@
 #include "cpu/system.h"
 #include "kernel/kernel.h"
 
-/* A thread works in these: a head, the rows of cos_sin_cache for 16 tokens, and 16 tokens of a kv head. */
+/* A thread works in these: a head, the rows of cos_sin_cache for 16 tokens, and 16 tokens of a kv head, with the most
+ * scales that these may have where errors are fed back. */
 typedef struct room {
     float *head, *cos_sin;
     char *stage;
+    uint16_t *scales;
 } room;
 
 static int64_t divide(const ca_transforms *t, uintptr_t base, room *out) {
     const int64_t most = ca_max64(t->rows[K]->shape[2], t->rows[V]->shape[2]);
     const int64_t head = ca_round_up(most * (int64_t)sizeof(float), 64);
     const int64_t cos_sin = t->cos_sin ? ca_round_up(CA_LANES * t->cos_sin->shape[1] * (int64_t)sizeof(float), 64) : 0;
-    *out = (room){(float *)base, (float *)(base + (uintptr_t)head), (char *)(base + (uintptr_t)(head + cos_sin))};
-    return head + cos_sin + CA_LANES * head;
+    const int64_t scales = t->feedback ? ca_round_up(CA_LANES * ca_div_up(most, CA_SHARED) * 2, 64) : 0;
+    const uintptr_t stage = base + (uintptr_t)(head + cos_sin), behind = stage + (uintptr_t)(CA_LANES * head);
+    *out = (room){(float *)base, (float *)(base + (uintptr_t)head), (char *)stage, (uint16_t *)behind};
+    return head + cos_sin + CA_LANES * head + scales;
 }
 
 static room room_of(const ca_transforms *t, int thread) {
@@ -96,4 +100,14 @@ ca_array ca_transform_rows(const ca_transforms *t, int kv, int thread, int head,
                              wide ? NULL : to);
     }
     return staged;
+}
+
+const uint16_t *ca_feed_back(const ca_transforms *t, int thread, int head, int n, const ca_array *rows, int isa,
+                             int kv_dtype) {
+    const ca_array *f = t->feedback;
+    uint16_t *scales = room_of(t, thread).scales;
+    ca_kernel_for(isa, CA_F32)
+        ->feed_back((float *)rows->address, n, rows->shape[2], kv_dtype, (const float *)ca_row_of(f, head, 0),
+                    f->strides[1], scales);
+    return scales;
 }

@@ -23,7 +23,8 @@ typedef struct ca_transforms {
     const ca_array *rows[2]; /* key, value */
     int32_t num_kv_heads;
     int hadamard; /* ca_shape's */
-    int wide; /* bit mask of K and V: the sides whose rotated rows stay float32, so that they are rounded only once */
+    int wide;     /* bit mask of K and V: the sides whose rows stay float32, so that they are rounded only once */
+    const ca_array *feedback; /* float32 [Hkv, D, D] for K of integers (kernel/kv_formats/feedback.inc), or NULL */
     /* Only rotary_reshape_and_cache sets these: */
     const ca_array *query, *query_out, *cos_sin; /* cos_sin NULL: none of it is done */
     const ca_array *weights;                     /* of the norms of Q and K; absent: there is none */
@@ -38,7 +39,7 @@ typedef struct ca_transforms {
 
 /* Is K, or V, changed before it is written to the cache? */
 static inline int ca_transforms_rows(const ca_transforms *transforms, int kv) {
-    return (kv == K && transforms->cos_sin) || transforms->hadamard >> kv & 1;
+    return (kv == K && (transforms->cos_sin || transforms->feedback)) || transforms->hadamard >> kv & 1;
 }
 /* Allocates what a team of threads needs, or returns CA_NO_MEMORY. */
 int ca_transforms_begin(ca_transforms *transforms, int team);
@@ -48,6 +49,10 @@ void ca_transform_queries(const ca_transforms *transforms, int thread, int team)
 /* Returns K or V of one head of the n <= 16 tokens from t on: row i of the result is token t + i, in float32 where the
  * side is `wide`. first: this is the first head of these tokens. */
 ca_array ca_transform_rows(const ca_transforms *transforms, int kv, int thread, int head, int first, int64_t t, int n);
+/* Rounds rows of K of ca_transform_rows with error feedback: makes of them what quantise has to round, and returns
+ * their scales, of a row behind those of the row before. */
+const uint16_t *ca_feed_back(const ca_transforms *transforms, int thread, int head, int n, const ca_array *rows,
+                             int isa, int kv_dtype);
 
 /* Holds what an isa file offers for one dtype. */
 struct ca_kernel {
@@ -84,6 +89,10 @@ struct ca_kernel {
     void (*scale)(const void *src, int64_t ld, int tokens, int64_t n, int kv_dtype, uint16_t *scales,
                   int64_t scales_ld);
     void (*quantise)(const void *src, int64_t n, int kv_dtype, const uint16_t *scales, uint8_t *dst);
+    /* Makes of the first of 16 rows of n numbers, one behind another, those that `quantise` rounds where errors are fed
+     * back, and finds their scales. feedback is [n][n], with rows ld apart. Only float32 has it. */
+    void (*feed_back)(float *x, int tokens, int64_t n, int kv_dtype, const float *feedback, int64_t ld,
+                      uint16_t *scales);
     /* Does what `how` says to one head. The result goes to x as float32 and, unless dst is NULL, rounded to dst, which
      * may be src. */
     void (*transform)(const ca_transform *how, const void *src, float *x, void *dst);

@@ -71,21 +71,44 @@ def integers(x: NDArray[Any], kind: str) -> NDArray[np.float64]:
     with np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore"):
         for first in range(0, x.shape[-1], step):
             part = x[..., first : first + step].astype(np.float32)
-            most, least = part.max(axis=-1, keepdims=True), part.min(axis=-1, keepdims=True)
-            peak = np.maximum(most, -least)
-            if -row.least > row.largest:
-                peak = np.where(most > -least, -peak, peak)
-            normal = (np.abs(peak) > 2.0**-50) & (np.abs(peak) < 2.0**50)
-            found, lowest = np.zeros_like(part), np.zeros_like(peak)
-            for i, divisor in enumerate(row.divisors):
-                scale = _scales(peak / np.float32(divisor))
-                off = part * (np.float32(1) / scale)
-                lost = _sum_of_squares(off - np.rint(np.clip(off, row.least, row.largest))) * (scale * scale)
-                take = normal & (lost < lowest) if i else np.full(peak.shape, True)
-                found, lowest = np.where(take, _held(part, scale, row), found), np.where(take, lost, lowest)
-            found[~np.isfinite(part).all(axis=-1)] = np.nan
-            out[..., first : first + step] = found
+            out[..., first : first + step] = _held(part, _searched(part, row), row)
     return out
+
+
+def fed_back(x: NDArray[Any], kind: str, feedback: NDArray[np.float32]) -> NDArray[np.float64]:
+    """x [T, H, D] as a kind of INTEGERS holds it where errors are fed back by [H, D, D]: in float32, by channel,
+    e = x_j - what is held of it, and x_d - e * feedback[h, j, d] takes the place of x_d for every d > j. The scale is
+    that of what the numbers that share it are when the first of them has its turn."""
+    row = INTEGERS[kind]
+    step = row.shared or x.shape[-1]
+    x, out = x.astype(np.float32), np.zeros(x.shape)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore"):
+        for j in range(x.shape[-1]):
+            if j % step == 0:
+                scale = _searched(x[..., j : j + step], row)
+            held = _held(x[..., j : j + 1], scale, row)
+            x[..., j + 1 :] -= (x[..., j : j + 1] - held) * feedback[:, j, j + 1 :]
+            out[..., j : j + 1] = held
+    return out
+
+
+def _searched(part: NDArray[np.float32], row: Whole) -> NDArray[np.float32]:
+    """The scale of a last axis, as `integers` says."""
+    most, least = part.max(axis=-1, keepdims=True), part.min(axis=-1, keepdims=True)
+    peak = np.maximum(most, -least)
+    if -row.least > row.largest:
+        peak = np.where(most > -least, -peak, peak)
+    normal = (np.abs(peak) > 2.0**-50) & (np.abs(peak) < 2.0**50)
+    found: NDArray[np.float32] = np.zeros_like(peak)
+    lowest = np.zeros_like(peak)
+    for i, divisor in enumerate(row.divisors):
+        scale = _scales(peak / np.float32(divisor))
+        off = part * (np.float32(1) / scale)
+        lost = _sum_of_squares(off - np.rint(np.clip(off, row.least, row.largest))) * (scale * scale)
+        take = normal & (lost < lowest) if i else np.full(peak.shape, True)
+        found, lowest = np.where(take, scale, found), np.where(take, lost, lowest)
+    found[~np.isfinite(part).all(axis=-1)] = np.nan
+    return found
 
 
 def _scales(x: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -46,6 +46,13 @@ def selecting_args() -> Args:
     return args
 
 
+def feeding_args() -> Args:
+    """Caches of integers, which alone feed errors back."""
+    shape = cpu_attn.get_kv_cache_shape(4, 16, 2, 8, "float32", kv_cache_dtype="int8")
+    caches = {name: np.zeros(shape, np.uint8) for name in ("key_cache", "value_cache")}
+    return write_args() | caches | {"kv_cache_dtype": "int8", "k_feedback": np.ones((2, 8, 8), F32)}
+
+
 def raised_by(call: Callable[..., Any], args: Args) -> tuple[type[Exception], str] | None:
     try:
         call(**args)
@@ -77,8 +84,9 @@ def test_bad_input_after_good(call: Any, make: Any, spoiled: Args, error: type[E
 
 NAMES = {attention: _check.ATTENTION, write: _check.WRITE}
 MAKE = ((attention, full_attention_args), (write, write_args))
-EACH = [(call, make, name) for call, make in MAKE for name in NAMES[call] if name != "selected_tokens"]
-EACH.append((attention, selecting_args, "selected_tokens"))
+OTHERS = {"selected_tokens": (attention, selecting_args), "k_feedback": (write, feeding_args)}  # of calls of their own
+EACH = [(call, make, name) for call, make in MAKE for name in NAMES[call] if name not in OTHERS]
+EACH += [(*call, name) for name, call in OTHERS.items()]
 
 
 @pytest.mark.parametrize(("call", "make", "name"), EACH, ids=[c[2] for c in EACH])

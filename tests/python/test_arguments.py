@@ -20,7 +20,7 @@ from cpu_attn._arguments import ATTENTION, PLAN, REQUIRED, WRITE, Array, Call
 from cpu_attn._native import lib
 
 from ..harness.steps import plan_args, write_args
-from ..native.test_repeated import full_attention_args, selecting_args
+from ..native.test_repeated import feeding_args, full_attention_args, selecting_args
 from ..python.test_errors import refuses
 
 F32 = np.float32
@@ -44,20 +44,22 @@ def step_args() -> Args:
     return plan_args() | arrays | {"block_size": 16, "block_nodes": np.zeros(4, np.int32)}
 
 
-def _without(name: str) -> tuple[str, ...]:
-    return tuple(x for x in _check.ATTENTION if x != name)
+def _without(name: str, names: tuple[str, ...] = _check.ATTENTION) -> tuple[str, ...]:
+    return tuple(x for x in names if x != name)
 
 
 CALLS = {
     "attention": (cpu_attn.attention_with_kv_cache, full_attention_args, _without("selected_tokens")),
     "selecting": (cpu_attn.attention_with_kv_cache, selecting_args, _without("selected_blocks")),
-    "write": (cpu_attn.reshape_and_cache, write_args, _check.WRITE),
-    "rotary": (cpu_attn.rotary_reshape_and_cache, rotary_args, _check.ROTARY),
+    "write": (cpu_attn.reshape_and_cache, write_args, _without("k_feedback", _check.WRITE)),
+    "rotary": (cpu_attn.rotary_reshape_and_cache, rotary_args, _without("k_feedback", _check.ROTARY)),
+    "feeding": (cpu_attn.rotary_reshape_and_cache, lambda: rotary_args() | feeding_args(), _check.ROTARY),
     "step": (cpu_attn.get_scheduler_metadata, step_args, _check.STEP),
 }
 ROWS = [(call, name) for call, (_, _, names) in CALLS.items() for name in names]
+ROWS = [row for row in ROWS if row not in (("feeding", "key_cache"), ("feeding", "value_cache"))]  # of bytes
 OPTIONAL = {"lse", "dynamic_causal", "alibi_slopes", "s_aux", "selected_blocks", "attn_bias", "query_out"}
-OPTIONAL |= {"q_weight", "k_weight", "selected_tokens", "block_nodes"}
+OPTIONAL |= {"q_weight", "k_weight", "selected_tokens", "block_nodes", "k_feedback"}
 # Axes that no other argument has, of arrays that may be larger than a call needs: with one more they are no less valid.
 FREE = {("block_table", 1), ("selected_blocks", 2), ("attn_bias", 2), ("attn_bias", 3), ("cos_sin_cache", 0)}
 FREE |= {("selected_tokens", 1), ("block_nodes", 0)}
@@ -65,12 +67,13 @@ FREE |= {("selected_tokens", 1), ("block_nodes", 0)}
 BOUND = {("key", 0): "value", ("key", 1): "value", ("query", 1): "query_out"}
 BOUND |= {("key_cache", 0): "value_cache", ("key_cache", 2): "value_cache"}
 BOUND |= {("key", 2): "key_cache", ("value", 2): "value_cache"}
-OUTPUTS = {"attention": 2, "selecting": 2, "write": 2, "rotary": 3, "step": 0}
+OUTPUTS = {"attention": 2, "selecting": 2, "write": 2, "rotary": 3, "feeding": 3, "step": 0}
 
 
 def bound(call: str, name: str, axis: int) -> str:
     """Which argument does not fit where this one has one more along an axis."""
     first = {"attention": ("key_cache",), "selecting": ("key_cache",), "rotary": ("key", "value", "key_cache", "query")}
+    first["feeding"] = first["rotary"]
     return BOUND.get((name, axis), name) if call == "write" or name in first.get(call, ()) else name
 
 

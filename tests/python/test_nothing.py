@@ -48,6 +48,11 @@ def test_balance(rot_dim: int | None) -> None:
     assert cpu_attn.balance(zeros(0, 8), zeros(0, 8), rot_dim).shape == (0, 8)
 
 
+def test_error_feedback() -> None:
+    assert cpu_attn.error_feedback(zeros(0, 8)).shape == (0, 8, 8)
+    assert cpu_attn.error_feedback(zeros(2, 1)).tolist() == [[[0.0]]] * 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), list(product((0, 3), (0, 4))))
 def test_writes(kind: tuple[str, str, str], num_tokens: int, num_blocks: int) -> None:

@@ -156,6 +156,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Args]]] = {
     ),
     "rotate": (cpu_attn.rotate, lambda: {"x": np.zeros((3, 8), F32)}),
     "balance": (cpu_attn.balance, lambda: {"query": np.ones((3, 8), F32), "key": np.ones((3, 8), F32)}),
+    "error feedback": (cpu_attn.error_feedback, lambda: {"weights": np.ones((3, 8), F32)}),
     "cache": (cpu_attn.PagedKVCache, lambda: dict(SIZES)),
     "open": (cpu_attn.PagedKVCache.open, stored_args),
     "stored": (cpu_attn.StoredCache, stored_args),

@@ -10,6 +10,7 @@ _adapters.require("transformers")
 
 from cpu_attn.transformers.attention import continuous_batching, disable, enable  # noqa: E402
 from cpu_attn.transformers.balance import balance  # noqa: E402
+from cpu_attn.transformers.feedback import key_feedback  # noqa: E402
 from cpu_attn.transformers.paged_cache import PagedCache  # noqa: E402
 
-__all__ = ["PagedCache", "balance", "continuous_batching", "disable", "enable"]
+__all__ = ["PagedCache", "balance", "continuous_batching", "disable", "enable", "key_feedback"]

@@ -141,12 +141,25 @@ def balance(model: Any, inputs: dict[str, Any] | None = None) -> list[str]:
                 before.append((parameter, parameter.data))
                 parameter.data = data.to(parameter)
     if not names:
-        raise ValueError(f"model: nothing in {type(model).__name__} can be balanced; {(reasons or [_NONE])[0]}")
+        raise ValueError(f"model: nothing in {type(model).__name__} can be balanced; {(reasons or [NONE])[0]}")
     setattr(model, STATE, before)
     return names
 
 
-_NONE = "none of its modules asks transformers' attention interface"
+def channel_sizes(
+    model: Any, inputs: dict[str, Any] | None, reasons: list[str]
+) -> Iterator[tuple[list[Layer], list[np.ndarray[Any, Any]]]]:
+    """Gives the layers that attend over the same keys, of which the first makes them, with the sizes [Hkv, D] of
+    channels in their queries and in the keys. ``reasons`` says in the end why others are not among them."""
+    with _attending(model) as probe, torch.no_grad():
+        for group in _groups(_layers(model, inputs, probe, reasons), reasons):
+            try:
+                yield group, _alike(group)[1]
+            except UnbalanceableError as e:
+                reasons.append(str(e))
+
+
+NONE = "none of its modules asks transformers' attention interface"
 
 
 # ---- which modules attend ----
@@ -364,8 +377,9 @@ def _moves(gradient: torch.Tensor | None, channels: int) -> Bools:
 # ---- factors, and where they go ----
 
 
-def _factors(group: list[Layer]) -> Factors:
-    """Gives the factors of queries [Hkv, D]. They are alike where a channel of some layer makes both numbers."""
+def _alike(group: list[Layer]) -> tuple[np.ndarray[Any, Any], list[np.ndarray[Any, Any]]]:
+    """Gives the sizes [Hkv, D] of channels in queries and in keys, which are alike where a channel of some layer makes
+    both numbers, and which numbers [Hkv * D] are in the same part then."""
     key = group[0].key
     heads, size = key.shape[1], key.shape[3]
     queries = [layer.query for layer in group]
@@ -377,9 +391,17 @@ def _factors(group: list[Layer]) -> Factors:
         np.concatenate([_by_kv_head(made, heads) for x in group for s in x.sources for made in (s.of_query, s.of_key)])
     )
     counts = np.bincount(together)
-    alike = [np.sqrt(np.bincount(together, np.square(x).ravel()) / counts)[together].reshape(x.shape) for x in sizes]
-    logs = np.log(rotation.balance(alike[0], alike[1], rot_dim=0)).ravel()
-    factors: Factors = np.exp((np.bincount(together, logs) / counts)[together]).reshape(heads, size).astype(np.float32)
+    return together, [
+        np.sqrt(np.bincount(together, np.square(x).ravel()) / counts)[together].reshape(x.shape) for x in sizes
+    ]
+
+
+def _factors(group: list[Layer]) -> Factors:
+    """Gives the factors of queries [Hkv, D]."""
+    together, (query, key) = _alike(group)
+    logs = np.log(rotation.balance(query, key, rot_dim=0)).ravel()
+    means = np.bincount(together, logs) / np.bincount(together)
+    factors: Factors = np.exp(means[together]).reshape(query.shape).astype(np.float32)
     return factors
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from cpu_attn import _check
@@ -29,6 +30,21 @@ LAYERS: dict[str, Any] = {
 }
 
 
+def _feedback(given: Mapping[int, Any] | None, kv: str, layers: list[Any]) -> dict[int, Any]:
+    """Checks k_feedback for keys that are held as ``kv``. The sizes are checked where a layer knows its own."""
+    if given is None:
+        return {}
+    _check.instance("k_feedback", given, Mapping)
+    _check.feeds_back("k_feedback", kv)
+    found = {}
+    for layer, factors in given.items():
+        i = _check.integer("k_feedback: layer", layer, 0, len(layers) - 1)
+        if not issubclass(layers[i], PagedLayer):
+            raise ValueError(f"k_feedback: layer {i} has no pages of keys")
+        found[i] = _check.feedback(f"k_feedback[{i}]", factors, kv, None, None)
+    return found
+
+
 class PagedCache(Cache):  # type: ignore[misc]
     """Holds a cache of packed pages for ``generate(cache=...)``.
 
@@ -47,6 +63,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         v_scale: what values are divided by in fp8 pages; 1 for others.
         kv_cache_rotation: ``hadamard``, ``none``, or a word for each of K and V; unless said, integers are rotated,
             which hold a model's keys and values better so (docs/quality.md), and nothing else is.
+        k_feedback: {layer: float32 [Hkv, D, D]} for keys of integers, of :func:`key_feedback` for the model and the
+            rotation; layers that are not among them feed no errors back.
 
     Raises:
         ValueError: a layer is of a kind that is not named above, or an argument is out of range.
@@ -64,6 +82,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         k_scale: float = 1.0,
         v_scale: float = 1.0,
         kv_cache_rotation: str | None = None,
+        k_feedback: Mapping[int, Any] | None = None,
     ) -> None:
         config = config.get_text_config(decoder=True)
         kinds = list(zip(*private.get_layer_types_and_kwargs(config), strict=True))
@@ -81,7 +100,14 @@ class PagedCache(Cache):  # type: ignore[misc]
         options["kv_cache_rotation"] = kv_cache_rotation
         latent = layer_classes(config)
         layers = {kind: latent.get(has, has) for kind, has in LAYERS.items()}
-        super().__init__(layers=[layers[kind](block_size=block_size, **has, **options) for kind, has in kinds])
+        each = [options] * len(kinds)
+        for i, factors in _feedback(k_feedback, kvs[0], [layers[kind] for kind, _ in kinds]).items():
+            each[i] = {**options, "k_feedback": factors}
+        super().__init__(
+            layers=[
+                layers[kind](block_size=block_size, **has, **its) for (kind, has), its in zip(kinds, each, strict=True)
+            ]
+        )
 
     @property
     def nbytes(self) -> int:

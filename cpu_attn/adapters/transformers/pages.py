@@ -136,6 +136,7 @@ def _alike(pages: PagedKVCache, num_blocks: int) -> PagedKVCache:
         v_scale=pages.v_scale,
         kv_cache_layout=pages.kv_cache_layout,
         kv_cache_rotation=pages.kv_cache_rotation,
+        k_feedback=pages.k_feedback,
     )
 
 
