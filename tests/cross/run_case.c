@@ -171,7 +171,7 @@ int main(int argc, char **argv) {
                       .max_selected_tokens = f[SELECTED_TOKENS] < 0 ? 0 : (int32_t)ca_max64(1, f[SELECTED_TOKENS]),
                       .query_block_size = (int32_t)f[QUERY_BLOCK],
                       .select_by_query_head = (int32_t)f[BY_QUERY_HEAD]};
-    const ca_array written[] = {kc, vc, k, v, slots};
+    const ca_array written[CA_WRITE_ARRAYS] = {kc, vc, k, v, slots};
     const ca_array step[CA_STEP_ARRAYS] = {[CA_STEP_QUERY_START_LOC] = starts,
                                            [CA_STEP_SEQ_LENS] = lens,
                                            [CA_STEP_DYNAMIC_CAUSAL] = flags,
