@@ -10,7 +10,6 @@ from os import PathLike
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpu_attn import _check, _dispatch, _numa, ops
 from cpu_attn._arrays import bridged, new_beside, view
@@ -134,6 +133,7 @@ class PagedKVCache:
             isa=resolved.name,
             kv_cache_rotation=kv_cache_rotation,
         )
+        self.k_feedback: np.ndarray[Any, Any] | None = None
         if k_feedback is not None:
             self.k_feedback = _check.feedback("k_feedback", k_feedback, kvs[0], num_kv_heads, head_size)
         self._placement = _numa.placement(numa)
@@ -141,7 +141,6 @@ class PagedKVCache:
         self._hold(descriptor, k, v)
 
     _placement: _numa.Placement | None = None  # None: the memory is there already
-    k_feedback: NDArray[np.float32] | None = None
 
     def _hold(self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any) -> None:
         d = self.descriptor = descriptor
@@ -178,7 +177,7 @@ class PagedKVCache:
         """
         stored = StoredCache(descriptor, key_cache, value_cache)
         cache = cls.__new__(cls)
-        reader = descriptor.reader(isa)
+        reader, cache.k_feedback = descriptor.reader(isa), None
         cache._hold(replace(descriptor, isa=reader.name), stored.key_cache, stored.value_cache)
         return cache
 

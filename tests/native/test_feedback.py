@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from typing import Any
 
@@ -185,6 +187,16 @@ def test_strides_are_free() -> None:
     table[...] = factors(2, 64)
     got = gathered(written(x, "float32", "auto", np.arange(20), "int6", k_feedback=table), 20)[0]
     assert np.array_equal(got.astype(np.float64), fed_back(x, "int6", table))
+
+
+def test_copies_go_by_the_same_factors() -> None:
+    x = np.random.default_rng(13).standard_normal((20, 2, 64)).astype(np.float32)
+    table = np.triu(factors(2, 64), 1)
+    cache = cpu_attn.PagedKVCache(1, 32, 2, 64, "float32", kv_cache_dtype="int4", k_feedback=table)
+    for other in (copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        other.update(x, x, np.arange(20))
+        assert np.array_equal(gathered(other, 20)[0].astype(np.float64), fed_back(x, "int4", table))
+    assert cpu_attn.PagedKVCache.open(cache.descriptor, cache.key_cache, cache.value_cache).k_feedback is None
 
 
 REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
