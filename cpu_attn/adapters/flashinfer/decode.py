@@ -275,7 +275,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         if size != planned and planned > 1:
             raise ValueError(f"q_len_per_req: {size}, plan() was given {planned}")
         num_tokens = size * len(step.lens)
-        if isinstance(q, Tensor) and q.dim() == 3 and len(q) != num_tokens:
+        (q,) = tensors(q=q)
+        if q.dim() == 3 and len(q) != num_tokens:
             raise ValueError(
                 f"q: axis 0 is {len(q)}, expected T = {num_tokens}: {len(step.lens)} sequences, q_len_per_req = {size}"
             )
