@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,16 @@ def test_it_applies_and_its_tests_are_there(mutant: mutants.Mutant) -> None:
         assert not test or re.search(rf"^def {test}\(", Path(file).read_text(encoding="utf-8"), re.MULTILINE), name
     for isa in mutant.isas:
         assert (mutants.ROOT / "native" / "isa" / f"{isa}.c").is_file()
+
+
+def test_the_parameters_of_its_tests_are_there() -> None:
+    """pytest finds every test that is named with its parameters. Left out are those of libraries, and of isas that a
+    machine may lack."""
+    named = {mutants.place(x) for m in MUTANTS if not (m.library or m.isas) or m.isas == ("scalar",) for x in m.tests}
+    command = [sys.executable, "-m", "pytest", "-c", mutants.ROOT / "pyproject.toml", "--rootdir", mutants.ROOT]
+    command += ["-m", "", "-n", "0", "--collect-only", *sorted(x for x in named if "[" in x)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("find", ["no such text", "return"])
