@@ -30,7 +30,7 @@ from torch import Tensor
 
 from cpu_attn import _check, ops
 from cpu_attn.flashinfer.arguments import choice
-from cpu_attn.flashinfer.norm import to_fp8
+from cpu_attn.flashinfer.norm import FLOATS, put
 from cpu_attn.flashinfer.rope import frequencies, rotated
 from cpu_attn.plan import SchedulerMetadata, get_scheduler_metadata
 from cpu_attn.torch.entry import axes, optional, tensors
@@ -39,7 +39,6 @@ from cpu_attn.torch.packed import Int32, Part
 LOG2E = math.log2(math.e)
 # These are torch's dtypes of caches that are not those of queries.
 _FP8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 PLANNED = {
     "num_heads": "num_qo_heads",
     "sliding_window": "window_left",
@@ -59,7 +58,7 @@ RUN = {
 def dtype_of(name: str, x: Any, *kinds: torch.dtype) -> torch.dtype:
     """Gives a dtype of torch that may be a name."""
     found = getattr(torch, x.removeprefix("torch."), None) if isinstance(x, str) else x
-    kinds = kinds or (*_FLOATS, *_FP8)
+    kinds = kinds or (*FLOATS, *_FP8)
     if not isinstance(found, torch.dtype) or found not in kinds:
         raise TypeError(f"{name}: {x} is none of {', '.join(str(k).removeprefix('torch.') for k in kinds)}")
     return found
@@ -164,10 +163,10 @@ class Sequences:
         )
         self.q_dtype = dtype_of("q_data_type", dtypes[0])
         self.kv_dtype = self.q_dtype if dtypes[1] is None else dtype_of("kv_data_type", dtypes[1])
-        default = self.q_dtype if self.q_dtype in _FLOATS else torch.float16
+        default = self.q_dtype if self.q_dtype in FLOATS else torch.float16
         self.o_dtype = default if dtypes[2] is None else dtype_of("o_data_type", dtypes[2])
-        wide = self.o_dtype if self.o_dtype in _FLOATS else torch.float16
-        self.dtype = self.q_dtype if self.q_dtype in _FLOATS else wide  # of the products
+        wide = self.o_dtype if self.o_dtype in FLOATS else torch.float16
+        self.dtype = self.q_dtype if self.q_dtype in FLOATS else wide  # of the products
         if self.kv_dtype not in _FP8 and self.kv_dtype != self.dtype:
             names = [str(x).removeprefix("torch.") for x in (self.kv_dtype, self.dtype, *_FP8)]
             raise ValueError(
@@ -340,7 +339,7 @@ class Results:
 
     def end(self, out: Tensor, lse: Tensor | None) -> Any:
         if out is not self._out:
-            self._out.copy_(to_fp8(out, self._out.dtype) if self._out.dtype in _FP8 else out)
+            put(self._out, out)
         if lse is None:
             return self.out
         lse = lse * self._factor

@@ -14,12 +14,11 @@ from torch import Tensor
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import choice
 from cpu_attn.flashinfer.call import LOG2E, dtype_of, fp8_name
+from cpu_attn.flashinfer.norm import FLOATS
 from cpu_attn.mla import attention_mla
 from cpu_attn.plan import get_scheduler_metadata
 from cpu_attn.torch.entry import axes, optional
 from cpu_attn.torch.packed import Int32
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def joined(a: Tensor, b: Tensor) -> Tensor | None:
@@ -73,7 +72,7 @@ class Latents:
         heads = _check.integer("num_heads", sizes[0], 1, _check.MAX_SIZE)
         rank = _check.integer("head_dim_ckv", sizes[1], 1, _check.MAX_SIZE)
         rope = _check.integer("head_dim_kpe", sizes[2], 0, _check.MAX_SIZE - rank)
-        dtype = dtype_of("q_data_type", dtypes[0], *_FLOATS)
+        dtype = dtype_of("q_data_type", dtypes[0], *FLOATS)
         kv_dtype = dtype_of("kv_data_type", dtypes[1])
         kind = fp8_name(kv_dtype)
         if kind is None and kv_dtype != dtype:

@@ -25,7 +25,7 @@ __all__ = [
     "rmsnorm_quant",
 ]
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -37,6 +37,11 @@ def _like(name: str, x: Tensor, other: Tensor, kinds: tuple[torch.dtype, ...]) -
         raise TypeError(f"{name}: dtype {x.dtype}, expected {' or '.join(map(str, kinds))}")
 
 
+def floats(name: str, x: Tensor) -> None:
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name}: dtype {x.dtype}, expected torch.float32, torch.float16 or torch.bfloat16")
+
+
 def _given(input: Any, **rows: Any) -> list[Tensor]:
     """Gives the input and vectors [H], which fit it."""
     found = tensors(input=input, **rows)
@@ -45,8 +50,7 @@ def _given(input: Any, **rows: Any) -> list[Tensor]:
     for name, x in zip(("input", *rows), found, strict=True):
         if name != "input" and tuple(x.shape) != (found[0].shape[-1],):
             raise ValueError(f"{name}: shape {tuple(x.shape)}, expected [{found[0].shape[-1]}], a row of input")
-        if x.dtype not in _FLOATS:
-            raise TypeError(f"{name}: dtype {x.dtype}, expected {' or '.join(map(str, _FLOATS))}")
+        floats(name, x)
     return found
 
 
@@ -54,7 +58,7 @@ def _output(out: Any, input: Tensor) -> Tensor:
     (out,) = optional(out=out)
     if out is None:
         return torch.empty_like(input)
-    _like("out", out, input, _FLOATS)
+    _like("out", out, input, FLOATS)
     found: Tensor = out
     return found
 
@@ -77,6 +81,11 @@ def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-limit, limit).to(dtype)
 
 
+def put(to: Tensor, x: Tensor) -> None:
+    """Writes x, rounded to the dtype of ``to``."""
+    to.copy_(to_fp8(x, to.dtype) if to.dtype in FP8 else x)
+
+
 def _rms(x: Tensor, weight: Tensor, eps: Any, bias: float = 0.0) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + bias), in float32 (arXiv:1910.07467)."""
     x = x.float()
@@ -93,7 +102,7 @@ def _added(input: Any, residual: Any, weight: Any) -> tuple[Tensor, Tensor, Tens
     """Gives input, residual, weight, and the sum of the first two in float32."""
     x, weight = _given(input, weight=weight)
     (residual,) = tensors(residual=residual)
-    _like("residual", residual, x, _FLOATS)
+    _like("residual", residual, x, FLOATS)
     return x, residual, weight, x.float() + residual.float()
 
 
@@ -207,7 +216,7 @@ def fused_rmsnorm_silu(
     x, weight = _given(input, weight=weight)
     (to,) = optional(out=out)
     to = torch.empty_like(x) if to is None else to
-    _like("out", to, x, (*_FLOATS, *FP8))
+    _like("out", to, x, (*FLOATS, *FP8))
     found = torch.nn.functional.silu(_rms(x, weight, eps))
-    to.copy_(to_fp8(found, to.dtype) if to.dtype in FP8 else found)
+    put(to, found)
     return to if out is None else out

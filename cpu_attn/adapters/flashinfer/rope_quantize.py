@@ -12,14 +12,12 @@ from torch import Tensor
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import interface
 from cpu_attn.flashinfer.call import dtype_of
-from cpu_attn.flashinfer.norm import FP8, to_fp8
+from cpu_attn.flashinfer.norm import FP8, floats, to_fp8
 from cpu_attn.flashinfer.page import append_paged_kv_cache, append_paged_mla_kv_cache
 from cpu_attn.flashinfer.rope import cos_and_sin, turned
 from cpu_attn.torch.entry import axes, optional, tensors
 
 __all__ = ["mla_rope_quantize_fp8", "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache"]
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _States:
@@ -59,11 +57,6 @@ class _States:
         ]
         factors = _factors(*scales) * 2
         return {name: to_fp8(x * factor, dtype) for name, x, factor in zip(self.named, found, factors, strict=True)}
-
-
-def floats(name: str, x: Tensor) -> None:
-    if x.dtype not in _FLOATS:
-        raise TypeError(f"{name}: dtype {x.dtype}, expected torch.float32, torch.float16 or torch.bfloat16")
 
 
 def _factors(quant_scale_q: Any, quant_scale_kv: Any) -> tuple[float, float]:
