@@ -83,7 +83,7 @@ static int64_t linear_lay_out(const ca_linear_plan *plan, char *base, linear_ite
 
 static int64_t linear_scratch_bytes(const ca_linear_plan *plan) {
     linear_item it;
-    return ca_max64(linear_lay_out(plan, NULL, &it), (2 * CA_MOST_WIDTH + 4) * CA_CONV_CHANNELS * 4);
+    return ca_max64(linear_lay_out(plan, NULL, &it), (3 * CA_MOST_WIDTH + 1) * CA_CONV_CHANNELS * 4);
 }
 
 static float *linear_state(const linear_item *it, int32_t head) {
