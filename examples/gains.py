@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from gains_engines import ENGINES, WEIGHTS, shape_of
+from gains_engines import ENGINES, WEIGHTS, check_shapes, shape_of
 
 HERE = Path(__file__).resolve().parent
 SHAPES = ("1x512", "1x2048", "1x8192", "1x32000", "8x512", "8x2048", "8x8192", "32x512", "32x2048")
@@ -182,7 +182,15 @@ def environment(_: Any, __: Any, given: Sequence[str]) -> dict[str, str]:
 )
 @click.option("--model", "models", multiple=True, default=tuple(WEIGHTS), type=click.Choice(list(WEIGHTS)))
 @click.option("--engine", "engines", multiple=True, default=tuple(ENGINES), type=click.Choice(list(ENGINES)))
-@click.option("--shape", "shapes", multiple=True, default=SHAPES, show_default=True, help="BATCHxCONTEXT")
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    default=SHAPES,
+    show_default=True,
+    callback=check_shapes,
+    help="BATCHxCONTEXT",
+)
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float32"]))
 @click.option("--new-tokens", default=16, show_default=True, type=click.IntRange(2))
 @click.option("--limit", default=60.0, show_default=True, help="Seconds that a shape's prompts may take.")

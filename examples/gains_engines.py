@@ -14,6 +14,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -261,12 +262,19 @@ def shape_of(text: str) -> tuple[int, int]:
     return batch, context
 
 
+def check_shapes(_: Any, __: Any, given: tuple[str, ...]) -> tuple[str, ...]:
+    for text in given:
+        if not re.fullmatch("[1-9][0-9]{0,5}x[1-9][0-9]{0,6}", text):
+            raise click.BadParameter(f"{text}: expected rows x tokens of a prompt, 8x2048 say")
+    return given
+
+
 @click.command()
 @click.argument("engine")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--model", type=click.Choice(list(WEIGHTS)))
 @click.option("--dtype", default="bfloat16")
-@click.option("--shape", "shapes", multiple=True, help="BATCHxCONTEXT")
+@click.option("--shape", "shapes", multiple=True, callback=check_shapes, help="BATCHxCONTEXT")
 @click.option("--new-tokens", default=16)
 @click.option("--limit", default=60.0)
 @click.option("--threads", default=len(os.sched_getaffinity(0)))

@@ -86,3 +86,11 @@ def test_prompts_begin_alike_and_differ(tmp_path: Path) -> None:
     assert prompts == [[7, *range(100, 109)], [7, *range(130, 139)], [7, *range(160, 169)]]
     with pytest.raises(click.UsageError, match="no 20 rows of 90"):
         engines.prompts_of(tmp_path, 20, 90)
+
+
+@pytest.mark.parametrize("shape", ["8", "8x", "x8", "0x8", "8x0", "-1x8", "8x8x8", "8.0x8", "8xa"])
+def test_no_shape(shape: str) -> None:
+    for main, words in ((gains.main, ()), (engines.main, ("llama.cpp", "folder"))):
+        result = CliRunner().invoke(main, [*words, "--shape", shape])
+        assert result.exit_code == 2
+        assert f"{shape}: expected rows x tokens of a prompt" in result.output.replace("\n", " ")
