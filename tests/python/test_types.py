@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 from typing import Any
 
@@ -73,11 +75,34 @@ SHOWN = {
 }
 
 
-def test_a_users_program(tmp_path: Path) -> None:
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
     lines = [f"reveal_type({expression})" for expression in SHOWN]
-    (tmp_path / "program.py").write_text(PROGRAM + "\n    ".join(lines) + "\n")
-    command = [sys.executable, "-m", "mypy", "--strict", "--allow-empty-bodies", "program.py"]
-    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert told.returncode == 0, told.stdout + told.stderr
-    types = re.findall(r'note: Revealed type is "([\w.]+)', told.stdout)
-    assert dict(zip(SHOWN, (name.rpartition(".")[2] for name in types), strict=True)) == SHOWN, told.stdout
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM + "\n    ".join(lines) + "\n")
+    return path
+
+
+def told(program: Path, *words: str) -> str:
+    """Gives what a type checker says of the program, which it has to accept."""
+    command = [sys.executable, "-m", *words, program.name]
+    result = subprocess.run(command, cwd=program.parent, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def names(types: list[str]) -> dict[str, str]:
+    return dict(zip(SHOWN, (name.rpartition(".")[2] for name in types), strict=True))
+
+
+def test_mypy(program: Path) -> None:
+    said = told(program, "mypy", "--strict", "--allow-empty-bodies")
+    assert names(re.findall(r'note: Revealed type is "([\w.]+)', said)) == SHOWN, said
+
+
+def test_pyright(program: Path) -> None:
+    pytest.importorskip("basedpyright", reason="make .venv/dev installs it")
+    (program.parent / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
+    said = told(program, "basedpyright", "--pythonpath", sys.executable)
+    types = names(re.findall(r'Type of ".*" is "(\w+)', said))
+    assert types == SHOWN | {"manager.stats()": "BlockStats"}, said
