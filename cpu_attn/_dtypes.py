@@ -85,9 +85,10 @@ def is_scaled(kv: str) -> bool:
     return kv in FORMATS and FORMATS[kv].scaled
 
 
-def rotation_of(kvs: Sequence[str]) -> str:
-    """Gives the kv_cache_rotation that loses least with caches of K and V that hold ``kvs``: integers are rotated."""
-    names = ["hadamard" if is_scaled(kv) else "none" for kv in kvs]
+def rotation_of(kvs: Sequence[str], balanced: bool = False) -> str:
+    """Gives the kv_cache_rotation that loses least with caches of K and V that hold ``kvs``: integers are rotated, and
+    so is fp8 where queries and keys are balanced."""
+    names = ["hadamard" if is_scaled(kv) or (balanced and is_fp8(kv)) else "none" for kv in kvs]
     return "/".join(dict.fromkeys(names))
 
 

@@ -163,7 +163,7 @@ def error_feedback(weights: Any, kv_cache_rotation: str = "hadamard") -> NDArray
     most = sigma.max(-1, keepdims=True)
     sigma = np.divide(sigma, most, where=most > 0, out=np.ones_like(sigma))  # a head that counts nothing is all alike
     sigma += 0.01 * sigma.mean(-1, keepdims=True)
-    inverse = np.einsum("di,hd,dj->hij", turns, 1 / sigma, turns)
+    inverse = turns.T / sigma[:, None] @ turns
     factor = np.linalg.cholesky(inverse).swapaxes(-1, -2)
     factor /= np.diagonal(factor, axis1=-2, axis2=-1)[..., None]
     factors: NDArray[np.float32] = np.triu(factor, 1).astype(np.float32)

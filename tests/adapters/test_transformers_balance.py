@@ -114,14 +114,19 @@ def test_products_stay_and_sizes_meet(name: str) -> None:
         assert model(**inputs, use_cache=False).logits.equal(want)
 
 
-@pytest.mark.parametrize("architecture", SWEEP)
-def test_other_architectures(architecture: str) -> None:
+def of_sweep(architecture: str) -> tuple[Any, dict[str, Any]]:
+    """A model of the sweep, and what it takes."""
     if architecture in ODD:
         model, inputs = ODD[architecture]()
     else:
         config = model_sweep.CONFIG_MAPPING[architecture]
         model, inputs = build(getattr(hf, model_sweep.architectures()[architecture]), tiny(config)), None
-    inputs = inputs or model_sweep.given(model)
+    return model, inputs or model_sweep.given(model)
+
+
+@pytest.mark.parametrize("architecture", SWEEP)
+def test_other_architectures(architecture: str) -> None:
+    model, inputs = of_sweep(architecture)
     want = model_sweep.under(model, "cpu_attn", model_sweep.forward, inputs)
     kept = weights(model)
     assert len(balance(model)) == SWEEP[architecture]

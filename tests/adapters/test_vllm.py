@@ -17,6 +17,8 @@ pytestmark = pytest.mark.integrations
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 pytest.importorskip("vllm")
 
+from cpu_attn.rotation import error_feedback  # noqa: E402
+
 from ..models import gemma_texts, vllm_harness  # noqa: E402
 from ..models.vllm_harness import generated  # noqa: E402
 
@@ -47,6 +49,7 @@ JOBS: dict[str, Job] = {
     "fp8 latents reference": {"kind": "reference", "model": "deepseek_v3", "kv_cache_dtype": "fp8"},
     "compiled latents": {"model": "deepseek_v2", "enforce_eager": False},
     "balanced": {"model": "qwen3", "load_format": "cpu_attn_balanced", **TIGHT},
+    "balanced int4": {"model": "qwen3", "load_format": "cpu_attn_balanced", "kv_cache_dtype": "int4_per_token_head"},
     "balanced without norms": {"model": "llama", "load_format": "cpu_attn_balanced"},
     "bfloat16": {"model": "llama", "dtype": "bfloat16"},
     "compiled": {"model": "llama", "enforce_eager": False},
@@ -102,6 +105,19 @@ def test_balanced_norms(results: Callable[[str], Any]) -> None:
         sizes = [np.hypot(*np.split(x, 2)) for x in (*before, *after)]
         assert np.ptp(np.log(sizes[1] / sizes[0])) > 1
         np.testing.assert_allclose(sizes[2], sizes[3], rtol=1e-4)
+
+
+def test_balanced_layers_feed_errors_back(results: Callable[[str], Any]) -> None:
+    """Keys of integers, by the weights of the queries' norm; channels of a rotary pair count alike, and so do heads."""
+    assert not any(results(name)["feedback"] for name in ("qwen3", "balanced", "int4_per_token_head"))
+    found = results("balanced int4")
+    assert len(found["feedback"]) == 2
+    for name, table in found["feedback"].items():
+        squares = np.square(found["norms"][name.replace("attn.attn", "attn.q_norm.weight")]).reshape(2, -1)
+        pairs = np.tile(squares.mean(0), 2)
+        np.testing.assert_allclose(table, [error_feedback(pairs[None])[0]] * len(table), atol=1e-4)
+        assert np.abs(table).max() > 0.1
+    assert len(generated(found, ["decoder int4_per_token_head -1"])) == 8
 
 
 def test_a_model_without_norms_stays(results: Callable[[str], Any]) -> None:

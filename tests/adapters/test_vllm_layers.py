@@ -96,6 +96,26 @@ def test_integers_are_rotated_unless_told_otherwise(
     assert layer.kv_cache_rotation == rotation
 
 
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "said", "feeds"),
+    [("int4_per_token_head", "", True), ("int8_per_token_head", "none/hadamard", False), ("fp8", "hadamard", False)],
+)
+def test_errors_are_fed_back(monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str, said: str, feeds: bool) -> None:
+    """Rotated keys of integers are stored otherwise, and values as before; the output is as near as before."""
+    monkeypatch.setenv("CPU_ATTN_KV_CACHE_ROTATION", said)
+    step = Step("float32", 64, kv_cache_dtype)
+    outputs = []
+    for weights in (None, np.geomspace(0.1, 10, 128).reshape(2, 64)):
+        layer = step.layer()
+        if weights is not None:
+            layer.feed_back(weights)
+        assert (layer.k_feedback is not None) == (feeds and weights is not None)
+        outputs.append(step.attend(layer))
+    assert torch.equal(*outputs) == (not feeds)
+    errors = [step.error(output, step.expected()) for output in outputs]
+    assert 0.5 < errors[1] / errors[0] < 2
+
+
 def test_scales_of_fp8_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint's scales: 4 takes values up to 1792 into an fp8 cache, and a plain one has none."""
     monkeypatch.setattr(LAYER, "_k_scale_float", 2.0)

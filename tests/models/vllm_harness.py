@@ -244,6 +244,12 @@ class Worker:
         parameters = self.model_runner.model.named_parameters()  # type: ignore[attr-defined]
         return {name: p.tolist() for name, p in parameters if name.endswith(("q_norm.weight", "k_norm.weight"))}
 
+    def feedback(self) -> Any:
+        """What layers feed errors of rounding keys back by, where they do, by their names."""
+        modules = self.model_runner.model.named_modules()  # type: ignore[attr-defined]
+        found = ((name, getattr(getattr(m, "impl", None), "k_feedback", None)) for name, m in modules)
+        return {name: table.tolist() for name, table in found if table is not None}
+
 
 def without_torchvision() -> None:
     """vLLM's Gemma3 and Qwen3.5 take names of image processors from modules that import torchvision; without that
@@ -497,6 +503,7 @@ def run(
             "preempted": len(preempted),
             "calls": llm.collective_rpc("counted"),
             "norms": llm.collective_rpc("norms")[0],
+            "feedback": llm.collective_rpc("feedback")[0],
         }
     finally:
         Scheduler._preempt_request = preempt

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from cpu_attn import _check
-from cpu_attn._dtypes import dtype_name, rotation_of
+from cpu_attn._dtypes import dtype_name, is_scaled, rotation_of
 from cpu_attn.transformers import private
+from cpu_attn.transformers.feedback import remembered
 from cpu_attn.transformers.indexer import IndexedLayer
 from cpu_attn.transformers.latents import layer_classes
 from cpu_attn.transformers.pages import HybridLayer, PagedLayer, StateLayer
@@ -30,12 +31,11 @@ LAYERS: dict[str, Any] = {
 }
 
 
-def _feedback(given: Mapping[int, Any] | None, kv: str, layers: list[Any]) -> dict[int, Any]:
+def _feedback(given: Mapping[int, Any], kv: str, layers: list[Any]) -> dict[int, Any]:
     """Checks k_feedback for keys that are held as ``kv``. The sizes are checked where a layer knows its own."""
-    if given is None:
-        return {}
     _check.instance("k_feedback", given, Mapping)
-    _check.feeds_back("k_feedback", kv)
+    if given:
+        _check.feeds_back("k_feedback", kv)
     found = {}
     for layer, factors in given.items():
         i = _check.integer("k_feedback: layer", layer, 0, len(layers) - 1)
@@ -55,16 +55,18 @@ class PagedCache(Cache):  # type: ignore[misc]
     the model's dtype (DeepSeek-V3.2). Any other implementation gets keys and values gathered anew in every step.
 
     Args:
-        config: of the model; of a composite model its decoder's counts.
+        config: of the model; of a composite model its decoder's counts. The config of a model that :func:`balance` has
+            balanced, the object itself, brings the defaults of a balanced model.
         kv_cache_dtype: what the pages hold: ``auto`` (the model's dtype), ``fp8_e4m3``, ``fp8_e5m2``, ``int8``,
             ``int6``, ``int5``, ``int4``, ``int4_per_token_head``, or two of these as ``K/V``.
         block_size: tokens of a page.
         k_scale: what keys are divided by in fp8 pages; 1 for others.
         v_scale: what values are divided by in fp8 pages; 1 for others.
         kv_cache_rotation: ``hadamard``, ``none``, or a word for each of K and V; unless said, integers are rotated,
-            which hold a model's keys and values better so (docs/quality.md), and nothing else is.
-        k_feedback: {layer: float32 [Hkv, D, D]} for keys of integers, of :func:`key_feedback` for the model and the
-            rotation; layers that are not among them feed no errors back.
+            which hold a model's keys and values better so (docs/quality.md), and fp8 of a balanced model.
+        k_feedback: {layer: float32 [Hkv, D, D]} for keys of integers, as :func:`key_feedback` gives it for the model
+            and the rotation; layers that are not among them feed no errors back. Unless said, rotated keys of a
+            balanced model have that of :func:`balance`.
 
     Raises:
         ValueError: a layer is of a kind that is not named above, or an argument is out of range.
@@ -84,6 +86,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         kv_cache_rotation: str | None = None,
         k_feedback: Mapping[int, Any] | None = None,
     ) -> None:
+        balanced = remembered(config)
         config = config.get_text_config(decoder=True)
         kinds = list(zip(*private.get_layer_types_and_kwargs(config), strict=True))
         for layer_type, _ in kinds:
@@ -94,20 +97,21 @@ class PagedCache(Cache):  # type: ignore[misc]
         kvs = _check.kv_dtypes(kv_cache_dtype, dtype_name(config.dtype or "float32"))
         block_size = _check.integer("block_size", block_size, 1)
         k_scale, v_scale = _check.scales(k_scale, v_scale, kvs)
-        kv_cache_rotation = rotation_of(kvs) if kv_cache_rotation is None else kv_cache_rotation
-        _check.kv_cache_rotation(kv_cache_rotation)
+        kv_cache_rotation = rotation_of(kvs, balanced is not None) if kv_cache_rotation is None else kv_cache_rotation
+        rotates_keys = _check.kv_cache_rotation(kv_cache_rotation) & 1
         options = {"kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale, "v_scale": v_scale}
         options["kv_cache_rotation"] = kv_cache_rotation
         latent = layer_classes(config)
         layers = {kind: latent.get(has, has) for kind, has in LAYERS.items()}
+        classes = [layers[kind] for kind, _ in kinds]
+        if k_feedback is None:
+            tables = balanced if balanced and rotates_keys and is_scaled(kvs[0]) else {}
+            k_feedback = {i: tables[i] for i, has in enumerate(classes) if i in tables and issubclass(has, PagedLayer)}
         each = [options] * len(kinds)
-        for i, factors in _feedback(k_feedback, kvs[0], [layers[kind] for kind, _ in kinds]).items():
+        for i, factors in _feedback(k_feedback, kvs[0], classes).items():
             each[i] = {**options, "k_feedback": factors}
-        super().__init__(
-            layers=[
-                layers[kind](block_size=block_size, **has, **its) for (kind, has), its in zip(kinds, each, strict=True)
-            ]
-        )
+        args = zip(classes, kinds, each, strict=True)
+        super().__init__(layers=[layer(block_size=block_size, **has, **its) for layer, (_, has), its in args])
 
     @property
     def nbytes(self) -> int:

@@ -23,6 +23,7 @@ from cpu_attn import (
     get_scheduler_metadata,
     ops,
     reshape_and_cache,
+    rotation,
 )
 from cpu_attn._arrays import numpy_view
 from cpu_attn._dtypes import DTYPES, dtype_name, is_fp8, is_scaled, rotation_of
@@ -229,6 +230,7 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
             [KV_CACHE_DTYPES[kv_cache_dtype]]
         )
         slopes = None if alibi_slopes is None else np.array(alibi_slopes, np.float32)
+        self.k_feedback: np.ndarray[Any, np.dtype[np.float32]] | None = None
         self._logits = ops.Logits(self.scale, logits_soft_cap or 0.0, slopes)
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
@@ -257,7 +259,15 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
             *self._scales(layer, pages),
             pages.kv_cache_dtype,
             kv_cache_rotation=pages.kv_cache_rotation,
+            k_feedback=self.k_feedback,
         )
+
+    def feed_back(self, weights: np.ndarray[Any, Any]) -> None:
+        """Has writes feed errors of rounding back where keys are rotated integers. ``weights`` [Hkv, D] are those of
+        :func:`cpu_attn.rotation.error_feedback`."""
+        rotated = _check.kv_cache_rotation(self.kv_cache_rotation) & 1
+        if rotated and is_scaled(KV_CACHE_DTYPES[self.kv_cache_dtype]):
+            self.k_feedback = rotation.error_feedback(weights, self.kv_cache_rotation)
 
     def forward(
         self,

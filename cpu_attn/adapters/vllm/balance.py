@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """This module is vLLM's ``--load-format cpu_attn_balanced``: queries times factors and keys over them, in the weights
-of the norms that make both, so that quantised caches keep more of a model. See docs/vllm.md."""
+of the norms that make both, so that quantised caches keep more of a model. Rotated keys of integers feed errors of
+rounding back. See docs/vllm.md."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from cpu_attn import __version__, rotation
+from cpu_attn.vllm.backend import Impl
 from vllm.config import replace
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
@@ -61,7 +64,7 @@ def _is_of_heads(norm: Any, head_size: int) -> bool:
 
 def _balance(module: Any, attn: Any, norms: list[Any]) -> bool:
     """Puts the factors into the weights of both norms, and says whether that did what it should; otherwise they are as
-    before."""
+    before. How much an error counts in a channel follows from the weights of the queries' norm."""
     rotary = getattr(module, "rotary_emb", None)
     if not isinstance(rotary, RotaryEmbeddingBase):
         return False
@@ -76,6 +79,11 @@ def _balance(module: Any, attn: Any, norms: list[Any]) -> bool:
         norm.weight.data = (weight * scale - one).to(norm.weight)
     again = _states(module, attn, before[0].dtype)
     if states and again and all(_scaled(x, y, scale) for x, y, scale in zip(states, again, scales, strict=True)):
+        if isinstance(attn.impl, Impl):
+            squares = np.square(sizes[0] * factors.numpy())
+            pairs = np.arange(rotary.rotary_dim).reshape((2, -1) if rotary.is_neox_style else (-1, 2))
+            squares[pairs] = squares[pairs].mean(0 if rotary.is_neox_style else 1, keepdims=True)
+            attn.impl.feed_back(np.tile(squares, (attn.num_kv_heads, 1)))
         return True
     for norm, weight in zip(norms, before, strict=True):
         norm.weight.data = weight
