@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 I32 = {"dtype": torch.int32}
 WORKSPACE = torch.empty(0, dtype=torch.uint8)
 LENS = [40, 1, 0, 133, 16, 300]
+Q_LENS = [5, 3, 2, 70, 0, 1]
 
 
 def indptr(counts: Any) -> Any:
@@ -55,6 +56,14 @@ class Pages:
     @property
     def where(self) -> tuple[Any, Any, Any]:
         return self.indptr, self.indices, self.last
+
+
+def queries(q_lens: list[int], heads: int = 4, d: int = 64, dtype: Any = torch.float32, seed: int = 7) -> Any:
+    return torch.randn(sum(q_lens), heads, d, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def keys_of(pages: Pages) -> Any:
+    return [x[0] for x in pages.states], [x[1] for x in pages.states]
 
 
 def turned(x: Any, positions: Any, theta: float = 1e4, scale: float = 1.0, interleave: bool = False) -> Any:

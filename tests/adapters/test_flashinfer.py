@@ -288,7 +288,10 @@ ours.install()
 ours.install()
 import flashinfer.cascade, flashinfer.decode, flashinfer.mla, flashinfer.page, flashinfer.prefill, flashinfer.sparse
 assert flashinfer.BatchDecodeWithPagedKVCacheWrapper is ours.BatchDecodeWithPagedKVCacheWrapper
-assert flashinfer.cascade.merge_state is ours.merge_state
+import flashinfer.triton
+assert flashinfer.cascade.merge_state is ours.merge_state is flashinfer.triton.cascade.merge_state
+for name in ("trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache_mla"):
+    assert getattr(flashinfer.decode, name) is getattr(flashinfer.mla, name) and not hasattr(flashinfer, name)
 assert importlib.util.find_spec("flashinfer").name == "flashinfer"
 assert flashinfer.page.get_seq_lens is ours.get_seq_lens and flashinfer.__version__.startswith("0.7")
 print(importlib.util.find_spec("flashinfer.gemm"))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,18 +12,22 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations
 from cpu_attn import flashinfer  # noqa: E402
 
-from .flashinfer_case import I32, LENS, WORKSPACE, Pages, attend64, close, indptr, wanted  # noqa: E402
+from .flashinfer_case import (  # noqa: E402
+    I32,
+    LENS,
+    Q_LENS,
+    WORKSPACE,
+    Pages,
+    attend64,
+    close,
+    indptr,
+    keys_of,
+    queries,
+    wanted,
+)
 
 MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
-
-
-def queries(q_lens: list[int], heads: int, d: int, dtype: Any, seed: int = 0) -> Any:
-    return torch.randn(sum(q_lens), heads, d, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def keys_of(pages: Pages) -> Any:
-    return [x[0] for x in pages.states], [x[1] for x in pages.states]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -48,9 +51,6 @@ def test_decode(page_size: int, d: int, group: int, layout: str, mode: str, soft
     legacy = wrapper.forward(q, pages.cache, pos_encoding_mode=mode, logits_soft_cap=softcap)
     assert torch.equal(legacy, out)
     assert torch.equal(wrapper.run_return_lse(q, pages.cache)[1], lse)
-
-
-Q_LENS = [5, 3, 2, 70, 0, 1]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -114,7 +114,26 @@ def test_float8_queries(kind: str) -> None:
     out = wrapper.run(q, pages.cache, k_scale=scales[0], v_scale=scales[1])
     keys, values = ([x.double() * s[:, None] for x in xs] for xs, s in zip(keys_of(pages), scales, strict=True))
     assert out.dtype == torch.bfloat16
-    close(out, wanted(q.double(), Q_LENS, keys, values)[0])
+    want = wanted(q.double(), Q_LENS, keys, values)[0]
+    close(out, want)
+    # Kernels of float8 take all three behind the keys; of packed keys the output has a divisor, too.
+    behind = (torch.ones(4), *scales)
+    close(wrapper.run(q, pages.cache, *behind), want)
+    close(wrapper.run(q, pages.cache, *behind, v_scale=2.0), 2.0 * want)
+    packed = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    packed.plan(indptr(Q_LENS), indptr(LENS), 4, 2, 64, **options)
+    flat = [torch.cat(xs).to(stored) for xs in keys_of(pages)]
+    close(packed.run(q, *flat, *behind, o_scale=0.25), 4.0 * want)
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "HND")
+    decode.plan(*pages.where, 4, 2, 64, 16, q_data_type=stored, kv_data_type=stored, o_data_type="bfloat16")
+    one = queries([1] * len(LENS), 4, 64, torch.float32).to(stored)
+    factor = torch.tensor([1.0, 2.0, 0.5, 3.0])
+    want = wanted(one.double() * factor[:, None], [1] * len(LENS), keys, values)[0]
+    close(decode.run(one, pages.cache, factor, *scales), want)
+    with pytest.raises(NotImplementedError, match=r"^args: expected scale_q, scale_k, scale_v or none, got 1"):
+        decode.run(one, pages.cache, factor)
+    with pytest.raises(ValueError, match=r"^o_scale: 0.0"):
+        packed.run(q, *flat, o_scale=0.0)
 
 
 @pytest.mark.parametrize("out_dtype", ["float32", "float16", "bfloat16"])
@@ -213,6 +232,57 @@ def test_items(ragged: bool, left: int) -> None:
     where = [indptr(q_lens), *([indptr(lens)] if ragged else pages.where), 4, 2, 64, *([] if ragged else [5])]
     with pytest.raises(ValueError, match=r"^token_pos_in_items_ptr: 40 numbers, expected 20"):
         wrapper.plan(*where, **options | {"token_pos_in_items_len": 10})
+
+
+def test_items_without_padding() -> None:
+    """The last row needs none. Of one sequence the prefix may be a number, and the length of the row left out."""
+    row, first, n = [0, 1, 2, 0, 1, 0], 5, 8
+    lens = [first + len(row)]
+    seen = np.zeros((n, lens[0]), bool)
+    item = np.cumsum([place == 0 for place in row])
+    for i in range(n):
+        at = lens[0] - n + i
+        for j in range(at + 1):
+            # A token sees the prefix, and the tokens of its item without the delimiter; a delimiter sees the prefix.
+            same = j >= first and item[j - first] == item[at - first] and row[j - first] > 0 and row[at - first] > 0
+            seen[i, j] = j < first or at < first or same
+    pages, q = Pages(lens, 5, "NHD", "float32"), queries([n])
+    pages.cache.nan_to_num_(7)
+    want = wanted(q, [n], *keys_of(pages), mask=[seen])
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    where = (indptr([n]), *pages.where, 4, 2, 64, 5)
+    for prefix, more in (
+        (torch.tensor(first, dtype=torch.uint32), {}),
+        (torch.tensor([first]), {"token_pos_in_items_len": 10}),
+        (torch.tensor([first]), {"token_pos_in_items_len": 6}),
+    ):
+        places = torch.tensor(row, dtype=torch.uint16)
+        options = {"prefix_len_ptr": prefix, "token_pos_in_items_ptr": places, "q_data_type": "float32", **more}
+        wrapper.plan(*where, **options)
+        out, lse = wrapper.run(q, pages.cache, return_lse=True)
+        close(out, want[0], lse, want[1])
+    # The same sequence twice, in rows of 10.
+    two = Pages(lens * 2, 5, "NHD", "float32")
+    two.cache.nan_to_num_(7)
+    q = queries([n, n])
+    want = wanted(q, [n, n], *keys_of(two), mask=[seen, seen])
+    options = {"token_pos_in_items_ptr": torch.tensor(row + [0] * 4 + row), "token_pos_in_items_len": 10}
+    both = (indptr([n, n]), *two.where, 4, 2, 64, 5)
+    wrapper.plan(*both, prefix_len_ptr=torch.tensor([first, first]), q_data_type="float32", **options)
+    out, lse = wrapper.run(q, two.cache, return_lse=True)
+    close(out, want[0], lse, want[1])
+    with pytest.raises(ValueError, match=r"^prefix_len_ptr\[1\]: 4, outside 5..11"):
+        wrapper.plan(*both, prefix_len_ptr=torch.tensor([first, 4]), q_data_type="float32", **options)
+    short = {"token_pos_in_items_ptr": torch.arange(9), "token_pos_in_items_len": 10}
+    with pytest.raises(ValueError, match=r"^token_pos_in_items_ptr: 9 numbers, expected 20"):
+        wrapper.plan(*both, prefix_len_ptr=torch.tensor([first, 4]), q_data_type="float32", **short)
+    for options, text in (
+        ({"prefix_len_ptr": torch.tensor([4])}, r"^prefix_len_ptr\[0\]: 4, outside 5..11"),
+        ({"prefix_len_ptr": torch.tensor([4, 4])}, "^prefix_len_ptr: 2 numbers, expected 1"),
+        ({"prefix_len_ptr": torch.tensor([5]), "token_pos_in_items_ptr": None}, "^token_pos_in_items_ptr: is None"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            wrapper.plan(*where, **{"token_pos_in_items_ptr": places, "q_data_type": "float32"} | options)
 
 
 def test_tables_and_lengths_in_place_of_indices() -> None:

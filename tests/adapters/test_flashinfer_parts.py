@@ -12,21 +12,22 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations
 from cpu_attn import flashinfer  # noqa: E402
-from cpu_attn.flashinfer import decode as decoding  # noqa: E402
-from cpu_attn.flashinfer import mla, prefill, sparse  # noqa: E402
+from cpu_attn.flashinfer import mla, sparse  # noqa: E402
 
-from .flashinfer_case import I32, LENS, WORKSPACE, Pages, attend64, close, indptr, turned, wanted  # noqa: E402
-
-Q_LENS = [5, 3, 2, 70, 0, 1]
-
-
-def queries(q_lens: list[int], heads: int = 4, d: int = 64, dtype: Any = torch.float32) -> Any:
-    return torch.randn(sum(q_lens), heads, d, generator=torch.Generator().manual_seed(7)).to(dtype)
-
-
-def keys_of(pages: Pages) -> Any:
-    return [x[0] for x in pages.states], [x[1] for x in pages.states]
-
+from .flashinfer_case import (  # noqa: E402
+    I32,
+    LENS,
+    Q_LENS,
+    WORKSPACE,
+    Pages,
+    attend64,
+    close,
+    indptr,
+    keys_of,
+    queries,
+    turned,
+    wanted,
+)
 
 # ---- page ----
 
@@ -294,149 +295,50 @@ def test_mla_of_float8_rows(kind: str) -> None:
     one = pages.cache[:, 0, :, 0]
     out = wrapper.run(query=q, kv_cache=one, ckv_scale=0.5, kpe_scale=0.5)
     close(out, wanted(q, q_lens, rows, [x[..., :512] for x in rows], scale=0.05)[0])
-    with pytest.raises(NotImplementedError, match=r"^kpe_scale: 1.0, expected ckv_scale = 0.5"):
-        wrapper.run(query=q, kv_cache=one, ckv_scale=0.5)
-    for options, words in (
-        ({"kv_len": given[3]}, "^kv_len: expected None"),
-        ({"o_scale": 2.0}, "^o_scale: expected None"),
-    ):
-        with pytest.raises(NotImplementedError, match=words):
-            wrapper.run(query=q, kv_cache=one, **options)
+    for ckv_scale, kpe_scale in ((0.3, 2.7), (0.0, 1.0), (0.5, None)):
+        factors = np.array([ckv_scale] * 512 + [1.0 if kpe_scale is None else kpe_scale] * 64)
+        scaled = [x[0].double().numpy() * factors for x in pages.states]
+        want, want_lse = wanted(q, q_lens, scaled, [x[..., :512] for x in scaled], scale=0.05)
+        scales = {"ckv_scale": torch.tensor(ckv_scale), "kpe_scale": kpe_scale}
+        out, lse = wrapper.run(query=q, kv_cache=one, **scales, return_lse=True)
+        assert out.dtype == torch.bfloat16
+        close(out, want, lse, want_lse)
+    with pytest.raises(NotImplementedError, match=r"^kv_len: expected None"):
+        wrapper.run(query=q, kv_cache=one, kv_len=given[3])
     with pytest.raises(ValueError, match=r"^kv_len_arr\[0\]: 60, the sequence's pages have 48 slots"):
         wrapper.plan(*given[:3], torch.tensor([60, 133], **I32), 16, 512, 64, 16, True, 0.05, torch.bfloat16, stored)
     with pytest.raises(ValueError, match=r"^sm_scale: is None"):
         wrapper.plan(*given, 16, 512, 64, 16, True, None, torch.bfloat16, stored)
 
 
-# ---- the calls without a wrapper ----
-
-
-def table_of(pages: Pages) -> Any:
-    counts = pages.indptr.diff().tolist()
-    table = torch.full((len(counts), max(counts) + 1), -1, **I32)
-    for b, n in enumerate(counts):
-        table[b, :n] = pages.indices[pages.indptr[b] : pages.indptr[b + 1]]
-    return table
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
-def test_calls_of_serving_engines(stored: Any, layout: str) -> None:
-    pages = Pages(LENS, 16, layout, "bfloat16", 2, 64, stored)
-    keys, values = keys_of(pages)
-    values = [v.double() * 0.5 for v in values]
-    table, lens, sinks = table_of(pages), torch.tensor(LENS, **I32), torch.randn(4)
-    options = {"kv_layout": layout, "window_left": 50, "sinks": [sinks]}
-    q = queries([2] * len(LENS), dtype=torch.bfloat16)
-    want = wanted(q, [2] * len(LENS), keys, values, scale=0.2, left=50, sinks=sinks.numpy())
-    where = (q, pages.cache, WORKSPACE, table, lens, 300)
-    out, lse = decoding.trtllm_batch_decode_with_kv_cache(*where, 0.2, 0.5, q_len_per_req=2, return_lse=True, **options)
-    close(out, want[0])
-    assert np.allclose(lse.double().numpy(), want[1], atol=2e-2)
-    for causal in (True, False):
-        q = queries(Q_LENS, dtype=torch.bfloat16)
-        scales = (torch.tensor([0.2]), torch.tensor([0.5]))
-        where = (q, pages.cache.unbind(1), WORKSPACE, table, lens, 70, 300, *scales, len(LENS))
-        more = {"causal": causal, "out_dtype": torch.float32, "kv_layout": layout}
-        out = prefill.trtllm_batch_context_with_kv_cache(*where, indptr(Q_LENS), indptr(LENS), **more)
-        assert out.dtype == torch.float32
-        close(out.bfloat16(), wanted(q, Q_LENS, keys, values, scale=0.2, causal=causal)[0])
-    with pytest.raises(TypeError, match=r"^seq_lens: dtype torch.int64, expected torch.int32"):
-        decoding.trtllm_batch_decode_with_kv_cache(*where[:4], lens.long(), 300)
-
-
-def test_what_serving_engines_say_otherwise() -> None:
-    """A tree of drafts; the factor in base 2; outputs of float8; tables of keys and of values in one tensor."""
-    lens, run = [40, 4, 133], decoding.trtllm_batch_decode_with_kv_cache
-    pages = Pages(lens, 16, "HND", "bfloat16", 2, 64)
-    (keys, values), q = keys_of(pages), queries([4] * 3, dtype=torch.bfloat16)
-    where = (pages.cache, WORKSPACE, table_of(pages), torch.tensor(lens, **I32), 133)
-    seen = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
-    words = torch.tensor([1, 3, 5, 13], **I32).view(torch.uint16).reshape(1, 4, 2).expand(3, 4, 2)
-    masks = [torch.cat([torch.ones(4, n - 4, dtype=torch.bool), seen], 1) for n in lens]
-    want = wanted(q, [4] * 3, keys, values, scale=0.2, mask=masks)[0]
-    log2 = torch.tensor([0.2 / math.log(2)])
-    close(run(q, *where, 7.0, bmm1_scale_log2=log2, mask=words, q_len_per_req=4, o_scale=3.0), want)
-    flat = words.reshape(12, 2).contiguous().view(torch.uint32)
-    starts = indptr([4] * 3)
-    close(run(q, *where, 0.2, mask=flat, cum_seq_lens_q=starts, skip_softmax_threshold_scale_factor=1.0), want)
-    for bad, kind, text in (
-        (words[:, :3], ValueError, "^mask: axis 1 is 3, expected q_len = 4"),
-        (words.int(), TypeError, "^mask: dtype torch.int32"),
-        (words[..., :0], ValueError, "^mask: 0 words of 16 bits"),
-    ):
-        with pytest.raises(kind, match=text):
-            run(q, *where, 0.2, mask=bad, q_len_per_req=4)
-
-    plain = wanted(q, [4] * 3, keys, values, scale=0.2)[0]
-    for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
-        out = run(q, *where, 0.2, 1000.0, out_dtype=kind, q_len_per_req=4)
-        info = torch.finfo(kind)
-        clipped = np.clip(plain * 1000, -info.max, info.max)
-        assert out.dtype == kind and np.abs(out.double().numpy() - clipped).max() <= 0.6 * info.eps * info.max
-    pool = pages.cache.flatten(0, 1)  # keys and values take turns
-    both = torch.stack([2 * where[2], 2 * where[2] + 1], 1)
-    close(
-        run(q, (pool, pool), WORKSPACE, both, *where[3:], 0.2, q_len_per_req=4, uses_shared_paged_kv_idx=False), plain
-    )
-    swapped = (pages.cache.flip(1).flatten(0, 1),) * 2
-    turn = both.flip(1).contiguous()
-    close(run(q, swapped, WORKSPACE, turn, *where[3:], 0.2, q_len_per_req=4, uses_shared_paged_kv_idx=False), plain)
-    both[0, 1, 0] += 1
-    with pytest.raises(NotImplementedError, match=r"^block_tables: values lie 1 to 2 pages behind"):
-        run(q, (pool, pool), WORKSPACE, both, *where[3:], 0.2, q_len_per_req=4, uses_shared_paged_kv_idx=False)
-
-
-def test_packed_values_of_eight_bits() -> None:
-    lens = [70, 33]
-    q, k, v = queries(lens, 4, 64, torch.bfloat16), torch.randn(103, 4, 64), torch.randn(103, 4, 64)
-    k, v = k.bfloat16(), v.to(torch.float8_e4m3fn)
-    where = (WORKSPACE, torch.tensor(lens, **I32), 70, 70, 0.1, 2.0, -1.0, 2, -1)
-    rest = (indptr(lens), indptr(lens), None, True, False)
-    for q_, k_ in ((q, k), (q.to(v.dtype), k.to(v.dtype))):
-        out = prefill.trtllm_ragged_attention_deepseek(q_, k_, v, *where, *rest)
-        parts = [2.0 * x for x in v.double().split(lens)]
-        assert out.dtype == torch.bfloat16
-        close(out, wanted(q_.double(), lens, k_.double().split(lens), parts, scale=0.1)[0])
-
-
-def test_packed_heads_of_deepseek() -> None:
-    lens = [70, 33, 130]
-    q, k, v = queries(lens, 4, 192), torch.randn(sum(lens), 4, 192), torch.randn(sum(lens), 4, 128)
-    where = (q, k, v, WORKSPACE, torch.tensor(lens, **I32), 130, 130, 0.1, 1.0, -1.0, 3, -1)
-    out, lse = prefill.trtllm_ragged_attention_deepseek(*where, indptr(lens), indptr(lens), None, True, True)
-    want = wanted(q, lens, k.split(lens), v.split(lens), scale=0.1)
-    close(out, want[0], lse, want[1])
-
-
-@pytest.mark.parametrize("four", [False, True])
-def test_latents_of_serving_engines(four: bool) -> None:
-    """Of all keys and of selected ones."""
-    lens = [40, 5, 133]
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+def test_mla_of_float8_queries_and_outputs(kind: str) -> None:
+    stored, lens, q_lens = getattr(torch, kind), [40, 133], [3, 9]
     pages = Pages(lens, 16, "NHD", "bfloat16", 1, 576)
-    rows, q = [x[0] for x in pages.states], queries([2] * 3, 16, 576, torch.bfloat16).unflatten(0, (3, 2))
-    cache = pages.cache[:, 0] if four else pages.cache[:, 0, :, 0]
-    cache = cache.transpose(1, 2) if four else cache
-    run = mla.trtllm_batch_decode_with_kv_cache_mla
-    table, flat = table_of(pages), q.flatten(0, 1)
-    sizes = (WORKSPACE, 128, 512, 64)
-    out, lse = run(q, cache, *sizes, table, torch.tensor(lens, **I32), 133, bmm1_scale=0.05, return_lse=True)
-    want = wanted(flat, [2] * 3, rows, [x[..., :512] for x in rows], scale=0.05)
-    close(out.flatten(0, 1), want[0], lse, want[1])
-    picked = [
-        sorted(torch.randperm(n, generator=torch.Generator().manual_seed(i))[:5].tolist())
-        for i, n in enumerate(lens * 2)
-    ]
-    picked = [picked[i % 3 + 3 * (j == 1)] for i in range(3) for j in range(2)]
-    slots = torch.full((3, 2, 8), -1, **I32)
-    for i, keys in enumerate(picked):
-        b = i // 2
-        for s, key in enumerate(keys):
-            slots[b, i % 2, s] = int(pages.indices[pages.indptr[b] + key // 16]) * 16 + key % 16
-    out = run(q, cache, *sizes, slots, torch.tensor([8] * 3, **I32), 133, 8, bmm1_scale=0.05)
-    chosen = [rows[i // 2][keys] for i, keys in enumerate(picked)]
-    want = wanted(flat, [1] * 6, chosen, [x[..., :512] for x in chosen], scale=0.05)
-    close(out.flatten(0, 1), want[0])
+    q, rows = queries(q_lens, 16, 576).to(stored), [x[0] for x in pages.states]
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    given = (indptr(q_lens), *pages.where[:2], torch.tensor(lens, **I32), 16, 512, 64, 16, True, 0.05, stored)
+    wrapper.plan(*given, torch.bfloat16)
+    one = {"query": q, "kv_cache": pages.cache[:, 0, :, 0]}
+    want = wanted(q.double(), q_lens, rows, [x[..., :512] for x in rows], scale=0.05)[0]
+    out = wrapper.run(**one)
+    assert out.dtype == torch.bfloat16
+    close(out, want)
+    halves = [x.double().numpy() * np.array([0.5] * 512 + [4.0] * 64) for x in rows]  # exact in rows of 16 bits
+    scaled = wanted(q.double(), q_lens, halves, [x[..., :512] for x in halves], scale=0.05)[0]
+    close(wrapper.run(**one, ckv_scale=0.5, kpe_scale=4.0), scaled)
+    wrapper.plan(*given, torch.bfloat16, output_dtype=torch.float32)
+    close(wrapper.run(**one, o_scale=0.5).bfloat16(), want / 0.5)
+    wrapper.plan(*given, torch.bfloat16, output_dtype=stored, output_scale="per-tensor")
+    out = torch.empty(want.shape, dtype=stored)
+    assert wrapper.run(**one, out=out, o_scale=1e-3, bmm2_scale=2.0) is out
+    info = torch.finfo(stored)
+    clipped = np.clip(want * 2000, -info.max, info.max)
+    assert np.abs(out.double().numpy() - clipped).max() <= 0.6 * info.eps * np.abs(clipped).max()
+    with pytest.raises(TypeError, match=r"^q_nope: dtype torch.bfloat16, expected torch.float8"):
+        wrapper.run(query=q.bfloat16(), kv_cache=one["kv_cache"])
+    with pytest.raises(ValueError, match=r"^o_scale: 0.0"):
+        wrapper.run(**one, o_scale=0.0)
 
 
 # ---- rope ----

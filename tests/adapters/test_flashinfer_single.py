@@ -171,6 +171,7 @@ def test_packed_bits() -> None:
     assert flashinfer.packbits(x).tolist() == [0b10011000, 0b11000000]
     assert flashinfer.packbits(x, bitorder="little").tolist() == [0b00011001, 0b00000011]
     bits, starts = flashinfer.segment_packbits(x, torch.tensor([0, 3, 3, 10], dtype=torch.int32), "little")
+    assert torch.equal(flashinfer.segment_packbits(x, torch.tensor([0, 3, 3, 10]), "little")[0], bits)
     assert bits.tolist() == [0b001, 0b1100011] and starts.tolist() == [0, 1, 1, 2] and starts.dtype == torch.int32
     assert np.unpackbits(bits[1:].numpy(), bitorder="little")[:7].tolist() == x[3:].int().tolist()
     with pytest.raises(ValueError, match=r"^bitorder: 'middle', expected 'big' or 'little'"):

@@ -14,6 +14,7 @@ from typing import Any
 from cpu_attn import __version__, _adapters
 
 NAME, BACKEND = "cpu_attn", "cpu_attn.sglang:Backend"
+_CACHES = "sglang.srt.mem_cache.kv_cache_configurator"
 
 
 def register() -> None:
@@ -23,11 +24,29 @@ def register() -> None:
         logging.getLogger(__name__).warning("cpu-attn %s stays away from SGLang: %s", __version__, reason)
         return
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_attention_backend_choices
 
     add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(_backend)
+    HookRegistry.register(f"{_CACHES}.KVCacheConfigurator.configure", _configure, HookType.AROUND)
 
 
 def _backend(model_runner: Any) -> Any:
     return pkgutil.resolve_name(BACKEND)(model_runner)
+
+
+def _configure(configure: Any, configurator: Any, **options: Any) -> Any:
+    """SGLang makes a cache of fp8_e4m3 on a CPU for its own attention alone, which it asks two functions about. For
+    whoever chose cpu_attn they say what it wants to hear, as long as it makes the cache."""
+    module = pkgutil.resolve_name(_CACHES)
+    asked = {"attention_backends": lambda: ("intel_amx",), "cpu_has_amx_support": lambda: True}
+    fp8 = str(configurator.kv_cache_dtype) == "torch.float8_e4m3fn"
+    if not fp8 or {*module.attention_backends()} != {NAME}:
+        return configure(configurator, **options)
+    before = {name: getattr(module, name) for name in asked}
+    vars(module).update(asked)
+    try:
+        return configure(configurator, **options)
+    finally:
+        vars(module).update(before)

@@ -33,7 +33,7 @@ from cpu_attn.flashinfer.arguments import choice
 from cpu_attn.flashinfer.norm import FLOATS, put
 from cpu_attn.flashinfer.rope import frequencies, rotated
 from cpu_attn.plan import SchedulerMetadata, get_scheduler_metadata
-from cpu_attn.torch.entry import axes, optional, tensors
+from cpu_attn.torch.entry import RefusedError, axes, optional, tensors
 from cpu_attn.torch.packed import Int32, Part
 
 LOG2E = math.log2(math.e)
@@ -210,6 +210,15 @@ class Sequences:
             _factor(n[1], k_scale, self.num_kv_heads),
             _factor(n[2], v_scale, self.num_kv_heads),
         )
+
+    def factors_of(self, args: tuple[Any, ...]) -> Factors:
+        """Checks arguments for kernels of float8, which are scale_q, scale_k, scale_v or none."""
+        if len(args) not in (0, 3):
+            raise RefusedError(
+                f"args: expected scale_q, scale_k, scale_v or none, got {len(args)}; no kernel is compiled at run time"
+            )
+        q, k, v = args or (None, None, None)
+        return self.factors(q, k, v, "scale_q")
 
     def _queries(self, q: Any, factors: Factors) -> tuple[Tensor, float]:
         """Gives the queries in the dtype of the products, and a factor of the logits."""

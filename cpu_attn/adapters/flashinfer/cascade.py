@@ -54,7 +54,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     return _merged([v_a, v_b], [s_a, s_b])
 
 
-@interface({"mask"}, v_a="v", s_a="s", v_b="v_other", s_b="s_other")
+@interface(v_a="v", s_a="s", v_b="v_other", s_b="s_other")
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
     """Does what :func:`merge_state` does, and writes into v and s. mask: bool [T], the tokens for which that is done,
     None for all."""

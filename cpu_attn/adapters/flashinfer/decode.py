@@ -12,7 +12,7 @@ from torch import Tensor
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import interface, layout_of
 from cpu_attn.flashinfer.call import PLANNED, RUN, Results, Sequences, logits_of
-from cpu_attn.flashinfer.trtllm import trtllm_batch_decode_with_kv_cache
+from cpu_attn.flashinfer.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from cpu_attn.flashinfer.wrapper import PagedWrapper, part_of_one
 from cpu_attn.torch.entry import axes, tensors
 from cpu_attn.torch.packed import int32
@@ -23,6 +23,7 @@ __all__ = [
     "fast_decode_plan",
     "single_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache",
 ]
 
 
@@ -222,7 +223,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         self,
         q: Tensor,
         paged_kv_cache: Any,
-        *,
+        *args: Any,
         q_scale: Any = None,
         k_scale: Any = None,
         v_scale: Any = None,
@@ -242,6 +243,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             q: [T, Hq, D], one sequence after another.
             paged_kv_cache: (keys, values) in ``kv_layout``, or one tensor [N, 2, ...] of both. They are read where they
                 lie, but for ``ROPE_LLAMA``.
+            args: scale_q, scale_k and scale_v, which multiply the next three, or none.
             q_scale: a factor of the logits, or of each query head's [Hq].
             k_scale: a factor of the logits, or of each kv head's [Hkv].
             v_scale: a factor of the output, or of each kv head's [Hkv].
@@ -265,7 +267,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             NotImplementedError: an argument asks for what is not here.
         """
         step = self._step_of(q, q_len_per_req)
-        factors, results = step.factors(q_scale, k_scale, v_scale), Results(out, lse, return_lse)
+        factors = step.factors(q_scale, k_scale, v_scale).times(step.factors_of(args))
+        results = Results(out, lse, return_lse)
         return self._run_pages(q, paged_kv_cache, factors, results, window_left, sinks, step=step)
 
     def _step_of(self, q: Any, q_len_per_req: Any) -> Sequences:

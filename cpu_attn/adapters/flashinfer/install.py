@@ -39,10 +39,12 @@ _ABOVE = _PREFILL | {
     name: x
     for module in (*_PARTS.values(), quantization)
     for name, x in _names(module).items()
-    if name not in _NOT_ABOVE and not name.startswith("trtllm_")
+    if name not in _NOT_ABOVE and not name.startswith(("trtllm_", "xqa_"))
 }
 MODULES: dict[str, dict[str, Any]] = {"flashinfer": _ABOVE}
 MODULES |= {f"flashinfer.{name}": _names(module) for name, module in _PARTS.items()}
+MODULES["flashinfer.triton"] = {}  # all that is in it is its module
+MODULES["flashinfer.triton.cascade"] = {name: x for name, x in _names(cascade).items() if name.startswith("merge_")}
 MODULES["flashinfer.rope"] |= _names(rope_quantize)
 MODULES["flashinfer.quantization"] = _names(quantization)
 MODULES |= {"flashinfer.gdn_prefill": _PREFILL, "flashinfer.gdn_decode": _GDN}
@@ -53,10 +55,12 @@ def install() -> None:
     """Makes ``import flashinfer`` find these, in this process. It may be called again.
 
     Importable are then flashinfer and its modules attention, cascade, decode, gdn_decode, gdn_prefill, mla, norm, page,
-    pod, prefill, quantization, rope and sparse.
+    pod, prefill, quantization, rope, sparse and triton.cascade.
 
     Raises:
         RuntimeError: another flashinfer is imported, or could be.
     """
     library = MODULES["flashinfer"] | {"__version__": __version__}
-    stand_in(MODULES | {"flashinfer": library})
+    latent = {name: x for name, x in MODULES["flashinfer.mla"].items() if "decode" in name}
+    decoding = MODULES["flashinfer.decode"] | latent  # these had their place there, and serving engines know it
+    stand_in(MODULES | {"flashinfer": library, "flashinfer.decode": decoding})

@@ -54,7 +54,8 @@ def item_bias(prefix_len_ptr: Any, token_pos_in_items_ptr: Any, row_len: Any, q_
     """Gives the bias of multi-item scoring, or None where prefix_len_ptr is: behind the first prefix_len tokens of a
     sequence, which all see, lie items, and a token sees those of its own item only. token_pos_in_items_ptr: for each
     sequence row_len numbers, how many tokens of its item come before a token behind the prefix, counted from the
-    delimiter before it, which is 0 and sees the prefix alone. Causal is left to the plan."""
+    delimiter before it, which is 0 and sees the prefix alone; what no token needs may be missing at the end. Causal is
+    left to the plan."""
     if prefix_len_ptr is None:
         return None
     prefix, places = (
@@ -62,31 +63,31 @@ def item_bias(prefix_len_ptr: Any, token_pos_in_items_ptr: Any, row_len: Any, q_
         _integers("token_pos_in_items_ptr", token_pos_in_items_ptr),
     )
     row_len = _check.integer("token_pos_in_items_len", row_len, 0) or (len(places) if len(lens) == 1 else 0)
-    if len(lens) == 1 and len(places) < row_len:  # one sequence needs no padding
-        places = np.pad(places, (0, row_len - len(places)))
-    for name, x, size in (
-        ("prefix_len_ptr", prefix, len(lens)),
-        ("token_pos_in_items_ptr", places, len(lens) * row_len),
+    least, most = max(0, len(lens) - 1) * row_len, len(lens) * row_len  # the last row needs no padding
+    for name, x, low, high in (
+        ("prefix_len_ptr", prefix, len(lens), len(lens)),
+        ("token_pos_in_items_ptr", places, least, most),
     ):
-        if len(x) != size:
-            raise ValueError(f"{name}: {len(x)} numbers, expected {size}")
+        if not low <= len(x) <= high:
+            raise ValueError(f"{name}: {len(x)} numbers, expected {high}")
     seen = []
     for b, (first, rows, keys) in enumerate(zip(prefix.tolist(), q_lens.tolist(), lens.tolist(), strict=True)):
-        if first < 0 or keys - first > row_len:
-            raise ValueError(f"prefix_len_ptr[{b}]: {first}, outside {max(0, keys - row_len)}..{keys}")
+        row = torch.from_numpy(places[b * row_len : (b + 1) * row_len])
+        if first < 0 or keys - first > len(row):
+            raise ValueError(f"prefix_len_ptr[{b}]: {first}, outside {max(0, keys - len(row))}..{keys}")
         at = torch.arange(keys - rows, keys)  # of the query tokens
         key = torch.arange(keys)
-        row = torch.from_numpy(places[b * row_len : (b + 1) * row_len])
-        inside = row[(at - first).clamp(0, max(0, row_len - 1))] if row_len else torch.zeros(rows, dtype=torch.int64)
+        inside = row[(at - first).clamp(0, len(row) - 1)] if len(row) else torch.zeros(rows, dtype=torch.int64)
         own = key > (at - inside)[:, None]
         seen.append(own | (key < first) | (at < first)[:, None])
     return _bias(seen, q_lens, lens)
 
 
 def draft_bias(mask: Any, starts: Int32, lens: Int32) -> Any:
-    """Gives the bias of masks among the query tokens of sequences, their last tokens, or None where mask is. They see
-    all keys before them. mask: [B, q_len, words] or, one sequence after another, [T, words] of uint16 or uint32: bit i
-    of a row, lowest first, says whether its token sees token i of the query tokens of its sequence."""
+    """Gives the bias of masks among the query tokens of sequences, their last tokens, or None where mask is, or all of
+    them are causal. They see all keys before them. mask: [B, q_len, words] or, one sequence after another, [T, words]
+    of uint16 or uint32: bit i of a row, lowest first, says whether its token sees token i of the query tokens of its
+    sequence."""
     (mask,) = optional(mask=mask)
     if mask is None:
         return None
@@ -105,14 +106,14 @@ def draft_bias(mask: Any, starts: Int32, lens: Int32) -> Any:
         raise ValueError(f"mask: {mask.shape[-1]} words of {bits} bits, sequences have {most} query tokens")
     rows = np.ascontiguousarray(mask.reshape(int(starts[-1]), mask.shape[-1]).numpy()).view(np.uint8)
     flat = torch.from_numpy(np.unpackbits(rows, axis=-1, bitorder="little")).bool()
-    seen = []
+    seen, causal = [], True
     for first, rows_of, keys in zip(starts[:-1].tolist(), q_lens.tolist(), lens.tolist(), strict=True):
         if keys < rows_of:
             raise ValueError(f"seq_lens: {keys} keys, the sequence has {rows_of} query tokens")
-        own = torch.ones(rows_of, keys, dtype=torch.bool)
-        own[:, keys - rows_of :] = flat[first : first + rows_of, :rows_of]
-        seen.append(own)
-    return _bias(seen, q_lens, lens)
+        among = flat[first : first + rows_of, :rows_of]
+        causal = causal and torch.equal(among, torch.ones_like(among).tril())
+        seen.append(torch.cat([torch.ones(rows_of, keys - rows_of, dtype=torch.bool), among], 1))
+    return None if causal else _bias(seen, q_lens, lens)
 
 
 def _integers(name: str, x: Any) -> np.ndarray[Any, Any]:

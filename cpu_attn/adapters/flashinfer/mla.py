@@ -15,12 +15,17 @@ from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import choice, interface, items
 from cpu_attn.flashinfer.attention import check_pages
 from cpu_attn.flashinfer.latent import Latents, joined, rows_of
-from cpu_attn.flashinfer.trtllm import factor, sinks_of
+from cpu_attn.flashinfer.trtllm import factor, sinks_of, two
 from cpu_attn.flashinfer.wrapper import Wrapper, check_lens, table_of, tables
 from cpu_attn.torch.entry import RefusedError, axes, optional, tensors
 from cpu_attn.torch.packed import Int32, int32, starts_of
 
-__all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata", "trtllm_batch_decode_with_kv_cache_mla"]
+__all__ = [
+    "BatchMLAPagedAttentionWrapper",
+    "MLAPlanMetadata",
+    "trtllm_batch_decode_with_kv_cache_mla",
+    "xqa_batch_decode_with_kv_cache_mla",
+]
 
 _NAMES = {"num_reqs": "kv_len_arr", "isa": "CPU_ATTN_ISA", "s_aux": "sinks", "output": "out", "scale": "sm_scale"}
 
@@ -73,7 +78,8 @@ def _where(given: MLAPlanMetadata, page_size: int) -> tuple[Int32, Int32, Int32]
     if given.qo_indptr is not None:
         starts = starts_of("qo_indptr", given.qo_indptr, _check.INT32_MAX)
         found = int32("kv_indices", given.kv_indices)
-        where = starts_of("kv_indptr", given.kv_indptr, len(found), len(starts))
+        first = torch.from_numpy(int32("kv_indptr", given.kv_indptr)[: len(starts)])
+        where = starts_of("kv_indptr", first, len(found), len(starts))
         table = table_of(where, found)
         lens = check_lens("kv_len_arr", given.kv_len_arr, table, page_size)
         check_pages("kv_len_arr", lens, where, page_size)
@@ -148,7 +154,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         buffers = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
         super().__init__("NHD", use_cuda_graph, **buffers)
 
-    @interface({"output_scale"}, **_NAMES)
+    @interface(**_NAMES)
     def plan(
         self,
         qo_indptr: Tensor | None = None,
@@ -184,7 +190,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
 
         Args:
             qo_indptr: int32 [B + 1], where the query tokens of each sequence start.
-            kv_indptr: int32 [B + 1], where its pages start in ``kv_indices``.
+            kv_indptr: int32, its first B + 1 say where the pages of sequences start in ``kv_indices``.
             kv_indices: int32, pages.
             kv_len_arr: int32 [B], how many keys each sequence has.
             num_heads: H.
@@ -193,14 +199,15 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             page_size: tokens of a page.
             causal: whether a token sees the keys up to its own only.
             sm_scale: the factor of q.k, of the heads before absorption: 1 / sqrt(128 + 64) in DeepSeek's models.
-            q_data_type: of queries and of the output: float32, float16 or bfloat16.
-            kv_data_type: of pages: that of queries, or float8.
+            q_data_type: of queries: float32, float16, bfloat16 or float8.
+            kv_data_type: of pages: that of queries, of float8 bfloat16, or float8.
             metadata: the first four, or the next three, or None.
             cum_seq_lens_q: int32 [B + 1], where the query tokens of each sequence start.
             block_tables: int32 [B, M], the pages of each sequence.
             seq_lens: int32 [B], how many keys each sequence has.
-            output_dtype: ``q_data_type``, or None.
-            output_scale: ``none``.
+            output_dtype: of the output: float32, float16, bfloat16 or float8; None: that of queries, of float8
+                bfloat16.
+            output_scale: not looked at: :meth:`run` has it.
             skip_softmax: False.
 
         Raises:
@@ -208,8 +215,6 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             TypeError: an argument is no tensor, or has another dtype.
             NotImplementedError: an argument asks for what is not here.
         """
-        if output_scale != "none":
-            raise RefusedError(f"output_scale: expected 'none', got {output_scale!r}; outputs are not of 8 bits")
         given: dict[str, Any] = {
             "num_heads": num_heads,
             "head_dim_ckv": head_dim_ckv,
@@ -225,11 +230,9 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             metadata = MLAPlanMetadata(*first, cum_seq_lens_q, block_tables, seq_lens)
         _check.instance("metadata", metadata, MLAPlanMetadata)
         size = _check.integer("page_size", page_size, 1)
-        dtypes = (q_data_type, q_data_type if kv_data_type is None else kv_data_type)
+        dtypes = (q_data_type, q_data_type if kv_data_type is None else kv_data_type, output_dtype)
         sizes = (num_heads, head_dim_ckv, head_dim_kpe)
         found = Latents.planned(*_where(metadata, size), sizes, dtypes, causal)
-        if output_dtype not in (None, found.dtype):
-            raise ValueError(f"output_dtype: {output_dtype}, expected {found.dtype}, that of the queries")
         scale = _check.number("sm_scale", sm_scale)
         if metadata.qo_indptr is not None:
             self._keep(metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr)
@@ -273,10 +276,12 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             lse: float32 [T, H] to write to, or None.
             return_lse: whether to return (out, lse).
             return_lse_base_on_e: whether lse is the natural logarithm, not the one to base 2.
+            o_scale: what the output is divided by, or None: 1.
             query: [T, H, L + P], or (q_nope, q_pe), in their place.
             kv_cache: [N, page_size, L + P], or (ckv_cache, kpe_cache), in their place.
             ckv_scale: a factor of latents, None: 1.
-            kpe_scale: a factor of rotated keys: the same.
+            kpe_scale: a factor of rotated keys, None: 1. Where the two differ, queries are multiplied by them instead,
+                which float8 rows leave in float32.
             sinks: float32 [H], or None: logits without a value.
             bmm1_scale: the factor of q.k in place of ``sm_scale``, or None.
             bmm2_scale: a factor of the output, or None.
@@ -308,11 +313,10 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             if ckv.dtype != kpe.dtype:
                 raise TypeError(f"kpe_cache: dtype {kpe.dtype}, expected {ckv.dtype}, that of ckv_cache")
             rows, table = rows_of(ckv, kpe, found.table, found.lens)
-        scales = [
-            1.0 if x is None else factor(name, x) for name, x in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale))
-        ]
-        if scales[0] != scales[1]:
-            raise RefusedError(f"kpe_scale: {scales[1]}, expected ckv_scale = {scales[0]}; rows have one scale")
+        scales = (
+            1.0 if ckv_scale is None else factor("ckv_scale", ckv_scale),
+            1.0 if kpe_scale is None else factor("kpe_scale", kpe_scale),
+        )
         scale = self._sm_scale if bmm1_scale is None else factor("bmm1_scale", bmm1_scale)
         results = (
             out,
@@ -321,7 +325,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             "basee" if _check.boolean("return_lse_base_on_e", return_lse_base_on_e) else "base2",
         )
         times = 1.0 if bmm2_scale is None else factor("bmm2_scale", bmm2_scale)
-        return found.attend(q, rows, table, scale, scales[0], sinks, results, times)
+        times /= 1.0 if o_scale is None else _check.number("o_scale", o_scale, _check.TINY)
+        return found.attend(q, rows, table, scale, scales, sinks, results, times)
 
 
 @interface(**_NAMES | {"num_heads": "query", "head_dim_ckv": "kv_lora_rank", "head_dim_kpe": "qk_rope_head_dim"})
@@ -369,7 +374,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
         qk_rope_head_dim: P, of the rotated key.
         block_tables: int32 [B, M], the pages of each sequence. With ``sparse_mla_top_k`` [B, q_len, S] or [T, S]: the
             slots, page * page_size + place, of the keys that each query token attends; -1 ends them.
-        seq_lens: int32 [B], how many keys each sequence has. With ``sparse_mla_top_k``, so many of its slots count.
+        uses_shared_paged_kv_idx: whether ``block_tables`` has two axes, else [B, 2, M]: twice the same pages, as
+            latents are parts of keys' rows.
+        seq_lens: int32 [B], how many keys each sequence has. With ``sparse_mla_top_k`` so many slots of its last query
+            token count, one fewer of the token before it, and so on; None: all.
         sparse_mla_top_k: S, or 0 for all keys.
         out: [B, q_len, H, L], or [T, H, L], to write to, or None.
         bmm1_scale: the factor of q.k, with those of queries and rows in it.
@@ -405,18 +413,43 @@ def trtllm_batch_decode_with_kv_cache_mla(
         rows = rows.reshape(-1, 1, rows.shape[2])
         starts, lens, table = _selected(block_tables, seq_lens, starts)
     else:
-        table = tables("block_tables", block_tables, len(starts) - 1)
+        one = _check.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx)
+        table = _table(block_tables, one, len(starts) - 1)
         lens = check_lens("seq_lens", seq_lens, table, rows.shape[1])
     sizes = (query.shape[1], kv_lora_rank, qk_rope_head_dim)
-    found = Latents.planned(starts, lens, table, sizes, (query.dtype, rows.dtype), True)
+    found = Latents.planned(starts, lens, table, sizes, (query.dtype, rows.dtype, None), True)
     axes("kv_cache", rows, pages=None, page_size=None, row=found.rank + found.rope)
     to = _flat("out", out, (*shape, found.rank), 2), _flat("lse", lse, shape, 1)
     base = "base2" if return_lse_base is None else choice("return_lse_base", return_lse_base, "base2", "basee")
     results = (*to, return_lse, base)
     scale, times = factor("bmm1_scale", bmm1_scale), factor("bmm2_scale", bmm2_scale)
-    got = found.attend(query, rows, table, scale, 1.0, sinks_of("sinks", sinks), results, times)
+    got = found.attend(query, rows, table, scale, (1.0, 1.0), sinks_of("sinks", sinks), results, times)
     new = (got[0] if return_lse else got).view(*shape, found.rank) if out is None else out
     return (new, got[1] if lse is None else lse) if return_lse else new
+
+
+@interface(**_NAMES | {"num_heads": "query", "head_dim_ckv": "kv_lora_rank", "head_dim_kpe": "qk_rope_head_dim"})
+def xqa_batch_decode_with_kv_cache_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    workspace_buffer: Any,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    out: Tensor | None = None,
+    bmm1_scale: Any = 1.0,
+    bmm2_scale: Any = 1.0,
+    sinks: Any = None,
+    enable_pdl: bool | None = None,
+) -> Tensor:
+    """Does what :func:`trtllm_batch_decode_with_kv_cache_mla` does, with the same arguments and errors."""
+    what: Any = (query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim)
+    where: Any = (block_tables, seq_lens, max_seq_len, 0, out, bmm1_scale, bmm2_scale, sinks)
+    found: Tensor = trtllm_batch_decode_with_kv_cache_mla(*what, *where)
+    return found
 
 
 def _flat(name: str, x: Any, shape: Any, kept: int) -> Any:
@@ -433,6 +466,14 @@ def _flat(name: str, x: Any, shape: Any, kept: int) -> Any:
     return x.view(flat)
 
 
+def _table(block_tables: Any, one: bool, num_reqs: int) -> Int32:
+    """Gives the pages of sequences; one: whether they are said once."""
+    table, *others = [tables("block_tables", x, num_reqs) for x in ([block_tables] if one else two(block_tables))]
+    if not all(np.array_equal(table, other) for other in others):
+        raise RefusedError("block_tables: latents have other pages than keys, expected parts of the same rows")
+    return table
+
+
 def _selected(block_tables: Any, seq_lens: Any, starts: Int32) -> tuple[Int32, Int32, Int32]:
     """Makes every query token a sequence of its own, whose pages are the slots that it selects."""
     (slots,) = tensors(block_tables=block_tables)
@@ -444,6 +485,7 @@ def _selected(block_tables: Any, seq_lens: Any, starts: Int32) -> tuple[Int32, I
         most = _check.integers("seq_lens", seq_lens)
         if len(most) != len(starts) - 1:
             raise ValueError(f"seq_lens: {len(most)} numbers, expected {len(starts) - 1}")
-        lens = np.minimum(lens, np.maximum(np.repeat(most, np.diff(starts)), 0))
+        behind = np.repeat(starts[1:], np.diff(starts)) - np.arange(1, num_tokens + 1)  # tokens of the same sequence
+        lens = np.clip(np.repeat(most, np.diff(starts)) - behind, 0, lens)
     table[ended] = 0
     return np.arange(num_tokens + 1, dtype=np.int32), lens.astype(np.int32), table

@@ -16,7 +16,7 @@ from cpu_attn.flashinfer.masks import custom_bias, item_bias
 from cpu_attn.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from cpu_attn.flashinfer.trtllm import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
 from cpu_attn.flashinfer.wrapper import PagedWrapper, part_of_one
-from cpu_attn.torch.entry import RefusedError, axes, tensors
+from cpu_attn.torch.entry import axes, tensors
 from cpu_attn.torch.packed import starts_of
 
 __all__ = [
@@ -237,12 +237,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         """Computes attention of one layer with the plan, as ``BatchDecodeWithPagedKVCacheWrapper.run`` does.
 
         ``lse_base`` is ``log2``, or ``ln`` for the natural logarithm; ``lse_layout`` is ``NH`` [T, Hq] or ``HN`` [Hq,
-        T]. ``args`` are arguments of kernels that a GPU compiles: NotImplementedError.
+        T].
         """
-        if args:
-            raise RefusedError(f"args: expected none, got {len(args)}; no kernel is compiled at run time")
         results = Results(out, lse, return_lse, lse_base, lse_layout)
-        factors = self._ready().factors(q_scale, k_scale, v_scale)
+        factors = self._ready().factors(q_scale, k_scale, v_scale).times(self._ready().factors_of(args))
         return self._run_pages(q, paged_kv_cache, factors, results, window_left, sinks)
 
     run_return_lse = partialmethod(run, return_lse=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cpu_attn.flashinfer.arguments import choice, interface
 from cpu_attn.torch.entry import axes, tensors
-from cpu_attn.torch.packed import starts_of
+from cpu_attn.torch.packed import narrowed, starts_of
 
 __all__ = ["packbits", "segment_packbits"]
 
@@ -41,7 +41,7 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[
 
     Args:
         x: bool [n].
-        indptr: int32 [segments + 1].
+        indptr: int32 or int64 [segments + 1].
         bitorder: as :func:`packbits` has it.
 
     Returns:
@@ -53,7 +53,7 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[
     """
     (x,) = tensors(x=x)
     axes("x", x, n=None)
-    starts = starts_of("indptr", indptr, len(x))
+    starts = starts_of("indptr", narrowed(indptr), len(x))
     parts = [packbits(x[a:b], bitorder) for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
     sizes = np.cumsum([0, *map(len, parts)])
     return torch.cat([x.new_empty(0, dtype=torch.uint8), *parts]), torch.from_numpy(sizes.astype(np.int32))

@@ -13,10 +13,10 @@ from torch import Tensor
 from cpu_attn import _check
 from cpu_attn._arrays import dense_rows
 from cpu_attn.flashinfer.arguments import interface
-from cpu_attn.flashinfer.call import PLANNED, RUN, Results, Sequences, logits_of
+from cpu_attn.flashinfer.call import PLANNED, RUN, Factors, Results, Sequences, logits_of
 from cpu_attn.flashinfer.masks import custom_bias, item_bias
 from cpu_attn.flashinfer.wrapper import Wrapper
-from cpu_attn.torch.entry import RefusedError, axes, tensors
+from cpu_attn.torch.entry import axes, tensors
 from cpu_attn.torch.packed import Int32, packed, starts_of
 
 __all__ = ["BatchPrefillWithRaggedKVCacheWrapper"]
@@ -130,11 +130,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             q: [T, Hq, D], one sequence after another.
             k: [nnz, Hkv, D], read where it lies. A tensor whose last axis is not dense is copied.
             v: [nnz, Hkv, Dv] likewise.
-            args: none: they are arguments of kernels that a GPU compiles.
+            args: as ``BatchDecodeWithPagedKVCacheWrapper.run`` has them.
             q_scale: a factor of the logits, or of each query head's [Hq].
             k_scale: a factor of the logits, or of each kv head's [Hkv].
             v_scale: a factor of the output, or of each kv head's [Hkv].
-            o_scale: None.
+            o_scale: what the output is divided by, or None: 1.
             out: [T, Hq, Dv] to write to, or None.
             lse: float32 to write to, or None, in ``lse_layout``.
             return_lse: whether to return (out, lse).
@@ -152,8 +152,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             RuntimeError: there is no plan yet.
             NotImplementedError: an argument asks for what is not here.
         """
-        if args:
-            raise RefusedError(f"args: expected none, got {len(args)}; no kernel is compiled at run time")
         step = self._ready()
         k, v = tensors(k=k, v=v)
         axes("k", k, nnz=None, num_kv_heads=step.num_kv_heads, head_dim=step.head_size)
@@ -162,7 +160,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             raise ValueError(f"k: {len(k)} tokens, kv_indptr ends at {self._kv_starts[-1]}")
         parts = [*packed(dense_rows(k), dense_rows(v), self._kv_starts, step.lens)]
         results = Results(out, lse, return_lse, lse_base, lse_layout)
-        factors = step.factors(q_scale, k_scale, v_scale)
+        divisor = 1.0 if o_scale is None else _check.number("o_scale", o_scale, _check.TINY)
+        factors = step.factors(q_scale, k_scale, v_scale).times(step.factors_of(args)).times(Factors(v=1.0 / divisor))
         return step.attend(q, "NHD", parts, self._logits, factors, results, self._bias)
 
     run_return_lse = partialmethod(run, return_lse=True)

@@ -35,7 +35,7 @@ def _flat(name: str, mask: Tensor, indptr: Int32) -> Tensor:
     return torch.cat([mask.new_empty(0), *rows])
 
 
-@interface({"mask"})
+@interface()
 def convert_bsr_mask_layout(mask: Tensor, indptr: Tensor) -> Tensor:
     """Gives the masks of blocks, bool [nnz, R, C], of which ``indptr`` int32 [MB + 1] says where each row of blocks
     starts, as bool [nnz * R * C]: the [R, blocks * C] of each row of blocks, one after another."""
@@ -61,7 +61,7 @@ class BlockSparseAttentionWrapper(Wrapper):
         """Makes a wrapper."""
         super().__init__("NHD")
 
-    @interface({"mask"}, **PLANNED, packed_custom_mask="packed_mask", custom_mask="mask")
+    @interface(**PLANNED, packed_custom_mask="packed_mask", custom_mask="mask")
     def plan(
         self,
         indptr: Tensor | None,

@@ -26,6 +26,7 @@ __all__ = [
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_ragged_attention_deepseek",
+    "xqa_batch_decode_with_kv_cache",
 ]
 
 _NAMES = {
@@ -52,7 +53,7 @@ def sinks_of(name: str, sinks: Any) -> Any:
     return items(name, sinks, 1)[0] if isinstance(sinks, (list, tuple)) else sinks
 
 
-def _two(block_tables: Any) -> list[Tensor]:
+def two(block_tables: Any) -> list[Tensor]:
     """Gives the tables of keys and of values in [B, 2, M]."""
     (x,) = tensors(block_tables=block_tables)
     axes("block_tables", x, batch_size=None, two=2, pages=None)
@@ -100,7 +101,7 @@ def _paged(
     size, heads = (key.shape[1], key.shape[2]) if layout == "NHD" else (key.shape[2], key.shape[1])
     one = _check.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx)
     table, *others = [
-        tables("block_tables", x, len(starts) - 1) for x in ([block_tables] if one else _two(block_tables))
+        tables("block_tables", x, len(starts) - 1) for x in ([block_tables] if one else two(block_tables))
     ]
     lens = check_lens("seq_lens", seq_lens, table, size)
     for other in others:
@@ -117,7 +118,7 @@ def _paged(
     return step.attend(query, layout, parts, logits, factors, results, bias, sinks_of("sinks", sinks))
 
 
-@interface({"mask", "o_scale", "uses_shared_paged_kv_idx"}, **_NAMES)
+@interface(**_NAMES)
 def trtllm_batch_decode_with_kv_cache(
     query: Tensor,
     kv_cache: Any,
@@ -173,8 +174,8 @@ def trtllm_batch_decode_with_kv_cache(
         out_dtype: of the output: float32, float16, bfloat16 or float8; None: that of ``out``, else of the queries.
         o_scale: not looked at: as in FlashInfer, callers have divided ``bmm2_scale`` by it.
         mask: uint16 or uint32 [B, q_len, words] or [T, words], or None: which query tokens of its sequence each of them
-            sees, in place of causal, lowest bit first. It is a bias of B * the most query tokens * the most keys
-            numbers.
+            sees, in place of causal, lowest bit first. Unless it is causal, too, it is a bias of B * the most query
+            tokens * the most keys numbers.
         sinks: float32 [Hq], or a list of it, or None.
         kv_layout: ``HND`` or ``NHD``.
         q_len_per_req: query tokens of each sequence.
@@ -204,7 +205,38 @@ def trtllm_batch_decode_with_kv_cache(
     return _paged(query, kv_cache, kv_layout, starts, *where, *how)
 
 
-@interface({"uses_shared_paged_kv_idx"}, **_NAMES)
+@interface(**_NAMES)
+def xqa_batch_decode_with_kv_cache(
+    query: Tensor,
+    kv_cache: Any,
+    workspace_buffer: Any,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: Any = 1.0,
+    bmm2_scale: Any = 1.0,
+    window_left: int = -1,
+    out: Tensor | None = None,
+    sinks: Any = None,
+    kv_layout: str = "NHD",
+    enable_pdl: bool | None = None,
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: Tensor | None = None,
+    kv_cache_sf: Any = None,
+    q_cu_seq_lens: Tensor | None = None,
+) -> Tensor:
+    """Attends over pages with the last ``q_len_per_req`` query tokens of each sequence, or with those that
+    ``q_cu_seq_lens``, int32 [B + 1], says, as :func:`trtllm_batch_decode_with_kv_cache` does, but for the default of
+    ``kv_layout``. Other arguments and errors are the same."""
+    where: Any = (query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len)
+    how: Any = (bmm1_scale, bmm2_scale, window_left, out, None, None, None, sinks, kv_layout, enable_pdl)
+    drafts: Any = ("auto", q_len_per_req, o_scale, mask, None, q_cu_seq_lens)
+    found: Tensor = trtllm_batch_decode_with_kv_cache(*where, *how, *drafts)
+    return found
+
+
+@interface(**_NAMES)
 def trtllm_batch_context_with_kv_cache(
     query: Tensor,
     kv_cache: Any,

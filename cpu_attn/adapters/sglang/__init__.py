@@ -4,7 +4,8 @@
 SGLang's cache is a pool of token slots, [slots, Hkv, D] for K and for V of each layer, and a table that says in which
 slot each token of a request lies. Slots are given out in pages of ``--page-size`` tokens, which lie side by side: to
 :func:`cpu_attn.attention_with_kv_cache` the pool is [slots / page, page, Hkv, D], ``NHD``, and every page-th column of
-the table is the block table.
+the table is the block table. A pool of float8_e4m3fn is ``fp8_e4m3``, with the scales that a layer has from its
+checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]
                 f"cpu_attn: a cache of {type(self._pool).__name__}; it reads one of keys and values, all layers alike "
                 "(for sliding windows --disable-hybrid-swa-memory; not MLA)"
             )
-        if self._pool.store_dtype != model_runner.dtype:
+        self._kv_cache_dtype = "fp8_e4m3" if self._pool.dtype == torch.float8_e4m3fn else "auto"
+        if self._kv_cache_dtype == "auto" and self._pool.store_dtype != model_runner.dtype:
             raise NotImplementedError(f"cpu_attn: a cache of {self._pool.dtype} for a model of {model_runner.dtype}")
         self._step: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._plans: dict[Any, SchedulerMetadata] = {}
@@ -80,8 +82,9 @@ class Backend(AttentionBackend):  # type: ignore[misc]
             asked.append(f"layer {layer.layer_id}")
         if asked:
             raise NotImplementedError(f"cpu_attn: {', '.join(asked)}: only decoders' causal attention")
+        scales = self._scales(layer)
         if save_kv_cache and k is not None:
-            self._pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+            self._pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v, *scales)
         page = self._pool.page_size
         key_cache, value_cache = (x.unflatten(0, (-1, page)) for x in self._pool.get_kv_buffer(layer.layer_id))
         query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -104,11 +107,21 @@ class Backend(AttentionBackend):  # type: ignore[misc]
             layer.logit_cap or 0.0,
             self._plan(layer, query.dtype, window),
             None if sinks is None else sinks.detach(),
+            kv_cache_dtype=self._kv_cache_dtype,
+            k_scale=scales[0],
+            v_scale=scales[1],
             kv_cache_layout="NHD",
         )
         return output.flatten(1)
 
     forward_decode = forward_extend
+
+    def _scales(self, layer: Any) -> tuple[float, float]:
+        """Gives the scales of an fp8 cache, and 1 for any other: a checkpoint may have scales that its cache does not
+        use."""
+        if self._kv_cache_dtype == "auto":
+            return 1.0, 1.0
+        return layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
 
     def _plan(self, layer: Any, dtype: torch.dtype, window: int) -> SchedulerMetadata:
         shape = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim)
@@ -126,6 +139,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
                 head_size_v=layer.v_head_dim,
                 block_table=block_table,
                 block_size=self._pool.page_size,
+                kv_cache_dtype=self._kv_cache_dtype,
                 kv_cache_layout="NHD",
             )
         return self._plans[key]
