@@ -319,7 +319,7 @@ typedef struct ca_linear_shape {
 /* These say how a call comes by the logarithms of its decays.
  * CA_GATE_LOG: g holds them. CA_GATE_SOFTPLUS: they are -exp(A_log) softplus(g + dt_bias). CA_GATE_DT: as the one
  * before, with softplus(...) kept within dt_limit, and beta is that, too (Mamba-2). */
-enum ca_gate { CA_GATE_LOG, CA_GATE_SOFTPLUS, CA_GATE_DT };
+enum ca_gate { CA_GATE_LOG, CA_GATE_SOFTPLUS, CA_GATE_DT, CA_GATE_SIGMOID };
 /* These say which axis of a state is dense: [Dk, Dv] or [Dv, Dk]. */
 enum ca_state_layout { CA_STATE_KV, CA_STATE_VK };
 
@@ -329,7 +329,8 @@ typedef struct ca_linear_how {
     int32_t l2norm;       /* whether queries and keys are divided by their norms */
     int32_t beta_sigmoid; /* whether beta is the sigmoid of what is given */
     int32_t state_layout; /* enum ca_state_layout */
-    float scale, beta_scale, norm_eps, dt_min, dt_max;
+    float scale, beta_scale, norm_eps;
+    float dt_min, dt_max, lower_bound; /* of CA_GATE_DT, and of CA_GATE_SIGMOID */
 } ca_linear_how;
 
 typedef struct ca_linear_plan ca_linear_plan;

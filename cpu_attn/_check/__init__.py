@@ -77,6 +77,7 @@ from cpu_attn._check.linear import (
     linear_heads,
     linear_plan,
     linear_step,
+    lower_bound,
     state_layout,
 )
 from cpu_attn._check.masking import Masks, masks
@@ -163,6 +164,7 @@ __all__ = [
     "linear_step",
     "listed",
     "logit_factors",
+    "lower_bound",
     "masks",
     "memory",
     "merged",

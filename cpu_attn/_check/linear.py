@@ -68,22 +68,35 @@ def linear_plan(name: str, x: Any, kind: type, with_heads: bool) -> Any:
     return x
 
 
-def linear_gates(gate: Any, known: Mapping[str, int], g: Any, beta: Any, a_log: Any, dt_bias: Any) -> int:
+def linear_gates(
+    gate: Any, known: Mapping[str, int], g: Any, beta: Any, a_log: Any, dt_bias: Any, lower_bound: Any
+) -> int:
     """Checks that what goes with a gate is given, and nothing else, and gives its number."""
     if not isinstance(gate, str) or gate not in known:
         raise ValueError(f"gate: {gate!r} is none of {', '.join(known)}")
     code = known[gate]
+    bounded = code == lib.CA_GATE_SIGMOID
+    if lower_bound is not None and not bounded:
+        raise ValueError(f"lower_bound: given, but gate is {gate!r}, and 'sigmoid' has one")
     if code == lib.CA_GATE_LOG:
         for name, x in (("A_log", a_log), ("dt_bias", dt_bias)):
             if x is not None:
                 raise ValueError(f"{name}: given, but gate is 'log', which takes g as it is")
         return code
-    for name, x in (("g", g), ("A_log", a_log)):
+    for name, x in (("g", g), ("lower_bound", lower_bound) if bounded else ("A_log", a_log)):
         if x is None:
             raise ValueError(f"{name}: is None, gate {gate!r} needs it")
     if code == lib.CA_GATE_DT and beta is not None:
         raise ValueError("beta: given, but gate 'dt' makes it of g")
     return code
+
+
+def lower_bound(x: Any) -> float:
+    """Checks the least logarithm of a decay."""
+    found = number("lower_bound", x)
+    if found > 0:
+        raise ValueError(f"lower_bound: {found} is above 0, and decays are at most 1")
+    return found
 
 
 def limits(name: str, x: Any) -> tuple[float, float]:

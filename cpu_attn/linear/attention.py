@@ -12,6 +12,7 @@ from cpu_attn.linear.plan import LinearAttentionMetadata
 from cpu_attn.ops import thread_state
 
 _GATES = {"log": lib.CA_GATE_LOG, "softplus": lib.CA_GATE_SOFTPLUS, "dt": lib.CA_GATE_DT}
+_GATES |= {"sigmoid": lib.CA_GATE_SIGMOID}
 
 
 def linear_attention_with_state_cache(
@@ -32,6 +33,7 @@ def linear_attention_with_state_cache(
     A_log: Any = None,  # noqa: N803  # models and fla call it so
     dt_bias: Any = None,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
+    lower_bound: float | None = None,
     D: Any = None,  # noqa: N803
     use_qk_l2norm_in_kernel: bool = False,
     norm_eps: float = 1e-6,
@@ -73,11 +75,14 @@ def linear_attention_with_state_cache(
             and RetNet do not.
         gate: how g is made. ``log``: it is what is given. ``softplus``: what is given is raw, and
             g = -exp(A_log) softplus(g + dt_bias) (gated delta net, KDA). ``dt``: with dt = softplus(g + dt_bias), kept
-            within ``dt_limit``, g = -exp(A_log) dt and beta = dt (Mamba-2), so that no beta is given.
-        A_log: [Hv] of any of these dtypes, for gates other than ``log``.
+            within ``dt_limit``, g = -exp(A_log) dt and beta = dt (Mamba-2), so that no beta is given. ``sigmoid``:
+            g = lower_bound sigmoid(exp(A_log) (g + dt_bias)) (KDA with fla's ``lower_bound``).
+        A_log: [Hv] of any of these dtypes, for gates other than ``log``. None, with ``sigmoid`` alone: 0.
         dt_bias: [Hv], or [Hv, Dk] where g is [T, Hv, Dk], for gates other than ``log``; None: 0.
         dt_limit: the least and the largest dt.
-        D: [Hv] of any of these dtypes, or None: what D v is added to the output (Mamba-2).
+        lower_bound: the least g that the gate ``sigmoid`` makes, at most 0; for no other gate.
+        D: [Hv], or [Hv, Dv] with one for each value channel, of any of these dtypes, or None: what D v is added to the
+            output (Mamba-2).
         use_qk_l2norm_in_kernel: whether queries and keys are divided by sqrt(sum of their squares + ``norm_eps``).
         norm_eps: see there.
         use_beta_sigmoid_in_kernel: whether beta is the sigmoid of what is given.
@@ -117,7 +122,8 @@ def linear_attention_with_state_cache(
     """
     plan = _check.linear_plan("linear_attention_metadata", linear_attention_metadata, LinearAttentionMetadata, True)
     start, how = profiling.clock(), ffi.new("ca_linear_how *")
-    how.gate = _check.linear_gates(gate, _GATES, g, beta, A_log, dt_bias)
+    how.gate = _check.linear_gates(gate, _GATES, g, beta, A_log, dt_bias, lower_bound)
+    how.lower_bound = 0.0 if lower_bound is None else _check.lower_bound(lower_bound)
     how.delta_rule = _check.boolean("delta_rule", delta_rule)
     if erase is not None and not how.delta_rule:
         raise ValueError("erase: given, but there is no delta_rule")

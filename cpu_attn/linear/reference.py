@@ -55,6 +55,7 @@ def gates(
     a_log: Any,
     dt_bias: Any,
     dt_limit: tuple[float, float],
+    lower_bound: float | None,
     beta_sigmoid: bool,
     allow_neg_eigval: bool,
 ) -> tuple[Float64, Float64]:
@@ -72,10 +73,15 @@ def gates(
         betas = 2 * betas
     if gate != "log":
         bias = np.zeros(1) if dt_bias is None else np.asarray(dt_bias).astype(np.float64)
-        dt = softplus(raw + (bias[:, None] if bias.ndim == 1 and dt_bias is not None else bias))
-        if gate == "dt":
-            dt = betas = np.clip(dt, *dt_limit)
-        raw = -np.exp(np.asarray(a_log).astype(np.float64))[:, None] * dt
+        raw = raw + (bias[:, None] if bias.ndim == 1 and dt_bias is not None else bias)
+        rate = np.exp(np.zeros(heads) if a_log is None else np.asarray(a_log).astype(np.float64))[:, None]
+        if gate == "sigmoid":
+            raw = np.float64(lower_bound) * sigmoid(rate * raw)
+        else:
+            dt = softplus(raw)
+            if gate == "dt":
+                dt = betas = np.clip(dt, *dt_limit)
+            raw = -rate * dt
     return np.exp(raw), betas
 
 
@@ -95,6 +101,7 @@ def linear_attention(
     A_log: Any = None,  # noqa: N803
     dt_bias: Any = None,
     dt_limit: tuple[float, float] = (0.0, np.inf),
+    lower_bound: float | None = None,
     D: Any = None,  # noqa: N803
     use_qk_l2norm_in_kernel: bool = False,
     norm_eps: float = 1e-6,
@@ -110,9 +117,11 @@ def linear_attention(
     if use_qk_l2norm_in_kernel:
         q, k = (x / np.sqrt((x * x).sum(axis=2, keepdims=True) + norm_eps) for x in (q, k))
     q = q * (dk**-0.5 if scale is None else scale)
-    a, b = gates(tokens, heads, g, beta, gate, A_log, dt_bias, dt_limit, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    gating = (gate, A_log, dt_bias, dt_limit, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    a, b = gates(tokens, heads, g, beta, *gating)
     e = k * (b if erase is None else erase.astype(np.float64)) if delta_rule else k
-    skip = np.zeros((heads, 1)) if D is None else np.asarray(D).astype(np.float64)[:, None]
+    skip = np.zeros(heads) if D is None else np.asarray(D).astype(np.float64)
+    skip = skip[:, None] if skip.ndim == 1 else skip
     output = np.zeros((tokens, heads, dv))
     after: list[Float64] = []
     kept: dict[tuple[int, int], Float64] = {}

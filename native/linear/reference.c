@@ -46,7 +46,7 @@ static void read_row(const ca_array *a, int64_t t, int64_t head, int64_t n, cons
         to[i] /= sqrt(squares + how->norm_eps);
 }
 
-/* Reads A_log or D, [Hv], or dt_bias, [Hv] or [Hv, Dk]. */
+/* Reads A_log, [Hv], or dt_bias or D, [Hv] or with an axis of channels. */
 static double of_head(const ca_array *a, int64_t head, int64_t d, double absent) {
     return !a->itemsize   ? absent
            : a->ndim == 1 ? element((const void *)a->address, a->dtype, head)
@@ -64,11 +64,15 @@ static void read_token(const ca_linear_call *c, int64_t t, int32_t head, token *
     read_row(&a[CA_LINEAR_VALUE], t, head, dv, how, 0, to->v);
     for (int64_t i = 0; i < dk; i++) {
         double g = gate(&a[CA_LINEAR_G], t, head, i, 0);
-        if (how->gate != CA_GATE_LOG) {
-            dt = softplus(g + of_head(&a[CA_LINEAR_DT_BIAS], head, i, 0));
+        const double raw = g + of_head(&a[CA_LINEAR_DT_BIAS], head, i, 0);
+        const double rate = exp(of_head(&a[CA_LINEAR_A_LOG], head, 0, 0));
+        if (how->gate == CA_GATE_SIGMOID)
+            g = how->lower_bound * sigmoid(rate * raw);
+        else if (how->gate != CA_GATE_LOG) {
+            dt = softplus(raw);
             if (how->gate == CA_GATE_DT)
                 dt = fmin(fmax(dt, how->dt_min), how->dt_max);
-            g = -exp(of_head(&a[CA_LINEAR_A_LOG], head, 0, 0)) * dt;
+            g = -rate * dt;
         }
         to->a[i] = exp(g);
         to->q[i] *= how->scale;
@@ -87,7 +91,7 @@ static void step(const ca_linear_call *c, const token *x, int64_t t, int32_t hea
     const int64_t dk = c->plan->shape.head_k_dim, dv = c->plan->shape.head_v_dim;
     const ca_array *out = &c->a[CA_LINEAR_OUTPUT];
     for (int64_t j = 0; j < dv; j++) {
-        double w = x->b[j], o = of_head(&c->a[CA_LINEAR_D], head, 0, 0) * x->v[j];
+        double w = x->b[j], o = of_head(&c->a[CA_LINEAR_D], head, j, 0) * x->v[j];
         if (!c->a[CA_LINEAR_D].itemsize)
             o = 0;
         for (int64_t i = 0; i < dk; i++)

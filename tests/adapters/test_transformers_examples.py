@@ -34,6 +34,14 @@ def test_sparse() -> None:
     assert all(line.endswith("1 of 1 tokens as eager") for line in found[6:])
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "minimax"])
+def test_linear(name: str) -> None:
+    options = {"model": name, "prompt": "70", "steps": "2", "repeat": "1", "dtype": "float32"}
+    found = printed("transformers_linear", *(word for key, x in options.items() for word in (f"--{key}", x)))
+    assert [line.split()[0] for line in found] == [f"{name},", "stock", "functions", "cpu_attn"]
+    assert all(line.endswith("2 of 2 tokens as stock") for line in found[1:])
+
+
 def test_gains_runs_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

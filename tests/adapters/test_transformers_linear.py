@@ -29,23 +29,56 @@ from cpu_attn.transformers import private  # noqa: E402
 pytestmark = pytest.mark.integrations
 
 RULE, CONV = "linear_attention_with_state_cache", "causal_conv1d"
-BOTH, ALONE = {RULE, CONV}, {CONV}
+BOTH, ALONE, LIGHTNING = {RULE, CONV}, {CONV}, {RULE}
 NONE: set[str] = set()
 GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear")
 SPACES = ("granitemoehybrid", "nemotron_h", "falcon_h1", "bamba", "zamba2", "mamba2")
-# Mamba-1's scan has no function here, and the layers of MiniMax-01 call none.
+# Mamba-1's scan has no function here, and the layers of MiniMax-01 have no convolution.
 MODELS = dict.fromkeys(GATED + SPACES, BOTH) | dict.fromkeys(("lfm2", "lfm2_moe", "mamba", "jamba"), ALONE)
-MODELS |= {"minimax": NONE}
-MODELS |= {name: BOTH for name in ("bailing_hybrid", "lara_mini") if name in CONFIG_MAPPING}
+MODELS |= {"minimax": LIGHTNING}
+# Which of the newer ones there are is a matter of the version.
+NEWER = dict.fromkeys(("bailing_hybrid", "lara_mini", "glm5_next", "qwen4_exp_text"), BOTH)
+NEWER |= dict.fromkeys(("lfm3", "inkling_text", "inkling2_text", "inkling2_loop_text"), ALONE)
+MODELS |= {name: called for name, called in NEWER.items() if name in CONFIG_MAPPING}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+TWO = LAYERS | EXPERTS | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "indexed_attention"]}
+INKLING = LAYERS | EXPERTS | {"n_routed_experts": 4, "unpadded_vocab_size": 128, "head_dim": 8, "d_rel": 4}
+INKLING |= {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 8}
+INKLING |= {"rel_extent": 64, "layer_types": ["hybrid_sliding", "hybrid"] * 2}
 OWN: dict[str, Callable[[], Any]] = {
     "mamba2": lambda: hf.Mamba2Config(
         **SPECIAL | {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2},
         **{"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 16},
     ),
+    "minimax": lambda: hf.MiniMaxConfig(
+        **LAYERS | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        **{"block_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    ),
     "lfm2_moe": lambda: hf.Lfm2MoeConfig(
         **LAYERS,
         **{"layer_types": ["conv", "full_attention"] * 2, "moe_intermediate_size": 32},
         **{"num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1},
+    ),
+    "glm5_next": lambda: CONFIG_MAPPING["glm5_next"](
+        text_config=TWO
+        | {"num_key_value_heads": 4, "n_routed_experts": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "v_head_dim": 16}
+        | {"qk_nope_head_dim": 16, "index_topk": 160, "index_kpool": 4, "index_head_dim": 16, "index_n_heads": 8}
+        | {"linear_head_dim": 16, "linear_num_heads": 4, "indexer_types": ["full"] * 2},
+        vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+    ),
+    "qwen4_exp_text": lambda: CONFIG_MAPPING["qwen4_exp_text"](
+        **TWO | {"shared_expert_intermediate_size": 16, "num_experts": 4, "head_dim": 16, "linear_num_key_heads": 2},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_value_heads": 4, "hc_count": 2},
+        **{"hc_lowrank": 8, "ple_embed_dim": 16, "ngram_vocab_size_base": 100, "split_ngram_parts": 4},
+        **{"heads_per_ngram": 2, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+        **{"indexer_budget": 160, "indexer_compress_ratio": 4},
+    ),
+    "inkling_text": lambda: CONFIG_MAPPING["inkling_text"](**INKLING),
+    "inkling2_text": lambda: CONFIG_MAPPING["inkling2_text"](**INKLING, n_layers_per_attn_res_block=1),
+    "inkling2_loop_text": lambda: CONFIG_MAPPING["inkling2_loop_text"](
+        **INKLING,
+        **{"n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 3},
+        **{"loop_num_passes": 2, "loop_gate_rank": 8},
     ),
 }
 GREEDY = {"do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 9}
@@ -113,13 +146,13 @@ def test_generation(name: str) -> None:
     close(torch.stack(ours.logits), torch.stack(theirs.logits))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("mamba", "jamba", "minimax")])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("mamba", "jamba")])
 def test_prompt_in_parts(name: str) -> None:
     """States of a cache after each part, which a copy of it keeps while the other goes on."""
     made, inputs = model(name), tokens(90, 90)["input_ids"]
 
     def run() -> list[Any]:
-        held = hf.DynamicCache(config=made.config)
+        held = lightning().MiniMaxCache() if name == "minimax" else hf.DynamicCache(config=made.config)
         found = [made(inputs[:, a:b], **{CACHE: held}).logits for a, b in ((0, 70), (70, 71), (71, 90))]
         other = copy.deepcopy(held)
         for x in (held, other):
@@ -129,6 +162,45 @@ def test_prompt_in_parts(name: str) -> None:
 
     for ours, theirs in zip(*both(run, MODELS[name]), strict=True):
         close(ours, theirs)
+
+
+def lightning() -> Any:
+    return sys.modules[type(model("minimax")).__module__]
+
+
+def test_lightning_attention_keeps_states_in_float32() -> None:
+    """With them 200 tokens of bfloat16, one by one, end nearer to float64 than those of the model's own forward."""
+    layer = copy.deepcopy(model("minimax").model.layers[2].self_attn).bfloat16()
+    inputs = torch.randn(2, 200, layer.qkv_proj.in_features, generator=torch.Generator().manual_seed(5)).bfloat16()
+    exact = copy.deepcopy(layer).double()
+
+    def run(layer: Any, x: Any) -> Any:
+        held = lightning().MiniMaxCache()
+        for i in range(x.shape[1]):
+            layer(x[:, i : i + 1], position_embeddings=None, attention_mask=None, **{CACHE: held})
+        return held.get_linear_cache(2)
+
+    with torch.no_grad():
+        want = run(exact, inputs.double())
+        ours, theirs = both(lambda: run(layer, inputs), LIGHTNING)
+    assert (ours.dtype, theirs.dtype) == (torch.float32, torch.bfloat16)
+    ours, theirs = ((x.double() - want).norm() / want.norm() for x in (ours, theirs))
+    assert ours < 4e-3 and ours < theirs / 2, (ours, theirs)
+
+
+def test_lightning_attention_with_gradients_goes_on_from_our_states() -> None:
+    made, ids = copy.deepcopy(model("minimax")).bfloat16(), tokens(41)["input_ids"]
+
+    def run() -> Any:
+        held = lightning().MiniMaxCache()
+        made(ids[:, :40], **{CACHE: held})
+        with torch.enable_grad():
+            logits = made(ids[:, 40:], **{CACHE: held}).logits
+        assert logits.requires_grad
+        return logits.detach()
+
+    ours, theirs = both(run, LIGHTNING)
+    assert (ours - theirs).norm() < 0.05 * theirs.norm()
 
 
 def test_everything_is_given_back() -> None:
@@ -148,6 +220,14 @@ def test_everything_is_given_back() -> None:
             enabled = change is adapter.enable
             assert (state() == before) != enabled and made(**inputs).logits.equal(logits) != enabled
     assert all(vars(module)[name] is x for name, x in functions.items())
+
+
+def test_the_forward_of_lightning_attention_is_given_back() -> None:
+    layer_class = lightning().MiniMaxLightningAttention
+    theirs = layer_class.forward
+    for change in (adapter.enable, adapter.enable, adapter.disable, adapter.disable):
+        change()
+        assert (layer_class.forward is theirs) == (change is adapter.disable)
 
 
 def test_gradients_are_the_models_own() -> None:

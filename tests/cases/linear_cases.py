@@ -19,7 +19,8 @@ from .judge import same_bits
 
 F32 = np.float32
 BUDGET = reference.BUDGET
-VARIANTS = ("none", "lightning", "ssd", "ssd_raw", "gdn", "gdn_raw", "erase", "kda", "kda_raw", "gdn2")
+_BY_HEADS = ("none", "lightning", "ssd", "ssd_raw", "ssd_channels", "gdn", "gdn_raw", "erase")
+VARIANTS = (*_BY_HEADS, "kda", "kda_raw", "kda_bounded", "gdn2")
 
 BUDGET = reference.BUDGET  # which verify asks for
 
@@ -72,6 +73,7 @@ def gates_of(case: Case, rng: np.random.Generator) -> dict[str, Any]:
         "ssd": {"delta_rule": False, "g": decay(tokens, heads), "beta": unit(tokens, heads), "D": normal(heads)},
         "ssd_raw": {"delta_rule": False, "gate": "dt", "g": normal(tokens, heads), "A_log": raw["A_log"]}
         | {"dt_bias": normal(heads), "dt_limit": (0.01, 2.0), "D": normal(heads), "scale": 1.0},
+        "ssd_channels": {"delta_rule": False, "g": decay(tokens, heads), "D": normal(heads, dv), "scale": 1.0},
         "gdn": {"g": decay(tokens, heads), "beta": unit(tokens, heads)} | norm,
         "gdn_raw": {"g": normal(tokens, heads), "beta": normal(tokens, heads), "dt_bias": normal(heads)}
         | {"allow_neg_eigval": True}
@@ -81,6 +83,9 @@ def gates_of(case: Case, rng: np.random.Generator) -> dict[str, Any]:
         "kda": {"g": decay(tokens, heads, dk), "beta": unit(tokens, heads)} | norm,
         "kda_raw": {"g": normal(tokens, heads, dk), "beta": normal(tokens, heads), "dt_bias": normal(heads, dk)}
         | raw
+        | norm,
+        "kda_bounded": {"gate": "sigmoid", "lower_bound": -3.0, "g": normal(tokens, heads, dk), "A_log": raw["A_log"]}
+        | {"beta": unit(tokens, heads), "dt_bias": normal(heads, dk) - F32(2)}
         | norm,
         "gdn2": {"g": decay(tokens, heads, dk), "beta": unit(tokens, heads, dv), "erase": unit(tokens, heads, dk)}
         | norm,

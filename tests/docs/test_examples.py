@@ -22,6 +22,7 @@ TESTED = {
         "gains_engines",
         "transformers_chat",
         "transformers_long",
+        "transformers_linear",
         "transformers_sparse",
         "vllm_generate",
         "long_context",

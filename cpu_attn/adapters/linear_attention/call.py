@@ -146,11 +146,13 @@ class States:
             self.cache = torch.empty(shape, dtype=dtype).copy_(initial)
 
     @classmethod
-    def at(cls, cache: Tensor, slots: Int32) -> States:
+    def at(cls, cache: Tensor, slots: Int32, brings: NDArray[np.bool_] | None = None) -> States:
         """Gives the states of sequences that have these slots of a cache, which is changed in place. Negative: a
-        sequence begins from zeros, and keeps nothing."""
+        sequence begins from zeros, and keeps nothing. brings: which of them begin from what is there, all unless
+        said."""
         states = cls.__new__(cls)
-        states.cache, states.indices, states.initial_indices, states.brings = cache, slots, None, slots >= 0
+        states.cache, states.indices, states.initial_indices = cache, slots, None
+        states.brings = slots >= 0 if brings is None else brings
         return states
 
     def after(self, keep: bool) -> Tensor | None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cpu_attn import _check
-from cpu_attn.linear_attention.call import States, attend, only, optional, packed, starts_of, tensors
+from cpu_attn.linear_attention.call import Int32, States, attend, only, optional, packed, starts_of, tensors
 from cpu_attn.torch.entry import RefusedError, axes, entry
 
 _NAMES = {"query": "q", "key": "k", "value": "v", "state_cache": "initial_state", "query_start_loc": "cu_seqlens"}
@@ -340,13 +340,8 @@ def _gate(
         if dt_bias.numel() != heads[0] * heads[1]:
             raise ValueError(f"dt_bias: {dt_bias.numel()} elements, expected HV * K = {heads[0] * heads[1]}")
         dt_bias = dt_bias.reshape(heads)
-    if lower_bound is None:
-        return g, {"gate": "softplus", "A_log": a_log, "dt_bias": dt_bias}
-    raw = g.float() if dt_bias is None else g.float() + dt_bias.float()
-    if a_log is not None:
-        axes("A_log", a_log, HV=raw.shape[2])
-        raw = raw * a_log.float().exp().unsqueeze(1)
-    return raw.sigmoid() * _check.number("lower_bound", lower_bound), {}
+    gate = "softplus" if lower_bound is None else "sigmoid"
+    return g, {"gate": gate, "A_log": a_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
 
 
 def run(
@@ -370,9 +365,11 @@ def run(
     lower_bound: Any = None,
     by_channel: bool = False,
     in_place: bool = False,
+    held: tuple[Int32, States] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Does what all of them do, with their arguments. by_channel: g has a decay for each key channel. in_place: the
-    final state may be the memory of a float32 initial_state."""
+    final state may be the memory of a float32 initial_state. held: where sequences start in a batch of 1, and their
+    states, in place of ``cu_seqlens`` and ``initial_state``."""
     q, k, v = tensors(q=q, k=k, v=v)
     g, beta, initial_state = optional(g=g, beta=beta, initial_state=initial_state)
     axes("q", q, B=None, T=None, H=None, K=None)
@@ -387,7 +384,7 @@ def run(
     sigmoid = _check.boolean("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
     if _check.boolean("allow_neg_eigval", allow_neg_eigval) and not sigmoid:
         raise ValueError("allow_neg_eigval: it goes with use_beta_sigmoid_in_kernel")
-    starts = starts_of(batch_size, length, cu_seqlens)
+    starts = starts_of(batch_size, length, cu_seqlens) if held is None else held[0]
     sizes = (v.shape[3], k_size) if state_v_first else (k_size, v.shape[3])
     shape = (len(starts) - 1, v.shape[2], *sizes)
     if initial_state is not None:
@@ -395,7 +392,7 @@ def run(
     use = _check.boolean("use_gate_in_kernel", use_gate_in_kernel)
     g, gate = _gate(g, use, A_log, dt_bias, lower_bound, (v.shape[2], k_size) if by_channel else None)
     keep = _check.boolean("output_final_state", output_final_state)
-    states = States(initial_state, shape, keep, torch.float32, in_place)
+    states = States(initial_state, shape, keep, torch.float32, in_place) if held is None else held[1]
     output = attend(
         *(q, k, v, starts, states),
         g=None if g is None else packed(g),

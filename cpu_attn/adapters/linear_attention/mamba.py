@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from cpu_attn import _check
-from cpu_attn.linear_attention.call import States, attend, each, optional, packed, runs, starts_of, tensors
+from cpu_attn._arrays import dense_rows
+from cpu_attn.linear_attention.call import Int32, States, attend, each, optional, packed, runs, starts_of, tensors
 from cpu_attn.torch.entry import axes, entry
 
 _NAMES = {"query": "C", "key": "B", "value": "x", "state_cache": "initial_states", "num_k_heads": "G"}
@@ -118,6 +119,30 @@ def mamba_chunk_scan_combined(
     if each_sequence:
         found.append(_of_sequences(states.cache, np.diff(sequences)))
     return (out, *found) if found else out
+
+
+def scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    chunk_size: int,
+    D: Tensor | None = None,  # noqa: N803
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    *,
+    held: tuple[Int32, States],
+) -> Any:
+    """Does what mamba_chunk_scan_combined does for a batch of 1, of which ``held`` says where its sequences start, and
+    has their states."""
+    starts, states = held
+    step = _step(dt, dt_bias, dt_softplus).clamp(*_check.limits("dt_limit", dt_limit))
+    out = _scan(x, step * A.float(), step, B, C, D, z, starts, states)
+    return (out, states.cache) if return_final_states else out
 
 
 @entry(**_NAMES | {"state_cache": "state", "state_indices": "state_batch_indices"})
@@ -248,20 +273,17 @@ def _scan(
     starts: Any,
     states: States,
 ) -> Tensor:
-    """Scans, and does in float32 what the kernel does not: D of each channel, and z."""
-    alone = d is None or d.dim() == 1
+    """Scans, and does in float32 what the kernel does not: z."""
     out = attend(
         *(c, b, x, starts, states),
         g=packed(g),
         beta=packed(dt),
-        D=d if alone else None,
+        D=d if d is None else dense_rows(d),
         scale=1.0,
         delta_rule=False,
         state_layout="VK",
-        out_dtype=x.dtype if alone and z is None else torch.float32,
+        out_dtype=x.dtype if z is None else torch.float32,
     )
-    if d is not None and not alone:
-        out = out + x.float() * d.float()
     if z is not None:
         out = out * silu(z.float())
     return out.to(x.dtype)

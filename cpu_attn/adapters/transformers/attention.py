@@ -66,13 +66,17 @@ def _register() -> None:
 
 @contextmanager
 def continuous_batching(model: Any) -> Iterator[Any]:
-    """Inside this context manager ``model.generate_batch`` attends over transformers' own pages where they lie.
+    """Inside this context manager ``model.generate_batch`` attends over transformers' own pages where they lie, and
+    keeps the states of linear attention beside them, in a block for each request.
 
     Args:
-        model: a model of transformers. Its config names another attention until the end of the context.
+        model: a model of transformers. Its config names another attention until the end of the context. A model with
+            layers of linear attention computes a token at the start, and all models have the functions of
+            :func:`enable` meanwhile.
 
     Raises:
-        ValueError: inside it, another forward pass of the model is asked for.
+        ValueError: the model has a layer of a kind that continuous batching does not have, or, inside the context,
+            another forward pass of the model is asked for.
 
     Example:
         >>> with continuous_batching(model):
@@ -82,13 +86,14 @@ def continuous_batching(model: Any) -> Iterator[Any]:
     private.leave_pages_to(CONTINUOUS)
     config = model.config.get_text_config()  # of a composite model this is the part that generates
     before = {id(c): (c, private.implementation(c)) for c in (model.config, config)}
-    for c, _ in before.values():
-        private.set_implementation(c, CONTINUOUS)
-    try:
-        yield model
-    finally:
-        for c, name in before.values():
-            private.set_implementation(c, name)
+    with linear.states_of(model, config):
+        for c, _ in before.values():
+            private.set_implementation(c, CONTINUOUS)
+        try:
+            yield model
+        finally:
+            for c, name in before.values():
+                private.set_implementation(c, name)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

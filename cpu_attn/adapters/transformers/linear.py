@@ -10,7 +10,8 @@ inputs, and decays for each channel and element of a state (Mamba-1).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -25,11 +26,12 @@ from cpu_attn.linear_attention import (
     delta_rule,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_kda,
+    mamba,
     mamba_chunk_scan_combined,
     selective_state_update,
 )
 from cpu_attn.linear_attention.call import States, convolve, each
-from cpu_attn.transformers import private
+from cpu_attn.transformers import lightning, private, states
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _WIDEST = 8  # inputs of a convolution, and of its state
@@ -89,6 +91,50 @@ FUNCTIONS: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
+def _held_rule(by_channel: bool) -> Callable[..., Any]:
+    def rule(call: dict[str, Any], held: Any) -> Any:
+        call = {name: x for name, x in call.items() if name not in ("cu_seqlens", "initial_state")}
+        return delta_rule.run(**call, by_channel=by_channel, held=held)
+
+    return rule
+
+
+def _held_scan(call: dict[str, Any], held: Any) -> Any:
+    given = {name: x for name, x in call.items() if name not in ("seq_idx", "cu_seqlens", "initial_states")}
+    return mamba.scan(**given, held=held)
+
+
+def _held_convolution(call: dict[str, Any], held: Any) -> Any:
+    starts, states = held
+    options = call["weight"], call.get("bias"), starts, states, call.get("activation") is not None
+    return convolve(call["x"].transpose(1, 2), *options).transpose(1, 2)
+
+
+# For a step of continuous batching: what asks for the states, what is called with them, and which axis has tokens, of
+# the first result and of these arguments.
+_TOKENS = ("q", "k", "v", "g", "beta")
+HELD: dict[str, tuple[str, Any, int, tuple[str, ...]]] = {
+    "chunk_gated_delta_rule": ("rule", _held_rule(False), 1, _TOKENS),
+    "chunk_kda": ("rule", _held_rule(True), 1, _TOKENS),
+    "mamba_chunk_scan_combined": ("rule", _held_scan, 1, ("x", "dt", "B", "C")),
+    "causal_conv1d_fn": ("conv", _held_convolution, 2, ("x",)),
+}
+
+
+def _with_states(name: str, call: dict[str, Any], held: Any) -> Any:
+    """Computes the tokens of a step, without those that pad it."""
+    _, function, axis, tokens = HELD[name]
+    count, length = int(held[0][-1]), call[tokens[0]].shape[axis]
+    found = function(call | {x: call[x].narrow(axis, 0, count) for x in tokens if x in call}, held)
+    if count == length:
+        return found
+    first = found[0] if isinstance(found, tuple) else found
+    shape = list(first.shape)
+    shape[axis] = length - count
+    padded = torch.cat([first, first.new_zeros(shape)], axis)
+    return (padded, *found[1:]) if isinstance(found, tuple) else padded
+
+
 def _computable(x: Any) -> bool:
     if not isinstance(x, Tensor):
         return True
@@ -110,18 +156,39 @@ def _instead(name: str, theirs: Any) -> Any:
         call = {
             k: x for k, x in (dict(zip(order, args, strict=False)) | kwargs).items() if k in order and x is not None
         }
-        if needed <= call.keys() and all(map(_computable, call.values())) and has(call):
-            return ours({k: x.detach() if isinstance(x, Tensor) else x for k, x in call.items()})
-        return theirs(*args, **kwargs)
+        held = states.taken(HELD[name][0], kwargs) if name in HELD else None
+        if held is None and not (needed <= call.keys() and all(map(_computable, call.values())) and has(call)):
+            return theirs(*args, **kwargs)
+        call = {k: x.detach() if isinstance(x, Tensor) else x for k, x in call.items()}
+        return ours(call) if held is None else _with_states(name, call, held)
 
     return function
 
 
 def enable() -> None:
-    """Gives models the functions of :data:`FUNCTIONS`."""
+    """Gives models the functions of :data:`FUNCTIONS`, and layers of lightning attention their forward."""
     private.give_functions(_instead)
+    lightning.enable()
 
 
 def disable() -> None:
-    """Gives models transformers' functions back."""
+    """Gives models what is transformers' own back."""
     private.take_functions_back()
+    lightning.disable()
+
+
+@contextmanager
+def states_of(model: Any, config: Any) -> Iterator[None]:
+    """Lets continuous batching keep the states of a model's layers, which have our functions meanwhile."""
+    if not states.has_states(config):
+        yield
+        return
+    enabled = private.has_given()
+    enable()
+    try:
+        states.open_model(model, config)
+        yield
+    finally:
+        states.close_model(config)
+        if not enabled:
+            disable()

@@ -5,6 +5,7 @@ it a version lacks."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 
 from transformers import cache_utils, integrations, masking_utils
-from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.generation.continuous_batching import PagedAttentionCache, cache_allocators, input_outputs
+from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.integrations import hub_kernels
 
 # ---- caches ----
@@ -106,6 +108,37 @@ def supports_sdpa(model_class: Any) -> bool:
     return bool(model_class._supports_sdpa)
 
 
+# ---- layers of lightning attention ----
+
+_forwards: dict[type, Any] = {}  # the forwards of classes that have another one
+
+
+def lightning_attention() -> type:
+    """Gives the class of MiniMax-01's layers of lightning attention, which call no function that could be given."""
+    module = importlib.import_module("transformers.models.minimax.modeling_minimax")
+    found: type = module.MiniMaxLightningAttention
+    return found
+
+
+def give_forward(layer_class: Any, make: Callable[[Any], Any]) -> None:
+    """Gives the layers of a class another forward, which ``make`` makes of their own."""
+    if layer_class not in _forwards:
+        _forwards[layer_class] = layer_class.forward
+        layer_class.forward = make(layer_class.forward)
+
+
+def has_given() -> bool:
+    """Says whether models have other functions or forwards than their own."""
+    return bool(_given or _forwards)
+
+
+def take_forwards_back() -> None:
+    """Undoes what :func:`give_forward` did."""
+    while _forwards:
+        layer_class, forward = _forwards.popitem()
+        layer_class.forward = forward  # type: ignore[attr-defined]
+
+
 # ---- continuous batching ----
 
 
@@ -135,6 +168,67 @@ def pages(paged: Any, layer_idx: int) -> tuple[Any, list[torch.Tensor]]:
     and V as rows [tokens, Hkv, D]."""
     allocator = paged.layer_to_allocator[layer_idx]
     return allocator, list(allocator._kv_token_views[layer_idx])
+
+
+CacheAllocator = cache_allocators.CacheAllocator
+
+
+def bytes_per_page(config: Any, num_kv_heads: int, dtype: torch.dtype, page_size: int) -> int:
+    """Gives the bytes of a page of keys and values."""
+    head_dim = paged_cache.find_head_dim(config)
+    found: int = cache_allocators.FullAttentionCacheAllocator.get_bytes_per_page(
+        num_kv_heads, head_dim, dtype, page_size
+    )
+    return found
+
+
+def allocator(paged: Any, layer_idx: int) -> Any:
+    return paged.layer_to_allocator[layer_idx]
+
+
+def add_allocators(classes: dict[str, type]) -> None:
+    """Makes continuous batching take layers of more kinds. What it tells them of a step has room for its own two."""
+    for kind, made in classes.items():
+        paged_cache.ATTN_TYPE_TO_ALLOCATOR.setdefault(kind, made)
+    make = input_outputs.ContinuousBatchingIOs._setup_static_tensors
+    if hasattr(make, "kinds"):  # an earlier call has done it
+        return
+
+    @wraps(make)
+    def made_for_all(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        for kind in set(classes) & set(self.cache.cache_allocators):
+            self.cumulative_seqlens_k[kind] = torch.zeros_like(self.cumulative_seqlens_q)
+            self.total_seqlen_k[kind] = self.max_length_k[kind] = 0
+
+    made_for_all.kinds = set(classes)  # type: ignore[attr-defined]
+    input_outputs.ContinuousBatchingIOs._setup_static_tensors = made_for_all
+
+
+def add_states(find_conv: Any, find: Any, put_conv: Any, put: Any) -> None:
+    """Gives PagedAttentionCache the methods of caches that layers of linear attention call."""
+    made = {"get_conv_state": find_conv, "get_recurrent_state": find}
+    made |= {"update_conv_state": put_conv, "update_recurrent_state": put}
+    for name, method in made.items():
+        if not hasattr(PagedAttentionCache, name):
+            setattr(PagedAttentionCache, name, torch.compiler.disable(method))
+
+
+def states_after_a_token(model: Any) -> dict[int, dict[tuple[str, int], tuple[tuple[int, ...], torch.dtype]]]:
+    """Runs a token, and gives by layers the shapes and dtypes of a sequence's states, by their names in a cache's layer
+    and their numbers."""
+    with torch.no_grad():
+        found = model(torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True)
+    held = found.get("cache", found.get("past_key_values"))
+    return {
+        i: {
+            (name, number): (tuple(x.shape[1:]), x.dtype)
+            for name in ("conv_states", "recurrent_states")
+            for number, x in (getattr(layer, name, None) or {}).items()
+            if x is not None
+        }
+        for i, layer in enumerate(getattr(held, "layers", []))
+    }
 
 
 # ---- functions of linear attention ----

@@ -69,14 +69,10 @@ static void linear_solve(const linear_item *it, int64_t n) {
 }
 
 static void linear_put_outputs(const linear_item *it, const linear_head *h, int64_t t, int64_t n) {
-    const ca_array *out = &it->c->a[CA_LINEAR_OUTPUT], *v = &it->c->a[CA_LINEAR_VALUE];
+    const ca_array *out = &it->c->a[CA_LINEAR_OUTPUT];
     for (int64_t i = 0; i < n; i++) {
         float *o = it->o + i * it->vp;
-        if (it->c->a[CA_LINEAR_D].itemsize) {
-            linear_widen(ca_row_of(v, t + i, h->head), v->dtype, it->dv, it->x.u);
-            for (int64_t c = 0; c < it->dv; c += VL)
-                v_store(o + c, v_fma(v_set1(h->skip), v_load_f32(it->x.u + c), v_load_f32(o + c)));
-        }
+        linear_skip(it->c, h, t + i, o, it->x.u);
         linear_narrow(o, it->dv, out->dtype, ca_row_of(out, t + i, h->head));
     }
 }

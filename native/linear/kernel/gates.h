@@ -53,26 +53,31 @@ INLINE vf linear_sigmoid(vf x) { return v_div(v_set1(1), v_add(v_set1(1), linear
 /* Holds what a value head has for all tokens. */
 typedef struct linear_head {
     int32_t head;
-    float rate, bias, skip; /* -exp(A_log), dt_bias where it is one number, D */
-    const float *biases;    /* [Dk], where it is one for each channel, else NULL */
+    float rate, bias, skip;      /* -exp(A_log); dt_bias and D where they are one number */
+    const float *biases, *skips; /* [Dk], [Dv], where they are one for each channel, else NULL */
 } linear_head;
 
 static float linear_of_head(const ca_array *a, int32_t head, float absent) {
     return a->itemsize ? linear_number((const void *)a->address, a->dtype, head) : absent;
 }
 
-/* `room` is for a dt_bias of each channel. */
-static linear_head linear_open_head(const ca_linear_call *c, int32_t head, float *room) {
-    const ca_array *bias = &c->a[CA_LINEAR_DT_BIAS];
+/* Reads an array [Hv, n] into `room`, or gives NULL where it is none. */
+static const float *linear_of_channels(const ca_array *a, int32_t head, int64_t n, float *room) {
+    if (!a->itemsize || a->ndim != 2)
+        return NULL;
+    linear_widen((const char *)a->address + head * a->strides[0] * a->itemsize, a->dtype, n, room);
+    return room;
+}
+
+/* `biases` and `skips` are for a dt_bias and a D of each channel. */
+static linear_head linear_open_head(const ca_linear_call *c, int32_t head, float *biases, float *skips) {
+    const ca_array *bias = &c->a[CA_LINEAR_DT_BIAS], *skip = &c->a[CA_LINEAR_D];
     linear_head h = {.head = head};
     h.rate = -v_first(linear_exp(v_set1(linear_of_head(&c->a[CA_LINEAR_A_LOG], head, 0))));
-    h.skip = linear_of_head(&c->a[CA_LINEAR_D], head, 0);
-    if (bias->itemsize && bias->ndim == 2) {
-        linear_widen((const char *)bias->address + head * bias->strides[0] * bias->itemsize, bias->dtype,
-                     c->plan->shape.head_k_dim, room);
-        h.biases = room;
-    } else
-        h.bias = linear_of_head(bias, head, 0);
+    h.biases = linear_of_channels(bias, head, c->plan->shape.head_k_dim, biases);
+    h.bias = h.biases ? 0 : linear_of_head(bias, head, 0);
+    h.skips = linear_of_channels(skip, head, c->plan->shape.head_v_dim, skips);
+    h.skip = h.skips ? 0 : linear_of_head(skip, head, 0);
     return h;
 }
 
@@ -83,12 +88,17 @@ static void linear_decays(const ca_linear_how *how, const linear_head *h, const 
     for (int64_t i = 0; i < n; i += VL) {
         vf x = v_load_f32(g + i);
         if (how->gate != CA_GATE_LOG) {
-            x = linear_softplus(v_add(x, biases ? v_load_f32(biases + i) : v_set1(h->bias)));
+            x = v_add(x, biases ? v_load_f32(biases + i) : v_set1(h->bias));
+            if (how->gate == CA_GATE_SIGMOID)
+                x = v_mul(v_set1(how->lower_bound), linear_sigmoid(v_mul(x, v_set1(-h->rate))));
+            else
+                x = linear_softplus(x);
             if (how->gate == CA_GATE_DT)
                 x = v_min(v_set1(how->dt_max), v_max(v_set1(how->dt_min), x));
             if (dt)
                 v_store(dt + i, x);
-            x = v_mul(x, v_set1(h->rate));
+            if (how->gate != CA_GATE_SIGMOID)
+                x = v_mul(x, v_set1(h->rate));
         }
         v_store(g + i, linear_exp_and_less(x, &x));
         v_store(less + i, x);
@@ -162,6 +172,18 @@ static void linear_eraser(const ca_linear_call *c, const linear_head *h, int64_t
         linear_widen(ca_gate_at(e, t, h->head), e->dtype, dk, erase);
     for (int64_t i = 0; i < LINEAR_PAD(dk); i += VL)
         v_store(erase + i, v_mul(v_load_f32(key + i), e->itemsize ? v_load_f32(erase + i) : v_set1(beta)));
+}
+
+/* Adds D v of one token to its output; `room` is for v. */
+static void linear_skip(const ca_linear_call *c, const linear_head *h, int64_t t, float *o, float *room) {
+    const ca_array *v = &c->a[CA_LINEAR_VALUE];
+    if (!c->a[CA_LINEAR_D].itemsize)
+        return;
+    linear_widen(ca_row_of(v, t, h->head), v->dtype, c->plan->shape.head_v_dim, room);
+    for (int64_t i = 0; i < c->plan->shape.head_v_dim; i += VL) {
+        const vf d = h->skips ? v_load_f32(h->skips + i) : v_set1(h->skip);
+        v_store(o + i, v_fma(d, v_load_f32(room + i), v_load_f32(o + i)));
+    }
 }
 
 /* Reads a query or a key, divides it by its norm where that is asked for, and multiplies it by scale. */

@@ -20,7 +20,7 @@ typedef struct linear_item {
     int delta, wide, erases;     /* wide: each key channel has a decay of its own */
     linear_token x;
     linear_head heads[CA_LINEAR_HEADS];
-    float *biases; /* [heads][kp] */
+    float *biases, *skips; /* [heads][kp], [heads][vp] */
     /* States lie as the cache has them, [Dk][vp] or [Dv][kp], or while `turned` as [Dk][vp] where the cache has the
      * other. */
     float *states, *spare, *turned_spare; /* [heads][state_floats], [state_floats] twice */
@@ -64,6 +64,7 @@ static int64_t linear_lay_out(const ca_linear_plan *plan, char *base, linear_ite
     for (int i = 0; i < 4; i++)
         it->numbers[i] = linear_take(base, &at, CA_CHUNK + CA_LANES);
     it->biases = linear_take(base, &at, plan->heads * it->kp);
+    it->skips = linear_take(base, &at, plan->heads * it->vp);
     it->states = linear_take(base, &at, plan->heads * it->state_floats);
     it->spare = linear_take(base, &at, it->state_floats);
     it->turned_spare = linear_take(base, &at, it->state_floats);

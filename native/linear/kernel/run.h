@@ -29,13 +29,9 @@ static void linear_open_token(linear_item *it, const linear_head *h, int64_t t, 
 }
 
 static void linear_put_output(const linear_item *it, const linear_head *h, int64_t t) {
-    const ca_array *out = &it->c->a[CA_LINEAR_OUTPUT], *v = &it->c->a[CA_LINEAR_VALUE];
+    const ca_array *out = &it->c->a[CA_LINEAR_OUTPUT];
     float *o = it->x.o;
-    if (it->c->a[CA_LINEAR_D].itemsize) {
-        linear_widen(ca_row_of(v, t, h->head), v->dtype, it->dv, it->x.u);
-        for (int64_t c = 0; c < it->dv; c += VL)
-            v_store(o + c, v_fma(v_set1(h->skip), v_load_f32(it->x.u + c), v_load_f32(o + c)));
-    }
+    linear_skip(it->c, h, t, o, it->x.u);
     linear_narrow(o, it->dv, out->dtype, ca_row_of(out, t, h->head));
 }
 
@@ -166,7 +162,7 @@ static void linear_run(const ca_linear_call *c, int32_t request, int32_t head, i
     linear_lay_out(p, scratch, &it);
     it.ahead = rows;
     for (int32_t i = 0; i < end - head; i++)
-        it.heads[i] = linear_open_head(c, head + i, it.biases + i * it.kp);
+        it.heads[i] = linear_open_head(c, head + i, it.biases + i * it.kp, it.skips + i * it.vp);
     int32_t next = s->first_checkpoint[request];
     if (n == 1 && to >= 0 && next == s->first_checkpoint[request + 1]) {
         linear_decode(&it, p->query_start_loc[request], from, to, ahead);
