@@ -210,7 +210,8 @@ def panel(axes: Any, results: list[Result]) -> None:
 @click.option("--kv-cache-dtype", "kvs", multiple=True, help="May be given again; all unless said.")
 @click.option("--windows", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--context", default=2048, show_default=True, type=click.IntRange(2), help="Tokens of a window.")
-@click.option("--quick", is_flag=True, help="128 tokens, float32, balanced and rotated alone.")
+@click.option("--balanced", is_flag=True, help="Rotated caches of balanced models alone.")
+@click.option("--quick", is_flag=True, help="128 tokens, float32, --balanced.")
 @click.option(
     "--json", "as_json", type=click.Path(dir_okay=False, path_type=Path), help="Also write the figures there."
 )
@@ -221,14 +222,17 @@ def main(
     kvs: tuple[str, ...],
     windows: int,
     context: int,
+    balanced: bool,
     quick: bool,
     as_json: Path | None,
     plot: Path | None,
 ) -> None:
     """Print what every kv_cache_dtype costs two language models."""
     kinds = kinds_of(kvs or kv_cache_dtypes())
+    if balanced or quick:
+        kinds = [kind for kind in kinds if kind.balanced]
     if quick:
-        dtypes, windows, context, kinds = ("float32",), 1, CHUNK, [kind for kind in kinds if kind.balanced]
+        dtypes, windows, context = ("float32",), 1, CHUNK
     text = reference_text()
     click.echo(
         f"cpu-attn {cpu_attn.__version__}. Text: pydoc_data.topics of Python {platform.python_version()}, {len(text)} "

@@ -11,8 +11,7 @@ from cpu_attn._native import ffi, lib
 from cpu_attn.linear.plan import LinearAttentionMetadata
 from cpu_attn.ops import thread_state
 
-_GATES = {"log": lib.CA_GATE_LOG, "softplus": lib.CA_GATE_SOFTPLUS, "dt": lib.CA_GATE_DT}
-_GATES |= {"sigmoid": lib.CA_GATE_SIGMOID}
+_GATES = {name: getattr(lib, f"CA_GATE_{name.upper()}") for name in ("log", "softplus", "dt", "sigmoid")}
 
 
 def linear_attention_with_state_cache(

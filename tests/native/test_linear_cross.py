@@ -20,7 +20,7 @@ from ..cases.formats import DTYPES
 from ..cases.linear_cases import Problem, Result, build, cases, errors
 from .test_cross import EMULATOR, compiled, pytestmark  # noqa: F401
 
-GATES = {"log": lib.CA_GATE_LOG, "softplus": lib.CA_GATE_SOFTPLUS, "dt": lib.CA_GATE_DT}
+GATES = {name: getattr(lib, f"CA_GATE_{name.upper()}") for name in ("log", "softplus", "dt", "sigmoid")}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,8 @@ def run(program: Path, problem: Problem, isa: str) -> Result:
     given["checkpoints"] = np.array(rows, np.int32).reshape(-1, 3)
     given["g"] = _check.each_token(given.get("g"), len(value))
     parts = [np.array(shape, np.int32), np.array([GATES[options.get("gate", "log")], *flags], np.int32)]
-    parts += [np.array([*numbers, least, most], np.float32), problem.query_start_loc]
+    numbers += [least, most, options.get("lower_bound", 0.0)]
+    parts += [np.array(numbers, np.float32), problem.query_start_loc]
     parts += [np.maximum(problem.starts, 0).astype(np.int32), problem.brings.astype(np.uint8)]
     body = b"".join(x.tobytes() for x in parts) + b"".join(described(given.get(name)) for name in _check.LINEAR)
     done = subprocess.run([str(EMULATOR), str(program), isa], input=body, capture_output=True, check=False)
