@@ -64,15 +64,17 @@ static void read_token(const ca_linear_call *c, int64_t t, int32_t head, token *
     read_row(&a[CA_LINEAR_VALUE], t, head, dv, how, 0, to->v);
     for (int64_t i = 0; i < dk; i++) {
         double g = gate(&a[CA_LINEAR_G], t, head, i, 0);
-        const double raw = g + of_head(&a[CA_LINEAR_DT_BIAS], head, i, 0);
-        const double rate = exp(of_head(&a[CA_LINEAR_A_LOG], head, 0, 0));
-        if (how->gate == CA_GATE_SIGMOID)
-            g = how->lower_bound * sigmoid(rate * raw);
-        else if (how->gate != CA_GATE_LOG) {
-            dt = softplus(raw);
-            if (how->gate == CA_GATE_DT)
-                dt = fmin(fmax(dt, how->dt_min), how->dt_max);
-            g = -rate * dt;
+        if (how->gate != CA_GATE_LOG) {
+            const double rate = exp(of_head(&a[CA_LINEAR_A_LOG], head, 0, 0));
+            g += of_head(&a[CA_LINEAR_DT_BIAS], head, i, 0);
+            if (how->gate == CA_GATE_SIGMOID)
+                g = how->lower_bound * sigmoid(rate * g);
+            else {
+                dt = softplus(g);
+                if (how->gate == CA_GATE_DT)
+                    dt = fmin(fmax(dt, how->dt_min), how->dt_max);
+                g = -rate * dt;
+            }
         }
         to->a[i] = exp(g);
         to->q[i] *= how->scale;

@@ -91,14 +91,14 @@ static void linear_decays(const ca_linear_how *how, const linear_head *h, const 
             x = v_add(x, biases ? v_load_f32(biases + i) : v_set1(h->bias));
             if (how->gate == CA_GATE_SIGMOID)
                 x = v_mul(v_set1(how->lower_bound), linear_sigmoid(v_mul(x, v_set1(-h->rate))));
-            else
+            else {
                 x = linear_softplus(x);
-            if (how->gate == CA_GATE_DT)
-                x = v_min(v_set1(how->dt_max), v_max(v_set1(how->dt_min), x));
-            if (dt)
-                v_store(dt + i, x);
-            if (how->gate != CA_GATE_SIGMOID)
+                if (how->gate == CA_GATE_DT)
+                    x = v_min(v_set1(how->dt_max), v_max(v_set1(how->dt_min), x));
+                if (dt)
+                    v_store(dt + i, x);
                 x = v_mul(x, v_set1(h->rate));
+            }
         }
         v_store(g + i, linear_exp_and_less(x, &x));
         v_store(less + i, x);
