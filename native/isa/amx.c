@@ -48,6 +48,7 @@ static const char *missing(void) {
 #include "kernel/dtype.inc"
 
 #include "kernel/amx/attention.h"
+#define INTEGERS &integers
 #include "linear/kernel/all.h"
 
 const ca_isa_row ca_isa_amx = {.missing = missing, .kernels = {[CA_BF16] = &kernel_amx}, .linear = &linear_kernel};

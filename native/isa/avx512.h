@@ -128,7 +128,10 @@ INLINE vi v_halves_of_bytes(vi x, int upper) {
 }
 INLINE vi v_integers(vf x) { return _mm512_cvtps_epi32(x); }
 INLINE vi v_pack_words(vi a, vi b) { return _mm512_packs_epi32(a, b); }
+INLINE vi v_load_int(const int16_t *p) { return _mm512_loadu_si512(p); }
 INLINE void v_store_int(int16_t *p, vi x) { _mm512_storeu_si512(p, x); }
+INLINE vi v_pair_words(vi even, vi odd) { return _mm512_mask_mov_epi16(even, 0xaaaaaaaa, _mm512_slli_epi32(odd, 16)); }
+INLINE vf v_sqrt(vf x) { return _mm512_sqrt_ps(x); }
 INLINE vi v_dot_words(vi sum, vi a, vi b) {
 #ifdef EMULATED
     return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));

@@ -18,7 +18,6 @@ from .formats import numpy_dtype
 from .judge import same_bits
 
 F32 = np.float32
-BUDGET = reference.BUDGET
 _BY_HEADS = ("none", "lightning", "ssd", "ssd_raw", "ssd_channels", "gdn", "gdn_raw", "erase")
 VARIANTS = (*_BY_HEADS, "kda", "kda_raw", "kda_bounded", "gdn2")
 
@@ -228,7 +227,7 @@ def errors(problem: Problem, got: Result) -> tuple[float, str]:
     be."""
     want, loc = problem.expected(), problem.query_start_loc
     output = reference.BUDGET[problem.case.dtype]
-    state = reference.BUDGET[problem.case.state_dtype]
+    state = max(reference.BUDGET[problem.case.state_dtype], reference.STATE_BUDGET[problem.case.dtype])
     found = [(0.0, "")]
     for r in range(len(problem.case.lens)):
         rows = slice(int(loc[r]), int(loc[r + 1]))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_sizes(isa: str, dtype: str, layout: str) -> None:
         holds(Case("gdn", (1, 66), dtype=dtype, num_k_heads=1, num_v_heads=heads, state_layout=layout), isa)
 
 
-@pytest.mark.parametrize(("isa", "dtype"), [kernel for kernel in KERNELS if kernel[1] == "float32"])
+@pytest.mark.parametrize(("isa", "dtype"), [kernel for kernel in KERNELS if kernel[1] != "float16"])
 @pytest.mark.parametrize("variant", ["gdn", "kda", "erase"])
 def test_adversarial(isa: str, dtype: str, variant: str) -> None:
     fills = ["g_edges", "g_minus_infinity", "beta_edges", "zero_keys", "large"]
@@ -53,16 +54,17 @@ def test_adversarial(isa: str, dtype: str, variant: str) -> None:
         holds(Case(variant, (130, 2, 64), dtype=dtype, fill=fill), isa)
 
 
-@pytest.mark.parametrize(("isa", "dtype"), [kernel for kernel in KERNELS if kernel[1] == "float32"])
+@pytest.mark.parametrize(("isa", "dtype"), [kernel for kernel in KERNELS if kernel[1] != "float16"])
 def test_equal_keys(isa: str, dtype: str) -> None:
     for variant in ("gdn", "kda"):
         holds(Case(variant, (1000,), dtype=dtype, fill="equal_keys", num_k_heads=1, num_v_heads=2), isa)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", ["gdn", "kda", "lightning", "ssd_raw"])
-def test_long(variant: str) -> None:
+def test_long(variant: str, dtype: str) -> None:
     """65,536 tokens on the best isa: errors do not add up."""
-    holds(Case(variant, (65536,), num_k_heads=1, num_v_heads=1, head_k_dim=16, head_v_dim=16), "auto")
+    holds(Case(variant, (65536,), dtype=dtype, num_k_heads=1, num_v_heads=1, head_k_dim=16, head_v_dim=16), "auto")
 
 
 @pytest.mark.parametrize("isa", [isa for isa, dtype in KERNELS if dtype == "float32"])
@@ -109,18 +111,19 @@ def test_negative_slots(isa: str, dtype: str, tokens: int) -> None:
     assert np.isnan(cache).all() and (output == want.output).all()
 
 
-@pytest.mark.parametrize(("isa", "dtype"), ONE_DTYPE)
+@pytest.mark.parametrize(("isa", "dtype"), [kernel for kernel in KERNELS if kernel[1] != "float16"])
 def test_nan_stays_in_its_token(isa: str, dtype: str) -> None:
-    """NaN in one token's value reaches no token before it, no other value channel and no other request."""
-    for variant in ("gdn", "kda", "ssd"):
-        problem = build(Case(variant, (64, 20), dtype=dtype))
+    """NaN, or infinity, in one token's value reaches no token before it, no other value channel and no other request;
+    and all tokens after it, by the state, too."""
+    for variant, spoiler in itertools.product(("gdn", "kda", "ssd"), (np.nan, np.inf)):
+        problem = build(Case(variant, (134, 20), dtype=dtype))
         want = run(problem, isa)
-        problem.arrays["value"][37, 1, 5] = np.nan
+        problem.arrays["value"][37, 1, 5] = spoiler
         got = run(problem, isa)
-        spoilt = np.isnan(got.output.astype(F32))
+        spoilt = ~np.isfinite(got.output.astype(F32))
         may = np.zeros_like(spoilt)
-        may[37:64, 1, 5] = True
-        assert spoilt[37, 1, 5] and not (spoilt & ~may).any()
+        may[37:134, 1, 5] = True
+        assert spoilt[37:134, 1, 5].all() and not (spoilt & ~may).any()
         assert (got.output[~may] == want.output[~may]).all()
 
 
@@ -143,7 +146,7 @@ def test_strides_and_slots_that_differ(isa: str, dtype: str) -> None:
     linear_attention_with_state_cache(a["query"], a["key"], a["value"], output, cache, to, plan, **options)
     assert linear_cases.relative(output, want.output) <= reference.BUDGET[dtype]
     for slot, state in zip(to, want.states, strict=True):
-        assert linear_cases.relative(cache[slot], state) <= reference.BUDGET["float32"]
+        assert linear_cases.relative(cache[slot], state) <= reference.STATE_BUDGET[dtype]
     assert (cache[0] == problem.before[0]).all() and (cache[1] == problem.before[2]).all()
     assert np.isnan(memory[:, 4:]).all() and np.isnan(memory[:, :, 32:]).all() and np.isnan(memory[:, :, :, 32:]).all()
 
@@ -156,7 +159,7 @@ def test_outputs_in_float32() -> None:
     )
     qkv = (a["query"], a["key"], a["value"])
     linear_attention_with_state_cache(*qkv, output, problem.cache(), problem.slots, plan, **problem.options)
-    assert linear_cases.relative(output, problem.expected().output) <= reference.BUDGET["float32"]
+    assert linear_cases.relative(output, problem.expected().output) <= reference.STATE_BUDGET["bfloat16"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

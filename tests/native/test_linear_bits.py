@@ -14,19 +14,19 @@ from cpu_attn.linear import get_linear_attention_metadata, linear_attention_with
 
 from ..cases.judge import same_bits
 from ..cases.linear_cases import Case, Problem, build, differences, errors, run
-from ..harness.kernels import ONE_DTYPE
+from ..harness.kernels import KERNELS
 
 F32 = np.float32
 MIXED = Case(lens=(1, 70, 3, 130, 64, 1), checkpoints=((1, 17), (3, 64), (3, 130)))
-ISAS = [isa for isa, _ in ONE_DTYPE]
-DTYPE = dict(ONE_DTYPE)
+# bfloat16 may go by products of words, the others go by FMA.
+EACH = pytest.mark.parametrize(("isa", "dtype"), [kernel for kernel in KERNELS if kernel[1] != "float16"])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@EACH
 @pytest.mark.parametrize("variant", ["gdn", "kda", "ssd_raw"])
 @pytest.mark.parametrize("layout", ["KV", "VK"])
-def test_batch_and_threads(isa: str, variant: str, layout: str) -> None:
-    problem = build(replace(MIXED, variant=variant, state_layout=layout, dtype=DTYPE[isa]))
+def test_batch_and_threads(isa: str, dtype: str, variant: str, layout: str) -> None:
+    problem = build(replace(MIXED, variant=variant, state_layout=layout, dtype=dtype))
     assert not list(differences(problem, run(problem, isa), isa, (1, 2, 3, 5)))
 
 
@@ -61,12 +61,12 @@ class Prompt:
         return output, cache
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@EACH
 @pytest.mark.parametrize("variant", ["gdn", "kda", "ssd"])
 @pytest.mark.parametrize("layout", ["KV", "VK"])
-def test_cuts(isa: str, variant: str, layout: str) -> None:
+def test_cuts(isa: str, dtype: str, variant: str, layout: str) -> None:
     """A prompt that is cut at multiples of 64 has the same bits; cut elsewhere it stays within the budget."""
-    case = Case(variant, (194,), starts=(-1,), state_layout=layout, dtype=DTYPE[isa])
+    case = Case(variant, (194,), starts=(-1,), state_layout=layout, dtype=dtype)
     problem = build(case)
     prompt = Prompt(problem, isa)
     want = prompt.run([194])
@@ -81,13 +81,13 @@ def test_cuts(isa: str, variant: str, layout: str) -> None:
         assert errors(problem, got)[0] <= 1, cuts
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@EACH
 @pytest.mark.parametrize("variant", ["gdn", "kda", "ssd_raw"])
 @pytest.mark.parametrize("layout", ["KV", "VK"])
-def test_checkpoints(isa: str, variant: str, layout: str) -> None:
+def test_checkpoints(isa: str, dtype: str, variant: str, layout: str) -> None:
     """They change no bit of anything else, and one within a chunk has the bits of a call that ends there."""
     after = tuple((0, n) for n in (1, 5, 64, 64, 80, 129, 130))
-    case = Case(variant, (130, 3), starts=(-1, -1), state_layout=layout, dtype=DTYPE[isa])
+    case = Case(variant, (130, 3), starts=(-1, -1), state_layout=layout, dtype=dtype)
     plain = run(build(case), isa)
     problem = build(replace(case, checkpoints=(*dict.fromkeys(after), (1, 1), (1, 2), (1, 3))))
     got = run(problem, isa)

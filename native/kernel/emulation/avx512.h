@@ -70,6 +70,7 @@ EMULATE_SHIFT(srli_epi32, _mm256_srli_epi32)
 EMULATE_SHIFT(slli_epi16, _mm256_slli_epi16)
 EMULATE_SHIFT(srli_epi16, _mm256_srli_epi16)
 EMULATE_1(__m512i, cvtps_epi32, __m512, _mm256_cvtps_epi32)
+EMULATE_1(__m512, sqrt_ps, __m512, _mm256_sqrt_ps)
 EMULATE_1(__m512, cvtepi32_ps, __m512i, _mm256_cvtepi32_ps)
 EMULATE_1(__m512, castsi512_ps, __m512i, _mm256_castsi256_ps)
 EMULATE_1(__m512i, castps_si512, __m512, _mm256_castps_si256)
@@ -110,6 +111,7 @@ EMULATE_SET(__m512i, broadcast_i32x4, __m128i, _mm256_broadcastsi128_si256)
 #define _mm512_slli_epi16 emulated_slli_epi16
 #define _mm512_srli_epi16 emulated_srli_epi16
 #define _mm512_cvtps_epi32 emulated_cvtps_epi32
+#define _mm512_sqrt_ps emulated_sqrt_ps
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps
 #define _mm512_castsi512_ps emulated_castsi512_ps
 #define _mm512_castps_si512 emulated_castps_si512

@@ -39,12 +39,12 @@ static void linear_left_of_block(const linear_item *it, int64_t i0, int64_t i1) 
         linear_times(it, by, it->e + i * kp, it->left + (i - i0) * kp);
         linear_times(it, by, it->q + i * kp, it->left + (CA_LANES + i - i0) * kp);
     }
-    const linear_y keys = {it->keys, CA_LANES * kp, CA_LANES};
+    const linear_y keys = {it->keys, CA_LANES * kp, CA_LANES, NULL};
     if (it->delta)
-        linear_product(it, i1 - i0, i0, it->dk, (linear_x){it->left, kp, 1}, keys, it->a + i0 * CA_CHUNK, CA_CHUNK,
-                       LINEAR_SET, 0);
-    linear_product(it, i1 - i0, i0, it->dk, (linear_x){it->left + CA_LANES * kp, kp, 1}, keys, it->p + i0 * CA_CHUNK,
-                   CA_CHUNK, LINEAR_SET, 0);
+        linear_product(it, i1 - i0, i0, it->dk, (linear_x){it->left, kp, 1, NULL}, keys,
+                       (linear_to){it->a + i0 * CA_CHUNK, CA_CHUNK, LINEAR_SET, NULL}, 0);
+    linear_product(it, i1 - i0, i0, it->dk, (linear_x){it->left + CA_LANES * kp, kp, 1, NULL}, keys,
+                   (linear_to){it->p + i0 * CA_CHUNK, CA_CHUNK, LINEAR_SET, NULL}, 0);
 }
 
 /* Fills in columns [j, j + columns) of the rows from j on to i1, one key at a time. */
@@ -87,12 +87,12 @@ static void linear_advance_channels(const linear_item *it, int64_t m, float *sta
         v_store(it->factor + c, linear_split(v_load_f32(by + c), v_load_f32(it->factor + c), &kept));
         v_store(it->kept + c, kept);
     }
-    linear_product(it, it->dk, it->vp, m, (linear_x){it->left, 1, kp}, (linear_y){it->w, CA_LANES, it->vp}, state,
-                   it->vp, LINEAR_DECAY, 0);
+    linear_product(it, it->dk, it->vp, m, (linear_x){it->left, 1, kp, NULL}, (linear_y){it->w, CA_LANES, it->vp, NULL},
+                   (linear_to){state, it->vp, LINEAR_DECAY, NULL}, 0);
 }
 
 static void linear_chunk_channels(const linear_item *it, const linear_head *h, int64_t t, int64_t n) {
-    const linear_y state = {linear_state(it, h->head), CA_LANES, it->vp};
+    const linear_y state = {linear_state(it, h->head), CA_LANES, it->vp, NULL};
     const int64_t kp = it->kp;
     float *beta = it->numbers[2], *by = it->two;
     linear_numbers(it->c, h, t, n, it->numbers[0], it->numbers[1], beta);
@@ -106,8 +106,10 @@ static void linear_chunk_channels(const linear_item *it, const linear_head *h, i
         linear_times(it, by, it->q + i * kp, it->qg + i * kp);
     }
     if (it->delta)
-        linear_product(it, n, it->vp, it->dk, (linear_x){it->ek, kp, 1}, state, it->w, it->vp, LINEAR_SUB, 0);
-    linear_product(it, n, it->vp, it->dk, (linear_x){it->qg, kp, 1}, state, it->o, it->vp, LINEAR_SET, 0);
+        linear_product(it, n, it->vp, it->dk, (linear_x){it->ek, kp, 1, NULL}, state,
+                       (linear_to){it->w, it->vp, LINEAR_SUB, NULL}, 0);
+    linear_product(it, n, it->vp, it->dk, (linear_x){it->qg, kp, 1, NULL}, state,
+                   (linear_to){it->o, it->vp, LINEAR_SET, NULL}, 0);
     for (int64_t i0 = 0; i0 < n; i0 += CA_LANES) {
         const int64_t i1 = ca_min64(n, i0 + CA_LANES);
         if (i0)

@@ -12,6 +12,30 @@ typedef struct linear_ahead {
 } linear_ahead;
 #define LINEAR_AHEAD 4 /* of values and gates, and of queries and keys */
 
+/* Operands of products. Element (i, k) of X is x[i * row + k * column]. Column c of Y lies in group c / 16: element (k,
+ * c) is y[c / 16 * group + k * ld + c % 16]; rows that follow one another have group 16. With scales, of each row of X
+ * and of each column of Y, elements are pairs of words, of k and k + 1 (words.h). */
+typedef struct linear_x {
+    const float *at;
+    int64_t row, column;
+    const float *scale;
+} linear_x;
+typedef struct linear_y {
+    const float *at;
+    int64_t group, ld;
+    const float *scale;
+} linear_y;
+/* Room for an operand in words. */
+typedef struct linear_packed {
+    float *words, *scale;
+} linear_packed;
+
+#ifdef INTEGERS
+#define LINEAR_BY_WORDS(plan) ((plan)->shape.dtype == CA_BF16 && *INTEGERS)
+#else
+#define LINEAR_BY_WORDS(plan) 0
+#endif
+
 typedef struct linear_item {
     const ca_linear_call *c;
     int32_t request, first, end; /* value heads [first, end) */
@@ -28,22 +52,36 @@ typedef struct linear_item {
     int turned;
     /* These are of a chunk. */
     float *k, *q, *e, *decay, *less; /* [64][kp] */
-    float *keys;                     /* [4][kp][16]: the keys, transposed, by groups of 16 tokens */
-    float *kk, *qk;                  /* [64][64]: products of erasers, or keys, and of queries with keys */
-    float *a, *p;                    /* [64][64]: these with their decays */
-    float *u, *o, *w, *w_left;       /* [64][vp] */
-    float *ek, *qg;                  /* [64][kp]: erasers and queries times their decays */
-    float *left;                     /* [64][kp]: keys times the decays that follow */
-    float *one, *two;                /* [kp] */
-    float *factor, *kept;            /* [kp]: of the state (linear_split) */
-    linear_ahead *ahead;             /* [LINEAR_AHEAD] */
-    float *numbers[4];               /* [80]: decay, decay less 1, beta, room */
+    float *keys;           /* [kp][64]: rows, transposed; where `wide` [4][kp][16]: keys by groups of 16 tokens */
+    float *kk, *qk;        /* [64][64]: products of erasers, or keys, and of queries with keys */
+    float *a, *p;          /* [64][64]: these with their decays */
+    float *o, *w, *w_left; /* [64][vp] */
+    float *ek, *qg;        /* [64][kp]: erasers and queries times their decays */
+    float *left;           /* [64][kp]: keys times the decays that follow */
+    float *one, *two;      /* [kp] */
+    float *factor, *kept;  /* [kp]: of the state (linear_split) */
+    int words;             /* whether products are of words (words.h) */
+    linear_packed q_words, k_words, e_words, turned_words, state_words, w_words;
+    /* What value heads share: queries and keys by which products multiply, keys with which they do, and the transpose
+     * of turned_tokens keys. */
+    linear_x by_query, by_key, by_channel;
+    linear_y with_keys;
+    int64_t turned_tokens;
+    linear_ahead *ahead; /* [LINEAR_AHEAD] */
+    float *numbers[6];   /* [80]: decay, decay less 1, beta, room, and what linear_weigh makes for w and for o */
 } linear_item;
 
 static float *linear_take(char *base, int64_t *at, int64_t floats) {
     float *here = (float *)(void *)(base + *at);
     *at += ca_round_up(floats * 4, 64);
     return here;
+}
+
+static linear_packed linear_take_packed(char *base, int64_t *at, int64_t depth, int64_t columns) {
+    linear_packed x;
+    x.words = linear_take(base, at, depth / 2 * columns);
+    x.scale = linear_take(base, at, columns);
+    return x;
 }
 
 /* Lays out an item's memory, and returns its bytes. */
@@ -61,7 +99,7 @@ static int64_t linear_lay_out(const ca_linear_plan *plan, char *base, linear_ite
         *of_channels[i] = linear_take(base, &at, it->kp);
     for (int i = 0; i < 4; i++)
         *of_values[i] = linear_take(base, &at, it->vp);
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 6; i++)
         it->numbers[i] = linear_take(base, &at, CA_CHUNK + CA_LANES);
     it->biases = linear_take(base, &at, plan->heads * it->kp);
     it->skips = linear_take(base, &at, plan->heads * it->vp);
@@ -69,16 +107,25 @@ static int64_t linear_lay_out(const ca_linear_plan *plan, char *base, linear_ite
     it->spare = linear_take(base, &at, it->state_floats);
     it->turned_spare = linear_take(base, &at, it->state_floats);
     const int64_t rows = plan->longest < LINEAR_FEW ? LINEAR_FEW : ca_min64(CA_CHUNK, LINEAR_PAD(plan->longest));
-    float **rows_of_channels[] = {&it->k,    &it->q,  &it->e,  &it->decay, &it->less,
-                                  &it->keys, &it->ek, &it->qg, &it->left};
-    float **rows_of_values[] = {&it->u, &it->o, &it->w, &it->w_left};
+    float **rows_of_channels[] = {&it->k, &it->q, &it->e, &it->decay, &it->less, &it->ek, &it->qg, &it->left};
+    float **rows_of_values[] = {&it->o, &it->w, &it->w_left};
     float **squares[] = {&it->kk, &it->qk, &it->a, &it->p};
-    for (int i = 0; i < 9; i++)
+    for (int i = 0; i < 8; i++)
         *rows_of_channels[i] = linear_take(base, &at, rows * it->kp);
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 3; i++)
         *rows_of_values[i] = linear_take(base, &at, rows * it->vp);
     for (int i = 0; i < 4; i++)
         *squares[i] = linear_take(base, &at, rows * CA_CHUNK);
+    it->keys = linear_take(base, &at, CA_CHUNK * it->kp);
+    it->words = LINEAR_BY_WORDS(plan);
+    if (it->words) {
+        it->q_words = linear_take_packed(base, &at, it->kp, CA_CHUNK);
+        it->k_words = linear_take_packed(base, &at, it->kp, CA_CHUNK);
+        it->e_words = linear_take_packed(base, &at, it->kp, CA_CHUNK);
+        it->turned_words = linear_take_packed(base, &at, CA_CHUNK, it->kp);
+        it->state_words = linear_take_packed(base, &at, it->kp, it->vp);
+        it->w_words = linear_take_packed(base, &at, CA_CHUNK, it->vp);
+    }
     return at;
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * These are products of small matrices of float32 by FMA. Every element of a result is one sum in the order of k,
- * whatever tile it falls into, so that its bits depend on nothing but its row and its column. */
+ * These are products of small matrices of float32, by FMA or of words (words.h). Every element of a result is one sum
+ * in the order of k, whatever tile it falls into, so that its bits depend on nothing but its row and its column. */
 
 #ifdef V_ACCUMULATE
 #define LINEAR_FMA(sum, a, b) v_accumulate(sum, a, b)
@@ -8,50 +8,78 @@
 #define LINEAR_FMA(sum, a, b) v_fma(a, b, sum)
 #endif
 
-/* Says what becomes of a product XY: C = XY, C + XY, C - XY, or kept C + factor C + XY with such numbers for each row.
- */
+/* Says what becomes of a product XY, whose rows are multiplied by `by` unless that is NULL: C = XY, C + XY, C - XY, or
+ * kept C + factor C + XY with such numbers for each row, which the item has. */
 enum linear_mode { LINEAR_SET, LINEAR_ADD, LINEAR_SUB, LINEAR_DECAY };
+typedef struct linear_to {
+    float *c;
+    int64_t ld;
+    enum linear_mode mode;
+    const float *by;
+} linear_to;
 
-/* Element (i, k) of X is x[i * row + k * column]. Column c of Y lies in group c / 16: element (k, c) is y[c / 16 *
- * group + k * ld + c % 16]; rows that follow one another have group 16. */
-typedef struct linear_x {
-    const float *at;
-    int64_t row, column;
-} linear_x;
-typedef struct linear_y {
-    const float *at;
-    int64_t group, ld;
-} linear_y;
-
-INLINE void linear_tile(int mr, int nv, int64_t depth, const float *x, int64_t row, int64_t column, const float *y,
-                        int64_t group, int64_t ld, float *c, int64_t ld_c, enum linear_mode mode, const float *factor,
-                        const float *kept) {
-    vf acc[LINEAR_MR][LINEAR_NV];
+/* Both sum up a tile of mr rows from m on by nv vectors of columns from n on. */
+INLINE void linear_sum(int mr, int nv, int64_t depth, linear_x x, linear_y y, int64_t m, int64_t n,
+                       vf (*acc)[LINEAR_NV]) {
+    const float *x_at = x.at + m * x.row, *y_at = y.at + n / CA_LANES * y.group + n % CA_LANES;
     EACH(r, mr) EACH(v, nv) acc[r][v] = v_set1(0);
     for (int64_t k = 0; k < depth; k++) {
         vf by[LINEAR_NV];
-        EACH(v, nv) by[v] = v_load_f32(y + v * VL / CA_LANES * group + k * ld + v * VL % CA_LANES);
+        EACH(v, nv) by[v] = v_load_f32(y_at + v * VL / CA_LANES * y.group + k * y.ld + v * VL % CA_LANES);
         EACH(r, mr) {
-            const vf a = v_set1(x[r * row + k * column]);
+            const vf a = v_set1(x_at[r * x.row + k * x.column]);
             EACH(v, nv) acc[r][v] = LINEAR_FMA(acc[r][v], a, by[v]);
         }
     }
+}
+#ifdef INTEGERS
+/* Rows of X, and groups of Y, follow one another where they are words. */
+INLINE void linear_sum_words(int mr, int nv, int64_t depth, linear_x x, linear_y y, int64_t m, int64_t n,
+                             vf (*acc)[LINEAR_NV]) {
+    const float *x_at = x.at + m, *y_at = y.at + n;
+    vi sum[LINEAR_MR][LINEAR_NV];
+    EACH(r, mr) EACH(v, nv) sum[r][v] = v_set1_int(0);
+    for (int64_t k = 0; k < depth; k += 2, x_at += x.column, y_at += y.ld) {
+        vi by[LINEAR_NV];
+        EACH(v, nv) by[v] = v_load_int((const void *)(y_at + v * VL));
+        EACH(r, mr) {
+            const vi a = v_set1_words((const void *)(x_at + r));
+            EACH(v, nv) sum[r][v] = v_dot_words(sum[r][v], a, by[v]);
+        }
+    }
     EACH(r, mr) EACH(v, nv) {
-        float *to = c + r * ld_c + v * VL;
-        if (mode == LINEAR_SET)
-            v_store(to, acc[r][v]);
-        else if (mode == LINEAR_ADD)
-            v_store(to, v_add(v_load_f32(to), acc[r][v]));
-        else if (mode == LINEAR_SUB)
-            v_store(to, v_sub(v_load_f32(to), acc[r][v]));
+        const vf scale = v_mul(v_set1(x.scale[m + r]), v_load_f32(y.scale + n + v * VL));
+        acc[r][v] = v_mul(v_float(sum[r][v]), scale);
+    }
+}
+#endif
+
+INLINE void linear_tile(int mr, int nv, int64_t depth, linear_x x, linear_y y, int64_t m, int64_t n, linear_to to,
+                        const float *factor, const float *kept) {
+    vf acc[LINEAR_MR][LINEAR_NV];
+#ifdef INTEGERS
+    if (x.scale)
+        linear_sum_words(mr, nv, depth, x, y, m, n, acc);
+    else
+#endif
+        linear_sum(mr, nv, depth, x, y, m, n, acc);
+    if (to.by)
+        EACH(r, mr) EACH(v, nv) acc[r][v] = v_mul(acc[r][v], v_set1(to.by[m + r]));
+    EACH(r, mr) EACH(v, nv) {
+        float *c = to.c + (m + r) * to.ld + n + v * VL;
+        if (to.mode == LINEAR_SET)
+            v_store(c, acc[r][v]);
+        else if (to.mode == LINEAR_ADD)
+            v_store(c, v_add(v_load_f32(c), acc[r][v]));
+        else if (to.mode == LINEAR_SUB)
+            v_store(c, v_sub(v_load_f32(c), acc[r][v]));
         else
-            v_store(to,
-                    v_add(v_fma(v_load_f32(to), v_set1(factor[r]), v_mul(v_load_f32(to), v_set1(kept[r]))), acc[r][v]));
+            v_store(c, v_add(v_fma(v_load_f32(c), v_set1(factor[m + r]), v_mul(v_load_f32(c), v_set1(kept[m + r]))),
+                             acc[r][v]));
     }
 }
 
-#define LINEAR_TILE(M, N)                                                                                              \
-    linear_tile(M, N, depth, at, x.row, x.column, y_at, y.group, y.ld, c_at, ld_c, mode, factor + m, kept + m)
+#define LINEAR_TILE(M, N) linear_tile(M, N, depth, x, y, m, n, to, it->factor, it->kept)
 #define LINEAR_WIDTH(M)                                                                                                \
     switch (nv) {                                                                                                      \
     case LINEAR_NV:                                                                                                    \
@@ -84,31 +112,29 @@ INLINE void linear_tile(int mr, int nv, int64_t depth, const float *x, int64_t r
 #define LINEAR_HEIGHTS LINEAR_HEIGHT(1) LINEAR_HEIGHT(2)
 #endif
 
-INLINE void linear_prefetch_row(linear_ahead *ahead) {
-    for (int i = 0; i < LINEAR_AHEAD; i++)
-        if (ahead[i].rows) {
-            prefetch_bytes(ahead[i].at, ahead[i].bytes);
+/* Prefetches the next two rows that the item names: a chunk's products have at least half as many tiles as it has rows.
+ */
+INLINE void linear_prefetch_rows(linear_ahead *ahead) {
+    for (int i = 0, n = 0; i < LINEAR_AHEAD && n < 2; i++)
+        for (; ahead[i].rows && n < 2; n++) {
+            const int64_t before = (int64_t)((uintptr_t)ahead[i].at % 64); /* rows may begin within a line */
+            prefetch_bytes(ahead[i].at - before, before + ahead[i].bytes);
             ahead[i].at += ahead[i].step;
             ahead[i].rows--;
-            break;
         }
 }
 
 /* Multiplies X [rows, depth] by Y [depth, columns], columns rounded up to 16. lower: of each row only the columns up to
  * the row's own number count, and the others may get anything, or stay. */
 static NOINLINE void linear_product(const linear_item *it, int64_t rows, int64_t columns, int64_t depth, linear_x x,
-                                    linear_y y, float *c, int64_t ld_c, enum linear_mode mode, int lower) {
-    const float *factor = it->factor, *kept = it->kept;
+                                    linear_y y, linear_to to, int lower) {
     columns = LINEAR_PAD(columns);
     for (int64_t n = 0; n < columns; n += LINEAR_NV * VL)
         for (int64_t m = 0; m < rows; m += LINEAR_MR) {
             const int64_t mr = ca_min64(LINEAR_MR, rows - m);
             const int64_t end = lower ? ca_min64(columns, LINEAR_PAD(m + mr)) : columns;
             const int64_t nv = ca_min64(LINEAR_NV, (end - n) / VL);
-            const float *at = x.at + m * x.row, *y_at = y.at + n / CA_LANES * y.group + n % CA_LANES;
-            float *c_at = c + m * ld_c + n;
-
-            linear_prefetch_row(it->ahead);
+            linear_prefetch_rows(it->ahead);
             if (nv > 0)
                 switch (mr) { LINEAR_HEIGHTS }
         }

@@ -160,6 +160,7 @@ static void linear_run(const ca_linear_call *c, int32_t request, int32_t head, i
     it.erases = it.delta && c->a[CA_LINEAR_ERASE].itemsize;
     linear_ahead rows[LINEAR_AHEAD] = {{0}};
     linear_lay_out(p, scratch, &it);
+    it.words = it.words && !it.wide;
     it.ahead = rows;
     for (int32_t i = 0; i < end - head; i++)
         it.heads[i] = linear_open_head(c, head + i, it.biases + i * it.kp, it.skips + i * it.vp);

@@ -80,6 +80,19 @@ TEST(v_pack_words) {
     LANES(i) M[i] = (int16_t)random_bits(), N[i] = (int16_t)random_bits();
     EACH_INT16_IS(v_pack_words(vector_of(M), vector_of(N)), (i % 8 < 4 ? M : N)[i / 8 * 4 + i % 4]);
 }
+TEST(v_pair_words) {
+    INTEGER_VECTORS
+    EACH_INT16_IS(v_pair_words(vector_of(M), vector_of(N)), (i % 2 ? N : M)[i / 2]);
+}
+TEST(v_sqrt) {
+    LANES(i) A[i] = fabsf(between(0, 1e4f));
+    EACH_IS(v_sqrt(v_load_f32(A)), sqrtf(A[i]));
+}
+TEST(v_load_int) {
+    int16_t *p = before_guard(4 * VL);
+    random_bytes(p, 4 * VL);
+    EACH_INT16_IS(v_load_int(p), p[i]);
+}
 TEST(v_store_int) {
     INTEGER_VECTORS
     int16_t *p = target();
