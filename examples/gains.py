@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user gains: real models through transformers, vLLM and llama.cpp, with and without cpu-attn.
+"""What a user gains: two real models and 8B's shape in transformers, vLLM and llama.cpp, with cpu-attn and without.
 
     make gains    # installs what it compares, each in an environment of its own: build/gains.json, build/gains.svg
     python examples/gains.py --environment transformers=$(which python) --model smollm2 --shape 1x2048
@@ -7,7 +7,8 @@
 The same weights and prompts go through every engine (gains_engines.py), each in a process of its own, one after the
 other: the time until all rows of a batch have a token, the median time of the tokens after it, the bytes of keys and
 values, and how many tokens are those of the first engine. An engine that is not installed is named, with the reason.
-A shape is left out where the engine, as fast as before, would take longer than --limit.
+A shape is left out where the engine, as fast as before, would take longer than --limit. One line has no attention at
+all: what is above it is what attention costs.
 """
 
 from __future__ import annotations
@@ -21,16 +22,27 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
-from gains_engines import ENGINES, WEIGHTS, check_shapes, shape_of
+from gains_engines import ENGINES, NONE, check_shapes, shape_of
 
 HERE = Path(__file__).resolve().parent
 SHAPES = ("1x512", "1x2048", "1x8192", "1x32000", "8x512", "8x2048", "8x8192", "32x512", "32x2048")
-NAMES = {"gemma3": "Gemma 3 270M", "smollm2": "SmolLM2 135M"}
-MOST = {"gemma3": 32768, "smollm2": 8192}  # tokens of a context
 Result = dict[str, Any]
+
+
+class Model(NamedTuple):
+    name: str
+    context: int  # the most tokens
+    rows: int  # the most
+
+
+MODELS = {
+    "gemma3": Model("Gemma 3 270M", 32768, 32),
+    "smollm2": Model("SmolLM2 135M", 8192, 32),
+    "8b": Model("8B shape, 2 layers", 131072, 1),
+}
 
 
 def run(python: str, *arguments: str) -> Iterator[str]:
@@ -63,7 +75,8 @@ def measure(
     options: Sequence[str],
 ) -> Iterator[Result]:
     """Gives what each engine took for each shape, or why it has none."""
-    fitting = [x for x in shapes if shape_of(x)[1] + 64 <= MOST[model]]
+    most = MODELS[model]
+    fitting = [x for x in shapes if shape_of(x)[0] <= most.rows and shape_of(x)[1] + 64 <= most.context]
     asked = [word for shape in fitting for word in ("--shape", shape)]
     first: dict[tuple[int, int], list[list[int]]] = {}
     for engine in engines:
@@ -76,7 +89,7 @@ def measure(
             for line in run(environments[package], engine, str(folder), *asked, *options):
                 found = json.loads(line)
                 tokens = found.pop("tokens", None)
-                if tokens:
+                if tokens and NONE not in engine:
                     expected = first.setdefault((found["batch"], found["context"]), tokens)
                     found["same"] = agreement(tokens, expected)
                 yield said | found
@@ -100,20 +113,21 @@ def table(results: Sequence[Result]) -> list[list[str]]:
     for model, engine, batch in dict.fromkeys((r["model"], r["engine"], r.get("batch")) for r in results):
         its = [r for r in results if (r["model"], r["engine"], r.get("batch")) == (model, engine, batch)]
         if "missing" in its[0]:
-            rows.append([NAMES[model], engine, "", its[0]["missing"], *[""] * (len(contexts) + 1)])
+            rows.append([MODELS[model].name, engine, "", its[0]["missing"], *[""] * (len(contexts) + 1)])
             continue
         by_context = {r["context"]: r for r in its}
         cells = [cell(by_context[c]) if c in by_context else "" for c in contexts]
         done = [r for r in its if "first" in r]
         size = f"{done[-1]['cache'] / 2**20:.1f} MiB" if done and done[-1]["cache"] else ""
-        same = f"{100 * min(r['same'] for r in done):.0f} %" if done else ""
-        rows.append([NAMES[model], engine, str(batch), *cells, size, same])
+        alike = [r["same"] for r in done if "same" in r]
+        same = f"{100 * min(alike):.0f} %" if alike else ""
+        rows.append([MODELS[model].name, engine, str(batch), *cells, size, same])
     return rows
 
 
 def cell(result: Result) -> str:
     if "first" not in result:
-        return "too slow"
+        return "too large" if "GiB" in result["skipped"] else "too slow"
     return f"{result['first']:.2f} s, {result['step'] * 1e3:.1f} ms"
 
 
@@ -124,8 +138,8 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def draw(results: Sequence[Result], path: Path) -> None:
     """The time of a prompt, and of a token after it, against the context: a line an engine, a column for each model and
-    batch of more than one context."""
-    shown = [r for r in results if "step" in r]
+    batch of at most 8 rows and of more than one context."""
+    shown = [r for r in results if "step" in r and r["batch"] <= 8]
     columns = [
         key
         for key in dict.fromkeys((r["model"], r["batch"]) for r in shown)
@@ -133,12 +147,12 @@ def draw(results: Sequence[Result], path: Path) -> None:
     ]
     if not columns:  # none yet
         return
-    size = 3.6 * len(columns), 6.4
+    size = 3.2 * len(columns), 6.4
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
     panels = figure.subplots(2, len(columns), squeeze=False, sharex="col")
     for (model, batch), pair in zip(columns, panels.T, strict=True):
         its = [r for r in shown if (r["model"], r["batch"]) == (model, batch)]
-        pair[0].set_title(f"{NAMES[model]}, {batch} {'row' if batch == 1 else 'rows'}")
+        pair[0].set_title(f"{MODELS[model].name}, {batch} {'row' if batch == 1 else 'rows'}")
         pair[1].set_xlabel("tokens of context")
         for axes, field, factor in zip(pair, ("first", "step"), (1, 1e3), strict=True):
             panel(axes, its, field, factor)
@@ -156,8 +170,9 @@ def panel(axes: Any, results: Sequence[Result], field: str, factor: float) -> No
         rows = [r for r in results if r["engine"] == name]
         points = [r["context"] for r in rows], [r[field] * factor for r in rows]
         style = {"marker": "o", "linewidth": 2} if "cpu_attn" in name else {"marker": "s", "linestyle": "--"}
+        style |= {"color": "black", "marker": "", "linestyle": ":"} if NONE in name else {"color": f"C{i}"}
         if rows:
-            axes.plot(*points, color=f"C{i}", label=name, markersize=4, **style)
+            axes.plot(*points, label=name, markersize=4, **style)
     contexts = sorted({r["context"] for r in results})
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(contexts, contexts)
@@ -180,7 +195,7 @@ def environment(_: Any, __: Any, given: Sequence[str]) -> dict[str, str]:
 @click.option(
     "--environment", "environments", multiple=True, callback=environment, help="NAME=PYTHON, for each library."
 )
-@click.option("--model", "models", multiple=True, default=tuple(WEIGHTS), type=click.Choice(list(WEIGHTS)))
+@click.option("--model", "models", multiple=True, default=tuple(MODELS), type=click.Choice(list(MODELS)))
 @click.option("--engine", "engines", multiple=True, default=tuple(ENGINES), type=click.Choice(list(ENGINES)))
 @click.option(
     "--shape",
@@ -193,7 +208,7 @@ def environment(_: Any, __: Any, given: Sequence[str]) -> dict[str, str]:
 )
 @click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float32"]))
 @click.option("--new-tokens", default=16, show_default=True, type=click.IntRange(2))
-@click.option("--limit", default=60.0, show_default=True, help="Seconds that a shape's prompts may take.")
+@click.option("--limit", default=100.0, show_default=True, help="Seconds that a shape's prompts may take.")
 @click.option("--weights", type=click.Path(path_type=Path), help="Where the weights are, or are to be, laid out.")
 @click.option(
     "--json", "as_json", type=click.Path(dir_okay=False, path_type=Path), help="Also write the figures there."

@@ -56,6 +56,8 @@ def test_gains_runs_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     prompts = gains.prompts_of(tmp_path, 2, 40)
     wanted = model.generate(torch.tensor(prompts), max_new_tokens=5, min_new_tokens=5, do_sample=False)[:, 40:]
     names = [name for name, row in gains.ENGINES.items() if row[0] == "transformers"]
+    assert len(names) == 7
+    names.remove(f"transformers, {gains.NONE}")
     for name in names:
         _, kind, options = gains.ENGINES[name]
         run = kind(folder=tmp_path, dtype="float32", **options).run(prompts, 5)
@@ -63,4 +65,28 @@ def test_gains_runs_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert run.first > 0 and len(run.steps) == 4 and len(run.tokens[1]) == 5
         plain = 2 * 2 * 2 * 16 * 44 * 4  # rows, K and V, layers, head size, tokens; bytes
         assert run.cache == plain if "PagedCache" not in name and "int8" not in name else run.cache < 2 * plain
-    assert len(names) == 6
+    _, kind, options = gains.ENGINES[f"transformers, {gains.NONE}"]
+    engine = kind(folder=tmp_path, dtype="float32", **options)
+    for layer in model.model.layers:  # whatever attention would give is lost in it
+        layer.self_attn.o_proj.weight.data.zero_()
+    without = model(torch.tensor(prompts)).logits[:, -1].argmax(-1)
+    run = engine.run(prompts, 3)
+    assert [row[0] for row in run.tokens] == without.tolist() and run.cache is None and engine.room(2, 40) == 0
+
+
+def test_gains_writes_the_same_model_for_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers reads both files."""
+    pytest.importorskip("gguf")
+    import torch
+    from transformers import LlamaForCausalLM
+
+    gains = example("gains_engines")
+    small = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    monkeypatch.setattr(gains, "SHAPE_OF_8B", gains.SHAPE_OF_8B | small | {"num_key_value_heads": 2})
+    gains.prepare(tmp_path, "8b", "float32")
+    ids = torch.tensor(gains.prompts_of(tmp_path, 2, 30))
+    one = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    other = LlamaForCausalLM.from_pretrained(tmp_path, gguf_file="float16.gguf", dtype=torch.float32).eval()
+    assert len(one.model.layers) == 2
+    want = one(ids).logits
+    assert (other(ids).logits - want).abs().max() < 2e-3 * want.abs().max()

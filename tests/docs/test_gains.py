@@ -21,6 +21,7 @@ engines = sys.modules["gains_engines"]
 SAID = {  # what each engine says of (batch, context)
     "transformers, eager": {(1, 8): ([[1, 2, 3, 4]], 0.002), (2, 8): ([[1, 2, 3, 4], [5, 6, 7, 8]], 0.004)},
     "transformers, sdpa": {(1, 8): ([[1, 2, 9, 4]], 0.001), (2, 8): ([[1, 2, 3, 4], [9, 6, 7, 8]], 0.003)},
+    f"transformers, {gains.NONE}": {(1, 8): ([[5, 5, 5, 5]], 0.0005)},
 }
 
 
@@ -39,7 +40,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         for (batch, context), (tokens, step) in SAID[words[0]].items():
             found = {"batch": batch, "context": context, "first": 0.5, "step": step, "cache": 2**21, "tokens": tokens}
             yield json.dumps(found)
-        yield json.dumps({"batch": 2, "context": 16, "skipped": "would take about 99 s"})
+        skipped = "would take 99 s or more" if "sdpa" in words[0] else "would take 99 GiB"
+        yield json.dumps({"batch": 2, "context": 16, "skipped": skipped})
 
     monkeypatch.setattr(gains, "run", answer)
     monkeypatch.setattr(gains, "has", lambda python, package: "" if python else "nobody said where")
@@ -47,26 +49,37 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 
 def test_the_table(run: list[tuple[str, ...]], tmp_path: Path) -> None:
-    names = ["transformers, eager", "transformers, sdpa", "transformers, cpu_attn", "llama.cpp"]
+    none = f"transformers, {gains.NONE}"
+    names = ["transformers, eager", "transformers, sdpa", none, "transformers, cpu_attn", "llama.cpp"]
     report, table = tmp_path / "gains.json", tmp_path / "gains.csv"
     words = ["--environment", f"transformers={sys.executable}", "--model", "smollm2", "--json", str(report)]
     words += ["--csv", str(table), "--shape", "1x8", "--shape", "2x8", "--shape", "1x9000"]
     result = CliRunner().invoke(gains.main, [*words, *(word for name in names for word in ("--engine", name))])
     assert result.exit_code == 0, result.output
-    assert [row[1] for row in run] == ["prepare", *names[:3]]
+    assert [row[1] for row in run] == ["prepare", *names[:4]]
     assert run[1][3:7] == ("--shape", "1x8", "--shape", "2x8")  # the model does not have the longest
     with table.open(newline="", encoding="utf-8") as file:
         head, *rows = csv.reader(file)
     assert head == ["model", "engine", "rows", "8", "16", "cache", "same tokens"]
     assert [row[1:] for row in rows] == [
         ["transformers, eager", "1", "0.50 s, 2.0 ms", "", "2.0 MiB", "100 %"],
-        ["transformers, eager", "2", "0.50 s, 4.0 ms", "too slow", "2.0 MiB", "100 %"],
+        ["transformers, eager", "2", "0.50 s, 4.0 ms", "too large", "2.0 MiB", "100 %"],
         ["transformers, sdpa", "1", "0.50 s, 1.0 ms", "", "2.0 MiB", "50 %"],
         ["transformers, sdpa", "2", "0.50 s, 3.0 ms", "too slow", "2.0 MiB", "50 %"],
+        [none, "1", "0.50 s, 0.5 ms", "", "2.0 MiB", ""],
+        [none, "2", "", "too large", "", ""],
         ["transformers, cpu_attn", "", "ImportError: it is broken", "", "", ""],
         ["llama.cpp", "", "nobody said where", "", "", ""],
     ]
-    assert len(json.loads(report.read_text())["results"]) == 8
+    assert len(json.loads(report.read_text())["results"]) == 10
+
+
+@pytest.mark.parametrize(("model", "count"), [("gemma3", 9), ("smollm2", 6), ("8b", 4)])
+def test_shapes_that_a_model_has(run: list[tuple[str, ...]], tmp_path: Path, model: str, count: int) -> None:
+    found = list(
+        gains.measure(model, tmp_path, {"transformers": sys.executable}, ["transformers, sdpa"], gains.SHAPES, ())
+    )
+    assert found and run[0].count("--shape") == count
 
 
 def test_rows_count_to_the_first_other_token() -> None:
