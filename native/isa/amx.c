@@ -2,7 +2,7 @@
  * arch:     x86_64
  * unit:     matrix
  * rank:     40
- * flags:    -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mavx512bf16 -mavx512vbmi -mamx-tile -mamx-bf16
+ * flags:    -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mavx512bf16 -mavx512vbmi -mavx512vnni -mamx-tile -mamx-bf16
  * emulated: -O1 -mavx2 -mfma -mf16c -Wno-psabi -DEMULATED -DEMULATED_BF16
  *
  * This isa multiplies bf16 by TDPBF16PS (Sapphire Rapids and newer), with AVX-512's softmax, in the layout of avx512's
@@ -48,7 +48,7 @@ static const char *missing(void) {
 #include "kernel/dtype.inc"
 
 #include "kernel/amx/attention.h"
-#define INTEGERS &integers
+#define INTEGERS &integers /* linear attention's alone: attention's are in amx/ */
 #include "linear/kernel/all.h"
 
 const ca_isa_row ca_isa_amx = {.missing = missing, .kernels = {[CA_BF16] = &kernel_amx}, .linear = &linear_kernel};
