@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 Float64 = NDArray[np.float64]
 
-# Outputs of a request may have this relative RMS error, by dtype of the inputs, and states by their own dtype; but states
-# no less than STATE_BUDGET, by dtype of the inputs: calls in bfloat16 may multiply integers of 16 bits.
+# Outputs of a request may have this relative RMS error, by dtype of the inputs, and states by their own dtype, or
+# STATE_BUDGET by dtype of the inputs where that is more: calls in bfloat16 may multiply integers of 16 bits.
 BUDGET = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 4e-3}
 STATE_BUDGET = {"float32": 1e-5, "float16": 1e-5, "bfloat16": 2e-3}
 
