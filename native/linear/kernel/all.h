@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * This file makes linear_kernel, an isa's kernels of linear attention, which serve every dtype: elements are widened to
- * float32, and products are FMA or, for bfloat16, of words (words.h). An isa file includes it once, after its vocabulary
- * (kernel/simd/vocabulary.md) and kernel/attention/parameters.h. */
+ * float32, and products are FMA or, for bfloat16, of words (words.h). An isa file includes it once, after its
+ * vocabulary (kernel/simd/vocabulary.md) and kernel/attention/parameters.h. */
 #include "linear/linear.h"
 
 /* A register tile of products takes LINEAR_MR x LINEAR_NV accumulators; steps read LINEAR_ROWS rows of a state at a
