@@ -38,6 +38,7 @@ GENERATE = {
 }
 # The eight requests want 32 blocks, and prompts have up to 70 tokens.
 TIGHT = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 48}
+BALANCED_INT4 = {"load_format": "cpu_attn_balanced", "kv_cache_dtype": "int4_per_token_head"}
 
 Job = dict[str, Any]
 JOBS: dict[str, Job] = {
@@ -49,8 +50,14 @@ JOBS: dict[str, Job] = {
     "fp8 latents reference": {"kind": "reference", "model": "deepseek_v3", "kv_cache_dtype": "fp8"},
     "compiled latents": {"model": "deepseek_v2", "enforce_eager": False},
     "balanced": {"model": "qwen3", "load_format": "cpu_attn_balanced", **TIGHT},
-    "balanced int4": {"model": "qwen3", "load_format": "cpu_attn_balanced", "kv_cache_dtype": "int4_per_token_head"},
-    "balanced without norms": {"model": "llama", "load_format": "cpu_attn_balanced"},
+    "balanced int4": {"model": "qwen3", **BALANCED_INT4},
+    "balanced projections": {"model": "qwen2", "load_format": "cpu_attn_balanced", **TIGHT},
+    "balanced projections int4": {"model": "qwen2", **BALANCED_INT4},
+    "balanced projections int4 adapters": {"model": "qwen2", **BALANCED_INT4, "enable_lora": True},
+    "qwen2 reference": {"kind": "reference", "model": "qwen2"},
+    "qwen2 squares": {"kind": "squares", "model": "qwen2"},
+    "balanced experts": {"model": "llama4", **BALANCED_INT4},
+    "balanced window": {"model": "mistral", "load_format": "cpu_attn_balanced"},
     "bfloat16": {"model": "llama", "dtype": "bfloat16"},
     "compiled": {"model": "llama", "enforce_eager": False},
     "two processes": {"model": "llama", "tensor_parallel_size": 2},
@@ -120,8 +127,32 @@ def test_balanced_layers_feed_errors_back(results: Callable[[str], Any]) -> None
     assert len(generated(found, ["decoder int4_per_token_head -1"])) == 8
 
 
-def test_a_model_without_norms_stays(results: Callable[[str], Any]) -> None:
-    assert generated(results("balanced without norms"), ["decoder auto -1"]) == results("llama reference")
+def test_balanced_projections(results: Callable[[str], Any]) -> None:
+    """The tokens are those of the weights that were read, with biases, groups of heads and windows."""
+    assert generated(results("balanced projections"), ["decoder auto -1"]) == results("qwen2 reference")
+    assert generated(results("balanced window"), ["decoder auto 24"]) == results("mistral reference")
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_projections_feed_errors_back(results: Callable[[str], Any], balanced: bool) -> None:
+    """Keys of integers, by the queries' squares, those of a rotary pair alike. Balanced ones are as large as keys, and
+    their product stays; beside adapters they are as they were read."""
+    found = results("balanced projections int4" if balanced else "balanced projections int4 adapters")
+    assert len(generated(found, ["decoder int4_per_token_head -1"])) == 8
+    assert len(found["feedback"]) == 2
+    for name, both in zip(sorted(found["feedback"]), results("qwen2 squares"), strict=True):
+        query, key = (np.tile(np.reshape(x, (2, 2, 8)).mean(1), 2) for x in both)
+        assert np.ptp(np.log(key / query), axis=1).min() > 1
+        tables = {True: error_feedback(np.sqrt(query * key)), False: error_feedback(query)}
+        assert np.abs(tables[True] - tables[False]).max() > 0.1
+        np.testing.assert_allclose(found["feedback"][name], tables[balanced], atol=1e-5)
+
+
+def test_experts_feed_errors_back(results: Callable[[str], Any]) -> None:
+    """They run only when vLLM has packed their weights."""
+    found = results("balanced experts")
+    assert len(generated(found, ["decoder int4_per_token_head -1"])) == 8
+    assert len(found["feedback"]) == 2
 
 
 def test_fp8_latents(results: Callable[[str], Any]) -> None:

@@ -55,6 +55,7 @@ NEWLINES, BEGIN_IMAGE, END_IMAGE, IMAGE = range(VOCAB, VOCAB + 4), VOCAB + 4, VO
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **LLAMA},
     "qwen3": {"model_type": "qwen3", **LLAMA, "head_dim": 32},
+    "qwen2": {"model_type": "qwen2", **LLAMA},
     "mistral": {"model_type": "mistral", **LLAMA, "sliding_window": 24},
     "gemma2": {
         **{"model_type": "gemma2", **LLAMA, "sliding_window": 24, "query_pre_attn_scalar": 16},
@@ -289,9 +290,16 @@ def save_model(name: str) -> Path:
             model.get_input_embeddings().weight.data *= 0.01
         if name == "gemma3":  # else zeros, and all images are alike
             model.model.multi_modal_projector.mm_input_projection_weight.data.normal_()
-        for parameter_name, parameter in model.named_parameters():  # else ones
+        for parameter_name, parameter in model.named_parameters():  # else channels are alike
             if name == "qwen3" and parameter_name.endswith(("q_norm.weight", "k_norm.weight")):
                 parameter.data = 2 ** torch.empty_like(parameter).uniform_(-2, 2)
+            if name == "qwen2" and parameter_name.endswith("input_layernorm.weight"):
+                parameter.data = 2 ** torch.empty_like(parameter).uniform_(-1, 1)
+            if name == "qwen2" and parameter_name.endswith(("q_proj.bias", "k_proj.bias")):
+                parameter.data.normal_()
+            if name == "qwen2" and parameter_name.endswith(("q_proj.weight", "k_proj.weight")):
+                most = 2 if "q_proj" in parameter_name else 0
+                parameter.data *= 2 ** torch.empty(len(parameter), 1).uniform_(most - 4, most)
         # As published checkpoints have it; transformers reads both, vLLM this one.
         weights = {k.replace("vision_tower", "vision_tower.vision_model"): x for k, x in model.state_dict().items()}
         model.save_pretrained(folder, state_dict=weights)
@@ -432,6 +440,28 @@ def reference(model: str, kv_cache_dtype: str = "auto") -> list[list[int]]:
         return [tokens[0, -NEW_TOKENS:].tolist() for tokens in found]
 
 
+def squares(model: str) -> list[Any]:
+    """The mean squares [Hkv, D] of queries and of keys in each layer of transformers, in float64, over the tokens that
+    the balancing loader runs."""
+    import torch
+    import transformers
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    found = []
+
+    def noted(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append([x.unflatten(1, (key.shape[1], -1)).square().mean((0, 2, 3)).tolist() for x in (query, key)])
+        return eager_attention_forward(module, query, key, *args, **kwargs)
+
+    transformers.AttentionInterface.register("noted", noted)
+    transformers.AttentionMaskInterface.register("noted", transformers.masking_utils.eager_mask)
+    loaded = auto(model).from_pretrained(save_model(model), dtype=torch.float64, attn_implementation="noted")
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        loaded(torch.randint(VOCAB // 4, 3 * VOCAB // 4, (1, 128), generator=random))
+    return found
+
+
 def embedded(model: str) -> Any:
     import torch
 
@@ -560,7 +590,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def main(results: str) -> None:
     found: dict[str, Any] = {}
-    kinds: dict[str, Callable[..., Any]] = {"run": run, "reference": reference, "embedded": embedded}
+    kinds: dict[str, Callable[..., Any]] = {f.__name__: f for f in (run, reference, squares, embedded)}
     for name, job in json.load(sys.stdin).items():
         start = time.perf_counter()
         try:

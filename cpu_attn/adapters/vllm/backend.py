@@ -262,11 +262,16 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
             k_feedback=self.k_feedback,
         )
 
+    @property
+    def rounds_rotated_keys(self) -> bool:
+        """Says whether keys are rotated integers."""
+        rotated = bool(_check.kv_cache_rotation(self.kv_cache_rotation) & 1)
+        return rotated and is_scaled(KV_CACHE_DTYPES[self.kv_cache_dtype])
+
     def feed_back(self, weights: np.ndarray[Any, Any]) -> None:
         """Has writes feed errors of rounding back where keys are rotated integers. ``weights`` [Hkv, D] are those of
         :func:`cpu_attn.rotation.error_feedback`."""
-        rotated = _check.kv_cache_rotation(self.kv_cache_rotation) & 1
-        if rotated and is_scaled(KV_CACHE_DTYPES[self.kv_cache_dtype]):
+        if self.rounds_rotated_keys:
             self.k_feedback = rotation.error_feedback(weights, self.kv_cache_rotation)
 
     def forward(
