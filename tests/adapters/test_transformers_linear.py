@@ -39,6 +39,7 @@ MODELS |= {"minimax": LIGHTNING}
 # Which of the newer ones there are is a matter of the version.
 NEWER = dict.fromkeys(("bailing_hybrid", "lara_mini", "glm5_next", "qwen4_exp_text"), BOTH)
 NEWER |= dict.fromkeys(("lfm3", "inkling_text", "inkling2_text", "inkling2_loop_text"), ALONE)
+NEWER |= {} if CACHE == "cache" else {"lfm3": NONE}  # before transformers 5.24 it asks for no function
 MODELS |= {name: called for name, called in NEWER.items() if name in CONFIG_MAPPING}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 TWO = LAYERS | EXPERTS | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "indexed_attention"]}

@@ -18,13 +18,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 
 import cpu_attn.transformers as adapter  # noqa: E402
 from cpu_attn.tests.models import hf_tiny, model_sweep  # noqa: E402
-from cpu_attn.tests.models.hf_models import tokens  # noqa: E402
+from cpu_attn.tests.models.hf_models import CACHE, tokens  # noqa: E402
 from cpu_attn.tests.models.hf_odd_models import ODD  # noqa: E402
 from cpu_attn.transformers import continuous_batching, private, states  # noqa: E402
 
 pytestmark = pytest.mark.integrations
 LENGTHS = (3, 70, 8, 9, 30, 130)
 NEW = 9
+NEEDS_CACHE = pytest.mark.skipif(CACHE != "cache", reason="layers of transformers 5.23 get no cache of generate_batch")
 MODELS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "granitemoehybrid", "bamba", "lfm2")
 
 
@@ -77,18 +78,21 @@ def batched(name: str, **options: Any) -> list[list[int]]:
     return [found[key].generated_tokens for key in sorted(found, key=lambda x: int(x.rsplit("_", 1)[1]))]
 
 
+@NEEDS_CACHE
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_of_generate(name: str) -> None:
     assert batched(name) == alone(name)
     assert not private.has_given() and not states._kept
 
 
+@NEEDS_CACHE
 @pytest.mark.parametrize("name", MODELS)
 def test_prompts_in_chunks(name: str) -> None:
     """Of steps that begin and end anywhere in a prompt."""
     assert batched(name, max_batch_tokens=21) == alone(name)
 
 
+@NEEDS_CACHE
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2"])
 def test_compiled_steps(name: str) -> None:
     """Steps of few sizes, with tokens that pad them."""
@@ -97,6 +101,7 @@ def test_compiled_steps(name: str) -> None:
     assert batched(name, varlen_compile_config=compile_config) == alone(name)
 
 
+@NEEDS_CACHE
 @pytest.mark.parametrize(("name", "num_blocks"), [("qwen3_next", 14), ("lfm2", 10)])
 def test_requests_that_wait_for_room(name: str, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So few blocks that requests begin anew, from zeros, in slots that others had."""
@@ -114,6 +119,7 @@ def test_requests_that_wait_for_room(name: str, num_blocks: int, monkeypatch: py
     assert len(taken) > len(set(taken))
 
 
+@NEEDS_CACHE
 def test_sequences_that_go_on_from_one_prompt() -> None:
     """Their states are copied with their pages: each goes on as the one that it comes from."""
     config = hf.ContinuousBatchingConfig(page_size=16, num_blocks=256, max_batch_tokens=300)
@@ -148,6 +154,18 @@ def test_models_that_are_refused(name: str, message: str) -> None:
     assert model(name).config._attn_implementation == before and not private.has_given() and not states._kept
 
 
+def test_layers_that_get_no_cache_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of transformers 5.23, or of a model that has another name for it."""
+    made = model("lfm2")
+    if CACHE == "cache":
+        theirs = made.forward
+        monkeypatch.setattr(made, "forward", lambda input_ids, use_cache=None: theirs(input_ids, use_cache=use_cache))
+    with pytest.raises(ValueError, match=r"^model: its layers get no cache of"), continuous_batching(made):
+        pytest.fail("it should not come here")
+    assert not private.has_given() and not states._kept
+
+
+@NEEDS_CACHE
 def test_states_outside_this_context_are_refused() -> None:
     """By what makes the cache of generate_batch, in place of transformers' `Invalid layer type`."""
     config = model("qwen3_next").config

@@ -33,13 +33,19 @@ BLOCKS = {"falcon_h1": 20, "nemotron_h": 20, "mamba2": 64}
 TIGHT = {"enable_prefix_caching": True, "max_num_batched_tokens": 48}
 DRAFTS = {"method": "custom_class", "model": "vllm_harness.Drafts", "num_speculative_tokens": 3}
 WITH_DRAFTS = {"enable_prefix_caching": False, "speculative_config": DRAFTS}
+DRAFTED = ("qwen3_next", "falcon_h1", "lfm2")
+CACHED_DRAFTS = {"enable_prefix_caching": True, "speculative_config": DRAFTS, "longer": True}
+CACHED_DRAFTS |= {"prefix_cache_retention_interval": None}  # states of every block, also behind prompts
 
 Job = dict[str, Any]
 JOBS: dict[str, Job] = {
     **{name: {"model": name, **TIGHT, "num_gpu_blocks_override": BLOCKS.get(name, 30)} for name in MODELS},
     **{f"{name} reference": {"kind": "reference", "model": name} for name in MODELS},
     "without caching": {"model": "qwen3_next", "enable_prefix_caching": False},
-    **{f"{name} with drafts": {"model": name, **WITH_DRAFTS} for name in ("qwen3_next", "falcon_h1", "lfm2")},
+    **{f"{name} with drafts": {"model": name, **WITH_DRAFTS} for name in DRAFTED},
+    **{f"{name} with drafts and caching": {"model": name, **CACHED_DRAFTS} for name in DRAFTED},
+    "no attention": {"model": "mamba2", **WITH_DRAFTS},
+    "tight drafts": {"model": "qwen3_5", **TIGHT, "num_gpu_blocks_override": 60, "speculative_config": DRAFTS},
     **{f"disturbed {name}": {"model": "qwen3_5", "disturbed": name} for name in LINEAR},
     "bfloat16": {"model": "qwen3_5", "dtype": "bfloat16"},
     "compiled": {"model": "qwen3_5", "enforce_eager": False},
@@ -71,7 +77,7 @@ def test_without_prefix_caching(results: Callable[[str], Any]) -> None:
     assert result["cached"] == 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("name", DRAFTED)
 def test_drafts(results: Callable[[str], Any], name: str) -> None:
     """In the first round all drafts are wrong, in the second most are right, and steps fewer: a state is that of the
     last draft that was kept."""
@@ -79,6 +85,26 @@ def test_drafts(results: Callable[[str], Any], name: str) -> None:
     assert generated(result, sorted(MODELS[name]), least=NEW_TOKENS) == results(f"{name} reference")
     layers = 2 if name == "falcon_h1" else 1
     assert max(counted for counted in result["calls"][0].values()) < 1.8 * NEW_TOKENS * layers
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_drafts_with_prefix_caching(results: Callable[[str], Any], name: str) -> None:
+    """Tokens that were drafted fill blocks, and later requests go on from the states at their ends."""
+    result, wanted = results(f"{name} with drafts and caching"), results(f"{name} reference")
+    assert generated(result, sorted(MODELS[name]), least=NEW_TOKENS) == wanted
+    assert result["longer"] == [tokens[NEW_TOKENS // 2 :] for tokens in wanted]
+    assert result["cached"] > 0 and result["cached longer"] > 0
+
+
+def test_drafts_with_a_cache_too_small(results: Callable[[str], Any]) -> None:
+    result = results("tight drafts")
+    assert generated(result, sorted(MODELS["qwen3_5"]), least=NEW_TOKENS) == results("qwen3_5 reference")
+    assert result["cached"] > 0 and result["preempted"] > 0
+
+
+def test_drafts_without_attention_are_refused(results: Callable[[str], Any]) -> None:
+    """vLLM would give other tokens."""
+    assert "ValueError: speculative_config: of a model without attention" in results("no attention")["error"]
 
 
 @pytest.mark.parametrize("name", LINEAR)

@@ -20,11 +20,13 @@ pytest.importorskip("vllm")
 
 from vllm.model_executor.layers.mamba import mamba_mixer2  # noqa: E402
 from vllm.model_executor.layers.mamba.abstract import MambaBase  # noqa: E402
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_copy_spec, get_temporal_copy_spec  # noqa: E402
 from vllm.v1.attention.backends import registry  # noqa: E402
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum  # noqa: E402
+from vllm.v1.worker import mamba_utils  # noqa: E402
 
 from cpu_attn.linear import reference  # noqa: E402
-from cpu_attn.vllm import layers, linear  # noqa: E402
+from cpu_attn.vllm import copies, layers, linear  # noqa: E402
 
 SLOTS, WIDTH, DK, DV, HK, HV = 20, 4, 16, 32, 2, 4
 CHANNELS = 2 * HK * DK + HV * DV
@@ -181,13 +183,76 @@ def test_drafts(monkeypatch: pytest.MonkeyPatch, kind: str, rows_first: bool) ->
         seen, other, accepted = seen + kept, other + 2, kept
 
 
+BLOCK = 8  # tokens
+TABLE = torch.tensor([[7, 1, 9, 14, 3, 5, 16, 11], [2, 8, 12, 4, 6, 10, 18, 13]], dtype=torch.int32)
+
+
+def copies_of(layer: Any) -> Any:
+    """What vLLM would make for a layer of two requests."""
+    made = copies.StateCopies()
+    made.mamba_group_ids, made.block_size, made.num_accepted_tokens_out = [0], BLOCK, ints([0, 0])
+    groups, layer.mamba_type = [SimpleNamespace(layer_names=["layer"])], "kind"
+    how = {"kind": (get_conv_copy_spec, get_temporal_copy_spec)}
+    made.initialize_from_forward_context(SimpleNamespace(kv_cache_groups=groups), {"layer": layer}, how, [TABLE[:1]])
+    return made
+
+
+def ints(found: Any) -> Any:
+    return torch.tensor(list(found), dtype=torch.int32)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2"])
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_drafts_fill_blocks(monkeypatch: pytest.MonkeyPatch, kind: str, rows_first: bool) -> None:
+    """Two requests with three drafts, of which so many are kept. Where they fill a block, the state at its end is in
+    the block's slot, from which another request goes on."""
+    for module in (linear, copies):
+        monkeypatch.setattr(module, "is_conv_state_dim_first", lambda: not rows_first)
+    it = Layer(kind, drafts=3, rows_first=rows_first)
+    made, wrong = copies_of(it.layer), torch.randn(4, it.x[0].shape[1], generator=torch.Generator().manual_seed(5))
+    seen, columns, accepted, ends = [13, 6], [1, 0], [1, 1], 0
+    it.run(
+        monkeypatch,
+        step_of([(0, n) for n in seen], [TABLE[r, c : c + 4].tolist() for r, c in enumerate(columns)]),
+        torch.cat([x[:n] for x, n in zip(it.x, seen, strict=False)]),
+    )
+    for kept in ([4, 1], [2, 4], [4, 4], [1, 3], [4, 2], [3, 4], [1, 1]):
+        before, columns = columns, [(n + 3) // BLOCK for n in seen]
+        made.run_fused_precopy(2, ints(columns), ints(before), ints(a - 1 for a in accepted), None)
+        accepted = [a if c == b else 1 for a, b, c in zip(accepted, before, columns, strict=True)]
+        tables = [TABLE[r, c : c + 4].tolist() for r, c in enumerate(columns)]
+        step = step_of([(n, 4) for n in seen], tables, accepted=ints(accepted), drafts=ints([3, 3]))
+        rows = [torch.cat([it.x[r][seen[r] : seen[r] + k], wrong[: 4 - k]]) for r, k in enumerate(kept)]
+        output = it.run(monkeypatch, step, torch.cat(rows))
+        made.run_fused_postprocess(2, ints(kept), ints(columns), ints([4, 4]), ints(seen), ints([3, 3]))
+        accepted = made.num_accepted_tokens_out.tolist()
+        for r, k in enumerate(kept):
+            assert it.near(output[4 * r : 4 * r + k], it.wanted[r][seen[r] : seen[r] + k])
+            seen[r] += k
+            end = seen[r] // BLOCK * BLOCK
+            if k == 4 and end == seen[r]:  # the state is in the first slot, where the next step begins
+                assert accepted[r] == 1
+            if end > seen[r] - k:
+                ends += 1
+                was = [state.clone() for state in it.layer.kv_cache]
+                other = step_of([(end, 5)], [[int(TABLE[r, end // BLOCK - 1]), 0, 0, 0]])
+                assert it.near(it.run(monkeypatch, other, it.x[r][end : end + 5]), it.wanted[r][end : end + 5])
+                for state, old in zip(it.layer.kv_cache, was, strict=True):
+                    state.copy_(old)
+    assert ends == 6
+
+
 # ---- the plugin ----
+
+CONTEXT = "MambaSpecDecodeGPUContext"
+OWN_CONTEXT: Any = next(c for c in getattr(mamba_utils, CONTEXT).__mro__ if c.__module__ == mamba_utils.__name__)
 
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> list[logging.LogRecord]:
     """Has vLLM's code as it is without us, and gives what the plugin logs."""
     monkeypatch.setattr(registry, "_MAMBA_ATTN_OVERRIDES", {})
+    monkeypatch.setattr(mamba_utils, CONTEXT, OWN_CONTEXT)
     for kind in layers.KINDS.values():
         owner, name = kind.place()
         theirs = getattr(owner, name)
@@ -201,7 +266,16 @@ def test_both_or_neither(own: Any) -> None:
     assert layers.give() == layers.give() == list(layers.KINDS)  # a process may load plugins more than once
     assert mamba_mixer2.MambaMixer2.conv_ssm_forward is layers.KINDS["Mamba-2"].ours
     assert MambaAttentionBackendEnum.GDN_ATTN.get_class() is linear.GDNBackend
+    assert issubclass(getattr(mamba_utils, CONTEXT), copies.StateCopies)
     assert not own
+
+
+def test_copies_that_are_not_as_they_were_stay(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OWN_CONTEXT, "run_fused_precopy", lambda self, other: None)
+    assert layers.give() == list(layers.KINDS)
+    assert getattr(mamba_utils, CONTEXT) is OWN_CONTEXT
+    (warning,) = own
+    assert "run_fused_precopy takes self other, expected self num_reqs" in warning.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -493,10 +493,16 @@ class Drafts:
 
 
 def run(
-    model: str, new_tokens: int = NEW_TOKENS, texts: Sequence[str] = (), disturbed: str = "", **options: Any
+    model: str,
+    new_tokens: int = NEW_TOKENS,
+    texts: Sequence[str] = (),
+    disturbed: str = "",
+    longer: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """One engine from start to end: all prompts at once, twice. texts: in place of the prompts that are made up.
-    disturbed: a function of linear attention whose results are spoiled."""
+    disturbed: a function of linear attention whose results are spoiled. longer: a third time, with half of the tokens
+    behind their prompts."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -527,9 +533,14 @@ def run(
         both = [llm.generate(given, params, use_tqdm=False)]
         drafts.known = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in both[0]]
         both.append(llm.generate(given, params, use_tqdm=False))
+        cut = [{"prompt_token_ids": text[: -new_tokens // 2]} for text in drafts.known] if longer else []
+        half = SamplingParams(temperature=0.0, max_tokens=new_tokens // 2, ignore_eos=True, detokenize=False)
+        last = llm.generate(cut, half, use_tqdm=False) if longer else []
         return {
             "tokens": [[list(o.outputs[0].token_ids) for o in outs] for outs in both],
             "cached": sum(o.num_cached_tokens or 0 for o in both[1]),
+            "longer": [list(o.outputs[0].token_ids) for o in last],
+            "cached longer": sum((o.num_cached_tokens or 0) > n for o, n in zip(last, LENGTHS, strict=False)),
             "preempted": len(preempted),
             "calls": llm.collective_rpc("counted"),
             "norms": llm.collective_rpc("norms")[0],

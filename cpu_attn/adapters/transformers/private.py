@@ -6,6 +6,7 @@ it a version lacks."""
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
@@ -212,6 +213,12 @@ def add_states(find_conv: Any, find: Any, put_conv: Any, put: Any) -> None:
     for name, method in made.items():
         if not hasattr(PagedAttentionCache, name):
             setattr(PagedAttentionCache, name, torch.compiler.disable(method))
+
+
+def has_cache_argument(model: Any) -> bool:
+    """Says whether the model takes ``cache``, by which continuous batching hands its cache over. Models of transformers
+    5.23 hand that on to attention, and to no other layer."""
+    return "cache" in inspect.signature(model.forward).parameters
 
 
 def states_after_a_token(model: Any) -> dict[int, dict[tuple[str, int], tuple[tuple[int, ...], torch.dtype]]]:

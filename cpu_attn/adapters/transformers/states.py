@@ -44,7 +44,7 @@ def has_states(config: Any) -> bool:
 
 def open_model(model: Any, config: Any) -> None:
     """Finds out what layers keep, by a token that is thrown away. Raises ValueError for layers that keep a state
-    elsewhere, or change it by functions that are not ours."""
+    elsewhere, change it by functions that are not ours, or get no cache."""
     with profiling.profile() as profile:
         kept = private.states_after_a_token(model)
     calls = sum(total.calls for kind, total in profile.totals.items() if kind.name in _CALLS)
@@ -54,6 +54,8 @@ def open_model(model: Any, config: Any) -> None:
             raise ValueError(f"model: layer {i} keeps no state in its cache, generate_batch has no other place for it")
     if calls != sum(len(kept[i]) for i in layers):
         raise ValueError(f"model: its layers, such as {layers[0]}, have states that no function of cpu_attn changes")
+    if not private.has_cache_argument(model):
+        raise ValueError("model: its layers get no cache of generate_batch, those of transformers 5.24 do by `cache`")
     _kept[id(config)] = kept
     private.add_allocators({kind: made for kind, made in zip(_OF_STATES, (Allocator, ConvAllocator), strict=True)})
     private.add_states(find_conv_state, find_state, put_conv_state, put_state)

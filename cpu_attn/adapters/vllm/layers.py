@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cpu_attn import __version__
-from cpu_attn.vllm import linear
+from cpu_attn.vllm import copies, linear
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
@@ -120,7 +120,8 @@ KINDS = {
 
 
 def give() -> list[str]:
-    """Gives every kind of layer ours, or logs why it stays vLLM's. Gives the kinds that have ours."""
+    """Gives every kind of layer ours, and drafts our copies of states, or logs why they stay vLLM's. Gives the kinds
+    that have ours."""
     given = []
     for name, kind in KINDS.items():
         if differs := kind.differs():
@@ -128,4 +129,6 @@ def give() -> list[str]:
         else:
             kind.give()
             given.append(name)
+    if differs := copies.give():
+        logger.warning("cpu-attn %s leaves drafts with prefix caching to vLLM: %s", __version__, differs)
     return given

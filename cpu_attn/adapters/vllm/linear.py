@@ -99,6 +99,12 @@ class _StepBuilder:
     supports_update_block_table = False  # a step is made for one block table
     checkpoint_name = ""  # the field of the metadata that has the checkpoints
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.vllm_config  # type: ignore[attr-defined]
+        if config.speculative_config is not None and not config.model_config.is_hybrid:
+            raise ValueError("speculative_config: of a model without attention vLLM does not count the drafts it keeps")
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)  # type: ignore[misc]
         spec, config = self.kv_cache_spec, self.vllm_config.cache_config  # type: ignore[attr-defined]
