@@ -63,7 +63,7 @@ class Layer:
     @property
     def norms_of_heads(self) -> list[Any]:
         """Those of queries and keys; an empty list where the module does not have both."""
-        norms = [getattr(self.module, f"{x}_norm", None) for x in "qk"]
+        norms: list[Any] = [getattr(self.module, f"{x}_norm", None) for x in "qk"]
         shape = (self.attn.head_size,)
         return norms if all(type(x) in (RMSNorm, GemmaRMSNorm) and x.weight.shape == shape for x in norms) else []
 
@@ -131,7 +131,7 @@ def _balance_norms(layer: Layer) -> bool:
     ones = [float(type(norm) is GemmaRMSNorm) for norm in norms]  # Gemma's weights are 1 less than what they do
     weights = [norm.weight.data.float() + one for norm, one in zip(norms, ones, strict=True)]
     sizes = [x.abs().numpy() for x in weights]
-    factors = torch.from_numpy(rotation.balance(*sizes, *layer.rotary))
+    factors = torch.from_numpy(rotation.balance(sizes[0], sizes[1], *layer.rotary))
     scales = [factors, 1 / factors]
     after = [weight * scale - one for weight, scale, one in zip(weights, scales, ones, strict=True)]
     if not _takes(layer, [norm.weight for norm in norms], after, scales):
@@ -147,7 +147,7 @@ def _balance_projection(layer: Layer, query: torch.Tensor, key: torch.Tensor) ->
     attn = layer.attn
     parameters = [p for p in (layer.qkv.weight, layer.qkv.bias) if p is not None]
     sizes = [np.sqrt(_squares(x, attn)) for x in (query, key)]
-    factors = torch.from_numpy(rotation.balance(*sizes, *layer.rotary))
+    factors = torch.from_numpy(rotation.balance(sizes[0], sizes[1], *layer.rotary))
     scales = [factors.repeat_interleave(attn.num_heads // attn.num_kv_heads, 0), 1 / factors]
     rows = torch.cat([*(x.ravel() for x in scales), factors.new_ones(attn.num_kv_heads * attn.head_size_v)])
     if any(len(p) != len(rows) for p in parameters):
