@@ -170,8 +170,8 @@ INLINE vi v_halves_of_bytes(vi x, int upper) {
 }
 INLINE vi v_integers(vf x) { return _mm256_cvtps_epi32(x); }
 INLINE vi v_pack_words(vi a, vi b) { return _mm256_packs_epi32(a, b); }
-INLINE vi v_load_int(const int16_t *p) { return _mm256_loadu_si256((const void *)p); }
-INLINE void v_store_int(int16_t *p, vi x) { _mm256_storeu_si256((void *)p, x); }
+INLINE vi v_load_words(const void *p) { return _mm256_loadu_si256(p); }
+INLINE void v_store_words(void *p, vi x) { _mm256_storeu_si256(p, x); }
 INLINE vi v_pair_words(vi even, vi odd) { return _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xaa); }
 INLINE vf v_sqrt(vf x) { return _mm256_sqrt_ps(x); }
 INLINE vi v_dot_words(vi sum, vi a, vi b) { /* by intrinsics gcc 12 adds the products up as a tree, and spills */

@@ -128,8 +128,8 @@ INLINE vi v_halves_of_bytes(vi x, int upper) {
 }
 INLINE vi v_integers(vf x) { return _mm512_cvtps_epi32(x); }
 INLINE vi v_pack_words(vi a, vi b) { return _mm512_packs_epi32(a, b); }
-INLINE vi v_load_int(const int16_t *p) { return _mm512_loadu_si512(p); }
-INLINE void v_store_int(int16_t *p, vi x) { _mm512_storeu_si512(p, x); }
+INLINE vi v_load_words(const void *p) { return _mm512_loadu_si512(p); }
+INLINE void v_store_words(void *p, vi x) { _mm512_storeu_si512(p, x); }
 INLINE vi v_pair_words(vi even, vi odd) { return _mm512_mask_mov_epi16(even, 0xaaaaaaaa, _mm512_slli_epi32(odd, 16)); }
 INLINE vf v_sqrt(vf x) { return _mm512_sqrt_ps(x); }
 INLINE vi v_dot_words(vi sum, vi a, vi b) {
@@ -278,8 +278,6 @@ INLINE int v_any_nan(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)
 
 /* ---- words of amx/words.h ---- */
 
-INLINE vi v_load_words(const uint16_t *p) { return _mm512_loadu_si512(p); }
-INLINE void v_store_words(uint16_t *p, vi x) { _mm512_storeu_si512(p, x); }
 INLINE vi v_min_words(vi a, vi b) { return _mm512_min_epu16(a, b); }
 INLINE vi v_sub_words(vi a, vi b) { return _mm512_subs_epu16(a, b); }
 

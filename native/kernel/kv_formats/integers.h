@@ -248,7 +248,7 @@ INLINE void put_weights_of_scales(int zero, int mr, const float *s, const group 
             vi b = v_integers(v_fma(v_load_f32(x + VL), inv_step[r], v_load_f32(add + VL)));
             a = v_pack_words(a, b);
             sum[r] = v_dot_words(sum[r], a, ones);
-            v_store_int(to, a);
+            v_store_words(to, a);
         }
     EACH(r, mr) of[r].start = -zero * v_hsum_int(sum[r]);
 }

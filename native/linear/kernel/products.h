@@ -41,7 +41,7 @@ INLINE void linear_sum_words(int mr, int nv, int64_t depth, linear_x x, linear_y
     EACH(r, mr) EACH(v, nv) sum[r][v] = v_set1_int(0);
     for (int64_t k = 0; k < depth; k += 2, x_at += x.column, y_at += y.ld) {
         vi by[LINEAR_NV];
-        EACH(v, nv) by[v] = v_load_int((const void *)(y_at + v * VL));
+        EACH(v, nv) by[v] = v_load_words(y_at + v * VL);
         EACH(r, mr) {
             const vi a = v_set1_words((const void *)(x_at + r));
             EACH(v, nv) sum[r][v] = v_dot_words(sum[r][v], a, by[v]);

@@ -56,7 +56,7 @@ INLINE void linear_pack_columns(const float *src, int64_t ld, int64_t rows, int 
             const float *at = src + r * ld + v * VL;
             const vi even = v_integers(v_mul(v_load_f32(at), by[v]));
             const vi odd = r + 1 < rows ? v_integers(v_mul(v_load_f32(at + ld), by[v])) : v_set1_int(0);
-            v_store_int((int16_t *)(void *)(words + r / 2 * ld + v * VL), v_pair_words(even, odd));
+            v_store_words(words + r / 2 * ld + v * VL, v_pair_words(even, odd));
         }
 }
 

@@ -88,15 +88,15 @@ TEST(v_sqrt) {
     LANES(i) A[i] = fabsf(between(0, 1e4f));
     EACH_IS(v_sqrt(v_load_f32(A)), sqrtf(A[i]));
 }
-TEST(v_load_int) {
+TEST(v_load_words) {
     int16_t *p = before_guard(4 * VL);
     random_bytes(p, 4 * VL);
-    EACH_INT16_IS(v_load_int(p), p[i]);
+    EACH_INT16_IS(v_load_words(p), p[i]);
 }
-TEST(v_store_int) {
+TEST(v_store_words) {
     INTEGER_VECTORS
     int16_t *p = target();
-    v_store_int(p, vector_of(S));
+    v_store_words(p, vector_of(S));
     SAME_BITS(0, memcmp(p, S, sizeof S), 0);
     nothing_written_from(p, sizeof S);
 }

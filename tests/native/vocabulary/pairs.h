@@ -114,19 +114,6 @@ TEST(v_any_nan) {
 
 /* ---- weights by words ---- */
 
-TEST(v_load_words) {
-    uint16_t *p = before_guard(VL * 4);
-    random_bytes(p, VL * 4);
-    EACH_WORD_IS(v_load_words(p), p[i]);
-}
-TEST(v_store_words) {
-    WORDS
-    uint16_t *p = target();
-    v_store_words(p, x);
-    for (int i = 0; i < 2 * VL; i++)
-        SAME_BITS(i, p[i], X[i]);
-    nothing_written_from(p, VL * 4);
-}
 TEST(v_min_words) {
     WORDS
     EACH_WORD_IS(v_min_words(x, y), X[i] < Y[i] ? X[i] : Y[i]);
