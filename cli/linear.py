@@ -27,12 +27,14 @@ WIDTH = 4  # inputs of an output of a convolution
 
 @dataclass(frozen=True)
 class Layer:
-    """Describes a layer. rule: gdn (gated delta net), kda, ssd (Mamba-2) or conv. size_v: elements of a value head. Its
-    workload has the value heads, key heads and elements of a key head as num_heads, num_kv_heads and head_size; a
-    convolution has as many channels as these queries, keys and values together."""
+    """Describes a layer. rule: gdn (gated delta net), kda, ssd (Mamba-2) or conv. size_v: elements of a value head.
+    forgets: logarithms of decays are between 0 and less this. Its workload has the value heads, key heads and elements
+    of a key head as num_heads, num_kv_heads and head_size; a convolution has as many channels as these queries, keys
+    and values together."""
 
     rule: str
     size_v: int
+    forgets: float = 0.1
 
     @property
     def has_delta_rule(self) -> bool:
@@ -60,8 +62,8 @@ class Layer:
 
 @dataclass
 class Arrays:
-    """Holds the arrays of a step of such a layer, the same for all who run it. Gates are as models have them: most of a
-    state is left after a token."""
+    """Holds the arrays of a step of such a layer, the same for all who run it. Gates are as models have them unless the
+    layer forgets more: most of a state is left after a token."""
 
     step: Any
     layer: Layer
@@ -95,7 +97,7 @@ class Arrays:
     @cached_property
     def g(self) -> NDArray[np.float32]:
         shape = (self.tokens, self.heads, *([self.size] if self.layer.rule == "kda" else []))
-        return -0.1 * self.rng.random(shape, np.float32)
+        return np.float32(-self.layer.forgets) * self.rng.random(shape, np.float32)
 
     @cached_property
     def beta(self) -> NDArray[np.float32]:

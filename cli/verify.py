@@ -25,6 +25,7 @@ from rich.text import Text
 
 import cpu_attn
 from cpu_attn import _dispatch
+from cpu_attn._native import lib
 from cpu_attn.cli.info import cpu
 from cpu_attn.cli.report import INTERRUPTED, counted, new_console, new_table
 from cpu_attn.linear import get_linear_attention_metadata
@@ -81,13 +82,14 @@ class Tally:
     worst_case: str = ""
     failures: list[Failure] = field(default_factory=list)
 
-    def add(self, case: Case | linear_cases.Case, worst: float, messages: Sequence[str]) -> None:
+    def add(self, job: Job, worst: float, messages: Sequence[str]) -> None:
         self.ran += 1
+        case = job.case
         if worst > self.worst:
             self.worst, self.worst_case = worst, case.name
         combo = self.combo
         options = f"--engine {combo.engine} --isa {combo.isa} --dtype {combo.dtype} --seed {case.seed}"
-        rerun = f"cpu-attn verify --case {case.name} {options}"
+        rerun = f"cpu-attn verify --case {case.name} {options}{' --flush-subnormals' * job.flush_subnormals}"
         self.failures += [Failure(**asdict(combo), case=case.name, message=m, rerun=rerun) for m in messages]
 
     def summary(self) -> dict[str, Any]:
@@ -225,15 +227,27 @@ def _verify_linear(problem: linear_cases.Problem, combo: Combo, compare_bits: bo
 
 
 class Job(NamedTuple):
-    """Holds a case, what it is checked on, and whether bits are compared, too. The oracle computes once for all, and
-    caches are written once for all engines that read them."""
+    """Holds a case, what it is checked on, whether bits are compared, too, and whether the caller's threads take
+    subnormal numbers for 0. The oracle computes once for all, and caches are written once for all engines that read
+    them."""
 
     case: Case | linear_cases.Case
     combos: list[Combo]
     compare_bits: bool
+    flush_subnormals: bool = False
 
 
 def _verify_job(job: Job) -> list[tuple[float, list[str]]]:
+    mode = lib.ca_float_mode()
+    if job.flush_subnormals:
+        lib.ca_set_float_mode(lib.ca_computing_float_mode())
+    try:
+        return _verify_combos(job)
+    finally:
+        lib.ca_set_float_mode(mode)
+
+
+def _verify_combos(job: Job) -> list[tuple[float, list[str]]]:
     if isinstance(job.case, linear_cases.Case):
         made = linear_cases.build(job.case)
         return [_verify_linear(made, combo, job.compare_bits) for combo in job.combos]
@@ -320,7 +334,7 @@ def _verify(jobs: Sequence[Job], processes: int, console: Console) -> list[Tally
         for job in jobs:
             progress.update(task, description=f"{job.case.dtype} {job.case.name}")
             for combo, outcome in zip(job.combos, next(outcomes), strict=True):
-                tallies[combo].add(job.case, *outcome)
+                tallies[combo].add(job, *outcome)
             progress.advance(task, len(job.combos))
     return [tally for tally in tallies.values() if tally.ran]
 
@@ -380,6 +394,7 @@ def _tell(tallies: Sequence[Tally], missing: dict[Combo, str], failures: Sequenc
     help="Only this case. Repeatable.",
 )
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of all random numbers.")
+@click.option("--flush-subnormals", is_flag=True, help="Call with threads that take them for 0, as -ffast-math does.")
 @click.option("--jobs", type=click.IntRange(1, 64), help="Processes: as a rule one for each CPU, 8 at most.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table.")
 def verify(
@@ -390,6 +405,7 @@ def verify(
     full: bool,
     names: tuple[str, ...],
     seed: int,
+    flush_subnormals: bool,
     jobs: int | None,
     as_json: bool,
 ) -> None:
@@ -408,7 +424,7 @@ def verify(
     level = "quick" if quick else "full" if full else "default"
     runs, missing = _combos(engine, isa, dtype)
     _refuse_missing({"engine": engine, "isa": isa, "dtype": dtype}, runs, missing)
-    work = _jobs(runs, level, names, seed, engine)
+    work = [job._replace(flush_subnormals=flush_subnormals) for job in _jobs(runs, level, names, seed, engine)]
     num_checks = _num_checks(work)
     tallies = _verify(work, jobs or _processes(num_checks), Console(stderr=True))
     interrupted = sum(tally.ran for tally in tallies) < num_checks
@@ -419,6 +435,7 @@ def verify(
             "stopped": interrupted,
             "level": level,
             "seed": seed,
+            "flush_subnormals": flush_subnormals,
             "combinations": [tally.summary() for tally in tallies],
             "unavailable": [{**asdict(combo), "reason": reason} for combo, reason in missing.items()],
             "failures": [asdict(failure) for failure in failures],

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -120,6 +120,11 @@ class Workload:
         return math.ceil(rows * self.head_size * itemsize * share + scored)
 
 
+def _forgetful(layer: dict[str, Any]) -> dict[str, Any]:
+    """Makes decays so strong that what is left of a state becomes subnormal within a chunk."""
+    return {**layer, "linear": replace(layer["linear"], forgets=4.0)}
+
+
 def _same(kind: str, num_reqs: int, q_len: int, kv_len: int, **shape: Any) -> dict[str, Any]:
     return {"kind": kind, "lens": ((q_len, kv_len),) * num_reqs, **shape}
 
@@ -131,6 +136,7 @@ def _various(num_reqs: int, low: int, high: int) -> tuple[tuple[int, int], ...]:
 
 MLA: dict[str, Any] = {"num_kv_heads": 1, "head_size": 576, "latent_rank": 512}  # DeepSeek's
 GDN: dict[str, Any] = {"num_kv_heads": 16, "linear": Layer("gdn", 128)}  # Qwen3.5's
+KDA: dict[str, Any] = {"num_kv_heads": 32, "linear": Layer("kda", 128)}
 SSD: dict[str, Any] = {"num_heads": 128, "num_kv_heads": 8, "linear": Layer("ssd", 64)}  # Nemotron-H's
 LONG_PROMPT: dict[str, Any] = _same("prefill", 1, 32768, 32768, num_heads=4, num_kv_heads=1)
 MIXED = ((992, 2456), (1, 1234), (98, 1145), (1, 4162), (2345, 2345))
@@ -168,9 +174,12 @@ WORKLOADS = {
         "gdn-prefill-2k": _same("linear-prefill", 1, 2048, 2048, **GDN),
         "gdn-decode-64": _same("linear-decode", 64, 1, 1024, **GDN),
         "gdn-decode-1": _same("linear-decode", 1, 1, 1024, **GDN),
-        "kda-prefill-2k": _same("linear-prefill", 1, 2048, 2048, num_kv_heads=32, linear=Layer("kda", 128)),
+        "kda-prefill-2k": _same("linear-prefill", 1, 2048, 2048, **KDA),
         "ssd-prefill-2k": _same("linear-prefill", 1, 2048, 2048, **SSD),
         "ssd-decode-64": _same("linear-decode", 64, 1, 1024, **SSD),
+        "gdn-forget-2k": _same("linear-prefill", 1, 2048, 2048, **_forgetful(GDN)),
+        "kda-forget-2k": _same("linear-prefill", 1, 2048, 2048, **_forgetful(KDA)),
+        "ssd-forget-2k": _same("linear-prefill", 1, 2048, 2048, **_forgetful(SSD)),
         "conv-prefill-2k": _same("conv", 1, 2048, 2048, num_kv_heads=16, linear=Layer("conv", 128)),
     }.items()
 }

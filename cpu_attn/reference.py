@@ -23,7 +23,8 @@ With m the largest visible logit, the sink s_aux[h] (arXiv:2309.17453) among the
 
     l = sum_j exp(s_j - m) + exp(s_aux_h - m)    output = sum_j exp(s_j - m) / l * v_j    lse = m + log(l)
 
-A row that sees nothing has output 0 and lse = -inf, or the sink.
+A row that sees nothing has output 0 and lse = -inf, or the sink. A number below 2^-126 counts as 0 where it is given
+and where it results.
 """
 
 from __future__ import annotations
@@ -45,6 +46,14 @@ BUDGET = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 4e-3}
 # so an error e in lse is a relative error e in the output: it gets the output's budget. Past 1 it grows with the
 # float32 that holds it.
 LSE_BUDGET = BUDGET
+
+_SMALLEST = 2.0**-126  # the smallest normal number of float32 and bfloat16
+
+
+def widened(x: Any) -> Float64:
+    """Gives x in float64, and 0 where a number is below 2^-126."""
+    wide = np.asarray(x).astype(np.float64)
+    return np.where(np.abs(wide) < _SMALLEST, 0.0, wide)
 
 
 def window_sides(sliding_window: Window, causal: bool) -> tuple[int, int]:
@@ -212,12 +221,12 @@ def attention(
     head_size_v = value[0].shape[2] if len(value) else query.shape[2]
     output = np.zeros((num_tokens, num_heads, head_size_v))
     lse = np.full((num_heads, num_tokens), -np.inf)
-    q64 = query.astype(np.float64)
-    slopes = None if alibi_slopes is None else np.asarray(alibi_slopes).astype(np.float64)
-    sinks = np.full(num_heads, -np.inf) if s_aux is None else np.asarray(s_aux).astype(np.float64)
+    q64 = widened(query)
+    slopes = None if alibi_slopes is None else widened(alibi_slopes)
+    sinks = np.full(num_heads, -np.inf) if s_aux is None else widened(s_aux)
     bias = None
     if attn_bias is not None:
-        bias = np.broadcast_to(attn_bias.astype(np.float64), (len(seq_lens), num_heads, *attn_bias.shape[2:]))
+        bias = np.broadcast_to(widened(attn_bias), (len(seq_lens), num_heads, *attn_bias.shape[2:]))
     lists = 0  # how many lists of selected_blocks earlier requests have
     with np.errstate(all="ignore"):
         for r, seq_len in enumerate(seq_lens):
@@ -249,8 +258,8 @@ def attention(
                     chosen = mask & _chosen(selected_blocks[:, h], own, int(seq_len), block_size)
                 output[rows, heads], row_lse = _one_head(
                     q64[rows, heads],
-                    key[r][:, kv_head].astype(np.float64),
-                    value[r][:, kv_head].astype(np.float64),
+                    widened(key[r][:, kv_head]),
+                    widened(value[r][:, kv_head]),
                     chosen,
                     scale,
                     None if slopes is None else slopes[heads],
@@ -259,7 +268,7 @@ def attention(
                     sinks[heads],
                 )
                 lse[heads, rows] = row_lse.T
-    return output, lse
+    return widened(output), lse
 
 
 def index_scores(query: NDArray[Any], key: NDArray[Any], weights: NDArray[np.float32], scale: float) -> Float64:

@@ -202,6 +202,13 @@ int ca_get_num_threads(void);
 void ca_set_num_threads(int n); /* 0: as many as OpenMP says; -n: n, however little there is to do */
 void ca_set_cpu_quota(int n);   /* as many as OpenMP says, but no more than n */
 
+/* These tell and set how this thread computes with floats (native/cpu/float_mode.h), as libraries of a caller's program
+ * may set it: MXCSR of x86-64 or FPCR of aarch64. Calls compute as ca_computing_float_mode says, and keep what the
+ * caller has set. */
+uint64_t ca_float_mode(void);
+void ca_set_float_mode(uint64_t mode);
+uint64_t ca_computing_float_mode(void);
+
 /* Nodes are NUMA's: memory is near some CPUs and farther from others. What is here knows nodes and CPUs with numbers
  * below these. */
 enum { CA_NODES = 64, CA_CPUS = 4096 };

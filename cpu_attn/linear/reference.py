@@ -10,7 +10,8 @@ With S [Dk, Dv] the state of a value head, each token of a request does
     S = S + k w^T
     o = scale q^T S + D v
 
-Queries and keys are first divided by sqrt(sum of their squares + norm_eps) where that is asked for.
+Queries and keys are first divided by sqrt(sum of their squares + norm_eps) where that is asked for. A number below
+2^-126 counts as 0 where it is given and where it results.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from cpu_attn.reference import widened
 
 Float64 = NDArray[np.float64]
 
@@ -65,18 +68,18 @@ def gates(
     if g is None:
         raw = np.zeros((tokens, heads, 1))
     else:
-        raw = np.asarray(g).astype(np.float64)
+        raw = widened(g)
         raw = np.broadcast_to(raw, (tokens, heads))[..., None] if raw.ndim < 3 else raw
-    betas = np.ones((tokens, heads, 1)) if beta is None else np.asarray(beta).astype(np.float64)
+    betas = np.ones((tokens, heads, 1)) if beta is None else widened(beta)
     betas = betas[..., None] if betas.ndim < 3 else betas
     if beta_sigmoid:
         betas = sigmoid(betas)
     if allow_neg_eigval and beta is not None:
         betas = 2 * betas
     if gate != "log":
-        bias = np.zeros(1) if dt_bias is None else np.asarray(dt_bias).astype(np.float64)
+        bias = np.zeros(1) if dt_bias is None else widened(dt_bias)
         raw = raw + (bias[:, None] if bias.ndim == 1 and dt_bias is not None else bias)
-        rate = np.exp(np.zeros(heads) if a_log is None else np.asarray(a_log).astype(np.float64))[:, None]
+        rate = np.exp(np.zeros(heads) if a_log is None else widened(a_log))[:, None]
         if gate == "sigmoid":
             raw = np.float64(lower_bound) * sigmoid(rate * raw)
         else:
@@ -114,21 +117,21 @@ def linear_attention(
     """Computes what the call of that name does. states: what each request begins from, [Hv, Dk, Dv], None: zeros.
     checkpoints: after how many tokens of which request the state is wanted."""
     tokens, heads, dv = value.shape
-    q, k = (np.repeat(x.astype(np.float64), heads // x.shape[1], axis=1) for x in (query, key))
-    v, dk = value.astype(np.float64), q.shape[2]
+    q, k = (np.repeat(widened(x), heads // x.shape[1], axis=1) for x in (query, key))
+    v, dk = widened(value), q.shape[2]
     if use_qk_l2norm_in_kernel:
         q, k = (x / np.sqrt((x * x).sum(axis=2, keepdims=True) + norm_eps) for x in (q, k))
     q = q * (dk**-0.5 if scale is None else scale)
     gating = (gate, A_log, dt_bias, dt_limit, lower_bound, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     a, b = gates(tokens, heads, g, beta, *gating)
-    e = k * (b if erase is None else erase.astype(np.float64)) if delta_rule else k
-    skip = np.zeros(heads) if D is None else np.asarray(D).astype(np.float64)
+    e = k * (b if erase is None else widened(erase)) if delta_rule else k
+    skip = np.zeros(heads) if D is None else widened(D)
     skip = skip[:, None] if skip.ndim == 1 else skip
     output = np.zeros((tokens, heads, dv))
     after: list[Float64] = []
     kept: dict[tuple[int, int], Float64] = {}
     for r, start in enumerate(states):
-        s = np.zeros((heads, dk, dv)) if start is None else start.astype(np.float64)
+        s = np.zeros((heads, dk, dv)) if start is None else widened(start)
         first, end = int(query_start_loc[r]), int(query_start_loc[r + 1])
         wanted = set((checkpoints or {}).get(r, ()))
         for t in range(first, end):
@@ -139,9 +142,9 @@ def linear_attention(
             s = s + k[t][:, :, None] * w[:, None, :]
             output[t] = np.einsum("hk,hkv->hv", q[t], s) + skip * v[t]
             if t + 1 - first in wanted:
-                kept[r, t + 1 - first] = s.copy()
-        after.append(s)
-    return Expected(output, after, kept)
+                kept[r, t + 1 - first] = widened(s)
+        after.append(widened(s))
+    return Expected(widened(output), after, kept)
 
 
 def causal_conv1d(
@@ -155,7 +158,7 @@ def causal_conv1d(
     checkpoints: Mapping[int, Sequence[int]] | None = None,
 ) -> Expected:
     """Computes what the call of that name does. states: what each request begins from, [C, length], None: zeros."""
-    width, w = weight.shape[1], weight.astype(np.float64)
+    width, w = weight.shape[1], widened(weight)
     output = np.zeros(x.shape)
     after: list[Float64] = []
     kept: dict[tuple[int, int], Float64] = {}
@@ -164,11 +167,11 @@ def causal_conv1d(
         before = np.zeros((x.shape[1], length)) if start is None else start.astype(np.float64)
         inputs = np.concatenate([before, x[first:end].astype(np.float64).T], axis=1)  # [C, length + tokens]
         for t in range(end - first):
-            output[first + t] = (inputs[:, length + t + 1 - width : length + t + 1] * w).sum(axis=1)
+            output[first + t] = (widened(inputs[:, length + t + 1 - width : length + t + 1]) * w).sum(axis=1)
         kept |= {(r, n): inputs[:, n : n + length] for n in (checkpoints or {}).get(r, ())}
         after.append(inputs[:, end - first :])
     if bias is not None:
-        output += bias.astype(np.float64)
+        output += widened(bias)
     if activation is not None:
         output *= sigmoid(output)
-    return Expected(output, after, kept)
+    return Expected(widened(output), after, kept)

@@ -389,31 +389,47 @@ static void gather_token(const cache *c, int kv, const char *block, int64_t toke
     }
 }
 
+typedef struct gather_call {
+    const cache *cache;
+    int kv;
+    const int32_t *blocks;
+    const ca_array *out;
+} gather_call;
+
 /* Goes head by head over the tokens of a K group, so that the group's lines stay in L1. */
+static void gather_share(void *work, int thread, int team) {
+    const gather_call *g = work;
+    const cache *c = g->cache;
+    const int64_t num_tokens = g->out->shape[0];
+    (void)thread, (void)team;
+    for (int64_t t = 0, n; t < num_tokens; t += n) {
+        int64_t token = t % c->block_size, block = g->blocks[t / c->block_size];
+        n = ca_min64(num_tokens - t, ca_min64(c->block_size - token, CA_LANES - token % CA_LANES));
+        for (int h = 0; h < c->num_kv_heads; h++)
+            for (int64_t i = 0; i < n; i++) {
+                const char *from = ca_block(c->data, c->stride_n, c->stride_h, block, h, c->kv_dtype);
+                char *to = ca_row_of(g->out, t + i, h);
+                if (ca_is_scaled(c->kv_dtype))
+                    gather_scaled(c, g->kv, from, token + i, (float *)to);
+                else
+                    gather_token(c, g->kv, from, token + i, to);
+            }
+    }
+}
+
 int ca_gather(const ca_array *a, int kv, int isa, int dtype, int kv_dtype, int kv_cache_layout, ca_fault *fault) {
     const ca_array *out = &a[CA_GATHERED], *table = &a[CA_GATHER_BLOCK_TABLE];
     ca_array written = *out; /* tokens of this shape; out has the dtype that is stored */
     written.dtype = dtype;
     const cache c = cache_of(&a[CA_GATHER_CACHE], &written, 0, isa, kv_dtype, kv_cache_layout, 1);
-    const int64_t num_tokens = out->shape[0];
-    const int64_t needed = ca_div_up(num_tokens, c.block_size), cols = table->shape[0];
+    const int64_t needed = ca_div_up(out->shape[0], c.block_size), cols = table->shape[0];
     int32_t *blocks = malloc(1 + (size_t)ca_min64(needed, cols) * sizeof *blocks);
     if (!blocks)
         return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
     const int bad = ca_take_blocks((const int32_t *)table->address, -1, 0, needed, cols, c.num_blocks, blocks, fault);
-    for (int64_t t = 0, n; t < num_tokens && !bad; t += n) {
-        int64_t token = t % c.block_size, block = blocks[t / c.block_size];
-        n = ca_min64(num_tokens - t, ca_min64(c.block_size - token, CA_LANES - token % CA_LANES));
-        for (int h = 0; h < c.num_kv_heads; h++)
-            for (int64_t i = 0; i < n; i++) {
-                const char *from = ca_block(c.data, c.stride_n, c.stride_h, block, h, kv_dtype);
-                char *to = ca_row_of(out, t + i, h);
-                if (ca_is_scaled(kv_dtype))
-                    gather_scaled(&c, kv, from, token + i, (float *)to);
-                else
-                    gather_token(&c, kv, from, token + i, to);
-            }
-    }
+    gather_call g = {&c, kv, blocks, out};
+    if (!bad)
+        ca_run_team(1, gather_share, &g);
     free(blocks);
     return bad;
 }

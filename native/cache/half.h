@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * These functions convert float32 from and to IEEE binary16 and bfloat16 by integer arithmetic. They round to nearest
- * even and keep subnormals. */
+ * even. Subnormal numbers of binary16 are kept, whatever the mode of cpu/float_mode.h makes of float32's. */
 #ifndef CPU_ATTN_HALF_H
 #define CPU_ATTN_HALF_H
 #include "cpu_attn.h"
@@ -26,12 +26,15 @@ static inline uint16_t ca_to_bf16(float f) {
     return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
-/* Exponent and fraction moved up by 13 bits read as 2^-112 times the value, subnormals included. */
+/* Exponent and fraction move up by 13 bits, and the exponent gets float32's bias. A subnormal fraction behind the
+ * exponent of 2^-14 reads as the number plus 2^-14. */
 static inline float ca_from_f16(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
     if (rest >= 0x7c00)
         return ca_as_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-    return ca_as_float(sign | ca_as_bits(ca_as_float(rest << 13) * 0x1p112f));
+    if (rest < 0x400)
+        return ca_as_float(sign | ca_as_bits(ca_as_float(0x38800000 | rest << 13) - 0x1p-14f));
+    return ca_as_float(sign | ((rest << 13) + (112 << 23)));
 }
 /* Below 2^-14 the unit of binary16 is 2^-24, which is also the float32 unit of 0.5: adding 0.5 rounds there. */
 static inline uint16_t ca_to_f16(float f) {

@@ -17,7 +17,8 @@ typedef struct selection {
     const ca_plan *plan;
     ca_call call;
     const ca_array *out;
-    const float *weights; /* [T, H], with the scale */
+    const ca_array *given; /* weights as the call has them */
+    float scale, *weights; /* [T, H], with the scale */
     ca_task *tasks;
     int64_t num_tasks, tokens; /* tokens: most query tokens of a task */
     int64_t stride;            /* scores of a query token */
@@ -118,9 +119,20 @@ static void select_of(const selection *s, const ca_task *tasks, int64_t row, int
                 (int32_t *)s->out->address + at * s->out->strides[0]);
 }
 
+static void scale_weights(const selection *s) {
+    const ca_array *a = s->given;
+    float *to = s->weights;
+    for (int64_t t = 0; t < a->shape[0]; t++)
+        for (int64_t h = 0; h < a->shape[1]; h++)
+            *to++ = ((const float *)a->address)[t * a->strides[0] + h] * s->scale;
+}
+
 /* Does one thread's part of the work. A counter is set back where the threads are at the loop over the other one. */
 static void select_share(void *work, int thread, int team) {
     selection *s = work;
+    if (thread == 0)
+        scale_weights(s);
+    ca_wait_for_team(team);
     for (int64_t first = 0; first < s->num_tasks; first += s->tasks_at_once) {
         const ca_task *tasks = s->tasks + first;
         const int64_t n = ca_min64(s->tasks_at_once, s->num_tasks - first);
@@ -151,12 +163,6 @@ static int64_t list_tasks(const ca_plan *p, int64_t tokens, ca_task *to) {
     return n;
 }
 
-static void scale_weights(const ca_array *a, float scale, float *to) {
-    for (int64_t t = 0; t < a->shape[0]; t++)
-        for (int64_t h = 0; h < a->shape[1]; h++)
-            *to++ = ((const float *)a->address)[t * a->strides[0] + h] * scale;
-}
-
 static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *indices, float scale, ca_fault *fault) {
     const ca_array *q = &a[CA_SELECT_QUERY], *cache = &a[CA_SELECT_INDEX_CACHE];
     const ca_axes k = ca_cache_axes(cache, p->shape.kv_cache_layout, p->shape.head_size);
@@ -180,10 +186,11 @@ static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *indic
         return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
     s.scratch = memory;
     s.scores = (float *)(memory + at[1]);
+    s.given = &a[CA_SELECT_WEIGHTS];
+    s.scale = scale;
     s.weights = (float *)(memory + at[2]);
     s.tasks = (ca_task *)(memory + at[3]);
     s.keys = (int32_t *)(memory + at[4]);
-    scale_weights(&a[CA_SELECT_WEIGHTS], scale, (float *)(memory + at[2]));
     list_tasks(p, s.tokens, s.tasks);
     s.call = (ca_call){.query = (const void *)q->address,
                        .q_stride_t = q->strides[0],

@@ -2,6 +2,7 @@
 #include "threads.h"
 #include "cpu_attn.h"
 #include "cache/layout.h"
+#include "cpu/float_mode.h"
 #include <limits.h>
 #include <math.h>
 #include <pthread.h>
@@ -96,17 +97,30 @@ int64_t ca_small_stack(int team) {
 
 int ca_team(int wanted) { return atomic_load(&forked) ? 1 : wanted; }
 
+/* Calls fn in CA_COMPUTING, and gives the thread its own mode back: OpenMP's threads serve the caller's program, too.
+ */
+static void run_share(ca_team_fn *fn, void *work, int thread, int team) {
+    const uint64_t before = ca_get_mode();
+    ca_set_mode(CA_COMPUTING);
+    fn(work, thread, team);
+    ca_set_mode(before);
+}
+
 void ca_run_team(int threads, ca_team_fn *fn, void *work) {
 #ifdef _OPENMP
     if (threads > 1) {
 #pragma omp parallel num_threads(threads)
-        fn(work, omp_get_thread_num(), omp_get_num_threads());
+        run_share(fn, work, omp_get_thread_num(), omp_get_num_threads());
         return;
     }
 #endif
     (void)threads;
-    fn(work, 0, 1);
+    run_share(fn, work, 0, 1);
 }
+
+uint64_t ca_float_mode(void) { return ca_get_mode(); }
+void ca_set_float_mode(uint64_t mode) { ca_set_mode(mode); }
+uint64_t ca_computing_float_mode(void) { return CA_COMPUTING; }
 
 void ca_wait_for_team(int team) {
     (void)team;

@@ -11,7 +11,8 @@ int ca_team(int wanted);
 
 /* Calls fn(work, thread, team) in each thread of a team, where `thread` is its number from 0 on and `team` how many
  * there are: as many as `threads` says, or fewer where OpenMP gives fewer. One thread is the caller's own, without
- * OpenMP: libgomp takes memory even for a team of one, and ends the process where there is none. */
+ * OpenMP: libgomp takes memory even for a team of one, and ends the process where there is none. fn runs in the mode of
+ * cpu/float_mode.h, and each thread has its own mode back behind it. */
 typedef void ca_team_fn(void *work, int thread, int team);
 void ca_run_team(int threads, ca_team_fn *fn, void *work);
 /* Waits until all threads of the team are here. */

@@ -49,11 +49,11 @@ def _fill_dominant(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any]
 
 
 def _fill_tiny(rng: np.random.Generator, case: Case) -> tuple[Any, list[Any], list[Any], float]:
-    """Subnormal keys in every dtype, values subnormal in float16 and float32. Not in bfloat16: VDPBF16PS and
-    TDPBF16PS take subnormals as 0 (Intel SDM), so its values are tiny but normal."""
+    """Subnormal keys in every dtype, and subnormal values in float16. Those of the others count as 0, so their values
+    are tiny but normal."""
     query, key, value, scale = _fill_normal(rng, case)
     info = ml_dtypes.finfo(numpy_dtype(case.dtype))
-    value_scale = np.float32(1e-30) if case.dtype == "bfloat16" else np.float32(info.smallest_normal) / 8
+    value_scale = np.float32(info.smallest_normal) / 8 if case.dtype == "float16" else np.float32(1e-30)
     for k, v in zip(key, value, strict=True):
         k *= np.float32(info.smallest_normal) / 4
         v *= value_scale

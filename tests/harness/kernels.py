@@ -16,10 +16,4 @@ KERNELS = [
     for dtype in DTYPES
     if isa.supported and lib.ca_isa_kernel(isa.index, DTYPE_CODES[dtype], ffi.new("ca_kernel_info *"))
 ]
-# Of them those that multiply bfloat16 itself, by instructions that take subnormals for 0.
-BF16_PRODUCTS = [
-    (isa.name, "bfloat16")
-    for isa, info in ((isa, ffi.new("ca_kernel_info *")) for isa in cpu_attn.isas() if isa.supported)
-    if lib.ca_isa_kernel(isa.index, DTYPE_CODES["bfloat16"], info) and (info.bf16_products or isa.unit == "matrix")
-]
 ONE_DTYPE = list({isa: (isa, dtype) for isa, dtype in reversed(KERNELS)}.values())

@@ -85,7 +85,7 @@ def test_guarded_memory(
 @pytest.mark.parametrize(("engine", "isa", "dtype"), [c for c in COMBINATIONS if c[2] != "float32"])
 def test_outputs_are_rounded_to_nearest_even(engine: str, isa: str, dtype: str) -> None:
     """Two keys of equal weight: every output lies just between a number and its neighbour. Subnormals included, but for
-    bfloat16: VDPBF16PS takes them and their likes as 0; and it ends below half of the largest, so that sums fit."""
+    bfloat16, whose subnormals count as 0; and it ends below half of the largest, so that sums fit."""
     first, finite = {"float16": (0, 0x7C00), "bfloat16": (0x100, 0x7F00)}[dtype]
     bits = np.arange(first, finite - 1, dtype=np.uint16)
     value = np.stack([bits, bits + 1]).view(numpy_dtype(dtype))[:, None]

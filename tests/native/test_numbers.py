@@ -15,7 +15,7 @@ from cpu_attn import reference
 from cpu_attn._threads import threads
 
 from ..cases.formats import DTYPES, numpy_dtype
-from ..harness.kernels import BF16_PRODUCTS, KERNELS
+from ..harness.kernels import KERNELS
 
 KINDS = ("auto", "int8", "int6", "int5", "int4", "int4_per_token_head")
 COMBINATIONS = [("native", *k) for k in KERNELS] + [
@@ -37,7 +37,7 @@ CASES = (
 EXTREMES = ("tiny keys", "tiny queries")  # of which float16 has none
 
 
-def far_apart(case: str, tiny: float, rng: np.random.Generator) -> list[NDArray[np.float32]]:
+def far_apart(case: str, rng: np.random.Generator) -> list[NDArray[np.float32]]:
     """Queries [8, 4, 128], keys and values [300, 1, 128] whose numbers differ by orders of magnitude."""
     q, k, v = (rng.standard_normal(s).astype(np.float32) for s in ((8, 4, 128), (300, 1, 128), (300, 1, 128)))
     if case == "query":  # as models have it: a dimension that is large in all queries, and small in keys
@@ -65,10 +65,10 @@ def far_apart(case: str, tiny: float, rng: np.random.Generator) -> list[NDArray[
     elif case == "tiny keys":
         q *= np.float32(2.0**100)
         k *= np.float32(2.0**-100)
-        v *= np.float32(tiny)
+        v *= np.float32(2.0**-100)
     elif case == "tiny queries":
-        q *= np.float32(2.0**-115)
-        k *= np.float32(2.0**115)
+        q *= np.float32(2.0**-100)
+        k *= np.float32(2.0**100)
     elif case == "one value":
         v[np.arange(300) != 250] = 0
     elif case == "last bits":  # 5 times a scale of 211 / 128: 1055 is 0.7 % more than its first 8 bits say
@@ -109,8 +109,7 @@ def against_oracle(
     [(*k, case) for k in KERNELS for case in (CASES if k[1] == "float16" else CASES + EXTREMES)],
 )
 def test_numbers_far_apart(isa: str, dtype: str, case: str, kv_cache_dtype: str) -> None:
-    tiny = 2.0**-100 if (isa, dtype) in BF16_PRODUCTS else 2.0**-115  # there weights times scales are subnormal
-    q, *kv = far_apart(case, tiny, np.random.default_rng(11))
+    q, *kv = far_apart(case, np.random.default_rng(11))
     for num_tokens in (1, 2, 8):
         error, _ = against_oracle(isa, dtype, kv_cache_dtype, [q[:num_tokens], *kv], 128**-0.5)
         assert error <= reference.BUDGET[dtype], num_tokens
@@ -152,7 +151,7 @@ def test_a_query_that_is_no_number(isa: str, dtype: str, number: float, kv_cache
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "large"),
     [
-        ("auto", 2.0**124),
+        ("auto", 2.0**100),
         ("auto", 2.0**-120),
         ("int8", 2.0**120),
         ("int4", 2.0**120),
@@ -166,8 +165,7 @@ def test_scales_far_from_one(isa: str, dtype: str, kv_cache_dtype: str, large: f
     q, k, v = (rng.standard_normal((n, 2, 64)).astype(np.float32) for n in (1, 48, 48))
     q, k = q * np.float32(large**-0.5), k * np.float32(large**-0.5)
     error, _ = against_oracle(isa, dtype, kv_cache_dtype, [q, k, v], large / 8)
-    flushed = large == 2.0**124 and (isa, dtype) in BF16_PRODUCTS  # products near 2^-124
-    assert error <= (0.05 if flushed else reference.BUDGET[dtype])
+    assert error <= reference.BUDGET[dtype]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * These are matmul and softmax of whole arrays, for cpu_attn.primitives. Their sizes may be any, so these primitives
  * are not kept here; oneDNN's own cache finds one again in 2 to 10 us. */
+#include "cpu/float_mode.h"
 #include "primitive.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,8 +17,11 @@ static int run_once(const ca_prim_key *key, const void *src, const void *weights
     int threads = ca_prim_enter(), status = ca_prim_new(key, NULL, &p);
     if (!status) {
         snprintf(impl, impl_size, "%s", ca_prim_impl(p));
+        const uint64_t mode = ca_get_mode();
+        ca_set_mode(CA_COMPUTING);
         if (dst)
             status = ca_prim_run(p, 1, src, weights, dst, NULL, 0);
+        ca_set_mode(mode);
         ca_prim_put(p);
     }
     ca_prim_leave(threads);
