@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from sphinx.errors import ExtensionError
+
 from cpu_attn import _adapters
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -48,9 +50,9 @@ def link_pages(app: Any, what: str, name: str, obj: Any, options: Any, lines: li
     lines[:] = [re.sub(r"\bdocs/([\w/]+)\.md\b", r":doc:`/docs/\1`", line) for line in lines]
 
 
-def fill_tables(app: Any, page: str, source: list[str]) -> None:
-    """Puts tables where a page names them."""
-    source[0] = tables.filled(source[0])
+def refuse_stale_tables(app: Any) -> None:
+    if pages := tables.stale():
+        raise ExtensionError(f"{', '.join(map(str, pages))}: python docs/tables.py writes the tables anew")
 
 
 def find_elsewhere(app: Any, env: Any, node: Any, contnode: Any) -> Any:
@@ -67,6 +69,6 @@ def find_elsewhere(app: Any, env: Any, node: Any, contnode: Any) -> Any:
 
 
 def setup(app: Any) -> None:
-    app.connect("source-read", fill_tables)
+    app.connect("builder-inited", refuse_stale_tables)
     app.connect("missing-reference", find_elsewhere)
     app.connect("autodoc-process-docstring", link_pages)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the tables of the pages: of measured figures, of the calls' arguments, and of CSV files.
 
-A page says ``<!-- table: NAME -->`` where ``make docs`` shows that table. Where cpu_attn is installed, ``python
-docs/tables.py NAME`` prints it, and ``python docs/tables.py`` writes README.md's, which stands between two comments.
+A page has each of its tables between two comments, which name it. Where cpu_attn is installed, ``python
+docs/tables.py`` writes all of them, and ``python docs/tables.py NAME`` prints one.
 
 A file of docs/reports has reports of ``cpu-attn bench`` (``--save``) as its ``runs``, beside the machine, the date, the
 command, and the commit that brought the figures. Results that were kept only as the ratio to the own kernels' time have
@@ -150,6 +150,68 @@ def arguments(call: _arguments.Call) -> Rows:
     return rows
 
 
+Cell = tuple[str, int, str]  # engine, rows, tokens of context
+Gains = dict[str, dict[Cell, tuple[str, str]]]
+
+
+def gains_of() -> Gains:
+    """For each model the time until the first token, and that of a further one, where both were measured."""
+    head, *rows = as_it_stands("gains")
+    found: Gains = {}
+    for row in rows:
+        model, engine, batch = row[:3]
+        for context, cell in zip(head[3:], row[3:], strict=True):
+            if "," in cell:
+                first, step = cell.split(", ")
+                found.setdefault(model, {})[engine, int(batch), context] = first, step
+    return found
+
+
+def gained() -> Rows:
+    """README's lines: the same work without and with cpu-attn."""
+    found = gains_of()
+
+    def prompt(engine: str) -> str:
+        seconds, _ = found["Gemma 3 270M"][engine, 1, "8192"]
+        return f"{float(seconds.removesuffix(' s')):.1f} s"
+
+    def chats(engine: str) -> str:
+        _, milliseconds = found["SmolLM2 135M"][engine, 8, "2048"]
+        return f"{float(milliseconds.removesuffix(' ms')):.0f} ms"
+
+    works = {
+        "a prompt of 8192 tokens: Gemma 3 270M in transformers": (
+            prompt,
+            "transformers, sdpa",
+            "transformers, cpu_attn",
+        ),
+        "a token for each of eight chats of 2048 tokens: SmolLM2 135M in transformers": (
+            chats,
+            "transformers, sdpa",
+            "transformers, cpu_attn, PagedCache",
+        ),
+        "the same in vLLM": (chats, "vLLM", "vLLM, cpu_attn"),
+    }
+    rows = [[work, time(without), time(own)] for work, (time, without, own) in works.items()]
+    return [["work", "without", "with cpu-attn"], *rows]
+
+
+def gains_in_short() -> Rows:
+    """A line for each model and engine, of three pieces of work."""
+    works = {
+        "prompt of 8192": (1, "8192", 0),
+        "token behind 8192": (1, "8192", 1),
+        "8 rows, token behind 2048": (8, "2048", 1),
+    }
+    rows = [["model", "engine", *works]]
+    for model, cells in gains_of().items():
+        for engine in dict.fromkeys(key[0] for key in cells):
+            found = [cells.get((engine, batch, context), ("", ""))[which] for batch, context, which in works.values()]
+            if any(found):
+                rows.append([model, engine, *found])
+    return rows
+
+
 OWN: dict[str, Callable[[list[Report]], str]] = {"own kernels": speed}
 LIMIT = {**OWN, "of the limit": fraction}
 ROOF = {**OWN, "of the roof": partial(fraction, field="fraction_of_roof")}
@@ -164,18 +226,15 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "emerald-rapids-threads": lambda: by_threads("emerald-rapids-threads"),
     "cascade-lake": lambda: compared("cascade-lake", "cascade-lake-torch", engines="onednn torch", columns=LIMIT),
     **{call.name: partial(arguments, call) for call in (_arguments.PLAN, _arguments.WRITE, _arguments.ATTENTION)},
-    **{name: partial(as_it_stands, name) for name in CSV},
+    **{name: partial(as_it_stands, name) for name in CSV if name != "gains"},
+    "gained": gained,
+    "gains": gains_in_short,
 }
 
 
 def markdown(name: str) -> str:
     header, *rows = ("|".join(f" {cell} " if cell else " " for cell in row) for row in TABLES[name]())
     return "\n".join(f"|{row}|" for row in (header, "|".join(["---"] * (header.count("|") + 1)), *rows))
-
-
-def filled(page: str) -> str:
-    """The page with every table in its place, as the site shows it."""
-    return re.sub(r"^<!-- table: (\S+) -->$", lambda place: markdown(place[1]), page, flags=re.MULTILINE)
 
 
 def written(page: str) -> str:
@@ -188,8 +247,13 @@ def written(page: str) -> str:
     )
 
 
+def stale() -> list[Path]:
+    """The pages whose tables are not those that their sources make."""
+    return [page for page in PAGES if written(page.read_text(encoding="utf-8")) != page.read_text(encoding="utf-8")]
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         print(markdown(name))
-    if not sys.argv[1:]:
-        README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in [] if sys.argv[1:] else stale():
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The snippets of docs/transformers.md run as they stand, but for the model that they load."""
+"""The snippets of docs/transformers.md, and README's, run as they stand, but for the model that they load."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ def test_snippets(monkeypatch: pytest.MonkeyPatch) -> None:
         generate = model.generate
         named = lambda cache=None, **how: generate(**how, **({"past_key_values": cache} if cache else {}))  # noqa: E731
         monkeypatch.setattr(model, "generate", named)
+    (names,) = run(ROOT / "README.md", lambda snippet: "transformers" in snippet)
+    assert names["model"].config._attn_implementation == "cpu_attn"
     ran = []
     for names in run(ROOT / "docs" / "transformers.md"):
         ran.append(names.get("outputs", names["ids"]))

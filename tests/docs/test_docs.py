@@ -141,19 +141,19 @@ def test_pictures() -> None:
 
 
 def test_tables() -> None:
-    """README's table is the one that docs/tables.py makes, and the site shows each of the others in one place."""
+    """The pages' tables are those that docs/tables.py makes, each in one place."""
     tables = module("tables")
-    readme = tables.README.read_text(encoding="utf-8")
-    assert tables.written(readme) == readme
+    assert not tables.stale()
     pages = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
-    shown = re.findall(r"^<!-- (?:begin: docs/tables.py|table:) (\S+) -->$", pages, re.MULTILINE)
+    shown = re.findall(r"^<!-- begin: docs/tables.py (\S+) -->$", pages, re.MULTILINE)
     assert sorted(shown) == sorted(tables.TABLES)
 
 
 def test_a_table_of_arguments() -> None:
     """Names, shapes and defaults are those of the call."""
-    lines = module("tables").filled("a\n\n<!-- table: attention_with_kv_cache -->\n\nb\n").splitlines()
-    assert lines[:2] == ["a", ""] and lines[-2:] == ["", "b"]
+    page = "a\n<!-- begin: docs/tables.py attention_with_kv_cache -->\nstale\n<!-- end: docs/tables.py -->\nb\n"
+    lines = module("tables").written(page).splitlines()
+    assert lines[0] == "a" and lines[-1] == "b" and "stale" not in lines
     assert "| `query` | [T, Hq, D] of the call's dtype | |" in lines
     assert "| `sliding_window` | `int \\| tuple[int, int]` | |" in lines
     assert '| `kv_cache_dtype` | `str` | `"auto"` |' in lines

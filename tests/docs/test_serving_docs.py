@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from cpu_attn import reference
+from cpu_attn.linear import reference as linear_attention
 
+from ..cases import linear_cases
 from ..harness.snippets import ROOT, run
 
 
@@ -54,4 +56,11 @@ def test_serving() -> None:
     assert manager.seq_len("b") == len(text)
     text += [7]
     assert names["run"]([("b", [7])]) == [next_token(names, text)]
+
+    names = next(steps)  # states
+    rows, step = (names[x] for x in ("query", "key", "value")), names["step"]
+    want = linear_attention.linear_attention(*rows, step.query_start_loc, [None], use_qk_l2norm_in_kernel=True)
+    assert linear_cases.relative(names["output"], want.output) <= linear_attention.BUDGET["float32"]
+    state = names["state_cache"][step.state_indices[0]]
+    assert linear_cases.relative(state, want.states[0]) <= linear_attention.BUDGET["float32"]
     assert not list(steps)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ def snippets(document: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def run(document: Path) -> Iterator[dict[str, Any]]:
+def run(document: Path, wanted: Callable[[str], bool] = lambda snippet: True) -> Iterator[dict[str, Any]]:
     """The names that there are after each snippet; the next goes on from these."""
     names: dict[str, Any] = {}
-    for snippet in snippets(document):
+    for snippet in filter(wanted, snippets(document)):
         exec(compile(snippet, str(document), "exec"), names)
         yield names
 
