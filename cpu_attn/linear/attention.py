@@ -65,7 +65,8 @@ def linear_attention_with_state_cache(
         linear_attention_metadata: the plan of the step.
         g: the logarithm of each token's decay, of float32, float16 or bfloat16: [T, Hv]; [T, Hv, Dk] with one for each
             key channel (KDA); or [Hv], the same for all tokens (lightning attention, RetNet). None: no decay. Decays
-            above e^88 count as that.
+            above e^88 count as that, and below e^-87 as 0. A state or an output beyond float32 becomes infinite or NaN,
+            and so do from there on the outputs of its value channel.
         beta: [T, Hv] of any of these dtypes; or [T, Hv, Dv], one for each value channel, with ``erase`` or without the
             delta rule. None: 1.
         erase: [T, Hv, Dk], what takes the place of beta in beta k: erase and write gates of their own (GDN-2).

@@ -154,6 +154,21 @@ def _spoil(case: Case, arrays: dict[str, NDArray[Any]], options: dict[str, Any])
         options["g"][...] = 0
     elif case.fill == "large":
         arrays["value"] *= F32(1e15)
+    elif case.fill == "unread_channels":  # the largest ones meet zeros, so that nothing comes of them
+        half = case.head_k_dim // 2
+        arrays["query"][20:, :, :half] *= F32(1000)
+        arrays["key"][..., :half] = 0
+    elif case.fill == "growth":  # of the last head alone, in each chunk
+        g = options["g"][:, -1]
+        g[24::10], g[25::10] = 9, -10
+    elif case.fill == "unread_keys":
+        arrays["key"][..., 3] *= F32(1000)
+        arrays["query"][..., 3] = 0
+    elif case.fill == "unread_tokens":
+        arrays["key"][40::50, :, 3] *= F32(1000)
+        arrays["value"][40::50] = 0
+    elif case.fill == "unread_states":  # `build` makes the channel's part of the states large
+        arrays["query"][..., 3] = arrays["key"][..., 3] = 0
     elif case.fill:
         raise ValueError(case.fill)
 
@@ -180,6 +195,9 @@ def build(case: Case) -> Problem:
         None if start < 0 else (size * rng.standard_normal(shape, F32)).astype(numpy_dtype(case.state_dtype))
         for start in starts
     ]
+    for state in before:
+        if case.fill == "unread_states" and state is not None:
+            state[:, 3] *= F32(1000)
     count = len(case.lens) + len(case.checkpoints)
     free = rng.permutation(count + 2).astype(np.int32)
     slots = free[: len(case.lens)].copy()

@@ -60,6 +60,104 @@ def test_equal_keys(isa: str, dtype: str) -> None:
         holds(Case(variant, (1000,), dtype=dtype, fill="equal_keys", num_k_heads=1, num_v_heads=2), isa)
 
 
+@pytest.mark.parametrize("isa", [isa for isa, dtype in KERNELS if dtype == "bfloat16"])
+@pytest.mark.parametrize("variant", ["gdn", "erase", "ssd", "none"])
+def test_large_numbers_that_nothing_reads(isa: str, variant: str) -> None:
+    """What is large in queries, keys or states takes no digits from the rest: products of integers would have one scale
+    for both."""
+    for fill in ("unread_channels", "unread_keys", "unread_tokens", "unread_states"):
+        holds(Case(variant, (70, 200), dtype="bfloat16", fill=fill, num_k_heads=1, num_v_heads=2), isa)
+
+
+@pytest.mark.parametrize(("isa", "dtype"), [kernel for kernel in KERNELS if kernel[1] != "float16"])
+@pytest.mark.parametrize("size", [2.0**-110, 2.0**80])
+def test_numbers_of_any_size(isa: str, dtype: str, size: float) -> None:
+    """Results grow with values and states."""
+    for variant in ("gdn", "kda", "ssd"):
+        problem = build(Case(variant, (70, 1), dtype=dtype, starts=(9, 9)))
+        problem.options.pop("D", None)
+        want = problem.expected()
+        problem.arrays["value"] *= F32(size)
+        problem.before = [None if state is None else state * F32(size) for state in problem.before]
+        got = run(problem, isa)
+        assert linear_cases.relative(got.output.astype(np.float64) / size, want.output) <= reference.BUDGET[dtype]
+        for state, expected in zip(got.states, want.states, strict=True):
+            assert linear_cases.relative(state.astype(np.float64) / size, expected) <= reference.STATE_BUDGET[dtype]
+
+
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
+@pytest.mark.parametrize("size", [2.0**-120, 2.0**64, 2.0**110])
+def test_norms_of_any_size(isa: str, dtype: str, size: float) -> None:
+    """Rows of any size have the length 1 after their norm."""
+    if dtype == "float16":
+        size = 2.0**-14 if size < 1 else 2.0**12
+    problem = build(Case("gdn", (70, 1), dtype=dtype))
+    problem.options["norm_eps"] = 0.0
+    for name in ("query", "key"):
+        problem.arrays[name] *= F32(size)
+    assert errors(problem, run(problem, isa))[0] <= 1
+    problem.arrays["query"][3] = np.inf
+    got = run(problem, isa)
+    assert np.isnan(got.output[3].astype(F32)).all() and np.isfinite(got.output[4:].astype(F32)).all()
+
+
+@pytest.mark.parametrize(("isa", "dtype"), [kernel for kernel in KERNELS if kernel[1] != "float16"])
+@pytest.mark.parametrize("variant", ["gdn", "kda", "ssd"])
+@pytest.mark.parametrize("layout", ["KV", "VK"])
+def test_growing_states(isa: str, dtype: str, variant: str, layout: str) -> None:
+    """Gates above 0, from no state and from one, in chunks and token by token."""
+    gates = ([85, 5, -30], [0, -60, 60], [0.01, 0.3, -0.2], [-1, -1, 80, -85], [-0.2, 0, 0, -0.1, 1, -1], [-0.1, 1e-8])
+    for g, start in itertools.product(gates, (-1, 9)):
+        for tokens in (3, 4, 70) if g[0] < 80 else (3,):
+            if start >= 0 and g[0] > 80:
+                continue  # float32 does not hold e^90
+            kept = tuple((0, n) for n in (2, 5, 21, 64) if n <= tokens)
+            case = Case(variant, (tokens,), dtype=dtype, starts=(start,), state_layout=layout, checkpoints=kept)
+            problem = build(case)
+            problem.options["g"].T[...] = np.resize(F32(g), tokens)
+            got, want = run(problem, isa), problem.expected()
+            for t in range(tokens):
+                assert linear_cases.relative(got.output[t], want.output[t]) <= 2 * reference.BUDGET[dtype], (g, t)
+            assert errors(problem, got)[0] <= 1, (g, start, tokens)
+
+
+@pytest.mark.parametrize(("isa", "dtype"), ONE_DTYPE)
+@pytest.mark.parametrize("variant", ["gdn", "kda", "ssd"])
+def test_states_that_leave_float32(isa: str, dtype: str, variant: str) -> None:
+    """Tokens before are right, and a head that grows touches no other one."""
+    problem = build(Case(variant, (70,), dtype=dtype, starts=(9,)))
+    problem.options["g"][20:, 1] = 80
+    got, want = run(problem, isa), problem.expected()
+    grows = np.arange(4) == 1
+    assert linear_cases.relative(got.output[:, ~grows], want.output[:, ~grows]) <= reference.BUDGET[dtype]
+    assert linear_cases.relative(got.output[:20, 1], want.output[:20, 1]) <= reference.BUDGET[dtype]
+    assert not np.isfinite(got.states[0][1]).all() and np.isfinite(got.states[0][~grows]).all()
+
+
+@pytest.mark.parametrize("isa", [isa for isa, dtype in KERNELS if dtype == "float32"])
+@pytest.mark.parametrize("gate", ["log", "softplus", "dt", "sigmoid"])
+def test_extreme_gates(isa: str, gate: str) -> None:
+    extremes = [0, -0.0, 1e-38, -1e-38, 5, -5, 88, -88, 89, -89, 1e19, -1e19, 3e38, -3e38, np.inf, -np.inf, np.nan]
+    for x in extremes if gate != "log" else [x for x in extremes if not x > 5]:
+        problem = build(Case("ssd" if gate == "dt" else "gdn", (1, 5), starts=(9, 9)))
+        problem.options |= {"gate": gate, "A_log": None if gate == "log" else np.zeros(4, F32)}
+        problem.options["g"][:, 1] = x
+        if gate == "dt":
+            problem.options.pop("beta")
+            problem.options["dt_limit"] = (0.01, 2.0)
+        else:
+            problem.options["use_beta_sigmoid_in_kernel"] = True
+            problem.options["beta"][:, 1] = x
+        if gate == "sigmoid":
+            problem.options["lower_bound"] = -3.0
+        got, want = run(problem, isa), problem.expected()
+        for found, expected in ((got.output, want.output), *zip(got.states, want.states, strict=True)):
+            heads = np.moveaxis(found, found.shape.index(4), 0), np.moveaxis(expected, found.shape.index(4), 0)
+            for f, e in zip(*heads, strict=True):
+                size = np.abs(e).max(initial=0, where=~np.isnan(e))
+                np.testing.assert_allclose(f, e, rtol=0, atol=1e-5 * size + 1e-35, err_msg=str(x))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", ["gdn", "kda", "lightning", "ssd_raw"])
 def test_long(variant: str, dtype: str) -> None:

@@ -96,6 +96,18 @@ def test_activation_and_bias(activation: str | None) -> None:
     step.check(*step.run("auto", activation=activation), activation)
 
 
+@pytest.mark.parametrize("isa", [isa for isa, dtype in KERNELS if dtype == "float32"])
+def test_extreme_numbers(isa: str) -> None:
+    """y sigmoid(y) from 0 to infinity, one channel each."""
+    y = np.array([0, -0.0, 1e-37, 30, 1e19, 3e38, np.inf, -30, -80, -87, -89, -110, -1e19, -1e37, -3e38, np.nan], F32)
+    plan = get_linear_attention_metadata(np.array([0, 1], I32), "float32", isa=isa)
+    weight, states = np.tile(F32([0, 1]), (len(y), 1)), np.zeros((1, len(y), 1), F32)
+    output = np.empty((1, len(y)), F32)
+    causal_conv1d(y[None], weight, None, output, states, np.zeros(1, I32), plan)
+    want = y.astype(np.float64) * reference.sigmoid(y.astype(np.float64))
+    np.testing.assert_allclose(output[0], want, rtol=2e-6, atol=1e-35)
+
+
 @pytest.mark.parametrize(("isa", "dtype"), ONE_DTYPE)
 def test_in_place_and_strides(isa: str, dtype: str) -> None:
     step = Step(dtype, channels=30)

@@ -89,8 +89,10 @@ def put(to: Tensor, x: Tensor) -> None:
 def _rms(x: Tensor, weight: Tensor, eps: Any, bias: float = 0.0) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + bias), in float32 (arXiv:1910.07467)."""
     x = x.float()
-    factor = torch.rsqrt(x.square().mean(-1, keepdim=True) + _check.number("eps", eps, 0.0))
-    return x * factor * (weight.float() + bias)
+    squares = x.square().mean(-1, keepdim=True)
+    if squares.isinf().any():  # which float32 does not hold
+        squares = x.double().square().mean(-1, keepdim=True)
+    return x / (squares + _check.number("eps", eps, 0.0)).sqrt().float() * (weight.float() + bias)
 
 
 def _layer(x: Tensor, gemma: Tensor, beta: Tensor, eps: Any) -> Tensor:

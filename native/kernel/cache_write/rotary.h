@@ -6,16 +6,8 @@
 #define CPU_ATTN_ROTARY_H
 
 static void norm_head(float *restrict x, int64_t n, const float *restrict weight, float eps) {
-    vf sum = v_set1(0);
-    int64_t i = 0;
-    for (; i + VL <= n; i += VL)
-        sum = v_fma(v_load_f32(x + i), v_load_f32(x + i), sum);
-    if (i < n) {
-        vf rest = v_loadn_f32(x + i, (int)(n - i));
-        sum = v_fma(rest, rest, sum);
-    }
-    float factor = 1 / sqrtf(v_hsum(sum) / (float)n + eps);
-    for (i = 0; i < n; i++)
+    const float factor = 1 / norm_of(x, n, (float)n, eps);
+    for (int64_t i = 0; i < n; i++)
         x[i] = x[i] * factor * weight[i];
 }
 

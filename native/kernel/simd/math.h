@@ -43,4 +43,33 @@ INLINE vf v_tanh(vf x) {
 }
 
 INLINE float exp2_one(float x) { return v_first(v_exp2(v_set1(x))); }
+
+/* Sums up the squares of n numbers. */
+INLINE float squares(const float *x, int64_t n) {
+    vf sum = v_set1(0);
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL)
+        sum = v_fma(v_load_f32(x + i), v_load_f32(x + i), sum);
+    if (i < n) {
+        vf rest = v_loadn_f32(x + i, (int)(n - i));
+        sum = v_fma(rest, rest, sum);
+    }
+    return v_hsum(sum);
+}
+
+/* Returns sqrt(sum of squares / parts + eps) of n numbers. Where that leaves the range in which float32 holds squares,
+ * the numbers are first divided by the largest of them, and so is what this returns. */
+static float norm_of(float *x, int64_t n, float parts, float eps) {
+    const float plain = squares(x, n) / parts + eps;
+    if (plain > 1e-24f && plain < 1e30f)
+        return sqrtf(plain);
+    float top = 0x1p-126f;
+    for (int64_t i = 0; i < n; i++)
+        top = fmaxf(fabsf(x[i]), top);
+    if (isinf(top))
+        return top;
+    for (int64_t i = 0; i < n; i++)
+        x[i] /= top;
+    return (float)sqrt((double)squares(x, n) / parts + (double)eps / top / top);
+}
 #endif

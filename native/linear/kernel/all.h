@@ -39,6 +39,7 @@
 
 #include "item.h"
 #include "words.h"
+#include "coarse.h"
 #include "products.h"
 #include "chunk.h"
 #include "channels.h"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * This is a chunk whose tokens have a decay for each key channel. D(i, j) is a vector within the products A and P. For
- * a block of 16 rows it is split at the block's first token r: D(i, j) = D(i, r) D(r, j), both at most 1, so that
+ * a block of 16 rows it is split at the block's first token r: D(i, j) = D(i, r) D(r, j), both at most 2, so that
  * products with the keys before the block are matrix products; within the block it is multiplied up token by token. */
 
 INLINE void linear_times(const linear_item *it, const float *x, const float *y, float *to) {
@@ -95,10 +95,8 @@ static void linear_chunk_channels(const linear_item *it, const linear_head *h, i
     const linear_y state = {linear_state(it, h->head), CA_LANES, it->vp, NULL};
     const int64_t kp = it->kp;
     float *beta = it->numbers[2], *by = it->two;
-    linear_numbers(it->c, h, t, n, it->numbers[0], it->numbers[1], beta);
     linear_fill(it, by, 1);
     for (int64_t i = 0; i < n; i++) {
-        linear_wide_decay(it->c, h, t + i, it->decay + i * kp, it->less + i * kp);
         linear_value(it->c, h, t + i, beta[i], it->w + i * it->vp, it->x.u);
         linear_eraser(it->c, h, t + i, beta[i], it->k + i * kp, it->e + i * kp);
         linear_times(it, by, it->decay + i * kp, by);
@@ -117,6 +115,6 @@ static void linear_chunk_channels(const linear_item *it, const linear_head *h, i
         for (int64_t j = i0; j < i1; j++)
             linear_within_block(it, j, i1);
     }
-    linear_solve(it, n);
+    linear_solve(it, 0, n);
     linear_put_outputs(it, h, t, n);
 }

@@ -7,10 +7,10 @@
  *     S   = D(n) S + sum over j of D(n, j) k_j w_j^T
  *
  * (the UT transform of arXiv:2406.06484 and 2412.06464, solved in place of inverted). D are products of at most 64
- * decays: no exponential of a sum is taken, so nothing overflows, and what underflows is 0. D(n) of the state also
- * comes less 1 (linear_split), so that rounding does not add up over chunks. A row goes through whole tiles up to the
- * 16 tokens before its own, and token by token through these, so that no number of a later token, NaN say, meets an
- * earlier one. Which products may be of words, words.h says. */
+ * decays, and at most 2 (linear_open_gates): no exponential of a sum is taken, and what underflows is 0. D(n) of the
+ * state also comes less 1 (linear_split), so that rounding does not add up over chunks. A row goes through whole tiles
+ * up to the 16 tokens before its own, and token by token through these, so that no number of a later token, NaN say,
+ * meets an earlier one. Which products may be of words, words.h says. */
 
 /* Makes of d[j] = D(i - 1, j) for j < i those of i. d is [80]. */
 static void linear_decay_row(const float *decay, int64_t i, float *d) {
@@ -33,11 +33,11 @@ static void linear_look_ahead(const linear_item *it, int slot, int index, int64_
                                          ca_min64(CA_CHUNK, it->last - t)};
 }
 
-/* Adds to rows [i0, i1) of `to` what the rows of w from i0 to their own give, times their factors; own: their own, too,
+/* Adds to rows [i, i1) of `to` what the rows of w from i0 to their own give, times their factors; own: their own, too,
  * else factors count as negative, and `to` may be w. */
-INLINE void linear_within(const float *factors, int64_t i0, int64_t i1, int own, int nv, const float *w, float *to,
-                          int64_t ld) {
-    for (int64_t i = i0; i < i1; i++) {
+INLINE void linear_within(const float *factors, int64_t i0, int64_t i, int64_t i1, int own, int nv, const float *w,
+                          float *to, int64_t ld) {
+    for (; i < i1; i++) {
         vf sum[LINEAR_NV];
         EACH(v, nv) sum[v] = v_load_f32(to + i * ld + v * VL);
         for (int64_t j = i0; j < i + own; j++) {
@@ -47,28 +47,28 @@ INLINE void linear_within(const float *factors, int64_t i0, int64_t i1, int own,
         EACH(v, nv) v_store(to + i * ld + v * VL, sum[v]);
     }
 }
-static NOINLINE void linear_triangle(const linear_item *it, const float *factors, int64_t i0, int64_t i1, int own,
-                                     float *to) {
+static NOINLINE void linear_triangle(const linear_item *it, const float *factors, int64_t i0, int64_t i, int64_t i1,
+                                     int own, float *to) {
     int64_t c = 0;
     for (; c + LINEAR_NV * VL <= it->vp; c += LINEAR_NV * VL)
-        linear_within(factors, i0, i1, own, LINEAR_NV, it->w + c, to + c, it->vp);
+        linear_within(factors, i0, i, i1, own, LINEAR_NV, it->w + c, to + c, it->vp);
     for (; c < it->vp; c += VL)
-        linear_within(factors, i0, i1, own, 1, it->w + c, to + c, it->vp);
+        linear_within(factors, i0, i, i1, own, 1, it->w + c, to + c, it->vp);
 }
 
-/* Solves for w and adds what tokens of the chunk give to o, which holds what the state gives. */
-static void linear_solve(const linear_item *it, int64_t n) {
+/* Solves rows [first, n) for w and adds what tokens of the chunk give to o, which holds what the state gives. */
+static void linear_solve(const linear_item *it, int64_t first, int64_t n) {
     const linear_y w = {it->w, CA_LANES, it->vp, NULL};
-    for (int64_t i0 = 0; i0 < n; i0 += CA_LANES) {
-        const int64_t rows = ca_min64(CA_LANES, n - i0);
-        const linear_x a = {it->a + i0 * CA_CHUNK, CA_CHUNK, 1, NULL}, p = {it->p + i0 * CA_CHUNK, CA_CHUNK, 1, NULL};
+    for (int64_t i0 = first / CA_LANES * CA_LANES; i0 < n; i0 += CA_LANES) {
+        const int64_t i = ca_max64(i0, first), i1 = ca_min64(i0 + CA_LANES, n);
+        const linear_x a = {it->a + i * CA_CHUNK, CA_CHUNK, 1, NULL}, p = {it->p + i * CA_CHUNK, CA_CHUNK, 1, NULL};
         if (i0 && it->delta)
-            linear_product(it, rows, it->vp, i0, a, w, (linear_to){it->w + i0 * it->vp, it->vp, LINEAR_SUB, NULL}, 0);
+            linear_product(it, i1 - i, it->vp, i0, a, w, (linear_to){it->w + i * it->vp, it->vp, LINEAR_SUB, NULL}, 0);
         if (it->delta)
-            linear_triangle(it, it->a, i0, i0 + rows, 0, it->w);
+            linear_triangle(it, it->a, i0, i, i1, 0, it->w);
         if (i0)
-            linear_product(it, rows, it->vp, i0, p, w, (linear_to){it->o + i0 * it->vp, it->vp, LINEAR_ADD, NULL}, 0);
-        linear_triangle(it, it->p, i0, i0 + rows, 1, it->o);
+            linear_product(it, i1 - i, it->vp, i0, p, w, (linear_to){it->o + i * it->vp, it->vp, LINEAR_ADD, NULL}, 0);
+        linear_triangle(it, it->p, i0, i, i1, 1, it->o);
     }
 }
 
@@ -81,17 +81,36 @@ static void linear_put_outputs(const linear_item *it, const linear_head *h, int6
     }
 }
 
-/* Fills in what all value heads of the item share: keys, queries and, where a token has one decay, their products. */
-static void linear_open_chunk(linear_item *it, int64_t t, int64_t n) {
-    const int32_t key_head = it->first / ca_linear_group(it->c->plan);
+/* Fills in the decays and betas of a value head. Returns how many tokens a chunk may take: those before the first one
+ * up to which a part of the state grows by more than LINEAR_GROWTH. */
+#define LINEAR_GROWTH 2
+static int64_t linear_open_gates(const linear_item *it, const linear_head *h, int64_t t, int64_t n) {
+    float *decay = it->numbers[0], growth = 1;
+    linear_numbers(it->c, h, t, n, decay, it->numbers[1], it->numbers[2]);
     for (int64_t i = 0; i < n; i++) {
-        linear_read(it->c, CA_LINEAR_KEY, t + i, key_head, 1, it->k + i * it->kp);
-        linear_read(it->c, CA_LINEAR_QUERY, t + i, key_head, it->c->how->scale, it->q + i * it->kp);
+        float by = decay[i];
+        if (it->wide) {
+            vf most = v_set1(0);
+            linear_wide_decay(it->c, h, t + i, it->decay + i * it->kp, it->less + i * it->kp);
+            for (int64_t c = 0; c < it->kp; c += VL)
+                most = v_max(v_load_f32(it->decay + i * it->kp + c), most); /* NaN is none */
+            by = v_hmax(most);
+        }
+        growth = fmaxf(growth, 1) * by;
+        if (growth > LINEAR_GROWTH)
+            return i;
     }
-    memset(it->k + n * it->kp, 0, (size_t)((LINEAR_PAD(n) - n) * it->kp) * sizeof *it->k);
-    it->turned_tokens = 0;
-    if (it->wide)
+    return n;
+}
+
+/* Makes the operands and products that value heads share where a token has one decay, by words or not, unless they are
+ * there. The operands that follow are of the same kind. */
+static void linear_share(linear_item *it, int words) {
+    const int64_t n = it->tokens;
+    it->words = words;
+    if (it->shared == words)
         return;
+    it->shared = words;
     it->by_query = linear_rows(it, it->q, n, it->q_words);
     it->by_key = linear_rows(it, it->k, n, it->k_words);
     it->with_keys = linear_rows_as_columns(it, it->k, n, it->k_words);
@@ -100,9 +119,24 @@ static void linear_open_chunk(linear_item *it, int64_t t, int64_t n) {
         linear_product(it, n, n, it->dk, it->by_key, it->with_keys, (linear_to){it->kk, CA_CHUNK, LINEAR_SET, NULL}, 1);
 }
 
-/* Makes a and p of the products, and for each row what a product with the state is multiplied by where it becomes a
- * part of w (beta times the decays up to the row) and of o (these decays). */
-static void linear_weigh(const linear_item *it, int64_t n, const float *decay, const float *beta) {
+/* Fills in what all value heads of the item share: keys, queries and, where a token has one decay, their products. */
+static void linear_open_chunk(linear_item *it, int64_t t, int64_t n) {
+    const int32_t key_head = it->first / ca_linear_group(it->c->plan);
+    for (int64_t i = 0; i < n; i++) {
+        linear_read(it->c, CA_LINEAR_KEY, t + i, key_head, 1, it->k + i * it->kp);
+        linear_read(it->c, CA_LINEAR_QUERY, t + i, key_head, it->c->how->scale, it->q + i * it->kp);
+    }
+    memset(it->k + n * it->kp, 0, (size_t)((LINEAR_PAD(n) - n) * it->kp) * sizeof *it->k);
+    it->tokens = n;
+    it->turned_tokens = 0;
+    it->shared = -1;
+    if (!it->wide)
+        linear_share(it, it->may_words);
+}
+
+/* Makes rows [first, n) of a and p of the products, and for each row what a product with the state is multiplied by
+ * where it becomes a part of w (beta times the decays up to the row) and of o (these decays). */
+static void linear_weigh(const linear_item *it, int64_t first, int64_t n, const float *decay, const float *beta) {
     float *d = it->numbers[3], *of_w = it->numbers[4], *of_o = it->numbers[5], total = 1;
     for (int64_t i = 0; i < n; i++) {
         linear_decay_row(decay, i, d);
@@ -110,7 +144,7 @@ static void linear_weigh(const linear_item *it, int64_t n, const float *decay, c
         const float b = it->erases ? 1 : beta[i];
         of_w[i] = b * total;
         of_o[i] = total;
-        for (int64_t j = 0; j <= i; j += VL) {
+        for (int64_t j = 0; i >= first && j <= i; j += VL) {
             const vf x = v_load_f32(d + j);
             if (it->delta)
                 v_store(it->a + i * CA_CHUNK + j, v_mul(v_mul(v_load_f32(it->kk + i * CA_CHUNK + j), v_set1(b)), x));
@@ -137,19 +171,23 @@ static void linear_advance(linear_item *it, int64_t m, float *state) {
         v_store(it->factor + i, total);
         v_store(it->kept + i, kept);
     }
-    if (it->turned_tokens != m)
+    it->words = it->may_words && m <= it->coarse && !linear_state_is_coarse(it, m, d);
+    if (it->turned_tokens != m || it->turned_by_words != it->words)
         it->by_channel = linear_rows_turned(it, it->k, m, it->turned_words);
     it->turned_tokens = m;
+    it->turned_by_words = it->words;
     linear_product(it, it->dk, it->vp, m, it->by_channel, linear_columns(it, it->w_left, m, it->w_words),
                    (linear_to){state, it->vp, LINEAR_DECAY, NULL}, 0);
 }
 
-/* Computes a chunk of one value head whose tokens have one decay each. */
-static void linear_chunk(const linear_item *it, const linear_head *h, int64_t t, int64_t n) {
+/* Computes w and o of tokens [first, n) of a chunk, by words or by FMA; those of the tokens before are there. Returns
+ * the erasers as an operand. */
+static linear_x linear_take_rows(linear_item *it, const linear_head *h, int64_t t, int64_t first, int64_t n,
+                                 int words) {
+    const float *decay = it->numbers[0], *beta = it->numbers[2];
+    linear_share(it, words);
     const linear_y state = linear_columns(it, linear_state(it, h->head), it->dk, it->state_words);
-    float *decay = it->numbers[0], *beta = it->numbers[2];
-    linear_numbers(it->c, h, t, n, decay, it->numbers[1], beta);
-    for (int64_t i = 0; i < n; i++) {
+    for (int64_t i = first; i < n; i++) {
         linear_value(it->c, h, t + i, beta[i], it->w + i * it->vp, it->x.u);
         if (it->erases)
             linear_eraser(it->c, h, t + i, beta[i], it->k + i * it->kp, it->e + i * it->kp);
@@ -159,12 +197,21 @@ static void linear_chunk(const linear_item *it, const linear_head *h, int64_t t,
         erasers = linear_rows(it, it->e, n, it->e_words);
         linear_product(it, n, n, it->dk, erasers, it->with_keys, (linear_to){it->kk, CA_CHUNK, LINEAR_SET, NULL}, 1);
     }
-    linear_weigh(it, n, decay, beta);
+    linear_weigh(it, first, n, decay, beta);
     if (it->delta)
-        linear_product(it, n, it->vp, it->dk, erasers, state, (linear_to){it->w, it->vp, LINEAR_SUB, it->numbers[4]},
-                       0);
-    linear_product(it, n, it->vp, it->dk, it->by_query, state, (linear_to){it->o, it->vp, LINEAR_SET, it->numbers[5]},
-                   0);
-    linear_solve(it, n);
+        linear_product(it, n - first, it->vp, it->dk, linear_x_from(erasers, first), state,
+                       (linear_to){it->w + first * it->vp, it->vp, LINEAR_SUB, it->numbers[4] + first}, 0);
+    linear_product(it, n - first, it->vp, it->dk, linear_x_from(it->by_query, first), state,
+                   (linear_to){it->o + first * it->vp, it->vp, LINEAR_SET, it->numbers[5] + first}, 0);
+    linear_solve(it, first, n);
+    return erasers;
+}
+
+/* Computes a chunk of one value head whose tokens have one decay each. */
+static void linear_chunk(linear_item *it, const linear_head *h, int64_t t, int64_t n) {
+    const linear_x erasers = linear_take_rows(it, h, t, 0, n, it->may_words);
+    it->coarse = it->may_words ? linear_first_coarse(it, h, t, n, erasers.scale) : n;
+    if (it->coarse < n)
+        linear_take_rows(it, h, t, it->coarse, n, 0);
     linear_put_outputs(it, h, t, n);
 }

@@ -114,11 +114,11 @@ INLINE void linear_store(int dtype, void *p, vf x) {
         v_storen_bf16(p, x, VL);
 }
 
-/* Makes y sigmoid(y) = y / (1 + e^-y) of some vectors. Stage by stage they keep the units busy, where one after the
- * other, each of 20 operations in a row, would fill the schedulers with what waits. */
+/* Makes y sigmoid(y) = y / (1 + e^-y) of some vectors; e^-y is infinite from 2^128 on. Stage by stage they keep the
+ * units busy, where one after the other, each of 20 operations in a row, would fill the schedulers with what waits. */
 INLINE void linear_silu(int count, vf *y) {
     vf x[LINEAR_CONV_ROUND], n[LINEAR_CONV_ROUND], p[LINEAR_CONV_ROUND];
-    EACH(i, count) x[i] = v_max(v_set1(-127), v_min(v_set1(126), v_mul(v_set1(-CA_LOG2E), y[i])));
+    EACH(i, count) x[i] = v_max(v_set1(-127), v_min(v_set1(128), v_mul(v_set1(-CA_LOG2E), y[i])));
     EACH(i, count) n[i] = v_round(x[i]);
     EACH(i, count) x[i] = v_sub(x[i], n[i]);
     EACH(i, count) p[i] = v_set1(exp2_full[0]);

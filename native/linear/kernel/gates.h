@@ -191,12 +191,8 @@ static void linear_read(const ca_linear_call *c, int index, int64_t t, int32_t k
     const ca_array *a = &c->a[index];
     const int64_t dk = c->plan->shape.head_k_dim;
     linear_widen(ca_row_of(a, t, key_head), a->dtype, dk, to);
-    if (c->how->l2norm) {
-        vf sum = v_set1(0);
-        for (int64_t i = 0; i < dk; i += VL)
-            sum = v_fma(v_load_f32(to + i), v_load_f32(to + i), sum);
-        scale /= sqrtf(v_hsum(sum) + c->how->norm_eps);
-    }
+    if (c->how->l2norm)
+        scale /= norm_of(to, dk, 1, c->how->norm_eps);
     for (int64_t i = 0; i < dk; i += VL)
         v_store(to + i, v_mul(v_load_f32(to + i), v_set1(scale)));
 }

@@ -25,7 +25,7 @@ typedef struct linear_y {
     int64_t group, ld;
     const float *scale;
 } linear_y;
-/* Room for an operand in words. */
+/* Room for an operand in words, and the norms of its rows or columns. */
 typedef struct linear_packed {
     float *words, *scale;
 } linear_packed;
@@ -60,15 +60,18 @@ typedef struct linear_item {
     float *left;           /* [64][kp]: keys times the decays that follow */
     float *one, *two;      /* [kp] */
     float *factor, *kept;  /* [kp]: of the state (linear_split) */
-    int words;             /* whether products are of words (words.h) */
+    /* Whether products may be of words (words.h); operands are; those that heads share are, -1: there are none. */
+    int may_words, words, shared;
+    int64_t tokens, coarse; /* tokens of the chunk; its first row that words are too coarse for (coarse.h) */
     linear_packed q_words, k_words, e_words, turned_words, state_words, w_words;
     /* What value heads share: queries and keys by which products multiply, keys with which they do, and the transpose
      * of turned_tokens keys. */
     linear_x by_query, by_key, by_channel;
     linear_y with_keys;
     int64_t turned_tokens;
+    int turned_by_words;
     linear_ahead *ahead; /* [LINEAR_AHEAD] */
-    float *numbers[6];   /* [80]: decay, decay less 1, beta, room, and what linear_weigh makes for w and for o */
+    float *numbers[7];   /* [80]: decay, decay less 1, beta, room, what linear_weigh makes for w and for o, |w|^2 */
 } linear_item;
 
 static float *linear_take(char *base, int64_t *at, int64_t floats) {
@@ -99,7 +102,7 @@ static int64_t linear_lay_out(const ca_linear_plan *plan, char *base, linear_ite
         *of_channels[i] = linear_take(base, &at, it->kp);
     for (int i = 0; i < 4; i++)
         *of_values[i] = linear_take(base, &at, it->vp);
-    for (int i = 0; i < 6; i++)
+    for (int i = 0; i < 7; i++)
         it->numbers[i] = linear_take(base, &at, CA_CHUNK + CA_LANES);
     it->biases = linear_take(base, &at, plan->heads * it->kp);
     it->skips = linear_take(base, &at, plan->heads * it->vp);
@@ -117,8 +120,8 @@ static int64_t linear_lay_out(const ca_linear_plan *plan, char *base, linear_ite
     for (int i = 0; i < 4; i++)
         *squares[i] = linear_take(base, &at, rows * CA_CHUNK);
     it->keys = linear_take(base, &at, CA_CHUNK * it->kp);
-    it->words = LINEAR_BY_WORDS(plan);
-    if (it->words) {
+    it->may_words = LINEAR_BY_WORDS(plan);
+    if (it->may_words) {
         it->q_words = linear_take_packed(base, &at, it->kp, CA_CHUNK);
         it->k_words = linear_take_packed(base, &at, it->kp, CA_CHUNK);
         it->e_words = linear_take_packed(base, &at, it->kp, CA_CHUNK);

@@ -48,8 +48,8 @@ INLINE void linear_sum_words(int mr, int nv, int64_t depth, linear_x x, linear_y
         }
     }
     EACH(r, mr) EACH(v, nv) {
-        const vf scale = v_mul(v_set1(x.scale[m + r]), v_load_f32(y.scale + n + v * VL));
-        acc[r][v] = v_mul(v_float(sum[r][v]), scale);
+        const vf part = v_mul(v_float(sum[r][v]), v_set1(x.scale[m + r] * (1 / 32767.0f / 32767.0f)));
+        acc[r][v] = v_mul(part, v_load_f32(y.scale + n + v * VL)); /* the scales' product may be below all floats */
     }
 }
 #endif

@@ -42,8 +42,8 @@ static void linear_read_token(const linear_item *it, int64_t t, float *k, float 
 }
 
 #define LINEAR_STEP(T, ELEMENT)                                                                                        \
-    (linear_is_vk(it) ? linear_step_vk_##T : linear_step_kv_##T)((const ELEMENT *)from, ld_from, (ELEMENT *)to, ld_to, \
-                                                                 it->dk, it->dv, &it->x)
+    (linear_is_vk(it) && !it->turned ? linear_step_vk_##T : linear_step_kv_##T)(                                       \
+        (const ELEMENT *)from, ld_from, (ELEMENT *)to, ld_to, it->dk, it->dv, &it->x)
 static void linear_step(const linear_item *it, int dtype, const void *from, int64_t ld_from, void *to, int64_t ld_to) {
     if (dtype == CA_F32)
         LINEAR_STEP(f32, float);
@@ -102,21 +102,45 @@ static int32_t linear_steps(linear_item *it, int64_t first, int64_t n, int32_t n
     return next;
 }
 
-/* Checkpoints within a chunk begin again from the state before it; the last token's is the state after it. */
-static void linear_keep_within(linear_item *it, int32_t next, const linear_head *h, int64_t first, int64_t n) {
+/* Leaves a head's state [Dk][vp] in a slot. */
+static void linear_keep_turned(const linear_item *it, int64_t slot, int32_t head, const float *state) {
+    if (linear_is_vk(it))
+        linear_transpose(state, it->vp, it->kp, it->vp, it->turned_spare, it->kp);
+    linear_store_state(it, slot, head, linear_is_vk(it) ? it->turned_spare : state);
+}
+
+static void linear_advance_any(linear_item *it, int64_t m, float *state) {
+    if (it->wide)
+        linear_advance_channels(it, m, state);
+    else
+        linear_advance(it, m, state);
+}
+
+/* Checkpoints within a chunk begin again from the state before it; the last token's is the state after it. Returns the
+ * first one that is not within. */
+static int32_t linear_keep_within(linear_item *it, int32_t next, const linear_head *h, int64_t first, int64_t n) {
     const ca_states *s = it->c->states;
     for (; next < s->first_checkpoint[it->request + 1] && s->checkpoints[next].token < first + n; next++) {
-        const int64_t m = s->checkpoints[next].token - first;
         memcpy(it->spare, linear_state(it, h->head), (size_t)it->state_floats * sizeof(float));
-        if (it->wide)
-            linear_advance_channels(it, m, it->spare);
-        else
-            linear_advance(it, m, it->spare);
-        if (linear_is_vk(it)) {
-            linear_transpose(it->spare, it->vp, it->kp, it->vp, it->turned_spare, it->kp);
-            linear_store_state(it, s->checkpoints[next].slot, h->head, it->turned_spare);
-        } else
-            linear_store_state(it, s->checkpoints[next].slot, h->head, it->spare);
+        linear_advance_any(it, s->checkpoints[next].token - first, it->spare);
+        linear_keep_turned(it, s->checkpoints[next].slot, h->head, it->spare);
+    }
+    return next;
+}
+
+/* Takes tokens [i, n) of a chunk through the state of one head, step by step. */
+static void linear_steps_of_head(linear_item *it, int32_t next, const linear_head *h, int64_t first, int64_t i,
+                                 int64_t n) {
+    const ca_states *s = it->c->states;
+    const int64_t t = it->c->plan->query_start_loc[it->request] + first;
+    float *state = linear_state(it, h->head);
+    it->x.ahead = state;
+    for (; i < n; i++) {
+        for (; next < s->first_checkpoint[it->request + 1] && s->checkpoints[next].token == first + i; next++)
+            linear_keep_turned(it, s->checkpoints[next].slot, h->head, state);
+        linear_open_token(it, h, t + i, it->k + i * it->kp, it->q + i * it->kp);
+        linear_step(it, CA_F32, state, it->vp, state, it->vp);
+        linear_put_output(it, h, t + i);
     }
 }
 
@@ -133,15 +157,19 @@ static int32_t linear_chunks(linear_item *it, int64_t first, int64_t n, int32_t 
             linear_look_ahead(it, 2, CA_LINEAR_KEY, t + n, head / ca_linear_group(it->c->plan));
             linear_look_ahead(it, 3, CA_LINEAR_QUERY, t + n, head / ca_linear_group(it->c->plan));
         }
-        if (it->wide)
-            linear_chunk_channels(it, h, t, n);
-        else
-            linear_chunk(it, h, t, n);
-        linear_keep_within(it, next, h, first, n);
-        if (it->wide)
-            linear_advance_channels(it, n, linear_state(it, head));
-        else
-            linear_advance(it, n, linear_state(it, head));
+        int64_t together = linear_open_gates(it, h, t, n);
+        int32_t kept = next;
+        if (together < LINEAR_FEW)
+            together = 0;
+        else {
+            if (it->wide)
+                linear_chunk_channels(it, h, t, together);
+            else
+                linear_chunk(it, h, t, together);
+            kept = linear_keep_within(it, next, h, first, together);
+            linear_advance_any(it, together, linear_state(it, head));
+        }
+        linear_steps_of_head(it, kept, h, first, together, n);
     }
     while (next < s->first_checkpoint[it->request + 1] && s->checkpoints[next].token < first + n)
         next++;
@@ -160,7 +188,7 @@ static void linear_run(const ca_linear_call *c, int32_t request, int32_t head, i
     it.erases = it.delta && c->a[CA_LINEAR_ERASE].itemsize;
     linear_ahead rows[LINEAR_AHEAD] = {{0}};
     linear_lay_out(p, scratch, &it);
-    it.words = it.words && !it.wide;
+    it.may_words = it.may_words && !it.wide;
     it.ahead = rows;
     for (int32_t i = 0; i < end - head; i++)
         it.heads[i] = linear_open_head(c, head + i, it.biases + i * it.kp, it.skips + i * it.vp);

@@ -4,8 +4,8 @@
  * Euclidean norm 32767, and rounded to integers. By the inequality of Cauchy and Schwarz no sum overflows 32 bits.
  *
  * A result errs by 1e-5 |x| |y|. Of 128 numbers alike that is 1e-4 of it, where operands in bfloat16 make 2e-3 of it.
- * It would be more where numbers of X are small just where those of Y are large. So P w and A w, whose decays follow
- * from the token, are left to FMA, and so are decays of channels.
+ * It is more where numbers of X are small just where those of Y are large. So P w and A w, whose decays follow from the
+ * token, are left to FMA, and so are decays of channels, and the rows of a chunk that coarse.h finds.
  *
  * NaN and infinities are in the scale, and make all of their row or column NaN, as sums in float32 become. */
 
@@ -34,7 +34,7 @@ INLINE void linear_norms(const float *src, int64_t ld, int64_t rows, int nv, vf 
     }
     if (v_any_less(zero, any)) {
         vf top[LINEAR_PACKED], again[LINEAR_PACKED];
-        EACH(v, nv) top[v] = v_set1(1e-30f);
+        EACH(v, nv) top[v] = v_set1(0x1p-126f);
         for (int64_t r = 0; r < rows; r++)
             EACH(v, nv) top[v] = v_max(v_abs(v_load_f32(src + r * ld + v * VL)), top[v]);
         EACH(v, nv) by[v] = v_less(zero, outside[v], v_div(one, top[v]), one);
@@ -48,7 +48,7 @@ INLINE void linear_pack_columns(const float *src, int64_t ld, int64_t rows, int 
     vf by[LINEAR_PACKED], norm[LINEAR_PACKED];
     linear_norms(src, ld, rows, nv, by, norm);
     EACH(v, nv) {
-        v_store(scale + v * VL, v_mul(v_div(norm[v], by[v]), v_set1(1 / 32767.0f)));
+        v_store(scale + v * VL, v_div(norm[v], by[v]));
         by[v] = v_mul(by[v], v_div(v_set1(32767), norm[v]));
     }
     for (int64_t r = 0; r < rows; r += 2)
@@ -75,6 +75,11 @@ static void linear_pack(const float *src, int64_t ld, int64_t rows, int64_t colu
     (void)src, (void)ld, (void)rows, (void)columns, (void)words, (void)scale;
 }
 #endif
+
+/* Gives an X without its rows before `first`. */
+static linear_x linear_x_from(linear_x x, int64_t first) {
+    return (linear_x){x.at + first * x.row, x.row, x.column, x.scale ? x.scale + first : NULL};
+}
 
 /* Transposes rows [n][kp] to [kp][64], in it->keys. */
 static void linear_turn_rows(const linear_item *it, const float *rows, int64_t n) {
