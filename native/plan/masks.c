@@ -29,9 +29,9 @@ static int check_documents(const ca_plan *p, const ca_masks *m, ca_fault *fault)
     return CA_OK;
 }
 
-/* A token sees a key by causal, window and chunk, or because both lie in the same span (a clamped span reaches no further
- * back than the window, but past the chunk); and both have to lie in the same document. The token's own key is in each of these ranges, so what
- * is left is one range, too, and from token to token neither of its ends falls. */
+/* A token sees a key by causal, window and chunk, or because both lie in the same span (a clamped span reaches no
+ * further back than the window, but past the chunk); and both have to lie in the same document. The token's own key is
+ * in each of these ranges, so what is left is one range, too, and from token to token neither of its ends falls. */
 static void fill_ranges(const ca_plan *p, const ca_masks *m, int32_t *to_lo, int32_t *to_hi) {
     const int32_t *span = m->spans, *spans_end = span + 3 * m->num_spans;
     const int32_t *doc = m->documents, *docs_end = doc + 2 * m->num_documents;
