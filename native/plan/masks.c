@@ -29,12 +29,13 @@ static int check_documents(const ca_plan *p, const ca_masks *m, ca_fault *fault)
     return CA_OK;
 }
 
-/* A token sees a key by causal and window, or because both lie in the same span (a clamped span reaches no further back
- * than the window); and both have to lie in the same document. The token's own key is in each of these ranges, so what
- * is left is one range, too, and from token to token neither of its ends falls. */
+/* A token sees a key by causal, window and chunk, or because both lie in the same span (a clamped span reaches no
+ * further back than the window, but past the chunk); and both have to lie in the same document. The token's own key is
+ * in each of these ranges, so what is left is one range, too, and from token to token neither of its ends falls. */
 static void fill_ranges(const ca_plan *p, const ca_masks *m, int32_t *to_lo, int32_t *to_hi) {
     const int32_t *span = m->spans, *spans_end = span + 3 * m->num_spans;
     const int32_t *doc = m->documents, *docs_end = doc + 2 * m->num_documents;
+    const int64_t furthest = p->shape.mm_prefix_clamp_sliding_window ? p->shape.window_left : -1;
     for (int32_t r = 0; r < p->shape.num_reqs; r++) {
         int64_t q_len = ca_q_len(p, r), len = p->all_lens[r], lo, hi;
         for (int64_t i = 0, pos = len - q_len; i < q_len; i++, pos++) {
@@ -42,7 +43,7 @@ static void fill_ranges(const ca_plan *p, const ca_masks *m, int32_t *to_lo, int
             while (span < spans_end && (span[0] < r || (span[0] == r && span[2] < pos)))
                 span += 3;
             if (span < spans_end && span[0] == r && span[1] <= pos) {
-                lo = p->shape.mm_prefix_clamp_sliding_window ? lo : ca_min64(lo, span[1]);
+                lo = ca_min64(lo, ca_max64(span[1], furthest < 0 ? 0 : pos - furthest));
                 hi = ca_max64(hi, ca_min64(len, (int64_t)span[2] + 1));
             }
             while (doc < docs_end && (doc[0] < r || (doc + 2 < docs_end && doc[2] == r && doc[3] <= pos)))

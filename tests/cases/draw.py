@@ -41,19 +41,20 @@ def _random_cuts(rng: np.random.Generator, seq_len: int) -> list[int]:
 
 
 def _random_masks(rng: np.random.Generator, case: Case) -> dict[str, Any]:
-    """Spans, documents with spans in them, or a tree, where the case can have it."""
+    """Draws chunks, spans, and documents with spans in them, or a tree, where the case can have it."""
     kind = str(rng.choice(["", "", "", "spans", "documents", "tree"]))
     cuts = [[0, *_random_cuts(rng, n)] for n in case.seq_lens]
     spans = [[(a, b - 1) for a, b in pairwise(c) if b > a and rng.random() < 0.7] for c in cuts]
     fits = all(q <= s for q, s in zip(case.query_lens, case.seq_lens, strict=True))
     if kind == "tree" and fits and case.causal and case.dynamic_causal is None and not case.alibi:
         return {"tree": str(rng.choice(list(TREES)))}
+    found: dict[str, Any] = {"chunk": [None, None, None, 1, 4, 16, 33][int(rng.integers(7))]}
+    if kind in ("spans", "documents"):
+        found |= {"mm_prefix_range": tuple(map(tuple, spans)), "clamped": bool(rng.random() < 0.5)}
     if kind == "documents" and fits:
         keep = [sorted({0, *(c for c in some if rng.random() < 0.5)}) for some in cuts]
-        return {"document_start_loc": tuple(map(tuple, keep)), "mm_prefix_range": tuple(map(tuple, spans))}
-    if kind != "spans":
-        return {}
-    return {"mm_prefix_range": tuple(map(tuple, spans)), "clamped": bool(rng.random() < 0.5)}
+        found["document_start_loc"] = tuple(map(tuple, keep))
+    return found
 
 
 def random_case(index: int, seed: int) -> Case:

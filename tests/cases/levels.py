@@ -58,6 +58,7 @@ QUICK_TOGETHER = ("packed", "int4", "NHD", "HND", "chunk")
 QUICK_MASKS = (
     "spans-window",
     "spans-window-clamped",
+    "chunks-clamped-everything",
     "spans-alibi",
     "documents-masked",
     "documents-everything",

@@ -37,6 +37,7 @@ enum {
     DOCUMENTS,
     TREE_BYTES, /* of a row of the tree mask, -1: there is none */
     CLAMPED,
+    CHUNK, /* attention_chunk_size, 0: there is none */
     SELECTED_TOKENS, /* for each query token, -1: all */
     BIAS,            /* four sizes, 0: there is none */
     FIELDS = BIAS + 4
@@ -164,6 +165,7 @@ int main(int argc, char **argv) {
                       .window_right = (int32_t)f[RIGHT],
                       .enable_kv_split = 1,
                       .mm_prefix_clamp_sliding_window = (int32_t)f[CLAMPED],
+                      .attention_chunk_size = (int32_t)f[CHUNK],
                       .num_threads = 1,
                       .kv_cache_layout = (int32_t)f[KV_CACHE_LAYOUT],
                       .hadamard = (int32_t)f[HADAMARD],

@@ -107,7 +107,7 @@ def arrays(problem: Problem) -> bytes:
     tree = None if masks.tree is None else masks.tree.numpy()
     fields += [_check.LAYOUTS[case.kv_cache_layout], _check.kv_cache_rotation(case.kv_cache_rotation)]
     fields += [bool(case.shared), len(masks.spans), len(masks.documents)]
-    fields += [-1 if tree is None else tree.shape[1], case.clamped]
+    fields += [-1 if tree is None else tree.shape[1], case.clamped, case.chunk or 0]
     fields += [-1 if tokens_of is None else tokens_of.shape[1]]
     fields += [0] * 4 if problem.attn_bias is None else problem.attn_bias.shape
     numbers = [problem.scale, case.softcap, *problem.scales]

@@ -28,7 +28,10 @@ from ..harness.kernels import KERNELS
 REFUSALS = (ValueError, TypeError, cpu_attn.UnavailableError)
 ENGINES = [e.name for e in cpu_attn.engines() if e.available]
 EXTREMES = [-(2**63), -(2**31), -2, -1, 0, 1, 2, 3, 17, 2**16, 2**31 - 1, 2**31, 2**63 - 1]
-MASKS = ("mm_prefix_range", "document_start_loc", "tree_mask", "mm_prefix_clamp_sliding_window")
+MASKS = (
+    *("mm_prefix_range", "mm_prefix_clamp_sliding_window", "attention_chunk_size"),
+    *("document_start_loc", "tree_mask"),
+)
 JUNK = [*EXTREMES, 0.5, float("nan"), float("inf"), 1e39, None, "x", b"x", True, [], (1, 2), (0, -1), object]
 OTHER_DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64, np.int32, np.int64, np.uint8, ">f4", object]
 
@@ -72,6 +75,7 @@ def steps(draw: st.DrawFn) -> Step:
             "mm_prefix_range": one(None, spans),
             "document_start_loc": one(None, documents),
             "mm_prefix_clamp_sliding_window": one(False, True),
+            "attention_chunk_size": one(None, None, 4, 16),
         }
 
     columns = max([-(-s // block_size) for s in seq_lens], default=0) + 1
