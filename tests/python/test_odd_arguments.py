@@ -135,7 +135,7 @@ def rule_args() -> Args:
 
 
 def conv_args() -> Args:
-    arrays = {"x": np.zeros((4, 6), F32), "weight": np.zeros((6, 4), F32), "bias": None, "output": np.zeros((4, 6), F32)}
+    arrays = {**dict.fromkeys(("x", "output"), np.zeros((4, 6), F32)), "weight": np.zeros((6, 4), F32), "bias": None}
     return {**arrays, "conv_state": np.zeros((2, 6, 3), F32), **linear_args()}
 
 
