@@ -200,6 +200,15 @@ def test_strides() -> None:
         close(flat(face.chunk_gated_delta_rule(q, k, v, g, beta)[0]), want[0])
 
 
+def test_an_older_name_of_state_v_first() -> None:
+    x, state = tokens(Draw(7), False, B, T), torch.ones(B, HV, V, K)
+    more = {"initial_state": state, "output_final_state": True}
+    with pytest.warns(DeprecationWarning, match="^transpose_state_layout: fla calls it state_v_first$"):
+        found = face.chunk_gated_delta_rule(**x, **more, transpose_state_layout=True)
+    for got, want in zip(found, face.chunk_gated_delta_rule(**x, **more, state_v_first=True), strict=True):
+        assert got.equal(want)
+
+
 def test_nothing_to_do() -> None:
     for batch, length in ((0, 5), (2, 0)):
         x = tokens(Draw(7), False, batch, length)

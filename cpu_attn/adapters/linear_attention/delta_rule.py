@@ -17,6 +17,7 @@ All of them:
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -315,6 +316,7 @@ def _extra(kwargs: dict[str, Any], state_v_first: bool, chunk_sizes: tuple[int, 
         if state_v_first:
             raise ValueError("transpose_state_layout: given beside state_v_first, its newer name")
         state_v_first = _check.boolean("transpose_state_layout", kwargs.pop("transpose_state_layout"))
+        warnings.warn("transpose_state_layout: fla calls it state_v_first", DeprecationWarning, stacklevel=6)
     if chunk_sizes and "chunk_size" in kwargs:
         size = _check.integer("chunk_size", kwargs.pop("chunk_size"), 1)
         if size not in chunk_sizes:
