@@ -55,7 +55,10 @@ _FLA: dict[str, tuple[str, ...]] = {
     f"fla.ops.{name}": tuple(f"fla/ops/{name}/{kind}.py" for kind in ("chunk", "fused_recurrent"))
     for name in ("gated_delta_rule", "kda")
 }
-_CONV: dict[str, tuple[str, ...]] = {"causal_conv1d": ("causal_conv1d/causal_conv1d_interface.py",)}
+_CONV: dict[str, tuple[str, ...]] = {
+    "causal_conv1d": ("causal_conv1d/causal_conv1d_interface.py",),
+    "causal_conv1d.causal_conv1d_varlen": ("causal_conv1d/causal_conv1d_varlen.py",),
+}
 _MAMBA: dict[str, tuple[str, ...]] = {
     f"mamba_ssm.ops.triton.{name}": (f"mamba_ssm/ops/triton/{name}.py",)
     for name in ("selective_state_update", "ssd_combined")

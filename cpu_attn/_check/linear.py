@@ -110,7 +110,7 @@ def limits(name: str, x: Any) -> tuple[float, float]:
 
 def state_layout(x: Any, known: Sequence[str]) -> bool:
     """Says whether the second of two layouts is named."""
-    if x not in known:
+    if not isinstance(x, str) or x not in known:
         raise ValueError(f"state_layout: {x!r} is none of {', '.join(known)}")
     return bool(x == known[1])
 

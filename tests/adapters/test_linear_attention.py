@@ -200,6 +200,15 @@ def test_strides() -> None:
         close(flat(face.chunk_gated_delta_rule(q, k, v, g, beta)[0]), want[0])
 
 
+def test_an_older_name_of_state_v_first() -> None:
+    x, state = tokens(Draw(7), False, B, T), torch.ones(B, HV, V, K)
+    more = {"initial_state": state, "output_final_state": True}
+    with pytest.warns(DeprecationWarning, match="^transpose_state_layout: fla calls it state_v_first$"):
+        found = face.chunk_gated_delta_rule(**x, **more, transpose_state_layout=True)
+    for got, want in zip(found, face.chunk_gated_delta_rule(**x, **more, state_v_first=True), strict=True):
+        assert got.equal(want)
+
+
 def test_nothing_to_do() -> None:
     for batch, length in ((0, 5), (2, 0)):
         x = tokens(Draw(7), False, batch, length)
@@ -450,19 +459,6 @@ def test_state_update_by_channel(heads: bool) -> None:
         close(own, want[:, i].numpy())
 
 
-def test_state_update_in_chosen_rows() -> None:
-    s = Spaces(19, batch=2, length=1)
-    cache, rows = s.draw.randn(5, 4, 24, 16), torch.tensor([3, -1], dtype=torch.int32)
-    kept, dt = cache.clone(), s.draw.rand(2, 4)
-    before = torch.stack([cache[3], torch.zeros(4, 24, 16)])
-    want, states = scanned(flat(s.x), dt, s.a, flat(s.b), flat(s.c), [0, 1, 2], before)
-    dt, a = dt[..., None].expand(-1, -1, 24), s.a[:, None, None].expand(-1, 24, 16)
-    out = face.selective_state_update(cache, s.x[:, 0], dt, a, s.b[:, 0], s.c[:, 0], state_batch_indices=rows)
-    close(out, want)
-    close(cache[3], states[0])
-    assert cache[[0, 1, 2, 4]].equal(kept[[0, 1, 2, 4]])
-
-
 # ---- what is refused ----
 
 
@@ -486,7 +482,8 @@ def refusals() -> list[tuple[str, Any, dict[str, Any], type[Exception], str]]:
         ("context", rule, x | {"cp_context": 1}, ValueError, r"cp_context: 1, expected None"),
         ("heads", rule, x | {"v": x["v"][:, :, :3]}, ValueError, r"g: axis 2 is 4, expected HV = 3"),
         ("keys", rule, x | {"k": x["k"][..., :5]}, ValueError, r"k: axis 3 is 5, expected K = 16"),
-        ("dtype", rule, x | {"k": x["k"].half()}, TypeError, r"k: dtype float16, expected float32"),
+        ("dtype", rule, x | {"k": x["k"].double()}, TypeError, r"k: dtype torch.float64, expected torch.float32, "),
+        ("chunk sizes", rule, x | {"chunk_size": np.array([16, 64])}, TypeError, r"chunk_size: expected an i"),
         ("no tensor", rule, x | {"q": 1}, TypeError, r"q: .*int"),
         ("gradient", rule, x | {"q": x["q"].clone().requires_grad_()}, ValueError, r"q: requires grad"),
         ("state", rule, x | {"initial_state": torch.zeros(2, HV, K, V)}, ValueError, r"initial_state: axis 0 is 2"),
@@ -503,7 +500,7 @@ def refusals() -> list[tuple[str, Any, dict[str, Any], type[Exception], str]]:
         ("width", fn, conv | {"weight": torch.randn(4, 9)}, ValueError, r"weight: .*9"),
         ("channels", fn, conv | {"weight": torch.randn(5, 3)}, ValueError, r"weight: axis 0 is 5, expected C = 4"),
         ("activation", fn, conv | {"activation": "gelu"}, ValueError, r"activation: 'gelu' is none of silu, swish"),
-        ("index", fn, conv | {"seq_idx": torch.zeros(2, 8, **i32)}, ValueError, r"seq_idx: shape \(2, 8\), expected"),
+        ("index", fn, conv | {"seq_idx": torch.zeros(2, 8, **i32)}, ValueError, r"seq_idx: axis 1 is 8, expected T"),
         ("out", fn, conv | {"final_states_out": torch.zeros(2, 4, 2)}, ValueError, r"final_states_out: given, but re"),
         ("short", update, conv | {"conv_state": torch.zeros(2, 4, 1)}, ValueError, r"conv_state: L = 1, expected at"),
         (
@@ -543,6 +540,7 @@ def test_install(tmp_path: Path) -> None:
         ours.install()
         ours.install()
         from causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+        from causal_conv1d.causal_conv1d_varlen import causal_conv1d_varlen_states
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule, chunk_gdn, fused_recurrent_gated_delta_rule
         from fla.ops.kda import chunk_kda, fused_recurrent_kda
         from mamba_ssm.ops.triton.selective_state_update import selective_state_update

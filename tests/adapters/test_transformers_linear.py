@@ -204,6 +204,38 @@ def test_lightning_attention_with_gradients_goes_on_from_our_states() -> None:
     assert (ours - theirs).norm() < 0.05 * theirs.norm()
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "kimi_linear", "bamba", "lfm2"])
+@pytest.mark.parametrize("told", ["cu_seq_lens_q", "seq_idx", "both"])
+def test_packed_sequences(name: str, told: str) -> None:
+    """They do not see one another, as by ``seq_idx``, if only attention is told where they start."""
+    made, lengths = model(name), (40, 2, 90)
+    ids, lens = tokens(sum(lengths))["input_ids"], torch.tensor(lengths)
+    starts = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
+    of_attention = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 90, "max_length_k": 90}
+    inputs: dict[str, Any] = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None], "use_cache": False}
+    inputs |= of_attention if told != "seq_idx" else {}
+    inputs |= (
+        {"seq_idx": torch.arange(3, dtype=torch.int32).repeat_interleave(lens)[None]} if told != "cu_seq_lens_q" else {}
+    )
+    with torch.no_grad():
+        theirs = torch.cat([made(x).logits for x in ids.split(lengths, 1)], 1)
+        adapter.enable()
+        close(made(ids, **inputs).logits, theirs)
+
+
+def test_packed_sequences_that_are_none() -> None:
+    made, ids = model("qwen3_next"), tokens(9, 9)["input_ids"]
+    adapter.enable()
+    with torch.no_grad():
+        for x, starts, words in (
+            (ids, [0, 4, 9], "the batch size is 2, expected 1 of packed sequences"),
+            (ids[:1], [0, 4, 10], "10, expected at most 9 tokens"),
+            (ids[:1], [0, 4, 3, 9], "3, expected at least 4"),
+        ):
+            with pytest.raises(ValueError, match=rf"^cu_seq_lens_q(\[\d\])?: {words}$"):
+                made(x, cu_seq_lens_q=torch.tensor(starts), use_cache=False)
+
+
 def test_everything_is_given_back() -> None:
     made, inputs = model("qwen3_next"), tokens(40)
     module = sys.modules[type(made).__module__]

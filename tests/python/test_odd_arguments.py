@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import cpu_attn
-from cpu_attn import sparse
+from cpu_attn import linear, sparse
 from cpu_attn.distributed import ContextParallel, Group, ThreadGroup
 
 from ..harness.steps import attention_args, plan_args, write_args
@@ -124,6 +124,21 @@ def stored_args() -> Args:
     return {"descriptor": some.descriptor, "key_cache": some.key_cache, "value_cache": some.value_cache}
 
 
+def linear_args(*heads: int) -> Args:
+    plan = linear.get_linear_attention_metadata(STARTS, "float32", *heads)
+    return {"state_indices": np.arange(2, dtype=np.int32), "linear_attention_metadata": plan}
+
+
+def rule_args() -> Args:
+    arrays = {name: np.zeros((4, 2, 8), F32) for name in ("query", "key", "value", "output")}
+    return {**arrays, "state_cache": np.zeros((2, 2, 8, 8), F32), **linear_args(2, 2, 8, 8)}
+
+
+def conv_args() -> Args:
+    arrays = {**dict.fromkeys(("x", "output"), np.zeros((4, 6), F32)), "weight": np.zeros((6, 4), F32), "bias": None}
+    return {**arrays, "conv_state": np.zeros((2, 6, 3), F32), **linear_args()}
+
+
 SIZES = {"num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": "float32"}
 KEYS_OF_INDEXER = {name: x for name, x in SIZES.items() if name != "num_kv_heads"}
 (ALONE,) = ThreadGroup.make(1)
@@ -188,6 +203,12 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Args]]] = {
         lambda: {"slot_mapping": np.arange(3), "block_size": 16},
     ),
     "attend of a rank": (ContextParallel(ALONE).attend, lambda: attend_args() | {"cache": cache()}),
+    "linear plan": (
+        linear.get_linear_attention_metadata,
+        lambda: {"query_start_loc": STARTS, "dtype": "float32"},
+    ),
+    "linear": (linear.linear_attention_with_state_cache, rule_args),
+    "convolution": (linear.causal_conv1d, conv_args),
     "heads of ranks": (ContextParallel(ALONE).all_gather_heads, lambda: {"x": np.zeros((3, 4, 8), F32)}),
 }
 

@@ -10,7 +10,11 @@ from cpu_attn._adapters import require
 
 require("linear_attention")
 
-from cpu_attn.linear_attention.conv import causal_conv1d_fn, causal_conv1d_update  # noqa: E402
+from cpu_attn.linear_attention.conv import (  # noqa: E402
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    causal_conv1d_varlen_states,
+)
 from cpu_attn.linear_attention.delta_rule import (  # noqa: E402
     chunk_gated_delta_rule,
     chunk_kda,
@@ -23,6 +27,7 @@ from cpu_attn.linear_attention.mamba import mamba_chunk_scan_combined, selective
 __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
+    "causal_conv1d_varlen_states",
     "chunk_gated_delta_rule",
     "chunk_kda",
     "fused_recurrent_gated_delta_rule",

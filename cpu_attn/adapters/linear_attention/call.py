@@ -5,6 +5,8 @@ wanted, and the calls of :mod:`cpu_attn.linear` over packed tokens."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -14,14 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cpu_attn import _check, get_num_threads
-from cpu_attn._arrays import dense_rows
+from cpu_attn._arrays import dense_rows, view
 from cpu_attn.linear import (
     causal_conv1d,
     get_linear_attention_metadata,
     linear_attention_with_state_cache,
 )
 from cpu_attn.torch import entry
-from cpu_attn.torch.entry import RefusedError
+from cpu_attn.torch.entry import RefusedError, axes
 
 Int32 = NDArray[np.int32]
 
@@ -46,10 +48,25 @@ def optional(**named: Any) -> list[Any]:
 
 
 def floats(name: str, x: Tensor) -> torch.dtype:
-    """Gives the dtype of a tensor whose dtype is the plan's."""
+    """Gives the dtype of a tensor with which the kernels compute."""
     if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"{name}: dtype {x.dtype}, expected torch.float32, torch.float16 or torch.bfloat16")
     return x.dtype
+
+
+def written(name: str, x: Tensor) -> None:
+    """Checks a tensor that a function changes, before it changes any."""
+    floats(name, x)
+    _check.writable(name, view(name, x))
+
+
+def integers(name: str, x: Any, **sizes: int | None) -> NDArray[np.int64]:
+    """Gives a copy of a tensor of integers. sizes: its axes, as for :func:`cpu_attn.torch.entry.axes`."""
+    (x,) = tensors(**{name: x})
+    if x.is_floating_point() or x.dtype == torch.bool:
+        raise TypeError(f"{name}: dtype {x.dtype}, expected torch.int32 or torch.int64")
+    axes(name, x, **sizes)
+    return x.resolve_neg().numpy().astype(np.int64)
 
 
 # ---- sequences ----
@@ -80,40 +97,47 @@ def starts_of(batch_size: int, length: int, cu_seqlens: Any) -> Int32:
     """Gives where sequences start: those of a batch, or those that cu_seqlens [N + 1] packs into a batch of 1."""
     if cu_seqlens is None:
         return each(batch_size, length)
-    x: Any = cu_seqlens
-    _check.instance("cu_seqlens", x, Tensor)
-    if x.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens: dtype {x.dtype}, expected torch.int32 or torch.int64")
-    if x.dim() != 1 or not x.numel():
-        raise ValueError(f"cu_seqlens: shape {tuple(x.shape)}, expected [N + 1]")
+    starts = _check.rising("cu_seqlens", integers("cu_seqlens", cu_seqlens, **{"N + 1": None}))
     if batch_size != 1:
         raise ValueError(f"cu_seqlens: the batch size is {batch_size}, expected 1 of packed sequences")
-    starts: NDArray[Any] = x.numpy()
-    _check.rising("cu_seqlens", starts)
     if starts[-1] != length:
         raise ValueError(f"cu_seqlens[{len(starts) - 1}]: {starts[-1]}, expected the number of tokens, {length}")
     return starts.astype(np.int32)
 
 
-def runs(name: str, seq_idx: Any, batch_size: int, length: int) -> tuple[Int32, Int32]:
-    """Gives where sequences start that seq_idx, integers [B, T], tells apart in each row of a batch, and the first of
-    each row among them [B]."""
-    _check.instance(name, seq_idx, Tensor)
-    if seq_idx.is_floating_point() or seq_idx.dtype == torch.bool:
-        raise TypeError(f"{name}: dtype {seq_idx.dtype}, expected torch.int32")
-    if seq_idx.shape != (batch_size, length):
-        raise ValueError(f"{name}: shape {tuple(seq_idx.shape)}, expected [{batch_size}, {length}]")
-    begins = np.ones((batch_size, length), np.bool_)
-    numbers = seq_idx.numpy()
-    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    starts = np.append(np.flatnonzero(begins), batch_size * length).astype(np.int32)
-    firsts = np.searchsorted(starts, np.arange(batch_size) * length).astype(np.int32)
+def runs(seq_idx: NDArray[np.int64]) -> tuple[Int32, Int32]:
+    """Gives where sequences start that integers [B, T] tell apart in each row of a batch, and the first of each row
+    among them [B]."""
+    begins = np.ones(seq_idx.shape, np.bool_)
+    begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    starts = np.append(np.flatnonzero(begins), seq_idx.size).astype(np.int32)
+    firsts = np.searchsorted(starts, np.arange(len(seq_idx)) * seq_idx.shape[1]).astype(np.int32)
     return starts, firsts
+
+
+def slots_of(name: str, indices: Any, batch_size: int, size: int) -> Int32:
+    """Gives which of ``size`` rows is that of each sequence: the first ones, or those that indices, int32 [B], name,
+    each once. Negative: none."""
+    if indices is None:
+        return np.arange(batch_size, dtype=np.int32)
+    slots: Int32 = _check.array(name, indices, ["int32"], [("B", batch_size)]).numpy().copy()
+    for b in np.flatnonzero(slots >= size)[:1]:
+        raise ValueError(f"{name}[{b}]: {slots[b]}, expected less than {size}")
+    own, counts = np.unique(slots[slots >= 0], return_counts=True)
+    for row in own[counts > 1][:1]:
+        raise ValueError(f"{name}: row {row} is that of two sequences")
+    return slots
 
 
 def packed(x: Tensor) -> Tensor:
     """Gives [B, T, ...] as [B * T, ...], a view where strides allow it, with a dense last axis."""
     return dense_rows(x.flatten(0, 1))
+
+
+def clear(output: Tensor, padding: NDArray[np.bool_]) -> None:
+    """Makes the output of padding 0."""
+    if padding.any():
+        output[torch.from_numpy(padding)] = 0
 
 
 # ---- states ----
@@ -159,6 +183,20 @@ class States:
         return self.cache if keep else None
 
 
+@contextmanager
+def borrowed(cache: Tensor, slots: Int32, in_place: bool) -> Iterator[States]:
+    """Gives the states of sequences that have these slots of a cache, which a call changes: where they lie, or in a
+    dense copy of their rows, which is put back after the call."""
+    if in_place:
+        yield States.at(cache, slots)
+        return
+    mine = slots >= 0
+    rows = torch.from_numpy(slots[mine]).long()
+    copy = cache[rows].contiguous()
+    yield States.at(copy, np.where(mine, np.cumsum(mine) - 1, -1).astype(np.int32))
+    cache[rows] = copy
+
+
 # ---- calls ----
 
 
@@ -173,10 +211,15 @@ def attend(
     state_layout: str = "KV",
     **options: Any,
 ) -> Tensor:
-    """Computes linear attention of query, key [B, T, Hk, Dk] and value [B, T, Hv, Dv]: gives [B, T, Hv, Dv]. options:
-    of :func:`cpu_attn.linear.linear_attention_with_state_cache`, tensors among them packed."""
-    heads, dtype = (key.shape[2], value.shape[2], key.shape[3], value.shape[3]), floats("value", value)
-    output = torch.empty(value.shape, dtype=out_dtype or dtype)
+    """Computes linear attention of query, key [B, T, Hk, Dk] and value [B, T, Hv, Dv], in float32 where their dtypes
+    differ: gives [B, T, Hv, Dv], of the dtype of value unless ``out_dtype`` says otherwise. options: of
+    :func:`cpu_attn.linear.linear_attention_with_state_cache`, tensors among them packed."""
+    heads = (key.shape[2], value.shape[2], key.shape[3], value.shape[3])
+    given = [floats(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
+    dtype = given[0] if len(set(given)) == 1 else torch.float32  # in which it is computed
+    query, key, value = (x.to(dtype) for x in (query, key, value))
+    wanted = out_dtype or given[2]
+    output = torch.empty(value.shape, dtype=wanted if wanted == dtype else torch.float32)
     linear_attention_with_state_cache(
         *(packed(query), packed(key), packed(value), output.flatten(0, 1)),
         *(states.cache, states.indices, plan(starts, states.brings, dtype, *heads)),
@@ -184,7 +227,7 @@ def attend(
         initial_state_indices=states.initial_indices,
         **options,
     )
-    return output
+    return output.to(wanted)
 
 
 def convolve(

@@ -6,7 +6,8 @@ of queries and keys with K elements, HV of values with V elements. HV is a multi
 
 All of them:
 
-- Tensors are on the CPU; q, k and v of one dtype, float32, float16 or bfloat16; gates and states each of any of these.
+- Tensors are on the CPU, of float32, float16 or bfloat16. Where q, k and v differ, they are computed in float32. The
+  output has the dtype of v.
 - Every call is computed alike, by chunks where there are tokens for it (docs/linear_attention.md): that a function is
   called ``chunk`` or ``fused_recurrent`` makes no difference, and neither does ``chunk_size``.
 - ``initial_state`` stays as it is. The final state is float32, in new memory.
@@ -16,6 +17,7 @@ All of them:
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -314,10 +316,11 @@ def _extra(kwargs: dict[str, Any], state_v_first: bool, chunk_sizes: tuple[int, 
         if state_v_first:
             raise ValueError("transpose_state_layout: given beside state_v_first, its newer name")
         state_v_first = _check.boolean("transpose_state_layout", kwargs.pop("transpose_state_layout"))
+        warnings.warn("transpose_state_layout: fla calls it state_v_first", DeprecationWarning, stacklevel=6)
     if chunk_sizes and "chunk_size" in kwargs:
-        size = kwargs.pop("chunk_size")
+        size = _check.integer("chunk_size", kwargs.pop("chunk_size"), 1)
         if size not in chunk_sizes:
-            raise ValueError(f"chunk_size: {size!r}, expected one of {', '.join(map(str, chunk_sizes))}")
+            raise ValueError(f"chunk_size: {size}, expected one of {', '.join(map(str, chunk_sizes))}")
     for name in kwargs:
         raise TypeError(f"{name}: there is no such argument")
     return state_v_first

@@ -15,6 +15,7 @@ _GATED |= {"chunk_gdn": delta_rule.chunk_gated_delta_rule}  # fla's shorter name
 _GATED |= {"fused_recurrent_gdn": delta_rule.fused_recurrent_gated_delta_rule}
 _KDA = {x.__name__: x for x in (delta_rule.chunk_kda, delta_rule.fused_recurrent_kda)}
 _CONV = {x.__name__: x for x in (conv.causal_conv1d_fn, conv.causal_conv1d_update)}
+_VARLEN = {"causal_conv1d_varlen_states": conv.causal_conv1d_varlen_states}
 _SSD = {"mamba_chunk_scan_combined": mamba.mamba_chunk_scan_combined}
 _UPDATE = {"selective_state_update": mamba.selective_state_update}
 # What stands in for each library: its modules, and the release that these functions are like.
@@ -28,6 +29,7 @@ MODULES: dict[str, dict[str, dict[str, Any]]] = {
     "causal_conv1d": {
         "causal_conv1d": _CONV | {"__version__": "1.7.0"},
         "causal_conv1d.causal_conv1d_interface": _CONV,
+        "causal_conv1d.causal_conv1d_varlen": _VARLEN,
     },
     "mamba_ssm": {
         "mamba_ssm": {"__version__": "2.3.2.post1"},
@@ -42,8 +44,8 @@ MODULES: dict[str, dict[str, dict[str, Any]]] = {
 def install(libraries: Sequence[str] = tuple(MODULES)) -> None:
     """Makes imports of these libraries find these functions, in this process. It may be called again.
 
-    Importable are then fla.ops, fla.ops.gated_delta_rule, fla.ops.kda; causal_conv1d, its causal_conv1d_interface;
-    mamba_ssm.ops.triton.ssd_combined, mamba_ssm.ops.triton.selective_state_update.
+    Importable are then fla.ops, fla.ops.gated_delta_rule, fla.ops.kda; causal_conv1d, its causal_conv1d_interface and
+    causal_conv1d_varlen; mamba_ssm.ops.triton.ssd_combined, mamba_ssm.ops.triton.selective_state_update.
 
     Args:
         libraries: which of ``fla``, ``causal_conv1d`` and ``mamba_ssm``.

@@ -5,9 +5,9 @@
 Symbols: B sequences of T tokens; H heads of P channels; G groups of heads, which share B and C; N elements of a
 channel's state.
 
-Both of them take tensors of float32, float16 or bfloat16 on the CPU; x, B and C are of one dtype. They raise ValueError
-or TypeError for what does not fit, before anything is written, and for tensors that require grad while grad mode is on.
-torch.compile breaks its graph at a call.
+Both of them take tensors of float32, float16 or bfloat16 on the CPU; where x, B and C differ, they are computed in
+float32. They raise ValueError or TypeError for what does not fit, before anything is written, and for tensors that
+require grad while grad mode is on. torch.compile breaks its graph at a call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,22 @@ from torch.nn.functional import silu, softplus
 
 from cpu_attn import _check
 from cpu_attn._arrays import dense_rows
-from cpu_attn.linear_attention.call import Int32, States, attend, each, optional, packed, runs, starts_of, tensors
+from cpu_attn.linear_attention.call import (
+    Int32,
+    States,
+    attend,
+    borrowed,
+    clear,
+    each,
+    integers,
+    optional,
+    packed,
+    runs,
+    slots_of,
+    starts_of,
+    tensors,
+    written,
+)
 from cpu_attn.torch.entry import axes, entry
 
 _NAMES = {"query": "C", "key": "B", "value": "x", "state_cache": "initial_states", "num_k_heads": "G"}
@@ -97,8 +112,7 @@ def mamba_chunk_scan_combined(
     each_sequence = _check.boolean("return_varlen_states", return_varlen_states)
     starts, firsts = each(batch_size, length), np.arange(batch_size, dtype=np.int32)
     if seq_idx is not None:
-        (seq_idx,) = tensors(seq_idx=seq_idx)
-        starts, firsts = runs("seq_idx", seq_idx, batch_size, length)
+        starts, firsts = runs(integers("seq_idx", seq_idx, B=batch_size, T=length))
     if each_sequence:
         sequences = starts_of(batch_size, length, _given("cu_seqlens", cu_seqlens))
         if not np.array_equal(np.unique(sequences), starts):
@@ -176,8 +190,7 @@ def selective_state_update(
         z: [B, H, P], or None: silu of it multiplies the output.
         dt_bias: [H, P], or None: what is added to dt.
         dt_softplus: whether dt is the softplus of what is given, with its bias.
-        state_batch_indices: int32 [B], which row of ``state`` is each sequence's. Negative: it begins from zeros, and
-            keeps nothing.
+        state_batch_indices: int32 [B], which row of ``state`` is each sequence's. Negative: padding, whose output is 0.
 
     Returns:
         out, of the shape of x.
@@ -196,6 +209,7 @@ def selective_state_update(
     axes("x", x, B=None, H=None, P=None)
     batch_size, heads, size = x.shape
     axes("state", state, B=None if indices is not None else batch_size, H=heads, P=size, N=None)
+    written("state", state)
     axes("dt", dt, B=batch_size, H=heads, P=size)
     axes("A", A, H=heads, P=size, N=state.shape[3])
     axes("B", B, B=batch_size, G=None, N=state.shape[3])
@@ -205,18 +219,15 @@ def selective_state_update(
     for name, y in (("D", D), ("dt_bias", dt_bias)):
         if y is not None:
             axes(name, y, H=heads, P=size)
-    slots = np.arange(batch_size, dtype=np.int32)
-    if indices is not None:
-        slots = _check.array("state_batch_indices", indices, ["int32"], [("B", batch_size)]).numpy()
-    cache = state if state.stride(3) == 1 else state.contiguous()
-    out = _update(States.at(cache, slots), x, dt, A, B, C, D, z, dt_bias, dt_softplus)
-    if cache is not state:
-        state.copy_(cache)
+    slots = slots_of("state_batch_indices", indices, batch_size, len(state))
+    out = _update(state, slots, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
+    clear(out, slots < 0)
     return out.squeeze(1) if one_head else out
 
 
 def _update(
-    held: States,
+    state: Tensor,
+    slots: Int32,
     x: Tensor,
     dt: Tensor,
     a: Tensor,
@@ -229,21 +240,22 @@ def _update(
 ) -> Tensor:
     """Does what selective_state_update does, after its checks."""
     batch_size, heads, size = x.shape
-    starts = each(batch_size, 1)
-    b, c = b.unsqueeze(1), c.unsqueeze(1)
+    fits, b, c = state.stride(3) == 1, b.unsqueeze(1), c.unsqueeze(1)
     if _one(a, (1, 2)) and _one(dt, (2,)) and (dt_bias is None or _one(dt_bias, (1,))):
         step = _step(dt[:, :, 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus).unsqueeze(1)
         if d is not None and _one(d, (1,)):
             d = d[:, 0]
-        z = z if z is None else z.unsqueeze(1)
+        values, z = x.unsqueeze(1), z if z is None else z.unsqueeze(1)
         g = step * a[:, 0, 0].float()
-        return _scan(x.unsqueeze(1), g, step, b, c, d, z, starts, held).squeeze(1)
-    step = _step(dt, dt_bias, dt_softplus).flatten(1).unsqueeze(1)
-    g = step.unsqueeze(3) * a.float().flatten(0, 1)
-    held.cache = held.cache.flatten(1, 2).unsqueeze(2)
-    d, z = d if d is None else d.flatten().unsqueeze(1), z if z is None else z.reshape(batch_size, 1, -1, 1)
-    values = x.reshape(batch_size, 1, heads * size, 1)
-    return _scan(values, g, step, b, c, d, z, starts, held).view(batch_size, heads, size)
+    else:  # each channel is a head
+        fits = fits and (1 in (heads, size) or state.stride(1) == size * state.stride(2))
+        step = _step(dt, dt_bias, dt_softplus).flatten(1).unsqueeze(1)
+        g = step.unsqueeze(3) * a.float().flatten(0, 1)
+        d, z = d if d is None else d.flatten().unsqueeze(1), z if z is None else z.reshape(batch_size, 1, -1, 1)
+        values = x.reshape(batch_size, 1, heads * size, 1)
+    with borrowed(state, slots, fits) as held:
+        held.cache = held.cache.view(len(held.cache), *values.shape[2:], state.shape[3])
+        return _scan(values, g, step, b, c, d, z, each(batch_size, 1), held).view(x.shape)
 
 
 def _one(x: Tensor, over: tuple[int, ...]) -> bool:

@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from cpu_attn import _check
 from cpu_attn.linear_attention import (
     causal_conv1d_fn,
     causal_conv1d_update,
@@ -30,7 +32,7 @@ from cpu_attn.linear_attention import (
     mamba_chunk_scan_combined,
     selective_state_update,
 )
-from cpu_attn.linear_attention.call import States, convolve, each
+from cpu_attn.linear_attention.call import States, convolve, each, integers, runs
 from cpu_attn.transformers import lightning, private, states
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -135,6 +137,43 @@ def _with_states(name: str, call: dict[str, Any], held: Any) -> Any:
     return (padded, *found[1:]) if isinstance(found, tuple) else padded
 
 
+def _told_apart(name: str, call: dict[str, Any], order: list[str], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Gives what keeps packed sequences apart in a call that does not have it, of a model that was told where they
+    start: by ``cu_seq_lens_q``, which attention reads, or by ``seq_idx``, which convolutions and scans read."""
+    starts, numbers = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+    if "seq_idx" in order and "seq_idx" not in call and starts is not None:
+        return _seq_idx(starts, call["x"].shape[0], call["x"].shape[HELD[name][2]])
+    if "seq_idx" in order or "cu_seqlens" not in order or "cu_seqlens" in call:
+        return {}
+    if starts is None and numbers is not None:
+        rows, length = call["q"].shape[:2]
+        found, firsts = runs(integers("seq_idx", numbers, B=rows, T=length))
+        if len(found) - 1 == rows == len(firsts):
+            return {}
+        _one_row("seq_idx", rows)
+        starts = torch.from_numpy(found)
+    return {} if starts is None else {"cu_seqlens": starts}
+
+
+def _seq_idx(cu_seq_lens_q: Any, rows: int, length: int) -> dict[str, Any]:
+    """Gives the numbers of the sequences that begin there. Tokens before them, which a cache has added, belong to the
+    first."""
+    starts = _check.rising("cu_seq_lens_q", integers("cu_seq_lens_q", cu_seq_lens_q, **{"N + 1": None}))
+    if len(starts) <= 2:
+        return {}
+    _one_row("cu_seq_lens_q", rows)
+    if starts[-1] > length:
+        raise ValueError(f"cu_seq_lens_q[{len(starts) - 1}]: {starts[-1]}, expected at most {length} tokens")
+    counts = np.diff(starts)
+    counts[0] += length - starts[-1]
+    return {"seq_idx": torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts))[None]}
+
+
+def _one_row(name: str, rows: int) -> None:
+    if rows != 1:
+        raise ValueError(f"{name}: the batch size is {rows}, expected 1 of packed sequences")
+
+
 def _computable(x: Any) -> bool:
     if not isinstance(x, Tensor):
         return True
@@ -157,8 +196,13 @@ def _instead(name: str, theirs: Any) -> Any:
             k: x for k, x in (dict(zip(order, args, strict=False)) | kwargs).items() if k in order and x is not None
         }
         held = states.taken(HELD[name][0], kwargs) if name in HELD else None
-        if held is None and not (needed <= call.keys() and all(map(_computable, call.values())) and has(call)):
-            return theirs(*args, **kwargs)
+        if held is None:
+            if not (needed <= call.keys() and all(map(_computable, call.values()))):
+                return theirs(*args, **kwargs)
+            told = _told_apart(name, call, order, kwargs)
+            call |= told
+            if not has(call):  # theirs refuses sequences that it does not keep apart
+                return theirs(*args, **kwargs | told)
         call = {k: x.detach() if isinstance(x, Tensor) else x for k, x in call.items()}
         return ours(call) if held is None else _with_states(name, call, held)
 
