@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text by Gemma 3 270M: continuous batching over paged caches, in NumPy, without torch.
 
-    pip install 'cpu-attn[example]'    # beside the cpu-attn that is installed; the weights are 250 MB of it
+    pip install '.[example]'    # in the checkout; the weights are 250 MB of it
     python examples/generate.py "The old lighthouse keeper" "A recipe for bread:" --kv-cache-dtype int8/int4 --rotated
 
 The model (gemma3.py) continues texts and follows no instructions; Google's terms for Gemma apply to it. Several prompts

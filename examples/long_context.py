@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A long context that two processes share: tokens a second of one rank and of two.
 
-    pip install 'cpu-attn[torch]' threadpoolctl
+    pip install '.[torch]' threadpoolctl
     python examples/long_context.py
 
 The decoder is tiny and random, and so are the keys and values of the context: what it says is noise, how fast it says

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chat-like loop in plain torch over a paged KV cache, with and without cpu-attn.
 
-    pip install 'cpu-attn[torch]'
+    pip install '.[torch]'
     python examples/torch_paged.py --help
 
 The decoder is tiny and random: what it says is noise, how fast it says it is not. All chats are prefilled at once, then

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer's attention in a decode step of transformers' continuous batching: its own way, and over its pages in place.
 
-    pip install 'cpu-attn[transformers]' psutil
+    pip install '.[transformers]' psutil
     python examples/transformers_batching.py
 
 Both are called as a layer calls them, with the PagedAttentionCache, indices and lengths of a real step. Stock is

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A conversation with a small random Llama in transformers: tokens a second with and without cpu_attn.
 
-    pip install 'cpu-attn[transformers]'
+    pip install '.[transformers]'
     python examples/transformers_chat.py --context 2048
 
 It has nothing to say, but takes the time that a trained model of these sizes would. Every turn appends what the user

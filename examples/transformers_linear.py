@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear attention in transformers: a prompt and the tokens after it, without cpu-attn and with it.
 
-    pip install 'cpu-attn[transformers]'
+    pip install '.[transformers]'
     python examples/transformers_linear.py
 
 Four layers of Qwen3-Next's shape, three of them gated delta nets, or of MiniMax-01's lightning attention, of random

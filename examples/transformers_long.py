@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long contexts of Gemma 3 270M in transformers: prefill and decode with eager, sdpa and cpu_attn.
 
-    pip install 'cpu-attn[transformers,example]' accelerate
+    pip install '.[transformers,example]' accelerate
     python examples/transformers_long.py --batch 1 --batch 8
 
 Decode goes on behind caches of random keys and values, for which no prompt has to be read. A context of 1 says what a

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse attention in transformers: decode with an indexer's 2048 of many keys, by eager, sdpa and cpu_attn.
 
-    pip install 'cpu-attn[transformers]'
+    pip install '.[transformers]'
     python examples/transformers_sparse.py
 
 Two layers of DeepSeek-V3.2's shape, but 16 heads and a hidden size of 2048, of random weights: latents of 512 + 64, an

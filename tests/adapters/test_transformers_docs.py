@@ -41,7 +41,7 @@ def test_snippets(monkeypatch: pytest.MonkeyPatch) -> None:
     (names,) = run(ROOT / "README.md", lambda snippet: "transformers" in snippet)
     assert names["model"].config._attn_implementation == "cpu_attn"
     ran = []
-    for names in run(ROOT / "docs" / "transformers.md"):
+    for names in run(ROOT / "docs" / "transformers.md", lambda snippet: "gemma3" not in snippet):
         ran.append(names.get("outputs", names["ids"]))
         assert calls
         calls.clear()

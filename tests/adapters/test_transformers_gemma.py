@@ -11,7 +11,7 @@ import pytest
 
 from cpu_attn import BlockManager
 
-from ..harness.snippets import example, printed
+from ..harness.snippets import ROOT, example, printed, run
 from ..models.gemma_texts import LOGITS, ODD, PROMPTS, TOKENS
 
 torch = pytest.importorskip("torch")
@@ -55,6 +55,12 @@ def generated(model: Any, prompt: list[int], implementation: str, tokens: int, c
 def test_the_tokens_are_those_of_eager(model: Any, prompts: list[list[int]]) -> None:
     """This made them; to make others, print what it finds."""
     assert tuple(generated(model, prompt, "eager", len(TOKENS[0])) for prompt in prompts) == TOKENS
+
+
+def test_lines_of_the_page(model: Any) -> None:
+    (names,) = run(ROOT / "docs" / "transformers.md", lambda snippet: "gemma3" in snippet)
+    prompt = names["inputs"]["input_ids"][0].tolist()
+    assert tuple(names["ids"][0, len(prompt) :].tolist()) == generated(model, prompt, "eager", 24)
 
 
 @pytest.mark.parametrize("paged", [False, True])
