@@ -5,8 +5,8 @@
     python examples/gains.py --environment transformers=$(which python) --model smollm2 --shape 1x2048
 
 The same weights and prompts go through every engine (gains_engines.py), each in a process of its own, one after the
-other: the time until all rows of a batch have a token, the median time of the tokens after it, the bytes of keys and
-values, and how many tokens are those of the first engine. An engine that is not installed is named, with the reason.
+other: the time until all rows of a batch have a token, and the median time of the tokens after it. An engine that is
+not installed is named, with the reason.
 A shape is left out where the engine, as fast as before, would take longer than --limit. One line has no attention at
 all: what is above it is what attention costs.
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from gains_engines import ENGINES, NONE, check_shapes, shape_of
+from gains_engines import ENGINES, check_shapes, shape_of
 
 HERE = Path(__file__).resolve().parent
 SHAPES = ("1x512", "1x2048", "1x8192", "1x32000", "8x512", "8x2048", "8x8192", "32x512", "32x2048")
@@ -78,7 +78,6 @@ def measure(
     most = MODELS[model]
     fitting = [x for x in shapes if shape_of(x)[0] <= most.rows and shape_of(x)[1] + 64 <= most.context]
     asked = [word for shape in fitting for word in ("--shape", shape)]
-    first: dict[tuple[int, int], list[list[int]]] = {}
     for engine in engines:
         package = ENGINES[engine][0]
         said: Result = {"model": model, "engine": engine}
@@ -87,41 +86,23 @@ def measure(
             continue
         try:
             for line in run(environments[package], engine, str(folder), *asked, *options):
-                found = json.loads(line)
-                tokens = found.pop("tokens", None)
-                if tokens and NONE not in engine:
-                    expected = first.setdefault((found["batch"], found["context"]), tokens)
-                    found["same"] = agreement(tokens, expected)
-                yield said | found
+                yield said | json.loads(line)
         except click.ClickException as reason:
             yield said | {"missing": reason.message}
 
 
-def agreement(tokens: list[list[int]], expected: list[list[int]]) -> float:
-    """Gives the part of the rows' tokens up to the first one that differs: after that a row reads another text."""
-    alike = 0
-    for row, other in zip(tokens, expected, strict=True):
-        alike += next((i for i, (x, y) in enumerate(zip(row, other, strict=True)) if x != y), len(row))
-    return alike / sum(map(len, tokens))
-
-
 def table(results: Sequence[Result]) -> list[list[str]]:
-    """Gives a row for each engine and batch: seconds until the first token and milliseconds a token of each context,
-    and at the longest one the cache and how many tokens are those of the first engine."""
+    """Gives a row for each engine and batch: seconds until the first token and milliseconds a token of each context."""
     contexts = sorted({r["context"] for r in results if "context" in r})
-    rows = [["model", "engine", "rows", *map(str, contexts), "cache", "same tokens"]]
+    rows = [["model", "engine", "rows", *map(str, contexts)]]
     for model, engine, batch in dict.fromkeys((r["model"], r["engine"], r.get("batch")) for r in results):
         its = [r for r in results if (r["model"], r["engine"], r.get("batch")) == (model, engine, batch)]
         if "missing" in its[0]:
-            rows.append([MODELS[model].name, engine, "", its[0]["missing"], *[""] * (len(contexts) + 1)])
+            rows.append([MODELS[model].name, engine, "", its[0]["missing"], *[""] * (len(contexts) - 1)])
             continue
         by_context = {r["context"]: r for r in its}
         cells = [cell(by_context[c]) if c in by_context else "" for c in contexts]
-        done = [r for r in its if "first" in r]
-        size = f"{done[-1]['cache'] / 2**20:.1f} MiB" if done and done[-1]["cache"] else ""
-        alike = [r["same"] for r in done if "same" in r]
-        same = f"{100 * min(alike):.0f} %" if alike else ""
-        rows.append([MODELS[model].name, engine, str(batch), *cells, size, same])
+        rows.append([MODELS[model].name, engine, str(batch), *cells])
     return rows
 
 
@@ -136,51 +117,44 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
+class Panel(NamedTuple):
+    title: str
+    model: str
+    batch: int
+    context: int
+    field: str  # "first", in seconds, or "step", in milliseconds
+
+
+PANELS = (
+    Panel("Gemma 3 270M: seconds for\na prompt of 8192 tokens", "gemma3", 1, 8192, "first"),
+    Panel("SmolLM2 135M: milliseconds for\na token of 8 rows behind 2048", "smollm2", 8, 2048, "step"),
+    Panel("8B's shape, 2 layers: milliseconds\nfor a token behind 32,000", "8b", 1, 32000, "step"),
+)
+BARS = (  # engine, what its bar is called, whether it is with cpu-attn
+    ("transformers, sdpa", "transformers, sdpa", False),
+    ("transformers, cpu_attn, PagedCache", "transformers, cpu-attn", True),
+    ("vLLM", "vLLM", False),
+    ("vLLM, cpu_attn", "vLLM, cpu-attn", True),
+    ("llama.cpp", "llama.cpp", False),
+)
+
+
 def draw(results: Sequence[Result], path: Path) -> None:
-    """The time of a prompt, and of a token after it, against the context: a line an engine, a column for each model and
-    batch of at most 8 rows and of more than one context."""
-    shown = [r for r in results if "step" in r and r["batch"] <= 8]
-    columns = [
-        key
-        for key in dict.fromkeys((r["model"], r["batch"]) for r in shown)
-        if len({r["context"] for r in shown if (r["model"], r["batch"]) == key}) > 1
-    ]
-    if not columns:  # none yet
-        return
-    size = 3.2 * len(columns), 6.4
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(2, len(columns), squeeze=False, sharex="col")
-    for (model, batch), pair in zip(columns, panels.T, strict=True):
-        its = [r for r in shown if (r["model"], r["batch"]) == (model, batch)]
-        pair[0].set_title(f"{MODELS[model].name}, {batch} {'row' if batch == 1 else 'rows'}")
-        pair[1].set_xlabel("tokens of context")
-        for axes, field, factor in zip(pair, ("first", "step"), (1, 1e3), strict=True):
-            panel(axes, its, field, factor)
-    panels[0, 0].set_ylabel("seconds until the first token")
-    panels[1, 0].set_ylabel("milliseconds a token")
-    lines = {line.get_label(): line for axes in panels.flat for line in axes.get_lines()}
-    order = [name for name in ENGINES if name in lines]
-    figure.legend([lines[name] for name in order], order, loc="outside lower center", ncols=3, fontsize="small")
+    """Draws a panel for each of PANELS: a bar for each engine, and below it one with cpu-attn."""
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(5, 5.6), layout="constrained")
+    for axes, panel in zip(figure.subplots(len(PANELS), 1), PANELS, strict=True):
+        its = {r["engine"]: r for r in results if (r["model"], r.get("batch"), r.get("context")) == panel[1:4]}
+        found = [(label, its[name][panel.field], own) for name, label, own in BARS if panel.field in its.get(name, {})]
+        for place, (_, value, own) in enumerate(found):
+            shown = value if panel.field == "first" else value * 1e3
+            axes.barh(-place, shown, color="C0" if own else "0.75")
+            axes.text(shown, -place, f" {shown:.1f}" if shown < 10 else f" {shown:.0f}", va="center", fontsize=9)
+        axes.set_yticks([-place for place in range(len(found))], [label for label, *_ in found], fontsize=9)
+        axes.set_title(panel.title, loc="left", fontsize=10)
+        axes.set_xticks([])
+        axes.margins(x=0.12)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
     figure.savefig(path)
-
-
-def panel(axes: Any, results: Sequence[Result], field: str, factor: float) -> None:
-    ticker = importlib.import_module("matplotlib.ticker")
-    for i, name in enumerate(ENGINES):
-        rows = [r for r in results if r["engine"] == name]
-        points = [r["context"] for r in rows], [r[field] * factor for r in rows]
-        style = {"marker": "o", "linewidth": 2} if "cpu_attn" in name else {"marker": "s", "linestyle": "--"}
-        style |= {"color": "black", "marker": "", "linestyle": ":"} if NONE in name else {"color": f"C{i}"}
-        if rows:
-            axes.plot(*points, label=name, markersize=4, **style)
-    contexts = sorted({r["context"] for r in results})
-    axes.set(xscale="log", yscale="log")
-    axes.set_xticks(contexts, contexts)
-    axes.xaxis.set_minor_locator(ticker.NullLocator())
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    axes.yaxis.set_minor_locator(ticker.NullLocator())
-    axes.grid(alpha=0.25)
 
 
 def environment(_: Any, __: Any, given: Sequence[str]) -> dict[str, str]:
