@@ -11,7 +11,9 @@ GAINS = build/gains
 SITE = build/docs
 # Which of them to install and to test.
 WITH = torch transformers vllm
-SOURCES := build_ffi.py pyproject.toml $(shell find native cpu_attn cli tests -name '*.py' -o -name '*.[ch]' -o -name '*.inc')
+# What C is compiled from, and the modules that are installed beside it: tests run from the checkout.
+COMPILED := build_ffi.py pyproject.toml cpu_attn/_arguments.py $(shell find native -name '*.[ch]' -o -name '*.inc')
+MODULES := $(shell find cpu_attn cli tests -name '*.py' -not -name 'test_*')
 # The files of tests/*/ with these names.
 files = $(foreach name,$(1),$(wildcard tests/*/test_$(name).py))
 # Away from the sources, so that every process the tests start imports what is installed. Whole files to a process, for
@@ -51,6 +53,7 @@ help:
 	@echo "make clean      remove what the others made"
 
 verify: $(VENV)/installed
+	@echo "make verify: it is installed; now its kernels are checked"
 	@$(heed) $(BIN)/cpu-attn verify $(call or_say,verify)
 	@echo "make verify: passed"
 
@@ -223,11 +226,19 @@ $(BIN)/python:
 
 # build/lib may hold modules that are no more. oneDNN's package has one library of 55 MB under three names, since a wheel
 # holds no links: here they become one file. pip hides what the build says, so the build writes to this shell's stderr
-# itself, unless that is a plain file, where each of the two would write over the other.
-$(VENV)/installed: $(BIN)/python $(SOURCES)
+# itself, unless that is a plain file, where each of the two would write over the other. Objects stay in build/temp*,
+# and build_ffi.py compiles what has changed since.
+$(VENV)/compiled: $(BIN)/python $(COMPILED)
 	@rm -rf build/lib* && echo "building and installing into $(VENV)"
-	@CPU_ATTN_PROGRESS=$$([ -f /proc/$$$$/fd/2 ] || echo /proc/$$$$/fd/2) $(BIN)/pip install --quiet . && touch $@
+	@CPU_ATTN_PROGRESS=$$([ -f /proc/$$$$/fd/2 ] || echo /proc/$$$$/fd/2) \
+		$(BIN)/pip install --quiet 'setuptools>=77' . && touch $@
 	@cd $(VENV)/lib && [ ! -e libdnnl.so.3 ] || for name in libdnnl.so libdnnl.so.3.2; do ln -f libdnnl.so.3 $$name; done
+
+# An edit of Python reaches the environment without pip: every module takes the place of the installed one.
+$(VENV)/installed: $(VENV)/compiled $(MODULES)
+	@here=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))') \
+		&& find $$here/cpu_attn -name '*.py' -delete \
+		&& $(BIN)/python -W ignore -c 'import setuptools; setuptools.setup()' -q build_py --build-lib $$here && touch $@
 
 # By name: what an extra adds to the package that is installed.
 $(VENV)/dev $(VENV)/wheel $(VENV)/systems: $(VENV)/installed

@@ -18,17 +18,21 @@ Environment, read at build time:
 from __future__ import annotations
 
 import gzip
+import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
 import runpy
+import subprocess
 import tarfile
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,6 +184,34 @@ class Progress:
             self.tell(source)
 
 
+class Made:
+    """Holds what an object was made of: the command, and a digest of each file that the compiler read, but for system
+    headers. An object that an earlier build left is current where these are the same."""
+
+    def __init__(self, made: Path, command: list[str]) -> None:
+        self.made, self.command, self.record = made, command, made.with_suffix(".json")
+
+    def current(self) -> bool:
+        try:
+            before = json.loads(self.record.read_text())
+            return self.made.exists() and before == self._now(before["files"])
+        except (OSError, ValueError, LookupError):
+            return False
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[str]]:
+        """Gives flags by which the compiler lists what it reads."""
+        read = self.made.with_suffix(".d")
+        self.record.unlink(missing_ok=True)
+        yield ["-MMD", "-MF", str(read)]
+        names = re.split(r"(?<!\\)\s+", read.read_text().partition(": ")[2].replace("\\\n", " ").strip())
+        self.record.write_text(json.dumps(self._now([name.replace("\\ ", " ") for name in names])))
+
+    def _now(self, names: Iterable[str]) -> dict[str, Any]:
+        digests = {name: hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in names}
+        return {"command": self.command, "files": digests}
+
+
 class BuildExt(build_ext):  # type: ignore[misc]
     """Compiles each source with its own flags and links them with cffi's glue."""
 
@@ -281,20 +313,24 @@ class BuildExt(build_ext):  # type: ignore[misc]
         macros = [("Py_LIMITED_API", "0x030a0000")]
 
         sources = {**sources, glue: [f for f in link_flags if f not in ("-Wall", "-Wextra")]}
-        progress = Progress(ext.name, len(sources))
-
-        def compile_one(source: Path) -> list[str]:
-            name = source.relative_to(ROOT) if source.is_relative_to(ROOT) else source
-            how: dict[str, Any] = {"output_dir": self.build_temp, "macros": macros, "include_dirs": include}
-            made: list[str] = self.compiler.compile([str(name)], extra_postargs=sources[source], **how)
-            progress.count(source.name)
-            return made
-
+        how: dict[str, Any] = {"output_dir": self.build_temp, "macros": macros, "include_dirs": include}
+        compiler = self.compiler.compiler_so
+        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+        command = [version, *compiler, *map(str, macros), *include]
+        objects = self.compiler.object_filenames([name_of(source) for source in sources], output_dir=self.build_temp)
+        made = {source: Made(Path(o), [*command, *sources[source]]) for source, o in zip(sources, objects, strict=True)}
         # The files of isas take longest by far, so they begin first, while there is something to do beside them.
         order = sorted(sources, key=lambda path: path.parent != FLAGGED[0])
+        stale = [source for source in order if not made[source].current()]
+        progress = Progress(ext.name, len(stale))
+
+        def compile_one(source: Path) -> None:
+            with made[source].recorded() as flags:
+                self.compiler.compile([name_of(source)], extra_postargs=[*sources[source], *flags], **how)
+            progress.count(source.name)
+
         with ThreadPoolExecutor(processes()) as pool:
-            made = dict(zip(order, pool.map(compile_one, order), strict=True))
-        objects = [o for source in sources for o in made[source]]
+            list(pool.map(compile_one, stale))
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shared = [f for f in link_flags if f == "-fopenmp" or f.startswith("-fsanitize=")]
@@ -341,6 +377,11 @@ class Sdist(sdist):  # type: ignore[misc]
         ):
             archive.add(base_dir, filter=timeless)  # it adds files in the order of their names
         return path
+
+
+def name_of(source: Path) -> str:
+    """Names a source as the compiler is told of it: from here, so that a compiler cache knows it in another folder."""
+    return str(source.relative_to(ROOT) if source.is_relative_to(ROOT) else source)
 
 
 def find_onednn() -> tuple[Path, Path] | str:

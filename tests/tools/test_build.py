@@ -39,6 +39,36 @@ def test_compilers(
     assert build_ffi.processes(tmp_path) == expected
 
 
+def test_an_object_is_kept_while_nothing_that_it_was_made_of_changes(build_ffi: Any, tmp_path: Path) -> None:
+    source, header, made = (tmp_path / name for name in ("a b.c", "with space.h", "a b.o"))
+    source.write_text('#include "with space.h"\n')
+    header.write_text("int x;\n")
+
+    def kept(*flags: str) -> bool:
+        """Compiles it if it has to be, and says whether it had not."""
+        one = build_ffi.Made(made, ["cc", *flags])
+        if one.current():
+            return True
+        with one.recorded() as more:
+            subprocess.run(["cc", "-c", str(source), "-o", str(made), *flags, *more], check=True)
+        return False
+
+    assert not kept() and kept()
+    header.write_text("int y;\n")
+    assert not kept() and kept()
+    assert not kept("-O1") and kept("-O1")
+    made.unlink()
+    assert not kept("-O1") and kept("-O1")
+    source.write_text("#error it fails\n")
+    for _ in range(2):
+        with pytest.raises(subprocess.CalledProcessError):
+            kept("-O1")
+    source.write_text('#include "with space.h"\n')
+    header.unlink()
+    with pytest.raises(subprocess.CalledProcessError):
+        kept("-O1")
+
+
 def told(build_ffi: Any) -> None:
     progress = build_ffi.Progress("cpu_attn._native", 2)
     progress.count("avx2.c")
@@ -74,13 +104,15 @@ def test_make_verify(interrupted: bool, says: str, tmp_path: Path) -> None:
     wait = "echo ready; trap 'exit 130' INT; while :; do sleep 0.1; done"
     command.write_text(f"#!/bin/sh\n{wait if interrupted else 'echo ready; exit 1'}\n")
     command.chmod(0o755)
-    (tmp_path / "installed").touch()
+    for done in ("compiled", "installed"):
+        (tmp_path / done).touch()
     make = subprocess.Popen(
         ["make", "--no-print-directory", "verify", f"VENV={tmp_path}"], cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    assert make.stdout and make.stdout.readline() == "ready\n"
+    assert make.stdout and make.stdout.readline().startswith("make verify: it is installed")
+    assert make.stdout.readline() == "ready\n"
     if interrupted:
         os.killpg(make.pid, signal.SIGINT)
     lines = make.stdout.read().splitlines()
