@@ -46,7 +46,8 @@ help:
 	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
 	@echo "make emulate    amx and avx512 by either product of bfloat16, over emulations of their instructions (needs AVX2)"
 	@echo "make mutants    break the package in one place at a time: do its tests notice? ONLY='plan-* py-*' for some,"
-	@echo "                SAMPLE=6 SEED=45 for so many of them, RANDOM=300 SEED=45 for random ones of native/"
+	@echo "                SAMPLE=6 SEED=45 for so many of them, RANDOM=300 SEED=45 for random ones of native/,"
+	@echo "                of a part of it with UNDER=native/linear/"
 	@echo "make lint       ruff, mypy, clang-format, zizmor;  make format: let ruff and clang-format rewrite"
 	@echo "make wheel      dist/: a wheel that auditwheel repaired and verify has tried, an sdist, a bill of materials"
 	@echo "make systems    does native/ compile for musl, macOS and Windows? By zig's clang, minutes"
@@ -176,7 +177,7 @@ forced-tests:
 
 # One after the other. Those of the adapters run where their libraries are: VENV=$(INTEGRATIONS).
 mutants: $(VENV)/test
-	@$(BIN)/python tests/mutants.py $(addprefix --random ,$(RANDOM)) $(addprefix --sample ,$(SAMPLE)) \
+	@$(BIN)/python tests/mutants.py $(addprefix --random ,$(RANDOM)) $(addprefix --under ,$(UNDER)) $(addprefix --sample ,$(SAMPLE)) \
 		$(addprefix --seed ,$(SEED)) $(foreach name,$(ONLY),'$(name)')
 
 # mypy looks at the installed package: only there are cli and tests at their place in it.

@@ -173,14 +173,16 @@ def included(file: str) -> frozenset[str]:
     return frozenset({file}).union(*(included(name) for name in found if (ROOT / name).is_file()))
 
 
-def drawn(number: int, seed: int) -> list[Mutant]:
-    """Mutants of native/ at random: the same ones for the same sources, number and seed."""
-    files = (
+def drawn(number: int, seed: int, under: str = "native/") -> list[Mutant]:
+    """Mutants of native/, or of the part of it whose paths begin like this, at random: the same ones for the same
+    sources, number and seed."""
+    files = [
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "native").rglob("*")
         if path.suffix in (".c", ".h", ".inc")
-    )
-    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in files if not file.startswith(UNTOUCHED)}
+    ]
+    files = [file for file in files if file.startswith(under) and not file.startswith(UNTOUCHED)]
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in files}
     found = []
     for i, (kind, file, change) in enumerate(mutate.draw(texts, number, seed)):
         text = texts[file]
@@ -360,15 +362,18 @@ def sampled(mutants: Sequence[Mutant], number: int, seed: int) -> list[Mutant]:
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--list", "only_list", is_flag=True, help="Say what there is.")
 @click.option("--random", "number", type=click.IntRange(1), help="Draw so many mutants of native/ instead.")
+@click.option("--under", default="native/", show_default=True, help="How the paths begin where --random draws.")
 @click.option("--sample", type=click.IntRange(1), help="Take so many of those that can run here.")
 @click.option("--seed", default=0, show_default=True, help="Which ones --random and --sample draw.")
-def main(names: tuple[str, ...], only_list: bool, number: int | None, sample: int | None, seed: int) -> None:
+def main(
+    names: tuple[str, ...], only_list: bool, number: int | None, under: str, sample: int | None, seed: int
+) -> None:
     """Break the package as tests/mutants.toml says, one mutant after the other, and see whether tests fail.
 
     NAME is that of a mutant, or a pattern like 'plan-*'; all unless said. Exits with 1 if a mutant survived, if its
     text is no longer in its file, or if it does not build or its tests fail without it.
     """
-    mutants = drawn(number, seed) if number else read()
+    mutants = drawn(number, seed, under) if number else read()
     for name in names:
         if not fnmatch.filter([m.name for m in mutants], name):
             raise click.UsageError(f"no mutant {name!r}; --list says which there are")

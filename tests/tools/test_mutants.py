@@ -101,6 +101,7 @@ def test_random_mutants_are_those_of_their_seed() -> None:
     assert mutants.sampled(MUTANTS, 5, 1) == mutants.sampled(MUTANTS, 5, 1) != mutants.sampled(MUTANTS, 5, 2)
     assert mutants.sampled(MUTANTS, 10**6, 1) == MUTANTS
     some, others = mutants.drawn(8, 1), mutants.drawn(8, 2)
+    assert {m.file.startswith("native/linear/") for m in mutants.drawn(8, 1, "native/linear/")} == {True}
     assert some == mutants.drawn(8, 1) and {m.find for m in some} != {m.find for m in others}
     for mutant in some:
         assert mutant.applied() != (mutants.ROOT / mutant.file).read_text(encoding="utf-8")
