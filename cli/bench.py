@@ -22,7 +22,7 @@ import click
 
 import cpu_attn
 from cpu_attn import _threads
-from cpu_attn._check import INT32_MAX, MAX_SIZE, SOFTCAP_MAX, TINY, kv_dtypes
+from cpu_attn._check import INT32_MAX, MAX_SIZE, kv_dtypes
 from cpu_attn._check import kv_cache_layout as check_layout
 from cpu_attn._check import kv_cache_rotation as check_rotation
 from cpu_attn.cli import contest, plot, report
@@ -159,13 +159,14 @@ def _undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def there_are(threads: Collection[int]) -> list[int]:
-    """Gives these numbers of threads in ascending order, each at most what a call uses."""
-    found = set()
+def usable(threads: Collection[int]) -> list[int]:
+    """Gives these numbers of threads in ascending order. It is an error where one is more than a call uses."""
     for n in threads:
         with _threads.threads(n):
-            found.add(cpu_attn.get_num_threads())
-    return sorted(found)
+            most = cpu_attn.get_num_threads()
+        if n > most:
+            raise click.UsageError(f"--threads {n}: a call uses at most {most} threads here")
+    return sorted(set(threads))
 
 
 def _always(workloads: Sequence[Workload], dtypes: Sequence[str], threads: int) -> list[Limit]:
@@ -341,7 +342,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--num-kv-heads", type=size, help="Kv heads, likewise."),
             click.option("--head-size", type=size, help="Head size, likewise."),
             click.option("--sliding-window", type=length, help="Keys that a query sees, its own counted; likewise."),
-            click.option("--softcap", type=Number(TINY, SOFTCAP_MAX), help="Softcap of the logits; likewise."),
+            click.option("--softcap", type=Number(1.18e-38, 2.34e38), help="Softcap of the logits; likewise."),
             click.option("--sinks", is_flag=True, help="A sink for each head; likewise."),
             click.option("--alibi", is_flag=True, help="ALiBi slopes; likewise."),
             click.option("--attn-bias", is_flag=True, help="A bias for each head, query and key; likewise."),
@@ -485,6 +486,7 @@ def bench(
     engines = {(i, d): engines_here(engine, rival, i, d, sizes) for i, d in product(*map(dict.fromkeys, (isa, dtype)))}
     for kind, rotation in product(kv_cache_dtype, kv_cache_rotation):
         refuse_idle(workloads, engines, engine + rival, kind, block_size, rotation)
+    numbers = usable(threads or [cpu_attn.get_num_threads()])
     if plot_to:
         plot.check(plot_to, {w.kind for w in workloads})
     cache = {"block_size": block_size, "kv_cache_layout": kv_cache_layout}
@@ -493,7 +495,7 @@ def bench(
         for kind, rotation in product(dict.fromkeys(kv_cache_dtype), dict.fromkeys(kv_cache_rotation))
     ]
     try:
-        found = run(workloads, engines, there_are(threads or [cpu_attn.get_num_threads()]), repeat, caches)
+        found = run(workloads, engines, numbers, repeat, caches)
     except MemoryError as error:
         raise click.ClickException(f"no memory for it: {error}") from None
     if then:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import shutil
 import sys
 import textwrap
@@ -22,7 +23,7 @@ from rich.text import Text
 
 MOST = 2**24  # the most characters of a report; a device may have no end
 INTERRUPTED = 130  # exit status after Ctrl-C, as a shell has it of a command that the signal ended
-NO_TERMINAL = 10_000  # columns of a file or a pipe: more than any table has
+NO_TERMINAL = 10_000  # columns of a file or a pipe, unless COLUMNS says how many: more than any table has
 RESULT_FIELDS = (
     "workload",
     "engine",
@@ -57,7 +58,8 @@ def new_console() -> Console:
     """Makes a console for stdout. Names and reasons from elsewhere are no markup; whatever has a style is a Text."""
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
-        console.width = NO_TERMINAL
+        columns = os.environ.get("COLUMNS", "")
+        console.width = int(columns) if columns.isdigit() and int(columns) else NO_TERMINAL
     return console
 
 

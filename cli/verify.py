@@ -162,8 +162,8 @@ def _select(level: str, names: Sequence[str], dtype: str, seed: int) -> tuple[li
     for name in names:
         if name not in known and name not in others:
             near = difflib.get_close_matches(name, [*known, *others], 3)
-            near = near or [f"one of {len(known) + len(others)} others, {next(iter(known))} say"]
-            raise click.UsageError(f"no case {name!r}: did you mean {' or '.join(near)}?")
+            there = f"there are {len(known) + len(others)}, such as {next(iter(known))}"
+            raise click.UsageError(f"no case {name!r}: " + (f"did you mean {' or '.join(near)}?" if near else there))
     return [known[name] for name in names if name in known], set(names)
 
 

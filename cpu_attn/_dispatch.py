@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from cpu_attn._dtypes import DTYPE_CODES
-from cpu_attn._errors import UnavailableError
+from cpu_attn._errors import UnavailableError, none_of
 from cpu_attn._native import ffi, lib
 
 ENGINE_NAMES = ("native", "onednn", "reference")
@@ -177,8 +177,8 @@ def _resolve_isa(name: str, dtype: str, odd_vec16: bool) -> Isa:
         if isa.name == name:
             reason = isa.reason or f"it has no {dtype} kernel"
             raise UnavailableError(f"isa: {name!r} is not available here: {reason}. Available for {dtype}: {there}")
-    names, who = ", ".join(i.name for i in isas()), _who_asked("isa", name, "CPU_ATTN_ISA")
-    raise ValueError(f"{who}: {name!r} is none of auto, vec, vec16, {names}. Available here: {there}")
+    who, known = _who_asked("isa", name, "CPU_ATTN_ISA"), ("auto", "vec", "vec16", *(i.name for i in isas()))
+    raise ValueError(f"{none_of(who, name, known)}. Available here: {there}")
 
 
 def serves(isa: str, dtype: str) -> bool:
@@ -199,5 +199,4 @@ def resolve_engine(name: str) -> tuple[str, Any]:
         return name, lib.ca_reference_engine()
     if name == "onednn":
         return name, _onednn().engine()
-    who = _who_asked("engine", name, "CPU_ATTN_ENGINE")
-    raise ValueError(f"{who}: {name!r} is none of auto, {', '.join(ENGINE_NAMES)}")
+    raise ValueError(none_of(_who_asked("engine", name, "CPU_ATTN_ENGINE"), name, ("auto", *ENGINE_NAMES)))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from cpu_attn._errors import none_of
 from cpu_attn._native import lib
 
 
@@ -105,5 +106,5 @@ def dtype_name(dtype: Any, argument: str = "dtype") -> str:
         with contextlib.suppress(Exception):  # np.dtype parses, and raises SyntaxError, ValueError, ...
             name = NAMES.get(np.dtype(dtype), name)
     if name not in DTYPE_CODES:
-        raise TypeError(f"{argument}: {dtype!r} is none of {', '.join(DTYPE_CODES)}")
+        raise TypeError(none_of(argument, dtype, DTYPE_CODES))
     return name

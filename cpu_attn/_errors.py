@@ -1,5 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module defines the library's own exceptions."""
+"""This module defines the library's own exceptions, and the words of those that several modules raise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def none_of(name: str, x: Any, known: Iterable[Any]) -> str:
+    """Says that an argument is none of what it may be. Each of these is quoted, since 'none' may be one of them."""
+    return f"{name}: {x!r} is none of {', '.join(map(repr, known))}"
 
 
 class UnavailableError(RuntimeError):

@@ -52,7 +52,9 @@ def cache_format(*words: Any) -> CacheFormat:
     """Makes a CacheFormat, once for the same words."""
     try:
         return _known_format(*words)
-    except TypeError:  # a word cannot be hashed, or is none, which the next line says
+    except MemoryError:
+        raise
+    except Exception:  # a word cannot be hashed, or is wrong, which the next line says
         return CacheFormat(*words)
 
 

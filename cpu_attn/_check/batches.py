@@ -28,13 +28,17 @@ def batch(name: str, x: Any, ids: bool) -> tuple[tuple[Hashable, ...], Array, Ar
     pairs = sequence(name, x)
     try:
         requests, given = zip(*pairs, strict=True) if pairs else ((), ())
-    except (TypeError, ValueError):
+    except MemoryError:
+        raise
+    except Exception:
         wrong = next(i for i, pair in enumerate(pairs) if len(sequence(f"{name}[{i}]", pair)) != 2)
         raise ValueError(f"{name}[{wrong}]: expected (request, tokens), got {pairs[wrong]!r}") from None
     try:
         counts = np.fromiter(map(len, given), np.int64, len(given))
         found = _joined(given)
-    except (TypeError, ValueError):  # one of them is a number of tokens, or is wrong and has to be named
+    except MemoryError:
+        raise
+    except Exception:  # one of them is a number of tokens, or is wrong and has to be named
         each = [_tokens(f"{name}[{i}][1]", t, ids) for i, t in enumerate(given)]
         counts = np.array([t if isinstance(t, int) else len(t) for t in each], np.int64)
         found = np.concatenate([np.zeros(0, np.int64), *each]) if ids else np.zeros(0, np.int64)

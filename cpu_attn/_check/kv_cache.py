@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from cpu_attn._arrays import Array, describe
 from cpu_attn._check.arrays import FLOATS, array, disjoint
 from cpu_attn._check.faults import misfit, new_fault
-from cpu_attn._check.values import TINY, number
+from cpu_attn._check.values import TINY, choice, number
 from cpu_attn._dtypes import CODES, FORMATS, dtype_name, is_scaled
+from cpu_attn._errors import none_of
 from cpu_attn._native import lib
 
 LAYOUTS = {"packed": lib.CA_PACKED, "HND": lib.CA_HND, "NHD": lib.CA_NHD}  # vLLM has the last two names, too
@@ -28,10 +29,8 @@ def _kv_dtypes(kv_cache_dtype: str, dtype: str) -> tuple[str, ...]:
     names = kv_cache_dtype.split("/")
     found = tuple(dtype if name in ("auto", dtype) else NARROW.get(name, "") for name in names)
     if not all(found) or len(names) > 2:
-        raise ValueError(
-            f"kv_cache_dtype: {kv_cache_dtype!r} is none of 'auto', the dtype {dtype!r}, {', '.join(NARROW)}, nor two "
-            "of them as 'K/V'"
-        )
+        what = none_of("kv_cache_dtype", kv_cache_dtype, ("auto", *NARROW))
+        raise ValueError(f"{what}, nor the dtype {dtype!r}, nor two of them as 'K/V'")
     return found * (3 - len(names))
 
 
@@ -54,21 +53,18 @@ def keys_alone(kv_cache_dtype: Any) -> str:
 
 def kv_cache_layout(x: Any, kvs: Sequence[str] = ()) -> str:
     """Checks the name of a layout. kvs: what the caches are to hold, as kv_dtypes says it."""
-    if not isinstance(x, str):
-        raise TypeError(f"kv_cache_layout: expected a name, got {type(x).__name__}")
-    if x not in LAYOUTS:
-        raise ValueError(f"kv_cache_layout: {x!r} is none of {', '.join(LAYOUTS)}")
+    layout: str = choice("kv_cache_layout", x, LAYOUTS)
     for kv in kvs:
-        if x != "packed" and is_scaled(kv):
+        if layout != "packed" and is_scaled(kv):
             raise ValueError(f"kv_cache_layout: {x!r} holds no {kv}")
-    return x
+    return layout
 
 
 @functools.cache  # there are as few rotations
 def _rotated(rotation: str) -> int:
     names = rotation.split("/")
     if len(names) > 2 or any(name not in ROTATIONS for name in names):
-        raise ValueError(f"kv_cache_rotation: {rotation!r} is none of {', '.join(ROTATIONS)}, nor two of them as 'K/V'")
+        raise ValueError(f"{none_of('kv_cache_rotation', rotation, ROTATIONS)}, nor two of them as 'K/V'")
     return sum((name != "none") << i for i, name in enumerate((names * 2)[:2]))
 
 
@@ -81,13 +77,8 @@ def kv_cache_rotation(x: Any) -> int:
 
 def numa(x: Any) -> str | None:
     """Checks the name of the way in which a cache's memory lies on NUMA nodes."""
-    if x is None:
-        return None
-    if not isinstance(x, str):
-        raise TypeError(f"numa: expected a name or None, got {type(x).__name__}")
-    if x not in ("interleave", "blocks"):
-        raise ValueError(f"numa: {x!r} is none of interleave, blocks, None")
-    return x
+    found: str | None = choice("numa", x, ("interleave", "blocks", None))
+    return found
 
 
 def memory(kv: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from cpu_attn._arrays import numpy_view
 from cpu_attn._check.arrays import array, integers, rising
-from cpu_attn._check.values import HUGE, INT32_MAX, MAX_SIZE, integer, number
+from cpu_attn._check.values import HUGE, INT32_MAX, MAX_SIZE, choice, integer, number
 from cpu_attn._native import lib
 
 # These have the order of native/cpu_attn.h.
@@ -72,9 +72,7 @@ def linear_gates(
     gate: Any, known: Mapping[str, int], g: Any, beta: Any, a_log: Any, dt_bias: Any, lower_bound: Any
 ) -> int:
     """Checks that what goes with a gate is given, and nothing else, and gives its number."""
-    if not isinstance(gate, str) or gate not in known:
-        raise ValueError(f"gate: {gate!r} is none of {', '.join(known)}")
-    code = known[gate]
+    code = known[choice("gate", gate, known)]
     bounded = code == lib.CA_GATE_SIGMOID
     if lower_bound is not None and not bounded:
         raise ValueError(f"lower_bound: given, but gate is {gate!r}, and 'sigmoid' has one")
@@ -110,16 +108,12 @@ def limits(name: str, x: Any) -> tuple[float, float]:
 
 def state_layout(x: Any, known: Sequence[str]) -> bool:
     """Says whether the second of two layouts is named."""
-    if not isinstance(x, str) or x not in known:
-        raise ValueError(f"state_layout: {x!r} is none of {', '.join(known)}")
-    return bool(x == known[1])
+    return bool(choice("state_layout", x, known) == known[1])
 
 
 def activation(x: Any) -> bool:
     """Says whether SiLU is asked for."""
-    if x is not None and not (isinstance(x, str) and x in ("silu", "swish")):
-        raise ValueError(f"activation: {x!r} is none of silu, swish, None")
-    return x is not None
+    return choice("activation", x, ("silu", "swish", None)) is not None
 
 
 def each_token(x: Any, num_tokens: int) -> Any:

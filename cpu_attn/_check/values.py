@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
+
+from cpu_attn._errors import none_of
 
 INT32_MAX = 2**31 - 1
 TINY, HUGE = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))  # normal float32
@@ -83,6 +85,17 @@ def logit_factors(scale: Any, softcap_: Any, k_scale: float) -> tuple[float, flo
         by = f"over softcap {cap}" if cap else "times log2(e)"
         raise ValueError(f"scale: {factor} times k_scale {k_scale} {by} is not a finite float32")
     return factor, cap
+
+
+def choice(name: str, x: Any, known: Collection[Any]) -> Any:
+    """Gives ``x``, a name that is among ``known``, or None where that is."""
+    if x is None and None in known:
+        return x
+    if not isinstance(x, str):
+        raise TypeError(f"{name}: expected a name{' or None' * (None in known)}, got {type(x).__name__}")
+    if x not in known:
+        raise ValueError(none_of(name, x, known))
+    return x
 
 
 def boolean(name: str, x: Any) -> bool:

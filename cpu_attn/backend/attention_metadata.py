@@ -37,11 +37,7 @@ class AttentionType(str, Enum):
 
 
 def attention_type(attn_type: Any) -> AttentionType:
-    try:
-        return AttentionType(attn_type)
-    except ValueError:
-        names = ", ".join(t.value for t in AttentionType)
-        raise ValueError(f"attn_type: {attn_type!r} is none of {names}") from None
+    return AttentionType(_check.choice("attn_type", attn_type, [t.value for t in AttentionType]))
 
 
 class Part(NamedTuple):

@@ -120,14 +120,15 @@ class PagedAttention:
             ValueError: a size is out of range, a name is unknown, or the width depends on a dtype that is not named.
             TypeError: an argument has another type.
         """
-        if cache_dtype_str in _check.FLOATS:
+        _check.choice("layout", layout, ("flat", "pair"))
+        if isinstance(cache_dtype_str, str) and cache_dtype_str in _check.FLOATS:
             names = [cache_dtype_str]
         else:
             names = [x for x in _check.FLOATS if _dispatch.serves(cls.isa, x)] or list(_check.FLOATS)
         sizes = num_blocks, block_size, num_kv_heads, head_size
         try:
             shapes = {get_kv_cache_shape(*sizes, name, cls.isa, cache_dtype_str) for name in names}
-        except ValueError as e:
+        except (ValueError, TypeError) as e:
             raise _check.renamed(e, {"kv_cache_dtype": "cache_dtype_str"}) from None
         if len(shapes) > 1:
             raise ValueError(
@@ -137,8 +138,6 @@ class PagedAttention:
         (shape,) = shapes
         if layout == "pair":
             return shape
-        if layout != "flat":
-            raise ValueError(f"layout: {layout!r} is neither 'flat' nor 'pair'")
         if block_size % LANES:
             raise ValueError(f"block_size: {block_size} is no multiple of {LANES}: only layout 'pair' can hold it")
         return 2, num_blocks, block_size * num_kv_heads * shape[3]
@@ -171,10 +170,10 @@ class PagedAttention:
                 f"kv_cache: {key_cache.ndim} axes of K, expected (num_blocks, num_kv_heads, block_size, width) or "
                 "one array [2, num_blocks, block_size * num_kv_heads * width]"
             )
-        named = str(key_cache.dtype) if kv_cache_dtype == "auto" else kv_cache_dtype
+        named = str(key_cache.dtype) if isinstance(kv_cache_dtype, str) and kv_cache_dtype == "auto" else kv_cache_dtype
         try:
             width = cls.get_kv_cache_shape(1, LANES, 1, head_size, named, layout="pair")[3]
-        except ValueError as e:
+        except (ValueError, TypeError) as e:
             raise _check.renamed(e, {"cache_dtype_str": "kv_cache_dtype"}) from None
         num_blocks, row = key_cache.shape
         token = num_kv_heads * width

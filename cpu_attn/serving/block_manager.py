@@ -467,11 +467,17 @@ class BlockManager:
         self._journal.update(self._requests, self._requests.keys(), [_Request(None) for _ in self._requests])
 
     def _find(self, name: str, request: Hashable) -> int:
+        row = self._row(name, request)
+        if row is None:
+            raise ValueError(f"{name}: {request!r} is not there: allocate it, or fork another")
+        return row
+
+    def _row(self, name: str, request: Hashable) -> int | None:
         try:
-            return self._row_of[request]
-        except KeyError:
-            raise ValueError(f"{name}: {request!r} is not there: allocate it, or fork another") from None
-        except TypeError as e:
+            return self._row_of.get(request)
+        except MemoryError:
+            raise
+        except Exception as e:  # it cannot be hashed, or compared with another
             raise TypeError(f"{name}: {e}") from None
 
     def _present(self, name: str, request: Hashable) -> int:
@@ -481,17 +487,15 @@ class BlockManager:
         return row
 
     def _check_new(self, request: Hashable, name: str = "request") -> None:
-        try:
-            there = request in self._row_of
-        except TypeError as e:
-            raise TypeError(f"{name}: {e}") from None
-        if there:
+        if self._row(name, request) is not None:
             raise ValueError(f"{name}: {request!r} is there already")
 
     def _rows(self, requests: tuple[Hashable, ...]) -> Array:
         try:
             rows = np.fromiter(map(self._row_of.__getitem__, requests), np.int64, len(requests))
-        except (KeyError, TypeError):
+        except MemoryError:
+            raise
+        except Exception:  # a request is not there, or no key, and has to be named
             rows = np.array([self._find(f"batch[{i}][0]", request) for i, request in enumerate(requests)])
         if len(set(requests)) < len(requests):
             i = next(i for i, request in enumerate(requests) if request in requests[:i])

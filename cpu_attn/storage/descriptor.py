@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from cpu_attn import _check, _dispatch
-from cpu_attn._dtypes import DTYPE_CODES, dtype_name, is_scaled
+from cpu_attn._dtypes import DTYPE_CODES, is_scaled
 from cpu_attn._native import ffi, lib
 from cpu_attn.storage.layout import LANES, PAIRS, PLAIN, Form, groups_of
 
@@ -74,12 +74,10 @@ class CacheDescriptor:
     def __post_init__(self) -> None:
         if type(self.version) is not int or self.version != VERSION:
             raise ValueError(f"version: {self.version!r}, this library knows {VERSION}")
-        if not isinstance(self.layout, str) or self.layout not in (*PAIRS, *PLAIN):
-            raise ValueError(f"layout: {self.layout!r} is none of {', '.join((*PAIRS, *PLAIN))}")
+        _check.choice("layout", self.layout, (*PAIRS, *PLAIN))
         if not isinstance(self.isa, str):
             raise TypeError(f"isa: expected a name, got {self.isa!r}")
-        if not isinstance(self.dtype, str) or self.dtype != dtype_name(self.dtype):
-            raise ValueError(f"dtype: {self.dtype!r} is none of {', '.join(_check.FLOATS)}")
+        _check.choice("dtype", self.dtype, _check.FLOATS)
         for name in ("num_blocks", "block_size", "num_kv_heads", "head_size", "head_size_v"):
             most = _check.MAX_SIZE if "head" in name else _check.INT32_MAX
             object.__setattr__(self, name, _check.integer(name, getattr(self, name), name != "num_blocks", most))

@@ -499,7 +499,7 @@ def refusals() -> list[tuple[str, Any, dict[str, Any], type[Exception], str]]:
         ("no bound", kda, k | {"use_gate_in_kernel": True, "safe_gate": True}, TypeError, r"lower_bound: .*None"),
         ("width", fn, conv | {"weight": torch.randn(4, 9)}, ValueError, r"weight: .*9"),
         ("channels", fn, conv | {"weight": torch.randn(5, 3)}, ValueError, r"weight: axis 0 is 5, expected C = 4"),
-        ("activation", fn, conv | {"activation": "gelu"}, ValueError, r"activation: 'gelu' is none of silu, swish"),
+        ("activation", fn, conv | {"activation": "gelu"}, ValueError, r"activation: 'gelu' is none of 'silu', 'swish'"),
         ("index", fn, conv | {"seq_idx": torch.zeros(2, 8, **i32)}, ValueError, r"seq_idx: axis 1 is 8, expected T"),
         ("out", fn, conv | {"final_states_out": torch.zeros(2, 4, 2)}, ValueError, r"final_states_out: given, but re"),
         ("short", update, conv | {"conv_state": torch.zeros(2, 4, 1)}, ValueError, r"conv_state: L = 1, expected at"),
@@ -575,6 +575,6 @@ def test_install_beside_the_real_one(tmp_path: Path) -> None:
 
 
 def test_names_that_are_none() -> None:
-    with pytest.raises(ValueError, match=r"^libraries: 'fla2' is none of fla, causal_conv1d, mamba_ssm$"):
+    with pytest.raises(ValueError, match=r"^libraries: 'fla2' is none of 'fla', 'causal_conv1d', 'mamba_ssm'$"):
         face.install(["fla2"])
     assert set(MODULES) == {"fla", "causal_conv1d", "mamba_ssm"}

@@ -73,7 +73,7 @@ def test_rotated(isa: str, dtype: str, head_size: int, kind: str) -> None:
     assert np.array_equal(gathered(cache, 40)[0].astype(np.float64), want)
     plain = cpu_attn.PagedKVCache(2, 32, 3, head_size, "float32")
     plain.update(x.astype(np.float32), x.astype(np.float32), np.arange(40))
-    converted = cpu_attn.convert(plain, isa=isa, kv_cache_dtype=kind, k_feedback=table, **HADAMARD)
+    converted = cpu_attn.convert(plain, isa=isa, dtype=dtype, kv_cache_dtype=kind, k_feedback=table, **HADAMARD)
     assert np.array_equal(gathered(converted, 40)[0].astype(np.float64), want)
     friendly = cpu_attn.PagedKVCache(2, 32, 3, head_size, dtype, isa, kv_cache_dtype=kind, k_feedback=table, **HADAMARD)
     for t in (0, 1, 17):  # a token by itself has the same bits

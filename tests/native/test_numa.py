@@ -159,7 +159,7 @@ def test_no_blocks(two_nodes: list[tuple[int, int, list[int]]]) -> None:
 
 
 def test_names_that_are_refused() -> None:
-    with pytest.raises(ValueError, match="numa: 'local' is none of interleave, blocks, None"):
+    with pytest.raises(ValueError, match="numa: 'local' is none of 'interleave', 'blocks', None"):
         cpu_attn.PagedKVCache(*SIZES, numa="local")
     with pytest.raises(TypeError, match="numa: expected a name or None, got int"):
         cpu_attn.PagedKVCache(*SIZES, numa=0)  # type: ignore[arg-type]

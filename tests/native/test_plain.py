@@ -148,7 +148,7 @@ def test_one_block_of_any_length_has_the_bits_of_many(isa: str, dtype: str) -> N
 def test_errors() -> None:
     k = np.zeros(SHAPES["NHD"], np.float32)
     rows, slots = np.zeros((1, 2, 20), np.float32), np.zeros(1, np.int64)
-    with pytest.raises(ValueError, match="kv_cache_layout: 'nhd' is none of packed, HND, NHD"):
+    with pytest.raises(ValueError, match="kv_cache_layout: 'nhd' is none of 'packed', 'HND', 'NHD'"):
         cpu_attn.reshape_and_cache(rows, rows, k, k.copy(), slots, kv_cache_layout="nhd")
     with pytest.raises(ValueError, match="kv_cache_layout: 'nhd' is none of"):
         cpu_attn.get_kv_cache_shape(1, 16, 1, 16, "float32", kv_cache_layout="nhd")

@@ -108,6 +108,7 @@ def test_each_array_is_seen_to_change(call: Any, make: Any, name: str, what: str
         refused_again(call, good, spoiled)
 
 
+@pytest.mark.filterwarnings("ignore:Setting the:DeprecationWarning")  # of NumPy 2.5
 @pytest.mark.parametrize(("call", "make", "name"), EACH, ids=[c[2] for c in EACH])
 def test_the_same_object_is_seen_to_change(call: Any, make: Any, name: str) -> None:
     """In place: its shape, its dtype of the same itemsize, its place."""

@@ -121,7 +121,7 @@ def test_everyone_says_it() -> None:
 @pytest.mark.parametrize(
     ("rotation", "error", "words"),
     [
-        ("walsh", ValueError, "kv_cache_rotation: 'walsh' is none of none, hadamard, nor two of them as 'K/V'"),
+        ("walsh", ValueError, "kv_cache_rotation: 'walsh' is none of 'none', 'hadamard', nor two of them as 'K/V'"),
         ("hadamard/none/none", ValueError, "kv_cache_rotation: 'hadamard/none/none'"),
         ("", ValueError, "kv_cache_rotation: ''"),
         (None, TypeError, "kv_cache_rotation: expected a name, got NoneType"),

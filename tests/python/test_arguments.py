@@ -296,7 +296,7 @@ def test_functions_take_what_the_table_says(call: Call) -> None:
             assert row.optional or default is inspect.Parameter.empty
         else:
             assert default == (inspect.Parameter.empty if row.default is REQUIRED else row.default), row.name
-        assert f"\n        {row.name}: " in function.__doc__
+        assert f"\n    {row.name}: " in inspect.getdoc(function)
 
 
 def test_options_are_checked_in_the_order_of_the_table() -> None:

@@ -83,7 +83,7 @@ def test_getters() -> None:
     nothing = CPUAttentionMetadata(0, 0, 0)
     assert nothing.prefill_metadata is None and nothing.decode_metadata is None
     for call in (m.get_seq_lens, m.get_attn_bias, m.get_seq_len_block_table_args):
-        with pytest.raises(ValueError, match="attn_type: 'other' is none of decoder, encoder"):
+        with pytest.raises(ValueError, match="attn_type: 'other' is none of 'decoder', 'encoder'"):
             call("other")
 
 

@@ -55,7 +55,7 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[Step], tuple[dict[str, Any]
         "output: the last axis",
         lambda s: ({}, {"output": np.zeros((50, 128), "f4")[:, ::2]}),
     ),
-    "query kind": (TypeError, "query: .*float64.* is none of float32", lambda s: ({}, {"query": s.query.astype("f8")})),
+    "query kind": (TypeError, "query: .*float64.* is none of 'float", lambda s: ({}, {"query": s.query.astype("f8")})),
     "value dtype": (TypeError, "value: dtype float16", lambda s: ({}, {"value": s.value.astype("f2")})),
     "key": (ValueError, "slots and 49 keys", lambda s: ({}, {"key": s.key[1:], "value": s.value[1:]})),
     "key alone": (ValueError, "one of them is None", lambda s: ({}, {"value": None})),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
 import subprocess
@@ -17,14 +18,17 @@ import numpy as np
 import pytest
 
 import cpu_attn
-from cpu_attn import linear, sparse
+from cpu_attn import linear, sparse, study
 from cpu_attn.distributed import ContextParallel, Group, ThreadGroup
+from cpu_attn.serving import BlockManager
+from cpu_attn.storage import convert
 
 from ..harness.steps import attention_args, plan_args, write_args
 from ..python.test_arguments import rotary_args
 
 F32 = np.float32
 Args = dict[str, Any]
+PagedAttention, KV = cpu_attn.PagedAttention, np.zeros((2, 4, 2 * 16 * 8), F32)
 STARTS, LENS, TABLE = (np.array(x, np.int32) for x in ([0, 3, 4], [20, 7], [[1, 3], [2, 0]]))
 
 
@@ -46,6 +50,12 @@ class Raises:
     shape = property(_fail)
 
 
+class Unhashable(Raises):
+    """It cannot even be looked up."""
+
+    __hash__ = Raises._fail
+
+
 ODD: dict[str, Any] = {
     "array": np.zeros(2),
     "empty array": np.zeros(0),
@@ -65,7 +75,11 @@ ODD: dict[str, Any] = {
     "huge": 10**400,
     "complex": 1j,
     "date": np.datetime64("2020-01-01"),
+    "no date": np.datetime64("NaT"),
+    "duration": np.timedelta64(5),
+    "no duration": np.timedelta64("NaT"),
     "raises": Raises(),
+    "raises when hashed": Unhashable(),
     **{f"shape {shape!r}": SimpleNamespace(shape=shape) for shape in (None, 5, "ab", (1.5, 2), (-3, 2), (2**70,), {})},
     "float address": tensor(address=4096.0),
     "address of NumPy's": tensor(address=np.float64(4096)),
@@ -124,24 +138,50 @@ def stored_args() -> Args:
     return {"descriptor": some.descriptor, "key_cache": some.key_cache, "value_cache": some.value_cache}
 
 
-def linear_args(*heads: int) -> Args:
-    plan = linear.get_linear_attention_metadata(STARTS, "float32", *heads)
-    return {"state_indices": np.arange(2, dtype=np.int32), "linear_attention_metadata": plan}
+def mla_args() -> Args:
+    plan = cpu_attn.get_scheduler_metadata(
+        2, 4, 1, 8, LENS, "float32", STARTS, head_size_v=6, kv_cache_layout="NHD", isa="auto"
+    )
+    arrays = {"query": np.zeros((4, 4, 8), F32), "kv_cache": np.zeros((4, 16, 8), F32)}
+    step = {"query_start_loc": STARTS, "seq_lens": LENS, "block_table": TABLE}
+    how = {"scale": 0.5, "causal": True, "scheduler_metadata": plan}
+    return {**arrays, "output": np.zeros((4, 4, 6), F32), **step, **how}
 
 
-def rule_args() -> Args:
-    arrays = {name: np.zeros((4, 2, 8), F32) for name in ("query", "key", "value", "output")}
-    return {**arrays, "state_cache": np.zeros((2, 2, 8, 8), F32), **linear_args(2, 2, 8, 8)}
+def decode_args() -> Args:
+    arrays = {"output": np.zeros((2, 4, 8), F32), "query": np.zeros((2, 4, 8), F32)}
+    caches = dict.fromkeys(("key_cache", "value_cache"), np.zeros((4, 2, 16, 8), F32))
+    step = {"block_tables": TABLE, "context_lens": LENS, "max_context_len": 20, "kv_cache_dtype": "auto"}
+    return {**arrays, **caches, **step, "num_kv_heads": 2, "scale": 0.5, "alibi_slopes": None}
+
+
+def linear_plan_args() -> Args:
+    heads = {"num_k_heads": 2, "num_v_heads": 2, "head_k_dim": 8, "head_v_dim": 8}
+    return {"query_start_loc": STARTS, "dtype": "float32", **heads}
+
+
+def linear_args() -> Args:
+    return {
+        **{name: np.zeros((4, 2, 8), F32) for name in ("query", "key", "value", "output")},
+        **{"state_cache": np.zeros((2, 2, 8, 8), F32), "state_indices": np.arange(2, dtype=np.int32)},
+        "linear_attention_metadata": linear.get_linear_attention_metadata(**linear_plan_args()),
+    }
 
 
 def conv_args() -> Args:
-    arrays = {**dict.fromkeys(("x", "output"), np.zeros((4, 6), F32)), "weight": np.zeros((6, 4), F32), "bias": None}
-    return {**arrays, "conv_state": np.zeros((2, 6, 3), F32), **linear_args()}
+    return {
+        **{"x": np.zeros((4, 8), F32), "weight": np.zeros((8, 4), F32), "bias": None, "output": np.zeros((4, 8), F32)},
+        **{"conv_state": np.zeros((2, 8, 3), F32), "state_indices": np.arange(2, dtype=np.int32)},
+        "linear_attention_metadata": linear.get_linear_attention_metadata(STARTS, "float32"),
+    }
 
 
 SIZES = {"num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": "float32"}
 KEYS_OF_INDEXER = {name: x for name, x in SIZES.items() if name != "num_kv_heads"}
 (ALONE,) = ThreadGroup.make(1)
+MANAGER, REQUESTS = BlockManager(cache()), itertools.count()
+MANAGER.allocate("a", range(3))
+MANAGER.step([("a", range(3))])
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Args]]] = {
     "write": (cpu_attn.reshape_and_cache, write_args),
     "rotary": (cpu_attn.rotary_reshape_and_cache, rotary_args),
@@ -195,6 +235,34 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Args]]] = {
         cpu_attn.make_sliding_window_bias,
         lambda: {"seq_lens": [3, 4], "window_size": 2, "dtype": "float32"},
     ),
+    "latent attention": (cpu_attn.attention_mla, mla_args),
+    "convert": (convert, lambda: {"cache": cache()}),
+    "linear plan": (linear.get_linear_attention_metadata, linear_plan_args),
+    "linear": (linear.linear_attention_with_state_cache, linear_args),
+    "convolution": (linear.causal_conv1d, conv_args),
+    "manager": (BlockManager, lambda: {"caches": cache()}),
+    "allocate": (MANAGER.allocate, lambda: {"request": next(REQUESTS)}),
+    "batch": (MANAGER.step, lambda: {"batch": [("a", [1])]}),
+    "truncate": (MANAGER.truncate, lambda: {"request": "a", "seq_len": 2}),
+    "number of threads": (cpu_attn.set_num_threads, lambda: {"n": 0}),
+    "layer": (cpu_attn.CPUAttentionBackendImpl, lambda: {"num_heads": 4, "head_size": 8, "scale": 0.5}),
+    "shape of the backend": (
+        cpu_attn.CPUAttentionBackend.get_kv_cache_shape,
+        lambda: {name: x for name, x in SIZES.items() if name != "dtype"},
+    ),
+    "split": (
+        PagedAttention.split_kv_cache,
+        lambda: {"kv_cache": np.zeros((2, 4, 16 * 2 * 8), F32), "num_kv_heads": 2, "head_size": 8},
+    ),
+    "write to pages": (PagedAttention.write_to_paged_cache, write_args),
+    "decode": (PagedAttention.forward_decode, decode_args),
+    "copies of layers": (PagedAttention.copy_blocks, lambda: {"kv_caches": [KV], "src_to_dists": [(0, 1)]}),
+    "swap": (
+        PagedAttention.swap_blocks,
+        lambda: {"src_kv_cache": KV, "dst_kv_cache": KV.copy(), "src_to_dst": [(0, 1)]},
+    ),
+    "softmax": (study.softmax, lambda: {"x": np.zeros((2, 3), F32)}),
+    "product": (study.matmul, lambda: {"a": np.zeros((2, 3), F32), "b": np.zeros((3, 4), F32)}),
     "threads": (ThreadGroup.make, lambda: {"world_size": 1}),
     "ranks": (ContextParallel, lambda: {"group": ALONE}),
     "lengths of a rank": (ContextParallel(ALONE).local_seq_lens, lambda: {"seq_lens": LENS}),

@@ -188,6 +188,17 @@ def test_nothing_is_cut_off() -> None:
         assert joined(row["state"] or row["reason"]) in found
 
 
+def test_what_is_to_be_typed_is_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    data = info()
+    for row in data["adapters"]:
+        state = next(a.state for a in _adapters.ADAPTERS if a.name == row["name"])
+        row |= {"usable": True, "state": state if isinstance(state, str) else state()}
+    show(data, Console(markup=False, width=80))
+    shown = capsys.readouterr().out.split()
+    for row in data["adapters"]:
+        assert set(row["state"].split()) <= set(shown)
+
+
 FOREIGN = "[/x][red]:x:" + 30 * "a"
 
 

@@ -234,7 +234,8 @@ def test_a_change_of_one_bit_is_found(what: str, message: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--case", "mixed-plian"), "mixed-plain"),
+        (("--case", "mixed-plian"), "did you mean mixed-plain"),
+        (("--case", "zzzz"), ", such as mixed-plain\n"),
         (("--isa", "avx1024"), "avx512"),
         (("--quick", "--full"), "exclude"),
         (("--dtype", "float64"), "bfloat16"),

@@ -64,7 +64,7 @@ def _vllm_state() -> str:
 ADAPTERS = (
     Adapter(
         *("torch", ("torch",)),
-        'on request: import cpu_attn.torch; torch.nn.attention.activate_flash_attention_impl("cpu_attn")',
+        'on request: import cpu_attn.torch; activate_flash_attention_impl("cpu_attn") of torch.nn.attention',
         ("2.13", "2.16"),
     ),
     Adapter(

@@ -56,7 +56,6 @@ def install(libraries: Sequence[str] = tuple(MODULES)) -> None:
     """
     names = _check.sequence("libraries", libraries)
     for name in names:
-        if name not in MODULES:
-            raise ValueError(f"libraries: {name!r} is none of {', '.join(MODULES)}")
+        _check.choice("libraries", name, MODULES)
     for name in names:
         stand_in(MODULES[name])

@@ -219,9 +219,7 @@ class Impl(AttentionImpl[Metadata]):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        _check.instance("kv_cache_dtype", kv_cache_dtype, str)
-        if kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(f"kv_cache_dtype: {kv_cache_dtype!r} is none of {', '.join(KV_CACHE_DTYPES)}")
+        _check.choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.sliding_window = -1 if sliding_window is None else sliding_window
