@@ -271,12 +271,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Args]]] = {
         lambda: {"slot_mapping": np.arange(3), "block_size": 16},
     ),
     "attend of a rank": (ContextParallel(ALONE).attend, lambda: attend_args() | {"cache": cache()}),
-    "linear plan": (
-        linear.get_linear_attention_metadata,
-        lambda: {"query_start_loc": STARTS, "dtype": "float32"},
-    ),
-    "linear": (linear.linear_attention_with_state_cache, rule_args),
-    "convolution": (linear.causal_conv1d, conv_args),
     "heads of ranks": (ContextParallel(ALONE).all_gather_heads, lambda: {"x": np.zeros((3, 4, 8), F32)}),
 }
 
