@@ -54,7 +54,7 @@ help:
 	@echo "make clean      remove what the others made"
 
 verify: $(VENV)/installed
-	@echo "make verify: it is installed; now its kernels are checked"
+	@echo "make verify: it is installed, and its kernels are checked"
 	@$(heed) $(BIN)/cpu-attn verify $(call or_say,verify)
 	@echo "make verify: passed"
 

@@ -308,11 +308,14 @@ class BuildExt(build_ext):  # type: ignore[misc]
         ffi.set_source(ext.name, f'#include "{header.relative_to(NATIVE)}"')
         glue = self.temp / f"{ext.name}.c"
         ffi.emit_c_code(str(glue))
-        # The path is relative, so that a compiler cache knows the same sources in another folder.
-        include = [os.path.relpath(NATIVE), str(self.temp), *(include_dirs or []), *self.compiler.include_dirs]
+        # Paths are relative, and only the glue is told of Python's headers, which lie elsewhere for each environment, so
+        # that a compiler cache knows the same sources in another folder.
+        include = [os.path.relpath(NATIVE), str(self.temp), *(include_dirs or [])]
+        pythons, self.compiler.include_dirs = self.compiler.include_dirs, []
         macros = [("Py_LIMITED_API", "0x030a0000")]
 
-        sources = {**sources, glue: [f for f in link_flags if f not in ("-Wall", "-Wextra")]}
+        of_glue = [f for f in link_flags if f not in ("-Wall", "-Wextra")] + [f"-I{folder}" for folder in pythons]
+        sources = {**sources, glue: of_glue}
         how: dict[str, Any] = {"output_dir": self.build_temp, "macros": macros, "include_dirs": include}
         compiler = self.compiler.compiler_so
         version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
@@ -331,6 +334,7 @@ class BuildExt(build_ext):  # type: ignore[misc]
 
         with ThreadPoolExecutor(processes()) as pool:
             list(pool.map(compile_one, stale))
+        self.compiler.include_dirs = pythons
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         shared = [f for f in link_flags if f == "-fopenmp" or f.startswith("-fsanitize=")]

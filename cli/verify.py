@@ -426,6 +426,8 @@ def verify(
     _refuse_missing({"engine": engine, "isa": isa, "dtype": dtype}, runs, missing)
     work = [job._replace(flush_subnormals=flush_subnormals) for job in _jobs(runs, level, names, seed, engine)]
     num_checks = _num_checks(work)
+    if not as_json:
+        click.echo(f"making {counted(num_checks, 'check')} against the float64 oracle", err=True)
     tallies = _verify(work, jobs or _processes(num_checks), Console(stderr=True))
     interrupted = sum(tally.ran for tally in tallies) < num_checks
     failures = [failure for tally in tallies for failure in tally.failures]

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import cpu_attn
+from cpu_attn._native import lib
 from cpu_attn.cli.verify import verify
 from cpu_attn.reference import BUDGET
 from cpu_attn.tests.cases.formats import DTYPES
@@ -55,6 +56,7 @@ def test_quick_passes() -> None:
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1].startswith("All ")
     assert "scalar" in result.stdout
+    assert result.stderr == f"making {len(cases('quick', 'bfloat16'))} checks against the float64 oracle\n"
     assert not rerun_lines(result)
 
 
@@ -68,6 +70,20 @@ def test_json() -> None:
     assert combo["cases"] == len(names)
     assert 0 < combo["worst_error"] <= combo["budget"] == BUDGET["bfloat16"]
     assert combo["worst_case"] in names
+
+
+def test_callers_that_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls are made in that mode, which a line that runs a check again asks for, too; and it ends with them."""
+    modes, before = set(), lib.ca_float_mode()
+
+    def note(problem: Problem, output: Any, lse: Any, **options: Any) -> None:
+        modes.add(lib.ca_float_mode() & lib.ca_computing_float_mode())
+        output[:] = 0
+
+    break_kernel(monkeypatch, note)
+    result = call("--case", "mixed-plain", *SCALAR, "--flush-subnormals")
+    assert modes == {lib.ca_computing_float_mode()} and lib.ca_float_mode() == before
+    assert all(line.endswith(" --flush-subnormals") for line in rerun_lines(result)) and rerun_lines(result)
 
 
 def test_requests_that_select_tokens_at_random() -> None:
