@@ -160,8 +160,10 @@ def test_checkpoints(monkeypatch: pytest.MonkeyPatch, kind: str, drafts: int) ->
 
 @pytest.mark.parametrize("kind", ["gated_delta_net", "mamba2"])
 @pytest.mark.parametrize("rows_first", [True, False])
-def test_drafts(monkeypatch: pytest.MonkeyPatch, kind: str, rows_first: bool) -> None:
-    """Of three drafts so many are kept as the steps say, beside a part of a prompt and a decode that has none."""
+@pytest.mark.parametrize("counts", [{}, {1: 0, 4: 9}])
+def test_drafts(monkeypatch: pytest.MonkeyPatch, kind: str, rows_first: bool, counts: dict[int, int]) -> None:
+    """Of three drafts so many are kept as the steps say, beside a part of a prompt and a decode that has none. A count
+    of 0 means 1, and one past the table its end."""
     monkeypatch.setattr(linear, "is_conv_state_dim_first", lambda: not rows_first)
     it = Layer(kind, drafts=3, rows_first=rows_first)
     table = [[7, 8, 9, 10], [3, 4, 5, 6], [12, 13, 14, 15]]
@@ -174,7 +176,7 @@ def test_drafts(monkeypatch: pytest.MonkeyPatch, kind: str, rows_first: bool) ->
         step = step_of(
             [(seen, drafted + 1), (other, 2)],
             table[:2],
-            accepted=torch.tensor([accepted, 1]),
+            accepted=torch.tensor([counts.get(accepted, accepted), 1]),
             drafts=torch.tensor([drafted, -1]),
         )
         output = it.run(monkeypatch, step, torch.cat([tokens, it.x[1][other : other + 2]]))

@@ -66,7 +66,8 @@ def integers(name: str, x: Any, **sizes: int | None) -> NDArray[np.int64]:
     if x.is_floating_point() or x.dtype == torch.bool:
         raise TypeError(f"{name}: dtype {x.dtype}, expected torch.int32 or torch.int64")
     axes(name, x, **sizes)
-    return x.resolve_neg().numpy().astype(np.int64)
+    found: NDArray[np.int64] = x.resolve_neg().numpy().astype(np.int64)
+    return found
 
 
 # ---- sequences ----

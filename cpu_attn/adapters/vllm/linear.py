@@ -57,7 +57,9 @@ class Step:
         self.drafting = np.zeros(reqs, np.bool_)
         if drafts is not None and accepted is not None:
             self.drafting = drafts[:reqs].numpy() >= 0
-            self.offsets[self.drafting] = accepted[:reqs].numpy()[self.drafting] - 1
+            # A request that kept no draft may have a count of 0, as vLLM's kernels take it: max(n - 1, 0).
+            counts = accepted[:reqs].numpy()[self.drafting]
+            self.offsets[self.drafting] = (counts - 1).clip(0, slots.shape[1] - 1)
         rows = np.arange(reqs)
         last = np.where(self.drafting, lens - 1, 0).clip(0)
         self.state_indices: Int32 = slots[rows, last]
