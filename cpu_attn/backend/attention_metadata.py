@@ -37,11 +37,11 @@ class AttentionType(str, Enum):
 
 
 def attention_type(attn_type: Any) -> AttentionType:
-    try:
-        return AttentionType(attn_type)
-    except ValueError:
-        names = ", ".join(t.value for t in AttentionType)
-        raise ValueError(f"attn_type: {attn_type!r} is none of {names}") from None
+    if isinstance(attn_type, str):  # anything else might compare with names as it likes
+        for kind in AttentionType:
+            if attn_type == kind.value:
+                return kind
+    raise ValueError(f"attn_type: {attn_type!r} is none of {', '.join(AttentionType)}")
 
 
 class Part(NamedTuple):
