@@ -36,7 +36,7 @@ _MLA = ("mla/_core.py", "mla/_batch_mla/_wrapper.py", "mla/_batch_mla/_contracts
 # The files of a package in which the names of a module are defined.
 _FLASHINFER: dict[str, tuple[str, ...]] = {
     f"flashinfer.{name}": (f"flashinfer/{name}.py",)
-    for name in ("cascade", "decode", "gdn_decode", "gdn_prefill", "page", "pod", "prefill", "rope", "sparse")
+    for name in ("cascade", "decode", "gdn_decode", "gdn_prefill", "page", "pod", "prefill", "rope", "sparse", "xqa")
 }
 _FLASHINFER |= {
     "flashinfer.attention": ("flashinfer/attention/_core.py",),

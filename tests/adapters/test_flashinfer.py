@@ -293,6 +293,11 @@ assert flashinfer.cascade.merge_state is ours.merge_state is flashinfer.triton.c
 for name in ("trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache_mla"):
     assert getattr(flashinfer.decode, name) is getattr(flashinfer.mla, name) and not hasattr(flashinfer, name)
 assert importlib.util.find_spec("flashinfer").name == "flashinfer"
+import flashinfer.xqa
+from flashinfer.xqa import xqa_mla
+assert flashinfer.xqa is ours.xqa and xqa_mla is flashinfer.xqa_mla is ours.xqa_mla
+layer = flashinfer.mla.MLALayerDimensions(flashinfer.mla.deepseek_mla_dimensions, 128)
+assert layer.head_dimensions == flashinfer.mla.MLAHeadDimensions(128, 64, 128, 512)
 assert flashinfer.page.get_seq_lens is ours.get_seq_lens and flashinfer.__version__.startswith("0.7")
 print(importlib.util.find_spec("flashinfer.gemm"))
 """

@@ -81,7 +81,7 @@ def test_prefill(kind: str, dtype: str) -> None:
 def test_prefill_from_zeros_into_what_is_given() -> None:
     q, k, v = randn(TOKENS, 2, K), randn(TOKENS, 2, K) * 0.3, randn(TOKENS, 2, V)
     want = expected(q, k, v, STARTS, [None] * 4, scale=0.5)
-    output, states = torch.empty(TOKENS, 2, V), torch.empty(4, 2, V, K, dtype=torch.bfloat16)
+    output, states = torch.empty(TOKENS, 2, V), torch.full((4, 2, V, K), 7.0, dtype=torch.bfloat16)
     found = chunk_gated_delta_rule(
         *(q, k, v),
         scale=0.5,
@@ -92,7 +92,9 @@ def test_prefill_from_zeros_into_what_is_given() -> None:
     )
     assert [x.data_ptr() for x in found] == [output.data_ptr(), states.data_ptr()]
     close(output, want.output)
-    close(states.mT, np.stack(want.states), "bfloat16")
+    full = np.flatnonzero(np.diff(STARTS))  # the row of a sequence without tokens stays as it is
+    close(states[full].mT, np.stack(want.states)[full], "bfloat16")
+    assert (states[2] == 7).all()
     assert chunk_gated_delta_rule(q, k, v, scale=0.5, cu_seqlens=torch.from_numpy(STARTS)).equal(output)
 
 
@@ -105,10 +107,37 @@ def test_checkpoints() -> None:
     close(out, want.output)
     for i, key in enumerate(((0, 64), (0, 128), (3, 64))):
         close(kept[i].mT, want.checkpoints[key])
-    with pytest.raises(ValueError, match=r"^checkpoint_cu_starts: expected \[0, 2, 2, 2, 3\]"):
-        chunk_gated_delta_rule(
-            q, k, v, g, cu_seqlens=torch.from_numpy(STARTS), **arguments | {"checkpoint_cu_starts": counts + 1}
-        )
+    wrong: Any = (
+        ({"checkpoint_cu_starts": counts + 1}, r"^checkpoint_cu_starts: expected \[0, 2, 2, 2, 3\]"),
+        ({"checkpoint_every_n_tokens": 0}, "^state_checkpoints: given without checkpoint_every_n_tokens"),
+        ({"checkpoint_every_n_tokens": 0, "state_checkpoints": None}, "^checkpoint_cu_starts: given without"),
+        ({"state_checkpoints": kept.double()}, "^state_checkpoints: dtype torch.float64, expected"),
+        ({"state_checkpoints": kept.int()}, "^state_checkpoints: dtype torch.int32, expected"),
+        ({"initial_state": torch.zeros(4, 2, V, K).double()}, "^initial_state: dtype torch.float64, expected"),
+        (
+            {"output_state": torch.zeros(4, 2, V, K).int(), "output_final_state": True},
+            "^output_state: dtype torch.int32, expected",
+        ),
+    )
+    for change, words in wrong:
+        with pytest.raises((ValueError, TypeError), match=words):
+            chunk_gated_delta_rule(q, k, v, g, cu_seqlens=torch.from_numpy(STARTS), **arguments | change)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_states_of_other_dtypes(dtype: str) -> None:
+    """They are rounded once, from float32; what is too large becomes the largest number."""
+    q, k, v = randn(TOKENS, 2, K), randn(TOKENS, 2, K) * 0.3, randn(TOKENS, 2, V)
+    v[64, 0, 0] = 1e6 if dtype.startswith("float8") else 1.0
+    kind = getattr(torch, dtype)
+    state, starts = randn(4, 2, V, K).to(kind), torch.from_numpy(STARTS)
+    options = {"output_final_state": True, "cu_seqlens": starts}
+    _, want = chunk_gated_delta_rule(q, k, v, initial_state=state.float(), **options)
+    assert want.dtype == torch.float32
+    after = torch.zeros(4, 2, V, K).to(kind)
+    chunk_gated_delta_rule(q, k, v, initial_state=state, output_state=after, **options)
+    limit = torch.finfo(kind).max
+    assert after[[0, 1, 3]].float().equal(want[[0, 1, 3]].clamp(-limit, limit).to(kind).float())
 
 
 class Decode:

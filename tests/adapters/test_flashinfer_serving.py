@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.integrations
 from cpu_attn.flashinfer import decode as decoding  # noqa: E402
-from cpu_attn.flashinfer import mla, prefill  # noqa: E402
+from cpu_attn.flashinfer import mla, prefill, xqa, xqa_mla  # noqa: E402
 
 from .flashinfer_case import I32, LENS, Q_LENS, WORKSPACE, Pages, close, indptr, keys_of, queries, wanted  # noqa: E402
 
@@ -226,3 +226,51 @@ def test_latents_of_eight_bits(stored: Any) -> None:
         run(*where, twice, *rest, **scales, uses_shared_paged_kv_idx=False)
     with pytest.raises(ValueError, match=r"^block_tables: 2 axes, expected 3|^block_tables"):
         run(*where, table, *rest, **scales, uses_shared_paged_kv_idx=False)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
+def test_xqa(stored: Any, layout: str) -> None:
+    lens, d = [40, 4, 133], 64
+    pages = Pages(lens, 16, layout, "bfloat16", 2, 64, stored)
+    keys, values = keys_of(pages)
+    values = [v.double() * 0.5 for v in values]
+    table, sinks = table_of(pages).clamp(min=0), torch.randn(2, 2)
+    where = (*pages.cache.unbind(1), table, torch.tensor(lens, dtype=torch.uint32)[:, None])
+    options = {"q_scale": torch.tensor(0.7), "kv_scale": 0.5, "kv_layout": layout, "sliding_win_size": 20}
+    options["sinks"] = sinks
+    how = {"scale": 0.35 * d**-0.5, "left": 19, "sinks": sinks.flatten().numpy()}
+    for q_len, packed in ((1, False), (3, False), (3, True)):
+        q_lens = [2, 0, 3] if packed else [q_len] * 3
+        q = queries(q_lens, dtype=torch.bfloat16)
+        shape = (sum(q_lens), 4, d) if packed else (3, 1, 4, d) if q_len == 1 else (3, 1, q_len, 4, d)
+        output, more = torch.empty(shape, dtype=torch.bfloat16), {"q_cu_seq_lens": indptr(q_lens)} if packed else {}
+        args = (q.view(shape), *where, output, WORKSPACE, WORKSPACE, 2, 16)
+        assert xqa(*args, **options, q_seq_len=q_len, **more) is None
+        close(output.view(-1, 4, d), wanted(q, q_lens, keys, values, **how)[0])
+    small = torch.empty(shape).to(torch.float8_e4m3fn)
+    xqa(*args[:5], small, *args[6:], **options, rcp_out_scale=4.0, q_seq_len=3, **more)
+    got, want = small.double().view(-1, 4, d).numpy(), wanted(q, q_lens, keys, values, **how)[0] * 4
+    assert np.sqrt(((got - want) ** 2).sum() / (want**2).sum()) < 0.04
+    for change, text in (
+        ({"q_seq_len": 2, "q_cu_seq_lens": None}, r"^q: 3 axes, expected 5"),
+        ({"sinks": torch.randn(4, 2)}, r"^sinks: axis 0 is 4, expected num_kv_heads = 2"),
+        ({"k_sf_cache": output}, r"^k_sf_cache: expected None; caches of 4 bits"),
+    ):
+        with pytest.raises((ValueError, NotImplementedError), match=text):
+            xqa(*args, **options | {"q_seq_len": 3, **more} | change)
+    with pytest.raises(ValueError, match=r"^output: shape"):
+        xqa(*args[:5], output[:, :2], *args[6:], **options, q_seq_len=3, **more)
+
+
+def test_xqa_of_latents() -> None:
+    """Queries and rows of float8, 576 elements of a key and 512 of a value."""
+    lens = [40, 4, 133]
+    pages = Pages(lens, 16, "NHD", "float32", 1, 576, torch.float8_e4m3fn)
+    keys, values = keys_of(pages)
+    q = queries([1] * 3, 4, 576).to(torch.float8_e4m3fn)
+    output = torch.empty(3, 1, 4, 512, dtype=torch.bfloat16)
+    where = (table_of(pages).clamp(min=0), torch.tensor(lens, **I32), output, WORKSPACE, WORKSPACE, 16)
+    xqa_mla(q[:, None], *pages.cache.unbind(1), *where, q_scale=0.1, kv_scale=0.5)
+    values = [v[..., :512].double() * 0.5 for v in values]
+    close(output[:, 0], wanted(q.double(), [1] * 3, keys, values, scale=0.05)[0])

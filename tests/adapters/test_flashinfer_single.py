@@ -145,7 +145,7 @@ def test_what_is_refused() -> None:
         ({"pos_encoding_mode": "ROPE"}, ValueError, "^pos_encoding_mode: 'ROPE', expected 'NONE' or"),
         ({"k": k[:, :, :32]}, ValueError, "^k: axis 2 is 32, expected head_dim = 64"),
         ({"v": v[:4]}, ValueError, "^v: axis 0 is 4"),
-        ({"k": k.float()}, ValueError, "^kv_data_type: float32, expected float16"),
+        ({"k": k.float()}, ValueError, "^k: float32, expected float16"),
         ({"v": v.float()}, TypeError, "^v: dtype float32, expected float16"),
         ({"custom_mask": torch.ones(2, 4, dtype=torch.bool)}, ValueError, "^custom_mask: axis 1 is 4, expected kv_len"),
         ({"packed_custom_mask": torch.ones(3, dtype=torch.uint8)}, ValueError, "^packed_custom_mask: axis 0 is 3"),

@@ -38,6 +38,12 @@ def odd_tensors() -> Args:
             "complex": zeros(2, 3, 4, 8, dtype=torch.complex64),
             "float64": zeros(2, 3, 4, 8, dtype=torch.float64),
             "gradients": zeros(2, 3, 4, 8, requires_grad=True),
+            "negative": torch._neg_view(zeros(2, 3, 4, 8)),
+            "conjugate": zeros(2, 3, 4, 8, dtype=torch.complex64).conj(),
+            "quantised": torch.quantize_per_tensor(zeros(2, 3, 4, 8), 0.5, 0, torch.qint8),
+            "sparse integers": torch.zeros(3, dtype=torch.int64).to_sparse(),
+            "integers on meta": torch.zeros(3, dtype=torch.int64, device="meta"),
+            "negative integers": torch._neg_view(torch.zeros(3, dtype=torch.int64)),
             "numbers": zeros(2),
             "flag": torch.tensor(True),
         }

@@ -14,6 +14,7 @@ from cpu_attn.backend import attention_metadata
 
 from ..harness.backend_steps import FEATURES, LAYER, MIXED, Cross, Step, empty_cache, layer
 from ..python.test_arrays import Capsule, Tensor
+from ..python.test_odd_arguments import ODD
 
 METADATA: dict[str, tuple[Any, dict[str, Any]]] = {
     "decodes alone": (([1, 1, 1], [7, 33, 1], 0), {"query_start_loc": None, "prefill_query_start_loc": None}),
@@ -85,6 +86,8 @@ def test_getters() -> None:
     for call in (m.get_seq_lens, m.get_attn_bias, m.get_seq_len_block_table_args):
         with pytest.raises(ValueError, match="attn_type: 'other' is none of 'decoder', 'encoder'"):
             call("other")
+        with pytest.raises(ValueError, match="^attn_type: .* is none of decoder"):
+            call(ODD["raises"])
 
 
 def test_dense_bias_is_kept_and_refused() -> None:

@@ -67,6 +67,7 @@ from cpu_attn.flashinfer.rope import (  # noqa: E402
     apply_rope_with_cos_sin_cache_inplace,
 )
 from cpu_attn.flashinfer.sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper  # noqa: E402
+from cpu_attn.flashinfer.xqa import xqa, xqa_mla  # noqa: E402
 
 __all__ = [
     "BatchAttention",
@@ -117,4 +118,6 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "xqa",
+    "xqa_mla",
 ]

@@ -23,6 +23,8 @@ IGNORED = {
     "int_workspace_buffer": _SCRATCH,
     "int_workspace_buffers": _SCRATCH,
     "workspace_buffer": _SCRATCH,
+    "semaphores": _SCRATCH,
+    "sm_count": "`OMP_NUM_THREADS` and `cpu_attn.set_num_threads` say how many threads there are",
     "multi_ctas_kv_counter_buffer": _SCRATCH,
     "custom_mask_buf": _SCRATCH,
     "mask_indptr_buf": _SCRATCH,
@@ -84,6 +86,8 @@ _CAKE = "it is for kernels of one GPU"
 REFUSED = {
     "jit_args": "no kernel is compiled at run time",
     "kv_cache_sf": _FP4,
+    "k_sf_cache": _FP4,
+    "v_sf_cache": _FP4,
     "o_sf_scale": _FP4,
     "o_sf_vec_size": _FP4,
     "block_scale": _FP4,

@@ -33,7 +33,7 @@ from cpu_attn.flashinfer.arguments import choice
 from cpu_attn.flashinfer.norm import FLOATS, put
 from cpu_attn.flashinfer.rope import frequencies, rotated
 from cpu_attn.plan import SchedulerMetadata, get_scheduler_metadata
-from cpu_attn.torch.entry import RefusedError, axes, optional, tensors
+from cpu_attn.torch.entry import RefusedError, axes, optional, tensors, written
 from cpu_attn.torch.packed import Int32, Part
 
 LOG2E = math.log2(math.e)
@@ -52,6 +52,16 @@ RUN = {
     "scale": "sm_scale",
     "softcap": "logits_soft_cap",
     "isa": "CPU_ATTN_ISA",
+}
+# These are the names of :class:`Sequences` where a call takes its sizes from tensors q, k and v.
+ALONE = RUN | {
+    "key_cache": "k",
+    "value_cache": "v",
+    "num_qo_heads": "q",
+    "num_kv_heads": "k",
+    "q_data_type": "q",
+    "kv_data_type": "k",
+    "o_data_type": "o_dtype",
 }
 
 
@@ -280,8 +290,10 @@ class Sequences:
     ) -> Any:
         """Runs all parts. bias: [B, 1, Q, K] of all sequences, or None."""
         query, factor = self._queries(q, factors)
+        (sinks,) = optional(sinks=sinks)
         for _, _, key, value, _ in parts:
             self._check_states(key, value)
+            written({"q": q, "key_cache": key, "value_cache": value, "sinks": sinks}, out=results.out, lse=results.lse)
         kv_dtype, scales, v = self.kv_dtype, (1.0, 1.0), factors.v
         if logits.pos_encoding_mode == "ROPE_LLAMA":
             query, parts = self._turned(query, logits, layout, parts)
@@ -290,7 +302,6 @@ class Sequences:
             scales, v = (1.0, v), 1.0  # read in float32, so that no pass over the output is needed
         plain = isinstance(v, float) and v == 1.0
         out, lse = results.begin(self, query.dtype, plain)
-        (sinks,) = optional(sinks=sinks)
         scale = factor * (self.head_size**-0.5 if logits.scale is None else logits.scale)
         slopes = alibi_slopes(self.num_heads) if logits.pos_encoding_mode == "ALIBI" else None
         for first, end, key, value, table in parts:

@@ -13,8 +13,9 @@ from cpu_attn import _check, ops
 from cpu_attn.flashinfer.arguments import interface, items
 from cpu_attn.flashinfer.call import LOG2E
 from cpu_attn.flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+from cpu_attn.flashinfer.norm import floats
 from cpu_attn.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
-from cpu_attn.torch.entry import axes, optional, tensors
+from cpu_attn.torch.entry import axes, optional, tensors, written
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -49,9 +50,13 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     v_a, s_a, v_b, s_b = tensors(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     axes("v_a", v_a, T=None, num_heads=None, head_dim=None)
     axes("v_b", v_b, T=v_a.shape[0], num_heads=v_a.shape[1], head_dim=v_a.shape[2])
+    for name, x in (("v_a", v_a), ("v_b", v_b)):
+        floats(name, x)
+        if x.dtype != v_a.dtype:
+            raise TypeError(f"{name}: dtype {x.dtype}, expected {v_a.dtype}, that of v_a")
     for name, x in (("s_a", s_a), ("s_b", s_b)):
         axes(name, x, T=v_a.shape[0], num_heads=v_a.shape[1])
-    return _merged([v_a, v_b], [s_a, s_b])
+    return _merged([v_a.resolve_neg(), v_b.resolve_neg()], [s_a, s_b])
 
 
 @interface(v_a="v", s_a="s", v_b="v_other", s_b="s_other")
@@ -59,12 +64,14 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
     """Does what :func:`merge_state` does, and writes into v and s. mask: bool [T], the tokens for which that is done,
     None for all."""
     merged = merge_state(v, s, v_other, s_other)
+    floats("s", s)
     (mask,) = optional(mask=mask)
     if mask is not None:
         axes("mask", mask, T=len(v))
         if mask.dtype != torch.bool:
             raise TypeError(f"mask: dtype {mask.dtype}, expected torch.bool")
-    for x, new in zip((v, s), merged, strict=True):
+    to = written({"v_other": v_other, "s_other": s_other, "mask": mask}, v=v, s=s)
+    for x, new in zip(to, merged, strict=True):
         x.copy_(new if mask is None else torch.where(mask.unflatten(0, (-1, *[1] * (x.dim() - 1))), new, x))
 
 

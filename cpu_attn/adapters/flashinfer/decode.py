@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import interface, layout_of
-from cpu_attn.flashinfer.call import PLANNED, RUN, Results, Sequences, logits_of
+from cpu_attn.flashinfer.call import ALONE, PLANNED, RUN, Results, Sequences, logits_of
 from cpu_attn.flashinfer.trtllm import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from cpu_attn.flashinfer.wrapper import PagedWrapper, part_of_one
 from cpu_attn.torch.entry import axes, tensors
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-@interface(**RUN, key_cache="k", value_cache="v")
+@interface(**ALONE)
 def single_decode_with_kv_cache(
     q: Tensor,
     k: Tensor,

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import interface
+from cpu_attn.flashinfer.norm import FLOATS, FP8, put, rounded
 from cpu_attn.linear import linear_attention_with_state_cache
 from cpu_attn.linear_attention.call import Int32, each, floats, optional, packed, plan, starts_of, tensors
-from cpu_attn.torch.entry import axes
+from cpu_attn.torch.entry import axes, written
 
 __all__ = ["chunk_gated_delta_rule", "gated_delta_rule_decode", "gated_delta_rule_decode_pretranspose"]
 
@@ -56,13 +57,15 @@ def chunk_gated_delta_rule(
         v: [T, Hv, V]. Of Hq, Hk and Hv two are equal and divide the third, Hq or Hv.
         g: [T, H], the decay itself, not its logarithm; None: 1.
         beta: [T, H]; None: 1.
-        scale: the factor of q; None: K ** -0.5.
-        initial_state: [B, H, V, K], or None: zeros; with ``state_indices`` [slots, H, V, K].
+        scale: the factor of q; None and, as in FlashInfer, 0: K ** -0.5.
+        initial_state: [B, H, V, K] of float32, float16, bfloat16 or float8, or None: zeros; with ``state_indices``
+            [slots, H, V, K].
         output_final_state: whether to return the states after the last tokens.
         cu_seqlens: int32 or int64 [B + 1], where sequences start.
         use_qk_l2norm_in_kernel: whether q and k are divided by sqrt(sum of squares + 1e-6).
         output: [T, H, V] to write to, of the dtype of v, or None.
-        output_state: [B, H, V, K] to write to, or None; with ``state_indices`` [slots, H, V, K].
+        output_state: [B, H, V, K] to write to, or None; with ``state_indices`` [slots, H, V, K]. It may be
+            ``initial_state``. As in FlashInfer, the row of a sequence without tokens stays as it is.
         state_checkpoints: [checkpoints, H, V, K] to write to, sequence after sequence.
         checkpoint_cu_starts: int32 or int64 [B + 1], where the checkpoints of each sequence start.
         checkpoint_every_n_tokens: after how many tokens each is, a multiple of 64; 0: there are none.
@@ -80,10 +83,9 @@ def chunk_gated_delta_rule(
         TypeError: an argument is no tensor, or has another dtype.
     """
     q, k, v = tensors(q=q, k=k, v=v)
-    g, beta, initial, out, after, kept = optional(
-        g=g,
-        beta=beta,
-        initial_state=initial_state,
+    g, beta, initial = optional(g=g, beta=beta, initial_state=initial_state)
+    out, after, kept = written(
+        *({"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial}, "initial_state"),
         output=output,
         output_state=output_state,
         state_checkpoints=state_checkpoints,
@@ -106,19 +108,19 @@ def chunk_gated_delta_rule(
         if output_final_state and after is None:
             raise ValueError("output_state: is None, state_indices says where states go in it")
     count = None if state_indices is not None else number
-    for name, x in (("initial_state", initial), ("output_state", after)):
+    for name, x in (("initial_state", initial), ("output_state", after), ("state_checkpoints", kept)):
         if x is not None:
-            axes(name, x, B=count, **sizes)
+            axes(name, x, B=count if x is not kept else None, **sizes)
+            if x.dtype not in (*FLOATS, *FP8):
+                raise TypeError(f"{name}: dtype {x.dtype}, expected {', '.join(map(str, (*FLOATS, *FP8)))}")
     every = _check.integer("checkpoint_every_n_tokens", checkpoint_every_n_tokens, 0)
-    marks = _marks(starts, every, kept, checkpoint_cu_starts, sizes)
+    marks = _marks(starts, every, kept, checkpoint_cu_starts)
     states = torch.zeros(number + len(marks), heads, sizes["V"], sizes["K"])
     if initial is not None:
         states[:number] = initial[_within("state_indices", rows, len(initial))].float()
     keep = _check.boolean("output_final_state", output_final_state)
-    target = None
-    if keep:
-        target = torch.empty(number, *states.shape[1:]) if after is None else after
-        places = _within("state_indices", rows, len(target))
+    if keep and after is not None:
+        places = _within("state_indices", rows, len(after))
     out = torch.empty(len(q), heads, sizes["V"], dtype=v.dtype) if out is None else out
     axes("output", out, T=len(q), H=heads, V=sizes["V"])
     linear_attention_with_state_cache(
@@ -126,17 +128,17 @@ def chunk_gated_delta_rule(
         plan(starts, initial is not None, floats("v", v), q.shape[1], heads, sizes["K"], sizes["V"]),
         g=None if g is None else g.float().log(),
         beta=beta,
-        scale=scale,
+        scale=None if scale is None or _check.number("scale", scale) == 0 else scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         state_layout="VK",
         checkpoints=marks if len(marks) else None,
     )
-    if kept is not None and len(marks):
-        kept[: len(marks)] = states[number:].to(kept.dtype)
-    if target is None:
-        return out
-    target[places] = states[:number].to(target.dtype)
-    return out, target
+    if kept is not None:
+        put(kept[: len(marks)], states[number:])
+    if keep and after is not None:
+        full = torch.from_numpy(np.flatnonzero(np.diff(starts)))
+        after[places[full]] = rounded(states[full], after.dtype)
+    return (out, states[:number] if after is None else after) if keep else out
 
 
 @interface(**_NAMES | _DECODE | {"state_cache": "state"})
@@ -182,7 +184,9 @@ def gated_delta_rule_decode(
     if q.dim() == 4 and q.shape[1] != 1:
         raise ValueError(f"q: T = {q.shape[1]}, expected 1")
     slots = np.arange(q.shape[0] if q.dim() else 0, dtype=np.int32)
-    out = _decode(q, k, v, state, "KV", A_log, a, dt_bias, b, scale, output, use_qk_l2norm, slots, slots, len(slots))
+    out = _decode(
+        q, k, v, "state", state, "KV", A_log, a, dt_bias, b, scale, output, use_qk_l2norm, slots, slots, len(slots)
+    )
     return out, state
 
 
@@ -240,8 +244,9 @@ def gated_delta_rule_decode_pretranspose(
     if initial_state is None and output_state_indices is not None:
         raise ValueError("output_state_indices: given without initial_state")
     states: Any = state if initial_state is None else initial_state
+    name = "state" if initial_state is None else "initial_state"
     (q,) = tensors(q=q)
-    _check.instance("state" if initial_state is None else "initial_state", states, Tensor)
+    _check.instance(name, states, Tensor)
     numbers = np.arange(q.shape[0] if q.dim() else 0, dtype=np.int32)
     of = (
         numbers
@@ -256,7 +261,7 @@ def gated_delta_rule_decode_pretranspose(
     count = None if state is None else len(numbers)
     if _check.boolean("disable_state_update", disable_state_update):
         to = np.full(len(numbers), -1, np.int32)
-    out = _decode(q, k, v, states, "VK", A_log, a, dt_bias, b, scale, output, use_qk_l2norm, of, to, count)
+    out = _decode(q, k, v, name, states, "VK", A_log, a, dt_bias, b, scale, output, use_qk_l2norm, of, to, count)
     return out, states
 
 
@@ -264,6 +269,7 @@ def _decode(
     q: Any,
     k: Any,
     v: Any,
+    name: str,
     state: Any,
     layout: str,
     a_log: Any,
@@ -277,17 +283,20 @@ def _decode(
     to: Int32,
     count: int | None,
 ) -> Tensor:
-    """Does what both do. of, to: the slots in which sequences begin and end; count: of the states, None: any."""
-    q, k, v, state, a_log, a, dt_bias, b = tensors(q=q, k=k, v=v, state=state, A_log=a_log, a=a, dt_bias=dt_bias, b=b)
-    (out,) = optional(output=output)
+    """Does what both do. name: how errors call the states; of, to: the slots in which sequences begin and end; count:
+    of the states, None: any."""
+    read = {"q": q, "k": k, "v": v, "A_log": a_log, "a": a, "dt_bias": dt_bias, "b": b}
+    q, k, v, a_log, a, dt_bias, b = tensors(**read)
+    _check.instance(name, state, Tensor)
+    out, state = written(read, output=output, **{name: state})
     axes("q", q, B=None, T=None, Hq=None, K=None)
     batch_size, length, _, size = q.shape
     axes("k", k, **dict(zip(("B", "T", "Hq", "K"), q.shape, strict=True)))
     axes("v", v, B=batch_size, T=length, Hv=None, V=None)
     heads, sizes = v.shape[2], {"K": size, "V": v.shape[3]}
-    axes("state", state, B=count, Hv=heads, **{x: sizes[x] for x in layout})
-    for name, x in (("a", a), ("b", b)):
-        axes(name, x, B=batch_size, T=length, Hv=heads)
+    axes(name, state, B=count, Hv=heads, **{x: sizes[x] for x in layout})
+    for gate, x in (("a", a), ("b", b)):
+        axes(gate, x, B=batch_size, T=length, Hv=heads)
     out = torch.empty(v.shape, dtype=v.dtype) if out is None else out
     axes("output", out, **dict(zip(("B", "T", "Hv", "V"), v.shape, strict=True)))
     own = out if out.is_contiguous() else torch.empty(v.shape, dtype=out.dtype)
@@ -340,10 +349,13 @@ def _within(name: str, rows: Int32, size: int) -> Tensor:
     return torch.from_numpy(rows).long()
 
 
-def _marks(starts: Int32, every: int, kept: Tensor | None, counts: Any, sizes: dict[str, int]) -> Int32:
+def _marks(starts: Int32, every: int, kept: Tensor | None, counts: Any) -> Int32:
     """Gives rows (sequence, tokens, slot) of checkpoints, behind the sequences' own slots."""
     number = len(starts) - 1
     if not every:
+        for name, x in (("state_checkpoints", kept), ("checkpoint_cu_starts", counts)):
+            if x is not None:
+                raise ValueError(f"{name}: given without checkpoint_every_n_tokens")
         return np.empty((0, 3), np.int32)
     if every % 64:
         raise ValueError(f"checkpoint_every_n_tokens: {every} is no multiple of 64")
@@ -351,7 +363,6 @@ def _marks(starts: Int32, every: int, kept: Tensor | None, counts: Any, sizes: d
     found = [(r, n) for r in range(number) for n in range(every, int(lens[r]) + 1, every)]
     if kept is None:
         raise ValueError("state_checkpoints: is None, checkpoint_every_n_tokens needs it")
-    axes("state_checkpoints", kept, checkpoints=None, **sizes)
     if len(kept) < len(found):
         raise ValueError(f"state_checkpoints: {len(kept)} rows, expected at least {len(found)}")
     wanted = np.append(0, np.cumsum(lens // every))

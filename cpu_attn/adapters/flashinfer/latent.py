@@ -17,14 +17,38 @@ from cpu_attn.flashinfer.call import LOG2E, dtype_of, fp8_name
 from cpu_attn.flashinfer.norm import put
 from cpu_attn.mla import attention_mla
 from cpu_attn.plan import get_scheduler_metadata
-from cpu_attn.torch.entry import axes, optional
+from cpu_attn.torch.entry import axes, optional, written
 from cpu_attn.torch.packed import Int32
+
+
+@dataclass(frozen=True)
+class MLAHeadDimensions:
+    """Says how many elements a head has before absorption, those of queries and keys that are not rotated and those
+    that are, and of values; and how many a latent has. It is for callers: any sizes do here."""
+
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    kv_lora_rank: int
+
+
+@dataclass(frozen=True)
+class MLALayerDimensions:
+    """Says of how many heads of which sizes a layer is."""
+
+    head_dimensions: MLAHeadDimensions
+    num_heads: int
+
+
+deepseek_mla_dimensions = MLAHeadDimensions(128, 64, 128, 512)
+smaller_mla_dimensions = MLAHeadDimensions(64, 64, 128, 256)
+nope_mla_dimensions = MLAHeadDimensions(256, 0, 256, 512)
 
 
 def joined(a: Tensor, b: Tensor) -> Tensor | None:
     """Gives [a | b] where they lie beside one another in memory, without a copy, else None."""
     beside = a.data_ptr() + a.shape[-1] * a.element_size() == b.data_ptr()
-    same = a.stride() == b.stride() and a.stride(-1) == 1 and a.dtype == b.dtype
+    same = (a.stride(), a.dtype, a.is_neg()) == (b.stride(), b.dtype, b.is_neg()) and a.stride(-1) == 1
     if not (beside and same and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()):
         return None
     return a.as_strided((*a.shape[:-1], a.shape[-1] + b.shape[-1]), a.stride(), a.storage_offset())
@@ -121,7 +145,8 @@ class Latents:
         output."""
         given, log, return_lse, base = results
         return_lse, size = _check.boolean("return_lse", return_lse), len(query)
-        (to, found, sinks) = optional(out=given, lse=log, sinks=sinks)
+        (sinks,) = optional(sinks=sinks)
+        to, found = written({"query": query, "kv_cache": rows, "sinks": sinks}, out=given, lse=log)
         out = torch.empty(size, self.num_heads, self.rank, dtype=self.o_dtype) if to is None else to
         axes("out", out, T=size, num_heads=self.num_heads, head_dim_ckv=self.rank)
         for name, x, dtype in (("query", query, self.q_dtype), ("out", out, self.o_dtype)):

@@ -36,7 +36,10 @@ def custom_bias(custom_mask: Any, packed_custom_mask: Any, q_lens: Int32, lens: 
         axes("packed_custom_mask", packed, bytes=int(counts.sum()))
         if packed.dtype != torch.uint8:
             raise TypeError(f"packed_custom_mask: dtype {packed.dtype}, expected torch.uint8")
-        flat, counts = torch.from_numpy(np.unpackbits(packed.numpy(), bitorder="little")).bool(), counts * 8
+        flat, counts = (
+            torch.from_numpy(np.unpackbits(packed.resolve_neg().numpy(), bitorder="little")).bool(),
+            counts * 8,
+        )
     else:
         if one and custom_mask.dim() == 2:
             axes("custom_mask", custom_mask, qo_len=int(q_lens[0]), kv_len=int(lens[0]))
@@ -104,7 +107,7 @@ def draft_bias(mask: Any, starts: Int32, lens: Int32) -> Any:
     most, bits = int(q_lens.max(initial=0)), 8 * mask.dtype.itemsize
     if mask.shape[-1] * bits < most:
         raise ValueError(f"mask: {mask.shape[-1]} words of {bits} bits, sequences have {most} query tokens")
-    rows = np.ascontiguousarray(mask.reshape(int(starts[-1]), mask.shape[-1]).numpy()).view(np.uint8)
+    rows = np.ascontiguousarray(mask.resolve_neg().reshape(int(starts[-1]), mask.shape[-1]).numpy()).view(np.uint8)
     flat = torch.from_numpy(np.unpackbits(rows, axis=-1, bitorder="little")).bool()
     seen, causal = [], True
     for first, rows_of, keys in zip(starts[:-1].tolist(), q_lens.tolist(), lens.tolist(), strict=True):
@@ -125,5 +128,5 @@ def _integers(name: str, x: Any) -> np.ndarray[Any, Any]:
     axes(name, x, numbers=None)
     if x.is_floating_point() or x.dtype == torch.bool:
         raise TypeError(f"{name}: dtype {x.dtype}, expected integers")
-    found: np.ndarray[Any, Any] = x.to(torch.int64).numpy()
+    found: np.ndarray[Any, Any] = x.to(torch.int64).resolve_neg().numpy()
     return found

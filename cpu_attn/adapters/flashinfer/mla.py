@@ -14,20 +14,43 @@ from torch import Tensor
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import choice, interface, items
 from cpu_attn.flashinfer.attention import check_pages
-from cpu_attn.flashinfer.latent import Latents, joined, rows_of
+from cpu_attn.flashinfer.latent import (
+    Latents,
+    MLAHeadDimensions,
+    MLALayerDimensions,
+    deepseek_mla_dimensions,
+    joined,
+    nope_mla_dimensions,
+    rows_of,
+    smaller_mla_dimensions,
+)
 from cpu_attn.flashinfer.trtllm import factor, sinks_of, two
-from cpu_attn.flashinfer.wrapper import Wrapper, check_lens, table_of, tables
-from cpu_attn.torch.entry import RefusedError, axes, optional, tensors
+from cpu_attn.flashinfer.wrapper import Wrapper, check_lens, flat, table_of, tables
+from cpu_attn.torch.entry import RefusedError, axes, tensors, written
 from cpu_attn.torch.packed import Int32, int32, starts_of
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
+    "MLAHeadDimensions",
+    "MLALayerDimensions",
     "MLAPlanMetadata",
+    "deepseek_mla_dimensions",
+    "nope_mla_dimensions",
+    "smaller_mla_dimensions",
     "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache_mla",
 ]
 
 _NAMES = {"num_reqs": "kv_len_arr", "isa": "CPU_ATTN_ISA", "s_aux": "sinks", "output": "out", "scale": "sm_scale"}
+# These are the names where a call takes sizes and dtypes from its tensors.
+_ALONE = {
+    "num_heads": "query",
+    "head_dim_ckv": "kv_lora_rank",
+    "head_dim_kpe": "qk_rope_head_dim",
+    "q_data_type": "query",
+    "kv_data_type": "kv_cache",
+    "block_table": "block_tables",
+}
 
 
 @dataclass(frozen=True)
@@ -299,7 +322,10 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         if found is None:
             raise RuntimeError("run() before plan()")
         rank, rope = found.rank, found.rope
-        q = _query(_pair("q_nope", q_nope, "q_pe", q_pe, "query", query), rank, rope)
+        parts = _pair("q_nope", q_nope, "q_pe", q_pe, "query", query)
+        q = _query(parts, rank, rope)
+        if not isinstance(parts, Tensor):
+            written(dict(zip(("q_nope", "q_pe"), parts, strict=True)), out=out, lse=lse)  # they may be copied
         cache = _pair("ckv_cache", ckv_cache, "kpe_cache", kpe_cache, "kv_cache", kv_cache)
         axes("query", q, T=int(found.starts[-1]), num_heads=found.num_heads, row=rank + rope)
         if isinstance(cache, torch.Tensor):
@@ -312,6 +338,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             axes("kpe_cache", kpe, pages=len(ckv), page_size=self._size, head_dim_kpe=rope)
             if ckv.dtype != kpe.dtype:
                 raise TypeError(f"kpe_cache: dtype {kpe.dtype}, expected {ckv.dtype}, that of ckv_cache")
+            written({"ckv_cache": ckv, "kpe_cache": kpe}, out=out, lse=lse)  # they may be copied
             rows, table = rows_of(ckv, kpe, found.table, found.lens)
         scales = (
             1.0 if ckv_scale is None else factor("ckv_scale", ckv_scale),
@@ -329,7 +356,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         return found.attend(q, rows, table, scale, scales, sinks, results, times)
 
 
-@interface(**_NAMES | {"num_heads": "query", "head_dim_ckv": "kv_lora_rank", "head_dim_kpe": "qk_rope_head_dim"})
+@interface(**_NAMES | _ALONE)
 def trtllm_batch_decode_with_kv_cache_mla(
     query: Tensor,
     kv_cache: Tensor,
@@ -419,7 +446,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     sizes = (query.shape[1], kv_lora_rank, qk_rope_head_dim)
     found = Latents.planned(starts, lens, table, sizes, (query.dtype, rows.dtype, None), True)
     axes("kv_cache", rows, pages=None, page_size=None, row=found.rank + found.rope)
-    to = _flat("out", out, (*shape, found.rank), 2), _flat("lse", lse, shape, 1)
+    to = flat("out", out, (*shape, found.rank), 2), flat("lse", lse, shape, 1)
     base = "base2" if return_lse_base is None else choice("return_lse_base", return_lse_base, "base2", "basee")
     results = (*to, return_lse, base)
     scale, times = factor("bmm1_scale", bmm1_scale), factor("bmm2_scale", bmm2_scale)
@@ -428,7 +455,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return (new, got[1] if lse is None else lse) if return_lse else new
 
 
-@interface(**_NAMES | {"num_heads": "query", "head_dim_ckv": "kv_lora_rank", "head_dim_kpe": "qk_rope_head_dim"})
+@interface(**_NAMES | _ALONE)
 def xqa_batch_decode_with_kv_cache_mla(
     query: Tensor,
     kv_cache: Tensor,
@@ -450,20 +477,6 @@ def xqa_batch_decode_with_kv_cache_mla(
     where: Any = (block_tables, seq_lens, max_seq_len, 0, out, bmm1_scale, bmm2_scale, sinks)
     found: Tensor = trtllm_batch_decode_with_kv_cache_mla(*what, *where)
     return found
-
-
-def _flat(name: str, x: Any, shape: Any, kept: int) -> Any:
-    """Gives a view [T, ...] of what is to be written, which has this shape, or is [T, ...] already; kept: how many of
-    its axes are not tokens."""
-    (x,) = optional(**{name: x})
-    if x is None:
-        return None
-    flat = (int(np.prod(shape[: len(shape) - kept])), *shape[len(shape) - kept :])
-    if tuple(x.shape) not in (tuple(shape), flat):
-        raise ValueError(f"{name}: shape {tuple(x.shape)}, expected {tuple(shape)}")
-    if not x.is_contiguous():
-        raise ValueError(f"{name}: is not contiguous")
-    return x.view(flat)
 
 
 def _table(block_tables: Any, one: bool, num_reqs: int) -> Int32:

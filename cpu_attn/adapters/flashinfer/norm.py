@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import interface
-from cpu_attn.torch.entry import optional, tensors
+from cpu_attn.torch.entry import tensors, written
 
 __all__ = [
     "fused_add_rmsnorm",
@@ -54,19 +54,22 @@ def _given(input: Any, **rows: Any) -> list[Tensor]:
     return found
 
 
-def _output(out: Any, input: Tensor) -> Tensor:
-    (out,) = optional(out=out)
+def _output(out: Any, input: Tensor, weight: Tensor, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
+    """Gives where to write, which may be the input itself."""
     if out is None:
         return torch.empty_like(input)
-    _like("out", out, input, FLOATS)
-    found: Tensor = out
+    _check.instance("out", out, Tensor)
+    _like("out", out, input, kinds)
+    (to,) = written({"input": input, "weight": weight}, "input", out=out)
+    found: Tensor = to
     return found
 
 
-def _quantised(out: Any, input: Tensor, scale: Any) -> tuple[Tensor, float]:
-    """Checks an output of float8, and gives it and the number by which it is divided."""
-    (out,) = tensors(out=out)
+def _quantised(out: Any, input: Tensor, scale: Any, **more: Tensor) -> tuple[Tensor, float]:
+    """Checks an output of float8, and gives it and the number by which it is divided. more: what else is read."""
+    _check.instance("out", out, Tensor)
     _like("out", out, input, FP8)
+    (out,) = written({"input": input, **more}, out=out)
     if isinstance(scale, torch.Tensor):
         (scale,) = tensors(scale=scale)
         if scale.dim() > 1 or scale.numel() != 1:
@@ -79,6 +82,11 @@ def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounds float32 to float8; what is too large becomes the largest number."""
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gives float32 in one of the dtypes of this module."""
+    return to_fp8(x, dtype) if dtype in FP8 else x.to(dtype)
 
 
 def put(to: Tensor, x: Tensor) -> None:
@@ -103,7 +111,7 @@ def _layer(x: Tensor, gemma: Tensor, beta: Tensor, eps: Any) -> Tensor:
 def _added(input: Any, residual: Any, weight: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gives input, residual, weight, and the sum of the first two in float32."""
     x, weight = _given(input, weight=weight)
-    (residual,) = tensors(residual=residual)
+    x, residual = written({"weight": weight}, input=x, residual=residual)
     _like("residual", residual, x, FLOATS)
     return x, residual, weight, x.float() + residual.float()
 
@@ -128,7 +136,7 @@ def rmsnorm(
         TypeError: an argument is no tensor, or has another dtype.
     """
     x, weight = _given(input, weight=weight)
-    to = _output(out, x)
+    to = _output(out, x, weight)
     to.copy_(_rms(x, weight, eps))
     return to if out is None else out
 
@@ -139,7 +147,7 @@ def gemma_rmsnorm(
 ) -> Tensor:
     """Does what :func:`rmsnorm` does with weight + 1."""
     x, weight = _given(input, weight=weight)
-    to = _output(out, x)
+    to = _output(out, x, weight)
     to.copy_(_rms(x, weight, eps, 1.0))
     return to if out is None else out
 
@@ -150,7 +158,7 @@ def rmsnorm_quant(
 ) -> None:
     """Does what :func:`rmsnorm` does, divides by ``scale``, a number or a tensor of one, and writes float8."""
     x, weight = _given(input, weight=weight)
-    to, divisor = _quantised(out, x, scale)
+    to, divisor = _quantised(out, x, scale, weight=weight)
     to.copy_(to_fp8(_rms(x, weight, eps) / divisor, to.dtype))
 
 
@@ -188,7 +196,7 @@ def fused_add_rmsnorm_quant(
 ) -> None:
     """Adds ``input`` to ``residual``, and writes what :func:`rmsnorm_quant` gives of that sum into ``out``."""
     x, residual, weight, total = _added(input, residual, weight)
-    to, divisor = _quantised(out, x, scale)
+    to, divisor = _quantised(out, x, scale, residual=residual, weight=weight)
     found = to_fp8(_rms(total, weight, eps) / divisor, to.dtype)
     residual.copy_(total)
     to.copy_(found)
@@ -206,7 +214,7 @@ def layernorm_quant(out: Tensor, input: Tensor, gemma: Tensor, beta: Tensor, sca
     """Does what :func:`layernorm` does, divides by ``scale``, a number or a tensor of one, and writes float8. As in
     FlashInfer it is rounded to the dtype of ``input`` before the division."""
     x, gemma, beta = _given(input, gemma=gemma, beta=beta)
-    to, divisor = _quantised(out, x, scale)
+    to, divisor = _quantised(out, x, scale, gemma=gemma, beta=beta)
     to.copy_(to_fp8(_layer(x, gemma, beta, eps).to(x.dtype).float() / divisor, to.dtype))
 
 
@@ -216,9 +224,7 @@ def fused_rmsnorm_silu(
 ) -> Tensor:
     """Gives y / (1 + exp(-y)) of what :func:`rmsnorm` gives; ``out`` may be float8, too."""
     x, weight = _given(input, weight=weight)
-    (to,) = optional(out=out)
-    to = torch.empty_like(x) if to is None else to
-    _like("out", to, x, (*FLOATS, *FP8))
+    to = _output(out, x, weight, (*FLOATS, *FP8))
     found = torch.nn.functional.silu(_rms(x, weight, eps))
     put(to, found)
     return to if out is None else out

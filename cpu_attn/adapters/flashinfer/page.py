@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cpu_attn import _check, ops
 from cpu_attn.flashinfer.arguments import interface, layout_of
-from cpu_attn.flashinfer.wrapper import pair_of
-from cpu_attn.torch.entry import axes, optional, tensors
+from cpu_attn.flashinfer.wrapper import PAGES, pair_of
+from cpu_attn.torch.entry import axes, tensors, written
 from cpu_attn.torch.packed import int32, narrowed, starts_of
 
 __all__ = [
@@ -39,8 +39,8 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
         ValueError: a shape or a number is out of range.
         TypeError: an argument is no tensor, or has another dtype.
     """
-    starts = int32("kv_indptr", narrowed(kv_indptr))
-    last = int32("kv_last_page_len", narrowed(kv_last_page_len), len(starts) - 1)
+    starts = narrowed("kv_indptr", kv_indptr)
+    last = narrowed("kv_last_page_len", kv_last_page_len, len(starts) - 1)
     pages = np.maximum(np.diff(starts).astype(np.int64) - 1, 0)
     full = pages * _check.integer("page_size", page_size, 1)
     lens = np.where(np.diff(starts) > 0, full + last, 0)
@@ -72,7 +72,7 @@ def get_batch_indices_positions(
         TypeError: an argument is no tensor, or has another dtype.
     """
     nnz = _check.integer("nnz", nnz, 0)
-    starts = starts_of("append_indptr", narrowed(append_indptr), nnz).astype(np.int64)
+    starts = starts_of("append_indptr", append_indptr, nnz, read=narrowed).astype(np.int64)
     lens = _check.integers("seq_lens", seq_lens, np.int64)
     if len(lens) != len(starts) - 1:
         raise ValueError(f"seq_lens: {len(lens)} numbers, append_indptr has {len(starts) - 1} sequences")
@@ -81,7 +81,8 @@ def get_batch_indices_positions(
     owner[: starts[-1]] = np.repeat(np.arange(len(lens)), new)
     place = np.zeros(nnz, np.int32)
     place[: starts[-1]] = np.arange(starts[-1]) + np.repeat(lens - starts[1:], new)
-    given = optional(batch_indices=batch_indices, positions=positions)
+    read = {"append_indptr": append_indptr, "seq_lens": seq_lens}
+    given = written(read, batch_indices=batch_indices, positions=positions)
     for name, to in zip(("batch_indices", "positions"), given, strict=True):
         if to is not None:
             int32(name, to, nnz)
@@ -99,11 +100,11 @@ def _slots(
     """Gives the slots of new tokens, int64 [T]; -1 where batch_indices is negative. sizes: how many pages there are,
     and the tokens of each."""
     num_pages, page_size = sizes
-    found = int32("kv_indices", narrowed(indices))
-    starts = starts_of("kv_indptr", narrowed(indptr), len(found))
-    int32("kv_last_page_len", narrowed(last_page_len), len(starts) - 1)
-    owner = int32("batch_indices", narrowed(batch_indices), num_tokens).astype(np.int64)
-    place = int32("positions", narrowed(positions), num_tokens).astype(np.int64)
+    found = narrowed("kv_indices", indices)
+    starts = starts_of("kv_indptr", indptr, len(found), read=narrowed)
+    narrowed("kv_last_page_len", last_page_len, len(starts) - 1)
+    owner = narrowed("batch_indices", batch_indices, num_tokens).astype(np.int64)
+    place = narrowed("positions", positions, num_tokens).astype(np.int64)
     for t in np.flatnonzero(owner >= len(starts) - 1):
         raise ValueError(f"batch_indices[{t}]: {owner[t]}, kv_indptr has {len(starts) - 1} sequences")
     kept = np.flatnonzero(owner >= 0)
@@ -159,6 +160,8 @@ def append_paged_kv_cache(
     for name, x, to in (("append_key", append_key, key), ("append_value", append_value, value)):
         if x.dtype != to.dtype:
             raise TypeError(f"{name}: dtype {x.dtype}, expected {to.dtype}, that of the pages")
+    read = {"append_key": append_key, "append_value": append_value}
+    key, value = written(read, **dict(zip(PAGES, (key, value), strict=True)))
     if key.dtype.itemsize > 1:
         ops.reshape_and_cache(append_key, append_value, key, value, slots, kv_cache_layout=layout)
         return
@@ -199,8 +202,9 @@ def append_paged_mla_kv_cache(
         TypeError: an argument is no tensor, or has another dtype. Nothing has been written then.
     """
     pairs = []
-    given = optional(ckv_cache=ckv_cache, kpe_cache=kpe_cache)
     states = tensors(append_ckv=append_ckv, append_kpe=append_kpe)
+    read = {"append_ckv": states[0], "append_kpe": states[1]}
+    given = written(read, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
     for name, x, to in zip(("ckv", "kpe"), states, given, strict=True):
         axes(f"append_{name}", x, T=len(states[0]), dim=None)
         if to is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import interface, layout_of
-from cpu_attn.flashinfer.call import PLANNED, RUN, Results, Sequences, logits_of
+from cpu_attn.flashinfer.call import ALONE, PLANNED, RUN, Results, Sequences, logits_of
 from cpu_attn.flashinfer.masks import custom_bias, item_bias
 from cpu_attn.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from cpu_attn.flashinfer.trtllm import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-@interface(**RUN, key_cache="k", value_cache="v")
+@interface(**ALONE)
 def single_prefill_with_kv_cache(
     q: Tensor,
     k: Tensor,

@@ -32,7 +32,7 @@ def packbits(x: Tensor, bitorder: str = "big") -> Tensor:
     (x,) = tensors(x=x)
     axes("x", x, n=None)
     order = choice("bitorder", bitorder, "big", "little")
-    return torch.from_numpy(np.packbits(x.numpy() != 0, bitorder="big" if order == "big" else "little"))
+    return torch.from_numpy(np.packbits((x != 0).numpy(), bitorder="big" if order == "big" else "little"))
 
 
 @interface()
@@ -53,7 +53,7 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[
     """
     (x,) = tensors(x=x)
     axes("x", x, n=None)
-    starts = starts_of("indptr", narrowed(indptr), len(x))
+    starts = starts_of("indptr", indptr, len(x), read=narrowed)
     parts = [packbits(x[a:b], bitorder) for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
     sizes = np.cumsum([0, *map(len, parts)])
     return torch.cat([x.new_empty(0, dtype=torch.uint8), *parts]), torch.from_numpy(sizes.astype(np.int32))

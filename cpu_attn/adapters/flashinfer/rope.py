@@ -16,7 +16,8 @@ from torch import Tensor
 
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import interface
-from cpu_attn.torch.entry import axes, tensors
+from cpu_attn.flashinfer.norm import floats
+from cpu_attn.torch.entry import axes, tensors, written
 from cpu_attn.torch.packed import narrowed, starts_of
 
 __all__ = [
@@ -69,14 +70,13 @@ def _states(q: Any, k: Any) -> list[Tensor]:
     axes("q", q, nnz=None, num_q_heads=None, head_dim=None)
     axes("k", k, nnz=len(q), num_k_heads=None, head_dim=q.shape[2])
     for name, x in (("q", q), ("k", k)):
-        if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise TypeError(f"{name}: dtype {x.dtype}, expected torch.float32, torch.float16 or torch.bfloat16")
+        floats(name, x)
     return [q, k]
 
 
 def _positions(indptr: Any, offsets: Any, num_tokens: int) -> Tensor:
     """Gives the position of each token: its place in its sequence, after offsets [B]."""
-    starts = starts_of("indptr", narrowed(indptr), num_tokens)
+    starts = starts_of("indptr", indptr, num_tokens, read=narrowed)
     if starts[-1] != num_tokens:
         raise ValueError(f"indptr[{len(starts) - 1}]: {starts[-1]}, expected {num_tokens}, the tokens of q")
     first = _check.integers("offsets", offsets, np.int64)
@@ -118,8 +118,8 @@ def _apply(q: Any, k: Any, places: Any, rotary_dim: Any, interleave: Any, kind: 
     return [rotated(x, positions, inv_freq, interleave) for x in states]
 
 
-def _write(to: tuple[Tensor, ...], found: list[Tensor]) -> None:
-    for x, new in zip(to, found, strict=True):
+def _write(found: list[Tensor], given: dict[str, Any], **to: Tensor) -> None:
+    for x, new in zip(written(given, **to), found, strict=True):
         x.copy_(new)
 
 
@@ -169,7 +169,8 @@ def apply_rope_inplace(
     rope_theta: float = 1e4,
 ) -> None:
     """Does what :func:`apply_rope` does, and writes into q and k."""
-    _write((q, k), _apply(q, k, (indptr, offsets), rotary_dim, interleave, (rope_scale, rope_theta)))
+    found = _apply(q, k, (indptr, offsets), rotary_dim, interleave, (rope_scale, rope_theta))
+    _write(found, {"indptr": indptr, "offsets": offsets}, q=q, k=k)
 
 
 @interface()
@@ -198,7 +199,8 @@ def apply_rope_pos_ids_inplace(
     rope_theta: float = 1e4,
 ) -> None:
     """Does what :func:`apply_rope_pos_ids` does, and writes into q and k."""
-    _write((q, k), _apply(q, k, (pos_ids,), rotary_dim, interleave, (rope_scale, rope_theta)))
+    found = _apply(q, k, (pos_ids,), rotary_dim, interleave, (rope_scale, rope_theta))
+    _write(found, {"pos_ids": pos_ids}, q=q, k=k)
 
 
 @interface()
@@ -239,7 +241,8 @@ def apply_llama31_rope_inplace(
 ) -> None:
     """Does what :func:`apply_llama31_rope` does, and writes into q and k."""
     kind = (rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    _write((q, k), _apply(q, k, (indptr, offsets), rotary_dim, interleave, kind))
+    found = _apply(q, k, (indptr, offsets), rotary_dim, interleave, kind)
+    _write(found, {"indptr": indptr, "offsets": offsets}, q=q, k=k)
 
 
 @interface()
@@ -276,7 +279,8 @@ def apply_llama31_rope_pos_ids_inplace(
 ) -> None:
     """Does what :func:`apply_llama31_rope_pos_ids` does, and writes into q and k."""
     kind = (rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    _write((q, k), _apply(q, k, (pos_ids,), rotary_dim, interleave, kind))
+    found = _apply(q, k, (pos_ids,), rotary_dim, interleave, kind)
+    _write(found, {"pos_ids": pos_ids}, q=q, k=k)
 
 
 def cos_and_sin(cache: Any, positions: Any, num_tokens: int, head_dim: int, name: str) -> tuple[Tensor, Tensor]:
@@ -300,6 +304,7 @@ def _by_cache(positions: Any, query: Any, key: Any, head_size: Any, cache: Any, 
     cos, sin = cos_and_sin(cache, positions, len(query), head_size, "positions")
     found = []
     for name, x in (("query", query), ("key", key)):
+        floats(name, x)
         if x.dim() != 2 or len(x) != len(query) or x.shape[1] % head_size:
             raise ValueError(f"{name}: shape {tuple(x.shape)}, expected [{len(query)}, a multiple of {head_size}]")
         heads = x.unflatten(1, (-1, head_size))
@@ -347,4 +352,5 @@ def apply_rope_with_cos_sin_cache_inplace(
     is_neox: bool = True,
 ) -> None:
     """Does what :func:`apply_rope_with_cos_sin_cache` does, and writes into query and key."""
-    _write((query, key), _by_cache(positions, query, key, head_size, cos_sin_cache, is_neox))
+    found = _by_cache(positions, query, key, head_size, cos_sin_cache, is_neox)
+    _write(found, {"positions": positions, "cos_sin_cache": cos_sin_cache}, query=query, key=key)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from cpu_attn import _check
-from cpu_attn.flashinfer.arguments import interface
+from cpu_attn.flashinfer.arguments import interface, items
 from cpu_attn.flashinfer.call import dtype_of
 from cpu_attn.flashinfer.norm import FP8, floats, to_fp8
 from cpu_attn.flashinfer.page import append_paged_kv_cache, append_paged_mla_kv_cache
 from cpu_attn.flashinfer.rope import cos_and_sin, turned
-from cpu_attn.torch.entry import axes, optional, tensors
+from cpu_attn.flashinfer.wrapper import PAGES
+from cpu_attn.torch.entry import axes, optional, tensors, written
 
 __all__ = ["mla_rope_quantize_fp8", "rope_quantize_fp8", "rope_quantize_fp8_append_paged_kv_cache"]
 
@@ -59,14 +60,21 @@ class _States:
         return {name: to_fp8(x * factor, dtype) for name, x, factor in zip(self.named, found, factors, strict=True)}
 
 
+def _table(cos_sin_cache: Any, pos_ids: Any) -> dict[str, Any]:
+    table, places = tensors(cos_sin_cache=cos_sin_cache, pos_ids=pos_ids)
+    return {"cos_sin_cache": table, "pos_ids": places}
+
+
 def _factors(quant_scale_q: Any, quant_scale_kv: Any) -> tuple[float, float]:
     return _check.number("quant_scale_q", quant_scale_q), _check.number("quant_scale_kv", quant_scale_kv)
 
 
-def _outputs(states: _States, quantize_dtype: Any, **outs: Any) -> tuple[torch.dtype, dict[str, Any]]:
+def _outputs(
+    states: _States, read: dict[str, Any], quantize_dtype: Any, **outs: Any
+) -> tuple[torch.dtype, dict[str, Any]]:
     """Checks tensors to write to, float8 of the shapes of the states, and gives the dtype, which is theirs unless
-    said."""
-    given = dict(zip(outs, optional(**outs), strict=True))
+    said. read: what the call reads besides the states."""
+    given = dict(zip(outs, written(states.named | read, **outs), strict=True))
     first = next((x.dtype for x in given.values() if x is not None), torch.float8_e4m3fn)
     dtype = dtype_of("quantize_dtype", first if quantize_dtype is None else quantize_dtype, *FP8)
     for name, x in given.items():
@@ -90,7 +98,7 @@ def _write(found: dict[str, Tensor], to: dict[str, Any], outs: dict[str, Any]) -
     return results
 
 
-@interface()
+@interface(rotary_dim="cos_sin_cache")
 def rope_quantize_fp8(
     q_rope: Tensor,
     k_rope: Tensor,
@@ -133,13 +141,14 @@ def rope_quantize_fp8(
     """
     states = _States(q_rope, k_rope, q_nope, k_nope)
     given = {"q_rope": q_rope_out, "k_rope": k_rope_out, "q_nope": q_nope_out, "k_nope": k_nope_out}
-    dtype, to = _outputs(states, quantize_dtype, **{f"{name}_out": x for name, x in given.items()})
+    read = _table(cos_sin_cache, pos_ids)
+    dtype, to = _outputs(states, read, quantize_dtype, **{f"{name}_out": x for name, x in given.items()})
     found = states.rounded(cos_sin_cache, pos_ids, is_neox, (quant_scale_q, quant_scale_kv), dtype)
     a, b, c, d = _write(found, to, given)
     return a, b, c, d
 
 
-@interface()
+@interface(rotary_dim="cos_sin_cache")
 def mla_rope_quantize_fp8(
     q_rope: Tensor,
     k_rope: Tensor,
@@ -164,7 +173,7 @@ def mla_rope_quantize_fp8(
     return found
 
 
-@interface(append_key="k_rope", append_value="v", append_ckv="k_nope", append_kpe="k_rope")
+@interface(rotary_dim="cos_sin_cache", append_key="k_rope", append_value="v", append_ckv="k_nope", append_kpe="k_rope")
 def rope_quantize_fp8_append_paged_kv_cache(
     q_rope: Tensor,
     k_rope: Tensor,
@@ -198,15 +207,15 @@ def rope_quantize_fp8_append_paged_kv_cache(
     """
     states = _States(q_rope, k_rope, q_nope, k_nope)
     given = {"q_rope": q_rope_out, "q_nope": q_nope_out}
-    dtype, to = _outputs(states, quantize_dtype, **{f"{name}_out": x for name, x in given.items()})
     (v,) = optional(v=v)
+    read = _table(cos_sin_cache, pos_ids) | {"v": v}
+    dtype, to = _outputs(states, read, quantize_dtype, **{f"{name}_out": x for name, x in given.items()})
     if (v is None) != states.latent:
         what = "is not for" if states.latent else "is None, expected values beside"
         raise ValueError(f"v: {what} a k_rope of {states.named['k_rope'].dim()} axes")
-    pages = [tensors(paged_kv_cache=x)[0] for x in _check.sequence("paged_kv_cache", paged_kv_cache)]
-    if len(pages) != 2:
-        raise ValueError(f"paged_kv_cache: {len(pages)} tensors, expected two")
-    first, second = pages
+    pages = tensors(**dict(zip(PAGES, items("paged_kv_cache", paged_kv_cache, 2), strict=True)))
+    outs = {"q_rope_out": q_rope_out, "q_nope_out": q_nope_out}
+    first, second = written(states.named | read | outs, **dict(zip(PAGES, pages, strict=True)))
     size = _check.integer("page_size", page_size, 1)
     axis = 1 if states.latent or kv_layout == "NHD" else 2
     for x in pages:

@@ -18,7 +18,7 @@ from cpu_attn.flashinfer.arguments import interface
 from cpu_attn.flashinfer.call import PLANNED, RUN, Results, Sequences, logits_of
 from cpu_attn.flashinfer.masks import custom_bias
 from cpu_attn.flashinfer.wrapper import Wrapper, table_of
-from cpu_attn.torch.entry import axes, optional, tensors
+from cpu_attn.torch.entry import axes, optional, tensors, written
 from cpu_attn.torch.packed import Int32, int32, starts_of
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
@@ -290,7 +290,7 @@ class VariableBlockSparseAttentionWrapper(Wrapper):
         row, queries = _sizes("block_row_sz", rows, kv_heads, chosen.shape[1])
         column, keys = _sizes("block_col_sz", columns, kv_heads, chosen.shape[2])
         size = max(1, int(np.gcd.reduce(column, axis=None)))  # so that every column block is whole pages
-        pages, picked = column // size, chosen.numpy()
+        pages, picked = column // size, chosen.resolve_neg().numpy()
         owner = np.repeat(np.arange(pages.size), pages.ravel()).reshape(kv_heads, -1)  # the column block of each page
         owner = owner - np.arange(kv_heads)[:, None] * pages.shape[1]
         of_row = np.take_along_axis(picked, owner[:, None], 2)  # [Hkv, MB, pages of a head]
@@ -343,7 +343,7 @@ class VariableBlockSparseAttentionWrapper(Wrapper):
         axes("q", q, num_qo_heads=heads, qo_len=queries, head_dim=step.head_size)
         for name, x in (("k", k), ("v", v)):
             axes(name, x, num_kv_heads=kv_heads, kv_len=keys, head_dim=step.head_size)
-        to, log = optional(out=out, lse=lse)
+        to, log = written({"q": q, "k": k, "v": v}, out=out, lse=lse)
         return_lse = _check.boolean("return_lse", return_lse)
         for name, x, shape, dtype in (
             ("out", to, (heads, queries, step.head_size_v), step.o_dtype),
@@ -388,7 +388,7 @@ def _sizes(name: str, x: Tensor, kv_heads: int, blocks: int) -> tuple[Any, int]:
     axes(name, x, num_kv_heads=kv_heads, blocks=blocks)
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: dtype {x.dtype}, expected torch.int32")
-    sizes = x.to(torch.int64).numpy()
+    sizes = x.to(torch.int64).resolve_neg().numpy()
     if (sizes < 0).any():
         raise ValueError(f"{name}: {sizes.min()} is negative")
     total = sizes.sum(1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import interface, items, layout_of
-from cpu_attn.flashinfer.call import Results, Sequences, fp8_name, logits_of
+from cpu_attn.flashinfer.call import Results, Sequences, dtype_of, fp8_name, logits_of
 from cpu_attn.flashinfer.masks import draft_bias
 from cpu_attn.flashinfer.wrapper import check_lens, pair_of, tables
 from cpu_attn.torch.entry import RefusedError, axes, optional, tensors
@@ -36,8 +36,10 @@ _NAMES = {
     "num_heads": "query",
     "num_qo_heads": "query",
     "q": "query",
+    "q_data_type": "query",
     "scale": "bmm1_scale",
     "block_table": "block_tables",
+    "o_data_type": "out",
     **dict.fromkeys(("key_cache", "value_cache", "paged_kv_cache", "num_kv_heads", "kv_data_type"), "kv_cache"),
 }
 
@@ -75,7 +77,7 @@ def _apart(key: Tensor, value: Tensor, keys: Int32, values: Int32, counts: Int32
     return key[:shared], value[:shared], np.minimum(keys, values)
 
 
-def _paged(
+def paged(
     query: Any,
     kv_cache: Any,
     layout: Any,
@@ -107,7 +109,9 @@ def _paged(
     for other in others:
         key, value, table = _apart(key, value, table, other, -(-lens // size))
     (out,) = optional(out=results.out)
-    o_dtype = out_dtype if out_dtype is not None else query.dtype if out is None else out.dtype
+    o_dtype = query.dtype if out is None else out.dtype
+    if out_dtype is not None:
+        o_dtype = dtype_of("out_dtype", out_dtype)
     dtypes, sizes = (query.dtype, key.dtype, o_dtype), (query.shape[2], value.shape[3])
     step = Sequences(starts, lens, (query.shape[1], heads), sizes, dtypes)
     bias = draft_bias(mask, starts, lens)
@@ -202,7 +206,7 @@ def trtllm_batch_decode_with_kv_cache(
     if bmm1_scale_log2 is not None:
         bmm1_scale = factor("bmm1_scale_log2", bmm1_scale_log2) * math.log(2)
     how: Any = ((bmm1_scale, bmm2_scale), True, window_left, results, out_dtype, sinks, uses_shared_paged_kv_idx, mask)
-    return _paged(query, kv_cache, kv_layout, starts, *where, *how)
+    return paged(query, kv_cache, kv_layout, starts, *where, *how)
 
 
 @interface(**_NAMES)
@@ -275,7 +279,7 @@ def trtllm_batch_context_with_kv_cache(
     starts = starts_of("cum_seq_lens_q", cum_seq_lens_q, _check.INT32_MAX)
     where, results = (block_tables, seq_lens), Results(out, lse, return_lse)
     how: Any = ((bmm1_scale, bmm2_scale), causal, window_left, results, out_dtype, sinks, uses_shared_paged_kv_idx)
-    return _paged(query, kv_cache, kv_layout, starts, *where, *how)
+    return paged(query, kv_cache, kv_layout, starts, *where, *how)
 
 
 @interface(

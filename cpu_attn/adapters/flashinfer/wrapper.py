@@ -14,7 +14,7 @@ from torch import Tensor
 from cpu_attn import _check
 from cpu_attn.flashinfer.arguments import layout_of
 from cpu_attn.flashinfer.call import Factors, Logits, Results, Sequences, logits_of
-from cpu_attn.torch.entry import axes, tensors
+from cpu_attn.torch.entry import axes, optional, tensors, written
 from cpu_attn.torch.packed import Int32, Part, int32, starts_of
 
 
@@ -55,8 +55,22 @@ def tables(name: str, x: Any, num_reqs: int | None = None) -> Int32:
     axes(name, x, batch_size=num_reqs, pages=None)
     if x.dtype not in (torch.int32, torch.uint32):
         raise TypeError(f"{name}: dtype {x.dtype}, expected torch.int32")
-    found: Int32 = x.view(torch.int32).numpy().copy()
+    found: Int32 = x.resolve_neg().view(torch.int32).numpy().copy()
     return found
+
+
+def flat(name: str, x: Any, shape: Any, kept: int) -> Any:
+    """Gives a view [T, ...] of what is to be written, which has this shape, or is [T, ...] already; kept: how many of
+    its axes are not tokens."""
+    (x,) = optional(**{name: x})
+    if x is None:
+        return None
+    packed = (int(np.prod(shape[: len(shape) - kept])), *shape[len(shape) - kept :])
+    if tuple(x.shape) not in (tuple(shape), packed):
+        raise ValueError(f"{name}: shape {tuple(x.shape)}, expected {tuple(shape)}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name}: is not contiguous")
+    return x.view(packed)
 
 
 def pair_of(paged_kv_cache: Any, layout: str, page_size: int | None) -> tuple[Tensor, Tensor]:
@@ -78,6 +92,9 @@ def pair_of(paged_kv_cache: Any, layout: str, page_size: int | None) -> tuple[Te
     return key, value
 
 
+PAGES = ("paged_kv_cache[0]", "paged_kv_cache[1]")  # how errors call the tensors of keys and of values
+
+
 class Wrapper:
     """Holds a plan. buffers: those that a graph of a GPU would read, which a plan with use_cuda_graph fills: its arrays
     in the order in which plan has them, the first of which fix the number of sequences."""
@@ -93,6 +110,7 @@ class Wrapper:
         self._buffers = buffers if self._fixed else {}
         for name, x in self._buffers.items():
             int32(name, x)
+        written({}, **self._buffers)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -109,12 +127,15 @@ class Wrapper:
         """Does nothing: no kernel is compiled at run time."""
 
     def _keep(self, *arrays: Any) -> None:
-        """Writes a plan's arrays into the fixed buffers, once all fit; those of indices may be longer."""
-        for (name, buffer), x in zip(self._buffers.items(), arrays, strict=False):
+        """Writes a plan's arrays, which may be parts of the fixed buffers, into these, once all fit; those of indices
+        may be longer."""
+        buffers = written({}, **self._buffers)
+        kept = [torch.as_tensor(x).clone() for _, x in zip(buffers, arrays, strict=False)]
+        for name, buffer, x in zip(self._buffers, buffers, kept, strict=False):
             if len(x) > len(buffer) or (len(x) != len(buffer) and "indices" not in name):
                 raise ValueError(f"{name}: {len(buffer)} numbers, the plan has {len(x)}, fixed by use_cuda_graph")
-        for buffer, x in zip(self._buffers.values(), arrays, strict=False):
-            buffer[: len(x)] = torch.as_tensor(x)
+        for buffer, x in zip(buffers, kept, strict=False):
+            buffer[: len(x)] = x
 
     def _planned(
         self, step: Sequences, logits: Logits, mask: Tensor | None = None, items: Tensor | None = None

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from cpu_attn import UnavailableError, _check
-from cpu_attn._arrays import stored
+from cpu_attn._arrays import Array, stored, view
 from torch import Tensor
 
 Run = TypeVar("Run", bound=Callable[..., Any])
@@ -44,11 +44,16 @@ def entry(**names: str) -> Callable[[Run], Run]:
 
 
 def tensors(**named: Any) -> list[Tensor]:
-    """Gives the tensors without what only a backward pass would need."""
+    """Gives the tensors without what only a backward pass would need, once all of them are dense, real numbers in
+    memory of the CPU."""
     for name, x in named.items():
         _check.instance(name, x, torch.Tensor)
         if x.layout != torch.strided or x.is_nested:
             raise TypeError(f"{name}: layout {x.layout}, expected a dense tensor, neither sparse nor nested")
+        if x.device.type != "cpu":
+            raise ValueError(f"{name}: lies on {x.device}, expected cpu")
+        if x.is_complex() or x.is_quantized:
+            raise TypeError(f"{name}: dtype {x.dtype}, expected real numbers without a scale of their own")
         try:
             stored(x)
         except ValueError as e:
@@ -64,6 +69,54 @@ def tensors(**named: Any) -> list[Tensor]:
 def optional(**named: Any) -> list[Any]:
     """Does what :func:`tensors` does where some of them may be None."""
     return [x if x is None else tensors(**{name: x})[0] for name, x in named.items()]
+
+
+# Overlap is found whatever elements mean, so they are described as those of a dtype of their size.
+_OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+
+def _memory(name: str, x: Tensor) -> Array:
+    """Gives the memory of a tensor of any number of axes, of which those that leave no gap count as one."""
+    runs: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        if size != 1:
+            runs.append((size * runs.pop()[0] if runs and runs[-1][1] == size * stride else size, stride))
+    shape, strides = zip(*runs, strict=True) if runs else ((), ())
+    return view(name, x.as_strided(shape, strides).view(_OF_SIZE[x.element_size()]))
+
+
+def written(given: Mapping[str, Any], *in_place: str, **outputs: Any) -> list[Any]:
+    """Does what :func:`optional` does for tensors that a call writes, and checks their memory: no two elements of one
+    coincide, and none shares a byte with another one or with a tensor that the call is given and reads, but that those
+    of ``in_place`` may be the very same. A call asks this before it writes anything."""
+    found, others = [], {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    for name, x in zip(outputs, optional(**outputs), strict=True):
+        if x is not None and x.is_inference() and not torch.is_inference_mode_enabled():
+            x = torch.from_dlpack(x)  # torch itself would write to it in some ways and not in others
+        found.append(x)
+        if x is None:
+            continue
+        if x.is_neg():
+            raise ValueError(f"{name}: is the negative of what lies in its memory; pass its resolve_neg()")
+        if not x.is_contiguous():
+            _check.writable(name, _memory(name, x))
+        for other, y in others.items():
+            if _near(x, y) and not (other in in_place and _same(x, y)):
+                _check.disjoint(name, _memory(name, x), {other: _memory(other, y)})
+        others[name] = x
+    return found
+
+
+def _near(x: Tensor, y: Tensor) -> bool:
+    """Says whether the storages of two tensors have bytes in common."""
+    one, two = x.untyped_storage(), y.untyped_storage()
+    first, second = one.data_ptr(), two.data_ptr()
+    return bool(first < second + two.nbytes() and second < first + one.nbytes())
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Says whether two tensors have the same elements in the same memory."""
+    return bool(x.data_ptr() == y.data_ptr()) and (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride())
 
 
 def axes(name: str, x: Tensor, **sizes: int | None) -> None:
@@ -95,5 +148,5 @@ def stand_in(modules: Mapping[str, Mapping[str, Any]]) -> None:
             module.__path__ = []
         vars(module).update(contents)
         sys.modules[name] = module
-        if parent:
+        if parent and child not in modules[parent]:  # a function may have the name of its module
             setattr(sys.modules[parent], child, module)

@@ -10,7 +10,7 @@ just their length; bits are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 import torch
 from cpu_attn import _arrays, _check
+from cpu_attn.torch.entry import tensors
 
 BLOCK = 64  # decode of 8 x 2048 keys takes 13.9 ms, as with 128; with 16 20 ms (Zen 4, bfloat16, two threads)
 Int32 = NDArray[np.int32]
@@ -37,17 +38,18 @@ def int32(name: str, x: Any, size: int | None = None) -> Int32:
     return _arrays.view(name, x).numpy()
 
 
-def narrowed(x: Any) -> Any:
-    """Gives a tensor of int64 as int32, for arguments that may be either. What does not fit becomes the nearest number,
+def narrowed(name: str, x: Any, size: int | None = None) -> Int32:
+    """Does what :func:`int32` does for a tensor that may be int64, too. What does not fit becomes the nearest number,
     which checks of a range then refuse."""
-    if isinstance(x, torch.Tensor) and x.dtype == torch.int64 and x.device.type == "cpu":
-        return x.clamp(-_check.INT32_MAX, _check.INT32_MAX).to(torch.int32)
-    return x
+    if isinstance(x, torch.Tensor) and x.dtype == torch.int64:
+        (x,) = tensors(**{name: x})
+        x = x.clamp(-_check.INT32_MAX, _check.INT32_MAX).to(torch.int32)
+    return int32(name, x, size)
 
 
-def starts_of(name: str, x: Any, num_tokens: int, size: int | None = None) -> Int32:
-    """Checks where requests start, ascending from 0 to at most num_tokens."""
-    starts = _check.rising(name, int32(name, x, size))
+def starts_of(name: str, x: Any, num_tokens: int, size: int | None = None, read: Callable[..., Int32] = int32) -> Int32:
+    """Checks where requests start, ascending from 0 to at most num_tokens. read: :func:`int32` or :func:`narrowed`."""
+    starts = _check.rising(name, read(name, x, size))
     if starts[-1] > num_tokens:
         raise ValueError(f"{name}[{len(starts) - 1}]: {starts[-1]}, the tensor has {num_tokens} tokens")
     return starts
