@@ -308,8 +308,8 @@ class BuildExt(build_ext):  # type: ignore[misc]
         ffi.set_source(ext.name, f'#include "{header.relative_to(NATIVE)}"')
         glue = self.temp / f"{ext.name}.c"
         ffi.emit_c_code(str(glue))
-        # Paths are relative, and only the glue is told of Python's headers, which lie elsewhere for each environment, so
-        # that a compiler cache knows the same sources in another folder.
+        # Paths are relative, and only the glue is told of Python's headers, which lie elsewhere for each environment:
+        # a compiler cache knows the same sources in another folder.
         include = [os.path.relpath(NATIVE), str(self.temp), *(include_dirs or [])]
         pythons, self.compiler.include_dirs = self.compiler.include_dirs, []
         macros = [("Py_LIMITED_API", "0x030a0000")]
