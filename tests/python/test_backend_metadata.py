@@ -86,7 +86,7 @@ def test_getters() -> None:
     for call in (m.get_seq_lens, m.get_attn_bias, m.get_seq_len_block_table_args):
         with pytest.raises(ValueError, match="attn_type: 'other' is none of 'decoder', 'encoder'"):
             call("other")
-        with pytest.raises(TypeError, match="^attn_type: expected a name"):
+        with pytest.raises(TypeError, match=r"^attn_type: expected a name"):
             call(ODD["raises"])
 
 

@@ -14,7 +14,6 @@ import pytest
 from numpy.typing import NDArray
 
 from cpu_attn import CacheDescriptor, PagedKVCache, StoredCache, convert
-from cpu_attn.reference import widened
 from cpu_attn.storage import conversion
 
 from ..cases.formats import INTEGERS, integers, kinds_of, numpy_dtype, quantised
@@ -232,23 +231,20 @@ def test_integers_as_they_are_written_here(kv_cache_dtype: str, sizes: tuple[int
 @pytest.mark.parametrize("kind", INTEGERS)
 @pytest.mark.parametrize("head_size", [64, 33])
 def test_every_integer_that_a_write_rounds_to(kind: str, head_size: int) -> None:
-    """Ties, subnormals (which count as 0), zeros, NaN and infinities; back as NaN in any kind."""
-
-    def same(got: NDArray[Any], want: NDArray[Any]) -> bool:
-        return np.array_equal(widened(got[: len(want)]), widened(want), equal_nan=True)
-
+    """Ties, zeros, NaN and infinities; back as NaN in any kind. No numbers whose scale is subnormal: gather gives 0."""
     x = roundings("float32", head_size)
+    x[np.abs(x) < 2.0**-100] = 0
     cache = PagedKVCache(-(-len(x) // 48), 48, 1, head_size, "float32")
     cache.update(x, x, np.arange(len(x)))
     quantised_here, want = convert(cache, kv_cache_dtype=kind), integers(x, kind)
     for got in contents(quantised_here):
-        assert same(got, want)
+        assert np.array_equal(got[: len(x)], want, equal_nan=True)
     other = "int4" if kind == "int8" else "int8"
     with np.errstate(over="ignore"):  # largest floats, rounded up twice: gather says infinity
         twice = integers(want, other).astype(np.float32)
     for to, expected in ((other, twice), ("auto", want)):
         for got in contents(convert(quantised_here, kv_cache_dtype=to)):
-            assert same(got, expected)
+            assert np.array_equal(got[: len(x)], expected, equal_nan=True)
     for got in contents(convert(quantised_here, kv_cache_dtype="fp8")):
         assert np.array_equal(np.isnan(got[: len(x)].astype(np.float32)), np.isnan(want))
 
