@@ -194,6 +194,14 @@ def test_nothing_to_do() -> None:
         assert (cache == 5).all()
 
 
+@pytest.mark.parametrize("engine", ["native", "reference"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_first_slot(engine: str, tokens: int) -> None:
+    problem = build(Case("gdn", (tokens,), starts=(9,)))
+    problem.slots[...] = 0
+    assert errors(problem, run(problem, engine=engine))[0] <= 1
+
+
 @pytest.mark.parametrize(("isa", "dtype"), ONE_DTYPE)
 @pytest.mark.parametrize("tokens", [1, 2, 40])
 def test_negative_slots(isa: str, dtype: str, tokens: int) -> None:

@@ -149,8 +149,12 @@ def test_no_byte_past_an_end(isa: str, dtype: str, layout: str) -> None:
     guarded = [Guarded(x) for x in (step.x, step.weight, np.zeros(531, F32), np.zeros_like(step.x), step.states)]
     x, weight, bias, output, states = (g.array for g in guarded)
     step.bias = bias
-    causal_conv1d(
-        x, weight, bias, output, states, step.slots[:5], step.plan(isa), state_layout=layout, checkpoints=step.rows
-    )
-    step.check(output, states)
+    guarded.append(Guarded(np.zeros((531, 9), weight.dtype)))
+    apart = guarded[-1].array[:, 5:]  # rows that do not follow one another
+    apart[...] = weight
+    for each in (weight, apart):
+        states[...] = step.states
+        given = (x, each, bias, output, states, step.slots[:5], step.plan(isa))
+        causal_conv1d(*given, state_layout=layout, checkpoints=step.rows)
+        step.check(output, states)
     assert all(g.intact() for g in guarded)

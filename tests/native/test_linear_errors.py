@@ -19,9 +19,11 @@ from cpu_attn.linear import (
     reference,
 )
 
+from ..cases.judge import same_bits
 from ..cases.linear_cases import Case, build, relative, run
 from ..harness.guard import Guarded
 from ..harness.kernels import ONE_DTYPE
+from ..python.test_arrays import Interface
 from ..python.test_errors import refuses
 
 F32, I32 = np.float32, np.int32
@@ -132,6 +134,18 @@ def test_the_arguments_are_fine_otherwise() -> None:
     linear_attention_with_state_cache(**arguments())
     linear_attention_with_state_cache(**arguments(checkpoints=ints(-1, -1, -1, 1, 2, 3).reshape(2, 3)))
     linear_attention_with_state_cache(**arguments(initial_state_indices=ints(2, 2), **RAW))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_arrays_of_others(tokens: int) -> None:
+    """Arrays that are not NumPy's count as those, the optional ones, too."""
+    problem = build(Case("gdn_raw", (tokens,), starts=(9,)))
+    want = run(problem)
+    problem.arrays = {name: Interface(x) for name, x in problem.arrays.items()}  # type: ignore[misc]
+    problem.arrays["value"].shape = want.output.shape
+    problem.options = {n: Interface(x) if isinstance(x, np.ndarray) else x for n, x in problem.options.items()}
+    got = run(problem)
+    assert same_bits(got.output, want.output) and same_bits(got.states[0], want.states[0])
 
 
 CONV: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
