@@ -53,7 +53,7 @@ def test_a_call_survives_whichever_allocation_fails(failing: Path, engine: str, 
 
 # Where Python's own objects find no memory, generators of CPython 3.12 and 3.13 seem to have ended and its garbage
 # collector crashes later; and so does cumsum of NumPy 2.2, which is the newest for Python 3.10.
-PYTHONS_OWN = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="only with 3.11 do Python and NumPy survive it")
+PYTHONS_OWN = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="Python and NumPy survive it with 3.11 alone")
 
 
 @pytest.mark.parametrize("allocator", ["pymalloc", pytest.param("malloc", marks=PYTHONS_OWN)])
