@@ -34,7 +34,7 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sweep(failing: Path, *arguments: str, **env: str) -> None:
     """In a process of its own, which has to say of each sweep that allocations did fail."""
     done = subprocess.run(
-        [sys.executable, "-m", f"{PROGRAMS}.memory_ends", *arguments],
+        [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-m", f"{PROGRAMS}.memory_ends", *arguments],
         env={**os.environ, "LD_PRELOAD": str(failing), **env},
         capture_output=True,
         text=True,
@@ -51,7 +51,12 @@ def test_a_call_survives_whichever_allocation_fails(failing: Path, engine: str, 
     sweep(failing, engine, dtype, "from_some_on", "at_random", "one_by_one")
 
 
-@pytest.mark.parametrize("allocator", ["pymalloc", "malloc"])
+# Where Python's own objects find no memory, generators of CPython 3.12 and 3.13 seem to have ended and its garbage
+# collector crashes later; and so does cumsum of NumPy 2.2, which is the newest for Python 3.10.
+PYTHONS_OWN = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="Python and NumPy survive it with 3.11 alone")
+
+
+@pytest.mark.parametrize("allocator", ["pymalloc", pytest.param("malloc", marks=PYTHONS_OWN)])
 def test_every_entry_survives_whichever_allocation_fails(failing: Path, allocator: str) -> None:
     sweep(failing, "native", "float32", "each_entry", PYTHONMALLOC=allocator)
 

@@ -30,7 +30,8 @@ _failing.failing_in_a_row.argtypes = (ctypes.c_longlong, ctypes.c_longlong)
 _failing.failing_at.argtypes = (ctypes.c_longlong,)
 _failing.failing_from.argtypes = (ctypes.c_longlong,)
 _failing.failing_at_random.argtypes = (ctypes.c_uint, ctypes.c_ulonglong)
-_failing.failing_at.restype = None  # else an int is made of what it returns, which may fail
+for _fail in (_failing.failing_at, _failing.failing_from, _failing.failing_at_random):
+    _fail.restype = None  # else an int is made of what it returns, which may fail
 _failing.failing_end.restype = ctypes.c_longlong
 
 
@@ -171,15 +172,17 @@ def close(x: Any, y: Any) -> bool:
     return np.allclose(x.astype(np.float32), y.astype(np.float32), atol=0.02)
 
 
-def attempt(call: Callable[[], Any]) -> tuple[Any, bool]:
-    """What the call gives, or None where it raises MemoryError; and whether an allocation failed meanwhile. CPython
-    3.11 forgets to raise that where a frame finds no room on its stack, and where its objects come from malloc."""
+def attempt(call: Callable[[], Any], fail: Callable[..., None], *which: int) -> tuple[Any, bool]:
+    """What the call gives as ``fail(*which)`` begins to let allocations fail, or None where it raises MemoryError; and
+    whether one failed meanwhile. CPython from 3.11 on forgets to raise that where a frame finds no room on its stack,
+    and where its objects come from malloc."""
     try:
+        fail(*which)  # here, since a frame of this function is an allocation, too
         got = call()
     except MemoryError:
         got = None
     except SystemError as e:
-        if str(e) != "error return without exception set" or sys.version_info >= (3, 12):
+        if str(e) != "error return without exception set":
             raise
         got = None
     return got, _failing.failing_end() > 0
@@ -193,8 +196,7 @@ def at_random(engine: str, dtype: str) -> Counter[str]:
         call, native = calls(dtype, engine, size), calls(dtype, "native", size)
         want = copies(native())
         for per_mille in (5, 40, 100):
-            _failing.failing_at_random(per_mille, seed)
-            got, _ = attempt(call)
+            got, _ = attempt(call, _failing.failing_at_random, per_mille, seed)
             outcomes["MemoryError" if got is None else "answered"] += 1
         for x, y in zip(call(), want, strict=True):
             assert close(x, y), f"head size {size}"
@@ -206,8 +208,7 @@ def one_by_one(engine: str, dtype: str) -> Counter[str]:
     call, outcomes, n = calls(dtype, engine, 64), Counter[str](), 0
     want = copies(call())
     while True:
-        _failing.failing_at(n)
-        got, failed = attempt(call)
+        got, failed = attempt(call, _failing.failing_at, n)
         if not failed:
             return outcomes
         assert got is None or all(map(same_bits, got, want)), f"other bits as allocation {n} failed"
@@ -222,8 +223,7 @@ def from_some_on(engine: str, dtype: str) -> Counter[str]:
     while True:
         child = os.fork()
         if not child:
-            _failing.failing_from(n)
-            got, failed = attempt(call)
+            got, failed = attempt(call, _failing.failing_from, n)
             same = all(close(x, y) for x, y in zip(call(), want, strict=True))
             os._exit((10 if got is None else 11 if failed else 12) if same else 13)
         _, status = os.waitpid(child, 0)
@@ -242,8 +242,7 @@ def each_entry(engine: str, dtype: str) -> Counter[str]:
         for _ in range(3):  # what is kept from call to call is there then
             want, n, failed = copies(flat(call())), 0, True
         while failed:
-            _failing.failing_at(n)
-            got, failed = attempt(call)
+            got, failed = attempt(call, _failing.failing_at, n)
             assert got is None or all(map(same_bits, flat(got), want)), f"{name}: other bits as allocation {n} failed"
             outcomes["MemoryError" if got is None else "answered"] += failed
             n += 1
