@@ -153,7 +153,7 @@ def test_what_is_refused() -> None:
         ({"scale_q": torch.ones(3)}, ValueError, "^scale_q: axis 0 is 3, expected heads = 4"),
         ({"scale_v": torch.tensor([1, torch.nan])}, ValueError, "^scale_v: a number is not finite"),
         ({"v_scale": float("inf")}, ValueError, "^v_scale: inf is not"),
-        ({"o_dtype": torch.int8}, TypeError, "^o_data_type: torch.int8 is none of"),
+        ({"o_dtype": torch.int8}, TypeError, "^o_dtype: torch.int8 is none of"),
         ({"kv_cache_sf": (k, v)}, NotImplementedError, "^kv_cache_sf: expected None; caches of 4 bits"),
         ({"q": q.clone().requires_grad_()}, ValueError, "^q: requires grad"),
         ({"rope_scale": 0.0, "pos_encoding_mode": "ROPE_LLAMA"}, ValueError, "^rope_scale: 0.0"),

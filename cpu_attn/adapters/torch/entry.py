@@ -50,7 +50,7 @@ def tensors(**named: Any) -> list[Tensor]:
         _check.instance(name, x, torch.Tensor)
         if x.layout != torch.strided or x.is_nested:
             raise TypeError(f"{name}: layout {x.layout}, expected a dense tensor, neither sparse nor nested")
-        if x.device.type != "cpu":
+        if not x.is_cpu:
             raise ValueError(f"{name}: lies on {x.device}, expected cpu")
         if x.is_complex() or x.is_quantized:
             raise TypeError(f"{name}: dtype {x.dtype}, expected real numbers without a scale of their own")
@@ -89,29 +89,32 @@ def written(given: Mapping[str, Any], *in_place: str, **outputs: Any) -> list[An
     """Does what :func:`optional` does for tensors that a call writes, and checks their memory: no two elements of one
     coincide, and none shares a byte with another one or with a tensor that the call is given and reads, but that those
     of ``in_place`` may be the very same. A call asks this before it writes anything."""
-    found, others = [], {name: x for name, x in given.items() if isinstance(x, Tensor)}
-    for name, x in zip(outputs, optional(**outputs), strict=True):
-        if x is not None and x.is_inference() and not torch.is_inference_mode_enabled():
-            x = torch.from_dlpack(x)  # torch itself would write to it in some ways and not in others
-        found.append(x)
+    found = optional(**outputs)
+    if not any(isinstance(x, Tensor) for x in found):
+        return found
+    others = {name: (x, *_storage(x)) for name, x in given.items() if isinstance(x, Tensor)}
+    for i, (name, x) in enumerate(zip(outputs, found, strict=True)):
         if x is None:
             continue
         if x.is_neg():
             raise ValueError(f"{name}: is the negative of what lies in its memory; pass its resolve_neg()")
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            found[i] = x = torch.from_dlpack(x)  # torch itself would write to it in some ways and not in others
         if not x.is_contiguous():
             _check.writable(name, _memory(name, x))
-        for other, y in others.items():
-            if _near(x, y) and not (other in in_place and _same(x, y)):
+        first, end = _storage(x)
+        for other, (y, begin, stop) in others.items():
+            if first < stop and begin < end and not (other in in_place and _same(x, y)):
                 _check.disjoint(name, _memory(name, x), {other: _memory(other, y)})
-        others[name] = x
+        others[name] = x, first, end
     return found
 
 
-def _near(x: Tensor, y: Tensor) -> bool:
-    """Says whether the storages of two tensors have bytes in common."""
-    one, two = x.untyped_storage(), y.untyped_storage()
-    first, second = one.data_ptr(), two.data_ptr()
-    return bool(first < second + two.nbytes() and second < first + one.nbytes())
+def _storage(x: Tensor) -> tuple[int, int]:
+    """Gives the addresses of the first byte of a tensor's storage and of the one behind the last."""
+    storage = x.untyped_storage()
+    first = storage.data_ptr()
+    return first, first + storage.nbytes()
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
