@@ -230,7 +230,7 @@ def test_latents_of_eight_bits(stored: Any) -> None:
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
-def test_xqa(stored: Any, layout: str) -> None:
+def test_the_operator_xqa(stored: Any, layout: str) -> None:
     lens, d = [40, 4, 133], 64
     pages = Pages(lens, 16, layout, "bfloat16", 2, 64, stored)
     keys, values = keys_of(pages)
