@@ -97,7 +97,7 @@ class Arrays:
     @cached_property
     def g(self) -> NDArray[np.float32]:
         shape = (self.tokens, self.heads, *([self.size] if self.layer.rule == "kda" else []))
-        return np.float32(-self.layer.forgets) * self.rng.random(shape, np.float32)
+        return -self.rng.random(shape, np.float32) * np.float32(self.layer.forgets)
 
     @cached_property
     def beta(self) -> NDArray[np.float32]:
