@@ -97,7 +97,8 @@ class Arrays:
     @cached_property
     def g(self) -> NDArray[np.float32]:
         shape = (self.tokens, self.heads, *([self.size] if self.layer.rule == "kda" else []))
-        return -self.rng.random(shape, np.float32) * np.float32(self.layer.forgets)
+        found: NDArray[np.float32] = -self.rng.random(shape, np.float32) * np.float32(self.layer.forgets)
+        return found
 
     @cached_property
     def beta(self) -> NDArray[np.float32]:
