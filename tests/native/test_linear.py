@@ -69,13 +69,21 @@ def test_large_numbers_that_nothing_reads(isa: str, variant: str) -> None:
         holds(Case(variant, (70, 200), dtype="bfloat16", fill=fill, num_k_heads=1, num_v_heads=2), isa)
 
 
+@pytest.mark.skipif(("avx2", "bfloat16") not in KERNELS, reason="no avx2, which always has products of integers")
+@pytest.mark.parametrize("variant", ["gdn", "erase", "ssd_raw"])
+def test_ordinary_numbers_go_by_integers(variant: str) -> None:
+    """By FMA, which takes twice as long, states would err by some 1e-7."""
+    problem = build(Case(variant, (256,), dtype="bfloat16", head_k_dim=128, head_v_dim=64))
+    assert linear_cases.relative(run(problem, "avx2").states[0], problem.expected().states[0]) > 2e-5
+
+
 @pytest.mark.parametrize(("isa", "dtype"), [kernel for kernel in KERNELS if kernel[1] != "float16"])
 @pytest.mark.parametrize("size", [1e-33, 1e24])
 def test_numbers_of_any_size(isa: str, dtype: str, size: float) -> None:
     """Results grow with values and states. At 1e-33 float32 has 5 digits where numbers below 2^-126 are 0."""
     size = 2.0 ** (-100 if dtype == "float32" and size < 1 else round(np.log2(size)))
-    for variant in ("gdn", "kda", "ssd"):
-        problem = build(Case(variant, (70, 1), dtype=dtype, starts=(9, 9)))
+    for variant, fill in itertools.product(("gdn", "kda", "ssd"), ("", "unread_channels")):
+        problem = build(Case(variant, (70, 70), dtype=dtype, starts=(9, -1), fill=fill))
         problem.options.pop("D", None)
         want = problem.expected()
         problem.arrays["value"] *= F32(size)
