@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,40 +14,83 @@ from torch import Tensor
 
 from cpu_attn import _check, ops
 from cpu_attn._arrays import dense_rows
-from cpu_attn.flash_attn.call import NAMES, Attention, entry, logits_of, one_length
+from cpu_attn.flash_attn.call import NAMES, Attention, Logits, entry, logits_of, one_length
+from cpu_attn.flash_attn.sequences import FLOAT8, NO_DESCALES, Descales, Queries
 from cpu_attn.rotary import rotary_reshape_and_cache
-from cpu_attn.torch.entry import axes, optional, tensors
-from cpu_attn.torch.packed import Int32, Part, int32, overlapping
+from cpu_attn.torch.entry import RefusedError, axes, optional, tensors
+from cpu_attn.torch.packed import Int32, Part, int32, overlapping, starts_of
 
 Int64 = NDArray[np.int64]
 
 
-class _Cache:
-    """Holds key [N, S, Hkv, D] and value, and says where in them B sequences lie: table [B, M], which the caller gave
-    as ``name``."""
+@dataclass(frozen=True)
+class Places:
+    """Says where in the caches sequences lie, as :func:`flash_attn_with_kvcache` has it."""
 
-    def __init__(self, key: Tensor, value: Tensor, batch_size: int, head_size: int, batch_idx: Any, block_table: Any):
-        paged = block_table is not None
+    cache_seqlens: Any
+    cache_batch_idx: Any
+    cache_leftpad: Any
+    block_table: Any
+
+
+@dataclass(frozen=True)
+class New:
+    """Holds what is appended, as :func:`flash_attn_with_kvcache` has it. cu_seqlens: of packed ones [T_new, Hkv, D],
+    None for dense ones; rotary_seqlens: the row of rotary_cos for the first token of each sequence, int32 [B], None for
+    cache_seqlens."""
+
+    k: Any
+    v: Any
+    rotary_cos: Any
+    rotary_sin: Any
+    rotary_interleaved: bool
+    cu_seqlens: Any = None
+    rotary_seqlens: Any = None
+
+
+class _Tokens:
+    """Says of T tokens, which lie sequence by sequence, which sequence each is of and how many are before it there."""
+
+    def __init__(self, starts: Int32):
+        self.starts, self.lens = starts, np.diff(starts).astype(np.int64)
+        self.sequence = np.repeat(np.arange(len(self.lens)), self.lens)
+        self.before = np.arange(starts[-1]) - np.repeat(starts[:-1], self.lens)
+
+    def after(self, first: Int64, step: int = 1) -> Int64:
+        """Gives places [T] that begin at first [B] in each sequence."""
+        places: Int64 = first[self.sequence] + step * self.before
+        return places
+
+
+class _Cache:
+    """Holds key [N, S, Hkv, D] and value, and says where in them B sequences lie: table [B, M]."""
+
+    def __init__(self, key: Tensor, value: Tensor, batch_size: int, head_size: int, at: Places):
         axes("k_cache", key, N=None, S=None, num_kv_heads=None, head_size=head_size)
         axes("v_cache", value, N=key.shape[0], S=key.shape[1], num_kv_heads=key.shape[2], head_size_v=None)
-        self.key, self.value, self.paged = key, value, paged
-        if paged and batch_idx is not None:
-            raise ValueError("cache_batch_idx: not beside block_table, which says where sequences lie")
-        if paged:
-            sizes: list[tuple[str, int | None]] = [("batch_size", batch_size), ("blocks", None)]
-            self.table = _check.array("block_table", block_table, ["int32"], sizes).numpy().copy()
-        elif batch_idx is not None:
-            self.table = int32("cache_batch_idx", batch_idx, batch_size).copy()[:, None]
-            for b in np.flatnonzero((self.table < 0) | (self.table >= len(key))):
-                raise ValueError(f"cache_batch_idx[{b}]: {self.table[b, 0]}, outside 0..{len(key) - 1}")
-        elif len(key) < batch_size:
-            raise ValueError(f"k_cache: {len(key)} sequences, q has {batch_size}")
+        self.key, self.value, self.paged = key, value, at.block_table is not None
+        if not self.paged:
+            table = np.arange(len(key), dtype=np.int32)[:, None]
         else:
-            self.table = np.arange(batch_size, dtype=np.int32)[:, None]
+            sizes: list[tuple[str, int | None]] = [("rows", None), ("blocks", None)]
+            table = _check.array("block_table", at.block_table, ["int32"], sizes).numpy().copy()
+        if at.cache_batch_idx is not None:
+            self.row = int32("cache_batch_idx", at.cache_batch_idx, batch_size).copy()
+            for b in np.flatnonzero((self.row < 0) | (self.row >= len(table))):
+                raise ValueError(f"cache_batch_idx[{b}]: {self.row[b]}, outside 0..{len(table) - 1}")
+        elif not self.paged and len(table) < batch_size:
+            raise ValueError(f"k_cache: {len(table)} sequences, q has {batch_size}")
+        elif self.paged and len(table) != batch_size:
+            raise ValueError(f"block_table: axis 0 is {len(table)}, expected batch_size = {batch_size}")
+        else:
+            self.row = np.arange(batch_size, dtype=np.int32)
+        self.table = table[self.row]
+        self.form: Any = {"kv_cache_dtype": FLOAT8.get(key.dtype, "auto"), "kv_cache_layout": "NHD"}
+        self.size = max(1, key.shape[1])
         self.capacity = self.table.shape[1] * key.shape[1]
 
-    def lengths(self, cache_seqlens: Any, new: int) -> Int64:
-        """Gives how many tokens of each sequence are there before the new ones."""
+    def lengths(self, cache_seqlens: Any, new: Int64) -> Int64:
+        """Gives how many tokens of each sequence are there before the new ones, and checks the table up to these."""
         batch_size = len(self.table)
         if isinstance(cache_seqlens, torch.Tensor):
             lens = int32("cache_seqlens", cache_seqlens, batch_size).astype(np.int64)
@@ -53,55 +98,81 @@ class _Cache:
             length = self.capacity if cache_seqlens is None else _check.integer("cache_seqlens", cache_seqlens, 0)
             lens = np.full(batch_size, length, np.int64)
         for b in np.flatnonzero((lens < 0) | (lens > self.capacity - new)):
-            room = f"the {self.capacity} slots of a sequence less {new} new tokens"
-            raise ValueError(f"cache_seqlens[{b}]: {lens[b]}, outside 0..{self.capacity - new}, {room}")
+            slots = f"{self.capacity} slots of a sequence{' in block_table' * self.paged}"
+            room = f"the {slots} less {new[b]} new tokens"
+            raise ValueError(f"cache_seqlens[{b}]: {lens[b]}, outside 0..{self.capacity - new[b]}, {room}")
+        needed = np.arange(self.table.shape[1]) * self.size < (lens + new)[:, None]
+        for b, i in np.argwhere(needed & ((self.table < 0) | (self.table >= len(self.key)))):
+            raise ValueError(f"block_table[{self.row[b]}, {i}]: {self.table[b, i]}, outside 0..{len(self.key) - 1}")
         return lens
 
-    def slots(self, positions: Int64) -> Int64:
-        """Gives the slots [B * n] of the tokens at these places [B, n] of their sequences."""
-        size = max(1, self.key.shape[1])
-        columns = positions // size
-        blocks = np.take_along_axis(self.table, columns, 1).astype(np.int64)
-        for b, i in np.argwhere((blocks < 0) | (blocks >= len(self.key))):
-            raise ValueError(f"block_table[{b}, {columns[b, i]}]: {blocks[b, i]}, outside 0..{len(self.key) - 1}")
-        slots: Int64 = (blocks * size + positions % size).ravel()
+    def slots(self, sequence: Int64, places: Int64) -> Int64:
+        """Gives the slots [T] of the tokens at these places of these sequences."""
+        slots: Int64 = self.table[sequence, places // self.size].astype(np.int64) * self.size + places % self.size
         return slots
 
     def parts(self, ends: Int64, leftpad: Any, lens: Int64) -> tuple[Int32, list[Part]]:
         """Gives how many keys sequences have that end at ``ends``, and where these lie. Behind a leftpad, which is at
-        most lens, each sequence is one block of just its length."""
+        most lens, a sequence without pages is one block of just its length."""
         if leftpad is None:
             return ends.astype(np.int32), [(0, len(ends), self.key, self.value, self.table)]
-        if self.paged:
-            raise ValueError("cache_leftpad: not beside block_table")
         pad = int32("cache_leftpad", leftpad, len(ends)).astype(np.int64)
         for b in np.flatnonzero((pad < 0) | (pad > lens)):
             raise ValueError(f"cache_leftpad[{b}]: {pad[b]}, outside 0..{lens[b]}, the sequence's cache_seqlens")
+        if self.paged:
+            return (ends - pad).astype(np.int32), [(0, len(ends), *self._cut(pad))]
         one, parts = np.zeros((1, 1), np.int32), list[Part]()
         for r, (row, first, end) in enumerate(zip(self.table[:, 0].tolist(), pad.tolist(), ends.tolist(), strict=True)):
             key, value = (overlapping(x[row, first:end], max(1, end - first)) for x in (self.key, self.value))
             parts.append((r, r + 1, key, value, one))
         return (ends - pad).astype(np.int32), parts
 
+    def _cut(self, pad: Int64) -> tuple[Tensor, Tensor, Int32]:
+        """Gives the pages as blocks of so many tokens that the first key of every sequence starts one, and their
+        table."""
+        size = math.gcd(self.size, *pad.tolist())
+        in_page = self.size // size
+        columns = (pad // size)[:, None] + np.arange(self.table.shape[1] * in_page)
+        pages = np.take_along_axis(self.table, np.minimum(columns // in_page, self.table.shape[1] - 1), 1)
+        if in_page == 1:
+            return self.key, self.value, pages
+        # A block starts at every token, and pages lie ``apart`` tokens apart.
+        apart, rest = divmod(self.key.stride(0), max(1, self.key.stride(1)))
+        if rest or self.value.stride(0) != apart * self.value.stride(1):
+            raise RefusedError(
+                "cache_leftpad: the pages of k_cache and v_cache do not lie the same whole number of tokens apart"
+            )
+        tokens = (len(self.key) - 1) * apart + self.size
+        key, value = (
+            overlapping(x.as_strided((tokens, *x.shape[2:]), x.stride()[1:]), size) for x in (self.key, self.value)
+        )
+        return key, value, (pages.astype(np.int64) * apart + columns % in_page * size).astype(np.int32)
 
-def _check_new(query: Tensor, cache: _Cache, cache_seqlens: Any, k: Any, v: Any, cos: Any, sin: Any) -> None:
-    """Checks what is to be appended, and what has to come with it."""
+
+def _starts_of_new(queries: Queries, cache: _Cache, cache_seqlens: Any, new: New) -> Int32:
+    """Checks what is to be appended, and what has to come with it. Gives where the new tokens of sequences start."""
+    k, v, batch_size = new.k, new.v, queries.batch_size
     if k is None:
-        for name, x in (("v", v), ("rotary_cos", cos), ("rotary_sin", sin)):
+        for name, x in (("v", v), ("rotary_cos", new.rotary_cos), ("rotary_sin", new.rotary_sin)):
             if x is not None:
                 raise ValueError(f"{name}: only beside k")
-        return
+        return one_length(batch_size, 0)
     for name, x in (("v", v), ("cache_seqlens", cache_seqlens)):
         if x is None:
             raise ValueError(f"{name}: is None, k is not")
-    if cos is None and sin is not None:
+    if new.rotary_cos is None and new.rotary_sin is not None:
         raise ValueError("rotary_cos: is None, rotary_sin is not")
-    batch_size, heads = query.shape[0], cache.key.shape[2]
-    axes("k", k, batch_size=batch_size, seqlen_new=None, num_kv_heads=heads, head_size=query.shape[3])
-    axes("v", v, batch_size=batch_size, seqlen_new=k.shape[1], num_kv_heads=heads, head_size_v=cache.value.shape[3])
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != query.dtype:
-            raise TypeError(f"{name}: dtype {x.dtype}, expected {query.dtype}, that of q")
+    tokens: dict[str, int | None] = {"batch_size": batch_size, "seqlen_new": None}
+    if new.cu_seqlens is not None:
+        tokens = {"T_new": None}
+    heads = cache.key.shape[2]
+    axes("k", k, **tokens, num_kv_heads=heads, head_size=cache.key.shape[3])
+    tokens = dict(zip(tokens, k.shape, strict=False))
+    axes("v", v, **tokens, num_kv_heads=heads, head_size_v=cache.value.shape[3])
+    queries.attends(k=k, v=v)
+    if new.cu_seqlens is None:
+        return one_length(batch_size, k.shape[1])
+    return starts_of("cu_seqlens_k_new", new.cu_seqlens, len(k), batch_size + 1)
 
 
 class _Rotary:
@@ -118,32 +189,50 @@ class _Rotary:
         self.cos, self.sin, self.is_neox = cos, sin, not _check.boolean("rotary_interleaved", interleaved)
 
     def rows(self, positions: Int64) -> Tensor:
-        """Gives the rows of these positions, cos and then sin: [B * n, rot_dim]."""
+        """Gives the rows of these positions, cos and then sin: [T, rot_dim]."""
         last = int(positions.max(initial=-1))
         if last >= len(self.cos):
             raise ValueError(f"rotary_cos: axis 0 is {len(self.cos)}, expected at least {last + 1}, for the last token")
-        at = torch.from_numpy(positions.ravel())
-        return torch.cat([self.cos[at], self.sin[at]], 1)
+        at = torch.from_numpy(positions)
+        found = torch.cat([self.cos[at], self.sin[at]], 1)
+        return found.float() if found.dtype in FLOAT8 else found
+
+    def turns(
+        self, rotary_seqlens: Any, lens: Int64, starts: Int32, tokens: _Tokens, logits: Logits
+    ) -> tuple[Tensor, Tensor]:
+        """Gives the rows of queries that start at ``starts``, and of new tokens, the first of which stand at
+        rotary_seqlens, None for lens."""
+        if rotary_seqlens is not None:
+            lens = int32("rotary_seqlens", rotary_seqlens, len(lens)).astype(np.int64)
+            for b in np.flatnonzero(lens < 0):
+                raise ValueError(f"rotary_seqlens[{b}]: {lens[b]}, expected at least 0")
+        moves = logits.causal or logits.window != (-1, -1) or logits.chunk is not None
+        return self.rows(_Tokens(starts).after(lens, int(moves))), self.rows(tokens.after(lens))
 
 
 def _append_rotated(
-    query: Tensor, out: Tensor, new: tuple[Tensor, Tensor], cache: _Cache, positions: Int64, at: Int64, rotary: _Rotary
+    query: Tensor,
+    out: Tensor,
+    new: list[Tensor],
+    cache: _Cache,
+    slots: Int64,
+    turns: tuple[Tensor, Tensor],
+    is_neox: bool,
 ) -> None:
-    """Rotates queries [T, Hq, D] at places ``at`` into out, and new keys [T_new, Hkv, D] into the cache. Where their
-    places differ that takes two calls: one that writes no key, and one that rotates a head of the keys for nothing."""
-    rows, query_rows, slots = rotary.rows(positions), rotary.rows(at), cache.slots(positions)
+    """Rotates queries [T, Hq, D] into out by turns[0], and new keys [T_new, Hkv, D] by turns[1] into the cache. Where
+    these differ that takes two calls: one that writes no key, and one that rotates a head of the keys for nothing."""
 
     def rotate(query: Tensor, out: Tensor, new: list[Tensor], slots: Int64, rows: Tensor) -> None:
         arrays = (query, new[0], new[1], cache.key, cache.value, slots, np.arange(len(slots)), rows)
-        rotary_reshape_and_cache(*arrays, rotary.is_neox, query_out=out, kv_cache_layout="NHD")
+        rotary_reshape_and_cache(*arrays, is_neox, query_out=out, **cache.form)
 
-    if np.array_equal(positions, at):
-        rotate(query, out, [*new], slots, rows)
+    if torch.equal(*turns):
+        rotate(query, out, new, slots, turns[1])
         return
     nothing = [x.new_zeros(x.shape[-1]).expand(len(query), *x.shape[1:]) for x in new]
-    rotate(query, out, nothing, np.full(len(query), -1), query_rows)
+    rotate(query, out, nothing, np.full(len(query), -1), turns[0])
     head = new[0][:, :1]
-    rotate(head, torch.empty_like(head), [*new], slots, rows)
+    rotate(head, torch.empty_like(head), new, slots, turns[1])
 
 
 # Errors use these names for the arguments of flash_attn_with_kvcache.
@@ -188,11 +277,12 @@ def flash_attn_with_kvcache(
         rotary_sin: the same of sines.
         cache_seqlens: how many tokens of each sequence the cache holds before the call: an int or int32 [B]. None,
             where nothing is appended: as many as there are slots.
-        cache_batch_idx: int32 [B], or None: which sequences of the cache these are. Where two are the same one and
-            write to the same slot, one of them is there. It does not go with ``block_table``.
+        cache_batch_idx: int32 [B], or None: which sequences of the cache these are, or which rows of ``block_table``.
+            Where two are the same one and write to the same slot, one of them is there.
         cache_leftpad: int32 [B], or None: the slots before a sequence's first key, which ``cache_seqlens`` counts, too.
-            Each sequence is then a call by itself. It does not go with ``block_table``.
-        block_table: int32 [B, M], or None: the pages of each sequence.
+            Each sequence is then a call by itself, or with ``block_table`` pages are read in blocks of their size's
+            greatest common divisor with all of ``cache_leftpad``.
+        block_table: int32 [B, M], or None: the pages of each sequence; with ``cache_batch_idx`` any number of rows.
         softmax_scale: the factor of q.k; 1 / sqrt(D) unless said.
         causal: whether a token sees the keys up to its own place only. The last query stands at the last key.
         window_size: (left, right), so many keys to each side; negative: all.
@@ -210,40 +300,46 @@ def flash_attn_with_kvcache(
             not been written then.
         TypeError: an argument is no tensor, or has another dtype. The cache has not been written then.
     """
-    new = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
-    where = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
-    options = (softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse, num_splits)
-    return cached(q, k_cache, v_cache, new, where, rotary_interleaved, *options)
+    new = New(k, v, rotary_cos, rotary_sin, rotary_interleaved)
+    at = Places(cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    logits = logits_of(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse, num_splits)
+    return cached(q, k_cache, v_cache, new, at, logits)
 
 
 def cached(
-    q: Any, k_cache: Any, v_cache: Any, new_states: Any, where: Any, rotary_interleaved: bool, *options: Any
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    new: New,
+    at: Places,
+    logits: Logits,
+    cu_seqlens_q: Any = None,
+    descales: Descales = NO_DESCALES,
 ) -> Any:
-    """Does what :func:`flash_attn_with_kvcache` does. options: those of :func:`logits_of`."""
-    cache_seqlens, cache_batch_idx, cache_leftpad, block_table = where
+    """Does what :func:`flash_attn_with_kvcache` does; with cu_seqlens_q q is packed [T_q, Hq, D]."""
     query, k_cache, v_cache = tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    k, v, cos, sin = optional(**new_states)
-    axes("q", query, batch_size=None, seqlen_q=None, num_heads=None, head_size=None)
-    batch_size, q_length, _, head_size = query.shape
-    logits = logits_of(query, 0.0, *options)
-    cache = _Cache(k_cache, v_cache, batch_size, head_size, cache_batch_idx, block_table)
-    _check_new(query, cache, cache_seqlens, k, v, cos, sin)
-    rotary = None if cos is None else _Rotary(cos, sin, rotary_interleaved)
-    new = 0 if k is None else k.shape[1]
-    lens = cache.lengths(cache_seqlens, new)
-    seq_lens, parts = cache.parts(lens + new, cache_leftpad, lens)
-    query = states = dense_rows(query).flatten(0, 1)
-    if rotary:
-        states = query.new_empty(query.shape)
-    call = Attention(states, one_length(batch_size, q_length), seq_lens, parts, v_cache.shape[3], logits)
-    if k is not None and v is not None:
+    k, v, cos, sin = optional(k=new.k, v=new.v, rotary_cos=new.rotary_cos, rotary_sin=new.rotary_sin)
+    queries = Queries(query, cu_seqlens_q)
+    cache = _Cache(k_cache, v_cache, queries.batch_size, query.shape[-1], at)
+    queries.attends(k_cache=k_cache, v_cache=v_cache)
+    new = replace(new, k=k, v=v, rotary_cos=cos, rotary_sin=sin)
+    tokens = _Tokens(_starts_of_new(queries, cache, at.cache_seqlens, new))
+    rotary = None if cos is None else _Rotary(cos, sin, new.rotary_interleaved)
+    lens = cache.lengths(at.cache_seqlens, tokens.lens)
+    seq_lens, parts = cache.parts(lens + tokens.lens, at.cache_leftpad, lens)
+    logits = queries.widen(k_cache.shape[2], logits, descales)
+    states = queries.states if rotary is None else torch.empty_like(queries.states)
+    call = Attention(states, queries.starts, seq_lens, parts, v_cache.shape[3], logits)
+    if k is not None:
+        pair = [x.float() if x.dtype in FLOAT8 else x for x in (k, v)]
+        pair = [dense_rows(x) if new.cu_seqlens is not None else dense_rows(x).flatten(0, 1) for x in pair]
+        pair, slots = [x[: len(tokens.before)] for x in pair], cache.slots(tokens.sequence, tokens.after(lens))
+        turns = None if rotary is None else rotary.turns(new.rotary_seqlens, lens, queries.starts, tokens, logits)
         call.run(only_check=True)  # this raises before a byte of the cache is written
-        pair, positions = (dense_rows(k).flatten(0, 1), dense_rows(v).flatten(0, 1)), lens[:, None] + np.arange(new)
-        if rotary:
-            step = int(logits.causal or logits.window != (-1, -1))
-            at = lens[:, None] + step * np.arange(q_length)
-            _append_rotated(query, states, pair, cache, positions, at, rotary)
+        if rotary is None or turns is None:
+            ops.reshape_and_cache(pair[0], pair[1], cache.key, cache.value, slots, **cache.form)
         else:
-            ops.reshape_and_cache(*pair, cache.key, cache.value, cache.slots(positions), kv_cache_layout="NHD")
-    out, lse = call.batch(batch_size, q_length)
+            asked = slice(int(queries.starts[-1]))
+            _append_rotated(queries.states[asked], states[asked], pair, cache, slots, turns, rotary.is_neox)
+    out, lse = queries.results(call)
     return out if lse is None else (out, lse)

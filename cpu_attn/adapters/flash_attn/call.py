@@ -5,6 +5,7 @@ call itself."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -50,10 +51,10 @@ def entry(**names: str) -> Callable[[Run], Run]:
 
 @dataclass(frozen=True)
 class Logits:
-    """Says what becomes of q.k. window: a side of -1 is open; alibi_slopes: float32 [Hq] or [B, Hq]; s_aux: [Hq].
-    chunk: attention_chunk_size."""
+    """Says what becomes of q.k. scale: None is 1 / sqrt(D); window: a side of -1 is open; alibi_slopes: float32 [Hq] or
+    [B, Hq]; s_aux: [Hq]. chunk: attention_chunk_size. unseen: the lse of a row that sees no key, without s_aux."""
 
-    scale: float
+    scale: float | None
     causal: bool
     window: tuple[int, int]
     softcap: float
@@ -62,10 +63,11 @@ class Logits:
     split: bool = True
     s_aux: Tensor | None = None
     chunk: int | None = None
+    unseen: float = math.inf
+    kv_cache_dtype: str = "auto"
 
 
 def logits_of(
-    query: Tensor,
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
@@ -84,7 +86,7 @@ def logits_of(
         raise ValueError(f"window_size: expected (left, right), got {len(sides)} values")
     left, right = (max(-1, _check.integer(f"window_size[{i}]", x, -(2**31))) for i, x in enumerate(sides))
     causal = _check.boolean("causal", causal) or right == 0
-    scale = max(1, query.shape[-1]) ** -0.5 if softmax_scale is None else _check.number("softmax_scale", softmax_scale)
+    scale = None if softmax_scale is None else _check.number("softmax_scale", softmax_scale)
     cap = max(0.0, _check.number("softcap", softcap))
     split = _check.integer("num_splits", num_splits, 0) != 1
     slopes, sinks = optional(alibi_slopes=alibi_slopes, s_aux=s_aux)
@@ -135,17 +137,36 @@ def _each(parts: Iterable[Part]) -> Iterator[Part]:
 
 
 class Attention:
-    """Holds a call that is planned and not yet run. query [T, Hq, D]; starts and lens are query_start_loc and seq_lens;
-    parts cover all requests. Tokens past the last request's give 0."""
+    """Holds a call that is planned and not yet run.
+
+    query [T, Hq, D]; starts and lens are query_start_loc and seq_lens; parts cover all requests. used [B]: how many of
+    each request's query tokens count, None for all; with fewer the query is copied. selected: selected_tokens, one row
+    for each token of query, or None. Tokens that no request has, or that do not count, give 0.
+    """
 
     def __init__(
-        self, query: Tensor, starts: Int32, lens: Int32, parts: Iterable[Part], head_size_v: int, logits: Logits
+        self,
+        query: Tensor,
+        starts: Int32,
+        lens: Int32,
+        parts: Iterable[Part],
+        head_size_v: int,
+        logits: Logits,
+        used: Int32 | None = None,
+        selected: Tensor | None = None,
     ):
         _check.array("query", query, _check.FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
-        num_tokens, num_heads, head_size = query.shape
-        self.logits = logits
-        self.out = query.new_empty(num_tokens, num_heads, head_size_v)
-        self.lse = query.new_empty(num_heads, num_tokens, dtype=torch.float32) if logits.with_lse else None
+        self.logits, self.num_tokens = logits, len(query)
+        self.rows: Tensor | None = None  # of query and results, which tokens count
+        if used is not None and (used != np.diff(starts)).any():
+            packed = starts_after(used)
+            self.rows = torch.from_numpy(np.repeat(starts[:-1] - packed[:-1], used) + np.arange(packed[-1]))
+            query, starts, selected = query[self.rows], packed, None if selected is None else selected[self.rows]
+        self.used = int(starts[-1])
+        _, num_heads, head_size = query.shape
+        self.scale = max(1, head_size) ** -0.5 if logits.scale is None else logits.scale
+        self.out = query.new_empty(len(query), num_heads, head_size_v)
+        self.lse = query.new_empty(num_heads, len(query), dtype=torch.float32) if logits.with_lse else None
         slopes, bias = _alibi(logits, num_heads, starts, lens)
         by_request = slopes is not None and slopes.ndim == 2
         self.calls: list[tuple[int, Any, tuple[Any, ...]]] = []
@@ -155,9 +176,11 @@ class Attention:
                 *(end - first, num_heads, key.shape[2], head_size, lens[first:end], query.dtype),
                 *(starts[first : end + 1] - starts[first], logits.causal, logits.window),
                 enable_kv_split=logits.split,
+                kv_cache_dtype=logits.kv_cache_dtype,
                 head_size_v=head_size_v,
                 kv_cache_layout="NHD",
                 attention_chunk_size=logits.chunk,
+                max_selected_tokens=None if selected is None else max(1, selected.shape[1]),
             )
             arrays = _check.attention_arrays(
                 output=self.out[tokens],
@@ -169,34 +192,35 @@ class Attention:
                 s_aux=logits.s_aux,
                 alibi_slopes=slopes[first] if slopes is not None and by_request else slopes,
                 attn_bias=bias if bias is None or len(bias) == 1 else bias[first:end],
+                selected_tokens=None if selected is None else selected[tokens],
             )
             self.calls.append((first, plan, arrays))
-        self.used = int(starts[-1])
 
     def run(self, only_check: bool = False) -> None:
         for first, plan, arrays in self.calls:
             try:
-                factors = (self.logits.scale, self.logits.softcap, (1.0, 1.0))
-                ops.run_attention(plan, arrays, *factors, only_check=only_check)
+                ops.run_attention(plan, arrays, self.scale, self.logits.softcap, (1.0, 1.0), only_check=only_check)
             except ValueError as e:  # a part counts requests from its first one
                 raise ValueError(str(e).replace("request 0:", f"request {first}:")) from None
 
     def results(self) -> tuple[Tensor, Tensor | None]:
         """Gives out [T, Hq, Dv] and lse [Hq, T]."""
         self.run()
-        if self.used < len(self.out):
-            self.out[self.used :] = 0
-        if self.lse is not None:
-            self.lse[:, self.used :] = torch.inf
-            self.lse[self.lse == -torch.inf] = torch.inf
-        return self.out, self.lse
-
-    def batch(self, batch_size: int, q_length: int) -> tuple[Tensor, Tensor | None]:
-        """Gives out [B, S, Hq, Dv] and lse [B, Hq, S]."""
-        out, lse = self.results()
-        if lse is not None:
-            lse = lse.unflatten(1, (batch_size, q_length)).transpose(0, 1).contiguous()
-        return out.unflatten(0, (batch_size, q_length)), lse
+        out, lse, sinks = self.out, self.lse, self.logits.s_aux
+        if self.rows is None:
+            out[self.used :] = 0
+        else:
+            out = out.new_zeros(self.num_tokens, *out.shape[1:]).index_copy(0, self.rows, out)
+        if lse is None:
+            return out, None
+        if sinks is None:
+            lse[lse == -torch.inf] = self.logits.unseen
+        rest = self.logits.unseen if sinks is None else sinks[:, None]
+        if self.rows is None:
+            lse[:, self.used :] = rest
+        else:
+            lse = (lse.new_zeros(len(lse), self.num_tokens) + rest).index_copy(1, self.rows, lse)
+        return out, lse
 
 
 def returned(out: Tensor, lse: Tensor | None) -> Any:
@@ -205,3 +229,8 @@ def returned(out: Tensor, lse: Tensor | None) -> Any:
 
 def one_length(batch_size: int, q_length: int) -> Int32:
     return (np.arange(batch_size + 1) * q_length).astype(np.int32)
+
+
+def starts_after(lens: Int32) -> Int32:
+    """Gives where sequences of these lengths start that lie one after another, [B + 1]."""
+    return np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)

@@ -2,25 +2,32 @@
 """This module has the functions of flash-attn 3, which it calls ``flash_attn_interface``. They are those of flash-attn
 2.8 but for these arguments:
 
+- q, k, v: float8, too. The output is then bfloat16. q_descale, k_descale, v_descale: float32 [B, Hkv], what these are
+  multiplied with, or None; NotImplementedError is raised for them beside other dtypes.
 - qv: [..., Hq, Dv] or None. q.k gets qv.v added, as MLA with absorbed weights has it, and softmax_scale is 1 / sqrt(D +
   Dv) unless said. Queries are copied; so are keys and values, unless they lie beside one another in one tensor, values
   first.
+- seqused_q, seqused_k: int32 [B], how many tokens of each sequence count, or None for all. Others give 0, and the last
+  one that counts stands at the last key that counts.
 - attention_chunk: so many places are a chunk, and a query sees keys of its own chunk only; 0: of all.
-- q_descale, k_descale, v_descale: None. NotImplementedError is raised for others.
 - num_splits, pack_gqa, sm_margin, deterministic and scheduler_metadata are not looked at: the bits are always the same.
+
+A row that sees no key gives 0, and -inf as its lse.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cpu_attn import _check, ops
-from cpu_attn.flash_attn.cache import CACHED, cached
-from cpu_attn.flash_attn.call import NAMES, entry
-from cpu_attn.flash_attn.flash_attn_interface import CALLED, STATES, dense, varlen
+from cpu_attn.flash_attn.cache import CACHED, New, Places, cached
+from cpu_attn.flash_attn.call import NAMES, Logits, entry, logits_of
+from cpu_attn.flash_attn.flash_attn_interface import CALLED, STATES
+from cpu_attn.flash_attn.sequences import FLOAT8, Descales, Where, attend
 from cpu_attn.torch.entry import RefusedError, axes, optional, tensors
 
 __all__ = [
@@ -32,48 +39,32 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
-_REFUSED = {
-    "q_descale": "queries are not of 8 bits",
-    "k_descale": "keys are not of 8 bits",
-    "v_descale": "values are not of 8 bits",
-    "seqused_q": "cu_seqlens_q says how many query tokens there are",
-    "num_heads_q": "qkv has as many heads of queries as of keys",
-    "cu_seqlens_q": "sequences have as many query tokens each",
-    "cu_seqlens_k_new": "sequences have as many new tokens each",
-    "rotary_seqlens": "new tokens turn by their slots",
-}
 
-
-def _refuse(**given: Any) -> None:
-    for name, x in given.items():
-        if x is not None:
-            raise RefusedError(f"{name}: expected None; {_REFUSED[name]}")
-
-
-def with_qv(q: Any, k: Any, v: Any, qv: Any, softmax_scale: float | None) -> tuple[Tensor, Tensor, float | None]:
-    """Gives queries and keys whose product is q.k + qv.v, and the factor."""
+def with_qv(q: Any, k: Any, v: Any, qv: Any) -> tuple[Tensor, Tensor]:
+    """Gives queries and keys whose product is q.k + qv.v."""
     (qv,) = optional(qv=qv)
     if qv is None:
-        return q, k, softmax_scale
+        return q, k
     q, k, v = tensors(q=q, k=k, v=v)
     if qv.shape != (*q.shape[:-1], v.shape[-1]):
         raise ValueError(f"qv: shape {tuple(qv.shape)}, expected {(*q.shape[:-1], v.shape[-1])}")
+    if qv.dtype != q.dtype or qv.dtype in FLOAT8:
+        raise TypeError(f"qv: dtype {qv.dtype}, q has {q.dtype}; expected the same, of 16 or 32 bits")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"v: shape {tuple(v.shape)}, expected {(*k.shape[:-1], v.shape[-1])}")
-    scale = (q.shape[-1] + qv.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale
     beside = v.data_ptr() + v.shape[-1] * v.element_size() == k.data_ptr() and v.dtype == k.dtype
     if beside and k.stride() == v.stride() and k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr():
         key = v.as_strided((*v.shape[:-1], v.shape[-1] + k.shape[-1]), v.stride(), v.storage_offset())
     else:
         key = torch.cat([v, k], -1)
-    return torch.cat([qv, q], -1), key, scale
+    return torch.cat([qv, q], -1), key
 
 
-def _options(
-    scale: float | None, causal: bool, window_size: Any, softcap: float, attention_chunk: int, with_lse: bool = False
-) -> tuple[Any, ...]:
-    """Gives the arguments of logits_of behind the query."""
-    return (0.0, scale, causal, window_size, softcap, None, with_lse, 0, None, attention_chunk)
+def _logits(
+    scale: float | None, causal: bool, window_size: Any, softcap: float, attention_chunk: int, with_lse: bool
+) -> Logits:
+    given = logits_of(0.0, scale, causal, window_size, softcap, None, with_lse, 0, None, attention_chunk)
+    return replace(given, unseen=-torch.inf)
 
 
 @entry(**NAMES, query="q", key_cache="k", value_cache="v")
@@ -94,13 +85,15 @@ def flash_attn_func(
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     sm_margin: int = 0,
-) -> Tensor:
-    """Gives out of :func:`cpu_attn.flash_attn.flash_attn_func`: [B, S_q, Hq, Dv]."""
-    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    return_attn_probs: bool = False,
+) -> Any:
+    """Gives out of :func:`cpu_attn.flash_attn.flash_attn_func`, [B, S_q, Hq, Dv], or with return_attn_probs (out,
+    softmax_lse [B, Hq, S_q])."""
     q, k, v = tensors(q=q, k=k, v=v)
-    q, k, scale = with_qv(q, k, v, qv, softmax_scale)
-    out: Tensor = dense(q, k, v, *_options(scale, causal, window_size, softcap, attention_chunk))
-    return out
+    q, k = with_qv(q, k, v, qv)
+    logits = _logits(softmax_scale, causal, window_size, softcap, attention_chunk, return_attn_probs)
+    found = attend(q, k, v, logits, Where(), descales=Descales(q_descale, k_descale, v_descale))
+    return found if return_attn_probs else found[0]
 
 
 @entry(**NAMES, **dict.fromkeys(("q", *STATES), "qkv"))
@@ -117,14 +110,22 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     num_heads_q: int | None = None,
     sm_margin: int = 0,
-) -> Tensor:
-    """Gives out of :func:`flash_attn_func` of q, k and v that are parts of qkv [B, S, 3, H, D], without a copy."""
-    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    _refuse(num_heads_q=num_heads_q)
+    return_attn_probs: bool = False,
+) -> Any:
+    """Gives what :func:`flash_attn_func` gives of q, k and v that are parts of qkv [B, S, 3, H, D], without a copy, or
+    of [B, S, Hq + 2 Hkv, D] with num_heads_q = Hq."""
     (qkv,) = tensors(qkv=qkv)
-    axes("qkv", qkv, batch_size=None, seqlen=None, three=3, num_heads=None, head_size=None)
-    out: Tensor = dense(*qkv.unbind(2), *_options(softmax_scale, causal, window_size, softcap, attention_chunk))
-    return out
+    if qkv.dim() == 4 and num_heads_q is not None:
+        heads = _check.integer("num_heads_q", num_heads_q, 1, qkv.shape[2])
+        if (qkv.shape[2] - heads) % 2:
+            raise ValueError(f"qkv: {qkv.shape[2]} heads, of which {heads} of queries leave an odd number")
+        q, k, v = qkv.split([heads, (qkv.shape[2] - heads) // 2, (qkv.shape[2] - heads) // 2], 2)
+    else:
+        axes("qkv", qkv, batch_size=None, seqlen=None, three=3, num_heads=None, head_size=None)
+        q, k, v = qkv.unbind(2)
+    logits = _logits(softmax_scale, causal, window_size, softcap, attention_chunk, return_attn_probs)
+    found = attend(q, k, v, logits, Where(), descales=Descales(q_descale, k_descale, v_descale))
+    return found if return_attn_probs else found[0]
 
 
 @entry(**NAMES, **CALLED, query="q", key="k", value="v", key_cache="k", value_cache="v")
@@ -132,8 +133,8 @@ def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     seqused_q: Tensor | None = None,
@@ -151,16 +152,17 @@ def flash_attn_varlen_func(
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     sm_margin: int = 0,
-) -> Tensor:
-    """Gives out of :func:`cpu_attn.flash_attn.flash_attn_varlen_func`: [T_q, Hq, Dv]. seqused_q: None."""
-    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    _refuse(seqused_q=seqused_q)
-    q, k, v, cu_seqlens_q = tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
-    keys = (*optional(cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k), None)
-    q, k, scale = with_qv(q, k, v, qv, softmax_scale)
-    options = _options(scale, causal, window_size, softcap, attention_chunk)
-    out: Tensor = varlen(q, k, v, cu_seqlens_q, *keys, *options)
-    return out
+    return_attn_probs: bool = False,
+) -> Any:
+    """Gives out of :func:`cpu_attn.flash_attn.flash_attn_varlen_func`, [T_q, Hq, Dv], or with return_attn_probs (out,
+    softmax_lse [Hq, T_q]). Without cu_seqlens_q queries are dense, as :func:`flash_attn_func` has them, and so are keys
+    and values without cu_seqlens_k."""
+    q, k, v = tensors(q=q, k=k, v=v)
+    named = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k}
+    q, k = with_qv(q, k, v, qv)
+    logits = _logits(softmax_scale, causal, window_size, softcap, attention_chunk, return_attn_probs)
+    found = attend(q, k, v, logits, Where(*optional(**named)), descales=Descales(q_descale, k_descale, v_descale))
+    return found if return_attn_probs else found[0]
 
 
 @entry(**CACHED, block_table="page_table")
@@ -196,19 +198,21 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Does what :func:`cpu_attn.flash_attn.flash_attn_with_kvcache` does; page_table is its block_table. qv is for
-    calls that append nothing, and copies the caches unless they are parts of one tensor. cu_seqlens_q, cu_seqlens_k_new
-    and rotary_seqlens are None, else NotImplementedError."""
-    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    _refuse(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens)
+    """Does what :func:`cpu_attn.flash_attn.flash_attn_with_kvcache` does; page_table is its block_table.
+
+    With cu_seqlens_q, int32 [B + 1], q is packed [T_q, Hq, D], and softmax_lse is [Hq, T_q]; with cu_seqlens_k_new k
+    and v are [T_new, Hkv, D]. rotary_seqlens: int32 [B], the row of rotary_cos by which the first new token of each
+    sequence turns, and its first query; None: cache_seqlens. qv is for calls that append nothing, and copies the caches
+    unless they are parts of one tensor.
+    """
     if qv is not None and k is not None:
         raise RefusedError("qv: expected None where k is given; append before")
     q, k_cache, v_cache = tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    q, k_cache, scale = with_qv(q, k_cache, v_cache, qv, softmax_scale)
-    where = (cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
-    options = _options(scale, causal, window_size, softcap, attention_chunk, return_softmax_lse)
-    new = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
-    return cached(q, k_cache, v_cache, new, where, rotary_interleaved, *options[1:])
+    q, k_cache = with_qv(q, k_cache, v_cache, qv)
+    at = Places(cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
+    logits = _logits(softmax_scale, causal, window_size, softcap, attention_chunk, return_softmax_lse)
+    new = New(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new, rotary_seqlens)
+    return cached(q, k_cache, v_cache, new, at, logits, cu_seqlens_q, Descales(q_descale, k_descale, v_descale))
 
 
 @entry(outs="out_partial", lses="lse_partial")

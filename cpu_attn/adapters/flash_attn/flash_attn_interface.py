@@ -6,7 +6,8 @@ Symbols: B sequences of S tokens, T tokens of packed sequences, Hq and Hkv heads
 
 All of them:
 
-- Tensors are float32, float16 or bfloat16, of one dtype, on the CPU; any head size; Hkv divides Hq.
+- Tensors are float32, float16, bfloat16 or float8, of one dtype, on the CPU; any head size; Hkv divides Hq. Of float8
+  the output is bfloat16, computed in float32 over keys and values that are read where they lie.
 - causal and window_size (left, right; negative: open) count from a token's place among the keys, the last query token's
   being that of the last key. softmax_scale: 1 / sqrt(D) unless said. softcap: 0 is off.
 - alibi_slopes: float32 [Hq] or [B, Hq], adds -slope * distance, the distance between the places of the query token and
@@ -28,16 +29,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from cpu_attn import _check
-from cpu_attn._arrays import dense_rows
 from cpu_attn.flash_attn.cache import flash_attn_with_kvcache
-from cpu_attn.flash_attn.call import NAMES, Attention, entry, logits_of, one_length, returned
+from cpu_attn.flash_attn.call import NAMES, entry, logits_of, returned
+from cpu_attn.flash_attn.sequences import Where, attend
 from cpu_attn.torch.entry import RefusedError, axes, optional, tensors
-from cpu_attn.torch.packed import parts_of, starts_of
 
 __all__ = [
     "_flash_attn_forward",
@@ -59,18 +57,7 @@ CALLED = {"cu_seq_k": "cu_seqlens_k", "seq_lens": "cu_seqlens_k", "query_start_l
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
-    axes("q", query, batch_size=None, seqlen_q=None, num_heads=None, head_size=None)
-    batch_size, q_length, _, head_size = query.shape
-    axes("k", key, batch_size=batch_size, seqlen_k=None, num_kv_heads=None, head_size=head_size)
-    axes("v", value, batch_size=batch_size, seqlen_k=key.shape[1], num_kv_heads=key.shape[2], head_size_v=None)
-    logits, kv_length = logits_of(query, *options), key.shape[1]
-    if not kv_length:  # a block has at least one token
-        key, value = (x.reshape(0, 1, *x.shape[2:]) for x in (key, value))
-    part = (0, batch_size, dense_rows(key), dense_rows(value), np.arange(batch_size, dtype=np.int32)[:, None])
-    lens = np.full(batch_size, kv_length, np.int32)
-    states = dense_rows(query).flatten(0, 1)
-    call = Attention(states, one_length(batch_size, q_length), lens, [part], value.shape[3], logits)
-    return returned(*call.batch(batch_size, q_length))
+    return returned(*attend(query, key, value, logits_of(*options), Where()))
 
 
 @entry(**NAMES, query="q", key_cache="k", value_cache="v")
@@ -155,35 +142,10 @@ def flash_attn_kvpacked_func(
 # ---- packed sequences ----
 
 
-def varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    seqused_k: Any,
-    block_table: Any,
-    *options: Any,
-) -> Any:
-    axes("q", query, T_q=None, num_heads=None, head_size=None)
-    logits = logits_of(query, *options)
-    starts = starts_of("cu_seqlens_q", cu_seqlens_q, len(query))
-    num_reqs = len(starts) - 1
-    if block_table is not None and seqused_k is None:
-        lens = np.diff(starts_of("cu_seqlens_k", cu_seqlens_k, _check.INT32_MAX, num_reqs + 1))
-        seqused_k = torch.from_numpy(lens)
-    if block_table is None:  # to copy all pages would cost too much
-        key, value = dense_rows(key), dense_rows(value)
-    lens, parts = parts_of(key, value, cu_seqlens_k, seqused_k, block_table, num_reqs)
-    if block_table is not None:
-        sizes: list[tuple[str, int | None]] = [("batch_size", num_reqs), ("blocks", None)]
-        capacity = _check.array("block_table", block_table, ["int32"], sizes).shape[1] * key.shape[1]
-        for b in np.flatnonzero((lens < 0) | (lens > capacity)):
-            raise ValueError(
-                f"seqused_k[{b}]: {lens[b]}, outside 0..{capacity}, the slots that block_table has room for"
-            )
-    call = Attention(dense_rows(query), starts, lens, parts, value.shape[-1], logits)
-    return returned(*call.results())
+def varlen(query: Tensor, key: Tensor, value: Tensor, at: Where, *options: Any) -> Any:
+    if at.cu_seqlens_k is None and (at.block_table is None or at.seqused_k is None):
+        raise ValueError("cu_seqlens_k: is None")
+    return returned(*attend(query, key, value, logits_of(*options), at))
 
 
 @entry(**NAMES, **CALLED, query="q", key="k", value="v", key_cache="k", value_cache="v")
@@ -236,10 +198,13 @@ def flash_attn_varlen_func(
         ValueError: a shape or an argument does not fit, or a tensor requires grad while grad mode is on.
         TypeError: an argument is no tensor, or has another dtype.
     """
-    states = tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
-    keys = optional(cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table)
+    q, k, v, cu_seqlens_q = tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
+    cu_seqlens_k, seqused_k, block_table = optional(
+        cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table
+    )
+    at = Where(cu_seqlens_q, cu_seqlens_k, seqused_k=seqused_k, block_table=block_table)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return varlen(*states, *keys, *options)
+    return varlen(q, k, v, at, *options)
 
 
 @entry(**NAMES, **dict.fromkeys(("q", *STATES), "qkv") | dict.fromkeys((*CALLED, *CALLED.values()), "cu_seqlens"))
@@ -260,7 +225,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv, cu_seqlens = tensors(qkv=qkv, cu_seqlens=cu_seqlens)
     axes("qkv", qkv, T=None, three=3, num_heads=None, head_size=None)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return varlen(*qkv.unbind(1), cu_seqlens, cu_seqlens, None, None, *options)
+    return varlen(*qkv.unbind(1), Where(cu_seqlens, cu_seqlens), *options)
 
 
 @entry(**NAMES, **dict.fromkeys(STATES, "kv") | CALLED | {"query": "q"})
@@ -284,7 +249,7 @@ def flash_attn_varlen_kvpacked_func(
     q, kv, cu_seqlens_q, cu_seqlens_k = tensors(q=q, kv=kv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     axes("kv", kv, T_k=None, two=2, num_kv_heads=None, head_size=None)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    return varlen(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, None, None, *options)
+    return varlen(q, *kv.unbind(1), Where(cu_seqlens_q, cu_seqlens_k), *options)
 
 
 # ---- what others import, though it is not public ----
@@ -330,9 +295,11 @@ def _flash_attn_varlen_forward(
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
+    num_splits: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gives (out, softmax_lse, an empty S_dmask, rng_state) of :func:`flash_attn_varlen_func`, as
-    :func:`_flash_attn_forward` does. leftpad_k is None, else NotImplementedError; zero_tensors is not looked at."""
+    :func:`_flash_attn_forward` does. leftpad_k is None, else NotImplementedError; zero_tensors and num_splits are not
+    looked at."""
     if leftpad_k is not None:
         raise RefusedError("leftpad_k: expected None; cu_seqlens_k says where keys start")
     where = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
