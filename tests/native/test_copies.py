@@ -33,6 +33,7 @@ from cpu_attn import (
 )
 from cpu_attn.distributed import ContextParallel, Group, RankError, ThreadGroup
 
+pytestmark = pytest.mark.isa
 X = np.random.default_rng(0).standard_normal((3, 5, 2, 16)).astype(np.float32)
 
 

@@ -25,6 +25,7 @@ BF16 = ("-mavx512bf16", "-mavx512vbmi")
 NATIVE = os.environ.get("CPU_ATTN_NATIVE_PYTHON", "")
 
 pytestmark = [
+    pytest.mark.isa,
     pytest.mark.slow,
     pytest.mark.skipif(
         platform.machine() != "x86_64" or not SOURCE.exists(), reason="the instructions are those of x86-64"

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.isa
 
 # How objdump shows what x86-64 did not have from birth, by the macro of the compiler that allows it. VEX names begin
 # with v; EVEX shows by registers 16..31, masks and zmm. Left out: tzcnt, which is bsf on CPUs that lack it.

@@ -22,7 +22,7 @@ from ..cases.problem import alone, build
 from ..cases.run import run
 
 ISAS = [isa.name for isa in cpu_attn.isas() if isa.supported and isa.unit == "matrix"]
-pytestmark = pytest.mark.skipif(not ISAS, reason="no isa here has tiles")
+pytestmark = [pytest.mark.isa, pytest.mark.skipif(not ISAS, reason="no isa here has tiles")]
 
 Floats = NDArray[np.float32]
 

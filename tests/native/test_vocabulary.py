@@ -31,7 +31,7 @@ KERNELS = {
     "linear/kernel/all.h": "static const struct ca_linear_kernel { int none; } linear_kernel;",
 }
 
-pytestmark = pytest.mark.skipif(not ISAS.is_dir(), reason="needs a source tree")
+pytestmark = [pytest.mark.isa, pytest.mark.skipif(not ISAS.is_dir(), reason="needs a source tree")]
 
 
 class Build(NamedTuple):

@@ -16,6 +16,8 @@ from cpu_attn import _arrays
 
 from ..harness.steps import attention_args
 
+pytestmark = pytest.mark.isa
+
 
 class Capsule:
     """Nothing but DLPack, as another library's array would be."""

@@ -21,6 +21,8 @@ from ..harness.steps import attention_args, plan_args, write_args
 
 F32, F16, BF16 = np.float32, np.float16, ml_dtypes.bfloat16
 
+pytestmark = pytest.mark.isa
+
 
 def wide(*shape: int) -> Any:
     """Zeros whose last axis has stride 2."""

@@ -261,8 +261,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Args]]] = {
         PagedAttention.swap_blocks,
         lambda: {"src_kv_cache": KV, "dst_kv_cache": KV.copy(), "src_to_dst": [(0, 1)]},
     ),
-    "softmax": (study.softmax, lambda: {"x": np.zeros((2, 3), F32)}),
-    "product": (study.matmul, lambda: {"a": np.zeros((2, 3), F32), "b": np.zeros((3, 4), F32)}),
     "threads": (ThreadGroup.make, lambda: {"world_size": 1}),
     "ranks": (ContextParallel, lambda: {"group": ALONE}),
     "lengths of a rank": (ContextParallel(ALONE).local_seq_lens, lambda: {"seq_lens": LENS}),
@@ -273,6 +271,10 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Args]]] = {
     "attend of a rank": (ContextParallel(ALONE).attend, lambda: attend_args() | {"cache": cache()}),
     "heads of ranks": (ContextParallel(ALONE).all_gather_heads, lambda: {"x": np.zeros((3, 4, 8), F32)}),
 }
+
+if any(engine.name == "onednn" and engine.available for engine in cpu_attn.engines()):
+    CALLS["softmax"] = (study.softmax, lambda: {"x": np.zeros((2, 3), F32)})
+    CALLS["product"] = (study.matmul, lambda: {"a": np.zeros((2, 3), F32), "b": np.zeros((3, 4), F32)})
 
 
 def arguments(function: Callable[..., Any]) -> list[str]:
