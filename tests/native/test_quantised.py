@@ -20,11 +20,13 @@ KINDS = tuple(INTEGERS)
 
 
 def rows(dtype: str, head_size: int) -> NDArray[Any]:
-    """Every number of a 16-bit dtype, NaN and infinities in rows of their own; ties; zeros; the least."""
+    """Every number of a 16-bit dtype from 2^-100 on, whose scales are not subnormal, NaN and infinities in rows of their
+    own; ties; zeros."""
     rng = np.random.default_rng(7)
     bits = np.arange(2**16, dtype=np.uint16)
     every = (bits.astype(np.uint32) << 16).view(np.float32) if dtype == "float32" else bits.view(numpy_dtype(dtype))
     every = np.resize(every, (-(-len(every) // head_size), head_size)).astype(np.float32)
+    every[np.abs(every) < 2.0**-100] = 0
     ties = rng.integers(-15, 16, (64, head_size)).astype(np.float32) / 2
     ties[:, ::7] = 7.5
     normal = rng.standard_normal((64, head_size)).astype(np.float32)
