@@ -194,7 +194,8 @@ def test_plan_write_and_call_by_name() -> None:
     assert write["kv_gbps"] == pytest.approx(8192 * 8 * 128 * 2 * 2 / write["seconds_min"] / 1e9)
 
 
-def test_progress_on_stderr_table_on_stdout() -> None:
+def test_progress_on_stderr_table_on_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # which a process of pytest-xdist may have
     result = call(*FREE, "--engine", "native")
     assert result.exit_code == 0
     assert "1/1 1x(5,40)" in result.stderr and "1/1" not in result.stdout
