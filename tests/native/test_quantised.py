@@ -20,8 +20,8 @@ KINDS = tuple(INTEGERS)
 
 
 def rows(dtype: str, head_size: int) -> NDArray[Any]:
-    """Every number of a 16-bit dtype from 2^-100 on, whose scales are not subnormal, NaN and infinities in rows of their
-    own; ties; zeros."""
+    """Every number of a 16-bit dtype from 2^-100 on, whose scales are not subnormal, NaN and infinities in rows of
+    their own; ties; zeros."""
     rng = np.random.default_rng(7)
     bits = np.arange(2**16, dtype=np.uint16)
     every = (bits.astype(np.uint32) << 16).view(np.float32) if dtype == "float32" else bits.view(numpy_dtype(dtype))
