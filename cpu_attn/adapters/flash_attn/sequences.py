@@ -116,7 +116,7 @@ class Queries:
 
 
 def _counts(name: str, x: Any, most: Int32, what: str) -> Int32:
-    used = int32(name, x, len(most)).copy()
+    used: Int32 = int32(name, x, len(most)).copy()
     for b in np.flatnonzero((used < 0) | (used > most)):
         raise ValueError(f"{name}[{b}]: {used[b]}, outside 0..{most[b]}, {what}")
     return used
