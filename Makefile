@@ -13,7 +13,7 @@ SITE = build/docs
 WITH = torch transformers vllm
 # What C is compiled from, and the modules that are installed beside it: tests run from the checkout.
 COMPILED := build_ffi.py pyproject.toml cpu_attn/_arguments.py $(shell find native -name '*.[ch]' -o -name '*.inc')
-MODULES := $(shell find cpu_attn cli tests -name '*.py' -not -name 'test_*')
+MODULES := $(shell find cpu_attn cli tests -name '*.py' -not -name 'test_*' -not -name conftest.py)
 # The files of tests/*/ with these names.
 files = $(foreach name,$(1),$(wildcard tests/*/test_$(name).py))
 # Away from the sources, so that every process the tests start imports what is installed. Whole files to a process, for

@@ -356,7 +356,7 @@ class BuildPy(build_py):  # type: ignore[misc]
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         modules: list[tuple[str, str, str]] = super().find_package_modules(package, package_dir)
-        return [m for m in modules if not m[1].startswith("test_")]
+        return [m for m in modules if not m[1].startswith(("test_", "conftest"))]
 
 
 class Sdist(sdist):  # type: ignore[misc]
