@@ -411,11 +411,12 @@ def test_scan_of_sequences_told_apart() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["D by head", "D by channel", "D by both, z"])
+@pytest.mark.parametrize("kind", ["no D", "D by head", "D by channel", "D by both, z"])
 def test_state_update(dtype: str, kind: str) -> None:
     """One decay a head, expanded as models do or written out."""
     s = Spaces(17, dtype, batch=3, length=1)
-    d = {"D by head": s.d[:, None].expand(-1, 24), "D by channel": s.d2[:1].expand(len(s.d2), -1)}.get(kind, s.d2)
+    by_head, by_channel = s.d[:, None].expand(-1, 24), s.d2[:1].expand(len(s.d2), -1)
+    d = {"no D": None, "D by head": by_head, "D by channel": by_channel}.get(kind, s.d2)
     z = s.z if "z" in kind else None
     arrays = (flat(s.x), flat(steps(s.dt, s.bias)), s.a, flat(s.b), flat(s.c))
     want, states = scanned(*arrays, [0, 1, 2, 3], s.initial, d, None if z is None else flat(z))
