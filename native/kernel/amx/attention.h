@@ -211,7 +211,7 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     if (goes_by_units(plan, call, task, w.scratch.factor)) {
         begin_pipeline(w.pipe, w.partial_o);
         memset(w.left, 0, (size_t)ca_div_up(rows, STRIP));
-        for (int64_t r = 0; r < ca_min64(rows, 2 * STRIP); r++)
+        for (int64_t r = 0; r < ca_min64(rows, 3 * STRIP); r++)
             prefetch_bytes(w.scratch.query[r], w.head_size * 2);
     } else {
         w.pipe = NULL;

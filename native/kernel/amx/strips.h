@@ -152,15 +152,15 @@ static strip make_strip(const tile_work *w, const score_block *b, int64_t row) {
     return t; /* It has no groups only between blocks that are selected. */
 }
 
-/* Copies queries of a strip, unless that is done, and fills it up with rows of zeros. */
+/* Copies queries of the strips up to one, unless that is done, and fills up the last one with rows of zeros. */
 static void load_strip(tile_work *w, int64_t row) {
-    const int64_t rows = ca_min64(STRIP, ca_rows_of(w->plan, w->task) - row), width = query_width_bf16(w->head_size);
-    if (row < w->loaded)
-        return;
-    load_queries_bf16(w->plan, &w->scratch, row, rows);
-    if (w->pipe) /* x.q has room for floats, so for twice the rows. */
-        memset((uint16_t *)w->scratch.q + (row + rows) * width, 0, (size_t)((STRIP - rows) * width) * 2);
-    w->loaded = row + STRIP;
+    const int64_t end = ca_rows_of(w->plan, w->task), width = query_width_bf16(w->head_size);
+    for (; w->loaded <= row; w->loaded += STRIP) {
+        const int64_t rows = ca_min64(STRIP, end - w->loaded);
+        load_queries_bf16(w->plan, &w->scratch, w->loaded, rows);
+        if (w->pipe) /* x.q has room for floats, so for twice the rows. */
+            memset((uint16_t *)w->scratch.q + (w->loaded + rows) * width, 0, (size_t)((STRIP - rows) * width) * 2);
+    }
 }
 
 /* Adds the values of a strip's keys, KEYS at a time. */
