@@ -25,13 +25,24 @@
 
 #define CHUNK 8
 
+struct pipeline;
+struct pipe_unit;
+/* Forms the scores of unit u's at-th step, and makes weights of those of unit b's step_b-th (form_step). */
+typedef void form_kernel(struct pipeline *x, const struct pipe_unit *u, int at, int stores, const struct pipe_unit *b,
+                         int step_b);
+
 typedef struct pipe_unit {
     int steps;
-    int fresh;         /* The block is the segment's first, so O is still to be written. */
-    int swapped;       /* Step 1 comes before step 0: some rows' first keys lie there. */
-    const uint16_t *q; /* [STRIP][q_ld] */
-    int64_t q_ld;
+    int fresh;                /* The block is the segment's first, so O is still to be written. */
+    int swapped;              /* Step 1 comes before step 0: some rows' first keys lie there. */
+    form_kernel *const *form; /* by kind */
+    int depth;                /* A score is the sum of so many products of 32 dimensions. */
+    /* The last product of a head size that is no multiple of 32 takes the last 32 dimensions of K, so that nothing
+     * behind K is read, and queries of its own, which are 0 where dimensions have been counted before. */
+    const uint16_t *q, *q_last; /* [STRIP][q_ld], [STRIP][q_last_ld] */
+    int64_t q_ld, q_last_ld;
     const uint16_t *const *k, *const *v; /* K of each group, V of each step */
+    int64_t k_last;                      /* elements of a group before the last product's */
     float *o, *m, *l;                    /* [STRIP][head_size_v], [STRIP], [STRIP] */
     int64_t head_size_v;
     float *octaves;    /* [STRIP]: find_references */
@@ -49,7 +60,8 @@ typedef struct pipe_unit {
 typedef struct pipeline {
     word_rows rows;
     float scores[2][STEP_WORDS];
-    float sums[STRIP][CA_LANES]; /* of weights; all columns are alike */
+    float sums[STRIP][CA_LANES];         /* of weights; all columns are alike */
+    float last_columns[STRIP][CA_LANES]; /* of P V */
     uint16_t ones[CA_LANES][2 * CA_LANES];
     uint32_t seen[2][STEPS][STRIP];
     uint16_t weights[STEPS * STEP_WORDS];
@@ -65,6 +77,7 @@ typedef struct pipeline {
 WHOLE_LINES(rows.reference);
 WHOLE_LINES(scores);
 WHOLE_LINES(sums);
+WHOLE_LINES(last_columns);
 WHOLE_LINES(ones);
 WHOLE_LINES(weights);
 
@@ -90,73 +103,84 @@ INLINE weight_maker weights_of_step(int kind, pipeline *x, const pipe_unit *u, i
 }
 
 /* Prefetches a share of the queries of a coming strip. */
-INLINE void prefetch_queries(int depth, const pipe_unit *u, int at) {
+INLINE void prefetch_queries(const pipe_unit *u, int at) {
     for (int j = at * u->queries_of_step; j < u->num_queries && j < (at + 1) * u->queries_of_step; j++)
-        EACH(d, depth) __builtin_prefetch((const char *)u->queries[j] + 64 * d, 0, 2);
+        prefetch_bytes(u->queries[j], 64 * u->depth);
 }
 
-/* Forms the scores of unit u's at-th step, of 32 * depth dimensions. Meanwhile those of the step before are stored, if
- * `stores`, and those of the step before that, which is unit b's step_b-th, become weights, some rows after each
- * product. */
-INLINE void form_step(int depth, int kind, pipeline *x, const pipe_unit *u, int at, int stores, const pipe_unit *b,
-                      int step_b) {
-    const int rows = depth <= 3 ? 4 : depth <= 6 ? 2 : 1; /* 4 * depth products are enough for all 32. */
-    const int i = step_at(u, at);
-    const int64_t q_ld = u->q_ld;
-    const uint16_t *q = u->q, *k0 = u->k[2 * i], *k1 = u->k[2 * i + 1];
-    float *to = x->scores[(u->base + at + 1) & 1];
-    const weight_maker w = weights_of_step(kind, x, b, step_b);
-    int r = 0;
-    prefetch_queries(depth, u, at);
-#define RENEW(d, t, offset)                                                                                            \
-    if (d == 0) {                                                                                                      \
-        if (stores)                                                                                                    \
-            tile_store(t, to + (offset), 4 * STEP_KEYS);                                                               \
+/* What a step of scores does besides its products: it stores the scores of the step before to `to`, unless that is
+ * NULL, and makes weights by w of those of the step before that, `rows` rows after each product. */
+typedef struct form_work {
+    float *to;
+    weight_maker w;
+    int made, rows;
+} form_work;
+
+/* Makes the next rows of weights. kind and how many rows are made already are constants where loops are unrolled. */
+INLINE void make_rows(int kind, const pipeline *x, form_work *f) {
+    if (kind == NOTHING || f->made >= STRIP)
+        return;
+    put_weights(&x->rows, &f->w, f->made, f->rows);
+    f->made += f->rows;
+}
+
+/* Adds the products of 32 dimensions to scores: q and k begin with them. opens: these are the first. */
+INLINE void form_depth(int kind, int opens, const pipeline *x, const uint16_t *q, int64_t q_ld, const uint16_t *k0,
+                       const uint16_t *k1, form_work *f) {
+#define RENEW(t, offset)                                                                                               \
+    if (opens) {                                                                                                       \
+        if (f->to)                                                                                                     \
+            tile_store(t, f->to + (offset), 4 * STEP_KEYS);                                                            \
         tile_zero(t);                                                                                                  \
     }
-#define MEANWHILE                                                                                                      \
-    if (kind != NOTHING && r < STRIP) {                                                                                \
-        put_weights(&x->rows, &w, r, rows);                                                                            \
-        r += rows;                                                                                                     \
-    }
-    EACH(d, depth) {
-        tile_load(4, q + d * DEPTH, 2 * q_ld);
-        tile_stream(6, k0 + d * DEPTH * CA_LANES, 4 * CA_LANES);
-        RENEW(d, 0, 0)
-        tile_dot(0, 4, 6);
-        MEANWHILE
-        tile_stream(7, k1 + d * DEPTH * CA_LANES, 4 * CA_LANES);
-        RENEW(d, 1, CA_LANES)
-        tile_dot(1, 4, 7);
-        MEANWHILE
-        tile_load(5, q + CA_LANES * q_ld + d * DEPTH, 2 * q_ld);
-        RENEW(d, 2, CA_LANES * STEP_KEYS)
-        tile_dot(2, 5, 6);
-        MEANWHILE
-        RENEW(d, 3, CA_LANES * STEP_KEYS + CA_LANES)
-        tile_dot(3, 5, 7);
-        MEANWHILE
-        if (u->v_now)
-            EACH(j, 2)
-        prefetch_bytes((const char *)(u->v[i] + j * CA_LANES * u->head_size_v) + d * u->v_now, u->v_now);
-    }
+    tile_load(4, q, 2 * q_ld);
+    tile_stream(6, k0, 4 * CA_LANES);
+    RENEW(0, 0)
+    tile_dot(0, 4, 6);
+    make_rows(kind, x, f);
+    tile_stream(7, k1, 4 * CA_LANES);
+    RENEW(1, CA_LANES)
+    tile_dot(1, 4, 7);
+    make_rows(kind, x, f);
+    tile_load(5, q + CA_LANES * q_ld, 2 * q_ld);
+    RENEW(2, CA_LANES * STEP_KEYS)
+    tile_dot(2, 5, 6);
+    make_rows(kind, x, f);
+    RENEW(3, CA_LANES * STEP_KEYS + CA_LANES)
+    tile_dot(3, 5, 7);
+    make_rows(kind, x, f);
 #undef RENEW
-#undef MEANWHILE
 }
 
-/* Moves a maker to the at-th step of a unit. */
-INLINE void move_to_step(weight_maker *w, pipeline *x, const pipe_unit *u, int at) {
+/* Forms the scores of unit u's at-th step. Meanwhile those of the step before are stored, if `stores`, and those of the
+ * step before that, which is unit b's step_b-th, become weights, `rows` after each product. */
+INLINE void form_step(int depth, int rows, int kind, pipeline *x, const pipe_unit *u, int at, int stores,
+                      const pipe_unit *b, int step_b) {
     const int i = step_at(u, at);
-    w->scores = x->scores[(u->base + at) & 1];
-    w->seen = u->seen[i];
-    w->to = u->weights + i * STEP_WORDS;
+    const uint16_t *k0 = u->k[2 * i], *k1 = u->k[2 * i + 1];
+    form_work f = {stores ? x->scores[(u->base + at + 1) & 1] : NULL, weights_of_step(kind, x, b, step_b), 0, rows};
+    prefetch_queries(u, at);
+#define FORM_DEPTH(d)                                                                                                  \
+    if ((d) + 1 < depth)                                                                                               \
+        form_depth(kind, (d) == 0, x, u->q + (d) * DEPTH, u->q_ld, k0 + (d) * DEPTH * CA_LANES,                        \
+                   k1 + (d) * DEPTH * CA_LANES, &f);                                                                   \
+    else                                                                                                               \
+        form_depth(kind, (d) == 0, x, u->q_last, u->q_last_ld, k0 + u->k_last, k1 + u->k_last, &f);                    \
+    for (int j = 0; u->v_now && j < 2; j++)                                                                            \
+        prefetch_bytes((const char *)(u->v[i] + j * CA_LANES * u->head_size_v) + (d) * u->v_now, u->v_now);
+    if (__builtin_constant_p(depth)) {
+        EACH(d, depth) { FORM_DEPTH(d) }
+    } else {
+        FORM_DEPTH(0)
+        for (int d = 1; d < depth; d++) {
+            FORM_DEPTH(d)
+        }
+    }
+#undef FORM_DEPTH
 }
 
-INLINE void store_scores(float *to) {
-    tile_store(0, to, 4 * STEP_KEYS);
-    tile_store(1, to + CA_LANES, 4 * STEP_KEYS);
-    tile_store(2, to + CA_LANES * STEP_KEYS, 4 * STEP_KEYS);
-    tile_store(3, to + CA_LANES * STEP_KEYS + CA_LANES, 4 * STEP_KEYS);
+static void store_scores(float *to) {
+    store_sums(1, 1, to, STEP_KEYS);
     tile_barrier();
 }
 /* Returns where the scores of a unit's first two steps that are still in tiles go. */
@@ -182,44 +206,52 @@ static NOINLINE void make_last_weights(pipeline *x, const pipe_unit *u) {
         make_last(MASKED, x, u);
 }
 
-#define FORM_STEP(name, depth, kind)                                                                                   \
-    static NOINLINE void name##_##depth(pipeline *x, const pipe_unit *u, int at, int stores, const pipe_unit *b,       \
-                                        int step_b) {                                                                  \
-        form_step(depth, kind, x, u, at, stores, b, step_b);                                                           \
+#define FORM_STEP(name, depth, rows, kind)                                                                             \
+    static NOINLINE void form_##kind##_##name(pipeline *x, const pipe_unit *u, int at, int stores, const pipe_unit *b, \
+                                              int step_b) {                                                            \
+        form_step(depth, rows, kind, x, u, at, stores, b, step_b);                                                     \
     }
-/* form_first forms the scores of the first two steps of a unit that follows no other, and finds its references.
- * form_weights forms all other scores, and those of the first two steps of the next unit, unless that is NULL, and
- * makes all weights. */
-#define FORM_WEIGHTS(depth)                                                                                            \
-    FORM_STEP(form_scores_only, depth, NOTHING)                                                                        \
-    FORM_STEP(form_all_seen, depth, ALL_SEEN)                                                                          \
-    FORM_STEP(form_masked, depth, MASKED)                                                                              \
-    FORM_STEP(form_capped, depth, CAPPED)                                                                              \
-    static void form_first_##depth(pipeline *x, pipe_unit *u) {                                                        \
-        for (int at = 0; at < 2 && at < u->steps; at++)                                                                \
-            form_scores_only_##depth(x, u, at, at > 0, u, 0);                                                          \
-        store_scores(scores_in_tiles(x, u));                                                                           \
-        refer(x, u);                                                                                                   \
-    }                                                                                                                  \
-    static void form_weights_##depth(pipeline *x, const pipe_unit *u, const pipe_unit *next) {                         \
-        for (int at = 2; at < u->steps; at++)                                                                          \
-            if (u->scale.capped)                                                                                       \
-                form_capped_##depth(x, u, at, at > 2, u, at - 2);                                                      \
-            else if (u->masked[step_at(u, at - 2)])                                                                    \
-                form_masked_##depth(x, u, at, at > 2, u, at - 2);                                                      \
-            else                                                                                                       \
-                form_all_seen_##depth(x, u, at, at > 2, u, at - 2);                                                    \
-        for (int at = 0; at < 2 && next; at++)                                                                         \
-            if (u->scale.capped)                                                                                       \
-                form_capped_##depth(x, next, at, at > 0 || u->steps > 2, u, u->steps - 2 + at);                        \
-            else                                                                                                       \
-                form_masked_##depth(x, next, at, at > 0 || u->steps > 2, u, u->steps - 2 + at);                        \
-        if (!next) {                                                                                                   \
-            if (u->steps > 2)                                                                                          \
-                store_scores(x->scores[(u->base + u->steps - 1) & 1]);                                                 \
-            make_last_weights(x, u);                                                                                   \
-        }                                                                                                              \
+#define FORM_STEPS(name, depth, rows)                                                                                  \
+    FORM_STEP(name, depth, rows, NOTHING)                                                                              \
+    FORM_STEP(name, depth, rows, ALL_SEEN)                                                                             \
+    FORM_STEP(name, depth, rows, MASKED)                                                                               \
+    FORM_STEP(name, depth, rows, CAPPED)
+#define FORM_KERNELS(name) {form_NOTHING_##name, form_ALL_SEEN_##name, form_MASKED_##name, form_CAPPED_##name},
+/* rows times the 4 * depth products are enough for all 32. */
+FORM_STEPS(1, 1, 8)
+FORM_STEPS(2, 2, 4)
+FORM_STEPS(3, 3, 4)
+FORM_STEPS(4, 4, 2)
+FORM_STEPS(some, u->depth, 2)
+FORM_STEPS(many, u->depth, 1)
+static form_kernel *const form_kernels[][4] = {FORM_KERNELS(1) FORM_KERNELS(2) FORM_KERNELS(3) FORM_KERNELS(4)
+                                                   FORM_KERNELS(some) FORM_KERNELS(many)};
+static form_kernel *const *form_kernels_of(int depth) {
+    return form_kernels[depth <= 4 ? depth - 1 : depth < 8 ? 4 : 5];
+}
+
+/* Forms the scores of the first two steps of a unit that follows no other, and finds its references. */
+static void form_first(pipeline *x, pipe_unit *u) {
+    for (int at = 0; at < 2 && at < u->steps; at++)
+        u->form[NOTHING](x, u, at, at > 0, u, 0);
+    store_scores(scores_in_tiles(x, u));
+    refer(x, u);
+}
+
+/* Forms all other scores of a unit, and those of the first two steps of the next one, unless that is NULL, and makes
+ * all of the unit's weights. */
+static void form_weights(pipeline *x, const pipe_unit *u, const pipe_unit *next) {
+    const int masked = u->scale.capped ? CAPPED : MASKED, all_seen = u->scale.capped ? CAPPED : ALL_SEEN;
+    for (int at = 2; at < u->steps; at++)
+        u->form[u->masked[step_at(u, at - 2)] ? masked : all_seen](x, u, at, at > 2, u, at - 2);
+    for (int at = 0; at < 2 && next; at++)
+        u->form[masked](x, next, at, at > 0 || u->steps > 2, u, u->steps - 2 + at);
+    if (!next) {
+        if (u->steps > 2)
+            store_scores(x->scores[(u->base + u->steps - 1) & 1]);
+        make_last_weights(x, u);
     }
+}
 
 /* ---- values ---- */
 
@@ -257,11 +289,57 @@ INLINE void multiply_ones(pipeline *x, const pipe_unit *u, int first, int end, f
     tile_store(1, x->sums[CA_LANES], 4 * CA_LANES);
 }
 
+/* Adds P V over the steps [first, end) to the columns of O that are no whole pass of 32: to the first 16 of them, if so
+ * many are left, and to what is left then. For this the last 16 columns of V are multiplied, of which some are part of
+ * O already, so that nothing behind V is read. opens: O is still to be written. */
+static NOINLINE void multiply_last_columns(pipeline *x, const pipe_unit *u, int first, int end, int opens) {
+    const int64_t dv = u->head_size_v, ld = 4 * dv, c = dv - dv % (2 * CA_LANES), rest = dv % CA_LANES;
+    const int half = dv - c >= CA_LANES;
+    float *o = u->o + c;
+    const uint16_t *p = u->weights + first * STEP_WORDS;
+    if (half && !opens) {
+        tile_load(0, o, ld);
+        tile_load(2, o + CA_LANES * dv, ld);
+    } else {
+        tile_zero(0);
+        tile_zero(2);
+    }
+    tile_zero(1);
+    tile_zero(3);
+    for (int i = first; i < end; i++, p += STEP_WORDS) {
+        tile_load(4, p, 2 * STEP_KEYS);
+        tile_load(5, p + CA_LANES * STEP_KEYS, 2 * STEP_KEYS);
+        if (half) {
+            tile_stream(6, u->v[i] + 2 * c, ld);
+            tile_dot(0, 4, 6);
+            tile_dot(2, 5, 6);
+        }
+        if (rest) {
+            tile_stream(7, u->v[i] + 2 * (dv - CA_LANES), ld);
+            tile_dot(1, 4, 7);
+            tile_dot(3, 5, 7);
+        }
+    }
+    if (half) {
+        tile_store(0, o, ld);
+        tile_store(2, o + CA_LANES * dv, ld);
+    }
+    tile_store(1, x->last_columns, 4 * CA_LANES);
+    tile_store(3, x->last_columns[CA_LANES], 4 * CA_LANES);
+    tile_barrier();
+    o = u->o + dv - rest;
+    for (int r = 0; rest && r < STRIP; r++, o += dv) {
+        const vf sum = v_loadn_f32(x->last_columns[r] + CA_LANES - rest, (int)rest);
+        v_storen_f32(o, opens ? sum : v_add(sum, v_loadn_f32(o, (int)rest)), (int)rest);
+    }
+}
+
 /* O (+)= P V of unit u over the CHUNK steps from `first` on, 32 columns in a pass; where it is `fresh`, its sums of
  * weights besides. Before the first step the tiles hold scores of the next unit, unless that is NULL. */
-INLINE void multiply_values(int passes, pipeline *x, const pipe_unit *u, int first, pipe_unit *next) {
-    const int64_t dv = 2 * CA_LANES * (int64_t)passes, ld = 4 * dv;
+static NOINLINE void multiply_values(pipeline *x, const pipe_unit *u, int first, pipe_unit *next) {
+    const int64_t dv = u->head_size_v, ld = 4 * dv;
     const int end = first + chunk_of(u) < u->steps ? first + chunk_of(u) : u->steps, opens = u->fresh && first == 0;
+    const int passes = (int)(dv / (2 * CA_LANES));
     float *before = next ? scores_in_tiles(x, next) : NULL;
     int64_t before_ld = 4 * STEP_KEYS;
 #define RENEW(t, tall, wide)                                                                                           \
@@ -307,58 +385,24 @@ INLINE void multiply_values(int passes, pipeline *x, const pipe_unit *u, int fir
     }
 #undef RENEW
 #undef MEANWHILE
-    if (u->fresh) {
+    if (dv % (2 * CA_LANES)) {
+        store_sums(1, 1, before, dv);
+        before = NULL;
+        multiply_last_columns(x, u, first, end, opens);
+    }
+    if (u->fresh)
         multiply_ones(x, u, first, end, before, ld);
-        return;
-    }
-    tile_store(0, before, ld);
-    tile_store(1, before + CA_LANES, ld);
-    tile_store(2, before + CA_LANES * dv, ld);
-    tile_store(3, before + CA_LANES * dv + CA_LANES, ld);
+    else if (before)
+        store_sums(1, 1, before, dv);
 }
 
-/* Adds the values of unit u to its O and, where it is `fresh`, its sums of weights to x.sums. */
-#define ADD_VALUES(passes)                                                                                             \
-    static NOINLINE void add_chunk_##passes(pipeline *x, const pipe_unit *u, int first, pipe_unit *next) {             \
-        multiply_values(passes, x, u, first, next);                                                                    \
-    }                                                                                                                  \
-    static void add_values_##passes(pipeline *x, const pipe_unit *u, pipe_unit *next) {                                \
-        for (int first = 0; first < u->steps; first += chunk_of(u))                                                    \
-            add_chunk_##passes(x, u, first, first == 0 ? next : NULL);                                                 \
-        tile_barrier();                                                                                                \
-    }
-
-/* These are the head sizes, over 32, for which there are pipelines. Others go by scores (attention.h). */
-#define FOR_PIPELINES(case) case (2) case (3) case (4) case (6) case (8)
-FOR_PIPELINES(FORM_WEIGHTS)
-FOR_PIPELINES(ADD_VALUES)
-
-#define HAS_PIPELINE(n) n == (head_size) / 32 ||
-static int has_pipeline(int64_t head_size) { return head_size % 32 == 0 && (FOR_PIPELINES(HAS_PIPELINE) 0); }
-
-#define FIRST_CASE(n)                                                                                                  \
-    case n:                                                                                                            \
-        form_first_##n(x, u);                                                                                          \
-        break;
-#define FORM_CASE(n)                                                                                                   \
-    case n:                                                                                                            \
-        form_weights_##n(x, u, next);                                                                                  \
-        break;
-#define ADD_CASE(n)                                                                                                    \
-    case n:                                                                                                            \
-        add_values_##n(x, u, next);                                                                                    \
-        break;
-static void form_first(int64_t head_size, pipeline *x, pipe_unit *u) {
-    switch (head_size / 32) { FOR_PIPELINES(FIRST_CASE) }
-}
-static void form_weights(int64_t head_size, pipeline *x, const pipe_unit *u, const pipe_unit *next) {
-    switch (head_size / 32) { FOR_PIPELINES(FORM_CASE) }
-}
+/* These are the head sizes for which there are pipelines. Others go by scores (attention.h). */
+static int has_pipeline(int64_t head_size) { return head_size >= 2 * CA_LANES; }
 
 /* Adds the values of unit u, whose weights are made, to its state, and finds the references of the next one, unless it
  * is NULL. Returns 0 where words do not do for u. Then its state is as it was, but for an O that was still to be
  * written. */
-static int finish_unit(int64_t head_size_v, pipeline *x, const pipe_unit *u, pipe_unit *next) {
+static int finish_unit(pipeline *x, const pipe_unit *u, pipe_unit *next) {
     if (!u->fresh) {
         if (next) {
             store_scores(scores_in_tiles(x, next));
@@ -370,7 +414,9 @@ static int finish_unit(int64_t head_size_v, pipeline *x, const pipe_unit *u, pip
         if (!take_sums(x->sums, u->octaves, u->m, u->l))
             return 0;
     }
-    switch (head_size_v / 32) { FOR_PIPELINES(ADD_CASE) }
+    for (int first = 0; first < u->steps; first += chunk_of(u))
+        multiply_values(x, u, first, first == 0 ? next : NULL);
+    tile_barrier();
     return !u->fresh || take_sums(x->sums, u->octaves, u->m, u->l);
 }
 

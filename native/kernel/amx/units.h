@@ -99,12 +99,18 @@ static int make_unit(const tile_work *w, const score_block *b, const strip *t, p
     pipeline *x = w->pipe;
     const float softcap = w->call->softcap;
     const int64_t first = t->g - b->groups, after = ca_rows_of(w->plan, w->task) - t->row - 3 * STRIP;
+    const int64_t width = query_width_bf16(w->head_size);
     if (t->rows < STRIP)
         open_partial_state(w, t);
     u->steps = (t->num_groups + 1) / 2;
     u->fresh = t->opening;
-    u->q_ld = query_width_bf16(w->head_size);
-    u->q = (const uint16_t *)w->scratch.q + t->row * u->q_ld;
+    u->depth = (int)w->products;
+    u->form = form_kernels_of(u->depth);
+    u->q_ld = width;
+    u->q = (const uint16_t *)w->scratch.q + t->row * width;
+    u->k_last = (width - DEPTH) * CA_LANES;
+    u->q_last = width % DEPTH ? w->last_queries + t->row * DEPTH : u->q + width - DEPTH;
+    u->q_last_ld = width % DEPTH ? DEPTH : width;
     u->k = x->k + first;
     u->v = t->v;
     u->o = t->rows < STRIP ? x->o : w->state->o + t->row * w->head_size_v;
@@ -153,12 +159,12 @@ static int begin_unit(tile_work *w, const score_block *b, int64_t row, int which
 /* Takes a unit, which has its references, to its state. The next one's scores begin meanwhile, unless it is NULL. */
 static void complete_unit(tile_work *w, int64_t rows, const strip_unit *s, pipe_unit *next) {
     pipeline *x = w->pipe;
-    form_weights(w->head_size, x, &s->u, next);
+    form_weights(x, &s->u, next);
     /* These queries are those of the strip after the next one, so that all of them lie in L1 or L2 before tiles read
      * any. */
     if (s->t.row + 2 * STRIP < rows)
         load_strip(w, s->t.row + 2 * STRIP);
-    if (!finish_unit(w->head_size_v, x, &s->u, next))
+    if (!finish_unit(x, &s->u, next))
         leave_pipeline(w, &s->t);
     else if (s->u.m == x->m)
         close_partial_state(w, s->t.row, s->t.rows);
@@ -183,7 +189,7 @@ static void run_units(tile_work *w, const score_block *b, int64_t rows) {
         if (row + STRIP < rows && !before)
             load_strip(w, row + STRIP);
         if (is_unit && !follows)
-            form_first(w->head_size, x, &s->u);
+            form_first(x, &s->u);
         before = is_unit && s->u.ok ? s : NULL;
         if (!before)
             leave_pipeline(w, &s->t);
