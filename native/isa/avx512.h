@@ -230,6 +230,15 @@ INLINE void v_put_pairs(uint16_t *p, vf even, vf odd) {
     __m512i x = _mm512_srli_epi32(_mm512_castps_si512(even), 16), upper = _mm512_set1_epi32((int)0xffff0000);
     _mm512_storeu_si512(p, _mm512_or_si512(x, _mm512_and_si512(_mm512_castps_si512(odd), upper)));
 }
+/* Adds what rounds the upper half of each number to nearest even, but for NaN. */
+INLINE __m512i add_half(vf x) {
+    const __m512i bits = _mm512_castps_si512(x),
+                  last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
+}
+INLINE vf v_nearest_bf16(vf x) {
+    return _mm512_castsi512_ps(_mm512_and_si512(add_half(x), _mm512_set1_epi32((int)0xffff0000)));
+}
 
 #ifdef HAS_VBMI
 /* ---- weights without floats ---- */
@@ -327,15 +336,10 @@ INLINE vf v_hmax_of_each(const vf *v) {
 
 /* ---- words of amx/output.h ---- */
 
-/* Rounds to nearest even by integers, as v_storen_bf16 does, but for NaN. */
 INLINE vp v_bf16_of(vf a, vf b) {
     static const uint16_t upper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                        33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-    const __m512i half = _mm512_set1_epi32(0x7fff), one = _mm512_set1_epi32(1);
-    __m512i x[2] = {_mm512_castps_si512(a), _mm512_castps_si512(b)};
-    EACH(j, 2)
-    x[j] = _mm512_add_epi32(_mm512_add_epi32(x[j], half), _mm512_and_si512(_mm512_srli_epi32(x[j], 16), one));
-    return _mm512_permutex2var_epi16(x[0], _mm512_loadu_si512(upper), x[1]);
+    return _mm512_permutex2var_epi16(add_half(a), _mm512_loadu_si512(upper), add_half(b));
 }
 INLINE void v_stream_pairs(uint16_t *p, vp x) { _mm512_stream_si512((void *)p, x); }
 

@@ -43,6 +43,8 @@ typedef struct pipe_unit {
     int64_t q_ld, q_last_ld;
     const uint16_t *const *k, *const *v; /* K of each group, V of each step */
     int64_t k_last;                      /* elements of a group before the last product's */
+    int k_parts;                         /* K is the sum of so many parts, */
+    int64_t k_apart;                     /* so many elements apart */
     float *o, *m, *l;                    /* [STRIP][head_size_v], [STRIP], [STRIP] */
     int64_t head_size_v;
     float *octaves;    /* [STRIP]: find_references */
@@ -68,6 +70,7 @@ typedef struct pipeline {
     float octaves[2][STRIP];
     /* These are a block's groups, as units have them, and one more. */
     const uint16_t *k[MAX_GROUPS + 1];
+    key_scales *keys; /* [STEPS] of a block, or NULL */
     /* This is a state of STRIP rows for a strip of fewer. */
     float m[STRIP], l[STRIP], *o;
 } __attribute__((aligned(64))) pipeline;
@@ -86,16 +89,18 @@ INLINE int step_at(const pipe_unit *u, int at) { return u->swapped && at < 2 ? 1
 
 /* ---- scores, and weights of the scores two steps before ---- */
 
-enum { NOTHING, ALL_SEEN, MASKED, CAPPED };
+enum { NOTHING, ALL_SEEN, MASKED, CAPPED, BY_KEY, CAPPED_BY_KEY, KINDS };
 
 /* Says how weights are made of the scores of the at-th step; kind is a constant. */
 INLINE weight_maker weights_of_step(int kind, pipeline *x, const pipe_unit *u, int at) {
     const int i = kind == NOTHING ? 0 : step_at(u, at);
     weight_maker w = {.order = v_load_word_order(),
                       .powers = v_load_powers(),
-                      .units = v_set1(-u->scale.units),
-                      .scale = {u->scale.factor, u->scale.units, kind == CAPPED},
+                      .by = v_set1(u->scale.by),
+                      .units = v_set1(u->scale.units),
+                      .capped = kind == CAPPED || kind == CAPPED_BY_KEY,
                       .all = kind == ALL_SEEN,
+                      .keys = kind == BY_KEY || kind == CAPPED_BY_KEY ? u->scale.keys + i : NULL,
                       .scores = x->scores[(u->base + at) & 1],
                       .seen = u->seen[i],
                       .to = u->weights + i * STEP_WORDS};
@@ -160,21 +165,20 @@ INLINE void form_step(int depth, int rows, int kind, pipeline *x, const pipe_uni
     const uint16_t *k0 = u->k[2 * i], *k1 = u->k[2 * i + 1];
     form_work f = {stores ? x->scores[(u->base + at + 1) & 1] : NULL, weights_of_step(kind, x, b, step_b), 0, rows};
     prefetch_queries(u, at);
-#define FORM_DEPTH(d)                                                                                                  \
-    if ((d) + 1 < depth)                                                                                               \
-        form_depth(kind, (d) == 0, x, u->q + (d) * DEPTH, u->q_ld, k0 + (d) * DEPTH * CA_LANES,                        \
-                   k1 + (d) * DEPTH * CA_LANES, &f);                                                                   \
-    else                                                                                                               \
-        form_depth(kind, (d) == 0, x, u->q_last, u->q_last_ld, k0 + u->k_last, k1 + u->k_last, &f);                    \
+#define FORM_DEPTH(part, d)                                                                                            \
+    const int last = (d) + 1 == depth;                                                                                 \
+    const int64_t at_k = (part) * u->k_apart + (last ? u->k_last : (d) * DEPTH * CA_LANES);                            \
+    form_depth(kind, (part) + (d) == 0, x, last ? u->q_last : u->q + (d) * DEPTH, last ? u->q_last_ld : u->q_ld,       \
+               k0 + at_k, k1 + at_k, &f);                                                                              \
     for (int j = 0; u->v_now && j < 2; j++)                                                                            \
         prefetch_bytes((const char *)(u->v[i] + j * CA_LANES * u->head_size_v) + (d) * u->v_now, u->v_now);
     if (__builtin_constant_p(depth)) {
-        EACH(d, depth) { FORM_DEPTH(d) }
+        EACH(d, depth) { FORM_DEPTH(0, d) }
     } else {
-        FORM_DEPTH(0)
-        for (int d = 1; d < depth; d++) {
-            FORM_DEPTH(d)
-        }
+        for (int part = 0; part < u->k_parts; part++)
+            for (int d = 0; d < depth; d++) {
+                FORM_DEPTH(part, d)
+            }
     }
 #undef FORM_DEPTH
 }
@@ -188,7 +192,9 @@ INLINE float *scores_in_tiles(pipeline *x, const pipe_unit *u) { return x->score
 
 /* Finds a unit's references, from the scores of its first step. */
 static void refer(pipeline *x, pipe_unit *u) {
-    u->ok = find_references(&x->rows, u->octaves, u->m, u->scale, x->scores[u->base], u->seen[step_at(u, 0)]);
+    const int i = step_at(u, 0);
+    u->ok = find_references(&x->rows, u->octaves, u->m, &u->scale, u->scale.keys ? u->scale.keys + i : NULL,
+                            x->scores[u->base], u->seen[i]);
 }
 
 /* Makes a unit's last weights, whose scores are stored. */
@@ -199,11 +205,24 @@ INLINE void make_last(int kind, pipeline *x, const pipe_unit *u) {
             put_weights(&x->rows, &w, r, 4);
     }
 }
+/* Returns how the weights of a unit are made, but for steps that all rows see whole. */
+INLINE int kind_of(const pipe_unit *u) {
+    return u->scale.keys ? u->scale.capped ? CAPPED_BY_KEY : BY_KEY : u->scale.capped ? CAPPED : MASKED;
+}
 static NOINLINE void make_last_weights(pipeline *x, const pipe_unit *u) {
-    if (u->scale.capped)
-        make_last(CAPPED, x, u);
-    else
+    switch (kind_of(u)) {
+    case MASKED:
         make_last(MASKED, x, u);
+        break;
+    case CAPPED:
+        make_last(CAPPED, x, u);
+        break;
+    case BY_KEY:
+        make_last(BY_KEY, x, u);
+        break;
+    default:
+        make_last(CAPPED_BY_KEY, x, u);
+    }
 }
 
 #define FORM_STEP(name, depth, rows, kind)                                                                             \
@@ -215,19 +234,23 @@ static NOINLINE void make_last_weights(pipeline *x, const pipe_unit *u) {
     FORM_STEP(name, depth, rows, NOTHING)                                                                              \
     FORM_STEP(name, depth, rows, ALL_SEEN)                                                                             \
     FORM_STEP(name, depth, rows, MASKED)                                                                               \
-    FORM_STEP(name, depth, rows, CAPPED)
-#define FORM_KERNELS(name) {form_NOTHING_##name, form_ALL_SEEN_##name, form_MASKED_##name, form_CAPPED_##name},
-/* rows times the 4 * depth products are enough for all 32. */
+    FORM_STEP(name, depth, rows, CAPPED)                                                                               \
+    FORM_STEP(name, depth, rows, BY_KEY)                                                                               \
+    FORM_STEP(name, depth, rows, CAPPED_BY_KEY)
+#define FORM_KERNELS(name)                                                                                             \
+    {form_NOTHING_##name, form_ALL_SEEN_##name, form_MASKED_##name,                                                    \
+     form_CAPPED_##name,  form_BY_KEY_##name,   form_CAPPED_BY_KEY_##name},
+/* rows times 4 products for each depth of each part are enough for all 32. */
 FORM_STEPS(1, 1, 8)
 FORM_STEPS(2, 2, 4)
 FORM_STEPS(3, 3, 4)
 FORM_STEPS(4, 4, 2)
 FORM_STEPS(some, u->depth, 2)
 FORM_STEPS(many, u->depth, 1)
-static form_kernel *const form_kernels[][4] = {FORM_KERNELS(1) FORM_KERNELS(2) FORM_KERNELS(3) FORM_KERNELS(4)
-                                                   FORM_KERNELS(some) FORM_KERNELS(many)};
-static form_kernel *const *form_kernels_of(int depth) {
-    return form_kernels[depth <= 4 ? depth - 1 : depth < 8 ? 4 : 5];
+static form_kernel *const form_kernels[][KINDS] = {FORM_KERNELS(1) FORM_KERNELS(2) FORM_KERNELS(3) FORM_KERNELS(4)
+                                                       FORM_KERNELS(some) FORM_KERNELS(many)};
+static form_kernel *const *form_kernels_of(int depth, int parts) {
+    return form_kernels[depth <= 4 && parts == 1 ? depth - 1 : depth * parts < 8 ? 4 : 5];
 }
 
 /* Forms the scores of the first two steps of a unit that follows no other, and finds its references. */
@@ -241,7 +264,7 @@ static void form_first(pipeline *x, pipe_unit *u) {
 /* Forms all other scores of a unit, and those of the first two steps of the next one, unless that is NULL, and makes
  * all of the unit's weights. */
 static void form_weights(pipeline *x, const pipe_unit *u, const pipe_unit *next) {
-    const int masked = u->scale.capped ? CAPPED : MASKED, all_seen = u->scale.capped ? CAPPED : ALL_SEEN;
+    const int masked = kind_of(u), all_seen = masked == MASKED ? ALL_SEEN : masked;
     for (int at = 2; at < u->steps; at++)
         u->form[u->masked[step_at(u, at - 2)] ? masked : all_seen](x, u, at, at > 2, u, at - 2);
     for (int at = 0; at < 2 && next; at++)
@@ -258,8 +281,8 @@ static void form_weights(pipeline *x, const pipe_unit *u, const pipe_unit *next)
 /* Returns how many steps of weights go through all columns of O together. */
 static int chunk_of(const pipe_unit *u) { return u->steps <= 2 * CHUNK ? u->steps : CHUNK; }
 
-/* Adds the sums of the weights of the steps [first, end), which are the columns of P times a tile of ones. What is in
- * the tiles goes to `before`, unless that is NULL, in rows ld bytes apart. */
+/* Adds the sums of the weights of the steps [first, end), which are the columns of P times a tile of ones, or of the
+ * keys' shares. What is in the tiles goes to `before`, unless that is NULL, in rows ld bytes apart. */
 INLINE void multiply_ones(pipeline *x, const pipe_unit *u, int first, int end, float *before, int64_t ld) {
     const uint16_t *p = u->weights + first * STEP_WORDS;
 #define RENEW(t)                                                                                                       \
@@ -271,9 +294,14 @@ INLINE void multiply_ones(pipeline *x, const pipe_unit *u, int first, int end, f
         else                                                                                                           \
             tile_load(t, x->sums[t * CA_LANES], 4 * CA_LANES);                                                         \
     }
+    const key_scales *keys = u->scale.keys;
     tile_load(6, x->ones, 4 * CA_LANES);
     for (int i = first; i < end; i++, p += STEP_WORDS) {
         tile_load(4, p, 2 * STEP_KEYS);
+        if (keys) {
+            tile_load(6, keys[i].shares[0], 4 * CA_LANES);
+            tile_load(7, keys[i].shares[1], 4 * CA_LANES);
+        }
         RENEW(0)
         tile_dot(0, 4, 6);
         if (i == first && before)
@@ -283,6 +311,10 @@ INLINE void multiply_ones(pipeline *x, const pipe_unit *u, int first, int end, f
         tile_dot(1, 5, 6);
         if (i == first && before)
             tile_store(3, before + ld / 4 * CA_LANES + CA_LANES, ld);
+        if (keys) {
+            tile_dot(0, 4, 7);
+            tile_dot(1, 5, 7);
+        }
     }
 #undef RENEW
     tile_store(0, x->sums, 4 * CA_LANES);
@@ -397,7 +429,7 @@ static NOINLINE void multiply_values(pipeline *x, const pipe_unit *u, int first,
 }
 
 /* These are the head sizes for which there are pipelines. Others go by scores (attention.h). */
-static int has_pipeline(int64_t head_size) { return head_size >= 2 * CA_LANES; }
+static int has_pipeline(int64_t head_size, int parts) { return head_size >= 2 * CA_LANES * parts; }
 
 /* Adds the values of unit u, whose weights are made, to its state, and finds the references of the next one, unless it
  * is NULL. Returns 0 where words do not do for u. Then its state is as it was, but for an O that was still to be
@@ -411,17 +443,18 @@ static int finish_unit(pipeline *x, const pipe_unit *u, pipe_unit *next) {
         }
         multiply_ones(x, u, 0, u->steps, NULL, 0);
         tile_barrier();
-        if (!take_sums(x->sums, u->octaves, u->m, u->l))
+        if (!take_sums(x->sums, u->scale.keys != NULL, u->octaves, u->m, u->l))
             return 0;
     }
     for (int first = 0; first < u->steps; first += chunk_of(u))
         multiply_values(x, u, first, first == 0 ? next : NULL);
     tile_barrier();
-    return !u->fresh || take_sums(x->sums, u->octaves, u->m, u->l);
+    return !u->fresh || take_sums(x->sums, u->scale.keys != NULL, u->octaves, u->m, u->l);
 }
 
-static void begin_pipeline(pipeline *x, float *o) {
+static void begin_pipeline(pipeline *x, float *o, key_scales *keys) {
     x->o = o;
+    x->keys = keys;
     for (int r = 0; r < CA_LANES; r++)
         for (int c = 0; c < 2 * CA_LANES; c++)
             x->ones[r][c] = 0x3f80;

@@ -6,6 +6,28 @@
  * Whether a strip leaves the pipeline depends on all of its rows, which are one request's. So the bits of a row depend
  * on its request alone; tasks that hold rows of several requests go by scores. */
 
+static logit_scale scale_of(const tile_work *w) {
+    const float softcap = w->call->softcap, factor = w->scratch.factor;
+    const float units = -V_OCTAVE * (softcap > 0 ? softcap * CA_LOG2E : factor);
+    return (logit_scale){softcap > 0 ? factor : units, units, softcap > 0, w->pipe->keys};
+}
+
+/* Finds what the keys of a group have, the step's from the at-th on. */
+static void scale_keys(const tile_work *w, const group *g, int at, key_scales *to) {
+    const vf by = v_set1(scale_of(w).by);
+    uint16_t shares[2][CA_LANES];
+    for (int t = 0; t < CA_LANES; t++) {
+        const int rest = w->kv[V].scaled ? scale_bits(g->kv[V].scales, t) & 0x7f : 0;
+        to->more[at + t] = w->scales->more[rest];
+        EACH(i, 2) shares[i][t] = w->scales->shares[i][rest];
+    }
+    EACH(i, 2)
+    for (int pair = 0; pair < CA_LANES / 2; pair++)
+        v_store_words(to->shares[i][at / 2 + pair], v_set1_words((const int16_t *)shares[i] + 2 * pair));
+    for (int t = 0; t < CA_LANES; t += VL)
+        v_store(to->by + at + t, w->kv[K].scaled ? v_mul(scales_of(g, K, 0, t), by) : by);
+}
+
 /* Lists what units take from a block's groups. */
 static void list_units(tile_work *w, const score_block *b) {
     pipeline *x = w->pipe;
@@ -14,6 +36,12 @@ static void list_units(tile_work *w, const score_block *b) {
         x->k[g] = (const uint16_t *)b->groups[g].kv[K].at;
     /* An odd last group is multiplied twice; no row sees the second one's keys. */
     x->k[n] = x->k[n - 1];
+    if (!x->keys)
+        return;
+    for (int g = 0; g < n; g++)
+        scale_keys(w, b->groups + g, g % 2 * CA_LANES, x->keys + g / 2);
+    if (n % 2) /* Shares are factors of weights that are 0. */
+        EACH(i, 2) memset(x->keys[n / 2].shares[i][CA_LANES / 2], 0, sizeof x->keys->shares[i] / 2);
 }
 
 static uint32_t seen_of_group(const group *g, int64_t lo, int64_t hi) {
@@ -53,7 +81,7 @@ static int choose_first_step(const tile_work *w, const strip *t, pipe_unit *u) {
 }
 
 /* Sets which keys the rows see, for the steps that some row does not see whole, and for those whose words are made with
- * masks in any case: the first two, the last two and, where logits are capped, all. */
+ * masks in any case: the first two, the last two and, where logits are capped or keys have scales, all. */
 static int see_keys(const tile_work *w, const strip *t, pipe_unit *u) {
     const edges e = edges_of(&w->scratch, &(score_block){.k0 = t->k0, .k1 = t->k1}, t->row, t->rows);
     /* All rows see the steps [open, close) whole. */
@@ -65,7 +93,7 @@ static int see_keys(const tile_work *w, const strip *t, pipe_unit *u) {
                        (!h || g->n < CA_LANES || h->n < CA_LANES || g->key < e.all_lo || h->key + CA_LANES > e.all_hi);
         if (u->masked[i])
             see_step(w, t, i, u->seen[i]);
-        else if (i < 2 || i >= u->steps - 2 || u->scale.capped)
+        else if (i < 2 || i >= u->steps - 2 || kind_of(u) != MASKED)
             memset(u->seen[i], 0xff, sizeof u->seen[i]);
     }
     u->swapped = 0;
@@ -97,7 +125,6 @@ static void close_partial_state(const tile_work *w, int64_t row, int64_t n) {
 /* Makes a unit of a strip. Returns 0 if the strip has to go by scores. */
 static int make_unit(const tile_work *w, const score_block *b, const strip *t, pipe_unit *u) {
     pipeline *x = w->pipe;
-    const float softcap = w->call->softcap;
     const int64_t first = t->g - b->groups, after = ca_rows_of(w->plan, w->task) - t->row - 3 * STRIP;
     const int64_t width = query_width_bf16(w->head_size);
     if (t->rows < STRIP)
@@ -105,7 +132,9 @@ static int make_unit(const tile_work *w, const score_block *b, const strip *t, p
     u->steps = (t->num_groups + 1) / 2;
     u->fresh = t->opening;
     u->depth = (int)w->products;
-    u->form = form_kernels_of(u->depth);
+    u->k_parts = w->kv[K].parts;
+    u->k_apart = w->kv[K].apart;
+    u->form = form_kernels_of(u->depth, u->k_parts);
     u->q_ld = width;
     u->q = (const uint16_t *)w->scratch.q + t->row * width;
     u->k_last = (width - DEPTH) * CA_LANES;
@@ -117,8 +146,9 @@ static int make_unit(const tile_work *w, const score_block *b, const strip *t, p
     u->m = t->rows < STRIP ? x->m : w->state->m + t->row;
     u->l = t->rows < STRIP ? x->l : w->state->l + t->row;
     u->head_size_v = w->head_size_v;
-    u->scale = (logit_scale){w->scratch.factor, V_OCTAVE * (softcap > 0 ? softcap * CA_LOG2E : w->scratch.factor),
-                             softcap > 0};
+    u->scale = scale_of(w);
+    if (u->scale.keys)
+        u->scale.keys += first / 2;
     /* complete_unit copies those of the strip before meanwhile. */
     u->queries = (const void *const *)(w->scratch.query + t->row + 3 * STRIP);
     u->num_queries = t->opening ? (int)ca_min64(STRIP, after) : 0;

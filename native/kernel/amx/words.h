@@ -23,62 +23,78 @@ enum { WORD_MAX = 65535, LEAD = 30 * V_OCTAVE };
 #define STEPS (BLOCK_KEYS / STEP_KEYS)
 #define STEP_WORDS (STRIP * STEP_KEYS)
 
-/* Says how a score becomes a logit: times `units` or, if capped, by cap(score times factor) times `units`. */
+/* Says what the keys of a step have where integers stand for keys or values: logit_scale.by, and by how much their
+ * weights are more, in units of 1 / V_OCTAVE. V's integers are multiplied by the power of two in their scale, which is
+ * exact, and weights by the rest of it, from 1 to 2. Sums of weights are of weights times `shares`, one over that rest
+ * as the sum of two bf16 numbers, each in all columns of a tile. */
+typedef struct key_scales {
+    float by[STEP_KEYS], more[STEP_KEYS];
+    uint16_t shares[2][CA_LANES][2 * CA_LANES];
+} __attribute__((aligned(64))) key_scales;
+
+/* Says how a score becomes a logit in units of 1 / V_OCTAVE, negated: times `by` or, if capped, as `units` times the
+ * cap of that. */
 typedef struct logit_scale {
-    float factor, units;
+    float by, units;
     int capped;
+    const key_scales *keys; /* of each step, or NULL */
 } logit_scale;
 
 typedef struct word_rows {
     float reference[STRIP][VL]; /* of words that are 0, in units of 1 / V_OCTAVE, and a dither (v_dither) */
 } __attribute__((aligned(64))) word_rows;
 
-INLINE vf logits(logit_scale scale, vf scores) {
-    return scale.capped ? v_cap_bf16(v_mul(scores, v_set1(scale.factor))) : scores;
-}
-
 /* Says how the scores of a step become weights. What does not change from row to row stays in registers. */
 typedef struct weight_maker {
     v_word_order order;
     v_powers_table powers;
-    vf units; /* negated */
-    logit_scale scale;
-    int all;              /* Each row sees all keys of the step, else those that `seen` says. */
-    const float *scores;  /* [STRIP][STEP_KEYS] */
-    const uint32_t *seen; /* [STRIP] */
-    uint16_t *to;         /* [STRIP][STEP_KEYS] */
+    vf by, units;
+    int capped, all;        /* all: each row sees all keys of the step, else those that `seen` says. */
+    const key_scales *keys; /* of the step, or NULL */
+    const float *scores;    /* [STRIP][STEP_KEYS] */
+    const uint32_t *seen;   /* [STRIP] */
+    uint16_t *to;           /* [STRIP][STEP_KEYS] */
 } weight_maker;
+
+/* Adds a reference to the logits of the scores at s, those of the step's keys from `key` on. */
+INLINE vf refer_logits(const weight_maker *w, const float *s, int key, vf reference) {
+    const vf scores = v_load_f32(s + key), by = w->keys ? v_load_f32(w->keys->by + key) : w->by;
+    if (w->keys)
+        reference = v_sub(reference, v_load_f32(w->keys->more + key));
+    return w->capped ? v_fma(v_cap_bf16(v_mul(scores, by)), w->units, reference) : v_fma(scores, by, reference);
+}
 
 /* Makes the weights of n rows from r on. */
 INLINE void put_weights(const word_rows *x, const weight_maker *w, int r, int n) {
     EACH(j, n) {
         const float *s = w->scores + (r + j) * STEP_KEYS;
         const vf reference = v_load_f32(x->reference[r + j]);
-        const vf a = v_fma(logits(w->scale, v_load_f32(s)), w->units, reference);
-        const vf b = v_fma(logits(w->scale, v_load_f32(s + VL)), w->units, reference);
+        const vf a = refer_logits(w, s, 0, reference), b = refer_logits(w, s, VL, reference);
         const vi words = v_words(&w->order, w->all, a, b, w->all ? 0 : w->seen[r + j]);
         v_store_pairs(w->to + (r + j) * STEP_KEYS, v_powers_of_words(&w->powers, v_rest_of_words(&w->order, words)));
     }
 }
 
 /* Takes the references that the state has, row_max, or for rows that have seen nothing some from the scores of a step.
- * octaves_of: these, in units of 1 / V_OCTAVE. Returns 0 where one is so large that a word could not say by how much a
- * logit is less. */
-static NOINLINE int find_references(word_rows *x, float *octaves_of, const float *row_max, logit_scale scale,
-                                    const float *scores, const uint32_t *seen) {
-    const vf none = v_set1(-INFINITY);
-    vf far = v_set1(0);
+ * keys: that step's, or NULL. octaves_of: these, in units of 1 / V_OCTAVE. Returns 0 where one is so
+ * large that a word could not say by how much a logit is less. */
+static NOINLINE int find_references(word_rows *x, float *octaves_of, const float *row_max, const logit_scale *scale,
+                                    const key_scales *keys, const float *scores, const uint32_t *seen) {
+    const vf none = v_set1(-INFINITY), sign = v_set1(scale->capped ? 1 : -1);
+    vf far = v_set1(0), by[2];
+    EACH(i, 2) by[i] = v_mul(sign, keys ? v_load_f32(keys->by + i * VL) : v_set1(scale->by));
     for (int r = 0; r < STRIP; r += VL) {
         float at[VL];
         vf rows[VL];
         EACH(i, VL) {
             const float *s = scores + (r + i) * STEP_KEYS;
-            rows[i] =
-                v_max(v_keep_bits(v_load_f32(s), seen[r + i]), v_keep_bits(v_load_f32(s + VL), seen[r + i] >> VL));
+            const vf a = v_mul(v_load_f32(s), by[0]), b = v_mul(v_load_f32(s + VL), by[1]);
+            rows[i] = v_max(v_keep_bits(a, seen[r + i]), v_keep_bits(b, seen[r + i] >> VL));
         }
         const vf top = v_hmax_of_each(rows), known = v_load_f32(row_max + r);
         /* It is one unit less than LEAD, so that with the dither no row's largest logit weighs less than 2^-30. */
-        vf first = v_add(v_round(v_mul(logits(scale, top), v_set1(scale.units))), v_set1(LEAD - 1));
+        const vf logits = scale->capped ? v_mul(v_cap_bf16(top), v_set1(-scale->units)) : top;
+        vf first = v_add(v_round(logits), v_set1(LEAD - 1));
         first = v_less(none, top, first, v_set1(LEAD));
         const vf octaves = v_less(none, known, v_mul(known, v_set1(V_OCTAVE)), first);
         far = v_less(v_abs(octaves), v_set1(0x1p21f), far, v_set1(1));
@@ -90,9 +106,11 @@ static NOINLINE int find_references(word_rows *x, float *octaves_of, const float
 }
 
 /* Adds the sums of a unit's weights to row_sum, and has row_max say what they refer to. Returns 0 where words do not
- * do, having changed nothing: one of them may be 0. */
-static NOINLINE int take_sums(const float (*sums)[CA_LANES], const float *octaves, float *row_max, float *row_sum) {
-    const vf none = v_set1(-INFINITY), zero = v_set1(0), most = v_set1(WEIGHTS_MAX);
+ * do, having changed nothing: one of them may be 0. by_key: sums are of weights times shares, which are a half at
+ * least. */
+static NOINLINE int take_sums(const float (*sums)[CA_LANES], int by_key, const float *octaves, float *row_max,
+                              float *row_sum) {
+    const vf none = v_set1(-INFINITY), zero = v_set1(0), most = v_set1(by_key ? WEIGHTS_MAX / 2 : WEIGHTS_MAX);
     vf sum[STRIP / VL], lost = zero;
     EACH(i, STRIP / VL) {
         float at[VL];

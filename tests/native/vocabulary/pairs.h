@@ -76,6 +76,10 @@ TEST(v_put_pairs) {
         SAME_BITS(i, p[i], (uint16_t)(bits_of(i % 2 ? B[i / 2] : A[i / 2]) >> 16));
     nothing_written_from(p, VL * 4);
 }
+TEST(v_nearest_bf16) {
+    VECTORS(any_number)
+    EACH_IS(v_nearest_bf16(a), ELEMENT(i) != ELEMENT(i) ? got[i] : (float)value_of(rounded_to(ELEMENT(i), BF16), BF16));
+}
 #endif
 
 /* ---- weights ---- */
