@@ -48,7 +48,13 @@ static const char *missing(void) {
 #include "kernel/dtype.inc"
 
 #include "kernel/amx/attention.h"
+extern const ca_isa_row ca_isa_avx512;
+#include "kernel/amx/floats.h"
 #define INTEGERS &integers /* linear attention's alone: attention's are in amx/ */
 #include "linear/kernel/all.h"
 
-const ca_isa_row ca_isa_amx = {.missing = missing, .kernels = {[CA_BF16] = &kernel_amx}, .linear = &linear_kernel};
+const ca_isa_row ca_isa_amx = {
+    .missing = missing,
+    .kernels = {[CA_F32] = &kernel_amx_float, [CA_F16] = &kernel_amx_float, [CA_BF16] = &kernel_amx},
+    .rest = &ca_isa_avx512,
+    .linear = &linear_kernel};
