@@ -25,8 +25,7 @@ typedef struct float_pipe {
     float sums[STRIP][CA_LANES]; /* of weights, by lane */
     float start[STRIP];          /* V_WHOLE plus 16 LIFT less the reference in sixteenths */
     float m[STRIP], l[STRIP];
-    uint32_t seen[FLOAT_STEPS][STRIP]; /* which keys of a masked step each row sees */
-    uint8_t masked[FLOAT_STEPS];
+    uint32_t seen[FLOAT_STEPS][STRIP]; /* which keys of a step each row sees */
 } __attribute__((aligned(64))) float_pipe;
 
 typedef struct float_unit {
@@ -51,13 +50,13 @@ INLINE uint16_t *weights_of(int parts, const float_unit *u, int step, int row) {
 }
 
 /* Makes the weights of a row for a step of which the scores are there. Returns the largest exponents so far. */
-INLINE vf weigh_step_row(int parts, int masked, float_pipe *x, const float_unit *u, const v_sixteenths *c, int step,
-                         int row, vf top) {
+INLINE vf weigh_step_row(int parts, float_pipe *x, const float_unit *u, const v_sixteenths *c, int step, int row,
+                         vf top) {
     const float *s = x->scores[step & 1] + row * STEP_KEYS;
-    const uint32_t seen = masked ? x->seen[step][row] : 0;
+    const uint32_t seen = x->seen[step][row];
     const vf start = v_set1(x->start[row]);
-    const vf a = v_sixteenth_powers(parts == 3, masked, c, v_load_f32(s), start, seen, &top);
-    const vf b = v_sixteenth_powers(parts == 3, masked, c, v_load_f32(s + VL), start, seen >> VL, &top);
+    const vf a = v_sixteenth_powers(parts == 3, c, v_load_f32(s), start, seen, &top);
+    const vf b = v_sixteenth_powers(parts == 3, c, v_load_f32(s + VL), start, seen >> VL, &top);
     v_store(x->sums[row], v_add(v_load_f32(x->sums[row]), v_add(a, b)));
     split_pairs(parts, a, b, weights_of(parts, u, step, row));
     return top;
@@ -107,40 +106,38 @@ INLINE vf weigh_step_row(int parts, int masked, float_pipe *x, const float_unit 
 
 /* ---- scores ---- */
 
-enum { NO_WEIGHTS, WEIGHTS_ALL_SEEN, WEIGHTS_MASKED };
-
 /* Forms the scores of a step. Meanwhile those of the step before are stored, if `stores`, and those before become
- * weights: `rows` rows by every 32 dimensions. */
-INLINE vf float_step(int parts, int kind, int rows, float_pipe *x, const float_unit *u, int step, int stores, vf top) {
+ * weights: `rows` rows by every 32 dimensions, and the rest, if any. */
+INLINE vf float_step(int parts, int rows, float_pipe *x, const float_unit *u, int step, int stores, vf top) {
     const int64_t size = u->depth * parts * TILE;
     const uint16_t *a0 = u->q, *a1 = a0 + size, *b0 = u->k + 2 * step * size, *b1 = b0 + size;
     float *to = x->scores[(step + 1) & 1];
     const v_sixteenths c = load_sixteenths(u);
     int row = 0;
 #define STORE_AND_ZERO(t)                                                                                              \
-    if (stores)                                                                                                        \
-        tile_store(t, to + (t) / 2 * CA_LANES * STEP_KEYS + (t) % 2 * CA_LANES, 4 * STEP_KEYS);                        \
-    tile_zero(t);
+    if (d == 0) {                                                                                                      \
+        if (stores)                                                                                                    \
+            tile_store(t, to + (t) / 2 * CA_LANES * STEP_KEYS + (t) % 2 * CA_LANES, 4 * STEP_KEYS);                    \
+        tile_zero(t);                                                                                                  \
+    }
 #define MEANWHILE                                                                                                      \
-    if (kind != NO_WEIGHTS) {                                                                                          \
-        EACH(j, rows *(product + 1) / PRODUCTS(parts) - rows * product / PRODUCTS(parts))                              \
-        if (row < STRIP) {                                                                                             \
-            top = weigh_step_row(parts, kind == WEIGHTS_MASKED, x, u, &c, step - 2, row, top);                         \
-            row++;                                                                                                     \
-        }                                                                                                              \
+    EACH(j, rows *(product + 1) / PRODUCTS(parts) - rows * product / PRODUCTS(parts))                                  \
+    if (row < STRIP) {                                                                                                 \
+        top = weigh_step_row(parts, x, u, &c, step - 2, row, top);                                                     \
+        row++;                                                                                                         \
     }                                                                                                                  \
     product++;
-    int product = 0;
-    PRODUCTS_OF_PARTS(STORE_AND_ZERO)
-    for (int64_t d = 1; d < u->depth; d++) {
+    for (int64_t d = 0; d < u->depth; d++) {
+        int product = 0;
+        PRODUCTS_OF_PARTS(STORE_AND_ZERO)
         a0 += parts * TILE;
         a1 += parts * TILE;
         b0 += parts * TILE;
         b1 += parts * TILE;
-        product = 0;
-        PRODUCTS_OF_PARTS(KEEP_SUM)
     }
 #undef MEANWHILE
+    for (; rows && row < STRIP; row++)
+        top = weigh_step_row(parts, x, u, &c, step - 2, row, top);
     return top;
 }
 
@@ -154,41 +151,27 @@ static void store_scores(float *to) {
 
 typedef vf float_step_fn(float_pipe *x, const float_unit *u, int step, int stores, vf top);
 #define FLOAT_STEP(parts, rows)                                                                                        \
-    static NOINLINE vf all_seen_##parts##_##rows(float_pipe *x, const float_unit *u, int step, int stores, vf top) {   \
-        return float_step(parts, WEIGHTS_ALL_SEEN, rows, x, u, step, stores, top);                                     \
-    }                                                                                                                  \
-    static NOINLINE vf masked_##parts##_##rows(float_pipe *x, const float_unit *u, int step, int stores, vf top) {     \
-        return float_step(parts, WEIGHTS_MASKED, rows, x, u, step, stores, top);                                       \
+    static NOINLINE vf float_step_##parts##_##rows(float_pipe *x, const float_unit *u, int step, int stores, vf top) { \
+        return float_step(parts, rows, x, u, step, stores, top);                                                       \
     }
 #define FLOAT_STEPS_OF(parts)                                                                                          \
-    FLOAT_STEP(parts, 32)                                                                                              \
-    FLOAT_STEP(parts, 16)                                                                                              \
-    FLOAT_STEP(parts, 11)                                                                                              \
-    FLOAT_STEP(parts, 8)                                                                                               \
-    FLOAT_STEP(parts, 6)                                                                                               \
+    FLOAT_STEP(parts, 0)                                                                                               \
     FLOAT_STEP(parts, 4)                                                                                               \
-    static NOINLINE void scores_only_##parts(float_pipe *x, const float_unit *u, int step, int stores) {               \
-        float_step(parts, NO_WEIGHTS, 0, x, u, step, stores, v_set1(0));                                               \
-    }
+    FLOAT_STEP(parts, 8)                                                                                               \
+    FLOAT_STEP(parts, 16)
 FLOAT_STEPS_OF(2)
 FLOAT_STEPS_OF(3)
 
 static void form_only(float_pipe *x, const float_unit *u, int step, int stores) {
-    (u->parts == 3 ? scores_only_3 : scores_only_2)(x, u, step, stores);
+    (u->parts == 3 ? float_step_3_0 : float_step_2_0)(x, u, step, stores, v_set1(0));
 }
 /* Finds the function whose rows by every 32 dimensions come to all 32. */
-static float_step_fn *step_function(int masked, const float_unit *u) {
-#define STEP_CASE(least, rows)                                                                                         \
-    if (u->depth >= (least))                                                                                           \
-        return u->parts == 3 ? masked ? masked_3_##rows : all_seen_3_##rows                                            \
-                             : masked ? masked_2_##rows : all_seen_2_##rows;
-    STEP_CASE(8, 4)
-    STEP_CASE(6, 6)
-    STEP_CASE(4, 8)
-    STEP_CASE(3, 11)
-    STEP_CASE(2, 16)
-    STEP_CASE(1, 32)
-    return NULL;
+static float_step_fn *step_function(const float_unit *u) {
+    if (u->depth >= 8)
+        return u->parts == 3 ? float_step_3_4 : float_step_2_4;
+    if (u->depth >= 4)
+        return u->parts == 3 ? float_step_3_8 : float_step_2_8;
+    return u->parts == 3 ? float_step_3_16 : float_step_2_16;
 }
 
 /* ---- references ---- */
@@ -196,7 +179,6 @@ static float_step_fn *step_function(int masked, const float_unit *u) {
 INLINE vf seen_top(const float *s, uint32_t seen) {
     return v_max(v_keep_bits(v_load_f32(s), seen), v_keep_bits(v_load_f32(s + VL), seen >> VL));
 }
-INLINE uint32_t seen_keys(const float_pipe *x, int step, int row) { return x->masked[step] ? x->seen[step][row] : ~0u; }
 
 static void refer_to(float_pipe *x, int row, float sixteenths) {
     x->start[row] = V_WHOLE + 16 * LIFT - sixteenths;
@@ -213,14 +195,14 @@ static int find_float_references(float_pipe *x, const float_unit *u, int search,
         if (!search || r >= u->rows || x->m[r] != -INFINITY)
             continue;
         for (int i = 0; i < 2 && i < u->steps; i++)
-            top = v_max(top, seen_top(x->scores[i] + r * STEP_KEYS, seen_keys(x, i, r)));
+            top = v_max(top, seen_top(x->scores[i] + r * STEP_KEYS, x->seen[i][r]));
         const float sixteenths = rintf(v_hmax(top) * u->scale);
         if (sixteenths > -INFINITY) {
             ok &= fabsf(sixteenths) < FAR_SIXTEENTHS;
             refer_to(x, r, sixteenths);
         }
         for (int i = 2; x->m[r] == -INFINITY && i < u->steps; i++)
-            *late |= seen_keys(x, i, r) != 0;
+            *late |= x->seen[i][r] != 0;
     }
     return ok;
 }
@@ -240,7 +222,7 @@ static NOINLINE int refer_again(float_pipe *x, const float_unit *u) {
         store_scores(x->scores[i & 1]);
         ok &= shape_step(x, u, i);
         for (int r = 0; r < STRIP; r++)
-            tops[r] = v_max(tops[r], seen_top(x->scores[i & 1] + r * STEP_KEYS, seen_keys(x, i, r)));
+            tops[r] = v_max(tops[r], seen_top(x->scores[i & 1] + r * STEP_KEYS, x->seen[i][r]));
     }
     for (int r = 0; r < STRIP; r++) {
         const float sixteenths = rintf(v_hmax(tops[r]) * u->scale), before = 16 * (x->m[r] + LIFT);
@@ -267,7 +249,7 @@ static int too_large(vf top) { return v_any_less(v_set1(V_WHOLE + 16 * (LIFT + G
 static vf top_of_step(const float_pipe *x, const float_unit *u, int step) {
     vf top = v_set1(0);
     for (int r = 0; r < STRIP; r++) {
-        const vf most = seen_top(x->scores[step & 1] + r * STEP_KEYS, seen_keys(x, step, r));
+        const vf most = seen_top(x->scores[step & 1] + r * STEP_KEYS, x->seen[step][r]);
         top = v_max(top, v_fma(most, v_set1(u->scale), v_set1(x->start[r])));
     }
     return top;
@@ -295,7 +277,7 @@ static int form_weights(float_pipe *x, const float_unit *u, int again) {
     for (int i = 2; i < u->steps; i++) {
         if (i > 3 || !early)
             ok &= shape_step(x, u, i - 2);
-        top = step_function(x->masked[i - 2], u)(x, u, i, i > 2 || !early, top);
+        top = step_function(u)(x, u, i, i > 2 || !early, top);
     }
     if (u->steps > 2) {
         store_scores(x->scores[(u->steps - 1) & 1]);
@@ -317,7 +299,7 @@ INLINE void float_pass(int parts, int weighs, float_pipe *x, const float_unit *u
     const int end = STRIP * u->steps, products = PRODUCTS(parts) * (u->steps - 2);
     const int rows = weighs && products > 0 ? (2 * STRIP + products - 1) / products : 0;
     const v_sixteenths c = load_sixteenths(u);
-#define WEIGH_NEXT weigh_step_row(parts, 1, x, u, &c, row / STRIP, row % STRIP, v_set1(0))
+#define WEIGH_NEXT weigh_step_row(parts, x, u, &c, row / STRIP, row % STRIP, v_set1(0))
     for (; weighs && products <= 0 && row < end; row++)
         WEIGH_NEXT;
 #define MEANWHILE                                                                                                      \

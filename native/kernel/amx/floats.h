@@ -145,21 +145,20 @@ static void hide_by_tree(const scratch *x, const strip *t, int i, uint32_t *seen
         }
 }
 
-/* Sets which keys the rows see, for the steps that some row does not see whole, and for the last two. */
+/* Sets which keys the rows see. */
 static void see_float_keys(const float_work *w, const strip *t, int steps) {
     const scratch *x = &w->tiles.scratch;
-    float_pipe *p = w->pipe;
     const edges e = edges_of(x, &(score_block){.k0 = t->k0, .k1 = t->k1}, t->row, t->rows);
     for (int i = 0; i < steps; i++) {
+        uint32_t *seen = w->pipe->seen[i];
         const group *g = t->g + 2 * i, *h = 2 * i + 1 < t->num_groups ? g + 1 : NULL;
-        p->masked[i] = !h || g->n < CA_LANES || h->n < CA_LANES || g->key < e.all_lo || h->key + CA_LANES > e.all_hi;
-        if (p->masked[i]) {
-            see_step(&w->tiles, t, i, p->seen[i]);
-            if (x->tree)
-                hide_by_tree(x, t, i, p->seen[i]);
-        } else if (i >= steps - 2) {
-            memset(p->seen[i], 0xff, sizeof p->seen[i]);
+        if (h && g->n + h->n == 2 * CA_LANES && g->key >= e.all_lo && h->key + CA_LANES <= e.all_hi) {
+            memset(seen, 0xff, sizeof w->pipe->seen[i]);
+            continue;
         }
+        see_step(&w->tiles, t, i, seen);
+        if (x->tree)
+            hide_by_tree(x, t, i, seen);
     }
 }
 
