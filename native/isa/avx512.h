@@ -367,8 +367,8 @@ INLINE v_sixteenths v_load_sixteenths(float scale, float least) {
                           v_set1(least),                 v_set1(0.6931471806f / 16),
                           v_set1(0.2402265070f / 256),   v_set1(0.0555041086f / 4096)};
 }
-INLINE vf v_sixteenth_powers(int cubic, const v_sixteenths *c, vf s, vf start, uint32_t seen, vf *top) {
-    const vf t = v_keep_bits(v_fma(s, c->scale, start), seen);
+INLINE vf v_sixteenth_powers(int cubic, int masked, const v_sixteenths *c, vf s, vf start, uint32_t seen, vf *top) {
+    const vf x = v_fma(s, c->scale, start), t = masked ? v_keep_bits(x, seen) : x;
     const vf rest = v_fma(s, c->scale, v_sub(start, t));
     const __mmask16 some = _mm512_cmp_ps_mask(t, c->least, _CMP_GT_OQ);
     const __m512i whole = _mm512_castps_si512(t);

@@ -26,13 +26,14 @@ typedef struct float_pipe {
     float start[STRIP];          /* V_WHOLE plus 16 LIFT less the reference in sixteenths */
     float m[STRIP], l[STRIP];
     uint32_t seen[FLOAT_STEPS][STRIP]; /* which keys of a step each row sees */
+    uint8_t masked[FLOAT_STEPS];       /* Does a row not see some key of the step? */
 } __attribute__((aligned(64))) float_pipe;
 
 typedef struct float_unit {
     int parts, steps, rows, fresh; /* rows: those of the strip; fresh: O is still to be written */
     int64_t depth, passes;         /* of 32 dimensions, of 32 columns */
     const uint16_t *q, *k, *v;
-    uint16_t *weights; /* [steps][2] tiles of parts */
+    uint16_t *weights; /* [steps][parts][2] tiles */
     float *o;
     int64_t o_ld;
     float scale; /* sixteenths of an octave for a score */
@@ -45,28 +46,34 @@ typedef struct float_unit {
 INLINE v_sixteenths load_sixteenths(const float_unit *u) {
     return v_load_sixteenths(u->scale, V_WHOLE + 16 * (LIFT - 127));
 }
-INLINE uint16_t *weights_of(int parts, const float_unit *u, int step, int row) {
-    return u->weights + ((int64_t)(2 * step + row / 16) * parts * 16 + row % 16) * 2 * CA_LANES;
+
+/* Says where the scores of a step become weights. */
+typedef struct weigher {
+    const float *scores;
+    const uint32_t *seen;
+    uint16_t *to; /* [parts][STRIP] vectors of pairs */
+} weigher;
+INLINE weigher weigher_of(int parts, const float_pipe *x, const float_unit *u, int step) {
+    return (weigher){x->scores[step & 1], x->seen[step], u->weights + (int64_t)step * 2 * parts * TILE};
 }
 
-/* Makes the weights of a row for a step of which the scores are there. Returns the largest exponents so far. */
-INLINE vf weigh_step_row(int parts, float_pipe *x, const float_unit *u, const v_sixteenths *c, int step, int row,
-                         vf top) {
-    const float *s = x->scores[step & 1] + row * STEP_KEYS;
-    const uint32_t seen = x->seen[step][row];
+/* Makes the weights of a row. masked: it may not see all keys of the step. Returns the largest exponents so far. */
+INLINE vf weigh_row(int parts, int masked, float_pipe *x, const v_sixteenths *c, const weigher *w, int64_t row, vf top) {
+    const float *s = w->scores + row * STEP_KEYS;
+    const uint32_t seen = masked ? w->seen[row] : 0;
     const vf start = v_set1(x->start[row]);
-    const vf a = v_sixteenth_powers(parts == 3, c, v_load_f32(s), start, seen, &top);
-    const vf b = v_sixteenth_powers(parts == 3, c, v_load_f32(s + VL), start, seen >> VL, &top);
+    const vf a = v_sixteenth_powers(parts == 3, masked, c, v_load_f32(s), start, seen, &top);
+    const vf b = v_sixteenth_powers(parts == 3, masked, c, v_load_f32(s + VL), start, seen >> VL, &top);
     v_store(x->sums[row], v_add(v_load_f32(x->sums[row]), v_add(a, b)));
-    split_pairs(parts, a, b, weights_of(parts, u, step, row));
+    split_pairs(parts, a, b, w->to + row * 2 * CA_LANES, 2 * TILE);
     return top;
 }
 
 /* ---- products ---- */
 
 #define LOAD_A(i)                                                                                                      \
-    tile_load(4, a0 + (i) * TILE, 64);                                                                                 \
-    tile_load(5, a1 + (i) * TILE, 64);
+    tile_load(4, a + 2 * (i) * TILE, 64);                                                                              \
+    tile_load(5, a + (2 * (i) + 1) * TILE, 64);
 #define LOAD_B(i)                                                                                                      \
     tile_load(6, b0 + (i) * TILE, 64);                                                                                 \
     tile_load(7, b1 + (i) * TILE, 64);
@@ -108,12 +115,14 @@ INLINE vf weigh_step_row(int parts, float_pipe *x, const float_unit *u, const v_
 
 /* Forms the scores of a step. Meanwhile those of the step before are stored, if `stores`, and those before become
  * weights: `rows` rows by every 32 dimensions, and the rest, if any. */
-INLINE vf float_step(int parts, int rows, float_pipe *x, const float_unit *u, int step, int stores, vf top) {
+INLINE vf float_step(int parts, int rows, int masked, float_pipe *x, const float_unit *u, int step, int stores,
+                     vf top) {
     const int64_t size = u->depth * parts * TILE;
-    const uint16_t *a0 = u->q, *a1 = a0 + size, *b0 = u->k + 2 * step * size, *b1 = b0 + size;
+    const uint16_t *a = u->q, *b0 = u->k + 2 * step * size, *b1 = b0 + size;
     float *to = x->scores[(step + 1) & 1];
     const v_sixteenths c = load_sixteenths(u);
-    int row = 0;
+    const weigher w = weigher_of(parts, x, u, rows ? step - 2 : 0);
+    int64_t row = 0;
 #define STORE_AND_ZERO(t)                                                                                              \
     if (d == 0) {                                                                                                      \
         if (stores)                                                                                                    \
@@ -121,23 +130,22 @@ INLINE vf float_step(int parts, int rows, float_pipe *x, const float_unit *u, in
         tile_zero(t);                                                                                                  \
     }
 #define MEANWHILE                                                                                                      \
-    EACH(j, rows *(product + 1) / PRODUCTS(parts) - rows * product / PRODUCTS(parts))                                  \
-    if (row < STRIP) {                                                                                                 \
-        top = weigh_step_row(parts, x, u, &c, step - 2, row, top);                                                     \
-        row++;                                                                                                         \
+    if (rows && some) {                                                                                                \
+        EACH(j, rows *(product + 1) / PRODUCTS(parts) - rows * product / PRODUCTS(parts))                              \
+        top = weigh_row(parts, masked, x, &c, &w, row++, top);                                                         \
     }                                                                                                                  \
     product++;
     for (int64_t d = 0; d < u->depth; d++) {
+        const int some = row < STRIP;
         int product = 0;
         PRODUCTS_OF_PARTS(STORE_AND_ZERO)
-        a0 += parts * TILE;
-        a1 += parts * TILE;
+        a += 2 * parts * TILE;
         b0 += parts * TILE;
         b1 += parts * TILE;
     }
 #undef MEANWHILE
     for (; rows && row < STRIP; row++)
-        top = weigh_step_row(parts, x, u, &c, step - 2, row, top);
+        top = weigh_row(parts, masked, x, &c, &w, row, top);
     return top;
 }
 
@@ -150,28 +158,29 @@ static void store_scores(float *to) {
 }
 
 typedef vf float_step_fn(float_pipe *x, const float_unit *u, int step, int stores, vf top);
-#define FLOAT_STEP(parts, rows)                                                                                        \
-    static NOINLINE vf float_step_##parts##_##rows(float_pipe *x, const float_unit *u, int step, int stores, vf top) { \
-        return float_step(parts, rows, x, u, step, stores, top);                                                       \
+#define FLOAT_STEP(name, parts, rows, masked)                                                                          \
+    static NOINLINE vf name##_##parts##_##rows(float_pipe *x, const float_unit *u, int step, int stores, vf top) {     \
+        return float_step(parts, rows, masked, x, u, step, stores, top);                                               \
     }
 #define FLOAT_STEPS_OF(parts)                                                                                          \
-    FLOAT_STEP(parts, 0)                                                                                               \
-    FLOAT_STEP(parts, 4)                                                                                               \
-    FLOAT_STEP(parts, 8)                                                                                               \
-    FLOAT_STEP(parts, 16)
+    FLOAT_STEP(scores_only, parts, 0, 0)                                                                               \
+    FLOAT_STEP(all_seen, parts, 4, 0)                                                                                  \
+    FLOAT_STEP(all_seen, parts, 8, 0)                                                                                  \
+    FLOAT_STEP(all_seen, parts, 16, 0)                                                                                 \
+    FLOAT_STEP(masked, parts, 4, 1)                                                                                    \
+    FLOAT_STEP(masked, parts, 8, 1)                                                                                    \
+    FLOAT_STEP(masked, parts, 16, 1)
 FLOAT_STEPS_OF(2)
 FLOAT_STEPS_OF(3)
 
 static void form_only(float_pipe *x, const float_unit *u, int step, int stores) {
-    (u->parts == 3 ? float_step_3_0 : float_step_2_0)(x, u, step, stores, v_set1(0));
+    (u->parts == 3 ? scores_only_3_0 : scores_only_2_0)(x, u, step, stores, v_set1(0));
 }
 /* Finds the function whose rows by every 32 dimensions come to all 32. */
-static float_step_fn *step_function(const float_unit *u) {
-    if (u->depth >= 8)
-        return u->parts == 3 ? float_step_3_4 : float_step_2_4;
-    if (u->depth >= 4)
-        return u->parts == 3 ? float_step_3_8 : float_step_2_8;
-    return u->parts == 3 ? float_step_3_16 : float_step_2_16;
+static float_step_fn *step_function(const float_unit *u, int is_masked) {
+#define STEP_FUNCTION(rows)                                                                                            \
+    (u->parts == 3 ? is_masked ? masked_3_##rows : all_seen_3_##rows : is_masked ? masked_2_##rows : all_seen_2_##rows)
+    return u->depth >= 8 ? STEP_FUNCTION(4) : u->depth >= 4 ? STEP_FUNCTION(8) : STEP_FUNCTION(16);
 }
 
 /* ---- references ---- */
@@ -277,7 +286,7 @@ static int form_weights(float_pipe *x, const float_unit *u, int again) {
     for (int i = 2; i < u->steps; i++) {
         if (i > 3 || !early)
             ok &= shape_step(x, u, i - 2);
-        top = step_function(u)(x, u, i, i > 2 || !early, top);
+        top = step_function(u, x->masked[i - 2])(x, u, i, i > 2 || !early, top);
     }
     if (u->steps > 2) {
         store_scores(x->scores[(u->steps - 1) & 1]);
@@ -291,6 +300,12 @@ static int form_weights(float_pipe *x, const float_unit *u, int again) {
     return !again && too_large(top) ? UNIT_TOO_LARGE : UNIT_DONE;
 }
 
+/* Makes the weights of a row of the unit, of which there are STRIP a step. */
+INLINE void weigh_any_row(int parts, float_pipe *x, const float_unit *u, const v_sixteenths *c, int row) {
+    const weigher w = weigher_of(parts, x, u, row / STRIP);
+    weigh_row(parts, 1, x, c, &w, row % STRIP, v_set1(0));
+}
+
 /* O (+)= P V, 32 columns at a time; beside the first ones the last two steps' weights are made. */
 INLINE void float_pass(int parts, int weighs, float_pipe *x, const float_unit *u, int64_t pass) {
     const int64_t size = 2 * u->passes * parts * TILE, ld = 4 * u->o_ld;
@@ -299,12 +314,11 @@ INLINE void float_pass(int parts, int weighs, float_pipe *x, const float_unit *u
     const int end = STRIP * u->steps, products = PRODUCTS(parts) * (u->steps - 2);
     const int rows = weighs && products > 0 ? (2 * STRIP + products - 1) / products : 0;
     const v_sixteenths c = load_sixteenths(u);
-#define WEIGH_NEXT weigh_step_row(parts, x, u, &c, row / STRIP, row % STRIP, v_set1(0))
     for (; weighs && products <= 0 && row < end; row++)
-        WEIGH_NEXT;
+        weigh_any_row(parts, x, u, &c, row);
 #define MEANWHILE                                                                                                      \
     for (int j = 0; weighs && j < rows && row < end; j++, row++)                                                       \
-        WEIGH_NEXT;
+        weigh_any_row(parts, x, u, &c, row);
 #define STORE_AND_LOAD(t)                                                                                              \
     if (i == 0) {                                                                                                      \
         float *at = o + (t) / 2 * CA_LANES * u->o_ld + (t) % 2 * CA_LANES;                                             \
@@ -316,12 +330,11 @@ INLINE void float_pass(int parts, int weighs, float_pipe *x, const float_unit *u
             tile_load(t, at, ld);                                                                                      \
     }
     for (int i = 0; i < u->steps; i++) {
-        const uint16_t *a0 = weights_of(parts, u, i, 0), *a1 = weights_of(parts, u, i, 16);
+        const uint16_t *a = u->weights + (int64_t)i * 2 * parts * TILE;
         const uint16_t *b0 = u->v + i * size + 2 * pass * parts * TILE, *b1 = b0 + parts * TILE;
         PRODUCTS_OF_PARTS(STORE_AND_LOAD)
     }
 #undef MEANWHILE
-#undef WEIGH_NEXT
 }
 
 #define FLOAT_PASSES(parts)                                                                                            \

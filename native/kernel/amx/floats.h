@@ -121,11 +121,13 @@ INLINE extent pack_strip_of(int parts, const float_work *w, int64_t row, int64_t
     const scratch *x = &w->tiles.scratch;
     extent e = no_extent();
     uint16_t *to = w->q + row / CA_LANES * w->depth * parts * TILE;
+    for (int64_t r = row + 2 * STRIP; r < ca_min64(row + 3 * STRIP, ca_rows_of(w->tiles.plan, w->tiles.task)); r++)
+        prefetch_bytes(x->query[r], w->tiles.head_size * (parts == 3 ? 4 : 2));
     if (rows < STRIP)
         memset(to, 0, (size_t)(2 * w->depth * parts * TILE) * 2);
     for (int64_t r = 0; r < rows; r++)
         pack_query(parts, x->query[row + r], w->tiles.head_size, x->q_factor, w->depth,
-                   to + (r / CA_LANES * w->depth * parts * CA_LANES + r % CA_LANES) * 2 * CA_LANES, &e);
+                   to + r * 2 * CA_LANES, &e);
     return e;
 }
 static NOINLINE extent pack_strip_2(const float_work *w, int64_t row, int64_t rows) {
@@ -152,7 +154,9 @@ static void see_float_keys(const float_work *w, const strip *t, int steps) {
     for (int i = 0; i < steps; i++) {
         uint32_t *seen = w->pipe->seen[i];
         const group *g = t->g + 2 * i, *h = 2 * i + 1 < t->num_groups ? g + 1 : NULL;
-        if (h && g->n + h->n == 2 * CA_LANES && g->key >= e.all_lo && h->key + CA_LANES <= e.all_hi) {
+        w->pipe->masked[i] =
+            !h || g->n + h->n < 2 * CA_LANES || g->key < e.all_lo || h->key + CA_LANES > e.all_hi;
+        if (!w->pipe->masked[i]) {
             memset(seen, 0xff, sizeof w->pipe->seen[i]);
             continue;
         }

@@ -9,7 +9,8 @@
  *
  * A vector of pairs has a number of one vector and one of another side by side, as a truncation and a shift make it:
  * the pairs of a product are dimensions d and d + 16, or keys j and j + 16. K as the layout LANES has it, and V by rows,
- * so need no transposition. A tile is 16 such vectors, and the parts of a tile are tiles that follow one another. */
+ * so need no transposition. A tile is 16 such vectors. The
+ * parts of a tile of B follow one another; of A, the first parts of both tiles of a strip come first, and so on. */
 
 #define TILE (CA_LANES * 2 * CA_LANES) /* elements */
 
@@ -31,10 +32,10 @@ static int tiles_hold(extent e) {
     return v_htop(e.most) < (127 + 30) << 23 && (least == 0 || -least >= (127 - 100) << 23);
 }
 
-/* Stores the pairs of a and b, part after part. */
-INLINE void split_pairs(int parts, vf a, vf b, uint16_t *to) {
+/* Stores the pairs of a and b, a part every so many elements. */
+INLINE void split_pairs(int parts, vf a, vf b, uint16_t *to, int64_t step) {
     EACH(i, parts) {
-        v_put_pairs(to + i * TILE, a, b);
+        v_put_pairs(to + i * step, a, b);
         if (i + 1 < parts) {
             a = v_rest(a);
             b = v_rest(b);
@@ -52,15 +53,16 @@ INLINE vf load_number(int parts, const char *from, int64_t at, int64_t n) {
                       : v_loadn_f16((const uint16_t *)from + at, (int)n);
 }
 
-/* Packs a query, times a sign, as row r of `depth` tiles. */
+/* Packs a query, times a sign, as a row of `depth` pairs of tiles: those of a strip's first 16 rows, and of its others.
+ */
 INLINE void pack_query(int parts, const char *from, int64_t head_size, float sign, int64_t depth, uint16_t *to,
                        extent *e) {
-    for (int64_t d = 0; d < depth; d++, to += parts * TILE) {
+    for (int64_t d = 0; d < depth; d++, to += 2 * parts * TILE) {
         const vf a = v_mul(v_set1(sign), load_number(parts, from, 32 * d, head_size - 32 * d));
         const vf b = v_mul(v_set1(sign), load_number(parts, from, 32 * d + 16, head_size - 32 * d - 16));
         extend(e, a);
         extend(e, b);
-        split_pairs(parts, a, b, to);
+        split_pairs(parts, a, b, to, 2 * TILE);
     }
 }
 
@@ -88,7 +90,7 @@ INLINE void pack_keys(int parts, const packing *g, int64_t head_size, int64_t de
             const vf a = key_numbers(parts, g, d + r, head_size), b = key_numbers(parts, g, d + 16 + r, head_size);
             extend(e, a);
             extend(e, b);
-            split_pairs(parts, a, b, to + r * 2 * CA_LANES);
+            split_pairs(parts, a, b, to + r * 2 * CA_LANES, TILE);
         }
 }
 
@@ -107,6 +109,6 @@ INLINE void pack_values(int parts, const packing *g, int64_t head_size_v, int64_
             const vf b = value_numbers(parts, g + 1, key, at, head_size_v - at);
             extend(e, a);
             extend(e, b);
-            split_pairs(parts, a, b, to + c * parts * TILE + key * 2 * CA_LANES);
+            split_pairs(parts, a, b, to + c * parts * TILE + key * 2 * CA_LANES, TILE);
         }
 }
