@@ -65,13 +65,26 @@ def test_masks_and_rows(rows: str, mask: str) -> None:
 
 
 @pytest.mark.parametrize("seq_len", [33, 64, 65, 1024, 1039, 2100])
-@pytest.mark.parametrize("sizes", [(64, 64), (96, 96), (128, 64), (64, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "sizes", [(64, 64), (96, 96), (128, 64), (64, 128), (192, 128), (256, 256), (160, 160), (224, 32), (320, 288)]
+)
 def test_head_sizes_and_blocks(sizes: tuple[int, int], seq_len: int) -> None:
     holds(case_of(f"pipeline-{sizes}-{seq_len}", 33, 2, seq_len, head_size=sizes[0], head_size_v=sizes[1]))
 
 
+# What is no multiple of 32 dimensions has a last product of its own, and columns of V of their own: 16, fewer, or both.
+@pytest.mark.parametrize("seq_len", [40, 1100])
+@pytest.mark.parametrize(
+    "sizes", [(32, 32), (33, 33), (40, 72), (72, 40), (80, 80), (100, 63), (112, 112), (130, 47), (144, 144), (576, 512)]
+)
+def test_odd_head_sizes(sizes: tuple[int, int], seq_len: int) -> None:
+    options: dict[str, Any] = {"head_size": sizes[0], "head_size_v": sizes[1]}
+    holds(case_of(f"pipeline-{sizes}-{seq_len}", 33, 2, seq_len, **options))
+    holds(case_of(f"pipeline-{sizes}-{seq_len}-softcap", 70, 2, seq_len + 70, softcap=5.0, **options))
+
+
 @pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("size", [64, 72, 256])
 def test_fills(size: int, fill: str) -> None:
     holds(case_of(f"pipeline-fill-{fill}-{size}", 70, 2, 1100, head_size=size, fill=fill))
 

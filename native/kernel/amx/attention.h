@@ -38,6 +38,7 @@ typedef struct tile_work {
     int64_t loaded;               /* queries up to this row are in x.q */
     pipeline *pipe;               /* NULL: all strips go by scores */
     float *partial_o;             /* [STRIP][head_size_v], for pipe->o */
+    uint16_t *last_queries;       /* [rows][DEPTH]: pipe_unit.q_last of a head size that is no multiple of it */
     uint8_t *left;                /* of each strip: has it left the pipeline? */
     uint8_t by_vectors[CA_HEADS]; /* heads that the vector kernel computes from the start */
     scratch scratch;
@@ -92,6 +93,7 @@ static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
     CA_CARVE(w->stage, staged ? (staged + 2 * VL) * 2 : 0)
     CA_CARVE(w->pipe, may_pipe(plan) ? sizeof *w->pipe : 0)
     CA_CARVE(w->partial_o, may_pipe(plan) ? STRIP * plan->shape.head_size_v * 4 : 0)
+    CA_CARVE(w->last_queries, may_pipe(plan) ? ca_round_up(plan->rows, STRIP) * DEPTH * 2 : 0)
     CA_CARVE(w->left, ca_div_up(plan->rows, STRIP))
     w->kv[V].wide = w->copies + STEPS_V * DEPTH * (int64_t)plan->shape.head_size_v;
     return at;
@@ -211,7 +213,7 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     if (goes_by_units(plan, call, task, w.scratch.factor)) {
         begin_pipeline(w.pipe, w.partial_o);
         memset(w.left, 0, (size_t)ca_div_up(rows, STRIP));
-        for (int64_t r = 0; r < ca_min64(rows, 2 * STRIP); r++)
+        for (int64_t r = 0; r < ca_min64(rows, 3 * STRIP); r++)
             prefetch_bytes(w.scratch.query[r], w.head_size * 2);
     } else {
         w.pipe = NULL;
