@@ -149,14 +149,6 @@ INLINE vf float_step(int parts, int rows, int masked, float_pipe *x, const float
     return top;
 }
 
-static void store_scores(float *to) {
-    tile_store(0, to, 4 * STEP_KEYS);
-    tile_store(1, to + CA_LANES, 4 * STEP_KEYS);
-    tile_store(2, to + CA_LANES * STEP_KEYS, 4 * STEP_KEYS);
-    tile_store(3, to + CA_LANES * STEP_KEYS + CA_LANES, 4 * STEP_KEYS);
-    tile_barrier();
-}
-
 typedef vf float_step_fn(float_pipe *x, const float_unit *u, int step, int stores, vf top);
 #define FLOAT_STEP(name, parts, rows, masked)                                                                          \
     static NOINLINE vf name##_##parts##_##rows(float_pipe *x, const float_unit *u, int step, int stores, vf top) {     \
@@ -265,7 +257,7 @@ static vf top_of_step(const float_pipe *x, const float_unit *u, int step) {
 }
 
 /* Forms the scores of all steps, and the weights of all but the last two. again: references are there, and do. */
-static int form_weights(float_pipe *x, const float_unit *u, int again) {
+static int form_float_weights(float_pipe *x, const float_unit *u, int again) {
     int searches = 0, late = 0, ok = 1;
     vf top = v_set1(0);
     for (int r = 0; r < u->rows; r++)
@@ -347,22 +339,17 @@ FLOAT_PASSES(2)
 FLOAT_PASSES(3)
 
 static void add_float_values(float_pipe *x, const float_unit *u) {
-    float *o = u->o + 32 * (u->passes - 1);
-    const int64_t ld = 4 * u->o_ld;
     (u->parts == 3 ? first_pass_3 : first_pass_2)(x, u);
     (u->parts == 3 ? other_passes_3 : other_passes_2)(x, u);
-    tile_store(0, o, ld);
-    tile_store(1, o + CA_LANES, ld);
-    tile_store(2, o + CA_LANES * u->o_ld, ld);
-    tile_store(3, o + CA_LANES * u->o_ld + CA_LANES, ld);
+    store_sums(1, 1, u->o + 32 * (u->passes - 1), u->o_ld);
     tile_barrier();
 }
 
 /* Takes a strip through a block. Returns 0 where tiles cannot hold its logits; O may have been scaled then. */
 static int run_float_unit(float_pipe *x, const float_unit *u) {
-    int how = form_weights(x, u, 0);
+    int how = form_float_weights(x, u, 0);
     if (how == UNIT_TOO_LARGE)
-        how = refer_again(x, u) ? form_weights(x, u, 1) : UNIT_UNFIT;
+        how = refer_again(x, u) ? form_float_weights(x, u, 1) : UNIT_UNFIT;
     if (how == UNIT_UNFIT)
         return 0;
     add_float_values(x, u);
