@@ -50,9 +50,9 @@ static const struct {
 static ca_isa_row chosen[NUM_ROWS];
 /* Kernels that are completed by those of another isa (`rest`). */
 static ca_kernel completed[NUM_ROWS][CA_DTYPES];
-/* next[isa][dtype] is the isa's own kernel for the dtype, or, where the isa does not run here or has none of its own, that of the
- * next best isa (ca_kernel_for). exact[isa] is chosen likewise among the kernels for bfloat16 that do not round weights
- * to 8 bits (ca_attention_kernel). */
+/* next[isa][dtype] is the isa's own kernel for the dtype, or, where the isa does not run here or has none of its own,
+ * that of the next best isa (ca_kernel_for). exact[isa] is chosen likewise among the kernels for bfloat16 that do not
+ * round weights to 8 bits (ca_attention_kernel). */
 static const ca_kernel *next[NUM_ROWS][CA_DTYPES], *exact[NUM_ROWS];
 
 static const ca_kernel *complete(ca_kernel *to, const ca_kernel *own, const ca_kernel *rest) {

@@ -327,9 +327,7 @@ INLINE vf v_hmax_of_each(const vf *v) {
 
 /* ---- words of amx/parts.h and amx/float_units.h ---- */
 
-INLINE vf v_keep_or_0(vf x, uint32_t bits) {
-    return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(0), x);
-}
+INLINE vf v_keep_or_0(vf x, uint32_t bits) { return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(0), x); }
 INLINE vf v_rest(vf x) { return _mm512_sub_ps(x, odd_half(_mm512_castps_si512(x))); }
 INLINE vi v_bottom(vi bottom, vf x) {
     return _mm512_max_epu32(bottom, _mm512_sub_epi32(_mm512_set1_epi32(0), _mm512_castps_si512(x)));
@@ -352,17 +350,20 @@ INLINE v_sixteenths v_load_sixteenths(float scale, float least) {
     int32_t table[16];
     memcpy(table, powers, sizeof table);
     EACH(i, 16) table[i] -= i << 19;
-    return (v_sixteenths){_mm512_loadu_si512(table),     v_set1(scale),
-                          v_set1(least),                 v_set1(0.6931471806f / 16),
-                          v_set1(0.2402265070f / 256),   v_set1(0.0555041086f / 4096)};
+    return (v_sixteenths){_mm512_loadu_si512(table),
+                          v_set1(scale),
+                          v_set1(least),
+                          v_set1(0.6931471806f / 16),
+                          v_set1(0.2402265070f / 256),
+                          v_set1(0.0555041086f / 4096)};
 }
 INLINE vf v_sixteenth_powers(int cubic, int masked, const v_sixteenths *c, vf s, vf start, uint32_t seen, vf *top) {
     const vf x = v_fma(s, c->scale, start), t = masked ? v_keep_bits(x, seen) : x;
     const vf rest = v_fma(s, c->scale, v_sub(start, t));
     const __mmask16 some = _mm512_cmp_ps_mask(t, c->least, _CMP_GT_OQ);
     const __m512i whole = _mm512_castps_si512(t);
-    const vf power = _mm512_castsi512_ps(
-        _mm512_add_epi32(_mm512_permutexvar_epi32(whole, c->table), _mm512_slli_epi32(whole, 19)));
+    const vf power =
+        _mm512_castsi512_ps(_mm512_add_epi32(_mm512_permutexvar_epi32(whole, c->table), _mm512_slli_epi32(whole, 19)));
     vf u = cubic ? v_fma(v_fma(c->c3, rest, c->c2), rest, c->c1) : v_fma(c->c2, rest, c->c1);
     *top = v_max(*top, t);
     return _mm512_maskz_fmadd_ps(some, power, v_mul(u, rest), power);

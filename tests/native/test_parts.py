@@ -140,7 +140,9 @@ LARGE = {
 
 
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
-@pytest.mark.parametrize(("dtype", "name"), [*((d, n) for d in ("float16", "float32") for n in NUMBERS), *(("float32", n) for n in LARGE)])
+@pytest.mark.parametrize(
+    ("dtype", "name"), [*((d, n) for d in ("float16", "float32") for n in NUMBERS), *(("float32", n) for n in LARGE)]
+)
 def test_numbers(name: str, dtype: str, softcap: float) -> None:
     q, k, v = {**NUMBERS, **LARGE}[name](np.random.default_rng(5))
     if dtype == "float16":

@@ -75,7 +75,8 @@ def test_head_sizes_and_blocks(sizes: tuple[int, int], seq_len: int) -> None:
 # What is no multiple of 32 dimensions has a last product of its own, and columns of V of their own: 16, fewer, or both.
 @pytest.mark.parametrize("seq_len", [40, 1100])
 @pytest.mark.parametrize(
-    "sizes", [(32, 32), (33, 33), (40, 72), (72, 40), (80, 80), (100, 63), (112, 112), (130, 47), (144, 144), (576, 512)]
+    "sizes",
+    [(32, 32), (33, 33), (40, 72), (72, 40), (80, 80), (100, 63), (112, 112), (130, 47), (144, 144), (576, 512)],
 )
 def test_odd_head_sizes(sizes: tuple[int, int], seq_len: int) -> None:
     options: dict[str, Any] = {"head_size": sizes[0], "head_size_v": sizes[1]}

@@ -11,10 +11,11 @@
  * parts takes 12 or 24 instructions of tiles where bfloat16 takes 4, beside which the vectors have time enough for an
  * exp2 of float32's accuracy: the softmax is 5 to 7 % of the time (MEASUREMENTS.md: AMX).
  *
- * A row's reference is the largest logit of the first two steps in which it sees keys, in whole sixteenths of an octave.
- * Weights begin at 2^LIFT, since one of 2^(LIFT - 127) must still have parts, and may grow by 2^GROW: with V below 2^30
- * their sums then stay finite. Where a logit is larger than that, the unit's largest becomes the row's reference, its
- * state follows, and the unit is done again. All of this goes by row, whatever other rows are in the strip. */
+ * A row's reference is the largest logit of the first two steps in which it sees keys, in whole sixteenths of an
+ * octave. Weights begin at 2^LIFT, since one of 2^(LIFT - 127) must still have parts, and may grow by 2^GROW: with V
+ * below 2^30 their sums then stay finite. Where a logit is larger than that, the unit's largest becomes the row's
+ * reference, its state follows, and the unit is done again. All of this goes by row, whatever other rows are in the
+ * strip. */
 
 enum { LIFT = 24, GROW = 60, FLOAT_STEPS = 512 / STEP_KEYS };
 /* References are multiples of 1/16 octave; from so many on V_WHOLE has no room for them. */
@@ -58,7 +59,8 @@ INLINE weigher weigher_of(int parts, const float_pipe *x, const float_unit *u, i
 }
 
 /* Makes the weights of a row. masked: it may not see all keys of the step. Returns the largest exponents so far. */
-INLINE vf weigh_row(int parts, int masked, float_pipe *x, const v_sixteenths *c, const weigher *w, int64_t row, vf top) {
+INLINE vf weigh_row(int parts, int masked, float_pipe *x, const v_sixteenths *c, const weigher *w, int64_t row,
+                    vf top) {
     const float *s = w->scores + row * STEP_KEYS;
     const uint32_t seen = masked ? w->seen[row] : 0;
     const vf start = v_set1(x->start[row]);

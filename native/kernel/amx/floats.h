@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * This is the attention of one segment of keys for float16 and float32 by tiles of bfloat16 (parts.h, float_units.h).
  * Their caches are those of avx512, whose kernels do all else: other work than attention, tasks of few rows, tasks of
- * several requests, and segments that tiles cannot hold: where a number that counts is NaN, infinite or out of the range
- * of parts, or logits are too far from 0. Which way a segment goes depends on its request alone.
+ * several requests, and segments that tiles cannot hold: where a number that counts is NaN, infinite or out of the
+ * range of parts, or logits are too far from 0. Which way a segment goes depends on its request alone.
  *
  * A block of K and V is packed once for all strips of a task, which takes as long as its products with 8 to 12 rows. */
 
@@ -126,8 +126,7 @@ INLINE extent pack_strip_of(int parts, const float_work *w, int64_t row, int64_t
     if (rows < STRIP)
         memset(to, 0, (size_t)(2 * w->depth * parts * TILE) * 2);
     for (int64_t r = 0; r < rows; r++)
-        pack_query(parts, x->query[row + r], w->tiles.head_size, x->q_factor, w->depth,
-                   to + r * 2 * CA_LANES, &e);
+        pack_query(parts, x->query[row + r], w->tiles.head_size, x->q_factor, w->depth, to + r * 2 * CA_LANES, &e);
     return e;
 }
 static NOINLINE extent pack_strip_2(const float_work *w, int64_t row, int64_t rows) {
@@ -154,8 +153,7 @@ static void see_float_keys(const float_work *w, const strip *t, int steps) {
     for (int i = 0; i < steps; i++) {
         uint32_t *seen = w->pipe->seen[i];
         const group *g = t->g + 2 * i, *h = 2 * i + 1 < t->num_groups ? g + 1 : NULL;
-        w->pipe->masked[i] =
-            !h || g->n + h->n < 2 * CA_LANES || g->key < e.all_lo || h->key + CA_LANES > e.all_hi;
+        w->pipe->masked[i] = !h || g->n + h->n < 2 * CA_LANES || g->key < e.all_lo || h->key + CA_LANES > e.all_hi;
         if (!w->pipe->masked[i]) {
             memset(seen, 0xff, sizeof w->pipe->seen[i]);
             continue;
@@ -237,8 +235,8 @@ static void close_strip(const float_work *w, int64_t row, int64_t rows) {
 static void add_float_strip(float_work *w, const score_block *b, const strip *t) {
     const scratch *x = &w->tiles.scratch;
     uint8_t *is = w->strips + t->number;
-    const int shaped = w->tiles.call->softcap > 0 || w->tiles.call->alibi_slopes || w->tiles.call->attn_bias ||
-                       x->factor == 0;
+    const int shaped =
+        w->tiles.call->softcap > 0 || w->tiles.call->alibi_slopes || w->tiles.call->attn_bias || x->factor == 0;
     if (*is == UNTOUCHED) {
         const extent e = (w->parts == 3 ? pack_strip_3 : pack_strip_2)(w, t->row, t->rows);
         w->unfit |= !tiles_hold(e);
@@ -285,8 +283,8 @@ static void attend_float_block(void *segment, const score_block *b, int h) {
     if (w->unfit)
         return;
     w->unfit = !tiles_hold((w->parts == 3 ? pack_block_3 : pack_block_2)(w, b));
-    w->tiles.regular = whole(b->groups, b->num_groups) && b->groups[b->num_groups - 1].key - b->groups->key ==
-                                                              (b->num_groups - 1) * CA_LANES;
+    w->tiles.regular = whole(b->groups, b->num_groups) &&
+                       b->groups[b->num_groups - 1].key - b->groups->key == (b->num_groups - 1) * CA_LANES;
     shape_tiles(&w->tiles.sizes, STRIP, DEPTH, CA_LANES);
     for (int64_t r = 0; r < rows && !w->unfit; r += STRIP) {
         const strip t = make_strip(&w->tiles, b, r);
@@ -299,12 +297,9 @@ static void attend_float_block(void *segment, const score_block *b, int h) {
 static int attend_by_parts(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int64_t k0,
                            int64_t k1, const ca_state *state, void *memory) {
     const int64_t rows = ca_rows_of(plan, task), dv = plan->shape.head_size_v;
-    float_work w = {.tiles = {.plan = plan,
-                              .call = call,
-                              .task = task,
-                              .head_size = plan->shape.head_size,
-                              .head_size_v = dv},
-                    .state = state};
+    float_work w = {
+        .tiles = {.plan = plan, .call = call, .task = task, .head_size = plan->shape.head_size, .head_size_v = dv},
+        .state = state};
     carve_float_work(&w, (uintptr_t)memory, plan);
     w.tiles.scratch.integers = 0;
     load_rows_bf16(plan, call, task, kv_head, 1, &w.tiles.scratch);

@@ -4,13 +4,13 @@
  * The first part of a number is its upper 16 bits, the next one those of what is left, and so on: two parts are all of
  * a float16, three are all of a float32, subnormals of float16 included. Of the products of parts those count whose
  * numbers of a part, from 0 on, add up to less than PARTS: three of nine would do for no float32, and six of them err
- * less than FMA does (MEASUREMENTS.md: AMX). The first part of a float32 is of its size, the last one 2^-16 of that, and
- * tiles take products below 2^-126 for 0: so a float32 that is not 0 has to be in [2^-100, 2^30).
+ * less than FMA does (MEASUREMENTS.md: AMX). The first part of a float32 is of its size, the last one 2^-16 of that,
+ * and tiles take products below 2^-126 for 0: so a float32 that is not 0 has to be in [2^-100, 2^30).
  *
  * A vector of pairs has a number of one vector and one of another side by side, as a truncation and a shift make it:
- * the pairs of a product are dimensions d and d + 16, or keys j and j + 16. K as the layout LANES has it, and V by rows,
- * so need no transposition. A tile is 16 such vectors. The
- * parts of a tile of B follow one another; of A, the first parts of both tiles of a strip come first, and so on. */
+ * the pairs of a product are dimensions d and d + 16, or keys j and j + 16. K as the layout LANES has it, and V by
+ * rows, so need no transposition. A tile is 16 such vectors. The parts of a tile of B follow one another; of A, the
+ * first parts of both tiles of a strip come first, and so on. */
 
 #define TILE (CA_LANES * 2 * CA_LANES) /* elements */
 
@@ -72,7 +72,7 @@ typedef struct packing {
     int64_t ld; /* of V: elements from key to key */
     uint32_t keys;
     const char *scales; /* [scales of a token][16] in bfloat16, maybe unaligned, or NULL */
-    int64_t shared;         /* elements of a token that share one */
+    int64_t shared;     /* elements of a token that share one */
 } packing;
 
 INLINE vf key_numbers(int parts, const packing *g, int64_t d, int64_t head_size) {
