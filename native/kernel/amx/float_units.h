@@ -151,30 +151,43 @@ INLINE vf float_step(int parts, int rows, int masked, float_pipe *x, const float
     return top;
 }
 
-typedef vf float_step_fn(float_pipe *x, const float_unit *u, int step, int stores, vf top);
-#define FLOAT_STEP(name, parts, rows, masked)                                                                          \
-    static NOINLINE vf name##_##parts##_##rows(float_pipe *x, const float_unit *u, int step, int stores, vf top) {     \
-        return float_step(parts, rows, masked, x, u, step, stores, top);                                               \
+#define FLOAT_STEP(parts, rows)                                                                                        \
+    static NOINLINE vf all_seen_##parts##_##rows(float_pipe *x, const float_unit *u, int step, int stores, vf top) {   \
+        return float_step(parts, rows, 0, x, u, step, stores, top);                                                    \
+    }                                                                                                                  \
+    static NOINLINE vf masked_##parts##_##rows(float_pipe *x, const float_unit *u, int step, int stores, vf top) {     \
+        return float_step(parts, rows, 1, x, u, step, stores, top);                                                    \
     }
 #define FLOAT_STEPS_OF(parts)                                                                                          \
-    FLOAT_STEP(scores_only, parts, 0, 0)                                                                               \
-    FLOAT_STEP(all_seen, parts, 4, 0)                                                                                  \
-    FLOAT_STEP(all_seen, parts, 8, 0)                                                                                  \
-    FLOAT_STEP(all_seen, parts, 16, 0)                                                                                 \
-    FLOAT_STEP(masked, parts, 4, 1)                                                                                    \
-    FLOAT_STEP(masked, parts, 8, 1)                                                                                    \
-    FLOAT_STEP(masked, parts, 16, 1)
+    FLOAT_STEP(parts, 4)                                                                                               \
+    FLOAT_STEP(parts, 8)                                                                                               \
+    FLOAT_STEP(parts, 16)                                                                                              \
+    static NOINLINE void scores_only_##parts(float_pipe *x, const float_unit *u, int step, int stores) {               \
+        float_step(parts, 0, 0, x, u, step, stores, v_set1(0));                                                        \
+    }
 FLOAT_STEPS_OF(2)
 FLOAT_STEPS_OF(3)
 
 static void form_only(float_pipe *x, const float_unit *u, int step, int stores) {
-    (u->parts == 3 ? scores_only_3_0 : scores_only_2_0)(x, u, step, stores, v_set1(0));
+    if (u->parts == 3)
+        scores_only_3(x, u, step, stores);
+    else
+        scores_only_2(x, u, step, stores);
 }
-/* Finds the function whose rows by every 32 dimensions come to all 32. */
-static float_step_fn *step_function(const float_unit *u, int is_masked) {
-#define STEP_FUNCTION(rows)                                                                                            \
-    (u->parts == 3 ? is_masked ? masked_3_##rows : all_seen_3_##rows : is_masked ? masked_2_##rows : all_seen_2_##rows)
-    return u->depth >= 8 ? STEP_FUNCTION(4) : u->depth >= 4 ? STEP_FUNCTION(8) : STEP_FUNCTION(16);
+/* Forms a step whose rows by every 32 dimensions come to all 32. */
+static vf form_float_step(float_pipe *x, const float_unit *u, int step, int stores, vf top) {
+    const int masked = x->masked[step - 2];
+#define STEP_OF_ROWS(rows)                                                                                             \
+    if (u->parts == 3)                                                                                                 \
+        return masked ? masked_3_##rows(x, u, step, stores, top) : all_seen_3_##rows(x, u, step, stores, top);         \
+    return masked ? masked_2_##rows(x, u, step, stores, top) : all_seen_2_##rows(x, u, step, stores, top);
+    if (u->depth >= 8) {
+        STEP_OF_ROWS(4)
+    }
+    if (u->depth >= 4) {
+        STEP_OF_ROWS(8)
+    }
+    STEP_OF_ROWS(16)
 }
 
 /* ---- references ---- */
@@ -280,7 +293,7 @@ static int form_float_weights(float_pipe *x, const float_unit *u, int again) {
     for (int i = 2; i < u->steps; i++) {
         if (i > 3 || !early)
             ok &= shape_step(x, u, i - 2);
-        top = step_function(u, x->masked[i - 2])(x, u, i, i > 2 || !early, top);
+        top = form_float_step(x, u, i, i > 2 || !early, top);
     }
     if (u->steps > 2) {
         store_scores(x->scores[(u->steps - 1) & 1]);
@@ -341,8 +354,13 @@ FLOAT_PASSES(2)
 FLOAT_PASSES(3)
 
 static void add_float_values(float_pipe *x, const float_unit *u) {
-    (u->parts == 3 ? first_pass_3 : first_pass_2)(x, u);
-    (u->parts == 3 ? other_passes_3 : other_passes_2)(x, u);
+    if (u->parts == 3) {
+        first_pass_3(x, u);
+        other_passes_3(x, u);
+    } else {
+        first_pass_2(x, u);
+        other_passes_2(x, u);
+    }
     store_sums(1, 1, u->o + 32 * (u->passes - 1), u->o_ld);
     tile_barrier();
 }
