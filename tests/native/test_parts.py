@@ -51,7 +51,7 @@ def test_masks_and_rows(rows: str, mask: str, dtype: str) -> None:
 
 @dtypes
 @pytest.mark.parametrize("seq_len", [64, 65, 1024, 1039, 2100])
-@pytest.mark.parametrize("sizes", [(64, 64), (32, 32), (128, 64), (40, 72), (1, 3), (96, 160), (256, 256), (576, 512)])
+@pytest.mark.parametrize("sizes", [(64, 64), (32, 32), (128, 64), (40, 72), (1, 3), (16, 16), (96, 160), (256, 256), (576, 512)])
 def test_head_sizes_and_blocks(sizes: tuple[int, int], seq_len: int, dtype: str) -> None:
     holds(f"{sizes}-{seq_len}", 33, 2, seq_len, head_size=sizes[0], head_size_v=sizes[1], dtype=dtype)
 

@@ -16,23 +16,26 @@ struct float_work;
 typedef struct float_work {
     tile_work tiles; /* what strips.h and units.h say about strips takes this */
     int parts;
-    int64_t depth, passes, k1;
-    int64_t shift; /* groups from the block's first to the strip's first */
+    int64_t depth, passes; /* of 32 dimensions, of 32 columns */
     const ca_state *state;
     float_pipe *pipe;
     uint16_t *q, *k, *v, *weights;
     float *o;       /* [STRIP][32 * passes], for strips of fewer rows, and where V has other columns */
     char *group[2]; /* two groups of V, or one of K, unpacked */
     uint8_t *strips;
-    int unfit;
+    int unfit; /* Has a number, or a logit, been found that tiles do not hold? */
 } float_work;
 enum { UNTOUCHED, QUERIES_PACKED, OPENED, CLOSED }; /* what a strip is */
 
 static const ca_kernel *float_vectors(const ca_plan *plan) { return ca_isa_avx512.kernels[plan->shape.dtype]; }
 static int parts_of(const ca_plan *plan) { return plan->shape.dtype == CA_F32 ? 3 : 2; }
 
-/* A task of fewer rows takes less time by FMA (MEASUREMENTS.md: AMX). */
-static int64_t fewest_rows(const ca_plan *plan) { return parts_of(plan) == 3 ? 64 : 32; }
+/* A task of fewer rows takes less time by FMA, and so does float32 of so few columns that tiles are mostly padding
+ * (MEASUREMENTS.md: AMX). */
+static int64_t fewest_rows(const ca_plan *plan) {
+    const int narrow = plan->shape.head_size + plan->shape.head_size_v < 32;
+    return parts_of(plan) == 2 ? 32 : narrow ? INT32_MAX : 64;
+}
 static int may_split(const ca_plan *plan) { return plan->rows >= fewest_rows(plan); }
 
 /* Returns how many groups of keys a block has. */
@@ -242,11 +245,11 @@ static void add_float_strip(float_work *w, const score_block *b, const strip *t)
         w->unfit |= !tiles_hold(e);
         *is = QUERIES_PACKED;
     }
-    const int64_t first = t->g - b->groups, dv = w->tiles.head_size_v, fresh = *is < OPENED;
+    const int64_t first = t->g - b->groups, dv = w->tiles.head_size_v;
     const float_unit u = {.parts = w->parts,
                           .steps = (t->num_groups + 1) / 2,
                           .rows = t->rows,
-                          .fresh = (int)fresh,
+                          .fresh = *is < OPENED,
                           .depth = w->depth,
                           .passes = w->passes,
                           .q = w->q + t->row / CA_LANES * w->depth * w->parts * TILE,
@@ -261,7 +264,7 @@ static void add_float_strip(float_work *w, const score_block *b, const strip *t)
                           .strip = t};
     load_float_state(w, t, u.fresh);
     see_float_keys(w, t, u.steps);
-    w->unfit |= w->unfit || !run_float_unit(w->pipe, &u);
+    w->unfit = w->unfit || !run_float_unit(w->pipe, &u);
     store_float_state(w, t);
     *is = OPENED;
     if (x->hi[t->row + t->rows - 1] <= b->k1) {
