@@ -27,6 +27,8 @@ typedef struct float_work {
 } float_work;
 enum { UNTOUCHED, QUERIES_PACKED, OPENED, CLOSED }; /* what a strip is */
 
+/* This isa has the caches, and the kernels for all that is not for tiles. */
+extern const ca_isa_row ca_isa_avx512;
 static const ca_kernel *float_vectors(const ca_plan *plan) { return ca_isa_avx512.kernels[plan->shape.dtype]; }
 static int parts_of(const ca_plan *plan) { return plan->shape.dtype == CA_F32 ? 3 : 2; }
 
