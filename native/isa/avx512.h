@@ -334,6 +334,50 @@ INLINE vf v_hmax_of_each(const vf *v) {
 #undef LARGER
 }
 
+/* ---- words of amx/parts.h and amx/float_units.h ---- */
+
+INLINE vf v_keep_or_0(vf x, uint32_t bits) { return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(0), x); }
+INLINE vf v_rest(vf x) { return _mm512_sub_ps(x, odd_half(_mm512_castps_si512(x))); }
+INLINE vi v_bottom(vi bottom, vf x) {
+    return _mm512_max_epu32(bottom, _mm512_sub_epi32(_mm512_set1_epi32(0), _mm512_castps_si512(x)));
+}
+
+/* A float of which the last bit stands for 1 has integers in its low bits: V_WHOLE plus x, rounded, has x. */
+#define V_WHOLE 0x1.8p23f
+/* Computes 2^(x/16). The table has 2^(i/16) less i << 19, which x in sixteenths adds to the exponent with what it adds
+ * there: no lane has to be cut into whole octaves and the rest. What rounding x took from it goes into a polynomial, of
+ * which the cubic one errs by 2e-9, the quadratic one by 1e-6. */
+typedef struct v_sixteenths {
+    __m512i table;
+    vf scale, least, c1, c2, c3;
+} v_sixteenths;
+INLINE v_sixteenths v_load_sixteenths(float scale, float least) {
+    static const float powers[16] = {1.0f,           1.04427378243f, 1.09050773267f, 1.13878863476f,
+                                     1.18920711500f, 1.24185781207f, 1.29683955465f, 1.35425554694f,
+                                     1.41421356237f, 1.47682614594f, 1.54221082541f, 1.61049033195f,
+                                     1.68179283051f, 1.75625216037f, 1.83400808641f, 1.91520656140f};
+    int32_t table[16];
+    memcpy(table, powers, sizeof table);
+    EACH(i, 16) table[i] -= i << 19;
+    return (v_sixteenths){_mm512_loadu_si512(table),
+                          v_set1(scale),
+                          v_set1(least),
+                          v_set1(0.6931471806f / 16),
+                          v_set1(0.2402265070f / 256),
+                          v_set1(0.0555041086f / 4096)};
+}
+INLINE vf v_sixteenth_powers(int cubic, int masked, const v_sixteenths *c, vf s, vf start, uint32_t seen, vf *top) {
+    const vf x = v_fma(s, c->scale, start), t = masked ? v_keep_bits(x, seen) : x;
+    const vf rest = v_fma(s, c->scale, v_sub(start, t));
+    const __mmask16 some = _mm512_cmp_ps_mask(t, c->least, _CMP_GT_OQ);
+    const __m512i whole = _mm512_castps_si512(t);
+    const vf power =
+        _mm512_castsi512_ps(_mm512_add_epi32(_mm512_permutexvar_epi32(whole, c->table), _mm512_slli_epi32(whole, 19)));
+    vf u = cubic ? v_fma(v_fma(c->c3, rest, c->c2), rest, c->c1) : v_fma(c->c2, rest, c->c1);
+    *top = v_max(*top, t);
+    return _mm512_maskz_fmadd_ps(some, power, v_mul(u, rest), power);
+}
+
 /* ---- words of amx/output.h ---- */
 
 INLINE vp v_bf16_of(vf a, vf b) {

@@ -155,10 +155,10 @@ def test_a_request_has_its_bits_whatever_is_beside_it(kv_cache_dtype: str) -> No
 # ---- numbers ----
 
 
-def attend(q: Any, k: Any, v: Any, **options: Any) -> tuple[float, float]:
+def attend(q: Any, k: Any, v: Any, dtype: str = "bfloat16", **options: Any) -> tuple[float, float]:
     """The error of a request's output as relative RMS, and the largest one of lse as a share of lse where that is more
     than 1, for each isa the worst."""
-    q, k, v = (x.astype(numpy_dtype("bfloat16")) for x in (q, k, v))
+    q, k, v = (x.astype(numpy_dtype(dtype)) for x in (q, k, v))
     table, lens = np.arange(-(-len(k) // 16), dtype=np.int32), np.array([len(k)], np.int32)
     starts, worst = np.array([0, len(q)], np.int32), (0.0, 0.0)
     scale = options.pop("scale", q.shape[2] ** -0.5)
@@ -166,7 +166,7 @@ def attend(q: Any, k: Any, v: Any, **options: Any) -> tuple[float, float]:
     softcap = options.pop("softcap", 0.0)
     for isa in ISAS:
         lse = np.full((q.shape[1], len(q)), np.nan, np.float32)
-        cache = cpu_attn.PagedKVCache(len(table), 16, k.shape[1], k.shape[2], "bfloat16", isa, head_size_v=v.shape[2])
+        cache = cpu_attn.PagedKVCache(len(table), 16, k.shape[1], k.shape[2], dtype, isa, head_size_v=v.shape[2])
         cache.update(k, v, np.arange(len(k)))
         plan = cache.plan(starts, lens, q.shape[1], engine="native", sliding_window=window)
         got = cache.attend(q, table[None], plan, scale=scale, softcap=softcap, lse=lse).astype(np.float64)
