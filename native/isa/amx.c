@@ -48,7 +48,6 @@ static const char *missing(void) {
 #include "kernel/dtype.inc"
 
 #include "kernel/amx/attention.h"
-#define INTEGERS &integers /* linear attention's alone: attention's are in amx/ */
 #include "linear/kernel/all.h"
 
 const ca_isa_row ca_isa_amx = {.missing = missing, .kernels = {[CA_BF16] = &kernel_amx}, .linear = &linear_kernel};
