@@ -139,9 +139,10 @@ static void linear_open_chunk(linear_item *it, int64_t t, int64_t n) {
 
 /* Makes rows [first, n) of a and p of the products, and for each row what a product with the state is multiplied by
  * where it becomes a part of w (beta times the decays up to the row) and of o (these decays). */
-static void linear_weigh(const linear_item *it, int64_t first, int64_t n) {
+static void linear_weigh(linear_item *it, int64_t first, int64_t n) {
     const float *decay = it->numbers[0], *beta = it->numbers[2], *of_key = it->numbers[7], *of_query = it->numbers[8];
     float *d = it->numbers[3], *of_w = it->numbers[4], *of_o = it->numbers[5], total = 1;
+    it->weighed = n;
     for (int64_t i = 0; i < n; i++) {
         linear_decay_row(it, i, d);
         total *= decay[i];
@@ -165,10 +166,12 @@ static const float *linear_leave(linear_item *it, int64_t m) {
     float *d = it->numbers[3];
     vf total = v_set1(1), total_less = v_set1(0), kept;
     for (int64_t i = 0; i < m; i++) {
-        linear_decay_row(it, i, d);
+        if (m != it->weighed)
+            linear_decay_row(it, i, d);
         total = v_mul(total, v_set1(decay[i]));
         total_less = linear_both_less(total_less, v_set1(less[i]));
     }
+    it->weighed = m;
     total = linear_split(total, total_less, &kept);
     for (int64_t i = 0; i < it->kp; i += VL) {
         v_store(it->factor + i, total);

@@ -83,6 +83,7 @@ typedef struct linear_item {
     linear_x by_query, by_key, by_channel;
     linear_y with_keys;
     int64_t turned_tokens;
+    int64_t weighed; /* tokens whose last one's decays, since each, are in numbers[3] */
     int turned_by_words;
     linear_ahead *ahead; /* [LINEAR_AHEAD] */
     /* [80]: decay, decay less 1, beta, room, what linear_weigh makes for w and for o, |w|^2, and what rows of keys and
