@@ -44,6 +44,8 @@ EMULATE_2(__m512, mul_ps, _mm256_mul_ps)
 EMULATE_2(__m512, div_ps, _mm256_div_ps)
 EMULATE_2(__m512, min_ps, _mm256_min_ps)
 EMULATE_2(__m512, max_ps, _mm256_max_ps)
+EMULATE_2(__m512, unpacklo_ps, _mm256_unpacklo_ps)
+EMULATE_2(__m512, unpackhi_ps, _mm256_unpackhi_ps)
 EMULATE_2(__m512, and_ps, _mm256_and_ps)
 EMULATE_2(__m512, or_ps, _mm256_or_ps)
 EMULATE_3(__m512, fmadd_ps, _mm256_fmadd_ps)
@@ -54,7 +56,6 @@ EMULATE_2(__m512i, and_si512, _mm256_and_si256)
 EMULATE_2(__m512i, or_si512, _mm256_or_si256)
 EMULATE_2(__m512i, max_epu32, _mm256_max_epu32)
 EMULATE_2(__m512i, min_epu16, _mm256_min_epu16)
-EMULATE_2(__m512i, subs_epu16, _mm256_subs_epu16)
 EMULATE_2(__m512i, madd_epi16, _mm256_madd_epi16)
 EMULATE_2(__m512i, packs_epi32, _mm256_packs_epi32)
 EMULATE_2(__m512i, packus_epi32, _mm256_packus_epi32)
@@ -85,6 +86,8 @@ EMULATE_SET(__m512i, broadcast_i32x4, __m128i, _mm256_broadcastsi128_si256)
 #define _mm512_div_ps emulated_div_ps
 #define _mm512_min_ps emulated_min_ps
 #define _mm512_max_ps emulated_max_ps
+#define _mm512_unpacklo_ps emulated_unpacklo_ps
+#define _mm512_unpackhi_ps emulated_unpackhi_ps
 #define _mm512_and_ps emulated_and_ps
 #define _mm512_or_ps emulated_or_ps
 #define _mm512_fmadd_ps emulated_fmadd_ps
@@ -95,7 +98,6 @@ EMULATE_SET(__m512i, broadcast_i32x4, __m128i, _mm256_broadcastsi128_si256)
 #define _mm512_or_si512 emulated_or_si512
 #define _mm512_max_epu32 emulated_max_epu32
 #define _mm512_min_epu16 emulated_min_epu16
-#define _mm512_subs_epu16 emulated_subs_epu16
 #define _mm512_madd_epi16 emulated_madd_epi16
 #define _mm512_packs_epi32 emulated_packs_epi32
 #define _mm512_packus_epi32 emulated_packus_epi32

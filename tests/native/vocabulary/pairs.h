@@ -76,6 +76,10 @@ TEST(v_put_pairs) {
         SAME_BITS(i, p[i], (uint16_t)(bits_of(i % 2 ? B[i / 2] : A[i / 2]) >> 16));
     nothing_written_from(p, VL * 4);
 }
+TEST(v_nearest_bf16) {
+    VECTORS(any_number)
+    EACH_IS(v_nearest_bf16(a), ELEMENT(i) != ELEMENT(i) ? got[i] : (float)value_of(rounded_to(ELEMENT(i), BF16), BF16));
+}
 #endif
 
 /* ---- weights ---- */
@@ -114,13 +118,16 @@ TEST(v_any_nan) {
 
 /* ---- weights by words ---- */
 
-TEST(v_min_words) {
+TEST(v_rest_of_words) {
+    const v_word_order order = v_load_word_order();
     WORDS
-    EACH_WORD_IS(v_min_words(x, y), X[i] < Y[i] ? X[i] : Y[i]);
+    const uint16_t *got = words_of(v_rest_of_words(&order, x));
+    for (int i = 0; i < 2 * VL; i++)
+        SAME_BITS(i, got[i] + X[i], 65535);
 }
-TEST(v_sub_words) {
+TEST(v_least_room) {
     WORDS
-    EACH_WORD_IS(v_sub_words(x, y), X[i] < Y[i] ? 0 : X[i] - Y[i]);
+    EACH_WORD_IS(v_least_room(x, y), X[i] < 0x7fff - (Y[i] & 0x7fff) ? X[i] : 0x7fff - (Y[i] & 0x7fff));
 }
 TEST(v_powers_of_words) {
     const v_powers_table table = v_load_powers();
@@ -170,18 +177,6 @@ TEST(v_hmax_of_each) {
         want[j] = v_hmax(v[j]);
     }
     EACH_IS(v_hmax_of_each(v), want[i]);
-}
-TEST(v_hmin_words_of_each) {
-    vi v[VL];
-    float want[VL];
-    LANES(j) {
-        random_bytes(X, sizeof X);
-        v[j] = v_load_words(X);
-        want[j] = 65535;
-        for (int i = 0; i < 2 * VL; i++)
-            want[j] = fminf(want[j], X[i]);
-    }
-    EACH_IS(v_hmin_words_of_each(v), want[i]);
 }
 TEST(v_bf16_of) {
     VECTORS(any_number)
