@@ -50,7 +50,6 @@ static const char *missing(void) {
 
 #include "kernel/amx/attention.h"
 #include "kernel/amx/floats.h"
-#define INTEGERS &integers /* linear attention's alone: attention's are in amx/ */
 #include "linear/kernel/all.h"
 
 const ca_isa_row ca_isa_amx = {
