@@ -47,7 +47,7 @@ help:
 	@echo "make emulate    amx and avx512 by either product of bfloat16, over emulations of their instructions (needs AVX2)"
 	@echo "make mutants    break the package in one place at a time: do its tests notice? ONLY='plan-* py-*' for some,"
 	@echo "                SAMPLE=6 SEED=45 for so many of them, RANDOM=300 SEED=45 for random ones of native/,"
-	@echo "                of a part of it with UNDER=native/linear/"
+	@echo "                of a part of it with UNDER=native/linear/, or of UNDER=cpu_attn/adapters/linear_attention/"
 	@echo "make lint       ruff, mypy, clang-format, zizmor;  make format: let ruff and clang-format rewrite"
 	@echo "make wheel      dist/: a wheel that auditwheel repaired and verify has tried, an sdist, a bill of materials"
 	@echo "make systems    does native/ compile for musl, macOS and Windows? By zig's clang, minutes"

@@ -6,8 +6,9 @@ The package of the environment is copied to build/mutants/overlay, where tests f
 changed: a Python file in place; for native files what build_ext links of a copy of the sources, through ccache where
 that is there. A mutant whose library (an adapter's) or isa is not here is left out.
 
-With --random the mutants are drawn from all places of native/ that tests/mutate.py knows how to break. One whose types
-do not fit, or whose modules have the bytes of the unchanged ones, is none and is left out.
+With --random the mutants are drawn from all places of native/ that tests/mutate.py knows how to break, or of what of
+native/ and cpu_attn/ TOUCHING has tests for. One of native/ whose types do not fit, or whose modules have the bytes of
+the unchanged ones, is none and is left out.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ KILLED, SURVIVED, STALE, TIMEOUT, BROKEN, LEFT_OUT = "killed", "SURVIVED", "STAL
 UNTOUCHED = ("native/cpu_attn.h", "native/limits/", "native/kernel/emulation/")
 # Files of tests that a random mutant of a file has to pass, quick ones first. The longest name counts.
 TOUCHING = {
+    "cpu_attn/adapters/linear_attention/": "linear_attention_states linear_attention",
     "native/cache/": "write leaks cache quantised fp8 layout rotary selected layout_convert",
     "native/cache/hadamard.c": "rotated quantised",
     "native/cache/block_bounds.c": "selected leaks query_heads query_blocks",
@@ -174,14 +176,16 @@ def included(file: str) -> frozenset[str]:
 
 
 def drawn(number: int, seed: int, under: str = "native/") -> list[Mutant]:
-    """Mutants of native/, or of the part of it whose paths begin like this, at random: the same ones for the same
+    """Mutants of native/, or of what of TOUCHING has paths that begin like this, at random: the same ones for the same
     sources, number and seed."""
     files = [
         path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "native").rglob("*")
-        if path.suffix in (".c", ".h", ".inc")
+        for folder in ("native", "cpu_attn")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".c", ".h", ".inc", ".py")
     ]
-    files = [file for file in files if file.startswith(under) and not file.startswith(UNTOUCHED)]
+    files = [file for file in files if file.startswith(tuple(TOUCHING)) and not file.startswith(UNTOUCHED)]
+    files = [file for file in files if file.startswith(under)]
     texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in files}
     found = []
     for i, (kind, file, change) in enumerate(mutate.draw(texts, number, seed)):
@@ -361,7 +365,7 @@ def sampled(mutants: Sequence[Mutant], number: int, seed: int) -> list[Mutant]:
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--list", "only_list", is_flag=True, help="Say what there is.")
-@click.option("--random", "number", type=click.IntRange(1), help="Draw so many mutants of native/ instead.")
+@click.option("--random", "number", type=click.IntRange(1), help="Draw so many mutants of --under instead.")
 @click.option("--under", default="native/", show_default=True, help="How the paths begin where --random draws.")
 @click.option("--sample", type=click.IntRange(1), help="Take so many of those that can run here.")
 @click.option("--seed", default=0, show_default=True, help="Which ones --random and --sample draw.")
@@ -391,7 +395,7 @@ def main(
     try:
         for mutant in chosen:
             start = perf_counter()
-            built = workshop.compiled(mutant) if number else (mutant,)
+            built = workshop.compiled(mutant) if number and mutant.native else (mutant,)
             outcome, why = workshop.outcome(*built) if built else (LEFT_OUT, f"none: {mutant.breaks}")
             found.append(outcome)
             click.echo(f"{outcome:8}  {mutant.name:{width}}  {perf_counter() - start:5.0f} s  {why}")

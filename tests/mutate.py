@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which places a text of C can be broken by itself, and how: `make mutants RANDOM=...` draws from them.
+"""In which places a text of C or of Python can be broken by itself, and how: `make mutants RANDOM=...` draws from them.
 
-It reads the text as clang-format leaves it: a statement begins its line, a binary operator stands between spaces.
-Comments, preprocessor lines, words in quotes and the parameters of a definition are left as they are.
+It reads C as clang-format leaves it: a statement begins its line, a binary operator stands between spaces. Comments,
+preprocessor lines, words in quotes and the parameters of a definition are left as they are. Of Python it reads the
+syntax tree, and leaves types as they are.
 """
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 QUIET = re.compile(
     r"""/\*.*?\*/ | //[^\n]* | ^[ ]*\#(?:[^\n]*\\\n)*[^\n]* | "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*'""",
@@ -18,6 +21,8 @@ QUIET = re.compile(
 )
 COMPARISON = re.compile(r"(?<= )(?:<=|>=|==|!=|<|>)(?= )")
 OPPOSITE = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
+OPPOSITE |= {"is": "is not", "is not": "is", "in": "not in", "not in": "in"}
+OPERATOR = re.compile(r"<=|>=|==|!=|<|>|is not|is|not in|in")  # of Python, between two operands
 NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
 CALL = re.compile(r"(?<![\w.>])(?!(?:if|for|while|switch|return|sizeof)\b)\w+\(")
 DEFINED = re.compile(r"(?:^|[;}\n]) *(?!return\b|else\b|case\b)(?:\w+ )+\*?$")  # what stands before a definition's name
@@ -26,6 +31,8 @@ STATEMENT = re.compile(
     r"(?:\w+\([^;]*\)|return\b[^;]*|break|continue|goto \w+|\*?[\w.>-]+(?:\[[^;=]*\][\w.>-]*)* [-+*/|&^]?=(?!=)[^;]*"
     r"|\*?[\w.>-]+(?:\[[^;=]*\][\w.>-]*)*(?:\+\+|--));"
 )
+# Of Python: what leaves no name behind that later statements miss.
+_DROPPED = (ast.Expr, ast.AugAssign, ast.Return, ast.Raise, ast.Continue, ast.Break)
 LINE = re.compile(r"(?<=\n) +(?=\S)")
 KINDS = ("comparison", "off by one", "swapped arguments", "dropped statement")
 
@@ -90,10 +97,72 @@ def drops(code: str) -> list[Change]:
     return found
 
 
-def changes(text: str) -> dict[str, list[Change]]:
-    """All of each kind."""
+def of_c(text: str) -> tuple[list[Change], ...]:
     code = readable(text)
-    return dict(zip(KINDS, (comparisons(code), numbers(code), swaps(text, code), drops(code)), strict=True))
+    return comparisons(code), numbers(code), swaps(text, code), drops(code)
+
+
+class _Python(ast.NodeVisitor):
+    """Collects the changes of each kind."""
+
+    def __init__(self, text: str):
+        self.text, self.found = text, tuple(list[Change]() for _ in KINDS)
+        self.lines = text.splitlines(keepends=True)
+        self.starts = [0, *accumulate(map(len, self.lines))]
+        self.visit(ast.parse(text))
+
+    def at(self, line: int, column: int) -> int:
+        """Gives the place of a column that counts bytes."""
+        return self.starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
+
+    def span(self, node: Any) -> tuple[int, int]:
+        return self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)
+
+    def add(self, kind: str, start: int, end: int, replacement: str) -> None:
+        self.found[KINDS.index(kind)].append(Change(start, end, replacement))
+
+    def visit(self, node: ast.AST) -> None:
+        if isinstance(node, _DROPPED) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            self.add("dropped statement", *self.span(node), "pass")
+        super().visit(node)
+
+    def visit_arg(self, node: ast.arg) -> None:
+        """A parameter's type stays."""
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value:
+            self.visit(node.value)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        for part in (*node.decorator_list, node.args, *node.body):
+            self.visit(part)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        """What an error says stays."""
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        for left, right in pairwise((node.left, *node.comparators)):
+            begin, end = self.span(left)[1], self.span(right)[0]
+            (operator,) = OPERATOR.finditer(self.text, begin, end)
+            self.add("comparison", *operator.span(), OPPOSITE[operator[0]])
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if type(node.value) is int:
+            for by in (-1, 1):
+                if node.value + by >= 0:
+                    self.add("off by one", *self.span(node), str(node.value + by))
+
+    def visit_Call(self, node: ast.Call) -> None:
+        for (a, b), (c, d) in pairwise(map(self.span, node.args)):
+            if self.text[a:b] != self.text[c:d]:
+                self.add("swapped arguments", a, d, self.text[c:d] + self.text[b:c] + self.text[a:b])
+        self.generic_visit(node)
+
+
+def changes(text: str, language: str = "c") -> dict[str, list[Change]]:
+    """All of each kind. language: c or py."""
+    return dict(zip(KINDS, _Python(text).found if language == "py" else of_c(text), strict=True))
 
 
 def as_texts(text: str, change: Change) -> tuple[str, str]:
@@ -109,7 +178,8 @@ def as_texts(text: str, change: Change) -> tuple[str, str]:
 def draw(texts: dict[str, str], number: int, seed: int) -> list[tuple[str, str, Change]]:
     """So many changes as (kind, file, change), the kinds by turns; more of them begin with fewer."""
     rng, found = random.Random(seed), []
-    places = {kind: [(kind, file, x) for file in sorted(texts) for x in changes(texts[file])[kind]] for kind in KINDS}
+    all_of = {file: changes(texts[file], "py" if file.endswith(".py") else "c") for file in sorted(texts)}
+    places = {kind: [(kind, file, x) for file in all_of for x in all_of[file][kind]] for kind in KINDS}
     for kind in KINDS:
         rng.shuffle(places[kind])
     for i in range(number):

@@ -298,6 +298,8 @@ from flashinfer.xqa import xqa_mla
 assert flashinfer.xqa is ours.xqa and xqa_mla is flashinfer.xqa_mla is ours.xqa_mla
 layer = flashinfer.mla.MLALayerDimensions(flashinfer.mla.deepseek_mla_dimensions, 128)
 assert layer.head_dimensions == flashinfer.mla.MLAHeadDimensions(128, 64, 128, 512)
+assert layer in flashinfer.mla.supported_mla_layer_dimensions
+assert layer.head_dimensions in flashinfer.mla.supported_mla_head_dimensions
 assert flashinfer.page.get_seq_lens is ours.get_seq_lens and flashinfer.__version__.startswith("0.7")
 print(importlib.util.find_spec("flashinfer.gemm"))
 """

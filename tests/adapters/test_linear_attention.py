@@ -159,20 +159,22 @@ def test_gates_and_norms_in_the_kernel(name: str) -> None:
     close(final, want[1])
 
 
+@pytest.mark.parametrize("bound", [-4.0, -5.0])
 @pytest.mark.parametrize("with_a", [False, True])
 @pytest.mark.parametrize("name", ["chunk_kda", "fused_recurrent_kda"])
-def test_a_lower_bound(name: str, with_a: bool) -> None:
+def test_a_lower_bound(name: str, with_a: bool, bound: float) -> None:
     draw = Draw(4)
     x = tokens(draw, True, B, T)
     a_log, bias = draw.randn(HV, scale=0.5) if with_a else None, draw.randn(HV, K)
     x["g"] = draw.randn(B, T, HV, K)
     raw = f64(x["g"]) + f64(bias)
-    g = -4 * reference.sigmoid(np.exp(f64(a_log))[:, None] * raw if with_a else raw)
+    g = bound * reference.sigmoid(np.exp(f64(a_log))[:, None] * raw if with_a else raw)
     want = expected(
         *(flat(x[n]) for n in "qkv"), [0, T, 2 * T], None, g=torch.from_numpy(g).flatten(0, 1), beta=flat(x["beta"])
     )
     more = {"safe_gate": True} if name == "chunk_kda" else {}
-    out, _ = RULES[name][0](**x, use_gate_in_kernel=True, A_log=a_log, dt_bias=bias.flatten(), lower_bound=-4.0, **more)
+    more |= {"use_gate_in_kernel": True, "A_log": a_log, "dt_bias": bias.flatten(), "lower_bound": bound}
+    out, _ = RULES[name][0](**x, **more)
     close(flat(out), want[0])
 
 
@@ -411,11 +413,13 @@ def test_scan_of_sequences_told_apart() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("full", [False, True])
-def test_state_update(dtype: str, full: bool) -> None:
+@pytest.mark.parametrize("kind", ["no D", "D by head", "D by channel", "D by both, z"])
+def test_state_update(dtype: str, kind: str) -> None:
     """One decay a head, expanded as models do or written out."""
     s = Spaces(17, dtype, batch=3, length=1)
-    d, z = (s.d2, s.z) if full else (s.d[:, None].expand(-1, 24), None)
+    by_head, by_channel = s.d[:, None].expand(-1, 24), s.d2[:1].expand(len(s.d2), -1)
+    d = {"no D": None, "D by head": by_head, "D by channel": by_channel}.get(kind, s.d2)
+    z = s.z if "z" in kind else None
     arrays = (flat(s.x), flat(steps(s.dt, s.bias)), s.a, flat(s.b), flat(s.c))
     want, states = scanned(*arrays, [0, 1, 2, 3], s.initial, d, None if z is None else flat(z))
     dt, a = s.dt[:, 0, :, None].expand(-1, -1, 24), s.a[:, None, None].expand(-1, 24, 16)
@@ -474,7 +478,7 @@ def refusals() -> list[tuple[str, Any, dict[str, Any], type[Exception], str]]:
         face.causal_conv1d_update,
     )
     recurrent, ssd = face.fused_recurrent_gated_delta_rule, face.mamba_chunk_scan_combined
-    i32 = {"dtype": torch.int32}
+    i32, safe = {"dtype": torch.int32}, {"use_gate_in_kernel": True, "safe_gate": True}
     return [
         ("head first", rule, x | {"head_first": False}, ValueError, r"head_first: fla has removed it"),
         ("no argument", rule, x | {"chunked": 3}, TypeError, r"chunked: there is no such argument"),
@@ -496,7 +500,10 @@ def refusals() -> list[tuple[str, Any, dict[str, Any], type[Exception], str]]:
         ("value decays", recurrent, x | {"gv": x["v"]}, ValueError, r"gv: a tensor, expected None: a state has"),
         ("states", kda, k | {"return_intermediate_states": True}, ValueError, r"return_intermediate_states: True, ex"),
         ("one decay", kda, k | {"g": x["g"]}, ValueError, r"g: 3 axes, expected 4: \[B, T, HV, K\]"),
-        ("no bound", kda, k | {"use_gate_in_kernel": True, "safe_gate": True}, TypeError, r"lower_bound: .*None"),
+        ("groups of heads", rule, x | {y: x[y][:, :, [0, 1, 0]] for y in "qk"}, ValueError, r"HV: 4 is no .* of H = 3"),
+        ("high bound", kda, k | safe | {"lower_bound": 0.0}, ValueError, r"lower_bound: 0.0, expected -5 to below 0"),
+        ("low bound", kda, k | safe | {"lower_bound": -5.1}, ValueError, r"lower_bound: -5.1, expected -5 to"),
+        ("no bound", kda, k | safe, TypeError, r"lower_bound: .*None"),
         ("width", fn, conv | {"weight": torch.randn(4, 9)}, ValueError, r"weight: .*9"),
         ("channels", fn, conv | {"weight": torch.randn(5, 3)}, ValueError, r"weight: axis 0 is 5, expected C = 4"),
         ("activation", fn, conv | {"activation": "gelu"}, ValueError, r"activation: 'gelu' is none of 'silu', 'swish'"),

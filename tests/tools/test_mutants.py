@@ -89,6 +89,47 @@ def test_places_to_break() -> None:
     }
 
 
+PYTHON = '''"""1 < 2: f(1, 2)."""
+
+
+@cache
+def f(a: tuple[int, 2], *, b: int = 3) -> int:
+    """Gives 4."""
+    n: list[5] = [-6]
+    if a is None or (b) <= 7 < a:
+        raise ValueError(f"{a}: {b < 8}")
+    "µ"; n.append(9)
+    for x in n:
+        n[0] += g(a, h(b, 1.5), c=a not in b)
+    return n
+'''
+
+
+def test_places_to_break_in_python() -> None:
+    """Not in docstrings, types or the words of an error."""
+    found = {
+        kind: [(PYTHON[x.start : x.end], x.replacement) for x in places]
+        for kind, places in mutate.changes(PYTHON, "py").items()
+    }
+    assert found == {
+        "comparison": [("is", "is not"), ("<=", "<"), ("<", "<="), ("not in", "in")],
+        "off by one": [
+            *(("3", "2"), ("3", "4"), ("6", "5"), ("6", "7"), ("7", "6"), ("7", "8"), ("9", "8"), ("9", "10")),
+            ("0", "1"),
+        ],
+        "swapped arguments": [("a, h(b, 1.5)", "h(b, 1.5), a"), ("b, 1.5", "1.5, b")],
+        "dropped statement": [
+            (statement, "pass")
+            for statement in (
+                'raise ValueError(f"{a}: {b < 8}")',
+                "n.append(9)",
+                "n[0] += g(a, h(b, 1.5), c=a not in b)",
+                "return n",
+            )
+        ],
+    }
+
+
 def test_a_change_as_a_text_that_is_there_once() -> None:
     for places in mutate.changes(TEXT).values():
         for change in places:
@@ -102,6 +143,7 @@ def test_random_mutants_are_those_of_their_seed() -> None:
     assert mutants.sampled(MUTANTS, 10**6, 1) == MUTANTS
     some, others = mutants.drawn(8, 1), mutants.drawn(8, 2)
     assert {m.file.startswith("native/linear/") for m in mutants.drawn(8, 1, "native/linear/")} == {True}
+    assert {m.library for m in mutants.drawn(8, 1, "cpu_attn/")} == {"torch"}
     assert some == mutants.drawn(8, 1) and {m.find for m in some} != {m.find for m in others}
     for mutant in some:
         assert mutant.applied() != (mutants.ROOT / mutant.file).read_text(encoding="utf-8")

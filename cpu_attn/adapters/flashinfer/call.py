@@ -57,8 +57,6 @@ RUN = {
 ALONE = RUN | {
     "key_cache": "k",
     "value_cache": "v",
-    "num_qo_heads": "q",
-    "num_kv_heads": "k",
     "q_data_type": "q",
     "kv_data_type": "k",
     "o_data_type": "o_dtype",

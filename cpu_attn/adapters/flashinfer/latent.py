@@ -43,6 +43,13 @@ class MLALayerDimensions:
 deepseek_mla_dimensions = MLAHeadDimensions(128, 64, 128, 512)
 smaller_mla_dimensions = MLAHeadDimensions(64, 64, 128, 256)
 nope_mla_dimensions = MLAHeadDimensions(256, 0, 256, 512)
+# Those that FlashInfer has kernels for.
+supported_mla_head_dimensions = [deepseek_mla_dimensions, smaller_mla_dimensions, nope_mla_dimensions]
+supported_mla_layer_dimensions = [
+    MLALayerDimensions(deepseek_mla_dimensions, 128),
+    MLALayerDimensions(deepseek_mla_dimensions, 64),
+    MLALayerDimensions(smaller_mla_dimensions, 32),
+]
 
 
 def joined(a: Tensor, b: Tensor) -> Tensor | None:

@@ -23,6 +23,8 @@ from cpu_attn.flashinfer.latent import (
     nope_mla_dimensions,
     rows_of,
     smaller_mla_dimensions,
+    supported_mla_head_dimensions,
+    supported_mla_layer_dimensions,
 )
 from cpu_attn.flashinfer.trtllm import factor, sinks_of, two
 from cpu_attn.flashinfer.wrapper import Wrapper, check_lens, flat, table_of, tables
@@ -37,6 +39,8 @@ __all__ = [
     "deepseek_mla_dimensions",
     "nope_mla_dimensions",
     "smaller_mla_dimensions",
+    "supported_mla_head_dimensions",
+    "supported_mla_layer_dimensions",
     "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache_mla",
 ]
