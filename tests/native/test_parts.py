@@ -33,6 +33,9 @@ MORE_MASKS: dict[str, dict[str, Any]] = {
 }
 
 
+SIZES = [(64, 64), (32, 32), (128, 64), (40, 72), (1, 3), (16, 16), (96, 160), (256, 256), (576, 512)]
+
+
 def holds(name: str, q_len: int, group: int, seq_len: int, **options: Any) -> None:
     options = {"num_heads": 2 * group, "num_kv_heads": 2, "head_size": 64, **options}
     problem = build(Case(f"parts-{name}-{options['dtype']}", (q_len,), (seq_len,), **options))
@@ -51,7 +54,7 @@ def test_masks_and_rows(rows: str, mask: str, dtype: str) -> None:
 
 @dtypes
 @pytest.mark.parametrize("seq_len", [64, 65, 1024, 1039, 2100])
-@pytest.mark.parametrize("sizes", [(64, 64), (32, 32), (128, 64), (40, 72), (1, 3), (16, 16), (96, 160), (256, 256), (576, 512)])
+@pytest.mark.parametrize("sizes", SIZES)
 def test_head_sizes_and_blocks(sizes: tuple[int, int], seq_len: int, dtype: str) -> None:
     holds(f"{sizes}-{seq_len}", 33, 2, seq_len, head_size=sizes[0], head_size_v=sizes[1], dtype=dtype)
 
