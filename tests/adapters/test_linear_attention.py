@@ -438,13 +438,17 @@ def test_state_update(dtype: str, kind: str) -> None:
             close(state, states)
 
 
+@pytest.mark.parametrize("p", [8, 2])
 @pytest.mark.parametrize("heads", [False, True])
-def test_state_update_by_channel(heads: bool) -> None:
-    """Mamba-1: a decay for each channel and element of a state. In plain torch in float64."""
+def test_state_update_by_channel(heads: bool, p: int) -> None:
+    """Mamba-1: a decay for each channel and element of a state, of two channels by dt alone. In plain torch in
+    float64."""
     draw = Draw(18)
-    (h, p, n), shape = (3, 8, 16), (2, 3, 8)
+    h, n, shape = 3, 16, (2, 3, p)
     state, x, dt = draw.randn(2, h, p, n), draw.randn(*shape), draw.randn(*shape)
     a, b, c = -draw.rand(h, p, n), draw.randn(2, 1, n), draw.randn(2, 1, n)
+    if p == 2:
+        a = a[:, :1, :1].expand(h, p, n)
     d, z, bias = draw.randn(h, p), draw.randn(*shape), draw.randn(h, p)
     step = torch.nn.functional.softplus(dt.double() + bias)
     want = state.double() * (step[..., None] * a).exp() + (step * x)[..., None] * b[:, :, None].double()

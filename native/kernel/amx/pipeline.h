@@ -25,18 +25,12 @@
 
 #define CHUNK 8
 
-struct pipeline;
-struct pipe_unit;
-/* Forms the scores of unit u's at-th step, and makes weights of those of unit b's step_b-th (form_step). */
-typedef void form_kernel(struct pipeline *x, const struct pipe_unit *u, int at, int stores, const struct pipe_unit *b,
-                         int step_b);
-
 typedef struct pipe_unit {
     int steps;
-    int fresh;                /* The block is the segment's first, so O is still to be written. */
-    int swapped;              /* Step 1 comes before step 0: some rows' first keys lie there. */
-    form_kernel *const *form; /* by kind */
-    int depth;                /* A score is the sum of so many products of 32 dimensions. */
+    int fresh;   /* The block is the segment's first, so O is still to be written. */
+    int swapped; /* Step 1 comes before step 0: some rows' first keys lie there. */
+    int form;    /* which of the kernels of form_kind forms its scores */
+    int depth;   /* A score is the sum of so many products of 32 dimensions. */
     /* The last product of a head size that is no multiple of 32 takes the last 32 dimensions of K, so that nothing
      * behind K is read, and queries of its own, which are 0 where dimensions have been counted before. */
     const uint16_t *q, *q_last; /* [STRIP][q_ld], [STRIP][q_last_ld] */
@@ -237,9 +231,6 @@ static NOINLINE void make_last_weights(pipeline *x, const pipe_unit *u) {
     FORM_STEP(name, depth, rows, CAPPED)                                                                               \
     FORM_STEP(name, depth, rows, BY_KEY)                                                                               \
     FORM_STEP(name, depth, rows, CAPPED_BY_KEY)
-#define FORM_KERNELS(name)                                                                                             \
-    {form_NOTHING_##name, form_ALL_SEEN_##name, form_MASKED_##name,                                                    \
-     form_CAPPED_##name,  form_BY_KEY_##name,   form_CAPPED_BY_KEY_##name},
 /* rows times 4 products for each depth of each part are enough for all 32. */
 FORM_STEPS(1, 1, 8)
 FORM_STEPS(2, 2, 4)
@@ -247,16 +238,38 @@ FORM_STEPS(3, 3, 4)
 FORM_STEPS(4, 4, 2)
 FORM_STEPS(some, u->depth, 2)
 FORM_STEPS(many, u->depth, 1)
-static form_kernel *const form_kernels[][KINDS] = {FORM_KERNELS(1) FORM_KERNELS(2) FORM_KERNELS(3) FORM_KERNELS(4)
-                                                       FORM_KERNELS(some) FORM_KERNELS(many)};
-static form_kernel *const *form_kernels_of(int depth, int parts) {
-    return form_kernels[depth <= 4 && parts == 1 ? depth - 1 : depth * parts < 8 ? 4 : 5];
+enum { SOME_DEPTHS = 5, MANY_DEPTHS };
+static int form_of(int depth, int parts) {
+    return depth <= 4 && parts == 1 ? depth : depth * parts < 8 ? SOME_DEPTHS : MANY_DEPTHS;
+}
+
+/* Forms scores as form_step does, of unit u, for a kind that is not known before. */
+static void form_kind(int kind, pipeline *x, const pipe_unit *u, int at, int stores, const pipe_unit *b, int step_b) {
+#define FORM_CASE(which, name, kind)                                                                                   \
+    case (which) * KINDS + kind:                                                                                       \
+        form_##kind##_##name(x, u, at, stores, b, step_b);                                                             \
+        break;
+#define FORM_CASES(which, name)                                                                                        \
+    FORM_CASE(which, name, NOTHING)                                                                                    \
+    FORM_CASE(which, name, ALL_SEEN)                                                                                   \
+    FORM_CASE(which, name, MASKED)                                                                                     \
+    FORM_CASE(which, name, CAPPED)                                                                                     \
+    FORM_CASE(which, name, BY_KEY)                                                                                     \
+    FORM_CASE(which, name, CAPPED_BY_KEY)
+    switch (u->form * KINDS + kind) {
+        FORM_CASES(1, 1)
+        FORM_CASES(2, 2)
+        FORM_CASES(3, 3)
+        FORM_CASES(4, 4)
+        FORM_CASES(SOME_DEPTHS, some)
+        FORM_CASES(MANY_DEPTHS, many)
+    }
 }
 
 /* Forms the scores of the first two steps of a unit that follows no other, and finds its references. */
 static void form_first(pipeline *x, pipe_unit *u) {
     for (int at = 0; at < 2 && at < u->steps; at++)
-        u->form[NOTHING](x, u, at, at > 0, u, 0);
+        form_kind(NOTHING, x, u, at, at > 0, u, 0);
     store_scores(scores_in_tiles(x, u));
     refer(x, u);
 }
@@ -266,9 +279,9 @@ static void form_first(pipeline *x, pipe_unit *u) {
 static void form_weights(pipeline *x, const pipe_unit *u, const pipe_unit *next) {
     const int masked = kind_of(u), all_seen = masked == MASKED ? ALL_SEEN : masked;
     for (int at = 2; at < u->steps; at++)
-        u->form[u->masked[step_at(u, at - 2)] ? masked : all_seen](x, u, at, at > 2, u, at - 2);
+        form_kind(u->masked[step_at(u, at - 2)] ? masked : all_seen, x, u, at, at > 2, u, at - 2);
     for (int at = 0; at < 2 && next; at++)
-        u->form[masked](x, next, at, at > 0 || u->steps > 2, u, u->steps - 2 + at);
+        form_kind(masked, x, next, at, at > 0 || u->steps > 2, u, u->steps - 2 + at);
     if (!next) {
         if (u->steps > 2)
             store_scores(x->scores[(u->base + u->steps - 1) & 1]);

@@ -134,7 +134,7 @@ static int make_unit(const tile_work *w, const score_block *b, const strip *t, p
     u->depth = (int)w->products;
     u->k_parts = w->kv[K].parts;
     u->k_apart = w->kv[K].apart;
-    u->form = form_kernels_of(u->depth, u->k_parts);
+    u->form = form_of(u->depth, u->k_parts);
     u->q_ld = width;
     u->q = (const uint16_t *)w->scratch.q + t->row * width;
     u->k_last = (width - DEPTH) * CA_LANES;
