@@ -67,7 +67,7 @@ static void linear_open_chunk_tiles(linear_item *it, int64_t t, int64_t n) {
 }
 
 /* Solves n rows for w and adds what tokens of the chunk give to o, as linear_solve does; it->a is less A. Without the
- * delta rule there is half as much to do for a pair of tiles, and FMA does it sooner. */
+ * delta rule there is half as much to do for a pair of tiles, so it goes by FMA. */
 static void linear_solve_tiles(const linear_item *it, int64_t n) {
     if (!it->delta) {
         linear_solve(it, 0, n);
