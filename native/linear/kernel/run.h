@@ -112,7 +112,10 @@ static void linear_keep_turned(const linear_item *it, int64_t slot, int32_t head
 static void linear_advance_any(linear_item *it, int64_t m, float *state) {
 #ifdef TILES
     if (it->tiles) {
-        (it->wide ? linear_advance_piece : linear_advance_tiles)(it, m, state);
+        if (it->wide)
+            linear_advance_piece(it, m, state);
+        else
+            linear_advance_tiles(it, m, state);
         return;
     }
 #endif

@@ -101,8 +101,10 @@ static void linear_add_to_state(linear_item *it, int parts, int64_t m, const flo
     it->turned_tokens = m;
     linear_side side[2];
     linear_one_side(side, it->x_channel, (linear_to){state, it->vp, LINEAR_DECAY, NULL});
-    (parts == 1 ? linear_tiles_12 : linear_tiles_22)(it, side, it->kp / CA_LANES, it->y_w, it->vp / CA_LANES,
-                                                     LINEAR_STEPS(m), 0);
+    if (parts == 1)
+        linear_tiles_12(it, side, it->kp / CA_LANES, it->y_w, it->vp / CA_LANES, LINEAR_STEPS(m), 0);
+    else
+        linear_tiles_22(it, side, it->kp / CA_LANES, it->y_w, it->vp / CA_LANES, LINEAR_STEPS(m), 0);
 }
 static void linear_advance_tiles(linear_item *it, int64_t m, float *state) {
     const float *d = linear_leave(it, m);
