@@ -203,3 +203,51 @@ def ggml_arrays(step: Any) -> tuple[NDArray[np.float32], ...]:
     given = [x.astype(np.float32).reshape(arrays.requests, -1, *x.shape[1:]) for x in rows]
     states = arrays.states * (arrays.tokens == arrays.requests)  # a prefill brings none
     return (*given, states[:, order].swapaxes(2, 3).copy())
+
+
+def onnxruntime_load() -> tuple[Any, Any]:
+    """Gives ONNX Runtime, and the package that makes its models."""
+    return importlib.import_module("onnxruntime"), importlib.import_module("onnx")
+
+
+def onnxruntime_lacks(layer: Layer) -> list[str]:
+    return [] if layer.has_delta_rule else [layer.rule]
+
+
+def onnxruntime_call(step: Any, num_threads: int) -> Callable[[], Any]:
+    """Makes a model of one operator, LinearAttention, over requests that are alike, with its results in memory of its
+    own. On CPUs it has float16 and float32, so bfloat16 becomes float32. Returns outputs, and the states after them."""
+    runtime, onnx = onnxruntime_load()
+    arrays, kind = step.arrays_of_layer, np.dtype(np.float16 if step.dtype == "float16" else np.float32)
+    requests = arrays.requests
+    names = ("query", "key", "value", "past_state", "decay", "beta")
+    states = arrays.states * (arrays.tokens == requests)  # a prefill brings none
+    rows = [arrays.query, arrays.key, arrays.value, states, arrays.g, arrays.beta]
+    shapes = [x.shape if x is states else (requests, arrays.tokens // requests, x[0].size) for x in rows]
+    given = {
+        name: np.ascontiguousarray(x, kind).reshape(shape) for name, x, shape in zip(names, rows, shapes, strict=True)
+    }
+    results = {"output": shapes[2], "present_state": shapes[3]}
+    make, of_numpy = onnx.helper, onnx.helper.np_dtype_to_tensor_dtype(kind)
+    domain = "com.microsoft"
+    heads = {"q_num_heads": arrays.key_heads, "kv_num_heads": arrays.heads, "scale": arrays.size**-0.5}
+    node = make.make_node("LinearAttention", names, list(results), domain=domain, update_rule="gated_delta", **heads)
+    inputs = [make.make_tensor_value_info(name, of_numpy, x.shape) for name, x in given.items()]
+    outputs = [make.make_tensor_value_info(name, of_numpy, shape) for name, shape in results.items()]
+    graph = make.make_graph([node], "layer", inputs, outputs)
+    versions = [make.make_opsetid(domain, 1), make.make_opsetid("", 20)]
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    model = make.make_model(graph, opset_imports=versions, ir_version=10).SerializeToString()
+    session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    binding = session.io_binding()
+    made = {name: np.empty(shape, kind) for name, shape in results.items()}
+    for arrays_of, bind in ((given, binding.bind_ortvalue_input), (made, binding.bind_ortvalue_output)):
+        for name, x in arrays_of.items():
+            bind(name, runtime.OrtValue.ortvalue_from_numpy(x))
+
+    def run(inputs: Any = given) -> tuple[Any, ...]:  # which keeps the inputs: values of the runtime only point to them
+        session.run_with_iobinding(binding)
+        return tuple(made.values())
+
+    return run

@@ -25,6 +25,7 @@ STYLES = {
     "torch": ("#009E73", "^"),
     "zentorch": ("#000000", "<"),
     "ggml": ("#56B4E9", "P"),
+    "onnxruntime": ("#F0E442", "X"),
     "vllm": ("#CC79A7", "D"),
 }
 COLOURS = [colour for colour, _ in STYLES.values()]

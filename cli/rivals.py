@@ -319,5 +319,13 @@ RIVALS = {
     "ggml": Rival(
         "ggml's flash attention", ggml.load, _ATTENDS | set(linear.KINDS), _ggml_lacks, _ggml, lambda _: False
     ),
+    "onnxruntime": Rival(
+        "ONNX Runtime's LinearAttention",
+        linear.onnxruntime_load,
+        frozenset({"linear-prefill", "linear-decode"}),
+        lambda w, _, __: linear.onnxruntime_lacks(w.linear) if w.linear else [w.kind],
+        lambda step: linear.onnxruntime_call(step, cpu_attn.get_num_threads()),
+        lambda _: False,
+    ),
     "vllm": Rival("vLLM's CPU attention", _vllm_load, _ALL, _vllm_lacks, _vllm, _vllm_uses_matrix),
 }

@@ -8,7 +8,7 @@ from itertools import cycle
 
 import numpy as np
 
-from cpu_attn import _dispatch, reference
+from cpu_attn import _dispatch, profiling, reference
 from cpu_attn._dtypes import DTYPES, FORMATS
 from cpu_attn.ops import attention_with_kv_cache, reshape_and_cache
 from cpu_attn.plan import get_kv_cache_shape, get_scheduler_metadata
@@ -27,7 +27,8 @@ CACHES = (
 def fault(isa: str, dtype: str) -> str:
     """Says what is wrong with the results of this isa for this dtype, "" if nothing is."""
     for softcap, (kv_cache_dtype, furthest, every) in zip(cycle((0.0, 5.0)), CACHES):
-        error = _errors(isa, dtype, kv_cache_dtype, furthest, every, softcap)
+        with profiling.unrecorded():
+            error = _errors(isa, dtype, kv_cache_dtype, furthest, every, softcap)
         if not error <= 1:  # also where it is NaN
             return f"over a cache of {kv_cache_dtype} its error is {error:.3g} of the budget"
     return ""

@@ -213,9 +213,22 @@ def profile() -> Iterator[Profile]:
         running.end = now()
 
 
+_thread = threading.local()
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Keeps the calls of this thread within it out of all profiles: they are not the program's own."""
+    before, _thread.unrecorded = getattr(_thread, "unrecorded", False), True
+    try:
+        yield
+    finally:
+        _thread.unrecorded = before
+
+
 def clock() -> int:
-    """Gives the time at which a call starts, or 0 where no profile runs."""
-    return now() if _profiles else 0
+    """Gives the time at which a call starts, or 0 where no profile records it."""
+    return now() if _profiles and not getattr(_thread, "unrecorded", False) else 0
 
 
 def record(

@@ -48,14 +48,30 @@ static const struct {
 /* These tables are written once, when the library loads. `chosen` says what each isa offers on this machine, variants
  * included. */
 static ca_isa_row chosen[NUM_ROWS];
-/* next[isa][dtype] is the isa's own kernel for the dtype, or, where the isa does not run here or has none, that of the
- * next best isa (ca_kernel_for). exact[isa] is chosen likewise among the kernels for bfloat16 that do not round weights
- * to 8 bits (ca_attention_kernel). */
+/* Kernels that are completed by those of another isa (`rest`). */
+static ca_kernel completed[NUM_ROWS][CA_DTYPES];
+/* next[isa][dtype] is the isa's own kernel for the dtype, or, where the isa does not run here or has none of its own,
+ * that of the next best isa (ca_kernel_for). exact[isa] is chosen likewise among the kernels for bfloat16 that do not
+ * round weights to 8 bits (ca_attention_kernel). */
 static const ca_kernel *next[NUM_ROWS][CA_DTYPES], *exact[NUM_ROWS];
 
+static const ca_kernel *complete(ca_kernel *to, const ca_kernel *own, const ca_kernel *rest) {
+    *to = *rest;
+    to->info.rows = own->info.rows;
+    to->info.method = own->info.method;
+    to->scratch_bytes = own->scratch_bytes;
+    to->segment = own->segment;
+    to->opens = own->opens;
+    return to;
+}
+
 __attribute__((constructor)) static void choose(void) {
-    for (int i = 0; i < NUM_ROWS; i++)
+    for (int i = 0; i < NUM_ROWS; i++) {
         chosen[i] = *rows[i].row;
+        for (int d = 0; d < CA_DTYPES; d++)
+            if (chosen[i].kernels[d] && !chosen[i].kernels[d]->merge)
+                chosen[i].kernels[d] = complete(&completed[i][d], chosen[i].kernels[d], chosen[i].rest->kernels[d]);
+    }
     for (int v = 0; variants[v].of; v++) {
         const int d = variants[v].dtype;
         if (variants[v].row)
@@ -68,7 +84,7 @@ __attribute__((constructor)) static void choose(void) {
         const ca_kernel *const *own = rows[i].row->kernels;
         const int runs = !rows[i].row->missing(), more = i + 1 < NUM_ROWS;
         for (int d = 0; d < CA_DTYPES; d++)
-            next[i][d] = runs && own[d] ? own[d] : more ? next[i + 1][d] : NULL;
+            next[i][d] = runs && own[d] && own[d]->merge ? own[d] : more ? next[i + 1][d] : NULL;
         exact[i] = runs && own[CA_BF16] && !own[CA_BF16]->rounds_weights ? own[CA_BF16] : more ? exact[i + 1] : NULL;
     }
 }

@@ -7,7 +7,8 @@
  *
  * This isa multiplies bf16 by TDPBF16PS (Sapphire Rapids and newer), with AVX-512's softmax, in the layout of avx512's
  * bf16 caches. `cpu-attn verify` passed on an Emerald Rapids (kernel/README.md). Caches of integers go through tiles
- * where there are more than CA_FEW_ROWS rows, else through the kernel of avx512_bf16.c. */
+ * where there are more than CA_FEW_ROWS rows, else through the kernel of avx512_bf16.c. Prompts in f16 and f32 go by
+ * the same tiles, in parts (amx/floats.h); all else in these dtypes is avx512's. */
 #include "cpu/cpu.h"
 #include "avx512.h"
 #include "kernel/amx/tiles.h"
@@ -48,7 +49,11 @@ static const char *missing(void) {
 #include "kernel/dtype.inc"
 
 #include "kernel/amx/attention.h"
-#define INTEGERS &integers /* linear attention's alone: attention's are in amx/ */
+#include "kernel/amx/floats.h"
 #include "linear/kernel/all.h"
 
-const ca_isa_row ca_isa_amx = {.missing = missing, .kernels = {[CA_BF16] = &kernel_amx}, .linear = &linear_kernel};
+const ca_isa_row ca_isa_amx = {
+    .missing = missing,
+    .kernels = {[CA_F32] = &kernel_amx_float, [CA_F16] = &kernel_amx_float, [CA_BF16] = &kernel_amx},
+    .rest = &ca_isa_avx512,
+    .linear = &linear_kernel};

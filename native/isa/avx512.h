@@ -230,6 +230,15 @@ INLINE void v_put_pairs(uint16_t *p, vf even, vf odd) {
     __m512i x = _mm512_srli_epi32(_mm512_castps_si512(even), 16), upper = _mm512_set1_epi32((int)0xffff0000);
     _mm512_storeu_si512(p, _mm512_or_si512(x, _mm512_and_si512(_mm512_castps_si512(odd), upper)));
 }
+/* Adds what rounds the upper half of each number to nearest even, but for NaN. */
+INLINE __m512i add_half(vf x) {
+    const __m512i bits = _mm512_castps_si512(x),
+                  last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
+}
+INLINE vf v_nearest_bf16(vf x) {
+    return _mm512_castsi512_ps(_mm512_and_si512(add_half(x), _mm512_set1_epi32((int)0xffff0000)));
+}
 
 #ifdef HAS_VBMI
 /* ---- weights without floats ---- */
@@ -278,9 +287,6 @@ INLINE int v_any_nan(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q)
 
 /* ---- words of amx/words.h ---- */
 
-INLINE vi v_min_words(vi a, vi b) { return _mm512_min_epu16(a, b); }
-INLINE vi v_sub_words(vi a, vi b) { return _mm512_subs_epu16(a, b); }
-
 /* Holds what v_words keeps in registers. */
 typedef struct v_word_order {
     __m512i order, hidden;
@@ -301,52 +307,83 @@ INLINE vi v_words(const v_word_order *t, int all, vf a, vf b, uint32_t seen) {
     return all ? _mm512_permutexvar_epi16(t->order, words)
                : _mm512_mask_permutexvar_epi16(t->hidden, seen, t->order, words);
 }
+/* Keeps the least room that bf16 numbers leave to the largest NaN; it is 0x80 or more if they are finite. */
+INLINE vi v_least_room(vi least, vp x) {
+    const __m512i room = _mm512_sub_epi16(_mm512_set1_epi32(-1), x);
+    return _mm512_min_epu16(least, _mm512_and_si512(room, _mm512_set1_epi32(0x7fff7fff)));
+}
+/* Returns WORD_MAX less words. */
+INLINE vi v_rest_of_words(const v_word_order *t, vi words) { return _mm512_sub_epi16(t->hidden, words); }
 INLINE vf v_keep_bits(vf x, uint32_t bits) {
     return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(-INFINITY), x);
 }
 
-/* Returns in lane i the largest, or least, lane of v[i], for 16 vectors v. A transposition compares on the way: its
- * first two rounds bring quarters of v[i], v[4 + i], v[8 + i] and v[12 + i] together, its last two lanes within
- * quarters. */
-#define OF_EACH(name, better)                                                                                          \
-    INLINE __m512i name(const __m512i *v) {                                                                            \
-        __m512i quarters[4], pairs[2];                                                                                 \
-        EACH(i, 4) {                                                                                                   \
-            const __m512i x = better(quarters_of(v[i], v[4 + i], 0x44), quarters_of(v[i], v[4 + i], 0xee));            \
-            const __m512i y = better(quarters_of(v[8 + i], v[12 + i], 0x44), quarters_of(v[8 + i], v[12 + i], 0xee));  \
-            quarters[i] = better(quarters_of(x, y, 0x88), quarters_of(x, y, 0xdd));                                    \
-        }                                                                                                              \
-        EACH(i, 2)                                                                                                     \
-        pairs[i] = better(_mm512_unpacklo_epi32(quarters[i], quarters[2 + i]),                                         \
-                          _mm512_unpackhi_epi32(quarters[i], quarters[2 + i]));                                        \
-        return better(_mm512_unpacklo_epi32(pairs[0], pairs[1]), _mm512_unpackhi_epi32(pairs[0], pairs[1]));           \
-    }
-#define quarters_of(a, b, which)                                                                                       \
-    _mm512_castps_si512(_mm512_shuffle_f32x4(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), which))
-#define larger_float(a, b) _mm512_castps_si512(_mm512_max_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b)))
-OF_EACH(largest_floats, larger_float)
-OF_EACH(least_words, _mm512_min_epu16)
+/* Returns in lane i the largest lane of v[i], for 16 vectors v. A transposition compares on the way: its first two
+ * rounds bring quarters of v[i], v[4 + i], v[8 + i] and v[12 + i] together, its last two lanes within quarters. */
 INLINE vf v_hmax_of_each(const vf *v) {
-    __m512i x[16];
-    EACH(i, 16) x[i] = _mm512_castps_si512(v[i]);
-    return _mm512_castsi512_ps(largest_floats(x));
+    vf quarters[4], pairs[2];
+#define LARGER(a, b, c, d) _mm512_max_ps(_mm512_shuffle_f32x4(a, b, c), _mm512_shuffle_f32x4(a, b, d))
+    EACH(i, 4) {
+        const vf x = LARGER(v[i], v[4 + i], 0x44, 0xee), y = LARGER(v[8 + i], v[12 + i], 0x44, 0xee);
+        quarters[i] = LARGER(x, y, 0x88, 0xdd);
+    }
+#undef LARGER
+#define LARGER(a, b) _mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b))
+    EACH(i, 2) pairs[i] = LARGER(quarters[i], quarters[2 + i]);
+    return LARGER(pairs[0], pairs[1]);
+#undef LARGER
 }
-INLINE vf v_hmin_words_of_each(const vi *v) {
-    const __m512i both = least_words(v), least = _mm512_min_epu16(both, _mm512_srli_epi32(both, 16));
-    return _mm512_cvtepi32_ps(_mm512_and_si512(least, _mm512_set1_epi32(0xffff)));
+
+/* ---- words of amx/parts.h and amx/float_units.h ---- */
+
+INLINE vf v_keep_or_0(vf x, uint32_t bits) { return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(0), x); }
+INLINE vf v_rest(vf x) { return _mm512_sub_ps(x, odd_half(_mm512_castps_si512(x))); }
+INLINE vi v_bottom(vi bottom, vf x) {
+    return _mm512_max_epu32(bottom, _mm512_sub_epi32(_mm512_set1_epi32(0), _mm512_castps_si512(x)));
+}
+
+/* A float of which the last bit stands for 1 has integers in its low bits: V_WHOLE plus x, rounded, has x. */
+#define V_WHOLE 0x1.8p23f
+/* Computes 2^(x/16). The table has 2^(i/16) less i << 19, which x in sixteenths adds to the exponent with what it adds
+ * there: no lane has to be cut into whole octaves and the rest. What rounding x took from it goes into a polynomial, of
+ * which the cubic one errs by 2e-9, the quadratic one by 1e-6. */
+typedef struct v_sixteenths {
+    __m512i table;
+    vf scale, least, c1, c2, c3;
+} v_sixteenths;
+INLINE v_sixteenths v_load_sixteenths(float scale, float least) {
+    static const float powers[16] = {1.0f,           1.04427378243f, 1.09050773267f, 1.13878863476f,
+                                     1.18920711500f, 1.24185781207f, 1.29683955465f, 1.35425554694f,
+                                     1.41421356237f, 1.47682614594f, 1.54221082541f, 1.61049033195f,
+                                     1.68179283051f, 1.75625216037f, 1.83400808641f, 1.91520656140f};
+    int32_t table[16];
+    memcpy(table, powers, sizeof table);
+    EACH(i, 16) table[i] -= i << 19;
+    return (v_sixteenths){_mm512_loadu_si512(table),
+                          v_set1(scale),
+                          v_set1(least),
+                          v_set1(0.6931471806f / 16),
+                          v_set1(0.2402265070f / 256),
+                          v_set1(0.0555041086f / 4096)};
+}
+INLINE vf v_sixteenth_powers(int cubic, int masked, const v_sixteenths *c, vf s, vf start, uint32_t seen, vf *top) {
+    const vf x = v_fma(s, c->scale, start), t = masked ? v_keep_bits(x, seen) : x;
+    const vf rest = v_fma(s, c->scale, v_sub(start, t));
+    const __mmask16 some = _mm512_cmp_ps_mask(t, c->least, _CMP_GT_OQ);
+    const __m512i whole = _mm512_castps_si512(t);
+    const vf power =
+        _mm512_castsi512_ps(_mm512_add_epi32(_mm512_permutexvar_epi32(whole, c->table), _mm512_slli_epi32(whole, 19)));
+    vf u = cubic ? v_fma(v_fma(c->c3, rest, c->c2), rest, c->c1) : v_fma(c->c2, rest, c->c1);
+    *top = v_max(*top, t);
+    return _mm512_maskz_fmadd_ps(some, power, v_mul(u, rest), power);
 }
 
 /* ---- words of amx/output.h ---- */
 
-/* Rounds to nearest even by integers, as v_storen_bf16 does, but for NaN. */
 INLINE vp v_bf16_of(vf a, vf b) {
     static const uint16_t upper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                        33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-    const __m512i half = _mm512_set1_epi32(0x7fff), one = _mm512_set1_epi32(1);
-    __m512i x[2] = {_mm512_castps_si512(a), _mm512_castps_si512(b)};
-    EACH(j, 2)
-    x[j] = _mm512_add_epi32(_mm512_add_epi32(x[j], half), _mm512_and_si512(_mm512_srli_epi32(x[j], 16), one));
-    return _mm512_permutex2var_epi16(x[0], _mm512_loadu_si512(upper), x[1]);
+    return _mm512_permutex2var_epi16(add_half(a), _mm512_loadu_si512(upper), add_half(b));
 }
 INLINE void v_stream_pairs(uint16_t *p, vp x) { _mm512_stream_si512((void *)p, x); }
 

@@ -114,6 +114,9 @@ typedef struct ca_isa_row {
     const char *(*missing)(
         void); /* a feature that this machine lacks, or another reason, in words; NULL: the isa runs */
     const ca_kernel *kernels[CA_DTYPES];
+    /* An isa, or NULL. A kernel without `merge` says what attention by it is (info.rows and method, scratch_bytes,
+     * segment, opens); all else of it is what the kernel of this isa for the dtype has, its caches included. */
+    const struct ca_isa_row *rest;
     const struct ca_linear_kernel *linear; /* for every dtype; NULL in a variant */
 } ca_isa_row;
 

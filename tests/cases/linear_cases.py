@@ -161,6 +161,8 @@ def _spoil(case: Case, arrays: dict[str, NDArray[Any]], options: dict[str, Any])
     elif case.fill == "growth":  # of the last head alone, in each chunk
         g = options["g"][:, -1]
         g[24::10], g[25::10] = 9, -10
+    elif case.fill == "forgetting":  # a third of the channels, so that tiles take few tokens together
+        options["g"][..., ::3] = -6
     elif case.fill == "unread_keys":
         arrays["key"][..., 3] *= F32(1000)
         arrays["query"][..., 3] = 0

@@ -73,12 +73,12 @@ TEST(roundscale_ps, 1, GIVES_PS(_mm512_roundscale_ps(PS(a), _MM_FROUND_TO_NEARES
 TEST(cvtps_epi32, 0, GIVES_SI(_mm512_cvtps_epi32(PS(a))), U32((uint32_t)to_int(X->a.f32[i])))
 TEST(cvtepi32_ps, 0, GIVES_PS(_mm512_cvtepi32_ps(SI(a))), F32((float)X->a.i32[i]))
 TEST(add_epi32, 0, GIVES_SI(_mm512_add_epi32(SI(a), SI(b))), U32(a + b))
+TEST(sub_epi32, 0, GIVES_SI(_mm512_sub_epi32(SI(a), SI(b))), U32(a - b))
 TEST(sub_epi16, 0, GIVES_SI(_mm512_sub_epi16(SI(a), SI(b))), U16(a - b))
 TEST(and_si512, 0, GIVES_SI(_mm512_and_si512(SI(a), SI(b))), U32(a &b))
 TEST(or_si512, 0, GIVES_SI(_mm512_or_si512(SI(a), SI(b))), U32(a | b))
 TEST(max_epu32, 0, GIVES_SI(_mm512_max_epu32(SI(a), SI(b))), U32(a > b ? a : b))
 TEST(min_epu16, 0, GIVES_SI(_mm512_min_epu16(SI(a), SI(b))), U16(a < b ? a : b))
-TEST(subs_epu16, 0, GIVES_SI(_mm512_subs_epu16(SI(a), SI(b))), U16(a > b ? a - b : 0))
 TEST(madd_epi16, 0, GIVES_SI(_mm512_madd_epi16(SI(a), SI(b))),
      U32((uint32_t)((int16_t)a *(int16_t)b) + (uint32_t)((int16_t)(a >> 16) * (int16_t)(b >> 16))))
 TEST(slli_epi32, 0, GIVES_SI(_mm512_slli_epi32(SI(a), 16)), U32(a << 16))
@@ -116,6 +116,8 @@ TEST(unpacklo_epi8, 0, GIVES_SI(_mm512_unpacklo_epi8(SI(a), SI(b))), UNPACK(8, u
 TEST(unpackhi_epi8, 0, GIVES_SI(_mm512_unpackhi_epi8(SI(a), SI(b))), UNPACK(8, u8, 1))
 TEST(unpacklo_epi32, 0, GIVES_SI(_mm512_unpacklo_epi32(SI(a), SI(b))), UNPACK(32, u32, 0))
 TEST(unpackhi_epi32, 0, GIVES_SI(_mm512_unpackhi_epi32(SI(a), SI(b))), UNPACK(32, u32, 1))
+TEST(unpacklo_ps, 0, GIVES_PS(_mm512_unpacklo_ps(PS(a), PS(b))), UNPACK(32, u32, 0))
+TEST(unpackhi_ps, 0, GIVES_PS(_mm512_unpackhi_ps(PS(a), PS(b))), UNPACK(32, u32, 1))
 TEST(unpacklo_epi64, 0, GIVES_SI(_mm512_unpacklo_epi64(SI(a), SI(b))), UNPACK(64, u64, 0))
 TEST(unpackhi_epi64, 0, GIVES_SI(_mm512_unpackhi_epi64(SI(a), SI(b))), UNPACK(64, u64, 1))
 TEST(shuffle_epi8, 0, GIVES_SI(_mm512_shuffle_epi8(SI(a), SI(b))),
@@ -134,6 +136,7 @@ TEST(broadcast_i32x4, 0, GIVES_SI(_mm512_broadcast_i32x4(QUARTER(a))), U32(X->a.
                   holds;                                                                                               \
               })))
 COMPARE(LT_OQ, a < b)
+COMPARE(GT_OQ, a > b)
 COMPARE(NLT_UQ, !(a < b))
 COMPARE(NEQ_UQ, !(a == b))
 COMPARE(UNORD_Q, isnan(a) || isnan(b))
@@ -142,6 +145,7 @@ TEST(cmpeq_epi16, 0, GIVES_MASK(_mm256_cmpeq_epi16_mask(HALF(a), HALF(b))), MASK
 TEST(mask_blend_epi32, 0, GIVES_SI(_mm512_mask_blend_epi32(K16, SI(a), SI(b))), U32(HAS(i) ? b : a))
 TEST(mask_blend_ps, 0, GIVES_PS(_mm512_mask_blend_ps(K16, PS(a), PS(b))), U32(HAS(i) ? b : a))
 TEST(maskz_mul_ps, 1, GIVES_PS(_mm512_maskz_mul_ps(K16, PS(a), PS(b))), F32(HAS(i) ? a *b : 0))
+TEST(maskz_fmadd_ps, 1, GIVES_PS(_mm512_maskz_fmadd_ps(K16, PS(a), PS(b), PS(c))), F32(HAS(i) ? fmaf(a, b, c) : 0))
 TEST(mask_blend_epi16, 0, GIVES_HALF(_mm256_mask_blend_epi16(K16, HALF(a), HALF(b))),
      for (int i = 0; i < 16; i++) R->u16[i] = HAS(i) ? X->b.u16[i] : X->a.u16[i])
 TEST(mask_mov_epi16, 0, GIVES_SI(_mm512_mask_mov_epi16(SI(a), K32, SI(b))), U16(HAS(i) ? b : a))
@@ -223,6 +227,7 @@ TEST(cvtss_f32, 0, R->f32[0] = _mm512_cvtss_f32(PS(a)), R->u32[0] = X->a.u32[0])
          for (int i = 0; i < n; i++) R->u[i] = X->a.u[X->c.u[i] % n])
 PERMUTE(16, u16, 32)
 PERMUTE(64, u64, 8)
+TEST(permutexvar_epi32, 0, GIVES_SI(_mm512_permutexvar_epi32(SI(c), SI(a))), U32(X->a.u32[X->c.u32[i] % 16]))
 #define PERMUTE_PS(how)                                                                                                \
     TEST(permute_ps_##how, 0, GIVES_PS(_mm512_permute_ps(PS(a), how)), LANES(32, u32, X->a.u32[lane + (how >> 2 * i & 3)]))
 PERMUTE_PS(0xb1)

@@ -77,6 +77,40 @@ def test_ordinary_numbers_go_by_integers(variant: str) -> None:
     assert linear_cases.relative(run(problem, "avx2").states[0], problem.expected().states[0]) > 2e-5
 
 
+@pytest.mark.parametrize("isa", [isa for isa, dtype in KERNELS if isa == "amx" and dtype == "bfloat16"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("fill", ["", "unread_channels"])
+def test_tiles_keep_16_bits(isa: str, variant: str, fill: str) -> None:
+    """Operands that are no bfloat16 have two parts in it: with one, states would err by some 1e-3."""
+    case = Case(variant, (200,), dtype="bfloat16", head_k_dim=48, head_v_dim=80, fill=fill, starts=(9,))
+    problem = build(case)
+    got, want = run(problem, isa), problem.expected()
+    assert linear_cases.relative(got.states[0], want.states[0]) < 5e-5
+    assert linear_cases.relative(got.output, want.output) < 2.5e-3
+
+
+@pytest.mark.parametrize(("isa", "dtype"), ONE_DTYPE)
+@pytest.mark.parametrize("variant", ["kda", "gdn2"])
+def test_channels_that_forget(isa: str, dtype: str, variant: str) -> None:
+    """Some channels keep all and others next to nothing, slowly, fast, or at single tokens, so that what they are
+    divided by, where tiles multiply, would leave float32."""
+    for decays in (
+        [-0.7],
+        [-5],
+        [-30],
+        [-90],
+        [-0.01] * 9 + [-80],
+        [-3] * 20 + [0] * 7,
+        [0, -28],
+        [-40] * 3 + [-0.1] * 5,
+    ):
+        problem = build(Case(variant, (130, 64, 5), dtype=dtype, starts=(9, -1, 70), checkpoints=((0, 66), (0, 78))))
+        g = problem.options["g"]
+        g[:, :, ::3].T[...] = np.resize(F32(decays), len(g))
+        g[:, 1, 5] = 0
+        assert errors(problem, run(problem, isa))[0] <= 1, decays
+
+
 @pytest.mark.parametrize(("isa", "dtype"), [kernel for kernel in KERNELS if kernel[1] != "float16"])
 @pytest.mark.parametrize("size", [1e-33, 1e24])
 def test_numbers_of_any_size(isa: str, dtype: str, size: float) -> None:

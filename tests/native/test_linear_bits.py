@@ -93,6 +93,16 @@ def test_checkpoints(isa: str, dtype: str, variant: str, layout: str) -> None:
         check_checkpoints(isa, Case(variant, (130, 3), starts=(-1, -1), state_layout=layout, dtype=dtype, fill=fill))
 
 
+@pytest.mark.parametrize("isa", [isa for isa, dtype in KERNELS if dtype == "bfloat16"])
+@pytest.mark.parametrize("layout", ["KV", "VK"])
+def test_forgetting(isa: str, layout: str) -> None:
+    """Where decays of channels part a chunk into pieces."""
+    case = Case("kda", dtype="bfloat16", fill="forgetting", state_layout=layout)
+    check_checkpoints(isa, replace(case, lens=(130, 3), starts=(-1, -1)))
+    problem = build(replace(MIXED, variant="kda", dtype="bfloat16", fill="forgetting", state_layout=layout))
+    assert not list(differences(problem, run(problem, isa), isa, (1, 2, 3)))
+
+
 def check_checkpoints(isa: str, case: Case) -> None:
     after = tuple((0, n) for n in (1, 5, 30, 64, 64, 80, 129, 130))
     plain = run(build(case), isa)

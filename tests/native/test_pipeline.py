@@ -65,13 +65,27 @@ def test_masks_and_rows(rows: str, mask: str) -> None:
 
 
 @pytest.mark.parametrize("seq_len", [33, 64, 65, 1024, 1039, 2100])
-@pytest.mark.parametrize("sizes", [(64, 64), (96, 96), (128, 64), (64, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "sizes", [(64, 64), (96, 96), (128, 64), (64, 128), (192, 128), (256, 256), (160, 160), (224, 32), (320, 288)]
+)
 def test_head_sizes_and_blocks(sizes: tuple[int, int], seq_len: int) -> None:
     holds(case_of(f"pipeline-{sizes}-{seq_len}", 33, 2, seq_len, head_size=sizes[0], head_size_v=sizes[1]))
 
 
+# What is no multiple of 32 dimensions has a last product of its own, and columns of V of their own: 16, fewer, or both.
+@pytest.mark.parametrize("seq_len", [40, 1100])
+@pytest.mark.parametrize(
+    "sizes",
+    [(32, 32), (33, 33), (40, 72), (72, 40), (80, 80), (100, 63), (112, 112), (130, 47), (144, 144), (576, 512)],
+)
+def test_odd_head_sizes(sizes: tuple[int, int], seq_len: int) -> None:
+    options: dict[str, Any] = {"head_size": sizes[0], "head_size_v": sizes[1]}
+    holds(case_of(f"pipeline-{sizes}-{seq_len}", 33, 2, seq_len, **options))
+    holds(case_of(f"pipeline-{sizes}-{seq_len}-softcap", 70, 2, seq_len + 70, softcap=5.0, **options))
+
+
 @pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("size", [64, 72, 256])
 def test_fills(size: int, fill: str) -> None:
     holds(case_of(f"pipeline-fill-{fill}-{size}", 70, 2, 1100, head_size=size, fill=fill))
 
@@ -95,9 +109,37 @@ def test_caches_and_lists(options: dict[str, Any]) -> None:
     holds(case_of(f"pipeline-{sorted(options)}", 100, 2, 300, **options))
 
 
-def test_a_request_has_its_bits_whatever_is_beside_it() -> None:
+# Tokens of int8 and int4_per_token_head have one scale, those of int4 several; the fills from "leaping" on make strips
+# leave the pipeline, or have scales that are no numbers in slots that nothing sees.
+@pytest.mark.parametrize(
+    "fill", ["normal", "equal", "large", "leaping", "rising", "dominant", "tiny", "masked", "nan-value"]
+)
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int5", "int4", "int4_per_token_head", "int8/int4", "int4/int8"])
+def test_integers(kv_cache_dtype: str, fill: str) -> None:
+    options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "fill": fill}
+    holds(case_of(f"pipeline-{kv_cache_dtype}-{fill}", 33, 2, 1039, **options))
+
+
+@pytest.mark.parametrize("sizes", [(32, 32), (64, 40), (72, 72), (128, 128), (160, 144), (256, 256)])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4", "auto/int8", "int8/auto"])
+def test_integers_of_head_sizes(kv_cache_dtype: str, sizes: tuple[int, int]) -> None:
+    options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "head_size": sizes[0], "head_size_v": sizes[1]}
+    holds(case_of(f"pipeline-{kv_cache_dtype}-{sizes}", 70, 2, 300, **options))
+    holds(case_of(f"pipeline-{kv_cache_dtype}-{sizes}-softcap", 33, 2, 90, softcap=5.0, sliding_window=40, **options))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int4"])
+def test_a_request_has_its_bits_whatever_is_beside_it(kv_cache_dtype: str) -> None:
     case = Case(
-        "pipeline-batch", (40, 17, 1, 100), (1100, 40, 300, 100), 4, 2, 64, dtype="bfloat16", sliding_window=150
+        f"pipeline-batch-{kv_cache_dtype}",
+        (40, 17, 1, 100),
+        (1100, 40, 300, 100),
+        4,
+        2,
+        64,
+        dtype="bfloat16",
+        sliding_window=150,
+        kv_cache_dtype=kv_cache_dtype,
     )
     problem = build(case)
     for isa in ISAS:
@@ -113,10 +155,10 @@ def test_a_request_has_its_bits_whatever_is_beside_it() -> None:
 # ---- numbers ----
 
 
-def attend(q: Any, k: Any, v: Any, **options: Any) -> tuple[float, float]:
+def attend(q: Any, k: Any, v: Any, dtype: str = "bfloat16", **options: Any) -> tuple[float, float]:
     """The error of a request's output as relative RMS, and the largest one of lse as a share of lse where that is more
     than 1, for each isa the worst."""
-    q, k, v = (x.astype(numpy_dtype("bfloat16")) for x in (q, k, v))
+    q, k, v = (x.astype(numpy_dtype(dtype)) for x in (q, k, v))
     table, lens = np.arange(-(-len(k) // 16), dtype=np.int32), np.array([len(k)], np.int32)
     starts, worst = np.array([0, len(q)], np.int32), (0.0, 0.0)
     scale = options.pop("scale", q.shape[2] ** -0.5)
@@ -124,7 +166,7 @@ def attend(q: Any, k: Any, v: Any, **options: Any) -> tuple[float, float]:
     softcap = options.pop("softcap", 0.0)
     for isa in ISAS:
         lse = np.full((q.shape[1], len(q)), np.nan, np.float32)
-        cache = cpu_attn.PagedKVCache(len(table), 16, k.shape[1], k.shape[2], "bfloat16", isa, head_size_v=v.shape[2])
+        cache = cpu_attn.PagedKVCache(len(table), 16, k.shape[1], k.shape[2], dtype, isa, head_size_v=v.shape[2])
         cache.update(k, v, np.arange(len(k)))
         plan = cache.plan(starts, lens, q.shape[1], engine="native", sliding_window=window)
         got = cache.attend(q, table[None], plan, scale=scale, softcap=softcap, lse=lse).astype(np.float64)

@@ -28,6 +28,7 @@ KERNELS = {
     "kernel/attention/parameters.h": "",
     "kernel/dtype.inc": '#include "kernel/kernel.h"\nstatic const ca_kernel kernel_bf16;',
     "kernel/amx/attention.h": "static const ca_kernel kernel_amx;",
+    "kernel/amx/floats.h": "static const ca_kernel kernel_amx_float;\nstatic const ca_isa_row ca_isa_avx512;",
     "linear/kernel/all.h": "static const struct ca_linear_kernel { int none; } linear_kernel;",
 }
 

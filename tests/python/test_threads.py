@@ -265,7 +265,7 @@ from cpu_attn import sparse
 from cpu_attn._threads import force_num_threads
 force_num_threads(2)
 key = np.ones((64, 2, 32), np.float32)
-cache = cpu_attn.PagedKVCache(8, 16, 2, 32, "float32")
+cache = cpu_attn.PagedKVCache(8, 16, 2, 32, "float32", "scalar")
 table, lens, starts = np.arange(4, dtype=np.int32)[None], np.array([64], np.int32), np.array([0, 1], np.int32)
 bounds = [np.ones((8, 2, 32), np.float32)] * 2
 calls = {

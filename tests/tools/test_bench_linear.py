@@ -82,7 +82,7 @@ def test_it_is_linear_attention(name: str, engine: str) -> None:
     assert close(states[step.arrays_of_layer.slots], after, reference.BUDGET["float32"])
 
 
-@pytest.mark.parametrize("rival", ["torch", "ggml"])
+@pytest.mark.parametrize("rival", ["torch", "ggml", "onnxruntime"])
 @pytest.mark.parametrize("name", NAMES)
 def test_rivals_compute_the_same(name: str, rival: str) -> None:
     try:

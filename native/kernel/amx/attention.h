@@ -24,6 +24,15 @@
 #include "words.h"
 #include "pipeline.h"
 
+/* Holds what the pipeline makes of scales, where a token has one: what steps of keys have, what is left of V's scales
+ * when the powers of two in them are taken out, and key_scales.more and shares by the mantissa of what is left. */
+typedef struct scale_work {
+    key_scales keys[STEPS];
+    uint16_t rests[MAX_GROUPS * CA_LANES];
+    float more[128];
+    uint16_t shares[2][128];
+} scale_work;
+
 typedef struct tile_work {
     const ca_plan *plan;
     const ca_call *call;
@@ -38,6 +47,8 @@ typedef struct tile_work {
     int64_t loaded;               /* queries up to this row are in x.q */
     pipeline *pipe;               /* NULL: all strips go by scores */
     float *partial_o;             /* [STRIP][head_size_v], for pipe->o */
+    scale_work *scales;           /* of the pipeline, where K or V has one scale a token */
+    uint16_t *last_queries;       /* [rows][DEPTH]: pipe_unit.q_last of a head size that is no multiple of it */
     uint8_t *left;                /* of each strip: has it left the pipeline? */
     uint8_t by_vectors[CA_HEADS]; /* heads that the vector kernel computes from the start */
     scratch scratch;
@@ -70,15 +81,15 @@ static int has_one_scale(int dtype) { return ca_is_scaled(dtype) && !ca_has_scal
 /* May strips of a task with more than CA_FEW_ROWS rows be units of the pipeline? */
 static int may_pipe(const ca_plan *plan) {
     const ca_shape *s = &plan->shape;
-    return plan->rows > CA_FEW_ROWS && !ca_is_scaled(s->k_dtype) && !ca_is_scaled(s->v_dtype) && !plan->tree &&
-           has_pipeline(s->head_size) && has_pipeline(s->head_size_v);
+    return plan->rows > CA_FEW_ROWS && !plan->tree && has_pipeline(s->head_size, ca_has_scales(s->k_dtype) ? 2 : 1) &&
+           has_pipeline(s->head_size_v, 1);
 }
 
 static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
     const int k_dtype = plan->shape.k_dtype, v_dtype = plan->shape.v_dtype;
     const int64_t k_elements = ca_is_scaled(k_dtype) ? MAX_GROUPS * ca_kv_form(plan, K).elements : 0;
     const int64_t staged = ca_max64(ca_has_scales(k_dtype) ? ca_kv_form(plan, K).elements : 0,
-                                    ca_has_scales(v_dtype) ? ca_kv_form(plan, V).elements : 0);
+                                    ca_is_scaled(v_dtype) ? ca_kv_form(plan, V).elements : 0);
     int64_t at = carve(&w->scratch, base, plan);
     w->kv[K].scaled = has_one_scale(k_dtype);
     w->kv[V].scaled = has_one_scale(v_dtype);
@@ -92,6 +103,8 @@ static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
     CA_CARVE(w->stage, staged ? (staged + 2 * VL) * 2 : 0)
     CA_CARVE(w->pipe, may_pipe(plan) ? sizeof *w->pipe : 0)
     CA_CARVE(w->partial_o, may_pipe(plan) ? STRIP * plan->shape.head_size_v * 4 : 0)
+    CA_CARVE(w->scales, may_pipe(plan) && (w->kv[K].scaled || w->kv[V].scaled) ? sizeof *w->scales : 0)
+    CA_CARVE(w->last_queries, may_pipe(plan) ? ca_round_up(plan->rows, STRIP) * DEPTH * 2 : 0)
     CA_CARVE(w->left, ca_div_up(plan->rows, STRIP))
     w->kv[V].wide = w->copies + STEPS_V * DEPTH * (int64_t)plan->shape.head_size_v;
     return at;
@@ -209,9 +222,12 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     }
     tile_work w = begin_work(plan, call, task, kv_head, num_heads, ca_div_up(rows, STRIP), memory);
     if (goes_by_units(plan, call, task, w.scratch.factor)) {
-        begin_pipeline(w.pipe, w.partial_o);
+        begin_pipeline(w.pipe, w.partial_o, w.kv[K].scaled || w.kv[V].scaled ? w.scales->keys : NULL);
+        if (w.pipe->keys)
+            find_rest_factors(w.scales);
+        w.kv[V].parts = 1;
         memset(w.left, 0, (size_t)ca_div_up(rows, STRIP));
-        for (int64_t r = 0; r < ca_min64(rows, 2 * STRIP); r++)
+        for (int64_t r = 0; r < ca_min64(rows, 3 * STRIP); r++)
             prefetch_bytes(w.scratch.query[r], w.head_size * 2);
     } else {
         w.pipe = NULL;

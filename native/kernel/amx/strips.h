@@ -152,15 +152,25 @@ static strip make_strip(const tile_work *w, const score_block *b, int64_t row) {
     return t; /* It has no groups only between blocks that are selected. */
 }
 
-/* Copies queries of a strip, unless that is done, and fills it up with rows of zeros. */
+/* Copies queries of the strips up to one, unless that is done, and fills up the last one with rows of zeros. The
+ * pipeline takes what is behind the last whole 32 dimensions from last_queries. */
 static void load_strip(tile_work *w, int64_t row) {
-    const int64_t rows = ca_min64(STRIP, ca_rows_of(w->plan, w->task) - row), width = query_width_bf16(w->head_size);
-    if (row < w->loaded)
-        return;
-    load_queries_bf16(w->plan, &w->scratch, row, rows);
-    if (w->pipe) /* x.q has room for floats, so for twice the rows. */
-        memset((uint16_t *)w->scratch.q + (row + rows) * width, 0, (size_t)((STRIP - rows) * width) * 2);
-    w->loaded = row + STRIP;
+    const int64_t end = ca_rows_of(w->plan, w->task), width = query_width_bf16(w->head_size);
+    for (; w->loaded <= row; w->loaded += STRIP) {
+        const int64_t rows = ca_min64(STRIP, end - w->loaded);
+        load_queries_bf16(w->plan, &w->scratch, w->loaded, rows);
+        if (!w->pipe)
+            continue;
+        uint16_t *q =
+            (uint16_t *)w->scratch.q + w->loaded * width; /* x.q has room for floats, so for twice the rows. */
+        memset(q + rows * width, 0, (size_t)((STRIP - rows) * width) * 2);
+        const int64_t last = width % DEPTH, counted = DEPTH - last;
+        uint16_t *to = w->last_queries + w->loaded * DEPTH;
+        for (int r = 0; last && r < STRIP; r++, to += DEPTH) {
+            memset(to, 0, (size_t)counted * 2);
+            memcpy(to + counted, q + (r + 1) * width - last, (size_t)last * 2);
+        }
+    }
 }
 
 /* Adds the values of a strip's keys, KEYS at a time. */

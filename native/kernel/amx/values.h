@@ -20,14 +20,17 @@ static void copy_values(const group *g, int64_t at, int64_t k0, int64_t k1, int6
     }
 }
 
-/* x - x is 0 if x is finite, and NaN otherwise. */
+/* n is a multiple of 2 * VL. */
 static int all_finite(const uint16_t *x, int64_t n) {
-    vf off = v_set1(0);
-    for (int64_t i = 0; i < n; i += VL) {
-        const vf y = load_some_bf16(x + i, n - i);
-        off = v_add(off, v_sub(y, y));
-    }
-    return v_hsum(off) == 0;
+    uint16_t room[2 * VL];
+    int ok = 1;
+    vi least = v_set1_int(-1);
+    for (int64_t i = 0; i < n; i += 2 * VL)
+        least = v_least_room(least, v_load_words(x + i));
+    v_store_words(room, least);
+    for (int i = 0; i < 2 * VL; i++)
+        ok &= room[i] >= 0x80;
+    return ok;
 }
 
 /* Sets where tiles read V of a score block, two groups at a time. Keys that a row may not see weigh 0 there, which

@@ -44,17 +44,19 @@ EMULATE_2(__m512, mul_ps, _mm256_mul_ps)
 EMULATE_2(__m512, div_ps, _mm256_div_ps)
 EMULATE_2(__m512, min_ps, _mm256_min_ps)
 EMULATE_2(__m512, max_ps, _mm256_max_ps)
+EMULATE_2(__m512, unpacklo_ps, _mm256_unpacklo_ps)
+EMULATE_2(__m512, unpackhi_ps, _mm256_unpackhi_ps)
 EMULATE_2(__m512, and_ps, _mm256_and_ps)
 EMULATE_2(__m512, or_ps, _mm256_or_ps)
 EMULATE_3(__m512, fmadd_ps, _mm256_fmadd_ps)
 EMULATE_3(__m512, fnmadd_ps, _mm256_fnmadd_ps)
 EMULATE_2(__m512i, add_epi32, _mm256_add_epi32)
 EMULATE_2(__m512i, sub_epi16, _mm256_sub_epi16)
+EMULATE_2(__m512i, sub_epi32, _mm256_sub_epi32)
 EMULATE_2(__m512i, and_si512, _mm256_and_si256)
 EMULATE_2(__m512i, or_si512, _mm256_or_si256)
 EMULATE_2(__m512i, max_epu32, _mm256_max_epu32)
 EMULATE_2(__m512i, min_epu16, _mm256_min_epu16)
-EMULATE_2(__m512i, subs_epu16, _mm256_subs_epu16)
 EMULATE_2(__m512i, madd_epi16, _mm256_madd_epi16)
 EMULATE_2(__m512i, packs_epi32, _mm256_packs_epi32)
 EMULATE_2(__m512i, packus_epi32, _mm256_packus_epi32)
@@ -85,17 +87,19 @@ EMULATE_SET(__m512i, broadcast_i32x4, __m128i, _mm256_broadcastsi128_si256)
 #define _mm512_div_ps emulated_div_ps
 #define _mm512_min_ps emulated_min_ps
 #define _mm512_max_ps emulated_max_ps
+#define _mm512_unpacklo_ps emulated_unpacklo_ps
+#define _mm512_unpackhi_ps emulated_unpackhi_ps
 #define _mm512_and_ps emulated_and_ps
 #define _mm512_or_ps emulated_or_ps
 #define _mm512_fmadd_ps emulated_fmadd_ps
 #define _mm512_fnmadd_ps emulated_fnmadd_ps
 #define _mm512_add_epi32 emulated_add_epi32
 #define _mm512_sub_epi16 emulated_sub_epi16
+#define _mm512_sub_epi32 emulated_sub_epi32
 #define _mm512_and_si512 emulated_and_si512
 #define _mm512_or_si512 emulated_or_si512
 #define _mm512_max_epu32 emulated_max_epu32
 #define _mm512_min_epu16 emulated_min_epu16
-#define _mm512_subs_epu16 emulated_subs_epu16
 #define _mm512_madd_epi16 emulated_madd_epi16
 #define _mm512_packs_epi32 emulated_packs_epi32
 #define _mm512_packus_epi32 emulated_packus_epi32
@@ -193,6 +197,9 @@ INLINE __m512 emulated_mask_blend_ps(__mmask16 k, __m512 no, __m512 yes) {
 INLINE __m512 emulated_maskz_mul_ps(__mmask16 k, __m512 a, __m512 b) {
     return emulated_mask_blend_ps(k, emulated_set1_ps(0), emulated_mul_ps(a, b));
 }
+INLINE __m512 emulated_maskz_fmadd_ps(__mmask16 k, __m512 a, __m512 b, __m512 c) {
+    return emulated_mask_blend_ps(k, emulated_set1_ps(0), emulated_fmadd_ps(a, b, c));
+}
 INLINE __m256i emulated_256_mask_blend_epi16(__mmask16 k, __m256i no, __m256i yes) {
     return _mm256_blendv_epi8(no, yes, emulated_lanes_16(k));
 }
@@ -208,6 +215,7 @@ INLINE __m512i emulated_mask_sub_epi16(__m512i no, __mmask32 k, __m512i a, __m51
 #define _mm512_mask_blend_epi32 emulated_mask_blend_epi32
 #define _mm512_mask_blend_ps emulated_mask_blend_ps
 #define _mm512_maskz_mul_ps emulated_maskz_mul_ps
+#define _mm512_maskz_fmadd_ps emulated_maskz_fmadd_ps
 #define _mm256_mask_blend_epi16 emulated_256_mask_blend_epi16
 #define _mm512_mask_mov_epi16 emulated_mask_mov_epi16
 #define _mm512_mask_sub_epi16 emulated_mask_sub_epi16
@@ -347,6 +355,7 @@ INLINE __m512 emulated_cvtph_ps(__m256i x) {
         return emulated_permutex2var_epi##bits(x, index, x);                                                           \
     }
 EMULATE_PERMUTE(16, uint16_t)
+EMULATE_PERMUTE(32, uint32_t)
 EMULATE_PERMUTE(64, uint64_t)
 INLINE __m512i emulated_mask_permutexvar_epi16(__m512i no, __mmask32 k, __m512i index, __m512i x) {
     return emulated_mask_mov_epi16(no, k, emulated_permutexvar_epi16(index, x));
@@ -355,6 +364,7 @@ INLINE __m512i emulated_mask_permutexvar_epi16(__m512i no, __mmask32 k, __m512i 
 #define _mm512_permutex2var_epi16 emulated_permutex2var_epi16
 #define _mm512_permutex2var_epi64 emulated_permutex2var_epi64
 #define _mm512_permutexvar_epi16 emulated_permutexvar_epi16
+#define _mm512_permutexvar_epi32 emulated_permutexvar_epi32
 #define _mm512_permutexvar_epi64 emulated_permutexvar_epi64
 
 #define _mm512_permute_ps(x, how) ((__m512){{_mm256_permute_ps((x).h[0], how), _mm256_permute_ps((x).h[1], how)}})

@@ -53,7 +53,7 @@ static float compute(const ca_probe_data *data, int64_t rounds) {
 const ca_probe_row ca_probe_amx = {
     .isa = "amx",
     .what = "TDPBF16PS, 16x16x32",
-    .dtypes = 1 << CA_BF16,
+    .dtypes = 1 << CA_BF16 | 1 << CA_F16 | 1 << CA_F32, /* f16 takes three products for one, f32 six */
     .missing = missing,
     .flops = 4 * 2 * 16 * 16 * 32,
     .compute = compute,

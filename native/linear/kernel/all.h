@@ -24,6 +24,13 @@
 #define LINEAR_ROWS 2
 #endif
 
+/* Vectors of a row that linear_within sums up at a time. */
+#ifdef TILES
+#define LINEAR_WITHIN 8
+#else
+#define LINEAR_WITHIN LINEAR_NV
+#endif
+
 #include "rows.h"
 #include "gates.h"
 
@@ -43,6 +50,10 @@
 #include "products.h"
 #include "chunk.h"
 #include "channels.h"
+#ifdef TILES
+#include "tiles.h"
+#include "tile_chunk.h"
+#endif
 #include "run.h"
 #include "conv.h"
 

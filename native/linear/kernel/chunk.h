@@ -12,12 +12,13 @@
  * up to the 16 tokens before its own, and token by token through these, so that no number of a later token, NaN say,
  * meets an earlier one. Which products may be of words, words.h says. */
 
-/* Makes of d[j] = D(i - 1, j) for j < i those of i. d is [80]. */
-static void linear_decay_row(const float *decay, int64_t i, float *d) {
+/* Makes of d[j] = D(i - 1, j) for j < i, times what key j is multiplied by, those of i. d is [80]. */
+static void linear_decay_row(const linear_item *it, int64_t i, float *d) {
+    const float *decay = it->numbers[0];
     const vf by = v_set1(decay[i]);
     for (int64_t j = 0; j < i; j += VL)
         v_store(d + j, v_mul(v_load_f32(d + j), by));
-    d[i] = 1;
+    d[i] = it->numbers[7][i];
     for (int64_t j = i + 1; j < LINEAR_PAD(i + 1); j++)
         d[j] = 0;
 }
@@ -33,27 +34,27 @@ static void linear_look_ahead(const linear_item *it, int slot, int index, int64_
                                          ca_min64(CA_CHUNK, it->last - t)};
 }
 
-/* Adds to rows [i, i1) of `to` what the rows of w from i0 to their own give, times their factors; own: their own, too,
- * else factors count as negative, and `to` may be w. */
-INLINE void linear_within(const float *factors, int64_t i0, int64_t i, int64_t i1, int own, int nv, const float *w,
-                          float *to, int64_t ld) {
+/* Adds to rows [i, i1) of `to`, or takes from them, what the rows of w from i0 to their own give, times their factors;
+ * own: their own, too, else `to` may be w. */
+INLINE void linear_within(const float *factors, int64_t i0, int64_t i, int64_t i1, int own, int takes, int nv,
+                          const float *w, float *to, int64_t ld) {
     for (; i < i1; i++) {
-        vf sum[LINEAR_NV];
+        vf sum[LINEAR_WITHIN];
         EACH(v, nv) sum[v] = v_load_f32(to + i * ld + v * VL);
         for (int64_t j = i0; j < i + own; j++) {
             const float f = factors[i * CA_CHUNK + j];
-            EACH(v, nv) sum[v] = v_fma(v_set1(own ? f : -f), v_load_f32(w + j * ld + v * VL), sum[v]);
+            EACH(v, nv) sum[v] = v_fma(v_set1(takes ? -f : f), v_load_f32(w + j * ld + v * VL), sum[v]);
         }
         EACH(v, nv) v_store(to + i * ld + v * VL, sum[v]);
     }
 }
 static NOINLINE void linear_triangle(const linear_item *it, const float *factors, int64_t i0, int64_t i, int64_t i1,
-                                     int own, float *to) {
+                                     int own, int takes, float *to) {
     int64_t c = 0;
-    for (; c + LINEAR_NV * VL <= it->vp; c += LINEAR_NV * VL)
-        linear_within(factors, i0, i, i1, own, LINEAR_NV, it->w + c, to + c, it->vp);
+    for (; c + LINEAR_WITHIN * VL <= it->vp; c += LINEAR_WITHIN * VL)
+        linear_within(factors, i0, i, i1, own, takes, LINEAR_WITHIN, it->w + c, to + c, it->vp);
     for (; c < it->vp; c += VL)
-        linear_within(factors, i0, i, i1, own, 1, it->w + c, to + c, it->vp);
+        linear_within(factors, i0, i, i1, own, takes, 1, it->w + c, to + c, it->vp);
 }
 
 /* Solves rows [first, n) for w and adds what tokens of the chunk give to o, which holds what the state gives. */
@@ -65,10 +66,10 @@ static void linear_solve(const linear_item *it, int64_t first, int64_t n) {
         if (i0 && it->delta)
             linear_product(it, i1 - i, it->vp, i0, a, w, (linear_to){it->w + i * it->vp, it->vp, LINEAR_SUB, NULL}, 0);
         if (it->delta)
-            linear_triangle(it, it->a, i0, i, i1, 0, it->w);
+            linear_triangle(it, it->a, i0, i, i1, 0, 1, it->w);
         if (i0)
             linear_product(it, i1 - i, it->vp, i0, p, w, (linear_to){it->o + i * it->vp, it->vp, LINEAR_ADD, NULL}, 0);
-        linear_triangle(it, it->p, i0, i, i1, 1, it->o);
+        linear_triangle(it, it->p, i0, i, i1, 1, 0, it->o);
     }
 }
 
@@ -130,47 +131,61 @@ static void linear_open_chunk(linear_item *it, int64_t t, int64_t n) {
     it->tokens = n;
     it->turned_tokens = 0;
     it->shared = -1;
+    for (int64_t i = 0; i < n; i++)
+        it->numbers[7][i] = it->numbers[8][i] = 1;
     if (!it->wide)
         linear_share(it, it->may_words);
 }
 
 /* Makes rows [first, n) of a and p of the products, and for each row what a product with the state is multiplied by
  * where it becomes a part of w (beta times the decays up to the row) and of o (these decays). */
-static void linear_weigh(const linear_item *it, int64_t first, int64_t n, const float *decay, const float *beta) {
+static void linear_weigh(linear_item *it, int64_t first, int64_t n) {
+    const float *decay = it->numbers[0], *beta = it->numbers[2], *of_key = it->numbers[7], *of_query = it->numbers[8];
     float *d = it->numbers[3], *of_w = it->numbers[4], *of_o = it->numbers[5], total = 1;
+    it->weighed = n;
     for (int64_t i = 0; i < n; i++) {
-        linear_decay_row(decay, i, d);
+        linear_decay_row(it, i, d);
         total *= decay[i];
-        const float b = it->erases ? 1 : beta[i];
+        const float b = of_key[i] * (it->erases ? 1 : beta[i]);
         of_w[i] = b * total;
-        of_o[i] = total;
+        of_o[i] = of_query[i] * total;
         for (int64_t j = 0; i >= first && j <= i; j += VL) {
             const vf x = v_load_f32(d + j);
             if (it->delta)
-                v_store(it->a + i * CA_CHUNK + j, v_mul(v_mul(v_load_f32(it->kk + i * CA_CHUNK + j), v_set1(b)), x));
-            v_store(it->p + i * CA_CHUNK + j, v_mul(v_load_f32(it->qk + i * CA_CHUNK + j), x));
+                v_store(it->a + i * CA_CHUNK + j,
+                        v_mul(v_mul(v_load_f32(it->kk + i * CA_CHUNK + j), v_set1(it->tiles ? -b : b)), x));
+            v_store(it->p + i * CA_CHUNK + j,
+                    v_mul(v_mul(v_load_f32(it->qk + i * CA_CHUNK + j), v_set1(of_query[i])), x));
         }
     }
 }
 
-/* Makes of the state before the chunk that after its first m tokens. */
-static void linear_advance(linear_item *it, int64_t m, float *state) {
+/* Returns the decays that follow each of the first m tokens, and splits that of the state over all of them. */
+static const float *linear_leave(linear_item *it, int64_t m) {
     const float *decay = it->numbers[0], *less = it->numbers[1];
     float *d = it->numbers[3];
     vf total = v_set1(1), total_less = v_set1(0), kept;
     for (int64_t i = 0; i < m; i++) {
-        linear_decay_row(decay, i, d);
+        if (m != it->weighed)
+            linear_decay_row(it, i, d);
         total = v_mul(total, v_set1(decay[i]));
         total_less = linear_both_less(total_less, v_set1(less[i]));
     }
+    it->weighed = m;
     total = linear_split(total, total_less, &kept);
-    for (int64_t j = 0; j < m; j++)
-        for (int64_t c = 0; c < it->vp; c += VL)
-            v_store(it->w_left + j * it->vp + c, v_mul(v_set1(d[j]), v_load_f32(it->w + j * it->vp + c)));
     for (int64_t i = 0; i < it->kp; i += VL) {
         v_store(it->factor + i, total);
         v_store(it->kept + i, kept);
     }
+    return d;
+}
+
+/* Makes of the state before the chunk that after its first m tokens. */
+static void linear_advance(linear_item *it, int64_t m, float *state) {
+    const float *d = linear_leave(it, m);
+    for (int64_t j = 0; j < m; j++)
+        for (int64_t c = 0; c < it->vp; c += VL)
+            v_store(it->w_left + j * it->vp + c, v_mul(v_set1(d[j]), v_load_f32(it->w + j * it->vp + c)));
     it->words = it->may_words && m <= it->coarse && !linear_state_is_coarse(it, m, d);
     if (it->turned_tokens != m || it->turned_by_words != it->words)
         it->by_channel = linear_rows_turned(it, it->k, m, it->turned_words);
@@ -184,7 +199,7 @@ static void linear_advance(linear_item *it, int64_t m, float *state) {
  * the erasers as an operand. */
 static linear_x linear_take_rows(linear_item *it, const linear_head *h, int64_t t, int64_t first, int64_t n,
                                  int words) {
-    const float *decay = it->numbers[0], *beta = it->numbers[2];
+    const float *beta = it->numbers[2];
     linear_share(it, words);
     const linear_y state = linear_columns(it, linear_state(it, h->head), it->dk, it->state_words);
     for (int64_t i = first; i < n; i++) {
@@ -197,7 +212,7 @@ static linear_x linear_take_rows(linear_item *it, const linear_head *h, int64_t 
         erasers = linear_rows(it, it->e, n, it->e_words);
         linear_product(it, n, n, it->dk, erasers, it->with_keys, (linear_to){it->kk, CA_CHUNK, LINEAR_SET, NULL}, 1);
     }
-    linear_weigh(it, first, n, decay, beta);
+    linear_weigh(it, first, n);
     if (it->delta)
         linear_product(it, n - first, it->vp, it->dk, linear_x_from(erasers, first), state,
                        (linear_to){it->w + first * it->vp, it->vp, LINEAR_SUB, it->numbers[4] + first}, 0);

@@ -10,7 +10,7 @@ typedef struct linear_ahead {
     const char *at;
     int64_t step, bytes, rows;
 } linear_ahead;
-#define LINEAR_AHEAD 4 /* of values and gates, and of queries and keys */
+#define LINEAR_AHEAD 5 /* by tiles this chunk's outputs; values and gates, keys and queries */
 
 /* Operands of products. Element (i, k) of X is x[i * row + k * column]. Column c of Y lies in group c / 16: element (k,
  * c) is y[c / 16 * group + k * ld + c % 16]; rows that follow one another have group 16. With scales, of each row of X
@@ -30,6 +30,20 @@ typedef struct linear_packed {
     float *words, *scale;
 } linear_packed;
 
+/* An operand of tiles (tiles.h): `tile` elements from one tile of rows, or of columns, to the next. */
+typedef struct linear_parts {
+    uint16_t *at;
+    int64_t tile;
+} linear_parts;
+#define LINEAR_STEPS(depth) ca_div_up(depth, 32) /* of a product by tiles */
+#define LINEAR_PART (CA_LANES * 32)              /* elements of a tile in bfloat16 */
+#define LINEAR_SUMS (4 * CA_LANES * CA_LANES)    /* of 2 x 2 tiles */
+
+#ifdef TILES
+#define LINEAR_BY_TILES(plan) ((plan)->shape.dtype == CA_BF16)
+#else
+#define LINEAR_BY_TILES(plan) 0
+#endif
 #ifdef INTEGERS
 #define LINEAR_BY_WORDS(plan) ((plan)->shape.dtype == CA_BF16 && *INTEGERS)
 #else
@@ -54,7 +68,7 @@ typedef struct linear_item {
     float *k, *q, *e, *decay, *less; /* [64][kp] */
     float *keys;           /* [kp][64]: rows, transposed; where `wide` [4][kp][16]: keys by groups of 16 tokens */
     float *kk, *qk;        /* [64][64]: products of erasers, or keys, and of queries with keys */
-    float *a, *p;          /* [64][64]: these with their decays */
+    float *a, *p;          /* [64][64]: these with their decays; by tiles less A */
     float *o, *w, *w_left; /* [64][vp] */
     float *ek, *qg;        /* [64][kp]: erasers and queries times their decays */
     float *left;           /* [64][kp]: keys times the decays that follow */
@@ -69,9 +83,18 @@ typedef struct linear_item {
     linear_x by_query, by_key, by_channel;
     linear_y with_keys;
     int64_t turned_tokens;
+    int64_t weighed; /* tokens whose last one's decays, since each, are in numbers[3] */
     int turned_by_words;
     linear_ahead *ahead; /* [LINEAR_AHEAD] */
-    float *numbers[7];   /* [80]: decay, decay less 1, beta, room, what linear_weigh makes for w and for o, |w|^2 */
+    /* [80]: decay, decay less 1, beta, room, what linear_weigh makes for w and for o, |w|^2, and what rows of keys and
+     * of queries are multiplied by. */
+    float *numbers[9];
+    /* Calls by tiles have these operands (tiles.h): queries, keys and erasers, the transpose of keys, keys, states and
+     * w as columns, rows of A and of P; and two blocks of sums. */
+    int tiles;
+    linear_parts x_query, x_key, x_eraser, x_channel, y_key, y_state, y_w, x_within;
+    float *sums;
+    int64_t piece; /* the chunk's token that a piece begins with (tile_chunk.h) */
 } linear_item;
 
 static float *linear_take(char *base, int64_t *at, int64_t floats) {
@@ -85,6 +108,11 @@ static linear_packed linear_take_packed(char *base, int64_t *at, int64_t depth, 
     x.words = linear_take(base, at, depth / 2 * columns);
     x.scale = linear_take(base, at, columns);
     return x;
+}
+
+static linear_parts linear_take_parts(char *base, int64_t *at, int64_t tiles, int64_t depth) {
+    const int64_t tile = LINEAR_STEPS(depth) * 2 * LINEAR_PART;
+    return (linear_parts){(void *)linear_take(base, at, tiles * tile / 2), tile};
 }
 
 /* Lays out an item's memory, and returns its bytes. */
@@ -102,7 +130,7 @@ static int64_t linear_lay_out(const ca_linear_plan *plan, char *base, linear_ite
         *of_channels[i] = linear_take(base, &at, it->kp);
     for (int i = 0; i < 4; i++)
         *of_values[i] = linear_take(base, &at, it->vp);
-    for (int i = 0; i < 7; i++)
+    for (int i = 0; i < 9; i++)
         it->numbers[i] = linear_take(base, &at, CA_CHUNK + CA_LANES);
     it->biases = linear_take(base, &at, plan->heads * it->kp);
     it->skips = linear_take(base, &at, plan->heads * it->vp);
@@ -120,6 +148,19 @@ static int64_t linear_lay_out(const ca_linear_plan *plan, char *base, linear_ite
     for (int i = 0; i < 4; i++)
         *squares[i] = linear_take(base, &at, rows * CA_CHUNK);
     it->keys = linear_take(base, &at, CA_CHUNK * it->kp);
+    it->tiles = LINEAR_BY_TILES(plan);
+    if (it->tiles) {
+        const int64_t rows_of_tiles = CA_CHUNK / CA_LANES, channels = it->kp / CA_LANES, values = it->vp / CA_LANES;
+        it->x_query = linear_take_parts(base, &at, rows_of_tiles, it->kp);
+        it->x_key = linear_take_parts(base, &at, rows_of_tiles, it->kp);
+        it->x_eraser = linear_take_parts(base, &at, rows_of_tiles, it->kp);
+        it->x_channel = linear_take_parts(base, &at, channels, CA_CHUNK);
+        it->y_key = linear_take_parts(base, &at, rows_of_tiles, it->kp);
+        it->y_state = linear_take_parts(base, &at, values, it->kp);
+        it->y_w = linear_take_parts(base, &at, values, CA_CHUNK);
+        it->x_within = linear_take_parts(base, &at, 2, CA_CHUNK);
+        it->sums = linear_take(base, &at, 2 * LINEAR_SUMS);
+    }
     it->may_words = LINEAR_BY_WORDS(plan);
     if (it->may_words) {
         it->q_words = linear_take_packed(base, &at, it->kp, CA_CHUNK);

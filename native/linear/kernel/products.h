@@ -18,6 +18,18 @@ typedef struct linear_to {
     const float *by;
 } linear_to;
 
+/* Makes of a row's product x what `to` asks for, at c. */
+INLINE void linear_put(linear_to to, float *c, vf x, float factor, float kept) {
+    if (to.mode == LINEAR_SET)
+        v_store(c, x);
+    else if (to.mode == LINEAR_ADD)
+        v_store(c, v_add(v_load_f32(c), x));
+    else if (to.mode == LINEAR_SUB)
+        v_store(c, v_sub(v_load_f32(c), x));
+    else
+        v_store(c, v_add(v_fma(v_load_f32(c), v_set1(factor), v_mul(v_load_f32(c), v_set1(kept))), x));
+}
+
 /* Both sum up a tile of mr rows from m on by nv vectors of columns from n on. */
 INLINE void linear_sum(int mr, int nv, int64_t depth, linear_x x, linear_y y, int64_t m, int64_t n,
                        vf (*acc)[LINEAR_NV]) {
@@ -65,18 +77,8 @@ INLINE void linear_tile(int mr, int nv, int64_t depth, linear_x x, linear_y y, i
         linear_sum(mr, nv, depth, x, y, m, n, acc);
     if (to.by)
         EACH(r, mr) EACH(v, nv) acc[r][v] = v_mul(acc[r][v], v_set1(to.by[m + r]));
-    EACH(r, mr) EACH(v, nv) {
-        float *c = to.c + (m + r) * to.ld + n + v * VL;
-        if (to.mode == LINEAR_SET)
-            v_store(c, acc[r][v]);
-        else if (to.mode == LINEAR_ADD)
-            v_store(c, v_add(v_load_f32(c), acc[r][v]));
-        else if (to.mode == LINEAR_SUB)
-            v_store(c, v_sub(v_load_f32(c), acc[r][v]));
-        else
-            v_store(c, v_add(v_fma(v_load_f32(c), v_set1(factor[m + r]), v_mul(v_load_f32(c), v_set1(kept[m + r]))),
-                             acc[r][v]));
-    }
+    EACH(r, mr)
+    EACH(v, nv) linear_put(to, to.c + (m + r) * to.ld + n + v * VL, acc[r][v], factor[m + r], kept[m + r]);
 }
 
 #define LINEAR_TILE(M, N) linear_tile(M, N, depth, x, y, m, n, to, it->factor, it->kept)
@@ -112,11 +114,10 @@ INLINE void linear_tile(int mr, int nv, int64_t depth, linear_x x, linear_y y, i
 #define LINEAR_HEIGHTS LINEAR_HEIGHT(1) LINEAR_HEIGHT(2)
 #endif
 
-/* Prefetches the next two rows that the item names: a chunk's products have at least half as many tiles as it has rows.
- */
-INLINE void linear_prefetch_rows(linear_ahead *ahead) {
-    for (int i = 0, n = 0; i < LINEAR_AHEAD && n < 2; i++)
-        for (; ahead[i].rows && n < 2; n++) {
+/* Prefetches the next rows that the item names. */
+INLINE void linear_prefetch_rows(linear_ahead *ahead, int rows) {
+    for (int i = 0, n = 0; i < LINEAR_AHEAD && n < rows; i++)
+        for (; ahead[i].rows && n < rows; n++) {
             const int64_t before = (int64_t)((uintptr_t)ahead[i].at % 64); /* rows may begin within a line */
             prefetch_bytes(ahead[i].at - before, before + ahead[i].bytes);
             ahead[i].at += ahead[i].step;
@@ -134,7 +135,7 @@ static NOINLINE void linear_product(const linear_item *it, int64_t rows, int64_t
             const int64_t mr = ca_min64(LINEAR_MR, rows - m);
             const int64_t end = lower ? ca_min64(columns, LINEAR_PAD(m + mr)) : columns;
             const int64_t nv = ca_min64(LINEAR_NV, (end - n) / VL);
-            linear_prefetch_rows(it->ahead);
+            linear_prefetch_rows(it->ahead, 2); /* there are at least half as many tiles as rows */
             if (nv > 0)
                 switch (mr) { LINEAR_HEIGHTS }
         }

@@ -110,6 +110,15 @@ static void linear_keep_turned(const linear_item *it, int64_t slot, int32_t head
 }
 
 static void linear_advance_any(linear_item *it, int64_t m, float *state) {
+#ifdef TILES
+    if (it->tiles) {
+        if (it->wide)
+            linear_advance_piece(it, m, state);
+        else
+            linear_advance_tiles(it, m, state);
+        return;
+    }
+#endif
     if (it->wide)
         linear_advance_channels(it, m, state);
     else
@@ -138,39 +147,84 @@ static void linear_steps_of_head(linear_item *it, int32_t next, const linear_hea
     for (; i < n; i++) {
         for (; next < s->first_checkpoint[it->request + 1] && s->checkpoints[next].token == first + i; next++)
             linear_keep_turned(it, s->checkpoints[next].slot, h->head, state);
-        linear_open_token(it, h, t + i, it->k + i * it->kp, it->q + i * it->kp);
+        linear_read_token(it, t + i, it->one, it->two);
+        linear_open_token(it, h, t + i, it->one, it->two);
         linear_step(it, CA_F32, state, it->vp, state, it->vp);
         linear_put_output(it, h, t + i);
     }
+}
+
+#ifdef TILES
+/* Takes n tokens of a chunk through the state of one head by pieces, each of which has a state before and after it. */
+static void linear_pieces(linear_item *it, int32_t next, const linear_head *h, int64_t first, int64_t n) {
+    const int64_t t = it->c->plan->query_start_loc[it->request] + first;
+    linear_open_decays(it, h, t, n);
+    for (int64_t m, i = 0; i < n; i += m) {
+        it->piece = i;
+        m = linear_open_piece(it, h, t + i, n - i);
+        linear_take_piece(it, h, t + i, m);
+        next = linear_keep_within(it, next, h, first + i, m);
+        linear_advance_piece(it, m, linear_state(it, h->head));
+    }
+}
+#endif
+
+/* Takes n tokens of a chunk through the state of one head: together, up to where they make it grow, and the others step
+ * by step. */
+static void linear_chunk_of_head(linear_item *it, int32_t next, const linear_head *h, int64_t first, int64_t n) {
+    const int64_t t = it->c->plan->query_start_loc[it->request] + first;
+#ifdef TILES
+    if (it->tiles && it->wide) {
+        linear_pieces(it, next, h, first, n);
+        return;
+    }
+#endif
+    int64_t together = linear_open_gates(it, h, t, n);
+    if (together < LINEAR_FEW)
+        together = 0;
+    else {
+#ifdef TILES
+        if (it->tiles)
+            linear_chunk_tiles(it, h, t, together);
+        else
+#endif
+            if (it->wide)
+            linear_chunk_channels(it, h, t, together);
+        else
+            linear_chunk(it, h, t, together);
+        next = linear_keep_within(it, next, h, first, together);
+        linear_advance_any(it, together, linear_state(it, h->head));
+    }
+    linear_steps_of_head(it, next, h, first, together, n);
 }
 
 static int32_t linear_chunks(linear_item *it, int64_t first, int64_t n, int32_t next) {
     const ca_states *s = it->c->states;
     const int64_t t = it->c->plan->query_start_loc[it->request] + first;
     linear_turn(it, 1);
-    linear_open_chunk(it, t, n);
+#ifdef TILES
+    if (it->tiles) {
+        linear_open_tiles();
+        linear_open_chunk_tiles(it, t, n);
+    } else
+#endif
+        linear_open_chunk(it, t, n);
     for (int32_t head = it->first; head < it->end; head++) {
-        const linear_head *h = &it->heads[head - it->first];
-        linear_look_ahead(it, 0, CA_LINEAR_VALUE, t + n, head);
-        linear_look_ahead(it, 1, CA_LINEAR_G, t + n, head);
+#ifdef TILES
+        linear_look_ahead(it, 0, CA_LINEAR_OUTPUT, t, head);
+#endif
+        linear_look_ahead(it, 1, CA_LINEAR_VALUE, t + n, head);
+        linear_look_ahead(it, 2, CA_LINEAR_G, t + n, head);
         if (head + 1 == it->end) {
-            linear_look_ahead(it, 2, CA_LINEAR_KEY, t + n, head / ca_linear_group(it->c->plan));
-            linear_look_ahead(it, 3, CA_LINEAR_QUERY, t + n, head / ca_linear_group(it->c->plan));
+            linear_look_ahead(it, 3, CA_LINEAR_KEY, t + n, head / ca_linear_group(it->c->plan));
+            linear_look_ahead(it, 4, CA_LINEAR_QUERY, t + n, head / ca_linear_group(it->c->plan));
         }
-        int64_t together = linear_open_gates(it, h, t, n);
-        int32_t kept = next;
-        if (together < LINEAR_FEW)
-            together = 0;
-        else {
-            if (it->wide)
-                linear_chunk_channels(it, h, t, together);
-            else
-                linear_chunk(it, h, t, together);
-            kept = linear_keep_within(it, next, h, first, together);
-            linear_advance_any(it, together, linear_state(it, head));
-        }
-        linear_steps_of_head(it, kept, h, first, together, n);
+        linear_chunk_of_head(it, next, &it->heads[head - it->first], first, n);
     }
+#ifdef TILES
+    if (it->tiles)
+        tile_release();
+#endif
     while (next < s->first_checkpoint[it->request + 1] && s->checkpoints[next].token < first + n)
         next++;
     return linear_keep(it, next, first + n);

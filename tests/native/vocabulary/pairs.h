@@ -76,6 +76,10 @@ TEST(v_put_pairs) {
         SAME_BITS(i, p[i], (uint16_t)(bits_of(i % 2 ? B[i / 2] : A[i / 2]) >> 16));
     nothing_written_from(p, VL * 4);
 }
+TEST(v_nearest_bf16) {
+    VECTORS(any_number)
+    EACH_IS(v_nearest_bf16(a), ELEMENT(i) != ELEMENT(i) ? got[i] : (float)value_of(rounded_to(ELEMENT(i), BF16), BF16));
+}
 #endif
 
 /* ---- weights ---- */
@@ -114,13 +118,16 @@ TEST(v_any_nan) {
 
 /* ---- weights by words ---- */
 
-TEST(v_min_words) {
+TEST(v_rest_of_words) {
+    const v_word_order order = v_load_word_order();
     WORDS
-    EACH_WORD_IS(v_min_words(x, y), X[i] < Y[i] ? X[i] : Y[i]);
+    const uint16_t *got = words_of(v_rest_of_words(&order, x));
+    for (int i = 0; i < 2 * VL; i++)
+        SAME_BITS(i, got[i] + X[i], 65535);
 }
-TEST(v_sub_words) {
+TEST(v_least_room) {
     WORDS
-    EACH_WORD_IS(v_sub_words(x, y), X[i] < Y[i] ? 0 : X[i] - Y[i]);
+    EACH_WORD_IS(v_least_room(x, y), X[i] < 0x7fff - (Y[i] & 0x7fff) ? X[i] : 0x7fff - (Y[i] & 0x7fff));
 }
 TEST(v_powers_of_words) {
     const v_powers_table table = v_load_powers();
@@ -171,17 +178,57 @@ TEST(v_hmax_of_each) {
     }
     EACH_IS(v_hmax_of_each(v), want[i]);
 }
-TEST(v_hmin_words_of_each) {
-    vi v[VL];
-    float want[VL];
-    LANES(j) {
-        random_bytes(X, sizeof X);
-        v[j] = v_load_words(X);
-        want[j] = 65535;
-        for (int i = 0; i < 2 * VL; i++)
-            want[j] = fminf(want[j], X[i]);
+TEST(v_keep_or_0) {
+    VECTORS(any_number)
+    const uint32_t bits = random_bits();
+    EACH_IS(v_keep_or_0(a, bits), bits >> i & 1 ? A[i] : 0);
+}
+TEST(v_rest) {
+    VECTORS(finite_number)
+    EACH_IS(v_rest(a), A[i] - value_of((uint16_t)(bits_of(A[i]) >> 16), BF16));
+}
+/* The smallest number but 0 is the most of what is negated. */
+TEST(v_bottom) {
+    VECTORS(finite_number)
+    uint32_t want = 0;
+    LANES(i) {
+        A[i] = fabsf(A[i]);
+        B[i] = random_bits() % 4 ? fabsf(B[i]) : 0;
+        want = -bits_of(A[i]) > want ? -bits_of(A[i]) : want;
+        want = -bits_of(B[i]) > want ? -bits_of(B[i]) : want;
     }
-    EACH_IS(v_hmin_words_of_each(v), want[i]);
+    vi bottom = v_set1_int(0);
+    bottom = v_bottom(v_bottom(bottom, v_load_f32(A)), v_load_f32(B));
+    SAME_BITS(0, v_htop(bottom), want);
+}
+TEST(v_load_sixteenths) {
+    const v_sixteenths c = v_load_sixteenths(1, V_WHOLE - 1000);
+    vf top = v_set1(0);
+    LANES(i) A[i] = (float)(16 * i - 160);
+    const float *got = lanes_of(v_sixteenth_powers(1, 0, &c, v_load_f32(A), v_set1(V_WHOLE), 0, &top));
+    LANES(i) SAME_BITS(i, bits_of(got[i]), bits_of(exp2f((float)(i - 10))));
+}
+TEST(v_sixteenth_powers) {
+    const float scale = between(0.1f, 30), least = V_WHOLE - 16 * 100, offset = rintf(between(-500, 500));
+    const v_sixteenths c = v_load_sixteenths(scale, least);
+    const uint32_t seen = random_bits();
+    float most = V_WHOLE - 5000;
+    LANES(i) A[i] = i == 3 ? -1e30f : between(-1500, 1000) / scale;
+    for (int kind = 0; kind < 4; kind++) {
+        const int cubic = kind % 2, masked = kind / 2;
+        vf top = v_set1(most);
+        float got[VL];
+        const vf start = v_set1(V_WHOLE + offset);
+        memcpy(got, lanes_of(v_sixteenth_powers(cubic, masked, &c, v_load_f32(A), start, seen, &top)), sizeof got);
+        float want_top = most;
+        LANES(i) {
+            const float t = fmaf(A[i], scale, V_WHOLE + offset);
+            const double want = (!masked || seen >> i & 1) && t > least ? exp2(((double)A[i] * scale + offset) / 16) : 0;
+            check(fabs(got[i] - want) <= (cubic ? 3e-7 : 4e-6) * want, i, got[i], want);
+            want_top = !masked || seen >> i & 1 ? fmaxf(want_top, t) : want_top;
+        }
+        SAME_BITS(0, bits_of(v_hmax(top)), bits_of(want_top));
+    }
 }
 TEST(v_bf16_of) {
     VECTORS(any_number)
