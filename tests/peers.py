@@ -75,8 +75,9 @@ PEERS = {
 _BEHIND = {"BatchDecodeWithPagedKVCacheWrapper.plan": "BatchDecodeWithPagedKVCacheWrapper._plan_impl"}
 # Names of older releases, which programs still call, and what is inherited here.
 _OLD = ("end_forward", "prewarm_paged_kv_stride_variant", "reset_workspace_buffer")
-# Parameters that differ on purpose: a keyword of vLLM's flash-attn.
-_MORE = {"flash_attn_varlen_func.seqused_k"}
+# Parameters that differ on purpose: a keyword of vLLM's flash-attn, and what flash-attn has since its last release.
+_MORE = {"flash_attn_varlen_func.seqused_k", "_flash_attn_varlen_forward.num_splits"}
+_MORE |= {f"flash_attn_{name}func.return_attn_probs" for name in ("", "qkvpacked_", "varlen_")}
 # Of these libraries a few functions are here, which their page lists.
 _FEW = ("fla", "causal_conv1d", "mamba_ssm")
 # What is no part of the interface: functions that compile kernels, and classes that hold a backward pass.

@@ -219,6 +219,7 @@ def get_scheduler_metadata(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     seqlen_k_per_split: int | None = None,
+    _arch: int | None = None,
 ) -> Tensor:
     """Gives an empty int32 tensor: calls here plan for themselves, and do not look at scheduler_metadata. Nothing is
     looked at."""
