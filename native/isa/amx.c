@@ -2,7 +2,7 @@
  * arch:     x86_64
  * unit:     matrix
  * rank:     40
- * flags:    -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mavx512bf16 -mavx512vbmi -mavx512vnni -mamx-tile -mamx-bf16
+ * flags:    -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mavx512bf16 -mavx512vbmi -mamx-tile -mamx-bf16
  * emulated: -O1 -mavx2 -mfma -mf16c -Wno-psabi -DEMULATED -DEMULATED_BF16
  *
  * This isa multiplies bf16 by TDPBF16PS (Sapphire Rapids and newer), with AVX-512's softmax, in the layout of avx512's

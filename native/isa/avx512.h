@@ -337,7 +337,8 @@ INLINE vf v_hmax_of_each(const vf *v) {
 /* ---- words of amx/parts.h and amx/float_units.h ---- */
 
 INLINE vf v_keep_or_0(vf x, uint32_t bits) { return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(0), x); }
-INLINE vf v_rest(vf x) { return _mm512_sub_ps(x, odd_half(_mm512_castps_si512(x))); }
+INLINE vf v_high(vf x) { return odd_half(_mm512_castps_si512(x)); }
+INLINE vf v_rest(vf x) { return _mm512_sub_ps(x, v_high(x)); }
 INLINE vi v_bottom(vi bottom, vf x) {
     return _mm512_max_epu32(bottom, _mm512_sub_epi32(_mm512_set1_epi32(0), _mm512_castps_si512(x)));
 }

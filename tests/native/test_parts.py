@@ -13,10 +13,10 @@ from cpu_attn import reference
 
 from ..cases.case import Case
 from ..cases.fills import FILLS
-from ..cases.judge import check, same_bits
-from ..cases.problem import alone, build
+from ..cases.judge import check
+from ..cases.problem import build
 from ..cases.run import run
-from .test_pipeline import ISAS, MASKS, attend, grow_by, mirrored, numbers, set_of, times
+from .test_pipeline import COMMON_NUMBERS, ISAS, MASKS, attend, grow_by, has_its_bits_alone, numbers, times
 
 pytestmark = [pytest.mark.isa, pytest.mark.skipif(not ISAS, reason="no isa here has tiles")]
 dtypes = pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -101,32 +101,12 @@ def test_caches_and_lists(options: str, dtype: str) -> None:
 def test_a_request_has_its_bits_whatever_is_beside_it(dtype: str) -> None:
     query_lens, seq_lens = (40, 17, 1, 100, 140), (1100, 40, 300, 100, 2300)
     for options in ({"sliding_window": 150}, {}, {"softcap": 3.0}):
-        problem = build(Case(f"parts-batch-{dtype}", query_lens, seq_lens, 8, 2, 64, dtype=dtype, **options))
-        for isa in ISAS:
-            got, got_lse = run(problem, isa)
-            assert check(problem, got, got_lse).ok
-            for r in range(len(query_lens)):
-                rows = slice(problem.query_start_loc[r], problem.query_start_loc[r + 1])
-                for threads in (1, 3):
-                    want, want_lse = run(alone(problem, r), isa, num_threads=threads)
-                    assert same_bits(got[rows], want) and same_bits(got_lse[:, rows], want_lse)
+        has_its_bits_alone(Case(f"parts-batch-{dtype}", query_lens, seq_lens, 8, 2, 64, dtype=dtype, **options))
 
 
 NUMBERS = {
-    "normal": numbers,
-    "zero": times(0, 0),
-    "peaked": times(1, 6),
+    **COMMON_NUMBERS,
     **{f"a key {n} octaves above": grow_by(n) for n in (0.4, 9, 29, 59, 60, 61, 84, 85, 100, 127, 300, 5000)},
-    "mirrored": mirrored,
-    "no values": times(2, 0),
-    "a row of infinity": set_of(0, (5,), np.inf),
-    "a row of NaN": set_of(0, (5,), np.nan),
-    "a NaN in a query": set_of(0, (47, 1, 63), np.nan),
-    "an infinite key": set_of(1, (1250,), np.inf),
-    "a key of -inf": set_of(1, (3,), -np.inf),
-    "a NaN in a key": set_of(1, (20, 0, 7), np.nan),
-    "an infinite value": set_of(2, (1290, 0, 3), np.inf),
-    "a NaN in a value": set_of(2, (1299, 0, 3), np.nan),
 }
 # They leave the range of float16.
 LARGE = {

@@ -6,8 +6,8 @@
  * Strips of 32 query rows go through a block one after another. Where there are more rows than CA_FEW_ROWS they are
  * units of a pipeline, in which vectors make the weights of one strip while tiles multiply those of another
  * (pipeline.h). Other strips form the scores of KEYS keys, turn them to weights in place, by the softmax of the vector
- * kernels, and meet V in one trip of O through the tiles (strips.h). All strips of a task prefetch what comes next,
- * each its share. Where rows are few, kv heads of a task go through its keys together, so that only the first head
+ * kernels, and meet V in one trip of O through the tiles (strips.h); all of these prefetch what comes next, each its
+ * share. Where rows are few, kv heads of a task go through its keys together, so that only the first head
  * begins with keys that nothing has prefetched; over NHD each head goes by itself. */
 
 #include <stdatomic.h>
@@ -90,6 +90,7 @@ static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
     const int64_t k_elements = ca_is_scaled(k_dtype) ? MAX_GROUPS * ca_kv_form(plan, K).elements : 0;
     const int64_t staged = ca_max64(ca_has_scales(k_dtype) ? ca_kv_form(plan, K).elements : 0,
                                     ca_is_scaled(v_dtype) ? ca_kv_form(plan, V).elements : 0);
+    const int pipes = may_pipe(plan);
     int64_t at = carve(&w->scratch, base, plan);
     w->kv[K].scaled = has_one_scale(k_dtype);
     w->kv[V].scaled = has_one_scale(v_dtype);
@@ -101,10 +102,10 @@ static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
     CA_CARVE(w->copies, w->kv[V].parts * w->kv[V].apart * 2)
     CA_CARVE(w->kv[K].wide, w->kv[K].parts * w->kv[K].apart * 2)
     CA_CARVE(w->stage, staged ? (staged + 2 * VL) * 2 : 0)
-    CA_CARVE(w->pipe, may_pipe(plan) ? sizeof *w->pipe : 0)
-    CA_CARVE(w->partial_o, may_pipe(plan) ? STRIP * plan->shape.head_size_v * 4 : 0)
-    CA_CARVE(w->scales, may_pipe(plan) && (w->kv[K].scaled || w->kv[V].scaled) ? sizeof *w->scales : 0)
-    CA_CARVE(w->last_queries, may_pipe(plan) ? ca_round_up(plan->rows, STRIP) * DEPTH * 2 : 0)
+    CA_CARVE(w->pipe, pipes ? sizeof *w->pipe : 0)
+    CA_CARVE(w->partial_o, pipes ? STRIP * plan->shape.head_size_v * 4 : 0)
+    CA_CARVE(w->scales, pipes && (w->kv[K].scaled || w->kv[V].scaled) ? sizeof *w->scales : 0)
+    CA_CARVE(w->last_queries, pipes ? ca_round_up(plan->rows, STRIP) * DEPTH * 2 : 0)
     CA_CARVE(w->left, ca_div_up(plan->rows, STRIP))
     w->kv[V].wide = w->copies + STEPS_V * DEPTH * (int64_t)plan->shape.head_size_v;
     return at;

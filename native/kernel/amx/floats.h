@@ -157,8 +157,7 @@ static void see_float_keys(const float_work *w, const strip *t, int steps) {
     const edges e = edges_of(x, &(score_block){.k0 = t->k0, .k1 = t->k1}, t->row, t->rows);
     for (int i = 0; i < steps; i++) {
         uint32_t *seen = w->pipe->seen[i];
-        const group *g = t->g + 2 * i, *h = 2 * i + 1 < t->num_groups ? g + 1 : NULL;
-        w->pipe->masked[i] = !h || g->n + h->n < 2 * CA_LANES || g->key < e.all_lo || h->key + CA_LANES > e.all_hi;
+        w->pipe->masked[i] = !all_see_step(t, i, e);
         if (!w->pipe->masked[i]) {
             memset(seen, 0xff, sizeof w->pipe->seen[i]);
             continue;

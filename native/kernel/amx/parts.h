@@ -32,17 +32,6 @@ static int tiles_hold(extent e) {
     return v_htop(e.most) < (127 + 30) << 23 && (least == 0 || -least >= (127 - 100) << 23);
 }
 
-/* Stores the pairs of a and b, a part every so many elements. */
-INLINE void split_pairs(int parts, vf a, vf b, uint16_t *to, int64_t step) {
-    EACH(i, parts) {
-        v_put_pairs(to + i * step, a, b);
-        if (i + 1 < parts) {
-            a = v_rest(a);
-            b = v_rest(b);
-        }
-    }
-}
-
 /* Loads up to VL numbers of the dtype that has so many parts; n <= 0 makes zeros. */
 INLINE vf load_number(int parts, const char *from, int64_t at, int64_t n) {
     if (n >= VL)

@@ -10,18 +10,23 @@
  * and what that loses of a token is added to the next token of its group: integers that many tokens have would else err
  * alike in all of them, where outputs are small sums of large terms. */
 
-/* Stores pairs of numbers of up to 16 bits as two parts: their first 8 bits at `to`, and what is left `apart` elements
- * further. */
-INLINE void put_parts(uint16_t *to, int64_t apart, vf even, vf odd) {
-    v_put_pairs(to, even, odd);
-    v_put_pairs(to + apart, v_sub(even, v_even_bf16(to)), v_sub(odd, v_odd_bf16(to)));
+/* Stores the pairs of a and b as parts in bf16, one every so many elements: a part is the upper half of what those
+ * before leave of a number. */
+INLINE void split_pairs(int parts, vf a, vf b, uint16_t *to, int64_t step) {
+    EACH(i, parts) {
+        v_put_pairs(to + i * step, a, b);
+        if (i + 1 < parts) {
+            a = v_rest(a);
+            b = v_rest(b);
+        }
+    }
 }
 
 static void put_k_parts(const uint16_t *from, const char *scales, int64_t head_size, int64_t shared, int64_t apart,
                         uint16_t *to) {
     for (int64_t d = 0; d < head_size; d += 2, from += 2 * VL, to += 2 * VL) {
         vf scale = v_load_bf16((const void *)(scales + d / shared * CA_LANES * 2));
-        put_parts(to, apart, v_mul(v_even_bf16(from), scale), v_mul(v_odd_bf16(from), scale));
+        split_pairs(2, v_mul(v_even_bf16(from), scale), v_mul(v_odd_bf16(from), scale), to, apart);
     }
 }
 
@@ -68,7 +73,7 @@ static void put_v_parts(const uint16_t *from, const char *scales, int64_t head_s
         for (int64_t c = 0; c < head_size_v; c += VL) {
             vf even = v_mul(v_even_bf16(from + 2 * c), scale_of_token(scales, c / shared, t));
             vf odd = v_mul(v_odd_bf16(from + 2 * c), scale_of_token(scales, c / shared, t + 1));
-            put_parts(to + 2 * c, apart, even, odd);
+            split_pairs(2, even, odd, to + 2 * c, apart);
         }
 }
 

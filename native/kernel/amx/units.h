@@ -80,6 +80,13 @@ static int choose_first_step(const tile_work *w, const strip *t, pipe_unit *u) {
     return sees[0] || sees[1];
 }
 
+/* Do all rows of a strip, whose edges are e, see all keys of a step? */
+static int all_see_step(const strip *t, int i, edges e) {
+    const group *g = t->g + 2 * i, *h = g + 1;
+    return 2 * i + 1 < t->num_groups && g->n == CA_LANES && h->n == CA_LANES && g->key >= e.all_lo &&
+           h->key + CA_LANES <= e.all_hi;
+}
+
 /* Sets which keys the rows see, for the steps that some row does not see whole, and for those whose words are made with
  * masks in any case: the first two, the last two and, where logits are capped or keys have scales, all. */
 static int see_keys(const tile_work *w, const strip *t, pipe_unit *u) {
@@ -88,9 +95,7 @@ static int see_keys(const tile_work *w, const strip *t, pipe_unit *u) {
     const int64_t open = w->regular ? ca_div_up(ca_max64(0, e.all_lo - t->g->key), STEP_KEYS) : u->steps;
     const int64_t close = ca_min64(t->num_groups / 2, ca_max64(0, e.all_hi - t->g->key) / STEP_KEYS);
     for (int i = 0; i < u->steps; i++) {
-        const group *g = t->g + 2 * i, *h = 2 * i + 1 < t->num_groups ? g + 1 : NULL;
-        u->masked[i] = !(i >= open && i < close) &&
-                       (!h || g->n < CA_LANES || h->n < CA_LANES || g->key < e.all_lo || h->key + CA_LANES > e.all_hi);
+        u->masked[i] = !(i >= open && i < close) && !all_see_step(t, i, e);
         if (u->masked[i])
             see_step(w, t, i, u->seen[i]);
         else if (i < 2 || i >= u->steps - 2 || kind_of(u) != MASKED)

@@ -204,7 +204,7 @@ static int32_t linear_chunks(linear_item *it, int64_t first, int64_t n, int32_t 
     linear_turn(it, 1);
 #ifdef TILES
     if (it->tiles) {
-        linear_open_tiles();
+        configure((tile_sizes){STRIP, DEPTH, CA_LANES});
         linear_open_chunk_tiles(it, t, n);
     } else
 #endif

@@ -8,29 +8,14 @@
  * 1 of a column side by side. They lie by [tile][step of 32 numbers][part]. What pads the depth is 0 in both, so that
  * each sum is the same whatever the number of rows and columns. */
 
-static void linear_open_tiles(void) {
-    tile_config c = {.palette = 1};
-    for (int t = 0; t < 8; t++) {
-        c.rows[t] = CA_LANES;
-        c.row_bytes[t] = 64;
-    }
-    tile_configure(&c);
-}
-
 /* ---- operands ---- */
-
-/* Gives what bfloat16 holds of x, by truncation. */
-INLINE vf linear_high(vf x) {
-    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32((int)0xffff0000)));
-}
 
 INLINE void linear_put_row(int parts, vf by, vf a, vf b, uint16_t *to) {
     a = v_mul(a, by);
     b = v_mul(b, by);
-    const vf high_a = linear_high(a), high_b = linear_high(b);
-    v_store_pairs(to, v_round_pairs(high_a, high_b));
+    v_store_pairs(to, v_round_pairs(v_high(a), v_high(b)));
     if (parts == 2)
-        v_store_pairs(to + LINEAR_PART, v_round_pairs(v_sub(a, high_a), v_sub(b, high_b)));
+        v_store_pairs(to + LINEAR_PART, v_round_pairs(v_rest(a), v_rest(b)));
 }
 /* Packs rows of `depth` numbers as tiles of X. by: what rows are multiplied by, or NULL. */
 INLINE void linear_pack_x(int parts, const float *src, int64_t ld, int64_t rows, int64_t depth, const float *by,
@@ -66,11 +51,6 @@ static linear_parts linear_pack_rows(int parts, const float *src, int64_t ld, in
     return to;
 }
 
-INLINE void linear_put_columns(int parts, vf even, vf odd, uint16_t *to) {
-    v_put_pairs(to, even, odd);
-    if (parts == 2)
-        v_put_pairs(to + LINEAR_PART, v_sub(even, linear_high(even)), v_sub(odd, linear_high(odd)));
-}
 /* Packs rows [first, depth), `first` a multiple of 16, as the numbers of columns of Y. by: what rows are multiplied by,
  * or NULL. The last step's rows from `depth` on become 0. */
 INLINE void linear_pack_y(int parts, const float *src, int64_t ld, int64_t first, int64_t depth, int64_t columns,
@@ -83,7 +63,7 @@ INLINE void linear_pack_y(int parts, const float *src, int64_t ld, int64_t first
         for (int64_t c = 0; c < columns; c += CA_LANES, at += to.tile) {
             const vf even = k < depth ? v_load_f32(row + c) : zero,
                      odd = k + 1 < depth ? v_load_f32(row + ld + c) : zero;
-            linear_put_columns(parts, by ? v_mul(even, even_by) : even, by ? v_mul(odd, odd_by) : odd, at);
+            split_pairs(parts, by ? v_mul(even, even_by) : even, by ? v_mul(odd, odd_by) : odd, at, LINEAR_PART);
         }
     }
 }
@@ -251,19 +231,12 @@ INLINE void linear_tiles(int px, int py, const linear_item *it, const linear_sid
 #undef LINEAR_LOAD
 #undef LINEAR_DOTS
 
-static NOINLINE void linear_tiles_11(const linear_item *it, const linear_side *side, int64_t rows, linear_parts y,
-                                     int64_t columns, int64_t steps, int lower) {
-    linear_tiles(1, 1, it, side, rows, y, columns, steps, lower);
-}
-static NOINLINE void linear_tiles_12(const linear_item *it, const linear_side *side, int64_t rows, linear_parts y,
-                                     int64_t columns, int64_t steps, int lower) {
-    linear_tiles(1, 2, it, side, rows, y, columns, steps, lower);
-}
-static NOINLINE void linear_tiles_21(const linear_item *it, const linear_side *side, int64_t rows, linear_parts y,
-                                     int64_t columns, int64_t steps, int lower) {
-    linear_tiles(2, 1, it, side, rows, y, columns, steps, lower);
-}
-static NOINLINE void linear_tiles_22(const linear_item *it, const linear_side *side, int64_t rows, linear_parts y,
-                                     int64_t columns, int64_t steps, int lower) {
-    linear_tiles(2, 2, it, side, rows, y, columns, steps, lower);
-}
+#define LINEAR_TILES(px, py)                                                                                           \
+    static NOINLINE void linear_tiles_##px##py(const linear_item *it, const linear_side *side, int64_t rows,           \
+                                               linear_parts y, int64_t columns, int64_t steps, int lower) {            \
+        linear_tiles(px, py, it, side, rows, y, columns, steps, lower);                                                \
+    }
+LINEAR_TILES(1, 1)
+LINEAR_TILES(1, 2)
+LINEAR_TILES(2, 1)
+LINEAR_TILES(2, 2)

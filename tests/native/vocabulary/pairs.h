@@ -183,6 +183,10 @@ TEST(v_keep_or_0) {
     const uint32_t bits = random_bits();
     EACH_IS(v_keep_or_0(a, bits), bits >> i & 1 ? A[i] : 0);
 }
+TEST(v_high) {
+    VECTORS(finite_number)
+    EACH_IS(v_high(a), (float)value_of((uint16_t)(bits_of(A[i]) >> 16), BF16));
+}
 TEST(v_rest) {
     VECTORS(finite_number)
     EACH_IS(v_rest(a), A[i] - value_of((uint16_t)(bits_of(A[i]) >> 16), BF16));
@@ -223,7 +227,8 @@ TEST(v_sixteenth_powers) {
         float want_top = most;
         LANES(i) {
             const float t = fmaf(A[i], scale, V_WHOLE + offset);
-            const double want = (!masked || seen >> i & 1) && t > least ? exp2(((double)A[i] * scale + offset) / 16) : 0;
+            const double want =
+                (!masked || seen >> i & 1) && t > least ? exp2(((double)A[i] * scale + offset) / 16) : 0;
             check(fabs(got[i] - want) <= (cubic ? 3e-7 : 4e-6) * want, i, got[i], want);
             want_top = !masked || seen >> i & 1 ? fmaxf(want_top, t) : want_top;
         }
