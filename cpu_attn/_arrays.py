@@ -2,8 +2,9 @@
 """This module reads foreign arrays without a copy: NumPy's, those with ``data_ptr`` (torch), with DLPack or with
 ``__array_interface__``.
 
-torch is never imported: its tensors are known by their methods, bfloat16 by the dtype's name. NumPy's own
-bridges (``np.from_dlpack``, ``tensor.numpy()``) refuse bfloat16, so the DLPack capsule is read directly.
+torch is never imported: its tensors are known by their methods, bfloat16 by the dtype's name. C reads those of a call
+through DLPack's exchange functions. NumPy's own bridges (``np.from_dlpack``, ``tensor.numpy()``) refuse bfloat16, so
+the DLPack capsule of other arrays is read directly.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ctypes
 import struct
 import sys
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from operator import index
 from typing import Any
@@ -120,8 +122,24 @@ def numpy_view(name: str, x: Any, dtypes: Sequence[str] = tuple(DTYPES)) -> np.n
     to checks it."""
     if isinstance(x, np.ndarray):
         return x
-    (a,) = bridged((x,), 1)
-    return view(name, x, dtypes).numpy() if a is x else a
+    try:
+        stored(x)
+        return _bridged(x)
+    except Exception:  # it is no tensor, or one that is not plain, of which view() says why
+        return view(name, x, dtypes).numpy()
+
+
+def plain_dtype(x: Any) -> str | None:
+    """Gives the name of a NumPy array's or a tensor's dtype, if it is of exactly that class; None for anything else."""
+    if type(x) is np.ndarray:
+        return NAMES.get(x.dtype)
+    kind: Any = type(x)
+    return _torch_name(x.dtype) if _borrower(kind) else None
+
+
+@cache
+def _torch_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _read(x: Any) -> Array:
@@ -171,25 +189,47 @@ def addresses(arrays: tuple[Any, ...]) -> int:
     return id(arrays) + _ITEMS
 
 
-def objects(arrays: tuple[Any, ...]) -> tuple[int, Any, Any]:
+def objects(arrays: tuple[Any, ...], leading: int = 2) -> tuple[int, Any, Any]:
     """Gives the address at which C finds the addresses of ``arrays``, the descriptions that it takes in place of some,
-    and what keeps both alive. Only the third array is asked for its type, since a model has just computed it: where
+    and what keeps both alive. Only the leading array is asked for its type, since a model has just computed it: where
     that one is NumPy's, the others are taken for NumPy's, too, and one that is not costs a second attempt
-    (_check.reread)."""
-    found = arrays if type(arrays[2]) is np.ndarray else bridged(arrays, WRITTEN)
-    return addresses(found), ffi.NULL, found
+    (_check.reread). Where it is torch's, C reads all tensors."""
+    kind: Any = type(arrays[leading])
+    borrow = None if kind is np.ndarray else _borrower(kind)
+    if borrow:
+        try:
+            return _borrowed(arrays, kind, borrow)
+        except Exception:  # torch raises many kinds of error; view() looks again and says what is wrong
+            pass
+    return addresses(arrays), ffi.NULL, arrays
 
 
-def bridged(arrays: tuple[Any, ...], written: int = 0) -> tuple[Any, ...]:
-    """Gives the arrays as NumPy arrays through torch's own bridge, or ``arrays`` itself where the bridge fails for one
-    of them. written: how many of the first arrays are checked for storages that end too early."""
-    try:
-        for x in arrays[:written]:
-            if not (x is None or type(x) is np.ndarray):
-                stored(x)
-        return tuple([x if x is None or type(x) is np.ndarray else _bridged(x) for x in arrays])
-    except Exception:  # torch raises many kinds of error; view() looks again and says what is wrong
-        return arrays
+def _borrowed(arrays: tuple[Any, ...], kind: Any, borrow: Any) -> tuple[int, Any, Any]:
+    for x in arrays:
+        if type(x) is kind and (x.requires_grad or x.is_neg()):
+            raise ValueError("is no plain tensor")
+    for x in arrays[:WRITTEN]:
+        if type(x) is kind:
+            stored(x)
+    given, found = ffi.new("ca_array[]", len(arrays)), ffi.new("uintptr_t[]", len(arrays))
+    at = int(ffi.cast("uintptr_t", found))
+    borrow(addresses(arrays), len(arrays), at, int(ffi.cast("uintptr_t", given)))
+    return at, given, (found, {})
+
+
+@cache
+def _borrower(kind: Any) -> Any:
+    """Gives ``ca_borrow_tensors`` if the class is torch.Tensor and C knows how to read its instances, else None."""
+    torch = sys.modules.get("torch")
+    if not _knows_numpy or kind is not getattr(torch, "Tensor", None):
+        return None
+    exchange = _capsule_pointer(getattr(kind, "__dlpack_c_exchange_api__", None), b"dlpack_exchange_api")
+    if not exchange or not lib.ca_know_tensors(id(kind), exchange):
+        return None
+    for (code, bits), name in _DLPACK.items():
+        lib.ca_know_dlpack_dtype(code, bits, *CODES[name])
+    function = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t)
+    return function(int(ffi.cast("uintptr_t", ffi.addressof(lib, "ca_borrow_tensors"))))
 
 
 # For each class and dtype of a tensor that was met: the torch dtype of the same width and the NumPy dtype to view the
@@ -205,7 +245,7 @@ def _bridged(x: Any) -> np.ndarray[Any, Any]:
         torch = sys.modules["torch"]
         if type(x).numpy is not torch.Tensor.numpy:
             raise TypeError("another numpy() may copy")
-        name = str(x.dtype).removeprefix("torch.")
+        name = _torch_name(x.dtype)
         foreign = name == "bfloat16" or name.startswith("float8")
         _BITS[kind] = (getattr(torch, f"uint{8 * x.itemsize}"), DTYPES[name]) if foreign else (None, None)
     bits, dtype = _BITS[kind]
@@ -350,14 +390,14 @@ def _of_dlpack(x: Any) -> Array:
     return Array(address, shape, strides, dtype, writable, (x, capsule))
 
 
-def _let_c_read_numpy() -> None:
+def _let_c_read_numpy() -> bool:
     """Tells C how NumPy arrays and tuples lie in memory. Python reads the arrays itself wherever that is not known to
-    hold: in other Pythons than CPython, and where the layout of tuples or arrays has changed."""
+    hold: in other Pythons than CPython, and where the layout of tuples or arrays has changed. Then it returns False."""
     if sys.implementation.name != "cpython":
-        return
+        return False
     items = (None, np.ndarray)
     if (ctypes.c_size_t * 2).from_address(addresses(items))[:] != [id(x) for x in items]:
-        return
+        return False
     lib.ca_know_numpy(id(np.ndarray), id(None), object.__basicsize__)
     for name, dtype in DTYPES.items():
         lib.ca_know_dtype(id(dtype), *CODES[name])
@@ -366,6 +406,8 @@ def _let_c_read_numpy() -> None:
         lib.ca_read_array(id(probe), read)
         if bytes(ffi.buffer(read)) != bytes(ffi.buffer(described([_of_numpy(probe)]))):
             lib.ca_know_numpy(0, 0, 0)
+            return False
+    return True
 
 
-_let_c_read_numpy()
+_knows_numpy = _let_c_read_numpy()

@@ -11,7 +11,7 @@ import numpy as np
 
 from cpu_attn import _check, _dispatch, _numa, _threads, profiling
 from cpu_attn._arguments import PLAN, documented
-from cpu_attn._arrays import addresses, bridged, view
+from cpu_attn._arrays import objects, view
 from cpu_attn._dtypes import CODES, DTYPE_CODES, DTYPES, FORMATS, dtype_name
 from cpu_attn._native import ffi, lib
 
@@ -314,8 +314,7 @@ def get_scheduler_metadata(
 def _plan(shape: Any, engine: Any, step: tuple[Any, ...], given_masks: _check.Masks | None) -> Any:
     start, fault = profiling.clock(), ffi.new("ca_fault *")
     masks = masks_struct(given_masks) if given_masks else ffi.NULL
-    found = step if type(step[0]) is np.ndarray else bridged(step)
-    where, given, alive = addresses(found), ffi.NULL, found
+    where, given, alive = objects(step, 0)
     while not (pointer := lib.ca_plan_new(shape, engine, where, given, masks, fault)):
         where, given, alive = _check.reread(fault, _check.STEP, step, given, alive)
     if start:

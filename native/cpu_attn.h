@@ -258,6 +258,16 @@ void ca_know_numpy(uintptr_t ndarray, uintptr_t none, int64_t head);
 void ca_know_dtype(uintptr_t object, int32_t dtype, int32_t itemsize);
 int ca_read_array(uintptr_t object, ca_array *out); /* 0: it is no NumPy array, or one of a kind that C does not read */
 
+/* These tell C of torch's tensors: the class, and the address of the DLPackExchangeAPI in its
+ * __dlpack_c_exchange_api__, and what the numbers of a DLDataType mean. ca_know_tensors returns 0 where the API is of
+ * another version. */
+int ca_know_tensors(uintptr_t type, uintptr_t exchange);
+void ca_know_dlpack_dtype(int code, int bits, int32_t dtype, int32_t itemsize);
+/* Reads the tensors among `count` objects to `given`, and copies the addresses of the others to `to`, where those of
+ * tensors that were read become 0. Python's lock must be held, so it is not called through cffi, which lets go of it.
+ * Returns -1 where torch has set an exception. */
+int ca_borrow_tensors(const uintptr_t *objects, int count, uintptr_t *to, ca_array *given);
+
 /* ca_attend is attention_with_kv_cache, and ca_write is reshape_and_cache. `objects` points to the addresses of their
  * arrays as Python objects; where it is 0, or such an address is, given[i] is the array. A call returns CA_UNREAD where
  * an array is of a kind that C does not read. Everything is checked before a byte is written.

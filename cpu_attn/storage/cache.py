@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from cpu_attn import _check, _dispatch, _numa, ops
-from cpu_attn._arrays import bridged, new_beside, view
+from cpu_attn._arrays import new_beside, plain_dtype, view
 from cpu_attn._dtypes import DTYPES, dtype_name
 from cpu_attn._native import lib
 from cpu_attn.ops import Written
@@ -258,7 +258,6 @@ class PagedKVCache:
         """
         if isinstance(slot_mapping, Step):
             slot_mapping = slot_mapping._arrays_for(self).slot_mapping
-        key, value, slot_mapping = bridged((key, value, slot_mapping))
         self._same_sizes("key", key, self.head_size)
         self._same_sizes("value", value, self.head_size_v)
         arrays = (self.key_cache, self.value_cache, key, value, slot_mapping, self.k_feedback)
@@ -266,7 +265,7 @@ class PagedKVCache:
 
     def _same_sizes(self, name: str, x: Any, head_size: int) -> None:
         sizes = (self.num_kv_heads, head_size)
-        if type(x) is np.ndarray and x.dtype == self.dtype and x.shape[1:] == sizes:  # 0.2 us; what follows takes 8
+        if plain_dtype(x) == self.descriptor.dtype and x.shape[1:] == sizes:  # 0.2 us; what follows takes 8
             return
         axes = [("T", None), *zip(("num_kv_heads", "head size"), sizes, strict=True)]
         _check.array(name, x, [str(self.dtype)], axes)
@@ -333,11 +332,11 @@ class PagedKVCache:
             TypeError: an argument has another type or dtype.
             UnavailableError: this build does not have the engine.
         """
-        (lens,) = bridged((seq_lens,))
-        if not (type(lens) is np.ndarray and lens.ndim == 1):
-            lens = _check.array("seq_lens", seq_lens, ["int32"], [("num_reqs", None)])
+        num_reqs = seq_lens.shape[0] if type(seq_lens) is np.ndarray and seq_lens.ndim == 1 else None
+        if num_reqs is None:
+            num_reqs = _check.array("seq_lens", seq_lens, ["int32"], [("num_reqs", None)]).shape[0]
         return get_scheduler_metadata(
-            lens.shape[0],
+            num_reqs,
             num_heads,
             self.num_kv_heads,
             self.head_size,
