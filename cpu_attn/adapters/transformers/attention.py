@@ -132,13 +132,14 @@ def attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}: cpu_attn has no such thing ({instead})")
     inputs = (query, key, value, attention_mask, s_aux, position_bias, indices, block_indices)
-    for name, x in zip(_TENSORS, inputs, strict=True):
-        if x is not None or name in ("query", "key", "value"):
-            _check.instance(name, x, torch.Tensor)
+    for i, x in enumerate(inputs):
+        if x is not None or i < 3:
+            _check.instance(_TENSORS[i], x, torch.Tensor)
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    if tracked and module.training:
-        raise RuntimeError("cpu_attn has no backward pass: model.eval(), or another attn_implementation to train")
-    query, key, value = (x.detach() if tracked and not isinstance(x, Pages) else x for x in (query, key, value))
+    if tracked:
+        if module.training:
+            raise RuntimeError("cpu_attn has no backward pass: model.eval(), or another attn_implementation to train")
+        query, key, value = (x if isinstance(x, Pages) else x.detach() for x in (query, key, value))
     dtype = key.dtype if isinstance(key, Pages) else torch.get_autocast_dtype("cpu")
     query, key, value = autocast(dtype, query, key, value)
     query, key, value = _one_batch(query, key, value)
@@ -178,6 +179,8 @@ def continuous_attention(*args: Any, cache: Any = None, **kwargs: Any) -> tuple[
 
 def _one_batch(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Broadcasts the batch as matrix products do: learned queries are one batch for all (GraniteSpeech)."""
+    if states[0].shape[:1] == states[1].shape[:1] == states[2].shape[:1]:
+        return states
     sizes = {x.shape[0] for x in states if x.dim() == 4} - {1}
     if len(sizes) != 1:
         return states

@@ -31,11 +31,17 @@ class LazyTensor(torch.Tensor):  # type: ignore[misc]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # its results would be instances of this class
 
+    @classmethod
+    def without_memory(cls, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Any:
+        """Makes a tensor without memory, for callers that dynamo does not trace. strides: those of dense(), dense ones
+        unless said."""
+        return torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype)
+
     @staticmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Any:
-        """Makes a tensor without memory. strides: those of dense(), dense ones unless said."""
-        return torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype)
+        """Does what :meth:`without_memory` does for any caller."""
+        return cls.without_memory(shape, dtype, strides)
 
     def dense(self) -> torch.Tensor:
         raise NotImplementedError

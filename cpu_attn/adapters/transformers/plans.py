@@ -106,7 +106,8 @@ def unmasked(batch_size: int, q_length: int, kv_length: int, causal: bool) -> Re
 
 def by_token(states: torch.Tensor) -> torch.Tensor:
     """Gives [B * T, H, D] of [B, H, T, D], its last axis dense. It is a view, but for batches that lie by heads."""
-    dense: torch.Tensor = dense_rows(states.transpose(1, 2).flatten(0, 1))
+    rows = states.select(2, 0) if states.shape[2] == 1 else states.transpose(1, 2).flatten(0, 1)
+    dense: torch.Tensor = dense_rows(rows)
     return dense
 
 
