@@ -39,6 +39,10 @@ typedef struct linear_parts {
 #define LINEAR_PART (CA_LANES * 32)              /* elements of a tile in bfloat16 */
 #define LINEAR_SUMS (4 * CA_LANES * CA_LANES)    /* of 2 x 2 tiles */
 
+/* Chunks of fewer tokens go by vectors (MEASUREMENTS.md). It is more than a short piece has where channels have decays,
+ * so that what a chunk goes by follows from as many of its tokens. */
+#define LINEAR_FEW_BY_TILES(it) ((it)->wide ? 24 : 16)
+
 #ifdef TILES
 #define LINEAR_BY_TILES(plan) ((plan)->shape.dtype == CA_BF16)
 #else
@@ -90,8 +94,9 @@ typedef struct linear_item {
      * of queries are multiplied by. */
     float *numbers[9];
     /* Calls by tiles have these operands (tiles.h): queries, keys and erasers, the transpose of keys, keys, states and
-     * w as columns, rows of A and of P; and two blocks of sums. */
-    int tiles;
+     * w as columns, rows of A and of P; and two blocks of sums. tiles: the chunk goes by tiles, or, where channels have
+     * decays, may; pieces: it does. */
+    int tiles, pieces;
     linear_parts x_query, x_key, x_eraser, x_channel, y_key, y_state, y_w, x_within;
     float *sums;
     int64_t piece; /* the chunk's token that a piece begins with (tile_chunk.h) */

@@ -111,11 +111,8 @@ static void linear_keep_turned(const linear_item *it, int64_t slot, int32_t head
 
 static void linear_advance_any(linear_item *it, int64_t m, float *state) {
 #ifdef TILES
-    if (it->tiles) {
-        if (it->wide)
-            linear_advance_piece(it, m, state);
-        else
-            linear_advance_tiles(it, m, state);
+    if (it->pieces || (it->tiles && !it->wide)) {
+        (it->pieces ? linear_advance_piece : linear_advance_tiles)(it, m, state);
         return;
     }
 #endif
@@ -158,7 +155,6 @@ static void linear_steps_of_head(linear_item *it, int32_t next, const linear_hea
 /* Takes n tokens of a chunk through the state of one head by pieces, each of which has a state before and after it. */
 static void linear_pieces(linear_item *it, int32_t next, const linear_head *h, int64_t first, int64_t n) {
     const int64_t t = it->c->plan->query_start_loc[it->request] + first;
-    linear_open_decays(it, h, t, n);
     for (int64_t m, i = 0; i < n; i += m) {
         it->piece = i;
         m = linear_open_piece(it, h, t + i, n - i);
@@ -174,7 +170,8 @@ static void linear_pieces(linear_item *it, int32_t next, const linear_head *h, i
 static void linear_chunk_of_head(linear_item *it, int32_t next, const linear_head *h, int64_t first, int64_t n) {
     const int64_t t = it->c->plan->query_start_loc[it->request] + first;
 #ifdef TILES
-    if (it->tiles && it->wide) {
+    it->pieces = it->tiles && it->wide && linear_open_pieces(it, h, t, n);
+    if (it->pieces) {
         linear_pieces(it, next, h, first, n);
         return;
     }
@@ -183,13 +180,12 @@ static void linear_chunk_of_head(linear_item *it, int32_t next, const linear_hea
     if (together < LINEAR_FEW)
         together = 0;
     else {
-#ifdef TILES
-        if (it->tiles)
-            linear_chunk_tiles(it, h, t, together);
-        else
-#endif
-            if (it->wide)
+        if (it->wide)
             linear_chunk_channels(it, h, t, together);
+#ifdef TILES
+        else if (it->tiles)
+            linear_chunk_tiles(it, h, t, together);
+#endif
         else
             linear_chunk(it, h, t, together);
         next = linear_keep_within(it, next, h, first, together);
@@ -203,6 +199,7 @@ static int32_t linear_chunks(linear_item *it, int64_t first, int64_t n, int32_t 
     const int64_t t = it->c->plan->query_start_loc[it->request] + first;
     linear_turn(it, 1);
 #ifdef TILES
+    it->tiles = LINEAR_BY_TILES(it->c->plan) && n >= LINEAR_FEW_BY_TILES(it);
     if (it->tiles) {
         configure((tile_sizes){STRIP, DEPTH, CA_LANES});
         linear_open_chunk_tiles(it, t, n);

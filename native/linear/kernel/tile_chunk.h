@@ -10,6 +10,7 @@
 
 /* A key is divided by it, so keys up to 2^87 are in range; and erasers and queries have all digits from 2^-70 on. */
 #define LINEAR_LEAST 0x1p-40f
+#define LINEAR_SHORT_PIECE 16
 
 /* Reads a query or a key. Where it has a norm, it becomes x / p for the power of two p of its largest element, which
  * bfloat16 holds and whose products float32 does; returns what that is to be multiplied by. */
@@ -39,10 +40,7 @@ static void linear_open_chunk_tiles(linear_item *it, int64_t t, int64_t n) {
     const int64_t kp = it->kp, tiles = ca_div_up(n, CA_LANES), steps = LINEAR_STEPS(kp);
     it->turned_tokens = 0;
     if (it->wide) {
-        for (int64_t i = 0; i < n; i++) {
-            linear_read(it->c, CA_LINEAR_KEY, t + i, key_head, 1, it->k + i * kp);
-            linear_read(it->c, CA_LINEAR_QUERY, t + i, key_head, it->c->how->scale, it->q + i * kp);
-        }
+        linear_open_chunk(it, t, n);
         return;
     }
     for (int64_t i = 0; i < n; i++) {
@@ -151,9 +149,9 @@ static void linear_chunk_tiles(linear_item *it, const linear_head *h, int64_t t,
 
 /* ---- a decay for each channel ---- */
 
-/* Fills in decays of n tokens. Padding does not decay, so that nothing is divided by 0. */
-static void linear_open_decays(const linear_item *it, const linear_head *h, int64_t t, int64_t n) {
-    for (int64_t i = 0; i < n; i++) {
+/* Fills in decays of tokens [first, n). Padding does not decay, so that nothing is divided by 0. */
+static void linear_open_decays(const linear_item *it, const linear_head *h, int64_t t, int64_t first, int64_t n) {
+    for (int64_t i = first; i < n; i++) {
         float *decay = it->decay + i * it->kp;
         linear_wide_decay(it->c, h, t + i, decay, it->less + i * it->kp);
         for (int64_t c = it->dk; c < it->kp; c++)
@@ -174,6 +172,20 @@ static int linear_joins_piece(const linear_item *it, int64_t i, float *d, float 
     }
     *growth = fmaxf(*growth, 1) * v_hmax(most);
     return *growth <= LINEAR_GROWTH && -v_hmax(v_sub(v_set1(0), least)) >= LINEAR_LEAST;
+}
+
+/* Opens a chunk of one head by pieces, or returns 0 where FMA takes less time: operands of the whole state are made for
+ * each piece, so that short ones cost more than they gain (MEASUREMENTS.md). The first one decides. */
+static int linear_open_pieces(linear_item *it, const linear_head *h, int64_t t, int64_t n) {
+    float growth = 1;
+    it->piece = 0;
+    linear_open_decays(it, h, t, 0, LINEAR_SHORT_PIECE);
+    linear_fill(it, it->one, 1);
+    for (int64_t i = 1; i < LINEAR_SHORT_PIECE; i++)
+        if (!linear_joins_piece(it, i, it->one, &growth))
+            return 0;
+    linear_open_decays(it, h, t, LINEAR_SHORT_PIECE, n);
+    return 1;
 }
 
 /* Makes the operands of a piece of at most n tokens, from it->piece on, and returns how many it has. */
