@@ -39,6 +39,7 @@ napoleon_use_rtype = False
 toc_object_entries_show_parents = "hide"
 smartquotes_action = "D"  # dashes alone: a docstring's "" is Python's
 
+html_baseurl = tables.SITE
 html_theme = "furo"
 html_theme_options = {"light_css_variables": {"code-font-size": "78%"}}
 html_static_path = html_css_files = ["site.css"]

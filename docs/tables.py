@@ -28,6 +28,7 @@ REPORTS = DOCS / "reports"
 README = DOCS.parent / "README.md"
 PAGES = (README, *sorted(DOCS.rglob("*.md")))
 CSV = {file.stem: file for file in DOCS.rglob("*.csv")}
+SITE = ""  # the address at which .github/workflows/pages.yml publishes the site; "" while nobody does
 NAMES = {"onednn": "oneDNN", "vllm": "vLLM"}
 Report = dict[str, Any]
 Rows = list[list[str]]
@@ -232,7 +233,14 @@ TABLES: dict[str, Callable[[], Rows]] = {
 }
 
 
+def site() -> str:
+    """README's sentence on the site."""
+    return f"All pages are on the [site]({SITE})." if SITE else "`make docs` builds the [site](docs/index.md)."
+
+
 def markdown(name: str) -> str:
+    if name == "site":
+        return site()
     header, *rows = ("|".join(f" {cell} " if cell else " " for cell in row) for row in TABLES[name]())
     return "\n".join(f"|{row}|" for row in (header, "|".join(["---"] * (header.count("|") + 1)), *rows))
 

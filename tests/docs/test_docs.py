@@ -146,7 +146,15 @@ def test_tables() -> None:
     assert not tables.stale()
     pages = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
     shown = re.findall(r"^<!-- begin: docs/tables.py (\S+) -->$", pages, re.MULTILINE)
-    assert sorted(shown) == sorted(tables.TABLES)
+    assert sorted(shown) == sorted([*tables.TABLES, "site"])
+
+
+def test_address_of_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One variable puts it into README."""
+    tables = module("tables")
+    monkeypatch.setattr(tables, "SITE", "https://cpu-attn.example/")
+    readme = tables.written(tables.README.read_text(encoding="utf-8"))
+    assert "[site](https://cpu-attn.example/)" in readme and "docs/index.md" not in readme
 
 
 def test_a_table_of_arguments() -> None:
