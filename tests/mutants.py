@@ -73,6 +73,8 @@ TOUCHING = {
     "native/engines/onednn/": "onednn quantised numbers attention memory_ends",
     "native/isa/": "quantised fp8 indexer context_parallel write attention numbers",
     "native/kernel/": "quantised mla selected indexer context_parallel attention numbers",
+    "native/kernel/amx/": "parts pipeline quantised mla selected selected_tokens indexer context_parallel attention "
+    "numbers",
     "native/kernel/cache_write/": "write rotary rotated quantised",
     "native/kernel/kv_formats/": "quantised fp8 context_parallel attention numbers",
     "native/kernel/attention/block_scores.inc": "selected query_heads",
