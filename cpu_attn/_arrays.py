@@ -170,9 +170,6 @@ def _placed(a: Array) -> Array:
     return a
 
 
-# A call writes none of its arrays but the first three.
-WRITTEN = 3
-
 # This is the offset of a tuple's items. To read their addresses there takes 10 ns, where a list of what id() says takes
 # 700.
 _ITEMS = tuple.__basicsize__
@@ -206,10 +203,9 @@ def objects(arrays: tuple[Any, ...], leading: int = 2) -> tuple[int, Any, Any]:
 
 def _borrowed(arrays: tuple[Any, ...], kind: Any, borrow: Any) -> tuple[int, Any, Any]:
     for x in arrays:
-        if type(x) is kind and (x.requires_grad or x.is_neg()):
-            raise ValueError("is no plain tensor")
-    for x in arrays[:WRITTEN]:
         if type(x) is kind:
+            if x.requires_grad or x.is_neg():
+                raise ValueError("is no plain tensor")
             stored(x)
     given, found = ffi.new("ca_array[]", len(arrays)), ffi.new("uintptr_t[]", len(arrays))
     at = int(ffi.cast("uintptr_t", found))
@@ -226,8 +222,6 @@ def _borrower(kind: Any) -> Any:
     exchange = _capsule_pointer(getattr(kind, "__dlpack_c_exchange_api__", None), b"dlpack_exchange_api")
     if not exchange or not lib.ca_know_tensors(id(kind), exchange):
         return None
-    for (code, bits), name in _DLPACK.items():
-        lib.ca_know_dlpack_dtype(code, bits, *CODES[name])
     function = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t)
     return function(int(ffi.cast("uintptr_t", ffi.addressof(lib, "ca_borrow_tensors"))))
 
@@ -401,6 +395,8 @@ def _let_c_read_numpy() -> bool:
     lib.ca_know_numpy(id(np.ndarray), id(None), object.__basicsize__)
     for name, dtype in DTYPES.items():
         lib.ca_know_dtype(id(dtype), *CODES[name])
+    for (code, bits), name in _DLPACK.items():
+        lib.ca_know_dlpack_dtype(code, bits, *CODES[name])
     probe, read = np.zeros((2, 3, 5), np.int32)[::-1, :, 1:4], ffi.new("ca_array *")
     for probe.flags.writeable in (True, False):
         lib.ca_read_array(id(probe), read)
