@@ -63,7 +63,6 @@ TOUCHING = {
     "cpu_attn/adapters/linear_attention/": "linear_attention_states linear_attention",
     "native/cache/": "write leaks cache quantised fp8 layout rotary selected layout_convert",
     "native/cache/hadamard.c": "rotated quantised",
-    "native/cache/block_bounds.c": "selected leaks query_heads query_blocks",
     "native/cache/transforms.c": "rotary leaks rotated write",
     "native/check/": "errors leaks arguments repeated mla selected_tokens query_blocks indexer context_parallel "
     "cascade",
@@ -87,13 +86,16 @@ TOUCHING = {
     "native/plan/share.c": "cascade leaks masks memory_ends",
     "native/run/": "repeated leaks masks mla selected query_heads threads context_parallel cascade rotated attention",
     "native/run/merge_states.c": "merge_states context_parallel",
-    "native/run/indexer.c": "indexer leaks query_heads",
-    "native/run/selected_tokens.c": "selected_tokens context_parallel",
     "native/run/threads.c": "threads quota info",
+    "native/sparse/": "selected_tokens indexer selected",
+    "native/sparse/block_bounds.c": "selected leaks query_heads query_blocks",
+    "native/sparse/indexer.c": "indexer leaks query_heads",
+    "native/sparse/selected_tokens.c": "selected_tokens context_parallel",
 }
 # Builds of few isas, the quickest first.
 ISAS: tuple[tuple[str, ...], ...]
-ISAS = ((), ("scalar",), ("scalar", "avx2"), ("scalar", "avx512"), ("scalar", "avx512", "avx512_bf16"), ("amx",))
+ISAS = ((), ("scalar",), ("scalar", "avx2"), ("scalar", "avx512"), ("scalar", "avx512", "avx512_bf16"))
+ISAS += ((*ISAS[-1], "amx"),)
 # For pytest's -k: what is compiled once is tried through the best isa alone.
 BEST = " and ".join(f"not {isa.name}-" for isa in [isa for isa in cpu_attn.isas() if isa.supported][1:])
 # Of a kernel's mutant, which is built with few isas, no test that wants several.

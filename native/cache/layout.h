@@ -2,18 +2,10 @@
  * These functions say where the elements of a cache lie. */
 #ifndef CPU_ATTN_LAYOUT_H
 #define CPU_ATTN_LAYOUT_H
+#include "common.h"
 #include "formats.h"
 
 #define CA_LANES 16 /* tokens of a K group in every layout */
-
-/* These index arrays that hold one thing for keys and one for values, such as kv[K] and kv[V]; `kv` alone is one of the
- * two. */
-enum { K, V };
-
-static inline int64_t ca_min64(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t ca_max64(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t ca_div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static inline int64_t ca_round_up(int64_t a, int64_t b) { return ca_div_up(a, b) * b; }
 
 /* Returns the row of a token and a head of an array [T, heads, any]. */
 static inline char *ca_row_of(const ca_array *rows, int64_t t, int64_t head) {

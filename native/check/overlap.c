@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * This file finds out whether arrays share memory. */
 #include "check.h"
-#include "cache/layout.h"
+#include "common.h"
 
 int ca_find_extent(const ca_array *a, ca_extent *out) {
     int64_t low = 0, high = 1, step;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * This file measures the limits of this machine for `cpu-attn bench`: products from registers, reads and copies, on any
  * number of threads. build_ffi.py writes probe_list.h of the files of native/limits/probe, as it writes isa_list.h. */
-#include "cache/layout.h"
+#include "common.h"
 #include "probe.h"
 #include "probe_list.h"
 #include "run/threads.h"

@@ -4,7 +4,7 @@
  * and segments of keys at its first key. */
 #include "check/check.h"
 #include "plan.h"
-#include "run/selected_tokens.h"
+#include "sparse/selected_tokens.h"
 #include "run/threads.h"
 #include <stdlib.h>
 #include <string.h>

@@ -6,7 +6,7 @@
 #include "kernel/kernel.h"
 #include "plan/keys.h"
 #include "cpu/nodes.h"
-#include "selected_tokens.h"
+#include "sparse/selected_tokens.h"
 #include "threads.h"
 #include <stdatomic.h>
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "threads.h"
 #include "cpu_attn.h"
-#include "cache/layout.h"
+#include "common.h"
 #include "cpu/float_mode.h"
 #include <limits.h>
 #include <math.h>

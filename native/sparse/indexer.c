@@ -6,7 +6,7 @@
 #include "cpu/system.h"
 #include "kernel/kernel.h"
 #include "plan/plan.h"
-#include "threads.h"
+#include "run/threads.h"
 #include <stdatomic.h>
 
 #define PIECE 1024       /* keys that a thread scores at a time */

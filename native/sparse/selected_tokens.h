@@ -2,7 +2,7 @@
  * These functions attend the keys that a query token selects (selected_tokens). */
 #ifndef CPU_ATTN_SELECTED_TOKENS_H
 #define CPU_ATTN_SELECTED_TOKENS_H
-#include "engine.h"
+#include "run/engine.h"
 
 /* Returns the scratch that ca_attend_selected needs, that of the engine included. */
 int64_t ca_selected_bytes(const ca_plan *plan);
