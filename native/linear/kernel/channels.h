@@ -20,9 +20,9 @@ static void linear_left_of_block(const linear_item *it, int64_t i0, int64_t i1) 
     linear_fill(it, by, 1);
     for (int64_t j = i0 - 1; j >= before; j--) { /* the keys of the block before, backwards from token i0 */
         linear_times(it, by, it->decay + (j + 1) * kp, by);
-        linear_times(it, by, it->k + j * kp, it->left + (j - before) * kp);
+        linear_times(it, by, it->k + j * kp, it->kg + (j - before) * kp);
     }
-    linear_transpose(it->left, kp, CA_LANES, kp, it->keys + before * kp, CA_LANES);
+    linear_transpose(it->kg, kp, CA_LANES, kp, it->keys + before * kp, CA_LANES);
     linear_fill(it, by, 1);
     for (int64_t j = before + 1; j <= i0; j++)
         linear_times(it, by, it->decay + j * kp, by);
@@ -36,14 +36,14 @@ static void linear_left_of_block(const linear_item *it, int64_t i0, int64_t i1) 
     for (int64_t i = i0; i < i1; i++) {
         if (i > i0)
             linear_times(it, by, it->decay + i * kp, by);
-        linear_times(it, by, it->e + i * kp, it->left + (i - i0) * kp);
-        linear_times(it, by, it->q + i * kp, it->left + (CA_LANES + i - i0) * kp);
+        linear_times(it, by, it->e + i * kp, it->kg + (i - i0) * kp);
+        linear_times(it, by, it->q + i * kp, it->kg + (CA_LANES + i - i0) * kp);
     }
     const linear_y keys = {it->keys, CA_LANES * kp, CA_LANES, NULL};
     if (it->delta)
-        linear_product(it, i1 - i0, i0, it->dk, (linear_x){it->left, kp, 1, NULL}, keys,
+        linear_product(it, i1 - i0, i0, it->dk, (linear_x){it->kg, kp, 1, NULL}, keys,
                        (linear_to){it->a + i0 * CA_CHUNK, CA_CHUNK, LINEAR_SET, NULL}, 0);
-    linear_product(it, i1 - i0, i0, it->dk, (linear_x){it->left + CA_LANES * kp, kp, 1, NULL}, keys,
+    linear_product(it, i1 - i0, i0, it->dk, (linear_x){it->kg + CA_LANES * kp, kp, 1, NULL}, keys,
                    (linear_to){it->p + i0 * CA_CHUNK, CA_CHUNK, LINEAR_SET, NULL}, 0);
 }
 
@@ -73,7 +73,7 @@ static void linear_advance_channels(const linear_item *it, int64_t m, float *sta
     float *by = it->one;
     linear_fill(it, by, 1);
     for (int64_t j = m - 1; j >= 0; j--) {
-        linear_times(it, by, it->k + j * kp, it->left + j * kp);
+        linear_times(it, by, it->k + j * kp, it->kg + j * kp);
         linear_times(it, by, it->decay + j * kp, by);
     }
     linear_fill(it, it->factor, 0); /* becomes D(m) - 1 */
@@ -87,14 +87,14 @@ static void linear_advance_channels(const linear_item *it, int64_t m, float *sta
         v_store(it->factor + c, linear_split(v_load_f32(by + c), v_load_f32(it->factor + c), &kept));
         v_store(it->kept + c, kept);
     }
-    linear_product(it, it->dk, it->vp, m, (linear_x){it->left, 1, kp, NULL}, (linear_y){it->w, CA_LANES, it->vp, NULL},
+    linear_product(it, it->dk, it->vp, m, (linear_x){it->kg, 1, kp, NULL}, (linear_y){it->w, CA_LANES, it->vp, NULL},
                    (linear_to){state, it->vp, LINEAR_DECAY, NULL}, 0);
 }
 
 static void linear_chunk_channels(const linear_item *it, const linear_head *h, int64_t t, int64_t n) {
     const linear_y state = {linear_state(it, h->head), CA_LANES, it->vp, NULL};
     const int64_t kp = it->kp;
-    float *beta = it->numbers[2], *by = it->two;
+    float *beta = it->betas, *by = it->two;
     linear_fill(it, by, 1);
     for (int64_t i = 0; i < n; i++) {
         linear_value(it->c, h, t + i, beta[i], it->w + i * it->vp, it->x.u);

@@ -14,11 +14,11 @@
 
 /* Makes of d[j] = D(i - 1, j) for j < i, times what key j is multiplied by, those of i. d is [80]. */
 static void linear_decay_row(const linear_item *it, int64_t i, float *d) {
-    const float *decay = it->numbers[0];
+    const float *decay = it->decays;
     const vf by = v_set1(decay[i]);
     for (int64_t j = 0; j < i; j += VL)
         v_store(d + j, v_mul(v_load_f32(d + j), by));
-    d[i] = it->numbers[7][i];
+    d[i] = it->key_factors[i];
     for (int64_t j = i + 1; j < LINEAR_PAD(i + 1); j++)
         d[j] = 0;
 }
@@ -86,8 +86,8 @@ static void linear_put_outputs(const linear_item *it, const linear_head *h, int6
  * up to which a part of the state grows by more than LINEAR_GROWTH. */
 #define LINEAR_GROWTH 2
 static int64_t linear_open_gates(const linear_item *it, const linear_head *h, int64_t t, int64_t n) {
-    float *decay = it->numbers[0], growth = 1;
-    linear_numbers(it->c, h, t, n, decay, it->numbers[1], it->numbers[2]);
+    float *decay = it->decays, growth = 1;
+    linear_numbers(it->c, h, t, n, decay, it->decays_less, it->betas);
     for (int64_t i = 0; i < n; i++) {
         float by = decay[i];
         if (it->wide) {
@@ -132,7 +132,7 @@ static void linear_open_chunk(linear_item *it, int64_t t, int64_t n) {
     it->turned_tokens = 0;
     it->shared = -1;
     for (int64_t i = 0; i < n; i++)
-        it->numbers[7][i] = it->numbers[8][i] = 1;
+        it->key_factors[i] = it->query_factors[i] = 1;
     if (!it->wide)
         linear_share(it, it->may_words);
 }
@@ -140,8 +140,8 @@ static void linear_open_chunk(linear_item *it, int64_t t, int64_t n) {
 /* Makes rows [first, n) of a and p of the products, and for each row what a product with the state is multiplied by
  * where it becomes a part of w (beta times the decays up to the row) and of o (these decays). */
 static void linear_weigh(linear_item *it, int64_t first, int64_t n) {
-    const float *decay = it->numbers[0], *beta = it->numbers[2], *of_key = it->numbers[7], *of_query = it->numbers[8];
-    float *d = it->numbers[3], *of_w = it->numbers[4], *of_o = it->numbers[5], total = 1;
+    const float *decay = it->decays, *beta = it->betas, *of_key = it->key_factors, *of_query = it->query_factors;
+    float *d = it->decays_since, *of_w = it->w_factors, *of_o = it->o_factors, total = 1;
     it->weighed = n;
     for (int64_t i = 0; i < n; i++) {
         linear_decay_row(it, i, d);
@@ -162,8 +162,8 @@ static void linear_weigh(linear_item *it, int64_t first, int64_t n) {
 
 /* Returns the decays that follow each of the first m tokens, and splits that of the state over all of them. */
 static const float *linear_leave(linear_item *it, int64_t m) {
-    const float *decay = it->numbers[0], *less = it->numbers[1];
-    float *d = it->numbers[3];
+    const float *decay = it->decays, *less = it->decays_less;
+    float *d = it->decays_since;
     vf total = v_set1(1), total_less = v_set1(0), kept;
     for (int64_t i = 0; i < m; i++) {
         if (m != it->weighed)
@@ -199,7 +199,7 @@ static void linear_advance(linear_item *it, int64_t m, float *state) {
  * the erasers as an operand. */
 static linear_x linear_take_rows(linear_item *it, const linear_head *h, int64_t t, int64_t first, int64_t n,
                                  int words) {
-    const float *beta = it->numbers[2];
+    const float *beta = it->betas;
     linear_share(it, words);
     const linear_y state = linear_columns(it, linear_state(it, h->head), it->dk, it->state_words);
     for (int64_t i = first; i < n; i++) {
@@ -215,9 +215,9 @@ static linear_x linear_take_rows(linear_item *it, const linear_head *h, int64_t 
     linear_weigh(it, first, n);
     if (it->delta)
         linear_product(it, n - first, it->vp, it->dk, linear_x_from(erasers, first), state,
-                       (linear_to){it->w + first * it->vp, it->vp, LINEAR_SUB, it->numbers[4] + first}, 0);
+                       (linear_to){it->w + first * it->vp, it->vp, LINEAR_SUB, it->w_factors + first}, 0);
     linear_product(it, n - first, it->vp, it->dk, linear_x_from(it->by_query, first), state,
-                   (linear_to){it->o + first * it->vp, it->vp, LINEAR_SET, it->numbers[5] + first}, 0);
+                   (linear_to){it->o + first * it->vp, it->vp, LINEAR_SET, it->o_factors + first}, 0);
     linear_solve(it, first, n);
     return erasers;
 }

@@ -56,7 +56,7 @@ INLINE int linear_exceeds(double error, double most, double size) {
  * look leaves out. */
 static int64_t linear_look_for_coarse(const linear_item *it, const linear_head *h, int64_t t, int64_t n,
                                       const float *eraser, int careful) {
-    const float *decay = it->numbers[0], *beta = it->numbers[2];
+    const float *decay = it->decays, *beta = it->betas;
     double state = 0, output = 0, of_output = 0, read = 0, of_read = 0;
     for (int64_t j = 0; j < it->dv; j++)
         state += linear_square(it->state_words.scale[j]);
@@ -75,7 +75,7 @@ static int64_t linear_look_for_coarse(const linear_item *it, const linear_head *
                 of_read += linear_finite(squares(it->x.v, it->vp), it->x.v, it->vp);
             }
         }
-        it->numbers[6][i] = (float)sums[0];
+        it->w_squares[i] = (float)sums[0];
         state += linear_square(it->k_words.scale[i]) * sums[0];
         output += linear_square(it->q_words.scale[i]) * state;
         of_output += sums[1];
@@ -95,7 +95,7 @@ static int64_t linear_first_coarse(const linear_item *it, const linear_head *h, 
 static int linear_state_is_coarse(const linear_item *it, int64_t m, const float *d) {
     double keys = 0, values = 0, both = 0;
     for (int64_t j = 0; j < m; j++) {
-        const double key = linear_square(it->k_words.scale[j]), value = linear_square(d[j]) * it->numbers[6][j];
+        const double key = linear_square(it->k_words.scale[j]), value = linear_square(d[j]) * it->w_squares[j];
         keys += key;
         values += value;
         both += key * value;

@@ -75,7 +75,7 @@ typedef struct linear_item {
     float *a, *p;          /* [64][64]: these with their decays; by tiles less A */
     float *o, *w, *w_left; /* [64][vp] */
     float *ek, *qg;        /* [64][kp]: erasers and queries times their decays */
-    float *left;           /* [64][kp]: keys times the decays that follow */
+    float *kg;             /* [64][kp]: keys times the decays that follow */
     float *one, *two;      /* [kp] */
     float *factor, *kept;  /* [kp]: of the state (linear_split) */
     /* Whether products may be of words (words.h); operands are; those that heads share are, -1: there are none. */
@@ -87,12 +87,14 @@ typedef struct linear_item {
     linear_x by_query, by_key, by_channel;
     linear_y with_keys;
     int64_t turned_tokens;
-    int64_t weighed; /* tokens whose last one's decays, since each, are in numbers[3] */
+    int64_t weighed; /* tokens, of whose last one decays_since are */
     int turned_by_words;
     linear_ahead *ahead; /* [LINEAR_AHEAD] */
-    /* [80]: decay, decay less 1, beta, room, what linear_weigh makes for w and for o, |w|^2, and what rows of keys and
-     * of queries are multiplied by. */
-    float *numbers[9];
+    /* [80], of tokens: decays, these less 1 and betas; decays since each, up to one of them; what products with the
+     * state are multiplied by where they become rows of w, and of o; |w|^2; and what rows of keys and of queries are
+     * multiplied by. */
+    float *decays, *decays_less, *betas, *decays_since, *w_factors, *o_factors, *w_squares, *key_factors,
+        *query_factors;
     /* Calls by tiles have these operands (tiles.h): queries, keys and erasers, the transpose of keys, keys, states and
      * w as columns, rows of A and of P; and two blocks of sums. tiles: the chunk goes by tiles, or, where channels have
      * decays, may; pieces: it does. */
@@ -131,19 +133,21 @@ static int64_t linear_lay_out(const ca_linear_plan *plan, char *base, linear_ite
     float **of_channels[] = {&it->x.k, &it->x.qa, &it->x.ea,   &it->x.factor, &it->x.kept,
                              &it->one, &it->two,  &it->factor, &it->kept};
     float **of_values[] = {&it->x.v, &it->x.u, &it->x.w, &it->x.o};
+    float **of_tokens[] = {&it->decays,    &it->decays_less, &it->betas,       &it->decays_since, &it->w_factors,
+                           &it->o_factors, &it->w_squares,   &it->key_factors, &it->query_factors};
     for (int i = 0; i < 9; i++)
         *of_channels[i] = linear_take(base, &at, it->kp);
     for (int i = 0; i < 4; i++)
         *of_values[i] = linear_take(base, &at, it->vp);
     for (int i = 0; i < 9; i++)
-        it->numbers[i] = linear_take(base, &at, CA_CHUNK + CA_LANES);
+        *of_tokens[i] = linear_take(base, &at, CA_CHUNK + CA_LANES);
     it->biases = linear_take(base, &at, plan->heads * it->kp);
     it->skips = linear_take(base, &at, plan->heads * it->vp);
     it->states = linear_take(base, &at, plan->heads * it->state_floats);
     it->spare = linear_take(base, &at, it->state_floats);
     it->turned_spare = linear_take(base, &at, it->state_floats);
     const int64_t rows = plan->longest < LINEAR_FEW ? LINEAR_FEW : ca_min64(CA_CHUNK, LINEAR_PAD(plan->longest));
-    float **rows_of_channels[] = {&it->k, &it->q, &it->e, &it->decay, &it->less, &it->ek, &it->qg, &it->left};
+    float **rows_of_channels[] = {&it->k, &it->q, &it->e, &it->decay, &it->less, &it->ek, &it->qg, &it->kg};
     float **rows_of_values[] = {&it->o, &it->w, &it->w_left};
     float **squares[] = {&it->kk, &it->qk, &it->a, &it->p};
     for (int i = 0; i < 8; i++)

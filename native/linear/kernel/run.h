@@ -4,7 +4,7 @@
 /* Fills in one token of one head; k and q are those of its key head. */
 static void linear_open_token(linear_item *it, const linear_head *h, int64_t t, const float *k, const float *q) {
     linear_token *x = &it->x;
-    float *decay = it->numbers[0], *less = it->numbers[1], *beta = it->numbers[2];
+    float *decay = it->decays, *less = it->decays_less, *beta = it->betas;
     linear_numbers(it->c, h, t, 1, decay, less, beta);
     if (it->wide)
         linear_wide_decay(it->c, h, t, x->factor, x->kept);

@@ -44,8 +44,8 @@ static void linear_open_chunk_tiles(linear_item *it, int64_t t, int64_t n) {
         return;
     }
     for (int64_t i = 0; i < n; i++) {
-        it->numbers[7][i] = linear_read_exact(it->c, CA_LINEAR_KEY, t + i, key_head, 1, it->k + i * kp);
-        it->numbers[8][i] =
+        it->key_factors[i] = linear_read_exact(it->c, CA_LINEAR_KEY, t + i, key_head, 1, it->k + i * kp);
+        it->query_factors[i] =
             linear_read_exact(it->c, CA_LINEAR_QUERY, t + i, key_head, it->c->how->scale, it->q + i * kp);
     }
     memset(it->k + n * kp, 0, (size_t)((LINEAR_PAD(n) - n) * kp) * sizeof *it->k);
@@ -115,7 +115,7 @@ static void linear_advance_tiles(linear_item *it, int64_t m, float *state) {
 static void linear_chunk_tiles(linear_item *it, const linear_head *h, int64_t t, int64_t n) {
     const int64_t kp = it->kp, vp = it->vp, tiles = ca_div_up(n, CA_LANES), values = vp / CA_LANES;
     const int64_t steps = LINEAR_STEPS(kp);
-    float *beta = it->numbers[2];
+    float *beta = it->betas;
     linear_side side[2];
     for (int64_t i = 0; i < n; i++) {
         linear_value(it->c, h, t + i, beta[i], it->w + i * vp, it->x.u);
@@ -130,7 +130,7 @@ static void linear_chunk_tiles(linear_item *it, const linear_head *h, int64_t t,
     linear_weigh(it, 0, n);
     it->y_state.tile = steps * 2 * LINEAR_PART;
     linear_pack_columns_2(linear_state(it, h->head), vp, 0, kp, vp, it->y_state);
-    const linear_to to_w = {it->w, vp, LINEAR_SUB, it->numbers[4]}, to_o = {it->o, vp, LINEAR_SET, it->numbers[5]};
+    const linear_to to_w = {it->w, vp, LINEAR_SUB, it->w_factors}, to_o = {it->o, vp, LINEAR_SET, it->o_factors};
     if (it->delta && !it->erases) {
         linear_two_sides(side, it->x_key, to_w, it->x_query, to_o);
         linear_tiles_12(it, side, 2 * tiles, it->y_state, values, steps, 0);
@@ -191,8 +191,8 @@ static int linear_open_pieces(linear_item *it, const linear_head *h, int64_t t, 
 /* Makes the operands of a piece of at most n tokens, from it->piece on, and returns how many it has. */
 static int64_t linear_open_piece(linear_item *it, const linear_head *h, int64_t t, int64_t n) {
     const int64_t kp = it->kp;
-    float *d = it->one, *beta = it->numbers[2], growth = 1;
-    linear_numbers(it->c, h, t, n, it->numbers[0], it->numbers[1], beta);
+    float *d = it->one, *beta = it->betas, growth = 1;
+    linear_numbers(it->c, h, t, n, it->decays, it->decays_less, beta);
     linear_fill(it, d, 1);
     int64_t m = 0;
     for (; m < n && (!m || linear_joins_piece(it, m, d, &growth)); m++) {
@@ -205,10 +205,10 @@ static int64_t linear_open_piece(linear_item *it, const linear_head *h, int64_t 
         }
         linear_times(it, query, d, it->qg + m * kp);
         for (int64_t c = 0; c < kp; c += VL)
-            v_store(it->left + m * kp + c, v_div(v_load_f32(key + c), v_load_f32(d + c)));
+            v_store(it->kg + m * kp + c, v_div(v_load_f32(key + c), v_load_f32(d + c)));
     }
-    memset(it->left + m * kp, 0, (size_t)((LINEAR_PAD(m) - m) * kp) * sizeof *it->left);
-    linear_turn_rows(it, it->left, m);
+    memset(it->kg + m * kp, 0, (size_t)((LINEAR_PAD(m) - m) * kp) * sizeof *it->kg);
+    linear_turn_rows(it, it->kg, m);
     it->turned_tokens = 0;
     it->y_key.tile = LINEAR_STEPS(kp) * 2 * LINEAR_PART;
     linear_pack_columns_2(it->keys, CA_CHUNK, 0, kp, LINEAR_PAD(m), it->y_key);
@@ -251,7 +251,7 @@ static void linear_take_piece(linear_item *it, const linear_head *h, int64_t t, 
     const linear_to to_w = {it->w, vp, LINEAR_ADD, NULL}, to_o = {it->o, vp, LINEAR_SET, NULL};
     linear_side within[2], state[2];
     for (int64_t i = 0; i < m; i++)
-        linear_value(it->c, h, t + i, it->numbers[2][i], it->w + i * vp, it->x.u);
+        linear_value(it->c, h, t + i, it->betas[i], it->w + i * vp, it->x.u);
     it->y_state.tile = steps * 2 * LINEAR_PART;
     linear_pack_columns_2_by(linear_state(it, h->head), vp, kp, vp, it->decay + it->piece * kp, it->y_state);
     if (it->delta) {
