@@ -16,35 +16,37 @@ from cpu_attn._native import lib
 
 
 class KVFormat(NamedTuple):
-    """Describes what a quantised cache holds: a row of ca_formats (native/cache/formats.h), as Python needs it."""
+    """Describes what a quantised cache holds: a row of ca_formats (native/cache/formats.h), with its names."""
 
     code: int  # enum ca_dtype
     memory: tuple[str, ...]  # the dtypes that its memory may have; new caches get the first
-    aliases: tuple[str, ...] = ()
-    bits: int = 8  # bits of an element: 5 and 6 are sign and magnitude, 4 have `zero` added
-    largest: int = 0  # the largest integer, if it has scales of its own; 0: fp8, with k_scale and v_scale
-    shared: int = 0  # how many elements of a token share a scale; 0: all of them
-    zero: int = 0  # the stored number that means 0
-    divisors: tuple[float, ...] = ()  # the scales that are tried are the largest magnitude over these
-
-    @property
-    def scaled(self) -> bool:
-        """Says whether it has scales of its own, for which only a packed cache has a place."""
-        return self.largest > 0
+    aliases: tuple[str, ...]
+    bits: int  # bits of an element: 5 and 6 are sign and magnitude, 4 have `zero` added
+    scaled: bool  # whether it has scales of its own, for which only a packed cache has a place; else fp8
+    largest: int  # the largest integer
+    shared: int  # how many elements of a token share a scale; 0: all of them
+    zero: int  # the stored number that means 0
+    divisors: tuple[float, ...]  # the scales that are tried are the largest magnitude over these
 
     def places(self, elements: int) -> int:
         """Gives how many items of the memory's dtype so many elements take."""
         return elements * self.bits // 8
 
 
+def _format(code: int, *memory: str, aliases: tuple[str, ...] = ()) -> KVFormat:
+    row = lib.ca_format_of(code)
+    divisors = tuple(row.divisor + 0.5 * c for c in range(row.tried))
+    return KVFormat(code, memory, aliases, row.bits, bool(row.scaled), row.largest, row.shared, row.zero, divisors)
+
+
 FORMATS = {
-    "fp8_e4m3": KVFormat(lib.CA_E4M3, ("float8_e4m3fn", "uint8"), ("fp8",)),
-    "fp8_e5m2": KVFormat(lib.CA_E5M2, ("float8_e5m2", "uint8")),
-    "int8": KVFormat(lib.CA_I8, ("uint8",), largest=127, divisors=(127,)),
-    "int6": KVFormat(lib.CA_I6, ("uint8",), bits=6, largest=31, divisors=(31, 31.5, 32, 32.5)),
-    "int5": KVFormat(lib.CA_I5, ("uint8",), bits=5, largest=15, divisors=(15, 15.5, 16, 16.5)),
-    "int4": KVFormat(lib.CA_I4, ("uint8",), bits=4, largest=7, shared=32, zero=8, divisors=(7, 7.5, 8, 8.5)),
-    "int4_per_token_head": KVFormat(lib.CA_I4_TOKEN, ("uint8",), bits=4, largest=7, zero=8, divisors=(8, 8.5, 9, 9.5)),
+    "fp8_e4m3": _format(lib.CA_E4M3, "float8_e4m3fn", "uint8", aliases=("fp8",)),
+    "fp8_e5m2": _format(lib.CA_E5M2, "float8_e5m2", "uint8"),
+    "int8": _format(lib.CA_I8, "uint8"),
+    "int6": _format(lib.CA_I6, "uint8"),
+    "int5": _format(lib.CA_I5, "uint8"),
+    "int4": _format(lib.CA_I4, "uint8"),
+    "int4_per_token_head": _format(lib.CA_I4_TOKEN, "uint8"),
 }
 
 # Queries, keys and values have one of these dtypes, in which kernels compute.

@@ -248,6 +248,14 @@ int ca_check_width(const ca_array *a, int kv_cache_layout, int isa, int dtype, i
                    ca_fault *fault);
 /* Returns the width of a packed cache, at which a block of block_size * width elements holds K or V. */
 int64_t ca_cache_width(int isa, int dtype, int kv_dtype, int64_t block_size, int64_t head_size);
+/* A row of ca_formats (cache/formats.h). scaled: tokens have scales of their own; shared: how many elements share one,
+ * 0: all of a token; largest: the largest integer; zero: the nibble that stands for 0. Scales that are tried are the
+ * largest magnitude over divisor + 0.5 c, for each c below `tried`. */
+typedef struct ca_format {
+    int32_t bits, scaled, shared, largest, zero, tried;
+    float divisor;
+} ca_format;
+ca_format ca_format_of(int kv_dtype);
 /* Returns whether two arrays have a byte in common, and 1, too, where it would take long to tell. */
 int ca_share_memory(const ca_array *a, const ca_array *b);
 

@@ -90,6 +90,9 @@ static inline float ca_least_of(int dtype) {
     return ca_zero_of(dtype) ? (float)-ca_zero_of(dtype) : -ca_largest_of(dtype);
 }
 
+/* Returns how many scales are tried. */
+static inline int ca_tried(int dtype) { return ca_is_packed(dtype) ? CA_TRIED : 1; }
+
 /* Makes a binary16 of a byte in the upper half of a signed word, or of each word of a vector, whatever the lower half
  * holds. */
 #define CA_HALF(shift, x) ((x) >> (int16_t)(shift) & (int16_t)(-0x8000 | 0x7f00 >> (shift)))

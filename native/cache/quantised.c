@@ -36,3 +36,14 @@ float ca_scaled_element(int kv_dtype, int64_t head_size, int value, const char *
 const uint16_t *ca_quantised_words(int kv_dtype, int bf16) { return words[kv_dtype - CA_DTYPES][bf16]; }
 
 const uint8_t *ca_quantised_bytes(int kv_dtype) { return bytes[kv_dtype - CA_DTYPES][0]; }
+
+ca_format ca_format_of(int kv_dtype) {
+    const int scaled = ca_is_scaled(kv_dtype);
+    return (ca_format){.bits = ca_formats[kv_dtype].bits,
+                       .scaled = scaled,
+                       .shared = ca_has_scales(kv_dtype) ? ca_formats[kv_dtype].shared : 0,
+                       .largest = scaled ? (int)ca_largest_of(kv_dtype) : 0,
+                       .zero = ca_zero_of(kv_dtype),
+                       .tried = scaled ? ca_tried(kv_dtype) : 0,
+                       .divisor = ca_formats[kv_dtype].divisor};
+}
