@@ -138,10 +138,13 @@ def test_layers_share_a_plan() -> None:
     assert len(metadata.decode.plans) == 2
 
 
-def test_no_cache_yet() -> None:
+def test_no_cache_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM measures memory before it allocates a cache."""
+    written: list[Any] = []
+    monkeypatch.setattr("cpu_attn.vllm.mla.concat_and_cache_mla", lambda *given: written.append(given))
     step = LatentStep()
     step.layer().do_kv_cache_update(None, None, torch.tensor([]), None, "auto", torch.ones(1))
+    assert not written
 
 
 @pytest.mark.parametrize(

@@ -443,8 +443,12 @@ def test_every_name_of_an_isa_is_known_again(isa: str) -> None:
     for name in ("key", "value", "key_cache", "value_cache"):
         args[name] = np.concatenate([args[name]] * 2, axis=-1)
     for kv_cache_dtype in ("auto", "bfloat16/auto"):
-        write(**args, kv_cache_dtype=kv_cache_dtype)
-        write(**(args | {"kv_cache_dtype": kv_cache_dtype}))
+        written = []
+        for _ in range(2):
+            caches = {name: np.zeros_like(args[name]) for name in ("key_cache", "value_cache")}
+            write(**args | caches, kv_cache_dtype=kv_cache_dtype)
+            written.append([cache.view(np.uint16) for cache in caches.values()])
+        assert all(first.any() and np.array_equal(first, again) for first, again in zip(*written, strict=True))
 
 
 def test_what_c_would_not_take_after_all_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:

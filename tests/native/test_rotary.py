@@ -228,11 +228,13 @@ def test_nan_stays_in_its_head(isa: str, dtype: str) -> None:
 
 
 def test_nothing_to_do() -> None:
-    for count in (0, 1):
-        args = arguments("float32", count=count)
+    for args in (
+        arguments("float32", count=0),
+        arguments("float32", count=1),  # its slot is -1
+        arguments("float32", count=0, cos_sin_cache=np.zeros((0, 16), np.float32)),
+    ):
         cpu_attn.rotary_reshape_and_cache(**args)
-    args = arguments("float32", count=0, cos_sin_cache=np.zeros((0, 16), np.float32))
-    cpu_attn.rotary_reshape_and_cache(**args)
+        assert not args["key_cache"].any() and not args["value_cache"].any()
 
 
 def bad(i: int, value: int) -> NDArray[np.int64]:

@@ -107,6 +107,9 @@ def test_blocks_selected_outside_the_window_are_not_needed() -> None:
     args["block_table"] = np.array([[-9, 3], [2, 99]], np.int32)
     every = np.array([[[0, 1], [0, 1]], [[0, -1], [0, -1]]], np.int32)
     cpu_attn.attention_with_kv_cache(**args, selected_blocks=every)
+    want = np.empty_like(args["output"])
+    cpu_attn.attention_with_kv_cache(**args | {"block_table": np.array([[0, 3], [2, 0]], np.int32), "output": want})
+    assert np.array_equal(args["output"], want) and want.any()
 
 
 def test_a_request_without_queries_is_checked_too() -> None:
