@@ -243,7 +243,7 @@ def test_what_is_refused() -> None:
     step = Step()
     with pytest.raises(ValueError, match="kv_cache_dtype: 'nvfp4' is none of"):
         step.layer(kv_cache_dtype="nvfp4")
-    with pytest.raises(TypeError, match="kv_cache_dtype: expected str, got list"):
+    with pytest.raises(TypeError, match="kv_cache_dtype: expected a name, got list"):
         step.layer(kv_cache_dtype=["auto"])
     assert Backend.supports_kv_cache_dtype("fp8_e5m2") and not Backend.supports_kv_cache_dtype("nvfp4")
     builder, cpu = Backend.get_builder_cls(), torch.device("cpu")

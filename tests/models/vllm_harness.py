@@ -126,6 +126,8 @@ def register() -> None:
         importlib.import_module("vllm.platforms").current_platform.import_kernels()
     if hasattr(torch.ops._C, "greedy_argmax"):
         return
+    # Where there is AMX, vLLM would pack weights by operators of that build.
+    importlib.import_module("vllm.model_executor.layers.utils").check_cpu_sgl_kernel = lambda *_: False
     library = torch.library.Library("_C", "FRAGMENT")
     register.library = library  # type: ignore[attr-defined]  # operators live as long as it does
 
