@@ -127,7 +127,7 @@ def register() -> None:
     if hasattr(torch.ops._C, "greedy_argmax"):
         return
     # Where there is AMX, vLLM would pack weights by operators of that build.
-    importlib.import_module("vllm.model_executor.layers.utils").check_cpu_sgl_kernel = lambda *_: False
+    vars(importlib.import_module("vllm.model_executor.layers.utils"))["check_cpu_sgl_kernel"] = lambda *_: False
     library = torch.library.Library("_C", "FRAGMENT")
     register.library = library  # type: ignore[attr-defined]  # operators live as long as it does
 
