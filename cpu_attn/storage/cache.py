@@ -332,11 +332,11 @@ class PagedKVCache:
             TypeError: an argument has another type or dtype.
             UnavailableError: this build does not have the engine.
         """
-        num_reqs = seq_lens.shape[0] if type(seq_lens) is np.ndarray and seq_lens.ndim == 1 else None
-        if num_reqs is None:
-            num_reqs = _check.array("seq_lens", seq_lens, ["int32"], [("num_reqs", None)]).shape[0]
+        lens = seq_lens
+        if not (type(lens) is np.ndarray and lens.ndim == 1):
+            lens = _check.array("seq_lens", seq_lens, ["int32"], [("num_reqs", None)])
         return get_scheduler_metadata(
-            num_reqs,
+            lens.shape[0],
             num_heads,
             self.num_kv_heads,
             self.head_size,

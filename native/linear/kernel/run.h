@@ -111,13 +111,17 @@ static void linear_keep_turned(const linear_item *it, int64_t slot, int32_t head
 
 static void linear_advance_any(linear_item *it, int64_t m, float *state) {
 #ifdef TILES
-    if (it->pieces || (it->tiles && !it->wide)) {
-        (it->pieces ? linear_advance_piece : linear_advance_tiles)(it, m, state);
+    if (it->pieces) {
+        linear_advance_piece(it, m, state);
         return;
     }
 #endif
     if (it->wide)
         linear_advance_channels(it, m, state);
+#ifdef TILES
+    else if (it->tiles)
+        linear_advance_tiles(it, m, state);
+#endif
     else
         linear_advance(it, m, state);
 }
@@ -200,10 +204,11 @@ static int32_t linear_chunks(linear_item *it, int64_t first, int64_t n, int32_t 
     linear_turn(it, 1);
 #ifdef TILES
     it->tiles = LINEAR_BY_TILES(it->c->plan) && n >= LINEAR_FEW_BY_TILES(it);
-    if (it->tiles) {
+    if (it->tiles)
         configure((tile_sizes){STRIP, DEPTH, CA_LANES});
+    if (it->tiles && !it->wide)
         linear_open_chunk_tiles(it, t, n);
-    } else
+    else
 #endif
         linear_open_chunk(it, t, n);
     for (int32_t head = it->first; head < it->end; head++) {

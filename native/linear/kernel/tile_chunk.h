@@ -10,7 +10,7 @@
 
 /* A key is divided by it, so keys up to 2^87 are in range; and erasers and queries have all digits from 2^-70 on. */
 #define LINEAR_LEAST 0x1p-40f
-#define LINEAR_SHORT_PIECE 16
+#define LINEAR_SHORT_PIECE 16 /* A first piece that decays cut to fewer tokens leaves the chunk to FMA. */
 
 /* Reads a query or a key. Where it has a norm, it becomes x / p for the power of two p of its largest element, which
  * bfloat16 holds and whose products float32 does; returns what that is to be multiplied by. */
@@ -34,15 +34,11 @@ static float linear_read_exact(const ca_linear_call *c, int index, int64_t t, in
 
 static linear_to linear_set(float *c, int64_t ld) { return (linear_to){c, ld, LINEAR_SET, NULL}; }
 
-/* Fills in what all value heads of the item share. */
+/* Fills in what all value heads of the item share where a token has one decay. */
 static void linear_open_chunk_tiles(linear_item *it, int64_t t, int64_t n) {
     const int32_t key_head = it->first / ca_linear_group(it->c->plan);
     const int64_t kp = it->kp, tiles = ca_div_up(n, CA_LANES), steps = LINEAR_STEPS(kp);
     it->turned_tokens = 0;
-    if (it->wide) {
-        linear_open_chunk(it, t, n);
-        return;
-    }
     for (int64_t i = 0; i < n; i++) {
         it->key_factors[i] = linear_read_exact(it->c, CA_LINEAR_KEY, t + i, key_head, 1, it->k + i * kp);
         it->query_factors[i] =
