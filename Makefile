@@ -12,7 +12,7 @@ SITE = build/docs
 # Which of them to install and to test.
 WITH = torch transformers vllm
 # What C is compiled from, and the modules that are installed beside it: tests run from the checkout.
-COMPILED := build_ffi.py pyproject.toml cpu_attn/_arguments.py $(shell find native -name '*.[ch]' -o -name '*.inc')
+NATIVE := $(shell find native -name '*.[ch]' -o -name '*.inc')
 MODULES := $(shell find cpu_attn cli tests -name '*.py' -not -name 'test_*' -not -name conftest.py)
 # The files of tests/*/ with these names.
 files = $(foreach name,$(1),$(wildcard tests/*/test_$(name).py))
@@ -232,21 +232,31 @@ $(BIN)/python:
 	@command -v $(CC) > /dev/null || { echo "no C compiler: on Debian and Ubuntu, apt-get install gcc"; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 
+# pyproject.toml's own list of what a build needs, once for all builds.
+$(VENV)/builder: $(BIN)/python pyproject.toml
+	@sed -n '/^requires = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml > $@.txt
+	@echo "building and installing into $(VENV)" && $(BIN)/pip install --quiet -r $@.txt && touch $@
+
 # build/lib may hold modules that are no more. oneDNN's package has one library of 55 MB under three names, since a wheel
 # holds no links: here they become one file. pip hides what the build says, so the build writes to this shell's stderr
 # itself, unless that is a plain file, where each of the two would write over the other. Objects stay in build/temp*,
 # and build_ffi.py compiles what has changed since.
-$(VENV)/compiled: $(BIN)/python $(COMPILED)
-	@rm -rf build/lib* && echo "building and installing into $(VENV)"
-	@CPU_ATTN_PROGRESS=$$([ -f /proc/$$$$/fd/2 ] || echo /proc/$$$$/fd/2) \
-		$(BIN)/pip install --quiet 'setuptools>=77' . && touch $@
+PROGRESS = CPU_ATTN_PROGRESS=$$([ -f /proc/$$$$/fd/2 ] || echo /proc/$$$$/fd/2)
+$(VENV)/packaged: $(VENV)/builder build_ffi.py cpu_attn/_arguments.py
+	@rm -rf build/lib*
+	@$(PROGRESS) $(BIN)/pip install --quiet --no-build-isolation . && touch $@
 	@cd $(VENV)/lib && [ ! -e libdnnl.so.3 ] || for name in libdnnl.so libdnnl.so.3.2; do ln -f libdnnl.so.3 $$name; done
 
-# An edit of Python reaches the environment without pip: every module takes the place of the installed one.
+# Edits reach the environment without pip: a module of C takes the place of the installed one, and so does every module
+# of Python. What gcc says is shown where it fails: it warns of every unrolled loop that it found to be none.
+PLATLIB = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+SETUP = $(BIN)/python -W ignore -c 'import setuptools; setuptools.setup()' -q
+$(VENV)/compiled: $(VENV)/packaged $(NATIVE)
+	@$(if $(wildcard $@),$(PROGRESS) $(SETUP) build_ext --build-lib $(PLATLIB) > $@.log 2>&1 || { cat $@.log; exit 1; })
+	@touch $@
+
 $(VENV)/installed: $(VENV)/compiled $(MODULES)
-	@here=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))') \
-		&& find $$here/cpu_attn -name '*.py' -delete \
-		&& $(BIN)/python -W ignore -c 'import setuptools; setuptools.setup()' -q build_py --build-lib $$here && touch $@
+	@here=$(PLATLIB) && find $$here/cpu_attn -name '*.py' -delete && $(SETUP) build_py --build-lib $$here && touch $@
 
 # By name: what an extra adds to the package that is installed.
 $(VENV)/dev $(VENV)/wheel $(VENV)/systems: $(VENV)/installed
