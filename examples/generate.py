@@ -118,10 +118,10 @@ def load(dtype: str, kv_cache_dtype: str, rotated: bool, isa: str, engine: str) 
         one.plan(np.zeros(1, np.int32), np.zeros(0, np.int32), 1, engine=engine)
     except (ValueError, UnavailableError) as error:
         raise click.UsageError(str(error)) from None
-    click.echo("loading the weights and the tokenizer of Gemma 3 270M: ", err=True, nl=False)
+    click.echo("loading the weights and the tokenizer of Gemma 3 270M", err=True)
     begun = time.perf_counter()
     model = Gemma3(dtype, kv_cache_dtype, isa, engine, rotation)
-    click.echo(f"{time.perf_counter() - begun:.1f} s", err=True)
+    click.echo(f"loaded in {time.perf_counter() - begun:.1f} s", err=True)
     return model.balanced() if rotated else model
 
 

@@ -167,7 +167,7 @@ def test_command(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == [("bfloat16", "int8", "auto", "auto", "none")]
     texts = [text + model.tokenizer.decode(tokens[:6]) for text, tokens in zip(PROMPTS, TOKENS, strict=True)]
     assert result.stdout == "".join(f"{text}\n\n" for text in texts)
-    assert result.stderr.startswith("loading the weights and the tokenizer of Gemma 3 270M: ")
+    assert result.stderr.startswith("loading the weights and the tokenizer of Gemma 3 270M\nloaded in ")
     assert "tokens of prompts; the first new token after" in result.stderr  # none of them was found
     assert result.stderr.endswith(" tokens/s\n")
 
