@@ -125,6 +125,8 @@ def arguments() -> tuple[str, str, str]:
         written = sum(table["WRITTEN"] in array.flags for array in call.arrays)
         checked = [c_row(row, index[row.name], table) for row in call.rows if isinstance(row, table["Array"])]
         rows += f"#define CA_{kind.upper()}_ROWS {{ {len(checked)}, {written}, {{ {', '.join(checked)} }} }}\n"
+    where = ", ".join(f"CA_UPDATE_{name.upper()}" for name in table["ATTENTION"].names)
+    rows += f"#define CA_ATTENTION_IN_UPDATE {{ {where} }}\n"
     fields = " ".join(f"int32_t {row.name}; /* {row.field} */" for row in table["PLAN"].fields)
     return enums, fields, rows
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 # A size that is the same throughout a call: the plan says it, or the first array that has it. Each has the symbol that
@@ -554,7 +554,20 @@ ATTENTION = Call(
     ),
 )
 
-CALLS = (ATTENTION, PLAN, WRITE, INDEX, ROTARY, SELECT)
+# Both in one call: what a write has beside the caches, then an attention, whose caches are written.
+UPDATE = Call(
+    "update_and_attend",
+    "UPDATE",
+    (
+        *(_row for _row in WRITE.rows if _row.name in ("key", "value", "slot_mapping", "k_feedback")),
+        *(
+            replace(_row, flags=(*_row.flags, WRITTEN)) if isinstance(_row, Array) and CACHE in _row.kinds else _row
+            for _row in ATTENTION.rows
+        ),
+    ),
+)
+
+CALLS = (ATTENTION, PLAN, WRITE, INDEX, ROTARY, SELECT, UPDATE)
 
 # ---- docstrings ----
 

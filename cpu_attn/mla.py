@@ -17,6 +17,7 @@ from typing import Any
 
 from cpu_attn import _check, ops
 from cpu_attn._arrays import view
+from cpu_attn._native import lib
 from cpu_attn.ops import Written
 from cpu_attn.plan import SchedulerMetadata
 
@@ -164,7 +165,8 @@ def attention_mla(
     try:
         _check.same_call(plan, sliding_window, kv_cache_dtype, "NHD", "none")
         scales = _check.scales(k_scale, k_scale, plan.kv_dtypes)
-        ops.run_attention(plan, arrays, scale, softcap, scales, _check.boolean("causal", causal), latent=True)
+        latent = lib.CA_ATTEND_LATENT
+        ops.run_attention(plan, arrays, scale, softcap, scales, _check.boolean("causal", causal), kind=latent)
     except (TypeError, ValueError) as e:
         raise _check.renamed(e, _READ) from None
     return output

@@ -93,7 +93,15 @@ thread_state = _Thread()
 # What C goes by in a write, for each isa, kv_cache_dtype and kv_cache_layout that was named.
 _meanings: dict[tuple[str, str, str], Any] = {}
 _NOTHING = ffi.new("ca_meaning *", {"head_sizes": 1})
-_S_AUX = _check.ATTENTION.index("s_aux")
+# Of each kind of attention the names of its arrays, the place of s_aux among them, and its name in profiles.
+_ATTENTIONS = {
+    kind: (names, names.index("s_aux"), called)
+    for kind, names, called in (
+        (lib.CA_ATTEND, _check.ATTENTION, "attention_with_kv_cache"),
+        (lib.CA_ATTEND_LATENT, _check.MLA, "attention_with_kv_cache"),
+        (lib.CA_UPDATE_AND_ATTEND, _check.UPDATE, "update_and_attend"),
+    )
+}
 _RECORDED = {  # the name of a call in profiles, and the array that tells dtype and tokens
     lib.ca_write: ("reshape_and_cache", "key"),
     lib.ca_rotary_write: ("rotary_reshape_and_cache", "key"),
@@ -291,17 +299,18 @@ def run_attention(
     scales: tuple[float, float],
     causal: int = -1,
     only_check: bool = False,
-    latent: bool = False,
+    kind: int = lib.CA_ATTEND,
 ) -> None:
-    """Runs an attention over the arrays of _check.ATTENTION. causal: -1 says that the plan's lengths are right, and
-    that there are none among the arrays. only_check: nothing is computed. latent: the arrays are those of _check.MLA,
-    whose second kv_cache is None."""
+    """Runs an attention. causal: -1 says that the plan's lengths are right, and that there are none among the arrays.
+    only_check: nothing is computed. kind: which arrays these are (_ATTENTIONS); in _check.MLA the second kv_cache is
+    None."""
     thread, fault, start = thread_state, ffi.new("ca_fault *"), profiling.clock()
-    sinks = arrays[_S_AUX]
+    names, s_aux, called = _ATTENTIONS[kind]
+    sinks = arrays[s_aux]
     if sinks is not None and not (type(sinks) is np.ndarray and sinks.dtype == np.float32):
         sinks = _check.small_floats("s_aux", sinks, _check.FLOATS, plan.num_heads)
-        arrays = (*arrays[:_S_AUX], sinks, *arrays[_S_AUX + 1 :])
-    numbers = (latent, causal, *_check.logit_factors(scale, softcap, scales[0]), *scales)
+        arrays = (*arrays[:s_aux], sinks, *arrays[s_aux + 1 :])
+    numbers = (kind, causal, *_check.logit_factors(scale, softcap, scales[0]), *scales)
     addresses, given, alive = objects(arrays)
     # A Python finalizer may make a call meanwhile and replace the workspace, so this one is held here.
     room = ONLY_CHECK if only_check else thread.workspace
@@ -310,11 +319,9 @@ def run_attention(
             thread.grow(plan.workspace_bytes)
             room = thread.workspace
         else:
-            addresses, given, alive = _check.reread(
-                fault, _check.MLA if latent else _check.ATTENTION, arrays, given, alive
-            )
+            addresses, given, alive = _check.reread(fault, names, arrays, given, alive)
     if start and not only_check:
-        profiling.record_plan("attention_with_kv_cache", start, plan)
+        profiling.record_plan(called, start, plan)
 
 
 def _first(parts: Any) -> Any:

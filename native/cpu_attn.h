@@ -279,10 +279,16 @@ int ca_borrow_tensors(const uintptr_t *objects, int count, uintptr_t *to, ca_arr
 /* ca_attend is attention_with_kv_cache, and ca_write is reshape_and_cache. `objects` points to the addresses of their
  * arrays as Python objects; where it is 0, or such an address is, given[i] is the array. A call returns CA_UNREAD where
  * an array is of a kind that C does not read. Everything is checked before a byte is written.
- * latent: CA_KEY_CACHE is [N, B, D] of a plan for one kv head over NHD, V is the first Dv columns of it, and
- * CA_VALUE_CACHE is not looked at (attention_mla). causal is -1 where the call has no lengths and masks to compare with
- * the plan's. Without a workspace (NULL) ca_attend only checks. */
-int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int latent, int causal, float scale,
+ * causal is -1 where the call has no lengths and masks to compare with the plan's. Without a workspace (NULL) ca_attend
+ * only checks. */
+enum ca_attend_kind {
+    CA_ATTEND,
+    /* CA_KEY_CACHE is [N, B, D] of a plan for one kv head over NHD, V is the first Dv columns of it, and CA_VALUE_CACHE
+     * is not looked at (attention_mla). */
+    CA_ATTEND_LATENT,
+    CA_UPDATE_AND_ATTEND, /* the arrays are those of ca_update_arrays: keys and values are written first */
+};
+int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int kind, int causal, float scale,
               float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault);
 /* hadamard is that of ca_shape. A token whose slot is negative is not written. */
 int ca_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout, int hadamard,

@@ -26,7 +26,8 @@ from cpu_attn.storage.memory import Memory, aligned_copy, aligned_zeros, memory_
 class PagedKVCache:
     """Holds K and V of one layer in pages, which know their layout: it is the friendly layer over the three calls.
 
-    A step calls :meth:`plan` once, then :meth:`update` and :meth:`attend` for the cache of every layer.
+    A step calls :meth:`plan` once, then :meth:`update` and :meth:`attend`, or :meth:`update_and_attend`, for the cache
+    of every layer.
 
     Args:
         num_blocks: N, blocks of the cache.
@@ -401,6 +402,96 @@ class PagedKVCache:
             TypeError: an argument is no array, or has another dtype. Nothing has been written then.
             MemoryError: there is no memory for the plan's ``workspace_bytes``.
         """
+        rest = (alibi_slopes, s_aux, selected_blocks, attn_bias, selected_tokens)
+        return self._attend((), query, block_table, plan, scale, softcap, output, lse, *rest)
+
+    def update_and_attend(
+        self,
+        key: Any,
+        value: Any,
+        query: Written,
+        slot_mapping: Any,
+        block_table: Any = None,
+        plan: SchedulerMetadata | None = None,
+        *,
+        scale: float | None = None,
+        alibi_slopes: Any = None,
+        softcap: float = 0.0,
+        s_aux: Any = None,
+        output: Written | None = None,
+        lse: Any = None,
+        selected_blocks: Any = None,
+        attn_bias: Any = None,
+        selected_tokens: Any = None,
+    ) -> Written:
+        """Does what :meth:`update` and then :meth:`attend` do, as one call: a layer of a step crosses into C once.
+
+        Args:
+            key: [T, Hkv, D] of the cache's dtype.
+            value: [T, Hkv, Dv] of the cache's dtype.
+            query: [T, Hq, D] of the cache's dtype.
+            slot_mapping: int64 [T], as in :meth:`update`. Or a :class:`cpu_attn.serving.Step`, which has a block table,
+                too.
+            block_table: int32 [R, M], as in :meth:`attend`; None with a step, and only then.
+            plan: as in :meth:`attend`, and so are the arguments below.
+            scale: the factor of q.k; 1 / sqrt(D) unless said.
+            alibi_slopes: float32 [Hq], or None.
+            softcap: 0 is off.
+            s_aux: [Hq], or None: attention sinks.
+            output: [T, Hq, Dv] to write to, or None for a new array.
+            lse: float32 [Hq, T], or None: receives the log of each softmax's denominator.
+            selected_blocks: int32 [R, Hkv, S], or None for all blocks.
+            attn_bias: float32 [R or 1, Hq or 1, Q, K], or None.
+            selected_tokens: int32 [T, S], or None for all keys.
+
+        Returns:
+            ``output``, as :meth:`attend` gives it, with the same bits.
+
+        Raises:
+            ValueError: what :meth:`update` and :meth:`attend` say. All arguments of both are checked first: nothing has
+                been written then, neither to the cache nor to ``output``.
+            TypeError: an argument is no array, or has another dtype. Nothing has been written then.
+            MemoryError: there is no memory for the plan's ``workspace_bytes``.
+
+        Example:
+            >>> import numpy as np
+            >>> from cpu_attn import PagedKVCache
+            >>> from cpu_attn.serving import BlockManager
+            >>> cache = PagedKVCache(num_blocks=4, block_size=16, num_kv_heads=2, head_size=64)
+            >>> manager = BlockManager(cache)
+            >>> _ = manager.allocate("a")
+            >>> step = manager.step([("a", [17, 4, 256])])  # a prompt of 3 tokens
+            >>> key, value = np.random.default_rng(0).standard_normal((2, 3, 2, 64), np.float32)
+            >>> output = cache.update_and_attend(key, value, np.ones((3, 8, 64), np.float32), step)
+            >>> bool(np.allclose(output[0], value[0].repeat(4, axis=0)))  # the first token sees its own key alone
+            True
+        """
+        self._same_sizes("key", key, self.head_size)
+        self._same_sizes("value", value, self.head_size_v)
+        slots = slot_mapping
+        if isinstance(slot_mapping, Step):
+            if block_table is not None:
+                raise ValueError("block_table: is given, and slot_mapping is a step, which has one")
+            block_table, slots = slot_mapping, slot_mapping.slot_mapping
+        rest = (alibi_slopes, s_aux, selected_blocks, attn_bias, selected_tokens)
+        written = (key, value, slots, self.k_feedback)
+        return self._attend(written, query, block_table, plan, scale, softcap, output, lse, *rest)
+
+    def _attend(
+        self,
+        written: tuple[Any, ...],
+        query: Written,
+        block_table: Any,
+        plan: SchedulerMetadata | None,
+        scale: float | None,
+        softcap: float,
+        output: Written | None,
+        lse: Any,
+        alibi_slopes: Any,
+        s_aux: Any,
+        *selections: Any,
+    ) -> Written:
+        """Attends. written: key, value, slot_mapping and k_feedback, where they are to be written first."""
         if isinstance(block_table, Step):
             step = block_table._arrays_for(self)
             block_table = step.block_table
@@ -420,11 +511,14 @@ class PagedKVCache:
             raise ValueError(f"plan: made for heads of {planned}, this cache has heads of {sizes} (K, V)")
         if output is None:
             output = cast(Written, new_beside(query, (plan.num_tokens, plan.num_heads, plan.head_size_v), self.dtype))
-        lengths = (None, None, alibi_slopes, block_table, s_aux, None)
-        states = (output, lse, query, self.key_cache, self.value_cache)
+        caches, step_arrays = (self.key_cache, self.value_cache), (None, None, alibi_slopes, block_table, s_aux, None)
+        if written:  # in the order of _check.UPDATE, else in that of _check.ATTENTION
+            kind, states = lib.CA_UPDATE_AND_ATTEND, (*caches, output, lse, *written, query)
+        else:
+            kind, states = lib.CA_ATTEND, (output, lse, query, *caches)
         factor = self.head_size**-0.5 if scale is None else scale
-        arrays = (*states, *lengths, selected_blocks, attn_bias, selected_tokens)
-        ops.run_attention(plan, arrays, factor, softcap, (self.k_scale, self.v_scale))
+        scales = (self.k_scale, self.v_scale)
+        ops.run_attention(plan, (*states, *step_arrays, *selections), factor, softcap, scales, kind=kind)
         return output
 
 

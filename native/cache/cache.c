@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * This file writes tokens into the slots of a cache and gathers them back. */
-#include "check/check.h"
+#include "cache.h"
 #include "kernel/kernel.h"
 #include "run/threads.h"
 #include <stdatomic.h>
@@ -265,34 +265,29 @@ static cache cache_of(const ca_array *a, const ca_array *rows, int wide, int isa
     };
 }
 
-/* Describes the caches, and the part of transforms that every write has. value is NULL where there is neither V nor a
- * cache of V; feedback is absent where errors are not fed back. */
-static void begin(const ca_fit *fit, const ca_array *caches, const ca_array *key, const ca_array *value,
-                  const ca_array *feedback, int kv_cache_layout, int hadamard, float k_scale, float v_scale,
-                  cache out[2], ca_transforms *transforms) {
-    const int isa = fit->isa, k_dtype = fit->kv_dtype[K], v_dtype = fit->kv_dtype[V];
-    const int feeds = feedback && feedback->itemsize;
-    const int wide = (hadamard & (ca_is_quantised(k_dtype) << K | ca_is_quantised(v_dtype) << V)) | feeds << K;
-    out[K] = cache_of(&caches[K], key, wide & 1 << K, isa, k_dtype, kv_cache_layout, k_scale);
-    if (value)
-        out[V] = cache_of(&caches[V], value, wide & 1 << V, isa, v_dtype, kv_cache_layout, v_scale);
-    *transforms = (ca_transforms){.kernel = ca_isa_get(isa)->kernels[key->dtype],
-                                  .rows = {key, value},
+/* Describes the caches, and the part of transforms that every write has. */
+static void begin(const ca_written *w, cache out[2], ca_transforms *transforms) {
+    const ca_fit *fit = w->fit;
+    const int k_dtype = fit->kv_dtype[K], v_dtype = fit->kv_dtype[V], feeds = w->feedback && w->feedback->itemsize;
+    const int wide = (w->hadamard & (ca_is_quantised(k_dtype) << K | ca_is_quantised(v_dtype) << V)) | feeds << K;
+    const ca_array *rows[2] = {w->key, w->value};
+    for (int kv = K; kv <= (w->value ? V : K); kv++)
+        out[kv] = cache_of(&w->caches[kv], rows[kv], wide & 1 << kv, fit->isa, fit->kv_dtype[kv], fit->kv_cache_layout,
+                           w->scale[kv]);
+    *transforms = (ca_transforms){.kernel = ca_isa_get(fit->isa)->kernels[w->key->dtype],
+                                  .rows = {w->key, w->value},
                                   .num_kv_heads = out[K].num_kv_heads,
-                                  .hadamard = hadamard,
+                                  .hadamard = w->hadamard,
                                   .wide = wide,
-                                  .feedback = feeds ? feedback : NULL};
+                                  .feedback = feeds ? w->feedback : NULL};
 }
 
-/* Writes rows whose arguments have been checked. */
-static int write_rows(const ca_fit *fit, const ca_array *caches, const ca_array *key, const ca_array *value,
-                      const ca_array *slot_mapping, const ca_array *feedback, int hadamard, float k_scale,
-                      float v_scale, ca_fault *fault) {
+int ca_write_rows(const ca_written *w, ca_fault *fault) {
     cache out[2];
     ca_transforms transforms;
-    begin(fit, caches, key, value, feedback, fit->kv_cache_layout, hadamard, k_scale, v_scale, out, &transforms);
+    begin(w, out, &transforms);
     int64_t few[CA_FEW_INDICES];
-    int64_t *slots = ca_take_slots(slot_mapping, out[K].num_blocks * out[K].block_size, few, fault);
+    int64_t *slots = ca_take_slots(w->slot_mapping, out[K].num_blocks * out[K].block_size, few, fault);
     if (!slots)
         return fault->status;
     write_all(out, slots, &transforms, fault);
@@ -307,8 +302,15 @@ int ca_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning
     fit.meaning = meaning;
     if (ca_check_arguments(&ca_write_table, &fit, objects, given, a, fault))
         return fault->status;
-    return write_rows(&fit, a, &a[CA_WRITE_KEY], &a[CA_WRITE_VALUE], &a[CA_WRITE_SLOT_MAPPING], &a[CA_WRITE_K_FEEDBACK],
-                      hadamard, k_scale, v_scale, fault);
+    const ca_written w = {.fit = &fit,
+                          .caches = a,
+                          .key = &a[CA_WRITE_KEY],
+                          .value = &a[CA_WRITE_VALUE],
+                          .slot_mapping = &a[CA_WRITE_SLOT_MAPPING],
+                          .feedback = &a[CA_WRITE_K_FEEDBACK],
+                          .hadamard = hadamard,
+                          .scale = {k_scale, v_scale}};
+    return ca_write_rows(&w, fault);
 }
 
 int ca_index_and_cache(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
@@ -318,8 +320,13 @@ int ca_index_and_cache(uintptr_t objects, const ca_array *given, const ca_meanin
     fit.meaning = meaning;
     if (ca_check_arguments(&ca_index_table, &fit, objects, given, a, fault))
         return fault->status;
-    return write_rows(&fit, a, &a[CA_INDEX_K], NULL, &a[CA_INDEX_SLOT_MAPPING], NULL, hadamard, k_scale, v_scale,
-                      fault);
+    const ca_written w = {.fit = &fit,
+                          .caches = a,
+                          .key = &a[CA_INDEX_K],
+                          .slot_mapping = &a[CA_INDEX_SLOT_MAPPING],
+                          .hadamard = hadamard,
+                          .scale = {k_scale, v_scale}};
+    return ca_write_rows(&w, fault);
 }
 
 int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
@@ -332,8 +339,14 @@ int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *
     const ca_array *queries = &a[CA_ROTARY_QUERY], *table = &a[CA_ROTARY_COS_SIN_CACHE];
     cache caches[2];
     ca_transforms transforms;
-    begin(&fit, a, &a[CA_ROTARY_KEY], &a[CA_ROTARY_VALUE], &a[CA_ROTARY_K_FEEDBACK], kv_cache_layout, hadamard, k_scale,
-          v_scale, caches, &transforms);
+    const ca_written w = {.fit = &fit,
+                          .caches = a,
+                          .key = &a[CA_ROTARY_KEY],
+                          .value = &a[CA_ROTARY_VALUE],
+                          .feedback = &a[CA_ROTARY_K_FEEDBACK],
+                          .hadamard = hadamard,
+                          .scale = {k_scale, v_scale}};
+    begin(&w, caches, &transforms);
     transforms.query = queries;
     transforms.query_out = &a[CA_ROTARY_QUERY_OUT];
     transforms.cos_sin = table;

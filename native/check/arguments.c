@@ -35,7 +35,7 @@ typedef struct ca_argument {
 struct ca_table {
     /* The outputs are the first arrays; they share no memory with one another and with the rest. */
     int num_arrays, num_outputs;
-    ca_argument rows[CA_ATTENTION_ARRAYS]; /* CA_ATTENTION_ARRAYS is the most that a call has */
+    ca_argument rows[CA_UPDATE_ARRAYS]; /* CA_UPDATE_ARRAYS is the most that a call has */
 };
 
 const ca_table ca_attention_table = CA_ATTENTION_ROWS;
@@ -44,6 +44,7 @@ const ca_table ca_write_table = CA_WRITE_ROWS;
 const ca_table ca_index_table = CA_INDEX_ROWS;
 const ca_table ca_select_table = CA_SELECT_ROWS;
 const ca_table ca_rotary_table = CA_ROTARY_ROWS;
+const ca_table ca_update_table = CA_UPDATE_ROWS;
 
 int ca_check_array(const ca_array *a, uint64_t expected, int ndim, const int64_t *sizes, ca_fault *fault) {
     if (!(expected >> a->dtype & 1))
@@ -240,7 +241,7 @@ int ca_check_apart(int num_outputs, int num_arrays, const int in_place[2], const
 
 int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, const ca_array *given, ca_array *a,
                        ca_fault *fault) {
-    ca_extent at[CA_ATTENTION_ARRAYS];
+    ca_extent at[CA_UPDATE_ARRAYS];
     int in_place[2] = {-1, -1};
     fault->status = CA_OK; /* an attempt before this one may have left CA_UNREAD */
     for (int i = 0; i < table->num_arrays; i++) {
@@ -284,4 +285,10 @@ int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, co
         }
     }
     return ca_check_apart(table->num_outputs, table->num_arrays, in_place, a, at, fault);
+}
+
+void ca_attention_of_update(const ca_array *update, ca_array *attention) {
+    static const int8_t where[] = CA_ATTENTION_IN_UPDATE;
+    for (int i = 0; i < CA_ATTENTION_ARRAYS; i++)
+        attention[i] = update[where[i]];
 }

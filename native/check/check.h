@@ -74,11 +74,14 @@ static inline ca_fit ca_fit_anything(int kv_cache_layout) {
 
 typedef struct ca_table ca_table;
 extern const ca_table ca_attention_table, ca_step_table, ca_write_table, ca_index_table, ca_select_table,
-    ca_rotary_table;
+    ca_rotary_table, ca_update_table;
 
 /* Reads the call's arrays, those at `objects` or given, into `a`, and checks all but what indices hold. */
 int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, const ca_array *given, ca_array *a,
                        ca_fault *fault);
+
+/* Copies those of update_and_attend's arrays that an attention has. */
+void ca_attention_of_update(const ca_array *update, ca_array *attention);
 
 /* An array lies in the bytes [first, end). */
 typedef struct ca_extent {

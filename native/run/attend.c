@@ -2,7 +2,7 @@
  * This file runs a plan: threads take items, each of them some kv heads of a task, from a counter, then merges from
  * another. Each NUMA node's tasks have a counter of their own, and a thread begins with that of its node. Segments
  * merge in order, so that results do not depend on which thread takes what. */
-#include "check/check.h"
+#include "cache/cache.h"
 #include "kernel/kernel.h"
 #include "plan/keys.h"
 #include "cpu/nodes.h"
@@ -276,7 +276,8 @@ static void attend_share(void *work, int thread, int team) {
     run_merges(w, thread);
 }
 
-static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_fault *fault) {
+/* Attends. Where there is something to write first, this is done when nothing can fail any more. */
+static int attend(const ca_plan *plan, const ca_call *call, const ca_written *first, void *workspace, ca_fault *fault) {
     ca_call rotated = *call;
     if (plan->shape.hadamard & 1 << K) {
         rotated.query = rotated_queries(plan, workspace);
@@ -287,7 +288,7 @@ static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_
     int64_t items = ca_max64(plan->num_tasks, plan->num_merges) * plan->shape.num_kv_heads;
     int team = ca_team((int)ca_min64(ca_min64(plan->num_threads, ca_get_num_threads()), items));
     w.groups = head_groups(plan, team);
-    if (ca_check_stack(team, fault))
+    if (ca_check_stack(team, fault) || (first && ca_write_rows(first, fault)))
         return fault->status;
     ca_run_team(team, attend_share, &w);
     if (!w.failed)
@@ -295,7 +296,7 @@ static int attend(const ca_plan *plan, const ca_call *call, void *workspace, ca_
     return ca_fail(fault, CA_ENGINE_FAILED, -1, -1, w.failed, -1);
 }
 
-static ca_fit fit_of(const ca_plan *plan, int latent, int without_lengths) {
+static ca_fit fit_of(const ca_plan *plan, int kind, int without_lengths) {
     const ca_shape *s = &plan->shape;
     ca_fit fit = ca_fit_anything(s->kv_cache_layout);
     fit.sizes[CA_T] = plan->num_tokens;
@@ -311,20 +312,24 @@ static ca_fit fit_of(const ca_plan *plan, int latent, int without_lengths) {
     fit.isa = s->isa;
     fit.kv_dtype[K] = s->k_dtype;
     fit.kv_dtype[V] = s->v_dtype;
-    fit.latent = latent;
+    fit.latent = kind == CA_ATTEND_LATENT;
     fit.without_lengths = without_lengths;
     fit.select_by_query_head = s->select_by_query_head;
     return fit;
 }
 
-int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int latent, int causal, float scale,
+int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int kind, int causal, float scale,
               float softcap, float k_scale, float v_scale, void *workspace, int64_t workspace_bytes, ca_fault *fault) {
     const ca_shape *s = &plan->shape;
-    ca_array a[CA_ATTENTION_ARRAYS];
-    ca_fit fit = fit_of(plan, latent, causal < 0);
+    const int updates = kind == CA_UPDATE_AND_ATTEND;
+    const ca_table *table = updates ? &ca_update_table : &ca_attention_table;
+    ca_array a[CA_ATTENTION_ARRAYS], u[CA_UPDATE_ARRAYS];
+    ca_fit fit = fit_of(plan, kind, causal < 0);
     ca_plan_info info;
-    if (ca_check_arguments(&ca_attention_table, &fit, objects, given, a, fault))
+    if (ca_check_arguments(table, &fit, objects, given, updates ? u : a, fault))
         return fault->status;
+    if (updates)
+        ca_attention_of_update(u, a);
     ca_plan_describe(plan, &info);
     if (workspace_bytes < info.workspace_bytes)
         return CA_SMALL_WORKSPACE;
@@ -349,7 +354,15 @@ int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int
         call.softcap = fminf(softcap, fmaxf(1, fabsf(scale * k_scale)) * 0x1p80f);
         call.k_scale = k_scale;
         call.v_scale = v_scale;
-        attend(plan, &call, workspace, fault);
+        const ca_written first = {.fit = &fit,
+                                  .caches = &u[CA_UPDATE_KEY_CACHE],
+                                  .key = &u[CA_UPDATE_KEY],
+                                  .value = &u[CA_UPDATE_VALUE],
+                                  .slot_mapping = &u[CA_UPDATE_SLOT_MAPPING],
+                                  .feedback = &u[CA_UPDATE_K_FEEDBACK],
+                                  .hadamard = s->hadamard,
+                                  .scale = {k_scale, v_scale}};
+        attend(plan, &call, updates ? &first : NULL, workspace, fault);
     }
     ca_give_back(indices.memory, indices.few);
     return fault->status;

@@ -149,6 +149,15 @@ def _write(layout: str) -> Calls:
     return Calls(call, {"slot_mapping": slots}, [key, value])
 
 
+def _update_and_attend() -> Calls:
+    (key, value), step, table, plan = _caches(), _step(), _table(), _plan()
+    cache = cpu_attn.PagedKVCache(N, BLOCK, HEADS, SIZE, "float32")
+    cache.key_cache, cache.value_cache = key.array, value.array
+    rows, query, slots = _floats(T, HEADS, SIZE), _floats(T, 2 * HEADS, SIZE), _shared(_slots()[:T].copy())
+    call = lambda: cache.update_and_attend(rows, rows, query, slots, table, plan)  # noqa: E731
+    return Calls(call, {"slot_mapping": slots, "block_table": table}, [key, value])
+
+
 def _rotary() -> Calls:
     (key, value), slots = _caches(), _slots()
     rows, positions = _floats(len(slots), HEADS, SIZE), _shared(np.arange(len(slots)))
@@ -226,6 +235,7 @@ CALLS: dict[str, Callable[[], Calls]] = {
     "plan": _make_plans,
     "write": lambda: _write("packed"),
     "write-plain": lambda: _write("NHD"),
+    "update-and-attend": _update_and_attend,
     "rotary": _rotary,
     "gather": _gather,
     "copy": _copy,
