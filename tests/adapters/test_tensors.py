@@ -76,3 +76,4 @@ def test_calls_with_tensors_take_one_attempt(dtype: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr("cpu_attn._check.reread", reread)
     cache.update(key, key, slots)
     cache.attend(query, table, cache.plan(*lengths, 4))
+    cache.update_and_attend(key, key, query, slots, table, cache.plan(*lengths, 4))

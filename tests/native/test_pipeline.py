@@ -141,6 +141,20 @@ def test_integers_of_head_sizes(kv_cache_dtype: str, sizes: tuple[int, int]) -> 
     holds(case_of(f"pipeline-{kv_cache_dtype}-{sizes}-softcap", 33, 2, 90, softcap=5.0, sliding_window=40, **options))
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int5", "int4", "auto/int8"])
+def test_the_same_queries_have_the_same_bits_wherever_in_a_strip(kv_cache_dtype: str) -> None:
+    """Where every row sees all keys. That a row's sums lack a few bits is far below its budget."""
+    rng, tokens = np.random.default_rng(0), 300
+    key, value = rng.standard_normal((2, tokens, 1, 64), np.float32).astype(numpy_dtype("bfloat16"))
+    query = np.repeat(rng.standard_normal((1, 1, 64), np.float32).astype(key.dtype), tokens, 0)
+    for isa in ISAS:
+        cache = cpu_attn.PagedKVCache(20, 16, 1, 64, "bfloat16", isa, kv_cache_dtype=kv_cache_dtype)
+        plan = cache.plan(np.array([0, tokens], np.int32), np.array([tokens], np.int32), 1, causal=False)
+        lse, table = np.empty((1, tokens), np.float32), np.arange(20, dtype=np.int32)[None]
+        output = cache.update_and_attend(key, value, query, np.arange(tokens), table, plan, lse=lse)
+        assert (output == output[0]).all() and (lse == lse[0, 0]).all()
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int4"])
 def test_a_request_has_its_bits_whatever_is_beside_it(kv_cache_dtype: str) -> None:
     case = Case(

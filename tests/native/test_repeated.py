@@ -16,6 +16,10 @@ import cpu_attn
 from cpu_attn import _arrays, _check, _dtypes, ops, rotary
 from cpu_attn._native import ffi, lib
 
+from ..cases.case import Case
+from ..cases.judge import same_bits
+from ..cases.problem import build
+from ..cases.run import run
 from ..harness.kernels import KERNELS
 from ..harness.steps import attention_args, plan_args, write_args
 from ..python.test_arrays import WRAP, Tensor
@@ -506,3 +510,17 @@ def test_memory_outlives_a_call_within_the_call(monkeypatch: pytest.MonkeyPatch)
     thread.join()
     assert len(used) == 2
     assert used[1][0] is used[1][1]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "int8", "int4", "auto/int8"])
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
+def test_what_the_workspace_held_does_not_matter(isa: str, dtype: str, kv_cache_dtype: str) -> None:
+    """Bytes that make NaN of every dtype; a prompt, a part of one and decodes, of odd numbers of 16 keys, too."""
+    for fill in (0xFF, 0x7F):
+        case = Case("filled", (40, 70, 3, 1), (40, 1100, 300, 17), 4, 2, 64, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+        problem = build(case)
+        want = run(problem, isa)
+        memory, size = ops.thread_state.workspace
+        ffi.memmove(memory, bytes([fill]) * size, size)
+        got = run(problem, isa)
+        assert all(same_bits(one, other) for one, other in zip(got, want, strict=True))

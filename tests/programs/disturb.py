@@ -150,7 +150,7 @@ def _write(layout: str) -> Calls:
 
 
 def _update_and_attend() -> Calls:
-    (key, value), step, table, plan = _caches(), _step(), _table(), _plan()
+    (key, value), table, plan = _caches(), _table(), _plan()
     cache = cpu_attn.PagedKVCache(N, BLOCK, HEADS, SIZE, "float32")
     cache.key_cache, cache.value_cache = key.array, value.array
     rows, query, slots = _floats(T, HEADS, SIZE), _floats(T, 2 * HEADS, SIZE), _shared(_slots()[:T].copy())
