@@ -88,17 +88,12 @@ def options(shape: Any, given: tuple[Any, ...]) -> None:
         row = _OPTIONS[name]
         if x is not row.default:
             setattr(shape, name, boolean(name, x) if row.type == "bool" else integer(name, x, row.least))
-    most, size, by_head = shape.max_selected_tokens, shape.query_block_size, shape.select_by_query_head
-    if most and shape.block_size:
-        raise ValueError("max_selected_tokens: query tokens that select their keys share no prefixes (block_table)")
-    if size and shape.block_size:
-        raise ValueError("query_block_size: query blocks that select their keys share no prefixes (block_table)")
-    if by_head and shape.block_size:
-        raise ValueError("select_by_query_head: query heads that select their keys share no prefixes (block_table)")
-    if size and most:
-        raise ValueError("query_block_size: query tokens select their keys (max_selected_tokens); a plan takes one")
-    if by_head and most:
-        raise ValueError("select_by_query_head: query tokens select their keys (max_selected_tokens); a plan takes one")
+    selects = ("max_selected_tokens", "query_block_size", "select_by_query_head")
+    given = [name for name in selects if getattr(shape, name)]
+    if given and shape.block_size:
+        raise ValueError(f"{given[0]}: goes without block_table, since keys that are selected are no shared prefix")
+    if len(given) > 1 and shape.max_selected_tokens:
+        raise ValueError(f"{given[1]}: goes without max_selected_tokens; a plan has one of them")
 
 
 def same_call(

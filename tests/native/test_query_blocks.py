@@ -74,7 +74,7 @@ def test_a_plan_says_whose_lists_they_are() -> None:
     for wrong, words in (
         ({"query_block_size": 0}, "0 is outside 1"),
         ({"query_block_size": 2**31}, "outside 1"),
-        ({"query_block_size": 4, **TABLE}, "share no prefixes"),
+        ({"query_block_size": 4, **TABLE}, "goes without block_table"),
         ({"query_block_size": 4, "max_selected_tokens": 1}, "max_selected_tokens"),
     ):
         with pytest.raises(ValueError, match=f"query_block_size: .*{words}"):

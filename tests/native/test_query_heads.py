@@ -62,7 +62,7 @@ def test_refused(selected: Any, words: list[str]) -> None:
 def test_a_plan_says_whose_lists_they_are() -> None:
     words = ["selected_blocks: axis 1 is 4, expected num_kv_heads = 2"]
     refuses(cpu_attn.attention_with_kv_cache, selecting(by_head=False), ValueError, *words)
-    for wrong, why in ((TABLE, "share no prefixes"), ({"max_selected_tokens": 1}, "max_selected_tokens")):
+    for wrong, why in ((TABLE, "goes without block_table"), ({"max_selected_tokens": 1}, "max_selected_tokens")):
         with pytest.raises(ValueError, match=f"select_by_query_head: .*{why}"):
             cpu_attn.get_scheduler_metadata(**plan_args(), select_by_query_head=True, **wrong)
     with pytest.raises(TypeError, match="select_by_query_head: expected True or False, got 2"):

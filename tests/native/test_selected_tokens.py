@@ -68,7 +68,10 @@ def test_a_plan_is_for_a_selection_or_for_none() -> None:
     both = selecting() | {"selected_blocks": np.zeros((2, 2, 1), np.int32)}
     refuses(cpu_attn.attention_with_kv_cache, both, ValueError, "selected_tokens: selected_blocks are given, too")
     table = {"block_table": np.zeros((2, 2), np.int32), "block_size": 16}
-    for wrong, word in (({"max_selected_tokens": 0}, "0"), ({"max_selected_tokens": 1, **table}, "share no prefixes")):
+    for wrong, word in (
+        ({"max_selected_tokens": 0}, "0"),
+        ({"max_selected_tokens": 1, **table}, "without block_table"),
+    ):
         with pytest.raises(ValueError, match=f"max_selected_tokens: .*{word}"):
             cpu_attn.get_scheduler_metadata(**plan_args(), **wrong)
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * This file makes units of the pipeline of a task's strips, where words can hold their logits. Strips with ALiBi, a
- * bias or a tree mask go by scores (strips.h), as do strips whose words turn out not to do. Such a strip does so until
- * its segment ends, since references of the pipeline are integers.
+ * This file cuts a task's strips into units, which the pipeline computes where words of 16 bits can hold the logits.
+ * Strips with ALiBi, a bias or a tree mask go by scores (strips.h). So does a strip whose logits turn out to be too far
+ * apart for words; it stays there until its segment ends, since the pipeline's references are integers.
  *
  * Whether a strip leaves the pipeline depends on all of its rows, which are one request's. So the bits of a row depend
  * on its request alone; tasks that hold rows of several requests go by scores. */

@@ -105,9 +105,9 @@ static NOINLINE int find_references(word_rows *x, float *octaves_of, const float
     return v_hmax(far) == 0;
 }
 
-/* Adds the sums of a unit's weights to row_sum, and has row_max say what they refer to. Returns 0 where words do not
- * do, having changed nothing: one of them may be 0. by_key: sums are of weights times shares, which are a half at
- * least. */
+/* Adds the sums of a unit's weights to row_sum, and sets row_max to what these weights refer to. Returns 0, and changes
+ * nothing, where a word may have fallen to 0: 16 bits cannot hold the weights of this unit. by_key: the sums are of
+ * weights times shares, which are a half at least. */
 static NOINLINE int take_sums(const float (*sums)[CA_LANES], int by_key, const float *octaves, float *row_max,
                               float *row_sum) {
     const vf none = v_set1(-INFINITY), zero = v_set1(0), most = v_set1(by_key ? WEIGHTS_MAX / 2 : WEIGHTS_MAX);

@@ -34,8 +34,8 @@ static void linear_look_ahead(const linear_item *it, int slot, int index, int64_
                                          ca_min64(CA_CHUNK, it->last - t)};
 }
 
-/* Adds to rows [i, i1) of `to`, or takes from them, what the rows of w from i0 to their own give, times their factors;
- * own: their own, too, else `to` may be w. */
+/* Adds sum over j of factors[r, j] w[j] to each row r in [i, i1) of `to`, or subtracts it where `takes` is set. j goes
+ * from i0 to r, which is counted where `own` is set. Where it is not, `to` may be w. */
 INLINE void linear_within(const float *factors, int64_t i0, int64_t i, int64_t i1, int own, int takes, int nv,
                           const float *w, float *to, int64_t ld) {
     for (; i < i1; i++) {

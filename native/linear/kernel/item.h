@@ -63,8 +63,8 @@ typedef struct linear_item {
     linear_token x;
     linear_head heads[CA_LINEAR_HEADS];
     float *biases, *skips; /* [heads][kp], [heads][vp] */
-    /* States lie as the cache has them, [Dk][vp] or [Dv][kp], or while `turned` as [Dk][vp] where the cache has the
-     * other. */
+    /* A state lies as the cache has it, [Dk][vp] or [Dv][kp]. While `turned` is set it lies as [Dk][vp], though the
+     * cache has [Dv][kp]. */
     float *states, *spare, *turned_spare; /* [heads][state_floats], [state_floats] twice */
     int64_t state_floats;
     int turned;
