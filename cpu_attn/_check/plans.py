@@ -89,11 +89,11 @@ def options(shape: Any, given: tuple[Any, ...]) -> None:
         if x is not row.default:
             setattr(shape, name, boolean(name, x) if row.type == "bool" else integer(name, x, row.least))
     selects = ("max_selected_tokens", "query_block_size", "select_by_query_head")
-    given = [name for name in selects if getattr(shape, name)]
-    if given and shape.block_size:
-        raise ValueError(f"{given[0]}: goes without block_table, since keys that are selected are no shared prefix")
-    if len(given) > 1 and shape.max_selected_tokens:
-        raise ValueError(f"{given[1]}: goes without max_selected_tokens; a plan has one of them")
+    asked = [name for name in selects if getattr(shape, name)]
+    if asked and shape.block_size:
+        raise ValueError(f"{asked[0]}: goes without block_table, since keys that are selected are no shared prefix")
+    if len(asked) > 1 and shape.max_selected_tokens:
+        raise ValueError(f"{asked[1]}: goes without max_selected_tokens; a plan has one of them")
 
 
 def same_call(

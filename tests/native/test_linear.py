@@ -103,6 +103,8 @@ def test_channels_that_forget(isa: str, dtype: str, variant: str) -> None:
         [-3] * 20 + [0] * 7,
         [0, -28],
         [-40] * 3 + [-0.1] * 5,
+        [-1.7],  # the first piece has 16 tokens, so that tiles multiply: here and below
+        [0] * 22 + [-60] * 6,
     ):
         problem = build(Case(variant, (130, 64, 5), dtype=dtype, starts=(9, -1, 70), checkpoints=((0, 66), (0, 78))))
         g = problem.options["g"]
