@@ -9,11 +9,12 @@ from cpu_attn._native import ffi, lib
 
 from ..cases.formats import DTYPES
 
-# (isa, dtype) of every kernel that runs here; of these one for each isa.
+# (isa, dtype) of every kernel that runs here; of these one for each isa: bfloat16 where that is what tiles multiply.
 KERNELS = [
     (isa.name, dtype)
     for isa in cpu_attn.isas()
     for dtype in DTYPES
     if isa.supported and lib.ca_isa_kernel(isa.index, DTYPE_CODES[dtype], ffi.new("ca_kernel_info *"))
 ]
-ONE_DTYPE = list({isa: (isa, dtype) for isa, dtype in reversed(KERNELS)}.values())
+_TILES = {isa.name for isa in cpu_attn.isas() if isa.unit == "matrix"}
+ONE_DTYPE = [(isa, dtype) for isa, dtype in KERNELS if dtype == ("bfloat16" if isa in _TILES else "float32")]
