@@ -515,9 +515,11 @@ def test_memory_outlives_a_call_within_the_call(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "int8", "int4", "auto/int8"])
 @pytest.mark.parametrize(("isa", "dtype"), KERNELS)
 def test_what_the_workspace_held_does_not_matter(isa: str, dtype: str, kv_cache_dtype: str) -> None:
-    """Zeros, or bytes that make NaN of every dtype; a prompt, and beside it a part of one and decodes."""
-    for lens in (((40,), (40,)), ((40, 70, 3, 1), (40, 1100, 300, 17))):
-        problem = build(Case("filled", *lens, 4, 2, 64, dtype=dtype, kv_cache_dtype=kv_cache_dtype))
+    """Zeros, or bytes that make NaN of every dtype; a prompt alone and beside others, and one of whose keys few are
+    selected, so that rows see none of them within their window."""
+    few: dict[str, Any] = {"selected": 0.3, "sliding_window": 20}
+    for *lens, more in (((40,), (40,), {}), ((40, 70, 3, 1), (40, 1100, 300, 17), {}), ((100,), (100,), few)):
+        problem = build(Case("filled", *lens, 4, 2, 64, dtype=dtype, kv_cache_dtype=kv_cache_dtype, **more))
         results = [run(problem, isa)]
         for fill in (0, 0xFF, 0x7F):
             memory, size = ops.thread_state.workspace
