@@ -517,9 +517,10 @@ def test_memory_outlives_a_call_within_the_call(monkeypatch: pytest.MonkeyPatch)
 def test_what_the_workspace_held_does_not_matter(isa: str, dtype: str, kv_cache_dtype: str) -> None:
     """Zeros, or bytes that make NaN of every dtype; a prompt alone and beside others, and one of whose keys few are
     selected, so that rows see none of them within their window."""
-    few: dict[str, Any] = {"selected": 0.3, "sliding_window": 20}
-    for *lens, more in (((40,), (40,), {}), ((40, 70, 3, 1), (40, 1100, 300, 17), {}), ((100,), (100,), few)):
-        problem = build(Case("filled", *lens, 4, 2, 64, dtype=dtype, kv_cache_dtype=kv_cache_dtype, **more))
+    kinds: list[tuple[Any, ...]] = [((40,), (40,), 4, {}), ((40, 70, 3, 1), (40, 1100, 300, 17), 4, {})]
+    kinds.append(((300,), (300,), 2, {"selected": 0.5, "sliding_window": 5}))
+    for *sizes, more in kinds:
+        problem = build(Case("filled", *sizes, 2, 64, dtype=dtype, kv_cache_dtype=kv_cache_dtype, **more))
         results = [run(problem, isa)]
         for fill in (0, 0xFF, 0x7F):
             memory, size = ops.thread_state.workspace
