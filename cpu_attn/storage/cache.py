@@ -402,13 +402,13 @@ class PagedKVCache:
             TypeError: an argument is no array, or has another dtype. Nothing has been written then.
             MemoryError: there is no memory for the plan's ``workspace_bytes``.
         """
-        block_table, plan, output = self._planned(query, block_table, plan, output)
+        block_table, plan, out = self._planned(query, block_table, plan, output)
         lengths = (None, None, alibi_slopes, block_table, s_aux, None)
-        states = (output, lse, query, self.key_cache, self.value_cache)
+        states = (out, lse, query, self.key_cache, self.value_cache)
         factor = self.head_size**-0.5 if scale is None else scale
         arrays = (*states, *lengths, selected_blocks, attn_bias, selected_tokens)
         ops.run_attention(plan, arrays, factor, softcap, (self.k_scale, self.v_scale))
-        return output
+        return out
 
     def update_and_attend(
         self,
@@ -478,13 +478,13 @@ class PagedKVCache:
             if block_table is not None:
                 raise ValueError("block_table: is given, and slot_mapping is a step, which has one")
             block_table, slots = slot_mapping, slot_mapping.slot_mapping
-        block_table, plan, output = self._planned(query, block_table, plan, output)
+        block_table, plan, out = self._planned(query, block_table, plan, output)
         lengths = (None, None, alibi_slopes, block_table, s_aux, None)
-        states = (self.key_cache, self.value_cache, output, lse, key, value, slots, self.k_feedback, query)
+        states = (self.key_cache, self.value_cache, out, lse, key, value, slots, self.k_feedback, query)
         factor = self.head_size**-0.5 if scale is None else scale
         arrays, scales = (*states, *lengths, selected_blocks, attn_bias, selected_tokens), (self.k_scale, self.v_scale)
         ops.run_attention(plan, arrays, factor, softcap, scales, kind=lib.CA_UPDATE_AND_ATTEND)
-        return output
+        return out
 
     def _planned(
         self, query: Written, block_table: Any, plan: SchedulerMetadata | None, output: Written | None
