@@ -172,6 +172,7 @@ WORKLOADS = {
         "plan-256": {"kind": "plan", "lens": _various(256, 512, 4096)},
         "call-tiny": _same("call", 1, 1, 16),
         "gdn-prefill-2k": _same("linear-prefill", 1, 2048, 2048, **GDN),
+        "gdn-prefill-512": _same("linear-prefill", 1, 512, 512, **GDN),
         "gdn-decode-64": _same("linear-decode", 64, 1, 1024, **GDN),
         "gdn-decode-1": _same("linear-decode", 1, 1, 1024, **GDN),
         "kda-prefill-2k": _same("linear-prefill", 1, 2048, 2048, **KDA),

@@ -27,7 +27,7 @@ NAMES = [w.name for w in GROUPS["linear"]]
 def small(name: str) -> Workload:
     """The workload with few, small heads and few tokens."""
     w = WORKLOADS[name]
-    lens = ((150, 150),) if w.num_tokens == 2048 else ((1, 1024),) * min(3, len(w.lens))
+    lens = ((150, 150),) if w.kind != "linear-decode" else ((1, 1024),) * min(3, len(w.lens))
     layer = replace(w.linear, size_v=24 if name.startswith("ssd") else 32)  # type: ignore[type-var]
     return replace(w, lens=lens, num_heads=4, num_kv_heads=2 if w.num_kv_heads < w.num_heads else 4, head_size=32,
                    linear=layer)  # fmt: skip

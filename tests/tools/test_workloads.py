@@ -71,6 +71,7 @@ def test_every_workload_by_name() -> None:
         "rope-write-8k": (1, 8192, 8192, 32, 8, 128),
         "call-tiny": (1, 1, 16, 32, 8, 128),
         "gdn-prefill-2k": (1, 2048, 2048, 32, 16, 128),
+        "gdn-prefill-512": (1, 512, 512, 32, 16, 128),
         "gdn-decode-64": (64, 64, 64 * 1024, 32, 16, 128),
         "gdn-decode-1": (1, 1, 1024, 32, 16, 128),
         "kda-prefill-2k": (1, 2048, 2048, 32, 32, 128),
