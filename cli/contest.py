@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import cpu_attn
-from cpu_attn import _onednn_loader, _threads, sparse, study
+from cpu_attn import _onednn_loader, _threads, compose, sparse
 from cpu_attn.cli import linear
 from cpu_attn.cli.limits import Limit, best_isa, products
 from cpu_attn.cli.rivals import RIVALS
@@ -150,7 +150,7 @@ def _prepare(step: Step, engine: str) -> tuple[Callable[[], Any], int | None, st
         return partial(cpu_attn.rotary_reshape_and_cache, step.query, *tokens, *rotary, **how), None, plan.isa
     arguments = step.arguments()
     if engine == "onednn-python":
-        return partial(study.attention, **arguments, isa=plan.isa), None, plan.isa
+        return partial(compose.attention, **arguments, isa=plan.isa), None, plan.isa
     call = partial(cpu_attn.attention_with_kv_cache, **arguments, scheduler_metadata=plan)
     if step.workload.topk_tokens:
         call = partial(_select_and_attend, step.indexer, call)

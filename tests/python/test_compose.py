@@ -22,6 +22,8 @@ from ..cases.levels import added
 from ..cases.problem import build
 from ..cases.run import run, written
 from ..harness.kernels import KERNELS
+from ..harness.snippets import ROOT
+from ..harness.snippets import run as snippets_of
 
 AVAILABLE = next(e for e in cpu_attn.engines() if e.name == "onednn")
 pytestmark = pytest.mark.skipif(not AVAILABLE.available, reason=AVAILABLE.reason)
@@ -294,3 +296,11 @@ def test_no_array_grows_with_rows_times_context() -> None:
             tracemalloc.stop()
     assert peaks[0] > 5e5
     assert peaks[1] - peaks[0] < 1e6
+
+
+def test_its_page() -> None:
+    (names,) = snippets_of(ROOT / "docs" / "compose.md")
+    query, key, value = (names[name] for name in ("query", "key", "value"))
+    want, _ = reference.attention(query, [key], [value], names["query_start_loc"], names["seq_lens"], names["scale"])
+    for got in (names["output"], names["by_hand"][:, None]):
+        assert (reference.relative_rms(got, want, names["query_start_loc"]) <= reference.BUDGET["float32"]).all()

@@ -13,7 +13,7 @@ import pytest
 import cpu_attn
 
 ROOT = Path(cpu_attn.__file__).parent
-DOORS = ("_check", "backend", "linear", "storage", "study")
+DOORS = ("_check", "backend", "compose", "linear", "storage")
 # What functions import when they are called. Of the package itself only what finds oneDNN, for what that imports.
 LATE = {"cpu_attn._onednn_loader"}
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import cpu_attn
-from cpu_attn import linear, sparse, study
+from cpu_attn import linear, primitives, sparse
 from cpu_attn.distributed import ContextParallel, Group, ThreadGroup
 from cpu_attn.serving import BlockManager
 from cpu_attn.storage import convert
@@ -273,8 +273,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Args]]] = {
 }
 
 if any(engine.name == "onednn" and engine.available for engine in cpu_attn.engines()):
-    CALLS["softmax"] = (study.softmax, lambda: {"x": np.zeros((2, 3), F32)})
-    CALLS["product"] = (study.matmul, lambda: {"a": np.zeros((2, 3), F32), "b": np.zeros((3, 4), F32)})
+    CALLS["softmax"] = (primitives.softmax, lambda: {"x": np.zeros((2, 3), F32)})
+    CALLS["product"] = (primitives.matmul, lambda: {"a": np.zeros((2, 3), F32), "b": np.zeros((3, 4), F32)})
 
 
 def arguments(function: Callable[..., Any]) -> list[str]:

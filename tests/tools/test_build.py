@@ -104,7 +104,7 @@ def test_make_verify(interrupted: bool, says: str, tmp_path: Path) -> None:
     wait = "echo ready; trap 'exit 130' INT; while :; do sleep 0.1; done"
     command.write_text(f"#!/bin/sh\n{wait if interrupted else 'echo ready; exit 1'}\n")
     command.chmod(0o755)
-    for done in ("compiled", "installed"):
+    for done in ("builder", "packaged", "compiled", "installed"):
         (tmp_path / done).touch()
     make = subprocess.Popen(
         ["make", "--no-print-directory", "verify", f"VENV={tmp_path}"], cwd=ROOT,

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn.study.primitives import gather_pages, matmul, softmax
-from cpu_attn.study.step import Arguments, Array, checked
+from cpu_attn.compose.step import Arguments, Array, checked
+from cpu_attn.primitives import gather_pages, matmul, softmax
 
 ROWS, KEYS = 256, 512
 CHAIN = 128  # keys that one float32 sum may have: native/engines/onednn/segment.c
