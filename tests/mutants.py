@@ -3,8 +3,9 @@
 to fail then. ``make mutants`` runs it.
 
 The package of the environment is copied to build/mutants/overlay, where tests find it first, and only this copy is
-changed: a Python file in place; for native files what build_ext links of a copy of the sources, through ccache where
-that is there. A mutant whose library (an adapter's) or isa is not here is left out.
+changed: a Python file in place; for native files what build_ext links of a copy of the sources, by what ``make``
+installed for builds, through ccache where that is there. A mutant whose library (an adapter's) or isa is not here is
+left out.
 
 With --random the mutants are drawn from all places of native/ that tests/mutate.py knows how to break, or of what of
 native/ and cpu_attn/ TOUCHING has tests for. One of native/ whose types do not fit, or whose modules have the bytes of
@@ -24,7 +25,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import venv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -260,7 +260,7 @@ class Workshop:
         if shutil.which("ccache") and "ccache" not in compiler:
             environment["CC"] = f"ccache {compiler}"
         log = WORK / f"{mutant.name if mutant else target.name}.build.log"
-        command = [self.builder(), "-c", BUILD_EXT, "build_ext", "--build-lib", target, "--build-temp", "temp"]
+        command = [sys.executable, "-c", BUILD_EXT, "build_ext", "--build-lib", target, "--build-temp", "temp"]
         module = "_onednn" if mutant and mutant.file.startswith("native/engines/onednn/") else "_native"
         if ended(command, log, cwd=SOURCE, env=environment) or not list(target.glob(f"cpu_attn/{module}.*")):
             raise BrokenError(f"did not build: {log}")
@@ -293,18 +293,6 @@ class Workshop:
             if filecmp.cmpfiles(base / "cpu_attn", made / "cpu_attn", modules, shallow=False)[1]:
                 return mutant, made
         return None
-
-    def builder(self) -> Path:
-        """Python of an environment that has what a build needs."""
-        folder, log = WORK / "builder", WORK / "builder.log"
-        python = folder / "bin" / "python"
-        if not (folder / "complete").exists():
-            names = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
-            venv.create(folder, clear=True, with_pip=True)
-            if ended([python, "-m", "pip", "install", "--quiet", *names], log):
-                raise click.ClickException(f"cannot install what a build needs: {log}")
-            (folder / "complete").touch()
-        return python
 
     def test(self, mutant: Mutant, limit: float | None, log: Path) -> int:
         marks = "integrations" if mutant.library else "not packaging and not integrations"

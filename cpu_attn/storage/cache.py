@@ -504,7 +504,7 @@ class PagedKVCache:
             raise ValueError(f"plan: made for isa {plan.isa}, which does not read {self.layout}")
         _check.same_kv_dtypes(plan, self.kv_cache_dtype)
         _check.same_kv_cache_rotation(plan, self.kv_cache_rotation)
-        shape = plan._shape  # its numbers take a third of the time that the plan's properties do
+        shape = plan._shape  # read without the frames of the plan's properties, since every layer comes here
         planned, sizes = (shape.head_size, shape.head_size_v), (self.head_size, self.head_size_v)
         if planned != sizes:  # other sizes may have the same width
             raise ValueError(f"plan: made for heads of {planned}, this cache has heads of {sizes} (K, V)")

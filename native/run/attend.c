@@ -276,7 +276,7 @@ static void attend_share(void *work, int thread, int team) {
     run_merges(w, thread);
 }
 
-/* Attends. Where there is something to write first, this is done when nothing can fail any more. */
+/* Attends. What is to be written first is written once no argument can be refused any more. */
 static int attend(const ca_plan *plan, const ca_call *call, const ca_written *first, void *workspace, ca_fault *fault) {
     ca_call rotated = *call;
     if (plan->shape.hadamard & 1 << K) {

@@ -19,8 +19,13 @@ BLOCKS, BLOCK, KV_HEADS, HEADS, SIZE, SIZE_V = 6, 16, 2, 6, 32, 16
 # Two requests, of which one has 20 keys that an earlier step wrote, and none of block 5.
 STARTS, LENS, TABLE = np.array([0, 3, 21], np.int32), np.array([23, 18], np.int32), np.array([[3, 1], [0, 4]], np.int32)
 POSITIONS = [np.arange(20, 23), np.arange(18)]
-SLOTS = np.concatenate([TABLE[r][at // BLOCK].astype(np.int64) * BLOCK + at % BLOCK for r, at in enumerate(POSITIONS)])
-EARLIER = TABLE[0][np.arange(20) // BLOCK].astype(np.int64) * BLOCK + np.arange(20) % BLOCK
+
+
+def slots(request: int, positions: Any) -> Any:
+    return TABLE[request][positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+
+
+SLOTS, EARLIER = np.concatenate([slots(r, at) for r, at in enumerate(POSITIONS)]), slots(0, np.arange(20))
 
 
 def numbers(dtype: Any, *shape: int, seed: int = 0) -> Any:
@@ -52,18 +57,14 @@ def test_the_oracle_sees_old_and_new_tokens(isa: str, dtype: str) -> None:
     step = step_of(cache)
     lse = np.empty((HEADS, 21), np.float32)
     output = cache.update_and_attend(**step, lse=lse)
-    keys, values = (
-        [np.concatenate([key, step["key"][:3]]), step["key"][3:]],
-        [
-            np.concatenate([value, step["value"][:3]]),
-            step["value"][3:],
-        ],
-    )
+    keys = [np.concatenate([key, step["key"][:3]]), step["key"][3:]]
+    values = [np.concatenate([value, step["value"][:3]]), step["value"][3:]]
     want, want_lse = reference.attention(
         *(step["query"], keys, values, STARTS, LENS, SIZE**-0.5, True, None, -1, 0.0, None, None)
     )
     assert (reference.relative_rms(output, want, STARTS) <= reference.BUDGET[dtype]).all()
-    assert np.allclose(lse, want_lse, atol=0.02)
+    lse_error = np.abs(lse - want_lse) / np.maximum(1, np.abs(want_lse))
+    assert (lse_error <= reference.LSE_BUDGET[dtype]).all()
 
 
 @pytest.mark.parametrize("layout", ["packed", "HND", "NHD"])
@@ -84,7 +85,7 @@ def test_the_bits_of_two_calls(layout: str, dtype: str, kv_cache_dtype: str, rot
     found = []
     for one_call in (False, True):
         cache, _, _ = cache_of(
-            *(dtype,),
+            dtype,
             kv_cache_dtype=kv_cache_dtype,
             kv_cache_rotation=rotation,
             kv_cache_layout=layout,
@@ -139,18 +140,14 @@ def test_a_step_of_a_block_manager() -> None:
         (lambda c, s: {"s_aux": np.zeros(HEADS - 1, np.float32)}, ValueError, "s_aux"),
         (lambda c, s: {"attn_bias": np.zeros((1, 1, 18, 22), np.float32)}, ValueError, "attn_bias"),
         (lambda c, s: {"softcap": -1.0}, ValueError, "softcap"),
-        (lambda c, s: {"plan": c.plan(STARTS + 0, LENS, HEADS + 2)}, ValueError, "query"),
+        (lambda c, s: {"plan": c.plan(STARTS, LENS, HEADS + 2)}, ValueError, "query"),
         (lambda c, s: {"key": c.key_cache.reshape(-1)[: s["key"].size].reshape(s["key"].shape)}, ValueError, "key"),
         (
             lambda c, s: {"block_table": c.key_cache.view(np.int32).reshape(-1)[:4].reshape(2, 2)},
             ValueError,
             "key_cache: shares memory with block_table",
         ),
-        (
-            lambda c, s: {"output": s["query"][..., :SIZE_V]},
-            ValueError,
-            "output: shares memory with query",
-        ),
+        (lambda c, s: {"output": s["query"][..., :SIZE_V]}, ValueError, "output: shares memory with query"),
         (
             lambda c, s: {"attn_bias": c.value_cache.reshape(-1)[: 23 * 18].reshape(1, 1, 18, 23)},
             ValueError,

@@ -153,7 +153,7 @@ def _update_and_attend() -> Calls:
     (key, value), table, plan = _caches(), _table(), _plan()
     cache = cpu_attn.PagedKVCache(N, BLOCK, HEADS, SIZE, "float32")
     cache.key_cache, cache.value_cache = key.array, value.array
-    rows, query, slots = _floats(T, HEADS, SIZE), _floats(T, 2 * HEADS, SIZE), _shared(_slots()[:T].copy())
+    rows, query, slots = _floats(T, HEADS, SIZE), _floats(T, 2 * HEADS, SIZE), _shared(_slots()[:T])
     call = lambda: cache.update_and_attend(rows, rows, query, slots, table, plan)  # noqa: E731
     return Calls(call, {"slot_mapping": slots, "block_table": table}, [key, value])
 

@@ -7,8 +7,8 @@
  * It is more where numbers of X are small just where those of Y are large. So P w and A w, whose decays follow from the
  * token, are left to FMA, and so are decays of channels, and the rows of a chunk that coarse.h finds.
  *
- * A NaN or an infinity makes the scale NaN, and with it all results of its row or column, as it would make the sums in
- * float32. */
+ * The scale of a row or column that has a NaN or an infinity is one, too, and makes all its results NaN, as sums in
+ * float32 become. */
 
 #ifdef INTEGERS
 #define LINEAR_PACKED 4 /* vectors of columns that are packed at once */
