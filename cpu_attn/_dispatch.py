@@ -17,7 +17,6 @@ from cpu_attn._errors import UnavailableError, none_of
 from cpu_attn._native import ffi, lib
 
 ENGINE_NAMES = ("native", "onednn", "reference")
-_FUSED = lib.ca_fused_engine()
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ def resolve_engine(name: str) -> tuple[str, Any]:
     """Gives the name and the ``ca_engine *`` of an engine; ``auto`` follows CPU_ATTN_ENGINE, then means native."""
     name = asked("engine", name, "CPU_ATTN_ENGINE")
     if name in ("auto", "native"):
-        return "native", _FUSED
+        return "native", ffi.NULL
     if name == "reference":
         return name, lib.ca_reference_engine()
     if name == "onednn":

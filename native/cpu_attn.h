@@ -224,11 +224,10 @@ int ca_memory_nodes(uint64_t *nodes);
  * whose memory is used up leaves pages to others. */
 int ca_place(uintptr_t address, int64_t bytes, int32_t interleave, uint64_t nodes);
 
-const ca_engine *ca_fused_engine(void);
 const ca_engine *ca_reference_engine(void);
 
-/* Returns NULL and fills *fault on failure. objects and given are those of ca_attend; masks is NULL where there are
- * none. */
+/* Returns NULL and fills *fault on failure. engine: NULL is the isa's own kernel. objects and given are those of
+ * ca_attend; masks is NULL where there are none. */
 ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects, const ca_array *given,
                      const ca_masks *masks, ca_fault *fault);
 void ca_plan_free(ca_plan *plan);

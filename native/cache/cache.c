@@ -8,12 +8,10 @@
 #include <string.h>
 
 typedef struct cache {
-    void *data;
-    int64_t stride_n, stride_h, ld; /* ld: from token to token of a plain cache; packed: head_size */
-    int64_t num_blocks, block_size;
-    int32_t num_kv_heads, head_size;
-    int32_t dtype, kv_dtype; /* dtype: that of new tokens and of queries; kv_dtype: what the memory holds */
-    int32_t isa, layout;     /* enum ca_layout */
+    ca_side side;
+    ca_kv at;
+    int32_t dtype; /* that of new tokens and of queries */
+    int32_t isa;
     const ca_kernel *kernel; /* the isa's kernel for dtype */
     float scale;             /* an fp8 cache holds x / scale */
 } cache;
@@ -27,71 +25,63 @@ typedef struct write_call {
     int last; /* V, or K where there are no values */
 } write_call;
 
-static ca_group_form form_of(const cache *c, int kv) {
-    return ca_group_form_of(c->layout, c->kv_dtype, c->head_size, kv);
-}
-
-static int64_t offset_of(const cache *c, int kv, int64_t token, int64_t d) {
-    return kv ? ca_v_offset(c->layout, token, d, c->ld) : ca_k_offset(c->layout, token, d, c->ld);
-}
+static int64_t offset_of(const cache *c, int64_t token, int64_t d) { return ca_offset(&c->side, token, d, c->at.ld); }
 
 /* Writes the scales of n tokens of one group. */
-static void put_scales(const cache *c, const ca_group_form *f, char *block, int64_t token, int n,
-                       const uint16_t *scales, int64_t ld) {
-    char *to = block + ca_scales_at(f, c->block_size, token / CA_LANES) + token % CA_LANES * 2;
-    for (int64_t s = 0; s < f->scales; s++)
+static void put_scales(const cache *c, char *block, int64_t token, int n, const uint16_t *scales, int64_t ld) {
+    char *to = block + ca_scales_at(&c->side, c->at.block_size, token / CA_LANES) + token % CA_LANES * 2;
+    for (int64_t s = 0; s < c->side.scales; s++)
         for (int t = 0; t < n; t++)
             memcpy(to + (s * CA_LANES + t) * 2, &scales[t * ld + s], 2);
 }
 
 /* These make the scales of tokens that lie ld bytes apart, and a token's elements, a byte each. */
 static void scale_rows(const cache *c, const char *rows, int64_t ld, int n, uint16_t *scales, int64_t scales_ld) {
-    if (ca_is_scaled(c->kv_dtype))
-        c->kernel->scale(rows, ld / ca_dtype_size(c->dtype), n, c->head_size, c->kv_dtype, scales, scales_ld);
+    if (c->side.scaled)
+        c->kernel->scale(&c->side, rows, ld / ca_dtype_size(c->dtype), n, scales, scales_ld);
 }
 static void quantise_row(const cache *c, const char *row, const uint16_t *scales, uint8_t *bytes) {
-    if (ca_is_scaled(c->kv_dtype))
-        c->kernel->quantise(row, c->head_size, c->kv_dtype, scales, bytes);
+    if (c->side.scaled)
+        c->kernel->quantise(&c->side, row, scales, bytes);
     else
-        c->kernel->pack(row, c->head_size, c->scale, c->kv_dtype, bytes);
+        c->kernel->pack(&c->side, row, c->scale, bytes);
 }
 
 /* Writes one token of a plain cache. */
-static void write_plain(const cache *c, int kv, char *block, int64_t token, const char *row) {
-    char *to = block + offset_of(c, kv, token, 0) * ca_dtype_size(c->kv_dtype);
-    if (ca_is_quantised(c->kv_dtype))
-        c->kernel->pack(row, c->head_size, c->scale, c->kv_dtype, (uint8_t *)to);
+static void write_plain(const cache *c, char *block, int64_t token, const char *row) {
+    char *to = block + offset_of(c, token, 0) * c->side.size;
+    if (c->side.quantised)
+        quantise_row(c, row, NULL, (uint8_t *)to);
     else
-        memcpy(to, row, (size_t)c->head_size * ca_dtype_size(c->dtype));
+        memcpy(to, row, (size_t)c->side.row_bytes);
 }
 
 /* Writes one token of a packed cache of fp8 or integers. scales: the row's, or NULL, which is to find them. In K of an
  * odd head size the element beside the last one is set to zero where it could be NaN. */
-static void write_quantised(const cache *c, int kv, char *block, int64_t token, const char *row,
-                            const uint16_t *scales) {
-    uint8_t bytes[c->head_size]; /* at most _check.MAX_SIZE */
-    uint16_t found[ca_div_up(c->head_size, CA_SHARED)];
-    const ca_group_form f = form_of(c, kv);
-    uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
+static void write_quantised(const cache *c, char *block, int64_t token, const char *row, const uint16_t *scales) {
+    const ca_side *s = &c->side;
+    uint8_t bytes[s->head_size]; /* at most _check.MAX_SIZE */
+    uint16_t found[ca_div_up(s->head_size, CA_SHARED)];
+    uint8_t *group = (uint8_t *)block + token / CA_LANES * s->group_bytes;
     if (!scales) {
         scale_rows(c, row, 0, 1, found, 0);
         scales = found;
     }
     quantise_row(c, row, scales, bytes);
-    for (int64_t d = 0; d < c->head_size; d++)
-        ca_put_element(c->kv_dtype, group, offset_of(c, kv, token % CA_LANES, d), bytes[d]);
-    put_scales(c, &f, block, token, 1, scales, 0);
-    if (!kv && c->head_size % 2 && !f.scales)
-        group[ca_k_offset(CA_LAYOUT_PAIRS, token % CA_LANES, c->head_size, c->head_size + 1)] = 0;
+    for (int64_t d = 0; d < s->head_size; d++)
+        ca_put_element(s->dtype, group, offset_of(c, token % CA_LANES, d), bytes[d]);
+    put_scales(c, block, token, 1, scales, 0);
+    if (s->kv == K && s->head_size % 2 && !s->scaled)
+        group[ca_k_offset(CA_LAYOUT_PAIRS, token % CA_LANES, s->head_size, s->head_size + 1)] = 0;
 }
 
 #define WIDE 512 /* elements of a token that are written 16 tokens at a time */
 
 /* Puts the bytes of 16 tokens in the order of their group. K in pairs of bytes lies as K of half as many 16-bit
  * elements does in lanes, so that the kernel of float16 moves it. */
-static void arrange(const cache *c, int kv, uint8_t bytes[CA_LANES][WIDE], uint8_t *to, int stream) {
-    const int64_t n = c->head_size;
-    if (!kv) {
+static void arrange(const cache *c, uint8_t bytes[CA_LANES][WIDE], uint8_t *to, int stream) {
+    const int64_t n = c->side.head_size;
+    if (c->side.kv == K) {
         ca_kernel_for(c->isa, CA_F16)->write[K](to, n / 2, 0, CA_LANES, bytes, WIDE / 2, bytes, stream);
         return;
     }
@@ -120,49 +110,49 @@ static void pack_elements(int dtype, const uint8_t *from, uint8_t *to) {
 }
 
 /* Writes a whole group; scales as above. Returns 0 where that has to be written token by token. */
-static int write_quantised_group(const cache *c, int kv, char *block, int64_t token, const char *rows, int64_t ld,
+static int write_quantised_group(const cache *c, char *block, int64_t token, const char *rows, int64_t ld,
                                  const uint16_t *scales, int stream) {
+    const ca_side *s = &c->side;
     uint8_t bytes[CA_LANES][WIDE], stage[CA_LANES * WIDE + CA_NIBBLES];
     uint16_t found[CA_LANES * WIDE / CA_SHARED];
-    const ca_group_form f = form_of(c, kv);
-    uint8_t *group = (uint8_t *)block + token / CA_LANES * f.bytes;
-    if (c->head_size > WIDE || c->head_size % 2)
+    uint8_t *group = (uint8_t *)block + token / CA_LANES * s->group_bytes;
+    if (s->head_size > WIDE || s->head_size % 2)
         return 0;
     for (int t = 0; t < CA_LANES; t++) /* The next group's rows are prefetched, as in write.inc. */
-        for (int64_t i = 0; i < c->head_size * ca_dtype_size(c->dtype); i += 64)
+        for (int64_t i = 0; i < s->head_size * ca_dtype_size(c->dtype); i += 64)
             __builtin_prefetch(rows + (t + CA_LANES) * ld + i, 0, 2);
     if (!scales) {
-        scale_rows(c, rows, ld, CA_LANES, found, f.scales);
+        scale_rows(c, rows, ld, CA_LANES, found, s->scales);
         scales = found;
     }
     for (int t = 0; t < CA_LANES; t++)
-        quantise_row(c, rows + t * ld, scales + t * f.scales, bytes[t]);
-    if (ca_is_packed(c->kv_dtype)) {
-        memset(stage + ca_max64(0, f.elements - CA_NIBBLES), 0, CA_NIBBLES);
-        arrange(c, kv, bytes, stage, 0);
-        for (int64_t i = 0; i < f.elements; i += CA_NIBBLES)
-            pack_elements(c->kv_dtype, stage + i, group + ca_bytes_of(c->kv_dtype, i));
+        quantise_row(c, rows + t * ld, scales + t * s->scales, bytes[t]);
+    if (s->packed) {
+        memset(stage + ca_max64(0, s->elements - CA_NIBBLES), 0, CA_NIBBLES);
+        arrange(c, bytes, stage, 0);
+        for (int64_t i = 0; i < s->elements; i += CA_NIBBLES)
+            pack_elements(s->dtype, stage + i, group + ca_bytes_of(s->dtype, i));
     } else {
-        arrange(c, kv, bytes, group, stream);
+        arrange(c, bytes, group, stream);
     }
-    put_scales(c, &f, block, token, CA_LANES, scales, f.scales);
+    put_scales(c, block, token, CA_LANES, scales, s->scales);
     return 1;
 }
 
-static void write_run(const cache *c, int kv, const ca_array *rows, int head, int64_t slot, int64_t t, int n,
+static void write_run(const cache *c, const ca_array *rows, int head, int64_t slot, int64_t t, int n,
                       const uint16_t *scales, int stream) {
-    const ca_kernel *kernel = c->kernel;
-    char *block = (char *)ca_block(c->data, c->stride_n, c->stride_h, slot / c->block_size, head, c->kv_dtype);
+    const ca_side *s = &c->side;
+    char *block = ca_block_at(s, &c->at, slot / c->at.block_size, head);
     const char *row = ca_row_of(rows, t, head);
-    int64_t token = slot % c->block_size, ld = rows->strides[0] * rows->itemsize;
-    if (c->layout == CA_LAYOUT_ROWS)
+    const int64_t token = slot % c->at.block_size, ld = rows->strides[0] * rows->itemsize;
+    if (s->plain)
         for (int i = 0; i < n; i++)
-            write_plain(c, kv, block, token + i, row + i * ld);
-    else if (!ca_is_quantised(c->kv_dtype))
-        kernel->write[kv](block, c->head_size, token, n, row, rows->strides[0], row + CA_LANES * ld, stream);
-    else if (n < CA_LANES || !write_quantised_group(c, kv, block, token, row, ld, scales, stream))
+            write_plain(c, block, token + i, row + i * ld);
+    else if (!s->quantised)
+        c->kernel->write[s->kv](block, s->head_size, token, n, row, rows->strides[0], row + CA_LANES * ld, stream);
+    else if (n < CA_LANES || !write_quantised_group(c, block, token, row, ld, scales, stream))
         for (int i = 0; i < n; i++)
-            write_quantised(c, kv, block, token + i, row + i * ld, scales ? scales + i * form_of(c, kv).scales : NULL);
+            write_quantised(c, block, token + i, row + i * ld, scales ? scales + i * s->scales : NULL);
 }
 
 /* Returns how many tokens from t on, at most one K group of them, lie one after another in one block. */
@@ -179,7 +169,7 @@ static int run_length(const write_call *w, int64_t t, int64_t block_size) {
  * so that the source is read in the order of memory. Each slot of a head belongs to one thread, which goes in order of
  * tokens, so that the last token of those that share a slot stays, whole. */
 static void write_part(const write_call *w, int thread, int head0, int head1, int64_t part, int64_t parts) {
-    int64_t block_size = w->caches[K].block_size;
+    int64_t block_size = w->caches[K].at.block_size;
     for (int64_t t = 0, n; t < w->num_tokens; t += n) {
         int64_t slot = w->slots[t];
         n = 1;
@@ -197,8 +187,8 @@ static void write_part(const write_call *w, int thread, int head0, int head1, in
                 if (transformed)
                     staged = ca_transform_rows(w->transforms, kv, thread, h, h == head0, t, (int)n);
                 if (kv == K && w->transforms->feedback)
-                    scales = ca_feed_back(w->transforms, thread, h, (int)n, &staged, c->isa, c->kv_dtype);
-                write_run(c, kv, transformed ? &staged : w->transforms->rows[kv], h, slot, transformed ? 0 : t, (int)n,
+                    scales = ca_feed_back(w->transforms, thread, h, (int)n, &staged, c->isa, &c->side);
+                write_run(c, transformed ? &staged : w->transforms->rows[kv], h, slot, transformed ? 0 : t, (int)n,
                           scales, w->stream);
             }
         }
@@ -220,14 +210,14 @@ static void write_share(void *work, int thread, int team) {
 }
 
 static int write_all(const cache caches[2], const int64_t *slots, ca_transforms *transforms, ca_fault *fault) {
-    const int64_t num_tokens = transforms->rows[K]->shape[0], heads = caches[K].num_kv_heads;
-    int64_t work = 0, transformed = transforms->cos_sin ? transforms->num_heads * caches[K].head_size : 0;
+    const int64_t num_tokens = transforms->rows[K]->shape[0], heads = caches[K].at.num_kv_heads;
+    int64_t work = 0, transformed = transforms->cos_sin ? transforms->num_heads * caches[K].side.head_size : 0;
     const int last = transforms->rows[V] ? V : K;
     for (int kv = K; kv <= last; kv++) {
-        work += heads * caches[kv].head_size;
-        transformed += ca_transforms_rows(transforms, kv) ? heads * caches[kv].head_size : 0;
+        work += heads * caches[kv].side.head_size;
+        transformed += ca_transforms_rows(transforms, kv) ? heads * caches[kv].side.head_size : 0;
     }
-    int stream = num_tokens * work * ca_dtype_size(caches[K].kv_dtype) >= CA_STREAM_BYTES;
+    int stream = num_tokens * work * caches[K].side.size >= CA_STREAM_BYTES;
     write_call w = {caches, transforms, slots, num_tokens, stream, last};
     /* A Zen 4 core writes 8 elements of bfloat16 a nanosecond in runs, and a tenth of that token by token. */
     const double cost = (double)(num_tokens * (work + 2 * transformed)) / 8;
@@ -242,27 +232,17 @@ static int write_all(const cache caches[2], const int64_t *slots, ca_transforms 
 }
 
 /* `rows` are the tokens to write; where `wide` is set they come as float32. */
-static cache cache_of(const ca_array *a, const ca_array *rows, int wide, int isa, int kv_dtype, int kv_cache_layout,
-                      float scale) {
-    const ca_axes axes = ca_cache_axes(a, kv_cache_layout, rows->shape[2]);
+static cache cache_of(const ca_array *a, int kv, const ca_array *rows, int wide, int isa, int kv_dtype,
+                      int kv_cache_layout, float scale) {
+    const int64_t head_size = rows->shape[2];
     const int dtype = wide ? CA_F32 : rows->dtype;
     const ca_kernel *kernel = wide ? ca_kernel_for(isa, dtype) : ca_isa_get(isa)->kernels[dtype];
-    return (cache){
-        .data = (void *)a->address,
-        .stride_n = axes.stride_n,
-        .stride_h = axes.stride_h,
-        .ld = axes.ld,
-        .num_blocks = axes.num_blocks,
-        .num_kv_heads = (int32_t)axes.num_kv_heads,
-        .block_size = axes.block_size,
-        .head_size = (int32_t)rows->shape[2],
-        .dtype = dtype,
-        .kv_dtype = kv_dtype,
-        .isa = isa,
-        .layout = ca_layout_of(kv_cache_layout, kernel->info.layout, kv_dtype),
-        .kernel = kernel,
-        .scale = scale,
-    };
+    return (cache){.side = ca_side_of(kernel, dtype, kv, kv_dtype, head_size, kv_cache_layout),
+                   .at = ca_kv_of(a, kv_cache_layout, head_size),
+                   .dtype = dtype,
+                   .isa = isa,
+                   .kernel = kernel,
+                   .scale = scale};
 }
 
 /* Describes the caches, and the part of transforms that every write has. */
@@ -272,11 +252,11 @@ static void begin(const ca_written *w, cache out[2], ca_transforms *transforms) 
     const int wide = (w->hadamard & (ca_is_quantised(k_dtype) << K | ca_is_quantised(v_dtype) << V)) | feeds << K;
     const ca_array *rows[2] = {w->key, w->value};
     for (int kv = K; kv <= (w->value ? V : K); kv++)
-        out[kv] = cache_of(&w->caches[kv], rows[kv], wide & 1 << kv, fit->isa, fit->kv_dtype[kv], fit->kv_cache_layout,
-                           w->scale[kv]);
+        out[kv] = cache_of(&w->caches[kv], kv, rows[kv], wide & 1 << kv, fit->isa, fit->kv_dtype[kv],
+                           fit->kv_cache_layout, w->scale[kv]);
     *transforms = (ca_transforms){.kernel = ca_isa_get(fit->isa)->kernels[w->key->dtype],
                                   .rows = {w->key, w->value},
-                                  .num_kv_heads = out[K].num_kv_heads,
+                                  .num_kv_heads = (int32_t)out[K].at.num_kv_heads,
                                   .hadamard = w->hadamard,
                                   .wide = wide,
                                   .feedback = feeds ? w->feedback : NULL};
@@ -287,7 +267,7 @@ int ca_write_rows(const ca_written *w, ca_fault *fault) {
     ca_transforms transforms;
     begin(w, out, &transforms);
     int64_t few[CA_FEW_INDICES];
-    int64_t *slots = ca_take_slots(w->slot_mapping, out[K].num_blocks * out[K].block_size, few, fault);
+    int64_t *slots = ca_take_slots(w->slot_mapping, out[K].at.num_blocks * out[K].at.block_size, few, fault);
     if (!slots)
         return fault->status;
     write_all(out, slots, &transforms, fault);
@@ -356,7 +336,7 @@ int ca_rotary_write(uintptr_t objects, const ca_array *given, const ca_meaning *
     transforms.eps = eps;
     int64_t few[2][CA_FEW_INDICES], *positions = NULL;
     int64_t *slots =
-        ca_take_slots(&a[CA_ROTARY_SLOT_MAPPING], caches[K].num_blocks * caches[K].block_size, few[0], fault);
+        ca_take_slots(&a[CA_ROTARY_SLOT_MAPPING], caches[K].at.num_blocks * caches[K].at.block_size, few[0], fault);
     if (slots)
         positions = ca_take_positions(&a[CA_ROTARY_POSITIONS], table->shape[0], few[1], fault);
     transforms.positions = positions;
@@ -381,20 +361,21 @@ static void copy_apart(char *dst, const char *src, int64_t n, int64_t step, int 
 }
 
 /* The product of an integer and its scale is exact in float32. */
-static void gather_scaled(const cache *c, int kv, const char *block, int64_t token, float *dst) {
-    for (int64_t d = 0; d < c->head_size; d++)
-        dst[d] = ca_scaled_element(c->kv_dtype, c->head_size, kv, block, c->block_size, token, d);
+static void gather_scaled(const cache *c, const char *block, int64_t token, float *dst) {
+    for (int64_t d = 0; d < c->side.head_size; d++)
+        dst[d] = ca_read_element(&c->side, block, c->at.block_size, c->at.ld, token, d);
 }
 
-static void gather_token(const cache *c, int kv, const char *block, int64_t token, char *dst) {
-    int layout = c->layout, size = ca_dtype_size(c->kv_dtype);
-    int64_t n = c->head_size;
-    const char *src = block + offset_of(c, kv, token, 0) * size;
-    if (layout == CA_LAYOUT_ROWS || (kv && layout == CA_LAYOUT_LANES))
-        memcpy(dst, src, (size_t)(n * size));
-    else if (kv)
+static void gather_token(const cache *c, const char *block, int64_t token, char *dst) {
+    const ca_side *s = &c->side;
+    const int size = (int)s->size;
+    const int64_t n = s->head_size;
+    const char *src = block + offset_of(c, token, 0) * size;
+    if (s->plain || (s->kv == V && s->layout == CA_LAYOUT_LANES))
+        memcpy(dst, src, (size_t)s->row_bytes);
+    else if (s->kv == V)
         copy_apart(dst, src, n, 2 * size, size);
-    else if (layout == CA_LAYOUT_LANES)
+    else if (s->layout == CA_LAYOUT_LANES)
         copy_apart(dst, src, n, CA_LANES * size, size);
     else {
         copy_apart(dst, src, n / 2, 2 * CA_LANES * size, 2 * size);
@@ -404,7 +385,6 @@ static void gather_token(const cache *c, int kv, const char *block, int64_t toke
 
 typedef struct gather_call {
     const cache *cache;
-    int kv;
     const int32_t *blocks;
     const ca_array *out;
 } gather_call;
@@ -416,16 +396,16 @@ static void gather_share(void *work, int thread, int team) {
     const int64_t num_tokens = g->out->shape[0];
     (void)thread, (void)team;
     for (int64_t t = 0, n; t < num_tokens; t += n) {
-        int64_t token = t % c->block_size, block = g->blocks[t / c->block_size];
-        n = ca_min64(num_tokens - t, ca_min64(c->block_size - token, CA_LANES - token % CA_LANES));
-        for (int h = 0; h < c->num_kv_heads; h++)
+        const int64_t size = c->at.block_size, token = t % size, block = g->blocks[t / size];
+        n = ca_min64(num_tokens - t, ca_min64(size - token, CA_LANES - token % CA_LANES));
+        for (int64_t h = 0; h < c->at.num_kv_heads; h++)
             for (int64_t i = 0; i < n; i++) {
-                const char *from = ca_block(c->data, c->stride_n, c->stride_h, block, h, c->kv_dtype);
+                const char *from = ca_block_at(&c->side, &c->at, block, h);
                 char *to = ca_row_of(g->out, t + i, h);
-                if (ca_is_scaled(c->kv_dtype))
-                    gather_scaled(c, g->kv, from, token + i, (float *)to);
+                if (c->side.scaled)
+                    gather_scaled(c, from, token + i, (float *)to);
                 else
-                    gather_token(c, g->kv, from, token + i, to);
+                    gather_token(c, from, token + i, to);
             }
     }
 }
@@ -434,13 +414,14 @@ int ca_gather(const ca_array *a, int kv, int isa, int dtype, int kv_dtype, int k
     const ca_array *out = &a[CA_GATHERED], *table = &a[CA_GATHER_BLOCK_TABLE];
     ca_array written = *out; /* tokens of this shape; out has the dtype that is stored */
     written.dtype = dtype;
-    const cache c = cache_of(&a[CA_GATHER_CACHE], &written, 0, isa, kv_dtype, kv_cache_layout, 1);
-    const int64_t needed = ca_div_up(out->shape[0], c.block_size), cols = table->shape[0];
+    const cache c = cache_of(&a[CA_GATHER_CACHE], kv, &written, 0, isa, kv_dtype, kv_cache_layout, 1);
+    const int64_t needed = ca_div_up(out->shape[0], c.at.block_size), cols = table->shape[0];
     int32_t *blocks = malloc(1 + (size_t)ca_min64(needed, cols) * sizeof *blocks);
     if (!blocks)
         return ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
-    const int bad = ca_take_blocks((const int32_t *)table->address, -1, 0, needed, cols, c.num_blocks, blocks, fault);
-    gather_call g = {&c, kv, blocks, out};
+    const int bad =
+        ca_take_blocks((const int32_t *)table->address, -1, 0, needed, cols, c.at.num_blocks, blocks, fault);
+    gather_call g = {&c, blocks, out};
     if (!bad)
         ca_run_team(1, gather_share, &g);
     free(blocks);

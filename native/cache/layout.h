@@ -24,25 +24,23 @@ static inline int64_t ca_v_offset(int layout, int64_t token, int64_t d, int64_t 
     return layout != CA_LAYOUT_PAIRS ? token * head_size + d : (token / 2 * head_size + d) * 2 + token % 2;
 }
 
-/* Holds the axes of a cache, whatever their order. */
-typedef struct ca_axes {
+/* Says where the cache of keys, or of values, lies. */
+typedef struct ca_kv {
+    const void *cache;
     int64_t num_blocks, num_kv_heads, block_size;
-    int64_t stride_n, stride_h, ld;
-} ca_axes;
+    int64_t stride_n, stride_h; /* from block to block, from kv head to kv head, in elements */
+    int64_t ld;                 /* from token to token of a plain cache; packed: the head size */
+} ca_kv;
 
-static inline ca_axes ca_cache_axes(const ca_array *a, int kv_cache_layout, int64_t head_size) {
-    int h = kv_cache_layout == CA_NHD ? 2 : 1, b = 3 - h;
-    return (ca_axes){a->shape[0],   a->shape[h],   a->shape[b],
-                     a->strides[0], a->strides[h], kv_cache_layout == CA_PACKED ? head_size : a->strides[b]};
-}
-
-/* Quantised caches lie in pairs whatever the dtype: so kernel/kv_formats/integers.h multiplies integers, and halves.h
- * makes two vectors of halves of one of bytes by shifts alone. */
-static inline int ca_layout_of_kind(int layout, int kv_dtype) {
-    return ca_is_quantised(kv_dtype) ? CA_LAYOUT_PAIRS : layout;
-}
-static inline int ca_layout_of(int kv_cache_layout, int layout, int kv_dtype) {
-    return kv_cache_layout == CA_PACKED ? ca_layout_of_kind(layout, kv_dtype) : CA_LAYOUT_ROWS;
+static inline ca_kv ca_kv_of(const ca_array *a, int kv_cache_layout, int64_t head_size) {
+    const int h = kv_cache_layout == CA_NHD ? 2 : 1, b = 3 - h;
+    return (ca_kv){.cache = (const void *)a->address,
+                   .num_blocks = a->shape[0],
+                   .num_kv_heads = a->shape[h],
+                   .block_size = a->shape[b],
+                   .stride_n = a->strides[0],
+                   .stride_h = a->strides[h],
+                   .ld = kv_cache_layout == CA_PACKED ? head_size : a->strides[b]};
 }
 
 /* Elements of fewer than 8 bits are packed by 128, in the order of the layout. 64 bytes hold their lowest 4 bits: byte
@@ -77,34 +75,6 @@ static inline void ca_put_element(int dtype, uint8_t *data, int64_t i, int x) {
         ca_put_bit(p + bit * 16 + i % 16, (int)(i % CA_NIBBLES / 16), x >> ca_plane_bit(ca_formats[dtype].bits, bit));
 }
 
-/* Says what a group of 16 tokens of one kv head takes, in K or V: elements in the order of its layout, their bytes, and
- * how many scales each token has. A block of a cache with scales holds whole groups, and behind all of them
- * [groups][scales][16] bfloat16. */
-typedef struct ca_group_form {
-    int64_t elements, bytes, scales;
-} ca_group_form;
-
-static inline ca_group_form ca_group_form_of(int layout, int kv_dtype, int64_t head_size, int kv) {
-    const int64_t pair = ca_layout_of_kind(layout, kv_dtype) == CA_LAYOUT_PAIRS ? 2 : 1;
-    int64_t n = CA_LANES * (kv ? head_size : ca_round_up(head_size, pair));
-    if (ca_is_packed(kv_dtype))
-        n = ca_round_up(n, CA_NIBBLES);
-    return (ca_group_form){n, ca_bytes_of(kv_dtype, n),
-                           ca_is_scaled(kv_dtype) ? ca_div_up(head_size, ca_scale_elements(kv_dtype, head_size)) : 0};
-}
-/* Returns where the scales of a group lie in its block, in bytes. */
-static inline int64_t ca_scales_at(const ca_group_form *f, int64_t block_size, int64_t group) {
-    return ca_div_up(block_size, CA_LANES) * f->bytes + group * f->scales * CA_LANES * 2;
-}
-
-static inline const char *ca_block(const void *base, int64_t stride_n, int64_t stride_h, int64_t block, int kv_head,
-                                   int dtype) {
-    return (const char *)base + (block * stride_n + kv_head * stride_h) * ca_dtype_size(dtype);
-}
-
-/* Returns element d of a token of a dtype with scales, multiplied by its scale. */
-float ca_scaled_element(int kv_dtype, int64_t head_size, int kv, const char *block, int64_t block_size, int64_t token,
-                        int64_t d);
 /* Returns [128]: what each byte without its sign is, as binary16 or bfloat16; for nibbles the 16 numbers, eight times.
  */
 const uint16_t *ca_quantised_words(int kv_dtype, int bf16);

@@ -21,18 +21,6 @@ __attribute__((constructor)) static void fill(void) {
         }
 }
 
-float ca_scaled_element(int kv_dtype, int64_t head_size, int value, const char *block, int64_t block_size,
-                        int64_t token, int64_t d) {
-    const int layout = CA_LAYOUT_PAIRS;
-    const ca_group_form f = ca_group_form_of(layout, kv_dtype, head_size, value);
-    const int64_t group = token / CA_LANES, lane = token % CA_LANES, s = d / ca_scale_elements(kv_dtype, head_size);
-    const int64_t at = value ? ca_v_offset(layout, lane, d, head_size) : ca_k_offset(layout, lane, d, head_size);
-    const uint8_t *data = (const uint8_t *)block + group * f.bytes;
-    uint16_t scale;
-    memcpy(&scale, block + ca_scales_at(&f, block_size, group) + (s * CA_LANES + lane) * 2, 2);
-    return ca_number(kv_dtype, ca_element(kv_dtype, data, at)) * ca_from_bf16(scale) + 0.0f; /* no -0 */
-}
-
 const uint16_t *ca_quantised_words(int kv_dtype, int bf16) { return words[kv_dtype - CA_DTYPES][bf16]; }
 
 const uint8_t *ca_quantised_bytes(int kv_dtype) { return bytes[kv_dtype - CA_DTYPES][0]; }

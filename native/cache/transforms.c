@@ -103,11 +103,10 @@ ca_array ca_transform_rows(const ca_transforms *t, int kv, int thread, int head,
 }
 
 const uint16_t *ca_feed_back(const ca_transforms *t, int thread, int head, int n, const ca_array *rows, int isa,
-                             int kv_dtype) {
+                             const ca_side *side) {
     const ca_array *f = t->feedback;
     uint16_t *scales = room_of(t, thread).scales;
     ca_kernel_for(isa, CA_F32)
-        ->feed_back((float *)rows->address, n, rows->shape[2], kv_dtype, (const float *)ca_row_of(f, head, 0),
-                    f->strides[1], scales);
+        ->feed_back(side, (float *)rows->address, n, (const float *)ca_row_of(f, head, 0), f->strides[1], scales);
     return scales;
 }

@@ -63,7 +63,7 @@ int ca_check_array(const ca_array *a, uint64_t expected, int ndim, const int64_t
 }
 
 int ca_check_cache(const ca_array *a, int kv_cache_layout, ca_fault *fault) {
-    if (ca_cache_axes(a, kv_cache_layout, 0).block_size < 1)
+    if (ca_kv_of(a, kv_cache_layout, 0).block_size < 1)
         return ca_refuse(fault, CA_EMPTY_BLOCK, -1, 0, 1);
     if (kv_cache_layout == CA_PACKED && a->shape[2] > 1 && a->strides[2] != a->shape[3] && !ca_is_empty(a))
         return ca_refuse(fault, CA_BLOCK_NOT_DENSE, 2, a->strides[2], a->shape[3]);

@@ -59,9 +59,7 @@ static const ca_kernel *complete(ca_kernel *to, const ca_kernel *own, const ca_k
     *to = *rest;
     to->info.rows = own->info.rows;
     to->info.method = own->info.method;
-    to->scratch_bytes = own->scratch_bytes;
-    to->segment = own->segment;
-    to->opens = own->opens;
+    to->engine = own->engine;
     return to;
 }
 
@@ -136,12 +134,6 @@ int64_t ca_block_elements(int isa, int dtype, int kv_dtype, int64_t block_size, 
     const ca_kernel *k = kernel(isa, dtype);
     if (!k)
         return -1;
-    const int64_t pair = ca_layout_of_kind(k->info.layout, kv_dtype) == CA_LAYOUT_PAIRS ? 2 : 1;
-    if (ca_is_scaled(kv_dtype)) {
-        ca_group_form f = ca_group_form_of(k->info.layout, kv_dtype, head_size, value);
-        return ca_scales_at(&f, block_size, ca_div_up(block_size, CA_LANES));
-    }
-    if (value)
-        return ca_round_up(block_size, pair) * head_size;
-    return ca_round_up(block_size, CA_LANES) * ca_round_up(head_size, pair);
+    const ca_side s = ca_side_of(k, dtype, value, kv_dtype, head_size, CA_PACKED);
+    return ca_block_size_of(&s, block_size);
 }

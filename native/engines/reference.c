@@ -4,27 +4,12 @@
 #include "kernel/kernel.h"
 #include "plan/keys.h"
 
-static float element(const void *base, int64_t i, int dtype) {
-    if (ca_is_quantised(dtype))
-        return ca_number(dtype, ((const uint8_t *)base)[i]);
-    if (dtype == CA_F32)
-        return ((const float *)base)[i];
-    uint16_t h = ((const uint16_t *)base)[i];
-    return dtype == CA_F16 ? ca_from_f16(h) : ca_from_bf16(h);
-}
-
 /* Reads K or V of key j of a request. */
 static void read_key(const ca_plan *p, const ca_call *c, int kv, int request, int kv_head, int64_t j, float *x) {
-    const int dtype = ca_kv_dtype(&p->shape, kv);
-    const int layout = ca_layout_of(p->shape.kv_cache_layout, p->kernel->info.layout, dtype);
-    const int64_t n = ca_kv_head_size(&p->shape, kv), ld = c->kv[kv].ld;
-    const int64_t token = j % c->block_size;
+    const ca_side *s = &p->sides[kv];
     const char *block = ca_kv_block(p, c, kv, ca_block_of(c, request, j / c->block_size), kv_head);
-    for (int64_t d = 0; d < n; d++)
-        if (ca_is_scaled(dtype))
-            x[d] = ca_scaled_element(dtype, n, kv, block, c->block_size, token, d);
-        else
-            x[d] = element(block, kv ? ca_v_offset(layout, token, d, ld) : ca_k_offset(layout, token, d, ld), dtype);
+    for (int64_t d = 0; d < s->head_size; d++)
+        x[d] = ca_read_element(s, block, c->block_size, c->kv[kv].ld, j % c->block_size, d);
 }
 
 static double score(const ca_plan *p, const ca_call *c, const float *query, const float *key) {
@@ -49,7 +34,7 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *task, 
     const ca_query_row row = ca_query_row_of(p, c, ca_token_at(p, task, r / group), kv_head * group + r % group);
     double m = -INFINITY, l = 0, *o = w->o;
     for (int64_t d = 0; d < d_end; d++)
-        w->query[d] = element(row.query, d, p->shape.dtype);
+        w->query[d] = ca_number_at(p->shape.dtype, row.query, d);
     memset(o, 0, (size_t)dv * sizeof *o);
     const int64_t hi = ca_min64(row.hi, k1);
     int64_t n = 0;
@@ -112,6 +97,6 @@ static int64_t scratch_bytes(const ca_plan *p) {
     return dv * (int64_t)sizeof(double) + (d_end + chain_keys(p) * (d_end + dv)) * (int64_t)sizeof(float);
 }
 
-static const ca_engine engine = {rows, scratch_bytes, segment, 0};
+static const ca_engine engine = {.rows = rows, .scratch_bytes = scratch_bytes, .segment = segment};
 
 const ca_engine *ca_reference_engine(void) { return &engine; }

@@ -52,13 +52,12 @@ ca_array ca_transform_rows(const ca_transforms *transforms, int kv, int thread, 
 /* Rounds rows of K of ca_transform_rows with error feedback: makes of them what quantise has to round, and returns
  * their scales, of a row behind those of the row before. */
 const uint16_t *ca_feed_back(const ca_transforms *transforms, int thread, int head, int n, const ca_array *rows,
-                             int isa, int kv_dtype);
+                             int isa, const ca_side *side);
 
 /* Holds what an isa file offers for one dtype. */
 struct ca_kernel {
     ca_kernel_info info;
-    int64_t (*scratch_bytes)(const ca_plan *plan);
-    ca_segment_fn *segment;
+    ca_engine engine;
     /* Over NHD caches several kv heads go through the keys together, with the same bits. A score block then has
      * nhd_keys keys, or fewer where K and V of so many keys, for all heads, exceed nhd_bytes. 0: each head goes by
      * itself. */
@@ -77,22 +76,20 @@ struct ca_kernel {
     void (*widen[2])(const void *block, int64_t head_size, int64_t t0, int64_t t1, float *dst, int64_t ld);
     /* Widens one query row to float32 and multiplies it by factor. */
     void (*widen_row)(const void *src, int64_t n, float factor, float *dst);
-    /* Unpacks the first n tokens of a group of K, or of V, that is not ca_side_ready to a group of the kernel's own
+    /* Unpacks the first n tokens of a group of a side that is not `ready` to a group of the kernel's own
      * layout and dtype, exactly, without applying scales. rows: room of ca_rows_bytes. Meanwhile as much is prefetched
      * from `next_src`, whatever lies there. */
-    void (*unpack)(const ca_plan *plan, int kv, const void *src, int64_t ld, int n, void *dst, void *rows,
+    void (*unpack)(const ca_side *side, const void *src, int64_t ld, int n, void *dst, void *rows,
                    const void *next_src);
-    /* Quantises n numbers, divided by scale, to fp8, a byte each: to nearest even, saturating. */
-    void (*pack)(const void *src, int64_t n, float scale, int kv_dtype, uint8_t *dst);
-    /* `scale` finds the scales of rows of an integer format, each of n numbers; rows begin ld elements apart, their
-     * scales scales_ld. `quantise` makes the integers of one row, a byte each. */
-    void (*scale)(const void *src, int64_t ld, int tokens, int64_t n, int kv_dtype, uint16_t *scales,
-                  int64_t scales_ld);
-    void (*quantise)(const void *src, int64_t n, int kv_dtype, const uint16_t *scales, uint8_t *dst);
-    /* Makes of the first of 16 rows of n numbers, one behind another, those that `quantise` rounds where errors are fed
-     * back, and finds their scales. feedback is [n][n], with rows ld apart. Only float32 has it. */
-    void (*feed_back)(float *x, int tokens, int64_t n, int kv_dtype, const float *feedback, int64_t ld,
-                      uint16_t *scales);
+    /* Quantises a row, divided by scale, to fp8, a byte each: to nearest even, saturating. */
+    void (*pack)(const ca_side *side, const void *src, float scale, uint8_t *dst);
+    /* `scale` finds the scales of rows of an integer format; rows begin ld elements apart, their scales scales_ld.
+     * `quantise` makes the integers of one row, a byte each. */
+    void (*scale)(const ca_side *side, const void *src, int64_t ld, int tokens, uint16_t *scales, int64_t scales_ld);
+    void (*quantise)(const ca_side *side, const void *src, const uint16_t *scales, uint8_t *dst);
+    /* Makes of the first of 16 rows, one behind another, those that `quantise` rounds where errors are fed back, and
+     * finds their scales. feedback is [D][D], with rows ld apart. Only float32 has it. */
+    void (*feed_back)(const ca_side *side, float *x, int tokens, const float *feedback, int64_t ld, uint16_t *scales);
     /* Does what `how` says to one head. The result goes to x as float32 and, unless dst is NULL, rounded to dst, which
      * may be src. */
     void (*transform)(const ca_transform *how, const void *src, float *x, void *dst);
@@ -106,7 +103,6 @@ struct ca_kernel {
                          int64_t k0, int64_t k1, float *scores, int64_t stride, void *scratch);
     const int *integers; /* Are int8 to int4 caches multiplied as pairs of integers? NULL: they never are. */
     int rounds_weights;  /* Are weights rounded to bfloat16 before they meet V? */
-    int opens;           /* Segment writes o of its states, whatever that held. */
 };
 
 /* Holds what a file of native/isa offers, as `const ca_isa_row ca_isa_NAME`. */
@@ -114,8 +110,8 @@ typedef struct ca_isa_row {
     const char *(*missing)(
         void); /* a feature that this machine lacks, or another reason, in words; NULL: the isa runs */
     const ca_kernel *kernels[CA_DTYPES];
-    /* An isa, or NULL. A kernel without `merge` says what attention by it is (info.rows and method, scratch_bytes,
-     * segment, opens); all else of it is what the kernel of this isa for the dtype has, its caches included. */
+    /* An isa, or NULL. A kernel without `merge` says what attention by it is (info.rows and method, engine); all else
+     * of it is what the kernel of this isa for the dtype has, its caches included. */
     const struct ca_isa_row *rest;
     const struct ca_linear_kernel *linear; /* for every dtype; NULL in a variant */
 } ca_isa_row;
@@ -132,50 +128,31 @@ const ca_kernel *ca_attention_kernel(const ca_shape *shape);
  * has. */
 const ca_kernel *ca_kernel_for(int isa, int dtype);
 
-static inline int ca_any_quantised(const ca_shape *s) {
-    return ca_is_quantised(s->k_dtype) || ca_is_quantised(s->v_dtype);
-}
+static inline int ca_any_quantised(const ca_plan *p) { return p->sides[K].quantised || p->sides[V].quantised; }
+static inline int ca_is_plain(const ca_plan *p) { return p->sides[K].plain; /* both are, or neither */ }
+/* Can the products read both K and V in the cache without any conversion? */
+static inline int ca_ready(const ca_plan *p) { return p->sides[K].ready && p->sides[V].ready; }
 
-/* These describe one side of the cache, K or V. */
-static inline int ca_kv_dtype(const ca_shape *s, int kv) { return kv ? s->v_dtype : s->k_dtype; }
-static inline int64_t ca_kv_head_size(const ca_shape *s, int kv) { return kv ? s->head_size_v : s->head_size; }
-/* Returns the bytes of a token's row in a plain cache. */
-static inline int64_t ca_kv_row_bytes(const ca_shape *s, int kv) {
-    return ca_kv_head_size(s, kv) * ca_dtype_size(ca_kv_dtype(s, kv));
-}
 /* Returns whether each of V's rows in a plain cache is a part of K's row of the same token (MLA's latent rows). */
-static inline int ca_v_is_in_k(const ca_shape *s, const ca_call *c) {
+static inline int ca_v_is_in_k(const ca_plan *p, const ca_call *c) {
     const ca_kv *k = &c->kv[K], *v = &c->kv[V];
     const uintptr_t at = (uintptr_t)v->cache - (uintptr_t)k->cache;
-    const int64_t rest = ca_kv_row_bytes(s, K) - ca_kv_row_bytes(s, V);
-    return s->kv_cache_layout != CA_PACKED && s->k_dtype == s->v_dtype && k->stride_n == v->stride_n &&
+    const int64_t rest = p->sides[K].row_bytes - p->sides[V].row_bytes;
+    return ca_is_plain(p) && p->sides[K].dtype == p->sides[V].dtype && k->stride_n == v->stride_n &&
            k->stride_h == v->stride_h && k->ld == v->ld && rest >= 0 && at <= (uintptr_t)rest;
 }
-static inline ca_group_form ca_kv_form(const ca_plan *plan, int kv) {
-    const ca_shape *s = &plan->shape;
-    return ca_group_form_of(plan->kernel->info.layout, ca_kv_dtype(s, kv), ca_kv_head_size(s, kv), kv);
-}
 /* Returns the bytes from a group of 16 tokens to the next group of its block. */
-static inline int64_t ca_kv_group_step(const ca_plan *plan, const ca_call *c, int kv) {
-    const int64_t row = c->kv[kv].ld * ca_dtype_size(ca_kv_dtype(&plan->shape, kv));
-    return plan->shape.kv_cache_layout == CA_PACKED ? ca_kv_form(plan, kv).bytes : CA_LANES * row;
+static inline int64_t ca_kv_group_step(const ca_plan *p, const ca_call *c, int kv) {
+    const ca_side *s = &p->sides[kv];
+    return s->plain ? CA_LANES * c->kv[kv].ld * s->size : s->group_bytes;
 }
-static inline const char *ca_kv_block(const ca_plan *plan, const ca_call *c, int kv, int64_t block, int kv_head) {
-    const int dtype = ca_kv_dtype(&plan->shape, kv);
-    const ca_kv *side = &c->kv[kv];
-    return ca_block(side->cache, side->stride_n, side->stride_h, block, kv_head / plan->readers, dtype);
+static inline const char *ca_kv_block(const ca_plan *p, const ca_call *c, int kv, int64_t block, int kv_head) {
+    return ca_block_at(&p->sides[kv], &c->kv[kv], block, kv_head / p->readers);
 }
-/* Can the products read K, or V, or both, in the cache without any conversion? */
-static inline int ca_side_ready(const ca_plan *plan, int kv) {
-    return !ca_is_quantised(ca_kv_dtype(&plan->shape, kv)) && plan->shape.kv_cache_layout == CA_PACKED;
-}
-static inline int ca_ready(const ca_plan *plan) { return ca_side_ready(plan, 0) && ca_side_ready(plan, 1); }
 /* Returns the room for a group of a plain, quantised cache whose rows are widened and not yet packed. */
-static inline int64_t ca_rows_bytes(const ca_plan *plan) {
-    int quantised = ca_any_quantised(&plan->shape);
-    int needed = quantised && plan->shape.kv_cache_layout != CA_PACKED;
-    return needed * CA_LANES * ca_max64(plan->shape.head_size, plan->shape.head_size_v) *
-           ca_dtype_size(plan->shape.dtype);
+static inline int64_t ca_rows_bytes(const ca_plan *p) {
+    const int needed = ca_is_plain(p) && ca_any_quantised(p);
+    return needed * CA_LANES * ca_max64(p->shape.head_size, p->shape.head_size_v) * ca_dtype_size(p->shape.dtype);
 }
 
 /* Returns the size of one kv head's ca_state. */
@@ -187,12 +164,10 @@ static inline int64_t ca_state_bytes(const ca_plan *plan, int64_t rows) {
 }
 
 /* Returns the bytes of K and V for one token and kv head, in a cache without scales. */
-static inline int64_t ca_token_bytes(const ca_shape *s) {
-    return s->head_size * ca_dtype_size(s->k_dtype) + s->head_size_v * ca_dtype_size(s->v_dtype);
-}
+static inline int64_t ca_token_bytes(const ca_plan *p) { return p->sides[K].row_bytes + p->sides[V].row_bytes; }
 /* Halves `keys` until K and V of so many keys, for all kv heads, fit into `bytes`, or only a group is left. */
-static inline int64_t ca_nhd_keys(const ca_shape *s, int64_t keys, int64_t bytes) {
-    while (keys >= 2 * CA_LANES && keys * s->num_kv_heads * ca_token_bytes(s) > bytes)
+static inline int64_t ca_nhd_keys(const ca_plan *p, int64_t keys, int64_t bytes) {
+    while (keys >= 2 * CA_LANES && keys * p->shape.num_kv_heads * ca_token_bytes(p) > bytes)
         keys /= 2;
     return keys;
 }

@@ -198,7 +198,8 @@ typedef struct ca_query_row {
 /* Makes it the row of the same token and another head. */
 static inline void ca_query_row_move(const ca_plan *plan, const ca_call *c, ca_token at, int64_t head,
                                      ca_query_row *row) {
-    row->query = ca_block(c->query, c->q_stride_t, c->q_stride_h, row->token, (int)head, plan->shape.dtype);
+    const int64_t at_query = row->token * c->q_stride_t + head * c->q_stride_h;
+    row->query = (const char *)c->query + at_query * ca_dtype_size(plan->shape.dtype);
     row->bias = ca_bias_row(c, at, head);
     row->slope = c->alibi_slopes ? c->alibi_slopes[head] : 0;
 }

@@ -266,7 +266,8 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
         ca_fail(fault, CA_NO_MEMORY, -1, -1, -1, -1);
         return NULL;
     }
-    *p = (ca_plan){.engine = engine, .kernel = ca_attention_kernel(shape), .rows = 1};
+    *p = (ca_plan){.kernel = ca_attention_kernel(shape), .rows = 1};
+    p->engine = engine ? engine : &p->kernel->engine;
     p->query_start_loc = (int32_t *)(p + 1);
     p->seq_lens = p->query_start_loc + n + 1;
     p->causal = p->seq_lens + n;
@@ -286,6 +287,8 @@ ca_plan *ca_plan_new(ca_shape *shape, const ca_engine *engine, uintptr_t objects
     if (shape->all_causal)
         shape->window_right = -1;
     p->shape = *shape;
+    p->sides[K] = ca_side_of(p->kernel, shape->dtype, K, shape->k_dtype, shape->head_size, shape->kv_cache_layout);
+    p->sides[V] = ca_side_of(p->kernel, shape->dtype, V, shape->v_dtype, shape->head_size_v, shape->kv_cache_layout);
     p->group_size = shape->num_heads / shape->num_kv_heads;
     p->readers = 1;
     if (shape->select_by_query_head) {

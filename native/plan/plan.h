@@ -27,7 +27,8 @@ typedef struct ca_list {
 /* Returns how many query tokens a task has: as many as fill the engine's rows, but one where each selects its keys.
  * Where query_block_size of them share a list of selected_blocks, these are cut into equal tasks. */
 static inline int64_t ca_block_tokens(const ca_plan *p) {
-    const int64_t most = ca_max64(1, p->engine->rows(p->kernel) / p->group_size), size = p->shape.query_block_size;
+    const int rows = p->engine->rows ? p->engine->rows(p->kernel) : p->kernel->info.rows;
+    const int64_t most = ca_max64(1, rows / p->group_size), size = p->shape.query_block_size;
     if (p->shape.max_selected_tokens)
         return 1;
     return size ? ca_div_up(size, ca_div_up(size, most)) : most;

@@ -78,14 +78,13 @@ static int run_segment(run *w, const ca_task *task, int kv_head, int num_heads, 
                        const ca_state *part, void *scratch) {
     const ca_plan *p = w->plan;
     const int64_t rows = ca_rows_of(p, task), dv = p->shape.head_size_v;
-    const int opens = p->engine == ca_fused_engine() && p->kernel->opens;
     int n = 0;
     if (p->shape.max_selected_tokens)
         return ca_attend_selected(p, w->call, task, kv_head, segment, total, scratch);
     for (int64_t k0, k1 = 0; next_chain(w, task, kv_head, segment, &k0, &k1); n++) {
         const ca_state *to = n ? part : total;
         for (int h = 0; h < num_heads; h++)
-            if (opens)
+            if (p->engine->opens)
                 ca_open(&to[h], rows);
             else
                 ca_clear(&to[h], rows, dv);
@@ -150,7 +149,7 @@ static int64_t head_groups(const ca_plan *p, int team) {
     int64_t heads = s->num_kv_heads, wanted = team > 1 ? ca_div_up(2 * team, ca_max64(1, p->num_tasks)) : 1;
     if (p->heads_together == 1 || s->kv_cache_layout != CA_NHD)
         return ca_div_up(heads, p->heads_together);
-    int64_t bytes = ca_nhd_keys(s, k->nhd_keys, k->nhd_bytes) * ca_token_bytes(s);
+    int64_t bytes = ca_nhd_keys(p, k->nhd_keys, k->nhd_bytes) * ca_token_bytes(p);
     int64_t most = ca_max64(1, ca_min64(p->heads_together, 2 * k->nhd_bytes / bytes));
     return ca_min64(heads, ca_max64(wanted, ca_div_up(heads, most)));
 }
@@ -214,16 +213,13 @@ static void run_merges(run *w, int thread) {
 }
 
 static ca_call call_of(const ca_array *a, const ca_shape *s, const ca_indices *indices) {
-    const ca_array *q = &a[CA_QUERY], *out = &a[CA_OUTPUT], *kc = &a[CA_KEY_CACHE], *vc = &a[CA_VALUE_CACHE];
-    const ca_array *bias = &a[CA_ATTN_BIAS];
-    const ca_axes k = ca_cache_axes(kc, s->kv_cache_layout, s->head_size);
-    const ca_axes v = ca_cache_axes(vc, s->kv_cache_layout, s->head_size_v);
+    const ca_array *q = &a[CA_QUERY], *out = &a[CA_OUTPUT], *bias = &a[CA_ATTN_BIAS];
+    const ca_kv k = ca_kv_of(&a[CA_KEY_CACHE], s->kv_cache_layout, s->head_size);
     return (ca_call){
         .query = (const void *)q->address,
         .q_stride_t = q->strides[0],
         .q_stride_h = q->strides[1],
-        .kv = {{(const void *)kc->address, k.stride_n, k.stride_h, k.ld},
-               {(const void *)vc->address, v.stride_n, v.stride_h, v.ld}},
+        .kv = {k, ca_kv_of(&a[CA_VALUE_CACHE], s->kv_cache_layout, s->head_size_v)},
         .block_size = k.block_size,
         .output = (void *)out->address,
         .output_dtype = out->dtype,
@@ -342,7 +338,7 @@ int ca_attend(const ca_plan *plan, uintptr_t objects, const ca_array *given, int
                       causal, (const int32_t *)a[CA_DYNAMIC_CAUSAL].address, fault))
         return fault->status;
     ca_indices indices;
-    const int64_t block_size = ca_cache_axes(&a[CA_KEY_CACHE], s->kv_cache_layout, s->head_size).block_size;
+    const int64_t block_size = ca_kv_of(&a[CA_KEY_CACHE], s->kv_cache_layout, s->head_size).block_size;
     if (!ca_take_indices(plan, &a[CA_BLOCK_TABLE], &a[CA_SELECTED_BLOCKS], &a[CA_SELECTED_TOKENS],
                          a[CA_KEY_CACHE].shape[0], block_size, &indices, fault) &&
         !ca_check_bias(plan, &a[CA_ATTN_BIAS], fault) && workspace) {

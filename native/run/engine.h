@@ -3,6 +3,7 @@
  * they are part of. */
 #ifndef CPU_ATTN_ENGINE_H
 #define CPU_ATTN_ENGINE_H
+#include "cache/side.h"
 #include "cpu_attn.h"
 #include <math.h>
 #include <string.h>
@@ -10,13 +11,6 @@
 #define CA_LOG2E_D 1.44269504088896340736
 #define CA_LOG2E 1.44269504088896340736f
 #define CA_LN2 0.69314718055994530942f
-
-/* Says where the cache of keys, or of values, lies. */
-typedef struct ca_kv {
-    const void *cache;
-    int64_t stride_n, stride_h; /* from block to block, from kv head to kv head, in elements */
-    int64_t ld;                 /* from token to token of a plain cache; packed: the head size */
-} ca_kv;
 
 /* Holds one call of attention_with_kv_cache, once its arguments have been checked. */
 typedef struct ca_call {
@@ -113,12 +107,11 @@ static inline void ca_clear(const ca_state *s, int64_t rows, int64_t head_size_v
     field = (void *)(base + (uintptr_t)at);                                                                            \
     at = ca_round_up(at + (int64_t)(bytes), 64);
 
-typedef struct ca_kernel ca_kernel;
-
 struct ca_plan {
     ca_shape shape;
     const ca_engine *engine;
     const ca_kernel *kernel;
+    ca_side sides[2];               /* K, V */
     int64_t num_tokens, group_size; /* group_size: query heads of a kv head */
     /* So many of the plan's kv heads read the same keys. It is 1 except where query heads have lists of their own: then
      * each query head is a kv head to the plan, that is to tasks, states and lists, and only the caches have fewer
@@ -159,18 +152,19 @@ static inline ca_token ca_token_at(const ca_plan *plan, const ca_task *task, int
     return task->shared ? plan->tokens[task->shared - 1 + i] : (ca_token){task->request, (int32_t)(task->token + i)};
 }
 
-/* Computes the states of a task's rows, which are clear (open, if the kernel `opens`), over the keys [k0, k1): one
+/* Computes the states of a task's rows, which are clear (open, if the engine `opens`), over the keys [k0, k1): one
  * state for each of the kv heads [kv_head, kv_head + num_heads). scratch is 64-aligned and holds
  * engine->scratch_bytes(plan). Returns 0, or the engine's own status. */
 typedef int ca_segment_fn(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
                           int64_t k0, int64_t k1, const ca_state *states, void *scratch);
 
 struct ca_engine {
-    int (*rows)(const ca_kernel *kernel); /* query rows it wants in a task */
+    int (*rows)(const ca_kernel *kernel); /* query rows it wants in a task; NULL: as many as the kernel's info says */
     int64_t (*scratch_bytes)(const ca_plan *plan);
     ca_segment_fn *segment;
     /* Says whether segment may get several kv heads at once: it does so where blocks hold whole groups, for no more
      * than CA_FEW_ROWS rows. */
     int together;
+    int opens; /* segment writes o of its states, whatever that held */
 };
 #endif

@@ -165,8 +165,7 @@ static int64_t list_tasks(const ca_plan *p, int64_t tokens, ca_task *to) {
 
 static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *indices, float scale, ca_fault *fault) {
     const ca_array *q = &a[CA_SELECT_QUERY], *cache = &a[CA_SELECT_INDEX_CACHE];
-    const ca_axes k = ca_cache_axes(cache, p->shape.kv_cache_layout, p->shape.head_size);
-    const ca_kv kv = {(const void *)cache->address, k.stride_n, k.stride_h, k.ld};
+    const ca_kv kv = ca_kv_of(cache, p->shape.kv_cache_layout, p->shape.head_size);
     selection s = {
         .plan = p, .out = &a[CA_SELECT_SELECTED], .stride = ca_round_up(ca_max64(1, ca_longest(p)), CA_LANES)};
     s.tokens = ca_max64(1, ca_min64(ca_block_tokens(p), SCORES / s.stride));
@@ -196,7 +195,7 @@ static int run_plan(const ca_plan *p, const ca_array *a, const ca_indices *indic
                        .q_stride_t = q->strides[0],
                        .q_stride_h = q->strides[1],
                        .kv = {kv, kv},
-                       .block_size = k.block_size,
+                       .block_size = kv.block_size,
                        .block_table = indices->blocks,
                        .table_at = indices->table_at,
                        .scale = 1,
@@ -241,7 +240,7 @@ int ca_select_tokens(uintptr_t objects, const ca_array *given, const ca_meaning 
         [CA_STEP_QUERY_START_LOC] = a[CA_SELECT_QUERY_START_LOC], [CA_STEP_SEQ_LENS] = a[CA_SELECT_SEQ_LENS]};
     const int64_t block_size = fit.sizes[CA_BLOCK_SIZE], tokens = fit.sizes[CA_T];
     ca_shape shape = shape_of(&fit, causal);
-    ca_plan *p = ca_plan_new(&shape, ca_fused_engine(), 0, step, masks, fault);
+    ca_plan *p = ca_plan_new(&shape, NULL, 0, step, masks, fault);
     if (!p)
         return fault->status;
     if (p->num_tokens != tokens)

@@ -14,20 +14,16 @@ typedef struct copy_work {
     void *scratch;  /* the engine's */
 } copy_work;
 
-static int is_packed(const ca_plan *p) { return p->shape.kv_cache_layout == CA_PACKED; }
-
-static int64_t block_bytes(const ca_plan *p, int kv) {
-    const ca_group_form f = ca_kv_form(p, kv);
-    return is_packed(p) ? ca_scales_at(&f, CA_SELECTED_KEYS, CA_SELECTED_KEYS / CA_LANES)
-                        : CA_SELECTED_KEYS * ca_kv_row_bytes(&p->shape, kv);
+static int64_t block_bytes(const ca_side *s) {
+    return s->plain ? CA_SELECTED_KEYS * s->row_bytes : ca_scales_at(s, CA_SELECTED_KEYS, CA_SELECTED_KEYS / CA_LANES);
 }
 
 static int64_t carve(copy_work *w, uintptr_t base, const ca_plan *p) {
     int64_t at = 0;
     CA_CARVE(w->key, CA_SELECTED_KEYS * sizeof *w->key)
     CA_CARVE(w->bias, p->group_size * CA_SELECTED_KEYS * (int64_t)sizeof *w->bias)
-    CA_CARVE(w->block[K], block_bytes(p, K))
-    CA_CARVE(w->block[V], block_bytes(p, V))
+    CA_CARVE(w->block[K], block_bytes(&p->sides[K]))
+    CA_CARVE(w->block[V], block_bytes(&p->sides[V]))
     CA_CARVE(w->scratch, 0)
     return at;
 }
@@ -52,10 +48,11 @@ static ca_plan segment_plan(const ca_plan *p, int64_t keys, int32_t step[4]) {
                                .isa = s->isa,
                                .window_left = -1,
                                .window_right = -1,
-                               .kv_cache_layout = is_packed(p) ? CA_PACKED : CA_HND,
+                               .kv_cache_layout = ca_is_plain(p) ? CA_HND : CA_PACKED,
                                .hadamard = s->hadamard},
                      .engine = p->engine,
                      .kernel = p->kernel,
+                     .sides = {p->sides[K], p->sides[V]},
                      .num_tokens = 1,
                      .group_size = p->group_size,
                      .readers = 1,
@@ -101,7 +98,7 @@ static const char *find_key(const ca_plan *p, const ca_call *c, const ca_task *t
 
 static void copy_rows(const ca_plan *p, const ca_call *c, const ca_task *task, int kv_head, int kv, const int32_t *key,
                       int64_t n, char *to) {
-    const int64_t bytes = ca_kv_row_bytes(&p->shape, kv), ld = c->kv[kv].ld * ca_dtype_size(ca_kv_dtype(&p->shape, kv));
+    const int64_t bytes = p->sides[kv].row_bytes, ld = c->kv[kv].ld * p->sides[kv].size;
     int64_t token;
     for (int64_t i = 0; i < n + COPIED_AHEAD; i++) {
         if (i < n) {
@@ -135,22 +132,19 @@ static void copy_units(const char *from, char *to, int64_t count, int64_t unit, 
 }
 
 /* Copies one token of a group to another group. */
-static void copy_elements(const ca_plan *p, int kv, const char *from, int64_t token, char *to, int64_t as) {
-    const int dtype = ca_kv_dtype(&p->shape, kv), layout = ca_layout_of_kind(p->kernel->info.layout, dtype);
-    const int64_t n = ca_kv_head_size(&p->shape, kv), size = ca_dtype_size(dtype),
-                  pair = 1 + (layout == CA_LAYOUT_PAIRS);
-    int64_t (*offset)(int, int64_t, int64_t, int64_t) = kv ? ca_v_offset : ca_k_offset;
-    if (ca_is_packed(dtype)) {
+static void copy_elements(const ca_side *s, const char *from, int64_t token, char *to, int64_t as) {
+    const int64_t n = s->head_size, size = s->size, pair = 1 + (s->layout == CA_LAYOUT_PAIRS);
+    if (s->packed) {
         for (int64_t d = 0; d < n; d++)
-            ca_put_element(dtype, (uint8_t *)to, offset(layout, as, d, n),
-                           ca_element(dtype, (const uint8_t *)from, offset(layout, token, d, n)));
+            ca_put_element(s->dtype, (uint8_t *)to, ca_offset(s, as, d, n),
+                           ca_element(s->dtype, (const uint8_t *)from, ca_offset(s, token, d, n)));
         return;
     }
-    from += offset(layout, token, 0, n) * size;
-    to += offset(layout, as, 0, n) * size;
-    if (kv == K)
+    from += ca_offset(s, token, 0, n) * size;
+    to += ca_offset(s, as, 0, n) * size;
+    if (s->kv == K)
         copy_units(from, to, ca_div_up(n, pair), pair * size, CA_LANES * pair * size);
-    else if (layout == CA_LAYOUT_PAIRS)
+    else if (pair == 2)
         copy_units(from, to, n, size, 2 * size);
     else
         memcpy(to, from, (size_t)(n * size));
@@ -158,32 +152,33 @@ static void copy_elements(const ca_plan *p, int kv, const char *from, int64_t to
 
 static void copy_packed(const ca_plan *p, const ca_call *c, const ca_task *task, int kv_head, int kv,
                         const int32_t *key, int64_t n, char *to) {
-    const ca_group_form f = ca_kv_form(p, kv);
+    const ca_side *s = &p->sides[kv];
     for (int64_t i = 0; i < n; i++) {
         int64_t token, as = i % CA_LANES;
         const char *block = find_key(p, c, task, kv_head, kv, key[i], &token);
-        const char *scales = block + ca_scales_at(&f, c->block_size, token / CA_LANES) + token % CA_LANES * 2;
-        char *group = to + i / CA_LANES * f.bytes;
-        char *to_scales = to + ca_scales_at(&f, CA_SELECTED_KEYS, i / CA_LANES);
+        const char *scales = block + ca_scales_at(s, c->block_size, token / CA_LANES) + token % CA_LANES * 2;
+        char *group = to + i / CA_LANES * s->group_bytes;
+        char *to_scales = to + ca_scales_at(s, CA_SELECTED_KEYS, i / CA_LANES);
         if (as == 0 && n - i < CA_LANES) { /* what no key fills is 0 */
-            memset(group, 0, (size_t)f.bytes);
-            memset(to_scales, 0, (size_t)(f.scales * CA_LANES * 2));
+            memset(group, 0, (size_t)s->group_bytes);
+            memset(to_scales, 0, (size_t)(s->scales * CA_LANES * 2));
         }
-        copy_elements(p, kv, block + token / CA_LANES * f.bytes, token % CA_LANES, group, as);
-        for (int64_t s = 0; s < f.scales; s++)
-            memcpy(to_scales + (s * CA_LANES + as) * 2, scales + s * CA_LANES * 2, 2);
+        copy_elements(s, block + token / CA_LANES * s->group_bytes, token % CA_LANES, group, as);
+        for (int64_t j = 0; j < s->scales; j++)
+            memcpy(to_scales + (j * CA_LANES + as) * 2, scales + j * CA_LANES * 2, 2);
     }
 }
 
 static void copy_keys(const ca_plan *p, const ca_call *c, const ca_task *task, int kv_head, int64_t n,
                       const copy_work *w, ca_kv kv[2]) {
-    const int latent = ca_v_is_in_k(&p->shape, c); /* one copy is both */
+    const int latent = ca_v_is_in_k(p, c); /* one copy is both */
     for (int i = K; i <= (latent ? K : V); i++) {
-        (is_packed(p) ? copy_packed : copy_rows)(p, c, task, kv_head, i, w->key, n, w->block[i]);
-        kv[i] = (ca_kv){w->block[i], 0, 0, ca_kv_head_size(&p->shape, i)};
+        (ca_is_plain(p) ? copy_rows : copy_packed)(p, c, task, kv_head, i, w->key, n, w->block[i]);
+        kv[i] = (ca_kv){.cache = w->block[i], .ld = p->sides[i].head_size};
     }
     if (latent)
-        kv[V] = (ca_kv){w->block[K] + ((const char *)c->kv[V].cache - (const char *)c->kv[K].cache), 0, 0, kv[K].ld};
+        kv[V] = (ca_kv){.cache = w->block[K] + ((const char *)c->kv[V].cache - (const char *)c->kv[K].cache),
+                        .ld = kv[K].ld};
 }
 
 /* Adds up, for each query head and key, what depends on the key's position. */

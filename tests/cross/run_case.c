@@ -195,7 +195,7 @@ int main(int argc, char **argv) {
     ca_plan_info info;
     ca_write(0, written, &meaning, (int)f[KV_CACHE_LAYOUT], (int)f[HADAMARD], x[2], x[3], &fault);
     ca_plan *plan =
-        fault.status ? NULL : ca_plan_new(&shape, ca_fused_engine(), 0, step, masked ? &masks : NULL, &fault);
+        fault.status ? NULL : ca_plan_new(&shape, NULL, 0, step, masked ? &masks : NULL, &fault);
     if (!plan)
         die("no plan");
     ca_plan_describe(plan, &info);

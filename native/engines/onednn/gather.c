@@ -16,7 +16,7 @@ static int64_t packed_at(int64_t row, int64_t col, int64_t rows) {
 int ca_form_fits(ca_form form, const ca_pages *g) {
     if (form != CA_FORM_BF16)
         return 1;
-    return g->plan->shape.k_dtype == CA_BF16 && g->plan->shape.v_dtype == CA_BF16 &&
+    return g->plan->sides[K].dtype == CA_BF16 && g->plan->sides[V].dtype == CA_BF16 &&
            g->plan->kernel->info.layout == CA_LAYOUT_PAIRS && g->plan->shape.head_size % 2 == 0 &&
            g->plan->shape.head_size_v >= CA_FEW_COLUMNS && g->call->block_size % 2 == 0;
 }
@@ -40,8 +40,8 @@ static const char *block_of(const ca_pages *g, int kv, int64_t key) {
 int64_t ca_wide_bytes(const ca_plan *plan) {
     int64_t most = 0;
     for (int kv = 0; kv < 2; kv++)
-        if (!ca_side_ready(plan, kv))
-            most = ca_max64(most, ca_kv_form(plan, kv).elements * ca_dtype_size(plan->shape.dtype));
+        if (!plan->sides[kv].ready)
+            most = ca_max64(most, plan->sides[kv].elements * ca_dtype_size(plan->shape.dtype));
     return most + ca_rows_bytes(plan);
 }
 
@@ -69,12 +69,12 @@ static const char *coming(const ca_pages *g, int kv, int64_t column, int64_t end
 static const void *packed_block(const ca_pages *g, int kv, int64_t column, int64_t end, int64_t *token) {
     const char *block = block_of(g, kv, g->key[column]);
     *token = g->key[column] % g->call->block_size;
-    if (ca_side_ready(g->plan, kv))
+    if (g->plan->sides[kv].ready)
         return block;
     const int64_t first = *token / CA_LANES * CA_LANES, n = ca_min64(CA_LANES, g->call->block_size - first);
     char *rows = (char *)g->wide + ca_wide_bytes(g->plan) - ca_rows_bytes(g->plan);
-    g->plan->kernel->unpack(g->plan, kv, block + group_at(g, kv, *token), g->call->kv[kv].ld, (int)n, g->wide, rows,
-                            coming(g, kv, column, end));
+    g->plan->kernel->unpack(&g->plan->sides[kv], block + group_at(g, kv, *token), g->call->kv[kv].ld, (int)n, g->wide,
+                            rows, coming(g, kv, column, end));
     *token -= first;
     return g->wide;
 }
@@ -82,13 +82,11 @@ static const void *packed_block(const ca_pages *g, int kv, int64_t column, int64
 /* Multiplies n <= 16 keys from this one on by their scales. They are in one group and were gathered to dst, K as
  * [head_size][ld], V as [n][ld]. */
 static void apply_scales(const ca_pages *g, int kv, int64_t key, int64_t n, float *dst, int64_t ld) {
-    const ca_group_form f = ca_kv_form(g->plan, kv);
-    const int64_t head_size = ca_kv_head_size(&g->plan->shape, kv);
-    const int64_t shared = ca_scale_elements(ca_kv_dtype(&g->plan->shape, kv), head_size);
+    const ca_side *side = &g->plan->sides[kv];
     const int64_t token = key % g->call->block_size;
-    for (int64_t s = 0; s < f.scales; s++) {
-        const int64_t from = s * shared, to = ca_min64(head_size, from + shared);
-        const char *at = block_of(g, kv, key) + ca_scales_at(&f, g->call->block_size, token / CA_LANES);
+    for (int64_t s = 0; s < side->scales; s++) {
+        const int64_t from = s * side->shared, to = ca_min64(side->head_size, from + side->shared);
+        const char *at = block_of(g, kv, key) + ca_scales_at(side, g->call->block_size, token / CA_LANES);
         uint16_t bits[CA_LANES];
         float scales[CA_LANES];
         memcpy(bits, at + (s * CA_LANES + token % CA_LANES) * 2, (size_t)n * 2);
@@ -110,14 +108,14 @@ static int64_t piece(const ca_pages *g, int64_t column, int64_t end, int64_t lan
     return ca_min64(n, ca_min64(lanes - token % lanes, panel - column % panel));
 }
 
-static int64_t lanes(const ca_pages *g, int kv) { return ca_side_ready(g->plan, kv) ? g->call->block_size : CA_LANES; }
+static int64_t lanes(const ca_pages *g, int kv) { return g->plan->sides[kv].ready ? g->call->block_size : CA_LANES; }
 
 static void copy_k_pairs(const ca_pages *g, int64_t skip, int64_t end, uint16_t *dst) {
     int64_t head_size = g->plan->shape.head_size, n;
     for (int64_t column = skip; column < end; column += n) {
         int64_t token;
         const uint16_t *block = packed_block(g, 0, column, end, &token);
-        const char *next = ca_side_ready(g->plan, 0) ? coming(g, 0, column, end) : NULL;
+        const char *next = g->plan->sides[0].ready ? coming(g, 0, column, end) : NULL;
         n = piece(g, column, end, CA_LANES, PANEL);
         for (int64_t d = 0; d < head_size; d += 2) {
             uint16_t *to = dst + packed_at(d, column, head_size);
@@ -169,7 +167,7 @@ static void copy_v_pairs(const ca_pages *g, int64_t skip, int64_t end, int64_t k
     for (int64_t column = 0; column < end; column += n) {
         int64_t token;
         const uint16_t *block = packed_block(g, 1, column, end, &token);
-        const char *next = ca_side_ready(g->plan, 1) ? coming(g, 1, column, end) : NULL;
+        const char *next = g->plan->sides[1].ready ? coming(g, 1, column, end) : NULL;
         n = piece(g, column, end, CA_LANES, keys);
         for (int64_t i = 0; i < n; i += 2) {
             for (int64_t b = i * dv * 2; next && b < (i + 2) * dv * 2; b += 64)

@@ -464,6 +464,6 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     return status;
 }
 
-static const ca_engine engine = {engine_rows, scratch_bytes, segment, 0};
+static const ca_engine engine = {.rows = engine_rows, .scratch_bytes = scratch_bytes, .segment = segment};
 
 const ca_engine *ca_onednn_engine(void) { return &engine; }

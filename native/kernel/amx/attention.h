@@ -63,39 +63,31 @@ typedef struct tile_work {
         uint16_t *wide; /* [MAX_GROUPS] groups of integers as bf16 */
         int parts;      /* 2 where a number times its scale is the sum of two bf16 numbers, else 1 */
         int64_t apart;  /* elements from a first part to the second one */
-        int scaled;     /* scores, or weights, are multiplied by each token's scale */
     } kv[2];
     uint16_t *stage; /* a group of what has two parts, as integers */
 } tile_work;
 
 /* Returns how many elements of V tiles take: those of copies, and those of groups that had to be unpacked. */
 static int64_t v_elements(const ca_plan *plan) {
-    const int64_t unpacked =
-        ca_is_scaled(plan->shape.v_dtype) ? MAX_GROUPS * CA_LANES * plan->shape.head_size_v + CA_NIBBLES : 0;
+    const int64_t unpacked = plan->sides[V].scaled ? MAX_GROUPS * CA_LANES * plan->shape.head_size_v + CA_NIBBLES : 0;
     return STEPS_V * DEPTH * (int64_t)plan->shape.head_size_v + unpacked;
 }
-
-/* Returns whether a token has one scale. That can go to scores and weights, where several have to go to the numbers. */
-static int has_one_scale(int dtype) { return ca_is_scaled(dtype) && !ca_has_scales(dtype); }
 
 /* May strips of a task with more than CA_FEW_ROWS rows be units of the pipeline? */
 static int may_pipe(const ca_plan *plan) {
     const ca_shape *s = &plan->shape;
-    return plan->rows > CA_FEW_ROWS && !plan->tree && has_pipeline(s->head_size, ca_has_scales(s->k_dtype) ? 2 : 1) &&
-           has_pipeline(s->head_size_v, 1);
+    return plan->rows > CA_FEW_ROWS && !plan->tree &&
+           has_pipeline(s->head_size, plan->sides[K].several_scales ? 2 : 1) && has_pipeline(s->head_size_v, 1);
 }
 
 static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
-    const int k_dtype = plan->shape.k_dtype, v_dtype = plan->shape.v_dtype;
-    const int64_t k_elements = ca_is_scaled(k_dtype) ? MAX_GROUPS * ca_kv_form(plan, K).elements : 0;
-    const int64_t staged = ca_max64(ca_has_scales(k_dtype) ? ca_kv_form(plan, K).elements : 0,
-                                    ca_is_scaled(v_dtype) ? ca_kv_form(plan, V).elements : 0);
+    const ca_side *k = &plan->sides[K], *v = &plan->sides[V];
+    const int64_t k_elements = k->scaled ? MAX_GROUPS * k->elements : 0;
+    const int64_t staged = ca_max64(k->several_scales ? k->elements : 0, v->scaled ? v->elements : 0);
     const int pipes = may_pipe(plan);
     int64_t at = carve(&w->scratch, base, plan);
-    w->kv[K].scaled = has_one_scale(k_dtype);
-    w->kv[V].scaled = has_one_scale(v_dtype);
-    w->kv[K].parts = ca_has_scales(k_dtype) ? 2 : 1;
-    w->kv[V].parts = ca_has_scales(v_dtype) ? 2 : 1;
+    w->kv[K].parts = k->several_scales ? 2 : 1;
+    w->kv[V].parts = v->several_scales ? 2 : 1;
     w->kv[K].apart = k_elements;
     w->kv[V].apart = v_elements(plan);
     CA_CARVE(w->s, STRIP * S_STRIDE * 4)
@@ -104,7 +96,7 @@ static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
     CA_CARVE(w->stage, staged ? (staged + 2 * VL) * 2 : 0)
     CA_CARVE(w->pipe, pipes ? sizeof *w->pipe : 0)
     CA_CARVE(w->partial_o, pipes ? STRIP * plan->shape.head_size_v * 4 : 0)
-    CA_CARVE(w->scales, pipes && (w->kv[K].scaled || w->kv[V].scaled) ? sizeof *w->scales : 0)
+    CA_CARVE(w->scales, pipes && (k->one_scale || v->one_scale) ? sizeof *w->scales : 0)
     CA_CARVE(w->last_queries, pipes ? ca_round_up(plan->rows, STRIP) * DEPTH * 2 : 0)
     CA_CARVE(w->left, ca_div_up(plan->rows, STRIP))
     w->kv[V].wide = w->copies + STEPS_V * DEPTH * (int64_t)plan->shape.head_size_v;
@@ -117,7 +109,7 @@ static const ca_kernel *vector_kernel(void) { return ca_isa_avx512_bf16.kernels[
 
 static int64_t work_bytes(const ca_plan *plan) {
     tile_work unused;
-    return ca_max64(carve_work(&unused, 0, plan), vector_kernel()->scratch_bytes(plan));
+    return ca_max64(carve_work(&unused, 0, plan), vector_kernel()->engine.scratch_bytes(plan));
 }
 
 #include "scales.h"
@@ -131,7 +123,7 @@ static int64_t work_bytes(const ca_plan *plan) {
 static void unpack_block(tile_work *w, score_block *b, int last) {
     b->groups = memcpy(w->scratch.groups[2], b->groups, (size_t)b->num_groups * sizeof(group));
     for (int kv = K; kv <= last; kv++)
-        if (ca_is_scaled(ca_kv_dtype(&w->plan->shape, kv)))
+        if (w->plan->sides[kv].scaled)
             dequantise(w, b, kv);
         else
             unpack_groups_bf16(w->plan, &w->scratch, &(prefetch){.by_unpacking = 1}, b, kv, 0, b->num_groups,
@@ -213,17 +205,18 @@ static void attend_block(void *segment, const score_block *b, int h) {
 
 static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int num_heads,
                    int64_t k0, int64_t k1, const ca_state *states, void *memory) {
-    const int quantised = ca_is_scaled(plan->shape.k_dtype) || ca_is_scaled(plan->shape.v_dtype);
+    const int quantised = plan->sides[K].scaled || plan->sides[V].scaled;
     const int64_t rows = ca_rows_of(plan, task);
     /* A shared task computes what each request would by itself. */
     if (quantised && (rows <= CA_FEW_ROWS || task->shared)) {
         for (int h = 0; h < num_heads; h++)
             ca_clear(states + h, rows, plan->shape.head_size_v);
-        return vector_kernel()->segment(plan, call, task, kv_head, num_heads, k0, k1, states, memory);
+        return vector_kernel()->engine.segment(plan, call, task, kv_head, num_heads, k0, k1, states, memory);
     }
     tile_work w = begin_work(plan, call, task, kv_head, num_heads, ca_div_up(rows, STRIP), memory);
     if (goes_by_units(plan, call, task, w.scratch.factor)) {
-        begin_pipeline(w.pipe, w.partial_o, w.kv[K].scaled || w.kv[V].scaled ? w.scales->keys : NULL);
+        begin_pipeline(w.pipe, w.partial_o,
+                       w.plan->sides[K].one_scale || w.plan->sides[V].one_scale ? w.scales->keys : NULL);
         if (w.pipe->keys)
             find_rest_factors(w.scales);
         w.kv[V].parts = 1;
@@ -253,7 +246,7 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     for (int h = 0; h < num_heads && !status; h++)
         if (w.by_vectors[h]) {
             ca_clear(states + h, rows, w.head_size_v);
-            status = vector_kernel()->segment(plan, call, task, kv_head + h, 1, k0, k1, states + h, memory);
+            status = vector_kernel()->engine.segment(plan, call, task, kv_head + h, 1, k0, k1, states + h, memory);
         }
     return status;
 }
@@ -265,8 +258,7 @@ static const int integers = 1; /* the vector kernel multiplies caches of integer
 
 static const ca_kernel kernel_amx = {
     .info = {.layout = CA_LAYOUT_PAIRS, .rows = ROWS, .integers = INTEGERS_BY, .method = TILE_METHOD},
-    .scratch_bytes = work_bytes,
-    .segment = segment,
+    .engine = {.scratch_bytes = work_bytes, .segment = segment, .together = 1, .opens = 1},
     .merge = merge,
     .finish = finish,
     .write = {write_k_bf16, write_v_bf16},
@@ -281,5 +273,4 @@ static const ca_kernel kernel_amx = {
     .score_tokens = score_tokens,
     .integers = &integers,
     .rounds_weights = 1,
-    .opens = 1,
 };

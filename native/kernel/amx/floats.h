@@ -54,8 +54,8 @@ static int64_t carve_float_work(float_work *w, uintptr_t base, const ca_plan *pl
     w->depth = ca_div_up(plan->shape.head_size, 32);
     w->passes = ca_div_up(plan->shape.head_size_v, 32);
     const int64_t dtype_bytes = ca_dtype_size(plan->shape.dtype);
-    const int64_t group_bytes[2] = {(ca_kv_form(plan, K).elements + CA_NIBBLES) * dtype_bytes,
-                                    (ca_kv_form(plan, V).elements + CA_NIBBLES) * dtype_bytes};
+    const int64_t group_bytes[2] = {(plan->sides[K].elements + CA_NIBBLES) * dtype_bytes,
+                                    (plan->sides[V].elements + CA_NIBBLES) * dtype_bytes};
     CA_CARVE(w->pipe, sizeof *w->pipe)
     CA_CARVE(w->q, strips * 2 * w->depth * w->parts * TILE * 2)
     CA_CARVE(w->k, groups * w->depth * w->parts * TILE * 2)
@@ -70,7 +70,7 @@ static int64_t carve_float_work(float_work *w, uintptr_t base, const ca_plan *pl
 
 static int64_t float_work_bytes(const ca_plan *plan) {
     float_work unused;
-    const int64_t vectors = float_vectors(plan)->scratch_bytes(plan);
+    const int64_t vectors = float_vectors(plan)->engine.scratch_bytes(plan);
     return may_split(plan) ? ca_max64(vectors, carve_float_work(&unused, 0, plan)) : vectors;
 }
 
@@ -80,20 +80,19 @@ static int64_t float_work_bytes(const ca_plan *plan) {
  * the block. */
 static packing find_packing(const float_work *w, const score_block *b, const group *g, int kv, char *room) {
     const ca_plan *plan = w->tiles.plan;
-    const int dtype = ca_kv_dtype(&plan->shape, kv);
-    const int64_t head_size = ca_kv_head_size(&plan->shape, kv);
+    const ca_side *s = &plan->sides[kv];
     packing p = {.from = g->kv[kv].at,
-                 .ld = head_size,
+                 .ld = s->head_size,
                  .keys = seen_of_group(g, b->k0, b->k1),
-                 .scales = ca_is_scaled(dtype) ? g->kv[kv].scales : NULL,
-                 .shared = ca_scale_elements(dtype, head_size)};
-    if (ca_side_ready(plan, kv))
+                 .scales = s->scaled ? g->kv[kv].scales : NULL,
+                 .shared = s->shared};
+    if (s->ready)
         return p;
-    if (kv == V && !ca_is_quantised(dtype)) {
+    if (kv == V && !s->quantised) {
         p.ld = g->kv[V].ld;
         return p;
     }
-    plan->kernel->unpack(plan, kv, p.from, g->kv[kv].ld, g->n, room, w->tiles.scratch.rows, p.from);
+    plan->kernel->unpack(s, p.from, g->kv[kv].ld, g->n, room, w->tiles.scratch.rows, p.from);
     p.from = room;
     return p;
 }
@@ -340,13 +339,11 @@ static int float_segment(const ca_plan *plan, const ca_call *call, const ca_task
         return 0;
     for (int h = 0; h < num_heads; h++)
         ca_clear(states + h, rows, plan->shape.head_size_v);
-    return float_vectors(plan)->segment(plan, call, task, kv_head, num_heads, k0, k1, states, memory);
+    return float_vectors(plan)->engine.segment(plan, call, task, kv_head, num_heads, k0, k1, states, memory);
 }
 
 /* choose.c takes the rest from avx512's kernels. */
 static const ca_kernel kernel_amx_float = {
     .info = {.rows = FLOAT_ROWS, .method = TILE_METHOD ", numbers in two or three parts"},
-    .scratch_bytes = float_work_bytes,
-    .segment = float_segment,
-    .opens = 1,
+    .engine = {.scratch_bytes = float_work_bytes, .segment = float_segment, .together = 1, .opens = 1},
 };

@@ -101,27 +101,25 @@ static void put_v_rounded(const uint16_t *from, const char *scales, int64_t head
 
 /* Dequantises K, or V, of a score block to where tiles read it. */
 static void dequantise(tile_work *w, const score_block *b, int kv) {
-    const ca_shape *s = &w->plan->shape;
-    const int kv_dtype = ca_kv_dtype(s, kv);
-    const ca_group_form f = ca_kv_form(w->plan, kv);
-    const int64_t step = kv == V ? CA_LANES * s->head_size_v : f.elements, apart = w->kv[kv].apart;
-    const int64_t shared = ca_scale_elements(kv_dtype, ca_kv_head_size(s, kv));
+    const ca_side *s = &w->plan->sides[kv];
+    const int64_t step = kv == V ? CA_LANES * s->head_size : s->elements, apart = w->kv[kv].apart;
+    /* One scale of a token can go to scores and weights, several have to go to the numbers. */
+    const int one_scale = s->one_scale, piped = w->pipe && kv == V;
     uint16_t *to = w->kv[kv].wide;
     for (int i = 0; i < b->num_groups; i++, to += step) {
         group *g = b->groups + i;
         const char *from = g->kv[kv].at, *scales = g->kv[kv].scales;
-        const int one_scale = has_one_scale(kv_dtype), piped = w->pipe && kv == V;
-        unpack_bf16((const uint8_t *)from, f.elements, kv_dtype, one_scale && !piped ? to : w->stage, from);
+        unpack_bf16((const uint8_t *)from, s->elements, s->dtype, one_scale && !piped ? to : w->stage, from);
         if (one_scale && piped) {
             uint16_t *rests = w->scales->rests + i * CA_LANES;
-            put_v_powers(w->stage, scales, s->head_size_v, to, rests);
+            put_v_powers(w->stage, scales, s->head_size, to, rests);
             g->kv[V].scales = (const char *)rests;
         } else if (piped) {
-            put_v_rounded(w->stage, scales, s->head_size_v, shared, to);
+            put_v_rounded(w->stage, scales, s->head_size, s->shared, to);
         } else if (!one_scale && kv == V) {
-            put_v_parts(w->stage, scales, s->head_size_v, shared, apart, to);
+            put_v_parts(w->stage, scales, s->head_size, s->shared, apart, to);
         } else if (!one_scale) {
-            put_k_parts(w->stage, scales, s->head_size, shared, apart, to);
+            put_k_parts(w->stage, scales, s->head_size, s->shared, apart, to);
         }
         g->kv[kv].at = (const char *)to;
     }

@@ -17,9 +17,9 @@ static void score_keys(tile_work *w, const score_block *b, int64_t row, int firs
                          .g = b->groups,
                          .num_groups = b->num_groups,
                          .next = b->next,
-                         .num_next = ca_side_ready(w->plan, K) ? b->num_next : 0};
+                         .num_next = w->plan->sides[K].ready ? b->num_next : 0};
         form_scores(w, &t);
-        for (int r = 0; r < t.rows && w->kv[K].scaled; r++)
+        for (int r = 0; r < t.rows && w->plan->sides[K].one_scale; r++)
             scale_scores(&t, w->s + r * S_STRIDE);
         add_relu_bf16(w->s, t.rows, weights + h, lanes, sum);
     }
@@ -46,7 +46,7 @@ static void score_key_block(void *tokens, const score_block *b, int h) {
     const int strips = (int)ca_div_up(heads, STRIP);
     score_block here = *b;
     (void)h; /* an index cache has one kv head */
-    if (!ca_side_ready(t->tiles.plan, K))
+    if (!t->tiles.plan->sides[K].ready)
         unpack_block(&t->tiles, &here, K);
     for (int32_t i = 0; i < t->tiles.task->num_tokens; i++)
         score_keys(&t->tiles, &here, i * heads, i * strips, t->weights + i * heads, t->scores + i * t->stride);

@@ -17,7 +17,7 @@ static void scale_keys(const tile_work *w, const group *g, int at, key_scales *t
     const vf by = v_set1(scale_of(w).by);
     uint16_t shares[2][CA_LANES];
     for (int t = 0; t < CA_LANES; t++) {
-        const int rest = w->kv[V].scaled ? scale_bits(g->kv[V].scales, t) & 0x7f : 0;
+        const int rest = w->plan->sides[V].one_scale ? scale_bits(g->kv[V].scales, t) & 0x7f : 0;
         to->more[at + t] = w->scales->more[rest];
         EACH(i, 2) shares[i][t] = w->scales->shares[i][rest];
     }
@@ -25,7 +25,7 @@ static void scale_keys(const tile_work *w, const group *g, int at, key_scales *t
     for (int pair = 0; pair < CA_LANES / 2; pair++)
         v_store_words(to->shares[i][at / 2 + pair], v_set1_words((const int16_t *)shares[i] + 2 * pair));
     for (int t = 0; t < CA_LANES; t += VL)
-        v_store(to->by + at + t, w->kv[K].scaled ? v_mul(scales_of(g, K, 0, t), by) : by);
+        v_store(to->by + at + t, w->plan->sides[K].one_scale ? v_mul(scales_of(g, K, 0, t), by) : by);
 }
 
 /* Lists what units take from a block's groups. */

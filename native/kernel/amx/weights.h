@@ -21,7 +21,7 @@ static void scale_scores(const strip *t, float *s) {
 static float prepare(const tile_work *w, const strip *t, float *s, int64_t row) {
     const scratch *x = &w->scratch;
     const int64_t lo = ca_max64(t->k0, x->lo[row]), hi = ca_min64(t->k1, x->hi[row]);
-    if (w->kv[K].scaled)
+    if (w->plan->sides[K].one_scale)
         scale_scores(t, s);
     if (t->shaped) {
         logits_transform_bf16(&w->plan->shape, s, t->g, t->num_groups, x->factor, w->call->softcap, x->slope[row],
@@ -42,9 +42,9 @@ static void weigh(const tile_work *w, const strip *t) {
         n = (int)ca_min64(SOFTMAX_ROWS, t->rows - r);
         for (int j = 0; j < n; j++)
             factor[j] = prepare(w, t, s + j * S_STRIDE, row + j);
-        online_softmax_bf16(s, n, t->num_groups * CA_LANES, factor, w->kv[V].scaled, w->state->m + row,
+        online_softmax_bf16(s, n, t->num_groups * CA_LANES, factor, w->plan->sides[V].one_scale, w->state->m + row,
                             w->state->l + row, w->state->o + row * dv, dv);
-        if (w->kv[V].scaled)
+        if (w->plan->sides[V].one_scale)
             scale_weights_bf16(n, s, t->g, t->num_groups, 0, s);
     }
 }

@@ -140,15 +140,15 @@ static inline const group *while_unpacking(const ca_plan *plan, const prefetch *
     const int over = i + GROUPS_AHEAD - b->num_groups;
     if (f->by_unpacking)
         return over < 0 ? g + GROUPS_AHEAD : b->num_next ? b->next + ca_min64(over, b->num_next - 1) : g;
-    if (!is_plain(plan))
+    if (!ca_is_plain(plan))
         return g;
     return kv == K && g->kv[K].ld == plan->shape.head_size && i + 1 < b->num_groups ? g + 1 : NULL;
 }
 
 static inline void prefetch_group(const ca_plan *plan, int kv, const group *g) {
-    const int64_t bytes = is_plain(plan) ? ca_kv_row_bytes(&plan->shape, kv) : ca_kv_form(plan, kv).bytes;
-    const int64_t ld = g->kv[kv].ld * ca_dtype_size(ca_kv_dtype(&plan->shape, kv));
-    for (int row = 0; row < (is_plain(plan) ? g->n : 1); row++)
+    const ca_side *s = &plan->sides[kv];
+    const int64_t bytes = s->plain ? s->row_bytes : s->group_bytes, ld = g->kv[kv].ld * s->size;
+    for (int row = 0; row < (s->plain ? g->n : 1); row++)
         prefetch_bytes(g->kv[kv].at + row * ld, bytes);
 }
 
@@ -163,11 +163,10 @@ INLINE int64_t share_of(int64_t bytes, int64_t n) { return ca_round_up(ca_div_up
  * page, of each block. Smaller blocks are prefetched whole, since reading 1 KiB at a time leaves the hardware no time,
  * and so are the rows of heads that go together, which are not read in order. */
 static inline part_to_fetch part_of(const ca_plan *plan, const ca_call *call, int together, int kv) {
-    const ca_group_form f = ca_kv_form(plan, kv);
-    const int dtype = ca_kv_dtype(&plan->shape, kv);
-    const int64_t block = ca_div_up(call->block_size, CA_LANES) * f.bytes;
-    part_to_fetch l = {.shift = !PREFETCHES_QUANTISED ? 0 : ca_is_nibbles(dtype) ? 2 : ca_is_quantised(dtype)};
-    if (HALF_PAGES && !together && !f.scales)
+    const ca_side *s = &plan->sides[kv];
+    const int64_t block = ca_div_up(call->block_size, CA_LANES) * s->group_bytes;
+    part_to_fetch l = {.shift = !PREFETCHES_QUANTISED ? 0 : s->nibbles ? 2 : s->quantised};
+    if (HALF_PAGES && !together && !s->scaled)
         l.half_of = block % PAGE == 0 ? PAGE : block == PAGE / 2 ? PAGE / 2 : 0;
     return l;
 }
@@ -175,9 +174,9 @@ static inline part_to_fetch part_of(const ca_plan *plan, const ca_call *call, in
 /* integers: K or V is multiplied as integers. */
 static inline prefetch prefetch_of(const ca_plan *plan, const ca_call *call, int together, int integers) {
     const prefetch_policy p = policy();
-    return (prefetch){.steps = integers                         ? p.integer_steps
-                               : ca_any_quantised(&plan->shape) ? p.quantised_steps
-                                                                : p.steps,
+    return (prefetch){.steps = integers                 ? p.integer_steps
+                               : ca_any_quantised(plan) ? p.quantised_steps
+                                                        : p.steps,
                       .together = together,
                       .kv = {{part_of(plan, call, together, K), 0}, {part_of(plan, call, together, V), 0}}};
 }
@@ -189,14 +188,14 @@ static inline prefetch prefetch_of(const ca_plan *plan, const ca_call *call, int
 static inline int products_prefetch(const ca_plan *plan, const ca_call *call, int together) {
     const ca_shape *s = &plan->shape;
     const int64_t heads = together ? together : 1;
-    if (ca_any_quantised(s) && !(PREFETCHES_QUANTISED && (!is_plain(plan) || together)))
+    if (ca_any_quantised(plan) && !(PREFETCHES_QUANTISED && (!ca_is_plain(plan) || together)))
         return 0;
-    if (!is_plain(plan))
+    if (!ca_is_plain(plan))
         return 1;
     if (together && call->kv[K].stride_h != s->head_size)
         return 0;
     return call->kv[K].ld == heads * s->head_size &&
-           (call->kv[V].ld == heads * s->head_size_v || ca_v_is_in_k(s, call));
+           (call->kv[V].ld == heads * s->head_size_v || ca_v_is_in_k(plan, call));
 }
 
 /* Lists in `room`, as b->next, what is prefetched while the h-th of num_heads kv heads is computed: the same keys of

@@ -36,8 +36,6 @@ typedef struct score_block {
     int num_groups, num_next;
 } score_block;
 
-static inline int is_plain(const ca_plan *p) { return p->shape.kv_cache_layout != CA_PACKED; }
-
 /* Has every one of these groups 16 tokens? */
 static inline int whole(const group *g, int num_groups) {
     while (num_groups > 0 && g[num_groups - 1].n == CA_LANES)
@@ -85,8 +83,7 @@ static inline const char *row_at(const ca_plan *plan, const ca_call *call, const
                                  place p) {
     const int64_t block = ca_block_of(call, task->request, p.block);
     const int64_t token = p.key - p.block * call->block_size;
-    return ca_kv_block(plan, call, kv, block, kv_head) +
-           token * call->kv[kv].ld * ca_dtype_size(ca_kv_dtype(&plan->shape, kv));
+    return ca_kv_block(plan, call, kv, block, kv_head) + token * call->kv[kv].ld * plan->sides[kv].size;
 }
 
 /* This is the number of keys from the copied row to the prefetched one. With 32, copying takes 1.2 times as long. */
@@ -98,8 +95,8 @@ static inline const char *row_at(const ca_plan *plan, const ca_call *call, const
 static inline int copy_groups(const ca_plan *plan, const ca_call *call, const ca_task *task, int kv_head, int64_t k0,
                               int64_t k1, int most, char *room, group *g, int64_t *end) {
     const ca_blocks blocks = ca_blocks_of(plan, call, task, kv_head);
-    const ca_shape *s = &plan->shape;
-    const int64_t bytes[2] = {ca_kv_row_bytes(s, K), ca_kv_row_bytes(s, V)};
+    const ca_side *k = &plan->sides[K], *v = &plan->sides[V];
+    const int64_t bytes[2] = {k->row_bytes, v->row_bytes};
     place at = place_of(blocks, call->block_size, k0),
           prefetched = place_of(blocks, call->block_size, k0 + PREFETCHED_ROWS);
     const int64_t past = keys_end(plan, task);
@@ -123,7 +120,7 @@ static inline int copy_groups(const ca_plan *plan, const ca_call *call, const ca
             EACH(kv, 2) memset(copy[kv] + there * bytes[kv], 0, (size_t)((CA_LANES - there) * bytes[kv]));
             there = CA_LANES;
         }
-        g[n] = (group){.kv = {{copy[K], NULL, s->head_size}, {copy[V], NULL, s->head_size_v}},
+        g[n] = (group){.kv = {{copy[K], NULL, k->head_size}, {copy[V], NULL, v->head_size}},
                        .key = first,
                        .n = (int32_t)there,
                        .last = n % SUM_GROUPS == SUM_GROUPS - 1};
@@ -133,7 +130,7 @@ static inline int copy_groups(const ca_plan *plan, const ca_call *call, const ca
 }
 
 static inline int copies_groups(const ca_plan *plan, const ca_call *call) {
-    return is_plain(plan) && call->block_size % CA_LANES;
+    return ca_is_plain(plan) && call->block_size % CA_LANES;
 }
 
 /* Returns the end of the keys whose groups are listed for prefetching while the thread works on keys up to k1. Groups
@@ -151,7 +148,6 @@ static inline int list_groups(const ca_plan *plan, const ca_call *call, const ca
         return copy_groups(plan, call, task, kv_head, k0, k1, most, copies, g, end);
     const ca_blocks blocks = ca_blocks_of(plan, call, task, kv_head);
     const int64_t size = call->block_size;
-    const ca_group_form form[2] = {ca_kv_form(plan, K), ca_kv_form(plan, V)};
     const int64_t step[2] = {ca_kv_group_step(plan, call, K), ca_kv_group_step(plan, call, V)};
     place at = place_of(blocks, size, k0);
     int n = 0;
@@ -165,7 +161,7 @@ static inline int list_groups(const ca_plan *plan, const ca_call *call, const ca
         EACH(kv, 2) {
             const char *start = ca_kv_block(plan, call, kv, block, kv_head);
             g[n].kv[kv].at = start + i * step[kv];
-            g[n].kv[kv].scales = start + ca_scales_at(&form[kv], size, i);
+            g[n].kv[kv].scales = start + ca_scales_at(&plan->sides[kv], size, i);
             g[n].kv[kv].ld = call->kv[kv].ld;
         }
         at = next_place(blocks, size, at, g[n].n);
@@ -177,10 +173,9 @@ static inline int list_groups(const ca_plan *plan, const ca_call *call, const ca
 /* Lists in `to` the groups that lie so many kv heads, and so many rows, behind those of `from`. */
 static inline void move_groups(const ca_plan *plan, const ca_call *call, int heads, int rows, const group *from, int n,
                                group *to) {
-    const ca_shape *s = &plan->shape;
     int64_t offset[2];
     EACH(kv, 2)
-    offset[kv] = heads * call->kv[kv].stride_h * ca_dtype_size(ca_kv_dtype(s, kv)) + rows * ca_kv_row_bytes(s, kv);
+    offset[kv] = heads * call->kv[kv].stride_h * plan->sides[kv].size + rows * plan->sides[kv].row_bytes;
     for (int i = 0; i < n; i++) {
         to[i] = from[i];
         EACH(kv, 2) {

@@ -34,57 +34,32 @@ typedef struct scratch {
     float *p[2];        /* [TALL][S_STRIDE] weights times the scales of some columns of V, and of the next columns */
     float *sums;        /* [TALL][head_size_v] sums over SUM_GROUPS groups */
     char *unpacked[2];  /* [MAX_GROUPS] groups of K, and of V, that had to be unpacked */
-    void *rows;         /* rows of one group before it is packed (ca_rows_bytes), or its bytes (staged_bytes) */
-    group *groups[4];   /* [MAX_GROUPS] of this score block, of the next one, of this one unpacked, of the next head */
-    char *copies[2];    /* copied rows of the first two of these (copy_groups), copies_bytes each */
+    void *rows;       /* rows of one group before it is packed (ca_rows_bytes), or its bytes (ca_side's staged_bytes) */
+    group *groups[4]; /* [MAX_GROUPS] of this score block, of the next one, of this one unpacked, of the next head */
+    char *copies[2];  /* copied rows of the first two of these (copy_groups), copies_bytes each */
     const uint8_t **tree; /* [rows] ca_tree_row; NULL: there is no tree mask */
     int64_t context;      /* ca_context_keys: keys before those that a tree mask covers */
 } scratch;
 
-/* Is K, or V, multiplied as integers.h does? */
-static inline int by_integers(const ca_plan *p, int kv) {
-    const int *integers = p->kernel->integers;
-    const int dtype = ca_kv_dtype(&p->shape, kv);
-    return integers && *integers && ca_is_scaled(dtype) && (kv == K || p->shape.head_size_v % CA_LANES == 0);
-}
-/* Can the products read K, or V, in the cache? */
-static inline int in_place(const ca_plan *p, int kv) { return ca_side_ready(p, kv) || by_integers(p, kv); }
-
-/* Returns the bytes of an unpacked group. They are 0 where a group is never unpacked, as plain rows of V are not, which
- * lie as the layout LANES has them. */
-static inline int64_t unpacked_bytes(const ca_plan *p, int kv) {
-    const int as_lanes = kv == V && p->kernel->info.layout == CA_LAYOUT_LANES && !ca_is_quantised(p->shape.v_dtype);
-    return as_lanes || in_place(p, kv) ? 0 : ca_kv_form(p, kv).elements * ca_dtype_size(p->shape.dtype);
-}
 /* Do the products take bytes of the cache, not elements of the query's dtype? */
 static inline int reads_bytes(operand_source source) { return source == AS_INTEGERS || source == IN_REGISTERS; }
 /* Returns the bytes of scratch that a group needs before the products: for the unpacked group, or for bytes of int8
  * made of shorter integers. They are 0 where the products read the cache. */
-static inline int64_t group_scratch_bytes(const ca_plan *p, operand_source source, int kv) {
-    if (reads_bytes(source))
-        return ca_is_short_int8(ca_kv_dtype(&p->shape, kv)) ? ca_kv_form(p, kv).elements : 0;
-    return source == ROWS_IN_PLACE ? 0 : unpacked_bytes(p, kv);
-}
-
-/* Returns the bytes of a group whose elements, of 4 to 6 bits in the cache, have become a byte each. */
-static inline int64_t staged_bytes(const ca_plan *p) {
-    return ca_max64(ca_is_packed(p->shape.k_dtype) ? ca_kv_form(p, K).elements : 0,
-                    ca_is_packed(p->shape.v_dtype) ? ca_kv_form(p, V).elements : 0);
+static inline int64_t group_scratch_bytes(const ca_side *s, operand_source source) {
+    return reads_bytes(source) ? s->int8_bytes : source == ROWS_IN_PLACE ? 0 : s->unpacked_bytes;
 }
 
 /* Returns the bytes of BLOCK_KEYS rows of K, and of V, in a plain cache. */
-static inline int64_t copies_bytes(const ca_plan *p) {
-    return is_plain(p) ? BLOCK_KEYS * ca_token_bytes(&p->shape) : 0;
-}
+static inline int64_t copies_bytes(const ca_plan *p) { return ca_is_plain(p) ? BLOCK_KEYS * ca_token_bytes(p) : 0; }
 
 static inline int64_t carve(scratch *x, uintptr_t base, const ca_plan *plan) {
-    const ca_group_form v = ca_kv_form(plan, V);
+    const ca_side *k = &plan->sides[K], *v = &plan->sides[V];
     int64_t at = 0, rows = plan->rows, head_size = plan->shape.head_size;
     const int64_t all = ca_max64(rows, plan->heads_together * plan->few_rows);
     CA_CARVE(x->s, TALL * S_STRIDE * 4)
     CA_CARVE(x->query, all * (int64_t)sizeof *x->query)
     CA_CARVE(x->q, all * ca_max64(ca_round_up(head_size, 2) * 4, INTEGERS_WIDTH(head_size) * 2))
-    x->q_units = by_integers(plan, K) ? ca_div_up(head_size, 32) * 2 : 0;
+    x->q_units = k->integers ? ca_div_up(head_size, 32) * 2 : 0;
     CA_CARVE(x->units, all * x->q_units * (int64_t)sizeof *x->units)
     CA_CARVE(x->from, x->q_units / 2 * (int64_t)sizeof *x->from)
     CA_CARVE(x->lo, rows * 8)
@@ -92,12 +67,12 @@ static inline int64_t carve(scratch *x, uintptr_t base, const ca_plan *plan) {
     CA_CARVE(x->slope, all * 4)
     CA_CARVE(x->pos, rows * 8)
     CA_CARVE(x->bias, all * (int64_t)sizeof *x->bias)
-    CA_CARVE(x->p[0], v.scales ? TALL * S_STRIDE * 4 : 0)
-    CA_CARVE(x->p[1], v.scales ? TALL * S_STRIDE * 4 : 0)
+    CA_CARVE(x->p[0], v->scales ? TALL * S_STRIDE * 4 : 0)
+    CA_CARVE(x->p[1], v->scales ? TALL * S_STRIDE * 4 : 0)
     CA_CARVE(x->sums, NG < SUM_GROUPS ? TALL * plan->shape.head_size_v * 4 : 0)
-    CA_CARVE(x->unpacked[K], MAX_GROUPS * ca_max64(unpacked_bytes(plan, K), group_scratch_bytes(plan, AS_INTEGERS, K)))
-    CA_CARVE(x->unpacked[V], MAX_GROUPS * ca_max64(unpacked_bytes(plan, V), group_scratch_bytes(plan, AS_INTEGERS, V)))
-    CA_CARVE(x->rows, ca_max64(ca_rows_bytes(plan), staged_bytes(plan)))
+    CA_CARVE(x->unpacked[K], MAX_GROUPS * ca_max64(k->unpacked_bytes, k->int8_bytes))
+    CA_CARVE(x->unpacked[V], MAX_GROUPS * ca_max64(v->unpacked_bytes, v->int8_bytes))
+    CA_CARVE(x->rows, ca_max64(ca_rows_bytes(plan), ca_max64(k->staged_bytes, v->staged_bytes)))
     for (int i = 0; i < 4; i++) {
         CA_CARVE(x->groups[i], MAX_GROUPS * (int64_t)sizeof(group))
     }

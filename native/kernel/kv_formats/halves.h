@@ -171,22 +171,21 @@ static void put_nan(int kv, const uint8_t *src, int n, int64_t head_size, uint16
 
 /* Converts a group of n tokens to a group of f16's layout. stage: room for its bytes, if elements have less than 8
  * bits. */
-static void halves_of_group(int kv_dtype, int kv, const uint8_t *src, int n, int64_t head_size, uint16_t *dst,
-                            uint8_t *stage, const char *next_src) {
-    int element = ca_formats[kv_dtype].element, nan = 0;
-    if (ca_is_packed(kv_dtype)) {
-        const int64_t elements = ca_group_form_of(CA_LAYOUT_PAIRS, kv_dtype, head_size, kv).elements;
-        if (ca_is_nibbles(kv_dtype))
-            nibbles_to_bytes(src, elements, stage, next_src);
+static void halves_of_group(const ca_side *s, const uint8_t *src, int n, uint16_t *dst, uint8_t *stage,
+                            const char *next_src) {
+    int element = ca_formats[s->dtype].element, nan = 0;
+    if (s->packed) {
+        if (s->nibbles)
+            nibbles_to_bytes(src, s->elements, stage, next_src);
         else
-            int8_of_packed(kv_dtype, src, elements, stage, next_src);
+            int8_of_packed(s->dtype, src, s->elements, stage, next_src);
         src = stage;
         next_src = (const char *)stage;
-        element = ca_is_nibbles(kv_dtype) ? CA_AS_E5M2 : element;
+        element = s->nibbles ? CA_AS_E5M2 : element;
     }
-    FOR_BYTE(element, nan = halves_of_bytes(BYTE, kv, src, n, head_size, dst, next_src))
+    FOR_BYTE(element, nan = halves_of_bytes(BYTE, s->kv, src, n, s->head_size, dst, next_src))
     if (nan)
-        put_nan(kv, src, n, head_size, dst);
+        put_nan(s->kv, src, n, s->head_size, dst);
 }
 
 /* Converts a row of n bytes of fp8. */

@@ -27,8 +27,8 @@ _Static_assert((int64_t)MOST * 240 * KEYS <= INT32_MAX,
 
 /* Returns how many dimensions of a query share a unit, as those of a key share a scale, and how many units that makes.
  */
-static int64_t unit_dims(int kv_dtype) { return ca_min64(64, ca_scale_elements(kv_dtype, 64)); }
-static int64_t units_of(int kv_dtype, int64_t head_size) { return ca_div_up(head_size, unit_dims(kv_dtype)); }
+static int64_t unit_dims(const ca_side *k) { return k->several_scales ? ca_min64(64, k->shared) : 64; }
+static int64_t units_of(const ca_side *k) { return ca_div_up(k->head_size, unit_dims(k)); }
 /* Returns the bytes of n elements, which are nibbles or bytes. */
 INLINE int64_t integer_bytes(int nibbles, int64_t n) { return nibbles ? n / 2 : n; }
 
@@ -193,20 +193,17 @@ INLINE void qk_unit_rows(int nibbles, int mr, int ng, integer_operands q, qk_ope
 }
 
 /* Makes S of ng groups, 1 or NG. */
-static void qk_integers(const ca_plan *plan, const scratch *x, int64_t row, int mr, int ng,
-                        const qk_operands *operands) {
+static void qk_integers(const ca_side *k, const scratch *x, int64_t row, int mr, int ng, const qk_operands *operands) {
     const qk_operands t = *operands;
-    const int k_dtype = plan->shape.k_dtype;
-    const int64_t head_size = plan->shape.head_size, units = 2 * units_of(k_dtype, head_size);
-    const int64_t width = INTEGERS_WIDTH(head_size), dims = unit_dims(k_dtype);
-    const int64_t shared = ca_scale_elements(k_dtype, head_size);
+    const int64_t head_size = k->head_size, units = 2 * units_of(k), dims = unit_dims(k);
+    const int64_t width = INTEGERS_WIDTH(head_size);
     integer_operands q = {(const int16_t *)x->q + row * width, width, x->units + row * units, units};
     for (int64_t d = 0, end, i = 0; d < head_size; d = end, i++, q.units += 2) {
         end = ca_min64(head_size, d + dims);
-        if (ca_is_nibbles(k_dtype))
-            qk_unit_rows(1, mr, ng, q, t, d, end, d / shared, x->from[i]);
+        if (k->nibbles)
+            qk_unit_rows(1, mr, ng, q, t, d, end, d / k->shared, x->from[i]);
         else
-            qk_unit_rows(0, mr, ng, q, t, d, end, d / shared, x->from[i]);
+            qk_unit_rows(0, mr, ng, q, t, d, end, d / k->shared, x->from[i]);
     }
 }
 
@@ -355,8 +352,9 @@ INLINE void pv_strip_of(int nibbles, int each, int lie, int mr, int64_t strip, c
 INLINE void pv_integer_rows(int nibbles, int each, const segment_work *w, int mr, const group *g, int num_groups,
                             int fetches, int64_t span, float *o) {
     const scratch *x = &w->scratch;
-    const int v_dtype = w->plan->shape.v_dtype, zero = ca_zero_of(v_dtype);
-    const int64_t dv = w->plan->shape.head_size_v, shared = ca_scale_elements(v_dtype, dv);
+    const ca_side *v = &w->plan->sides[V];
+    const int zero = ca_zero_of(v->dtype);
+    const int64_t dv = v->head_size, shared = v->shared;
     unit units[2][MAX_GROUPS][TALL];
     const int most = (int)ca_max64(1, ca_min64(span / shared / CA_LANES, MAX_GROUPS));
     for (int64_t c = 0, strip; c < dv; c += strip) {
@@ -389,12 +387,12 @@ enum { BYTES_SHARE = 0 CA_FORMATS(SHARES) };
 /* O += P V of mr rows over a score block. span: keys times columns whose weights, as integers, share a unit. */
 static void pv_integers(const segment_work *w, int mr, const group *g, int num_groups, int fetches, int64_t span,
                         float *o) {
-    const int v_dtype = w->plan->shape.v_dtype;
-    if (ca_is_nibbles(v_dtype) && ca_has_scales(v_dtype))
+    const ca_side *v = &w->plan->sides[V];
+    if (v->nibbles && v->several_scales)
         pv_integer_rows(1, 1, w, mr, g, num_groups, fetches, span, o);
-    else if (ca_is_nibbles(v_dtype))
+    else if (v->nibbles)
         pv_integer_rows(1, 0, w, mr, g, num_groups, fetches, span, o);
-    else if (BYTES_SHARE && ca_scale_elements(v_dtype, 64) == 32)
+    else if (BYTES_SHARE && v->several_scales && v->shared == 32)
         pv_integer_rows(0, 1, w, mr, g, num_groups, fetches, span, o);
     else
         pv_integer_rows(0, 0, w, mr, g, num_groups, fetches, span, o);
