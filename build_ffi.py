@@ -105,12 +105,14 @@ def cdef(header: Path) -> str:
     if "CA_PLAN_FIELDS" not in text:
         return text
     enums, fields, _ = arguments()
-    return enums + text.replace("CA_PLAN_FIELDS", fields)
+    for name, what in fields.items():
+        text = text.replace(name, what)
+    return enums + text
 
 
-def arguments() -> tuple[str, str, str]:
-    """Gives C the table of cpu_attn/_arguments.py: enums of axes and of each call's arrays, the fields of ca_shape that
-    hold the options of a plan, and the rows of native/check/arguments.c."""
+def arguments() -> tuple[str, dict[str, str], str]:
+    """Gives C the table of cpu_attn/_arguments.py: enums of axes and of each call's arrays, the fields of ca_shape and
+    of ca_linear_how that hold options, and the rows of native/check/arguments.c."""
     table = runpy.run_path(str(ROOT / "cpu_attn" / "_arguments.py"))
     c_name = table["c_name"]
     shared, (first, *free) = (list(map(c_name, table[f"{kind}_AXES"])) for kind in ("SHARED", "FREE"))
@@ -127,7 +129,9 @@ def arguments() -> tuple[str, str, str]:
         rows += f"#define CA_{kind.upper()}_ROWS {{ {len(checked)}, {written}, {{ {', '.join(checked)} }} }}\n"
     where = ", ".join(f"CA_UPDATE_{name.upper()}" for name in table["ATTENTION"].names)
     rows += f"#define CA_ATTENTION_IN_UPDATE {{ {where} }}\n"
-    fields = " ".join(f"int32_t {row.name}; /* {row.field} */" for row in table["PLAN"].fields)
+    fields = {
+        f"CA_{call}_FIELDS": " ".join(row.declaration for row in table[call].fields) for call in ("PLAN", "LINEAR")
+    }
     return enums, fields, rows
 
 
@@ -137,13 +141,15 @@ def c_row(row: Any, index: str, table: dict[str, Any]) -> str:
     flags = [*row.flags, *(["CACHE"] if table["CACHE"] in row.kinds else [])]
     c_name, or_1 = table["c_name"], table["OR_1"]
     axes = [c_name(axis.removesuffix(or_1)) + " | CA_OR_1" * axis.endswith(or_1) for axis in row.axes]
-    return f"{{ {' | '.join(kinds) or 0}, {index}, {' | '.join(flags) or 0}, {len(axes)}, {{ {', '.join(axes)} }} }}"
+    ndim = len(axes) - (table["WIDER"] in flags)
+    return f"{{ {' | '.join(kinds) or 0}, {index}, {' | '.join(flags) or 0}, {ndim}, {{ {', '.join(axes)} }} }}"
 
 
 def write_arguments(folder: Path) -> None:
     """Writes arguments.h, which cpu_attn.h includes, and argument_rows.h, which check/arguments.c does."""
     enums, fields, rows = arguments()
-    (folder / "arguments.h").write_text(f"{enums}#define CA_PLAN_FIELDS {fields}\n")
+    defined = "".join(f"#define {name} {what}\n" for name, what in fields.items())
+    (folder / "arguments.h").write_text(enums + defined)
     (folder / "argument_rows.h").write_text(rows)
 
 

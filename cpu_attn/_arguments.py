@@ -2,9 +2,9 @@
 """This module is the one table of what the calls take.
 
 From a row follow, when build_ffi.py runs this file alone: the C enum of a call's arrays, the rows by which
-native/check/arguments.c checks them, and the fields of ``ca_shape`` that hold a plan's options. In Python these follow:
+native/check/arguments.c checks them, and the fields of ``ca_shape`` and ``ca_linear_how`` that hold options. In Python these follow:
 the order in which C is handed the arrays, the checks of options and their defaults, the words of errors, the schemas of
-torch's ops, the docstrings of the three calls, and the tables of docs/contract.md (docs/tables.py).
+torch's ops, docstrings, and the tables of docs/contract.md (docs/tables.py).
 
 What an argument means stays with the code that means it: masks in native/plan, the maths in reference.py.
 """
@@ -30,6 +30,13 @@ SHARED_AXES = {
     "num_blocks": "N",
     "block_size": "B",
     "query blocks": "query blocks",
+    # Those of linear attention.
+    "num_k_heads": "Hk",
+    "num_v_heads": "Hv",
+    "head_k_dim": "Dk",
+    "head_v_dim": "Dv",
+    "channels": "C",
+    "(request, tokens, slot)": "3",
 }
 # The others stand for no size that arrays share.
 FREE_AXES = {
@@ -40,9 +47,9 @@ FREE_AXES = {
     "Q": "Q",
     "K": "K",
     "tokens": "S",
-    # Those of linear attention (native/linear/arguments.c).
-    **{name: name for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "num_slots", "channels")},
-    **{name: name for name in ("inputs", "checkpoints", "(request, tokens, slot)")},
+    "num_slots": "num_slots",
+    "inputs": "L",
+    "checkpoints": "checkpoints",
 }
 OR_1 = " or 1"  # behind the name of an axis: a size of 1 will do, too
 REQUIRED = object()  # the default of an argument that has none
@@ -52,8 +59,8 @@ REQUIRED = object()  # the default of an argument that has none
 OWN, CACHE = "own", "cache"
 
 # Flags of arrays; native/check/arguments.c says what each means.
-OPTIONAL, LENGTHS, WRITTEN, OF_V, IN_PLACE, ONE_HEAD, LISTS = (
-    *("OPTIONAL", "LENGTHS", "WRITTEN", "OF_V", "IN_PLACE", "ONE_HEAD", "LISTS"),
+OPTIONAL, LENGTHS, WRITTEN, OF_V, IN_PLACE, ONE_HEAD, LISTS, WIDER, SWAPS = (
+    *("OPTIONAL", "LENGTHS", "WRITTEN", "OF_V", "IN_PLACE", "ONE_HEAD", "LISTS", "WIDER", "SWAPS"),
 )
 
 
@@ -79,18 +86,20 @@ class Array:
         symbols = [{**SHARED_AXES, **FREE_AXES}[axis.removesuffix(OR_1)] for axis in self.axes]
         sizes = [s + OR_1 * axis.endswith(OR_1) for s, axis in zip(symbols, self.axes, strict=True)]
         shape = f"[{', '.join(sizes)}]"
+        if WIDER in self.flags:
+            shape = f"[{', '.join(sizes[:-1])}] or {shape}"
         if OWN in self.kinds:
             shape += " of the call's dtype" + (f" or {kinds[0]}" if kinds else "")
         elif kinds:
-            shape = f"{' or '.join(kinds)} {shape}"
+            shape = f"{', '.join(kinds[:-2])}{', ' * (len(kinds) > 2)}{' or '.join(kinds[-2:])} {shape}"
         return f"{shape}{', or None' * self.optional}."
 
 
 @dataclass(frozen=True)
 class Scalar:
     """A row: a number, a name, or what Python reads by itself. type: the annotation; torch: how torch's schema has it
-    where that does not follow from the annotation; field: a comment, where ``ca_shape`` holds the number or flag as
-    int32_t, None being 0 there; least: of such numbers."""
+    where that does not follow from the annotation; field: a comment, where ``ca_shape`` or ``ca_linear_how`` holds the
+    number or flag, None being 0 there; least: of such numbers; c: its declaration there, unless it is an int32_t."""
 
     name: str
     type: str
@@ -99,6 +108,11 @@ class Scalar:
     torch: str = ""
     field: str = ""
     least: int = 1
+    c: str = ""
+
+    @property
+    def declaration(self) -> str:
+        return f"{self.c or f'int32_t {self.name}'}; /* {self.field} */"
 
     @property
     def schema(self) -> str:
@@ -136,12 +150,12 @@ class Call:
 
     @property
     def fields(self) -> tuple[Scalar, ...]:
-        """The options that ``ca_shape`` holds."""
+        """The options that C holds in a struct."""
         return tuple(row for row in self.rows if isinstance(row, Scalar) and row.field)
 
 
 INT32, INT64, FLOAT32 = ("int32",), ("int64",), ("float32",)
-FLOAT32_OR_OWN, FLOATS = ("float32", OWN), (OWN,)
+FLOAT32_OR_OWN, FLOATS, ANY_FLOAT = ("float32", OWN), (OWN,), ("float32", "float16", "bfloat16")
 CACHE_AXES = ("num_blocks", "num_kv_heads", "block_size", "width")
 SPANS = "Mapping[int, Sequence[tuple[int, int]]] | None"
 STARTS = "Mapping[int, Sequence[int]] | None"
@@ -412,7 +426,11 @@ ROTARY = Call(
     "ROTARY",
     (
         *_at_k_and_v,
-        Array("query", FLOATS, ("T", "num_heads", "head_size"), "Rotated where it lies unless ``query_out`` is given."),
+        Array(
+            *("query", FLOATS, ("T", "num_heads", "head_size")),
+            "Rotated where it lies unless ``query_out`` is given.",
+            (IN_PLACE,),
+        ),
         Array(
             *("query_out", FLOATS, ("T", "num_heads", "head_size")),
             "Receives the queries; it is ``query`` itself or memory apart from all inputs.",
@@ -567,7 +585,174 @@ UPDATE = Call(
     ),
 )
 
-CALLS = (ATTENTION, PLAN, WRITE, INDEX, ROTARY, SELECT, UPDATE)
+# ---- linear attention ----
+
+_slots = (
+    Array(
+        *("state_indices", INT32, ("num_reqs",)),
+        "The slot in which each request leaves its state, and from which it begins unless ``initial_state_indices`` says "
+        "otherwise. Negative: it begins from zeros, and keeps nothing.",
+    ),
+    Scalar("linear_attention_metadata", "LinearAttentionMetadata", "The plan of the step."),
+)
+_more_slots = (
+    Array(
+        *("initial_state_indices", INT32, ("num_reqs",)),
+        "The slots from which requests begin that bring a state, in place of ``state_indices``. Several may begin from "
+        "the same. Negative: from zeros.",
+        (OPTIONAL,),
+    ),
+    Array(
+        *("checkpoints", INT32, ("checkpoints", "(request, tokens, slot)")),
+        "Rows (request, number of tokens, slot) that ascend: the state after so many of the request's tokens in this "
+        "call, from 1 on, is left in the slot, too. They change no bit of anything else. A row with a negative slot is "
+        "none.",
+        (OPTIONAL,),
+    ),
+)
+_KEYS, _VALUES = ("T", "num_k_heads", "head_k_dim"), ("T", "num_v_heads", "head_v_dim")
+
+LINEAR = Call(
+    "linear_attention_with_state_cache",
+    "LINEAR",
+    (
+        Array("query", FLOATS, _KEYS, "The last axis is dense, here and below; other strides are free."),
+        Array("key", FLOATS, _KEYS, "The same for keys."),
+        Array("value", FLOATS, _VALUES, "The same for values."),
+        Array("output", FLOAT32_OR_OWN, _VALUES, "Changed in place.", (WRITTEN,)),
+        Array(
+            *("state_cache", ANY_FLOAT, ("num_slots", "num_v_heads", "head_k_dim", "head_v_dim")),
+            "The last two axes are as ``state_layout`` says. Changed in place. A state in 16 bits is rounded once a call.",
+            (WRITTEN, SWAPS),
+        ),
+        *_slots,
+        Array(
+            *("g", ANY_FLOAT, ("T", "num_v_heads", "head_k_dim")),
+            "The logarithm of each token's decay; with a third axis one for each key channel (KDA). [Hv] is the same for "
+            "all tokens (lightning attention, RetNet). None: no decay. Decays above e^88 count as that, and below e^-87 "
+            "as 0. A state or an output beyond float32 becomes infinite or NaN, and so do from there on the outputs of "
+            "its value channel.",
+            (OPTIONAL, WIDER),
+        ),
+        Array(
+            *("beta", ANY_FLOAT, ("T", "num_v_heads", "head_v_dim")),
+            "With a third axis, which goes with ``erase`` or without the delta rule, one for each value channel. None: 1.",
+            (OPTIONAL, WIDER),
+        ),
+        Array(
+            *("erase", ANY_FLOAT, ("T", "num_v_heads", "head_k_dim")),
+            "What takes the place of beta in beta k: erase and write gates of their own (GDN-2).",
+            (OPTIONAL,),
+        ),
+        Scalar(
+            *("scale", "float | None"),
+            "The factor of the query; None: Dk ** -0.5.",
+            None,
+            field="the factor of the query",
+            c="float scale",
+        ),
+        Scalar(
+            *("delta_rule", "bool"),
+            "Whether a token first takes from the state what its key reads there. Mamba-2, lightning attention and RetNet "
+            "do not.",
+            True,
+            field="whether a token first takes from the state what its key reads there",
+        ),
+        Scalar(
+            *("gate", "str"),
+            "How g is made. ``log``: it is what is given. ``softplus``: what is given is raw, and g = -exp(A_log) "
+            "softplus(g + dt_bias) (gated delta net, KDA). ``dt``: with dt = softplus(g + dt_bias), kept within "
+            "``dt_limit``, g = -exp(A_log) dt and beta = dt (Mamba-2), so that no beta is given. ``sigmoid``: g = "
+            "lower_bound sigmoid(exp(A_log) (g + dt_bias)) (KDA with fla's ``lower_bound``).",
+            "log",
+            field="enum ca_gate",
+        ),
+        Array(
+            *("A_log", ANY_FLOAT, ("num_v_heads",)),
+            "For gates other than ``log``. None, with ``sigmoid`` alone: 0.",
+            (OPTIONAL,),
+        ),
+        Array(
+            *("dt_bias", ANY_FLOAT, ("num_v_heads", "head_k_dim")),
+            "For gates other than ``log``; with a second axis where g has a third one. None: 0.",
+            (OPTIONAL, WIDER),
+        ),
+        Scalar(
+            *("dt_limit", "tuple[float, float]"),
+            "The least and the largest dt.",
+            (0.0, float("inf")),
+            field="of CA_GATE_DT: the least and the largest dt",
+            c="float dt_limit[2]",
+        ),
+        Scalar(
+            *("lower_bound", "float | None"),
+            "The least g that the gate ``sigmoid`` makes, at most 0; for no other gate.",
+            None,
+            field="of CA_GATE_SIGMOID",
+            c="float lower_bound",
+        ),
+        Array(
+            *("D", ANY_FLOAT, ("num_v_heads", "head_v_dim")),
+            "With a second axis one for each value channel: what D v is added to the output (Mamba-2).",
+            (OPTIONAL, WIDER),
+        ),
+        Scalar(
+            *("use_qk_l2norm_in_kernel", "bool"),
+            "Whether queries and keys are divided by sqrt(sum of their squares + ``norm_eps``).",
+            False,
+            field="whether queries and keys are divided by their norms",
+        ),
+        Scalar("norm_eps", "float", "See there.", 1e-6, field="see there", c="float norm_eps"),
+        Scalar(
+            *("use_beta_sigmoid_in_kernel", "bool"),
+            "Whether beta is the sigmoid of what is given.",
+            False,
+            field="whether beta is the sigmoid of what is given",
+        ),
+        Scalar(
+            *("allow_neg_eigval", "bool"),
+            "Whether beta, after its sigmoid, is doubled.",
+            False,
+            field="whether beta, after its sigmoid, is doubled",
+        ),
+        Scalar(
+            *("state_layout", "str"),
+            "``KV`` for states [Dk, Dv], as transformers keeps them, or ``VK`` for [Dv, Dk], as vLLM and FlashInfer do.",
+            "KV",
+            field="enum ca_state_layout",
+        ),
+        *_more_slots,
+    ),
+)
+
+CONV = Call(
+    "causal_conv1d",
+    "CONV",
+    (
+        Array(
+            *("x", FLOATS, ("T", "channels")),
+            "The last axis is dense, here and below; other strides are free.",
+            (IN_PLACE,),
+        ),
+        Array(
+            *("weight", FLOAT32_OR_OWN, ("channels", "width")),
+            "W, the width, is from 2 to 8. The last input of a window comes last.",
+        ),
+        Array("bias", FLOAT32_OR_OWN, ("channels",), "Added to every output.", (OPTIONAL,)),
+        Array("output", FLOATS, ("T", "channels"), "Changed in place. It may be x itself.", (WRITTEN, IN_PLACE)),
+        Array(
+            *("conv_state", ANY_FLOAT, ("num_slots", "channels", "inputs")),
+            "The last two axes are as ``state_layout`` says. Changed in place: the last L inputs, the oldest first. L is W - 1 to 8.",
+            (WRITTEN, SWAPS),
+        ),
+        *_slots,
+        Scalar("activation", "str | None", "``silu`` (``swish``), or None.", "silu"),
+        Scalar("state_layout", "str", "``CL`` for states [C, L], or ``LC`` for [L, C].", "CL"),
+        *_more_slots,
+    ),
+)
+
+CALLS = (ATTENTION, PLAN, WRITE, INDEX, ROTARY, SELECT, UPDATE, LINEAR, CONV)
 
 # ---- docstrings ----
 

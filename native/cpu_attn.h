@@ -354,46 +354,12 @@ enum ca_gate { CA_GATE_LOG, CA_GATE_SOFTPLUS, CA_GATE_DT, CA_GATE_SIGMOID };
 /* These say which axis of a state is dense: [Dk, Dv] or [Dv, Dk]. */
 enum ca_state_layout { CA_STATE_KV, CA_STATE_VK };
 
+/* Holds the options of a call, of cpu_attn/_arguments.py. */
 typedef struct ca_linear_how {
-    int32_t gate;         /* enum ca_gate */
-    int32_t delta_rule;   /* whether a token first takes from the state what its key reads there */
-    int32_t l2norm;       /* whether queries and keys are divided by their norms */
-    int32_t beta_sigmoid; /* whether beta is the sigmoid of what is given */
-    int32_t state_layout; /* enum ca_state_layout */
-    float scale, beta_scale, norm_eps;
-    float dt_min, dt_max, lower_bound; /* of CA_GATE_DT, and of CA_GATE_SIGMOID */
+    CA_LINEAR_FIELDS
 } ca_linear_how;
 
 typedef struct ca_linear_plan ca_linear_plan;
-enum ca_linear_arrays {
-    CA_LINEAR_OUTPUT,
-    CA_LINEAR_STATE_CACHE,
-    CA_LINEAR_QUERY,
-    CA_LINEAR_KEY,
-    CA_LINEAR_VALUE,
-    CA_LINEAR_G,
-    CA_LINEAR_BETA,
-    CA_LINEAR_ERASE,
-    CA_LINEAR_A_LOG,
-    CA_LINEAR_DT_BIAS,
-    CA_LINEAR_D,
-    CA_LINEAR_STATE_INDICES,
-    CA_LINEAR_INITIAL_STATE_INDICES,
-    CA_LINEAR_CHECKPOINTS,
-    CA_LINEAR_ARRAYS
-};
-enum ca_conv_arrays {
-    CA_CONV_OUTPUT,
-    CA_CONV_STATE,
-    CA_CONV_X,
-    CA_CONV_WEIGHT,
-    CA_CONV_BIAS,
-    CA_CONV_STATE_INDICES,
-    CA_CONV_INITIAL_STATE_INDICES,
-    CA_CONV_CHECKPOINTS,
-    CA_CONV_ARRAYS
-};
-
 /* Makes a plan, or returns NULL where there is no memory. query_start_loc [R + 1] ascends from 0; first_token [R]: how
  * many tokens a request had before this step; has_initial_state [R]. cpu_attn/_check has accepted all of it. */
 ca_linear_plan *ca_linear_plan_new(const ca_linear_shape *shape, const int32_t *query_start_loc,

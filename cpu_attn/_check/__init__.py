@@ -36,7 +36,9 @@ from cpu_attn._check.arrays import (
 from cpu_attn._check.batches import batch, continuation, draft_tokens, state_arrays, tokens
 from cpu_attn._check.calls import (
     ATTENTION,
+    CONV,
     INDEX,
+    LINEAR,
     MLA,
     ROTARY,
     SELECT,
@@ -69,16 +71,13 @@ from cpu_attn._check.kv_cache import (
     width,
 )
 from cpu_attn._check.linear import (
-    CONV,
-    LINEAR,
     activation,
     each_token,
     limits,
-    linear_gates,
     linear_heads,
+    linear_how,
     linear_plan,
     linear_step,
-    lower_bound,
     state_layout,
 )
 from cpu_attn._check.masking import Masks, masks
@@ -160,13 +159,12 @@ __all__ = [
     "length",
     "lengths",
     "limits",
-    "linear_gates",
     "linear_heads",
+    "linear_how",
     "linear_plan",
     "linear_step",
     "listed",
     "logit_factors",
-    "lower_bound",
     "masks",
     "memory",
     "merged",

@@ -13,7 +13,7 @@ from cpu_attn._check.plans import lengths
 from cpu_attn._check.values import MAX_SIZE, integer, sequence
 
 # Each tuple has the order in which C has the arrays of a call: those that it writes come first.
-ATTENTION, STEP, WRITE, INDEX, ROTARY, SELECT, UPDATE = (call.names for call in CALLS)
+ATTENTION, STEP, WRITE, INDEX, ROTARY, SELECT, UPDATE, LINEAR, CONV = (call.names for call in CALLS)
 MLA = tuple("kv_cache" if name in ("key_cache", "value_cache") else name for name in ATTENTION)
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what the calls of linear attention take beside their arrays, and of what their plans are made of. Their
-arrays are checked in native/linear/arguments.c."""
+"""Checks of what the calls of linear attention take beside their arrays, and of what their plans are made of."""
 
 from __future__ import annotations
 
@@ -9,16 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from cpu_attn import _arguments
 from cpu_attn._arrays import numpy_view
 from cpu_attn._check.arrays import array, integers, rising
-from cpu_attn._check.values import HUGE, INT32_MAX, MAX_SIZE, choice, integer, number
-from cpu_attn._native import lib
+from cpu_attn._check.values import HUGE, INT32_MAX, MAX_SIZE, boolean, choice, integer, number
+from cpu_attn._native import ffi, lib
 
-# These have the order of native/cpu_attn.h.
-_SLOTS = ("state_indices", "initial_state_indices", "checkpoints")
-_FEATURES = ("g", "beta", "erase", "A_log", "dt_bias", "D")
-LINEAR = ("output", "state_cache", "query", "key", "value", *_FEATURES, *_SLOTS)
-CONV = ("output", "conv_state", "x", "weight", "bias", *_SLOTS)
+GATES = {name: getattr(lib, f"CA_GATE_{name.upper()}") for name in ("log", "softplus", "dt", "sigmoid")}
+_FLAGS = [row.name for row in _arguments.LINEAR.fields if row.type == "bool"]
 
 
 def linear_step(query_start_loc: Any, seq_lens: Any, has_initial_state: Any) -> tuple[np.ndarray[Any, Any], ...]:
@@ -68,11 +65,25 @@ def linear_plan(name: str, x: Any, kind: type, with_heads: bool) -> Any:
     return x
 
 
-def linear_gates(
-    gate: Any, known: Mapping[str, int], g: Any, beta: Any, a_log: Any, dt_bias: Any, lower_bound: Any
-) -> int:
+def linear_how(given: Mapping[str, Any], head_k_dim: int) -> Any:
+    """Gives the ``ca_linear_how *`` of a call. given: its arguments by name."""
+    how, scale, bound = ffi.new("ca_linear_how *"), given["scale"], given["lower_bound"]
+    how.gate = linear_gates(*(given[name] for name in ("gate", "g", "beta", "A_log", "dt_bias", "lower_bound")))
+    how.lower_bound = 0.0 if bound is None else lower_bound(bound)
+    for name in _FLAGS:
+        setattr(how, name, boolean(name, given[name]))
+    if given["erase"] is not None and not how.delta_rule:
+        raise ValueError("erase: given, but there is no delta_rule")
+    how.scale = head_k_dim**-0.5 if scale is None else number("scale", scale)
+    how.norm_eps = number("norm_eps", given["norm_eps"], 0.0)
+    how.dt_limit = limits("dt_limit", given["dt_limit"])
+    how.state_layout = lib.CA_STATE_VK if state_layout(given["state_layout"], ("KV", "VK")) else lib.CA_STATE_KV
+    return how
+
+
+def linear_gates(gate: Any, g: Any, beta: Any, a_log: Any, dt_bias: Any, lower_bound: Any) -> int:
     """Checks that what goes with a gate is given, and nothing else, and gives its number."""
-    code = known[choice("gate", gate, known)]
+    code = GATES[choice("gate", gate, GATES)]
     bounded = code == lib.CA_GATE_SIGMOID
     if lower_bound is not None and not bounded:
         raise ValueError(f"lower_bound: given, but gate is {gate!r}, and 'sigmoid' has one")

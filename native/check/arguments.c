@@ -14,6 +14,8 @@
 #define INT32 ONE(CA_I32)
 #define INT64 ONE(CA_I64)
 #define FLOAT32 ONE(CA_F32)
+#define FLOAT16 ONE(CA_F16)
+#define BFLOAT16 ONE(CA_BF16)
 #define OWN ONE(63) /* the call's dtype: what fit->dtype says, or what the first argument has that is OWN */
 
 enum {
@@ -22,14 +24,18 @@ enum {
     WRITTEN = 4,
     CACHE = 8,     /* a cache, of K unless OF_V is set; its dtype follows from what it holds */
     OF_V = 16,     /* the cache of V; that of K is in the row before */
-    IN_PLACE = 32, /* may be the very array that is in the row before */
+    IN_PLACE = 32, /* the two of which this is said may be the very same array; one of them is WRITTEN */
     ONE_HEAD = 64, /* comes without the axis of kv heads, of which there is one; V of such a cache is a part of K */
     LISTS = 128,   /* its first axis counts query blocks where fit->sizes has these, its second one heads that select */
+    WIDER = 256,   /* may have one axis more, the last of `axes` */
+    SWAPS = 512,   /* its last two axes come the other way round where fit->swapped */
 };
 
 typedef struct ca_argument {
     uint64_t dtypes;
-    uint8_t index, flags, ndim, axes[4];
+    uint8_t index;
+    uint16_t flags;
+    uint8_t ndim, axes[4];
 } ca_argument;
 
 struct ca_table {
@@ -45,6 +51,8 @@ const ca_table ca_index_table = CA_INDEX_ROWS;
 const ca_table ca_select_table = CA_SELECT_ROWS;
 const ca_table ca_rotary_table = CA_ROTARY_ROWS;
 const ca_table ca_update_table = CA_UPDATE_ROWS;
+const ca_table ca_linear_table = CA_LINEAR_ROWS;
+const ca_table ca_conv_table = CA_CONV_ROWS;
 
 int ca_check_array(const ca_array *a, uint64_t expected, int ndim, const int64_t *sizes, ca_fault *fault) {
     if (!(expected >> a->dtype & 1))
@@ -191,9 +199,14 @@ static int check_row(const ca_argument *row, const ca_array *a, ca_fit *fit, ca_
         here.axes[1] = row->axes[2];
         here.axes[2] = row->axes[1];
     }
+    if (row->flags & SWAPS && fit->swapped) {
+        here.axes[row->ndim - 2] = row->axes[row->ndim - 1];
+        here.axes[row->ndim - 1] = row->axes[row->ndim - 2];
+    }
+    here.ndim = (uint8_t)(row->ndim + (row->flags & WIDER && a->ndim == row->ndim + 1));
     for (int i = 0; i < here.ndim; i++)
         sizes[i] = here.axes[i] & CA_OR_1 && a->shape[i] == 1 ? 1 : fit->sizes[here.axes[i] & ~CA_OR_1];
-    int status = ca_check_array(a, dtypes_of(row, fit), row->ndim, sizes, fault);
+    int status = ca_check_array(a, dtypes_of(row, fit), here.ndim, sizes, fault);
     if (!status)
         status = take_sizes(&here, a, fit, fault);
     if (!status && row->flags & CACHE)
@@ -279,12 +292,19 @@ int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, co
             return fault->status;
         if (row->flags & CACHE && one_head && check_memory(row, x, fit, fault))
             return fault->status;
-        if (row->flags & IN_PLACE) {
-            in_place[0] = row->index;
-            in_place[1] = row[-1].index;
-        }
+        if (row->flags & IN_PLACE)
+            in_place[row->flags & WRITTEN ? 0 : 1] = row->index;
     }
     return ca_check_apart(table->num_outputs, table->num_arrays, in_place, a, at, fault);
+}
+
+int ca_refuse_axes(const ca_table *table, const ca_fit *fit, int index, const ca_array *a, int ndim, ca_fault *fault) {
+    const ca_argument *row = table->rows;
+    while (row->index != index)
+        row++;
+    ca_argument here = *row;
+    here.ndim = (uint8_t)ndim;
+    return blame(&here, fit, ca_refuse(fault, CA_WRONG_NDIM, -1, a->ndim, ndim), fault);
 }
 
 void ca_attention_of_update(const ca_array *update, ca_array *attention) {

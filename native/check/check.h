@@ -61,6 +61,7 @@ typedef struct ca_fit {
     int32_t without_lengths;      /* the lengths may be absent */
     int32_t select_by_query_head; /* that of ca_shape */
     int32_t latent;               /* the cache is one of latent rows: ca_attend */
+    int32_t swapped;              /* the last two axes of states come the other way round */
     const ca_meaning *meaning;
 } ca_fit;
 
@@ -68,17 +69,20 @@ static inline ca_fit ca_fit_anything(int kv_cache_layout) {
     ca_fit fit;
     memset(&fit, -1, sizeof fit);
     fit.kv_cache_layout = kv_cache_layout;
-    fit.without_lengths = fit.select_by_query_head = fit.latent = 0;
+    fit.without_lengths = fit.select_by_query_head = fit.latent = fit.swapped = 0;
     return fit;
 }
 
 typedef struct ca_table ca_table;
 extern const ca_table ca_attention_table, ca_step_table, ca_write_table, ca_index_table, ca_select_table,
-    ca_rotary_table, ca_update_table;
+    ca_rotary_table, ca_update_table, ca_linear_table, ca_conv_table;
 
 /* Reads the call's arrays, those at `objects` or given, into `a`, and checks all but what indices hold. */
 int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, const ca_array *given, ca_array *a,
                        ca_fault *fault);
+
+/* Refuses an array of a call because it has to have so many axes. */
+int ca_refuse_axes(const ca_table *table, const ca_fit *fit, int index, const ca_array *a, int ndim, ca_fault *fault);
 
 /* Copies those of update_and_attend's arrays that an attention has. */
 void ca_attention_of_update(const ca_array *update, ca_array *attention);

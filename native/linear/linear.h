@@ -88,16 +88,12 @@ static inline const char *ca_gate_at(const ca_array *a, int64_t t, int64_t head)
 /* Says whether an array [T, H] has one more axis, of channels. */
 static inline int ca_is_wide(const ca_array *a) { return a->ndim == 3; }
 
-typedef struct ca_linear_table ca_linear_table;
-extern const ca_linear_table ca_linear_attention_table, ca_conv_table;
-/* Reads the call's arrays into `a` and checks all but what indices hold. swapped: whether the last two axes of states
- * come the other way round; sizes [CA_AXES]: what is known, else -1. */
-int ca_linear_check(const ca_linear_table *table, int swapped, int64_t *sizes, int32_t dtype, uintptr_t objects,
-                    const ca_array *given, ca_array *a, ca_fault *fault);
-/* Refuses an array because it has to have so many axes. */
-int ca_linear_refuse_axes(const ca_linear_table *table, int index, const ca_array *a, int ndim, ca_fault *fault);
-/* Copies and checks state_indices, initial_state_indices and checkpoints, whose places in the call are `index` and the
- * two after it. Whether this succeeds or not, ca_give_back(x->memory, x->few) has to follow. */
-int ca_take_states(const ca_linear_plan *plan, const ca_array *a, int index, int64_t num_slots, ca_states *x,
+/* Says which of a call's arrays hold states and their indices. */
+typedef struct ca_slots {
+    int states, to, from, checkpoints;
+} ca_slots;
+/* Copies and checks state_indices, initial_state_indices and checkpoints. Whether this succeeds or not,
+ * ca_give_back(x->memory, x->few) has to follow. */
+int ca_take_states(const ca_linear_plan *plan, const ca_array *a, const ca_slots *index, ca_states *x,
                    ca_fault *fault);
 #endif

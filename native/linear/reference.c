@@ -59,8 +59,8 @@ static void read_token(const ca_linear_call *c, int64_t t, int32_t head, token *
     const int64_t dk = c->plan->shape.head_k_dim, dv = c->plan->shape.head_v_dim;
     const int32_t key_head = head / ca_linear_group(c->plan);
     double dt = 1;
-    read_row(&a[CA_LINEAR_QUERY], t, key_head, dk, how, how->l2norm, to->q);
-    read_row(&a[CA_LINEAR_KEY], t, key_head, dk, how, how->l2norm, to->k);
+    read_row(&a[CA_LINEAR_QUERY], t, key_head, dk, how, how->use_qk_l2norm_in_kernel, to->q);
+    read_row(&a[CA_LINEAR_KEY], t, key_head, dk, how, how->use_qk_l2norm_in_kernel, to->k);
     read_row(&a[CA_LINEAR_VALUE], t, head, dv, how, 0, to->v);
     for (int64_t i = 0; i < dk; i++) {
         double g = gate(&a[CA_LINEAR_G], t, head, i, 0);
@@ -72,7 +72,7 @@ static void read_token(const ca_linear_call *c, int64_t t, int32_t head, token *
             else {
                 dt = softplus(g);
                 if (how->gate == CA_GATE_DT)
-                    dt = fmin(fmax(dt, how->dt_min), how->dt_max);
+                    dt = fmin(fmax(dt, how->dt_limit[0]), how->dt_limit[1]);
                 g = -rate * dt;
             }
         }
@@ -81,7 +81,8 @@ static void read_token(const ca_linear_call *c, int64_t t, int32_t head, token *
     }
     for (int64_t j = 0; j < dv; j++) {
         const double x = gate(&a[CA_LINEAR_BETA], t, head, j, how->gate == CA_GATE_DT ? dt : 1);
-        const double beta = a[CA_LINEAR_BETA].itemsize ? how->beta_scale * (how->beta_sigmoid ? sigmoid(x) : x) : x;
+        const double given = how->use_beta_sigmoid_in_kernel ? sigmoid(x) : x;
+        const double beta = a[CA_LINEAR_BETA].itemsize ? given * (how->allow_neg_eigval ? 2 : 1) : x;
         to->b[j] = beta * to->v[j];
         if (j == 0)
             for (int64_t i = 0; i < dk; i++)
@@ -148,14 +149,14 @@ static void run(const ca_linear_call *c, int32_t request, int32_t head, int32_t 
 
 /* Returns the place of input i, the oldest first, in the state of a convolution. The state's last inputs count. */
 static char *input_of(const ca_conv_call *c, int64_t slot, int64_t channel, int64_t i) {
-    const ca_array *a = &c->a[CA_CONV_STATE];
+    const ca_array *a = &c->a[CA_CONV_CONV_STATE];
     const int64_t row = c->channels_last ? i : channel, column = c->channels_last ? channel : i;
     return (char *)a->address + (slot * a->strides[0] + row * a->strides[1] + column) * a->itemsize;
 }
 
 static void keep(const ca_conv_call *c, const double *last, int64_t channel, int64_t slot) {
     for (int64_t i = 0; i < c->length; i++)
-        put(input_of(c, slot, channel, i), c->a[CA_CONV_STATE].dtype, 0, last[i]);
+        put(input_of(c, slot, channel, i), c->a[CA_CONV_CONV_STATE].dtype, 0, last[i]);
 }
 
 static void conv_channel(const ca_conv_call *c, int32_t request, int64_t channel) {
@@ -165,7 +166,7 @@ static void conv_channel(const ca_conv_call *c, int32_t request, int64_t channel
     double last[CA_MOST_WIDTH + 1] = {0}; /* the inputs of a state, then that of the token */
     int32_t next = s->first_checkpoint[request];
     for (int64_t i = 0; s->from[request] >= 0 && i < c->length; i++)
-        last[i] = element(input_of(c, s->from[request], channel, i), c->a[CA_CONV_STATE].dtype, 0);
+        last[i] = element(input_of(c, s->from[request], channel, i), c->a[CA_CONV_CONV_STATE].dtype, 0);
     for (int32_t t = 0; t < ca_linear_q_len(c->plan, request); t++) {
         const char *row = (const char *)x->address + (first + t) * x->strides[0] * x->itemsize;
         double y = of_head(&c->a[CA_CONV_BIAS], channel, 0, 0);

@@ -103,29 +103,31 @@ static int run_items(running *run, double nanoseconds, ca_states *states, void *
     return fault->status;
 }
 
-static void known_sizes(const ca_linear_plan *p, int64_t *sizes) {
+static ca_fit fit_of(const ca_linear_plan *p, int swapped) {
     const ca_linear_shape *s = &p->shape;
-    for (int i = 0; i < CA_AXES; i++)
-        sizes[i] = -1;
-    sizes[CA_T] = p->num_tokens;
-    sizes[CA_NUM_REQS] = s->num_reqs;
-    sizes[CA_NUM_K_HEADS] = s->num_k_heads;
-    sizes[CA_NUM_V_HEADS] = s->num_v_heads;
-    sizes[CA_HEAD_K_DIM] = s->head_k_dim;
-    sizes[CA_HEAD_V_DIM] = s->head_v_dim;
-    sizes[CA_REQUEST_TOKENS_SLOT] = 3;
+    ca_fit fit = ca_fit_anything(CA_PACKED);
+    fit.dtype = s->dtype;
+    fit.swapped = swapped;
+    fit.sizes[CA_T] = p->num_tokens;
+    fit.sizes[CA_NUM_REQS] = s->num_reqs;
+    fit.sizes[CA_NUM_K_HEADS] = s->num_k_heads;
+    fit.sizes[CA_NUM_V_HEADS] = s->num_v_heads;
+    fit.sizes[CA_HEAD_K_DIM] = s->head_k_dim;
+    fit.sizes[CA_HEAD_V_DIM] = s->head_v_dim;
+    fit.sizes[CA_REQUEST_TOKENS_SLOT] = 3;
+    return fit;
 }
 
 /* Checks that arrays which may have an axis of channels have it where the others ask for it. */
-static int check_channels(const ca_array *a, const ca_linear_how *how, ca_fault *fault) {
+static int check_channels(const ca_array *a, const ca_fit *fit, const ca_linear_how *how, ca_fault *fault) {
     const ca_array *g = &a[CA_LINEAR_G], *beta = &a[CA_LINEAR_BETA], *bias = &a[CA_LINEAR_DT_BIAS];
-    const ca_linear_table *table = &ca_linear_attention_table;
+    const ca_table *table = &ca_linear_table;
     if (how->gate == CA_GATE_DT && ca_is_wide(g))
-        return ca_linear_refuse_axes(table, CA_LINEAR_G, g, 2, fault);
+        return ca_refuse_axes(table, fit, CA_LINEAR_G, g, 2, fault);
     if (bias->itemsize && bias->ndim != g->ndim - 1)
-        return ca_linear_refuse_axes(table, CA_LINEAR_DT_BIAS, bias, g->ndim - 1, fault);
+        return ca_refuse_axes(table, fit, CA_LINEAR_DT_BIAS, bias, g->ndim - 1, fault);
     if (how->delta_rule && ca_is_wide(beta) && !a[CA_LINEAR_ERASE].itemsize)
-        return ca_linear_refuse_axes(table, CA_LINEAR_BETA, beta, 2, fault);
+        return ca_refuse_axes(table, fit, CA_LINEAR_BETA, beta, 2, fault);
     return CA_OK;
 }
 
@@ -133,13 +135,12 @@ int ca_linear_attend(const ca_linear_plan *p, uintptr_t objects, const ca_array 
                      void *workspace, int64_t workspace_bytes, ca_fault *fault) {
     ca_array a[CA_LINEAR_ARRAYS];
     ca_states states;
-    int64_t sizes[CA_AXES];
-    known_sizes(p, sizes);
-    if (ca_linear_check(&ca_linear_attention_table, how->state_layout == CA_STATE_VK, sizes, p->shape.dtype, objects,
-                        given, a, fault) ||
-        check_channels(a, how, fault))
+    ca_fit fit = fit_of(p, how->state_layout == CA_STATE_VK);
+    if (ca_check_arguments(&ca_linear_table, &fit, objects, given, a, fault) || check_channels(a, &fit, how, fault))
         return fault->status;
-    ca_take_states(p, a, CA_LINEAR_STATE_INDICES, sizes[CA_NUM_SLOTS], &states, fault);
+    static const ca_slots slots = {CA_LINEAR_STATE_CACHE, CA_LINEAR_STATE_INDICES, CA_LINEAR_INITIAL_STATE_INDICES,
+                                   CA_LINEAR_CHECKPOINTS};
+    ca_take_states(p, a, &slots, &states, fault);
     const ca_linear_call call = {p, a, how, &states};
     running run = {.call = &call, .plan = p};
     run.parts = p->shape.num_k_heads * ca_div_up(ca_linear_group(p), p->heads);
@@ -153,11 +154,11 @@ int ca_causal_conv1d(const ca_linear_plan *p, uintptr_t objects, const ca_array 
                      void *workspace, int64_t workspace_bytes, ca_fault *fault) {
     ca_array a[CA_CONV_ARRAYS];
     ca_states states;
-    int64_t sizes[CA_AXES];
-    known_sizes(p, sizes);
-    if (ca_linear_check(&ca_conv_table, channels_last, sizes, p->shape.dtype, objects, given, a, fault))
+    ca_fit fit = fit_of(p, channels_last);
+    if (ca_check_arguments(&ca_conv_table, &fit, objects, given, a, fault))
         return fault->status;
-    const int64_t width = sizes[CA_WIDTH], length = sizes[CA_INPUTS];
+    const int64_t width = a[CA_CONV_WEIGHT].shape[1], length = a[CA_CONV_CONV_STATE].shape[channels_last ? 1 : 2];
+    const int64_t channels = fit.sizes[CA_CHANNELS];
     if (width < 2 || width > CA_MOST_WIDTH) {
         *fault = (ca_fault){.status = CA_OUTSIDE,
                             .position = 1,
@@ -171,11 +172,13 @@ int ca_causal_conv1d(const ca_linear_plan *p, uintptr_t objects, const ca_array 
     }
     if (length < width - 1 || length > CA_MOST_WIDTH)
         return ca_fail(fault, CA_STATE_LENGTH, -1, -1, length, width - 1);
-    ca_take_states(p, a, CA_CONV_STATE_INDICES, sizes[CA_NUM_SLOTS], &states, fault);
+    static const ca_slots slots = {CA_CONV_CONV_STATE, CA_CONV_STATE_INDICES, CA_CONV_INITIAL_STATE_INDICES,
+                                   CA_CONV_CHECKPOINTS};
+    ca_take_states(p, a, &slots, &states, fault);
     const ca_conv_call conv = {p, a, silu, channels_last, width, length, &states};
-    running run = {.conv = &conv, .plan = p, .parts = ca_div_up(sizes[CA_CHANNELS], CA_CONV_CHANNELS)};
+    running run = {.conv = &conv, .plan = p, .parts = ca_div_up(channels, CA_CONV_CHANNELS)};
     run.together = together_of(p, p->num_active * run.parts);
     run.num_items = run.parts * ca_div_up(p->num_active, run.together);
-    const double inputs = (double)p->num_tokens * (double)sizes[CA_CHANNELS];
+    const double inputs = (double)p->num_tokens * (double)channels;
     return run_items(&run, inputs / INPUTS_OF_A_NANOSECOND, &states, workspace, workspace_bytes, fault);
 }

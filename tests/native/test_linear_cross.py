@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cpu_attn import _check
+from cpu_attn import _arguments, _check
 from cpu_attn._dtypes import CODES, NAMES
-from cpu_attn._native import lib
+from cpu_attn._native import ffi
 
 from ..cases.formats import DTYPES
 from ..cases.linear_cases import Problem, Result, build, cases, errors
 from .test_cross import EMULATOR, compiled, pytestmark  # noqa: F401
 
-GATES = {name: getattr(lib, f"CA_GATE_{name.upper()}") for name in ("log", "softplus", "dt", "sigmoid")}
+DEFAULTS = {row.name: getattr(row, "default", None) for row in _arguments.LINEAR.rows}
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +39,17 @@ def described(x: NDArray[Any] | None) -> bytes:
 def run(program: Path, problem: Problem, isa: str) -> Result:
     c, options = problem.case, problem.options
     sizes = (c.num_k_heads, c.num_v_heads, c.head_k_dim, c.head_v_dim)
-    shape = [len(c.lens), *sizes, CODES[c.dtype][0], 0, 1, 0]
-    flags = [options.get(name, default) for name, default in (("delta_rule", 1), ("use_qk_l2norm_in_kernel", 0))]
-    flags += [options.get("use_beta_sigmoid_in_kernel", 0), c.state_layout == "VK"]
-    least, most = options.get("dt_limit", (0.0, np.inf))
-    numbers = [options.get("scale", c.head_k_dim**-0.5), 2.0 if options.get("allow_neg_eigval") else 1.0, 1e-6]
+    shape = ffi.new("ca_linear_shape *", [len(c.lens), *sizes, CODES[c.dtype][0], 0, 1, 0])
     cache, value = problem.cache(), problem.arrays["value"]
     rows = [(*key, slot) for key, slot in problem.kept.items()]
     given = problem.arrays | {n: x for n, x in options.items() if isinstance(x, np.ndarray)}
     given |= {"output": np.zeros_like(value), "state_cache": cache, "state_indices": problem.slots}
     given["checkpoints"] = np.array(rows, np.int32).reshape(-1, 3)
     given["g"] = _check.each_token(given.get("g"), len(value))
-    parts = [np.array(shape, np.int32), np.array([GATES[options.get("gate", "log")], *flags], np.int32)]
-    numbers += [least, most, options.get("lower_bound", 0.0)]
-    parts += [np.array(numbers, np.float32), problem.query_start_loc]
-    parts += [np.maximum(problem.starts, 0).astype(np.int32), problem.brings.astype(np.uint8)]
-    body = b"".join(x.tobytes() for x in parts) + b"".join(described(given.get(name)) for name in _check.LINEAR)
+    how = _check.linear_how(DEFAULTS | options | given | {"state_layout": c.state_layout}, c.head_k_dim)
+    parts = [problem.query_start_loc, np.maximum(problem.starts, 0).astype(np.int32), problem.brings.astype(np.uint8)]
+    body = bytes(ffi.buffer(shape)) + bytes(ffi.buffer(how)) + b"".join(x.tobytes() for x in parts)
+    body += b"".join(described(given.get(name)) for name in _check.LINEAR)
     done = subprocess.run([str(EMULATOR), str(program), isa], input=body, capture_output=True, check=False)
     assert done.returncode == 0, (c.name, done.stderr)
     output = np.frombuffer(done.stdout[: value.nbytes], value.dtype).reshape(value.shape)

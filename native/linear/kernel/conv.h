@@ -67,7 +67,7 @@ static void linear_columns_to_rows(float *const *src, int64_t n, int64_t columns
 }
 
 static void linear_load_inputs(const ca_conv_call *c, int64_t slot, int64_t channel, int64_t n, linear_conv_rows *x) {
-    const ca_array *a = &c->a[CA_CONV_STATE];
+    const ca_array *a = &c->a[CA_CONV_CONV_STATE];
     const char *from = (const char *)a->address + slot * a->strides[0] * a->itemsize;
     if (!c->channels_last)
         linear_rows_to_columns(from + channel * a->strides[1] * a->itemsize, a->dtype, a->strides[1], n, c->length,
@@ -79,7 +79,7 @@ static void linear_load_inputs(const ca_conv_call *c, int64_t slot, int64_t chan
 
 static void linear_store_inputs(const ca_conv_call *c, int64_t slot, int64_t channel, int64_t n,
                                 const linear_conv_rows *x) {
-    const ca_array *a = &c->a[CA_CONV_STATE];
+    const ca_array *a = &c->a[CA_CONV_CONV_STATE];
     char *to = (char *)a->address + slot * a->strides[0] * a->itemsize;
     for (int64_t i = 0; c->channels_last && i < c->length; i++)
         linear_narrow(x->input[i], n, a->dtype, to + (i * a->strides[1] + channel) * a->itemsize);

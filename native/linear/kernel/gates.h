@@ -94,7 +94,7 @@ static void linear_decays(const ca_linear_how *how, const linear_head *h, const 
             else {
                 x = linear_softplus(x);
                 if (how->gate == CA_GATE_DT)
-                    x = v_min(v_set1(how->dt_max), v_max(v_set1(how->dt_min), x));
+                    x = v_min(v_set1(how->dt_limit[1]), v_max(v_set1(how->dt_limit[0]), x));
                 if (dt)
                     v_store(dt + i, x);
                 x = v_mul(x, v_set1(h->rate));
@@ -106,9 +106,10 @@ static void linear_decays(const ca_linear_how *how, const linear_head *h, const 
 }
 
 static void linear_betas(const ca_linear_how *how, int64_t n, float *beta) {
+    const vf scale = v_set1(how->allow_neg_eigval ? 2 : 1);
     for (int64_t i = 0; i < n; i += VL) {
         const vf x = v_load_f32(beta + i);
-        v_store(beta + i, v_mul(v_set1(how->beta_scale), how->beta_sigmoid ? linear_sigmoid(x) : x));
+        v_store(beta + i, v_mul(scale, how->use_beta_sigmoid_in_kernel ? linear_sigmoid(x) : x));
     }
 }
 
@@ -191,7 +192,7 @@ static void linear_read(const ca_linear_call *c, int index, int64_t t, int32_t k
     const ca_array *a = &c->a[index];
     const int64_t dk = c->plan->shape.head_k_dim;
     linear_widen(ca_row_of(a, t, key_head), a->dtype, dk, to);
-    if (c->how->l2norm)
+    if (c->how->use_qk_l2norm_in_kernel)
         scale /= norm_of(to, dk, 1, c->how->norm_eps);
     for (int64_t i = 0; i < dk; i += VL)
         v_store(to + i, v_mul(v_load_f32(to + i), v_set1(scale)));

@@ -19,7 +19,7 @@ static float linear_read_exact(const ca_linear_call *c, int index, int64_t t, in
     const ca_array *a = &c->a[index];
     const int64_t dk = c->plan->shape.head_k_dim;
     linear_widen(ca_row_of(a, t, key_head), a->dtype, dk, to);
-    if (!c->how->l2norm)
+    if (!c->how->use_qk_l2norm_in_kernel)
         return scale;
     vf top = v_set1(0);
     for (int64_t i = 0; i < dk; i += VL)
