@@ -2,9 +2,9 @@
 """This module is the one table of what the calls take.
 
 From a row follow, when build_ffi.py runs this file alone: the C enum of a call's arrays, the rows by which
-native/check/arguments.c checks them, and the fields of ``ca_shape`` and ``ca_linear_how`` that hold options. In Python these follow:
-the order in which C is handed the arrays, the checks of options and their defaults, the words of errors, the schemas of
-torch's ops, docstrings, and the tables of docs/contract.md (docs/tables.py).
+native/check/arguments.c checks them, and the fields of ``ca_shape`` and ``ca_linear_how`` that hold options. In Python
+these follow: the order in which C is handed the arrays, the checks of options and their defaults, the words of errors,
+the schemas of torch's ops, docstrings, and the tables of docs/contract.md (docs/tables.py).
 
 What an argument means stays with the code that means it: masks in native/plan, the maths in reference.py.
 """
@@ -590,8 +590,8 @@ UPDATE = Call(
 _slots = (
     Array(
         *("state_indices", INT32, ("num_reqs",)),
-        "The slot in which each request leaves its state, and from which it begins unless ``initial_state_indices`` says "
-        "otherwise. Negative: it begins from zeros, and keeps nothing.",
+        "The slot in which each request leaves its state, and from which it begins unless ``initial_state_indices`` "
+        "says otherwise. Negative: it begins from zeros, and keeps nothing.",
     ),
     Scalar("linear_attention_metadata", "LinearAttentionMetadata", "The plan of the step."),
 )
@@ -622,21 +622,23 @@ LINEAR = Call(
         Array("output", FLOAT32_OR_OWN, _VALUES, "Changed in place.", (WRITTEN,)),
         Array(
             *("state_cache", ANY_FLOAT, ("num_slots", "num_v_heads", "head_k_dim", "head_v_dim")),
-            "The last two axes are as ``state_layout`` says. Changed in place. A state in 16 bits is rounded once a call.",
+            "The last two axes are as ``state_layout`` says. Changed in place. A state in 16 bits is rounded once a "
+            "call.",
             (WRITTEN, SWAPS),
         ),
         *_slots,
         Array(
             *("g", ANY_FLOAT, ("T", "num_v_heads", "head_k_dim")),
-            "The logarithm of each token's decay; with a third axis one for each key channel (KDA). [Hv] is the same for "
-            "all tokens (lightning attention, RetNet). None: no decay. Decays above e^88 count as that, and below e^-87 "
-            "as 0. A state or an output beyond float32 becomes infinite or NaN, and so do from there on the outputs of "
-            "its value channel.",
+            "The logarithm of each token's decay; with a third axis one for each key channel (KDA). [Hv] is the same "
+            "for all tokens (lightning attention, RetNet). None: no decay. Decays above e^88 count as that, and below "
+            "e^-87 as 0. A state or an output beyond float32 becomes infinite or NaN, and so do from there on the "
+            "outputs of its value channel.",
             (OPTIONAL, WIDER),
         ),
         Array(
             *("beta", ANY_FLOAT, ("T", "num_v_heads", "head_v_dim")),
-            "With a third axis, which goes with ``erase`` or without the delta rule, one for each value channel. None: 1.",
+            "With a third axis, which goes with ``erase`` or without the delta rule, one for each value channel. "
+            "None: 1.",
             (OPTIONAL, WIDER),
         ),
         Array(
@@ -653,8 +655,8 @@ LINEAR = Call(
         ),
         Scalar(
             *("delta_rule", "bool"),
-            "Whether a token first takes from the state what its key reads there. Mamba-2, lightning attention and RetNet "
-            "do not.",
+            "Whether a token first takes from the state what its key reads there. Mamba-2, lightning attention and "
+            "RetNet do not.",
             True,
             field="whether a token first takes from the state what its key reads there",
         ),
@@ -717,7 +719,8 @@ LINEAR = Call(
         ),
         Scalar(
             *("state_layout", "str"),
-            "``KV`` for states [Dk, Dv], as transformers keeps them, or ``VK`` for [Dv, Dk], as vLLM and FlashInfer do.",
+            "``KV`` for states [Dk, Dv], as transformers keeps them, or ``VK`` for [Dv, Dk], as vLLM and FlashInfer "
+            "do.",
             "KV",
             field="enum ca_state_layout",
         ),
@@ -742,7 +745,8 @@ CONV = Call(
         Array("output", FLOATS, ("T", "channels"), "Changed in place. It may be x itself.", (WRITTEN, IN_PLACE)),
         Array(
             *("conv_state", ANY_FLOAT, ("num_slots", "channels", "inputs")),
-            "The last two axes are as ``state_layout`` says. Changed in place: the last L inputs, the oldest first. L is W - 1 to 8.",
+            "The last two axes are as ``state_layout`` says. Changed in place: the last L inputs, the oldest first. L "
+            "is W - 1 to 8.",
             (WRITTEN, SWAPS),
         ),
         *_slots,
