@@ -224,6 +224,7 @@ class BuildExt(build_ext):  # type: ignore[misc]
     """Compiles each source with its own flags and links them with cffi's glue."""
 
     def build_extension(self, ext: Extension) -> None:
+        self.compiler.compiler_so = alike(self.compiler.compiler_so)
         if ext.name == "cpu_attn._native":
             self.build_native(ext)
         else:
@@ -243,6 +244,20 @@ class BuildExt(build_ext):  # type: ignore[misc]
         path = Path(self.build_temp)
         path.mkdir(parents=True, exist_ok=True)
         return path
+
+    def headers(self) -> str:
+        """Gives a folder of the headers that were written to ``temp``. Its name follows from what they hold, so that a
+        compiler cache knows a source for every Python, and in every folder, that has the same ones."""
+        texts = {header.name: header.read_bytes() for header in sorted(self.temp.glob("*.h"))}
+        digest = hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
+        folder = self.temp.parent / "headers" / digest
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            if not (folder / name).exists():
+                written = folder / f"{name}.{os.getpid()}"  # another build may write it, too
+                written.write_bytes(text)
+                written.replace(folder / name)
+        return str(folder)
 
     def common_flags(self) -> list[str]:
         flags = [*BASE_FLAGS]
@@ -318,7 +333,7 @@ class BuildExt(build_ext):  # type: ignore[misc]
         ffi.emit_c_code(str(glue))
         # Paths are relative, and only the glue is told of Python's headers, which lie elsewhere for each environment:
         # a compiler cache knows the same sources in another folder.
-        include = [os.path.relpath(NATIVE), str(self.temp), *(include_dirs or [])]
+        include = [os.path.relpath(NATIVE), self.headers(), *(include_dirs or [])]
         pythons, self.compiler.include_dirs = self.compiler.include_dirs, []
         macros = [("Py_LIMITED_API", "0x030a0000")]
 
@@ -389,6 +404,14 @@ class Sdist(sdist):  # type: ignore[misc]
         ):
             archive.add(base_dir, filter=timeless)  # it adds files in the order of their names
         return path
+
+
+def alike(command: list[str]) -> list[str]:
+    """Takes from a compiler's command what differs between Pythons and means the same, so that a compiler cache knows
+    an object for all of them: warnings, debug information, and the name of -fwrapv."""
+    meant = {"-fno-strict-overflow": "-fwrapv"}
+    kept = [meant.get(f, f) for f in command if f != "-g" and not re.match(r"-W(?!p,|l,|a,)", f)]
+    return list(dict.fromkeys(kept))
 
 
 def name_of(source: Path) -> str:

@@ -83,7 +83,7 @@ def linear_how(given: Mapping[str, Any], head_k_dim: int) -> Any:
 
 def linear_gates(gate: Any, g: Any, beta: Any, a_log: Any, dt_bias: Any, lower_bound: Any) -> int:
     """Checks that what goes with a gate is given, and nothing else, and gives its number."""
-    code = GATES[choice("gate", gate, GATES)]
+    code: int = GATES[choice("gate", gate, GATES)]
     bounded = code == lib.CA_GATE_SIGMOID
     if lower_bound is not None and not bounded:
         raise ValueError(f"lower_bound: given, but gate is {gate!r}, and 'sigmoid' has one")

@@ -94,6 +94,5 @@ typedef struct ca_slots {
 } ca_slots;
 /* Copies and checks state_indices, initial_state_indices and checkpoints. Whether this succeeds or not,
  * ca_give_back(x->memory, x->few) has to follow. */
-int ca_take_states(const ca_linear_plan *plan, const ca_array *a, const ca_slots *index, ca_states *x,
-                   ca_fault *fault);
+int ca_take_states(const ca_linear_plan *plan, const ca_array *a, const ca_slots *index, ca_states *x, ca_fault *fault);
 #endif

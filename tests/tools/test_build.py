@@ -75,6 +75,15 @@ def told(build_ffi: Any) -> None:
     progress.count("check.c")
 
 
+def test_pythons_share_a_compiler_cache(build_ffi: Any) -> None:
+    """Commands of the Pythons that we know, but for what changes code: where there is hardening, it stays."""
+    of_310 = ["gcc", "-Wno-unused-result", "-Wsign-compare", "-DNDEBUG", "-g", "-fwrapv", "-O3", "-Wall", "-fPIC"]
+    of_313 = ["gcc", "-fno-strict-overflow", "-Wsign-compare", "-DNDEBUG", "-g", "-O3", "-Wall", "-fPIC"]
+    assert build_ffi.alike(of_310) == ["gcc", "-DNDEBUG", "-fwrapv", "-O3", "-fPIC"]
+    assert sorted(build_ffi.alike(of_313)) == sorted(build_ffi.alike(of_310))
+    assert build_ffi.alike(["gcc", "-Wp,-D_FORTIFY_SOURCE=2", "-g"]) == ["gcc", "-Wp,-D_FORTIFY_SOURCE=2"]
+
+
 def test_progress(build_ffi: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_ffi.time, "monotonic", lambda: 0.0)
     want = ["0 of 2 files compiled, 0 s", "1 of 2 files compiled, 0 s (avx2.c)", "2 of 2 files compiled, 0 s (check.c)"]
