@@ -7,7 +7,6 @@ typedef struct strip {
     int64_t row; /* number of its first row in the task */
     int rows, number;
     int opening, unprefetched; /* the block is the segment's first, and queries are still to be prefetched; so is V */
-    int shaped;                /* scores are more than products: softcap, ALiBi, a tree, ... */
     int masked;                /* some row does not see all of the groups */
     const group *g;            /* groups that some row sees, from an even one on */
     int num_groups;
@@ -126,8 +125,6 @@ static strip make_strip(const tile_work *w, const score_block *b, int64_t row) {
                .number = (int)(row / STRIP),
                .opening = w->opening,
                .unprefetched = w->unprefetched,
-               .shaped = w->call->softcap > 0 || w->call->alibi_slopes || w->call->attn_bias || w->scratch.tree ||
-                         w->scratch.factor == 0,
                .g = b->groups,
                .next = b->next,
                .v = w->v,

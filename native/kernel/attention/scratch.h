@@ -142,6 +142,13 @@ static inline int sees_all(const scratch *x, const score_block *b, int64_t rows)
     return e.all_lo <= b->groups->key && e.all_hi >= b->groups[b->num_groups - 1].key + CA_LANES;
 }
 
+/* Says whose scores some rows have: those of the keys [k0, k1) of these groups. masked: a row may see less. */
+typedef struct scored_keys {
+    const group *g;
+    int num_groups, masked;
+    int64_t k0, k1;
+} scored_keys;
+
 /* x holds the scores of a group's keys from one of its lanes on. Those of keys outside [lo, hi) become -inf, whatever
  * they are. */
 INLINE vf keep_seen(vf x, const group *g, int lane, int64_t lo, int64_t hi) {
