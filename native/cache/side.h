@@ -30,7 +30,7 @@ typedef struct ca_side {
     int integers;           /* They multiply bytes and nibbles as integers (kernel/kv_formats/integers.h). */
     int64_t unpacked_bytes; /* of a group that becomes elements of the query's dtype; 0: none ever does */
     int64_t staged_bytes;   /* of a group of packed elements of which each becomes a byte, else 0 */
-    int64_t int8_bytes;     /* the same, where the products read these bytes */
+    int64_t int8_bytes;     /* the same of 5 or 6 bits, whose bytes of int8 the products read, else 0 */
 } ca_side;
 
 /* Says how K or V of kv_dtype lies for a kernel, whose queries or new rows have `dtype`. */
