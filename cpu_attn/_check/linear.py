@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from cpu_attn import _arguments
 from cpu_attn._arrays import numpy_view
 from cpu_attn._check.arrays import array, integers, rising
 from cpu_attn._check.values import HUGE, INT32_MAX, MAX_SIZE, boolean, choice, integer, number
 from cpu_attn._native import ffi, lib
 
 GATES = {name: getattr(lib, f"CA_GATE_{name.upper()}") for name in ("log", "softplus", "dt", "sigmoid")}
-_FLAGS = [row.name for row in _arguments.LINEAR.fields if row.type == "bool"]
 
 
 def linear_step(query_start_loc: Any, seq_lens: Any, has_initial_state: Any) -> tuple[np.ndarray[Any, Any], ...]:
@@ -65,19 +63,32 @@ def linear_plan(name: str, x: Any, kind: type, with_heads: bool) -> Any:
     return x
 
 
-def linear_how(given: Mapping[str, Any], head_k_dim: int) -> Any:
-    """Gives the ``ca_linear_how *`` of a call. given: its arguments by name."""
-    how, scale, bound = ffi.new("ca_linear_how *"), given["scale"], given["lower_bound"]
-    how.gate = linear_gates(*(given[name] for name in ("gate", "g", "beta", "A_log", "dt_bias", "lower_bound")))
+def linear_how(
+    head_k_dim: int,
+    gates: tuple[Any, Any, Any, Any, Any, Any],
+    erase: Any,
+    flags: tuple[Any, Any, Any, Any],
+    scale: Any,
+    norm_eps: Any,
+    dt_limit: Any,
+    layout: Any,
+) -> Any:
+    """Gives the ``ca_linear_how *`` of a call. gates: what linear_gates takes; flags: delta_rule,
+    use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval. A dict of all arguments would cost 2 us."""
+    how, bound = ffi.new("ca_linear_how *"), gates[-1]
+    how.gate = linear_gates(*gates)
     how.lower_bound = 0.0 if bound is None else lower_bound(bound)
-    for name in _FLAGS:
-        setattr(how, name, boolean(name, given[name]))
-    if given["erase"] is not None and not how.delta_rule:
+    delta_rule, l2norm, beta_sigmoid, neg_eigval = flags
+    how.delta_rule = boolean("delta_rule", delta_rule)
+    if erase is not None and not how.delta_rule:
         raise ValueError("erase: given, but there is no delta_rule")
+    how.use_qk_l2norm_in_kernel = boolean("use_qk_l2norm_in_kernel", l2norm)
+    how.use_beta_sigmoid_in_kernel = boolean("use_beta_sigmoid_in_kernel", beta_sigmoid)
+    how.allow_neg_eigval = boolean("allow_neg_eigval", neg_eigval)
     how.scale = head_k_dim**-0.5 if scale is None else number("scale", scale)
-    how.norm_eps = number("norm_eps", given["norm_eps"], 0.0)
-    how.dt_limit = limits("dt_limit", given["dt_limit"])
-    how.state_layout = lib.CA_STATE_VK if state_layout(given["state_layout"], ("KV", "VK")) else lib.CA_STATE_KV
+    how.norm_eps = number("norm_eps", norm_eps, 0.0)
+    how.dt_limit = limits("dt_limit", dt_limit)
+    how.state_layout = lib.CA_STATE_VK if state_layout(layout, ("KV", "VK")) else lib.CA_STATE_KV
     return how
 
 

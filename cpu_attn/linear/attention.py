@@ -81,11 +81,13 @@ def linear_attention_with_state_cache(
         >>> states[0, 0].tolist()  # the second value replaced the first, which had the same key
         [[5.0, 6.0], [0.0, 0.0]]
     """
-    given = locals()
     plan = _check.linear_plan("linear_attention_metadata", linear_attention_metadata, LinearAttentionMetadata, True)
-    start, how = profiling.clock(), _check.linear_how(given, plan.head_k_dim)
-    given["g"] = _check.each_token(g, plan.num_tokens)
-    _run(lib.ca_linear_attend, plan, _check.LINEAR, given, how)
+    start, gates = profiling.clock(), (gate, g, beta, A_log, dt_bias, lower_bound)
+    flags = (delta_rule, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    how = _check.linear_how(plan.head_k_dim, gates, erase, flags, scale, norm_eps, dt_limit, state_layout)
+    features = (_check.each_token(g, plan.num_tokens), beta, erase, A_log, dt_bias, D)
+    slots = (state_indices, *features, initial_state_indices, checkpoints)
+    _run(lib.ca_linear_attend, plan, _check.LINEAR, (output, state_cache, query, key, value, *slots), how)
     if start:
         _record("linear_attention_with_state_cache", start, plan)
     return output
@@ -137,18 +139,18 @@ def causal_conv1d(
         >>> state.item()  # the last input
         3.0
     """
-    given = locals()
     plan = _check.linear_plan("linear_attention_metadata", linear_attention_metadata, LinearAttentionMetadata, False)
     start, silu = profiling.clock(), _check.activation(activation)
-    _run(lib.ca_causal_conv1d, plan, _check.CONV, given, silu, _check.state_layout(state_layout, ("CL", "LC")))
+    last = _check.state_layout(state_layout, ("CL", "LC"))
+    arrays = (output, conv_state, x, weight, bias, state_indices, initial_state_indices, checkpoints)
+    _run(lib.ca_causal_conv1d, plan, _check.CONV, arrays, silu, last)
     if start:
         _record("causal_conv1d", start, plan)
     return output
 
 
-def _run(call: Any, plan: LinearAttentionMetadata, names: tuple[str, ...], given: dict[str, Any], *how: Any) -> None:
-    """Makes a call in C. names: its arrays; given: its arguments by name."""
-    fault, arrays = ffi.new("ca_fault *"), tuple(given[name] for name in names)
+def _run(call: Any, plan: LinearAttentionMetadata, names: tuple[str, ...], arrays: tuple[Any, ...], *how: Any) -> None:
+    fault = ffi.new("ca_fault *")
     addresses, described, alive = objects(arrays)
     # A Python finalizer may make a call meanwhile and replace the workspace, so this one is held here.
     room = thread_state.workspace

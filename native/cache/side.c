@@ -36,7 +36,7 @@ ca_side ca_side_of(const ca_kernel *kernel, int dtype, int kv, int kv_dtype, int
     return s;
 }
 
-float ca_number_at(int dtype, const void *data, int64_t at) {
+float ca_number_at(const void *data, int dtype, int64_t at) {
     uint16_t half;
     float single;
     if (ca_is_quantised(dtype))
@@ -52,9 +52,9 @@ float ca_number_at(int dtype, const void *data, int64_t at) {
 float ca_read_element(const ca_side *s, const char *block, int64_t block_size, int64_t ld, int64_t token, int64_t d) {
     const int64_t group = token / CA_LANES, lane = token % CA_LANES;
     if (!s->scaled)
-        return ca_number_at(s->dtype, block, ca_offset(s, token, d, ld));
+        return ca_number_at(block, s->dtype, ca_offset(s, token, d, ld));
     uint16_t scale;
     memcpy(&scale, block + ca_scales_at(s, block_size, group) + (d / s->shared * CA_LANES + lane) * 2, 2);
-    const float x = ca_number_at(s->dtype, block + group * s->group_bytes, ca_offset(s, lane, d, s->head_size));
+    const float x = ca_number_at(block + group * s->group_bytes, s->dtype, ca_offset(s, lane, d, s->head_size));
     return x * ca_from_bf16(scale) + 0.0f; /* no -0 */
 }

@@ -60,7 +60,7 @@ static inline char *ca_block_at(const ca_side *s, const ca_kv *at, int64_t block
     return (char *)at->cache + (block * at->stride_n + kv_head * at->stride_h) * s->size;
 }
 /* Returns the at-th element of memory of a dtype, of a group of packed elements, too, without its scale. */
-float ca_number_at(int dtype, const void *data, int64_t at);
+float ca_number_at(const void *data, int dtype, int64_t at);
 /* Returns element d of a token of a block, multiplied by its scale where it has one. ld: ca_kv's. */
 float ca_read_element(const ca_side *s, const char *block, int64_t block_size, int64_t ld, int64_t token, int64_t d);
 #endif

@@ -34,7 +34,7 @@ static void attend_row(const ca_plan *p, const ca_call *c, const ca_task *task, 
     const ca_query_row row = ca_query_row_of(p, c, ca_token_at(p, task, r / group), kv_head * group + r % group);
     double m = -INFINITY, l = 0, *o = w->o;
     for (int64_t d = 0; d < d_end; d++)
-        w->query[d] = ca_number_at(p->shape.dtype, row.query, d);
+        w->query[d] = ca_number_at(row.query, p->shape.dtype, d);
     memset(o, 0, (size_t)dv * sizeof *o);
     const int64_t hi = ca_min64(row.hi, k1);
     int64_t n = 0;

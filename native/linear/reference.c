@@ -3,12 +3,6 @@
 #include "linear.h"
 #include "cache/half.h"
 
-static double element(const void *p, int dtype, int64_t i) {
-    return dtype == CA_F32   ? ((const float *)p)[i]
-           : dtype == CA_F16 ? ca_from_f16(((const uint16_t *)p)[i])
-                             : ca_from_bf16(((const uint16_t *)p)[i]);
-}
-
 static void put(void *p, int dtype, int64_t i, double x) {
     if (dtype == CA_F32)
         ((float *)p)[i] = (float)x;
@@ -21,7 +15,7 @@ static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
 
 /* Returns element (t, head, d) of an array [T, H, any] or [T, H]; `absent` where there is none. */
 static double gate(const ca_array *a, int64_t t, int64_t head, int64_t d, double absent) {
-    return a->itemsize ? element(ca_gate_at(a, t, head), a->dtype, ca_is_wide(a) ? d : 0) : absent;
+    return a->itemsize ? ca_number_at(ca_gate_at(a, t, head), a->dtype, ca_is_wide(a) ? d : 0) : absent;
 }
 
 typedef struct token {
@@ -39,7 +33,7 @@ static void read_row(const ca_array *a, int64_t t, int64_t head, int64_t n, cons
                      double *to) {
     double squares = 0;
     for (int64_t i = 0; i < n; i++) {
-        to[i] = element(ca_row_of(a, t, head), a->dtype, i);
+        to[i] = ca_number_at(ca_row_of(a, t, head), a->dtype, i);
         squares += to[i] * to[i];
     }
     for (int64_t i = 0; norm && i < n; i++)
@@ -49,8 +43,8 @@ static void read_row(const ca_array *a, int64_t t, int64_t head, int64_t n, cons
 /* Reads A_log, [Hv], or dt_bias or D, [Hv] or with an axis of channels. */
 static double of_head(const ca_array *a, int64_t head, int64_t d, double absent) {
     return !a->itemsize   ? absent
-           : a->ndim == 1 ? element((const void *)a->address, a->dtype, head)
-                          : element((const char *)a->address + head * a->strides[0] * a->itemsize, a->dtype, d);
+           : a->ndim == 1 ? ca_number_at((const void *)a->address, a->dtype, head)
+                          : ca_number_at((const char *)a->address + head * a->strides[0] * a->itemsize, a->dtype, d);
 }
 
 static void read_token(const ca_linear_call *c, int64_t t, int32_t head, token *to) {
@@ -120,7 +114,7 @@ static void move_state(const ca_linear_call *c, int64_t slot, int32_t head, doub
             if (out)
                 put(to, cache->dtype, at, state[i * dv + j]);
             else
-                state[i * dv + j] = element(to, cache->dtype, at);
+                state[i * dv + j] = ca_number_at(to, cache->dtype, at);
         }
 }
 
@@ -166,15 +160,15 @@ static void conv_channel(const ca_conv_call *c, int32_t request, int64_t channel
     double last[CA_MOST_WIDTH + 1] = {0}; /* the inputs of a state, then that of the token */
     int32_t next = s->first_checkpoint[request];
     for (int64_t i = 0; s->from[request] >= 0 && i < c->length; i++)
-        last[i] = element(input_of(c, s->from[request], channel, i), c->a[CA_CONV_CONV_STATE].dtype, 0);
+        last[i] = ca_number_at(input_of(c, s->from[request], channel, i), c->a[CA_CONV_CONV_STATE].dtype, 0);
     for (int32_t t = 0; t < ca_linear_q_len(c->plan, request); t++) {
         const char *row = (const char *)x->address + (first + t) * x->strides[0] * x->itemsize;
         double y = of_head(&c->a[CA_CONV_BIAS], channel, 0, 0);
-        last[c->length] = element(row, x->dtype, channel);
+        last[c->length] = ca_number_at(row, x->dtype, channel);
         for (int64_t i = 0; i < c->width; i++)
             y += last[c->length + 1 - c->width + i] *
-                 element((const char *)weight->address + channel * weight->strides[0] * weight->itemsize, weight->dtype,
-                         i);
+                 ca_number_at((const char *)weight->address + channel * weight->strides[0] * weight->itemsize,
+                              weight->dtype, i);
         put((char *)out->address + (first + t) * out->strides[0] * out->itemsize, out->dtype, channel,
             c->silu ? y * sigmoid(y) : y);
         memmove(last, last + 1, (size_t)c->length * sizeof *last);

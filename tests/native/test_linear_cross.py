@@ -46,7 +46,11 @@ def run(program: Path, problem: Problem, isa: str) -> Result:
     given |= {"output": np.zeros_like(value), "state_cache": cache, "state_indices": problem.slots}
     given["checkpoints"] = np.array(rows, np.int32).reshape(-1, 3)
     given["g"] = _check.each_token(given.get("g"), len(value))
-    how = _check.linear_how(DEFAULTS | options | given | {"state_layout": c.state_layout}, c.head_k_dim)
+    all_of = DEFAULTS | options | given
+    gates = tuple(all_of[name] for name in ("gate", "g", "beta", "A_log", "dt_bias", "lower_bound"))
+    flags = tuple(all_of[f.name] for f in _arguments.LINEAR.fields if f.type == "bool")
+    others = (all_of[name] for name in ("scale", "norm_eps", "dt_limit"))
+    how = _check.linear_how(c.head_k_dim, gates, all_of["erase"], flags, *others, c.state_layout)
     parts = [problem.query_start_loc, np.maximum(problem.starts, 0).astype(np.int32), problem.brings.astype(np.uint8)]
     body = bytes(ffi.buffer(shape)) + bytes(ffi.buffer(how)) + b"".join(x.tobytes() for x in parts)
     body += b"".join(described(given.get(name)) for name in _check.LINEAR)
