@@ -334,6 +334,37 @@ INLINE vf v_hmax_of_each(const vf *v) {
 #undef LARGER
 }
 
+/* ---- words of amx/bytes.h ---- */
+
+INLINE vi v_join_halves(vi a, vi b, int upper) {
+    const vf x = _mm512_castsi512_ps(a), y = _mm512_castsi512_ps(b);
+    return _mm512_castps_si512(upper ? _mm512_shuffle_f32x4(x, y, 0xee) : _mm512_shuffle_f32x4(x, y, 0x44));
+}
+INLINE vi v_quads(int signs, vi x) {
+    static const uint16_t by_turns[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                          8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    x = _mm512_permutexvar_epi16(_mm512_loadu_si512(by_turns), x);
+    if (!signs)
+        return x;
+    const __m512i size = _mm512_and_si512(x, _mm512_set1_epi8(127));
+    return _mm512_mask_sub_epi8(size, _mm512_movepi8_mask(x), _mm512_set1_epi8(0), size);
+}
+INLINE vi v_nibbles(vi x, int upper) {
+    x = _mm512_and_si512(upper ? _mm512_srli_epi16(x, 4) : x, _mm512_set1_epi8(15));
+    return _mm512_sub_epi8(x, _mm512_set1_epi8(8));
+}
+/* Packing twice leaves 4 of each vector in each 128 bits. */
+INLINE void v_put_digits(int8_t *high, int8_t *low, const vi *x) {
+    static const int32_t in_order[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    const __m512i order = _mm512_loadu_si512(in_order), half = _mm512_set1_epi16(128), bottom = _mm512_set1_epi16(255);
+    const __m512i a = _mm512_packs_epi32(x[0], x[1]), b = _mm512_packs_epi32(x[2], x[3]);
+    const __m512i upper = _mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(a, half), 8),
+                                             _mm512_srai_epi16(_mm512_add_epi16(b, half), 8));
+    const __m512i lower = _mm512_packus_epi16(_mm512_and_si512(a, bottom), _mm512_and_si512(b, bottom));
+    _mm512_storeu_si512(high, _mm512_permutexvar_epi32(order, upper));
+    _mm512_storeu_si512(low, _mm512_permutexvar_epi32(order, lower));
+}
+
 /* ---- words of amx/parts.h and amx/float_units.h ---- */
 
 INLINE vf v_keep_or_0(vf x, uint32_t bits) { return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(0), x); }

@@ -82,6 +82,9 @@ def _boundary(block_size: int) -> dict[str, Any]:
     return {"query_lens": tuple(min(n, 1 + n % 3) for n in ends), "seq_lens": tuple(ends)}
 
 
+QUICK_WIDE = tuple(("int8", name) for name in ("group-9", "group-12", "group-16-wide"))
+
+
 def _quick() -> Iterator[Case]:
     for name, feature in FEATURES.items():
         yield _case(f"mixed-{name}", MIXED, **feature)
@@ -105,6 +108,9 @@ def _quick() -> Iterator[Case]:
     for name, fields in QUANTISED.items():
         yield _case(f"int4-{name}", fields, kv_cache_dtype="int4")
     yield _case("int8-3000", QUANTISED["3000"], kv_cache_dtype="int8")
+    for kind, name in QUICK_WIDE:
+        yield _case(f"{kind}-few-{name}", FEW_ROWS[name], kv_cache_dtype=kind, block_size=32)
+    yield _case("int8-wide-group-block-5", FEW_ROWS["group-12"], kv_cache_dtype="int8", block_size=5, strided=True)
     for kind in ("int6", "int5", "int4_per_token_head"):
         for name in ("everything", "block-5", "late-nan"):
             yield _case(f"{kind}-{name}", QUANTISED[name], kv_cache_dtype=kind)
@@ -158,7 +164,8 @@ def _default() -> Iterator[Case]:
             yield _case(f"int8-{name}", fields, kv_cache_dtype="int8")
     for kind in ("fp8_e5m2", "int8", "int4/auto", "int6/int5", "int4_per_token_head", "int8/int6", "int5/int4"):
         for name, fields in FEW_ROWS.items():
-            yield _case(f"{kind.replace('/', '-')}-few-{name}", fields, kv_cache_dtype=kind, block_size=32)
+            if (kind, name) not in QUICK_WIDE:
+                yield _case(f"{kind.replace('/', '-')}-few-{name}", fields, kv_cache_dtype=kind, block_size=32)
     for kind in ("int6", "int5", "int4_per_token_head"):
         for name, fields in QUANTISED.items():
             yield _case(f"{kind}-{name}", fields, kv_cache_dtype=kind)

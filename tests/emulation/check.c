@@ -50,6 +50,9 @@ static int count;
         (void)a, (void)b;                                                                                              \
         R->u16[i] = (uint16_t)(definition);                                                                            \
     }
+#define U8(definition)                                                                                                 \
+    for (int i = 0; i < 64; i++)                                                                                       \
+        R->u8[i] = (uint8_t)(definition);
 #define MASK(n, bit)                                                                                                   \
     for (int i = 0; i < (n); i++)                                                                                      \
         R->u64[0] |= (uint64_t)(bit) << i;
@@ -74,6 +77,8 @@ TEST(cvtps_epi32, 0, GIVES_SI(_mm512_cvtps_epi32(PS(a))), U32((uint32_t)to_int(X
 TEST(cvtepi32_ps, 0, GIVES_PS(_mm512_cvtepi32_ps(SI(a))), F32((float)X->a.i32[i]))
 TEST(add_epi32, 0, GIVES_SI(_mm512_add_epi32(SI(a), SI(b))), U32(a + b))
 TEST(sub_epi32, 0, GIVES_SI(_mm512_sub_epi32(SI(a), SI(b))), U32(a - b))
+TEST(add_epi16, 0, GIVES_SI(_mm512_add_epi16(SI(a), SI(b))), U16(a + b))
+TEST(sub_epi8, 0, GIVES_SI(_mm512_sub_epi8(SI(a), SI(b))), U8(X->a.u8[i] - X->b.u8[i]))
 TEST(sub_epi16, 0, GIVES_SI(_mm512_sub_epi16(SI(a), SI(b))), U16(a - b))
 TEST(and_si512, 0, GIVES_SI(_mm512_and_si512(SI(a), SI(b))), U32(a &b))
 TEST(or_si512, 0, GIVES_SI(_mm512_or_si512(SI(a), SI(b))), U32(a | b))
@@ -86,13 +91,14 @@ TEST(slli_epi32_23, 0, GIVES_SI(_mm512_slli_epi32(SI(a), 23)), U32(a << 23))
 TEST(srli_epi32, 0, GIVES_SI(_mm512_srli_epi32(SI(a), 16)), U32(a >> 16))
 TEST(slli_epi16, 0, GIVES_SI(_mm512_slli_epi16(SI(a), 8)), U16(a << 8))
 TEST(srli_epi16, 0, GIVES_SI(_mm512_srli_epi16(SI(a), 4)), U16(a >> 4))
+TEST(srai_epi16, 0, GIVES_SI(_mm512_srai_epi16(SI(a), 8)), U16((int16_t)a >> 8))
 TEST(ternarylogic_epi32, 0, GIVES_SI(_mm512_ternarylogic_epi32(SI(a), SI(b), SI(c), 0xf8)), U32(a | (b & c)))
 TEST(ternarylogic_epi32_odd, 0, GIVES_SI(_mm512_ternarylogic_epi32(SI(a), SI(b), SI(c), 0x96)), U32(a ^ b ^ c))
 TEST(ternarylogic_epi32_b_not_c, 0, GIVES_SI(_mm512_ternarylogic_epi32(SI(a), SI(b), SI(c), 0x44)), U32(b & ~c))
 TEST(set1_ps, 0, GIVES_PS(_mm512_set1_ps(X->b.f32[3])), U32(X->b.u32[3]))
 TEST(set1_epi32, 0, GIVES_SI(_mm512_set1_epi32(X->b.i32[3])), U32(X->b.u32[3]))
 TEST(set1_epi16, 0, GIVES_SI(_mm512_set1_epi16(X->b.i16[3])), U16(X->b.u16[3]))
-TEST(set1_epi8, 0, GIVES_SI(_mm512_set1_epi8(X->b.i8[3])), for (int i = 0; i < 64; i++) R->u8[i] = X->b.u8[3])
+TEST(set1_epi8, 0, GIVES_SI(_mm512_set1_epi8(X->b.i8[3])), U8(X->b.u8[3]))
 TEST(setzero_ps, 0, GIVES_PS(_mm512_setzero_ps()), U32(0))
 TEST(castps_si512, 0, GIVES_SI(_mm512_castps_si512(PS(a))), U32(a))
 TEST(castsi512_ps, 0, GIVES_PS(_mm512_castsi512_ps(SI(a))), U32(a))
@@ -125,6 +131,10 @@ TEST(shuffle_epi8, 0, GIVES_SI(_mm512_shuffle_epi8(SI(a), SI(b))),
 #define PACK(least, most) LANES(16, u16, (uint16_t)within((i < 4 ? X->a.i32 : X->b.i32)[lane / 2 + i % 4], least, most))
 TEST(packs_epi32, 0, GIVES_SI(_mm512_packs_epi32(SI(a), SI(b))), PACK(-32768, 32767))
 TEST(packus_epi32, 0, GIVES_SI(_mm512_packus_epi32(SI(a), SI(b))), PACK(0, 65535))
+#define PACK_BYTES(least, most)                                                                                        \
+    LANES(8, u8, (uint8_t)within((i < 8 ? X->a.i16 : X->b.i16)[lane / 2 + i % 8], least, most))
+TEST(packs_epi16, 0, GIVES_SI(_mm512_packs_epi16(SI(a), SI(b))), PACK_BYTES(-128, 127))
+TEST(packus_epi16, 0, GIVES_SI(_mm512_packus_epi16(SI(a), SI(b))), PACK_BYTES(0, 255))
 TEST(broadcast_i32x4, 0, GIVES_SI(_mm512_broadcast_i32x4(QUARTER(a))), U32(X->a.u32[i % 4]))
 
 /* ---- masks ---- */
@@ -141,6 +151,7 @@ COMPARE(NLT_UQ, !(a < b))
 COMPARE(NEQ_UQ, !(a == b))
 COMPARE(UNORD_Q, isnan(a) || isnan(b))
 TEST(test_epi16, 0, GIVES_MASK(_mm512_test_epi16_mask(SI(a), SI(b))), MASK(32, (X->a.u16[i] & X->b.u16[i]) != 0))
+TEST(movepi8, 0, GIVES_MASK(_mm512_movepi8_mask(SI(a))), MASK(64, X->a.u8[i] >> 7))
 TEST(cmpeq_epi16, 0, GIVES_MASK(_mm256_cmpeq_epi16_mask(HALF(a), HALF(b))), MASK(16, X->a.u16[i] == X->b.u16[i]))
 TEST(mask_blend_epi32, 0, GIVES_SI(_mm512_mask_blend_epi32(K16, SI(a), SI(b))), U32(HAS(i) ? b : a))
 TEST(mask_blend_ps, 0, GIVES_PS(_mm512_mask_blend_ps(K16, PS(a), PS(b))), U32(HAS(i) ? b : a))
@@ -150,6 +161,9 @@ TEST(mask_blend_epi16, 0, GIVES_HALF(_mm256_mask_blend_epi16(K16, HALF(a), HALF(
      for (int i = 0; i < 16; i++) R->u16[i] = HAS(i) ? X->b.u16[i] : X->a.u16[i])
 TEST(mask_mov_epi16, 0, GIVES_SI(_mm512_mask_mov_epi16(SI(a), K32, SI(b))), U16(HAS(i) ? b : a))
 TEST(mask_sub_epi16, 0, GIVES_SI(_mm512_mask_sub_epi16(SI(c), K32, SI(a), SI(b))), U16(HAS(i) ? a - b : X->c.u16[i]))
+
+TEST(mask_sub_epi8, 0, GIVES_SI(_mm512_mask_sub_epi8(SI(c), X->k, SI(a), SI(b))),
+     U8(HAS(i) ? X->a.u8[i] - X->b.u8[i] : X->c.u8[i]))
 
 /* ---- memory: at the end of a page, behind which reading and writing kill ---- */
 
@@ -237,6 +251,8 @@ PERMUTE_PS(0x4e)
          U32((i < 8 ? X->a : X->b).u32[(how >> i / 4 * 2 & 3) * 4 + i % 4]))
 SHUFFLE_F32X4(0xb1)
 SHUFFLE_F32X4(0x4e)
+SHUFFLE_F32X4(0x44)
+SHUFFLE_F32X4(0xee)
 
 /* ---- over the lanes ---- */
 
@@ -317,8 +333,43 @@ static int tiles_hold(void) {
     printf("tile_dot: holds\n");
     return 1;
 }
+
+/* TDPBSSD of tiles of any shape. */
+static int byte_tiles_hold(void) {
+    static int32_t c[16][16], was[16][16];
+    static int8_t a[16][64], b[16][64];
+    for (int trial = 0; trial < 2000; trial++) {
+        const int rows = 1 + (int)(random_32() % 16), quads = 1 + (int)(random_32() % 16),
+                  columns = 1 + (int)(random_32() % 16);
+        tile_config shape = {
+            .palette = 1, .rows = {rows, rows, quads}, .row_bytes = {4 * columns, 4 * quads, 4 * columns}};
+        for (int i = 0; i < 256; i++)
+            was[i / 16][i % 16] = (int32_t)random_32();
+        for (int i = 0; i < 1024; i++)
+            a[i / 64][i % 64] = (int8_t)random_32(), b[i / 64][i % 64] = (int8_t)random_32();
+        tile_configure(&shape), tile_zero(0);
+        tile_load(0, was, 64), tile_load(1, a, 64), tile_load(2, b, 64);
+        tile_dot_bytes(0, 1, 2);
+        memcpy(c, was, sizeof c);
+        tile_store(0, c, 64);
+        tile_release();
+        for (int m = 0; m < 16; m++)
+            for (int n = 0; n < 16; n++) {
+                uint32_t wanted = (uint32_t)was[m][n];
+                for (int k = 0; m < rows && n < columns && k < 4 * quads; k++)
+                    wanted += (uint32_t)(a[m][k] * b[k / 4][4 * n + k % 4]);
+                if ((uint32_t)c[m][n] != wanted) {
+                    printf("tile_dot_bytes: row %d column %d of trial %d\n", m, n, trial);
+                    return 0;
+                }
+            }
+    }
+    printf("tile_dot_bytes: holds\n");
+    return 1;
+}
 #else
 static int tiles_hold(void) { return 1; } /* no machine at hand has them */
+static int byte_tiles_hold(void) { return 1; }
 #endif
 
 static void draw(in *x, uint64_t trial) {
@@ -359,5 +410,5 @@ int main(int argc, char **argv) {
             printf("%s: holds\n", tests[t].name);
         failed |= differs;
     }
-    return failed || (!*broken && !tiles_hold());
+    return failed || (!*broken && (!tiles_hold() || !byte_tiles_hold()));
 }

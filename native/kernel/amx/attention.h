@@ -20,6 +20,7 @@
 #define CHUNK_BYTES (512 << 10)   /* bytes of K and V that stay in L2 with those that come next */
 #define UNPACKED_BYTES (32 << 10) /* bytes of K and V that stay in L1 */
 
+#include "kernel/kv_formats/fits.h"
 #include "products.h"
 #include "words.h"
 #include "pipeline.h"
@@ -107,9 +108,12 @@ static int64_t carve_work(tile_work *w, uintptr_t base, const ca_plan *plan) {
 extern const ca_isa_row ca_isa_avx512_bf16;
 static const ca_kernel *vector_kernel(void) { return ca_isa_avx512_bf16.kernels[CA_BF16]; }
 
+#include "bytes.h"
+
 static int64_t work_bytes(const ca_plan *plan) {
     tile_work unused;
-    return ca_max64(carve_work(&unused, 0, plan), vector_kernel()->engine.scratch_bytes(plan));
+    const int64_t few = goes_by_bytes(plan) ? byte_work_bytes(plan) : 0;
+    return ca_max64(ca_max64(carve_work(&unused, 0, plan), few), vector_kernel()->engine.scratch_bytes(plan));
 }
 
 #include "scales.h"
@@ -211,7 +215,8 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
     if (quantised && (rows <= CA_FEW_ROWS || task->shared)) {
         for (int h = 0; h < num_heads; h++)
             ca_clear(states + h, rows, plan->shape.head_size_v);
-        return vector_kernel()->engine.segment(plan, call, task, kv_head, num_heads, k0, k1, states, memory);
+        ca_segment_fn *few = goes_by_bytes(plan) ? byte_segment : vector_kernel()->engine.segment;
+        return few(plan, call, task, kv_head, num_heads, k0, k1, states, memory);
     }
     tile_work w = begin_work(plan, call, task, kv_head, num_heads, ca_div_up(rows, STRIP), memory);
     if (goes_by_units(plan, call, task, w.scratch.factor)) {

@@ -62,21 +62,39 @@ INLINE void store_sums(int tall, int wide, float *c, int64_t ld) {
         tile_store(3, c + 16 * ld + 16, 4 * ld);
 }
 
-/* Adds A B to the sums. B's rows are ldb pairs apart; they pass L1 by, which scores and weights need: 0.93 of the time
- * (MEASUREMENTS.md: AMX). */
+/* Adds A B to the sums. Rows of A, and of B, are so many bytes apart; B's pass L1 by, which scores and weights need:
+ * 0.93 of the time (MEASUREMENTS.md: AMX). */
 INLINE void multiply(int tall, int wide, const uint16_t *a, int64_t lda, const uint16_t *b0, const uint16_t *b1,
                      int64_t ldb) {
-    tile_load(4, a, 2 * lda);
-    tile_stream(6, b0, 4 * ldb);
+    tile_load(4, a, lda);
+    tile_stream(6, b0, ldb);
     tile_dot(0, 4, 6);
     if (wide) {
-        tile_stream(7, b1, 4 * ldb);
+        tile_stream(7, b1, ldb);
         tile_dot(1, 4, 7);
     }
     if (tall) {
-        tile_load(5, a + 16 * lda, 2 * lda);
+        tile_load(5, (const char *)a + 16 * lda, lda);
         tile_dot(2, 5, 6);
     }
     if (tall && wide)
         tile_dot(3, 5, 7);
+}
+
+/* Does the same with signed bytes. They stay in L1, where vectors have just put them. */
+INLINE void multiply_bytes(int tall, int wide, const int8_t *a, int64_t lda, const int8_t *b0, const int8_t *b1,
+                           int64_t ldb) {
+    tile_load(4, a, lda);
+    tile_load(6, b0, ldb);
+    tile_dot_bytes(0, 4, 6);
+    if (wide) {
+        tile_load(7, b1, ldb);
+        tile_dot_bytes(1, 4, 7);
+    }
+    if (tall) {
+        tile_load(5, a + 16 * lda, lda);
+        tile_dot_bytes(2, 5, 6);
+    }
+    if (tall && wide)
+        tile_dot_bytes(3, 5, 7);
 }

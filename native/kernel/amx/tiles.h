@@ -42,5 +42,6 @@ INLINE void tile_configure(const tile_config *c) {
     } while (0)
 #define tile_store(t, p, stride) _tile_stored(t, p, stride)
 #define tile_dot(t, a, b) _tile_dpbf16ps(t, a, b)
+#define tile_dot_bytes(t, a, b) _tile_dpbssd(t, a, b)
 #endif
 #endif

@@ -51,6 +51,8 @@ EMULATE_2(__m512, or_ps, _mm256_or_ps)
 EMULATE_3(__m512, fmadd_ps, _mm256_fmadd_ps)
 EMULATE_3(__m512, fnmadd_ps, _mm256_fnmadd_ps)
 EMULATE_2(__m512i, add_epi32, _mm256_add_epi32)
+EMULATE_2(__m512i, add_epi16, _mm256_add_epi16)
+EMULATE_2(__m512i, sub_epi8, _mm256_sub_epi8)
 EMULATE_2(__m512i, sub_epi16, _mm256_sub_epi16)
 EMULATE_2(__m512i, sub_epi32, _mm256_sub_epi32)
 EMULATE_2(__m512i, and_si512, _mm256_and_si256)
@@ -58,6 +60,8 @@ EMULATE_2(__m512i, or_si512, _mm256_or_si256)
 EMULATE_2(__m512i, max_epu32, _mm256_max_epu32)
 EMULATE_2(__m512i, min_epu16, _mm256_min_epu16)
 EMULATE_2(__m512i, madd_epi16, _mm256_madd_epi16)
+EMULATE_2(__m512i, packs_epi16, _mm256_packs_epi16)
+EMULATE_2(__m512i, packus_epi16, _mm256_packus_epi16)
 EMULATE_2(__m512i, packs_epi32, _mm256_packs_epi32)
 EMULATE_2(__m512i, packus_epi32, _mm256_packus_epi32)
 EMULATE_2(__m512i, shuffle_epi8, _mm256_shuffle_epi8)
@@ -71,6 +75,7 @@ EMULATE_SHIFT(slli_epi32, _mm256_slli_epi32)
 EMULATE_SHIFT(srli_epi32, _mm256_srli_epi32)
 EMULATE_SHIFT(slli_epi16, _mm256_slli_epi16)
 EMULATE_SHIFT(srli_epi16, _mm256_srli_epi16)
+EMULATE_SHIFT(srai_epi16, _mm256_srai_epi16)
 EMULATE_1(__m512i, cvtps_epi32, __m512, _mm256_cvtps_epi32)
 EMULATE_1(__m512, sqrt_ps, __m512, _mm256_sqrt_ps)
 EMULATE_1(__m512, cvtepi32_ps, __m512i, _mm256_cvtepi32_ps)
@@ -94,6 +99,8 @@ EMULATE_SET(__m512i, broadcast_i32x4, __m128i, _mm256_broadcastsi128_si256)
 #define _mm512_fmadd_ps emulated_fmadd_ps
 #define _mm512_fnmadd_ps emulated_fnmadd_ps
 #define _mm512_add_epi32 emulated_add_epi32
+#define _mm512_add_epi16 emulated_add_epi16
+#define _mm512_sub_epi8 emulated_sub_epi8
 #define _mm512_sub_epi16 emulated_sub_epi16
 #define _mm512_sub_epi32 emulated_sub_epi32
 #define _mm512_and_si512 emulated_and_si512
@@ -101,6 +108,8 @@ EMULATE_SET(__m512i, broadcast_i32x4, __m128i, _mm256_broadcastsi128_si256)
 #define _mm512_max_epu32 emulated_max_epu32
 #define _mm512_min_epu16 emulated_min_epu16
 #define _mm512_madd_epi16 emulated_madd_epi16
+#define _mm512_packs_epi16 emulated_packs_epi16
+#define _mm512_packus_epi16 emulated_packus_epi16
 #define _mm512_packs_epi32 emulated_packs_epi32
 #define _mm512_packus_epi32 emulated_packus_epi32
 #define _mm512_shuffle_epi8 emulated_shuffle_epi8
@@ -114,6 +123,7 @@ EMULATE_SET(__m512i, broadcast_i32x4, __m128i, _mm256_broadcastsi128_si256)
 #define _mm512_srli_epi32 emulated_srli_epi32
 #define _mm512_slli_epi16 emulated_slli_epi16
 #define _mm512_srli_epi16 emulated_srli_epi16
+#define _mm512_srai_epi16 emulated_srai_epi16
 #define _mm512_cvtps_epi32 emulated_cvtps_epi32
 #define _mm512_sqrt_ps emulated_sqrt_ps
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps
@@ -182,6 +192,9 @@ INLINE __mmask32 emulated_test_epi16_mask(__m512i a, __m512i b) {
     }
     return ~none;
 }
+INLINE __mmask64 emulated_movepi8_mask(__m512i a) {
+    return (__mmask64)(uint32_t)_mm256_movemask_epi8(a.h[0]) | (__mmask64)_mm256_movemask_epi8(a.h[1]) << 32;
+}
 INLINE __mmask16 emulated_256_cmpeq_epi16_mask(__m256i a, __m256i b) {
     return emulated_mask_16(_mm256_cmpeq_epi16(a, b));
 }
@@ -207,10 +220,25 @@ INLINE __m512i emulated_mask_mov_epi16(__m512i no, __mmask32 k, __m512i yes) {
     return (__m512i){{emulated_256_mask_blend_epi16((__mmask16)k, no.h[0], yes.h[0]),
                       emulated_256_mask_blend_epi16((__mmask16)(k >> 16), no.h[1], yes.h[1])}};
 }
+/* Each byte looks for its bit of the mask in one of eight bytes. */
+INLINE __m512i emulated_mask_sub_epi8(__m512i no, __mmask64 k, __m512i a, __m512i b) {
+    const __m256i which = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3,
+                                           3, 3, 3, 3, 3, 3);
+    const __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201);
+    const __m512i yes = emulated_sub_epi8(a, b);
+    __m512i x;
+    for (int j = 0; j < 2; j++) {
+        const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)(k >> 32 * j)), which);
+        const __m256i lanes = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
+        x.h[j] = _mm256_blendv_epi8(no.h[j], yes.h[j], lanes);
+    }
+    return x;
+}
 INLINE __m512i emulated_mask_sub_epi16(__m512i no, __mmask32 k, __m512i a, __m512i b) {
     return emulated_mask_mov_epi16(no, k, emulated_sub_epi16(a, b));
 }
 #define _mm512_test_epi16_mask emulated_test_epi16_mask
+#define _mm512_movepi8_mask emulated_movepi8_mask
 #define _mm256_cmpeq_epi16_mask emulated_256_cmpeq_epi16_mask
 #define _mm512_mask_blend_epi32 emulated_mask_blend_epi32
 #define _mm512_mask_blend_ps emulated_mask_blend_ps
@@ -218,6 +246,7 @@ INLINE __m512i emulated_mask_sub_epi16(__m512i no, __mmask32 k, __m512i a, __m51
 #define _mm512_maskz_fmadd_ps emulated_maskz_fmadd_ps
 #define _mm256_mask_blend_epi16 emulated_256_mask_blend_epi16
 #define _mm512_mask_mov_epi16 emulated_mask_mov_epi16
+#define _mm512_mask_sub_epi8 emulated_mask_sub_epi8
 #define _mm512_mask_sub_epi16 emulated_mask_sub_epi16
 
 /* ---- memory; what a mask leaves out is neither read nor written ---- */

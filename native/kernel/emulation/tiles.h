@@ -93,18 +93,41 @@ static __attribute__((noinline)) void tile_dot_rows(tile *c, const tile *a, cons
         }
 }
 
-/* Shapes that do not fit are #UD. Arithmetic does not look at MXCSR: nearest even, subnormals are 0 on the way in and
- * out, nothing is raised. Columns past those of C stay 0: B's are. */
-static void tile_dot(int t, int a, int b) {
+/* Finds the tiles of a product. Shapes that do not fit are #UD. */
+static tile *tiles_of_product(int t, int a, int b) {
     const tile_config *s = &tiles.shape;
-    tile *to = tile_at(t);
-    const tile *left = tile_at(a), *right = tile_at(b);
+    tile_at(a), tile_at(b);
     TILE_NEEDS(t != a && t != b && a != b);
     TILE_NEEDS(s->row_bytes[t] % 4 == 0 && s->row_bytes[a] % 4 == 0 && s->row_bytes[b] % 4 == 0);
     TILE_NEEDS(s->rows[t] == s->rows[a] && s->row_bytes[t] == s->row_bytes[b] && s->row_bytes[a] / 4 == s->rows[b]);
+    return tile_at(t);
+}
+
+/* Arithmetic does not look at MXCSR: nearest even, subnormals are 0 on the way in and
+ * out, nothing is raised. Columns past those of C stay 0: B's are. */
+static void tile_dot(int t, int a, int b) {
+    tile *to = tiles_of_product(t, a, b);
     unsigned before = _mm_getcsr();
     _mm_setcsr(0x9fc0); /* FTZ, DAZ, nearest even, every exception masked */
     if (!tiles_broken)
-        tile_dot_rows(to, left, right, s->rows[t], s->rows[b]);
+        tile_dot_rows(to, tile_at(a), tile_at(b), tiles.shape.rows[t], tiles.shape.rows[b]);
     _mm_setcsr(before);
+}
+
+/* Adds, for each row of C, the products of four signed bytes at a time. */
+static __attribute__((noinline)) void tile_dot_bytes(int t, int a, int b) {
+    tile *c = tiles_of_product(t, a, b);
+    for (int m = 0; m < tiles.shape.rows[t] && !tiles_broken; m++)
+        for (int k = 0; k < tiles.shape.rows[b]; k++) {
+            int32_t quad;
+            memcpy(&quad, tiles.t[a].row[m] + 4 * k, 4);
+            const __m256i left = _mm256_cvtepi8_epi16(_mm_set1_epi32(quad));
+            for (int at = 0; at < 64; at += 16) {
+                const __m128i right = _mm_load_si128((const void *)(tiles.t[b].row[k] + at));
+                const __m256i pairs = _mm256_madd_epi16(left, _mm256_cvtepi8_epi16(right));
+                const __m256i sums = _mm256_permute4x64_epi64(_mm256_hadd_epi32(pairs, pairs), 0x08);
+                __m128i *to = (void *)(c->row[m] + at);
+                _mm_store_si128(to, _mm_add_epi32(_mm_load_si128(to), _mm256_castsi256_si128(sums)));
+            }
+        }
 }

@@ -17,11 +17,10 @@
  * under "integers". */
 #ifndef CPU_ATTN_INTEGERS_H
 #define CPU_ATTN_INTEGERS_H
-#include "cache/half.h"
 #include "kernel/attention/operands.h"
 #include "kernel/attention/scratch.h"
+#include "fits.h"
 
-#define MOST 32767
 _Static_assert((int64_t)MOST * 240 * KEYS <= INT32_MAX,
                "Sums over a score block fit into 32 bits, even those of nibbles that count 16 times.");
 
@@ -31,61 +30,6 @@ static int64_t unit_dims(const ca_side *k) { return k->several_scales ? ca_min64
 static int64_t units_of(const ca_side *k) { return ca_div_up(k->head_size, unit_dims(k)); }
 /* Returns the bytes of n elements, which are nibbles or bytes. */
 INLINE int64_t integer_bytes(int nibbles, int64_t n) { return nibbles ? n / 2 : n; }
-
-/* Says how numbers are quantised: q = round(x * boost * inv_step). `step` is the value of one unit. */
-typedef struct fit {
-    float boost, inv_step, step;
-} fit;
-
-/* Returns the fit for numbers whose largest magnitude is the float with the bits `top`; its step is NaN if one of them
- * is not finite. Small numbers get a boost, without which the reciprocal might be infinite. */
-INLINE fit fit_to(uint32_t top) {
-    const float boost = top < ca_as_bits(0x1p-60f) ? 0x1p64f : 1, most = ca_as_float(top) * boost;
-    if (top == 0 || top >= 0x7f800000)
-        return (fit){0, 0, top ? NAN : 0};
-    return (fit){boost, MOST / most, most / MOST / boost};
-}
-
-/* Does what fit_to does, with a power of two as the step. Numbers with significands of at most 11 bits are then exact
- * from 1/16 of the largest one on, and their integers are at most MOST. */
-INLINE fit fit_octaves(uint32_t top) {
-    const fit f = fit_to(top);
-    const float octave = ca_as_float(ca_as_bits(ca_as_float(top) * f.boost) & 0x7f800000);
-    return f.inv_step > 0 ? (fit){f.boost, 0x1p14f / octave, octave * 0x1p-14f / f.boost} : f;
-}
-
-/* Quantises n elements of a query, followed by zeros up to a multiple of 8, to `whole`, and their rounding errors to
- * `rest` with a unit of their own. The latter count for keys whose scale is so large that they may change a logit by
- * more than `error` of an octave: in each dimension a key is up to ca_largest_of scales, or one more where it is the
- * least integer of nibbles. `start` takes the format's zero point out of the sums. */
-static void put_unit(int kv_dtype, float error, float octaves, int64_t n, const float *x, int16_t *restrict whole,
-                     int16_t *restrict rest, unit *of) {
-    const fit fit = fit_octaves(ca_top_bits(x, n));
-    const int zero = ca_zero_of(kv_dtype);
-    int32_t sum = 0, rests = 0;
-    float lost = 0;
-    for (int64_t i = 0; i < ca_round_up(n, 8); i++) {
-        const float y = x[i] * fit.boost * fit.inv_step;
-        const int32_t near = ca_nearest(y), off = ca_nearest((y - (float)near) * 0x1p15f);
-        whole[i] = (int16_t)near;
-        rest[i] = (int16_t)off;
-        lost += fabsf(y - (float)near);
-        sum += whole[i];
-        rests += rest[i];
-    }
-    of[0] = (unit){fit.step, -zero * sum, 0};
-    of[1] = (unit){fit.step * 0x1p-15f, -zero * rests, error / (fit.step * octaves * lost * ca_largest_of(kv_dtype))};
-}
-
-/* SPREAD(k) is the dither of the k-th weight, ((37 k) mod 64 + 1/2) / 64 - 1/2. Without it many weights that are small
- * and alike would all be rounded to the same side. Among odd factors 37 is one of those whose sums over every second,
- * third,
- * ... 32nd key stay smallest; with van der Corput's order a V of alternating signs took 13 times the error budget. A
- * weight of 0 stays 0. */
-#define SPREAD(k) ((37 * (k)) % 64 + 0.5f) / 64 - 0.5f
-#define SPREAD_4(k) SPREAD(k), SPREAD((k) + 1), SPREAD((k) + 2), SPREAD((k) + 3)
-#define SPREAD_16(k) SPREAD_4(k), SPREAD_4((k) + 4), SPREAD_4((k) + 8), SPREAD_4((k) + 12)
-static const float spread[4 * CA_LANES] = {SPREAD_16(0), SPREAD_16(16), SPREAD_16(32), SPREAD_16(48)};
 
 /* ---- S = Q K^T ---- */
 
@@ -228,7 +172,7 @@ INLINE void put_weights_of_scales(int zero, int mr, const float *s, const group 
     }
     EACH(r, mr) {
         float *x = p + r * S_STRIDE;
-        const fit fit = fit_to(v_htop(top[r]));
+        const fit fit = fit_to(v_htop(top[r]), MOST);
         of[r].step = fit.step;
         inv_step[r] = v_set1(fit.inv_step);
         if (vectors % 2)

@@ -163,6 +163,45 @@ TEST(v_words) {
     EACH_WORD_IS(v_words(&order, 1, a, b, 0), WORD(ELEMENT(i)));
     EACH_WORD_IS(v_words(&order, 0, a, b, seen), seen >> i & 1 ? WORD(ELEMENT(i)) : 65535);
 }
+#define EACH_BYTE_IS(x, want)                                                                                          \
+    do {                                                                                                               \
+        uint8_t got[4 * VL];                                                                                           \
+        v_store_words(got, x);                                                                                         \
+        for (int i = 0; i < 4 * VL; i++)                                                                               \
+            SAME_BITS(i / 4, got[i], (uint8_t)(want));                                                                 \
+    } while (0)
+TEST(v_join_halves) {
+    uint8_t p[4 * VL], q[4 * VL];
+    random_bytes(p, sizeof p), random_bytes(q, sizeof q);
+    for (int upper = 0; upper < 2; upper++)
+        EACH_BYTE_IS(v_join_halves(v_load_words(p), v_load_words(q), upper),
+                     (i < 2 * VL ? p : q)[upper * 2 * VL + i % (2 * VL)]);
+}
+TEST(v_quads) {
+    uint8_t p[4 * VL];
+    random_bytes(p, sizeof p);
+#define BYTE_OF_QUAD p[i % 4 / 2 * 2 * VL + i / 4 * 2 + i % 2]
+    EACH_BYTE_IS(v_quads(0, v_load_words(p)), BYTE_OF_QUAD);
+    EACH_BYTE_IS(v_quads(1, v_load_words(p)), BYTE_OF_QUAD & 128 ? -(BYTE_OF_QUAD & 127) : BYTE_OF_QUAD);
+}
+TEST(v_nibbles) {
+    uint8_t p[4 * VL];
+    random_bytes(p, sizeof p);
+    EACH_BYTE_IS(v_nibbles(v_load_words(p), 0), (p[i] & 15) - 8);
+    EACH_BYTE_IS(v_nibbles(v_load_words(p), 1), (p[i] >> 4) - 8);
+}
+TEST(v_put_digits) {
+    int32_t x[4 * VL];
+    int8_t high[4 * VL], low[4 * VL];
+    vi v[4];
+    for (int i = 0; i < 4 * VL; i++)
+        x[i] = i == 0 ? 32639 : i == 1 ? -32639 : (int32_t)(random_bits() % 65279) - 32639;
+    for (int i = 0; i < 4; i++)
+        v[i] = v_load_words(x + i * VL);
+    v_put_digits(high, low, v);
+    for (int i = 0; i < 4 * VL; i++)
+        SAME_BITS(i % VL, 256 * high[i] + low[i], x[i]);
+}
 TEST(v_keep_bits) {
     VECTORS(any_number)
     const uint32_t bits = random_bits();
