@@ -136,6 +136,24 @@ def test_what_a_query_loses_has_one_sign(isa: str, dtype: str, kv_cache_dtype: s
 
 
 @pytest.mark.parametrize("kv_cache_dtype", KINDS)
+@pytest.mark.parametrize(("isa", "dtype"), KERNELS)
+def test_what_one_head_loses_changes_no_other(isa: str, dtype: str, kv_cache_dtype: str) -> None:
+    """Not one bit, where some heads are multiplied a second time and others that share the products are not."""
+    q, k, v = (x.astype(numpy_dtype(dtype)) for x in far_apart("", np.random.default_rng(17)))
+    outlier = q[:3].reshape(1, 12, 128).copy()
+    plain = outlier.copy()
+    outlier[:, ::3, 17] = 3000
+    table, starts, lens = np.arange(19, dtype=np.int32), np.array([0, 1], np.int32), np.array([300], np.int32)
+    cache = cpu_attn.PagedKVCache(19, 16, 1, 128, dtype, isa, kv_cache_dtype=kv_cache_dtype)
+    cache.update(k, v, np.arange(300))
+    plan = cache.plan(starts, lens, 12)
+    got, want = (cache.attend(x, table[None], plan, scale=128**-0.5) for x in (outlier, plain))
+    others = [head for head in range(12) if head % 3]
+    assert np.array_equal(got[:, others].view(np.uint8), want[:, others].view(np.uint8))
+    assert not np.array_equal(got[:, ::3], want[:, ::3])
+
+
+@pytest.mark.parametrize("kv_cache_dtype", KINDS)
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 @pytest.mark.parametrize(("isa", "dtype"), KERNELS)
 def test_a_query_that_is_no_number(isa: str, dtype: str, number: float, kv_cache_dtype: str) -> None:

@@ -38,9 +38,9 @@ typedef struct byte_work {
 /* Says what a band of rows meets in a block. */
 typedef struct band {
     int64_t row;
-    int rows, tall;        /* tall: its digits take two tiles */
-    const group *g;        /* groups that some row sees */
-    int num_groups, first; /* first: the number of g in the block */
+    int rows, tall; /* tall: its digits take two tiles */
+    const group *g;
+    int num_groups;
 } band;
 
 /* Do tiles multiply the bytes of a plan's caches, where rows are few? That depends on no task, so that a shared one
@@ -204,7 +204,7 @@ static void multiply_unit(byte_work *w, const band *t, int i, int64_t u, int res
     const int wide = i + 1 < t->num_groups;
     const int64_t dims = w->unit_dims, end = ca_min64(dims, w->plan->shape.head_size - u * dims);
     const int8_t *q = (const int8_t *)w->scratch.q + t->row * w->scratch.q_bytes + (2 * u + rest) * 2 * t->rows * dims;
-    const int8_t *k = w->quads[K] + (t->first + i) * quads_of_group(w, K) + u * dims * CA_LANES;
+    const int8_t *k = w->quads[K] + i * quads_of_group(w, K) + u * dims * CA_LANES;
     const int8_t *next = k + wide * quads_of_group(w, K);
     zero_sums(t->tall, wide);
     for (int64_t d = 0; d < end; d += BYTE_DEPTH)
@@ -298,7 +298,7 @@ INLINE void add_columns(byte_work *w, const band *t, int key, int64_t c, int wid
     shape_tiles(&w->sizes, 2 * t->rows, depth / 2, CA_LANES);
     zero_sums(t->tall, wide);
     for (; key < end; key += depth) {
-        const int8_t *v = w->quads[V] + (t->first * CA_LANES + key) * dv + 4 * c;
+        const int8_t *v = w->quads[V] + key * dv + 4 * c;
         multiply_bytes(t->tall, wide, w->p + key, UNIT_KEYS, v, v + 4 * CA_LANES, 4 * dv);
     }
     store_sums(t->tall, wide, (float *)w->sums, 2 * CA_LANES);
@@ -324,23 +324,13 @@ static void add_byte_values(byte_work *w, const band *t, float *o) {
 
 /* ---- a segment ---- */
 
-/* Finds the groups of a block that some of a band's rows, which see the edges e, see. */
-static band make_band(const byte_work *w, const score_block *b, int64_t row, const edges *e) {
-    band t = {.row = row, .rows = (int)ca_min64(BAND, w->rows - row), .g = b->groups, .num_groups = b->num_groups};
-    t.tall = 2 * t.rows > 16;
-    for (; t.num_groups > 0 && t.g->key + t.g->n <= e->lo; t.g++)
-        t.num_groups--;
-    while (t.num_groups > 0 && t.g[t.num_groups - 1].key >= e->hi)
-        t.num_groups--;
-    t.first = (int)(t.g - b->groups);
-    return t;
-}
-
+/* All rows of a band see keys of the same groups, since they are of one token, or of several that share all keys. */
 static void attend_band(byte_work *w, const score_block *b, int64_t row, const ca_state *state) {
     const int64_t dv = w->plan->shape.head_size_v;
-    const edges e = edges_of(&w->scratch, b, row, ca_min64(BAND, w->rows - row));
-    const band t = make_band(w, b, row, &e);
-    if (e.hi <= e.lo || t.num_groups == 0)
+    const int rows = (int)ca_min64(BAND, w->rows - row);
+    const band t = {.row = row, .rows = rows, .tall = 2 * rows > 16, .g = b->groups, .num_groups = b->num_groups};
+    const edges e = edges_of(&w->scratch, b, row, rows);
+    if (e.hi <= e.lo)
         return;
     const int masked = e.all_lo > t.g->key || e.all_hi < t.g[t.num_groups - 1].key + CA_LANES ||
                        (w->call->block_size % CA_LANES && !whole(t.g, t.num_groups));
