@@ -51,6 +51,7 @@ WIDER = {
     "__AVX512FP16__": r"\tv(add|sub|mul|div|max|min|sqrt|fn?m\w+|reduce|rndscale|scalef|cmp)[ps]h\b",
     "__AMX_TILE__": r"%tmm|\t((ld|st)tilecfg|tilerelease)",
     "__AMX_BF16__": r"\ttdpbf16ps",
+    "__AMX_INT8__": r"\ttdpb[su][su]d",
 }
 # Where the objects that `make` left are not current, this takes minutes.
 slow = pytest.mark.slow
