@@ -6,10 +6,10 @@
  * emulated: -O1 -mavx2 -mfma -mf16c -Wno-psabi -DEMULATED -DEMULATED_BF16
  *
  * This isa multiplies bf16 by TDPBF16PS (Sapphire Rapids and newer), with AVX-512's softmax, in the layout of avx512's
- * bf16 caches. `cpu-attn verify` passed on an Emerald Rapids (kernel/README.md). Caches of integers go through
- * these tiles where there are more than CA_FEW_ROWS rows, else by TDPBSSD (amx/bytes.h) or through the kernel of
- * avx512_bf16.c. Prompts in f16 and f32 go by
- * the same tiles, in parts (amx/floats.h); all else in these dtypes is avx512's. */
+ * bf16 caches. `cpu-attn verify` passed on an Emerald Rapids (kernel/README.md). Caches of integers go through these
+ * tiles where there are more than CA_FEW_ROWS rows, else by TDPBSSD (amx/bytes.h) or through the kernel of
+ * avx512_bf16.c. Prompts in f16 and f32 go by the same tiles, in parts (amx/floats.h); all else in these dtypes is
+ * avx512's. */
 #include "cpu/cpu.h"
 #include "avx512.h"
 #include "kernel/amx/tiles.h"

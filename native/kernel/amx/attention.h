@@ -262,7 +262,7 @@ static int segment(const ca_plan *plan, const ca_call *call, const ca_task *task
 static const int integers = 1; /* the vector kernel multiplies caches of integers as integers */
 
 static const ca_kernel kernel_amx = {
-    .info = {.layout = CA_LAYOUT_PAIRS, .rows = ROWS, .integers = INTEGERS_BY, .method = TILE_METHOD},
+    .info = {.layout = CA_LAYOUT_PAIRS, .rows = ROWS, .integers = INTEGERS_BY " or TDPBSSD", .method = TILE_METHOD},
     .engine = {.scratch_bytes = work_bytes, .segment = segment, .together = 1, .opens = 1},
     .merge = merge,
     .finish = finish,

@@ -27,7 +27,6 @@ typedef struct byte_work {
     int unit_keys;            /* keys whose weights share a unit */
     tile_sizes sizes;
     int8_t *quads[2];    /* K: [groups][units][unit_dims / 4][16][4]; V: [UNIT_KEYS / 4][Dv][4] */
-    int v_made;          /* Are there quads of the block's V? */
     uint8_t *stage;      /* a group's elements as bytes, where they have fewer than 8 bits */
     int8_t *p;           /* [2 BAND][UNIT_KEYS] digits of weights */
     float *s;            /* [BAND][S_STRIDE] scores, then weights */
@@ -208,7 +207,7 @@ static void multiply_unit(byte_work *w, const band *t, int i, int64_t u, int res
     const int8_t *next = k + wide * quads_of_group(w, K);
     zero_sums(t->tall, wide);
     for (int64_t d = 0; d < end; d += BYTE_DEPTH)
-        multiply_bytes(t->tall, wide, q + d, dims, k + d * CA_LANES, next + d * CA_LANES, 4 * CA_LANES);
+        multiply(1, t->tall, wide, q + d, dims, k + d * CA_LANES, next + d * CA_LANES, 4 * CA_LANES);
     store_sums(t->tall, wide, (float *)sums_at(w, i / 2, u), 2 * CA_LANES);
 }
 
@@ -299,7 +298,7 @@ INLINE void add_columns(byte_work *w, const band *t, int key, int64_t c, int wid
     zero_sums(t->tall, wide);
     for (; key < end; key += depth) {
         const int8_t *v = w->quads[V] + key * dv + 4 * c;
-        multiply_bytes(t->tall, wide, w->p + key, UNIT_KEYS, v, v + 4 * CA_LANES, 4 * dv);
+        multiply(1, t->tall, wide, w->p + key, UNIT_KEYS, v, v + 4 * CA_LANES, 4 * dv);
     }
     store_sums(t->tall, wide, (float *)w->sums, 2 * CA_LANES);
     o += c;
@@ -340,9 +339,6 @@ static void attend_band(byte_work *w, const score_block *b, int64_t row, const c
     for (int r = 0; r < t.rows; r++)
         factor[r] = logits_of_row_bf16(w->plan, w->call, &w->scratch, row + r, &keys, w->s + r * S_STRIDE);
     online_softmax_bf16(w->s, t.rows, t.num_groups * CA_LANES, factor, 1, state->m + row, state->l + row, o, dv);
-    if (!w->v_made)
-        make_quads(w, b, V);
-    w->v_made = 1;
     add_byte_values(w, &t, o);
 }
 
@@ -355,7 +351,7 @@ static int begin_bytes(void *work, score_block *b) {
 static void attend_bytes(void *work, const score_block *b, int h) {
     byte_work *w = work;
     make_quads(w, b, K);
-    w->v_made = 0;
+    make_quads(w, b, V);
     for (int64_t row = 0; row < w->rows; row += BAND)
         attend_band(w, b, row, w->states + h);
 }

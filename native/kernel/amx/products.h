@@ -62,39 +62,35 @@ INLINE void store_sums(int tall, int wide, float *c, int64_t ld) {
         tile_store(3, c + 16 * ld + 16, 4 * ld);
 }
 
-/* Adds A B to the sums. Rows of A, and of B, are so many bytes apart; B's pass L1 by, which scores and weights need:
- * 0.93 of the time (MEASUREMENTS.md: AMX). */
-INLINE void multiply(int tall, int wide, const uint16_t *a, int64_t lda, const uint16_t *b0, const uint16_t *b1,
+#define LOAD_B(t, b)                                                                                                   \
+    if (bytes)                                                                                                         \
+        tile_load(t, b, ldb);                                                                                          \
+    else                                                                                                               \
+        tile_stream(t, b, ldb)
+#define DOT(t, a, b)                                                                                                   \
+    if (bytes)                                                                                                         \
+        tile_dot_bytes(t, a, b);                                                                                       \
+    else                                                                                                               \
+        tile_dot(t, a, b)
+/* Adds A B to the sums: of pairs of bf16 or, if `bytes`, of quads of signed bytes. Rows of A, and of B, are so many
+ * bytes apart. B passes L1 by, which scores and weights need (0.93 of the time, MEASUREMENTS.md: AMX), but for bytes,
+ * which vectors have just put there. */
+INLINE void multiply(int bytes, int tall, int wide, const void *a, int64_t lda, const void *b0, const void *b1,
                      int64_t ldb) {
     tile_load(4, a, lda);
-    tile_stream(6, b0, ldb);
-    tile_dot(0, 4, 6);
+    LOAD_B(6, b0);
+    DOT(0, 4, 6);
     if (wide) {
-        tile_stream(7, b1, ldb);
-        tile_dot(1, 4, 7);
+        LOAD_B(7, b1);
+        DOT(1, 4, 7);
     }
     if (tall) {
         tile_load(5, (const char *)a + 16 * lda, lda);
-        tile_dot(2, 5, 6);
+        DOT(2, 5, 6);
     }
-    if (tall && wide)
-        tile_dot(3, 5, 7);
+    if (tall && wide) {
+        DOT(3, 5, 7);
+    }
 }
-
-/* Does the same with signed bytes. They stay in L1, where vectors have just put them. */
-INLINE void multiply_bytes(int tall, int wide, const int8_t *a, int64_t lda, const int8_t *b0, const int8_t *b1,
-                           int64_t ldb) {
-    tile_load(4, a, lda);
-    tile_load(6, b0, ldb);
-    tile_dot_bytes(0, 4, 6);
-    if (wide) {
-        tile_load(7, b1, ldb);
-        tile_dot_bytes(1, 4, 7);
-    }
-    if (tall) {
-        tile_load(5, a + 16 * lda, lda);
-        tile_dot_bytes(2, 5, 6);
-    }
-    if (tall && wide)
-        tile_dot_bytes(3, 5, 7);
-}
+#undef LOAD_B
+#undef DOT

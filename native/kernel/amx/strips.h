@@ -64,7 +64,7 @@ INLINE void tile_scores(int whole, tile_work *w, const strip *t, int64_t d, int6
         for (int64_t at = d; at < end; at += DEPTH) {
             prefetch_share(w, &targets, at / DEPTH);
             for (int64_t part = 0, from = at * CA_LANES; part < parts; part++, from += apart)
-                multiply(tall, wide, q + at, 2 * ld, k0 + from, k1 + from, 4 * CA_LANES);
+                multiply(0, tall, wide, q + at, 2 * ld, k0 + from, k1 + from, 4 * CA_LANES);
         }
         store_sums(tall, wide, s, S_STRIDE);
     }
@@ -102,7 +102,7 @@ INLINE void tile_values(int whole, tile_work *w, const strip *t) {
             for (int g = 2 * i; g < 2 * i + 2 && g < num_next; g++)
                 prefetch_bytes(next[g].kv[V].at + at, share);
             for (int part = 0; part < parts; part++, v += apart)
-                multiply(tall, (int)wide, weights_at_bf16(p, i * DEPTH), 2 * P_LD, v, v + 2 * CA_LANES, 4 * dv);
+                multiply(0, tall, (int)wide, weights_at_bf16(p, i * DEPTH), 2 * P_LD, v, v + 2 * CA_LANES, 4 * dv);
         }
         store_sums(tall, (int)wide, o + c, dv);
     }

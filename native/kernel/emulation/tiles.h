@@ -103,8 +103,8 @@ static tile *tiles_of_product(int t, int a, int b) {
     return tile_at(t);
 }
 
-/* Arithmetic does not look at MXCSR: nearest even, subnormals are 0 on the way in and
- * out, nothing is raised. Columns past those of C stay 0: B's are. */
+/* Arithmetic does not look at MXCSR: nearest even, subnormals are 0 on the way in and out, nothing is raised. Columns
+ * past those of C stay 0: B's are. */
 static void tile_dot(int t, int a, int b) {
     tile *to = tiles_of_product(t, a, b);
     unsigned before = _mm_getcsr();
