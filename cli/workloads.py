@@ -157,6 +157,8 @@ WORKLOADS = {
         "decode-32x2k": _same("decode", 32, 1, 2048),
         "decode-64x512": _same("decode", 64, 1, 512),
         "decode-16x4k-mha": _same("decode", 16, 1, 4096, num_heads=16, num_kv_heads=16),
+        "decode-8x8k-gqa8": _same("decode", 8, 1, 8192, num_kv_heads=4),
+        "decode-8x8k-gqa16": _same("decode", 8, 1, 8192, num_kv_heads=2),
         "decode-8x8k-d64": _same("decode", 8, 1, 8192, num_heads=64, head_size=64),
         "mla-8x4k-h16": _same("decode", 8, 1, 4096, num_heads=16, **MLA),
         "mla-8x4k-h128": _same("decode", 8, 1, 4096, num_heads=128, **MLA),
