@@ -99,6 +99,23 @@ def flagged_files(folder: Path) -> list[FlaggedFile]:
     return sorted(map(FlaggedFile.read, folder.glob("*.c")), key=lambda f: -f.rank)
 
 
+def write_list(to: Path, folder: Path, built: list[FlaggedFile], absent: list[tuple[FlaggedFile, str]]) -> None:
+    """Writes the header for C that lists the files of a folder of FLAGGED that were built and, with the reason, the
+    others."""
+    kind = folder.name.upper()
+    lists = {
+        "LIST": [f'{kind}({f.name}, "{f.unit}")' for f in built if not f.of],
+        "ABSENT": [f'ABSENT({f.name}, "{f.unit}", "{why}")' for f, why in absent if not f.of],
+    }
+    if folder.name == "isa":
+        lists["VARIANTS"] = [f"VARIANT({f.name}, {f.of[0]}, {d})" for f in built for d in f.of[1:]]
+        lists["ABSENT_VARIANTS"] = [
+            f'ABSENT_VARIANT({f.name}, {f.of[0]}, {d}, "{why}")' for f, why in absent for d in f.of[1:]
+        ]
+    lines = (f"#define CA_{kind}_{name} {' '.join(rows)}\n" for name, rows in lists.items())
+    (to / f"{folder.name}_list.h").write_text("".join(lines))
+
+
 def cdef(header: Path) -> str:
     """Gives the part of a header that cffi reads, with what it takes from arguments.h."""
     text = header.read_text().split("/* cffi: begin */")[1].split("/* cffi: end */")[0]
@@ -277,8 +294,7 @@ class BuildExt(build_ext):  # type: ignore[misc]
         self.assemble(ext, NATIVE / "cpu_attn.h", sources, common)
 
     def choose(self, folder: Path) -> list[FlaggedFile]:
-        """Gives the files that can be built here, and writes a header for C that lists them and, with the reason, the
-        others."""
+        """Gives the files that can be built here, and writes their list."""
         built, absent = [], []
         for file in flagged_files(folder):
             if file.arch not in ("any", platform.machine()):
@@ -287,18 +303,7 @@ class BuildExt(build_ext):  # type: ignore[misc]
                 absent.append((file, f"the compiler that built this lacks one of {' '.join(file.flags)}"))
             else:
                 built.append(file)
-        kind = folder.name.upper()
-        lists = {
-            "LIST": [f'{kind}({f.name}, "{f.unit}")' for f in built if not f.of],
-            "ABSENT": [f'ABSENT({f.name}, "{f.unit}", "{why}")' for f, why in absent if not f.of],
-        }
-        if folder.name == "isa":
-            lists["VARIANTS"] = [f"VARIANT({f.name}, {f.of[0]}, {d})" for f in built for d in f.of[1:]]
-            lists["ABSENT_VARIANTS"] = [
-                f'ABSENT_VARIANT({f.name}, {f.of[0]}, {d}, "{why}")' for f, why in absent for d in f.of[1:]
-            ]
-        lines = (f"#define CA_{kind}_{name} {' '.join(rows)}\n" for name, rows in lists.items())
-        (self.temp / f"{folder.name}_list.h").write_text("".join(lines))
+        write_list(self.temp, folder, built, absent)
         return built
 
     def build_onednn(self, ext: Extension) -> None:

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * One call of reshape_and_cache and of attention_with_kv_cache without Python, for machines that are emulated:
- * test_cross.py writes the arrays to standard input and reads output and lse from standard output. */
+ * test_cross.py writes the arrays to standard input and reads output and lse from standard output, and from standard
+ * error by what products the kernel goes. */
 #include "cache/layout.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -203,6 +204,9 @@ int main(int argc, char **argv) {
               info.workspace_bytes, &fault);
     if (fault.status)
         die("the call failed");
+    ca_kernel_info kernel;
+    ca_isa_kernel(isa, dtype, &kernel);
+    fprintf(stderr, "%s\n", kernel.method);
     fwrite((void *)output.address, 1, (size_t)bytes_of(&output), stdout);
     fwrite((void *)lse.address, 1, (size_t)bytes_of(&lse), stdout);
     return 0;

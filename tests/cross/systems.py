@@ -11,16 +11,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-from build_ffi import BASE_FLAGS, FLAGGED, ONEDNN, FlaggedFile, flagged_files, write_arguments  # noqa: E402
+from build_ffi import BASE_FLAGS, FLAGGED, ONEDNN, flagged_files, write_arguments, write_list  # noqa: E402
 
 TARGETS = {"x86_64-linux-musl": "x86_64", "aarch64-macos": "aarch64", "x86_64-windows-gnu": "x86_64"}
 FLAGS = [flag for flag in BASE_FLAGS if flag != "-O3"] + ["-Werror", "-O0", f"-I{ROOT / 'native'}"]
-
-
-def lists(files: list[FlaggedFile], kind: str) -> str:
-    rows = " ".join(f'{kind}({file.name}, "{file.unit}")' for file in files if not file.of)
-    empty = "".join(f"#define CA_{kind}_{name}\n" for name in ("ABSENT", "VARIANTS", "ABSENT_VARIANTS"))
-    return f"#define CA_{kind}_LIST {rows}\n{empty}"
 
 
 def compiled(target: str, source: Path, flags: tuple[str, ...], folder: Path) -> str:
@@ -43,7 +37,7 @@ def main() -> None:
         sources: dict[Path, tuple[str, ...]] = dict.fromkeys(plain, ())
         for of in FLAGGED:
             files = [file for file in flagged_files(of) if file.arch in ("any", arch)]
-            (folder / f"{of.name}_list.h").write_text(lists(files, of.name.upper()))
+            write_list(folder, of, files, [])
             sources |= {file.path: file.flags for file in files}
         with ThreadPoolExecutor(2) as pool:
             refused += filter(None, pool.map(lambda s: compiled(target, s, sources[s], folder), sources))  # noqa: B023

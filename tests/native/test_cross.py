@@ -28,11 +28,10 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILER = "aarch64-linux-gnu-gcc"
 EMULATOR = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-static"]
-LISTS = {
-    "isa_list.h": 'CA_ISA_LIST ISA(neon, "vector") ISA(scalar, "scalar")\n#define CA_ISA_VARIANTS\n'
-    "#define CA_ISA_ABSENT\n#define CA_ISA_ABSENT_VARIANTS",
-    "probe_list.h": 'CA_PROBE_LIST PROBE(neon, "vector") PROBE(scalar, "scalar")\n#define CA_PROBE_ABSENT',
-}
+# What runs on which CPU: qemu's max has BF16, neoverse-n1 has not, and cortex-a72 has neither dot products nor half
+# precision.
+RUNS = [(isa, "max", dtype) for isa in ("neon", "scalar") for dtype in DTYPES]
+RUNS += [("neon", "neoverse-n1", "bfloat16"), *(("neon", "cortex-a72", dtype) for dtype in DTYPES)]
 
 pytestmark = [
     pytest.mark.slow,
@@ -50,21 +49,24 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compiled(folder: Path, driver: str) -> Path:
     """A program of tests/cross."""
-    for name, text in LISTS.items():
-        (folder / name).write_text(f"#define {text}\n")
     pytest.importorskip("setuptools", reason="build_ffi.py needs setuptools")
     sys.path.insert(0, str(ROOT))
-    importlib.import_module("build_ffi").write_arguments(folder)
+    build_ffi = importlib.import_module("build_ffi")
+    build_ffi.write_arguments(folder)
     sys.path.remove(str(ROOT))
-    flagged, native = ("isa", "limits/probe"), ROOT / "native"
-    apart = [native / folder for folder in (*flagged, "engines/onednn")]
-    sources = [ROOT / "tests/cross" / f"{driver}.c", *(c for c in native.rglob("*.c") if c.parent not in apart)]
-    sources += [native / kind / f"{name}.c" for kind in flagged for name in ("neon", "scalar")]
+    flags: dict[Path, tuple[str, ...]] = {}
+    for of in build_ffi.FLAGGED:
+        files = [file for file in build_ffi.flagged_files(of) if file.arch in ("any", "aarch64")]
+        build_ffi.write_list(folder, of, files, [])
+        flags |= {file.path: file.flags for file in files}
+    apart = (*build_ffi.FLAGGED, build_ffi.ONEDNN)
+    sources = [ROOT / "tests/cross" / f"{driver}.c", *flags]
+    sources += [c for c in (ROOT / "native").rglob("*.c") if c.parent not in apart]
     common = [COMPILER, *FLAGS, f"-I{ROOT / 'native'}", f"-I{folder}"]
 
     def compile_one(source: Path) -> str:
         target = folder / f"{source.parent.name}-{source.stem}.o"
-        subprocess.run([*common, "-c", str(source), "-o", str(target)], check=True)
+        subprocess.run([*common, *flags.get(source, ()), "-c", str(source), "-o", str(target)], check=True)
         return str(target)
 
     with ThreadPoolExecutor() as pool:
@@ -118,25 +120,26 @@ def arrays(problem: Problem) -> bytes:
     return b"".join(np.ascontiguousarray(x).tobytes() for x in (*head, *body))
 
 
-def run(program: Path, problem: Problem, isa: str) -> tuple[NDArray[Any], NDArray[np.float32]]:
+def run(program: Path, problem: Problem, isa: str, cpu: str) -> tuple[NDArray[Any], NDArray[np.float32], str]:
+    """Gives output, lse, and the products by which they were made."""
     case = problem.case
-    command = [str(EMULATOR), str(program), isa]
+    command = [str(EMULATOR), "-cpu", cpu, str(program), isa]
     done = subprocess.run(command, input=arrays(problem), capture_output=True, check=False)
     assert done.returncode == 0, (case.name, done.stderr)
     shape = (len(problem.query), case.num_heads, case.value_size)
     size = int(np.prod(shape)) * numpy_dtype(case.dtype).itemsize
     output = np.frombuffer(done.stdout[:size], numpy_dtype(case.dtype)).reshape(shape)
-    return output, np.frombuffer(done.stdout[size:], np.float32).reshape(shape[1::-1])
+    return output, np.frombuffer(done.stdout[size:], np.float32).reshape(shape[1::-1]), done.stderr.decode()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("isa", ["neon", "scalar"])
-def test_aarch64(program: Path, isa: str, dtype: str) -> None:
+@pytest.mark.parametrize(("isa", "cpu", "dtype"), RUNS)
+def test_aarch64(program: Path, isa: str, cpu: str, dtype: str) -> None:
     # Of keys that are turned and rotated in one pass, and rounded once, only the one half would come from the oracle.
     twice = {case.name for case in cases("quick", dtype) if case.rotary and rotates(case.kv_cache_rotation)[0]}
     problems = [build(case) for case in cases("quick", dtype) if case.name not in twice]
     with ThreadPoolExecutor() as pool:
-        results = list(pool.map(lambda p: run(program, p, isa), problems))
-    for problem, result in zip(problems, results, strict=True):
+        results = list(pool.map(lambda p: run(program, p, isa, cpu), problems))
+    for problem, (*result, products) in zip(problems, results, strict=True):
+        assert ("BFMMLA" in products) == ((isa, cpu, dtype) == ("neon", "max", "bfloat16"))
         judged = check(problem, *result)
         assert judged.ok, (problem.case.name, judged.message)

@@ -54,7 +54,8 @@ def run(program: Path, problem: Problem, isa: str) -> Result:
     parts = [problem.query_start_loc, np.maximum(problem.starts, 0).astype(np.int32), problem.brings.astype(np.uint8)]
     body = bytes(ffi.buffer(shape)) + bytes(ffi.buffer(how)) + b"".join(x.tobytes() for x in parts)
     body += b"".join(described(given.get(name)) for name in _check.LINEAR)
-    done = subprocess.run([str(EMULATOR), str(program), isa], input=body, capture_output=True, check=False)
+    command = [str(EMULATOR), "-cpu", "max", str(program), isa]
+    done = subprocess.run(command, input=body, capture_output=True, check=False)
     assert done.returncode == 0, (c.name, done.stderr)
     output = np.frombuffer(done.stdout[: value.nbytes], value.dtype).reshape(value.shape)
     states = np.frombuffer(done.stdout[value.nbytes :], cache.dtype).reshape(cache.shape)

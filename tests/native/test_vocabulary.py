@@ -8,6 +8,7 @@ import importlib
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -64,7 +65,7 @@ class Build(NamedTuple):
 BUILDS = [Build(file.stem, "") for file in sorted(ISAS.glob("*.c"))]
 # The emulation of avx512_bf16.c has no float16, which that file's kernel does not use; amx has all of its other words.
 BUILDS += [Build(isa, "emulated") for isa in ("avx512", "amx", "avx2_vnni")]
-BUILDS += [Build(isa, "qemu") for isa in ("neon", "scalar")]
+BUILDS += [Build(isa, "qemu") for isa in ("neon", "neon_bf16", "scalar")]
 
 
 def preprocessed(command: list[str]) -> str:
@@ -133,14 +134,16 @@ def of_dtypes(word: str) -> list[str]:
 def test_every_word_is_tested(folder: Path) -> None:
     """Those that vocabulary.md lists, in every file that defines them."""
     tested_somewhere = set()
-    for build in (Build(isa, "") for isa in ("scalar", "avx2", "avx512", "avx512_bf16")):
+    crosses = shutil.which(COMPILER) is not None
+    builds = [Build(isa, "") for isa in ("scalar", "avx2", "avx512", "avx512_bf16")]
+    for build in builds + [Build("neon_bf16", "qemu")] * crosses:
         text = preprocessed([*build.command, *sources(folder, ISAS / f"{build.isa}.c"), "-E", "-P", str(SOURCE)])
         defined = set(re.findall(r"\bunused\)\)\s+\w[\w *]*?\b((?:v|unpack)_\w+)\(", text))
         tested = set(re.findall(r"\bvoid test_((?:v|unpack)_\w+)\(void\) \{", text))
         assert listed() & defined == tested
         assert tested and not {word for word in defined if word.startswith("v_")} - listed()
         tested_somewhere |= tested
-    assert tested_somewhere == listed()
+    assert tested_somewhere == listed() if crosses else tested_somewhere < listed()
 
 
 BROKEN = [

@@ -7,8 +7,8 @@
 
 typedef FACTOR operand;
 
-/* Says which of a pair of dimensions, or of keys, count in a step of a product. */
-enum { BOTH, EVEN, ODD };
+/* Says which of a pair of dimensions, or of keys, count in a step of a product, or that both of two pairs do. */
+enum { BOTH, EVEN, ODD, TWO_PAIRS };
 
 /* Loads the scale-th scale of VL keys, the first being `lane` of the groups from g on. */
 INLINE vf scales_of(const group *g, int kv, int64_t scale, int lane) {

@@ -68,6 +68,43 @@ TEST(v_round_pairs) {
     VECTORS(finite_number)
     EACH_WORD_IS(v_round_pairs(a, b), fabsf(ELEMENT(i)) < FLT_MIN ? got[i] & 0x807f : rounded_to(ELEMENT(i), BF16));
 }
+#ifdef V_MATRIX
+TEST(v_matrix) {
+    for (int i = 0; i < 2 * VL; i++)
+        X[i] = rounded_to(finite_number(), BF16), Y[i] = rounded_to(finite_number(), BF16);
+    fill(A, finite_number);
+    const float *got = lanes_of(v_matrix(v_load_f32(A), v_load_pairs(X), v_load_pairs(Y)));
+    LANES(i) B[i] = got[i];
+    LANES(i) { /* two dot products, in this order */
+        const uint16_t *x = X + i / 2 * 4, *y = Y + i % 2 * 4;
+        vf sum = v_set1(A[i]);
+        EACH(pair, 2) sum = v_dot(sum, v_set1_pair(x + 2 * pair), v_set1_pair(y + 2 * pair));
+        SAME_BITS(i, bits_of(B[i]), bits_of(v_first(sum)));
+    }
+}
+TEST(v_quads_of_pairs) {
+    WORDS
+    EACH_WORD_IS(v_quads_of_pairs(x, y, 0), (i / 2 % 2 ? Y : X)[i / 4 * 2 + i % 2]);
+    EACH_WORD_IS(v_quads_of_pairs(x, y, 1), (i / 2 % 2 ? Y : X)[VL + i / 4 * 2 + i % 2]);
+}
+TEST(v_keep_pairs) {
+    WORDS
+    EACH_WORD_IS(v_keep_pairs(x), i / 2 % 2 ? 0 : X[i]);
+}
+TEST(v_two_quads) {
+    random_bytes(Y, sizeof Y);
+    uint16_t *p = before_guard(8);
+    random_bytes(p, 8);
+    EACH_WORD_IS(v_two_quads(Y, p), i < 4 ? Y[i] : p[i - 4]);
+    EACH_WORD_IS(v_two_quads(p, Y), i < 4 ? p[i] : Y[i - 4]);
+}
+TEST(v_join) {
+    VECTORS(any_number)
+    EACH_IS(v_join(a, b, 0), i < VL / 2 ? A[i] : B[i - VL / 2]);
+    EACH_IS(v_join(a, b, 1), i < VL / 2 ? A[VL / 2 + i] : B[i]);
+}
+#endif
+#if VL == 16
 TEST(v_put_pairs) {
     VECTORS(any_number)
     uint16_t *p = target();
@@ -80,6 +117,7 @@ TEST(v_nearest_bf16) {
     VECTORS(any_number)
     EACH_IS(v_nearest_bf16(a), ELEMENT(i) != ELEMENT(i) ? got[i] : (float)value_of(rounded_to(ELEMENT(i), BF16), BF16));
 }
+#endif
 #endif
 
 /* ---- weights ---- */
