@@ -29,7 +29,7 @@ SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-fil
 heed = stopped=; trap stopped=1 INT;
 or_say = || { [ -n "$$stopped" ] && echo "make $(1): stopped" || echo "make $(1): FAILED, see above"; exit 1; }
 
-.PHONY: help verify docs peers test test-all test-integrations integration-tests model-sweep quality gains packaging sanitize sanitized-tests emulate emulated-tests python-tests forced-tests mutants lint format wheel systems clean always
+.PHONY: help verify docs peers test test-all test-integrations integration-tests model-sweep quality gains packaging sanitize sanitized-tests emulate emulated-tests python-tests forced-tests mutants lint format wheel systems pipeline-model clean always
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
@@ -50,6 +50,7 @@ help:
 	@echo "                of a part of it with UNDER=native/linear/, or of UNDER=cpu_attn/adapters/linear_attention/"
 	@echo "make lint       ruff, mypy, clang-format, zizmor;  make format: let ruff and clang-format rewrite"
 	@echo "make wheel      dist/: a wheel that auditwheel repaired and verify has tried, an sdist, a bill of materials"
+	@echo "make pipeline-model  what models of Arm cores say of the inner loops, by LLVM 19 and a cross compiler, minutes"
 	@echo "make systems    does native/ compile for musl, macOS and Windows? By zig's clang, minutes"
 	@echo "make clean      remove what the others made"
 
@@ -218,6 +219,10 @@ wheel: $(VENV)/wheel
 systems: $(VENV)/systems
 	@$(heed) $(BIN)/python tests/cross/systems.py $(call or_say,systems)
 	@echo "make systems: passed"
+
+# 5 minutes of one core, most of it avx512.c.
+pipeline-model: $(VENV)/installed
+	@$(heed) $(BIN)/python tests/cross/pipeline_model.py $(call or_say,pipeline-model)
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis cpu_attn/*.so

@@ -71,6 +71,7 @@ class FlaggedFile:
     flags: tuple[str, ...]  # the emulated ones where the environment asks for them
     of: tuple[str, ...]  # the isa and the ca_dtypes whose kernels it replaces where it can run; empty for none
     guarded: tuple[str, ...]  # flags of further instructions, which it runs only where a check at run time allows them
+    tuned: tuple[str, ...]  # flags that make it faster, for compilers that take them
 
     @classmethod
     def read(cls, path: Path) -> FlaggedFile:
@@ -79,7 +80,8 @@ class FlaggedFile:
         flags = tuple(said["emulated" if emulate else "flags"].split())
         guarded = () if emulate else tuple(said.get("guarded", "").split())
         of = tuple(said.get("of", "").split())
-        return cls(path, said["arch"], said["unit"], int(said["rank"]), flags, of, guarded)
+        tuned = tuple(said.get("tuned", "").split())
+        return cls(path, said["arch"], said["unit"], int(said["rank"]), flags, of, guarded, tuned)
 
     @property
     def name(self) -> str:
@@ -290,7 +292,9 @@ class BuildExt(build_ext):  # type: ignore[misc]
         sources = {path: common for path in sorted(NATIVE.rglob("*.c")) if path.parent not in elsewhere}
         write_arguments(self.temp)
         for folder in FLAGGED:
-            sources |= {file.path: [*common, *sanitized, *file.flags] for file in self.choose(folder)}
+            for file in self.choose(folder):
+                tuned = filter(self.accepts, file.tuned)
+                sources[file.path] = [*common, *sanitized, *file.flags, *tuned]
         self.assemble(ext, NATIVE / "cpu_attn.h", sources, common)
 
     def choose(self, folder: Path) -> list[FlaggedFile]:

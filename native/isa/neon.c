@@ -3,10 +3,12 @@
  * unit:  vector
  * rank:  20
  * flags:
+ * tuned: -fno-schedule-insns
  *
  * This isa is what every 64-bit Arm core has: FMA on 4 lanes, and conversions from and to binary16. A register tile
- * takes 6 x 4 accumulators of the 32 registers, 4 for K or V, and 1 to broadcast. It has run under qemu only: nothing
- * is known of its speed. */
+ * takes 6 x 4 accumulators of the 32 registers, 4 for K or V, and 1 to broadcast. gcc's first pass of
+ * scheduling loads K early, and spills sums for it, so it is left out. It has run under qemu only; what a model of
+ * cores says of its loops has kernel/MEASUREMENTS.md under "Arm". */
 #include "neon.h"
 
 #define ISA neon

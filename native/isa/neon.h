@@ -23,6 +23,17 @@ INLINE vf v_sub(vf a, vf b) { return vsubq_f32(a, b); }
 INLINE vf v_mul(vf a, vf b) { return vmulq_f32(a, b); }
 INLINE vf v_div(vf a, vf b) { return vdivq_f32(a, b); }
 INLINE vf v_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
+/* FMLA takes a lane of one of its factors, so that none has to be broadcast. */
+#define V_FACTOR
+INLINE vf v_factor_at(const float *p) {
+    vf x;
+    __asm__("ldr %s0, %1" : "=w"(x) : "m"(*p)); /* gcc 12 would broadcast it, or clear the other lanes */
+    return x;
+}
+INLINE vf v_add_product(vf sum, vf factor, vf x) {
+    __asm__("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(sum) : "w"(x), "w"(factor));
+    return sum;
+}
 INLINE vf v_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); } /* FMAX would take a's NaN, too */
 INLINE vf v_min(vf a, vf b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 INLINE vf v_abs(vf x) { return vabsq_f32(x); }

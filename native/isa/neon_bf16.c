@@ -4,6 +4,7 @@
  * rank:  21
  * of:    neon CA_BF16
  * flags: -march=armv8.2-a+bf16
+ * tuned: -fno-schedule-insns
  *
  * This is the bf16 kernel of Armv8.6's cores (Neoverse V1, V2 and N2; Apple's M2): BFMMLA multiplies two rows by two
  * keys over four dimensions, 16 products where FMA has 4, and BFDOT what is left of an odd number of rows. The Arm ARM

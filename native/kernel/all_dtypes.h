@@ -5,7 +5,8 @@
  *   ISA           is the isa's name, as in ca_isa_NAME.
  *   METHOD        is a string that says in words how products are formed, for `cpu-attn info`.
  *   ONLY_16_BITS  is defined by a variant, which has kernels for f16 and bf16 only (avx2_vnni.c).
- *   V_ACCUMULATE  is defined if the file has a v_accumulate of its own. */
+ *   V_ACCUMULATE  is defined if the file has a v_accumulate of its own, V_FACTOR if it has
+ *                 v_factor_at and v_add_product. */
 #define MICROKERNEL "kernel/attention/fma.inc"
 #define FACTOR float
 /* Quantised caches are multiplied as float16 by f16's products, but not in plain C, where the conversion takes longer.
@@ -16,6 +17,12 @@
 #include "kernel/attention/parameters.h"
 #ifndef V_ACCUMULATE
 INLINE vf v_accumulate(vf sum, vf a, vf b) { return v_fma(a, b, sum); }
+#endif
+#ifdef V_FACTOR
+#define SCALAR(x) v_factor_at(&(x))
+#else
+#define SCALAR(x) v_set1(x)
+#define v_add_product(sum, factor, x) v_accumulate(sum, factor, x)
 #endif
 
 #define DTYPE f16

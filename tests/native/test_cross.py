@@ -58,7 +58,7 @@ def compiled(folder: Path, driver: str) -> Path:
     for of in build_ffi.FLAGGED:
         files = [file for file in build_ffi.flagged_files(of) if file.arch in ("any", "aarch64")]
         build_ffi.write_list(folder, of, files, [])
-        flags |= {file.path: file.flags for file in files}
+        flags |= {file.path: (*file.flags, *file.tuned) for file in files}
     apart = (*build_ffi.FLAGGED, build_ffi.ONEDNN)
     sources = [ROOT / "tests/cross" / f"{driver}.c", *flags]
     sources += [c for c in (ROOT / "native").rglob("*.c") if c.parent not in apart]

@@ -51,6 +51,19 @@ TEST(v_fma) {
     VECTORS(any_number)
     is_fma(v_fma(a, b, c));
 }
+#ifdef V_FACTOR
+TEST(v_factor_at) {
+    float *p = before_guard(4);
+    *p = any_number();
+    SAME_BITS(0, bits_of(v_first(v_factor_at(p))), bits_of(*p));
+}
+TEST(v_add_product) {
+    const float x = between(-2, 2);
+    VECTORS(finite_number)
+    const float *got = lanes_of(v_add_product(a, v_factor_at(&x), b));
+    LANES(i) SAME_BITS(i, bits_of(got[i]), bits_of(fmaf(x, B[i], A[i])));
+}
+#endif
 #ifdef V_ACCUMULATE
 TEST(v_accumulate) {
     VECTORS(any_number)
