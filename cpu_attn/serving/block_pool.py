@@ -6,20 +6,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from hashlib import sha256
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cpu_attn._errors import NoFreeBlocksError
 from cpu_attn.serving.journal import Journal
+from cpu_attn.serving.prefix_store import StoredBlocks
 
 Array = np.ndarray[Any, Any]
 
 
 def _hash(kind: bytes, before: bytes, data: bytes) -> bytes:
     """Hashes a root or a block. The bytes that are hashed can be read back in one way only: the first of them say which
-    of the two it is and with that how long ``before`` is, and the length of ``data`` stands ahead of ``data``. So no
+    kind it is and with that how long ``before`` is, and the length of ``data`` stands ahead of ``data``. So no
     key has the hash of a block, and blocks behind different keys have different hashes, unless SHA-256 itself
     collides."""
     data = kind + before + len(data).to_bytes(8, "little") + data
@@ -29,10 +30,11 @@ def _hash(kind: bytes, before: bytes, data: bytes) -> bytes:
         raise MemoryError(f"SHA-256: {error}") from None
 
 
-def root(extra_key: str | bytes) -> bytes:
-    """Gives the hash that the first blocks of requests with this key come after."""
+def root(extra_key: str | bytes, fingerprint: bytes = b"") -> bytes:
+    """Gives the hash that the first blocks of requests with this key come after. fingerprint: 32 bytes that stand for
+    all that decides the bytes of blocks, where they are kept in a store; otherwise none."""
     key = extra_key.encode(errors="surrogatepass") if isinstance(extra_key, str) else extra_key
-    return _hash(b"root", b"", key)
+    return _hash(b"store" if fingerprint else b"root", fingerprint, key)
 
 
 def child(before: bytes, ids: Array) -> bytes:
@@ -55,6 +57,7 @@ class BlockStats(NamedTuple):
         num_state_slots: how many slots of states there are; 0, as the next two are, for a manager without states.
         num_free_state_slots: how many of them no request has.
         num_snapshots: how many of them hold a state that the prefix cache knows.
+        prefix_store_hits: how many of ``prefix_cache_hits`` were in blocks that came from a :class:`PrefixStore`.
 
     This class raises no errors itself.
 
@@ -82,6 +85,7 @@ class BlockStats(NamedTuple):
     num_state_slots: int = 0
     num_free_state_slots: int = 0
     num_snapshots: int = 0
+    prefix_store_hits: int = 0
 
 
 class BlockPool:
@@ -93,10 +97,17 @@ class BlockPool:
         journal: where all changes are written down.
         what: what errors call the blocks.
         attached: another pool, whose cached blocks have hashes of blocks here and are forgotten with these.
+
+    Attributes:
+        stored: where blocks of the prefix cache are kept, too, or None.
+        unsaved: blocks that came into the prefix cache since :meth:`save` was called, and their hashes; of a pool with
+            ``stored`` only.
     """
 
     def __init__(self, nodes: Array, journal: Journal, what: str = "blocks", attached: BlockPool | None = None) -> None:
         self._journal, self._what, self._attached = journal, what, attached
+        self.stored: StoredBlocks | None = None
+        self.unsaved: dict[int, bytes] = {}
         # Nodes are numbered from 0 on here, whatever their numbers in the machine are.
         self.node_of = np.unique(nodes, return_inverse=True)[1]
         self.free: list[list[int]] = [[] for _ in range(self.node_of.max(initial=0) + 1)]  # a list for each node
@@ -169,9 +180,37 @@ class BlockPool:
         self._journal.update(self.hash_of, new.values(), new.keys())
         at = list(new.values())
         self._journal.put(self.ref_cnt, at, self.ref_cnt[at] + 1)
+        if self.stored:
+            self._journal.update(self.unsaved, new.values(), new.keys())
+
+    def save(self) -> None:
+        """Has the blocks written that have come into the prefix cache, all of which have been computed by now."""
+        if self.stored and self.unsaved:
+            self.stored.write(list(self.unsaved.items()))
+            self._journal.drop(self.unsaved, list(self.unsaved))
+
+    def load(self, hashes: Sequence[bytes], homes: Array, spared: Collection[int] = ()) -> int:
+        """Reads blocks into free ones and puts them into the prefix cache, as far as there is room: blocks that it has
+        give way, but none of ``spared``. What has changed before stays so, whatever happens. Gives how many of the
+        first of them could be read."""
+        room = max(0, self.num_free - sum(block in self.evictable for block in spared))
+        wanted = list(takewhile(self.stored.__contains__, hashes[:room])) if self.stored else []
+        if not self.stored or not wanted:
+            return 0
+        self.make_room("tokens", len(wanted), spared)
+        self._journal.keep_evictions()
+        self._journal.settle()
+        blocks = self.take(homes, np.array([len(wanted)]))
+        count = self.stored.read(wanted, blocks.tolist())
+        self.publish(blocks[:count].tolist(), wanted[:count])
+        self.release(blocks)
+        return count
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Takes blocks out of the prefix cache."""
+        """Takes blocks out of the prefix cache. Until then nobody writes to them."""
+        if self.stored:
+            self.stored.forget(blocks)
+            self._journal.drop(self.unsaved, blocks)
         if self._attached:
             known = self._attached.block_of
             self._attached.forget([known[here] for here in map(self.hash_of.__getitem__, blocks) if here in known])

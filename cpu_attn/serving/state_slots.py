@@ -53,6 +53,16 @@ class StateSlots:
         self.slot[row] = slot
         self.pool.acquire([slot] if slot >= 0 else [])
 
+    def knows(self, here: bytes) -> bool:
+        """Says whether there is a snapshot at the end of the block of this hash, in a slot or in the store."""
+        return here in self.pool.block_of or (self.pool.stored is not None and here in self.pool.stored)
+
+    def found(self, here: bytes) -> int:
+        """Gives the slot of that snapshot, into which it is read where it is in the store; -1 where that fails."""
+        if here not in self.pool.block_of and not self.pool.load([here], np.zeros(1, np.int64)):
+            return -1
+        return self.pool.block_of[here]
+
     def fork(self, row: int, new_row: int) -> None:
         """Gives a new request, which has entered with the state of ``row``, the earlier states of that, too."""
         if row in self.earlier:
