@@ -247,11 +247,14 @@ class PrefixStore:
             self._changed.notify_all()
         if self._thread:
             self._thread.join()
-        for writer in self._writers.values():
-            writer.close()
+        self._close_writers()
         with self._looking:
             self._indexes.clear()
             self._folder.close()
+
+    def _close_writers(self) -> None:
+        while self._writers:
+            self._writers.popitem()[1].close()
 
     def stats(self) -> StoreStats:
         """Counts what the folder holds, and what the store did.
@@ -476,6 +479,9 @@ class PrefixStore:
             if excess > 0 and not each.in_use and self._folder.remove(each.name):
                 excess -= each.num_bytes
                 self._count("evicted")
+                with self._looking:
+                    if each.name in self._segments:
+                        self._forget(each.name)
         if excess > 0:
             raise OSError(f"max_bytes {self.max_bytes}: segments in use leave {num_bytes - excess} of {num_bytes}")
 
@@ -593,8 +599,7 @@ _STORES: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for store in _STORES:
-        for writer in store._writers.values():
-            writer.close()  # the parent's goes on, since its lock is not this descriptor's alone
+        store._close_writers()  # the parent's go on, and stay locked until the parent closes them, too
         store._forget_threads()
 
 

@@ -8,8 +8,10 @@ import os
 import random
 import signal
 from collections.abc import Iterator, Sequence
+from functools import partial
 from hashlib import shake_128
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any
 
 import numpy as np
@@ -75,36 +77,25 @@ def opened(path: Path, folder: Any = Folder, **options: Any) -> PrefixStore:
     return Store(path, **{"max_bytes": 1 << 30, "segment_bytes": 4096, **options})
 
 
-def killed_after(calls: int) -> Any:
-    """Folders whose process is killed at a call that writes; a write that is not the first of these has done half."""
-    left = [calls]
+class DyingSystem:
+    """Stands in for the module ``os`` of store_folder: call number ``calls`` kills the process, a write after half of
+    it is done."""
 
-    class Killed(Folder):
-        def _may_die(self) -> None:
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def __init__(self, calls: int) -> None:
+        self.left = calls
 
-        def write(self, fd: int, data: Any, offset: int) -> None:
-            view = memoryview(data).cast("B")
-            half = len(view) // 2
-            self._may_die()
-            super().write(fd, view[:half], offset)
-            self._may_die()
-            super().write(fd, view[half:], offset + half)
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(os, name)
+        return partial(self._call, found) if isinstance(found, BuiltinFunctionType) else found
 
-        def sync(self, fd: int) -> None:
-            self._may_die()
-            super().sync(fd)
-            self._may_die()
-
-        def create(self, *given: Any) -> int:
-            self._may_die()
-            fd = super().create(*given)
-            self._may_die()
-            return fd
-
-    return Killed
+    def _call(self, function: Any, *given: Any, **named: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            if function is os.pwrite:
+                fd, data, offset = given
+                os.pwrite(fd, data[: len(data) // 2], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*given, **named)
 
 
 def failing(code: int, calls: Iterator[bool], names: Sequence[str] = WRITING) -> Any:
@@ -133,8 +124,8 @@ def failing(code: int, calls: Iterator[bool], names: Sequence[str] = WRITING) ->
 
 
 class Unsynced(Folder):
-    """A folder of a disk that loses power: :meth:`lose_power` takes back any part of what was written and not synced, in
-    pieces of 16 bytes."""
+    """A folder of a disk that loses power: :meth:`lose_power` takes back any part of what was written and not synced,
+    in pieces of 16 bytes."""
 
     def __init__(self, path: Any) -> None:
         super().__init__(path)
