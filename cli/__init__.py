@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This package is the command line: ``cpu-attn info``, ``cpu-attn verify`` and ``cpu-attn bench``."""
+"""This package is the command line: ``cpu-attn info``, ``cpu-attn verify``, ``cpu-attn bench`` and ``cpu-attn
+store``."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from cpu_attn import __version__
 from cpu_attn.cli.bench import bench
 from cpu_attn.cli.info import info
 from cpu_attn.cli.report import fold
+from cpu_attn.cli.store import store
 from cpu_attn.cli.verify import verify
 
 
@@ -61,4 +63,5 @@ def main() -> None:
 
 main.add_command(bench)
 main.add_command(info)
+main.add_command(store)
 main.add_command(verify)

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import takewhile
 from math import prod
 from typing import Any, NamedTuple
 
@@ -338,14 +338,27 @@ class PrefixStore:
     def _add(self, segment: _Segment, records: Iterable[Record]) -> None:
         index = self._indexes[segment.layout.fingerprint]
         for record in records:
-            if record.name not in index:
-                index[record.name], segment.records[record.name] = segment, record
+            segment.records[record.name] = record
+            index.setdefault(record.name, segment)
 
     def _forget(self, name: str) -> None:
+        """Forgets a segment that is gone."""
         segment = self._segments.pop(name)
+        for each in list(segment.records):
+            self._drop(each, segment)
+
+    def _drop(self, name: bytes, segment: _Segment) -> None:
+        """Forgets that a block is in a segment. Another segment may have it, too: of processes that computed it at
+        once, or since one was damaged."""
+        segment.records.pop(name, None)
         index = self._indexes.get(segment.layout.fingerprint, {})
-        for each in segment.records:
-            index.pop(each, None)
+        if index.get(name) is segment:
+            same = (x for x in self._segments.values() if x.layout.fingerprint == segment.layout.fingerprint)
+            other = next((x for x in same if name in x.records), None)
+            if other:
+                index[name] = other
+            else:
+                del index[name]
 
     # What is written.
 
@@ -521,7 +534,10 @@ class StoredBlocks:
         self.store._look()
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self.store._indexes.get(self.layout.fingerprint, ())
+        return self._where(name) is not None
+
+    def _where(self, name: bytes) -> _Segment | None:
+        return self.store._indexes.get(self.layout.fingerprint, {}).get(name)
 
     def write(self, items: Sequence[tuple[int, bytes]]) -> None:
         """Queues (block, name) pairs to be written, but for what is there and what the queue has no room for."""
@@ -552,13 +568,10 @@ class StoredBlocks:
     def read(self, names: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Copies stored blocks into ``blocks`` of the arrays, in order, and says how many it did before one could not
         be read or was not what had been written. Bytes are written to an array once they were found to be right."""
-        index, done = self.store._indexes.get(self.layout.fingerprint, {}), 0
-        for segment, run in groupby(zip(names, blocks, strict=True), key=lambda item: index.get(item[0])):
-            items = list(run)
-            count = self._read_run(segment, items) if segment else 0
-            done += count
-            if count < len(items):
-                break
+        done = 0
+        while done < len(names) and (segment := self._where(names[done])):
+            rest = zip(names[done:], blocks[done:], strict=True)
+            done += self._read_run(segment, [*takewhile(lambda item: self._where(item[0]) is segment, rest)])
         self.store._count("read", done)
         return done
 
@@ -585,8 +598,7 @@ class StoredBlocks:
             store._count("faults")
             store._warn("cannot read, and goes on without", error)
         with store._looking:
-            store._indexes.get(self.layout.fingerprint, {}).pop(items[done][0], None)
-            segment.records.pop(items[done][0], None)
+            store._drop(items[done][0], segment)
         return done
 
 

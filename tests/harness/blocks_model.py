@@ -12,6 +12,7 @@ import numpy as np
 
 from cpu_attn import BlockManager, NoFreeBlocksError, PagedKVCache, reference
 from cpu_attn.distributed import ContextParallel, ThreadGroup
+from cpu_attn.serving import PrefixStore
 
 from ..programs.blocks_failing import At, state, without_evicted
 
@@ -27,7 +28,7 @@ class Model:
 
     attending: steps are attended and compared with the oracle; else the caches are only written. ranks: each of them
     has caches and a manager, all of which do the same. slots: how many slots of states each manager has; 0: no states.
-    interval: tokens between snapshots, of any number of blocks.
+    interval: tokens between snapshots, of any number of blocks. store: where the manager keeps blocks, too.
     """
 
     def __init__(
@@ -43,9 +44,12 @@ class Model:
         ranks: int = 1,
         slots: int = 0,
         interval: int = 4,
+        store: PrefixStore | None = None,
     ) -> None:
         sizes = (num_blocks, block_size, KV_HEADS, head_size)
         options: Any = {"enable_prefix_caching": caching, "sliding_window": window}
+        self.named = (lambda epoch: {"model": f"weights {epoch}"}) if store else (lambda epoch: {})
+        options |= {"store": store, **self.named(0)}
         self.managers = []
         for _ in range(ranks):
             caches = [PagedKVCache(*sizes) for _ in range(LAYERS)]
@@ -243,8 +247,8 @@ class Model:
             self.swapped.discard(request)
 
     def reset(self) -> None:
-        self.every("reset_prefix_cache")
         self.epoch += 1
+        self.every("reset_prefix_cache", **self.named(self.epoch))
 
     # What has to hold.
 
