@@ -24,18 +24,12 @@ PATH = click.argument("path", type=click.Path(exists=True, file_okay=False))
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object in place of text.")
 
 
-class Size(click.ParamType):
-    """Is a number of bytes, such as 200G, in powers of 1024."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        digits = value.rstrip("KMGT")
-        if not digits.isdecimal() or value[len(digits) :] not in UNITS:
-            self.fail(f"{value!r} is no size, such as 512M or 200G", param, ctx)
-        return int(digits) * UNITS[value[len(digits) :]]
+def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    """Reads a number of bytes, such as 200G, in powers of 1024."""
+    digits = value.rstrip("KMGT")
+    if not digits.isdecimal() or value[len(digits) :] not in UNITS:
+        raise click.BadParameter(f"{value!r} is no size, such as 512M or 200G")
+    return int(digits) * UNITS[value[len(digits) :]]
 
 
 @contextmanager
@@ -156,7 +150,7 @@ def verify(path: str, as_json: bool) -> None:
 
 @store.command(short_help="Remove what was unused for longest.")
 @PATH
-@click.option("--max-bytes", type=Size(), required=True, help="What may stay, such as 50G; 0 for nothing.")
+@click.option("--max-bytes", callback=_size, required=True, metavar="SIZE", help="What may stay, such as 50G.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 def prune(path: str, max_bytes: int, dry_run: bool) -> None:
     """Remove segments that were unused for longest, until the rest takes at most so many bytes.

@@ -379,8 +379,12 @@ class PrefixStore:
                 self._queued.add((fingerprint, name))
             self._count("skipped", len(new) - len(new[:room]))
             if self._queue and not self._thread:
-                self._thread = threading.Thread(target=self._write, name="prefix store", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._write, name="prefix store", daemon=True)
+                try:
+                    thread.start()
+                    self._thread = thread
+                except RuntimeError as error:  # the system has no room for another
+                    self._pause(error)
             self._changed.notify_all()
 
     def _cancel(self, stored: StoredBlocks, blocks: Sequence[int]) -> None:
@@ -410,12 +414,16 @@ class PrefixStore:
             try:
                 self._write_some()
             except Exception as error:  # whatever it is, serving goes on
-                self._count("faults")
-                self._warn("cannot write, and goes on without", error)
-                with self._changed:
-                    while self._queue:
-                        self._leave_out(self._queue.popitem()[1])
-                    self._paused_until = time.monotonic() + PAUSE_SECONDS
+                self._pause(error)
+
+    def _pause(self, error: Exception) -> None:
+        """Leaves out what is queued, and writes nothing for a while."""
+        self._warn("cannot write, and goes on without", error)
+        with self._changed:
+            self._count("faults")
+            while self._queue:
+                self._leave_out(self._queue.popitem()[1])
+            self._paused_until = time.monotonic() + PAUSE_SECONDS
 
     def _next(self, stored: StoredBlocks | None) -> tuple[StoredBlocks, int, bytes] | None:
         """Takes the first block off the queue and marks it as being copied; None where the queue is empty, or the block

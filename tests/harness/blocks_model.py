@@ -48,8 +48,9 @@ class Model:
     ) -> None:
         sizes = (num_blocks, block_size, KV_HEADS, head_size)
         options: Any = {"enable_prefix_caching": caching, "sliding_window": window}
-        self.named = (lambda epoch: {"model": f"weights {epoch}"}) if store else (lambda epoch: {})
-        options |= {"store": store, **self.named(0)}
+        self.made = self.epoch = 0
+        self.stored = store is not None
+        options |= {"store": store, **self.named()}
         self.managers = []
         for _ in range(ranks):
             caches = [PagedKVCache(*sizes) for _ in range(LAYERS)]
@@ -71,7 +72,10 @@ class Model:
         self.before: dict[int, int] = {}  # tokens before the last step
         self.drafted: dict[int, int] = {}  # how many of them the last step said were drafts
         self.counts: Counter[str] = Counter()
-        self.made = self.epoch = 0
+
+    def named(self) -> dict[str, str]:
+        """What a manager with a store is told of the weights."""
+        return {"model": f"weights {self.epoch}"} if self.stored else {}
 
     def here(self) -> list[int]:
         return [r for r in self.tokens if r not in self.swapped]
@@ -248,7 +252,7 @@ class Model:
 
     def reset(self) -> None:
         self.epoch += 1
-        self.every("reset_prefix_cache", **self.named(self.epoch))
+        self.every("reset_prefix_cache", **self.named())
 
     # What has to hold.
 

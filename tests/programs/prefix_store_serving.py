@@ -39,7 +39,7 @@ def made(kind: str, num_blocks: int = 16) -> list[PagedKVCache]:
 def run(manager: BlockManager, tokens: Any) -> tuple[int, str]:
     """How many of the tokens were found, and the hash of what attention gives for the last of them."""
     found = manager.allocate("a", tokens)
-    outputs = []
+    outputs: list[Any] = []
     for first, end in ((found, TOKENS - TAIL), (TOKENS - TAIL, TOKENS)):
         step = manager.step([("a", tokens[first:end])])
         outputs = []

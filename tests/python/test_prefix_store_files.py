@@ -371,6 +371,19 @@ def test_warnings_that_are_errors(tmp_path: Path) -> None:
             assert store.stats().num_faults == 1 and blocks.found([1]) == []
 
 
+def test_no_thread_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with opened(tmp_path) as store:
+        blocks = Blocks(store)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            blocks.put([1, 2])
+        store.flush()
+        assert store.stats().num_faults == 1 and store.stats().num_skipped_blocks == 2
+
+
 def test_a_file_may_be_no_larger(tmp_path: Path) -> None:
     """RLIMIT_FSIZE: the system's own refusal, EFBIG, once SIGXFSZ is ignored as Python does."""
 
