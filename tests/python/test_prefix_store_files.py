@@ -554,7 +554,12 @@ def test_forget_waits_while_a_block_is_copied(tmp_path: Path, monkeypatch: pytes
 
 
 def test_after_fork(tmp_path: Path) -> None:
-    """A child reads and writes with a thread and segments of its own, whatever the parent was doing."""
+    """A child reads and writes with a thread and segments of its own, whatever the parent was doing. What a store had
+    open that is closed by now is others'."""
+    with opened(tmp_path / "old") as old:
+        before = Blocks(old)
+        before.put([1])
+        old.flush()
     Gate.gate.clear()
     with opened(tmp_path, Gate) as store:
         blocks = Blocks(store)
