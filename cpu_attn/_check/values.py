@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import threading
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -96,6 +97,20 @@ def choice(name: str, x: Any, known: Collection[Any]) -> Any:
     if x not in known:
         raise ValueError(none_of(name, x, known))
     return x
+
+
+def text(name: str, x: Any) -> str:
+    if not isinstance(x, str):
+        raise TypeError(f"{name}: expected a str, got {type(x).__name__}")
+    return x
+
+
+def path(name: str, x: Any) -> str:
+    """Gives a path of a file or a folder as a str."""
+    found = text(name, os.fspath(x) if isinstance(x, os.PathLike) else x)
+    if "\0" in found:
+        raise ValueError(f"{name}: {found!r} has a null character, which no path has")
+    return found
 
 
 def boolean(name: str, x: Any) -> bool:

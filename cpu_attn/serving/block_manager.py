@@ -162,8 +162,9 @@ class BlockManager:
         # How many tokens allocate was given, how many of them it found, and how many of these in blocks of the store.
         self._hits = np.zeros(3, np.int64)
 
-        if store is not None and not isinstance(store, PrefixStore):
-            raise TypeError(f"store: expected a PrefixStore, got {type(store).__name__}")
+        model = _check.text("model", model)
+        if store is not None:
+            _check.instance("store", store, PrefixStore)
         if store and ranks > 1:
             raise ValueError(f"store: decode_context_parallel_size {ranks}, expected 1: ranks have blocks of their own")
         if store and not self.enable_prefix_caching:
@@ -176,8 +177,6 @@ class BlockManager:
 
     def _attach(self, store: PrefixStore, model: str) -> None:
         """Begins to use the store for blocks of this model."""
-        if not isinstance(model, str):
-            raise TypeError(f"model: expected a name, got {type(model).__name__}")
         if not model:
             raise ValueError("model: is empty, expected what tells its weights from those of other models")
         about = {"model": model, "caches": [_decides(cache) for cache in self.caches]}
@@ -527,7 +526,7 @@ class BlockManager:
             ValueError: a model is given to a manager without a store.
             TypeError: ``model`` is no name.
         """
-        stored = self._pool.stored
+        stored, model = self._pool.stored, _check.text("model", model)
         if model and not stored:
             raise ValueError("model: is given without a store")
         self._pool.forget(list(self._pool.hash_of))

@@ -124,6 +124,9 @@ class BlockPool:
     def num_free(self) -> int:
         return sum(map(len, self.free)) + len(self.evictable)
 
+    def _num_free_besides(self, spared: Collection[int]) -> int:
+        return self.num_free - sum(block in self.evictable for block in spared)
+
     def make_room(self, name: str, count: int, spared: Collection[int] = (), too_long: str = "") -> None:
         """Evicts blocks of the prefix cache where fewer than ``count`` are free, but none of ``spared``. too_long: what
         the error says of a request that never fits.
@@ -131,7 +134,7 @@ class BlockPool:
         Raises:
             NoFreeBlocksError: so many are not free.
         """
-        free = self.num_free - sum(block in self.evictable for block in spared)
+        free = self._num_free_besides(spared)
         if count > free:
             raise NoFreeBlocksError(name, count, free, too_long, self._what)
         missing = max(0, count - sum(map(len, self.free)))
@@ -193,7 +196,7 @@ class BlockPool:
         """Reads blocks into free ones and puts them into the prefix cache, as far as there is room: blocks that it has
         give way, but none of ``spared``. What has changed before stays so, whatever happens. Gives how many of the
         first of them could be read."""
-        room = max(0, self.num_free - sum(block in self.evictable for block in spared))
+        room = max(0, self._num_free_besides(spared))
         wanted = list(takewhile(self.stored.__contains__, hashes[:room])) if self.stored else []
         if not self.stored or not wanted:
             return 0

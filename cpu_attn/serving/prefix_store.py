@@ -157,13 +157,11 @@ class PrefixStore:
         segment_bytes: int = 256 << 20,
         max_queued_blocks: int = 4096,
     ) -> None:
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"path: expected a path, got {type(path).__name__}")
+        self.path = _check.path("path", path)
         self.max_bytes = _check.integer("max_bytes", max_bytes, 1, MOST)
         self.segment_bytes = _check.integer("segment_bytes", segment_bytes, 1, MOST)
         self.max_queued_blocks = _check.integer("max_queued_blocks", max_queued_blocks, 1)
         load_xxhash()
-        self.path = os.fspath(path)
         self._folder = self._open_folder(self.path)
         self._closed = False
         self._warned: set[str] = set()

@@ -39,8 +39,8 @@ class Folder:
         OSError: the folder can neither be opened nor made.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
+    def __init__(self, path: str) -> None:
+        self.path = path
         with contextlib.suppress(FileExistsError):
             os.makedirs(self.path, 0o700)
         try:

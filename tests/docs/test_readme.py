@@ -17,10 +17,11 @@ from cpu_attn.cli import main
 from ..harness.snippets import DOCUMENTS, ROOT, run, snippets
 
 PROMPTS = {ROOT / "README.md": 2, ROOT / "docs" / "backend.md": 1}  # attention over what a step brings
-# Those of test_{serving,torch,transformers}_docs.py, test_flash_attn.py, test_flashinfer.py, test_docs.py,
+# Those of test_{prefix_store,serving,torch,transformers}_docs.py, test_flash_attn.py, test_flashinfer.py, test_docs.py,
 # test_context_parallel.py and test_compose.py.
 ELSEWHERE = (
-    "serving torch transformers flash_attn flashinfer tutorial sparse linear_attention threads distributed compose"
+    "prefix_store serving torch transformers flash_attn flashinfer tutorial sparse linear_attention threads "
+    "distributed compose"
 )
 OTHERS = {ROOT / "docs" / f"{name}.md" for name in ELSEWHERE.split()}
 

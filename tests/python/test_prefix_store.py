@@ -378,8 +378,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         for options, error, words in (
             ({"store": store}, ValueError, "model: is empty"),
-            ({"store": store, "model": 3}, TypeError, "model: expected a name, got int"),
-            ({"store": "/a/path", "model": "m"}, TypeError, "store: expected a PrefixStore, got str"),
+            ({"store": store, "model": 3}, TypeError, "model: expected a str, got int"),
+            ({"store": "/a/path", "model": "m"}, TypeError, "store: expected PrefixStore, got str"),
             ({"model": "m"}, ValueError, "model: is given without a store"),
             ({"store": store, "model": "m", "enable_prefix_caching": False}, ValueError, "store: is given, and enable"),
             ({"store": store, "model": "m", "decode_context_parallel_size": 2}, ValueError, "store: decode_context_pa"),

@@ -610,8 +610,11 @@ def test_arguments(tmp_path: Path, options: Any, error: type[Exception], words: 
 
 
 def test_what_fits_no_segment(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"^path: expected a path, got int"):
-        PrefixStore(3, max_bytes=1)  # type: ignore[arg-type]
+    for path in (3, None, b"/tmp", ["/tmp"]):
+        with pytest.raises(TypeError, match=r"^path: expected a str, got "):
+            PrefixStore(path, max_bytes=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^path: 'a\\x00b' has a null character"):
+        PrefixStore("a\0b", max_bytes=1)
     with opened(tmp_path, max_bytes=1000) as store, pytest.raises(ValueError, match=r"^store: max_bytes 1000, a segm"):
         Blocks(store)
     with pytest.raises(ValueError, match=r"^store: is closed"):
