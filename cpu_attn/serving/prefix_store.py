@@ -299,6 +299,15 @@ class PrefixStore:
 
     # What is found.
 
+    def _index(self, fingerprint: bytes) -> dict[bytes, _Segment]:
+        """Gives where the blocks of this kind are, of which the store takes note from now on."""
+        with self._looking:
+            if fingerprint not in self._indexes:
+                self._indexes[fingerprint] = {}
+                self._looked_at = -LOOK_SECONDS
+        self._look()
+        return self._indexes[fingerprint]
+
     def _look(self) -> None:
         """Reads what has been added to the folder since it was looked at last."""
         with self._looking:
@@ -322,11 +331,11 @@ class PrefixStore:
             with self._folder.opened(name) as fd:
                 if segment is None:
                     segment = self._segments[name] = _Segment(name, read_layout(self._folder, fd))
-                    self._unreadable.discard(name)
                 if segment.layout.fingerprint in self._indexes:
                     found = read_records(self._folder, fd, segment.layout, segment.num_read)
                     segment.num_read += len(found)
                     self._add(segment, filter(None, found))
+            self._unreadable.discard(name)
         except FileNotFoundError:  # another process has evicted it meanwhile
             pass
         except (OSError, ValueError) as error:
@@ -423,62 +432,59 @@ class PrefixStore:
                 self._leave_out(self._queue.popitem()[1])
             self._paused_until = time.monotonic() + PAUSE_SECONDS
 
-    def _next(self, stored: StoredBlocks | None) -> tuple[StoredBlocks, int, bytes] | None:
-        """Takes the first block off the queue and marks it as being copied; None where the queue is empty, or the block
-        is not of ``stored``."""
+    def _copy_next(self, layout: Layout | None) -> tuple[Layout, bytes, bytearray] | None:
+        """Takes the first block off the queue and copies its bytes; None where the queue is empty, or the block is of
+        another kind than ``layout``."""
         with self._changed:
-            while self._queue:
-                key, queued = next(iter(self._queue.items()))
-                of = queued.of()
-                if of is None:
-                    self._leave_out(self._queue.pop(key))
-                elif stored in (None, of):
-                    self._copied = key
-                    del self._queue[key]
-                    return of, key[1], queued.name
-                else:
+            while True:
+                key, queued = next(iter(self._queue.items()), (None, None))
+                if key is None or queued is None or (layout and queued.fingerprint != layout.fingerprint):
+                    return None
+                del self._queue[key]
+                stored = queued.of()
+                if stored:
                     break
-            return None
+                self._leave_out(queued)
+            self._copied = key
+        try:
+            return stored.layout, queued.name, stored.copied_out(key[1])
+        finally:
+            with self._changed:
+                self._copied = None
+                self._changed.notify_all()
 
     def _write_some(self) -> None:
         """Writes the next blocks of the queue that are of one kind, and syncs them."""
         names: list[bytes] = []
-        stored, writer, fingerprint = None, None, b""
+        layout, writer, records = None, None, list[Record]()
         try:
-            while found := self._next(stored):
-                stored, block, name = found
-                fingerprint = stored.layout.fingerprint
+            while found := self._copy_next(layout):
+                layout, name, block = found
                 names.append(name)
-                try:
-                    buffer = stored.copied_out(block)
-                finally:
-                    with self._changed:
-                        self._copied = None
-                        self._changed.notify_all()
-                if writer is None:
-                    stored.look()
-                    writer = self._writer(stored.layout)
-                if name not in stored:  # nor has another process written it meanwhile
-                    writer.append(name, buffer)
-                if writer.is_full or len(names) * len(buffer) >= SYNC_BYTES:
+                if name not in self._index(layout.fingerprint):  # nor has another process written it meanwhile
+                    writer = writer or self._writer(layout)
+                    writer.append(name, block)
+                if (writer and writer.is_full) or len(names) * len(block) >= SYNC_BYTES:
                     break
-            records = writer.commit() if writer else []
+            if writer:
+                records = writer.commit()
         except BaseException:  # nothing is appended behind what may be half there
             self._count("skipped", len(names))
-            if fingerprint in self._writers:
-                self._writers.pop(fingerprint).close()
+            if writer and layout:
+                self._writers.pop(layout.fingerprint).close()
             raise
         finally:
-            with self._changed:
-                self._queued -= {(fingerprint, name) for name in names}
-        if writer and records:
+            if layout:
+                with self._changed:
+                    self._queued -= {(layout.fingerprint, name) for name in names}
+        if writer and layout:
             with self._looking:
                 if segment := self._segments.get(writer.name):
                     segment.num_read = records[-1].place + 1
                     self._add(segment, records)
             self._count("written", len(records))
-        if writer and writer.is_full:
-            self._writers.pop(fingerprint).close()
+            if writer.is_full:
+                self._writers.pop(layout.fingerprint).close()
 
     def _writer(self, layout: Layout) -> SegmentWriter:
         """Gives the segment that is appended to, a new one where there is none."""
@@ -515,7 +521,7 @@ class StoredBlocks:
     def __init__(self, store: PrefixStore, layout: Layout, arrays: Sequence[Array]) -> None:
         self.store, self.layout = store, layout
         self.use(arrays)
-        self._begin()
+        self.look()
 
     def __reduce__(self) -> Any:
         """Copies all but the arrays, which are their manager's to copy."""
@@ -525,19 +531,9 @@ class StoredBlocks:
         """Goes on with these arrays, of the same shapes."""
         self.arrays = [array for array in arrays if array.size]
 
-    def _begin(self) -> None:
-        store, fingerprint = self.store, self.layout.fingerprint
-        with store._looking:
-            if fingerprint not in store._indexes:
-                store._indexes[fingerprint] = {}
-                store._looked_at = -LOOK_SECONDS
-        store._look()
-
     def look(self) -> None:
-        """Takes note of what other processes have written, up to :data:`LOOK_SECONDS` ago."""
-        if self.layout.fingerprint not in self.store._indexes:  # after fork(), or in another process
-            self._begin()
-        self.store._look()
+        """Takes note of what other processes have written, but for the last :data:`LOOK_SECONDS`."""
+        self.store._index(self.layout.fingerprint)
 
     def __contains__(self, name: bytes) -> bool:
         return self._where(name) is not None

@@ -113,7 +113,7 @@ def test_random_operations(tmp_path: Path, options: dict[str, Any]) -> None:
     """Managers that come one after the other, against a model: what is found is what would be computed. Segments are
     few, so that some are evicted."""
     hits = evicted = 0
-    for seed in range(6):
+    for seed in range(4):
         with opened(tmp_path, segment_bytes=2000, max_bytes=5 << 18) as store:
             model = Model(**options, store=store)
             walk(model, 250, seed)
@@ -413,7 +413,7 @@ def random_process(path: Path, seed: int, seconds: float) -> None:
         assert not stats.num_damaged_blocks and not stats.num_unreadable_segments, stats
 
 
-@pytest.mark.parametrize(("count", "seconds"), [(4, 3.0), pytest.param(8, 90.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "seconds"), [(4, 2.0), pytest.param(8, 90.0, marks=pytest.mark.slow)])
 def test_processes_beside_one_another(tmp_path: Path, count: int, seconds: float) -> None:
     """Some of them are killed, and others come."""
     rng, living, ended, begun = random.Random(3), list[int](), list[int](), 0
