@@ -105,6 +105,11 @@ class Decoder:
         self.queries: list[Array] | None = None  # of each layer, where somebody wants to see them
         self.feedback: list[Array] | None = None  # of each layer, for keys of integers (balanced)
 
+    @property
+    def identity(self) -> str:
+        """What decides keys and values besides tokens and caches, for a prefix store."""
+        return f"{self.name}, {self.dtype}{'' if self.feedback is None else ', balanced'}"
+
     def config(self, name: str) -> Any:
         return self.fields[f"{self.fields['general.architecture']}.{name}"]
 

@@ -7,7 +7,7 @@
 The model (gemma3.py) continues texts and follows no instructions; Google's terms for Gemma apply to it. Several prompts
 make one batch: a step takes the next token of every request that decodes, and parts of prompts, --max-batch-tokens in
 all. cpu_attn.serving.BlockManager gives requests their blocks. Prompts that begin alike share those of their beginning,
-which are computed once.
+which are computed once; with --store they are kept in a folder, and found by the next run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from threadpoolctl import threadpool_limits
 from tokenizers.decoders import DecodeStream
 
 from cpu_attn import PagedKVCache, UnavailableError
-from cpu_attn.serving import BlockManager
+from cpu_attn.serving import BlockManager, PrefixStore
 
 PROMPTS = (
     "The old lighthouse keeper opened the door and",
@@ -72,6 +72,7 @@ def generate(
     seed: int = 0,
     max_batch_tokens: int = 512,
     max_requests: int = 8,
+    store: PrefixStore | None = None,
 ) -> Iterator[list[Request]]:
     """After each step the requests that have a new token; none where the step was all parts of prompts.
 
@@ -83,7 +84,7 @@ def generate(
     )
     blocks_each = max(-(-request.max_len // BLOCK_SIZE) for request in waiting)
     caches = model.caches(min(max_requests, len(waiting)) * blocks_each)
-    manager = BlockManager(caches)
+    manager = BlockManager(caches, store=store, model=model.identity if store else "")
     running: list[Request] = []
     while waiting or running:
         prompts_left = any(len(request.tokens) - manager.seq_len(request) > 1 for request in running)
@@ -108,6 +109,7 @@ def generate(
                 running.remove(request)
                 manager.free(request)
         yield new
+    manager.flush_store()
 
 
 def load(dtype: str, kv_cache_dtype: str, rotated: bool, isa: str, engine: str) -> Gemma3:
@@ -123,6 +125,13 @@ def load(dtype: str, kv_cache_dtype: str, rotated: bool, isa: str, engine: str) 
     model = Gemma3(dtype, kv_cache_dtype, isa, engine, rotation)
     click.echo(f"loaded in {time.perf_counter() - begun:.1f} s", err=True)
     return model.balanced() if rotated else model
+
+
+def opened(path: str) -> PrefixStore:
+    try:
+        return click.get_current_context().with_resource(PrefixStore(path, max_bytes=4 << 30))
+    except (ValueError, OSError, UnavailableError) as error:
+        raise click.UsageError(str(error)) from None
 
 
 def told(ids: list[list[int]], cached: dict[int, int], times: list[float]) -> str:
@@ -150,6 +159,7 @@ def told(ids: list[list[int]], cached: dict[int, int], times: list[float]) -> st
 @click.option("--rotated", is_flag=True, help="The caches, and balance the model for it: docs/quality.md.")
 @click.option("--isa", default="auto", show_default=True, help="An instruction set that `cpu-attn info` lists.")
 @click.option("--engine", default="auto", show_default=True, help="native, onednn or reference.")
+@click.option("--store", "path", type=click.Path(file_okay=False), help="A folder that keeps blocks for later runs.")
 @click.option("--threads", type=click.IntRange(1, 4096), help="Of attention and products.  [default: OpenMP's]")
 def main(
     prompts: tuple[str, ...],
@@ -166,10 +176,12 @@ def main(
     rotated: bool,
     isa: str,
     engine: str,
+    path: str | None,
     threads: int | None,
 ) -> None:
     """Continue PROMPTS, of which there are three if none is given. The first unfinished text is shown as it grows."""
     click.get_current_context().with_resource(threadpool_limits(threads))
+    store = opened(path) if path else None
     model = load(dtype, kv_cache_dtype, rotated, isa, engine)
     texts = [prefix + prompt for prompt in prompts or PROMPTS]
     ids = [encoding.ids for encoding in model.tokenizer.encode_batch(texts)]
@@ -181,7 +193,7 @@ def main(
     shown = width = 0  # the text that is shown, and how much of it
     cached: dict[int, int] = {}
     times = [time.perf_counter()]
-    for new in generate(model, ids, max_tokens, sampling, seed, max_batch_tokens, max_requests):
+    for new in generate(model, ids, max_tokens, sampling, seed, max_batch_tokens, max_requests, store):
         times += [time.perf_counter()] * len(new)
         for request in new:
             texts[request.index] += streams[request.index].step(model.tokenizer, request.tokens[-1]) or ""

@@ -9,6 +9,15 @@
 #include <unistd.h>
 #elif defined(_WIN32)
 #include <malloc.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+
+/* Returns 1 where the system says that the CPU has a feature of Arm's, else 0. */
+static unsigned long offers(const char *feature) {
+    int there = 0;
+    size_t size = sizeof there;
+    return sysctlbyname(feature, &there, &size, NULL, 0) == 0 && there;
+}
 #endif
 
 /* The numbers are those of AT_HWCAP and AT_HWCAP2 (Linux, Documentation/arch/arm64/elf_hwcaps.rst). Other systems for
@@ -20,6 +29,9 @@ void ca_system_hwcaps(unsigned long hwcaps[2]) {
 #else
     hwcaps[0] = 2;
     hwcaps[1] = 0;
+#endif
+#if defined(__APPLE__)
+    hwcaps[1] = offers("hw.optional.arm.FEAT_I8MM") << 13 | offers("hw.optional.arm.FEAT_BF16") << 14;
 #endif
 }
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ FLAGS = [flag for flag in BASE_FLAGS if flag != "-O3"] + ["-Werror", "-O0", f"-I
 def compiled(target: str, source: Path, flags: tuple[str, ...], folder: Path) -> str:
     """What the compiler says of a file that it refuses, else nothing."""
     object_file = folder / f"{source.parent.name}-{source.stem}.o"
+    # zig takes -march for the name of a CPU.
+    flags = tuple(re.sub(r"^-march=armv8\.(\d)-a\+", r"-mcpu=generic+v8_\1a+", flag) for flag in flags)
     command = [sys.executable, "-m", "ziglang", "cc", "-target", target, *FLAGS, f"-I{folder}", *flags]
     done = subprocess.run([*command, "-c", str(source), "-o", str(object_file)], capture_output=True, text=True)
     return f"{target}: {source.relative_to(ROOT)}\n{done.stderr}" if done.returncode else ""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import cpu_attn
+from cpu_attn.serving import PrefixStore
 
 from ..harness.snippets import example
 from ..models.gemma_texts import LOGITS, ODD, PROMPTS, TOKENS
@@ -100,6 +102,17 @@ def test_prompts_share_what_begins_them(model: Any) -> None:
         new |= {request.index: request for request in requests}
     assert [new[i].num_cached for i in range(3)] == [0, (len(ids) - 1) // 32 * 32, 544]
     assert new[0].tokens == new[1].tokens == ids + list(TOKENS[-1][:9])
+
+
+@pytest.mark.slow
+def test_a_later_run_finds_the_prompt(model: Any, tmp_path: Path) -> None:
+    """In caches of its own, by the folder of a prefix store: all whole blocks but the one of the last token."""
+    ids, runs = encoded(model)[-1], []
+    for _ in range(2):
+        with PrefixStore(tmp_path / "store", max_bytes=1 << 30) as store:
+            runs.append([*module.generate(model, [ids], 9, GREEDY, store=store)][-1][0])
+    assert [run.num_cached for run in runs] == [0, (len(ids) - 1) // 32 * 32]
+    assert all(run.tokens == ids + list(TOKENS[-1][:9]) for run in runs)
 
 
 @pytest.mark.slow
