@@ -293,6 +293,8 @@ class BlockManager:
                 break
             hashes.append(here)
         slot, num_loaded = self._make_present(hashes, ids)
+        if stored:
+            stored.mark_used(hashes)
         blocks = np.array([self._pool.block_of[each] for each in hashes], np.int32)
         found = len(hashes) * self.block_size
         row = self._enter(request, new, blocks, found, 0, slot)

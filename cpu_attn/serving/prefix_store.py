@@ -36,6 +36,7 @@ from cpu_attn.serving.store_segment import (
 
 Array = np.ndarray[Any, Any]
 LOOK_SECONDS = 0.1  # for so long what other processes have written may be missed
+MARK_SECONDS = 10.0  # for so long a segment counts as used without being marked so again
 PAUSE_SECONDS = 60.0  # for so long nothing is written after the system has refused to
 SYNC_BYTES = 64 << 20  # so many are written between two syncs, and may be lost with the process
 MOST = 2**62
@@ -96,11 +97,12 @@ class _Queued(NamedTuple):
 
 
 class _Segment:
-    """Is what this process knows of a segment. num_read: how many of its places have been looked at; records: by name,
-    of those that this store finds here."""
+    """Is what this process knows of a segment. num_read: how many of its places have been looked at; marked: when it
+    was marked as used; records: by name, of those that this store finds here."""
 
     def __init__(self, name: str, layout: Layout) -> None:
         self.name, self.layout, self.num_read = name, layout, 0
+        self.marked = -MARK_SECONDS
         self.records: dict[bytes, Record] = {}
 
 
@@ -270,7 +272,7 @@ class PrefixStore:
         return StoreStats(
             num_segments=len(files),
             num_bytes=sum(each.num_bytes for each in files),
-            num_stored_blocks=sum(map(len, self._indexes.values())),
+            num_stored_blocks=sum(map(len, list(self._indexes.values()))),  # another thread may add to them
             num_queued_blocks=len(self._queue),
             num_written_blocks=counts["written"],
             num_skipped_blocks=counts["skipped"],
@@ -540,6 +542,15 @@ class StoredBlocks:
 
     def _where(self, name: bytes) -> _Segment | None:
         return self.store._indexes.get(self.layout.fingerprint, {}).get(name)
+
+    def mark_used(self, names: Iterable[bytes]) -> None:
+        """Has the segments of these blocks, which somebody uses in memory, stay before others."""
+        store = self.store
+        for segment in {id(found): found for name in names if (found := self._where(name))}.values():
+            if time.monotonic() - segment.marked >= MARK_SECONDS:
+                segment.marked = time.monotonic()
+                with contextlib.suppress(OSError, ValueError), store._folder.opened(segment.name) as fd:
+                    store._folder.mark_used(fd)
 
     def write(self, items: Sequence[tuple[int, bytes]]) -> None:
         """Queues (block, name) pairs to be written, but for what is there and what the queue has no room for."""

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from cpu_attn import PagedKVCache
-from cpu_attn.serving import BlockManager, PrefixStore
+from cpu_attn.serving import BlockManager, PrefixStore, prefix_store
 
 from ..harness.blocks_model import Model, walk
 from ..harness.store_folders import Blocks, name_of, opened
@@ -203,6 +203,25 @@ def test_more_is_stored_than_there_is_room_for(tmp_path: Path) -> None:
         manager.free("a")
         compute(manager, "b", range(600, 612), 3.0)
         assert manager.allocate("a", range(100)) == 8  # of 2 in memory still, and 2 that are free
+
+
+def test_hits_in_memory_count_as_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all prompts begin with stays in the folder, though nobody reads it from there."""
+    monkeypatch.setattr(prefix_store, "MARK_SECONDS", 0.0)
+    sizes = {"num_blocks": 200, "block_size": 16, "num_kv_heads": 1, "head_size": 8}
+    with opened(tmp_path, max_bytes=1 << 19, segment_bytes=1) as store:
+        manager = BlockManager(PagedKVCache(**sizes), store=store, model="m")
+        for number in range(80):
+            tokens = [*range(16), *[number] * 20]
+            found = manager.allocate(number, tokens)
+            assert found == (16 if number else 0)
+            manager.step([(number, tokens[found:])])
+            manager.flush_store()
+            time.sleep(0.006)  # a clock of files goes by ticks
+        assert store.stats().num_evicted_segments > 5
+    with opened(tmp_path) as store:
+        manager = BlockManager(PagedKVCache(**sizes), store=store, model="m")
+        assert [manager.allocate(number, [*range(16), *[number] * 20]) for number in (1, 79)] == [16, 32]
 
 
 def test_a_damaged_block_is_computed_again(tmp_path: Path) -> None:
