@@ -205,6 +205,19 @@ def test_more_is_stored_than_there_is_room_for(tmp_path: Path) -> None:
         assert manager.allocate("a", range(100)) == 8  # of 2 in memory still, and 2 that are free
 
 
+def test_what_is_found_in_memory_stays(tmp_path: Path) -> None:
+    """The end of a prefix is read into blocks of others, though its beginning was unused for longer."""
+    with opened(tmp_path) as store:
+        manager = BlockManager(PagedKVCache(5, 16, 1, 8), store=store, model="m")
+        for first, count in ((0, 65), (500, 33)):
+            manager.allocate(first, range(first, first + count))
+            manager.step([(first, range(first, first + count))])
+            manager.flush_store()
+            manager.free(first)
+        assert manager.allocate("again", range(65)) == 64
+        assert manager.stats().prefix_cache_hits == 64 and manager.stats().prefix_store_hits == 32
+
+
 def test_hits_in_memory_count_as_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What all prompts begin with stays in the folder, though nobody reads it from there."""
     monkeypatch.setattr(prefix_store, "MARK_SECONDS", 0.0)
