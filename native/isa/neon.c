@@ -6,9 +6,9 @@
  * tuned: -fno-schedule-insns
  *
  * This isa is what every 64-bit Arm core has: FMA on 4 lanes, and conversions from and to binary16. A register tile
- * takes 6 x 4 accumulators of the 32 registers, 4 for K or V, and 1 to broadcast. gcc's first pass of
- * scheduling loads K early, and spills sums for it, so it is left out. It has run under qemu only; what a model of
- * cores says of its loops has kernel/MEASUREMENTS.md under "Arm". */
+ * takes 6 x 4 accumulators of the 32 registers, and K or V and factors in the rest; a factor is one lane. gcc's first
+ * pass of scheduling loads K early, and spills sums for it, so it is left out. It has run under qemu only; what a model
+ * of cores says of its loops has kernel/MEASUREMENTS.md under "Arm". */
 #include "neon.h"
 
 #define ISA neon

@@ -13,7 +13,8 @@
  * Both round sums to odd, and take subnormals for 0, unless FPCR.EBF is set, which this code leaves alone.
  *
  * The layout is neon's: pairs of dimensions, or of keys, of two loads become quads by ZIP1 and ZIP2, 2 instructions for
- * 2 rows' or more products. A register tile takes 6 x 4 accumulators. It has run under qemu only. */
+ * the products of two rows or more. A register tile takes 6 x 4 accumulators. What was tried has kernel/MEASUREMENTS.md
+ * under "Arm", and neon.c why a pass of gcc's is left out. It has run under qemu only. */
 #include "neon.h"
 
 #define MR 6
