@@ -444,7 +444,7 @@ def random_process(path: Path, seed: int, seconds: float) -> None:
         assert not stats.num_damaged_blocks and not stats.num_unreadable_segments, stats
 
 
-@pytest.mark.parametrize(("count", "seconds"), [(4, 2.0), pytest.param(8, 90.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "seconds"), [(4, 2.0), pytest.param(8, 40.0, marks=pytest.mark.slow)])
 def test_processes_beside_one_another(tmp_path: Path, count: int, seconds: float) -> None:
     """Some of them are killed, and others come."""
     rng, living, ended, begun = random.Random(3), list[int](), list[int](), 0
