@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import json
 import os
-import secrets
 import threading
 import time
 import warnings
@@ -492,7 +491,7 @@ class PrefixStore:
         """Gives the segment that is appended to, a new one where there is none."""
         if layout.fingerprint not in self._writers:
             self._make_room(layout.size)
-            writer = SegmentWriter(self._folder, f"{secrets.token_hex(16)}.segment", layout)
+            writer = SegmentWriter(self._folder, f"{os.urandom(16).hex()}.segment", layout)
             self._writers[layout.fingerprint] = writer
             with self._looking:
                 self._segments[writer.name] = _Segment(writer.name, layout)
@@ -628,4 +627,5 @@ def _after_fork() -> None:
         store._forget_threads()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import stat
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 
 SEGMENT = re.compile(r"[0-9a-f]{32}\.segment")
 UNFINISHED = re.compile(r"[0-9a-f]{32}\.new")  # a segment that has no header yet
-_COMMON = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last so that a FIFO is opened without waiting
 
 
 class Found(NamedTuple):
@@ -62,6 +60,11 @@ class Folder:
             self.close()
             raise
 
+    def _open(self, name: str, flags: int) -> int:
+        """Opens a file of the folder, no link, and a FIFO without waiting."""
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        return os.open(name, flags, 0o600, dir_fd=self._fd)
+
     def close(self) -> None:
         os.close(self._fd)
 
@@ -77,7 +80,7 @@ class Folder:
             ValueError: the name is no regular file that is the user's alone.
             OSError: it cannot be opened.
         """
-        fd = os.open(name, os.O_RDONLY | _COMMON, dir_fd=self._fd)
+        fd = self._open(name, os.O_RDONLY)
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
@@ -120,8 +123,10 @@ class Folder:
             OSError: it cannot be made.
         """
         unfinished = name.replace(".segment", ".new")
-        fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | _COMMON, 0o600, dir_fd=self._fd)
+        fd = self._open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
+            import fcntl  # imported in functions: where there is none, the package works without a store
+
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(fd, size)
             self.write(fd, header, 0)
@@ -171,6 +176,8 @@ class Folder:
 def _in_use(fd: int) -> bool:
     """Says whether the process that made a file still has it open to append to. Files are locked before they get their
     names and never again, so one that is not in use will not be."""
+    import fcntl
+
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-from build_ffi import BASE_FLAGS, FLAGGED, flagged_files, write_arguments, write_list  # noqa: E402
+from build_ffi import BASE_FLAGS, FLAGGED, flagged_files, write_arguments  # noqa: E402
 
 MCA = "llvm-mca-19"
 ITERATIONS = 200
@@ -91,9 +91,7 @@ class Loop:
 
 
 def compiled(isa: str, of: Architecture, folder: Path) -> Path:
-    files = [file for file in flagged_files(FLAGGED[0]) if file.arch in ("any", of.name)]
-    write_list(folder, FLAGGED[0], files, [])
-    file = next(file for file in files if file.name == isa)
+    file = next(file for file in flagged_files(FLAGGED[0]) if file.name == isa)
     target = folder / f"{isa}.o"
     flags = [*BASE_FLAGS, f"-I{ROOT / 'native'}", f"-I{folder}", *file.flags, *file.tuned]
     subprocess.run([f"{of.prefix}gcc", *flags, "-c", str(file.path), "-o", str(target)], check=True)
