@@ -40,14 +40,7 @@ static const char *missing(void) {
 #define FEW_KEYS 128
 
 #define TILES
-#define MICROKERNEL "kernel/attention/dot.inc"
-#define FACTOR uint16_t
-#define DTYPE bf16
-#define ELEM uint16_t
-#define DIGITS 8
-#define PAIRS 1
-#include "kernel/attention/parameters.h"
-#include "kernel/dtype.inc"
+#include "kernel/bf16_by_dot.h"
 
 #include "kernel/amx/attention.h"
 #include "kernel/amx/floats.h"

@@ -48,19 +48,11 @@ static const char *missing(void) {
     return reason;
 }
 
-#include "kernel/attention/parameters.h"
-
 #ifdef EMULATED
 #define METHOD "VDPBF16PS emulated, for tests only"
 #else
 #define METHOD "VDPBF16PS, 16 lanes of two bf16 products"
 #endif
-#define MICROKERNEL "kernel/attention/dot.inc"
-#define FACTOR uint16_t
-#define DTYPE bf16
-#define ELEM uint16_t
-#define DIGITS 8
-#define PAIRS 1
-#include "kernel/dtype.inc"
+#include "kernel/bf16_by_dot.h"
 
 const ca_isa_row ca_isa_avx512_bf16 = {.missing = missing, .kernels = {[CA_BF16] = &kernel_bf16}};

@@ -26,15 +26,7 @@
 
 static const char *missing(void) { return CA_CPU_MISSING(CA_HAS_neon, CA_HAS_bf16_arm); }
 
-#include "kernel/attention/parameters.h"
-
 #define METHOD "BFMMLA, two rows by two keys over four dimensions"
-#define MICROKERNEL "kernel/attention/dot.inc"
-#define FACTOR uint16_t
-#define DTYPE bf16
-#define ELEM uint16_t
-#define DIGITS 8
-#define PAIRS 1
-#include "kernel/dtype.inc"
+#include "kernel/bf16_by_dot.h"
 
 const ca_isa_row ca_isa_neon_bf16 = {.missing = missing, .kernels = {[CA_BF16] = &kernel_bf16}};
