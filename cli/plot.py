@@ -38,7 +38,7 @@ ROOM = 0.35  # this part of the axes, on the left of where the products begin to
 # These are the measures of the roofline in inches. The first four: from the left to the axes, their width, from the
 # bottom to them, and from them to the table, which leaves room for the names of the ceilings. The others are the
 # table's: between its lines, of its columns, of a letter.
-LEFT, ACROSS, BELOW, BESIDE = 0.8, 6.6, 0.65, 1.35
+LEFT, ACROSS, BELOW, BESIDE = 0.8, 6.6, 0.65, 1.45
 LINE, COLUMN, LETTER = 0.2, 0.55, 0.078
 Result = dict[str, Any]
 Rows = dict[str, dict[str, Result]]
