@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
+from inspect import signature
 from typing import Any, TypeVar
 
 # A size that is the same throughout a call: the plan says it, or the first array that has it. Each has the symbol that
@@ -471,6 +473,64 @@ SELECT = Call(
     ),
 )
 
+_block_size = Scalar("block_size", "int", "B, tokens of a block.")
+
+BOUNDS = Call(
+    "update_block_bounds",
+    "BOUNDS",
+    (
+        Array(
+            *("key", FLOATS, ("T", "num_kv_heads", "head_size")),
+            "As it goes into the cache: float32, float16 or bfloat16. The last axis is dense, here and below; other "
+            "strides are free.",
+        ),
+        _at_k_and_v[4],
+        Array(
+            *("block_min", FLOATS, ("num_blocks", "num_kv_heads", "head_size")),
+            "The smallest values, changed in place. A NaN in a key makes both bounds NaN there.",
+            (WRITTEN,),
+        ),
+        Array(
+            *("block_max", FLOATS, ("num_blocks", "num_kv_heads", "head_size")),
+            "The largest values, changed in place.",
+            (WRITTEN,),
+        ),
+        _block_size,
+    ),
+)
+
+_bounds = tuple(
+    Array(name, FLOATS, ("num_blocks", "num_kv_heads", "head_size"), "Of :func:`update_block_bounds`.")
+    for name in ("block_min", "block_max")
+)
+
+SCORES = Call(
+    "score_blocks",
+    "SCORES",
+    (
+        Array("query", FLOATS, ("T", "num_heads", "head_size"), "One request after another."),
+        *_bounds,
+        Array(
+            *("block_table", INT32, ("num_reqs", "blocks")),
+            "The blocks of each request in order. Entries that a request does not need are ignored.",
+        ),
+        Array("seq_lens", INT32, _seq_lens.axes, "How many keys each request has."),
+        Array("query_start_loc", INT32, _query_start_loc.axes, _query_start_loc.what),
+        _block_size,
+        Scalar("isa", "str", "Whose registers to compute in; ``auto`` takes the best isa of this machine.", "auto"),
+        Scalar(
+            *("by_query_head", "bool"),
+            "Whether each query head has scores of its own, for a plan that has ``select_by_query_head``.",
+            False,
+        ),
+        Array(
+            *("scores", FLOAT32, ("num_reqs", "num_kv_heads", "blocks")),
+            "What the call returns.",
+            (WRITTEN, LISTS),
+        ),
+    ),
+)
+
 # ---- attention ----
 
 ATTENTION = Call(
@@ -756,7 +816,7 @@ CONV = Call(
     ),
 )
 
-CALLS = (ATTENTION, PLAN, WRITE, INDEX, ROTARY, SELECT, UPDATE, LINEAR, CONV)
+CALLS = (ATTENTION, PLAN, WRITE, INDEX, ROTARY, SELECT, BOUNDS, SCORES, UPDATE, LINEAR, CONV)
 
 # ---- docstrings ----
 
@@ -772,14 +832,15 @@ def documented(call: Call) -> Callable[[Function], Function]:
     """Puts the rows of a call in the place of ``{arguments}`` in the docstring of its function, as deep as that stands:
     from 3.13 on Python takes the indentation of a docstring away when it compiles."""
 
-    def rows(place: re.Match[str]) -> str:
-        texts = [f"{row.name}: {sentences(row)}" for row in call.rows]
+    def rows(place: re.Match[str], given: Collection[str]) -> str:
+        texts = [f"{row.name}: {sentences(row)}" for row in call.rows if row.name in given]
         behind = place[1] + " " * 4
         return "\n".join(textwrap.fill(x, 120, initial_indent=place[1], subsequent_indent=behind) for x in texts)
 
     def put(function: Function) -> Function:
         if function.__doc__:  # python -OO leaves none
-            function.__doc__ = re.sub(r"^( *)\{arguments\}", rows, function.__doc__, flags=re.M)
+            given = partial(rows, given=signature(function).parameters)
+            function.__doc__ = re.sub(r"^( *)\{arguments\}", given, function.__doc__, flags=re.M)
         return function
 
     return put

@@ -107,6 +107,7 @@ _RECORDED = {  # the name of a call in profiles, and the array that tells dtype 
     lib.ca_rotary_write: ("rotary_reshape_and_cache", "key"),
     lib.ca_index_and_cache: ("index_and_cache", "k"),
     lib.ca_select_tokens: ("select_tokens", "query"),
+    lib.ca_score_blocks: ("score_blocks", "query"),
 }
 ONLY_CHECK = (ffi.NULL, 2**63 - 1)  # ca_attend has no workspace here: it checks and computes nothing
 
@@ -162,6 +163,14 @@ def run_write(
     if names[-1] == "k_feedback" and arrays[-1] is not None:
         _check.feeds_back("k_feedback", form.kinds[0])
     run_by_names(call, names, arrays, form, form.rotated, *_check.scales(k_scale, v_scale, form.kinds), *more)
+
+
+def run(call: Any, names: Sequence[str], arrays: tuple[Any, ...], *how: Any) -> None:
+    """Runs a call that takes neither a plan nor the name of an isa."""
+    fault = ffi.new("ca_fault *")
+    addresses, given, alive = objects(arrays)
+    while call(addresses, given, *how, fault):
+        addresses, given, alive = _check.reread(fault, names, arrays, given, alive)
 
 
 def run_by_names(call: Any, names: Sequence[str], arrays: tuple[Any, ...], form: CacheFormat, *how: Any) -> None:

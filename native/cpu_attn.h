@@ -89,6 +89,7 @@ enum ca_status {
     CA_BIAS_SMALL,          /* request, position = axis, value, bound = what the request needs */
     CA_BAD_NODE,            /* position = block, value, bound: 0 <= value < bound */
     CA_SMALL_STACK,         /* value = bytes of an OpenMP thread's stack, bound = those that a call may take */
+    CA_UNEQUAL_GROUPS,      /* value = kv heads, bound = query heads, which are no multiple of them */
     /* The statuses below are those of linear attention. */
     CA_BAD_STATE,        /* argument, position, value, bound: value < bound */
     CA_STATE_TWICE,      /* argument, position, value: a call writes a slot once */
@@ -311,26 +312,10 @@ int ca_gather(const ca_array *arrays, int value, int isa, int dtype, int kv_dtyp
 enum { CA_SIGNS = 1024 };
 extern float ca_signs[1024];
 
-/* These keep and use the bounds of blocks (cpu_attn/sparse/block_scores.py). The arrays come in the order of
- * _check.BOUNDS and _check.SCORES, where they have been accepted; what indices hold is checked here, before a byte is
- * written. */
-enum ca_bounds_arrays { CA_BOUNDS_MIN, CA_BOUNDS_MAX, CA_BOUNDS_KEY, CA_BOUNDS_SLOT_MAPPING, CA_BOUNDS_ARRAYS };
-enum ca_scores_arrays {
-    CA_SCORES,
-    CA_SCORES_QUERY,
-    CA_SCORES_MIN,
-    CA_SCORES_MAX,
-    CA_SCORES_BLOCK_TABLE,
-    CA_SCORES_QUERY_START_LOC,
-    CA_SCORES_SEQ_LENS,
-    CA_SCORES_ARRAYS
-};
-int ca_update_block_bounds(const ca_array *arrays, int64_t block_size, ca_fault *fault);
-/* scores have as many heads as the bounds, or as the queries. scratch holds ca_score_floats floats for each of
- * num_threads. */
-int ca_score_blocks(const ca_array *arrays, int isa, int64_t block_size, float *scratch, int num_threads,
-                    ca_fault *fault);
-int64_t ca_score_floats(int64_t head_size);
+/* These are update_block_bounds and score_blocks. */
+int ca_update_block_bounds(uintptr_t objects, const ca_array *given, int64_t block_size, ca_fault *fault);
+int ca_score_blocks(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,
+                    int by_query_head, int64_t block_size, ca_fault *fault);
 
 /* This is select_tokens. scale, which is positive, is that of q.k and of the cache together. masks may be NULL. */
 int ca_select_tokens(uintptr_t objects, const ca_array *given, const ca_meaning *meaning, int kv_cache_layout,

@@ -36,20 +36,20 @@ from cpu_attn._check.arrays import (
 from cpu_attn._check.batches import batch, continuation, draft_tokens, state_arrays, tokens
 from cpu_attn._check.calls import (
     ATTENTION,
+    BOUNDS,
     CONV,
     INDEX,
     LINEAR,
     MLA,
     ROTARY,
+    SCORES,
     SELECT,
     STEP,
     UPDATE,
     WRITE,
     attention_arrays,
     merged,
-    score_blocks,
     states,
-    update_block_bounds,
 )
 from cpu_attn._check.faults import instance, new_fault, raise_fault, renamed, reread
 from cpu_attn._check.kv_cache import (
@@ -115,6 +115,7 @@ from cpu_attn._check.values import (
 
 __all__ = [
     "ATTENTION",
+    "BOUNDS",
     "CONV",
     "FLOATS",
     "INDEX",
@@ -124,6 +125,7 @@ __all__ = [
     "MAX_SIZE",
     "MLA",
     "ROTARY",
+    "SCORES",
     "SELECT",
     "STEP",
     "TINY",
@@ -191,7 +193,6 @@ __all__ = [
     "same_kv_cache_rotation",
     "same_kv_dtypes",
     "scales",
-    "score_blocks",
     "sequence",
     "sizes",
     "small_floats",
@@ -203,7 +204,6 @@ __all__ = [
     "text",
     "timeout",
     "tokens",
-    "update_block_bounds",
     "width",
     "window",
     "with_one_head",

@@ -37,10 +37,10 @@ def with_one_head(
     return found[..., None, :]
 
 
-def length(name: str, x: Any) -> int:
-    """Gives the size of the first axis. native/check refuses an array that has none, so it counts as 0 here."""
+def length(name: str, x: Any, axis: int = 0) -> int:
+    """Gives the size of an axis. native/check refuses an array that has no such axis, so it counts as 0 here."""
     found = numpy_view(name, x)
-    return len(found) if found.ndim else 0
+    return int(found.shape[axis]) if found.ndim > axis else 0
 
 
 def listed(name: str, x: Sequence[Any], dtype: Any = None) -> np.ndarray[Any, Any]:

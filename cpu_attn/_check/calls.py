@@ -8,61 +8,17 @@ from typing import Any
 
 from cpu_attn._arguments import CALLS
 from cpu_attn._arrays import Array, view
-from cpu_attn._check.arrays import FLOATS, apart, array, disjoint, writable
-from cpu_attn._check.plans import lengths
-from cpu_attn._check.values import MAX_SIZE, integer, sequence
+from cpu_attn._check.arrays import FLOATS, array, disjoint, writable
+from cpu_attn._check.values import sequence
 
 # Each tuple has the order in which C has the arrays of a call: those that it writes come first.
-ATTENTION, STEP, WRITE, INDEX, ROTARY, SELECT, UPDATE, LINEAR, CONV = (call.names for call in CALLS)
+ATTENTION, STEP, WRITE, INDEX, ROTARY, SELECT, BOUNDS, SCORES, UPDATE, LINEAR, CONV = (call.names for call in CALLS)
 MLA = tuple("kv_cache" if name in ("key_cache", "value_cache") else name for name in ATTENTION)
 
 
 def attention_arrays(**given: Any) -> tuple[Any, ...]:
     """Gives the arrays of an attention in the order of ATTENTION, and None for those that are not given."""
     return tuple(given.pop(name, None) for name in ATTENTION)
-
-
-BOUNDS = ("block_min", "block_max", "key", "slot_mapping")
-SCORES = ("scores", "query", "block_min", "block_max", "block_table", "query_start_loc", "seq_lens")
-
-
-def bounds(block_min: Any, block_max: Any, dtypes: Sequence[str]) -> tuple[Array, Array]:
-    """Checks block_min and block_max, both [N, Hkv, D]."""
-    low = array("block_min", block_min, dtypes, [("num_blocks", None), ("num_kv_heads", None), ("head_size", None)])
-    blocks, heads, head_size = low.shape
-    sizes = [("num_blocks", blocks), ("num_kv_heads", heads), ("head_size", head_size)]
-    integer("block_min: num_kv_heads", heads, 1, MAX_SIZE)
-    integer("block_min: head_size", head_size, 1, MAX_SIZE)
-    return low, array("block_max", block_max, [low.dtype], sizes)
-
-
-def update_block_bounds(key: Any, slot_mapping: Any, block_min: Any, block_max: Any) -> list[Array | None]:
-    """Checks the arrays of that call and gives them in the order of BOUNDS."""
-    low, high = bounds(block_min, block_max, FLOATS)
-    k = array("key", key, [low.dtype], [("T", None), ("num_kv_heads", low.shape[1]), ("head_size", low.shape[2])])
-    slots = array("slot_mapping", slot_mapping, ["int64"], [("T", k.shape[0])])
-    found: list[Array | None] = [writable("block_min", low), writable("block_max", high), k, slots]
-    apart(BOUNDS, found, 2)
-    return found
-
-
-def score_blocks(
-    query: Any, block_min: Any, block_max: Any, block_table: Any, seq_lens: Any, query_start_loc: Any
-) -> list[Array | None]:
-    """Checks the arrays of that call and gives them in the order of SCORES; None stands for the first, which the call
-    makes."""
-    q = array("query", query, FLOATS, [("T", None), ("num_heads", None), ("head_size", None)])
-    low, high = bounds(block_min, block_max, [q.dtype])
-    if q.shape[2] != low.shape[2]:
-        raise ValueError(f"block_min: axis 2 is {low.shape[2]}, expected head_size = {q.shape[2]}")
-    integer("query: num_heads", q.shape[1], 1, MAX_SIZE)
-    if q.shape[1] % low.shape[1]:
-        raise ValueError(f"block_min: {low.shape[1]} kv heads do not divide num_heads = {q.shape[1]}")
-    table = array("block_table", block_table, ["int32"], [("num_reqs", None), ("blocks", None)])
-    starts, lens, _ = lengths(table.shape[0], query_start_loc, seq_lens, None)
-    if starts.numpy()[-1] != q.shape[0]:
-        raise ValueError(f"query: axis 0 is {q.shape[0]}, expected query_start_loc[-1] = {starts.numpy()[-1]}")
-    return [None, q, low, high, table, starts, lens]
 
 
 def _parts(name: str, x: Any, dtypes: Sequence[str]) -> list[Any]:

@@ -148,6 +148,7 @@ def raise_fault(fault: Any, names: Sequence[str] = (), arrays: Sequence[Any] = (
             lib.CA_BAD_SLOT: f"slot_mapping[{position}]: {value}, expected less than num_blocks * block_size = {bound}",
             lib.CA_BAD_POSITION: f"positions[{position}]: {value}, outside 0..{bound - 1} (rows of cos_sin_cache)",
             lib.CA_OTHER_TOKENS: f"query: axis 0 is {value}, expected query_start_loc[-1] = {bound}",
+            lib.CA_UNEQUAL_GROUPS: f"block_min: {value} kv heads do not divide num_heads = {bound}",
             lib.CA_BAD_NODE: f"block_nodes[{position}]: {value}, outside 0..{bound - 1}",
             lib.CA_OTHER_LENGTHS: f"query_start_loc[{position}]: {value}, scheduler_metadata was made for {bound}",
             lib.CA_OTHER_SEQ_LENS: f"seq_lens[{position}]: {value}, scheduler_metadata was made for {bound}",

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from cpu_attn import _check, _dispatch, _threads
-from cpu_attn._arrays import described, view
-from cpu_attn._native import ffi, lib
+from cpu_attn import _check, ops
+from cpu_attn._arguments import BOUNDS, SCORES, documented
+from cpu_attn._native import lib
 
 
+@documented(BOUNDS)
 def update_block_bounds(key: Any, slot_mapping: Any, block_min: Any, block_max: Any, block_size: int) -> None:
     """Keeps the bounds of each block's keys: its smallest and its largest value of each dimension.
 
@@ -30,12 +31,7 @@ def update_block_bounds(key: Any, slot_mapping: Any, block_min: Any, block_max: 
     in :func:`cpu_attn.reshape_and_cache`.
 
     Args:
-        key: [T, Hkv, D] of float32, float16 or bfloat16, as it goes into the cache. The last axis is dense.
-        slot_mapping: int64 [T], block * B + place in the block; a token with a negative slot is skipped.
-        block_min: [N, Hkv, D], of the same dtype, changed in place: the smallest values. The last axis is dense. A NaN
-            in a key makes both bounds NaN there.
-        block_max: [N, Hkv, D], of the same dtype, changed in place: the largest values. The last axis is dense.
-        block_size: B, tokens of a block.
+        {arguments}
 
     Raises:
         ValueError: a shape, a stride or a slot is out of range, or memory overlaps. Nothing has been written then.
@@ -52,12 +48,11 @@ def update_block_bounds(key: Any, slot_mapping: Any, block_min: Any, block_max: 
         >>> block_min[1].tolist(), block_max[1].tolist()
         ([[1.0, 2.0]], [[3.0, 5.0]])
     """
-    fault, arrays = _check.new_fault(), _check.update_block_bounds(key, slot_mapping, block_min, block_max)
-    block_size = _check.integer("block_size", block_size, 1)
-    lib.ca_update_block_bounds(described(arrays), block_size, fault)
-    _check.raise_fault(fault)
+    arrays = (block_min, block_max, key, slot_mapping)
+    ops.run(lib.ca_update_block_bounds, _check.BOUNDS, arrays, _check.integer("block_size", block_size, 1))
 
 
+@documented(SCORES)
 def score_blocks(
     query: Any,
     block_min: Any,
@@ -77,15 +72,7 @@ def score_blocks(
     quantised cache q.k may exceed the score by what quantisation rounds.
 
     Args:
-        query: [T, Hq, D] of float32, float16 or bfloat16.
-        block_min: [N, Hkv, D], of the same dtype, of :func:`update_block_bounds`.
-        block_max: [N, Hkv, D], of the same dtype, of :func:`update_block_bounds`.
-        block_table: int32 [R, M], the blocks of each request in order; entries past them are ignored.
-        seq_lens: int32 [R], how many keys each request has.
-        query_start_loc: int32 [R + 1], where each request's query tokens start.
-        block_size: B, tokens of a block.
-        isa: whose registers to compute in; ``auto`` takes the best isa of this machine.
-        by_query_head: whether each query head has scores of its own, for a plan that has ``select_by_query_head``.
+        {arguments}
 
     Returns:
         float32 [R, Hkv, M], or [R, Hq, M] where ``by_query_head``. Columns past a request's blocks are -inf, and so are
@@ -109,22 +96,13 @@ def score_blocks(
         >>> score_blocks(query, block_min, block_max, table, lens, loc, block_size=16).tolist()
         [[[1.0, 1.0]]]
     """
-    fault, arrays = (
-        _check.new_fault(),
-        _check.score_blocks(query, block_min, block_max, block_table, seq_lens, query_start_loc),
-    )
-    block_size = _check.integer("block_size", block_size, 1)
-    q, low, table = arrays[1], arrays[2], arrays[4]
-    assert q and low and table
-    resolved = _dispatch.resolve_isa(isa, q.dtype, q.shape[2])
-    heads = q.shape[1] if _check.boolean("by_query_head", by_query_head) else low.shape[1]
-    scores = np.empty((table.shape[0], heads, table.shape[1]), np.float32)
-    threads = _threads.get_num_threads()
-    scratch = np.empty(threads * lib.ca_score_floats(q.shape[2]), np.float32)
-    room = ffi.from_buffer("float[]", scratch)
-    given = described([view("scores", scores), *arrays[1:]])
-    lib.ca_score_blocks(given, resolved.index, block_size, room, threads, fault)
-    _check.raise_fault(fault)
+    heads = ("query", query) if _check.boolean("by_query_head", by_query_head) else ("block_min", block_min)
+    rows, columns = (_check.length("block_table", block_table, axis) for axis in (0, 1))
+    scores = np.empty((rows, _check.length(*heads, 1), columns), np.float32)
+    arrays = (scores, query, block_min, block_max, block_table, seq_lens, query_start_loc)
+    form = ops.cache_format(isa, "auto", "packed")
+    how = (by_query_head, _check.integer("block_size", block_size, 1))
+    ops.run_by_names(lib.ca_score_blocks, _check.SCORES, arrays, form, *how)
     return scores
 
 

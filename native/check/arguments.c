@@ -50,6 +50,8 @@ const ca_table ca_write_table = CA_WRITE_ROWS;
 const ca_table ca_index_table = CA_INDEX_ROWS;
 const ca_table ca_select_table = CA_SELECT_ROWS;
 const ca_table ca_rotary_table = CA_ROTARY_ROWS;
+const ca_table ca_bounds_table = CA_BOUNDS_ROWS;
+const ca_table ca_scores_table = CA_SCORES_ROWS;
 const ca_table ca_update_table = CA_UPDATE_ROWS;
 const ca_table ca_linear_table = CA_LINEAR_ROWS;
 const ca_table ca_conv_table = CA_CONV_ROWS;
@@ -103,16 +105,14 @@ static uint64_t memory_of(int kv_dtype) {
     return (ca_is_scaled(kv_dtype) ? 0 : ONE(kv_dtype)) | (ca_is_quantised(kv_dtype) ? ONE(CA_U8) : 0);
 }
 
-/* Finds the isa, and what caches hold, from the names that the caller has for them. Returns 0 where Python has not said
- * yet what these mean. */
-static int find_meaning(ca_fit *fit) {
+int ca_find_meaning(ca_fit *fit, ca_fault *fault) {
     const ca_meaning *m = fit->meaning;
     if (!m->of[fit->dtype].known || fit->sizes[CA_HEAD_SIZE] % m->head_sizes)
-        return 0;
+        return ca_refuse(fault, CA_UNNAMED, -1, fit->dtype, fit->sizes[CA_HEAD_SIZE]);
     fit->isa = m->of[fit->dtype].isa;
     fit->kv_dtype[K] = m->of[fit->dtype].kv_dtype[K];
     fit->kv_dtype[V] = m->of[fit->dtype].kv_dtype[V];
-    return 1;
+    return CA_OK;
 }
 
 static uint64_t dtypes_of(const ca_argument *row, const ca_fit *fit) {
@@ -267,8 +267,8 @@ int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, co
             continue;
         }
         const uintptr_t object = objects ? ((const uintptr_t *)objects)[row->index] : 0;
-        if (row->flags & CACHE && fit->isa < 0 && !find_meaning(fit))
-            return ca_refuse(fault, CA_UNNAMED, -1, fit->dtype, fit->sizes[CA_HEAD_SIZE]);
+        if (row->flags & CACHE && fit->isa < 0 && ca_find_meaning(fit, fault))
+            return fault->status;
         if (!object)
             *x = given[row->index];
         else if (!ca_read_array(object, x))

@@ -75,11 +75,15 @@ static inline ca_fit ca_fit_anything(int kv_cache_layout) {
 
 typedef struct ca_table ca_table;
 extern const ca_table ca_attention_table, ca_step_table, ca_write_table, ca_index_table, ca_select_table,
-    ca_rotary_table, ca_update_table, ca_linear_table, ca_conv_table;
+    ca_rotary_table, ca_bounds_table, ca_scores_table, ca_update_table, ca_linear_table, ca_conv_table;
 
 /* Reads the call's arrays, those at `objects` or given, into `a`, and checks all but what indices hold. */
 int ca_check_arguments(const ca_table *table, ca_fit *fit, uintptr_t objects, const ca_array *given, ca_array *a,
                        ca_fault *fault);
+
+/* Finds the isa, and what caches hold, from the names that the caller has for them. Asks Python (CA_UNNAMED) where it
+ * has not said yet what these mean. */
+int ca_find_meaning(ca_fit *fit, ca_fault *fault);
 
 /* Refuses an array of a call because it has to have so many axes. */
 int ca_refuse_axes(const ca_table *table, const ca_fit *fit, int index, const ca_array *a, int ndim, ca_fault *fault);

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import cpu_attn
-from cpu_attn import _arguments, _arrays, _check
+from cpu_attn import _arguments, _arrays, _check, sparse
 from cpu_attn._arguments import ATTENTION, PLAN, REQUIRED, WRITE, Array, Call
 from cpu_attn._native import lib
 
@@ -42,6 +42,27 @@ def step_args() -> Args:
     return plan_args() | arrays | {"block_size": 16, "block_nodes": np.zeros(4, np.int32)}
 
 
+def bounds_args() -> Args:
+    block_min, block_max = np.zeros((2, 4, 2, 8), F32)
+    return {
+        "key": np.ones((5, 2, 8), F32),
+        "slot_mapping": np.arange(5),
+        "block_min": block_min,
+        "block_max": block_max,
+        "block_size": 16,
+    }
+
+
+def scores_args() -> Args:
+    step, bounds = plan_args(), bounds_args()
+    return {
+        "query": np.ones((int(step["query_start_loc"][-1]), 4, 8), F32),
+        **{name: bounds[name] for name in ("block_min", "block_max", "block_size")},
+        "block_table": np.array([[1, 3], [2, 0]], np.int32),
+        **{name: step[name] for name in ("seq_lens", "query_start_loc")},
+    }
+
+
 def _without(name: str, names: tuple[str, ...] = _check.ATTENTION) -> tuple[str, ...]:
     return tuple(x for x in names if x != name)
 
@@ -53,6 +74,8 @@ CALLS = {
     "rotary": (cpu_attn.rotary_reshape_and_cache, rotary_args, _without("k_feedback", _check.ROTARY)),
     "feeding": (cpu_attn.rotary_reshape_and_cache, lambda: rotary_args() | feeding_args(), _check.ROTARY),
     "step": (cpu_attn.get_scheduler_metadata, step_args, _check.STEP),
+    "bounds": (sparse.update_block_bounds, bounds_args, _check.BOUNDS),
+    "scores": (sparse.score_blocks, scores_args, _without("scores", _check.SCORES)),
 }
 ROWS = [(call, name) for call, (_, _, names) in CALLS.items() for name in names]
 ROWS = [row for row in ROWS if row not in (("feeding", "key_cache"), ("feeding", "value_cache"))]  # of bytes
@@ -65,11 +88,17 @@ FREE |= {("selected_tokens", 1), ("block_nodes", 0)}
 BOUND = {("key", 0): "value", ("key", 1): "value", ("query", 1): "query_out"}
 BOUND |= {("key_cache", 0): "value_cache", ("key_cache", 2): "value_cache"}
 BOUND |= {("key", 2): "key_cache", ("value", 2): "value_cache"}
-OUTPUTS = {"attention": 2, "selecting": 2, "write": 2, "rotary": 3, "feeding": 3, "step": 0}
+BOUND_OF_BLOCKS = {("key", 0): "slot_mapping", ("key", 1): "block_min", ("key", 2): "block_min"}
+BOUND_OF_BLOCKS |= {("query", 2): "block_min", ("block_table", 0): "seq_lens"}
+BOUND_OF_BLOCKS |= {("block_min", axis): "block_max" for axis in (0, 1)}
+OUTPUTS = {"attention": 2, "selecting": 2, "write": 2, "rotary": 3, "feeding": 3, "step": 0, "bounds": 2, "scores": 0}
 
 
 def bound(call: str, name: str, axis: int) -> str:
     """Which argument does not fit where this one has one more along an axis."""
+    if call in ("bounds", "scores"):
+        of_bounds = call == "bounds" and (name, axis) == ("block_min", 1)  # key has said how many heads there are
+        return name if of_bounds else BOUND_OF_BLOCKS.get((name, axis), name)
     first = {"attention": ("key_cache",), "selecting": ("key_cache",), "rotary": ("key", "value", "key_cache", "query")}
     first["feeding"] = first["rotary"]
     return BOUND.get((name, axis), name) if call == "write" or name in first.get(call, ()) else name
@@ -111,6 +140,8 @@ def test_every_axis(call: str, name: str) -> None:
             function(**good | {name: other})
         elif (name, axis) == ("cos_sin_cache", 1):
             refuses(function, good | {name: other}, ValueError, "cos_sin_cache: rot_dim is 7, expected an even number")
+        elif (call, name, axis) == ("scores", "query", 1):
+            refuses(function, good | {name: other}, ValueError, "block_min: 2 kv heads do not divide num_heads = 5")
         else:
             refuses(function, good | {name: other}, ValueError, f"{bound(call, name, axis)}: axis ", ", expected ")
 
