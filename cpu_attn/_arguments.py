@@ -725,13 +725,14 @@ LINEAR = Call(
             "How g is made. ``log``: it is what is given. ``softplus``: what is given is raw, and g = -exp(A_log) "
             "softplus(g + dt_bias) (gated delta net, KDA). ``dt``: with dt = softplus(g + dt_bias), kept within "
             "``dt_limit``, g = -exp(A_log) dt and beta = dt (Mamba-2), so that no beta is given. ``sigmoid``: g = "
-            "lower_bound sigmoid(exp(A_log) (g + dt_bias)) (KDA with fla's ``lower_bound``).",
+            "lower_bound sigmoid(exp(A_log) (g + dt_bias)) (KDA with fla's ``lower_bound``). ``logsigmoid``: g = "
+            "exp(A_log) log(sigmoid(g + dt_bias)) (GLA, whose ``gate_logit_normalizer`` is exp(-A_log)).",
             "log",
             field="enum ca_gate",
         ),
         Array(
             *("A_log", ANY_FLOAT, ("num_v_heads",)),
-            "For gates other than ``log``. None, with ``sigmoid`` alone: 0.",
+            "For gates other than ``log``. None, with ``sigmoid`` and ``logsigmoid`` alone: 0.",
             (OPTIONAL,),
         ),
         Array(

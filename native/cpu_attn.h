@@ -334,8 +334,8 @@ typedef struct ca_linear_shape {
 /* These say how a call comes by the logarithms of its decays.
  * CA_GATE_LOG: g holds them. CA_GATE_SOFTPLUS: they are -exp(A_log) softplus(g + dt_bias). CA_GATE_DT: as the one
  * before, with softplus(...) kept within dt_limit, and beta is that, too (Mamba-2). CA_GATE_SIGMOID: they are
- * lower_bound sigmoid(exp(A_log) (g + dt_bias)). */
-enum ca_gate { CA_GATE_LOG, CA_GATE_SOFTPLUS, CA_GATE_DT, CA_GATE_SIGMOID };
+ * lower_bound sigmoid(exp(A_log) (g + dt_bias)). CA_GATE_LOGSIGMOID: exp(A_log) log(sigmoid(g + dt_bias)) (GLA). */
+enum ca_gate { CA_GATE_LOG, CA_GATE_SOFTPLUS, CA_GATE_DT, CA_GATE_SIGMOID, CA_GATE_LOGSIGMOID };
 /* These say which axis of a state is dense: [Dk, Dv] or [Dv, Dk]. */
 enum ca_state_layout { CA_STATE_KV, CA_STATE_VK };
 

@@ -13,7 +13,8 @@ from cpu_attn._check.arrays import array, integers, rising
 from cpu_attn._check.values import HUGE, INT32_MAX, MAX_SIZE, boolean, choice, integer, number
 from cpu_attn._native import ffi, lib
 
-GATES = {name: getattr(lib, f"CA_GATE_{name.upper()}") for name in ("log", "softplus", "dt", "sigmoid")}
+_OF_C = ffi.typeof("enum ca_gate").elements
+GATES = {name.removeprefix("CA_GATE_").lower(): number for number, name in sorted(_OF_C.items())}
 
 
 def linear_step(query_start_loc: Any, seq_lens: Any, has_initial_state: Any) -> tuple[np.ndarray[Any, Any], ...]:
@@ -103,7 +104,10 @@ def linear_gates(gate: Any, g: Any, beta: Any, a_log: Any, dt_bias: Any, lower_b
             if x is not None:
                 raise ValueError(f"{name}: given, but gate is 'log', which takes g as it is")
         return code
-    for name, x in (("g", g), ("lower_bound", lower_bound) if bounded else ("A_log", a_log)):
+    needed = {"g": g, "lower_bound": lower_bound} if bounded else {"g": g}
+    if code in (lib.CA_GATE_SOFTPLUS, lib.CA_GATE_DT):
+        needed["A_log"] = a_log
+    for name, x in needed.items():
         if x is None:
             raise ValueError(f"{name}: is None, gate {gate!r} needs it")
     if code == lib.CA_GATE_DT and beta is not None:

@@ -82,6 +82,8 @@ def gates(
         rate = np.exp(np.zeros(heads) if a_log is None else widened(a_log))[:, None]
         if gate == "sigmoid":
             raw = np.float64(lower_bound) * sigmoid(rate * raw)
+        elif gate == "logsigmoid":
+            raw = -rate * softplus(-raw)
         else:
             dt = softplus(raw)
             if gate == "dt":

@@ -64,7 +64,7 @@ static void read_token(const ca_linear_call *c, int64_t t, int32_t head, token *
             if (how->gate == CA_GATE_SIGMOID)
                 g = how->lower_bound * sigmoid(rate * g);
             else {
-                dt = softplus(g);
+                dt = softplus(how->gate == CA_GATE_LOGSIGMOID ? -g : g);
                 if (how->gate == CA_GATE_DT)
                     dt = fmin(fmax(dt, how->dt_limit[0]), how->dt_limit[1]);
                 g = -rate * dt;

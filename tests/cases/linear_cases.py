@@ -19,7 +19,7 @@ from .judge import same_bits
 
 F32 = np.float32
 _BY_HEADS = ("none", "lightning", "ssd", "ssd_raw", "ssd_channels", "gdn", "gdn_raw", "erase")
-VARIANTS = (*_BY_HEADS, "kda", "kda_raw", "kda_bounded", "gdn2")
+VARIANTS = (*_BY_HEADS, "kda", "kda_raw", "kda_bounded", "gdn2", "gla_raw")
 
 BUDGET = reference.BUDGET  # which verify asks for
 
@@ -88,6 +88,8 @@ def gates_of(case: Case, rng: np.random.Generator) -> dict[str, Any]:
         | norm,
         "gdn2": {"g": decay(tokens, heads, dk), "beta": unit(tokens, heads, dv), "erase": unit(tokens, heads, dk)}
         | norm,
+        "gla_raw": {"delta_rule": False, "gate": "logsigmoid", "g": normal(tokens, heads, dk), "A_log": raw["A_log"]}
+        | {"dt_bias": normal(heads, dk)},
     }
     found: dict[str, Any] = of[case.variant]
     return found

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import cpu_attn
+from cpu_attn._check.linear import GATES
 from cpu_attn.linear import get_linear_attention_metadata, linear_attention_with_state_cache, reference
 
 from ..cases import linear_cases
@@ -180,7 +181,7 @@ def test_states_that_leave_float32(isa: str, dtype: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize("isa", [isa for isa, dtype in KERNELS if dtype == "float32"])
-@pytest.mark.parametrize("gate", ["log", "softplus", "dt", "sigmoid"])
+@pytest.mark.parametrize("gate", GATES)
 def test_extreme_gates(isa: str, gate: str) -> None:
     extremes = [0, -0.0, 1e-38, -1e-38, 5, -5, 88, -88, 89, -89, 1e19, -1e19, 3e38, -3e38, np.inf, -np.inf, np.nan]
     for x in extremes if gate != "log" else [x for x in extremes if not x > 5]:

@@ -82,7 +82,7 @@ CALL: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"A_log": zeros(4)}, ValueError, ["A_log", "'log'"]),
     ({"dt_bias": zeros(4)}, ValueError, ["dt_bias", "'log'"]),
     ({"gate": "softplus"}, ValueError, ["A_log", "None", "softplus"]),
-    ({"gate": "raw"}, ValueError, ["gate", "'raw'", "'log', 'softplus', 'dt', 'sigmoid'"]),
+    ({"gate": "raw"}, ValueError, ["gate", "'raw'", "'log', 'softplus', 'dt', 'sigmoid', 'logsigmoid'"]),
     ({"lower_bound": -5.0}, ValueError, ["lower_bound", "'log'"]),
     (RAW | {"lower_bound": -5.0}, ValueError, ["lower_bound", "'softplus'"]),
     (RAW | {"gate": "sigmoid"}, ValueError, ["lower_bound", "None", "sigmoid"]),

@@ -92,7 +92,7 @@ static void linear_decays(const ca_linear_how *how, const linear_head *h, const 
             if (how->gate == CA_GATE_SIGMOID)
                 x = v_mul(v_set1(how->lower_bound), linear_sigmoid(v_mul(x, v_set1(-h->rate))));
             else {
-                x = linear_softplus(x);
+                x = linear_softplus(how->gate == CA_GATE_LOGSIGMOID ? v_sub(v_set1(0), x) : x);
                 if (how->gate == CA_GATE_DT)
                     x = v_min(v_set1(how->dt_limit[1]), v_max(v_set1(how->dt_limit[0]), x));
                 if (dt)
