@@ -16,7 +16,7 @@ INLINE void linear_fill(const linear_item *it, float *row, float x) {
  * which becomes that of this block. */
 static void linear_left_of_block(const linear_item *it, int64_t i0, int64_t i1) {
     const int64_t kp = it->kp, before = i0 - CA_LANES;
-    float *by = it->one;
+    float *by = it->key_room;
     linear_fill(it, by, 1);
     for (int64_t j = i0 - 1; j >= before; j--) { /* the keys of the block before, backwards from token i0 */
         linear_times(it, by, it->decay + (j + 1) * kp, by);
@@ -50,7 +50,7 @@ static void linear_left_of_block(const linear_item *it, int64_t i0, int64_t i1) 
 /* Fills in columns [j, j + columns) of the rows from j on to i1, one key at a time. */
 static void linear_within_block(const linear_item *it, int64_t j, int64_t i1) {
     const int64_t kp = it->kp;
-    float *x = it->one;
+    float *x = it->key_room;
     memcpy(x, it->k + j * kp, (size_t)kp * sizeof *x);
     for (int64_t i = j; i < i1; i++) {
         vf a = v_set1(0), p = v_set1(0);
@@ -70,7 +70,7 @@ static void linear_within_block(const linear_item *it, int64_t j, int64_t i1) {
 
 static void linear_advance_channels(const linear_item *it, int64_t m, float *state) {
     const int64_t kp = it->kp;
-    float *by = it->one;
+    float *by = it->key_room;
     linear_fill(it, by, 1);
     for (int64_t j = m - 1; j >= 0; j--) {
         linear_times(it, by, it->k + j * kp, it->kg + j * kp);
@@ -79,7 +79,7 @@ static void linear_advance_channels(const linear_item *it, int64_t m, float *sta
     linear_fill(it, it->factor, 0); /* becomes D(m) - 1 */
     for (int64_t j = 0; j < m; j++)
         for (int64_t c = 0; c < kp; c += VL) {
-            const vf less = v_load_f32(it->less + j * kp + c);
+            const vf less = v_load_f32(it->decay_less_1 + j * kp + c);
             v_store(it->factor + c, linear_both_less(v_load_f32(it->factor + c), less));
         }
     for (int64_t c = 0; c < kp; c += VL) {
@@ -94,7 +94,7 @@ static void linear_advance_channels(const linear_item *it, int64_t m, float *sta
 static void linear_chunk_channels(const linear_item *it, const linear_head *h, int64_t t, int64_t n) {
     const linear_y state = {linear_state(it, h->head), CA_LANES, it->vp, NULL};
     const int64_t kp = it->kp;
-    float *beta = it->betas, *by = it->two;
+    float *beta = it->betas, *by = it->query_room;
     linear_fill(it, by, 1);
     for (int64_t i = 0; i < n; i++) {
         linear_value(it->c, h, t + i, beta[i], it->w + i * it->vp, it->x.u);

@@ -87,12 +87,12 @@ static void linear_put_outputs(const linear_item *it, const linear_head *h, int6
 #define LINEAR_GROWTH 2
 static int64_t linear_open_gates(const linear_item *it, const linear_head *h, int64_t t, int64_t n) {
     float *decay = it->decays, growth = 1;
-    linear_numbers(it->c, h, t, n, decay, it->decays_less, it->betas);
+    linear_numbers(it->c, h, t, n, decay, it->decays_less_1, it->betas);
     for (int64_t i = 0; i < n; i++) {
         float by = decay[i];
         if (it->wide) {
             vf most = v_set1(0);
-            linear_wide_decay(it->c, h, t + i, it->decay + i * it->kp, it->less + i * it->kp);
+            linear_wide_decay(it->c, h, t + i, it->decay + i * it->kp, it->decay_less_1 + i * it->kp);
             for (int64_t c = 0; c < it->kp; c += VL)
                 most = v_max(v_load_f32(it->decay + i * it->kp + c), most); /* NaN is none */
             by = v_hmax(most);
@@ -162,7 +162,7 @@ static void linear_weigh(linear_item *it, int64_t first, int64_t n) {
 
 /* Returns the decays that follow each of the first m tokens, and splits that of the state over all of them. */
 static const float *linear_leave(linear_item *it, int64_t m) {
-    const float *decay = it->decays, *less = it->decays_less;
+    const float *decay = it->decays, *less = it->decays_less_1;
     float *d = it->decays_since;
     vf total = v_set1(1), total_less = v_set1(0), kept;
     for (int64_t i = 0; i < m; i++) {
@@ -185,13 +185,13 @@ static void linear_advance(linear_item *it, int64_t m, float *state) {
     const float *d = linear_leave(it, m);
     for (int64_t j = 0; j < m; j++)
         for (int64_t c = 0; c < it->vp; c += VL)
-            v_store(it->w_left + j * it->vp + c, v_mul(v_set1(d[j]), v_load_f32(it->w + j * it->vp + c)));
+            v_store(it->w_decayed + j * it->vp + c, v_mul(v_set1(d[j]), v_load_f32(it->w + j * it->vp + c)));
     it->words = it->may_words && m <= it->coarse && !linear_state_is_coarse(it, m, d);
     if (it->turned_tokens != m || it->turned_by_words != it->words)
         it->by_channel = linear_rows_turned(it, it->k, m, it->turned_words);
     it->turned_tokens = m;
     it->turned_by_words = it->words;
-    linear_product(it, it->dk, it->vp, m, it->by_channel, linear_columns(it, it->w_left, m, it->w_words),
+    linear_product(it, it->dk, it->vp, m, it->by_channel, linear_columns(it, it->w_decayed, m, it->w_words),
                    (linear_to){state, it->vp, LINEAR_DECAY, NULL}, 0);
 }
 

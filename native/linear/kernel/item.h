@@ -69,15 +69,15 @@ typedef struct linear_item {
     int64_t state_floats;
     int turned;
     /* These are of a chunk. */
-    float *k, *q, *e, *decay, *less; /* [64][kp] */
-    float *keys;           /* [kp][64]: rows, transposed; where `wide` [4][kp][16]: keys by groups of 16 tokens */
-    float *kk, *qk;        /* [64][64]: products of erasers, or keys, and of queries with keys */
-    float *a, *p;          /* [64][64]: these with their decays; by tiles less A */
-    float *o, *w, *w_left; /* [64][vp] */
-    float *ek, *qg;        /* [64][kp]: erasers and queries times their decays */
-    float *kg;             /* [64][kp]: keys times the decays that follow */
-    float *one, *two;      /* [kp] */
-    float *factor, *kept;  /* [kp]: of the state (linear_split) */
+    float *k, *q, *e, *decay, *decay_less_1; /* [64][kp] */
+    float *keys;              /* [kp][64]: rows, transposed; where `wide` [4][kp][16]: keys by groups of 16 tokens */
+    float *kk, *qk;           /* [64][64]: products of erasers, or keys, and of queries with keys */
+    float *a, *p;             /* [64][64]: these with their decays; by tiles less A */
+    float *o, *w, *w_decayed; /* [64][vp]; w_decayed: w times the decays that follow */
+    float *ek, *qg;           /* [64][kp]: erasers and queries times their decays */
+    float *kg;                /* [64][kp]: keys times the decays that follow */
+    float *key_room, *query_room; /* [kp]: of one token, or other numbers of each key channel for a while */
+    float *factor, *kept;         /* [kp]: of the state (linear_split) */
     /* Whether products may be of words (words.h); operands are; those that heads share are, -1: there are none. */
     int may_words, words, shared;
     int64_t tokens, coarse; /* tokens of the chunk; its first row that words are too coarse for (coarse.h) */
@@ -93,7 +93,7 @@ typedef struct linear_item {
     /* [80], of tokens: decays, these less 1 and betas; decays since each, up to one of them; what products with the
      * state are multiplied by where they become rows of w, and of o; |w|^2; and what rows of keys and of queries are
      * multiplied by. */
-    float *decays, *decays_less, *betas, *decays_since, *w_factors, *o_factors, *w_squares, *key_factors,
+    float *decays, *decays_less_1, *betas, *decays_since, *w_factors, *o_factors, *w_squares, *key_factors,
         *query_factors;
     /* Calls by tiles have these operands (tiles.h): queries, keys and erasers, the transpose of keys, keys, states and
      * w as columns, rows of A and of P; and two blocks of sums. tiles: the chunk goes by tiles, or, where channels have
@@ -130,11 +130,11 @@ static int64_t linear_lay_out(const ca_linear_plan *plan, char *base, linear_ite
     it->kp = LINEAR_PAD(it->dk);
     it->vp = LINEAR_PAD(it->dv);
     it->state_floats = it->kp * it->vp;
-    float **of_channels[] = {&it->x.k, &it->x.qa, &it->x.ea,   &it->x.factor, &it->x.kept,
-                             &it->one, &it->two,  &it->factor, &it->kept};
+    float **of_channels[] = {&it->x.k,      &it->x.qa,       &it->x.ea,   &it->x.factor, &it->x.kept,
+                             &it->key_room, &it->query_room, &it->factor, &it->kept};
     float **of_values[] = {&it->x.v, &it->x.u, &it->x.w, &it->x.o};
-    float **of_tokens[] = {&it->decays,    &it->decays_less, &it->betas,       &it->decays_since, &it->w_factors,
-                           &it->o_factors, &it->w_squares,   &it->key_factors, &it->query_factors};
+    float **of_tokens[] = {&it->decays,    &it->decays_less_1, &it->betas,       &it->decays_since, &it->w_factors,
+                           &it->o_factors, &it->w_squares,     &it->key_factors, &it->query_factors};
     for (int i = 0; i < 9; i++)
         *of_channels[i] = linear_take(base, &at, it->kp);
     for (int i = 0; i < 4; i++)
@@ -147,8 +147,8 @@ static int64_t linear_lay_out(const ca_linear_plan *plan, char *base, linear_ite
     it->spare = linear_take(base, &at, it->state_floats);
     it->turned_spare = linear_take(base, &at, it->state_floats);
     const int64_t rows = plan->longest < LINEAR_FEW ? LINEAR_FEW : ca_min64(CA_CHUNK, LINEAR_PAD(plan->longest));
-    float **rows_of_channels[] = {&it->k, &it->q, &it->e, &it->decay, &it->less, &it->ek, &it->qg, &it->kg};
-    float **rows_of_values[] = {&it->o, &it->w, &it->w_left};
+    float **rows_of_channels[] = {&it->k, &it->q, &it->e, &it->decay, &it->decay_less_1, &it->ek, &it->qg, &it->kg};
+    float **rows_of_values[] = {&it->o, &it->w, &it->w_decayed};
     float **squares[] = {&it->kk, &it->qk, &it->a, &it->p};
     for (int i = 0; i < 8; i++)
         *rows_of_channels[i] = linear_take(base, &at, rows * it->kp);

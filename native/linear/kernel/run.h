@@ -4,7 +4,7 @@
 /* Fills in one token of one head; k and q are those of its key head. */
 static void linear_open_token(linear_item *it, const linear_head *h, int64_t t, const float *k, const float *q) {
     linear_token *x = &it->x;
-    float *decay = it->decays, *less = it->decays_less, *beta = it->betas;
+    float *decay = it->decays, *less = it->decays_less_1, *beta = it->betas;
     linear_numbers(it->c, h, t, 1, decay, less, beta);
     if (it->wide)
         linear_wide_decay(it->c, h, t, x->factor, x->kept);
@@ -58,14 +58,14 @@ static void linear_decode(linear_item *it, int64_t t, int32_t from, int32_t to, 
     const ca_array *cache = &it->c->a[CA_LINEAR_STATE_CACHE];
     const int64_t ld = cache->strides[2], rows = linear_is_vk(it) ? it->dv : it->dk;
     const int64_t n = linear_is_vk(it) ? it->dk : it->dv;
-    linear_read_token(it, t, it->one, it->two);
+    linear_read_token(it, t, it->key_room, it->query_room);
     for (int32_t head = it->first; head < it->end; head++) {
         const linear_head *h = &it->heads[head - it->first];
         char *dst = ca_state_at(cache, to, head);
         const char *src = from < 0 ? dst : ca_state_at(cache, from, head);
         for (int64_t i = 0; from < 0 && i < rows; i++)
             memset(dst + i * ld * cache->itemsize, 0, (size_t)(n * cache->itemsize));
-        linear_open_token(it, h, t, it->one, it->two);
+        linear_open_token(it, h, t, it->key_room, it->query_room);
         it->x.ahead = head + 1 < it->end && from >= 0 ? ca_state_at(cache, from, head + 1) : ahead ? ahead : src;
         linear_step(it, cache->dtype, src, ld, dst, ld);
         linear_put_output(it, h, t);
@@ -88,11 +88,11 @@ static int32_t linear_steps(linear_item *it, int64_t first, int64_t n, int32_t n
     const int64_t t = it->c->plan->query_start_loc[it->request] + first, ld = linear_is_vk(it) ? it->kp : it->vp;
     linear_turn(it, 0);
     for (int64_t i = 0; i < n; i++) {
-        linear_read_token(it, t + i, it->one, it->two);
+        linear_read_token(it, t + i, it->key_room, it->query_room);
         for (int32_t head = it->first; head < it->end; head++) {
             const linear_head *h = &it->heads[head - it->first];
             float *state = linear_state(it, head);
-            linear_open_token(it, h, t + i, it->one, it->two);
+            linear_open_token(it, h, t + i, it->key_room, it->query_room);
             it->x.ahead = state;
             linear_step(it, CA_F32, state, ld, state, ld);
             linear_put_output(it, h, t + i);
@@ -148,8 +148,8 @@ static void linear_steps_of_head(linear_item *it, int32_t next, const linear_hea
     for (; i < n; i++) {
         for (; next < s->first_checkpoint[it->request + 1] && s->checkpoints[next].token == first + i; next++)
             linear_keep_turned(it, s->checkpoints[next].slot, h->head, state);
-        linear_read_token(it, t + i, it->one, it->two);
-        linear_open_token(it, h, t + i, it->one, it->two);
+        linear_read_token(it, t + i, it->key_room, it->query_room);
+        linear_open_token(it, h, t + i, it->key_room, it->query_room);
         linear_step(it, CA_F32, state, it->vp, state, it->vp);
         linear_put_output(it, h, t + i);
     }

@@ -149,7 +149,7 @@ static void linear_chunk_tiles(linear_item *it, const linear_head *h, int64_t t,
 static void linear_open_decays(const linear_item *it, const linear_head *h, int64_t t, int64_t first, int64_t n) {
     for (int64_t i = first; i < n; i++) {
         float *decay = it->decay + i * it->kp;
-        linear_wide_decay(it->c, h, t + i, decay, it->less + i * it->kp);
+        linear_wide_decay(it->c, h, t + i, decay, it->decay_less_1 + i * it->kp);
         for (int64_t c = it->dk; c < it->kp; c++)
             decay[c] = 1;
     }
@@ -176,9 +176,9 @@ static int linear_open_pieces(linear_item *it, const linear_head *h, int64_t t, 
     float growth = 1;
     it->piece = 0;
     linear_open_decays(it, h, t, 0, LINEAR_SHORT_PIECE);
-    linear_fill(it, it->one, 1);
+    linear_fill(it, it->key_room, 1);
     for (int64_t i = 1; i < LINEAR_SHORT_PIECE; i++)
-        if (!linear_joins_piece(it, i, it->one, &growth))
+        if (!linear_joins_piece(it, i, it->key_room, &growth))
             return 0;
     linear_open_decays(it, h, t, LINEAR_SHORT_PIECE, n);
     return 1;
@@ -187,8 +187,8 @@ static int linear_open_pieces(linear_item *it, const linear_head *h, int64_t t, 
 /* Makes the operands of a piece of at most n tokens, from it->piece on, and returns how many it has. */
 static int64_t linear_open_piece(linear_item *it, const linear_head *h, int64_t t, int64_t n) {
     const int64_t kp = it->kp;
-    float *d = it->one, *beta = it->betas, growth = 1;
-    linear_numbers(it->c, h, t, n, it->decays, it->decays_less, beta);
+    float *d = it->key_room, *beta = it->betas, growth = 1;
+    linear_numbers(it->c, h, t, n, it->decays, it->decays_less_1, beta);
     linear_fill(it, d, 1);
     int64_t m = 0;
     for (; m < n && (!m || linear_joins_piece(it, m, d, &growth)); m++) {
@@ -217,7 +217,7 @@ static int64_t linear_open_piece(linear_item *it, const linear_head *h, int64_t 
 /* Makes of the state before a piece that after its first m tokens. */
 static void linear_advance_piece(linear_item *it, int64_t m, float *state) {
     const int64_t kp = it->kp;
-    float *d = it->one;
+    float *d = it->key_room;
     if (!m)
         return;
     linear_fill(it, d, 1);
@@ -225,7 +225,7 @@ static void linear_advance_piece(linear_item *it, int64_t m, float *state) {
     for (int64_t i = 0; i < m; i++)
         for (int64_t c = 0; c < kp; c += VL) {
             const int64_t at = (it->piece + i) * kp + c;
-            v_store(it->factor + c, linear_both_less(v_load_f32(it->factor + c), v_load_f32(it->less + at)));
+            v_store(it->factor + c, linear_both_less(v_load_f32(it->factor + c), v_load_f32(it->decay_less_1 + at)));
             if (i)
                 v_store(d + c, v_mul(v_load_f32(d + c), v_load_f32(it->decay + at)));
         }
