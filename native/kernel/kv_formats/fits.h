@@ -5,6 +5,7 @@
 #define CPU_ATTN_FITS_H
 #include "cache/half.h"
 #include "kernel/attention/scratch.h"
+#include "kernel/attention/spread.h"
 
 #define MOST 32767
 #define DIGITS_MOST 32639 /* the largest integer of two digits to base 256 from -128 to 127 */
@@ -59,14 +60,4 @@ static void put_unit(int kv_dtype, float error, float octaves, int64_t n, const 
     of[0] = (unit){fit.step, -zero * sum, 0};
     of[1] = (unit){fit.step * 0x1p-15f, -zero * rests, error / (fit.step * octaves * lost * ca_largest_of(kv_dtype))};
 }
-
-/* SPREAD(k) is the dither of the k-th weight, ((37 k) mod 64 + 1/2) / 64 - 1/2. Without it many weights that are small
- * and alike would all be rounded to the same side. Among odd factors 37 is one of those whose sums over every second,
- * third,
- * ... 32nd key stay smallest; with van der Corput's order a V of alternating signs took 13 times the error budget. A
- * weight of 0 stays 0. */
-#define SPREAD(k) ((37 * (k)) % 64 + 0.5f) / 64 - 0.5f
-#define SPREAD_4(k) SPREAD(k), SPREAD((k) + 1), SPREAD((k) + 2), SPREAD((k) + 3)
-#define SPREAD_16(k) SPREAD_4(k), SPREAD_4((k) + 4), SPREAD_4((k) + 8), SPREAD_4((k) + 12)
-static const float spread[4 * CA_LANES] = {SPREAD_16(0), SPREAD_16(16), SPREAD_16(32), SPREAD_16(48)};
 #endif
