@@ -51,9 +51,9 @@ static ca_isa_row chosen[NUM_ROWS];
 /* Kernels that are completed by those of another isa (`rest`). */
 static ca_kernel completed[NUM_ROWS][CA_DTYPES];
 /* next[isa][dtype] is the isa's own kernel for the dtype, or, where the isa does not run here or has none of its own,
- * that of the next best isa (ca_kernel_for). exact[isa] is chosen likewise among the kernels for bfloat16 that do not
- * round weights to 8 bits (ca_attention_kernel). */
-static const ca_kernel *next[NUM_ROWS][CA_DTYPES], *exact[NUM_ROWS];
+ * that of the next best isa (ca_kernel_for). exact[isa][dtype] is chosen likewise among the kernels that do not round
+ * weights (ca_attention_kernel). */
+static const ca_kernel *next[NUM_ROWS][CA_DTYPES], *exact[NUM_ROWS][CA_DTYPES];
 
 static const ca_kernel *complete(ca_kernel *to, const ca_kernel *own, const ca_kernel *rest) {
     *to = *rest;
@@ -81,9 +81,11 @@ __attribute__((constructor)) static void choose(void) {
     for (int i = NUM_ROWS - 1; i >= 0; i--) {
         const ca_kernel *const *own = rows[i].row->kernels;
         const int runs = !rows[i].row->missing(), more = i + 1 < NUM_ROWS;
-        for (int d = 0; d < CA_DTYPES; d++)
-            next[i][d] = runs && own[d] && own[d]->merge ? own[d] : more ? next[i + 1][d] : NULL;
-        exact[i] = runs && own[CA_BF16] && !own[CA_BF16]->rounds_weights ? own[CA_BF16] : more ? exact[i + 1] : NULL;
+        for (int d = 0; d < CA_DTYPES; d++) {
+            const int whole = runs && own[d] && own[d]->merge;
+            next[i][d] = whole ? own[d] : more ? next[i + 1][d] : NULL;
+            exact[i][d] = whole && own[d]->weights == CA_F32 ? own[d] : more ? exact[i + 1][d] : NULL;
+        }
     }
 }
 
@@ -112,7 +114,8 @@ static const ca_kernel *kernel(int isa, int dtype) {
 
 const ca_kernel *ca_attention_kernel(const ca_shape *s) {
     const ca_kernel *k = chosen[s->isa].kernels[s->dtype];
-    return k->rounds_weights && s->head_size_v < CA_FEW_COLUMNS ? exact[s->isa] : k;
+    const int few = k->weights != CA_F32 && s->head_size_v < CA_FEW_COLUMNS;
+    return few || (k->weights == CA_F16 && ca_is_scaled(s->v_dtype)) ? exact[s->isa][s->dtype] : k;
 }
 
 int ca_isa_kernel(int isa, int dtype, ca_kernel_info *out) {

@@ -80,6 +80,7 @@ static void read_features(int8_t *has) {
     ca_system_hwcaps(hwcaps);
     has[CA_HAS_neon] = hwcaps[0] >> 1 & 1;
     has[CA_HAS_sve] = hwcaps[0] >> 22 & 1;
+    has[CA_HAS_fhm] = hwcaps[0] >> 23 & 1;
     has[CA_HAS_i8mm] = hwcaps[1] >> 13 & 1;
     has[CA_HAS_bf16_arm] = hwcaps[1] >> 14 & 1;
 }

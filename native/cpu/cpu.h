@@ -9,7 +9,7 @@
     X(avx) X(avx2) X(fma) X(f16c) X(avx_vnni) \
     X(avx512f) X(avx512bw) X(avx512dq) X(avx512vl) X(avx512_bf16) X(avx512_fp16) X(avx512_vnni) X(avx512vbmi) \
     X(amx_tile) X(amx_bf16) X(amx_int8) X(amx_fp16) \
-    X(neon) X(bf16_arm) X(i8mm) X(sve)
+    X(neon) X(fhm) X(bf16_arm) X(i8mm) X(sve)
 // clang-format on
 
 enum ca_feature {

@@ -31,6 +31,7 @@ void ca_system_hwcaps(unsigned long hwcaps[2]) {
     hwcaps[1] = 0;
 #endif
 #if defined(__APPLE__)
+    hwcaps[0] |= offers("hw.optional.arm.FEAT_FHM") << 23;
     hwcaps[1] = offers("hw.optional.arm.FEAT_I8MM") << 13 | offers("hw.optional.arm.FEAT_BF16") << 14;
 #endif
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * This is the vocabulary of vectors of 4 lanes, by NEON, and the block sizes, for neon.c and its variants. Where the
- * flags allow BF16's instructions, it has the words of dot.inc, too. */
+ * flags allow BF16's instructions, it has the words of dot.inc, too, and where they allow FHM's, those of fma_long.inc. */
 #include "cpu/cpu.h"
 #include "cache/layout.h"
 #include <arm_neon.h>
@@ -191,5 +191,30 @@ INLINE vp v_two_quads(const uint16_t *p, const uint16_t *q) {
 INLINE vf v_join(vf a, vf b, int upper) {
     const float64x2_t x = vreinterpretq_f64_f32(a), y = vreinterpretq_f64_f32(b);
     return vreinterpretq_f32_f64(upper ? vzip2q_f64(x, y) : vzip1q_f64(x, y));
+}
+#endif
+
+#ifdef __ARM_FEATURE_FP16_FML
+/* ---- words of fma_long.inc ---- */
+
+#define V_LONG
+typedef float16x8_t v16;
+INLINE v16 v_load_halves(const uint16_t *p) { return vreinterpretq_f16_u16(vld1q_u16(p)); }
+INLINE v16 v_loadn_halves(const uint16_t *p, int n) {
+    return vreinterpretq_f16_u16(vcombine_u16(n == VL ? vld1_u16(p) : load_words(p, n), vdup_n_u16(0)));
+}
+INLINE void v_store_halves(uint16_t *p, v16 x) { vst1q_u16(p, vreinterpretq_u16_f16(x)); }
+INLINE v16 v_round_halves(vf a, vf b) { return vcvt_high_f16_f32(vcvt_f16_f32(a), b); }
+INLINE v16 v_half_at(const uint16_t *p) {
+    v16 x;
+    __asm__("ldr %h0, %1" : "=w"(x) : "m"(*p)); /* gcc 12 would load it into a lane */
+    return x;
+}
+INLINE vf v_add_long(vf sum, v16 factor, v16 x, int upper) {
+    if (upper)
+        __asm__("fmlal2 %0.4s, %1.4h, %2.h[0]" : "+w"(sum) : "w"(x), "x"(factor));
+    else
+        __asm__("fmlal %0.4s, %1.4h, %2.h[0]" : "+w"(sum) : "w"(x), "x"(factor));
+    return sum;
 }
 #endif

@@ -102,7 +102,7 @@ struct ca_kernel {
     void (*score_tokens)(const ca_plan *plan, const ca_call *call, const ca_task *task, const float *weights,
                          int64_t k0, int64_t k1, float *scores, int64_t stride, void *scratch);
     const int *integers; /* Are int8 to int4 caches multiplied as pairs of integers? NULL: they never are. */
-    int rounds_weights;  /* Are weights rounded to bfloat16 before they meet V? */
+    int weights; /* the dtype to which weights are rounded before they meet V; CA_F32: they are not */
 };
 
 /* Holds what a file of native/isa offers, as `const ca_isa_row ca_isa_NAME`. */
@@ -121,7 +121,8 @@ const ca_isa_row *ca_isa_get(int isa);
  * output to 8 bits, which leaves room in the error budget while V has many columns. If V has few, all of them may
  * nearly cancel: over requests of one token and one head with 100 or 200 keys, 27 % exceeded the budget with one
  * column, 7 % with 4, 0.24 % with 16, 0.025 % with 24, and 1 of 24,000 with 32 (it took 1.05 of the budget). So shapes
- * with fewer columns go by FMA. */
+ * with fewer columns go by FMA. So does V with scales where weights become float16, which has no room for their
+ * products with scales. */
 const ca_kernel *ca_attention_kernel(const ca_shape *shape);
 #define CA_FEW_COLUMNS 32
 /* Returns an isa's kernel for a dtype. Where the isa has none, it is the kernel of the next best isa that this machine

@@ -37,12 +37,13 @@ class Architecture:
 
 
 ARM = Architecture(
-    "aarch64", "aarch64-linux-gnu-", r"(?:b|cb|tb)\S*", {"fmla": 4, "bfdot": 8, "bfmmla": 16}, ("frintn", 4)
+    "aarch64", "aarch64-linux-gnu-", r"(?:b|cb|tb)\S*", {"fmla": 4, "fmlal": 4, "fmlal2": 4, "bfdot": 8, "bfmmla": 16}, ("frintn", 4)
 )
 X86 = Architecture("x86_64", "", r"j\w+", {"vfmadd231ps": 16}, ("vrndscaleps", 16))
 # Independent instructions, whose products a cycle are the peak. {} is the number of a register.
 PEAK = {
     "fmla": "fmla v{}.4s, v30.4s, v31.4s",
+    "fmlal": "fmlal v{}.4s, v30.4h, v31.4h",
     "bfdot": "bfdot v{}.4s, v30.8h, v31.8h",
     "bfmmla": "bfmmla v{}.4s, v30.8h, v31.8h",
     "vfmadd231ps": "vfmadd231ps %zmm30, %zmm31, %zmm{}",
@@ -51,6 +52,7 @@ PEAK = {
 KERNELS = (
     ("neon", "f32", ARM, ("neoverse-n1", "neoverse-v1", "neoverse-v2")),
     ("neon", "f16", ARM, ("neoverse-n1", "neoverse-v1", "neoverse-v2")),
+    ("neon_fhm", "f16", ARM, ("neoverse-n2", "neoverse-v1", "neoverse-v2")),
     ("neon", "bf16", ARM, ("neoverse-n1",)),
     ("neon_bf16", "bf16", ARM, ("neoverse-n2", "neoverse-v1", "neoverse-v2")),
     ("avx512", "f32", X86, ("sapphirerapids", "znver4")),

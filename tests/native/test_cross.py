@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILER = "aarch64-linux-gnu-gcc"
 EMULATOR = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-static"]
-# What runs on which CPU: qemu's max has BF16, neoverse-n1 has not, and cortex-a72 has neither dot products nor half
-# precision.
+# What runs on which CPU: qemu's max has BF16 and FHM, neoverse-n1 has neither, and cortex-a72 has neither dot products
+# nor half precision.
 RUNS = [(isa, "max", dtype) for isa in ("neon", "scalar") for dtype in DTYPES]
 RUNS += [("neon", "neoverse-n1", "bfloat16"), ("neon", "cortex-a72", "bfloat16"), ("neon", "cortex-a72", "float16")]
 
@@ -140,6 +140,7 @@ def test_aarch64(program: Path, isa: str, cpu: str, dtype: str) -> None:
     with ThreadPoolExecutor() as pool:
         results = list(pool.map(lambda p: run(program, p, isa, cpu), problems))
     for problem, (*result, products) in zip(problems, results, strict=True):
-        assert ("BFMMLA" in products) == ((isa, cpu, dtype) == ("neon", "max", "bfloat16"))
+        for name, of in (("BFMMLA", "bfloat16"), ("FMLAL", "float16")):
+            assert (name in products) == ((isa, cpu, dtype) == ("neon", "max", of))
         judged = check(problem, *result)
         assert judged.ok, (problem.case.name, judged.message)

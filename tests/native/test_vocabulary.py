@@ -27,7 +27,12 @@ MISSES = 77  # what the program ends with where this machine lacks something
 KERNELS = {
     "kernel/all_dtypes.h": "",
     "kernel/attention/parameters.h": "",
-    "kernel/dtype.inc": '#include "kernel/kernel.h"\nstatic const ca_kernel kernel_bf16;',
+    "kernel/dtype.inc": '''#include "kernel/kernel.h"
+#if DIGITS == 11
+static const ca_kernel kernel_f16;
+#else
+static const ca_kernel kernel_bf16;
+#endif''',
     "kernel/amx/attention.h": "static const ca_kernel kernel_amx;",
     "kernel/amx/floats.h": "static const ca_kernel kernel_amx_float;\nstatic const ca_isa_row ca_isa_avx512;",
     "linear/kernel/all.h": "static const struct ca_linear_kernel { int none; } linear_kernel;",
@@ -65,7 +70,7 @@ class Build(NamedTuple):
 BUILDS = [Build(file.stem, "") for file in sorted(ISAS.glob("*.c"))]
 # The emulation of avx512_bf16.c has no float16, which that file's kernel does not use; amx has all of its other words.
 BUILDS += [Build(isa, "emulated") for isa in ("avx512", "amx", "avx2_vnni")]
-BUILDS += [Build(isa, "qemu") for isa in ("neon", "neon_bf16", "scalar")]
+BUILDS += [Build(isa, "qemu") for isa in ("neon", "neon_bf16", "neon_fhm", "scalar")]
 
 
 def preprocessed(command: list[str]) -> str:
@@ -136,7 +141,7 @@ def test_every_word_is_tested(folder: Path) -> None:
     tested_somewhere = set()
     crosses = shutil.which(COMPILER) is not None
     builds = [Build(isa, "") for isa in ("scalar", "avx2", "avx512", "avx512_bf16")]
-    for build in builds + [Build("neon_bf16", "qemu")] * crosses:
+    for build in builds + [Build(isa, "qemu") for isa in ("neon_bf16", "neon_fhm")] * crosses:
         text = preprocessed([*build.command, *sources(folder, ISAS / f"{build.isa}.c"), "-E", "-P", str(SOURCE)])
         defined = set(re.findall(r"\bunused\)\)\s+\w[\w *]*?\b((?:v|unpack)_\w+)\(", text))
         tested = set(re.findall(r"\bvoid test_((?:v|unpack)_\w+)\(void\) \{", text))

@@ -277,5 +277,5 @@ static const ca_kernel kernel_amx = {
     .score_blocks = score_blocks_bf16,
     .score_tokens = score_tokens,
     .integers = &integers,
-    .rounds_weights = 1,
+    .weights = CA_BF16,
 };

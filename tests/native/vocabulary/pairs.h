@@ -1,6 +1,64 @@
 /* SPDX-License-Identifier: Apache-2.0
- * These are the words of dot products of bfloat16 pairs, of weights, and of decode's registers. */
-#ifdef MICROKERNEL
+ * These are the words of long products of float16, of dot products of bfloat16 pairs, of weights, and of decode's
+ * registers. */
+#ifdef V_LONG
+static uint16_t H[2 * VL];
+static const uint16_t *words_of(v16 x) {
+    static uint16_t words[2 * VL];
+    v_store_halves(words, x);
+    return words;
+}
+#define EACH_HALF_IS(x, want)                                                                                          \
+    do {                                                                                                               \
+        const uint16_t *got = words_of(x);                                                                             \
+        for (int i = 0; i < 2 * VL; i++)                                                                               \
+            SAME_BITS(i, got[i], (uint16_t)(want));                                                                    \
+    } while (0)
+TEST(v_load_halves) {
+    uint16_t *p = before_guard(VL * 4);
+    random_bytes(p, VL * 4);
+    EACH_HALF_IS(v_load_halves(p), p[i]);
+}
+TEST(v_loadn_halves) {
+    const int n = (int)(random_bits() % (VL + 1));
+    uint16_t *p = before_guard((size_t)n * 2);
+    random_bytes(p, (size_t)n * 2);
+    EACH_HALF_IS(v_loadn_halves(p, n), i < n ? p[i] : 0);
+}
+TEST(v_store_halves) {
+    random_bytes(H, sizeof H);
+    uint16_t *p = target();
+    v_store_halves(p, v_load_halves(H));
+    for (int i = 0; i < 2 * VL; i++)
+        SAME_BITS(i, p[i], H[i]);
+    nothing_written_from(p, VL * 4);
+}
+TEST(v_half_at) {
+    uint16_t *p = before_guard(2);
+    random_bytes(p, 2);
+    SAME_BITS(0, words_of(v_half_at(p))[0], *p);
+}
+TEST(v_round_halves) {
+    VECTORS(any_number)
+    const uint16_t *got = words_of(v_round_halves(a, b));
+    for (int i = 0; i < 2 * VL; i++) {
+        const float x = i < VL ? A[i] : B[i - VL];
+        check(right_16_bits(got[i], x, F16), i, value_of(got[i], F16), x);
+    }
+}
+/* Every product of two numbers is exact, subnormal ones included, and the sum is rounded once. */
+TEST(v_add_long) {
+    const int upper = (int)(random_bits() % 2);
+    uint16_t factor = (uint16_t)random_bits();
+    random_bytes(H, sizeof H);
+    fill(A, any_number);
+    const float *got = lanes_of(v_add_long(v_load_f32(A), v_half_at(&factor), v_load_halves(H), upper));
+    LANES(i) {
+        const float want = fmaf((float)value_of(factor, F16), (float)value_of(H[upper * VL + i], F16), A[i]);
+        check(same(got[i], want), i, got[i], want);
+    }
+}
+#elif defined MICROKERNEL
 static uint16_t X[64], Y[64];
 static const uint16_t *words_of(vp x) {
     static uint16_t words[2 * VL];
