@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * This is the vocabulary of vectors of 4 lanes, by NEON, and the block sizes, for neon.c and its variants. Where the
- * flags allow BF16's instructions, it has the words of dot.inc, too, and where they allow FHM's, those of fma_long.inc. */
+ * flags allow BF16's instructions, it has the words of dot.inc, too, and where they allow FHM's, those of fma_long.inc.
+ */
 #include "cpu/cpu.h"
 #include "cache/layout.h"
 #include <arm_neon.h>
@@ -42,6 +43,17 @@ INLINE vf v_round(vf x) { return vrndnq_f32(x); }
 INLINE vf v_scale(vf x, vf n) {
     int32x4_t e = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23);
     return vmulq_f32(x, vreinterpretq_f32_s32(e));
+}
+/* FRINTN and FCVTZS go at a fourth of the rate of sums on Neoverse V1, so a sum rounds: its last bits are n + 127,
+ * which as an exponent is 2^n, or 0 at n = -127. FMAX keeps NaN. */
+#define V_EXP2_BY
+INLINE vf v_exp2_by(const float *c, int n, vf x) {
+    const vf least = v_set1(-127.0f), unit = v_set1(0x1.8p23f + 127);
+    x = vmaxq_f32(x, least);
+    const vf whole = v_add(x, unit), f = v_sub(x, v_sub(whole, unit));
+    vf p = v_set1(c[0]);
+    EACH(i, n - 1) p = v_fma(p, f, v_set1(c[i + 1]));
+    return v_mul(p, vreinterpretq_f32_s32(vshlq_n_s32(vreinterpretq_s32_f32(whole), 23)));
 }
 INLINE vf v_less(vf a, vf b, vf yes, vf no) { return vbslq_f32(vcltq_f32(a, b), yes, no); }
 INLINE uint32x4_t before(int n) { return vcgtq_s32(vdupq_n_s32(n), (int32x4_t){0, 1, 2, 3}); }

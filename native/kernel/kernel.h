@@ -102,7 +102,7 @@ struct ca_kernel {
     void (*score_tokens)(const ca_plan *plan, const ca_call *call, const ca_task *task, const float *weights,
                          int64_t k0, int64_t k1, float *scores, int64_t stride, void *scratch);
     const int *integers; /* Are int8 to int4 caches multiplied as pairs of integers? NULL: they never are. */
-    int weights; /* the dtype to which weights are rounded before they meet V; CA_F32: they are not */
+    int weights;         /* the dtype to which weights are rounded before they meet V; CA_F32: they are not */
 };
 
 /* Holds what a file of native/isa offers, as `const ca_isa_row ca_isa_NAME`. */

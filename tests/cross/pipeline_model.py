@@ -33,11 +33,15 @@ class Architecture:
     prefix: str  # of the tools
     branch: str  # the mnemonics of branches, a regular expression
     products: dict[str, int]  # of each instruction that multiplies
-    rounds: tuple[str, int]  # the instruction that rounds exponents in the softmax, and its lanes
+    powers: tuple[str, int]  # what makes exponents in the softmax, a regular expression, and its lanes
 
 
 ARM = Architecture(
-    "aarch64", "aarch64-linux-gnu-", r"(?:b|cb|tb)\S*", {"fmla": 4, "fmlal": 4, "fmlal2": 4, "bfdot": 8, "bfmmla": 16}, ("frintn", 4)
+    "aarch64",
+    "aarch64-linux-gnu-",
+    r"(?:b|cb|tb)\S*",
+    {"fmla": 4, "fmlal": 4, "fmlal2": 4, "bfdot": 8, "bfmmla": 16},
+    (r"shl .*, #23", 4),
 )
 X86 = Architecture("x86_64", "", r"j\w+", {"vfmadd231ps": 16}, ("vrndscaleps", 16))
 # Independent instructions, whose products a cycle are the peak. {} is the number of a register.
@@ -79,8 +83,8 @@ class Loop:
     @property
     def scores(self) -> int:
         """Gives how many scores become weights in an iteration, if that is what it does."""
-        name, lanes = self.of.rounds
-        return lanes * self.count(name)
+        name, lanes = self.of.powers
+        return lanes * sum(bool(re.match(name, line)) for line in self.body)
 
     def cycles(self, core: str) -> float:
         """Gives the cycles of one iteration."""

@@ -27,12 +27,12 @@ MISSES = 77  # what the program ends with where this machine lacks something
 KERNELS = {
     "kernel/all_dtypes.h": "",
     "kernel/attention/parameters.h": "",
-    "kernel/dtype.inc": '''#include "kernel/kernel.h"
+    "kernel/dtype.inc": """#include "kernel/kernel.h"
 #if DIGITS == 11
 static const ca_kernel kernel_f16;
 #else
 static const ca_kernel kernel_bf16;
-#endif''',
+#endif""",
     "kernel/amx/attention.h": "static const ca_kernel kernel_amx;",
     "kernel/amx/floats.h": "static const ca_kernel kernel_amx_float;\nstatic const ca_isa_row ca_isa_avx512;",
     "linear/kernel/all.h": "static const struct ca_linear_kernel { int none; } linear_kernel;",

@@ -8,13 +8,16 @@
 
 /* Computes 2^x for x <= 127 by a polynomial of n coefficients, the highest first, the last 1. It is exactly 1 at 0, and
  * exactly 0 from -127 down, so that masked keys weigh nothing; NaN stays. With n = round(x) and x = n + f, the
- * polynomial makes 2^f, and n is added to the exponent. */
+ * polynomial makes 2^f, and n is added to the exponent. An isa file that has a v_exp2_by of its own defines V_EXP2_BY.
+ */
+#ifndef V_EXP2_BY
 INLINE vf v_exp2_by(const float *c, int n, vf x) {
     x = v_max(v_set1(-127.0f), x);
     vf whole = v_round(x), f = v_sub(x, whole), p = v_set1(c[0]);
     EACH(i, n - 1) p = v_fma(p, f, v_set1(c[i + 1]));
     return v_scale(p, whole);
 }
+#endif
 
 static const float exp2_full[] = {
     0.000154614478f, 0.00133908668f, 0.00961805694f, 0.0555035695f, 0.240226507f, 0.693147182f, 1.0f};

@@ -70,6 +70,18 @@ TEST(v_accumulate) {
     is_fma(v_accumulate(c, a, b));
 }
 #endif
+#ifdef V_EXP2_BY
+TEST(v_exp2_by) {
+    const float c[] = {0.000154614478f, 0.00133908668f, 0.00961805694f, 0.0555035695f, 0.240226507f, 0.693147182f, 1};
+    LANES(i) A[i] = random_bits() % 4 ? between(-126, 127) : (float)(int)between(-126, 127);
+    A[random_bits() % VL] = random_bits() % 2 ? float_of(0x7fc00001) : random_bits() % 2 ? -INFINITY : -127;
+    const float *got = lanes_of(v_exp2_by(c, 7, v_load_f32(A)));
+    LANES(i) {
+        const double want = A[i] <= -127 ? 0 : exp2(A[i]), error = A[i] == (int)A[i] ? 0 : 2e-7;
+        check(A[i] != A[i] ? got[i] != got[i] : fabs(got[i] - want) <= error * want, i, got[i], want);
+    }
+}
+#endif
 TEST(v_round) {
     LANES(i) A[i] = random_bits() % 8 ? between(-200, 200) : random_bits() % 2 ? NAN : (float)(int)between(-9, 9) / 2;
     const float *got = lanes_of(v_round(v_load_f32(A)));
