@@ -82,6 +82,15 @@ def rising(name: str, starts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return starts
 
 
+def slots(name: str, x: Any, bound: int) -> None:
+    """Checks int64 slots of a cache that goes on behind those that may be written to; a negative one is skipped. What
+    else slots are, native code checks."""
+    a = numpy_view(name, x, ("int64",))
+    for i in np.argwhere(a >= bound)[:1]:
+        at = ", ".join(map(str, i))
+        raise ValueError(f"{name}[{at}]: {a[tuple(i)]}, expected less than num_blocks * block_size = {bound}")
+
+
 def moves(
     name: str, x: Any, num_sources: int, num_destinations: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

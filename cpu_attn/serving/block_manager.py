@@ -21,6 +21,7 @@ from cpu_attn.serving.block_pool import BlockPool, BlockStats, child, root
 from cpu_attn.serving.journal import Journal, all_or_nothing
 from cpu_attn.serving.prefix_store import PrefixStore
 from cpu_attn.serving.state_slots import StateSlots
+from cpu_attn.serving.store_map import Room
 from cpu_attn.step import Step
 from cpu_attn.storage import PagedKVCache
 
@@ -55,8 +56,8 @@ class BlockManager:
     changed nothing. A manager serves one thread at a time.
 
     Args:
-        caches: the :class:`cpu_attn.PagedKVCache` of each layer, or one cache. All have the same num_blocks and
-            block_size, and a block has the same number in each of them. The manager copies and swaps the blocks of all
+        caches: the :class:`cpu_attn.PagedKVCache` of each layer, or one cache. All have the same num_blocks, block_size
+            and store_blocks, and a block has the same number in each of them. The manager copies and swaps the blocks of all
             caches. Where the first has ``block_nodes``, a request's blocks are of one NUMA node as long as that has
             free ones, and requests are dealt out to the nodes evenly.
         enable_prefix_caching: whether full blocks are found again by the token ids in them and before them, also once
@@ -72,7 +73,9 @@ class BlockManager:
             and the prefix cache has snapshots in others: a prefix is found up to the last of its snapshots.
         state_interval: tokens between snapshots, a multiple of 64 and of the block size.
         store: the :class:`PrefixStore` that keeps full blocks and snapshots in files, or None. :meth:`allocate` then
-            also finds what this or another process has put there. A step has to be computed, or taken back by
+            also finds what this or another process has put there. Where the caches have ``store_blocks``, files are
+            mapped there, and requests have blocks of them as any others, with numbers from ``num_blocks`` on; what is
+            to be written to is copied first. Otherwise what is found is copied into the caches. A step has to be computed, or taken back by
             :meth:`truncate`, before the next one is made, since that has the first one's blocks written.
             :meth:`flush_store` comes before the caches are used without this manager.
         model: with a store, what else than tokens, ``extra_key`` and caches decides keys and values: the model's name
@@ -81,7 +84,7 @@ class BlockManager:
     Raises:
         ValueError: caches or states do not go together, are read-only, or have no blocks or slots; ``state_interval``
             is no such multiple; a store is given without a model, without prefix caching or for several ranks, or a
-            model without a store.
+            model without a store; ``store_blocks`` are too few for a segment of the store.
         TypeError: an argument has another type.
 
     Example:
@@ -120,7 +123,7 @@ class BlockManager:
         for i, cache in enumerate(layers):
             if not isinstance(cache, PagedKVCache):
                 raise TypeError(f"caches[{i}]: expected a PagedKVCache, got {type(cache).__name__}")
-            for size in ("num_blocks", "block_size"):
+            for size in ("num_blocks", "block_size", "store_blocks"):
                 if getattr(cache, size) != getattr(layers[0], size):
                     raise ValueError(f"caches[{i}]: {size} {getattr(cache, size)}, expected {getattr(layers[0], size)}")
             if not cache.num_blocks:
@@ -153,11 +156,12 @@ class BlockManager:
         self._prompts: dict[int, Array] = {}  # prompts of which some tokens were found, until a step has the last
         self._saved: dict[int, list[Array]] = {}  # what swap_out has copied, token ids first
 
-        nodes = np.zeros(self.num_blocks) if layers[0].block_nodes is None else layers[0].block_nodes
+        nodes = np.zeros(self.num_blocks) if layers[0].block_nodes is None else layers[0].block_nodes[: self.num_blocks]
+        more = layers[0].store_blocks
         self._journal = Journal()
         self._states = StateSlots(self.states, self.state_interval, self._journal)
-        self._pool = BlockPool(nodes, self._journal, attached=self._states.pool)
-        ids = (self.num_blocks, self.block_size) if self.enable_prefix_caching else (self.num_blocks, 0)
+        self._pool = BlockPool(nodes, self._journal, attached=self._states.pool, num_mapped=more)
+        ids = (self.num_blocks + more, self.block_size if self.enable_prefix_caching else 0)
         self._token_ids = np.zeros(ids, np.int64)  # the ids of the tokens in each block
         # How many tokens allocate was given, how many of them it found, and how many of these in blocks of the store.
         self._hits = np.zeros(3, np.int64)
@@ -173,6 +177,7 @@ class BlockManager:
             raise ValueError("model: is given without a store")
         self._fingerprint = b""  # of all that decides the bytes of blocks, where there is a store
         if store:
+            self._pool.room = Room(self._memory(), self.num_blocks) if more else None
             self._attach(store, model)
 
     def _attach(self, store: PrefixStore, model: str) -> None:
@@ -183,6 +188,8 @@ class BlockManager:
         blocks = store.blocks({**about, "kind": "blocks"}, self._memory())
         shapes = [(states.dtype.name, states.shape[1:]) for states in self.states]
         states = store.blocks({**about, "kind": "states", "states": shapes}, self.states) if self.states else None
+        if self._pool.room:
+            self._pool.room.check("store_blocks", blocks.layout.capacity)
         self._pool.stored, self._states.pool.stored = blocks, states
         self._fingerprint = blocks.layout.fingerprint
 
@@ -209,8 +216,8 @@ class BlockManager:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         for pool, arrays in ((self._pool, self._memory()), (self._states.pool, self.states)):
-            if pool.stored:
-                pool.stored.use(arrays)
+            for user in filter(None, (pool.stored, pool.room)):
+                user.use(arrays)
 
     @property
     @all_or_nothing
@@ -228,10 +235,11 @@ class BlockManager:
         The method raises no errors.
         """
         pool, num_free, (queries, hits, store_hits) = self._pool, self._pool.num_free, self._hits.tolist()
-        num_used, num_cached, slots = self.num_blocks - num_free, len(pool.hash_of), self._states.pool
+        num_used, num_mapped, slots = self.num_blocks - num_free, pool.num_mapped, self._states.pool
+        num_cached = len(pool.hash_of) - num_mapped
         return BlockStats(
             *(self.num_blocks, num_free, num_used, num_cached, queries, hits, pool.num_evicted.item()),
-            *(len(slots.ref_cnt), slots.num_free, len(slots.hash_of), store_hits),
+            *(len(slots.ref_cnt), slots.num_free, len(slots.hash_of), store_hits, num_mapped),
         )
 
     @all_or_nothing
@@ -261,7 +269,7 @@ class BlockManager:
     @all_or_nothing
     def allocate(self, request: Hashable, tokens: Any = (), *, extra_key: str | bytes = b"") -> int:
         """Makes a new request, with the blocks of the prefix cache that begin its tokens. What this has not, but the
-        store has, is read into free blocks; blocks that the prefix cache alone has give way for it.
+        store has, is mapped, or read into free blocks; what the prefix cache alone has gives way for it.
 
         Args:
             request: what it is called by from now on, anything hashable.
@@ -293,9 +301,11 @@ class BlockManager:
                 break
             hashes.append(here)
         slot, num_loaded = self._make_present(hashes, ids)
+        blocks = np.array([self._pool.block_of[each] for each in hashes], np.int32)
         if stored:
             stored.mark_used(hashes)
-        blocks = np.array([self._pool.block_of[each] for each in hashes], np.int32)
+        if self._pool.room:
+            self._pool.room.use_runs(blocks)
         found = len(hashes) * self.block_size
         row = self._enter(request, new, blocks, found, 0, slot)
         if found:
@@ -368,7 +378,7 @@ class BlockManager:
         copied, last = self._shared_writers(begun, self._table[rows[begun], had[begun] - 1].astype(np.int64))
         wanted = np.concatenate([np.ones(len(copied), np.int64), fresh])
         homes = self._home[np.concatenate([rows[copied], rows])]
-        too_long = self._too_long(has - self._num_dropped[rows], new)
+        too_long = self._too_long(has - self._num_dropped[rows], new, rows)
         self._pool.make_room("batch", int(wanted.sum()), too_long=too_long)
         moved = self._states.make_room(rows, counts, drafts) if self.states else None
         self._journal.keep_evictions()
@@ -629,12 +639,15 @@ class BlockManager:
                 there = self._seq_lens.item(row)
                 _check.continuation(f"batch[{i}][1]", ids[end - count : end], self._prompts[row], there)
 
-    def _too_long(self, blocks: Array, seq_lens: Array) -> str:
+    def _too_long(self, blocks: Array, seq_lens: Array, rows: Array) -> str:
         """Says which request of a batch needs more blocks by itself than there are, "" where none does. blocks: [R],
         how many each then has; seq_lens: [R], how many tokens."""
         if not blocks.size or blocks.max() <= self.num_blocks:
             return ""
+        blocks = blocks - (self._table[rows] >= self.num_blocks).sum(1)  # but for those that are mapped
         i = blocks.argmax()
+        if blocks[i] <= self.num_blocks:
+            return ""
         parts = "" if self.sliding_window < 0 else " at once: give it in parts, between which blocks come free"
         return f"batch[{i}] with {seq_lens[i]} tokens needs {blocks[i]} of {self.num_blocks} blocks, never fits{parts}"
 
@@ -722,13 +735,14 @@ class BlockManager:
 
     def _shared_writers(self, begun: Array, last: Array) -> tuple[Array, Array]:
         """Finds the requests that go on inside a last block that others have, too, and gives them and these blocks. The
-        last of all owners of a block to write may do so in place, and is left out."""
+        last of all owners of a block to write may do so in place, and is left out, but not where the block is
+        mapped."""
         writers: Counter[int] = Counter()
         copied = []
-        for i in np.flatnonzero(self._pool.ref_cnt[last] > 1).tolist():
+        for i in np.flatnonzero((self._pool.ref_cnt[last] > 1) | (last >= self.num_blocks)).tolist():
             block = last.item(i)
             writers[block] += 1
-            if writers[block] < self._pool.ref_cnt.item(block):
+            if writers[block] < self._pool.ref_cnt.item(block) or block >= self.num_blocks:
                 copied.append(i)
         return begun[copied], last[copied]
 

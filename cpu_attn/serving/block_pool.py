@@ -13,7 +13,8 @@ import numpy as np
 
 from cpu_attn._errors import NoFreeBlocksError
 from cpu_attn.serving.journal import Journal
-from cpu_attn.serving.prefix_store import StoredBlocks
+from cpu_attn.serving.prefix_store import Segment, StoredBlocks
+from cpu_attn.serving.store_map import Room, Run
 
 Array = np.ndarray[Any, Any]
 
@@ -58,6 +59,7 @@ class BlockStats(NamedTuple):
         num_free_state_slots: how many of them no request has.
         num_snapshots: how many of them hold a state that the prefix cache knows.
         prefix_store_hits: how many of ``prefix_cache_hits`` were in blocks that came from a :class:`PrefixStore`.
+        num_mapped_blocks: how many blocks the prefix cache has besides, in files that are mapped.
 
     This class raises no errors itself.
 
@@ -86,39 +88,59 @@ class BlockStats(NamedTuple):
     num_free_state_slots: int = 0
     num_snapshots: int = 0
     prefix_store_hits: int = 0
+    num_mapped_blocks: int = 0
 
 
 class BlockPool:
     """Keeps for each block whether it is free or in use ``ref_cnt`` times: once by every request that has it, and once
     by the prefix cache. ``num_evicted`` counts the blocks that the prefix cache gave up for others, int64 [1].
 
+    Blocks behind the first ``num_blocks`` are files' (:class:`Room`). Nobody writes to them, they are never free, and
+    the prefix cache has them until their files are unmapped.
+
     Args:
         nodes: [num_blocks], the NUMA node of each.
         journal: where all changes are written down.
         what: what errors call the blocks.
         attached: another pool, whose cached blocks have hashes of blocks here and are forgotten with these.
+        num_mapped: how many blocks there are behind those.
 
     Attributes:
         stored: where blocks of the prefix cache are kept, too, or None.
+        room: where files of that are mapped, or None.
         unsaved: blocks that came into the prefix cache since :meth:`save` was called, and their hashes; of a pool with
             ``stored`` only.
     """
 
-    def __init__(self, nodes: Array, journal: Journal, what: str = "blocks", attached: BlockPool | None = None) -> None:
+    def __init__(
+        self,
+        nodes: Array,
+        journal: Journal,
+        what: str = "blocks",
+        attached: BlockPool | None = None,
+        num_mapped: int = 0,
+    ) -> None:
         self._journal, self._what, self._attached = journal, what, attached
+        self.num_blocks = len(nodes)
         self.stored: StoredBlocks | None = None
+        self.room: Room | None = None
         self.unsaved: dict[int, bytes] = {}
         # Nodes are numbered from 0 on here, whatever their numbers in the machine are.
         self.node_of = np.unique(nodes, return_inverse=True)[1]
         self.free: list[list[int]] = [[] for _ in range(self.node_of.max(initial=0) + 1)]  # a list for each node
         for block in range(len(nodes) - 1, -1, -1):
             self.free[self.node_of[block]].append(block)
-        self.ref_cnt = np.zeros(len(nodes), np.int64)
+        self.ref_cnt = np.zeros(self.num_blocks + num_mapped, np.int64)
         self.hash_of: dict[int, bytes] = {}  # the prefix cache, which has one block for each hash
         self.block_of: dict[bytes, int] = {}
         self.evictable: OrderedDict[int, int] = OrderedDict()  # blocks that it alone has, and since when, oldest first
         self._time = 0
         self.num_evicted = np.zeros(1, np.int64)
+
+    @property
+    def num_mapped(self) -> int:
+        """Says how many mapped blocks the prefix cache has."""
+        return sum(block >= self.num_blocks for block in self.hash_of) if self.room else 0
 
     @property
     def num_free(self) -> int:
@@ -172,7 +194,7 @@ class BlockPool:
         backwards = blocks[::-1]  # the end of a prefix is evicted before its beginning
         left = dict(zip(backwards.tolist(), self.ref_cnt[backwards].tolist(), strict=True))
         self._give_back([block for block, count in left.items() if count == 0])
-        known = [block for block, count in left.items() if count == 1 and block in self.hash_of]
+        known = [b for b, count in left.items() if count == 1 and b in self.hash_of and b < self.num_blocks]
         self._journal.update(self.evictable, known, range(self._time, self._time + len(known)))
         self._time += len(known)
 
@@ -193,21 +215,55 @@ class BlockPool:
             self._journal.drop(self.unsaved, list(self.unsaved))
 
     def load(self, hashes: Sequence[bytes], homes: Array, spared: Collection[int] = ()) -> int:
-        """Reads blocks into free ones and puts them into the prefix cache, as far as there is room: blocks that it has
-        give way, but none of ``spared``. What has changed before stays so, whatever happens. Gives how many of the
-        first of them could be read."""
-        room = max(0, self._num_free_besides(spared))
-        wanted = list(takewhile(self.stored.__contains__, hashes[:room])) if self.stored else []
-        if not self.stored or not wanted:
+        """Puts stored blocks into the prefix cache, which has none of them: mapped ones, and for those whose files
+        cannot be mapped copies in free blocks, as far as there is room. What it has besides gives way, but none of
+        ``spared``. What has changed before stays so, whatever happens. Gives how many of the first of them are there
+        then."""
+        if not self.stored:
             return 0
+        if self.room:
+            self._map(self.stored, self.room, hashes, spared)
+        self._copy(self.stored, [here for here in hashes if here not in self.block_of], homes, spared)
+        return sum(1 for _ in takewhile(self.block_of.__contains__, hashes))
+
+    def _copy(self, stored: StoredBlocks, hashes: Sequence[bytes], homes: Array, spared: Collection[int]) -> None:
+        room = max(0, self._num_free_besides(spared))
+        wanted = list(takewhile(stored.__contains__, hashes[:room]))
+        if not wanted:
+            return
         self.make_room("tokens", len(wanted), spared)
         self._journal.keep_evictions()
         self._journal.settle()
         blocks = self.take(homes, np.array([len(wanted)]))
-        count = self.stored.read(wanted, blocks.tolist())
+        count = stored.read(wanted, blocks.tolist())
         self.publish(blocks[:count].tolist(), wanted[:count])
         self.release(blocks)
-        return count
+
+    def _map(self, stored: StoredBlocks, room: Room, hashes: Sequence[bytes], spared: Collection[int]) -> None:
+        room.use_runs(list(spared))
+        for segment, names in stored.by_segment(hashes):
+            run = room.runs.get(segment.name) or self._new_run(stored, room, segment)
+            if run:
+                blocks = stored.find_in(room, run, segment, names)
+                self.publish(blocks, names[: len(blocks)])
+
+    def _new_run(self, stored: StoredBlocks, room: Room, segment: Segment) -> Run | None:
+        """Maps a segment in the place of others that nobody uses; None where it cannot be."""
+        place = room.place(segment.layout.capacity, self._has_owners)
+        if not place:
+            return None
+        blocks, runs = place
+        self.forget([block for run in runs for block in run.blocks if block in self.hash_of])
+        self._journal.keep_evictions()
+        self._journal.settle()
+        for run in runs:
+            room.unmap(run)
+        return stored.map(segment, room, blocks)
+
+    def _has_owners(self, blocks: range) -> bool:
+        """Says whether a request has one of these blocks."""
+        counts = self.ref_cnt[blocks.start : blocks.stop].tolist()
+        return any(count > (block in self.hash_of) for block, count in zip(blocks, counts, strict=True))
 
     def forget(self, blocks: Sequence[int]) -> None:
         """Takes blocks out of the prefix cache. Until then nobody writes to them."""
@@ -224,6 +280,7 @@ class BlockPool:
         self._journal.drop(self.evictable, blocks)
 
     def _give_back(self, blocks: list[int]) -> None:
+        blocks = [block for block in blocks if block < self.num_blocks]
         for node, pile in enumerate(self.free):
             own = blocks if len(self.free) == 1 else [block for block in blocks if self.node_of.item(block) == node]
             if own:

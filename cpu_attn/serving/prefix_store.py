@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import groupby, takewhile
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from cpu_attn import _check
 from cpu_attn.serving.store_folder import Folder
+from cpu_attn.serving.store_map import Room, Run
 from cpu_attn.serving.store_segment import (
     MOST_BLOCKS,
     Layout,
@@ -59,6 +60,7 @@ class StoreStats(NamedTuple):
         num_unreadable_segments: how many files the folder has that are called as segments are, and are something else,
             of another version, damaged in their headers, links, or others' to write to.
         num_faults: how many reads and writes the system refused.
+        num_mapped_blocks: how many blocks were found in files that are mapped, and not read into caches.
 
     This class raises no errors itself.
 
@@ -81,6 +83,7 @@ class StoreStats(NamedTuple):
     num_evicted_segments: int
     num_unreadable_segments: int
     num_faults: int
+    num_mapped_blocks: int = 0
 
 
 _Key = tuple[int, int]  # whose block, by id, and which
@@ -95,7 +98,7 @@ class _Queued(NamedTuple):
     name: bytes
 
 
-class _Segment:
+class Segment:
     """Is what this process knows of a segment. num_read: how many of its places have been looked at; marked: when it
     was marked as used; records: by name, of those that this store finds here."""
 
@@ -183,9 +186,9 @@ class PrefixStore:
 
         self._looking = threading.Lock()  # holds while the segments that are known change
         self._looked_at = -LOOK_SECONDS
-        self._segments: dict[str, _Segment] = {}
+        self._segments: dict[str, Segment] = {}
         self._unreadable: set[str] = set()
-        self._indexes: dict[bytes, dict[bytes, _Segment]] = {}  # by fingerprint, where a block of some name is
+        self._indexes: dict[bytes, dict[bytes, Segment]] = {}  # by fingerprint, where a block of some name is
         self._writers: dict[bytes, SegmentWriter] = {}  # by fingerprint; the thread's own
 
     def __repr__(self) -> str:
@@ -280,6 +283,7 @@ class PrefixStore:
             num_evicted_segments=counts["evicted"],
             num_unreadable_segments=len(self._unreadable),
             num_faults=counts["faults"],
+            num_mapped_blocks=counts["mapped"],
         )
 
     def _warn(self, what: str, why: object) -> None:
@@ -300,7 +304,7 @@ class PrefixStore:
 
     # What is found.
 
-    def _index(self, fingerprint: bytes) -> dict[bytes, _Segment]:
+    def _index(self, fingerprint: bytes) -> dict[bytes, Segment]:
         """Gives where the blocks of this kind are, of which the store takes note from now on."""
         with self._looking:
             if fingerprint not in self._indexes:
@@ -325,13 +329,13 @@ class PrefixStore:
                         self._look_at(name, segment)
             self._looked_at = time.monotonic()
 
-    def _look_at(self, name: str, segment: _Segment | None) -> None:
+    def _look_at(self, name: str, segment: Segment | None) -> None:
         try:
             if segment and segment.layout.fingerprint not in self._indexes:
                 return
             with self._folder.opened(name) as fd:
                 if segment is None:
-                    segment = self._segments[name] = _Segment(name, read_layout(self._folder, fd))
+                    segment = self._segments[name] = Segment(name, read_layout(self._folder, fd))
                 if segment.layout.fingerprint in self._indexes:
                     found = read_records(self._folder, fd, segment.layout, segment.num_read)
                     segment.num_read += len(found)
@@ -343,7 +347,7 @@ class PrefixStore:
             self._unreadable.add(name)
             self._warn("goes on without a file", f"{name}: {error}")
 
-    def _add(self, segment: _Segment, records: Iterable[Record]) -> None:
+    def _add(self, segment: Segment, records: Iterable[Record]) -> None:
         index = self._indexes[segment.layout.fingerprint]
         for record in records:
             segment.records[record.name] = record
@@ -355,7 +359,7 @@ class PrefixStore:
         for each in list(segment.records):
             self._drop(each, segment)
 
-    def _drop(self, name: bytes, segment: _Segment) -> None:
+    def _drop(self, name: bytes, segment: Segment) -> None:
         """Forgets that a block is in a segment. Another segment may have it, too: of processes that computed it at
         once, or since one was damaged."""
         segment.records.pop(name, None)
@@ -494,15 +498,16 @@ class PrefixStore:
             writer = SegmentWriter(self._folder, f"{os.urandom(16).hex()}.segment", layout)
             self._writers[layout.fingerprint] = writer
             with self._looking:
-                self._segments[writer.name] = _Segment(writer.name, layout)
+                self._segments[writer.name] = Segment(writer.name, layout)
         return self._writers[layout.fingerprint]
 
     def _make_room(self, num_bytes: int) -> None:
-        """Removes segments that were unused for longest, until there is room for one of so many bytes."""
+        """Removes segments that were unused for longest, those that a process has mapped after all others, until there
+        is room for one of so many bytes."""
         files = self._folder.survey()
         excess = sum(each.num_bytes for each in files) + num_bytes - self.max_bytes
-        for each in files:
-            if excess > 0 and not each.in_use and self._folder.remove(each.name):
+        for each, leased in [(each, leased) for leased in (False, True) for each in files]:
+            if excess > 0 and not each.in_use and self._folder.remove(each.name, leased):
                 excess -= each.num_bytes
                 self._count("evicted")
                 with self._looking:
@@ -539,7 +544,7 @@ class StoredBlocks:
     def __contains__(self, name: bytes) -> bool:
         return self._where(name) is not None
 
-    def _where(self, name: bytes) -> _Segment | None:
+    def _where(self, name: bytes) -> Segment | None:
         return self.store._indexes.get(self.layout.fingerprint, {}).get(name)
 
     def mark_used(self, names: Iterable[bytes]) -> None:
@@ -582,25 +587,71 @@ class StoredBlocks:
         be read or was not what had been written. Bytes are written to an array once they were found to be right."""
         done = 0
         while done < len(names) and (segment := self._where(names[done])):
-            rest = zip(names[done:], blocks[done:], strict=True)
-            done += self._read_run(segment, [*takewhile(lambda item: self._where(item[0]) is segment, rest)])
+            run = [*takewhile(lambda name: self._where(name) is segment, names[done:])]
+            done += self._had(segment, run, self._copies(segment, run, blocks[done:]))
         self.store._count("read", done)
         return done
 
-    def _read_run(self, segment: _Segment, items: Sequence[tuple[bytes, int]]) -> int:
-        """Reads blocks of one segment, and forgets the first that cannot be had."""
-        store, folder, done = self.store, self.store._folder, 0
-        buffer = bytearray(self.layout.block_bytes)
+    def _copies(self, segment: Segment, names: Sequence[bytes], blocks: Sequence[int]) -> Iterator[None]:
+        """Copies blocks of one segment, one at a time."""
+        folder, buffer = self.store._folder, bytearray(self.layout.block_bytes)
+        with folder.opened(segment.name) as fd:
+            folder.mark_used(fd)
+            for name, block in zip(names, blocks, strict=False):
+                if not read_block(folder, fd, segment.layout, segment.records[name], buffer):
+                    raise ValueError(f"{segment.name}: a block is not what was written")
+                for here, there in self._parts(block, buffer):
+                    here[...] = there
+                yield
+
+    def by_segment(self, names: Iterable[bytes]) -> Iterator[tuple[Segment, list[bytes]]]:
+        """Cuts a list of names where the segments change that the blocks are in; those that are in none are left
+        out."""
+        for segment, run in groupby(names, self._where):
+            if segment:
+                yield segment, list(run)
+
+    def map(self, segment: Segment, room: Room, blocks: range) -> Run | None:
+        """Maps a segment to ``blocks`` of the room; None where that fails, so that its blocks have to be copied."""
+        store = self.store
         try:
-            with folder.opened(segment.name) as fd:
-                folder.mark_used(fd)
-                for name, block in items:
-                    if not read_block(folder, fd, segment.layout, segment.records[name], buffer):
-                        raise ValueError(f"{segment.name}: a block is not what was written")
-                    for here, there in self._parts(block, buffer):
-                        here[...] = there
-                    done += 1
-                return done
+            return room.map(store._folder, segment.name, segment.layout, blocks)
+        except FileNotFoundError:  # another process has evicted it meanwhile
+            pass
+        except (OSError, ValueError) as error:
+            store._count("faults")
+            store._warn("cannot map a file, and copies its blocks", error)
+        return None
+
+    def find_in(self, room: Room, run: Run, segment: Segment, names: Sequence[bytes]) -> list[int]:
+        """Gives the blocks that these are of a run of their segment, up to the first that is not what had been written.
+        Each is compared with its checksum once."""
+        found: list[int] = []
+        self._had(segment, names, self._verifies(room, run, segment, names, found))
+        self.store._count("mapped", len(found))
+        return found
+
+    def _verifies(
+        self, room: Room, run: Run, segment: Segment, names: Sequence[bytes], found: list[int]
+    ) -> Iterator[None]:
+        """Looks at blocks of one run, one at a time, and lists those that are right."""
+        records = [segment.records[name] for name in names]
+        room.read_ahead(self.store._folder, run, sorted({each.place for each in records} - run.verified))
+        for record in records:
+            if record.place not in run.verified and not room.is_right(run, record):
+                raise ValueError(f"{segment.name}: a block is not what was written")
+            run.verified.add(record.place)
+            found.append(run.blocks[record.place])
+            yield
+
+    def _had(self, segment: Segment, names: Sequence[bytes], steps: Iterator[None]) -> int:
+        """Takes steps, one for each of these blocks of one segment, and forgets the first block that cannot be had.
+        Gives how many there were before."""
+        store, done = self.store, 0
+        try:
+            for _ in steps:
+                done += 1
+            return done
         except (FileNotFoundError, KeyError):  # it has been evicted since it was found
             pass
         except ValueError as error:
@@ -610,7 +661,7 @@ class StoredBlocks:
             store._count("faults")
             store._warn("cannot read, and goes on without", error)
         with store._looking:
-            store._drop(items[done][0], segment)
+            store._drop(names[done], segment)
         return done
 
 

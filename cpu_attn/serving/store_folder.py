@@ -74,6 +74,14 @@ class Folder:
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[int]:
+        """Opens a file for reading, as :meth:`open_file` does, and closes it."""
+        fd = self.open_file(name)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def open_file(self, name: str) -> int:
         """Opens a file for reading.
 
         Raises:
@@ -87,9 +95,10 @@ class Folder:
                 raise ValueError(f"{name}: is no regular file")
             if found.st_uid != os.geteuid() or found.st_mode & 0o022 or found.st_nlink > 1:
                 raise ValueError(f"{name}: others own it or may write to it, or it has another name besides")
-            yield fd
-        finally:
+        except BaseException:
             os.close(fd)
+            raise
+        return fd
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
@@ -104,6 +113,11 @@ class Folder:
                 break
             done += count
         return done
+
+    def read_ahead(self, fd: int, offset: int, size: int) -> None:
+        """Has the system begin to read a part of a file, where it takes such advice."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, offset, size, os.POSIX_FADV_WILLNEED)
 
     def write(self, fd: int, data: Any, offset: int) -> None:
         view = memoryview(data).cast("B")
@@ -160,12 +174,12 @@ class Folder:
                     found.append(Found(name, num_bytes, about.st_mtime, in_use))
         return sorted(found, key=lambda each: (each.last_use, each.name))
 
-    def remove(self, name: str) -> bool:
+    def remove(self, name: str, leased: bool = True) -> bool:
         """Removes a file unless a process appends to it, and says whether it did. A process that has it open can still
-        read it."""
+        read it. leased: also one on which a process has a lease."""
         try:
             with self.opened(name) as fd:
-                if _in_use(fd):
+                if _in_use(fd) or not (leased or _locks(fd, shared=False)):
                     return False
                 os.unlink(name, dir_fd=self._fd)
         except FileNotFoundError:
@@ -174,12 +188,24 @@ class Folder:
 
 
 def _in_use(fd: int) -> bool:
-    """Says whether the process that made a file still has it open to append to. Files are locked before they get their
-    names and never again, so one that is not in use will not be."""
+    """Says whether the process that made a file still has it open to append to. Files are locked for that before they
+    get their names and never again, so one that is not in use will not be. While a file is being removed it may seem to
+    be."""
+    return not _locks(fd, shared=True)
+
+
+def lease(fd: int) -> bool:
+    """Has other files be removed before this one, until it is closed or its process ends, and says whether that is so
+    now. It is not while somebody appends to the file, which then stays anyway."""
+    return _locks(fd, shared=True)
+
+
+def _locks(fd: int, shared: bool) -> bool:
+    """Locks a file, together with others or alone, and says whether others' locks let it."""
     import fcntl
 
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
-    return False
+        return False
+    return True

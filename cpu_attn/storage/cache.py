@@ -48,12 +48,15 @@ class PagedKVCache:
         k_feedback: float32 [Hkv, D, D] for keys of integers, finite, or None: the factors by which :meth:`update` feeds
             errors of rounding back (:func:`cpu_attn.rotation.error_feedback`). It belongs to writing alone, so files
             and descriptors do not have it.
+        store_blocks: how many more blocks there is room for behind the ``num_blocks``. They take no memory:
+            :class:`cpu_attn.serving.BlockManager` maps segments of a store there, so that what a
+            :class:`cpu_attn.serving.PrefixStore` has is attended where it lies. Tokens are not written to them.
         numa: on which NUMA nodes the memory lies. None: each page on the node of the thread that first writes to it.
             ``interleave``: pages take turns over the nodes that the process may have memory of. ``blocks``: each of
             these nodes on whose CPUs calls may run has an equal run of blocks. docs/threads.md says what for.
 
     Attributes:
-        key_cache: the array of keys, as the three calls take it.
+        key_cache: the array of keys, as the three calls take it, [N + store_blocks, ...].
         value_cache: the array of values.
         isa: the isa that ``auto`` meant.
         layout: what lies in a block. A plan for another layout is refused.
@@ -61,12 +64,14 @@ class PagedKVCache:
             machines.
         k_feedback: the factors that :meth:`update` goes by, or None; a cache that is opened or loaded has none until
             they are set here.
-        block_nodes: int32 [N], the node of each block, where ``numa`` is ``blocks`` and there are several; else None.
+        block_nodes: int32 [N + store_blocks], the node of each block, where ``numa`` is ``blocks`` and there are several;
+            else None. Pages of files lie where their system has put them, and count to the first node.
 
     Raises:
         ValueError: a size or a scale is out of range, or a name is unknown.
         TypeError: an argument has another type.
-        UnavailableError: this machine does not have the isa, or its system refuses to place memory by ``numa``.
+        UnavailableError: this machine does not have the isa, or its system refuses to place memory by ``numa``, or it
+            has no way to map files for ``store_blocks``.
         MemoryError: there is no memory for the cache.
 
     Example:
@@ -101,6 +106,7 @@ class PagedKVCache:
         kv_cache_layout: str = "packed",
         kv_cache_rotation: str = "none",
         k_feedback: Any = None,
+        store_blocks: int = 0,
         numa: str | None = None,
     ) -> None:
         name = dtype_name(dtype)
@@ -138,10 +144,16 @@ class PagedKVCache:
         if k_feedback is not None:
             self.k_feedback = _check.feedback("k_feedback", k_feedback, kvs[0], num_kv_heads, head_size)
         self._placement = _numa.placement(numa)
-        k, v = (aligned_zeros(x, memory_dtype(kv), self._placement) for x, kv in zip(shapes, kvs, strict=True))
+        more = _check.integer("store_blocks", store_blocks, 0, _check.INT32_MAX - num_blocks)
+        self.store_blocks = more
+        k, v = (
+            aligned_zeros((first + more, *rest), memory_dtype(kv), self._placement, more)
+            for (first, *rest), kv in zip(shapes, kvs, strict=True)
+        )
         self._hold(descriptor, k, v)
 
     _placement: _numa.Placement | None = None  # None: the memory is there already
+    store_blocks = 0
 
     def _hold(self, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any) -> None:
         d = self.descriptor = descriptor
@@ -154,7 +166,8 @@ class PagedKVCache:
         self.key_cache: Memory = key_cache
         self.value_cache: Memory = value_cache
         self.numa = self._placement.numa if self._placement else None
-        self.block_nodes = self._placement.block_nodes(d.num_blocks) if self._placement else None
+        nodes = self._placement.block_nodes(d.num_blocks) if self._placement else None
+        self.block_nodes = None if nodes is None else np.append(nodes, np.repeat(nodes[:1], self.store_blocks))
 
     @classmethod
     def open(cls, descriptor: CacheDescriptor, key_cache: Any, value_cache: Any, isa: str = "auto") -> PagedKVCache:
@@ -192,7 +205,8 @@ class PagedKVCache:
             OSError: the file cannot be written.
             UnavailableError: safetensors is not installed.
         """
-        StoredCache(self.descriptor, self.key_cache, self.value_cache).save(file)
+        own = slice(self.num_blocks)
+        StoredCache(self.descriptor, self.key_cache[own], self.value_cache[own]).save(file)
 
     @classmethod
     def load(cls, file: str | PathLike[str], isa: str = "auto") -> PagedKVCache:
@@ -224,7 +238,7 @@ class PagedKVCache:
         """Gives a cache over copies of the memory, which begin at cache lines as a new cache's does."""
         for memory in (self.key_cache, self.value_cache):
             if id(memory) not in memo:
-                memo[id(memory)] = aligned_copy(memory, self._placement)
+                memo[id(memory)] = aligned_copy(memory, self._placement, self.store_blocks)
         copied = memo[id(self)] = object.__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
@@ -234,13 +248,14 @@ class PagedKVCache:
         machine's."""
         self.__dict__.update(state)
         self._placement = _numa.placement(self.numa)
-        k, v = (aligned_copy(x, self._placement) for x in (self.key_cache, self.value_cache))
+        k, v = (aligned_copy(x, self._placement, self.store_blocks) for x in (self.key_cache, self.value_cache))
         self._hold(self.descriptor, k, v)
 
     def __repr__(self) -> str:
         return (
             f"PagedKVCache({self.num_blocks} blocks of {self.block_size}, {self.num_kv_heads} kv heads of "
-            f"{self.head_size}/{self.head_size_v}, {self.dtype} as {self.key_cache.dtype}, {self.isa}, {self.layout})"
+            f"{self.head_size}/{self.head_size_v}, {self.dtype} as {self.key_cache.dtype}, {self.isa}, {self.layout}"
+            f"{f', {self.store_blocks} store blocks' if self.store_blocks else ''})"
         )
 
     def update(self, key: Any, value: Any, slot_mapping: Any) -> None:
@@ -259,10 +274,15 @@ class PagedKVCache:
         """
         if isinstance(slot_mapping, Step):
             slot_mapping = slot_mapping._arrays_for(self).slot_mapping
+        self._own_slots(slot_mapping)
         self._same_sizes("key", key, self.head_size)
         self._same_sizes("value", value, self.head_size_v)
         arrays = (self.key_cache, self.value_cache, key, value, slot_mapping, self.k_feedback)
         ops.run_write(lib.ca_write, _check.WRITE, arrays, self._format, self.k_scale, self.v_scale)
+
+    def _own_slots(self, slot_mapping: Any) -> None:
+        if self.store_blocks:
+            _check.slots("slot_mapping", slot_mapping, self.num_blocks * self.block_size)
 
     def _same_sizes(self, name: str, x: Any, head_size: int) -> None:
         sizes = (self.num_kv_heads, head_size)
@@ -298,14 +318,14 @@ class PagedKVCache:
         """Copies whole blocks, keys and values, within the cache. All blocks are read before any is written.
 
         Args:
-            pairs: (source, destination) block numbers.
+            pairs: (source, destination) block numbers. A destination is one of the ``num_blocks``.
 
         Raises:
             ValueError: a block is out of range, a destination is named twice, or the memory is read-only. Nothing has
                 been written then.
             TypeError: ``pairs`` holds something else than pairs of integers. Nothing has been written then.
         """
-        moves = _check.moves("pairs", pairs, self.num_blocks, self.num_blocks)
+        moves = _check.moves("pairs", pairs, self.num_blocks + self.store_blocks, self.num_blocks)
         caches = self.key_cache, self.value_cache
         for name, cache in zip(("key_cache", "value_cache"), caches, strict=True):
             _check.writable(name, view(name, cache))
@@ -478,6 +498,7 @@ class PagedKVCache:
             if block_table is not None:
                 raise ValueError("block_table: is given, and slot_mapping is a step, which has one")
             block_table, slots = slot_mapping, slot_mapping.slot_mapping
+        self._own_slots(slots)
         block_table, plan, out = self._planned(query, block_table, plan, output)
         lengths = (None, None, alibi_slopes, block_table, s_aux, None)
         states = (self.key_cache, self.value_cache, out, lse, key, value, slots, self.k_feedback, query)

@@ -14,6 +14,7 @@ import numpy as np
 from cpu_attn import _check
 from cpu_attn._arrays import address
 from cpu_attn._dtypes import DTYPES
+from cpu_attn._mapping import reserve
 from cpu_attn._numa import Placement
 
 HUGE_PAGE = 2 << 20
@@ -25,31 +26,45 @@ def memory_dtype(kind: str) -> np.dtype[Any]:
     return DTYPES[_check.memory(kind)[0]]
 
 
-def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any], placement: Placement | None = None) -> Memory:
+def aligned_zeros(
+    shape: tuple[int, ...], dtype: np.dtype[Any], placement: Placement | None = None, num_mapped: int = 0
+) -> Memory:
     """Gives zeros that begin at a cache line. NumPy's own begin 16 bytes into one, which costs a cache write 8 % of its
     speed in bfloat16, 20 % in float32 (kernel/cache_write/write.inc). They are in huge pages where the system has them,
-    which is 1 to 4 % of decode's speed (Cascade Lake). placement: where each of shape[0] blocks lies."""
+    which is 1 to 4 % of decode's speed (Cascade Lake). placement: where each of shape[0] blocks lies. num_mapped: how
+    many of the last of these are there for files to be mapped to, and lie nowhere yet."""
     size, align = prod(shape) * dtype.itemsize, 64
-    if (size >= HUGE_PAGE or placement) and hasattr(mmap, "MADV_HUGEPAGE"):
+    if num_mapped or ((size >= HUGE_PAGE or placement) and hasattr(mmap, "MADV_HUGEPAGE")):
         align = HUGE_PAGE
-        try:
-            pages = mmap.mmap(-1, size + align, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError):
-            raise MemoryError(f"no memory for {size} bytes") from None
-        with contextlib.suppress(OSError):  # the kernel may have been built without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        memory = np.frombuffer(pages, np.uint8)
+        memory = np.frombuffer(_pages(size + align, bool(num_mapped)), np.uint8)
     else:
         memory = np.zeros(size + align, np.uint8)
     memory = memory[-address(memory) % align :][:size]
     if placement and size:
-        placement.apply(address(memory), size, shape[0])
+        own = shape[0] - num_mapped
+        placement.apply(address(memory), size // shape[0] * own, own)
     return memory.view(dtype).reshape(shape)
 
 
-def aligned_copy(x: Memory, placement: Placement | None = None) -> Memory:
-    copied = aligned_zeros(x.shape, x.dtype, placement)
-    copied[...] = x
+def _pages(size: int, mapped: bool) -> mmap.mmap:
+    try:
+        pages = reserve(size) if mapped else mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError):
+        raise MemoryError(f"no memory for {size} bytes") from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # the kernel may have been built without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def aligned_copy(x: Memory, placement: Placement | None = None, num_mapped: int = 0) -> Memory:
+    """Copies blocks to memory as :func:`aligned_zeros` gives it. Of the last ``num_mapped`` those that are zeros take
+    none."""
+    copied, own = aligned_zeros(x.shape, x.dtype, placement, num_mapped), len(x) - num_mapped
+    copied[:own] = x[:own]
+    for block in range(own, len(x)):
+        if x[block].view(np.uint8).any():
+            copied[block] = x[block]
     return copied
 
 

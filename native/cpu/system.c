@@ -1,7 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "cpu/system.h"
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
+#if !defined(_WIN32)
+#include <sys/mman.h>
+#endif
 #if defined(__linux__)
 #include <sched.h>
 #include <sys/auxv.h>
@@ -96,3 +100,36 @@ void ca_aligned_free(void *memory) { _aligned_free(memory); }
 void *ca_aligned_alloc(int64_t bytes) { return aligned_alloc(LINE, ((size_t)bytes + LINE - 1) / LINE * LINE); }
 void ca_aligned_free(void *memory) { free(memory); }
 #endif
+
+#if defined(_WIN32)
+int ca_map(uintptr_t address, int64_t bytes, int fd, int64_t offset) {
+    (void)address, (void)bytes, (void)fd, (void)offset;
+    return ENOSYS;
+}
+
+int ca_no_reserve(void) { return 0; }
+#else
+static int map_pages(uintptr_t address, int64_t bytes, int fd, int64_t offset) {
+    const int zeros = fd < 0 ? MAP_ANON : 0, flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE | zeros;
+    return mmap((void *)address, (size_t)bytes, PROT_READ | PROT_WRITE, flags, fd, offset) == MAP_FAILED ? errno : 0;
+}
+
+/* A call that fails may have removed what was there, and a hole would be a fault for whoever reads it. */
+int ca_map(uintptr_t address, int64_t bytes, int fd, int64_t offset) {
+    const int failed = map_pages(address, bytes, fd, offset);
+    if (failed)
+        map_pages(address, bytes, -1, 0);
+    return failed;
+}
+
+int ca_no_reserve(void) { return MAP_NORESERVE; }
+#endif
+
+int ca_read_pages(uintptr_t address, int64_t bytes) {
+#if defined(MADV_POPULATE_READ) /* Linux 5.14 */
+    return madvise((void *)address, (size_t)bytes, MADV_POPULATE_READ) ? errno : 0;
+#else
+    (void)address, (void)bytes;
+    return ENOSYS;
+#endif
+}
