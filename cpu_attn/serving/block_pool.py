@@ -243,7 +243,7 @@ class BlockPool:
         room.use_runs(list(spared))
         for segment, names in stored.by_segment(hashes):
             run = room.runs.get(segment.name) or self._new_run(stored, room, segment)
-            if run:
+            if run and run.fd is not None:
                 blocks = stored.find_in(room, run, segment, names)
                 self.publish(blocks, names[: len(blocks)])
 

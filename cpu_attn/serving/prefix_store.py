@@ -125,6 +125,9 @@ class PrefixStore:
             ``max_bytes``.
         max_queued_blocks: how many blocks may wait to be written; more are left out. They wait in the caches, so
             waiting takes no memory.
+        verify: whether mapped blocks are read and compared with their checksums when they are first found, as copied
+            ones always are. Without it finding them takes no time, attention reads them, and what has changed on the
+            disk or in memory goes unnoticed.
 
     Raises:
         ValueError: the folder is a link, somebody else owns it or may enter it, or a number is out of range.
@@ -160,11 +163,13 @@ class PrefixStore:
         max_bytes: int,
         segment_bytes: int = 256 << 20,
         max_queued_blocks: int = 4096,
+        verify: bool = True,
     ) -> None:
         self.path = _check.path("path", path)
         self.max_bytes = _check.integer("max_bytes", max_bytes, 1, MOST)
         self.segment_bytes = _check.integer("segment_bytes", segment_bytes, 1, MOST)
         self.max_queued_blocks = _check.integer("max_queued_blocks", max_queued_blocks, 1)
+        self.verify = _check.boolean("verify", verify)
         load_xxhash()
         self._folder = self._open_folder(self.path)
         self._closed = False
@@ -204,7 +209,7 @@ class PrefixStore:
         return self
 
     def __reduce__(self) -> Any:
-        return _reopened, (self.path, self.max_bytes, self.segment_bytes, self.max_queued_blocks)
+        return _reopened, (self.path, self.max_bytes, self.segment_bytes, self.max_queued_blocks, self.verify)
 
     def blocks(self, description: Mapping[str, Any], arrays: Sequence[Array]) -> StoredBlocks:
         """Gives the blocks of one kind that the store has, for whoever manages the arrays that they are copied to and
@@ -636,11 +641,13 @@ class StoredBlocks:
     ) -> Iterator[None]:
         """Looks at blocks of one run, one at a time, and lists those that are right."""
         records = [segment.records[name] for name in names]
-        room.read_ahead(self.store._folder, run, sorted({each.place for each in records} - run.verified))
+        unknown = sorted({each.place for each in records} - run.verified) if self.store.verify else []
+        room.read_ahead(self.store._folder, run, unknown)
         for record in records:
-            if record.place not in run.verified and not room.is_right(run, record):
-                raise ValueError(f"{segment.name}: a block is not what was written")
-            run.verified.add(record.place)
+            if self.store.verify and record.place not in run.verified:
+                if not room.is_right(run, record):
+                    raise ValueError(f"{segment.name}: a block is not what was written")
+                run.verified.add(record.place)
             found.append(run.blocks[record.place])
             yield
 
@@ -665,8 +672,9 @@ class StoredBlocks:
         return done
 
 
-def _reopened(path: str, max_bytes: int, segment_bytes: int, max_queued_blocks: int) -> PrefixStore:
-    return PrefixStore(path, max_bytes=max_bytes, segment_bytes=segment_bytes, max_queued_blocks=max_queued_blocks)
+def _reopened(path: str, max_bytes: int, segment_bytes: int, max_queued_blocks: int, verify: bool) -> PrefixStore:
+    how: Any = {"segment_bytes": segment_bytes, "max_queued_blocks": max_queued_blocks, "verify": verify}
+    return PrefixStore(path, max_bytes=max_bytes, **how)
 
 
 _STORES: weakref.WeakSet[PrefixStore] = weakref.WeakSet()

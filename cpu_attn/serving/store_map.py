@@ -103,7 +103,10 @@ class Room:
         missing = self.blocks.start + self._whole(capacity) - self.blocks.stop
         if missing > 0:
             there = self.blocks.stop - self._num_blocks
-            raise ValueError(f"{name}: {there}, expected at least {there + missing}: segment_bytes of the store makes segments of {capacity} blocks")
+            raise ValueError(
+                f"{name}: {there}, expected at least {there + missing}: by its segment_bytes a segment of the store has "
+                f"{capacity} blocks"
+            )
 
     def use_runs(self, blocks: Sequence[int]) -> None:
         """Has the runs of these blocks stay before others. None of them gives way before the next call of this method,
@@ -166,9 +169,9 @@ class Room:
 
     def unmap(self, run: Run) -> None:
         """Puts zeros in the place of a segment."""
+        self.runs.pop(run.name, None)
         for at, size in self._pages(run):
             unmap(at, size)
-        self.runs.pop(run.name, None)
         run.close()
 
     def read_ahead(self, folder: Folder, run: Run, places: Sequence[int]) -> None:

@@ -29,6 +29,7 @@ class Model:
     attending: steps are attended and compared with the oracle; else the caches are only written. ranks: each of them
     has caches and a manager, all of which do the same. slots: how many slots of states each manager has; 0: no states.
     interval: tokens between snapshots, of any number of blocks. store: where the manager keeps blocks, too.
+    store_blocks: how many of these may be mapped.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Model:
         slots: int = 0,
         interval: int = 4,
         store: PrefixStore | None = None,
+        store_blocks: int = 0,
     ) -> None:
         sizes = (num_blocks, block_size, KV_HEADS, head_size)
         options: Any = {"enable_prefix_caching": caching, "sliding_window": window}
@@ -53,7 +55,7 @@ class Model:
         options |= {"store": store, **self.named()}
         self.managers = []
         for _ in range(ranks):
-            caches = [PagedKVCache(*sizes) for _ in range(LAYERS)]
+            caches = [PagedKVCache(*sizes, store_blocks=store_blocks) for _ in range(LAYERS)]
             if nodes > 1:
                 caches[0].block_nodes = np.arange(num_blocks, dtype=np.int32) * nodes // num_blocks
             options["states"] = [np.zeros((slots, *shape), np.float32) for shape in ((), (2, 1)) if slots]
@@ -277,7 +279,8 @@ class Model:
             if old % size and new:
                 writers[self.manager.get_block_ids(request)[-1]] += 1
         for block, n in writers.items():
-            count += n if held[block] + (block in self.manager._pool.hash_of) > n else n - 1
+            shared = held[block] + (block in self.manager._pool.hash_of) > n or block >= self.manager.num_blocks
+            count += n if shared else n - 1
         return count
 
     def needed_slots(self, batch: list[tuple[int, list[int]]], drafts: list[int]) -> int:
@@ -320,13 +323,16 @@ class Model:
         at, since the others do the same."""
         m, pool = self.manager, self.manager._pool
         held = Counter(b for r in self.here() for b in m.get_block_ids(r).tolist() if b >= 0)
-        assert [held[b] + (b in pool.hash_of) for b in range(m.num_blocks)] == pool.ref_cnt.tolist()
+        assert [held[b] + (b in pool.hash_of) for b in range(len(pool.ref_cnt))] == pool.ref_cnt.tolist()
+        own = {b for b in held | pool.hash_of if b < m.num_blocks}
+        mapped = {b for run in (pool.room.runs.values() if pool.room else ()) for b in run.blocks}
+        assert (held.keys() | pool.hash_of.keys()) - own <= mapped
         free = [block for blocks in pool.free for block in blocks]
         assert len(set(free)) == len(free) and not set(free) & (held.keys() | pool.hash_of.keys())
         assert all(pool.node_of[block] == node for node, blocks in enumerate(pool.free) for block in blocks)
-        assert set(pool.evictable) == pool.hash_of.keys() - held.keys()
+        assert set(pool.evictable) == own & (pool.hash_of.keys() - held.keys())
         assert list(pool.evictable.values()) == sorted(pool.evictable.values())
-        assert m.num_free_blocks == m.num_blocks - len(held)
+        assert m.num_free_blocks == m.num_blocks - len(own & held.keys())
         assert {h: b for b, h in pool.hash_of.items()} == pool.block_of
         assert sorted([*m._row_of.values(), *m._free_rows]) == list(range(len(m._table)))
         assert m._requests.keys() == set(m._row_of.values()) and not m._journal

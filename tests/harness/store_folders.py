@@ -16,9 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from cpu_attn._mapping import reserve
 from cpu_attn.serving import PrefixStore
+from cpu_attn.serving.block_pool import BlockPool
+from cpu_attn.serving.journal import Journal
 from cpu_attn.serving.prefix_store import StoredBlocks
 from cpu_attn.serving.store_folder import Folder
+from cpu_attn.serving.store_map import Room
 
 WRITING = ("create", "write", "sync")
 
@@ -65,6 +69,34 @@ class Blocks:
                 wanted = [np.full(x.shape[1:], 7, x.dtype) for x in self.arrays]
             for array, want in zip(self.arrays, wanted, strict=True):
                 assert (array[0] == want).all(), f"block {number} has other bytes"
+        return there
+
+
+class MappedBlocks(Blocks):
+    """The same arrays with room for a few segments behind their blocks. What is found is mapped where it can be."""
+
+    def __init__(self, store: PrefixStore, num_blocks: int = 64, model: str = "m", room: int = 4 * 4096) -> None:
+        super().__init__(store, num_blocks, model)
+        count = 4096 + room  # a run begins at a multiple of 4096 blocks, where 41 bytes of each end at a page
+        shapes = [(count, 3, 6), (count, 41)]
+        self.arrays = [
+            np.frombuffer(reserve(count * x[0].nbytes), x.dtype).reshape(shape)
+            for x, shape in zip(self.arrays, shapes, strict=True)
+        ]
+        self.stored.use(self.arrays)
+        self.pool = BlockPool(np.zeros(num_blocks), Journal(), num_mapped=count - num_blocks)
+        self.pool.stored, self.pool.room = self.stored, Room(self.arrays, num_blocks)
+
+    def found(self, numbers: Sequence[int]) -> list[int]:
+        there, none = [], np.zeros(1, np.int64)
+        for number in numbers:
+            if self.pool.load([name_of(number)], none):
+                there.append(number)
+                block = self.pool.block_of[name_of(number)]
+                for array, want in zip(self.arrays, self.bytes_of(number), strict=True):
+                    assert (array[block] == want).all(), f"block {number} has other bytes"
+                self.pool.forget([block])
+        self.pool._journal.clear()
         return there
 
 

@@ -106,6 +106,7 @@ WALKS: list[dict[str, Any]] = [
     *({}, {"block_size": 1}, {"nodes": 2}, {"window": 6, "num_blocks": 16}),
     *({"slots": 14}, {"slots": 24, "num_blocks": 14}, {"slots": 30, "interval": 2, "block_size": 1}),
 ]
+WALKS += [{**options, "store_blocks": 200} for options in WALKS]
 
 
 @pytest.mark.parametrize("options", WALKS, ids=str)

@@ -24,7 +24,7 @@ import xxhash
 from cpu_attn.serving import PrefixStore, prefix_store, store_folder
 from cpu_attn.serving.store_segment import HEAD, RECORD
 
-from ..harness.store_folders import Blocks, DyingSystem, Unsynced, always, failing, name_of, opened
+from ..harness.store_folders import Blocks, DyingSystem, MappedBlocks, Unsynced, always, failing, name_of, opened
 
 pytestmark = pytest.mark.filterwarnings("ignore:prefix store:RuntimeWarning")
 
@@ -40,9 +40,15 @@ def written(path: Path, numbers: range, **options: Any) -> Path:
     return file
 
 
-def found_in(path: Path, numbers: range) -> list[int]:
+def found_in(path: Path, numbers: range, kind: type[Blocks] = Blocks) -> list[int]:
     with opened(path) as store:
-        return Blocks(store).found(numbers)
+        return kind(store).found(numbers)
+
+
+@pytest.fixture(params=[Blocks, MappedBlocks], ids=["copied", "mapped"])
+def kind(request: pytest.FixtureRequest) -> type[Blocks]:
+    found: type[Blocks] = request.param
+    return found
 
 
 class Parts:
@@ -99,7 +105,7 @@ def interesting(parts: Parts) -> list[int]:
     return [offset for first, end in ranges for offset in range(first, end)]
 
 
-def test_flipped_bits(tmp_path: Path) -> None:
+def test_flipped_bits(tmp_path: Path, kind: type[Blocks]) -> None:
     """A bit of each byte: who loses it is missed, and all others are found."""
     file = written(tmp_path, NUMBERS)
     data, rng = file.read_bytes(), random.Random(0)
@@ -110,14 +116,14 @@ def test_flipped_bits(tmp_path: Path) -> None:
             there.write(bytes([data[offset] ^ 1 << rng.randrange(8)]))
         owner = parts.owner(offset)
         lost = NUMBERS if owner == "header" else [owner]
-        assert found_in(tmp_path, NUMBERS) == [n for n in NUMBERS if n not in lost], offset
+        assert found_in(tmp_path, NUMBERS, kind) == [n for n in NUMBERS if n not in lost], offset
         with file.open("r+b") as there:
             there.seek(offset)
             there.write(data[offset : offset + 1])
     assert found_in(tmp_path, NUMBERS) == [*NUMBERS]
 
 
-def test_cut_files(tmp_path: Path) -> None:
+def test_cut_files(tmp_path: Path, kind: type[Blocks]) -> None:
     """A file that is shorter than it was is not read. One that is cut after it was looked at gives what is left."""
     file = written(tmp_path, NUMBERS)
     data = file.read_bytes()
@@ -127,12 +133,12 @@ def test_cut_files(tmp_path: Path) -> None:
     for size in sorted(cuts):
         file.write_bytes(data)
         with opened(tmp_path) as store:
-            blocks = Blocks(store)
+            blocks = kind(store)
             os.truncate(file, size)
             whole = [n for n in NUMBERS if all(begin + length * (n + 1) <= size for begin, length in parts.regions)]
             assert blocks.found(NUMBERS) == whole
             assert store.stats().num_damaged_blocks == len(NUMBERS) - len(whole)
-        assert found_in(tmp_path, NUMBERS) == []
+        assert found_in(tmp_path, NUMBERS, kind) == []
     file.write_bytes(data + b"more")
     assert found_in(tmp_path, NUMBERS) == [*NUMBERS]
 
@@ -155,7 +161,7 @@ def mutated(data: bytearray, rng: random.Random, offsets: list[int]) -> None:
 
 
 @pytest.mark.parametrize("mutations", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_any_damage(tmp_path: Path, mutations: int) -> None:
+def test_any_damage(tmp_path: Path, mutations: int, kind: type[Blocks]) -> None:
     """Also where records and blocks of one segment stand in another's place."""
     file = written(tmp_path, NUMBERS)
     data, rng = file.read_bytes(), random.Random(2)
@@ -167,7 +173,7 @@ def test_any_damage(tmp_path: Path, mutations: int) -> None:
             end = max(offsets) + 300
             there.seek(0)
             there.write(changed[:end])
-            missed += len(NUMBERS) - len(found_in(tmp_path, NUMBERS))
+            missed += len(NUMBERS) - len(found_in(tmp_path, NUMBERS, kind))
     assert missed > mutations / 2
 
 
@@ -242,8 +248,8 @@ def test_power_is_lost(tmp_path: Path, seeds: range) -> None:
                     raise OSError(errno.EIO, "the power is gone")
                 super().sync(fd)
 
-            def remove(self, name: str) -> bool:
-                return self.stop > 0 and super().remove(name)
+            def remove(self, name: str, leased: bool = True) -> bool:
+                return self.stop > 0 and super().remove(name, leased)
 
         flushed: set[int] = set()
         with opened(path, Losing, segment_bytes=77 * 4) as store:
