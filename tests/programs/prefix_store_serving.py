@@ -28,9 +28,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(kind: str, num_blocks: int = 16) -> list[PagedKVCache]:
+def made(kind: str, num_blocks: int = 16, store_blocks: int = 0) -> list[PagedKVCache]:
     """Caches of three layers."""
-    caches = [PagedKVCache(num_blocks, BLOCK_SIZE, KV_HEADS, SIZE, **KINDS[kind]) for _ in range(3)]
+    sizes = (num_blocks, BLOCK_SIZE, KV_HEADS, SIZE)
+    caches = [PagedKVCache(*sizes, **KINDS[kind], store_blocks=store_blocks) for _ in range(3)]
     if kind == "int8":
         caches[0].k_feedback = error_feedback(np.random.default_rng(9).random((KV_HEADS, SIZE)))
     return caches
