@@ -15,6 +15,7 @@ import click
 from cpu_attn import __version__
 from cpu_attn.cli.bench import bench
 from cpu_attn.cli.info import info
+from cpu_attn.cli.prefix_store import prefix_store
 from cpu_attn.cli.report import fold
 from cpu_attn.cli.store import store
 from cpu_attn.cli.verify import verify
@@ -37,6 +38,13 @@ class _Commands(click.Group):
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         with _folded():
             return super().make_context(*args, **extra)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[:2] == ["bench", "prefix-store"]:  # which has options of its own
+            return " ".join(args[:2]), prefix_store, args[2:]
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         with _folded():

@@ -23,7 +23,7 @@ from cpu_attn import PagedKVCache
 from cpu_attn.serving import BlockManager, PrefixStore, prefix_store
 
 from ..harness.blocks_model import Model, walk
-from ..harness.store_folders import Blocks, name_of, opened
+from ..harness.store_folders import Blocks, MappedBlocks, name_of, opened
 from ..programs.blocks_failing import At, state
 from ..programs.prefix_store_serving import BLOCK_SIZE, KINDS, TOKENS, made, run, tokens_of
 
@@ -420,11 +420,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
                 BlockManager(cache, **options)  # type: ignore[arg-type]
 
 
-def random_process(path: Path, seed: int, seconds: float) -> None:
+def random_process(path: Path, seed: int, seconds: float, kind_of: type[Blocks]) -> None:
     """Publishes, finds and forgets at random; all that is found is right."""
     rng = random.Random(seed)
     with opened(path, segment_bytes=77 * rng.choice([2, 5, 20]), max_bytes=1 << 20) as store:
-        blocks, end = Blocks(store), time.monotonic() + seconds
+        blocks, end = kind_of(store), time.monotonic() + seconds
         while time.monotonic() < end:
             numbers = [rng.randrange(200) for _ in range(rng.randrange(1, 8))]
             kind = rng.random()
@@ -447,7 +447,7 @@ def random_process(path: Path, seed: int, seconds: float) -> None:
 
 @pytest.mark.parametrize(("count", "seconds"), [(4, 2.0), pytest.param(8, 40.0, marks=pytest.mark.slow)])
 def test_processes_beside_one_another(tmp_path: Path, count: int, seconds: float) -> None:
-    """Some of them are killed, and others come."""
+    """Some of them are killed, and others come. Every other one maps what it finds."""
     rng, living, ended, begun = random.Random(3), list[int](), list[int](), 0
     end = time.monotonic() + seconds
     while living or time.monotonic() < end:
@@ -456,7 +456,7 @@ def test_processes_beside_one_another(tmp_path: Path, count: int, seconds: float
             process = os.fork()
             if not process:
                 try:
-                    random_process(tmp_path, begun, 0.8)
+                    random_process(tmp_path, begun, 0.8, (Blocks, MappedBlocks)[begun % 2])
                     os._exit(0)
                 except BaseException:
                     import traceback
