@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpu-attn bench prefix-store`` measures how long a prompt that was computed before takes until it can be attended."""
+"""``cpu-attn bench prefix-store`` measures how long a prompt that was computed before takes until attention begins."""
 
 from __future__ import annotations
 
@@ -128,14 +128,19 @@ def _in_new_process(case: Case, folder: Folder, mapped: bool, verify: bool) -> f
     return float(done.stdout)
 
 
-def _best(repeat: int, call: Callable[[], float]) -> float:
-    return min(call() for _ in range(repeat))
+def _best(repeat: int, call: Callable[..., float], *given: Any) -> float:
+    return min(call(*given) for _ in range(repeat))
 
 
-def _timed(call: Callable[[], Any]) -> float:
+def _timed(call: Callable[..., Any], *given: Any) -> float:
     begun = perf_counter()
-    call()
+    call(*given)
     return perf_counter() - begun
+
+
+def _attend(manager: BlockManager, query: Any, step: Any) -> None:
+    for cache in manager.caches:
+        cache.attend(query, step)
 
 
 class Bench:
@@ -151,7 +156,9 @@ class Bench:
         self.case, self.repeat = case, repeat
         self.caches = case.caches(mapped=False)
         self.num_bytes = case.num_bytes(self.caches)
-        self.folder = Folder(f"{path}/store", 4 * self.num_bytes + (1 << 24) * case.layers, min(256 << 20, self.num_bytes))
+        self.folder = Folder(
+            f"{path}/store", 4 * self.num_bytes + (1 << 24) * case.layers, min(256 << 20, self.num_bytes)
+        )
         self.safetensors = f"{path}/file.safetensors"
         self.rows: list[Row] = []
 
@@ -169,13 +176,13 @@ class Bench:
             self.row("computed anew, attention alone", alone * case.layers)
             share = self.publish(manager, alone)
             manager.free("prompt")
-            self.row("memory: the prefix cache", _timed(lambda: _begin(manager, case)))
+            self.row("memory: the prefix cache", _timed(_begin, manager, case))
         self.warm()
         for name, mapped, verify in WAYS:
-            self.row(f"{name}, new process", _best(repeat, lambda: _in_new_process(case, self.folder, mapped, verify)))
+            self.row(f"{name}, new process", _best(repeat, _in_new_process, case, self.folder, mapped, verify))
         found = self.decode(manager)
         for name, mapped, verify in WAYS:
-            self.row(f"{name}, new process, cold", _best(repeat, lambda: self.cold(mapped, verify)), moved=verify)
+            self.row(f"{name}, new process, cold", _best(repeat, self.cold, mapped, verify), moved=verify)
         self.row("disk: files read in order, cold", _best(repeat, self.limit), moved=True)
         self.load()
         return {**asdict(case), "bytes": self.num_bytes, "ways": self.rows, "publishing_share": share, **found}
@@ -192,7 +199,7 @@ class Bench:
         output = np.empty_like(query)
         self.attend = lambda: self.caches[0].attend(query, step, output=output)
         self.attend()
-        return _best(self.repeat, lambda: _timed(self.attend))
+        return _best(self.repeat, _timed, self.attend)
 
     def publish(self, manager: BlockManager, alone: float) -> float:
         """Has the prompt written behind attention, and gives which part of a prefill's time that takes: what calls lost
@@ -211,14 +218,14 @@ class Bench:
 
     def warm(self) -> None:
         """Finds the prompt with a warm page cache in this process."""
+
+        def once(mapped: bool, verify: bool) -> float:
+            manager, taken = restore(self.case, self.folder, mapped, verify)
+            self.close(manager)
+            return taken
+
         for name, mapped, verify in WAYS:
-
-            def once(mapped: bool = mapped, verify: bool = verify) -> float:
-                manager, taken = restore(self.case, self.folder, mapped, verify)
-                self.close(manager)
-                return taken
-
-            self.row(f"{name}, this process", _best(self.repeat, once))
+            self.row(f"{name}, this process", _best(self.repeat, once, mapped, verify))
 
     def close(self, manager: BlockManager) -> None:
         manager._pool.stored.store.close()  # type: ignore[union-attr]
@@ -241,7 +248,7 @@ class Bench:
                 step = manager.step([("prompt", [0])])
                 for cache in manager.caches:
                     cache.update(key, key, step)
-                taken[name].append(_timed(lambda: [cache.attend(query, step) for cache in manager.caches]))
+                taken[name].append(_timed(_attend, manager, query, step))
         self.close(mapped)
         seconds = {f"decode_{name}_seconds": statistics.median(each[2:]) for name, each in taken.items()}
         ratio = statistics.median(m / f for m, f in zip(taken["memory"][2:], taken["mapped"][2:], strict=True))
@@ -262,10 +269,10 @@ class Bench:
                 os.fsync(file.fileno())
                 if cold:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            return _timed(lambda: safetensors.numpy.load_file(self.safetensors))
+            return _timed(safetensors.numpy.load_file, self.safetensors)
 
         for words, cold in (("", False), (", cold", True)):
-            self.row(f"safetensors.numpy.load_file{words}", _best(self.repeat, lambda: load(cold)), moved=True)
+            self.row(f"safetensors.numpy.load_file{words}", _best(self.repeat, load, cold), moved=True)
 
 
 # How a prompt is found in a store: what it is called, whether it is mapped, and whether its checksums are looked at.
@@ -302,7 +309,9 @@ SIZE = click.IntRange(1, MAX_SIZE)
 
 
 @click.command(short_help="Time prompts out of a prefix store.")
-@click.option("--tokens", multiple=True, type=click.IntRange(2, 2**24), default=[8192], show_default=True, help="Repeatable.")
+@click.option(
+    "--tokens", multiple=True, type=click.IntRange(2, 2**24), default=[8192], show_default=True, help="Repeatable."
+)
 @click.option("--layers", type=SIZE, default=32, show_default=True)
 @click.option("--num-heads", type=SIZE, default=32, show_default=True, help="Query heads.")
 @click.option("--num-kv-heads", type=SIZE, default=8, show_default=True)
@@ -310,8 +319,12 @@ SIZE = click.IntRange(1, MAX_SIZE)
 @click.option("--block-size", type=SIZE, default=128, show_default=True, help="Tokens of a block.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
 @click.option("--kv-cache-dtype", multiple=True, default=["auto", "int8"], show_default=True, help="Repeatable.")
-@click.option("--folder", type=click.Path(exists=True, file_okay=False), help="On which disk.  [default: temporary files']")
-@click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Runs of each; the shortest counts.")
+@click.option(
+    "--folder", type=click.Path(exists=True, file_okay=False), help="On which disk.  [default: temporary files']"
+)
+@click.option(
+    "--repeat", type=click.IntRange(1), default=3, show_default=True, help="Runs of each; the shortest counts."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table.")
 def prefix_store(
     tokens: tuple[int, ...],

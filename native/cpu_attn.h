@@ -225,12 +225,12 @@ int ca_memory_nodes(uint64_t *nodes);
  * whose memory is used up leaves pages to others. */
 int ca_place(uintptr_t address, int64_t bytes, int32_t interleave, uint64_t nodes);
 
-/* Pages of a file in the place of memory that was mapped. Writing to them changes copies that this process alone has, as
- * it would change memory. The two return 0 or errno; ENOSYS: this system has no such call. */
+/* Pages of a file in the place of memory that was mapped. Writing to them changes copies that this process alone has,
+ * as it would change memory. The two return 0 or errno; ENOSYS: this system has no such call. */
 /* Maps bytes of an open file, from `offset` on, in the place of pages that the caller has mapped; pages of zeros where
  * fd is -1. */
 int ca_map(uintptr_t address, int64_t bytes, int fd, int64_t offset);
-/* Reads the pages of a file that were mapped. What cannot be read is an error here, and a signal where it is touched. */
+/* Reads the pages of a mapped file. What cannot be read is an error here, and a signal where it is touched. */
 int ca_read_pages(uintptr_t address, int64_t bytes);
 int ca_no_reserve(void); /* the flag of mmap for memory that counts once it is used; 0: there is none */
 

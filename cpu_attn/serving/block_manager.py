@@ -57,9 +57,9 @@ class BlockManager:
 
     Args:
         caches: the :class:`cpu_attn.PagedKVCache` of each layer, or one cache. All have the same num_blocks, block_size
-            and store_blocks, and a block has the same number in each of them. The manager copies and swaps the blocks of all
-            caches. Where the first has ``block_nodes``, a request's blocks are of one NUMA node as long as that has
-            free ones, and requests are dealt out to the nodes evenly.
+            and store_blocks, and a block has the same number in each of them. The manager copies and swaps the blocks
+            of all caches. Where the first has ``block_nodes``, a request's blocks are of one NUMA node as long as that
+            has free ones, and requests are dealt out to the nodes evenly.
         enable_prefix_caching: whether full blocks are found again by the token ids in them and before them, also once
             their request is gone, until their memory is needed: those unused for longest go first. Without it, tokens
             may be given by their number.
@@ -75,9 +75,9 @@ class BlockManager:
         store: the :class:`PrefixStore` that keeps full blocks and snapshots in files, or None. :meth:`allocate` then
             also finds what this or another process has put there. Where the caches have ``store_blocks``, files are
             mapped there, and requests have blocks of them as any others, with numbers from ``num_blocks`` on; what is
-            to be written to is copied first. Otherwise what is found is copied into the caches. A step has to be computed, or taken back by
-            :meth:`truncate`, before the next one is made, since that has the first one's blocks written.
-            :meth:`flush_store` comes before the caches are used without this manager.
+            to be written to is copied first. Otherwise what is found is copied into the caches. A step has to be
+            computed, or taken back by :meth:`truncate`, before the next one is made, since that has the first one's
+            blocks written. :meth:`flush_store` comes before the caches are used without this manager.
         model: with a store, what else than tokens, ``extra_key`` and caches decides keys and values: the model's name
             and a hash or version of its weights, say. Where it is the same, what is stored is taken for the same.
 

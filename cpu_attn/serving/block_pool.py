@@ -241,11 +241,15 @@ class BlockPool:
 
     def _map(self, stored: StoredBlocks, room: Room, hashes: Sequence[bytes], spared: Collection[int]) -> None:
         room.use_runs(list(spared))
+        found = []
         for segment, names in stored.by_segment(hashes):
             run = room.runs.get(segment.name) or self._new_run(stored, room, segment)
             if run and run.fd is not None:
-                blocks = stored.find_in(room, run, segment, names)
-                self.publish(blocks, names[: len(blocks)])
+                stored.begin_to_read(room, run, segment, names)
+                found.append((run, segment, names))
+        for run, segment, names in found:
+            blocks = stored.find_in(room, run, segment, names)
+            self.publish(blocks, names[: len(blocks)])
 
     def _new_run(self, stored: StoredBlocks, room: Room, segment: Segment) -> Run | None:
         """Maps a segment in the place of others that nobody uses; None where it cannot be."""

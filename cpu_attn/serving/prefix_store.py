@@ -628,6 +628,15 @@ class StoredBlocks:
             store._warn("cannot map a file, and copies its blocks", error)
         return None
 
+    def begin_to_read(self, room: Room, run: Run, segment: Segment, names: Sequence[bytes]) -> None:
+        """Has the system read these blocks of a run ahead of :meth:`find_in`, which says what cannot be read."""
+        with contextlib.suppress(OSError, KeyError):
+            room.begin_to_read(self.store._folder, run, self._unknown(run, [segment.records[each] for each in names]))
+
+    def _unknown(self, run: Run, records: Sequence[Record]) -> list[int]:
+        """Lists the places, rising, whose blocks have to be compared with their checksums."""
+        return sorted({each.place for each in records} - run.verified) if self.store.verify else []
+
     def find_in(self, room: Room, run: Run, segment: Segment, names: Sequence[bytes]) -> list[int]:
         """Gives the blocks that these are of a run of their segment, up to the first that is not what had been written.
         Each is compared with its checksum once."""
@@ -641,10 +650,11 @@ class StoredBlocks:
     ) -> Iterator[None]:
         """Looks at blocks of one run, one at a time, and lists those that are right."""
         records = [segment.records[name] for name in names]
-        unknown = sorted({each.place for each in records} - run.verified) if self.store.verify else []
-        room.read_ahead(self.store._folder, run, unknown)
+        unknown = self._unknown(run, records)
+        room.read(run, unknown)
+        compared = {*unknown}
         for record in records:
-            if self.store.verify and record.place not in run.verified:
+            if record.place in compared:
                 if not room.is_right(run, record):
                     raise ValueError(f"{segment.name}: a block is not what was written")
                 run.verified.add(record.place)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """This module maps segments of a prefix store behind the blocks of caches, where attention reads them as any block.
 
-The caches' arrays have room there (:class:`cpu_attn.PagedKVCache`, ``store_blocks``). A segment that is mapped has a run
-of blocks in it, with the same numbers in each array, since its blocks lie in its file as they do in the arrays.
+The caches' arrays have room there (:class:`cpu_attn.PagedKVCache`, ``store_blocks``). A segment that is mapped has a
+run of blocks in it, with the same numbers in each array, since its blocks lie in its file as they do in the arrays.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from math import gcd
 from typing import Any, NamedTuple
@@ -104,8 +104,8 @@ class Room:
         if missing > 0:
             there = self.blocks.stop - self._num_blocks
             raise ValueError(
-                f"{name}: {there}, expected at least {there + missing}: by its segment_bytes a segment of the store has "
-                f"{capacity} blocks"
+                f"{name}: {there}, expected at least {there + missing}: by its segment_bytes a segment of the store "
+                f"has {capacity} blocks"
             )
 
     def use_runs(self, blocks: Sequence[int]) -> None:
@@ -120,8 +120,8 @@ class Room:
                     run.leased = lease(run.fd)
 
     def place(self, capacity: int, in_use: Callable[[range], bool]) -> tuple[range, list[Run]] | None:
-        """Finds blocks for a segment: those whose runs, which then have to be unmapped, were unused for longest. in_use:
-        whether somebody has any of these blocks.
+        """Finds blocks for a segment: those whose runs, which then have to be unmapped, were unused for longest.
+        in_use: whether somebody has any of these blocks.
 
         Returns:
             The blocks and those runs; None where all are in use.
@@ -174,24 +174,34 @@ class Room:
             unmap(at, size)
         run.close()
 
-    def read_ahead(self, folder: Folder, run: Run, places: Sequence[int]) -> None:
-        """Reads places of a run, rising, which may lie on a disk.
+    def begin_to_read(self, folder: Folder, run: Run, places: Sequence[int]) -> None:
+        """Has the system read places of a run, rising, from the disk, and does not wait for that.
+
+        Raises:
+            OSError: it refuses.
+        """
+        assert run.fd is not None
+        for _, size, offset in self._parts(run, places):
+            folder.read_ahead(run.fd, offset, size)
+
+    def read(self, run: Run, places: Sequence[int]) -> None:
+        """Waits until places of a run, rising, have been read.
 
         Raises:
             OSError: they cannot be read.
         """
-        assert run.fd is not None
-        parts = []
-        for _, group in groupby(enumerate(places), lambda item: item[1] - item[0]):
-            run_of = [place for _, place in group]
-            for (at, _), size, offset in zip(self._pages(run), self.nbytes, run.layout.regions, strict=False):
-                first, end = run_of[0] * size, (run_of[-1] + 1) * size
-                first -= first % mmap.PAGESIZE
-                parts.append((at + first, end - first, offset + first))
-        for _, size, offset in parts:
-            folder.read_ahead(run.fd, offset, size)
-        for at, size, _ in parts:
+        for at, size, _ in self._parts(run, places):
             read_pages(at, size)
+
+    def _parts(self, run: Run, places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Gives the pages of places, rising: their addresses, how many bytes they have, and where in the file they
+        begin."""
+        for _, group in groupby(enumerate(places), lambda item: item[1] - item[0]):
+            together = [place for _, place in group]
+            for (at, _), size, offset in zip(self._pages(run), self.nbytes, run.layout.regions, strict=False):
+                first, end = together[0] * size, (together[-1] + 1) * size
+                first -= first % mmap.PAGESIZE
+                yield at + first, end - first, offset + first
 
     def is_right(self, run: Run, record: Record) -> bool:
         """Compares what is mapped of a block with its checksum."""

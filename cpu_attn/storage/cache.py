@@ -64,8 +64,8 @@ class PagedKVCache:
             machines.
         k_feedback: the factors that :meth:`update` goes by, or None; a cache that is opened or loaded has none until
             they are set here.
-        block_nodes: int32 [N + store_blocks], the node of each block, where ``numa`` is ``blocks`` and there are several;
-            else None. Pages of files lie where their system has put them, and count to the first node.
+        block_nodes: int32 [N + store_blocks], the node of each block, where ``numa`` is ``blocks`` and there are
+            several; else None. Pages of files lie where their system has put them, and count to the first node.
 
     Raises:
         ValueError: a size or a scale is out of range, or a name is unknown.

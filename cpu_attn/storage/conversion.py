@@ -94,7 +94,9 @@ def convert(
     for value, (source, target) in enumerate(
         ((cache.key_cache, new.key_cache), (cache.value_cache, new.value_cache)),
     ):
-        _convert_pages(source[: old.num_blocks], target, old, new.descriptor, bool(value), None if value else new.k_feedback)
+        _convert_pages(
+            source[: old.num_blocks], target, old, new.descriptor, bool(value), None if value else new.k_feedback
+        )
     return new
 
 

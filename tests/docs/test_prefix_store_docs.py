@@ -16,9 +16,11 @@ if not (ROOT / "docs").is_dir():
 
 def test_prefix_store(capsys: pytest.CaptureFixture[str]) -> None:
     (names,) = run(ROOT / "docs" / "prefix_store.md")
-    assert capsys.readouterr().out == "0 96\n"
+    assert capsys.readouterr().out == "0 96\n96 6 0\n"
     for of in ("computed", "read"):
         for layer, (key, value) in enumerate(names[of]):
             want = np.broadcast_to(np.arange(100, dtype=np.float32)[:, None, None] + layer, (100, 2, 32))
             assert (key == want).all() and (value == want).all()
+    for layer, found in enumerate(names["mapped"]):
+        assert all((x[:, 0, 0] == np.arange(96) + layer).all() for x in found)
     shutil.rmtree(names["folder"])

@@ -21,7 +21,7 @@ from cpu_attn._native import lib
 from cpu_attn.serving import BlockManager, PrefixStore, store_map
 from cpu_attn.storage import convert
 
-from ..harness.store_folders import Blocks, MappedBlocks, failing, name_of, opened
+from ..harness.store_folders import Blocks, MappedBlocks, name_of, opened
 from ..programs.blocks_failing import At, state
 from ..programs.prefix_store_serving import BLOCK_SIZE, KINDS, TOKENS, made, run, tokens_of
 from .test_prefix_store import FOUND, compute, serving, values
@@ -154,6 +154,18 @@ def test_room_for_few(tmp_path: Path) -> None:
         assert manager.allocate(1.0, PROMPTS[1.0]) == 16 and all(mapped(manager, 1.0)) and values(manager, 1.0) == {1.0}
 
 
+def test_what_is_found_stays(tmp_path: Path) -> None:
+    """The end of a prefix is copied where it would be mapped in the place of its beginning."""
+    published(tmp_path, {1.0: range(33)}, segment_bytes=256 * 4)
+    with opened(tmp_path, segment_bytes=256 * 4) as store:
+        unit = small(store)._pool.room.unit  # type: ignore[union-attr]
+        manager = small(store, 2 * unit - 8)
+        assert manager.allocate("a", range(17)) == 16
+        manager.free("a")
+        assert manager.allocate("b", range(33)) == 32
+        assert mapped(manager, "b") == [True] * 4 + [False] * 4 and values(manager, "b") == {1.0}
+
+
 def test_segments_of_other_sizes(tmp_path: Path) -> None:
     """One takes the place of several, and is refused where it fits nowhere."""
     for value, tokens in PROMPTS.items():
@@ -266,11 +278,15 @@ def test_a_system_that_refuses(tmp_path: Path, code: int, monkeypatch: pytest.Mo
             assert store.stats().num_faults == 1 and store.stats().num_read_blocks == 5
 
 
-def test_reads_that_fail(tmp_path: Path) -> None:
+def test_reads_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """EIO is a miss, where the kernel would else kill who touches the page."""
     published(tmp_path, {1.0: range(21)})
-    refused = iter([True] + [False] * 100)
-    with opened(tmp_path, failing(errno.EIO, refused, ("read_ahead",))) as store:
+
+    def read(self: Any, *given: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch, opened(tmp_path) as store:
+        patch.setattr(store_map.Room, "read", read)
         manager = small(store)
         assert manager.allocate("a", range(21)) == 0 and store.stats().num_faults == 1
     pages = _mapping.reserve(1 << 16)
@@ -278,7 +294,7 @@ def test_reads_that_fail(tmp_path: Path) -> None:
     with (tmp_path / "short").open("w+b") as file:
         _mapping.map_file(at, 1 << 16, file.fileno(), 0)  # nothing is there
         if lib.ca_read_pages(at, 1 << 16) != errno.EINVAL:  # of Linux before 5.14
-            with pytest.raises(OSError, match="Bad address|Input/output"):
+            with pytest.raises(OSError, match=r"Bad address|Input/output"):
                 _mapping.read_pages(at, 1 << 16)
     _mapping.unmap(at, 1 << 16)
     assert not np.frombuffer(pages, np.uint8).any()
@@ -333,8 +349,12 @@ def test_copies(tmp_path: Path) -> None:
         for value in (1.0, 2.0):
             manager.allocate(value, PROMPTS[value])
         manager.free(2.0)
+        manager.allocate("begun", PROMPTS[4.0][:9])
         others = [copy.deepcopy(manager), pickle.loads(pickle.dumps(manager))]
         del manager
+        for other in others:  # what nobody has looked at before is read from the file
+            assert other.allocate(4.0, PROMPTS[4.0]) == 16 and mapped(other, 4.0) == [True, True, False, False]
+            assert values(other, 4.0) == {4.0}
         for file in tmp_path.iterdir():
             file.unlink()
         for other in others:
@@ -397,7 +417,7 @@ def test_closed_files(tmp_path: Path) -> None:
 
 
 def test_whichever_line_fails(tmp_path: Path) -> None:
-    """allocate that maps, in the place of another segment: requests are as they were, and the next call finds it all."""
+    """allocate that maps in the place of another segment: requests are as they were, the next call finds it all."""
     published(tmp_path, {1.0: range(13), 2.0: range(50, 63), 3.0: range(70, 83)}, segment_bytes=256 * 3)
 
     def begun(store: PrefixStore) -> BlockManager:
@@ -443,7 +463,10 @@ def test_caches(tmp_path: Path) -> None:
     for other in (PagedKVCache.load(tmp_path / "file"), convert(cache, kv_cache_layout="NHD"), copy.deepcopy(cache)):
         found = other.gather(np.arange(8, dtype=np.int32), 32)
         assert (found[0] == rows[0]).all() and (found[1] == rows[1]).all()
-    for value, error, text in ((-1, ValueError, r"store_blocks: -1 is outside 0..2147483639"), ("3", TypeError, "store")):
+    for value, error, text in (
+        (-1, ValueError, r"store_blocks: -1 is outside 0..2147483639"),
+        ("3", TypeError, "store"),
+    ):
         with pytest.raises(error, match=f"^{text}"):
             PagedKVCache(**SIZES, store_blocks=value)  # type: ignore[arg-type]
 
@@ -474,7 +497,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             with pytest.raises(ValueError, match=r"^caches: an array is not the memory that its cache was made with"):
                 BlockManager(other, store=store, model="m")
     monkeypatch.setattr(_mapping, "lib", type("Lib", (), {"ca_no_reserve": lambda: 0}))
-    with pytest.raises(UnavailableError, match="^store_blocks: this system maps no file"):
+    with pytest.raises(UnavailableError, match=r"^store_blocks: this system maps no file"):
         PagedKVCache(**SIZES, store_blocks=1)
 
 
