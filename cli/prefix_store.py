@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -197,7 +198,7 @@ class Bench:
             cache.update(key, value, step)
         query = case.random(case.tokens, case.num_heads)
         output = np.empty_like(query)
-        self.attend = lambda: self.caches[0].attend(query, step, output=output)
+        self.attend = partial(self.caches[0].attend, query, step, output=output)
         self.attend()
         return _best(self.repeat, _timed, self.attend)
 

@@ -216,8 +216,10 @@ class BlockManager:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         for pool, arrays in ((self._pool, self._memory()), (self._states.pool, self.states)):
-            for user in filter(None, (pool.stored, pool.room)):
-                user.use(arrays)
+            if pool.stored:
+                pool.stored.use(arrays)
+            if pool.room:
+                pool.room.use(arrays)
 
     @property
     @all_or_nothing
@@ -305,7 +307,7 @@ class BlockManager:
         if stored:
             stored.mark_used(hashes)
         if self._pool.room:
-            self._pool.room.use_runs(blocks)
+            self._pool.room.use_runs(blocks.tolist())
         found = len(hashes) * self.block_size
         row = self._enter(request, new, blocks, found, 0, slot)
         if found:

@@ -243,7 +243,7 @@ class BlockPool:
         room.use_runs(list(spared))
         found = []
         for segment, names in stored.by_segment(hashes):
-            run = room.runs.get(segment.name) or self._new_run(stored, room, segment)
+            run = room.find(segment.name) or self._new_run(stored, room, segment)
             if run and run.fd is not None:
                 stored.begin_to_read(room, run, segment, names)
                 found.append((run, segment, names))

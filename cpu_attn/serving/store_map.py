@@ -119,6 +119,14 @@ class Room:
                 if run.fd is not None and not run.leased:  # somebody appended to it before
                     run.leased = lease(run.fd)
 
+    def find(self, name: str) -> Run | None:
+        """Gives the run of a segment that is mapped, which does not give way before the next call of
+        :meth:`use_runs`."""
+        run = self.runs.get(name)
+        if run:
+            run.last_use = self._time
+        return run
+
     def place(self, capacity: int, in_use: Callable[[range], bool]) -> tuple[range, list[Run]] | None:
         """Finds blocks for a segment: those whose runs, which then have to be unmapped, were unused for longest.
         in_use: whether somebody has any of these blocks.

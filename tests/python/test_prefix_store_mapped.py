@@ -166,6 +166,26 @@ def test_what_is_found_stays(tmp_path: Path) -> None:
         assert mapped(manager, "b") == [True] * 4 + [False] * 4 and values(manager, "b") == {1.0}
 
 
+def test_what_is_being_found_stays(tmp_path: Path) -> None:
+    """A segment that is mapped already does not give way to the next one of the same prompt."""
+    with opened(tmp_path, segment_bytes=256 * 4) as store:
+        manager = small(store, 0, num_blocks=40)
+        manager.allocate("a")
+        compute(manager, "a", range(16), 1.0)
+        compute(manager, "a", range(16, 33), 2.0)
+        manager.flush_store()
+    with opened(tmp_path, segment_bytes=256 * 4) as store:
+        unit = small(store)._pool.room.unit  # type: ignore[union-attr]
+        manager = small(store, 2 * unit - 8)
+        assert manager.allocate("a", range(17)) == 16
+        manager.free("a")
+        manager._pool.forget(list(manager._pool.hash_of))
+        manager._journal.clear()
+        assert manager.allocate("b", range(33)) == 32 and mapped(manager, "b") == [True] * 4 + [False] * 4
+        key, value = manager.caches[0].gather(manager.get_block_ids("b"), 32)
+        assert all((x[:16] == 1).all() and (x[16:] == 2).all() for x in (key, value))
+
+
 def test_segments_of_other_sizes(tmp_path: Path) -> None:
     """One takes the place of several, and is refused where it fits nowhere."""
     for value, tokens in PROMPTS.items():
