@@ -15,7 +15,7 @@ if not (ROOT / "docs").is_dir():
 
 
 def test_prefix_store(capsys: pytest.CaptureFixture[str]) -> None:
-    (names,) = run(ROOT / "docs" / "prefix_store.md")
+    *_, names = run(ROOT / "docs" / "prefix_store.md")
     assert capsys.readouterr().out == "0 96\n96 6 0\n"
     for of in ("computed", "read"):
         for layer, (key, value) in enumerate(names[of]):
