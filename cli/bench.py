@@ -455,6 +455,8 @@ def bench(
     of decodes and convolutions of linear. The roof that binds is whichever takes longer, products or memory, and was
     measured right before and after. After Ctrl-C the workloads that were done are shown and saved, and the exit status
     is 130.
+
+    cpu-attn bench prefix-store, which has options of its own, times prompts out of a prefix store.
     """
     if as_list:
         show_list()

@@ -347,6 +347,8 @@ def prefix_store(
     Beside it stand attention over the prompt anew, which is less than a model takes, a safetensors file of as many
     bytes, and the disk. Memory and disk are needed for about three times the caches of the prompt.
     """
+    if not hasattr(os, "posix_fadvise"):
+        raise click.ClickException("this system takes no advice on its page cache, so nothing can be cold")
     if num_heads % num_kv_heads:
         raise click.UsageError(f"--num-heads {num_heads}: expected a multiple of --num-kv-heads {num_kv_heads}")
     if min(tokens) <= block_size:

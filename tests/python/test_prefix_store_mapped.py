@@ -101,6 +101,25 @@ def test_what_is_written_to_is_copied(tmp_path: Path) -> None:
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [before]
 
 
+def test_the_last_who_has_it_copies_too(tmp_path: Path) -> None:
+    """Alone, and with a fork in one step, since the store finds the block again."""
+    published(tmp_path, {1.0: range(13)})
+    with opened(tmp_path) as store:
+        for others in ((), ("b",)):
+            manager = small(store)
+            manager.allocate("a", range(13))
+            manager.truncate("a", 10)
+            for other in others:
+                manager.fork("a", other)
+            step = manager.step([(request, [10]) for request in ("a", *others)])
+            cache, rows = manager.caches[0], np.full((2, step.num_tokens, 1, 2), 2, np.float32)
+            cache.update(*rows, step)
+            for request in ("a", *others):
+                assert mapped(manager, request) == [True, True, False]
+                assert cache.gather(manager.get_block_ids(request), 11)[0][:, 0, 0].tolist() == [1.0] * 10 + [2.0]
+            assert manager.allocate("again", range(13)) == 12 and values(manager, "again") == {1.0}
+
+
 def test_slots_given_by_hand(tmp_path: Path) -> None:
     """A cache refuses those of mapped blocks. A call that knows no cache writes to copies of pages."""
     published(tmp_path, {1.0: range(13)})
