@@ -635,7 +635,7 @@ class StoredBlocks:
 
     def _unknown(self, run: Run, records: Sequence[Record]) -> list[int]:
         """Lists the places, rising, whose blocks have to be compared with their checksums."""
-        return sorted({each.place for each in records} - run.verified) if self.store.verify else []
+        return sorted({each.place for each in {*records} - run.verified}) if self.store.verify else []
 
     def find_in(self, room: Room, run: Run, segment: Segment, names: Sequence[bytes]) -> list[int]:
         """Gives the blocks that these are of a run of their segment, up to the first that is not what had been written.
@@ -657,7 +657,7 @@ class StoredBlocks:
             if record.place in compared:
                 if not room.is_right(run, record):
                     raise ValueError(f"{segment.name}: a block is not what was written")
-                run.verified.add(record.place)
+                run.verified.add(record)
             found.append(run.blocks[record.place])
             yield
 

@@ -37,13 +37,13 @@ class Run:
     Attributes:
         fd: None for a run in a copy of the arrays, which is a copy of what was mapped, and so ends with that.
         leased: whether other files are removed before this one.
-        verified: places whose bytes are known to be what was written.
+        verified: records of blocks whose bytes are known to be what was written.
         last_use: when the room was asked for it last, on the clock of that.
     """
 
     def __init__(self, name: str, layout: Layout, blocks: range, fd: int) -> None:
         self.name, self.layout, self.blocks, self.leased, self.last_use = name, layout, blocks, False, 0
-        self.verified: set[int] = set()
+        self.verified: set[Record] = set()
         self.fd: int | None = fd
         self.close = weakref.finalize(self, os.close, fd)
         self.close.atexit = False

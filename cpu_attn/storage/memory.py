@@ -40,8 +40,8 @@ def aligned_zeros(
     else:
         memory = np.zeros(size + align, np.uint8)
     memory = memory[-address(memory) % align :][:size]
-    if placement and size:
-        own = shape[0] - num_mapped
+    own = shape[0] - num_mapped
+    if placement and size and own:
         placement.apply(address(memory), size // shape[0] * own, own)
     return memory.view(dtype).reshape(shape)
 

@@ -380,6 +380,22 @@ def test_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert seen == [*range(6)]
 
 
+def test_another_file_of_the_name(tmp_path: Path) -> None:
+    """What is mapped is of the file that was there before: blocks of the new one are looked at again."""
+    published(tmp_path / "old", {1.0: range(13)})
+    published(tmp_path / "new", {2.0: range(50, 63)})
+    (old,), (new,) = ([*(tmp_path / name).iterdir()] for name in ("old", "new"))
+    with opened(tmp_path / "old") as store:
+        manager = small(store)
+        assert manager.allocate("a", range(13)) == 12
+        new.rename(old)
+        store._segments.clear()
+        store._indexes[manager._pool.stored.layout.fingerprint].clear()  # type: ignore[union-attr]
+        store._looked_at = -1.0
+        assert manager.allocate("b", range(50, 63)) == 0 and store.stats().num_damaged_blocks == 1
+        assert values(manager, "a") == {1.0}
+
+
 def test_copies(tmp_path: Path) -> None:
     """Copies of managers go on over copies of what was mapped, whatever becomes of the first and its files."""
     published(tmp_path, PROMPTS, segment_bytes=256 * 4)
@@ -516,6 +532,7 @@ def test_nodes() -> None:
     assert cache.block_nodes is None
     for numa in ("interleave", "blocks"):
         with contextlib.suppress(UnavailableError):
+            PagedKVCache(**{**SIZES, "num_blocks": 0}, store_blocks=4, numa=numa)
             cache = PagedKVCache(**SIZES, store_blocks=4, numa=numa)
             assert cache.block_nodes is None or cache.block_nodes.tolist()[8:] == [cache.block_nodes[0]] * 4
     cache.block_nodes = np.array([0] * 4 + [1] * 4 + [0] * 4, np.int32)
