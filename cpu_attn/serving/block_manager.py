@@ -28,7 +28,7 @@ from cpu_attn.storage import PagedKVCache
 Array = np.ndarray[Any, Any]
 
 
-def _decides(cache: PagedKVCache) -> dict[str, Any]:
+def decides(cache: PagedKVCache) -> dict[str, Any]:
     """Says what of a cache decides the bytes of its blocks. Not its isa: what counts is the layout."""
     about = dataclasses.asdict(cache.descriptor)
     for name in ("num_blocks", "isa"):
@@ -184,7 +184,7 @@ class BlockManager:
         """Begins to use the store for blocks of this model."""
         if not model:
             raise ValueError("model: is empty, expected what tells its weights from those of other models")
-        about = {"model": model, "caches": [_decides(cache) for cache in self.caches]}
+        about = {"model": model, "caches": [decides(cache) for cache in self.caches]}
         blocks = store.blocks({**about, "kind": "blocks"}, self._memory())
         shapes = [(states.dtype.name, states.shape[1:]) for states in self.states]
         states = store.blocks({**about, "kind": "states", "states": shapes}, self.states) if self.states else None

@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, takewhile
 from math import prod
 from typing import Any, NamedTuple
@@ -93,7 +93,7 @@ class _Queued(NamedTuple):
     """Is a block that waits to be written. of: whoever has its bytes; once they are gone, somebody else may have those
     bytes, and the block is left out."""
 
-    of: weakref.ref[StoredBlocks]
+    of: Callable[[], StoredBlocks | None]
     fingerprint: bytes
     name: bytes
 
@@ -383,8 +383,8 @@ class PrefixStore:
         with self._changed:
             self._counts[what] += number
 
-    def _put(self, stored: StoredBlocks, items: Sequence[tuple[int, bytes]]) -> None:
-        fingerprint, of = stored.layout.fingerprint, weakref.ref(stored)
+    def _put(self, stored: StoredBlocks, items: Sequence[tuple[int, bytes]], keep: bool) -> None:
+        fingerprint, of = stored.layout.fingerprint, (lambda: stored) if keep else weakref.ref(stored)
         index = self._indexes.get(fingerprint, {})
         with self._changed:
             new = [(b, name) for b, name in items if name not in index and (fingerprint, name) not in self._queued]
@@ -561,10 +561,11 @@ class StoredBlocks:
                 with contextlib.suppress(OSError, ValueError), store._folder.opened(segment.name) as fd:
                     store._folder.mark_used(fd)
 
-    def write(self, items: Sequence[tuple[int, bytes]]) -> None:
-        """Queues (block, name) pairs to be written, but for what is there and what the queue has no room for."""
+    def write(self, items: Sequence[tuple[int, bytes]], keep: bool = False) -> None:
+        """Queues (block, name) pairs to be written, but for what is there and what the queue has no room for. keep:
+        whether the arrays stay until then where nobody else has them any more."""
         if items:
-            self.store._put(self, items)
+            self.store._put(self, items, keep)
 
     def forget(self, blocks: Sequence[int]) -> None:
         """Takes blocks off the queue, since their bytes are about to change. It waits while one of them is being

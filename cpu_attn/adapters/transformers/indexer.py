@@ -207,6 +207,9 @@ class IndexedLayer(PagedLayer):
         """Gives all keys [B, 1, S, D] of an indexer that selects blocks (MiniMax M3), with those that are new."""
         return self.index.update(idx_k, idx_k)[0]
 
+    def parts(self) -> list[PagedLayer]:
+        return [self, self.index]
+
     @property
     def nbytes(self) -> int:
         return super().nbytes + self.index.nbytes

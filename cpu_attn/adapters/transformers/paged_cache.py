@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from functools import partial
+from hashlib import sha256
 from typing import Any
+
+import numpy as np
+import torch
 
 from cpu_attn import _check
 from cpu_attn._dtypes import dtype_name, is_scaled, rotation_of
-from cpu_attn.transformers import private
+from cpu_attn.serving import PrefixStore
+from cpu_attn.transformers import prefixes, private
 from cpu_attn.transformers.feedback import remembered
 from cpu_attn.transformers.indexer import IndexedLayer
 from cpu_attn.transformers.latents import layer_classes
@@ -45,6 +52,36 @@ def _feedback(given: Mapping[int, Any], kv: str, layers: list[Any]) -> dict[int,
     return found
 
 
+def _store(store: Any, model: str) -> PrefixStore:
+    _check.instance("store", store, PrefixStore)
+    if not model:
+        raise ValueError("model: is empty, expected what tells its weights from those of other models")
+    found: PrefixStore = store
+    return found
+
+
+def _of_config(config: Any) -> str:
+    """Hashes what a configuration says, but for where the model came from."""
+    about = {k: x for k, x in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _prompt(input_ids: Any, attention_mask: Any) -> np.ndarray[Any, Any]:
+    """Gives the token ids of one prompt, int64 [T]."""
+    for name, x in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        if x is not None or name == "input_ids":
+            _check.instance(name, x, torch.Tensor)
+            if x.dim() != 2 or len(x) != 1 or x.shape[1:] != input_ids.shape[1:]:
+                raise ValueError(f"{name}: shape {tuple(x.shape)}, expected (1, tokens): prefill takes one prompt")
+    if attention_mask is not None and not attention_mask.all():
+        at = int(attention_mask[0].eq(0).nonzero()[0])
+        raise ValueError(f"attention_mask[0, {at}]: hides a token, prefill takes a prompt without padding")
+    ids: np.ndarray[Any, Any] = _check.tokens("input_ids", input_ids[0].numpy())
+    if not len(ids):
+        raise ValueError("input_ids: is empty")
+    return ids
+
+
 class PagedCache(Cache):  # type: ignore[misc]
     """Holds a cache of packed pages for ``generate(cache=...)``.
 
@@ -67,9 +104,16 @@ class PagedCache(Cache):  # type: ignore[misc]
         k_feedback: {layer: float32 [Hkv, D, D]} for keys of integers, as :func:`key_feedback` gives it for the model
             and the rotation; layers that are not among them feed no errors back. Unless said, rotated keys of a
             balanced model have that of :func:`balance`.
+        store: the :class:`cpu_attn.serving.PrefixStore` in which :meth:`prefill` looks for prompts, and keeps them; or
+            None.
+        model: with a store, what tells the weights from those of other models: a name and a hash or a version, say.
+            Where it is the same, what is stored is taken for the same.
+        state_interval: tokens that :meth:`prefill` computes at once, a multiple of ``block_size``. Of a model with
+            linear attention a prompt is found up to such a multiple, behind each of which its states are kept.
 
     Raises:
-        ValueError: a layer is of a kind that is not named above, or an argument is out of range.
+        ValueError: a layer is of a kind that is not named above, an argument is out of range, or one of ``store`` and
+            ``model`` is given without the other.
         TypeError: an argument has another type.
 
     Example:
@@ -85,8 +129,11 @@ class PagedCache(Cache):  # type: ignore[misc]
         v_scale: float = 1.0,
         kv_cache_rotation: str | None = None,
         k_feedback: Mapping[int, Any] | None = None,
+        store: PrefixStore | None = None,
+        model: str = "",
+        state_interval: int = 512,
     ) -> None:
-        balanced = remembered(config)
+        balanced, whole = remembered(config), config
         config = config.get_text_config(decoder=True)
         kinds = list(zip(*private.get_layer_types_and_kwargs(config), strict=True))
         for layer_type, _ in kinds:
@@ -96,6 +143,12 @@ class PagedCache(Cache):  # type: ignore[misc]
         _check.instance("kv_cache_dtype", kv_cache_dtype, str)
         kvs = _check.kv_dtypes(kv_cache_dtype, dtype_name(config.dtype or "float32"))
         block_size = _check.integer("block_size", block_size, 1)
+        self._interval = _check.integer("state_interval", state_interval, 1)
+        if self._interval % block_size:
+            raise ValueError(f"state_interval: {self._interval}, expected a multiple of block_size {block_size}")
+        self._store = None if store is None else _store(store, _check.text("model", model))
+        if model and store is None:
+            raise ValueError("model: is given without a store")
         k_scale, v_scale = _check.scales(k_scale, v_scale, kvs)
         kv_cache_rotation = rotation_of(kvs, balanced is not None) if kv_cache_rotation is None else kv_cache_rotation
         rotates_keys = _check.kv_cache_rotation(kv_cache_rotation) & 1
@@ -112,6 +165,62 @@ class PagedCache(Cache):  # type: ignore[misc]
             each[i] = {**options, "k_feedback": factors}
         args = zip(classes, kinds, each, strict=True)
         super().__init__(layers=[layer(block_size=block_size, **has, **its) for layer, (_, has), its in args])
+
+        if self._store:
+            about = {"model": model, "config": _of_config(whole), "balanced": balanced is not None}
+            self._about = {"engine": "transformers", **about}
+
+    @torch.no_grad()
+    def prefill(self, model: Any, input_ids: Any, attention_mask: Any = None, *, extra_key: str | bytes = b"") -> int:
+        """Brings the cache to all tokens of a prompt but the last, of which ``generate`` computes the first new one:
+        what the store has is read, the rest is computed and stored.
+
+        The store's thread writes behind this, out of copies. A token is computed twice, since the first one shows which
+        sizes layers keep. Where something fails, the cache is empty.
+
+        Args:
+            model: the model that has the tokens, a decoder.
+            input_ids: int64 [1, T], which ``generate`` is then given whole. For several rows, beams or returned
+                sequences ``batch_repeat_interleave`` comes between the two.
+            attention_mask: [1, T] of ones, or None.
+            extra_key: what else keys and values depend on, such as an adapter's name, or who may know of the prompt:
+                prompts with different ones share nothing.
+
+        Returns:
+            How many of the tokens were found.
+
+        Raises:
+            ValueError: there is more than one row, padding or no token, the cache has tokens already, no layer has
+                pages, a layer keeps nothing in the cache, or the store is closed.
+            TypeError: an argument has another type.
+
+        Example:
+            >>> cache = PagedCache(model.config, store=store, model="Qwen3-0.6B, c1899de2")
+            >>> found = cache.prefill(model, **inputs)
+            >>> model.generate(**inputs, cache=cache)
+        """
+        _check.instance("model", model, torch.nn.Module)
+        ids = _prompt(input_ids, attention_mask)
+        if not isinstance(extra_key, (str, bytes)):
+            raise TypeError(f"extra_key: expected str or bytes, got {type(extra_key).__name__}")
+        if all(self.is_linear):
+            raise ValueError("config: no layer has pages, by which generate knows how many tokens there are")
+        if self.get_seq_length():
+            raise ValueError(f"input_ids: the cache has {self.get_seq_length()} tokens already, expected none")
+        name = "cache" if private.has_cache_argument(model) else "past_key_values"
+        body = getattr(model, "base_model", model)
+
+        def forward(start: int, end: int) -> None:
+            body(input_ids=input_ids[:, start:end], use_cache=True, **{name: self})
+
+        stored = None
+        if self._store:
+            stored = partial(prefixes.Stored, self._store, self._about, extra_key, ids, self._interval)
+        try:
+            return prefixes.prefill(self.layers, forward, ids, self._interval, stored)
+        except BaseException:
+            self.reset()
+            raise
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
@@ -194,6 +195,31 @@ class PagedLayer(private.CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         self._hold(None)
+
+    def parts(self) -> list[PagedLayer]:
+        """Lists what has pages here."""
+        return [self]
+
+    def begin(self, num_blocks: int) -> None:
+        """Lets go of the tokens that are held, for those of one row, for which there is room in so many blocks."""
+        assert self.held
+        self._hold(Held(_alike(self.held.pages, num_blocks), np.zeros((1, 0), np.int32), 0, self.held.dtype))
+
+    def begin_with(self, num_blocks: int) -> None:
+        """Holds the first blocks, which have been written meanwhile, as full ones of that row."""
+        assert self.held
+        table = np.arange(num_blocks, dtype=np.int32)[None]
+        self._hold(replace(self.held, table=table, length=num_blocks * self.block_size))
+
+    @contextmanager
+    def keeping_all(self) -> Iterator[None]:
+        """Gives nothing before a window back until the end of the context."""
+        window, self.sliding_window = self.sliding_window, None
+        try:
+            yield
+        finally:
+            self.sliding_window = window
+            self._hold(self.held and self._kept(self.held))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves keys and values out of copies, which make their own: what these hold is in the pages."""
