@@ -191,7 +191,8 @@ class PagedCache(Cache):  # type: ignore[misc]
 
         Raises:
             ValueError: there is more than one row, padding or no token, the cache has tokens already, no layer has
-                pages, a layer keeps nothing in the cache, or the store is closed.
+                pages, a layer keeps what it needs elsewhere or has states that no function of cpu_attn changes
+                (Mamba-1, or any before :func:`enable`), or the store is closed or too small for a block.
             TypeError: an argument has another type.
 
         Example:
@@ -207,17 +208,11 @@ class PagedCache(Cache):  # type: ignore[misc]
             raise ValueError("config: no layer has pages, by which generate knows how many tokens there are")
         if self.get_seq_length():
             raise ValueError(f"input_ids: the cache has {self.get_seq_length()} tokens already, expected none")
-        name = "cache" if private.has_cache_argument(model) else "past_key_values"
-        body = getattr(model, "base_model", model)
-
-        def forward(start: int, end: int) -> None:
-            body(input_ids=input_ids[:, start:end], use_cache=True, **{name: self})
-
-        stored = None
+        forward, stored = private.forward_of(model, self), None
         if self._store:
             stored = partial(prefixes.Stored, self._store, self._about, extra_key, ids, self._interval)
         try:
-            return prefixes.prefill(self.layers, forward, ids, self._interval, stored)
+            return prefixes.prefill(self.layers, lambda i, j: forward(input_ids[:, i:j], i), ids, self._interval, stored)
         except BaseException:
             self.reset()
             raise

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cpu_attn import profiling
 from cpu_attn.serving import PrefixStore
 from cpu_attn.serving.block_manager import decides
 from cpu_attn.serving.block_pool import child, root
@@ -24,6 +25,7 @@ from cpu_attn.serving.prefix_store import StoredBlocks
 from cpu_attn.transformers.pages import PagedLayer, StateLayer
 
 Array = np.ndarray[Any, Any]
+_CALL = "linear_attention_with_state_cache"
 
 
 class States:
@@ -53,16 +55,25 @@ class States:
             layer.has_previous_state.update(flags)
 
 
-def _kept(layers: Sequence[Any]) -> tuple[list[PagedLayer], States]:
-    """Gives what has pages, and the states, of layers that have seen a token. Raises ValueError where one keeps what it
-    needs elsewhere, where a store cannot have it."""
+def _kept(layers: Sequence[Any], profile: profiling.Profile) -> tuple[list[PagedLayer], States]:
+    """Gives what has pages, and the states, of layers that have seen a token. Raises ValueError for those that cannot go
+    on from what a store has: they keep it elsewhere, or their states are changed by functions that begin each prompt
+    from zeros (Mamba-1)."""
     for i, layer in enumerate(layers):
-        paged = isinstance(layer, PagedLayer) and all(part.held for part in layer.parts())
-        if not paged and not (isinstance(layer, StateLayer) and any(layer.has_previous_state.values())):
-            if isinstance(layer, (PagedLayer, StateLayer)):
-                raise ValueError(f"model: layer {i} keeps nothing in its cache, so it is not known what it begins with")
+        pages = isinstance(layer, PagedLayer) and all(part.held for part in layer.parts())
+        states = isinstance(layer, StateLayer) and any(layer.has_previous_state.values())
+        if isinstance(layer, (PagedLayer, StateLayer)) and not pages and not states:
+            raise ValueError(f"model: layer {i} keeps nothing in its cache, from which it could go on")
     parts = [part for layer in layers if isinstance(layer, PagedLayer) for part in layer.parts()]
-    return parts, States([layer for layer in layers if isinstance(layer, StateLayer)])
+    found = States([layer for layer in layers if isinstance(layer, StateLayer)])
+    recurrent = sum(x is not None for layer in found.layers for x in layer.recurrent_states.values())
+    calls = sum(total.calls for kind, total in profile.totals.items() if kind.name == _CALL)
+    if calls != recurrent:
+        raise ValueError(
+            f"model: functions of cpu_attn change {calls} of {recurrent} states of linear attention, and others do not "
+            "go on within a prompt; enable() gives models all that there are"
+        )
+    return parts, found
 
 
 def prefill(
@@ -85,10 +96,11 @@ def prefill(
         How many tokens were found.
 
     Raises:
-        ValueError: a layer keeps nothing, or what ``open_store`` raises.
+        ValueError: layers cannot go on from what a store has, or what ``open_store`` raises.
     """
-    forward(0, 1)  # which shows what layers keep, and of which sizes
-    parts, states = _kept(layers)
+    with profiling.profile() as profile:
+        forward(0, 1)  # which shows what layers keep, and of which sizes
+    parts, states = _kept(layers, profile)
     block_size = parts[0].block_size
     for part in parts:
         part.begin(-(-len(ids) // block_size))

@@ -221,6 +221,21 @@ def has_cache_argument(model: Any) -> bool:
     return "cache" in inspect.signature(model.forward).parameters
 
 
+def forward_of(model: Any, cache: Any) -> Callable[[torch.Tensor, int], Any]:
+    """Gives what computes tokens [1, T] behind so many others, without logits where the model has a body. Some bodies
+    count positions from 0 unless told."""
+    body = getattr(model, "base_model", model)
+    takes = inspect.signature(body.forward).parameters
+    name = "cache" if "cache" in takes else "past_key_values"
+
+    def forward(input_ids: torch.Tensor, start: int) -> Any:
+        options = {"position_ids": torch.arange(start, start + input_ids.shape[1])[None]}
+        options = options if "position_ids" in takes else {}
+        return body(input_ids=input_ids, use_cache=True, **{name: cache}, **options)
+
+    return forward
+
+
 def states_after_a_token(model: Any) -> dict[int, dict[tuple[str, int], tuple[tuple[int, ...], torch.dtype]]]:
     """Runs a token, and gives by layers the shapes and dtypes of a sequence's states, by their names in a cache's layer
     and their numbers."""
