@@ -56,7 +56,8 @@ def generated(model: Any, cache: PagedCache, ids: Any) -> list[int]:
 
 
 def run(model: Any, kind: str, store: PrefixStore, **options: Any) -> dict[str, Any]:
-    ids, about = prompt(), {"kv_cache_dtype": kind, "block_size": 16}
+    ids = prompt()
+    about: dict[str, Any] = {"kv_cache_dtype": kind, "block_size": 16}
     want = generated(model, PagedCache(model.config, **about), ids)
     cache = PagedCache(model.config, **about, store=store, model="m", state_interval=32, **options)
     found = cache.prefill(model, ids)
@@ -66,7 +67,7 @@ def run(model: Any, kind: str, store: PrefixStore, **options: Any) -> dict[str, 
 if __name__ == "__main__":
     folder, *names = sys.argv[1:]
     enable()
-    results = {}
+    results: dict[str, Any] = {}
     with PrefixStore(folder, max_bytes=4 << 30, segment_bytes=8 << 20) as store:
         for name in names:
             model = loaded(name)

@@ -170,7 +170,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             about = {"model": model, "config": _of_config(whole), "balanced": balanced is not None}
             self._about = {"engine": "transformers", **about}
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def prefill(self, model: Any, input_ids: Any, attention_mask: Any = None, *, extra_key: str | bytes = b"") -> int:
         """Brings the cache to all tokens of a prompt but the last, of which ``generate`` computes the first new one:
         what the store has is read, the rest is computed and stored.
@@ -208,11 +208,11 @@ class PagedCache(Cache):  # type: ignore[misc]
             raise ValueError("config: no layer has pages, by which generate knows how many tokens there are")
         if self.get_seq_length():
             raise ValueError(f"input_ids: the cache has {self.get_seq_length()} tokens already, expected none")
-        forward, stored = private.forward_of(model, self), None
+        forward, stored = private.forward_of(model, self, input_ids), None
         if self._store:
             stored = partial(prefixes.Stored, self._store, self._about, extra_key, ids, self._interval)
         try:
-            return prefixes.prefill(self.layers, lambda i, j: forward(input_ids[:, i:j], i), ids, self._interval, stored)
+            return prefixes.prefill(self.layers, forward, ids, self._interval, stored)
         except BaseException:
             self.reset()
             raise

@@ -56,9 +56,9 @@ class States:
 
 
 def _kept(layers: Sequence[Any], profile: profiling.Profile) -> tuple[list[PagedLayer], States]:
-    """Gives what has pages, and the states, of layers that have seen a token. Raises ValueError for those that cannot go
-    on from what a store has: they keep it elsewhere, or their states are changed by functions that begin each prompt
-    from zeros (Mamba-1)."""
+    """Gives what has pages, and the states, of layers that have seen a token. Raises ValueError for those that cannot
+    go on from what a store has: they keep it elsewhere, or their states are changed by functions that begin each part
+    of a prompt from zeros (Mamba-1)."""
     for i, layer in enumerate(layers):
         pages = isinstance(layer, PagedLayer) and all(part.held for part in layer.parts())
         states = isinstance(layer, StateLayer) and any(layer.has_previous_state.values())
@@ -190,6 +190,8 @@ class Stored:
         if new:
             copies = StoredBlocks(self.blocks.store, self.blocks.layout, [memory[new] for memory in self._memory()])
             copies.write([(i, self.hashes[b]) for i, b in enumerate(new)], keep=True)
-        if self.snapshots and end % self.interval == 0 and self.hashes[end // self.block_size - 1] not in self.snapshots:
-            copies = StoredBlocks(self.blocks.store, self.snapshots.layout, self.states.copied())
-            copies.write([(0, self.hashes[end // self.block_size - 1])], keep=True)
+        if self.snapshots and end % self.interval == 0:
+            here = self.hashes[end // self.block_size - 1]
+            if here not in self.snapshots:
+                copies = StoredBlocks(self.blocks.store, self.snapshots.layout, self.states.copied())
+                copies.write([(0, here)], keep=True)

@@ -221,17 +221,16 @@ def has_cache_argument(model: Any) -> bool:
     return "cache" in inspect.signature(model.forward).parameters
 
 
-def forward_of(model: Any, cache: Any) -> Callable[[torch.Tensor, int], Any]:
-    """Gives what computes tokens [1, T] behind so many others, without logits where the model has a body. Some bodies
-    count positions from 0 unless told."""
+def forward_of(model: Any, cache: Any, input_ids: torch.Tensor) -> Callable[[int, int], Any]:
+    """Gives what computes the tokens [1, T] from one place to another, which the cache then has, without logits where
+    the model has a body. Some bodies count positions from 0 unless told."""
     body = getattr(model, "base_model", model)
     takes = inspect.signature(body.forward).parameters
     name = "cache" if "cache" in takes else "past_key_values"
 
-    def forward(input_ids: torch.Tensor, start: int) -> Any:
-        options = {"position_ids": torch.arange(start, start + input_ids.shape[1])[None]}
-        options = options if "position_ids" in takes else {}
-        return body(input_ids=input_ids, use_cache=True, **{name: cache}, **options)
+    def forward(start: int, end: int) -> Any:
+        options = {"position_ids": torch.arange(start, end)[None]} if "position_ids" in takes else {}
+        return body(input_ids=input_ids[:, start:end], use_cache=True, **{name: cache}, **options)
 
     return forward
 
