@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..harness.snippets import ROOT, run
+from ..harness.snippets import ROOT, run, snippets
 
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
@@ -18,7 +19,7 @@ from cpu_attn.tests.models import hf_models  # noqa: E402
 pytestmark = pytest.mark.integrations
 
 
-def test_snippets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snippets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[Any] = []
     real = ops.attend
     monkeypatch.setattr(ops, "attend", lambda plan, *rest, **more: (calls.append(plan), real(plan, *rest, **more))[1])
@@ -46,7 +47,12 @@ def test_snippets(monkeypatch: pytest.MonkeyPatch) -> None:
         assert calls
         calls.clear()
     first, quantised, balanced, batched = ran
+    (stored,) = (x for x in snippets(ROOT / "docs" / "prefix_store.md") if "prefill" in x)
+    given = {"model": names["model"], "inputs": names["inputs"]}
+    exec(stored.replace("/var/cache/mymodel", str(tmp_path / "store")), given)
+    given["store"].close()
     model.set_attn_implementation("eager")
+    assert given["found"] == 0 and given["ids"].equal(first)
     assert first.equal(model.generate(**names["inputs"], max_new_tokens=8))
     assert quantised.shape == balanced.shape == first.shape == (1, len("Attention is") + 8)
     assert all(len(found.generated_tokens) == 8 for found in batched.values()) and len(batched) == 2
