@@ -103,6 +103,7 @@ def test_what_is_found_of_another_prompt(name: str, tmp_path: Path) -> None:
 
 
 def test_a_balanced_model_shares_nothing(tmp_path: Path) -> None:
+    adapter.enable()
     model = hf_models.model.__wrapped__("qwen3")
     model.set_attn_implementation("cpu_attn")
     with PrefixStore(tmp_path / "s", max_bytes=1 << 30, segment_bytes=1 << 20) as store:
