@@ -29,7 +29,7 @@ SANITIZERS = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-fil
 heed = stopped=; trap stopped=1 INT;
 or_say = || { [ -n "$$stopped" ] && echo "make $(1): stopped" || echo "make $(1): FAILED, see above"; exit 1; }
 
-.PHONY: help verify docs peers test test-all test-integrations integration-tests model-sweep quality gains packaging sanitize sanitized-tests emulate emulated-tests python-tests forced-tests mutants lint format wheel systems pipeline-model clean always
+.PHONY: help verify docs peers test test-all test-integrations integration-tests model-sweep quality gains packaging sanitize sanitized-tests emulate emulated-tests aarch64 aarch64-tests aarch64-wheel python-tests forced-tests mutants lint format wheel systems pipeline-model clean always
 
 help:
 	@echo "make verify     build, install into $(VENV), check every engine and isa against the float64 oracle"
@@ -45,11 +45,13 @@ help:
 	@echo "make packaging  install in every way there is, with and without oneDNN (minutes)"
 	@echo "make sanitize   the test suite under the address and undefined-behaviour sanitizers"
 	@echo "make emulate    amx and avx512 by either product of bfloat16, over emulations of their instructions (needs AVX2)"
+	@echo "make aarch64    in Debian's Python for arm64, by qemu: info, verify --quick, a fifth of the tests (an hour)"
 	@echo "make mutants    break the package in one place at a time: do its tests notice? ONLY='plan-* py-*' for some,"
 	@echo "                SAMPLE=6 SEED=45 for so many of them, RANDOM=300 SEED=45 for random ones of native/,"
 	@echo "                of a part of it with UNDER=native/linear/, or of UNDER=cpu_attn/adapters/linear_attention/"
 	@echo "make lint       ruff, mypy, clang-format, zizmor;  make format: let ruff and clang-format rewrite"
 	@echo "make wheel      dist/: a wheel that auditwheel repaired and verify has tried, an sdist, a bill of materials"
+	@echo "make aarch64-wheel  build/aarch64/dist/: the wheel for aarch64, tried by qemu (minutes)"
 	@echo "make pipeline-model  what models of Arm cores say of the inner loops, by LLVM 19 and a cross compiler, minutes"
 	@echo "make systems    does native/ compile for musl, macOS and Windows? By zig's clang, minutes"
 	@echo "make clean      remove what the others made"
@@ -172,6 +174,29 @@ emulated-tests:
 	@$(PYTEST) -m "$(EMULATED_MARKS)" -k "$(EMULATED_NAMES)"
 	@export CPU_ATTN_ISA=avx512 CPU_ATTN_VDPBF16PS=1 && $(PYTEST) -m "isa(name='avx512')" -k "bfloat16 and $(EMULATED_NAMES)"
 
+# The other targets as they are, in a Python that qemu-user runs and for which the cross compiler compiles. ONEDNN_ROOT may
+# be a oneDNN for aarch64. QEMU_CPU=neoverse-n1, say, is another CPU than qemu's own, which has all that it knows of.
+AARCH64 = build/aarch64
+in_aarch64 = CC="$(filter ccache,$(CC)) aarch64-linux-gnu-gcc" $(MAKE) --no-print-directory VENV=$(AARCH64)/venv \
+	PYTHON=$(CURDIR)/$(AARCH64)/root/usr/bin/python
+$(AARCH64)/root/usr/bin/python: tests/cross/aarch64_python.py
+	@echo "unpacking Debian's Python for arm64 into $(AARCH64)" && python3 $< $(AARCH64) > /dev/null
+
+aarch64: $(AARCH64)/root/usr/bin/python
+	@$(in_aarch64) $(AARCH64)/venv/pytest
+	@$(heed) $(in_aarch64) aarch64-tests $(call or_say,aarch64)
+	@echo "make aarch64: passed"
+
+# Without what asks gcc or git, or for a model; of the others those that call the module of C most.
+aarch64-tests: TESTS = tests/native $(call files,arguments arrays)
+aarch64-tests:
+	@for cpu in max neoverse-n1 cortex-a72; do echo "as $$cpu:" && QEMU_CPU=$$cpu $(BIN)/cpu-attn info || exit 1; done
+	@$(BIN)/cpu-attn verify --quick --jobs 2
+	@$(PYTEST)
+
+aarch64-wheel: $(AARCH64)/root/usr/bin/python
+	@$(in_aarch64) wheel WHEEL=$(AARCH64)/wheel DIST=$(AARCH64)/dist
+
 # What the version of Python changes, with few packages.
 python-tests: TESTS = $(call files,arguments docs memory_ends names odd_arguments readme)
 python-tests: $(VENV)/pytest
@@ -204,16 +229,17 @@ format: $(VENV)/dev
 # of its own, which the loader finds, and libgomp from the system, since a second one would bring its own threads into the
 # process. The wheel is tried in an environment that has nothing else, whose packages are dist/cpu-attn.cdx.json.
 WHEEL = build/wheel
+DIST = dist
 wheel: $(VENV)/wheel
-	@rm -rf dist $(WHEEL) && $(BIN)/python -m build --outdir $(WHEEL)
-	@PATH=$(abspath $(BIN)):$$PATH auditwheel repair --exclude libdnnl.so.3 --exclude libgomp.so.1 -w dist $(WHEEL)/*.whl
-	@cp $(WHEEL)/*.tar.gz dist && $(BIN)/abi3audit --strict dist/*.whl
+	@rm -rf $(DIST) $(WHEEL) && $(BIN)/python -m build --outdir $(WHEEL)
+	@PATH=$(abspath $(BIN)):$$PATH auditwheel repair --exclude libdnnl.so.3 --exclude libgomp.so.1 -w $(DIST) $(WHEEL)/*.whl
+	@cp $(WHEEL)/*.tar.gz $(DIST) && $(BIN)/abi3audit --strict $(DIST)/*.whl
 	@$(PYTHON) -m venv --without-pip $(WHEEL)/venv
-	@$(BIN)/pip --python $(WHEEL)/venv/bin/python install --quiet dist/*.whl
+	@$(BIN)/pip --python $(WHEEL)/venv/bin/python install --quiet $(DIST)/*.whl
 	@$(BIN)/cyclonedx-py environment --output-reproducible --mc-type library --pyproject pyproject.toml \
-		-o dist/cpu-attn.cdx.json $(WHEEL)/venv/bin/python
+		-o $(DIST)/cpu-attn.cdx.json $(WHEEL)/venv/bin/python
 	@cd $(WHEEL) && venv/bin/cpu-attn verify --quick
-	@echo "make wheel: passed, $$(echo dist/*)"
+	@echo "make wheel: passed, $$(echo $(DIST)/*)"
 
 # 90 s of one core for macOS and Windows, most of it avx512.c.
 systems: $(VENV)/systems

@@ -9,6 +9,7 @@ this machine as any other does: that Python compiles by the cross compiler, at i
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -49,9 +50,10 @@ def unpack(packages: list[Path], root: Path) -> None:
 
 
 def relocate(root: Path) -> None:
-    """Tells that Python's own record, which setuptools asks for headers, where they lie."""
+    """Tells that Python's own record where its headers and pip lie, which setuptools and venv ask for."""
     for record in root.glob("usr/lib/python3.*/_sysconfigdata_*.py"):
-        record.write_text(record.read_text().replace("'/usr/include/python", f"'{root}/usr/include/python"))
+        here = re.sub("'/usr/(?=include/python|share/python-wheels)", f"'{root}/usr/", record.read_text())
+        record.write_text(here)
     for headers in root.glob("usr/include/python3.*"):
         (headers / "aarch64-linux-gnu").symlink_to("../aarch64-linux-gnu")
 
@@ -68,16 +70,22 @@ def wrap(root: Path) -> Path:
     return wrapper
 
 
+def download(folder: Path) -> list[Path]:
+    """Gives the packages. It raises CalledProcessError where this machine's sources have none for arm64."""
+    apt_get(folder, "update")
+    apt_get(folder, "install", "-y", "--no-install-recommends", "--download-only", *PACKAGES)
+    return sorted((folder / "cache/archives").glob("*.deb"))
+
+
 def main() -> None:
     if platform.machine() == "aarch64":
         sys.exit("this machine is aarch64 itself: make test-all")
     folder = Path(sys.argv[1]).resolve()
     shutil.rmtree(folder, ignore_errors=True)
-    apt_get(folder / "apt", "update")
-    apt_get(folder / "apt", "install", "-y", "--no-install-recommends", "--download-only", *PACKAGES)
-    unpack(sorted((folder / "apt/cache/archives").glob("*.deb")), folder / "root")
-    relocate(folder / "root")
-    print(wrap(folder / "root"))
+    root = folder / "root"
+    unpack(download(folder / "apt"), root)
+    relocate(root)
+    print(wrap(root))
 
 
 if __name__ == "__main__":
