@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import threading
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +28,8 @@ NAMES = ("libdnnl.so.3", "libdnnl.3.dylib")
 # These are the DNNL_RUNTIME_* of dnnl_config.h that work. TBB (4), SYCL (512) and others bring threads that OpenMP
 # regions cannot hold.
 RUNTIMES = {1: "sequential", 2: "OpenMP", 8: "threadpool"}
-# This is the enum dnnl_cpu_isa_t of dnnl_types.h.
+# What dnnl_get_effective_cpu_isa returns: the enum dnnl_cpu_isa_t of dnnl_types.h, whose numbers mean other isas on aarch64
+# (src/cpu/aarch64/cpu_isa_traits.hpp; v3.7, v3.13).
 ISAS = {
     0x0: "default",
     0x1: "sse41",
@@ -42,6 +44,7 @@ ISAS = {
     0xFEF: "avx512_core_amx",
     0x1FEF: "avx512_core_amx_fp16",
 }
+ISAS_OF_AARCH64 = {0x0: "default", 0x1: "asimd", 0x3: "sve_128", 0x7: "sve_256", 0x27: "sve_512"}
 
 
 class _Version(ctypes.Structure):
@@ -124,10 +127,14 @@ def describe() -> Description:
         version=f"{version.major}.{version.minor}.{version.patch}",
         library=path,
         runtime=RUNTIMES[version.cpu_runtime],
-        isa=ISAS.get(code := int(library.dnnl_get_effective_cpu_isa()), hex(code)),
+        isa=_isa_name(int(library.dnnl_get_effective_cpu_isa())),
         bfloat16=_probe(module, module.lib.CA_ONEDNN_BF16),
         float32=_probe(module, module.lib.CA_ONEDNN_F32),
     )
+
+
+def _isa_name(code: int) -> str:
+    return (ISAS_OF_AARCH64 if platform.machine() in ("aarch64", "arm64") else ISAS).get(code, hex(code))
 
 
 def _probe(module: ModuleType, dtype: int) -> str:

@@ -68,6 +68,14 @@ def test_description() -> None:
     assert Path(said.library).name.startswith("libdnnl")
 
 
+@pytest.mark.parametrize(("machine", "name"), [("x86_64", "avx2"), ("aarch64", "sve_256"), ("arm64", "sve_256")])
+def test_a_number_means_another_isa_on_arm(monkeypatch: pytest.MonkeyPatch, machine: str, name: str) -> None:
+    """oneDNN's headers name its numbers for x86 alone."""
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert _onednn_loader._isa_name(7) == name
+    assert _onednn_loader._isa_name(0x4000) == "0x4000"
+
+
 @needs_onednn
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
