@@ -178,7 +178,7 @@ emulated-tests:
 # be a oneDNN for aarch64. QEMU_CPU=neoverse-n1, say, is another CPU than qemu's own, which has all that it knows of.
 AARCH64 = build/aarch64
 in_aarch64 = CC="$(filter ccache,$(CC)) aarch64-linux-gnu-gcc" $(MAKE) --no-print-directory VENV=$(AARCH64)/venv \
-	PYTHON=$(CURDIR)/$(AARCH64)/root/usr/bin/python
+	PYTHON=$(CURDIR)/$(AARCH64)/root/usr/bin/python QUICK="--quick --jobs 2"
 $(AARCH64)/root/usr/bin/python: tests/cross/aarch64_python.py
 	@echo "unpacking Debian's Python for arm64 into $(AARCH64)" && python3 $< $(AARCH64) > /dev/null
 
@@ -191,7 +191,7 @@ aarch64: $(AARCH64)/root/usr/bin/python
 aarch64-tests: TESTS = tests/native $(call files,arguments arrays)
 aarch64-tests:
 	@for cpu in max neoverse-n1 cortex-a72; do echo "as $$cpu:" && QEMU_CPU=$$cpu $(BIN)/cpu-attn info || exit 1; done
-	@$(BIN)/cpu-attn verify --quick --jobs 2
+	@$(BIN)/cpu-attn verify $(QUICK)
 	@$(PYTEST)
 
 aarch64-wheel: $(AARCH64)/root/usr/bin/python
@@ -230,6 +230,7 @@ format: $(VENV)/dev
 # process. The wheel is tried in an environment that has nothing else, whose packages are dist/cpu-attn.cdx.json.
 WHEEL = build/wheel
 DIST = dist
+QUICK = --quick
 wheel: $(VENV)/wheel
 	@rm -rf $(DIST) $(WHEEL) && $(BIN)/python -m build --outdir $(WHEEL)
 	@PATH=$(abspath $(BIN)):$$PATH auditwheel repair --exclude libdnnl.so.3 --exclude libgomp.so.1 -w $(DIST) $(WHEEL)/*.whl
@@ -238,7 +239,7 @@ wheel: $(VENV)/wheel
 	@$(BIN)/pip --python $(WHEEL)/venv/bin/python install --quiet $(DIST)/*.whl
 	@$(BIN)/cyclonedx-py environment --output-reproducible --mc-type library --pyproject pyproject.toml \
 		-o $(DIST)/cpu-attn.cdx.json $(WHEEL)/venv/bin/python
-	@cd $(WHEEL) && venv/bin/cpu-attn verify --quick
+	@cd $(WHEEL) && venv/bin/cpu-attn verify $(QUICK)
 	@echo "make wheel: passed, $$(echo $(DIST)/*)"
 
 # 90 s of one core for macOS and Windows, most of it avx512.c.

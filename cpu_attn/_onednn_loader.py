@@ -28,8 +28,8 @@ NAMES = ("libdnnl.so.3", "libdnnl.3.dylib")
 # These are the DNNL_RUNTIME_* of dnnl_config.h that work. TBB (4), SYCL (512) and others bring threads that OpenMP
 # regions cannot hold.
 RUNTIMES = {1: "sequential", 2: "OpenMP", 8: "threadpool"}
-# What dnnl_get_effective_cpu_isa returns: the enum dnnl_cpu_isa_t of dnnl_types.h, whose numbers mean other isas on aarch64
-# (src/cpu/aarch64/cpu_isa_traits.hpp; v3.7, v3.13).
+# These are the numbers of dnnl_get_effective_cpu_isa: the enum dnnl_cpu_isa_t of dnnl_types.h, and what oneDNN means by
+# some of them on aarch64 (src/cpu/aarch64/cpu_isa_traits.hpp; v3.7 and v3.13).
 ISAS = {
     0x0: "default",
     0x1: "sse41",
