@@ -16,9 +16,7 @@ if not (ROOT / "docs").is_dir():
 
 def test_prefix_store(capsys: pytest.CaptureFixture[str]) -> None:
     *_, names = run(ROOT / "docs" / "prefix_store.md", lambda snippet: "transformers" not in snippet)
-    assert capsys.readouterr().out == "0 96
-96 6 0
-"
+    assert capsys.readouterr().out == "0 96\n96 6 0\n"
     for of in ("computed", "read"):
         for layer, (key, value) in enumerate(names[of]):
             want = np.broadcast_to(np.arange(100, dtype=np.float32)[:, None, None] + layer, (100, 2, 32))
