@@ -358,13 +358,15 @@ class Model:
                     assert self.computed[request][i * self.block_size - 1] == m.states[0][pool.block_of[here]]
 
     def state(self) -> Any:
+        """What a call that fails leaves as it is. A store may write meanwhile to files that are mapped."""
         m = self.manager
         there = {r: None if r in self.swapped else m.get_block_ids(r).tolist() for r in self.tokens}
         pool = m._pool
         lists = ([x.copy() for x in pool.free], list(pool.evictable), pool.hash_of.copy(), pool.ref_cnt.tolist())
         states = m._states
         slots = (states.slot.tolist(), dict(states.earlier), states.pool.hash_of.copy(), states.pool.ref_cnt.tolist())
-        return there, {r: m.seq_len(r) for r in there}, lists, slots, [c.key_cache.tobytes() for c in m.caches]
+        keys = [c.key_cache[: m.num_blocks].tobytes() for c in m.caches]
+        return there, {r: m.seq_len(r) for r in there}, lists, slots, keys
 
 
 def walk(model: Model, operations: int, seed: int = 0) -> None:

@@ -68,7 +68,11 @@ def test_description() -> None:
     assert Path(said.library).name.startswith("libdnnl")
 
 
-@pytest.mark.parametrize(("machine", "name"), [("x86_64", "avx2"), ("aarch64", "sve_256"), ("arm64", "sve_256")])
+@pytest.mark.parametrize(
+    ("machine", "name"),
+    [("x86_64", "avx2"), ("aarch64", "sve_256"), ("arm64", "sve_256")],
+    ids=["x86-64", "Linux on Arm", "macOS on Arm"],
+)
 def test_a_number_means_another_isa_on_arm(monkeypatch: pytest.MonkeyPatch, machine: str, name: str) -> None:
     """oneDNN's headers name its numbers for x86 alone."""
     monkeypatch.setattr(platform, "machine", lambda: machine)

@@ -115,7 +115,7 @@ def test_random_operations(tmp_path: Path, options: dict[str, Any]) -> None:
     for few segments."""
     hits = 0
     for seed in (0, 0, 1, 1):
-        with opened(tmp_path, segment_bytes=2000, max_bytes=5 << 18) as store:
+        with opened(tmp_path, segment_bytes=2000, max_bytes=6 << 18) as store:
             model = Model(**options, store=store)
             walk(model, 250, seed)
             hits += model.manager.stats().prefix_store_hits
