@@ -467,8 +467,8 @@ SELECT = Call(
     (
         Array("query", FLOATS, ("T", "num_heads", "head_size"), "An indexer's queries."),
         Array("index_cache", (CACHE,), CACHE_AXES, "As :func:`cpu_attn.sparse.index_and_cache` wrote it.", (ONE_HEAD,)),
-        Array("seq_lens", INT32, _seq_lens.axes, _seq_lens.what),
-        Array("query_start_loc", INT32, _query_start_loc.axes, _query_start_loc.what),
+        _seq_lens,
+        _query_start_loc,
         Array("block_table", INT32, ("num_reqs", "blocks"), "The blocks of each request in order."),
         Array("weights", FLOAT32, ("T", "num_heads"), "Of each query head."),
         Array("selected", INT32, ("T", "tokens"), "Receives the positions, ascending, then -1.", (WRITTEN,)),
@@ -516,8 +516,8 @@ SCORES = Call(
             "block_table", INT32, ("num_reqs", "blocks"),
             "The blocks of each request in order. Entries that a request does not need are ignored.",
         ),
-        Array("seq_lens", INT32, _seq_lens.axes, "How many keys each request has."),
-        Array("query_start_loc", INT32, _query_start_loc.axes, _query_start_loc.what),
+        _seq_lens,
+        _query_start_loc,
         _block_size,
         Scalar("isa", "str", "Whose registers to compute in; ``auto`` takes the best isa of this machine.", "auto"),
         Scalar(

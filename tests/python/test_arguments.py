@@ -88,17 +88,19 @@ FREE |= {("selected_tokens", 1), ("block_nodes", 0)}
 BOUND = {("key", 0): "value", ("key", 1): "value", ("query", 1): "query_out"}
 BOUND |= {("key_cache", 0): "value_cache", ("key_cache", 2): "value_cache"}
 BOUND |= {("key", 2): "key_cache", ("value", 2): "value_cache"}
-BOUND_OF_BLOCKS = {("key", 0): "slot_mapping", ("key", 1): "block_min", ("key", 2): "block_min"}
-BOUND_OF_BLOCKS |= {("query", 2): "block_min", ("block_table", 0): "seq_lens"}
-BOUND_OF_BLOCKS |= {("block_min", axis): "block_max" for axis in (0, 1)}
+BOUND_OF = {
+    "bounds": {("key", 0): "slot_mapping", ("key", 1): "block_min", ("key", 2): "block_min"}
+    | {("block_min", 0): "block_max"},
+    "scores": {("query", 2): "block_min", ("block_table", 0): "seq_lens"}
+    | {("block_min", axis): "block_max" for axis in (0, 1)},
+}
 OUTPUTS = {"attention": 2, "selecting": 2, "write": 2, "rotary": 3, "feeding": 3, "step": 0, "bounds": 2, "scores": 0}
 
 
 def bound(call: str, name: str, axis: int) -> str:
     """Which argument does not fit where this one has one more along an axis."""
-    if call in ("bounds", "scores"):
-        of_bounds = call == "bounds" and (name, axis) == ("block_min", 1)  # key has said how many heads there are
-        return name if of_bounds else BOUND_OF_BLOCKS.get((name, axis), name)
+    if call in BOUND_OF:
+        return BOUND_OF[call].get((name, axis), name)
     first = {"attention": ("key_cache",), "selecting": ("key_cache",), "rotary": ("key", "value", "key_cache", "query")}
     first["feeding"] = first["rotary"]
     return BOUND.get((name, axis), name) if call == "write" or name in first.get(call, ()) else name

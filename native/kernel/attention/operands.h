@@ -4,6 +4,7 @@
 #ifndef CPU_ATTN_OPERANDS_H
 #define CPU_ATTN_OPERANDS_H
 #include "prefetch.h"
+#include "spread.h"
 
 typedef FACTOR operand;
 
@@ -14,6 +15,13 @@ enum { BOTH, EVEN, ODD, TWO_PAIRS };
 INLINE vf scales_of(const group *g, int kv, int64_t scale, int lane) {
     const char *scales = g[lane / CA_LANES].kv[kv].scales;
     return v_load_bf16((const void *)(scales + (scale * CA_LANES + lane % CA_LANES) * 2));
+}
+
+/* The same of V, spread for weights that are rounded to bfloat16 once they are multiplied: by up to half a unit of the
+ * last digit to either side (a quarter, where the weight is a power of two). */
+INLINE vf spread_scales_of(const group *g, int64_t scale, int lane) {
+    const float *here = spread + g[lane / CA_LANES].key / CA_LANES % 4 * CA_LANES + lane % CA_LANES;
+    return v_mul(scales_of(g, V, scale, lane), v_fma(v_load_f32(here), v_set1(0x1p-8f), v_set1(1)));
 }
 
 /* Holds what one call of the product of queries and keys reads and writes. */
